@@ -1,0 +1,183 @@
+#define _POSIX_C_SOURCE 200809L /* clock_gettime, barriers */
+
+#include "measure.h"
+
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <time.h>
+
+static double seconds_of(clockid_t clock) {
+  struct timespec time;
+  clock_gettime(clock, &time);
+  return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
+}
+
+instant instant_now(void) {
+  return (instant){seconds_of(CLOCK_MONOTONIC), seconds_of(CLOCK_PROCESS_CPUTIME_ID)};
+}
+
+/* One request, run by one thread. */
+typedef struct job {
+  const workload *work;
+  pthread_barrier_t *start;
+  const uint32_t *prompt;
+  uint32_t prompt_len;
+  uint32_t num_steps; /* tokens to generate; 0: only the logits of the prompt */
+  float *logits;      /* [vocab_size], if num_steps is 0 */
+  instant began, ended;
+  instant *token_times; /* [num_steps] */
+  uint32_t num_tokens;
+  double first_token_seconds;
+  bool failed;
+} job;
+
+static bool note_time(const xserv_token_event *event, void *user_data) {
+  job *self = user_data;
+  if (event->token_id != XSERV_NO_TOKEN && self->num_tokens < self->num_steps)
+    self->token_times[self->num_tokens++] = instant_now();
+  return true;
+}
+
+static xserv_status generate(job *self) {
+  xserv_request request;
+  xserv_status status = xserv_request_default(&request);
+  if (status != XSERV_STATUS_OK) return status;
+  request.prompt_tokens = self->prompt;
+  request.num_prompt_tokens = self->prompt_len;
+  request.max_tokens = self->num_steps;
+  request.temperature = 0.0f;
+  request.repetition_penalty = 1.0f;
+  request.presence_penalty = request.frequency_penalty = 0.0f;
+  request.ignore_eos = 1;
+
+  xserv_result *result = NULL;
+  status = xserv_generate(self->work->model, &request, note_time, self, &result);
+  if (status != XSERV_STATUS_OK) return status;
+  xserv_result_info info = {.struct_size = sizeof info};
+  status = xserv_result_get_info(result, &info);
+  if (status == XSERV_STATUS_OK) self->first_token_seconds = info.time_to_first_token_seconds;
+  xserv_result_free(result);
+  return status;
+}
+
+static void *run_job(void *argument) {
+  job *self = argument;
+  const workload *work = self->work;
+  pthread_barrier_wait(self->start);
+  self->began = instant_now();
+  xserv_status status = self->num_steps > 0
+                            ? generate(self)
+                            : xserv_logits(work->model, self->prompt, self->prompt_len, XSERV_LOGITS_LAST,
+                                           self->logits, work->vocab_size);
+  self->ended = instant_now();
+  self->failed = status != XSERV_STATUS_OK;
+  if (self->failed) { /* the message belongs to this thread */
+    fprintf(stderr, "bench: %s (%s)\n", xserv_last_error(), xserv_status_name(status));
+  } else if (self->num_tokens != self->num_steps) {
+    fprintf(stderr, "bench: %u tokens came instead of %u; is the context too short?\n",
+            self->num_tokens, self->num_steps);
+    self->failed = true;
+  }
+  return NULL;
+}
+
+static uint32_t random_token(workload *work) {
+  work->seed = work->seed * 6364136223846793005u + 1442695040888963407u; /* Knuth's MMIX generator */
+  return (uint32_t)((work->seed >> 33) % work->vocab_size);
+}
+
+static void free_jobs(job *jobs, uint32_t num_jobs) {
+  for (uint32_t i = 0; i < num_jobs; i++) {
+    free((void *)jobs[i].prompt);
+    free(jobs[i].token_times);
+    free(jobs[i].logits);
+  }
+  free(jobs);
+}
+
+/* Runs work->batch requests at once. NULL if one failed; else free_jobs() ends the result. */
+static job *run_jobs(workload *work, uint32_t prompt_len, uint32_t num_steps) {
+  job *jobs = calloc(work->batch, sizeof *jobs);
+  pthread_t *threads = calloc(work->batch, sizeof *threads);
+  pthread_barrier_t start;
+  bool failed = jobs == NULL || threads == NULL;
+  for (uint32_t i = 0; i < work->batch && !failed; i++) {
+    uint32_t *prompt = malloc(prompt_len * sizeof *prompt);
+    for (uint32_t k = 0; prompt != NULL && k < prompt_len; k++) prompt[k] = random_token(work);
+    jobs[i] = (job){.work = work, .start = &start, .prompt = prompt, .prompt_len = prompt_len};
+    jobs[i].num_steps = num_steps;
+    jobs[i].token_times = calloc(num_steps + 1u, sizeof *jobs[i].token_times);
+    jobs[i].logits = num_steps == 0 ? malloc(work->vocab_size * sizeof(float)) : NULL;
+    failed = prompt == NULL || jobs[i].token_times == NULL ||
+             (num_steps == 0 && jobs[i].logits == NULL);
+  }
+  if (failed || pthread_barrier_init(&start, NULL, work->batch) != 0) {
+    fprintf(stderr, "bench: out of memory\n");
+    exit(1);
+  }
+  for (uint32_t i = 1; i < work->batch; i++) {
+    if (pthread_create(&threads[i], NULL, run_job, &jobs[i]) != 0) {
+      fprintf(stderr, "bench: cannot start %u threads\n", work->batch);
+      exit(1);
+    }
+  }
+  run_job(&jobs[0]);
+  for (uint32_t i = 1; i < work->batch; i++) pthread_join(threads[i], NULL);
+  pthread_barrier_destroy(&start);
+  free(threads);
+  for (uint32_t i = 0; i < work->batch; i++) failed = failed || jobs[i].failed;
+  if (!failed) return jobs;
+  free_jobs(jobs, work->batch);
+  return NULL;
+}
+
+static rate rate_between(double num_tokens, instant from, instant to) {
+  return (rate){num_tokens / (to.wall - from.wall), num_tokens / (to.cpu - from.cpu)};
+}
+
+static instant earlier(instant a, instant b) { return a.wall <= b.wall ? a : b; }
+static instant later(instant a, instant b) { return a.wall >= b.wall ? a : b; }
+
+bool measure_prompt(workload *work, uint32_t num_tokens, rate *result) {
+  job *jobs = run_jobs(work, num_tokens, 0);
+  if (jobs == NULL) return false;
+  instant from = jobs[0].began, to = jobs[0].ended;
+  for (uint32_t i = 1; i < work->batch; i++) {
+    from = earlier(from, jobs[i].began);
+    to = later(to, jobs[i].ended);
+  }
+  *result = rate_between((double)num_tokens * work->batch, from, to);
+  free_jobs(jobs, work->batch);
+  return true;
+}
+
+bool measure_generation(workload *work, uint32_t depth, uint32_t num_tokens, rate *result) {
+  /* The first token comes with the prompt; with a prompt of one token that is a step like others. */
+  uint32_t num_steps = depth == 0 ? num_tokens : num_tokens + 1;
+  job *jobs = run_jobs(work, depth == 0 ? 1 : depth, num_steps);
+  if (jobs == NULL) return false;
+
+  /* Time starts when the last of the requests has its prompt behind it, and ends with the last token.
+   * Tokens that came to other requests before that don't count. */
+  instant from = jobs[0].began, to = jobs[0].token_times[num_steps - 1];
+  for (uint32_t i = 0; i < work->batch; i++) {
+    from = depth == 0 ? earlier(from, jobs[i].began) : later(from, jobs[i].token_times[0]);
+    to = later(to, jobs[i].token_times[num_steps - 1]);
+  }
+  double counted = 0;
+  for (uint32_t i = 0; i < work->batch; i++)
+    for (uint32_t k = 0; k < num_steps; k++)
+      if (jobs[i].token_times[k].wall > from.wall) counted++;
+  *result = rate_between(counted, from, to);
+  free_jobs(jobs, work->batch);
+  return true;
+}
+
+bool measure_first_token(workload *work, uint32_t num_tokens, double *seconds) {
+  job *jobs = run_jobs(work, num_tokens, 1);
+  if (jobs == NULL) return false;
+  *seconds = jobs[0].first_token_seconds;
+  free_jobs(jobs, work->batch);
+  return true;
+}

@@ -1,0 +1,48 @@
+/* What bench.c measures on a model, through the public interface alone. */
+
+#ifndef EXAMPLES_BENCH_MEASURE_H
+#define EXAMPLES_BENCH_MEASURE_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include <xserv.h>
+
+/* A point in time: seconds of a steady clock, and CPU seconds of the whole process. */
+typedef struct instant {
+  double wall;
+  double cpu;
+} instant;
+
+instant instant_now(void);
+
+/* Tokens per second, and tokens per second of process CPU time. */
+typedef struct rate {
+  double per_second;
+  double per_cpu_second;
+} rate;
+
+/* What to run: `batch` requests at once on one model, each from a thread of its own. */
+typedef struct workload {
+  const xserv_model *model;
+  uint32_t vocab_size;
+  uint32_t batch;
+  uint64_t seed; /* of the random prompts; changes with every measurement, so that nothing is cached */
+} workload;
+
+/*
+ * Processes prompts of num_tokens, from an empty cache to the logits of the last token. The rate
+ * counts the tokens of all requests. Returns false, with a message on stderr, if the library refuses.
+ */
+bool measure_prompt(workload *work, uint32_t num_tokens, rate *result);
+
+/*
+ * Generates num_tokens greedily, one step each, after a prompt of `depth` tokens (0: from a
+ * one-token context). The prompt is not part of the time.
+ */
+bool measure_generation(workload *work, uint32_t depth, uint32_t num_tokens, rate *result);
+
+/* Seconds from the call to the first token, for a prompt of num_tokens. */
+bool measure_first_token(workload *work, uint32_t num_tokens, double *seconds);
+
+#endif

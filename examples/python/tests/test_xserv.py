@@ -1,0 +1,312 @@
+"""Tests of the package, with the model of the repository:
+
+    cd examples/python && python3 -m unittest discover tests
+"""
+
+import gc
+import json
+import os
+import pickle
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import unittest
+from array import array
+from pathlib import Path
+
+import xserv
+
+MODEL = os.environ.get("XSERV_TEST_MODEL") or str(Path(__file__).resolve().parents[2] / "models" / "tiny-qwen3")
+MESSAGES = [{"role": "user", "content": "Tell me a story."}]
+LONG = {"max_tokens": 1500, "temperature": 0, "ignore_eos": True}
+
+
+def num_generating():
+    return sum(thread.name == "xserv-generate" for thread in threading.enumerate())
+
+
+class ModelTest(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        cls.model = xserv.Model(MODEL, num_threads=2)
+
+    @classmethod
+    def tearDownClass(cls):
+        cls.model.close()
+
+    def tearDown(self):
+        gc.collect()
+        deadline = time.monotonic() + 60
+        while num_generating() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        self.assertEqual(num_generating(), 0, "a generation is still running")
+
+
+class Text(ModelTest):
+    def test_round_trip(self):
+        for text in ("", "Once upon a time", "naïve 你好 🙂\n\ttabs", "nul \0 inside"):
+            self.assertEqual(self.model.detokenize(self.model.tokenize(text)), text)
+
+    def test_special_tokens(self):
+        (end,) = self.model.tokenize("<|im_end|>")
+        self.assertIn(end, self.model.info.eos_token_ids)
+        self.assertGreater(len(self.model.tokenize("<|im_end|>", parse_special_tokens=False)), 1)
+        self.assertEqual(self.model.detokenize([end]), "")
+        self.assertEqual(self.model.detokenize([end], skip_special_tokens=False), "<|im_end|>")
+
+    def test_chat_template(self):
+        text = self.model.apply_chat_template(MESSAGES)
+        self.assertIn("<|im_start|>user\nTell me a story.<|im_end|>", text)
+        self.assertEqual(text, self.model.apply_chat_template(json.dumps(MESSAGES)))
+        shorter = self.model.apply_chat_template(MESSAGES, add_generation_prompt=False)
+        self.assertTrue(text.startswith(shorter) and len(text) > len(shorter))
+        tools = [{"type": "function", "function": {"name": "look_up", "parameters": {}}}]
+        self.assertIn("look_up", self.model.apply_chat_template(MESSAGES, tools))
+
+
+class Generate(ModelTest):
+    def test_prompt_tokens_and_stream_agree(self):
+        options = {"max_tokens": 24, "temperature": 0}
+        result = self.model.generate("Once upon a time", **options)
+        self.assertEqual(str(result), result.text)
+        self.assertEqual(result.num_prompt_tokens, len(self.model.tokenize("Once upon a time")))
+        self.assertIn(result.finish_reason, ("max_tokens", "stop_token"))
+        tokens = self.model.tokenize("Once upon a time")
+        self.assertEqual(self.model.generate(tokens=tokens, **options).token_ids, result.token_ids)
+        stream = self.model.generate("Once upon a time", stream=True, **options)
+        self.assertEqual("".join(stream), result.text)
+        self.assertEqual(stream.result.token_ids, result.token_ids)
+        self.assertEqual(list(stream), [])
+
+    def test_messages(self):
+        result = self.model.generate(messages=MESSAGES, max_tokens=200, temperature=0)
+        self.assertTrue(result.text)
+        prompt = self.model.apply_chat_template(MESSAGES)
+        self.assertEqual(self.model.generate(prompt, max_tokens=200, temperature=0).text, result.text)
+
+    def test_seed(self):
+        def draw(seed):
+            return self.model.generate("Once", max_tokens=30, temperature=1.5, top_k=0, top_p=1.0, seed=seed)
+
+        first = draw(7)
+        self.assertEqual(first.seed, 7)
+        self.assertEqual(draw(7).token_ids, first.token_ids)
+        unseeded = self.model.generate("Once", max_tokens=30, temperature=1.5)
+        again = self.model.generate("Once", max_tokens=30, temperature=1.5, seed=unseeded.seed)
+        self.assertEqual(again.token_ids, unseeded.token_ids)
+
+    def test_stop(self):
+        whole = self.model.generate("Once upon a time", max_tokens=40, temperature=0, ignore_eos=True).text
+        stop = whole[len(whole) // 2 :][:4]
+        result = self.model.generate(
+            "Once upon a time", max_tokens=40, temperature=0, ignore_eos=True, stop=["not there at all", stop]
+        )
+        self.assertEqual(result.text, whole[: whole.index(stop)])
+        self.assertEqual(result.finish_reason, "stop_string")
+
+    def test_max_tokens_zero(self):
+        self.assertEqual(self.model.generate("Once", max_tokens=0).token_ids, [])
+
+    def test_many_threads(self):
+        expected = self.model.generate("Once", max_tokens=20, temperature=0).text
+        texts = []
+        threads = [
+            threading.Thread(
+                target=lambda: texts.append(self.model.generate("Once", max_tokens=20, temperature=0).text)
+            )
+            for _ in range(8)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self.assertEqual(texts, [expected] * 8)
+
+
+class Stopping(ModelTest):
+    def test_close_stops(self):
+        with self.model.generate("Once", stream=True, **LONG) as stream:
+            next(stream)
+        self.assertIn(stream.result.finish_reason, ("callback", "cancelled"))
+        self.assertEqual(list(stream), [])
+        self.assertLess(len(stream.result.token_ids), 1500)
+
+    def test_close_while_another_thread_reads(self):
+        for _ in range(5):
+            stream = self.model.generate("Once", stream=True, **LONG)
+            reader = threading.Thread(target=lambda: [None for _ in stream], daemon=True)
+            reader.start()
+            stream.close()
+            reader.join(30)
+            self.assertFalse(reader.is_alive())
+
+    def test_close_without_reading(self):
+        stream = self.model.generate("Once", stream=True, **LONG)
+        stream.close()
+        stream.close()
+
+    def test_dropping_the_stream_stops(self):
+        for _ in range(3):
+            next(self.model.generate("Once", stream=True, **LONG))
+
+    def test_breaking_out_of_a_loop(self):
+        for number, _ in enumerate(self.model.generate("Once", stream=True, **LONG)):
+            if number == 3:
+                break
+
+    def test_keyboard_interrupt(self):
+        """Ctrl-C ends a blocking call, and the model goes on working."""
+
+        def blocking():
+            self.model.generate("Once", **LONG)
+
+        def streaming():
+            for _ in self.model.generate("Once", stream=True, **LONG):
+                pass
+
+        for generate in (blocking, streaming):
+            timer = threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT))
+            timer.start()
+            try:
+                with self.assertRaises(KeyboardInterrupt):
+                    while True:  # until the signal comes, however fast the machine is
+                        generate()
+            finally:
+                timer.join()
+        self.assertEqual(len(self.model.generate("Once", max_tokens=2, ignore_eos=True).token_ids), 2)
+
+    def test_freeing_the_model_stops(self):
+        model = xserv.Model(MODEL)
+        stream = model.generate("Once", stream=True, **LONG)
+        next(stream)
+        model.close()
+        for _ in stream:
+            pass
+        self.assertEqual(stream.result.finish_reason, "cancelled")
+        with self.assertRaises(xserv.Error):
+            model.tokenize("x")
+
+
+class LogitsTest(ModelTest):
+    def test_shape_and_views(self):
+        tokens = self.model.tokenize("Once upon a time")
+        logits = self.model.logits(tokens)
+        vocab_size = self.model.info.vocab_size
+        self.assertEqual(logits.shape, (len(tokens), vocab_size))
+        self.assertEqual(len(logits), len(tokens))
+        self.assertEqual(logits[-1].tolist(), logits[len(tokens) - 1].tolist())
+        self.assertEqual(logits[1, 5], logits[1][5])
+        view = logits.as_memoryview()
+        self.assertEqual((view.format, view.shape, view.itemsize), ("f", logits.shape, 4))
+        self.assertEqual(view[1, 5], logits[1, 5])
+        with self.assertRaises(IndexError):
+            logits[len(tokens)]
+        last = self.model.logits(tokens, last_only=True)
+        self.assertEqual(last.shape, (1, vocab_size))
+        self.assertEqual(last[0].tolist(), logits[-1].tolist())
+        best = max(range(vocab_size), key=logits[-1].__getitem__)
+        greedy = self.model.generate(tokens=tokens, max_tokens=1, temperature=0, repetition_penalty=1)
+        self.assertEqual(greedy.token_ids, [best])
+
+    def test_array_interface(self):
+        logits = self.model.logits(self.model.tokenize("Once"))
+        interface = logits.__array_interface__
+        self.assertEqual((interface["shape"], interface["typestr"]), (logits.shape, "<f4"))
+        if sys.version_info >= (3, 12):
+            self.assertEqual(memoryview(logits).shape, logits.shape)
+        try:
+            import numpy
+        except ImportError:
+            self.skipTest("numpy is not installed")
+        matrix = numpy.asarray(logits)
+        self.assertEqual((matrix.shape, matrix.dtype), (logits.shape, numpy.float32))
+        self.assertEqual(matrix.ctypes.data, interface["data"][0])
+        self.assertEqual(matrix[0].tolist(), array("f", logits[0]).tolist())
+
+
+class Loading(unittest.TestCase):
+    def test_info(self):
+        with xserv.Model(Path(MODEL), num_threads=1, max_context_tokens=64, dtype="f32") as model:
+            config = json.loads((Path(MODEL) / "config.json").read_text())
+            self.assertEqual(model.info.architecture, config["architectures"][0])
+            self.assertEqual(model.info.hidden_size, config["hidden_size"])
+            self.assertEqual((model.info.dtype, model.info.num_threads), ("f32", 1))
+            self.assertEqual(model.info.max_context_tokens, 64)
+            self.assertTrue(model.info.has_tokenizer and model.info.has_chat_template)
+            self.assertGreater(model.info.load_seconds, 0)
+            with self.assertRaises(xserv.Error):
+                model.generate("word " * 100)
+
+    def test_progress(self):
+        fractions = []
+        xserv.Model(MODEL, progress=fractions.append).close()
+        self.assertEqual(fractions, sorted(fractions))
+        self.assertEqual(fractions[-1], 1.0)
+        with self.assertRaises(xserv.Error) as caught:
+            xserv.Model(MODEL, progress=lambda fraction: False)
+        self.assertEqual(caught.exception.status, "XSERV_STATUS_CANCELLED")
+        with self.assertRaises(ZeroDivisionError):
+            xserv.Model(MODEL, progress=lambda fraction: 1 // 0)
+
+    def test_inspect(self):
+        found = xserv.inspect(MODEL)
+        self.assertTrue(found.supported, found.unsupported_reason)
+        with xserv.Model(MODEL) as model:
+            self.assertEqual(found.num_parameters, model.info.num_parameters)
+            self.assertEqual(found.dtype, model.info.dtype)
+        with tempfile.TemporaryDirectory() as folder:
+            shutil.copytree(MODEL, folder, dirs_exist_ok=True, copy_function=shutil.copyfile)
+            config = Path(folder) / "config.json"
+            text = config.read_text().replace("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+            config.write_text(text)
+            refused = xserv.inspect(folder)
+            self.assertFalse(refused.supported)
+            self.assertIn("Qwen3Moe", refused.unsupported_reason)
+            with self.assertRaises(xserv.Error) as caught:
+                xserv.Model(folder)
+            self.assertEqual(caught.exception.status, "XSERV_STATUS_UNSUPPORTED")
+
+
+class Errors(ModelTest):
+    def refuses(self, kind, call, *arguments, **keywords):
+        with self.assertRaises(kind) as caught:
+            call(*arguments, **keywords)
+        return caught.exception
+
+    def test_library_errors(self):
+        error = self.refuses(xserv.Error, xserv.Model, "/no/such/folder")
+        self.assertEqual((error.code, error.status), (3, "XSERV_STATUS_NOT_FOUND"))
+        self.assertIn("/no/such/folder", str(error))
+        copy = pickle.loads(pickle.dumps(error))
+        self.assertEqual((str(copy), copy.code), (str(error), error.code))
+        self.refuses(xserv.Error, xserv.inspect, "/no/such/folder")
+        for options in (
+            {"prompt": "x", "temperature": -1},
+            {"prompt": "x", "top_p": 2.0},
+            {"prompt": "x", "tokens": [1]},
+            {"tokens": []},
+            {"tokens": [self.model.info.vocab_size]},
+            {"messages": "no JSON"},
+            {"prompt": "x", "stop": [""]},
+            {},
+        ):
+            error = self.refuses(xserv.Error, self.model.generate, **options)
+            self.assertEqual(error.status, "XSERV_STATUS_INVALID_ARGUMENT", options)
+            self.assertTrue(str(error), options)
+
+    def test_python_errors(self):
+        self.refuses(TypeError, self.model.generate, "x", temprature=0)
+        self.refuses(ValueError, self.model.generate, "x", max_tokens=-1)
+        self.refuses(ValueError, self.model.generate, "x", seed=2**64)
+        self.refuses(ValueError, self.model.generate, tokens=[2**32 + 5])
+        self.refuses(ValueError, self.model.generate, "x", stop="a\0b")
+        self.refuses(ValueError, xserv.Model, MODEL, dtype="int3")
+        self.refuses(ValueError, xserv.Model, "a\0b")
+        self.refuses(TypeError, xserv.Model, MODEL, threads=3)
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,26 @@
+"""xserv: runs Qwen3 and GPT-2 from Hugging Face folders, inside your process.
+
+    with xserv.Model("path/to/folder") as model:
+        print(model.generate("Once upon a time", max_tokens=64).text)
+"""
+
+from ._library import Error, library as _loaded
+from ._model import Inspection, Logits, Model, ModelInfo, inspect
+from ._stream import Result, TextStream
+
+__version__ = "0.1.0"
+
+#: The version of the library that was loaded.
+library_version: str = _loaded.xserv_version().decode()
+
+__all__ = [
+    "Error",
+    "Inspection",
+    "Logits",
+    "Model",
+    "ModelInfo",
+    "Result",
+    "TextStream",
+    "inspect",
+    "library_version",
+]

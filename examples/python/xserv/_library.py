@@ -1,0 +1,292 @@
+"""Finds and loads libxserv.so, and declares its C functions: include/xserv.h in ctypes."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from ctypes import (
+    CFUNCTYPE,
+    POINTER,
+    Structure,
+    c_bool,
+    c_char_p,
+    c_double,
+    c_float,
+    c_size_t,
+    c_uint8,
+    c_uint32,
+    c_uint64,
+    c_void_p,
+)
+from pathlib import Path
+from typing import Any, List, Optional
+
+ABI_VERSION = 0
+UNSET_INT = 0xFFFFFFFF
+UNSET_FLOAT = -3.402823466e38
+SEED_RANDOM = 0xFFFFFFFFFFFFFFFF
+NO_TOKEN = 0xFFFFFFFF
+LOGITS_LAST, LOGITS_ALL = 0, 1
+DEVICES = {"cpu": 0, "cuda": 1, "auto": 2}
+DTYPES = {"auto": 0, "f32": 1, "f16": 2, "bf16": 3}
+LOG_LEVELS = {1: "warning", 2: "info", 3: "debug"}
+FINISH_REASONS = {
+    0: "stop_token",
+    1: "stop_string",
+    2: "max_tokens",
+    3: "context_full",
+    4: "callback",
+    5: "cancelled",
+}
+
+# bool is what C's bool returns. A callback catches what it raises: ctypes would return garbage.
+ProgressCallback = CFUNCTYPE(c_bool, c_float, c_void_p)
+LogCallback = CFUNCTYPE(None, c_uint32, c_char_p, c_void_p)
+
+
+class LoadOptions(Structure):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("device", c_uint32),
+        ("dtype", c_uint32),
+        ("num_threads", c_uint32),
+        ("map_files", c_uint8),
+        ("reserved", c_uint8 * 3),
+        ("max_context_tokens", c_uint64),
+        ("kv_cache_tokens", c_uint64),
+        ("max_memory_bytes", c_uint64),
+        ("progress", ProgressCallback),
+        ("progress_user_data", c_void_p),
+        ("log", LogCallback),
+        ("log_user_data", c_void_p),
+    ]
+
+
+class ModelInfo(Structure):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("architecture", c_char_p),
+        ("path", c_char_p),
+        ("device", c_char_p),
+        ("dtype", c_uint32),
+        ("num_threads", c_uint32),
+        ("num_parameters", c_uint64),
+        ("weights_bytes", c_uint64),
+        ("kv_bytes_per_token", c_uint64),
+        ("kv_cache_tokens", c_uint64),
+        ("max_context_tokens", c_uint64),
+        ("vocab_size", c_uint32),
+        ("hidden_size", c_uint32),
+        ("num_layers", c_uint32),
+        ("num_heads", c_uint32),
+        ("num_kv_heads", c_uint32),
+        ("head_dim", c_uint32),
+        ("num_eos_token_ids", c_uint32),
+        ("has_tokenizer", c_uint8),
+        ("has_chat_template", c_uint8),
+        ("reserved", c_uint8 * 2),
+        ("eos_token_ids", POINTER(c_uint32)),
+        ("load_seconds", c_double),
+    ]
+
+
+class InspectionInfo(Structure):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("path", c_char_p),
+        ("architecture", c_char_p),
+        ("unsupported_reason", c_char_p),
+        ("tokenizer_problem", c_char_p),
+        ("chat_template_problem", c_char_p),
+        ("stored_dtypes", c_char_p),
+        ("num_parameters", c_uint64),
+        ("weights_bytes", c_uint64),
+        ("kv_bytes_per_token", c_uint64),
+        ("max_context_tokens", c_uint64),
+        ("dtype", c_uint32),
+        ("vocab_size", c_uint32),
+        ("hidden_size", c_uint32),
+        ("num_layers", c_uint32),
+        ("num_heads", c_uint32),
+        ("num_kv_heads", c_uint32),
+        ("head_dim", c_uint32),
+        ("supported", c_uint8),
+        ("has_tokenizer", c_uint8),
+        ("has_chat_template", c_uint8),
+        ("reserved", c_uint8),
+    ]
+
+
+class TokenizeOptions(Structure):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("add_special_tokens", c_uint8),
+        ("parse_special_tokens", c_uint8),
+        ("reserved", c_uint8 * 6),
+    ]
+
+
+class ChatOptions(Structure):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("messages_json", c_char_p),
+        ("tools_json", c_char_p),
+        ("template_variables_json", c_char_p),
+        ("add_generation_prompt", c_uint8),
+        ("reserved", c_uint8 * 7),
+    ]
+
+
+class Request(Structure):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("prompt", c_char_p),
+        ("prompt_len", c_size_t),
+        ("prompt_tokens", POINTER(c_uint32)),
+        ("num_prompt_tokens", c_size_t),
+        ("messages_json", c_char_p),
+        ("tools_json", c_char_p),
+        ("template_variables_json", c_char_p),
+        ("stop_strings", POINTER(c_char_p)),
+        ("num_stop_strings", c_size_t),
+        ("stop_token_ids", POINTER(c_uint32)),
+        ("num_stop_token_ids", c_size_t),
+        ("cancel", c_void_p),
+        ("max_tokens", c_uint32),
+        ("top_k", c_uint32),
+        ("temperature", c_float),
+        ("top_p", c_float),
+        ("min_p", c_float),
+        ("repetition_penalty", c_float),
+        ("presence_penalty", c_float),
+        ("frequency_penalty", c_float),
+        ("seed", c_uint64),
+        ("add_generation_prompt", c_uint8),
+        ("add_special_tokens", c_uint8),
+        ("parse_special_tokens", c_uint8),
+        ("skip_special_tokens", c_uint8),
+        ("ignore_eos", c_uint8),
+        ("reserved", c_uint8 * 3),
+    ]
+
+
+class TokenEvent(Structure):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("text", c_void_p),
+        ("text_len", c_size_t),
+        ("token_id", c_uint32),
+        ("num_tokens", c_uint32),
+    ]
+
+
+class ResultInfo(Structure):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("text", c_void_p),
+        ("text_len", c_size_t),
+        ("token_ids", POINTER(c_uint32)),
+        ("num_tokens", c_size_t),
+        ("num_prompt_tokens", c_size_t),
+        ("finish_reason", c_uint32),
+        ("reserved", c_uint32),
+        ("seed", c_uint64),
+        ("time_to_first_token_seconds", c_double),
+        ("total_seconds", c_double),
+        ("prompt_tokens_per_second", c_double),
+        ("tokens_per_second", c_double),
+    ]
+
+
+TokenCallback = CFUNCTYPE(c_bool, POINTER(TokenEvent), c_void_p)
+
+# Handles are c_void_p: numbers that only the library understands.
+_SIZE = POINTER(c_size_t)
+_HANDLE = POINTER(c_void_p)
+_FUNCTIONS = {
+    "xserv_version": (c_char_p, []),
+    "xserv_abi_version": (c_uint32, []),
+    "xserv_last_error": (c_char_p, []),
+    "xserv_status_name": (c_char_p, [c_uint32]),
+    "xserv_load_options_default": (c_uint32, [POINTER(LoadOptions)]),
+    "xserv_load": (c_uint32, [c_char_p, POINTER(LoadOptions), _HANDLE]),
+    "xserv_model_free": (None, [c_void_p]),
+    "xserv_model_get_info": (c_uint32, [c_void_p, POINTER(ModelInfo)]),
+    "xserv_inspect": (c_uint32, [c_char_p, _HANDLE]),
+    "xserv_inspection_get_info": (c_uint32, [c_void_p, POINTER(InspectionInfo)]),
+    "xserv_inspection_free": (None, [c_void_p]),
+    "xserv_tokenize_options_default": (c_uint32, [POINTER(TokenizeOptions)]),
+    "xserv_tokenize": (c_uint32, [c_void_p, c_char_p, c_size_t, POINTER(TokenizeOptions), _HANDLE]),
+    "xserv_tokens_data": (POINTER(c_uint32), [c_void_p, _SIZE]),
+    "xserv_tokens_free": (None, [c_void_p]),
+    "xserv_detokenize": (c_uint32, [c_void_p, POINTER(c_uint32), c_size_t, c_bool, _HANDLE]),
+    "xserv_text_data": (c_void_p, [c_void_p, _SIZE]),
+    "xserv_text_free": (None, [c_void_p]),
+    "xserv_chat_options_default": (c_uint32, [POINTER(ChatOptions)]),
+    "xserv_apply_chat_template": (c_uint32, [c_void_p, POINTER(ChatOptions), _HANDLE]),
+    "xserv_logits": (c_uint32, [c_void_p, POINTER(c_uint32), c_size_t, c_uint32, POINTER(c_float), c_size_t]),
+    "xserv_request_default": (c_uint32, [POINTER(Request)]),
+    "xserv_cancel_token_new": (c_uint32, [_HANDLE]),
+    "xserv_cancel_token_cancel": (c_uint32, [c_void_p]),
+    "xserv_cancel_token_free": (None, [c_void_p]),
+    "xserv_generate": (c_uint32, [c_void_p, POINTER(Request), TokenCallback, c_void_p, _HANDLE]),
+    "xserv_result_get_info": (c_uint32, [c_void_p, POINTER(ResultInfo)]),
+    "xserv_result_free": (None, [c_void_p]),
+}
+
+
+class Error(Exception):
+    """A call of the library that failed. `str(error)` is the library's sentence, `code` the number of
+    the status and `status` its name, such as "XSERV_STATUS_NOT_FOUND"."""
+
+    def __init__(self, message: str, code: int, status: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.status = status
+
+    def __reduce__(self) -> Any:
+        return (Error, (str(self), self.code, self.status))
+
+
+def _candidates() -> List[str]:
+    chosen = os.environ.get("XSERV_LIBRARY")
+    if chosen:
+        return [chosen]
+    here = Path(__file__).resolve().parent
+    files = [here / "libxserv.so", here / "libxserv.so.0"]
+    repository = here.parents[2] if len(here.parents) > 2 else here
+    if (repository / "include" / "xserv.h").is_file():
+        files += [repository / "target" / profile / "libxserv.so" for profile in ("release", "debug")]
+    return [str(file) for file in files if file.is_file()] + ["libxserv.so.0"]
+
+
+def _open() -> ctypes.CDLL:
+    problem: Optional[OSError] = None
+    for name in _candidates():
+        try:
+            # CDLL releases the interpreter's lock during calls, so that other threads go on.
+            library = ctypes.CDLL(name)
+        except OSError as error:
+            problem = error
+            continue
+        for function, (result, arguments) in _FUNCTIONS.items():
+            declared = getattr(library, function, None)
+            if declared is None:
+                raise ImportError(f"{name} has no function {function}: it does not fit this package")
+            declared.restype, declared.argtypes = result, arguments
+        if library.xserv_abi_version() != ABI_VERSION:
+            raise ImportError(f"{name} has ABI version {library.xserv_abi_version()}, not {ABI_VERSION}")
+        return library
+    raise ImportError(
+        f"libxserv.so was not found ({problem}). Build it with cargo build --release, or set XSERV_LIBRARY to the file."
+    )
+
+
+library = _open()
+
+
+def check(code: int) -> None:
+    """Raises Error if a call failed. Must run on the thread that made the call."""
+    if code != 0:
+        message = library.xserv_last_error().decode()
+        raise Error(message, code, library.xserv_status_name(code).decode())

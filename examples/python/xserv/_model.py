@@ -1,0 +1,353 @@
+"""Model, Logits and inspect()."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from ctypes import Structure, byref, c_float, c_size_t, c_void_p, sizeof, string_at
+from dataclasses import dataclass
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Callable,
+    Dict,
+    List,
+    Literal,
+    Mapping,
+    Optional,
+    Sequence,
+    Tuple,
+    Type,
+    TypeVar,
+    Union,
+    overload,
+)
+
+from . import _library as c
+from ._library import check, library
+from ._request import GenerateOptions, Messages, build_request, choice, json_bytes, set_number, token_array
+from ._stream import Result, TextStream
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # type checkers know it; nothing is to be installed
+
+Path = Union[str, "os.PathLike[str]"]
+_T = TypeVar("_T")
+
+_DTYPE_NAMES = {number: name for name, number in c.DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What a loaded model is. The fields are those of xserv_model_info in xserv.h."""
+
+    architecture: str
+    path: str
+    device: str
+    dtype: str
+    num_threads: int
+    num_parameters: int
+    weights_bytes: int
+    kv_bytes_per_token: int
+    kv_cache_tokens: int
+    max_context_tokens: int
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    has_tokenizer: bool
+    has_chat_template: bool
+    eos_token_ids: List[int]
+    load_seconds: float
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What a model folder is. The fields are those of xserv_inspection_info in xserv.h."""
+
+    path: str
+    architecture: str
+    supported: bool
+    unsupported_reason: str
+    has_tokenizer: bool
+    tokenizer_problem: str
+    has_chat_template: bool
+    chat_template_problem: str
+    stored_dtypes: str
+    dtype: str
+    num_parameters: int
+    weights_bytes: int
+    kv_bytes_per_token: int
+    max_context_tokens: int
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+def _dataclass_from(kind: Type[_T], info: Structure) -> _T:
+    """Copies the fields that a struct and a dataclass both have."""
+    values: Dict[str, Any] = {}
+    for name in kind.__dataclass_fields__:  # type: ignore[attr-defined]
+        value = getattr(info, name)
+        if name == "dtype":
+            value = _DTYPE_NAMES.get(value, "unknown")
+        elif name == "eos_token_ids":
+            value = value[: info.num_eos_token_ids] if info.num_eos_token_ids else []
+        elif name == "supported" or name.startswith("has_"):
+            value = bool(value)
+        elif isinstance(value, bytes):
+            value = value.decode()
+        values[name] = value
+    return kind(**values)
+
+
+def _path(path: Path) -> bytes:
+    text = os.fspath(path)
+    if "\0" in text:
+        raise ValueError("a path cannot contain a NUL character")
+    return text.encode()
+
+
+def inspect(path: Path) -> Inspection:
+    """Looks at a model folder without reading its weights. A folder that could not be loaded is no
+    error: `supported` is then False and `unsupported_reason` says why."""
+    handle = c_void_p()
+    check(library.xserv_inspect(_path(path), byref(handle)))
+    try:
+        info = c.InspectionInfo(struct_size=sizeof(c.InspectionInfo))
+        check(library.xserv_inspection_get_info(handle, byref(info)))
+        return _dataclass_from(Inspection, info)
+    finally:
+        library.xserv_inspection_free(handle)
+
+
+class Logits:
+    """Scores before softmax, float32 [positions][vocab].
+
+    logits[i] is a row (a memoryview), logits[i, j] a number. numpy.asarray(logits) and
+    logits.as_memoryview() look at the same memory, without a copy.
+    """
+
+    def __init__(self, rows: int, vocab_size: int) -> None:
+        self.shape: Tuple[int, int] = (rows, vocab_size)
+        self._values = (c_float * (rows * vocab_size))()
+
+    def as_memoryview(self) -> memoryview[float]:
+        return memoryview(self._values).cast("B").cast("f", self.shape)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    @overload
+    def __getitem__(self, index: int) -> memoryview[float]: ...
+    @overload
+    def __getitem__(self, index: Tuple[int, int]) -> float: ...
+    def __getitem__(self, index: Any) -> Any:
+        row, column = index if isinstance(index, tuple) else (index, None)
+        rows, vocab_size = self.shape
+        if not -rows <= row < rows:
+            raise IndexError(f"row {row} of {rows}")
+        start = row % rows * vocab_size
+        view = memoryview(self._values).cast("B").cast("f")[start : start + vocab_size]
+        return view if column is None else view[column]
+
+    @property
+    def __array_interface__(self) -> Dict[str, Any]:
+        data = (ctypes.addressof(self._values), False)
+        return {"shape": self.shape, "typestr": "<f4", "data": data, "version": 3}
+
+    def __buffer__(self, flags: int) -> memoryview[Any]:  # Python 3.12 and later
+        return memoryview(self._values).cast("B").cast("f", self.shape)
+
+
+def _take_text(handle: c_void_p) -> str:
+    try:
+        length = c_size_t()
+        data = library.xserv_text_data(handle, byref(length))
+        return string_at(data, length.value).decode()
+    finally:
+        library.xserv_text_free(handle)
+
+
+class Model:
+    """A loaded model. Use it as a context manager, or call close(); any thread may use it.
+
+    Options, all optional: device ("auto", "cpu", "cuda"), dtype ("auto", "f32", "f16", "bf16"),
+    num_threads, map_files, max_context_tokens, kv_cache_tokens, max_memory_bytes; and two callables:
+    progress(fraction), which may return False to cancel the load, and log(level, message). Their
+    meaning is that of xserv_load_options in xserv.h.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        num_threads: int = 0,
+        map_files: bool = False,
+        max_context_tokens: int = 0,
+        kv_cache_tokens: int = 0,
+        max_memory_bytes: int = 0,
+        progress: Optional[Callable[[float], Optional[bool]]] = None,
+        log: Optional[Callable[[str, str], None]] = None,
+    ) -> None:
+        self.handle: Optional[c_void_p] = None
+        options = c.LoadOptions()
+        check(library.xserv_load_options_default(byref(options)))
+        options.device, options.dtype = choice(c.DEVICES, device, "device"), choice(c.DTYPES, dtype, "dtype")
+        options.map_files = map_files
+        for name, value in (
+            ("num_threads", num_threads),
+            ("max_context_tokens", max_context_tokens),
+            ("kv_cache_tokens", kv_cache_tokens),
+            ("max_memory_bytes", max_memory_bytes),
+        ):
+            set_number(options, name, value)
+
+        raised: List[BaseException] = []
+        interrupted = threading.Event()
+
+        def on_progress(fraction: float, _: Any) -> bool:
+            try:
+                return not interrupted.is_set() and (progress is None or progress(fraction) is not False)
+            except BaseException as error:  # must not cross the C code
+                raised.append(error)
+                return False
+
+        def on_log(level: int, message: bytes, _: Any) -> None:
+            try:
+                if log is not None:
+                    log(c.LOG_LEVELS.get(level, str(level)), message.decode())
+            except BaseException as error:
+                raised.append(error)
+
+        options.progress = c.ProgressCallback(on_progress)
+        if log is not None:
+            options.log = c.LogCallback(on_log)
+        encoded_path = _path(path)
+        self.handle = handle = c_void_p()
+
+        def load() -> None:
+            try:
+                check(library.xserv_load(encoded_path, byref(options), byref(handle)))
+            except BaseException as error:
+                raised.append(error)
+
+        # On a thread of its own, so that Ctrl-C ends a load: it reaches the main thread alone, and there
+        # only between two steps of Python.
+        thread = threading.Thread(target=load, name="xserv-load")
+        try:
+            thread.start()
+            thread.join()
+        except BaseException:
+            interrupted.set()
+            thread.join()
+            self.close()
+            raise
+        if raised:
+            self.close()
+            raise raised[0]
+        self.info: ModelInfo = self._get_info()
+
+    def close(self) -> None:
+        """Frees the model. Calls that still run in other threads end as cancelled."""
+        handle, self.handle = self.handle, None
+        if handle is not None:
+            library.xserv_model_free(handle)
+
+    def __enter__(self) -> "Model":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "handle", None) is not None:
+            self.close()
+
+    def _get_info(self) -> ModelInfo:
+        info = c.ModelInfo(struct_size=sizeof(c.ModelInfo))
+        check(library.xserv_model_get_info(self.handle, byref(info)))
+        return _dataclass_from(ModelInfo, info)
+
+    def tokenize(self, text: str, *, add_special_tokens: bool = True, parse_special_tokens: bool = True) -> List[int]:
+        """Turns text into token ids."""
+        options = c.TokenizeOptions()
+        check(library.xserv_tokenize_options_default(byref(options)))
+        options.add_special_tokens, options.parse_special_tokens = add_special_tokens, parse_special_tokens
+        data = text.encode()
+        handle = c_void_p()
+        check(library.xserv_tokenize(self.handle, data, len(data), byref(options), byref(handle)))
+        try:
+            count = c_size_t()
+            ids = library.xserv_tokens_data(handle, byref(count))
+            return list(ids[: count.value]) if count.value else []
+        finally:
+            library.xserv_tokens_free(handle)
+
+    def detokenize(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Turns token ids into text."""
+        handle = c_void_p()
+        ids = token_array(tokens)
+        check(library.xserv_detokenize(self.handle, ids, len(ids), skip_special_tokens, byref(handle)))
+        return _take_text(handle)
+
+    def apply_chat_template(
+        self,
+        messages: Messages,
+        tools: Optional[Sequence[Mapping[str, Any]]] = None,
+        *,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> str:
+        """Renders a conversation with the model's template. Further keywords are variables of the
+        template, such as enable_thinking=False."""
+        options = c.ChatOptions()
+        check(library.xserv_chat_options_default(byref(options)))
+        options.messages_json = json_bytes(messages)
+        options.tools_json = None if tools is None else json_bytes(tools)
+        options.template_variables_json = json_bytes(variables) if variables else None
+        options.add_generation_prompt = add_generation_prompt
+        handle = c_void_p()
+        check(library.xserv_apply_chat_template(self.handle, byref(options), byref(handle)))
+        return _take_text(handle)
+
+    def logits(self, tokens: Sequence[int], *, last_only: bool = False) -> Logits:
+        """The scores that the model gives for the token after each of `tokens`, or after the last."""
+        ids = token_array(tokens)
+        rows = 1 if last_only else len(ids)
+        logits = Logits(rows, self.info.vocab_size)
+        which = c.LOGITS_LAST if last_only else c.LOGITS_ALL
+        count = len(logits._values)
+        check(library.xserv_logits(self.handle, ids, len(ids), which, logits._values, count))
+        return logits
+
+    @overload
+    def generate(
+        self, prompt: Optional[str] = None, *, stream: Literal[False] = False, **options: Unpack[GenerateOptions]
+    ) -> Result: ...
+    @overload
+    def generate(
+        self, prompt: Optional[str] = None, *, stream: Literal[True], **options: Unpack[GenerateOptions]
+    ) -> TextStream: ...
+    def generate(
+        self, prompt: Optional[str] = None, *, stream: bool = False, **options: Unpack[GenerateOptions]
+    ) -> Union[Result, TextStream]:
+        """Generates from exactly one of a prompt, tokens= and messages=.
+
+        Gives a Result; with stream=True an iterator over the pieces of text, whose `result` is there
+        when it has ended. Further keywords: tools, variables (of the chat template), max_tokens,
+        temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty,
+        seed, stop (a string or several), stop_token_ids, ignore_eos, skip_special_tokens,
+        add_generation_prompt, add_special_tokens, parse_special_tokens. They mean what xserv_request
+        in xserv.h says; what is not given comes from the model's generation_config.json.
+        """
+        running = TextStream(self, build_request(prompt, **options), want_text=stream)
+        return running if stream else running.wait()

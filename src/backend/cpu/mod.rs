@@ -1,0 +1,162 @@
+//! The CPU: instruction set chosen at run time, and the thread pool.
+
+mod isa;
+pub(crate) mod math;
+mod pool;
+pub(crate) mod simd;
+pub(crate) mod tile;
+#[cfg(target_arch = "x86_64")]
+mod x86;
+
+use crate::error::{Error, Result};
+pub use isa::Isa;
+pub use pool::MAX_THREADS;
+use simd::{Kernel, Portable};
+
+/// Below this many elements an elementwise operator stays on the calling thread: waking another
+/// core and moving the lines there costs more than the work.
+const PARALLEL_ELEMENTS: usize = 32 * 1024;
+
+/// Runs operators on this machine's cores. Shared by everything that computes on them.
+pub struct CpuBackend {
+    isa: Isa,
+    name: String,
+    pool: pool::Pool,
+}
+
+impl CpuBackend {
+    /// A backend with `num_threads` threads, of which the calling thread is one, and the best
+    /// instruction set of this machine.
+    pub fn new(num_threads: usize) -> Result<Self> {
+        Self::with_isa(num_threads, Isa::detect())
+    }
+
+    /// The same with a given instruction set; an error if this machine does not support it.
+    pub fn with_isa(num_threads: usize, isa: Isa) -> Result<Self> {
+        if !isa.is_supported() {
+            return Err(Error::unsupported(format!(
+                "this machine does not support {}",
+                isa.name()
+            )));
+        }
+        let pool = pool::Pool::new(num_threads)?;
+        let plural = if num_threads == 1 { "" } else { "s" };
+        let name = format!("cpu ({}, {num_threads} thread{plural})", isa.name());
+        Ok(CpuBackend { isa, name, pool })
+    }
+
+    /// How many threads compute, the calling one included.
+    pub fn num_threads(&self) -> usize {
+        self.pool.num_threads()
+    }
+
+    /// The instruction set in use.
+    pub fn isa(&self) -> Isa {
+        self.isa
+    }
+
+    /// Whether bf16 is multiplied by bf16 instructions rather than widened to f32.
+    pub(crate) fn has_native_bf16(&self) -> bool {
+        self.isa == Isa::Avx512Bf16
+    }
+
+    /// For people: `cpu (avx512-bf16, 2 threads)`.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Calls `task` with each of `0..num_tasks`, on all threads, in no given order, and returns when
+    /// all are done. A panic in a task ends the job and becomes an internal error. May be called from
+    /// several threads (they take turns) and from inside a task (then it runs on that thread).
+    pub fn parallel_for(&self, num_tasks: usize, task: &(dyn Fn(usize) + Sync)) -> Result<()> {
+        self.pool.parallel_for(num_tasks, task)
+    }
+
+    /// Cuts `data`, rows of `row_len` elements, into runs of whole rows and calls `task` with the
+    /// first row's number and the rows of each run: in parallel when the data is large, at once on
+    /// this thread when it is small.
+    pub(crate) fn parallel_rows(
+        &self,
+        data: &mut [f32],
+        row_len: usize,
+        task: impl Fn(usize, &mut [f32]) + Sync,
+    ) -> Result<()> {
+        if row_len == 0 || data.is_empty() {
+            return Ok(());
+        }
+        let num_rows = data.len() / row_len;
+        let runs = (data.len() / PARALLEL_ELEMENTS).min(num_rows).min(4 * self.num_threads());
+        if runs <= 1 || self.num_threads() == 1 {
+            task(0, data);
+            return Ok(());
+        }
+        let start = SendPointer(data.as_mut_ptr());
+        self.parallel_for(runs, &|run| {
+            let first = num_rows * run / runs;
+            let end = num_rows * (run + 1) / runs;
+            // SAFETY: rows [first, end) lie inside `data`; the ranges of different runs do not
+            // overlap and each run is given out once, while `data` is borrowed by this call.
+            let rows = unsafe {
+                std::slice::from_raw_parts_mut(
+                    start.get().add(first * row_len),
+                    (end - first) * row_len,
+                )
+            };
+            task(first, rows);
+        })
+    }
+
+    /// Cuts tokens `0..num_tokens`, of `row_len` elements each, into runs and calls `task` with each:
+    /// in parallel when there is much to do, at once on this thread when there is little.
+    pub(crate) fn parallel_tokens(
+        &self,
+        num_tokens: usize,
+        row_len: usize,
+        task: impl Fn(std::ops::Range<usize>) + Sync,
+    ) -> Result<()> {
+        let elements = num_tokens.saturating_mul(row_len);
+        let runs = (elements / PARALLEL_ELEMENTS).min(num_tokens).min(4 * self.num_threads());
+        if runs <= 1 || self.num_threads() == 1 {
+            task(0..num_tokens);
+            return Ok(());
+        }
+        self.parallel_for(runs, &|run| {
+            task(num_tokens * run / runs..num_tokens * (run + 1) / runs);
+        })
+    }
+
+    /// Runs a kernel compiled for this backend's instruction set, on this thread.
+    #[inline]
+    pub(crate) fn run<K: Kernel>(&self, kernel: K) -> K::Output {
+        match self.isa {
+            Isa::Portable => kernel.run::<Portable>(),
+            // SAFETY: `with_isa` has checked that the machine supports `self.isa`.
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 => unsafe { x86::run_avx2(kernel) },
+            // SAFETY: as above.
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 => unsafe { x86::run_avx512(kernel) },
+            // SAFETY: as above.
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512Bf16 => unsafe { x86::run_avx512_bf16(kernel) },
+            #[cfg(not(target_arch = "x86_64"))]
+            _ => kernel.run::<Portable>(),
+        }
+    }
+}
+
+/// A pointer that tasks on several threads use for disjoint parts of one buffer.
+pub(crate) struct SendPointer<T>(pub *mut T);
+
+impl<T> SendPointer<T> {
+    /// The pointer. (A method, so that closures capture the wrapper and not the field.)
+    #[inline(always)]
+    pub(crate) fn get(&self) -> *mut T {
+        self.0
+    }
+}
+
+// SAFETY: the pointer itself is a number; each use says why its accesses do not overlap.
+unsafe impl<T: Send> Send for SendPointer<T> {}
+// SAFETY: as above.
+unsafe impl<T: Send> Sync for SendPointer<T> {}

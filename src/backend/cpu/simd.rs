@@ -1,0 +1,252 @@
+//! One source of every kernel for every instruction set.
+//!
+//! A [`Kernel`] is a body generic over [`Simd`]; [`super::CpuBackend::run`] calls it from a function
+//! compiled for the backend's instruction set. The body and all it calls must be
+//! `#[inline(always)]`, or the compiler makes a slow baseline copy of it.
+//!
+//! Elementwise bodies are plain loops over slices and are vectorised by the compiler; matrix tiles
+//! use [`Vector16`], sixteen f32 columns, directly.
+
+use super::math;
+use super::tile::{tile, Element, Operands};
+
+/// An instruction set, as types.
+pub trait Simd: Copy + Send + Sync + 'static {
+    /// Sixteen f32 values.
+    type Vector: Vector16;
+    /// How a bf16 weight matrix is multiplied.
+    type Bf16: Element;
+    /// `a * b + c`: fused where that is one instruction, else rounded twice.
+    fn mul_add(a: f32, b: f32, c: f32) -> f32;
+}
+
+/// A body to be compiled for each instruction set.
+pub trait Kernel {
+    /// What the body returns.
+    type Output;
+    /// The body. Must be `#[inline(always)]`.
+    fn run<S: Simd>(self) -> Self::Output;
+}
+
+/// Sixteen f32 values in registers.
+///
+/// # Safety
+/// Every method needs the instruction set of the implementing type; pointers must be valid for what
+/// the method reads or writes, at any alignment.
+pub unsafe trait Vector16: Copy {
+    /// How many values of this type the registers hold beside the operands of a product.
+    const MAX_SUMS: usize;
+    /// [`super::tile::tile`], as a function of its own compiled for the instruction set.
+    /// # Safety
+    /// See the trait; as [`Operands`] says.
+    unsafe fn compiled_tile<E: Element<Vector = Self>, const ROWS: usize, const GROUPS: usize>(
+        operands: &Operands<E>,
+    );
+    /// All zeros.
+    /// # Safety
+    /// See the trait.
+    unsafe fn zero() -> Self;
+    /// One value in all lanes.
+    /// # Safety
+    /// See the trait.
+    unsafe fn splat(value: f32) -> Self;
+    /// Reads 16 f32.
+    /// # Safety
+    /// See the trait.
+    unsafe fn load(source: *const f32) -> Self;
+    /// Reads 16 f16.
+    /// # Safety
+    /// See the trait.
+    unsafe fn load_f16(source: *const u16) -> Self;
+    /// Reads 16 pairs of bf16: the first of each pair and the second of each pair.
+    /// # Safety
+    /// See the trait.
+    unsafe fn load_bf16_pairs(source: *const u16) -> (Self, Self);
+    /// Writes 16 f32.
+    /// # Safety
+    /// See the trait.
+    unsafe fn store(self, target: *mut f32);
+    /// `self * factor + addend`.
+    /// # Safety
+    /// See the trait.
+    unsafe fn mul_add(self, factor: Self, addend: Self) -> Self;
+    /// `self * factor`.
+    /// # Safety
+    /// See the trait.
+    unsafe fn mul(self, factor: Self) -> Self;
+    /// `self + other`.
+    /// # Safety
+    /// See the trait.
+    unsafe fn add(self, other: Self) -> Self;
+    /// `self - other`.
+    /// # Safety
+    /// See the trait.
+    unsafe fn sub(self, other: Self) -> Self;
+    /// The larger of each pair; which one when either is NaN is left open.
+    /// # Safety
+    /// See the trait.
+    unsafe fn max(self, other: Self) -> Self;
+    /// The largest lane.
+    /// # Safety
+    /// See the trait.
+    unsafe fn max_lane(self) -> f32;
+    /// `2^self` to 1e-7 relative for lanes of at most 0; 0 below -126. NaN stays NaN.
+    /// # Safety
+    /// See the trait.
+    unsafe fn exp2_negative(self) -> Self;
+    /// Each lane rounded to bf16, to nearest even; NaN stays NaN.
+    /// # Safety
+    /// See the trait.
+    unsafe fn round_to_bf16(self) -> Self;
+}
+
+/// The instruction set that every processor of the target has.
+#[derive(Clone, Copy)]
+pub struct Portable;
+
+/// aarch64 multiplies and adds in one rounding in its baseline; x86-64 does not.
+const FUSED_BASELINE: bool = cfg!(target_arch = "aarch64");
+
+impl Simd for Portable {
+    type Vector = [f32; 16];
+    type Bf16 = super::tile::Bf16<[f32; 16]>;
+
+    #[inline(always)]
+    fn mul_add(a: f32, b: f32, c: f32) -> f32 {
+        if FUSED_BASELINE {
+            a.mul_add(b, c)
+        } else {
+            a * b + c
+        }
+    }
+}
+
+// SAFETY: plain Rust, no instruction set needed; reads and writes 16 elements as the trait says.
+unsafe impl Vector16 for [f32; 16] {
+    // Four 128-bit registers each: of 32 on aarch64, of 16 on x86-64.
+    const MAX_SUMS: usize = if cfg!(target_arch = "aarch64") { 6 } else { 2 };
+
+    #[inline(never)]
+    unsafe fn compiled_tile<E: Element<Vector = Self>, const ROWS: usize, const GROUPS: usize>(
+        operands: &Operands<E>,
+    ) {
+        // SAFETY: passed on to the caller.
+        unsafe { tile::<E, ROWS, GROUPS>(operands) }
+    }
+
+    #[inline(always)]
+    unsafe fn zero() -> Self {
+        [0.0; 16]
+    }
+
+    #[inline(always)]
+    unsafe fn splat(value: f32) -> Self {
+        [value; 16]
+    }
+
+    #[inline(always)]
+    unsafe fn load(source: *const f32) -> Self {
+        // SAFETY: the caller passes a pointer valid for 16 reads.
+        unsafe { source.cast::<Self>().read_unaligned() }
+    }
+
+    #[inline(always)]
+    unsafe fn load_f16(source: *const u16) -> Self {
+        // SAFETY: the caller passes a pointer valid for 16 reads.
+        let bits = unsafe { source.cast::<[u16; 16]>().read_unaligned() };
+        let mut values = [0.0; 16];
+        for i in 0..16 {
+            values[i] = half::f16::from_bits(bits[i]).to_f32_const();
+        }
+        values
+    }
+
+    #[inline(always)]
+    unsafe fn load_bf16_pairs(source: *const u16) -> (Self, Self) {
+        // SAFETY: the caller passes a pointer valid for 32 reads.
+        let bits = unsafe { source.cast::<[[u16; 2]; 16]>().read_unaligned() };
+        let (mut first, mut second) = ([0.0; 16], [0.0; 16]);
+        for i in 0..16 {
+            first[i] = f32::from_bits(u32::from(bits[i][0]) << 16);
+            second[i] = f32::from_bits(u32::from(bits[i][1]) << 16);
+        }
+        (first, second)
+    }
+
+    #[inline(always)]
+    unsafe fn store(self, target: *mut f32) {
+        // SAFETY: the caller passes a pointer valid for 16 writes.
+        unsafe { target.cast::<Self>().write_unaligned(self) }
+    }
+
+    #[inline(always)]
+    unsafe fn mul_add(self, factor: Self, addend: Self) -> Self {
+        let mut result = addend;
+        for i in 0..16 {
+            result[i] = Portable::mul_add(self[i], factor[i], addend[i]);
+        }
+        result
+    }
+    #[inline(always)]
+    unsafe fn mul(self, factor: Self) -> Self {
+        let mut result = self;
+        for i in 0..16 {
+            result[i] *= factor[i];
+        }
+        result
+    }
+
+    #[inline(always)]
+    unsafe fn add(self, other: Self) -> Self {
+        let mut result = self;
+        for i in 0..16 {
+            result[i] += other[i];
+        }
+        result
+    }
+
+    #[inline(always)]
+    unsafe fn sub(self, other: Self) -> Self {
+        let mut result = self;
+        for i in 0..16 {
+            result[i] -= other[i];
+        }
+        result
+    }
+
+    #[inline(always)]
+    unsafe fn max(self, other: Self) -> Self {
+        let mut result = self;
+        for i in 0..16 {
+            result[i] = if self[i] > other[i] { self[i] } else { other[i] };
+        }
+        result
+    }
+
+    #[inline(always)]
+    unsafe fn max_lane(self) -> f32 {
+        let mut result = self[0];
+        for value in self {
+            result = if value > result { value } else { result };
+        }
+        result
+    }
+
+    #[inline(always)]
+    unsafe fn exp2_negative(self) -> Self {
+        let mut result = self;
+        for value in &mut result {
+            *value = math::exp2::<Portable>(*value);
+        }
+        result
+    }
+
+    #[inline(always)]
+    unsafe fn round_to_bf16(self) -> Self {
+        let mut result = self;
+        for value in &mut result {
+            *value = math::round_to_bf16(*value);
+        }
+        result
+    }
+}

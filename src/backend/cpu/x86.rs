@@ -1,0 +1,431 @@
+//! The x86-64 instruction sets of [`super::simd`].
+
+use super::math::EXP2_TERMS;
+use super::simd::{Kernel, Simd, Vector16};
+use super::tile::{tile, Bf16, Element, Operands};
+use std::arch::x86_64::*;
+
+/// AVX2, FMA and F16C.
+#[derive(Clone, Copy)]
+pub struct Avx2;
+
+/// AVX-512 F, BW, DQ, VL.
+#[derive(Clone, Copy)]
+pub struct Avx512;
+
+/// [`Avx512`] with bf16 dot products.
+#[derive(Clone, Copy)]
+pub struct Avx512Bf16;
+
+/// # Safety
+/// The machine has AVX2, FMA and F16C.
+#[target_feature(enable = "avx2,fma,f16c")]
+pub unsafe fn run_avx2<K: Kernel>(kernel: K) -> K::Output {
+    kernel.run::<Avx2>()
+}
+
+/// # Safety
+/// The machine has AVX-512 F, BW, DQ and VL, and what [`run_avx2`] needs.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
+pub unsafe fn run_avx512<K: Kernel>(kernel: K) -> K::Output {
+    kernel.run::<Avx512>()
+}
+
+/// # Safety
+/// The machine has AVX-512 BF16, and what [`run_avx512`] needs.
+#[target_feature(enable = "avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
+pub unsafe fn run_avx512_bf16<K: Kernel>(kernel: K) -> K::Output {
+    kernel.run::<Avx512Bf16>()
+}
+
+/// # Safety
+/// As [`run_avx2`], and as [`Operands`] says.
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline(never)]
+unsafe fn tile_avx2<E: Element, const ROWS: usize, const GROUPS: usize>(operands: &Operands<E>) {
+    // SAFETY: passed on to the caller.
+    unsafe { tile::<E, ROWS, GROUPS>(operands) }
+}
+
+/// # Safety
+/// As [`run_avx512`], and as [`Operands`] says.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
+#[inline(never)]
+unsafe fn tile_avx512<E: Element, const ROWS: usize, const GROUPS: usize>(operands: &Operands<E>) {
+    // SAFETY: passed on to the caller.
+    unsafe { tile::<E, ROWS, GROUPS>(operands) }
+}
+
+/// # Safety
+/// As [`run_avx512_bf16`], and as [`Operands`] says.
+#[target_feature(enable = "avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
+#[inline(never)]
+unsafe fn tile_avx512_bf16<E: Element, const ROWS: usize, const GROUPS: usize>(
+    operands: &Operands<E>,
+) {
+    // SAFETY: passed on to the caller.
+    unsafe { tile::<E, ROWS, GROUPS>(operands) }
+}
+
+macro_rules! fused {
+    ($isa:ty, $vector:ty, $bf16:ty) => {
+        impl Simd for $isa {
+            type Vector = $vector;
+            type Bf16 = $bf16;
+
+            #[inline(always)]
+            fn mul_add(a: f32, b: f32, c: f32) -> f32 {
+                a.mul_add(b, c)
+            }
+        }
+    };
+}
+fused!(Avx2, [__m256; 2], Bf16<[__m256; 2]>);
+fused!(Avx512, __m512, Bf16<__m512>);
+fused!(Avx512Bf16, __m512, Bf16Dot);
+
+// SAFETY: each method reads or writes exactly 16 elements (32 for the pairs), unaligned.
+unsafe impl Vector16 for [__m256; 2] {
+    const MAX_SUMS: usize = 6;
+
+    #[inline(always)]
+    unsafe fn compiled_tile<E: Element<Vector = Self>, const ROWS: usize, const GROUPS: usize>(
+        operands: &Operands<E>,
+    ) {
+        // SAFETY: passed on to the caller.
+        unsafe { tile_avx2::<E, ROWS, GROUPS>(operands) }
+    }
+
+    #[inline(always)]
+    unsafe fn zero() -> Self {
+        // SAFETY: the caller has AVX2.
+        unsafe { [_mm256_setzero_ps(); 2] }
+    }
+
+    #[inline(always)]
+    unsafe fn splat(value: f32) -> Self {
+        // SAFETY: the caller has AVX2.
+        unsafe { [_mm256_set1_ps(value); 2] }
+    }
+
+    #[inline(always)]
+    unsafe fn load(source: *const f32) -> Self {
+        // SAFETY: the caller has AVX2 and 16 readable elements.
+        unsafe { [_mm256_loadu_ps(source), _mm256_loadu_ps(source.add(8))] }
+    }
+
+    #[inline(always)]
+    unsafe fn load_f16(source: *const u16) -> Self {
+        // SAFETY: the caller has F16C and 16 readable elements.
+        unsafe {
+            [
+                _mm256_cvtph_ps(_mm_loadu_si128(source.cast())),
+                _mm256_cvtph_ps(_mm_loadu_si128(source.add(8).cast())),
+            ]
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn load_bf16_pairs(source: *const u16) -> (Self, Self) {
+        // SAFETY: the caller has AVX2 and 32 readable elements.
+        unsafe {
+            let high = _mm256_set1_epi32(0xffff_0000_u32 as i32);
+            let low_half = _mm256_loadu_si256(source.cast());
+            let high_half = _mm256_loadu_si256(source.add(16).cast());
+            (
+                [
+                    _mm256_castsi256_ps(_mm256_slli_epi32::<16>(low_half)),
+                    _mm256_castsi256_ps(_mm256_slli_epi32::<16>(high_half)),
+                ],
+                [
+                    _mm256_castsi256_ps(_mm256_and_si256(low_half, high)),
+                    _mm256_castsi256_ps(_mm256_and_si256(high_half, high)),
+                ],
+            )
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn store(self, target: *mut f32) {
+        // SAFETY: the caller has AVX2 and 16 writable elements.
+        unsafe {
+            _mm256_storeu_ps(target, self[0]);
+            _mm256_storeu_ps(target.add(8), self[1]);
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn mul_add(self, factor: Self, addend: Self) -> Self {
+        // SAFETY: the caller has FMA.
+        unsafe {
+            [
+                _mm256_fmadd_ps(self[0], factor[0], addend[0]),
+                _mm256_fmadd_ps(self[1], factor[1], addend[1]),
+            ]
+        }
+    }
+    #[inline(always)]
+    unsafe fn mul(self, factor: Self) -> Self {
+        // SAFETY: the caller has AVX2.
+        unsafe { [_mm256_mul_ps(self[0], factor[0]), _mm256_mul_ps(self[1], factor[1])] }
+    }
+
+    #[inline(always)]
+    unsafe fn add(self, other: Self) -> Self {
+        // SAFETY: the caller has AVX2.
+        unsafe { [_mm256_add_ps(self[0], other[0]), _mm256_add_ps(self[1], other[1])] }
+    }
+
+    #[inline(always)]
+    unsafe fn sub(self, other: Self) -> Self {
+        // SAFETY: the caller has AVX2.
+        unsafe { [_mm256_sub_ps(self[0], other[0]), _mm256_sub_ps(self[1], other[1])] }
+    }
+
+    #[inline(always)]
+    unsafe fn max(self, other: Self) -> Self {
+        // SAFETY: the caller has AVX2.
+        unsafe { [_mm256_max_ps(self[0], other[0]), _mm256_max_ps(self[1], other[1])] }
+    }
+
+    #[inline(always)]
+    unsafe fn max_lane(self) -> f32 {
+        // SAFETY: the caller has AVX2.
+        unsafe {
+            let eight = _mm256_max_ps(self[0], self[1]);
+            let four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps::<1>(eight));
+            let two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+            _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn exp2_negative(self) -> Self {
+        // SAFETY: the caller has AVX2 and FMA.
+        unsafe {
+            let lowest = _mm256_set1_ps(-126.0);
+            let mut result = self;
+            for x in &mut result {
+                let in_range = _mm256_cmp_ps::<_CMP_NLT_UQ>(*x, lowest);
+                // max returns its second operand when one is NaN.
+                let clamped = _mm256_max_ps(lowest, *x);
+                let whole =
+                    _mm256_round_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(clamped);
+                let f = _mm256_sub_ps(clamped, whole);
+                let mut p = _mm256_set1_ps(EXP2_TERMS[0]);
+                for term in &EXP2_TERMS[1..] {
+                    p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(*term));
+                }
+                // 2^whole, by its exponent bits.
+                let exponent = _mm256_add_epi32(_mm256_cvtps_epi32(whole), _mm256_set1_epi32(127));
+                let scale = _mm256_castsi256_ps(_mm256_slli_epi32::<23>(exponent));
+                *x = _mm256_and_ps(_mm256_mul_ps(p, scale), in_range);
+            }
+            result
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn round_to_bf16(self) -> Self {
+        // SAFETY: the caller has AVX2.
+        unsafe {
+            let mut result = self;
+            for x in &mut result {
+                let bits = _mm256_castps_si256(*x);
+                let odd = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
+                let bias = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff));
+                let high = _mm256_set1_epi32(0xffff_0000_u32 as i32);
+                let rounded = _mm256_and_si256(_mm256_add_epi32(bits, bias), high);
+                let is_nan = _mm256_cmp_ps::<_CMP_UNORD_Q>(*x, *x);
+                *x = _mm256_blendv_ps(_mm256_castsi256_ps(rounded), *x, is_nan);
+            }
+            result
+        }
+    }
+}
+
+// SAFETY: each method reads or writes exactly 16 elements (32 for the pairs), unaligned.
+unsafe impl Vector16 for __m512 {
+    const MAX_SUMS: usize = 24;
+
+    #[inline(always)]
+    unsafe fn compiled_tile<E: Element<Vector = Self>, const ROWS: usize, const GROUPS: usize>(
+        operands: &Operands<E>,
+    ) {
+        // SAFETY: passed on to the caller.
+        unsafe { tile_avx512::<E, ROWS, GROUPS>(operands) }
+    }
+
+    #[inline(always)]
+    unsafe fn zero() -> Self {
+        // SAFETY: the caller has AVX-512 F.
+        unsafe { _mm512_setzero_ps() }
+    }
+
+    #[inline(always)]
+    unsafe fn splat(value: f32) -> Self {
+        // SAFETY: the caller has AVX-512 F.
+        unsafe { _mm512_set1_ps(value) }
+    }
+
+    #[inline(always)]
+    unsafe fn load(source: *const f32) -> Self {
+        // SAFETY: the caller has AVX-512 F and 16 readable elements.
+        unsafe { _mm512_loadu_ps(source) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_f16(source: *const u16) -> Self {
+        // SAFETY: the caller has AVX-512 F and 16 readable elements.
+        unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(source.cast())) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_bf16_pairs(source: *const u16) -> (Self, Self) {
+        // SAFETY: the caller has AVX-512 F and 32 readable elements.
+        unsafe {
+            let pairs = _mm512_loadu_si512(source.cast());
+            let high = _mm512_set1_epi32(0xffff_0000_u32 as i32);
+            (
+                _mm512_castsi512_ps(_mm512_slli_epi32::<16>(pairs)),
+                _mm512_castsi512_ps(_mm512_and_si512(pairs, high)),
+            )
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn store(self, target: *mut f32) {
+        // SAFETY: the caller has AVX-512 F and 16 writable elements.
+        unsafe { _mm512_storeu_ps(target, self) }
+    }
+
+    #[inline(always)]
+    unsafe fn mul_add(self, factor: Self, addend: Self) -> Self {
+        // SAFETY: the caller has AVX-512 F.
+        unsafe { _mm512_fmadd_ps(self, factor, addend) }
+    }
+    #[inline(always)]
+    unsafe fn mul(self, factor: Self) -> Self {
+        // SAFETY: the caller has AVX-512 F.
+        unsafe { _mm512_mul_ps(self, factor) }
+    }
+
+    #[inline(always)]
+    unsafe fn add(self, other: Self) -> Self {
+        // SAFETY: the caller has AVX-512 F.
+        unsafe { _mm512_add_ps(self, other) }
+    }
+
+    #[inline(always)]
+    unsafe fn sub(self, other: Self) -> Self {
+        // SAFETY: the caller has AVX-512 F.
+        unsafe { _mm512_sub_ps(self, other) }
+    }
+
+    #[inline(always)]
+    unsafe fn max(self, other: Self) -> Self {
+        // SAFETY: the caller has AVX-512 F.
+        unsafe { _mm512_max_ps(self, other) }
+    }
+
+    #[inline(always)]
+    unsafe fn max_lane(self) -> f32 {
+        // SAFETY: the caller has AVX-512 F.
+        unsafe { _mm512_reduce_max_ps(self) }
+    }
+
+    #[inline(always)]
+    unsafe fn exp2_negative(self) -> Self {
+        // SAFETY: the caller has AVX-512 F.
+        unsafe {
+            let lowest = _mm512_set1_ps(-126.0);
+            let in_range = _mm512_cmp_ps_mask::<_CMP_NLT_UQ>(self, lowest);
+            // max returns its second operand when one is NaN.
+            let clamped = _mm512_max_ps(lowest, self);
+            let whole = _mm512_roundscale_ps::<0>(clamped);
+            let f = _mm512_sub_ps(clamped, whole);
+            let mut p = _mm512_set1_ps(EXP2_TERMS[0]);
+            for term in &EXP2_TERMS[1..] {
+                p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(*term));
+            }
+            _mm512_maskz_scalef_ps(in_range, p, whole)
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn round_to_bf16(self) -> Self {
+        // SAFETY: the caller has AVX-512 F.
+        unsafe {
+            let bits = _mm512_castps_si512(self);
+            let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
+            let bias = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff));
+            let high = _mm512_set1_epi32(0xffff_0000_u32 as i32);
+            let rounded = _mm512_and_si512(_mm512_add_epi32(bits, bias), high);
+            let is_nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(self, self);
+            _mm512_mask_mov_ps(_mm512_castsi512_ps(rounded), is_nan, self)
+        }
+    }
+}
+
+/// bf16 by the bf16 dot product: two products and two additions an instruction.
+#[derive(Clone, Copy)]
+pub struct Bf16Dot;
+
+// SAFETY: `load` reads 32 weights, `broadcast` two activations.
+unsafe impl Element for Bf16Dot {
+    type Activation = u16;
+    type Weight = u16;
+    type Vector = __m512;
+    type Loaded = __m512bh;
+    type Broadcast = __m512bh;
+    const K_STEP: usize = 2;
+    const IS_F32_MATH: bool = false;
+    const ZERO_WEIGHT: u16 = 0;
+
+    #[inline(always)]
+    fn activation(x: f32) -> u16 {
+        super::math::bf16_bits(x)
+    }
+
+    #[inline(always)]
+    unsafe fn store_activations(values: __m512, target: *mut u16) {
+        // SAFETY: the caller has AVX-512 F and 16 writable elements.
+        unsafe {
+            let bits = _mm512_castps_si512(values.round_to_bf16());
+            let halves = _mm512_cvtepi32_epi16(_mm512_srli_epi32::<16>(bits));
+            _mm256_storeu_si256(target.cast(), halves);
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn load(weights: *const u16) -> __m512bh {
+        // SAFETY: the caller has AVX-512 F and 32 readable elements.
+        unsafe { std::mem::transmute::<__m512i, __m512bh>(_mm512_loadu_si512(weights.cast())) }
+    }
+
+    #[inline(always)]
+    unsafe fn broadcast(activations: *const u16) -> __m512bh {
+        // SAFETY: the caller has AVX-512 F and two readable elements.
+        unsafe {
+            let pair = activations.cast::<i32>().read_unaligned();
+            std::mem::transmute::<__m512i, __m512bh>(_mm512_set1_epi32(pair))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn widen(weights: *const u16, target: *mut f32, stride: usize) {
+        // SAFETY: passed on to the caller.
+        unsafe { Bf16::<__m512>::widen(weights, target, stride) }
+    }
+
+    #[inline(always)]
+    unsafe fn multiply_add(sum: __m512, broadcast: __m512bh, weights: __m512bh) -> __m512 {
+        // SAFETY: the caller has AVX-512 BF16.
+        unsafe { _mm512_dpbf16_ps(sum, broadcast, weights) }
+    }
+    #[inline(always)]
+    unsafe fn compiled_tile<const ROWS: usize, const GROUPS: usize>(operands: &Operands<Self>) {
+        // SAFETY: passed on to the caller.
+        unsafe { tile_avx512_bf16::<Self, ROWS, GROUPS>(operands) }
+    }
+}

@@ -1,0 +1,3 @@
+//! How to run anything anywhere; knows no operator.
+
+pub mod cpu;

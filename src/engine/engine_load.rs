@@ -1,0 +1,390 @@
+//! Loading: from a path to an engine that can take requests.
+
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::Arc;
+use std::time::Instant;
+
+use super::generation_config::GenerationConfig;
+use super::log::{LogLevel, Logger};
+use super::memory_plan::{available_memory_bytes, MemoryPlan};
+use super::runner::{Runner, MAX_CHUNK_TOKENS};
+use super::turns::Turns;
+use crate::backend::cpu::{CpuBackend, MAX_THREADS};
+use crate::error::{check_room, Error, ErrorKind, Result};
+use crate::memory::DType;
+use crate::model::config::MAX_CONFIG_BYTES;
+use crate::model::folder::Folder;
+use crate::model::{KvCache, LoadOptions, Model, ModelConfig, Workspace};
+use crate::ops::BLOCK_SIZE;
+use crate::text::{
+    ChatTemplate, Detokenizer, SpecialTokens, Tokenizer, MAX_TEMPLATE_BYTES, MAX_TOKENIZER_BYTES,
+    MAX_TOKENIZER_CONFIG_BYTES,
+};
+
+/// How to load. 0 leaves a number to the library.
+#[derive(Clone, Debug, Default)]
+pub struct EngineOptions {
+    /// Element type of weights and KV cache; `None`: as stored.
+    pub dtype: Option<DType>,
+    /// Threads of the kernels; 0: one for each core.
+    pub num_threads: usize,
+    /// Map weight files instead of reading them.
+    pub map_files: bool,
+    /// Longest context of a request; 0: as the config says.
+    pub max_context_tokens: u64,
+    /// Tokens in the KV cache; 0: one longest context, memory permitting.
+    pub kv_cache_tokens: u64,
+    /// Budget for weights, KV cache and work space together; 0: none.
+    pub max_memory_bytes: u64,
+}
+
+/// The sizes of a model that users ask for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ModelShape {
+    /// Length of a row of logits.
+    pub vocab_size: usize,
+    /// Width of the residual stream.
+    pub hidden_size: usize,
+    /// Transformer layers.
+    pub num_layers: usize,
+    /// Query heads.
+    pub num_heads: usize,
+    /// Key/value heads.
+    pub num_kv_heads: usize,
+    /// Width of a head.
+    pub head_dim: usize,
+}
+
+impl ModelShape {
+    /// The sizes in a config.
+    pub fn of(config: &ModelConfig) -> Self {
+        ModelShape {
+            vocab_size: config.vocab_size,
+            hidden_size: config.hidden_size,
+            num_layers: config.num_layers,
+            num_heads: config.num_heads,
+            num_kv_heads: config.num_kv_heads,
+            head_dim: config.head_dim,
+        }
+    }
+}
+
+/// A loaded model and everything that serves requests on it. Shared by all threads.
+pub struct Engine {
+    model: Model,
+    architecture: String,
+    folder: Folder,
+    tokenizer: Result<Arc<Tokenizer>>,
+    chat_template: Result<ChatTemplate>,
+    no_special_tokens: SpecialTokens,
+    generation_config: GenerationConfig,
+    turns: Turns,
+    max_context_tokens: u64,
+    kv_cache_tokens: u64,
+    closed: AtomicBool,
+    process_id: u32,
+    load_seconds: f64,
+}
+
+/// More than all the small allocations of a load together, which are not checked one by one.
+const SMALL_ALLOCATIONS_BYTES: usize = 2 << 20;
+
+/// The folder's tokenizer. [`ErrorKind::NotFound`] if it has no tokenizer.json.
+pub(super) fn read_tokenizer(folder: &Folder) -> Result<Tokenizer> {
+    let json = folder.read_optional_file("tokenizer.json", MAX_TOKENIZER_BYTES)?;
+    let Some(json) = json else {
+        return Err(Error::new(ErrorKind::NotFound, "the folder has no tokenizer.json"));
+    };
+    let config = folder.read_optional_file("tokenizer_config.json", MAX_TOKENIZER_CONFIG_BYTES)?;
+    Tokenizer::from_bytes(&json, config.as_deref())
+}
+
+/// The folder's chat template, `None` if it has none.
+pub(super) fn read_chat_template(folder: &Folder) -> Result<Option<ChatTemplate>> {
+    let jinja = folder.read_optional_file("chat_template.jinja", MAX_TEMPLATE_BYTES)?;
+    let config = folder.read_optional_file("tokenizer_config.json", MAX_TOKENIZER_CONFIG_BYTES)?;
+    ChatTemplate::from_files(config.as_deref(), jinja.as_deref())
+}
+
+/// The folder's generation_config.json, and the end tokens of its config.json.
+pub(super) fn read_generation_config(
+    folder: &Folder,
+    config: &ModelConfig,
+) -> Result<GenerationConfig> {
+    GenerationConfig::from_files(
+        folder.read_optional_file("generation_config.json", MAX_CONFIG_BYTES)?.as_deref(),
+        folder.read_optional_file("config.json", MAX_CONFIG_BYTES)?.as_deref(),
+        config.vocab_size,
+    )
+}
+
+impl Engine {
+    /// Opens a folder or cached repo id and loads it. `progress` hears fractions of the weights from 0
+    /// to 1 and cancels by returning false.
+    pub fn load(
+        path: &str,
+        options: &EngineOptions,
+        log: Logger,
+        progress: &mut dyn FnMut(f32) -> bool,
+    ) -> Result<Engine> {
+        let begin = Instant::now();
+        check_room(SMALL_ALLOCATIONS_BYTES, "loading a model")?;
+        let opened = Model::open(path)?;
+        for warning in opened.warnings() {
+            log.log(LogLevel::Warning, || warning.clone());
+        }
+        let folder = opened.folder().clone();
+        let config = opened.config().clone();
+        let dtype = match options.dtype {
+            Some(dtype) => dtype,
+            None => opened.stored_dtype()?,
+        };
+        // The small files first: a damaged one is told before the weights are read.
+        let tokenizer = match read_tokenizer(&folder) {
+            Ok(tokenizer) => Ok(Arc::new(tokenizer)),
+            Err(error) if error.kind() == ErrorKind::NotFound => {
+                log.log(LogLevel::Warning, || format!("{error}: only token ids can be used"));
+                Err(Error::unsupported(error.message()))
+            }
+            Err(error) => return Err(error),
+        };
+        let chat_template = match read_chat_template(&folder) {
+            Ok(Some(template)) => Ok(template),
+            Ok(None) => Err(Error::unsupported("the model's folder has no chat template")),
+            // That says nothing about the template; later there may be memory enough.
+            Err(error) if error.kind() == ErrorKind::OutOfMemory => return Err(error),
+            Err(error) => {
+                log.log(LogLevel::Warning, || format!("chat messages cannot be used: {error}"));
+                Err(Error::unsupported(error.message()))
+            }
+        };
+        let mut generation_config = read_generation_config(&folder, &config)?;
+        if let (true, Ok(tokenizer)) = (generation_config.eos_token_ids.is_empty(), &tokenizer) {
+            // Neither config names an end token: the tokenizer's own.
+            generation_config.eos_token_ids.extend(tokenizer.eos_token_id());
+        }
+        for ignored in &generation_config.ignored {
+            log.log(LogLevel::Warning, || {
+                format!("generation_config.json: {ignored} is set, but xserv does not implement it")
+            });
+        }
+
+        let backend = Arc::new(CpuBackend::new(num_threads(options.num_threads)?)?);
+        let max_context = context_limit(options.max_context_tokens, &config)?;
+        let mut workspace = Workspace::new();
+        workspace.reserve(&config, MAX_CHUNK_TOKENS.min(max_context as usize), 1)?;
+        let sizes = MemoryPlan {
+            weights_bytes: opened.weights_bytes(dtype)?,
+            workspace_bytes: workspace.size_bytes() as u64,
+            kv_bytes_per_token: config.kv_layout(dtype).bytes_per_token() as u64,
+        };
+        let (max_context_tokens, kv_cache_tokens) =
+            sizes.kv_tokens(options, max_context, available_memory_bytes())?;
+        if max_context_tokens < max_context {
+            log.log(LogLevel::Warning, || {
+                format!(
+                    "the context is {max_context_tokens} tokens instead of {max_context}: there is not \
+                     memory for a larger KV cache"
+                )
+            });
+        }
+        let load_options = LoadOptions { dtype: Some(dtype), map_files: options.map_files };
+        let model = opened.load(backend, &load_options, progress)?;
+        let num_blocks = kv_cache_tokens.div_ceil(BLOCK_SIZE as u64) as usize;
+        let kv = KvCache::new(model.kv_layout(), num_blocks)?;
+        let engine = Engine {
+            architecture: config.architecture.name().to_string(),
+            folder,
+            tokenizer,
+            chat_template,
+            no_special_tokens: SpecialTokens::default(),
+            generation_config,
+            turns: Turns::new(Runner::new(kv, workspace)?),
+            max_context_tokens,
+            kv_cache_tokens: (num_blocks * BLOCK_SIZE) as u64,
+            closed: AtomicBool::new(false),
+            process_id: std::process::id(),
+            load_seconds: begin.elapsed().as_secs_f64(),
+            model,
+        };
+        log.log(LogLevel::Info, || {
+            format!(
+                "loaded {} ({} parameters, {}, {} MiB) on {} in {:.2} s; context {} tokens, KV cache {} \
+                 tokens of {} bytes",
+                engine.architecture,
+                engine.num_parameters(),
+                engine.dtype(),
+                engine.weights_bytes() >> 20,
+                engine.device_name(),
+                engine.load_seconds,
+                engine.max_context_tokens,
+                engine.kv_cache_tokens,
+                engine.kv_bytes_per_token(),
+            )
+        });
+        Ok(engine)
+    }
+
+    /// Refuses to go on in a forked child, where the threads of the pool do not exist.
+    pub fn check_process(&self) -> Result<()> {
+        if std::process::id() == self.process_id {
+            return Ok(());
+        }
+        Err(Error::new(
+            ErrorKind::Forked,
+            "the model was loaded before this process was forked: load it again in the child",
+        ))
+    }
+
+    /// Ends every request as cancelled, now and later. For when the model's handle is freed.
+    pub fn close(&self) {
+        self.closed.store(true, Ordering::Release);
+    }
+
+    /// Was it closed?
+    pub fn is_closed(&self) -> bool {
+        self.closed.load(Ordering::Acquire)
+    }
+
+    /// The tokenizer, or why there is none.
+    pub fn tokenizer(&self) -> Result<&Arc<Tokenizer>> {
+        self.tokenizer.as_ref().map_err(Error::clone)
+    }
+
+    /// The chat template, or why there is none.
+    pub fn chat_template(&self) -> Result<&ChatTemplate> {
+        self.chat_template.as_ref().map_err(Error::clone)
+    }
+
+    /// The special tokens by role, for templates.
+    pub fn special_tokens(&self) -> &SpecialTokens {
+        match &self.tokenizer {
+            Ok(tokenizer) => tokenizer.special_tokens(),
+            Err(_) => &self.no_special_tokens,
+        }
+    }
+
+    /// A detokenizer for one stream of ids.
+    pub fn detokenizer(&self, skip_special: bool) -> Result<Detokenizer> {
+        Ok(Detokenizer::new(self.tokenizer()?.clone(), skip_special))
+    }
+
+    /// Ids to text.
+    pub fn detokenize(&self, ids: &[u32], skip_special: bool) -> Result<String> {
+        let tokenizer = self.tokenizer()?;
+        ids.iter().try_for_each(|id| self.check_token_id(*id))?;
+        tokenizer.decode(ids, skip_special)
+    }
+
+    /// Refuses an id that the model cannot produce. (Ids between the tokenizer's last token and the
+    /// model's last row of logits are fine, and have no text.)
+    pub fn check_token_id(&self, id: u32) -> Result<()> {
+        let vocab_size = self.shape().vocab_size;
+        if (id as usize) < vocab_size {
+            return Ok(());
+        }
+        Err(Error::invalid_argument(format!(
+            "token id {id} is outside the vocabulary of {vocab_size}"
+        )))
+    }
+
+    pub(super) fn model(&self) -> &Model {
+        &self.model
+    }
+
+    pub(super) fn turns(&self) -> &Turns {
+        &self.turns
+    }
+
+    /// The model's own defaults.
+    pub fn generation_config(&self) -> &GenerationConfig {
+        &self.generation_config
+    }
+
+    /// Tokens that end a generation.
+    pub fn eos_token_ids(&self) -> &[u32] {
+        &self.generation_config.eos_token_ids
+    }
+
+    /// As config.json names it.
+    pub fn architecture(&self) -> &str {
+        &self.architecture
+    }
+
+    /// The folder that was opened.
+    pub fn path(&self) -> &Path {
+        self.folder.path()
+    }
+
+    /// For people: backend, instruction set, threads.
+    pub fn device_name(&self) -> String {
+        self.model.backend().name().to_string()
+    }
+
+    /// Sizes of the model.
+    pub fn shape(&self) -> ModelShape {
+        ModelShape::of(self.model.config())
+    }
+
+    /// Element type of weights and KV cache.
+    pub fn dtype(&self) -> DType {
+        self.model.dtype()
+    }
+
+    /// Threads of the kernels.
+    pub fn num_threads(&self) -> usize {
+        self.model.backend().num_threads()
+    }
+
+    /// Number of weights.
+    pub fn num_parameters(&self) -> u64 {
+        self.model.num_parameters()
+    }
+
+    /// Bytes of the weights in memory.
+    pub fn weights_bytes(&self) -> u64 {
+        self.model.weights_bytes()
+    }
+
+    /// Bytes of KV cache for a token.
+    pub fn kv_bytes_per_token(&self) -> u64 {
+        self.model.kv_layout().bytes_per_token() as u64
+    }
+
+    /// Tokens that the KV cache holds.
+    pub fn kv_cache_tokens(&self) -> u64 {
+        self.kv_cache_tokens
+    }
+
+    /// Longest context of a request.
+    pub fn max_context_tokens(&self) -> u64 {
+        self.max_context_tokens
+    }
+
+    /// How long loading took.
+    pub fn load_seconds(&self) -> f64 {
+        self.load_seconds
+    }
+}
+
+fn num_threads(wanted: usize) -> Result<usize> {
+    match wanted {
+        0 => Ok(std::thread::available_parallelism().map_or(1, |n| n.get().min(MAX_THREADS))),
+        n if n <= MAX_THREADS => Ok(n),
+        n => Err(Error::invalid_argument(format!(
+            "num_threads is {n}, but at most {MAX_THREADS} are allowed"
+        ))),
+    }
+}
+
+fn context_limit(wanted: u64, config: &ModelConfig) -> Result<u64> {
+    let limit = config.max_context_tokens as u64;
+    match wanted {
+        0 => Ok(limit),
+        n if n <= limit => Ok(n),
+        n => Err(Error::invalid_argument(format!(
+            "max_context_tokens is {n}, but the model's context is {limit}"
+        ))),
+    }
+}

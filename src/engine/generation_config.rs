@@ -1,0 +1,193 @@
+//! generation_config.json: the model's own defaults.
+
+use serde_json::{Map, Value};
+
+use crate::error::{Context, Error, Result};
+
+/// What generation_config.json (and, for end tokens, config.json) says. `None` where it is silent.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct GenerationConfig {
+    /// false: greedy unless the caller sets a temperature.
+    pub do_sample: bool,
+    /// As in Transformers, like the fields below.
+    pub temperature: Option<f32>,
+    /// Keep the k most likely tokens.
+    pub top_k: Option<u32>,
+    /// Nucleus.
+    pub top_p: Option<f32>,
+    /// Floor relative to the most likely token.
+    pub min_p: Option<f32>,
+    /// Penalty for tokens of prompt and output.
+    pub repetition_penalty: Option<f32>,
+    /// Most tokens to generate.
+    pub max_new_tokens: Option<u32>,
+    /// Tokens that end a generation.
+    pub eos_token_ids: Vec<u32>,
+    /// Names of fields that are set to something and would change the output, but are not implemented.
+    pub ignored: Vec<&'static str>,
+}
+
+/// Fields of Transformers that change which tokens come, and the values that change nothing.
+const NOT_IMPLEMENTED: [(&str, &[&str]); 12] = [
+    ("num_beams", &["1"]),
+    ("min_length", &["0"]),
+    ("min_new_tokens", &["0"]),
+    ("no_repeat_ngram_size", &["0"]),
+    ("encoder_no_repeat_ngram_size", &["0"]),
+    ("typical_p", &["1.0", "1"]),
+    ("epsilon_cutoff", &["0.0", "0"]),
+    ("eta_cutoff", &["0.0", "0"]),
+    ("suppress_tokens", &["[]"]),
+    ("begin_suppress_tokens", &["[]"]),
+    ("bad_words_ids", &["[]"]),
+    ("sequence_bias", &["{}"]),
+];
+
+/// The most end tokens that are taken from a file.
+const MAX_EOS_TOKENS: usize = 1024;
+
+impl GenerationConfig {
+    /// Reads the two files (each may be absent). `vocab_size` bounds the end tokens.
+    pub fn from_files(
+        generation_config: Option<&[u8]>,
+        config: Option<&[u8]>,
+        vocab_size: usize,
+    ) -> Result<Self> {
+        let mut out = GenerationConfig::default();
+        if let Some(bytes) = generation_config {
+            let file = "generation_config.json";
+            let json = object(bytes).context(|| file)?;
+            out.read(&json, vocab_size).context(|| file)?;
+        }
+        if let (true, Some(bytes)) = (out.eos_token_ids.is_empty(), config) {
+            let json = object(bytes).context(|| "config.json")?;
+            out.eos_token_ids =
+                token_ids(&json, "eos_token_id", vocab_size).context(|| "config.json")?;
+        }
+        Ok(out)
+    }
+
+    fn read(&mut self, json: &Map<String, Value>, vocab_size: usize) -> Result<()> {
+        self.do_sample = match json.get("do_sample") {
+            None | Some(Value::Null) => false,
+            Some(Value::Bool(b)) => *b,
+            Some(other) => return Err(wrong("do_sample", "true or false", other)),
+        };
+        self.temperature = float(json, "temperature", |v| v >= 0.0, "a number, at least 0")?;
+        self.top_k = count(json, "top_k")?;
+        self.top_p = float(json, "top_p", |v| v > 0.0 && v <= 1.0, "above 0, at most 1")?;
+        self.min_p = float(json, "min_p", |v| (0.0..=1.0).contains(&v), "0 to 1")?;
+        self.repetition_penalty =
+            float(json, "repetition_penalty", |v| (1e-3..=1e3).contains(&v), "from 0.001 to 1000")?;
+        self.max_new_tokens = count(json, "max_new_tokens")?;
+        self.eos_token_ids = token_ids(json, "eos_token_id", vocab_size)?;
+        let is_set = |(key, neutral): &(&'static str, &[&str])| match json.get(*key) {
+            None | Some(Value::Null) => false,
+            Some(value) => !neutral.contains(&value.to_string().as_str()),
+        };
+        self.ignored = NOT_IMPLEMENTED.iter().filter(|f| is_set(f)).map(|f| f.0).collect();
+        Ok(())
+    }
+}
+
+fn object(bytes: &[u8]) -> Result<Map<String, Value>> {
+    serde_json::from_slice(bytes)
+        .map_err(|e| Error::invalid_file(format!("not a JSON object: {e}")))
+}
+
+fn wrong(key: &str, expected: &str, found: &Value) -> Error {
+    let mut shown: String = found.to_string().chars().take(60).collect();
+    if shown.is_empty() {
+        shown.push_str("nothing");
+    }
+    Error::invalid_file(format!("{key} must be {expected}, found {shown}"))
+}
+
+fn float(
+    json: &Map<String, Value>,
+    key: &str,
+    valid: impl Fn(f32) -> bool,
+    expected: &str,
+) -> Result<Option<f32>> {
+    match json.get(key) {
+        None | Some(Value::Null) => Ok(None),
+        Some(value) => match value.as_f64().map(|v| v as f32) {
+            Some(v) if v.is_finite() && valid(v) => Ok(Some(v)),
+            _ => Err(wrong(key, expected, value)),
+        },
+    }
+}
+
+fn count(json: &Map<String, Value>, key: &str) -> Result<Option<u32>> {
+    match json.get(key) {
+        None | Some(Value::Null) => Ok(None),
+        Some(value) => match value.as_u64() {
+            // u32::MAX stands for "not set" at the C interface; such a count is no limit anyway.
+            Some(v) => Ok(Some(u32::try_from(v).unwrap_or(u32::MAX).min(u32::MAX - 1))),
+            None => Err(wrong(key, "a whole number, at least 0", value)),
+        },
+    }
+}
+
+fn token_ids(json: &Map<String, Value>, key: &str, vocab_size: usize) -> Result<Vec<u32>> {
+    let one = |value: &Value| match value.as_u64() {
+        Some(id) if id < vocab_size as u64 => Ok(id as u32),
+        _ => Err(wrong(key, &format!("token ids below the vocabulary size {vocab_size}"), value)),
+    };
+    match json.get(key) {
+        None | Some(Value::Null) => Ok(Vec::new()),
+        Some(Value::Array(list)) if list.len() > MAX_EOS_TOKENS => {
+            Err(Error::invalid_file(format!("{key} lists {} tokens", list.len())))
+        }
+        Some(Value::Array(list)) => list.iter().map(one).collect(),
+        Some(value) => Ok(vec![one(value)?]),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(text: &str) -> Result<GenerationConfig> {
+        GenerationConfig::from_files(Some(text.as_bytes()), Some(br#"{"eos_token_id": 7}"#), 100)
+    }
+
+    #[test]
+    fn fields_are_read_and_absent_ones_stay_open() {
+        let config = parse(
+            r#"{"do_sample": true, "temperature": 0.6, "top_k": 20, "top_p": 0.95,
+                "eos_token_id": [5, 6], "transformers_version": "5"}"#,
+        )
+        .unwrap();
+        assert!(config.do_sample);
+        assert_eq!(config.temperature, Some(0.6));
+        assert_eq!(config.top_k, Some(20));
+        assert_eq!(config.min_p, None);
+        assert_eq!(config.eos_token_ids, [5, 6]);
+        assert!(config.ignored.is_empty());
+        let config =
+            parse(r#"{"num_beams": 4, "typical_p": 1.0, "bad_words_ids": [[5]]}"#).unwrap();
+        assert_eq!(config.ignored, ["num_beams", "bad_words_ids"]);
+        assert_eq!(parse("{}").unwrap().eos_token_ids, [7]);
+    }
+
+    #[test]
+    fn wrong_values_are_refused_by_name() {
+        for (text, key) in [
+            (r#"{"temperature": -1}"#, "temperature"),
+            (r#"{"temperature": "hot"}"#, "temperature"),
+            (r#"{"top_p": 0}"#, "top_p"),
+            (r#"{"top_p": 1e300}"#, "top_p"),
+            (r#"{"top_k": -1}"#, "top_k"),
+            (r#"{"do_sample": 1}"#, "do_sample"),
+            (r#"{"eos_token_id": 100}"#, "eos_token_id"),
+            (r#"{"eos_token_id": [1, -1]}"#, "eos_token_id"),
+            (r#"{"repetition_penalty": 0}"#, "repetition_penalty"),
+            ("[]", "generation_config.json"),
+            ("{", "generation_config.json"),
+        ] {
+            let error = parse(text).unwrap_err();
+            assert!(error.message().contains(key), "{text}: {error}");
+        }
+    }
+}

@@ -1,0 +1,77 @@
+//! What a model folder is, without loading it: the model layer's report, and whether its text side works.
+
+use std::path::PathBuf;
+
+use super::engine_load::{read_chat_template, read_generation_config, read_tokenizer, ModelShape};
+use crate::error::{Error, ErrorKind, Result};
+use crate::memory::DType;
+use crate::model::{self, folder::Folder};
+
+/// The report. Numbers that could not be found out are 0.
+#[derive(Clone, Debug, Default)]
+pub struct Inspection {
+    /// The folder.
+    pub path: PathBuf,
+    /// As config.json names it; empty if it does not.
+    pub architecture: String,
+    /// Why the folder cannot be loaded, if so.
+    pub reason: Option<String>,
+    /// Why text cannot be tokenized, if so.
+    pub tokenizer_problem: Option<String>,
+    /// Why messages cannot be rendered, if so.
+    pub chat_template_problem: Option<String>,
+    /// Stored element types and their bytes, for example "bf16: 1192099840".
+    pub stored_dtypes: String,
+    /// Number of weights.
+    pub num_parameters: u64,
+    /// Bytes of the weights in memory, as stored.
+    pub weights_bytes: u64,
+    /// Bytes of KV cache for a token.
+    pub kv_bytes_per_token: u64,
+    /// Longest context, in tokens.
+    pub max_context_tokens: u64,
+    /// What loading without a wish would choose.
+    pub dtype: Option<DType>,
+    /// Sizes from the config.
+    pub shape: Option<ModelShape>,
+}
+
+/// Looks at a folder or cached repo id. An error only if there is none.
+pub fn inspect(path: &str) -> Result<Inspection> {
+    let found = model::inspect(path)?;
+    let folder = Folder::open(&found.path)?;
+    let tokenizer_problem = read_tokenizer(&folder).err();
+    let chat_template_problem = match read_chat_template(&folder) {
+        Ok(Some(_)) => None,
+        Ok(None) => Some(Error::unsupported("the folder has no chat template")),
+        Err(error) => Some(error),
+    };
+    // A model whose tokenizer.json is damaged is refused; one that has none can be used with ids.
+    let broken = tokenizer_problem.as_ref().filter(|e| e.kind() != ErrorKind::NotFound);
+    let generation = found.config.as_ref().map(|config| read_generation_config(&folder, config));
+    let broken = broken.cloned().or(generation.and_then(Result::err));
+    let reason = match (found.supported, broken) {
+        (false, _) => Some(found.reason.unwrap_or_else(|| "unsupported".to_string())),
+        (true, Some(error)) => Some(error.message().to_string()),
+        (true, None) => None,
+    };
+    let dtypes: Vec<String> = found
+        .stored_dtypes
+        .iter()
+        .map(|(name, b)| format!("{}: {b}", name.to_lowercase()))
+        .collect();
+    Ok(Inspection {
+        architecture: found.architecture.unwrap_or_default(),
+        reason,
+        tokenizer_problem: tokenizer_problem.map(|e| e.message().to_string()),
+        chat_template_problem: chat_template_problem.map(|e| e.message().to_string()),
+        stored_dtypes: dtypes.join(", "),
+        num_parameters: found.num_parameters.unwrap_or(0),
+        weights_bytes: found.weights_bytes.unwrap_or(0),
+        kv_bytes_per_token: found.kv_bytes_per_token.unwrap_or(0),
+        max_context_tokens: found.config.as_ref().map_or(0, |c| c.max_context_tokens as u64),
+        dtype: found.dtype,
+        shape: found.config.as_ref().map(ModelShape::of),
+        path: found.path,
+    })
+}

@@ -1,0 +1,124 @@
+//! Prompts: text, token ids or a conversation; and how they become token ids.
+
+use super::engine_load::Engine;
+use crate::error::{try_with_capacity, Error, ErrorKind, Result};
+use crate::text::{parse_messages, parse_tools, parse_variables, ChatInput};
+
+/// A conversation as JSON texts.
+#[derive(Clone, Copy, Debug)]
+pub struct ChatPrompt<'a> {
+    /// An array of messages.
+    pub messages: &'a str,
+    /// An array of tool descriptions.
+    pub tools: Option<&'a str>,
+    /// An object of further template variables.
+    pub variables: Option<&'a str>,
+    /// End with the opening of the assistant's turn.
+    pub add_generation_prompt: bool,
+}
+
+/// What a generation continues.
+#[derive(Clone, Copy, Debug)]
+pub enum Prompt<'a> {
+    /// Text, to be tokenized.
+    Text {
+        /// The text.
+        text: &'a str,
+        /// Let the tokenizer add what it adds by itself.
+        add_special: bool,
+        /// Special tokens written in the text become their ids.
+        parse_special: bool,
+    },
+    /// Token ids.
+    TokenIds(&'a [u32]),
+    /// A conversation, to be rendered and tokenized.
+    Chat(ChatPrompt<'a>),
+}
+
+impl Engine {
+    /// Renders a conversation with the model's template.
+    pub fn apply_chat_template(&self, chat: &ChatPrompt<'_>) -> Result<String> {
+        let template = self.chat_template()?;
+        let messages = parse_messages(chat.messages.as_bytes())?;
+        let tools = chat.tools.map(|json| parse_tools(json.as_bytes())).transpose()?;
+        let variables = chat.variables.map(|json| parse_variables(json.as_bytes())).transpose()?;
+        template.render(&ChatInput {
+            messages: &messages,
+            tools: tools.as_ref(),
+            variables: variables.as_ref(),
+            add_generation_prompt: chat.add_generation_prompt,
+            special_tokens: self.special_tokens(),
+        })
+    }
+
+    /// The token ids of a prompt, checked against the vocabulary and the context.
+    pub(super) fn prompt_ids(&self, prompt: &Prompt<'_>) -> Result<Vec<u32>> {
+        let ids = match prompt {
+            Prompt::Text { text, add_special, parse_special } => {
+                self.encode_prompt(text, *add_special, *parse_special)?
+            }
+            Prompt::TokenIds(given) => {
+                self.check_context(given.len())?;
+                let mut ids = try_with_capacity(given.len(), "the prompt's token ids")?;
+                ids.extend_from_slice(given);
+                ids
+            }
+            // The template writes the special tokens itself.
+            Prompt::Chat(chat) => {
+                self.encode_prompt(&self.apply_chat_template(chat)?, false, true)?
+            }
+        };
+        self.check_tokens(&ids)?;
+        Ok(ids)
+    }
+
+    /// The tokens of a text. One that does not fit into the context is given up as soon as that is
+    /// known, so that refusing ten megabytes does not take seconds.
+    fn encode_prompt(
+        &self,
+        text: &str,
+        add_special: bool,
+        parse_special: bool,
+    ) -> Result<Vec<u32>> {
+        let limit = self.max_context_tokens() as usize;
+        let tokenizer = self.tokenizer()?;
+        let (ids, whole) = tokenizer.encode_beginning(text, add_special, parse_special, limit)?;
+        match whole {
+            true => Ok(ids),
+            false => Err(Error::new(
+                ErrorKind::ContextFull,
+                format!(
+                    "the prompt has more than {} tokens, but the context holds {limit}",
+                    ids.len()
+                ),
+            )),
+        }
+    }
+
+    /// At least one id, all in the vocabulary, no more than the context.
+    pub(super) fn check_tokens(&self, ids: &[u32]) -> Result<()> {
+        if ids.is_empty() {
+            return Err(Error::invalid_argument("the prompt has no tokens"));
+        }
+        self.check_context(ids.len())?;
+        let vocab_size = self.shape().vocab_size;
+        match ids.iter().position(|id| *id as usize >= vocab_size) {
+            Some(at) => Err(Error::invalid_argument(format!(
+                "token id {} at position {at} of the prompt is outside the vocabulary of {vocab_size}",
+                ids.get(at).copied().unwrap_or_default()
+            ))),
+            None => Ok(()),
+        }
+    }
+
+    fn check_context(&self, num_tokens: usize) -> Result<()> {
+        let limit = self.max_context_tokens();
+        if num_tokens as u64 <= limit {
+            return Ok(());
+        }
+        Err(Error::new(
+            ErrorKind::ContextFull,
+            format!("the prompt has {num_tokens} tokens, but the context holds {limit}"),
+        ))
+    }
+}

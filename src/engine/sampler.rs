@@ -1,0 +1,404 @@
+//! From logits to a token.
+//!
+//! Parameters mean what they mean in Transformers (`generation/logits_process.py`), and are applied in
+//! its order: repetition, presence and frequency penalty, temperature, top_k, top_p, min_p. Presence and
+//! frequency penalty, which Transformers does not have, count generated tokens as the OpenAI interface
+//! does. Random numbers come from a counter: the draw of step n depends on the seed and n alone.
+
+use std::cmp::Ordering;
+use std::collections::HashMap;
+
+use super::generation_config::GenerationConfig;
+use crate::error::{Error, Result};
+use crate::thread_state::StandardFloats;
+
+/// What a caller sets; `None` leaves it to the model's generation_config.json.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct SamplingOverrides {
+    /// 0 is greedy.
+    pub temperature: Option<f32>,
+    /// 0 keeps all.
+    pub top_k: Option<u32>,
+    /// Above 0, at most 1.
+    pub top_p: Option<f32>,
+    /// 0 to 1.
+    pub min_p: Option<f32>,
+    /// Above 0; 1 is neutral.
+    pub repetition_penalty: Option<f32>,
+    /// Any finite number; 0 is neutral.
+    pub presence_penalty: Option<f32>,
+    /// Any finite number; 0 is neutral.
+    pub frequency_penalty: Option<f32>,
+}
+
+/// How to choose tokens, everything decided and valid.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct SamplingParams {
+    temperature: f32,
+    top_k: usize,
+    top_p: f32,
+    min_p: f32,
+    repetition_penalty: f32,
+    presence_penalty: f32,
+    frequency_penalty: f32,
+}
+
+fn checked(
+    value: Option<f32>,
+    fallback: f32,
+    name: &str,
+    valid: impl Fn(f32) -> bool,
+    expected: &str,
+) -> Result<f32> {
+    let value = value.unwrap_or(fallback);
+    if value.is_finite() && valid(value) {
+        return Ok(value);
+    }
+    Err(Error::invalid_argument(format!("{name} is {value}, but must be {expected}")))
+}
+
+impl SamplingParams {
+    /// The caller's settings over the model's over the neutral ones.
+    pub fn resolve(caller: &SamplingOverrides, model: &GenerationConfig) -> Result<Self> {
+        // As in Transformers, a model's temperature counts only if its config asks for sampling.
+        let model_temperature = match model.do_sample {
+            true => model.temperature.unwrap_or(1.0),
+            false => 0.0,
+        };
+        let additive = |v: f32| v.abs() <= 1e4;
+        Ok(SamplingParams {
+            temperature: checked(
+                caller.temperature,
+                model_temperature,
+                "temperature",
+                |v| v >= 0.0,
+                "a finite number, at least 0",
+            )?,
+            top_k: caller.top_k.or(model.top_k).unwrap_or(0) as usize,
+            top_p: checked(
+                caller.top_p.or(model.top_p),
+                1.0,
+                "top_p",
+                |v| v > 0.0 && v <= 1.0,
+                "above 0 and at most 1",
+            )?,
+            min_p: checked(
+                caller.min_p.or(model.min_p),
+                0.0,
+                "min_p",
+                |v| (0.0..=1.0).contains(&v),
+                "from 0 to 1",
+            )?,
+            repetition_penalty: checked(
+                caller.repetition_penalty.or(model.repetition_penalty),
+                1.0,
+                "repetition_penalty",
+                |v| (1e-3..=1e3).contains(&v),
+                "from 0.001 to 1000",
+            )?,
+            presence_penalty: checked(
+                caller.presence_penalty,
+                0.0,
+                "presence_penalty",
+                additive,
+                "from -10000 to 10000",
+            )?,
+            frequency_penalty: checked(
+                caller.frequency_penalty,
+                0.0,
+                "frequency_penalty",
+                additive,
+                "from -10000 to 10000",
+            )?,
+        })
+    }
+}
+
+/// A token that is still in the choice.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Candidate {
+    /// The token.
+    pub token_id: u32,
+    /// Its logit after penalties and temperature; after [`Sampler::candidates`] its probability.
+    pub weight: f64,
+}
+
+/// Most likely first; equal ones in the order of their ids, so that the order is total.
+fn by_weight(a: &Candidate, b: &Candidate) -> Ordering {
+    b.weight.total_cmp(&a.weight).then(a.token_id.cmp(&b.token_id))
+}
+
+/// Chooses the tokens of one sequence.
+pub struct Sampler {
+    params: SamplingParams,
+    seed: u64,
+    /// By token: was it in the prompt or generated, and how often generated.
+    seen: HashMap<u32, u32>,
+    candidates: Vec<Candidate>,
+}
+
+impl Sampler {
+    /// A sampler for a sequence that begins with `prompt`.
+    pub fn new(params: SamplingParams, seed: u64, prompt: &[u32]) -> Result<Self> {
+        let mut seen = HashMap::new();
+        if params.repetition_penalty != 1.0 {
+            seen.try_reserve(prompt.len())
+                .map_err(|_| Error::out_of_memory("the tokens of the prompt", prompt.len() * 8))?;
+            seen.extend(prompt.iter().map(|id| (*id, 0)));
+        }
+        Ok(Sampler { params, seed, seen, candidates: Vec::new() })
+    }
+
+    /// Chooses the token number `step` of the sequence, and remembers it.
+    ///
+    /// `logits`: [vocab_size]; changed by the penalties.
+    pub fn sample(&mut self, logits: &mut [f32], step: u64) -> Result<u32> {
+        let _mode = StandardFloats::new();
+        self.apply_penalties(logits);
+        let token = if self.params.temperature == 0.0 {
+            most_likely(logits)?
+        } else {
+            self.fill_candidates(logits)?;
+            self.draw(uniform(self.seed, step))?
+        };
+        if self.remembers() {
+            *self.seen.entry(token).or_insert(0) += 1;
+        }
+        Ok(token)
+    }
+
+    /// The tokens that can be chosen and their probabilities, which add up to 1. For tests and
+    /// inspection: [`Sampler::sample`] without the draw.
+    pub fn candidates(&mut self, logits: &mut [f32]) -> Result<&[Candidate]> {
+        self.apply_penalties(logits);
+        self.fill_candidates(logits)?;
+        let sum: f64 = self.candidates.iter().map(|c| c.weight).sum();
+        self.candidates.iter_mut().for_each(|c| c.weight /= sum);
+        Ok(&self.candidates)
+    }
+
+    fn remembers(&self) -> bool {
+        let p = &self.params;
+        p.repetition_penalty != 1.0 || p.presence_penalty != 0.0 || p.frequency_penalty != 0.0
+    }
+
+    fn apply_penalties(&self, logits: &mut [f32]) {
+        let p = &self.params;
+        for (token, generated) in &self.seen {
+            let Some(logit) = logits.get_mut(*token as usize) else { continue };
+            if p.repetition_penalty != 1.0 {
+                *logit = match *logit < 0.0 {
+                    true => *logit * p.repetition_penalty,
+                    false => *logit / p.repetition_penalty,
+                };
+            }
+            if *generated > 0 {
+                *logit -= p.presence_penalty + p.frequency_penalty * *generated as f32;
+            }
+        }
+    }
+
+    /// Leaves the surviving tokens with unnormalised probabilities (the most likely has 1).
+    fn fill_candidates(&mut self, logits: &[f32]) -> Result<()> {
+        let p = self.params;
+        let temperature = if p.temperature == 0.0 { 1.0 } else { p.temperature };
+        let highest = logits.get(most_likely(logits)? as usize).copied().unwrap_or(0.0);
+        // How far below the highest, divided: stays finite for the smallest temperature.
+        let scaled = |logit: f32| (f64::from(logit) - f64::from(highest)) / f64::from(temperature);
+        let candidates = &mut self.candidates;
+        candidates.clear();
+        candidates
+            .try_reserve(logits.len())
+            .map_err(|_| Error::out_of_memory("sampling", size_of_val(logits)))?;
+        candidates.extend(
+            logits
+                .iter()
+                .enumerate()
+                .map(|(id, logit)| Candidate { token_id: id as u32, weight: scaled(*logit) }),
+        );
+        if p.top_k > 0 && p.top_k < candidates.len() {
+            let (_, kth, _) = candidates.select_nth_unstable_by(p.top_k - 1, by_weight);
+            // As in Transformers, ties with the k-th stay.
+            let threshold = kth.weight;
+            candidates.retain(|c| c.weight >= threshold);
+        }
+        candidates.iter_mut().for_each(|c| c.weight = c.weight.exp());
+        if p.top_p < 1.0 {
+            keep_nucleus(candidates, f64::from(p.top_p));
+        }
+        if p.min_p > 0.0 {
+            candidates.retain(|c| c.weight >= f64::from(p.min_p));
+        }
+        // The order of the draw: fixed, whatever selection did to it.
+        candidates.sort_unstable_by_key(|c| c.token_id);
+        Ok(())
+    }
+
+    fn draw(&self, uniform: f64) -> Result<u32> {
+        let sum: f64 = self.candidates.iter().map(|c| c.weight).sum();
+        let mut left = uniform * sum;
+        for candidate in &self.candidates {
+            left -= candidate.weight;
+            if left < 0.0 {
+                return Ok(candidate.token_id);
+            }
+        }
+        // Rounding left a remainder: the last one that has any probability.
+        let last = self.candidates.iter().rev().find(|c| c.weight > 0.0);
+        last.map(|c| c.token_id).ok_or_else(|| Error::internal("no token is left to choose from"))
+    }
+}
+
+/// Keeps the most likely candidates until they have the share `top_p` of all probability.
+fn keep_nucleus(candidates: &mut Vec<Candidate>, top_p: f64) {
+    let goal = top_p * candidates.iter().map(|c| c.weight).sum::<f64>();
+    // Sorting a whole vocabulary for a handful of tokens is the slow part of sampling: sort those that
+    // are not negligible first, and all of them only if these do not reach the goal.
+    for negligible in [1e-4, 0.0] {
+        let mut likely = 0;
+        for i in 0..candidates.len() {
+            if candidates.get(i).is_some_and(|c| c.weight >= negligible) {
+                candidates.swap(i, likely);
+                likely += 1;
+            }
+        }
+        let Some(head) = candidates.get_mut(..likely) else { return };
+        head.sort_unstable_by(by_weight);
+        let mut before = 0.0;
+        let mut kept = 0;
+        // A token stays if those before it do not reach the goal; so the first always stays.
+        for candidate in head.iter() {
+            if before >= goal {
+                break;
+            }
+            before += candidate.weight;
+            kept += 1;
+        }
+        if before >= goal || negligible == 0.0 {
+            candidates.truncate(kept.max(1));
+            return;
+        }
+    }
+}
+
+/// The token with the highest logit; of equal ones the first. NaN or infinity is an error: the model's
+/// weights are broken, and no token would be right.
+fn most_likely(logits: &[f32]) -> Result<u32> {
+    let mut best = (f32::NEG_INFINITY, 0);
+    // NaN survives the sum, infinities become NaN or stay infinite.
+    let mut check = 0.0f32;
+    for (id, logit) in logits.iter().enumerate() {
+        check += *logit * 0.0;
+        if *logit > best.0 {
+            best = (*logit, id as u32);
+        }
+    }
+    if check != 0.0 || best.0 == f32::NEG_INFINITY {
+        return Err(Error::invalid_file(
+            "the model's logits are not finite numbers: its weights are damaged, or too large for its dtype",
+        ));
+    }
+    Ok(best.1)
+}
+
+/// A number in [0, 1) that depends on seed and step alone: two rounds of the SplitMix64 mixer (Steele,
+/// Lea, Flood 2014, "Fast splittable pseudorandom number generators") over their combination.
+fn uniform(seed: u64, step: u64) -> f64 {
+    fn mix(mut z: u64) -> u64 {
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+    const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
+    let bits = mix(mix(seed.wrapping_add(GOLDEN)).wrapping_add(step.wrapping_mul(GOLDEN)));
+    (bits >> 11) as f64 / (1u64 << 53) as f64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn params(caller: SamplingOverrides) -> SamplingParams {
+        SamplingParams::resolve(&caller, &GenerationConfig::default()).unwrap()
+    }
+
+    #[test]
+    fn greedy_takes_the_first_of_equals_and_refuses_nan() {
+        let mut sampler = Sampler::new(params(SamplingOverrides::default()), 1, &[]).unwrap();
+        assert_eq!(sampler.sample(&mut [0.0, 3.0, 3.0, -1.0], 0).unwrap(), 1);
+        assert!(sampler.sample(&mut [0.0, f32::NAN], 1).is_err());
+        assert!(sampler.sample(&mut [0.0, f32::INFINITY], 1).is_err());
+        assert!(sampler.sample(&mut [], 1).is_err());
+    }
+
+    #[test]
+    fn wrong_parameters_are_refused_by_name() {
+        let bad = |caller: SamplingOverrides, name: &str| {
+            let error = SamplingParams::resolve(&caller, &GenerationConfig::default()).unwrap_err();
+            assert!(error.message().starts_with(name), "{error}");
+        };
+        for v in [f32::NAN, -0.1, f32::INFINITY] {
+            bad(SamplingOverrides { temperature: Some(v), ..Default::default() }, "temperature");
+        }
+        for v in [f32::NAN, 0.0, -1.0, 1.01] {
+            bad(SamplingOverrides { top_p: Some(v), ..Default::default() }, "top_p");
+        }
+        for v in [f32::NAN, -0.1, 1.01] {
+            bad(SamplingOverrides { min_p: Some(v), ..Default::default() }, "min_p");
+        }
+        for v in [f32::NAN, 0.0, -1.0] {
+            let caller = SamplingOverrides { repetition_penalty: Some(v), ..Default::default() };
+            bad(caller, "repetition_penalty");
+        }
+        let caller = SamplingOverrides { presence_penalty: Some(f32::NAN), ..Default::default() };
+        bad(caller, "presence_penalty");
+        let caller = SamplingOverrides { frequency_penalty: Some(f32::NAN), ..Default::default() };
+        bad(caller, "frequency_penalty");
+    }
+
+    #[test]
+    fn draws_follow_the_probabilities_and_the_seed() {
+        let caller = SamplingOverrides { temperature: Some(1.0), ..Default::default() };
+        let logits = [1.0f32.ln(), 2.0f32.ln(), 5.0f32.ln()];
+        let run = |seed: u64| -> Vec<u32> {
+            let mut sampler = Sampler::new(params(caller), seed, &[]).unwrap();
+            (0..20_000).map(|step| sampler.sample(&mut logits.clone(), step).unwrap()).collect()
+        };
+        let tokens = run(7);
+        assert_eq!(tokens, run(7));
+        assert_ne!(tokens, run(8));
+        for (id, expected) in [(0, 0.125), (1, 0.25), (2, 0.625)] {
+            let share = tokens.iter().filter(|t| **t == id).count() as f64 / tokens.len() as f64;
+            // Five standard deviations of the binomial at 20,000 draws.
+            assert!((share - expected).abs() < 0.018, "token {id}: {share} for {expected}");
+        }
+    }
+
+    #[test]
+    fn presence_and_frequency_count_generated_tokens_only() {
+        let caller = SamplingOverrides {
+            presence_penalty: Some(1.0),
+            frequency_penalty: Some(0.5),
+            ..Default::default()
+        };
+        let mut sampler = Sampler::new(params(caller), 0, &[0]).unwrap();
+        // The prompt's token 0 is not penalised.
+        assert_eq!(sampler.sample(&mut [2.0, 1.9, 0.6], 0).unwrap(), 0);
+        // 2.0 - 1.5 = 0.5.
+        assert_eq!(sampler.sample(&mut [2.0, 1.9, 0.6], 1).unwrap(), 1);
+        // 1.9 - 1.5 = 0.4, so 2 is next.
+        assert_eq!(sampler.sample(&mut [2.0, 1.9, 0.6], 2).unwrap(), 2);
+    }
+
+    #[test]
+    fn a_flat_nucleus_needs_more_than_the_likely_ones() {
+        let caller =
+            SamplingOverrides { temperature: Some(1.0), top_p: Some(0.9), ..Default::default() };
+        let mut sampler = Sampler::new(params(caller), 0, &[]).unwrap();
+        // One token of weight 1 and 200,000 of weight 5e-5: together 11, of which 0.9 need 9.9.
+        let mut logits = vec![(5e-5f32).ln(); 200_001];
+        logits[100] = 0.0;
+        let kept = sampler.candidates(&mut logits).unwrap().len();
+        assert!((178_000..=178_010).contains(&kept), "{kept}");
+    }
+}

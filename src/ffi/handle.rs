@@ -1,0 +1,192 @@
+//! Handles: what C holds is a ticket, not an address.
+//!
+//! A handle is a kind, a slot and a generation packed into a pointer-sized number. The library looks
+//! it up in a table, so that NULL, a forged value, a handle of another kind and one that was already
+//! freed are all noticed instead of being undefined behaviour. Objects are counted: freeing a handle
+//! while another thread is inside a call with it is safe, and the object goes when that call ends.
+
+use std::cell::UnsafeCell;
+use std::sync::{Arc, Once, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+
+use crate::error::{Error, ErrorKind, Result};
+
+const INDEX_BITS: u32 = 24;
+const GENERATION_BITS: u32 = 32;
+
+/// Open while nobody forks: taken for reading by whoever looks into a table, for writing by a thread
+/// that forks, until the fork is over. Without it a table that another thread had locked at that
+/// moment would stay locked in the child for ever.
+static FORK_GATE: RwLock<()> = RwLock::new(());
+
+/// What the forking thread holds between the handlers before and after the fork.
+struct ForkGuard(UnsafeCell<Option<RwLockWriteGuard<'static, ()>>>);
+
+// SAFETY: the content is touched only by a thread that holds `FORK_GATE` for writing, which is one at
+// a time; in a forked child it is the only thread there is.
+unsafe impl Sync for ForkGuard {}
+
+static FORK_GUARD: ForkGuard = ForkGuard(UnsafeCell::new(None));
+
+extern "C" fn before_fork() {
+    let guard = FORK_GATE.write().unwrap_or_else(PoisonError::into_inner);
+    // SAFETY: this thread has just taken `FORK_GATE` for writing.
+    unsafe { *FORK_GUARD.0.get() = Some(guard) };
+}
+
+/// In the parent and in the child.
+extern "C" fn after_fork() {
+    // SAFETY: this thread has held `FORK_GATE` for writing since `before_fork`.
+    drop(unsafe { (*FORK_GUARD.0.get()).take() });
+}
+
+/// To be held while a table's lock is.
+fn no_fork() -> RwLockReadGuard<'static, ()> {
+    static HANDLERS: Once = Once::new();
+    HANDLERS.call_once(|| {
+        // SAFETY: the functions are of this library, which is never unloaded (linked with nodelete).
+        // Without memory for the registration forks are as safe as they were.
+        let _ =
+            unsafe { libc::pthread_atfork(Some(before_fork), Some(after_fork), Some(after_fork)) };
+    });
+    FORK_GATE.read().unwrap_or_else(PoisonError::into_inner)
+}
+
+struct Slot<T> {
+    generation: u32,
+    object: Option<Arc<T>>,
+}
+
+struct Slots<T> {
+    slots: Vec<Slot<T>>,
+    free: Vec<usize>,
+}
+
+/// All live handles of one C type.
+pub(super) struct HandleTable<T> {
+    /// Distinguishes C types; 1 to 127, so that no handle is NULL.
+    kind: u8,
+    /// The C name of the argument, for messages.
+    name: &'static str,
+    inner: RwLock<Slots<T>>,
+}
+
+impl<T> HandleTable<T> {
+    pub(super) const fn new(kind: u8, name: &'static str) -> Self {
+        HandleTable {
+            kind,
+            name,
+            inner: RwLock::new(Slots { slots: Vec::new(), free: Vec::new() }),
+        }
+    }
+
+    /// Makes a handle for `object`, of the opaque C type `C`.
+    pub(super) fn insert<C>(&self, object: Arc<T>) -> Result<*mut C> {
+        let _no_fork = no_fork();
+        let mut inner = self.inner.write().unwrap_or_else(PoisonError::into_inner);
+        let inner = &mut *inner;
+        let index = match inner.free.pop() {
+            Some(index) => index,
+            None => {
+                let index = inner.slots.len();
+                let full = || Error::out_of_memory("a handle", size_of::<Slot<T>>());
+                if index >= 1 << INDEX_BITS {
+                    return Err(full());
+                }
+                // Room in `free` too, so that freeing a handle never allocates.
+                inner.slots.try_reserve(1).map_err(|_| full())?;
+                inner.free.try_reserve(index + 1 - inner.free.len()).map_err(|_| full())?;
+                inner.slots.push(Slot { generation: 0, object: None });
+                index
+            }
+        };
+        let slot = inner
+            .slots
+            .get_mut(index)
+            .ok_or_else(|| Error::internal("the handle table lost a slot"))?;
+        slot.object = Some(object);
+        let bits = (u64::from(self.kind) << (INDEX_BITS + GENERATION_BITS))
+            | (u64::from(slot.generation) << INDEX_BITS)
+            | index as u64;
+        Ok(std::ptr::without_provenance_mut(bits as usize))
+    }
+
+    fn split<C>(&self, handle: *const C) -> Result<(usize, u32)> {
+        let bits = handle.addr() as u64;
+        if bits == 0 {
+            return Err(Error::invalid_argument(format!("{} is NULL", self.name)));
+        }
+        if (bits >> (INDEX_BITS + GENERATION_BITS)) != u64::from(self.kind) {
+            return Err(self.bad("is not a handle of its type"));
+        }
+        let index = (bits & ((1 << INDEX_BITS) - 1)) as usize;
+        Ok((index, (bits >> INDEX_BITS) as u32))
+    }
+
+    fn bad(&self, why: &str) -> Error {
+        Error::new(ErrorKind::BadHandle, format!("{} {why}", self.name))
+    }
+
+    /// The object behind a handle.
+    pub(super) fn get<C>(&self, handle: *const C) -> Result<Arc<T>> {
+        let (index, generation) = self.split(handle)?;
+        let _no_fork = no_fork();
+        let inner = self.inner.read().unwrap_or_else(PoisonError::into_inner);
+        match inner.slots.get(index) {
+            Some(Slot { generation: g, object: Some(object) }) if *g == generation => {
+                Ok(object.clone())
+            }
+            _ => Err(self.bad("was freed, or never was a handle")),
+        }
+    }
+
+    /// Ends a handle and gives its object, or `None` for NULL.
+    pub(super) fn remove<C>(&self, handle: *mut C) -> Result<Option<Arc<T>>> {
+        if handle.is_null() {
+            return Ok(None);
+        }
+        let (index, generation) = self.split(handle)?;
+        let _no_fork = no_fork();
+        let mut inner = self.inner.write().unwrap_or_else(PoisonError::into_inner);
+        let inner = &mut *inner;
+        match inner.slots.get_mut(index) {
+            Some(slot) if slot.generation == generation && slot.object.is_some() => {
+                slot.generation = slot.generation.wrapping_add(1);
+                let object = slot.object.take();
+                inner.free.push(index);
+                Ok(object)
+            }
+            _ => Err(self.bad("was freed already, or never was a handle")),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    enum Thing {}
+
+    #[test]
+    fn stale_foreign_and_forged_handles_are_refused() {
+        let table = HandleTable::new(1, "thing");
+        let other = HandleTable::new(2, "other");
+        let handle: *mut Thing = table.insert(Arc::new(5)).unwrap();
+        let foreign: *mut Thing = other.insert(Arc::new(6)).unwrap();
+        assert_eq!(*table.get(handle).unwrap(), 5);
+        assert_eq!(table.get(foreign).unwrap_err().kind(), ErrorKind::BadHandle);
+        let forged = std::ptr::without_provenance::<Thing>(0x7fff_1234_5678);
+        assert_eq!(table.get(forged).unwrap_err().kind(), ErrorKind::BadHandle);
+        assert_eq!(
+            table.get(std::ptr::null::<Thing>()).unwrap_err().kind(),
+            ErrorKind::InvalidArgument
+        );
+        assert!(table.remove(handle).unwrap().is_some());
+        assert_eq!(table.get(handle).unwrap_err().kind(), ErrorKind::BadHandle);
+        assert_eq!(table.remove(handle).unwrap_err().kind(), ErrorKind::BadHandle);
+        // The slot is used again under another generation.
+        let second: *mut Thing = table.insert(Arc::new(7)).unwrap();
+        assert_ne!(second, handle);
+        assert_eq!(table.get(handle).unwrap_err().kind(), ErrorKind::BadHandle);
+        assert!(table.remove(std::ptr::null_mut::<Thing>()).unwrap().is_none());
+    }
+}

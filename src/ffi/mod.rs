@@ -1,0 +1,24 @@
+//! The C interface: every `extern "C"` function, one file for each C object, and all contact with raw
+//! pointers of callers. `include/xserv.h` is generated from these files; their doc comments are its
+//! manual, so they speak to readers of C.
+
+mod guard;
+mod handle;
+
+mod evaluate;
+mod generate;
+mod inspect;
+mod model;
+mod status;
+mod text;
+mod types;
+mod version;
+
+pub use evaluate::*;
+pub use generate::*;
+pub use inspect::*;
+pub use model::*;
+pub use status::*;
+pub use text::*;
+pub use types::*;
+pub use version::*;

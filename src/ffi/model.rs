@@ -1,0 +1,415 @@
+//! Models: load, describe, free.
+
+#![allow(non_camel_case_types)]
+
+use std::ffi::{c_char, c_void};
+use std::sync::Arc;
+
+use super::guard::{
+    guard, guard_or, read_struct, text_argument, with_nul, write_struct, GrowingStruct, Out,
+    NUL_TERMINATED,
+};
+use super::handle::HandleTable;
+use super::status::xserv_status;
+use super::types::{xserv_device_kind, xserv_dtype};
+use crate::engine::{Engine, EngineOptions, LogLevel, Logger};
+use crate::error::{Error, ErrorKind, Result};
+use crate::memory::DType;
+
+/// A loaded model: weights, tokenizer, chat template, KV cache and threads.
+///
+/// Any thread may use it, several at once; freeing it while calls are running is safe: they end as
+/// cancelled.
+pub struct xserv_model {
+    _opaque: [u8; 0],
+}
+
+/// Told how far loading has come. `fraction` goes from 0 to 1. Runs on the thread that called
+/// xserv_load. Return true to go on, false to cancel the load.
+pub type xserv_progress_callback =
+    Option<unsafe extern "C" fn(fraction: f32, user_data: *mut c_void) -> bool>;
+
+/// Told what the library has to say about a load. `level` is an xserv_log_level; `message` is one line
+/// of UTF-8, valid during the call. Runs on the thread that called xserv_load, during that call. The
+/// library prints nothing itself.
+pub type xserv_log_callback =
+    Option<unsafe extern "C" fn(level: u32, message: *const c_char, user_data: *mut c_void)>;
+
+/// How to load a model. Fill with xserv_load_options_default(), then change what you need.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct xserv_load_options {
+    /// sizeof(xserv_load_options), set by xserv_load_options_default().
+    pub struct_size: usize,
+    /// An xserv_device_kind. Default XSERV_DEVICE_AUTO.
+    pub device: u32,
+    /// An xserv_dtype: the type of weights, KV cache and matrix products. Default XSERV_DTYPE_AUTO;
+    /// another one converts the weights while they are read.
+    pub dtype: u32,
+    /// Threads for the CPU's kernels, the calling thread included; 0 (default): one for each core
+    /// that the process may run on. Results do not depend on it. At most 1024.
+    pub num_threads: u32,
+    /// 1: map the weight files while they are read instead of reading them with system calls. A
+    /// file that is cut short by someone else meanwhile then kills the process. Default 0.
+    pub map_files: u8,
+    /// Unused, 0.
+    pub reserved: [u8; 3],
+    /// Longest context of one request: prompt and generated tokens, of which the last one takes no
+    /// room; 0 (default): what the model's config says. More than that is refused.
+    pub max_context_tokens: u64,
+    /// Tokens that the KV cache holds for all requests together, rounded up to blocks of 32; 0
+    /// (default): one request of the longest context, or less if that is more than half of the
+    /// memory that is available (the context is then as short, and the log says so). Its memory is
+    /// taken from the system as it fills.
+    pub kv_cache_tokens: u64,
+    /// Refuse to load if weights, KV cache and activations together need more bytes than this; 0
+    /// (default): no limit. With kv_cache_tokens 0 the KV cache takes what is left. The tokenizer,
+    /// tables of positions and each request's logits come on top: some tens of MB.
+    pub max_memory_bytes: u64,
+    /// Called while weights are read; NULL (default): not called.
+    pub progress: xserv_progress_callback,
+    /// Passed to progress.
+    pub progress_user_data: *mut c_void,
+    /// Called with log messages; NULL (default): silence.
+    pub log: xserv_log_callback,
+    /// Passed to log.
+    pub log_user_data: *mut c_void,
+}
+
+// SAFETY: repr(C), struct_size first, integers, pointers and nullable function pointers; a caller
+// who passes a function pointer that is none breaks the contract of that field.
+unsafe impl GrowingStruct for xserv_load_options {
+    const FIRST_SIZE: usize = 80;
+    const NAME: &'static str = "xserv_load_options";
+    const HOW: &'static str = "fill it with xserv_load_options_default()";
+    fn defaults() -> Self {
+        xserv_load_options {
+            struct_size: size_of::<Self>(),
+            device: xserv_device_kind::XSERV_DEVICE_AUTO as u32,
+            dtype: xserv_dtype::XSERV_DTYPE_AUTO as u32,
+            num_threads: 0,
+            map_files: 0,
+            reserved: [0; 3],
+            max_context_tokens: 0,
+            kv_cache_tokens: 0,
+            max_memory_bytes: 0,
+            progress: None,
+            progress_user_data: std::ptr::null_mut(),
+            log: None,
+            log_user_data: std::ptr::null_mut(),
+        }
+    }
+}
+const _: () = assert!(size_of::<xserv_load_options>() == xserv_load_options::FIRST_SIZE);
+
+/// What a loaded model is. Set struct_size, then call xserv_model_get_info(). Pointers belong to the
+/// model and are valid until it is freed.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct xserv_model_info {
+    /// sizeof(xserv_model_info), set by the caller.
+    pub struct_size: usize,
+    /// For example "Qwen3ForCausalLM".
+    pub architecture: *const c_char,
+    /// The folder that was opened (of a repo id: its snapshot in the cache).
+    pub path: *const c_char,
+    /// For example "cpu (avx512-bf16, 2 threads)".
+    pub device: *const c_char,
+    /// An xserv_dtype, never XSERV_DTYPE_AUTO.
+    pub dtype: u32,
+    /// Threads that the kernels use.
+    pub num_threads: u32,
+    /// Number of weights (tied embeddings count once).
+    pub num_parameters: u64,
+    /// Bytes that the weights take in memory.
+    pub weights_bytes: u64,
+    /// Bytes of KV cache for one token.
+    pub kv_bytes_per_token: u64,
+    /// Tokens that the KV cache holds.
+    pub kv_cache_tokens: u64,
+    /// Longest context of one request, in tokens: prompt and generated.
+    pub max_context_tokens: u64,
+    /// Length of a row of logits. May be larger than the number of tokens that the tokenizer knows.
+    pub vocab_size: u32,
+    /// Width of the residual stream.
+    pub hidden_size: u32,
+    /// Number of transformer layers.
+    pub num_layers: u32,
+    /// Number of query heads.
+    pub num_heads: u32,
+    /// Number of key/value heads.
+    pub num_kv_heads: u32,
+    /// Width of one head.
+    pub head_dim: u32,
+    /// Number of entries of eos_token_ids.
+    pub num_eos_token_ids: u32,
+    /// 1: text can be tokenized; 0: the folder has no usable tokenizer, only token ids work.
+    pub has_tokenizer: u8,
+    /// 1: messages can be rendered; 0: the folder has no usable chat template.
+    pub has_chat_template: u8,
+    /// Unused, 0.
+    pub reserved: [u8; 2],
+    /// Tokens that end a generation, from generation_config.json or config.json.
+    pub eos_token_ids: *const u32,
+    /// Seconds that xserv_load took.
+    pub load_seconds: f64,
+}
+
+// SAFETY: repr(C), struct_size first, integers, floats and pointers only.
+unsafe impl GrowingStruct for xserv_model_info {
+    const FIRST_SIZE: usize = 128;
+    const NAME: &'static str = "xserv_model_info";
+    const HOW: &'static str = "set it to sizeof(xserv_model_info)";
+    fn defaults() -> Self {
+        xserv_model_info {
+            struct_size: size_of::<Self>(),
+            architecture: c"".as_ptr(),
+            path: c"".as_ptr(),
+            device: c"".as_ptr(),
+            dtype: 0,
+            num_threads: 0,
+            num_parameters: 0,
+            weights_bytes: 0,
+            kv_bytes_per_token: 0,
+            kv_cache_tokens: 0,
+            max_context_tokens: 0,
+            vocab_size: 0,
+            hidden_size: 0,
+            num_layers: 0,
+            num_heads: 0,
+            num_kv_heads: 0,
+            head_dim: 0,
+            num_eos_token_ids: 0,
+            has_tokenizer: 0,
+            has_chat_template: 0,
+            reserved: [0; 2],
+            eos_token_ids: std::ptr::null(),
+            load_seconds: 0.0,
+        }
+    }
+}
+const _: () = assert!(size_of::<xserv_model_info>() == xserv_model_info::FIRST_SIZE);
+
+/// What a model handle stands for: the engine, and the strings that C may point to.
+pub(super) struct ModelObject {
+    pub(super) engine: Arc<Engine>,
+    architecture: Vec<u8>,
+    path: Vec<u8>,
+    device: Vec<u8>,
+}
+
+pub(super) static MODELS: HandleTable<ModelObject> = HandleTable::new(1, "model");
+
+/// The engine behind a model handle.
+pub(super) fn engine_of(model: *const xserv_model) -> Result<Arc<Engine>> {
+    let object = MODELS.get(model)?;
+    object.engine.check_process()?;
+    Ok(object.engine.clone())
+}
+
+/// A C function and its user data.
+struct LogTarget {
+    callback: unsafe extern "C" fn(u32, *const c_char, *mut c_void),
+    user_data: *mut c_void,
+}
+// SAFETY: the pointer is only passed back to the caller's function, on the thread that called
+// xserv_load: the logger does not outlive that call.
+unsafe impl Send for LogTarget {}
+// SAFETY: as above.
+unsafe impl Sync for LogTarget {}
+
+fn logger(options: &xserv_load_options) -> Logger {
+    let Some(callback) = options.log else { return Logger::silent() };
+    let target = LogTarget { callback, user_data: options.log_user_data };
+    Logger::new(move |level, message| {
+        let target = &target;
+        let Ok(text) = with_nul(message) else { return };
+        let level = match level {
+            LogLevel::Warning => super::types::xserv_log_level::XSERV_LOG_WARNING,
+            LogLevel::Info => super::types::xserv_log_level::XSERV_LOG_INFO,
+            LogLevel::Debug => super::types::xserv_log_level::XSERV_LOG_DEBUG,
+        };
+        // SAFETY: the caller's function, by contract valid during xserv_load, which the logger does not
+        // outlive; `text` ends in NUL and outlives the call.
+        unsafe {
+            (target.callback)(level as u32, text.as_ptr() as *const c_char, target.user_data)
+        };
+    })
+}
+
+fn dtype_option(value: u32) -> Result<Option<DType>> {
+    match value {
+        v if v == xserv_dtype::XSERV_DTYPE_AUTO as u32 => Ok(None),
+        v if v == xserv_dtype::XSERV_DTYPE_F32 as u32 => Ok(Some(DType::F32)),
+        v if v == xserv_dtype::XSERV_DTYPE_F16 as u32 => Ok(Some(DType::F16)),
+        v if v == xserv_dtype::XSERV_DTYPE_BF16 as u32 => Ok(Some(DType::BF16)),
+        v => Err(Error::invalid_argument(format!("options.dtype is {v}, not an xserv_dtype"))),
+    }
+}
+
+pub(super) fn dtype_code(dtype: DType) -> u32 {
+    match dtype {
+        DType::F32 => xserv_dtype::XSERV_DTYPE_F32 as u32,
+        DType::F16 => xserv_dtype::XSERV_DTYPE_F16 as u32,
+        DType::BF16 => xserv_dtype::XSERV_DTYPE_BF16 as u32,
+    }
+}
+
+fn check_device(value: u32) -> Result<()> {
+    match value {
+        v if v == xserv_device_kind::XSERV_DEVICE_CPU as u32 => Ok(()),
+        v if v == xserv_device_kind::XSERV_DEVICE_AUTO as u32 => Ok(()),
+        v if v == xserv_device_kind::XSERV_DEVICE_CUDA as u32 => Err(Error::new(
+            ErrorKind::NoDevice,
+            "options.device is XSERV_DEVICE_CUDA, but this build of xserv has no CUDA backend",
+        )),
+        v => {
+            Err(Error::invalid_argument(format!("options.device is {v}, not an xserv_device_kind")))
+        }
+    }
+}
+
+/// Sets every option to its default.
+///
+/// Errors: XSERV_STATUS_INVALID_ARGUMENT if `options` is NULL or misaligned.
+///
+/// # Safety
+/// `options` is NULL or writable for an xserv_load_options.
+#[no_mangle]
+pub unsafe extern "C" fn xserv_load_options_default(
+    options: *mut xserv_load_options,
+) -> xserv_status {
+    guard(|| {
+        // SAFETY: writable by contract.
+        let out = unsafe { Out::new(options, "options") }?;
+        out.set(xserv_load_options::defaults());
+        Ok(())
+    })
+}
+
+/// Opens a model: a folder as Hugging Face publishes it (config.json, generation_config.json,
+/// tokenizer.json, tokenizer_config.json, chat_template.jinja, *.safetensors), or a repo id such as
+/// "Qwen/Qwen3-0.6B" that is already in the local Hugging Face cache. The network is never used.
+///
+/// Architectures: Qwen3ForCausalLM and GPT2LMHeadModel, stored as f32, f16 or bf16. Anything else is
+/// refused by name before weights are read. The weights are read into memory of the library's own;
+/// the folder is not needed afterwards. The call blocks while it reads.
+///
+/// To find the cache, the environment is read (HF_HUB_CACHE, HUGGINGFACE_HUB_CACHE, HF_HOME,
+/// XDG_CACHE_HOME, HOME): as with any getenv, no other thread may change it meanwhile.
+///
+/// path: NUL-terminated UTF-8. options: NULL for the defaults. model: gets the handle, which the
+/// caller ends with xserv_model_free(); untouched on failure.
+///
+/// Errors: XSERV_STATUS_NOT_FOUND (no such folder or cached repo), XSERV_STATUS_IO,
+/// XSERV_STATUS_INVALID_ARGUMENT (an option; a path that is no folder), XSERV_STATUS_INVALID_FILE
+/// (damaged or lying files), XSERV_STATUS_UNSUPPORTED (by name), XSERV_STATUS_OUT_OF_MEMORY,
+/// XSERV_STATUS_CANCELLED (by the progress callback), XSERV_STATUS_NO_DEVICE.
+///
+/// # Safety
+/// `path` ends in a NUL; `options` is NULL or readable for its struct_size; `model` is writable.
+#[must_use]
+#[no_mangle]
+pub unsafe extern "C" fn xserv_load(
+    path: *const c_char,
+    options: *const xserv_load_options,
+    model: *mut *mut xserv_model,
+) -> xserv_status {
+    guard(|| {
+        // SAFETY: by the contract above.
+        let out = unsafe { Out::new(model, "model") }?;
+        // SAFETY: as above.
+        let path = unsafe { text_argument(path, NUL_TERMINATED, "path") }?;
+        // SAFETY: as above.
+        let options = unsafe { read_struct(options, "options") }?;
+        check_device(options.device)?;
+        let engine_options = EngineOptions {
+            dtype: dtype_option(options.dtype)?,
+            num_threads: options.num_threads as usize,
+            map_files: super::guard::flag(options.map_files, "options.map_files")?,
+            max_context_tokens: options.max_context_tokens,
+            kv_cache_tokens: options.kv_cache_tokens,
+            max_memory_bytes: options.max_memory_bytes,
+        };
+        let mut progress = |fraction: f32| match options.progress {
+            // SAFETY: the caller's function, called on its own thread with its own data.
+            Some(callback) => unsafe { callback(fraction, options.progress_user_data) },
+            None => true,
+        };
+        let engine = Engine::load(path, &engine_options, logger(&options), &mut progress)?;
+        let object = ModelObject {
+            architecture: with_nul(engine.architecture())?,
+            path: with_nul(&engine.path().to_string_lossy())?,
+            device: with_nul(&engine.device_name())?,
+            engine: Arc::new(engine),
+        };
+        out.set(MODELS.insert(Arc::new(object))?);
+        Ok(())
+    })
+}
+
+/// Ends a model. Calls that are running on it in other threads end as cancelled, and its memory goes
+/// back when the last of them has returned. NULL and handles that were freed before do nothing.
+/// Results, texts and token lists made from it stay valid.
+#[no_mangle]
+pub extern "C" fn xserv_model_free(model: *mut xserv_model) {
+    guard_or((), || {
+        if let Some(object) = MODELS.remove(model)? {
+            object.engine.close();
+            if object.engine.check_process().is_err() {
+                // In a forked child the threads that dropping would wait for do not exist.
+                std::mem::forget(object);
+            }
+        }
+        Ok(())
+    })
+}
+
+/// Describes a model.
+///
+/// info: struct_size must be set. The strings and the array belong to the model, valid until it is
+/// freed.
+///
+/// # Safety
+/// `info` is writable for the struct_size that it claims.
+#[must_use]
+#[no_mangle]
+pub unsafe extern "C" fn xserv_model_get_info(
+    model: *const xserv_model,
+    info: *mut xserv_model_info,
+) -> xserv_status {
+    guard(|| {
+        let object = MODELS.get(model)?;
+        object.engine.check_process()?;
+        let engine = &object.engine;
+        let shape = engine.shape();
+        let eos = engine.eos_token_ids();
+        let value = xserv_model_info {
+            struct_size: size_of::<xserv_model_info>(),
+            architecture: object.architecture.as_ptr() as *const c_char,
+            path: object.path.as_ptr() as *const c_char,
+            device: object.device.as_ptr() as *const c_char,
+            dtype: dtype_code(engine.dtype()),
+            num_threads: engine.num_threads() as u32,
+            num_parameters: engine.num_parameters(),
+            weights_bytes: engine.weights_bytes(),
+            kv_bytes_per_token: engine.kv_bytes_per_token(),
+            kv_cache_tokens: engine.kv_cache_tokens(),
+            max_context_tokens: engine.max_context_tokens(),
+            vocab_size: shape.vocab_size as u32,
+            hidden_size: shape.hidden_size as u32,
+            num_layers: shape.num_layers as u32,
+            num_heads: shape.num_heads as u32,
+            num_kv_heads: shape.num_kv_heads as u32,
+            head_dim: shape.head_dim as u32,
+            num_eos_token_ids: eos.len() as u32,
+            has_tokenizer: u8::from(engine.tokenizer().is_ok()),
+            has_chat_template: u8::from(engine.chat_template().is_ok()),
+            reserved: [0; 2],
+            eos_token_ids: eos.as_ptr(),
+            load_seconds: engine.load_seconds(),
+        };
+        // SAFETY: by the contract above.
+        unsafe { write_struct(info, "info", &value) }
+    })
+}

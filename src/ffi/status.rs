@@ -1,0 +1,128 @@
+//! Status codes and the thread's last error.
+
+use std::cell::RefCell;
+use std::ffi::c_char;
+
+use crate::error::{Error, ErrorKind};
+
+/// What a call came to. Zero is success. Numbers are never reused; later versions may add new ones,
+/// so treat an unknown value as a failure.
+#[allow(non_camel_case_types)]
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum xserv_status {
+    /// The call did what it says.
+    XSERV_STATUS_OK = 0,
+    /// An argument is outside its contract (NULL, wrong size, out of range, not UTF-8).
+    XSERV_STATUS_INVALID_ARGUMENT = 1,
+    /// The handle is not one of this library, is of another kind, or was freed.
+    XSERV_STATUS_BAD_HANDLE = 2,
+    /// A file or folder is not there.
+    XSERV_STATUS_NOT_FOUND = 3,
+    /// The operating system refused to read a file.
+    XSERV_STATUS_IO = 4,
+    /// A file is there but damaged, or not what its format demands.
+    XSERV_STATUS_INVALID_FILE = 5,
+    /// A valid model, tokenizer or option that this library does not implement.
+    XSERV_STATUS_UNSUPPORTED = 6,
+    /// The memory budget or the machine's memory is exhausted. Nothing was changed.
+    XSERV_STATUS_OUT_OF_MEMORY = 7,
+    /// The prompt is longer than the context.
+    XSERV_STATUS_CONTEXT_FULL = 8,
+    /// A callback or another thread asked to stop. (xserv_generate reports this in the result's
+    /// finish reason instead, with what was generated so far.)
+    XSERV_STATUS_CANCELLED = 9,
+    /// The chat template failed, or exceeded its limits of time, size or depth.
+    XSERV_STATUS_TEMPLATE = 10,
+    /// The device that was asked for is not there, or this build cannot use it.
+    XSERV_STATUS_NO_DEVICE = 11,
+    /// The process was forked after the model was loaded. The child cannot use the model: load it
+    /// again there.
+    XSERV_STATUS_FORKED = 12,
+    /// A fault of the library itself. The call had no effect; please report the message.
+    XSERV_STATUS_INTERNAL = 13,
+}
+
+impl From<ErrorKind> for xserv_status {
+    fn from(kind: ErrorKind) -> Self {
+        match kind {
+            ErrorKind::InvalidArgument => xserv_status::XSERV_STATUS_INVALID_ARGUMENT,
+            ErrorKind::BadHandle => xserv_status::XSERV_STATUS_BAD_HANDLE,
+            ErrorKind::NotFound => xserv_status::XSERV_STATUS_NOT_FOUND,
+            ErrorKind::Io => xserv_status::XSERV_STATUS_IO,
+            ErrorKind::InvalidFile => xserv_status::XSERV_STATUS_INVALID_FILE,
+            ErrorKind::Unsupported => xserv_status::XSERV_STATUS_UNSUPPORTED,
+            ErrorKind::OutOfMemory => xserv_status::XSERV_STATUS_OUT_OF_MEMORY,
+            ErrorKind::ContextFull => xserv_status::XSERV_STATUS_CONTEXT_FULL,
+            ErrorKind::Cancelled => xserv_status::XSERV_STATUS_CANCELLED,
+            ErrorKind::Template => xserv_status::XSERV_STATUS_TEMPLATE,
+            ErrorKind::NoDevice => xserv_status::XSERV_STATUS_NO_DEVICE,
+            ErrorKind::Forked => xserv_status::XSERV_STATUS_FORKED,
+            ErrorKind::Internal => xserv_status::XSERV_STATUS_INTERNAL,
+        }
+    }
+}
+
+/// Longest message kept, with its final NUL; longer ones are cut at a character boundary.
+const MESSAGE_BYTES: usize = 2048;
+
+thread_local! {
+    // A fixed buffer: writing an error never allocates, and the pointer handed out stays valid for
+    // the thread's life (only its content changes, at the thread's next failing call).
+    static LAST_ERROR: RefCell<[u8; MESSAGE_BYTES]> = const { RefCell::new([0; MESSAGE_BYTES]) };
+}
+
+/// Stores the message of a failing call for `xserv_last_error` of this thread.
+pub(super) fn set_last_error(error: &Error) {
+    let _ = LAST_ERROR.try_with(|buffer| {
+        let Ok(mut buffer) = buffer.try_borrow_mut() else { return };
+        let message = error.message();
+        let mut len = message.len().min(MESSAGE_BYTES - 1);
+        while !message.is_char_boundary(len) {
+            len -= 1;
+        }
+        for (to, from) in buffer.iter_mut().zip(message.as_bytes().iter().take(len).chain(&[0])) {
+            // An interior NUL would hide the rest of the sentence from C.
+            *to = *from;
+        }
+        for byte in buffer.iter_mut().take(len) {
+            if *byte == 0 {
+                *byte = b'?';
+            }
+        }
+    });
+}
+
+/// One sentence saying what the calling thread's most recent failing call found wrong, and in what
+/// (file, tensor, argument). Never NULL; empty if no call of this thread has failed.
+///
+/// The string is UTF-8, NUL-terminated, at most 2047 bytes, and belongs to the library. It is valid
+/// until this thread's next failing call, and for this thread only. Successful calls leave it alone.
+#[no_mangle]
+pub extern "C" fn xserv_last_error() -> *const c_char {
+    LAST_ERROR.try_with(|buffer| buffer.as_ptr() as *const c_char).unwrap_or(c"".as_ptr())
+}
+
+/// The name of a status, for example "XSERV_STATUS_NOT_FOUND"; "unknown status" for a value that this
+/// version does not have. A static string.
+#[no_mangle]
+pub extern "C" fn xserv_status_name(status: u32) -> *const c_char {
+    let name = match status {
+        0 => c"XSERV_STATUS_OK",
+        1 => c"XSERV_STATUS_INVALID_ARGUMENT",
+        2 => c"XSERV_STATUS_BAD_HANDLE",
+        3 => c"XSERV_STATUS_NOT_FOUND",
+        4 => c"XSERV_STATUS_IO",
+        5 => c"XSERV_STATUS_INVALID_FILE",
+        6 => c"XSERV_STATUS_UNSUPPORTED",
+        7 => c"XSERV_STATUS_OUT_OF_MEMORY",
+        8 => c"XSERV_STATUS_CONTEXT_FULL",
+        9 => c"XSERV_STATUS_CANCELLED",
+        10 => c"XSERV_STATUS_TEMPLATE",
+        11 => c"XSERV_STATUS_NO_DEVICE",
+        12 => c"XSERV_STATUS_FORKED",
+        13 => c"XSERV_STATUS_INTERNAL",
+        _ => c"unknown status",
+    };
+    name.as_ptr()
+}

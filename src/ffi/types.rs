@@ -1,0 +1,80 @@
+//! Constants and enums that several groups of functions share.
+
+// cbindgen cannot print these two; cbindgen.toml has their C form, and tests/abi compares.
+/// For a text length: the text ends at its NUL.
+///
+/// cbindgen:ignore
+pub const XSERV_NUL_TERMINATED: usize = super::guard::NUL_TERMINATED;
+/// For a float of xserv_request: not set by the caller, so the model's generation_config.json decides.
+///
+/// cbindgen:ignore
+pub const XSERV_UNSET_FLOAT: f32 = f32::MIN;
+/// For an integer of xserv_request: not set by the caller, so the model's generation_config.json
+/// decides.
+pub const XSERV_UNSET_INT: u32 = u32::MAX;
+/// For xserv_request.seed: draw a fresh seed from the operating system; the result tells which.
+pub const XSERV_SEED_RANDOM: u64 = u64::MAX;
+/// In xserv_token_event.token_id: the event carries held-back text and no new token.
+pub const XSERV_NO_TOKEN: u32 = u32::MAX;
+
+/// Where a model runs.
+#[allow(non_camel_case_types)]
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum xserv_device_kind {
+    /// The processor, with the best instruction set that it has.
+    XSERV_DEVICE_CPU = 0,
+    /// An NVIDIA GPU. This version has no CUDA backend: loading reports XSERV_STATUS_NO_DEVICE.
+    XSERV_DEVICE_CUDA = 1,
+    /// The best device there is.
+    XSERV_DEVICE_AUTO = 2,
+}
+
+/// Element types.
+#[allow(non_camel_case_types)]
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum xserv_dtype {
+    /// The type in which the model folder stores its weights.
+    XSERV_DTYPE_AUTO = 0,
+    /// IEEE 754 binary32. All arithmetic in binary32: slowest, closest to the reference.
+    XSERV_DTYPE_F32 = 1,
+    /// IEEE 754 binary16 weights and KV cache; activations and sums in binary32.
+    XSERV_DTYPE_F16 = 2,
+    /// bfloat16 weights and KV cache; the inputs of matrix products are rounded to bfloat16, sums and
+    /// the residual stream are binary32.
+    XSERV_DTYPE_BF16 = 3,
+}
+
+/// How grave a log message is.
+#[allow(non_camel_case_types)]
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum xserv_log_level {
+    /// Something is odd and may not be what you want, but the call goes on.
+    XSERV_LOG_WARNING = 1,
+    /// What the library chose and did: device, sizes, times.
+    XSERV_LOG_INFO = 2,
+    /// Details for finding faults.
+    XSERV_LOG_DEBUG = 3,
+}
+
+/// Why a generation ended.
+#[allow(non_camel_case_types)]
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum xserv_finish_reason {
+    /// The model gave an end token, or one of the request's stop tokens. It is the last id of the
+    /// result; the text does not show it.
+    XSERV_FINISH_STOP_TOKEN = 0,
+    /// One of the request's stop strings came. The text ends right before it.
+    XSERV_FINISH_STOP_STRING = 1,
+    /// max_tokens were generated.
+    XSERV_FINISH_MAX_TOKENS = 2,
+    /// The context is full.
+    XSERV_FINISH_CONTEXT_FULL = 3,
+    /// The callback returned false.
+    XSERV_FINISH_CALLBACK = 4,
+    /// The request was cancelled, or the model was freed.
+    XSERV_FINISH_CANCELLED = 5,
+}

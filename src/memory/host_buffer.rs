@@ -1,0 +1,230 @@
+//! Large zeroed host allocations that are committed page by page as they are touched.
+
+use crate::error::{Error, Result};
+use std::ptr::NonNull;
+
+/// What pages a [`HostBuffer`] asks the system for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Pages {
+    /// Whatever the system gives by default.
+    Default,
+    /// Huge pages where the system has them: one thread reads weights a third faster from 2 MiB
+    /// pages than from 4 KiB pages. A wish, not a demand.
+    Huge,
+}
+
+mod sealed {
+    pub trait Sealed {}
+    impl Sealed for u8 {}
+    impl Sealed for u16 {}
+    impl Sealed for u32 {}
+    impl Sealed for f32 {}
+}
+
+/// Element types for which every bit pattern is a value, so that bytes may be viewed as them.
+pub trait Plain: sealed::Sealed + Copy + Send + Sync + 'static {}
+impl Plain for u8 {}
+impl Plain for u16 {}
+impl Plain for u32 {}
+impl Plain for f32 {}
+
+const HUGE_PAGE_BYTES: usize = 2 << 20;
+
+/// Zeroed bytes at an address that is a multiple of 64 (of 2 MiB for large [`Pages::Huge`] ones).
+///
+/// Memory is reserved at once and committed by the system when it is first touched.
+#[derive(Debug)]
+pub struct HostBuffer {
+    start: NonNull<u8>,
+    len_bytes: usize,
+}
+
+// SAFETY: the buffer owns its memory alone, as a `Vec<u8>` does; shared access only reads.
+unsafe impl Send for HostBuffer {}
+// SAFETY: as above: `&HostBuffer` gives out `&[T]` only.
+unsafe impl Sync for HostBuffer {}
+
+impl HostBuffer {
+    /// `len_bytes` zero bytes, or [`crate::error::ErrorKind::OutOfMemory`].
+    pub fn zeroed(len_bytes: usize, pages: Pages) -> Result<Self> {
+        if len_bytes == 0 {
+            return Ok(Self::empty());
+        }
+        if len_bytes > isize::MAX as usize - 2 * HUGE_PAGE_BYTES {
+            return Err(Error::out_of_memory("a buffer", len_bytes));
+        }
+        let start = os::reserve(len_bytes, pages)
+            .ok_or_else(|| Error::out_of_memory("a buffer", len_bytes))?;
+        Ok(HostBuffer { start, len_bytes })
+    }
+
+    /// A buffer of no bytes, without asking the system for anything.
+    pub const fn empty() -> Self {
+        HostBuffer { start: DANGLING, len_bytes: 0 }
+    }
+
+    /// The length in bytes.
+    pub fn len_bytes(&self) -> usize {
+        self.len_bytes
+    }
+
+    /// All bytes.
+    pub fn as_bytes(&self) -> &[u8] {
+        self.as_slice()
+    }
+
+    /// All bytes, for writing.
+    pub fn as_bytes_mut(&mut self) -> &mut [u8] {
+        self.as_mut_slice()
+    }
+
+    /// The whole buffer as elements of `T`; a rest smaller than an element is left out.
+    pub fn as_slice<T: Plain>(&self) -> &[T] {
+        // SAFETY: `start` is valid for `len_bytes` initialised (zeroed) bytes for the life of self
+        // and aligned to 64 >= align_of::<T>(); every bit pattern is a `T`; `&self` forbids writes.
+        unsafe {
+            std::slice::from_raw_parts(self.start.as_ptr().cast(), self.len_bytes / size_of::<T>())
+        }
+    }
+
+    /// The whole buffer as elements of `T`, for writing.
+    pub fn as_mut_slice<T: Plain>(&mut self) -> &mut [T] {
+        // SAFETY: as in `as_slice`; `&mut self` makes the view unique.
+        unsafe {
+            std::slice::from_raw_parts_mut(
+                self.start.as_ptr().cast(),
+                self.len_bytes / size_of::<T>(),
+            )
+        }
+    }
+}
+
+impl Drop for HostBuffer {
+    fn drop(&mut self) {
+        if self.len_bytes > 0 {
+            // SAFETY: `start` and `len_bytes` come from `os::reserve`, and nothing borrows self.
+            unsafe { os::release(self.start, self.len_bytes) };
+        }
+    }
+}
+
+/// A non-null, 64-byte-aligned address of nothing.
+const DANGLING: NonNull<u8> = match std::num::NonZeroUsize::new(64) {
+    Some(alignment) => NonNull::without_provenance(alignment),
+    None => NonNull::dangling(),
+};
+
+#[cfg(unix)]
+mod os {
+    use super::{Pages, HUGE_PAGE_BYTES};
+    use std::ptr::NonNull;
+
+    fn round_up_to_page(len: usize) -> usize {
+        // 64 KiB is a multiple of every page size in use, so that all trims are page-aligned.
+        const GRANULE: usize = 64 << 10;
+        len.div_ceil(GRANULE) * GRANULE
+    }
+
+    /// Zeroed memory of at least `len` bytes, page-aligned.
+    pub fn reserve(len: usize, pages: Pages) -> Option<NonNull<u8>> {
+        let len = round_up_to_page(len);
+        let huge = pages == Pages::Huge && len >= HUGE_PAGE_BYTES;
+        // Over-allocate and trim: mmap itself promises no more than page alignment.
+        let reserved = if huge { len + HUGE_PAGE_BYTES } else { len };
+        // SAFETY: a fresh private anonymous mapping at an address of the system's choice touches
+        // no existing memory.
+        let base = unsafe {
+            libc::mmap(
+                std::ptr::null_mut(),
+                reserved,
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
+                -1,
+                0,
+            )
+        };
+        if base == libc::MAP_FAILED {
+            return None;
+        }
+        let base = base.cast::<u8>();
+        if !huge {
+            return NonNull::new(base);
+        }
+        let head = base.align_offset(HUGE_PAGE_BYTES);
+        let tail = HUGE_PAGE_BYTES - head;
+        // SAFETY: head + len + tail = reserved; the parts cut off lie inside the mapping just made,
+        // are page-aligned (the granule divides them) and are used by nobody.
+        unsafe {
+            let start = base.add(head);
+            if head > 0 {
+                libc::munmap(base.cast(), head);
+            }
+            if tail > 0 {
+                libc::munmap(start.add(len).cast(), tail);
+            }
+            // Advice only: where huge pages are off the buffer works all the same.
+            #[cfg(target_os = "linux")]
+            libc::madvise(start.cast(), len, libc::MADV_HUGEPAGE);
+            NonNull::new(start)
+        }
+    }
+
+    /// # Safety
+    /// `start` and `len` are those of one [`reserve`], not yet released, with no references left.
+    pub unsafe fn release(start: NonNull<u8>, len: usize) {
+        // SAFETY: the caller vouches for it; the mapping spans `len` rounded up as reserved.
+        unsafe { libc::munmap(start.as_ptr().cast(), round_up_to_page(len)) };
+    }
+}
+
+#[cfg(not(unix))]
+mod os {
+    use super::Pages;
+    use std::alloc::Layout;
+    use std::ptr::NonNull;
+
+    fn layout(len: usize) -> Option<Layout> {
+        Layout::from_size_align(len, 64).ok()
+    }
+
+    pub fn reserve(len: usize, _pages: Pages) -> Option<NonNull<u8>> {
+        // SAFETY: `len` is not zero.
+        NonNull::new(unsafe { std::alloc::alloc_zeroed(layout(len)?) })
+    }
+
+    /// # Safety
+    /// As for the unix half.
+    pub unsafe fn release(start: NonNull<u8>, len: usize) {
+        if let Some(layout) = layout(len) {
+            // SAFETY: allocated by `reserve` with the same layout.
+            unsafe { std::alloc::dealloc(start.as_ptr(), layout) };
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn is_zeroed_aligned_and_writable() {
+        for len in [0, 1, 63, 4096, 100_000, (2 << 20) - 1, 5 << 20] {
+            for pages in [Pages::Default, Pages::Huge] {
+                let mut buffer = HostBuffer::zeroed(len, pages).unwrap();
+                assert_eq!(buffer.len_bytes(), len);
+                assert!(buffer.as_bytes().iter().all(|&b| b == 0));
+                assert_eq!(buffer.as_bytes().as_ptr() as usize % 64, 0);
+                buffer.as_bytes_mut().fill(7);
+                assert_eq!(buffer.as_slice::<f32>().len(), len / 4);
+                assert!(buffer.as_slice::<u16>().iter().all(|&v| v == 0x0707));
+            }
+        }
+    }
+
+    #[test]
+    fn absurd_sizes_are_an_error() {
+        for len in [usize::MAX, isize::MAX as usize, 1 << 62] {
+            assert!(HostBuffer::zeroed(len, Pages::Huge).is_err());
+        }
+    }
+}

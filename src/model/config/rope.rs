@@ -1,0 +1,221 @@
+//! Rotary position embedding: its configuration, and the frequencies that follow from it.
+//!
+//! Plain RoPE (Su et al. 2021, arXiv 2104.09864): pair i of a head of dimension d turns by
+//! `position * theta^(-2i/d)`.
+//!
+//! YaRN (Peng et al. 2023, arXiv 2309.00071, section 3.2 "NTK-by-parts" and 3.4) stretches the
+//! context by `factor`: pairs that turn often within the original context keep their frequency,
+//! pairs that turn less than once are slowed by `factor`, and a linear ramp over the pair index
+//! joins the two; cos and sin are scaled by `0.1 ln(factor) + 1`. The ramp's ends, their rounding
+//! (`truncate`) and the order of the fields follow Transformers 5.17 (`modeling_rope_utils.py`).
+
+use serde_json::Map;
+
+use super::fields::Fields;
+use crate::error::{Error, Result};
+
+/// Theta when config.json gives none: the default of Transformers.
+const DEFAULT_THETA: f64 = 10_000.0;
+/// Turns within the original context from which on a pair keeps its frequency (YaRN's beta).
+const DEFAULT_BETA_FAST: f64 = 32.0;
+/// Turns below which a pair is fully interpolated (YaRN's alpha).
+const DEFAULT_BETA_SLOW: f64 = 1.0;
+
+/// How positions turn the heads of q and k.
+#[derive(Clone, Debug, PartialEq)]
+pub struct RopeConfig {
+    /// The base of the frequencies.
+    pub theta: f64,
+    /// Context extension, if asked for.
+    pub yarn: Option<YarnConfig>,
+}
+
+/// The parameters of YaRN.
+#[derive(Clone, Debug, PartialEq)]
+pub struct YarnConfig {
+    /// By how much the context is stretched, at least 1.
+    pub factor: f64,
+    /// Context length of the pretraining, in tokens.
+    pub original_max_position_embeddings: usize,
+    /// Turns from which on a pair keeps its frequency.
+    pub beta_fast: f64,
+    /// Turns below which a pair is fully interpolated.
+    pub beta_slow: f64,
+    /// The scale of cos and sin.
+    pub attention_factor: f64,
+    /// Whether the ends of the ramp are rounded outwards to whole pairs.
+    pub truncate: bool,
+}
+
+impl RopeConfig {
+    /// Reads the old spelling (`rope_theta` beside `rope_scaling`) and the new one
+    /// (`rope_parameters` with everything in it).
+    pub(super) fn parse(
+        config: Fields<'_>,
+        max_position_embeddings: usize,
+        max_positions: usize,
+    ) -> Result<Self> {
+        let empty = Map::new();
+        // Transformers: a non-empty rope_scaling wins over rope_parameters.
+        let (name, map) = match config.optional_object("rope_scaling")? {
+            Some(map) => ("rope_scaling", map),
+            None => match config.optional_object("rope_parameters")? {
+                Some(map) => ("rope_parameters", map),
+                None => ("rope_parameters", &empty),
+            },
+        };
+        let place = format!("{}: {name}", config.place());
+        let rope = Fields::new(map, &place);
+        for layer_type in ["full_attention", "sliding_attention"] {
+            if rope.has(layer_type) {
+                return Err(Error::unsupported(format!(
+                    "{place} has an entry for {layer_type}; one rotary embedding per layer type is not supported"
+                )));
+            }
+        }
+
+        let theta = match rope.optional_number("rope_theta", 1.0, 1e30)? {
+            Some(theta) => theta,
+            None => config.optional_number("rope_theta", 1.0, 1e30)?.unwrap_or(DEFAULT_THETA),
+        };
+        for fields in [rope, config] {
+            if let Some(part) = fields.optional_number("partial_rotary_factor", 0.0, 1.0)? {
+                if part != 1.0 {
+                    return Err(Error::unsupported(format!(
+                        "{}: partial_rotary_factor {part} is not supported",
+                        fields.place()
+                    )));
+                }
+            }
+        }
+        let rope_type = match rope.optional_string("rope_type")? {
+            Some(rope_type) => rope_type,
+            None => rope.optional_string("type")?.unwrap_or("default"),
+        };
+        let yarn = match rope_type {
+            "default" => None,
+            "yarn" => {
+                Some(YarnConfig::parse(config, rope, max_position_embeddings, max_positions)?)
+            }
+            other => {
+                return Err(Error::unsupported(format!(
+                    "{place}: rope type \"{}\" is not supported (supported: default, yarn)",
+                    crate::model::folder::shown_name(other)
+                )))
+            }
+        };
+        Ok(RopeConfig { theta, yarn })
+    }
+
+    /// Angle per position of each pair, `[head_dim / 2]`, in the precision of Transformers: the
+    /// exponent and the result are f32, the power itself is exact to f32.
+    pub fn inv_freq(&self, head_dim: usize) -> Result<Vec<f32>> {
+        let num_pairs = head_dim / 2;
+        let mut inv_freq = crate::error::try_with_capacity(num_pairs, "rotary frequencies")?;
+        let ramp = self.yarn.as_ref().map(|yarn| yarn.ramp(head_dim, self.theta));
+        for pair in 0..num_pairs {
+            let exponent = (2 * pair) as f32 / head_dim as f32;
+            let wavelength = self.theta.powf(f64::from(exponent)) as f32;
+            let unscaled = 1.0 / wavelength;
+            inv_freq.push(match (&self.yarn, ramp) {
+                (Some(yarn), Some((low, high))) => {
+                    let interpolated = 1.0 / (yarn.factor as f32 * wavelength);
+                    let slowed = ((pair as f32 - low) / (high - low)).clamp(0.0, 1.0);
+                    let kept = 1.0 - slowed;
+                    interpolated * (1.0 - kept) + unscaled * kept
+                }
+                _ => unscaled,
+            });
+        }
+        Ok(inv_freq)
+    }
+
+    /// The scale of cos and sin; 1 without YaRN.
+    pub fn attention_scaling(&self) -> f32 {
+        self.yarn.as_ref().map_or(1.0, |yarn| yarn.attention_factor as f32)
+    }
+}
+
+impl YarnConfig {
+    fn parse(
+        config: Fields<'_>,
+        rope: Fields<'_>,
+        max_position_embeddings: usize,
+        max_positions: usize,
+    ) -> Result<Self> {
+        const NAME: &str = "original_max_position_embeddings";
+        let original = match config.optional_count(NAME, max_positions)? {
+            Some(n) => n,
+            None => rope.optional_count(NAME, max_positions)?.unwrap_or(max_position_embeddings),
+        };
+        let factor = match rope.optional_number("factor", 0.0, 65_536.0)? {
+            Some(factor) if factor < 1.0 => {
+                return Err(rope.wrong("factor", "a number of at least 1"))
+            }
+            Some(factor) => factor,
+            // Transformers takes an explicit null this way; an absent factor is an error there.
+            None if rope.has("factor") => {
+                (max_position_embeddings as f64 / original as f64).max(1.0)
+            }
+            None => return Err(rope.missing("factor")),
+        };
+        // Python's `or`: zero means the default.
+        let beta = |name: &str, default: f64| match rope.get(name) {
+            Some(value) if value.as_f64() == Some(0.0) => Ok(default),
+            _ => Ok(rope.optional_number(name, 0.0, 1e9)?.unwrap_or(default)),
+        };
+        let beta_fast = beta("beta_fast", DEFAULT_BETA_FAST)?;
+        let beta_slow = beta("beta_slow", DEFAULT_BETA_SLOW)?;
+        if beta_fast < beta_slow {
+            return Err(rope.wrong("beta_fast", &format!("at least beta_slow ({beta_slow})")));
+        }
+        let magnitude = |scale: f64| {
+            if factor <= 1.0 {
+                1.0
+            } else {
+                0.1 * scale * factor.ln() + 1.0
+            }
+        };
+        let scale = |name: &str| match rope.get(name) {
+            Some(value) if value.as_f64() == Some(0.0) => Ok(None),
+            _ => rope.optional_number(name, 0.0, 1e6),
+        };
+        let (mscale, mscale_all_dim) = (scale("mscale")?, scale("mscale_all_dim")?);
+        let attention_factor = match rope.optional_number("attention_factor", 0.0, 1e6)? {
+            Some(attention_factor) => attention_factor,
+            None => match (mscale, mscale_all_dim) {
+                (Some(mscale), Some(all_dim)) => magnitude(mscale) / magnitude(all_dim),
+                _ => magnitude(1.0),
+            },
+        };
+        Ok(YarnConfig {
+            factor,
+            original_max_position_embeddings: original,
+            beta_fast,
+            beta_slow,
+            attention_factor,
+            truncate: rope.flag("truncate", true)?,
+        })
+    }
+
+    /// The pair indices between which the frequencies go over from kept to interpolated.
+    fn ramp(&self, head_dim: usize, theta: f64) -> (f32, f32) {
+        // The pair that turns `turns` times within the original context:
+        // original * theta^(-2 i / d) = 2 pi * turns, solved for i.
+        let pair_of = |turns: f64| {
+            let original = self.original_max_position_embeddings as f64;
+            head_dim as f64 * (original / (turns * 2.0 * std::f64::consts::PI)).ln()
+                / (2.0 * theta.ln())
+        };
+        let (mut low, mut high) = (pair_of(self.beta_fast), pair_of(self.beta_slow));
+        if self.truncate {
+            (low, high) = (low.floor(), high.ceil());
+        }
+        low = low.max(0.0);
+        high = high.min(head_dim as f64 - 1.0);
+        if low == high {
+            high += 0.001; // as Transformers: no division by zero
+        }
+        (low as f32, high as f32)
+    }
+}

@@ -1,0 +1,224 @@
+//! A model: its folder, its configuration, its weights and its forward pass.
+//!
+//! ```text
+//! folder, config, safetensors, shard_index, checkpoint   what is on disk; headers only
+//! weights                                                which tensors make which weight
+//! load                                                   reads and packs them
+//! qwen3, gpt2                                            the forward passes, named ops in the papers' order
+//! batch, kv_cache, workspace                             what a forward pass needs besides the weights
+//! inspect                                                a report on a folder
+//! ```
+
+pub mod batch;
+pub mod checkpoint;
+pub mod config;
+pub mod folder;
+mod forward;
+mod gpt2;
+pub mod inspect;
+pub mod kv_cache;
+pub mod load;
+mod qwen3;
+pub mod safetensors;
+pub mod shard_index;
+pub mod weights;
+pub mod workspace;
+
+use std::fmt;
+use std::sync::Arc;
+
+pub use batch::ForwardBatch;
+pub use config::{Architecture, ModelConfig, RopeConfig, YarnConfig};
+pub use inspect::{inspect, Inspection};
+pub use kv_cache::KvCache;
+pub use load::LoadOptions;
+pub use workspace::Workspace;
+
+use crate::backend::cpu::CpuBackend;
+use crate::error::{Error, ErrorKind, Result};
+use crate::memory::DType;
+use crate::ops::{KvLayout, PackedMatrix, RopeTable};
+use crate::thread_state::StandardFloats;
+use checkpoint::Checkpoint;
+use folder::{resolve, Folder};
+use weights::{Weights, WeightsPlan};
+
+/// The weights in memory.
+type LoadedWeights = Weights<PackedMatrix, Vec<f32>>;
+
+/// A folder whose configuration and headers have been found in order. No weight has been read.
+#[derive(Debug)]
+pub struct ModelFolder {
+    folder: Folder,
+    config: ModelConfig,
+    checkpoint: Checkpoint,
+    plan: WeightsPlan,
+    warnings: Vec<String>,
+}
+
+impl ModelFolder {
+    pub(crate) fn new(folder: Folder, config: ModelConfig, checkpoint: Checkpoint) -> Result<Self> {
+        let (plan, unused) = WeightsPlan::new(&config, &checkpoint)?;
+        let warnings = unused_warning(&unused).into_iter().collect();
+        Ok(ModelFolder { folder, config, checkpoint, plan, warnings })
+    }
+
+    /// Sizes and kind of the model.
+    pub fn config(&self) -> &ModelConfig {
+        &self.config
+    }
+
+    /// The folder, for the files that are not the model's weights.
+    pub fn folder(&self) -> &Folder {
+        &self.folder
+    }
+
+    /// Oddities worth a line in a log; each is one sentence.
+    pub fn warnings(&self) -> &[String] {
+        &self.warnings
+    }
+
+    /// The element type that [`LoadOptions::dtype`] `None` stands for.
+    pub fn stored_dtype(&self) -> Result<DType> {
+        Ok(self.plan.totals()?.stored_dtype())
+    }
+
+    /// Bytes of memory that the weights will take as `dtype`, if a tied output matrix that is
+    /// stored all the same equals the embedding.
+    pub fn weights_bytes(&self, dtype: DType) -> Result<u64> {
+        let totals = self.plan.totals()?;
+        let mut sum = totals.vector_len.saturating_mul(size_of::<f32>() as u64);
+        for &(out_features, in_features) in &totals.matrices {
+            let bytes = PackedMatrix::bytes_for(out_features, in_features, dtype)
+                .ok_or_else(|| Error::out_of_memory("a weight matrix", usize::MAX))?;
+            sum = sum.saturating_add(bytes as u64);
+        }
+        Ok(sum)
+    }
+
+    pub(crate) fn plan(&self) -> &WeightsPlan {
+        &self.plan
+    }
+
+    /// Reads the weights. `progress` is called on this thread with the fraction done, from 0 to 1,
+    /// and ends the load with [`ErrorKind::Cancelled`] by returning false.
+    pub fn load(
+        self,
+        backend: Arc<CpuBackend>,
+        options: &LoadOptions,
+        progress: &mut dyn FnMut(f32) -> bool,
+    ) -> Result<Model> {
+        let totals = self.plan.totals()?;
+        let dtype = options.dtype.unwrap_or(totals.stored_dtype());
+        let mode = StandardFloats::new();
+        let rope = match &self.config.rope {
+            Some(rope) => Some(RopeTable::new(
+                &rope.inv_freq(self.config.head_dim)?,
+                rope.attention_scaling(),
+                self.config.max_context_tokens,
+            )?),
+            None => None,
+        };
+        drop(mode);
+        let (weights, weights_bytes) = load::load_weights(
+            &self.plan,
+            &self.folder,
+            &self.checkpoint,
+            &backend,
+            options,
+            progress,
+        )?;
+        if !progress(1.0) {
+            return Err(Error::new(
+                ErrorKind::Cancelled,
+                "loading was cancelled by the progress callback",
+            ));
+        }
+        Ok(Model {
+            config: self.config,
+            weights,
+            rope,
+            backend,
+            dtype,
+            weights_bytes,
+            num_parameters: totals.num_parameters,
+        })
+    }
+}
+
+/// One sentence about tensors that nothing reads.
+fn unused_warning(unused: &[String]) -> Option<String> {
+    const NAMED: usize = 3;
+    if unused.is_empty() {
+        return None;
+    }
+    let named: Vec<String> =
+        unused.iter().take(NAMED).map(|name| folder::shown_name(name)).collect();
+    let more = unused.len().saturating_sub(NAMED);
+    let rest = if more > 0 { format!(" and {more} more") } else { String::new() };
+    Some(format!("the model does not use the tensors {}{rest}", named.join(", ")))
+}
+
+/// A loaded model. Shared by reference; what a forward pass changes belongs to its caller.
+pub struct Model {
+    config: ModelConfig,
+    weights: LoadedWeights,
+    rope: Option<RopeTable>,
+    backend: Arc<CpuBackend>,
+    dtype: DType,
+    weights_bytes: u64,
+    num_parameters: u64,
+}
+
+impl Model {
+    /// Reads configuration and headers of the folder that `path` means: a folder, or a repository
+    /// (`org/name`) in the local Hugging Face cache.
+    ///
+    /// What is not supported is refused here, by name.
+    pub fn open(path: &str) -> Result<ModelFolder> {
+        let folder = Folder::open(&resolve(path)?)?;
+        let config = ModelConfig::read(&folder)?;
+        let checkpoint = Checkpoint::open(&folder)?;
+        ModelFolder::new(folder, config, checkpoint)
+    }
+
+    /// Sizes and kind of the model.
+    pub fn config(&self) -> &ModelConfig {
+        &self.config
+    }
+
+    /// Element type of the matrices and of the KV cache.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// What a KV cache for this model looks like.
+    pub fn kv_layout(&self) -> KvLayout {
+        self.config.kv_layout(self.dtype)
+    }
+
+    /// Bytes of memory that the weights take.
+    pub fn weights_bytes(&self) -> u64 {
+        self.weights_bytes
+    }
+
+    /// Numbers in the weights; a tied output matrix is counted once.
+    pub fn num_parameters(&self) -> u64 {
+        self.num_parameters
+    }
+
+    /// The backend that computes.
+    pub fn backend(&self) -> &Arc<CpuBackend> {
+        &self.backend
+    }
+}
+
+impl fmt::Debug for Model {
+    /// Without the weights.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Model")
+            .field("config", &self.config)
+            .field("dtype", &self.dtype)
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,305 @@
+//! The header of a safetensors file: which tensors it holds, and where.
+//!
+//! ```text
+//! u64 little-endian N | N bytes of JSON | data
+//! {"__metadata__": {"key": "value"}, "name": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [0, 12]}, ...}
+//! ```
+//!
+//! The element types are the reference crate's; the parsing is our own, because an embedder needs
+//! tighter limits than the crate has (a 70 MB header took it 1.15 GB), and because it takes a name
+//! that occurs twice without a word. What is accepted here is a subset of what the crate accepts:
+//! the tensors must cover the data without hole, overlap or rest.
+
+use std::collections::hash_map::{Entry, HashMap};
+use std::fmt;
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+
+pub use safetensors::tensor::Dtype as StoredDType;
+use serde::de::{
+    DeserializeSeed, Error as _, IgnoredAny, IntoDeserializer, MapAccess, SeqAccess, Visitor,
+};
+use serde::{Deserialize, Deserializer};
+
+use super::folder::{io_error, shown_name, FileStamp};
+use crate::error::{try_filled, Context, Error, Result};
+use crate::memory::DType;
+
+/// Longest header that is read.
+pub const MAX_HEADER_BYTES: u64 = 16 << 20;
+/// Most tensors of one file.
+pub const MAX_TENSORS: usize = 65_536;
+/// Most dimensions of a tensor; weights have one or two, GPT-2's mask buffers four.
+const MAX_RANK: usize = 8;
+/// The length field in front of the header.
+const LENGTH_BYTES: u64 = 8;
+
+/// One tensor as a file describes it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct TensorInfo {
+    /// Element type, which need not be one that we compute with.
+    pub dtype: StoredDType,
+    /// Row-major, outermost first.
+    pub shape: Vec<u64>,
+    /// Where the first byte lies in the file.
+    pub file_offset: u64,
+    /// Length in bytes; the file is this long at least.
+    pub len_bytes: u64,
+}
+
+/// The tensors of one file, by name.
+pub type TensorMap = HashMap<String, TensorInfo>;
+
+/// Our element type for a stored one, if we compute with it.
+pub fn compute_dtype(stored: StoredDType) -> Option<DType> {
+    match stored {
+        StoredDType::F32 => Some(DType::F32),
+        StoredDType::F16 => Some(DType::F16),
+        StoredDType::BF16 => Some(DType::BF16),
+        _ => None,
+    }
+}
+
+/// The length that `file` claims for its header, checked against the limit and the file's own
+/// length. `name` is for messages.
+pub fn read_header_length(name: &str, file: &File, stamp: FileStamp) -> Result<u64> {
+    let mut length = [0_u8; LENGTH_BYTES as usize];
+    if stamp.len < LENGTH_BYTES {
+        return Err(Error::invalid_file(format!(
+            "{name} has {} bytes, too few for a safetensors file",
+            stamp.len
+        )));
+    }
+    file.read_exact_at(&mut length, 0).map_err(|e| io_error(name, &e))?;
+    let header_len = u64::from_le_bytes(length);
+    if header_len > MAX_HEADER_BYTES {
+        return Err(Error::invalid_file(format!(
+            "{name}: the header claims {header_len} bytes, more than the {MAX_HEADER_BYTES} that are accepted"
+        )));
+    }
+    if header_len > stamp.len - LENGTH_BYTES {
+        return Err(Error::invalid_file(format!(
+            "{name} is cut off: the header claims {header_len} bytes, but the file has {}",
+            stamp.len
+        )));
+    }
+    Ok(header_len)
+}
+
+/// Reads and checks the header of `file`. `name` is for messages.
+pub fn read_header(name: &str, file: &File, stamp: FileStamp) -> Result<TensorMap> {
+    let header_len = read_header_length(name, file, stamp)?;
+    // At most 16 MiB, so the conversion cannot fail.
+    let mut header = try_filled(header_len as usize, 0_u8, "a safetensors header")?;
+    file.read_exact_at(&mut header, LENGTH_BYTES).map_err(|e| io_error(name, &e))?;
+    parse_header(&header, stamp.len - LENGTH_BYTES - header_len).context(|| name)
+}
+
+/// Checks the JSON of a header in front of `data_len` bytes of data.
+pub fn parse_header(header: &[u8], data_len: u64) -> Result<TensorMap> {
+    let text =
+        std::str::from_utf8(header).map_err(|_| Error::invalid_file("the header is not UTF-8"))?;
+    let mut deserializer = serde_json::Deserializer::from_str(text);
+    let raw = HeaderSeed
+        .deserialize(&mut deserializer)
+        .and_then(|raw| deserializer.end().map(|()| raw))
+        .map_err(|e| Error::invalid_file(format!("bad header: {}", shown_name(&e.to_string()))))?;
+    place_tensors(raw, header.len() as u64, data_len)
+}
+
+/// Checks that the tensors cover the data exactly, and turns offsets into file offsets.
+fn place_tensors(
+    raw: HashMap<String, RawInfo>,
+    header_len: u64,
+    data_len: u64,
+) -> Result<TensorMap> {
+    let mut by_offset: Vec<(&String, &RawInfo)> =
+        crate::error::try_with_capacity(raw.len(), "a safetensors header")?;
+    by_offset.extend(raw.iter());
+    by_offset.sort_unstable_by_key(|(_, info)| info.data_offsets);
+    let mut covered = 0_u64;
+    for (name, info) in &by_offset {
+        let (begin, end) = info.data_offsets;
+        let bad =
+            |what: String| Err(Error::invalid_file(format!("tensor {}: {what}", shown_name(name))));
+        if end < begin {
+            return bad(format!("its data ends at {end}, before it begins at {begin}"));
+        }
+        if begin < covered {
+            return bad(format!(
+                "its data begins at {begin}, inside another tensor's that ends at {covered}"
+            ));
+        }
+        if begin > covered {
+            return bad(format!(
+                "nothing covers the data from {covered} to its beginning at {begin}"
+            ));
+        }
+        let size_bytes = info
+            .shape
+            .iter()
+            .try_fold(1_u64, |product, &dim| product.checked_mul(dim))
+            .and_then(|elements| elements.checked_mul(info.dtype.bitsize() as u64))
+            .filter(|bits| bits.is_multiple_of(8))
+            .map(|bits| bits / 8);
+        if size_bytes != Some(end - begin) {
+            return bad(format!(
+                "shape {:?} of {} does not fill its {} bytes",
+                info.shape,
+                info.dtype,
+                end - begin
+            ));
+        }
+        covered = end;
+    }
+    if covered != data_len {
+        let what =
+            if covered > data_len { "the file is cut off" } else { "there are trailing bytes" };
+        return Err(Error::invalid_file(format!(
+            "{what}: the tensors take {covered} bytes, but {data_len} follow the header"
+        )));
+    }
+    drop(by_offset);
+    let data_begin = LENGTH_BYTES + header_len;
+    Ok(raw
+        .into_iter()
+        .map(|(name, info)| {
+            let (begin, end) = info.data_offsets;
+            let placed = TensorInfo {
+                dtype: info.dtype,
+                shape: info.shape,
+                // Both at most the file's length.
+                file_offset: data_begin + begin,
+                len_bytes: end - begin,
+            };
+            (name, placed)
+        })
+        .collect())
+}
+
+/// The value of one entry of the header.
+#[derive(Deserialize)]
+struct RawInfo {
+    #[serde(deserialize_with = "dtype")]
+    dtype: StoredDType,
+    #[serde(deserialize_with = "shape")]
+    shape: Vec<u64>,
+    data_offsets: (u64, u64),
+}
+
+/// The name of an element type.
+fn dtype<'de, D: Deserializer<'de>>(deserializer: D) -> std::result::Result<StoredDType, D::Error> {
+    let name = String::deserialize(deserializer)?;
+    let known: std::result::Result<_, serde::de::value::Error> =
+        StoredDType::deserialize(name.as_str().into_deserializer());
+    known.map_err(|_| D::Error::custom(format_args!("unknown element type {}", shown_name(&name))))
+}
+
+/// A list of at most [`MAX_RANK`] dimensions.
+fn shape<'de, D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Vec<u64>, D::Error> {
+    struct Shape;
+    impl<'de> Visitor<'de> for Shape {
+        type Value = Vec<u64>;
+
+        fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            f.write_str("a list of dimensions")
+        }
+
+        fn visit_seq<A: SeqAccess<'de>>(
+            self,
+            mut list: A,
+        ) -> std::result::Result<Vec<u64>, A::Error> {
+            let mut dims = Vec::new();
+            while let Some(dim) = list.next_element()? {
+                if dims.len() == MAX_RANK {
+                    return Err(A::Error::custom(format_args!("more than {MAX_RANK} dimensions")));
+                }
+                dims.push(dim);
+            }
+            Ok(dims)
+        }
+    }
+    deserializer.deserialize_seq(Shape)
+}
+
+/// Reads the header's object entry by entry, so that limits and duplicates are met at once.
+struct HeaderSeed;
+
+impl<'de> DeserializeSeed<'de> for HeaderSeed {
+    type Value = HashMap<String, RawInfo>;
+
+    fn deserialize<D: Deserializer<'de>>(
+        self,
+        deserializer: D,
+    ) -> std::result::Result<Self::Value, D::Error> {
+        deserializer.deserialize_map(self)
+    }
+}
+
+impl<'de> Visitor<'de> for HeaderSeed {
+    type Value = HashMap<String, RawInfo>;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("an object of tensors")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(
+        self,
+        mut map: A,
+    ) -> std::result::Result<Self::Value, A::Error> {
+        let mut tensors = HashMap::new();
+        let mut has_metadata = false;
+        while let Some(name) = map.next_key::<String>()? {
+            let in_tensor =
+                |e: A::Error| A::Error::custom(format_args!("{}: {e}", shown_name(&name)));
+            if name == "__metadata__" {
+                if has_metadata {
+                    return Err(A::Error::custom("__metadata__ occurs twice"));
+                }
+                has_metadata = true;
+                map.next_value::<Option<Metadata>>().map_err(in_tensor)?;
+                continue;
+            }
+            if tensors.len() == MAX_TENSORS {
+                return Err(A::Error::custom(format_args!("more than {MAX_TENSORS} tensors")));
+            }
+            let info = map.next_value::<RawInfo>().map_err(in_tensor)?;
+            tensors.try_reserve(1).map_err(A::Error::custom)?;
+            match tensors.entry(name) {
+                Entry::Vacant(vacant) => drop(vacant.insert(info)),
+                Entry::Occupied(known) => {
+                    let name = shown_name(known.key());
+                    return Err(A::Error::custom(format_args!("tensor {name} occurs twice")));
+                }
+            }
+        }
+        Ok(tensors)
+    }
+}
+
+/// `__metadata__`: an object of strings, of no use to us but part of the format.
+struct Metadata;
+
+impl<'de> Deserialize<'de> for Metadata {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
+        struct Strings;
+        impl<'de> Visitor<'de> for Strings {
+            type Value = Metadata;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("an object of strings")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(
+                self,
+                mut map: A,
+            ) -> std::result::Result<Metadata, A::Error> {
+                while map.next_key::<IgnoredAny>()?.is_some() {
+                    map.next_value::<String>()?;
+                }
+                Ok(Metadata)
+            }
+        }
+        deserializer.deserialize_map(Strings)
+    }
+}

@@ -1,0 +1,149 @@
+//! `model.safetensors.index.json`: which file holds which tensor.
+//!
+//! ```text
+//! {"metadata": {...}, "weight_map": {"model.norm.weight": "model-00002-of-00002.safetensors", ...}}
+//! ```
+
+use std::collections::hash_map::{Entry, HashMap};
+use std::fmt;
+
+use serde::de::{DeserializeSeed, Error as _, IgnoredAny, MapAccess, Visitor};
+use serde::Deserializer;
+
+use super::checkpoint::MAX_TENSORS_IN_ALL;
+use super::folder::{check_file_name, shown_name};
+use crate::error::{Error, Result};
+
+/// The name of the file.
+pub const INDEX_FILE: &str = "model.safetensors.index.json";
+/// An index of the largest published models has some hundreds of kilobytes.
+pub const MAX_INDEX_BYTES: usize = 16 << 20;
+/// Most files that an index may name.
+const MAX_SHARDS: usize = 4096;
+
+/// The content of an index.
+#[derive(Debug, Default)]
+pub struct ShardIndex {
+    /// Plain file names, in the order of their first mention.
+    pub shards: Vec<String>,
+    /// For each tensor the position of its file in `shards`.
+    pub tensors: HashMap<String, usize>,
+}
+
+impl ShardIndex {
+    /// Checks the content of an index file.
+    pub fn parse(json: &[u8]) -> Result<Self> {
+        let mut deserializer = serde_json::Deserializer::from_slice(json);
+        let index = Whole
+            .deserialize(&mut deserializer)
+            .and_then(|index| deserializer.end().map(|()| index))
+            .map_err(|e| {
+                Error::invalid_file(format!("{INDEX_FILE}: {}", shown_name(&e.to_string())))
+            })?;
+        let index = index
+            .ok_or_else(|| Error::invalid_file(format!("{INDEX_FILE}: weight_map is missing")))?;
+        if index.shards.is_empty() {
+            return Err(Error::invalid_file(format!("{INDEX_FILE}: weight_map is empty")));
+        }
+        for shard in &index.shards {
+            check_file_name(shard)
+                .map_err(|e| Error::invalid_file(format!("{INDEX_FILE}: {}", e.message())))?;
+        }
+        Ok(index)
+    }
+}
+
+/// The outer object, of which `weight_map` alone is kept.
+struct Whole;
+
+impl<'de> DeserializeSeed<'de> for Whole {
+    type Value = Option<ShardIndex>;
+
+    fn deserialize<D: Deserializer<'de>>(
+        self,
+        deserializer: D,
+    ) -> std::result::Result<Self::Value, D::Error> {
+        deserializer.deserialize_map(self)
+    }
+}
+
+impl<'de> Visitor<'de> for Whole {
+    type Value = Option<ShardIndex>;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("an object with a weight_map")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(
+        self,
+        mut map: A,
+    ) -> std::result::Result<Self::Value, A::Error> {
+        let mut index = None;
+        while let Some(key) = map.next_key::<String>()? {
+            if key != "weight_map" {
+                map.next_value::<IgnoredAny>()?;
+            } else if index.is_some() {
+                return Err(A::Error::custom("weight_map occurs twice"));
+            } else {
+                index = Some(map.next_value_seed(WeightMap)?);
+            }
+        }
+        Ok(index)
+    }
+}
+
+struct WeightMap;
+
+impl<'de> DeserializeSeed<'de> for WeightMap {
+    type Value = ShardIndex;
+
+    fn deserialize<D: Deserializer<'de>>(
+        self,
+        deserializer: D,
+    ) -> std::result::Result<Self::Value, D::Error> {
+        deserializer.deserialize_map(self)
+    }
+}
+
+impl<'de> Visitor<'de> for WeightMap {
+    type Value = ShardIndex;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("weight_map to be an object of file names")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(
+        self,
+        mut map: A,
+    ) -> std::result::Result<Self::Value, A::Error> {
+        let mut index = ShardIndex::default();
+        let mut known: HashMap<String, usize> = HashMap::new();
+        while let Some((tensor, shard)) = map.next_entry::<String, String>()? {
+            if index.tensors.len() == MAX_TENSORS_IN_ALL {
+                return Err(A::Error::custom(format_args!(
+                    "more than {MAX_TENSORS_IN_ALL} tensors"
+                )));
+            }
+            let position = match known.get(&shard) {
+                Some(&position) => position,
+                None if index.shards.len() == MAX_SHARDS => {
+                    return Err(A::Error::custom(format_args!("more than {MAX_SHARDS} files")));
+                }
+                None => {
+                    index.shards.push(shard.clone());
+                    known.insert(shard, index.shards.len() - 1);
+                    index.shards.len() - 1
+                }
+            };
+            index.tensors.try_reserve(1).map_err(A::Error::custom)?;
+            match index.tensors.entry(tensor) {
+                Entry::Vacant(vacant) => drop(vacant.insert(position)),
+                Entry::Occupied(known) => {
+                    let name = shown_name(known.key());
+                    return Err(A::Error::custom(format_args!("tensor {name} occurs twice")));
+                }
+            }
+        }
+        Ok(index)
+    }
+}

@@ -1,0 +1,310 @@
+//! How the tensors of the files become the matrices and vectors of a model.
+//!
+//! A model's weights are one struct, generic over what stands for a matrix `M` and a vector `V`.
+//! First it is built of *plans*, which checks names, shapes and types against the headers and needs
+//! no weight; then a [`WeightReader`] turns each plan into a loaded weight (or, for a report, into
+//! its size).
+
+use std::collections::HashSet;
+
+use super::checkpoint::{Checkpoint, Tensor};
+use super::gpt2::Gpt2Weights;
+use super::qwen3::Qwen3Weights;
+use super::{Architecture, ModelConfig};
+use crate::error::Result;
+use crate::memory::DType;
+
+/// How a matrix lies in the file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MatrixLayout {
+    /// `[out_features, in_features]`, as `nn.Linear` and embeddings are stored.
+    Rows,
+    /// `[in_features, out_features]`, as GPT-2's `Conv1D` is stored.
+    Columns,
+}
+
+/// A tensor of a matrix, and how many of its output features it gives.
+#[derive(Clone, Debug, PartialEq)]
+pub struct MatrixPart {
+    /// Where the numbers lie.
+    pub tensor: Tensor,
+    /// Rows of this part.
+    pub out_features: usize,
+}
+
+/// A matrix `[out_features, in_features]` made of one tensor, or of several stacked by rows.
+#[derive(Clone, Debug, PartialEq)]
+pub struct MatrixPlan {
+    /// From the first row on.
+    pub parts: Vec<MatrixPart>,
+    /// Sum of the parts' rows.
+    pub out_features: usize,
+    /// Columns.
+    pub in_features: usize,
+    /// Of all parts.
+    pub layout: MatrixLayout,
+}
+
+/// A vector made of one tensor, or of several one behind the other; kept in f32.
+#[derive(Clone, Debug, PartialEq)]
+pub struct VectorPlan {
+    /// From the first element on.
+    pub parts: Vec<Tensor>,
+    /// Sum of the parts' lengths.
+    pub len: usize,
+}
+
+/// Turns plans into something.
+pub trait WeightReader {
+    /// What a matrix becomes.
+    type Matrix;
+    /// What a vector becomes.
+    type Vector;
+    /// Called once for each matrix, in the order of the forward pass.
+    fn matrix(&mut self, plan: &MatrixPlan) -> Result<Self::Matrix>;
+    /// Called once for each vector, in the order of the forward pass.
+    fn vector(&mut self, plan: &VectorPlan) -> Result<Self::Vector>;
+    /// Whether two matrices hold the same numbers: an output matrix that is stored although it is
+    /// declared to be the embedding.
+    fn same(&mut self, a: &MatrixPlan, b: &MatrixPlan) -> Result<bool>;
+}
+
+/// The embedding and the output matrix.
+#[derive(Debug)]
+pub struct TokenMatrices<M> {
+    /// `[vocab_size, hidden_size]`
+    pub embedding: M,
+    /// `[vocab_size, hidden_size]`; `None` when it is the embedding.
+    pub output: Option<M>,
+    /// In a plan: `output` is to be dropped if it equals the embedding.
+    tied: bool,
+}
+
+impl<M> TokenMatrices<M> {
+    /// The matrix that turns hidden states into logits.
+    pub fn output(&self) -> &M {
+        self.output.as_ref().unwrap_or(&self.embedding)
+    }
+}
+
+impl TokenMatrices<MatrixPlan> {
+    /// Turns the plans into what `reader` makes of them.
+    pub fn read<R: WeightReader>(&self, reader: &mut R) -> Result<TokenMatrices<R::Matrix>> {
+        let output = match &self.output {
+            Some(output) if self.tied && reader.same(&self.embedding, output)? => None,
+            Some(output) => Some(reader.matrix(output)?),
+            None => None,
+        };
+        Ok(TokenMatrices { embedding: reader.matrix(&self.embedding)?, output, tied: false })
+    }
+}
+
+/// The weights of any architecture.
+#[derive(Debug)]
+pub enum Weights<M, V> {
+    /// `Qwen3ForCausalLM`
+    Qwen3(Qwen3Weights<M, V>),
+    /// `GPT2LMHeadModel`
+    Gpt2(Gpt2Weights<M, V>),
+}
+
+/// The weights before they are read.
+pub type WeightsPlan = Weights<MatrixPlan, VectorPlan>;
+
+impl WeightsPlan {
+    /// Finds every tensor that the model needs. Also returns the names of those that it does not
+    /// need and that are not known to be harmless, sorted.
+    pub fn new(config: &ModelConfig, checkpoint: &Checkpoint) -> Result<(Self, Vec<String>)> {
+        let mut planner = Planner { checkpoint, used: HashSet::new() };
+        let plan = match config.architecture {
+            Architecture::Qwen3 => Weights::Qwen3(Qwen3Weights::plan(config, &mut planner)?),
+            Architecture::Gpt2 => Weights::Gpt2(Gpt2Weights::plan(config, &mut planner)?),
+        };
+        let mut unused: Vec<String> = checkpoint
+            .tensors
+            .keys()
+            .filter(|name| !planner.used.contains(*name) && !is_harmless(name))
+            .cloned()
+            .collect();
+        unused.sort_unstable();
+        Ok((plan, unused))
+    }
+
+    /// Turns every plan into what `reader` makes of it.
+    pub fn read<R: WeightReader>(&self, reader: &mut R) -> Result<Weights<R::Matrix, R::Vector>> {
+        Ok(match self {
+            Weights::Qwen3(weights) => Weights::Qwen3(weights.read(reader)?),
+            Weights::Gpt2(weights) => Weights::Gpt2(weights.read(reader)?),
+        })
+    }
+
+    /// Counts what the plan would load.
+    pub fn totals(&self) -> Result<Totals> {
+        let mut totals = Totals::default();
+        self.read(&mut totals)?;
+        Ok(totals)
+    }
+}
+
+/// Buffers that older versions of the libraries stored: causal masks and rotary frequencies.
+fn is_harmless(name: &str) -> bool {
+    [".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq"]
+        .iter()
+        .any(|suffix| name.ends_with(suffix))
+}
+
+/// Finds tensors in a checkpoint and remembers which were asked for.
+pub struct Planner<'a> {
+    checkpoint: &'a Checkpoint,
+    used: HashSet<String>,
+}
+
+impl Planner<'_> {
+    /// The prefix of all names: `with` if the tensor `<with><probe>` exists, nothing if `<probe>`
+    /// does; otherwise `with`, so that the message about the missing tensor has the usual name.
+    pub fn prefix(&self, with: &'static str, probe: &str) -> &'static str {
+        let prefixed = self.checkpoint.contains(&format!("{with}{probe}"));
+        if !prefixed && self.checkpoint.contains(probe) {
+            ""
+        } else {
+            with
+        }
+    }
+
+    /// A matrix of tensors `[out_features, in_features]` stacked by rows.
+    pub fn rows(&mut self, parts: &[(String, usize)], in_features: usize) -> Result<MatrixPlan> {
+        let mut plan = MatrixPlan {
+            parts: Vec::new(),
+            out_features: 0,
+            in_features,
+            layout: MatrixLayout::Rows,
+        };
+        for (name, out_features) in parts {
+            let tensor = self.tensor(name, &[*out_features, in_features])?;
+            plan.parts.push(MatrixPart { tensor, out_features: *out_features });
+            plan.out_features += out_features;
+        }
+        Ok(plan)
+    }
+
+    /// A `Conv1D` weight `[in_features, out_features]`.
+    pub fn columns(
+        &mut self,
+        name: &str,
+        in_features: usize,
+        out_features: usize,
+    ) -> Result<MatrixPlan> {
+        let tensor = self.tensor(name, &[in_features, out_features])?;
+        Ok(MatrixPlan {
+            parts: vec![MatrixPart { tensor, out_features }],
+            out_features,
+            in_features,
+            layout: MatrixLayout::Columns,
+        })
+    }
+
+    /// A vector of one-dimensional tensors, one behind the other.
+    pub fn vector(&mut self, parts: &[(String, usize)]) -> Result<VectorPlan> {
+        let mut plan = VectorPlan { parts: Vec::new(), len: 0 };
+        for (name, len) in parts {
+            plan.parts.push(self.tensor(name, &[*len])?);
+            plan.len += len;
+        }
+        Ok(plan)
+    }
+
+    /// A table `[rows, columns]` that is kept as a vector, row behind row.
+    pub fn table(&mut self, name: &str, rows: usize, columns: usize) -> Result<VectorPlan> {
+        Ok(VectorPlan { parts: vec![self.tensor(name, &[rows, columns])?], len: rows * columns })
+    }
+
+    /// The embedding `embedding_name` and the output matrix `lm_head.weight`.
+    ///
+    /// As in Transformers 5: with tied embeddings one of the two suffices, whichever is there; if
+    /// both are there and differ, they are not tied after all (decided when they are read).
+    pub fn token_matrices(
+        &mut self,
+        config: &ModelConfig,
+        embedding_name: &str,
+    ) -> Result<TokenMatrices<MatrixPlan>> {
+        const OUTPUT: &str = "lm_head.weight";
+        let tied = config.tie_word_embeddings;
+        let (vocab_size, hidden_size) = (config.vocab_size, config.hidden_size);
+        let has_output = self.checkpoint.contains(OUTPUT);
+        let swapped = tied && has_output && !self.checkpoint.contains(embedding_name);
+        let mut plan = |name: &str| self.rows(&[(name.to_owned(), vocab_size)], hidden_size);
+        Ok(TokenMatrices {
+            embedding: plan(if swapped { OUTPUT } else { embedding_name })?,
+            output: if !tied || (has_output && !swapped) { Some(plan(OUTPUT)?) } else { None },
+            tied,
+        })
+    }
+
+    fn tensor(&mut self, name: &str, shape: &[usize]) -> Result<Tensor> {
+        let tensor = self.checkpoint.tensor(name, shape)?;
+        self.used.insert(name.to_owned());
+        Ok(tensor)
+    }
+}
+
+/// What a plan amounts to.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Totals {
+    /// Numbers in all weights, a tied output matrix counted once.
+    pub num_parameters: u64,
+    /// `[out_features, in_features]` of every matrix.
+    pub matrices: Vec<(usize, usize)>,
+    /// Numbers in all vectors.
+    pub vector_len: u64,
+    /// Bytes to read from the files.
+    pub stored_bytes: u64,
+    /// Numbers in the matrices stored as f32, f16 and bf16.
+    stored: [u64; 3],
+}
+
+impl Totals {
+    /// The element type in which most of the matrices' numbers are stored.
+    pub fn stored_dtype(&self) -> DType {
+        let [f32_len, f16_len, bf16_len] = self.stored;
+        if f32_len >= f16_len && f32_len >= bf16_len {
+            DType::F32
+        } else if bf16_len >= f16_len {
+            DType::BF16
+        } else {
+            DType::F16
+        }
+    }
+}
+
+impl WeightReader for Totals {
+    type Matrix = ();
+    type Vector = ();
+
+    fn matrix(&mut self, plan: &MatrixPlan) -> Result<()> {
+        for part in &plan.parts {
+            let len = part.out_features as u64 * plan.in_features as u64;
+            self.num_parameters += len;
+            self.stored_bytes += part.tensor.len_bytes;
+            let [f32_len, f16_len, bf16_len] = &mut self.stored;
+            *match part.tensor.dtype {
+                DType::F32 => f32_len,
+                DType::F16 => f16_len,
+                DType::BF16 => bf16_len,
+            } += len;
+        }
+        self.matrices.push((plan.out_features, plan.in_features));
+        Ok(())
+    }
+
+    fn vector(&mut self, plan: &VectorPlan) -> Result<()> {
+        self.num_parameters += plan.len as u64;
+        self.vector_len += plan.len as u64;
+        self.stored_bytes += plan.parts.iter().map(|tensor| tensor.len_bytes).sum::<u64>();
+        Ok(())
+    }
+
+    /// Taken on trust: comparing would mean reading the weights.
+    fn same(&mut self, _: &MatrixPlan, _: &MatrixPlan) -> Result<bool> {
+        Ok(true)
+    }
+}

@@ -1,0 +1,112 @@
+//! The activations of a forward pass, kept from one pass to the next.
+//!
+//! The buffers grow to the largest pass seen (or reserved) and are then reused, so that steady-state
+//! decoding allocates nothing.
+
+use super::ModelConfig;
+use crate::error::{Error, Result};
+use crate::ops::{AttentionScratch, LinearScratch};
+
+/// Buffers for one forward pass at a time.
+#[derive(Debug, Default)]
+pub struct Workspace {
+    hidden: Vec<f32>,
+    normed: Vec<f32>,
+    qkv: Vec<f32>,
+    attn_out: Vec<f32>,
+    mlp_up: Vec<f32>,
+    mlp_act: Vec<f32>,
+    logits_hidden: Vec<f32>,
+    linear: LinearScratch,
+    attention: AttentionScratch,
+}
+
+/// The buffers cut to the size of one pass; all row-major.
+pub(super) struct Activations<'a> {
+    /// `[num_tokens, hidden_size]`, the residual stream.
+    pub hidden: &'a mut [f32],
+    /// `[num_tokens, hidden_size]`, the residual stream normalised.
+    pub normed: &'a mut [f32],
+    /// `[num_tokens, q_size + 2 * kv_size]`
+    pub qkv: &'a mut [f32],
+    /// `[num_tokens, q_size]`, what the heads see.
+    pub attn_out: &'a mut [f32],
+    /// `[num_tokens, mlp_up_size]`
+    pub mlp_up: &'a mut [f32],
+    /// `[num_tokens, intermediate_size]`
+    pub mlp_act: &'a mut [f32],
+    /// `[2, num_logits_rows, hidden_size]`: the rows whose logits are wanted, before and after the
+    /// final norm.
+    pub logits_hidden: &'a mut [f32],
+    /// Of every matrix product.
+    pub linear: &'a mut LinearScratch,
+    /// Of every attention.
+    pub attention: &'a mut AttentionScratch,
+}
+
+impl Workspace {
+    /// Empty; the first pass makes it grow.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Makes room for passes of up to `num_tokens` tokens that ask for the logits of up to
+    /// `num_logits_rows` of them. The scratch of the ops still grows with the first such pass.
+    pub fn reserve(
+        &mut self,
+        config: &ModelConfig,
+        num_tokens: usize,
+        num_logits_rows: usize,
+    ) -> Result<()> {
+        self.activations(config, num_tokens, num_logits_rows).map(|_| ())
+    }
+
+    /// Bytes of the activations held; the scratch of the ops comes on top.
+    pub fn size_bytes(&self) -> usize {
+        [
+            &self.hidden,
+            &self.normed,
+            &self.qkv,
+            &self.attn_out,
+            &self.mlp_up,
+            &self.mlp_act,
+            &self.logits_hidden,
+        ]
+        .iter()
+        .map(|buffer| buffer.capacity() * size_of::<f32>())
+        .sum()
+    }
+
+    pub(super) fn activations(
+        &mut self,
+        config: &ModelConfig,
+        num_tokens: usize,
+        num_logits_rows: usize,
+    ) -> Result<Activations<'_>> {
+        let hidden = config.hidden_size;
+        Ok(Activations {
+            hidden: cut(&mut self.hidden, num_tokens, hidden)?,
+            normed: cut(&mut self.normed, num_tokens, hidden)?,
+            qkv: cut(&mut self.qkv, num_tokens, config.q_size() + 2 * config.kv_size())?,
+            attn_out: cut(&mut self.attn_out, num_tokens, config.q_size())?,
+            mlp_up: cut(&mut self.mlp_up, num_tokens, config.mlp_up_size())?,
+            mlp_act: cut(&mut self.mlp_act, num_tokens, config.mlp_act_size())?,
+            logits_hidden: cut(&mut self.logits_hidden, num_logits_rows, 2 * hidden)?,
+            linear: &mut self.linear,
+            attention: &mut self.attention,
+        })
+    }
+}
+
+/// The first `rows * columns` elements of `buffer`, which grows if need be.
+fn cut(buffer: &mut Vec<f32>, rows: usize, columns: usize) -> Result<&mut [f32]> {
+    let too_large = || Error::out_of_memory("activations", usize::MAX);
+    let len = rows.checked_mul(columns).ok_or_else(too_large)?;
+    if let Some(more) = len.checked_sub(buffer.len()) {
+        buffer.try_reserve_exact(more).map_err(|_| {
+            Error::out_of_memory("activations", len.saturating_mul(size_of::<f32>()))
+        })?;
+        buffer.resize(len, 0.0);
+    }
+    buffer.get_mut(..len).ok_or_else(too_large)
+}

@@ -1,0 +1,155 @@
+//! Conversations to text, by the template that comes with a model.
+//!
+//! Semantics are those of `apply_chat_template` in Transformers (utils/chat_template_utils.py):
+//! Jinja2 in an immutable sandbox with `trim_blocks`, `lstrip_blocks` and loop controls,
+//! `raise_exception`, `strftime_now`, a `tojson` that is `json.dumps`, and `{% generation %}`
+//! without effect. Templates come from strangers; `template/` holds what that takes.
+
+use super::json_input::{check_messages, check_size, check_tools};
+use super::special_tokens::{parse_config, SpecialTokens};
+use super::template::{self, Variable, Variables, MAX_SOURCE_BYTES};
+use crate::error::{Context, Error, Result};
+use serde_json::{Map, Value};
+
+/// A compiled-and-checked chat template, or the pair of them that some models have.
+///
+/// Calls take `&self`; several threads may render at the same time. Each rendering starts a thread
+/// of its own and compiles anew, which takes about a millisecond.
+#[derive(Clone, Debug)]
+pub struct ChatTemplate {
+    default: String,
+    /// Used in the place of `default` when tools are given.
+    tool_use: Option<String>,
+}
+
+/// What a conversation is rendered from.
+#[derive(Clone, Copy, Debug)]
+pub struct ChatInput<'a> {
+    /// A JSON array of objects, each with a `role`; see [`super::parse_messages`].
+    pub messages: &'a Value,
+    /// A JSON array, or nothing. An empty array counts as no tools.
+    pub tools: Option<&'a Value>,
+    /// Further variables, such as `enable_thinking`. They win over the others of their name.
+    pub variables: Option<&'a Map<String, Value>>,
+    /// True to end with what begins the model's answer.
+    pub add_generation_prompt: bool,
+    /// Seen as `bos_token`, `eos_token`, `pad_token` and `unk_token`, where set.
+    pub special_tokens: &'a SpecialTokens,
+}
+
+impl ChatTemplate {
+    /// A template from its source: checked in size and syntax, not yet run.
+    pub fn compile(source: &str) -> Result<Self> {
+        template::check(source)?;
+        Ok(ChatTemplate { default: source.to_owned(), tool_use: None })
+    }
+
+    /// The template of a model folder, from the contents of `chat_template.jinja`, which wins, and
+    /// `tokenizer_config.json`, whose `chat_template` is a string or a list of named templates.
+    /// `None` if neither has one.
+    pub fn from_files(
+        tokenizer_config_json: Option<&[u8]>,
+        chat_template_jinja: Option<&[u8]>,
+    ) -> Result<Option<Self>> {
+        if let Some(bytes) = chat_template_jinja {
+            let source = std::str::from_utf8(bytes)
+                .map_err(|_| Error::invalid_file("chat_template.jinja is not valid UTF-8"))?;
+            return Self::compile(source).context(|| "chat_template.jinja").map(Some);
+        }
+        let Some(config) = tokenizer_config_json else { return Ok(None) };
+        let config = parse_config(config)?;
+        Self::from_value(config.get("chat_template")).context(|| "tokenizer_config.json")
+    }
+
+    fn from_value(value: Option<&Value>) -> Result<Option<Self>> {
+        let list = match value {
+            None | Some(Value::Null) => return Ok(None),
+            Some(Value::String(source)) => return Self::compile(source).map(Some),
+            Some(Value::Array(list)) => list,
+            Some(_) => {
+                return Err(Error::invalid_file(
+                    "chat_template is neither a string nor a list of named templates",
+                ))
+            }
+        };
+        let named = |wanted: &str| {
+            list.iter().find_map(|entry| {
+                let is_it = entry.get("name").and_then(Value::as_str) == Some(wanted);
+                entry.get("template").and_then(Value::as_str).filter(|_| is_it)
+            })
+        };
+        let tool_use = named("tool_use");
+        let Some(default) = named("default").or(tool_use) else {
+            return Err(Error::invalid_file(
+                "chat_template is a list without a template named \"default\"",
+            ));
+        };
+        let mut compiled = Self::compile(default)?;
+        if let Some(source) = tool_use {
+            template::check(source).context(|| "the template \"tool_use\"")?;
+            compiled.tool_use = Some(source.to_owned());
+        }
+        Ok(Some(compiled))
+    }
+
+    /// The text of a conversation. Errors are of kind [`Template`](crate::error::ErrorKind::Template) if they are the
+    /// template's (`raise_exception` included), of kind [`InvalidArgument`](crate::error::ErrorKind::InvalidArgument) if they are
+    /// the input's. Takes at most two seconds and 256 MiB beyond the input, whatever the template
+    /// does.
+    pub fn render(&self, input: &ChatInput<'_>) -> Result<String> {
+        let messages = input
+            .messages
+            .as_array()
+            .ok_or_else(|| Error::invalid_argument("messages is not a JSON array of objects"))?;
+        check_size("messages", input.messages)?;
+        check_messages(messages)?;
+        let tools = match input.tools {
+            Some(tools) => {
+                check_size("tools", tools)?;
+                check_tools(tools)?;
+                Some(tools).filter(|tools| tools.as_array().is_some_and(|list| !list.is_empty()))
+            }
+            None => None,
+        };
+        let tokens = input.special_tokens;
+        let null = Value::Null;
+        let mut variables: Variables<'_> = vec![
+            ("messages", Variable::Json(input.messages)),
+            // Transformers passes None, so that `tools is not none` works.
+            ("tools", Variable::Json(tools.unwrap_or(&null))),
+            ("documents", Variable::Json(&null)),
+            ("add_generation_prompt", Variable::Flag(input.add_generation_prompt)),
+        ];
+        for (name, token) in [
+            ("bos_token", &tokens.bos),
+            ("eos_token", &tokens.eos),
+            ("pad_token", &tokens.pad),
+            ("unk_token", &tokens.unk),
+        ] {
+            if let Some(token) = token {
+                variables.push((name, Variable::Text(token)));
+            }
+        }
+        for (name, value) in input.variables.into_iter().flatten() {
+            check_size("template variables", value)?;
+            if !is_identifier(name) {
+                return Err(Error::invalid_argument(format!(
+                    "\"{}\" is not a name that a template variable can have",
+                    super::shortened(name)
+                )));
+            }
+            variables.push((name, Variable::Json(value)));
+        }
+        let source = self.tool_use.as_deref().filter(|_| tools.is_some()).unwrap_or(&self.default);
+        template::render(source, &variables)
+    }
+}
+
+fn is_identifier(name: &str) -> bool {
+    let mut characters = name.chars();
+    characters.next().is_some_and(|c| c.is_ascii_alphabetic() || c == '_')
+        && characters.all(|c| c.is_ascii_alphanumeric() || c == '_')
+}
+
+/// For readers of a folder: how much of `chat_template.jinja` to read at most.
+pub const MAX_TEMPLATE_BYTES: usize = MAX_SOURCE_BYTES;

@@ -1,0 +1,56 @@
+//! Text in and out of a model: tokenizer, streaming detokenizer, stop strings, chat template.
+//!
+//! Everything here reads files and arguments that nobody vouches for, and two dependencies that
+//! were not written for that: `tokenizers` panics on crafted files, `minijinja` builds values of
+//! any size. So each call into them is [`guarded`], the files are checked for known-bad structures
+//! first (`tokenizer_file.rs`), and templates run under a budget (`template/`).
+//!
+//! Uses [`crate::error`] and [`crate::panic_guard`] alone.
+
+mod chat_template;
+mod cut;
+mod detokenizer;
+mod json_input;
+mod special_tokens;
+mod stop_strings;
+mod template;
+mod tokenizer;
+mod tokenizer_components;
+mod tokenizer_file;
+
+pub use chat_template::{ChatInput, ChatTemplate, MAX_TEMPLATE_BYTES};
+pub use detokenizer::Detokenizer;
+pub use json_input::{parse_messages, parse_tools, parse_variables};
+pub use special_tokens::{SpecialTokens, MAX_TOKENIZER_CONFIG_BYTES};
+pub use stop_strings::{StopMatcher, StopOutput, MAX_STOP_STRINGS, MAX_STOP_STRING_BYTES};
+pub use tokenizer::{Tokenizer, MAX_TEXT_BYTES};
+pub use tokenizer_file::MAX_TOKENIZER_BYTES;
+
+use crate::error::{Error, ErrorKind, Result};
+use crate::panic_guard::catch_panic;
+use std::fmt::Display;
+
+/// Runs `body` and turns a panic inside it into an error of `kind` that begins with `what`.
+///
+/// For calls into dependencies that panic on bad input. `body` must leave nothing half-changed behind that is used afterwards.
+pub fn guarded<T>(
+    kind: ErrorKind,
+    what: impl Display,
+    body: impl FnOnce() -> Result<T>,
+) -> Result<T> {
+    catch_panic(body)
+        .unwrap_or_else(|text| Err(Error::new(kind, format!("{what}: {}", shortened(&text)))))
+}
+
+/// The first 300 bytes of a message: file content must not flood an error sentence.
+pub(crate) fn shortened(message: &str) -> String {
+    const LIMIT: usize = 300;
+    if message.len() <= LIMIT {
+        return message.to_owned();
+    }
+    let mut end = LIMIT;
+    while !message.is_char_boundary(end) {
+        end -= 1;
+    }
+    format!("{}...", message.get(..end).unwrap_or_default())
+}

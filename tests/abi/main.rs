@@ -1,0 +1,20 @@
+//! The C interface as a user meets it: the header, the exported symbols, and every function called
+//! through its C signature.
+
+// Calling C functions is what these tests are for; the contract of each call is in the header, and where
+// a test breaks it on purpose, that is its subject.
+#![allow(clippy::undocumented_unsafe_blocks)]
+// Tables of cases read better with their tuples written out.
+#![allow(clippy::type_complexity)]
+
+mod arguments;
+mod client;
+mod generation;
+mod golden;
+mod header;
+mod hostile_child;
+mod hostile_files;
+mod hostile_requests;
+mod hostile_surroundings;
+mod layering;
+mod symbols;

@@ -1,0 +1,3 @@
+//! The engine's parts without a model. Whole requests are tested through the C interface (`tests/abi`).
+
+mod sampler;

@@ -1,0 +1,116 @@
+//! The C examples: built by CMake against the build tree, and run.
+
+use std::path::PathBuf;
+use std::sync::OnceLock;
+
+use crate::support::*;
+
+/// The folder of the programs; None if there is no CMake.
+pub fn programs() -> Option<&'static PathBuf> {
+    static BUILT: OnceLock<Option<PathBuf>> = OnceLock::new();
+    BUILT
+        .get_or_init(|| {
+            let cmake = cmake()?;
+            let build = work_folder("c-build-tree");
+            let library = format!("-DXSERV_LIBDIR={}", library_folder().display());
+            cmake_build(cmake, &repository().join("examples/c"), &build, &[library]);
+            Some(build)
+        })
+        .as_ref()
+}
+
+#[test]
+fn generate_streams_a_completion() {
+    let Some(programs) = programs() else { return };
+    let arguments = ["Once upon a time", "--max-tokens", "24", "--temperature", "0"];
+    let first = run(command(programs.join("generate")).arg(model()).args(arguments));
+    assert!(first.stdout.trim().len() > 10, "too little text: {:?}", first.stdout);
+    assert!(first.stderr.contains("generated"));
+    let threads = ["--threads", "1"];
+    let second = run(command(programs.join("generate")).arg(model()).args(arguments).args(threads));
+    assert_eq!(first.stdout, second.stdout, "greedy text depends on the number of threads");
+
+    let seeded = ["--chat", "--max-tokens", "40", "--temperature", "1.0", "--seed", "5"];
+    let [one, two] = [0, 1].map(|_| {
+        run(command(programs.join("generate")).arg(model()).arg("Tell me a story.").args(seeded))
+            .stdout
+    });
+    assert_eq!(one, two, "the same seed gave two texts");
+}
+
+#[test]
+fn generate_reports_errors() {
+    let Some(programs) = programs() else { return };
+    let missing = outcome(command(programs.join("generate")).arg("/no/such/folder"));
+    assert_eq!(missing.code, Some(1));
+    assert!(missing.stderr.contains("XSERV_STATUS_NOT_FOUND"), "{}", missing.stderr);
+    assert!(missing.stderr.contains("/no/such/folder"), "{}", missing.stderr);
+    for wrong in [&["--max-tokens"][..], &["--max-tokens", "-3"], &["--seed", "x"], &["--what"]] {
+        let refused = outcome(command(programs.join("generate")).arg(model()).arg("x").args(wrong));
+        assert_eq!(refused.code, Some(2), "{wrong:?}: {}", refused.stderr);
+    }
+}
+
+#[test]
+fn chat_answers_lines_from_a_pipe() {
+    let Some(programs) = programs() else { return };
+    let chat = || {
+        let mut chat = command(programs.join("chat"));
+        chat.arg(model()).args(["--temperature", "0", "--max-tokens", "120"]);
+        chat
+    };
+    let turns = "Hello!\n\"quotes\", \\ and \ttabs, naïve 🙂\nHello!\n";
+    let several = run_with_input(&mut chat(), turns);
+    assert_eq!(
+        several.stdout.lines().filter(|line| !line.is_empty()).count(),
+        3,
+        "{}",
+        several.stdout
+    );
+    assert!(!several.stdout.contains("> "), "a prompt is printed though no one types");
+
+    // What was said before matters, unless it is cleared.
+    let alone = run_with_input(&mut chat(), "Hello!\n").stdout;
+    assert!(several.stdout.starts_with(alone.trim_end()), "the first answers differ");
+    let cleared =
+        run_with_input(&mut chat(), "Tell me a story.\n/clear\nHello!\n/exit\nHello!\n").stdout;
+    assert!(cleared.ends_with(&alone), "{cleared:?} does not end with {alone:?}");
+
+    // A line that can't be sent is reported, and the conversation goes on.
+    let broken = outcome_with_input(&mut chat(), b"\xff\xfe\nHello!\n");
+    assert_eq!(broken.code, Some(1));
+    assert_eq!(broken.stdout, alone);
+    assert!(broken.stderr.starts_with("chat: "), "{}", broken.stderr);
+}
+
+#[test]
+fn ctrl_c_stops_the_answer_and_not_the_program() {
+    let Some(programs) = programs() else { return };
+    let script = repository().join("tests/examples/chat_in_terminal.py");
+    run(command("python3").arg(script).arg(programs.join("chat")).arg(model()));
+}
+
+#[test]
+fn json_strings_survive_every_byte() {
+    let folder = work_folder("json");
+    let sources = [
+        repository().join("tests/examples/print_json.c"),
+        repository().join("examples/c/common/text_buffer.c"),
+    ];
+    let include = format!("-I{}", repository().join("examples/c").display());
+    let program = folder.join("print_json");
+    build_program(
+        &cc(),
+        &sources,
+        &["-std=c11", &include, "-fsanitize=address,undefined"],
+        &program,
+    );
+    let printed = run(command(&program).env("LD_LIBRARY_PATH", staged_library())).stdout;
+    let expected: String = (1..=0x7fu8).map(char::from).chain("\0é你🙂\u{2028}".chars()).collect();
+    let messages: serde_json::Value = serde_json::from_str(&printed).expect("valid JSON");
+    let message = &messages[0];
+    assert_eq!(message["role"], "user");
+    assert_eq!(message["content"], serde_json::Value::String(expected));
+    assert_eq!(messages[1]["content"], "", "an empty message");
+    assert_eq!(messages.as_array().map(Vec::len), Some(2), "what was truncated is there");
+}

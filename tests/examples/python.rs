@@ -1,0 +1,111 @@
+//! The Python package: its structs against the header's, its own tests, its example, and pip.
+
+use std::path::PathBuf;
+use std::process::Command;
+
+use crate::support::*;
+
+fn package() -> PathBuf {
+    repository().join("examples/python")
+}
+
+fn python() -> Command {
+    let mut python = command("python3");
+    python
+        .env("XSERV_LIBRARY", library_folder().join("libxserv.so"))
+        .env("XSERV_TEST_MODEL", model())
+        .env("PYTHONDONTWRITEBYTECODE", "1");
+    python
+}
+
+#[test]
+fn structs_are_those_of_the_header() {
+    let script = repository().join("tests/examples/describe_structs.py");
+    let describe =
+        |what: &str| run(python().arg(&script).arg(what).env("PYTHONPATH", package())).stdout;
+    let folder = work_folder("python-structs");
+    let source = folder.join("structs.c");
+    let program = folder.join("structs");
+    std::fs::write(&source, describe("c")).expect("a source file");
+    build_program(&cc(), &[source], &["-std=c11"], &program);
+    let in_c = run(command(&program).env("LD_LIBRARY_PATH", staged_library())).stdout;
+    let in_python = describe("python");
+    assert!(in_c.lines().count() > 130, "too few lines: {in_c}");
+    for (c, python) in in_c.lines().zip(in_python.lines()) {
+        assert_eq!(c, python, "in C, in Python");
+    }
+    assert_eq!(in_c, in_python);
+}
+
+#[test]
+fn its_own_tests_pass() {
+    let tests = ["-W", "error", "-m", "unittest", "discover", "--start-directory", "tests", "-v"];
+    // .ci/run puts numpy there.
+    let numpy = repository().join("target/tools/numpy");
+    let outcome = run(python().current_dir(package()).args(tests).env("PYTHONPATH", numpy));
+    eprintln!("{}", outcome.stderr);
+    assert!(outcome.stderr.contains("\nOK"), "{}", outcome.stderr);
+}
+
+#[test]
+fn example_generates() {
+    let example = package().join("generate.py");
+    let answer = run(python().arg(&example).arg(model()).arg("Hello!"));
+    assert!(!answer.stdout.trim().is_empty());
+    let missing = outcome(python().arg(&example).arg("/no/such/folder"));
+    assert_eq!(missing.code, Some(1));
+    assert!(missing.stderr.contains("XSERV_STATUS_NOT_FOUND"), "{}", missing.stderr);
+}
+
+#[test]
+fn a_program_may_end_while_text_is_generated() {
+    let program = "import os, xserv\nm = xserv.Model(os.environ['XSERV_TEST_MODEL'])\n\
+                   s = m.generate('Once', stream=True, max_tokens=1500, ignore_eos=True)\nnext(s)\nprint('left')";
+    for _ in 0..3 {
+        let ended = run(python().args(["-c", program]).env("PYTHONPATH", package()));
+        assert_eq!((ended.stdout.as_str(), ended.stderr.as_str()), ("left\n", ""));
+    }
+}
+
+#[test]
+fn pip_installs_it_with_a_library() {
+    if outcome(command("python3").args(["-m", "pip", "--version"])).code != Some(0) {
+        return skip("pip_installs_it_with_a_library", "python3 has no pip");
+    }
+    let folder = work_folder("python-pip");
+    let source = folder.join("source");
+    run(command("cp").arg("-r").arg(package()).arg(&source));
+    std::fs::copy(library_folder().join("libxserv.so"), source.join("xserv/libxserv.so"))
+        .expect("the library can be copied");
+    let target = folder.join("installed");
+    let mut pip = command("python3");
+    pip.args(["-m", "pip", "install", "--quiet", "--no-deps", "--target"])
+        .arg(&target)
+        .arg(&source);
+    // With the setuptools that is installed if it can make wheels; else pip fetches one.
+    let can_make_wheels = ["import setuptools, wheel", "import setuptools.command.bdist_wheel"]
+        .iter()
+        .any(|import| outcome(command("python3").args(["-c", import])).code == Some(0));
+    if can_make_wheels {
+        run(pip.arg("--no-build-isolation"));
+    } else if outcome(&mut pip).code != Some(0) {
+        return skip(
+            "pip_installs_it_with_a_library",
+            "setuptools can't make wheels here, and pip could not fetch another one",
+        );
+    }
+    assert!(target.join("xserv/py.typed").is_file());
+    let program = "import sys, xserv; print(xserv.__file__, xserv.library_version, xserv.inspect(sys.argv[1]).supported)";
+    let used = run(command("python3")
+        .current_dir(&folder)
+        .args(["-c", program])
+        .arg(model())
+        .env("PYTHONPATH", &target)
+        .env_remove("XSERV_LIBRARY"));
+    let expected = format!(
+        "{} {} True",
+        target.join("xserv/__init__.py").display(),
+        env!("CARGO_PKG_VERSION")
+    );
+    assert_eq!(used.stdout.trim(), expected);
+}

@@ -1,0 +1,22 @@
+//! Tests of `model/`: reading folders, refusing bad ones, and the forward passes against reference
+//! data.
+
+#[path = "../support/model_files.rs"]
+mod files;
+#[path = "../support/model_golden.rs"]
+mod golden;
+
+#[path = "../support/model_driver.rs"]
+mod driver;
+
+mod config;
+mod folder;
+mod forward;
+mod inspect;
+mod load;
+mod logits;
+mod mutations;
+mod resources;
+mod rope;
+mod safetensors;
+mod shard_index;

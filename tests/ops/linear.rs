@@ -1,0 +1,232 @@
+//! `linear`, `embedding` and packing: dtypes, awkward shapes, and bits that depend on nothing but the
+//! row.
+
+use crate::support::{
+    assert_close, assert_same_bits, backends, reference, rounded, rounded_all, to_bytes, Guarded,
+    Random, Tolerance, DTYPES,
+};
+use xserv::backend::cpu::CpuBackend;
+use xserv::memory::DType;
+use xserv::ops::{embedding, linear, LinearScratch, PackedMatrix, Store};
+
+fn packed(weight: &[f32], n: usize, k: usize, dtype: DType) -> PackedMatrix {
+    let mut matrix = PackedMatrix::zeroed(n, k, dtype).unwrap();
+    matrix.writer().unwrap().pack_rows(0, &to_bytes(weight, dtype), dtype).unwrap();
+    matrix
+}
+
+fn run(backend: &CpuBackend, x: &[f32], num_tokens: usize, weight: &PackedMatrix) -> Vec<f32> {
+    let mut out = Guarded::new(num_tokens * weight.out_features());
+    let scratch = &mut LinearScratch::new();
+    linear(backend, x, num_tokens, weight, None, out.get(), Store::Overwrite, scratch).unwrap();
+    out.checked("linear").to_vec()
+}
+
+/// What the weights' type makes of activations.
+fn activations(x: &[f32], dtype: DType) -> Vec<f32> {
+    match dtype {
+        DType::BF16 => rounded_all(x, DType::BF16),
+        _ => x.to_vec(),
+    }
+}
+
+#[test]
+fn awkward_shapes() {
+    let mut random = Random::new(1);
+    let backends = backends(&[1, 2]);
+    for dtype in DTYPES {
+        for (k, n) in
+            [(1, 1), (2, 63), (31, 64), (32, 65), (33, 130), (97, 31), (256, 33), (1000, 200)]
+        {
+            let weight = rounded_all(&random.normals(k * n), dtype);
+            let matrix = packed(&weight, n, k, dtype);
+            let bias = random.normals(n);
+            for num_tokens in [0, 1, 2, 5, 6, 7, 23, 24, 25, 31, 32, 33, 97] {
+                let x = random.normals(num_tokens * k);
+                let exact = activations(&x, dtype);
+                let plain = reference::linear(&exact, &weight, None, k, n);
+                let biased = reference::linear(&exact, &weight, Some(&bias), k, n);
+                for backend in &backends {
+                    let what = format!("linear {dtype} {num_tokens}x{k}x{n} on {}", backend.name());
+                    assert_close(
+                        &what,
+                        &run(backend, &x, num_tokens, &matrix),
+                        &plain,
+                        Tolerance::Rms(2e-5),
+                    );
+                    let before = random.normals(num_tokens * n);
+                    let mut out = Guarded::of(&before);
+                    let (bias, scratch) = (Some(&bias[..]), &mut LinearScratch::new());
+                    linear(backend, &x, num_tokens, &matrix, bias, out.get(), Store::Add, scratch)
+                        .unwrap();
+                    let sums: Vec<f64> =
+                        biased.iter().zip(&before).map(|(&r, &b)| r + f64::from(b)).collect();
+                    assert_close(&what, out.checked(&what), &sums, Tolerance::Rms(2e-5));
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_row_has_the_same_bits_alone_in_a_batch_and_on_any_number_of_threads() {
+    let mut random = Random::new(2);
+    for dtype in DTYPES {
+        let (k, n, num_tokens) = (301, 259, 67);
+        let matrix = packed(&random.normals(k * n), n, k, dtype);
+        let x = random.normals(num_tokens * k);
+        for isa in backends(&[1]) {
+            let whole = run(&isa, &x, num_tokens, &matrix);
+            for num_threads in [2, 3, 5] {
+                let other = CpuBackend::with_isa(num_threads, isa.isa()).unwrap();
+                assert_same_bits("threads", &whole, &run(&other, &x, num_tokens, &matrix));
+            }
+            for (first, count) in [(0, 1), (66, 1), (13, 1), (5, 6), (20, 23), (3, 24), (40, 27)] {
+                let part = run(&isa, &x[first * k..(first + count) * k], count, &matrix);
+                let what = format!("{dtype} rows {first}+{count} on {}", isa.name());
+                assert_same_bits(&what, &part, &whole[first * n..(first + count) * n]);
+            }
+        }
+    }
+}
+
+/// Many rows of many inputs are summed in stretches of k; a row alone is not.
+#[test]
+fn long_rows_have_the_same_bits_in_stretches_and_in_one_go() {
+    let mut random = Random::new(7);
+    for dtype in DTYPES {
+        // Three stretches, the last one short and odd; two row runs.
+        let (k, n, num_tokens) = (4999, 65, 131);
+        let weight = rounded_all(&random.normals(k * n), dtype);
+        let matrix = packed(&weight, n, k, dtype);
+        let x = random.normals(num_tokens * k);
+        let exact = reference::linear(&activations(&x, dtype), &weight, None, k, n);
+        for backend in backends(&[1, 2]) {
+            let what = format!("{dtype} on {}", backend.name());
+            let whole = run(&backend, &x, num_tokens, &matrix);
+            assert_close(&what, &whole, &exact, Tolerance::Rms(2e-5));
+            for row in [0, 5, 77, 130] {
+                let alone = run(&backend, &x[row * k..(row + 1) * k], 1, &matrix);
+                assert_same_bits(&what, &alone, &whole[row * n..(row + 1) * n]);
+            }
+        }
+    }
+}
+
+#[test]
+fn converts_while_packing() {
+    let mut random = Random::new(3);
+    let (n, k) = (70, 19);
+    let values = random.normals(n * k);
+    for source in DTYPES {
+        for dtype in DTYPES {
+            let mut matrix = PackedMatrix::zeroed(n, k, dtype).unwrap();
+            let bytes = to_bytes(&values, source);
+            let writer = matrix.writer().unwrap();
+            // In pieces that do not begin at panels, last piece first.
+            for (first, end) in [(65, 70), (10, 65), (0, 10)] {
+                let size = k * source.size_bytes();
+                writer.pack_rows(first, &bytes[first * size..end * size], source).unwrap();
+            }
+            drop(writer);
+            for row in 0..n {
+                let mut out = vec![f32::NAN; k];
+                matrix.row_to_f32(row, &mut out).unwrap();
+                let expected: Vec<f32> = values[row * k..(row + 1) * k]
+                    .iter()
+                    .map(|&v| rounded(rounded(v, source), dtype))
+                    .collect();
+                assert_same_bits(&format!("{source} to {dtype}, row {row}"), &out, &expected);
+            }
+        }
+    }
+}
+
+#[test]
+fn packs_columns_in_pieces_and_from_several_threads() {
+    let mut random = Random::new(4);
+    let (k, n) = (38, 200);
+    for dtype in DTYPES {
+        let by_rows = rounded_all(&random.normals(n * k), dtype);
+        let expected = packed(&by_rows, n, k, dtype);
+        let mut matrix = PackedMatrix::zeroed(n, k, dtype).unwrap();
+        let writer = matrix.writer().unwrap();
+        // Two tensors beside each other, [k, 130] and [k, 70], in pieces of even k.
+        std::thread::scope(|scope| {
+            for (offset, columns) in [(0, 130), (130, 70)] {
+                let (writer, by_rows) = (&writer, &by_rows);
+                scope.spawn(move || {
+                    for first_k in [0, 10, 20] {
+                        let num_k = if first_k == 20 { 18 } else { 10 };
+                        let values: Vec<f32> = (first_k..first_k + num_k)
+                            .flat_map(|i| {
+                                (offset..offset + columns).map(move |o| by_rows[o * k + i])
+                            })
+                            .collect();
+                        let bytes = to_bytes(&values, dtype);
+                        writer.pack_columns(first_k, num_k, offset, &bytes, dtype).unwrap();
+                    }
+                });
+            }
+        });
+        drop(writer);
+        for row in 0..n {
+            let (mut got, mut want) = (vec![0.0; k], vec![0.0; k]);
+            matrix.row_to_f32(row, &mut got).unwrap();
+            expected.row_to_f32(row, &mut want).unwrap();
+            assert_same_bits(&format!("{dtype} row {row}"), &got, &want);
+        }
+    }
+}
+
+#[test]
+fn refuses_wrong_shapes() {
+    let backend = CpuBackend::new(1).unwrap();
+    let mut matrix = PackedMatrix::zeroed(10, 4, DType::BF16).unwrap();
+    let scratch = &mut LinearScratch::new();
+    let store = Store::Overwrite;
+    let mut out = [0.0; 10];
+    assert!(linear(&backend, &[0.0; 5], 1, &matrix, None, &mut out, store, scratch).is_err());
+    assert!(linear(&backend, &[0.0; 4], 1, &matrix, None, &mut out[..9], store, scratch).is_err());
+    assert!(linear(&backend, &[0.0; 4], 2, &matrix, None, &mut out, store, scratch).is_err());
+    let bias = Some(&[0.0; 9][..]);
+    assert!(linear(&backend, &[0.0; 4], 1, &matrix, bias, &mut out, store, scratch).is_err());
+    assert!(linear(&backend, &[], usize::MAX, &matrix, None, &mut out, store, scratch).is_err());
+    assert!(matrix.row_to_f32(10, &mut out[..4]).is_err());
+    assert!(matrix.row_to_f32(0, &mut out[..5]).is_err());
+    let writer = matrix.writer().unwrap();
+    assert!(writer.pack_rows(7, &[0; 4 * 2 * 4], DType::BF16).is_err());
+    assert!(writer.pack_rows(0, &[0; 7], DType::BF16).is_err());
+    assert!(writer.pack_rows(usize::MAX, &[0; 8], DType::BF16).is_err());
+    assert!(writer.pack_columns(1, 1, 0, &[0; 20], DType::BF16).is_err());
+    assert!(writer.pack_columns(0, 6, 0, &[0; 120], DType::BF16).is_err());
+    assert!(writer.pack_columns(0, 1, 1, &[0; 20], DType::BF16).is_err());
+    assert!(PackedMatrix::zeroed(usize::MAX, 2, DType::F32).is_err());
+    assert!(PackedMatrix::zeroed(1 << 40, 1 << 20, DType::F32).is_err());
+}
+
+#[test]
+fn embedding_is_exact_and_checks_ids() {
+    let mut random = Random::new(5);
+    for backend in backends(&[1, 2]) {
+        for dtype in DTYPES {
+            let (vocab_size, width) = (131, 77);
+            let table = rounded_all(&random.normals(vocab_size * width), dtype);
+            let matrix = packed(&table, vocab_size, width, dtype);
+            for num_tokens in [0, 1, 33, 1000] {
+                let ids: Vec<u32> =
+                    (0..num_tokens).map(|_| random.below(vocab_size) as u32).collect();
+                let mut out = Guarded::new(num_tokens * width);
+                embedding(&backend, &matrix, &ids, out.get()).unwrap();
+                let expected: Vec<f32> = ids
+                    .iter()
+                    .flat_map(|&id| table[id as usize * width..][..width].iter().copied())
+                    .collect();
+                assert_same_bits("embedding", out.checked("embedding"), &expected);
+            }
+            let error =
+                embedding(&backend, &matrix, &[3, 131], &mut vec![0.0; 2 * width]).unwrap_err();
+            assert!(error.message().contains("131"), "{error}");
+        }
+    }
+}

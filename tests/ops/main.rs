@@ -1,0 +1,11 @@
+//! The operators against f64 references and golden vectors, on every instruction set of this
+//! machine. One op: `cargo test --test ops rms_norm`.
+
+#[path = "../support/mod.rs"]
+mod support;
+
+mod attention;
+mod elementwise;
+mod golden;
+mod linear;
+mod pool;

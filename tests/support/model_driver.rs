@@ -1,0 +1,161 @@
+//! Runs sequences through a model's forward pass, as an engine would: blocks, tables, slots.
+
+#![allow(dead_code)] // each test binary uses its part
+
+use std::sync::Arc;
+
+use xserv::backend::cpu::CpuBackend;
+use xserv::memory::DType;
+use xserv::model::{ForwardBatch, KvCache, LoadOptions, Model, Workspace};
+use xserv::ops::BLOCK_SIZE;
+
+/// Loads the folder `path`, quietly.
+pub fn load(path: &str, dtype: Option<DType>, num_threads: usize) -> Model {
+    load_on(path, dtype, CpuBackend::new(num_threads).expect("threads"))
+}
+
+/// The same on a given backend.
+pub fn load_on(path: &str, dtype: Option<DType>, backend: CpuBackend) -> Model {
+    let backend = Arc::new(backend);
+    Model::open(path)
+        .and_then(|folder| {
+            let options = LoadOptions { dtype, ..LoadOptions::default() };
+            folder.load(backend, &options, &mut |_| true)
+        })
+        .unwrap_or_else(|e| panic!("{path}: {e}"))
+}
+
+/// A sequence in the cache.
+#[derive(Default)]
+pub struct Sequence {
+    len: usize,
+    blocks: Vec<u32>,
+}
+
+/// A model with a cache and a workspace.
+pub struct Driver<'m> {
+    pub model: &'m Model,
+    kv: KvCache,
+    workspace: Workspace,
+    free: Vec<u32>,
+}
+
+impl<'m> Driver<'m> {
+    pub fn new(model: &'m Model, num_blocks: usize) -> Self {
+        let kv = KvCache::new(model.kv_layout(), num_blocks).expect("a cache");
+        // Out of order, so that a block table that is ignored shows.
+        let (even, odd): (Vec<u32>, Vec<u32>) =
+            (0..num_blocks as u32).rev().partition(|block| block % 2 == 0);
+        let free = even.into_iter().chain(odd).collect();
+        Driver { model, kv, workspace: Workspace::new(), free }
+    }
+
+    /// Runs the next tokens of several sequences in one batch. Returns the logits `[rows,
+    /// vocab_size]` of each: of all its new tokens, or of the last.
+    pub fn step(&mut self, parts: &mut [(&mut Sequence, &[u32])], all_rows: bool) -> Vec<Vec<f32>> {
+        let (mut token_ids, mut positions, mut slots) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut cu_seqlens_q, mut context_lens, mut rows) = (vec![0], Vec::new(), Vec::new());
+        let mut rows_of = Vec::new();
+        for (sequence, new) in parts.iter_mut() {
+            for &id in *new {
+                if sequence.len % BLOCK_SIZE == 0 {
+                    sequence.blocks.push(self.free.pop().expect("a free block"));
+                }
+                let block = sequence.blocks[sequence.len / BLOCK_SIZE];
+                token_ids.push(id);
+                positions.push(sequence.len as u32);
+                slots.push(block * BLOCK_SIZE as u32 + (sequence.len % BLOCK_SIZE) as u32);
+                sequence.len += 1;
+            }
+            let end = token_ids.len();
+            cu_seqlens_q.push(end as u32);
+            context_lens.push(sequence.len as u32);
+            let wanted = if all_rows { end - new.len()..end } else { end - 1..end };
+            rows_of.push(wanted.len());
+            rows.extend(wanted.map(|row| row as u32));
+        }
+        let max_blocks = parts.iter().map(|(s, _)| s.blocks.len()).max().unwrap_or(0);
+        let mut tables = Vec::new();
+        for (sequence, _) in parts.iter() {
+            tables.extend(&sequence.blocks);
+            tables.resize(tables.len() + max_blocks - sequence.blocks.len(), u32::MAX);
+        }
+        let batch = ForwardBatch {
+            token_ids: &token_ids,
+            positions: &positions,
+            slot_mapping: &slots,
+            cu_seqlens_q: &cu_seqlens_q,
+            context_lens: &context_lens,
+            block_tables: &tables,
+            max_blocks_per_seq: max_blocks,
+            logits_rows: &rows,
+        };
+        let vocab_size = self.model.config().vocab_size;
+        let mut logits = vec![f32::NAN; rows.len() * vocab_size];
+        self.model
+            .forward(&batch, &mut self.kv, &mut self.workspace, &mut logits, &|| false)
+            .expect("the forward pass");
+        let mut rest = logits.as_slice();
+        rows_of
+            .into_iter()
+            .map(|rows| {
+                let (own, others) = rest.split_at(rows * vocab_size);
+                rest = others;
+                own.to_vec()
+            })
+            .collect()
+    }
+
+    /// Gives a sequence's blocks back.
+    pub fn free(&mut self, sequence: Sequence) {
+        self.free.extend(sequence.blocks);
+    }
+
+    /// Logits of all tokens, fed in pieces of `chunk`.
+    pub fn logits(&mut self, ids: &[u32], chunk: usize) -> Vec<f32> {
+        let mut sequence = Sequence::default();
+        let mut logits = Vec::new();
+        for piece in ids.chunks(chunk) {
+            logits.extend(self.step(&mut [(&mut sequence, piece)], true).remove(0));
+        }
+        self.free(sequence);
+        logits
+    }
+
+    /// The likeliest `count` tokens one after the other, the prompt fed in pieces of `chunk`, and
+    /// the logits that each was chosen from.
+    pub fn greedy(&mut self, prompt: &[u32], chunk: usize, count: usize) -> (Vec<u32>, Vec<f32>) {
+        let mut sequence = Sequence::default();
+        let (mut ids, mut all) = (Vec::new(), Vec::new());
+        let mut last = Vec::new();
+        for piece in prompt.chunks(chunk) {
+            last = self.step(&mut [(&mut sequence, piece)], false).remove(0);
+        }
+        loop {
+            ids.push(argmax(&last));
+            all.extend(&last);
+            if ids.len() == count {
+                self.free(sequence);
+                return (ids, all);
+            }
+            last = self.step(&mut [(&mut sequence, &ids[ids.len() - 1..])], false).remove(0);
+        }
+    }
+}
+
+/// The index of the largest value, the first of equals.
+pub fn argmax(values: &[f32]) -> u32 {
+    assert!(values.iter().all(|x| !x.is_nan()), "NaN among the logits");
+    let mut best = 0;
+    for (i, x) in values.iter().enumerate() {
+        if *x > values[best] {
+            best = i;
+        }
+    }
+    best as u32
+}
+
+/// The bits, for comparisons that must be exact.
+pub fn bits(values: &[f32]) -> Vec<u32> {
+    values.iter().map(|x| x.to_bits()).collect()
+}

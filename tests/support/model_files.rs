@@ -1,0 +1,214 @@
+//! Model folders made by tests: temporary folders, safetensors files, small models with random
+//! weights.
+
+#![allow(dead_code)] // each test binary uses its part
+
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use serde_json::{json, Map, Value};
+
+/// A folder that is removed at the end of the test.
+pub struct TempDir(PathBuf);
+
+impl TempDir {
+    pub fn new() -> Self {
+        static NEXT: AtomicUsize = AtomicUsize::new(0);
+        let name = format!(
+            "xserv-model-test-{}-{}",
+            std::process::id(),
+            NEXT.fetch_add(1, Ordering::Relaxed)
+        );
+        let path = std::env::temp_dir().join(name);
+        std::fs::create_dir_all(&path).expect("create a temporary folder");
+        TempDir(path)
+    }
+
+    pub fn path(&self) -> &Path {
+        &self.0
+    }
+
+    pub fn str(&self) -> &str {
+        self.0.to_str().expect("the temporary folder's path is UTF-8")
+    }
+
+    pub fn write(&self, name: &str, bytes: impl AsRef<[u8]>) {
+        let path = self.0.join(name);
+        std::fs::create_dir_all(path.parent().expect("a file has a folder")).expect("create");
+        std::fs::write(path, bytes).expect("write a file");
+    }
+}
+
+impl Drop for TempDir {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+/// A small generator of reproducible numbers (SplitMix64).
+pub struct Random(pub u64);
+
+impl Random {
+    pub fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        z ^ (z >> 31)
+    }
+
+    /// Uniform in -1..1.
+    pub fn signed(&mut self) -> f64 {
+        (self.next() >> 11) as f64 / (1_u64 << 52) as f64 - 1.0
+    }
+
+    pub fn below(&mut self, n: usize) -> usize {
+        (self.next() % n as u64) as usize
+    }
+}
+
+/// Seconds that this thread has computed: what a hostile file costs, however busy the machine is.
+pub fn cpu_seconds() -> f64 {
+    let stat = std::fs::read_to_string("/proc/thread-self/schedstat").expect("procfs");
+    let ns: u64 = stat.split_whitespace().next().and_then(|n| n.parse().ok()).expect("a number");
+    ns as f64 * 1e-9
+}
+
+/// How a test stores numbers.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Store {
+    F32,
+    F16,
+    BF16,
+}
+
+impl Store {
+    pub fn name(self) -> &'static str {
+        match self {
+            Store::F32 => "F32",
+            Store::F16 => "F16",
+            Store::BF16 => "BF16",
+        }
+    }
+
+    pub fn bytes(self, values: &[f32]) -> Vec<u8> {
+        match self {
+            Store::F32 => values.iter().flat_map(|x| x.to_le_bytes()).collect(),
+            Store::F16 => {
+                values.iter().flat_map(|&x| half::f16::from_f32(x).to_le_bytes()).collect()
+            }
+            Store::BF16 => {
+                values.iter().flat_map(|&x| half::bf16::from_f32(x).to_le_bytes()).collect()
+            }
+        }
+    }
+}
+
+/// A tensor as a test makes it.
+#[derive(Clone, Debug)]
+pub struct TestTensor {
+    pub name: String,
+    pub shape: Vec<usize>,
+    pub values: Vec<f32>,
+}
+
+/// The bytes of a safetensors file.
+pub fn safetensors_bytes(tensors: &[TestTensor], store: Store) -> Vec<u8> {
+    let mut header = Map::new();
+    header.insert("__metadata__".to_owned(), json!({"format": "pt"}));
+    let mut data = Vec::new();
+    for tensor in tensors {
+        let begin = data.len();
+        data.extend(store.bytes(&tensor.values));
+        header.insert(
+            tensor.name.clone(),
+            json!({"dtype": store.name(), "shape": tensor.shape, "data_offsets": [begin, data.len()]}),
+        );
+    }
+    raw_safetensors(&Value::Object(header).to_string(), &data)
+}
+
+/// A file with exactly this header and this data, however wrong.
+pub fn raw_safetensors(header: &str, data: &[u8]) -> Vec<u8> {
+    let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
+    bytes.extend(header.as_bytes());
+    bytes.extend(data);
+    bytes
+}
+
+/// A model with random weights.
+#[derive(Clone, Debug)]
+pub struct TestModel {
+    pub config: Value,
+    pub tensors: Vec<TestTensor>,
+}
+
+impl TestModel {
+    /// A Qwen3 of two layers, 4 query heads over 2 key heads of dimension 10, hidden size 24, with
+    /// every kind of weight that a Qwen3 can have.
+    pub fn qwen3(seed: u64) -> Self {
+        let mut random = Random(seed);
+        let (hidden, intermediate, vocab) = (24, 40, 70);
+        let (q, kv, head_dim) = (40, 20, 10);
+        let mut tensors = Vec::new();
+        let mut add = |name: String, shape: &[usize], scale: f64, offset: f64| {
+            let len: usize = shape.iter().product();
+            let values = (0..len).map(|_| (offset + scale * random.signed()) as f32).collect();
+            tensors.push(TestTensor { name, shape: shape.to_vec(), values });
+        };
+        add("model.embed_tokens.weight".into(), &[vocab, hidden], 1.0, 0.0);
+        add("lm_head.weight".into(), &[vocab, hidden], 0.5, 0.0);
+        add("model.norm.weight".into(), &[hidden], 0.3, 1.0);
+        for layer in 0..2 {
+            let name = |part: &str| format!("model.layers.{layer}.{part}");
+            add(name("input_layernorm.weight"), &[hidden], 0.3, 1.0);
+            add(name("post_attention_layernorm.weight"), &[hidden], 0.3, 1.0);
+            add(name("self_attn.q_norm.weight"), &[head_dim], 0.3, 1.0);
+            add(name("self_attn.k_norm.weight"), &[head_dim], 0.3, 1.0);
+            for (part, rows, columns) in [
+                ("self_attn.q_proj", q, hidden),
+                ("self_attn.k_proj", kv, hidden),
+                ("self_attn.v_proj", kv, hidden),
+                ("self_attn.o_proj", hidden, q),
+                ("mlp.gate_proj", intermediate, hidden),
+                ("mlp.up_proj", intermediate, hidden),
+                ("mlp.down_proj", hidden, intermediate),
+            ] {
+                add(name(&format!("{part}.weight")), &[rows, columns], 0.4, 0.0);
+                if part.starts_with("self_attn") {
+                    add(name(&format!("{part}.bias")), &[rows], 0.5, 0.0);
+                }
+            }
+        }
+        let config = json!({
+            "architectures": ["Qwen3ForCausalLM"],
+            "model_type": "qwen3",
+            "hidden_size": hidden,
+            "intermediate_size": intermediate,
+            "vocab_size": vocab,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": head_dim,
+            "max_position_embeddings": 256,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 10000.0,
+            "attention_bias": true,
+            "tie_word_embeddings": false,
+            "hidden_act": "silu",
+        });
+        TestModel { config, tensors }
+    }
+
+    pub fn tensor(&self, name: &str) -> &TestTensor {
+        self.tensors.iter().find(|t| t.name == name).unwrap_or_else(|| panic!("no tensor {name}"))
+    }
+
+    /// Writes `config.json` and `model.safetensors` into a new folder.
+    pub fn write(&self, store: Store) -> TempDir {
+        let dir = TempDir::new();
+        dir.write("config.json", self.config.to_string());
+        dir.write("model.safetensors", safetensors_bytes(&self.tensors, store));
+        dir
+    }
+}

@@ -1,0 +1,79 @@
+# Finds the tools that the scripts need besides Cargo's own, and installs CMake when it is missing:
+# without root, into target/tools of this repository.
+#
+# Sourced by scripts, which then have find_cargo, find_compiler and find_cmake; or run as
+#     bash tests/support/tools.sh cmake
+# which prints the path of a CMake and is what the Rust tests do. What is going on goes to stderr.
+
+tools_repository=$(cd -P "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+tools_folder=$tools_repository/target/tools
+cmake_at_least=3.16
+
+tools_say() { echo "$*" >&2; }
+
+# Puts cargo on PATH, also where rustup installed it but no shell has been told.
+find_cargo() {
+  command -v cargo > /dev/null || PATH=$PATH:${CARGO_HOME:-$HOME/.cargo}/bin
+  if ! command -v cargo > /dev/null; then
+    tools_say "Rust is missing. Install it, without root, from https://rustup.rs:"
+    tools_say "    curl --proto '=https' --tlsv1.2 -sSf https://sh.rustup.rs | sh"
+    return 1
+  fi
+}
+
+# Sets CC.
+find_compiler() {
+  local name
+  for name in "${CC:-}" cc gcc clang; do
+    if [ -n "$name" ] && command -v "$name" > /dev/null; then
+      CC=$name
+      return 0
+    fi
+  done
+  tools_say "A C compiler is missing: install gcc or clang (Debian, Ubuntu: apt-get install gcc g++)."
+  return 1
+}
+
+is_good_cmake() {
+  local version
+  version=$("$1" --version 2> /dev/null | sed -n '1s/^cmake version \([0-9.]*\).*/\1/p')
+  [ -n "$version" ] && [ "$(printf '%s\n' "$cmake_at_least" "$version" | sort -V | head -n 1)" = "$cmake_at_least" ]
+}
+
+# The program in an unpacked or installed "cmake" wheel; it needs no Python to run.
+cmake_in_tools() { ls -d "$tools_folder"/python/cmake/data/bin/cmake "$tools_folder"/venv/lib*/python*/site-packages/cmake/data/bin/cmake 2> /dev/null | head -n 1 || true; }
+
+install_cmake() {
+  local log=$tools_folder/install.log
+  mkdir -p "$tools_folder"
+  tools_say "CMake $cmake_at_least or later is missing: installing it into target/tools"
+  # Each works on some systems only: pip may be absent, and so may the venv module.
+  python3 -m pip install --quiet --disable-pip-version-check --upgrade --target "$tools_folder/python" \
+    'cmake>=3.25,<5' > "$log" 2>&1 && return
+  { python3 -m venv "$tools_folder/venv" &&
+    "$tools_folder/venv/bin/python" -m pip install --quiet --disable-pip-version-check 'cmake>=3.25,<5'; } >> "$log" 2>&1 && return
+  if [ "$(id -u)" = 0 ] && command -v apt-get > /dev/null; then
+    { apt-get install -y cmake || { apt-get update && apt-get install -y cmake; }; } >> "$log" 2>&1 < /dev/null && return
+  fi
+  tools_say "CMake could not be installed (see target/tools/install.log). Install CMake, or Python 3 with pip."
+  return 1
+}
+
+# Sets CMAKE.
+find_cmake() {
+  CMAKE=$(command -v cmake || true)
+  if [ -n "$CMAKE" ] && is_good_cmake "$CMAKE"; then return 0; fi
+  CMAKE=$(cmake_in_tools)
+  if [ -n "$CMAKE" ] && is_good_cmake "$CMAKE"; then return 0; fi
+  install_cmake || return 1
+  CMAKE=$(cmake_in_tools)
+  [ -n "$CMAKE" ] || CMAKE=$(command -v cmake)
+  is_good_cmake "$CMAKE"
+}
+
+if [ "${BASH_SOURCE[0]}" = "$0" ]; then
+  case "${1:-}" in
+    cmake) find_cmake && echo "$CMAKE" ;;
+    *) tools_say "usage: tools.sh cmake"; exit 2 ;;
+  esac
+fi

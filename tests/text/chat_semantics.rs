@@ -1,0 +1,162 @@
+//! Where templates come from, what they see, and what their errors say.
+
+use serde_json::json;
+use xserv::error::ErrorKind;
+use xserv::text::{ChatInput, ChatTemplate, SpecialTokens};
+
+fn render_with(template: &ChatTemplate, tools: Option<&serde_json::Value>) -> String {
+    let messages = json!([{"role": "user", "content": "Hi"}]);
+    let special_tokens =
+        SpecialTokens { eos: Some("<|end|>".to_owned()), ..SpecialTokens::default() };
+    template
+        .render(&ChatInput {
+            messages: &messages,
+            tools,
+            variables: None,
+            add_generation_prompt: false,
+            special_tokens: &special_tokens,
+        })
+        .unwrap_or_else(|error| format!("{:?}: {error}", error.kind()))
+}
+
+fn render(source: &str) -> String {
+    match ChatTemplate::compile(source) {
+        Ok(template) => render_with(&template, None),
+        Err(error) => format!("{:?}: {error}", error.kind()),
+    }
+}
+
+#[test]
+fn the_jinja_file_wins() {
+    let config = br#"{"chat_template": "config"}"#;
+    let of = |config: Option<&[u8]>, file: Option<&[u8]>| {
+        ChatTemplate::from_files(config, file).map(|t| t.map(|t| render_with(&t, None)))
+    };
+    assert_eq!(of(Some(config), Some(b"file")).unwrap().as_deref(), Some("file"));
+    assert_eq!(of(Some(config), None).unwrap().as_deref(), Some("config"));
+    assert_eq!(of(Some(b"{}"), None).unwrap(), None);
+    assert_eq!(of(Some(br#"{"chat_template": null}"#), None).unwrap(), None);
+    assert_eq!(of(None, None).unwrap(), None);
+    let error = of(None, Some(b"\xff{{ x }}")).unwrap_err();
+    assert_eq!(error.message(), "chat_template.jinja is not valid UTF-8");
+    let error = of(None, Some(b"{% if %}")).unwrap_err();
+    assert!(error.message().starts_with("chat_template.jinja: chat template, line 1"), "{error}");
+    assert_eq!(error.kind(), ErrorKind::Template);
+    assert!(of(Some(br#"{"chat_template": 5}"#), None).is_err());
+}
+
+#[test]
+fn named_templates() {
+    let config = br#"{"chat_template": [{"name": "default", "template": "plain"},
+        {"name": "tool_use", "template": "with {{ tools | length }}"}, {"name": "rag"}]}"#;
+    let template = ChatTemplate::from_files(Some(config), None).unwrap().unwrap();
+    assert_eq!(render_with(&template, None), "plain");
+    assert_eq!(render_with(&template, Some(&json!([]))), "plain");
+    assert_eq!(render_with(&template, Some(&json!([{"a": 1}, {}]))), "with 2");
+    let none = br#"{"chat_template": [{"name": "rag", "template": "x"}]}"#;
+    let error = ChatTemplate::from_files(Some(none), None).unwrap_err();
+    assert!(error.message().contains("without a template named \"default\""), "{error}");
+    let broken = br#"{"chat_template": [{"name": "default", "template": "x"},
+        {"name": "tool_use", "template": "{% for %}"}]}"#;
+    assert!(ChatTemplate::from_files(Some(broken), None).is_err());
+}
+
+#[test]
+fn errors_say_where_and_what() {
+    assert_eq!(
+        render("a\n{{ raise_exception('only ' ~ 'users') }}"),
+        "Template: chat template, line 2: raise_exception: only users"
+    );
+    assert!(
+        render("{{ nothing.at.all }}").contains("line 1: "),
+        "{}",
+        render("{{ nothing.at.all }}")
+    );
+    assert!(render("{{ 1 | nosuch }}").contains("filter nosuch is unknown"));
+    assert!(render("{% include 'x' %}").contains("refers to another template"));
+    assert!(render("{% autoescape true %}{% endautoescape %}").contains("autoescape"));
+    assert!(render(&"x".repeat(65_537)).contains("65537 bytes, at most 65536"));
+    assert_eq!(render(&"x".repeat(65_536)).len(), 65_536);
+}
+
+#[test]
+fn output_is_bounded_at_the_limit() {
+    let at_limit = "{{ 'a' * 16777216 }}";
+    assert_eq!(render(at_limit).len(), 16 << 20);
+    assert!(render("{{ 'a' * 16777217 }}").contains("more than 16777216 bytes"));
+    assert!(render("{{ 'a' * 16777216 }}b").contains("longer than 16777216 bytes"));
+}
+
+#[test]
+fn special_tokens_are_variables() {
+    assert_eq!(
+        render("{{ eos_token }}{{ bos_token }}|{{ bos_token is defined }}"),
+        "<|end|>|False"
+    );
+    let tokens = SpecialTokens::from_config(
+        br#"{"bos_token": {"content": "<s>", "special": true}, "eos_token": "</s>", "unk_token": null}"#,
+    )
+    .unwrap();
+    assert_eq!(tokens.bos.as_deref(), Some("<s>"));
+    assert_eq!(tokens.eos.as_deref(), Some("</s>"));
+    assert_eq!((tokens.pad, tokens.unk), (None, None));
+}
+
+#[test]
+fn the_date_of_today() {
+    let date = render("{{ strftime_now('%Y-%m-%d') }}");
+    assert_eq!(date.len(), 10, "{date}");
+    assert!(date.starts_with("20"), "{date}");
+}
+
+/// A conversation far longer than any context costs little.
+#[test]
+fn long_conversations_are_within_the_budget() {
+    let source = "{% set ns = namespace(n=0) %}{% for m in messages[::-1] %}{% if m.role == 'user' and \
+        not (m.content.startswith('<x>') and m.content.endswith('</x>')) %}{% set ns.n = ns.n + 1 %}\
+        {% endif %}{% endfor %}{% for m in messages %}{{ '<' + m.role + '>' + m.content.strip() + \
+        '</' ~ m.role ~ '>\\n' }}{% if loop.index0 > messages | length - 3 %}\
+        {{ m.content.split('</think>')[-1].lstrip('\\n') }}{% endif %}{% endfor %}{{ ns.n }}";
+    let template = ChatTemplate::compile(source).unwrap();
+    let content = "All work and no play makes a dull test. ".repeat(100);
+    let messages: Vec<_> = (0..2000)
+        .map(|n| json!({"role": if n % 2 == 0 { "user" } else { "assistant" }, "content": content}))
+        .collect();
+    let begin = std::time::Instant::now();
+    let text = template
+        .render(&ChatInput {
+            messages: &json!(messages),
+            tools: None,
+            variables: None,
+            add_generation_prompt: true,
+            special_tokens: &SpecialTokens::default(),
+        })
+        .unwrap();
+    println!("{} bytes in {:?}", text.len(), begin.elapsed());
+    assert!(text.len() > 8_000_000 && text.ends_with("1000"));
+}
+
+/// Rendering is done by threads that know nothing of each other.
+#[test]
+fn many_threads_at_once() {
+    let template =
+        ChatTemplate::compile("{% for m in messages %}{{ m.content }}{% endfor %}").unwrap();
+    std::thread::scope(|scope| {
+        for _ in 0..8 {
+            scope.spawn(|| {
+                for _ in 0..20 {
+                    assert_eq!(render_with(&template, None), "Hi");
+                }
+            });
+        }
+    });
+}
+
+#[test]
+fn all_types_may_cross_threads() {
+    fn check<T: Send + Sync>() {}
+    check::<xserv::text::Tokenizer>();
+    check::<xserv::text::Detokenizer>();
+    check::<xserv::text::StopMatcher>();
+    check::<ChatTemplate>();
+}

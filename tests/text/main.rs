@@ -1,0 +1,13 @@
+//! Tokenizer, detokenizer, stop strings and chat template, against vectors made with Transformers
+//! and against files that mean harm.
+
+mod chat_bombs;
+mod chat_golden;
+mod chat_semantics;
+mod detokenizer;
+mod json_input;
+mod stop_strings;
+mod support;
+mod tokenizer_bad;
+mod tokenizer_golden;
+mod tokenizer_large;

@@ -1,0 +1,54 @@
+//! Where the vectors are, and small tokenizers.
+
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use xserv::text::{SpecialTokens, Tokenizer};
+
+/// A file or folder of the reference data, or a printed word that it is not there.
+fn data(variable: &str, default: &str) -> Option<PathBuf> {
+    let folder = match std::env::var_os(variable) {
+        Some(folder) => PathBuf::from(folder),
+        None => Path::new(env!("CARGO_MANIFEST_DIR")).join(default),
+    };
+    if folder.is_dir() {
+        return Some(folder);
+    }
+    println!("skipped: {} is not there (set {variable})", folder.display());
+    None
+}
+
+/// The reference data made with Transformers.
+pub fn golden() -> Option<PathBuf> {
+    data("XSERV_GOLDEN", "../shared/golden")
+}
+
+/// The published vocabularies.
+pub fn real_tokenizers() -> Option<PathBuf> {
+    data("XSERV_REAL_TOKENIZER", "../shared/real-tokenizer")
+}
+
+/// The vectors in the repository.
+pub fn own(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)
+}
+
+pub fn json(path: &Path) -> Value {
+    let bytes = std::fs::read(path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
+    serde_json::from_slice(&bytes).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
+}
+
+pub fn tokenizer(folder: &Path) -> Arc<Tokenizer> {
+    let json = std::fs::read(folder.join("tokenizer.json")).unwrap();
+    let config = std::fs::read(folder.join("tokenizer_config.json")).ok();
+    Arc::new(Tokenizer::from_bytes(&json, config.as_deref()).unwrap())
+}
+
+pub fn special_tokens(folder: &Path) -> SpecialTokens {
+    SpecialTokens::from_config(&std::fs::read(folder.join("tokenizer_config.json")).unwrap())
+        .unwrap()
+}
+
+pub fn ids(value: &Value) -> Vec<u32> {
+    value.as_array().unwrap().iter().map(|id| id.as_u64().unwrap() as u32).collect()
+}
