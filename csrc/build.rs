@@ -1,11 +1,47 @@
-//! Build script: link arguments of the shared library. (The CUDA kernels of this folder will be compiled
-//! here too.)
+//! Build script: link arguments of the shared library, and the CUDA kernels of `csrc/ops`.
+//!
+//! Every `csrc/ops/*.cu` becomes one fatbin, which `src/backend/cuda/fatbins.rs` includes. Environment:
+//!
+//! * `NVCC`: the compiler; `none` builds without CUDA kernels. Else it is looked for in `CUDA_HOME/bin`,
+//!   `CUDA_PATH/bin`, `.cuda/nvidia/cu13/bin` (the Python wheels), `PATH` and `/usr/local/cuda/bin`.
+//! * `XSERV_CUDA_ARCHS`: what to compile for, such as `90a` or `80,90a,ptx80`; the default is all.
+//! * `XSERV_NVCC_FLAGS`: further arguments, such as `-lineinfo`.
+//! * `XSERV_REQUIRE_CUDA=1`: a missing nvcc is an error.
+
+use std::collections::hash_map::DefaultHasher;
+use std::fmt::Write as _;
+use std::hash::{Hash, Hasher};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// The number in the SONAME; `src/ffi/version.rs` says the same to C, and a test compares the two.
 const ABI_VERSION: u32 = 0;
 
+/// Machine code for every generation from Ampere on, and PTX for what comes after. `a` and `f` targets
+/// have instructions of one chip or family that plain ones lack.
+const ALL_ARCHS: &str = "80,86,89,90a,100f,120f,ptx80,ptx90";
+
+/// Kernels are compiled two at a time: one compilation takes up to 1 GB.
+const PARALLEL_COMPILATIONS: usize = 2;
+
 fn main() {
-    println!("cargo:rerun-if-changed=csrc/build.rs");
+    println!("cargo:rerun-if-changed=csrc");
+    for name in [
+        "NVCC",
+        "CUDA_HOME",
+        "CUDA_PATH",
+        "XSERV_CUDA_ARCHS",
+        "XSERV_NVCC_FLAGS",
+        "XSERV_REQUIRE_CUDA",
+    ] {
+        println!("cargo:rerun-if-env-changed={name}");
+    }
+    link_arguments();
+    kernels();
+}
+
+fn link_arguments() {
     if std::env::var("CARGO_CFG_TARGET_OS").as_deref() != Ok("linux") {
         return;
     }
@@ -15,4 +51,156 @@ fn main() {
     println!("cargo:rustc-cdylib-link-arg=-Wl,-z,nodelete");
     // Nothing of the crates we link is exported.
     println!("cargo:rustc-cdylib-link-arg=-Wl,--exclude-libs,ALL");
+}
+
+fn kernels() {
+    let out = PathBuf::from(variable("OUT_DIR").unwrap_or_default());
+    let table = out.join("fatbins.rs");
+    let Some(nvcc) = find_nvcc() else {
+        if variable("XSERV_REQUIRE_CUDA").is_some_and(|v| v != "0") {
+            panic!("XSERV_REQUIRE_CUDA is set, but there is no nvcc (set NVCC or CUDA_HOME)");
+        }
+        println!(
+            "cargo:warning=no nvcc found (NVCC, CUDA_HOME, .cuda, PATH): building for the CPU only"
+        );
+        write(&table, b"&[]");
+        return;
+    };
+    let root = PathBuf::from(variable("CARGO_MANIFEST_DIR").unwrap_or_default());
+    let sources = files(&root.join("csrc/ops"), "cu");
+    let headers = files(&root.join("csrc/common"), "cuh");
+    let arguments = arguments(&root);
+    // Debug and release builds share what is compiled: it depends on the sources and arguments alone.
+    let cache = out.ancestors().nth(4).unwrap_or(&out).join("kernels");
+    std::fs::create_dir_all(&cache).unwrap_or_else(|e| panic!("{}: {e}", cache.display()));
+    let mut common = DefaultHasher::new();
+    version(&nvcc).hash(&mut common);
+    arguments.hash(&mut common);
+    headers.iter().for_each(|header| read(header).hash(&mut common));
+
+    let next = AtomicUsize::new(0);
+    let fatbins: Vec<PathBuf> = sources
+        .iter()
+        .map(|source| {
+            let mut hasher = common.clone();
+            read(source).hash(&mut hasher);
+            cache.join(format!("{}-{:016x}.fatbin", stem(source), hasher.finish()))
+        })
+        .collect();
+    std::thread::scope(|scope| {
+        for _ in 0..PARALLEL_COMPILATIONS {
+            scope.spawn(|| loop {
+                let index = next.fetch_add(1, Ordering::Relaxed);
+                let (Some(source), Some(fatbin)) = (sources.get(index), fatbins.get(index)) else {
+                    return;
+                };
+                if !fatbin.exists() {
+                    compile(&nvcc, &arguments, source, fatbin);
+                }
+            });
+        }
+    });
+
+    let mut text = String::from("&[\n");
+    for (source, fatbin) in sources.iter().zip(&fatbins) {
+        let copy = out.join(format!("{}.fatbin", stem(source)));
+        write(&copy, &read(fatbin));
+        let _ = writeln!(text, "({:?}, &Aligned(*include_bytes!({copy:?})).0),", stem(source));
+    }
+    text.push(']');
+    write(&table, text.as_bytes());
+}
+
+fn compile(nvcc: &Path, arguments: &[String], source: &Path, fatbin: &Path) {
+    // Under another name first: a build that is stopped must not leave half a file behind.
+    let unfinished = fatbin.with_extension(format!("{}.tmp", std::process::id()));
+    let output = Command::new(nvcc)
+        .args(arguments)
+        .arg("-o")
+        .arg(&unfinished)
+        .arg(source)
+        .env_remove("NVCC_APPEND_FLAGS")
+        .env_remove("NVCC_PREPEND_FLAGS")
+        .output()
+        .unwrap_or_else(|e| panic!("{}: {e}", nvcc.display()));
+    if !output.status.success() {
+        panic!(
+            "{} failed on {}:\n{}{}",
+            nvcc.display(),
+            source.display(),
+            String::from_utf8_lossy(&output.stdout),
+            String::from_utf8_lossy(&output.stderr)
+        );
+    }
+    std::fs::rename(&unfinished, fatbin).unwrap_or_else(|e| panic!("{}: {e}", fatbin.display()));
+}
+
+fn arguments(root: &Path) -> Vec<String> {
+    let fixed = "-std=c++17 -O3 --fatbin --compress-mode=size -Werror all-warnings";
+    let mut arguments: Vec<String> = fixed.split(' ').map(str::to_string).collect();
+    arguments.push(format!("-I{}", root.join("csrc").display()));
+    let archs = variable("XSERV_CUDA_ARCHS").unwrap_or_else(|| ALL_ARCHS.to_string());
+    for arch in archs.split(',').map(str::trim).filter(|arch| !arch.is_empty()) {
+        let (number, code) = match arch.strip_prefix("ptx") {
+            Some(number) => (number, "compute"),
+            None => (arch, "sm"),
+        };
+        arguments.push("-gencode".to_string());
+        arguments.push(format!("arch=compute_{number},code={code}_{number}"));
+    }
+    if let Some(flags) = variable("XSERV_NVCC_FLAGS") {
+        arguments.extend(flags.split_whitespace().map(str::to_string));
+    }
+    arguments
+}
+
+fn find_nvcc() -> Option<PathBuf> {
+    if let Some(nvcc) = variable("NVCC") {
+        return (nvcc != "none").then(|| PathBuf::from(nvcc));
+    }
+    let root = PathBuf::from(variable("CARGO_MANIFEST_DIR").unwrap_or_default());
+    let mut folders: Vec<PathBuf> = ["CUDA_HOME", "CUDA_PATH"]
+        .iter()
+        .filter_map(|name| variable(name))
+        .map(|v| Path::new(&v).join("bin"))
+        .collect();
+    folders.push(root.join(".cuda/nvidia/cu13/bin"));
+    folders.extend(
+        variable("PATH").iter().flat_map(|path| std::env::split_paths(path).collect::<Vec<_>>()),
+    );
+    folders.push(PathBuf::from("/usr/local/cuda/bin"));
+    folders.into_iter().map(|folder| folder.join("nvcc")).find(|path| path.is_file())
+}
+
+fn version(nvcc: &Path) -> String {
+    let output = Command::new(nvcc).arg("--version").output();
+    output.map(|o| String::from_utf8_lossy(&o.stdout).into_owned()).unwrap_or_default()
+}
+
+/// The files of a folder with an extension, sorted.
+fn files(folder: &Path, extension: &str) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    let mut paths: Vec<PathBuf> = entries
+        .map(|entry| entry.path())
+        .filter(|path| path.extension().is_some_and(|e| e == extension))
+        .collect();
+    paths.sort();
+    paths
+}
+
+fn stem(path: &Path) -> String {
+    path.file_stem().unwrap_or_default().to_string_lossy().into_owned()
+}
+
+/// An environment variable that is set and not empty.
+fn variable(name: &str) -> Option<String> {
+    std::env::var(name).ok().filter(|value| !value.is_empty())
+}
+
+fn read(path: &Path) -> Vec<u8> {
+    std::fs::read(path).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
+}
+
+fn write(path: &Path, content: &[u8]) {
+    std::fs::write(path, content).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
 }

@@ -108,6 +108,16 @@
 #define XSERV_NO_TOKEN UINT32_MAX
 
 /**
+ * For xserv_context_options.num_threads: one thread for each core.
+ */
+#define XSERV_THREADS_AUTO UINT32_MAX
+
+/**
+ * For a memory budget: no limit but that of the device.
+ */
+#define XSERV_MEMORY_UNLIMITED UINT64_MAX
+
+/**
  * What a call came to. Zero is success. Numbers are never reused; later versions may add new ones,
  * so treat an unknown value as a failure.
  */
@@ -170,6 +180,12 @@ typedef enum xserv_status {
    * A fault of the library itself. The call had no effect; please report the message.
    */
   XSERV_STATUS_INTERNAL = 13,
+  /**
+   * The GPU failed for good: a kernel read memory that is not there, or the hardware broke down. All
+   * work on that device is lost, and every later call on it reports this. The process goes on, but
+   * cannot use the device again.
+   */
+  XSERV_STATUS_DEVICE_LOST = 14,
 } xserv_status;
 
 /**
@@ -211,6 +227,14 @@ typedef enum xserv_dtype {
    * the residual stream are binary32.
    */
   XSERV_DTYPE_BF16 = 3,
+  /**
+   * 32-bit signed integers: for tensors of token ids, positions and indices only.
+   */
+  XSERV_DTYPE_I32 = 4,
+  /**
+   * 64-bit signed integers: the same.
+   */
+  XSERV_DTYPE_I64 = 5,
 } xserv_dtype;
 
 /**
@@ -282,6 +306,17 @@ typedef enum xserv_logits_rows {
 typedef struct xserv_cancel_token xserv_cancel_token;
 
 /**
+ * A device, a stream of work on it, and the memory that the work uses. For the operators xserv_op_*;
+ * models have their own.
+ *
+ * On the CPU an operator has done its work when it returns. On CUDA it has queued its work on the
+ * context's stream: xserv_context_synchronize() waits for it, and reports what went wrong in it. Calls
+ * from several threads on one context are safe and queue in the order of their arrival; contexts are
+ * independent of each other.
+ */
+typedef struct xserv_context xserv_context;
+
+/**
  * Turns a stream of token ids into text. One thread at a time; another one that comes in between
  * waits.
  */
@@ -299,6 +334,11 @@ typedef struct xserv_inspection xserv_inspection;
  * cancelled.
  */
 typedef struct xserv_model xserv_model;
+
+/**
+ * Memory for a tensor, of a context.
+ */
+typedef struct xserv_owned_tensor xserv_owned_tensor;
 
 /**
  * What a generation came to. Immutable; any number of threads may read it.
@@ -876,6 +916,191 @@ typedef struct xserv_result_info {
   double tokens_per_second;
 } xserv_result_info;
 
+/**
+ * What a device is. Set struct_size to the sizeof it before the call.
+ */
+typedef struct xserv_device_info {
+  /**
+   * sizeof(xserv_device_info), set by the caller.
+   */
+  size_t struct_size;
+  /**
+   * Bytes of memory of the device.
+   */
+  uint64_t memory_bytes;
+  /**
+   * Bytes of its second-level cache.
+   */
+  uint64_t l2_bytes;
+  /**
+   * CUDA: the compute capability, such as 9 and 0.
+   */
+  uint32_t compute_capability_major;
+  /**
+   * See compute_capability_major.
+   */
+  uint32_t compute_capability_minor;
+  /**
+   * CUDA: how many multiprocessors it has.
+   */
+  uint32_t num_multiprocessors;
+  /**
+   * Always 0.
+   */
+  uint32_t reserved;
+  /**
+   * Its name, NUL-terminated: "NVIDIA H200".
+   */
+  uint8_t name[256];
+} xserv_device_info;
+
+/**
+ * How to make a context. Fill with xserv_context_options_default() first.
+ */
+typedef struct xserv_context_options {
+  /**
+   * sizeof(xserv_context_options); set by xserv_context_options_default().
+   */
+  size_t struct_size;
+  /**
+   * An xserv_device_kind. XSERV_DEVICE_AUTO, the default, takes CUDA where it can be used.
+   */
+  uint32_t device_kind;
+  /**
+   * Which of the devices of that kind; default 0.
+   */
+  uint32_t device_index;
+  /**
+   * CUDA: 1 to queue work on the caller's `stream`, 0 (the default) for a stream of the context's own.
+   */
+  uint32_t use_stream;
+  /**
+   * CPU: threads, the calling one included; default XSERV_THREADS_AUTO.
+   */
+  uint32_t num_threads;
+  /**
+   * CUDA with use_stream: a cudaStream_t (CUstream) of the device's primary context, which is the one
+   * that the CUDA runtime, PyTorch and CuPy use; NULL is the default stream. Must outlive the context.
+   */
+  void *stream;
+  /**
+   * The most bytes of device memory that the context may hold for owned tensors and workspaces;
+   * default XSERV_MEMORY_UNLIMITED.
+   */
+  uint64_t memory_budget;
+} xserv_context_options;
+
+/**
+ * What the allocator of a context has done. Set struct_size to the sizeof it before the call.
+ */
+typedef struct xserv_memory_stats {
+  /**
+   * sizeof(xserv_memory_stats), set by the caller.
+   */
+  size_t struct_size;
+  /**
+   * Bytes in use by owned tensors and by work under way, rounded up to the allocator's classes.
+   */
+  uint64_t allocated;
+  /**
+   * Bytes taken from the driver or the system: in use, or kept for the next.
+   */
+  uint64_t reserved;
+  /**
+   * The most that `allocated` has been.
+   */
+  uint64_t peak;
+  /**
+   * The most that `reserved` may become.
+   */
+  uint64_t budget;
+  /**
+   * How often the driver or the system was asked for memory or given some back. A loop of same-shaped
+   * work leaves it unchanged after its first round.
+   */
+  uint64_t num_driver_calls;
+  /**
+   * How often memory was asked of the allocator.
+   */
+  uint64_t num_allocations;
+} xserv_memory_stats;
+
+/**
+ * Where memory lies; layout and numbers of DLPack's DLDevice.
+ */
+typedef struct xserv_tensor_device {
+  /**
+   * 1: host memory (kDLCPU). 2: memory of a CUDA device (kDLCUDA). Also taken: 3, pinned host memory,
+   * as 1; 13, managed memory, as 2.
+   */
+  int32_t device_type;
+  /**
+   * Which device of that type.
+   */
+  int32_t device_id;
+} xserv_tensor_device;
+
+/**
+ * What the elements are; layout and numbers of DLPack's DLDataType. The types known here: {2, 32, 1} f32,
+ * {2, 16, 1} f16, {4, 16, 1} bf16, {0, 32, 1} i32, {0, 64, 1} i64.
+ */
+typedef struct xserv_tensor_dtype {
+  /**
+   * 0: signed integer (kDLInt), 2: IEEE floating point (kDLFloat), 4: bfloat (kDLBfloat).
+   */
+  uint8_t code;
+  /**
+   * Bits of an element.
+   */
+  uint8_t bits;
+  /**
+   * Always 1.
+   */
+  uint16_t lanes;
+} xserv_tensor_dtype;
+
+/**
+ * A view of elements in memory that belongs to somebody else: layout-compatible with DLPack's DLTensor,
+ * so that a tensor of PyTorch, CuPy, JAX or NumPy is used in place by passing the address of its
+ * DLTensor. The library reads the descriptor during the call only.
+ *
+ * At most 8 dimensions. Strides are counted in elements, not bytes, and must not be negative; strides may
+ * be NULL for a contiguous row-major tensor. The first element lies at data + byte_offset and must be
+ * aligned to its size. A tensor with a size of 0 is valid, has no elements, and may have NULL data.
+ *
+ * Memory on a CUDA device must stay valid until the work that uses it is done.
+ */
+typedef struct xserv_tensor {
+  /**
+   * The memory.
+   */
+  void *data;
+  /**
+   * Where it lies.
+   */
+  struct xserv_tensor_device device;
+  /**
+   * How many dimensions; 0 for a scalar.
+   */
+  int32_t ndim;
+  /**
+   * What the elements are.
+   */
+  struct xserv_tensor_dtype dtype;
+  /**
+   * [ndim] sizes, outermost first. May be NULL with ndim 0.
+   */
+  int64_t *shape;
+  /**
+   * [ndim] distances in elements, or NULL.
+   */
+  int64_t *strides;
+  /**
+   * Bytes from data to the first element.
+   */
+  uint64_t byte_offset;
+} xserv_tensor;
+
 #ifdef __cplusplus
 extern "C" {
 #endif // __cplusplus
@@ -1254,6 +1479,139 @@ const char *xserv_result_text(const struct xserv_result *result);
  * Ends a result. NULL does nothing.
  */
 void xserv_result_free(struct xserv_result *result);
+
+/**
+ * The number of usable CUDA devices: 0 without a driver, and in a library built without CUDA kernels.
+ */
+uint32_t xserv_cuda_device_count(void);
+
+/**
+ * Describes a CUDA device, without starting anything on it. Also the way to learn why CUDA cannot be
+ * used: the message of XSERV_STATUS_NO_DEVICE says what is missing.
+ *
+ * info: its struct_size must be set.
+ *
+ * # Safety
+ * `info` is writable for the size that it claims.
+ */
+XSERV_MUST_USE
+enum xserv_status xserv_cuda_device_get_info(uint32_t device_index,
+                                             struct xserv_device_info *info);
+
+/**
+ * Fills options with their defaults.
+ *
+ * # Safety
+ * `options` is writable for a whole xserv_context_options.
+ */
+XSERV_MUST_USE
+enum xserv_status xserv_context_options_default(struct xserv_context_options *options);
+
+/**
+ * Makes a context. options may be NULL for the defaults: CUDA where it can be used, else the CPU.
+ *
+ * Free with xserv_context_free(). Owned tensors of it keep what they need alive.
+ *
+ * Errors: XSERV_STATUS_NO_DEVICE (the message says what is missing), XSERV_STATUS_UNSUPPORTED (a GPU
+ * before compute capability 8.0), XSERV_STATUS_INVALID_ARGUMENT, XSERV_STATUS_OUT_OF_MEMORY.
+ *
+ * # Safety
+ * `options` is NULL or readable for its struct_size; its stream is a stream; `context` is writable.
+ */
+XSERV_MUST_USE
+enum xserv_status xserv_context_new(const struct xserv_context_options *options,
+                                    struct xserv_context **context);
+
+/**
+ * The kind of device that a context works on.
+ *
+ * # Safety
+ * `device_kind` is writable.
+ */
+XSERV_MUST_USE
+enum xserv_status xserv_context_get_device(const struct xserv_context *context,
+                                           uint32_t *device_kind);
+
+/**
+ * Waits until all work queued on the context's stream is done, and reports what went wrong in it:
+ * XSERV_STATUS_DEVICE_LOST, or XSERV_STATUS_INVALID_ARGUMENT for an index that a kernel met and did not
+ * follow (a token id outside the table, a position outside the angles, a block outside the cache), once.
+ */
+XSERV_MUST_USE
+enum xserv_status xserv_context_synchronize(const struct xserv_context *context);
+
+/**
+ * Gives memory that the context keeps for later back to the driver.
+ */
+XSERV_MUST_USE enum xserv_status xserv_context_trim(const struct xserv_context *context);
+
+/**
+ * What the context's allocator of device memory has done. stats->struct_size must be set.
+ *
+ * # Safety
+ * `stats` is writable for the size that it claims.
+ */
+XSERV_MUST_USE
+enum xserv_status xserv_context_get_memory_stats(const struct xserv_context *context,
+                                                 struct xserv_memory_stats *stats);
+
+/**
+ * Frees a context; NULL is allowed. Waits for its work. Tensors that it made stay valid until they are
+ * freed themselves.
+ */
+void xserv_context_free(struct xserv_context *context);
+
+/**
+ * Makes a contiguous row-major tensor in memory of the context's device. Its content is arbitrary.
+ *
+ * dtype: XSERV_DTYPE_F32, _F16 or _BF16, XSERV_DTYPE_I32 or _I64. shape: [ndim] sizes, at most 8 of them.
+ * The memory comes from the context's caching allocator, aligned to 64 bytes, and goes back to it with
+ * xserv_owned_tensor_free().
+ *
+ * Errors: XSERV_STATUS_OUT_OF_MEMORY with sizes, after what the context keeps was given back.
+ *
+ * # Safety
+ * `shape` is readable for `ndim` sizes; `tensor` is writable.
+ */
+XSERV_MUST_USE
+enum xserv_status xserv_owned_tensor_new(const struct xserv_context *context,
+                                         uint32_t dtype,
+                                         uint32_t ndim,
+                                         const int64_t *shape,
+                                         struct xserv_owned_tensor **tensor);
+
+/**
+ * The descriptor of an owned tensor. Its pointers stay valid until the tensor is freed.
+ *
+ * # Safety
+ * `view` is writable.
+ */
+XSERV_MUST_USE
+enum xserv_status xserv_owned_tensor_view(const struct xserv_owned_tensor *tensor,
+                                          struct xserv_tensor *view);
+
+/**
+ * Gives an owned tensor's memory back to its context; NULL is allowed. Work that was queued before and
+ * uses it is not disturbed.
+ */
+void xserv_owned_tensor_free(struct xserv_owned_tensor *tensor);
+
+/**
+ * target = source, bit for bit: between layouts (making a view contiguous, filling a slice) and, on a
+ * CUDA context, between host and device in either direction. A copy with a side on the host has ended
+ * when the call returns.
+ *
+ * source, target: the same shape and dtype, any strides. They must be the same view or share no memory.
+ *
+ * Errors: XSERV_STATUS_INVALID_ARGUMENT, XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST.
+ *
+ * # Safety
+ * The descriptors are readable, and their memory is what they say.
+ */
+XSERV_MUST_USE
+enum xserv_status xserv_op_copy(const struct xserv_context *context,
+                                const struct xserv_tensor *source,
+                                const struct xserv_tensor *target);
 
 #ifdef __cplusplus
 }  // extern "C"

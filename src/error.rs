@@ -31,6 +31,8 @@ pub enum ErrorKind {
     Template,
     /// The asked-for device is not there, or this build cannot use it.
     NoDevice,
+    /// The GPU failed for good: a fault in a kernel, a bus error. Only a new process helps.
+    DeviceLost,
     /// The process was forked after the model was loaded; its threads are not in the child.
     Forked,
     /// A fault of the library itself.

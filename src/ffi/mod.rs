@@ -5,20 +5,26 @@
 mod guard;
 mod handle;
 
+mod context;
 mod evaluate;
 mod generate;
 mod inspect;
 mod model;
+mod ops;
 mod status;
+mod tensor;
 mod text;
 mod types;
 mod version;
 
+pub use context::*;
 pub use evaluate::*;
 pub use generate::*;
 pub use inspect::*;
 pub use model::*;
+pub use ops::*;
 pub use status::*;
+pub use tensor::*;
 pub use text::*;
 pub use types::*;
 pub use version::*;

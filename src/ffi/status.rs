@@ -41,6 +41,10 @@ pub enum xserv_status {
     XSERV_STATUS_FORKED = 12,
     /// A fault of the library itself. The call had no effect; please report the message.
     XSERV_STATUS_INTERNAL = 13,
+    /// The GPU failed for good: a kernel read memory that is not there, or the hardware broke down. All
+    /// work on that device is lost, and every later call on it reports this. The process goes on, but
+    /// cannot use the device again.
+    XSERV_STATUS_DEVICE_LOST = 14,
 }
 
 impl From<ErrorKind> for xserv_status {
@@ -58,6 +62,7 @@ impl From<ErrorKind> for xserv_status {
             ErrorKind::Template => xserv_status::XSERV_STATUS_TEMPLATE,
             ErrorKind::NoDevice => xserv_status::XSERV_STATUS_NO_DEVICE,
             ErrorKind::Forked => xserv_status::XSERV_STATUS_FORKED,
+            ErrorKind::DeviceLost => xserv_status::XSERV_STATUS_DEVICE_LOST,
             ErrorKind::Internal => xserv_status::XSERV_STATUS_INTERNAL,
         }
     }
@@ -122,6 +127,7 @@ pub extern "C" fn xserv_status_name(status: u32) -> *const c_char {
         11 => c"XSERV_STATUS_NO_DEVICE",
         12 => c"XSERV_STATUS_FORKED",
         13 => c"XSERV_STATUS_INTERNAL",
+        14 => c"XSERV_STATUS_DEVICE_LOST",
         _ => c"unknown status",
     };
     name.as_ptr()

@@ -44,6 +44,10 @@ pub enum xserv_dtype {
     /// bfloat16 weights and KV cache; the inputs of matrix products are rounded to bfloat16, sums and
     /// the residual stream are binary32.
     XSERV_DTYPE_BF16 = 3,
+    /// 32-bit signed integers: for tensors of token ids, positions and indices only.
+    XSERV_DTYPE_I32 = 4,
+    /// 64-bit signed integers: the same.
+    XSERV_DTYPE_I64 = 5,
 }
 
 /// How grave a log message is.

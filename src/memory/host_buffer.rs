@@ -63,6 +63,14 @@ impl HostBuffer {
         HostBuffer { start: DANGLING, len_bytes: 0 }
     }
 
+    /// The buffer with this address and length, taken apart before.
+    ///
+    /// # Safety
+    /// Both are those of one [`HostBuffer::zeroed`] that was forgotten, and that nobody else takes up.
+    pub unsafe fn from_raw_parts(start: NonNull<u8>, len_bytes: usize) -> Self {
+        HostBuffer { start, len_bytes }
+    }
+
     /// The length in bytes.
     pub fn len_bytes(&self) -> usize {
         self.len_bytes

@@ -1,7 +1,13 @@
 //! Bytes, shapes and element types. Touches nothing above; used by everything.
 
+mod caching_allocator;
+mod device;
 mod dtype;
 mod host_buffer;
+mod tensor;
 
+pub use caching_allocator::{Block, CachingAllocator, MemorySource, MemoryStats};
+pub use device::Device;
 pub use dtype::DType;
 pub use host_buffer::{HostBuffer, Pages, Plain};
+pub use tensor::{Dims, ElementType, RowLayout, Tensor, MAX_RANK};

@@ -16,6 +16,7 @@ pub mod rms_norm;
 pub mod rope;
 pub mod silu_mul;
 pub mod softmax;
+pub mod tensor;
 
 pub use argmax::argmax;
 pub use attention::{attention, AttentionBatch, AttentionScratch};

@@ -8,8 +8,10 @@ fn root() -> &'static Path {
 }
 
 /// The files that speak to C, in the order of the manual.
-const SOURCES: [&str; 8] =
-    ["version", "types", "status", "model", "inspect", "text", "evaluate", "generate"];
+const SOURCES: [&str; 11] = [
+    "version", "types", "status", "model", "inspect", "text", "evaluate", "generate", "context",
+    "tensor", "ops",
+];
 
 fn generate() -> String {
     let config = cbindgen::Config::from_file(root().join("cbindgen.toml")).unwrap();

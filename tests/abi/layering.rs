@@ -18,7 +18,10 @@ fn allowed() -> BTreeMap<&'static str, &'static [&'static str]> {
             "engine",
             &["error", "panic_guard", "thread_state", "memory", "backend", "ops", "model", "text"],
         ),
-        ("ffi", &["error", "panic_guard", "thread_state", "memory", "text", "engine"]),
+        (
+            "ffi",
+            &["error", "panic_guard", "thread_state", "memory", "backend", "ops", "text", "engine"],
+        ),
     ])
 }
 

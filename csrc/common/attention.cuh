@@ -1,0 +1,129 @@
+// What the attention kernels share: launch parameters, rows of a tile in shared memory, the fault record.
+#pragma once
+
+#include <stdint.h>
+
+#include "common/mma.cuh"
+
+namespace xserv {
+
+// In mapped host memory; the first fault of a stream of launches is kept.
+struct AttentionFault {
+  int code;  // 0: none, 1: block id outside [0, num_blocks)
+  int pad;
+  long long index;  // into block_tables
+  long long value;  // what stood there
+};
+static_assert(sizeof(AttentionFault) == 24, "layout shared with the host");
+
+// Strides count elements; the innermost axis (head_dim) is contiguous.
+struct AttentionParams {
+  const void* q;    // [batch, num_heads, q_len, head_dim] by strides, or packed [num_tokens, num_heads, head_dim]
+  const void* k;    // as q with num_kv_heads, or blocks [num_blocks, block_size, num_kv_heads, head_dim]
+  const void* v;
+  void* out;        // as q
+  const int* cu_seqlens_q;  // [num_seqs + 1] or null: then q_len holds for every sequence
+  const int* cu_seqlens_k;  // [num_seqs + 1] or null
+  const int* block_tables;  // [num_seqs, max_blocks_per_seq] or null: then k and v are no block cache
+  const int* context_lens;  // [num_seqs] keys of each sequence, or null; goes before cu_seqlens_k's difference
+  AttentionFault* fault;    // may be null
+  long long q_batch_stride, q_token_stride, q_head_stride;
+  long long k_batch_stride, k_token_stride, k_head_stride;  // batch: of one block where block_tables is given
+  long long v_batch_stride, v_token_stride, v_head_stride;
+  long long o_batch_stride, o_token_stride, o_head_stride;
+  int num_heads, num_kv_heads;
+  int q_len, kv_len;
+  int causal;
+  int num_blocks, block_size_log2, max_blocks_per_seq;
+  float scale;
+  int pad;
+};
+static_assert(sizeof(AttentionParams) == 72 + 96 + 40, "layout shared with the host");
+
+struct AttentionDecodeParams {
+  const void* q;  // [num_seqs, num_heads, head_dim] by strides
+  const void* k;  // [num_seqs, num_kv_heads, kv_len, head_dim] by strides, or blocks as above
+  const void* v;
+  void* out;             // [num_seqs, num_heads, head_dim] by strides
+  float* partial_out;    // [num_seqs, num_heads, max_chunks, head_dim]
+  float* partial_stats;  // [num_seqs, num_heads, max_chunks, 2]: running maximum (base 2) and sum
+  int* counters;         // [num_seqs, num_kv_heads * head groups], zero before the first launch; left zero
+  const int* block_tables;
+  const int* context_lens;
+  AttentionFault* fault;
+  long long q_seq_stride, q_head_stride;
+  long long k_seq_stride, k_token_stride, k_head_stride;
+  long long v_seq_stride, v_token_stride, v_head_stride;
+  long long o_seq_stride, o_head_stride;
+  int num_heads, num_kv_heads;
+  int kv_len, max_chunks;
+  int num_blocks, block_size_log2, max_blocks_per_seq;
+  int chunk_len;  // 0: the rule of decode_chunk_len
+  float scale;
+  int pad;
+};
+static_assert(sizeof(AttentionDecodeParams) == 80 + 80 + 40, "layout shared with the host");
+
+// A tile of rows [rows, head_dim] of 16-bit elements. ldmatrix reads 8 rows at one 16-byte column: a row of
+// a multiple of 128 bytes is permuted by row % 8, any other row is padded to an odd number of 16 bytes.
+template <int kHeadDim>
+struct TileRows {
+  static constexpr bool kSwizzle = kHeadDim % 64 == 0;
+  static constexpr int kChunks = kHeadDim / 8;
+  static constexpr int kStride = kSwizzle ? kHeadDim * 2 : (kChunks | 1) * 16;
+
+  __device__ __forceinline__ static uint32_t offset(int row, int chunk) {
+    return row * kStride + ((kSwizzle ? (chunk ^ (row & 7)) : chunk) << 4);
+  }
+  // The address 16 * step elements further in the row; tiles start at multiples of kAlign bytes.
+  static constexpr int kAlign = kSwizzle ? kStride : 16;
+  __device__ __forceinline__ static uint32_t advance(uint32_t address, int step) {
+    return kSwizzle ? address ^ (step * 32) : address + step * 32;
+  }
+};
+
+// 2^x; results below the smallest normal number become zero. NaN stays NaN.
+__device__ __forceinline__ float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+constexpr float kLog2E = 1.4426950408889634f;
+constexpr float kMinusInfinity = -__builtin_huge_valf();
+
+__device__ __forceinline__ void report_block_fault(AttentionFault* fault, long long index, int value) {
+  if (fault == nullptr) return;
+  if (atomicCAS_system(&fault->code, 0, 1) == 0) {
+    fault->index = index;
+    fault->value = value;
+    __threadfence_system();
+  }
+}
+
+// Row `key` of a sequence in a block cache; null (and a fault) where the table holds no block.
+template <typename T>
+struct BlockRow {
+  long long block;
+  int token;
+  bool is_valid;
+};
+template <typename T, typename Params>
+__device__ __forceinline__ BlockRow<T> block_row(const Params& p, int seq, int key) {
+  const int block = key >> p.block_size_log2;
+  const long long index = static_cast<long long>(seq) * p.max_blocks_per_seq + block;
+  const int id = __ldg(p.block_tables + index);
+  const bool is_valid = static_cast<unsigned>(id) < static_cast<unsigned>(p.num_blocks);
+  if (!is_valid) report_block_fault(p.fault, index, id);
+  return {is_valid ? id : 0, key & ((1 << p.block_size_log2) - 1), is_valid};
+}
+
+// Keys of a sequence, never more than its row of the block table can name.
+template <typename Params>
+__device__ __forceinline__ int clamp_to_table(const Params& p, int kv_len) {
+  if (p.block_tables == nullptr) return kv_len;
+  const long long capacity = static_cast<long long>(p.max_blocks_per_seq) << p.block_size_log2;
+  return kv_len < capacity ? kv_len : static_cast<int>(capacity);
+}
+
+}  // namespace xserv

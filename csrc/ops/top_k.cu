@@ -1,0 +1,195 @@
+// The k largest elements of each row of x: [num_rows, width], sorted from the largest; ties: the lower index
+// first; NaN counts as larger than everything. values: [num_rows, k] in T, indices: [num_rows, k] i32. Exact.
+// k <= 1024 and k <= width.
+//
+// Elements become distinct 64-bit keys (value, then index descending), so that selecting the k largest has no
+// ties to break. Two launches: in the first, gridDim.x blocks share a row, and each keeps its part in
+// registers (read once), finds its k largest by radix selection, 8 bits at a time from the top, and leaves
+// them in `candidates`; in the second one block per row selects among the candidates and sorts. A row that
+// fits into one block needs only _single.
+#include "common/dtype.cuh"
+#include "common/order.cuh"
+
+namespace xserv {
+
+constexpr int kThreads = 1024;
+constexpr int kPerThread = 16;  // a block holds 16384 keys: 32 of its 64 registers per thread
+constexpr int kMaxK = 1024;
+
+struct Selection {
+  unsigned histogram[256];
+  unsigned digit;      // of the k-th largest key, in the present pass
+  unsigned remaining;  // how many keys are wanted among those that share its prefix
+  unsigned matching;   // how many those are
+  unsigned count;
+  uint64_t selected[kMaxK];
+};
+
+// Leaves the k largest of the block's nonzero keys, unsorted, in s.selected, or all if there are no more
+// than k. Returns how many.
+__device__ __forceinline__ unsigned select(const uint64_t (&keys)[kPerThread], unsigned k, Selection& s) {
+  const int thread = threadIdx.x, lane = thread & 31;
+  uint64_t prefix = 0;
+  unsigned remaining = k;
+  int shift = 64;
+  if (thread == 0) s.count = 0;
+  do {
+    if (thread < 256) s.histogram[thread] = 0;
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kPerThread; i++) {
+      const bool matches = keys[i] != 0 && (shift == 64 || keys[i] >> shift == prefix);
+      if (matches) atomicAdd(&s.histogram[keys[i] >> (shift - 8) & 255], 1u);
+    }
+    __syncthreads();
+    if (thread < 32) {
+      // Lane i owns digits 255 - 8i down to 248 - 8i. `above` counts the keys with larger digits.
+      unsigned own = 0;
+#pragma unroll
+      for (int i = 0; i < 8; i++) own += s.histogram[255 - 8 * lane - i];
+      unsigned above = own;
+#pragma unroll
+      for (int offset = 1; offset < 32; offset <<= 1) {
+        const unsigned other = __shfl_up_sync(0xffffffffu, above, offset);
+        if (lane >= offset) above += other;
+      }
+      const unsigned total = __shfl_sync(0xffffffffu, above, 31);
+      above -= own;
+      if (total < remaining) {
+        // Only in the first pass: everything is selected.
+        if (lane == 0) {
+          s.digit = 0;
+          s.remaining = s.matching = 0;
+        }
+      } else if (above < remaining && above + own >= remaining) {
+        for (int digit = 255 - 8 * lane;; digit--) {
+          const unsigned count = s.histogram[digit];
+          if (above + count >= remaining) {
+            s.digit = digit;
+            s.remaining = remaining - above;
+            s.matching = count;
+            break;
+          }
+          above += count;
+        }
+      }
+    }
+    __syncthreads();
+    shift -= 8;
+    prefix = prefix << 8 | s.digit;
+    remaining = s.remaining;
+  } while (remaining != s.matching && shift > 0);
+#pragma unroll
+  for (int i = 0; i < kPerThread; i++) {
+    if (keys[i] != 0 && keys[i] >> shift >= prefix) s.selected[atomicAdd(&s.count, 1u)] = keys[i];
+  }
+  __syncthreads();
+  return s.count;
+}
+
+// The block's part of a row, `chunk` elements from `begin` on. N: elements per access.
+template <typename T, int N>
+__device__ __forceinline__ void load_keys(uint64_t (&keys)[kPerThread], const T* row, int begin, int end) {
+#pragma unroll
+  for (int i = 0; i < kPerThread / N; i++) {
+    const int at = begin + (i * kThreads + static_cast<int>(threadIdx.x)) * N;
+    Vec<T, N> values;
+    if (at + N <= end) {
+      values = *reinterpret_cast<const Vec<T, N>*>(row + at);
+    } else {
+#pragma unroll
+      for (int j = 0; j < N; j++) values[j] = at + j < end ? row[at + j] : from_float<T>(0.0f);
+    }
+#pragma unroll
+    for (int j = 0; j < N; j++) {
+      keys[i * N + j] = at + j < end ? pair_key(to_float(values[j]), at + j) : 0;
+    }
+  }
+}
+
+// Bitonic sort, largest first, of s.selected[0, count); then the first k are written.
+template <typename T>
+__device__ __forceinline__ void sort_and_store(T* values, int* indices, unsigned count, unsigned k, Selection& s) {
+  unsigned size = 2;
+  while (size < count) size <<= 1;
+  const unsigned i = threadIdx.x;
+  if (i >= count && i < size) s.selected[i] = 0;
+  __syncthreads();
+  for (unsigned length = 2; length <= size; length <<= 1) {
+    for (unsigned stride = length >> 1; stride > 0; stride >>= 1) {
+      const unsigned partner = i ^ stride;
+      if (i < size && partner > i) {
+        const uint64_t a = s.selected[i], b = s.selected[partner];
+        const bool is_descending = (i & length) == 0;
+        if ((a < b) == is_descending) {
+          s.selected[i] = b;
+          s.selected[partner] = a;
+        }
+      }
+      __syncthreads();
+    }
+  }
+  if (i < k && i < count) {
+    values[i] = from_float<T>(value_of_key(static_cast<uint32_t>(s.selected[i] >> 32)));
+    indices[i] = index_of_pair(s.selected[i]);
+  }
+}
+
+template <typename T, int N>
+__device__ __forceinline__ void top_k_single(T* values, int* indices, const T* x, int width, int k,
+                                             long long x_stride) {
+  __shared__ Selection s;
+  const long long row = blockIdx.x;
+  uint64_t keys[kPerThread];
+  load_keys<T, N>(keys, x + row * x_stride, 0, width);
+  const unsigned count = select(keys, k, s);
+  sort_and_store(values + row * k, indices + row * k, count, k, s);
+}
+
+// candidates: [num_rows, gridDim.x, k]; a part of fewer than k elements leaves zeros behind its own.
+template <typename T, int N>
+__device__ __forceinline__ void top_k_parts(uint64_t* candidates, const T* x, int width, int k, int chunk,
+                                            long long x_stride) {
+  __shared__ Selection s;
+  uint64_t keys[kPerThread];
+  const int begin = blockIdx.x * chunk;
+  load_keys<T, N>(keys, x + blockIdx.y * x_stride, begin, min(begin + chunk, width));
+  const unsigned count = select(keys, k, s);
+  uint64_t* target = candidates + (static_cast<long long>(blockIdx.y) * gridDim.x + blockIdx.x) * k;
+  if (static_cast<int>(threadIdx.x) < k) target[threadIdx.x] = threadIdx.x < count ? s.selected[threadIdx.x] : 0;
+}
+
+template <typename T>
+__device__ __forceinline__ void top_k_merge(T* values, int* indices, const uint64_t* candidates,
+                                            int num_candidates, int k) {
+  __shared__ Selection s;
+  const long long row = blockIdx.x;
+  uint64_t keys[kPerThread];
+#pragma unroll
+  for (int i = 0; i < kPerThread; i++) {
+    const int at = i * kThreads + threadIdx.x;
+    keys[i] = at < num_candidates ? candidates[row * num_candidates + at] : 0;
+  }
+  const unsigned count = select(keys, k, s);
+  sort_and_store(values + row * k, indices + row * k, count, k, s);
+}
+
+}  // namespace xserv
+
+#define XSERV_TOP_K_LOADS(SUFFIX, T, NAME, N)                                                               \
+  extern "C" __global__ void __launch_bounds__(1024) xserv_top_k_single##NAME##_##SUFFIX(                   \
+      T* values, int* indices, const T* x, int width, int k, long long x_stride) {                          \
+    xserv::top_k_single<T, N>(values, indices, x, width, k, x_stride);                                      \
+  }                                                                                                         \
+  extern "C" __global__ void __launch_bounds__(1024) xserv_top_k_parts##NAME##_##SUFFIX(                    \
+      uint64_t* candidates, const T* x, int width, int k, int chunk, long long x_stride) {                  \
+    xserv::top_k_parts<T, N>(candidates, x, width, k, chunk, x_stride);                                     \
+  }
+#define XSERV_TOP_K(SUFFIX, T)                                                                              \
+  XSERV_TOP_K_LOADS(SUFFIX, T, , xserv::kVec<T>)                                                            \
+  XSERV_TOP_K_LOADS(SUFFIX, T, _scalar, 1)                                                                  \
+  extern "C" __global__ void __launch_bounds__(1024) xserv_top_k_merge_##SUFFIX(                            \
+      T* values, int* indices, const uint64_t* candidates, int num_candidates, int k) {                     \
+    xserv::top_k_merge<T>(values, indices, candidates, num_candidates, k);                                  \
+  }
+XSERV_FOR_EACH_DTYPE(XSERV_TOP_K)

@@ -1,0 +1,132 @@
+//! A compute context: a device, a stream of work on it, and the memory that the work uses.
+
+use super::cpu::CpuBackend;
+use super::cuda::{CudaContext, StreamChoice};
+use crate::error::{Error, Result};
+use crate::memory::{
+    Block, CachingAllocator, Device, HostBuffer, MemorySource, MemoryStats, Pages, Tensor,
+};
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+/// See the head of the file. May be shared between threads.
+pub struct ComputeContext {
+    backend: ContextBackend,
+}
+
+/// The device half of a context.
+pub enum ContextBackend {
+    /// Works at once, on the calling thread and a pool.
+    Cpu {
+        /// The pool and the instruction set.
+        backend: CpuBackend,
+        /// Host memory.
+        allocator: Arc<CachingAllocator>,
+    },
+    /// Queues work on a stream.
+    Cuda(CudaContext),
+}
+
+/// Host memory of a CPU context.
+struct HostMemory;
+
+impl MemorySource for HostMemory {
+    fn allocate(&self, bytes: usize) -> Result<NonNull<u8>> {
+        let mut buffer = std::mem::ManuallyDrop::new(HostBuffer::zeroed(bytes, Pages::Huge)?);
+        NonNull::new(buffer.as_bytes_mut().as_mut_ptr())
+            .ok_or_else(|| Error::out_of_memory("host memory", bytes))
+    }
+
+    unsafe fn release(&self, start: NonNull<u8>, bytes: usize) {
+        // SAFETY: `allocate` has taken the buffer apart with this address and length.
+        drop(unsafe { HostBuffer::from_raw_parts(start, bytes) });
+    }
+
+    fn name(&self) -> &'static str {
+        "host memory"
+    }
+}
+
+impl ComputeContext {
+    /// A context on the CPU with `num_threads` threads, using at most `memory_budget` bytes.
+    pub fn cpu(num_threads: usize, memory_budget: usize) -> Result<Self> {
+        let backend = CpuBackend::new(num_threads)?;
+        let allocator = CachingAllocator::new(Box::new(HostMemory), memory_budget);
+        Ok(ComputeContext { backend: ContextBackend::Cpu { backend, allocator } })
+    }
+
+    /// A context on a CUDA device, using at most `memory_budget` bytes of its memory.
+    pub fn cuda(index: i32, stream: StreamChoice, memory_budget: usize) -> Result<Self> {
+        let context = CudaContext::new(index, stream, memory_budget)?;
+        Ok(ComputeContext { backend: ContextBackend::Cuda(context) })
+    }
+
+    /// The device half.
+    pub fn backend(&self) -> &ContextBackend {
+        &self.backend
+    }
+
+    /// Where its memory lies.
+    pub fn device(&self) -> Device {
+        match &self.backend {
+            ContextBackend::Cpu { .. } => Device::Cpu,
+            ContextBackend::Cuda(context) => context.place(),
+        }
+    }
+
+    fn allocator(&self) -> &Arc<CachingAllocator> {
+        match &self.backend {
+            ContextBackend::Cpu { allocator, .. } => allocator,
+            ContextBackend::Cuda(context) => context.allocator(),
+        }
+    }
+
+    /// Memory of the device for `what`. Its content is arbitrary.
+    pub fn allocate(&self, len_bytes: usize, what: &str) -> Result<Block> {
+        self.allocator().allocate(len_bytes, what)
+    }
+
+    /// Host memory that the device copies from and to at full speed; ordinary memory on the CPU.
+    pub fn allocate_pinned(&self, len_bytes: usize, what: &str) -> Result<Block> {
+        match &self.backend {
+            ContextBackend::Cpu { allocator, .. } => allocator.allocate(len_bytes, what),
+            ContextBackend::Cuda(context) => context.pinned().allocate(len_bytes, what),
+        }
+    }
+
+    /// What the allocator of device memory has done.
+    pub fn memory_stats(&self) -> MemoryStats {
+        self.allocator().stats()
+    }
+
+    /// Gives memory that is not in use back to the system.
+    pub fn trim(&self) {
+        self.allocator().trim();
+        if let ContextBackend::Cuda(context) = &self.backend {
+            context.pinned().trim();
+        }
+    }
+
+    /// Waits for all work, and reports what went wrong in it.
+    pub fn synchronize(&self) -> Result<()> {
+        match &self.backend {
+            ContextBackend::Cpu { .. } => Ok(()),
+            ContextBackend::Cuda(context) => context.synchronize(),
+        }
+    }
+
+    /// Fails if a tensor does not lie on this context's device.
+    pub fn check_reachable(&self, tensor: &Tensor, name: &str) -> Result<()> {
+        if tensor.device() != self.device() {
+            return Err(Error::invalid_argument(format!(
+                "{name} lies on {}, but the context works on {}",
+                tensor.device(),
+                self.device()
+            )));
+        }
+        match &self.backend {
+            ContextBackend::Cpu { .. } => Ok(()),
+            ContextBackend::Cuda(context) => context.check_reachable(tensor, name),
+        }
+    }
+}

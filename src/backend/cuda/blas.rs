@@ -1,0 +1,263 @@
+//! Matrix products by cuBLASLt, where it is installed: found at run time, never required.
+
+use super::context::CudaContext;
+use crate::error::{Error, ErrorKind, Result};
+use crate::memory::{Block, DType};
+use crate::panic_guard;
+use cudarc::cublaslt::{result, sys};
+use std::collections::HashMap;
+use std::ffi::c_void;
+use std::sync::{Mutex, OnceLock, PoisonError};
+
+/// Room for split sums. 32 MiB is what cuBLAS recommends for Hopper; earlier chips need less.
+const WORKSPACE_BYTES: usize = 32 << 20;
+/// Plans kept; a program that goes through more shapes than that begins anew.
+const MAX_PLANS: usize = 4096;
+
+/// `C = alpha op(A) op(B) + beta C`, row-major: op(A) is [m, k], op(B) [k, n], C [m, n], with leading
+/// dimensions in elements, `batch` times at the given strides.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct MatmulShape {
+    pub dtype: DType,
+    pub transpose_a: bool,
+    pub transpose_b: bool,
+    pub m: u64,
+    pub n: u64,
+    pub k: u64,
+    pub lda: i64,
+    pub ldb: i64,
+    pub ldc: i64,
+    pub batch: i32,
+    pub batch_stride_a: i64,
+    pub batch_stride_b: i64,
+    pub batch_stride_c: i64,
+    /// The smallest power of two, at most 16, of which all three addresses are multiples.
+    pub alignment: u32,
+}
+
+/// A handle, a workspace and the plans made so far. One for each context: a workspace serves one stream.
+pub(crate) struct Blas {
+    handle: sys::cublasLtHandle_t,
+    workspace: Block,
+    plans: Mutex<HashMap<MatmulShape, Plan>>,
+}
+
+// SAFETY: a cuBLASLt handle may be used by several threads at the same time; plans are behind a lock.
+unsafe impl Send for Blas {}
+// SAFETY: as above.
+unsafe impl Sync for Blas {}
+
+/// The descriptors and the algorithm for one shape.
+struct Plan {
+    description: sys::cublasLtMatmulDesc_t,
+    a: sys::cublasLtMatrixLayout_t,
+    b: sys::cublasLtMatrixLayout_t,
+    c: sys::cublasLtMatrixLayout_t,
+    algorithm: sys::cublasLtMatmulAlgo_t,
+}
+
+impl Drop for Plan {
+    fn drop(&mut self) {
+        // SAFETY: made by `Plan::new`, each once; NULL where making it failed.
+        unsafe {
+            for layout in [self.a, self.b, self.c] {
+                if !layout.is_null() {
+                    let _ = result::destroy_matrix_layout(layout);
+                }
+            }
+            if !self.description.is_null() {
+                let _ = result::destroy_matmul_desc(self.description);
+            }
+        }
+    }
+}
+
+fn failed(what: &'static str) -> impl Fn(result::CublasError) -> Error {
+    move |e| Error::internal(format!("cuBLASLt: {what}: {e}"))
+}
+
+/// Whether cuBLASLt is installed. `XSERV_CUBLAS=0` in the environment hides it.
+pub(crate) fn is_present() -> bool {
+    static FOUND: OnceLock<bool> = OnceLock::new();
+    *FOUND.get_or_init(|| {
+        let hidden = std::env::var_os("XSERV_CUBLAS").is_some_and(|value| value == "0");
+        // SAFETY: opens the library, which starts no work of its own.
+        !hidden && unsafe { sys::is_culib_present() }
+    })
+}
+
+impl Blas {
+    pub(super) fn new(context: &CudaContext) -> Result<Self> {
+        if !is_present() {
+            return Err(Error::new(
+                ErrorKind::NoDevice,
+                "cuBLASLt is not installed (libcublasLt.so was not found)",
+            ));
+        }
+        let workspace =
+            context.allocator().allocate(WORKSPACE_BYTES, "the workspace of cuBLASLt")?;
+        // A version without a function that we need shows as a panic of the bindings.
+        let make = || result::create_handle().map_err(failed("making a handle"));
+        let handle = context.with_current(|| panic_guard::catch(make))?;
+        Ok(Blas { handle, workspace, plans: Mutex::default() })
+    }
+
+    /// Queues a product.
+    ///
+    /// # Safety
+    /// The matrices are valid device memory of the shape's extents until the work is done; C overlaps
+    /// neither A nor B.
+    #[allow(clippy::too_many_arguments)]
+    pub(crate) unsafe fn matmul(
+        &self,
+        context: &CudaContext,
+        shape: &MatmulShape,
+        alpha: f32,
+        a: *const u8,
+        b: *const u8,
+        beta: f32,
+        c: *mut u8,
+    ) -> Result<()> {
+        let mut plans = self.plans.lock().unwrap_or_else(PoisonError::into_inner);
+        if plans.len() >= MAX_PLANS {
+            plans.clear();
+        }
+        context.with_current(|| {
+            if !plans.contains_key(shape) {
+                let plan = Plan::new(self.handle, shape)?;
+                plans.insert(*shape, plan);
+            }
+            let plan = plans.get(shape).ok_or_else(|| Error::internal("a plan was lost"))?;
+            // Row-major C = A B is column-major C^T = B^T A^T: the operands change places.
+            // SAFETY: the caller vouches for the matrices; the plan's parts are alive behind the lock; the
+            // workspace belongs to this context, whose stream orders its use.
+            unsafe {
+                result::matmul(
+                    self.handle,
+                    plan.description,
+                    (&raw const alpha).cast(),
+                    (&raw const beta).cast(),
+                    b.cast(),
+                    plan.b,
+                    a.cast(),
+                    plan.a,
+                    c.cast_const().cast(),
+                    plan.c,
+                    c.cast(),
+                    plan.c,
+                    &plan.algorithm,
+                    self.workspace.start().cast(),
+                    WORKSPACE_BYTES,
+                    context.raw_stream().cast(),
+                )
+            }
+            .map_err(failed("a product"))
+        })
+    }
+}
+
+impl Drop for Blas {
+    fn drop(&mut self) {
+        self.plans.lock().unwrap_or_else(PoisonError::into_inner).clear();
+        // SAFETY: made by `new`; nobody uses it any more. The context has waited for its stream.
+        let _ = unsafe { result::destroy_handle(self.handle) };
+    }
+}
+
+impl Plan {
+    fn new(handle: sys::cublasLtHandle_t, shape: &MatmulShape) -> Result<Self> {
+        use sys::cublasLtMatmulDescAttributes_t::*;
+        use sys::cublasLtMatmulPreferenceAttributes_t::*;
+        let matrix_type = match shape.dtype {
+            DType::F32 => sys::cudaDataType::CUDA_R_32F,
+            DType::F16 => sys::cudaDataType::CUDA_R_16F,
+            DType::BF16 => sys::cudaDataType::CUDA_R_16BF,
+        };
+        let null = std::ptr::null_mut();
+        // SAFETY: an opaque struct of integers, overwritten before use.
+        let algorithm = unsafe { std::mem::zeroed() };
+        let mut plan =
+            Plan { description: null as _, a: null as _, b: null as _, c: null as _, algorithm };
+        // f32 is multiplied as f32: no TF32 behind the caller's back.
+        plan.description = result::create_matmul_desc(
+            sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
+            sys::cudaDataType::CUDA_R_32F,
+        )
+        .map_err(failed("a description"))?;
+        let operation = |transpose: bool| i32::from(transpose);
+        for (attribute, value) in [
+            (CUBLASLT_MATMUL_DESC_TRANSA, operation(shape.transpose_b)),
+            (CUBLASLT_MATMUL_DESC_TRANSB, operation(shape.transpose_a)),
+        ] {
+            let value: *const c_void = (&raw const value).cast();
+            // SAFETY: a live description; the attribute is an i32.
+            unsafe { result::set_matmul_desc_attribute(plan.description, attribute, value, 4) }
+                .map_err(failed("a transpose"))?;
+        }
+        // The stored matrix [rows, columns] row-major is [columns, rows] column-major.
+        let layout = |rows: u64, columns: u64, leading: i64, stride: i64| {
+            let made = result::create_matrix_layout(matrix_type, columns, rows, leading)
+                .map_err(failed("a layout"))?;
+            batched(made, shape.batch, stride)?;
+            Ok::<_, Error>(made)
+        };
+        let (m, n, k) = (shape.m, shape.n, shape.k);
+        let (a_rows, a_columns) = if shape.transpose_a { (k, m) } else { (m, k) };
+        let (b_rows, b_columns) = if shape.transpose_b { (n, k) } else { (k, n) };
+        plan.a = layout(a_rows, a_columns, shape.lda, shape.batch_stride_a)?;
+        plan.b = layout(b_rows, b_columns, shape.ldb, shape.batch_stride_b)?;
+        plan.c = layout(m, n, shape.ldc, shape.batch_stride_c)?;
+
+        let preference = result::create_matmul_pref().map_err(failed("a preference"))?;
+        let chosen = (|| {
+            let bytes: *const c_void = (&raw const WORKSPACE).cast();
+            let alignment: *const c_void = (&raw const shape.alignment).cast();
+            // SAFETY: a live preference; the first attribute is a size, the others are u32.
+            unsafe {
+                let workspace = CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES;
+                result::set_matmul_pref_attribute(preference, workspace, bytes, 8)?;
+                for attribute in [
+                    CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES,
+                    CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
+                    CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES,
+                    CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES,
+                ] {
+                    result::set_matmul_pref_attribute(preference, attribute, alignment, 4)?;
+                }
+                result::get_matmul_algo_heuristic(
+                    handle,
+                    plan.description,
+                    plan.b,
+                    plan.a,
+                    plan.c,
+                    plan.c,
+                    preference,
+                )
+            }
+        })();
+        // SAFETY: made above.
+        let _ = unsafe { result::destroy_matmul_pref(preference) };
+        plan.algorithm = chosen.map_err(failed("no algorithm for this shape"))?.algo;
+        Ok(plan)
+    }
+}
+
+static WORKSPACE: usize = WORKSPACE_BYTES;
+
+fn batched(layout: sys::cublasLtMatrixLayout_t, batch: i32, stride: i64) -> Result<()> {
+    use sys::cublasLtMatrixLayoutAttribute_t::*;
+    if batch == 1 {
+        return Ok(());
+    }
+    // SAFETY: a live layout; the attributes are an i32 and an i64.
+    unsafe {
+        let count: *const c_void = (&raw const batch).cast();
+        let stride: *const c_void = (&raw const stride).cast();
+        result::set_matrix_layout_attribute(layout, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, count, 4)
+            .and_then(|()| {
+                let offset = CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET;
+                result::set_matrix_layout_attribute(layout, offset, stride, 8)
+            })
+    }
+    .map_err(failed("a batch"))
+}

@@ -1,0 +1,417 @@
+//! A stream of work on one GPU, with its allocator.
+
+use super::blas::Blas;
+use super::device::CudaDevice;
+use super::driver::{check, is_lost};
+use super::memory::{DeviceMemory, PinnedMemory};
+use crate::error::{Error, ErrorKind, Result};
+use crate::memory::{Block, CachingAllocator, Device, Tensor};
+use cudarc::driver::sys::{self, CUresult, CUstream};
+use std::ffi::c_void;
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicI64, Ordering};
+use std::sync::{Arc, OnceLock};
+
+/// Where kernels report an index that they were given and did not follow: the first offence only, in
+/// host memory that the GPU writes. Layout shared with `csrc/common/fault.cuh`.
+#[repr(C)]
+pub(crate) struct FaultRecord {
+    /// 0: none. Else one of the `FAULT_` numbers.
+    code: AtomicI32,
+    _padding: i32,
+    /// Where in the index array.
+    index: AtomicI64,
+    /// What was there.
+    value: AtomicI64,
+}
+
+/// What the codes of a [`FaultRecord`] mean.
+const FAULTS: [&str; 4] = [
+    "",
+    "a token id is outside the embedding table",
+    "a position is outside the table of rotary embeddings",
+    "a block table names a block that the cache does not have",
+];
+
+/// A stream, its allocators and its state. Used from one thread at a time or from several: the driver
+/// orders launches by arrival.
+pub struct CudaContext {
+    /// First, so that it goes before the memory that it uses.
+    blas: OnceLock<Blas>,
+    device: Arc<CudaDevice>,
+    stream: CUstream,
+    /// False for a stream of the caller's.
+    owns_stream: bool,
+    is_lost: AtomicBool,
+    allocator: Arc<CachingAllocator>,
+    pinned: Arc<CachingAllocator>,
+    /// A [`FaultRecord`], shared with the GPU.
+    faults: Block,
+}
+
+// SAFETY: stream handles may be used by any thread; the rest is shared safely.
+unsafe impl Send for CudaContext {}
+// SAFETY: as above.
+unsafe impl Sync for CudaContext {}
+
+/// Which stream a context works on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StreamChoice {
+    /// A new one that waits for no other.
+    Own,
+    /// A `cudaStream_t` of the caller, as a number; 0 is the default stream.
+    Callers(usize),
+}
+
+/// The extents of a launch.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Launch {
+    pub grid: (u32, u32, u32),
+    pub block: u32,
+    pub shared_bytes: u32,
+}
+
+impl Launch {
+    /// `grid` blocks of `block` threads in one dimension.
+    pub(crate) fn linear(grid: u32, block: u32) -> Self {
+        Launch { grid: (grid, 1, 1), block, shared_bytes: 0 }
+    }
+}
+
+/// The most arguments of a kernel.
+const MAX_ARGUMENTS: usize = 32;
+
+/// The arguments of a kernel, in order.
+pub(crate) struct Arguments<'a> {
+    /// Each in the lower bytes of its own word.
+    words: [u64; MAX_ARGUMENTS],
+    pointers: [*mut c_void; MAX_ARGUMENTS],
+    len: usize,
+    _structs: std::marker::PhantomData<&'a ()>,
+}
+
+impl<'a> Arguments<'a> {
+    pub(crate) fn new() -> Self {
+        Arguments {
+            words: [0; MAX_ARGUMENTS],
+            pointers: [std::ptr::null_mut(); MAX_ARGUMENTS],
+            len: 0,
+            _structs: std::marker::PhantomData,
+        }
+    }
+
+    fn word(mut self, word: u64) -> Self {
+        if let Some(slot) = self.words.get_mut(self.len) {
+            *slot = word;
+        }
+        self.len += 1;
+        self
+    }
+
+    pub(crate) fn pointer(self, pointer: *mut u8) -> Self {
+        self.word(pointer as u64)
+    }
+
+    pub(crate) fn tensor(self, tensor: &Tensor) -> Self {
+        self.pointer(tensor.data())
+    }
+
+    pub(crate) fn optional(self, tensor: Option<&Tensor>) -> Self {
+        self.pointer(tensor.map_or(std::ptr::null_mut(), Tensor::data))
+    }
+
+    pub(crate) fn i64(self, value: i64) -> Self {
+        self.word(value as u64)
+    }
+
+    pub(crate) fn i32(self, value: i32) -> Self {
+        self.word(u64::from(value as u32))
+    }
+
+    pub(crate) fn f32(self, value: f32) -> Self {
+        self.word(u64::from(value.to_bits()))
+    }
+
+    /// A `repr(C)` struct that the kernel takes by value.
+    pub(crate) fn value<T: Copy>(mut self, value: &'a T) -> Self {
+        if let Some(slot) = self.pointers.get_mut(self.len) {
+            *slot = (value as *const T).cast_mut().cast();
+        }
+        self.len += 1;
+        self
+    }
+}
+
+impl CudaContext {
+    /// A context on device `index`, taking at most `memory_budget` bytes of its memory.
+    pub fn new(index: i32, stream: StreamChoice, memory_budget: usize) -> Result<Self> {
+        let device = CudaDevice::get(index)?;
+        let _current = device.enter()?;
+        let mut handle: CUstream = std::ptr::null_mut();
+        match stream {
+            StreamChoice::Own => {
+                let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
+                // SAFETY: a context is current; one handle is written.
+                check(unsafe { sys::cuStreamCreate(&mut handle, flags) }, "making a CUDA stream")?;
+            }
+            StreamChoice::Callers(number) => {
+                handle = number as CUstream;
+                let mut its_context = std::ptr::null_mut();
+                // SAFETY: the caller vouches that the handle is a stream or 0; one handle is written.
+                let status = unsafe { sys::cuStreamGetCtx(handle, &mut its_context) };
+                check(status, "asking the caller's stream for its context")
+                    .map_err(|e| Error::invalid_argument(format!("stream: {}", e.message())))?;
+                if handle as usize > 2 && its_context != device.raw_context() {
+                    return Err(Error::invalid_argument(format!(
+                        "stream belongs to another context than the primary one of CUDA device {index}"
+                    )));
+                }
+            }
+        }
+        let made = Self::with_stream(&device, handle, stream == StreamChoice::Own, memory_budget);
+        if made.is_err() && stream == StreamChoice::Own {
+            // SAFETY: made above, used by nobody.
+            let _ = unsafe { sys::cuStreamDestroy_v2(handle) };
+        }
+        made
+    }
+
+    fn with_stream(
+        device: &Arc<CudaDevice>,
+        stream: CUstream,
+        owns_stream: bool,
+        memory_budget: usize,
+    ) -> Result<Self> {
+        let source = Box::new(DeviceMemory { device: device.clone() });
+        let allocator = CachingAllocator::new(source, memory_budget);
+        let pinned =
+            CachingAllocator::new(Box::new(PinnedMemory { device: device.clone() }), usize::MAX);
+        let faults = pinned.allocate(size_of::<FaultRecord>(), "the record of faults")?;
+        // SAFETY: fresh host memory of that size, aligned to 64; zeros are a valid record.
+        unsafe { faults.start().write_bytes(0, size_of::<FaultRecord>()) };
+        Ok(CudaContext {
+            blas: OnceLock::new(),
+            device: device.clone(),
+            stream,
+            owns_stream,
+            is_lost: AtomicBool::new(false),
+            allocator,
+            pinned,
+            faults,
+        })
+    }
+
+    /// The GPU.
+    pub fn device(&self) -> &CudaDevice {
+        &self.device
+    }
+
+    /// Its name as a place of memory.
+    pub fn place(&self) -> Device {
+        Device::Cuda(self.device.index())
+    }
+
+    /// Where its device memory comes from.
+    pub fn allocator(&self) -> &Arc<CachingAllocator> {
+        &self.allocator
+    }
+
+    /// Where its pinned host memory comes from.
+    pub fn pinned(&self) -> &Arc<CachingAllocator> {
+        &self.pinned
+    }
+
+    /// cuBLASLt for this context's stream, if it is installed.
+    pub(crate) fn blas(&self) -> Result<&Blas> {
+        if let Some(blas) = self.blas.get() {
+            return Ok(blas);
+        }
+        let made = Blas::new(self)?;
+        Ok(self.blas.get_or_init(|| made))
+    }
+
+    pub(crate) fn raw_stream(&self) -> CUstream {
+        self.stream
+    }
+
+    /// Fails if the device was lost before.
+    pub(crate) fn check_alive(&self) -> Result<()> {
+        match self.is_lost.load(Ordering::Relaxed) {
+            true => Err(Error::new(
+                ErrorKind::DeviceLost,
+                format!(
+                    "{} was lost by an earlier fault; only a new process can use it",
+                    self.place()
+                ),
+            )),
+            false => Ok(()),
+        }
+    }
+
+    /// A driver status as an error; remembers the loss of the device.
+    pub(crate) fn check(&self, status: CUresult, what: &str) -> Result<()> {
+        if is_lost(status) {
+            self.is_lost.store(true, Ordering::Relaxed);
+        }
+        check(status, what)
+    }
+
+    /// Runs `body` with this device's context current.
+    pub(crate) fn with_current<R>(&self, body: impl FnOnce() -> Result<R>) -> Result<R> {
+        self.check_alive()?;
+        let _current = self.device.enter()?;
+        body()
+    }
+
+    /// The address of the fault record, for kernels that follow indices.
+    pub(crate) fn faults(&self) -> *mut u8 {
+        self.faults.start()
+    }
+
+    /// Queues kernel `name` of `csrc/ops/<source>.cu`.
+    ///
+    /// # Safety
+    /// The arguments are those of the kernel, and its accesses with these extents lie in memory that is
+    /// valid until the work is done.
+    pub(crate) unsafe fn launch(
+        &self,
+        source: &'static str,
+        name: &'static str,
+        launch: Launch,
+        mut arguments: Arguments<'_>,
+    ) -> Result<()> {
+        if arguments.len > MAX_ARGUMENTS {
+            return Err(Error::internal(format!("{name}: too many arguments")));
+        }
+        let function = self.device.function(source, name)?;
+        for (pointer, word) in
+            arguments.pointers.iter_mut().zip(&mut arguments.words).take(arguments.len)
+        {
+            if pointer.is_null() {
+                *pointer = (word as *mut u64).cast();
+            }
+        }
+        let (x, y, z) = launch.grid;
+        self.with_current(|| {
+            // SAFETY: the caller vouches for arguments and extents; each pointer leads to a word of
+            // `arguments` (little-endian: the lower bytes come first) or to a struct that it borrows.
+            let status = unsafe {
+                sys::cuLaunchKernel(
+                    function.0,
+                    x,
+                    y,
+                    z,
+                    launch.block,
+                    1,
+                    1,
+                    launch.shared_bytes,
+                    self.stream,
+                    arguments.pointers.as_mut_ptr(),
+                    std::ptr::null_mut(),
+                )
+            };
+            self.check(status, name)
+        })
+    }
+
+    /// Queues a copy of `bytes` between any two places.
+    ///
+    /// # Safety
+    /// Both are valid for `bytes` until the copy is done.
+    pub(crate) unsafe fn copy(
+        &self,
+        target: *mut u8,
+        source: *const u8,
+        bytes: usize,
+    ) -> Result<()> {
+        if bytes == 0 {
+            return self.check_alive();
+        }
+        self.with_current(|| {
+            // SAFETY: the caller vouches for both sides; addresses are unified.
+            let status =
+                unsafe { sys::cuMemcpyAsync(target as u64, source as u64, bytes, self.stream) };
+            self.check(status, "copying")
+        })
+    }
+
+    /// Queues filling `bytes` with a byte.
+    ///
+    /// # Safety
+    /// `target` is device memory, valid for `bytes` until the work is done.
+    pub(crate) unsafe fn fill(&self, target: *mut u8, byte: u8, bytes: usize) -> Result<()> {
+        self.with_current(|| {
+            // SAFETY: the caller vouches for the target.
+            let status = unsafe { sys::cuMemsetD8Async(target as u64, byte, bytes, self.stream) };
+            self.check(status, "filling")
+        })
+    }
+
+    /// Waits for all queued work, and reports what went wrong in it: a lost device, or an index that a
+    /// kernel did not follow (once).
+    pub fn synchronize(&self) -> Result<()> {
+        self.with_current(|| {
+            // SAFETY: our stream, or the caller's, which lives as long as the context by contract.
+            let status = unsafe { sys::cuStreamSynchronize(self.stream) };
+            self.check(status, "waiting for the device")
+        })?;
+        // SAFETY: host memory with the layout of a record, written by the GPU in whole words, and by
+        // nobody now that the stream is idle.
+        let record = unsafe { &*self.faults.start().cast::<FaultRecord>() };
+        let code = record.code.swap(0, Ordering::Acquire);
+        if code == 0 {
+            return Ok(());
+        }
+        let what =
+            usize::try_from(code).ok().and_then(|code| FAULTS.get(code)).unwrap_or(&"a bad index");
+        Err(Error::invalid_argument(format!(
+            "{what}: entry {} is {}",
+            record.index.load(Ordering::Relaxed),
+            record.value.load(Ordering::Relaxed)
+        )))
+    }
+
+    /// Fails if a tensor's bytes are not memory that this device can reach.
+    pub(crate) fn check_reachable(&self, tensor: &Tensor, name: &str) -> Result<()> {
+        if tensor.is_empty() {
+            return Ok(());
+        }
+        self.with_current(|| {
+            let (mut start, mut len) = (0u64, 0usize);
+            // SAFETY: two words are written; an address that CUDA does not know is an error status.
+            let status =
+                unsafe { sys::cuMemGetAddressRange_v2(&mut start, &mut len, tensor.data() as u64) };
+            if status == CUresult::CUDA_SUCCESS {
+                let end = tensor.data() as u64 + tensor.span_bytes() as u64;
+                if end > start + len as u64 {
+                    return Err(Error::invalid_argument(format!(
+                        "{name}: {} bytes are needed, but the allocation ends after {}",
+                        tensor.span_bytes(),
+                        start + len as u64 - tensor.data() as u64
+                    )));
+                }
+                return Ok(());
+            }
+            self.check_alive()?;
+            if is_lost(status) {
+                return self.check(status, "asking about an address");
+            }
+            Err(Error::invalid_argument(format!(
+                "{name}: data is said to lie on {}, but it is no memory that CUDA knows",
+                self.place()
+            )))
+        })
+    }
+}
+
+impl Drop for CudaContext {
+    fn drop(&mut self) {
+        let Ok(_current) = self.device.enter() else { return };
+        // SAFETY: work that is under way uses memory that goes now; then nobody uses our stream any more.
+        unsafe {
+            let _ = sys::cuStreamSynchronize(self.stream);
+            if self.owns_stream {
+                let _ = sys::cuStreamDestroy_v2(self.stream);
+            }
+        }
+    }
+}

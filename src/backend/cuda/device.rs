@@ -1,0 +1,245 @@
+//! A GPU: what it is, its primary context, and the kernels loaded into it. One object a device and
+//! process, which lives as long as the process: other libraries use the same primary context.
+
+use super::driver::{available, check, count_devices};
+use super::fatbins;
+use crate::error::{Error, ErrorKind, Result};
+use cudarc::driver::sys::{self, CUcontext, CUdevice, CUdevice_attribute, CUfunction, CUmodule};
+use std::collections::HashMap;
+use std::ffi::CString;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
+
+/// What a GPU is.
+#[derive(Clone, Debug)]
+pub struct CudaDeviceInfo {
+    /// As the vendor calls it: "NVIDIA H200".
+    pub name: String,
+    /// Bytes of device memory.
+    pub memory_bytes: usize,
+    /// Major and minor number, such as (9, 0).
+    pub compute_capability: (i32, i32),
+    /// How many multiprocessors it has.
+    pub num_multiprocessors: i32,
+    /// Bytes of the second-level cache.
+    pub l2_bytes: usize,
+    /// The most shared memory that a block can ask for, in bytes.
+    pub shared_memory_bytes: usize,
+}
+
+/// A GPU in use by this process.
+pub struct CudaDevice {
+    index: i32,
+    info: CudaDeviceInfo,
+    context: CUcontext,
+    loaded: RwLock<Loaded>,
+}
+
+/// What has been loaded into a device.
+#[derive(Default)]
+struct Loaded {
+    /// By name of the source.
+    modules: HashMap<&'static str, Module>,
+    /// By name of the kernel.
+    functions: HashMap<&'static str, Function>,
+}
+
+/// The kernels of one source.
+#[derive(Clone, Copy)]
+struct Module(CUmodule);
+
+// SAFETY: driver handles are numbers that any thread may use; modules are never unloaded.
+unsafe impl Send for Module {}
+// SAFETY: as above.
+unsafe impl Sync for Module {}
+
+/// A loaded kernel.
+#[derive(Clone, Copy)]
+pub(super) struct Function(pub CUfunction);
+
+// SAFETY: driver handles are numbers that any thread may use; modules are never unloaded.
+unsafe impl Send for Function {}
+// SAFETY: as above.
+unsafe impl Sync for Function {}
+// SAFETY: the context handle may be used by any thread, and is retained for the life of the process.
+unsafe impl Send for CudaDevice {}
+// SAFETY: as above; the map has a lock.
+unsafe impl Sync for CudaDevice {}
+
+/// Makes the device's context current on this thread for its life, and the one that was current before
+/// current again: the host may use CUDA too.
+pub(super) struct Current(());
+
+impl Drop for Current {
+    fn drop(&mut self) {
+        let mut context = std::ptr::null_mut();
+        // SAFETY: pops what `CudaDevice::enter` pushed on this thread.
+        let _ = unsafe { sys::cuCtxPopCurrent_v2(&mut context) };
+    }
+}
+
+fn handle(index: i32) -> Result<CUdevice> {
+    available()?;
+    let count = count_devices()?;
+    if !(0..count).contains(&index) {
+        return Err(Error::new(
+            ErrorKind::NoDevice,
+            format!("there is no CUDA device {index}, the driver shows {count}"),
+        ));
+    }
+    let mut device = 0;
+    // SAFETY: the driver is initialised; one handle is written.
+    check(unsafe { sys::cuDeviceGet(&mut device, index) }, "cuDeviceGet")?;
+    Ok(device)
+}
+
+/// How many CUDA devices can be used: 0 without a driver, or in a build without kernels.
+pub fn num_cuda_devices() -> i32 {
+    available().and_then(|()| count_devices()).unwrap_or(0)
+}
+
+impl CudaDeviceInfo {
+    /// Asks the driver about a device, without starting anything on it.
+    pub fn of(index: i32) -> Result<Self> {
+        use CUdevice_attribute::*;
+        let device = handle(index)?;
+        let attribute = |which| {
+            let mut value = 0;
+            // SAFETY: a valid device; one int is written.
+            check(
+                unsafe { sys::cuDeviceGetAttribute(&mut value, which, device) },
+                "cuDeviceGetAttribute",
+            )?;
+            Ok::<i32, Error>(value)
+        };
+        let mut name = [0u8; 256];
+        let mut memory_bytes = 0;
+        // SAFETY: a valid device; up to 256 bytes are written.
+        check(
+            unsafe { sys::cuDeviceGetName(name.as_mut_ptr().cast(), 256, device) },
+            "cuDeviceGetName",
+        )?;
+        // SAFETY: a valid device; one size is written.
+        check(unsafe { sys::cuDeviceTotalMem_v2(&mut memory_bytes, device) }, "cuDeviceTotalMem")?;
+        let name = name.split(|&byte| byte == 0).next().unwrap_or_default();
+        Ok(CudaDeviceInfo {
+            name: String::from_utf8_lossy(name).into_owned(),
+            memory_bytes,
+            compute_capability: (
+                attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
+                attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
+            ),
+            num_multiprocessors: attribute(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
+            l2_bytes: attribute(CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)? as usize,
+            shared_memory_bytes: attribute(CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?
+                as usize,
+        })
+    }
+}
+
+impl CudaDevice {
+    /// The device with this number, started if it was not in use yet.
+    pub fn get(index: i32) -> Result<Arc<Self>> {
+        static DEVICES: OnceLock<Mutex<HashMap<i32, Arc<CudaDevice>>>> = OnceLock::new();
+        let device = handle(index)?;
+        let mut devices =
+            DEVICES.get_or_init(Mutex::default).lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(device) = devices.get(&index) {
+            return Ok(device.clone());
+        }
+        let info = CudaDeviceInfo::of(index)?;
+        if info.compute_capability.0 < 8 {
+            let (major, minor) = info.compute_capability;
+            return Err(Error::unsupported(format!(
+                "{} has compute capability {major}.{minor}, 8.0 (Ampere) or later is needed",
+                info.name
+            )));
+        }
+        let mut context = std::ptr::null_mut();
+        // SAFETY: a valid device; one handle is written, retained until the process ends.
+        check(
+            unsafe { sys::cuDevicePrimaryCtxRetain(&mut context, device) },
+            "starting the CUDA device",
+        )?;
+        let made = Arc::new(CudaDevice { index, info, context, loaded: RwLock::default() });
+        devices.insert(index, made.clone());
+        Ok(made)
+    }
+
+    /// The driver's number of it.
+    pub fn index(&self) -> i32 {
+        self.index
+    }
+
+    /// What it is.
+    pub fn info(&self) -> &CudaDeviceInfo {
+        &self.info
+    }
+
+    pub(super) fn raw_context(&self) -> CUcontext {
+        self.context
+    }
+
+    pub(super) fn enter(&self) -> Result<Current> {
+        // SAFETY: the context is retained for the life of the process.
+        check(
+            unsafe { sys::cuCtxPushCurrent_v2(self.context) },
+            "making the CUDA context current",
+        )?;
+        Ok(Current(()))
+    }
+
+    /// The kernel `name` of `csrc/ops/<source>.cu`, loaded if it was not yet, allowed as much shared memory
+    /// as the device gives.
+    pub(super) fn function(&self, source: &'static str, name: &'static str) -> Result<Function> {
+        let loaded = self.loaded.read().unwrap_or_else(PoisonError::into_inner);
+        if let Some(function) = loaded.functions.get(name) {
+            return Ok(*function);
+        }
+        drop(loaded);
+        let mut loaded = self.loaded.write().unwrap_or_else(PoisonError::into_inner);
+        let _current = self.enter()?;
+        let module = match loaded.modules.get(source) {
+            Some(module) => *module,
+            None => {
+                let module = load(source)?;
+                loaded.modules.insert(source, module);
+                module
+            }
+        };
+        let c_name = CString::new(name).map_err(|_| Error::internal("a kernel name with a NUL"))?;
+        let mut function = std::ptr::null_mut();
+        // SAFETY: a loaded module; one handle is written.
+        let status = unsafe { sys::cuModuleGetFunction(&mut function, module.0, c_name.as_ptr()) };
+        check(status, &format!("finding the kernel {name}"))?;
+        self.allow_shared_memory(function);
+        loaded.functions.insert(name, Function(function));
+        Ok(Function(function))
+    }
+
+    fn allow_shared_memory(&self, function: CUfunction) {
+        use sys::CUfunction_attribute::*;
+        let mut fixed = 0;
+        // SAFETY: a loaded kernel; one int is written. A refusal only leaves the default limit in place.
+        unsafe {
+            let _ =
+                sys::cuFuncGetAttribute(&mut fixed, CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function);
+            let most = (self.info.shared_memory_bytes as i32).saturating_sub(fixed);
+            let _ = sys::cuFuncSetAttribute(
+                function,
+                CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                most,
+            );
+        }
+    }
+}
+
+/// Loads the kernels of a source into the current context.
+fn load(source: &'static str) -> Result<Module> {
+    let fatbin = fatbins::find(source)
+        .ok_or_else(|| Error::internal(format!("the kernels of {source} are not built in")))?;
+    let mut module = std::ptr::null_mut();
+    // SAFETY: the fatbin is a whole, aligned image with static life; one handle is written.
+    let status = unsafe { sys::cuModuleLoadData(&mut module, fatbin.as_ptr().cast()) };
+    check(status, &format!("loading the kernels of {source}"))?;
+    Ok(Module(module))
+}

@@ -1,0 +1,107 @@
+//! The CUDA driver: whether it is there, and its status codes as errors.
+
+use crate::error::{Error, ErrorKind, Result};
+use cudarc::driver::sys::{self, CUresult};
+use std::ffi::CStr;
+use std::sync::OnceLock;
+
+/// The oldest driver interface that reads what nvcc 13.0 writes (CUDA 13.0, driver 580).
+const OLDEST_VERSION: i32 = 13_000;
+
+/// An error that says why CUDA cannot be used. Nothing else of cudarc may be called before this has
+/// returned `Ok`: its functions panic where the driver is missing.
+pub fn available() -> Result<()> {
+    static FOUND: OnceLock<std::result::Result<(), String>> = OnceLock::new();
+    FOUND.get_or_init(find).clone().map_err(|why| Error::new(ErrorKind::NoDevice, why))
+}
+
+fn find() -> std::result::Result<(), String> {
+    if !super::fatbins::are_built_in() {
+        return Err(
+            "this build of the library has no CUDA kernels (it was built without nvcc)".into()
+        );
+    }
+    // SAFETY: opens the driver's library, which starts no work of its own.
+    if !unsafe { sys::is_culib_present() } {
+        return Err("no CUDA driver is installed (libcuda.so.1 was not found)".into());
+    }
+    let mut version = 0;
+    // SAFETY: the library is there; the function needs no initialisation and writes one int.
+    let status = unsafe { sys::cuDriverGetVersion(&mut version) };
+    if status != CUresult::CUDA_SUCCESS || version < OLDEST_VERSION {
+        return Err(format!(
+            "the CUDA driver is too old: it speaks version {}.{}, 13.0 (driver 580) is needed",
+            version / 1000,
+            version % 1000 / 10
+        ));
+    }
+    // SAFETY: the library is there.
+    let status = unsafe { sys::cuInit(0) };
+    if status != CUresult::CUDA_SUCCESS {
+        return Err(format!("the CUDA driver could not be initialised: {}", describe(status)));
+    }
+    match count_devices() {
+        Ok(0) => Err("there is no CUDA device".into()),
+        Ok(_) => Ok(()),
+        Err(e) => Err(e.message().to_string()),
+    }
+}
+
+/// How many devices the driver shows. After [`available`] only.
+pub(super) fn count_devices() -> Result<i32> {
+    let mut count = 0;
+    // SAFETY: the driver is initialised; one int is written.
+    check(unsafe { sys::cuDeviceGetCount(&mut count) }, "counting CUDA devices")?;
+    Ok(count)
+}
+
+/// `CUDA_ERROR_...: description`.
+pub(super) fn describe(status: CUresult) -> String {
+    let mut parts = [std::ptr::null(); 2];
+    // SAFETY: both functions write a pointer to a static string, or NULL for an unknown status.
+    unsafe {
+        let _ = sys::cuGetErrorName(status, &mut parts[0]);
+        let _ = sys::cuGetErrorString(status, &mut parts[1]);
+    }
+    let text = |part: *const std::ffi::c_char| match part.is_null() {
+        true => format!("status {}", status as u32).into(),
+        // SAFETY: not NULL, so a static NUL-terminated string of the driver.
+        false => unsafe { CStr::from_ptr(part) }.to_string_lossy(),
+    };
+    format!("{}: {}", text(parts[0]), text(parts[1]))
+}
+
+/// True for failures after which the device's context is of no use any more.
+pub(super) fn is_lost(status: CUresult) -> bool {
+    use CUresult::*;
+    matches!(
+        status,
+        CUDA_ERROR_ILLEGAL_ADDRESS
+            | CUDA_ERROR_LAUNCH_FAILED
+            | CUDA_ERROR_LAUNCH_TIMEOUT
+            | CUDA_ERROR_ASSERT
+            | CUDA_ERROR_HARDWARE_STACK_ERROR
+            | CUDA_ERROR_ILLEGAL_INSTRUCTION
+            | CUDA_ERROR_MISALIGNED_ADDRESS
+            | CUDA_ERROR_INVALID_ADDRESS_SPACE
+            | CUDA_ERROR_INVALID_PC
+            | CUDA_ERROR_ECC_UNCORRECTABLE
+            | CUDA_ERROR_CONTEXT_IS_DESTROYED
+            | CUDA_ERROR_EXTERNAL_DEVICE
+            | CUDA_ERROR_CONTAINED
+            | CUDA_ERROR_TENSOR_MEMORY_LEAK
+            | CUDA_ERROR_UNKNOWN
+    )
+}
+
+/// A driver status as an error; `what` says what was tried.
+pub(super) fn check(status: CUresult, what: &str) -> Result<()> {
+    let kind = match status {
+        CUresult::CUDA_SUCCESS => return Ok(()),
+        CUresult::CUDA_ERROR_OUT_OF_MEMORY => ErrorKind::OutOfMemory,
+        CUresult::CUDA_ERROR_NO_DEVICE | CUresult::CUDA_ERROR_INVALID_DEVICE => ErrorKind::NoDevice,
+        status if is_lost(status) => ErrorKind::DeviceLost,
+        _ => ErrorKind::Internal,
+    };
+    Err(Error::new(kind, format!("{what}: {}", describe(status))))
+}

@@ -1,0 +1,14 @@
+//! NVIDIA GPUs through the CUDA driver, which is found at run time.
+
+mod blas;
+mod context;
+mod device;
+mod driver;
+mod fatbins;
+mod memory;
+
+pub(crate) use blas::{is_present as is_cublas_present, MatmulShape};
+pub(crate) use context::{Arguments, Launch};
+pub use context::{CudaContext, StreamChoice};
+pub use device::{num_cuda_devices, CudaDevice, CudaDeviceInfo};
+pub use driver::available;

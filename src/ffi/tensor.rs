@@ -1,0 +1,280 @@
+//! Tensors: descriptors of the caller's memory, and memory of the library's own.
+
+#![allow(non_camel_case_types)]
+
+use std::ffi::c_void;
+use std::sync::Arc;
+
+use super::context::{context_of, xserv_context, ContextObject};
+use super::guard::{array_argument, guard, guard_or, Out};
+use super::handle::HandleTable;
+use super::status::xserv_status;
+use super::types::xserv_dtype;
+use crate::error::{Error, Result};
+use crate::memory::{Block, DType, Device, Dims, ElementType, Tensor, MAX_RANK};
+
+/// Where memory lies; layout and numbers of DLPack's DLDevice.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct xserv_tensor_device {
+    /// 1: host memory (kDLCPU). 2: memory of a CUDA device (kDLCUDA). Also taken: 3, pinned host memory,
+    /// as 1; 13, managed memory, as 2.
+    pub device_type: i32,
+    /// Which device of that type.
+    pub device_id: i32,
+}
+
+/// What the elements are; layout and numbers of DLPack's DLDataType. The types known here: {2, 32, 1} f32,
+/// {2, 16, 1} f16, {4, 16, 1} bf16, {0, 32, 1} i32, {0, 64, 1} i64.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct xserv_tensor_dtype {
+    /// 0: signed integer (kDLInt), 2: IEEE floating point (kDLFloat), 4: bfloat (kDLBfloat).
+    pub code: u8,
+    /// Bits of an element.
+    pub bits: u8,
+    /// Always 1.
+    pub lanes: u16,
+}
+
+/// A view of elements in memory that belongs to somebody else: layout-compatible with DLPack's DLTensor,
+/// so that a tensor of PyTorch, CuPy, JAX or NumPy is used in place by passing the address of its
+/// DLTensor. The library reads the descriptor during the call only.
+///
+/// At most 8 dimensions. Strides are counted in elements, not bytes, and must not be negative; strides may
+/// be NULL for a contiguous row-major tensor. The first element lies at data + byte_offset and must be
+/// aligned to its size. A tensor with a size of 0 is valid, has no elements, and may have NULL data.
+///
+/// Memory on a CUDA device must stay valid until the work that uses it is done.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct xserv_tensor {
+    /// The memory.
+    pub data: *mut c_void,
+    /// Where it lies.
+    pub device: xserv_tensor_device,
+    /// How many dimensions; 0 for a scalar.
+    pub ndim: i32,
+    /// What the elements are.
+    pub dtype: xserv_tensor_dtype,
+    /// [ndim] sizes, outermost first. May be NULL with ndim 0.
+    pub shape: *mut i64,
+    /// [ndim] distances in elements, or NULL.
+    pub strides: *mut i64,
+    /// Bytes from data to the first element.
+    pub byte_offset: u64,
+}
+
+// DLTensor on a 64-bit machine; tests/abi compares with dlpack.h where it is installed.
+const _: () = assert!(size_of::<xserv_tensor>() == 48);
+
+/// Memory for a tensor, of a context.
+pub struct xserv_owned_tensor {
+    _private: [u8; 0],
+}
+
+struct OwnedTensor {
+    element: ElementType,
+    device: Device,
+    shape: Dims,
+    strides: Dims,
+    block: Option<Block>,
+    /// Keeps the stream alive that orders the reuse of the block; dropped after it.
+    _context: Arc<ContextObject>,
+}
+
+static TENSORS: HandleTable<OwnedTensor> = HandleTable::new(9, "tensor");
+
+/// The tensor that a descriptor describes.
+///
+/// # Safety
+/// `tensor` is NULL or readable, its shape and strides too; its memory is as the header says.
+pub(super) unsafe fn tensor_argument(tensor: *const xserv_tensor, name: &str) -> Result<Tensor> {
+    let wrong = |what: String| Err(Error::invalid_argument(format!("{name}: {what}")));
+    // SAFETY: NULL and misaligned ones are refused; else readable by contract.
+    let descriptor = match unsafe { array_argument(tensor, 1, name) }? {
+        [descriptor] => descriptor,
+        _ => return wrong("is no descriptor".to_string()),
+    };
+    let device = match descriptor.device.device_type {
+        1 | 3 => Device::Cpu,
+        2 | 13 => Device::Cuda(descriptor.device.device_id),
+        other => {
+            return wrong(format!("device_type {other} is not supported (1 is the CPU, 2 is CUDA)"))
+        }
+    };
+    let dtype = descriptor.dtype;
+    let element = match (dtype.code, dtype.bits, dtype.lanes) {
+        (2, 32, 1) => ElementType::Float(DType::F32),
+        (2, 16, 1) => ElementType::Float(DType::F16),
+        (4, 16, 1) => ElementType::Float(DType::BF16),
+        (0, 32, 1) => ElementType::I32,
+        (0, 64, 1) => ElementType::I64,
+        (code, bits, lanes) => {
+            return wrong(format!(
+                "a dtype of code {code}, {bits} bits and {lanes} lanes is not supported (f32, f16, bf16, i32 and \
+                 i64 are)"
+            ))
+        }
+    };
+    let rank = match usize::try_from(descriptor.ndim) {
+        Ok(rank) if rank <= MAX_RANK => rank,
+        _ => return wrong(format!("ndim is {}, not between 0 and {MAX_RANK}", descriptor.ndim)),
+    };
+    // SAFETY: readable for ndim values by contract.
+    let shape = unsafe { array_argument(descriptor.shape, rank, &format!("{name}.shape")) }?;
+    let strides = match descriptor.strides.is_null() {
+        true => None,
+        // SAFETY: as above.
+        false => {
+            Some(unsafe { array_argument(descriptor.strides, rank, &format!("{name}.strides")) }?)
+        }
+    };
+    let data = descriptor.data as *mut u8;
+    let offset = match usize::try_from(descriptor.byte_offset) {
+        Ok(offset) if (data as usize).checked_add(offset).is_some() => offset,
+        _ => {
+            return wrong(format!(
+                "byte_offset {} leads out of the address space",
+                descriptor.byte_offset
+            ))
+        }
+    };
+    // A NULL stays NULL, whatever the offset.
+    let first = if data.is_null() { data } else { data.wrapping_add(offset) };
+    // SAFETY: the memory is as the header asks, by contract.
+    unsafe { Tensor::from_raw(first, element, device, shape, strides, name) }
+}
+
+/// A descriptor that may be NULL.
+///
+/// # Safety
+/// As [`tensor_argument`].
+pub(super) unsafe fn optional_tensor(
+    tensor: *const xserv_tensor,
+    name: &str,
+) -> Result<Option<Tensor>> {
+    match tensor.is_null() {
+        true => Ok(None),
+        // SAFETY: by contract.
+        false => unsafe { tensor_argument(tensor, name) }.map(Some),
+    }
+}
+
+/// Makes a contiguous row-major tensor in memory of the context's device. Its content is arbitrary.
+///
+/// dtype: XSERV_DTYPE_F32, _F16 or _BF16, XSERV_DTYPE_I32 or _I64. shape: [ndim] sizes, at most 8 of them.
+/// The memory comes from the context's caching allocator, aligned to 64 bytes, and goes back to it with
+/// xserv_owned_tensor_free().
+///
+/// Errors: XSERV_STATUS_OUT_OF_MEMORY with sizes, after what the context keeps was given back.
+///
+/// # Safety
+/// `shape` is readable for `ndim` sizes; `tensor` is writable.
+#[must_use]
+#[no_mangle]
+pub unsafe extern "C" fn xserv_owned_tensor_new(
+    context: *const xserv_context,
+    dtype: u32,
+    ndim: u32,
+    shape: *const i64,
+    tensor: *mut *mut xserv_owned_tensor,
+) -> xserv_status {
+    guard(|| {
+        // SAFETY: by the contract above.
+        let out = unsafe { Out::new(tensor, "tensor") }?;
+        let object = context_of(context)?;
+        let context = object.get()?;
+        let element = element_type(dtype)?;
+        if ndim as usize > MAX_RANK {
+            return Err(Error::invalid_argument(format!(
+                "ndim is {ndim}, at most {MAX_RANK} is supported"
+            )));
+        }
+        // SAFETY: by the contract above.
+        let shape = unsafe { array_argument(shape, ndim as usize, "shape") }?;
+        // Any address will do to have the sizes checked.
+        // SAFETY: the descriptor is never followed.
+        let checked = unsafe {
+            let address = std::ptr::without_provenance_mut(64);
+            Tensor::from_raw(address, element, context.device(), shape, None, "tensor")
+        }?;
+        let block = match checked.size_bytes() {
+            0 => None,
+            bytes => Some(context.allocate(bytes, "a tensor")?),
+        };
+        let made = OwnedTensor {
+            element,
+            device: context.device(),
+            shape: *checked.shape(),
+            strides: *checked.strides(),
+            block,
+            _context: object.clone(),
+        };
+        out.set(TENSORS.insert(Arc::new(made))?);
+        Ok(())
+    })
+}
+
+fn element_type(dtype: u32) -> Result<ElementType> {
+    let types = [
+        (xserv_dtype::XSERV_DTYPE_F32, ElementType::Float(DType::F32)),
+        (xserv_dtype::XSERV_DTYPE_F16, ElementType::Float(DType::F16)),
+        (xserv_dtype::XSERV_DTYPE_BF16, ElementType::Float(DType::BF16)),
+        (xserv_dtype::XSERV_DTYPE_I32, ElementType::I32),
+        (xserv_dtype::XSERV_DTYPE_I64, ElementType::I64),
+    ];
+    let found = types.iter().find(|(number, _)| *number as u32 == dtype);
+    found.map(|(_, element)| *element).ok_or_else(|| {
+        Error::invalid_argument(format!(
+            "dtype is {dtype}, not the xserv_dtype of a tensor's elements"
+        ))
+    })
+}
+
+/// The descriptor of an owned tensor. Its pointers stay valid until the tensor is freed.
+///
+/// # Safety
+/// `view` is writable.
+#[must_use]
+#[no_mangle]
+pub unsafe extern "C" fn xserv_owned_tensor_view(
+    tensor: *const xserv_owned_tensor,
+    view: *mut xserv_tensor,
+) -> xserv_status {
+    guard(|| {
+        // SAFETY: by the contract above.
+        let out = unsafe { Out::new(view, "view") }?;
+        let object = TENSORS.get(tensor)?;
+        let (device_type, device_id) = match object.device {
+            Device::Cpu => (1, 0),
+            Device::Cuda(index) => (2, index),
+        };
+        let (code, bits) = match object.element {
+            ElementType::Float(DType::F32) => (2, 32),
+            ElementType::Float(DType::F16) => (2, 16),
+            ElementType::Float(DType::BF16) => (4, 16),
+            ElementType::I32 => (0, 32),
+            ElementType::I64 => (0, 64),
+        };
+        let start = object.block.as_ref().map_or(std::ptr::null_mut(), Block::start);
+        out.set(xserv_tensor {
+            data: start.cast(),
+            device: xserv_tensor_device { device_type, device_id },
+            ndim: object.shape.len() as i32,
+            dtype: xserv_tensor_dtype { code, bits, lanes: 1 },
+            // The handle's object stays where it is until it is freed; nobody writes through these.
+            shape: object.shape.as_ptr().cast_mut(),
+            strides: object.strides.as_ptr().cast_mut(),
+            byte_offset: 0,
+        });
+        Ok(())
+    })
+}
+
+/// Gives an owned tensor's memory back to its context; NULL is allowed. Work that was queued before and
+/// uses it is not disturbed.
+#[no_mangle]
+pub extern "C" fn xserv_owned_tensor_free(tensor: *mut xserv_owned_tensor) {
+    guard_or((), || TENSORS.remove(tensor).map(drop))
+}

@@ -1,0 +1,308 @@
+//! A caching allocator: memory that is given back is kept and given out again, so that a loop of
+//! same-shaped work asks the system or the driver for nothing after its first round.
+//!
+//! Sizes are rounded up to classes, eight to a doubling, so that at most an eighth is lost and blocks of
+//! nearly the same size serve each other. One allocator belongs to one stream of work: a block that was
+//! given back may still be in use by work queued before, and whoever gets it next queues behind that.
+
+use crate::error::{Error, ErrorKind, Result};
+use std::collections::BTreeMap;
+use std::ptr::NonNull;
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// The least that is asked for; every address is a multiple of at least 64.
+const SMALLEST_CLASS: usize = 512;
+
+/// Where an allocator gets memory from.
+pub trait MemorySource: Send + Sync {
+    /// New memory of exactly `bytes`, aligned to at least 64.
+    fn allocate(&self, bytes: usize) -> Result<NonNull<u8>>;
+
+    /// Gives memory back for good. Waits for work that uses it.
+    ///
+    /// # Safety
+    /// `start` and `bytes` are those of one [`MemorySource::allocate`], released once.
+    unsafe fn release(&self, start: NonNull<u8>, bytes: usize);
+
+    /// What kind of memory it is, for messages: "device memory".
+    fn name(&self) -> &'static str;
+}
+
+/// What an allocator has done.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct MemoryStats {
+    /// Bytes in use, rounded up to classes.
+    pub allocated: usize,
+    /// Bytes taken from the source: in use or kept for the next.
+    pub reserved: usize,
+    /// The most that `allocated` has been.
+    pub peak: usize,
+    /// How often the source was asked for memory or given some back.
+    pub num_driver_calls: u64,
+    /// How often memory was asked of the allocator.
+    pub num_allocations: u64,
+    /// The most that `reserved` may become.
+    pub budget: usize,
+}
+
+#[derive(Default)]
+struct State {
+    /// Free blocks by class.
+    free: BTreeMap<usize, Vec<NonNull<u8>>>,
+    stats: MemoryStats,
+}
+
+// SAFETY: the addresses are numbers here; the allocator owns the memory.
+unsafe impl Send for State {}
+
+/// See the head of the file.
+pub struct CachingAllocator {
+    source: Box<dyn MemorySource>,
+    state: Mutex<State>,
+}
+
+/// Memory of an allocator, to which it returns when dropped.
+pub struct Block {
+    start: NonNull<u8>,
+    /// As asked for.
+    len_bytes: usize,
+    class: usize,
+    allocator: Arc<CachingAllocator>,
+}
+
+// SAFETY: a block owns its memory; nothing is read or written through `&Block`.
+unsafe impl Send for Block {}
+// SAFETY: as above.
+unsafe impl Sync for Block {}
+
+impl Block {
+    /// The address of the first byte: a number for device memory.
+    pub fn start(&self) -> *mut u8 {
+        self.start.as_ptr()
+    }
+
+    /// The length that was asked for.
+    pub fn len_bytes(&self) -> usize {
+        self.len_bytes
+    }
+}
+
+impl Drop for Block {
+    fn drop(&mut self) {
+        self.allocator.put_back(self.start, self.class);
+    }
+}
+
+impl CachingAllocator {
+    /// An allocator that takes at most `budget` bytes from `source`.
+    pub fn new(source: Box<dyn MemorySource>, budget: usize) -> Arc<Self> {
+        let state =
+            State { stats: MemoryStats { budget, ..MemoryStats::default() }, ..State::default() };
+        Arc::new(CachingAllocator { source, state: Mutex::new(state) })
+    }
+
+    /// `len_bytes` of memory for `what`, or [`ErrorKind::OutOfMemory`] with the sizes, after everything
+    /// kept has been given back to the source.
+    pub fn allocate(self: &Arc<Self>, len_bytes: usize, what: &str) -> Result<Block> {
+        let class = size_class(len_bytes).ok_or_else(|| Error::out_of_memory(what, len_bytes))?;
+        let mut state = self.lock();
+        state.stats.num_allocations += 1;
+        let start = match state.free.get_mut(&class).and_then(Vec::pop) {
+            Some(start) => start,
+            None => self.fetch(&mut state, class, len_bytes, what)?,
+        };
+        state.stats.allocated += class;
+        state.stats.peak = state.stats.peak.max(state.stats.allocated);
+        drop(state);
+        Ok(Block { start, len_bytes, class, allocator: self.clone() })
+    }
+
+    /// Takes a block of `class` from the source.
+    fn fetch(
+        &self,
+        state: &mut State,
+        class: usize,
+        len_bytes: usize,
+        what: &str,
+    ) -> Result<NonNull<u8>> {
+        let budget = state.stats.budget;
+        if state.stats.reserved.saturating_add(class) > budget {
+            self.give_back(state);
+        }
+        let refused = |state: &State, why: &str| {
+            Error::new(
+                ErrorKind::OutOfMemory,
+                format!(
+                    "cannot allocate {len_bytes} bytes of {} for {what}: {why} ({} bytes are in use, the \
+                     budget is {budget})",
+                    self.source.name(),
+                    state.stats.allocated
+                ),
+            )
+        };
+        if state.stats.reserved.saturating_add(class) > budget {
+            return Err(refused(state, "the budget is exhausted"));
+        }
+        // Room for its return: giving back must not fail.
+        let list = state.free.entry(class).or_default();
+        list.try_reserve(1).map_err(|_| Error::out_of_memory(what, len_bytes))?;
+        state.stats.num_driver_calls += 1;
+        let start = match self.source.allocate(class) {
+            Err(e) if e.kind() == ErrorKind::OutOfMemory => {
+                self.give_back(state);
+                state.stats.num_driver_calls += 1;
+                self.source.allocate(class).map_err(|e| match e.kind() {
+                    ErrorKind::OutOfMemory => refused(state, e.message()),
+                    _ => e,
+                })?
+            }
+            other => other?,
+        };
+        state.stats.reserved += class;
+        Ok(start)
+    }
+
+    /// Gives everything that is not in use back to the source.
+    pub fn trim(&self) {
+        self.give_back(&mut self.lock());
+    }
+
+    fn give_back(&self, state: &mut State) {
+        for (class, list) in std::mem::take(&mut state.free) {
+            for start in list {
+                state.stats.num_driver_calls += 1;
+                state.stats.reserved = state.stats.reserved.saturating_sub(class);
+                // SAFETY: a block in a free list came from the source with this class and is used by nobody.
+                unsafe { self.source.release(start, class) };
+            }
+        }
+    }
+
+    fn put_back(&self, start: NonNull<u8>, class: usize) {
+        let mut state = self.lock();
+        state.stats.allocated = state.stats.allocated.saturating_sub(class);
+        let list = state.free.entry(class).or_default();
+        if list.try_reserve(1).is_ok() {
+            list.push(start);
+        } else {
+            state.stats.num_driver_calls += 1;
+            state.stats.reserved = state.stats.reserved.saturating_sub(class);
+            // SAFETY: the block came from the source with this class; its owner has just let go of it.
+            unsafe { self.source.release(start, class) };
+        }
+    }
+
+    /// What was done so far.
+    pub fn stats(&self) -> MemoryStats {
+        self.lock().stats
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for CachingAllocator {
+    fn drop(&mut self) {
+        // Every block holds the allocator, so that none is in use now.
+        self.trim();
+    }
+}
+
+/// The smallest class of at least `len_bytes`: 8, 9, ... 15 times a power of two.
+fn size_class(len_bytes: usize) -> Option<usize> {
+    if len_bytes <= SMALLEST_CLASS {
+        return Some(SMALLEST_CLASS);
+    }
+    let step = 1usize << (len_bytes - 1).ilog2().saturating_sub(3);
+    len_bytes.checked_next_multiple_of(step).filter(|&class| class <= isize::MAX as usize)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    /// Addresses without memory behind them.
+    struct Numbers {
+        next: AtomicUsize,
+        limit: usize,
+        out: Arc<AtomicUsize>,
+    }
+
+    impl MemorySource for Numbers {
+        fn allocate(&self, bytes: usize) -> Result<NonNull<u8>> {
+            if self.out.load(Ordering::Relaxed) + bytes > self.limit {
+                return Err(Error::out_of_memory("a test", bytes));
+            }
+            self.out.fetch_add(bytes, Ordering::Relaxed);
+            let start = self.next.fetch_add(bytes, Ordering::Relaxed);
+            Ok(NonNull::new(std::ptr::without_provenance_mut(start)).unwrap())
+        }
+
+        unsafe fn release(&self, _start: NonNull<u8>, bytes: usize) {
+            self.out.fetch_sub(bytes, Ordering::Relaxed);
+        }
+
+        fn name(&self) -> &'static str {
+            "test memory"
+        }
+    }
+
+    fn allocator(limit: usize, budget: usize) -> (Arc<CachingAllocator>, Arc<AtomicUsize>) {
+        let out = Arc::new(AtomicUsize::new(0));
+        let source = Numbers { next: AtomicUsize::new(4096), limit, out: out.clone() };
+        (CachingAllocator::new(Box::new(source), budget), out)
+    }
+
+    #[test]
+    fn classes_lose_an_eighth_at_most() {
+        for len in (1..70_000).chain([1 << 20, (1 << 20) + 1, (1 << 33) + 12345]) {
+            let class = size_class(len).unwrap();
+            assert!(class >= len && class % 64 == 0, "{len}: {class}");
+            assert!(
+                len <= SMALLEST_CLASS || class as f64 <= len as f64 * 1.125 + 1.0,
+                "{len}: {class}"
+            );
+            assert_eq!(size_class(class), Some(class));
+        }
+        assert_eq!(size_class(usize::MAX), None);
+    }
+
+    #[test]
+    fn the_second_round_asks_for_nothing() {
+        let (allocator, out) = allocator(usize::MAX, usize::MAX);
+        let round = || {
+            let a = allocator.allocate(10_000, "a").unwrap();
+            let b = allocator.allocate(300, "b").unwrap();
+            drop(a);
+            let _c = allocator.allocate(9_900, "c").unwrap();
+            drop(b);
+        };
+        round();
+        let calls = allocator.stats().num_driver_calls;
+        assert_eq!(calls, 2);
+        (0..100).for_each(|_| round());
+        assert_eq!(allocator.stats().num_driver_calls, calls);
+        assert_eq!(allocator.stats().allocated, 0);
+        allocator.trim();
+        assert_eq!((allocator.stats().reserved, out.load(Ordering::Relaxed)), (0, 0));
+    }
+
+    #[test]
+    fn a_refusal_trims_and_tries_again() {
+        for (limit, budget) in [(10_000, usize::MAX), (usize::MAX, 10_000)] {
+            let (allocator, out) = allocator(limit, budget);
+            drop(allocator.allocate(8192, "a").unwrap());
+            // Only possible once the first is given back.
+            let b = allocator.allocate(9000, "b").unwrap();
+            let error = allocator.allocate(4096, "c").err().unwrap();
+            assert_eq!(error.kind(), ErrorKind::OutOfMemory);
+            let message = error.message();
+            assert!(message.contains("4096 bytes of test memory for c"), "{message}");
+            drop(b);
+            drop(allocator);
+            assert_eq!(out.load(Ordering::Relaxed), 0);
+        }
+    }
+}

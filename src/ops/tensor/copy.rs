@@ -1,0 +1,210 @@
+//! `target = source`, bit for bit, between layouts and between the host and a device.
+
+use super::check::{reachable, result, same_shape, same_type, InPlace};
+use super::staging::contiguous_like;
+use super::strided::Axes;
+use crate::backend::cuda::{Arguments, CudaContext, Launch};
+use crate::backend::{ComputeContext, ContextBackend};
+use crate::error::{Error, Result};
+use crate::memory::{Device, Tensor};
+
+/// Copies a tensor to another of the same shape and element type, of any strides. On a CUDA context
+/// either side may lie on the host; the call then returns when the copy is done.
+pub fn copy(context: &ComputeContext, source: &Tensor, target: &Tensor) -> Result<()> {
+    let (source_named, target_named) = (("source", source), ("target", target));
+    same_type(&[source_named, target_named])?;
+    same_shape(&[source_named, target_named])?;
+    result(target_named, &[source_named], InPlace::Allowed)?;
+    let own = context.device();
+    for named in [source_named, target_named] {
+        if named.1.device() != Device::Cpu || own == Device::Cpu {
+            reachable(context, &[named])?;
+        }
+    }
+    if source.is_empty() || source.is_same_view(target) {
+        return Ok(());
+    }
+    let is_host = |tensor: &Tensor| own != Device::Cpu && tensor.device() == Device::Cpu;
+    // SAFETY: both are valid for their layouts by the contract of `Tensor`, and were checked above.
+    unsafe {
+        match (&context.backend(), is_host(source), is_host(target)) {
+            (_, false, false) => copy_unchecked(context, source, target),
+            (ContextBackend::Cuda(cuda), _, true) if !is_host(source) => {
+                download(context, cuda, source, target)
+            }
+            (ContextBackend::Cuda(cuda), true, false) => upload(context, cuda, source, target),
+            _ => copy_on_host(source, target),
+        }
+    }
+}
+
+/// Copies inside the context's device.
+///
+/// # Safety
+/// Both tensors are valid memory of the context's device, of the same shape and element type, and do not
+/// overlap.
+pub(super) unsafe fn copy_unchecked(
+    context: &ComputeContext,
+    source: &Tensor,
+    target: &Tensor,
+) -> Result<()> {
+    match context.backend() {
+        // SAFETY: passed on to the caller.
+        ContextBackend::Cpu { .. } => unsafe { copy_on_host(source, target) },
+        // SAFETY: passed on to the caller.
+        ContextBackend::Cuda(cuda) => unsafe { copy_on_cuda(cuda, source, target) },
+    }
+}
+
+/// From the host to the device.
+///
+/// # Safety
+/// As [`copy`].
+unsafe fn upload(
+    context: &ComputeContext,
+    cuda: &CudaContext,
+    source: &Tensor,
+    target: &Tensor,
+) -> Result<()> {
+    let bytes = source.size_bytes();
+    let packed;
+    let from = if source.is_contiguous() {
+        source.data()
+    } else {
+        packed = context.allocate_pinned(bytes, "a copy on its way to the device")?;
+        // SAFETY: the block has the size of the elements.
+        unsafe { copy_on_host(source, &host_place(packed.start(), source)?) }?;
+        packed.start()
+    };
+    // SAFETY: both places are valid for `bytes`; the wait keeps them so until the copy is done.
+    unsafe {
+        if target.is_contiguous() {
+            cuda.copy(target.data(), from, bytes)?;
+        } else {
+            let (place, _block) = contiguous_like(context, target)?;
+            cuda.copy(place.data(), from, bytes)?;
+            copy_on_cuda(cuda, &place, target)?;
+        }
+    }
+    cuda.synchronize()
+}
+
+/// From the device to the host.
+///
+/// # Safety
+/// As [`copy`].
+unsafe fn download(
+    context: &ComputeContext,
+    cuda: &CudaContext,
+    source: &Tensor,
+    target: &Tensor,
+) -> Result<()> {
+    let bytes = source.size_bytes();
+    // SAFETY: both places are valid for `bytes` until the copy is done.
+    unsafe {
+        let staged;
+        let from = if source.is_contiguous() {
+            source.data()
+        } else {
+            staged = contiguous_like(context, source)?;
+            copy_on_cuda(cuda, source, &staged.0)?;
+            staged.0.data()
+        };
+        if target.is_contiguous() {
+            cuda.copy(target.data(), from, bytes)?;
+            return cuda.synchronize();
+        }
+        let packed = context.allocate_pinned(bytes, "a copy on its way from the device")?;
+        cuda.copy(packed.start(), from, bytes)?;
+        cuda.synchronize()?;
+        copy_on_host(&host_place(packed.start(), target)?, target)
+    }
+}
+
+/// A contiguous tensor on the host, of the shape and type of another.
+///
+/// # Safety
+/// `start` is host memory for its elements.
+unsafe fn host_place(start: *mut u8, like: &Tensor) -> Result<Tensor> {
+    // SAFETY: passed on to the caller.
+    unsafe { Tensor::from_raw(start, like.element(), Device::Cpu, like.shape(), None, "a copy") }
+}
+
+/// # Safety
+/// As [`copy_unchecked`], both on the host.
+unsafe fn copy_on_host(source: &Tensor, target: &Tensor) -> Result<()> {
+    let size = source.element().size_bytes();
+    let axes = Axes::of(&[target, source])?;
+    let (run, [target_step, source_step, _]) = axes.innermost();
+    let rank = axes.iter().count();
+    let mut index = [0i64; crate::memory::MAX_RANK];
+    loop {
+        let (mut to, mut from) = (0i64, 0i64);
+        for (&position, (_, [target_stride, source_stride, _])) in index.iter().zip(axes.iter()) {
+            to += position * target_stride;
+            from += position * source_stride;
+        }
+        // SAFETY: the indices are inside the shape, so that the elements lie in what the tensors span.
+        unsafe {
+            let to = target.data().add(to as usize * size);
+            let from = source.data().add(from as usize * size).cast_const();
+            if target_step == 1 && source_step == 1 {
+                to.copy_from_nonoverlapping(from, run as usize * size);
+            } else {
+                for i in 0..run {
+                    let to = to.add((i * target_step) as usize * size);
+                    to.copy_from_nonoverlapping(from.add((i * source_step) as usize * size), size);
+                }
+            }
+        }
+        // The next index of all axes but the innermost.
+        let mut axis = rank.saturating_sub(1);
+        loop {
+            let Some(outer) = axis.checked_sub(1) else { return Ok(()) };
+            axis = outer;
+            let limit = axes.iter().nth(axis).map_or(0, |(size, _)| *size);
+            let Some(position) = index.get_mut(axis) else { return Ok(()) };
+            *position += 1;
+            if *position < limit {
+                break;
+            }
+            *position = 0;
+        }
+    }
+}
+
+/// # Safety
+/// As [`copy_unchecked`], both on the device of `cuda`.
+unsafe fn copy_on_cuda(cuda: &CudaContext, source: &Tensor, target: &Tensor) -> Result<()> {
+    if source.is_contiguous() && target.is_contiguous() {
+        // SAFETY: passed on to the caller.
+        return unsafe { cuda.copy(target.data(), source.data(), source.size_bytes()) };
+    }
+    let size = source.element().size_bytes() as i64;
+    let axes = Axes::of(&[target, source])?;
+    // Vectors of 16 bytes where the innermost axis and all addresses allow it.
+    let (_, [target_step, source_step, _]) = axes.innermost();
+    let is_aligned = |tensor: &Tensor| (tensor.data() as usize).is_multiple_of(16);
+    let vectors =
+        (target_step == 1 && source_step == 1 && is_aligned(source) && is_aligned(target))
+            .then(|| axes.in_vectors(16 / size))
+            .flatten();
+    let (axes, unit) = vectors.map_or((axes, size), |vectors| (vectors, 16));
+    let name = match unit {
+        2 => "xserv_copy_strided_b2",
+        4 => "xserv_copy_strided_b4",
+        8 => "xserv_copy_strided_b8",
+        16 => "xserv_copy_strided_b16",
+        _ => return Err(Error::internal(format!("elements of {size} bytes"))),
+    };
+    for (layout, [to, from, _]) in axes.launches()? {
+        let grid = (layout.num_units as u32).div_ceil(512);
+        let arguments = Arguments::new()
+            .pointer(target.data().wrapping_add((to * unit) as usize))
+            .pointer(source.data().wrapping_add((from * unit) as usize))
+            .value(&layout);
+        // SAFETY: the layout spans the elements of both, which the caller vouches for.
+        unsafe { cuda.launch("copy", name, Launch::linear(grid, 512), arguments) }?;
+    }
+    Ok(())
+}
