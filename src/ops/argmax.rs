@@ -1,7 +1,6 @@
 //! The index of the largest element of each row; the lowest one wins a tie.
 
-use crate::backend::cpu::math::maximum;
-use crate::backend::cpu::simd::{Kernel, Simd};
+use super::host::argmax::Largest;
 use crate::backend::cpu::CpuBackend;
 use crate::error::{Error, Result};
 
@@ -21,25 +20,14 @@ pub fn argmax(backend: &CpuBackend, x: &[f32], row_len: usize, out: &mut [u32]) 
         return Ok(());
     }
     for (row, (x, out)) in x.chunks_exact(row_len).zip(out).enumerate() {
-        let max = backend.run(Maximum { x });
-        let index = x.iter().position(|&v| v == max).ok_or_else(|| {
-            Error::internal(format!("argmax: row {row} of {row_len} values holds a NaN"))
-        })?;
+        let index = backend.run(Largest { x });
+        if x[index].is_nan() {
+            return Err(Error::internal(format!(
+                "argmax: row {row} of {row_len} values holds a NaN"
+            )));
+        }
         // row_len fits, checked above.
         *out = index as u32;
     }
     Ok(())
-}
-
-struct Maximum<'a> {
-    x: &'a [f32],
-}
-
-impl Kernel for Maximum<'_> {
-    type Output = f32;
-
-    #[inline(always)]
-    fn run<S: Simd>(self) -> f32 {
-        maximum(self.x)
-    }
 }

@@ -7,6 +7,7 @@ pub mod argmax;
 pub mod attention;
 pub mod embedding;
 pub mod gelu_tanh;
+pub mod host;
 pub mod kv_blocks;
 pub mod kv_cache_append;
 pub mod layer_norm;

@@ -1,10 +1,12 @@
 //! Root-mean-square normalisation (Zhang and Sennrich, 2019, equation 4):
 //! `out = x / sqrt(mean(x^2) + eps) * weight`, eps inside the root as in Transformers.
 
+use super::host;
+use super::host::rms_norm::inverse_root;
 use crate::backend::cpu::math::sum_over;
 use crate::backend::cpu::simd::{Kernel, Simd};
 use crate::backend::cpu::{CpuBackend, SendPointer};
-use crate::error::{Error, Result};
+use crate::error::Result;
 
 /// Normalises each row of x [num_tokens, hidden_size] into `out` of the same shape, with `weight`
 /// [hidden_size].
@@ -15,21 +17,7 @@ pub fn rms_norm(
     eps: f32,
     out: &mut [f32],
 ) -> Result<()> {
-    let width = weight.len();
-    if x.len() != out.len()
-        || (width == 0 && !x.is_empty())
-        || (width > 0 && !x.len().is_multiple_of(width))
-    {
-        return Err(Error::internal(format!(
-            "rms_norm: {} inputs, {} outputs, weight of {width}",
-            x.len(),
-            out.len()
-        )));
-    }
-    backend.parallel_rows(out, width, |first, out| {
-        let x = &x[first * width..][..out.len()];
-        backend.run(Rows { x, weight, eps, out });
-    })
+    host::rms_norm(backend, x, weight, eps, out)
 }
 
 /// Normalises heads in place, each over its own `head_dim = weight.len()` values: x is
@@ -69,34 +57,6 @@ pub fn rms_norm_heads(
     })
 }
 
-#[inline(always)]
-fn inverse_root_mean_square<S: Simd>(x: &[f32], eps: f32) -> f32 {
-    let sum = sum_over::<S>(x, |sum, x| S::mul_add(x, x, sum));
-    1.0 / (sum / x.len() as f32 + eps).sqrt()
-}
-
-struct Rows<'a> {
-    x: &'a [f32],
-    weight: &'a [f32],
-    eps: f32,
-    out: &'a mut [f32],
-}
-
-impl Kernel for Rows<'_> {
-    type Output = ();
-
-    #[inline(always)]
-    fn run<S: Simd>(self) {
-        let width = self.weight.len();
-        for (x, out) in self.x.chunks_exact(width).zip(self.out.chunks_exact_mut(width)) {
-            let scale = inverse_root_mean_square::<S>(x, self.eps);
-            for ((o, &x), &w) in out.iter_mut().zip(x).zip(self.weight) {
-                *o = x * scale * w;
-            }
-        }
-    }
-}
-
 struct HeadsInPlace<'a> {
     x: &'a mut [f32],
     weight: &'a [f32],
@@ -109,7 +69,8 @@ impl Kernel for HeadsInPlace<'_> {
     #[inline(always)]
     fn run<S: Simd>(self) {
         for head in self.x.chunks_exact_mut(self.weight.len()) {
-            let scale = inverse_root_mean_square::<S>(head, self.eps);
+            let sum = sum_over::<S>(head, |sum, x| S::mul_add(x, x, sum));
+            let scale = inverse_root(sum, head.len(), self.eps);
             for (x, &w) in head.iter_mut().zip(self.weight) {
                 *x = *x * scale * w;
             }

@@ -1,7 +1,7 @@
 //! Rotary position embedding (Su et al., 2021, equation 34): rotates pairs of values of each head by
 //! `position * inv_freq[i]`.
 
-use crate::backend::cpu::simd::{Kernel, Simd};
+use super::host::rope::Rotate;
 use crate::backend::cpu::{CpuBackend, SendPointer};
 use crate::error::{try_with_capacity, Error, Result};
 use std::sync::OnceLock;
@@ -127,39 +127,4 @@ pub fn rope(
             backend.run(Rotate { row, cos, sin, pairing });
         }
     })
-}
-
-struct Rotate<'a> {
-    row: &'a mut [f32],
-    cos: &'a [f32],
-    sin: &'a [f32],
-    pairing: RopePairing,
-}
-
-impl Kernel for Rotate<'_> {
-    type Output = ();
-
-    #[inline(always)]
-    fn run<S: Simd>(self) {
-        let half = self.cos.len();
-        for head in self.row.chunks_exact_mut(2 * half) {
-            match self.pairing {
-                RopePairing::SplitHalf => {
-                    let (first, second) = head.split_at_mut(half);
-                    let angles = self.cos.iter().zip(self.sin);
-                    for ((a, b), (&cos, &sin)) in first.iter_mut().zip(second).zip(angles) {
-                        (*a, *b) = (*a * cos - *b * sin, *b * cos + *a * sin);
-                    }
-                }
-                RopePairing::Interleaved => {
-                    let angles = self.cos.iter().zip(self.sin);
-                    for (pair, (&cos, &sin)) in head.chunks_exact_mut(2).zip(angles) {
-                        let (a, b) = (pair[0], pair[1]);
-                        pair[0] = a * cos - b * sin;
-                        pair[1] = b * cos + a * sin;
-                    }
-                }
-            }
-        }
-    }
 }

@@ -95,8 +95,37 @@ pub fn bf16_to_f32(bits: u16) -> f32 {
     f32::from_bits(u32::from(bits) << 16)
 }
 
+/// f16 bits to f32, branch-free.
+#[inline(always)]
+pub fn f16_to_f32(bits: u16) -> f32 {
+    // The exponent moves by a product with 2^112, which also normalises subnormal numbers.
+    const REBIAS: f32 = f32::from_bits((127 + 112) << 23);
+    let magnitude = u32::from(bits & 0x7fff);
+    let value = (f32::from_bits(magnitude << 13) * REBIAS).to_bits();
+    let value = if magnitude >= 0x7c00 { value | 0x7f80_0000 } else { value };
+    f32::from_bits(value | u32::from(bits & 0x8000) << 16)
+}
+
+/// f32 to f16 bits, to nearest even, branch-free; NaN stays a (quiet) NaN.
+#[inline(always)]
+pub fn f16_bits(x: f32) -> u16 {
+    let bits = x.to_bits();
+    let magnitude = bits & 0x7fff_ffff;
+    let odd = (magnitude >> 13) & 1;
+    // The exponent's bias goes from 127 to 15; a carry out of the mantissa is right as it is.
+    let normal = magnitude.wrapping_sub(112 << 23).wrapping_add(0xfff + odd) >> 13;
+    // Adding 1/2 makes the adder round to multiples of 2^-24, the subnormal step.
+    let subnormal = (f32::from_bits(magnitude) + 0.5).to_bits().wrapping_sub(0.5f32.to_bits());
+    let nan = 0x7e00 | ((magnitude >> 13) & 0x3ff);
+    let mut result = if magnitude < 0x3880_0000 { subnormal } else { normal };
+    // From 2^16 on.
+    result = if magnitude >= 0x4780_0000 { 0x7c00 } else { result };
+    result = if magnitude > 0x7f80_0000 { nan } else { result };
+    (result | (bits >> 16) & 0x8000) as u16
+}
+
 /// Lanes of the sums below: one 512-bit vector, the same on every instruction set.
-const LANES: usize = 16;
+pub const LANES: usize = 16;
 
 /// Adds sixteen partial sums in a fixed tree.
 #[inline(always)]
@@ -115,6 +144,18 @@ pub fn sum_lanes(mut lanes: [f32; LANES]) -> f32 {
 #[inline(always)]
 pub fn sum_over<S: Simd>(row: &[f32], term: impl Fn(f32, f32) -> f32 + Copy) -> f32 {
     let mut lanes = [0.0f32; LANES];
+    add_to_lanes(&mut lanes, row, term);
+    sum_lanes(lanes)
+}
+
+/// Goes on with a sum in lanes. Parts of a row, all but the last of a multiple of [`LANES`], give the
+/// bits of the whole.
+#[inline(always)]
+pub fn add_to_lanes(
+    lanes: &mut [f32; LANES],
+    row: &[f32],
+    term: impl Fn(f32, f32) -> f32 + Copy,
+) {
     let (chunks, rest) = row.as_chunks::<LANES>();
     for chunk in chunks {
         for i in 0..LANES {
@@ -124,24 +165,31 @@ pub fn sum_over<S: Simd>(row: &[f32], term: impl Fn(f32, f32) -> f32 + Copy) -> 
     for (lane, &x) in lanes.iter_mut().zip(rest) {
         *lane = term(*lane, x);
     }
-    sum_lanes(lanes)
 }
 
 /// The largest element of a row; NaN if there is one, -infinity if the row is empty.
 #[inline(always)]
 pub fn maximum(row: &[f32]) -> f32 {
+    // Four vectors beside each other hide the latency of the comparison.
+    const WIDTH: usize = 4 * LANES;
+    // A NaN stays: no comparison with it is true.
     let larger = |a: f32, b: f32| if b > a || b.is_nan() { b } else { a };
-    let mut lanes = [f32::NEG_INFINITY; LANES];
-    let (chunks, rest) = row.as_chunks::<LANES>();
+    let mut lanes = [f32::NEG_INFINITY; WIDTH];
+    let (chunks, rest) = row.as_chunks::<WIDTH>();
     for chunk in chunks {
-        for i in 0..LANES {
-            // A NaN stays: no comparison with it is true.
+        for i in 0..WIDTH {
             lanes[i] = larger(lanes[i], chunk[i]);
         }
     }
-    let mut result = f32::NEG_INFINITY;
-    for &x in lanes.iter().chain(rest) {
-        result = larger(result, x);
+    for (lane, &x) in lanes.iter_mut().zip(rest) {
+        *lane = larger(*lane, x);
     }
-    result
+    let mut width = WIDTH / 2;
+    while width > 0 {
+        for i in 0..width {
+            lanes[i] = larger(lanes[i], lanes[i + width]);
+        }
+        width /= 2;
+    }
+    lanes[0]
 }

@@ -75,11 +75,11 @@ impl CpuBackend {
     /// Cuts `data`, rows of `row_len` elements, into runs of whole rows and calls `task` with the
     /// first row's number and the rows of each run: in parallel when the data is large, at once on
     /// this thread when it is small.
-    pub(crate) fn parallel_rows(
+    pub(crate) fn parallel_rows<T: Send>(
         &self,
-        data: &mut [f32],
+        data: &mut [T],
         row_len: usize,
-        task: impl Fn(usize, &mut [f32]) + Sync,
+        task: impl Fn(usize, &mut [T]) + Sync,
     ) -> Result<()> {
         if row_len == 0 || data.is_empty() {
             return Ok(());

@@ -62,6 +62,22 @@ pub unsafe trait Vector16: Copy {
     /// # Safety
     /// See the trait.
     unsafe fn load_bf16_pairs(source: *const u16) -> (Self, Self);
+    /// Reads 16 bf16.
+    /// # Safety
+    /// See the trait.
+    unsafe fn load_bf16(source: *const u16) -> Self;
+    /// Writes 16 f16, rounded to nearest even.
+    /// # Safety
+    /// See the trait.
+    unsafe fn store_f16(self, target: *mut u16);
+    /// Writes the upper halves of the 16 lanes: of what `load_bf16` has read, the same bits.
+    /// # Safety
+    /// See the trait.
+    unsafe fn store_high_halves(self, target: *mut u16);
+    /// Lane c of row r to lane r of row c.
+    /// # Safety
+    /// See the trait.
+    unsafe fn transpose(rows: [Self; 16]) -> [Self; 16];
     /// Writes 16 f32.
     /// # Safety
     /// See the trait.
@@ -156,9 +172,47 @@ unsafe impl Vector16 for [f32; 16] {
         let bits = unsafe { source.cast::<[u16; 16]>().read_unaligned() };
         let mut values = [0.0; 16];
         for i in 0..16 {
-            values[i] = half::f16::from_bits(bits[i]).to_f32_const();
+            values[i] = math::f16_to_f32(bits[i]);
         }
         values
+    }
+
+    #[inline(always)]
+    unsafe fn load_bf16(source: *const u16) -> Self {
+        // SAFETY: the caller passes a pointer valid for 16 reads.
+        let bits = unsafe { source.cast::<[u16; 16]>().read_unaligned() };
+        bits.map(math::bf16_to_f32)
+    }
+
+    #[inline(always)]
+    unsafe fn store_f16(self, target: *mut u16) {
+        let mut bits = [0; 16];
+        for i in 0..16 {
+            bits[i] = math::f16_bits(self[i]);
+        }
+        // SAFETY: the caller passes a pointer valid for 16 writes.
+        unsafe { target.cast::<[u16; 16]>().write_unaligned(bits) }
+    }
+
+    #[inline(always)]
+    unsafe fn store_high_halves(self, target: *mut u16) {
+        let mut bits = [0; 16];
+        for i in 0..16 {
+            bits[i] = (self[i].to_bits() >> 16) as u16;
+        }
+        // SAFETY: the caller passes a pointer valid for 16 writes.
+        unsafe { target.cast::<[u16; 16]>().write_unaligned(bits) }
+    }
+
+    #[inline(always)]
+    unsafe fn transpose(rows: [Self; 16]) -> [Self; 16] {
+        let mut columns = rows;
+        for r in 0..16 {
+            for c in 0..16 {
+                columns[c][r] = rows[r][c];
+            }
+        }
+        columns
     }
 
     #[inline(always)]

@@ -73,6 +73,8 @@ pub unsafe trait Element {
 pub struct F32<V>(PhantomData<V>);
 /// f16 weights, f32 activations.
 pub struct F16<V>(PhantomData<V>);
+/// bf16 weights as they lie in a row, f32 activations.
+pub struct Bf16Rows<V>(PhantomData<V>);
 /// bf16 weights in pairs of k, activations rounded to bf16 and held as f32.
 pub struct Bf16<V>(PhantomData<V>);
 
@@ -129,58 +131,65 @@ unsafe impl<V: Vector16> Element for F32<V> {
     }
 }
 
-// SAFETY: reads 16 weights and one activation.
-unsafe impl<V: Vector16> Element for F16<V> {
-    type Activation = f32;
-    type Weight = u16;
-    type Vector = V;
-    type Loaded = V;
-    type Broadcast = V;
-    const K_STEP: usize = 1;
-    const IS_F32_MATH: bool = true;
-    const ZERO_WEIGHT: u16 = 0;
+/// 16-bit weights that are widened as they are read, with f32 activations.
+macro_rules! widened {
+    ($name:ident, $load:ident) => {
+        // SAFETY: reads 16 weights and one activation.
+        unsafe impl<V: Vector16> Element for $name<V> {
+            type Activation = f32;
+            type Weight = u16;
+            type Vector = V;
+            type Loaded = V;
+            type Broadcast = V;
+            const K_STEP: usize = 1;
+            const IS_F32_MATH: bool = true;
+            const ZERO_WEIGHT: u16 = 0;
 
-    #[inline(always)]
-    fn activation(x: f32) -> f32 {
-        x
-    }
+            #[inline(always)]
+            fn activation(x: f32) -> f32 {
+                x
+            }
 
-    #[inline(always)]
-    unsafe fn store_activations(values: V, target: *mut f32) {
-        // SAFETY: passed on to the caller.
-        unsafe { values.store(target) }
-    }
+            #[inline(always)]
+            unsafe fn store_activations(values: V, target: *mut f32) {
+                // SAFETY: passed on to the caller.
+                unsafe { values.store(target) }
+            }
 
-    #[inline(always)]
-    unsafe fn load(weights: *const u16) -> V {
-        // SAFETY: passed on to the caller.
-        unsafe { V::load_f16(weights) }
-    }
+            #[inline(always)]
+            unsafe fn load(weights: *const u16) -> V {
+                // SAFETY: passed on to the caller.
+                unsafe { V::$load(weights) }
+            }
 
-    #[inline(always)]
-    unsafe fn broadcast(activations: *const f32) -> V {
-        // SAFETY: passed on to the caller.
-        unsafe { V::splat(*activations) }
-    }
+            #[inline(always)]
+            unsafe fn broadcast(activations: *const f32) -> V {
+                // SAFETY: passed on to the caller.
+                unsafe { V::splat(*activations) }
+            }
 
-    #[inline(always)]
-    unsafe fn widen(weights: *const u16, target: *mut f32, _stride: usize) {
-        // SAFETY: passed on to the caller.
-        unsafe { Self::load(weights).store(target) }
-    }
+            #[inline(always)]
+            unsafe fn widen(weights: *const u16, target: *mut f32, _stride: usize) {
+                // SAFETY: passed on to the caller.
+                unsafe { Self::load(weights).store(target) }
+            }
 
-    #[inline(always)]
-    unsafe fn multiply_add(sum: V, broadcast: V, weights: V) -> V {
-        // SAFETY: passed on to the caller.
-        unsafe { broadcast.mul_add(weights, sum) }
-    }
+            #[inline(always)]
+            unsafe fn multiply_add(sum: V, broadcast: V, weights: V) -> V {
+                // SAFETY: passed on to the caller.
+                unsafe { broadcast.mul_add(weights, sum) }
+            }
 
-    #[inline(always)]
-    unsafe fn compiled_tile<const ROWS: usize, const GROUPS: usize>(operands: &Operands<Self>) {
-        // SAFETY: passed on to the caller.
-        unsafe { V::compiled_tile::<Self, ROWS, GROUPS>(operands) }
-    }
+            #[inline(always)]
+            unsafe fn compiled_tile<const ROWS: usize, const GROUPS: usize>(operands: &Operands<Self>) {
+                // SAFETY: passed on to the caller.
+                unsafe { V::compiled_tile::<Self, ROWS, GROUPS>(operands) }
+            }
+        }
+    };
 }
+widened!(F16, load_f16);
+widened!(Bf16Rows, load_bf16);
 
 // SAFETY: reads 32 weights and two activations.
 unsafe impl<V: Vector16> Element for Bf16<V> {

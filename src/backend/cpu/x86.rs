@@ -84,6 +84,35 @@ fused!(Avx2, [__m256; 2], Bf16<[__m256; 2]>);
 fused!(Avx512, __m512, Bf16<__m512>);
 fused!(Avx512Bf16, __m512, Bf16Dot);
 
+/// # Safety
+/// The machine has AVX2.
+#[inline(always)]
+unsafe fn transpose_8x8(rows: [__m256; 8]) -> [__m256; 8] {
+    // SAFETY: the caller has AVX2.
+    unsafe {
+        let mut pairs = rows;
+        for r in (0..8).step_by(2) {
+            pairs[r] = _mm256_unpacklo_ps(rows[r], rows[r + 1]);
+            pairs[r + 1] = _mm256_unpackhi_ps(rows[r], rows[r + 1]);
+        }
+        // Half h of fours[4 g + j] is column 4 h + j of rows 4 g..4 g + 4.
+        let mut fours = rows;
+        for r in [0, 4] {
+            for j in 0..2 {
+                let (a, b) = (pairs[r + j], pairs[r + j + 2]);
+                fours[r + 2 * j] = _mm256_shuffle_ps::<0b01_00_01_00>(a, b);
+                fours[r + 2 * j + 1] = _mm256_shuffle_ps::<0b11_10_11_10>(a, b);
+            }
+        }
+        let mut columns = rows;
+        for j in 0..4 {
+            columns[j] = _mm256_permute2f128_ps::<0x20>(fours[j], fours[4 + j]);
+            columns[4 + j] = _mm256_permute2f128_ps::<0x31>(fours[j], fours[4 + j]);
+        }
+        columns
+    }
+}
+
 // SAFETY: each method reads or writes exactly 16 elements (32 for the pairs), unaligned.
 unsafe impl Vector16 for [__m256; 2] {
     const MAX_SUMS: usize = 6;
@@ -142,6 +171,62 @@ unsafe impl Vector16 for [__m256; 2] {
                     _mm256_castsi256_ps(_mm256_and_si256(high_half, high)),
                 ],
             )
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn load_bf16(source: *const u16) -> Self {
+        // SAFETY: the caller has AVX2 and 16 readable elements.
+        unsafe {
+            let low = _mm256_cvtepu16_epi32(_mm_loadu_si128(source.cast()));
+            let high = _mm256_cvtepu16_epi32(_mm_loadu_si128(source.add(8).cast()));
+            [
+                _mm256_castsi256_ps(_mm256_slli_epi32::<16>(low)),
+                _mm256_castsi256_ps(_mm256_slli_epi32::<16>(high)),
+            ]
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn store_f16(self, target: *mut u16) {
+        // SAFETY: the caller has F16C and 16 writable elements.
+        unsafe {
+            _mm_storeu_si128(target.cast(), _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(self[0]));
+            let high = _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(self[1]);
+            _mm_storeu_si128(target.add(8).cast(), high);
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn store_high_halves(self, target: *mut u16) {
+        // SAFETY: the caller has AVX2 and 16 writable elements.
+        unsafe {
+            let low = _mm256_srli_epi32::<16>(_mm256_castps_si256(self[0]));
+            let high = _mm256_srli_epi32::<16>(_mm256_castps_si256(self[1]));
+            // Packing works on each half of the registers: put the quarters in order.
+            let packed = _mm256_permute4x64_epi64::<0b11_01_10_00>(_mm256_packus_epi32(low, high));
+            _mm256_storeu_si256(target.cast(), packed);
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn transpose(rows: [Self; 16]) -> [Self; 16] {
+        // SAFETY: the caller has AVX2.
+        unsafe {
+            let mut columns = rows;
+            for half in 0..2 {
+                for side in 0..2 {
+                    let mut square = [rows[0][0]; 8];
+                    for r in 0..8 {
+                        square[r] = rows[8 * half + r][side];
+                    }
+                    let square = transpose_8x8(square);
+                    for c in 0..8 {
+                        columns[8 * side + c][half] = square[c];
+                    }
+                }
+            }
+            columns
         }
     }
 
@@ -290,6 +375,68 @@ unsafe impl Vector16 for __m512 {
                 _mm512_castsi512_ps(_mm512_slli_epi32::<16>(pairs)),
                 _mm512_castsi512_ps(_mm512_and_si512(pairs, high)),
             )
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn load_bf16(source: *const u16) -> Self {
+        // SAFETY: the caller has AVX-512 F and 16 readable elements.
+        unsafe {
+            let bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256(source.cast()));
+            _mm512_castsi512_ps(_mm512_slli_epi32::<16>(bits))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn store_f16(self, target: *mut u16) {
+        // SAFETY: the caller has AVX-512 F and 16 writable elements.
+        unsafe {
+            let halves = _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(self);
+            _mm256_storeu_si256(target.cast(), halves);
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn store_high_halves(self, target: *mut u16) {
+        // SAFETY: the caller has AVX-512 F and 16 writable elements.
+        unsafe {
+            let high = _mm512_srli_epi32::<16>(_mm512_castps_si512(self));
+            _mm256_storeu_si256(target.cast(), _mm512_cvtepi32_epi16(high));
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn transpose(rows: [Self; 16]) -> [Self; 16] {
+        // SAFETY: the caller has AVX-512 F.
+        unsafe {
+            let mut pairs = rows;
+            for r in (0..16).step_by(2) {
+                pairs[r] = _mm512_unpacklo_ps(rows[r], rows[r + 1]);
+                pairs[r + 1] = _mm512_unpackhi_ps(rows[r], rows[r + 1]);
+            }
+            let double = |v: __m512| _mm512_castps_pd(v);
+            // Quarter q of fours[4 g + j] is column 4 q + j of rows 4 g..4 g + 4.
+            let mut fours = rows;
+            for r in (0..16).step_by(4) {
+                for j in 0..2 {
+                    let (a, b) = (double(pairs[r + j]), double(pairs[r + j + 2]));
+                    fours[r + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, b));
+                    fours[r + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, b));
+                }
+            }
+            let mut columns = rows;
+            for j in 0..4 {
+                let (a, b, c, d) = (fours[j], fours[4 + j], fours[8 + j], fours[12 + j]);
+                let even_ab = _mm512_shuffle_f32x4::<0b10_00_10_00>(a, b);
+                let even_cd = _mm512_shuffle_f32x4::<0b10_00_10_00>(c, d);
+                let odd_ab = _mm512_shuffle_f32x4::<0b11_01_11_01>(a, b);
+                let odd_cd = _mm512_shuffle_f32x4::<0b11_01_11_01>(c, d);
+                columns[j] = _mm512_shuffle_f32x4::<0b10_00_10_00>(even_ab, even_cd);
+                columns[4 + j] = _mm512_shuffle_f32x4::<0b10_00_10_00>(odd_ab, odd_cd);
+                columns[8 + j] = _mm512_shuffle_f32x4::<0b11_01_11_01>(even_ab, even_cd);
+                columns[12 + j] = _mm512_shuffle_f32x4::<0b11_01_11_01>(odd_ab, odd_cd);
+            }
+            columns
         }
     }
 
