@@ -1,20 +1,12 @@
-// What the attention kernels share: launch parameters, rows of a tile in shared memory, the fault record.
+// What the attention kernels share: launch parameters, rows of a tile in shared memory.
 #pragma once
 
 #include <stdint.h>
 
+#include "common/fault.cuh"
 #include "common/mma.cuh"
 
 namespace xserv {
-
-// In mapped host memory; the first fault of a stream of launches is kept.
-struct AttentionFault {
-  int code;  // 0: none, 1: block id outside [0, num_blocks)
-  int pad;
-  long long index;  // into block_tables
-  long long value;  // what stood there
-};
-static_assert(sizeof(AttentionFault) == 24, "layout shared with the host");
 
 // Strides count elements; the innermost axis (head_dim) is contiguous.
 struct AttentionParams {
@@ -26,7 +18,7 @@ struct AttentionParams {
   const int* cu_seqlens_k;  // [num_seqs + 1] or null
   const int* block_tables;  // [num_seqs, max_blocks_per_seq] or null: then k and v are no block cache
   const int* context_lens;  // [num_seqs] keys of each sequence, or null; goes before cu_seqlens_k's difference
-  AttentionFault* fault;    // may be null
+  FaultRecord* fault;    // may be null
   long long q_batch_stride, q_token_stride, q_head_stride;
   long long k_batch_stride, k_token_stride, k_head_stride;  // batch: of one block where block_tables is given
   long long v_batch_stride, v_token_stride, v_head_stride;
@@ -50,7 +42,7 @@ struct AttentionDecodeParams {
   int* counters;         // [num_seqs, num_kv_heads * head groups], zero before the first launch; left zero
   const int* block_tables;
   const int* context_lens;
-  AttentionFault* fault;
+  FaultRecord* fault;
   long long q_seq_stride, q_head_stride;
   long long k_seq_stride, k_token_stride, k_head_stride;
   long long v_seq_stride, v_token_stride, v_head_stride;
@@ -92,15 +84,6 @@ __device__ __forceinline__ float exp2_approx(float x) {
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kMinusInfinity = -__builtin_huge_valf();
 
-__device__ __forceinline__ void report_block_fault(AttentionFault* fault, long long index, int value) {
-  if (fault == nullptr) return;
-  if (atomicCAS_system(&fault->code, 0, 1) == 0) {
-    fault->index = index;
-    fault->value = value;
-    __threadfence_system();
-  }
-}
-
 // Row `key` of a sequence in a block cache; null (and a fault) where the table holds no block.
 template <typename T>
 struct BlockRow {
@@ -114,7 +97,7 @@ __device__ __forceinline__ BlockRow<T> block_row(const Params& p, int seq, int k
   const long long index = static_cast<long long>(seq) * p.max_blocks_per_seq + block;
   const int id = __ldg(p.block_tables + index);
   const bool is_valid = static_cast<unsigned>(id) < static_cast<unsigned>(p.num_blocks);
-  if (!is_valid) report_block_fault(p.fault, index, id);
+  if (!is_valid) report_fault(p.fault, kFaultBlock, index, id);
   return {is_valid ? id : 0, key & ((1 << p.block_size_log2) - 1), is_valid};
 }
 

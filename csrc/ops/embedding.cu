@@ -33,7 +33,7 @@ __device__ __forceinline__ void embedding_row(Unit* __restrict__ out, const Unit
     const int unit = first + i * blockDim.x;
     if (unit < width) target[unit] = values[i];
   }
-  if (!is_valid && blockIdx.y == 0 && threadIdx.x == 0) report_fault(fault, token, id);
+  if (!is_valid && blockIdx.y == 0 && threadIdx.x == 0) report_fault(fault, kFaultTokenId, token, id);
 }
 
 }  // namespace xserv

@@ -79,7 +79,7 @@ __device__ __forceinline__ void rope_token(const RopeArgs& args) {
       sin[i + j] = s[j];
     }
   }
-  if (!is_valid && threadIdx.x == 0 && threadIdx.y == 0) report_fault(args.fault, token, position);
+  if (!is_valid && threadIdx.x == 0 && threadIdx.y == 0) report_fault(args.fault, kFaultPosition, token, position);
 
   for (int head = threadIdx.y; head < total_heads; head += U * blockDim.y) {
     if (head != static_cast<int>(threadIdx.y)) load(head);

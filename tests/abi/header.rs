@@ -8,9 +8,23 @@ fn root() -> &'static Path {
 }
 
 /// The files that speak to C, in the order of the manual.
-const SOURCES: [&str; 11] = [
-    "version", "types", "status", "model", "inspect", "text", "evaluate", "generate", "context",
-    "tensor", "ops",
+const SOURCES: [&str; 16] = [
+    "version",
+    "types",
+    "status",
+    "model",
+    "inspect",
+    "text",
+    "evaluate",
+    "generate",
+    "context",
+    "tensor",
+    "ops_copy",
+    "ops_rows",
+    "ops_index",
+    "ops_elementwise",
+    "ops_gemm",
+    "ops_attention",
 ];
 
 fn generate() -> String {

@@ -3,6 +3,7 @@
 
 pub mod golden;
 pub mod reference;
+pub mod tensors;
 
 use xserv::backend::cpu::{CpuBackend, Isa};
 use xserv::memory::DType;

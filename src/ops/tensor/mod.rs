@@ -8,14 +8,28 @@
 //! On the CPU the work is done on return; on CUDA it is queued on the context's stream. The host kernels
 //! are in [`super::host`], the CUDA kernels in `csrc/ops`.
 
+mod activation;
+mod attention;
 mod check;
 mod copy;
+mod elementwise;
+mod embedding;
+mod gemm;
+mod grad_check;
+mod layer_norm;
+mod rms_norm;
+mod rope;
+mod selection;
+mod softmax;
 mod staging;
 mod strided;
+mod transpose;
 
 pub use copy::copy;
+pub use rms_norm::rms_norm;
 
-use crate::memory::DType;
+use crate::error::{Error, Result};
+use crate::memory::{RowLayout, Tensor};
 
 /// The kernel of a family that serves an element type: `csrc/common/dtype.cuh` gives them their names.
 macro_rules! kernel_name {
@@ -56,7 +70,35 @@ fn num_blocks(units: i64, per_block: i64) -> Option<u32> {
     u32::try_from(blocks).ok().filter(|&blocks| blocks <= i32::MAX as u32)
 }
 
-/// Bytes of an element, for kernels that only move them.
-fn bytes_of(dtype: DType) -> i64 {
-    dtype.size_bytes() as i64
+/// The rows of a tensor as `csrc/common/rows.cuh` takes them.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+struct KernelRows {
+    inner: i64,
+    outer_stride: i64,
+    inner_stride: i64,
+}
+const _: () = assert!(size_of::<KernelRows>() == 24);
+
+/// True for tensors whose rows the CUDA kernels find by themselves.
+fn fits_rows(tensor: &Tensor) -> bool {
+    tensor.rows().is_some()
+}
+
+/// The rows of a tensor that `fits_rows`. A plain matrix has one row to an outer step.
+fn row_layout(tensor: &Tensor) -> Result<KernelRows> {
+    let RowLayout { num_rows, inner, outer_stride, inner_stride, .. } =
+        tensor.rows().ok_or_else(|| Error::internal("a tensor without rows"))?;
+    Ok(match inner >= num_rows {
+        true => KernelRows { inner: 1, outer_stride: inner_stride, inner_stride: 0 },
+        false => KernelRows { inner, outer_stride, inner_stride },
+    })
+}
+
+/// True if every row begins at a multiple of 16 bytes and is a whole number of them.
+fn rows_are_vectors(tensor: &Tensor) -> bool {
+    let Some(rows) = tensor.rows() else { return false };
+    let vector = 16 / tensor.element().size_bytes() as i64;
+    (tensor.data() as usize).is_multiple_of(16)
+        && [rows.width, rows.outer_stride, rows.inner_stride].iter().all(|n| n % vector == 0)
 }

@@ -37,6 +37,17 @@ pub(super) fn input(
     Ok(Input { tensor: place, _copy: Some(block) })
 }
 
+/// The same for host kernels, which cannot work in place: a copy too where the tensor shares memory with
+/// the result.
+pub(super) fn input_beside(
+    context: &ComputeContext,
+    tensor: &Tensor,
+    result: &Tensor,
+    fits: impl Fn(&Tensor) -> bool,
+) -> Result<Input> {
+    input(context, tensor, |tensor| fits(tensor) && !tensor.overlaps(result))
+}
+
 /// `tensor` if `fits` says so, else a contiguous place of the same shape.
 pub(super) fn output(
     context: &ComputeContext,

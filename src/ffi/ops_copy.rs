@@ -1,4 +1,4 @@
-//! The operators over tensors, as C functions.
+//! Copies between tensors, as a C function.
 
 #![allow(non_camel_case_types)]
 

@@ -1,0 +1,3 @@
+//! Attention, as C functions.
+
+#![allow(non_camel_case_types)]
