@@ -41,7 +41,7 @@ macro_rules! kernel_name {
         }
     };
 }
-pub(self) use kernel_name;
+use kernel_name;
 
 /// Runs an expression with `T` standing for the host type of a `DType`.
 macro_rules! with_storage {
@@ -62,7 +62,7 @@ macro_rules! with_storage {
         }
     };
 }
-pub(self) use with_storage;
+use with_storage;
 
 /// How many blocks of `per_block` units cover `units`, for a grid; `None` beyond what a grid can have.
 fn num_blocks(units: i64, per_block: i64) -> Option<u32> {
