@@ -151,11 +151,7 @@ pub fn sum_over<S: Simd>(row: &[f32], term: impl Fn(f32, f32) -> f32 + Copy) -> 
 /// Goes on with a sum in lanes. Parts of a row, all but the last of a multiple of [`LANES`], give the
 /// bits of the whole.
 #[inline(always)]
-pub fn add_to_lanes(
-    lanes: &mut [f32; LANES],
-    row: &[f32],
-    term: impl Fn(f32, f32) -> f32 + Copy,
-) {
+pub fn add_to_lanes(lanes: &mut [f32; LANES], row: &[f32], term: impl Fn(f32, f32) -> f32 + Copy) {
     let (chunks, rest) = row.as_chunks::<LANES>();
     for chunk in chunks {
         for i in 0..LANES {

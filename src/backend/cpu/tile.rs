@@ -181,7 +181,9 @@ macro_rules! widened {
             }
 
             #[inline(always)]
-            unsafe fn compiled_tile<const ROWS: usize, const GROUPS: usize>(operands: &Operands<Self>) {
+            unsafe fn compiled_tile<const ROWS: usize, const GROUPS: usize>(
+                operands: &Operands<Self>,
+            ) {
                 // SAFETY: passed on to the caller.
                 unsafe { V::compiled_tile::<Self, ROWS, GROUPS>(operands) }
             }

@@ -133,4 +133,3 @@ impl<T: Storage> Kernel for AddRows<'_, T> {
         }
     }
 }
-
