@@ -303,6 +303,8 @@ impl<T: Storage, E: Element<Activation = f32>> KeyRows<T, E> {
     /// # Safety
     /// As [`Keys::scores`].
     #[inline(always)]
+    // Indices of constant extent, which the compiler unrolls into registers.
+    #[allow(clippy::needless_range_loop)]
     unsafe fn dots<const R: usize>(&self, queries: *const f32, head_dim: usize, out: *mut f32) {
         for first in (0..self.len).step_by(LANES) {
             // SAFETY: every key has head_dim elements, and so has every one of R queries; `out` has 32

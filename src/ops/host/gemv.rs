@@ -107,6 +107,8 @@ impl<T: Storage> Skinny<'_, T> {
 
     /// R rows times V vectors from `vector` on; returns V. Each sum has sixteen lanes.
     #[inline(always)]
+    // Indices of constant extent, which the compiler unrolls into registers.
+    #[allow(clippy::needless_range_loop)]
     fn dot<S: Simd, const R: usize, const V: usize>(
         &self,
         rows: [&[T]; R],
