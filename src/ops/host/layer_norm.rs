@@ -72,11 +72,11 @@ impl<T: Storage> Rows<'_, T> {
         let width = self.weight.len();
         let rows: [&[T]; R] =
             std::array::from_fn(|r| &self.x[(first + r) * width..(first + r + 1) * width]);
-        let rough = sum_rows::<S, T, _, R>(Difference, rows, [0.0; R], 0).map(|s| s / width as f32);
+        let rough = sum_rows::<S, T, _, R>(Difference, rows, [0.0; R]).map(|s| s / width as f32);
         // The mean of what is left corrects the rounding of the first sum.
-        let left = sum_rows::<S, T, _, R>(Difference, rows, rough, R * width);
+        let left = sum_rows::<S, T, _, R>(Difference, rows, rough);
         let means: [f32; R] = std::array::from_fn(|r| rough[r] + left[r] / width as f32);
-        let squares = sum_rows::<S, T, _, R>(SquaredDifference, rows, means, 0);
+        let squares = sum_rows::<S, T, _, R>(SquaredDifference, rows, means);
         let scales = squares.map(|sum| inverse_root(sum, width, self.eps));
         let (mut weight, mut bias, mut values) = ([0.0; CHUNK], [0.0; CHUNK], [0.0; CHUNK]);
         for start in (0..width).step_by(CHUNK) {

@@ -95,10 +95,10 @@ impl<T: Storage> Kernel for Rows<'_, T> {
             let (mut scales, num_rows) = ([0.0; GROUP], x.len() / width);
             if num_rows == GROUP {
                 let rows = std::array::from_fn(|r| &x[r * width..(r + 1) * width]);
-                scales = sum_rows::<S, T, _, GROUP>(Square, rows, scales, GROUP * width);
+                scales = sum_rows::<S, T, _, GROUP>(Square, rows, scales);
             } else {
                 for (scale, row) in scales.iter_mut().zip(x.chunks_exact(width)) {
-                    *scale = sum_rows::<S, T, _, 1>(Square, [row], [0.0], 0)[0];
+                    *scale = sum_rows::<S, T, _, 1>(Square, [row], [0.0])[0];
                 }
             }
             let rows = x.chunks_exact(width).zip(out.chunks_exact_mut(width));
@@ -128,7 +128,7 @@ impl<T: Storage> Kernel for AddRows<'_, T> {
         let outputs = self.sums.chunks_exact_mut(width).zip(self.out.chunks_exact_mut(width));
         for ((x, residual), (sums, out)) in inputs.zip(outputs) {
             map2::<S, T>(x, residual, sums, |x, r| x + r);
-            let [sum] = sum_rows::<S, T, _, 1>(Square, [sums], [0.0], 0);
+            let [sum] = sum_rows::<S, T, _, 1>(Square, [sums], [0.0]);
             scale_row::<S, T>(sums, inverse_root(sum, width, self.eps), self.weight, out);
         }
     }

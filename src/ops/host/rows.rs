@@ -4,7 +4,6 @@
 use super::storage::Storage;
 use crate::backend::cpu::math::{sum_lanes, LANES};
 use crate::backend::cpu::simd::{Simd, Vector16};
-use crate::backend::cpu::tile::prefetch;
 
 /// Rows summed at once: enough to hide the latency of an addition.
 pub(crate) const GROUP: usize = 4;
@@ -65,14 +64,12 @@ impl Term for Square {
     }
 }
 
-/// The sum of `term` over each row; all rows have the same length. Meanwhile what lies `ahead` elements after
-/// each row is prefetched, if that is not 0: the rows that come next.
+/// The sum of `term` over each row; all rows have the same length.
 #[inline(always)]
 pub(crate) fn sum_rows<S: Simd, T: Storage, Q: Term, const R: usize>(
     _term: Q,
     rows: [&[T]; R],
     shifts: [f32; R],
-    ahead: usize,
 ) -> [f32; R] {
     let len = rows.iter().map(|row| row.len()).min().unwrap_or(0);
     let mut lanes = [[0.0f32; LANES]; R];
@@ -86,11 +83,7 @@ pub(crate) fn sum_rows<S: Simd, T: Storage, Q: Term, const R: usize>(
         }
         for k in (0..whole).step_by(LANES) {
             for r in 0..R {
-                let source = rows[r].as_ptr().add(k);
-                if ahead > 0 {
-                    prefetch(source.wrapping_add(ahead).cast());
-                }
-                let x = T::load::<S::Vector>(source);
+                let x = T::load::<S::Vector>(rows[r].as_ptr().add(k));
                 sums[r] = Q::add(sums[r], x, shift[r]);
             }
         }
