@@ -8,23 +8,24 @@
 
 namespace xserv {
 
-// Strides count elements; the innermost axis (head_dim) is contiguous.
+// Strides count elements; the innermost axis (head_dim) is contiguous. What the index arrays hold is not
+// trusted: whatever it is, only elements inside q, k, v and out are read and written.
 struct AttentionParams {
-  const void* q;    // [batch, num_heads, q_len, head_dim] by strides, or packed [num_tokens, num_heads, head_dim]
-  const void* k;    // as q with num_kv_heads, or blocks [num_blocks, block_size, num_kv_heads, head_dim]
+  const void* q;  // [batch, q_len, num_heads, head_dim], or packed [num_tokens, num_heads, head_dim]
+  const void* k;  // as q with num_kv_heads, or blocks [num_blocks, block_size, num_kv_heads, head_dim]
   const void* v;
-  void* out;        // as q
-  const int* cu_seqlens_q;  // [num_seqs + 1] or null: then q_len holds for every sequence
-  const int* cu_seqlens_k;  // [num_seqs + 1] or null
-  const int* block_tables;  // [num_seqs, max_blocks_per_seq] or null: then k and v are no block cache
-  const int* context_lens;  // [num_seqs] keys of each sequence, or null; goes before cu_seqlens_k's difference
-  FaultRecord* fault;    // may be null
+  void* out;                // as q
+  const int* cu_seqlens_q;  // [num_seqs + 1], or null: then q is not packed
+  const int* cu_seqlens_k;  // [num_seqs + 1], or null: then k and v are not packed
+  const int* block_tables;  // [num_seqs, max_blocks_per_seq], or null: then k and v are no block cache
+  const int* context_lens;  // [num_seqs] keys of each sequence, with block_tables
+  FaultRecord* fault;       // may be null
   long long q_batch_stride, q_token_stride, q_head_stride;
   long long k_batch_stride, k_token_stride, k_head_stride;  // batch: of one block where block_tables is given
   long long v_batch_stride, v_token_stride, v_head_stride;
   long long o_batch_stride, o_token_stride, o_head_stride;
   int num_heads, num_kv_heads;
-  int q_len, kv_len;
+  int q_len, kv_len;  // of each sequence; tokens in all where packed
   int causal;
   int num_blocks, block_size_log2, max_blocks_per_seq;
   float scale;
@@ -33,13 +34,15 @@ struct AttentionParams {
 static_assert(sizeof(AttentionParams) == 72 + 96 + 40, "layout shared with the host");
 
 struct AttentionDecodeParams {
-  const void* q;  // [num_seqs, num_heads, head_dim] by strides
-  const void* k;  // [num_seqs, num_kv_heads, kv_len, head_dim] by strides, or blocks as above
+  const void* q;  // [num_seqs, num_heads, head_dim] by strides, or packed with cu_seqlens_q
+  const void* k;  // [num_seqs, kv_len, num_kv_heads, head_dim] by strides, or packed, or blocks, as above
   const void* v;
-  void* out;             // [num_seqs, num_heads, head_dim] by strides
+  void* out;             // as q
   float* partial_out;    // [num_seqs, num_heads, max_chunks, head_dim]
   float* partial_stats;  // [num_seqs, num_heads, max_chunks, 2]: running maximum (base 2) and sum
-  int* counters;         // [num_seqs, num_kv_heads * head groups], zero before the first launch; left zero
+  int* counters;         // [num_seqs, num_kv_heads * head groups], zero before the launch and after it
+  const int* cu_seqlens_q;
+  const int* cu_seqlens_k;
   const int* block_tables;
   const int* context_lens;
   FaultRecord* fault;
@@ -48,13 +51,31 @@ struct AttentionDecodeParams {
   long long v_seq_stride, v_token_stride, v_head_stride;
   long long o_seq_stride, o_head_stride;
   int num_heads, num_kv_heads;
-  int kv_len, max_chunks;
+  int num_tokens;  // of q where packed
+  int kv_len;      // of each sequence; tokens in all where packed
+  int max_chunks;
   int num_blocks, block_size_log2, max_blocks_per_seq;
-  int chunk_len;  // 0: the rule of decode_chunk_len
   float scale;
   int pad;
 };
-static_assert(sizeof(AttentionDecodeParams) == 80 + 80 + 40, "layout shared with the host");
+static_assert(sizeof(AttentionDecodeParams) == 96 + 80 + 40, "layout shared with the host");
+
+// The tokens of a sequence in a packed tensor of num_tokens.
+struct TokenRange {
+  int begin, len;
+};
+__device__ __forceinline__ TokenRange token_range(const int* cu_seqlens, int seq, int num_tokens) {
+  const int begin = min(max(cu_seqlens[seq], 0), num_tokens);
+  const int end = min(max(cu_seqlens[seq + 1], begin), num_tokens);
+  return {begin, end - begin};
+}
+
+// Keys of a sequence in a block cache, never more than its row of the block table can name. The host
+// refuses tables of more than 2^30 keys a row.
+template <typename Params>
+__device__ __forceinline__ int context_len(const Params& p, int seq) {
+  return min(max(p.context_lens[seq], 0), p.max_blocks_per_seq << p.block_size_log2);
+}
 
 // A tile of rows [rows, head_dim] of 16-bit elements. ldmatrix reads 8 rows at one 16-byte column: a row of
 // a multiple of 128 bytes is permuted by row % 8, any other row is padded to an odd number of 16 bytes.
@@ -84,29 +105,21 @@ __device__ __forceinline__ float exp2_approx(float x) {
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kMinusInfinity = -__builtin_huge_valf();
 
-// Row `key` of a sequence in a block cache; null (and a fault) where the table holds no block.
-template <typename T>
+// Where key `key` of a sequence lies in a block cache; not valid (and reported) where the table names no
+// block of it.
 struct BlockRow {
   long long block;
   int token;
   bool is_valid;
 };
-template <typename T, typename Params>
-__device__ __forceinline__ BlockRow<T> block_row(const Params& p, int seq, int key) {
+template <typename Params>
+__device__ __forceinline__ BlockRow block_row(const Params& p, int seq, int key) {
   const int block = key >> p.block_size_log2;
   const long long index = static_cast<long long>(seq) * p.max_blocks_per_seq + block;
   const int id = __ldg(p.block_tables + index);
   const bool is_valid = static_cast<unsigned>(id) < static_cast<unsigned>(p.num_blocks);
   if (!is_valid) report_fault(p.fault, kFaultBlock, index, id);
   return {is_valid ? id : 0, key & ((1 << p.block_size_log2) - 1), is_valid};
-}
-
-// Keys of a sequence, never more than its row of the block table can name.
-template <typename Params>
-__device__ __forceinline__ int clamp_to_table(const Params& p, int kv_len) {
-  if (p.block_tables == nullptr) return kv_len;
-  const long long capacity = static_cast<long long>(p.max_blocks_per_seq) << p.block_size_log2;
-  return kv_len < capacity ? kv_len : static_cast<int>(capacity);
 }
 
 }  // namespace xserv

@@ -1,6 +1,7 @@
 // Attention with its scores in memory: softmax(scale * Q K^T + mask) V, for reference and for odd head_dims.
 //
-//   q, out: [batch, num_heads, q_len, head_dim] by strides    k, v: [batch, num_kv_heads, kv_len, head_dim] by strides
+//   q, out: [batch, q_len, num_heads, head_dim] by strides
+//   k, v:   [batch, kv_len, num_kv_heads, head_dim] by strides
 //   scores: f32 [batch, num_heads, q_len, kv_len] (workspace)
 // Head h reads kv head h / (num_heads / num_kv_heads). Causal: query i sees keys 0 .. kv_len - q_len + i.
 // Three launches: scores (a block computes 16 x 16 of them), softmax in place (a block per row), output
@@ -19,7 +20,7 @@ __device__ void naive_scores(const AttentionParams& p, float* __restrict__ score
   __shared__ float q_tile[kNaiveTile][kNaiveTile + 1], k_tile[kNaiveTile][kNaiveTile + 1];
   const int batch = blockIdx.z / p.num_heads, head = blockIdx.z % p.num_heads;
   const int kv_head = head / (p.num_heads / p.num_kv_heads);
-  const int x = threadIdx.x, y = threadIdx.y;
+  const int x = threadIdx.x % kNaiveTile, y = threadIdx.x / kNaiveTile;
   const int key_begin = blockIdx.x * kNaiveTile, query_begin = blockIdx.y * kNaiveTile;
   const T* q = static_cast<const T*>(p.q) + batch * p.q_batch_stride + head * p.q_head_stride;
   const T* k = static_cast<const T*>(p.k) + batch * p.k_batch_stride + kv_head * p.k_head_stride;
@@ -47,7 +48,7 @@ __device__ void naive_output(const AttentionParams& p, const float* __restrict__
   __shared__ float w_tile[kNaiveTile][kNaiveTile + 1], v_tile[kNaiveTile][kNaiveTile + 1];
   const int batch = blockIdx.z / p.num_heads, head = blockIdx.z % p.num_heads;
   const int kv_head = head / (p.num_heads / p.num_kv_heads);
-  const int x = threadIdx.x, y = threadIdx.y;
+  const int x = threadIdx.x % kNaiveTile, y = threadIdx.x / kNaiveTile;
   const int query = blockIdx.y * kNaiveTile + y, dim = blockIdx.x * kNaiveTile + x;
   const T* v = static_cast<const T*>(p.v) + batch * p.v_batch_stride + kv_head * p.v_head_stride;
   const float* row = weights + (static_cast<long long>(blockIdx.z) * p.q_len + query) * p.kv_len;
@@ -85,13 +86,14 @@ extern "C" __global__ void __launch_bounds__(256)
   for (int i = threadIdx.x; i < kv_len; i += blockDim.x) row[i] *= inverse;
 }
 
-#define XSERV_ATTENTION_NAIVE(suffix, T)                                                                   \
-  extern "C" __global__ void __launch_bounds__(256) xserv_attention_naive_scores_##suffix(                 \
-      const __grid_constant__ xserv::AttentionParams p, float* __restrict__ scores, int head_dim) {        \
-    xserv::naive_scores<T>(p, scores, head_dim);                                                           \
-  }                                                                                                        \
-  extern "C" __global__ void __launch_bounds__(256) xserv_attention_naive_output_##suffix(                 \
-      const __grid_constant__ xserv::AttentionParams p, const float* __restrict__ weights, int head_dim) { \
-    xserv::naive_output<T>(p, weights, head_dim);                                                          \
+#define XSERV_ATTENTION_NAIVE(suffix, T)                                                              \
+  extern "C" __global__ void __launch_bounds__(256) xserv_attention_naive_scores_##suffix(            \
+      const __grid_constant__ xserv::AttentionParams p, float* __restrict__ scores, int head_dim) {   \
+    xserv::naive_scores<T>(p, scores, head_dim);                                                      \
+  }                                                                                                   \
+  extern "C" __global__ void __launch_bounds__(256) xserv_attention_naive_output_##suffix(            \
+      const __grid_constant__ xserv::AttentionParams p, const float* __restrict__ weights,            \
+      int head_dim) {                                                                                 \
+    xserv::naive_output<T>(p, weights, head_dim);                                                     \
   }
 XSERV_FOR_EACH_DTYPE(XSERV_ATTENTION_NAIVE)

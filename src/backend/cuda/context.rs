@@ -46,12 +46,17 @@ pub struct CudaContext {
     pinned: Arc<CachingAllocator>,
     /// A [`FaultRecord`], shared with the GPU.
     faults: Block,
+    /// See [`CudaContext::counters`].
+    counters: OnceLock<Block>,
 }
 
 // SAFETY: stream handles may be used by any thread; the rest is shared safely.
 unsafe impl Send for CudaContext {}
 // SAFETY: as above.
 unsafe impl Sync for CudaContext {}
+
+/// How many words [`CudaContext::counters`] has.
+const NUM_COUNTERS: usize = 1 << 14;
 
 /// Which stream a context works on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -197,6 +202,7 @@ impl CudaContext {
             allocator,
             pinned,
             faults,
+            counters: OnceLock::new(),
         })
     }
 
@@ -265,6 +271,22 @@ impl CudaContext {
     /// The address of the fault record, for kernels that follow indices.
     pub(crate) fn faults(&self) -> *mut u8 {
         self.faults.start()
+    }
+
+    /// `count` words of device memory that are zero, for kernels that count in them which of their blocks is
+    /// the last, and leave them zero; `None` if there are not so many. Launches of one stream follow each
+    /// other, so all kernels share them.
+    pub(crate) fn counters(&self, count: usize) -> Result<Option<*mut u8>> {
+        if count > NUM_COUNTERS {
+            return Ok(None);
+        }
+        if let Some(counters) = self.counters.get() {
+            return Ok(Some(counters.start()));
+        }
+        let made = self.allocator.allocate(NUM_COUNTERS * 4, "counters")?;
+        // SAFETY: fresh device memory of that size.
+        unsafe { self.fill(made.start(), 0, NUM_COUNTERS * 4) }?;
+        Ok(Some(self.counters.get_or_init(|| made).start()))
     }
 
     /// Queues kernel `name` of `csrc/ops/<source>.cu`.

@@ -25,6 +25,7 @@ mod staging;
 mod strided;
 mod transpose;
 
+pub use attention::{attention, AttentionBackend, AttentionOptions};
 pub use copy::copy;
 pub use rms_norm::rms_norm;
 
