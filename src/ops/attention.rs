@@ -3,32 +3,22 @@
 //! `out = softmax(scale * q K^T) V` for each query head h, over kv head `h / (num_heads /
 //! num_kv_heads)`; token i of a sequence with q_len new tokens sees keys `0..=context_len - q_len + i`.
 //!
-//! Online softmax (Milakov and Gimelshein, 2018; Dao et al., 2022), in blocks of 32 keys:
-//!
-//! ```text
-//! for each block:  s = scale log2(e) q K^T          masked keys: -inf
-//!                  m' = max(m, max s);  p = 2^(s - m');  a = 2^(m - m')
-//!                  l = l a + sum p;     o = o a + p V;    m = m'
-//! out = o / l
-//! ```
+//! Online softmax in blocks of 32 keys; see [`super::online_softmax`].
 //!
 //! Blocks begin at absolute positions and a row goes through the same steps whatever rows are beside
 //! it, so its bits do not depend on the batch, on how a prompt is cut into chunks, or on threads. With a
 //! bf16 cache q and p are rounded to bf16 for the two products; sums are f32 always.
 
-use super::kv_blocks::{KvBlocks, BLOCK_SIZE, MAX_HEAD_DIM};
-use super::linear::grow;
-use crate::backend::cpu::math::sum_lanes;
-use crate::backend::cpu::simd::{Kernel, Simd, Vector16};
-use crate::backend::cpu::tile::{tile_rows, Element, Operands, F16, F32, MAX_ROWS};
+use super::kv_blocks::{KvBlocks, BLOCK_SIZE};
+use super::online_softmax::{KeyPanel, Memory, Online, TILE_ROWS};
+use super::panel_product::grow;
+use crate::backend::cpu::simd::{Kernel, Simd};
+use crate::backend::cpu::tile::{Element, F16, F32, MAX_ROWS};
 use crate::backend::cpu::{CpuBackend, SendPointer};
 use crate::error::{Error, Result};
 use crate::memory::{DType, HostBuffer};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Query rows (token, head of the group) of a task. Large, so that converting a 16-bit block to f32
-/// is shared by many rows; queries and sums of a tile stay in the L2 cache.
-const TILE_ROWS: usize = 16 * MAX_ROWS;
 /// From this many rows on 16-bit blocks are widened to f32 once a tile.
 const WIDEN_FROM_ROWS: usize = 4 * MAX_ROWS;
 /// Fewer blocks of work than this stay on the calling thread.
@@ -66,25 +56,6 @@ impl AttentionScratch {
     pub fn new() -> Self {
         Self::default()
     }
-}
-
-/// Working memory of one thread. 32-bit places; 16-bit activations use half of theirs.
-#[repr(C, align(64))]
-struct LaneMemory {
-    queries: [f32; TILE_ROWS * MAX_HEAD_DIM],
-    sums: [f32; TILE_ROWS * MAX_HEAD_DIM],
-    /// A block's keys and values as f32.
-    keys: [f32; MAX_HEAD_DIM * BLOCK_SIZE],
-    values: [f32; MAX_HEAD_DIM * BLOCK_SIZE],
-    scores: [f32; MAX_ROWS * BLOCK_SIZE],
-    weights: [f32; MAX_ROWS * BLOCK_SIZE],
-    /// The last, half-filled pair of value rows.
-    last_pair: [f32; MAX_HEAD_DIM],
-    row_max: [f32; TILE_ROWS],
-    /// How many keys of the sequence each row sees.
-    visible: [usize; TILE_ROWS],
-    /// Sums of weights in sixteen lanes, added up at the end.
-    row_sum: [[f32; 16]; TILE_ROWS],
 }
 
 /// q is [num_tokens, num_heads, head_dim] with token rows `q_stride` elements apart; out is
@@ -127,8 +98,8 @@ pub fn attention(
         0..PARALLEL_BLOCKS => 1,
         _ => backend.num_threads().min(num_tasks),
     };
-    grow::<u8>(lanes, num_lanes * size_of::<LaneMemory>(), "attention scratch")?;
-    let memory = SendPointer(lanes.as_bytes_mut().as_mut_ptr().cast::<LaneMemory>());
+    grow::<u8>(lanes, num_lanes * size_of::<Memory>(), "attention scratch")?;
+    let memory = SendPointer(lanes.as_bytes_mut().as_mut_ptr().cast::<Memory>());
     let out_pointer = SendPointer(out.as_mut_ptr());
     let next_task = AtomicUsize::new(0);
     backend.parallel_for(num_lanes, &|lane| {
@@ -139,11 +110,10 @@ pub fn attention(
             batch,
             num_heads,
             group,
-            scale: scale * std::f32::consts::LOG2_E,
             out: out_pointer.get(),
             // SAFETY: `lanes` holds num_lanes of them, 64-byte aligned and zeroed at first (any bits
             // are floats); lane numbers are given out once, so this is the only reference.
-            memory: unsafe { &mut *memory.get().add(lane) },
+            online: Online::new(unsafe { &mut *memory.get().add(lane) }, layout.head_dim, scale),
             first_tiles,
             next_task: &next_task,
             num_tasks,
@@ -207,10 +177,8 @@ struct Lane<'a, 'b> {
     batch: &'a AttentionBatch<'a>,
     num_heads: usize,
     group: usize,
-    /// Times log2(e): weights are powers of two.
-    scale: f32,
     out: *mut f32,
-    memory: &'a mut LaneMemory,
+    online: Online<'a>,
     first_tiles: &'a [usize],
     next_task: &'a AtomicUsize,
     num_tasks: usize,
@@ -283,10 +251,10 @@ impl<'a> Lane<'a, '_> {
     unsafe fn attend<S: Simd, E: Element>(&mut self, tile: Tile<'_>) {
         let head_dim = self.cache.layout().head_dim;
         let value_columns = self.cache.layout().value_columns();
-        let queries = self.memory.queries.as_mut_ptr().cast::<E::Activation>();
+        let queries = self.online.memory.queries.as_mut_ptr().cast::<E::Activation>();
         for row in 0..tile.num_rows {
             let (token, head) = self.place(tile, row);
-            self.memory.visible[row] = tile.first_position + token - tile.first_token + 1;
+            self.online.memory.visible[row] = tile.first_position + token - tile.first_token + 1;
             let q = &self.q[token * self.q_stride + head * head_dim..][..head_dim];
             // SAFETY: row < TILE_ROWS and head_dim <= MAX_HEAD_DIM; activations take up to 4 bytes.
             let to =
@@ -295,32 +263,35 @@ impl<'a> Lane<'a, '_> {
                 *to = E::activation(q);
             }
         }
-        self.memory.sums[..tile.num_rows * value_columns].fill(0.0);
-        self.memory.row_max[..tile.num_rows].fill(f32::NEG_INFINITY);
-        self.memory.row_sum[..tile.num_rows].fill([0.0; 16]);
+        self.online.start(tile.num_rows);
 
         let widen =
             E::IS_F32_MATH && size_of::<E::Weight>() == 2 && tile.num_rows >= WIDEN_FROM_ROWS;
-        for block in 0..self.memory.visible[tile.num_rows - 1].div_ceil(BLOCK_SIZE) {
+        for block in 0..self.online.memory.visible[tile.num_rows - 1].div_ceil(BLOCK_SIZE) {
             let (keys, values) =
                 self.cache.panels::<E::Weight>(tile.block_table[block] as usize, tile.kv_head);
+            let first_key = block * BLOCK_SIZE;
             // SAFETY: panels are those of `E` (or widened from them); `memory` has room for both.
             unsafe {
                 if widen {
-                    let wide_keys = self.memory.keys.as_mut_ptr();
-                    let wide_values = self.memory.values.as_mut_ptr();
+                    let wide_keys = self.online.memory.keys.as_mut_ptr();
+                    let wide_values = self.online.memory.values.as_mut_ptr();
                     widen_panel::<E>(keys, BLOCK_SIZE, wide_keys);
                     widen_panel::<E>(values, value_columns, wide_values);
-                    self.block::<E, F32<S::Vector>>(tile, block, wide_keys, wide_values);
+                    let keys = KeyPanel::<F32<S::Vector>>(wide_keys);
+                    let values = (wide_values.cast_const(), value_columns);
+                    self.online.block::<E, _>(first_key, tile.context_len, &keys, values);
                 } else {
-                    self.block::<E, E>(tile, block, keys.as_ptr(), values.as_ptr());
+                    let keys = KeyPanel::<E>(keys.as_ptr());
+                    let values = (values.as_ptr(), value_columns * E::K_STEP);
+                    self.online.block::<E, _>(first_key, tile.context_len, &keys, values);
                 }
             }
         }
 
         for row in 0..tile.num_rows {
             let (token, head) = self.place(tile, row);
-            let scale = 1.0 / sum_lanes(self.memory.row_sum[row]);
+            let (sums, scale) = self.online.finished(row);
             // SAFETY: token < num_tokens and head < num_heads, so this lies in `out`; no other tile has
             // this token and head.
             let out = unsafe {
@@ -329,7 +300,7 @@ impl<'a> Lane<'a, '_> {
                     head_dim,
                 )
             };
-            for (o, &sum) in out.iter_mut().zip(&self.memory.sums[row * value_columns..]) {
+            for (o, &sum) in out.iter_mut().zip(sums) {
                 *o = sum * scale;
             }
         }
@@ -340,182 +311,6 @@ impl<'a> Lane<'a, '_> {
     fn place(&self, tile: Tile<'_>, row: usize) -> (usize, usize) {
         let row = tile.first_row + row;
         (tile.first_token + row / self.group, tile.kv_head * self.group + row % self.group)
-    }
-
-    /// One block of keys for all rows of the tile that see it.
-    ///
-    /// `C` is the element of the cache, to whose precision weights are rounded; `E` multiplies, and is C
-    /// or, for widened panels, f32.
-    ///
-    /// # Safety
-    /// `keys` and `values` are panels for `E`, and `memory.queries` activations for `E`.
-    #[inline(always)]
-    unsafe fn block<C: Element, E: Element>(
-        &mut self,
-        tile: Tile<'_>,
-        block: usize,
-        keys: *const E::Weight,
-        values: *const E::Weight,
-    ) {
-        let first_key = block * BLOCK_SIZE;
-        let head_dim = self.cache.layout().head_dim;
-        // Rows whose token lies before the block see nothing of it.
-        let unseen = first_key.saturating_sub(tile.first_position) * self.group;
-        let mut row = unseen.saturating_sub(tile.first_row);
-        while row < tile.num_rows {
-            let count = (tile.num_rows - row).min(MAX_ROWS);
-            // SAFETY: rows row..row + count of `queries`; the key panel has head_dim / K_STEP steps of 32
-            // columns; `scores` has MAX_ROWS rows of 32.
-            unsafe {
-                let operands = Operands::<E> {
-                    a: self.memory.queries.as_ptr().cast::<E::Activation>().add(row * head_dim),
-                    a_stride: head_dim,
-                    num_steps: head_dim / E::K_STEP,
-                    b: keys,
-                    b_stride: BLOCK_SIZE * E::K_STEP,
-                    prefetch_bytes: 0,
-                    out: self.memory.scores.as_mut_ptr(),
-                    out_stride: BLOCK_SIZE,
-                    accumulate: false,
-                };
-                tile_rows::<E, { BLOCK_SIZE / 16 }>(count, &operands);
-            }
-            // SAFETY: as this function's; C and E have activations of one type.
-            unsafe { self.weigh::<C>(row, count, first_key) };
-            let visible = (self.memory.visible[row + count - 1] - first_key).min(BLOCK_SIZE);
-            // SAFETY: as this function's.
-            unsafe {
-                self.add_values::<E>(
-                    row,
-                    count,
-                    visible,
-                    first_key + visible == tile.context_len,
-                    values,
-                );
-            }
-            row += count;
-        }
-    }
-
-    /// Scores of `count` rows to weights; rescales the rows' sums.
-    ///
-    /// # Safety
-    /// The instruction set of `C` is there.
-    #[inline(always)]
-    unsafe fn weigh<C: Element>(&mut self, first: usize, count: usize, first_key: usize) {
-        let value_columns = self.cache.layout().value_columns();
-        let scale = self.scale;
-        for strip_row in 0..count {
-            let row = first + strip_row;
-            // Field by field: a reference to the whole would end the pointers into its panels.
-            let visible = self.memory.visible[row] - first_key;
-            let scores =
-                &mut self.memory.scores[strip_row * BLOCK_SIZE..(strip_row + 1) * BLOCK_SIZE];
-            if visible < BLOCK_SIZE {
-                scores[visible..].fill(f32::NEG_INFINITY);
-            }
-            // SAFETY: all reads and writes are of 16 elements inside the row's 32 scores, 32 weights and
-            // 16 lanes of the sum; value_columns is a multiple of 16.
-            unsafe {
-                let scale = C::Vector::splat(scale);
-                let low = C::Vector::load(scores.as_ptr()).mul(scale);
-                let high = C::Vector::load(scores.as_ptr().add(16)).mul(scale);
-                let old_max = self.memory.row_max[row];
-                let block_max = low.max(high).max_lane();
-                let new_max = if block_max > old_max { block_max } else { old_max };
-                let max = C::Vector::splat(new_max);
-                let (low, high) = (low.sub(max).exp2_negative(), high.sub(max).exp2_negative());
-                let row_sum = self.memory.row_sum[row].as_mut_ptr();
-                let mut sum = C::Vector::load(row_sum);
-                // The maximum stands in most blocks; the factor would be exactly one.
-                if new_max != old_max {
-                    self.memory.row_max[row] = new_max;
-                    let factor = C::Vector::splat(old_max - new_max).exp2_negative();
-                    sum = sum.mul(factor);
-                    let sums =
-                        self.memory.sums[row * value_columns..][..value_columns].as_mut_ptr();
-                    for column in (0..value_columns).step_by(16) {
-                        C::Vector::load(sums.add(column)).mul(factor).store(sums.add(column));
-                    }
-                }
-                sum.add(low.add(high)).store(row_sum);
-                let weights = self.memory.weights.as_mut_ptr().cast::<C::Activation>();
-                let weights = weights.add(strip_row * BLOCK_SIZE);
-                C::store_activations(low, weights);
-                C::store_activations(high, weights.add(16));
-            }
-        }
-    }
-
-    /// `sums += weights V` for `count` rows and the first `visible` keys of a block. `at_end` says that
-    /// the places after them hold no keys of this sequence.
-    ///
-    /// # Safety
-    /// As for `block`.
-    #[inline(always)]
-    unsafe fn add_values<E: Element>(
-        &mut self,
-        row: usize,
-        count: usize,
-        visible: usize,
-        at_end: bool,
-        values: *const E::Weight,
-    ) {
-        let value_columns = self.cache.layout().value_columns();
-        let mut operands = Operands::<E> {
-            a: self.memory.weights.as_ptr().cast::<E::Activation>(),
-            a_stride: BLOCK_SIZE,
-            num_steps: visible.div_ceil(E::K_STEP),
-            b: values,
-            b_stride: value_columns * E::K_STEP,
-            prefetch_bytes: 0,
-            out: self.memory.sums[row * value_columns..].as_mut_ptr(),
-            out_stride: value_columns,
-            accumulate: true,
-        };
-        // A weight of zero times what a former owner of the block left there would be NaN if that
-        // was not finite: the last pair is multiplied from a copy without it.
-        let half_pair = at_end && !visible.is_multiple_of(E::K_STEP);
-        // SAFETY: rows row..row + count of `sums`; up to 32 / K_STEP steps of value_columns.
-        unsafe {
-            if half_pair {
-                operands.num_steps -= 1;
-                add_columns(count, value_columns, operands);
-                let from = values.add(operands.num_steps * operands.b_stride);
-                let to = self.memory.last_pair.as_mut_ptr().cast::<E::Weight>();
-                for i in 0..value_columns {
-                    *to.add(2 * i) = *from.add(2 * i);
-                    *to.add(2 * i + 1) = E::ZERO_WEIGHT;
-                }
-                operands.a = operands.a.add(operands.num_steps * E::K_STEP);
-                operands.b = to;
-                operands.num_steps = 1;
-            }
-            add_columns(count, value_columns, operands);
-        }
-    }
-}
-
-/// A tile of `num_columns` columns, a multiple of 16.
-///
-/// # Safety
-/// As [`Operands`] says.
-#[inline(always)]
-unsafe fn add_columns<E: Element>(count: usize, num_columns: usize, mut operands: Operands<E>) {
-    let mut left = num_columns / 16;
-    while left > 0 {
-        let groups = if left >= 4 { 4 } else { left.min(2) };
-        // SAFETY: `groups` more groups of columns are left.
-        unsafe {
-            match groups {
-                4 => tile_rows::<E, 4>(count, &operands),
-                2 => tile_rows::<E, 2>(count, &operands),
-                _ => tile_rows::<E, 1>(count, &operands),
-            }
-        }
-        operands.b = operands.b.wrapping_add(16 * E::K_STEP * groups);
-        operands.out = operands.out.wrapping_add(16 * groups);
-        left -= groups;
     }
 }
 

@@ -6,8 +6,12 @@
 
 pub mod activation;
 pub mod argmax;
+pub mod attention;
+mod attention_flash;
 pub mod elementwise;
 pub mod embedding;
+pub mod gemm;
+mod gemv;
 pub mod index;
 pub mod layer_norm;
 pub mod rms_norm;
@@ -21,8 +25,11 @@ pub use activation::{
     activation, activation_in_place, gelu_erf, gelu_tanh, silu, silu_mul, Activation,
 };
 pub use argmax::{argmax, top_k};
+pub use attention::{attention_naive, Attention, HeadStrides, Sequences};
+pub use attention_flash::{attention_flash, FlashScratch};
 pub use elementwise::{add, cast, mul};
 pub use embedding::embedding;
+pub use gemm::{gemm, gemm_naive, Gemm, GemmScratch};
 pub use index::Index;
 pub use layer_norm::layer_norm;
 pub use rms_norm::{add_rms_norm, rms_norm};

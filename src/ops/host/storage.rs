@@ -251,3 +251,14 @@ pub(crate) fn map2<S: Simd, T: Storage>(
         T::narrow::<S>(wide_a, out);
     }
 }
+
+/// `out[i] = x[i] * factor`, rounded.
+#[inline(always)]
+pub(crate) fn scaled<S: Simd, T: Storage>(x: &[f32], factor: f32, out: &mut [T]) {
+    let mut values = [0.0; CHUNK];
+    for (x, out) in x.chunks(CHUNK).zip(out.chunks_mut(CHUNK)) {
+        let values = &mut values[..x.len()];
+        values.iter_mut().zip(x).for_each(|(value, &x)| *value = x * factor);
+        T::narrow::<S>(values, out);
+    }
+}
