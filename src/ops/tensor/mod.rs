@@ -26,6 +26,8 @@ mod strided;
 mod transpose;
 
 pub use copy::copy;
+pub use gemm::{gemm, gemm_backward, GemmBackend, GemmOptions};
+pub use grad_check::{grad_check, GradCheck, GradCheckResult};
 pub use rms_norm::rms_norm;
 
 use crate::error::{Error, Result};
