@@ -27,6 +27,8 @@ mod transpose;
 
 pub use attention::{attention, AttentionBackend, AttentionOptions};
 pub use copy::copy;
+pub use gemm::{gemm, gemm_backward, GemmBackend, GemmOptions};
+pub use grad_check::{grad_check, GradCheck, GradCheckResult};
 pub use rms_norm::rms_norm;
 
 use crate::error::{Error, Result};
