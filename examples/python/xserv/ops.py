@@ -57,6 +57,34 @@ class DeviceInfo(Structure):
     ]
 
 
+class GemmOptions(Structure):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("transpose_a", c_uint32),
+        ("transpose_b", c_uint32),
+        ("alpha", c_float),
+        ("beta", c_float),
+        ("backend", c_uint32),
+        ("reserved", c_uint32),
+    ]
+
+
+class AttentionOptions(Structure):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("causal", c_uint32),
+        ("backend", c_uint32),
+        ("scale", c_float),
+        ("max_q_len", c_uint32),
+        ("max_kv_len", c_uint32),
+        ("reserved", c_uint32),
+        ("cu_seqlens_q", c_void_p),
+        ("cu_seqlens_k", c_void_p),
+        ("block_tables", c_void_p),
+        ("context_lens", c_void_p),
+    ]
+
+
 # The arguments of xserv_op_<name> after the context. t: a tensor, f: a float, u: a uint32_t, p: a struct.
 _OPERATORS = {
     "copy": "tt",
@@ -92,6 +120,8 @@ def _declare() -> None:
     library.xserv_cuda_device_get_info.argtypes = [c_uint32, POINTER(DeviceInfo)]
     for name in ("synchronize", "trim"):
         getattr(library, f"xserv_context_{name}").argtypes = [c_void_p]
+    library.xserv_gemm_options_default.argtypes = [POINTER(GemmOptions)]
+    library.xserv_attention_options_default.argtypes = [POINTER(AttentionOptions)]
     library.xserv_context_free.argtypes, library.xserv_context_free.restype = [c_void_p], None
     for name, arguments in _OPERATORS.items():
         getattr(library, f"xserv_op_{name}").argtypes = [c_void_p, *(_KINDS[kind] for kind in arguments)]
