@@ -19,6 +19,7 @@ mod grad_check;
 mod layer_norm;
 mod rms_norm;
 mod rope;
+mod row_kernels;
 mod selection;
 mod softmax;
 mod staging;
@@ -26,7 +27,9 @@ mod strided;
 mod transpose;
 
 pub use copy::copy;
-pub use rms_norm::rms_norm;
+pub use layer_norm::layer_norm;
+pub use rms_norm::{add_rms_norm, rms_norm, AddRmsNorm};
+pub use softmax::softmax;
 
 use crate::error::{Error, Result};
 use crate::memory::{RowLayout, Tensor};
