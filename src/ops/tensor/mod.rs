@@ -19,6 +19,7 @@ mod grad_check;
 mod layer_norm;
 mod rms_norm;
 mod rope;
+mod row_kernels;
 mod selection;
 mod softmax;
 mod staging;
@@ -29,7 +30,9 @@ pub use attention::{attention, AttentionBackend, AttentionOptions};
 pub use copy::copy;
 pub use gemm::{gemm, gemm_backward, GemmBackend, GemmOptions};
 pub use grad_check::{grad_check, GradCheck, GradCheckResult};
-pub use rms_norm::rms_norm;
+pub use layer_norm::layer_norm;
+pub use rms_norm::{add_rms_norm, rms_norm, AddRmsNorm};
+pub use softmax::softmax;
 
 use crate::error::{Error, Result};
 use crate::memory::{RowLayout, Tensor};
