@@ -25,8 +25,14 @@ mod staging;
 mod strided;
 mod transpose;
 
+pub use activation::{activation, silu_mul};
 pub use copy::copy;
+pub use elementwise::{add, cast, mul};
+pub use embedding::embedding;
 pub use rms_norm::rms_norm;
+pub use rope::{rope, rope_table, RopeHeads};
+pub use selection::{argmax, top_k};
+pub use transpose::transpose;
 
 use crate::error::{Error, Result};
 use crate::memory::{RowLayout, Tensor};
