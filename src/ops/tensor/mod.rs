@@ -26,13 +26,19 @@ mod staging;
 mod strided;
 mod transpose;
 
+pub use activation::{activation, silu_mul};
 pub use attention::{attention, AttentionBackend, AttentionOptions};
 pub use copy::copy;
+pub use elementwise::{add, cast, mul};
+pub use embedding::embedding;
 pub use gemm::{gemm, gemm_backward, GemmBackend, GemmOptions};
 pub use grad_check::{grad_check, GradCheck, GradCheckResult};
 pub use layer_norm::layer_norm;
 pub use rms_norm::{add_rms_norm, rms_norm, AddRmsNorm};
+pub use rope::{rope, rope_table, RopeHeads};
+pub use selection::{argmax, top_k};
 pub use softmax::softmax;
+pub use transpose::transpose;
 
 use crate::error::{Error, Result};
 use crate::memory::{RowLayout, Tensor};
