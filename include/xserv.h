@@ -189,7 +189,7 @@ typedef enum xserv_status {
 } xserv_status;
 
 /**
- * Where a model runs.
+ * Where a model or a compute context runs.
  */
 typedef enum xserv_device_kind {
   /**
@@ -197,11 +197,12 @@ typedef enum xserv_device_kind {
    */
   XSERV_DEVICE_CPU = 0,
   /**
-   * An NVIDIA GPU. This version has no CUDA backend: loading reports XSERV_STATUS_NO_DEVICE.
+   * An NVIDIA GPU (compute capability 8.0 or later, driver 580 or later). Compute contexts only: this
+   * version runs models on the CPU, and loading one on CUDA reports XSERV_STATUS_NO_DEVICE.
    */
   XSERV_DEVICE_CUDA = 1,
   /**
-   * The best device there is.
+   * The best device there is. For models that is the CPU in this version.
    */
   XSERV_DEVICE_AUTO = 2,
 } xserv_device_kind;
@@ -236,6 +237,36 @@ typedef enum xserv_dtype {
    */
   XSERV_DTYPE_I64 = 5,
 } xserv_dtype;
+
+/**
+ * Who computes a matrix product.
+ */
+typedef enum xserv_gemm_backend {
+  /**
+   * The fastest that serves the shape, the types and the device.
+   */
+  XSERV_GEMM_AUTO = 0,
+  /**
+   * The plain triple loop, on the CPU and on CUDA: the reference of the others.
+   */
+  XSERV_GEMM_NAIVE = 1,
+  /**
+   * CUDA: 32 x 32 tiles in shared memory.
+   */
+  XSERV_GEMM_TILED = 2,
+  /**
+   * CUDA: cuBLASLt, where it is installed. f32 is multiplied in f32, never in TF32.
+   */
+  XSERV_GEMM_CUBLAS = 3,
+  /**
+   * CUDA: the library's own kernels for the tensor cores. f16 and bf16.
+   */
+  XSERV_GEMM_TENSOR_CORE = 4,
+  /**
+   * CPU: packed panels, SIMD and all threads of the context.
+   */
+  XSERV_GEMM_BLOCKED = 5,
+} xserv_gemm_backend;
 
 /**
  * How grave a log message is.
@@ -299,6 +330,48 @@ typedef enum xserv_logits_rows {
    */
   XSERV_LOGITS_ALL = 1,
 } xserv_logits_rows;
+
+/**
+ * Algorithms of xserv_op_attention().
+ */
+typedef enum xserv_attention_backend {
+  /**
+   * SPLIT_KV where no sequence has more than one query, else FLASH, else NAIVE.
+   */
+  XSERV_ATTENTION_AUTO = 0,
+  /**
+   * All scores first, then their softmax, then the product with the values. On CUDA the scores take 4
+   * bytes for each head, query and key. The batched form only; any head_dim on CUDA, up to 256 on the CPU.
+   */
+  XSERV_ATTENTION_NAIVE = 1,
+  /**
+   * Tiles of keys and an online softmax (Dao, 2023); no scores in memory. All forms. On CUDA head_dim is
+   * 64, 80, 96, 128 or 256, and block_size a power of two of at least 16; on the CPU head_dim is up to
+   * 256.
+   */
+  XSERV_ATTENTION_FLASH = 2,
+  /**
+   * For one query a sequence, as in decoding: the keys of a sequence are split among the processors. Else
+   * as FLASH; the same code on the CPU. On CUDA it takes a workspace of up to 64 rows of head_dim + 2
+   * floats for each head and sequence.
+   */
+  XSERV_ATTENTION_SPLIT_KV = 3,
+} xserv_attention_backend;
+
+/**
+ * Which two elements of a head form pair i of head_dim / 2, for rotary embeddings.
+ */
+typedef enum xserv_rope_pairing {
+  /**
+   * Elements i and i + head_dim / 2: Hugging Face's rotate_half, which checkpoints of Qwen3 and Llama in
+   * that format are made for.
+   */
+  XSERV_ROPE_SPLIT_HALF = 0,
+  /**
+   * Elements 2i and 2i + 1: the paper, GPT-J.
+   */
+  XSERV_ROPE_INTERLEAVED = 1,
+} xserv_rope_pairing;
 
 /**
  * A switch that stops requests from another thread. One may be shared by several requests.
@@ -1101,6 +1174,160 @@ typedef struct xserv_tensor {
   uint64_t byte_offset;
 } xserv_tensor;
 
+/**
+ * How to multiply. Fill with xserv_gemm_options_default() first.
+ */
+typedef struct xserv_gemm_options {
+  /**
+   * sizeof(xserv_gemm_options); set by xserv_gemm_options_default().
+   */
+  size_t struct_size;
+  /**
+   * 1: a holds the transpose of A; 0, the default: A itself.
+   */
+  uint32_t transpose_a;
+  /**
+   * 1: b holds the transpose of B, as a weight of torch.nn.Linear does; 0, the default: B itself.
+   */
+  uint32_t transpose_b;
+  /**
+   * Factor of the product; default 1. With 0, a and b are not read.
+   */
+  float alpha;
+  /**
+   * Factor of what c holds; default 0. With 0, c is not read, and may hold NaN.
+   */
+  float beta;
+  /**
+   * An xserv_gemm_backend; default XSERV_GEMM_AUTO.
+   */
+  uint32_t backend;
+  /**
+   * Always 0.
+   */
+  uint32_t reserved;
+} xserv_gemm_options;
+
+/**
+ * How to check a gradient. Fill with xserv_grad_check_options_default() first.
+ */
+typedef struct xserv_grad_check_options {
+  /**
+   * sizeof(xserv_grad_check_options); set by xserv_grad_check_options_default().
+   */
+  size_t struct_size;
+  /**
+   * How far each value is moved to both sides; default 1e-3.
+   */
+  double eps;
+  /**
+   * Tolerance relative to the larger of the two gradients; default 2e-2.
+   */
+  double rel_tol;
+  /**
+   * Tolerance in any case; default 1e-4.
+   */
+  double atol;
+} xserv_grad_check_options;
+
+/**
+ * The loss as a function of the values, for xserv_grad_check(). values: [count]. Writes the loss and
+ * returns true, or returns false to end the check. Runs on the thread that called, with no lock held, and
+ * may call the library.
+ */
+typedef bool (*xserv_loss_callback)(const float *values, size_t count, double *loss, void *user_data);
+
+/**
+ * What xserv_grad_check() found. Set struct_size to the sizeof it before the call.
+ */
+typedef struct xserv_grad_check_result {
+  /**
+   * sizeof(xserv_grad_check_result), set by the caller.
+   */
+  size_t struct_size;
+  /**
+   * 1 if every element of the gradient is within its tolerance, else 0.
+   */
+  uint32_t passed;
+  /**
+   * Always 0.
+   */
+  uint32_t reserved;
+  /**
+   * Elements that are not.
+   */
+  uint64_t num_failed;
+  /**
+   * The element with the largest error in units of its tolerance; 0 if there are none.
+   */
+  uint64_t worst_index;
+  /**
+   * What `gradient` says of it.
+   */
+  double worst_analytic;
+  /**
+   * What the differences of the loss say.
+   */
+  double worst_numeric;
+  /**
+   * The absolute difference of the two; infinite where one of them is not finite.
+   */
+  double worst_error;
+} xserv_grad_check_result;
+
+/**
+ * How to attend. Fill with xserv_attention_options_default() first.
+ */
+typedef struct xserv_attention_options {
+  /**
+   * sizeof(xserv_attention_options); set by xserv_attention_options_default().
+   */
+  size_t struct_size;
+  /**
+   * 1: query i of a sequence sees keys 0 to kv_len - q_len + i. 0, the default: every query sees all keys.
+   */
+  uint32_t causal;
+  /**
+   * An xserv_attention_backend; default XSERV_ATTENTION_AUTO.
+   */
+  uint32_t backend;
+  /**
+   * Factor of the scores: finite, also 0 or negative; default XSERV_UNSET_FLOAT, 1 / sqrt(head_dim).
+   */
+  float scale;
+  /**
+   * With cu_seqlens_q: the most queries of a sequence; default 0, not known. 1 lets AUTO choose SPLIT_KV.
+   */
+  uint32_t max_q_len;
+  /**
+   * With cu_seqlens_k or context_lens: the most keys of a sequence; default 0, not known. Bounds the
+   * workspace of SPLIT_KV.
+   */
+  uint32_t max_kv_len;
+  /**
+   * Always 0.
+   */
+  uint32_t reserved;
+  /**
+   * Packed queries: i32 [num_seqs + 1], the first token of each sequence and the end of the last; begins
+   * with 0. Default NULL.
+   */
+  const struct xserv_tensor *cu_seqlens_q;
+  /**
+   * The same for packed keys and values. Default NULL.
+   */
+  const struct xserv_tensor *cu_seqlens_k;
+  /**
+   * A cache in blocks: i32 [num_seqs, max_blocks_per_seq], the blocks of each sequence in order. Entries
+   * past the end of a sequence are not read. Default NULL.
+   */
+  const struct xserv_tensor *block_tables;
+  /**
+   * With block_tables: i32 [num_seqs], how many keys each sequence has. Default NULL.
+   */
+  const struct xserv_tensor *context_lens;
+} xserv_attention_options;
+
 #ifdef __cplusplus
 extern "C" {
 #endif // __cplusplus
@@ -1646,6 +1873,450 @@ enum xserv_status xserv_op_rms_norm(const struct xserv_context *context,
                                     const struct xserv_tensor *weight,
                                     float eps,
                                     const struct xserv_tensor *out);
+
+/**
+ * A residual addition and the root-mean-square normalisation of its result in one pass:
+ * residual_out = x + residual, rounded to the element type; out = xserv_op_rms_norm of residual_out.
+ *
+ * x, residual, residual_out, out: [..., width], any strides; weight: [width]; all f32, all f16 or all bf16.
+ * eps: at least 0. residual_out may be the same view as residual or as x; out may be the same view as x
+ * (not together with residual_out). Other than that, no memory of a result is shared.
+ *
+ * Errors: XSERV_STATUS_INVALID_ARGUMENT, XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST.
+ *
+ * # Safety
+ * The descriptors are readable, and their memory is what they say.
+ */
+XSERV_MUST_USE
+enum xserv_status xserv_op_add_rms_norm(const struct xserv_context *context,
+                                        const struct xserv_tensor *x,
+                                        const struct xserv_tensor *residual,
+                                        const struct xserv_tensor *weight,
+                                        float eps,
+                                        const struct xserv_tensor *residual_out,
+                                        const struct xserv_tensor *out);
+
+/**
+ * Layer normalisation over the last dimension (Ba, Kiros and Hinton, 2016):
+ * out = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias with the variance of the population, computed in
+ * f32 and rounded once. A mean that is large beside the deviations costs no accuracy.
+ *
+ * x, out: [..., width], any strides; weight, bias: [width], bias may be NULL for none; all f32, all f16 or
+ * all bf16. eps: at least 0. out may be the same view as x, and shares no memory with the others.
+ *
+ * Errors: XSERV_STATUS_INVALID_ARGUMENT, XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST.
+ *
+ * # Safety
+ * The descriptors are readable, and their memory is what they say.
+ */
+XSERV_MUST_USE
+enum xserv_status xserv_op_layer_norm(const struct xserv_context *context,
+                                      const struct xserv_tensor *x,
+                                      const struct xserv_tensor *weight,
+                                      const struct xserv_tensor *bias,
+                                      float eps,
+                                      const struct xserv_tensor *out);
+
+/**
+ * Softmax over the last dimension: out_i = exp(x_i - max(x)) / sum_j exp(x_j - max(x)), computed in f32 and
+ * rounded once. A row of -infinity only (everything masked) gives zeros; a NaN or +infinity makes its row
+ * NaN.
+ *
+ * x, out: [..., width], any strides; both f32, both f16 or both bf16. out may be the same view as x.
+ *
+ * Errors: XSERV_STATUS_INVALID_ARGUMENT, XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST.
+ *
+ * # Safety
+ * The descriptors are readable, and their memory is what they say.
+ */
+XSERV_MUST_USE
+enum xserv_status xserv_op_softmax(const struct xserv_context *context,
+                                   const struct xserv_tensor *x,
+                                   const struct xserv_tensor *out);
+
+/**
+ * Looks rows up in a table, bit for bit: out[i] = table[ids[i]].
+ *
+ * table: [vocab_size, width], f32, f16 or bf16; ids: [...], i32 or i64; out: [..., width], of the table's type;
+ * any strides. out shares no memory with the others.
+ *
+ * An id outside the table is never followed. On the CPU it is XSERV_STATUS_INVALID_ARGUMENT at once, and nothing
+ * is written. On CUDA it gives a row of zeros, and xserv_context_synchronize() reports the first one.
+ *
+ * Errors: XSERV_STATUS_INVALID_ARGUMENT, XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST.
+ *
+ * # Safety
+ * The descriptors are readable, and their memory is what they say.
+ */
+XSERV_MUST_USE
+enum xserv_status xserv_op_embedding(const struct xserv_context *context,
+                                     const struct xserv_tensor *table,
+                                     const struct xserv_tensor *ids,
+                                     const struct xserv_tensor *out);
+
+/**
+ * Computes the table of xserv_op_rope(): cos[p, i] = attention_scale * cos(p * inv_freq[i]), sin likewise. The
+ * angles are computed in f64, so that the table is exact to f32 at every position.
+ *
+ * inv_freq: [head_dim / 2]; attention_scale: a finite factor, 1 unless the model scales its rotary embeddings
+ * (YaRN); cos, sin: [max_position, head_dim / 2]; all f32, any strides. cos and sin share no memory with each
+ * other or with inv_freq.
+ *
+ * Errors: XSERV_STATUS_INVALID_ARGUMENT, XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST.
+ *
+ * # Safety
+ * The descriptors are readable, and their memory is what they say.
+ */
+XSERV_MUST_USE
+enum xserv_status xserv_op_rope_table(const struct xserv_context *context,
+                                      const struct xserv_tensor *inv_freq,
+                                      float attention_scale,
+                                      const struct xserv_tensor *cos,
+                                      const struct xserv_tensor *sin);
+
+/**
+ * Rotary position embedding (Su et al., 2021, equation 34): rotates pair i of every head of a token at position p
+ * by the angle of the table's entry [p, i]: a' = a cos - b sin, b' = b cos + a sin, computed in f32 and rounded
+ * once. The whole head is rotated.
+ *
+ * q, q_out: [num_tokens, num_heads, head_dim]; k, k_out: [num_tokens, num_kv_heads, head_dim], or both NULL; all
+ * f32, all f16 or all bf16, head_dim even. positions: [num_tokens], i32 or i64. cos, sin: [max_position,
+ * head_dim / 2], f32, see xserv_op_rope_table(). Any strides: q and k may be slices of one fused projection.
+ * pairing: an xserv_rope_pairing. q_out may be the same view as q, k_out the same as k; outputs share no memory
+ * with anything else.
+ *
+ * A position outside the table is never followed. On the CPU it is XSERV_STATUS_INVALID_ARGUMENT at once, and
+ * nothing is written. On CUDA the token's heads are copied unrotated, and xserv_context_synchronize() reports the
+ * first one.
+ *
+ * Errors: XSERV_STATUS_INVALID_ARGUMENT, XSERV_STATUS_UNSUPPORTED (on CUDA, heads of more than 1024 elements),
+ * XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST.
+ *
+ * # Safety
+ * The descriptors are readable, and their memory is what they say.
+ */
+XSERV_MUST_USE
+enum xserv_status xserv_op_rope(const struct xserv_context *context,
+                                const struct xserv_tensor *q,
+                                const struct xserv_tensor *k,
+                                const struct xserv_tensor *positions,
+                                const struct xserv_tensor *cos,
+                                const struct xserv_tensor *sin,
+                                uint32_t pairing,
+                                const struct xserv_tensor *q_out,
+                                const struct xserv_tensor *k_out);
+
+/**
+ * The index of the largest element along the last dimension. NaN counts as larger than every number; of equals
+ * the lowest index wins.
+ *
+ * x: [..., width], f32, f16 or bf16, width at least 1 and below 2^31; out: [...], i32 or i64; any strides, no
+ * memory in common.
+ *
+ * Errors: XSERV_STATUS_INVALID_ARGUMENT, XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST.
+ *
+ * # Safety
+ * The descriptors are readable, and their memory is what they say.
+ */
+XSERV_MUST_USE
+enum xserv_status xserv_op_argmax(const struct xserv_context *context,
+                                  const struct xserv_tensor *x,
+                                  const struct xserv_tensor *out);
+
+/**
+ * The k largest elements along the last dimension, from the largest down, and where they are. NaN counts as
+ * larger than every number; of equals the lowest index comes first. Exact: the values are those of x, bit for bit.
+ *
+ * x: [..., width], f32, f16 or bf16, width below 2^31; values: [..., k], of the type of x; indices: [..., k], i32;
+ * any strides, no memory in common. k is the last dimension of values, at most width and at most 1024.
+ *
+ * Errors: XSERV_STATUS_INVALID_ARGUMENT, XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST.
+ *
+ * # Safety
+ * The descriptors are readable, and their memory is what they say.
+ */
+XSERV_MUST_USE
+enum xserv_status xserv_op_top_k(const struct xserv_context *context,
+                                 const struct xserv_tensor *x,
+                                 const struct xserv_tensor *values,
+                                 const struct xserv_tensor *indices);
+
+/**
+ * out = x/2 (1 + erf(x / sqrt(2))), the exact GELU (Hendrycks and Gimpel, 2016), computed in f32 and rounded
+ * once.
+ *
+ * x, out: the same shape, any strides; all f32, all f16 or all bf16. out may be the same view as x, and shares
+ * no memory with it otherwise. Plus infinity stays, minus infinity and NaN give NaN, no finite x does.
+ *
+ * Errors: XSERV_STATUS_INVALID_ARGUMENT, XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST.
+ *
+ * # Safety
+ * The descriptors are readable, and their memory is what they say.
+ */
+XSERV_MUST_USE
+enum xserv_status xserv_op_gelu(const struct xserv_context *context,
+                                const struct xserv_tensor *x,
+                                const struct xserv_tensor *out);
+
+/**
+ * out = x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), GPT-2's GELU (Hendrycks and Gimpel, 2016), computed in
+ * f32 and rounded once.
+ *
+ * x, out: the same shape, any strides; all f32, all f16 or all bf16. out may be the same view as x, and shares
+ * no memory with it otherwise. Plus infinity stays, minus infinity and NaN give NaN, no finite x does.
+ *
+ * Errors: XSERV_STATUS_INVALID_ARGUMENT, XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST.
+ *
+ * # Safety
+ * The descriptors are readable, and their memory is what they say.
+ */
+XSERV_MUST_USE
+enum xserv_status xserv_op_gelu_tanh(const struct xserv_context *context,
+                                     const struct xserv_tensor *x,
+                                     const struct xserv_tensor *out);
+
+/**
+ * out = x / (1 + exp(-x)), computed in f32 and rounded once.
+ *
+ * x, out: the same shape, any strides; all f32, all f16 or all bf16. out may be the same view as x, and shares
+ * no memory with it otherwise. Plus infinity stays, minus infinity and NaN give NaN, no finite x does.
+ *
+ * Errors: XSERV_STATUS_INVALID_ARGUMENT, XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST.
+ *
+ * # Safety
+ * The descriptors are readable, and their memory is what they say.
+ */
+XSERV_MUST_USE
+enum xserv_status xserv_op_silu(const struct xserv_context *context,
+                                const struct xserv_tensor *x,
+                                const struct xserv_tensor *out);
+
+/**
+ * out = silu(gate) * up, the gated activation of SwiGLU (Shazeer, 2020), computed in f32 and rounded once.
+ *
+ * gate, up, out: the same shape [..., width], any strides; all f32, all f16 or all bf16. gate and up may be the
+ * two halves of one fused tensor [..., 2 * width]: rows at any distance are read in place. out may be the same
+ * view as gate or as up, and shares no memory with them otherwise.
+ *
+ * Errors: XSERV_STATUS_INVALID_ARGUMENT, XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST.
+ *
+ * # Safety
+ * The descriptors are readable, and their memory is what they say.
+ */
+XSERV_MUST_USE
+enum xserv_status xserv_op_silu_mul(const struct xserv_context *context,
+                                    const struct xserv_tensor *gate,
+                                    const struct xserv_tensor *up,
+                                    const struct xserv_tensor *out);
+
+/**
+ * out = a + b, computed in f32 and rounded once.
+ *
+ * a, b, out: the same shape, any strides; all f32, all f16 or all bf16. A stride of 0 in a or b repeats it along
+ * that dimension, which is how to broadcast. out may be the same view as a or as b, and shares no memory with
+ * them otherwise.
+ *
+ * Errors: XSERV_STATUS_INVALID_ARGUMENT, XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST.
+ *
+ * # Safety
+ * The descriptors are readable, and their memory is what they say.
+ */
+XSERV_MUST_USE
+enum xserv_status xserv_op_add(const struct xserv_context *context,
+                               const struct xserv_tensor *a,
+                               const struct xserv_tensor *b,
+                               const struct xserv_tensor *out);
+
+/**
+ * out = a * b, computed in f32 and rounded once.
+ *
+ * a, b, out: the same shape, any strides; all f32, all f16 or all bf16. A stride of 0 in a or b repeats it along
+ * that dimension, which is how to broadcast. out may be the same view as a or as b, and shares no memory with
+ * them otherwise.
+ *
+ * Errors: XSERV_STATUS_INVALID_ARGUMENT, XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST.
+ *
+ * # Safety
+ * The descriptors are readable, and their memory is what they say.
+ */
+XSERV_MUST_USE
+enum xserv_status xserv_op_mul(const struct xserv_context *context,
+                               const struct xserv_tensor *a,
+                               const struct xserv_tensor *b,
+                               const struct xserv_tensor *out);
+
+/**
+ * target = source in another element type, rounded to nearest even. What is too large for f16 becomes infinite,
+ * NaN stays NaN. Between equal types it is a copy, bit for bit.
+ *
+ * source, target: the same shape, any strides; f32, f16 or bf16 each. They share no memory; tensors of equal
+ * types may be the same view.
+ *
+ * Errors: XSERV_STATUS_INVALID_ARGUMENT, XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST.
+ *
+ * # Safety
+ * The descriptors are readable, and their memory is what they say.
+ */
+XSERV_MUST_USE
+enum xserv_status xserv_op_cast(const struct xserv_context *context,
+                                const struct xserv_tensor *source,
+                                const struct xserv_tensor *target);
+
+/**
+ * Swaps the last two dimensions, bit for bit: out[..., c, r] = x[..., r, c].
+ *
+ * x: [..., rows, columns], out: [..., columns, rows], at least two dimensions, of any one element type, any
+ * strides. They share no memory.
+ *
+ * Errors: XSERV_STATUS_INVALID_ARGUMENT, XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST.
+ *
+ * # Safety
+ * The descriptors are readable, and their memory is what they say.
+ */
+XSERV_MUST_USE
+enum xserv_status xserv_op_transpose(const struct xserv_context *context,
+                                     const struct xserv_tensor *x,
+                                     const struct xserv_tensor *out);
+
+/**
+ * Fills options with their defaults.
+ *
+ * # Safety
+ * `options` is writable for a whole xserv_gemm_options.
+ */
+XSERV_MUST_USE enum xserv_status xserv_gemm_options_default(struct xserv_gemm_options *options);
+
+/**
+ * Matrix product C = alpha * op(A) * op(B) + beta * C, where op(X) is X or its transpose; sums in f32,
+ * rounded once. options may be NULL for C = A * B.
+ *
+ * op(A): [m, k]; op(B): [k, n]; c: [m, n]; all f32, all f16 or all bf16. Or batches of products: c
+ * [batch, m, n], a and b of three dimensions with the same batch, or of two for one matrix that serves all
+ * products (a batch stride of 0 says the same). Any strides; matrices with neighbouring elements along one
+ * of their two axes are used where they lie, others are copied first. c shares no memory with a or b.
+ * Without columns of A (k = 0) the product is zero and c becomes beta * c.
+ *
+ * Errors: XSERV_STATUS_UNSUPPORTED for a backend that this device, machine or element type does not have;
+ * XSERV_STATUS_INVALID_ARGUMENT, XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST.
+ *
+ * # Safety
+ * The descriptors are readable, and their memory is what they say; options is NULL or readable for its
+ * struct_size.
+ */
+XSERV_MUST_USE
+enum xserv_status xserv_op_gemm(const struct xserv_context *context,
+                                const struct xserv_gemm_options *options,
+                                const struct xserv_tensor *a,
+                                const struct xserv_tensor *b,
+                                const struct xserv_tensor *c);
+
+/**
+ * Gradients of a matrix product C = A * B: da = dc * B^T and db = A^T * dc.
+ *
+ * a, da: [m, k]; b, db: [k, n]; dc: [m, n], the gradient of the loss for C; or all of them with the same
+ * batch in front. All f32, all f16 or all bf16; any strides. da or db may be NULL if it is not wanted.
+ * They share no memory with the inputs or each other.
+ *
+ * transpose_kernels: 0 multiplies the operands where they lie, reading them transposed; 1 writes their
+ * transposes to memory first. The results are the same, to rounding.
+ *
+ * Errors: XSERV_STATUS_INVALID_ARGUMENT, XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST.
+ *
+ * # Safety
+ * The descriptors are readable, and their memory is what they say.
+ */
+XSERV_MUST_USE
+enum xserv_status xserv_op_gemm_backward(const struct xserv_context *context,
+                                         const struct xserv_tensor *a,
+                                         const struct xserv_tensor *b,
+                                         const struct xserv_tensor *dc,
+                                         uint32_t transpose_kernels,
+                                         const struct xserv_tensor *da,
+                                         const struct xserv_tensor *db);
+
+/**
+ * Fills options with their defaults.
+ *
+ * # Safety
+ * `options` is writable for a whole xserv_grad_check_options.
+ */
+XSERV_MUST_USE
+enum xserv_status xserv_grad_check_options_default(struct xserv_grad_check_options *options);
+
+/**
+ * Checks an analytic gradient against central differences of a loss, one value at a time:
+ * (loss(x + eps) - loss(x - eps)) / (2 eps), with the step as it is stored in f32. An element passes if
+ * |analytic - numeric| <= atol + rel_tol * max(|analytic|, |numeric|), and fails if either is not finite.
+ *
+ * options: NULL for the defaults. loss: called 2 * count times, with one value moved each time.
+ * values, gradient: [count], host memory, not changed; one copy of values is made. result: its struct_size
+ * must be set. A gradient that fails is an answer, not an error: the call succeeds and result.passed is 0.
+ * Needs no device and no context.
+ *
+ * Errors: XSERV_STATUS_CANCELLED if loss returned false; XSERV_STATUS_INVALID_ARGUMENT,
+ * XSERV_STATUS_OUT_OF_MEMORY.
+ *
+ * # Safety
+ * `values` and `gradient` are readable for `count` values, options is NULL or readable and result writable
+ * for its struct_size; `loss` is such a function, and does not unwind.
+ */
+XSERV_MUST_USE
+enum xserv_status xserv_grad_check(const struct xserv_grad_check_options *options,
+                                   xserv_loss_callback loss,
+                                   void *user_data,
+                                   const float *values,
+                                   const float *gradient,
+                                   size_t count,
+                                   struct xserv_grad_check_result *result);
+
+/**
+ * Fills options with their defaults.
+ *
+ * # Safety
+ * `options` is writable for a whole xserv_attention_options.
+ */
+XSERV_MUST_USE
+enum xserv_status xserv_attention_options_default(struct xserv_attention_options *options);
+
+/**
+ * Attention with grouped query heads (Vaswani et al., 2017, equation 1): out = softmax(scale * q k^T) v, where
+ * query head h reads kv head h / (num_heads / num_kv_heads). Sums in f32; CUDA rounds the weights of 16-bit
+ * types before they meet the values.
+ *
+ * q, k, v, out: all f32, all f16 or all bf16. out has the shape of q and shares no memory with the others.
+ * options may be NULL for the defaults. Three forms:
+ *
+ * - batched, without index arrays: q [batch, q_len, num_heads, head_dim], k and v [batch, kv_len,
+ *   num_kv_heads, head_dim]. Tensors [batch, num_heads, q_len, head_dim] are passed with permuted strides.
+ * - packed, with cu_seqlens_q and cu_seqlens_k: q [num_tokens, num_heads, head_dim], k and v [num_kv_tokens,
+ *   num_kv_heads, head_dim], sequence after sequence. Tokens behind the last sequence keep what out has.
+ * - paged, with block_tables and context_lens: k and v [num_blocks, block_size, num_kv_heads, head_dim], q
+ *   packed with cu_seqlens_q, or [num_seqs, q_len, num_heads, head_dim] without.
+ *
+ * Any strides; best are those with contiguous heads that begin at multiples of 16 bytes, others are copied
+ * first. With causal no sequence may have more queries than keys, unless it has one. A query that sees no key
+ * gives zeros. Equal inputs give equal bits, and with SPLIT_KV a sequence gives the same bits in any batch.
+ *
+ * On the CPU all index arrays are checked. On CUDA they are not looked at before the work is queued:
+ * sequences that reach out of a tensor are cut, queries beyond max_q_len may be left out, a query that
+ * causal leaves no key gives zeros, and a block outside the cache counts as keys and values of zero and is
+ * reported by xserv_context_synchronize().
+ *
+ * Errors: XSERV_STATUS_INVALID_ARGUMENT; XSERV_STATUS_UNSUPPORTED where the backend that was asked for does
+ * not serve the form, the head_dim or the block_size; XSERV_STATUS_OUT_OF_MEMORY with sizes, for copies and
+ * workspaces; XSERV_STATUS_DEVICE_LOST.
+ *
+ * # Safety
+ * The descriptors are readable, and their memory is what they say; `options` is NULL or readable for its
+ * struct_size.
+ */
+XSERV_MUST_USE
+enum xserv_status xserv_op_attention(const struct xserv_context *context,
+                                     const struct xserv_attention_options *options,
+                                     const struct xserv_tensor *q,
+                                     const struct xserv_tensor *k,
+                                     const struct xserv_tensor *v,
+                                     const struct xserv_tensor *out);
 
 #ifdef __cplusplus
 }  // extern "C"
