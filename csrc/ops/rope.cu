@@ -5,8 +5,9 @@
 // or (2i, 2i + 1) ("interleaved", GPT-J and the paper).
 //
 // q: [num_tokens, num_heads, head_dim], k: [num_tokens, num_kv_heads, head_dim] or absent; head_dim
-// contiguous, token and head strides in elements; positions: [num_tokens], i32 or i64. The whole head is rotated. In
-// place or not. A position outside [0, max_position) copies its rows unrotated and writes the fault record.
+// contiguous, token and head strides in elements; positions: [num_tokens], i32 or i64. The whole head is
+// rotated, in place or not. A position outside [0, max_position) copies its rows unrotated and writes the
+// fault record.
 //
 // One block per token. A thread owns N pairs of the head, keeps their cos and sin in registers, and goes
 // over heads of q and k alike; the data is requested before the position, whose table rows need a

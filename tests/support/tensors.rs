@@ -366,3 +366,32 @@ pub fn compare(what: &str, got: &[f64], want: &[f64], bar: f64) {
         worst.0
     );
 }
+
+/// A view of some of another's elements, `first` elements after its first. Its shape is leaked.
+pub fn slice(
+    base: &xserv_tensor,
+    element: Type,
+    shape: &[i64],
+    strides: &[i64],
+    first: usize,
+) -> xserv_tensor {
+    assert_eq!(shape.len(), strides.len());
+    xserv_tensor {
+        ndim: shape.len() as i32,
+        shape: shape.to_vec().leak().as_mut_ptr(),
+        strides: strides.to_vec().leak().as_mut_ptr(),
+        byte_offset: base.byte_offset + (first * element.size()) as u64,
+        ..*base
+    }
+}
+
+/// How often the context's allocator was asked for memory so far.
+pub fn num_allocations(context: &Context) -> u64 {
+    // SAFETY: a filled struct of the library's size.
+    unsafe {
+        let mut stats: xserv_memory_stats = std::mem::zeroed();
+        stats.struct_size = size_of::<xserv_memory_stats>();
+        ok(xserv_context_get_memory_stats(context.handle, &mut stats));
+        stats.num_allocations
+    }
+}
