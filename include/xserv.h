@@ -1581,6 +1581,21 @@ enum xserv_status xserv_owned_tensor_new(const struct xserv_context *context,
                                          struct xserv_owned_tensor **tensor);
 
 /**
+ * The same in host memory that the context's device copies from and to at full speed (pinned memory on
+ * CUDA, ordinary memory on the CPU): for what goes through xserv_op_copy() often. It does not count
+ * towards the context's memory budget. Its descriptor says device_type 3 (kDLCUDAHost) on CUDA.
+ *
+ * # Safety
+ * As xserv_owned_tensor_new().
+ */
+XSERV_MUST_USE
+enum xserv_status xserv_owned_tensor_new_pinned(const struct xserv_context *context,
+                                                uint32_t dtype,
+                                                uint32_t ndim,
+                                                const int64_t *shape,
+                                                struct xserv_owned_tensor **tensor);
+
+/**
  * The descriptor of an owned tensor. Its pointers stay valid until the tensor is freed.
  *
  * # Safety
@@ -1612,6 +1627,25 @@ XSERV_MUST_USE
 enum xserv_status xserv_op_copy(const struct xserv_context *context,
                                 const struct xserv_tensor *source,
                                 const struct xserv_tensor *target);
+
+/**
+ * Root-mean-square normalisation over the last dimension (Zhang and Sennrich, 2019):
+ * out = x / sqrt(mean(x^2) + eps) * weight, computed in f32 and rounded once.
+ *
+ * x, out: [..., width], any strides; weight: [width]; all f32, all f16 or all bf16. eps: at least 0. out
+ * may be the same view as x, and shares no memory with the others.
+ *
+ * Errors: XSERV_STATUS_INVALID_ARGUMENT, XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST.
+ *
+ * # Safety
+ * The descriptors are readable, and their memory is what they say.
+ */
+XSERV_MUST_USE
+enum xserv_status xserv_op_rms_norm(const struct xserv_context *context,
+                                    const struct xserv_tensor *x,
+                                    const struct xserv_tensor *weight,
+                                    float eps,
+                                    const struct xserv_tensor *out);
 
 #ifdef __cplusplus
 }  // extern "C"

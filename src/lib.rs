@@ -6,13 +6,25 @@
 //! ## Layers
 //!
 //! ```text
-//! ffi  ->  engine  ->  model  ->  ops  ->  backend/cpu  ->  memory
+//! ffi  ->  engine  ->  model  ->  ops  ->  backend/{cpu,cuda}  ->  memory
 //!             \->  text
 //! ```
 //!
 //! An arrow means "may use"; nothing points back (`tests/abi/layering.rs` holds the code to it).
 //! [`error`], [`panic_guard`] and [`thread_state`] are used by all; [`text`] (tokenizer, detokenizer,
 //! chat template) knows nothing of tensors.
+//!
+//! ## Operators
+//!
+//! [`ops`] has three floors. The operators of the CPU model work on f32 slices and packed weights
+//! ([`ops::linear`] and its neighbours). [`ops::host`] works on typed slices. [`ops::tensor`] is what C
+//! sees: one file an operator with its contract, its checks, a CPU half that calls `ops::host`, and a CUDA
+//! half that launches the kernels of `csrc/ops`.
+//!
+//! The build script compiles `csrc/ops/*.cu` to fatbins inside the library; `backend/cuda` finds the driver
+//! at run time, loads them, and gives a [`backend::ComputeContext`] its stream, its caching allocator and
+//! its sticky errors. A kernel never follows an index that it cannot trust: it reports the first one in a
+//! record that the host reads when it synchronises.
 //!
 //! ## Threads
 //!

@@ -9,8 +9,8 @@ namespace xserv {
 
 constexpr int kCastUnroll = 4;
 
-// Grid: ceil(n / (blockDim.x * 16)) blocks, x and y aligned to 4 elements; the last n % 4 elements are the last
-// block's.
+// Grid: ceil(n / (blockDim.x * 16)) blocks, x and y aligned to 4 elements; the last n % 4 elements are the
+// last block's.
 template <typename To, typename From>
 __device__ __forceinline__ void cast_vectors(To* __restrict__ y, const From* __restrict__ x, long long n) {
   const long long num_groups = n / 4;
@@ -45,14 +45,15 @@ __device__ __forceinline__ void cast_strided(To* __restrict__ y, const From* __r
 
 }  // namespace xserv
 
-#define XSERV_CAST(FROM_SUFFIX, From, TO_SUFFIX, To)                                                        \
-  extern "C" __global__ void __launch_bounds__(512) xserv_cast_##FROM_SUFFIX##_##TO_SUFFIX(                 \
-      To* y, const From* x, long long n) {                                                                  \
-    xserv::cast_vectors<To, From>(y, x, n);                                                                 \
-  }                                                                                                         \
-  extern "C" __global__ void __launch_bounds__(512) xserv_cast_strided_##FROM_SUFFIX##_##TO_SUFFIX(         \
-      To* y, const From* x, xserv::StridedLayout layout) {                                                  \
-    xserv::cast_strided<To, From>(y, x, layout);                                                            \
+#define XSERV_CAST(FROM_SUFFIX, From, TO_SUFFIX, To)                         \
+  extern "C" __global__ void __launch_bounds__(512)                          \
+      xserv_cast_##FROM_SUFFIX##_##TO_SUFFIX(To* y, const From* x, long long n) { \
+    xserv::cast_vectors<To, From>(y, x, n);                                  \
+  }                                                                          \
+  extern "C" __global__ void __launch_bounds__(512)                          \
+      xserv_cast_strided_##FROM_SUFFIX##_##TO_SUFFIX(To* y, const From* x,   \
+                                                     xserv::StridedLayout layout) { \
+    xserv::cast_strided<To, From>(y, x, layout);                             \
   }
 XSERV_CAST(f32, float, f16, __half)
 XSERV_CAST(f32, float, bf16, __nv_bfloat16)

@@ -1,9 +1,8 @@
 // y = a + b and y = a * b, computed in f32, rounded once at the store.
 //
-// _u<U>: same shape, contiguous: 16 bytes per access, U accesses per thread. _scalar: the same for unaligned
-// pointers. _strided: any strides and broadcasting (stride 0) over up to 8 axes; _strided_vec the same
-// where the innermost axis is contiguous in all three and everything is 16-byte aligned. y may be a or b,
-// with the same layout.
+// _vec: same shape, contiguous: 16 bytes per access. _scalar: the same for unaligned pointers. _strided: any
+// strides and broadcasting (stride 0) over up to 8 axes; _strided_vec the same where the innermost axis is
+// contiguous in all three and everything is 16-byte aligned. y may be a or b, with the same layout.
 #include "common/dtype.cuh"
 #include "common/map.cuh"
 #include "common/strided.cuh"
@@ -34,27 +33,24 @@ __device__ __forceinline__ void map_strided(T* y, const T* a, const T* b, const 
 
 }  // namespace xserv
 
-#define XSERV_FLAT(SUFFIX, T, NAME, U, F)                                                              \
-  extern "C" __global__ void __launch_bounds__(512) xserv_##NAME##_u##U##_##SUFFIX(                    \
-      T* y, const T* a, const T* b, long long n) {                                                     \
-    xserv::map_vectors<T, U, true>(y, a, b, n, F{});                                                   \
+#define XSERV_BINARY(SUFFIX, T, NAME, F)                                                 \
+  extern "C" __global__ void __launch_bounds__(512)                                      \
+      xserv_##NAME##_vec_##SUFFIX(T* y, const T* a, const T* b, long long n) {           \
+    xserv::map_vectors<T, 1, true>(y, a, b, n, F{});                                     \
+  }                                                                                      \
+  extern "C" __global__ void __launch_bounds__(512)                                      \
+      xserv_##NAME##_scalar_##SUFFIX(T* y, const T* a, const T* b, long long n) {        \
+    xserv::map_elements<T, true>(y, a, b, n, F{});                                       \
+  }                                                                                      \
+  extern "C" __global__ void __launch_bounds__(512) xserv_##NAME##_strided_##SUFFIX(     \
+      T* y, const T* a, const T* b, xserv::StridedLayout layout) {                       \
+    xserv::map_strided<T, 1>(y, a, b, layout, F{});                                      \
+  }                                                                                      \
+  extern "C" __global__ void __launch_bounds__(512) xserv_##NAME##_strided_vec_##SUFFIX( \
+      T* y, const T* a, const T* b, xserv::StridedLayout layout) {                       \
+    xserv::map_strided<T, xserv::kVec<T>>(y, a, b, layout, F{});                         \
   }
-#define XSERV_BINARY(SUFFIX, T, NAME, F)                                                               \
-  XSERV_FLAT(SUFFIX, T, NAME, 1, F)                                                                    \
-  XSERV_FLAT(SUFFIX, T, NAME, 2, F)                                                                    \
-  extern "C" __global__ void __launch_bounds__(512) xserv_##NAME##_scalar_##SUFFIX(                    \
-      T* y, const T* a, const T* b, long long n) {                                                     \
-    xserv::map_elements<T, true>(y, a, b, n, F{});                                                     \
-  }                                                                                                    \
-  extern "C" __global__ void __launch_bounds__(512) xserv_##NAME##_strided_##SUFFIX(                   \
-      T* y, const T* a, const T* b, xserv::StridedLayout layout) {                                     \
-    xserv::map_strided<T, 1>(y, a, b, layout, F{});                                                    \
-  }                                                                                                    \
-  extern "C" __global__ void __launch_bounds__(512) xserv_##NAME##_strided_vec_##SUFFIX(               \
-      T* y, const T* a, const T* b, xserv::StridedLayout layout) {                                     \
-    xserv::map_strided<T, xserv::kVec<T>>(y, a, b, layout, F{});                                       \
-  }
-#define XSERV_ELEMENTWISE(SUFFIX, T)         \
-  XSERV_BINARY(SUFFIX, T, add, xserv::Add)   \
+#define XSERV_ELEMENTWISE(SUFFIX, T)       \
+  XSERV_BINARY(SUFFIX, T, add, xserv::Add) \
   XSERV_BINARY(SUFFIX, T, mul, xserv::Mul)
 XSERV_FOR_EACH_DTYPE(XSERV_ELEMENTWISE)

@@ -9,9 +9,9 @@
 // fetches one k-step ahead (the multistage scheme of CUTLASS 2, "Efficient GEMM in CUDA").
 //
 // Why so: 64x64 a warp is the largest square that fits the registers, and with it shared memory delivers
-// 32 KB per 128x256x16 step, about 60 % of the time that mma.sync takes on sm_90; smaller warp tiles are bound
-// by shared memory. Both operands keep the orientation that they have in memory; ldmatrix .trans turns the
-// ones that do not run along k.
+// 32 KB per 128x256x16 step, about 60 % of the time that mma.sync takes on sm_90; smaller warp tiles are
+// bound by shared memory. mma.sync itself stops at about 62 % of the rate of wgmma there. Both operands keep
+// the orientation that they have in memory; ldmatrix .trans turns the ones that do not run along k.
 //
 // Needs: A, B 16-byte aligned, lda, ldb, stride_a, stride_b multiples of 8 (cp.async copies 16 bytes). m, n
 // and k are free: the edges are filled with zeros. C and ldc are free; aligned ones are stored faster.
@@ -36,14 +36,15 @@ static_assert(sizeof(GemmParams) == 104, "GemmParams is mirrored in Rust");
 
 // 16 bytes of shared memory, of which the first `bytes` come from global memory and the rest are zero.
 __device__ __forceinline__ void cp_async_16_partial(uint32_t target, const void* source, int bytes) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(bytes));
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(target), "l"(source),
+               "r"(bytes));
 }
 
 __device__ __forceinline__ int clamp_bytes(int elements) { return min(max(elements, 0), 8) * 2; }
 
-// One operand's tile in shared memory: `kRows` rows of op(A) (or columns of op(B)) by kDepth along k, as lines
-// of 16-byte chunks. Chunks are exchanged within a line (XOR with the line number), so that the eight rows of
-// an ldmatrix, and the chunks that eight threads copy, fall into different banks.
+// One operand's tile in shared memory: `kRows` rows of op(A) (or columns of op(B)) by kDepth along k, as
+// lines of 16-byte chunks. Chunks are exchanged within a line (XOR with the line number), so that the eight
+// rows of an ldmatrix, and the chunks that eight threads copy, fall into different banks.
 template <int kRows, int kDepth, int kThreads, bool kAlongK>
 struct OperandTile {
   static constexpr int kLineBytes = (kAlongK ? kDepth : kRows) * 2;
@@ -91,8 +92,9 @@ struct OperandTile {
 #pragma unroll
     for (int pass = kBegin; pass < kEnd; ++pass) {
       const int this_line = line + pass * kLinesPerPass;
-      const int bytes = kAlongK ? (this_line < num_lines ? bytes_along_k : 0) : (this_line < k_left ? first : 0);
-      cp_async_16_partial(tile + target + pass * kLinesPerPass * kLineBytes, source + pass * pass_stride, bytes);
+      const bool exists = this_line < (kAlongK ? num_lines : k_left);
+      cp_async_16_partial(tile + target + pass * kLinesPerPass * kLineBytes, source + pass * pass_stride,
+                          exists ? (kAlongK ? bytes_along_k : first) : 0);
     }
   }
 
@@ -111,9 +113,10 @@ struct OperandTile {
     return k * kLineBytes + swizzle(warp_row / 8 + row_half, k) * 16;
   }
 
-  // Fragments of 16 rows by 16 of k. XOR reaches the other chunks of the line: the swizzle depends on the lane alone.
-  __device__ __forceinline__ static void load(uint32_t (&r)[4], uint32_t tile, uint32_t lane_offset, int group,
-                                              int k_step) {
+  // Fragments of 16 rows by 16 of k. XOR reaches the other chunks of the line: the swizzle depends on the
+  // lane alone.
+  __device__ __forceinline__ static void load(uint32_t (&r)[4], uint32_t tile, uint32_t lane_offset,
+                                              int group, int k_step) {
     if (kAlongK) {
       ldmatrix_x4(r, tile + (lane_offset ^ (k_step * 32)) + group * 16 * kLineBytes);
     } else {
@@ -122,19 +125,20 @@ struct OperandTile {
   }
 };
 
-template <typename T, int kTileM, int kTileN, int kTileK, int kWarpsM, int kWarpsN, int kStages, bool kTransA,
-          bool kTransB>
+template <typename T, int kTileM, int kTileN, int kTileK, int kWarpsM, int kWarpsN, int kStages,
+          bool kTransA, bool kTransB>
 __device__ __forceinline__ void gemm_tile(const GemmParams& p) {
   constexpr int kThreads = kWarpsM * kWarpsN * 32;
   constexpr int kWarpM = kTileM / kWarpsM, kWarpN = kTileN / kWarpsN;
   constexpr int kGroupsM = kWarpM / 16, kGroupsN = kWarpN / 16, kSteps = kTileK / 16;
-  static_assert(kSteps % 2 == 0 && kWarpM % 32 == 0 && kWarpN % 32 == 0, "fragments alternate between two buffers");
+  static_assert(kSteps % 2 == 0 && kWarpM % 32 == 0 && kWarpN % 32 == 0,
+                "fragments alternate between two buffers");
   using TileA = OperandTile<kTileM, kTileK, kThreads, !kTransA>;
   using TileB = OperandTile<kTileN, kTileK, kThreads, kTransB>;
   constexpr uint32_t kStageBytes = TileA::kBytes + TileB::kBytes;
   extern __shared__ __align__(1024) unsigned char shared[];
 
-  // Tiles run down groups of 8 tile rows, so that the blocks of a wave share rows of A and columns of B in L2.
+  // Tiles run down groups of 1024 rows, so that the blocks of a wave share rows of A and columns of B in L2.
   constexpr int kRaster = 1024 / kTileM;
   const int tiles_m = (p.m + kTileM - 1) / kTileM, tiles_n = (p.n + kTileN - 1) / kTileN;
   const int group = blockIdx.x / (kRaster * tiles_n);
@@ -212,7 +216,8 @@ __device__ __forceinline__ void gemm_tile(const GemmParams& p) {
         }
       }
       if (step == kSteps - 2) {
-        // Everybody has read this stage to its end (the last fragments are on their way), and the next one is here.
+        // Everybody has read this stage to its end (the last fragments are on their way), and the next one is
+        // here.
         tile_a.source += tile_a.tile_stride;
         tile_b.source += tile_b.tile_stride;
         k_left -= kTileK;
@@ -245,8 +250,8 @@ __device__ __forceinline__ void gemm_tile(const GemmParams& p) {
     return;
   }
 
-  // Through shared memory, 16 rows at a time, so that a warp stores whole lines. The pad of 16 bytes keeps both
-  // directions free of bank conflicts.
+  // Through shared memory, 16 rows at a time, so that a warp stores whole lines. The pad of 16 bytes keeps
+  // both directions free of bank conflicts.
   constexpr int kPitch = kWarpN * 2 + 16;
   static_assert(kWarpsM * kWarpsN * 16 * kPitch <= kStages * kStageBytes, "staging must fit the ring");
   __syncthreads();
@@ -262,7 +267,8 @@ __device__ __forceinline__ void gemm_tile(const GemmParams& p) {
       for (int half = 0; half < 2; ++half) {
         float low = p.alpha * sum[i][j][half * 2], high = p.alpha * sum[i][j][half * 2 + 1];
         if (p.beta != 0.0f) {
-          const int row = row_base + quad_row + half * 8, column = column0 + warp_column + j * 8 + quad_column;
+          const int row = row_base + quad_row + half * 8;
+          const int column = column0 + warp_column + j * 8 + quad_column;
           const T* old = c + row * p.ldc + column;
           if (row < p.m && column < p.n) low += p.beta * to_float(old[0]);
           if (row < p.m && column + 1 < p.n) high += p.beta * to_float(old[1]);
@@ -276,7 +282,8 @@ __device__ __forceinline__ void gemm_tile(const GemmParams& p) {
 #pragma unroll
     for (int chunk = lane; chunk < 16 * kChunks; chunk += 32) {
       const int row = chunk / kChunks, column = column0 + warp_column + chunk % kChunks * 8;
-      const Vec<T, 8> values = *reinterpret_cast<const Vec<T, 8>*>(staging + row * kPitch + chunk % kChunks * 16);
+      const Vec<T, 8> values =
+          *reinterpret_cast<const Vec<T, 8>*>(staging + row * kPitch + chunk % kChunks * 16);
       T* out = c + (row_base + row) * p.ldc + column;
       if (row_base + row < p.m) {
         if (is_aligned && column + 8 <= p.n) {
@@ -327,30 +334,15 @@ __device__ __forceinline__ void split_k_reduce(const GemmParams& p, int num_spli
   XSERV_GEMM_TRANS(tile, TM, TN, TK, WM, WN, STAGES, BLOCKS, f16, __half)                      \
   XSERV_GEMM_TRANS(tile, TM, TN, TK, WM, WN, STAGES, BLOCKS, bf16, __nv_bfloat16)
 
-// 96 KB, one block an SM.
-XSERV_GEMM_ALL(128x256, 128, 256, 32, 2, 4, 4, 1)
-// 64 KB, two blocks an SM (one on sm_86 and sm_89).
+// The fastest tiles of a sweep on an H200 (depth, stages and warps; 2048x6144x4096 in TFLOP/s, nt):
+// 192 KB, one block an SM: 464.
+XSERV_GEMM_ALL(128x256, 128, 256, 64, 2, 4, 4, 1)
+// 64 KB, two blocks an SM (one on sm_86 and sm_89): 432. For devices that cannot give a block 192 KB.
 XSERV_GEMM_ALL(128x128, 128, 128, 32, 2, 2, 4, 2)
-// 64 KB, two to three blocks an SM.
+// 72 KB, three blocks an SM: 364; fills the device where there are few tiles.
+XSERV_GEMM_ALL(64x128, 64, 128, 64, 1, 4, 3, 3)
+// 64 KB, three blocks an SM: 270; few rows.
 XSERV_GEMM_ALL(64x64, 64, 64, 64, 2, 2, 4, 3)
-
-#ifdef XSERV_TUNE
-#define XSERV_GEMM_TUNE(tile, TM, TN, TK, WM, WN, STAGES, BLOCKS) \
-  XSERV_GEMM(tile, TM, TN, TK, WM, WN, STAGES, BLOCKS, nt, false, true, bf16, __nv_bfloat16)
-XSERV_GEMM_TUNE(128x256x32s3, 128, 256, 32, 2, 4, 3, 1)
-XSERV_GEMM_TUNE(128x256x32s6, 128, 256, 32, 2, 4, 6, 1)
-XSERV_GEMM_TUNE(128x256x64s3, 128, 256, 64, 2, 4, 3, 1)
-XSERV_GEMM_TUNE(128x256x64s4, 128, 256, 64, 2, 4, 4, 1)
-XSERV_GEMM_TUNE(256x128x32s4, 256, 128, 32, 4, 2, 4, 1)
-XSERV_GEMM_TUNE(256x128x64s4, 256, 128, 64, 4, 2, 4, 1)
-XSERV_GEMM_TUNE(128x128x64s3, 128, 128, 64, 2, 2, 3, 2)
-XSERV_GEMM_TUNE(128x128x32s5, 128, 128, 32, 2, 2, 5, 2)
-XSERV_GEMM_TUNE(128x128w8x64s4, 128, 128, 64, 2, 4, 4, 1)
-XSERV_GEMM_TUNE(64x128x64s4, 64, 128, 64, 1, 4, 4, 2)
-XSERV_GEMM_TUNE(64x128x64s3, 64, 128, 64, 1, 4, 3, 3)
-XSERV_GEMM_TUNE(64x256x64s4, 64, 256, 64, 1, 4, 4, 1)
-XSERV_GEMM_TUNE(64x64x64s6, 64, 64, 64, 2, 2, 6, 2)
-#endif
 
 #define XSERV_SPLIT_K_REDUCE(suffix, T)                                                  \
   extern "C" __global__ void __launch_bounds__(256) xserv_gemm_split_k_reduce_##suffix(  \

@@ -7,13 +7,11 @@
 // (m_t, s_t) in a single exchange, and e_i * exp(m_t - m) / s is the result. So there is one exponential per
 // element and one barrier per row.
 //
-// _e<E>: one block per row, E elements per thread in registers; one pass over memory.
-// _staged_e<E>: blocks walk over rows; while a row is in registers, the next one is on its way into
-// shared memory (cp.async), so that wide rows, of which a multiprocessor holds only one, do not leave the
-// memory idle during the arithmetic. Every thread copies exactly what it reads later: no barrier for it.
-// _loop and _scalar: any width; they read the row twice.
+// _row16, _row32: one block per row, the row in registers, 16 or 32 elements per thread. On an H200 the two
+// take the same time for 8192 rows of 4096 (staging the next row in shared memory meanwhile takes longer);
+// 32 are for rows that 16 do not cover.
+// _loop and _scalar: any width; they read the row twice, the second time from the cache.
 #include "common/dtype.cuh"
-#include "common/mma.cuh"
 #include "common/reduce.cuh"
 #include "common/rows.cuh"
 
@@ -66,10 +64,25 @@ __device__ __forceinline__ float correction(float max, MaxSum whole) {
   return exp_below(max, finite_base(whole.max)) / whole.sum;
 }
 
-// Vectors beyond the row must hold -inf in `values`.
+// Rows of at most VECS vectors per thread; elements beyond the row count as -inf.
 template <typename T, int VECS>
-__device__ __forceinline__ void softmax_row(T* target, const Vec<T, kVec<T>> (&values)[VECS], int num_vecs,
-                                            float (&scratch)[2][32]) {
+__device__ __forceinline__ void softmax_row(T* out, const T* x, int width, long long out_stride,
+                                            long long x_stride) {
+  __shared__ float scratch[2][32];
+  using V = Vec<T, kVec<T>>;
+  const int num_vecs = width / kVec<T>;
+  const V* source = reinterpret_cast<const V*>(x + blockIdx.x * x_stride);
+  V values[VECS];
+#pragma unroll
+  for (int i = 0; i < VECS; i++) {
+    const int v = threadIdx.x + i * blockDim.x;
+    if (v < num_vecs) {
+      values[i] = source[v];
+    } else {
+#pragma unroll
+      for (int j = 0; j < kVec<T>; j++) values[i][j] = from_float<T>(-__builtin_huge_valf());
+    }
+  }
   float e[VECS][kVec<T>];
   MaxSum part = {-__builtin_huge_valf(), 0.0f};
 #pragma unroll
@@ -92,71 +105,11 @@ __device__ __forceinline__ void softmax_row(T* target, const Vec<T, kVec<T>> (&v
   const float factor = correction(part.max, block_merge(part, scratch));
 #pragma unroll
   for (int i = 0; i < VECS; i++) {
-    Vec<T, kVec<T>> result;
+    V result;
 #pragma unroll
     for (int j = 0; j < kVec<T>; j++) result[j] = from_float<T>(e[i][j] * factor);
     const int v = threadIdx.x + i * blockDim.x;
-    if (v < num_vecs) store_vec(target, v, result);
-  }
-}
-
-template <typename T>
-__device__ __forceinline__ Vec<T, kVec<T>> minus_infinity() {
-  Vec<T, kVec<T>> value;
-#pragma unroll
-  for (int j = 0; j < kVec<T>; j++) value[j] = from_float<T>(-__builtin_huge_valf());
-  return value;
-}
-
-template <typename T, int VECS>
-__device__ __forceinline__ void softmax_registers(T* out, const T* x, int width, long long out_stride,
-                                                  long long x_stride) {
-  __shared__ float scratch[2][32];
-  const int num_vecs = width / kVec<T>;
-  const Vec<T, kVec<T>>* source = reinterpret_cast<const Vec<T, kVec<T>>*>(x + blockIdx.x * x_stride);
-  Vec<T, kVec<T>> values[VECS];
-#pragma unroll
-  for (int i = 0; i < VECS; i++) {
-    const int v = threadIdx.x + i * blockDim.x;
-    values[i] = minus_infinity<T>();
-    if (v < num_vecs) values[i] = source[v];
-  }
-  softmax_row<T, VECS>(out + blockIdx.x * out_stride, values, num_vecs, scratch);
-}
-
-// Dynamic shared memory: 16 * VECS * blockDim.x bytes.
-template <typename T, int VECS>
-__device__ __forceinline__ void softmax_staged(T* out, const T* x, long long num_rows, int width,
-                                               long long out_stride, long long x_stride) {
-  extern __shared__ uint4 stage[];
-  __shared__ float scratch[2][2][32];
-  using V = Vec<T, kVec<T>>;
-  const int num_vecs = width / kVec<T>, thread = threadIdx.x, num_threads = blockDim.x;
-  auto fetch = [&](long long row) {
-    const V* source = reinterpret_cast<const V*>(x + row * x_stride);
-#pragma unroll
-    for (int i = 0; i < VECS; i++) {
-      const int v = thread + i * num_threads;
-      if (v < num_vecs) cp_async_16(shared_address(stage + v), source + v);
-    }
-    cp_async_commit();
-  };
-  long long row = blockIdx.x;
-  fetch(row);
-  for (int parity = 0; row < num_rows; parity ^= 1, row += gridDim.x) {
-    cp_async_wait<0>();
-    asm volatile("" ::: "memory");  // keeps the reads below behind the wait
-    V values[VECS];
-#pragma unroll
-    for (int i = 0; i < VECS; i++) {
-      const int v = thread + i * num_threads;
-      values[i] = minus_infinity<T>();
-      if (v < num_vecs) values[i] = *reinterpret_cast<const V*>(stage + v);
-    }
-    // The next copy overwrites what was just read: it stays behind the reads.
-    asm volatile("" ::: "memory");
-    if (row + gridDim.x < num_rows) fetch(row + gridDim.x);
-    softmax_row<T, VECS>(out + row * out_stride, values, num_vecs, scratch[parity]);
+    if (v < num_vecs) store_vec(out + blockIdx.x * out_stride, v, result);
   }
 }
 
@@ -196,28 +149,22 @@ __device__ __forceinline__ void softmax_loop(T* out, const T* x, int width, long
 
 }  // namespace xserv
 
-#define XSERV_KERNEL(SUFFIX, T, NAME, MAX_THREADS, CALL)                                                   \
-  extern "C" __global__ void __launch_bounds__(MAX_THREADS) xserv_softmax_##NAME##_##SUFFIX(               \
-      T* out, const T* x, long long num_rows, int width, long long out_stride, long long x_stride) {       \
+#define XSERV_KERNEL(SUFFIX, T, NAME, CALL)                                                                \
+  extern "C" __global__ void __launch_bounds__(1024) xserv_softmax_##NAME##_##SUFFIX(                      \
+      T* out, const T* x, int width, long long out_stride, long long x_stride) {                           \
     CALL;                                                                                                  \
   }
-#define XSERV_E(SUFFIX, T, E, MAX_THREADS)                                                                 \
-  XSERV_KERNEL(SUFFIX, T, e##E, MAX_THREADS,                                                               \
-               (xserv::softmax_registers<T, E / xserv::kVec<T>>(out, x, width, out_stride, x_stride)))
-#define XSERV_STAGED(SUFFIX, T, NAME, E, MAX_THREADS)                                                      \
-  XSERV_KERNEL(SUFFIX, T, NAME, MAX_THREADS,                                                               \
-               (xserv::softmax_staged<T, E / xserv::kVec<T>>(out, x, num_rows, width, out_stride, x_stride)))
-#define XSERV_LOOP(SUFFIX, T, NAME, N)                                                                     \
-  XSERV_KERNEL(SUFFIX, T, NAME, 1024, (xserv::softmax_loop<T, N>(out, x, width, out_stride, x_stride)))
 
-#define XSERV_SOFTMAX(SUFFIX, T)                        \
-  XSERV_E(SUFFIX, T, 8, 1024)                           \
-  XSERV_E(SUFFIX, T, 16, 1024)                          \
-  XSERV_E(SUFFIX, T, 32, 1024)                          \
-  XSERV_STAGED(SUFFIX, T, staged_e8, 8, 1024)           \
-  XSERV_STAGED(SUFFIX, T, staged_e16, 16, 1024)         \
-  XSERV_STAGED(SUFFIX, T, staged_e32, 32, 1024)         \
-  XSERV_STAGED(SUFFIX, T, staged_e64, 64, 512)          \
-  XSERV_LOOP(SUFFIX, T, loop, xserv::kVec<T>)           \
+#define XSERV_ROW(SUFFIX, T, NAME, ELEMENTS)                                                               \
+  XSERV_KERNEL(SUFFIX, T, NAME,                                                                            \
+               (xserv::softmax_row<T, ELEMENTS / xserv::kVec<T>>(out, x, width, out_stride, x_stride)))
+
+#define XSERV_LOOP(SUFFIX, T, NAME, N)                                                                     \
+  XSERV_KERNEL(SUFFIX, T, NAME, (xserv::softmax_loop<T, N>(out, x, width, out_stride, x_stride)))
+
+#define XSERV_SOFTMAX(SUFFIX, T)                 \
+  XSERV_ROW(SUFFIX, T, row16, 16)                \
+  XSERV_ROW(SUFFIX, T, row32, 32)                \
+  XSERV_LOOP(SUFFIX, T, loop, xserv::kVec<T>)    \
   XSERV_LOOP(SUFFIX, T, scalar, 1)
 XSERV_FOR_EACH_DTYPE(XSERV_SOFTMAX)

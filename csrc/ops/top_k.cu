@@ -3,10 +3,11 @@
 // k <= 1024 and k <= width.
 //
 // Elements become distinct 64-bit keys (value, then index descending), so that selecting the k largest has no
-// ties to break. Two launches: in the first, gridDim.x blocks share a row, and each keeps its part in
-// registers (read once), finds its k largest by radix selection, 8 bits at a time from the top, and leaves
-// them in `candidates`; in the second one block per row selects among the candidates and sorts. A row that
-// fits into one block needs only _single.
+// ties to break. A row that fits into one block needs only _single. Else _parts: gridDim.y blocks share a
+// row, and each keeps its part in registers (read once), finds its k largest by radix selection, 8 bits at a
+// time from the top, and leaves them in `candidates`; _reduce does the same to candidates while there are
+// more than a block holds; then in _merge one block per row selects among the candidates and sorts. The
+// values are read from x again, so that they are its bits (-0, NaN) and not what the order made of them.
 #include "common/dtype.cuh"
 #include "common/order.cuh"
 
@@ -109,7 +110,8 @@ __device__ __forceinline__ void load_keys(uint64_t (&keys)[kPerThread], const T*
 
 // Bitonic sort, largest first, of s.selected[0, count); then the first k are written.
 template <typename T>
-__device__ __forceinline__ void sort_and_store(T* values, int* indices, unsigned count, unsigned k, Selection& s) {
+__device__ __forceinline__ void sort_and_store(T* values, int* indices, const T* row, unsigned count,
+                                               unsigned k, Selection& s) {
   unsigned size = 2;
   while (size < count) size <<= 1;
   const unsigned i = threadIdx.x;
@@ -130,8 +132,9 @@ __device__ __forceinline__ void sort_and_store(T* values, int* indices, unsigned
     }
   }
   if (i < k && i < count) {
-    values[i] = from_float<T>(value_of_key(static_cast<uint32_t>(s.selected[i] >> 32)));
-    indices[i] = index_of_pair(s.selected[i]);
+    const uint32_t index = index_of_pair(s.selected[i]);
+    values[i] = row[index];
+    indices[i] = index;
   }
 }
 
@@ -143,53 +146,75 @@ __device__ __forceinline__ void top_k_single(T* values, int* indices, const T* x
   uint64_t keys[kPerThread];
   load_keys<T, N>(keys, x + row * x_stride, 0, width);
   const unsigned count = select(keys, k, s);
-  sort_and_store(values + row * k, indices + row * k, count, k, s);
+  sort_and_store(values + row * k, indices + row * k, x + row * x_stride, count, k, s);
 }
 
-// candidates: [num_rows, gridDim.x, k]; a part of fewer than k elements leaves zeros behind its own.
+// target: [num_rows, gridDim.y, k]; a part of fewer than k elements leaves zeros behind its own.
+__device__ __forceinline__ void store_candidates(uint64_t* candidates, unsigned count, int k,
+                                                 const Selection& s) {
+  uint64_t* target = candidates + (static_cast<long long>(blockIdx.x) * gridDim.y + blockIdx.y) * k;
+  const unsigned i = threadIdx.x;
+  if (static_cast<int>(i) < k) target[i] = i < count ? s.selected[i] : 0;
+}
+
 template <typename T, int N>
 __device__ __forceinline__ void top_k_parts(uint64_t* candidates, const T* x, int width, int k, int chunk,
                                             long long x_stride) {
   __shared__ Selection s;
   uint64_t keys[kPerThread];
-  const int begin = blockIdx.x * chunk;
-  load_keys<T, N>(keys, x + blockIdx.y * x_stride, begin, min(begin + chunk, width));
-  const unsigned count = select(keys, k, s);
-  uint64_t* target = candidates + (static_cast<long long>(blockIdx.y) * gridDim.x + blockIdx.x) * k;
-  if (static_cast<int>(threadIdx.x) < k) target[threadIdx.x] = threadIdx.x < count ? s.selected[threadIdx.x] : 0;
+  const int begin = blockIdx.y * chunk;
+  load_keys<T, N>(keys, x + blockIdx.x * x_stride, begin, min(begin + chunk, width));
+  store_candidates(candidates, select(keys, k, s), k, s);
+}
+
+// Up to kThreads * kPerThread of the row's candidates, from `begin` on.
+__device__ __forceinline__ void load_candidates(uint64_t (&keys)[kPerThread], const uint64_t* candidates,
+                                                int num_candidates, int begin) {
+  const uint64_t* row = candidates + static_cast<long long>(blockIdx.x) * num_candidates;
+#pragma unroll
+  for (int i = 0; i < kPerThread; i++) {
+    const int at = begin + i * kThreads + threadIdx.x;
+    keys[i] = at < num_candidates ? row[at] : 0;
+  }
 }
 
 template <typename T>
-__device__ __forceinline__ void top_k_merge(T* values, int* indices, const uint64_t* candidates,
-                                            int num_candidates, int k) {
+__device__ __forceinline__ void top_k_merge(T* values, int* indices, const T* x, const uint64_t* candidates,
+                                            int num_candidates, int k, long long x_stride) {
   __shared__ Selection s;
   const long long row = blockIdx.x;
   uint64_t keys[kPerThread];
-#pragma unroll
-  for (int i = 0; i < kPerThread; i++) {
-    const int at = i * kThreads + threadIdx.x;
-    keys[i] = at < num_candidates ? candidates[row * num_candidates + at] : 0;
-  }
+  load_candidates(keys, candidates, num_candidates, 0);
   const unsigned count = select(keys, k, s);
-  sort_and_store(values + row * k, indices + row * k, count, k, s);
+  sort_and_store(values + row * k, indices + row * k, x + row * x_stride, count, k, s);
 }
 
 }  // namespace xserv
 
-#define XSERV_TOP_K_LOADS(SUFFIX, T, NAME, N)                                                               \
-  extern "C" __global__ void __launch_bounds__(1024) xserv_top_k_single##NAME##_##SUFFIX(                   \
-      T* values, int* indices, const T* x, int width, int k, long long x_stride) {                          \
-    xserv::top_k_single<T, N>(values, indices, x, width, k, x_stride);                                      \
-  }                                                                                                         \
-  extern "C" __global__ void __launch_bounds__(1024) xserv_top_k_parts##NAME##_##SUFFIX(                    \
-      uint64_t* candidates, const T* x, int width, int k, int chunk, long long x_stride) {                  \
-    xserv::top_k_parts<T, N>(candidates, x, width, k, chunk, x_stride);                                     \
+#define XSERV_TOP_K_LOADS(SUFFIX, T, NAME, N)                                                              \
+  extern "C" __global__ void __launch_bounds__(1024) xserv_top_k_single##NAME##_##SUFFIX(                  \
+      T* values, int* indices, const T* x, int width, int k, long long x_stride) {                         \
+    xserv::top_k_single<T, N>(values, indices, x, width, k, x_stride);                                     \
+  }                                                                                                        \
+  extern "C" __global__ void __launch_bounds__(1024) xserv_top_k_parts##NAME##_##SUFFIX(                   \
+      uint64_t* candidates, const T* x, int width, int k, int chunk, long long x_stride) {                 \
+    xserv::top_k_parts<T, N>(candidates, x, width, k, chunk, x_stride);                                    \
   }
-#define XSERV_TOP_K(SUFFIX, T)                                                                              \
-  XSERV_TOP_K_LOADS(SUFFIX, T, , xserv::kVec<T>)                                                            \
-  XSERV_TOP_K_LOADS(SUFFIX, T, _scalar, 1)                                                                  \
-  extern "C" __global__ void __launch_bounds__(1024) xserv_top_k_merge_##SUFFIX(                            \
-      T* values, int* indices, const uint64_t* candidates, int num_candidates, int k) {                     \
-    xserv::top_k_merge<T>(values, indices, candidates, num_candidates, k);                                  \
+#define XSERV_TOP_K(SUFFIX, T)                                                                             \
+  XSERV_TOP_K_LOADS(SUFFIX, T, , xserv::kVec<T>)                                                           \
+  XSERV_TOP_K_LOADS(SUFFIX, T, _scalar, 1)                                                                 \
+  extern "C" __global__ void __launch_bounds__(1024) xserv_top_k_merge_##SUFFIX(                           \
+      T* values, int* indices, const T* x, const uint64_t* candidates, int num_candidates, int k,          \
+      long long x_stride) {                                                                                \
+    xserv::top_k_merge<T>(values, indices, x, candidates, num_candidates, k, x_stride);                    \
   }
 XSERV_FOR_EACH_DTYPE(XSERV_TOP_K)
+
+// target: [num_rows, gridDim.y, k] of source: [num_rows, num_candidates].
+extern "C" __global__ void __launch_bounds__(1024)
+    xserv_top_k_reduce(uint64_t* target, const uint64_t* source, int num_candidates, int k) {
+  __shared__ xserv::Selection s;
+  uint64_t keys[xserv::kPerThread];
+  xserv::load_candidates(keys, source, num_candidates, blockIdx.y * (xserv::kThreads * xserv::kPerThread));
+  xserv::store_candidates(target, xserv::select(keys, k, s), k, s);
+}

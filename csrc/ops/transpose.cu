@@ -1,6 +1,6 @@
 // y[b, c, r] = x[b, r, c] for b < batch, r < num_rows, c < num_cols, bit for bit.
-// x: [batch, num_rows, num_cols], y: [batch, num_cols, num_rows]; row and batch strides in elements, last axes
-// contiguous.
+// x: [batch, num_rows, num_cols], y: [batch, num_cols, num_rows]; row and batch strides in elements, last
+// axes contiguous.
 //
 // A block moves one 64 x 64 tile through shared memory, so that both sides see whole 128-byte lines.
 // _b2: two rows by two columns per thread, turned in registers, so that 16-bit elements too move as 4-byte

@@ -89,7 +89,10 @@ pub(super) unsafe trait GrowingStruct: Copy {
 ///
 /// # Safety
 /// If not NULL and aligned, `pointer` must be readable for a `size_t`.
-unsafe fn checked_size<T: GrowingStruct>(pointer: *const T, name: &str) -> Result<usize> {
+pub(super) unsafe fn checked_size<T: GrowingStruct>(
+    pointer: *const T,
+    name: &str,
+) -> Result<usize> {
     check_pointer(pointer, name)?;
     // SAFETY: not NULL, aligned for T (whose first field is a usize), readable by contract.
     let size = unsafe { (pointer as *const usize).read() };

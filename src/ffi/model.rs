@@ -261,7 +261,7 @@ fn check_device(value: u32) -> Result<()> {
         v if v == xserv_device_kind::XSERV_DEVICE_AUTO as u32 => Ok(()),
         v if v == xserv_device_kind::XSERV_DEVICE_CUDA as u32 => Err(Error::new(
             ErrorKind::NoDevice,
-            "options.device is XSERV_DEVICE_CUDA, but this build of xserv has no CUDA backend",
+            "options.device is XSERV_DEVICE_CUDA, but models run on the CPU only in this version",
         )),
         v => {
             Err(Error::invalid_argument(format!("options.device is {v}, not an xserv_device_kind")))

@@ -1,3 +1,214 @@
 //! Operators on single elements: activations, add, mul, cast; and transpose, as C functions.
 
 #![allow(non_camel_case_types)]
+
+use super::context::{context_of, xserv_context};
+use super::guard::guard;
+use super::status::xserv_status;
+use super::tensor::{tensor_argument, xserv_tensor};
+use crate::ops::host::Activation;
+use crate::ops::tensor;
+
+/// out = x/2 (1 + erf(x / sqrt(2))), the exact GELU (Hendrycks and Gimpel, 2016), computed in f32 and rounded
+/// once.
+///
+/// x, out: the same shape, any strides; all f32, all f16 or all bf16. out may be the same view as x, and shares
+/// no memory with it otherwise. Plus infinity stays, minus infinity and NaN give NaN, no finite x does.
+///
+/// Errors: XSERV_STATUS_INVALID_ARGUMENT, XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST.
+///
+/// # Safety
+/// The descriptors are readable, and their memory is what they say.
+#[must_use]
+#[no_mangle]
+pub unsafe extern "C" fn xserv_op_gelu(
+    context: *const xserv_context,
+    x: *const xserv_tensor,
+    out: *const xserv_tensor,
+) -> xserv_status {
+    guard(|| {
+        // SAFETY: by the contract above.
+        let (x, out) = unsafe { (tensor_argument(x, "x")?, tensor_argument(out, "out")?) };
+        tensor::activation(context_of(context)?.get()?, Activation::GeluErf, &x, &out)
+    })
+}
+
+/// out = x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), GPT-2's GELU (Hendrycks and Gimpel, 2016), computed in
+/// f32 and rounded once.
+///
+/// x, out: the same shape, any strides; all f32, all f16 or all bf16. out may be the same view as x, and shares
+/// no memory with it otherwise. Plus infinity stays, minus infinity and NaN give NaN, no finite x does.
+///
+/// Errors: XSERV_STATUS_INVALID_ARGUMENT, XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST.
+///
+/// # Safety
+/// The descriptors are readable, and their memory is what they say.
+#[must_use]
+#[no_mangle]
+pub unsafe extern "C" fn xserv_op_gelu_tanh(
+    context: *const xserv_context,
+    x: *const xserv_tensor,
+    out: *const xserv_tensor,
+) -> xserv_status {
+    guard(|| {
+        // SAFETY: by the contract above.
+        let (x, out) = unsafe { (tensor_argument(x, "x")?, tensor_argument(out, "out")?) };
+        tensor::activation(context_of(context)?.get()?, Activation::GeluTanh, &x, &out)
+    })
+}
+
+/// out = x / (1 + exp(-x)), computed in f32 and rounded once.
+///
+/// x, out: the same shape, any strides; all f32, all f16 or all bf16. out may be the same view as x, and shares
+/// no memory with it otherwise. Plus infinity stays, minus infinity and NaN give NaN, no finite x does.
+///
+/// Errors: XSERV_STATUS_INVALID_ARGUMENT, XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST.
+///
+/// # Safety
+/// The descriptors are readable, and their memory is what they say.
+#[must_use]
+#[no_mangle]
+pub unsafe extern "C" fn xserv_op_silu(
+    context: *const xserv_context,
+    x: *const xserv_tensor,
+    out: *const xserv_tensor,
+) -> xserv_status {
+    guard(|| {
+        // SAFETY: by the contract above.
+        let (x, out) = unsafe { (tensor_argument(x, "x")?, tensor_argument(out, "out")?) };
+        tensor::activation(context_of(context)?.get()?, Activation::Silu, &x, &out)
+    })
+}
+
+/// out = silu(gate) * up, the gated activation of SwiGLU (Shazeer, 2020), computed in f32 and rounded once.
+///
+/// gate, up, out: the same shape [..., width], any strides; all f32, all f16 or all bf16. gate and up may be the
+/// two halves of one fused tensor [..., 2 * width]: rows at any distance are read in place. out may be the same
+/// view as gate or as up, and shares no memory with them otherwise.
+///
+/// Errors: XSERV_STATUS_INVALID_ARGUMENT, XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST.
+///
+/// # Safety
+/// The descriptors are readable, and their memory is what they say.
+#[must_use]
+#[no_mangle]
+pub unsafe extern "C" fn xserv_op_silu_mul(
+    context: *const xserv_context,
+    gate: *const xserv_tensor,
+    up: *const xserv_tensor,
+    out: *const xserv_tensor,
+) -> xserv_status {
+    guard(|| {
+        // SAFETY: by the contract above.
+        let (gate, up, out) = unsafe {
+            (
+                tensor_argument(gate, "gate")?,
+                tensor_argument(up, "up")?,
+                tensor_argument(out, "out")?,
+            )
+        };
+        tensor::silu_mul(context_of(context)?.get()?, &gate, &up, &out)
+    })
+}
+
+/// out = a + b, computed in f32 and rounded once.
+///
+/// a, b, out: the same shape, any strides; all f32, all f16 or all bf16. A stride of 0 in a or b repeats it along
+/// that dimension, which is how to broadcast. out may be the same view as a or as b, and shares no memory with
+/// them otherwise.
+///
+/// Errors: XSERV_STATUS_INVALID_ARGUMENT, XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST.
+///
+/// # Safety
+/// The descriptors are readable, and their memory is what they say.
+#[must_use]
+#[no_mangle]
+pub unsafe extern "C" fn xserv_op_add(
+    context: *const xserv_context,
+    a: *const xserv_tensor,
+    b: *const xserv_tensor,
+    out: *const xserv_tensor,
+) -> xserv_status {
+    guard(|| {
+        // SAFETY: by the contract above.
+        let (a, b, out) = unsafe {
+            (tensor_argument(a, "a")?, tensor_argument(b, "b")?, tensor_argument(out, "out")?)
+        };
+        tensor::add(context_of(context)?.get()?, &a, &b, &out)
+    })
+}
+
+/// out = a * b, computed in f32 and rounded once.
+///
+/// a, b, out: the same shape, any strides; all f32, all f16 or all bf16. A stride of 0 in a or b repeats it along
+/// that dimension, which is how to broadcast. out may be the same view as a or as b, and shares no memory with
+/// them otherwise.
+///
+/// Errors: XSERV_STATUS_INVALID_ARGUMENT, XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST.
+///
+/// # Safety
+/// The descriptors are readable, and their memory is what they say.
+#[must_use]
+#[no_mangle]
+pub unsafe extern "C" fn xserv_op_mul(
+    context: *const xserv_context,
+    a: *const xserv_tensor,
+    b: *const xserv_tensor,
+    out: *const xserv_tensor,
+) -> xserv_status {
+    guard(|| {
+        // SAFETY: by the contract above.
+        let (a, b, out) = unsafe {
+            (tensor_argument(a, "a")?, tensor_argument(b, "b")?, tensor_argument(out, "out")?)
+        };
+        tensor::mul(context_of(context)?.get()?, &a, &b, &out)
+    })
+}
+
+/// target = source in another element type, rounded to nearest even. What is too large for f16 becomes infinite,
+/// NaN stays NaN. Between equal types it is a copy, bit for bit.
+///
+/// source, target: the same shape, any strides; f32, f16 or bf16 each. They share no memory; tensors of equal
+/// types may be the same view.
+///
+/// Errors: XSERV_STATUS_INVALID_ARGUMENT, XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST.
+///
+/// # Safety
+/// The descriptors are readable, and their memory is what they say.
+#[must_use]
+#[no_mangle]
+pub unsafe extern "C" fn xserv_op_cast(
+    context: *const xserv_context,
+    source: *const xserv_tensor,
+    target: *const xserv_tensor,
+) -> xserv_status {
+    guard(|| {
+        // SAFETY: by the contract above.
+        let (source, target) =
+            unsafe { (tensor_argument(source, "source")?, tensor_argument(target, "target")?) };
+        tensor::cast(context_of(context)?.get()?, &source, &target)
+    })
+}
+
+/// Swaps the last two dimensions, bit for bit: out[..., c, r] = x[..., r, c].
+///
+/// x: [..., rows, columns], out: [..., columns, rows], at least two dimensions, of any one element type, any
+/// strides. They share no memory.
+///
+/// Errors: XSERV_STATUS_INVALID_ARGUMENT, XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST.
+///
+/// # Safety
+/// The descriptors are readable, and their memory is what they say.
+#[must_use]
+#[no_mangle]
+pub unsafe extern "C" fn xserv_op_transpose(
+    context: *const xserv_context,
+    x: *const xserv_tensor,
+    out: *const xserv_tensor,
+) -> xserv_status {
+    guard(|| {
+        // SAFETY: by the contract above.
+        let (x, out) = unsafe { (tensor_argument(x, "x")?, tensor_argument(out, "out")?) };
+        tensor::transpose(context_of(context)?.get()?, &x, &out)
+    })
+}

@@ -75,13 +75,19 @@ pub struct xserv_owned_tensor {
 
 struct OwnedTensor {
     element: ElementType,
-    device: Device,
+    device: xserv_tensor_device,
     shape: Dims,
     strides: Dims,
     block: Option<Block>,
     /// Keeps the stream alive that orders the reuse of the block; dropped after it.
     _context: Arc<ContextObject>,
 }
+
+// DLPack's DLDeviceType, as far as it is known here.
+const CPU: i32 = 1;
+const CUDA: i32 = 2;
+const CUDA_HOST: i32 = 3;
+const CUDA_MANAGED: i32 = 13;
 
 static TENSORS: HandleTable<OwnedTensor> = HandleTable::new(9, "tensor");
 
@@ -97,8 +103,8 @@ pub(super) unsafe fn tensor_argument(tensor: *const xserv_tensor, name: &str) ->
         _ => return wrong("is no descriptor".to_string()),
     };
     let device = match descriptor.device.device_type {
-        1 | 3 => Device::Cpu,
-        2 | 13 => Device::Cuda(descriptor.device.device_id),
+        CPU | CUDA_HOST => Device::Cpu,
+        CUDA | CUDA_MANAGED => Device::Cuda(descriptor.device.device_id),
         other => {
             return wrong(format!("device_type {other} is not supported (1 is the CPU, 2 is CUDA)"))
         }
@@ -180,40 +186,82 @@ pub unsafe extern "C" fn xserv_owned_tensor_new(
     shape: *const i64,
     tensor: *mut *mut xserv_owned_tensor,
 ) -> xserv_status {
-    guard(|| {
-        // SAFETY: by the contract above.
-        let out = unsafe { Out::new(tensor, "tensor") }?;
-        let object = context_of(context)?;
-        let context = object.get()?;
-        let element = element_type(dtype)?;
-        if ndim as usize > MAX_RANK {
-            return Err(Error::invalid_argument(format!(
-                "ndim is {ndim}, at most {MAX_RANK} is supported"
-            )));
-        }
-        // SAFETY: by the contract above.
-        let shape = unsafe { array_argument(shape, ndim as usize, "shape") }?;
-        // Any address will do to have the sizes checked.
-        // SAFETY: the descriptor is never followed.
-        let checked = unsafe {
-            let address = std::ptr::without_provenance_mut(64);
-            Tensor::from_raw(address, element, context.device(), shape, None, "tensor")
-        }?;
-        let block = match checked.size_bytes() {
-            0 => None,
-            bytes => Some(context.allocate(bytes, "a tensor")?),
-        };
-        let made = OwnedTensor {
-            element,
-            device: context.device(),
-            shape: *checked.shape(),
-            strides: *checked.strides(),
-            block,
-            _context: object.clone(),
-        };
-        out.set(TENSORS.insert(Arc::new(made))?);
-        Ok(())
-    })
+    // SAFETY: by the contract above.
+    guard(|| unsafe { new_tensor(context, dtype, ndim, shape, false, tensor) })
+}
+
+/// The same in host memory that the context's device copies from and to at full speed (pinned memory on
+/// CUDA, ordinary memory on the CPU): for what goes through xserv_op_copy() often. It does not count
+/// towards the context's memory budget. Its descriptor says device_type 3 (kDLCUDAHost) on CUDA.
+///
+/// # Safety
+/// As xserv_owned_tensor_new().
+#[must_use]
+#[no_mangle]
+pub unsafe extern "C" fn xserv_owned_tensor_new_pinned(
+    context: *const xserv_context,
+    dtype: u32,
+    ndim: u32,
+    shape: *const i64,
+    tensor: *mut *mut xserv_owned_tensor,
+) -> xserv_status {
+    // SAFETY: by the contract above.
+    guard(|| unsafe { new_tensor(context, dtype, ndim, shape, true, tensor) })
+}
+
+/// # Safety
+/// As [`xserv_owned_tensor_new`].
+unsafe fn new_tensor(
+    context: *const xserv_context,
+    dtype: u32,
+    ndim: u32,
+    shape: *const i64,
+    is_pinned: bool,
+    tensor: *mut *mut xserv_owned_tensor,
+) -> Result<()> {
+    // SAFETY: by the contract.
+    let out = unsafe { Out::new(tensor, "tensor") }?;
+    let object = context_of(context)?;
+    let context = object.get()?;
+    let element = element_type(dtype)?;
+    if ndim as usize > MAX_RANK {
+        return Err(Error::invalid_argument(format!(
+            "ndim is {ndim}, at most {MAX_RANK} is supported"
+        )));
+    }
+    // SAFETY: by the contract.
+    let shape = unsafe { array_argument(shape, ndim as usize, "shape") }?;
+    let device = context.device();
+    // Any address will do to have the sizes checked.
+    // SAFETY: the descriptor is never followed.
+    let checked = unsafe {
+        let address = std::ptr::without_provenance_mut(64);
+        Tensor::from_raw(address, element, device, shape, None, "tensor")
+    }?;
+    let block = match (checked.size_bytes(), is_pinned) {
+        (0, _) => None,
+        (bytes, false) => Some(context.allocate(bytes, "a tensor")?),
+        (bytes, true) => Some(context.allocate_pinned(bytes, "a tensor")?),
+    };
+    let device_type = match (device, is_pinned) {
+        (Device::Cpu, _) => CPU,
+        (Device::Cuda(_), false) => CUDA,
+        (Device::Cuda(_), true) => CUDA_HOST,
+    };
+    let device_id = match device {
+        Device::Cuda(index) if !is_pinned => index,
+        _ => 0,
+    };
+    let made = OwnedTensor {
+        element,
+        device: xserv_tensor_device { device_type, device_id },
+        shape: *checked.shape(),
+        strides: *checked.strides(),
+        block,
+        _context: object.clone(),
+    };
+    out.set(TENSORS.insert(Arc::new(made))?);
+    Ok(())
 }
 
 fn element_type(dtype: u32) -> Result<ElementType> {
@@ -246,10 +294,6 @@ pub unsafe extern "C" fn xserv_owned_tensor_view(
         // SAFETY: by the contract above.
         let out = unsafe { Out::new(view, "view") }?;
         let object = TENSORS.get(tensor)?;
-        let (device_type, device_id) = match object.device {
-            Device::Cpu => (1, 0),
-            Device::Cuda(index) => (2, index),
-        };
         let (code, bits) = match object.element {
             ElementType::Float(DType::F32) => (2, 32),
             ElementType::Float(DType::F16) => (2, 16),
@@ -260,7 +304,7 @@ pub unsafe extern "C" fn xserv_owned_tensor_view(
         let start = object.block.as_ref().map_or(std::ptr::null_mut(), Block::start);
         out.set(xserv_tensor {
             data: start.cast(),
-            device: xserv_tensor_device { device_type, device_id },
+            device: object.device,
             ndim: object.shape.len() as i32,
             dtype: xserv_tensor_dtype { code, bits, lanes: 1 },
             // The handle's object stays where it is until it is freed; nobody writes through these.

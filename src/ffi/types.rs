@@ -17,16 +17,17 @@ pub const XSERV_SEED_RANDOM: u64 = u64::MAX;
 /// In xserv_token_event.token_id: the event carries held-back text and no new token.
 pub const XSERV_NO_TOKEN: u32 = u32::MAX;
 
-/// Where a model runs.
+/// Where a model or a compute context runs.
 #[allow(non_camel_case_types)]
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum xserv_device_kind {
     /// The processor, with the best instruction set that it has.
     XSERV_DEVICE_CPU = 0,
-    /// An NVIDIA GPU. This version has no CUDA backend: loading reports XSERV_STATUS_NO_DEVICE.
+    /// An NVIDIA GPU (compute capability 8.0 or later, driver 580 or later). Compute contexts only: this
+    /// version runs models on the CPU, and loading one on CUDA reports XSERV_STATUS_NO_DEVICE.
     XSERV_DEVICE_CUDA = 1,
-    /// The best device there is.
+    /// The best device there is. For models that is the CPU in this version.
     XSERV_DEVICE_AUTO = 2,
 }
 

@@ -280,11 +280,52 @@ impl Tensor {
         false
     }
 
-    /// True if both span some of the same bytes of the same device.
-    pub fn overlaps(&self, other: &Tensor) -> bool {
+    /// True if both span some of the same bytes of the same device, gaps between elements included.
+    pub fn spans_meet(&self, other: &Tensor) -> bool {
         let range = |t: &Tensor| (t.data as usize, t.data as usize + t.span_bytes());
         let ((a, a_end), (b, b_end)) = (range(self), range(other));
         self.device == other.device && a < b_end && b < a_end
+    }
+
+    /// True if some element of one may share bytes with one of the other. Exact for views that do not
+    /// interleave and for slices of a common buffer with rows (the q and the k heads of a fused projection);
+    /// true for interleavings of other kinds.
+    pub fn overlaps(&self, other: &Tensor) -> bool {
+        self.spans_meet(other) && !self.takes_turns_with(other)
+    }
+
+    /// True if, in units of some stride of the two, the elements of one always lie beside those of the other.
+    fn takes_turns_with(&self, other: &Tensor) -> bool {
+        let periods = self.strides_in_bytes().chain(other.strides_in_bytes());
+        periods.map(|(_, stride)| stride).filter(|&stride| stride > 0).any(|period| {
+            let (Some(own), Some(others)) = (self.reach_in(period), other.reach_in(period)) else {
+                return false;
+            };
+            // Where the other begins in the period in which this one begins; both may go on to its end.
+            let distance = (other.data as i64).wrapping_sub(self.data as i64).rem_euclid(period);
+            own <= distance && others <= period - distance
+        })
+    }
+
+    /// Sizes above 1, and their strides in bytes.
+    fn strides_in_bytes(&self) -> impl Iterator<Item = (i64, i64)> + '_ {
+        let bytes = self.element.size_bytes() as i64;
+        let dims = self.shape.iter().copied().zip(self.strides.iter().map(move |s| s * bytes));
+        dims.filter(|&(size, _)| size > 1)
+    }
+
+    /// If all addresses are those of some first bytes of the tensor, plus multiples of `period`: how many
+    /// those first bytes are.
+    fn reach_in(&self, period: i64) -> Option<i64> {
+        let mut reach = self.element.size_bytes() as i64;
+        for (size, stride) in self.strides_in_bytes() {
+            if stride < period {
+                reach = reach.checked_add((size - 1).checked_mul(stride)?)?;
+            } else if stride % period != 0 {
+                return None;
+            }
+        }
+        Some(reach)
     }
 
     /// True if both are the same view: then an operator may work in place.
@@ -375,5 +416,46 @@ mod tests {
         assert!(view(&[3, 4], Some(&[2, 1])).unwrap().overlaps_itself());
         assert!(!view(&[3, 4], Some(&[1, 3])).unwrap().overlaps_itself());
         assert!(view(&[3], None).unwrap().overlaps(&view(&[1], None).unwrap()));
+    }
+
+    #[test]
+    fn slices_of_a_fused_buffer_do_not_overlap() {
+        let slice = |first: usize, shape: &[i64], strides: &[i64], element: ElementType| {
+            let data = std::ptr::without_provenance_mut(4096 + first * 4);
+            // SAFETY: never read or written.
+            unsafe { Tensor::from_raw(data, element, Device::Cpu, shape, Some(strides), "x") }
+                .unwrap()
+        };
+        let i32s =
+            |first, shape: &[i64], strides: &[i64]| slice(first, shape, strides, ElementType::I32);
+        // [tokens, 6 + 2 + 2 heads of 4], a token each 40.
+        let q = i32s(0, &[5, 6, 4], &[40, 4, 1]);
+        let k = i32s(24, &[5, 2, 4], &[40, 4, 1]);
+        let v = i32s(32, &[5, 8], &[40, 1]);
+        // The same tokens as two dimensions that step over each other exactly.
+        let v_batched = i32s(32, &[1, 5, 8], &[200, 40, 1]);
+        let batched = i32s(24, &[2, 2, 4], &[80, 40, 1]);
+        for (a, b) in [(q, k), (q, v), (k, v), (q, v_batched), (batched, v), (q, batched)] {
+            assert!(a.spans_meet(&b) && !a.overlaps(&b) && !b.overlaps(&a), "{a:?} {b:?}");
+        }
+        // One element more, or one element earlier, and they do.
+        assert!(i32s(0, &[5, 25], &[40, 1]).overlaps(&k));
+        assert!(q.overlaps(&i32s(23, &[5, 2], &[40, 1])));
+        // A row that ends where the next begins, and one that goes beyond.
+        assert!(!q.overlaps(&i32s(24, &[4, 16], &[40, 1])));
+        assert!(q.overlaps(&i32s(24, &[4, 17], &[40, 1])));
+        assert!(i32s(24, &[4, 17], &[40, 1]).overlaps(&q));
+        // Even and odd columns; the same columns; other periods are not looked into.
+        let even = i32s(0, &[3, 4], &[8, 2]);
+        assert!(!even.overlaps(&i32s(1, &[3, 4], &[8, 2])));
+        assert!(even.overlaps(&i32s(2, &[3, 3], &[8, 2])));
+        assert!(even.overlaps(&i32s(0, &[5], &[3])));
+        // Elements of other sizes, a view that repeats its rows, a scalar in a gap.
+        assert!(!q.overlaps(&slice(24, &[4, 2], &[20, 1], ElementType::I64)));
+        assert!(q.overlaps(&slice(22, &[4, 2], &[20, 1], ElementType::I64)));
+        assert!(i32s(0, &[3, 40], &[0, 1]).overlaps(&k));
+        assert!(!q.overlaps(&i32s(24, &[], &[])));
+        assert!(q.overlaps(&i32s(41, &[], &[])));
+        assert!(!q.overlaps(&i32s(0, &[0, 4], &[4, 1])));
     }
 }

@@ -6,7 +6,7 @@
 //! one order whatever `num_tokens` and the number of threads, so its bits depend on its row of x alone.
 
 use super::packed_matrix::{k_step, PackedMatrix, PANEL_COLUMNS};
-use super::panel_product::{grow, multiply, Epilogue, ProductScratch, Rows};
+use super::panel_product::{grow, multiply, Epilogue, Packed, ProductScratch, Rows, Weight};
 use crate::backend::cpu::simd::{Kernel, Simd};
 use crate::backend::cpu::tile::Element;
 use crate::backend::cpu::{CpuBackend, SendPointer};
@@ -88,7 +88,7 @@ pub fn linear(
     let epilogue = Finish { bias, store, out: SendPointer(out.as_mut_ptr()), out_features };
     let rows = Rows { a: SendPointer(a.cast_mut()), a_stride, num_rows: num_tokens };
     // SAFETY: `a` holds num_tokens rows of a_stride activations: f32, or what `RoundRows` wrote.
-    unsafe { multiply(backend, &rows, weight, &epilogue, product) }
+    unsafe { multiply(backend, &rows, &Weight::<Packed>::Packed(weight), &epilogue, product) }
 }
 
 /// Adds the bias to finished sums and writes them, or adds them, to `out`.

@@ -34,29 +34,6 @@ impl PackedMatrix {
         Ok(PackedMatrix { out_features, in_features, dtype, buffer })
     }
 
-    /// A matrix of nothing, to be given a shape later.
-    pub(crate) const fn empty(dtype: DType) -> Self {
-        PackedMatrix { out_features: 0, in_features: 0, dtype, buffer: HostBuffer::empty() }
-    }
-
-    /// Takes another shape, in the same memory where that is large enough. What the panels then hold,
-    /// padding included, is for the caller to write.
-    pub(crate) fn reshape(&mut self, out_features: usize, in_features: usize) -> Result<()> {
-        let bytes = Self::bytes_for(out_features, in_features, self.dtype);
-        if bytes.is_none_or(|bytes| bytes > self.buffer.len_bytes()) {
-            *self = Self::empty(self.dtype);
-            *self = Self::zeroed(out_features, in_features, self.dtype)?;
-        }
-        (self.out_features, self.in_features) = (out_features, in_features);
-        Ok(())
-    }
-
-    /// All panels, for writing.
-    pub(crate) fn panels_mut<T: Plain>(&mut self) -> &mut [T] {
-        let len = self.num_panels() * self.panel_len();
-        &mut self.buffer.as_mut_slice()[..len]
-    }
-
     /// The bytes that a matrix of this shape takes in memory, padding included; None on overflow.
     pub fn bytes_for(out_features: usize, in_features: usize, dtype: DType) -> Option<usize> {
         let columns = out_features.checked_next_multiple_of(PANEL_COLUMNS)?;

@@ -66,6 +66,59 @@ pub(crate) trait Epilogue: Sync {
     );
 }
 
+/// Makes panels of a right operand that is not packed, [in_features][64] f32.
+pub(crate) trait MakePanel: Sync {
+    /// Fills `to` with panel `panel`, padding included.
+    fn make<S: Simd>(&self, panel: usize, to: &mut [f32]);
+}
+
+/// No maker: the right operand is packed.
+pub(crate) enum Packed {}
+
+impl MakePanel for Packed {
+    #[inline(always)]
+    fn make<S: Simd>(&self, _panel: usize, _to: &mut [f32]) {}
+}
+
+/// The right operand.
+pub(crate) enum Weight<'a, M> {
+    /// Packed once and for all.
+    Packed(&'a PackedMatrix),
+    /// Panels are made as they are needed, into a buffer of the thread: each is used at once, and only it
+    /// is in the cache beside the rows.
+    Made { out_features: usize, in_features: usize, maker: &'a M },
+}
+
+impl<M> Weight<'_, M> {
+    fn dtype(&self) -> DType {
+        match self {
+            Weight::Packed(matrix) => matrix.dtype(),
+            Weight::Made { .. } => DType::F32,
+        }
+    }
+
+    fn out_features(&self) -> usize {
+        match self {
+            Weight::Packed(matrix) => matrix.out_features(),
+            Weight::Made { out_features, .. } => *out_features,
+        }
+    }
+
+    fn in_features(&self) -> usize {
+        match self {
+            Weight::Packed(matrix) => matrix.in_features(),
+            Weight::Made { in_features, .. } => *in_features,
+        }
+    }
+
+    fn panel_len(&self) -> usize {
+        match self {
+            Weight::Packed(matrix) => matrix.panel_len(),
+            Weight::Made { in_features, .. } => in_features * PANEL_COLUMNS,
+        }
+    }
+}
+
 /// The left operand.
 pub(crate) struct Rows {
     /// [num_rows, a_stride] of the activation type of the matrix's element.
@@ -79,10 +132,10 @@ pub(crate) struct Rows {
 ///
 /// # Safety
 /// `rows.a` is readable as its fields say (the last row need not be longer than the k of a panel).
-pub(crate) unsafe fn multiply<P: Epilogue>(
+pub(crate) unsafe fn multiply<P: Epilogue, M: MakePanel>(
     backend: &CpuBackend,
     rows: &Rows,
-    weight: &PackedMatrix,
+    weight: &Weight<'_, M>,
     epilogue: &P,
     scratch: &mut ProductScratch,
 ) -> Result<()> {
@@ -90,17 +143,18 @@ pub(crate) unsafe fn multiply<P: Epilogue>(
     let num_rows = rows.num_rows;
     let native = weight.dtype() == DType::BF16 && backend.has_native_bf16();
     let widen = weight.dtype() != DType::F32 && num_rows >= WIDEN_FROM_ROWS && !native;
+    let own_panel = widen || matches!(weight, Weight::Made { .. });
     // One lane a thread, so that each has a buffer of its own; a lane claims units of work.
     let num_lanes = backend.num_threads();
-    if widen {
-        grow::<f32>(panels, num_lanes * weight.panel_len(), "widened weights")?;
+    if own_panel {
+        grow::<f32>(panels, num_lanes.saturating_mul(weight.panel_len()), "widened weights")?;
     }
     let in_stretches = num_rows >= WIDEN_FROM_ROWS && weight.in_features() > STRETCH + STRETCH / 2;
     let sums_len = num_rows * PANEL_COLUMNS;
     if in_stretches {
         grow::<f32>(sums, num_lanes.saturating_mul(sums_len), "sums of a panel")?;
     }
-    let units = Units::new(weight.num_panels(), num_rows, num_lanes);
+    let units = Units::new(weight.out_features().div_ceil(PANEL_COLUMNS), num_rows, num_lanes);
     let next_unit = AtomicUsize::new(0);
     let panel_pointer = SendPointer(panels.as_mut_slice::<f32>().as_mut_ptr());
     let sums_pointer = SendPointer(sums.as_mut_slice::<f32>().as_mut_ptr());
@@ -111,8 +165,9 @@ pub(crate) unsafe fn multiply<P: Epilogue>(
             num_rows,
             weight,
             epilogue,
-            // SAFETY: with `widen` the buffer has num_lanes > lane panels; else it is not used.
-            widened: widen.then(|| unsafe { panel_pointer.get().add(lane * weight.panel_len()) }),
+            // SAFETY: with `own_panel` the buffer has num_lanes > lane panels; else it is not used.
+            own_panel: own_panel
+                .then(|| unsafe { panel_pointer.get().add(lane * weight.panel_len()) }),
             // SAFETY: with `in_stretches` the buffer has num_lanes > lane times sums_len; else it is not
             // used.
             sums: in_stretches.then(|| unsafe { sums_pointer.get().add(lane * sums_len) }),
@@ -159,22 +214,22 @@ impl Units {
 }
 
 /// The work of one thread: claims units until none is left.
-struct Lane<'a, P> {
+struct Lane<'a, P, M> {
     /// [num_rows, a_stride] of the element's activation type.
     a: *const u8,
     a_stride: usize,
     num_rows: usize,
-    weight: &'a PackedMatrix,
+    weight: &'a Weight<'a, M>,
     epilogue: &'a P,
-    /// [panel_len] for this lane alone, when panels shall be widened.
-    widened: Option<*mut f32>,
+    /// [panel_len] for this lane alone, when panels shall be widened or made.
+    own_panel: Option<*mut f32>,
     /// [num_rows, 64] for this lane alone, when sums shall be taken in stretches.
     sums: Option<*mut f32>,
     units: &'a Units,
     next_unit: &'a AtomicUsize,
 }
 
-impl<P: Epilogue> Kernel for Lane<'_, P> {
+impl<P: Epilogue, M: MakePanel> Kernel for Lane<'_, P, M> {
     type Output = ();
 
     #[inline(always)]
@@ -192,13 +247,12 @@ impl<P: Epilogue> Kernel for Lane<'_, P> {
     }
 }
 
-impl<P: Epilogue> Lane<'_, P> {
+impl<P: Epilogue, M: MakePanel> Lane<'_, P, M> {
     /// # Safety
     /// As in `run`: `E` is the element of the matrix and of `a`, `W` f32 of the same vector type.
     #[inline(always)]
     unsafe fn units<S: Simd, E: Element, W: Element<Weight = f32>>(&self) {
         let panel_len = self.weight.panel_len();
-        let panels = self.weight.panels::<E::Weight>();
         loop {
             let unit = self.next_unit.fetch_add(1, Ordering::Relaxed);
             if unit >= self.units.len() {
@@ -206,20 +260,35 @@ impl<P: Epilogue> Lane<'_, P> {
             }
             let (panel_range, rows) = self.units.get(unit);
             for panel in panel_range {
-                let weights = &panels[panel * panel_len..(panel + 1) * panel_len];
-                if let Some(widened) = self.widened {
-                    // SAFETY: `widened` has panel_len elements and belongs to this lane; E is 16-bit
-                    // with f32 math, whose activations are f32 as W's are.
-                    unsafe {
-                        widen_panel::<E>(weights, widened);
-                        let a = self.a.cast::<W::Activation>();
-                        self.rows::<S, W>(a, widened, panel, rows.clone());
+                match (self.weight, self.own_panel) {
+                    (Weight::Made { maker, .. }, Some(to)) => {
+                        // SAFETY: the buffer has panel_len elements and belongs to this lane.
+                        let to = unsafe { std::slice::from_raw_parts_mut(to, panel_len) };
+                        maker.make::<S>(panel, to);
+                        // SAFETY: `a` holds f32 activations, as W's are, and the panel is f32.
+                        unsafe {
+                            let a = self.a.cast::<W::Activation>();
+                            self.rows::<S, W>(a, to.as_ptr(), panel, rows.clone());
+                        }
                     }
-                } else {
-                    // SAFETY: the panel's steps are those of E, and so are the activations.
-                    unsafe {
-                        let a = self.a.cast::<E::Activation>();
-                        self.rows::<S, E>(a, weights.as_ptr(), panel, rows.clone());
+                    // Does not occur: `multiply` gives every lane a buffer to make panels in.
+                    (Weight::Made { .. }, None) => {}
+                    (Weight::Packed(matrix), widened) => {
+                        let panels = matrix.panels::<E::Weight>();
+                        let weights = &panels[panel * panel_len..(panel + 1) * panel_len];
+                        // SAFETY: the panel's steps are those of E, and so are the activations. Widened,
+                        // the buffer has panel_len elements and belongs to this lane; E is 16-bit with
+                        // f32 math, whose activations are f32 as W's are.
+                        unsafe {
+                            if let Some(widened) = widened {
+                                widen_panel::<E>(weights, widened);
+                                let a = self.a.cast::<W::Activation>();
+                                self.rows::<S, W>(a, widened, panel, rows.clone());
+                            } else {
+                                let a = self.a.cast::<E::Activation>();
+                                self.rows::<S, E>(a, weights.as_ptr(), panel, rows.clone());
+                            }
+                        }
                     }
                 }
             }

@@ -9,6 +9,7 @@
 
 mod arguments;
 mod client;
+mod dlpack;
 mod generation;
 mod golden;
 mod header;

@@ -4,6 +4,8 @@
 //! Times are the least of many repetitions: with one thread of its CPU time, which other programs
 //! disturb less, else of wall-clock time. GB/s count compulsory traffic, GFLOP/s two per multiply-add.
 
+mod host;
+
 use std::time::Instant;
 use xserv::backend::cpu::{CpuBackend, Isa};
 use xserv::memory::{DType, HostBuffer, Pages};
@@ -21,6 +23,7 @@ fn main() {
         prefill(&bench, &backend);
         attentions(&bench, &backend);
         elementwise(&bench, &backend);
+        host::all(&bench, &backend);
         packing(&bench, &backend);
         dispatch(&bench, &backend);
     }

@@ -20,6 +20,16 @@ pub fn programs() -> Option<&'static PathBuf> {
 }
 
 #[test]
+fn kernels_compute_what_plain_loops_do() {
+    let Some(programs) = programs() else { return };
+    let on_cpu = run(command(programs.join("kernels")).arg("cpu"));
+    assert_eq!(on_cpu.stdout.matches(" ok\n").count(), 6, "{}", on_cpu.stdout);
+    // Wherever there is something better.
+    let anywhere = run(&mut command(programs.join("kernels")));
+    assert_eq!(anywhere.stdout.matches(" ok\n").count(), 6, "{}", anywhere.stdout);
+}
+
+#[test]
 fn generate_streams_a_completion() {
     let Some(programs) = programs() else { return };
     let arguments = ["Once upon a time", "--max-tokens", "24", "--temperature", "0"];

@@ -9,11 +9,12 @@ import re
 import sys
 
 from xserv import _library as c
+from xserv import ops
 
 
 def structs():
     """(name as in C, struct) for every struct that the package declares."""
-    for name, value in sorted(vars(c).items()):
+    for name, value in sorted({**vars(c), **vars(ops)}.items()):
         if isinstance(value, type) and issubclass(value, ctypes.Structure) and value is not ctypes.Structure:
             yield "xserv" + re.sub("[A-Z]", lambda letter: "_" + letter.group().lower(), name), value
 
@@ -22,7 +23,13 @@ def constants():
     """(name as in C without the prefix, value)."""
     for name in ("ABI_VERSION", "LOGITS_ALL", "LOGITS_LAST", "NO_TOKEN", "SEED_RANDOM", "UNSET_INT"):
         yield name, getattr(c, name)
-    for prefix, values in (("DEVICE", c.DEVICES), ("DTYPE", c.DTYPES)):
+    for prefix, values in (
+        ("DEVICE", c.DEVICES),
+        ("DTYPE", c.DTYPES),
+        ("GEMM", ops.GEMM_BACKENDS),
+        ("ATTENTION", ops.ATTENTION_BACKENDS),
+        ("ROPE", ops.ROPE_PAIRINGS),
+    ):
         for name, value in values.items():
             yield f"{prefix}_{name.upper()}", value
     for prefix, names in (("FINISH", c.FINISH_REASONS), ("LOG", c.LOG_LEVELS)):

@@ -112,7 +112,8 @@ fn activations<T: Storage>() {
     let mut x: Vec<f32> = extremes.collect();
     x.extend((-4000..4000).map(|i| i as f32 / 250.0));
     let x: Vec<T> = typed::<T>(&x).into_iter().filter(|x| x.to_f32().is_finite()).collect();
-    let cases: [(Activation, fn(f32) -> f64); 3] = [
+    type Exact = fn(f32) -> f64;
+    let cases: [(Activation, Exact); 3] = [
         (Activation::GeluTanh, reference::gelu_tanh),
         (Activation::GeluErf, |x| {
             let x = f64::from(x);

@@ -114,7 +114,7 @@ fn golden_vectors<T: Storage>() {
 
 /// Nothing is read that a factor of zero makes pointless.
 fn factors<T: Storage>() {
-    let nan = vec![T::from_f32(f32::NAN); 40 * 40];
+    let nan = [T::from_f32(f32::NAN); 40 * 40];
     let mut scratch = GemmScratch::new();
     for backend in backends(&[1]) {
         for (m, n) in [(40, 40), (1, 40), (40, 1)] {
@@ -151,7 +151,7 @@ fn threads<T: Storage>() {
 
 fn refusals<T: Storage>() {
     let backend = CpuBackend::new(1).unwrap();
-    let x = vec![T::default(); 12];
+    let x = [T::default(); 12];
     let call = |g: &Gemm, a: usize, b: usize, c: usize| {
         let mut out = vec![T::default(); c];
         gemm(&backend, g, &x[..a], &x[..b], &mut out, &mut GemmScratch::new()).is_ok()

@@ -5,6 +5,7 @@
 mod support;
 
 mod attention;
+mod compute_context;
 mod elementwise;
 mod golden;
 mod host_attention;

@@ -4,6 +4,10 @@
 # Sourced by scripts, which then have find_cargo, find_compiler and find_cmake; or run as
 #     bash tests/support/tools.sh cmake
 # which prints the path of a CMake and is what the Rust tests do. What is going on goes to stderr.
+#
+#     bash tests/support/tools.sh nvcc
+# puts NVIDIA's compiler into .cuda of this repository where none is installed (100 MB, Python wheels, no
+# root): later builds then contain the CUDA kernels.
 
 tools_repository=$(cd -P "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 tools_folder=$tools_repository/target/tools
@@ -71,9 +75,44 @@ find_cmake() {
   is_good_cmake "$CMAKE"
 }
 
+# Prints the nvcc that csrc/build.rs will use; fails if there is none.
+find_nvcc() {
+  local folder
+  if [ -n "${NVCC:-}" ]; then
+    [ "$NVCC" != none ] && echo "$NVCC"
+    return
+  fi
+  for folder in "${CUDA_HOME:-/nonexistent}/bin" "${CUDA_PATH:-/nonexistent}/bin" \
+    "$tools_repository/.cuda/nvidia/cu13/bin"; do
+    if [ -x "$folder/nvcc" ]; then echo "$folder/nvcc"; return; fi
+  done
+  command -v nvcc && return
+  [ -x /usr/local/cuda/bin/nvcc ] && echo /usr/local/cuda/bin/nvcc
+}
+
+# All five at once and without their own requirements, which name no versions: the parts of a compiler must
+# be of one version, and later PTX is beyond drivers of CUDA 13.0.
+install_nvcc() {
+  find_nvcc > /dev/null && return
+  tools_say "Installing nvcc 13.0 into .cuda"
+  rm -rf "$tools_repository/.cuda"
+  python3 -m pip install --quiet --disable-pip-version-check --root-user-action=ignore --no-deps \
+    --target "$tools_repository/.cuda" nvidia-cuda-nvcc==13.0.88 nvidia-nvvm==13.0.88 \
+    nvidia-cuda-crt==13.0.88 nvidia-cuda-runtime==13.0.96 nvidia-cuda-cccl==13.0.85 >&2
+}
+
+# One line on what of CUDA is here.
+describe_cuda() {
+  local gpu nvcc
+  gpu=$(nvidia-smi --query-gpu=name --format=csv,noheader 2> /dev/null | head -n 1) || true
+  nvcc=$(find_nvcc) || nvcc="none (bash tests/support/tools.sh nvcc installs one): building for the CPU only"
+  echo "GPU: ${gpu:-none}; nvcc: $nvcc"
+}
+
 if [ "${BASH_SOURCE[0]}" = "$0" ]; then
   case "${1:-}" in
     cmake) find_cmake && echo "$CMAKE" ;;
-    *) tools_say "usage: tools.sh cmake"; exit 2 ;;
+    nvcc) install_nvcc && find_nvcc ;;
+    *) tools_say "usage: tools.sh cmake|nvcc"; exit 2 ;;
   esac
 fi

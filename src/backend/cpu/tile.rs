@@ -333,8 +333,9 @@ pub unsafe fn tile<E: Element, const ROWS: usize, const GROUPS: usize>(operands:
     }
 }
 
+/// Asks for the line of an address, which may be any.
 #[inline(always)]
-fn prefetch(address: *const u8) {
+pub fn prefetch(address: *const u8) {
     #[cfg(target_arch = "x86_64")]
     // Into the second-level cache: four percent faster than into the first, whose few fill buffers
     // the loads need (Emerald Rapids, 16.0 against 15.5 GB/s).

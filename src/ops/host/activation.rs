@@ -76,7 +76,7 @@ pub fn silu_mul<T: Storage>(
     width: usize,
     out: &mut [T],
 ) -> Result<()> {
-    let num_rows = if width == 0 { 0 } else { out.len() / width };
+    let num_rows = out.len().checked_div(width).unwrap_or(0);
     let holds = |len: usize, stride: usize| {
         let last = num_rows.saturating_sub(1).checked_mul(stride);
         num_rows == 0 || last.and_then(|l| l.checked_add(width)).is_some_and(|end| end <= len)
@@ -117,14 +117,14 @@ fn gelu_tanh_value<S: Simd>(x: f32) -> f32 {
 const ERFC_TERMS: [f32; 10] = [
     0.170_872_77,
     -0.822_152_23,
-    1.488_515_87,
-    -1.135_203_98,
+    1.488_515_9,
+    -1.135_204,
     0.278_868_07,
     -0.186_288_06,
     0.096_784_18,
     0.374_091_96,
-    1.000_023_68,
-    -1.265_512_23,
+    1.000_023_7,
+    -1.265_512_2,
 ];
 
 #[inline(always)]

@@ -100,7 +100,7 @@ fn select<T: Storage>(x: &[T], k: usize, best: &mut Vec<(f32, usize)>) {
 }
 
 fn check(op: &str, len: usize, row_len: usize, out_len: usize, k: usize) -> Result<()> {
-    let num_rows = if k == 0 { 0 } else { out_len / k };
+    let num_rows = out_len.checked_div(k).unwrap_or(0);
     if row_len == 0 && out_len > 0
         || num_rows.checked_mul(row_len) != Some(len)
         || num_rows.checked_mul(k) != Some(out_len)
@@ -141,10 +141,26 @@ impl<T: Storage> Kernel for Largest<'_, T> {
     fn run<S: Simd>(self) -> usize {
         let max = row_maximum::<S, T>(self.x);
         let found = if max.is_nan() {
-            self.x.iter().position(|x| x.to_f32().is_nan())
+            position::<T>(self.x, |x| x.is_nan())
         } else {
-            self.x.iter().position(|x| x.to_f32() == max)
+            position::<T>(self.x, |x| x == max)
         };
         found.unwrap_or(0)
     }
+}
+
+/// The first place where the condition holds; pieces without one are passed over by vectors.
+#[inline(always)]
+fn position<T: Storage>(x: &[T], holds: impl Fn(f32) -> bool + Copy) -> Option<usize> {
+    const PIECE: usize = 128;
+    for (piece, x) in x.chunks(PIECE).enumerate() {
+        let mut any = false;
+        for x in x {
+            any |= holds(x.to_f32());
+        }
+        if any {
+            return x.iter().position(|x| holds(x.to_f32())).map(|at| piece * PIECE + at);
+        }
+    }
+    None
 }

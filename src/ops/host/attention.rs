@@ -252,7 +252,7 @@ pub(crate) fn resolve<'a, T>(
     let mut sequences = try_with_capacity(num_seqs, "attention sequences")?;
     let mut num_queries = 0;
     for seq in 0..num_seqs {
-        let times = |stride: usize, index: usize| index.checked_mul(stride).unwrap_or(usize::MAX);
+        let times = |stride: usize, index: usize| index.saturating_mul(stride);
         let mut s = Sequence {
             q_len: 0,
             kv_len: 0,

@@ -10,7 +10,7 @@ use super::storage::Storage;
 use super::transpose::{Turn, Widen};
 use crate::backend::cpu::math::LANES;
 use crate::backend::cpu::simd::{Kernel, Simd, Vector16};
-use crate::backend::cpu::tile::{Element, F32, MAX_ROWS};
+use crate::backend::cpu::tile::{prefetch, Element, F32, MAX_ROWS};
 use crate::backend::cpu::{CpuBackend, SendPointer};
 use crate::error::{try_with_capacity, Result};
 use crate::memory::HostBuffer;
@@ -232,17 +232,20 @@ impl<T: Storage> Lane<'_, T> {
                 }
             }
             rows[key..].fill(last);
+            let ahead = BLOCK_SIZE * k_strides.token;
             // SAFETY: `rows` are keys of head_dim elements, a multiple of 16. In place, the run's values
             // lie a token stride apart and have head_dim columns each; else they have been copied. All
             // elements are f32 mathematics on S's vectors, and kernels run where S is there.
             unsafe {
                 if in_place {
                     type Weights<S, T> = <T as Storage>::Weights<<S as Simd>::Vector>;
-                    let keys = KeyRows::<T, Weights<S, T>> { rows, len, _element: PhantomData };
+                    let keys =
+                        KeyRows::<T, Weights<S, T>> { rows, len, ahead, _element: PhantomData };
                     let values = (v[runs[0].v..].as_ptr().cast(), v_strides.token);
                     self.online.block::<F32<S::Vector>, _>(first_key, context_len, &keys, values);
                 } else {
-                    let keys = KeyRows::<T, F32<S::Vector>> { rows, len, _element: PhantomData };
+                    let keys =
+                        KeyRows::<T, F32<S::Vector>> { rows, len, ahead, _element: PhantomData };
                     let values = (wide_values, columns);
                     self.online.block::<F32<S::Vector>, _>(first_key, context_len, &keys, values);
                 }
@@ -275,6 +278,8 @@ struct KeyRows<T, E> {
     rows: [*const T; BLOCK_SIZE],
     /// How many of them are keys of the sequence.
     len: usize,
+    /// Elements from a key to that of the next block, to prefetch it; any number, it is only a hint.
+    ahead: usize,
     /// Multiplies weights and values.
     _element: PhantomData<E>,
 }
@@ -303,6 +308,8 @@ impl<T: Storage, E: Element<Activation = f32>> KeyRows<T, E> {
     /// # Safety
     /// As [`Keys::scores`].
     #[inline(always)]
+    // Indices of constant extent, which the compiler unrolls into registers.
+    #[allow(clippy::needless_range_loop)]
     unsafe fn dots<const R: usize>(&self, queries: *const f32, head_dim: usize, out: *mut f32) {
         for first in (0..self.len).step_by(LANES) {
             // SAFETY: every key has head_dim elements, and so has every one of R queries; `out` has 32
@@ -313,6 +320,7 @@ impl<T: Storage, E: Element<Activation = f32>> KeyRows<T, E> {
                     let row = self.rows[first + key];
                     let mut sums = [E::Vector::zero(); R];
                     for i in (0..head_dim).step_by(LANES) {
+                        prefetch(row.wrapping_add(self.ahead + i).cast());
                         let x = T::load::<E::Vector>(row.add(i));
                         for r in 0..R {
                             let q = E::Vector::load(queries.add(r * head_dim + i));

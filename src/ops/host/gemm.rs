@@ -1,6 +1,6 @@
 //! Matrix product `C = alpha op(A) op(B) + beta C`, row-major, summed in f32 and rounded once.
 //!
-//! op(A) is [m, k], op(B) [k, n], C [m, n]. Three ways, by shape: op(B) packed into the panels of
+//! op(A) is [m, k], op(B) [k, n], C [m, n]. Three ways, by shape: op(B) in the panels of
 //! `linear`; few rows or columns against a matrix in place, bound by its bandwidth ([`super::gemv`]);
 //! and the plain triple loop.
 
@@ -11,8 +11,10 @@ use crate::backend::cpu::simd::{Kernel, Simd};
 use crate::backend::cpu::{CpuBackend, SendPointer};
 use crate::error::{Error, Result};
 use crate::memory::{DType, HostBuffer};
-use crate::ops::packed_matrix::{PackedMatrix, PANEL_COLUMNS};
-use crate::ops::panel_product::{grow, multiply, Epilogue, ProductScratch, Rows};
+use crate::ops::packed_matrix::PANEL_COLUMNS;
+use crate::ops::panel_product::{
+    grow, multiply, Epilogue, MakePanel, ProductScratch, Rows, Weight,
+};
 use std::marker::PhantomData;
 
 /// Shape and factors of a product.
@@ -79,8 +81,6 @@ impl Gemm {
 /// Buffers that [`gemm`] needs; they grow to the largest call and are then reused.
 #[derive(Debug)]
 pub struct GemmScratch {
-    /// op(B) in f32.
-    panels: PackedMatrix,
     /// op(A) in f32, [m, k]; or the vectors of a skinny product.
     rows: HostBuffer,
     product: ProductScratch,
@@ -88,11 +88,7 @@ pub struct GemmScratch {
 
 impl Default for GemmScratch {
     fn default() -> Self {
-        GemmScratch {
-            panels: PackedMatrix::empty(DType::F32),
-            rows: HostBuffer::empty(),
-            product: ProductScratch::new(),
-        }
+        GemmScratch { rows: HostBuffer::empty(), product: ProductScratch::new() }
     }
 }
 
@@ -167,7 +163,7 @@ pub fn gemm<T: Storage>(
         rows.flat_map(|row| row.iter_mut().take(n)).for_each(|c| scale.store(0.0, c));
         return Ok(());
     }
-    let GemmScratch { panels, rows, product } = scratch;
+    let GemmScratch { rows, product } = scratch;
     if m.min(n) <= MAX_VECTORS {
         // The few rows of op(A) against B, or the few columns of op(B) against A.
         let left = m <= MAX_VECTORS;
@@ -201,8 +197,6 @@ pub fn gemm<T: Storage>(
         };
         return skinny(backend, &product);
     }
-    panels.reshape(n, k)?;
-    pack_right(backend, gemm, b, panels)?;
     let a: &[f32] = match T::as_f32(a) {
         Some(a) if !transpose_a => a,
         _ => {
@@ -216,41 +210,25 @@ pub fn gemm<T: Storage>(
     };
     let a_stride = if transpose_a || T::DTYPE != DType::F32 { k } else { lda };
     let rows = Rows { a: SendPointer(a.as_ptr().cast_mut().cast()), a_stride, num_rows: m };
+    let maker = RightPanels { gemm, b };
+    let right = Weight::Made { out_features: n, in_features: k, maker: &maker };
     let finish = Finish { c: SendPointer(c.as_mut_ptr()), ldc, scale };
     // SAFETY: `a` is op(A) with rows of k values a_stride apart: `check` has found the last inside the
     // caller's A, and the packed copy is [m, k].
-    unsafe { multiply(backend, &rows, panels, &finish, product) }
+    unsafe { multiply(backend, &rows, &right, &finish, product) }
 }
 
-/// op(B) into panels, in parallel.
-fn pack_right<T: Storage>(
-    backend: &CpuBackend,
-    gemm: &Gemm,
-    b: &[T],
-    panels: &mut PackedMatrix,
-) -> Result<()> {
-    let panel_len = panels.panel_len();
-    backend.parallel_rows(panels.panels_mut::<f32>(), panel_len, |first, panels| {
-        for (panel, to) in panels.chunks_exact_mut(panel_len).enumerate() {
-            backend.run(PackPanel { gemm, b, first_column: (first + panel) * PANEL_COLUMNS, to });
-        }
-    })
-}
-
-/// One panel of op(B): [k, 64], what is past column n zero.
-struct PackPanel<'a, T> {
+/// op(B) in panels [k, 64], what is past column n zero.
+struct RightPanels<'a, T> {
     gemm: &'a Gemm,
     b: &'a [T],
-    first_column: usize,
-    to: &'a mut [f32],
 }
 
-impl<T: Storage> Kernel for PackPanel<'_, T> {
-    type Output = ();
-
+impl<T: Storage> MakePanel for RightPanels<'_, T> {
     #[inline(always)]
-    fn run<S: Simd>(self) {
-        let PackPanel { gemm, b, first_column, to } = self;
+    fn make<S: Simd>(&self, panel: usize, to: &mut [f32]) {
+        let RightPanels { gemm, b } = *self;
+        let first_column = panel * PANEL_COLUMNS;
         let columns = (gemm.n - first_column).min(PANEL_COLUMNS);
         if gemm.transpose_b {
             Turn::<T, f32, Widen<T>> {
@@ -258,7 +236,7 @@ impl<T: Storage> Kernel for PackPanel<'_, T> {
                 from_stride: gemm.ldb,
                 rows: columns,
                 columns: gemm.k,
-                to,
+                to: &mut *to,
                 to_stride: PANEL_COLUMNS,
                 _element: PhantomData,
             }

@@ -4,7 +4,7 @@ use super::gemm::Scale;
 use super::storage::Storage;
 use crate::backend::cpu::math::{sum_lanes, LANES};
 use crate::backend::cpu::simd::{Kernel, Simd, Vector16};
-use crate::backend::cpu::tile::{tile_rows, Element, Operands, MAX_ROWS};
+use crate::backend::cpu::tile::{prefetch, tile_rows, Element, Operands, MAX_ROWS};
 use crate::backend::cpu::{CpuBackend, SendPointer};
 use crate::error::Result;
 use std::ops::Range;
@@ -107,6 +107,8 @@ impl<T: Storage> Skinny<'_, T> {
 
     /// R rows times V vectors from `vector` on; returns V. Each sum has sixteen lanes.
     #[inline(always)]
+    // Indices of constant extent, which the compiler unrolls into registers.
+    #[allow(clippy::needless_range_loop)]
     fn dot<S: Simd, const R: usize, const V: usize>(
         &self,
         rows: [&[T]; R],
@@ -127,7 +129,10 @@ impl<T: Storage> Skinny<'_, T> {
                     x[v] = S::Vector::load(vectors[v].as_ptr().add(k));
                 }
                 for r in 0..R {
-                    let row = T::load::<S::Vector>(rows[r].as_ptr().add(k));
+                    let source = rows[r].as_ptr().add(k);
+                    // The rows that come next: four streams at once are too many for the prefetchers.
+                    prefetch(source.wrapping_add(R * self.matrix_stride).cast());
+                    let row = T::load::<S::Vector>(source);
                     for v in 0..V {
                         sums[r][v] = row.mul_add(x[v], sums[r][v]);
                     }

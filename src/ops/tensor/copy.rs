@@ -3,6 +3,7 @@
 use super::check::{reachable, result, same_shape, same_type, InPlace};
 use super::staging::contiguous_like;
 use super::strided::Axes;
+use super::transpose::{as_turn, turn_on_cuda};
 use crate::backend::cuda::{Arguments, CudaContext, Launch};
 use crate::backend::{ComputeContext, ContextBackend};
 use crate::error::{Error, Result};
@@ -182,6 +183,10 @@ unsafe fn copy_on_cuda(cuda: &CudaContext, source: &Tensor, target: &Tensor) -> 
     }
     let size = source.element().size_bytes() as i64;
     let axes = Axes::of(&[target, source])?;
+    if let Some(turn) = as_turn(&axes, size) {
+        // SAFETY: passed on to the caller; these are the axes of the two.
+        return unsafe { turn_on_cuda(cuda, &turn, size, source.data(), target.data()) };
+    }
     // Vectors of 16 bytes where the innermost axis and all addresses allow it.
     let (_, [target_step, source_step, _]) = axes.innermost();
     let is_aligned = |tensor: &Tensor| (tensor.data() as usize).is_multiple_of(16);
@@ -197,14 +202,15 @@ unsafe fn copy_on_cuda(cuda: &CudaContext, source: &Tensor, target: &Tensor) -> 
         16 => "xserv_copy_strided_b16",
         _ => return Err(Error::internal(format!("elements of {size} bytes"))),
     };
+    const BLOCK: u32 = 256;
     for (layout, [to, from, _]) in axes.launches()? {
-        let grid = (layout.num_units as u32).div_ceil(512);
+        let grid = (layout.num_units as u32).div_ceil(BLOCK);
         let arguments = Arguments::new()
             .pointer(target.data().wrapping_add((to * unit) as usize))
             .pointer(source.data().wrapping_add((from * unit) as usize))
             .value(&layout);
         // SAFETY: the layout spans the elements of both, which the caller vouches for.
-        unsafe { cuda.launch("copy", name, Launch::linear(grid, 512), arguments) }?;
+        unsafe { cuda.launch("copy", name, Launch::linear(grid, BLOCK), arguments) }?;
     }
     Ok(())
 }

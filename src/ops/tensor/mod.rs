@@ -19,15 +19,26 @@ mod grad_check;
 mod layer_norm;
 mod rms_norm;
 mod rope;
+mod row_kernels;
 mod selection;
 mod softmax;
 mod staging;
 mod strided;
 mod transpose;
 
+pub use activation::{activation, silu_mul};
 pub use attention::{attention, AttentionBackend, AttentionOptions};
 pub use copy::copy;
-pub use rms_norm::rms_norm;
+pub use elementwise::{add, cast, mul};
+pub use embedding::embedding;
+pub use gemm::{gemm, gemm_backward, GemmBackend, GemmOptions};
+pub use grad_check::{grad_check, GradCheck, GradCheckResult};
+pub use layer_norm::layer_norm;
+pub use rms_norm::{add_rms_norm, rms_norm, AddRmsNorm};
+pub use rope::{rope, rope_table, RopeHeads};
+pub use selection::{argmax, top_k};
+pub use softmax::softmax;
+pub use transpose::transpose;
 
 use crate::error::{Error, Result};
 use crate::memory::{RowLayout, Tensor};
@@ -42,7 +53,7 @@ macro_rules! kernel_name {
         }
     };
 }
-pub(self) use kernel_name;
+use kernel_name;
 
 /// Runs an expression with `T` standing for the host type of a `DType`.
 macro_rules! with_storage {
@@ -63,7 +74,7 @@ macro_rules! with_storage {
         }
     };
 }
-pub(self) use with_storage;
+use with_storage;
 
 /// How many blocks of `per_block` units cover `units`, for a grid; `None` beyond what a grid can have.
 fn num_blocks(units: i64, per_block: i64) -> Option<u32> {

@@ -67,6 +67,29 @@ impl Axes {
         self.iter().next_back().copied().unwrap_or((1, [1; 3]))
     }
 
+    /// How many runs [`Axes::run`] knows: the innermost axis in parts of at most `most` elements, for each
+    /// index of the others.
+    pub(super) fn num_runs(&self, most: i64) -> i64 {
+        let parts = (self.innermost().0 as u64).div_ceil(most as u64) as i64;
+        self.iter().rev().skip(1).map(|(size, _)| size).product::<i64>() * parts
+    }
+
+    /// Run number `index`: where it begins in each tensor, in elements, and how long it is.
+    pub(super) fn run(&self, index: i64, most: i64) -> ([i64; 3], i64) {
+        let (inner, inner_strides) = self.innermost();
+        let parts = (inner as u64).div_ceil(most as u64) as i64;
+        let (mut rest, part) = (index / parts, index % parts);
+        let mut offsets = inner_strides.map(|stride| stride * part * most);
+        for (size, strides) in self.iter().rev().skip(1) {
+            let position = rest % size;
+            rest /= size;
+            for (offset, stride) in offsets.iter_mut().zip(strides) {
+                *offset += position * stride;
+            }
+        }
+        (offsets, most.min(inner - part * most))
+    }
+
     /// The same with the innermost axis counted in vectors of `len` elements: strides of other axes are
     /// divided by it too.
     pub(super) fn in_vectors(&self, len: i64) -> Option<Self> {
@@ -151,6 +174,42 @@ fn divider(size: u32) -> (u32, u32) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn runs_cover_every_element_once() {
+        let data = std::ptr::without_provenance_mut(4096);
+        for (shape, strides) in [
+            (&[2i64, 3, 7][..], &[40i64, 10, 1][..]),
+            (&[5, 9], &[1, 5]),
+            (&[33], &[1]),
+            (&[4, 4], &[0, 1]),
+            (&[], &[]),
+        ] {
+            // SAFETY: never read or written.
+            let tensor = unsafe {
+                let (element, device) =
+                    (crate::memory::ElementType::I32, crate::memory::Device::Cpu);
+                Tensor::from_raw(data, element, device, shape, Some(strides), "x")
+            }
+            .unwrap();
+            let axes = Axes::of(&[&tensor]).unwrap();
+            let step = axes.innermost().1[0];
+            for most in [1, 4, 100] {
+                let mut found = Vec::new();
+                for index in 0..axes.num_runs(most) {
+                    let ([first, ..], len) = axes.run(index, most);
+                    assert!(len <= most);
+                    found.extend((0..len).map(|i| first + i * step));
+                }
+                let mut want = vec![0];
+                for (&size, &stride) in shape.iter().zip(strides) {
+                    want =
+                        want.iter().flat_map(|w| (0..size).map(move |i| w + i * stride)).collect();
+                }
+                assert_eq!(found, want, "{shape:?} {strides:?} in {most}");
+            }
+        }
+    }
 
     #[test]
     fn dividers_divide() {
