@@ -40,6 +40,17 @@ fn synchronize(context: &Context) {
     ok(xserv_context_synchronize(context.handle));
 }
 
+/// The scalar product, as eight sums that the compiler can put into vectors.
+fn dot(a: &[f64], b: &[f64]) -> f64 {
+    let mut sums = [0.0; 8];
+    for (a, b) in a.chunks(8).zip(b.chunks(8)) {
+        for ((sum, a), b) in sums.iter_mut().zip(a).zip(b) {
+            *sum += a * b;
+        }
+    }
+    sums.iter().sum()
+}
+
 /// One sequence, in f64: q [q_len, heads, dim], k and v [kv_len, kv_heads, dim].
 fn sequence(
     (q, k, v): (&[f64], &[f64], &[f64]),
@@ -58,8 +69,7 @@ fn sequence(
             let weights = &mut weights[..visible];
             for (j, weight) in weights.iter_mut().enumerate() {
                 let k = &k[(j * kv_heads + kv_head) * dim..][..dim];
-                let score: f64 = q[row..row + dim].iter().zip(k).map(|(q, k)| q * k).sum();
-                *weight = score * scale;
+                *weight = dot(&q[row..row + dim], k) * scale;
             }
             let max = weights.iter().copied().fold(f64::NEG_INFINITY, f64::max);
             weights.iter_mut().for_each(|w| *w = (*w - max).exp());
@@ -313,18 +323,25 @@ const LENS: [(usize, usize); 9] =
 fn batched_and_paged() {
     let mut random = Random::new(80);
     let contexts = contexts();
-    let mut n = 0;
-    for dim in [64, 80, 96, 128, 256, 40, 1] {
-        for element in FLOATS {
-            for (q_len, kv_len) in LENS {
-                n += 1;
-                let (num_kv_heads, ratio) = [(2, 1), (1, 4), (1, 5), (1, 8), (1, 12)][n % 5];
+    for (turn, dim) in [64, 80, 96, 128, 256, 40, 1].into_iter().enumerate() {
+        for (index, element) in FLOATS.into_iter().enumerate() {
+            for (n, (q_len, kv_len)) in LENS.into_iter().enumerate() {
+                // Many lengths take all types below; here they take turns.
+                if dim != 128 && (n + turn) % 3 != index {
+                    continue;
+                }
+                let kv_len = if (dim, kv_len) == (128, 1100) { 4097 } else { kv_len };
+                let (num_kv_heads, ratio) =
+                    [(2, 1), (1, 4), (1, 5), (1, 8), (1, 12)][random.below(5)];
                 let heads = (num_kv_heads * ratio, num_kv_heads, dim);
                 // The longest of the references take the most time.
-                let num_seqs = if q_len * kv_len > 5000 { 1 } else { 2 };
+                let num_seqs = if q_len * kv_len > 4000 { 1 } else { 2 };
                 let (q_lens, kv_lens) = ([q_len; 2], [kv_len; 2]);
                 let lens = (&q_lens[..num_seqs], &kv_lens[..num_seqs]);
-                let case = Case::new(&mut random, element, heads, lens, n % 2 == 0);
+                let causal = random.below(2) == 0;
+                let case = Case::new(&mut random, element, heads, lens, causal);
+                let all_backends = random.below(2) == 0;
+                let odd_layouts = random.below(3) == 0;
                 for context in &contexts {
                     let is_fused = context.name == "cpu" || FUSED_DIMS.contains(&dim);
                     for backend in BACKENDS {
@@ -333,13 +350,13 @@ fn batched_and_paged() {
                             XSERV_ATTENTION_SPLIT_KV => is_fused && q_len == 1,
                             _ => true,
                         };
-                        if serves && (n % 3 == 0 || backend == XSERV_ATTENTION_AUTO) {
+                        if serves && (all_backends || backend == XSERV_ATTENTION_AUTO) {
                             case.batched(context, backend, "batched", row_major, 0);
                         }
                     }
                     let auto = XSERV_ATTENTION_AUTO;
                     case.batched(context, auto, "by head", by_head, 0);
-                    if n % 4 == 0 {
+                    if odd_layouts {
                         let gaps = |shape: &[i64]| {
                             let row = shape[2] * (shape[3] + 1) + 3;
                             vec![shape[1] * row + 1, row, shape[3] + 1, 1]
@@ -350,7 +367,7 @@ fn batched_and_paged() {
                         case.batched(context, auto, "columns", columns, 0);
                     }
                     if is_fused {
-                        let blocks = ([16, 32, 64][n % 3], n % 2 == 0);
+                        let blocks = ([16, 32, 64][random.below(3)], random.below(2) == 0);
                         case.paged(context, &mut random, auto, blocks);
                     }
                 }
@@ -364,7 +381,7 @@ fn sequences_of_many_lengths() {
     let mut random = Random::new(81);
     let contexts = contexts();
     let q_lens = [1, 0, 17, 129, 3, 64, 5, 0, 1, 70];
-    let kv_lens = [300, 0, 17, 130, 300, 65, 200, 9, 1, 257];
+    let kv_lens = [300, 0, 17, 130, 35, 65, 64, 9, 1, 97];
     for (n, dim) in FUSED_DIMS.into_iter().enumerate() {
         for element in FLOATS {
             for causal in [false, true] {
@@ -384,11 +401,11 @@ fn sequences_of_many_lengths() {
 fn decoding() {
     let mut random = Random::new(82);
     let contexts = contexts();
-    let q_lens = [1, 1, 1, 0, 1, 1, 1, 1];
-    let kv_lens = [1, 0, 256, 40, 257, 2049, 600, 1025];
+    let q_lens = [1, 1, 1, 0, 1, 1, 1];
+    let kv_lens = [1, 0, 256, 40, 257, 2049, 33];
     for (n, dim) in FUSED_DIMS.into_iter().enumerate() {
         for element in FLOATS {
-            let heads = [(8, 2, dim), (4, 4, dim), (9, 1, dim)][n % 3];
+            let heads = [(8, 1, dim), (2, 2, dim), (9, 1, dim)][n % 3];
             let case = Case::new(&mut random, element, heads, (&q_lens, &kv_lens), n % 2 == 0);
             for context in &contexts {
                 let found = case.packed(context, XSERV_ATTENTION_SPLIT_KV);
@@ -410,7 +427,7 @@ fn decoding() {
                         want: case.want[q..q + q_size].to_vec(),
                         ..case
                     };
-                    if q_size > 0 {
+                    if q_size > 0 && (kv_len > 33 || n == 0) {
                         let alone = alone.packed(context, XSERV_ATTENTION_SPLIT_KV);
                         assert_eq!(alone, found[q..q + q_size], "{what}: sequence {seq} alone");
                     }

@@ -149,6 +149,8 @@ pub(super) fn run(
         };
         match backend {
             AttentionBackend::Naive => host::attention_naive(cpu, &attention, out_values),
+            // The online softmax looks for the maximum of the scores before it scales.
+            _ if problem.scale < 0.0 => host::attention_naive(cpu, &attention, out_values),
             _ => host::attention_flash(cpu, &attention, out_values, &mut FlashScratch::new()),
         }
     })?;

@@ -122,8 +122,7 @@ pub(super) fn run(
         num_blocks: if is_paged { count(size(problem.k, 0))? } else { 0 },
         block_size_log2: if is_paged { size(problem.k, 1).trailing_zeros() as i32 } else { 0 },
         max_blocks_per_seq: count(options.block_tables.as_ref().map_or(0, |t| size(t, 1)))?,
-        // The maximum of the scores is scaled, and minus infinity times 0 is no number.
-        scale: if problem.scale == 0.0 { f32::MIN_POSITIVE } else { problem.scale },
+        scale: problem.scale,
         padding: 0,
     };
     match backend {

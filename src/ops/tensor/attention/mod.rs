@@ -206,7 +206,12 @@ fn check<'a>(
              queries"
         ));
     }
-    let scale = options.scale.unwrap_or(1.0 / (head_dim.max(1) as f32).sqrt());
+    let scale = match options.scale {
+        None => 1.0 / (head_dim.max(1) as f32).sqrt(),
+        // The kernels scale the maximum of the scores, and minus infinity times 0 is no number.
+        Some(0.0) => f32::MIN_POSITIVE,
+        Some(scale) => scale,
+    };
     Ok(Problem {
         form,
         dtype,
