@@ -304,9 +304,9 @@ def main():
     properties = torch.cuda.get_device_properties(0)
     print(json.dumps({"gpu": properties.name, "torch": torch.__version__, "xserv": library_version}), flush=True)
     if arguments.compile:
-        import torch._dynamo
+        from torch import _dynamo
 
-        torch._dynamo.config.recompile_limit = 256
+        _dynamo.config.recompile_limit = 256
     bench = Bench(arguments)
     with torch.no_grad():
         ceilings()
