@@ -20,6 +20,8 @@ pub(super) struct Facts {
     pub has_cublas: bool,
     pub num_multiprocessors: i64,
     pub shared_memory_bytes: usize,
+    /// A chip with the kernels of `csrc/ops/gemm_wgmma.cu`.
+    pub has_wgmma: bool,
 }
 
 /// A kernel, or a family of them.
@@ -42,6 +44,10 @@ pub(super) enum Choice {
 /// The tile of C that a block computes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Tile {
+    /// By wgmma, with 192 KB of shared memory.
+    W128x256,
+    /// By wgmma, with 96 KB.
+    W128x128,
     /// 192 KB of shared memory.
     T128x256,
     T128x128,
@@ -52,30 +58,35 @@ pub(super) enum Tile {
 impl Tile {
     pub(super) fn rows(self) -> i64 {
         match self {
-            Tile::T128x256 | Tile::T128x128 => 128,
+            Tile::W128x256 | Tile::W128x128 | Tile::T128x256 | Tile::T128x128 => 128,
             Tile::T64x128 | Tile::T64x64 => 64,
         }
     }
 
     pub(super) fn columns(self) -> i64 {
         match self {
-            Tile::T128x256 => 256,
-            Tile::T128x128 | Tile::T64x128 => 128,
+            Tile::W128x256 | Tile::T128x256 => 256,
+            Tile::W128x128 | Tile::T128x128 | Tile::T64x128 => 128,
             Tile::T64x64 => 64,
         }
     }
 
+    pub(super) fn is_wgmma(self) -> bool {
+        matches!(self, Tile::W128x256 | Tile::W128x128)
+    }
+
     pub(super) fn threads(self) -> u32 {
         match self {
-            Tile::T128x256 => 256,
+            Tile::W128x256 | Tile::W128x128 | Tile::T128x256 => 256,
             _ => 128,
         }
     }
 
-    /// Four stages of 64 or, for 128x128, 32 of k; three for 64x128.
+    /// Four stages of 64 of k, or three; 32 for 128x128 without wgmma.
     pub(super) fn shared_bytes(self) -> u32 {
         match self {
-            Tile::T128x256 => 4 * (128 + 256) * 64 * 2,
+            Tile::W128x256 | Tile::T128x256 => 4 * (128 + 256) * 64 * 2,
+            Tile::W128x128 => 3 * (128 + 128) * 64 * 2,
             Tile::T128x128 => 4 * (128 + 128) * 32 * 2,
             Tile::T64x128 => 3 * (64 + 128) * 64 * 2,
             Tile::T64x64 => 4 * (64 + 64) * 64 * 2,
@@ -86,6 +97,10 @@ impl Tile {
     /// has to do.
     fn rate(self, blocks: i64) -> i64 {
         match (self, blocks) {
+            // Not measured yet.
+            (Tile::W128x256, _) => 560,
+            (Tile::W128x128, 0..=1) => 340,
+            (Tile::W128x128, _) => 480,
             (Tile::T128x256, _) => 410,
             (Tile::T128x128, 0..=1) => 300,
             (Tile::T128x128, _) => 390,
@@ -192,17 +207,20 @@ fn tensor_core(facts: &Facts) -> Choice {
         // Picoseconds, so that whole numbers tell them apart.
         blocks.saturating_mul(tile.rows() * tile.columns() * 1_000_000) / tile.rate(blocks)
     };
-    let tile = [Tile::T128x256, Tile::T128x128, Tile::T64x128, Tile::T64x64]
-        .into_iter()
-        .filter(|tile| tile.shared_bytes() as usize <= facts.shared_memory_bytes)
-        .min_by_key(time)
-        .unwrap_or(Tile::T64x64);
+    let fastest = |tiles: &[Tile]| {
+        let fits = |tile: &&Tile| tile.shared_bytes() as usize <= facts.shared_memory_bytes;
+        tiles.iter().filter(fits).copied().min_by_key(time).unwrap_or(Tile::T64x64)
+    };
+    let tile = fastest(&[Tile::T128x256, Tile::T128x128, Tile::T64x128, Tile::T64x64]);
     // Few rows are bound by reading B, for which three blocks a multiprocessor are needed; else one.
     let blocks = if m <= 64 { 3 * sms } else { sms };
     let small = if m <= 64 { Tile::T64x64 } else { tile };
     let splits = (blocks / tiles_of(small).max(1)).min(k / 512).clamp(1, 16);
     match splits > 1 {
         true => Choice::TensorCore(small, splits),
+        false if facts.has_wgmma => {
+            Choice::TensorCore(fastest(&[Tile::W128x256, Tile::W128x128, tile]), 1)
+        }
         false => Choice::TensorCore(tile, 1),
     }
 }
@@ -225,6 +243,20 @@ mod tests {
             has_cublas: true,
             num_multiprocessors: 132,
             shared_memory_bytes: 227 << 10,
+            has_wgmma: false,
+        }
+    }
+
+    #[test]
+    fn large_products_take_wgmma_where_it_is() {
+        for (facts, tile) in [
+            (h200(2048, 6144, 4096), Tile::W128x256),
+            (h200(16, 24_576, 4096), Tile::T64x64),
+            (h200(16, 4096, 4096), Tile::T64x64),
+        ] {
+            let facts = Facts { has_wgmma: true, has_cublas: false, ..facts };
+            let chosen = choose(GemmBackend::Auto, &facts);
+            assert!(matches!(chosen, Choice::TensorCore(t, _) if t == tile), "{chosen:?}");
         }
     }
 

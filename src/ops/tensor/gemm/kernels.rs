@@ -237,14 +237,14 @@ fn simt(cuda: &CudaContext, product: &Product) -> Result<()> {
 macro_rules! tensor_core_name {
     ($tile:literal, $transposes:expr, $is_f16:expr) => {
         match ($transposes, $is_f16) {
-            ((false, false), true) => concat!("xserv_gemm_tensor_core_", $tile, "_nn_f16"),
-            ((false, true), true) => concat!("xserv_gemm_tensor_core_", $tile, "_nt_f16"),
-            ((true, false), true) => concat!("xserv_gemm_tensor_core_", $tile, "_tn_f16"),
-            ((true, true), true) => concat!("xserv_gemm_tensor_core_", $tile, "_tt_f16"),
-            ((false, false), false) => concat!("xserv_gemm_tensor_core_", $tile, "_nn_bf16"),
-            ((false, true), false) => concat!("xserv_gemm_tensor_core_", $tile, "_nt_bf16"),
-            ((true, false), false) => concat!("xserv_gemm_tensor_core_", $tile, "_tn_bf16"),
-            ((true, true), false) => concat!("xserv_gemm_tensor_core_", $tile, "_tt_bf16"),
+            ((false, false), true) => concat!("xserv_gemm_", $tile, "_nn_f16"),
+            ((false, true), true) => concat!("xserv_gemm_", $tile, "_nt_f16"),
+            ((true, false), true) => concat!("xserv_gemm_", $tile, "_tn_f16"),
+            ((true, true), true) => concat!("xserv_gemm_", $tile, "_tt_f16"),
+            ((false, false), false) => concat!("xserv_gemm_", $tile, "_nn_bf16"),
+            ((false, true), false) => concat!("xserv_gemm_", $tile, "_nt_bf16"),
+            ((true, false), false) => concat!("xserv_gemm_", $tile, "_tn_bf16"),
+            ((true, true), false) => concat!("xserv_gemm_", $tile, "_tt_bf16"),
         }
     };
 }
@@ -264,11 +264,14 @@ fn tensor_core(
     let Product { m, n, k, a, b, c, batch, .. } = *product;
     let transposes = (a.transposed, b.transposed);
     let name = match tile {
-        Tile::T128x256 => tensor_core_name!("128x256", transposes, is_f16),
-        Tile::T128x128 => tensor_core_name!("128x128", transposes, is_f16),
-        Tile::T64x128 => tensor_core_name!("64x128", transposes, is_f16),
-        Tile::T64x64 => tensor_core_name!("64x64", transposes, is_f16),
+        Tile::W128x256 => tensor_core_name!("wgmma_128x256", transposes, is_f16),
+        Tile::W128x128 => tensor_core_name!("wgmma_128x128", transposes, is_f16),
+        Tile::T128x256 => tensor_core_name!("tensor_core_128x256", transposes, is_f16),
+        Tile::T128x128 => tensor_core_name!("tensor_core_128x128", transposes, is_f16),
+        Tile::T64x128 => tensor_core_name!("tensor_core_64x128", transposes, is_f16),
+        Tile::T64x64 => tensor_core_name!("tensor_core_64x64", transposes, is_f16),
     };
+    let source = if tile.is_wgmma() { "gemm_wgmma" } else { "gemm_tensor_core" };
     // Whole stages of k for each part; rounding may leave fewer parts.
     let k_per_split = (k as u64).div_ceil(splits.max(1) as u64).next_multiple_of(64) as i64;
     let splits = (k as u64).div_ceil(k_per_split as u64) as i64;
@@ -310,7 +313,7 @@ fn tensor_core(
         let arguments = Arguments::new().value(&params);
         // SAFETY: the arguments of the kernel; A and B are in whole vectors, the workspace holds the sums of
         // all parts.
-        unsafe { cuda.launch("gemm_tensor_core", name, launch, arguments) }?;
+        unsafe { cuda.launch(source, name, launch, arguments) }?;
         if splits == 1 {
             return Ok(());
         }

@@ -287,10 +287,19 @@ fn on_cuda(
         has_cublas: is_cublas_present(),
         num_multiprocessors: i64::from(info.num_multiprocessors).max(1),
         shared_memory_bytes: info.shared_memory_bytes,
+        has_wgmma: info.compute_capability == (9, 0),
     };
     let choice = choose(backend, &facts);
     let done = kernels::run(context, cuda, choice, product);
     match done {
+        // A library that was built without machine code for this chip has no kernels for wgmma.
+        Err(error)
+            if matches!(choice, Choice::TensorCore(tile, _) if tile.is_wgmma())
+                && error.kind() != ErrorKind::DeviceLost =>
+        {
+            let other = choose(backend, &Facts { has_wgmma: false, ..facts });
+            kernels::run(context, cuda, other, product)
+        }
         // cuBLAS may lack an algorithm for a shape, or memory for its workspace; we do not.
         Err(error)
             if choice == Choice::Cublas
