@@ -35,6 +35,24 @@ __device__ __forceinline__ void load_row(Vec<T, kVec<T>> (&row)[VECS], const T* 
   }
 }
 
+// The same past the L1, for rows that nobody reads again soon.
+template <typename T, int VECS>
+__device__ __forceinline__ void load_row_once(Vec<T, kVec<T>> (&row)[VECS], const T* source, int num_vecs,
+                                              int thread, int num_threads) {
+  const uint4* vecs = reinterpret_cast<const uint4*>(source);
+#pragma unroll
+  for (int i = 0; i < VECS; i++) {
+    const int v = thread + i * num_threads;
+    uint4 bits = make_uint4(0, 0, 0, 0);
+    if (v < num_vecs) {
+      asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+                   : "=r"(bits.x), "=r"(bits.y), "=r"(bits.z), "=r"(bits.w)
+                   : "l"(vecs + v));
+    }
+    row[i] = reinterpret_cast<const Vec<T, kVec<T>>&>(bits);
+  }
+}
+
 // The same for data that no thread writes during the launch (weights).
 template <typename T, int VECS>
 __device__ __forceinline__ void load_row_const(Vec<T, kVec<T>> (&row)[VECS], const T* source, int num_vecs,

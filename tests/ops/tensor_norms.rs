@@ -572,3 +572,34 @@ fn inputs_may_share_memory() {
         compare("broadcast rows", &out.read("out"), &want, 1e-5);
     }
 }
+
+/// Results larger than the second-level cache have a kernel of their own.
+#[test]
+fn rms_norm_of_more_than_the_cache_holds() {
+    let Some(context) = cuda() else { return };
+    let (rows, width) = (2200, 16_384);
+    let mut random = Random::new(77);
+    let element = Type::BF16;
+    let line = element.round_all(&random.normals(width));
+    let weight = element.round_all(&random.normals(width));
+    // Each row is the same but for a factor, so that a reference is cheap.
+    let factor = |row: usize| f64::from(1u32 << (row % 5));
+    let x: Vec<f64> = (0..rows).flat_map(|row| line.iter().map(move |x| x * factor(row))).collect();
+    let shape = [rows as i64, width as i64];
+    let x = TestTensor::new(&context, element, &shape, &x);
+    let weight_tensor = TestTensor::new(&context, element, &shape[1..], &weight);
+    let out = TestTensor::blank(&context, element, &shape);
+    // SAFETY: live tensors of the context.
+    unsafe {
+        let (x, weight, out) = (x.view(), weight_tensor.view(), out.view());
+        ok(xserv_op_rms_norm(context.handle, &x, &weight, 1e-6, &out));
+    }
+    let out = out.read("rms_norm");
+    for (row, got) in out.chunks_exact(width).enumerate() {
+        let x: Vec<f64> = line.iter().map(|x| x * factor(row)).collect();
+        let mean = x.iter().map(|x| x * x).sum::<f64>() / width as f64;
+        let scale = 1.0 / (mean + f64::from(1e-6f32)).sqrt();
+        let want: Vec<f64> = x.iter().zip(&weight).map(|(x, w)| x * scale * w).collect();
+        compare(&format!("row {row}"), got, &want, 4.5e-3);
+    }
+}

@@ -82,7 +82,7 @@ fn on_cuda(
     let vector = 16 / dtype.size_bytes() as i64;
     let (block, per_thread) = match (aligned, function) {
         (false, _) => (256, 1),
-        (true, Activation::GeluErf) => (256, 2 * vector),
+        (true, Activation::GeluErf) => (128, 2 * vector),
         (true, _) => (128, vector),
     };
     let grid = num_blocks(elements, i64::from(block) * per_thread)

@@ -183,6 +183,10 @@ fn on_cuda(
                 .ok_or_else(|| Error::internal("more blocks than rows"))?;
             (name, Launch::linear(blocks, 256))
         }
+        // What is larger than the cache cannot be found there by whoever reads it next.
+        (RowForm::Registers(_), None) if out.size_bytes() > cuda.device().info().l2_bytes => {
+            (kernel_name!("rms_norm_stream", dtype), block_per_row(form, rows, x))
+        }
         (RowForm::Registers(_), None) => {
             (kernel_name!("rms_norm_row", dtype), block_per_row(form, rows, x))
         }

@@ -97,10 +97,9 @@ impl Tile {
     /// has to do.
     fn rate(self, blocks: i64) -> i64 {
         match (self, blocks) {
-            // Not measured yet.
-            (Tile::W128x256, _) => 560,
-            (Tile::W128x128, 0..=1) => 340,
-            (Tile::W128x128, _) => 480,
+            (Tile::W128x256, _) => 670,
+            (Tile::W128x128, 0..=1) => 480,
+            (Tile::W128x128, _) => 560,
             (Tile::T128x256, _) => 410,
             (Tile::T128x128, 0..=1) => 300,
             (Tile::T128x128, _) => 390,
