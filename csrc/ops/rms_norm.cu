@@ -223,12 +223,19 @@ __device__ __forceinline__ void add_rms_norm_loop(T* out, T* residual_out, const
                           residual_out_stride, x_stride, residual_stride);                                 \
   }
 
+// Two blocks of 1024 threads, where a multiprocessor is known to take as many.
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define XSERV_STREAM_BLOCKS 2
+#else
+#define XSERV_STREAM_BLOCKS 1
+#endif
+
 // Rows of up to 16384 elements: 1024 threads may use 64 registers each, which is enough.
 #define XSERV_ROW(SUFFIX, T)                                                                               \
   XSERV_KERNEL(SUFFIX, T, row, 1024,                                                                        \
                (xserv::rms_norm_row<T, 16 / xserv::kVec<T>>(out, x, weight, width, eps, out_layout,        \
                                                             x_layout)))                                    \
-  extern "C" __global__ void __launch_bounds__(1024, 2) xserv_rms_norm_stream_##SUFFIX(                    \
+  extern "C" __global__ void __launch_bounds__(1024, XSERV_STREAM_BLOCKS) xserv_rms_norm_stream_##SUFFIX(                    \
       T* out, const T* x, const T* __restrict__ weight, long long num_rows, int width, float eps,          \
       xserv::RowLayout out_layout, xserv::RowLayout x_layout) {                                            \
     xserv::rms_norm_stream<T, 16 / xserv::kVec<T>>(out, x, weight, width, eps, out_layout, x_layout);      \

@@ -86,7 +86,7 @@ impl Tile {
     pub(super) fn shared_bytes(self) -> u32 {
         match self {
             Tile::W128x256 | Tile::T128x256 => 4 * (128 + 256) * 64 * 2,
-            Tile::W128x128 => 3 * (128 + 128) * 64 * 2,
+            Tile::W128x128 => 6 * (128 + 128) * 64 * 2,
             Tile::T128x128 => 4 * (128 + 128) * 32 * 2,
             Tile::T64x128 => 3 * (64 + 128) * 64 * 2,
             Tile::T64x64 => 4 * (64 + 64) * 64 * 2,
