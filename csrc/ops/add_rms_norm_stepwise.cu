@@ -19,8 +19,8 @@ __device__ __forceinline__ float rounded(float value) {
 }
 
 template <typename T, int N>
-__device__ __forceinline__ void add_rms_norm_stepwise(T* out, T* residual, const T* x, const T* weight, int width,
-                                                      float eps) {
+__device__ __forceinline__ void add_rms_norm_stepwise(T* out, T* residual, const T* x, const T* weight,
+                                                      int width, float eps) {
   using V = Vec<T, N>;
   __shared__ float scratch[32];
   const long long first = static_cast<long long>(blockIdx.x) * width;

@@ -11,8 +11,9 @@
 // k_cache, v_cache: [num_slots, num_kv_heads, head_stride], that is [num_blocks, block_size, ...].
 //
 // A token whose slot is outside the cache is not written, one whose position is outside the table not
-// rotated; both are reported. One warp per token and head, each lane PAIRS neighbouring pairs at a time: 2 where
-// head_dim is a multiple of 4, else 1. head_dim is even, at most 256; head_stride a multiple of 4. grid (num_tokens, ceil(heads / warps of a block)).
+// rotated; both are reported. One warp per token and head, each lane PAIRS neighbouring pairs at a time: 2
+// where head_dim is a multiple of 4, else 1. head_dim is even, at most 256; head_stride a multiple of 4.
+// grid (num_tokens, ceil(heads / warps of a block)).
 #include "common/dtype.cuh"
 #include "common/fault.cuh"
 #include "common/reduce.cuh"
@@ -69,7 +70,8 @@ __device__ __forceinline__ void qk_norm_rope_append(const QkNormRopeAppendArgs& 
       return;
     }
     const int kv_head = head - num_heads - (is_value ? num_kv_heads : 0);
-    target = static_cast<T*>(is_value ? args.v_cache : args.k_cache) + (slot * num_kv_heads + kv_head) * stride;
+    target = static_cast<T*>(is_value ? args.v_cache : args.k_cache);
+    target += (slot * num_kv_heads + kv_head) * stride;
   }
   if (is_value) {
     for (int i = lane * PAIRS; i < stride; i += 32 * PAIRS) {

@@ -141,7 +141,7 @@ impl ModelFolder {
         }
         Ok(Model {
             config: self.config,
-            compute: Compute::Cpu(CpuModel { weights, rope, backend }),
+            compute: Compute::Cpu(Box::new(CpuModel { weights, rope, backend })),
             dtype,
             weights_bytes,
             num_parameters: totals.num_parameters,
@@ -201,7 +201,7 @@ pub struct Model {
 
 /// The weights, and what computes with them.
 enum Compute {
-    Cpu(CpuModel),
+    Cpu(Box<CpuModel>),
     Cuda(Box<CudaModel>),
 }
 

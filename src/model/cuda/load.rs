@@ -165,8 +165,8 @@ impl<'a, 'b> DeviceReader<'a, 'b> {
         self.context.synchronize()
     }
 
-    /// The next part of the arena; a further arena for a weight that was not planned (an output matrix that is
-    /// declared to be the embedding, but is not).
+    /// The next part of the arena; a further arena for a weight that was not planned (an output matrix
+    /// that is declared to be the embedding, but is not).
     fn tensor(&mut self, shape: &[usize]) -> Result<DeviceTensor> {
         let element = ElementType::Float(self.dtype);
         if let Ok(tensor) = self.arena.tensor(element, shape) {

@@ -1,6 +1,7 @@
 //! The steps of a decoder layer on a device with the roundings of Transformers: a result is rounded to the
-//! element type wherever Transformers stores a tensor, so that bf16 and f16 give the same tokens. (The operators
-//! of [`super::tensor`] round once.) For tensors of the library's own: contiguous, and not looked up.
+//! element type wherever Transformers stores a tensor, so that bf16 and f16 give the same tokens. (The
+//! operators of [`super::tensor`] round once.) For tensors of the library's own: contiguous, and not
+//! looked up.
 
 mod add_rms_norm;
 mod qk_norm_rope_append;
