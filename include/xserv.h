@@ -197,12 +197,13 @@ typedef enum xserv_device_kind {
    */
   XSERV_DEVICE_CPU = 0,
   /**
-   * An NVIDIA GPU (compute capability 8.0 or later, driver 580 or later). Compute contexts only: this
-   * version runs models on the CPU, and loading one on CUDA reports XSERV_STATUS_NO_DEVICE.
+   * An NVIDIA GPU (compute capability 8.0 or later, driver 580 or later). Models go to the first one;
+   * without one XSERV_STATUS_NO_DEVICE is reported, and XSERV_STATUS_UNSUPPORTED for GPT-2, which runs
+   * on the CPU only.
    */
   XSERV_DEVICE_CUDA = 1,
   /**
-   * The best device there is. For models that is the CPU in this version.
+   * The first GPU where it can be used and the model runs and fits there, else the CPU.
    */
   XSERV_DEVICE_AUTO = 2,
 } xserv_device_kind;
@@ -220,12 +221,14 @@ typedef enum xserv_dtype {
    */
   XSERV_DTYPE_F32 = 1,
   /**
-   * IEEE 754 binary16 weights and KV cache; activations and sums in binary32.
+   * IEEE 754 binary16 weights and KV cache; sums in binary32. Activations are binary32 on the CPU, and
+   * binary16 on a GPU, rounded where Transformers rounds them.
    */
   XSERV_DTYPE_F16 = 2,
   /**
-   * bfloat16 weights and KV cache; the inputs of matrix products are rounded to bfloat16, sums and
-   * the residual stream are binary32.
+   * bfloat16 weights and KV cache; sums in binary32. On the CPU the inputs of matrix products are
+   * rounded to bfloat16 and the residual stream is binary32; on a GPU all activations are bfloat16,
+   * rounded where Transformers rounds them.
    */
   XSERV_DTYPE_BF16 = 3,
   /**
@@ -450,7 +453,8 @@ typedef struct xserv_load_options {
    */
   size_t struct_size;
   /**
-   * An xserv_device_kind. Default XSERV_DEVICE_AUTO.
+   * An xserv_device_kind. Default XSERV_DEVICE_AUTO: the first CUDA device where it can be used and the
+   * model runs and fits there, else the CPU; the log says why not.
    */
   uint32_t device;
   /**
@@ -460,7 +464,8 @@ typedef struct xserv_load_options {
   uint32_t dtype;
   /**
    * Threads for the CPU's kernels, the calling thread included; 0 (default): one for each core
-   * that the process may run on. Results do not depend on it. At most 1024.
+   * that the process may run on. Results do not depend on it. At most 1024. On a GPU they only read
+   * the weights.
    */
   uint32_t num_threads;
   /**
@@ -480,14 +485,15 @@ typedef struct xserv_load_options {
   /**
    * Tokens that the KV cache holds for all requests together, rounded up to blocks of 32; 0
    * (default): one request of the longest context, or less if that is more than half of the
-   * memory that is available (the context is then as short, and the log says so). Its memory is
-   * taken from the system as it fills.
+   * memory that is available (the context is then as short, and the log says so). On the CPU its
+   * memory is taken from the system as it fills.
    */
   uint64_t kv_cache_tokens;
   /**
    * Refuse to load if weights, KV cache and activations together need more bytes than this; 0
    * (default): no limit. With kv_cache_tokens 0 the KV cache takes what is left. The tokenizer,
-   * tables of positions and each request's logits come on top: some tens of MB.
+   * tables of positions and each request's logits come on top: some tens of MB. On a GPU it is a
+   * limit of device memory that is never exceeded, with everything but the driver's own included.
    */
   uint64_t max_memory_bytes;
   /**
@@ -526,7 +532,7 @@ typedef struct xserv_model_info {
    */
   const char *path;
   /**
-   * For example "cpu (avx512-bf16, 2 threads)".
+   * For example "cpu (avx512-bf16, 2 threads)" or "cuda (NVIDIA H200)".
    */
   const char *device;
   /**
@@ -534,7 +540,7 @@ typedef struct xserv_model_info {
    */
   uint32_t dtype;
   /**
-   * Threads that the kernels use.
+   * Threads that the kernels use; 0 on a GPU.
    */
   uint32_t num_threads;
   /**
@@ -542,7 +548,7 @@ typedef struct xserv_model_info {
    */
   uint64_t num_parameters;
   /**
-   * Bytes that the weights take in memory.
+   * Bytes that the weights take in memory (on a GPU with the tables of positions).
    */
   uint64_t weights_bytes;
   /**
@@ -1373,8 +1379,8 @@ enum xserv_status xserv_load_options_default(struct xserv_load_options *options)
  * tokenizer.json, tokenizer_config.json, chat_template.jinja, *.safetensors), or a repo id such as
  * "Qwen/Qwen3-0.6B" that is already in the local Hugging Face cache. The network is never used.
  *
- * Architectures: Qwen3ForCausalLM and GPT2LMHeadModel, stored as f32, f16 or bf16. Anything else is
- * refused by name before weights are read. The weights are read into memory of the library's own;
+ * Architectures: Qwen3ForCausalLM and GPT2LMHeadModel (on the CPU only), stored as f32, f16 or bf16.
+ * Anything else is refused by name before weights are read. The weights are read into memory of the library's own;
  * the folder is not needed afterwards. The call blocks while it reads.
  *
  * To find the cache, the environment is read (HF_HUB_CACHE, HUGGINGFACE_HUB_CACHE, HF_HOME,

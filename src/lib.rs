@@ -19,7 +19,8 @@
 //! [`ops`] has three floors. The operators of the CPU model work on f32 slices and packed weights
 //! ([`ops::linear`] and its neighbours). [`ops::host`] works on typed slices. [`ops::tensor`] is what C
 //! sees: one file an operator with its contract, its checks, a CPU half that calls `ops::host`, and a CUDA
-//! half that launches the kernels of `csrc/ops`.
+//! half that launches the kernels of `csrc/ops`. The model on a GPU ([`model`]) is made of these, and of
+//! [`ops::stepwise`], which rounds where Transformers rounds.
 //!
 //! The build script compiles `csrc/ops/*.cu` to fatbins inside the library; `backend/cuda` finds the driver
 //! at run time, loads them, and gives a [`backend::ComputeContext`] its stream, its caching allocator and

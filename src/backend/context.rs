@@ -12,6 +12,8 @@ use std::sync::Arc;
 /// See the head of the file. May be shared between threads.
 pub struct ComputeContext {
     backend: ContextBackend,
+    /// All tensors that operators get are the library's own: they need not be looked up.
+    is_private: bool,
 }
 
 /// The device half of a context.
@@ -52,13 +54,23 @@ impl ComputeContext {
     pub fn cpu(num_threads: usize, memory_budget: usize) -> Result<Self> {
         let backend = CpuBackend::new(num_threads)?;
         let allocator = CachingAllocator::new(Box::new(HostMemory), memory_budget);
-        Ok(ComputeContext { backend: ContextBackend::Cpu { backend, allocator } })
+        Ok(ComputeContext {
+            backend: ContextBackend::Cpu { backend, allocator },
+            is_private: false,
+        })
     }
 
     /// A context on a CUDA device, using at most `memory_budget` bytes of its memory.
     pub fn cuda(index: i32, stream: StreamChoice, memory_budget: usize) -> Result<Self> {
         let context = CudaContext::new(index, stream, memory_budget)?;
-        Ok(ComputeContext { backend: ContextBackend::Cuda(context) })
+        Ok(ComputeContext { backend: ContextBackend::Cuda(context), is_private: false })
+    }
+
+    /// The same with a stream of its own and for tensors of the library's own only, which operators then do
+    /// not look up in the driver.
+    pub fn cuda_private(index: i32, memory_budget: usize) -> Result<Self> {
+        let context = CudaContext::new(index, StreamChoice::Own, memory_budget)?;
+        Ok(ComputeContext { backend: ContextBackend::Cuda(context), is_private: true })
     }
 
     /// The device half.
@@ -84,6 +96,11 @@ impl ComputeContext {
     /// Memory of the device for `what`. Its content is arbitrary.
     pub fn allocate(&self, len_bytes: usize, what: &str) -> Result<Block> {
         self.allocator().allocate(len_bytes, what)
+    }
+
+    /// The same for large memory that is kept for long: no byte more than asked for.
+    pub fn allocate_exact(&self, len_bytes: usize, what: &str) -> Result<Block> {
+        self.allocator().allocate_exact(len_bytes, what)
     }
 
     /// Host memory that the device copies from and to at full speed; ordinary memory on the CPU.
@@ -125,8 +142,10 @@ impl ComputeContext {
             )));
         }
         match &self.backend {
-            ContextBackend::Cpu { .. } => Ok(()),
-            ContextBackend::Cuda(context) => context.check_reachable(tensor, name),
+            ContextBackend::Cuda(context) if !self.is_private => {
+                context.check_reachable(tensor, name)
+            }
+            _ => Ok(()),
         }
     }
 }

@@ -3,5 +3,7 @@
 mod context;
 pub mod cpu;
 pub mod cuda;
+mod device_tensor;
 
 pub use context::{ComputeContext, ContextBackend};
+pub use device_tensor::{Arena, DeviceTensor, PinnedBuffer};

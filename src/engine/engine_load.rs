@@ -8,14 +8,15 @@ use std::time::Instant;
 use super::generation_config::GenerationConfig;
 use super::log::{LogLevel, Logger};
 use super::memory_plan::{available_memory_bytes, MemoryPlan};
-use super::runner::{Runner, MAX_CHUNK_TOKENS};
+use super::placement::{place, DeviceChoice, Placement};
+use super::runner::{chunk_tokens, Runner};
 use super::turns::Turns;
 use crate::backend::cpu::{CpuBackend, MAX_THREADS};
 use crate::error::{check_room, Error, ErrorKind, Result};
 use crate::memory::DType;
 use crate::model::config::MAX_CONFIG_BYTES;
 use crate::model::folder::Folder;
-use crate::model::{KvCache, LoadOptions, Model, ModelConfig, Workspace};
+use crate::model::{LoadOptions, Model, ModelConfig, Workspace};
 use crate::ops::BLOCK_SIZE;
 use crate::text::{
     ChatTemplate, Detokenizer, SpecialTokens, Tokenizer, MAX_TEMPLATE_BYTES, MAX_TOKENIZER_BYTES,
@@ -25,6 +26,8 @@ use crate::text::{
 /// How to load. 0 leaves a number to the library.
 #[derive(Clone, Debug, Default)]
 pub struct EngineOptions {
+    /// Where to compute.
+    pub device: DeviceChoice,
     /// Element type of weights and KV cache; `None`: as stored.
     pub dtype: Option<DType>,
     /// Threads of the kernels; 0: one for each core.
@@ -35,7 +38,7 @@ pub struct EngineOptions {
     pub max_context_tokens: u64,
     /// Tokens in the KV cache; 0: one longest context, memory permitting.
     pub kv_cache_tokens: u64,
-    /// Budget for weights, KV cache and work space together; 0: none.
+    /// Budget for weights, KV cache and work space together, on the device that computes; 0: none.
     pub max_memory_bytes: u64,
 }
 
@@ -173,14 +176,21 @@ impl Engine {
         let backend = Arc::new(CpuBackend::new(num_threads(options.num_threads)?)?);
         let max_context = context_limit(options.max_context_tokens, &config)?;
         let mut workspace = Workspace::new();
-        workspace.reserve(&config, MAX_CHUNK_TOKENS.min(max_context as usize), 1)?;
-        let sizes = MemoryPlan {
-            weights_bytes: opened.weights_bytes(dtype)?,
-            workspace_bytes: workspace.size_bytes() as u64,
-            kv_bytes_per_token: config.kv_layout(dtype).bytes_per_token() as u64,
+        let placement = place(options, &opened, dtype, max_context, &log)?;
+        let (sizes, available) = match &placement {
+            Placement::Cpu => {
+                workspace.reserve(&config, chunk_tokens(false, max_context), 1)?;
+                let sizes = MemoryPlan {
+                    weights_bytes: opened.weights_bytes(dtype)?,
+                    workspace_bytes: workspace.size_bytes() as u64,
+                    kv_bytes_per_token: config.kv_layout(dtype).bytes_per_token() as u64,
+                };
+                (sizes, available_memory_bytes())
+            }
+            Placement::Cuda { plan, free_bytes, .. } => (MemoryPlan::of(plan), Some(*free_bytes)),
         };
         let (max_context_tokens, kv_cache_tokens) =
-            sizes.kv_tokens(options, max_context, available_memory_bytes())?;
+            sizes.kv_tokens(options, max_context, available)?;
         if max_context_tokens < max_context {
             log.log(LogLevel::Warning, || {
                 format!(
@@ -190,9 +200,19 @@ impl Engine {
             });
         }
         let load_options = LoadOptions { dtype: Some(dtype), map_files: options.map_files };
-        let model = opened.load(backend, &load_options, progress)?;
+        let model = match placement {
+            Placement::Cpu => opened.load(backend, &load_options, progress)?,
+            Placement::Cuda { context, .. } => {
+                opened.load_on_device(context, &backend, &load_options, progress)?
+            }
+        };
+        let on_device = model.compute_context().is_some();
+        let max_chunk_tokens = chunk_tokens(on_device, max_context);
+        if on_device {
+            model.reserve(&mut workspace, max_chunk_tokens, 1)?;
+        }
         let num_blocks = kv_cache_tokens.div_ceil(BLOCK_SIZE as u64) as usize;
-        let kv = KvCache::new(model.kv_layout(), num_blocks)?;
+        let kv = model.kv_cache(num_blocks)?;
         let engine = Engine {
             architecture: config.architecture.name().to_string(),
             folder,
@@ -200,7 +220,7 @@ impl Engine {
             chat_template,
             no_special_tokens: SpecialTokens::default(),
             generation_config,
-            turns: Turns::new(Runner::new(kv, workspace)?),
+            turns: Turns::new(Runner::new(kv, workspace, max_chunk_tokens)?),
             max_context_tokens,
             kv_cache_tokens: (num_blocks * BLOCK_SIZE) as u64,
             closed: AtomicBool::new(false),
@@ -317,9 +337,9 @@ impl Engine {
         self.folder.path()
     }
 
-    /// For people: backend, instruction set, threads.
+    /// For people: backend, instruction set, threads, or the name of the GPU.
     pub fn device_name(&self) -> String {
-        self.model.backend().name().to_string()
+        self.model.device_name()
     }
 
     /// Sizes of the model.
@@ -332,9 +352,9 @@ impl Engine {
         self.model.dtype()
     }
 
-    /// Threads of the kernels.
+    /// Threads of the kernels; 0 on a GPU.
     pub fn num_threads(&self) -> usize {
-        self.model.backend().num_threads()
+        self.model.num_threads()
     }
 
     /// Number of weights.

@@ -2,6 +2,7 @@
 
 use super::engine_load::EngineOptions;
 use crate::error::{Error, ErrorKind, Result};
+use crate::model::DevicePlan;
 use crate::ops::BLOCK_SIZE;
 
 /// Memory that the system could still give, if it says so: what Linux calls available, and no more than
@@ -29,6 +30,12 @@ pub(super) struct MemoryPlan {
 }
 
 impl MemoryPlan {
+    /// What loading takes of a device.
+    pub(super) fn of(plan: &DevicePlan) -> Self {
+        let DevicePlan { weights_bytes, workspace_bytes, kv_bytes_per_token } = *plan;
+        MemoryPlan { weights_bytes, workspace_bytes, kv_bytes_per_token }
+    }
+
     /// Longest context and tokens of KV cache under the options' budget.
     pub(super) fn kv_tokens(
         &self,

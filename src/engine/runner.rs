@@ -2,7 +2,7 @@
 //!
 //! The runner is behind a lock that a request takes for one forward pass at a time. Sequences keep
 //! their KV blocks between passes. When blocks run out, an older sequence takes those of a younger one,
-//! which is computed again when there is room: rows of the forward pass do not depend on what is
+//! which is computed again when there is room: on the CPU rows of the forward pass do not depend on what is
 //! computed beside them, so the recomputed cache has the same bits. The oldest always gets on, so
 //! every request ends that could run alone. A sequence whose owner is busy elsewhere, in its callback,
 //! loses its rank after a while: the callback may be waiting for a younger request on the same model.
@@ -16,8 +16,15 @@ use crate::model::{ForwardBatch, KvCache, Model, Workspace};
 use crate::ops::BLOCK_SIZE;
 
 /// Longest piece of a prompt in one forward pass: long enough for the matrix products to run at full
-/// speed, short enough for others to get their turn.
-pub const MAX_CHUNK_TOKENS: usize = 512;
+/// speed, short enough for others to get their turn. The second is that of a GPU.
+const MAX_CHUNK_TOKENS: [usize; 2] = [512, 2048];
+
+/// Longest piece of a prompt in one forward pass where contexts have up to `max_context` tokens.
+pub fn chunk_tokens(on_device: bool, max_context: u64) -> usize {
+    let [host, device] = MAX_CHUNK_TOKENS;
+    let most = if on_device { device } else { host };
+    usize::try_from(max_context).map_or(most, |context| context.min(most)).max(1)
+}
 
 /// How long a sequence may stay away before younger ones may take its blocks.
 const IDLE: Duration = Duration::from_millis(100);
@@ -87,6 +94,7 @@ pub enum Turn {
 pub struct Runner {
     kv: KvCache,
     workspace: Workspace,
+    max_chunk_tokens: usize,
     blocks: BlockManager,
     sequences: Vec<Sequence>,
     positions: Vec<u32>,
@@ -95,8 +103,8 @@ pub struct Runner {
 }
 
 impl Runner {
-    /// A runner over an empty cache.
-    pub fn new(kv: KvCache, workspace: Workspace) -> Result<Self> {
+    /// A runner over an empty cache that computes up to `max_chunk_tokens` in one forward pass.
+    pub fn new(kv: KvCache, workspace: Workspace, max_chunk_tokens: usize) -> Result<Self> {
         // Slots are numbered in 32 bits.
         let num_slots = kv.num_blocks().saturating_mul(BLOCK_SIZE);
         if u32::try_from(num_slots).is_err() {
@@ -106,6 +114,7 @@ impl Runner {
             blocks: BlockManager::new(kv.num_blocks() as u32)?,
             kv,
             workspace,
+            max_chunk_tokens,
             sequences: Vec::new(),
             positions: Vec::new(),
             slot_mapping: Vec::new(),
@@ -157,7 +166,7 @@ impl Runner {
         should_stop: &dyn Fn() -> bool,
     ) -> Result<Turn> {
         let start = self.register(id, absence)?.num_computed;
-        let end = token_ids.len().min(start.saturating_add(MAX_CHUNK_TOKENS));
+        let end = token_ids.len().min(start.saturating_add(self.max_chunk_tokens));
         let Some(chunk) = token_ids.get(start..end).filter(|chunk| !chunk.is_empty()) else {
             return Ok(Turn::Done);
         };

@@ -12,8 +12,8 @@ use super::guard::{
 use super::handle::HandleTable;
 use super::status::xserv_status;
 use super::types::{xserv_device_kind, xserv_dtype};
-use crate::engine::{Engine, EngineOptions, LogLevel, Logger};
-use crate::error::{Error, ErrorKind, Result};
+use crate::engine::{DeviceChoice, Engine, EngineOptions, LogLevel, Logger};
+use crate::error::{Error, Result};
 use crate::memory::DType;
 
 /// A loaded model: weights, tokenizer, chat template, KV cache and threads.
@@ -41,13 +41,15 @@ pub type xserv_log_callback =
 pub struct xserv_load_options {
     /// sizeof(xserv_load_options), set by xserv_load_options_default().
     pub struct_size: usize,
-    /// An xserv_device_kind. Default XSERV_DEVICE_AUTO.
+    /// An xserv_device_kind. Default XSERV_DEVICE_AUTO: the first CUDA device where it can be used and the
+    /// model runs and fits there, else the CPU; the log says why not.
     pub device: u32,
     /// An xserv_dtype: the type of weights, KV cache and matrix products. Default XSERV_DTYPE_AUTO;
     /// another one converts the weights while they are read.
     pub dtype: u32,
     /// Threads for the CPU's kernels, the calling thread included; 0 (default): one for each core
-    /// that the process may run on. Results do not depend on it. At most 1024.
+    /// that the process may run on. Results do not depend on it. At most 1024. On a GPU they only read
+    /// the weights.
     pub num_threads: u32,
     /// 1: map the weight files while they are read instead of reading them with system calls. A
     /// file that is cut short by someone else meanwhile then kills the process. Default 0.
@@ -59,12 +61,13 @@ pub struct xserv_load_options {
     pub max_context_tokens: u64,
     /// Tokens that the KV cache holds for all requests together, rounded up to blocks of 32; 0
     /// (default): one request of the longest context, or less if that is more than half of the
-    /// memory that is available (the context is then as short, and the log says so). Its memory is
-    /// taken from the system as it fills.
+    /// memory that is available (the context is then as short, and the log says so). On the CPU its
+    /// memory is taken from the system as it fills.
     pub kv_cache_tokens: u64,
     /// Refuse to load if weights, KV cache and activations together need more bytes than this; 0
     /// (default): no limit. With kv_cache_tokens 0 the KV cache takes what is left. The tokenizer,
-    /// tables of positions and each request's logits come on top: some tens of MB.
+    /// tables of positions and each request's logits come on top: some tens of MB. On a GPU it is a
+    /// limit of device memory that is never exceeded, with everything but the driver's own included.
     pub max_memory_bytes: u64,
     /// Called while weights are read; NULL (default): not called.
     pub progress: xserv_progress_callback,
@@ -113,15 +116,15 @@ pub struct xserv_model_info {
     pub architecture: *const c_char,
     /// The folder that was opened (of a repo id: its snapshot in the cache).
     pub path: *const c_char,
-    /// For example "cpu (avx512-bf16, 2 threads)".
+    /// For example "cpu (avx512-bf16, 2 threads)" or "cuda (NVIDIA H200)".
     pub device: *const c_char,
     /// An xserv_dtype, never XSERV_DTYPE_AUTO.
     pub dtype: u32,
-    /// Threads that the kernels use.
+    /// Threads that the kernels use; 0 on a GPU.
     pub num_threads: u32,
     /// Number of weights (tied embeddings count once).
     pub num_parameters: u64,
-    /// Bytes that the weights take in memory.
+    /// Bytes that the weights take in memory (on a GPU with the tables of positions).
     pub weights_bytes: u64,
     /// Bytes of KV cache for one token.
     pub kv_bytes_per_token: u64,
@@ -255,14 +258,11 @@ pub(super) fn dtype_code(dtype: DType) -> u32 {
     }
 }
 
-fn check_device(value: u32) -> Result<()> {
+fn device_option(value: u32) -> Result<DeviceChoice> {
     match value {
-        v if v == xserv_device_kind::XSERV_DEVICE_CPU as u32 => Ok(()),
-        v if v == xserv_device_kind::XSERV_DEVICE_AUTO as u32 => Ok(()),
-        v if v == xserv_device_kind::XSERV_DEVICE_CUDA as u32 => Err(Error::new(
-            ErrorKind::NoDevice,
-            "options.device is XSERV_DEVICE_CUDA, but models run on the CPU only in this version",
-        )),
+        v if v == xserv_device_kind::XSERV_DEVICE_CPU as u32 => Ok(DeviceChoice::Cpu),
+        v if v == xserv_device_kind::XSERV_DEVICE_AUTO as u32 => Ok(DeviceChoice::Auto),
+        v if v == xserv_device_kind::XSERV_DEVICE_CUDA as u32 => Ok(DeviceChoice::Cuda),
         v => {
             Err(Error::invalid_argument(format!("options.device is {v}, not an xserv_device_kind")))
         }
@@ -291,8 +291,8 @@ pub unsafe extern "C" fn xserv_load_options_default(
 /// tokenizer.json, tokenizer_config.json, chat_template.jinja, *.safetensors), or a repo id such as
 /// "Qwen/Qwen3-0.6B" that is already in the local Hugging Face cache. The network is never used.
 ///
-/// Architectures: Qwen3ForCausalLM and GPT2LMHeadModel, stored as f32, f16 or bf16. Anything else is
-/// refused by name before weights are read. The weights are read into memory of the library's own;
+/// Architectures: Qwen3ForCausalLM and GPT2LMHeadModel (on the CPU only), stored as f32, f16 or bf16.
+/// Anything else is refused by name before weights are read. The weights are read into memory of the library's own;
 /// the folder is not needed afterwards. The call blocks while it reads.
 ///
 /// To find the cache, the environment is read (HF_HUB_CACHE, HUGGINGFACE_HUB_CACHE, HF_HOME,
@@ -322,8 +322,8 @@ pub unsafe extern "C" fn xserv_load(
         let path = unsafe { text_argument(path, NUL_TERMINATED, "path") }?;
         // SAFETY: as above.
         let options = unsafe { read_struct(options, "options") }?;
-        check_device(options.device)?;
         let engine_options = EngineOptions {
+            device: device_option(options.device)?,
             dtype: dtype_option(options.dtype)?,
             num_threads: options.num_threads as usize,
             map_files: super::guard::flag(options.map_files, "options.map_files")?,

@@ -24,10 +24,11 @@ pub const XSERV_NO_TOKEN: u32 = u32::MAX;
 pub enum xserv_device_kind {
     /// The processor, with the best instruction set that it has.
     XSERV_DEVICE_CPU = 0,
-    /// An NVIDIA GPU (compute capability 8.0 or later, driver 580 or later). Compute contexts only: this
-    /// version runs models on the CPU, and loading one on CUDA reports XSERV_STATUS_NO_DEVICE.
+    /// An NVIDIA GPU (compute capability 8.0 or later, driver 580 or later). Models go to the first one;
+    /// without one XSERV_STATUS_NO_DEVICE is reported, and XSERV_STATUS_UNSUPPORTED for GPT-2, which runs
+    /// on the CPU only.
     XSERV_DEVICE_CUDA = 1,
-    /// The best device there is. For models that is the CPU in this version.
+    /// The first GPU where it can be used and the model runs and fits there, else the CPU.
     XSERV_DEVICE_AUTO = 2,
 }
 
@@ -40,10 +41,12 @@ pub enum xserv_dtype {
     XSERV_DTYPE_AUTO = 0,
     /// IEEE 754 binary32. All arithmetic in binary32: slowest, closest to the reference.
     XSERV_DTYPE_F32 = 1,
-    /// IEEE 754 binary16 weights and KV cache; activations and sums in binary32.
+    /// IEEE 754 binary16 weights and KV cache; sums in binary32. Activations are binary32 on the CPU, and
+    /// binary16 on a GPU, rounded where Transformers rounds them.
     XSERV_DTYPE_F16 = 2,
-    /// bfloat16 weights and KV cache; the inputs of matrix products are rounded to bfloat16, sums and
-    /// the residual stream are binary32.
+    /// bfloat16 weights and KV cache; sums in binary32. On the CPU the inputs of matrix products are
+    /// rounded to bfloat16 and the residual stream is binary32; on a GPU all activations are bfloat16,
+    /// rounded where Transformers rounds them.
     XSERV_DTYPE_BF16 = 3,
     /// 32-bit signed integers: for tensors of token ids, positions and indices only.
     XSERV_DTYPE_I32 = 4,

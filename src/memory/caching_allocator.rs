@@ -105,6 +105,23 @@ impl CachingAllocator {
     /// kept has been given back to the source.
     pub fn allocate(self: &Arc<Self>, len_bytes: usize, what: &str) -> Result<Block> {
         let class = size_class(len_bytes).ok_or_else(|| Error::out_of_memory(what, len_bytes))?;
+        self.allocate_class(class, len_bytes, what)
+    }
+
+    /// The same without rounding up to a class, for large memory that is kept for long: weights, a KV cache.
+    pub fn allocate_exact(self: &Arc<Self>, len_bytes: usize, what: &str) -> Result<Block> {
+        let class = len_bytes.max(1).checked_next_multiple_of(SMALLEST_CLASS);
+        let class = class.filter(|&class| class <= isize::MAX as usize);
+        let class = class.ok_or_else(|| Error::out_of_memory(what, len_bytes))?;
+        self.allocate_class(class, len_bytes, what)
+    }
+
+    fn allocate_class(
+        self: &Arc<Self>,
+        class: usize,
+        len_bytes: usize,
+        what: &str,
+    ) -> Result<Block> {
         let mut state = self.lock();
         state.stats.num_allocations += 1;
         let start = match state.free.get_mut(&class).and_then(Vec::pop) {
@@ -267,6 +284,18 @@ mod tests {
             assert_eq!(size_class(class), Some(class));
         }
         assert_eq!(size_class(usize::MAX), None);
+    }
+
+    #[test]
+    fn exact_blocks_take_what_they_need() {
+        let (allocator, out) = allocator(usize::MAX, 1 << 20);
+        let block = allocator.allocate_exact((1 << 20) - 1000, "weights").unwrap();
+        assert_eq!(block.len_bytes(), (1 << 20) - 1000);
+        assert_eq!(out.load(Ordering::Relaxed), (1 << 20) - 512);
+        assert!(allocator.allocate_exact(513, "more").is_err());
+        assert!(allocator.allocate_exact(usize::MAX, "too much").is_err());
+        drop(block);
+        assert_eq!(allocator.stats().allocated, 0);
     }
 
     #[test]

@@ -4,7 +4,7 @@ use super::batch::ForwardBatch;
 use super::kv_cache::KvCache;
 use super::weights::Weights;
 use super::workspace::{Activations, Workspace};
-use super::{Model, ModelConfig};
+use super::{Compute, Model, ModelConfig};
 use crate::backend::cpu::CpuBackend;
 use crate::error::{Error, ErrorKind, Result};
 use crate::ops::{attention, kv_cache_append, linear, AttentionBatch, PackedMatrix, Store};
@@ -29,9 +29,10 @@ impl Model {
     /// Runs the tokens of `batch`: writes their keys and values into `kv`, and the logits of
     /// `batch.logits_rows` to `logits` `[num_logits_rows, vocab_size]`.
     ///
-    /// Every row's result depends on its own sequence alone, bit for bit: not on the other
+    /// On the CPU every row's result depends on its own sequence alone, bit for bit: not on the other
     /// sequences of the batch, not on how the sequence was cut into batches, not on the number of
-    /// threads. `should_stop` is asked between layers; true ends the pass with
+    /// threads. On CUDA the kernels, and with them the last bits, depend on the number of rows.
+    /// `should_stop` is asked between layers; true ends the pass with
     /// [`ErrorKind::Cancelled`], after which the keys and values of this batch are to be considered
     /// unwritten.
     pub fn forward(
@@ -60,11 +61,19 @@ impl Model {
         if batch.num_tokens() == 0 {
             return Ok(());
         }
+        let cpu = match &self.compute {
+            Compute::Cpu(cpu) => cpu,
+            Compute::Cuda(cuda) => {
+                let most_rows = batch.num_tokens().max(batch.logits_rows.len());
+                let workspace = workspace.on_device(cuda, config, most_rows)?;
+                return cuda.forward(config, batch, kv, workspace, logits, should_stop);
+            }
+        };
         let act = workspace.activations(config, batch.num_tokens(), batch.logits_rows.len())?;
         let num_rows = batch.num_tokens();
         let mut pass = Pass {
             config,
-            backend: self.backend(),
+            backend: &cpu.backend,
             batch,
             kv,
             act,
@@ -72,9 +81,9 @@ impl Model {
             only_wanted_rows: false,
             should_stop,
         };
-        match &self.weights {
+        match &cpu.weights {
             Weights::Qwen3(weights) => {
-                let rope = self
+                let rope = cpu
                     .rope
                     .as_ref()
                     .ok_or_else(|| Error::internal("Qwen3 without rotary positions"))?;

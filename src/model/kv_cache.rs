@@ -1,31 +1,72 @@
 //! The memory of all keys and values: blocks of [`BLOCK_SIZE`](crate::ops::BLOCK_SIZE) tokens.
 //!
-//! Which sequence owns which block is the engine's business. A block holds its tokens' keys and
-//! values of all layers, so memory is committed by the system block by block, as they are first
-//! used.
+//! Which sequence owns which block is the engine's business. On the host a block holds its tokens' keys
+//! and values of all layers, so memory is committed by the system block by block, as they are first
+//! used. On a device each layer has its keys and its values, `[num_blocks, BLOCK_SIZE, num_kv_heads,
+//! head_dim]`.
 
-use crate::error::{Error, Result};
-use crate::memory::{HostBuffer, Pages};
-use crate::ops::{KvBlocks, KvLayout};
+use crate::backend::{Arena, ComputeContext, DeviceTensor};
+use crate::error::{try_with_capacity, Error, Result};
+use crate::memory::{ElementType, HostBuffer, Pages};
+use crate::ops::{KvBlocks, KvLayout, BLOCK_SIZE};
 
 /// The cache of one model.
 #[derive(Debug)]
 pub struct KvCache {
     layout: KvLayout,
     num_blocks: usize,
-    buffer: HostBuffer,
+    memory: KvMemory,
+}
+
+#[derive(Debug)]
+enum KvMemory {
+    Host(HostBuffer),
+    Device { layers: Vec<DeviceKvLayer>, len_bytes: usize },
+}
+
+/// The keys and the values of one layer on a device, `[num_blocks, BLOCK_SIZE, num_kv_heads, head_dim]`.
+#[derive(Debug)]
+pub(super) struct DeviceKvLayer {
+    pub k: DeviceTensor,
+    pub v: DeviceTensor,
+}
+
+fn len_bytes(layout: &KvLayout, num_blocks: usize) -> Result<usize> {
+    layout.validate()?;
+    layout
+        .block_bytes()
+        .checked_mul(num_blocks)
+        .ok_or_else(|| Error::out_of_memory("the KV cache", usize::MAX))
 }
 
 impl KvCache {
-    /// A cache of `num_blocks` blocks.
+    /// A cache of `num_blocks` blocks on the host.
     pub fn new(layout: KvLayout, num_blocks: usize) -> Result<Self> {
-        layout.validate()?;
-        let len_bytes = layout
-            .block_bytes()
-            .checked_mul(num_blocks)
-            .ok_or_else(|| Error::out_of_memory("the KV cache", usize::MAX))?;
-        let buffer = HostBuffer::zeroed(len_bytes, Pages::Huge)?;
-        Ok(KvCache { layout, num_blocks, buffer })
+        let buffer = HostBuffer::zeroed(len_bytes(&layout, num_blocks)?, Pages::Huge)?;
+        Ok(KvCache { layout, num_blocks, memory: KvMemory::Host(buffer) })
+    }
+
+    /// A cache of `num_blocks` blocks on the device of `context`.
+    pub(super) fn on_device(
+        context: &ComputeContext,
+        layout: KvLayout,
+        num_blocks: usize,
+    ) -> Result<Self> {
+        // Heads of whole vectors: the layout's sizes are those of the device.
+        let len_bytes = len_bytes(&layout, num_blocks)?;
+        let element = ElementType::Float(layout.dtype);
+        let shape = [num_blocks, BLOCK_SIZE, layout.num_kv_heads, layout.head_dim];
+        let planned = Arena::bytes_for(element, &shape)?.checked_mul(2 * layout.num_layers);
+        if planned != Some(len_bytes) {
+            return Err(Error::internal("a KV cache with gaps"));
+        }
+        let mut arena = Arena::new(context, len_bytes, "the KV cache")?;
+        let mut layers = try_with_capacity(layout.num_layers, "the KV cache")?;
+        for _ in 0..layout.num_layers {
+            let (k, v) = (arena.tensor(element, &shape)?, arena.tensor(element, &shape)?);
+            layers.push(DeviceKvLayer { k, v });
+        }
+        Ok(KvCache { layout, num_blocks, memory: KvMemory::Device { layers, len_bytes } })
     }
 
     /// What a block looks like.
@@ -40,11 +81,27 @@ impl KvCache {
 
     /// Bytes reserved.
     pub fn size_bytes(&self) -> usize {
-        self.buffer.len_bytes()
+        match &self.memory {
+            KvMemory::Host(buffer) => buffer.len_bytes(),
+            KvMemory::Device { len_bytes, .. } => *len_bytes,
+        }
     }
 
     /// The blocks as the ops see them, of one layer.
     pub(super) fn layer(&mut self, layer: usize) -> Result<KvBlocks<'_>> {
-        KvBlocks::new(self.layout, self.buffer.as_bytes_mut(), layer)
+        match &mut self.memory {
+            KvMemory::Host(buffer) => KvBlocks::new(self.layout, buffer.as_bytes_mut(), layer),
+            KvMemory::Device { .. } => Err(Error::internal("the KV cache lies on a device")),
+        }
+    }
+
+    /// The same on a device.
+    pub(super) fn device_layer(&self, layer: usize) -> Result<&DeviceKvLayer> {
+        match &self.memory {
+            KvMemory::Device { layers, .. } => layers
+                .get(layer)
+                .ok_or_else(|| Error::internal(format!("layer {layer} of the KV cache"))),
+            KvMemory::Host(_) => Err(Error::internal("the KV cache lies on the host")),
+        }
     }
 }

@@ -23,7 +23,7 @@ use crate::ops::{PackedMatrix, PanelWriter};
 
 /// Bytes that one thread reads at once: large enough for a sequential read to run at the device's
 /// speed, small enough for the L2 cache to hold a good part while it is being packed.
-const PIECE_BYTES: usize = 4 << 20;
+pub(super) const PIECE_BYTES: usize = 4 << 20;
 /// Pieces per thread between two calls of the progress callback.
 const PIECES_PER_REPORT: usize = 8;
 
@@ -49,30 +49,16 @@ pub(super) fn load_weights(
 ) -> Result<(LoadedWeights, u64)> {
     let totals = plan.totals()?;
     let dtype = options.dtype.unwrap_or(totals.stored_dtype());
-    let mut loader = Loader {
-        files: WeightFiles {
-            folder,
-            checkpoint,
-            map_files: options.map_files,
-            open: Vec::new(),
-            staging: Mutex::new(Vec::new()),
-        },
-        backend,
-        dtype,
-        weights_bytes: 0,
-        done_bytes: 0,
-        total_bytes: totals.stored_bytes,
-        progress,
-    };
-    loader.report()?;
+    let mut loader =
+        Loader::new(folder, checkpoint, backend, dtype, options, totals.stored_bytes, progress)?;
     let weights = plan.read(&mut loader)?;
     Ok((weights, loader.weights_bytes))
 }
 
 /// The state of one load.
-struct Loader<'a> {
-    files: WeightFiles<'a>,
-    backend: &'a CpuBackend,
+pub(super) struct Loader<'a> {
+    pub(super) files: WeightFiles<'a>,
+    pub(super) backend: &'a CpuBackend,
     dtype: DType,
     /// Memory that the weights take.
     weights_bytes: u64,
@@ -82,7 +68,7 @@ struct Loader<'a> {
 }
 
 /// The part of the state that all threads use.
-struct WeightFiles<'a> {
+pub(super) struct WeightFiles<'a> {
     folder: &'a Folder,
     checkpoint: &'a Checkpoint,
     map_files: bool,
@@ -126,7 +112,7 @@ impl Source {
 
 impl WeightFiles<'_> {
     /// Makes sure that the tensor's file is open.
-    fn open(&mut self, tensor: &Tensor) -> Result<()> {
+    pub(super) fn open(&mut self, tensor: &Tensor) -> Result<()> {
         let shard = tensor.shard;
         if self.open.iter().any(|(open, _)| *open == shard) {
             return Ok(());
@@ -148,7 +134,7 @@ impl WeightFiles<'_> {
     }
 
     /// Calls `use_bytes` with `len` bytes of `tensor` from byte `begin` on.
-    fn with_bytes<T>(
+    pub(super) fn with_bytes<T>(
         &self,
         tensor: &Tensor,
         begin: usize,
@@ -172,7 +158,42 @@ impl WeightFiles<'_> {
     }
 }
 
-impl Loader<'_> {
+impl<'a> Loader<'a> {
+    /// The state before anything is read; tells `progress` so.
+    pub(super) fn new(
+        folder: &'a Folder,
+        checkpoint: &'a Checkpoint,
+        backend: &'a CpuBackend,
+        dtype: DType,
+        options: &LoadOptions,
+        total_bytes: u64,
+        progress: &'a mut dyn FnMut(f32) -> bool,
+    ) -> Result<Self> {
+        let mut loader = Loader {
+            files: WeightFiles {
+                folder,
+                checkpoint,
+                map_files: options.map_files,
+                open: Vec::new(),
+                staging: Mutex::new(Vec::new()),
+            },
+            backend,
+            dtype,
+            weights_bytes: 0,
+            done_bytes: 0,
+            total_bytes,
+            progress,
+        };
+        loader.report()?;
+        Ok(loader)
+    }
+
+    /// So many more bytes of the files are done.
+    pub(super) fn advance(&mut self, bytes: usize) -> Result<()> {
+        self.done_bytes += bytes as u64;
+        self.report()
+    }
+
     /// Calls `task` for each piece `[begin, end)` of `0..len` on all threads, `piece` long but for
     /// the last, and reports progress of `bytes_each` for each unit in between.
     fn in_pieces(
@@ -198,8 +219,7 @@ impl Loader<'_> {
             if let Some(error) = failure.into_inner().unwrap_or_else(PoisonError::into_inner) {
                 return Err(error);
             }
-            self.done_bytes += ((end - begin) * bytes_each) as u64;
-            self.report()?;
+            self.advance((end - begin) * bytes_each)?;
             begin = end;
         }
         Ok(())

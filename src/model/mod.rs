@@ -5,6 +5,7 @@
 //! weights                                                which tensors make which weight
 //! load                                                   reads and packs them
 //! qwen3, gpt2                                            the forward passes, named ops in the papers' order
+//! cuda                                                   weights and forward pass on a GPU
 //! batch, kv_cache, workspace                             what a forward pass needs besides the weights
 //! inspect                                                a report on a folder
 //! ```
@@ -12,6 +13,7 @@
 pub mod batch;
 pub mod checkpoint;
 pub mod config;
+mod cuda;
 pub mod folder;
 mod forward;
 mod gpt2;
@@ -29,17 +31,20 @@ use std::sync::Arc;
 
 pub use batch::ForwardBatch;
 pub use config::{Architecture, ModelConfig, RopeConfig, YarnConfig};
+pub use cuda::DevicePlan;
 pub use inspect::{inspect, Inspection};
 pub use kv_cache::KvCache;
 pub use load::LoadOptions;
 pub use workspace::Workspace;
 
 use crate::backend::cpu::CpuBackend;
+use crate::backend::ComputeContext;
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::DType;
 use crate::ops::{KvLayout, PackedMatrix, RopeTable};
 use crate::thread_state::StandardFloats;
 use checkpoint::Checkpoint;
+use cuda::CudaModel;
 use folder::{resolve, Folder};
 use weights::{Weights, WeightsPlan};
 
@@ -136,9 +141,35 @@ impl ModelFolder {
         }
         Ok(Model {
             config: self.config,
-            weights,
-            rope,
-            backend,
+            compute: Compute::Cpu(Box::new(CpuModel { weights, rope, backend })),
+            dtype,
+            weights_bytes,
+            num_parameters: totals.num_parameters,
+        })
+    }
+
+    /// The same to the CUDA device of `context`, which must work for this model alone. `backend` only reads
+    /// the files.
+    pub fn load_on_device(
+        self,
+        context: Arc<ComputeContext>,
+        backend: &CpuBackend,
+        options: &LoadOptions,
+        progress: &mut dyn FnMut(f32) -> bool,
+    ) -> Result<Model> {
+        let totals = self.plan.totals()?;
+        let dtype = options.dtype.unwrap_or(totals.stored_dtype());
+        let (model, weights_bytes) =
+            CudaModel::load(&self, context, backend, dtype, options, progress)?;
+        if !progress(1.0) {
+            return Err(Error::new(
+                ErrorKind::Cancelled,
+                "loading was cancelled by the progress callback",
+            ));
+        }
+        Ok(Model {
+            config: self.config,
+            compute: Compute::Cuda(Box::new(model)),
             dtype,
             weights_bytes,
             num_parameters: totals.num_parameters,
@@ -162,12 +193,23 @@ fn unused_warning(unused: &[String]) -> Option<String> {
 /// A loaded model. Shared by reference; what a forward pass changes belongs to its caller.
 pub struct Model {
     config: ModelConfig,
-    weights: LoadedWeights,
-    rope: Option<RopeTable>,
-    backend: Arc<CpuBackend>,
+    compute: Compute,
     dtype: DType,
     weights_bytes: u64,
     num_parameters: u64,
+}
+
+/// The weights, and what computes with them.
+enum Compute {
+    Cpu(Box<CpuModel>),
+    Cuda(Box<CudaModel>),
+}
+
+/// A model on the CPU.
+struct CpuModel {
+    weights: LoadedWeights,
+    rope: Option<RopeTable>,
+    backend: Arc<CpuBackend>,
 }
 
 impl Model {
@@ -194,7 +236,35 @@ impl Model {
 
     /// What a KV cache for this model looks like.
     pub fn kv_layout(&self) -> KvLayout {
-        self.config.kv_layout(self.dtype)
+        let layout = self.config.kv_layout(self.dtype);
+        match &self.compute {
+            Compute::Cpu(_) => layout,
+            Compute::Cuda(cuda) => KvLayout { head_dim: cuda.spacing.stride, ..layout },
+        }
+    }
+
+    /// A KV cache of `num_blocks` blocks where the model is.
+    pub fn kv_cache(&self, num_blocks: usize) -> Result<KvCache> {
+        match &self.compute {
+            Compute::Cpu(_) => KvCache::new(self.kv_layout(), num_blocks),
+            Compute::Cuda(cuda) => KvCache::on_device(&cuda.context, self.kv_layout(), num_blocks),
+        }
+    }
+
+    /// Makes room for passes of up to `num_tokens` tokens that ask for the logits of up to
+    /// `num_logits_rows` of them.
+    pub fn reserve(
+        &self,
+        workspace: &mut Workspace,
+        num_tokens: usize,
+        num_logits_rows: usize,
+    ) -> Result<()> {
+        match &self.compute {
+            Compute::Cpu(_) => workspace.reserve(&self.config, num_tokens, num_logits_rows),
+            Compute::Cuda(cuda) => {
+                workspace.on_device(cuda, &self.config, num_tokens.max(num_logits_rows)).map(|_| ())
+            }
+        }
     }
 
     /// Bytes of memory that the weights take.
@@ -207,9 +277,28 @@ impl Model {
         self.num_parameters
     }
 
-    /// The backend that computes.
-    pub fn backend(&self) -> &Arc<CpuBackend> {
-        &self.backend
+    /// For people: backend, instruction set and threads, or the name of the GPU.
+    pub fn device_name(&self) -> String {
+        match &self.compute {
+            Compute::Cpu(cpu) => cpu.backend.name().to_string(),
+            Compute::Cuda(cuda) => cuda.device_name(),
+        }
+    }
+
+    /// Threads of the CPU that compute; 0 on a GPU.
+    pub fn num_threads(&self) -> usize {
+        match &self.compute {
+            Compute::Cpu(cpu) => cpu.backend.num_threads(),
+            Compute::Cuda(_) => 0,
+        }
+    }
+
+    /// The context of a model on a GPU.
+    pub fn compute_context(&self) -> Option<&Arc<ComputeContext>> {
+        match &self.compute {
+            Compute::Cpu(_) => None,
+            Compute::Cuda(cuda) => Some(&cuda.context),
+        }
     }
 }
 

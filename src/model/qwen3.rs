@@ -2,7 +2,7 @@
 //! `modeling_qwen3.py`).
 
 use super::forward::Pass;
-use super::weights::{MatrixPlan, Planner, TokenMatrices, VectorPlan, WeightReader};
+use super::weights::{HeadAxis, MatrixPlan, Planner, TokenMatrices, VectorPlan, WeightReader};
 use super::ModelConfig;
 use crate::error::{try_with_capacity, Result};
 use crate::ops::{
@@ -89,17 +89,20 @@ impl Qwen3Layer<MatrixPlan, VectorPlan> {
         };
         let (qkv_bias, o_bias) = if config.attention_bias {
             let o_bias = planner.vector(&[(bias("self_attn.o_proj"), hidden)])?;
-            (Some(planner.vector(&attention(&bias))?), Some(o_bias))
+            let qkv_bias = planner.vector(&attention(&bias))?;
+            (Some(VectorPlan { heads: HeadAxis::Rows, ..qkv_bias }), Some(o_bias))
         } else {
             (None, None)
         };
         Ok(Qwen3Layer {
             input_norm: planner.vector(&[(weight("input_layernorm"), hidden)])?,
-            qkv_proj: planner.rows(&attention(&weight), hidden)?,
+            qkv_proj: planner.rows(&attention(&weight), hidden)?.with_heads(HeadAxis::Rows),
             qkv_bias,
             q_norm: planner.vector(&[(weight("self_attn.q_norm"), config.head_dim)])?,
             k_norm: planner.vector(&[(weight("self_attn.k_norm"), config.head_dim)])?,
-            o_proj: planner.rows(&[(weight("self_attn.o_proj"), hidden)], q)?,
+            o_proj: planner
+                .rows(&[(weight("self_attn.o_proj"), hidden)], q)?
+                .with_heads(HeadAxis::Columns),
             o_bias,
             post_norm: planner.vector(&[(weight("post_attention_layernorm"), hidden)])?,
             gate_up_proj: planner.rows(

@@ -32,6 +32,18 @@ pub struct MatrixPart {
     pub out_features: usize,
 }
 
+/// Where the elements of attention heads lie in a weight, head behind head. A device may put the heads
+/// further apart, with zeros between them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum HeadAxis {
+    /// Nowhere.
+    None,
+    /// Along the output features: projections to q, k and v, and their biases.
+    Rows,
+    /// Along the input features: the output projection.
+    Columns,
+}
+
 /// A matrix `[out_features, in_features]` made of one tensor, or of several stacked by rows.
 #[derive(Clone, Debug, PartialEq)]
 pub struct MatrixPlan {
@@ -43,6 +55,8 @@ pub struct MatrixPlan {
     pub in_features: usize,
     /// Of all parts.
     pub layout: MatrixLayout,
+    /// Which axis consists of heads.
+    pub heads: HeadAxis,
 }
 
 /// A vector made of one tensor, or of several one behind the other; kept in f32.
@@ -52,6 +66,15 @@ pub struct VectorPlan {
     pub parts: Vec<Tensor>,
     /// Sum of the parts' lengths.
     pub len: usize,
+    /// [`HeadAxis::Rows`] if it consists of heads.
+    pub heads: HeadAxis,
+}
+
+impl MatrixPlan {
+    /// The same, one of whose axes consists of heads.
+    pub fn with_heads(self, heads: HeadAxis) -> Self {
+        MatrixPlan { heads, ..self }
+    }
 }
 
 /// Turns plans into something.
@@ -178,6 +201,7 @@ impl Planner<'_> {
             out_features: 0,
             in_features,
             layout: MatrixLayout::Rows,
+            heads: HeadAxis::None,
         };
         for (name, out_features) in parts {
             let tensor = self.tensor(name, &[*out_features, in_features])?;
@@ -200,12 +224,13 @@ impl Planner<'_> {
             out_features,
             in_features,
             layout: MatrixLayout::Columns,
+            heads: HeadAxis::None,
         })
     }
 
     /// A vector of one-dimensional tensors, one behind the other.
     pub fn vector(&mut self, parts: &[(String, usize)]) -> Result<VectorPlan> {
-        let mut plan = VectorPlan { parts: Vec::new(), len: 0 };
+        let mut plan = VectorPlan { parts: Vec::new(), len: 0, heads: HeadAxis::None };
         for (name, len) in parts {
             plan.parts.push(self.tensor(name, &[*len])?);
             plan.len += len;
@@ -215,7 +240,8 @@ impl Planner<'_> {
 
     /// A table `[rows, columns]` that is kept as a vector, row behind row.
     pub fn table(&mut self, name: &str, rows: usize, columns: usize) -> Result<VectorPlan> {
-        Ok(VectorPlan { parts: vec![self.tensor(name, &[rows, columns])?], len: rows * columns })
+        let parts = vec![self.tensor(name, &[rows, columns])?];
+        Ok(VectorPlan { parts, len: rows * columns, heads: HeadAxis::None })
     }
 
     /// The embedding `embedding_name` and the output matrix `lm_head.weight`.

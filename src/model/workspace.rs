@@ -3,12 +3,13 @@
 //! The buffers grow to the largest pass seen (or reserved) and are then reused, so that steady-state
 //! decoding allocates nothing.
 
+use super::cuda::{CudaModel, DeviceWorkspace};
 use super::ModelConfig;
 use crate::error::{Error, Result};
 use crate::ops::{AttentionScratch, LinearScratch};
 
 /// Buffers for one forward pass at a time.
-#[derive(Debug, Default)]
+#[derive(Default)]
 pub struct Workspace {
     hidden: Vec<f32>,
     normed: Vec<f32>,
@@ -19,6 +20,8 @@ pub struct Workspace {
     logits_hidden: Vec<f32>,
     linear: LinearScratch,
     attention: AttentionScratch,
+    /// Of a model on a device, in place of all others.
+    device: Option<Box<DeviceWorkspace>>,
 }
 
 /// The buffers cut to the size of one pass; all row-major.
@@ -61,7 +64,22 @@ impl Workspace {
         self.activations(config, num_tokens, num_logits_rows).map(|_| ())
     }
 
-    /// Bytes of the activations held; the scratch of the ops comes on top.
+    /// The activations on the device of `model`, with room for passes of `num_tokens` tokens.
+    pub(super) fn on_device(
+        &mut self,
+        model: &CudaModel,
+        config: &ModelConfig,
+        num_tokens: usize,
+    ) -> Result<&mut DeviceWorkspace> {
+        if !self.device.as_ref().is_some_and(|device| device.fits(num_tokens)) {
+            // The smaller one goes first: both may not fit.
+            self.device = None;
+            self.device = Some(Box::new(model.workspace(config, num_tokens)?));
+        }
+        self.device.as_deref_mut().ok_or_else(|| Error::internal("no device workspace"))
+    }
+
+    /// Bytes of the activations held on the host; the scratch of the ops comes on top.
     pub fn size_bytes(&self) -> usize {
         [
             &self.hidden,

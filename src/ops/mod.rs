@@ -19,6 +19,7 @@ pub mod rms_norm;
 pub mod rope;
 pub mod silu_mul;
 pub mod softmax;
+pub mod stepwise;
 pub mod tensor;
 
 pub use argmax::argmax;

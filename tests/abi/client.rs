@@ -55,9 +55,12 @@ pub fn shared_golden() -> Option<PathBuf> {
     Some(path)
 }
 
+/// The defaults, but for the device: what is tested is the CPU, on machines with a GPU too.
 pub fn load_options() -> xserv_load_options {
-    let mut options = unsafe { std::mem::zeroed() };
+    let mut options: xserv_load_options = unsafe { std::mem::zeroed() };
     check(unsafe { xserv_load_options_default(&mut options) }).unwrap();
+    assert_eq!(options.device, xserv_device_kind::XSERV_DEVICE_AUTO as u32);
+    options.device = xserv_device_kind::XSERV_DEVICE_CPU as u32;
     options
 }
 

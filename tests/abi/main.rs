@@ -9,6 +9,7 @@
 
 mod arguments;
 mod client;
+mod cuda;
 mod dlpack;
 mod generation;
 mod golden;

@@ -10,6 +10,7 @@ mod golden;
 mod driver;
 
 mod config;
+mod cuda;
 mod folder;
 mod forward;
 mod inspect;

@@ -5,6 +5,8 @@
 use std::sync::Arc;
 
 use xserv::backend::cpu::CpuBackend;
+use xserv::backend::{cuda, ComputeContext};
+use xserv::error::Result;
 use xserv::memory::DType;
 use xserv::model::{ForwardBatch, KvCache, LoadOptions, Model, Workspace};
 use xserv::ops::BLOCK_SIZE;
@@ -25,6 +27,31 @@ pub fn load_on(path: &str, dtype: Option<DType>, backend: CpuBackend) -> Model {
         .unwrap_or_else(|e| panic!("{path}: {e}"))
 }
 
+/// The first CUDA device; `None`, with a line that says why, where there is none. `XSERV_REQUIRE_GPU=1` makes
+/// the lack of one a failure.
+pub fn cuda_context() -> Option<Arc<ComputeContext>> {
+    let found = cuda::available().and_then(|()| ComputeContext::cuda_private(0, usize::MAX));
+    match found {
+        Ok(context) => Some(Arc::new(context)),
+        Err(why) => {
+            assert!(std::env::var_os("XSERV_REQUIRE_GPU").is_none(), "no CUDA device: {why}");
+            println!("skipped: no CUDA device ({why})");
+            None
+        }
+    }
+}
+
+/// Loads the folder `path` to the device of a context.
+pub fn load_on_cuda(
+    path: &str,
+    dtype: Option<DType>,
+    context: Arc<ComputeContext>,
+) -> Result<Model> {
+    let backend = CpuBackend::new(2).expect("threads");
+    let options = LoadOptions { dtype, ..LoadOptions::default() };
+    Model::open(path)?.load_on_device(context, &backend, &options, &mut |_| true)
+}
+
 /// A sequence in the cache.
 #[derive(Default)]
 pub struct Sequence {
@@ -42,7 +69,7 @@ pub struct Driver<'m> {
 
 impl<'m> Driver<'m> {
     pub fn new(model: &'m Model, num_blocks: usize) -> Self {
-        let kv = KvCache::new(model.kv_layout(), num_blocks).expect("a cache");
+        let kv = model.kv_cache(num_blocks).expect("a cache");
         // Out of order, so that a block table that is ignored shows.
         let (even, odd): (Vec<u32>, Vec<u32>) =
             (0..num_blocks as u32).rev().partition(|block| block % 2 == 0);

@@ -8,7 +8,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::memory::{Block, CachingAllocator, Device, Tensor};
 use cudarc::driver::sys::{self, CUresult, CUstream};
 use std::ffi::c_void;
-use std::sync::atomic::{AtomicBool, AtomicI32, AtomicI64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicI64, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
 /// Where kernels report an index that they were given and did not follow: the first offence only, in
@@ -46,6 +46,7 @@ pub struct CudaContext {
     pinned: Arc<CachingAllocator>,
     /// A [`FaultRecord`], shared with the GPU.
     faults: Block,
+    num_launches: AtomicU64,
     /// See [`CudaContext::counters`].
     counters: OnceLock<Block>,
 }
@@ -202,6 +203,7 @@ impl CudaContext {
             allocator,
             pinned,
             faults,
+            num_launches: AtomicU64::new(0),
             counters: OnceLock::new(),
         })
     }
@@ -233,6 +235,11 @@ impl CudaContext {
         }
         let made = Blas::new(self)?;
         Ok(self.blas.get_or_init(|| made))
+    }
+
+    /// How many kernels of the library have been queued.
+    pub fn num_launches(&self) -> u64 {
+        self.num_launches.load(Ordering::Relaxed)
     }
 
     pub(crate) fn raw_stream(&self) -> CUstream {
@@ -313,6 +320,7 @@ impl CudaContext {
             }
         }
         let (x, y, z) = launch.grid;
+        self.num_launches.fetch_add(1, Ordering::Relaxed);
         self.with_current(|| {
             // SAFETY: the caller vouches for arguments and extents; each pointer leads to a word of
             // `arguments` (little-endian: the lower bytes come first) or to a struct that it borrows.

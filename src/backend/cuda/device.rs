@@ -175,6 +175,15 @@ impl CudaDevice {
         &self.info
     }
 
+    /// Bytes of device memory that nobody uses at the moment.
+    pub fn free_memory_bytes(&self) -> Result<usize> {
+        let _current = self.enter()?;
+        let (mut free, mut total) = (0, 0);
+        // SAFETY: a context is current; two sizes are written.
+        check(unsafe { sys::cuMemGetInfo_v2(&mut free, &mut total) }, "asking for free memory")?;
+        Ok(free)
+    }
+
     pub(super) fn raw_context(&self) -> CUcontext {
         self.context
     }

@@ -12,6 +12,7 @@ mod rope;
 
 use serde_json::Value;
 
+use super::cuda::HeadSpacing;
 use crate::error::{Error, Result};
 use crate::memory::DType;
 use crate::model::folder::{shown_name, Folder};
@@ -174,6 +175,12 @@ impl ModelConfig {
             num_kv_heads: self.num_kv_heads,
             head_dim: self.head_dim,
         }
+    }
+
+    /// The same on a device, where short heads are followed by zeros.
+    pub(super) fn device_kv_layout(&self, dtype: DType) -> Result<KvLayout> {
+        let head_dim = HeadSpacing::new(self.head_dim)?.stride;
+        Ok(KvLayout { head_dim, ..self.kv_layout(dtype) })
     }
 
     /// The factor of the attention scores before the softmax, `1 / sqrt(head_dim)`.

@@ -1,0 +1,160 @@
+// What Qwen3 does between the projection and the attention, with the roundings of Transformers:
+//   q, k = rope(rms_norm(q)), rope(rms_norm(k))     each head by itself; q in place, k into the cache
+//   v                                               into the cache as it is
+//   rms_norm(x) = round(weight * round(x / sqrt(mean(x^2) + eps)))
+//   rope(x)     = round(round(x * cos) + round(rotate_half(x) * sin))      Su et al. 2021, split-half pairs
+// where round() is to T, and cos and sin are of type T. In f32 the roundings do nothing.
+//
+// qkv: [num_tokens, (num_heads + 2 num_kv_heads) * head_stride], the first head_dim elements of each head in
+// use, the others zero; q_norm, k_norm: [head_dim]; cos, sin: [max_position, head_dim / 2];
+// positions: [num_tokens]; slots: [num_tokens], block * block_size + offset;
+// k_cache, v_cache: [num_slots, num_kv_heads, head_stride], that is [num_blocks, block_size, ...].
+//
+// A token whose slot is outside the cache is not written, one whose position is outside the table not
+// rotated; both are reported. One warp per token and head, each lane PAIRS neighbouring pairs at a time: 2
+// where head_dim is a multiple of 4, else 1. head_dim is even, at most 256; head_stride a multiple of 4.
+// grid (num_tokens, ceil(heads / warps of a block)).
+#include "common/dtype.cuh"
+#include "common/fault.cuh"
+#include "common/reduce.cuh"
+
+namespace xserv {
+
+struct QkNormRopeAppendArgs {
+  void* qkv;
+  const void* q_norm;
+  const void* k_norm;
+  const void* cos;
+  const void* sin;
+  const int* positions;
+  const unsigned* slots;
+  void* k_cache;
+  void* v_cache;
+  FaultRecord* fault;
+  long long num_slots;
+  int num_heads;
+  int num_kv_heads;
+  int head_dim;
+  int head_stride;
+  int max_position;
+  float eps;
+};
+static_assert(sizeof(QkNormRopeAppendArgs) == 10 * 8 + 8 + 6 * 4, "the host passes this struct by value");
+
+// Of the longest head.
+constexpr int kMostPairs = 128;
+
+template <typename T>
+__device__ __forceinline__ float rounded(float value) {
+  return to_float(from_float<T>(value));
+}
+
+template <typename T, int PAIRS>
+__device__ __forceinline__ void qk_norm_rope_append(const QkNormRopeAppendArgs& args) {
+  using V = Vec<T, PAIRS>;
+  constexpr int kSteps = kMostPairs / (32 * PAIRS);
+  const int lane = threadIdx.x & 31;
+  const int head = blockIdx.y * (blockDim.x >> 5) + (threadIdx.x >> 5);
+  const int num_heads = args.num_heads, num_kv_heads = args.num_kv_heads;
+  if (head >= num_heads + 2 * num_kv_heads) return;
+  const long long token = blockIdx.x;
+  const int half = args.head_dim / 2, stride = args.head_stride;
+  T* source = static_cast<T*>(args.qkv) + (token * (num_heads + 2 * num_kv_heads) + head) * stride;
+
+  const bool is_query = head < num_heads, is_value = head >= num_heads + num_kv_heads;
+  T* target = source;
+  if (!is_query) {
+    const long long slot = args.slots[token];
+    if (slot >= args.num_slots) {
+      if (lane == 0) report_fault(args.fault, kFaultBlock, token, slot);
+      return;
+    }
+    const int kv_head = head - num_heads - (is_value ? num_kv_heads : 0);
+    target = static_cast<T*>(is_value ? args.v_cache : args.k_cache);
+    target += (slot * num_kv_heads + kv_head) * stride;
+  }
+  if (is_value) {
+    for (int i = lane * PAIRS; i < stride; i += 32 * PAIRS) {
+      *reinterpret_cast<V*>(target + i) = *reinterpret_cast<const V*>(source + i);
+    }
+    return;
+  }
+
+  V a[kSteps], b[kSteps];
+  float sum = 0.0f;
+#pragma unroll
+  for (int step = 0; step < kSteps; step++) {
+    const int i = (step * 32 + lane) * PAIRS;
+    if (i >= half) continue;
+    a[step] = *reinterpret_cast<const V*>(source + i);
+    b[step] = *reinterpret_cast<const V*>(source + half + i);
+#pragma unroll
+    for (int j = 0; j < PAIRS; j++) {
+      const float left = to_float(a[step][j]), right = to_float(b[step][j]);
+      sum += left * left + right * right;
+    }
+  }
+  const float scale = rsqrtf(warp_reduce<Sum>(sum) / args.head_dim + args.eps);
+
+  const int position = args.positions[token];
+  const bool is_valid = position >= 0 && position < args.max_position;
+  if (!is_valid && head == 0 && lane == 0) report_fault(args.fault, kFaultPosition, token, position);
+  const long long row = is_valid ? static_cast<long long>(position) * half : 0;
+  const T* weight = static_cast<const T*>(is_query ? args.q_norm : args.k_norm);
+#pragma unroll
+  for (int step = 0; step < kSteps; step++) {
+    const int i = (step * 32 + lane) * PAIRS;
+    if (i >= half) continue;
+    const V weight_a = *reinterpret_cast<const V*>(weight + i);
+    const V weight_b = *reinterpret_cast<const V*>(weight + half + i);
+    const V cos = *reinterpret_cast<const V*>(static_cast<const T*>(args.cos) + row + i);
+    const V sin = *reinterpret_cast<const V*>(static_cast<const T*>(args.sin) + row + i);
+    V left_out, right_out;
+#pragma unroll
+    for (int j = 0; j < PAIRS; j++) {
+      const float left = rounded<T>(rounded<T>(to_float(a[step][j]) * scale) * to_float(weight_a[j]));
+      const float right = rounded<T>(rounded<T>(to_float(b[step][j]) * scale) * to_float(weight_b[j]));
+      const float c = is_valid ? to_float(cos[j]) : 1.0f, s = is_valid ? to_float(sin[j]) : 0.0f;
+      left_out[j] = from_float<T>(rounded<T>(left * c) - rounded<T>(right * s));
+      right_out[j] = from_float<T>(rounded<T>(right * c) + rounded<T>(left * s));
+    }
+    *reinterpret_cast<V*>(target + i) = left_out;
+    *reinterpret_cast<V*>(target + half + i) = right_out;
+  }
+  // The cache is not cleared before its first use.
+  if (!is_query) {
+    for (int i = args.head_dim + lane; i < stride; i += 32) target[i] = from_float<T>(0.0f);
+  }
+}
+
+// The tables, [max_position, half] each, as Transformers makes them: the angle in f32, the factor of YaRN in
+// f32, then rounded to T. One thread per entry.
+template <typename T>
+__device__ __forceinline__ void rope_table(T* cos_table, T* sin_table, const float* inv_freq, float scaling,
+                                           int max_position, int half) {
+  const long long entry = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (entry >= static_cast<long long>(max_position) * half) return;
+  const float angle = __fmul_rn(static_cast<float>(entry / half), inv_freq[entry % half]);
+  double sin_value, cos_value;
+  sincos(static_cast<double>(angle), &sin_value, &cos_value);
+  cos_table[entry] = from_float<T>(static_cast<float>(cos_value) * scaling);
+  sin_table[entry] = from_float<T>(static_cast<float>(sin_value) * scaling);
+}
+
+}  // namespace xserv
+
+#define XSERV_KERNEL(SUFFIX, T)                                                                              \
+  extern "C" __global__ void __launch_bounds__(256)                                                          \
+      xserv_qk_norm_rope_append_vec_##SUFFIX(const __grid_constant__ xserv::QkNormRopeAppendArgs args) {     \
+    xserv::qk_norm_rope_append<T, 2>(args);                                                                  \
+  }                                                                                                          \
+  extern "C" __global__ void __launch_bounds__(256)                                                          \
+      xserv_qk_norm_rope_append_scalar_##SUFFIX(const __grid_constant__ xserv::QkNormRopeAppendArgs args) {  \
+    xserv::qk_norm_rope_append<T, 1>(args);                                                                  \
+  }                                                                                                          \
+  extern "C" __global__ void __launch_bounds__(256)                                                          \
+      xserv_qk_rope_table_##SUFFIX(T* cos_table, T* sin_table, const float* inv_freq, float scaling,         \
+                                   int max_position, int half) {                                             \
+    xserv::rope_table<T>(cos_table, sin_table, inv_freq, scaling, max_position, half);                       \
+  }
+XSERV_FOR_EACH_DTYPE(XSERV_KERNEL)

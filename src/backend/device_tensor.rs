@@ -1,0 +1,232 @@
+//! Tensors that own their memory, and the host memory through which they are filled and read: what a model
+//! on a device is made of.
+
+use super::{ComputeContext, ContextBackend};
+use crate::error::{Error, Result};
+use crate::memory::{Block, Device, ElementType, Tensor, MAX_RANK};
+use std::fmt;
+use std::ops::{Deref, Range};
+use std::sync::Arc;
+
+/// Tensors of an [`Arena`] begin at multiples of this.
+const ALIGNMENT: usize = 256;
+
+/// A tensor that keeps its memory, which others may share.
+#[derive(Clone)]
+pub struct DeviceTensor {
+    tensor: Tensor,
+    memory: Arc<Block>,
+}
+
+impl Deref for DeviceTensor {
+    type Target = Tensor;
+
+    fn deref(&self) -> &Tensor {
+        &self.tensor
+    }
+}
+
+impl fmt::Debug for DeviceTensor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "DeviceTensor({} {})", self.tensor.element(), self.tensor.shape())
+    }
+}
+
+/// Sizes or strides as descriptors have them.
+fn dims(values: &[usize]) -> Result<([i64; MAX_RANK], usize)> {
+    let mut dims = [0; MAX_RANK];
+    if values.len() > MAX_RANK {
+        return Err(Error::internal("a tensor of too many dimensions"));
+    }
+    for (dim, &value) in dims.iter_mut().zip(values) {
+        *dim = i64::try_from(value)
+            .map_err(|_| Error::invalid_argument(format!("{value} is too large for a tensor")))?;
+    }
+    Ok((dims, values.len()))
+}
+
+impl DeviceTensor {
+    /// A part of the same memory: elements from `offset` on, row-major contiguous without `strides`.
+    pub fn view(
+        &self,
+        offset: usize,
+        shape: &[usize],
+        strides: Option<&[usize]>,
+    ) -> Result<DeviceTensor> {
+        let element = self.tensor.element();
+        let start = (self.tensor.data() as usize - self.memory.start() as usize)
+            .saturating_add(offset.saturating_mul(element.size_bytes()));
+        place(&self.memory, start, element, self.tensor.device(), shape, strides)
+    }
+
+    /// Queues filling it with zeros.
+    pub fn zero(&self, context: &ComputeContext) -> Result<()> {
+        let ContextBackend::Cuda(cuda) = context.backend() else {
+            return Err(Error::internal("a device tensor on the CPU"));
+        };
+        if !self.tensor.is_contiguous() {
+            return Err(Error::internal("zeros for a tensor with gaps"));
+        }
+        // SAFETY: the tensor's own memory, on the context's device; freed memory is reused in the order of
+        // the stream.
+        unsafe { cuda.fill(self.tensor.data(), 0, self.tensor.size_bytes()) }
+    }
+}
+
+/// A tensor from byte `start` of `memory` on, which must hold all of it.
+fn place(
+    memory: &Arc<Block>,
+    start: usize,
+    element: ElementType,
+    device: Device,
+    shape: &[usize],
+    strides: Option<&[usize]>,
+) -> Result<DeviceTensor> {
+    let (shape, rank) = dims(shape)?;
+    let strides = strides.map(dims).transpose()?;
+    let data = memory.start().wrapping_add(start);
+    let shape = shape.get(..rank).unwrap_or_default();
+    let strides = strides.as_ref().map(|(strides, rank)| strides.get(..*rank).unwrap_or_default());
+    // SAFETY: the span is compared with the memory below, which the tensor keeps.
+    let tensor = unsafe { Tensor::from_raw(data, element, device, shape, strides, "a tensor") }?;
+    let end = start.checked_add(tensor.span_bytes());
+    match end.is_some_and(|end| end <= memory.len_bytes()) {
+        true => Ok(DeviceTensor { tensor, memory: memory.clone() }),
+        false => Err(Error::internal(format!(
+            "a tensor of shape {} from byte {start} on in {} bytes",
+            tensor.shape(),
+            memory.len_bytes()
+        ))),
+    }
+}
+
+/// One allocation that is divided among tensors once and for all.
+pub struct Arena {
+    memory: Arc<Block>,
+    device: Device,
+    used: usize,
+}
+
+impl Arena {
+    /// Memory of exactly `len_bytes`, for `what`. Its content is arbitrary.
+    pub fn new(context: &ComputeContext, len_bytes: usize, what: &str) -> Result<Self> {
+        let memory = Arc::new(context.allocate_exact(len_bytes, what)?);
+        Ok(Arena { memory, device: context.device(), used: 0 })
+    }
+
+    /// What a tensor takes of an arena.
+    pub fn bytes_for(element: ElementType, shape: &[usize]) -> Result<usize> {
+        let bytes = shape
+            .iter()
+            .try_fold(element.size_bytes(), |product, &size| product.checked_mul(size))
+            .and_then(|bytes| bytes.checked_next_multiple_of(ALIGNMENT));
+        bytes.ok_or_else(|| Error::out_of_memory("a tensor", usize::MAX))
+    }
+
+    /// The next tensor, contiguous.
+    pub fn tensor(&mut self, element: ElementType, shape: &[usize]) -> Result<DeviceTensor> {
+        let bytes = Self::bytes_for(element, shape)?;
+        let tensor = place(&self.memory, self.used, element, self.device, shape, None)?;
+        self.used += bytes;
+        Ok(tensor)
+    }
+
+    /// All of it, as elements of a type.
+    pub fn whole(&self, element: ElementType) -> Result<DeviceTensor> {
+        let len = self.memory.len_bytes() / element.size_bytes();
+        place(&self.memory, 0, element, self.device, &[len], None)
+    }
+}
+
+/// Host memory that a device copies from and to by itself.
+pub struct PinnedBuffer {
+    context: Arc<ComputeContext>,
+    memory: Block,
+    /// A copy may be under way.
+    is_busy: bool,
+}
+
+impl PinnedBuffer {
+    /// Zeroed memory of `len_bytes`, for `what`.
+    pub fn new(context: &Arc<ComputeContext>, len_bytes: usize, what: &str) -> Result<Self> {
+        let memory = context.allocate_pinned(len_bytes, what)?;
+        // SAFETY: fresh host memory of that size.
+        unsafe { memory.start().write_bytes(0, len_bytes) };
+        Ok(PinnedBuffer { context: context.clone(), memory, is_busy: false })
+    }
+
+    /// The length in bytes.
+    pub fn len_bytes(&self) -> usize {
+        self.memory.len_bytes()
+    }
+
+    /// Its bytes, after the end of all copies.
+    pub fn bytes(&mut self) -> Result<&mut [u8]> {
+        self.wait()?;
+        // SAFETY: initialised host memory of that length, owned by self, that no copy uses now.
+        Ok(unsafe { std::slice::from_raw_parts_mut(self.memory.start(), self.memory.len_bytes()) })
+    }
+
+    /// Waits for the copies that were queued here (and for all work of the context).
+    pub fn wait(&mut self) -> Result<()> {
+        if self.is_busy {
+            self.context.synchronize()?;
+            self.is_busy = false;
+        }
+        Ok(())
+    }
+
+    /// Queues a copy of the bytes `from` to a contiguous tensor, from its byte `target_offset` on.
+    pub fn upload(
+        &mut self,
+        from: Range<usize>,
+        target: &DeviceTensor,
+        target_offset: usize,
+    ) -> Result<()> {
+        let bytes = from.len();
+        check_copy(target, target_offset, bytes)?;
+        if from.end > self.len_bytes() {
+            return Err(Error::internal("an upload beyond the staging memory"));
+        }
+        let source = self.memory.start().wrapping_add(from.start);
+        // SAFETY: both sides were checked to span the bytes; ours stay until the copy is done (`is_busy`).
+        unsafe { self.copy(target.data().wrapping_add(target_offset), source, bytes) }
+    }
+
+    /// Queues a copy of a contiguous tensor to the beginning.
+    pub fn download(&mut self, source: &DeviceTensor) -> Result<()> {
+        let bytes = source.size_bytes();
+        check_copy(source, 0, bytes)?;
+        if bytes > self.len_bytes() {
+            return Err(Error::internal("a download larger than the staging memory"));
+        }
+        // SAFETY: as in `upload`.
+        unsafe { self.copy(self.memory.start(), source.data(), bytes) }
+    }
+
+    /// # Safety
+    /// Both are valid for `bytes` until the copy is done.
+    unsafe fn copy(&mut self, target: *mut u8, source: *const u8, bytes: usize) -> Result<()> {
+        let ContextBackend::Cuda(cuda) = self.context.backend() else {
+            return Err(Error::internal("pinned memory on the CPU"));
+        };
+        self.is_busy = true;
+        // SAFETY: passed on to the caller.
+        unsafe { cuda.copy(target, source, bytes) }
+    }
+}
+
+fn check_copy(tensor: &DeviceTensor, offset: usize, bytes: usize) -> Result<()> {
+    let fits = offset.checked_add(bytes).is_some_and(|end| end <= tensor.size_bytes());
+    match fits && tensor.is_contiguous() {
+        true => Ok(()),
+        false => Err(Error::internal("a copy beyond a tensor")),
+    }
+}
+
+impl Drop for PinnedBuffer {
+    fn drop(&mut self) {
+        // The memory goes to whoever asks next.
+        let _ = self.wait();
+    }
+}

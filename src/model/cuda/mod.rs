@@ -1,0 +1,167 @@
+//! Models on a CUDA device: the weights in device memory, and the forward pass that queues operators on a
+//! stream and waits once, for the logits.
+//!
+//! The residual stream and all activations have the model's element type, and are rounded where Transformers
+//! rounds them ([`crate::ops::stepwise`]).
+
+mod heads;
+mod load;
+mod qwen3;
+mod workspace;
+
+pub(super) use heads::HeadSpacing;
+pub(super) use workspace::DeviceWorkspace;
+
+use std::sync::Arc;
+
+use super::load::Loader;
+use super::qwen3::Qwen3Weights;
+use super::weights::{Weights, WeightsPlan};
+use super::{LoadOptions, ModelConfig, ModelFolder};
+use crate::backend::cpu::CpuBackend;
+use crate::backend::{Arena, ComputeContext, ContextBackend, DeviceTensor, PinnedBuffer};
+use crate::error::{Error, Result};
+use crate::memory::{DType, ElementType};
+use crate::ops::stepwise;
+
+/// Memory that the operators themselves take from time to time: partial sums of attention and of matrix
+/// products, and the workspace of cuBLAS (32 MiB).
+const SCRATCH_BYTES: u64 = 64 << 20;
+
+/// What a model has on a device.
+pub(super) struct CudaModel {
+    pub context: Arc<ComputeContext>,
+    weights: Qwen3Weights<DeviceTensor, DeviceTensor>,
+    /// `[max_context_tokens, head_dim / 2]` of the model's element type.
+    cos: DeviceTensor,
+    sin: DeviceTensor,
+    pub spacing: HeadSpacing,
+    dtype: DType,
+}
+
+/// What a model takes of a device, besides the KV cache.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DevicePlan {
+    /// Weights and tables of positions.
+    pub weights_bytes: u64,
+    /// Activations of the longest pass and scratch of the operators.
+    pub workspace_bytes: u64,
+    /// Keys and values of one token in all layers.
+    pub kv_bytes_per_token: u64,
+}
+
+/// Bytes of the tables of cosines and sines, and of the frequencies they are made from.
+fn rope_bytes(config: &ModelConfig, dtype: DType) -> Result<usize> {
+    let half = config.head_dim / 2;
+    let table = Arena::bytes_for(ElementType::Float(dtype), &[config.max_context_tokens, half])?;
+    let frequencies = Arena::bytes_for(ElementType::Float(DType::F32), &[half])?;
+    table
+        .checked_mul(2)
+        .and_then(|bytes| bytes.checked_add(frequencies))
+        .ok_or_else(|| Error::out_of_memory("the tables of positions", usize::MAX))
+}
+
+/// The plan's Qwen3 weights; other architectures are refused by name.
+fn check_architecture(config: &ModelConfig, plan: &WeightsPlan) -> Result<()> {
+    match plan {
+        Weights::Qwen3(_) => Ok(()),
+        Weights::Gpt2(_) => Err(Error::unsupported(format!(
+            "{} does not run on CUDA in this version, only on the CPU",
+            config.architecture.name()
+        ))),
+    }
+}
+
+impl ModelFolder {
+    /// What the model takes of a CUDA device as `dtype`, for passes of up to `num_tokens` tokens. Refuses, by
+    /// name, what does not run there.
+    pub fn device_plan(&self, dtype: DType, num_tokens: usize) -> Result<DevicePlan> {
+        let config = self.config();
+        check_architecture(config, self.plan())?;
+        let spacing = HeadSpacing::new(config.head_dim)?;
+        let weights = load::device_bytes(self.plan(), dtype, spacing)?;
+        let workspace = workspace::device_bytes(config, dtype, spacing, num_tokens)?;
+        let layout = config.device_kv_layout(dtype)?;
+        Ok(DevicePlan {
+            weights_bytes: (weights as u64).saturating_add(rope_bytes(config, dtype)? as u64),
+            workspace_bytes: (workspace as u64).saturating_add(SCRATCH_BYTES),
+            kv_bytes_per_token: layout.bytes_per_token() as u64,
+        })
+    }
+}
+
+impl CudaModel {
+    /// Reads the weights to the device of `context`, which works for this model alone. Also returns the bytes
+    /// that weights and tables take there.
+    pub fn load(
+        folder: &ModelFolder,
+        context: Arc<ComputeContext>,
+        backend: &CpuBackend,
+        dtype: DType,
+        options: &LoadOptions,
+        progress: &mut dyn FnMut(f32) -> bool,
+    ) -> Result<(Self, u64)> {
+        let (config, plan) = (&folder.config, &folder.plan);
+        check_architecture(config, plan)?;
+        let spacing = HeadSpacing::new(config.head_dim)?;
+        let totals = plan.totals()?;
+        let weights_bytes = load::device_bytes(plan, dtype, spacing)?;
+        let arena = Arena::new(&context, weights_bytes, "the weights")?;
+        let mut loader = Loader::new(
+            &folder.folder,
+            &folder.checkpoint,
+            backend,
+            dtype,
+            options,
+            totals.stored_bytes,
+            progress,
+        )?;
+        let mut reader = load::DeviceReader::new(&mut loader, &context, arena, dtype, spacing)?;
+        let weights = plan.read(&mut reader)?;
+        reader.finish()?;
+        let Weights::Qwen3(weights) = weights else {
+            return Err(Error::internal("weights of another architecture"));
+        };
+        let (cos, sin) = rope_tables(&context, config, dtype)?;
+        let bytes = weights_bytes.saturating_add(rope_bytes(config, dtype)?) as u64;
+        Ok((CudaModel { context, weights, cos, sin, spacing, dtype }, bytes))
+    }
+
+    /// Memory for passes of up to `num_tokens` tokens.
+    pub fn workspace(&self, config: &ModelConfig, num_tokens: usize) -> Result<DeviceWorkspace> {
+        DeviceWorkspace::new(&self.context, config, self.dtype, self.spacing, num_tokens)
+    }
+
+    /// For people: "cuda (NVIDIA H200)".
+    pub fn device_name(&self) -> String {
+        match self.context.backend() {
+            ContextBackend::Cuda(cuda) => format!("cuda ({})", cuda.device().info().name),
+            ContextBackend::Cpu { .. } => "cpu".to_string(),
+        }
+    }
+}
+
+/// Cosines and sines of all positions.
+fn rope_tables(
+    context: &Arc<ComputeContext>,
+    config: &ModelConfig,
+    dtype: DType,
+) -> Result<(DeviceTensor, DeviceTensor)> {
+    let rope = config.rope.as_ref();
+    let rope = rope.ok_or_else(|| Error::internal("Qwen3 without rotary positions"))?;
+    let inv_freq = rope.inv_freq(config.head_dim)?;
+    let half = config.head_dim / 2;
+    let mut arena = Arena::new(context, rope_bytes(config, dtype)?, "the tables of positions")?;
+    let shape = [config.max_context_tokens, half];
+    let cos = arena.tensor(ElementType::Float(dtype), &shape)?;
+    let sin = arena.tensor(ElementType::Float(dtype), &shape)?;
+    let frequencies = arena.tensor(ElementType::Float(DType::F32), &[half])?;
+    let mut staging = PinnedBuffer::new(context, half * 4, "rope frequencies")?;
+    for (word, f) in staging.bytes()?.chunks_exact_mut(4).zip(&inv_freq) {
+        word.copy_from_slice(&f.to_ne_bytes());
+    }
+    staging.upload(0..half * 4, &frequencies, 0)?;
+    stepwise::rope_tables(context, &frequencies, rope.attention_scaling(), &cos, &sin)?;
+    staging.wait()?;
+    Ok((cos, sin))
+}

@@ -1,0 +1,178 @@
+//! What Qwen3 does between the projection and the attention, rounded after each step: RMSNorm of each head of
+//! q and k, rotary embedding (Su et al., 2021, split-half pairs), and keys and values into the cache.
+
+use super::{check, cuda, float};
+use crate::backend::cuda::{Arguments, Launch};
+use crate::backend::ComputeContext;
+use crate::error::{Error, Result};
+use crate::memory::{DType, ElementType, Tensor};
+
+/// How heads are normalised and turned. All of the heads' type.
+#[derive(Clone, Copy, Debug)]
+pub struct QkNormRope<'a> {
+    /// [head_dim]
+    pub q_norm: &'a Tensor,
+    /// [head_dim]
+    pub k_norm: &'a Tensor,
+    /// In the root.
+    pub eps: f32,
+    /// [max_position, head_dim / 2], of [`rope_tables`].
+    pub cos: &'a Tensor,
+    /// The same.
+    pub sin: &'a Tensor,
+    /// i32 [num_tokens]
+    pub positions: &'a Tensor,
+}
+
+/// Where keys and values go.
+#[derive(Clone, Copy, Debug)]
+pub struct KvSlots<'a> {
+    /// [num_blocks, block_size, num_kv_heads, head_stride]
+    pub k: &'a Tensor,
+    /// The same.
+    pub v: &'a Tensor,
+    /// [num_tokens], of 32 bits without a sign: `block * block_size + offset`.
+    pub slots: &'a Tensor,
+}
+
+/// `csrc/ops/qk_norm_rope_append.cu` has the same struct and says what it means.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct QkNormRopeAppendArgs {
+    qkv: *mut u8,
+    q_norm: *mut u8,
+    k_norm: *mut u8,
+    cos: *mut u8,
+    sin: *mut u8,
+    positions: *mut u8,
+    slots: *mut u8,
+    k_cache: *mut u8,
+    v_cache: *mut u8,
+    fault: *mut u8,
+    num_slots: i64,
+    num_heads: i32,
+    num_kv_heads: i32,
+    head_dim: i32,
+    head_stride: i32,
+    max_position: i32,
+    eps: f32,
+}
+const _: () = assert!(size_of::<QkNormRopeAppendArgs>() == 10 * 8 + 8 + 6 * 4);
+
+/// Warps of a block: heads that it serves.
+const WARPS: u32 = 8;
+/// The longest head that a warp holds.
+const MAX_HEAD_DIM: i64 = 256;
+
+fn size(tensor: &Tensor, dimension: usize) -> i64 {
+    tensor.shape().get(dimension).copied().unwrap_or(0)
+}
+
+/// See the head of the file. qkv [num_tokens, num_heads + 2 num_kv_heads, head_stride], contiguous: q becomes
+/// the rotated queries, k and v stay. Of each head only the first head_dim elements are in use, the others are
+/// zero.
+pub fn qk_norm_rope_append(
+    context: &ComputeContext,
+    qkv: &Tensor,
+    how: &QkNormRope<'_>,
+    kv: &KvSlots<'_>,
+) -> Result<()> {
+    let (element, dtype) = (qkv.element(), float("qkv", qkv)?);
+    let (num_tokens, total_heads, stride) = (size(qkv, 0), size(qkv, 1), size(qkv, 2));
+    let (head_dim, max_position) = (how.q_norm.width(), size(how.cos, 0));
+    let (num_blocks, block_size, num_kv_heads) = (size(kv.k, 0), size(kv.k, 1), size(kv.k, 2));
+    let num_heads = total_heads - 2 * num_kv_heads;
+    check("qkv", qkv, element, &[num_tokens, total_heads, stride])?;
+    check("q_norm", how.q_norm, element, &[head_dim])?;
+    check("k_norm", how.k_norm, element, &[head_dim])?;
+    check("cos", how.cos, element, &[max_position, head_dim / 2])?;
+    check("sin", how.sin, element, &[max_position, head_dim / 2])?;
+    check("positions", how.positions, ElementType::I32, &[num_tokens])?;
+    check("slots", kv.slots, ElementType::I32, &[num_tokens])?;
+    let cache_shape = [num_blocks, block_size, num_kv_heads, stride];
+    check("the key cache", kv.k, element, &cache_shape)?;
+    check("the value cache", kv.v, element, &cache_shape)?;
+    if num_heads < 0 || head_dim > stride.min(MAX_HEAD_DIM) || head_dim % 2 != 0 || stride % 4 != 0
+    {
+        return Err(Error::internal(format!("heads of {head_dim} elements, {stride} apart")));
+    }
+    if num_tokens == 0 || total_heads == 0 {
+        return Ok(());
+    }
+    let int = |value: i64| {
+        i32::try_from(value).map_err(|_| Error::unsupported(format!("a size of {value}")))
+    };
+    let cuda = cuda(context)?;
+    let arguments = QkNormRopeAppendArgs {
+        qkv: qkv.data(),
+        q_norm: how.q_norm.data(),
+        k_norm: how.k_norm.data(),
+        cos: how.cos.data(),
+        sin: how.sin.data(),
+        positions: how.positions.data(),
+        slots: kv.slots.data(),
+        k_cache: kv.k.data(),
+        v_cache: kv.v.data(),
+        fault: cuda.faults(),
+        num_slots: num_blocks * block_size,
+        num_heads: int(num_heads)?,
+        num_kv_heads: int(num_kv_heads)?,
+        head_dim: int(head_dim)?,
+        head_stride: int(stride)?,
+        max_position: int(max_position)?,
+        eps: how.eps,
+    };
+    let name = match (dtype, head_dim % 4) {
+        (DType::F32, 0) => "xserv_qk_norm_rope_append_vec_f32",
+        (DType::F16, 0) => "xserv_qk_norm_rope_append_vec_f16",
+        (DType::BF16, 0) => "xserv_qk_norm_rope_append_vec_bf16",
+        (DType::F32, _) => "xserv_qk_norm_rope_append_scalar_f32",
+        (DType::F16, _) => "xserv_qk_norm_rope_append_scalar_f16",
+        (DType::BF16, _) => "xserv_qk_norm_rope_append_scalar_bf16",
+    };
+    let parts = (int(total_heads)? as u32).div_ceil(WARPS);
+    if parts > 65535 {
+        return Err(Error::unsupported(format!("{total_heads} heads are too many")));
+    }
+    let launch =
+        Launch { grid: (int(num_tokens)? as u32, parts, 1), block: 32 * WARPS, shared_bytes: 0 };
+    // SAFETY: the argument of the kernel; the shapes were checked above, and the kernel follows no position or
+    // slot beyond them.
+    unsafe { cuda.launch("qk_norm_rope_append", name, launch, Arguments::new().value(&arguments)) }
+}
+
+/// Fills cos and sin [max_position, head_dim / 2]: the angle `position * inv_freq[i]` and the product with
+/// `attention_scaling` in f32, as Transformers has them. inv_freq f32 [head_dim / 2].
+pub fn rope_tables(
+    context: &ComputeContext,
+    inv_freq: &Tensor,
+    attention_scaling: f32,
+    cos: &Tensor,
+    sin: &Tensor,
+) -> Result<()> {
+    let (dtype, (max_position, half)) = (float("cos", cos)?, super::matrix_size("cos", cos)?);
+    check("sin", sin, cos.element(), cos.shape())?;
+    check("inv_freq", inv_freq, ElementType::Float(DType::F32), &[half.into()])?;
+    if cos.is_empty() {
+        return Ok(());
+    }
+    let name = match dtype {
+        DType::F32 => "xserv_qk_rope_table_f32",
+        DType::F16 => "xserv_qk_rope_table_f16",
+        DType::BF16 => "xserv_qk_rope_table_bf16",
+    };
+    let blocks = u32::try_from((cos.num_elements() as u64).div_ceil(256)).ok();
+    let blocks = blocks.filter(|&blocks| blocks <= i32::MAX as u32);
+    let blocks = blocks.ok_or_else(|| Error::unsupported("a rope table of that size"))?;
+    let arguments = Arguments::new()
+        .tensor(cos)
+        .tensor(sin)
+        .tensor(inv_freq)
+        .f32(attention_scaling)
+        .i32(max_position as i32)
+        .i32(half);
+    // SAFETY: the arguments of the kernel; the tables have max_position rows of half elements.
+    unsafe {
+        cuda(context)?.launch("qk_norm_rope_append", name, Launch::linear(blocks, 256), arguments)
+    }
+}
