@@ -171,8 +171,8 @@ mod tests {
 
     #[test]
     fn the_workspace_has_room_for_every_shorter_sequence() {
-        let mut most = 1i64;
-        for len in (0..140_000).chain([1_000_000, (1 << 30) - 1, 1 << 30]) {
+        let mut most = 1;
+        for len in (0..140_000i64).chain([1_000_000, (1 << 30) - 1, 1 << 30]) {
             most = most.max(len.div_euclid(chunk_len(len)) + i64::from(len % chunk_len(len) > 0));
             assert_eq!(max_chunks(len), most, "{len}");
         }
