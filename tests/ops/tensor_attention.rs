@@ -340,8 +340,8 @@ fn batched_and_paged() {
                 let lens = (&q_lens[..num_seqs], &kv_lens[..num_seqs]);
                 let causal = random.below(2) == 0;
                 let case = Case::new(&mut random, element, heads, lens, causal);
-                let all_backends = random.below(2) == 0;
-                let odd_layouts = random.below(3) == 0;
+                let all_backends = random.below(4) == 0;
+                let odd_layouts = random.below(4) == 0;
                 for context in &contexts {
                     let is_fused = context.name == "cpu" || FUSED_DIMS.contains(&dim);
                     for backend in BACKENDS {
