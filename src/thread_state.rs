@@ -86,6 +86,27 @@ impl Drop for StandardFloats {
     }
 }
 
+/// The processor time that the calling thread has used; zero where the system does not tell.
+#[cfg(unix)]
+pub fn thread_cpu_time() -> std::time::Duration {
+    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: the call writes one timespec, which lies on this stack.
+    let told = unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &mut time) } == 0;
+    match told {
+        true => std::time::Duration::new(
+            time.tv_sec.max(0) as u64,
+            time.tv_nsec.clamp(0, 999_999_999) as u32,
+        ),
+        false => std::time::Duration::ZERO,
+    }
+}
+
+/// The processor time that the calling thread has used: not told on this system.
+#[cfg(not(unix))]
+pub fn thread_cpu_time() -> std::time::Duration {
+    std::time::Duration::ZERO
+}
+
 #[cfg(test)]
 mod tests {
     #[cfg(target_arch = "x86_64")]
@@ -109,25 +130,4 @@ mod tests {
         assert_eq!((before, after), (0.0, 0.0));
         assert!(inside > 0.0);
     }
-}
-
-/// The processor time that the calling thread has used; zero where the system does not tell.
-#[cfg(unix)]
-pub fn thread_cpu_time() -> std::time::Duration {
-    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: the call writes one timespec, which lies on this stack.
-    let told = unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &mut time) } == 0;
-    match told {
-        true => std::time::Duration::new(
-            time.tv_sec.max(0) as u64,
-            time.tv_nsec.clamp(0, 999_999_999) as u32,
-        ),
-        false => std::time::Duration::ZERO,
-    }
-}
-
-/// The processor time that the calling thread has used: not told on this system.
-#[cfg(not(unix))]
-pub fn thread_cpu_time() -> std::time::Duration {
-    std::time::Duration::ZERO
 }

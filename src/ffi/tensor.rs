@@ -127,14 +127,13 @@ pub(super) unsafe fn tensor_argument(tensor: *const xserv_tensor, name: &str) ->
         Ok(rank) if rank <= MAX_RANK => rank,
         _ => return wrong(format!("ndim is {}, not between 0 and {MAX_RANK}", descriptor.ndim)),
     };
+    let (shape_name, strides_name) = (format!("{name}.shape"), format!("{name}.strides"));
     // SAFETY: readable for ndim values by contract.
-    let shape = unsafe { array_argument(descriptor.shape, rank, &format!("{name}.shape")) }?;
+    let shape = unsafe { array_argument(descriptor.shape, rank, &shape_name) }?;
     let strides = match descriptor.strides.is_null() {
         true => None,
         // SAFETY: as above.
-        false => {
-            Some(unsafe { array_argument(descriptor.strides, rank, &format!("{name}.strides")) }?)
-        }
+        false => Some(unsafe { array_argument(descriptor.strides, rank, &strides_name) }?),
     };
     let data = descriptor.data as *mut u8;
     let offset = match usize::try_from(descriptor.byte_offset) {

@@ -276,7 +276,7 @@ mod tests {
     fn classes_lose_an_eighth_at_most() {
         for len in (1..70_000).chain([1 << 20, (1 << 20) + 1, (1 << 33) + 12345]) {
             let class = size_class(len).unwrap();
-            assert!(class >= len && class % 64 == 0, "{len}: {class}");
+            assert!(class >= len && class.is_multiple_of(64), "{len}: {class}");
             assert!(
                 len <= SMALLEST_CLASS || class as f64 <= len as f64 * 1.125 + 1.0,
                 "{len}: {class}"

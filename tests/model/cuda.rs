@@ -184,7 +184,7 @@ fn ragged_batches_on_cuda_are_the_sequences_alone() {
         let mut sequences: Vec<Sequence> = prompts.iter().map(|_| Sequence::default()).collect();
         // In the first batch all but the last token of every other sequence, and one of the others; then the
         // rest.
-        let cut = |i: usize, ids: &[u32]| if i % 2 == 0 { ids.len() - 1 } else { 1 };
+        let cut = |i: usize, ids: &[u32]| if i.is_multiple_of(2) { ids.len() - 1 } else { 1 };
         let mut got: Vec<Vec<f32>> = vec![Vec::new(); prompts.len()];
         for round in 0..2 {
             let mut which = Vec::new();

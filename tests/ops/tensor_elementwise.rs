@@ -48,11 +48,13 @@ fn gelu_tanh(x: f64) -> f64 {
     x / (1.0 + (-2.0 * inner).exp())
 }
 
+#[allow(clippy::type_complexity)] // reads best with its tuples written out
 const UNARY: [(&str, Unary, fn(f64) -> f64); 3] = [
     ("gelu", xserv_op_gelu, gelu),
     ("gelu_tanh", xserv_op_gelu_tanh, gelu_tanh),
     ("silu", xserv_op_silu, silu),
 ];
+#[allow(clippy::type_complexity)]
 const BINARY: [(&str, Binary, fn(f64, f64) -> f64); 2] =
     [("add", xserv_op_add, |a, b| a + b), ("mul", xserv_op_mul, |a, b| a * b)];
 

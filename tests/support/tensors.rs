@@ -353,7 +353,7 @@ pub fn compare(what: &str, got: &[f64], want: &[f64], bar: f64) {
             continue;
         }
         let error = (g - w).abs() / (w.abs() + rms + 1e-300);
-        if !(error <= worst.0) {
+        if error.is_nan() || error > worst.0 {
             worst = (error, i);
         }
     }

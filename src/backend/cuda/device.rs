@@ -105,19 +105,15 @@ impl CudaDeviceInfo {
         let attribute = |which| {
             let mut value = 0;
             // SAFETY: a valid device; one int is written.
-            check(
-                unsafe { sys::cuDeviceGetAttribute(&mut value, which, device) },
-                "cuDeviceGetAttribute",
-            )?;
+            let status = unsafe { sys::cuDeviceGetAttribute(&mut value, which, device) };
+            check(status, "cuDeviceGetAttribute")?;
             Ok::<i32, Error>(value)
         };
         let mut name = [0u8; 256];
         let mut memory_bytes = 0;
         // SAFETY: a valid device; up to 256 bytes are written.
-        check(
-            unsafe { sys::cuDeviceGetName(name.as_mut_ptr().cast(), 256, device) },
-            "cuDeviceGetName",
-        )?;
+        let status = unsafe { sys::cuDeviceGetName(name.as_mut_ptr().cast(), 256, device) };
+        check(status, "cuDeviceGetName")?;
         // SAFETY: a valid device; one size is written.
         check(unsafe { sys::cuDeviceTotalMem_v2(&mut memory_bytes, device) }, "cuDeviceTotalMem")?;
         let name = name.split(|&byte| byte == 0).next().unwrap_or_default();
@@ -156,10 +152,8 @@ impl CudaDevice {
         }
         let mut context = std::ptr::null_mut();
         // SAFETY: a valid device; one handle is written, retained until the process ends.
-        check(
-            unsafe { sys::cuDevicePrimaryCtxRetain(&mut context, device) },
-            "starting the CUDA device",
-        )?;
+        let status = unsafe { sys::cuDevicePrimaryCtxRetain(&mut context, device) };
+        check(status, "starting the CUDA device")?;
         let made = Arc::new(CudaDevice { index, info, context, loaded: RwLock::default() });
         devices.insert(index, made.clone());
         Ok(made)
@@ -190,10 +184,8 @@ impl CudaDevice {
 
     pub(super) fn enter(&self) -> Result<Current> {
         // SAFETY: the context is retained for the life of the process.
-        check(
-            unsafe { sys::cuCtxPushCurrent_v2(self.context) },
-            "making the CUDA context current",
-        )?;
+        let status = unsafe { sys::cuCtxPushCurrent_v2(self.context) };
+        check(status, "making the CUDA context current")?;
         Ok(Current(()))
     }
 

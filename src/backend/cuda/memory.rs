@@ -46,10 +46,8 @@ impl MemorySource for PinnedMemory {
         let mut start = std::ptr::null_mut();
         let flags = sys::CU_MEMHOSTALLOC_PORTABLE | sys::CU_MEMHOSTALLOC_DEVICEMAP;
         // SAFETY: a context is current; one address is written.
-        check(
-            unsafe { sys::cuMemHostAlloc(&mut start, bytes, flags) },
-            "allocating pinned memory",
-        )?;
+        let status = unsafe { sys::cuMemHostAlloc(&mut start, bytes, flags) };
+        check(status, "allocating pinned memory")?;
         NonNull::new(start.cast()).ok_or_else(|| Error::out_of_memory("pinned memory", bytes))
     }
 

@@ -153,9 +153,9 @@ pub fn add_rms_norm(context: &ComputeContext, tensors: AddRmsNorm<'_>, eps: f32)
 fn group(num_vectors: i64) -> Option<(i64, i64)> {
     match num_vectors {
         ..=16 => Some((16, 16)),
-        ..=32 => Some((32, 8)),
-        ..=64 => Some((64, 8)),
-        ..=128 => Some((128, 8)),
+        17..=32 => Some((32, 8)),
+        33..=64 => Some((64, 8)),
+        65..=128 => Some((128, 8)),
         _ => None,
     }
 }

@@ -20,7 +20,7 @@ struct FlashKernel {
 pub(super) fn tile_stride(head_dim: i64) -> i64 {
     match head_dim % 64 {
         0 => head_dim * 2,
-        _ => (head_dim / 8 | 1) * 16,
+        _ => ((head_dim / 8) | 1) * 16,
     }
 }
 
