@@ -131,7 +131,8 @@ static bool measure_model(const settings *all, bool first, const xserv_model *mo
   return true;
 }
 
-/* How near generation comes to the speed at which the weights can be read. Called when the model has
+/* How near generation comes to the speed at which the host reads its memory; on a GPU only how fast it reads the
+ * weights, whose memory is not the host's. Called when the model has
  * been freed, so that the buffer of the measurement does not add to the memory of the process. */
 static void print_memory_share(const settings *all, const xserv_model_info *info, double best_single) {
   row row = {all, info->num_threads, 1};
@@ -143,8 +144,9 @@ static void print_memory_share(const settings *all, const xserv_model_info *info
   if (all->untied)
     step_bytes -= (double)info->vocab_size * info->hidden_size * (info->dtype == XSERV_DTYPE_F32 ? 4 : 2);
   double weights = best_single * step_bytes / 1e9;
-  double memory = read_bandwidth(info->num_threads) / 1e9;
   print_value(&row, "weights_gb_s", "GB/s", "higher", weights);
+  if (info->num_threads == 0) return; /* a GPU */
+  double memory = read_bandwidth(info->num_threads) / 1e9;
   print_value(&row, "memory_gb_s", "GB/s", "higher", memory);
   if (memory > 0) print_value(&row, "memory_share", "of 1", "higher", weights / memory);
 }

@@ -197,13 +197,15 @@ fn silu_mul_on_cuda(
     let block = (accesses.clamp(1, 256) as u32).next_multiple_of(32);
     let rows = num_blocks(num_rows, 1).ok_or_else(too_many)?;
     // The kernel goes on with what is left of wider rows.
-    let parts = num_blocks(accesses, i64::from(block)).ok_or_else(too_many)?.min(65535);
-    let launch = Launch { grid: (rows, parts, 1), block, shared_bytes: 0 };
+    let parts = num_blocks(accesses, i64::from(block)).ok_or_else(too_many)?.min(1024);
+    let grid = num_blocks(i64::from(rows) * i64::from(parts), 1).ok_or_else(too_many)?;
+    let launch = Launch::linear(grid, block);
     let arguments = Arguments::new()
         .tensor(out)
         .tensor(gate)
         .tensor(up)
         .i32(i32::try_from(width).map_err(|_| too_many())?)
+        .i32(parts as i32)
         .i64(row_layout(out)?.outer_stride)
         .i64(row_layout(gate)?.outer_stride)
         .i64(row_layout(up)?.outer_stride);
