@@ -90,7 +90,7 @@ class Torch:
 
     def __init__(self, device, dtype):
         self.device, self.dtype = device, dtype
-        self.name = f"PyTorch, {str(dtype).removeprefix('torch.')} on {device}"
+        self.name = f"PyTorch, {str(dtype).split('.')[-1]} on {device}"
         self.bar, self.product_bar = {torch.float32: (1e-5, 2e-5), torch.float16: (1e-3, 2e-3), torch.bfloat16: (8e-3, 1.6e-2)}[dtype]
         torch.manual_seed(0)
 

@@ -58,6 +58,20 @@ fn example_generates() {
 }
 
 #[test]
+fn every_operator_computes_what_numpy_does() {
+    // .ci/run puts numpy there.
+    let numpy = repository().join("target/tools/numpy");
+    let path = std::env::join_paths([package(), numpy]).expect("a path");
+    if outcome(python().args(["-c", "import numpy"]).env("PYTHONPATH", &path)).code != Some(0) {
+        assert!(std::env::var_os("XSERV_REQUIRE_TOOLS").is_none(), "numpy is missing");
+        return skip("every_operator_computes_what_numpy_does", "numpy is not installed");
+    }
+    let program = package().join("kernels.py");
+    let said = run(python().arg(program).arg("cpu").env("PYTHONPATH", &path)).stdout;
+    assert!(said.contains("all as it should be") && said.matches(" ok\n").count() >= 30, "{said}");
+}
+
+#[test]
 fn a_program_may_end_while_text_is_generated() {
     let program = "import os, xserv\nm = xserv.Model(os.environ['XSERV_TEST_MODEL'])\n\
                    s = m.generate('Once', stream=True, max_tokens=1500, ignore_eos=True)\nnext(s)\nprint('left')";

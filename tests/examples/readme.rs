@@ -32,13 +32,16 @@ fn only_block(language: &str) -> String {
 }
 
 #[test]
-fn the_c_program_runs() {
+fn the_c_programs_run() {
     let folder = work_folder("readme-c");
-    let source = folder.join("hello.c");
-    fs::write(&source, only_block("c")).expect("a source file");
-    build_program(&cc(), &[source], &["-std=c11"], &folder.join("hello"));
-    let said = run(command(folder.join("hello")).env("LD_LIBRARY_PATH", staged_library())).stdout;
-    assert!(!said.trim().is_empty());
+    for (number, block) in blocks("c").iter().enumerate() {
+        let (source, program) =
+            (folder.join(format!("{number}.c")), folder.join(number.to_string()));
+        fs::write(&source, block).expect("a source file");
+        build_program(&cc(), &[source], &["-std=c11"], &program);
+        let said = run(command(program).env("LD_LIBRARY_PATH", staged_library())).stdout;
+        assert!(!said.trim().is_empty());
+    }
 }
 
 #[test]
@@ -79,7 +82,7 @@ fn the_commands_run() {
         let entry = entry.expect("an entry");
         symlink(entry.path(), root.join(entry.file_name())).expect("a link");
     }
-    fs::write(root.join("hello.c"), only_block("c")).expect("hello.c");
+    fs::write(root.join("hello.c"), blocks("c").remove(0)).expect("hello.c");
     symlink(model(), root.join("Qwen3-0.6B")).expect("a model");
     let cached = folder.join("cache/models--Qwen--Qwen3-0.6B");
     fs::create_dir_all(cached.join("refs")).expect("a cache");
