@@ -8,11 +8,12 @@
 //
 // x, y: n contiguous elements; _vec: 16 bytes per access, _scalar: unaligned pointers. gate, up, y of
 // silu_mul: [num_rows, width] with a stride per row each, so that gate and up may be the halves of one
-// [num_rows, 2 * width] matrix. `parts` blocks share a row, neighbours in the grid as they are in memory. y may
-// be an operand.
+// [num_rows, 2 * width] matrix. `parts` blocks share a row, neighbours in the grid as they are in memory. y
+// may be an operand.
 //
 // On an H200 they run at the speed of a copy (8192 x 4096 bf16: gelu_tanh and silu 33.5 us, silu_mul of
-// 4096 x 12288 71 us = 4.3 TB/s, 73 us with rows as the fast index of the grid); more accesses per thread or larger blocks gained nothing.
+// 4096 x 12288 71 us = 4.3 TB/s, 73 us with rows as the fast index of the grid); more accesses per thread or
+// larger blocks gained nothing.
 #include "common/dtype.cuh"
 #include "common/map.cuh"
 
@@ -56,8 +57,9 @@ __device__ __forceinline__ float gelu_erf(float x) {
 
 // Vectors of one element: any alignment.
 template <typename T, int N>
-__device__ __forceinline__ void silu_mul_row(T* y, const T* gate, const T* up, int width, int parts, long long y_stride,
-                                             long long gate_stride, long long up_stride) {
+__device__ __forceinline__ void silu_mul_row(T* y, const T* gate, const T* up, int width, int parts,
+                                             long long y_stride, long long gate_stride,
+                                             long long up_stride) {
   using V = Vec<T, N>;
   const unsigned row = blockIdx.x / parts, part = blockIdx.x % parts;
   const V* gates = reinterpret_cast<const V*>(gate + row * gate_stride);

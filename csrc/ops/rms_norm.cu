@@ -10,9 +10,9 @@
 // _row: one block per row, the row in registers, 16 elements per thread, so it is read once and all of its
 // loads are under way together. Of 4 to 32 elements per thread this does best on an H200 over all, for one
 // row and for 8192 rows of 4096, in f32 and bf16; blocks that walk over rows and fetch ahead gain nothing.
-// _stream: the same for results larger than the second-level cache: reads and writes leave the caches at once,
-// and the weights come after the reduction, so that a block needs 32 registers a thread and more rows are under
-// way (8192 x 4096 bf16 on an H200: 34.4 us, _row 36.1).
+// _stream: the same for results larger than the second-level cache: reads and writes leave the caches at
+// once, and the weights come after the reduction, so that a block needs 32 registers a thread and more rows
+// are under way (8192 x 4096 bf16 on an H200: 34.4 to 34.7 us, _row 36.1).
 // _group<N>: narrow rows (heads) of at most N vectors, 16 or 32 lanes per row, many rows per block, no
 // shared memory.
 // _loop and _scalar: any width; they read the row twice, the second time from the cache.
@@ -235,7 +235,8 @@ __device__ __forceinline__ void add_rms_norm_loop(T* out, T* residual_out, const
   XSERV_KERNEL(SUFFIX, T, row, 1024,                                                                        \
                (xserv::rms_norm_row<T, 16 / xserv::kVec<T>>(out, x, weight, width, eps, out_layout,        \
                                                             x_layout)))                                    \
-  extern "C" __global__ void __launch_bounds__(1024, XSERV_STREAM_BLOCKS) xserv_rms_norm_stream_##SUFFIX(                    \
+  extern "C" __global__ void __launch_bounds__(1024, XSERV_STREAM_BLOCKS)                                  \
+  xserv_rms_norm_stream_##SUFFIX(                                                                          \
       T* out, const T* x, const T* __restrict__ weight, long long num_rows, int width, float eps,          \
       xserv::RowLayout out_layout, xserv::RowLayout x_layout) {                                            \
     xserv::rms_norm_stream<T, 16 / xserv::kVec<T>>(out, x, weight, width, eps, out_layout, x_layout);      \
