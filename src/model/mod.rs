@@ -7,6 +7,7 @@
 //! qwen3, gpt2                                            the forward passes, named ops in the papers' order
 //! cuda                                                   weights and forward pass on a GPU
 //! batch, kv_cache, workspace                             what a forward pass needs besides the weights
+//! step                                                   a forward pass and the choice of the next tokens
 //! inspect                                                a report on a folder
 //! ```
 
@@ -23,6 +24,7 @@ pub mod load;
 mod qwen3;
 pub mod safetensors;
 pub mod shard_index;
+pub mod step;
 pub mod weights;
 pub mod workspace;
 
@@ -35,6 +37,7 @@ pub use cuda::DevicePlan;
 pub use inspect::{inspect, Inspection};
 pub use kv_cache::KvCache;
 pub use load::LoadOptions;
+pub use step::{Draw, Step, StepResult, TokenChoice, FROM_BATCH, NO_TOKEN};
 pub use workspace::Workspace;
 
 use crate::backend::cpu::CpuBackend;

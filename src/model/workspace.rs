@@ -4,6 +4,7 @@
 //! decoding allocates nothing.
 
 use super::cuda::{CudaModel, DeviceWorkspace};
+use super::step::HostSteps;
 use super::ModelConfig;
 use crate::error::{Error, Result};
 use crate::ops::{AttentionScratch, LinearScratch};
@@ -22,6 +23,7 @@ pub struct Workspace {
     attention: AttentionScratch,
     /// Of a model on a device, in place of all others.
     device: Option<Box<DeviceWorkspace>>,
+    host_steps: HostSteps,
 }
 
 /// The buffers cut to the size of one pass; all row-major.
@@ -77,6 +79,11 @@ impl Workspace {
             self.device = Some(Box::new(model.workspace(config, num_tokens)?));
         }
         self.device.as_deref_mut().ok_or_else(|| Error::internal("no device workspace"))
+    }
+
+    /// Steps that are computed as they begin.
+    pub(super) fn host_steps(&mut self) -> &mut HostSteps {
+        &mut self.host_steps
     }
 
     /// Bytes of the activations held on the host; the scratch of the ops comes on top.

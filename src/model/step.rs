@@ -1,0 +1,161 @@
+//! A step of generation: a forward pass and the choice of the next tokens, begun and finished apart, so that
+//! the caller can prepare the next step while a device computes this one.
+
+use std::collections::VecDeque;
+
+use super::batch::ForwardBatch;
+use super::kv_cache::KvCache;
+use super::workspace::Workspace;
+use super::Model;
+use crate::error::{try_filled, Error, Result};
+
+/// How a token is drawn at random: from the logits divided by the temperature, behind the filters top-k, top-p
+/// and min-p in this order.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Draw {
+    /// Above 0.
+    pub temperature: f32,
+    /// 0: all tokens.
+    pub top_k: u32,
+    /// Above 0; 1: all tokens.
+    pub top_p: f32,
+    /// 0: all tokens.
+    pub min_p: f32,
+    /// The draw depends on seed and index alone: index is the number of the token in its sequence.
+    pub seed: u64,
+    /// See `seed`.
+    pub index: u64,
+}
+
+/// How the token behind a row of logits is chosen.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum TokenChoice {
+    /// The most likely; of equal ones the first.
+    Greedy,
+    /// At random.
+    Draw(Draw),
+    /// By the caller: the step gives the row of logits.
+    Caller,
+}
+
+/// In [`Step::token_sources`]: the token is the one in the batch.
+pub const FROM_BATCH: u32 = u32::MAX;
+
+/// In [`StepResult::tokens`]: the row's logits are not finite numbers, or the caller chooses.
+pub const NO_TOKEN: u32 = u32::MAX;
+
+/// What a step computes.
+#[derive(Clone, Copy, Debug)]
+pub struct Step<'a> {
+    /// The tokens. Sequences with one token come before those with several.
+    pub batch: ForwardBatch<'a>,
+    /// `[num_tokens]`, or empty where all are [`FROM_BATCH`]: else the index of a logits row of the step begun
+    /// before this one, whose token, perhaps not chosen yet, is this token. (The one in the batch is then any
+    /// valid id.)
+    pub token_sources: &'a [u32],
+    /// `[num_logits_rows]`
+    pub choices: &'a [TokenChoice],
+}
+
+/// What a step came to.
+#[derive(Clone, Debug, Default)]
+pub struct StepResult {
+    /// `[num_logits_rows]`, [`NO_TOKEN`] where there is none.
+    pub tokens: Vec<u32>,
+    /// The logits of the rows with [`TokenChoice::Caller`], in their order, `[rows, vocab_size]`.
+    pub logits: Vec<f32>,
+}
+
+/// A step that was begun and not finished.
+#[derive(Debug, Default)]
+pub(super) struct HostSteps {
+    pending: VecDeque<StepResult>,
+    /// Results that were given back, for their memory.
+    spare: Vec<StepResult>,
+}
+
+impl Model {
+    /// How many steps may be begun before the first is finished.
+    pub fn max_steps_in_flight(&self) -> usize {
+        1
+    }
+
+    /// Whether steps can choose tokens in this way. [`TokenChoice::Caller`] always works.
+    pub fn can_choose(&self, choice: &TokenChoice) -> bool {
+        matches!(choice, TokenChoice::Caller)
+    }
+
+    /// Begins a step. On the CPU it is also computed here; on a device it is queued behind those begun before.
+    /// `should_stop` is asked between layers while the pass is computed here or queued; true ends the step with
+    /// [`crate::error::ErrorKind::Cancelled`]. After an error the step has not begun, and the keys and values
+    /// of its tokens are to be considered unwritten.
+    pub fn begin_step(
+        &self,
+        step: &Step<'_>,
+        kv: &mut KvCache,
+        workspace: &mut Workspace,
+        should_stop: &dyn Fn() -> bool,
+    ) -> Result<()> {
+        let num_rows = step.batch.logits_rows.len();
+        if step.choices.len() != num_rows {
+            return Err(Error::internal("a step without a choice for each row of logits"));
+        }
+        if let Some(choice) = step.choices.iter().find(|choice| !self.can_choose(choice)) {
+            return Err(Error::internal(format!("a step cannot choose by {choice:?} here")));
+        }
+        if step.token_sources.iter().any(|&source| source != FROM_BATCH) {
+            return Err(Error::internal("a token of the step before, which is finished"));
+        }
+        let mut steps = std::mem::take(workspace.host_steps());
+        let outcome = self.run_step(step, kv, workspace, &mut steps, should_stop);
+        *workspace.host_steps() = steps;
+        outcome
+    }
+
+    fn run_step(
+        &self,
+        step: &Step<'_>,
+        kv: &mut KvCache,
+        workspace: &mut Workspace,
+        steps: &mut HostSteps,
+        should_stop: &dyn Fn() -> bool,
+    ) -> Result<()> {
+        if steps.pending.len() >= self.max_steps_in_flight() {
+            return Err(Error::internal("a step more than may be in flight"));
+        }
+        let num_rows = step.batch.logits_rows.len();
+        let len = num_rows
+            .checked_mul(self.config().vocab_size)
+            .ok_or_else(|| Error::out_of_memory("logits", usize::MAX))?;
+        let mut result = steps.spare.pop().unwrap_or_default();
+        if result.logits.len() > len {
+            result.logits.truncate(len);
+        } else if result.logits.capacity() < len {
+            result.logits = try_filled(len, 0.0, "logits")?;
+        } else {
+            result.logits.resize(len, 0.0);
+        }
+        result.tokens.clear();
+        result
+            .tokens
+            .try_reserve(num_rows)
+            .map_err(|_| Error::out_of_memory("tokens", num_rows * 4))?;
+        result.tokens.resize(num_rows, NO_TOKEN);
+        let done = self.forward(&step.batch, kv, workspace, &mut result.logits, should_stop);
+        match done {
+            Ok(()) => steps.pending.push_back(result),
+            Err(_) => steps.spare.push(result),
+        }
+        done
+    }
+
+    /// Waits for the oldest step that was begun, and puts what it came to into `result`, whose memory is used
+    /// again for a later step.
+    pub fn finish_step(&self, workspace: &mut Workspace, result: &mut StepResult) -> Result<()> {
+        let steps = workspace.host_steps();
+        let done = steps.pending.pop_front();
+        let done = done.ok_or_else(|| Error::internal("no step is under way"))?;
+        steps.spare.push(std::mem::replace(result, done));
+        Ok(())
+    }
+}
