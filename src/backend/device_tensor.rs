@@ -1,6 +1,7 @@
 //! Tensors that own their memory, and the host memory through which they are filled and read: what a model
 //! on a device is made of.
 
+use super::cuda::{CudaContext, Event};
 use super::{ComputeContext, ContextBackend};
 use crate::error::{Error, Result};
 use crate::memory::{Block, Device, ElementType, Tensor, MAX_RANK};
@@ -142,7 +143,9 @@ impl Arena {
 pub struct PinnedBuffer {
     context: Arc<ComputeContext>,
     memory: Block,
-    /// A copy may be under way.
+    /// Behind the last use by the device.
+    last_use: Option<Event>,
+    /// The device may be using it.
     is_busy: bool,
 }
 
@@ -152,7 +155,7 @@ impl PinnedBuffer {
         let memory = context.allocate_pinned(len_bytes, what)?;
         // SAFETY: fresh host memory of that size.
         unsafe { memory.start().write_bytes(0, len_bytes) };
-        Ok(PinnedBuffer { context: context.clone(), memory, is_busy: false })
+        Ok(PinnedBuffer { context: context.clone(), memory, last_use: None, is_busy: false })
     }
 
     /// The length in bytes.
@@ -167,13 +170,31 @@ impl PinnedBuffer {
         Ok(unsafe { std::slice::from_raw_parts_mut(self.memory.start(), self.memory.len_bytes()) })
     }
 
-    /// Waits for the copies that were queued here (and for all work of the context).
+    /// Waits for the uses that were queued here, and for the work queued before them.
     pub fn wait(&mut self) -> Result<()> {
-        if self.is_busy {
-            self.context.synchronize()?;
-            self.is_busy = false;
+        if let (true, Some(event)) = (self.is_busy, &self.last_use) {
+            event.wait(cuda(&self.context)?)?;
         }
+        self.is_busy = false;
         Ok(())
+    }
+
+    /// Tells that work queued up to now uses the memory: [`PinnedBuffer::wait`] then waits for that.
+    pub fn set_in_use(&mut self) -> Result<()> {
+        let cuda = cuda(&self.context)?;
+        let event = match self.last_use.take() {
+            Some(event) => event,
+            None => Event::new(cuda)?,
+        };
+        self.is_busy = true;
+        let recorded = event.record(cuda);
+        self.last_use = Some(event);
+        recorded
+    }
+
+    /// Where kernels of the device find byte `offset`.
+    pub fn device_address(&self, offset: usize) -> u64 {
+        self.memory.start() as u64 + offset as u64
     }
 
     /// Queues a copy of the bytes `from` to a contiguous tensor, from its byte `target_offset` on.
@@ -193,26 +214,31 @@ impl PinnedBuffer {
         unsafe { self.copy(target.data().wrapping_add(target_offset), source, bytes) }
     }
 
-    /// Queues a copy of a contiguous tensor to the beginning.
-    pub fn download(&mut self, source: &DeviceTensor) -> Result<()> {
+    /// Queues a copy of a contiguous tensor to byte `offset` and those behind it.
+    pub fn download(&mut self, source: &DeviceTensor, offset: usize) -> Result<()> {
         let bytes = source.size_bytes();
         check_copy(source, 0, bytes)?;
-        if bytes > self.len_bytes() {
+        if offset.checked_add(bytes).is_none_or(|end| end > self.len_bytes()) {
             return Err(Error::internal("a download larger than the staging memory"));
         }
         // SAFETY: as in `upload`.
-        unsafe { self.copy(self.memory.start(), source.data(), bytes) }
+        unsafe { self.copy(self.memory.start().wrapping_add(offset), source.data(), bytes) }
     }
 
     /// # Safety
     /// Both are valid for `bytes` until the copy is done.
     unsafe fn copy(&mut self, target: *mut u8, source: *const u8, bytes: usize) -> Result<()> {
-        let ContextBackend::Cuda(cuda) = self.context.backend() else {
-            return Err(Error::internal("pinned memory on the CPU"));
-        };
-        self.is_busy = true;
         // SAFETY: passed on to the caller.
-        unsafe { cuda.copy(target, source, bytes) }
+        unsafe { cuda(&self.context)?.copy(target, source, bytes) }?;
+        self.set_in_use()
+    }
+}
+
+/// The device half of a context.
+fn cuda(context: &ComputeContext) -> Result<&CudaContext> {
+    match context.backend() {
+        ContextBackend::Cuda(cuda) => Ok(cuda),
+        ContextBackend::Cpu { .. } => Err(Error::internal("pinned memory on the CPU")),
     }
 }
 

@@ -31,6 +31,9 @@ pub(super) struct DeviceKvLayer {
     pub v: DeviceTensor,
 }
 
+/// Blocks on a device that no sequence gets: what rows write that fill up a batch.
+const SPARE_BLOCKS: usize = 1;
+
 fn len_bytes(layout: &KvLayout, num_blocks: usize) -> Result<usize> {
     layout.validate()?;
     layout
@@ -53,9 +56,10 @@ impl KvCache {
         num_blocks: usize,
     ) -> Result<Self> {
         // Heads of whole vectors: the layout's sizes are those of the device.
-        let len_bytes = len_bytes(&layout, num_blocks)?;
+        let all_blocks = num_blocks.saturating_add(SPARE_BLOCKS);
+        let len_bytes = len_bytes(&layout, all_blocks)?;
         let element = ElementType::Float(layout.dtype);
-        let shape = [num_blocks, BLOCK_SIZE, layout.num_kv_heads, layout.head_dim];
+        let shape = [all_blocks, BLOCK_SIZE, layout.num_kv_heads, layout.head_dim];
         let planned = Arena::bytes_for(element, &shape)?.checked_mul(2 * layout.num_layers);
         if planned != Some(len_bytes) {
             return Err(Error::internal("a KV cache with gaps"));
@@ -77,6 +81,11 @@ impl KvCache {
     /// How many blocks there are.
     pub fn num_blocks(&self) -> usize {
         self.num_blocks
+    }
+
+    /// The block on a device that no sequence gets.
+    pub(super) fn spare_block(&self) -> u32 {
+        self.num_blocks as u32
     }
 
     /// Bytes reserved.

@@ -4,9 +4,10 @@
 use std::collections::VecDeque;
 
 use super::batch::ForwardBatch;
+use super::cuda::STEPS_IN_FLIGHT;
 use super::kv_cache::KvCache;
 use super::workspace::Workspace;
-use super::Model;
+use super::{Compute, Model};
 use crate::error::{try_filled, Error, Result};
 
 /// How a token is drawn at random: from the logits divided by the temperature, behind the filters top-k, top-p
@@ -77,12 +78,15 @@ pub(super) struct HostSteps {
 impl Model {
     /// How many steps may be begun before the first is finished.
     pub fn max_steps_in_flight(&self) -> usize {
-        1
+        match &self.compute {
+            Compute::Cpu(_) => 1,
+            Compute::Cuda(_) => STEPS_IN_FLIGHT,
+        }
     }
 
     /// Whether steps can choose tokens in this way. [`TokenChoice::Caller`] always works.
     pub fn can_choose(&self, choice: &TokenChoice) -> bool {
-        matches!(choice, TokenChoice::Caller)
+        matches!(choice, TokenChoice::Caller) || matches!(&self.compute, Compute::Cuda(_))
     }
 
     /// Begins a step. On the CPU it is also computed here; on a device it is queued behind those begun before.
@@ -102,6 +106,22 @@ impl Model {
         }
         if let Some(choice) = step.choices.iter().find(|choice| !self.can_choose(choice)) {
             return Err(Error::internal(format!("a step cannot choose by {choice:?} here")));
+        }
+        if !step.token_sources.is_empty() && step.token_sources.len() != step.batch.num_tokens() {
+            return Err(Error::internal("a step without a source for each token"));
+        }
+        if let Compute::Cuda(cuda) = &self.compute {
+            let config = self.config();
+            if kv.layout() != self.kv_layout() {
+                return Err(Error::internal("the KV cache was made for another model"));
+            }
+            step.batch.validate(config, kv)?;
+            let num_tokens = step.batch.num_tokens();
+            if num_tokens == 0 {
+                return Err(Error::internal("a step without tokens"));
+            }
+            let workspace = workspace.on_device(cuda, config, num_tokens.max(num_rows))?;
+            return cuda.begin_step(config, step, kv, workspace, should_stop);
         }
         if step.token_sources.iter().any(|&source| source != FROM_BATCH) {
             return Err(Error::internal("a token of the step before, which is finished"));
@@ -152,6 +172,10 @@ impl Model {
     /// Waits for the oldest step that was begun, and puts what it came to into `result`, whose memory is used
     /// again for a later step.
     pub fn finish_step(&self, workspace: &mut Workspace, result: &mut StepResult) -> Result<()> {
+        if let Compute::Cuda(cuda) = &self.compute {
+            let workspace = workspace.on_device(cuda, self.config(), 1)?;
+            return cuda.finish_step(self.config(), workspace, result);
+        }
         let steps = workspace.host_steps();
         let done = steps.pending.pop_front();
         let done = done.ok_or_else(|| Error::internal("no step is under way"))?;

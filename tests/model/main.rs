@@ -21,3 +21,4 @@ mod resources;
 mod rope;
 mod safetensors;
 mod shard_index;
+mod steps;

@@ -8,7 +8,9 @@ use xserv::backend::cpu::CpuBackend;
 use xserv::backend::{cuda, ComputeContext};
 use xserv::error::Result;
 use xserv::memory::DType;
-use xserv::model::{ForwardBatch, KvCache, LoadOptions, Model, Workspace};
+use xserv::model::{
+    ForwardBatch, KvCache, LoadOptions, Model, Step, StepResult, TokenChoice, Workspace,
+};
 use xserv::ops::BLOCK_SIZE;
 
 /// Loads the folder `path`, quietly.
@@ -59,6 +61,36 @@ pub struct Sequence {
     blocks: Vec<u32>,
 }
 
+/// The arrays of a batch.
+#[derive(Default)]
+struct Described {
+    token_ids: Vec<u32>,
+    positions: Vec<u32>,
+    slots: Vec<u32>,
+    cu_seqlens_q: Vec<u32>,
+    context_lens: Vec<u32>,
+    tables: Vec<u32>,
+    max_blocks: usize,
+    rows: Vec<u32>,
+    /// How many rows of each sequence.
+    rows_of: Vec<usize>,
+}
+
+impl Described {
+    fn batch(&self) -> ForwardBatch<'_> {
+        ForwardBatch {
+            token_ids: &self.token_ids,
+            positions: &self.positions,
+            slot_mapping: &self.slots,
+            cu_seqlens_q: &self.cu_seqlens_q,
+            context_lens: &self.context_lens,
+            block_tables: &self.tables,
+            max_blocks_per_seq: self.max_blocks,
+            logits_rows: &self.rows,
+        }
+    }
+}
+
 /// A model with a cache and a workspace.
 pub struct Driver<'m> {
     pub model: &'m Model,
@@ -77,60 +109,75 @@ impl<'m> Driver<'m> {
         Driver { model, kv, workspace: Workspace::new(), free }
     }
 
-    /// Runs the next tokens of several sequences in one batch. Returns the logits `[rows,
-    /// vocab_size]` of each: of all its new tokens, or of the last.
-    pub fn step(&mut self, parts: &mut [(&mut Sequence, &[u32])], all_rows: bool) -> Vec<Vec<f32>> {
-        let (mut token_ids, mut positions, mut slots) = (Vec::new(), Vec::new(), Vec::new());
-        let (mut cu_seqlens_q, mut context_lens, mut rows) = (vec![0], Vec::new(), Vec::new());
-        let mut rows_of = Vec::new();
+    /// The next tokens of several sequences, of which all rows or the last ones are wanted.
+    fn describe(&mut self, parts: &mut [(&mut Sequence, &[u32])], all_rows: bool) -> Described {
+        let mut made = Described { cu_seqlens_q: vec![0], ..Described::default() };
         for (sequence, new) in parts.iter_mut() {
             for &id in *new {
                 if sequence.len % BLOCK_SIZE == 0 {
                     sequence.blocks.push(self.free.pop().expect("a free block"));
                 }
                 let block = sequence.blocks[sequence.len / BLOCK_SIZE];
-                token_ids.push(id);
-                positions.push(sequence.len as u32);
-                slots.push(block * BLOCK_SIZE as u32 + (sequence.len % BLOCK_SIZE) as u32);
+                made.token_ids.push(id);
+                made.positions.push(sequence.len as u32);
+                made.slots.push(block * BLOCK_SIZE as u32 + (sequence.len % BLOCK_SIZE) as u32);
                 sequence.len += 1;
             }
-            let end = token_ids.len();
-            cu_seqlens_q.push(end as u32);
-            context_lens.push(sequence.len as u32);
+            let end = made.token_ids.len();
+            made.cu_seqlens_q.push(end as u32);
+            made.context_lens.push(sequence.len as u32);
             let wanted = if all_rows { end - new.len()..end } else { end - 1..end };
-            rows_of.push(wanted.len());
-            rows.extend(wanted.map(|row| row as u32));
+            made.rows_of.push(wanted.len());
+            made.rows.extend(wanted.map(|row| row as u32));
         }
-        let max_blocks = parts.iter().map(|(s, _)| s.blocks.len()).max().unwrap_or(0);
-        let mut tables = Vec::new();
+        made.max_blocks = parts.iter().map(|(s, _)| s.blocks.len()).max().unwrap_or(0);
         for (sequence, _) in parts.iter() {
-            tables.extend(&sequence.blocks);
-            tables.resize(tables.len() + max_blocks - sequence.blocks.len(), u32::MAX);
+            made.tables.extend(&sequence.blocks);
+            made.tables
+                .resize(made.tables.len() + made.max_blocks - sequence.blocks.len(), u32::MAX);
         }
-        let batch = ForwardBatch {
-            token_ids: &token_ids,
-            positions: &positions,
-            slot_mapping: &slots,
-            cu_seqlens_q: &cu_seqlens_q,
-            context_lens: &context_lens,
-            block_tables: &tables,
-            max_blocks_per_seq: max_blocks,
-            logits_rows: &rows,
-        };
+        made
+    }
+
+    /// Runs the next tokens of several sequences in one batch. Returns the logits `[rows,
+    /// vocab_size]` of each: of all its new tokens, or of the last.
+    pub fn step(&mut self, parts: &mut [(&mut Sequence, &[u32])], all_rows: bool) -> Vec<Vec<f32>> {
+        let described = self.describe(parts, all_rows);
         let vocab_size = self.model.config().vocab_size;
-        let mut logits = vec![f32::NAN; rows.len() * vocab_size];
+        let mut logits = vec![f32::NAN; described.rows.len() * vocab_size];
+        let batch = described.batch();
         self.model
             .forward(&batch, &mut self.kv, &mut self.workspace, &mut logits, &|| false)
             .expect("the forward pass");
         let mut rest = logits.as_slice();
-        rows_of
-            .into_iter()
+        described
+            .rows_of
+            .iter()
             .map(|rows| {
                 let (own, others) = rest.split_at(rows * vocab_size);
                 rest = others;
                 own.to_vec()
             })
             .collect()
+    }
+
+    /// Begins a step with the next tokens of several sequences, whose last rows choose tokens.
+    pub fn begin(
+        &mut self,
+        parts: &mut [(&mut Sequence, &[u32])],
+        token_sources: &[u32],
+        choices: &[TokenChoice],
+    ) -> Result<()> {
+        let described = self.describe(parts, false);
+        let step = Step { batch: described.batch(), token_sources, choices };
+        self.model.begin_step(&step, &mut self.kv, &mut self.workspace, &|| false)
+    }
+
+    /// Waits for the oldest step.
+    pub fn finish(&mut self) -> StepResult {
+        let mut result = StepResult::default();
+        self.model.finish_step(&mut self.workspace, &mut result).expect("the end of a step");
+        result
     }
 
     /// Gives a sequence's blocks back.

@@ -1,7 +1,7 @@
 //! A stream of work on one GPU, with its allocator.
 
 use super::blas::Blas;
-use super::device::CudaDevice;
+use super::device::{CudaDevice, Current};
 use super::driver::{check, is_lost};
 use super::memory::{DeviceMemory, PinnedMemory};
 use crate::error::{Error, ErrorKind, Result};
@@ -213,6 +213,17 @@ impl CudaContext {
         &self.device
     }
 
+    pub(super) fn shared_device(&self) -> &Arc<CudaDevice> {
+        &self.device
+    }
+
+    /// Makes the device current on this thread until the result is dropped, so that the launches in between
+    /// need not do it one by one.
+    pub(crate) fn enter(&self) -> Result<Current> {
+        self.check_alive()?;
+        self.device.enter()
+    }
+
     /// Its name as a place of memory.
     pub fn place(&self) -> Device {
         Device::Cuda(self.device.index())
@@ -306,7 +317,38 @@ impl CudaContext {
         source: &'static str,
         name: &'static str,
         launch: Launch,
+        arguments: Arguments<'_>,
+    ) -> Result<()> {
+        // SAFETY: passed on to the caller.
+        unsafe { self.launch_as(source, name, launch, arguments, false) }
+    }
+
+    /// The same for a kernel that waits for those before it by itself (`csrc/common/pdl.cuh`): it may begin
+    /// while they are running, where the chip can do that.
+    ///
+    /// # Safety
+    /// As [`CudaContext::launch`].
+    pub(crate) unsafe fn launch_overlapping(
+        &self,
+        source: &'static str,
+        name: &'static str,
+        launch: Launch,
+        arguments: Arguments<'_>,
+    ) -> Result<()> {
+        let overlaps = self.device.info().compute_capability.0 >= 9;
+        // SAFETY: passed on to the caller.
+        unsafe { self.launch_as(source, name, launch, arguments, overlaps) }
+    }
+
+    /// # Safety
+    /// As [`CudaContext::launch`].
+    unsafe fn launch_as(
+        &self,
+        source: &'static str,
+        name: &'static str,
+        launch: Launch,
         mut arguments: Arguments<'_>,
+        overlaps: bool,
     ) -> Result<()> {
         if arguments.len > MAX_ARGUMENTS {
             return Err(Error::internal(format!("{name}: too many arguments")));
@@ -319,22 +361,32 @@ impl CudaContext {
                 *pointer = (word as *mut u64).cast();
             }
         }
+        let mut attribute = sys::CUlaunchAttribute {
+            id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+            pad: [0; 4],
+            value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
+        };
         let (x, y, z) = launch.grid;
+        let config = sys::CUlaunchConfig {
+            gridDimX: x,
+            gridDimY: y,
+            gridDimZ: z,
+            blockDimX: launch.block,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: launch.shared_bytes,
+            hStream: self.stream,
+            attrs: &mut attribute,
+            numAttrs: u32::from(overlaps),
+        };
         self.num_launches.fetch_add(1, Ordering::Relaxed);
         self.with_current(|| {
             // SAFETY: the caller vouches for arguments and extents; each pointer leads to a word of
             // `arguments` (little-endian: the lower bytes come first) or to a struct that it borrows.
             let status = unsafe {
-                sys::cuLaunchKernel(
+                sys::cuLaunchKernelEx(
+                    &config,
                     function.0,
-                    x,
-                    y,
-                    z,
-                    launch.block,
-                    1,
-                    1,
-                    launch.shared_bytes,
-                    self.stream,
                     arguments.pointers.as_mut_ptr(),
                     std::ptr::null_mut(),
                 )
@@ -384,8 +436,12 @@ impl CudaContext {
             let status = unsafe { sys::cuStreamSynchronize(self.stream) };
             self.check(status, "waiting for the device")
         })?;
-        // SAFETY: host memory with the layout of a record, written by the GPU in whole words, and by
-        // nobody now that the stream is idle.
+        self.take_fault()
+    }
+
+    /// Reports an index that a kernel did not follow, once. Complete for work that the caller has waited for.
+    pub(crate) fn take_fault(&self) -> Result<()> {
+        // SAFETY: host memory with the layout of a record, which the GPU writes in whole words.
         let record = unsafe { &*self.faults.start().cast::<FaultRecord>() };
         let code = record.code.swap(0, Ordering::Acquire);
         if code == 0 {

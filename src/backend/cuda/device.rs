@@ -66,11 +66,16 @@ unsafe impl Send for CudaDevice {}
 unsafe impl Sync for CudaDevice {}
 
 /// Makes the device's context current on this thread for its life, and the one that was current before
-/// current again: the host may use CUDA too.
-pub(super) struct Current(());
+/// current again: the host may use CUDA too. Nothing to be done where it was current already.
+pub(crate) struct Current {
+    was_pushed: bool,
+}
 
 impl Drop for Current {
     fn drop(&mut self) {
+        if !self.was_pushed {
+            return;
+        }
         let mut context = std::ptr::null_mut();
         // SAFETY: pops what `CudaDevice::enter` pushed on this thread.
         let _ = unsafe { sys::cuCtxPopCurrent_v2(&mut context) };
@@ -183,10 +188,16 @@ impl CudaDevice {
     }
 
     pub(super) fn enter(&self) -> Result<Current> {
+        let mut current = std::ptr::null_mut();
+        // SAFETY: one handle is written.
+        let status = unsafe { sys::cuCtxGetCurrent(&mut current) };
+        if status == sys::CUresult::CUDA_SUCCESS && current == self.context {
+            return Ok(Current { was_pushed: false });
+        }
         // SAFETY: the context is retained for the life of the process.
         let status = unsafe { sys::cuCtxPushCurrent_v2(self.context) };
         check(status, "making the CUDA context current")?;
-        Ok(Current(()))
+        Ok(Current { was_pushed: true })
     }
 
     /// The kernel `name` of `csrc/ops/<source>.cu`, loaded if it was not yet, allowed as much shared memory

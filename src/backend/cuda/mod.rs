@@ -4,7 +4,9 @@ mod blas;
 mod context;
 mod device;
 mod driver;
+mod event;
 mod fatbins;
+mod graph;
 mod memory;
 
 pub(crate) use blas::{is_present as is_cublas_present, MatmulShape};
@@ -12,3 +14,5 @@ pub(crate) use context::{Arguments, Launch};
 pub use context::{CudaContext, StreamChoice};
 pub use device::{num_cuda_devices, CudaDevice, CudaDeviceInfo};
 pub use driver::available;
+pub(crate) use event::Event;
+pub(crate) use graph::Graph;

@@ -7,9 +7,12 @@
 mod heads;
 mod load;
 mod qwen3;
+mod record;
+mod steps;
 mod workspace;
 
 pub(super) use heads::HeadSpacing;
+pub(super) use steps::STEPS_IN_FLIGHT;
 pub(super) use workspace::DeviceWorkspace;
 
 use std::sync::Arc;
@@ -125,6 +128,11 @@ impl CudaModel {
         let (cos, sin) = rope_tables(&context, config, dtype)?;
         let bytes = weights_bytes.saturating_add(rope_bytes(config, dtype)?) as u64;
         Ok((CudaModel { context, weights, cos, sin, spacing, dtype }, bytes))
+    }
+
+    /// Element type of weights and activations.
+    fn dtype(&self) -> DType {
+        self.dtype
     }
 
     /// Memory for passes of up to `num_tokens` tokens.

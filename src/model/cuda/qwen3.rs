@@ -1,15 +1,18 @@
 //! `Qwen3ForCausalLM` on a device; [`crate::model::qwen3`] is the same on the CPU.
 
-use super::workspace::{BatchIndices, DeviceWorkspace};
+use super::record::{DeviceRecord, RecordExtras, RecordShape};
+use super::workspace::DeviceWorkspace;
 use super::CudaModel;
 use crate::backend::{ComputeContext, DeviceTensor};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{try_with_capacity, Error, ErrorKind, Result};
 use crate::memory::{DType, Tensor};
 use crate::model::batch::ForwardBatch;
 use crate::model::kv_cache::{DeviceKvLayer, KvCache};
 use crate::model::qwen3::Qwen3Layer;
 use crate::model::ModelConfig;
-use crate::ops::stepwise::{add_rms_norm, qk_norm_rope_append, silu_mul, KvSlots, QkNormRope};
+use crate::ops::stepwise::{
+    add_rms_norm, embedding_step, qk_norm_rope_append, silu_mul, KvSlots, QkNormRope,
+};
 use crate::ops::tensor::{attention, cast, copy, embedding, gemm, AttentionOptions, GemmOptions};
 
 /// One forward pass under way.
@@ -17,9 +20,9 @@ struct Pass<'a> {
     model: &'a CudaModel,
     config: &'a ModelConfig,
     context: &'a ComputeContext,
-    indices: &'a BatchIndices,
-    /// How every layer attends.
-    attention: AttentionOptions,
+    record: &'a DeviceRecord,
+    /// How every layer attends: the sequences with one token, and the others.
+    attention: Vec<AttentionOptions>,
     /// The rows of the batch that are wanted behind the last attention; `None`: all, in their order.
     wanted: Option<&'a DeviceTensor>,
 }
@@ -87,30 +90,44 @@ impl CudaModel {
         logits: &mut [f32],
         should_stop: &dyn Fn() -> bool,
     ) -> Result<()> {
+        let extras = RecordExtras {
+            token_sources: &[],
+            choices: &[],
+            host_tokens: 0,
+            spare_block: kv.spare_block(),
+        };
+        let record = workspace.steps.upload(&RecordShape::of(batch), batch, &extras)?;
+        let normed = self.hidden_states(config, batch, &record, kv, workspace, should_stop)?;
+        if let Some(normed) = normed {
+            self.read_logits(config, &normed, workspace, logits)?;
+        }
+        self.context.synchronize()
+    }
+
+    /// Queues everything up to the final norm, and returns the wanted rows behind it; `None` if no row is
+    /// wanted.
+    pub(super) fn hidden_states(
+        &self,
+        config: &ModelConfig,
+        batch: &ForwardBatch<'_>,
+        record: &DeviceRecord,
+        kv: &KvCache,
+        workspace: &DeviceWorkspace,
+        should_stop: &dyn Fn() -> bool,
+    ) -> Result<Option<DeviceTensor>> {
         let context = &*self.context;
         let num_tokens = batch.num_tokens();
-        let indices = workspace.upload_indices(&self.context, batch)?;
-        let q_lens = batch.cu_seqlens_q.windows(2).map(|ends| match ends {
-            [begin, end] => end.saturating_sub(*begin),
-            _ => 0,
-        });
-        let attention = AttentionOptions {
-            causal: true,
-            scale: Some(config.attention_scale()),
-            cu_seqlens_q: Some(*indices.cu_seqlens_q),
-            block_tables: Some(*indices.block_tables),
-            context_lens: Some(*indices.context_lens),
-            max_q_len: q_lens.max().unwrap_or(0),
-            max_kv_len: batch.context_lens.iter().copied().max().unwrap_or(0),
-            ..AttentionOptions::default()
-        };
         let all_rows = batch.logits_rows.iter().copied().eq(0..num_tokens as u32);
-        let wanted = (!all_rows).then_some(&indices.logits_rows);
-        let pass = Pass { model: self, config, context, indices: &indices, attention, wanted };
+        let wanted = (!all_rows).then_some(&record.logits_rows);
+        let attention = attention_parts(config, batch, record)?;
+        let pass = Pass { model: self, config, context, record, attention, wanted };
 
         let mut act = Activations::new(workspace, num_tokens)?;
         let qkv = pass.qkv_view(workspace, num_tokens)?;
-        embedding(context, &self.weights.tokens.embedding, &indices.token_ids, &act.hidden)?;
+        let DeviceRecord { token_ids, token_sources, .. } = record;
+        let chosen = &workspace.steps.chosen;
+        let table = &self.weights.tokens.embedding;
+        embedding_step(context, table, token_ids, token_sources, chosen, &act.hidden)?;
         // What the layer before has not yet added to the residual stream.
         let mut pending = None;
         for (index, layer) in self.weights.layers.iter().enumerate() {
@@ -120,7 +137,7 @@ impl CudaModel {
             let is_last = index + 1 == config.num_layers;
             pass.attend(layer, kv.device_layer(index)?, pending.as_ref(), &act, &qkv)?;
             if is_last && batch.logits_rows.is_empty() {
-                return context.synchronize();
+                return Ok(None);
             }
             if is_last && !all_rows {
                 act = pass.keep_wanted_rows(workspace, &act, batch.logits_rows.len())?;
@@ -132,36 +149,75 @@ impl CudaModel {
         let final_norm = &self.weights.final_norm;
         let pending = pending.as_deref();
         add_rms_norm(context, pending, &act.hidden, final_norm, config.norm_eps, normed)?;
-        self.logits(config, normed, workspace, logits)
+        Ok(Some(normed.clone()))
+    }
+
+    /// Queues the product with the output matrix: normed [num_rows, hidden_size], logits
+    /// [num_rows, vocab_size] of the model's element type.
+    pub(super) fn project(&self, normed: &DeviceTensor, logits: &DeviceTensor) -> Result<()> {
+        linear(&self.context, normed, self.weights.tokens.output(), None, logits)
     }
 
     /// The logits of all rows of `normed`, a few rows at a time.
-    fn logits(
+    fn read_logits(
         &self,
         config: &ModelConfig,
         normed: &DeviceTensor,
         workspace: &mut DeviceWorkspace,
         logits: &mut [f32],
     ) -> Result<()> {
-        let (context, output) = (&*self.context, self.weights.tokens.output());
         let (hidden_size, vocab_size) = (config.hidden_size, config.vocab_size);
-        let most = workspace.logits_rows();
+        let most = workspace.copied_rows();
         for (index, out) in logits.chunks_mut(most * vocab_size).enumerate() {
             let rows = out.len() / vocab_size;
             let x = normed.view(index * most * hidden_size, &[rows, hidden_size], None)?;
             let f32s = rows_of(&workspace.logits_f32, rows)?;
             if self.dtype == DType::F32 {
-                linear(context, &x, output, None, &f32s)?;
+                self.project(&x, &f32s)?;
             } else {
                 // Rounded to the element type first, as Transformers has them.
                 let rounded = rows_of(&workspace.logits, rows)?;
-                linear(context, &x, output, None, &rounded)?;
-                cast(context, &rounded, &f32s)?;
+                self.project(&x, &rounded)?;
+                cast(&self.context, &rounded, &f32s)?;
             }
-            workspace.read_logits(&f32s, out)?;
+            workspace.read_logits(&self.context, &f32s, out)?;
         }
         Ok(())
     }
+}
+
+/// How the leading sequences with one token attend, and all others.
+fn attention_parts(
+    config: &ModelConfig,
+    batch: &ForwardBatch<'_>,
+    record: &DeviceRecord,
+) -> Result<Vec<AttentionOptions>> {
+    let q_lens = batch.cu_seqlens_q.windows(2).map(|ends| match ends {
+        [begin, end] => end.saturating_sub(*begin),
+        _ => 0,
+    });
+    let num_short = q_lens.clone().take_while(|&len| len <= 1).count();
+    let mut parts = try_with_capacity(2, "the parts of a batch")?;
+    for range in [0..num_short, num_short..batch.num_seqs()] {
+        let (begin, num_seqs) = (range.start, range.len());
+        if num_seqs == 0 {
+            continue;
+        }
+        let lens = batch.context_lens.get(range.clone()).unwrap_or_default();
+        let width = record.block_tables.width() as usize;
+        let block_tables = record.block_tables.view(begin * width, &[num_seqs, width], None)?;
+        parts.push(AttentionOptions {
+            causal: true,
+            scale: Some(config.attention_scale()),
+            cu_seqlens_q: Some(*record.cu_seqlens_q.view(begin, &[num_seqs + 1], None)?),
+            block_tables: Some(*block_tables),
+            context_lens: Some(*record.context_lens.view(begin, &[num_seqs], None)?),
+            max_q_len: q_lens.clone().skip(begin).take(num_seqs).max().unwrap_or(0),
+            max_kv_len: lens.iter().copied().max().unwrap_or(0),
+            ..AttentionOptions::default()
+        });
+    }
+    Ok(parts)
 }
 
 impl Pass<'_> {
@@ -200,13 +256,16 @@ impl Pass<'_> {
             eps,
             cos: &self.model.cos,
             sin: &self.model.sin,
-            positions: &self.indices.positions,
+            positions: &self.record.positions,
         };
-        let slots = KvSlots { k: &kv.k, v: &kv.v, slots: &self.indices.slots };
+        let slots = KvSlots { k: &kv.k, v: &kv.v, slots: &self.record.slots };
         qk_norm_rope_append(context, qkv, &how, &slots)?;
         let q = qkv.view(0, &[num_tokens, num_heads, stride], Some(&[row_len, stride, 1]))?;
         let out = act.attn_out.view(0, &[num_tokens, num_heads, stride], None)?;
-        attention(context, &self.attention, &q, &kv.k, &kv.v, &out)
+        for part in &self.attention {
+            attention(context, part, &q, &kv.k, &kv.v, &out)?;
+        }
+        Ok(())
     }
 
     /// ```text

@@ -4,11 +4,15 @@
 //! looked up.
 
 mod add_rms_norm;
+mod embedding_step;
 mod qk_norm_rope_append;
+mod sample;
 mod silu_mul;
 
 pub use add_rms_norm::add_rms_norm;
+pub use embedding_step::embedding_step;
 pub use qk_norm_rope_append::{qk_norm_rope_append, rope_tables, KvSlots, QkNormRope};
+pub use sample::{sample, SampleBuffers, SampleRow, SAMPLE_PARTS, SAMPLE_ROW_WORDS};
 pub use silu_mul::silu_mul;
 
 use crate::backend::cuda::CudaContext;

@@ -1,0 +1,292 @@
+//! Steps that are under way on a device: what they were told, and where their results arrive.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use super::record::{DeviceRecord, RecordExtras, RecordMemory, RecordShape};
+use super::workspace::{copy_floats, DeviceWorkspace, COPIED_ROWS, MAX_STEP_ROWS};
+use super::CudaModel;
+use crate::backend::{Arena, ComputeContext, ContextBackend, DeviceTensor, PinnedBuffer};
+use crate::error::{try_with_capacity, Error, Result};
+use crate::memory::{DType, ElementType};
+use crate::model::batch::ForwardBatch;
+use crate::model::kv_cache::KvCache;
+use crate::model::step::{Step, StepResult, TokenChoice, FROM_BATCH, NO_TOKEN};
+use crate::model::ModelConfig;
+use crate::ops::stepwise::{sample, SampleBuffers, SAMPLE_PARTS, SAMPLE_ROW_WORDS};
+use crate::ops::tensor::{cast, copy};
+
+/// Steps that may be under way: the host prepares one while the device computes another.
+pub(in crate::model) const STEPS_IN_FLIGHT: usize = 2;
+
+/// Entries of block tables that there is room for from the start: 256 sequences of 4096 tokens.
+const TABLE_ENTRIES: usize = MAX_STEP_ROWS * 128;
+
+/// The memory behind steps.
+pub(in crate::model) struct DeviceSteps {
+    context: Arc<ComputeContext>,
+    record: RecordMemory,
+    /// `[MAX_STEP_ROWS]`, the tokens of the step begun last.
+    pub chosen: DeviceTensor,
+    /// `[2 * MAX_STEP_ROWS * SAMPLE_PARTS]`
+    partials: DeviceTensor,
+    /// `[MAX_STEP_ROWS]`, zero.
+    counters: DeviceTensor,
+    /// Of the steps in flight.
+    results: Vec<ResultSlot>,
+    /// The slot of the next step.
+    next: usize,
+    /// Slots of the steps in flight, the oldest first.
+    pending: VecDeque<usize>,
+    /// For each row of the step begun last: does the device choose its token?
+    last_rows: Vec<bool>,
+}
+
+/// Where the results of a step arrive.
+struct ResultSlot {
+    /// `[MAX_STEP_ROWS]`, written by a kernel.
+    tokens: PinnedBuffer,
+    /// Grows to the most rows that a caller wanted.
+    logits: Option<PinnedBuffer>,
+    num_rows: usize,
+    num_copied: usize,
+}
+
+/// Numbers in the record of the largest steps there is room for from the start.
+fn record_len(num_tokens: usize) -> Result<usize> {
+    let shape = RecordShape {
+        num_tokens,
+        num_seqs: MAX_STEP_ROWS,
+        num_rows: num_tokens.max(MAX_STEP_ROWS),
+        blocks_per_seq: TABLE_ENTRIES / MAX_STEP_ROWS,
+    };
+    RecordMemory::len_for(&shape)
+}
+
+const PARTIALS: usize = 2 * MAX_STEP_ROWS * SAMPLE_PARTS;
+
+impl DeviceSteps {
+    /// Bytes of device memory, for passes of up to `num_tokens` tokens.
+    pub fn device_bytes(num_tokens: usize) -> Result<usize> {
+        let record = Arena::bytes_for(ElementType::I32, &[record_len(num_tokens)?])?;
+        Ok(record.saturating_add(choice_bytes()?))
+    }
+
+    /// Memory for steps of up to `num_tokens` tokens.
+    pub fn new(context: &Arc<ComputeContext>, num_tokens: usize) -> Result<Self> {
+        let record = RecordMemory::new(context, record_len(num_tokens)?, STEPS_IN_FLIGHT)?;
+        let mut arena = Arena::new(context, choice_bytes()?, "the choice of tokens")?;
+        let chosen = arena.tensor(ElementType::I32, &[MAX_STEP_ROWS])?;
+        let partials = arena.tensor(ElementType::I64, &[PARTIALS])?;
+        let counters = arena.tensor(ElementType::I32, &[MAX_STEP_ROWS])?;
+        counters.zero(context)?;
+        chosen.zero(context)?;
+        let mut results = try_with_capacity(STEPS_IN_FLIGHT, "steps")?;
+        for _ in 0..STEPS_IN_FLIGHT {
+            let tokens = PinnedBuffer::new(context, MAX_STEP_ROWS * 4, "tokens")?;
+            results.push(ResultSlot { tokens, logits: None, num_rows: 0, num_copied: 0 });
+        }
+        Ok(DeviceSteps {
+            context: context.clone(),
+            record,
+            chosen,
+            partials,
+            counters,
+            results,
+            next: 0,
+            pending: VecDeque::with_capacity(STEPS_IN_FLIGHT),
+            last_rows: try_with_capacity(MAX_STEP_ROWS, "steps")?,
+        })
+    }
+
+    /// Queues a record on its way to the device and says where its arrays lie there.
+    pub(super) fn upload(
+        &mut self,
+        shape: &RecordShape,
+        batch: &ForwardBatch<'_>,
+        extras: &RecordExtras<'_>,
+    ) -> Result<DeviceRecord> {
+        let len = RecordMemory::len_for(shape)?;
+        if len > self.record.len() {
+            // Twice what is needed: block tables grow with the context. Steps under way read the old one.
+            self.context.synchronize()?;
+            self.record = RecordMemory::new(&self.context, len.saturating_mul(2), STEPS_IN_FLIGHT)?;
+        }
+        self.record.upload(shape, batch, extras)?;
+        self.record.arrays(shape)
+    }
+
+    /// How the kernels choose the tokens of a record.
+    fn buffers<'a>(&'a self, record: &'a DeviceRecord) -> SampleBuffers<'a> {
+        SampleBuffers {
+            rows: &record.sample_rows,
+            tokens: &self.chosen,
+            host_tokens: &record.host_tokens,
+            partials: &self.partials,
+            counters: &self.counters,
+        }
+    }
+
+    /// Checks that tokens of the step before were chosen by the device.
+    fn check_sources(&self, step: &Step<'_>) -> Result<()> {
+        let is_known = |&source: &u32| {
+            source == FROM_BATCH || self.last_rows.get(source as usize).copied().unwrap_or(false)
+        };
+        match step.token_sources.iter().all(is_known) {
+            true => Ok(()),
+            false => Err(Error::internal("a token that the step before does not choose")),
+        }
+    }
+}
+
+fn choice_bytes() -> Result<usize> {
+    let words = Arena::bytes_for(ElementType::I32, &[MAX_STEP_ROWS])?;
+    Ok(2 * words + Arena::bytes_for(ElementType::I64, &[PARTIALS])?)
+}
+
+impl CudaModel {
+    /// See [`crate::model::Model::begin_step`]; the batch was checked.
+    pub fn begin_step(
+        &self,
+        config: &ModelConfig,
+        step: &Step<'_>,
+        kv: &KvCache,
+        workspace: &mut DeviceWorkspace,
+        should_stop: &dyn Fn() -> bool,
+    ) -> Result<()> {
+        let batch = &step.batch;
+        let num_rows = batch.logits_rows.len();
+        if num_rows > workspace.step_rows() {
+            return Err(Error::unsupported(format!(
+                "a step with {num_rows} rows of logits: {} is the most",
+                workspace.step_rows()
+            )));
+        }
+        let steps = &mut workspace.steps;
+        steps.check_sources(step)?;
+        if steps.pending.len() >= STEPS_IN_FLIGHT {
+            return Err(Error::internal("a step more than may be in flight"));
+        }
+        let slot = steps.next;
+        let result = steps.results.get(slot).ok_or_else(no_slot)?;
+        let extras = RecordExtras {
+            token_sources: step.token_sources,
+            choices: step.choices,
+            host_tokens: result.tokens.device_address(0),
+            spare_block: kv.spare_block(),
+        };
+        let entered = match self.context.backend() {
+            ContextBackend::Cuda(cuda) => Some(cuda.enter()?),
+            ContextBackend::Cpu { .. } => None,
+        };
+        self.queue_step(config, batch, &extras, kv, workspace, should_stop)?;
+        self.queue_copies(config, step.choices, slot, workspace)?;
+        let steps = &mut workspace.steps;
+        let result = steps.results.get_mut(slot).ok_or_else(no_slot)?;
+        result.tokens.set_in_use()?;
+        result.num_rows = num_rows;
+        steps.pending.push_back(slot);
+        steps.next = (slot + 1) % STEPS_IN_FLIGHT;
+        steps.last_rows.clear();
+        let chosen = step.choices.iter().map(|choice| *choice != TokenChoice::Caller);
+        steps.last_rows.extend(chosen);
+        drop(entered);
+        Ok(())
+    }
+
+    /// The forward pass, and the choice of tokens.
+    fn queue_step(
+        &self,
+        config: &ModelConfig,
+        batch: &ForwardBatch<'_>,
+        extras: &RecordExtras<'_>,
+        kv: &KvCache,
+        workspace: &mut DeviceWorkspace,
+        should_stop: &dyn Fn() -> bool,
+    ) -> Result<()> {
+        let shape = RecordShape::of(batch);
+        let record = workspace.steps.upload(&shape, batch, extras)?;
+        let normed = self.hidden_states(config, batch, &record, kv, workspace, should_stop)?;
+        let Some(normed) = normed else { return Ok(()) };
+        let logits = workspace.logits.view(0, &[shape.num_rows, config.vocab_size], None)?;
+        self.project(&normed, &logits)?;
+        sample(&self.context, &logits, &workspace.steps.buffers(&record))
+    }
+
+    /// Queues the logits that the caller wants on their way to the host.
+    fn queue_copies(
+        &self,
+        config: &ModelConfig,
+        choices: &[TokenChoice],
+        slot: usize,
+        workspace: &mut DeviceWorkspace,
+    ) -> Result<()> {
+        let vocab_size = config.vocab_size;
+        let is_wanted = |choice: &TokenChoice| *choice == TokenChoice::Caller;
+        let num_copied = choices.iter().filter(|choice| is_wanted(choice)).count();
+        let result = workspace.steps.results.get_mut(slot).ok_or_else(no_slot)?;
+        result.num_copied = num_copied;
+        if num_copied == 0 {
+            return Ok(());
+        }
+        let bytes = num_copied.saturating_mul(vocab_size).saturating_mul(4);
+        let mut host = match result.logits.take().filter(|host| host.len_bytes() >= bytes) {
+            Some(host) => host,
+            None => PinnedBuffer::new(&self.context, bytes, "logits")?,
+        };
+        let wanted = choices.iter().enumerate().filter(|(_, choice)| is_wanted(choice));
+        for (index, (row, _)) in wanted.enumerate() {
+            let source = workspace.logits.view(row * vocab_size, &[1, vocab_size], None)?;
+            let place = index % COPIED_ROWS.min(workspace.copied_rows());
+            let floats = workspace.logits_f32.view(place * vocab_size, &[1, vocab_size], None)?;
+            match self.dtype() {
+                DType::F32 => copy(&self.context, &*source, &floats)?,
+                _ => cast(&self.context, &source, &floats)?,
+            }
+            host.download(&floats, index * vocab_size * 4)?;
+        }
+        let result = workspace.steps.results.get_mut(slot).ok_or_else(no_slot)?;
+        result.logits = Some(host);
+        Ok(())
+    }
+
+    /// See [`crate::model::Model::finish_step`].
+    pub fn finish_step(
+        &self,
+        config: &ModelConfig,
+        workspace: &mut DeviceWorkspace,
+        out: &mut StepResult,
+    ) -> Result<()> {
+        let steps = &mut workspace.steps;
+        let slot = steps.pending.pop_front();
+        let slot = slot.ok_or_else(|| Error::internal("no step is under way"))?;
+        let result = steps.results.get_mut(slot).ok_or_else(no_slot)?;
+        let num_rows = result.num_rows;
+        let no_memory = |_| Error::out_of_memory("the result of a step", num_rows * 4);
+        out.tokens.clear();
+        out.tokens.try_reserve(num_rows).map_err(no_memory)?;
+        let bytes = result.tokens.bytes()?;
+        if let ContextBackend::Cuda(cuda) = self.context.backend() {
+            cuda.take_fault()?;
+        }
+        out.tokens.extend(bytes.chunks_exact(4).take(num_rows).map(|word| match *word {
+            [a, b, c, d] => u32::from_ne_bytes([a, b, c, d]),
+            _ => NO_TOKEN,
+        }));
+        let len = result.num_copied.saturating_mul(config.vocab_size);
+        out.logits.clear();
+        if let (Some(host), true) = (&mut result.logits, len > 0) {
+            let no_memory = |_| Error::out_of_memory("logits", len.saturating_mul(4));
+            out.logits.try_reserve(len).map_err(no_memory)?;
+            out.logits.resize(len, 0.0);
+            copy_floats(host.bytes()?, &mut out.logits);
+        }
+        Ok(())
+    }
+}
+
+fn no_slot() -> Error {
+    Error::internal("no room for the results of a step")
+}
+
+const _: () = assert!(SAMPLE_ROW_WORDS == 8);
