@@ -111,6 +111,18 @@ impl ComputeContext {
         }
     }
 
+    /// Runs `body`, and takes the memory that it allocated and gave back out of circulation for as long as the
+    /// blocks live: for work that is recorded now and runs later.
+    pub(crate) fn hold_memory<R>(
+        &self,
+        body: impl FnOnce() -> Result<R>,
+    ) -> Result<(R, Vec<Block>)> {
+        self.allocator().begin_holding();
+        let done = body();
+        let held = self.allocator().end_holding()?;
+        done.map(|result| (result, held))
+    }
+
     /// What the allocator of device memory has done.
     pub fn memory_stats(&self) -> MemoryStats {
         self.allocator().stats()

@@ -50,6 +50,8 @@ struct State {
     /// Free blocks by class.
     free: BTreeMap<usize, Vec<NonNull<u8>>>,
     stats: MemoryStats,
+    /// Blocks given out since [`CachingAllocator::begin_holding`], with their classes.
+    given_out: Option<Vec<(NonNull<u8>, usize)>>,
 }
 
 // SAFETY: the addresses are numbers here; the allocator owns the memory.
@@ -124,10 +126,16 @@ impl CachingAllocator {
     ) -> Result<Block> {
         let mut state = self.lock();
         state.stats.num_allocations += 1;
+        if let Some(given_out) = &mut state.given_out {
+            given_out.try_reserve(1).map_err(|_| Error::out_of_memory(what, len_bytes))?;
+        }
         let start = match state.free.get_mut(&class).and_then(Vec::pop) {
             Some(start) => start,
             None => self.fetch(&mut state, class, len_bytes, what)?,
         };
+        if let Some(given_out) = &mut state.given_out {
+            given_out.push((start, class));
+        }
         state.stats.allocated += class;
         state.stats.peak = state.stats.peak.max(state.stats.allocated);
         drop(state);
@@ -177,6 +185,33 @@ impl CachingAllocator {
         };
         state.stats.reserved += class;
         Ok(start)
+    }
+
+    /// From now on remembers which blocks are given out.
+    pub fn begin_holding(&self) {
+        self.lock().given_out = Some(Vec::new());
+    }
+
+    /// The blocks that were given out since [`CachingAllocator::begin_holding`] and have come back: taken out
+    /// of circulation until they are dropped. For work that is recorded now and runs later.
+    pub fn end_holding(self: &Arc<Self>) -> Result<Vec<Block>> {
+        let mut state = self.lock();
+        let mut given_out = state.given_out.take().unwrap_or_default();
+        given_out.sort_unstable();
+        given_out.dedup();
+        let mut held = Vec::new();
+        held.try_reserve_exact(given_out.len())
+            .map_err(|_| Error::out_of_memory("blocks to hold", given_out.len()))?;
+        for (start, class) in given_out {
+            let free = state.free.entry(class).or_default();
+            if let Some(index) = free.iter().position(|other| *other == start) {
+                free.swap_remove(index);
+                state.stats.allocated += class;
+                held.push(Block { start, len_bytes: class, class, allocator: self.clone() });
+            }
+        }
+        state.stats.peak = state.stats.peak.max(state.stats.allocated);
+        Ok(held)
     }
 
     /// Gives everything that is not in use back to the source.
@@ -316,6 +351,23 @@ mod tests {
         assert_eq!(allocator.stats().allocated, 0);
         allocator.trim();
         assert_eq!((allocator.stats().reserved, out.load(Ordering::Relaxed)), (0, 0));
+    }
+
+    #[test]
+    fn held_blocks_are_given_to_nobody_else() {
+        let (allocator, _) = allocator(usize::MAX, usize::MAX);
+        let kept = allocator.allocate(5000, "before").unwrap();
+        allocator.begin_holding();
+        let a = allocator.allocate(1000, "a").unwrap().start();
+        assert_eq!(allocator.allocate(1000, "again").unwrap().start(), a);
+        let still_used = allocator.allocate(3000, "b").unwrap();
+        let held = allocator.end_holding().unwrap();
+        assert_eq!(held.iter().map(Block::start).collect::<Vec<_>>(), [a]);
+        assert_ne!(allocator.allocate(1000, "c").unwrap().start(), a);
+        allocator.trim();
+        assert_eq!(allocator.stats().reserved, allocator.stats().allocated);
+        drop((held, still_used, kept));
+        assert_eq!(allocator.stats().allocated, 0);
     }
 
     #[test]

@@ -180,6 +180,19 @@ impl<'m> Driver<'m> {
         result
     }
 
+    /// Makes a sequence as long as if `len` tokens had been computed, with whatever is in the cache.
+    pub fn pretend(&mut self, sequence: &mut Sequence, len: usize) {
+        sequence.len = len;
+        for _ in 0..len.div_ceil(BLOCK_SIZE) {
+            sequence.blocks.push(self.free.pop().expect("a free block"));
+        }
+    }
+
+    /// Makes room for passes of so many tokens.
+    pub fn reserve(&mut self, num_tokens: usize) {
+        self.model.reserve(&mut self.workspace, num_tokens, 1).expect("a workspace");
+    }
+
     /// Gives a sequence's blocks back.
     pub fn free(&mut self, sequence: Sequence) {
         self.free.extend(sequence.blocks);

@@ -320,7 +320,7 @@ impl CudaContext {
         arguments: Arguments<'_>,
     ) -> Result<()> {
         // SAFETY: passed on to the caller.
-        unsafe { self.launch_as(source, name, launch, arguments, false) }
+        unsafe { self.launch_as(source, name, launch, arguments, false, 1) }
     }
 
     /// The same for a kernel that waits for those before it by itself (`csrc/common/pdl.cuh`): it may begin
@@ -335,9 +335,30 @@ impl CudaContext {
         launch: Launch,
         arguments: Arguments<'_>,
     ) -> Result<()> {
+        // SAFETY: passed on to the caller.
+        unsafe { self.launch_clusters(source, name, launch, 1, arguments) }
+    }
+
+    /// The same with clusters of `cluster` blocks along the first dimension of the grid.
+    ///
+    /// # Safety
+    /// As [`CudaContext::launch`].
+    pub(crate) unsafe fn launch_clusters(
+        &self,
+        source: &'static str,
+        name: &'static str,
+        launch: Launch,
+        cluster: u32,
+        arguments: Arguments<'_>,
+    ) -> Result<()> {
         let overlaps = self.device.info().compute_capability.0 >= 9;
         // SAFETY: passed on to the caller.
-        unsafe { self.launch_as(source, name, launch, arguments, overlaps) }
+        unsafe { self.launch_as(source, name, launch, arguments, overlaps, cluster) }
+    }
+
+    /// Is the kernel `name` of `csrc/ops/<source>.cu` built in for this device?
+    pub(crate) fn has_kernel(&self, source: &'static str, name: &'static str) -> bool {
+        self.device.function(source, name).is_ok()
     }
 
     /// # Safety
@@ -349,6 +370,7 @@ impl CudaContext {
         launch: Launch,
         mut arguments: Arguments<'_>,
         overlaps: bool,
+        cluster: u32,
     ) -> Result<()> {
         if arguments.len > MAX_ARGUMENTS {
             return Err(Error::internal(format!("{name}: too many arguments")));
@@ -361,11 +383,22 @@ impl CudaContext {
                 *pointer = (word as *mut u64).cast();
             }
         }
-        let mut attribute = sys::CUlaunchAttribute {
-            id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+        let mut attributes = [sys::CUlaunchAttribute {
+            id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_IGNORE,
             pad: [0; 4],
-            value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
-        };
+            value: sys::CUlaunchAttributeValue { pad: [0; 64] },
+        }; 2];
+        let [overlap, clusters] = &mut attributes;
+        if overlaps {
+            overlap.id =
+                sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+            overlap.value.programmaticStreamSerializationAllowed = 1;
+        }
+        if cluster > 1 {
+            clusters.id = sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
+            clusters.value.clusterDim =
+                sys::CUlaunchAttributeValue_union__bindgen_ty_1 { x: cluster, y: 1, z: 1 };
+        }
         let (x, y, z) = launch.grid;
         let config = sys::CUlaunchConfig {
             gridDimX: x,
@@ -376,8 +409,8 @@ impl CudaContext {
             blockDimZ: 1,
             sharedMemBytes: launch.shared_bytes,
             hStream: self.stream,
-            attrs: &mut attribute,
-            numAttrs: u32::from(overlaps),
+            attrs: attributes.as_mut_ptr(),
+            numAttrs: attributes.len() as u32,
         };
         self.num_launches.fetch_add(1, Ordering::Relaxed);
         self.with_current(|| {

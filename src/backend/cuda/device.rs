@@ -241,6 +241,14 @@ impl CudaDevice {
                 CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
                 most,
             );
+            if self.info.compute_capability.0 >= 9 {
+                // Clusters of more than eight blocks.
+                let _ = sys::cuFuncSetAttribute(
+                    function,
+                    CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED,
+                    1,
+                );
+            }
         }
     }
 }

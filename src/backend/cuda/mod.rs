@@ -8,6 +8,7 @@ mod event;
 mod fatbins;
 mod graph;
 mod memory;
+mod tensor_map;
 
 pub(crate) use blas::{is_present as is_cublas_present, MatmulShape};
 pub(crate) use context::{Arguments, Launch};
@@ -16,3 +17,4 @@ pub use device::{num_cuda_devices, CudaDevice, CudaDeviceInfo};
 pub use driver::available;
 pub(crate) use event::Event;
 pub(crate) use graph::Graph;
+pub(crate) use tensor_map::TensorMap;

@@ -4,6 +4,7 @@
 //! The residual stream and all activations have the model's element type, and are rounded where Transformers
 //! rounds them ([`crate::ops::stepwise`]).
 
+mod graphs;
 mod heads;
 mod load;
 mod qwen3;

@@ -21,10 +21,42 @@ struct Pass<'a> {
     config: &'a ModelConfig,
     context: &'a ComputeContext,
     record: &'a DeviceRecord,
+    wanted: &'a Wanted,
+}
+
+/// What a pass is to compute, besides what its record says.
+pub(super) struct Wanted {
     /// How every layer attends: the sequences with one token, and the others.
     attention: Vec<AttentionOptions>,
-    /// The rows of the batch that are wanted behind the last attention; `None`: all, in their order.
-    wanted: Option<&'a DeviceTensor>,
+    /// Behind the last attention all rows are wanted, in their order.
+    all_rows: bool,
+}
+
+impl Wanted {
+    /// What a batch asks for.
+    pub fn of(
+        config: &ModelConfig,
+        batch: &ForwardBatch<'_>,
+        record: &DeviceRecord,
+    ) -> Result<Self> {
+        let all_rows = batch.logits_rows.iter().copied().eq(0..batch.num_tokens() as u32);
+        Ok(Wanted { attention: attention_parts(config, batch, record)?, all_rows })
+    }
+
+    /// One token of every sequence, and the logits of all, whatever their lengths.
+    pub fn of_decode(config: &ModelConfig, record: &DeviceRecord) -> Result<Self> {
+        let mut attention = try_with_capacity(1, "the parts of a batch")?;
+        attention.push(AttentionOptions {
+            causal: true,
+            scale: Some(config.attention_scale()),
+            cu_seqlens_q: Some(*record.cu_seqlens_q),
+            block_tables: Some(*record.block_tables),
+            context_lens: Some(*record.context_lens),
+            max_q_len: 1,
+            ..AttentionOptions::default()
+        });
+        Ok(Wanted { attention, all_rows: true })
+    }
 }
 
 /// The activations cut to the rows of a pass.
@@ -97,7 +129,8 @@ impl CudaModel {
             spare_block: kv.spare_block(),
         };
         let record = workspace.steps.upload(&RecordShape::of(batch), batch, &extras)?;
-        let normed = self.hidden_states(config, batch, &record, kv, workspace, should_stop)?;
+        let wanted = Wanted::of(config, batch, &record)?;
+        let normed = self.hidden_states(config, &record, &wanted, kv, workspace, should_stop)?;
         if let Some(normed) = normed {
             self.read_logits(config, &normed, workspace, logits)?;
         }
@@ -109,18 +142,16 @@ impl CudaModel {
     pub(super) fn hidden_states(
         &self,
         config: &ModelConfig,
-        batch: &ForwardBatch<'_>,
         record: &DeviceRecord,
+        wanted: &Wanted,
         kv: &KvCache,
         workspace: &DeviceWorkspace,
         should_stop: &dyn Fn() -> bool,
     ) -> Result<Option<DeviceTensor>> {
         let context = &*self.context;
-        let num_tokens = batch.num_tokens();
-        let all_rows = batch.logits_rows.iter().copied().eq(0..num_tokens as u32);
-        let wanted = (!all_rows).then_some(&record.logits_rows);
-        let attention = attention_parts(config, batch, record)?;
-        let pass = Pass { model: self, config, context, record, attention, wanted };
+        let num_tokens = record.token_ids.num_elements() as usize;
+        let num_rows = record.logits_rows.num_elements() as usize;
+        let pass = Pass { model: self, config, context, record, wanted };
 
         let mut act = Activations::new(workspace, num_tokens)?;
         let qkv = pass.qkv_view(workspace, num_tokens)?;
@@ -136,11 +167,11 @@ impl CudaModel {
             }
             let is_last = index + 1 == config.num_layers;
             pass.attend(layer, kv.device_layer(index)?, pending.as_ref(), &act, &qkv)?;
-            if is_last && batch.logits_rows.is_empty() {
+            if is_last && num_rows == 0 {
                 return Ok(None);
             }
-            if is_last && !all_rows {
-                act = pass.keep_wanted_rows(workspace, &act, batch.logits_rows.len())?;
+            if is_last && !wanted.all_rows {
+                act = pass.keep_wanted_rows(workspace, &act, num_rows)?;
             }
             pass.mlp(layer, &act)?;
             pending = Some(act.projected.clone());
@@ -262,7 +293,7 @@ impl Pass<'_> {
         qk_norm_rope_append(context, qkv, &how, &slots)?;
         let q = qkv.view(0, &[num_tokens, num_heads, stride], Some(&[row_len, stride, 1]))?;
         let out = act.attn_out.view(0, &[num_tokens, num_heads, stride], None)?;
-        for part in &self.attention {
+        for part in &self.wanted.attention {
             attention(context, part, &q, &kv.k, &kv.v, &out)?;
         }
         Ok(())
@@ -295,7 +326,7 @@ impl Pass<'_> {
         if !workspace.fits(num_rows) {
             return Err(Error::unsupported(format!("the logits of {num_rows} rows at a time")));
         }
-        let rows = self.wanted.ok_or_else(|| Error::internal("no rows to gather"))?;
+        let rows = &self.record.logits_rows;
         let hidden = rows_of(&workspace.wanted, num_rows)?;
         // Queries, keys and values are not needed any more.
         let attn_out = workspace.qkv.view(0, &[num_rows, act.attn_out.width() as usize], None)?;

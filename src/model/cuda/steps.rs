@@ -3,6 +3,8 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
+use super::graphs::{row_bucket, table_bucket, GraphKey, StepGraphs};
+use super::qwen3::Wanted;
 use super::record::{DeviceRecord, RecordExtras, RecordMemory, RecordShape};
 use super::workspace::{copy_floats, DeviceWorkspace, COPIED_ROWS, MAX_STEP_ROWS};
 use super::CudaModel;
@@ -13,11 +15,14 @@ use crate::model::batch::ForwardBatch;
 use crate::model::kv_cache::KvCache;
 use crate::model::step::{Step, StepResult, TokenChoice, FROM_BATCH, NO_TOKEN};
 use crate::model::ModelConfig;
-use crate::ops::stepwise::{sample, SampleBuffers, SAMPLE_PARTS, SAMPLE_ROW_WORDS};
+use crate::ops::stepwise::{sample, SampleBuffers, SAMPLE_PARTS};
 use crate::ops::tensor::{cast, copy};
 
 /// Steps that may be under way: the host prepares one while the device computes another.
 pub(in crate::model) const STEPS_IN_FLIGHT: usize = 2;
+
+/// The most sequences whose decoding is a graph.
+const MOST_GRAPH_ROWS: usize = 8;
 
 /// Entries of block tables that there is room for from the start: 256 sequences of 4096 tokens.
 const TABLE_ENTRIES: usize = MAX_STEP_ROWS * 128;
@@ -40,6 +45,7 @@ pub(in crate::model) struct DeviceSteps {
     pending: VecDeque<usize>,
     /// For each row of the step begun last: does the device choose its token?
     last_rows: Vec<bool>,
+    graphs: StepGraphs,
 }
 
 /// Where the results of a step arrive.
@@ -96,6 +102,7 @@ impl DeviceSteps {
             next: 0,
             pending: VecDeque::with_capacity(STEPS_IN_FLIGHT),
             last_rows: try_with_capacity(MAX_STEP_ROWS, "steps")?,
+            graphs: StepGraphs::default(),
         })
     }
 
@@ -110,6 +117,7 @@ impl DeviceSteps {
         if len > self.record.len() {
             // Twice what is needed: block tables grow with the context. Steps under way read the old one.
             self.context.synchronize()?;
+            self.graphs.clear();
             self.record = RecordMemory::new(&self.context, len.saturating_mul(2), STEPS_IN_FLIGHT)?;
         }
         self.record.upload(shape, batch, extras)?;
@@ -204,13 +212,57 @@ impl CudaModel {
         workspace: &mut DeviceWorkspace,
         should_stop: &dyn Fn() -> bool,
     ) -> Result<()> {
-        let shape = RecordShape::of(batch);
+        let num_rows = batch.logits_rows.len();
+        if !is_decode(batch) || num_rows > self.most_graph_rows() {
+            let shape = RecordShape::of(batch);
+            let record = workspace.steps.upload(&shape, batch, extras)?;
+            let how = Wanted::of(config, batch, &record)?;
+            let normed = self.hidden_states(config, &record, &how, kv, workspace, should_stop)?;
+            return normed
+                .map_or(Ok(()), |normed| self.choose(config, &record, &normed, workspace));
+        }
+        // Steps of about the same size are one graph.
+        let rows = row_bucket(num_rows).min(workspace.step_rows());
+        let shape = RecordShape {
+            num_tokens: rows,
+            num_seqs: rows,
+            num_rows: rows,
+            blocks_per_seq: table_bucket(batch.max_blocks_per_seq),
+        };
         let record = workspace.steps.upload(&shape, batch, extras)?;
-        let normed = self.hidden_states(config, batch, &record, kv, workspace, should_stop)?;
-        let Some(normed) = normed else { return Ok(()) };
-        let logits = workspace.logits.view(0, &[shape.num_rows, config.vocab_size], None)?;
-        self.project(&normed, &logits)?;
-        sample(&self.context, &logits, &workspace.steps.buffers(&record))
+        let key = GraphKey { shape, cache: kv.device_layer(0)?.k.data() as usize };
+        let mut graphs = std::mem::take(&mut workspace.steps.graphs);
+        let queue = || {
+            let how = Wanted::of_decode(config, &record)?;
+            let normed = self.hidden_states(config, &record, &how, kv, workspace, &|| false)?;
+            normed.map_or(Ok(()), |normed| self.choose(config, &record, &normed, workspace))
+        };
+        // SAFETY: all tensors are parts of the model, the cache and the workspace, which outlive the graphs: a
+        // workspace is replaced as a whole, and a larger record clears them. Operators take other memory only
+        // from the context, which keeps it.
+        let done = unsafe { graphs.run(&self.context, key, queue) };
+        workspace.steps.graphs = graphs;
+        done
+    }
+
+    /// The most sequences whose decoding is a graph.
+    fn most_graph_rows(&self) -> usize {
+        // Without kernels of fixed memory every graph keeps partial results of attention of its own.
+        MOST_GRAPH_ROWS
+    }
+
+    /// The logits behind `normed` [num_rows, hidden_size], and the choice of tokens.
+    fn choose(
+        &self,
+        config: &ModelConfig,
+        record: &DeviceRecord,
+        normed: &DeviceTensor,
+        workspace: &DeviceWorkspace,
+    ) -> Result<()> {
+        let num_rows = normed.shape().first().map_or(0, |&n| n as usize);
+        let logits = workspace.logits.view(0, &[num_rows, config.vocab_size], None)?;
+        self.project(normed, &logits)?;
+        sample(&self.context, &logits, &workspace.steps.buffers(record))
     }
 
     /// Queues the logits that the caller wants on their way to the host.
@@ -289,4 +341,9 @@ fn no_slot() -> Error {
     Error::internal("no room for the results of a step")
 }
 
-const _: () = assert!(SAMPLE_ROW_WORDS == 8);
+/// Does every sequence have one token, whose logits are wanted?
+fn is_decode(batch: &ForwardBatch<'_>) -> bool {
+    let num_tokens = batch.num_tokens() as u32;
+    batch.cu_seqlens_q.iter().copied().eq(0..=num_tokens)
+        && batch.logits_rows.iter().copied().eq(0..num_tokens)
+}

@@ -1,8 +1,8 @@
 //! What the CUDA kernels of attention share: tensors in a layout that they take, and their parameters.
 
 use super::{
-    cuda_decode, cuda_flash, cuda_naive, has_whole_heads, head_strides, size, AttentionBackend,
-    Problem,
+    cuda_decode, cuda_flash, cuda_flash_wgmma, cuda_naive, has_whole_heads, head_strides, size,
+    AttentionBackend, Problem,
 };
 use crate::backend::cuda::CudaContext;
 use crate::backend::ComputeContext;
@@ -128,7 +128,10 @@ pub(super) fn run(
     match backend {
         AttentionBackend::Naive => cuda_naive::launch(context, cuda, problem, &params),
         AttentionBackend::SplitKv => cuda_decode::launch(context, cuda, problem, &params),
-        _ => cuda_flash::launch(cuda, problem, &params),
+        _ => match cuda_flash_wgmma::try_launch(cuda, problem, &params)? {
+            true => Ok(()),
+            false => cuda_flash::launch(cuda, problem, &params),
+        },
     }?;
     place.finish(context)
 }

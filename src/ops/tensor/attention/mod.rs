@@ -19,6 +19,7 @@ mod cpu;
 mod cuda;
 mod cuda_decode;
 mod cuda_flash;
+mod cuda_flash_wgmma;
 mod cuda_naive;
 
 pub use choice::AttentionBackend;

@@ -1,0 +1,72 @@
+//! Descriptions of matrices in device memory for the copy engine of sm_90 and later, which fetches boxes of
+//! them into shared memory.
+
+use super::context::CudaContext;
+use crate::error::{Error, Result};
+use crate::memory::{DType, ElementType, Tensor};
+use cudarc::driver::sys::{self, CUtensorMap};
+
+/// See the head of the file. A kernel takes it by value. It holds the address of the tensor, whose memory must
+/// be alive whenever a kernel uses the description.
+#[derive(Clone, Copy)]
+pub(crate) struct TensorMap(#[allow(dead_code)] CUtensorMap);
+
+/// Most dimensions of a description.
+const MAX_RANK: usize = 5;
+
+impl TensorMap {
+    /// A tensor of 16-bit elements whose boxes, `box_shape` in the order of its dimensions, lie in shared memory
+    /// with the swizzle of 128 bytes: the last dimension of a box has 64 elements. What a box has outside the
+    /// tensor reads as zero. The tensor's rows begin at multiples of 16 bytes.
+    pub(crate) fn new(context: &CudaContext, tensor: &Tensor, box_shape: &[u32]) -> Result<Self> {
+        use sys::*;
+        let data_type = match tensor.element() {
+            ElementType::Float(DType::F16) => CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+            ElementType::Float(DType::BF16) => {
+                CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+            }
+            other => return Err(Error::internal(format!("a tensor map of {other}"))),
+        };
+        let (shape, strides) = (tensor.shape(), tensor.strides());
+        let rank = shape.len();
+        if rank == 0 || rank > MAX_RANK || box_shape.len() != rank || tensor.is_empty() {
+            return Err(Error::internal(format!("a tensor map of shape {shape}")));
+        }
+        // The driver counts dimensions from the innermost, and strides in bytes without the innermost.
+        let (mut sizes, mut byte_strides, mut extents) =
+            ([1u64; MAX_RANK], [0u64; MAX_RANK], [1u32; MAX_RANK]);
+        let dimensions = shape.iter().zip(strides.iter()).zip(box_shape).rev().enumerate();
+        for (i, ((&size, &stride), &extent)) in dimensions {
+            if let (Some(a), Some(b)) = (sizes.get_mut(i), extents.get_mut(i)) {
+                (*a, *b) = (size as u64, extent);
+            }
+            if let Some(slot) = i.checked_sub(1).and_then(|i| byte_strides.get_mut(i)) {
+                *slot = stride as u64 * 2;
+            }
+        }
+        let steps = [1u32; MAX_RANK];
+        let mut map = CUtensorMap { opaque: [0; 16] };
+        context.with_current(|| {
+            // SAFETY: the arrays have `rank` entries at least; one description is written. The driver checks
+            // extents and alignments.
+            let status = unsafe {
+                cuTensorMapEncodeTiled(
+                    &mut map,
+                    data_type,
+                    rank as u32,
+                    tensor.data().cast(),
+                    sizes.as_ptr(),
+                    byte_strides.as_ptr(),
+                    extents.as_ptr(),
+                    steps.as_ptr(),
+                    CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
+                    CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
+                    CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                    CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+                )
+            };
+            context.check(status, "describing a tensor to the copy engine")
+        })?;
+        Ok(TensorMap(map))
+    }
+}
