@@ -19,4 +19,5 @@ mod hostile_files;
 mod hostile_requests;
 mod hostile_surroundings;
 mod layering;
+mod plan;
 mod symbols;

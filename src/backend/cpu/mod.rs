@@ -57,7 +57,7 @@ impl CpuBackend {
 
     /// Whether bf16 is multiplied by bf16 instructions rather than widened to f32.
     pub(crate) fn has_native_bf16(&self) -> bool {
-        self.isa == Isa::Avx512Bf16
+        self.isa.has_native_bf16()
     }
 
     /// For people: `cpu (avx512-bf16, 2 threads)`.
