@@ -1,6 +1,7 @@
 //! Tensors that own their memory, and the host memory through which they are filled and read: what a model
 //! on a device is made of.
 
+use super::cuda::Event;
 use super::{ComputeContext, ContextBackend};
 use crate::error::{Error, Result};
 use crate::memory::{Block, Device, ElementType, Tensor, MAX_RANK};
@@ -144,6 +145,10 @@ pub struct PinnedBuffer {
     memory: Block,
     /// A copy may be under way.
     is_busy: bool,
+    /// Made by the first [`PinnedBuffer::fence`].
+    event: Option<Event>,
+    /// The event is behind the last copy.
+    is_fenced: bool,
 }
 
 impl PinnedBuffer {
@@ -152,7 +157,8 @@ impl PinnedBuffer {
         let memory = context.allocate_pinned(len_bytes, what)?;
         // SAFETY: fresh host memory of that size.
         unsafe { memory.start().write_bytes(0, len_bytes) };
-        Ok(PinnedBuffer { context: context.clone(), memory, is_busy: false })
+        let context = context.clone();
+        Ok(PinnedBuffer { context, memory, is_busy: false, event: None, is_fenced: false })
     }
 
     /// The length in bytes.
@@ -167,13 +173,36 @@ impl PinnedBuffer {
         Ok(unsafe { std::slice::from_raw_parts_mut(self.memory.start(), self.memory.len_bytes()) })
     }
 
-    /// Waits for the copies that were queued here (and for all work of the context).
+    /// Waits for the copies that were queued here: up to the fence, or without one for all work of the
+    /// context.
     pub fn wait(&mut self) -> Result<()> {
-        if self.is_busy {
-            self.context.synchronize()?;
-            self.is_busy = false;
+        if !self.is_busy {
+            return Ok(());
         }
+        match (self.context.backend(), &self.event) {
+            (ContextBackend::Cuda(cuda), Some(event)) if self.is_fenced => {
+                event.synchronize(cuda)?
+            }
+            _ => self.context.synchronize()?,
+        }
+        self.is_busy = false;
         Ok(())
+    }
+
+    /// Marks the place behind the copies queued so far, so that waiting for them is waiting for nothing that is
+    /// queued later. The next copy needs a fence of its own.
+    pub fn fence(&mut self) -> Result<()> {
+        let ContextBackend::Cuda(cuda) = self.context.backend() else {
+            return Err(Error::internal("pinned memory on the CPU"));
+        };
+        let event = match self.event.take() {
+            Some(event) => event,
+            None => Event::new(cuda)?,
+        };
+        let recorded = event.record(cuda);
+        self.event = Some(event);
+        self.is_fenced = recorded.is_ok();
+        recorded
     }
 
     /// Queues a copy of the bytes `from` to a contiguous tensor, from its byte `target_offset` on.
@@ -211,6 +240,7 @@ impl PinnedBuffer {
             return Err(Error::internal("pinned memory on the CPU"));
         };
         self.is_busy = true;
+        self.is_fenced = false;
         // SAFETY: passed on to the caller.
         unsafe { cuda.copy(target, source, bytes) }
     }

@@ -174,7 +174,7 @@ impl MemoryPlan {
     }
 
     fn does_not_fit(&self, options: &EngineOptions, limit: u64) -> Error {
-        let whose = match limit == options.max_memory_bytes {
+        let whose = match options.max_memory_bytes > 0 && limit == options.max_memory_bytes {
             true => format!("max_memory_bytes is {limit}"),
             false => format!("{limit} bytes of memory are free"),
         };

@@ -72,6 +72,18 @@ impl CpuBackend {
         self.pool.parallel_for(num_tasks, task)
     }
 
+    /// Runs `main` on this thread, and beside it `helper` on those of the other threads that have nothing else
+    /// to do: up to `num_threads() - 1` calls of it, each with a number of its own, perhaps none. Returns when
+    /// `main` and all helpers that have begun are done. A panic in any becomes an internal error. `main` must
+    /// not use this backend.
+    pub fn with_helpers(
+        &self,
+        helper: &(dyn Fn(usize) + Sync),
+        main: &mut dyn FnMut(),
+    ) -> Result<()> {
+        self.pool.with_helpers(helper, main)
+    }
+
     /// Cuts `data`, rows of `row_len` elements, into runs of whole rows and calls `task` with the
     /// first row's number and the rows of each run: in parallel when the data is large, at once on
     /// this thread when it is small.

@@ -213,6 +213,11 @@ impl CudaContext {
         &self.device
     }
 
+    /// The same for what outlives a borrow.
+    pub(super) fn shared_device(&self) -> Arc<CudaDevice> {
+        self.device.clone()
+    }
+
     /// Its name as a place of memory.
     pub fn place(&self) -> Device {
         Device::Cuda(self.device.index())

@@ -4,6 +4,7 @@ mod blas;
 mod context;
 mod device;
 mod driver;
+mod event;
 mod fatbins;
 mod memory;
 
@@ -12,3 +13,4 @@ pub(crate) use context::{Arguments, Launch};
 pub use context::{CudaContext, StreamChoice};
 pub use device::{num_cuda_devices, CudaDevice, CudaDeviceInfo};
 pub use driver::available;
+pub(crate) use event::Event;

@@ -4,9 +4,11 @@
 //! The residual stream and all activations have the model's element type, and are rounded where Transformers
 //! rounds them ([`crate::ops::stepwise`]).
 
+mod geometry;
 mod heads;
 mod load;
 mod qwen3;
+mod transfer;
 mod workspace;
 
 pub(super) use heads::HeadSpacing;
