@@ -485,16 +485,20 @@ typedef struct xserv_load_options {
   uint64_t max_context_tokens;
   /**
    * Tokens that the KV cache holds for all requests together, rounded up to blocks of 32; 0
-   * (default): one request of the longest context, or less if that is more than half of the
-   * memory that is available (the context is then as short, and the log says so). On the CPU its
-   * memory is taken from the system as it fills.
+   * (default): what max_memory_bytes leaves, or without such a limit on a GPU what nine tenths of the
+   * free memory leave, and on the CPU four longest contexts in a quarter, or one in half, of the
+   * memory that is left. Where that is less than one longest context, contexts are as much
+   * shorter, and the log says so; more than 256 longest contexts are never taken. On the CPU the
+   * cache's memory is taken from the system as it fills, on a GPU at once. xserv_model_info says how
+   * many tokens it became, xserv_plan before loading.
    */
   uint64_t kv_cache_tokens;
   /**
-   * Refuse to load if weights, KV cache and activations together need more bytes than this; 0
-   * (default): no limit. With kv_cache_tokens 0 the KV cache takes what is left. The tokenizer,
-   * tables of positions and each request's logits come on top: some tens of MB. On a GPU it is a
-   * limit of device memory that is never exceeded, with everything but the driver's own included.
+   * Refuse to load if weights, activations and the smallest KV cache together need more bytes than this;
+   * 0 (default): no limit. With kv_cache_tokens 0 the KV cache takes what is left. On the CPU the
+   * tokenizer, tables of positions and each request's logits come on top: some tens of MB. On a GPU
+   * it is a limit of device memory that is never exceeded, with everything but the driver's own
+   * (its context, kernels) included.
    */
   uint64_t max_memory_bytes;
   /**
@@ -612,6 +616,10 @@ typedef struct xserv_model_info {
    * Seconds that xserv_load took.
    */
   double load_seconds;
+  /**
+   * The most bytes that activations and scratch of the operators take, as planned at load.
+   */
+  uint64_t workspace_bytes;
 } xserv_model_info;
 
 /**
@@ -709,6 +717,68 @@ typedef struct xserv_inspection_info {
    */
   uint8_t reserved;
 } xserv_inspection_info;
+
+/**
+ * What a model takes of the memory of the device where it would go. Set struct_size, then call
+ * xserv_plan(). All sizes are of that device's memory: of the GPU's for a model on a GPU, else of the
+ * host's.
+ */
+typedef struct xserv_memory_plan {
+  /**
+   * sizeof(xserv_memory_plan), set by the caller.
+   */
+  size_t struct_size;
+  /**
+   * The xserv_device_kind where the model would go: XSERV_DEVICE_CPU or XSERV_DEVICE_CUDA.
+   */
+  uint32_t device;
+  /**
+   * The xserv_dtype of weights and KV cache, never XSERV_DTYPE_AUTO.
+   */
+  uint32_t dtype;
+  /**
+   * Bytes of the weights, on a GPU with the tables of positions: what xserv_model_info will say.
+   */
+  uint64_t weights_bytes;
+  /**
+   * The most bytes that activations and scratch of the operators take while requests run.
+   */
+  uint64_t workspace_bytes;
+  /**
+   * Bytes of KV cache for one token.
+   */
+  uint64_t kv_bytes_per_token;
+  /**
+   * Tokens that the KV cache would hold, of all requests together; 0 if it doesn't fit.
+   */
+  uint64_t kv_cache_tokens;
+  /**
+   * Longest context of one request, in tokens; 0 if it doesn't fit.
+   */
+  uint64_t max_context_tokens;
+  /**
+   * weights_bytes + workspace_bytes + kv_cache_tokens * kv_bytes_per_token. If that doesn't fit, with
+   * the smallest KV cache that the options allow.
+   */
+  uint64_t total_bytes;
+  /**
+   * The smallest max_memory_bytes that xserv_load would accept with these options.
+   */
+  uint64_t minimum_bytes;
+  /**
+   * The bytes that there are: options.max_memory_bytes, or the memory that is available at the moment
+   * if that is less or there is no such limit; 0 if neither is known.
+   */
+  uint64_t memory_bytes;
+  /**
+   * 1: total_bytes are no more than memory_bytes, or nothing is known of the memory; 0: they are more.
+   */
+  uint8_t fits;
+  /**
+   * Unused, 0.
+   */
+  uint8_t reserved[7];
+} xserv_memory_plan;
 
 /**
  * How to tokenize. Fill with xserv_tokenize_options_default().
@@ -1457,6 +1527,40 @@ enum xserv_status xserv_inspection_get_info(const struct xserv_inspection *inspe
  * Ends an inspection. NULL does nothing.
  */
 void xserv_inspection_free(struct xserv_inspection *inspection);
+
+/**
+ * Tells what xserv_load would take with the same options, from the config and the headers of the weight
+ * files alone: no weight is read, and no GPU is needed to plan for one. It is the same computation by which
+ * xserv_load sizes the KV cache, so that the two agree as long as the memory that is available does not
+ * change.
+ *
+ * To ask what a GPU of some size would hold, set device to XSERV_DEVICE_CUDA and max_memory_bytes to its
+ * memory, less what the driver needs (a few hundred MB). Where there is a GPU, it is asked for its free
+ * memory, which starts it in this process; where there is none, or no driver, max_memory_bytes is all that is
+ * known. XSERV_DEVICE_AUTO is where xserv_load would go on this machine. Progress and log callbacks of the
+ * options are not called.
+ *
+ * A model that doesn't fit is a success here: see fits, minimum_bytes and memory_bytes. (On the CPU without
+ * max_memory_bytes, xserv_load tries all the same: the system may have more to give than it says.)
+ *
+ * Not counted: the tokenizer, tables of positions on the CPU and the logits of requests (some tens of MB of
+ * the host); the driver's own memory on a GPU (kernels, its context); while a model is loaded to a GPU, up to
+ * 64 MiB of pinned host memory.
+ *
+ * path, options: as in xserv_load. plan: struct_size must be set; written on success.
+ *
+ * Errors: those of xserv_load for a folder or options that it refuses whatever the memory:
+ * XSERV_STATUS_NOT_FOUND, XSERV_STATUS_IO, XSERV_STATUS_INVALID_ARGUMENT, XSERV_STATUS_INVALID_FILE,
+ * XSERV_STATUS_UNSUPPORTED.
+ *
+ * # Safety
+ * `path` ends in a NUL; `options` is NULL or readable for its struct_size; `plan` is writable for the
+ * struct_size that it claims.
+ */
+XSERV_MUST_USE
+enum xserv_status xserv_plan(const char *path,
+                             const struct xserv_load_options *options,
+                             struct xserv_memory_plan *plan);
 
 /**
  * Sets every option to its default.

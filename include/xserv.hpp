@@ -43,6 +43,7 @@ class Error : public std::runtime_error {
 using TokenId = std::uint32_t;
 using ModelInfo = xserv_model_info;
 using InspectionInfo = xserv_inspection_info;
+using MemoryPlan = xserv_memory_plan;
 using ResultInfo = xserv_result_info;
 
 /* One step of a generation, for callbacks that want more than the text. Valid during the callback. */
@@ -125,6 +126,7 @@ class LoadOptions {
 
  private:
   friend class Model;
+  friend MemoryPlan plan(const std::string &path, const LoadOptions &options);
   xserv_load_options raw_;
   std::function<bool(float)> progress_;
   std::function<void(xserv_log_level, const char *)> log_;
@@ -287,6 +289,14 @@ class Inspection {
 };
 
 inline Inspection inspect(const std::string &path) { return Inspection(path); }
+
+/* What a model would take of memory, without loading it; as xserv_plan(). */
+inline MemoryPlan plan(const std::string &path, const LoadOptions &options = LoadOptions()) {
+  MemoryPlan plan{};
+  plan.struct_size = sizeof plan;
+  detail::check(xserv_plan(path.c_str(), &options.raw_, &plan));
+  return plan;
+}
 
 /* A loaded model. */
 class Model {

@@ -143,10 +143,12 @@ impl Arena {
 pub struct PinnedBuffer {
     context: Arc<ComputeContext>,
     memory: Block,
-    /// Behind the last use by the device.
-    last_use: Option<Event>,
     /// The device may be using it.
     is_busy: bool,
+    /// Made by the first [`PinnedBuffer::fence`].
+    event: Option<Event>,
+    /// The event is behind the last copy.
+    is_fenced: bool,
 }
 
 impl PinnedBuffer {
@@ -155,7 +157,8 @@ impl PinnedBuffer {
         let memory = context.allocate_pinned(len_bytes, what)?;
         // SAFETY: fresh host memory of that size.
         unsafe { memory.start().write_bytes(0, len_bytes) };
-        Ok(PinnedBuffer { context: context.clone(), memory, last_use: None, is_busy: false })
+        let context = context.clone();
+        Ok(PinnedBuffer { context, memory, is_busy: false, event: None, is_fenced: false })
     }
 
     /// The length in bytes.
@@ -170,10 +173,16 @@ impl PinnedBuffer {
         Ok(unsafe { std::slice::from_raw_parts_mut(self.memory.start(), self.memory.len_bytes()) })
     }
 
-    /// Waits for the uses that were queued here, and for the work queued before them.
+    /// Waits for the uses that were queued here: up to the fence, or without one for all work queued so far.
     pub fn wait(&mut self) -> Result<()> {
-        if let (true, Some(event)) = (self.is_busy, &self.last_use) {
-            event.wait(cuda(&self.context)?)?;
+        if !self.is_busy {
+            return Ok(());
+        }
+        if !self.is_fenced {
+            self.fence()?;
+        }
+        if let Some(event) = &self.event {
+            event.synchronize(cuda(&self.context)?)?;
         }
         self.is_busy = false;
         Ok(())
@@ -181,20 +190,27 @@ impl PinnedBuffer {
 
     /// Tells that work queued up to now uses the memory: [`PinnedBuffer::wait`] then waits for that.
     pub fn set_in_use(&mut self) -> Result<()> {
-        let cuda = cuda(&self.context)?;
-        let event = match self.last_use.take() {
-            Some(event) => event,
-            None => Event::new(cuda)?,
-        };
         self.is_busy = true;
-        let recorded = event.record(cuda);
-        self.last_use = Some(event);
-        recorded
+        self.fence()
     }
 
     /// Where kernels of the device find byte `offset`.
     pub fn device_address(&self, offset: usize) -> u64 {
         self.memory.start() as u64 + offset as u64
+    }
+
+    /// Marks the place behind the uses queued so far, so that waiting for them is waiting for nothing that is
+    /// queued later. The next copy needs a fence of its own.
+    pub fn fence(&mut self) -> Result<()> {
+        let cuda = cuda(&self.context)?;
+        let event = match self.event.take() {
+            Some(event) => event,
+            None => Event::new(cuda)?,
+        };
+        let recorded = event.record(cuda);
+        self.event = Some(event);
+        self.is_fenced = recorded.is_ok();
+        recorded
     }
 
     /// Queues a copy of the bytes `from` to a contiguous tensor, from its byte `target_offset` on.
@@ -228,9 +244,10 @@ impl PinnedBuffer {
     /// # Safety
     /// Both are valid for `bytes` until the copy is done.
     unsafe fn copy(&mut self, target: *mut u8, source: *const u8, bytes: usize) -> Result<()> {
+        self.is_busy = true;
+        self.is_fenced = false;
         // SAFETY: passed on to the caller.
-        unsafe { cuda(&self.context)?.copy(target, source, bytes) }?;
-        self.set_in_use()
+        unsafe { cuda(&self.context)?.copy(target, source, bytes) }
     }
 }
 

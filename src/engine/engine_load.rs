@@ -7,8 +7,8 @@ use std::time::Instant;
 
 use super::generation_config::GenerationConfig;
 use super::log::{LogLevel, Logger};
-use super::memory_plan::{available_memory_bytes, MemoryPlan};
-use super::placement::{place, DeviceChoice, Placement};
+use super::memory_plan::KvSize;
+use super::placement::{device_context, place, DeviceChoice};
 use super::runner::{chunk_tokens, Runner};
 use super::turns::Turns;
 use crate::backend::cpu::{CpuBackend, MAX_THREADS};
@@ -36,7 +36,7 @@ pub struct EngineOptions {
     pub map_files: bool,
     /// Longest context of a request; 0: as the config says.
     pub max_context_tokens: u64,
-    /// Tokens in the KV cache; 0: one longest context, memory permitting.
+    /// Tokens in the KV cache; 0: what the budget leaves, or a share of the memory that is free.
     pub kv_cache_tokens: u64,
     /// Budget for weights, KV cache and work space together, on the device that computes; 0: none.
     pub max_memory_bytes: u64,
@@ -88,6 +88,7 @@ pub struct Engine {
     closed: AtomicBool,
     process_id: u32,
     load_seconds: f64,
+    workspace_bytes: u64,
 }
 
 /// More than all the small allocations of a load together, which are not checked one by one.
@@ -139,10 +140,6 @@ impl Engine {
         }
         let folder = opened.folder().clone();
         let config = opened.config().clone();
-        let dtype = match options.dtype {
-            Some(dtype) => dtype,
-            None => opened.stored_dtype()?,
-        };
         // The small files first: a damaged one is told before the weights are read.
         let tokenizer = match read_tokenizer(&folder) {
             Ok(tokenizer) => Ok(Arc::new(tokenizer)),
@@ -173,42 +170,34 @@ impl Engine {
             });
         }
 
+        let (planned, mut size) = place(options, &opened, &log)?;
         let backend = Arc::new(CpuBackend::new(num_threads(options.num_threads)?)?);
-        let max_context = context_limit(options.max_context_tokens, &config)?;
+        let max_chunk_tokens = chunk_tokens(planned.on_device, planned.max_context);
         let mut workspace = Workspace::new();
-        let placement = place(options, &opened, dtype, max_context, &log)?;
-        let (sizes, available) = match &placement {
-            Placement::Cpu => {
-                workspace.reserve(&config, chunk_tokens(false, max_context), 1)?;
-                let sizes = MemoryPlan {
-                    weights_bytes: opened.weights_bytes(dtype)?,
-                    workspace_bytes: workspace.size_bytes() as u64,
-                    kv_bytes_per_token: config.kv_layout(dtype).bytes_per_token() as u64,
-                };
-                (sizes, available_memory_bytes())
-            }
-            Placement::Cuda { plan, free_bytes, .. } => (MemoryPlan::of(plan), Some(*free_bytes)),
+        let load_options = LoadOptions { dtype: Some(planned.dtype), map_files: options.map_files };
+        let model = if planned.on_device {
+            let context = device_context(options)?;
+            opened.load_on_device(context, &backend, &load_options, progress)?
+        } else {
+            // Refused before the weights are read, if need be.
+            workspace.reserve(&config, max_chunk_tokens, 1)?;
+            opened.load(backend, &load_options, progress)?
         };
-        let (max_context_tokens, kv_cache_tokens) =
-            sizes.kv_tokens(options, max_context, available)?;
-        if max_context_tokens < max_context {
+        if model.weights_bytes() > planned.memory.weights_bytes {
+            // An output matrix that is declared to be the embedding, but is not: less is left.
+            size = planned.with_weights_bytes(model.weights_bytes()).kv_size(options)?;
+        }
+        let KvSize { max_context_tokens, kv_cache_tokens } = size;
+        if max_context_tokens < planned.max_context {
             log.log(LogLevel::Warning, || {
                 format!(
-                    "the context is {max_context_tokens} tokens instead of {max_context}: there is not \
-                     memory for a larger KV cache"
+                    "the context is {max_context_tokens} tokens instead of {}: there is not memory for a \
+                     larger KV cache",
+                    planned.max_context
                 )
             });
         }
-        let load_options = LoadOptions { dtype: Some(dtype), map_files: options.map_files };
-        let model = match placement {
-            Placement::Cpu => opened.load(backend, &load_options, progress)?,
-            Placement::Cuda { context, .. } => {
-                opened.load_on_device(context, &backend, &load_options, progress)?
-            }
-        };
-        let on_device = model.compute_context().is_some();
-        let max_chunk_tokens = chunk_tokens(on_device, max_context);
-        if on_device {
+        if planned.on_device {
             model.reserve(&mut workspace, max_chunk_tokens, 1)?;
         }
         let num_blocks = kv_cache_tokens.div_ceil(BLOCK_SIZE as u64) as usize;
@@ -226,6 +215,7 @@ impl Engine {
             closed: AtomicBool::new(false),
             process_id: std::process::id(),
             load_seconds: begin.elapsed().as_secs_f64(),
+            workspace_bytes: planned.memory.workspace_bytes,
             model,
         };
         log.log(LogLevel::Info, || {
@@ -382,13 +372,18 @@ impl Engine {
         self.max_context_tokens
     }
 
+    /// The most bytes that activations and scratch take, as planned.
+    pub fn workspace_bytes(&self) -> u64 {
+        self.workspace_bytes
+    }
+
     /// How long loading took.
     pub fn load_seconds(&self) -> f64 {
         self.load_seconds
     }
 }
 
-fn num_threads(wanted: usize) -> Result<usize> {
+pub(super) fn num_threads(wanted: usize) -> Result<usize> {
     match wanted {
         0 => Ok(std::thread::available_parallelism().map_or(1, |n| n.get().min(MAX_THREADS))),
         n if n <= MAX_THREADS => Ok(n),
@@ -398,7 +393,7 @@ fn num_threads(wanted: usize) -> Result<usize> {
     }
 }
 
-fn context_limit(wanted: u64, config: &ModelConfig) -> Result<u64> {
+pub(super) fn context_limit(wanted: u64, config: &ModelConfig) -> Result<u64> {
     let limit = config.max_context_tokens as u64;
     match wanted {
         0 => Ok(limit),

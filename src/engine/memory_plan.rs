@@ -1,9 +1,18 @@
-//! How much KV cache a model gets: decided before anything is read.
+//! How much memory a model takes and how much KV cache it gets: decided from its headers, before anything is
+//! read, in one place for loading and for telling beforehand.
 
 use super::engine_load::EngineOptions;
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::DevicePlan;
 use crate::ops::BLOCK_SIZE;
+
+/// The most contexts that a cache has room for: more sequences than that are not computed at a time, and a
+/// small model is not to take a whole device.
+const MOST_CONTEXTS: u64 = 256;
+
+/// The contexts that a cache on the host has room for where memory is plentiful: several requests at a time
+/// are usual, and memory is committed as the cache fills.
+const HOST_CONTEXTS: u64 = 4;
 
 /// Memory that the system could still give, if it says so: what Linux calls available, and no more than
 /// the control group of a container leaves.
@@ -19,68 +28,165 @@ pub(super) fn available_memory_bytes() -> Option<u64> {
     Some(available.min(limit.saturating_sub(number("memory.current").unwrap_or(0))))
 }
 
+/// The memory that a model can have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Room {
+    /// Of the host: what is available, if known. Memory is committed as it is used.
+    Host(Option<u64>),
+    /// Of a device: what is free there, if known. Memory is taken at once.
+    Device(Option<u64>),
+}
+
+impl Room {
+    /// What is available, if known.
+    pub(super) fn available(self) -> Option<u64> {
+        match self {
+            Room::Host(available) | Room::Device(available) => available,
+        }
+    }
+
+    /// What the options and the memory allow together, if either is known.
+    pub(super) fn limit(self, options: &EngineOptions) -> Option<u64> {
+        match (options.max_memory_bytes, self.available()) {
+            (0, available) => available,
+            (budget, None) => Some(budget),
+            (budget, Some(available)) => Some(budget.min(available)),
+        }
+    }
+}
+
 /// What loading will take, known before it begins.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct MemoryPlan {
     /// Weights, in the element type to be loaded.
     pub(super) weights_bytes: u64,
-    /// Activations of the longest pass.
+    /// Activations of the longest pass, and the scratch of the operators.
     pub(super) workspace_bytes: u64,
     /// Keys and values of one token in all layers.
     pub(super) kv_bytes_per_token: u64,
 }
 
-impl MemoryPlan {
-    /// What loading takes of a device.
-    pub(super) fn of(plan: &DevicePlan) -> Self {
-        let DevicePlan { weights_bytes, workspace_bytes, kv_bytes_per_token } = *plan;
+/// How large the KV cache becomes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct KvSize {
+    /// Longest context of a request.
+    pub(super) max_context_tokens: u64,
+    /// Tokens of the cache, a multiple of the block.
+    pub(super) kv_cache_tokens: u64,
+}
+
+impl From<DevicePlan> for MemoryPlan {
+    fn from(plan: DevicePlan) -> Self {
+        let DevicePlan { weights_bytes, workspace_bytes, kv_bytes_per_token } = plan;
         MemoryPlan { weights_bytes, workspace_bytes, kv_bytes_per_token }
     }
+}
 
-    /// Longest context and tokens of KV cache under the options' budget.
-    pub(super) fn kv_tokens(
+impl MemoryPlan {
+    /// Everything but the cache.
+    fn fixed_bytes(&self) -> u64 {
+        self.weights_bytes.saturating_add(self.workspace_bytes)
+    }
+
+    /// Everything, with a cache of so many tokens.
+    pub(super) fn total_bytes(&self, kv_cache_tokens: u64) -> u64 {
+        self.fixed_bytes().saturating_add(self.kv_bytes_per_token.saturating_mul(kv_cache_tokens))
+    }
+
+    /// The smallest budget with which the options load.
+    pub(super) fn minimum_bytes(&self, options: &EngineOptions) -> u64 {
+        self.total_bytes(self.asked_tokens(options).unwrap_or(BLOCK_SIZE as u64))
+    }
+
+    /// Whole blocks of tokens beside the weights in so many bytes.
+    fn tokens_within(&self, bytes: u64) -> u64 {
+        let block = BLOCK_SIZE as u64;
+        bytes.saturating_sub(self.fixed_bytes()) / self.kv_bytes_per_token.max(1) / block * block
+    }
+
+    /// The tokens that the options ask for.
+    fn asked_tokens(&self, options: &EngineOptions) -> Option<u64> {
+        let most = || u64::MAX / self.kv_bytes_per_token.max(1);
+        (options.kv_cache_tokens > 0).then(|| {
+            options.kv_cache_tokens.checked_next_multiple_of(BLOCK_SIZE as u64).unwrap_or_else(most)
+        })
+    }
+
+    /// Longest context and tokens of KV cache under the options' budget, in the memory that there is.
+    pub(super) fn kv_size(
         &self,
         options: &EngineOptions,
         max_context: u64,
-        available: Option<u64>,
-    ) -> Result<(u64, u64)> {
-        let per_token = self.kv_bytes_per_token.max(1);
+        room: Room,
+    ) -> Result<KvSize> {
         let block = BLOCK_SIZE as u64;
-        let fixed = self.weights_bytes.saturating_add(self.workspace_bytes);
-        let whole_blocks = |bytes: u64| bytes / per_token / block * block;
-        let wanted = match options.kv_cache_tokens {
-            0 => max_context.div_ceil(block) * block,
-            n => n.checked_next_multiple_of(block).unwrap_or(u64::MAX / per_token),
+        let one = max_context.div_ceil(block).saturating_mul(block);
+        // Slots are numbered in 32 bits.
+        let most = one.saturating_mul(MOST_CONTEXTS).min(u64::from(u32::MAX) / block * block);
+        let limit = match room {
+            Room::Device(_) => room.limit(options),
+            // The system may have more to give than it says, and takes back what is not used.
+            Room::Host(_) => (options.max_memory_bytes > 0).then_some(options.max_memory_bytes),
         };
-        if options.max_context_tokens > 0 && options.kv_cache_tokens > 0 && wanted < max_context {
-            return Err(Error::invalid_argument(format!(
-                "max_context_tokens is {max_context}, but kv_cache_tokens is {}: one request of the longest \
-                 context must fit",
-                options.kv_cache_tokens
-            )));
+        let needed = self.minimum_bytes(options);
+        if let Some(limit) = limit.filter(|&limit| needed > limit) {
+            return Err(self.does_not_fit(options, limit));
         }
-        let mut tokens = wanted;
-        if options.max_memory_bytes > 0 {
-            let fits = whole_blocks(options.max_memory_bytes.saturating_sub(fixed));
-            if fits == 0 || (options.kv_cache_tokens > 0 && fits < wanted) {
-                return Err(Error::new(
-                    ErrorKind::OutOfMemory,
-                    format!(
-                        "max_memory_bytes is {}, but the weights take {} bytes, the work space {} and the KV \
-                         cache {per_token} for each of {wanted} tokens",
-                        options.max_memory_bytes, self.weights_bytes, self.workspace_bytes
-                    ),
-                ));
+        let tokens = match self.asked_tokens(options) {
+            Some(asked) if options.max_context_tokens > 0 && asked < max_context => {
+                return Err(Error::invalid_argument(format!(
+                    "max_context_tokens is {max_context}, but kv_cache_tokens is {}: one request of the \
+                     longest context must fit",
+                    options.kv_cache_tokens
+                )));
             }
-            tokens = tokens.min(fits);
-        } else if options.kv_cache_tokens == 0 {
-            // Nobody set a limit: leave half of what is free to the host.
-            if let Some(available) = available {
-                let spare = available.saturating_sub(fixed) / 2;
-                tokens = tokens.min(whole_blocks(spare).max(block));
-            }
-        }
+            Some(asked) => asked,
+            None => self.default_tokens(options, room, one).clamp(block, most.max(block)),
+        };
         // A context that the cache could not hold alone is not offered.
-        Ok((max_context.min(tokens), tokens))
+        Ok(KvSize { max_context_tokens: max_context.min(tokens), kv_cache_tokens: tokens })
+    }
+
+    /// The tokens of a cache whose size was left to the library: what a budget leaves; without one a share of
+    /// what is there. `one`: a longest context, in whole blocks.
+    fn default_tokens(&self, options: &EngineOptions, room: Room, one: u64) -> u64 {
+        let budget = (options.max_memory_bytes > 0).then_some(options.max_memory_bytes);
+        // The driver, kernels and other programs want the rest of a device.
+        let share = |free: u64| free / 10 * 9;
+        match (room, budget) {
+            (Room::Device(None) | Room::Host(None), None) => one,
+            (Room::Device(None) | Room::Host(None), Some(budget)) => self.tokens_within(budget),
+            (Room::Device(Some(free)), budget) => {
+                self.tokens_within(share(free).min(budget.unwrap_or(u64::MAX)))
+            }
+            (Room::Host(Some(available)), Some(budget)) => {
+                self.tokens_within(budget.min(available))
+            }
+            (Room::Host(Some(available)), None) => {
+                let part = |parts: u64| {
+                    let spare = available.saturating_sub(self.fixed_bytes()) / parts;
+                    self.tokens_within(self.fixed_bytes().saturating_add(spare))
+                };
+                // A quarter of what is free for several contexts, half of it for one.
+                part(4).min(one.saturating_mul(HOST_CONTEXTS)).max(part(2).min(one))
+            }
+        }
+    }
+
+    fn does_not_fit(&self, options: &EngineOptions, limit: u64) -> Error {
+        let whose = match options.max_memory_bytes > 0 && limit == options.max_memory_bytes {
+            true => format!("max_memory_bytes is {limit}"),
+            false => format!("{limit} bytes of memory are free"),
+        };
+        let tokens = self.asked_tokens(options).unwrap_or(BLOCK_SIZE as u64);
+        Error::new(
+            ErrorKind::OutOfMemory,
+            format!(
+                "{whose}, but the weights take {} bytes, the work space {} and the KV cache {} for each of at \
+                 least {tokens} tokens",
+                self.weights_bytes, self.workspace_bytes, self.kv_bytes_per_token
+            ),
+        )
     }
 }
 
@@ -91,28 +197,75 @@ mod tests {
     const PLAN: MemoryPlan =
         MemoryPlan { weights_bytes: 1000, workspace_bytes: 100, kv_bytes_per_token: 10 };
 
-    #[test]
-    fn the_cache_holds_one_context_by_default_and_less_when_memory_is_short() {
-        let options = EngineOptions::default();
-        assert_eq!(PLAN.kv_tokens(&options, 100, None).unwrap(), (100, 128));
-        assert_eq!(PLAN.kv_tokens(&options, 100, Some(1_000_000)).unwrap(), (100, 128));
-        // (2740 - 1100) / 2 = 820 bytes: 82 tokens, two whole blocks.
-        assert_eq!(PLAN.kv_tokens(&options, 100, Some(2740)).unwrap(), (64, 64));
-        assert_eq!(PLAN.kv_tokens(&options, 100, Some(0)).unwrap(), (32, 32));
+    fn size(options: &EngineOptions, room: Room) -> (u64, u64) {
+        let size = PLAN.kv_size(options, 100, room).unwrap();
+        (size.max_context_tokens, size.kv_cache_tokens)
+    }
+
+    fn asked(max_memory_bytes: u64, kv_cache_tokens: u64) -> EngineOptions {
+        EngineOptions { max_memory_bytes, kv_cache_tokens, ..Default::default() }
     }
 
     #[test]
-    fn a_budget_is_kept_or_refused() {
-        let budget = |max_memory_bytes, kv_cache_tokens| EngineOptions {
-            max_memory_bytes,
-            kv_cache_tokens,
-            ..Default::default()
-        };
-        assert_eq!(PLAN.kv_tokens(&budget(1100 + 640, 0), 100, None).unwrap(), (64, 64));
-        assert_eq!(PLAN.kv_tokens(&budget(1100 + 640, 64), 100, None).unwrap(), (64, 64));
-        for (bytes, tokens) in [(1000, 0), (1100, 0), (1419, 0), (1739, 64)] {
-            let error = PLAN.kv_tokens(&budget(bytes, tokens), 100, None).unwrap_err();
-            assert_eq!(error.kind(), ErrorKind::OutOfMemory, "{bytes} {tokens}");
+    fn the_host_gives_four_contexts_by_default_and_less_when_memory_is_short() {
+        let default = EngineOptions::default();
+        assert_eq!(size(&default, Room::Host(None)), (100, 128));
+        assert_eq!(size(&default, Room::Host(Some(1_000_000))), (100, 512));
+        // A quarter of 10,000 bytes: 250 tokens, seven whole blocks.
+        assert_eq!(size(&default, Room::Host(Some(11_100))), (100, 224));
+        // A quarter of 4000 bytes is less than one context, half of them is not.
+        assert_eq!(size(&default, Room::Host(Some(5100))), (100, 128));
+        // (2740 - 1100) / 2 = 820 bytes: 82 tokens, two whole blocks.
+        assert_eq!(size(&default, Room::Host(Some(2740))), (64, 64));
+        assert_eq!(size(&default, Room::Host(Some(0))), (32, 32));
+    }
+
+    #[test]
+    fn a_device_gives_what_is_free() {
+        let default = EngineOptions::default();
+        assert_eq!(size(&default, Room::Device(None)), (100, 128));
+        // Nine tenths of 11,000 bytes without 1100: 880 tokens, 27 blocks.
+        assert_eq!(size(&default, Room::Device(Some(11_000))), (100, 864));
+        // Nine tenths leave no block, the whole does.
+        assert_eq!(size(&default, Room::Device(Some(1420))), (32, 32));
+        // No more than can be used.
+        assert_eq!(size(&default, Room::Device(Some(1 << 40))), (100, 128 * MOST_CONTEXTS));
+        for room in [Room::Device(Some(1419)), Room::Device(Some(0))] {
+            let error = PLAN.kv_size(&default, 100, room).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::OutOfMemory);
+            assert!(error.message().contains("bytes of memory are free"), "{error}");
         }
+        // What is asked for may take all.
+        assert_eq!(size(&asked(0, 320), Room::Device(Some(4300))), (100, 320));
+        assert!(PLAN.kv_size(&asked(0, 320), 100, Room::Device(Some(4299))).is_err());
+    }
+
+    #[test]
+    fn a_budget_is_used_up_and_kept_or_refused() {
+        for room in [Room::Host(None), Room::Host(Some(1 << 30)), Room::Device(None)] {
+            assert_eq!(size(&asked(1100 + 640, 0), room), (64, 64));
+            assert_eq!(size(&asked(1100 + 640, 64), room), (64, 64));
+            // 9000 bytes: 28 blocks.
+            assert_eq!(size(&asked(1100 + 9000, 0), room), (100, 896));
+            for (bytes, tokens) in [(1000, 0), (1100, 0), (1419, 0), (1739, 64)] {
+                let options = asked(bytes, tokens);
+                let error = PLAN.kv_size(&options, 100, room).unwrap_err();
+                assert_eq!(error.kind(), ErrorKind::OutOfMemory, "{bytes} {tokens}");
+                assert!(error.message().contains(&format!("max_memory_bytes is {bytes}")));
+                let least = PLAN.minimum_bytes(&options);
+                assert!(least > bytes && PLAN.total_bytes(32.max(tokens)) == least);
+                assert!(PLAN.kv_size(&asked(least, tokens), 100, room).is_ok());
+            }
+        }
+        // A budget of more than there is.
+        assert_eq!(size(&asked(1 << 40, 0), Room::Host(Some(2060))), (96, 96));
+        assert_eq!(size(&asked(1 << 40, 0), Room::Device(Some(11_000))), (100, 864));
+    }
+
+    #[test]
+    fn a_cache_for_less_than_the_context_that_was_asked_for_is_refused() {
+        let options = EngineOptions { max_context_tokens: 100, ..asked(0, 64) };
+        let error = PLAN.kv_size(&options, 100, Room::Host(None)).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::InvalidArgument);
     }
 }

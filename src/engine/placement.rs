@@ -1,15 +1,16 @@
-//! Which device a model goes to: decided from its headers, before a weight is read.
+//! Which device a model goes to, and what it takes there: decided from its headers, before a weight is read.
 
 use std::sync::Arc;
 
-use super::engine_load::EngineOptions;
+use super::engine_load::{context_limit, num_threads, EngineOptions};
 use super::log::{LogLevel, Logger};
+use super::memory_plan::{available_memory_bytes, KvSize, MemoryPlan, Room};
 use super::runner::chunk_tokens;
-use crate::backend::{cuda, ComputeContext, ContextBackend};
-use crate::error::{Error, ErrorKind, Result};
+use crate::backend::cuda::{self, CudaDevice};
+use crate::backend::ComputeContext;
+use crate::error::Result;
 use crate::memory::DType;
-use crate::model::{DevicePlan, ModelFolder};
-use crate::ops::BLOCK_SIZE;
+use crate::model::ModelFolder;
 
 /// Where the caller wants a model.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -23,74 +24,97 @@ pub enum DeviceChoice {
     Cuda,
 }
 
-/// Where a model goes.
-pub(super) enum Placement {
-    Cpu,
-    Cuda {
-        /// Of this model alone.
-        context: Arc<ComputeContext>,
-        plan: DevicePlan,
-        /// Device memory that nobody uses.
-        free_bytes: u64,
-    },
+/// A model in memory, planned.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Planned {
+    pub(super) on_device: bool,
+    pub(super) dtype: DType,
+    /// Longest context that was asked for.
+    pub(super) max_context: u64,
+    pub(super) memory: MemoryPlan,
+    pub(super) room: Room,
 }
 
-/// Decides for the model in `opened`.
+impl Planned {
+    /// The plan for the model in `opened` on the CPU, or on a CUDA device, which need not be there.
+    pub(super) fn new(
+        options: &EngineOptions,
+        opened: &ModelFolder,
+        on_device: bool,
+    ) -> Result<Self> {
+        let config = opened.config();
+        let max_context = context_limit(options.max_context_tokens, config)?;
+        let dtype = match options.dtype {
+            Some(dtype) => dtype,
+            None => opened.stored_dtype()?,
+        };
+        let num_threads = num_threads(options.num_threads)?;
+        let num_tokens = chunk_tokens(on_device, max_context);
+        let (memory, room) = match on_device {
+            false => {
+                let plan = opened.host_plan(dtype, num_threads, num_tokens, 1)?;
+                (plan, Room::Host(available_memory_bytes()))
+            }
+            true => {
+                let plan = opened.device_plan(dtype, num_tokens)?;
+                let free = match cuda::available() {
+                    Ok(()) => Some(CudaDevice::get(0)?.free_memory_bytes()? as u64),
+                    Err(_) => None,
+                };
+                (plan, Room::Device(free))
+            }
+        };
+        Ok(Planned { on_device, dtype, max_context, memory: memory.into(), room })
+    }
+
+    /// The same with weights of another size, which have taken their part of what was free.
+    pub(super) fn with_weights_bytes(mut self, weights_bytes: u64) -> Self {
+        self.memory.weights_bytes = weights_bytes;
+        self
+    }
+
+    /// How large its KV cache becomes; [`crate::error::ErrorKind::OutOfMemory`] if it does not fit.
+    pub(super) fn kv_size(&self, options: &EngineOptions) -> Result<KvSize> {
+        self.memory.kv_size(options, self.max_context, self.room)
+    }
+}
+
+/// Decides where the model in `opened` goes, and what it takes there.
 pub(super) fn place(
     options: &EngineOptions,
     opened: &ModelFolder,
-    dtype: DType,
-    max_context: u64,
     log: &Logger,
-) -> Result<Placement> {
+) -> Result<(Planned, KvSize)> {
+    let on = |on_device: bool| {
+        let planned = Planned::new(options, opened, on_device)?;
+        let size = planned.kv_size(options)?;
+        Ok((planned, size))
+    };
     match options.device {
-        DeviceChoice::Cpu => Ok(Placement::Cpu),
-        DeviceChoice::Cuda => on_cuda(options, opened, dtype, max_context),
+        DeviceChoice::Cpu => on(false),
+        DeviceChoice::Cuda => {
+            // That the model does not run there is told first: it is so on every machine.
+            let planned = Planned::new(options, opened, true)?;
+            cuda::available()?;
+            Ok((planned, planned.kv_size(options)?))
+        }
         // Most machines without a GPU are so on purpose: nothing to be said about.
-        DeviceChoice::Auto if cuda::available().is_err() => Ok(Placement::Cpu),
-        DeviceChoice::Auto => match on_cuda(options, opened, dtype, max_context) {
+        DeviceChoice::Auto if cuda::available().is_err() => on(false),
+        DeviceChoice::Auto => match on(true) {
             Err(error) => {
                 log.log(LogLevel::Warning, || format!("the model runs on the CPU: {error}"));
-                Ok(Placement::Cpu)
+                on(false)
             }
             placement => placement,
         },
     }
 }
 
-fn on_cuda(
-    options: &EngineOptions,
-    opened: &ModelFolder,
-    dtype: DType,
-    max_context: u64,
-) -> Result<Placement> {
-    let plan = opened.device_plan(dtype, chunk_tokens(true, max_context))?;
-    cuda::available()?;
+/// The context of a model on the first CUDA device, which never takes more memory than the options allow.
+pub(super) fn device_context(options: &EngineOptions) -> Result<Arc<ComputeContext>> {
     let budget = match options.max_memory_bytes {
         0 => usize::MAX,
         bytes => usize::try_from(bytes).unwrap_or(usize::MAX),
     };
-    let context = Arc::new(ComputeContext::cuda_private(0, budget)?);
-    let ContextBackend::Cuda(device) = context.backend() else {
-        return Err(Error::internal("a CUDA context on the CPU"));
-    };
-    let free_bytes = device.device().free_memory_bytes()? as u64;
-    let least = plan
-        .weights_bytes
-        .saturating_add(plan.workspace_bytes)
-        .saturating_add(plan.kv_bytes_per_token.saturating_mul(BLOCK_SIZE as u64));
-    if least > free_bytes {
-        return Err(Error::new(
-            ErrorKind::OutOfMemory,
-            format!(
-                "{} has {free_bytes} bytes of free memory, but the weights take {} bytes, the work space {} and \
-                 the KV cache {} a token",
-                device.device().info().name,
-                plan.weights_bytes,
-                plan.workspace_bytes,
-                plan.kv_bytes_per_token
-            ),
-        ));
-    }
-    Ok(Placement::Cuda { context, plan, free_bytes })
+    Ok(Arc::new(ComputeContext::cuda_private(0, budget)?))
 }

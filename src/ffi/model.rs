@@ -60,14 +60,18 @@ pub struct xserv_load_options {
     /// room; 0 (default): what the model's config says. More than that is refused.
     pub max_context_tokens: u64,
     /// Tokens that the KV cache holds for all requests together, rounded up to blocks of 32; 0
-    /// (default): one request of the longest context, or less if that is more than half of the
-    /// memory that is available (the context is then as short, and the log says so). On the CPU its
-    /// memory is taken from the system as it fills.
+    /// (default): what max_memory_bytes leaves, or without such a limit on a GPU what nine tenths of the
+    /// free memory leave, and on the CPU four longest contexts in a quarter, or one in half, of the
+    /// memory that is left. Where that is less than one longest context, contexts are as much
+    /// shorter, and the log says so; more than 256 longest contexts are never taken. On the CPU the
+    /// cache's memory is taken from the system as it fills, on a GPU at once. xserv_model_info says how
+    /// many tokens it became, xserv_plan before loading.
     pub kv_cache_tokens: u64,
-    /// Refuse to load if weights, KV cache and activations together need more bytes than this; 0
-    /// (default): no limit. With kv_cache_tokens 0 the KV cache takes what is left. The tokenizer,
-    /// tables of positions and each request's logits come on top: some tens of MB. On a GPU it is a
-    /// limit of device memory that is never exceeded, with everything but the driver's own included.
+    /// Refuse to load if weights, activations and the smallest KV cache together need more bytes than this;
+    /// 0 (default): no limit. With kv_cache_tokens 0 the KV cache takes what is left. On the CPU the
+    /// tokenizer, tables of positions and each request's logits come on top: some tens of MB. On a GPU
+    /// it is a limit of device memory that is never exceeded, with everything but the driver's own
+    /// (its context, kernels) included.
     pub max_memory_bytes: u64,
     /// Called while weights are read; NULL (default): not called.
     pub progress: xserv_progress_callback,
@@ -156,6 +160,8 @@ pub struct xserv_model_info {
     pub eos_token_ids: *const u32,
     /// Seconds that xserv_load took.
     pub load_seconds: f64,
+    /// The most bytes that activations and scratch of the operators take, as planned at load.
+    pub workspace_bytes: u64,
 }
 
 // SAFETY: repr(C), struct_size first, integers, floats and pointers only.
@@ -188,10 +194,11 @@ unsafe impl GrowingStruct for xserv_model_info {
             reserved: [0; 2],
             eos_token_ids: std::ptr::null(),
             load_seconds: 0.0,
+            workspace_bytes: 0,
         }
     }
 }
-const _: () = assert!(size_of::<xserv_model_info>() == xserv_model_info::FIRST_SIZE);
+const _: () = assert!(size_of::<xserv_model_info>() == xserv_model_info::FIRST_SIZE + 8);
 
 /// What a model handle stands for: the engine, and the strings that C may point to.
 pub(super) struct ModelObject {
@@ -269,6 +276,19 @@ fn device_option(value: u32) -> Result<DeviceChoice> {
     }
 }
 
+/// The options without callbacks, checked.
+pub(super) fn engine_options(options: &xserv_load_options) -> Result<EngineOptions> {
+    Ok(EngineOptions {
+        device: device_option(options.device)?,
+        dtype: dtype_option(options.dtype)?,
+        num_threads: options.num_threads as usize,
+        map_files: super::guard::flag(options.map_files, "options.map_files")?,
+        max_context_tokens: options.max_context_tokens,
+        kv_cache_tokens: options.kv_cache_tokens,
+        max_memory_bytes: options.max_memory_bytes,
+    })
+}
+
 /// Sets every option to its default.
 ///
 /// Errors: XSERV_STATUS_INVALID_ARGUMENT if `options` is NULL or misaligned.
@@ -322,15 +342,7 @@ pub unsafe extern "C" fn xserv_load(
         let path = unsafe { text_argument(path, NUL_TERMINATED, "path") }?;
         // SAFETY: as above.
         let options = unsafe { read_struct(options, "options") }?;
-        let engine_options = EngineOptions {
-            device: device_option(options.device)?,
-            dtype: dtype_option(options.dtype)?,
-            num_threads: options.num_threads as usize,
-            map_files: super::guard::flag(options.map_files, "options.map_files")?,
-            max_context_tokens: options.max_context_tokens,
-            kv_cache_tokens: options.kv_cache_tokens,
-            max_memory_bytes: options.max_memory_bytes,
-        };
+        let engine_options = engine_options(&options)?;
         let mut progress = |fraction: f32| match options.progress {
             // SAFETY: the caller's function, called on its own thread with its own data.
             Some(callback) => unsafe { callback(fraction, options.progress_user_data) },
@@ -408,6 +420,7 @@ pub unsafe extern "C" fn xserv_model_get_info(
             reserved: [0; 2],
             eos_token_ids: eos.as_ptr(),
             load_seconds: engine.load_seconds(),
+            workspace_bytes: engine.workspace_bytes(),
         };
         // SAFETY: by the contract above.
         unsafe { write_struct(info, "info", &value) }

@@ -8,7 +8,7 @@
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::checkpoint::{Checkpoint, Tensor};
@@ -84,22 +84,27 @@ enum Source {
     Map { map: memmap2::Mmap, name: String },
 }
 
+fn cut(name: &str) -> Error {
+    Error::new(ErrorKind::Io, format!("{name} was cut off while it was being loaded"))
+}
+
+fn read_error(name: &str, error: &io::Error) -> Error {
+    match error.kind() {
+        io::ErrorKind::UnexpectedEof => cut(name),
+        _ => io_error(name, error),
+    }
+}
+
 impl Source {
     /// `len` bytes from `offset` on, in `buffer` unless they can be lent.
     fn bytes<'b>(&'b self, offset: u64, len: usize, buffer: &'b mut Vec<u8>) -> Result<&'b [u8]> {
-        let cut = |name: &str| {
-            Error::new(ErrorKind::Io, format!("{name} was cut off while it was being loaded"))
-        };
         match self {
             Source::File { file, name } => {
                 if buffer.len() < len {
                     *buffer = try_filled(len, 0_u8, "a piece of a weight file")?;
                 }
                 let bytes = buffer.get_mut(..len).ok_or_else(|| cut(name))?;
-                file.read_exact_at(bytes, offset).map_err(|e| match e.kind() {
-                    io::ErrorKind::UnexpectedEof => cut(name),
-                    _ => io_error(name, &e),
-                })?;
+                file.read_exact_at(bytes, offset).map_err(|e| read_error(name, &e))?;
                 Ok(bytes)
             }
             Source::Map { map, name } => usize::try_from(offset)
@@ -141,16 +146,34 @@ impl WeightFiles<'_> {
         len: usize,
         use_bytes: impl FnOnce(&[u8]) -> Result<T>,
     ) -> Result<T> {
-        let (_, source) =
-            self.open.iter().find(|(open, _)| *open == tensor.shard).ok_or_else(|| {
-                Error::internal(format!("the file of {} is not open", tensor.name))
-            })?;
+        let source = self.source(tensor)?;
         let mut buffer = self.lock_staging().pop().unwrap_or_default();
         let result = source
             .bytes(tensor.file_offset.saturating_add(begin as u64), len, &mut buffer)
             .and_then(use_bytes);
         self.lock_staging().push(buffer);
         result
+    }
+
+    /// Reads bytes of `tensor` from byte `begin` on into `out`, which they fill.
+    pub(super) fn read_into(&self, tensor: &Tensor, begin: usize, out: &mut [u8]) -> Result<()> {
+        let offset = tensor.file_offset.saturating_add(begin as u64);
+        match self.source(tensor)? {
+            Source::File { file, name } => {
+                file.read_exact_at(out, offset).map_err(|e| read_error(name, &e))
+            }
+            mapped => {
+                out.copy_from_slice(mapped.bytes(offset, out.len(), &mut Vec::new())?);
+                Ok(())
+            }
+        }
+    }
+
+    fn source(&self, tensor: &Tensor) -> Result<&Source> {
+        let source = self.open.iter().find(|(open, _)| *open == tensor.shard);
+        source
+            .map(|(_, source)| source)
+            .ok_or_else(|| Error::internal(format!("the file of {} is not open", tensor.name)))
     }
 
     fn lock_staging(&self) -> MutexGuard<'_, Vec<Vec<u8>>> {
@@ -226,15 +249,72 @@ impl<'a> Loader<'a> {
     }
 
     fn report(&mut self) -> Result<()> {
-        let fraction = match self.total_bytes {
-            0 => 1.0,
-            total => (self.done_bytes as f64 / total as f64).min(1.0) as f32,
+        report(self.progress, self.done_bytes, self.total_bytes)
+    }
+
+    /// Does steps `0..num_steps`, begun in this order, on this thread and up to `max_threads - 1` others, each
+    /// of which goes on with the next as soon as it is done with one. `step` gets what `worker` has made for
+    /// its thread, and gives the bytes of the files that are done with it. Progress is reported on this thread,
+    /// between its own steps.
+    pub(super) fn stream<W>(
+        &mut self,
+        num_steps: usize,
+        max_threads: usize,
+        worker: &(dyn Fn() -> Result<W> + Sync),
+        step: &(dyn Fn(&WeightFiles<'_>, &mut W, usize) -> Result<u64> + Sync),
+    ) -> Result<()> {
+        let next = AtomicUsize::new(0);
+        let done_bytes = AtomicU64::new(self.done_bytes);
+        let failure: Mutex<Option<Error>> = Mutex::new(None);
+        let fail = |error: Error| {
+            // Nobody begins another step.
+            next.store(num_steps, Ordering::Relaxed);
+            failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
         };
-        if (self.progress)(fraction) {
-            Ok(())
-        } else {
-            Err(Error::new(ErrorKind::Cancelled, "loading was cancelled by the progress callback"))
+        let files = &self.files;
+        // Does the next step; false if there is none, or it failed.
+        let advance = |mine: &mut Option<W>| -> bool {
+            let index = next.fetch_add(1, Ordering::Relaxed);
+            if index >= num_steps {
+                return false;
+            }
+            let made = match mine.take() {
+                Some(made) => Ok(made),
+                None => worker(),
+            };
+            match made.and_then(|made| step(files, mine.insert(made), index)) {
+                Ok(bytes) => {
+                    done_bytes.fetch_add(bytes, Ordering::Relaxed);
+                    true
+                }
+                Err(error) => {
+                    fail(error);
+                    false
+                }
+            }
+        };
+        let num_threads = AtomicUsize::new(1);
+        let helper = |_: usize| {
+            if num_threads.fetch_add(1, Ordering::Relaxed) < max_threads {
+                let mut mine = None;
+                while advance(&mut mine) {}
+            }
+        };
+        let (progress, total_bytes) = (&mut self.progress, self.total_bytes);
+        self.backend.with_helpers(&helper, &mut || {
+            let mut mine = None;
+            while advance(&mut mine) {
+                let done = done_bytes.load(Ordering::Relaxed);
+                if let Err(error) = report(progress, done, total_bytes) {
+                    fail(error);
+                }
+            }
+        })?;
+        if let Some(error) = failure.into_inner().unwrap_or_else(PoisonError::into_inner) {
+            return Err(error);
         }
+        self.done_bytes = done_bytes.into_inner();
+        self.report()
     }
 
     /// Packs a part stored `[out_features, in_features]` from row `first_row` of the matrix on.
@@ -354,6 +434,20 @@ impl WeightReader for Loader<'_> {
             Ok(())
         })?;
         Ok(!differ.into_inner())
+    }
+}
+
+/// Tells `progress` how far loading has come; an error if it wants no more.
+fn report(progress: &mut dyn FnMut(f32) -> bool, done: u64, total: u64) -> Result<()> {
+    let fraction = match total {
+        0 => 1.0,
+        total => (done as f64 / total as f64).min(1.0) as f32,
+    };
+    match progress(fraction) {
+        true => Ok(()),
+        false => {
+            Err(Error::new(ErrorKind::Cancelled, "loading was cancelled by the progress callback"))
+        }
     }
 }
 

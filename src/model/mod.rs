@@ -104,6 +104,25 @@ impl ModelFolder {
         Ok(sum)
     }
 
+    /// What the model takes of the host's memory as `dtype`, for passes of up to `num_tokens` tokens on
+    /// `num_threads` threads that ask for the logits of up to `num_logits_rows` of them.
+    pub fn host_plan(
+        &self,
+        dtype: DType,
+        num_threads: usize,
+        num_tokens: usize,
+        num_logits_rows: usize,
+    ) -> Result<DevicePlan> {
+        let config = &self.config;
+        let workspace =
+            Workspace::bytes_for(config, dtype, num_threads, num_tokens, num_logits_rows);
+        Ok(DevicePlan {
+            weights_bytes: self.weights_bytes(dtype)?,
+            workspace_bytes: workspace as u64,
+            kv_bytes_per_token: config.kv_layout(dtype).bytes_per_token() as u64,
+        })
+    }
+
     pub(crate) fn plan(&self) -> &WeightsPlan {
         &self.plan
     }

@@ -6,7 +6,9 @@
 use super::cuda::{CudaModel, DeviceWorkspace};
 use super::step::HostSteps;
 use super::ModelConfig;
+use crate::backend::cpu::Isa;
 use crate::error::{Error, Result};
+use crate::memory::DType;
 use crate::ops::{AttentionScratch, LinearScratch};
 
 /// Buffers for one forward pass at a time.
@@ -86,9 +88,9 @@ impl Workspace {
         &mut self.host_steps
     }
 
-    /// Bytes of the activations held on the host; the scratch of the ops comes on top.
+    /// Bytes held on the host: activations and the scratch of the ops.
     pub fn size_bytes(&self) -> usize {
-        [
+        let buffers: usize = [
             &self.hidden,
             &self.normed,
             &self.qkv,
@@ -99,7 +101,29 @@ impl Workspace {
         ]
         .iter()
         .map(|buffer| buffer.capacity() * size_of::<f32>())
-        .sum()
+        .sum();
+        buffers + self.linear.size_bytes() + self.attention.size_bytes()
+    }
+
+    /// What [`Workspace::size_bytes`] becomes with passes of up to `num_tokens` tokens on `num_threads` threads
+    /// that ask for the logits of up to `num_logits_rows` of them.
+    pub fn bytes_for(
+        config: &ModelConfig,
+        dtype: DType,
+        num_threads: usize,
+        num_tokens: usize,
+        num_logits_rows: usize,
+    ) -> usize {
+        let activations = shapes(config, num_tokens, num_logits_rows)
+            .iter()
+            .map(|(rows, columns)| rows.saturating_mul(*columns).saturating_mul(4))
+            .fold(0, usize::saturating_add);
+        let widest = [config.hidden_size, config.q_size(), config.intermediate_size];
+        let products = widest.into_iter().map(|in_features| (num_tokens, in_features));
+        let output = [(num_logits_rows, config.hidden_size)];
+        let linear =
+            LinearScratch::bytes_for(dtype, Isa::detect(), num_threads, products.chain(output));
+        activations.saturating_add(linear).saturating_add(AttentionScratch::bytes_for(num_threads))
     }
 
     pub(super) fn activations(
@@ -108,23 +132,37 @@ impl Workspace {
         num_tokens: usize,
         num_logits_rows: usize,
     ) -> Result<Activations<'_>> {
-        let hidden = config.hidden_size;
+        let [hidden, normed, qkv, attn_out, mlp_up, mlp_act, logits_hidden] =
+            shapes(config, num_tokens, num_logits_rows);
         Ok(Activations {
-            hidden: cut(&mut self.hidden, num_tokens, hidden)?,
-            normed: cut(&mut self.normed, num_tokens, hidden)?,
-            qkv: cut(&mut self.qkv, num_tokens, config.q_size() + 2 * config.kv_size())?,
-            attn_out: cut(&mut self.attn_out, num_tokens, config.q_size())?,
-            mlp_up: cut(&mut self.mlp_up, num_tokens, config.mlp_up_size())?,
-            mlp_act: cut(&mut self.mlp_act, num_tokens, config.mlp_act_size())?,
-            logits_hidden: cut(&mut self.logits_hidden, num_logits_rows, 2 * hidden)?,
+            hidden: cut(&mut self.hidden, hidden)?,
+            normed: cut(&mut self.normed, normed)?,
+            qkv: cut(&mut self.qkv, qkv)?,
+            attn_out: cut(&mut self.attn_out, attn_out)?,
+            mlp_up: cut(&mut self.mlp_up, mlp_up)?,
+            mlp_act: cut(&mut self.mlp_act, mlp_act)?,
+            logits_hidden: cut(&mut self.logits_hidden, logits_hidden)?,
             linear: &mut self.linear,
             attention: &mut self.attention,
         })
     }
 }
 
+/// Rows and columns of the buffers, in the order of [`Activations`].
+fn shapes(config: &ModelConfig, num_tokens: usize, num_logits_rows: usize) -> [(usize, usize); 7] {
+    [
+        (num_tokens, config.hidden_size),
+        (num_tokens, config.hidden_size),
+        (num_tokens, config.q_size() + 2 * config.kv_size()),
+        (num_tokens, config.q_size()),
+        (num_tokens, config.mlp_up_size()),
+        (num_tokens, config.mlp_act_size()),
+        (num_logits_rows, 2 * config.hidden_size),
+    ]
+}
+
 /// The first `rows * columns` elements of `buffer`, which grows if need be.
-fn cut(buffer: &mut Vec<f32>, rows: usize, columns: usize) -> Result<&mut [f32]> {
+fn cut(buffer: &mut Vec<f32>, (rows, columns): (usize, usize)) -> Result<&mut [f32]> {
     let too_large = || Error::out_of_memory("activations", usize::MAX);
     let len = rows.checked_mul(columns).ok_or_else(too_large)?;
     if let Some(more) = len.checked_sub(buffer.len()) {

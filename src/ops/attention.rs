@@ -56,6 +56,16 @@ impl AttentionScratch {
     pub fn new() -> Self {
         Self::default()
     }
+
+    /// Bytes held.
+    pub fn size_bytes(&self) -> usize {
+        self.lanes.len_bytes() + self.first_tiles.capacity() * size_of::<usize>()
+    }
+
+    /// Bytes held at most with `num_threads` threads, but for some words a sequence.
+    pub fn bytes_for(num_threads: usize) -> usize {
+        num_threads.saturating_mul(size_of::<Memory>())
+    }
 }
 
 /// q is [num_tokens, num_heads, head_dim] with token rows `q_stride` elements apart; out is

@@ -6,10 +6,12 @@
 //! one order whatever `num_tokens` and the number of threads, so its bits depend on its row of x alone.
 
 use super::packed_matrix::{k_step, PackedMatrix, PANEL_COLUMNS};
-use super::panel_product::{grow, multiply, Epilogue, Packed, ProductScratch, Rows, Weight};
+use super::panel_product::{
+    grow, multiply, Epilogue, Packed, ProductNeeds, ProductScratch, Rows, Weight,
+};
 use crate::backend::cpu::simd::{Kernel, Simd};
 use crate::backend::cpu::tile::Element;
-use crate::backend::cpu::{CpuBackend, SendPointer};
+use crate::backend::cpu::{CpuBackend, Isa, SendPointer};
 use crate::error::{Error, Result};
 use crate::memory::{DType, HostBuffer};
 
@@ -40,6 +42,31 @@ impl LinearScratch {
     /// Empty.
     pub fn new() -> Self {
         Self::default()
+    }
+
+    /// Bytes held.
+    pub fn size_bytes(&self) -> usize {
+        self.activations.len_bytes() + self.product.size_bytes()
+    }
+
+    /// Bytes held after calls with each of `calls`, `(num_tokens, in_features)`, on `num_threads` threads.
+    pub fn bytes_for(
+        dtype: DType,
+        isa: Isa,
+        num_threads: usize,
+        calls: impl Iterator<Item = (usize, usize)>,
+    ) -> usize {
+        let (mut activations, mut product) = (0, ProductNeeds::default());
+        for (num_tokens, in_features) in calls {
+            if dtype == DType::BF16 {
+                let stride = in_features.saturating_add(in_features % k_step(dtype));
+                activations = num_tokens.saturating_mul(stride).saturating_mul(4).max(activations);
+            }
+            let native = isa.has_native_bf16();
+            let needs = ProductNeeds::new(dtype, native, num_threads, num_tokens, in_features);
+            product = product.max(needs);
+        }
+        product.size_bytes().saturating_add(activations)
     }
 }
 

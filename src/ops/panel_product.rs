@@ -3,7 +3,7 @@
 //!
 //! An element is summed over k in one order whatever the number of rows and of threads.
 
-use super::packed_matrix::{PackedMatrix, PANEL_COLUMNS};
+use super::packed_matrix::{k_step, PackedMatrix, PANEL_COLUMNS};
 use crate::backend::cpu::simd::{Kernel, Simd};
 use crate::backend::cpu::tile::{tile_rows, Element, Operands, F16, F32, MAX_ROWS};
 use crate::backend::cpu::{CpuBackend, SendPointer};
@@ -38,6 +38,63 @@ pub(crate) struct ProductScratch {
 impl ProductScratch {
     pub const fn new() -> Self {
         ProductScratch { panels: HostBuffer::empty(), sums: HostBuffer::empty() }
+    }
+
+    /// Bytes held.
+    pub fn size_bytes(&self) -> usize {
+        self.panels.len_bytes() + self.sums.len_bytes()
+    }
+}
+
+/// What a product needs of a [`ProductScratch`].
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct ProductNeeds {
+    /// Weights are widened to f32 first.
+    widen: bool,
+    /// Sums are taken in stretches of k.
+    in_stretches: bool,
+    /// f32 of the widened panels and of the sums of all threads.
+    panels_len: usize,
+    sums_len: usize,
+}
+
+impl ProductNeeds {
+    /// For `num_rows` rows and a packed matrix of so many `in_features`.
+    pub fn new(
+        dtype: DType,
+        has_native_bf16: bool,
+        num_lanes: usize,
+        num_rows: usize,
+        in_features: usize,
+    ) -> Self {
+        let native = dtype == DType::BF16 && has_native_bf16;
+        let widen = dtype != DType::F32 && num_rows >= WIDEN_FROM_ROWS && !native;
+        let in_stretches = num_rows >= WIDEN_FROM_ROWS && in_features > STRETCH + STRETCH / 2;
+        let of = |needed: bool, rows: usize| match needed {
+            true => num_lanes.saturating_mul(rows).saturating_mul(PANEL_COLUMNS),
+            false => 0,
+        };
+        ProductNeeds {
+            widen,
+            in_stretches,
+            panels_len: of(widen, in_features.saturating_add(in_features % k_step(dtype))),
+            sums_len: of(in_stretches, num_rows),
+        }
+    }
+
+    /// What serves both.
+    pub fn max(self, other: Self) -> Self {
+        ProductNeeds {
+            widen: self.widen || other.widen,
+            in_stretches: self.in_stretches || other.in_stretches,
+            panels_len: self.panels_len.max(other.panels_len),
+            sums_len: self.sums_len.max(other.sums_len),
+        }
+    }
+
+    /// Bytes of it.
+    pub fn size_bytes(&self) -> usize {
+        self.panels_len.saturating_add(self.sums_len).saturating_mul(size_of::<f32>())
     }
 }
 
@@ -141,15 +198,19 @@ pub(crate) unsafe fn multiply<P: Epilogue, M: MakePanel>(
 ) -> Result<()> {
     let ProductScratch { panels, sums } = scratch;
     let num_rows = rows.num_rows;
-    let native = weight.dtype() == DType::BF16 && backend.has_native_bf16();
-    let widen = weight.dtype() != DType::F32 && num_rows >= WIDEN_FROM_ROWS && !native;
-    let own_panel = widen || matches!(weight, Weight::Made { .. });
     // One lane a thread, so that each has a buffer of its own; a lane claims units of work.
     let num_lanes = backend.num_threads();
+    let ProductNeeds { widen, in_stretches, .. } = ProductNeeds::new(
+        weight.dtype(),
+        backend.has_native_bf16(),
+        num_lanes,
+        num_rows,
+        weight.in_features(),
+    );
+    let own_panel = widen || matches!(weight, Weight::Made { .. });
     if own_panel {
         grow::<f32>(panels, num_lanes.saturating_mul(weight.panel_len()), "widened weights")?;
     }
-    let in_stretches = num_rows >= WIDEN_FROM_ROWS && weight.in_features() > STRETCH + STRETCH / 2;
     let sums_len = num_rows * PANEL_COLUMNS;
     if in_stretches {
         grow::<f32>(sums, num_lanes.saturating_mul(sums_len), "sums of a panel")?;

@@ -8,7 +8,7 @@ use xserv::ffi::*;
 use crate::client::*;
 
 /// Whether there is a GPU; where not, a line that says so.
-fn has_cuda() -> bool {
+pub fn has_cuda() -> bool {
     let found = xserv::backend::cuda::available();
     if let Err(why) = &found {
         assert!(std::env::var_os("XSERV_REQUIRE_GPU").is_none(), "no CUDA device: {why}");
@@ -17,7 +17,7 @@ fn has_cuda() -> bool {
     found.is_ok()
 }
 
-fn on_cuda(dtype: xserv_dtype) -> xserv_load_options {
+pub fn on_cuda(dtype: xserv_dtype) -> xserv_load_options {
     let device = XSERV_DEVICE_CUDA as u32;
     xserv_load_options { device, dtype: dtype as u32, ..load_options() }
 }

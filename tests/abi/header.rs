@@ -8,12 +8,13 @@ fn root() -> &'static Path {
 }
 
 /// The files that speak to C, in the order of the manual.
-const SOURCES: [&str; 16] = [
+const SOURCES: [&str; 17] = [
     "version",
     "types",
     "status",
     "model",
     "inspect",
+    "plan",
     "text",
     "evaluate",
     "generate",

@@ -19,4 +19,6 @@ mod hostile_files;
 mod hostile_requests;
 mod hostile_surroundings;
 mod layering;
+mod memory;
+mod plan;
 mod symbols;

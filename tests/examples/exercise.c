@@ -138,6 +138,11 @@ static void exercise_everything(const char *path) {
   REQUIRE(found.supported);
   xserv_inspection_free(inspection);
 
+  xserv_memory_plan plan = {.struct_size = sizeof plan};
+  REFUSED(xserv_plan("/no/such/folder", NULL, &plan));
+  OK(xserv_plan(path, NULL, &plan));
+  REQUIRE(plan.total_bytes >= plan.weights_bytes + plan.workspace_bytes);
+
   float progress = 0;
   size_t logged = 0;
   xserv_model *model = NULL;

@@ -17,6 +17,7 @@ mod inspect;
 mod load;
 mod logits;
 mod mutations;
+mod plan;
 mod resources;
 mod rope;
 mod safetensors;

@@ -1,6 +1,7 @@
 //! The thread pool: every task once, panics as errors, nesting, sharing, and an end without a trace.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 use xserv::backend::cpu::CpuBackend;
 use xserv::error::ErrorKind;
@@ -143,4 +144,40 @@ fn an_idle_pool_uses_no_processor_time_and_its_threads_block_signals() {
     }
     let idle = after.iter().filter(|a| before.iter().any(|b| b.0 == a.0 && b.2 == a.2)).count();
     assert!(idle >= 2, "{before:?} {after:?}");
+}
+
+#[test]
+fn helpers_run_beside_the_calling_thread() {
+    for num_threads in [1, 2, 5] {
+        let backend = CpuBackend::new(num_threads).unwrap();
+        let caller = std::thread::current().id();
+        let next = AtomicUsize::new(0);
+        let (done, mine) = (AtomicUsize::new(0), AtomicUsize::new(0));
+        let work = || {
+            while next.fetch_add(1, Ordering::Relaxed) < 1000 {
+                done.fetch_add(1, Ordering::Relaxed);
+            }
+        };
+        let helpers = Mutex::new(Vec::new());
+        let helper = |number: usize| {
+            assert_ne!(std::thread::current().id(), caller);
+            helpers.lock().unwrap().push(number);
+            work();
+        };
+        backend
+            .with_helpers(&helper, &mut || {
+                assert_eq!(std::thread::current().id(), caller);
+                mine.fetch_add(1, Ordering::Relaxed);
+                work();
+            })
+            .unwrap();
+        assert_eq!((done.into_inner(), mine.into_inner()), (1000, 1));
+        let mut helpers = helpers.into_inner().unwrap();
+        helpers.sort_unstable();
+        helpers.dedup();
+        assert!(helpers.len() < num_threads && helpers.iter().all(|&n| n < num_threads - 1));
+        // A panic on either side is an error, and the pool goes on.
+        assert!(backend.with_helpers(&|_| {}, &mut || panic!("here")).is_err());
+        backend.parallel_for(20, &|_| {}).unwrap();
+    }
 }

@@ -193,6 +193,11 @@ impl<'m> Driver<'m> {
         self.model.reserve(&mut self.workspace, num_tokens, 1).expect("a workspace");
     }
 
+    /// Bytes of the workspace on the host.
+    pub fn workspace_bytes(&self) -> usize {
+        self.workspace.size_bytes()
+    }
+
     /// Gives a sequence's blocks back.
     pub fn free(&mut self, sequence: Sequence) {
         self.free.extend(sequence.blocks);

@@ -251,6 +251,19 @@ class Loading(unittest.TestCase):
         with self.assertRaises(ZeroDivisionError):
             xserv.Model(MODEL, progress=lambda fraction: 1 // 0)
 
+    def test_plan(self):
+        for options in ({}, {"max_memory_bytes": 30 << 20}, {"kv_cache_tokens": 96, "dtype": "f32"}):
+            found = xserv.plan(MODEL, device="cpu", num_threads=2, **options)
+            self.assertTrue(found.fits)
+            self.assertEqual(found.device, "cpu")
+            with xserv.Model(MODEL, device="cpu", num_threads=2, **options) as model:
+                for name in ("dtype", "weights_bytes", "workspace_bytes", "kv_cache_tokens", "max_context_tokens"):
+                    self.assertEqual(getattr(found, name), getattr(model.info, name), name)
+        small = xserv.plan(MODEL, device="cuda", max_memory_bytes=1000)
+        self.assertEqual((small.fits, small.kv_cache_tokens, small.device), (False, 0, "cuda"))
+        with self.assertRaises(xserv.Error):
+            xserv.plan("/no/such/folder")
+
     def test_inspect(self):
         found = xserv.inspect(MODEL)
         self.assertTrue(found.supported, found.unsupported_reason)

@@ -5,7 +5,7 @@
 """
 
 from ._library import Error, library as _loaded
-from ._model import Inspection, Logits, Model, ModelInfo, inspect
+from ._model import Inspection, Logits, MemoryPlan, Model, ModelInfo, inspect, plan
 from ._stream import Result, TextStream
 
 __version__ = "0.1.0"
@@ -17,10 +17,12 @@ __all__ = [
     "Error",
     "Inspection",
     "Logits",
+    "MemoryPlan",
     "Model",
     "ModelInfo",
     "Result",
     "TextStream",
     "inspect",
     "library_version",
+    "plan",
 ]

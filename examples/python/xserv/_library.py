@@ -87,6 +87,7 @@ class ModelInfo(Structure):
         ("reserved", c_uint8 * 2),
         ("eos_token_ids", POINTER(c_uint32)),
         ("load_seconds", c_double),
+        ("workspace_bytes", c_uint64),
     ]
 
 
@@ -114,6 +115,24 @@ class InspectionInfo(Structure):
         ("has_tokenizer", c_uint8),
         ("has_chat_template", c_uint8),
         ("reserved", c_uint8),
+    ]
+
+
+class MemoryPlan(Structure):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("device", c_uint32),
+        ("dtype", c_uint32),
+        ("weights_bytes", c_uint64),
+        ("workspace_bytes", c_uint64),
+        ("kv_bytes_per_token", c_uint64),
+        ("kv_cache_tokens", c_uint64),
+        ("max_context_tokens", c_uint64),
+        ("total_bytes", c_uint64),
+        ("minimum_bytes", c_uint64),
+        ("memory_bytes", c_uint64),
+        ("fits", c_uint8),
+        ("reserved", c_uint8 * 7),
     ]
 
 
@@ -215,6 +234,7 @@ _FUNCTIONS = {
     "xserv_inspect": (c_uint32, [c_char_p, _HANDLE]),
     "xserv_inspection_get_info": (c_uint32, [c_void_p, POINTER(InspectionInfo)]),
     "xserv_inspection_free": (None, [c_void_p]),
+    "xserv_plan": (c_uint32, [c_char_p, POINTER(LoadOptions), POINTER(MemoryPlan)]),
     "xserv_tokenize_options_default": (c_uint32, [POINTER(TokenizeOptions)]),
     "xserv_tokenize": (c_uint32, [c_void_p, c_char_p, c_size_t, POINTER(TokenizeOptions), _HANDLE]),
     "xserv_tokens_data": (POINTER(c_uint32), [c_void_p, _SIZE]),

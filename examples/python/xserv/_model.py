@@ -1,4 +1,4 @@
-"""Model, Logits and inspect()."""
+"""Model, Logits, inspect() and plan()."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 Path = Union[str, "os.PathLike[str]"]
 _T = TypeVar("_T")
 
+_DEVICE_NAMES = {number: name for name, number in c.DEVICES.items()}
 _DTYPE_NAMES = {number: name for name, number in c.DTYPES.items()}
 
 
@@ -62,6 +63,7 @@ class ModelInfo:
     has_chat_template: bool
     eos_token_ids: List[int]
     load_seconds: float
+    workspace_bytes: int
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,23 @@ class Inspection:
     head_dim: int
 
 
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What loading a model would take. The fields are those of xserv_memory_plan in xserv.h."""
+
+    device: str
+    dtype: str
+    weights_bytes: int
+    workspace_bytes: int
+    kv_bytes_per_token: int
+    kv_cache_tokens: int
+    max_context_tokens: int
+    total_bytes: int
+    minimum_bytes: int
+    memory_bytes: int
+    fits: bool
+
+
 def _dataclass_from(kind: Type[_T], info: Structure) -> _T:
     """Copies the fields that a struct and a dataclass both have."""
     values: Dict[str, Any] = {}
@@ -97,9 +116,11 @@ def _dataclass_from(kind: Type[_T], info: Structure) -> _T:
         value = getattr(info, name)
         if name == "dtype":
             value = _DTYPE_NAMES.get(value, "unknown")
+        elif name == "device" and isinstance(value, int):
+            value = _DEVICE_NAMES.get(value, "unknown")
         elif name == "eos_token_ids":
             value = value[: info.num_eos_token_ids] if info.num_eos_token_ids else []
-        elif name == "supported" or name.startswith("has_"):
+        elif name in ("supported", "fits") or name.startswith("has_"):
             value = bool(value)
         elif isinstance(value, bytes):
             value = value.decode()
@@ -125,6 +146,49 @@ def inspect(path: Path) -> Inspection:
         return _dataclass_from(Inspection, info)
     finally:
         library.xserv_inspection_free(handle)
+
+
+def _load_options(
+    device: str,
+    dtype: str,
+    num_threads: int,
+    map_files: bool,
+    max_context_tokens: int,
+    kv_cache_tokens: int,
+    max_memory_bytes: int,
+) -> c.LoadOptions:
+    options = c.LoadOptions()
+    check(library.xserv_load_options_default(byref(options)))
+    options.device, options.dtype = choice(c.DEVICES, device, "device"), choice(c.DTYPES, dtype, "dtype")
+    options.map_files = map_files
+    for name, value in (
+        ("num_threads", num_threads),
+        ("max_context_tokens", max_context_tokens),
+        ("kv_cache_tokens", kv_cache_tokens),
+        ("max_memory_bytes", max_memory_bytes),
+    ):
+        set_number(options, name, value)
+    return options
+
+
+def plan(
+    path: Path,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    num_threads: int = 0,
+    max_context_tokens: int = 0,
+    kv_cache_tokens: int = 0,
+    max_memory_bytes: int = 0,
+) -> MemoryPlan:
+    """Tells what Model() would take of memory with the same options, without reading the weights and
+    without a GPU. A model that doesn't fit is no error: `fits` is then False."""
+    options = _load_options(
+        device, dtype, num_threads, False, max_context_tokens, kv_cache_tokens, max_memory_bytes
+    )
+    found = c.MemoryPlan(struct_size=sizeof(c.MemoryPlan))
+    check(library.xserv_plan(_path(path), byref(options), byref(found)))
+    return _dataclass_from(MemoryPlan, found)
 
 
 class Logits:
@@ -199,17 +263,9 @@ class Model:
         log: Optional[Callable[[str, str], None]] = None,
     ) -> None:
         self.handle: Optional[c_void_p] = None
-        options = c.LoadOptions()
-        check(library.xserv_load_options_default(byref(options)))
-        options.device, options.dtype = choice(c.DEVICES, device, "device"), choice(c.DTYPES, dtype, "dtype")
-        options.map_files = map_files
-        for name, value in (
-            ("num_threads", num_threads),
-            ("max_context_tokens", max_context_tokens),
-            ("kv_cache_tokens", kv_cache_tokens),
-            ("max_memory_bytes", max_memory_bytes),
-        ):
-            set_number(options, name, value)
+        options = _load_options(
+            device, dtype, num_threads, map_files, max_context_tokens, kv_cache_tokens, max_memory_bytes
+        )
 
         raised: List[BaseException] = []
         interrupted = threading.Event()

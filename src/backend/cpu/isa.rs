@@ -58,6 +58,11 @@ impl Isa {
         self == Isa::Portable
     }
 
+    /// Whether bf16 is multiplied by bf16 instructions rather than widened to f32.
+    pub(crate) fn has_native_bf16(self) -> bool {
+        self == Isa::Avx512Bf16
+    }
+
     /// The short name: `portable`, `avx2`, `avx512`, `avx512-bf16`.
     pub const fn name(self) -> &'static str {
         match self {

@@ -57,7 +57,7 @@ impl CpuBackend {
 
     /// Whether bf16 is multiplied by bf16 instructions rather than widened to f32.
     pub(crate) fn has_native_bf16(&self) -> bool {
-        self.isa == Isa::Avx512Bf16
+        self.isa.has_native_bf16()
     }
 
     /// For people: `cpu (avx512-bf16, 2 threads)`.
@@ -70,6 +70,18 @@ impl CpuBackend {
     /// several threads (they take turns) and from inside a task (then it runs on that thread).
     pub fn parallel_for(&self, num_tasks: usize, task: &(dyn Fn(usize) + Sync)) -> Result<()> {
         self.pool.parallel_for(num_tasks, task)
+    }
+
+    /// Runs `main` on this thread, and beside it `helper` on those of the other threads that have nothing else
+    /// to do: up to `num_threads() - 1` calls of it, each with a number of its own, perhaps none. Returns when
+    /// `main` and all helpers that have begun are done. A panic in any becomes an internal error. `main` must
+    /// not use this backend.
+    pub fn with_helpers(
+        &self,
+        helper: &(dyn Fn(usize) + Sync),
+        main: &mut dyn FnMut(),
+    ) -> Result<()> {
+        self.pool.with_helpers(helper, main)
     }
 
     /// Cuts `data`, rows of `row_len` elements, into runs of whole rows and calls `task` with the

@@ -122,6 +122,29 @@ impl Pool {
         if num_tasks == 1 || self.workers.is_empty() || INSIDE_TASK.get() {
             return run_here(num_tasks, task);
         }
+        self.run(num_tasks, task, &mut |shared, job| shared.take_tasks(job))
+    }
+
+    pub(super) fn with_helpers(&self, helper: &Task<'_>, main: &mut dyn FnMut()) -> Result<()> {
+        if self.workers.is_empty() || INSIDE_TASK.get() {
+            return catch_panic(main).map_err(|message| task_panicked(&message));
+        }
+        self.run(self.workers.len(), helper, &mut |shared, job| {
+            if let Err(message) = catch_panic(&mut *main) {
+                // Helpers that have not begun need not.
+                shared.next_task.store(job.num_tasks, Ordering::Relaxed);
+                lock(&shared.panicked).get_or_insert(message);
+            }
+        })
+    }
+
+    /// Opens a job to the workers, does `here` on this thread, and closes the job. `here` must not panic.
+    fn run(
+        &self,
+        num_tasks: usize,
+        task: &Task<'_>,
+        here: &mut dyn FnMut(&Shared, Job),
+    ) -> Result<()> {
         // Two callers at once: one after the other.
         let _submitting = lock(&self.submit);
         let shared = &*self.shared;
@@ -140,7 +163,7 @@ impl Pool {
             drop(lock(&shared.sleep));
             shared.wake.notify_all();
         }
-        shared.take_tasks(job);
+        here(shared, job);
         shared.state.fetch_and(!OPEN, Ordering::AcqRel);
         let mut spins = 0u32;
         while shared.state.load(Ordering::Acquire) & ACTIVE_MASK != 0 {

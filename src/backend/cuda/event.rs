@@ -1,15 +1,14 @@
-//! A mark in a stream of work that the host can wait for.
+//! Marks in a stream of work, to wait for what was queued before them and for nothing else.
 
 use super::context::CudaContext;
 use super::device::CudaDevice;
-use super::driver::check;
 use crate::error::Result;
 use cudarc::driver::sys::{self, CUevent};
 use std::sync::Arc;
 
-/// See the head of the file.
+/// A mark in the stream of one context.
 pub(crate) struct Event {
-    raw: CUevent,
+    handle: CUevent,
     device: Arc<CudaDevice>,
 }
 
@@ -19,32 +18,34 @@ unsafe impl Send for Event {}
 unsafe impl Sync for Event {}
 
 impl Event {
-    /// An event that was never recorded; waiting for it ends at once.
+    /// A mark that is nowhere yet: waiting for it returns at once.
     pub(crate) fn new(context: &CudaContext) -> Result<Self> {
-        let mut raw = std::ptr::null_mut();
-        let flags = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32;
         context.with_current(|| {
+            let mut handle = std::ptr::null_mut();
+            let flags = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32;
             // SAFETY: a context is current; one handle is written.
-            check(unsafe { sys::cuEventCreate(&mut raw, flags) }, "making a CUDA event")
-        })?;
-        Ok(Event { raw, device: context.shared_device().clone() })
+            let status = unsafe { sys::cuEventCreate(&mut handle, flags) };
+            context.check(status, "making a CUDA event")?;
+            Ok(Event { handle, device: context.shared_device().clone() })
+        })
     }
 
-    /// Puts the mark behind everything queued on the context's stream.
+    /// Puts the mark behind all work queued so far, from where it was before.
     pub(crate) fn record(&self, context: &CudaContext) -> Result<()> {
         context.with_current(|| {
-            // SAFETY: a live event and a live stream of the same device.
-            let status = unsafe { sys::cuEventRecord(self.raw, context.raw_stream()) };
+            // SAFETY: a living event and the context's stream, both of its device.
+            let status = unsafe { sys::cuEventRecord(self.handle, context.raw_stream()) };
             context.check(status, "recording a CUDA event")
         })
     }
 
-    /// Waits until the work before the mark is done.
-    pub(crate) fn wait(&self, context: &CudaContext) -> Result<()> {
+    /// Waits for the work in front of the mark. Bad indices are reported by
+    /// [`CudaContext::synchronize`], not here.
+    pub(crate) fn synchronize(&self, context: &CudaContext) -> Result<()> {
         context.with_current(|| {
-            // SAFETY: a live event.
-            let status = unsafe { sys::cuEventSynchronize(self.raw) };
-            context.check(status, "waiting for the device")
+            // SAFETY: a living event.
+            let status = unsafe { sys::cuEventSynchronize(self.handle) };
+            context.check(status, "waiting for a CUDA event")
         })
     }
 }
@@ -52,8 +53,8 @@ impl Event {
 impl Drop for Event {
     fn drop(&mut self) {
         if let Ok(_current) = self.device.enter() {
-            // SAFETY: made by `new`, used by nobody any more; the driver keeps it until it has come to pass.
-            let _ = unsafe { sys::cuEventDestroy_v2(self.raw) };
+            // SAFETY: made by `new`, destroyed once; the driver keeps what a recorded event still needs.
+            let _ = unsafe { sys::cuEventDestroy_v2(self.handle) };
         }
     }
 }

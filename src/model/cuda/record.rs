@@ -229,7 +229,8 @@ impl RecordMemory {
         let host = host.ok_or_else(|| Error::internal("no memory for records"))?;
         let bytes = host.bytes()?;
         places.write(shape, batch, extras, bytes);
-        host.upload(0..places.len * 4, &self.device, 0)
+        host.upload(0..places.len * 4, &self.device, 0)?;
+        host.fence()
     }
 
     /// The arrays of a record of this shape; they lie where they always lie.

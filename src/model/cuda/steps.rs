@@ -297,6 +297,7 @@ impl CudaModel {
             }
             host.download(&floats, index * vocab_size * 4)?;
         }
+        host.fence()?;
         let result = workspace.steps.results.get_mut(slot).ok_or_else(no_slot)?;
         result.logits = Some(host);
         Ok(())

@@ -1,0 +1,140 @@
+//! Planning: what loading a model would take.
+
+#![allow(non_camel_case_types)]
+
+use std::ffi::c_char;
+
+use super::guard::{
+    checked_size, guard, read_struct, text_argument, write_struct, GrowingStruct, NUL_TERMINATED,
+};
+use super::model::{dtype_code, engine_options, xserv_load_options};
+use super::status::xserv_status;
+use super::types::xserv_device_kind;
+use crate::engine;
+
+/// What a model takes of the memory of the device where it would go. Set struct_size, then call
+/// xserv_plan(). All sizes are of that device's memory: of the GPU's for a model on a GPU, else of the
+/// host's.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct xserv_memory_plan {
+    /// sizeof(xserv_memory_plan), set by the caller.
+    pub struct_size: usize,
+    /// The xserv_device_kind where the model would go: XSERV_DEVICE_CPU or XSERV_DEVICE_CUDA.
+    pub device: u32,
+    /// The xserv_dtype of weights and KV cache, never XSERV_DTYPE_AUTO.
+    pub dtype: u32,
+    /// Bytes of the weights, on a GPU with the tables of positions: what xserv_model_info will say.
+    pub weights_bytes: u64,
+    /// The most bytes that activations and scratch of the operators take while requests run.
+    pub workspace_bytes: u64,
+    /// Bytes of KV cache for one token.
+    pub kv_bytes_per_token: u64,
+    /// Tokens that the KV cache would hold, of all requests together; 0 if it doesn't fit.
+    pub kv_cache_tokens: u64,
+    /// Longest context of one request, in tokens; 0 if it doesn't fit.
+    pub max_context_tokens: u64,
+    /// weights_bytes + workspace_bytes + kv_cache_tokens * kv_bytes_per_token. If that doesn't fit, with
+    /// the smallest KV cache that the options allow.
+    pub total_bytes: u64,
+    /// The smallest max_memory_bytes that xserv_load would accept with these options.
+    pub minimum_bytes: u64,
+    /// The bytes that there are: options.max_memory_bytes, or the memory that is available at the moment
+    /// if that is less or there is no such limit; 0 if neither is known.
+    pub memory_bytes: u64,
+    /// 1: total_bytes are no more than memory_bytes, or nothing is known of the memory; 0: they are more.
+    pub fits: u8,
+    /// Unused, 0.
+    pub reserved: [u8; 7],
+}
+
+// SAFETY: repr(C), struct_size first, integers only.
+unsafe impl GrowingStruct for xserv_memory_plan {
+    const FIRST_SIZE: usize = 88;
+    const NAME: &'static str = "xserv_memory_plan";
+    const HOW: &'static str = "set it to sizeof(xserv_memory_plan)";
+    fn defaults() -> Self {
+        xserv_memory_plan {
+            struct_size: size_of::<Self>(),
+            device: 0,
+            dtype: 0,
+            weights_bytes: 0,
+            workspace_bytes: 0,
+            kv_bytes_per_token: 0,
+            kv_cache_tokens: 0,
+            max_context_tokens: 0,
+            total_bytes: 0,
+            minimum_bytes: 0,
+            memory_bytes: 0,
+            fits: 0,
+            reserved: [0; 7],
+        }
+    }
+}
+const _: () = assert!(size_of::<xserv_memory_plan>() == xserv_memory_plan::FIRST_SIZE);
+
+/// Tells what xserv_load would take with the same options, from the config and the headers of the weight
+/// files alone: no weight is read, and no GPU is needed to plan for one. It is the same computation by which
+/// xserv_load sizes the KV cache, so that the two agree as long as the memory that is available does not
+/// change.
+///
+/// To ask what a GPU of some size would hold, set device to XSERV_DEVICE_CUDA and max_memory_bytes to its
+/// memory, less what the driver needs (a few hundred MB). Where there is a GPU, it is asked for its free
+/// memory, which starts it in this process; where there is none, or no driver, max_memory_bytes is all that is
+/// known. XSERV_DEVICE_AUTO is where xserv_load would go on this machine. Progress and log callbacks of the
+/// options are not called.
+///
+/// A model that doesn't fit is a success here: see fits, minimum_bytes and memory_bytes. (On the CPU without
+/// max_memory_bytes, xserv_load tries all the same: the system may have more to give than it says.)
+///
+/// Not counted: the tokenizer, tables of positions on the CPU and the logits of requests (some tens of MB of
+/// the host); the driver's own memory on a GPU (kernels, its context); while a model is loaded to a GPU, up to
+/// 64 MiB of pinned host memory.
+///
+/// path, options: as in xserv_load. plan: struct_size must be set; written on success.
+///
+/// Errors: those of xserv_load for a folder or options that it refuses whatever the memory:
+/// XSERV_STATUS_NOT_FOUND, XSERV_STATUS_IO, XSERV_STATUS_INVALID_ARGUMENT, XSERV_STATUS_INVALID_FILE,
+/// XSERV_STATUS_UNSUPPORTED.
+///
+/// # Safety
+/// `path` ends in a NUL; `options` is NULL or readable for its struct_size; `plan` is writable for the
+/// struct_size that it claims.
+#[must_use]
+#[no_mangle]
+pub unsafe extern "C" fn xserv_plan(
+    path: *const c_char,
+    options: *const xserv_load_options,
+    plan: *mut xserv_memory_plan,
+) -> xserv_status {
+    guard(|| {
+        // SAFETY: by the contract above.
+        unsafe { checked_size(plan.cast_const(), "plan") }?;
+        // SAFETY: as above.
+        let path = unsafe { text_argument(path, NUL_TERMINATED, "path") }?;
+        // SAFETY: as above.
+        let options = unsafe { read_struct(options, "options") }?;
+        let found = engine::plan(path, &engine_options(&options)?)?;
+        let device = match found.on_device {
+            true => xserv_device_kind::XSERV_DEVICE_CUDA,
+            false => xserv_device_kind::XSERV_DEVICE_CPU,
+        };
+        let value = xserv_memory_plan {
+            struct_size: size_of::<xserv_memory_plan>(),
+            device: device as u32,
+            dtype: dtype_code(found.dtype),
+            weights_bytes: found.weights_bytes,
+            workspace_bytes: found.workspace_bytes,
+            kv_bytes_per_token: found.kv_bytes_per_token,
+            kv_cache_tokens: found.kv_cache_tokens,
+            max_context_tokens: found.max_context_tokens,
+            total_bytes: found.total_bytes,
+            minimum_bytes: found.minimum_bytes,
+            memory_bytes: found.memory_bytes.unwrap_or(0),
+            fits: u8::from(found.fits),
+            reserved: [0; 7],
+        };
+        // SAFETY: by the contract above.
+        unsafe { write_struct(plan, "plan", &value) }
+    })
+}

@@ -1,0 +1,576 @@
+//! The way of the weights from the files to a device: cut into pieces in the order of the files, packed into
+//! slots of pinned memory that are copied by the device itself while the next are filled.
+//!
+//! Each reading thread has [`SLOTS_PER_READER`] slots of its own and takes the next load of pieces when it is done
+//! with one: it waits for the copies from its oldest slot, reads (and converts) the pieces into it, queues their
+//! copies, and marks the place behind them. No thread waits for another. Small tensors share a slot: what they
+//! cost is a read and a copy each, not a wait.
+
+use std::ops::Range;
+
+use super::geometry::{convert, Geometry};
+use crate::error::{Error, Result};
+use crate::memory::DType;
+use crate::model::checkpoint::Tensor;
+use crate::model::load::{Loader, WeightFiles};
+
+/// Bytes of a slot: large enough for copies at the full speed of the bus, small enough for a read to end in
+/// the caches of the core.
+const SLOT_BYTES: usize = 2 << 20;
+/// One is filled while the other is copied.
+const SLOTS_PER_READER: usize = 2;
+/// The most threads that read: enough for the bus, and 64 MiB of pinned memory (which takes its time to pin).
+const MAX_READERS: usize = 16;
+/// Pieces begin at multiples of this in their slot.
+const PIECE_ALIGNMENT: usize = 256;
+
+/// What takes weights up. All methods may be called by several threads, each with slots of its own.
+pub(super) trait Sink: Sync {
+    /// Where a weight goes.
+    type Place: Sync;
+    /// Memory from which copies are made.
+    type Slot;
+
+    /// A new slot.
+    fn slot(&self, len_bytes: usize) -> Result<Self::Slot>;
+
+    /// The memory of a slot, after the end of all copies from it.
+    fn bytes<'s>(&self, slot: &'s mut Self::Slot) -> Result<&'s mut [u8]>;
+
+    /// Queues a copy of the bytes `from` of a slot to a place, from its byte `offset` on.
+    fn copy(
+        &self,
+        slot: &mut Self::Slot,
+        from: Range<usize>,
+        place: &Self::Place,
+        offset: usize,
+    ) -> Result<()>;
+
+    /// Says that no further copy is made of what is in the slot.
+    fn fence(&self, slot: &mut Self::Slot) -> Result<()>;
+}
+
+/// A tensor of a file, and where it goes.
+struct Job<P> {
+    source: Tensor,
+    rows: usize,
+    /// Of the weight, by the rows of the file.
+    first_row: usize,
+    geometry: Geometry,
+    place: P,
+}
+
+/// Rows of a job, and where they lie in a slot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Piece {
+    job: usize,
+    first: usize,
+    last: usize,
+    slot_offset: usize,
+}
+
+/// All tensors that are to be read.
+pub(super) struct Transfer<P> {
+    jobs: Vec<Job<P>>,
+    /// Element type on the device.
+    dtype: DType,
+    slot_bytes: usize,
+}
+
+/// The jobs in pieces, and the pieces in loads that fill a slot each.
+struct Loads {
+    pieces: Vec<Piece>,
+    /// Of the pieces.
+    loads: Vec<Range<usize>>,
+    /// What the largest load takes.
+    slot_bytes: usize,
+}
+
+/// A list that grows without ever ending the process.
+fn push<T>(list: &mut Vec<T>, value: T) -> Result<()> {
+    list.try_reserve(1).map_err(|_| {
+        Error::out_of_memory("pieces of weight files", (list.len() + 1) * size_of::<T>())
+    })?;
+    list.push(value);
+    Ok(())
+}
+
+impl<P> Job<P> {
+    /// Bytes of a row in the file.
+    fn row_from(&self) -> usize {
+        self.geometry.columns * self.source.dtype.size_bytes()
+    }
+
+    /// Bytes of a row on the device.
+    fn row_to(&self, dtype: DType) -> usize {
+        self.geometry.device_columns() * dtype.size_bytes()
+    }
+}
+
+impl<P: Sync> Transfer<P> {
+    /// Nothing yet, for places of element type `dtype`.
+    pub fn new(dtype: DType) -> Self {
+        Transfer { jobs: Vec::new(), dtype, slot_bytes: SLOT_BYTES }
+    }
+
+    /// Adds the tensor of a file, which has `rows` rows: those from `first_row` on of a weight of `geometry`.
+    pub fn add(
+        &mut self,
+        source: &Tensor,
+        rows: usize,
+        first_row: usize,
+        geometry: &Geometry,
+        place: P,
+    ) -> Result<()> {
+        let too_large = || Error::out_of_memory(&source.name, usize::MAX);
+        let source = source.clone();
+        let job = match geometry.flat() {
+            Some(flat) => Job {
+                source: source.clone(),
+                rows: rows.checked_mul(geometry.columns).ok_or_else(too_large)?,
+                first_row: first_row.checked_mul(geometry.columns).ok_or_else(too_large)?,
+                geometry: flat,
+                place,
+            },
+            None => Job { source: source.clone(), rows, first_row, geometry: *geometry, place },
+        };
+        let stored = job.rows.checked_mul(job.row_from());
+        if stored.map(|bytes| bytes as u64) != Some(source.len_bytes) {
+            return Err(Error::internal(format!("{} is not what was planned", source.name)));
+        }
+        push(&mut self.jobs, job)
+    }
+
+    /// Cuts the jobs, in the order of the files.
+    fn loads(&mut self) -> Result<Loads> {
+        self.jobs.sort_by_key(|job| (job.source.shard, job.source.file_offset));
+        let mut all = Loads { pieces: Vec::new(), loads: Vec::new(), slot_bytes: 0 };
+        let (mut begin, mut used) = (0, 0usize);
+        for (index, job) in self.jobs.iter().enumerate() {
+            let (from, to) = (job.row_from(), job.row_to(self.dtype));
+            if from == 0 || to == 0 {
+                continue;
+            }
+            let rows_per_piece = (self.slot_bytes / from.max(to)).max(1);
+            let mut first = 0;
+            while first < job.rows {
+                let last = job.rows.min(first.saturating_add(rows_per_piece));
+                let bytes = (last - first)
+                    .checked_mul(to)
+                    .and_then(|bytes| bytes.checked_next_multiple_of(PIECE_ALIGNMENT))
+                    .ok_or_else(|| Error::out_of_memory(&job.source.name, usize::MAX))?;
+                if used > 0 && used.saturating_add(bytes) > self.slot_bytes {
+                    push(&mut all.loads, begin..all.pieces.len())?;
+                    (begin, used) = (all.pieces.len(), 0);
+                }
+                push(&mut all.pieces, Piece { job: index, first, last, slot_offset: used })?;
+                used = used.saturating_add(bytes);
+                all.slot_bytes = all.slot_bytes.max(used);
+                first = last;
+            }
+        }
+        if begin < all.pieces.len() {
+            push(&mut all.loads, begin..all.pieces.len())?;
+        }
+        Ok(all)
+    }
+
+    /// Reads everything to where it belongs. The last copies may be under way on return.
+    pub fn run<S: Sink<Place = P>>(mut self, loader: &mut Loader<'_>, sink: &S) -> Result<()> {
+        let all = self.loads()?;
+        let (jobs, dtype) = (&self.jobs, self.dtype);
+        let worker = || {
+            let mut slots = Vec::new();
+            for _ in 0..SLOTS_PER_READER {
+                push(&mut slots, sink.slot(all.slot_bytes)?)?;
+            }
+            Ok((slots, 0usize))
+        };
+        let step = |files: &WeightFiles<'_>, mine: &mut (Vec<S::Slot>, usize), index: usize| {
+            let (slots, turn) = mine;
+            *turn = (*turn + 1) % SLOTS_PER_READER;
+            let slot = slots.get_mut(*turn).ok_or_else(|| Error::internal("no slot"))?;
+            let load = all.loads.get(index).cloned().unwrap_or_default();
+            let pieces = all.pieces.get(load).unwrap_or_default();
+            fill_and_copy(pieces, jobs, dtype, files, sink, slot)
+        };
+        loader.stream(all.loads.len(), MAX_READERS, &worker, &step)
+    }
+}
+
+/// Reads the pieces of one load into a slot and queues their copies. Gives the bytes read.
+fn fill_and_copy<S: Sink>(
+    pieces: &[Piece],
+    jobs: &[Job<S::Place>],
+    dtype: DType,
+    files: &WeightFiles<'_>,
+    sink: &S,
+    slot: &mut S::Slot,
+) -> Result<u64> {
+    let lost = || Error::internal("a piece of a weight file was lost");
+    let bytes = sink.bytes(slot)?;
+    let mut read_bytes = 0;
+    for piece in pieces {
+        let job = jobs.get(piece.job).ok_or_else(lost)?;
+        let (from, to) = (job.row_from(), job.row_to(dtype));
+        let (begin, len) = (piece.first * from, (piece.last - piece.first) * from);
+        let target = piece.slot_offset..piece.slot_offset + (piece.last - piece.first) * to;
+        let target = bytes.get_mut(target).ok_or_else(lost)?;
+        let as_stored = job.source.dtype == dtype && cfg!(target_endian = "little");
+        if as_stored && job.geometry.keeps_rows() {
+            files.read_into(&job.source, begin, target)?;
+        } else {
+            files.with_bytes(&job.source, begin, len, |stored| {
+                convert(stored, job.source.dtype, target, dtype, &job.geometry);
+                Ok(())
+            })?;
+        }
+        read_bytes += len as u64;
+    }
+    for piece in pieces {
+        let job = jobs.get(piece.job).ok_or_else(lost)?;
+        let to = job.row_to(dtype);
+        let first_row = job.first_row + piece.first;
+        // The rows follow each other without gaps in the slot.
+        for (row, device_row, rows) in job.geometry.runs(first_row, job.first_row + piece.last) {
+            let start = piece.slot_offset + (row - first_row) * to;
+            sink.copy(slot, start..start + rows * to, &job.place, device_row * to)?;
+        }
+    }
+    sink.fence(slot)?;
+    Ok(read_bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::backend::cpu::CpuBackend;
+    use crate::model::checkpoint::Checkpoint;
+    use crate::model::cuda::heads::HeadSpacing;
+    use crate::model::folder::Folder;
+    use crate::model::weights::HeadAxis;
+    use crate::model::LoadOptions;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::sync::{Arc, Mutex};
+
+    /// The memory of a device that copies as late as it may.
+    type Memory = Arc<Mutex<Vec<u8>>>;
+
+    struct Late {
+        slots: AtomicUsize,
+        fail_copy: Option<usize>,
+        copies: AtomicUsize,
+    }
+
+    struct LateSlot {
+        bytes: Vec<u8>,
+        queued: Vec<(Range<usize>, Memory, usize)>,
+        is_fenced: bool,
+    }
+
+    impl LateSlot {
+        fn copy_all(&mut self) {
+            for (from, memory, offset) in self.queued.drain(..) {
+                let len = from.len();
+                memory.lock().unwrap()[offset..offset + len].copy_from_slice(&self.bytes[from]);
+            }
+        }
+    }
+
+    impl Drop for LateSlot {
+        fn drop(&mut self) {
+            self.copy_all();
+        }
+    }
+
+    impl Late {
+        fn new() -> Self {
+            Late { slots: AtomicUsize::new(0), fail_copy: None, copies: AtomicUsize::new(0) }
+        }
+    }
+
+    impl Sink for Late {
+        type Place = Memory;
+        type Slot = LateSlot;
+
+        fn slot(&self, len_bytes: usize) -> Result<LateSlot> {
+            self.slots.fetch_add(1, Ordering::Relaxed);
+            Ok(LateSlot { bytes: vec![0xee; len_bytes], queued: Vec::new(), is_fenced: true })
+        }
+
+        fn bytes<'s>(&self, slot: &'s mut LateSlot) -> Result<&'s mut [u8]> {
+            assert!(slot.is_fenced, "waiting without a fence is waiting for everything");
+            slot.copy_all();
+            Ok(&mut slot.bytes)
+        }
+
+        fn copy(
+            &self,
+            slot: &mut LateSlot,
+            from: Range<usize>,
+            place: &Memory,
+            offset: usize,
+        ) -> Result<()> {
+            if Some(self.copies.fetch_add(1, Ordering::Relaxed)) == self.fail_copy {
+                return Err(Error::internal("this copy fails"));
+            }
+            assert!(from.end <= slot.bytes.len());
+            slot.is_fenced = false;
+            slot.queued.push((from, place.clone(), offset));
+            Ok(())
+        }
+
+        fn fence(&self, slot: &mut LateSlot) -> Result<()> {
+            slot.is_fenced = true;
+            Ok(())
+        }
+    }
+
+    /// A folder that goes when dropped.
+    struct Files(std::path::PathBuf);
+
+    impl Drop for Files {
+        fn drop(&mut self) {
+            let _ = std::fs::remove_dir_all(&self.0);
+        }
+    }
+
+    /// The shapes of the tests' weights, `(parts of rows, columns, heads)`.
+    const WEIGHTS: [(&[usize], usize, HeadAxis); 8] = [
+        (&[700], 24, HeadAxis::None),
+        (&[24], 1, HeadAxis::None),
+        (&[96, 48, 48], 24, HeadAxis::Rows),
+        (&[96, 48, 48], 1, HeadAxis::Rows),
+        (&[24], 96, HeadAxis::Columns),
+        (&[1], 1, HeadAxis::None),
+        (&[40, 40], 24, HeadAxis::None),
+        (&[24], 1, HeadAxis::None),
+    ];
+
+    fn value(index: usize) -> f32 {
+        // Exact in every type.
+        (index * 37 % 127) as f32 - 63.0
+    }
+
+    /// One file with all weights, the last first.
+    fn write(name: &str, is_f32: bool) -> Files {
+        let dir = std::env::temp_dir().join(format!("xserv-{name}-{}", std::process::id()));
+        std::fs::create_dir_all(&dir).unwrap();
+        let (mut header, mut data) = (serde_json::Map::new(), Vec::<u8>::new());
+        for (weight, (parts, columns, _)) in WEIGHTS.iter().enumerate().rev() {
+            for (part, rows) in parts.iter().enumerate() {
+                let before: usize = parts[..part].iter().sum();
+                let begin = data.len();
+                for index in before * columns..(before + rows) * columns {
+                    match is_f32 {
+                        true => data.extend(value(index + weight).to_le_bytes()),
+                        false => {
+                            data.extend(half::bf16::from_f32(value(index + weight)).to_le_bytes())
+                        }
+                    }
+                }
+                let dtype = if is_f32 { "F32" } else { "BF16" };
+                header.insert(
+                    format!("{weight}.{part}"),
+                    serde_json::json!({
+                        "dtype": dtype, "shape": [rows, columns], "data_offsets": [begin, data.len()]
+                    }),
+                );
+            }
+        }
+        let header = serde_json::Value::Object(header).to_string();
+        let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
+        bytes.extend(header.as_bytes());
+        bytes.extend(data);
+        std::fs::write(dir.join("model.safetensors"), bytes).unwrap();
+        Files(dir)
+    }
+
+    struct Case {
+        spacing: HeadSpacing,
+        dtype: DType,
+        map_files: bool,
+        num_threads: usize,
+        slot_bytes: usize,
+    }
+
+    /// Reads the weights and gives the memory of each.
+    fn read(
+        files: &Files,
+        case: &Case,
+        sink: &Late,
+        progress: &mut dyn FnMut(f32) -> bool,
+    ) -> Result<Vec<Vec<u8>>> {
+        let folder = Folder::open(&files.0)?;
+        let checkpoint = Checkpoint::open(&folder)?;
+        let backend = CpuBackend::new(case.num_threads)?;
+        let options = LoadOptions { dtype: Some(case.dtype), map_files: case.map_files };
+        let total = std::fs::metadata(files.0.join("model.safetensors")).unwrap().len();
+        let mut loader =
+            Loader::new(&folder, &checkpoint, &backend, case.dtype, &options, total, progress)?;
+        let mut transfer = Transfer::new(case.dtype);
+        transfer.slot_bytes = case.slot_bytes;
+        let mut memories = Vec::new();
+        for (weight, (parts, columns, heads)) in WEIGHTS.iter().enumerate() {
+            let geometry = Geometry::new(parts.iter().sum(), *columns, *heads, case.spacing);
+            let len = geometry.device_rows() * geometry.device_columns() * case.dtype.size_bytes();
+            let memory: Memory = Arc::new(Mutex::new(vec![0; len]));
+            let mut first = 0;
+            for (part, rows) in parts.iter().enumerate() {
+                let tensor = checkpoint.tensor(&format!("{weight}.{part}"), &[*rows, *columns])?;
+                loader.files.open(&tensor)?;
+                transfer.add(&tensor, *rows, first, &geometry, memory.clone())?;
+                first += rows;
+            }
+            memories.push(memory);
+        }
+        transfer.run(&mut loader, sink)?;
+        Ok(memories.iter().map(|memory| memory.lock().unwrap().clone()).collect())
+    }
+
+    /// What [`read`] must give, element by element.
+    fn expected(case: &Case) -> Vec<Vec<u8>> {
+        let place = |len: usize, is_axis: bool, index: usize| match is_axis {
+            true => (case.spacing.spaced(len), case.spacing.spaced_index(index)),
+            false => (len, index),
+        };
+        let mut all = Vec::new();
+        for (weight, (parts, columns, heads)) in WEIGHTS.iter().enumerate() {
+            let rows: usize = parts.iter().sum();
+            let (device_rows, _) = place(rows, *heads == HeadAxis::Rows, 0);
+            let (device_columns, _) = place(*columns, *heads == HeadAxis::Columns, 0);
+            let mut values = vec![0.0; device_rows * device_columns];
+            for row in 0..rows {
+                for column in 0..*columns {
+                    let (_, to_row) = place(rows, *heads == HeadAxis::Rows, row);
+                    let (_, to_column) = place(*columns, *heads == HeadAxis::Columns, column);
+                    values[to_row * device_columns + to_column] =
+                        value(row * columns + column + weight);
+                }
+            }
+            all.push(match case.dtype {
+                DType::F32 => values.iter().flat_map(|x| x.to_ne_bytes()).collect(),
+                DType::F16 => {
+                    values.iter().flat_map(|&x| half::f16::from_f32(x).to_ne_bytes()).collect()
+                }
+                DType::BF16 => {
+                    values.iter().flat_map(|&x| half::bf16::from_f32(x).to_ne_bytes()).collect()
+                }
+            });
+        }
+        all
+    }
+
+    #[test]
+    fn every_number_arrives_where_it_belongs() {
+        for is_f32 in [false, true] {
+            let files = write(&format!("transfer-{is_f32}"), is_f32);
+            for dtype in [DType::BF16, DType::F32, DType::F16] {
+                for (head_dim, stride) in [(48, 64), (48, 48)] {
+                    // Less than a row, some rows, everything at once.
+                    for slot_bytes in [64, 1000, 4096, 1 << 20] {
+                        for (num_threads, map_files) in [(1, false), (3, false), (3, true)] {
+                            let spacing = HeadSpacing { head_dim, stride };
+                            let case = Case { spacing, dtype, map_files, num_threads, slot_bytes };
+                            let sink = Late::new();
+                            let got = read(&files, &case, &sink, &mut |_| true).unwrap();
+                            let what = format!("{dtype} {stride} {slot_bytes} {num_threads}");
+                            assert!(got == expected(&case), "{what}");
+                            let slots = sink.slots.into_inner();
+                            assert!((2..=2 * num_threads).contains(&slots), "{what}: {slots}");
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    const CASE: Case = Case {
+        spacing: HeadSpacing { head_dim: 48, stride: 48 },
+        dtype: DType::BF16,
+        map_files: false,
+        num_threads: 3,
+        slot_bytes: 1024,
+    };
+
+    #[test]
+    fn progress_is_told_on_the_calling_thread_and_cancels() {
+        let files = write("transfer-progress", false);
+        let thread = std::thread::current().id();
+        let mut seen = Vec::new();
+        read(&files, &CASE, &Late::new(), &mut |fraction| {
+            assert_eq!(std::thread::current().id(), thread);
+            seen.push(fraction);
+            true
+        })
+        .unwrap();
+        assert!(seen.is_sorted() && seen[0] == 0.0, "{seen:?}");
+        // The rest is the header.
+        assert!(*seen.last().unwrap() > 0.9, "{seen:?}");
+        for stop_at in 1..4 {
+            let mut calls = 0;
+            let error = read(&files, &Case { num_threads: 1, ..CASE }, &Late::new(), &mut |_| {
+                calls += 1;
+                calls < stop_at
+            });
+            assert_eq!(error.unwrap_err().kind(), crate::error::ErrorKind::Cancelled);
+            assert_eq!(calls, stop_at);
+        }
+    }
+
+    #[test]
+    fn an_error_of_any_thread_ends_the_load() {
+        let files = write("transfer-failure", false);
+        let count = Late::new();
+        read(&files, &CASE, &count, &mut |_| true).unwrap();
+        for fail_copy in 0..count.copies.into_inner() {
+            let sink = Late { fail_copy: Some(fail_copy), ..Late::new() };
+            let error = read(&files, &CASE, &sink, &mut |_| true).unwrap_err();
+            assert!(error.message().contains("this copy fails"), "{error}");
+        }
+        // A file that is cut while it is read.
+        let path = files.0.join("model.safetensors");
+        let mut calls = 0;
+        let error = read(&files, &Case { num_threads: 1, ..CASE }, &Late::new(), &mut |_| {
+            calls += 1;
+            if calls == 2 {
+                std::fs::OpenOptions::new().write(true).open(&path).unwrap().set_len(2000).unwrap();
+            }
+            true
+        });
+        assert_eq!(error.unwrap_err().kind(), crate::error::ErrorKind::Io);
+    }
+
+    #[test]
+    fn pieces_fill_slots_in_the_order_of_the_file() {
+        let tensor = |offset: u64, len: u64| Tensor {
+            name: offset.to_string(),
+            shard: 0,
+            dtype: DType::BF16,
+            file_offset: offset,
+            len_bytes: 2 * len,
+        };
+        let spacing = CASE.spacing;
+        let mut transfer = Transfer::new(DType::BF16);
+        transfer.slot_bytes = 4096;
+        let vector = |len: usize| Geometry::new(len, 1, HeadAxis::None, spacing);
+        transfer.add(&tensor(20_000, 100), 100, 0, &vector(100), ()).unwrap();
+        transfer.add(&tensor(30_000, 0), 0, 0, &vector(0), ()).unwrap();
+        transfer.add(&tensor(0, 4000), 4000, 0, &vector(4000), ()).unwrap();
+        transfer.add(&tensor(10_000, 10), 10, 0, &vector(10), ()).unwrap();
+        assert!(transfer.add(&tensor(0, 10), 11, 0, &vector(11), ()).is_err());
+        let all = transfer.loads().unwrap();
+        let piece = |job, first, last, slot_offset| Piece { job, first, last, slot_offset };
+        assert_eq!(
+            all.pieces,
+            [
+                piece(0, 0, 2048, 0),
+                piece(0, 2048, 4000, 0),
+                piece(1, 0, 10, 0),
+                piece(2, 0, 100, 256)
+            ]
+        );
+        assert_eq!(all.loads, [0..1, 1..2, 2..4]);
+        assert_eq!(all.slot_bytes, 4096);
+    }
+}

@@ -1,0 +1,171 @@
+//! What `xserv_plan` tells is what `xserv_load` then does.
+
+use std::path::Path;
+use std::ptr;
+
+use xserv::ffi::xserv_device_kind::*;
+use xserv::ffi::xserv_dtype::*;
+use xserv::ffi::xserv_status::*;
+use xserv::ffi::*;
+
+use crate::client::*;
+
+pub fn plan(path: &Path, options: &xserv_load_options) -> Outcome<xserv_memory_plan> {
+    let path = c_string(path.to_str().unwrap());
+    let mut plan: xserv_memory_plan = unsafe { std::mem::zeroed() };
+    plan.struct_size = size_of::<xserv_memory_plan>();
+    check(unsafe { xserv_plan(path.as_ptr(), options, &mut plan) })?;
+    let kv_bytes = plan.kv_cache_tokens * plan.kv_bytes_per_token;
+    if plan.kv_cache_tokens > 0 {
+        assert_eq!(plan.total_bytes, plan.weights_bytes + plan.workspace_bytes + kv_bytes);
+    }
+    assert!(plan.minimum_bytes <= plan.total_bytes);
+    assert_eq!(plan.fits == 1, plan.memory_bytes == 0 || plan.total_bytes <= plan.memory_bytes);
+    Ok(plan)
+}
+
+/// Asserts that a load is what was planned.
+#[track_caller]
+pub fn assert_as_planned(info: &xserv_model_info, plan: &xserv_memory_plan) {
+    assert_eq!(info.dtype, plan.dtype);
+    assert_eq!(info.weights_bytes, plan.weights_bytes);
+    assert_eq!(info.workspace_bytes, plan.workspace_bytes);
+    assert_eq!(info.kv_bytes_per_token, plan.kv_bytes_per_token);
+    assert_eq!(info.kv_cache_tokens, plan.kv_cache_tokens);
+    assert_eq!(info.max_context_tokens, plan.max_context_tokens);
+}
+
+/// The models to try: those of the shared data, where they are, and the repository's own.
+fn models() -> Vec<std::path::PathBuf> {
+    let mut models = vec![tiny()];
+    if let Some(golden) = shared_golden() {
+        let names = ["qwen3-tiny-tied", "qwen3-tiny-untied", "qwen3-tiny-mha", "gpt2-tiny"];
+        models.extend(names.map(|name| golden.join("models").join(name)));
+    }
+    models
+}
+
+#[test]
+fn the_plan_is_what_load_does() {
+    for path in models() {
+        for dtype in [XSERV_DTYPE_AUTO, XSERV_DTYPE_F32, XSERV_DTYPE_F16, XSERV_DTYPE_BF16] {
+            let base = xserv_load_options { dtype: dtype as u32, num_threads: 2, ..load_options() };
+            let context = plan(&path, &base).unwrap().max_context_tokens;
+            for (max_context_tokens, kv_cache_tokens) in
+                [(0, 0), (context / 2, 0), (context / 3, context), (0, 32), (0, 33)]
+            {
+                let options = xserv_load_options { max_context_tokens, kv_cache_tokens, ..base };
+                let found = plan(&path, &options).unwrap();
+                assert_eq!((found.device, found.fits), (XSERV_DEVICE_CPU as u32, 1));
+                assert_ne!(found.dtype, XSERV_DTYPE_AUTO as u32);
+                let model = Model::load(&path, &options).unwrap();
+                assert_as_planned(&model.info(), &found);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_budget_is_planned_as_it_is_used() {
+    for path in models() {
+        let base = xserv_load_options { num_threads: 2, ..load_options() };
+        let least = plan(&path, &base).unwrap().minimum_bytes;
+        let mut last_tokens = 0;
+        for more in [0, 1, 100_000, 3_000_000] {
+            let options = xserv_load_options { max_memory_bytes: least + more, ..base };
+            let found = plan(&path, &options).unwrap();
+            assert_eq!((found.fits, found.memory_bytes), (1, least + more));
+            assert!(found.total_bytes <= least + more);
+            assert!(found.kv_cache_tokens >= last_tokens.max(32));
+            last_tokens = found.kv_cache_tokens;
+            let model = Model::load(&path, &options).unwrap();
+            assert_as_planned(&model.info(), &found);
+            let mut request = greedy(&[1, 2, 3], 4);
+            request.ignore_eos = 1;
+            assert_eq!(model.generate(&request).unwrap().ids.len(), 4);
+        }
+        // One byte less than the least.
+        for kv_cache_tokens in [0, 320] {
+            let asked = xserv_load_options { kv_cache_tokens, ..base };
+            let least = plan(&path, &asked).unwrap().minimum_bytes;
+            let options = xserv_load_options { max_memory_bytes: least - 1, ..asked };
+            let found = plan(&path, &options).unwrap();
+            assert_eq!((found.fits, found.kv_cache_tokens, found.max_context_tokens), (0, 0, 0));
+            assert_eq!((found.minimum_bytes, found.total_bytes), (least, least));
+            let failure = Model::load(&path, &options).err().unwrap();
+            assert_eq!(failure.status, XSERV_STATUS_OUT_OF_MEMORY);
+            for number in [least - 1, found.weights_bytes, found.workspace_bytes] {
+                assert!(failure.message.contains(&number.to_string()), "{failure:?}");
+            }
+            Model::load(&path, &xserv_load_options { max_memory_bytes: least, ..asked }).unwrap();
+        }
+    }
+}
+
+/// Without a GPU and without a driver.
+#[test]
+fn a_gpu_is_planned_where_there_is_none() {
+    let device = XSERV_DEVICE_CUDA as u32;
+    let base = xserv_load_options { device, ..load_options() };
+    let roomy = plan(&tiny(), &xserv_load_options { kv_cache_tokens: 4096, ..base }).unwrap();
+    assert_eq!((roomy.device, roomy.kv_cache_tokens), (device, 4096));
+    assert!(roomy.weights_bytes > 0 && roomy.workspace_bytes > 0);
+    for budget in [256 << 20, 512 << 20] {
+        let options = xserv_load_options { max_memory_bytes: budget, ..base };
+        let found = plan(&tiny(), &options).unwrap();
+        assert!(found.memory_bytes <= budget && found.total_bytes <= budget);
+        assert_eq!(found.weights_bytes, roomy.weights_bytes);
+        if xserv::backend::cuda::available().is_err() {
+            assert_eq!((found.fits, found.memory_bytes), (1, budget));
+            let room = budget - found.total_bytes;
+            let all = 256 * found.max_context_tokens;
+            assert!(room < 32 * found.kv_bytes_per_token || found.kv_cache_tokens >= all);
+        }
+    }
+    let options = xserv_load_options { max_memory_bytes: roomy.minimum_bytes / 1000, ..base };
+    assert_eq!(plan(&tiny(), &options).unwrap().fits, 0);
+    // A context of half the length takes half the tables of positions.
+    let halves = |max_context_tokens| {
+        let options = xserv_load_options { max_context_tokens, kv_cache_tokens: 64, ..base };
+        plan(&tiny(), &options).unwrap().workspace_bytes
+    };
+    assert!(halves(16) < halves(64));
+}
+
+#[test]
+fn what_cannot_be_loaded_cannot_be_planned() {
+    let base = load_options();
+    let fails = |path: &Path, options: xserv_load_options, status: Status, words: &str| {
+        let failure = plan(path, &options).err().expect(words);
+        assert_eq!(failure.status, status, "{failure:?}");
+        assert!(failure.message.contains(words), "{failure:?}");
+    };
+    let bad = XSERV_STATUS_INVALID_ARGUMENT;
+    fails(Path::new("/no/such/folder"), base, XSERV_STATUS_NOT_FOUND, "/no/such/folder");
+    fails(&tiny(), xserv_load_options { device: 9, ..base }, bad, "options.device is 9");
+    fails(&tiny(), xserv_load_options { num_threads: 5000, ..base }, bad, "num_threads");
+    let too_long = xserv_load_options { max_context_tokens: 1 << 40, ..base };
+    fails(&tiny(), too_long, bad, "max_context_tokens");
+    let too_small = xserv_load_options { max_context_tokens: 64, kv_cache_tokens: 32, ..base };
+    fails(&tiny(), too_small, bad, "kv_cache_tokens is 32");
+    if let Some(golden) = shared_golden() {
+        let unsupported = XSERV_STATUS_UNSUPPORTED;
+        fails(&golden.join("models/qwen3-moe-tiny"), base, unsupported, "Qwen3Moe");
+        let on_cuda = xserv_load_options { device: XSERV_DEVICE_CUDA as u32, ..base };
+        fails(&golden.join("models/gpt2-tiny"), on_cuda, unsupported, "GPT2LMHeadModel");
+    }
+    let mut found: xserv_memory_plan = unsafe { std::mem::zeroed() };
+    let path = c_string(tiny().to_str().unwrap());
+    for struct_size in [0, 8, size_of::<xserv_memory_plan>() + 8, usize::MAX] {
+        found.struct_size = struct_size;
+        let status = unsafe { xserv_plan(path.as_ptr(), ptr::null(), &mut found) };
+        assert_eq!(status, bad);
+        assert!(last_error().contains("struct_size"), "{}", last_error());
+        assert_eq!(found.weights_bytes, 0, "written on failure");
+    }
+    let status = unsafe { xserv_plan(path.as_ptr(), ptr::null(), ptr::null_mut()) };
+    assert_eq!(status, bad);
+    found.struct_size = size_of::<xserv_memory_plan>();
+    assert_eq!(unsafe { xserv_plan(ptr::null(), ptr::null(), &mut found) }, bad);
+    check(unsafe { xserv_plan(path.as_ptr(), ptr::null(), &mut found) }).unwrap();
+}
