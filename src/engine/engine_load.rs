@@ -5,12 +5,16 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::Arc;
 use std::time::Instant;
 
+use super::batch_builder::BatchBuilder;
+use super::block_pool::BlockPool;
 use super::generation_config::GenerationConfig;
 use super::log::{LogLevel, Logger};
 use super::memory_plan::{available_memory_bytes, MemoryPlan};
 use super::placement::{place, DeviceChoice, Placement};
-use super::runner::{chunk_tokens, Runner};
-use super::turns::Turns;
+use super::scheduler::Scheduler;
+use super::stats::EngineStats;
+use super::step_limits::step_limits;
+use super::worker::{Machine, Service};
 use crate::backend::cpu::{CpuBackend, MAX_THREADS};
 use crate::error::{check_room, Error, ErrorKind, Result};
 use crate::memory::DType;
@@ -40,6 +44,10 @@ pub struct EngineOptions {
     pub kv_cache_tokens: u64,
     /// Budget for weights, KV cache and work space together, on the device that computes; 0: none.
     pub max_memory_bytes: u64,
+    /// Most sequences in a step; 0: as many as pay on the device.
+    pub max_batch_size: u32,
+    /// Never take keys and values that another request, or another part of the same, has computed.
+    pub no_prefix_cache: bool,
 }
 
 /// The sizes of a model that users ask for.
@@ -75,17 +83,18 @@ impl ModelShape {
 
 /// A loaded model and everything that serves requests on it. Shared by all threads.
 pub struct Engine {
-    model: Model,
+    model: Arc<Model>,
     architecture: String,
     folder: Folder,
     tokenizer: Result<Arc<Tokenizer>>,
     chat_template: Result<ChatTemplate>,
     no_special_tokens: SpecialTokens,
     generation_config: GenerationConfig,
-    turns: Turns,
+    service: Service,
+    workspace_bytes: u64,
     max_context_tokens: u64,
     kv_cache_tokens: u64,
-    closed: AtomicBool,
+    closed: Arc<AtomicBool>,
     process_id: u32,
     load_seconds: f64,
 }
@@ -179,7 +188,9 @@ impl Engine {
         let placement = place(options, &opened, dtype, max_context, &log)?;
         let (sizes, available) = match &placement {
             Placement::Cpu => {
-                workspace.reserve(&config, chunk_tokens(false, max_context), 1)?;
+                let limits = step_limits(options, false, max_context)?;
+                let rows = limits.max_sequences;
+                workspace.reserve(&config, limits.max_step_tokens(), rows)?;
                 let sizes = MemoryPlan {
                     weights_bytes: opened.weights_bytes(dtype)?,
                     workspace_bytes: workspace.size_bytes() as u64,
@@ -201,18 +212,29 @@ impl Engine {
         }
         let load_options = LoadOptions { dtype: Some(dtype), map_files: options.map_files };
         let model = match placement {
-            Placement::Cpu => opened.load(backend, &load_options, progress)?,
+            Placement::Cpu => opened.load(backend.clone(), &load_options, progress)?,
             Placement::Cuda { context, .. } => {
                 opened.load_on_device(context, &backend, &load_options, progress)?
             }
         };
         let on_device = model.compute_context().is_some();
-        let max_chunk_tokens = chunk_tokens(on_device, max_context);
+        let limits = step_limits(options, on_device, max_context)?;
         if on_device {
-            model.reserve(&mut workspace, max_chunk_tokens, 1)?;
+            model.reserve(&mut workspace, limits.max_step_tokens(), limits.max_sequences)?;
         }
         let num_blocks = kv_cache_tokens.div_ceil(BLOCK_SIZE as u64) as usize;
         let kv = model.kv_cache(num_blocks)?;
+        // Slots are numbered in 32 bits.
+        if u32::try_from(num_blocks.saturating_mul(BLOCK_SIZE)).is_err() {
+            return Err(Error::invalid_argument("the KV cache has more than 2^32 tokens"));
+        }
+        let pool = BlockPool::new(num_blocks as u32, !options.no_prefix_cache)?;
+        let model = Arc::new(model);
+        let closed = Arc::new(AtomicBool::new(false));
+        let workspace_bytes = workspace.size_bytes() as u64;
+        let machine = Machine { kv, workspace, builder: BatchBuilder::default() };
+        let scheduler = Scheduler::new(pool, limits)?;
+        let service = Service::new(model.clone(), backend, machine, scheduler, closed.clone());
         let engine = Engine {
             architecture: config.architecture.name().to_string(),
             folder,
@@ -220,10 +242,11 @@ impl Engine {
             chat_template,
             no_special_tokens: SpecialTokens::default(),
             generation_config,
-            turns: Turns::new(Runner::new(kv, workspace, max_chunk_tokens)?),
+            service,
+            workspace_bytes,
             max_context_tokens,
             kv_cache_tokens: (num_blocks * BLOCK_SIZE) as u64,
-            closed: AtomicBool::new(false),
+            closed,
             process_id: std::process::id(),
             load_seconds: begin.elapsed().as_secs_f64(),
             model,
@@ -313,8 +336,30 @@ impl Engine {
         &self.model
     }
 
-    pub(super) fn turns(&self) -> &Turns {
-        &self.turns
+    pub(super) fn service(&self) -> &Service {
+        &self.service
+    }
+
+    pub(super) fn closed(&self) -> &Arc<AtomicBool> {
+        &self.closed
+    }
+
+    /// Bytes of weights, work space and KV cache at their peak: on a device as its allocator counts them, on
+    /// the host with the blocks that have been used.
+    pub fn peak_memory_bytes(&self) -> u64 {
+        match self.model.compute_context() {
+            Some(context) => context.memory_stats().peak as u64,
+            None => {
+                let blocks = self.stats().peak_used_blocks as u64;
+                let kv = blocks * BLOCK_SIZE as u64 * self.kv_bytes_per_token();
+                self.weights_bytes() + self.workspace_bytes + kv
+            }
+        }
+    }
+
+    /// What the engine has done and is doing.
+    pub fn stats(&self) -> EngineStats {
+        self.service.stats()
     }
 
     /// The model's own defaults.

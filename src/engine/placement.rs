@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::engine_load::EngineOptions;
 use super::log::{LogLevel, Logger};
-use super::runner::chunk_tokens;
+use super::step_limits::step_limits;
 use crate::backend::{cuda, ComputeContext, ContextBackend};
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::DType;
@@ -64,7 +64,8 @@ fn on_cuda(
     dtype: DType,
     max_context: u64,
 ) -> Result<Placement> {
-    let plan = opened.device_plan(dtype, chunk_tokens(true, max_context))?;
+    let limits = step_limits(options, true, max_context)?;
+    let plan = opened.device_plan(dtype, limits.max_step_tokens())?;
     cuda::available()?;
     let budget = match options.max_memory_bytes {
         0 => usize::MAX,

@@ -8,7 +8,7 @@ fn root() -> &'static Path {
 }
 
 /// The files that speak to C, in the order of the manual.
-const SOURCES: [&str; 16] = [
+const SOURCES: [&str; 18] = [
     "version",
     "types",
     "status",
@@ -17,6 +17,8 @@ const SOURCES: [&str; 16] = [
     "text",
     "evaluate",
     "generate",
+    "submit",
+    "stats",
     "context",
     "tensor",
     "ops_copy",
