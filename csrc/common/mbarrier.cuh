@@ -22,25 +22,21 @@ __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
 
 // Arrives, and lets the phase wait for `bytes` more of copies.
 __device__ __forceinline__ void mbarrier_arrive_expect(uint32_t barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
 }
 
 // Waits until the phase of this parity is over. A fresh barrier counts as having ended phase 1. Without a
 // bound that traps: a trap joins the paths of producers and consumers, and ptxas then gives the consumers no
 // more registers than the producers (seen with 13.0).
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
-#ifdef XSERV_SPIN_LIMIT
-  for (int tries = 0; tries < XSERV_SPIN_LIMIT; ++tries) {
-#else
-  while (true) {
-#endif
-    uint32_t done;
+  uint32_t done = 0;
+  while (!done) {
     asm volatile(
         "{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.b32 %0, 1, 0, p;}"
         : "=r"(done)
         : "r"(barrier), "r"(parity)
         : "memory");
-    if (done) return;
   }
 }
 

@@ -5,12 +5,15 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::Arc;
 use std::time::Instant;
 
+use super::batch_builder::BatchBuilder;
+use super::block_pool::BlockPool;
 use super::generation_config::GenerationConfig;
 use super::log::{LogLevel, Logger};
 use super::memory_plan::KvSize;
 use super::placement::{device_context, place, DeviceChoice};
-use super::runner::{chunk_tokens, Runner};
-use super::turns::Turns;
+use super::scheduler::Scheduler;
+use super::stats::EngineStats;
+use super::worker::{Machine, Service};
 use crate::backend::cpu::{CpuBackend, MAX_THREADS};
 use crate::error::{check_room, Error, ErrorKind, Result};
 use crate::memory::DType;
@@ -40,6 +43,10 @@ pub struct EngineOptions {
     pub kv_cache_tokens: u64,
     /// Budget for weights, KV cache and work space together, on the device that computes; 0: none.
     pub max_memory_bytes: u64,
+    /// Most sequences in a step; 0: as many as pay on the device.
+    pub max_batch_size: u32,
+    /// Never take keys and values that another request, or another part of the same, has computed.
+    pub no_prefix_cache: bool,
 }
 
 /// The sizes of a model that users ask for.
@@ -75,17 +82,17 @@ impl ModelShape {
 
 /// A loaded model and everything that serves requests on it. Shared by all threads.
 pub struct Engine {
-    model: Model,
+    model: Arc<Model>,
     architecture: String,
     folder: Folder,
     tokenizer: Result<Arc<Tokenizer>>,
     chat_template: Result<ChatTemplate>,
     no_special_tokens: SpecialTokens,
     generation_config: GenerationConfig,
-    turns: Turns,
+    service: Service,
     max_context_tokens: u64,
     kv_cache_tokens: u64,
-    closed: AtomicBool,
+    closed: Arc<AtomicBool>,
     process_id: u32,
     load_seconds: f64,
     workspace_bytes: u64,
@@ -172,16 +179,16 @@ impl Engine {
 
         let (planned, mut size) = place(options, &opened, &log)?;
         let backend = Arc::new(CpuBackend::new(num_threads(options.num_threads)?)?);
-        let max_chunk_tokens = chunk_tokens(planned.on_device, planned.max_context);
         let mut workspace = Workspace::new();
         let load_options = LoadOptions { dtype: Some(planned.dtype), map_files: options.map_files };
+        let limits = planned.limits;
         let model = if planned.on_device {
             let context = device_context(options)?;
             opened.load_on_device(context, &backend, &load_options, progress)?
         } else {
             // Refused before the weights are read, if need be.
-            workspace.reserve(&config, max_chunk_tokens, 1)?;
-            opened.load(backend, &load_options, progress)?
+            workspace.reserve(&config, limits.max_step_tokens(), limits.max_sequences)?;
+            opened.load(backend.clone(), &load_options, progress)?
         };
         if model.weights_bytes() > planned.memory.weights_bytes {
             // An output matrix that is declared to be the embedding, but is not: less is left.
@@ -198,10 +205,20 @@ impl Engine {
             });
         }
         if planned.on_device {
-            model.reserve(&mut workspace, max_chunk_tokens, 1)?;
+            model.reserve(&mut workspace, limits.max_step_tokens(), limits.max_sequences)?;
         }
         let num_blocks = kv_cache_tokens.div_ceil(BLOCK_SIZE as u64) as usize;
         let kv = model.kv_cache(num_blocks)?;
+        // Slots are numbered in 32 bits.
+        if u32::try_from(num_blocks.saturating_mul(BLOCK_SIZE)).is_err() {
+            return Err(Error::invalid_argument("the KV cache has more than 2^32 tokens"));
+        }
+        let pool = BlockPool::new(num_blocks as u32, !options.no_prefix_cache)?;
+        let model = Arc::new(model);
+        let closed = Arc::new(AtomicBool::new(false));
+        let machine = Machine { kv, workspace, builder: BatchBuilder::default() };
+        let scheduler = Scheduler::new(pool, limits)?;
+        let service = Service::new(model.clone(), backend, machine, scheduler, closed.clone());
         let engine = Engine {
             architecture: config.architecture.name().to_string(),
             folder,
@@ -209,10 +226,10 @@ impl Engine {
             chat_template,
             no_special_tokens: SpecialTokens::default(),
             generation_config,
-            turns: Turns::new(Runner::new(kv, workspace, max_chunk_tokens)?),
+            service,
             max_context_tokens,
             kv_cache_tokens: (num_blocks * BLOCK_SIZE) as u64,
-            closed: AtomicBool::new(false),
+            closed,
             process_id: std::process::id(),
             load_seconds: begin.elapsed().as_secs_f64(),
             workspace_bytes: planned.memory.workspace_bytes,
@@ -303,8 +320,30 @@ impl Engine {
         &self.model
     }
 
-    pub(super) fn turns(&self) -> &Turns {
-        &self.turns
+    pub(super) fn service(&self) -> &Service {
+        &self.service
+    }
+
+    pub(super) fn closed(&self) -> &Arc<AtomicBool> {
+        &self.closed
+    }
+
+    /// Bytes of weights, work space and KV cache at their peak: on a device as its allocator counts them, on
+    /// the host with the blocks that have been used.
+    pub fn peak_memory_bytes(&self) -> u64 {
+        match self.model.compute_context() {
+            Some(context) => context.memory_stats().peak as u64,
+            None => {
+                let blocks = self.stats().peak_used_blocks as u64;
+                let kv = blocks * BLOCK_SIZE as u64 * self.kv_bytes_per_token();
+                self.weights_bytes() + self.workspace_bytes + kv
+            }
+        }
+    }
+
+    /// What the engine has done and is doing.
+    pub fn stats(&self) -> EngineStats {
+        self.service.stats()
     }
 
     /// The model's own defaults.

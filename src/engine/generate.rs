@@ -1,106 +1,29 @@
-//! One request from prompt to result.
+//! Requests on their way in: from prompt and parameters to sequences of the scheduler.
 
+use std::sync::Arc;
 use std::time::Instant;
 
+use super::batch_builder::Part;
 use super::engine_load::Engine;
+use super::inbox::{check_may_wait, Entry, Inbox, Waker};
+use super::lease::{Desk, Lease};
 use super::request::Request;
-use super::runner::LogitsRows;
 use super::sampler::{Sampler, SamplingParams};
-use crate::error::{try_filled, try_with_capacity, Error, ErrorKind, Result};
-use crate::text::{Detokenizer, StopMatcher};
+use super::scheduler::NewSequence;
+use super::ticket::{Event, FinishReason, Generation, TextRules, Ticket};
+use super::worker::{Order, SampleWork, Work};
+use crate::error::{try_with_capacity, Error, Result};
+use crate::model::{Model, TokenChoice};
 
-/// Why a generation ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum FinishReason {
-    /// An end token of the model or of the request.
-    StopToken,
-    /// A stop string of the request.
-    StopString,
-    /// The request's most tokens.
-    MaxTokens,
-    /// No position is left.
-    ContextFull,
-    /// The callback said so.
-    Callback,
-    /// Another thread said so, or the model was freed.
-    Cancelled,
-}
+/// Most samples of one request.
+pub const MAX_SAMPLES: u32 = 256;
 
-/// What a request came to.
-#[derive(Clone, Debug)]
-pub struct Generation {
-    /// The generated text, without stop token and stop string.
-    pub text: String,
-    /// The generated ids, with the stop token.
-    pub token_ids: Vec<u32>,
-    /// Tokens of the prompt.
-    pub num_prompt_tokens: usize,
-    /// Why it ended.
-    pub finish_reason: FinishReason,
-    /// The seed that was used.
-    pub seed: u64,
-    /// From the call to the first token; 0 if there is none.
-    pub time_to_first_token_seconds: f64,
-    /// The whole call.
-    pub total_seconds: f64,
-    /// Prompt tokens per second of prompt processing.
-    pub prompt_tokens_per_second: f64,
-    /// Tokens per second after the first.
-    pub tokens_per_second: f64,
-}
+/// Told of every token: the sample, the token (none for text that was held back at the end), the text that
+/// became certain, and the number of tokens so far. Returns false to stop.
+pub type OnToken<'a> = dyn FnMut(usize, Option<u32>, &str, usize) -> Result<bool> + 'a;
 
-/// Told of every token: the token (none for text that was held back at the end), the text that became
-/// certain, and the number of tokens so far. Returns false to stop.
-pub type OnToken<'a> = dyn FnMut(Option<u32>, &str, usize) -> Result<bool> + 'a;
-
-/// The text side of a request: ids to text, stop strings. Without a tokenizer there is no text.
-struct TextOutput {
-    detokenizer: Option<Detokenizer>,
-    stop: StopMatcher,
-    text: String,
-}
-
-impl TextOutput {
-    fn new(engine: &Engine, request: &Request<'_>) -> Result<Self> {
-        let stop = StopMatcher::new(&request.stop_strings)?;
-        let detokenizer = match engine.tokenizer() {
-            Ok(_) => Some(engine.detokenizer(request.skip_special)?),
-            // Ids in, ids out works without a tokenizer; stop strings do not.
-            Err(_) if request.stop_strings.is_empty() => None,
-            Err(error) => return Err(error),
-        };
-        Ok(TextOutput { detokenizer, stop, text: String::new() })
-    }
-
-    fn append(&mut self, piece: &str) -> Result<()> {
-        let no_memory = |_| Error::out_of_memory("the generated text", piece.len());
-        self.text.try_reserve(piece.len()).map_err(no_memory)?;
-        self.text.push_str(piece);
-        Ok(())
-    }
-
-    /// Takes a token; returns the text that may be shown, and whether a stop string came.
-    fn push(&mut self, token: u32) -> Result<(String, bool)> {
-        let Some(detokenizer) = &mut self.detokenizer else { return Ok((String::new(), false)) };
-        let piece = detokenizer.push(token)?;
-        let output = self.stop.push(&piece);
-        self.append(&output.text)?;
-        Ok((output.text, output.matched.is_some()))
-    }
-
-    /// Ends the stream; returns the text that was held back, and whether a stop string came in it.
-    fn finish(&mut self) -> Result<(String, bool)> {
-        let Some(detokenizer) = &mut self.detokenizer else { return Ok((String::new(), false)) };
-        let rest = detokenizer.finish()?;
-        let output = self.stop.push(&rest);
-        let mut piece = output.text;
-        if output.matched.is_none() {
-            piece.push_str(&self.stop.finish());
-        }
-        self.append(&piece)?;
-        Ok((piece, output.matched.is_some()))
-    }
-}
+/// Room for generated tokens that a sequence has from the start; more make it grow.
+const USUAL_TOKENS: usize = 4096;
 
 /// A seed of the operating system's.
 fn random_seed() -> u64 {
@@ -111,127 +34,203 @@ fn random_seed() -> u64 {
     seed.min(u64::MAX - 1)
 }
 
-fn rate(count: usize, seconds: f64) -> f64 {
-    if count > 0 && seconds > 0.0 {
-        count as f64 / seconds
-    } else {
-        0.0
-    }
-}
-
 impl Engine {
-    /// Runs a request to its end. Being stopped is a success with what was generated.
+    /// Runs a request to its end on this thread, which also calls `on_token`; gives each sample's outcome.
+    /// Being stopped is a success with what was generated.
     pub fn generate(
         &self,
         request: &Request<'_>,
         on_token: &mut OnToken<'_>,
-    ) -> Result<Generation> {
+    ) -> Result<Vec<Generation>> {
+        check_may_wait()?;
+        let mut ticket = self.submit(request, None)?;
+        loop {
+            let goes_on = match ticket.next(None)? {
+                Some(Event::Token { sample, token, text, num_tokens }) => {
+                    on_token(sample, Some(token), &text, num_tokens)?
+                }
+                Some(Event::Text { sample, text, num_tokens }) => {
+                    on_token(sample, None, &text, num_tokens)?
+                }
+                Some(Event::End { .. }) => continue,
+                Some(Event::Done) | None => break,
+            };
+            // The callback may have forked.
+            self.check_process()?;
+            if !goes_on {
+                ticket.stop(FinishReason::Callback);
+            }
+        }
+        ticket.take_generations()
+    }
+
+    /// Hands a request to the scheduler. `waker` is called when there is news after there was none.
+    pub fn submit(&self, request: &Request<'_>, waker: Option<Waker>) -> Result<Ticket> {
         let begin = Instant::now();
         let config = self.generation_config();
         let params = SamplingParams::resolve(&request.sampling, config)?;
-        let seed = request.seed.unwrap_or_else(random_seed);
-        let mut output = TextOutput::new(self, request)?;
-        let should_stop =
-            || self.is_closed() || request.cancel.as_ref().is_some_and(|c| c.is_cancelled());
-        let mut ids = match should_stop() {
+        let num_samples = request.num_samples;
+        if !(1..=MAX_SAMPLES).contains(&num_samples) {
+            return Err(Error::invalid_argument(format!(
+                "num_samples is {num_samples}, but must be from 1 to {MAX_SAMPLES}"
+            )));
+        }
+        let first_seed = request.seed.unwrap_or_else(random_seed);
+        let seed_of = |sample: u32| first_seed.wrapping_add(u64::from(sample));
+        let tokenizer = match self.tokenizer() {
+            Ok(tokenizer) => Some(tokenizer),
+            // Ids in, ids out works without a tokenizer; stop strings do not.
+            Err(_) if request.stop_strings.is_empty() => None,
+            Err(error) => return Err(error),
+        };
+        let rules = TextRules {
+            tokenizer,
+            skip_special: request.skip_special,
+            stop_strings: &request.stop_strings,
+        };
+        let cancelled =
+            self.is_closed() || request.cancel.as_ref().is_some_and(|c| c.is_cancelled());
+        let ids = match cancelled {
             // Tokenizing a long prompt would be in vain.
             true => Vec::new(),
             false => self.prompt_ids(&request.prompt)?,
         };
-        let num_prompt_tokens = ids.len();
-        let max_tokens = request.max_tokens.or(config.max_new_tokens).unwrap_or(u32::MAX) as usize;
-        let capacity = self.max_context_tokens() as usize;
-        let mut sampler = Sampler::new(params, seed, &ids)?;
-        let mut logits = try_filled(self.shape().vocab_size, 0.0f32, "logits")?;
-        let is_stop_token = |token: u32| {
-            request.stop_token_ids.contains(&token)
-                || (!request.ignore_eos && self.eos_token_ids().contains(&token))
+        let max_new = request.max_tokens.or(config.max_new_tokens).unwrap_or(u32::MAX) as usize;
+        // The last token of a full context is generated but never computed.
+        let full = self.max_context_tokens() as usize + 1;
+        let by_request = ids.len().saturating_add(max_new);
+        let (max_tokens, reason_at_max) = match by_request <= full {
+            true => (by_request, FinishReason::MaxTokens),
+            false => (full, FinishReason::ContextFull),
         };
-
-        let sequence = self.turns().sequence()?;
-        let mut first_token_at = None;
-        let prompt_begin = Instant::now();
-        let mut prompt_seconds = 0.0;
-        // Whether the callback wants to hear more.
-        let mut listening = true;
-        let mut finish_reason = loop {
-            // The callback may have forked.
-            self.check_process()?;
-            if should_stop() {
-                break FinishReason::Cancelled;
-            }
-            let num_tokens = ids.len() - num_prompt_tokens;
-            if num_tokens >= max_tokens {
-                break FinishReason::MaxTokens;
-            }
-            // The last token of a full context is generated but never computed.
-            if ids.len() > capacity {
-                break FinishReason::ContextFull;
-            }
-            let rows = LogitsRows::Last;
-            match sequence.compute(self.model(), &ids, rows, &mut logits, &should_stop) {
-                Ok(()) => {}
-                Err(error) if error.kind() == ErrorKind::Cancelled => {
-                    break FinishReason::Cancelled
-                }
-                Err(error) => return Err(error),
-            }
-            if num_tokens == 0 {
-                prompt_seconds = prompt_begin.elapsed().as_secs_f64();
-            }
-            let token = sampler.sample(&mut logits, num_tokens as u64)?;
-            ids.try_reserve(1).map_err(|_| Error::out_of_memory("token ids", 4 * ids.len()))?;
-            ids.push(token);
-            let num_tokens = num_tokens + 1;
-            first_token_at.get_or_insert_with(Instant::now);
-            if is_stop_token(token) {
-                listening = on_token(Some(token), "", num_tokens)?;
-                break FinishReason::StopToken;
-            }
-            let (piece, stopped) = output.push(token)?;
-            listening = on_token(Some(token), &piece, num_tokens)?;
-            if stopped {
-                break FinishReason::StopString;
-            }
-            if !listening {
-                break FinishReason::Callback;
-            }
+        let inbox = Arc::new(Inbox::new(
+            num_samples as usize,
+            max_tokens.saturating_sub(ids.len()),
+            request.cancel.clone(),
+            self.closed().clone(),
+            request.time_limit.and_then(|limit| begin.checked_add(limit)),
+            waker,
+        )?);
+        let seeds = (0..num_samples).map(seed_of);
+        let ticket = Ticket::new(inbox.clone(), &rules, seeds, ids.len(), begin)?;
+        let over = match (cancelled, max_new) {
+            (true, _) => Some(FinishReason::Cancelled),
+            (false, 0) => Some(FinishReason::MaxTokens),
+            _ => None,
         };
-        drop(sequence);
-        let generated = ids.get(num_prompt_tokens..).unwrap_or_default();
-        let mut token_ids = try_with_capacity(generated.len(), "token ids")?;
-        token_ids.extend_from_slice(generated);
-        if finish_reason != FinishReason::StopString {
-            let (piece, stopped) = output.finish()?;
-            if listening && !piece.is_empty() {
-                on_token(None, &piece, token_ids.len())?;
+        if let Some(reason) = over {
+            for sample in 0..num_samples {
+                inbox.push(Entry::End { sample, reason })?;
             }
-            if listening && stopped {
-                finish_reason = FinishReason::StopString;
-            }
+            return Ok(ticket);
         }
-        let end = Instant::now();
-        let since = |t: Instant| t.duration_since(begin).as_secs_f64();
-        let after_first = first_token_at.map_or(0.0, |t| end.duration_since(t).as_secs_f64());
-        Ok(Generation {
-            text: output.text,
-            num_prompt_tokens,
-            finish_reason,
-            seed,
-            time_to_first_token_seconds: first_token_at.map_or(0.0, since),
-            total_seconds: since(end),
-            prompt_tokens_per_second: rate(num_prompt_tokens, prompt_seconds),
-            tokens_per_second: rate(token_ids.len().saturating_sub(1), after_first),
-            token_ids,
-        })
+        let mut stop_token_ids = try_with_capacity(request.stop_token_ids.len(), "stop tokens")?;
+        stop_token_ids.extend_from_slice(request.stop_token_ids);
+        if !request.ignore_eos {
+            stop_token_ids.extend_from_slice(self.eos_token_ids());
+        }
+        let stop_token_ids = Arc::new(stop_token_ids);
+        let mut orders = try_with_capacity(num_samples as usize, "samples")?;
+        for sample in 0..num_samples {
+            let seed = seed_of(sample);
+            let choice = params.model_choice(seed).filter(|c| self.model().can_choose(c));
+            let capacity = max_tokens.min(ids.len().saturating_add(USUAL_TOKENS));
+            let mut token_ids = try_with_capacity(capacity.max(ids.len()), "token ids")?;
+            token_ids.extend_from_slice(&ids);
+            let work = SampleWork {
+                inbox: inbox.clone(),
+                sample,
+                sampler: Sampler::new(params, seed, &ids)?,
+                stop_token_ids: stop_token_ids.clone(),
+                num_prompt_tokens: ids.len(),
+                max_tokens,
+                reason_at_max,
+                choice: choice.unwrap_or(TokenChoice::Caller),
+            };
+            let sequence = NewSequence {
+                token_ids,
+                max_tokens,
+                priority: request.priority,
+                isolation: request.cache_key,
+                max_cached_tokens: usize::MAX,
+                runs_ahead: choice.is_some(),
+                alone: false,
+            };
+            orders.push(Order { sequence, work: Work::Sample(Box::new(work)) });
+        }
+        self.service().submit(orders)?;
+        Ok(ticket)
     }
 
     /// The logits after the last token, or after every token, of `ids`.
     ///
     /// `out`: [rows, vocab_size] with 1 or `ids.len()` rows.
     pub fn logits(&self, ids: &[u32], all: bool, out: &mut [f32]) -> Result<()> {
+        check_may_wait()?;
         self.check_tokens(ids)?;
-        let rows = if all { LogitsRows::All } else { LogitsRows::Last };
-        self.turns().sequence()?.compute(self.model(), ids, rows, out, &|| self.is_closed())
+        let mut token_ids = try_with_capacity(ids.len(), "token ids")?;
+        token_ids.extend_from_slice(ids);
+        let desk = Arc::new(Desk::default());
+        let sequence = NewSequence {
+            token_ids,
+            max_tokens: ids.len().saturating_add(1),
+            priority: 0,
+            isolation: 0,
+            // Tokens that are not computed have no logits.
+            max_cached_tokens: if all { 0 } else { usize::MAX },
+            runs_ahead: false,
+            alone: true,
+        };
+        let mut orders = try_with_capacity(1, "a request")?;
+        orders.push(Order { sequence, work: Work::Logits(desk.clone()) });
+        self.service().submit(orders)?;
+        loop {
+            let mut borrowed = desk.borrow()?;
+            let lease = borrowed.lease()?;
+            let end = lease.start + lease.num_new;
+            let is_closed = || self.is_closed();
+            let outcome = compute_piece(self.model(), lease, ids, all, out, &is_closed);
+            borrowed.give_back(&outcome);
+            outcome?;
+            if end >= ids.len() {
+                return Ok(());
+            }
+        }
     }
+}
+
+/// Computes the leased piece of `ids`, and those of its logits that are wanted.
+fn compute_piece(
+    model: &Model,
+    lease: &mut Lease,
+    ids: &[u32],
+    all: bool,
+    out: &mut [f32],
+    should_stop: &dyn Fn() -> bool,
+) -> Result<()> {
+    let (start, end) = (lease.start, lease.start + lease.num_new);
+    let vocab_size = model.config().vocab_size;
+    let machine = &mut *lease.machine;
+    let part = Part {
+        token_ids: ids.get(start..end).ok_or_else(|| Error::internal("a piece out of range"))?,
+        start,
+        blocks: &lease.blocks,
+        source: None,
+    };
+    let is_last = end == ids.len();
+    machine.builder.clear(lease.blocks.len())?;
+    machine.builder.push(&part, (!all && is_last).then_some(TokenChoice::Caller))?;
+    let rows = match (all, is_last) {
+        (true, _) => {
+            machine.builder.want_all()?;
+            start..end
+        }
+        (false, true) => 0..1,
+        (false, false) => 0..0,
+    };
+    let out = out
+        .get_mut(rows.start * vocab_size..rows.end * vocab_size)
+        .ok_or_else(|| Error::internal("the logits buffer is too small"))?;
+    let batch = machine.builder.step().batch;
+    model.forward(&batch, &mut machine.kv, &mut machine.workspace, out, should_stop)
 }

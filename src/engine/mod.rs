@@ -1,30 +1,45 @@
 //! The engine: requests in, tokens out. Joins a model, its tokenizer and its chat template, and runs
 //! the requests of any number of threads on them.
 //!
-//! The life of a request ([`Engine::generate`]): the prompt becomes token ids (`prompt`), the request
-//! takes turns with those of other threads at the `runner`, one forward pass at a time (`turns`);
-//! between the passes, without any lock, it samples ([`Sampler`]), turns ids into text, looks for stop
-//! strings and calls back.
+//! The life of a request ([`Engine::submit`]): the prompt becomes token ids (`prompt`), each sample of it a
+//! sequence of the scheduler. The scheduler's thread (`worker`) asks the [`Scheduler`] which sequences take
+//! part in the next step, makes one batch of them (`batch_builder`), has the model run it, chooses the tokens
+//! ([`Sampler`]) and puts them into the request's `inbox`. The caller takes them out ([`Ticket`]): turning ids
+//! into text, looking for stop strings and calling back happen on the caller's thread.
+//!
+//! ```text
+//! generate    requests on their way in
+//! scheduler   who takes part in a step (policy, no model)
+//! block_pool  the blocks of the KV cache and the prefix cache
+//! worker      the thread; lease: logits, computed by the thread that wants them
+//! inbox       from the worker to a caller; ticket: the caller's side
+//! ```
 
-mod block_manager;
+mod batch_builder;
+pub mod block_pool;
 mod engine_load;
-mod fair_mutex;
 mod generate;
 mod generation_config;
+mod inbox;
 mod inspect;
+mod lease;
 mod log;
 mod memory_plan;
 mod placement;
 mod plan;
 mod prompt;
 mod request;
-mod runner;
 mod sampler;
-mod turns;
+pub mod scheduler;
+mod stats;
+mod step_limits;
+mod ticket;
+mod worker;
 
 pub use engine_load::{Engine, EngineOptions, ModelShape};
-pub use generate::{FinishReason, Generation};
+pub use generate::MAX_SAMPLES;
 pub use generation_config::GenerationConfig;
+pub use inbox::Waker;
 pub use inspect::{inspect, Inspection};
 pub use log::{LogLevel, Logger};
 pub use placement::DeviceChoice;
@@ -32,3 +47,6 @@ pub use plan::{plan, Plan};
 pub use prompt::{ChatPrompt, Prompt};
 pub use request::{CancelToken, Request};
 pub use sampler::{Sampler, SamplingOverrides, SamplingParams};
+pub use scheduler::Scheduler;
+pub use stats::{EngineStats, FIRST_BUCKET_US, NUM_STEP_BUCKETS};
+pub use ticket::{Event, FinishReason, Generation, Ticket, TicketHandle};

@@ -5,7 +5,8 @@ use std::sync::Arc;
 use super::engine_load::{context_limit, num_threads, EngineOptions};
 use super::log::{LogLevel, Logger};
 use super::memory_plan::{available_memory_bytes, KvSize, MemoryPlan, Room};
-use super::runner::chunk_tokens;
+use super::scheduler::Limits;
+use super::step_limits::step_limits;
 use crate::backend::cuda::{self, CudaDevice};
 use crate::backend::ComputeContext;
 use crate::error::Result;
@@ -31,6 +32,8 @@ pub(super) struct Planned {
     pub(super) dtype: DType,
     /// Longest context that was asked for.
     pub(super) max_context: u64,
+    /// The largest steps.
+    pub(super) limits: Limits,
     pub(super) memory: MemoryPlan,
     pub(super) room: Room,
 }
@@ -49,10 +52,12 @@ impl Planned {
             None => opened.stored_dtype()?,
         };
         let num_threads = num_threads(options.num_threads)?;
-        let num_tokens = chunk_tokens(on_device, max_context);
+        let limits = step_limits(options, on_device, max_context)?;
+        let num_tokens = limits.max_step_tokens();
         let (memory, room) = match on_device {
             false => {
-                let plan = opened.host_plan(dtype, num_threads, num_tokens, 1)?;
+                let plan =
+                    opened.host_plan(dtype, num_threads, num_tokens, limits.max_sequences)?;
                 (plan, Room::Host(available_memory_bytes()))
             }
             true => {
@@ -64,7 +69,7 @@ impl Planned {
                 (plan, Room::Device(free))
             }
         };
-        Ok(Planned { on_device, dtype, max_context, memory: memory.into(), room })
+        Ok(Planned { on_device, dtype, max_context, limits, memory: memory.into(), room })
     }
 
     /// The same with weights of another size, which have taken their part of what was free.

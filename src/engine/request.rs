@@ -2,6 +2,7 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::Arc;
+use std::time::Duration;
 
 use super::prompt::Prompt;
 use super::sampler::SamplingOverrides;
@@ -44,4 +45,12 @@ pub struct Request<'a> {
     pub ignore_eos: bool,
     /// Stops the request from another thread.
     pub cancel: Option<Arc<CancelToken>>,
+    /// Higher goes first.
+    pub priority: i32,
+    /// Independent continuations of the prompt; sample `i` draws with the seed plus `i`. At least 1.
+    pub num_samples: u32,
+    /// Time from the call until the request is ended with what it has.
+    pub time_limit: Option<Duration>,
+    /// Requests with different numbers share no keys and values.
+    pub cache_key: u64,
 }

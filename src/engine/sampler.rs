@@ -10,6 +10,7 @@ use std::collections::HashMap;
 
 use super::generation_config::GenerationConfig;
 use crate::error::{Error, Result};
+use crate::model::{Draw, TokenChoice};
 use crate::thread_state::StandardFloats;
 
 /// What a caller sets; `None` leaves it to the model's generation_config.json.
@@ -114,6 +115,33 @@ impl SamplingParams {
     }
 }
 
+impl SamplingParams {
+    /// Whether logits depend on the tokens before.
+    fn penalises(&self) -> bool {
+        self.repetition_penalty != 1.0
+            || self.presence_penalty != 0.0
+            || self.frequency_penalty != 0.0
+    }
+
+    /// How a model can choose the tokens of a sequence by itself, if there are no penalties.
+    pub(super) fn model_choice(&self, seed: u64) -> Option<TokenChoice> {
+        if self.penalises() {
+            return None;
+        }
+        if self.temperature == 0.0 {
+            return Some(TokenChoice::Greedy);
+        }
+        Some(TokenChoice::Draw(Draw {
+            temperature: self.temperature,
+            top_k: u32::try_from(self.top_k).unwrap_or(0),
+            top_p: self.top_p,
+            min_p: self.min_p,
+            seed,
+            index: 0,
+        }))
+    }
+}
+
 /// A token that is still in the choice.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Candidate {
@@ -161,7 +189,7 @@ impl Sampler {
             self.fill_candidates(logits)?;
             self.draw(uniform(self.seed, step))?
         };
-        if self.remembers() {
+        if self.params.penalises() {
             *self.seen.entry(token).or_insert(0) += 1;
         }
         Ok(token)
@@ -175,11 +203,6 @@ impl Sampler {
         let sum: f64 = self.candidates.iter().map(|c| c.weight).sum();
         self.candidates.iter_mut().for_each(|c| c.weight /= sum);
         Ok(&self.candidates)
-    }
-
-    fn remembers(&self) -> bool {
-        let p = &self.params;
-        p.repetition_penalty != 1.0 || p.presence_penalty != 0.0 || p.frequency_penalty != 0.0
     }
 
     fn apply_penalties(&self, logits: &mut [f32]) {
@@ -294,11 +317,16 @@ fn most_likely(logits: &[f32]) -> Result<u32> {
         }
     }
     if check != 0.0 || best.0 == f32::NEG_INFINITY {
-        return Err(Error::invalid_file(
-            "the model's logits are not finite numbers: its weights are damaged, or too large for its dtype",
-        ));
+        return Err(not_finite());
     }
     Ok(best.1)
+}
+
+/// No token can be chosen.
+pub(super) fn not_finite() -> Error {
+    Error::invalid_file(
+        "the model's logits are not finite numbers: its weights are damaged, or too large for its dtype",
+    )
 }
 
 /// A number in [0, 1) that depends on seed and step alone: two rounds of the SplitMix64 mixer (Steele,

@@ -4,6 +4,7 @@
 
 use std::ffi::{c_char, c_void};
 use std::sync::Arc;
+use std::time::Duration;
 
 use super::guard::{
     array_argument, flag, guard, guard_or, read_struct, text_argument, with_nul, write_struct,
@@ -108,6 +109,19 @@ pub struct xserv_request {
     pub ignore_eos: u8,
     /// Unused, 0.
     pub reserved: [u8; 3],
+    /// When requests compete, those with the higher number go first; of equal ones (default 0) the one that
+    /// came first.
+    pub priority: i32,
+    /// Independent continuations of the prompt, which is computed once for all; 1 (default) to 256. Sample i
+    /// draws with the seed plus i, and is what a request of its own with that seed would give.
+    pub num_samples: u32,
+    /// Milliseconds from the call after which the request ends with what it has, as XSERV_FINISH_DEADLINE;
+    /// 0 (default): no limit.
+    pub time_limit_ms: u64,
+    /// Requests share the keys and values of common beginnings (their output does not depend on it, but the
+    /// time that they take does) only with requests of the same number. Default 0. A host whose users must
+    /// not learn of each other's prompts gives each a number.
+    pub cache_key: u64,
 }
 
 // SAFETY: repr(C), struct_size first, integers, floats and pointers only.
@@ -145,10 +159,14 @@ unsafe impl GrowingStruct for xserv_request {
             skip_special_tokens: 1,
             ignore_eos: 0,
             reserved: [0; 3],
+            priority: 0,
+            num_samples: 1,
+            time_limit_ms: 0,
+            cache_key: 0,
         }
     }
 }
-const _: () = assert!(size_of::<xserv_request>() == xserv_request::FIRST_SIZE);
+const _: () = assert!(size_of::<xserv_request>() == 176);
 
 /// One step of a generation, as the callback sees it. Valid during the callback only.
 #[repr(C)]
@@ -166,6 +184,10 @@ pub struct xserv_token_event {
     pub token_id: u32,
     /// Number of tokens generated so far, this one included.
     pub num_tokens: u32,
+    /// Which sample of the request, from 0.
+    pub sample: u32,
+    /// Unused, 0.
+    pub reserved: u32,
 }
 
 /// Called for every generated token, on the thread that called xserv_generate, with no lock held: it may
@@ -201,10 +223,16 @@ pub struct xserv_result_info {
     pub time_to_first_token_seconds: f64,
     /// Seconds of the whole call, callbacks included.
     pub total_seconds: f64,
-    /// Prompt tokens per second of prompt processing (0 if there was none).
+    /// Computed prompt tokens per second of prompt processing (0 if there was none).
     pub prompt_tokens_per_second: f64,
     /// Tokens per second after the first token, callbacks included (0 with fewer than two tokens).
     pub tokens_per_second: f64,
+    /// Tokens of the prompt whose keys and values were there already, and cost nothing.
+    pub num_cached_tokens: usize,
+    /// How often the request made room for others, and was resumed.
+    pub num_preemptions: u32,
+    /// Samples of the result.
+    pub num_samples: u32,
 }
 
 // SAFETY: repr(C), struct_size first, integers, floats and pointers only.
@@ -227,15 +255,36 @@ unsafe impl GrowingStruct for xserv_result_info {
             total_seconds: 0.0,
             prompt_tokens_per_second: 0.0,
             tokens_per_second: 0.0,
+            num_cached_tokens: 0,
+            num_preemptions: 0,
+            num_samples: 0,
         }
     }
 }
-const _: () = assert!(size_of::<xserv_result_info>() == xserv_result_info::FIRST_SIZE);
+const _: () = assert!(size_of::<xserv_result_info>() == 112);
 
 struct ResultObject {
-    generation: Generation,
-    /// The text with its final NUL.
-    text: Vec<u8>,
+    /// By sample, with the text and its final NUL.
+    samples: Vec<(Generation, Vec<u8>)>,
+}
+
+impl ResultObject {
+    fn sample(&self, sample: usize) -> Result<&(Generation, Vec<u8>)> {
+        self.samples.get(sample).ok_or_else(|| {
+            let count = self.samples.len();
+            Error::invalid_argument(format!("sample is {sample}, but the result has {count}"))
+        })
+    }
+}
+
+/// A handle for what the samples of a request came to.
+pub(super) fn new_result(generations: Vec<Generation>) -> Result<*mut xserv_result> {
+    let mut samples = try_with_capacity(generations.len(), "results")?;
+    for generation in generations {
+        let text = with_nul(&generation.text)?;
+        samples.push((generation, text));
+    }
+    RESULTS.insert(Arc::new(ResultObject { samples }))
 }
 
 static CANCEL_TOKENS: HandleTable<CancelToken> = HandleTable::new(5, "cancel token");
@@ -343,7 +392,7 @@ unsafe fn prompt_of<'a>(c: &xserv_request) -> Result<Prompt<'a>> {
 
 /// # Safety
 /// The pointers of `c` obey the contracts of their fields for `'a`.
-unsafe fn request_of<'a>(c: &xserv_request) -> Result<Request<'a>> {
+pub(super) unsafe fn request_of<'a>(c: &xserv_request) -> Result<Request<'a>> {
     // SAFETY: by contract, here and below.
     let prompt = unsafe { prompt_of(c) }?;
     let pointers =
@@ -388,12 +437,18 @@ unsafe fn request_of<'a>(c: &xserv_request) -> Result<Request<'a>> {
             true => None,
             false => Some(CANCEL_TOKENS.get(c.cancel)?),
         },
+        priority: c.priority,
+        num_samples: c.num_samples,
+        time_limit: (c.time_limit_ms > 0).then(|| Duration::from_millis(c.time_limit_ms)),
+        cache_key: c.cache_key,
     })
 }
 
 /// Generates text, and returns when it is done.
 ///
-/// Any number of threads may call it on one model: their requests take turns, step by step. Being
+/// Any number of threads may call it on one model: their requests are computed together, in every step as many
+/// as there is room for, and none waits for another's callback. A request that does not fit at the moment waits,
+/// or makes room for others and is resumed; its output does not depend on it. Being
 /// stopped by the callback or cancelled is a success: the result has what was generated, and says why
 /// it ended. When the prompt and max_tokens do not fit into the context together, generation ends with
 /// XSERV_FINISH_CONTEXT_FULL.
@@ -431,34 +486,36 @@ pub unsafe extern "C" fn xserv_generate(
         let request = unsafe { request_of(&c_request) }?;
         let engine = engine_of(model)?;
         let mut text = Vec::new();
-        let mut on_token = |token: Option<u32>, piece: &str, num_tokens: usize| -> Result<bool> {
-            let Some(callback) = callback else { return Ok(true) };
-            text.clear();
-            text.try_reserve(piece.len() + 1)
-                .map_err(|_| Error::out_of_memory("a piece of text", piece.len() + 1))?;
-            text.extend_from_slice(piece.as_bytes());
-            text.push(0);
-            let event = xserv_token_event {
-                struct_size: size_of::<xserv_token_event>(),
-                text: text.as_ptr() as *const c_char,
-                text_len: piece.len(),
-                token_id: token.unwrap_or(XSERV_NO_TOKEN),
-                num_tokens: num_tokens as u32,
+        let mut on_token =
+            |sample: usize, token: Option<u32>, piece: &str, num_tokens: usize| -> Result<bool> {
+                let Some(callback) = callback else { return Ok(true) };
+                text.clear();
+                text.try_reserve(piece.len() + 1)
+                    .map_err(|_| Error::out_of_memory("a piece of text", piece.len() + 1))?;
+                text.extend_from_slice(piece.as_bytes());
+                text.push(0);
+                let event = xserv_token_event {
+                    struct_size: size_of::<xserv_token_event>(),
+                    text: text.as_ptr() as *const c_char,
+                    text_len: piece.len(),
+                    token_id: token.unwrap_or(XSERV_NO_TOKEN),
+                    num_tokens: num_tokens as u32,
+                    sample: sample as u32,
+                    reserved: 0,
+                };
+                // SAFETY: the caller's function with the caller's data, on the caller's thread; the event
+                // lives until it returns.
+                Ok(unsafe { callback(&event, user_data) })
             };
-            // SAFETY: the caller's function with the caller's data, on the caller's thread; the event
-            // lives until it returns.
-            Ok(unsafe { callback(&event, user_data) })
-        };
-        let generation = engine.generate(&request, &mut on_token)?;
+        let generations = engine.generate(&request, &mut on_token)?;
         if let Some(out) = out {
-            let text = with_nul(&generation.text)?;
-            out.set(RESULTS.insert(Arc::new(ResultObject { generation, text }))?);
+            out.set(new_result(generations)?);
         }
         Ok(())
     })
 }
 
-/// Describes a result.
+/// Describes a result; of several samples the first.
 ///
 /// info: struct_size must be set. Its pointers belong to the result.
 ///
@@ -470,30 +527,61 @@ pub unsafe extern "C" fn xserv_result_get_info(
     result: *const xserv_result,
     info: *mut xserv_result_info,
 ) -> xserv_status {
-    guard(|| {
-        let object = RESULTS.get(result)?;
-        let g = &object.generation;
-        let value = xserv_result_info {
-            struct_size: size_of::<xserv_result_info>(),
-            text: object.text.as_ptr() as *const c_char,
-            text_len: object.text.len() - 1,
-            token_ids: g.token_ids.as_ptr(),
-            num_tokens: g.token_ids.len(),
-            num_prompt_tokens: g.num_prompt_tokens,
-            finish_reason: finish_code(g.finish_reason) as u32,
-            reserved: 0,
-            seed: g.seed,
-            time_to_first_token_seconds: g.time_to_first_token_seconds,
-            total_seconds: g.total_seconds,
-            prompt_tokens_per_second: g.prompt_tokens_per_second,
-            tokens_per_second: g.tokens_per_second,
-        };
-        // SAFETY: by the contract above.
-        unsafe { write_struct(info, "info", &value) }
-    })
+    // SAFETY: by the contract above.
+    guard(|| unsafe { describe(result, 0, info) })
 }
 
-fn finish_code(reason: FinishReason) -> xserv_finish_reason {
+/// Describes one of the samples of a result (xserv_request.num_samples).
+///
+/// sample: from 0. info: struct_size must be set. Its pointers belong to the result.
+///
+/// Errors: XSERV_STATUS_INVALID_ARGUMENT (there is no such sample).
+///
+/// # Safety
+/// `info` is writable for the struct_size that it claims.
+#[must_use]
+#[no_mangle]
+pub unsafe extern "C" fn xserv_result_get_sample(
+    result: *const xserv_result,
+    sample: usize,
+    info: *mut xserv_result_info,
+) -> xserv_status {
+    // SAFETY: by the contract above.
+    guard(|| unsafe { describe(result, sample, info) })
+}
+
+/// # Safety
+/// `info` is writable for the struct_size that it claims.
+unsafe fn describe(
+    result: *const xserv_result,
+    sample: usize,
+    info: *mut xserv_result_info,
+) -> Result<()> {
+    let object = RESULTS.get(result)?;
+    let (g, text) = object.sample(sample)?;
+    let value = xserv_result_info {
+        struct_size: size_of::<xserv_result_info>(),
+        text: text.as_ptr() as *const c_char,
+        text_len: text.len() - 1,
+        token_ids: g.token_ids.as_ptr(),
+        num_tokens: g.token_ids.len(),
+        num_prompt_tokens: g.num_prompt_tokens,
+        finish_reason: finish_code(g.finish_reason) as u32,
+        reserved: 0,
+        seed: g.seed,
+        time_to_first_token_seconds: g.time_to_first_token_seconds,
+        total_seconds: g.total_seconds,
+        prompt_tokens_per_second: g.prompt_tokens_per_second,
+        tokens_per_second: g.tokens_per_second,
+        num_cached_tokens: g.num_cached_tokens,
+        num_preemptions: g.num_preemptions,
+        num_samples: object.samples.len() as u32,
+    };
+    // SAFETY: by contract.
+    unsafe { write_struct(info, "info", &value) }
+}
+
+pub(super) fn finish_code(reason: FinishReason) -> xserv_finish_reason {
     match reason {
         FinishReason::StopToken => xserv_finish_reason::XSERV_FINISH_STOP_TOKEN,
         FinishReason::StopString => xserv_finish_reason::XSERV_FINISH_STOP_STRING,
@@ -501,6 +589,7 @@ fn finish_code(reason: FinishReason) -> xserv_finish_reason {
         FinishReason::ContextFull => xserv_finish_reason::XSERV_FINISH_CONTEXT_FULL,
         FinishReason::Callback => xserv_finish_reason::XSERV_FINISH_CALLBACK,
         FinishReason::Cancelled => xserv_finish_reason::XSERV_FINISH_CANCELLED,
+        FinishReason::Deadline => xserv_finish_reason::XSERV_FINISH_DEADLINE,
     }
 }
 
@@ -509,7 +598,7 @@ fn finish_code(reason: FinishReason) -> xserv_finish_reason {
 /// bad (see xserv_last_error()).
 #[no_mangle]
 pub extern "C" fn xserv_result_text(result: *const xserv_result) -> *const c_char {
-    guard_or(std::ptr::null(), || Ok(RESULTS.get(result)?.text.as_ptr() as *const c_char))
+    guard_or(std::ptr::null(), || Ok(RESULTS.get(result)?.sample(0)?.1.as_ptr() as *const c_char))
 }
 
 /// Ends a result. NULL does nothing.

@@ -81,6 +81,14 @@ pub struct xserv_load_options {
     pub log: xserv_log_callback,
     /// Passed to log.
     pub log_user_data: *mut c_void,
+    /// Most sequences that are computed together in one step; 0 (default): 64 on the CPU, 256 on a GPU. At most
+    /// 4096.
+    pub max_batch_size: u32,
+    /// 1 (default): requests share the keys and values of common beginnings, which are kept while there is
+    /// room. 0: every prompt is computed whole.
+    pub prefix_cache: u8,
+    /// Unused, 0.
+    pub reserved2: [u8; 3],
 }
 
 // SAFETY: repr(C), struct_size first, integers, pointers and nullable function pointers; a caller
@@ -104,10 +112,13 @@ unsafe impl GrowingStruct for xserv_load_options {
             progress_user_data: std::ptr::null_mut(),
             log: None,
             log_user_data: std::ptr::null_mut(),
+            max_batch_size: 0,
+            prefix_cache: 1,
+            reserved2: [0; 3],
         }
     }
 }
-const _: () = assert!(size_of::<xserv_load_options>() == xserv_load_options::FIRST_SIZE);
+const _: () = assert!(size_of::<xserv_load_options>() == 88);
 
 /// What a loaded model is. Set struct_size, then call xserv_model_get_info(). Pointers belong to the
 /// model and are valid until it is freed.
@@ -286,6 +297,8 @@ pub(super) fn engine_options(options: &xserv_load_options) -> Result<EngineOptio
         max_context_tokens: options.max_context_tokens,
         kv_cache_tokens: options.kv_cache_tokens,
         max_memory_bytes: options.max_memory_bytes,
+        max_batch_size: options.max_batch_size,
+        no_prefix_cache: !super::guard::flag(options.prefix_cache, "options.prefix_cache")?,
     })
 }
 

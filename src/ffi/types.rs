@@ -85,4 +85,6 @@ pub enum xserv_finish_reason {
     XSERV_FINISH_CALLBACK = 4,
     /// The request was cancelled, or the model was freed.
     XSERV_FINISH_CANCELLED = 5,
+    /// xserv_request.time_limit_ms were over.
+    XSERV_FINISH_DEADLINE = 6,
 }

@@ -8,7 +8,7 @@ fn root() -> &'static Path {
 }
 
 /// The files that speak to C, in the order of the manual.
-const SOURCES: [&str; 17] = [
+const SOURCES: [&str; 19] = [
     "version",
     "types",
     "status",
@@ -18,6 +18,8 @@ const SOURCES: [&str; 17] = [
     "text",
     "evaluate",
     "generate",
+    "submit",
+    "stats",
     "context",
     "tensor",
     "ops_copy",

@@ -8,6 +8,7 @@
 #![allow(clippy::type_complexity)]
 
 mod arguments;
+mod batching;
 mod client;
 mod cuda;
 mod dlpack;

@@ -19,6 +19,26 @@ impl TensorMap {
     /// with the swizzle of 128 bytes: the last dimension of a box has 64 elements. What a box has outside the
     /// tensor reads as zero. The tensor's rows begin at multiples of 16 bytes.
     pub(crate) fn new(context: &CudaContext, tensor: &Tensor, box_shape: &[u32]) -> Result<Self> {
+        let promotion = sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_256B;
+        Self::with_promotion(context, tensor, box_shape, promotion)
+    }
+
+    /// The same for what is read once: the L2 cache fetches no more than 128 bytes at a time.
+    pub(crate) fn streamed(
+        context: &CudaContext,
+        tensor: &Tensor,
+        box_shape: &[u32],
+    ) -> Result<Self> {
+        let promotion = sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
+        Self::with_promotion(context, tensor, box_shape, promotion)
+    }
+
+    fn with_promotion(
+        context: &CudaContext,
+        tensor: &Tensor,
+        box_shape: &[u32],
+        promotion: sys::CUtensorMapL2promotion,
+    ) -> Result<Self> {
         use sys::*;
         let data_type = match tensor.element() {
             ElementType::Float(DType::F16) => CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
@@ -61,7 +81,7 @@ impl TensorMap {
                     steps.as_ptr(),
                     CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
                     CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
-                    CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                    promotion,
                     CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
                 )
             };

@@ -4,6 +4,7 @@
 //! The residual stream and all activations have the model's element type, and are rounded where Transformers
 //! rounds them ([`crate::ops::stepwise`]).
 
+mod decode;
 mod geometry;
 mod graphs;
 mod heads;
@@ -19,6 +20,8 @@ pub(super) use steps::STEPS_IN_FLIGHT;
 pub(super) use workspace::DeviceWorkspace;
 
 use std::sync::Arc;
+
+use decode::DecodeKernels;
 
 use super::load::Loader;
 use super::qwen3::Qwen3Weights;
@@ -45,6 +48,7 @@ pub(super) struct CudaModel {
     sin: DeviceTensor,
     pub spacing: HeadSpacing,
     dtype: DType,
+    decode_kernels: DecodeKernels,
 }
 
 /// What a model takes of the memory of a device or of the host.
@@ -140,7 +144,10 @@ impl CudaModel {
         };
         let (cos, sin) = rope_tables(&context, config, dtype)?;
         let bytes = weights_bytes.saturating_add(rope_bytes(config, dtype)?) as u64;
-        Ok((CudaModel { context, weights, cos, sin, spacing, dtype }, bytes))
+        let decode_kernels =
+            DecodeKernels::find(&context, config, &weights, dtype, spacing.is_spaced());
+        let model = CudaModel { context, weights, cos, sin, spacing, dtype, decode_kernels };
+        Ok((model, bytes))
     }
 
     /// Element type of weights and activations.

@@ -30,6 +30,8 @@ pub(super) struct Wanted {
     attention: Vec<AttentionOptions>,
     /// Behind the last attention all rows are wanted, in their order.
     all_rows: bool,
+    /// Every sequence has one token, or is a row that fills up.
+    is_decode: bool,
 }
 
 impl Wanted {
@@ -40,7 +42,8 @@ impl Wanted {
         record: &DeviceRecord,
     ) -> Result<Self> {
         let all_rows = batch.logits_rows.iter().copied().eq(0..batch.num_tokens() as u32);
-        Ok(Wanted { attention: attention_parts(config, batch, record)?, all_rows })
+        let attention = attention_parts(config, batch, record)?;
+        Ok(Wanted { attention, all_rows, is_decode: false })
     }
 
     /// One token of every sequence, and the logits of all, whatever their lengths.
@@ -55,7 +58,7 @@ impl Wanted {
             max_q_len: 1,
             ..AttentionOptions::default()
         });
-        Ok(Wanted { attention, all_rows: true })
+        Ok(Wanted { attention, all_rows: true, is_decode: true })
     }
 }
 
@@ -166,7 +169,14 @@ impl CudaModel {
                 return Err(Error::new(ErrorKind::Cancelled, "the forward pass was cancelled"));
             }
             let is_last = index + 1 == config.num_layers;
-            pass.attend(layer, kv.device_layer(index)?, pending.as_ref(), &act, &qkv)?;
+            let cache = kv.device_layer(index)?;
+            pass.project_heads(layer, pending.as_ref(), &act, &qkv)?;
+            if wanted.is_decode && self.decode_kernels.attention {
+                let out = &act.attn_out;
+                self.attend_new_tokens(config, layer, cache, record, workspace, &qkv, out)?;
+            } else {
+                pass.attend(layer, cache, &act, &qkv)?;
+            }
             if is_last && num_rows == 0 {
                 return Ok(None);
             }
@@ -261,6 +271,24 @@ impl Pass<'_> {
     /// ```text
     /// hidden += pending
     /// q, k, v = W_qkv rms_norm(hidden) + b_qkv
+    /// ```
+    fn project_heads(
+        &self,
+        layer: &Qwen3Layer<DeviceTensor, DeviceTensor>,
+        pending: Option<&DeviceTensor>,
+        act: &Activations,
+        qkv: &DeviceTensor,
+    ) -> Result<()> {
+        let (context, eps) = (self.context, self.config.norm_eps);
+        let num_tokens = qkv.shape().first().map_or(0, |&n| n as usize);
+        let row_len = qkv.num_elements() as usize / num_tokens.max(1);
+        let pending = pending.map(|pending| &**pending);
+        add_rms_norm(context, pending, &act.hidden, &layer.input_norm, eps, &act.normed)?;
+        let rows = qkv.view(0, &[num_tokens, row_len], None)?;
+        linear(context, &act.normed, &layer.qkv_proj, layer.qkv_bias.as_ref(), &rows)
+    }
+
+    /// ```text
     /// q, k    = rope(rms_norm(q)), rope(rms_norm(k))      each head by itself; k, v into the cache
     /// attn_out = attention(q, cache)
     /// ```
@@ -268,7 +296,6 @@ impl Pass<'_> {
         &self,
         layer: &Qwen3Layer<DeviceTensor, DeviceTensor>,
         kv: &DeviceKvLayer,
-        pending: Option<&DeviceTensor>,
         act: &Activations,
         qkv: &DeviceTensor,
     ) -> Result<()> {
@@ -276,11 +303,6 @@ impl Pass<'_> {
         let (num_heads, stride) = (self.config.num_heads, self.model.spacing.stride);
         let num_tokens = qkv.shape().first().map_or(0, |&n| n as usize);
         let row_len = qkv.num_elements() as usize / num_tokens.max(1);
-
-        let pending = pending.map(|pending| &**pending);
-        add_rms_norm(context, pending, &act.hidden, &layer.input_norm, eps, &act.normed)?;
-        let rows = qkv.view(0, &[num_tokens, row_len], None)?;
-        linear(context, &act.normed, &layer.qkv_proj, layer.qkv_bias.as_ref(), &rows)?;
         let how = QkNormRope {
             q_norm: &layer.q_norm,
             k_norm: &layer.k_norm,

@@ -3,6 +3,7 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
+use super::decode::MOST_CHAIN_ROWS;
 use super::graphs::{row_bucket, table_bucket, GraphKey, StepGraphs};
 use super::qwen3::Wanted;
 use super::record::{DeviceRecord, RecordExtras, RecordMemory, RecordShape};
@@ -21,8 +22,8 @@ use crate::ops::tensor::{cast, copy};
 /// Steps that may be under way: the host prepares one while the device computes another.
 pub(in crate::model) const STEPS_IN_FLIGHT: usize = 2;
 
-/// The most sequences whose decoding is a graph.
-const MOST_GRAPH_ROWS: usize = 8;
+/// The most sequences whose decoding is a graph, where operators take memory as they go.
+const MOST_PORTABLE_GRAPH_ROWS: usize = 8;
 
 /// Entries of block tables that there is room for from the start: 256 sequences of 4096 tokens.
 const TABLE_ENTRIES: usize = MAX_STEP_ROWS * 128;
@@ -233,6 +234,10 @@ impl CudaModel {
         let key = GraphKey { shape, cache: kv.device_layer(0)?.k.data() as usize };
         let mut graphs = std::mem::take(&mut workspace.steps.graphs);
         let queue = || {
+            if self.decode_kernels.chain && rows <= MOST_CHAIN_ROWS {
+                let logits = self.decode(config, &record, kv, workspace)?;
+                return sample(&self.context, &logits, &workspace.steps.buffers(&record));
+            }
             let how = Wanted::of_decode(config, &record)?;
             let normed = self.hidden_states(config, &record, &how, kv, workspace, &|| false)?;
             normed.map_or(Ok(()), |normed| self.choose(config, &record, &normed, workspace))
@@ -247,8 +252,11 @@ impl CudaModel {
 
     /// The most sequences whose decoding is a graph.
     fn most_graph_rows(&self) -> usize {
-        // Without kernels of fixed memory every graph keeps partial results of attention of its own.
-        MOST_GRAPH_ROWS
+        match self.decode_kernels.attention {
+            true => MAX_STEP_ROWS,
+            // Every graph keeps partial results of attention of its own.
+            false => MOST_PORTABLE_GRAPH_ROWS,
+        }
     }
 
     /// The logits behind `normed` [num_rows, hidden_size], and the choice of tokens.

@@ -9,6 +9,7 @@ use crate::backend::{Arena, ComputeContext, DeviceTensor, PinnedBuffer};
 use crate::error::{Error, Result};
 use crate::memory::{DType, ElementType};
 use crate::model::ModelConfig;
+use crate::ops::stepwise::DecodeScratch;
 
 /// The most rows of logits of a step.
 pub(super) const MAX_STEP_ROWS: usize = 256;
@@ -40,6 +41,8 @@ pub(in crate::model) struct DeviceWorkspace {
     /// `[COPIED_ROWS, vocab_size]` of f32.
     pub logits_f32: DeviceTensor,
     logits_host: Option<PinnedBuffer>,
+    /// For the attention of decoding, where there are kernels for it.
+    pub decode_scratch: Option<DecodeScratch>,
     /// What the host and the device tell each other.
     pub steps: DeviceSteps,
 }
@@ -71,6 +74,17 @@ fn element_of(dtype: DType, is_f32: bool) -> ElementType {
     ElementType::Float(if is_f32 { DType::F32 } else { dtype })
 }
 
+/// Bytes of partial results of attention in decoding, where there may be kernels for it.
+fn decode_scratch_bytes(config: &ModelConfig, dtype: DType, num_tokens: usize) -> Result<usize> {
+    match dtype != DType::F32 && matches!(config.head_dim, 64 | 128) {
+        true => {
+            let num_seqs = num_tokens.min(MAX_STEP_ROWS);
+            DecodeScratch::device_bytes(num_seqs, config.num_heads, config.head_dim)
+        }
+        false => Ok(0),
+    }
+}
+
 /// Bytes of device memory that the activations take.
 pub(super) fn device_bytes(
     config: &ModelConfig,
@@ -78,7 +92,8 @@ pub(super) fn device_bytes(
     spacing: HeadSpacing,
     num_tokens: usize,
 ) -> Result<usize> {
-    let mut sum = DeviceSteps::device_bytes(num_tokens)?;
+    let mut sum = DeviceSteps::device_bytes(num_tokens)?
+        .saturating_add(decode_scratch_bytes(config, dtype, num_tokens)?);
     for (rows, columns, is_f32) in shapes(config, spacing, num_tokens) {
         let bytes = Arena::bytes_for(element_of(dtype, is_f32), &[rows, columns])?;
         let next = sum.checked_add(bytes);
@@ -97,8 +112,9 @@ impl DeviceWorkspace {
         num_tokens: usize,
     ) -> Result<Self> {
         let num_tokens = num_tokens.max(1);
-        let bytes = device_bytes(config, dtype, spacing, num_tokens)?
-            .saturating_sub(DeviceSteps::device_bytes(num_tokens)?);
+        let others = DeviceSteps::device_bytes(num_tokens)?
+            .saturating_add(decode_scratch_bytes(config, dtype, num_tokens)?);
+        let bytes = device_bytes(config, dtype, spacing, num_tokens)?.saturating_sub(others);
         let mut arena = Arena::new(context, bytes, "activations")?;
         let mut shapes = shapes(config, spacing, num_tokens).into_iter();
         let mut next = || {
@@ -109,6 +125,14 @@ impl DeviceWorkspace {
         let (qkv, attn_out) = (next()?, next()?);
         let (gate_up, mlp_act) = (next()?, next()?);
         let (logits, logits_f32) = (next()?, next()?);
+        let decode_scratch = match decode_scratch_bytes(config, dtype, num_tokens)? {
+            0 => None,
+            _ => {
+                let num_seqs = num_tokens.min(MAX_STEP_ROWS);
+                let (num_heads, head_dim) = (config.num_heads, config.head_dim);
+                Some(DecodeScratch::new(context, num_seqs, num_heads, head_dim)?)
+            }
+        };
         Ok(DeviceWorkspace {
             num_tokens,
             hidden,
@@ -122,6 +146,7 @@ impl DeviceWorkspace {
             logits,
             logits_f32,
             logits_host: None,
+            decode_scratch,
             steps: DeviceSteps::new(context, num_tokens)?,
         })
     }

@@ -4,16 +4,24 @@
 //! looked up.
 
 mod add_rms_norm;
+mod decode_attention;
 mod embedding_step;
 mod qk_norm_rope_append;
 mod sample;
 mod silu_mul;
+mod skinny_gemm;
 
 pub use add_rms_norm::add_rms_norm;
+pub use decode_attention::{
+    decode_attention, has_decode_attention, DecodeScratch, DecodeSequences,
+};
 pub use embedding_step::embedding_step;
 pub use qk_norm_rope_append::{qk_norm_rope_append, rope_tables, KvSlots, QkNormRope};
 pub use sample::{sample, SampleBuffers, SampleRow, SAMPLE_PARTS, SAMPLE_ROW_WORDS};
 pub use silu_mul::silu_mul;
+pub use skinny_gemm::{
+    has_skinny_gemm, is_skinny_weight, rms_norm_step, skinny_gemm, LinearResult, SKINNY_TOKENS,
+};
 
 use crate::backend::cuda::CudaContext;
 use crate::backend::{ComputeContext, ContextBackend};

@@ -1,0 +1,126 @@
+//! The index arrays of a step, kept from one to the next.
+
+use crate::error::{Error, Result};
+use crate::model::{ForwardBatch, Step, TokenChoice, FROM_BATCH};
+use crate::ops::BLOCK_SIZE;
+
+/// What a sequence brings into a step.
+pub(super) struct Part<'a> {
+    /// Its tokens from the first of this step on.
+    pub token_ids: &'a [u32],
+    /// Position of the first.
+    pub start: usize,
+    /// All its blocks.
+    pub blocks: &'a [u32],
+    /// The one token is that of a row of the step before; `token_ids` is then any valid id.
+    pub source: Option<u32>,
+}
+
+/// Makes a [`ForwardBatch`] of sequences.
+#[derive(Default)]
+pub(super) struct BatchBuilder {
+    token_ids: Vec<u32>,
+    token_sources: Vec<u32>,
+    any_source: bool,
+    positions: Vec<u32>,
+    slot_mapping: Vec<u32>,
+    cu_seqlens_q: Vec<u32>,
+    context_lens: Vec<u32>,
+    block_tables: Vec<u32>,
+    max_blocks_per_seq: usize,
+    logits_rows: Vec<u32>,
+    choices: Vec<TokenChoice>,
+}
+
+impl BatchBuilder {
+    /// Begins a batch of sequences of at most `max_blocks_per_seq` blocks.
+    pub fn clear(&mut self, max_blocks_per_seq: usize) -> Result<()> {
+        self.token_ids.clear();
+        self.token_sources.clear();
+        self.any_source = false;
+        self.positions.clear();
+        self.slot_mapping.clear();
+        self.cu_seqlens_q.clear();
+        self.context_lens.clear();
+        self.block_tables.clear();
+        self.max_blocks_per_seq = max_blocks_per_seq;
+        self.logits_rows.clear();
+        self.choices.clear();
+        room(&mut self.cu_seqlens_q, 1)?;
+        self.cu_seqlens_q.push(0);
+        Ok(())
+    }
+
+    /// Adds a sequence. If its last token's logits are wanted, `choice` says how the next token is chosen.
+    pub fn push(&mut self, part: &Part<'_>, choice: Option<TokenChoice>) -> Result<()> {
+        let num_new = part.token_ids.len();
+        for array in [
+            &mut self.token_ids,
+            &mut self.token_sources,
+            &mut self.positions,
+            &mut self.slot_mapping,
+        ] {
+            room(array, num_new)?;
+        }
+        room(&mut self.block_tables, self.max_blocks_per_seq)?;
+        for array in [&mut self.cu_seqlens_q, &mut self.context_lens, &mut self.logits_rows] {
+            room(array, 1)?;
+        }
+        let no_memory = |_| Error::out_of_memory("batch metadata", size_of::<TokenChoice>());
+        self.choices.try_reserve(1).map_err(no_memory)?;
+
+        self.token_ids.extend_from_slice(part.token_ids);
+        let source = part.source.unwrap_or(FROM_BATCH);
+        self.any_source |= part.source.is_some();
+        self.token_sources.extend(std::iter::repeat_n(source, num_new));
+        let end = part.start + num_new;
+        for position in part.start..end {
+            let block = part.blocks.get(position / BLOCK_SIZE).copied();
+            let block = block.ok_or_else(|| Error::internal("a position has no KV block"))?;
+            self.positions.push(position as u32);
+            self.slot_mapping.push(block * BLOCK_SIZE as u32 + (position % BLOCK_SIZE) as u32);
+        }
+        self.cu_seqlens_q.push(self.token_ids.len() as u32);
+        self.context_lens.push(end as u32);
+        let blocks = part.blocks.get(..end.div_ceil(BLOCK_SIZE)).unwrap_or_default();
+        let padding = self.max_blocks_per_seq.checked_sub(blocks.len());
+        let padding = padding.ok_or_else(|| Error::internal("a sequence has too many blocks"))?;
+        self.block_tables.extend_from_slice(blocks);
+        self.block_tables.extend(std::iter::repeat_n(0, padding));
+        if let Some(choice) = choice {
+            self.logits_rows.push(self.token_ids.len() as u32 - 1);
+            self.choices.push(choice);
+        }
+        Ok(())
+    }
+
+    /// Wants the logits of every token that was added.
+    pub fn want_all(&mut self) -> Result<()> {
+        self.logits_rows.clear();
+        room(&mut self.logits_rows, self.token_ids.len())?;
+        self.logits_rows.extend(0..self.token_ids.len() as u32);
+        Ok(())
+    }
+
+    /// The step.
+    pub fn step(&self) -> Step<'_> {
+        Step {
+            batch: ForwardBatch {
+                token_ids: &self.token_ids,
+                positions: &self.positions,
+                slot_mapping: &self.slot_mapping,
+                cu_seqlens_q: &self.cu_seqlens_q,
+                context_lens: &self.context_lens,
+                block_tables: &self.block_tables,
+                max_blocks_per_seq: self.max_blocks_per_seq,
+                logits_rows: &self.logits_rows,
+            },
+            token_sources: if self.any_source { &self.token_sources } else { &[] },
+            choices: &self.choices,
+        }
+    }
+}
+
+fn room(array: &mut Vec<u32>, more: usize) -> Result<()> {
+    array.try_reserve(more).map_err(|_| Error::out_of_memory("batch metadata", more * 4))
+}

@@ -1,0 +1,240 @@
+//! What lies between the scheduler's thread and the caller of a request: a queue of tokens in one direction,
+//! the wish to stop in the other.
+
+use std::cell::Cell;
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::request::CancelToken;
+use super::ticket::FinishReason;
+use crate::error::{try_with_capacity, Error, Result};
+
+/// Told, on the scheduler's thread and without a lock, that an inbox is not empty any more.
+pub type Waker = Box<dyn Fn() + Send + Sync>;
+
+/// What the scheduler has to say about a sample.
+#[derive(Clone, Debug)]
+pub(super) enum Entry {
+    /// A token, and whether it ends the sample.
+    Token { sample: u32, token: u32, is_stop: bool },
+    /// The sample has ended.
+    End { sample: u32, reason: FinishReason },
+    /// The sample has failed.
+    Failed { sample: u32, error: Error },
+}
+
+/// How a sample came about.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Progress {
+    /// When its prompt's first piece was begun.
+    pub started: Option<Instant>,
+    /// When its first token was chosen.
+    pub first_token: Option<Instant>,
+    /// Tokens of the prompt that were in the cache.
+    pub num_cached_tokens: usize,
+    /// How often it lost its KV blocks.
+    pub num_preemptions: u32,
+}
+
+struct Queue {
+    entries: VecDeque<Entry>,
+    progress: Vec<Progress>,
+}
+
+/// The queue of one request.
+pub(super) struct Inbox {
+    queue: Mutex<Queue>,
+    filled: Condvar,
+    /// By sample: the caller wants no more of it.
+    stopped: Vec<AtomicBool>,
+    cancelled: AtomicBool,
+    cancel: Option<Arc<CancelToken>>,
+    closed: Arc<AtomicBool>,
+    deadline: Option<Instant>,
+    waker: Option<Waker>,
+    /// Held while the waker runs; false once it is not to run any more.
+    armed: Mutex<bool>,
+    /// The same, said by the waker itself.
+    disarmed: AtomicBool,
+}
+
+thread_local! {
+    /// Whether this thread is a scheduler's.
+    static IS_SCHEDULER: Cell<bool> = const { Cell::new(false) };
+    /// The inbox whose waker this thread is in, as a number.
+    static WAKING: Cell<usize> = const { Cell::new(0) };
+}
+
+/// Tells that this thread is a scheduler's, which must never wait for what it does itself.
+pub(super) fn mark_scheduler_thread() {
+    IS_SCHEDULER.set(true);
+}
+
+/// Refuses to wait on a scheduler's thread, where only wakers are the host's code.
+pub(super) fn check_may_wait() -> Result<()> {
+    match IS_SCHEDULER.get() {
+        false => Ok(()),
+        true => Err(Error::invalid_argument("a wake-up callback called a function that waits")),
+    }
+}
+
+/// Tokens that a queue has room for from the start; more make it grow.
+const USUAL_BACKLOG: usize = 64;
+
+impl Inbox {
+    /// An empty queue of `num_samples` samples that get at most `max_tokens` tokens each. `closed` is the
+    /// engine's.
+    pub fn new(
+        num_samples: usize,
+        max_tokens: usize,
+        cancel: Option<Arc<CancelToken>>,
+        closed: Arc<AtomicBool>,
+        deadline: Option<Instant>,
+        waker: Option<Waker>,
+    ) -> Result<Self> {
+        let backlog = max_tokens.min(USUAL_BACKLOG).saturating_add(1).saturating_mul(num_samples);
+        let mut entries = VecDeque::new();
+        entries
+            .try_reserve(backlog)
+            .map_err(|_| Error::out_of_memory("a request", backlog * size_of::<Entry>()))?;
+        let mut progress = try_with_capacity(num_samples, "a request")?;
+        progress.resize(num_samples, Progress::default());
+        let mut stopped = try_with_capacity(num_samples, "a request")?;
+        stopped.resize_with(num_samples, AtomicBool::default);
+        Ok(Inbox {
+            queue: Mutex::new(Queue { entries, progress }),
+            filled: Condvar::new(),
+            stopped,
+            cancelled: AtomicBool::new(false),
+            cancel,
+            closed,
+            deadline,
+            waker,
+            armed: Mutex::new(true),
+            disarmed: AtomicBool::new(false),
+        })
+    }
+
+    fn address(&self) -> usize {
+        std::ptr::from_ref(self).addr()
+    }
+
+    fn wake(&self) {
+        let Some(waker) = &self.waker else { return };
+        let armed = self.armed.lock().unwrap_or_else(PoisonError::into_inner);
+        if *armed && !self.disarmed.load(Ordering::Acquire) {
+            WAKING.set(self.address());
+            waker();
+            WAKING.set(0);
+        }
+    }
+
+    /// From now on the waker is not called. Waits for it if it runs, unless it is the one that calls this.
+    pub fn disarm(&self) {
+        if self.waker.is_none() {
+            return;
+        }
+        if WAKING.get() == self.address() {
+            // The gate is held by this thread; what follows in it does not wake any more.
+            self.disarmed.store(true, Ordering::Release);
+            return;
+        }
+        *self.armed.lock().unwrap_or_else(PoisonError::into_inner) = false;
+    }
+
+    fn queue(&self) -> MutexGuard<'_, Queue> {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Adds an entry. A token for which there is no memory is an error; room for the end is found in any
+    /// case.
+    pub fn push(&self, entry: Entry) -> Result<()> {
+        let mut queue = self.queue();
+        // Always one place more, for the end of each sample.
+        let spare = 1 + self.stopped.len();
+        if matches!(entry, Entry::Token { .. }) && queue.entries.try_reserve(spare).is_err() {
+            return Err(Error::out_of_memory("waiting tokens", size_of::<Entry>()));
+        }
+        let was_empty = queue.entries.is_empty();
+        queue.entries.push_back(entry);
+        drop(queue);
+        self.filled.notify_all();
+        if was_empty {
+            self.wake();
+        }
+        Ok(())
+    }
+
+    /// The next entry; `None` if there is none within `timeout` (`None`: for ever).
+    pub fn pop(&self, timeout: Option<Duration>) -> Option<Entry> {
+        let until = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
+        let mut queue = self.queue();
+        loop {
+            if let Some(entry) = queue.entries.pop_front() {
+                return Some(entry);
+            }
+            queue = match (timeout, until) {
+                (Some(_), Some(until)) => {
+                    let left = until.checked_duration_since(Instant::now())?;
+                    if left.is_zero() {
+                        return None;
+                    }
+                    self.filled.wait_timeout(queue, left).unwrap_or_else(PoisonError::into_inner).0
+                }
+                _ => self.filled.wait(queue).unwrap_or_else(PoisonError::into_inner),
+            };
+        }
+    }
+
+    /// Whether there is nothing to be taken.
+    pub fn is_empty(&self) -> bool {
+        self.queue().entries.is_empty()
+    }
+
+    /// Notes how a sample came about.
+    pub fn set_progress(&self, sample: usize, progress: Progress) {
+        if let Some(place) = self.queue().progress.get_mut(sample) {
+            *place = progress;
+        }
+    }
+
+    /// What was noted.
+    pub fn progress(&self, sample: usize) -> Progress {
+        self.queue().progress.get(sample).copied().unwrap_or_default()
+    }
+
+    /// The caller wants no more of a sample.
+    pub fn stop(&self, sample: usize) {
+        if let Some(stopped) = self.stopped.get(sample) {
+            stopped.store(true, Ordering::Release);
+        }
+    }
+
+    /// Cancels all samples; what is in the queue is not to be used.
+    pub fn cancel(&self) {
+        self.cancelled.store(true, Ordering::Release);
+    }
+
+    /// Was it cancelled, in any way?
+    pub fn is_cancelled(&self) -> bool {
+        self.cancelled.load(Ordering::Acquire)
+            || self.closed.load(Ordering::Acquire)
+            || self.cancel.as_ref().is_some_and(|cancel| cancel.is_cancelled())
+    }
+
+    /// Why nothing more is to be computed for a sample, if so.
+    pub fn stop_reason(&self, sample: usize) -> Option<FinishReason> {
+        if self.is_cancelled() {
+            return Some(FinishReason::Cancelled);
+        }
+        if self.stopped.get(sample).is_none_or(|stopped| stopped.load(Ordering::Acquire)) {
+            return Some(FinishReason::Callback);
+        }
+        match self.deadline {
+            Some(deadline) if Instant::now() >= deadline => Some(FinishReason::Deadline),
+            _ => None,
+        }
+    }
+}

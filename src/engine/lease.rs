@@ -1,0 +1,128 @@
+//! Logits for a caller: the scheduler gives such a request its turns, a piece at a time and alone in its step,
+//! and for each lends what a forward pass needs to the caller's thread. So the logits are written where the
+//! caller wants them, and only while the caller is inside the call.
+
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+
+use super::worker::Machine;
+use crate::error::{Error, Result};
+
+/// What is lent for one piece of a sequence.
+pub(super) struct Lease {
+    pub machine: Box<Machine>,
+    /// The sequence's KV blocks.
+    pub blocks: Vec<u32>,
+    /// Position of the piece's first token.
+    pub start: usize,
+    /// Its tokens.
+    pub num_new: usize,
+}
+
+#[derive(Default)]
+enum State {
+    /// The caller waits for its turn, or the scheduler has not yet seen that it is back.
+    #[default]
+    Waiting,
+    /// To be taken by the caller.
+    Lent(Lease),
+    /// With the caller.
+    Away,
+    /// To be taken by the scheduler.
+    Back(Box<Machine>, Result<()>),
+    /// There will be no more turns.
+    Ended(Result<()>),
+}
+
+/// Where a lease changes hands.
+#[derive(Default)]
+pub(super) struct Desk {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+/// What the caller has while it computes; given back however that ends.
+pub(super) struct Borrowed<'a> {
+    desk: &'a Desk,
+    lease: Option<Lease>,
+    outcome: Result<()>,
+}
+
+impl Desk {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn put(&self, state: State) {
+        *self.state() = state;
+        self.changed.notify_all();
+    }
+
+    /// Waits until `take` finds what it looks for.
+    fn wait_for<T>(&self, mut take: impl FnMut(&mut State) -> Option<T>) -> T {
+        let mut state = self.state();
+        loop {
+            if let Some(found) = take(&mut state) {
+                return found;
+            }
+            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// The scheduler's side: lends, waits until the piece is computed, and takes back.
+    pub fn lend(&self, lease: Lease) -> (Box<Machine>, Result<()>) {
+        self.put(State::Lent(lease));
+        self.wait_for(|state| match std::mem::take(state) {
+            State::Back(machine, outcome) => Some((machine, outcome)),
+            other => {
+                *state = other;
+                None
+            }
+        })
+    }
+
+    /// The scheduler's side: there are no more turns.
+    pub fn end(&self, outcome: Result<()>) {
+        self.put(State::Ended(outcome));
+    }
+
+    /// The caller's side: waits for a turn.
+    pub fn borrow(&self) -> Result<Borrowed<'_>> {
+        let lease = self.wait_for(|state| match std::mem::replace(state, State::Away) {
+            State::Lent(lease) => Some(Ok(lease)),
+            State::Ended(outcome) => Some(Err(outcome)),
+            other => {
+                *state = other;
+                None
+            }
+        });
+        match lease {
+            Ok(lease) => {
+                let outcome = Err(Error::internal("the computation of logits was broken off"));
+                Ok(Borrowed { desk: self, lease: Some(lease), outcome })
+            }
+            Err(Err(error)) => Err(error),
+            Err(Ok(())) => Err(Error::internal("logits were wanted of a request that has ended")),
+        }
+    }
+}
+
+impl Borrowed<'_> {
+    /// What was lent.
+    pub fn lease(&mut self) -> Result<&mut Lease> {
+        self.lease.as_mut().ok_or_else(|| Error::internal("nothing was lent"))
+    }
+
+    /// Gives it back, telling what came of it.
+    pub fn give_back(mut self, outcome: &Result<()>) {
+        self.outcome = outcome.clone();
+    }
+}
+
+impl Drop for Borrowed<'_> {
+    fn drop(&mut self) {
+        if let Some(lease) = self.lease.take() {
+            let outcome = std::mem::replace(&mut self.outcome, Ok(()));
+            self.desk.put(State::Back(lease.machine, outcome));
+        }
+    }
+}

@@ -1,0 +1,708 @@
+//! Which sequences take part in the next step, and with how many tokens. Policy alone: no model, no threads, no
+//! clock; tokens and block numbers in, a plan out.
+//!
+//! Sequences have a rank: higher priority first, then order of arrival. They wait in this order and are
+//! admitted in this order, when there are KV blocks for all their tokens and some to grow; so nobody is
+//! overtaken for ever. (One that would compute a block which another is computing right now waits for
+//! that, and lets others pass.) Every running sequence with one token to compute is in every step; beside
+//! them long inputs are computed in pieces, up to a number of tokens a step. When blocks run out, the running
+//! sequence of the lowest rank loses its own and waits again: its tokens are computed anew later. The first
+//! in rank always gets on, so every sequence ends that could run alone.
+//!
+//! A step may be planned while the one before is under way: a token that is not known yet, but is being
+//! chosen, is then named by its row of logits in the step before.
+
+use std::cmp::Reverse;
+use std::collections::VecDeque;
+
+use super::block_pool::{BlockCounts, BlockPool, ContentId};
+use crate::error::{try_with_capacity, Error, Result};
+use crate::ops::BLOCK_SIZE;
+
+/// How large steps may get.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// Sequences that run at the same time.
+    pub max_sequences: usize,
+    /// Tokens of long inputs in one step, all sequences together.
+    pub max_prefill_tokens: usize,
+}
+
+impl Limits {
+    /// The most tokens of a step.
+    pub fn max_step_tokens(&self) -> usize {
+        self.max_prefill_tokens.saturating_add(self.max_sequences)
+    }
+}
+
+/// Most waiting sequences that are passed over in one plan because others compute what they need.
+const MAX_HELD: usize = 64;
+
+/// A sequence of a scheduler; never used again for another.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct SequenceKey {
+    slot: u32,
+    serial: u64,
+}
+
+impl SequenceKey {
+    /// Different for all sequences that are there at the same time, and small.
+    pub fn slot(&self) -> usize {
+        self.slot as usize
+    }
+}
+
+/// What is to become a sequence.
+#[derive(Debug, Default)]
+pub struct NewSequence {
+    /// At least one.
+    pub token_ids: Vec<u32>,
+    /// It ends with this many tokens, of which the last is not computed; more than there are now.
+    pub max_tokens: usize,
+    /// Higher goes first.
+    pub priority: i32,
+    /// Shares blocks only with sequences of the same number.
+    pub isolation: u64,
+    /// How many of the first tokens may be taken from blocks that are computed already; one is always
+    /// computed.
+    pub max_cached_tokens: usize,
+    /// Its next token can be named before it is known.
+    pub runs_ahead: bool,
+    /// Takes part in no step: [`Scheduler::plan_alone`] plans it.
+    pub alone: bool,
+}
+
+/// A sequence as it stands.
+#[derive(Debug)]
+pub struct Sequence {
+    serial: u64,
+    spec: NewSequence,
+    /// KV blocks in the order of positions.
+    blocks: Vec<u32>,
+    /// Tokens in steps that were begun.
+    num_begun: usize,
+    /// Tokens in steps that were finished.
+    num_computed: usize,
+    /// Blocks whose content was looked up or entered, and the content that they end.
+    num_entered: usize,
+    content: ContentId,
+    /// Tokens being chosen in steps under way, and the row of the last one.
+    num_pending: usize,
+    pending_row: u32,
+    /// Counts how often its blocks were taken.
+    epoch: u32,
+    /// Tokens that were there when it was first admitted; `None` before that.
+    num_cached: Option<usize>,
+}
+
+impl Sequence {
+    /// All known tokens.
+    pub fn token_ids(&self) -> &[u32] {
+        &self.spec.token_ids
+    }
+
+    /// Its KV blocks in the order of positions.
+    pub fn blocks(&self) -> &[u32] {
+        &self.blocks
+    }
+
+    /// How many of its tokens were not computed, but found; 0 before it was admitted.
+    pub fn num_cached(&self) -> usize {
+        self.num_cached.unwrap_or(0)
+    }
+
+    /// How often it lost its blocks.
+    pub fn num_preemptions(&self) -> u32 {
+        self.epoch
+    }
+
+    /// Tokens that are known or being chosen.
+    pub fn num_tokens(&self) -> usize {
+        self.spec.token_ids.len() + self.num_pending
+    }
+
+    fn rank(&self) -> (Reverse<i32>, u64) {
+        (Reverse(self.spec.priority), self.serial)
+    }
+
+    /// Tokens that could be computed now, in pieces or all at once.
+    fn num_ready(&self) -> usize {
+        if self.num_tokens() >= self.spec.max_tokens && !self.spec.alone {
+            // The last token is not computed.
+            return 0;
+        }
+        match self.spec.token_ids.len().saturating_sub(self.num_begun) {
+            0 if self.num_pending > 0 && self.spec.runs_ahead => 1,
+            n => n,
+        }
+    }
+
+    fn may_cache(&self) -> usize {
+        let computed = self.spec.token_ids.len().saturating_sub(1);
+        // What was generated may be taken from blocks in any case.
+        match self.epoch {
+            0 => self.spec.max_cached_tokens.min(computed),
+            _ if self.spec.alone => self.spec.max_cached_tokens.min(computed),
+            _ => computed,
+        }
+    }
+}
+
+/// The part of one sequence in a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Entry {
+    /// The sequence.
+    pub key: SequenceKey,
+    /// Position of the first token.
+    pub start: usize,
+    /// Tokens.
+    pub num_new: usize,
+    /// The one token is that of this row of logits of the step before.
+    pub source: Option<u32>,
+    /// The row of logits, in the order of the entries, that gives the sequence's next token.
+    pub row: Option<u32>,
+    /// The token of that row is chosen by the model ([`NewSequence::runs_ahead`]).
+    pub by_model: bool,
+    /// Tells whether the sequence has kept its blocks since.
+    epoch: u32,
+}
+
+/// Counts for statistics.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SchedulerCounts {
+    /// Sequences that have blocks.
+    pub running: usize,
+    /// Sequences that have not, or not any more.
+    pub waiting: usize,
+    /// Of those waiting, the ones that lost their blocks.
+    pub preempted: usize,
+    /// Times that a sequence lost its blocks, since the beginning.
+    pub preemptions: u64,
+    /// Tokens of inputs that were looked for in the cache, and found, since the beginning.
+    pub looked_up_tokens: u64,
+    /// See `looked_up_tokens`.
+    pub cached_tokens: u64,
+    /// The blocks.
+    pub blocks: BlockCounts,
+}
+
+/// All sequences and blocks.
+pub struct Scheduler {
+    limits: Limits,
+    pool: BlockPool,
+    slots: Vec<Option<Sequence>>,
+    free_slots: Vec<u32>,
+    /// Both in the order of rank.
+    waiting: VecDeque<u32>,
+    running: Vec<u32>,
+    next_serial: u64,
+    preemptions: u64,
+    looked_up_tokens: u64,
+    cached_tokens: u64,
+}
+
+fn blocks_for(num_tokens: usize) -> usize {
+    num_tokens.div_ceil(BLOCK_SIZE)
+}
+
+impl Scheduler {
+    /// No sequences yet.
+    pub fn new(pool: BlockPool, limits: Limits) -> Result<Self> {
+        let limits = Limits {
+            max_sequences: limits.max_sequences.max(1),
+            max_prefill_tokens: limits.max_prefill_tokens.max(1),
+        };
+        Ok(Scheduler {
+            running: try_with_capacity(limits.max_sequences, "running sequences")?,
+            limits,
+            pool,
+            slots: Vec::new(),
+            free_slots: Vec::new(),
+            waiting: VecDeque::new(),
+            next_serial: 0,
+            preemptions: 0,
+            looked_up_tokens: 0,
+            cached_tokens: 0,
+        })
+    }
+
+    /// A new sequence, which waits. Refused if the blocks of the cache could not hold it alone.
+    pub fn add(&mut self, spec: NewSequence) -> Result<SequenceKey> {
+        let most = match spec.alone {
+            true => spec.token_ids.len(),
+            false => spec.max_tokens.saturating_sub(1).max(spec.token_ids.len()),
+        };
+        if spec.token_ids.is_empty() || blocks_for(most) > self.pool.num_blocks() {
+            return Err(Error::invalid_argument(format!(
+                "a sequence of up to {most} tokens, which need {} blocks of {BLOCK_SIZE}, but the KV cache has \
+                 {} blocks",
+                blocks_for(most),
+                self.pool.num_blocks()
+            )));
+        }
+        let no_memory = || Error::out_of_memory("a sequence", size_of::<Sequence>());
+        // Those that run may have to wait again.
+        self.waiting.try_reserve(1 + self.running.len()).map_err(|_| no_memory())?;
+        let blocks = try_with_capacity(blocks_for(most), "a block table")?;
+        let slot = match self.free_slots.pop() {
+            Some(slot) => slot,
+            None => {
+                self.slots.try_reserve(1).map_err(|_| no_memory())?;
+                // Room for the slot's end too: ending a sequence never allocates.
+                let room = self.slots.len() + 1 - self.free_slots.len();
+                self.free_slots.try_reserve(room).map_err(|_| no_memory())?;
+                self.slots.push(None);
+                self.slots.len() as u32 - 1
+            }
+        };
+        let serial = self.next_serial;
+        self.next_serial += 1;
+        let sequence = Sequence {
+            serial,
+            spec,
+            blocks,
+            num_begun: 0,
+            num_computed: 0,
+            num_entered: 0,
+            content: ContentId::EMPTY,
+            num_pending: 0,
+            pending_row: 0,
+            epoch: 0,
+            num_cached: None,
+        };
+        if let Some(place) = self.slots.get_mut(slot as usize) {
+            *place = Some(sequence);
+        }
+        self.wait(slot);
+        Ok(SequenceKey { slot, serial })
+    }
+
+    /// Ends a sequence, whatever it does at the moment. One that has ended is ignored.
+    pub fn remove(&mut self, key: SequenceKey) {
+        let found = self.slots.get_mut(key.slot());
+        let Some(place) = found else { return };
+        if place.as_ref().is_none_or(|sequence| sequence.serial != key.serial) {
+            return;
+        }
+        if let Some(mut sequence) = place.take() {
+            self.pool.release(&mut sequence.blocks);
+        }
+        self.running.retain(|slot| *slot != key.slot);
+        self.waiting.retain(|slot| *slot != key.slot);
+        self.free_slots.push(key.slot);
+    }
+
+    /// The sequence, if it has not ended.
+    pub fn sequence(&self, key: SequenceKey) -> Option<&Sequence> {
+        self.at(key.slot).filter(|sequence| sequence.serial == key.serial)
+    }
+
+    fn at(&self, slot: u32) -> Option<&Sequence> {
+        self.slots.get(slot as usize)?.as_ref()
+    }
+
+    fn at_mut(&mut self, slot: u32) -> Option<&mut Sequence> {
+        self.slots.get_mut(slot as usize)?.as_mut()
+    }
+
+    /// Whether there are no sequences.
+    pub fn is_empty(&self) -> bool {
+        self.waiting.is_empty() && self.running.is_empty()
+    }
+
+    /// Counts for statistics.
+    pub fn counts(&self) -> SchedulerCounts {
+        let preempted = |slot: &&u32| self.at(**slot).is_some_and(|sequence| sequence.epoch > 0);
+        SchedulerCounts {
+            running: self.running.len(),
+            waiting: self.waiting.len(),
+            preempted: self.waiting.iter().filter(preempted).count(),
+            preemptions: self.preemptions,
+            looked_up_tokens: self.looked_up_tokens,
+            cached_tokens: self.cached_tokens,
+            blocks: self.pool.counts(),
+        }
+    }
+
+    /// Puts a sequence into the queue, by its rank. There is room.
+    fn wait(&mut self, slot: u32) {
+        let rank = self.at(slot).map(Sequence::rank);
+        let at = self.waiting.partition_point(|other| self.at(*other).map(Sequence::rank) < rank);
+        self.waiting.insert(at, slot);
+    }
+
+    /// Takes the blocks of the running sequence of the lowest rank.
+    fn preempt_last(&mut self) -> Option<u32> {
+        let slot = self.running.pop()?;
+        let mut blocks = match self.at_mut(slot) {
+            Some(sequence) => {
+                sequence.num_begun = 0;
+                sequence.num_computed = 0;
+                sequence.num_entered = 0;
+                sequence.content = ContentId::EMPTY;
+                sequence.epoch += 1;
+                std::mem::take(&mut sequence.blocks)
+            }
+            None => return Some(slot),
+        };
+        self.pool.release(&mut blocks);
+        if let Some(sequence) = self.at_mut(slot) {
+            // With its memory.
+            sequence.blocks = blocks;
+        }
+        self.preemptions += 1;
+        self.wait(slot);
+        Some(slot)
+    }
+
+    /// Plans the next step into `entries`, which stay empty if there is nothing to do. Those with one token
+    /// come first. The blocks they need are theirs from now on.
+    pub fn plan(&mut self, entries: &mut Vec<Entry>) -> Result<()> {
+        entries.clear();
+        entries
+            .try_reserve(self.limits.max_sequences)
+            .map_err(|_| Error::out_of_memory("a plan", self.limits.max_sequences))?;
+        self.let_running_grow();
+        let mut left = self.limits.max_prefill_tokens;
+        for at in 0..self.running.len() {
+            let Some(&slot) = self.running.get(at) else { break };
+            self.plan_sequence(slot, &mut left, entries);
+        }
+        self.admit(&mut left, entries)?;
+        entries.sort_unstable_by_key(|entry| {
+            let rank = self.at(entry.key.slot).map(Sequence::rank);
+            (entry.num_new != 1, rank)
+        });
+        let mut row = 0;
+        for entry in entries {
+            let Some(sequence) = self.at(entry.key.slot) else { continue };
+            if entry.start + entry.num_new >= sequence.spec.token_ids.len() {
+                entry.row = Some(row);
+                row += 1;
+            }
+        }
+        Ok(())
+    }
+
+    /// Gives every running sequence the block that its next token needs, at the cost of the last ones.
+    fn let_running_grow(&mut self) {
+        let mut at = 0;
+        while let Some(&slot) = self.running.get(at) {
+            at += 1;
+            let Some(sequence) = self.at(slot) else { continue };
+            // Those with many tokens have had blocks for all of them since they were admitted.
+            let ready = sequence.num_ready();
+            if ready != 1 || sequence.num_begun < sequence.blocks.len() * BLOCK_SIZE {
+                continue;
+            }
+            let block = loop {
+                if let Some(block) = self.pool.allocate() {
+                    break Some(block);
+                }
+                match self.preempt_last() {
+                    Some(victim) if victim != slot => {}
+                    _ => break None,
+                }
+            };
+            if let (Some(block), Some(sequence)) = (block, self.at_mut(slot)) {
+                // There is room for all that it may ever need.
+                sequence.blocks.push(block);
+            }
+        }
+    }
+
+    /// Adds what a running sequence has to do to a plan, as far as there is room.
+    fn plan_sequence(&self, slot: u32, left: &mut usize, entries: &mut Vec<Entry>) {
+        let Some(sequence) = self.at(slot) else { return };
+        let ready = sequence.num_ready();
+        if ready == 0 || sequence.spec.alone {
+            return;
+        }
+        let num_new = match ready {
+            // Tokens of running sequences wait for nobody.
+            1 => 1,
+            n if n <= *left => n,
+            // One that fits into a step whole is not cut: it has the next step.
+            n if n <= self.limits.max_prefill_tokens && *left < self.limits.max_prefill_tokens => {
+                *left = 0;
+                return;
+            }
+            _ => *left,
+        };
+        if num_new == 0 {
+            return;
+        }
+        if ready > 1 {
+            *left -= num_new;
+        }
+        let is_known = sequence.num_begun < sequence.spec.token_ids.len();
+        entries.push(Entry {
+            key: SequenceKey { slot, serial: sequence.serial },
+            start: sequence.num_begun,
+            num_new,
+            source: (!is_known).then_some(sequence.pending_row),
+            row: None,
+            by_model: sequence.spec.runs_ahead,
+            epoch: sequence.epoch,
+        });
+    }
+
+    /// Lets waiting sequences run, in order, while there is room in the step and in the cache.
+    fn admit(&mut self, left: &mut usize, entries: &mut Vec<Entry>) -> Result<()> {
+        let (mut at, mut held) = (0, 0);
+        while let Some(&slot) = self.waiting.get(at) {
+            let Some(sequence) = self.at(slot) else { break };
+            if (*left == 0 && !sequence.spec.alone) || sequence.num_pending > 0 {
+                break;
+            }
+            let (num_found, num_idle) = self.find_prefix(sequence);
+            if self.is_being_computed(sequence, num_found) {
+                (at, held) = (at + 1, held + 1);
+                if held >= MAX_HELD {
+                    break;
+                }
+                continue;
+            }
+            let needed = blocks_for(sequence.spec.token_ids.len()) - num_found + num_idle;
+            let priority = sequence.spec.priority;
+            if !self.make_room(needed, priority, left, entries) {
+                break;
+            }
+            // Blocks that were found may have lost their owners to this.
+            let Some(sequence) = self.at(slot) else { break };
+            let (num_found, num_idle) = self.find_prefix(sequence);
+            let needed = blocks_for(sequence.spec.token_ids.len()) - num_found + num_idle;
+            if needed > self.pool.num_available() {
+                break;
+            }
+            self.run(slot)?;
+            self.plan_sequence(slot, left, entries);
+        }
+        Ok(())
+    }
+
+    /// Room for one more running sequence with this many blocks, if need be at the cost of running sequences
+    /// of lower priority.
+    fn make_room(
+        &mut self,
+        needed: usize,
+        priority: i32,
+        left: &mut usize,
+        entries: &mut Vec<Entry>,
+    ) -> bool {
+        let is_lower = |scheduler: &Self, slot: &u32| {
+            scheduler.at(*slot).is_some_and(|other| other.spec.priority < priority)
+        };
+        // Each running sequence may soon want a block more; taking it back from this one would be a waste.
+        let fits = |scheduler: &Self, running: usize, available: usize| {
+            running < scheduler.limits.max_sequences && needed.saturating_add(running) <= available
+        };
+        let available = self.pool.num_available();
+        let (mut running, mut within) = (self.running.len(), available);
+        if running == 0 {
+            return needed <= available;
+        }
+        // First see whether it would be of any use.
+        for slot in self.running.iter().rev() {
+            if fits(self, running, within) || !is_lower(self, slot) {
+                break;
+            }
+            running -= 1;
+            let blocks = self.at(*slot).map_or(&[][..], Sequence::blocks);
+            within += blocks.iter().filter(|block| self.pool.num_owners(**block) == 1).count();
+        }
+        if !fits(self, running, within) && !(running == 0 && needed <= within) {
+            return false;
+        }
+        while self.running.len() > running {
+            let victim = self.preempt_last();
+            // It may have been planned already.
+            entries.retain(|entry| {
+                let stays = Some(entry.key.slot) != victim;
+                if !stays && entry.num_new > 1 {
+                    *left += entry.num_new;
+                }
+                stays
+            });
+        }
+        true
+    }
+
+    /// How many of the sequence's blocks are there, and how many of these are idle.
+    fn find_prefix(&self, sequence: &Sequence) -> (usize, usize) {
+        let (mut num_found, mut num_idle) = (0, 0);
+        self.each_found(sequence, |block, _| {
+            num_found += 1;
+            num_idle += usize::from(self.pool.is_idle(block));
+        });
+        (num_found, num_idle)
+    }
+
+    fn each_found(&self, sequence: &Sequence, mut found: impl FnMut(u32, ContentId)) {
+        let tokens = sequence.spec.token_ids.get(..sequence.may_cache()).unwrap_or_default();
+        let mut content = ContentId::EMPTY;
+        for tokens in tokens.chunks_exact(BLOCK_SIZE) {
+            let Some((block, next)) = self.pool.find(sequence.spec.isolation, content, tokens)
+            else {
+                return;
+            };
+            content = next;
+            found(block, next);
+        }
+    }
+
+    /// Whether a running sequence is computing the block behind the first `num_found` of this one.
+    fn is_being_computed(&self, sequence: &Sequence, num_found: usize) -> bool {
+        let wanted = (num_found + 1) * BLOCK_SIZE;
+        if !self.pool.keeps_content() || wanted > sequence.may_cache() {
+            return false;
+        }
+        let tokens = sequence.spec.token_ids.get(..wanted);
+        self.running.iter().any(|slot| {
+            self.at(*slot).is_some_and(|other| {
+                other.spec.isolation == sequence.spec.isolation
+                    && other.num_entered <= num_found
+                    && other.spec.token_ids.get(..wanted) == tokens
+            })
+        })
+    }
+
+    /// Moves a waiting sequence, for whose blocks there is room, to the running ones.
+    fn run(&mut self, slot: u32) -> Result<()> {
+        let Some(mut sequence) = self.slots.get_mut(slot as usize).and_then(Option::take) else {
+            return Err(Error::internal("a sequence that waits is not there"));
+        };
+        let mut blocks = std::mem::take(&mut sequence.blocks);
+        blocks.clear();
+        let mut content = ContentId::EMPTY;
+        self.each_found(&sequence, |block, next| {
+            blocks.push(block);
+            content = next;
+        });
+        blocks.iter().for_each(|block| self.pool.share(*block));
+        let num_cached = blocks.len() * BLOCK_SIZE;
+        sequence.num_begun = num_cached;
+        sequence.num_computed = num_cached;
+        sequence.num_entered = blocks.len();
+        sequence.content = content;
+        if sequence.num_cached.is_none() {
+            sequence.num_cached = Some(num_cached);
+            self.looked_up_tokens += sequence.spec.token_ids.len() as u64;
+            self.cached_tokens += num_cached as u64;
+        }
+        let wanted = blocks_for(sequence.spec.token_ids.len());
+        let mut complete = true;
+        while blocks.len() < wanted {
+            match self.pool.allocate() {
+                Some(block) => blocks.push(block),
+                None => {
+                    complete = false;
+                    break;
+                }
+            }
+        }
+        sequence.blocks = blocks;
+        let rank = sequence.rank();
+        if let Some(place) = self.slots.get_mut(slot as usize) {
+            *place = Some(sequence);
+        }
+        self.waiting.retain(|other| *other != slot);
+        let at =
+            self.running.partition_point(|o| self.at(*o).is_some_and(|other| other.rank() < rank));
+        self.running.insert(at, slot);
+        match complete {
+            true => Ok(()),
+            false => Err(Error::internal("the free KV blocks were miscounted")),
+        }
+    }
+
+    /// The next piece, of up to as many tokens as a step may have, of the first running sequence that is to be
+    /// computed alone. It has no row: its caller knows which logits it wants.
+    pub fn plan_alone(&self) -> Option<Entry> {
+        let slot = self.running.iter().find(|slot| {
+            self.at(**slot).is_some_and(|sequence| sequence.spec.alone && sequence.num_ready() > 0)
+        })?;
+        let sequence = self.at(*slot)?;
+        Some(Entry {
+            key: SequenceKey { slot: *slot, serial: sequence.serial },
+            start: sequence.num_begun,
+            num_new: sequence.num_ready().min(self.limits.max_prefill_tokens),
+            source: None,
+            row: None,
+            by_model: false,
+            epoch: sequence.epoch,
+        })
+    }
+
+    /// Tells that the step of a plan has begun. (If it could not, nothing is to be told: the next plan has the
+    /// same tokens.)
+    pub fn begun(&mut self, entries: &[Entry]) {
+        for entry in entries {
+            let Some(sequence) = self.alive(entry) else { continue };
+            sequence.num_begun = entry.start + entry.num_new;
+            if let Some(row) = entry.row {
+                sequence.num_pending += 1;
+                sequence.pending_row = row;
+            }
+        }
+    }
+
+    fn alive(&mut self, entry: &Entry) -> Option<&mut Sequence> {
+        self.at_mut(entry.key.slot).filter(|sequence| sequence.serial == entry.key.serial)
+    }
+
+    /// Tells that an entry of a step was computed and, if it has a row, which token was chosen. False if the
+    /// sequence has ended meanwhile. Steps are finished in the order in which they began.
+    pub fn finished(&mut self, entry: &Entry, token: Option<u32>) -> Result<bool> {
+        let Some(sequence) = self.alive(entry) else { return Ok(false) };
+        if entry.row.is_some() {
+            sequence.num_pending = sequence.num_pending.saturating_sub(1);
+        }
+        if let Some(token) = token {
+            let ids = &mut sequence.spec.token_ids;
+            ids.try_reserve(1).map_err(|_| Error::out_of_memory("token ids", 4 * ids.len()))?;
+            ids.push(token);
+        }
+        if sequence.epoch == entry.epoch {
+            sequence.num_computed = sequence.num_computed.max(entry.start + entry.num_new);
+            self.enter_blocks(entry.key.slot);
+        }
+        Ok(true)
+    }
+
+    /// Enters the blocks that are full now.
+    fn enter_blocks(&mut self, slot: u32) {
+        let Self { slots, pool, .. } = self;
+        let Some(Some(sequence)) = slots.get_mut(slot as usize) else { return };
+        while (sequence.num_entered + 1) * BLOCK_SIZE <= sequence.num_computed {
+            let begin = sequence.num_entered * BLOCK_SIZE;
+            let tokens = sequence.spec.token_ids.get(begin..begin + BLOCK_SIZE);
+            let block = sequence.blocks.get(sequence.num_entered);
+            let (Some(tokens), Some(block)) = (tokens, block) else { return };
+            sequence.content =
+                pool.enter(*block, sequence.spec.isolation, sequence.content, tokens);
+            sequence.num_entered += 1;
+        }
+    }
+
+    /// Counts everything again; an error says what does not add up.
+    pub fn audit(&self) -> Result<()> {
+        let live = self.slots.iter().flatten();
+        self.pool.audit(live.clone().map(Sequence::blocks))?;
+        let wrong = |what: &str| Err(Error::internal(what.to_string()));
+        if live.count() != self.running.len() + self.waiting.len() {
+            return wrong("a sequence neither runs nor waits, or does both");
+        }
+        if self.running.len() > self.limits.max_sequences {
+            return wrong("too many sequences run");
+        }
+        let rank = |slot: &u32| self.at(*slot).map(Sequence::rank);
+        if !self.running.is_sorted_by_key(rank) || !self.waiting.iter().is_sorted_by_key(rank) {
+            return wrong("sequences are out of order");
+        }
+        if self.waiting.iter().any(|slot| self.at(*slot).is_none_or(|s| !s.blocks.is_empty())) {
+            return wrong("a waiting sequence has blocks");
+        }
+        Ok(())
+    }
+}

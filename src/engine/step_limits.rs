@@ -1,0 +1,36 @@
+//! How large a step is: how many sequences, and how many tokens of prompts.
+
+use super::engine_load::EngineOptions;
+use super::scheduler::Limits;
+use crate::error::{Error, Result};
+
+/// Tokens of prompts in one step: enough for the matrix products to run at full speed, few enough for those who
+/// wait for their next token. The second is that of a GPU.
+const MAX_PREFILL_TOKENS: [usize; 2] = [512, 2048];
+
+/// Sequences in one step. Beyond these the products are no longer bound by reading the weights.
+const DEFAULT_BATCH_SIZE: [usize; 2] = [64, 256];
+
+/// More than any device has use for; guards the number in an option struct.
+const MAX_BATCH_SIZE: u32 = 4096;
+
+/// The sizes for a model with contexts of up to `max_context` tokens.
+pub(super) fn step_limits(
+    options: &EngineOptions,
+    on_device: bool,
+    max_context: u64,
+) -> Result<Limits> {
+    let of = |[host, device]: [usize; 2]| if on_device { device } else { host };
+    let max_sequences = match options.max_batch_size {
+        0 => of(DEFAULT_BATCH_SIZE),
+        n if n <= MAX_BATCH_SIZE => n as usize,
+        n => {
+            return Err(Error::invalid_argument(format!(
+                "max_batch_size is {n}, but at most {MAX_BATCH_SIZE} are allowed"
+            )))
+        }
+    };
+    let most = of(MAX_PREFILL_TOKENS);
+    let max_prefill_tokens = usize::try_from(max_context).map_or(most, |n| n.min(most)).max(1);
+    Ok(Limits { max_sequences, max_prefill_tokens })
+}

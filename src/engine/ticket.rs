@@ -1,0 +1,419 @@
+//! The caller's side of a request: takes tokens from the inbox, turns them into text, looks for stop strings.
+//! All of it on the caller's thread, so that a slow caller delays nobody else.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::inbox::{check_may_wait, Entry, Inbox, Progress};
+use crate::error::{try_with_capacity, Error, ErrorKind, Result};
+use crate::text::{Detokenizer, StopMatcher, Tokenizer};
+
+/// Why a generation ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FinishReason {
+    /// An end token of the model or of the request.
+    StopToken,
+    /// A stop string of the request.
+    StopString,
+    /// The request's most tokens.
+    MaxTokens,
+    /// No position is left.
+    ContextFull,
+    /// The callback said so.
+    Callback,
+    /// Another thread said so, or the model was freed.
+    Cancelled,
+    /// Its time was over.
+    Deadline,
+}
+
+/// What a sample of a request came to.
+#[derive(Clone, Debug)]
+pub struct Generation {
+    /// The generated text, without stop token and stop string.
+    pub text: String,
+    /// The generated ids, with the stop token.
+    pub token_ids: Vec<u32>,
+    /// Tokens of the prompt.
+    pub num_prompt_tokens: usize,
+    /// Of these, tokens whose keys and values were in the cache.
+    pub num_cached_tokens: usize,
+    /// How often it made room for others and was resumed.
+    pub num_preemptions: u32,
+    /// Why it ended.
+    pub finish_reason: FinishReason,
+    /// The seed that was used.
+    pub seed: u64,
+    /// From the call to the first token; 0 if there is none.
+    pub time_to_first_token_seconds: f64,
+    /// The whole call.
+    pub total_seconds: f64,
+    /// Computed prompt tokens per second of prompt processing.
+    pub prompt_tokens_per_second: f64,
+    /// Tokens per second after the first.
+    pub tokens_per_second: f64,
+}
+
+/// What a caller hears of a request.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Event {
+    /// A token, and the text that became certain with it.
+    Token {
+        /// Which sample.
+        sample: usize,
+        /// The token.
+        token: u32,
+        /// Whole characters, possibly none.
+        text: String,
+        /// Tokens of the sample so far.
+        num_tokens: usize,
+    },
+    /// Text that was held back; at most once, behind the last token.
+    Text {
+        /// Which sample.
+        sample: usize,
+        /// Not empty.
+        text: String,
+        /// Tokens of the sample.
+        num_tokens: usize,
+    },
+    /// A sample has ended.
+    End {
+        /// Which sample.
+        sample: usize,
+        /// Why.
+        reason: FinishReason,
+        /// Tokens of the sample.
+        num_tokens: usize,
+    },
+    /// All samples have ended.
+    Done,
+}
+
+/// How a ticket's text is made.
+pub(super) struct TextRules<'a> {
+    /// `None`: there is no text.
+    pub tokenizer: Option<&'a Arc<Tokenizer>>,
+    pub skip_special: bool,
+    pub stop_strings: &'a [&'a str],
+}
+
+/// The text side of a sample: ids to text, stop strings. Without a tokenizer there is no text.
+struct TextOutput {
+    detokenizer: Option<Detokenizer>,
+    stop: StopMatcher,
+    text: String,
+}
+
+impl TextOutput {
+    fn new(rules: &TextRules<'_>) -> Result<Self> {
+        let stop = StopMatcher::new(rules.stop_strings)?;
+        let new = |tokenizer: &Arc<_>| Detokenizer::new(Arc::clone(tokenizer), rules.skip_special);
+        Ok(TextOutput { detokenizer: rules.tokenizer.map(new), stop, text: String::new() })
+    }
+
+    fn append(&mut self, piece: &str) -> Result<()> {
+        let no_memory = |_| Error::out_of_memory("the generated text", piece.len());
+        self.text.try_reserve(piece.len()).map_err(no_memory)?;
+        self.text.push_str(piece);
+        Ok(())
+    }
+
+    /// Takes a token; returns the text that may be shown, and whether a stop string came.
+    fn push(&mut self, token: u32) -> Result<(String, bool)> {
+        let Some(detokenizer) = &mut self.detokenizer else { return Ok((String::new(), false)) };
+        let piece = detokenizer.push(token)?;
+        let output = self.stop.push(&piece);
+        self.append(&output.text)?;
+        Ok((output.text, output.matched.is_some()))
+    }
+
+    /// Ends the stream; returns the text that was held back, and whether a stop string came in it.
+    fn finish(&mut self) -> Result<(String, bool)> {
+        let Some(detokenizer) = &mut self.detokenizer else { return Ok((String::new(), false)) };
+        let rest = detokenizer.finish()?;
+        let output = self.stop.push(&rest);
+        let mut piece = output.text;
+        if output.matched.is_none() {
+            piece.push_str(&self.stop.finish());
+        }
+        self.append(&piece)?;
+        Ok((piece, output.matched.is_some()))
+    }
+}
+
+struct Sample {
+    seed: u64,
+    output: TextOutput,
+    token_ids: Vec<u32>,
+    /// Why it ends, once that is decided; what comes later is dropped.
+    reason: Option<FinishReason>,
+    /// The text that was held back has been told.
+    is_flushed: bool,
+    /// Its end has been told.
+    is_over: bool,
+    /// Whether the caller wants to hear more.
+    listening: bool,
+    ended: Option<Instant>,
+    progress: Progress,
+}
+
+/// A request under way. Dropping it cancels what is left of it.
+pub struct Ticket {
+    inbox: Arc<Inbox>,
+    samples: Vec<Sample>,
+    num_prompt_tokens: usize,
+    begin: Instant,
+    process_id: u32,
+}
+
+/// Cancels a ticket, from any thread and at any time.
+#[derive(Clone)]
+pub struct TicketHandle {
+    inbox: Arc<Inbox>,
+    process_id: u32,
+}
+
+impl TicketHandle {
+    /// Ends the request; tokens that were not taken yet are dropped.
+    pub fn cancel(&self) {
+        self.inbox.cancel();
+    }
+
+    /// From now on the waker is not called. Waits for it if it runs on another thread.
+    pub fn disarm(&self) {
+        // In a forked child nobody calls it, and its lock may be held for ever.
+        if std::process::id() == self.process_id {
+            self.inbox.disarm();
+        }
+    }
+
+    /// Refuses to take events in a waker: another thread may be waiting for them, and it would wait for this.
+    pub fn check_may_wait(&self) -> Result<()> {
+        check_may_wait()
+    }
+
+    /// Refuses to go on in a forked child, where nobody computes.
+    pub fn check_process(&self) -> Result<()> {
+        if std::process::id() == self.process_id {
+            return Ok(());
+        }
+        Err(Error::new(
+            ErrorKind::Forked,
+            "the request was submitted before this process was forked",
+        ))
+    }
+}
+
+fn rate(count: usize, seconds: f64) -> f64 {
+    if count > 0 && seconds > 0.0 {
+        count as f64 / seconds
+    } else {
+        0.0
+    }
+}
+
+impl Ticket {
+    /// A ticket for samples with these seeds.
+    pub(super) fn new(
+        inbox: Arc<Inbox>,
+        rules: &TextRules<'_>,
+        seeds: impl ExactSizeIterator<Item = u64>,
+        num_prompt_tokens: usize,
+        begin: Instant,
+    ) -> Result<Self> {
+        let mut samples = try_with_capacity(seeds.len(), "samples")?;
+        for seed in seeds {
+            samples.push(Sample {
+                seed,
+                output: TextOutput::new(rules)?,
+                token_ids: Vec::new(),
+                reason: None,
+                is_flushed: false,
+                is_over: false,
+                listening: true,
+                ended: None,
+                progress: Progress::default(),
+            });
+        }
+        let process_id = std::process::id();
+        Ok(Ticket { inbox, samples, num_prompt_tokens, begin, process_id })
+    }
+
+    /// Something to cancel it with.
+    pub fn handle(&self) -> TicketHandle {
+        TicketHandle { inbox: self.inbox.clone(), process_id: self.process_id }
+    }
+
+    /// Whether every sample's end has been told.
+    pub fn is_done(&self) -> bool {
+        self.samples.iter().all(|sample| sample.is_over)
+    }
+
+    /// Whether an event is there that needs no waiting.
+    pub fn has_event(&self) -> bool {
+        self.is_done()
+            || self.samples.iter().any(|sample| sample.reason.is_some() && !sample.is_over)
+            || !self.inbox.is_empty()
+            || self.inbox.is_cancelled()
+    }
+
+    /// Decides that all samples end now, with what was told so far.
+    pub fn stop(&mut self, reason: FinishReason) {
+        for (index, sample) in self.samples.iter_mut().enumerate() {
+            sample.listening = false;
+            if sample.reason.is_none() {
+                sample.reason = Some(reason);
+            }
+            self.inbox.stop(index);
+        }
+    }
+
+    /// The next event; `None` if there is none within `timeout` (`None`: waits as long as it takes).
+    /// An error ends the sample that it befell.
+    pub fn next(&mut self, timeout: Option<Duration>) -> Result<Option<Event>> {
+        if timeout != Some(Duration::ZERO) {
+            check_may_wait()?;
+        }
+        let until = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
+        loop {
+            if self.inbox.is_cancelled() {
+                for sample in &mut self.samples {
+                    sample.reason.get_or_insert(FinishReason::Cancelled);
+                }
+            }
+            let ending = |sample: &Sample| sample.reason.is_some() && !sample.is_over;
+            if let Some(index) = self.samples.iter().position(ending) {
+                return self.end(index).map(Some);
+            }
+            if self.is_done() {
+                return Ok(Some(Event::Done));
+            }
+            let left = timeout.map(|timeout| match until {
+                Some(until) => until.saturating_duration_since(Instant::now()),
+                None => timeout,
+            });
+            let Some(entry) = self.inbox.pop(left) else { return Ok(None) };
+            if let Some(event) = self.take(entry)? {
+                return Ok(Some(event));
+            }
+        }
+    }
+
+    fn take(&mut self, entry: Entry) -> Result<Option<Event>> {
+        let (Entry::Token { sample: index, .. }
+        | Entry::End { sample: index, .. }
+        | Entry::Failed { sample: index, .. }) = entry;
+        let index = index as usize;
+        let inbox = &self.inbox;
+        let cancelled = inbox.is_cancelled();
+        let Some(sample) = self.samples.get_mut(index) else { return Ok(None) };
+        if sample.reason.is_some() || cancelled {
+            return Ok(None);
+        }
+        let (token, is_stop) = match entry {
+            Entry::Token { token, is_stop, .. } => (token, is_stop),
+            Entry::End { reason, .. } => {
+                sample.reason = Some(reason);
+                return Ok(None);
+            }
+            Entry::Failed { error, .. } => {
+                sample.is_over = true;
+                sample.ended = Some(Instant::now());
+                return Err(error);
+            }
+        };
+        let ids = &mut sample.token_ids;
+        ids.try_reserve(1).map_err(|_| Error::out_of_memory("token ids", 4 * ids.len()))?;
+        ids.push(token);
+        let num_tokens = ids.len();
+        if is_stop {
+            sample.reason = Some(FinishReason::StopToken);
+            return Ok(Some(Event::Token {
+                sample: index,
+                token,
+                text: String::new(),
+                num_tokens,
+            }));
+        }
+        let (text, stopped) = match sample.output.push(token) {
+            Ok(pushed) => pushed,
+            Err(error) => {
+                sample.is_over = true;
+                inbox.stop(index);
+                return Err(error);
+            }
+        };
+        if stopped {
+            sample.reason = Some(FinishReason::StopString);
+            inbox.stop(index);
+        }
+        Ok(Some(Event::Token { sample: index, token, text, num_tokens }))
+    }
+
+    /// Tells the end of a sample: first the text that was held back, then that it is over.
+    fn end(&mut self, index: usize) -> Result<Event> {
+        let progress = self.inbox.progress(index);
+        let Some(sample) = self.samples.get_mut(index) else { return Ok(Event::Done) };
+        sample.progress = progress;
+        let num_tokens = sample.token_ids.len();
+        let mut reason = sample.reason.unwrap_or(FinishReason::Cancelled);
+        if reason != FinishReason::StopString && !sample.is_flushed {
+            sample.is_flushed = true;
+            let (text, stopped) = sample.output.finish()?;
+            if sample.listening && stopped {
+                reason = FinishReason::StopString;
+                sample.reason = Some(reason);
+            }
+            if sample.listening && !text.is_empty() {
+                return Ok(Event::Text { sample: index, text, num_tokens });
+            }
+        }
+        sample.is_over = true;
+        sample.ended = Some(Instant::now());
+        Ok(Event::End { sample: index, reason, num_tokens })
+    }
+
+    /// What the samples came to, leaving none behind. To be called when all have ended.
+    pub fn take_generations(&mut self) -> Result<Vec<Generation>> {
+        let mut generations = try_with_capacity(self.samples.len(), "results")?;
+        for sample in std::mem::take(&mut self.samples) {
+            generations.push(self.generation(sample));
+        }
+        Ok(generations)
+    }
+
+    fn generation(&self, sample: Sample) -> Generation {
+        let end = sample.ended.unwrap_or_else(Instant::now);
+        let Progress { started, first_token, num_cached_tokens, num_preemptions } = sample.progress;
+        let since = |t: Instant| t.duration_since(self.begin).as_secs_f64();
+        let prompt_seconds = match (started, first_token) {
+            (Some(started), Some(first)) => first.duration_since(started).as_secs_f64(),
+            _ => 0.0,
+        };
+        let after_first = first_token.map_or(0.0, |t| end.duration_since(t).as_secs_f64());
+        let computed = self.num_prompt_tokens.saturating_sub(num_cached_tokens);
+        Generation {
+            text: sample.output.text,
+            num_prompt_tokens: self.num_prompt_tokens,
+            num_cached_tokens,
+            num_preemptions,
+            finish_reason: sample.reason.unwrap_or(FinishReason::Cancelled),
+            seed: sample.seed,
+            time_to_first_token_seconds: first_token.map_or(0.0, since),
+            total_seconds: since(end),
+            prompt_tokens_per_second: rate(computed, prompt_seconds),
+            tokens_per_second: rate(sample.token_ids.len().saturating_sub(1), after_first),
+            token_ids: sample.token_ids,
+        }
+    }
+}
+
+impl Drop for Ticket {
+    fn drop(&mut self) {
+        // In a forked child there is nobody to be told. (Atomics only: no lock is taken.)
+        if std::process::id() == self.process_id {
+            self.inbox.cancel();
+        }
+    }
+}

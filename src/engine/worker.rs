@@ -1,0 +1,640 @@
+//! The scheduler's thread: takes requests in, plans and runs steps, hands out tokens.
+//!
+//! Where the model takes several steps at a time (a device does, the CPU does not), a step is planned and begun
+//! while the one before is under way, and only then is that one finished: the host's work hides behind the
+//! device's. No callback of a request runs here; only wakers do, which are quick, and hold no lock.
+
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Instant;
+
+use super::batch_builder::{BatchBuilder, Part};
+use super::inbox::{mark_scheduler_thread, Entry as InboxEntry, Inbox, Progress};
+use super::lease::{Desk, Lease};
+use super::sampler::{not_finite, Sampler};
+use super::scheduler::{Entry, NewSequence, Scheduler, SequenceKey};
+use super::stats::{EngineStats, Recorder};
+use super::ticket::FinishReason;
+use crate::backend::cpu::CpuBackend;
+use crate::error::{try_with_capacity, Error, ErrorKind, Result};
+use crate::model::{Draw, KvCache, Model, StepResult, TokenChoice, Workspace, NO_TOKEN};
+use crate::panic_guard;
+use crate::thread_state::SignalsBlocked;
+
+/// What a forward pass needs besides the model.
+pub(super) struct Machine {
+    pub kv: KvCache,
+    pub workspace: Workspace,
+    pub builder: BatchBuilder,
+}
+
+/// How the tokens of a sample are chosen, and where they go.
+pub(super) struct SampleWork {
+    pub inbox: Arc<Inbox>,
+    /// Its number in the request.
+    pub sample: u32,
+    pub sampler: Sampler,
+    /// Tokens that end it.
+    pub stop_token_ids: Arc<Vec<u32>>,
+    pub num_prompt_tokens: usize,
+    /// The sequence ends at this length.
+    pub max_tokens: usize,
+    /// Why, if it does.
+    pub reason_at_max: FinishReason,
+    /// How the model chooses, if it can; the index of the token is filled in.
+    pub choice: TokenChoice,
+}
+
+/// What is done with a sequence.
+pub(super) enum Work {
+    /// Tokens are chosen.
+    Sample(Box<SampleWork>),
+    /// Its logits are computed by the thread that wants them.
+    Logits(Arc<Desk>),
+}
+
+/// A request for the scheduler.
+pub(super) struct Order {
+    pub sequence: NewSequence,
+    pub work: Work,
+}
+
+#[derive(Default)]
+struct Intake {
+    orders: VecDeque<Order>,
+    /// The thread is to end.
+    shutdown: bool,
+    /// Why no request is taken any more.
+    failed: Option<Error>,
+    /// What the thread begins with, until it does.
+    unstarted: Option<Box<Worker>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// What the scheduler's thread shares with all others.
+struct Shared {
+    intake: Mutex<Intake>,
+    arrived: Condvar,
+    stats: Mutex<EngineStats>,
+}
+
+/// A scheduler and its thread, which starts with the first request and ends with this.
+pub(super) struct Service {
+    shared: Arc<Shared>,
+    process_id: u32,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Stack of the thread: ten times what was seen to be used by a forward pass.
+const STACK_BYTES: usize = 1 << 20;
+
+impl Service {
+    /// A service that has not started. `closed` ends all requests as cancelled.
+    pub fn new(
+        model: Arc<Model>,
+        backend: Arc<CpuBackend>,
+        machine: Machine,
+        scheduler: Scheduler,
+        closed: Arc<AtomicBool>,
+    ) -> Self {
+        let mut recorder = Recorder::default();
+        recorder.counts(scheduler.counts());
+        let shared = Arc::new(Shared {
+            intake: Mutex::default(),
+            arrived: Condvar::new(),
+            stats: Mutex::new(recorder.stats),
+        });
+        let worker = Worker {
+            model,
+            backend,
+            shared: shared.clone(),
+            scheduler,
+            machine: Some(Box::new(machine)),
+            works: Vec::new(),
+            flights: VecDeque::new(),
+            spare: Vec::new(),
+            arriving: VecDeque::new(),
+            result: StepResult::default(),
+            recorder,
+            closed,
+            alone_next: false,
+        };
+        lock(&shared.intake).unstarted = Some(Box::new(worker));
+        Service { shared, process_id: std::process::id() }
+    }
+
+    /// Hands requests to the scheduler, all or none.
+    pub fn submit(&self, orders: Vec<Order>) -> Result<()> {
+        let mut intake = lock(&self.shared.intake);
+        if let Some(error) = &intake.failed {
+            return Err(error.clone());
+        }
+        let room = intake.orders.try_reserve(orders.len());
+        room.map_err(|_| Error::out_of_memory("a request", size_of::<Order>()))?;
+        if intake.thread.is_none() {
+            self.start(&mut intake)?;
+        }
+        intake.orders.extend(orders);
+        drop(intake);
+        self.shared.arrived.notify_one();
+        Ok(())
+    }
+
+    fn start(&self, intake: &mut Intake) -> Result<()> {
+        let shared = self.shared.clone();
+        let body = move || {
+            let Some(mut worker) = lock(&shared.intake).unstarted.take() else { return };
+            drop(shared);
+            worker.run();
+        };
+        // The thread waits for the lock that is held here.
+        let _blocked = SignalsBlocked::new();
+        let thread = std::thread::Builder::new()
+            .name("xserv-engine".to_string())
+            .stack_size(STACK_BYTES)
+            .spawn(body)
+            .map_err(|e| {
+                Error::new(ErrorKind::OutOfMemory, format!("cannot start the engine's thread: {e}"))
+            })?;
+        intake.thread = Some(thread);
+        Ok(())
+    }
+
+    /// How things stand.
+    pub fn stats(&self) -> EngineStats {
+        *lock(&self.shared.stats)
+    }
+}
+
+impl Drop for Service {
+    fn drop(&mut self) {
+        if std::process::id() != self.process_id {
+            // In a forked child the thread does not exist, and its locks may be held for ever. What is
+            // shared with it is left alone.
+            std::mem::forget(self.shared.clone());
+            return;
+        }
+        let (thread, unstarted) = {
+            let mut intake = lock(&self.shared.intake);
+            intake.shutdown = true;
+            (intake.thread.take(), intake.unstarted.take())
+        };
+        self.shared.arrived.notify_one();
+        drop(unstarted);
+        if let Some(thread) = thread {
+            // A waker may have dropped the engine: then the thread ends by itself, after the waker.
+            if thread.thread().id() != std::thread::current().id() {
+                // It catches every panic; there is nothing to report here.
+                let _ = thread.join();
+            }
+        }
+    }
+}
+
+/// A step under way.
+struct Flight {
+    entries: Vec<Entry>,
+    begun: Instant,
+}
+
+/// A sequence's work and state.
+struct Active {
+    key: SequenceKey,
+    work: Work,
+    progress: Progress,
+    /// The token that was chosen on the host.
+    chosen: Option<Result<u32>>,
+}
+
+struct Worker {
+    model: Arc<Model>,
+    backend: Arc<CpuBackend>,
+    shared: Arc<Shared>,
+    scheduler: Scheduler,
+    /// Away while it is lent.
+    machine: Option<Box<Machine>>,
+    /// By the slot of the sequence. (The locks are for choosing tokens on several threads.)
+    works: Vec<Mutex<Option<Active>>>,
+    flights: VecDeque<Flight>,
+    spare: Vec<Vec<Entry>>,
+    /// Orders that are being taken in.
+    arriving: VecDeque<Order>,
+    result: StepResult,
+    recorder: Recorder,
+    closed: Arc<AtomicBool>,
+    /// A sequence that is computed alone has the next turn.
+    alone_next: bool,
+}
+
+fn no_machine() -> Error {
+    Error::internal("the engine's KV cache was lent and not given back")
+}
+
+impl Worker {
+    fn run(&mut self) {
+        mark_scheduler_thread();
+        while self.take_orders() {
+            let turn = panic_guard::catch(|| self.turn());
+            if let Err(error) = turn {
+                self.fail(error);
+            }
+            *lock(&self.shared.stats) = self.recorder.stats;
+        }
+        self.end_all(&|| Ok(FinishReason::Cancelled));
+    }
+
+    /// Takes in what has arrived; waits for something to do. False when the thread is to end.
+    fn take_orders(&mut self) -> bool {
+        let shared = self.shared.clone();
+        let mut intake = lock(&shared.intake);
+        loop {
+            if intake.shutdown {
+                return false;
+            }
+            let idle = intake.orders.is_empty() && self.scheduler.is_empty();
+            if !(idle && self.flights.is_empty()) {
+                break;
+            }
+            intake = shared.arrived.wait(intake).unwrap_or_else(PoisonError::into_inner);
+        }
+        // Those who are told of an end while orders are taken in may submit the next.
+        std::mem::swap(&mut intake.orders, &mut self.arriving);
+        drop(intake);
+        while let Some(order) = self.arriving.pop_front() {
+            self.recorder.stats.submitted += 1;
+            match self.scheduler.add(order.sequence) {
+                Ok(key) => self.insert(key, order.work),
+                Err(error) => self.tell_end(&order.work, Err(error)),
+            }
+        }
+        true
+    }
+
+    fn insert(&mut self, key: SequenceKey, work: Work) {
+        while self.works.len() <= key.slot() {
+            self.works.push(Mutex::new(None));
+        }
+        let active = Active { key, work, progress: Progress::default(), chosen: None };
+        if let Some(place) = self.works.get_mut(key.slot()) {
+            *place.get_mut().unwrap_or_else(PoisonError::into_inner) = Some(active);
+        }
+    }
+
+    /// The work of a sequence that has not ended.
+    fn active(&mut self, key: SequenceKey) -> Option<&mut Active> {
+        let place = self.works.get_mut(key.slot())?;
+        let active = place.get_mut().unwrap_or_else(PoisonError::into_inner).as_mut();
+        active.filter(|active| active.key == key)
+    }
+
+    /// Ends a sequence and tells its caller.
+    fn end(&mut self, key: SequenceKey, outcome: Result<FinishReason>) {
+        self.scheduler.remove(key);
+        let place = self.works.get_mut(key.slot());
+        let place = place.map(|place| place.get_mut().unwrap_or_else(PoisonError::into_inner));
+        if let Some(active) = place.and_then(|p| p.take_if(|active| active.key == key)) {
+            self.tell_end(&active.work, outcome);
+        }
+    }
+
+    fn tell_end(&mut self, work: &Work, outcome: Result<FinishReason>) {
+        self.recorder.stats.ended += 1;
+        // Whoever hears of the end and asks for statistics shall find it in them.
+        self.recorder.counts(self.scheduler.counts());
+        *lock(&self.shared.stats) = self.recorder.stats;
+        match work {
+            Work::Logits(desk) => desk.end(outcome.and(Err(cancelled()))),
+            Work::Sample(work) => {
+                let sample = work.sample;
+                let entry = match outcome {
+                    Ok(reason) => InboxEntry::End { sample, reason },
+                    Err(error) => InboxEntry::Failed { sample, error },
+                };
+                // Ends always find room.
+                let _ = work.inbox.push(entry);
+            }
+        }
+    }
+
+    fn end_all(&mut self, outcome: &dyn Fn() -> Result<FinishReason>) {
+        for slot in 0..self.works.len() {
+            let place = self.works.get_mut(slot);
+            let key = place.and_then(|place| {
+                let active = place.get_mut().unwrap_or_else(PoisonError::into_inner);
+                active.as_ref().map(|active| active.key)
+            });
+            if let Some(key) = key {
+                self.end(key, outcome());
+            }
+        }
+        let orders = std::mem::take(&mut lock(&self.shared.intake).orders);
+        for order in orders {
+            self.tell_end(&order.work, outcome());
+        }
+    }
+
+    /// After a fault of the library itself nothing is certain: no request is taken any more.
+    fn fail(&mut self, error: Error) {
+        if error.kind() != ErrorKind::OutOfMemory {
+            lock(&self.shared.intake).failed = Some(error.clone());
+        }
+        self.flights.clear();
+        self.end_all(&|| Err(error.clone()));
+    }
+
+    /// Does one thing: begins a step, finishes one, or lends the machine.
+    fn turn(&mut self) -> Result<()> {
+        self.end_stopped();
+        let depth = self.model.max_steps_in_flight().clamp(1, 2);
+        let alone = match self.alone_next {
+            true => self.scheduler.plan_alone(),
+            false => None,
+        };
+        let mut begun = false;
+        if alone.is_none() && self.flights.len() < depth {
+            begun = self.begin()?;
+        }
+        if self.flights.len() >= depth || (!begun && !self.flights.is_empty()) {
+            self.finish();
+        } else if !begun && self.flights.is_empty() {
+            match self.scheduler.plan_alone() {
+                Some(entry) => {
+                    self.alone_next = false;
+                    return self.lend(entry);
+                }
+                None if !self.scheduler.is_empty() && alone.is_none() => {
+                    self.check_progress()?;
+                }
+                None => {}
+            }
+        }
+        if begun {
+            self.alone_next = true;
+        }
+        self.recorder.counts(self.scheduler.counts());
+        Ok(())
+    }
+
+    /// Nothing could be planned, nothing is under way, and yet there are sequences: they would wait for ever.
+    fn check_progress(&mut self) -> Result<()> {
+        let mut entries = self.spare.pop().unwrap_or_default();
+        let planned = self.scheduler.plan(&mut entries);
+        let stuck = entries.is_empty() && self.scheduler.plan_alone().is_none();
+        self.spare.push(entries);
+        planned?;
+        match stuck && !self.scheduler.is_empty() {
+            true => Err(Error::internal("requests wait for KV blocks that nobody has")),
+            false => Ok(()),
+        }
+    }
+
+    /// Ends sequences that were cancelled, or whose caller has heard enough, or whose time is over.
+    fn end_stopped(&mut self) {
+        for slot in 0..self.works.len() {
+            let place = self.works.get_mut(slot);
+            let active =
+                place.and_then(|p| p.get_mut().unwrap_or_else(PoisonError::into_inner).as_mut());
+            let Some(active) = active else { continue };
+            let reason = match &active.work {
+                Work::Sample(work) => work.inbox.stop_reason(work.sample as usize),
+                Work::Logits(_) => {
+                    self.closed.load(Ordering::Acquire).then_some(FinishReason::Cancelled)
+                }
+            };
+            if let Some(reason) = reason {
+                let key = active.key;
+                self.end(key, Ok(reason));
+            }
+        }
+    }
+
+    /// Plans and begins a step. False if there was nothing to do, or nothing came of it.
+    fn begin(&mut self) -> Result<bool> {
+        let mut entries = self.spare.pop().unwrap_or_default();
+        self.scheduler.plan(&mut entries)?;
+        if entries.is_empty() {
+            self.spare.push(entries);
+            return Ok(false);
+        }
+        let begun = Instant::now();
+        match self.begin_step(&entries, begun) {
+            Ok(()) => {
+                self.scheduler.begun(&entries);
+                self.flights.push_back(Flight { entries, begun });
+                Ok(true)
+            }
+            Err(error) => {
+                // All who are in it wanted it to stop, or all suffer from what befell it.
+                if error.kind() == ErrorKind::Cancelled {
+                    self.end_stopped();
+                } else {
+                    self.fail_entries(&entries, &error);
+                }
+                entries.clear();
+                self.spare.push(entries);
+                Ok(true)
+            }
+        }
+    }
+
+    fn fail_entries(&mut self, entries: &[Entry], error: &Error) {
+        for entry in entries {
+            self.end(entry.key, Err(error.clone()));
+        }
+    }
+
+    fn begin_step(&mut self, entries: &[Entry], now: Instant) -> Result<()> {
+        let Self { model, scheduler, works, machine, .. } = self;
+        let Machine { kv, workspace, builder } = machine.as_deref_mut().ok_or_else(no_machine)?;
+        let blocks = |entry: &Entry| scheduler.sequence(entry.key).map_or(0, |s| s.blocks().len());
+        builder.clear(entries.iter().map(blocks).max().unwrap_or(0))?;
+        for entry in entries {
+            let gone = || Error::internal("a planned sequence is gone");
+            let sequence = scheduler.sequence(entry.key).ok_or_else(gone)?;
+            let place = works.get_mut(entry.key.slot()).ok_or_else(gone)?;
+            let active = place.get_mut().unwrap_or_else(PoisonError::into_inner);
+            let active = active.as_mut().ok_or_else(gone)?;
+            active.progress.started.get_or_insert(now);
+            let Work::Sample(work) = &active.work else { return Err(gone()) };
+            let token_ids = match entry.source {
+                // Any valid id stands for the one being chosen.
+                Some(_) => sequence.token_ids().get(..1),
+                None => sequence.token_ids().get(entry.start..entry.start + entry.num_new),
+            };
+            let index = sequence.num_tokens().saturating_sub(work.num_prompt_tokens) as u64;
+            let choice = match work.choice {
+                TokenChoice::Draw(draw) => TokenChoice::Draw(Draw { index, ..draw }),
+                choice => choice,
+            };
+            let part = Part {
+                token_ids: token_ids.ok_or_else(|| Error::internal("a plan beyond the tokens"))?,
+                start: entry.start,
+                blocks: sequence.blocks(),
+                source: entry.source,
+            };
+            builder.push(&part, entry.row.map(|_| choice))?;
+        }
+        // A step that nobody wants any more ends between layers.
+        let should_stop = || {
+            entries.iter().all(|entry| {
+                let Some(place) = works.get(entry.key.slot()) else { return true };
+                match lock(place).as_ref().map(|active| &active.work) {
+                    Some(Work::Sample(work)) => {
+                        work.inbox.stop_reason(work.sample as usize).is_some()
+                    }
+                    _ => true,
+                }
+            })
+        };
+        model.begin_step(&builder.step(), kv, workspace, &should_stop)
+    }
+
+    /// Waits for the oldest step under way, and hands out its tokens.
+    fn finish(&mut self) {
+        let Some(Flight { mut entries, begun }) = self.flights.pop_front() else { return };
+        let finished = match self.machine.as_deref_mut() {
+            Some(machine) => self.model.finish_step(&mut machine.workspace, &mut self.result),
+            None => Err(no_machine()),
+        };
+        let chosen = finished.and_then(|()| self.choose(&entries));
+        match chosen {
+            Err(error) => self.fail_entries(&entries, &error),
+            Ok(()) => {
+                let (mut num_prompt, mut num_chosen) = (0, 0);
+                for entry in &entries {
+                    num_prompt += entry.num_new - usize::from(entry.row.is_some());
+                    num_chosen += usize::from(entry.row.is_some());
+                }
+                // Before the tokens go out: who has heard the last one finds it counted.
+                self.recorder.step(begun, num_prompt, num_chosen);
+                for entry in &entries {
+                    self.deliver(entry);
+                }
+            }
+        }
+        entries.clear();
+        self.spare.push(entries);
+    }
+
+    /// Chooses the tokens that the model leaves to us, several at a time.
+    fn choose(&mut self, entries: &[Entry]) -> Result<()> {
+        let StepResult { logits, .. } = &mut self.result;
+        let vocab_size = self.model.config().vocab_size;
+        let works = &self.works;
+        let scheduler = &self.scheduler;
+        let ours = entries.iter().filter(|entry| entry.row.is_some() && !entry.by_model);
+        let num_ours = ours.clone().count();
+        if num_ours.checked_mul(vocab_size) != Some(logits.len()) {
+            return Err(Error::internal("a step gave other rows of logits than were asked for"));
+        }
+        self.backend.parallel_rows(logits, vocab_size, |first, rows| {
+            let mine = ours.clone().skip(first);
+            for (entry, row) in mine.zip(rows.chunks_exact_mut(vocab_size)) {
+                let Some(sequence) = scheduler.sequence(entry.key) else { continue };
+                let Some(place) = works.get(entry.key.slot()) else { continue };
+                let mut place = lock(place);
+                let Some(active) = place.as_mut() else { continue };
+                if let Work::Sample(work) = &mut active.work {
+                    let index = sequence.token_ids().len().saturating_sub(work.num_prompt_tokens);
+                    active.chosen = Some(work.sampler.sample(row, index as u64));
+                }
+            }
+        })
+    }
+
+    /// Hands out what a step gave a sequence.
+    fn deliver(&mut self, entry: &Entry) {
+        let by_model = entry.row.and_then(|row| self.result.tokens.get(row as usize).copied());
+        let Some(active) = self.active(entry.key) else {
+            // It has ended meanwhile.
+            return;
+        };
+        let token = match (entry.row, active.chosen.take(), by_model) {
+            (None, ..) => None,
+            (_, Some(Ok(token)), _) => Some(token),
+            (_, Some(Err(error)), _) => return self.end(entry.key, Err(error)),
+            (_, None, Some(token)) if token != NO_TOKEN => Some(token),
+            _ => return self.end(entry.key, Err(not_finite())),
+        };
+        if let Err(error) = self.scheduler.finished(entry, token) {
+            return self.end(entry.key, Err(error));
+        }
+        let Some(token) = token else { return };
+        let Some(sequence) = self.scheduler.sequence(entry.key) else { return };
+        let (len, num_cached, num_preemptions) =
+            (sequence.token_ids().len(), sequence.num_cached(), sequence.num_preemptions());
+        let Some(active) = self.active(entry.key) else { return };
+        let Work::Sample(work) = &active.work else { return };
+        let is_first = active.progress.first_token.is_none();
+        if is_first || num_preemptions != active.progress.num_preemptions {
+            active.progress.first_token.get_or_insert_with(Instant::now);
+            active.progress.num_cached_tokens = num_cached;
+            active.progress.num_preemptions = num_preemptions;
+            work.inbox.set_progress(work.sample as usize, active.progress);
+        }
+        let is_stop = work.stop_token_ids.contains(&token);
+        let end = match is_stop {
+            true => Some(FinishReason::StopToken),
+            false => (len >= work.max_tokens).then_some(work.reason_at_max),
+        };
+        let (inbox, sample) = (work.inbox.clone(), work.sample);
+        if let Err(error) = inbox.push(InboxEntry::Token { sample, token, is_stop }) {
+            return self.end(entry.key, Err(error));
+        }
+        if let Some(reason) = end {
+            self.end(entry.key, Ok(reason));
+        }
+    }
+
+    /// Lets the thread that wants logits compute a piece of them.
+    fn lend(&mut self, entry: Entry) -> Result<()> {
+        let begun = Instant::now();
+        let gone = || Error::internal("a planned sequence is gone");
+        let machine = self.machine.take().ok_or_else(no_machine)?;
+        let sequence = self.scheduler.sequence(entry.key).ok_or_else(gone);
+        let is_last =
+            sequence.as_ref().is_ok_and(|s| entry.start + entry.num_new >= s.token_ids().len());
+        let desk = self.works.get(entry.key.slot()).and_then(|place| match lock(place).as_ref() {
+            Some(Active { work: Work::Logits(desk), .. }) => Some(desk.clone()),
+            _ => None,
+        });
+        let (Ok(sequence), Some(desk)) = (sequence, desk) else {
+            self.machine = Some(machine);
+            return Err(gone());
+        };
+        let (start, num_new) = (entry.start, entry.num_new);
+        let mut blocks = match try_with_capacity(sequence.blocks().len(), "a block table") {
+            Ok(blocks) => blocks,
+            Err(error) => {
+                self.machine = Some(machine);
+                self.end(entry.key, Err(error));
+                return Ok(());
+            }
+        };
+        blocks.extend_from_slice(sequence.blocks());
+        let (machine, outcome) = desk.lend(Lease { machine, blocks, start, num_new });
+        self.machine = Some(machine);
+        match outcome {
+            Ok(()) => {
+                self.recorder.step(begun, num_new, 0);
+                self.scheduler.begun(&[entry]);
+                self.scheduler.finished(&entry, None)?;
+                if is_last {
+                    // The caller knows.
+                    self.end(entry.key, Ok(FinishReason::MaxTokens));
+                }
+            }
+            Err(error) => self.end(entry.key, Err(error)),
+        }
+        Ok(())
+    }
+}
+
+fn cancelled() -> Error {
+    Error::new(ErrorKind::Cancelled, "the request was cancelled")
+}

@@ -1,0 +1,132 @@
+//! What a model has done and is doing, in numbers.
+
+#![allow(non_camel_case_types)]
+
+use super::guard::{guard, write_struct, GrowingStruct};
+use super::model::{engine_of, xserv_model};
+use super::status::xserv_status;
+use crate::engine::{FIRST_BUCKET_US, NUM_STEP_BUCKETS};
+
+/// Buckets of the histogram of step times.
+pub const XSERV_STEP_BUCKETS: usize = 20;
+const _: () = assert!(XSERV_STEP_BUCKETS == NUM_STEP_BUCKETS);
+
+/// How a model's requests stand, all at one moment, and totals since it was loaded. Set struct_size, then call
+/// xserv_model_get_stats().
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct xserv_model_stats {
+    /// sizeof(xserv_model_stats), set by the caller.
+    pub struct_size: usize,
+    /// Samples that are computed in every step.
+    pub num_running: u64,
+    /// Samples that wait for room, those that made room for others included.
+    pub num_waiting: u64,
+    /// Of those waiting, the ones that made room for others.
+    pub num_preempted: u64,
+    /// Samples submitted. A call of xserv_logits() counts as one.
+    pub total_submitted: u64,
+    /// Samples ended, in whatever way.
+    pub total_ended: u64,
+    /// Times that a sample made room for others.
+    pub total_preemptions: u64,
+    /// Forward passes.
+    pub total_steps: u64,
+    /// Prompt tokens computed, again after a preemption included.
+    pub total_prompt_tokens: u64,
+    /// Tokens generated.
+    pub total_generated_tokens: u64,
+    /// Prompt tokens of requests that were admitted...
+    pub total_looked_up_tokens: u64,
+    /// ...and of these, the ones whose keys and values were there already.
+    pub total_cached_tokens: u64,
+    /// total_cached_tokens / total_looked_up_tokens; 0 at first.
+    pub cache_hit_rate: f64,
+    /// Tokens generated per second, of all requests together, over the last second or two of work.
+    pub tokens_per_second: f64,
+    /// Seconds spent on steps.
+    pub busy_seconds: f64,
+    /// Blocks of the KV cache, of 32 tokens each.
+    pub num_kv_blocks: u64,
+    /// Of these, blocks of requests.
+    pub num_used_kv_blocks: u64,
+    /// Of these, blocks that nobody uses, but whose content is kept for prompts that begin like it.
+    pub num_cached_kv_blocks: u64,
+    /// The most that num_used_kv_blocks has been.
+    pub peak_used_kv_blocks: u64,
+    /// Bytes of weights, work space and KV cache at their peak: on a GPU as its allocator counts them, on the
+    /// CPU with the blocks that have been used.
+    pub peak_memory_bytes: u64,
+    /// Steps by their time: bucket i counts those shorter than step_bucket_us[i] microseconds that are in no
+    /// bucket before.
+    pub step_counts: [u64; XSERV_STEP_BUCKETS],
+    /// The bounds of the buckets; the last is UINT64_MAX.
+    pub step_bucket_us: [u64; XSERV_STEP_BUCKETS],
+}
+
+// SAFETY: repr(C), struct_size first, integers and floats only.
+unsafe impl GrowingStruct for xserv_model_stats {
+    const FIRST_SIZE: usize = 480;
+    const NAME: &'static str = "xserv_model_stats";
+    const HOW: &'static str = "set it to sizeof(xserv_model_stats)";
+    fn defaults() -> Self {
+        // SAFETY: integers and floats, for which all bits zero are valid.
+        let zero: Self = unsafe { std::mem::zeroed() };
+        xserv_model_stats { struct_size: size_of::<Self>(), ..zero }
+    }
+}
+const _: () = assert!(size_of::<xserv_model_stats>() == xserv_model_stats::FIRST_SIZE);
+
+/// Tells how a model's requests stand. Cheap; any thread may call it at any time.
+///
+/// stats: struct_size must be set.
+///
+/// # Safety
+/// `stats` is writable for the struct_size that it claims.
+#[must_use]
+#[no_mangle]
+pub unsafe extern "C" fn xserv_model_get_stats(
+    model: *const xserv_model,
+    stats: *mut xserv_model_stats,
+) -> xserv_status {
+    guard(|| {
+        let engine = engine_of(model)?;
+        let s = engine.stats();
+        let counts = s.scheduler;
+        let ratio = |part: u64, whole: u64| match whole {
+            0 => 0.0,
+            whole => part as f64 / whole as f64,
+        };
+        let mut step_bucket_us = [u64::MAX; XSERV_STEP_BUCKETS];
+        for (i, bound) in step_bucket_us.iter_mut().take(XSERV_STEP_BUCKETS - 1).enumerate() {
+            *bound = FIRST_BUCKET_US << i;
+        }
+        let blocks = counts.blocks;
+        let value = xserv_model_stats {
+            struct_size: size_of::<xserv_model_stats>(),
+            num_running: counts.running as u64,
+            num_waiting: counts.waiting as u64,
+            num_preempted: counts.preempted as u64,
+            total_submitted: s.submitted,
+            total_ended: s.ended,
+            total_preemptions: counts.preemptions,
+            total_steps: s.steps,
+            total_prompt_tokens: s.prompt_tokens,
+            total_generated_tokens: s.generated_tokens,
+            total_looked_up_tokens: counts.looked_up_tokens,
+            total_cached_tokens: counts.cached_tokens,
+            cache_hit_rate: ratio(counts.cached_tokens, counts.looked_up_tokens),
+            tokens_per_second: s.tokens_per_second,
+            busy_seconds: s.busy.as_secs_f64(),
+            num_kv_blocks: (blocks.used + blocks.idle + blocks.free) as u64,
+            num_used_kv_blocks: blocks.used as u64,
+            num_cached_kv_blocks: blocks.idle as u64,
+            peak_used_kv_blocks: s.peak_used_blocks as u64,
+            peak_memory_bytes: engine.peak_memory_bytes(),
+            step_counts: s.step_times,
+            step_bucket_us,
+        };
+        // SAFETY: by the contract above.
+        unsafe { write_struct(stats, "stats", &value) }
+    })
+}

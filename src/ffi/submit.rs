@@ -1,0 +1,431 @@
+//! Requests for event loops: submitted, and asked for news without waiting.
+
+#![allow(non_camel_case_types)]
+
+use std::ffi::{c_char, c_int, c_void};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use super::generate::{finish_code, new_result, request_of, xserv_request, xserv_result};
+use super::guard::{guard, guard_or, read_struct, write_struct, GrowingStruct, Out};
+use super::handle::HandleTable;
+use super::model::{engine_of, xserv_model};
+use super::status::xserv_status;
+use super::types::XSERV_NO_TOKEN;
+use crate::engine::{Event, Ticket, TicketHandle, Waker};
+use crate::error::{Error, Result};
+
+/// For the timeout of xserv_next(): wait as long as it takes.
+pub const XSERV_WAIT_FOREVER: u32 = u32::MAX;
+
+/// A request that was submitted. Any thread may use it, though only one at a time gets its events.
+pub struct xserv_submission {
+    _opaque: [u8; 0],
+}
+
+/// Called when a submission has news after it had none. Runs on a thread of the library's, so it must be
+/// quick; of the library it may call nothing but xserv_submit(), xserv_cancel() and the functions that free. It
+/// may run before xserv_submit() has returned.
+pub type xserv_wake_callback = Option<unsafe extern "C" fn(user_data: *mut c_void)>;
+
+/// How to hear of news of a submission. Fill with xserv_submit_options_default(), then set one, both or none
+/// (then ask xserv_poll() or xserv_next() now and then, or wait in xserv_next()).
+///
+/// News is told once: after that, take events until there are none before waiting again.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct xserv_submit_options {
+    /// sizeof(xserv_submit_options), set by xserv_submit_options_default().
+    pub struct_size: usize,
+    /// Called when there is news; NULL (default): not called.
+    pub wake: xserv_wake_callback,
+    /// Passed to wake.
+    pub wake_user_data: *mut c_void,
+    /// A file descriptor that does not block (an eventfd with EFD_NONBLOCK, a pipe): when there is news, the
+    /// eight bytes of the 64-bit number 1 are written to it. Several submissions may share one. It stays the
+    /// caller's, and open until the submission is freed. -1 (default): none.
+    pub wake_fd: i32,
+    /// Unused, 0.
+    pub reserved: u32,
+}
+
+// SAFETY: repr(C), struct_size first, integers, pointers and nullable function pointers; a caller who passes
+// a function pointer that is none breaks the contract of that field.
+unsafe impl GrowingStruct for xserv_submit_options {
+    const FIRST_SIZE: usize = 32;
+    const NAME: &'static str = "xserv_submit_options";
+    const HOW: &'static str = "fill it with xserv_submit_options_default()";
+    fn defaults() -> Self {
+        xserv_submit_options {
+            struct_size: size_of::<Self>(),
+            wake: None,
+            wake_user_data: std::ptr::null_mut(),
+            wake_fd: -1,
+            reserved: 0,
+        }
+    }
+}
+const _: () = assert!(size_of::<xserv_submit_options>() == xserv_submit_options::FIRST_SIZE);
+
+/// What an event tells.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum xserv_event_kind {
+    /// Nothing: there was no news within the timeout.
+    XSERV_EVENT_NONE = 0,
+    /// A token was generated.
+    XSERV_EVENT_TOKEN = 1,
+    /// Text that was held back became certain with the end of the sample.
+    XSERV_EVENT_TEXT = 2,
+    /// A sample has ended.
+    XSERV_EVENT_END = 3,
+    /// All samples have ended; there will be no more events.
+    XSERV_EVENT_DONE = 4,
+}
+
+/// An event of a submission. Set struct_size, then call xserv_next().
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct xserv_event {
+    /// sizeof(xserv_event), set by the caller.
+    pub struct_size: usize,
+    /// An xserv_event_kind.
+    pub kind: u32,
+    /// Which sample of the request, from 0.
+    pub sample: u32,
+    /// The text that became certain: whole UTF-8 characters, NUL-terminated, possibly empty. Valid until the
+    /// next xserv_next() on the submission, or its end.
+    pub text: *const c_char,
+    /// Bytes of text without the NUL.
+    pub text_len: usize,
+    /// XSERV_EVENT_TOKEN: the token; else XSERV_NO_TOKEN.
+    pub token_id: u32,
+    /// Number of tokens of the sample so far.
+    pub num_tokens: u32,
+    /// XSERV_EVENT_END: an xserv_finish_reason.
+    pub finish_reason: u32,
+    /// Unused, 0.
+    pub reserved: u32,
+}
+
+// SAFETY: repr(C), struct_size first, integers and pointers only.
+unsafe impl GrowingStruct for xserv_event {
+    const FIRST_SIZE: usize = 48;
+    const NAME: &'static str = "xserv_event";
+    const HOW: &'static str = "set it to sizeof(xserv_event)";
+    fn defaults() -> Self {
+        xserv_event {
+            struct_size: size_of::<Self>(),
+            kind: xserv_event_kind::XSERV_EVENT_NONE as u32,
+            sample: 0,
+            text: c"".as_ptr(),
+            text_len: 0,
+            token_id: XSERV_NO_TOKEN,
+            num_tokens: 0,
+            finish_reason: 0,
+            reserved: 0,
+        }
+    }
+}
+const _: () = assert!(size_of::<xserv_event>() == xserv_event::FIRST_SIZE);
+
+/// What the thread that takes events needs alone.
+struct Taker {
+    ticket: Ticket,
+    /// The text of the last event, with its NUL.
+    text: Vec<u8>,
+}
+
+struct Submission {
+    taker: Mutex<Taker>,
+    handle: TicketHandle,
+}
+
+impl Submission {
+    /// With the right to take events. After a fork its lock may be held for ever: refused in a child.
+    fn taker(&self) -> Result<MutexGuard<'_, Taker>> {
+        self.handle.check_process()?;
+        self.handle.check_may_wait()?;
+        Ok(self.taker.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+impl Drop for Submission {
+    fn drop(&mut self) {
+        self.handle.disarm();
+    }
+}
+
+static SUBMISSIONS: HandleTable<Submission> = HandleTable::new(10, "submission");
+
+/// The caller's ways of being told.
+struct WakeTarget {
+    callback: xserv_wake_callback,
+    user_data: *mut c_void,
+    fd: c_int,
+}
+
+// SAFETY: the pointer is only passed to the caller's function, which by contract may run on any thread.
+unsafe impl Send for WakeTarget {}
+// SAFETY: as above.
+unsafe impl Sync for WakeTarget {}
+
+impl WakeTarget {
+    fn wake(&self) {
+        if self.fd >= 0 {
+            let one = 1u64.to_ne_bytes();
+            // SAFETY: eight readable bytes. The descriptor is the caller's, open by contract; what it says is
+            // of no interest: one that is full has been told already.
+            unsafe { libc::write(self.fd, one.as_ptr() as *const c_void, one.len()) };
+        }
+        if let Some(callback) = self.callback {
+            // SAFETY: the caller's function with the caller's data, valid until the submission is freed, which
+            // waits for this.
+            unsafe { callback(self.user_data) };
+        }
+    }
+}
+
+fn waker_of(options: &xserv_submit_options) -> Result<Option<Waker>> {
+    if options.wake.is_none() && options.wake_fd < 0 {
+        return Ok(None);
+    }
+    if options.wake_fd >= 0 {
+        // SAFETY: asks for the flags of a descriptor; a wrong number is an error.
+        let flags = unsafe { libc::fcntl(options.wake_fd, libc::F_GETFL) };
+        if flags < 0 || flags & libc::O_NONBLOCK == 0 {
+            return Err(Error::invalid_argument(format!(
+                "options.wake_fd is {}, which is not an open file descriptor that does not block (O_NONBLOCK)",
+                options.wake_fd
+            )));
+        }
+    }
+    let target = WakeTarget {
+        callback: options.wake,
+        user_data: options.wake_user_data,
+        fd: options.wake_fd,
+    };
+    Ok(Some(Box::new(move || {
+        let target = &target;
+        target.wake()
+    })))
+}
+
+/// Sets every option to its default.
+///
+/// # Safety
+/// `options` is NULL or writable for an xserv_submit_options.
+#[no_mangle]
+pub unsafe extern "C" fn xserv_submit_options_default(
+    options: *mut xserv_submit_options,
+) -> xserv_status {
+    guard(|| {
+        // SAFETY: writable by contract.
+        unsafe { Out::new(options, "options") }?.set(xserv_submit_options::defaults());
+        Ok(())
+    })
+}
+
+/// Hands over a request and returns at once; what is generated is told by xserv_next().
+///
+/// Tokenizing (and rendering of messages) is done in this call. The request's cancel token, stop strings and
+/// all else may go when it returns. Freeing the model ends the request as cancelled.
+///
+/// request: what to do. options: NULL for the defaults. submission: gets a handle, which the caller ends with
+/// xserv_submission_free().
+///
+/// Errors: as xserv_generate().
+///
+/// # Safety
+/// `request` is readable for its struct_size and its pointers obey their fields' comments; `options` is NULL
+/// or readable for its struct_size; `submission` is writable.
+#[must_use]
+#[no_mangle]
+pub unsafe extern "C" fn xserv_submit(
+    model: *const xserv_model,
+    request: *const xserv_request,
+    options: *const xserv_submit_options,
+    submission: *mut *mut xserv_submission,
+) -> xserv_status {
+    guard(|| {
+        // SAFETY: by the contract above, here and below.
+        let out = unsafe { Out::new(submission, "submission") }?;
+        if request.is_null() {
+            return Err(Error::invalid_argument("request is NULL"));
+        }
+        // SAFETY: as above.
+        let c_request = unsafe { read_struct(request, "request") }?;
+        // SAFETY: as above.
+        let request = unsafe { request_of(&c_request) }?;
+        // SAFETY: as above.
+        let options = unsafe { read_struct(options, "options") }?;
+        let engine = engine_of(model)?;
+        let ticket = engine.submit(&request, waker_of(&options)?)?;
+        let handle = ticket.handle();
+        let taker = Mutex::new(Taker { ticket, text: Vec::new() });
+        out.set(SUBMISSIONS.insert(Arc::new(Submission { taker, handle }))?);
+        Ok(())
+    })
+}
+
+/// Takes the next event of a submission.
+///
+/// timeout_ms: how long to wait for one: 0 not at all, XSERV_WAIT_FOREVER as long as it takes. If none comes,
+/// the event's kind is XSERV_EVENT_NONE. Once all samples have ended it is XSERV_EVENT_DONE, now and later.
+///
+/// event: struct_size must be set.
+///
+/// Errors: what befell a sample (XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST,
+/// XSERV_STATUS_INVALID_FILE): it has then ended, and the next call goes on with the others;
+/// XSERV_STATUS_INVALID_ARGUMENT (called in a wake-up callback).
+///
+/// # Safety
+/// `event` is writable for the struct_size that it claims.
+#[must_use]
+#[no_mangle]
+pub unsafe extern "C" fn xserv_next(
+    submission: *const xserv_submission,
+    timeout_ms: u32,
+    event: *mut xserv_event,
+) -> xserv_status {
+    guard(|| {
+        let object = SUBMISSIONS.get(submission)?;
+        let timeout = match timeout_ms {
+            XSERV_WAIT_FOREVER => None,
+            ms => Some(Duration::from_millis(u64::from(ms))),
+        };
+        // An event that could not be written would be lost.
+        // SAFETY: by the contract above, here and below.
+        unsafe { write_struct(event, "event", &xserv_event::defaults()) }?;
+        let mut taker = object.taker()?;
+        let next = taker.ticket.next(timeout)?;
+        let value = describe(next, &mut taker.text)?;
+        // SAFETY: as above.
+        unsafe { write_struct(event, "event", &value) }
+    })
+}
+
+fn describe(event: Option<Event>, text: &mut Vec<u8>) -> Result<xserv_event> {
+    let none = xserv_event::defaults();
+    let mut keep = |piece: &str| -> Result<(*const c_char, usize)> {
+        text.clear();
+        text.try_reserve(piece.len() + 1)
+            .map_err(|_| Error::out_of_memory("a piece of text", piece.len() + 1))?;
+        text.extend_from_slice(piece.as_bytes());
+        text.push(0);
+        Ok((text.as_ptr() as *const c_char, piece.len()))
+    };
+    Ok(match event {
+        None => none,
+        Some(Event::Token { sample, token, text, num_tokens }) => {
+            let (text, text_len) = keep(&text)?;
+            xserv_event {
+                kind: xserv_event_kind::XSERV_EVENT_TOKEN as u32,
+                sample: sample as u32,
+                text,
+                text_len,
+                token_id: token,
+                num_tokens: num_tokens as u32,
+                ..none
+            }
+        }
+        Some(Event::Text { sample, text, num_tokens }) => {
+            let (text, text_len) = keep(&text)?;
+            xserv_event {
+                kind: xserv_event_kind::XSERV_EVENT_TEXT as u32,
+                sample: sample as u32,
+                text,
+                text_len,
+                num_tokens: num_tokens as u32,
+                ..none
+            }
+        }
+        Some(Event::End { sample, reason, num_tokens }) => xserv_event {
+            kind: xserv_event_kind::XSERV_EVENT_END as u32,
+            sample: sample as u32,
+            num_tokens: num_tokens as u32,
+            finish_reason: finish_code(reason) as u32,
+            ..none
+        },
+        Some(Event::Done) => {
+            xserv_event { kind: xserv_event_kind::XSERV_EVENT_DONE as u32, ..none }
+        }
+    })
+}
+
+/// Whether xserv_next() would have an event without waiting: 1 or 0 through `ready`. (Rarely it then has none
+/// all the same: what came was of no interest any more.)
+///
+/// # Safety
+/// `ready` is writable.
+#[must_use]
+#[no_mangle]
+pub unsafe extern "C" fn xserv_poll(
+    submission: *const xserv_submission,
+    ready: *mut u8,
+) -> xserv_status {
+    guard(|| {
+        // SAFETY: by the contract above.
+        let out = unsafe { Out::new(ready, "ready") }?;
+        let object = SUBMISSIONS.get(submission)?;
+        let has_event = object.taker()?.ticket.has_event();
+        out.set(u8::from(has_event));
+        Ok(())
+    })
+}
+
+/// Ends a request: what was not taken yet is dropped, and its samples end as XSERV_FINISH_CANCELLED. Any
+/// thread may call it, at any time and any number of times.
+#[no_mangle]
+pub extern "C" fn xserv_cancel(submission: *const xserv_submission) -> xserv_status {
+    guard(|| {
+        let object = SUBMISSIONS.get(submission)?;
+        object.handle.check_process()?;
+        object.handle.cancel();
+        Ok(())
+    })
+}
+
+/// What a request came to, once xserv_next() has told XSERV_EVENT_DONE. It can be had once.
+///
+/// result: gets a handle that the caller ends with xserv_result_free().
+///
+/// Errors: XSERV_STATUS_INVALID_ARGUMENT (the request has not ended, or its result was had already).
+///
+/// # Safety
+/// `result` is writable.
+#[must_use]
+#[no_mangle]
+pub unsafe extern "C" fn xserv_submission_take_result(
+    submission: *const xserv_submission,
+    result: *mut *mut xserv_result,
+) -> xserv_status {
+    guard(|| {
+        // SAFETY: by the contract above.
+        let out = unsafe { Out::new(result, "result") }?;
+        let object = SUBMISSIONS.get(submission)?;
+        let mut taker = object.taker()?;
+        if !taker.ticket.is_done() {
+            return Err(Error::invalid_argument("submission: the request has not ended yet"));
+        }
+        let generations = taker.ticket.take_generations()?;
+        if generations.is_empty() {
+            return Err(Error::invalid_argument("submission: its result was taken already"));
+        }
+        out.set(new_result(generations)?);
+        Ok(())
+    })
+}
+
+/// Ends a submission; a request that still runs is cancelled. Waits for its wake-up callback if that is
+/// running on another thread, and it is not called again. NULL does nothing.
+#[no_mangle]
+pub extern "C" fn xserv_submission_free(submission: *mut xserv_submission) {
+    guard_or((), || {
+        if let Some(object) = SUBMISSIONS.remove(submission)? {
+            object.handle.cancel();
+            object.handle.disarm();
+        }
+        Ok(())
+    })
+}

@@ -1,0 +1,143 @@
+//! One token for each of up to 128 sequences on Hopper: a chain of kernels in which each begins to fetch its weights
+//! while those in front are still at work, so that the device memory hardly rests. [`super::qwen3`] is the same
+//! for any batch and any device.
+//!
+//! ```text
+//! qkv     = W_qkv rms_norm(hidden)
+//! attn    = attention of the normalised and rotated heads, which also go to the cache
+//! hidden += W_o attn
+//! act     = silu(W_gate rms_norm(hidden)) * (W_up rms_norm(hidden))
+//! hidden += W_down act
+//! ```
+
+use super::record::DeviceRecord;
+use super::workspace::DeviceWorkspace;
+use super::CudaModel;
+use crate::backend::{ComputeContext, DeviceTensor};
+use crate::error::{Error, Result};
+use crate::memory::{DType, Tensor};
+use crate::model::kv_cache::{DeviceKvLayer, KvCache};
+use crate::model::qwen3::{Qwen3Layer, Qwen3Weights};
+use crate::model::ModelConfig;
+use crate::ops::stepwise::{
+    decode_attention, embedding_step, has_decode_attention, has_skinny_gemm, is_skinny_weight,
+    rms_norm_step, skinny_gemm, DecodeSequences, KvSlots, LinearResult, QkNormRope, SKINNY_TOKENS,
+};
+
+/// What of this file serves a model.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct DecodeKernels {
+    /// The attention, for any number of sequences.
+    pub attention: bool,
+    /// The whole chain.
+    pub chain: bool,
+}
+
+impl DecodeKernels {
+    /// What serves these weights on the device of `context`. `XSERV_CUDA_PORTABLE=1` in the environment: nothing,
+    /// for comparing and testing what other devices take.
+    pub fn find(
+        context: &ComputeContext,
+        config: &ModelConfig,
+        weights: &Qwen3Weights<DeviceTensor, DeviceTensor>,
+        dtype: DType,
+        has_gaps: bool,
+    ) -> Self {
+        let is_portable = std::env::var_os("XSERV_CUDA_PORTABLE").is_some_and(|value| value == "1");
+        let attention = !is_portable
+            && dtype != DType::F32
+            && !has_gaps
+            && has_decode_attention(context, config.head_dim);
+        let fits = |layer: &Qwen3Layer<DeviceTensor, DeviceTensor>| {
+            layer.qkv_bias.is_none()
+                && layer.o_bias.is_none()
+                && is_skinny_weight(&layer.qkv_proj, LinearResult::Plain)
+                && is_skinny_weight(&layer.o_proj, LinearResult::Residual)
+                && is_skinny_weight(&layer.gate_up_proj, LinearResult::SwiGlu)
+                && is_skinny_weight(&layer.down_proj, LinearResult::Residual)
+        };
+        let chain = attention
+            && has_skinny_gemm(context)
+            && config.hidden_size <= 16384
+            && is_skinny_weight(weights.tokens.output(), LinearResult::Plain)
+            && weights.layers.iter().all(fits);
+        DecodeKernels { attention, chain }
+    }
+}
+
+/// The most sequences of a chain.
+pub(super) const MOST_CHAIN_ROWS: usize = SKINNY_TOKENS;
+
+impl CudaModel {
+    /// Queues the chain for a record of one token a sequence, up to the logits, which it returns:
+    /// `[num_seqs, vocab_size]`.
+    pub(super) fn decode(
+        &self,
+        config: &ModelConfig,
+        record: &DeviceRecord,
+        kv: &KvCache,
+        workspace: &DeviceWorkspace,
+    ) -> Result<DeviceTensor> {
+        let context = &*self.context;
+        let num_seqs = record.context_lens.num_elements() as usize;
+        let rows =
+            |matrix: &DeviceTensor| matrix.view(0, &[num_seqs, matrix.width() as usize], None);
+        let (hidden, normed) = (rows(&workspace.hidden)?, rows(&workspace.normed)?);
+        let (qkv, attn_out) = (rows(&workspace.qkv)?, rows(&workspace.attn_out)?);
+        let mlp_act = rows(&workspace.mlp_act)?;
+        let logits = rows(&workspace.logits)?;
+        let DeviceRecord { token_ids, token_sources, .. } = record;
+        let (weights, eps) = (&self.weights, config.norm_eps);
+        let (table, chosen) = (&weights.tokens.embedding, &workspace.steps.chosen);
+        embedding_step(context, table, token_ids, token_sources, chosen, &hidden)?;
+        for (index, layer) in weights.layers.iter().enumerate() {
+            rms_norm_step(context, &hidden, &layer.input_norm, eps, &normed)?;
+            skinny_gemm(context, &normed, &layer.qkv_proj, LinearResult::Plain, &qkv)?;
+            let cache = kv.device_layer(index)?;
+            self.attend_new_tokens(config, layer, cache, record, workspace, &qkv, &attn_out)?;
+            skinny_gemm(context, &attn_out, &layer.o_proj, LinearResult::Residual, &hidden)?;
+            rms_norm_step(context, &hidden, &layer.post_norm, eps, &normed)?;
+            skinny_gemm(context, &normed, &layer.gate_up_proj, LinearResult::SwiGlu, &mlp_act)?;
+            skinny_gemm(context, &mlp_act, &layer.down_proj, LinearResult::Residual, &hidden)?;
+        }
+        rms_norm_step(context, &hidden, &weights.final_norm, eps, &normed)?;
+        skinny_gemm(context, &normed, weights.tokens.output(), LinearResult::Plain, &logits)?;
+        Ok(logits)
+    }
+
+    /// Queues what is between the projections for one token a sequence: qkv and out as matrices of
+    /// `[num_seqs, ...]`.
+    #[allow(clippy::too_many_arguments)]
+    pub(super) fn attend_new_tokens(
+        &self,
+        config: &ModelConfig,
+        layer: &Qwen3Layer<DeviceTensor, DeviceTensor>,
+        cache: &DeviceKvLayer,
+        record: &DeviceRecord,
+        workspace: &DeviceWorkspace,
+        qkv: &DeviceTensor,
+        out: &DeviceTensor,
+    ) -> Result<()> {
+        let num_seqs = record.context_lens.num_elements() as usize;
+        let (num_heads, head_dim) = (config.num_heads, config.head_dim);
+        let all_heads = num_heads + 2 * config.num_kv_heads;
+        let qkv = qkv.view(0, &[num_seqs, all_heads, head_dim], None)?;
+        let out = out.view(0, &[num_seqs, num_heads, head_dim], None)?;
+        let how = QkNormRope {
+            q_norm: &layer.q_norm,
+            k_norm: &layer.k_norm,
+            eps: config.norm_eps,
+            cos: &self.cos,
+            sin: &self.sin,
+            positions: &record.positions,
+        };
+        let slots = KvSlots { k: &cache.k, v: &cache.v, slots: &record.slots };
+        let (block_tables, context_lens): (&Tensor, &Tensor) =
+            (&record.block_tables, &record.context_lens);
+        let sequences = DecodeSequences { block_tables, context_lens };
+        let scratch = workspace.decode_scratch.as_ref();
+        let scratch = scratch.ok_or_else(|| Error::internal("no memory for decoding"))?;
+        let scale = config.attention_scale();
+        decode_attention(&self.context, &qkv, &how, &slots, &sequences, scale, scratch, &out)
+    }
+}
