@@ -147,9 +147,24 @@ impl TestModel {
     /// A Qwen3 of two layers, 4 query heads over 2 key heads of dimension 10, hidden size 24, with
     /// every kind of weight that a Qwen3 can have.
     pub fn qwen3(seed: u64) -> Self {
+        Self::with_sizes(seed, (24, 40, 70), 10, true)
+    }
+
+    /// The same without biases, with hidden size 256 and heads of 128: sizes that all kernels of decoding serve.
+    pub fn wide_qwen3(seed: u64) -> Self {
+        Self::with_sizes(seed, (256, 384, 1000), 128, false)
+    }
+
+    fn with_sizes(
+        seed: u64,
+        (hidden, intermediate, vocab): (usize, usize, usize),
+        head_dim: usize,
+        has_biases: bool,
+    ) -> Self {
         let mut random = Random(seed);
-        let (hidden, intermediate, vocab) = (24, 40, 70);
-        let (q, kv, head_dim) = (40, 20, 10);
+        let (q, kv) = (4 * head_dim, 2 * head_dim);
+        // Sums of about the same size whatever the width.
+        let scale = 0.4 * (24.0 / hidden as f64).sqrt();
         let mut tensors = Vec::new();
         let mut add = |name: String, shape: &[usize], scale: f64, offset: f64| {
             let len: usize = shape.iter().product();
@@ -174,8 +189,8 @@ impl TestModel {
                 ("mlp.up_proj", intermediate, hidden),
                 ("mlp.down_proj", hidden, intermediate),
             ] {
-                add(name(&format!("{part}.weight")), &[rows, columns], 0.4, 0.0);
-                if part.starts_with("self_attn") {
+                add(name(&format!("{part}.weight")), &[rows, columns], scale, 0.0);
+                if has_biases && part.starts_with("self_attn") {
                     add(name(&format!("{part}.bias")), &[rows], 0.5, 0.0);
                 }
             }
@@ -193,7 +208,7 @@ impl TestModel {
             "max_position_embeddings": 256,
             "rms_norm_eps": 1e-6,
             "rope_theta": 10000.0,
-            "attention_bias": true,
+            "attention_bias": has_biases,
             "tie_word_embeddings": false,
             "hidden_act": "silu",
         });
