@@ -10,6 +10,7 @@ use super::log::{LogLevel, Logger};
 use super::memory_plan::KvSize;
 use super::placement::{device_context, place, DeviceChoice};
 use super::runner::{chunk_tokens, Runner};
+use super::tokenizer_reader::TokenizerReader;
 use super::turns::Turns;
 use crate::backend::cpu::{CpuBackend, MAX_THREADS};
 use crate::error::{check_room, Error, ErrorKind, Result};
@@ -140,15 +141,8 @@ impl Engine {
         }
         let folder = opened.folder().clone();
         let config = opened.config().clone();
+        let reader = TokenizerReader::start(&folder);
         // The small files first: a damaged one is told before the weights are read.
-        let tokenizer = match read_tokenizer(&folder) {
-            Ok(tokenizer) => Ok(Arc::new(tokenizer)),
-            Err(error) if error.kind() == ErrorKind::NotFound => {
-                log.log(LogLevel::Warning, || format!("{error}: only token ids can be used"));
-                Err(Error::unsupported(error.message()))
-            }
-            Err(error) => return Err(error),
-        };
         let chat_template = match read_chat_template(&folder) {
             Ok(Some(template)) => Ok(template),
             Ok(None) => Err(Error::unsupported("the model's folder has no chat template")),
@@ -160,10 +154,6 @@ impl Engine {
             }
         };
         let mut generation_config = read_generation_config(&folder, &config)?;
-        if let (true, Ok(tokenizer)) = (generation_config.eos_token_ids.is_empty(), &tokenizer) {
-            // Neither config names an end token: the tokenizer's own.
-            generation_config.eos_token_ids.extend(tokenizer.eos_token_id());
-        }
         for ignored in &generation_config.ignored {
             log.log(LogLevel::Warning, || {
                 format!("generation_config.json: {ignored} is set, but xserv does not implement it")
@@ -175,14 +165,28 @@ impl Engine {
         let max_chunk_tokens = chunk_tokens(planned.on_device, planned.max_context);
         let mut workspace = Workspace::new();
         let load_options = LoadOptions { dtype: Some(planned.dtype), map_files: options.map_files };
+        let progress = &mut |fraction: f32| !reader.has_failed() && progress(fraction);
         let model = if planned.on_device {
             let context = device_context(options)?;
-            opened.load_on_device(context, &backend, &load_options, progress)?
+            opened.load_on_device(context, &backend, &load_options, progress)
         } else {
             // Refused before the weights are read, if need be.
             workspace.reserve(&config, max_chunk_tokens, 1)?;
-            opened.load(backend, &load_options, progress)?
+            opened.load(backend, &load_options, progress)
         };
+        let tokenizer = match reader.finish() {
+            Ok(tokenizer) => Ok(Arc::new(tokenizer)),
+            Err(error) if error.kind() == ErrorKind::NotFound => {
+                log.log(LogLevel::Warning, || format!("{error}: only token ids can be used"));
+                Err(Error::unsupported(error.message()))
+            }
+            Err(error) => return Err(error),
+        };
+        let model = model?;
+        if let (true, Ok(tokenizer)) = (generation_config.eos_token_ids.is_empty(), &tokenizer) {
+            // Neither config names an end token: the tokenizer's own.
+            generation_config.eos_token_ids.extend(tokenizer.eos_token_id());
+        }
         if model.weights_bytes() > planned.memory.weights_bytes {
             // An output matrix that is declared to be the embedding, but is not: less is left.
             size = planned.with_weights_bytes(model.weights_bytes()).kv_size(options)?;

@@ -20,6 +20,7 @@ mod prompt;
 mod request;
 mod runner;
 mod sampler;
+mod tokenizer_reader;
 mod turns;
 
 pub use engine_load::{Engine, EngineOptions, ModelShape};
