@@ -13,6 +13,7 @@ use super::memory_plan::KvSize;
 use super::placement::{device_context, place, DeviceChoice};
 use super::scheduler::Scheduler;
 use super::stats::EngineStats;
+use super::tokenizer_reader::TokenizerReader;
 use super::worker::{Machine, Service};
 use crate::backend::cpu::{CpuBackend, MAX_THREADS};
 use crate::error::{check_room, Error, ErrorKind, Result};
@@ -147,15 +148,8 @@ impl Engine {
         }
         let folder = opened.folder().clone();
         let config = opened.config().clone();
+        let reader = TokenizerReader::start(&folder);
         // The small files first: a damaged one is told before the weights are read.
-        let tokenizer = match read_tokenizer(&folder) {
-            Ok(tokenizer) => Ok(Arc::new(tokenizer)),
-            Err(error) if error.kind() == ErrorKind::NotFound => {
-                log.log(LogLevel::Warning, || format!("{error}: only token ids can be used"));
-                Err(Error::unsupported(error.message()))
-            }
-            Err(error) => return Err(error),
-        };
         let chat_template = match read_chat_template(&folder) {
             Ok(Some(template)) => Ok(template),
             Ok(None) => Err(Error::unsupported("the model's folder has no chat template")),
@@ -167,10 +161,6 @@ impl Engine {
             }
         };
         let mut generation_config = read_generation_config(&folder, &config)?;
-        if let (true, Ok(tokenizer)) = (generation_config.eos_token_ids.is_empty(), &tokenizer) {
-            // Neither config names an end token: the tokenizer's own.
-            generation_config.eos_token_ids.extend(tokenizer.eos_token_id());
-        }
         for ignored in &generation_config.ignored {
             log.log(LogLevel::Warning, || {
                 format!("generation_config.json: {ignored} is set, but xserv does not implement it")
@@ -182,14 +172,28 @@ impl Engine {
         let mut workspace = Workspace::new();
         let load_options = LoadOptions { dtype: Some(planned.dtype), map_files: options.map_files };
         let limits = planned.limits;
+        let progress = &mut |fraction: f32| !reader.has_failed() && progress(fraction);
         let model = if planned.on_device {
             let context = device_context(options)?;
-            opened.load_on_device(context, &backend, &load_options, progress)?
+            opened.load_on_device(context, &backend, &load_options, progress)
         } else {
             // Refused before the weights are read, if need be.
             workspace.reserve(&config, limits.max_step_tokens(), limits.max_sequences)?;
-            opened.load(backend.clone(), &load_options, progress)?
+            opened.load(backend.clone(), &load_options, progress)
         };
+        let tokenizer = match reader.finish() {
+            Ok(tokenizer) => Ok(Arc::new(tokenizer)),
+            Err(error) if error.kind() == ErrorKind::NotFound => {
+                log.log(LogLevel::Warning, || format!("{error}: only token ids can be used"));
+                Err(Error::unsupported(error.message()))
+            }
+            Err(error) => return Err(error),
+        };
+        let model = model?;
+        if let (true, Ok(tokenizer)) = (generation_config.eos_token_ids.is_empty(), &tokenizer) {
+            // Neither config names an end token: the tokenizer's own.
+            generation_config.eos_token_ids.extend(tokenizer.eos_token_id());
+        }
         if model.weights_bytes() > planned.memory.weights_bytes {
             // An output matrix that is declared to be the embedding, but is not: less is left.
             size = planned.with_weights_bytes(model.weights_bytes()).kv_size(options)?;

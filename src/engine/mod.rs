@@ -34,6 +34,7 @@ pub mod scheduler;
 mod stats;
 mod step_limits;
 mod ticket;
+mod tokenizer_reader;
 mod worker;
 
 pub use engine_load::{Engine, EngineOptions, ModelShape};

@@ -1,0 +1,73 @@
+//! The tokenizer, read while the weights are: a large one takes a quarter of a second of one core.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::Arc;
+use std::thread::JoinHandle;
+
+use super::engine_load::read_tokenizer;
+use crate::error::{Error, ErrorKind, Result};
+use crate::model::folder::Folder;
+use crate::panic_guard;
+use crate::text::Tokenizer;
+use crate::thread_state::SignalsBlocked;
+
+/// A tokenizer that is being read. When dropped, waits for the end of it: no thread outlives the load.
+pub(super) struct TokenizerReader {
+    work: Option<Work>,
+    failed: Arc<AtomicBool>,
+}
+
+enum Work {
+    Thread(JoinHandle<Result<Tokenizer>>),
+    /// No thread could be started.
+    Done(Box<Result<Tokenizer>>),
+}
+
+impl TokenizerReader {
+    /// Begins to read that of `folder`.
+    pub(super) fn start(folder: &Folder) -> Self {
+        let failed = Arc::new(AtomicBool::new(false));
+        let read = {
+            let (folder, failed) = (folder.clone(), failed.clone());
+            move || {
+                let tokenizer = panic_guard::catch(|| read_tokenizer(&folder));
+                if tokenizer.as_ref().is_err_and(|error| error.kind() != ErrorKind::NotFound) {
+                    failed.store(true, Ordering::Relaxed);
+                }
+                tokenizer
+            }
+        };
+        let _blocked = SignalsBlocked::new();
+        let thread =
+            std::thread::Builder::new().name("xserv-tokenizer".to_string()).spawn(read.clone());
+        let work = match thread {
+            Ok(thread) => Work::Thread(thread),
+            Err(_) => Work::Done(Box::new(read())),
+        };
+        TokenizerReader { work: Some(work), failed }
+    }
+
+    /// Whether it is known already that the tokenizer is damaged, so that the load is in vain.
+    pub(super) fn has_failed(&self) -> bool {
+        self.failed.load(Ordering::Relaxed)
+    }
+
+    /// Waits for the tokenizer. [`ErrorKind::NotFound`] if the folder has none.
+    pub(super) fn finish(mut self) -> Result<Tokenizer> {
+        let lost = || Error::internal("the thread that reads the tokenizer was lost");
+        match self.work.take() {
+            Some(Work::Thread(thread)) => thread.join().unwrap_or_else(|_| Err(lost())),
+            Some(Work::Done(tokenizer)) => *tokenizer,
+            None => Err(lost()),
+        }
+    }
+}
+
+impl Drop for TokenizerReader {
+    fn drop(&mut self) {
+        if let Some(Work::Thread(thread)) = self.work.take() {
+            // What it came to is of no interest any more.
+            let _ = thread.join();
+        }
+    }
+}
