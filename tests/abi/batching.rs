@@ -119,7 +119,7 @@ impl Submission {
 /// A request of the mix that follows: some sampled, some greedy, some with penalties, all of their own lengths.
 fn mixed(ids: &[u32], index: usize) -> xserv_request {
     let max_tokens = [3, 9, 17, 30, 44, 6, 21, 12][index % 8];
-    let request = xserv_request { ignore_eos: 1, ..greedy(ids, max_tokens) };
+    let request = xserv_request { ignore_eos: 1, seed: 1, ..greedy(ids, max_tokens) };
     match index % 3 {
         0 => request,
         1 => xserv_request { temperature: 0.9, top_k: 20, seed: index as u64, ..request },
@@ -257,7 +257,7 @@ fn samples_share_their_prompt_and_are_those_of_their_seeds() {
         assert_eq!(told.2, XSERV_FINISH_MAX_TOKENS as u32);
     }
     // The same through the blocking call.
-    let mut heard = vec![Vec::new(); 6];
+    let mut heard = vec![Vec::<u32>::new(); 6];
     let mut result = ptr::null_mut();
     unsafe extern "C" fn hear(event: *const xserv_token_event, data: *mut c_void) -> bool {
         let (event, heard) = unsafe { (&*event, &mut *(data as *mut Vec<Vec<u32>>)) };
@@ -396,7 +396,7 @@ fn waiting_is_woken_by_a_descriptor_and_by_a_callback() {
         unsafe { &*(data as *const AtomicU32) }.fetch_add(1, Ordering::Release);
     }
     let calls = AtomicU32::new(0);
-    let mut options = unsafe { std::mem::zeroed() };
+    let mut options: xserv_submit_options = unsafe { std::mem::zeroed() };
     check(unsafe { xserv_submit_options_default(&mut options) }).unwrap();
     assert_eq!(options.wake_fd, -1);
     options.wake_fd = fd;
@@ -472,7 +472,7 @@ fn a_waker_cannot_wait() {
         statuses: Default::default(),
         seen: Default::default(),
     };
-    let mut options = unsafe { std::mem::zeroed() };
+    let mut options: xserv_submit_options = unsafe { std::mem::zeroed() };
     check(unsafe { xserv_submit_options_default(&mut options) }).unwrap();
     options.wake = Some(wake);
     options.wake_user_data = &raw const inside as *mut c_void;
