@@ -167,7 +167,7 @@ fn every_request_of_a_crowd_gets_what_it_would_get_alone() {
                     state = state.wrapping_mul(6364136223846793005).wrapping_add(1);
                     let kind = (state >> 33) as usize % KINDS;
                     let mut request = mixed(&prompts[kind], kind);
-                    request.priority = i32::from((state >> 40) % 16 == 0);
+                    request.priority = i32::from((state >> 40).is_multiple_of(16));
                     let stop_at = match (state >> 45) % 5 {
                         0 => 1 + (state >> 50) as usize % 20,
                         _ => usize::MAX,
