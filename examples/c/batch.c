@@ -2,7 +2,7 @@
  * Answers many questions at once from one thread, as a server's event loop would: submits them all, sleeps
  * until the library has news, and prints each answer when it is complete.
  *
- *     batch MODEL [QUESTION...] [--max-tokens N] [--samples N]
+ *     batch MODEL [QUESTION...] [--max-tokens N] [--samples N] [--temperature T]
  *
  * Without questions they are read from standard input, one a line.
  */
@@ -104,7 +104,8 @@ int main(int argc, char **argv) {
       request.max_tokens = (uint32_t)number;
     } else if (option_number(argc, argv, &i, "--samples", 256, &number)) {
       request.num_samples = (uint32_t)number;
-      request.temperature = 1.0f;
+    } else if (option_float(argc, argv, &i, "--temperature", &request.temperature)) {
+      /* stored */
     } else if (argv[i][0] == '-') {
       fprintf(stderr, "batch: unknown option %s\n", argv[i]);
       return 2;
@@ -115,7 +116,7 @@ int main(int argc, char **argv) {
     }
   }
   if (model_path == NULL) {
-    fprintf(stderr, "usage: batch MODEL [QUESTION...] [--max-tokens N] [--samples N]\n");
+    fprintf(stderr, "usage: batch MODEL [QUESTION...] [--max-tokens N] [--samples N] [--temperature T]\n");
     return 2;
   }
   char *lines[MAX_QUESTIONS] = {NULL};

@@ -66,10 +66,10 @@ fn batch_answers_what_generate_answers() {
     let Some(programs) = programs() else { return };
     let questions = ["Hello!", "Tell me a story.", "What is 2 plus 3?", "Show me a fox emoji."];
     let answers = questions.map(|question| {
-        let arguments = [question, "--chat", "--max-tokens", "40"];
+        let arguments = [question, "--chat", "--max-tokens", "40", "--temperature", "0"];
         run(command(programs.join("generate")).arg(model()).args(arguments)).stdout
     });
-    let arguments = ["--max-tokens", "40"];
+    let arguments = ["--max-tokens", "40", "--temperature", "0"];
     let together =
         run(command(programs.join("batch")).arg(model()).args(questions).args(arguments));
     for (question, answer) in questions.iter().zip(&answers) {
