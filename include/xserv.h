@@ -38,8 +38,8 @@
  *   that they came from, end in a NUL, and live as long as it does unless said otherwise. No memory is
  *   allocated on one side and freed on the other.
  * - Any function may be called from any thread, on any handle, at any time. Callbacks run on the thread
- *   that made the blocking call, with no lock held, and may call the library again. They return true to
- *   go on and false to stop. They must return: no C++ exception and no longjmp may leave them.
+ *   that made the blocking call, with no lock held, and may call the library again (but for
+ *   xserv_wake_callback, see there). They return true to go on and false to stop. They must return: no C++ exception and no longjmp may leave them.
  * - Process-wide state (environment, locale, signal handlers, floating-point modes, current directory) is
  *   left as it is. After fork() a model or context can be used in the parent only; the child gets
  *   XSERV_STATUS_FORKED.
@@ -107,6 +107,16 @@
  * In xserv_token_event.token_id: the event carries held-back text and no new token.
  */
 #define XSERV_NO_TOKEN UINT32_MAX
+
+/**
+ * For the timeout of xserv_next(): wait as long as it takes.
+ */
+#define XSERV_WAIT_FOREVER UINT32_MAX
+
+/**
+ * Buckets of the histogram of step times.
+ */
+#define XSERV_STEP_BUCKETS 20
 
 /**
  * For xserv_context_options.num_threads: one thread for each core.
@@ -319,7 +329,37 @@ typedef enum xserv_finish_reason {
    * The request was cancelled, or the model was freed.
    */
   XSERV_FINISH_CANCELLED = 5,
+  /**
+   * xserv_request.time_limit_ms were over.
+   */
+  XSERV_FINISH_DEADLINE = 6,
 } xserv_finish_reason;
+
+/**
+ * What an event tells.
+ */
+typedef enum xserv_event_kind {
+  /**
+   * Nothing: there was no news within the timeout.
+   */
+  XSERV_EVENT_NONE = 0,
+  /**
+   * A token was generated.
+   */
+  XSERV_EVENT_TOKEN = 1,
+  /**
+   * Text that was held back became certain with the end of the sample.
+   */
+  XSERV_EVENT_TEXT = 2,
+  /**
+   * A sample has ended.
+   */
+  XSERV_EVENT_END = 3,
+  /**
+   * All samples have ended; there will be no more events.
+   */
+  XSERV_EVENT_DONE = 4,
+} xserv_event_kind;
 
 /**
  * Which rows of logits to compute.
@@ -423,6 +463,11 @@ typedef struct xserv_owned_tensor xserv_owned_tensor;
 typedef struct xserv_result xserv_result;
 
 /**
+ * A request that was submitted. Any thread may use it, though only one at a time gets its events.
+ */
+typedef struct xserv_submission xserv_submission;
+
+/**
  * A text that the library made. Immutable; any number of threads may read it.
  */
 typedef struct xserv_text xserv_text;
@@ -517,6 +562,20 @@ typedef struct xserv_load_options {
    * Passed to log.
    */
   void *log_user_data;
+  /**
+   * Most sequences that are computed together in one step; 0 (default): 64 on the CPU, 256 on a GPU. At most
+   * 4096.
+   */
+  uint32_t max_batch_size;
+  /**
+   * 1 (default): requests share the keys and values of common beginnings, which are kept while there is
+   * room. 0: every prompt is computed whole.
+   */
+  uint8_t prefix_cache;
+  /**
+   * Unused, 0.
+   */
+  uint8_t reserved2[3];
 } xserv_load_options;
 
 /**
@@ -970,6 +1029,27 @@ typedef struct xserv_request {
    * Unused, 0.
    */
   uint8_t reserved[3];
+  /**
+   * When requests compete, those with the higher number go first; of equal ones (default 0) the one that
+   * came first.
+   */
+  int32_t priority;
+  /**
+   * Independent continuations of the prompt, which is computed once for all; 1 (default) to 256. Sample i
+   * draws with the seed plus i, and is what a request of its own with that seed would give.
+   */
+  uint32_t num_samples;
+  /**
+   * Milliseconds from the call after which the request ends with what it has, as XSERV_FINISH_DEADLINE;
+   * 0 (default): no limit.
+   */
+  uint64_t time_limit_ms;
+  /**
+   * Requests share the keys and values of common beginnings (their output does not depend on it, but the
+   * time that they take does) only with requests of the same number. Default 0. A host whose users must
+   * not learn of each other's prompts gives each a number.
+   */
+  uint64_t cache_key;
 } xserv_request;
 
 /**
@@ -998,6 +1078,14 @@ typedef struct xserv_token_event {
    * Number of tokens generated so far, this one included.
    */
   uint32_t num_tokens;
+  /**
+   * Which sample of the request, from 0.
+   */
+  uint32_t sample;
+  /**
+   * Unused, 0.
+   */
+  uint32_t reserved;
 } xserv_token_event;
 
 /**
@@ -1057,14 +1145,204 @@ typedef struct xserv_result_info {
    */
   double total_seconds;
   /**
-   * Prompt tokens per second of prompt processing (0 if there was none).
+   * Computed prompt tokens per second of prompt processing (0 if there was none).
    */
   double prompt_tokens_per_second;
   /**
    * Tokens per second after the first token, callbacks included (0 with fewer than two tokens).
    */
   double tokens_per_second;
+  /**
+   * Tokens of the prompt whose keys and values were there already, and cost nothing.
+   */
+  size_t num_cached_tokens;
+  /**
+   * How often the request made room for others, and was resumed.
+   */
+  uint32_t num_preemptions;
+  /**
+   * Samples of the result.
+   */
+  uint32_t num_samples;
 } xserv_result_info;
+
+/**
+ * Called when a submission has news after it had none. Runs on a thread of the library's, so it must be
+ * quick; of the library it may call nothing but xserv_submit(), xserv_cancel() and the functions that free. It
+ * may run before xserv_submit() has returned.
+ */
+typedef void (*xserv_wake_callback)(void *user_data);
+
+/**
+ * How to hear of news of a submission. Fill with xserv_submit_options_default(), then set one, both or none
+ * (then ask xserv_poll() or xserv_next() now and then, or wait in xserv_next()).
+ *
+ * News is told once: after that, take events until there are none before waiting again.
+ */
+typedef struct xserv_submit_options {
+  /**
+   * sizeof(xserv_submit_options), set by xserv_submit_options_default().
+   */
+  size_t struct_size;
+  /**
+   * Called when there is news; NULL (default): not called.
+   */
+  xserv_wake_callback wake;
+  /**
+   * Passed to wake.
+   */
+  void *wake_user_data;
+  /**
+   * A file descriptor that does not block (an eventfd with EFD_NONBLOCK, a pipe): when there is news, the
+   * eight bytes of the 64-bit number 1 are written to it. Several submissions may share one. It stays the
+   * caller's, and open until the submission is freed. -1 (default): none.
+   */
+  int32_t wake_fd;
+  /**
+   * Unused, 0.
+   */
+  uint32_t reserved;
+} xserv_submit_options;
+
+/**
+ * An event of a submission. Set struct_size, then call xserv_next().
+ */
+typedef struct xserv_event {
+  /**
+   * sizeof(xserv_event), set by the caller.
+   */
+  size_t struct_size;
+  /**
+   * An xserv_event_kind.
+   */
+  uint32_t kind;
+  /**
+   * Which sample of the request, from 0.
+   */
+  uint32_t sample;
+  /**
+   * The text that became certain: whole UTF-8 characters, NUL-terminated, possibly empty. Valid until the
+   * next xserv_next() on the submission, or its end.
+   */
+  const char *text;
+  /**
+   * Bytes of text without the NUL.
+   */
+  size_t text_len;
+  /**
+   * XSERV_EVENT_TOKEN: the token; else XSERV_NO_TOKEN.
+   */
+  uint32_t token_id;
+  /**
+   * Number of tokens of the sample so far.
+   */
+  uint32_t num_tokens;
+  /**
+   * XSERV_EVENT_END: an xserv_finish_reason.
+   */
+  uint32_t finish_reason;
+  /**
+   * Unused, 0.
+   */
+  uint32_t reserved;
+} xserv_event;
+
+/**
+ * How a model's requests stand, all at one moment, and totals since it was loaded. Set struct_size, then call
+ * xserv_model_get_stats().
+ */
+typedef struct xserv_model_stats {
+  /**
+   * sizeof(xserv_model_stats), set by the caller.
+   */
+  size_t struct_size;
+  /**
+   * Samples that are computed in every step.
+   */
+  uint64_t num_running;
+  /**
+   * Samples that wait for room, those that made room for others included.
+   */
+  uint64_t num_waiting;
+  /**
+   * Of those waiting, the ones that made room for others.
+   */
+  uint64_t num_preempted;
+  /**
+   * Samples submitted. A call of xserv_logits() counts as one.
+   */
+  uint64_t total_submitted;
+  /**
+   * Samples ended, in whatever way.
+   */
+  uint64_t total_ended;
+  /**
+   * Times that a sample made room for others.
+   */
+  uint64_t total_preemptions;
+  /**
+   * Forward passes.
+   */
+  uint64_t total_steps;
+  /**
+   * Prompt tokens computed, again after a preemption included.
+   */
+  uint64_t total_prompt_tokens;
+  /**
+   * Tokens generated.
+   */
+  uint64_t total_generated_tokens;
+  /**
+   * Prompt tokens of requests that were admitted...
+   */
+  uint64_t total_looked_up_tokens;
+  /**
+   * ...and of these, the ones whose keys and values were there already.
+   */
+  uint64_t total_cached_tokens;
+  /**
+   * total_cached_tokens / total_looked_up_tokens; 0 at first.
+   */
+  double cache_hit_rate;
+  /**
+   * Tokens generated per second, of all requests together, over the last second or two of work.
+   */
+  double tokens_per_second;
+  /**
+   * Seconds spent on steps.
+   */
+  double busy_seconds;
+  /**
+   * Blocks of the KV cache, of 32 tokens each.
+   */
+  uint64_t num_kv_blocks;
+  /**
+   * Of these, blocks of requests.
+   */
+  uint64_t num_used_kv_blocks;
+  /**
+   * Of these, blocks that nobody uses, but whose content is kept for prompts that begin like it.
+   */
+  uint64_t num_cached_kv_blocks;
+  /**
+   * The most that num_used_kv_blocks has been.
+   */
+  uint64_t peak_used_kv_blocks;
+  /**
+   * Bytes of weights, work space and KV cache at their peak: on a GPU as its allocator counts them, on the
+   * CPU with the blocks that have been used.
+   */
+  uint64_t peak_memory_bytes;
+  /**
+   * Steps by their time: bucket i counts those shorter than step_bucket_us[i] microseconds that are in no
+   * bucket before.
+   */
+  uint64_t step_counts[XSERV_STEP_BUCKETS];
+  /**
+   * The bounds of the buckets; the last is UINT64_MAX.
+   */
+  uint64_t step_bucket_us[XSERV_STEP_BUCKETS];
+} xserv_model_stats;
 
 /**
  * What a device is. Set struct_size to the sizeof it before the call.
@@ -1772,7 +2050,9 @@ void xserv_cancel_token_free(struct xserv_cancel_token *cancel_token);
 /**
  * Generates text, and returns when it is done.
  *
- * Any number of threads may call it on one model: their requests take turns, step by step. Being
+ * Any number of threads may call it on one model: their requests are computed together, in every step as many
+ * as there is room for, and none waits for another's callback. A request that does not fit at the moment waits,
+ * or makes room for others and is resumed; its output does not depend on it. Being
  * stopped by the callback or cancelled is a success: the result has what was generated, and says why
  * it ended. When the prompt and max_tokens do not fit into the context together, generation ends with
  * XSERV_FINISH_CONTEXT_FULL.
@@ -1795,7 +2075,7 @@ enum xserv_status xserv_generate(const struct xserv_model *model,
                                  struct xserv_result **result);
 
 /**
- * Describes a result.
+ * Describes a result; of several samples the first.
  *
  * info: struct_size must be set. Its pointers belong to the result.
  *
@@ -1805,6 +2085,21 @@ enum xserv_status xserv_generate(const struct xserv_model *model,
 XSERV_MUST_USE
 enum xserv_status xserv_result_get_info(const struct xserv_result *result,
                                         struct xserv_result_info *info);
+
+/**
+ * Describes one of the samples of a result (xserv_request.num_samples).
+ *
+ * sample: from 0. info: struct_size must be set. Its pointers belong to the result.
+ *
+ * Errors: XSERV_STATUS_INVALID_ARGUMENT (there is no such sample).
+ *
+ * # Safety
+ * `info` is writable for the struct_size that it claims.
+ */
+XSERV_MUST_USE
+enum xserv_status xserv_result_get_sample(const struct xserv_result *result,
+                                          size_t sample,
+                                          struct xserv_result_info *info);
 
 /**
  * The generated text of a result: UTF-8, NUL-terminated, valid until the result is freed. Should the
@@ -1817,6 +2112,104 @@ const char *xserv_result_text(const struct xserv_result *result);
  * Ends a result. NULL does nothing.
  */
 void xserv_result_free(struct xserv_result *result);
+
+/**
+ * Sets every option to its default.
+ *
+ * # Safety
+ * `options` is NULL or writable for an xserv_submit_options.
+ */
+enum xserv_status xserv_submit_options_default(struct xserv_submit_options *options);
+
+/**
+ * Hands over a request and returns at once; what is generated is told by xserv_next().
+ *
+ * Tokenizing (and rendering of messages) is done in this call. The request's cancel token, stop strings and
+ * all else may go when it returns. Freeing the model ends the request as cancelled.
+ *
+ * request: what to do. options: NULL for the defaults. submission: gets a handle, which the caller ends with
+ * xserv_submission_free().
+ *
+ * Errors: as xserv_generate().
+ *
+ * # Safety
+ * `request` is readable for its struct_size and its pointers obey their fields' comments; `options` is NULL
+ * or readable for its struct_size; `submission` is writable.
+ */
+XSERV_MUST_USE
+enum xserv_status xserv_submit(const struct xserv_model *model,
+                               const struct xserv_request *request,
+                               const struct xserv_submit_options *options,
+                               struct xserv_submission **submission);
+
+/**
+ * Takes the next event of a submission.
+ *
+ * timeout_ms: how long to wait for one: 0 not at all, XSERV_WAIT_FOREVER as long as it takes. If none comes,
+ * the event's kind is XSERV_EVENT_NONE. Once all samples have ended it is XSERV_EVENT_DONE, now and later.
+ *
+ * event: struct_size must be set.
+ *
+ * Errors: what befell a sample (XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST,
+ * XSERV_STATUS_INVALID_FILE): it has then ended, and the next call goes on with the others;
+ * XSERV_STATUS_INVALID_ARGUMENT (called in a wake-up callback).
+ *
+ * # Safety
+ * `event` is writable for the struct_size that it claims.
+ */
+XSERV_MUST_USE
+enum xserv_status xserv_next(const struct xserv_submission *submission,
+                             uint32_t timeout_ms,
+                             struct xserv_event *event);
+
+/**
+ * Whether xserv_next() would have an event without waiting: 1 or 0 through `ready`. (Rarely it then has none
+ * all the same: what came was of no interest any more.)
+ *
+ * # Safety
+ * `ready` is writable.
+ */
+XSERV_MUST_USE
+enum xserv_status xserv_poll(const struct xserv_submission *submission,
+                             uint8_t *ready);
+
+/**
+ * Ends a request: what was not taken yet is dropped, and its samples end as XSERV_FINISH_CANCELLED. Any
+ * thread may call it, at any time and any number of times.
+ */
+enum xserv_status xserv_cancel(const struct xserv_submission *submission);
+
+/**
+ * What a request came to, once xserv_next() has told XSERV_EVENT_DONE. It can be had once.
+ *
+ * result: gets a handle that the caller ends with xserv_result_free().
+ *
+ * Errors: XSERV_STATUS_INVALID_ARGUMENT (the request has not ended, or its result was had already).
+ *
+ * # Safety
+ * `result` is writable.
+ */
+XSERV_MUST_USE
+enum xserv_status xserv_submission_take_result(const struct xserv_submission *submission,
+                                               struct xserv_result **result);
+
+/**
+ * Ends a submission; a request that still runs is cancelled. Waits for its wake-up callback if that is
+ * running on another thread, and it is not called again. NULL does nothing.
+ */
+void xserv_submission_free(struct xserv_submission *submission);
+
+/**
+ * Tells how a model's requests stand. Cheap; any thread may call it at any time.
+ *
+ * stats: struct_size must be set.
+ *
+ * # Safety
+ * `stats` is writable for the struct_size that it claims.
+ */
+XSERV_MUST_USE
+enum xserv_status xserv_model_get_stats(const struct xserv_model *model,
+                                        struct xserv_model_stats *stats);
 
 /**
  * The number of usable CUDA devices: 0 without a driver, and in a library built without CUDA kernels.

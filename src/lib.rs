@@ -29,10 +29,10 @@
 //!
 //! ## Threads
 //!
-//! Calls run on the threads of the host. A model has a pool of threads of its own for its kernels; the
-//! calling thread takes part. Requests of several threads take turns, one forward pass at a time, and
-//! hold no lock while they sample or call back. Chat templates run on a thread of their own, for its
-//! large stack.
+//! Calls run on the threads of the host. A model has a pool of threads of its own for its kernels, and from its
+//! first request on one for its scheduler ([`engine`]), which runs all forward passes, takes part in their kernels,
+//! and sleeps when there is nothing to do. Callers wait for it and do the rest themselves: tokenizing,
+//! detokenizing, stop strings and callbacks. Chat templates run on a thread of their own, for its large stack.
 
 pub mod backend;
 pub mod engine;

@@ -3,12 +3,13 @@
  * which the machine can read the weights.
  *
  *     bench MODEL [--prompts 128,512] [--gen 64] [--depths 0,512] [--threads N,N] [--batch 1,4]
- *                 [--reps 3] [--untied] [--json]
+ *                 [--serve 1,8] [--reps 3] [--untied] [--json]
  *
  * Numbers are medians over --reps. Weights may be random: tests/bench/make_random_model.py makes
  * models of published shapes. Names, as in llama-bench: pp<N> is a prompt of N tokens, tg<N> the
  * generation of N tokens, _d<D> after a prompt of D tokens; _b<B> with B requests at once and _t<T>
  * with T threads, where more than one number of them is asked for. Rates of a batch are its total.
+ * serve<N> is a server's load: N requests of mixed lengths under way at any time, from one event loop.
  */
 
 #define _DEFAULT_SOURCE /* getrusage */
@@ -22,6 +23,7 @@
 
 #include "bench/bandwidth.h"
 #include "bench/measure.h"
+#include "bench/serve.h"
 #include "common/options.h"
 
 typedef struct list {
@@ -31,7 +33,7 @@ typedef struct list {
 
 typedef struct settings {
   const char *model_path;
-  list prompts, gen, depths, threads, batch;
+  list prompts, gen, depths, threads, batch, serve;
   uint32_t reps;
   bool untied, json;
 } settings;
@@ -100,6 +102,30 @@ static bool measure_row(const row *row, workload *work, uint32_t num_tokens, uin
   return good;
 }
 
+/* A server's load of `num` requests at once; once, as it is an average over many. */
+static bool measure_serve(row row, workload *work, uint32_t num) {
+  serving all;
+  row.batch = 1; /* the name says it */
+  work->batch = num;
+  if (!measure_serving(work, &all)) return false;
+  const struct {
+    const char *name, *unit, *better;
+    double value;
+  } lines[] = {
+      {"tok_s", "tok/s", "higher", all.tokens_per_second},
+      {"first_p50_s", "s", "lower", all.first_token_p50},
+      {"first_p95_s", "s", "lower", all.first_token_p95},
+      {"next_p50_s", "s", "lower", all.next_token_p50},
+      {"next_p95_s", "s", "lower", all.next_token_p95},
+  };
+  for (size_t i = 0; i < sizeof lines / sizeof *lines; i++) {
+    char name[64];
+    snprintf(name, sizeof name, "serve%u_%s", num, lines[i].name);
+    print_value(&row, name, lines[i].unit, lines[i].better, lines[i].value);
+  }
+  return true;
+}
+
 /* Everything for one number of threads, on a model loaded for it. best_single: gets the tokens per
  * second of the fastest generation without a batch. */
 static bool measure_model(const settings *all, bool first, const xserv_model *model,
@@ -123,6 +149,10 @@ static bool measure_model(const settings *all, bool first, const xserv_model *mo
       }
     }
   }
+
+  row.batch = 1;
+  for (size_t i = 0; i < all->serve.len; i++)
+    if (!measure_serve(row, &work, all->serve.values[i])) return false;
 
   struct rusage usage; /* only before the first of our own large buffers, which would count as well */
   if (first && getrusage(RUSAGE_SELF, &usage) == 0)
@@ -181,6 +211,7 @@ int main(int argc, char **argv) {
         option_list(argc, argv, &i, "--gen", 1, 1u << 20, all.gen.values, &all.gen.len) ||
         option_list(argc, argv, &i, "--depths", 0, 1u << 20, all.depths.values, &all.depths.len) ||
         option_list(argc, argv, &i, "--threads", 0, 1024, all.threads.values, &all.threads.len) ||
+        option_list(argc, argv, &i, "--serve", 1, 1024, all.serve.values, &all.serve.len) ||
         option_list(argc, argv, &i, "--batch", 1, 256, all.batch.values, &all.batch.len)) {
       /* stored */
     } else if (option_number(argc, argv, &i, "--reps", 1000, &reps)) {
@@ -198,7 +229,7 @@ int main(int argc, char **argv) {
   }
   if (all.model_path == NULL) {
     fprintf(stderr, "usage: bench MODEL [--prompts N,N] [--gen N,N] [--depths N,N] [--threads N,N] "
-                    "[--batch N,N] [--reps N] [--untied] [--json]\n");
+                    "[--batch N,N] [--serve N,N] [--reps N] [--untied] [--json]\n");
     return 2;
   }
   if (!all.json) printf("| %-26s | %12s | %-9s |\n|---|---:|---|\n", "metric", "value", "unit");

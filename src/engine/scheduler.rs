@@ -511,7 +511,8 @@ impl Scheduler {
             let blocks = self.at(*slot).map_or(&[][..], Sequence::blocks);
             within += blocks.iter().filter(|block| self.pool.num_owners(**block) == 1).count();
         }
-        if !fits(self, running, within) && !(running == 0 && needed <= within) {
+        let alone_fits = running == 0 && needed <= within;
+        if !alone_fits && !fits(self, running, within) {
             return false;
         }
         while self.running.len() > running {

@@ -62,9 +62,12 @@ fn json_has_a_line_for_every_measurement() {
 fn names_are_plain_when_one_thread_count_and_batch_is_asked_for() {
     let Some(programs) = crate::c::programs() else { return };
     let model = random_model("bench-gpt2", "gpt2-tiny");
-    let arguments = ["--prompts", "16", "--gen", "6", "--depths", "0,8", "--reps", "1"];
+    let arguments =
+        ["--prompts", "16", "--gen", "6", "--depths", "0,8", "--reps", "1", "--serve", "3"];
     let table = run(command(programs.join("bench")).arg(model).args(arguments)).stdout;
-    for name in ["load_s", "ttft128_s", "pp16_tok_s", "tg6_tok_s", "tg6_d8_tok_s", "peak_rss_mib"] {
+    let names = ["load_s", "ttft128_s", "pp16_tok_s", "tg6_tok_s", "tg6_d8_tok_s", "peak_rss_mib"];
+    let serving = ["serve3_tok_s", "serve3_first_p95_s", "serve3_next_p50_s"];
+    for name in names.iter().chain(&serving) {
         assert!(table.contains(&format!("| {name} ")), "no {name} in\n{table}");
     }
 }

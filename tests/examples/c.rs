@@ -62,6 +62,30 @@ fn generate_reports_errors() {
 }
 
 #[test]
+fn batch_answers_what_generate_answers() {
+    let Some(programs) = programs() else { return };
+    let questions = ["Hello!", "Tell me a story.", "What is 2 plus 3?", "Show me a fox emoji."];
+    let answers = questions.map(|question| {
+        let arguments = [question, "--chat", "--max-tokens", "40", "--temperature", "0"];
+        run(command(programs.join("generate")).arg(model()).args(arguments)).stdout
+    });
+    let arguments = ["--max-tokens", "40", "--temperature", "0"];
+    let together =
+        run(command(programs.join("batch")).arg(model()).args(questions).args(arguments));
+    for (question, answer) in questions.iter().zip(&answers) {
+        let expected = format!("> {question}\n{}", answer.trim_end());
+        assert!(together.stdout.contains(&expected), "no {expected:?} in {}", together.stdout);
+    }
+    let lines = questions.join("\n");
+    let piped =
+        run_with_input(command(programs.join("batch")).arg(model()).args(arguments), &lines);
+    assert_eq!(piped.stdout.matches("> ").count(), questions.len(), "{}", piped.stdout);
+    let samples = ["Tell me a story.", "--samples", "3", "--max-tokens", "8"];
+    let several = run(command(programs.join("batch")).arg(model()).args(samples));
+    assert_eq!(several.stdout.matches("> Tell").count(), 3, "{}", several.stdout);
+}
+
+#[test]
 fn chat_answers_lines_from_a_pipe() {
     let Some(programs) = programs() else { return };
     let chat = || {

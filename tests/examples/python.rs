@@ -58,6 +58,15 @@ fn example_generates() {
 }
 
 #[test]
+fn the_asyncio_example_answers_everyone() {
+    let example = package().join("serve.py");
+    let answers = run(python().arg(&example).arg(model()).args(["Hello!", "Tell me a story."]));
+    assert!(answers.stdout.starts_with("> Hello!\n"), "{}", answers.stdout);
+    assert!(answers.stdout.contains("\n> Tell me a story.\n"), "{}", answers.stdout);
+    assert!(answers.stderr.contains(" tokens in "), "{}", answers.stderr);
+}
+
+#[test]
 fn every_operator_computes_what_numpy_does() {
     // .ci/run puts numpy there.
     let numpy = repository().join("target/tools/numpy");

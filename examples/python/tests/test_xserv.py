@@ -3,6 +3,7 @@
     cd examples/python && python3 -m unittest discover tests
 """
 
+import asyncio
 import gc
 import json
 import os
@@ -43,6 +44,45 @@ class ModelTest(unittest.TestCase):
         while num_generating() and time.monotonic() < deadline:
             time.sleep(0.01)
         self.assertEqual(num_generating(), 0, "a generation is still running")
+
+
+class Async(ModelTest):
+    def test_many_at_once_are_what_they_are_alone(self):
+        options = {"temperature": 0, "max_tokens": 30, "ignore_eos": True}
+        prompts = ["Once upon a time", "Hello", "The cat", "One day", "A boat"]
+        alone = [self.model.generate(prompt, **options) for prompt in prompts]
+
+        async def stream(prompt):
+            pieces = []
+            async with self.model.generate_async(prompt, **options) as running:
+                async for piece in running:
+                    pieces.append(piece)
+            self.assertEqual("".join(pieces), running.result.text)
+            return running.result.token_ids
+
+        async def everything():
+            return await asyncio.gather(*(stream(prompt) for prompt in prompts))
+
+        self.assertEqual(asyncio.run(everything()), [result.token_ids for result in alone])
+        self.assertGreater(self.model.stats()["total_generated_tokens"], 0)
+
+    def test_a_cancelled_task_ends_its_generation(self):
+        async def first_piece_then_cancel():
+            running = self.model.generate_async("Once", **LONG)
+            await running.__anext__()
+            task = asyncio.ensure_future(running.wait())
+            await asyncio.sleep(0)
+            task.cancel()
+            with self.assertRaises(asyncio.CancelledError):
+                await task
+            running.close()
+            self.assertIsNone(running.result)
+
+        asyncio.run(first_piece_then_cancel())
+        with self.assertRaises(xserv.Error):
+            self.model.generate_async("Once", max_tokens=3, stop=[""])
+        limited = self.model.generate("Once", time_limit_ms=1, **LONG)
+        self.assertEqual(limited.finish_reason, "deadline")
 
 
 class Text(ModelTest):

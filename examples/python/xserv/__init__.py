@@ -4,6 +4,7 @@
         print(model.generate("Once upon a time", max_tokens=64).text)
 """
 
+from ._async import AsyncTextStream
 from ._library import Error, library as _loaded
 from ._model import Inspection, Logits, MemoryPlan, Model, ModelInfo, inspect, plan
 from ._stream import Result, TextStream
@@ -14,6 +15,7 @@ __version__ = "0.1.0"
 library_version: str = _loaded.xserv_version().decode()
 
 __all__ = [
+    "AsyncTextStream",
     "Error",
     "Inspection",
     "Logits",

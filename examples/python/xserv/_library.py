@@ -12,6 +12,7 @@ from ctypes import (
     c_char_p,
     c_double,
     c_float,
+    c_int32,
     c_size_t,
     c_uint8,
     c_uint32,
@@ -37,7 +38,11 @@ FINISH_REASONS = {
     3: "context_full",
     4: "callback",
     5: "cancelled",
+    6: "deadline",
 }
+EVENT_NONE, EVENT_TOKEN, EVENT_TEXT, EVENT_END, EVENT_DONE = range(5)
+WAIT_FOREVER = 0xFFFFFFFF
+STEP_BUCKETS = 20
 
 # bool is what C's bool returns. A callback catches what it raises: ctypes would return garbage.
 ProgressCallback = CFUNCTYPE(c_bool, c_float, c_void_p)
@@ -59,6 +64,9 @@ class LoadOptions(Structure):
         ("progress_user_data", c_void_p),
         ("log", LogCallback),
         ("log_user_data", c_void_p),
+        ("max_batch_size", c_uint32),
+        ("prefix_cache", c_uint8),
+        ("reserved2", c_uint8 * 3),
     ]
 
 
@@ -186,6 +194,10 @@ class Request(Structure):
         ("skip_special_tokens", c_uint8),
         ("ignore_eos", c_uint8),
         ("reserved", c_uint8 * 3),
+        ("priority", c_int32),
+        ("num_samples", c_uint32),
+        ("time_limit_ms", c_uint64),
+        ("cache_key", c_uint64),
     ]
 
 
@@ -196,6 +208,8 @@ class TokenEvent(Structure):
         ("text_len", c_size_t),
         ("token_id", c_uint32),
         ("num_tokens", c_uint32),
+        ("sample", c_uint32),
+        ("reserved", c_uint32),
     ]
 
 
@@ -214,6 +228,63 @@ class ResultInfo(Structure):
         ("total_seconds", c_double),
         ("prompt_tokens_per_second", c_double),
         ("tokens_per_second", c_double),
+        ("num_cached_tokens", c_size_t),
+        ("num_preemptions", c_uint32),
+        ("num_samples", c_uint32),
+    ]
+
+
+WakeCallback = CFUNCTYPE(None, c_void_p)
+
+
+class SubmitOptions(Structure):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("wake", WakeCallback),
+        ("wake_user_data", c_void_p),
+        ("wake_fd", c_int32),
+        ("reserved", c_uint32),
+    ]
+
+
+class Event(Structure):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("kind", c_uint32),
+        ("sample", c_uint32),
+        ("text", c_void_p),
+        ("text_len", c_size_t),
+        ("token_id", c_uint32),
+        ("num_tokens", c_uint32),
+        ("finish_reason", c_uint32),
+        ("reserved", c_uint32),
+    ]
+
+
+class ModelStats(Structure):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("num_running", c_uint64),
+        ("num_waiting", c_uint64),
+        ("num_preempted", c_uint64),
+        ("total_submitted", c_uint64),
+        ("total_ended", c_uint64),
+        ("total_preemptions", c_uint64),
+        ("total_steps", c_uint64),
+        ("total_prompt_tokens", c_uint64),
+        ("total_generated_tokens", c_uint64),
+        ("total_looked_up_tokens", c_uint64),
+        ("total_cached_tokens", c_uint64),
+        ("cache_hit_rate", c_double),
+        ("tokens_per_second", c_double),
+        ("busy_seconds", c_double),
+        ("num_kv_blocks", c_uint64),
+        ("num_used_kv_blocks", c_uint64),
+        ("num_cached_kv_blocks", c_uint64),
+        ("peak_used_kv_blocks", c_uint64),
+        ("peak_memory_bytes", c_uint64),
+        ("step_counts", c_uint64 * STEP_BUCKETS),
+        ("step_bucket_us", c_uint64 * STEP_BUCKETS),
     ]
 
 
@@ -252,6 +323,13 @@ _FUNCTIONS = {
     "xserv_generate": (c_uint32, [c_void_p, POINTER(Request), TokenCallback, c_void_p, _HANDLE]),
     "xserv_result_get_info": (c_uint32, [c_void_p, POINTER(ResultInfo)]),
     "xserv_result_free": (None, [c_void_p]),
+    "xserv_submit_options_default": (c_uint32, [POINTER(SubmitOptions)]),
+    "xserv_submit": (c_uint32, [c_void_p, POINTER(Request), POINTER(SubmitOptions), _HANDLE]),
+    "xserv_next": (c_uint32, [c_void_p, c_uint32, POINTER(Event)]),
+    "xserv_cancel": (c_uint32, [c_void_p]),
+    "xserv_submission_take_result": (c_uint32, [c_void_p, _HANDLE]),
+    "xserv_submission_free": (None, [c_void_p]),
+    "xserv_model_get_stats": (c_uint32, [c_void_p, POINTER(ModelStats)]),
 }
 
 

@@ -27,6 +27,7 @@ from typing import (
 from . import _library as c
 from ._library import check, library
 from ._request import GenerateOptions, Messages, build_request, choice, json_bytes, set_number, token_array
+from ._async import AsyncTextStream
 from ._stream import Result, TextStream
 
 if TYPE_CHECKING:
@@ -243,8 +244,8 @@ class Model:
     """A loaded model. Use it as a context manager, or call close(); any thread may use it.
 
     Options, all optional: device ("auto", "cpu", "cuda"), dtype ("auto", "f32", "f16", "bf16"),
-    num_threads, map_files, max_context_tokens, kv_cache_tokens, max_memory_bytes; and two callables:
-    progress(fraction), which may return False to cancel the load, and log(level, message). Their
+    num_threads, map_files, max_context_tokens, kv_cache_tokens, max_memory_bytes, max_batch_size,
+    prefix_cache; and two callables: progress(fraction), which may return False to cancel the load, and log(level, message). Their
     meaning is that of xserv_load_options in xserv.h.
     """
 
@@ -259,6 +260,8 @@ class Model:
         max_context_tokens: int = 0,
         kv_cache_tokens: int = 0,
         max_memory_bytes: int = 0,
+        max_batch_size: int = 0,
+        prefix_cache: bool = True,
         progress: Optional[Callable[[float], Optional[bool]]] = None,
         log: Optional[Callable[[str, str], None]] = None,
     ) -> None:
@@ -266,6 +269,8 @@ class Model:
         options = _load_options(
             device, dtype, num_threads, map_files, max_context_tokens, kv_cache_tokens, max_memory_bytes
         )
+        options.prefix_cache = prefix_cache
+        set_number(options, "max_batch_size", max_batch_size)
 
         raised: List[BaseException] = []
         interrupted = threading.Event()
@@ -402,8 +407,20 @@ class Model:
         when it has ended. Further keywords: tools, variables (of the chat template), max_tokens,
         temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty,
         seed, stop (a string or several), stop_token_ids, ignore_eos, skip_special_tokens,
-        add_generation_prompt, add_special_tokens, parse_special_tokens. They mean what xserv_request
+        add_generation_prompt, add_special_tokens, parse_special_tokens, priority, time_limit_ms,
+        cache_key. They mean what xserv_request
         in xserv.h says; what is not given comes from the model's generation_config.json.
         """
         running = TextStream(self, build_request(prompt, **options), want_text=stream)
         return running if stream else running.wait()
+
+    def generate_async(self, prompt: Optional[str] = None, **options: Unpack[GenerateOptions]) -> AsyncTextStream:
+        """The same for asyncio: `async for piece in stream`, or `await stream.wait()` for the Result."""
+        return AsyncTextStream(self, build_request(prompt, **options))
+
+    def stats(self) -> Dict[str, Any]:
+        """How the model's requests stand; the keys are the fields of xserv_model_stats in xserv.h."""
+        stats = c.ModelStats(struct_size=sizeof(c.ModelStats))
+        check(library.xserv_model_get_stats(self.handle, byref(stats)))
+        values = {name: getattr(stats, name) for name, *_ in stats._fields_ if name != "struct_size"}
+        return {name: list(value) if name.startswith("step_") else value for name, value in values.items()}

@@ -35,6 +35,9 @@ class GenerateOptions(TypedDict, total=False):
     parse_special_tokens: bool
     skip_special_tokens: bool
     ignore_eos: bool
+    priority: int
+    time_limit_ms: int
+    cache_key: int
 
 
 # Fields of xserv_request that are numbers, and those that are switches, by the same names.
@@ -48,6 +51,9 @@ _NUMBERS = (
     "presence_penalty",
     "frequency_penalty",
     "seed",
+    "priority",
+    "time_limit_ms",
+    "cache_key",
 )
 _SWITCHES = (
     "add_generation_prompt",

@@ -20,7 +20,9 @@ class Result:
     text: str
     token_ids: List[int]
     num_prompt_tokens: int
-    #: "stop_token", "stop_string", "max_tokens", "context_full", "callback" or "cancelled".
+    #: Of these, the ones whose keys and values were there already.
+    num_cached_tokens: int
+    #: "stop_token", "stop_string", "max_tokens", "context_full", "callback", "cancelled" or "deadline".
     finish_reason: str
     seed: int
     time_to_first_token_seconds: float
@@ -32,7 +34,7 @@ class Result:
         return self.text
 
 
-def _take_result(handle: c_void_p) -> Result:
+def take_result(handle: c_void_p) -> Result:
     try:
         info = c.ResultInfo(struct_size=sizeof(c.ResultInfo))
         check(library.xserv_result_get_info(handle, byref(info)))
@@ -40,6 +42,7 @@ def _take_result(handle: c_void_p) -> Result:
             text=string_at(info.text, info.text_len).decode(),
             token_ids=info.token_ids[: info.num_tokens] if info.num_tokens else [],
             num_prompt_tokens=info.num_prompt_tokens,
+            num_cached_tokens=info.num_cached_tokens,
             finish_reason=c.FINISH_REASONS.get(info.finish_reason, "unknown"),
             seed=info.seed,
             time_to_first_token_seconds=info.time_to_first_token_seconds,
@@ -109,7 +112,7 @@ class _Job:
         try:
             try:
                 check(library.xserv_generate(self.model.handle, byref(self.request), self.callback, None, byref(handle)))
-                result = _take_result(handle)
+                result = take_result(handle)
                 if self.failure is not None:
                     raise self.failure
                 self._put(("result", result))

@@ -1,0 +1,151 @@
+/*
+ * Answers many questions at once from one thread, as a server's event loop would: submits them all, sleeps
+ * until the library has news, and prints each answer when it is complete.
+ *
+ *     batch MODEL [QUESTION...] [--max-tokens N] [--samples N] [--temperature T]
+ *
+ * Without questions they are read from standard input, one a line.
+ */
+
+#define _GNU_SOURCE /* getline */
+
+#include <poll.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <xserv.h>
+
+#include "common/options.h"
+#include "common/text_buffer.h"
+
+enum { MAX_QUESTIONS = 1024 };
+
+typedef struct job {
+  const char *question;
+  text_buffer messages;
+  xserv_submission *submission;
+  bool done;
+} job;
+
+static int report(const char *what, xserv_status status) {
+  fprintf(stderr, "batch: %s: %s (%s)\n", what, xserv_last_error(), xserv_status_name(status));
+  return 1;
+}
+
+/* Prints what a request has come to. */
+static xserv_status print_answers(const job *self) {
+  xserv_result *result;
+  xserv_status status = xserv_submission_take_result(self->submission, &result);
+  if (status != XSERV_STATUS_OK) return status;
+  xserv_result_info info = {.struct_size = sizeof info};
+  for (size_t sample = 0; sample == 0 || sample < info.num_samples; sample++) {
+    status = xserv_result_get_sample(result, sample, &info);
+    if (status != XSERV_STATUS_OK) break;
+    printf("> %s\n%s\n", self->question, info.text);
+    fprintf(stderr, "[%zu prompt tokens, %zu of them cached, %zu generated]\n", info.num_prompt_tokens,
+            info.num_cached_tokens, info.num_tokens);
+  }
+  xserv_result_free(result);
+  return status;
+}
+
+/* Takes all events that are there. */
+static xserv_status take_events(job *self) {
+  xserv_event event = {.struct_size = sizeof event};
+  while (!self->done) {
+    xserv_status status = xserv_next(self->submission, 0, &event);
+    if (status != XSERV_STATUS_OK) return status;
+    if (event.kind == XSERV_EVENT_NONE) break;
+    /* XSERV_EVENT_TOKEN and _TEXT carry pieces of text; here the whole is enough. */
+    if (event.kind != XSERV_EVENT_DONE) continue;
+    self->done = true;
+    return print_answers(self);
+  }
+  return XSERV_STATUS_OK;
+}
+
+static xserv_status run(const xserv_model *model, job *jobs, size_t num_jobs, xserv_request request, int fd) {
+  xserv_submit_options options;
+  xserv_status status = xserv_submit_options_default(&options);
+  options.wake_fd = fd;
+  for (size_t i = 0; i < num_jobs && status == XSERV_STATUS_OK; i++) {
+    text_append(&jobs[i].messages, "[");
+    text_append_message(&jobs[i].messages, "user", jobs[i].question, strlen(jobs[i].question));
+    text_append(&jobs[i].messages, "]");
+    request.messages_json = jobs[i].messages.data;
+    status = xserv_submit(model, &request, &options, &jobs[i].submission);
+  }
+  for (size_t num_done = 0; num_done < num_jobs && status == XSERV_STATUS_OK;) {
+    struct pollfd wait = {.fd = fd, .events = POLLIN};
+    uint64_t news;
+    if (poll(&wait, 1, -1) < 0 || read(fd, &news, sizeof news) < 0) continue;
+    num_done = 0;
+    for (size_t i = 0; i < num_jobs && status == XSERV_STATUS_OK; i++) {
+      status = take_events(&jobs[i]);
+      num_done += jobs[i].done;
+    }
+  }
+  return status;
+}
+
+int main(int argc, char **argv) {
+  static job jobs[MAX_QUESTIONS];
+  size_t num_jobs = 0;
+  const char *model_path = NULL;
+  xserv_request request;
+  if (xserv_request_default(&request) != XSERV_STATUS_OK) return 1;
+  request.max_tokens = 128;
+  for (int i = 1; i < argc; i++) {
+    uint64_t number = 0;
+    if (option_number(argc, argv, &i, "--max-tokens", UINT32_MAX - 1, &number)) {
+      request.max_tokens = (uint32_t)number;
+    } else if (option_number(argc, argv, &i, "--samples", 256, &number)) {
+      request.num_samples = (uint32_t)number;
+    } else if (option_float(argc, argv, &i, "--temperature", &request.temperature)) {
+      /* stored */
+    } else if (argv[i][0] == '-') {
+      fprintf(stderr, "batch: unknown option %s\n", argv[i]);
+      return 2;
+    } else if (model_path == NULL) {
+      model_path = argv[i];
+    } else if (num_jobs < MAX_QUESTIONS) {
+      jobs[num_jobs++].question = argv[i];
+    }
+  }
+  if (model_path == NULL) {
+    fprintf(stderr, "usage: batch MODEL [QUESTION...] [--max-tokens N] [--samples N] [--temperature T]\n");
+    return 2;
+  }
+  char *lines[MAX_QUESTIONS] = {NULL};
+  if (num_jobs == 0) {
+    size_t room = 0;
+    ssize_t len;
+    while (num_jobs < MAX_QUESTIONS && (len = getline(&lines[num_jobs], &room, stdin)) > 0) {
+      lines[num_jobs][strcspn(lines[num_jobs], "\n")] = '\0';
+      jobs[num_jobs].question = lines[num_jobs];
+      num_jobs++;
+      room = 0;
+    }
+  }
+
+  xserv_model *model = NULL;
+  int exit_code = 0, fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
+  xserv_status status = xserv_load(model_path, NULL, &model);
+  if (status != XSERV_STATUS_OK) {
+    exit_code = report("load", status);
+  } else {
+    status = run(model, jobs, num_jobs, request, fd);
+    if (status != XSERV_STATUS_OK) exit_code = report("run", status);
+  }
+  for (size_t i = 0; i < num_jobs; i++) {
+    xserv_submission_free(jobs[i].submission);
+    text_free(&jobs[i].messages);
+  }
+  for (size_t i = 0; i < MAX_QUESTIONS; i++) free(lines[i]);
+  xserv_model_free(model);
+  close(fd);
+  return exit_code;
+}
