@@ -3,13 +3,14 @@
  * which the machine can read the weights.
  *
  *     bench MODEL [--prompts 128,512] [--gen 64] [--depths 0,512] [--threads N,N] [--batch 1,4]
- *                 [--serve 1,8] [--reps 3] [--untied] [--json]
+ *                 [--serve 1,8] [--offline 256] [--reps 3] [--untied] [--json]
  *
  * Numbers are medians over --reps. Weights may be random: tests/bench/make_random_model.py makes
  * models of published shapes. Names, as in llama-bench: pp<N> is a prompt of N tokens, tg<N> the
  * generation of N tokens, _d<D> after a prompt of D tokens; _b<B> with B requests at once and _t<T>
  * with T threads, where more than one number of them is asked for. Rates of a batch are its total.
- * serve<N> is a server's load: N requests of mixed lengths under way at any time, from one event loop.
+ * serve<N> is a server's load: N requests of mixed lengths under way at any time, from one event loop;
+ * offline<N> is N long requests submitted at once.
  */
 
 #define _DEFAULT_SOURCE /* getrusage */
@@ -33,7 +34,7 @@ typedef struct list {
 
 typedef struct settings {
   const char *model_path;
-  list prompts, gen, depths, threads, batch, serve;
+  list prompts, gen, depths, threads, batch, serve, offline;
   uint32_t reps;
   bool untied, json;
 } settings;
@@ -102,12 +103,11 @@ static bool measure_row(const row *row, workload *work, uint32_t num_tokens, uin
   return good;
 }
 
-/* A server's load of `num` requests at once; once, as it is an average over many. */
-static bool measure_serve(row row, workload *work, uint32_t num) {
+/* A server's load; once, as it is an average over many requests. */
+static bool measure_serve(row row, workload *work, const char *what, const load *load) {
   serving all;
   row.batch = 1; /* the name says it */
-  work->batch = num;
-  if (!measure_serving(work, &all)) return false;
+  if (!measure_serving(work, load, &all)) return false;
   const struct {
     const char *name, *unit, *better;
     double value;
@@ -120,7 +120,7 @@ static bool measure_serve(row row, workload *work, uint32_t num) {
   };
   for (size_t i = 0; i < sizeof lines / sizeof *lines; i++) {
     char name[64];
-    snprintf(name, sizeof name, "serve%u_%s", num, lines[i].name);
+    snprintf(name, sizeof name, "%s%u_%s", what, load->at_once, lines[i].name);
     print_value(&row, name, lines[i].unit, lines[i].better, lines[i].value);
   }
   return true;
@@ -151,8 +151,14 @@ static bool measure_model(const settings *all, bool first, const xserv_model *mo
   }
 
   row.batch = 1;
-  for (size_t i = 0; i < all->serve.len; i++)
-    if (!measure_serve(row, &work, all->serve.values[i])) return false;
+  for (size_t i = 0; i < all->serve.len; i++) {
+    load load = chat_load(all->serve.values[i]);
+    if (!measure_serve(row, &work, "serve", &load)) return false;
+  }
+  for (size_t i = 0; i < all->offline.len; i++) {
+    load load = offline_load(all->offline.values[i]);
+    if (!measure_serve(row, &work, "offline", &load)) return false;
+  }
 
   struct rusage usage; /* only before the first of our own large buffers, which would count as well */
   if (first && getrusage(RUSAGE_SELF, &usage) == 0)
@@ -212,6 +218,7 @@ int main(int argc, char **argv) {
         option_list(argc, argv, &i, "--depths", 0, 1u << 20, all.depths.values, &all.depths.len) ||
         option_list(argc, argv, &i, "--threads", 0, 1024, all.threads.values, &all.threads.len) ||
         option_list(argc, argv, &i, "--serve", 1, 1024, all.serve.values, &all.serve.len) ||
+        option_list(argc, argv, &i, "--offline", 1, 1024, all.offline.values, &all.offline.len) ||
         option_list(argc, argv, &i, "--batch", 1, 256, all.batch.values, &all.batch.len)) {
       /* stored */
     } else if (option_number(argc, argv, &i, "--reps", 1000, &reps)) {
@@ -229,7 +236,7 @@ int main(int argc, char **argv) {
   }
   if (all.model_path == NULL) {
     fprintf(stderr, "usage: bench MODEL [--prompts N,N] [--gen N,N] [--depths N,N] [--threads N,N] "
-                    "[--batch N,N] [--serve N,N] [--reps N] [--untied] [--json]\n");
+                    "[--batch N,N] [--serve N,N] [--offline N,N] [--reps N] [--untied] [--json]\n");
     return 2;
   }
   if (!all.json) printf("| %-26s | %12s | %-9s |\n|---|---:|---|\n", "metric", "value", "unit");

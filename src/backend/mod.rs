@@ -4,7 +4,8 @@ mod context;
 pub mod cpu;
 pub mod cuda;
 mod device_tensor;
+mod graph_cache;
 
 pub use context::{ComputeContext, ContextBackend};
-pub(crate) use cuda::Graph as WorkGraph;
 pub use device_tensor::{Arena, DeviceTensor, PinnedBuffer};
+pub(crate) use graph_cache::GraphCache;

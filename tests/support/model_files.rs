@@ -152,7 +152,7 @@ impl TestModel {
 
     /// The same without biases, with hidden size 256 and heads of 128: sizes that all kernels of decoding serve.
     pub fn wide_qwen3(seed: u64) -> Self {
-        Self::with_sizes(seed, (256, 384, 1000), 128, false)
+        Self::with_sizes(seed, (256, 768, 1000), 128, false)
     }
 
     fn with_sizes(

@@ -8,8 +8,6 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
-enum { LONGEST_PROMPT = 128, MOST_TOKENS = 64, ROUNDS = 4 };
-
 typedef struct slot {
   xserv_submission *submission; /* NULL: free */
   double last;                  /* when it was submitted, or its last token came */
@@ -38,18 +36,25 @@ static double percentile(times *all, double share) {
   return all->values[(size_t)(share * (double)(all->len - 1))];
 }
 
-static xserv_status submit(const workload *work, uint64_t *state, int fd, slot *self) {
-  uint32_t prompt[LONGEST_PROMPT];
+load chat_load(uint32_t num) { return (load){num, 4 * num, 16, 128, 16, 64, 0.0f}; }
+
+load offline_load(uint32_t num) { return (load){num, num, 100, 1024, 100, 1024, 0.6f}; }
+
+static xserv_status submit(const workload *work, const load *load, uint64_t *state, int fd, uint32_t *prompt,
+                           slot *self) {
   xserv_request request;
   xserv_submit_options options;
   xserv_status status = xserv_request_default(&request);
   if (status == XSERV_STATUS_OK) status = xserv_submit_options_default(&options);
   if (status != XSERV_STATUS_OK) return status;
-  request.num_prompt_tokens = draw(state, 16, LONGEST_PROMPT);
-  request.max_tokens = draw(state, 16, MOST_TOKENS);
+  request.num_prompt_tokens = draw(state, load->least_prompt, load->most_prompt);
+  request.max_tokens = draw(state, load->least_tokens, load->most_tokens);
   for (size_t i = 0; i < request.num_prompt_tokens; i++) prompt[i] = draw(state, 0, work->vocab_size - 1);
   request.prompt_tokens = prompt;
-  request.temperature = 0.0f;
+  request.temperature = load->temperature;
+  request.top_k = 0;
+  request.top_p = 1.0f;
+  request.seed = *state;
   request.ignore_eos = 1;
   options.wake_fd = fd;
   self->last = instant_now().wall;
@@ -76,13 +81,14 @@ static xserv_status take_events(slot *self, times *first, times *next) {
   }
 }
 
-bool measure_serving(workload *work, serving *result) {
-  const uint32_t total = ROUNDS * work->batch;
+bool measure_serving(workload *work, const load *load, serving *result) {
+  const uint32_t total = load->total, at_once = load->at_once;
   uint64_t state = ++work->seed;
-  slot *slots = calloc(work->batch, sizeof *slots);
-  times first = {calloc(total, sizeof(double)), 0}, next = {calloc((size_t)total * MOST_TOKENS, sizeof(double)), 0};
+  slot *slots = calloc(at_once, sizeof *slots);
+  times first = {calloc(total, sizeof(double)), 0}, next = {calloc((size_t)total * load->most_tokens, sizeof(double)), 0};
+  uint32_t *prompt = calloc(load->most_prompt, sizeof *prompt);
   int fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
-  if (slots == NULL || first.values == NULL || next.values == NULL || fd < 0) {
+  if (slots == NULL || first.values == NULL || next.values == NULL || prompt == NULL || fd < 0) {
     fprintf(stderr, "bench: out of memory or descriptors\n");
     exit(1);
   }
@@ -90,9 +96,9 @@ bool measure_serving(workload *work, serving *result) {
   uint32_t submitted = 0, ended = 0;
   double begin = instant_now().wall;
   while (ended < total && status == XSERV_STATUS_OK) {
-    for (uint32_t i = 0; i < work->batch && status == XSERV_STATUS_OK; i++) {
+    for (uint32_t i = 0; i < at_once && status == XSERV_STATUS_OK; i++) {
       if (slots[i].submission == NULL && submitted < total) {
-        status = submit(work, &state, fd, &slots[i]);
+        status = submit(work, load, &state, fd, prompt, &slots[i]);
         submitted++;
       }
       if (status != XSERV_STATUS_OK || slots[i].submission == NULL) continue;
@@ -102,7 +108,7 @@ bool measure_serving(workload *work, serving *result) {
     struct pollfd wait = {.fd = fd, .events = POLLIN};
     uint64_t news;
     /* A request that has just ended makes room for the next at once. */
-    if (ended + work->batch > submitted && submitted < total) continue;
+    if (ended + at_once > submitted && submitted < total) continue;
     if (ended < total && status == XSERV_STATUS_OK && poll(&wait, 1, 1000) > 0 &&
         read(fd, &news, sizeof news) < 0)
       break;
@@ -112,8 +118,9 @@ bool measure_serving(workload *work, serving *result) {
     fprintf(stderr, "bench: %s (%s)\n", xserv_last_error(), xserv_status_name(status));
   *result = (serving){(double)(first.len + next.len) / seconds, percentile(&first, 0.5),
                       percentile(&first, 0.95), percentile(&next, 0.5), percentile(&next, 0.95)};
-  for (uint32_t i = 0; i < work->batch; i++) xserv_submission_free(slots[i].submission);
+  for (uint32_t i = 0; i < at_once; i++) xserv_submission_free(slots[i].submission);
   free(slots);
+  free(prompt);
   free(first.values);
   free(next.values);
   close(fd);

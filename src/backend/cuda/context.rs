@@ -47,6 +47,8 @@ pub struct CudaContext {
     /// A [`FaultRecord`], shared with the GPU.
     faults: Block,
     num_launches: AtomicU64,
+    /// See [`CudaContext::prefer_shared_memory`]; negative: no preference.
+    shared_memory_percent: AtomicI32,
     /// See [`CudaContext::counters`].
     counters: OnceLock<Block>,
 }
@@ -204,6 +206,7 @@ impl CudaContext {
             pinned,
             faults,
             num_launches: AtomicU64::new(0),
+            shared_memory_percent: AtomicI32::new(-1),
             counters: OnceLock::new(),
         })
     }
@@ -356,6 +359,14 @@ impl CudaContext {
         unsafe { self.launch_as(source, name, launch, arguments, overlaps, cluster) }
     }
 
+    /// From now on launches ask for so many hundredths of an SM's memory as shared memory, the rest being first-level
+    /// cache; `None`: what the driver thinks best. Kernels that overlap should ask for the same: an SM changes
+    /// over only when it is empty.
+    pub(crate) fn prefer_shared_memory(&self, percent: Option<i32>) {
+        let percent = if self.device.info().compute_capability.0 >= 9 { percent } else { None };
+        self.shared_memory_percent.store(percent.unwrap_or(-1), Ordering::Relaxed);
+    }
+
     /// Is the kernel `name` of `csrc/ops/<source>.cu` built in for this device?
     pub(crate) fn has_kernel(&self, source: &'static str, name: &'static str) -> bool {
         self.device.function(source, name).is_ok()
@@ -387,8 +398,14 @@ impl CudaContext {
             id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_IGNORE,
             pad: [0; 4],
             value: sys::CUlaunchAttributeValue { pad: [0; 64] },
-        }; 2];
-        let [overlap, clusters] = &mut attributes;
+        }; 3];
+        let [overlap, clusters, carveout] = &mut attributes;
+        let percent = self.shared_memory_percent.load(Ordering::Relaxed);
+        if percent >= 0 {
+            use sys::CUlaunchAttributeID::*;
+            carveout.id = CU_LAUNCH_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT;
+            carveout.value.sharedMemCarveout = percent as u32;
+        }
         if overlaps {
             overlap.id =
                 sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;

@@ -13,15 +13,16 @@
 use super::record::DeviceRecord;
 use super::workspace::DeviceWorkspace;
 use super::CudaModel;
-use crate::backend::{ComputeContext, DeviceTensor};
+use crate::backend::{ComputeContext, ContextBackend, DeviceTensor};
 use crate::error::{Error, Result};
 use crate::memory::{DType, Tensor};
 use crate::model::kv_cache::{DeviceKvLayer, KvCache};
 use crate::model::qwen3::{Qwen3Layer, Qwen3Weights};
 use crate::model::ModelConfig;
 use crate::ops::stepwise::{
-    decode_attention, embedding_step, has_decode_attention, has_skinny_gemm, is_skinny_weight,
-    rms_norm_step, skinny_gemm, DecodeSequences, KvSlots, LinearResult, QkNormRope, SKINNY_TOKENS,
+    decode_attention, decode_gemv, embedding_step, has_decode_attention, has_decode_gemv,
+    has_skinny_gemm, is_gemv_weight, is_skinny_weight, rms_norm_step, skinny_gemm, DecodeSequences,
+    KvSlots, LinearResult, QkNormRope, GEMV_TOKENS, SKINNY_TOKENS,
 };
 
 /// What of this file serves a model.
@@ -31,6 +32,8 @@ pub(super) struct DecodeKernels {
     pub attention: bool,
     /// The whole chain.
     pub chain: bool,
+    /// Its form for one and two sequences, with the norms fused.
+    pub gemv: bool,
 }
 
 impl DecodeKernels {
@@ -61,7 +64,17 @@ impl DecodeKernels {
             && config.hidden_size <= 16384
             && is_skinny_weight(weights.tokens.output(), LinearResult::Plain)
             && weights.layers.iter().all(fits);
-        DecodeKernels { attention, chain }
+        let fits = |layer: &Qwen3Layer<DeviceTensor, DeviceTensor>| {
+            is_gemv_weight(&layer.qkv_proj, LinearResult::Plain)
+                && is_gemv_weight(&layer.o_proj, LinearResult::Residual)
+                && is_gemv_weight(&layer.gate_up_proj, LinearResult::SwiGlu)
+                && is_gemv_weight(&layer.down_proj, LinearResult::Residual)
+        };
+        let gemv = chain
+            && has_decode_gemv(context)
+            && is_gemv_weight(weights.tokens.output(), LinearResult::Plain)
+            && weights.layers.iter().all(fits);
+        DecodeKernels { attention, chain, gemv }
     }
 }
 
@@ -78,6 +91,30 @@ impl CudaModel {
         kv: &KvCache,
         workspace: &DeviceWorkspace,
     ) -> Result<DeviceTensor> {
+        let num_seqs = record.context_lens.num_elements() as usize;
+        let is_gemv = self.decode_kernels.gemv && num_seqs <= GEMV_TOKENS;
+        let ContextBackend::Cuda(cuda) = self.context.backend() else {
+            return Err(Error::internal("a model of a device on the CPU"));
+        };
+        if is_gemv {
+            // Loads under way need the first-level cache: with less of it a step of Qwen3-8B takes 5 % longer. Small
+            // models wait for each other's kernels rather than for memory.
+            let is_small = num_seqs == 1 && config.hidden_size < 2048;
+            cuda.prefer_shared_memory(Some(if is_small { 100 } else { 45 }));
+        }
+        let done = self.decode_layers(config, record, kv, workspace, is_gemv);
+        cuda.prefer_shared_memory(None);
+        done
+    }
+
+    fn decode_layers(
+        &self,
+        config: &ModelConfig,
+        record: &DeviceRecord,
+        kv: &KvCache,
+        workspace: &DeviceWorkspace,
+        is_gemv: bool,
+    ) -> Result<DeviceTensor> {
         let context = &*self.context;
         let num_seqs = record.context_lens.num_elements() as usize;
         let rows =
@@ -90,18 +127,29 @@ impl CudaModel {
         let (weights, eps) = (&self.weights, config.norm_eps);
         let (table, chosen) = (&weights.tokens.embedding, &workspace.steps.chosen);
         embedding_step(context, table, token_ids, token_sources, chosen, &hidden)?;
+        let linear = |norm: &DeviceTensor, weight: &DeviceTensor, result, out: &DeviceTensor| {
+            if is_gemv {
+                return decode_gemv(context, &hidden, Some((norm, eps)), weight, result, out);
+            }
+            rms_norm_step(context, &hidden, norm, eps, &normed)?;
+            skinny_gemm(context, &normed, weight, result, out)
+        };
+        let add_linear = |x: &DeviceTensor, weight: &DeviceTensor| {
+            let result = LinearResult::Residual;
+            match is_gemv {
+                true => decode_gemv(context, x, None, weight, result, &hidden),
+                false => skinny_gemm(context, x, weight, result, &hidden),
+            }
+        };
         for (index, layer) in weights.layers.iter().enumerate() {
-            rms_norm_step(context, &hidden, &layer.input_norm, eps, &normed)?;
-            skinny_gemm(context, &normed, &layer.qkv_proj, LinearResult::Plain, &qkv)?;
+            linear(&layer.input_norm, &layer.qkv_proj, LinearResult::Plain, &qkv)?;
             let cache = kv.device_layer(index)?;
             self.attend_new_tokens(config, layer, cache, record, workspace, &qkv, &attn_out)?;
-            skinny_gemm(context, &attn_out, &layer.o_proj, LinearResult::Residual, &hidden)?;
-            rms_norm_step(context, &hidden, &layer.post_norm, eps, &normed)?;
-            skinny_gemm(context, &normed, &layer.gate_up_proj, LinearResult::SwiGlu, &mlp_act)?;
-            skinny_gemm(context, &mlp_act, &layer.down_proj, LinearResult::Residual, &hidden)?;
+            add_linear(&attn_out, &layer.o_proj)?;
+            linear(&layer.post_norm, &layer.gate_up_proj, LinearResult::SwiGlu, &mlp_act)?;
+            add_linear(&mlp_act, &layer.down_proj)?;
         }
-        rms_norm_step(context, &hidden, &weights.final_norm, eps, &normed)?;
-        skinny_gemm(context, &normed, weights.tokens.output(), LinearResult::Plain, &logits)?;
+        linear(&weights.final_norm, weights.tokens.output(), LinearResult::Plain, &logits)?;
         Ok(logits)
     }
 

@@ -16,7 +16,7 @@ use crate::model::batch::ForwardBatch;
 use crate::model::kv_cache::KvCache;
 use crate::model::step::{Step, StepResult, TokenChoice, FROM_BATCH, NO_TOKEN};
 use crate::model::ModelConfig;
-use crate::ops::stepwise::{sample, SampleBuffers, SAMPLE_PARTS};
+use crate::ops::stepwise::{sample, DecodeScratch, SampleBuffers, SAMPLE_PARTS};
 use crate::ops::tensor::{cast, copy};
 
 /// Steps that may be under way: the host prepares one while the device computes another.
@@ -242,10 +242,19 @@ impl CudaModel {
             let normed = self.hidden_states(config, &record, &how, kv, workspace, &|| false)?;
             normed.map_or(Ok(()), |normed| self.choose(config, &record, &normed, workspace))
         };
-        // SAFETY: all tensors are parts of the model, the cache and the workspace, which outlive the graphs: a
-        // workspace is replaced as a whole, and a larger record clears them. Operators take other memory only
-        // from the context, which keeps it.
-        let done = unsafe { graphs.run(&self.context, key, queue) };
+        // Each stands for the allocation that it is a part of.
+        let tensors = [
+            &self.weights.final_norm,
+            &self.cos,
+            &kv.device_layer(0)?.k,
+            &workspace.hidden,
+            &workspace.steps.chosen,
+            &record.slots,
+        ];
+        let scratch = workspace.decode_scratch.as_ref().map(DecodeScratch::memory);
+        let mut all = try_with_capacity(tensors.len() + 1, "the tensors of a graph")?;
+        all.extend(tensors.into_iter().chain(scratch));
+        let done = graphs.run(&self.context, key, &all, queue);
         workspace.steps.graphs = graphs;
         done
     }

@@ -84,6 +84,11 @@ impl DecodeScratch {
         Ok(parts.iter().fold(0usize, |sum, &bytes| sum.saturating_add(bytes)))
     }
 
+    /// A tensor of the one allocation behind all.
+    pub fn memory(&self) -> &DeviceTensor {
+        &self.counters
+    }
+
     /// Memory for batches of up to `num_seqs` sequences.
     pub fn new(
         context: &ComputeContext,
@@ -116,9 +121,9 @@ impl Division {
     /// The fastest on an H200 by the number of sequences and the longest context that there can be.
     fn choose(num_seqs: i64, max_kv_len: i64) -> Self {
         match num_seqs {
-            ..=1 if max_kv_len > 2048 => Division::Cluster(16),
             ..=2 => Division::Cluster(8),
             3..=4 => Division::Cluster(4),
+            5..=8 if max_kv_len > 2048 => Division::Chunks(1024),
             5..=8 => Division::Cluster(2),
             9..=31 => Division::Chunks(2048),
             _ => Division::Chunks(4096),
@@ -268,7 +273,8 @@ mod tests {
     #[test]
     fn few_sequences_have_many_blocks_each() {
         assert_eq!(Division::choose(1, 512), Division::Cluster(8));
-        assert_eq!(Division::choose(1, 4096), Division::Cluster(16));
+        assert_eq!(Division::choose(1, 4096), Division::Cluster(8));
+        assert_eq!(Division::choose(8, 4096), Division::Chunks(1024));
         assert_eq!(Division::choose(4, 4096), Division::Cluster(4));
         assert_eq!(Division::choose(8, 512), Division::Cluster(2));
         assert_eq!(Division::choose(16, 4096), Division::Chunks(2048));

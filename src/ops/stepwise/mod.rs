@@ -5,6 +5,7 @@
 
 mod add_rms_norm;
 mod decode_attention;
+mod decode_gemv;
 mod embedding_step;
 mod qk_norm_rope_append;
 mod sample;
@@ -15,6 +16,7 @@ pub use add_rms_norm::add_rms_norm;
 pub use decode_attention::{
     decode_attention, has_decode_attention, DecodeScratch, DecodeSequences,
 };
+pub use decode_gemv::{decode_gemv, has_decode_gemv, is_gemv_weight, GEMV_TOKENS};
 pub use embedding_step::embedding_step;
 pub use qk_norm_rope_append::{qk_norm_rope_append, rope_tables, KvSlots, QkNormRope};
 pub use sample::{sample, SampleBuffers, SampleRow, SAMPLE_PARTS, SAMPLE_ROW_WORDS};
