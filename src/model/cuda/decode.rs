@@ -182,10 +182,10 @@ impl CudaModel {
         let slots = KvSlots { k: &cache.k, v: &cache.v, slots: &record.slots };
         let (block_tables, context_lens): (&Tensor, &Tensor) =
             (&record.block_tables, &record.context_lens);
-        let sequences = DecodeSequences { block_tables, context_lens };
+        let scale = config.attention_scale();
+        let sequences = DecodeSequences { block_tables, context_lens, scale };
         let scratch = workspace.decode_scratch.as_ref();
         let scratch = scratch.ok_or_else(|| Error::internal("no memory for decoding"))?;
-        let scale = config.attention_scale();
-        decode_attention(&self.context, &qkv, &how, &slots, &sequences, scale, scratch, &out)
+        decode_attention(&self.context, &qkv, &how, &slots, &sequences, scratch, &out)
     }
 }

@@ -309,7 +309,7 @@ impl CudaModel {
             let place = index % COPIED_ROWS.min(workspace.copied_rows());
             let floats = workspace.logits_f32.view(place * vocab_size, &[1, vocab_size], None)?;
             match self.dtype() {
-                DType::F32 => copy(&self.context, &*source, &floats)?,
+                DType::F32 => copy(&self.context, &source, &floats)?,
                 _ => cast(&self.context, &source, &floats)?,
             }
             host.download(&floats, index * vocab_size * 4)?;

@@ -50,13 +50,15 @@ const GROUP_HEADS: i64 = 8;
 /// The most chunks of a sequence: longer sequences have longer chunks.
 const MOST_CHUNKS: i64 = 16;
 
-/// Where the sequences lie.
+/// Where the sequences lie, and how their scores are scaled.
 #[derive(Clone, Copy, Debug)]
 pub struct DecodeSequences<'a> {
     /// i32 [num_seqs, max_blocks_per_seq]
     pub block_tables: &'a Tensor,
     /// i32 [num_seqs], with the new token; 0: a row that is not in use.
     pub context_lens: &'a Tensor,
+    /// 1 / sqrt(head_dim).
+    pub scale: f32,
 }
 
 /// Memory for partial results, and counters that are zero between launches.
@@ -156,7 +158,6 @@ pub fn decode_attention(
     how: &QkNormRope<'_>,
     kv: &KvSlots<'_>,
     sequences: &DecodeSequences<'_>,
-    scale: f32,
     scratch: &DecodeScratch,
     out: &Tensor,
 ) -> Result<()> {
@@ -235,7 +236,7 @@ pub fn decode_attention(
         chunk_len: int(chunk_len)?,
         wait_first: 0,
         eps: how.eps,
-        scale,
+        scale: sequences.scale,
     };
     let is_cluster = matches!(division, Division::Cluster(_));
     let name = match (is_cluster, head_dim, dtype) {
