@@ -120,9 +120,11 @@ enum Division {
 }
 
 impl Division {
-    /// The fastest on an H200 by the number of sequences and the longest context that there can be.
-    fn choose(num_seqs: i64, max_kv_len: i64) -> Self {
+    /// The fastest on an H200 by the number of sequences, the longest context that there can be, and the query heads
+    /// of a kv head: between the large products of models with many of them, clusters of 16 find no room.
+    fn choose(num_seqs: i64, max_kv_len: i64, heads_per_kv: i64) -> Self {
         match num_seqs {
+            ..=1 if max_kv_len > 2048 && heads_per_kv <= 2 => Division::Cluster(16),
             ..=2 => Division::Cluster(8),
             3..=4 => Division::Cluster(4),
             5..=8 if max_kv_len > 2048 => Division::Chunks(1024),
@@ -189,7 +191,7 @@ pub fn decode_attention(
     }
     let groups = (heads_per_kv as u64).div_ceil(GROUP_HEADS as u64) as i64;
     let max_kv_len = blocks_per_seq.saturating_mul(BLOCK_SIZE);
-    let division = Division::choose(num_seqs, max_kv_len);
+    let division = Division::choose(num_seqs, max_kv_len, heads_per_kv);
     let (cluster, chunk_len, max_chunks) = match division {
         Division::Cluster(blocks) => (blocks, 0, 0),
         Division::Chunks(len) => {
@@ -273,12 +275,13 @@ mod tests {
 
     #[test]
     fn few_sequences_have_many_blocks_each() {
-        assert_eq!(Division::choose(1, 512), Division::Cluster(8));
-        assert_eq!(Division::choose(1, 4096), Division::Cluster(8));
-        assert_eq!(Division::choose(8, 4096), Division::Chunks(1024));
-        assert_eq!(Division::choose(4, 4096), Division::Cluster(4));
-        assert_eq!(Division::choose(8, 512), Division::Cluster(2));
-        assert_eq!(Division::choose(16, 4096), Division::Chunks(2048));
-        assert_eq!(Division::choose(128, 4096), Division::Chunks(4096));
+        assert_eq!(Division::choose(1, 512, 4), Division::Cluster(8));
+        assert_eq!(Division::choose(1, 4096, 4), Division::Cluster(8));
+        assert_eq!(Division::choose(1, 4096, 2), Division::Cluster(16));
+        assert_eq!(Division::choose(4, 4096, 4), Division::Cluster(4));
+        assert_eq!(Division::choose(8, 512, 4), Division::Cluster(2));
+        assert_eq!(Division::choose(8, 4096, 4), Division::Chunks(1024));
+        assert_eq!(Division::choose(16, 4096, 4), Division::Chunks(2048));
+        assert_eq!(Division::choose(128, 4096, 4), Division::Chunks(4096));
     }
 }

@@ -151,6 +151,18 @@ pub fn decode_gemv(
     let (Some(kernel), Some(name)) = (kernel, name) else {
         return Err(Error::internal(format!("no gemv of {num_tokens} x {rows} x {k}")));
     };
+    let cuda = cuda(context)?;
+    let threads = kernel.threads(k);
+    // One wave of blocks that take their tiles in turn.
+    let resident = (65536 / (threads * kernel.registers)).min(2048 / threads).max(1);
+    let tiles = (n as u32).div_ceil(kernel.outs as u32);
+    let blocks = tiles.min(resident * cuda.device().info().num_multiprocessors as u32);
+    // The beginning of each block's second tile, where rows are long: half a per cent of a step of Qwen3-8B.
+    let prefetch_rows = match result {
+        _ if k < 4096 => 0,
+        LinearResult::SwiGlu => 2,
+        _ => 1,
+    };
     let params = DecodeGemvParams {
         x: x.data(),
         norm_weight: norm.map_or(std::ptr::null_mut(), |(weight, _)| weight.data()),
@@ -162,16 +174,10 @@ pub fn decode_gemv(
         num_tokens: num_tokens as i32,
         out_features: n,
         in_features: k,
-        prefetch_blocks: 0,
-        prefetch_rows: 0,
+        prefetch_blocks: blocks as i32,
+        prefetch_rows,
         eps: norm.map_or(0.0, |(_, eps)| eps),
     };
-    let cuda = cuda(context)?;
-    let threads = kernel.threads(k);
-    // One wave of blocks that take their tiles in turn.
-    let resident = (65536 / (threads * kernel.registers)).min(2048 / threads).max(1);
-    let tiles = (n as u32).div_ceil(kernel.outs as u32);
-    let blocks = tiles.min(resident * cuda.device().info().num_multiprocessors as u32);
     // The norm's weight.
     let shared_bytes = if norm.is_some() { k as u32 * 2 } else { 0 };
     let launch = Launch { grid: (blocks, 1, 1), block: threads, shared_bytes };
