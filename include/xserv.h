@@ -564,7 +564,7 @@ typedef struct xserv_load_options {
   void *log_user_data;
   /**
    * Most sequences that are computed together in one step; 0 (default): 64 on the CPU, 256 on a GPU. At most
-   * 4096.
+   * 4096; on a GPU 256 take part in a step even if it is more.
    */
   uint32_t max_batch_size;
   /**

@@ -23,7 +23,8 @@ __device__ __forceinline__ uint4 philox(uint64_t key, uint4 counter) {
 // Standard Gumbel noise from 32 random bits: -log(E) for an exponentially distributed E. The bits count from
 // the side where E is small, the side that wins, so that float's precision is there.
 __device__ __forceinline__ float gumbel(uint32_t bits) {
-  const float uniform = (static_cast<float>(bits) + 0.5f) * 0x1p-32f;
+  // The largest bits would round to 1, whose noise is infinite.
+  const float uniform = fminf((static_cast<float>(bits) + 0.5f) * 0x1p-32f, 1.0f - 0x1p-24f);
   return -logf(-log1pf(-uniform));
 }
 

@@ -39,13 +39,14 @@ impl<K: Copy + Eq + Hash> GraphCache<K> {
 
     /// Queues the work for `key`: kernel by kernel the first time, then as a graph. `queue` queues the same for the
     /// same key each time, on the memory behind `tensors` and what operators take from the context meanwhile; it
-    /// neither waits for the device nor asks the driver for memory. The tensors are kept as long as the graph.
+    /// does not wait for the device. The tensors are kept as long as the graph. Work that cannot be recorded, because
+    /// the context would have to ask the driver for memory, is queued kernel by kernel once more.
     pub fn run(
         &mut self,
         context: &ComputeContext,
         key: K,
         tensors: &[&DeviceTensor],
-        queue: impl FnOnce() -> Result<()>,
+        queue: impl Fn() -> Result<()>,
     ) -> Result<()> {
         let ContextBackend::Cuda(cuda) = context.backend() else {
             return Err(Error::internal("a graph on the CPU"));
@@ -65,7 +66,11 @@ impl<K: Copy + Eq + Hash> GraphCache<K> {
         let recorded = match slot.take() {
             Some(recorded) => recorded,
             None => {
-                let (graph, scratch) = context.hold_memory(|| Graph::record(cuda, queue))?;
+                let recorded = context.hold_memory(|| Graph::record(cuda, &queue));
+                let Ok((graph, scratch)) = recorded else {
+                    cuda.check_alive()?;
+                    return queue();
+                };
                 let mut kept = try_with_capacity(tensors.len(), "the tensors of a graph")?;
                 kept.extend(tensors.iter().map(|&tensor| tensor.clone()));
                 Recorded { graph, _scratch: scratch, _tensors: kept }

@@ -8,7 +8,8 @@ use crate::error::{Error, Result};
 /// wait for their next token. The second is that of a GPU.
 const MAX_PREFILL_TOKENS: [usize; 2] = [512, 2048];
 
-/// Sequences in one step. Beyond these the products are no longer bound by reading the weights.
+/// Sequences in one step. Beyond these the products are no longer bound by reading the weights. On a GPU there is
+/// no room for more.
 const DEFAULT_BATCH_SIZE: [usize; 2] = [64, 256];
 
 /// More than any device has use for; guards the number in an option struct.
@@ -23,6 +24,7 @@ pub(super) fn step_limits(
     let of = |[host, device]: [usize; 2]| if on_device { device } else { host };
     let max_sequences = match options.max_batch_size {
         0 => of(DEFAULT_BATCH_SIZE),
+        n if n <= MAX_BATCH_SIZE && on_device => of(DEFAULT_BATCH_SIZE).min(n as usize),
         n if n <= MAX_BATCH_SIZE => n as usize,
         n => {
             return Err(Error::invalid_argument(format!(

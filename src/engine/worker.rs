@@ -343,7 +343,12 @@ impl Worker {
         if error.kind() != ErrorKind::OutOfMemory {
             lock(&self.shared.intake).failed = Some(error.clone());
         }
-        self.flights.clear();
+        // The model finishes its steps in order: none may be left for the next request to get.
+        while self.flights.pop_front().is_some() {
+            if let Some(machine) = self.machine.as_deref_mut() {
+                let _ = self.model.finish_step(&mut machine.workspace, &mut self.result);
+            }
+        }
         self.end_all(&|| Err(error.clone()));
     }
 

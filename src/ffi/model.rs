@@ -82,7 +82,7 @@ pub struct xserv_load_options {
     /// Passed to log.
     pub log_user_data: *mut c_void,
     /// Most sequences that are computed together in one step; 0 (default): 64 on the CPU, 256 on a GPU. At most
-    /// 4096.
+    /// 4096; on a GPU 256 take part in a step even if it is more.
     pub max_batch_size: u32,
     /// 1 (default): requests share the keys and values of common beginnings, which are kept while there is
     /// room. 0: every prompt is computed whole.

@@ -151,6 +151,10 @@ impl CachingAllocator {
         what: &str,
     ) -> Result<NonNull<u8>> {
         let budget = state.stats.budget;
+        if state.given_out.is_some() {
+            // The driver must not be asked while work is recorded; nobody sees this message.
+            return Err(Error::out_of_memory(what, len_bytes));
+        }
         if state.stats.reserved.saturating_add(class) > budget {
             self.give_back(state);
         }
@@ -187,7 +191,7 @@ impl CachingAllocator {
         Ok(start)
     }
 
-    /// From now on remembers which blocks are given out.
+    /// From now on remembers which blocks are given out, and gives out only those that it has.
     pub fn begin_holding(&self) {
         self.lock().given_out = Some(Vec::new());
     }
@@ -357,8 +361,10 @@ mod tests {
     fn held_blocks_are_given_to_nobody_else() {
         let (allocator, _) = allocator(usize::MAX, usize::MAX);
         let kept = allocator.allocate(5000, "before").unwrap();
+        drop((allocator.allocate(1000, "a").unwrap(), allocator.allocate(3000, "b").unwrap()));
         allocator.begin_holding();
         let a = allocator.allocate(1000, "a").unwrap().start();
+        assert!(allocator.allocate(90_000, "not there").is_err());
         assert_eq!(allocator.allocate(1000, "again").unwrap().start(), a);
         let still_used = allocator.allocate(3000, "b").unwrap();
         let held = allocator.end_holding().unwrap();

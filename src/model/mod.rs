@@ -212,7 +212,8 @@ fn unused_warning(unused: &[String]) -> Option<String> {
     Some(format!("the model does not use the tensors {}{rest}", named.join(", ")))
 }
 
-/// A loaded model. Shared by reference; what a forward pass changes belongs to its caller.
+/// A loaded model. Shared by reference; what a forward pass changes belongs to its caller. On a device the passes
+/// share a stream, which may be recording: one thread at a time.
 pub struct Model {
     config: ModelConfig,
     compute: Compute,

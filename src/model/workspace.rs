@@ -76,6 +76,9 @@ impl Workspace {
         num_tokens: usize,
     ) -> Result<&mut DeviceWorkspace> {
         if !self.device.as_ref().is_some_and(|device| device.fits(num_tokens)) {
+            if self.device.as_ref().is_some_and(|device| device.steps.is_busy()) {
+                return Err(Error::internal("a larger step while smaller ones are under way"));
+            }
             // The smaller one goes first: both may not fit.
             self.device = None;
             self.device = Some(Box::new(model.workspace(config, num_tokens)?));

@@ -125,6 +125,11 @@ impl DeviceSteps {
         self.record.arrays(shape)
     }
 
+    /// Are there steps that were begun and not finished?
+    pub fn is_busy(&self) -> bool {
+        !self.pending.is_empty()
+    }
+
     /// How the kernels choose the tokens of a record.
     fn buffers<'a>(&'a self, record: &'a DeviceRecord) -> SampleBuffers<'a> {
         SampleBuffers {
@@ -177,6 +182,8 @@ impl CudaModel {
             return Err(Error::internal("a step more than may be in flight"));
         }
         let slot = steps.next;
+        // Until the step has begun nobody may ask for its tokens, nor for those that it writes over.
+        steps.last_rows.clear();
         let result = steps.results.get(slot).ok_or_else(no_slot)?;
         let extras = RecordExtras {
             token_sources: step.token_sources,
@@ -188,11 +195,14 @@ impl CudaModel {
             ContextBackend::Cuda(cuda) => Some(cuda.enter()?),
             ContextBackend::Cpu { .. } => None,
         };
-        self.queue_step(config, batch, &extras, kv, workspace, should_stop)?;
-        self.queue_copies(config, step.choices, slot, workspace)?;
+        let queued = self
+            .queue_step(config, batch, &extras, kv, workspace, should_stop)
+            .and_then(|()| self.queue_copies(config, step.choices, slot, workspace));
         let steps = &mut workspace.steps;
         let result = steps.results.get_mut(slot).ok_or_else(no_slot)?;
-        result.tokens.set_in_use()?;
+        // Kernels may write there even if not all of the step was queued.
+        let marked = result.tokens.set_in_use();
+        queued.and(marked)?;
         result.num_rows = num_rows;
         steps.pending.push_back(slot);
         steps.next = (slot + 1) % STEPS_IN_FLIGHT;
@@ -217,7 +227,10 @@ impl CudaModel {
         if !is_decode(batch) || num_rows > self.most_graph_rows() {
             let shape = RecordShape::of(batch);
             let record = workspace.steps.upload(&shape, batch, extras)?;
-            let how = Wanted::of(config, batch, &record)?;
+            let how = match is_decode(batch) && self.decode_kernels.attention {
+                true => Wanted::of_decode(config, &record)?,
+                false => Wanted::of(config, batch, &record)?,
+            };
             let normed = self.hidden_states(config, &record, &how, kv, workspace, should_stop)?;
             return normed
                 .map_or(Ok(()), |normed| self.choose(config, &record, &normed, workspace));
@@ -234,7 +247,7 @@ impl CudaModel {
         let key = GraphKey { shape, cache: kv.device_layer(0)?.k.data() as usize };
         let mut graphs = std::mem::take(&mut workspace.steps.graphs);
         let queue = || {
-            if self.decode_kernels.chain && rows <= MOST_CHAIN_ROWS {
+            if self.decode_kernels.chain {
                 let logits = self.decode(config, &record, kv, workspace)?;
                 return sample(&self.context, &logits, &workspace.steps.buffers(&record));
             }
@@ -261,9 +274,9 @@ impl CudaModel {
 
     /// The most sequences whose decoding is a graph.
     fn most_graph_rows(&self) -> usize {
-        match self.decode_kernels.attention {
-            true => MAX_STEP_ROWS,
-            // Every graph keeps partial results of attention of its own.
+        match self.decode_kernels.chain {
+            true => MOST_CHAIN_ROWS,
+            // Operators take memory as they go, which every graph keeps.
             false => MOST_PORTABLE_GRAPH_ROWS,
         }
     }
@@ -298,7 +311,9 @@ impl CudaModel {
         if num_copied == 0 {
             return Ok(());
         }
-        let bytes = num_copied.saturating_mul(vocab_size).saturating_mul(4);
+        // Few sizes: pinned memory is kept for good.
+        let room = num_copied.next_power_of_two();
+        let bytes = room.saturating_mul(vocab_size).saturating_mul(4);
         let mut host = match result.logits.take().filter(|host| host.len_bytes() >= bytes) {
             Some(host) => host,
             None => PinnedBuffer::new(&self.context, bytes, "logits")?,
