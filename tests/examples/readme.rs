@@ -55,14 +55,18 @@ fn the_cpp_program_runs() {
 }
 
 #[test]
-fn the_python_program_runs() {
-    let said = run(command("python3")
-        .arg("-c")
-        .arg(only_block("python"))
-        .env("PYTHONPATH", "examples/python")
-        .env("PYTHONDONTWRITEBYTECODE", "1")
-        .env("XSERV_LIBRARY", library_folder().join("libxserv.so")));
-    assert!(!said.stdout.trim().is_empty());
+fn the_python_programs_run() {
+    let programs = blocks("python");
+    assert!(programs.len() > 1);
+    for program in programs {
+        let said = run(command("python3")
+            .arg("-c")
+            .arg(program)
+            .env("PYTHONPATH", "examples/python")
+            .env("PYTHONDONTWRITEBYTECODE", "1")
+            .env("XSERV_LIBRARY", library_folder().join("libxserv.so")));
+        assert!(!said.stdout.trim().is_empty());
+    }
 }
 
 /// All commands, in their order, in one shell whose folder is like the repository's. Left out are the
