@@ -33,7 +33,7 @@ const FAULTS: [&str; 4] = [
 ];
 
 /// A stream, its allocators and its state. Used from one thread at a time or from several: the driver
-/// orders launches by arrival.
+/// orders launches by arrival. While a graph is recorded, from the recording thread only.
 pub struct CudaContext {
     /// First, so that it goes before the memory that it uses.
     blas: OnceLock<Blas>,

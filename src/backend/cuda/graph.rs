@@ -26,7 +26,7 @@ impl Graph {
     pub(crate) fn record(context: &CudaContext, body: impl FnOnce() -> Result<()>) -> Result<Self> {
         context.with_current(|| {
             let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
-            // SAFETY: our stream, which records nothing else.
+            // SAFETY: a live stream; one that records already is an error status.
             let status = unsafe { sys::cuStreamBeginCapture_v2(context.raw_stream(), mode) };
             context.check(status, "beginning a CUDA graph")?;
             let done = body();

@@ -36,9 +36,9 @@ pub(in crate::model) struct DeviceWorkspace {
     pub gate_up: DeviceTensor,
     /// `[num_tokens, intermediate_size]`
     pub mlp_act: DeviceTensor,
-    /// `[MAX_STEP_ROWS, vocab_size]`
+    /// `[min(num_tokens, MAX_STEP_ROWS), vocab_size]`
     pub logits: DeviceTensor,
-    /// `[COPIED_ROWS, vocab_size]` of f32.
+    /// `[min(num_tokens, COPIED_ROWS), vocab_size]` of f32.
     pub logits_f32: DeviceTensor,
     logits_host: Option<PinnedBuffer>,
     /// For the attention of decoding, where there are kernels for it.
