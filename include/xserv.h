@@ -999,7 +999,8 @@ typedef struct xserv_request {
    */
   float frequency_penalty;
   /**
-   * Seed of the random draws: the same seed gives the same tokens, whatever else runs on the model.
+   * Seed of the random draws: the same seed gives the same tokens, whatever else runs on the model; on a
+   * GPU to its rounding, which depends on what is computed together.
    * Default XSERV_SEED_RANDOM.
    */
   uint64_t seed;

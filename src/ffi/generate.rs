@@ -92,7 +92,8 @@ pub struct xserv_request {
     /// Subtracted from the logits of tokens for each time they were generated; -10000 to 10000. Default
     /// XSERV_UNSET_FLOAT; neutral: 0.
     pub frequency_penalty: f32,
-    /// Seed of the random draws: the same seed gives the same tokens, whatever else runs on the model.
+    /// Seed of the random draws: the same seed gives the same tokens, whatever else runs on the model; on a
+    /// GPU to its rounding, which depends on what is computed together.
     /// Default XSERV_SEED_RANDOM.
     pub seed: u64,
     /// With messages_json: 1 (default) opens the assistant's turn.
