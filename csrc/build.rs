@@ -68,22 +68,22 @@ fn kernels() {
     };
     let root = PathBuf::from(variable("CARGO_MANIFEST_DIR").unwrap_or_default());
     let sources = files(&root.join("csrc/ops"), "cu");
-    let headers = files(&root.join("csrc/common"), "cuh");
-    let arguments = arguments(&root);
-    // Debug and release builds share what is compiled: it depends on the sources and arguments alone.
+    let folder = root.join("csrc");
+    let arguments = arguments();
+    // Debug and release builds, and checkouts whose target folder is copied, share what is compiled: a kernel
+    // depends on its source, the headers that it includes and the arguments alone.
     let cache = out.ancestors().nth(4).unwrap_or(&out).join("kernels");
     std::fs::create_dir_all(&cache).unwrap_or_else(|e| panic!("{}: {e}", cache.display()));
     let mut common = DefaultHasher::new();
     version(&nvcc).hash(&mut common);
     arguments.hash(&mut common);
-    headers.iter().for_each(|header| read(header).hash(&mut common));
 
     let next = AtomicUsize::new(0);
     let fatbins: Vec<PathBuf> = sources
         .iter()
         .map(|source| {
             let mut hasher = common.clone();
-            read(source).hash(&mut hasher);
+            with_headers(source, &folder).iter().for_each(|file| read(file).hash(&mut hasher));
             cache.join(format!("{}-{:016x}.fatbin", stem(source), hasher.finish()))
         })
         .collect();
@@ -95,7 +95,7 @@ fn kernels() {
                     return;
                 };
                 if !fatbin.exists() {
-                    compile(&nvcc, &arguments, source, fatbin);
+                    compile(&nvcc, &folder, &arguments, source, fatbin);
                 }
             });
         }
@@ -111,10 +111,31 @@ fn kernels() {
     write(&table, text.as_bytes());
 }
 
-fn compile(nvcc: &Path, arguments: &[String], source: &Path, fatbin: &Path) {
+/// A source file and the headers of `csrc` that it includes, directly or not.
+fn with_headers(source: &Path, folder: &Path) -> Vec<PathBuf> {
+    let mut files = vec![source.to_path_buf()];
+    let mut next = 0;
+    while let Some(file) = files.get(next) {
+        let text = String::from_utf8_lossy(&read(file)).into_owned();
+        let names = text
+            .lines()
+            .filter_map(|line| line.trim().strip_prefix("#include \"")?.strip_suffix('"'));
+        let headers: Vec<PathBuf> = names.map(|name| folder.join(name)).collect();
+        headers.into_iter().for_each(|header| {
+            if !files.contains(&header) {
+                files.push(header);
+            }
+        });
+        next += 1;
+    }
+    files
+}
+
+fn compile(nvcc: &Path, folder: &Path, arguments: &[String], source: &Path, fatbin: &Path) {
     // Under another name first: a build that is stopped must not leave half a file behind.
     let unfinished = fatbin.with_extension(format!("{}.tmp", std::process::id()));
     let output = Command::new(nvcc)
+        .current_dir(folder)
         .args(arguments)
         .arg("-o")
         .arg(&unfinished)
@@ -135,10 +156,10 @@ fn compile(nvcc: &Path, arguments: &[String], source: &Path, fatbin: &Path) {
     std::fs::rename(&unfinished, fatbin).unwrap_or_else(|e| panic!("{}: {e}", fatbin.display()));
 }
 
-fn arguments(root: &Path) -> Vec<String> {
+fn arguments() -> Vec<String> {
     let fixed = "-std=c++17 -O3 --fatbin --compress-mode=size -Werror all-warnings";
     let mut arguments: Vec<String> = fixed.split(' ').map(str::to_string).collect();
-    arguments.push(format!("-I{}", root.join("csrc").display()));
+    arguments.push("-I.".to_string()); // of csrc
     let archs = variable("XSERV_CUDA_ARCHS").unwrap_or_else(|| ALL_ARCHS.to_string());
     for arch in archs.split(',').map(str::trim).filter(|arch| !arch.is_empty()) {
         let (number, code) = match arch.strip_prefix("ptx") {
