@@ -8,6 +8,7 @@ use super::cuda::STEPS_IN_FLIGHT;
 use super::kv_cache::KvCache;
 use super::workspace::Workspace;
 use super::{Compute, Model};
+use crate::backend::cuda::ProfiledPart;
 use crate::error::{try_filled, Error, Result};
 
 /// How a token is drawn at random: from the logits divided by the temperature, behind the filters top-k, top-p
@@ -167,6 +168,32 @@ impl Model {
             Err(_) => steps.spare.push(result),
         }
         done
+    }
+
+    /// From now on the parts of each step are timed, on a device: for finding out where the time goes. Steps take a
+    /// few hundredths longer, more in small models. No step is under way.
+    pub fn start_profile(&self) -> Result<()> {
+        match &self.compute {
+            Compute::Cuda(cuda) => cuda.cuda()?.start_profile().map(|_| ()),
+            Compute::Cpu(_) => Err(Error::unsupported("profiles are made on CUDA devices only")),
+        }
+    }
+
+    /// What the parts of the last step took, in their order. All steps since [`Model::start_profile`] had the same
+    /// number of sequences and tokens.
+    pub fn read_profile(&self) -> Result<Vec<ProfiledPart>> {
+        match &self.compute {
+            Compute::Cuda(cuda) => cuda.cuda()?.read_profile(),
+            Compute::Cpu(_) => Err(Error::unsupported("profiles are made on CUDA devices only")),
+        }
+    }
+
+    /// Steps are timed no more.
+    pub fn stop_profile(&self) -> Result<()> {
+        match &self.compute {
+            Compute::Cuda(cuda) => cuda.cuda()?.stop_profile(),
+            Compute::Cpu(_) => Ok(()),
+        }
     }
 
     /// Waits for the oldest step that was begun, and puts what it came to into `result`, whose memory is used

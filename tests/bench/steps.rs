@@ -1,18 +1,21 @@
 //! Times steps of a model on a GPU, beside what the memory and the tensor cores of the card allow:
 //!
 //! ```text
-//! cargo bench --bench steps -- FOLDER [--decode 1x512,32x4096] [--prefill 512,2048] [--steps 64] [--json]
+//! cargo bench --bench steps -- FOLDER [--decode 1x512,32x4096] [--prefill 512,2048] [--steps 64] [--profile]
+//!     [--json]
 //! ```
 //!
 //! `--decode BxC`: B sequences with C tokens behind them take one greedy token each, steps following each other
 //! without a gap, as in an engine. `--prefill T`: a prompt of T tokens up to its first token. Times are medians, in
 //! milliseconds. The limits are those of an H200: 4706 GB/s of reads, 680 TFLOP/s of sustained bf16 products;
-//! `--read-gbs` and `--tflops` set others. `tests/bench/make_random_model.py` makes folders.
+//! `--read-gbs` and `--tflops` set others. `--profile` adds where each step's time goes: a table of the parts of
+//! all layers that adds up to the step. `tests/bench/make_random_model.py` makes folders.
 
 use std::time::Instant;
 
+use xserv::backend::cuda::ProfiledPart;
 use xserv::memory::DType;
-use xserv::model::TokenChoice;
+use xserv::model::{Model, TokenChoice};
 
 #[path = "../support/model_driver.rs"]
 mod driver;
@@ -26,6 +29,7 @@ struct Options {
     steps: usize,
     read_gbs: f64,
     tflops: f64,
+    profile: bool,
     json: bool,
 }
 
@@ -41,6 +45,7 @@ fn options() -> Option<Options> {
         steps: 64,
         read_gbs: 4706.0,
         tflops: 680.0,
+        profile: false,
         json: false,
     };
     let mut args = std::env::args().skip(1);
@@ -48,6 +53,7 @@ fn options() -> Option<Options> {
         match arg.as_str() {
             "--bench" => {}
             "--json" => options.json = true,
+            "--profile" => options.profile = true,
             "--decode" => {
                 let pair = |s: &str| {
                     let (b, c) = s.split_once('x')?;
@@ -71,19 +77,20 @@ fn median(mut values: Vec<f64>) -> f64 {
     values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
 }
 
-fn report(options: &Options, name: &str, ms: f64, limit_ms: f64, tokens: usize) {
+fn report(options: &Options, name: &str, times: &Times, limit_ms: f64, tokens: usize) {
+    let &Times { step_ms: ms, queue_ms } = times;
     let (share, rate) = (limit_ms / ms * 100.0, tokens as f64 / ms * 1e3);
     match options.json {
         true => println!(
-            "{{\"metric\": \"{name}\", \"ms\": {ms:.4}, \"limit_ms\": {limit_ms:.4}, \"tokens_per_second\": {rate:.1}}}"
+            "{{\"metric\": \"{name}\", \"ms\": {ms:.4}, \"limit_ms\": {limit_ms:.4}, \"queue_ms\": {queue_ms:.4}, \"tokens_per_second\": {rate:.1}}}"
         ),
-        false => println!("{name:<22} {ms:>9.3} ms  limit {limit_ms:>8.3} ({share:>5.1} %)  {rate:>9.0} tok/s"),
+        false => println!("{name:<22} {ms:>9.3} ms  limit {limit_ms:>8.3} ({share:>5.1} %)  {rate:>9.0} tok/s  queued in {queue_ms:.3} ms"),
     }
 }
 
 fn main() {
     let Some(options) = options() else {
-        println!("usage: steps FOLDER [--decode 1x512] [--prefill 512] [--steps 64] [--json]");
+        println!("usage: steps FOLDER [--decode 1x512] [--prefill 512] [--steps 64] [--profile] [--json]");
         return;
     };
     let Some(context) = cuda_context() else { return };
@@ -101,60 +108,233 @@ fn main() {
     let attention_flops =
         |pairs: f64| 4.0 * pairs * (config.num_heads * config.head_dim * config.num_layers) as f64;
 
+    let kv_of = |tokens: usize| kv_bytes * tokens as f64;
     for &(batch, context_len) in &options.decode {
-        let blocks_per_seq = (context_len + options.steps + 16).div_ceil(32) + 1;
-        let mut driver = Driver::new(&model, batch * blocks_per_seq);
+        let times = decode(&model, batch, context_len, options.steps);
+        let limit = (2.0 * read_weights + kv_of(batch * context_len)) / options.read_gbs * 1e-6;
+        let name = format!("decode {batch} x {context_len}");
+        report(&options, &name, &times, limit, batch);
+        if options.profile {
+            let parts = profile_decode(&model, batch, context_len, options.steps);
+            let attention = Work { bytes: kv_of(batch * context_len), flops: 0.0 };
+            table(&options, &name, &parts, times.step_ms, attention);
+        }
+    }
+    for &len in &options.prefill {
+        let times = prefill(&model, len);
+        let attention = attention_flops(len as f64 * len as f64 / 2.0);
+        let flops = 2.0 * linear * len as f64 + 2.0 * embedding + attention;
+        let limit = flops / options.tflops * 1e-9;
+        let name = format!("prefill {len}");
+        report(&options, &name, &times, limit, len);
+        if options.profile && len <= LONGEST_PIECE {
+            let parts = profile_prefill(&model, len);
+            let attention = Work { bytes: kv_of(len), flops: attention };
+            table(&options, &name, &parts, times.step_ms, attention);
+        }
+    }
+}
+
+/// Medians, in milliseconds.
+struct Times {
+    step_ms: f64,
+    /// Of the host, until a step was queued.
+    queue_ms: f64,
+}
+
+/// Tokens of a prompt in one step.
+const LONGEST_PIECE: usize = 8192;
+
+/// Sequences of a length, and what a step of theirs chooses.
+struct Decoding<'a> {
+    driver: Driver<'a>,
+    sequences: Vec<Sequence>,
+    choices: Vec<TokenChoice>,
+    sources: Vec<u32>,
+}
+
+impl<'a> Decoding<'a> {
+    fn new(model: &'a Model, batch: usize, context_len: usize, steps: usize) -> Self {
+        let blocks_per_seq = (context_len + steps + 16).div_ceil(32) + 1;
+        let mut driver = Driver::new(model, batch * blocks_per_seq);
         let mut sequences: Vec<Sequence> = (0..batch).map(|_| Sequence::default()).collect();
         for sequence in &mut sequences {
             driver.pretend(sequence, context_len);
         }
         let choices = vec![TokenChoice::Greedy; batch];
-        let sources: Vec<u32> = (0..batch as u32).collect();
-        let mut times = Vec::new();
-        let mut last = Instant::now();
-        for step in 0..options.steps + 8 {
-            let mut parts: Vec<(&mut Sequence, &[u32])> =
-                sequences.iter_mut().map(|sequence| (sequence, &[7][..])).collect();
-            let sources = if step == 0 { &[][..] } else { &sources };
-            driver.begin(&mut parts, sources, &choices).expect("a step");
-            if step > 0 {
-                driver.finish();
-                let now = Instant::now();
-                times.push((now - last).as_secs_f64() * 1e3);
-                last = now;
-            }
-        }
-        driver.finish();
-        let bytes = 2.0 * read_weights + kv_bytes * (batch * context_len) as f64;
-        let limit = bytes / options.read_gbs * 1e-6;
-        let name = format!("decode {batch} x {context_len}");
-        report(&options, &name, median(times.split_off(8)), limit, batch);
+        Decoding { driver, sequences, choices, sources: (0..batch as u32).collect() }
     }
-    for &len in &options.prefill {
-        let ids: Vec<u32> = (0..len as u32).map(|i| i * 7919 % 50_000).collect();
-        let mut times = Vec::new();
-        for _ in 0..5 {
-            let mut driver = Driver::new(&model, len.div_ceil(32) + 1);
-            driver.reserve(len.min(8192));
-            let mut sequence = Sequence::default();
-            let begin = Instant::now();
-            for piece in ids.chunks(8192) {
-                driver
-                    .begin(&mut [(&mut sequence, piece)], &[], &[TokenChoice::Greedy])
-                    .expect("a step");
-                driver.finish();
-            }
-            times.push(begin.elapsed().as_secs_f64() * 1e3);
+
+    fn begin(&mut self, step: usize) {
+        let mut parts: Vec<(&mut Sequence, &[u32])> =
+            self.sequences.iter_mut().map(|sequence| (sequence, &[7][..])).collect();
+        let sources = if step == 0 { &[][..] } else { &self.sources };
+        self.driver.begin(&mut parts, sources, &self.choices).expect("a step");
+    }
+}
+
+/// Steps that follow each other without a gap.
+fn decode(model: &Model, batch: usize, context_len: usize, steps: usize) -> Times {
+    let mut decoding = Decoding::new(model, batch, context_len, steps);
+    let (mut times, mut queue_times) = (Vec::new(), Vec::new());
+    let mut last = Instant::now();
+    for step in 0..steps + 8 {
+        let begin = Instant::now();
+        decoding.begin(step);
+        queue_times.push(begin.elapsed().as_secs_f64() * 1e3);
+        if step > 0 {
+            decoding.driver.finish();
+            let now = Instant::now();
+            times.push((now - last).as_secs_f64() * 1e3);
+            last = now;
         }
-        let flops = 2.0 * linear * len as f64
-            + 2.0 * embedding
-            + attention_flops(len as f64 * len as f64 / 2.0);
-        report(
-            &options,
-            &format!("prefill {len}"),
-            median(times),
-            flops / options.tflops * 1e-9,
-            len,
+    }
+    decoding.driver.finish();
+    Times { step_ms: median(times.split_off(8)), queue_ms: median(queue_times.split_off(8)) }
+}
+
+/// The parts of a step, each the mean of some steps.
+fn profile_decode(
+    model: &Model,
+    batch: usize,
+    context_len: usize,
+    steps: usize,
+) -> Vec<ProfiledPart> {
+    let mut decoding = Decoding::new(model, batch, context_len, steps);
+    model.start_profile().expect("a profile");
+    let mut sum = Vec::new();
+    for step in 0..steps + 8 {
+        decoding.begin(step);
+        decoding.driver.finish();
+        if step >= 8 {
+            add(&mut sum, model.read_profile().expect("a profile"));
+        }
+    }
+    model.stop_profile().expect("the end of a profile");
+    mean(&mut sum, steps);
+    sum
+}
+
+fn add(sum: &mut Vec<ProfiledPart>, parts: Vec<ProfiledPart>) {
+    if sum.is_empty() {
+        *sum = parts;
+        return;
+    }
+    assert_eq!(sum.len(), parts.len(), "all steps have the same parts");
+    sum.iter_mut().zip(parts).for_each(|(sum, part)| {
+        sum.seconds += part.seconds;
+        sum.queue_seconds += part.queue_seconds;
+    });
+}
+
+fn mean(sum: &mut [ProfiledPart], count: usize) {
+    for part in sum {
+        part.seconds /= count as f64;
+        part.queue_seconds /= count as f64;
+    }
+}
+
+/// Runs a prompt some times; `done` gets the milliseconds of all and those until it was queued.
+fn prompt(model: &Model, len: usize, mut done: impl FnMut(f64, f64)) {
+    let ids: Vec<u32> = (0..len as u32).map(|i| i * 7919 % 50_000).collect();
+    for _ in 0..PROMPTS {
+        let mut driver = Driver::new(model, len.div_ceil(32) + 1);
+        driver.reserve(len.min(LONGEST_PIECE));
+        let mut sequence = Sequence::default();
+        let begin = Instant::now();
+        let mut queue_time = 0.0;
+        for piece in ids.chunks(LONGEST_PIECE) {
+            let begin = Instant::now();
+            driver
+                .begin(&mut [(&mut sequence, piece)], &[], &[TokenChoice::Greedy])
+                .expect("a step");
+            queue_time += begin.elapsed().as_secs_f64() * 1e3;
+            driver.finish();
+        }
+        done(begin.elapsed().as_secs_f64() * 1e3, queue_time);
+    }
+}
+
+const PROMPTS: usize = 7;
+
+fn prefill(model: &Model, len: usize) -> Times {
+    let (mut times, mut queue_times) = (Vec::new(), Vec::new());
+    prompt(model, len, |ms, queue_ms| {
+        times.push(ms);
+        queue_times.push(queue_ms);
+    });
+    Times { step_ms: median(times), queue_ms: median(queue_times) }
+}
+
+fn profile_prefill(model: &Model, len: usize) -> Vec<ProfiledPart> {
+    model.start_profile().expect("a profile");
+    let (mut sum, mut count) = (Vec::new(), 0);
+    prompt(model, len, |_, _| {
+        count += 1;
+        // The first begins to use kernels and plans of cuBLAS.
+        if count > 1 {
+            add(&mut sum, model.read_profile().expect("a profile"));
+        }
+    });
+    model.stop_profile().expect("the end of a profile");
+    mean(&mut sum, count - 1);
+    sum
+}
+
+/// What the hardware must do for a part.
+#[derive(Clone, Copy, Default)]
+struct Work {
+    bytes: f64,
+    flops: f64,
+}
+
+/// The parts by name, largest first, beside what the hardware needs for them. Marks take time of their own: the
+/// difference to the step without them is divided among all.
+fn table(options: &Options, name: &str, parts: &[ProfiledPart], step_ms: f64, attention: Work) {
+    let mut rows: Vec<(&str, usize, f64, Work, f64)> = Vec::new();
+    for part in parts {
+        let index = rows.iter().position(|row| row.0 == part.name).unwrap_or_else(|| {
+            rows.push((part.name, 0, 0.0, Work::default(), 0.0));
+            rows.len() - 1
+        });
+        let (_, count, us, work, queue_us) = &mut rows[index];
+        *count += 1;
+        *queue_us += part.queue_seconds * 1e6;
+        *us += part.seconds * 1e6;
+        work.bytes += part.bytes as f64;
+        work.flops += part.flops;
+    }
+    if let Some(row) = rows.iter_mut().find(|row| row.0 == "attention") {
+        row.3 = attention;
+    }
+    let marked: f64 = rows.iter().map(|row| row.2).sum();
+    let mark = (marked - step_ms * 1e3) / parts.len() as f64;
+    rows.sort_by(|a, b| b.2.total_cmp(&a.2));
+    if !options.json {
+        println!(
+            "  {:<20} {:>5} {:>9} {:>8} {:>8} {:>9} {:>7}  {:>8}",
+            "part", "count", "us", "us each", "MB", "GFLOP", "limit", "queueing"
+        );
+    }
+    for (part, count, us, work, queue_us) in &rows {
+        let us = us - mark * *count as f64;
+        let limit = (work.bytes / options.read_gbs * 1e-3).max(work.flops / options.tflops * 1e-6);
+        match options.json {
+            true => println!(
+                "{{\"metric\": \"{name}\", \"part\": \"{part}\", \"count\": {count}, \"us\": {us:.2}, \"bytes\": {:.0}, \"flops\": {:.0}, \"limit_us\": {limit:.2}, \"queue_us\": {queue_us:.2}}}",
+                work.bytes, work.flops
+            ),
+            false => println!(
+                "  {part:<20} {count:>5} {us:>9.1} {:>8.2} {:>8.1} {:>9.1} {:>5.1} %  {:>8.2}",
+                us / *count as f64, work.bytes * 1e-6, work.flops * 1e-9, limit / us * 100.0, queue_us / *count as f64
+            ),
+        }
+    }
+    if !options.json {
+        println!(
+            "  sum {:.1} us; with marks {marked:.1} us: {} marks of {mark:.2} us are taken off",
+            step_ms * 1e3,
+            parts.len()
         );
     }
 }

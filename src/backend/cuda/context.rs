@@ -4,12 +4,13 @@ use super::blas::Blas;
 use super::device::{CudaDevice, Current};
 use super::driver::{check, is_lost};
 use super::memory::{DeviceMemory, PinnedMemory};
+use super::profile::Profile;
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::{Block, CachingAllocator, Device, Tensor};
 use cudarc::driver::sys::{self, CUresult, CUstream};
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicI64, AtomicU64, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 /// Where kernels report an index that they were given and did not follow: the first offence only, in
 /// host memory that the GPU writes. Layout shared with `csrc/common/fault.cuh`.
@@ -51,6 +52,10 @@ pub struct CudaContext {
     shared_memory_percent: AtomicI32,
     /// See [`CudaContext::counters`].
     counters: OnceLock<Block>,
+    /// See [`CudaContext::start_profile`].
+    profile: Mutex<Option<Profile>>,
+    is_profiling: AtomicBool,
+    num_profiles: AtomicU64,
 }
 
 // SAFETY: stream handles may be used by any thread; the rest is shared safely.
@@ -208,6 +213,9 @@ impl CudaContext {
             num_launches: AtomicU64::new(0),
             shared_memory_percent: AtomicI32::new(-1),
             counters: OnceLock::new(),
+            profile: Mutex::default(),
+            is_profiling: AtomicBool::new(false),
+            num_profiles: AtomicU64::new(0),
         })
     }
 
@@ -225,6 +233,24 @@ impl CudaContext {
     pub(crate) fn enter(&self) -> Result<Current> {
         self.check_alive()?;
         self.device.enter()
+    }
+
+    pub(super) fn profile(&self) -> MutexGuard<'_, Option<Profile>> {
+        self.profile.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn is_profiling(&self) -> bool {
+        self.is_profiling.load(Ordering::Relaxed)
+    }
+
+    /// From now on there is a profile; its number.
+    pub(super) fn next_profile(&self) -> u64 {
+        self.is_profiling.store(true, Ordering::Relaxed);
+        self.num_profiles.fetch_add(1, Ordering::Relaxed) + 1
+    }
+
+    pub(super) fn end_profile(&self) {
+        self.is_profiling.store(false, Ordering::Relaxed);
     }
 
     /// Its name as a place of memory.

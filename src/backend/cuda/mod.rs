@@ -8,6 +8,7 @@ mod event;
 mod fatbins;
 mod graph;
 mod memory;
+mod profile;
 mod tensor_map;
 
 pub(crate) use blas::{is_present as is_cublas_present, MatmulShape};
@@ -17,4 +18,5 @@ pub use device::{num_cuda_devices, CudaDevice, CudaDeviceInfo};
 pub use driver::available;
 pub(crate) use event::Event;
 pub(crate) use graph::Graph;
+pub use profile::ProfiledPart;
 pub(crate) use tensor_map::TensorMap;

@@ -13,7 +13,8 @@
 use super::record::DeviceRecord;
 use super::workspace::DeviceWorkspace;
 use super::CudaModel;
-use crate::backend::{ComputeContext, ContextBackend, DeviceTensor};
+use crate::backend::cuda::CudaContext;
+use crate::backend::{ComputeContext, DeviceTensor};
 use crate::error::{Error, Result};
 use crate::memory::{DType, Tensor};
 use crate::model::kv_cache::{DeviceKvLayer, KvCache};
@@ -81,6 +82,17 @@ impl DecodeKernels {
 /// The most sequences of a chain.
 pub(super) const MOST_CHAIN_ROWS: usize = SKINNY_TOKENS;
 
+/// The end of a product with a weight in a profile.
+pub(super) fn mark_linear(
+    cuda: &CudaContext,
+    name: &'static str,
+    weight: &DeviceTensor,
+    num_rows: usize,
+) -> Result<()> {
+    let flops = 2.0 * weight.num_elements() as f64 * num_rows as f64;
+    cuda.mark(name, weight.size_bytes() as u64, flops)
+}
+
 impl CudaModel {
     /// Queues the chain for a record of one token a sequence, up to the logits, which it returns:
     /// `[num_seqs, vocab_size]`.
@@ -93,16 +105,14 @@ impl CudaModel {
     ) -> Result<DeviceTensor> {
         let num_seqs = record.context_lens.num_elements() as usize;
         let is_gemv = self.decode_kernels.gemv && num_seqs <= GEMV_TOKENS;
-        let ContextBackend::Cuda(cuda) = self.context.backend() else {
-            return Err(Error::internal("a model of a device on the CPU"));
-        };
+        let cuda = self.cuda()?;
         if is_gemv {
             // Loads under way need the first-level cache: with less of it a step of Qwen3-8B takes 5 % longer. Small
             // models wait for each other's kernels rather than for memory.
             let is_small = num_seqs == 1 && config.hidden_size < 2048;
             cuda.prefer_shared_memory(Some(if is_small { 100 } else { 45 }));
         }
-        let done = self.decode_layers(config, record, kv, workspace, is_gemv);
+        let done = self.decode_layers(config, record, kv, workspace, is_gemv, cuda);
         cuda.prefer_shared_memory(None);
         done
     }
@@ -114,6 +124,7 @@ impl CudaModel {
         kv: &KvCache,
         workspace: &DeviceWorkspace,
         is_gemv: bool,
+        cuda: &CudaContext,
     ) -> Result<DeviceTensor> {
         let context = &*self.context;
         let num_seqs = record.context_lens.num_elements() as usize;
@@ -126,12 +137,16 @@ impl CudaModel {
         let DeviceRecord { token_ids, token_sources, .. } = record;
         let (weights, eps) = (&self.weights, config.norm_eps);
         let (table, chosen) = (&weights.tokens.embedding, &workspace.steps.chosen);
+        cuda.begin_marks()?;
         embedding_step(context, table, token_ids, token_sources, chosen, &hidden)?;
+        cuda.mark("embedding", 0, 0.0)?;
+        let mark = |name, weight: &DeviceTensor| mark_linear(cuda, name, weight, num_seqs);
         let linear = |norm: &DeviceTensor, weight: &DeviceTensor, result, out: &DeviceTensor| {
             if is_gemv {
                 return decode_gemv(context, &hidden, Some((norm, eps)), weight, result, out);
             }
             rms_norm_step(context, &hidden, norm, eps, &normed)?;
+            cuda.mark("norm", 0, 0.0)?;
             skinny_gemm(context, &normed, weight, result, out)
         };
         let add_linear = |x: &DeviceTensor, weight: &DeviceTensor| {
@@ -143,13 +158,19 @@ impl CudaModel {
         };
         for (index, layer) in weights.layers.iter().enumerate() {
             linear(&layer.input_norm, &layer.qkv_proj, LinearResult::Plain, &qkv)?;
+            mark("qkv_proj", &layer.qkv_proj)?;
             let cache = kv.device_layer(index)?;
             self.attend_new_tokens(config, layer, cache, record, workspace, &qkv, &attn_out)?;
+            cuda.mark("attention", 0, 0.0)?;
             add_linear(&attn_out, &layer.o_proj)?;
+            mark("o_proj", &layer.o_proj)?;
             linear(&layer.post_norm, &layer.gate_up_proj, LinearResult::SwiGlu, &mlp_act)?;
+            mark("gate_up_proj", &layer.gate_up_proj)?;
             add_linear(&mlp_act, &layer.down_proj)?;
+            mark("down_proj", &layer.down_proj)?;
         }
         linear(&weights.final_norm, weights.tokens.output(), LinearResult::Plain, &logits)?;
+        mark("output", weights.tokens.output())?;
         Ok(logits)
     }
 

@@ -9,6 +9,8 @@ pub(super) struct GraphKey {
     pub shape: RecordShape,
     /// Where the KV cache begins.
     pub cache: usize,
+    /// The profile that it is for; 0: none.
+    pub profile: u64,
 }
 
 /// Graphs of steps, by their shapes.

@@ -28,6 +28,7 @@ use super::qwen3::Qwen3Weights;
 use super::weights::{Weights, WeightsPlan};
 use super::{LoadOptions, ModelConfig, ModelFolder};
 use crate::backend::cpu::CpuBackend;
+use crate::backend::cuda::CudaContext;
 use crate::backend::{Arena, ComputeContext, ContextBackend, DeviceTensor, PinnedBuffer};
 use crate::error::{Error, Result};
 use crate::memory::{DType, ElementType};
@@ -162,9 +163,19 @@ impl CudaModel {
 
     /// For people: "cuda (NVIDIA H200)".
     pub fn device_name(&self) -> String {
+        match self.cuda() {
+            Ok(cuda) => format!("cuda ({})", cuda.device().info().name),
+            Err(_) => "cpu".to_string(),
+        }
+    }
+
+    /// The device half of the context.
+    pub fn cuda(&self) -> Result<&CudaContext> {
         match self.context.backend() {
-            ContextBackend::Cuda(cuda) => format!("cuda ({})", cuda.device().info().name),
-            ContextBackend::Cpu { .. } => "cpu".to_string(),
+            ContextBackend::Cuda(cuda) => Ok(cuda),
+            ContextBackend::Cpu { .. } => {
+                Err(Error::internal("a model of a device with a context of the CPU"))
+            }
         }
     }
 }

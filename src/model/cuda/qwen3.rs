@@ -1,8 +1,10 @@
 //! `Qwen3ForCausalLM` on a device; [`crate::model::qwen3`] is the same on the CPU.
 
+use super::decode::mark_linear;
 use super::record::{DeviceRecord, RecordExtras, RecordShape};
 use super::workspace::DeviceWorkspace;
 use super::CudaModel;
+use crate::backend::cuda::CudaContext;
 use crate::backend::{ComputeContext, DeviceTensor};
 use crate::error::{try_with_capacity, Error, ErrorKind, Result};
 use crate::memory::{DType, Tensor};
@@ -20,6 +22,7 @@ struct Pass<'a> {
     model: &'a CudaModel,
     config: &'a ModelConfig,
     context: &'a ComputeContext,
+    cuda: &'a CudaContext,
     record: &'a DeviceRecord,
     wanted: &'a Wanted,
 }
@@ -154,14 +157,16 @@ impl CudaModel {
         let context = &*self.context;
         let num_tokens = record.token_ids.num_elements() as usize;
         let num_rows = record.logits_rows.num_elements() as usize;
-        let pass = Pass { model: self, config, context, record, wanted };
+        let pass = Pass { model: self, config, context, cuda: self.cuda()?, record, wanted };
 
         let mut act = Activations::new(workspace, num_tokens)?;
         let qkv = pass.qkv_view(workspace, num_tokens)?;
         let DeviceRecord { token_ids, token_sources, .. } = record;
         let chosen = &workspace.steps.chosen;
         let table = &self.weights.tokens.embedding;
+        pass.cuda.begin_marks()?;
         embedding_step(context, table, token_ids, token_sources, chosen, &act.hidden)?;
+        pass.cuda.mark("embedding", 0, 0.0)?;
         // What the layer before has not yet added to the residual stream.
         let mut pending = None;
         for (index, layer) in self.weights.layers.iter().enumerate() {
@@ -174,6 +179,7 @@ impl CudaModel {
             if wanted.is_decode && self.decode_kernels.attention {
                 let out = &act.attn_out;
                 self.attend_new_tokens(config, layer, cache, record, workspace, &qkv, out)?;
+                pass.cuda.mark("attention", 0, 0.0)?;
             } else {
                 pass.attend(layer, cache, &act, &qkv)?;
             }
@@ -190,6 +196,7 @@ impl CudaModel {
         let final_norm = &self.weights.final_norm;
         let pending = pending.as_deref();
         add_rms_norm(context, pending, &act.hidden, final_norm, config.norm_eps, normed)?;
+        pass.cuda.mark("norm", 0, 0.0)?;
         Ok(Some(normed.clone()))
     }
 
@@ -284,8 +291,10 @@ impl Pass<'_> {
         let row_len = qkv.num_elements() as usize / num_tokens.max(1);
         let pending = pending.map(|pending| &**pending);
         add_rms_norm(context, pending, &act.hidden, &layer.input_norm, eps, &act.normed)?;
+        self.cuda.mark("norm", 0, 0.0)?;
         let rows = qkv.view(0, &[num_tokens, row_len], None)?;
-        linear(context, &act.normed, &layer.qkv_proj, layer.qkv_bias.as_ref(), &rows)
+        linear(context, &act.normed, &layer.qkv_proj, layer.qkv_bias.as_ref(), &rows)?;
+        mark_linear(self.cuda, "qkv_proj", &layer.qkv_proj, num_tokens)
     }
 
     /// ```text
@@ -313,12 +322,13 @@ impl Pass<'_> {
         };
         let slots = KvSlots { k: &kv.k, v: &kv.v, slots: &self.record.slots };
         qk_norm_rope_append(context, qkv, &how, &slots)?;
+        self.cuda.mark("qk_norm_rope_append", 0, 0.0)?;
         let q = qkv.view(0, &[num_tokens, num_heads, stride], Some(&[row_len, stride, 1]))?;
         let out = act.attn_out.view(0, &[num_tokens, num_heads, stride], None)?;
         for part in &self.wanted.attention {
             attention(context, part, &q, &kv.k, &kv.v, &out)?;
         }
-        Ok(())
+        self.cuda.mark("attention", 0, 0.0)
     }
 
     /// ```text
@@ -328,12 +338,19 @@ impl Pass<'_> {
     /// ```
     fn mlp(&self, layer: &Qwen3Layer<DeviceTensor, DeviceTensor>, act: &Activations) -> Result<()> {
         let (context, eps) = (self.context, self.config.norm_eps);
+        let num_rows = act.hidden.shape().first().map_or(0, |&n| n as usize);
+        let mark = |name, weight| mark_linear(self.cuda, name, weight, num_rows);
         linear(context, &act.attn_out, &layer.o_proj, layer.o_bias.as_ref(), &act.projected)?;
+        mark("o_proj", &layer.o_proj)?;
         let attended = Some(&*act.projected);
         add_rms_norm(context, attended, &act.hidden, &layer.post_norm, eps, &act.normed)?;
+        self.cuda.mark("norm", 0, 0.0)?;
         linear(context, &act.normed, &layer.gate_up_proj, None, &act.gate_up)?;
+        mark("gate_up_proj", &layer.gate_up_proj)?;
         silu_mul(context, &act.gate_up, &act.mlp_act)?;
-        linear(context, &act.mlp_act, &layer.down_proj, None, &act.projected)
+        self.cuda.mark("silu_mul", 0, 0.0)?;
+        linear(context, &act.mlp_act, &layer.down_proj, None, &act.projected)?;
+        mark("down_proj", &layer.down_proj)
     }
 
     /// Behind the last attention nothing but the rows whose logits are wanted matters: gathers them. In a

@@ -3,13 +3,13 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use super::decode::MOST_CHAIN_ROWS;
+use super::decode::{mark_linear, MOST_CHAIN_ROWS};
 use super::graphs::{row_bucket, table_bucket, GraphKey, StepGraphs};
 use super::qwen3::Wanted;
 use super::record::{DeviceRecord, RecordExtras, RecordMemory, RecordShape};
 use super::workspace::{copy_floats, DeviceWorkspace, COPIED_ROWS, MAX_STEP_ROWS};
 use super::CudaModel;
-use crate::backend::{Arena, ComputeContext, ContextBackend, DeviceTensor, PinnedBuffer};
+use crate::backend::{Arena, ComputeContext, DeviceTensor, PinnedBuffer};
 use crate::error::{try_with_capacity, Error, Result};
 use crate::memory::{DType, ElementType};
 use crate::model::batch::ForwardBatch;
@@ -191,10 +191,7 @@ impl CudaModel {
             host_tokens: result.tokens.device_address(0),
             spare_block: kv.spare_block(),
         };
-        let entered = match self.context.backend() {
-            ContextBackend::Cuda(cuda) => Some(cuda.enter()?),
-            ContextBackend::Cpu { .. } => None,
-        };
+        let entered = self.cuda()?.enter()?;
         let queued = self
             .queue_step(config, batch, &extras, kv, workspace, should_stop)
             .and_then(|()| self.queue_copies(config, step.choices, slot, workspace));
@@ -244,12 +241,17 @@ impl CudaModel {
             blocks_per_seq: table_bucket(batch.max_blocks_per_seq),
         };
         let record = workspace.steps.upload(&shape, batch, extras)?;
-        let key = GraphKey { shape, cache: kv.device_layer(0)?.k.data() as usize };
+        let key = GraphKey {
+            shape,
+            cache: kv.device_layer(0)?.k.data() as usize,
+            profile: self.cuda()?.profile_generation(),
+        };
         let mut graphs = std::mem::take(&mut workspace.steps.graphs);
         let queue = || {
             if self.decode_kernels.chain {
                 let logits = self.decode(config, &record, kv, workspace)?;
-                return sample(&self.context, &logits, &workspace.steps.buffers(&record));
+                sample(&self.context, &logits, &workspace.steps.buffers(&record))?;
+                return self.cuda()?.mark("sample", 0, 0.0);
             }
             let how = Wanted::of_decode(config, &record)?;
             let normed = self.hidden_states(config, &record, &how, kv, workspace, &|| false)?;
@@ -292,7 +294,10 @@ impl CudaModel {
         let num_rows = normed.shape().first().map_or(0, |&n| n as usize);
         let logits = workspace.logits.view(0, &[num_rows, config.vocab_size], None)?;
         self.project(normed, &logits)?;
-        sample(&self.context, &logits, &workspace.steps.buffers(record))
+        let cuda = self.cuda()?;
+        mark_linear(cuda, "output", self.weights.tokens.output(), num_rows)?;
+        sample(&self.context, &logits, &workspace.steps.buffers(record))?;
+        cuda.mark("sample", 0, 0.0)
     }
 
     /// Queues the logits that the caller wants on their way to the host.
@@ -351,9 +356,7 @@ impl CudaModel {
         out.tokens.clear();
         out.tokens.try_reserve(num_rows).map_err(no_memory)?;
         let bytes = result.tokens.bytes()?;
-        if let ContextBackend::Cuda(cuda) = self.context.backend() {
-            cuda.take_fault()?;
-        }
+        self.cuda()?.take_fault()?;
         out.tokens.extend(bytes.chunks_exact(4).take(num_rows).map(|word| match *word {
             [a, b, c, d] => u32::from_ne_bytes([a, b, c, d]),
             _ => NO_TOKEN,
