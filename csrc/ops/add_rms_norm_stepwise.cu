@@ -6,9 +6,10 @@
 //
 // x, residual, out: [num_rows, width], contiguous; weight: [width]. out is neither x nor residual.
 //
-// One block per row. N elements per access: 1, or kVec<T> where rows are whole vectors of 16 bytes. The row
-// is read again for the second pass, from the cache: each thread reads what it wrote itself.
+// One block per row. N elements per access: 1, or kVec<T> where rows are whole vectors of 16 bytes. What does not
+// stay in registers is read again for the second pass, from the cache: each thread reads what it wrote itself.
 #include "common/dtype.cuh"
+#include "common/pdl.cuh"
 #include "common/reduce.cuh"
 
 namespace xserv {
@@ -28,8 +29,14 @@ __device__ __forceinline__ void add_rms_norm_stepwise(T* out, T* residual, const
   const V* terms = reinterpret_cast<const V*>(x + first);
   const V* weights = reinterpret_cast<const V*>(weight);
   V* target = reinterpret_cast<V*>(out + first);
+  // The first access of a thread stays in registers: all there is of rows of up to 1024 accesses.
+  const int own = threadIdx.x, num_accesses = width / N;
+  V kept_weight{}, kept{};
+  dependency_launch();
+  if (own < num_accesses) kept_weight = weights[own];
+  dependency_wait();
   float sum = 0.0f;
-  for (int v = threadIdx.x; v < width / N; v += blockDim.x) {
+  for (int v = own; v < num_accesses; v += blockDim.x) {
     V values = sums[v];
     if (x != nullptr) {
       const V term = terms[v];
@@ -39,10 +46,11 @@ __device__ __forceinline__ void add_rms_norm_stepwise(T* out, T* residual, const
     }
 #pragma unroll
     for (int j = 0; j < N; j++) sum += to_float(values[j]) * to_float(values[j]);
+    if (v == own) kept = values;
   }
   const float scale = rsqrtf(block_reduce<Sum>(sum, scratch) / width + eps);
-  for (int v = threadIdx.x; v < width / N; v += blockDim.x) {
-    const V values = sums[v], factors = weights[v];
+  for (int v = own; v < num_accesses; v += blockDim.x) {
+    const V values = v == own ? kept : sums[v], factors = v == own ? kept_weight : weights[v];
     V result;
 #pragma unroll
     for (int j = 0; j < N; j++) {

@@ -309,6 +309,9 @@ constexpr int gemv_registers(int tokens, int rows, int steps) {
   XSERV_DECODE_GEMV(swiglu, kNormSwiglu, 1, 16, 1, SUFFIX, T)    \
   XSERV_DECODE_GEMV(residual, kResidual, 1, 16, 1, SUFFIX, T)    \
   XSERV_DECODE_GEMV(residual, kResidual, 1, 4, 3, SUFFIX, T)     \
+  XSERV_DECODE_GEMV(norm, kNorm, 1, 8, 2, SUFFIX, T)             \
+  XSERV_DECODE_GEMV(swiglu, kNormSwiglu, 1, 8, 2, SUFFIX, T)     \
+  XSERV_DECODE_GEMV(residual, kResidual, 1, 8, 2, SUFFIX, T)     \
   XSERV_DECODE_GEMV(norm, kNorm, 2, 8, 1, SUFFIX, T)             \
   XSERV_DECODE_GEMV(swiglu, kNormSwiglu, 2, 8, 1, SUFFIX, T)     \
   XSERV_DECODE_GEMV(residual, kResidual, 2, 8, 1, SUFFIX, T)     \

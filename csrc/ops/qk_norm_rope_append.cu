@@ -11,11 +11,13 @@
 // k_cache, v_cache: [num_slots, num_kv_heads, head_stride], that is [num_blocks, block_size, ...].
 //
 // A token whose slot is outside the cache is not written, one whose position is outside the table not
-// rotated; both are reported. One warp per token and head, each lane PAIRS neighbouring pairs at a time: 2
-// where head_dim is a multiple of 4, else 1. head_dim is even, at most 256; head_stride a multiple of 4.
-// grid (num_tokens, ceil(heads / warps of a block)).
+// rotated; both are reported. LANES lanes of a warp per token and head, each with PAIRS neighbouring pairs at a time.
+// For heads of 128 and 64 without gaps 16 or 8 lanes with 4 pairs: all of a head in one access, and two or four heads
+// in a warp. For others whole warps, 2 pairs where head_dim is a multiple of 4, else 1; head_dim is even, at most 256;
+// head_stride a multiple of 4. grid (num_tokens, ceil(heads / heads of a block)).
 #include "common/dtype.cuh"
 #include "common/fault.cuh"
+#include "common/pdl.cuh"
 #include "common/reduce.cuh"
 
 namespace xserv {
@@ -49,22 +51,47 @@ __device__ __forceinline__ float rounded(float value) {
   return to_float(from_float<T>(value));
 }
 
-template <typename T, int PAIRS>
+template <typename T, int PAIRS, int LANES>
 __device__ __forceinline__ void qk_norm_rope_append(const QkNormRopeAppendArgs& args) {
   using V = Vec<T, PAIRS>;
-  constexpr int kSteps = kMostPairs / (32 * PAIRS);
-  const int lane = threadIdx.x & 31;
-  const int head = blockIdx.y * (blockDim.x >> 5) + (threadIdx.x >> 5);
+  constexpr bool kIsWhole = LANES < 32;  // the lanes hold exactly a head
+  constexpr int kSteps = kIsWhole ? 1 : kMostPairs / (32 * PAIRS);
+  const int lane = threadIdx.x % LANES;
+  const int head = blockIdx.y * (blockDim.x / LANES) + threadIdx.x / LANES;
   const int num_heads = args.num_heads, num_kv_heads = args.num_kv_heads;
-  if (head >= num_heads + 2 * num_kv_heads) return;
+  dependency_launch();
+  dependency_wait();
+  // Lanes beyond the last head take part in the sums of their warp.
+  const bool is_head = head < num_heads + 2 * num_kv_heads;
+  if (!kIsWhole && !is_head) return;
   const long long token = blockIdx.x;
-  const int half = args.head_dim / 2, stride = args.head_stride;
-  T* source = static_cast<T*>(args.qkv) + (token * (num_heads + 2 * num_kv_heads) + head) * stride;
+  const int half = kIsWhole ? LANES * PAIRS : args.head_dim / 2;
+  const int stride = kIsWhole ? 2 * half : args.head_stride;
+  T* source = static_cast<T*>(args.qkv) + (token * (num_heads + 2 * num_kv_heads) + (is_head ? head : 0)) * stride;
+  const long long slot = args.slots[token];
+  const int position = args.positions[token];
+
+  V a[kSteps], b[kSteps];
+  float sum = 0.0f;
+#pragma unroll
+  for (int step = 0; step < kSteps; step++) {
+    const int i = (step * LANES + lane) * PAIRS;
+    if (!kIsWhole && i >= half) continue;
+    a[step] = *reinterpret_cast<const V*>(source + i);
+    b[step] = *reinterpret_cast<const V*>(source + half + i);
+#pragma unroll
+    for (int j = 0; j < PAIRS; j++) {
+      const float left = to_float(a[step][j]), right = to_float(b[step][j]);
+      sum += left * left + right * right;
+    }
+  }
+#pragma unroll
+  for (int offset = LANES / 2; offset > 0; offset >>= 1) sum += __shfl_xor_sync(kFullWarp, sum, offset);
+  if (!is_head) return;
 
   const bool is_query = head < num_heads, is_value = head >= num_heads + num_kv_heads;
   T* target = source;
   if (!is_query) {
-    const long long slot = args.slots[token];
     if (slot >= args.num_slots) {
       if (lane == 0) report_fault(args.fault, kFaultBlock, token, slot);
       return;
@@ -74,37 +101,26 @@ __device__ __forceinline__ void qk_norm_rope_append(const QkNormRopeAppendArgs& 
     target += (slot * num_kv_heads + kv_head) * stride;
   }
   if (is_value) {
-    for (int i = lane * PAIRS; i < stride; i += 32 * PAIRS) {
-      *reinterpret_cast<V*>(target + i) = *reinterpret_cast<const V*>(source + i);
+    if constexpr (kIsWhole) {
+      *reinterpret_cast<V*>(target + lane * PAIRS) = a[0];
+      *reinterpret_cast<V*>(target + half + lane * PAIRS) = b[0];
+    } else {
+      for (int i = lane * PAIRS; i < stride; i += LANES * PAIRS) {
+        *reinterpret_cast<V*>(target + i) = *reinterpret_cast<const V*>(source + i);
+      }
     }
     return;
   }
 
-  V a[kSteps], b[kSteps];
-  float sum = 0.0f;
-#pragma unroll
-  for (int step = 0; step < kSteps; step++) {
-    const int i = (step * 32 + lane) * PAIRS;
-    if (i >= half) continue;
-    a[step] = *reinterpret_cast<const V*>(source + i);
-    b[step] = *reinterpret_cast<const V*>(source + half + i);
-#pragma unroll
-    for (int j = 0; j < PAIRS; j++) {
-      const float left = to_float(a[step][j]), right = to_float(b[step][j]);
-      sum += left * left + right * right;
-    }
-  }
-  const float scale = rsqrtf(warp_reduce<Sum>(sum) / args.head_dim + args.eps);
-
-  const int position = args.positions[token];
+  const float scale = rsqrtf(sum / args.head_dim + args.eps);
   const bool is_valid = position >= 0 && position < args.max_position;
   if (!is_valid && head == 0 && lane == 0) report_fault(args.fault, kFaultPosition, token, position);
   const long long row = is_valid ? static_cast<long long>(position) * half : 0;
   const T* weight = static_cast<const T*>(is_query ? args.q_norm : args.k_norm);
 #pragma unroll
   for (int step = 0; step < kSteps; step++) {
-    const int i = (step * 32 + lane) * PAIRS;
-    if (i >= half) continue;
+    const int i = (step * LANES + lane) * PAIRS;
+    if (!kIsWhole && i >= half) continue;
     const V weight_a = *reinterpret_cast<const V*>(weight + i);
     const V weight_b = *reinterpret_cast<const V*>(weight + half + i);
     const V cos = *reinterpret_cast<const V*>(static_cast<const T*>(args.cos) + row + i);
@@ -122,8 +138,8 @@ __device__ __forceinline__ void qk_norm_rope_append(const QkNormRopeAppendArgs& 
     *reinterpret_cast<V*>(target + half + i) = right_out;
   }
   // The cache is not cleared before its first use.
-  if (!is_query) {
-    for (int i = args.head_dim + lane; i < stride; i += 32) target[i] = from_float<T>(0.0f);
+  if (!kIsWhole && !is_query) {
+    for (int i = args.head_dim + lane; i < stride; i += LANES) target[i] = from_float<T>(0.0f);
   }
 }
 
@@ -143,15 +159,16 @@ __device__ __forceinline__ void rope_table(T* cos_table, T* sin_table, const flo
 
 }  // namespace xserv
 
+#define XSERV_APPEND(SUFFIX, T, NAME, PAIRS, LANES)                                                          \
+  extern "C" __global__ void __launch_bounds__(256)                                                          \
+      xserv_qk_norm_rope_append_##NAME##_##SUFFIX(const __grid_constant__ xserv::QkNormRopeAppendArgs args) { \
+    xserv::qk_norm_rope_append<T, PAIRS, LANES>(args);                                                       \
+  }
 #define XSERV_KERNEL(SUFFIX, T)                                                                              \
-  extern "C" __global__ void __launch_bounds__(256)                                                          \
-      xserv_qk_norm_rope_append_vec_##SUFFIX(const __grid_constant__ xserv::QkNormRopeAppendArgs args) {     \
-    xserv::qk_norm_rope_append<T, 2>(args);                                                                  \
-  }                                                                                                          \
-  extern "C" __global__ void __launch_bounds__(256)                                                          \
-      xserv_qk_norm_rope_append_scalar_##SUFFIX(const __grid_constant__ xserv::QkNormRopeAppendArgs args) {  \
-    xserv::qk_norm_rope_append<T, 1>(args);                                                                  \
-  }                                                                                                          \
+  XSERV_APPEND(SUFFIX, T, 128, 4, 16)                                                                        \
+  XSERV_APPEND(SUFFIX, T, 64, 4, 8)                                                                          \
+  XSERV_APPEND(SUFFIX, T, vec, 2, 32)                                                                        \
+  XSERV_APPEND(SUFFIX, T, scalar, 1, 32)                                                                     \
   extern "C" __global__ void __launch_bounds__(256)                                                          \
       xserv_qk_rope_table_##SUFFIX(T* cos_table, T* sin_table, const float* inv_freq, float scaling,         \
                                    int max_position, int half) {                                             \

@@ -7,6 +7,7 @@
 // grid (num_rows, blocks along width). N elements per access: 1, or kVec<T> where width is a multiple of it
 // and everything begins at a multiple of 16 bytes.
 #include "common/dtype.cuh"
+#include "common/pdl.cuh"
 
 namespace xserv {
 
@@ -17,6 +18,8 @@ __device__ __forceinline__ void silu_mul_stepwise(T* out, const T* gate_up, int 
   const V* gates = reinterpret_cast<const V*>(gate_up + row * 2 * width);
   const V* ups = reinterpret_cast<const V*>(gate_up + (row * 2 + 1) * width);
   V* target = reinterpret_cast<V*>(out + row * width);
+  dependency_launch();
+  dependency_wait();
   const int step = gridDim.y * blockDim.x;
   for (int v = blockIdx.y * blockDim.x + threadIdx.x; v < width / N; v += step) {
     const V gate = gates[v], up = ups[v];

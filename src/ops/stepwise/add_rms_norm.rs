@@ -47,6 +47,7 @@ pub fn add_rms_norm(
         .f32(eps);
     // SAFETY: the arguments of the kernel; all are contiguous and have the rows and width that it goes over.
     unsafe {
-        cuda(context)?.launch("add_rms_norm_stepwise", name, Launch::linear(rows, block), arguments)
+        let launch = Launch::linear(rows, block);
+        cuda(context)?.launch_overlapping("add_rms_norm_stepwise", name, launch, arguments)
     }
 }

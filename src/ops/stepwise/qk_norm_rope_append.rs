@@ -59,8 +59,8 @@ struct QkNormRopeAppendArgs {
 }
 const _: () = assert!(size_of::<QkNormRopeAppendArgs>() == 10 * 8 + 8 + 6 * 4);
 
-/// Warps of a block: heads that it serves.
-const WARPS: u32 = 8;
+/// Of a block.
+const THREADS: u32 = 256;
 /// The longest head that a warp holds.
 const MAX_HEAD_DIM: i64 = 256;
 
@@ -122,23 +122,33 @@ pub fn qk_norm_rope_append(
         max_position: int(max_position)?,
         eps: how.eps,
     };
-    let name = match (dtype, head_dim % 4) {
-        (DType::F32, 0) => "xserv_qk_norm_rope_append_vec_f32",
-        (DType::F16, 0) => "xserv_qk_norm_rope_append_vec_f16",
-        (DType::BF16, 0) => "xserv_qk_norm_rope_append_vec_bf16",
-        (DType::F32, _) => "xserv_qk_norm_rope_append_scalar_f32",
-        (DType::F16, _) => "xserv_qk_norm_rope_append_scalar_f16",
-        (DType::BF16, _) => "xserv_qk_norm_rope_append_scalar_bf16",
+    macro_rules! name {
+        ($form:literal) => {
+            match dtype {
+                DType::F32 => concat!("xserv_qk_norm_rope_append_", $form, "_f32"),
+                DType::F16 => concat!("xserv_qk_norm_rope_append_", $form, "_f16"),
+                DType::BF16 => concat!("xserv_qk_norm_rope_append_", $form, "_bf16"),
+            }
+        };
+    }
+    let (name, lanes) = match head_dim {
+        128 if stride == 128 => (name!("128"), 16),
+        64 if stride == 64 => (name!("64"), 8),
+        _ if head_dim % 4 == 0 => (name!("vec"), 32),
+        _ => (name!("scalar"), 32),
     };
-    let parts = (int(total_heads)? as u32).div_ceil(WARPS);
+    let parts = (int(total_heads)? as u32).div_ceil(THREADS / lanes);
     if parts > 65535 {
         return Err(Error::unsupported(format!("{total_heads} heads are too many")));
     }
     let launch =
-        Launch { grid: (int(num_tokens)? as u32, parts, 1), block: 32 * WARPS, shared_bytes: 0 };
+        Launch { grid: (int(num_tokens)? as u32, parts, 1), block: THREADS, shared_bytes: 0 };
     // SAFETY: the argument of the kernel; the shapes were checked above, and the kernel follows no position or
     // slot beyond them.
-    unsafe { cuda.launch("qk_norm_rope_append", name, launch, Arguments::new().value(&arguments)) }
+    unsafe {
+        let arguments = Arguments::new().value(&arguments);
+        cuda.launch_overlapping("qk_norm_rope_append", name, launch, arguments)
+    }
 }
 
 /// Fills cos and sin [max_position, head_dim / 2]: the angle `position * inv_freq[i]` and the product with

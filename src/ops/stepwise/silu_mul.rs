@@ -29,5 +29,5 @@ pub fn silu_mul(context: &ComputeContext, gate_up: &Tensor, out: &Tensor) -> Res
     let launch = Launch { grid: (rows, parts, 1), block, shared_bytes: 0 };
     let arguments = Arguments::new().tensor(out).tensor(gate_up).i32(width);
     // SAFETY: the arguments of the kernel; both are contiguous and have the rows that it goes over.
-    unsafe { cuda(context)?.launch("silu_mul_stepwise", name, launch, arguments) }
+    unsafe { cuda(context)?.launch_overlapping("silu_mul_stepwise", name, launch, arguments) }
 }
