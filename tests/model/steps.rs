@@ -308,54 +308,69 @@ fn decoding_in_chains_on_cuda_is_the_forward_pass() {
         let dir = TestModel::wide_qwen3(5).write(Store::BF16);
         let Some(context) = cuda_context() else { return };
         let model = load_on_cuda(dir.str(), Some(dtype), context).expect("a model");
-        let vocab_size = model.config().vocab_size;
         for batch in [1, 2, 3, 5, 8, 9, 17, 33, 70, 100, 130] {
-            let mut random = Random(batch as u64);
-            let prompts: Vec<Vec<u32>> = (0..batch)
-                .map(|_| (0..1 + random.below(150)).map(|_| random.below(1000) as u32).collect())
-                .collect();
-            let next: Vec<Vec<u32>> =
-                (0..4).map(|_| (0..batch).map(|_| random.below(1000) as u32).collect()).collect();
-            let run = |by_steps: bool| -> Vec<Vec<f32>> {
-                let mut driver = Driver::new(&model, batch * 6);
-                driver.reserve(batch * 160);
-                let mut sequences: Vec<Sequence> =
-                    (0..batch).map(|_| Sequence::default()).collect();
-                for (sequence, prompt) in sequences.iter_mut().zip(&prompts) {
-                    driver.step(&mut [(sequence, prompt)], false);
-                }
-                let mut all = Vec::new();
-                for tokens in &next {
-                    let mut parts: Vec<(&mut Sequence, &[u32])> =
-                        sequences.iter_mut().zip(tokens.chunks(1)).collect();
-                    if by_steps {
-                        let choices = vec![TokenChoice::Caller; batch];
-                        driver.begin(&mut parts, &[], &choices).expect("a step");
-                        all.push(driver.finish().logits);
-                    } else {
-                        all.push(driver.step(&mut parts, false).concat());
-                    }
-                }
-                all
-            };
-            let (want, got) = (run(false), run(true));
-            let mut worst = 0.0f64;
-            for (want, got) in want.iter().zip(&got) {
-                for (want, got) in want.chunks(vocab_size).zip(got.chunks(vocab_size)) {
-                    let sum: f64 =
-                        want.iter().zip(got).map(|(a, b)| f64::from(a - b).powi(2)).sum();
-                    let rms = (sum / vocab_size as f64).sqrt() / golden::std_of(want);
-                    assert!(rms.is_finite(), "{dtype} batch of {batch}");
-                    worst = worst.max(rms);
-                }
-            }
-            println!("{dtype} batch of {batch}: worst row {worst:.2e} std");
-            let bar = if dtype == DType::BF16 { 6e-2 } else { 8e-3 };
-            assert!(worst <= bar, "{dtype} batch of {batch}: {worst:.2e}");
-            // And the same bits again.
-            assert!(run(true) == got, "{dtype} batch of {batch}");
+            compare_chain(&model, batch);
         }
     }
+}
+
+/// The same with rows as long as those of large models, which other kernels serve.
+#[test]
+fn decoding_long_rows_in_chains_on_cuda_is_the_forward_pass() {
+    for (hidden, intermediate) in [(4096, 512), (512, 4096), (512, 6144)] {
+        let Some(context) = cuda_context() else { return };
+        let dir = TestModel::qwen3_of(6, hidden, intermediate).write(Store::BF16);
+        let model = load_on_cuda(dir.str(), Some(DType::BF16), context).expect("a model");
+        for batch in [1, 2, 3] {
+            compare_chain(&model, batch);
+        }
+    }
+}
+
+fn compare_chain(model: &Model, batch: usize) {
+    let (dtype, vocab_size) = (model.dtype(), model.config().vocab_size);
+    let mut random = Random(batch as u64);
+    let prompts: Vec<Vec<u32>> = (0..batch)
+        .map(|_| (0..1 + random.below(150)).map(|_| random.below(1000) as u32).collect())
+        .collect();
+    let next: Vec<Vec<u32>> =
+        (0..4).map(|_| (0..batch).map(|_| random.below(1000) as u32).collect()).collect();
+    let run = |by_steps: bool| -> Vec<Vec<f32>> {
+        let mut driver = Driver::new(model, batch * 6);
+        driver.reserve(batch * 160);
+        let mut sequences: Vec<Sequence> = (0..batch).map(|_| Sequence::default()).collect();
+        for (sequence, prompt) in sequences.iter_mut().zip(&prompts) {
+            driver.step(&mut [(sequence, prompt)], false);
+        }
+        let mut all = Vec::new();
+        for tokens in &next {
+            let mut parts: Vec<(&mut Sequence, &[u32])> =
+                sequences.iter_mut().zip(tokens.chunks(1)).collect();
+            if by_steps {
+                let choices = vec![TokenChoice::Caller; batch];
+                driver.begin(&mut parts, &[], &choices).expect("a step");
+                all.push(driver.finish().logits);
+            } else {
+                all.push(driver.step(&mut parts, false).concat());
+            }
+        }
+        all
+    };
+    let (want, got) = (run(false), run(true));
+    let mut worst = 0.0f64;
+    for (want, got) in want.iter().zip(&got) {
+        for (want, got) in want.chunks(vocab_size).zip(got.chunks(vocab_size)) {
+            let sum: f64 = want.iter().zip(got).map(|(a, b)| f64::from(a - b).powi(2)).sum();
+            let rms = (sum / vocab_size as f64).sqrt() / golden::std_of(want);
+            assert!(rms.is_finite(), "{dtype} batch of {batch}");
+            worst = worst.max(rms);
+        }
+    }
+    println!("{dtype} batch of {batch}: worst row {worst:.2e} std");
+    let bar = if dtype == DType::BF16 { 6e-2 } else { 8e-3 };
+    assert!(worst <= bar, "{dtype} batch of {batch}: {worst:.2e}");
+    // And the same bits again.
+    assert!(run(true) == got, "{dtype} batch of {batch}");
 }
 
 #[test]

@@ -155,6 +155,11 @@ impl TestModel {
         Self::with_sizes(seed, (256, 768, 1000), 128, false)
     }
 
+    /// The same with other sizes.
+    pub fn qwen3_of(seed: u64, hidden: usize, intermediate: usize) -> Self {
+        Self::with_sizes(seed, (hidden, intermediate, 1000), 128, false)
+    }
+
     fn with_sizes(
         seed: u64,
         (hidden, intermediate, vocab): (usize, usize, usize),
