@@ -119,6 +119,7 @@ class LoadOptions {
   LoadOptions &max_context_tokens(std::uint64_t count) { return raw_.max_context_tokens = count, *this; }
   LoadOptions &kv_cache_tokens(std::uint64_t count) { return raw_.kv_cache_tokens = count, *this; }
   LoadOptions &max_memory_bytes(std::uint64_t bytes) { return raw_.max_memory_bytes = bytes, *this; }
+  LoadOptions &deterministic(bool on) { return raw_.deterministic = on, *this; }
   /* Told how far loading has come, 0 to 1; false cancels the load. */
   LoadOptions &progress(std::function<bool(float)> f) { return progress_ = std::move(f), *this; }
   /* Told, while the model is loaded, what the library has to say. What it throws is dropped. */

@@ -45,7 +45,7 @@ __device__ __forceinline__ void add_rms_norm_stepwise(T* out, T* residual, const
       sums[v] = values;
     }
 #pragma unroll
-    for (int j = 0; j < N; j++) sum += to_float(values[j]) * to_float(values[j]);
+    for (int j = 0; j < N; j++) sum = __fmaf_rn(to_float(values[j]), to_float(values[j]), sum);
     if (v == own) kept = values;
   }
   const float scale = rsqrtf(block_reduce<Sum>(sum, scratch) / width + eps);

@@ -270,9 +270,13 @@ struct Flash {
           row_max = fmaxf(row_max, __shfl_xor_sync(kFullWarp, row_max, 2));
           // A row of nothing but -inf must give zeros, not -inf - -inf.
           shift[m][r] = row_max == kMinusInfinity ? 0.0f : row_max * scale;
-          const float rescale = exp2_approx(maximum[m][r] * scale - shift[m][r]);
+          // Exactly 1 where the maximum stays, which the FMA is not: whether a tile that a row does not see is
+          // computed (for the rows beside it) must not change the row's bits. Nor must the row's place in the
+          // tile: without the explicit roundings the compiler fuses some rows' sums and not others'.
+          const float rescale =
+              maximum[m][r] == row_max ? 1.0f : exp2_approx(__fmaf_rn(maximum[m][r], scale, -shift[m][r]));
           maximum[m][r] = row_max;
-          sum[m][r] *= rescale;
+          sum[m][r] = __fmul_rn(sum[m][r], rescale);
 #pragma unroll
           for (int n = 0; n < kDimTiles; ++n) {
             o[m][n][r * 2] *= rescale;
@@ -446,7 +450,7 @@ struct FlashF32 {
         float row_max = maximum[r];
 #pragma unroll
         for (int i = 0; i < kKeysPerThread; ++i) {
-          s[r][i] = key_begin + x + i * 8 < visible ? s[r][i] * scale : kMinusInfinity;
+          s[r][i] = key_begin + x + i * 8 < visible ? __fmul_rn(s[r][i], scale) : kMinusInfinity;
           row_max = fmaxf(row_max, s[r][i]);
         }
 #pragma unroll
@@ -456,7 +460,7 @@ struct FlashF32 {
         const float shift = row_max == kMinusInfinity ? 0.0f : row_max;
         const float rescale = exp2f(maximum[r] - shift);
         maximum[r] = row_max;
-        sum[r] *= rescale;
+        sum[r] = __fmul_rn(sum[r], rescale);
 #pragma unroll
         for (int i = 0; i < kKeysPerThread; ++i) {
           const float weight = exp2f(s[r][i] - shift);
@@ -465,10 +469,10 @@ struct FlashF32 {
         }
 #pragma unroll
         for (int i = 0; i < kOutVectors; ++i) {
-          o[r][i].x *= rescale;
-          o[r][i].y *= rescale;
-          o[r][i].z *= rescale;
-          o[r][i].w *= rescale;
+          o[r][i].x = __fmul_rn(o[r][i].x, rescale);
+          o[r][i].y = __fmul_rn(o[r][i].y, rescale);
+          o[r][i].z = __fmul_rn(o[r][i].z, rescale);
+          o[r][i].w = __fmul_rn(o[r][i].w, rescale);
         }
       }
       __syncwarp();  // a row's weights are written and read by the same 8 lanes

@@ -22,6 +22,16 @@
 // the next from a counter. Which block computes an item does not change its result, nor do kGroups or the
 // other sequences: a row's tiles of keys and their order are always the same.
 //
+// With one query a sequence, its heads of a kv head can be the rows of an item (packed_heads): they share their
+// keys. A row's result is the same to the bit.
+//
+// The form with segments takes the keys of a row in segments of 1024, each with a maximum and sums of its own, from
+// the last to the first, and merges what it has (m, l, o) with each further one:
+//   m' = max(m, m_s);   l' = 2^(m - m') l + 2^(m_s - m') l_s;   o' likewise
+// A block that computes several segments keeps o in memory of its own between them. With one query a sequence
+// the segments can be items, whose (m, l, o) a second kernel merges in the same order: the same bits, but long
+// contexts of few sequences fill the device.
+//
 // H200, bf16, causal, TFLOP/s, 32 heads over 8: 650 at 8192 tokens, 530 at 2048, 180 at 512 (cuDNN 615, 417,
 // 159 in the same run). Without the turns it is 1 to 5 % slower, with the exact maximum 2 %. Tried without
 // gain: the next item's first scores queued before this one's output is stored; clusters of two heads that
@@ -48,28 +58,59 @@ struct AttentionFlashWgmmaParams {
   const int* context_lens;  // [num_seqs]
   FaultRecord* fault;       // may be null
   int* counter;             // [1], zero before the launch and after it
-  long long q_token_stride, q_head_stride;
-  long long o_token_stride, o_head_stride;
+  // With segments. Not null (one query a sequence, packed heads): segments are items. [num_seqs, heads,
+  // max_segments, 128], and maximum and sum [..., 2], of those with more than one segment.
+  float* partial_out;
+  float* partial_stats;
+  float* running;  // [blocks, groups of consumers, 64, 128]
+  long long q_token_stride, q_head_stride, q_row_stride;  // of tokens, heads, and rows of an item
+  long long o_token_stride, o_head_stride, o_row_stride;
   int num_heads, num_kv_heads;
   int num_tokens, num_seqs;
   int num_blocks, max_blocks_per_seq;
   int causal;
   float scale;  // above 0
+  // Not 0: an item's rows are so many heads of the one token of a sequence, at most 64; num_heads counts groups of
+  // them, and causal is 0. Else its rows are tokens, and the row strides are those of tokens.
+  int packed_heads;
+  int max_segments;  // partial_out has so many for each sequence and head
 
   static constexpr int block_size_log2 = 5;
 };
-static_assert(sizeof(AttentionFlashWgmmaParams) == 56 + 32 + 32, "layout shared with the host");
+static_assert(sizeof(AttentionFlashWgmmaParams) == 80 + 48 + 40, "layout shared with the host");
 
 // Work of a block: a tile of queries of one head.
 struct FlashItem {
   int head;       // negative: no more work
-  int token;      // first row in the packed tensors
+  int token;      // of the first row, in the packed tensors
   int rows;       // at most kQueries
-  int num_tiles;  // of 128 keys
+  int num_tiles;  // of 128 keys; the first is begin_tile
   int visible;    // keys that the first row sees; may be negative. Every row sees one more, at most kv_len
   int kv_len;
   int seq;
-  int pad;
+  int begin_tile;
+};
+
+constexpr int kSegmentTiles = 8;  // of a segment
+
+__device__ __forceinline__ int count_segments(int kv_len) {
+  return max(1, (kv_len + kSegmentTiles * 128 - 1) / (kSegmentTiles * 128));
+}
+
+// Factors of what there is and of a further segment, with maxima m and m_s of scores; m becomes the new one.
+// Without a key there is nothing, and the segment stays as it is.
+struct MergeFactors {
+  float old, segment;
+
+  __device__ __forceinline__ MergeFactors(float& m, float m_s, float scale) {
+    const float next = fmaxf(m, m_s);
+    old = m == kMinusInfinity ? 0.0f : exp2_approx(__fmul_rn(__fsub_rn(m, next), scale));
+    segment = m_s == kMinusInfinity ? 0.0f : exp2_approx(__fmul_rn(__fsub_rn(m_s, next), scale));
+    m = next;
+  }
+  __device__ __forceinline__ float merge(float value, float of_segment) const {
+    return __fmaf_rn(value, old, __fmul_rn(of_segment, segment));
+  }
 };
 
 template <int kRegisters>
@@ -109,7 +150,7 @@ struct FlashSchedule {
 
   // Finds item `number`, which must not be below that of the call before. Where there is none (head
   // negative), `first` is the number of all items.
-  template <int kQueries>
+  template <int kQueries, bool kSegments>
   __device__ __forceinline__ FlashItem find(const AttentionFlashWgmmaParams& p, int number) {
     FlashItem item = {-1, 0, 0, 0, 0, 0, 0, 0};
     const int lane = threadIdx.x & 31;
@@ -121,7 +162,11 @@ struct FlashSchedule {
         range = token_range(p.cu_seqlens_q, seq, p.num_tokens);
         kv_len = context_len(p, seq);  // here, for all: its latency is that of the others
       }
-      const int tiles = (range.len + kQueries - 1) / kQueries;
+      const int q_rows = p.packed_heads == 0 ? range.len : (range.len > 0 ? p.packed_heads : 0);
+      // Segments as items take the places of tiles of queries.
+      const bool in_segments = kSegments && p.partial_out != nullptr;
+      int tiles = (q_rows + kQueries - 1) / kQueries;
+      if (in_segments && tiles > 0) tiles = min(count_segments(kv_len), p.max_segments);
       const unsigned has_level = __ballot_sync(kFullWarp, tiles > level);
       const int count = __popc(has_level) * p.num_heads;
       if (number - first < count) {
@@ -130,14 +175,19 @@ struct FlashSchedule {
         const int source = __ffs(__ballot_sync(kFullWarp, tiles > level && rank == index)) - 1;
         item.head = number - first - index * p.num_heads;
         item.seq = chunk * 32 + source;
-        const int q_len = __shfl_sync(kFullWarp, range.len, source);
-        const int q_begin = (__shfl_sync(kFullWarp, tiles, source) - 1 - level) * kQueries;
+        const int q_len = __shfl_sync(kFullWarp, q_rows, source);
+        const int place = __shfl_sync(kFullWarp, tiles, source) - 1 - level;
+        const int q_begin = in_segments ? 0 : place * kQueries;
         item.token = __shfl_sync(kFullWarp, range.begin, source) + q_begin;
         item.rows = min(q_len - q_begin, kQueries);
         item.kv_len = __shfl_sync(kFullWarp, kv_len, source);
         item.visible = p.causal ? item.kv_len - q_len + q_begin + 1 : item.kv_len;
         const int num_keys = p.causal ? min(item.visible + item.rows - 1, item.kv_len) : item.kv_len;
         item.num_tiles = (max(num_keys, 1) + 127) / 128;  // without keys, one tile that is masked
+        if (in_segments) {
+          item.begin_tile = place * kSegmentTiles;
+          item.num_tiles = min(item.num_tiles, item.begin_tile + kSegmentTiles);
+        }
         return item;
       }
       first += count;
@@ -152,7 +202,7 @@ struct FlashSchedule {
   }
 };
 
-template <typename T, int kGroups>
+template <typename T, int kGroups, bool kSegments>
 struct FlashWgmma {
   static constexpr int kThreads = 128 * (kGroups + 1);
   static constexpr int kQueries = 64 * kGroups, kKeys = 128, kStages = 2;
@@ -213,7 +263,7 @@ struct FlashWgmma {
     int claimed = -1;
     uint32_t count = 0, published = 0;  // tiles, items
     const auto publish = [&](int number) {
-      const FlashItem item = schedule.find<kQueries>(p, number);
+      const FlashItem item = schedule.find<kQueries, kSegments>(p, number);
       const uint32_t slot = published % kItemSlots;
       mbarrier_wait(shared + kItemEmpty + slot * 8, (published / kItemSlots & 1) ^ 1);
       if (lane == 0) {
@@ -235,11 +285,13 @@ struct FlashWgmma {
     while (item.head >= 0) {
       // The next item is claimed and published where the copies must wait for a stage anyway, before the last
       // tiles: late enough to keep the load even, early enough for its queries to be there in time.
-      const int publish_tile = min(item.num_tiles - 3, 1);
+      const int begin_tile = kSegments ? item.begin_tile : 0;
+      const int after_begin = min(item.num_tiles - begin_tile - 3, 1);
+      const int publish_tile = after_begin < 0 ? -1 : begin_tile + after_begin;
       const int claim_tile = publish_tile < 0 ? item.num_tiles - 1 : publish_tile + 1;
       const int kv_head = item.head / heads_per_kv_head;
       int ids = first_ids;
-      for (int tile = item.num_tiles - 1; tile >= 0; --tile) {
+      for (int tile = item.num_tiles - 1; tile >= begin_tile; --tile) {
         if (tile == claim_tile && lane == 0) claimed = atomicAdd(p.counter, 1);
         if (tile == publish_tile) publish_next();
         if (tile != item.num_tiles - 1 && (tile & 7) == 7) ids = load_ids(p, item, tile >> 3);
@@ -282,7 +334,7 @@ struct FlashWgmma {
 #pragma unroll 4
         for (int row = thread >> 4; row < kQueries; row += 6) {
           cp_async_16(target + (row >> 6) * kGroupBytes + (row & 63) * 128 + ((chunk ^ row) & 7) * 16,
-                      q + (row < rows ? row : 0) * p.q_token_stride, row < rows);
+                      q + (row < rows ? row : 0) * p.q_row_stride, row < rows);
         }
         cp_async_commit();
         cp_async_wait<0>();
@@ -325,7 +377,8 @@ struct FlashWgmma {
       if (!((row_max - rows.maximum[r]) * scale > 8.0f)) row_max = rows.maximum[r];
       // A row of nothing but -inf must give zeros, not -inf - -inf.
       const float shift = row_max == kMinusInfinity ? 0.0f : row_max * scale;
-      rows.rescale[r] = exp2_approx(rows.maximum[r] * scale - shift);
+      // Fused explicitly here and below, so that all rows are.
+      rows.rescale[r] = exp2_approx(__fmaf_rn(rows.maximum[r], scale, -shift));
       rows.maximum[r] = row_max;
       float sum_even = 0.0f, sum_odd = 0.0f;
 #pragma unroll
@@ -340,7 +393,7 @@ struct FlashWgmma {
           sum_odd += b;
         }
       }
-      rows.sum[r] = rows.sum[r] * rows.rescale[r] + (sum_even + sum_odd);
+      rows.sum[r] = __fmaf_rn(rows.sum[r], rows.rescale[r], sum_even + sum_odd);
     }
   }
 
@@ -390,9 +443,7 @@ struct FlashWgmma {
       const int kv_len = item.kv_len;
 
       uint32_t weights[32];
-      Rows rows = {{kMinusInfinity, kMinusInfinity}, {0.0f, 0.0f}, {1.0f, 1.0f}};
-#pragma unroll
-      for (int i = 0; i < 64; ++i) o[i] = 0.0f;
+      Rows rows = {};
 
       const auto queue_output = [&](uint32_t stage) {
         const uint64_t v_desc = descriptor(shared + kV + stage * kTileBytes, kTileBytes / 2);
@@ -451,8 +502,16 @@ struct FlashWgmma {
       };
 
       int tile = item.num_tiles - 1;
+      const int begin_tile = kSegments ? item.begin_tile : 0;
+      float merged_max[2], merged_sum[2];
+      bool is_merged = false;
+      while (true) {
+      const int first_tile = kSegments ? max(tile & ~(kSegmentTiles - 1), begin_tile) : 0;
+      rows = {{kMinusInfinity, kMinusInfinity}, {0.0f, 0.0f}, {1.0f, 1.0f}};
+#pragma unroll
+      for (int i = 0; i < 64; ++i) o[i] = 0.0f;
       // On the diagonal a group may see only the first half of a tile's keys: that is done for itself.
-      const bool is_half = tile > 0 &&
+      const bool is_half = tile > first_tile &&
                            (p.causal ? min(group_visible + 63, kv_len) : kv_len) - tile * kKeys <= 64;
       if (is_half) {
         const uint32_t stage = count & 1, phase = count >> 1 & 1;
@@ -506,7 +565,7 @@ struct FlashWgmma {
       clear_rest(tile, stage);
       rescale_output();
       ++count;
-      for (--tile; tile >= 0; --tile) {
+      for (--tile; tile >= first_tile; --tile) {
         const uint32_t v_stage = stage;
         stage = count & 1;
         phase = count >> 1 & 1;
@@ -535,14 +594,65 @@ struct FlashWgmma {
       wgmma_wait<0>();
       fence_registers(o);
       release(shared + kVEmpty + stage * 8);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        rows.sum[r] += __shfl_xor_sync(kFullWarp, rows.sum[r], 1);
+        rows.sum[r] += __shfl_xor_sync(kFullWarp, rows.sum[r], 2);
+      }
+      if (!kSegments) break;
+      const bool is_last = first_tile <= begin_tile;
+      if (is_last && !is_merged) break;
+      float* running = p.running + (static_cast<int64_t>(blockIdx.x) * kGroups + group) * (64 * 128) +
+                       (threadIdx.x & 127);
+      if (is_merged) {
+        const MergeFactors factors[2] = {{merged_max[0], rows.maximum[0], scale},
+                                         {merged_max[1], rows.maximum[1], scale}};
+#pragma unroll
+        for (int r = 0; r < 2; ++r) merged_sum[r] = factors[r].merge(merged_sum[r], rows.sum[r]);
+#pragma unroll
+        for (int i = 0; i < 64; ++i) o[i] = factors[i >> 1 & 1].merge(running[i * 128], o[i]);
+      } else {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) merged_max[r] = rows.maximum[r], merged_sum[r] = rows.sum[r];
+      }
+      if (is_last) {
+        rows.sum[0] = merged_sum[0];
+        rows.sum[1] = merged_sum[1];
+        break;
+      }
+      is_merged = true;
+#pragma unroll
+      for (int i = 0; i < 64; ++i) running[i * 128] = o[i];
+      }
+
+      if (kSegments && p.partial_out != nullptr && count_segments(kv_len) > 1) {
+        // One segment of several: what the merge needs.
+        const int64_t first_head = static_cast<int64_t>(item.seq) * p.num_heads * p.packed_heads +
+                                   item.head * p.packed_heads;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const int target_row = group * 64 + row + r * 8;
+          if (target_row >= item.rows) continue;
+          const int64_t place = (first_head + target_row) * p.max_segments + begin_tile / kSegmentTiles;
+          float* target = p.partial_out + place * 128 + (lane & 3) * 2;
+#pragma unroll
+          for (int n = 0; n < 16; ++n) {
+            *reinterpret_cast<float2*>(target + n * 8) = make_float2(o[n * 4 + r * 2], o[n * 4 + r * 2 + 1]);
+          }
+          if ((lane & 3) == 0) {
+            *reinterpret_cast<float2*>(p.partial_stats + place * 2) = make_float2(rows.maximum[r], rows.sum[r]);
+          }
+        }
+        release(shared + kQEmpty + slot * 8);
+        item = next_item(index + 1);
+        continue;
+      }
 
       // Through the queries' place for 16-byte stores of whole rows; nobody of the group reads it any more.
       named_sync(kGroup + group, 128);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        float row_sum = rows.sum[r];
-        row_sum += __shfl_xor_sync(kFullWarp, row_sum, 1);
-        row_sum += __shfl_xor_sync(kFullWarp, row_sum, 2);
+        const float row_sum = rows.sum[r];
         const float inverse = row_sum == 0.0f ? 0.0f : __frcp_rn(row_sum);
         const uint32_t target = q_shared + (row + r * 8) * 128 + (lane & 3) * 4;
 #pragma unroll
@@ -554,7 +664,7 @@ struct FlashWgmma {
       }
       __syncwarp();
       const int chunk = lane & 15;
-      T* out = static_cast<T*>(p.out) + (item.token + group * 64) * p.o_token_stride +
+      T* out = static_cast<T*>(p.out) + item.token * p.o_token_stride + group * 64 * p.o_row_stride +
                item.head * p.o_head_stride + chunk * 8;
       uint4 values[8];  // all reads before the first write: the compiler keeps their order
 #pragma unroll
@@ -572,7 +682,7 @@ struct FlashWgmma {
       for (int i = 0; i < 8; ++i) {
         const int target_row = warp * 16 + i * 2 + (lane >> 4);
         if (group * 64 + target_row < item.rows) {
-          *reinterpret_cast<uint4*>(out + target_row * p.o_token_stride) = values[i];
+          *reinterpret_cast<uint4*>(out + target_row * p.o_row_stride) = values[i];
         }
       }
       item = next_item(index + 1);
@@ -623,18 +733,53 @@ struct FlashWgmma {
   }
 };
 
+// What the items of a sequence's segments have left, in the order in which a single block merges. Grid (heads,
+// sequences), a thread for each dim.
+template <typename T>
+__device__ __forceinline__ void merge_segments(const AttentionFlashWgmmaParams& p) {
+  const int head = blockIdx.x, seq = blockIdx.y, dim = threadIdx.x;
+  const TokenRange range = token_range(p.cu_seqlens_q, seq, p.num_tokens);
+  const int num_segments = min(count_segments(context_len(p, seq)), p.max_segments);
+  if (range.len == 0 || num_segments == 1) return;
+  const int64_t first = (static_cast<int64_t>(seq) * gridDim.x + head) * p.max_segments;
+  const float scale = p.scale * kLog2E;
+  const float* partial = p.partial_out + first * 128 + dim;
+  const float2* stats = reinterpret_cast<const float2*>(p.partial_stats) + first;
+  int segment = num_segments - 1;
+  float2 stat = stats[segment];
+  float maximum = stat.x, sum = stat.y, o = partial[segment * 128];
+#pragma unroll 4
+  for (--segment; segment >= 0; --segment) {
+    stat = stats[segment];
+    const MergeFactors factors(maximum, stat.x, scale);
+    sum = factors.merge(sum, stat.y);
+    o = factors.merge(o, partial[segment * 128]);
+  }
+  const float inverse = sum == 0.0f ? 0.0f : __frcp_rn(sum);
+  T* out = static_cast<T*>(p.out) + range.begin * p.o_token_stride + head * p.o_row_stride + dim;
+  *out = from_float<T>(o * inverse);
+}
+
 }  // namespace xserv
 
-#define XSERV_FLASH_WGMMA(variant, suffix, T, groups)                                                \
+#define XSERV_FLASH_WGMMA(variant, suffix, T, groups, segments)                                                \
   extern "C" __global__ void __launch_bounds__(128 * (groups + 1), 1)                                \
       xserv_attention_flash_wgmma##variant##_##suffix(                                               \
           const __grid_constant__ xserv::AttentionFlashWgmmaParams p,                                \
           const __grid_constant__ CUtensorMap k_map, const __grid_constant__ CUtensorMap v_map) {    \
-    xserv::FlashWgmma<T, groups>::run(p, &k_map, &v_map);                                            \
+    xserv::FlashWgmma<T, groups, segments>::run(p, &k_map, &v_map);                                            \
   }
 // The short form has half the queries to an item: for launches that would leave half the device idle.
-XSERV_FLASH_WGMMA(, f16, __half, 2)
-XSERV_FLASH_WGMMA(, bf16, __nv_bfloat16, 2)
-XSERV_FLASH_WGMMA(_short, f16, __half, 1)
-XSERV_FLASH_WGMMA(_short, bf16, __nv_bfloat16, 1)
+#define XSERV_FLASH_WGMMA_ALL(suffix, T)                     \
+  XSERV_FLASH_WGMMA(, suffix, T, 2, false)                   \
+  XSERV_FLASH_WGMMA(_short, suffix, T, 1, false)             \
+  XSERV_FLASH_WGMMA(_segments, suffix, T, 2, true)           \
+  XSERV_FLASH_WGMMA(_segments_short, suffix, T, 1, true)     \
+  extern "C" __global__ void __launch_bounds__(128)          \
+      xserv_attention_flash_wgmma_merge_##suffix(            \
+          const __grid_constant__ xserv::AttentionFlashWgmmaParams p) { \
+    xserv::merge_segments<T>(p);                             \
+  }
+XSERV_FLASH_WGMMA_ALL(f16, __half)
+XSERV_FLASH_WGMMA_ALL(bf16, __nv_bfloat16)
 #endif

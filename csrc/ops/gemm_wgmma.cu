@@ -6,6 +6,9 @@
 // fragments in registers. The products of one slice are still under way while those of the next are queued; a
 // buffer is filled again when everybody has waited for the products before the last.
 //
+// The form "parts" sums k in p.k_per_split parts, each from zero, and adds them in their order: as the splits of
+// skinny_gemm.cu do it, to the same bits (128x128 only: a second set of sums needs the registers).
+//
 // sm_90a has these instructions and no other target: elsewhere the file is empty, and the host takes the
 // kernels of gemm_tensor_core.cu.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -23,7 +26,7 @@ struct GemmParams {
   int64_t lda, ldb, ldc;
   int64_t stride_a, stride_b, stride_c;
   int m, n, k;
-  int k_per_split;  // not used
+  int k_per_split;  // parts: how many; else not used
   float alpha, beta;
 };
 static_assert(sizeof(GemmParams) == 104, "GemmParams is mirrored in Rust");
@@ -98,7 +101,7 @@ struct OperandSlice {
   static constexpr int kStep = (kAlongK ? 16 * 2 : 16 * 128) >> 4;
 };
 
-template <typename T, int kTileN, int kStages, bool kTransA, bool kTransB>
+template <typename T, int kTileN, int kStages, bool kTransA, bool kTransB, bool kInParts = false>
 __device__ __forceinline__ void gemm_wgmma(const GemmParams& p) {
   constexpr int kSums = kTileN / 2;
   using SliceA = OperandSlice<kTileM, !kTransA>;
@@ -141,6 +144,15 @@ __device__ __forceinline__ void gemm_wgmma(const GemmParams& p) {
 
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   float sum[kSums];  // the first product overwrites it
+  // Parts end where skinny_gemm.cu ends them, at multiples of kPartSlices.
+  constexpr int kPartSlices = 256 / kTileK;
+  const int num_units = (num_slices + kPartSlices - 1) / kPartSlices;
+  int part = 1, part_begin = 0;
+  const auto part_end = [&]() { return part * num_units / p.k_per_split * kPartSlices; };
+  float total[kInParts ? kSums : 1];
+#pragma unroll
+  for (int i = 0; i < (kInParts ? kSums : 1); ++i) total[i] = 0.0f;
+  int next_part = kInParts ? part_end() : num_slices;
   for (int slice = 0; slice < num_slices; ++slice) {
     cp_async_wait<kStages - 3>();
     fence_for_wgmma();
@@ -153,16 +165,31 @@ __device__ __forceinline__ void gemm_wgmma(const GemmParams& p) {
 #pragma unroll
     for (int step = 0; step < kTileK / 16; ++step) {
       wgmma<T, kTransA, !kTransB>(sum, a + step * SliceA::kStep, b + step * SliceB::kStep,
-                                  slice + step > 0);
+                                  slice > part_begin || step > 0);
     }
     wgmma_commit();
     read += kStageBytes;
     if (read == ring_end) read = ring;
     copy();
+    if (kInParts && slice + 1 == next_part && slice + 1 < num_slices) {
+      wgmma_wait<0>();
+#pragma unroll
+      for (int i = 0; i < kSums; ++i) {
+        asm volatile("" : "+f"(sum[i])::"memory");
+        total[kInParts ? i : 0] += sum[i];
+      }
+      part_begin = slice + 1;
+      ++part;
+      next_part = part_end();
+    }
   }
   wgmma_wait<0>();
 #pragma unroll
   for (int i = 0; i < kSums; ++i) asm volatile("" : "+f"(sum[i])::"memory");  // no use before the wait
+  if (kInParts) {
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) sum[i] = total[kInParts ? i : 0] + sum[i];
+  }
   cp_async_wait<0>();
 
   // Each warp has 16 rows. Through shared memory, so that it stores whole lines; the pad of 16 bytes keeps
@@ -230,4 +257,13 @@ __device__ __forceinline__ void gemm_wgmma(const GemmParams& p) {
 XSERV_GEMM_ALL(128x256, 256, 4, 1)
 // For C with few tiles. 192 KB, one block an SM: three stages in two blocks are half as fast at m = 512.
 XSERV_GEMM_ALL(128x128, 128, 6, 1)
+
+#define XSERV_GEMM_PARTS(suffix, T)                                                      \
+  extern "C" __global__ void __launch_bounds__(xserv::kThreads, 1)                       \
+      xserv_gemm_wgmma_128x128_parts_nt_##suffix(                                        \
+          const __grid_constant__ xserv::GemmParams params) {                            \
+    xserv::gemm_wgmma<T, 128, 6, false, true, true>(params);                             \
+  }
+XSERV_GEMM_PARTS(f16, __half)
+XSERV_GEMM_PARTS(bf16, __nv_bfloat16)
 #endif

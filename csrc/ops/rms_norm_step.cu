@@ -7,7 +7,8 @@
 // at most 16 * blockDim.x; weight: [width].
 //
 // One block per row, which it keeps in registers: at most kMaxVectors vectors of 16 bytes per thread. The
-// norm weights are loaded before the wait for the kernel in front.
+// norm weights are loaded before the wait for the kernel in front. The order of the sum is that of
+// add_rms_norm_stepwise.cu, to the same bits.
 #include "common/dtype.cuh"
 #include "common/pdl.cuh"
 #include "common/reduce.cuh"
@@ -49,7 +50,7 @@ __device__ __forceinline__ void rms_norm_step(const RmsNormStepParams& p) {
   for (int i = 0; i < kMaxVectors; ++i) {
     if (threadIdx.x + i * blockDim.x < num_vectors) {
 #pragma unroll
-      for (int j = 0; j < 8; ++j) sum += to_float(values[i][j]) * to_float(values[i][j]);
+      for (int j = 0; j < 8; ++j) sum = __fmaf_rn(to_float(values[i][j]), to_float(values[i][j]), sum);
     }
   }
   const float scale = rsqrtf(block_reduce<Sum>(sum, scratch) / p.width + p.eps);

@@ -3,7 +3,7 @@
  * which the machine can read the weights.
  *
  *     bench MODEL [--prompts 128,512] [--gen 64] [--depths 0,512] [--threads N,N] [--batch 1,4]
- *                 [--serve 1,8] [--offline 256] [--reps 3] [--untied] [--json]
+ *                 [--serve 1,8] [--offline 256] [--reps 3] [--untied] [--deterministic] [--json]
  *
  * Numbers are medians over --reps. Weights may be random: tests/bench/make_random_model.py makes
  * models of published shapes. Names, as in llama-bench: pp<N> is a prompt of N tokens, tg<N> the
@@ -36,7 +36,7 @@ typedef struct settings {
   const char *model_path;
   list prompts, gen, depths, threads, batch, serve, offline;
   uint32_t reps;
-  bool untied, json;
+  bool untied, deterministic, json;
 } settings;
 
 /* What a number was measured with. */
@@ -194,6 +194,7 @@ static bool measure_threads(const settings *all, uint32_t threads) {
   double best_single = 0;
   if (xserv_load_options_default(&options) != XSERV_STATUS_OK) return false;
   options.num_threads = threads;
+  options.deterministic = all->deterministic;
   bool good = xserv_load(all->model_path, &options, &model) == XSERV_STATUS_OK &&
               xserv_model_get_info(model, &info) == XSERV_STATUS_OK;
   if (!good) {
@@ -225,6 +226,8 @@ int main(int argc, char **argv) {
       all.reps = reps > 0 ? (uint32_t)reps : 1;
     } else if (strcmp(argv[i], "--json") == 0) {
       all.json = true;
+    } else if (strcmp(argv[i], "--deterministic") == 0) {
+      all.deterministic = true;
     } else if (strcmp(argv[i], "--untied") == 0) {
       all.untied = true;
     } else if (argv[i][0] != '-' && all.model_path == NULL) {
@@ -236,7 +239,8 @@ int main(int argc, char **argv) {
   }
   if (all.model_path == NULL) {
     fprintf(stderr, "usage: bench MODEL [--prompts N,N] [--gen N,N] [--depths N,N] [--threads N,N] "
-                    "[--batch N,N] [--serve N,N] [--offline N,N] [--reps N] [--untied] [--json]\n");
+                    "[--batch N,N] [--serve N,N] [--offline N,N] [--reps N] [--untied] [--deterministic] "
+                    "[--json]\n");
     return 2;
   }
   if (!all.json) printf("| %-26s | %12s | %-9s |\n|---|---:|---|\n", "metric", "value", "unit");

@@ -48,6 +48,8 @@ pub struct EngineOptions {
     pub max_batch_size: u32,
     /// Never take keys and values that another request, or another part of the same, has computed.
     pub no_prefix_cache: bool,
+    /// See [`LoadOptions::deterministic`].
+    pub deterministic: bool,
 }
 
 /// The sizes of a model that users ask for.
@@ -170,7 +172,11 @@ impl Engine {
         let (planned, mut size) = place(options, &opened, &log)?;
         let backend = Arc::new(CpuBackend::new(num_threads(options.num_threads)?)?);
         let mut workspace = Workspace::new();
-        let load_options = LoadOptions { dtype: Some(planned.dtype), map_files: options.map_files };
+        let load_options = LoadOptions {
+            dtype: Some(planned.dtype),
+            map_files: options.map_files,
+            deterministic: options.deterministic,
+        };
         let limits = planned.limits;
         let progress = &mut |fraction: f32| !reader.has_failed() && progress(fraction);
         let model = if planned.on_device {

@@ -93,8 +93,8 @@ pub struct xserv_request {
     /// XSERV_UNSET_FLOAT; neutral: 0.
     pub frequency_penalty: f32,
     /// Seed of the random draws: the same seed gives the same tokens, whatever else runs on the model; on a
-    /// GPU to its rounding, which depends on what is computed together.
-    /// Default XSERV_SEED_RANDOM.
+    /// GPU with xserv_load_options.deterministic always, without it to its rounding, which depends on what is
+    /// computed together. Default XSERV_SEED_RANDOM.
     pub seed: u64,
     /// With messages_json: 1 (default) opens the assistant's turn.
     pub add_generation_prompt: u8,

@@ -114,6 +114,7 @@ unsafe fn convert(options: &xserv_attention_options) -> Result<AttentionOptions>
             context_lens: optional_tensor(options.context_lens, "context_lens")?,
             max_q_len: options.max_q_len,
             max_kv_len: options.max_kv_len,
+            ..AttentionOptions::default()
         })
     }
 }

@@ -148,6 +148,7 @@ pub unsafe extern "C" fn xserv_op_gemm(
             alpha: options.alpha,
             beta: options.beta,
             backend: backend_of(options.backend)?,
+            ..GemmOptions::default()
         };
         tensor::gemm(context_of(context)?.get()?, &options, &a, &b, &c)
     })

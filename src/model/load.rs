@@ -35,6 +35,9 @@ pub struct LoadOptions {
     /// Read through a mapping of the files instead of `pread`. A file that another process cuts
     /// short meanwhile then kills this process.
     pub map_files: bool,
+    /// On a GPU: a row's logits have the same bits whatever is computed beside it, however its prompt is cut, and
+    /// whether it is computed for the first time or again. On the CPU that is always so.
+    pub deterministic: bool,
 }
 
 /// Reads what `plan` names. `progress` gets the fraction done, on this thread, and stops the load

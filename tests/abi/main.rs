@@ -7,10 +7,14 @@
 // Tables of cases read better with their tuples written out.
 #![allow(clippy::type_complexity)]
 
+#[path = "../support/model_files.rs"]
+mod files;
+
 mod arguments;
 mod batching;
 mod client;
 mod cuda;
+mod deterministic;
 mod dlpack;
 mod generation;
 mod golden;

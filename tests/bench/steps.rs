@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! cargo bench --bench steps -- FOLDER [--decode 1x512,32x4096] [--prefill 512,2048] [--steps 64] [--profile]
-//!     [--json]
+//!     [--deterministic] [--json]
 //! ```
 //!
 //! `--decode BxC`: B sequences with C tokens behind them take one greedy token each, steps following each other
@@ -20,7 +20,7 @@ use xserv::model::{Model, TokenChoice};
 #[path = "../support/model_driver.rs"]
 mod driver;
 
-use driver::{cuda_context, load_on_cuda, Driver, Sequence};
+use driver::{cuda_context, load_deterministic, load_on_cuda, Driver, Sequence};
 
 struct Options {
     folder: String,
@@ -30,6 +30,7 @@ struct Options {
     read_gbs: f64,
     tflops: f64,
     profile: bool,
+    deterministic: bool,
     json: bool,
 }
 
@@ -46,6 +47,7 @@ fn options() -> Option<Options> {
         read_gbs: 4706.0,
         tflops: 680.0,
         profile: false,
+        deterministic: false,
         json: false,
     };
     let mut args = std::env::args().skip(1);
@@ -54,6 +56,7 @@ fn options() -> Option<Options> {
             "--bench" => {}
             "--json" => options.json = true,
             "--profile" => options.profile = true,
+            "--deterministic" => options.deterministic = true,
             "--decode" => {
                 let pair = |s: &str| {
                     let (b, c) = s.split_once('x')?;
@@ -95,7 +98,12 @@ fn main() {
     };
     let Some(context) = cuda_context() else { return };
     let begin = Instant::now();
-    let model = load_on_cuda(&options.folder, Some(DType::BF16), context).expect("a model");
+    let dtype = Some(DType::BF16);
+    let model = match options.deterministic {
+        true => load_deterministic(&options.folder, dtype, context),
+        false => load_on_cuda(&options.folder, dtype, context),
+    };
+    let model = model.expect("a model");
     println!("{}: loaded in {:.2} s", model.device_name(), begin.elapsed().as_secs_f64());
     let config = model.config();
     // Bytes that every step reads: all weights but the embedding, or with it where it is the output matrix too.

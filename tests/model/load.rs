@@ -64,7 +64,7 @@ fn a_mapping_gives_the_same_model() {
     let dir = TestModel::qwen3(1).write(Store::BF16);
     for dtype in [None, Some(DType::F32), Some(DType::F16)] {
         let read = load(dir.str(), dtype, 2);
-        let options = LoadOptions { dtype, map_files: true };
+        let options = LoadOptions { dtype, map_files: true, ..LoadOptions::default() };
         let mapped = load_with(dir.str(), &options, &mut |_| true).expect("loads");
         assert!(logits(&read) == logits(&mapped), "{dtype:?}");
     }
@@ -172,7 +172,7 @@ fn files_that_change_between_open_and_load() {
             let dir = model.write(Store::F32);
             let folder = Model::open(dir.str()).expect("opens");
             change(&dir);
-            let options = LoadOptions { dtype: None, map_files };
+            let options = LoadOptions { map_files, ..LoadOptions::default() };
             let error = folder.load(Arc::clone(&backend), &options, &mut |_| true).expect_err(what);
             assert!(error.message().contains("model.safetensors"), "{what}: {error}");
             assert!(matches!(error.kind(), ErrorKind::Io | ErrorKind::NotFound), "{what}: {error}");

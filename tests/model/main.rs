@@ -11,6 +11,7 @@ mod driver;
 
 mod config;
 mod cuda;
+mod deterministic;
 mod folder;
 mod forward;
 mod inspect;

@@ -71,7 +71,13 @@ fn child() {
             let map_files = what == "load mapped";
             let backend = Arc::new(CpuBackend::new(2).expect("threads"));
             let model = Model::open(&folder)
-                .and_then(|f| f.load(backend, &LoadOptions { dtype, map_files }, &mut |_| true))
+                .and_then(|f| {
+                    f.load(
+                        backend,
+                        &LoadOptions { dtype, map_files, ..LoadOptions::default() },
+                        &mut |_| true,
+                    )
+                })
                 .expect("loads");
             model.weights_bytes().to_string()
         }

@@ -54,6 +54,17 @@ pub fn load_on_cuda(
     Model::open(path)?.load_on_device(context, &backend, &options, &mut |_| true)
 }
 
+/// The same, and deterministic.
+pub fn load_deterministic(
+    path: &str,
+    dtype: Option<DType>,
+    context: Arc<ComputeContext>,
+) -> Result<Model> {
+    let backend = CpuBackend::new(2).expect("threads");
+    let options = LoadOptions { dtype, deterministic: true, ..LoadOptions::default() };
+    Model::open(path)?.load_on_device(context, &backend, &options, &mut |_| true)
+}
+
 /// A sequence in the cache.
 #[derive(Default)]
 pub struct Sequence {

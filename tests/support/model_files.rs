@@ -160,6 +160,11 @@ impl TestModel {
         Self::with_sizes(seed, (hidden, intermediate, 1000), 128, false)
     }
 
+    /// One whose products are summed in parts on a GPU (four of unequal lengths in the last of a layer).
+    pub fn long_qwen3(seed: u64, head_dim: usize) -> Self {
+        Self::with_sizes(seed, (512, 2304, 1000), head_dim, false)
+    }
+
     fn with_sizes(
         seed: u64,
         (hidden, intermediate, vocab): (usize, usize, usize),

@@ -16,6 +16,7 @@ import threading
 import time
 import unittest
 from array import array
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import xserv
@@ -290,6 +291,15 @@ class Loading(unittest.TestCase):
         self.assertEqual(caught.exception.status, "XSERV_STATUS_CANCELLED")
         with self.assertRaises(ZeroDivisionError):
             xserv.Model(MODEL, progress=lambda fraction: 1 // 0)
+
+    def test_deterministic(self):
+        options = {"temperature": 0.8, "seed": 7, "max_tokens": 30, "ignore_eos": True}
+        with xserv.Model(MODEL, deterministic=True) as model:
+            alone = model.generate("Once", **options).token_ids
+            with ThreadPoolExecutor(5) as pool:
+                prompts = ["Once", "Hello", "Once", "The cat sat", "Once"]
+                together = list(pool.map(lambda prompt: model.generate(prompt, **options).token_ids, prompts))
+        self.assertEqual([together[0], together[2], together[4]], [alone] * 3)
 
     def test_plan(self):
         for options in ({}, {"max_memory_bytes": 30 << 20}, {"kv_cache_tokens": 96, "dtype": "f32"}):

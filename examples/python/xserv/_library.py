@@ -66,7 +66,8 @@ class LoadOptions(Structure):
         ("log_user_data", c_void_p),
         ("max_batch_size", c_uint32),
         ("prefix_cache", c_uint8),
-        ("reserved2", c_uint8 * 3),
+        ("deterministic", c_uint8),
+        ("reserved2", c_uint8 * 2),
     ]
 
 

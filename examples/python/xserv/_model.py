@@ -245,8 +245,8 @@ class Model:
 
     Options, all optional: device ("auto", "cpu", "cuda"), dtype ("auto", "f32", "f16", "bf16"),
     num_threads, map_files, max_context_tokens, kv_cache_tokens, max_memory_bytes, max_batch_size,
-    prefix_cache; and two callables: progress(fraction), which may return False to cancel the load, and log(level, message). Their
-    meaning is that of xserv_load_options in xserv.h.
+    prefix_cache, deterministic; and two callables: progress(fraction), which may return False to cancel the load, and
+    log(level, message). Their meaning is that of xserv_load_options in xserv.h.
     """
 
     def __init__(
@@ -262,6 +262,7 @@ class Model:
         max_memory_bytes: int = 0,
         max_batch_size: int = 0,
         prefix_cache: bool = True,
+        deterministic: bool = False,
         progress: Optional[Callable[[float], Optional[bool]]] = None,
         log: Optional[Callable[[str, str], None]] = None,
     ) -> None:
@@ -269,7 +270,7 @@ class Model:
         options = _load_options(
             device, dtype, num_threads, map_files, max_context_tokens, kv_cache_tokens, max_memory_bytes
         )
-        options.prefix_cache = prefix_cache
+        options.prefix_cache, options.deterministic = prefix_cache, deterministic
         set_number(options, "max_batch_size", max_batch_size)
 
         raised: List[BaseException] = []

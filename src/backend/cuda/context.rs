@@ -56,6 +56,8 @@ pub struct CudaContext {
     profile: Mutex<Option<Profile>>,
     is_profiling: AtomicBool,
     num_profiles: AtomicU64,
+    /// See [`CudaContext::lasting_scratch`], and its bytes.
+    lasting_scratch: OnceLock<(Block, usize)>,
 }
 
 // SAFETY: stream handles may be used by any thread; the rest is shared safely.
@@ -216,6 +218,7 @@ impl CudaContext {
             profile: Mutex::default(),
             is_profiling: AtomicBool::new(false),
             num_profiles: AtomicU64::new(0),
+            lasting_scratch: OnceLock::new(),
         })
     }
 
@@ -334,6 +337,15 @@ impl CudaContext {
         // SAFETY: fresh device memory of that size.
         unsafe { self.fill(made.start(), 0, NUM_COUNTERS * 4) }?;
         Ok(Some(self.counters.get_or_init(|| made).start()))
+    }
+
+    /// The same for `bytes` of whatever content, the first time for all: `None` if more is asked for later.
+    pub(crate) fn lasting_scratch(&self, bytes: usize) -> Result<Option<*mut u8>> {
+        if let Some((scratch, size)) = self.lasting_scratch.get() {
+            return Ok((bytes <= *size).then(|| scratch.start()));
+        }
+        let made = self.allocator.allocate(bytes, "partial results of attention")?;
+        Ok(Some(self.lasting_scratch.get_or_init(|| (made, bytes)).0.start()))
     }
 
     /// Queues kernel `name` of `csrc/ops/<source>.cu`.

@@ -10,6 +10,7 @@
 //! hidden += W_down act
 //! ```
 
+use super::qwen3::Wanted;
 use super::record::DeviceRecord;
 use super::workspace::DeviceWorkspace;
 use super::CudaModel;
@@ -77,6 +78,11 @@ impl DecodeKernels {
             && weights.layers.iter().all(fits);
         DecodeKernels { attention, chain, gemv }
     }
+
+    /// Those whose results do not depend on the number of sequences.
+    pub fn deterministic(self) -> Self {
+        DecodeKernels { attention: false, gemv: false, ..self }
+    }
 }
 
 /// The most sequences of a chain.
@@ -137,6 +143,7 @@ impl CudaModel {
         let DeviceRecord { token_ids, token_sources, .. } = record;
         let (weights, eps) = (&self.weights, config.norm_eps);
         let (table, chosen) = (&weights.tokens.embedding, &workspace.steps.chosen);
+        let is_fixed = self.is_deterministic;
         cuda.begin_marks()?;
         embedding_step(context, table, token_ids, token_sources, chosen, &hidden)?;
         cuda.mark("embedding", 0, 0.0)?;
@@ -147,21 +154,33 @@ impl CudaModel {
             }
             rms_norm_step(context, &hidden, norm, eps, &normed)?;
             cuda.mark("norm", 0, 0.0)?;
-            skinny_gemm(context, &normed, weight, result, out)
+            skinny_gemm(context, &normed, weight, result, is_fixed, out)
         };
         let add_linear = |x: &DeviceTensor, weight: &DeviceTensor| {
             let result = LinearResult::Residual;
             match is_gemv {
                 true => decode_gemv(context, x, None, weight, result, &hidden),
-                false => skinny_gemm(context, x, weight, result, &hidden),
+                false => skinny_gemm(context, x, weight, result, is_fixed, &hidden),
             }
+        };
+        let wanted = match self.is_deterministic {
+            true => Some(Wanted::of_decode(config, record, true)?),
+            false => None,
         };
         for (index, layer) in weights.layers.iter().enumerate() {
             linear(&layer.input_norm, &layer.qkv_proj, LinearResult::Plain, &qkv)?;
             mark("qkv_proj", &layer.qkv_proj)?;
             let cache = kv.device_layer(index)?;
-            self.attend_new_tokens(config, layer, cache, record, workspace, &qkv, &attn_out)?;
-            cuda.mark("attention", 0, 0.0)?;
+            match &wanted {
+                Some(wanted) => {
+                    self.attend_as_prompts(config, layer, cache, record, wanted, workspace)?
+                }
+                None => {
+                    let out = &attn_out;
+                    self.attend_new_tokens(config, layer, cache, record, workspace, &qkv, out)?;
+                    cuda.mark("attention", 0, 0.0)?;
+                }
+            }
             add_linear(&attn_out, &layer.o_proj)?;
             mark("o_proj", &layer.o_proj)?;
             linear(&layer.post_norm, &layer.gate_up_proj, LinearResult::SwiGlu, &mlp_act)?;

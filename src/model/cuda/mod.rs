@@ -5,6 +5,7 @@
 //! rounds them ([`crate::ops::stepwise`]).
 
 mod decode;
+mod deterministic;
 mod geometry;
 mod graphs;
 mod heads;
@@ -37,7 +38,8 @@ use crate::ops::stepwise;
 /// Memory that the operators themselves take from time to time: partial sums of attention and of matrix
 /// products, index arrays, and the workspace of cuBLAS (32 MiB). Attention over 64 sequences of 40,960 tokens
 /// with 32 heads of 128 elements, or over 256 of 2048, takes 40 MiB of partial sums. Products that are split have
-/// no more tiles than the device has multiprocessors: 17 MB of partial sums with 132 of them.
+/// no more tiles than the device has multiprocessors: 17 MB of partial sums with 132 of them. Deterministic models
+/// take neither, but 9 MB for attention in segments.
 const SCRATCH_BYTES: u64 = 80 << 20;
 
 /// What a model has on a device.
@@ -50,6 +52,8 @@ pub(super) struct CudaModel {
     pub spacing: HeadSpacing,
     dtype: DType,
     decode_kernels: DecodeKernels,
+    /// See [`LoadOptions::deterministic`].
+    is_deterministic: bool,
 }
 
 /// What a model takes of the memory of a device or of the host.
@@ -145,9 +149,23 @@ impl CudaModel {
         };
         let (cos, sin) = rope_tables(&context, config, dtype)?;
         let bytes = weights_bytes.saturating_add(rope_bytes(config, dtype)?) as u64;
+        let is_deterministic = options.deterministic;
         let decode_kernels =
             DecodeKernels::find(&context, config, &weights, dtype, spacing.is_spaced());
-        let model = CudaModel { context, weights, cos, sin, spacing, dtype, decode_kernels };
+        let decode_kernels = match is_deterministic {
+            true => decode_kernels.deterministic(),
+            false => decode_kernels,
+        };
+        let model = CudaModel {
+            context,
+            weights,
+            cos,
+            sin,
+            spacing,
+            dtype,
+            decode_kernels,
+            is_deterministic,
+        };
         Ok((model, bytes))
     }
 

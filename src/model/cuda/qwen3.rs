@@ -13,18 +13,21 @@ use crate::model::kv_cache::{DeviceKvLayer, KvCache};
 use crate::model::qwen3::Qwen3Layer;
 use crate::model::ModelConfig;
 use crate::ops::stepwise::{
-    add_rms_norm, embedding_step, qk_norm_rope_append, silu_mul, KvSlots, QkNormRope,
+    add_rms_norm, embedding_step, qk_norm_rope_append, KvSlots, QkNormRope,
 };
-use crate::ops::tensor::{attention, cast, copy, embedding, gemm, AttentionOptions, GemmOptions};
+use crate::ops::tensor::{
+    attention, cast, copy, embedding, gemm, AttentionBackend, AttentionOptions, GemmOptions,
+    SumOrder,
+};
 
 /// One forward pass under way.
-struct Pass<'a> {
-    model: &'a CudaModel,
-    config: &'a ModelConfig,
-    context: &'a ComputeContext,
-    cuda: &'a CudaContext,
-    record: &'a DeviceRecord,
-    wanted: &'a Wanted,
+pub(super) struct Pass<'a> {
+    pub model: &'a CudaModel,
+    pub config: &'a ModelConfig,
+    pub context: &'a ComputeContext,
+    pub cuda: &'a CudaContext,
+    pub record: &'a DeviceRecord,
+    pub wanted: &'a Wanted,
 }
 
 /// What a pass is to compute, besides what its record says.
@@ -43,14 +46,19 @@ impl Wanted {
         config: &ModelConfig,
         batch: &ForwardBatch<'_>,
         record: &DeviceRecord,
+        is_deterministic: bool,
     ) -> Result<Self> {
         let all_rows = batch.logits_rows.iter().copied().eq(0..batch.num_tokens() as u32);
-        let attention = attention_parts(config, batch, record)?;
+        let attention = attention_parts(config, batch, record, backend(is_deterministic))?;
         Ok(Wanted { attention, all_rows, is_decode: false })
     }
 
     /// One token of every sequence, and the logits of all, whatever their lengths.
-    pub fn of_decode(config: &ModelConfig, record: &DeviceRecord) -> Result<Self> {
+    pub fn of_decode(
+        config: &ModelConfig,
+        record: &DeviceRecord,
+        is_deterministic: bool,
+    ) -> Result<Self> {
         let mut attention = try_with_capacity(1, "the parts of a batch")?;
         attention.push(AttentionOptions {
             causal: true,
@@ -59,9 +67,19 @@ impl Wanted {
             block_tables: Some(*record.block_tables),
             context_lens: Some(*record.context_lens),
             max_q_len: 1,
+            backend: backend(is_deterministic),
+            in_segments: is_deterministic,
             ..AttentionOptions::default()
         });
         Ok(Wanted { attention, all_rows: true, is_decode: true })
+    }
+}
+
+/// Flash attention goes over a row's keys in the same order whatever the number of rows.
+fn backend(is_deterministic: bool) -> AttentionBackend {
+    match is_deterministic {
+        true => AttentionBackend::Flash,
+        false => AttentionBackend::Auto,
     }
 }
 
@@ -99,14 +117,15 @@ fn rows_of(matrix: &DeviceTensor, num_rows: usize) -> Result<DeviceTensor> {
 }
 
 /// `out = x weight^T`, or `+ bias`. x [num_rows, in_features], out [num_rows, out_features].
-fn linear(
+pub(super) fn linear(
     context: &ComputeContext,
+    order: SumOrder,
     x: &Tensor,
     weight: &DeviceTensor,
     bias: Option<&DeviceTensor>,
     out: &DeviceTensor,
 ) -> Result<()> {
-    let mut options = GemmOptions { transpose_b: true, ..GemmOptions::default() };
+    let mut options = GemmOptions { transpose_b: true, order, ..GemmOptions::default() };
     if let Some(bias) = bias {
         // The same row for all: the product is added to it in f32 and rounded once.
         let (rows, width) = (out.shape().first().map_or(0, |&n| n as usize), out.width() as usize);
@@ -135,7 +154,7 @@ impl CudaModel {
             spare_block: kv.spare_block(),
         };
         let record = workspace.steps.upload(&RecordShape::of(batch), batch, &extras)?;
-        let wanted = Wanted::of(config, batch, &record)?;
+        let wanted = Wanted::of(config, batch, &record, self.is_deterministic)?;
         let normed = self.hidden_states(config, &record, &wanted, kv, workspace, should_stop)?;
         if let Some(normed) = normed {
             self.read_logits(config, &normed, workspace, logits)?;
@@ -181,7 +200,7 @@ impl CudaModel {
                 self.attend_new_tokens(config, layer, cache, record, workspace, &qkv, out)?;
                 pass.cuda.mark("attention", 0, 0.0)?;
             } else {
-                pass.attend(layer, cache, &act, &qkv)?;
+                pass.attend(layer, cache, &qkv, &act.attn_out)?;
             }
             if is_last && num_rows == 0 {
                 return Ok(None);
@@ -203,7 +222,7 @@ impl CudaModel {
     /// Queues the product with the output matrix: normed [num_rows, hidden_size], logits
     /// [num_rows, vocab_size] of the model's element type.
     pub(super) fn project(&self, normed: &DeviceTensor, logits: &DeviceTensor) -> Result<()> {
-        linear(&self.context, normed, self.weights.tokens.output(), None, logits)
+        self.linear(normed, self.weights.tokens.output(), None, logits)
     }
 
     /// The logits of all rows of `normed`, a few rows at a time.
@@ -239,6 +258,7 @@ fn attention_parts(
     config: &ModelConfig,
     batch: &ForwardBatch<'_>,
     record: &DeviceRecord,
+    backend: AttentionBackend,
 ) -> Result<Vec<AttentionOptions>> {
     let q_lens = batch.cu_seqlens_q.windows(2).map(|ends| match ends {
         [begin, end] => end.saturating_sub(*begin),
@@ -262,6 +282,8 @@ fn attention_parts(
             context_lens: Some(*record.context_lens.view(begin, &[num_seqs], None)?),
             max_q_len: q_lens.clone().skip(begin).take(num_seqs).max().unwrap_or(0),
             max_kv_len: lens.iter().copied().max().unwrap_or(0),
+            backend,
+            in_segments: backend == AttentionBackend::Flash,
             ..AttentionOptions::default()
         });
     }
@@ -270,7 +292,11 @@ fn attention_parts(
 
 impl Pass<'_> {
     /// `[num_tokens, num_heads + 2 * num_kv_heads, head_stride]`
-    fn qkv_view(&self, workspace: &DeviceWorkspace, num_tokens: usize) -> Result<DeviceTensor> {
+    pub(super) fn qkv_view(
+        &self,
+        workspace: &DeviceWorkspace,
+        num_tokens: usize,
+    ) -> Result<DeviceTensor> {
         let heads = self.config.num_heads + 2 * self.config.num_kv_heads;
         workspace.qkv.view(0, &[num_tokens, heads, self.model.spacing.stride], None)
     }
@@ -293,7 +319,7 @@ impl Pass<'_> {
         add_rms_norm(context, pending, &act.hidden, &layer.input_norm, eps, &act.normed)?;
         self.cuda.mark("norm", 0, 0.0)?;
         let rows = qkv.view(0, &[num_tokens, row_len], None)?;
-        linear(context, &act.normed, &layer.qkv_proj, layer.qkv_bias.as_ref(), &rows)?;
+        self.model.linear(&act.normed, &layer.qkv_proj, layer.qkv_bias.as_ref(), &rows)?;
         mark_linear(self.cuda, "qkv_proj", &layer.qkv_proj, num_tokens)
     }
 
@@ -301,12 +327,12 @@ impl Pass<'_> {
     /// q, k    = rope(rms_norm(q)), rope(rms_norm(k))      each head by itself; k, v into the cache
     /// attn_out = attention(q, cache)
     /// ```
-    fn attend(
+    pub(super) fn attend(
         &self,
         layer: &Qwen3Layer<DeviceTensor, DeviceTensor>,
         kv: &DeviceKvLayer,
-        act: &Activations,
         qkv: &DeviceTensor,
+        out: &DeviceTensor,
     ) -> Result<()> {
         let (context, eps) = (self.context, self.config.norm_eps);
         let (num_heads, stride) = (self.config.num_heads, self.model.spacing.stride);
@@ -324,7 +350,7 @@ impl Pass<'_> {
         qk_norm_rope_append(context, qkv, &how, &slots)?;
         self.cuda.mark("qk_norm_rope_append", 0, 0.0)?;
         let q = qkv.view(0, &[num_tokens, num_heads, stride], Some(&[row_len, stride, 1]))?;
-        let out = act.attn_out.view(0, &[num_tokens, num_heads, stride], None)?;
+        let out = out.view(0, &[num_tokens, num_heads, stride], None)?;
         for part in &self.wanted.attention {
             attention(context, part, &q, &kv.k, &kv.v, &out)?;
         }
@@ -340,16 +366,15 @@ impl Pass<'_> {
         let (context, eps) = (self.context, self.config.norm_eps);
         let num_rows = act.hidden.shape().first().map_or(0, |&n| n as usize);
         let mark = |name, weight| mark_linear(self.cuda, name, weight, num_rows);
-        linear(context, &act.attn_out, &layer.o_proj, layer.o_bias.as_ref(), &act.projected)?;
+        let model = self.model;
+        model.linear(&act.attn_out, &layer.o_proj, layer.o_bias.as_ref(), &act.projected)?;
         mark("o_proj", &layer.o_proj)?;
         let attended = Some(&*act.projected);
         add_rms_norm(context, attended, &act.hidden, &layer.post_norm, eps, &act.normed)?;
         self.cuda.mark("norm", 0, 0.0)?;
-        linear(context, &act.normed, &layer.gate_up_proj, None, &act.gate_up)?;
+        model.swiglu(&act.normed, &layer.gate_up_proj, &act.gate_up, &act.mlp_act)?;
         mark("gate_up_proj", &layer.gate_up_proj)?;
-        silu_mul(context, &act.gate_up, &act.mlp_act)?;
-        self.cuda.mark("silu_mul", 0, 0.0)?;
-        linear(context, &act.mlp_act, &layer.down_proj, None, &act.projected)?;
+        model.linear(&act.mlp_act, &layer.down_proj, None, &act.projected)?;
         mark("down_proj", &layer.down_proj)
     }
 

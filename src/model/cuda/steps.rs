@@ -225,8 +225,8 @@ impl CudaModel {
             let shape = RecordShape::of(batch);
             let record = workspace.steps.upload(&shape, batch, extras)?;
             let how = match is_decode(batch) && self.decode_kernels.attention {
-                true => Wanted::of_decode(config, &record)?,
-                false => Wanted::of(config, batch, &record)?,
+                true => Wanted::of_decode(config, &record, self.is_deterministic)?,
+                false => Wanted::of(config, batch, &record, self.is_deterministic)?,
             };
             let normed = self.hidden_states(config, &record, &how, kv, workspace, should_stop)?;
             return normed
@@ -253,7 +253,7 @@ impl CudaModel {
                 sample(&self.context, &logits, &workspace.steps.buffers(&record))?;
                 return self.cuda()?.mark("sample", 0, 0.0);
             }
-            let how = Wanted::of_decode(config, &record)?;
+            let how = Wanted::of_decode(config, &record, self.is_deterministic)?;
             let normed = self.hidden_states(config, &record, &how, kv, workspace, &|| false)?;
             normed.map_or(Ok(()), |normed| self.choose(config, &record, &normed, workspace))
         };

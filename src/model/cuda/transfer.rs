@@ -404,7 +404,11 @@ mod tests {
         let folder = Folder::open(&files.0)?;
         let checkpoint = Checkpoint::open(&folder)?;
         let backend = CpuBackend::new(case.num_threads)?;
-        let options = LoadOptions { dtype: Some(case.dtype), map_files: case.map_files };
+        let options = LoadOptions {
+            dtype: Some(case.dtype),
+            map_files: case.map_files,
+            ..LoadOptions::default()
+        };
         let total = std::fs::metadata(files.0.join("model.safetensors")).unwrap().len();
         let mut loader =
             Loader::new(&folder, &checkpoint, &backend, case.dtype, &options, total, progress)?;

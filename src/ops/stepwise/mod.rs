@@ -22,7 +22,8 @@ pub use qk_norm_rope_append::{qk_norm_rope_append, rope_tables, KvSlots, QkNormR
 pub use sample::{sample, SampleBuffers, SampleRow, SAMPLE_PARTS, SAMPLE_ROW_WORDS};
 pub use silu_mul::silu_mul;
 pub use skinny_gemm::{
-    has_skinny_gemm, is_skinny_weight, rms_norm_step, skinny_gemm, LinearResult, SKINNY_TOKENS,
+    has_skinny_gemm, is_skinny_weight, num_fixed_parts, rms_norm_step, skinny_gemm, LinearResult,
+    SKINNY_TOKENS,
 };
 
 use crate::backend::cuda::CudaContext;

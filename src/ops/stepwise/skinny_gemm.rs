@@ -53,8 +53,9 @@ struct Division {
 
 impl Division {
     /// The fastest on an H200 for the layers of Qwen3, by the size of the product. Apart from `tokens` it does not
-    /// depend on the number of tokens up to 96, so that neither do a token's results.
-    fn choose(num_tokens: i64, rows: i64, k: i64, result: LinearResult) -> Self {
+    /// depend on the number of tokens up to 96, and with `is_fixed` `splits` never does, so that neither do a token's
+    /// results.
+    fn choose(num_tokens: i64, rows: i64, k: i64, result: LinearResult, is_fixed: bool) -> Self {
         let tokens = match num_tokens {
             ..=16 => 16,
             17..=32 => 32,
@@ -77,7 +78,7 @@ impl Division {
             }
             splits *= 2;
         }
-        if tokens == 128 && k >= 8192 {
+        if tokens == 128 && k >= 8192 && !is_fixed {
             return Division { rows: 128, splits: 3, ..whole };
         }
         Division { rows: 64, splits, ..whole }
@@ -149,13 +150,21 @@ pub fn is_skinny_weight(weight: &Tensor, result: LinearResult) -> bool {
         && (weight.data() as usize).is_multiple_of(16)
 }
 
+/// The parts of k whose sums [`skinny_gemm`] adds up where its order is fixed: by the shape of a weight alone.
+pub fn num_fixed_parts(weight: &Tensor, result: LinearResult) -> u32 {
+    let [rows, k] = [0, 1].map(|i| weight.shape().get(i).copied().unwrap_or(0));
+    Division::choose(1, rows, k, result, true).splits as u32
+}
+
 /// The product of x [num_tokens, in_features] with `weight` [out_features, in_features] (twice the rows of `out` with
-/// [`LinearResult::SwiGlu`]) to out [num_tokens, out_features]. Of f16 or bf16; up to [`SKINNY_TOKENS`] tokens.
+/// [`LinearResult::SwiGlu`]) to out [num_tokens, out_features]. Of f16 or bf16; up to [`SKINNY_TOKENS`] tokens. With
+/// `is_fixed` a token's bits depend on nothing but the token and the weight.
 pub fn skinny_gemm(
     context: &ComputeContext,
     x: &Tensor,
     weight: &DeviceTensor,
     result: LinearResult,
+    is_fixed: bool,
     out: &Tensor,
 ) -> Result<()> {
     let (dtype, (num_tokens, n)) = (float("out", out)?, matrix_size("out", out)?);
@@ -168,7 +177,7 @@ pub fn skinny_gemm(
         return Ok(());
     }
     let cuda = cuda(context)?;
-    let division = Division::choose(num_tokens.into(), rows.into(), k.into(), result);
+    let division = Division::choose(num_tokens.into(), rows.into(), k.into(), result, is_fixed);
     let name = division.kernel(dtype, result);
     let name =
         name.filter(|_| is_skinny_weight(weight, result) && num_tokens as usize <= SKINNY_TOKENS);
@@ -285,12 +294,14 @@ mod tests {
                 (1024, 3072),
                 (16, 128),
             ] {
-                for num_tokens in 1..=128 {
-                    let division = Division::choose(num_tokens, rows, k, result);
+                for (num_tokens, is_fixed) in (1..=128).flat_map(|n| [(n, false), (n, true)]) {
+                    let division = Division::choose(num_tokens, rows, k, result, is_fixed);
                     assert!(division.tokens >= num_tokens);
                     assert!(division.kernel(DType::BF16, result).is_some(), "{division:?}");
                     assert!(division.shared_bytes() <= 227 * 1024, "{division:?}");
                     assert!(division.splits <= 8 && k / division.splits >= 128);
+                    let of_one = Division::choose(1, rows, k, result, true);
+                    assert!(!is_fixed || division.splits == of_one.splits);
                 }
             }
         }

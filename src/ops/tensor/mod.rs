@@ -31,7 +31,7 @@ pub use attention::{attention, AttentionBackend, AttentionOptions};
 pub use copy::copy;
 pub use elementwise::{add, cast, mul};
 pub use embedding::embedding;
-pub use gemm::{gemm, gemm_backward, GemmBackend, GemmOptions};
+pub use gemm::{gemm, gemm_backward, GemmBackend, GemmOptions, SumOrder};
 pub use grad_check::{grad_check, GradCheck, GradCheckResult};
 pub use layer_norm::layer_norm;
 pub use rms_norm::{add_rms_norm, rms_norm, AddRmsNorm};

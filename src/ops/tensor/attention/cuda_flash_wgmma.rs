@@ -17,8 +17,11 @@ struct AttentionFlashWgmmaParams {
     context_lens: *mut u8,
     fault: *mut u8,
     counter: *mut u8,
-    q_strides: [i64; 2],
-    out_strides: [i64; 2],
+    partial_out: *mut u8,
+    partial_stats: *mut u8,
+    running: *mut u8,
+    q_strides: [i64; 3],
+    out_strides: [i64; 3],
     num_heads: i32,
     num_kv_heads: i32,
     num_tokens: i32,
@@ -27,14 +30,24 @@ struct AttentionFlashWgmmaParams {
     max_blocks_per_seq: i32,
     causal: i32,
     scale: f32,
+    packed_heads: i32,
+    max_segments: i32,
 }
-const _: () = assert!(size_of::<AttentionFlashWgmmaParams>() == 56 + 32 + 32);
+const _: () = assert!(size_of::<AttentionFlashWgmmaParams>() == 80 + 48 + 40);
 
 /// What the kernel is compiled for.
 const HEAD_DIM: i64 = 128;
 const BLOCK_SIZE: i64 = 32;
 /// Dims of a box: 128 bytes.
 const BOX_DIMS: u32 = 64;
+/// The most heads that are the rows of an item together.
+const MOST_PACKED_HEADS: i64 = 64;
+/// Keys of a segment.
+const SEGMENT_KEYS: u64 = 1024;
+/// What a group of consumers keeps between segments: 64 queries in f32.
+const RUNNING_BYTES: usize = 64 * 128 * 4;
+/// What a segment leaves of a head: a query in f32, a maximum and a sum.
+const PARTIAL_BYTES: usize = (128 + 2) * 4;
 
 /// Groups of 64 queries of a block: two share their keys, one fills more multiprocessors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -64,7 +77,18 @@ impl Groups {
         2 * self.count() * 16384 + 4 * 32768 + 288
     }
 
-    fn kernel(self, dtype: DType) -> Option<&'static str> {
+    fn kernel(self, dtype: DType, in_segments: bool) -> Option<&'static str> {
+        if in_segments {
+            return match (self, dtype) {
+                (Groups::Two, DType::F16) => Some("xserv_attention_flash_wgmma_segments_f16"),
+                (Groups::Two, DType::BF16) => Some("xserv_attention_flash_wgmma_segments_bf16"),
+                (Groups::One, DType::F16) => Some("xserv_attention_flash_wgmma_segments_short_f16"),
+                (Groups::One, DType::BF16) => {
+                    Some("xserv_attention_flash_wgmma_segments_short_bf16")
+                }
+                (_, DType::F32) => None,
+            };
+        }
         match (self, dtype) {
             (Groups::Two, DType::F16) => Some("xserv_attention_flash_wgmma_f16"),
             (Groups::Two, DType::BF16) => Some("xserv_attention_flash_wgmma_bf16"),
@@ -96,10 +120,18 @@ pub(super) fn try_launch(
         return Ok(false);
     }
     let processors = i64::from(cuda.device().info().num_multiprocessors);
-    let pairs = num_heads.saturating_mul(num_seqs);
+    // The heads of a kv head of one query share their keys. The same bits, and as many fewer items.
+    let heads_per_kv = num_heads.checked_div(problem.num_kv_heads).unwrap_or(0);
+    let is_packed = max_q_len == 1 && (2..=MOST_PACKED_HEADS).contains(&heads_per_kv);
+    let heads = if is_packed { problem.num_kv_heads } else { num_heads };
+    let pairs = heads.saturating_mul(num_seqs);
     let tiles = |queries: u64| (max_q_len as u64).div_ceil(queries) as i64;
-    let groups = Groups::choose(tiles(128).saturating_mul(pairs), processors);
-    let Some(name) = groups.kernel(dtype) else { return Ok(false) };
+    let groups = match is_packed {
+        true => Groups::One,
+        false => Groups::choose(tiles(128).saturating_mul(pairs), processors),
+    };
+    let in_segments = problem.options.in_segments;
+    let Some(name) = groups.kernel(dtype, in_segments) else { return Ok(false) };
     if !cuda.has_kernel("attention_flash_wgmma", name) {
         return Ok(false);
     }
@@ -108,6 +140,24 @@ pub(super) fn try_launch(
     let v_map = TensorMap::new(cuda, problem.v, &extents)?;
     let counter = cuda.counters(1)?;
     let counter = counter.ok_or_else(|| Error::internal("no counter for attention"))?;
+    // Segments of few sequences are items of their own, where their results have room.
+    let all_segments = (problem.max_kv_len as u64).div_ceil(SEGMENT_KEYS) as i64;
+    let scratch_bytes = processors as usize * 2 * RUNNING_BYTES;
+    let rows_of = |segments: i64| num_seqs.saturating_mul(num_heads).saturating_mul(segments);
+    let fits = rows_of(all_segments) <= (scratch_bytes / PARTIAL_BYTES) as i64;
+    let is_shared = in_segments && is_packed && all_segments > 1 && pairs < 2 * processors && fits;
+    let segments = if is_shared { all_segments } else { 1 };
+    let partial_rows = rows_of(segments);
+    let scratch = match in_segments {
+        true => cuda.lasting_scratch(scratch_bytes)?,
+        false => Some(std::ptr::null_mut()),
+    };
+    let scratch = scratch.ok_or_else(|| Error::internal("no memory for segments of attention"))?;
+    // Of tokens, of heads or groups of them, and of the rows of an item.
+    let strides = |[_, token, head]: [i64; 3]| match is_packed {
+        true => [token, heads_per_kv * head, head],
+        false => [token, head, token],
+    };
     let arguments = AttentionFlashWgmmaParams {
         q: params.q,
         out: params.out,
@@ -116,27 +166,43 @@ pub(super) fn try_launch(
         context_lens: params.context_lens,
         fault: params.fault,
         counter,
-        // Of tokens and heads.
-        q_strides: [params.q_strides[1], params.q_strides[2]],
-        out_strides: [params.out_strides[1], params.out_strides[2]],
-        num_heads: params.num_heads,
+        partial_out: if segments > 1 { scratch } else { std::ptr::null_mut() },
+        partial_stats: scratch.wrapping_add(partial_rows as usize * HEAD_DIM as usize * 4),
+        running: scratch,
+        q_strides: strides(params.q_strides),
+        out_strides: strides(params.out_strides),
+        num_heads: heads as i32,
         num_kv_heads: params.num_kv_heads,
         num_tokens: params.q_len,
         num_seqs: grid_extent(num_seqs, "sequences")? as i32,
         num_blocks: params.num_blocks,
         max_blocks_per_seq: params.max_blocks_per_seq,
-        causal: i32::from(problem.options.causal),
+        causal: i32::from(problem.options.causal && !is_packed),
         scale: params.scale,
+        packed_heads: if is_packed { heads_per_kv as i32 } else { 0 },
+        max_segments: segments as i32,
     };
-    let items = tiles(64 * u64::from(groups.count())).saturating_mul(pairs);
+    let items =
+        tiles(64 * u64::from(groups.count())).saturating_mul(pairs).saturating_mul(segments);
     let launch = Launch {
         grid: (items.min(processors) as u32, 1, 1),
         block: 128 * (groups.count() + 1),
         shared_bytes: groups.shared_bytes(),
     };
-    let arguments = Arguments::new().value(&arguments).value(&k_map).value(&v_map);
+    let launched = Arguments::new().value(&arguments).value(&k_map).value(&v_map);
     // SAFETY: the arguments of the kernel; the strides span the tensors' elements, what the index arrays hold
     // is compared with the cache, and the counter is zero between launches.
-    unsafe { cuda.launch_overlapping("attention_flash_wgmma", name, launch, arguments) }?;
+    unsafe { cuda.launch_overlapping("attention_flash_wgmma", name, launch, launched) }?;
+    if segments > 1 {
+        let name = match dtype {
+            DType::F16 => "xserv_attention_flash_wgmma_merge_f16",
+            _ => "xserv_attention_flash_wgmma_merge_bf16",
+        };
+        let grid = (num_heads as u32, grid_extent(num_seqs, "sequences")?, 1);
+        let launch = Launch { grid, block: HEAD_DIM as u32, shared_bytes: 0 };
+        let arguments = Arguments::new().value(&arguments);
+        // SAFETY: the argument of the kernel, which reads what the one before has left.
+        unsafe { cuda.launch("attention_flash_wgmma", name, launch, arguments) }?;
+    }
     Ok(true)
 }

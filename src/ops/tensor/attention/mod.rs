@@ -50,6 +50,10 @@ pub struct AttentionOptions {
     pub max_q_len: u32,
     /// The most keys of a sequence where `cu_seqlens_k` or `context_lens` is given; 0 if not known.
     pub max_kv_len: u32,
+    /// Flash attention on Hopper: the keys of a query are taken in segments of a fixed length, which blocks may then
+    /// share where there are few queries. The bits of a query's result do not depend on the other queries, with or
+    /// without; but they do on this.
+    pub in_segments: bool,
 }
 
 /// Sizes beyond this are refused: the kernels count tokens, heads and blocks in 32 bits.

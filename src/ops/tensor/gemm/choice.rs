@@ -1,7 +1,8 @@
 //! Which kernel multiplies on CUDA. The numbers behind it were measured on an H200 with bf16 weights that
 //! are not in the L2 cache.
 
-use super::GemmBackend;
+use super::{GemmBackend, SumOrder};
+use crate::error::{Error, Result};
 use crate::memory::DType;
 
 /// What the choice depends on.
@@ -32,6 +33,8 @@ pub(super) enum Choice {
     /// f32 in registers.
     Simt,
     TensorCore(Tile, i64),
+    /// By wgmma in tiles of 128x128, with k in so many parts.
+    Parts(i64),
     Cublas,
     /// Few rows against B stored [n, k], by FMA; the number is the most rows of the kernel.
     Gemv(i64),
@@ -129,6 +132,33 @@ pub(super) fn choose(backend: GemmBackend, facts: &Facts) -> Choice {
     }
 }
 
+/// The kernel for an order that does not depend on m. Tiles of one kind of instruction give the same bits: each
+/// element is one chain of products, 16 of k at a time, from the first to the last.
+pub(super) fn choose_ordered(order: SumOrder, facts: &Facts) -> Result<Choice> {
+    let parts = match order {
+        _ if facts.k == 0 => return Ok(Choice::Tiled),
+        SumOrder::Fastest => return Ok(choose(GemmBackend::Auto, facts)),
+        SumOrder::ByRow if facts.dtype == DType::F32 => return Ok(Choice::Simt),
+        SumOrder::ByRow => {
+            let tiles = [Tile::T128x256, Tile::T128x128, Tile::T64x128, Tile::T64x64];
+            return Ok(Choice::TensorCore(fastest(facts, &tiles), 1));
+        }
+        SumOrder::Parts(parts) => i64::from(parts),
+    };
+    let is_served = facts.has_wgmma
+        && facts.dtype != DType::F32
+        && (facts.transpose_a, facts.transpose_b) == (false, true)
+        && facts.a_in_vectors
+        && facts.b_in_vectors;
+    match (is_served, parts) {
+        (false, _) => Err(Error::internal("gemm: no kernel with k in parts")),
+        (true, ..=1) => {
+            Ok(Choice::TensorCore(fastest(facts, &[Tile::W128x256, Tile::W128x128]), 1))
+        }
+        (true, parts) => Ok(Choice::Parts(parts)),
+    }
+}
+
 /// Weights up to this size are read faster by the kernel for few rows than by cuBLAS; of larger ones
 /// cuBLAS is as fast or faster.
 const SMALL_WEIGHTS: i64 = 128 << 20;
@@ -196,29 +226,34 @@ fn many_rows(facts: &Facts) -> Choice {
     }
 }
 
-/// The tile that is expected to finish first, and into how many parts k is split.
-fn tensor_core(facts: &Facts) -> Choice {
-    let Facts { m, n, k, batch, num_multiprocessors: sms, .. } = *facts;
-    let tiles_of =
-        |tile: Tile| div_ceil(m, tile.rows()) * div_ceil(n, tile.columns()) * batch.max(1);
+/// How many tiles there are.
+fn tiles_of(facts: &Facts, tile: Tile) -> i64 {
+    div_ceil(facts.m, tile.rows()) * div_ceil(facts.n, tile.columns()) * facts.batch.max(1)
+}
+
+/// The tile that is expected to finish first.
+fn fastest(facts: &Facts, tiles: &[Tile]) -> Tile {
     let time = |tile: &Tile| {
-        let blocks = div_ceil(tiles_of(*tile), sms);
+        let blocks = div_ceil(tiles_of(facts, *tile), facts.num_multiprocessors);
         // Picoseconds, so that whole numbers tell them apart.
         blocks.saturating_mul(tile.rows() * tile.columns() * 1_000_000) / tile.rate(blocks)
     };
-    let fastest = |tiles: &[Tile]| {
-        let fits = |tile: &&Tile| tile.shared_bytes() as usize <= facts.shared_memory_bytes;
-        tiles.iter().filter(fits).copied().min_by_key(time).unwrap_or(Tile::T64x64)
-    };
-    let tile = fastest(&[Tile::T128x256, Tile::T128x128, Tile::T64x128, Tile::T64x64]);
+    let fits = |tile: &&Tile| tile.shared_bytes() as usize <= facts.shared_memory_bytes;
+    tiles.iter().filter(fits).copied().min_by_key(time).unwrap_or(Tile::T64x64)
+}
+
+/// The tile that is expected to finish first, and into how many parts k is split.
+fn tensor_core(facts: &Facts) -> Choice {
+    let Facts { m, k, num_multiprocessors: sms, .. } = *facts;
+    let tile = fastest(facts, &[Tile::T128x256, Tile::T128x128, Tile::T64x128, Tile::T64x64]);
     // Few rows are bound by reading B, for which three blocks a multiprocessor are needed; else one.
     let blocks = if m <= 64 { 3 * sms } else { sms };
     let small = if m <= 64 { Tile::T64x64 } else { tile };
-    let splits = (blocks / tiles_of(small).max(1)).min(k / 512).clamp(1, 16);
+    let splits = (blocks / tiles_of(facts, small).max(1)).min(k / 512).clamp(1, 16);
     match splits > 1 {
         true => Choice::TensorCore(small, splits),
         false if facts.has_wgmma => {
-            Choice::TensorCore(fastest(&[Tile::W128x256, Tile::W128x128, tile]), 1)
+            Choice::TensorCore(fastest(facts, &[Tile::W128x256, Tile::W128x128, tile]), 1)
         }
         false => Choice::TensorCore(tile, 1),
     }
@@ -256,6 +291,20 @@ mod tests {
             let facts = Facts { has_wgmma: true, has_cublas: false, ..facts };
             let chosen = choose(GemmBackend::Auto, &facts);
             assert!(matches!(chosen, Choice::TensorCore(t, _) if t == tile), "{chosen:?}");
+        }
+    }
+
+    #[test]
+    fn ordered_products_take_one_family_whatever_the_rows() {
+        for m in [1, 2, 8, 33, 128, 129, 2048] {
+            let facts = Facts { has_wgmma: true, ..h200(m, 4096, 4096) };
+            let by = |order| choose_ordered(order, &facts).unwrap();
+            assert!(matches!(by(SumOrder::ByRow), Choice::TensorCore(t, 1) if !t.is_wgmma()));
+            assert!(matches!(by(SumOrder::Parts(1)), Choice::TensorCore(t, 1) if t.is_wgmma()));
+            assert_eq!(by(SumOrder::Parts(4)), Choice::Parts(4));
+            let f32 = Facts { dtype: DType::F32, ..facts };
+            assert_eq!(choose_ordered(SumOrder::ByRow, &f32).unwrap(), Choice::Simt);
+            assert!(choose_ordered(SumOrder::Parts(2), &f32).is_err());
         }
     }
 

@@ -115,6 +115,7 @@ pub(super) fn run(
         Choice::TensorCore(tile, splits) => {
             tensor_core(context, cuda, &InVectors::of(context, product)?.product, tile, splits)
         }
+        Choice::Parts(parts) => in_parts(cuda, product, parts),
         Choice::Cublas => cublas(cuda, product),
         Choice::Gemv(_) | Choice::GemvTensorCore | Choice::GemvColumns(_) => {
             gemv(cuda, product, choice)
@@ -327,6 +328,45 @@ fn tensor_core(
         // SAFETY: the arguments of the kernel, which adds what the one before wrote.
         unsafe { cuda.launch("gemm_tensor_core", reduce, launch, arguments) }
     })
+}
+
+/// k in parts that are added in their order. The choice looked at the layout; one product, not a batch.
+fn in_parts(cuda: &CudaContext, product: &Product, parts: i64) -> Result<()> {
+    let name = match product.dtype {
+        DType::F16 => "xserv_gemm_wgmma_128x128_parts_nt_f16",
+        DType::BF16 => "xserv_gemm_wgmma_128x128_parts_nt_bf16",
+        DType::F32 => return Err(Error::internal("gemm: f32 for the tensor cores")),
+    };
+    let Product { m, n, k, batch, a, b, c, alpha, beta, .. } = *product;
+    if batch != 1 {
+        return Err(Error::internal("gemm: a batch with k in parts"));
+    }
+    let tile = Tile::W128x128;
+    let params = TensorCoreParams {
+        a: a.data,
+        b: b.data,
+        c: c.data,
+        workspace: std::ptr::null_mut(),
+        lda: a.ld,
+        ldb: b.ld,
+        ldc: c.ld,
+        stride_a: 0,
+        stride_b: 0,
+        stride_c: 0,
+        m: m as i32,
+        n: n as i32,
+        k: k as i32,
+        k_per_split: parts.clamp(1, 64) as i32,
+        alpha,
+        beta,
+    };
+    let launch = Launch {
+        grid: (num_tiles(product, tile.rows(), tile.columns())?, 1, 1),
+        block: tile.threads(),
+        shared_bytes: tile.shared_bytes(),
+    };
+    // SAFETY: the arguments of the kernel; A and B are in whole vectors.
+    unsafe { cuda.launch("gemm_wgmma", name, launch, Arguments::new().value(&params)) }
 }
 
 fn gemv(cuda: &CudaContext, product: &Product, choice: Choice) -> Result<()> {

@@ -14,7 +14,7 @@ mod layout;
 
 pub use backward::gemm_backward;
 
-use self::choice::{choose, Choice, Facts};
+use self::choice::{choose, choose_ordered, Choice, Facts};
 use self::layout::{batch_size, matrix_sizes, Operand, Place, Product, Staged};
 use super::check::{self, InPlace, Named};
 use super::with_storage;
@@ -41,6 +41,20 @@ pub enum GemmBackend {
     Blocked,
 }
 
+/// In which order the products along k are added up.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum SumOrder {
+    /// Whatever is fastest for the sizes.
+    #[default]
+    Fastest,
+    /// CUDA: one that depends on n and k alone. A row of C has the same bits whatever the other rows of A are, and
+    /// however many.
+    ByRow,
+    /// Hopper, f16 and bf16, B stored [n, k]: the same, by wgmma, with k in so many parts, as
+    /// [`skinny_gemm`](crate::ops::stepwise::skinny_gemm) adds them up.
+    Parts(u32),
+}
+
 /// How to multiply.
 #[derive(Clone, Copy, Debug)]
 pub struct GemmOptions {
@@ -54,6 +68,8 @@ pub struct GemmOptions {
     pub beta: f32,
     /// Who computes it.
     pub backend: GemmBackend,
+    /// In which order; other than `Fastest` it decides who computes it, on CUDA.
+    pub order: SumOrder,
 }
 
 impl Default for GemmOptions {
@@ -64,6 +80,7 @@ impl Default for GemmOptions {
             alpha: 1.0,
             beta: 0.0,
             backend: GemmBackend::Auto,
+            order: SumOrder::Fastest,
         }
     }
 }
@@ -203,7 +220,7 @@ fn gemm_unchecked(
         ContextBackend::Cpu { backend, .. } => {
             with_storage!(dtype, T => on_host::<T>(backend, options.backend, &product))?
         }
-        ContextBackend::Cuda(cuda) => on_cuda(context, cuda, options.backend, &product)?,
+        ContextBackend::Cuda(cuda) => on_cuda(context, cuda, options, &product)?,
     }
     place.finish(context)
 }
@@ -269,9 +286,10 @@ fn on_host<T: host::Storage>(
 fn on_cuda(
     context: &ComputeContext,
     cuda: &CudaContext,
-    backend: GemmBackend,
+    options: &GemmOptions,
     product: &Product,
 ) -> Result<()> {
+    let backend = options.backend;
     kernels::check_sizes(product)?;
     let info = cuda.device().info();
     let facts = Facts {
@@ -289,6 +307,10 @@ fn on_cuda(
         shared_memory_bytes: info.shared_memory_bytes,
         has_wgmma: info.compute_capability == (9, 0),
     };
+    if options.order != SumOrder::Fastest {
+        // Another kernel would add in another order: no second choice.
+        return kernels::run(context, cuda, choose_ordered(options.order, &facts)?, product);
+    }
     let choice = choose(backend, &facts);
     let done = kernels::run(context, cuda, choice, product);
     match done {

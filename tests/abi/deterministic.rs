@@ -1,0 +1,111 @@
+//! Models that are loaded with `deterministic` through the C functions: what a request gives depends on the request
+//! alone.
+
+use xserv::ffi::xserv_dtype::*;
+use xserv::ffi::*;
+
+use crate::client::*;
+use crate::cuda::{has_cuda, on_cuda};
+use crate::files::{Random, Store, TestModel};
+
+fn request_of(prompt: &[u32], index: usize) -> xserv_request {
+    xserv_request {
+        seed: 100 + index as u64,
+        temperature: if index.is_multiple_of(5) { 0.0 } else { 0.8 },
+        top_p: if index.is_multiple_of(3) { 0.95 } else { 1.0 },
+        // Host and device choose tokens each in their way; which one follows from the request.
+        repetition_penalty: if index % 7 == 6 { 1.1 } else { 1.0 },
+        ignore_eos: 1,
+        ..greedy(prompt, 60 + index as u32 * 37 % 90)
+    }
+}
+
+fn stats(model: &Model) -> xserv_model_stats {
+    let mut stats: xserv_model_stats = unsafe { std::mem::zeroed() };
+    stats.struct_size = size_of::<xserv_model_stats>();
+    check(unsafe { xserv_model_get_stats(model.0, &mut stats) }).unwrap();
+    stats
+}
+
+/// Each request alone with an empty cache, then all from threads of their own, twice, in a KV cache that is far too
+/// small for them: they are cut, preempted, and find each other's beginnings. Returns how many of the latter
+/// outputs differ.
+fn different_outputs(path: &std::path::Path, options: &xserv_load_options) -> usize {
+    let mut random = Random(5);
+    let mut ids = |len: usize| -> Vec<u32> { (0..len).map(|_| random.below(900) as u32).collect() };
+    let begin = ids(150);
+    let prompts: Vec<Vec<u32>> = (0..28)
+        .map(|i| match i % 2 {
+            0 => [begin[..70 + i * 2].to_vec(), ids(i * 9)].concat(),
+            _ => ids(1 + i * i % 300),
+        })
+        .collect();
+    let options = xserv_load_options { max_context_tokens: 512, ..*options };
+    let roomy = xserv_load_options { prefix_cache: 0, kv_cache_tokens: 4096, ..options };
+    let model = Model::load(path, &roomy).unwrap();
+    let run = |model: &Model, i: usize| model.generate(&request_of(&prompts[i], i)).unwrap().ids;
+    let alone: Vec<Vec<u32>> = (0..prompts.len()).map(|i| run(&model, i)).collect();
+    drop(model);
+
+    let small = xserv_load_options { kv_cache_tokens: 1024, ..options };
+    let model = Model::load(path, &small).unwrap();
+    let mut different = 0;
+    for _ in 0..2 {
+        let together: Vec<Vec<u32>> = std::thread::scope(|scope| {
+            let run = &run;
+            let model = &model;
+            let threads: Vec<_> =
+                (0..prompts.len()).map(|i| scope.spawn(move || run(model, i))).collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        });
+        different += together.iter().zip(&alone).filter(|(a, b)| a != b).count();
+    }
+    let stats = stats(&model);
+    println!(
+        "{} preemptions, {} of {} tokens from the cache",
+        stats.total_preemptions, stats.total_cached_tokens, stats.total_looked_up_tokens
+    );
+    assert!(stats.total_preemptions > 0 && stats.total_cached_tokens > 0);
+    different
+}
+
+fn test_model(head_dim: usize) -> crate::files::TempDir {
+    let mut model = TestModel::long_qwen3(21, head_dim);
+    model.config["max_position_embeddings"] = 512.into();
+    model.write(Store::BF16)
+}
+
+#[test]
+fn requests_on_cuda_do_not_depend_on_others() {
+    if !has_cuda() {
+        return;
+    }
+    for (head_dim, dtype) in
+        [(128, XSERV_DTYPE_BF16), (128, XSERV_DTYPE_F32), (64, XSERV_DTYPE_F16)]
+    {
+        let dir = test_model(head_dim);
+        let options = on_cuda(dtype);
+        let without = different_outputs(dir.path(), &options);
+        let options = xserv_load_options { deterministic: 1, ..options };
+        let with = different_outputs(dir.path(), &options);
+        println!("{with} of 56 outputs differ; without the option {without}");
+        assert_eq!(with, 0, "heads of {head_dim}");
+    }
+}
+
+#[test]
+fn requests_on_the_cpu_do_not_depend_on_others() {
+    let dir = test_model(64);
+    for deterministic in [0, 1] {
+        let options = xserv_load_options { deterministic, num_threads: 2, ..load_options() };
+        assert_eq!(different_outputs(dir.path(), &options), 0);
+    }
+}
+
+#[test]
+fn the_option_is_0_or_1() {
+    let options = xserv_load_options { deterministic: 2, ..load_options() };
+    let failure = Model::load(&tiny(), &options).err().unwrap();
+    assert_eq!(failure.status, xserv_status::XSERV_STATUS_INVALID_ARGUMENT);
+    assert!(failure.message.contains("options.deterministic"), "{}", failure.message);
+}
