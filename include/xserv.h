@@ -589,6 +589,12 @@ typedef struct xserv_load_options {
    * Unused, 0.
    */
   uint8_t reserved2[2];
+  /**
+   * Tokens of prompts in one step, of all requests together: longer prompts are computed in pieces beside the
+   * requests that generate, which so wait no longer than such a piece takes; 0 (default): 512 on the CPU, 2048
+   * on a GPU. With as many as the longest context, or more, no prompt is cut. The work space grows with it.
+   */
+  uint64_t max_prefill_tokens;
 } xserv_load_options;
 
 /**
@@ -1356,6 +1362,15 @@ typedef struct xserv_model_stats {
    * The bounds of the buckets; the last is UINT64_MAX.
    */
   uint64_t step_bucket_us[XSERV_STEP_BUCKETS];
+  /**
+   * Seconds that what computes was at steps: a GPU by its own clock, the CPU by the host's.
+   */
+  double device_busy_seconds;
+  /**
+   * Seconds between steps in which it waited for the host, although there were requests to compute. The share
+   * device_idle_seconds / (device_idle_seconds + device_busy_seconds) is what the library itself costs in speed.
+   */
+  double device_idle_seconds;
 } xserv_model_stats;
 
 /**

@@ -120,6 +120,8 @@ class LoadOptions {
   LoadOptions &kv_cache_tokens(std::uint64_t count) { return raw_.kv_cache_tokens = count, *this; }
   LoadOptions &max_memory_bytes(std::uint64_t bytes) { return raw_.max_memory_bytes = bytes, *this; }
   LoadOptions &deterministic(bool on) { return raw_.deterministic = on, *this; }
+  LoadOptions &max_batch_size(std::uint32_t count) { return raw_.max_batch_size = count, *this; }
+  LoadOptions &max_prefill_tokens(std::uint64_t count) { return raw_.max_prefill_tokens = count, *this; }
   /* Told how far loading has come, 0 to 1; false cancels the load. */
   LoadOptions &progress(std::function<bool(float)> f) { return progress_ = std::move(f), *this; }
   /* Told, while the model is loaded, what the library has to say. What it throws is dropped. */

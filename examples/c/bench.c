@@ -3,14 +3,25 @@
  * which the machine can read the weights.
  *
  *     bench MODEL [--prompts 128,512] [--gen 64] [--depths 0,512] [--threads N,N] [--batch 1,4]
- *                 [--serve 1,8] [--offline 256] [--reps 3] [--untied] [--deterministic] [--json]
+ *                 [--ttft 512,2048] [--serve 1,8] [--offline 256] [--poisson 50,80] [--offline-rate R]
+ *                 [--poisson-requests 256] [--max-prefill N] [--no-chunked-prefill] [--no-speed]
+ *                 [--read-gbs N] [--tflops N] [--untied] [--deterministic] [--reps 3]
+ *                 [--json]
  *
  * Numbers are medians over --reps. Weights may be random: tests/bench/make_random_model.py makes
  * models of published shapes. Names, as in llama-bench: pp<N> is a prompt of N tokens, tg<N> the
  * generation of N tokens, _d<D> after a prompt of D tokens; _b<B> with B requests at once and _t<T>
- * with T threads, where more than one number of them is asked for. Rates of a batch are its total.
- * serve<N> is a server's load: N requests of mixed lengths under way at any time, from one event loop;
- * offline<N> is N long requests submitted at once.
+ * with T threads, where more than one number of them is asked for. Rates of a batch are its total, _ms the
+ * time of all prompts together or of one step. _limit_ms is the least time that the memory (--read-gbs) or
+ * the arithmetic (--tflops) of the machine allow, _share how near that is; both are known of an H200.
+ *
+ * Waiting and serving, in seconds, from one event loop (--no-speed leaves out the above):
+ * ttft<N> is the time to the first token of a prompt of N tokens, of one request to an idle model;
+ * serve<N> is N short chats under way at any time; offline<N> is N long requests submitted at once;
+ * poisson<P> is --poisson-requests of these, which arrive independently of each other, as many a second as P percent of
+ * --offline-rate, or of what an offline run of them before it has reached. first is the time from arriving to the first
+ * token, next that between tokens, idle the share of time in which the device waits although there is work.
+ * --no-chunked-prefill computes every prompt in one step, --max-prefill N tokens of prompts in a step.
  */
 
 #define _DEFAULT_SOURCE /* getrusage */
@@ -23,7 +34,9 @@
 #include <xserv.h>
 
 #include "bench/bandwidth.h"
+#include "bench/limits.h"
 #include "bench/measure.h"
+#include "bench/report.h"
 #include "bench/serve.h"
 #include "common/options.h"
 
@@ -34,105 +47,149 @@ typedef struct list {
 
 typedef struct settings {
   const char *model_path;
-  list prompts, gen, depths, threads, batch, serve, offline;
-  uint32_t reps;
-  bool untied, deterministic, json;
+  list prompts, gen, depths, threads, batch, ttft, serve, offline, poisson;
+  uint32_t reps, poisson_requests;
+  float offline_rate; /* requests per second; 0: to be measured */
+  uint64_t max_prefill;
+  limits limits;
+  bool deterministic, json;
 } settings;
 
-/* What a number was measured with. */
-typedef struct row {
+/* A model, and what is known of it. */
+typedef struct subject {
   const settings *all;
-  uint32_t threads, batch; /* threads 0: it is about all of them */
-} row;
+  const xserv_model *model;
+  const xserv_model_info *info;
+  limits limits;
+} subject;
 
-static void print_value(const row *row, const char *name, const char *unit, const char *better, double value) {
-  char suffix[32] = "", full[96];
-  if (row->batch > 1) snprintf(suffix, sizeof suffix, "_b%u", row->batch);
-  if (row->threads > 0 && row->all->threads.len > 1)
-    snprintf(suffix + strlen(suffix), sizeof suffix - strlen(suffix), "_t%u", row->threads);
-  /* The suffix goes before the unit: tg64_b4_tok_s. Other names end in it. */
-  const char *tail = strstr(name, "_tok_");
-  size_t stem = tail != NULL ? (size_t)(tail - name) : strlen(name);
-  snprintf(full, sizeof full, "%.*s%s%s", (int)stem, name, suffix, tail != NULL ? tail : "");
-  if (!row->all->json) {
-    printf("| %-26s | %12.4g | %-9s |\n", full, value, unit);
-  } else {
-    printf("{\"metric\": \"%s\", \"value\": %.6g, \"unit\": \"%s\", \"better\": \"%s\"", full, value,
-           unit, better);
-    if (row->threads > 0) printf(", \"threads\": %u, \"batch\": %u", row->threads, row->batch);
-    puts("}");
-  }
-  fflush(stdout);
-}
-
-static int compare(const void *a, const void *b) {
-  double x = *(const double *)a, y = *(const double *)b;
-  return (x > y) - (x < y);
-}
-
-static double median(double *values, uint32_t count) {
-  qsort(values, count, sizeof *values, compare);
-  return count % 2 == 1 ? values[count / 2] : 0.5 * (values[count / 2 - 1] + values[count / 2]);
+static row row_of(const settings *all, uint32_t threads) {
+  return (row){all->json, all->threads.len > 1, threads, 1};
 }
 
 /* Prompt processing if depth is XSERV_UNSET_INT, else generation. Stores the median tokens/s. */
-static bool measure_row(const row *row, workload *work, uint32_t num_tokens, uint32_t depth, double *tok_s) {
+static bool measure_row(const subject *of, const row *row, workload *work, uint32_t num_tokens, uint32_t depth,
+                        double *tok_s) {
   const bool prompt = depth == XSERV_UNSET_INT;
-  double *seconds = calloc(row->all->reps, sizeof(double));
-  double *cpu_seconds = calloc(row->all->reps, sizeof(double));
+  const uint32_t reps = of->all->reps;
+  double *seconds = calloc(reps, sizeof(double));
+  double *cpu_seconds = calloc(reps, sizeof(double));
+  device_time from = {0, 0}, to = {0, 0};
   bool good = seconds != NULL && cpu_seconds != NULL;
-  for (uint32_t i = 0; i <= row->all->reps && good; i++) { /* one more: the first warms up */
+  for (uint32_t i = 0; i <= reps && good; i++) { /* one more: the first warms up */
     rate rate;
-    good = prompt ? measure_prompt(work, num_tokens, &rate)
-                  : measure_generation(work, depth, num_tokens, &rate);
+    if (i == 1) good = device_time_now(work->model, &from);
+    good = good && (prompt ? measure_prompt(work, num_tokens, &rate)
+                           : measure_generation(work, depth, num_tokens, &rate));
     if (!good || i == 0) continue;
     seconds[i - 1] = rate.per_second;
     cpu_seconds[i - 1] = rate.per_cpu_second;
   }
-  if (good) {
-    char name[64], at[24] = "";
+  if (good && device_time_now(work->model, &to)) {
+    char name[64], stem[32], at[24] = "";
     if (!prompt && depth > 0) snprintf(at, sizeof at, "_d%u", depth);
-    *tok_s = median(seconds, row->all->reps);
-    snprintf(name, sizeof name, "%s%u%s_tok_s", prompt ? "pp" : "tg", num_tokens, at);
-    print_value(row, name, "tok/s", "higher", *tok_s);
-    snprintf(name, sizeof name, "%s%u%s_tok_cpus", prompt ? "pp" : "tg", num_tokens, at);
-    print_value(row, name, "tok/cpu-s", "higher", median(cpu_seconds, row->all->reps));
+    snprintf(stem, sizeof stem, "%s%u%s", prompt ? "pp" : "tg", num_tokens, at);
+    *tok_s = median(seconds, reps);
+    const double tokens = (double)work->batch * (prompt ? num_tokens : 1), ms = 1e3 * tokens / *tok_s;
+    const double limit_ms =
+        prompt ? prompt_limit_ms(&of->limits, of->info, work->batch, num_tokens)
+               : decode_limit_ms(&of->limits, of->info, work->batch, depth + 0.5 * num_tokens);
+    const struct {
+      const char *name, *unit, *better;
+      double value;
+      bool is_known;
+    } lines[] = {
+        {"tok_s", "tok/s", "higher", *tok_s, true},
+        {"tok_cpus", "tok/cpu-s", "higher", median(cpu_seconds, reps), true},
+        {"ms", "ms", "lower", ms, true},
+        {"limit_ms", "ms", "lower", limit_ms, limit_ms > 0},
+        {"share", "of 1", "higher", limit_ms / ms, limit_ms > 0},
+        {"idle", "of 1", "lower", idle_share(from, to), !prompt},
+    };
+    for (size_t i = 0; i < sizeof lines / sizeof *lines; i++) {
+      snprintf(name, sizeof name, "%s_%s", stem, lines[i].name);
+      if (lines[i].is_known) print_value(row, name, lines[i].unit, lines[i].better, lines[i].value);
+    }
   }
   free(seconds);
   free(cpu_seconds);
   return good;
 }
 
+/* One request to an idle model. */
+static bool measure_ttft(const subject *of, const row *row, workload *work, uint32_t num_tokens) {
+  const uint32_t reps = of->all->reps;
+  double *seconds = calloc(reps, sizeof(double)), warm;
+  bool good = seconds != NULL && measure_idle_request(work, num_tokens, &warm);
+  for (uint32_t i = 0; i < reps && good; i++) good = measure_idle_request(work, num_tokens, &seconds[i]);
+  if (good) {
+    char name[64];
+    snprintf(name, sizeof name, "ttft%u_p50_s", num_tokens);
+    print_value(row, name, "s", "lower", median(seconds, reps));
+    snprintf(name, sizeof name, "ttft%u_min_s", num_tokens);
+    print_value(row, name, "s", "lower", seconds[0]); /* sorted */
+  }
+  free(seconds);
+  return good;
+}
+
 /* A server's load; once, as it is an average over many requests. */
-static bool measure_serve(row row, workload *work, const char *what, const load *load) {
-  serving all;
-  row.batch = 1; /* the name says it */
-  if (!measure_serving(work, load, &all)) return false;
+static bool measure_serve(const row *row, workload *work, const char *what, uint32_t number, const load *load,
+                          serving *all) {
+  if (!measure_serving(work, load, all)) return false;
   const struct {
     const char *name, *unit, *better;
     double value;
   } lines[] = {
-      {"tok_s", "tok/s", "higher", all.tokens_per_second},
-      {"first_p50_s", "s", "lower", all.first_token_p50},
-      {"first_p95_s", "s", "lower", all.first_token_p95},
-      {"next_p50_s", "s", "lower", all.next_token_p50},
-      {"next_p95_s", "s", "lower", all.next_token_p95},
+      {"tok_s", "tok/s", "higher", all->tokens_per_second},
+      {"req_s", "req/s", "higher", all->requests_per_second},
+      {"first_p50_s", "s", "lower", all->first.p50},
+      {"first_p95_s", "s", "lower", all->first.p95},
+      {"first_p99_s", "s", "lower", all->first.p99},
+      {"next_p50_s", "s", "lower", all->next.p50},
+      {"next_p95_s", "s", "lower", all->next.p95},
+      {"next_p99_s", "s", "lower", all->next.p99},
+      {"idle", "of 1", "lower", all->idle},
   };
   for (size_t i = 0; i < sizeof lines / sizeof *lines; i++) {
     char name[64];
-    snprintf(name, sizeof name, "%s%u_%s", what, load->at_once, lines[i].name);
-    print_value(&row, name, lines[i].unit, lines[i].better, lines[i].value);
+    snprintf(name, sizeof name, "%s%u_%s", what, number, lines[i].name);
+    print_value(row, name, lines[i].unit, lines[i].better, lines[i].value);
+  }
+  return true;
+}
+
+static bool measure_loads(const subject *of, const row *row, workload *work) {
+  const settings *all = of->all;
+  serving result;
+  double requests_per_second = all->offline_rate;
+  for (size_t i = 0; i < all->serve.len; i++) {
+    load load = chat_load(all->serve.values[i]);
+    if (!measure_serve(row, work, "serve", load.at_once, &load, &result)) return false;
+  }
+  list offline = all->offline;
+  if (all->poisson.len > 0 && offline.len == 0 && requests_per_second == 0)
+    offline = (list){{all->poisson_requests}, 1};
+  for (size_t i = 0; i < offline.len; i++) {
+    load load = offline_load(offline.values[i]);
+    if (!measure_serve(row, work, "offline", load.at_once, &load, &result)) return false;
+    if (all->offline_rate == 0) requests_per_second = result.requests_per_second;
+  }
+  for (size_t i = 0; i < all->poisson.len; i++) {
+    uint32_t percent = all->poisson.values[i];
+    load load = poisson_load(all->poisson_requests, requests_per_second * percent / 100);
+    if (!measure_serve(row, work, "poisson", percent, &load, &result)) return false;
   }
   return true;
 }
 
 /* Everything for one number of threads, on a model loaded for it. best_single: gets the tokens per
  * second of the fastest generation without a batch. */
-static bool measure_model(const settings *all, bool first, const xserv_model *model,
-                          const xserv_model_info *info, double *best_single) {
-  row row = {all, info->num_threads, 1};
-  workload work = {model, info->vocab_size, 1, 1};
-  print_value(&row, "load_s", "s", "lower", info->load_seconds);
+static bool measure_model(const subject *of, bool first, double *best_single) {
+  const settings *all = of->all;
+  row row = row_of(all, of->info->num_threads);
+  workload work = {of->model, of->info->vocab_size, 1, 1};
+  print_value(&row, "load_s", "s", "lower", of->info->load_seconds);
   double first_token;
   if (!measure_first_token(&work, 128, &first_token)) return false;
   print_value(&row, "ttft128_s", "s", "lower", first_token);
@@ -141,29 +198,24 @@ static bool measure_model(const settings *all, bool first, const xserv_model *mo
     work.batch = row.batch = all->batch.values[b];
     double tok_s;
     for (size_t i = 0; i < all->prompts.len; i++)
-      if (!measure_row(&row, &work, all->prompts.values[i], XSERV_UNSET_INT, &tok_s)) return false;
+      if (!measure_row(of, &row, &work, all->prompts.values[i], XSERV_UNSET_INT, &tok_s)) return false;
     for (size_t i = 0; i < all->gen.len; i++) {
       for (size_t d = 0; d < all->depths.len; d++) {
-        if (!measure_row(&row, &work, all->gen.values[i], all->depths.values[d], &tok_s)) return false;
+        if (!measure_row(of, &row, &work, all->gen.values[i], all->depths.values[d], &tok_s)) return false;
         if (row.batch == 1 && tok_s > *best_single) *best_single = tok_s;
       }
     }
   }
 
-  row.batch = 1;
-  for (size_t i = 0; i < all->serve.len; i++) {
-    load load = chat_load(all->serve.values[i]);
-    if (!measure_serve(row, &work, "serve", &load)) return false;
-  }
-  for (size_t i = 0; i < all->offline.len; i++) {
-    load load = offline_load(all->offline.values[i]);
-    if (!measure_serve(row, &work, "offline", &load)) return false;
-  }
+  work.batch = row.batch = 1; /* from here on names say it */
+  for (size_t i = 0; i < all->ttft.len; i++)
+    if (!measure_ttft(of, &row, &work, all->ttft.values[i])) return false;
+  if (!measure_loads(of, &row, &work)) return false;
 
   struct rusage usage; /* only before the first of our own large buffers, which would count as well */
+  row = row_of(all, 0);
   if (first && getrusage(RUSAGE_SELF, &usage) == 0)
-    print_value(&(struct row){all, 0, 1}, "peak_rss_mib", "MiB", "lower",
-                (double)usage.ru_maxrss / 1024.0);
+    print_value(&row, "peak_rss_mib", "MiB", "lower", (double)usage.ru_maxrss / 1024.0);
   return true;
 }
 
@@ -171,15 +223,9 @@ static bool measure_model(const settings *all, bool first, const xserv_model *mo
  * weights, whose memory is not the host's. Called when the model has
  * been freed, so that the buffer of the measurement does not add to the memory of the process. */
 static void print_memory_share(const settings *all, const xserv_model_info *info, double best_single) {
-  row row = {all, info->num_threads, 1};
+  row row = row_of(all, info->num_threads);
   if (best_single == 0) return;
-
-  /* One step of one request reads every weight once; of an embedding table that isn't also the
-   * output matrix, only a row. */
-  double step_bytes = (double)info->weights_bytes;
-  if (all->untied)
-    step_bytes -= (double)info->vocab_size * info->hidden_size * (info->dtype == XSERV_DTYPE_F32 ? 4 : 2);
-  double weights = best_single * step_bytes / 1e9;
+  double weights = best_single * step_weight_bytes(&all->limits, info) / 1e9;
   print_value(&row, "weights_gb_s", "GB/s", "higher", weights);
   if (info->num_threads == 0) return; /* a GPU */
   double memory = read_bandwidth(info->num_threads) / 1e9;
@@ -195,6 +241,7 @@ static bool measure_threads(const settings *all, uint32_t threads) {
   if (xserv_load_options_default(&options) != XSERV_STATUS_OK) return false;
   options.num_threads = threads;
   options.deterministic = all->deterministic;
+  options.max_prefill_tokens = all->max_prefill;
   bool good = xserv_load(all->model_path, &options, &model) == XSERV_STATUS_OK &&
               xserv_model_get_info(model, &info) == XSERV_STATUS_OK;
   if (!good) {
@@ -202,7 +249,8 @@ static bool measure_threads(const settings *all, uint32_t threads) {
   } else {
     fprintf(stderr, "%s, %.3g GB of weights, %s, xserv %s\n", info.architecture,
             (double)info.weights_bytes / 1e9, info.device, xserv_version());
-    good = measure_model(all, threads == all->threads.values[0], model, &info, &best_single);
+    const subject of = {all, model, &info, limits_of(all->limits, &info)};
+    good = measure_model(&of, threads == all->threads.values[0], &best_single);
   }
   xserv_model_free(model);
   if (good) print_memory_share(all, &info, best_single);
@@ -211,25 +259,40 @@ static bool measure_threads(const settings *all, uint32_t threads) {
 
 int main(int argc, char **argv) {
   settings all = {.prompts = {{128, 512}, 2}, .gen = {{64}, 1}, .depths = {{0}, 1},
-                  .threads = {{0}, 1}, .batch = {{1}, 1}, .reps = 3};
+                  .threads = {{0}, 1}, .batch = {{1}, 1}, .reps = 3, .poisson_requests = 256};
   for (int i = 1; i < argc; i++) {
-    uint64_t reps;
+    uint64_t number;
+    float real;
     if (option_list(argc, argv, &i, "--prompts", 1, 1u << 20, all.prompts.values, &all.prompts.len) ||
         option_list(argc, argv, &i, "--gen", 1, 1u << 20, all.gen.values, &all.gen.len) ||
         option_list(argc, argv, &i, "--depths", 0, 1u << 20, all.depths.values, &all.depths.len) ||
         option_list(argc, argv, &i, "--threads", 0, 1024, all.threads.values, &all.threads.len) ||
+        option_list(argc, argv, &i, "--ttft", 1, 1u << 20, all.ttft.values, &all.ttft.len) ||
+        option_list(argc, argv, &i, "--poisson", 1, 1000, all.poisson.values, &all.poisson.len) ||
+        option_float(argc, argv, &i, "--offline-rate", &all.offline_rate) ||
+        option_number(argc, argv, &i, "--max-prefill", UINT64_MAX, &all.max_prefill) ||
         option_list(argc, argv, &i, "--serve", 1, 1024, all.serve.values, &all.serve.len) ||
         option_list(argc, argv, &i, "--offline", 1, 1024, all.offline.values, &all.offline.len) ||
         option_list(argc, argv, &i, "--batch", 1, 256, all.batch.values, &all.batch.len)) {
       /* stored */
-    } else if (option_number(argc, argv, &i, "--reps", 1000, &reps)) {
-      all.reps = reps > 0 ? (uint32_t)reps : 1;
+    } else if (option_number(argc, argv, &i, "--reps", 1000, &number)) {
+      all.reps = number > 0 ? (uint32_t)number : 1;
+    } else if (option_number(argc, argv, &i, "--poisson-requests", 1024, &number)) {
+      all.poisson_requests = number > 0 ? (uint32_t)number : 1;
+    } else if (option_float(argc, argv, &i, "--read-gbs", &real)) {
+      all.limits.read_gbs = real;
+    } else if (option_float(argc, argv, &i, "--tflops", &real)) {
+      all.limits.tflops = real;
+    } else if (strcmp(argv[i], "--no-chunked-prefill") == 0) {
+      all.max_prefill = UINT64_MAX; /* as many as the longest context, or more */
+    } else if (strcmp(argv[i], "--no-speed") == 0) {
+      all.prompts.len = all.gen.len = 0;
     } else if (strcmp(argv[i], "--json") == 0) {
       all.json = true;
     } else if (strcmp(argv[i], "--deterministic") == 0) {
       all.deterministic = true;
     } else if (strcmp(argv[i], "--untied") == 0) {
-      all.untied = true;
+      all.limits.untied = true;
     } else if (argv[i][0] != '-' && all.model_path == NULL) {
       all.model_path = argv[i];
     } else {
@@ -239,11 +302,16 @@ int main(int argc, char **argv) {
   }
   if (all.model_path == NULL) {
     fprintf(stderr, "usage: bench MODEL [--prompts N,N] [--gen N,N] [--depths N,N] [--threads N,N] "
-                    "[--batch N,N] [--serve N,N] [--offline N,N] [--reps N] [--untied] [--deterministic] "
-                    "[--json]\n");
+                    "[--batch N,N] [--ttft N,N] [--serve N,N] [--offline N,N] [--poisson PERCENT,...] "
+                    "[--offline-rate R] [--poisson-requests N] [--max-prefill N] [--no-chunked-prefill] "
+                    "[--no-speed] [--read-gbs N] [--tflops N] [--untied] [--deterministic] [--reps N] [--json]\n");
     return 2;
   }
-  if (!all.json) printf("| %-26s | %12s | %-9s |\n|---|---:|---|\n", "metric", "value", "unit");
+  if (all.offline_rate < 0 || all.limits.read_gbs < 0 || all.limits.tflops < 0) {
+    fprintf(stderr, "bench: a rate is negative\n");
+    return 2;
+  }
+  print_head(all.json);
   for (size_t i = 0; i < all.threads.len; i++)
     if (!measure_threads(&all, all.threads.values[i])) return 1;
   return 0;

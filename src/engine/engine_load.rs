@@ -46,6 +46,8 @@ pub struct EngineOptions {
     pub max_memory_bytes: u64,
     /// Most sequences in a step; 0: as many as pay on the device.
     pub max_batch_size: u32,
+    /// Tokens of prompts in a step; 0: as many as pay on the device.
+    pub max_prefill_tokens: u64,
     /// Never take keys and values that another request, or another part of the same, has computed.
     pub no_prefix_cache: bool,
     /// See [`LoadOptions::deterministic`].

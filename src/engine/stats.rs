@@ -3,6 +3,7 @@
 use std::time::{Duration, Instant};
 
 use super::scheduler::SchedulerCounts;
+use crate::model::StepTime;
 
 /// Bounds of the histogram of step times: bucket `i` counts the steps shorter than
 /// `FIRST_BUCKET_US << i` microseconds that are in no bucket before; the last one all others.
@@ -29,6 +30,10 @@ pub struct EngineStats {
     pub generated_tokens: u64,
     /// Time spent on steps.
     pub busy: Duration,
+    /// Time that what computes was at steps.
+    pub device_busy: Duration,
+    /// Time between steps in which it waited for the host, while there were sequences to compute.
+    pub device_idle: Duration,
     /// Tokens chosen per second, over the last second or two of work.
     pub tokens_per_second: f64,
     /// See [`FIRST_BUCKET_US`].
@@ -55,8 +60,18 @@ struct Window {
 const WINDOW: Duration = Duration::from_secs(1);
 
 impl Recorder {
-    /// Notes a step that took from `begin`, or from the end of the one before it, to now.
-    pub fn step(&mut self, begin: Instant, prompt_tokens: usize, generated_tokens: usize) {
+    /// Notes a step that took from `begin`, or from the end of the one before it, to now; `time`: what computes
+    /// it. Without `follows` there was nothing to do before it.
+    pub fn step(
+        &mut self,
+        begin: Instant,
+        time: StepTime,
+        follows: bool,
+        prompt_tokens: usize,
+        generated_tokens: usize,
+    ) {
+        self.stats.device_busy += time.busy;
+        self.stats.device_idle += if follows { time.idle } else { Duration::ZERO };
         let now = Instant::now();
         let time = now.duration_since(self.last.map_or(begin, |last| last.max(begin)));
         self.last = Some(now);

@@ -32,7 +32,11 @@ pub(super) fn step_limits(
             )))
         }
     };
-    let most = of(MAX_PREFILL_TOKENS);
-    let max_prefill_tokens = usize::try_from(max_context).map_or(most, |n| n.min(most)).max(1);
+    let most = match options.max_prefill_tokens {
+        0 => of(MAX_PREFILL_TOKENS) as u64,
+        n => n,
+    };
+    // More than a whole prompt is of no use.
+    let max_prefill_tokens = usize::try_from(most.min(max_context)).unwrap_or(usize::MAX).max(1);
     Ok(Limits { max_sequences, max_prefill_tokens })
 }

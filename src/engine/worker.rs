@@ -8,7 +8,7 @@ use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::batch_builder::{BatchBuilder, Part};
 use super::inbox::{mark_scheduler_thread, Entry as InboxEntry, Inbox, Progress};
@@ -19,7 +19,9 @@ use super::stats::{EngineStats, Recorder};
 use super::ticket::FinishReason;
 use crate::backend::cpu::CpuBackend;
 use crate::error::{try_with_capacity, Error, ErrorKind, Result};
-use crate::model::{Draw, KvCache, Model, StepResult, TokenChoice, Workspace, NO_TOKEN};
+use crate::model::{
+    Draw, KvCache, Model, StepResult, StepTime, TokenChoice, Workspace, NO_TOKEN,
+};
 use crate::panic_guard;
 use crate::thread_state::SignalsBlocked;
 
@@ -123,6 +125,7 @@ impl Service {
             recorder,
             closed,
             alone_next: false,
+            follows: false,
         };
         lock(&shared.intake).unstarted = Some(Box::new(worker));
         Service { shared, process_id: std::process::id() }
@@ -200,6 +203,8 @@ impl Drop for Service {
 struct Flight {
     entries: Vec<Entry>,
     begun: Instant,
+    /// See [`Worker::follows`].
+    follows: bool,
 }
 
 /// A sequence's work and state.
@@ -229,6 +234,8 @@ struct Worker {
     closed: Arc<AtomicBool>,
     /// A sequence that is computed alone has the next turn.
     alone_next: bool,
+    /// Since the last step was begun there has been something to do, and no other use of the machine.
+    follows: bool,
 }
 
 fn no_machine() -> Error {
@@ -260,6 +267,7 @@ impl Worker {
             if !(idle && self.flights.is_empty()) {
                 break;
             }
+            self.follows = false;
             intake = shared.arrived.wait(intake).unwrap_or_else(PoisonError::into_inner);
         }
         // Those who are told of an end while orders are taken in may submit the next.
@@ -430,7 +438,8 @@ impl Worker {
         match self.begin_step(&entries, begun) {
             Ok(()) => {
                 self.scheduler.begun(&entries);
-                self.flights.push_back(Flight { entries, begun });
+                let follows = std::mem::replace(&mut self.follows, true);
+                self.flights.push_back(Flight { entries, begun, follows });
                 Ok(true)
             }
             Err(error) => {
@@ -501,7 +510,7 @@ impl Worker {
 
     /// Waits for the oldest step under way, and hands out its tokens.
     fn finish(&mut self) {
-        let Some(Flight { mut entries, begun }) = self.flights.pop_front() else { return };
+        let Some(Flight { mut entries, begun, follows }) = self.flights.pop_front() else { return };
         let finished = match self.machine.as_deref_mut() {
             Some(machine) => self.model.finish_step(&mut machine.workspace, &mut self.result),
             None => Err(no_machine()),
@@ -516,7 +525,7 @@ impl Worker {
                     num_chosen += usize::from(entry.row.is_some());
                 }
                 // Before the tokens go out: who has heard the last one finds it counted.
-                self.recorder.step(begun, num_prompt, num_chosen);
+                self.recorder.step(begun, self.result.time, follows, num_prompt, num_chosen);
                 for entry in &entries {
                     self.deliver(entry);
                 }
@@ -622,11 +631,13 @@ impl Worker {
             }
         };
         blocks.extend_from_slice(sequence.blocks());
+        self.follows = false;
         let (machine, outcome) = desk.lend(Lease { machine, blocks, start, num_new });
         self.machine = Some(machine);
         match outcome {
             Ok(()) => {
-                self.recorder.step(begun, num_new, 0);
+                let time = StepTime { busy: begun.elapsed(), idle: Duration::ZERO };
+                self.recorder.step(begun, time, false, num_new, 0);
                 self.scheduler.begun(&[entry]);
                 self.scheduler.finished(&entry, None)?;
                 if is_last {

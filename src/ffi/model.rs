@@ -100,6 +100,10 @@ pub struct xserv_load_options {
     pub deterministic: u8,
     /// Unused, 0.
     pub reserved2: [u8; 2],
+    /// Tokens of prompts in one step, of all requests together: longer prompts are computed in pieces beside the
+    /// requests that generate, which so wait no longer than such a piece takes; 0 (default): 512 on the CPU, 2048
+    /// on a GPU. With as many as the longest context, or more, no prompt is cut. The work space grows with it.
+    pub max_prefill_tokens: u64,
 }
 
 // SAFETY: repr(C), struct_size first, integers, pointers and nullable function pointers; a caller
@@ -127,10 +131,11 @@ unsafe impl GrowingStruct for xserv_load_options {
             prefix_cache: 1,
             deterministic: 0,
             reserved2: [0; 2],
+            max_prefill_tokens: 0,
         }
     }
 }
-const _: () = assert!(size_of::<xserv_load_options>() == 88);
+const _: () = assert!(size_of::<xserv_load_options>() == 96);
 
 /// What a loaded model is. Set struct_size, then call xserv_model_get_info(). Pointers belong to the
 /// model and are valid until it is freed.
@@ -310,6 +315,7 @@ pub(super) fn engine_options(options: &xserv_load_options) -> Result<EngineOptio
         kv_cache_tokens: options.kv_cache_tokens,
         max_memory_bytes: options.max_memory_bytes,
         max_batch_size: options.max_batch_size,
+        max_prefill_tokens: options.max_prefill_tokens,
         no_prefix_cache: !super::guard::flag(options.prefix_cache, "options.prefix_cache")?,
         deterministic: super::guard::flag(options.deterministic, "options.deterministic")?,
     })

@@ -62,6 +62,11 @@ pub struct xserv_model_stats {
     pub step_counts: [u64; XSERV_STEP_BUCKETS],
     /// The bounds of the buckets; the last is UINT64_MAX.
     pub step_bucket_us: [u64; XSERV_STEP_BUCKETS],
+    /// Seconds that what computes was at steps: a GPU by its own clock, the CPU by the host's.
+    pub device_busy_seconds: f64,
+    /// Seconds between steps in which it waited for the host, although there were requests to compute. The share
+    /// device_idle_seconds / (device_idle_seconds + device_busy_seconds) is what the library itself costs in speed.
+    pub device_idle_seconds: f64,
 }
 
 // SAFETY: repr(C), struct_size first, integers and floats only.
@@ -75,7 +80,7 @@ unsafe impl GrowingStruct for xserv_model_stats {
         xserv_model_stats { struct_size: size_of::<Self>(), ..zero }
     }
 }
-const _: () = assert!(size_of::<xserv_model_stats>() == xserv_model_stats::FIRST_SIZE);
+const _: () = assert!(size_of::<xserv_model_stats>() == xserv_model_stats::FIRST_SIZE + 16);
 
 /// Tells how a model's requests stand. Cheap; any thread may call it at any time.
 ///
@@ -125,6 +130,8 @@ pub unsafe extern "C" fn xserv_model_get_stats(
             peak_memory_bytes: engine.peak_memory_bytes(),
             step_counts: s.step_times,
             step_bucket_us,
+            device_busy_seconds: s.device_busy.as_secs_f64(),
+            device_idle_seconds: s.device_idle.as_secs_f64(),
         };
         // SAFETY: by the contract above.
         unsafe { write_struct(stats, "stats", &value) }

@@ -37,7 +37,7 @@ pub use cuda::DevicePlan;
 pub use inspect::{inspect, Inspection};
 pub use kv_cache::KvCache;
 pub use load::LoadOptions;
-pub use step::{Draw, Step, StepResult, TokenChoice, FROM_BATCH, NO_TOKEN};
+pub use step::{Draw, Step, StepResult, StepTime, TokenChoice, FROM_BATCH, NO_TOKEN};
 pub use workspace::Workspace;
 
 use crate::backend::cpu::CpuBackend;

@@ -2,6 +2,7 @@
 //! the caller can prepare the next step while a device computes this one.
 
 use std::collections::VecDeque;
+use std::time::{Duration, Instant};
 
 use super::batch::ForwardBatch;
 use super::cuda::STEPS_IN_FLIGHT;
@@ -66,6 +67,17 @@ pub struct StepResult {
     pub tokens: Vec<u32>,
     /// The logits of the rows with [`TokenChoice::Caller`], in their order, `[rows, vocab_size]`.
     pub logits: Vec<f32>,
+    /// How long it took.
+    pub time: StepTime,
+}
+
+/// How long a step took what computes it: a device by its own clock, the CPU by the host's.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct StepTime {
+    /// From its beginning, or from the end of the step before where it waited for that, to its end.
+    pub busy: Duration,
+    /// From the end of the step before to its beginning. 0 for the first.
+    pub idle: Duration,
 }
 
 /// A step that was begun and not finished.
@@ -74,6 +86,8 @@ pub(super) struct HostSteps {
     pending: VecDeque<StepResult>,
     /// Results that were given back, for their memory.
     spare: Vec<StepResult>,
+    /// When the last one ended.
+    last_end: Option<Instant>,
 }
 
 impl Model {
@@ -162,7 +176,12 @@ impl Model {
             .try_reserve(num_rows)
             .map_err(|_| Error::out_of_memory("tokens", num_rows * 4))?;
         result.tokens.resize(num_rows, NO_TOKEN);
+        let begin = Instant::now();
         let done = self.forward(&step.batch, kv, workspace, &mut result.logits, should_stop);
+        let end = Instant::now();
+        let idle = steps.last_end.map_or(Duration::ZERO, |last| begin.duration_since(last));
+        result.time = StepTime { busy: end.duration_since(begin), idle };
+        steps.last_end = Some(end);
         match done {
             Ok(()) => steps.pending.push_back(result),
             Err(_) => steps.spare.push(result),

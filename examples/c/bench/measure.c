@@ -39,17 +39,25 @@ static bool note_time(const xserv_token_event *event, void *user_data) {
   return true;
 }
 
+/* Greedy, and without an end before max_tokens. */
+static xserv_status make_request(const uint32_t *prompt, uint32_t prompt_len, uint32_t max_tokens,
+                                 xserv_request *request) {
+  xserv_status status = xserv_request_default(request);
+  if (status != XSERV_STATUS_OK) return status;
+  request->prompt_tokens = prompt;
+  request->num_prompt_tokens = prompt_len;
+  request->max_tokens = max_tokens;
+  request->temperature = 0.0f;
+  request->repetition_penalty = 1.0f;
+  request->presence_penalty = request->frequency_penalty = 0.0f;
+  request->ignore_eos = 1;
+  return status;
+}
+
 static xserv_status generate(job *self) {
   xserv_request request;
-  xserv_status status = xserv_request_default(&request);
+  xserv_status status = make_request(self->prompt, self->prompt_len, self->num_steps, &request);
   if (status != XSERV_STATUS_OK) return status;
-  request.prompt_tokens = self->prompt;
-  request.num_prompt_tokens = self->prompt_len;
-  request.max_tokens = self->num_steps;
-  request.temperature = 0.0f;
-  request.repetition_penalty = 1.0f;
-  request.presence_penalty = request.frequency_penalty = 0.0f;
-  request.ignore_eos = 1;
 
   xserv_result *result = NULL;
   status = xserv_generate(self->work->model, &request, note_time, self, &result);
@@ -180,4 +188,45 @@ bool measure_first_token(workload *work, uint32_t num_tokens, double *seconds) {
   *seconds = jobs[0].first_token_seconds;
   free_jobs(jobs, work->batch);
   return true;
+}
+
+bool measure_idle_request(workload *work, uint32_t num_tokens, double *seconds) {
+  uint32_t *prompt = malloc(num_tokens * sizeof *prompt);
+  if (prompt == NULL) {
+    fprintf(stderr, "bench: out of memory\n");
+    exit(1);
+  }
+  for (uint32_t k = 0; k < num_tokens; k++) prompt[k] = random_token(work);
+  nanosleep(&(struct timespec){0, 10000000}, NULL); /* what the last request left to be done is done */
+
+  xserv_request request;
+  xserv_submission *submission = NULL;
+  xserv_event event = {.struct_size = sizeof event};
+  xserv_status status = make_request(prompt, num_tokens, 8, &request);
+  double began = seconds_of(CLOCK_MONOTONIC);
+  if (status == XSERV_STATUS_OK) status = xserv_submit(work->model, &request, NULL, &submission);
+  *seconds = 0;
+  while (status == XSERV_STATUS_OK && event.kind != XSERV_EVENT_DONE) {
+    status = xserv_next(submission, XSERV_WAIT_FOREVER, &event);
+    if (*seconds == 0 && event.kind == XSERV_EVENT_TOKEN) *seconds = seconds_of(CLOCK_MONOTONIC) - began;
+  }
+  if (status != XSERV_STATUS_OK)
+    fprintf(stderr, "bench: %s (%s)\n", xserv_last_error(), xserv_status_name(status));
+  xserv_submission_free(submission);
+  free(prompt);
+  return status == XSERV_STATUS_OK;
+}
+
+bool device_time_now(const xserv_model *model, device_time *now) {
+  xserv_model_stats stats = {.struct_size = sizeof stats};
+  xserv_status status = xserv_model_get_stats(model, &stats);
+  if (status != XSERV_STATUS_OK)
+    fprintf(stderr, "bench: %s (%s)\n", xserv_last_error(), xserv_status_name(status));
+  *now = (device_time){stats.device_busy_seconds, stats.device_idle_seconds};
+  return status == XSERV_STATUS_OK;
+}
+
+double idle_share(device_time from, device_time to) {
+  double busy = to.busy - from.busy, idle = to.idle - from.idle;
+  return busy + idle > 0 ? idle / (busy + idle) : 0;
 }

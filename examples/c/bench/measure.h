@@ -45,4 +45,18 @@ bool measure_generation(workload *work, uint32_t depth, uint32_t num_tokens, rat
 /* Seconds from the call to the first token, for a prompt of num_tokens. */
 bool measure_first_token(workload *work, uint32_t num_tokens, double *seconds);
 
+/*
+ * The same as an application sees it that has nothing else to do, of one request to a model that has nothing else
+ * to do: from xserv_submit() to the return of xserv_next() with the first token, of several.
+ */
+bool measure_idle_request(workload *work, uint32_t num_tokens, double *seconds);
+
+/* Share of the time, between two moments, in which the device waited for the library although there was work. */
+typedef struct device_time {
+  double busy, idle; /* seconds since loading */
+} device_time;
+
+bool device_time_now(const xserv_model *model, device_time *now);
+double idle_share(device_time from, device_time to);
+
 #endif

@@ -1,16 +1,19 @@
-#define _GNU_SOURCE /* eventfd */
+#define _GNU_SOURCE /* eventfd, ppoll */
 
 #include "serve.h"
 
+#include <math.h>
 #include <poll.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
 
+#include "report.h"
+
 typedef struct slot {
   xserv_submission *submission; /* NULL: free */
-  double last;                  /* when it was submitted, or its last token came */
+  double last;                  /* when it arrived, or its last token came */
   bool has_token;
 } slot;
 
@@ -25,39 +28,45 @@ static uint32_t draw(uint64_t *state, uint32_t from, uint32_t to) {
   return from + (uint32_t)((*state >> 33) % (to - from + 1));
 }
 
-static int compare(const void *a, const void *b) {
-  double x = *(const double *)a, y = *(const double *)b;
-  return (x > y) - (x < y);
+/* The time to the next of events that come independently of each other, `rate` a second. */
+static double draw_gap(uint64_t *state, double rate) {
+  double uniform = (draw(state, 0, (1u << 30) - 1) + 0.5) / (double)(1u << 30);
+  return -log(uniform) / rate;
 }
 
-static double percentile(times *all, double share) {
-  if (all->len == 0) return 0;
-  qsort(all->values, all->len, sizeof *all->values, compare);
-  return all->values[(size_t)(share * (double)(all->len - 1))];
+static waits waits_of(times *all) {
+  return (waits){percentile(all->values, all->len, 0.5), percentile(all->values, all->len, 0.95),
+                 percentile(all->values, all->len, 0.99)};
 }
 
-load chat_load(uint32_t num) { return (load){num, 4 * num, 16, 128, 16, 64, 0.0f}; }
+load chat_load(uint32_t num) { return (load){num, 4 * num, 16, 128, 16, 64, 0.0f, 0}; }
 
-load offline_load(uint32_t num) { return (load){num, num, 100, 1024, 100, 1024, 0.6f}; }
+load offline_load(uint32_t num) { return poisson_load(num, 0); }
 
-static xserv_status submit(const workload *work, const load *load, uint64_t *state, int fd, uint32_t *prompt,
+load poisson_load(uint32_t num, double rate) { return (load){num, num, 100, 1024, 100, 1024, 0.6f, rate}; }
+
+/* Random numbers of a load: its lengths and arrivals are always the same, its tokens never. */
+typedef struct dice {
+  uint64_t lengths, arrivals, tokens;
+} dice;
+
+static xserv_status submit(const workload *work, const load *load, dice *dice, int fd, uint32_t *prompt,
                            slot *self) {
   xserv_request request;
   xserv_submit_options options;
   xserv_status status = xserv_request_default(&request);
   if (status == XSERV_STATUS_OK) status = xserv_submit_options_default(&options);
   if (status != XSERV_STATUS_OK) return status;
-  request.num_prompt_tokens = draw(state, load->least_prompt, load->most_prompt);
-  request.max_tokens = draw(state, load->least_tokens, load->most_tokens);
-  for (size_t i = 0; i < request.num_prompt_tokens; i++) prompt[i] = draw(state, 0, work->vocab_size - 1);
+  request.num_prompt_tokens = draw(&dice->lengths, load->least_prompt, load->most_prompt);
+  request.max_tokens = draw(&dice->lengths, load->least_tokens, load->most_tokens);
+  for (size_t i = 0; i < request.num_prompt_tokens; i++) prompt[i] = draw(&dice->tokens, 0, work->vocab_size - 1);
   request.prompt_tokens = prompt;
   request.temperature = load->temperature;
   request.top_k = 0;
   request.top_p = 1.0f;
-  request.seed = *state;
+  request.seed = dice->tokens;
   request.ignore_eos = 1;
   options.wake_fd = fd;
-  self->last = instant_now().wall;
   self->has_token = false;
   return xserv_submit(work->model, &request, &options, &self->submission);
 }
@@ -81,9 +90,20 @@ static xserv_status take_events(slot *self, times *first, times *next) {
   }
 }
 
+/* Sleeps until there is news, or until `at`. */
+static bool wait_for_news(int fd, double at) {
+  double seconds = at - instant_now().wall;
+  if (seconds <= 0) return true;
+  struct timespec timeout = {(time_t)seconds, (long)((seconds - floor(seconds)) * 1e9)};
+  struct pollfd news = {.fd = fd, .events = POLLIN};
+  uint64_t count;
+  return ppoll(&news, 1, &timeout, NULL) <= 0 || read(fd, &count, sizeof count) > 0;
+}
+
 bool measure_serving(workload *work, const load *load, serving *result) {
   const uint32_t total = load->total, at_once = load->at_once;
-  uint64_t state = ++work->seed;
+  work->seed += 0x9e3779b97f4a7c15u;
+  dice dice = {0, 1, work->seed};
   slot *slots = calloc(at_once, sizeof *slots);
   times first = {calloc(total, sizeof(double)), 0}, next = {calloc((size_t)total * load->most_tokens, sizeof(double)), 0};
   uint32_t *prompt = calloc(load->most_prompt, sizeof *prompt);
@@ -92,37 +112,44 @@ bool measure_serving(workload *work, const load *load, serving *result) {
     fprintf(stderr, "bench: out of memory or descriptors\n");
     exit(1);
   }
+  device_time from, to;
+  if (!device_time_now(work->model, &from)) return false;
   xserv_status status = XSERV_STATUS_OK;
   uint32_t submitted = 0, ended = 0;
-  double begin = instant_now().wall;
+  double begin = instant_now().wall, arrival = begin;
   while (ended < total && status == XSERV_STATUS_OK) {
+    bool has_room = false;
     for (uint32_t i = 0; i < at_once && status == XSERV_STATUS_OK; i++) {
-      if (slots[i].submission == NULL && submitted < total) {
-        status = submit(work, load, &state, fd, prompt, &slots[i]);
+      double now = instant_now().wall;
+      if (slots[i].submission == NULL && submitted < total && (load->rate == 0 || arrival <= now)) {
+        /* One that is submitted late has waited since it arrived. */
+        slots[i].last = load->rate == 0 ? now : arrival;
+        status = submit(work, load, &dice, fd, prompt, &slots[i]);
+        if (load->rate > 0) arrival += draw_gap(&dice.arrivals, load->rate);
         submitted++;
       }
       if (status != XSERV_STATUS_OK || slots[i].submission == NULL) continue;
       status = take_events(&slots[i], &first, &next);
       if (slots[i].submission == NULL) ended++;
+      has_room = has_room || slots[i].submission == NULL;
     }
-    struct pollfd wait = {.fd = fd, .events = POLLIN};
-    uint64_t news;
     /* A request that has just ended makes room for the next at once. */
-    if (ended + at_once > submitted && submitted < total) continue;
-    if (ended < total && status == XSERV_STATUS_OK && poll(&wait, 1, 1000) > 0 &&
-        read(fd, &news, sizeof news) < 0)
-      break;
+    if (load->rate == 0 && has_room && submitted < total) continue;
+    double until = load->rate > 0 && submitted < total ? arrival : instant_now().wall + 1;
+    if (ended < total && status == XSERV_STATUS_OK && !wait_for_news(fd, until)) break;
   }
   double seconds = instant_now().wall - begin;
   if (status != XSERV_STATUS_OK)
     fprintf(stderr, "bench: %s (%s)\n", xserv_last_error(), xserv_status_name(status));
-  *result = (serving){(double)(first.len + next.len) / seconds, percentile(&first, 0.5),
-                      percentile(&first, 0.95), percentile(&next, 0.5), percentile(&next, 0.95)};
+  bool good = status == XSERV_STATUS_OK && ended == total && device_time_now(work->model, &to);
+  if (good)
+    *result = (serving){(double)(first.len + next.len) / seconds, total / seconds, waits_of(&first), waits_of(&next),
+                        idle_share(from, to)};
   for (uint32_t i = 0; i < at_once; i++) xserv_submission_free(slots[i].submission);
   free(slots);
   free(prompt);
   free(first.values);
   free(next.values);
   close(fd);
-  return status == XSERV_STATUS_OK;
+  return good;
 }

@@ -5,17 +5,25 @@
 
 #include "measure.h"
 
+/* Seconds that so many of the requests, or tokens, did not wait longer than. */
+typedef struct waits {
+  double p50, p95, p99;
+} waits;
+
 typedef struct serving {
-  double tokens_per_second; /* generated, of all requests together */
-  double first_token_p50, first_token_p95; /* seconds from submitting to the first token */
-  double next_token_p50, next_token_p95;   /* seconds between tokens of a request, as they are taken */
+  double tokens_per_second;   /* generated, of all requests together */
+  double requests_per_second; /* ended */
+  waits first;                /* from arriving to the first token */
+  waits next;                 /* between tokens of a request, as they are taken */
+  double idle;                /* see idle_share() */
 } serving;
 
-/* What is asked of the server. Prompts and lengths are random, but the same for every load of the same sizes. */
+/* What is asked of the server. Lengths and arrivals are random, but the same for every load of the same sizes. */
 typedef struct load {
-  uint32_t at_once, total; /* requests under way at a time, and in all */
+  uint32_t at_once, total; /* requests under way at a time at most, and in all */
   uint32_t least_prompt, most_prompt, least_tokens, most_tokens;
   float temperature;
+  double rate; /* requests that arrive in a second, independently of each other; 0: as soon as there is room */
 } load;
 
 /* `num` requests under way until four times as many have ended: short chats. */
@@ -23,6 +31,9 @@ load chat_load(uint32_t num);
 
 /* `num` requests, all submitted at once: prompts of 100 to 1024 tokens, 100 to 1024 generated at temperature 0.6. */
 load offline_load(uint32_t num);
+
+/* The same requests, of which `rate` arrive in a second. */
+load poisson_load(uint32_t num, double rate);
 
 /* Runs a load. Returns false, with a message on stderr, if the library refuses. */
 bool measure_serving(workload *work, const load *load, serving *result);

@@ -68,6 +68,7 @@ class LoadOptions(Structure):
         ("prefix_cache", c_uint8),
         ("deterministic", c_uint8),
         ("reserved2", c_uint8 * 2),
+        ("max_prefill_tokens", c_uint64),
     ]
 
 
@@ -286,6 +287,8 @@ class ModelStats(Structure):
         ("peak_memory_bytes", c_uint64),
         ("step_counts", c_uint64 * STEP_BUCKETS),
         ("step_bucket_us", c_uint64 * STEP_BUCKETS),
+        ("device_busy_seconds", c_double),
+        ("device_idle_seconds", c_double),
     ]
 
 

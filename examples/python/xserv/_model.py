@@ -157,6 +157,7 @@ def _load_options(
     max_context_tokens: int,
     kv_cache_tokens: int,
     max_memory_bytes: int,
+    max_prefill_tokens: int,
 ) -> c.LoadOptions:
     options = c.LoadOptions()
     check(library.xserv_load_options_default(byref(options)))
@@ -167,6 +168,7 @@ def _load_options(
         ("max_context_tokens", max_context_tokens),
         ("kv_cache_tokens", kv_cache_tokens),
         ("max_memory_bytes", max_memory_bytes),
+        ("max_prefill_tokens", max_prefill_tokens),
     ):
         set_number(options, name, value)
     return options
@@ -181,11 +183,12 @@ def plan(
     max_context_tokens: int = 0,
     kv_cache_tokens: int = 0,
     max_memory_bytes: int = 0,
+    max_prefill_tokens: int = 0,
 ) -> MemoryPlan:
     """Tells what Model() would take of memory with the same options, without reading the weights and
     without a GPU. A model that doesn't fit is no error: `fits` is then False."""
     options = _load_options(
-        device, dtype, num_threads, False, max_context_tokens, kv_cache_tokens, max_memory_bytes
+        device, dtype, num_threads, False, max_context_tokens, kv_cache_tokens, max_memory_bytes, max_prefill_tokens
     )
     found = c.MemoryPlan(struct_size=sizeof(c.MemoryPlan))
     check(library.xserv_plan(_path(path), byref(options), byref(found)))
@@ -245,8 +248,8 @@ class Model:
 
     Options, all optional: device ("auto", "cpu", "cuda"), dtype ("auto", "f32", "f16", "bf16"),
     num_threads, map_files, max_context_tokens, kv_cache_tokens, max_memory_bytes, max_batch_size,
-    prefix_cache, deterministic; and two callables: progress(fraction), which may return False to cancel the load, and
-    log(level, message). Their meaning is that of xserv_load_options in xserv.h.
+    max_prefill_tokens, prefix_cache, deterministic; and two callables: progress(fraction), which may return False to
+    cancel the load, and log(level, message). Their meaning is that of xserv_load_options in xserv.h.
     """
 
     def __init__(
@@ -261,6 +264,7 @@ class Model:
         kv_cache_tokens: int = 0,
         max_memory_bytes: int = 0,
         max_batch_size: int = 0,
+        max_prefill_tokens: int = 0,
         prefix_cache: bool = True,
         deterministic: bool = False,
         progress: Optional[Callable[[float], Optional[bool]]] = None,
@@ -268,8 +272,9 @@ class Model:
     ) -> None:
         self.handle: Optional[c_void_p] = None
         options = _load_options(
-            device, dtype, num_threads, map_files, max_context_tokens, kv_cache_tokens, max_memory_bytes
-        )
+            device, dtype, num_threads, map_files, max_context_tokens, kv_cache_tokens, max_memory_bytes,
+            max_prefill_tokens,
+        )  # fmt: skip
         options.prefix_cache, options.deterministic = prefix_cache, deterministic
         set_number(options, "max_batch_size", max_batch_size)
 

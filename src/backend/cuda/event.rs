@@ -5,6 +5,7 @@ use super::device::CudaDevice;
 use crate::error::Result;
 use cudarc::driver::sys::{self, CUevent};
 use std::sync::Arc;
+use std::time::Duration;
 
 /// A mark in the stream of one context.
 pub(crate) struct Event {
@@ -20,9 +21,18 @@ unsafe impl Sync for Event {}
 impl Event {
     /// A mark that is nowhere yet: waiting for it returns at once.
     pub(crate) fn new(context: &CudaContext) -> Result<Self> {
+        Event::with_flags(context, sys::CUevent_flags::CU_EVENT_DISABLE_TIMING)
+    }
+
+    /// The same for a mark that remembers when the stream came to it, by the clock of the device.
+    pub(crate) fn timed(context: &CudaContext) -> Result<Self> {
+        Event::with_flags(context, sys::CUevent_flags::CU_EVENT_DEFAULT)
+    }
+
+    fn with_flags(context: &CudaContext, flags: sys::CUevent_flags) -> Result<Self> {
         context.with_current(|| {
             let mut handle = std::ptr::null_mut();
-            let flags = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32;
+            let flags = flags as u32;
             // SAFETY: a context is current; one handle is written.
             let status = unsafe { sys::cuEventCreate(&mut handle, flags) };
             context.check(status, "making a CUDA event")?;
@@ -46,6 +56,30 @@ impl Event {
             // SAFETY: a living event.
             let status = unsafe { sys::cuEventSynchronize(self.handle) };
             context.check(status, "waiting for a CUDA event")
+        })
+    }
+
+    /// Has the stream come to the mark? Does not wait.
+    pub(crate) fn is_reached(&self, context: &CudaContext) -> Result<bool> {
+        context.with_current(|| {
+            // SAFETY: a living event.
+            let status = unsafe { sys::cuEventQuery(self.handle) };
+            if status == sys::CUresult::CUDA_ERROR_NOT_READY {
+                return Ok(false);
+            }
+            context.check(status, "looking at a CUDA event").map(|()| true)
+        })
+    }
+
+    /// The time from `earlier` to this mark. Both are [`Event::timed`], and the stream has come to both.
+    pub(crate) fn since(&self, earlier: &Event, context: &CudaContext) -> Result<Duration> {
+        context.with_current(|| {
+            let mut millis = 0.0f32;
+            // SAFETY: living events of one device; one number is written.
+            let status =
+                unsafe { sys::cuEventElapsedTime_v2(&mut millis, earlier.handle, self.handle) };
+            context.check(status, "timing with CUDA events")?;
+            Ok(Duration::try_from_secs_f64(f64::from(millis) / 1e3).unwrap_or_default())
         })
     }
 }

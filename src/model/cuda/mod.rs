@@ -12,6 +12,7 @@ mod heads;
 mod load;
 mod qwen3;
 mod record;
+mod step_clock;
 mod steps;
 mod transfer;
 mod workspace;

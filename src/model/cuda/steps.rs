@@ -7,6 +7,7 @@ use super::decode::{mark_linear, MOST_CHAIN_ROWS};
 use super::graphs::{row_bucket, table_bucket, GraphKey, StepGraphs};
 use super::qwen3::Wanted;
 use super::record::{DeviceRecord, RecordExtras, RecordMemory, RecordShape};
+use super::step_clock::StepClock;
 use super::workspace::{copy_floats, DeviceWorkspace, COPIED_ROWS, MAX_STEP_ROWS};
 use super::CudaModel;
 use crate::backend::{Arena, ComputeContext, DeviceTensor, PinnedBuffer};
@@ -14,7 +15,7 @@ use crate::error::{try_with_capacity, Error, Result};
 use crate::memory::{DType, ElementType};
 use crate::model::batch::ForwardBatch;
 use crate::model::kv_cache::KvCache;
-use crate::model::step::{Step, StepResult, TokenChoice, FROM_BATCH, NO_TOKEN};
+use crate::model::step::{Step, StepResult, StepTime, TokenChoice, FROM_BATCH, NO_TOKEN};
 use crate::model::ModelConfig;
 use crate::ops::stepwise::{sample, DecodeScratch, SampleBuffers, SAMPLE_PARTS};
 use crate::ops::tensor::{cast, copy};
@@ -47,6 +48,7 @@ pub(in crate::model) struct DeviceSteps {
     /// For each row of the step begun last: does the device choose its token?
     last_rows: Vec<bool>,
     graphs: StepGraphs,
+    clock: StepClock,
 }
 
 /// Where the results of a step arrive.
@@ -104,6 +106,7 @@ impl DeviceSteps {
             pending: VecDeque::with_capacity(STEPS_IN_FLIGHT),
             last_rows: try_with_capacity(MAX_STEP_ROWS, "steps")?,
             graphs: StepGraphs::default(),
+            clock: StepClock::default(),
         })
     }
 
@@ -122,6 +125,9 @@ impl DeviceSteps {
             self.record = RecordMemory::new(&self.context, len.saturating_mul(2), STEPS_IN_FLIGHT)?;
         }
         self.record.upload(shape, batch, extras)?;
+        if let ContextBackend::Cuda(cuda) = self.context.backend() {
+            self.clock.begin(cuda)?;
+        }
         self.record.arrays(shape)
     }
 
@@ -201,6 +207,9 @@ impl CudaModel {
         let marked = result.tokens.set_in_use();
         queued.and(marked)?;
         result.num_rows = num_rows;
+        if let ContextBackend::Cuda(cuda) = self.context.backend() {
+            steps.clock.end(cuda)?;
+        }
         steps.pending.push_back(slot);
         steps.next = (slot + 1) % STEPS_IN_FLIGHT;
         steps.last_rows.clear();
@@ -355,8 +364,10 @@ impl CudaModel {
         let no_memory = |_| Error::out_of_memory("the result of a step", num_rows * 4);
         out.tokens.clear();
         out.tokens.try_reserve(num_rows).map_err(no_memory)?;
+        let timed = steps.clock.finish(self.cuda()?);
         let bytes = result.tokens.bytes()?;
         self.cuda()?.take_fault()?;
+        out.time = timed?;
         out.tokens.extend(bytes.chunks_exact(4).take(num_rows).map(|word| match *word {
             [a, b, c, d] => u32::from_ne_bytes([a, b, c, d]),
             _ => NO_TOKEN,

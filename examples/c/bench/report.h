@@ -1,0 +1,26 @@
+/* How bench.c prints what it measured: lines of a table, or JSON. */
+
+#ifndef EXAMPLES_BENCH_REPORT_H
+#define EXAMPLES_BENCH_REPORT_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+/* What a number was measured with. */
+typedef struct row {
+  bool json;
+  bool name_threads;       /* more than one number of threads is measured: names say which */
+  uint32_t threads, batch; /* threads 0: it is about all of them, or a GPU */
+} row;
+
+void print_head(bool json);
+
+/* `better`: "higher" or "lower". */
+void print_value(const row *row, const char *name, const char *unit, const char *better, double value);
+
+/* Sorts the values. 0 if there are none. */
+double percentile(double *values, size_t count, double share);
+double median(double *values, size_t count);
+
+#endif
