@@ -19,9 +19,7 @@ use super::stats::{EngineStats, Recorder};
 use super::ticket::FinishReason;
 use crate::backend::cpu::CpuBackend;
 use crate::error::{try_with_capacity, Error, ErrorKind, Result};
-use crate::model::{
-    Draw, KvCache, Model, StepResult, StepTime, TokenChoice, Workspace, NO_TOKEN,
-};
+use crate::model::{Draw, KvCache, Model, StepResult, StepTime, TokenChoice, Workspace, NO_TOKEN};
 use crate::panic_guard;
 use crate::thread_state::SignalsBlocked;
 

@@ -570,3 +570,50 @@ fn a_batch_has_no_more_than_was_asked_for() {
     let failure = Model::load(&tiny(), &options).err().unwrap();
     assert!(failure.message.contains("max_batch_size"), "{failure:?}");
 }
+
+#[test]
+fn prompts_are_cut_as_was_asked_for() {
+    let ids = tokens(700, 2);
+    let request = xserv_request { ignore_eos: 1, ..greedy(&ids, 4) };
+    let steps_of = |max_prefill_tokens| {
+        let options = xserv_load_options { max_prefill_tokens, ..load_options() };
+        let model = Model::load(&tiny(), &options).unwrap();
+        let generated = model.generate(&request).unwrap().ids;
+        (generated, idle(&model).total_steps)
+    };
+    // The prompt's pieces, the last of which gives a token, and three more.
+    let (expected, steps) = steps_of(0);
+    assert_eq!((expected.len(), steps), (4, 2 + 3));
+    for (max_prefill_tokens, pieces) in [(1, 700), (100, 7), (699, 2), (700, 1), (u64::MAX, 1)] {
+        assert_eq!(steps_of(max_prefill_tokens), (expected.clone(), pieces + 3));
+    }
+    // What is computed at once takes room.
+    let planned = |max_prefill_tokens| {
+        let options = xserv_load_options { max_prefill_tokens, ..load_options() };
+        let mut plan: xserv_memory_plan = unsafe { std::mem::zeroed() };
+        plan.struct_size = size_of::<xserv_memory_plan>();
+        let path = std::ffi::CString::new(tiny().to_str().unwrap()).unwrap();
+        check(unsafe { xserv_plan(path.as_ptr(), &options, &mut plan) }).unwrap();
+        plan.workspace_bytes
+    };
+    assert!(planned(64) < planned(0) && planned(0) < planned(2048));
+    assert_eq!(planned(2048), planned(u64::MAX));
+}
+
+#[test]
+fn time_without_requests_is_not_idle_time_of_steps() {
+    let model = Model::load(&tiny(), &load_options()).unwrap();
+    let ids = tokens(40, 3);
+    let request = xserv_request { ignore_eos: 1, ..greedy(&ids, 20) };
+    let mut working = Duration::ZERO;
+    for _ in 0..4 {
+        let begin = Instant::now();
+        model.generate(&request).unwrap();
+        working += begin.elapsed();
+        std::thread::sleep(Duration::from_millis(100));
+    }
+    let stats = idle(&model);
+    assert!(stats.device_busy_seconds > 0.0 && stats.device_idle_seconds > 0.0);
+    let counted = stats.device_busy_seconds + stats.device_idle_seconds;
+    assert!(counted <= working.as_secs_f64(), "{counted} s in {working:?} of requests");
+}

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use crate::support::*;
 
-const ARGUMENTS: [&str; 12] = [
+const ARGUMENTS: [&str; 16] = [
     "--prompts",
     "16,40",
     "--gen",
@@ -17,6 +17,10 @@ const ARGUMENTS: [&str; 12] = [
     "1,3",
     "--reps",
     "2",
+    "--read-gbs",
+    "10",
+    "--tflops",
+    "0.5",
 ];
 
 fn random_model(name: &str, shape: &str) -> std::path::PathBuf {
@@ -48,6 +52,14 @@ fn json_has_a_line_for_every_measurement() {
                     let name = format!("{test}{batch}_{threads}_{unit}");
                     assert!(metrics.remove(&name).is_some(), "no {name} in {printed}");
                 }
+                let mut others = vec!["ms", "limit_ms", "share"];
+                if test.starts_with("tg") {
+                    others.push("idle");
+                }
+                for other in others {
+                    let name = format!("{test}_{other}{batch}_{threads}");
+                    assert!(metrics.remove(&name).is_some(), "no {name} in {printed}");
+                }
             }
         }
         for test in ["load_s", "ttft128_s", "weights_gb_s", "memory_gb_s", "memory_share"] {
@@ -72,10 +84,80 @@ fn names_are_plain_when_one_thread_count_and_batch_is_asked_for() {
     }
 }
 
+/// The lines of a run with --json.
+fn metrics(arguments: &[&str]) -> BTreeMap<String, f64> {
+    let programs = crate::c::programs().expect("CMake, as the caller has seen");
+    let printed = run(command(programs.join("bench")).args(arguments).arg("--json")).stdout;
+    let lines = printed.lines().map(|line| {
+        let line: serde_json::Value = serde_json::from_str(line).expect("a line of JSON");
+        let name = line["metric"].as_str().expect("a name").to_string();
+        (name, line["value"].as_f64().expect("a number"))
+    });
+    lines.collect()
+}
+
+#[test]
+fn serving_is_measured_alone_and_at_a_rate() {
+    if crate::c::programs().is_none() {
+        return;
+    }
+    let model = random_model("bench-serving", "qwen3-tiny");
+    let model = model.to_str().expect("a path");
+    let waits = |what: &str| {
+        ["first_p50_s", "first_p95_s", "first_p99_s", "next_p50_s", "next_p95_s", "next_p99_s"]
+            .map(|wait| format!("{what}_{wait}"))
+    };
+    let common = [model, "--no-speed", "--reps", "3"];
+    for extra in [&[][..], &["--no-chunked-prefill"], &["--max-prefill", "64"]] {
+        // The offline run, which tells the rate, comes by itself.
+        let serving = [
+            "--ttft",
+            "40,600",
+            "--poisson",
+            "50,400",
+            "--poisson-requests",
+            "9",
+            "--threads",
+            "1",
+        ];
+        let found = metrics(&[&common[..], &serving, extra].concat());
+        for what in ["offline9", "poisson50", "poisson400"] {
+            let sorted = waits(what).map(|name| found[&name]);
+            assert!(
+                sorted[..3].is_sorted() && sorted[3..].is_sorted() && sorted[0] > 0.0,
+                "{found:?}"
+            );
+            assert!(found[&format!("{what}_tok_s")] > 0.0 && found[&format!("{what}_req_s")] > 0.0);
+            let idle = found[&format!("{what}_idle")];
+            assert!((0.0..1.0).contains(&idle), "{found:?}");
+        }
+        for prompt in ["ttft40", "ttft600"] {
+            let (least, median) =
+                (found[&format!("{prompt}_min_s")], found[&format!("{prompt}_p50_s")]);
+            assert!(0.0 < least && least <= median, "{found:?}");
+        }
+        assert!(!found.keys().any(|name| name.starts_with("pp") || name.starts_with("tg")));
+    }
+    // Ten requests that arrive 20 times a second cannot be through before the last one has come: with the
+    // generator's seed that is after 0.2 s and more.
+    let slow = ["--poisson", "200", "--offline-rate", "10", "--poisson-requests", "10"];
+    let found = metrics(&[&common[..], &slow].concat());
+    assert!(found["poisson200_req_s"] < 50.0, "{found:?}");
+    assert!(!found.contains_key("offline10_req_s"), "{found:?}");
+}
+
 #[test]
 fn refuses_what_it_cannot_measure() {
     let Some(programs) = crate::c::programs() else { return };
-    for wrong in [&["--prompts", "0"][..], &["--batch", "1,,2"], &["--gen", "4x"], &["--what"]] {
+    for wrong in [
+        &["--prompts", "0"][..],
+        &["--batch", "1,,2"],
+        &["--gen", "4x"],
+        &["--what"],
+        &["--poisson", "0"],
+        &["--offline-rate", "-1"],
+        &["--max-prefill", "x"],
+    ] {
         let refused = outcome(command(programs.join("bench")).arg(model()).args(wrong));
         assert_eq!(refused.code, Some(2), "{wrong:?}: {}", refused.stderr);
     }

@@ -61,7 +61,8 @@ static void check_loading(const std::string &path) {
 
   float last = 0;
   xserv::LoadOptions options;
-  options.num_threads(1).dtype(XSERV_DTYPE_F32).max_context_tokens(128).deterministic(true).progress([&](float fraction) {
+  options.num_threads(1).dtype(XSERV_DTYPE_F32).max_context_tokens(128).max_batch_size(4).max_prefill_tokens(64);
+  options.deterministic(true).progress([&](float fraction) {
     last = fraction;
     return true;
   });

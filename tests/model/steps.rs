@@ -1,6 +1,7 @@
 //! Steps that are begun and finished apart, and the choice of tokens on a GPU.
 
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use xserv::backend::{Arena, ComputeContext, PinnedBuffer};
 use xserv::engine::{GenerationConfig, Sampler, SamplingOverrides, SamplingParams};
@@ -65,6 +66,67 @@ fn a_step_that_cannot_be_is_refused() {
     assert!(begin(&[FROM_BATCH], &[TokenChoice::Caller]));
     // One may be in flight.
     assert!(!begin(&[], &[TokenChoice::Caller]));
+}
+
+/// Steps one after another, with a pause in the middle.
+fn check_step_times(model: &Model) {
+    const PAUSE: Duration = Duration::from_millis(50);
+    let mut driver = Driver::new(model, 64);
+    let mut sequence = Sequence::default();
+    let prompt: Vec<u32> = (0..300).collect();
+    let begin = Instant::now();
+    let mut times = Vec::new();
+    for step in 0..6 {
+        if step == 4 {
+            std::thread::sleep(PAUSE);
+        }
+        let next = if step == 0 { &prompt[..] } else { &[7][..] };
+        driver.begin(&mut [(&mut sequence, next)], &[], &[TokenChoice::Caller]).expect("a step");
+        times.push(driver.finish().time);
+    }
+    let whole = begin.elapsed();
+    assert!(times.iter().all(|time| time.busy > Duration::ZERO), "{times:?}");
+    assert_eq!(times[0].idle, Duration::ZERO);
+    // Each begins when the host has the end of the one before. (A hundredth for the difference of two clocks.)
+    assert!(times[1..].iter().all(|time| time.idle > Duration::ZERO), "{times:?}");
+    assert!(times[4].idle >= PAUSE * 99 / 100, "{times:?}");
+    let sum: Duration = times.iter().map(|time| time.busy + time.idle).sum();
+    assert!(sum <= whole * 101 / 100, "{times:?} in {whole:?}");
+    assert!(times.iter().map(|time| time.idle).sum::<Duration>() >= PAUSE * 99 / 100);
+}
+
+#[test]
+fn times_of_steps_are_those_of_what_computes_them() {
+    let golden = golden_model();
+    check_step_times(&load(golden.model_path(), Some(DType::F32), 1));
+    let Some(context) = cuda_context() else { return };
+    let model = load_on_cuda(golden.model_path(), Some(DType::BF16), context).expect("a model");
+    check_step_times(&model);
+    // Begun ahead, as an engine does: they do not overlap.
+    let mut driver = Driver::new(&model, 64);
+    let mut sequence = Sequence::default();
+    let prompt: Vec<u32> = (0..600).collect();
+    let begin = Instant::now();
+    let mut sum = Duration::ZERO;
+    for step in 0..100 {
+        let (next, sources) = match step {
+            0 => (&prompt[..], &[][..]),
+            _ => (&[7][..], &[0][..]),
+        };
+        let choices = [TokenChoice::Greedy];
+        driver.begin(&mut [(&mut sequence, next)], sources, &choices).expect("a step");
+        if step > 0 {
+            let time = driver.finish().time;
+            assert!(time.busy > Duration::ZERO);
+            sum += time.busy + time.idle;
+        }
+    }
+    let last = driver.finish().time;
+    sum += last.busy + last.idle;
+    let whole = begin.elapsed();
+    assert!(sum <= whole * 101 / 100, "{sum:?} in {whole:?}");
+    // Behind the first mark there is no moment that is neither.
+    assert!(sum >= whole / 4, "{sum:?} in {whole:?}");
 }
 
 /// Several sequences, each step begun before the one that chooses its tokens is finished.

@@ -314,6 +314,32 @@ class Loading(unittest.TestCase):
         with self.assertRaises(xserv.Error):
             xserv.plan("/no/such/folder")
 
+    def test_an_idle_model_uses_no_cpu(self):
+        with xserv.Model(MODEL) as model:
+            model.generate("Once", max_tokens=30, temperature=0)
+            time.sleep(0.2)  # what the last step left to be done
+            before = time.process_time()
+            time.sleep(2)
+            used = time.process_time() - before
+        # All threads of the process. A thread that spins, or looks for work every millisecond, takes more.
+        self.assertLess(used, 0.1)
+
+    def test_prompts_in_pieces(self):
+        ids = [i * 7 % 900 for i in range(200)]
+        found = {}
+        for pieces in (0, 50, 1 << 40):
+            with xserv.Model(MODEL, device="cpu", max_prefill_tokens=pieces) as model:
+                tokens = model.generate(tokens=ids, max_tokens=3, temperature=0, ignore_eos=True).token_ids
+                while model.stats()["num_running"]:
+                    time.sleep(0.001)
+                stats = model.stats()
+                found[stats["total_steps"]] = tokens
+                self.assertGreater(stats["device_busy_seconds"], 0)
+                self.assertEqual(xserv.plan(MODEL, device="cpu", max_prefill_tokens=pieces).workspace_bytes,
+                                 model.info.workspace_bytes)
+        self.assertEqual(list(found), [3, 6])
+        self.assertEqual(found[3], found[6])
+
     def test_inspect(self):
         found = xserv.inspect(MODEL)
         self.assertTrue(found.supported, found.unsupported_reason)

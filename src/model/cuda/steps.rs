@@ -10,7 +10,7 @@ use super::record::{DeviceRecord, RecordExtras, RecordMemory, RecordShape};
 use super::step_clock::StepClock;
 use super::workspace::{copy_floats, DeviceWorkspace, COPIED_ROWS, MAX_STEP_ROWS};
 use super::CudaModel;
-use crate::backend::{Arena, ComputeContext, DeviceTensor, PinnedBuffer};
+use crate::backend::{Arena, ComputeContext, ContextBackend, DeviceTensor, PinnedBuffer};
 use crate::error::{try_with_capacity, Error, Result};
 use crate::memory::{DType, ElementType};
 use crate::model::batch::ForwardBatch;
@@ -207,9 +207,7 @@ impl CudaModel {
         let marked = result.tokens.set_in_use();
         queued.and(marked)?;
         result.num_rows = num_rows;
-        if let ContextBackend::Cuda(cuda) = self.context.backend() {
-            steps.clock.end(cuda)?;
-        }
+        steps.clock.end(self.cuda()?)?;
         steps.pending.push_back(slot);
         steps.next = (slot + 1) % STEPS_IN_FLIGHT;
         steps.last_rows.clear();
