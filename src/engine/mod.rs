@@ -11,7 +11,7 @@
 //! generate    requests on their way in
 //! scheduler   who takes part in a step (policy, no model)
 //! block_pool  the blocks of the KV cache and the prefix cache
-//! worker      the thread; lease: logits, computed by the thread that wants them
+//! worker      the thread; lease: logits, computed by the thread that wants them; pace: when steps begin
 //! inbox       from the worker to a caller; ticket: the caller's side
 //! ```
 
@@ -25,6 +25,7 @@ mod inspect;
 mod lease;
 mod log;
 mod memory_plan;
+mod pace;
 mod placement;
 mod plan;
 mod prompt;

@@ -2,7 +2,7 @@
 //!
 //! Where the model takes several steps at a time (a device does, the CPU does not), a step is planned and begun
 //! while the one before is under way, and only then is that one finished: the host's work hides behind the
-//! device's. No callback of a request runs here; only wakers do, which are quick, and hold no lock.
+//! device's. It is begun as late as that allows ([`Pace`]), so that requests that come meanwhile are in it. No callback of a request runs here; only wakers do, which are quick, and hold no lock.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 use super::batch_builder::{BatchBuilder, Part};
 use super::inbox::{mark_scheduler_thread, Entry as InboxEntry, Inbox, Progress};
 use super::lease::{Desk, Lease};
+use super::pace::Pace;
 use super::sampler::{not_finite, Sampler};
 use super::scheduler::{Entry, NewSequence, Scheduler, SequenceKey};
 use super::stats::{EngineStats, Recorder};
@@ -124,6 +125,7 @@ impl Service {
             closed,
             alone_next: false,
             follows: false,
+            pace: Pace::default(),
         };
         lock(&shared.intake).unstarted = Some(Box::new(worker));
         Service { shared, process_id: std::process::id() }
@@ -203,6 +205,8 @@ struct Flight {
     begun: Instant,
     /// See [`Worker::follows`].
     follows: bool,
+    /// Its sequences, if each has one token in it.
+    num_decoding: Option<usize>,
 }
 
 /// A sequence's work and state.
@@ -234,6 +238,7 @@ struct Worker {
     alone_next: bool,
     /// Since the last step was begun there has been something to do, and no other use of the machine.
     follows: bool,
+    pace: Pace,
 }
 
 fn no_machine() -> Error {
@@ -253,8 +258,18 @@ impl Worker {
         self.end_all(&|| Ok(FinishReason::Cancelled));
     }
 
+    /// When to begin the next step, if that is to wait for orders.
+    fn next_begin(&self) -> Option<Instant> {
+        let flight = self.flights.front().filter(|_| self.flights.len() == 1)?;
+        match self.scheduler.plan_alone() {
+            None => self.pace.next(flight.num_decoding, flight.begun),
+            Some(_) => None,
+        }
+    }
+
     /// Takes in what has arrived; waits for something to do. False when the thread is to end.
     fn take_orders(&mut self) -> bool {
+        let next_begin = self.next_begin();
         let shared = self.shared.clone();
         let mut intake = lock(&shared.intake);
         loop {
@@ -263,7 +278,16 @@ impl Worker {
             }
             let idle = intake.orders.is_empty() && self.scheduler.is_empty();
             if !(idle && self.flights.is_empty()) {
-                break;
+                let left = match (intake.orders.is_empty(), next_begin) {
+                    (true, Some(at)) => at.saturating_duration_since(Instant::now()),
+                    _ => Duration::ZERO,
+                };
+                if left.is_zero() {
+                    break;
+                }
+                let waited = shared.arrived.wait_timeout(intake, left);
+                intake = waited.unwrap_or_else(PoisonError::into_inner).0;
+                continue;
             }
             self.follows = false;
             intake = shared.arrived.wait(intake).unwrap_or_else(PoisonError::into_inner);
@@ -426,6 +450,7 @@ impl Worker {
 
     /// Plans and begins a step. False if there was nothing to do, or nothing came of it.
     fn begin(&mut self) -> Result<bool> {
+        let start = Instant::now();
         let mut entries = self.spare.pop().unwrap_or_default();
         self.scheduler.plan(&mut entries)?;
         if entries.is_empty() {
@@ -437,7 +462,10 @@ impl Worker {
             Ok(()) => {
                 self.scheduler.begun(&entries);
                 let follows = std::mem::replace(&mut self.follows, true);
-                self.flights.push_back(Flight { entries, begun, follows });
+                let is_decoding = entries.iter().all(|entry| entry.num_new == 1);
+                let num_decoding = is_decoding.then_some(entries.len());
+                self.pace.begun(num_decoding, start.elapsed());
+                self.flights.push_back(Flight { entries, begun, follows, num_decoding });
                 Ok(true)
             }
             Err(error) => {
@@ -508,11 +536,13 @@ impl Worker {
 
     /// Waits for the oldest step under way, and hands out its tokens.
     fn finish(&mut self) {
-        let Some(Flight { mut entries, begun, follows }) = self.flights.pop_front() else { return };
+        let Some(flight) = self.flights.pop_front() else { return };
+        let Flight { mut entries, begun, follows, num_decoding } = flight;
         let finished = match self.machine.as_deref_mut() {
             Some(machine) => self.model.finish_step(&mut machine.workspace, &mut self.result),
             None => Err(no_machine()),
         };
+        self.pace.finished(num_decoding, self.result.time.busy, Instant::now());
         let chosen = finished.and_then(|()| self.choose(&entries));
         match chosen {
             Err(error) => self.fail_entries(&entries, &error),
