@@ -1363,12 +1363,13 @@ typedef struct xserv_model_stats {
    */
   uint64_t step_bucket_us[XSERV_STEP_BUCKETS];
   /**
-   * Seconds that what computes was at steps: a GPU by its own clock, the CPU by the host's.
+   * Seconds from the beginnings to the ends of steps: on a GPU by its own clock, from the first kernel to the last
+   * or, where a step was queued behind another, from the end of that; on the CPU by the host's.
    */
   double device_busy_seconds;
   /**
-   * Seconds between steps in which it waited for the host, although there were requests to compute. The share
-   * device_idle_seconds / (device_idle_seconds + device_busy_seconds) is what the library itself costs in speed.
+   * Seconds between steps in which it waited for the host, although there were requests to compute. What a GPU
+   * waits for the next kernel within a step, and what it does for xserv_logits(), counts as busy.
    */
   double device_idle_seconds;
 } xserv_model_stats;

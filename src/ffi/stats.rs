@@ -62,10 +62,11 @@ pub struct xserv_model_stats {
     pub step_counts: [u64; XSERV_STEP_BUCKETS],
     /// The bounds of the buckets; the last is UINT64_MAX.
     pub step_bucket_us: [u64; XSERV_STEP_BUCKETS],
-    /// Seconds that what computes was at steps: a GPU by its own clock, the CPU by the host's.
+    /// Seconds from the beginnings to the ends of steps: on a GPU by its own clock, from the first kernel to the last
+    /// or, where a step was queued behind another, from the end of that; on the CPU by the host's.
     pub device_busy_seconds: f64,
-    /// Seconds between steps in which it waited for the host, although there were requests to compute. The share
-    /// device_idle_seconds / (device_idle_seconds + device_busy_seconds) is what the library itself costs in speed.
+    /// Seconds between steps in which it waited for the host, although there were requests to compute. What a GPU
+    /// waits for the next kernel within a step, and what it does for xserv_logits(), counts as busy.
     pub device_idle_seconds: f64,
 }
 
