@@ -15,7 +15,7 @@ use crate::error::{try_with_capacity, Error, Result};
 use crate::memory::{DType, ElementType};
 use crate::model::batch::ForwardBatch;
 use crate::model::kv_cache::KvCache;
-use crate::model::step::{Step, StepResult, StepTime, TokenChoice, FROM_BATCH, NO_TOKEN};
+use crate::model::step::{Step, StepResult, TokenChoice, FROM_BATCH, NO_TOKEN};
 use crate::model::ModelConfig;
 use crate::ops::stepwise::{sample, DecodeScratch, SampleBuffers, SAMPLE_PARTS};
 use crate::ops::tensor::{cast, copy};
