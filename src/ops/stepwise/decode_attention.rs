@@ -119,6 +119,10 @@ enum Division {
     Chunks(i64),
 }
 
+/// The longest context of a sequence among many others that one or two blocks for each of its heads keep up with:
+/// with longer ones they would work on when all others are done.
+const LONGEST_ALONE: i64 = 8192;
+
 impl Division {
     /// The fastest on an H200 by the number of sequences, the longest context that there can be, and the query heads
     /// of a kv head: between the large products of models with many of them, clusters of 16 find no room.
@@ -129,7 +133,9 @@ impl Division {
             3..=4 => Division::Cluster(4),
             5..=8 if max_kv_len > 2048 => Division::Chunks(1024),
             5..=8 => Division::Cluster(2),
+            9..=31 if max_kv_len <= LONGEST_ALONE => Division::Cluster(2),
             9..=31 => Division::Chunks(2048),
+            _ if max_kv_len <= LONGEST_ALONE => Division::Cluster(1),
             _ => Division::Chunks(4096),
         }
     }
@@ -281,7 +287,9 @@ mod tests {
         assert_eq!(Division::choose(4, 4096, 4), Division::Cluster(4));
         assert_eq!(Division::choose(8, 512, 4), Division::Cluster(2));
         assert_eq!(Division::choose(8, 4096, 4), Division::Chunks(1024));
-        assert_eq!(Division::choose(16, 4096, 4), Division::Chunks(2048));
-        assert_eq!(Division::choose(128, 4096, 4), Division::Chunks(4096));
+        assert_eq!(Division::choose(16, 4096, 4), Division::Cluster(2));
+        assert_eq!(Division::choose(16, 32768, 4), Division::Chunks(2048));
+        assert_eq!(Division::choose(128, 8192, 4), Division::Cluster(1));
+        assert_eq!(Division::choose(128, 32768, 4), Division::Chunks(4096));
     }
 }
