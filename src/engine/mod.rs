@@ -20,6 +20,8 @@ pub mod block_pool;
 mod engine_load;
 mod generate;
 mod generation_config;
+#[doc(hidden)]
+pub mod harness;
 mod inbox;
 mod inspect;
 mod lease;
@@ -34,6 +36,8 @@ mod sampler;
 pub mod scheduler;
 mod stats;
 mod step_limits;
+mod step_model;
+mod step_room;
 mod ticket;
 mod tokenizer_reader;
 mod worker;

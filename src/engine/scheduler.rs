@@ -7,7 +7,8 @@
 //! that, and lets others pass.) Every running sequence with one token to compute is in every step; beside
 //! them long inputs are computed in pieces, up to a number of tokens a step. When blocks run out, the running
 //! sequence of the lowest rank loses its own and waits again: its tokens are computed anew later. The first
-//! in rank always gets on, so every sequence ends that could run alone.
+//! in rank always gets on, so every sequence ends that could run alone. When a step finds no memory, steps become
+//! smaller for a while, down to one token of the first in rank (`step_room`).
 //!
 //! A step may be planned while the one before is under way: a token that is not known yet, but is being
 //! chosen, is then named by its row of logits in the step before.
@@ -16,6 +17,7 @@ use std::cmp::Reverse;
 use std::collections::VecDeque;
 
 use super::block_pool::{BlockCounts, BlockPool, ContentId};
+use super::step_room::{Room, StepSize};
 use crate::error::{try_with_capacity, Error, Result};
 use crate::ops::BLOCK_SIZE;
 
@@ -189,6 +191,7 @@ pub struct SchedulerCounts {
 /// All sequences and blocks.
 pub struct Scheduler {
     limits: Limits,
+    size: StepSize,
     pool: BlockPool,
     slots: Vec<Option<Sequence>>,
     free_slots: Vec<u32>,
@@ -215,6 +218,7 @@ impl Scheduler {
         Ok(Scheduler {
             running: try_with_capacity(limits.max_sequences, "running sequences")?,
             limits,
+            size: StepSize::new(),
             pool,
             slots: Vec::new(),
             free_slots: Vec::new(),
@@ -363,7 +367,7 @@ impl Scheduler {
             .try_reserve(self.limits.max_sequences)
             .map_err(|_| Error::out_of_memory("a plan", self.limits.max_sequences))?;
         self.let_running_grow();
-        let mut left = self.limits.max_prefill_tokens;
+        let mut left = self.size.room(&self.limits);
         for at in 0..self.running.len() {
             let Some(&slot) = self.running.get(at) else { break };
             self.plan_sequence(slot, &mut left, entries);
@@ -412,29 +416,29 @@ impl Scheduler {
     }
 
     /// Adds what a running sequence has to do to a plan, as far as there is room.
-    fn plan_sequence(&self, slot: u32, left: &mut usize, entries: &mut Vec<Entry>) {
+    fn plan_sequence(&self, slot: u32, left: &mut Room, entries: &mut Vec<Entry>) {
         let Some(sequence) = self.at(slot) else { return };
         let ready = sequence.num_ready();
         if ready == 0 || sequence.spec.alone {
             return;
         }
         let num_new = match ready {
-            // Tokens of running sequences wait for nobody.
-            1 => 1,
-            n if n <= *left => n,
+            // Tokens of running sequences wait for nobody, unless memory is short.
+            1 => left.all.min(1),
+            n if n <= left.for_long() => n,
             // One that fits into a step whole is not cut: it has the next step.
-            n if n <= self.limits.max_prefill_tokens && *left < self.limits.max_prefill_tokens => {
-                *left = 0;
+            n if n <= self.limits.max_prefill_tokens.min(self.size.most_tokens())
+                && left.long < self.limits.max_prefill_tokens =>
+            {
+                left.long = 0;
                 return;
             }
-            _ => *left,
+            _ => left.for_long(),
         };
         if num_new == 0 {
             return;
         }
-        if ready > 1 {
-            *left -= num_new;
-        }
+        left.take(num_new, ready > 1);
         let is_known = sequence.num_begun < sequence.spec.token_ids.len();
         entries.push(Entry {
             key: SequenceKey { slot, serial: sequence.serial },
@@ -448,11 +452,11 @@ impl Scheduler {
     }
 
     /// Lets waiting sequences run, in order, while there is room in the step and in the cache.
-    fn admit(&mut self, left: &mut usize, entries: &mut Vec<Entry>) -> Result<()> {
+    fn admit(&mut self, left: &mut Room, entries: &mut Vec<Entry>) -> Result<()> {
         let (mut at, mut held) = (0, 0);
         while let Some(&slot) = self.waiting.get(at) {
             let Some(sequence) = self.at(slot) else { break };
-            if (*left == 0 && !sequence.spec.alone) || sequence.num_pending > 0 {
+            if (left.for_long() == 0 && !sequence.spec.alone) || sequence.num_pending > 0 {
                 break;
             }
             let (num_found, num_idle) = self.find_prefix(sequence);
@@ -487,7 +491,7 @@ impl Scheduler {
         &mut self,
         needed: usize,
         priority: i32,
-        left: &mut usize,
+        left: &mut Room,
         entries: &mut Vec<Entry>,
     ) -> bool {
         let is_lower = |scheduler: &Self, slot: &u32| {
@@ -520,8 +524,8 @@ impl Scheduler {
             // It may have been planned already.
             entries.retain(|entry| {
                 let stays = Some(entry.key.slot) != victim;
-                if !stays && entry.num_new > 1 {
-                    *left += entry.num_new;
+                if !stays {
+                    left.give_back(entry);
                 }
                 stays
             });
@@ -627,7 +631,10 @@ impl Scheduler {
         Some(Entry {
             key: SequenceKey { slot: *slot, serial: sequence.serial },
             start: sequence.num_begun,
-            num_new: sequence.num_ready().min(self.limits.max_prefill_tokens),
+            num_new: sequence
+                .num_ready()
+                .min(self.limits.max_prefill_tokens)
+                .min(self.size.most_tokens()),
             source: None,
             row: None,
             by_model: false,
@@ -638,6 +645,7 @@ impl Scheduler {
     /// Tells that the step of a plan has begun. (If it could not, nothing is to be told: the next plan has the
     /// same tokens.)
     pub fn begun(&mut self, entries: &[Entry]) {
+        self.size.grow(&self.limits);
         for entry in entries {
             let Some(sequence) = self.alive(entry) else { continue };
             sequence.num_begun = entry.start + entry.num_new;
@@ -645,6 +653,21 @@ impl Scheduler {
                 sequence.num_pending += 1;
                 sequence.pending_row = row;
             }
+        }
+    }
+
+    /// Tells that there was no memory for the step of a plan, which has not begun or is abandoned: the next plans
+    /// are smaller, and those of lower rank get their turn later. False if the plan is one token of one
+    /// sequence, which no plan can be smaller than.
+    pub fn found_no_memory(&mut self, entries: &[Entry]) -> bool {
+        self.size.shrink(entries.iter().map(|entry| entry.num_new).sum())
+    }
+
+    /// Tells that no step under way will be finished: what they were to compute is planned anew.
+    pub fn abandon_steps(&mut self) {
+        for sequence in self.slots.iter_mut().flatten() {
+            sequence.num_begun = sequence.num_computed;
+            sequence.num_pending = 0;
         }
     }
 

@@ -2,7 +2,11 @@
 //!
 //! Where the model takes several steps at a time (a device does, the CPU does not), a step is planned and begun
 //! while the one before is under way, and only then is that one finished: the host's work hides behind the
-//! device's. It is begun as late as that allows ([`Pace`]), so that requests that come meanwhile are in it. No callback of a request runs here; only wakers do, which are quick, and hold no lock.
+//! device's. It is begun as late as that allows ([`Pace`]), so that requests that come meanwhile are in it. No
+//! callback of a request runs here; only wakers do, which are quick, and hold no lock.
+//!
+//! A step that fails ends the sequences in it, and nobody else. One that finds no memory is planned anew, smaller:
+//! only one token of one sequence, beside which nothing is under way, fails for want of it.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -17,10 +21,11 @@ use super::pace::Pace;
 use super::sampler::{not_finite, Sampler};
 use super::scheduler::{Entry, NewSequence, Scheduler, SequenceKey};
 use super::stats::{EngineStats, Recorder};
+use super::step_model::StepModel;
 use super::ticket::FinishReason;
 use crate::backend::cpu::CpuBackend;
 use crate::error::{try_with_capacity, Error, ErrorKind, Result};
-use crate::model::{Draw, KvCache, Model, StepResult, StepTime, TokenChoice, Workspace, NO_TOKEN};
+use crate::model::{Draw, KvCache, StepResult, StepTime, TokenChoice, Workspace, NO_TOKEN};
 use crate::panic_guard;
 use crate::thread_state::SignalsBlocked;
 
@@ -97,7 +102,7 @@ const STACK_BYTES: usize = 1 << 20;
 impl Service {
     /// A service that has not started. `closed` ends all requests as cancelled.
     pub fn new(
-        model: Arc<Model>,
+        model: Arc<dyn StepModel>,
         backend: Arc<CpuBackend>,
         machine: Machine,
         scheduler: Scheduler,
@@ -219,7 +224,7 @@ struct Active {
 }
 
 struct Worker {
-    model: Arc<Model>,
+    model: Arc<dyn StepModel>,
     backend: Arc<CpuBackend>,
     shared: Arc<Shared>,
     scheduler: Scheduler,
@@ -373,13 +378,20 @@ impl Worker {
         if error.kind() != ErrorKind::OutOfMemory {
             lock(&self.shared.intake).failed = Some(error.clone());
         }
-        // The model finishes its steps in order: none may be left for the next request to get.
-        while self.flights.pop_front().is_some() {
+        self.abandon_flights();
+        self.end_all(&|| Err(error.clone()));
+    }
+
+    /// Drops what the steps under way will come to. The model finishes its steps in order: none may be left for
+    /// the next request to get.
+    fn abandon_flights(&mut self) {
+        while let Some(Flight { mut entries, .. }) = self.flights.pop_front() {
             if let Some(machine) = self.machine.as_deref_mut() {
                 let _ = self.model.finish_step(&mut machine.workspace, &mut self.result);
             }
+            entries.clear();
+            self.spare.push(entries);
         }
-        self.end_all(&|| Err(error.clone()));
     }
 
     /// Does one thing: begins a step, finishes one, or lends the machine.
@@ -452,34 +464,35 @@ impl Worker {
     fn begin(&mut self) -> Result<bool> {
         let start = Instant::now();
         let mut entries = self.spare.pop().unwrap_or_default();
-        self.scheduler.plan(&mut entries)?;
-        if entries.is_empty() {
-            self.spare.push(entries);
-            return Ok(false);
-        }
-        let begun = Instant::now();
-        match self.begin_step(&entries, begun) {
-            Ok(()) => {
+        let begun = loop {
+            self.scheduler.plan(&mut entries)?;
+            if entries.is_empty() {
+                break false;
+            }
+            let begun = Instant::now();
+            let Err(error) = self.begin_step(&entries, begun) else {
                 self.scheduler.begun(&entries);
                 let follows = std::mem::replace(&mut self.follows, true);
                 let is_decoding = entries.iter().all(|entry| entry.num_new == 1);
                 let num_decoding = is_decoding.then_some(entries.len());
                 self.pace.begun(num_decoding, start.elapsed());
                 self.flights.push_back(Flight { entries, begun, follows, num_decoding });
-                Ok(true)
+                return Ok(true);
+            };
+            match error.kind() {
+                // All who are in it wanted it to stop.
+                ErrorKind::Cancelled => self.end_stopped(),
+                ErrorKind::OutOfMemory if self.scheduler.found_no_memory(&entries) => continue,
+                // It may be there when the step under way is finished.
+                ErrorKind::OutOfMemory if !self.flights.is_empty() => break false,
+                // All who are in it suffer from what befell it.
+                _ => self.fail_entries(&entries, &error),
             }
-            Err(error) => {
-                // All who are in it wanted it to stop, or all suffer from what befell it.
-                if error.kind() == ErrorKind::Cancelled {
-                    self.end_stopped();
-                } else {
-                    self.fail_entries(&entries, &error);
-                }
-                entries.clear();
-                self.spare.push(entries);
-                Ok(true)
-            }
-        }
+            break true;
+        };
+        entries.clear();
+        self.spare.push(entries);
+        Ok(begun)
     }
 
     fn fail_entries(&mut self, entries: &[Entry], error: &Error) {
@@ -543,6 +556,15 @@ impl Worker {
             None => Err(no_machine()),
         };
         self.pace.finished(num_decoding, self.result.time.busy, Instant::now());
+        let no_memory =
+            finished.as_ref().is_err_and(|error| error.kind() == ErrorKind::OutOfMemory);
+        if no_memory && self.scheduler.found_no_memory(&entries) {
+            // It is computed again in smaller steps, and so is what was begun behind it with its tokens.
+            self.abandon_flights();
+            self.scheduler.abandon_steps();
+            entries.clear();
+            return self.spare.push(entries);
+        }
         let chosen = finished.and_then(|()| self.choose(&entries));
         match chosen {
             Err(error) => self.fail_entries(&entries, &error),
@@ -566,7 +588,7 @@ impl Worker {
     /// Chooses the tokens that the model leaves to us, several at a time.
     fn choose(&mut self, entries: &[Entry]) -> Result<()> {
         let StepResult { logits, .. } = &mut self.result;
-        let vocab_size = self.model.config().vocab_size;
+        let vocab_size = self.model.vocab_size();
         let works = &self.works;
         let scheduler = &self.scheduler;
         let ours = entries.iter().filter(|entry| entry.row.is_some() && !entry.by_model);

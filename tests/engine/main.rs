@@ -1,4 +1,7 @@
-//! The engine's parts without a model. Whole requests are tested through the C interface (`tests/abi`).
+//! The engine's parts without a model, and its loop around a toy. Whole requests are tested through the C
+//! interface (`tests/abi`).
 
+mod failing_steps;
 mod sampler;
 mod scheduler;
+mod toy_model;

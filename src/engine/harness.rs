@@ -1,0 +1,130 @@
+//! The engine's loop around any [`StepModel`], for tests: models that fail, that are slow, that check what they
+//! are given. Not a part of the library's interface.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::batch_builder::BatchBuilder;
+use super::block_pool::BlockPool;
+use super::generation_config::GenerationConfig;
+use super::inbox::{Inbox, Waker};
+use super::request::CancelToken;
+use super::sampler::{Sampler, SamplingOverrides, SamplingParams};
+use super::scheduler::{Limits, NewSequence, Scheduler};
+use super::stats::EngineStats;
+pub use super::step_model::StepModel;
+use super::ticket::{FinishReason, TextRules, Ticket};
+use super::worker::{Machine, Order, SampleWork, Service, Work};
+use crate::backend::cpu::CpuBackend;
+use crate::error::Result;
+use crate::memory::DType;
+use crate::model::{KvCache, TokenChoice, Workspace};
+use crate::ops::KvLayout;
+
+/// How large an engine is.
+#[derive(Clone, Copy, Debug)]
+pub struct HarnessOptions {
+    /// Blocks of the KV cache, which is there but as small as can be.
+    pub num_blocks: u32,
+    /// The largest steps.
+    pub limits: Limits,
+    /// Blocks of equal beginnings are shared.
+    pub prefix_cache: bool,
+}
+
+/// A request of one sample.
+#[derive(Default)]
+pub struct HarnessRequest {
+    /// The prompt.
+    pub token_ids: Vec<u32>,
+    /// Tokens to generate.
+    pub max_new: usize,
+    /// Higher goes first.
+    pub priority: i32,
+    /// The model chooses the tokens, as [`TokenChoice::Greedy`]; else the engine does, from the logits.
+    pub by_model: bool,
+    /// How the engine chooses.
+    pub sampling: SamplingOverrides,
+    /// Cancels it from anywhere.
+    pub cancel: Option<Arc<CancelToken>>,
+    /// It ends when this has passed.
+    pub time_limit: Option<Duration>,
+    /// Called on the scheduler's thread.
+    pub waker: Option<Waker>,
+}
+
+/// An engine without tokenizer and folder.
+pub struct Harness {
+    service: Service,
+    closed: Arc<AtomicBool>,
+}
+
+impl Harness {
+    /// An engine that runs requests on `model`.
+    pub fn new(model: Arc<dyn StepModel>, options: &HarnessOptions) -> Result<Self> {
+        let pool = BlockPool::new(options.num_blocks, options.prefix_cache)?;
+        let layout = KvLayout { dtype: DType::F32, num_layers: 1, num_kv_heads: 1, head_dim: 2 };
+        let machine = Machine {
+            kv: KvCache::new(layout, options.num_blocks as usize)?,
+            workspace: Workspace::new(),
+            builder: BatchBuilder::default(),
+        };
+        let closed = Arc::new(AtomicBool::new(false));
+        let scheduler = Scheduler::new(pool, options.limits)?;
+        let backend = Arc::new(CpuBackend::new(1)?);
+        let service = Service::new(model, backend, machine, scheduler, closed.clone());
+        Ok(Harness { service, closed })
+    }
+
+    /// Hands a request to the scheduler.
+    pub fn submit(&self, request: HarnessRequest) -> Result<Ticket> {
+        let begin = Instant::now();
+        let num_prompt_tokens = request.token_ids.len();
+        let max_tokens = num_prompt_tokens + request.max_new;
+        let inbox = Arc::new(Inbox::new(
+            1,
+            request.max_new,
+            request.cancel,
+            self.closed.clone(),
+            request.time_limit.and_then(|limit| begin.checked_add(limit)),
+            request.waker,
+        )?);
+        let rules = TextRules { tokenizer: None, skip_special: true, stop_strings: &[] };
+        let seeds = std::iter::once(0);
+        let ticket = Ticket::new(inbox.clone(), &rules, seeds, num_prompt_tokens, begin)?;
+        let params = SamplingParams::resolve(&request.sampling, &GenerationConfig::default())?;
+        let work = SampleWork {
+            inbox,
+            sample: 0,
+            sampler: Sampler::new(params, 0, &request.token_ids)?,
+            stop_token_ids: Arc::default(),
+            num_prompt_tokens,
+            max_tokens,
+            reason_at_max: FinishReason::MaxTokens,
+            choice: if request.by_model { TokenChoice::Greedy } else { TokenChoice::Caller },
+        };
+        let mut token_ids = request.token_ids;
+        token_ids.reserve(request.max_new);
+        let sequence = NewSequence {
+            token_ids,
+            max_tokens,
+            priority: request.priority,
+            max_cached_tokens: usize::MAX,
+            runs_ahead: request.by_model,
+            ..NewSequence::default()
+        };
+        self.service.submit(vec![Order { sequence, work: Work::Sample(Box::new(work)) }])?;
+        Ok(ticket)
+    }
+
+    /// Ends every request as cancelled, now and later.
+    pub fn close(&self) {
+        self.closed.store(true, Ordering::Release);
+    }
+
+    /// What the engine has done and is doing.
+    pub fn stats(&self) -> EngineStats {
+        self.service.stats()
+    }
+}

@@ -1,0 +1,51 @@
+//! What the scheduler's thread asks of a model. A model of the tests can stand in its place.
+
+use crate::error::Result;
+use crate::model::{KvCache, Model, Step, StepResult, Workspace};
+
+/// Something that computes steps, which are finished in the order in which they were begun.
+pub trait StepModel: Send + Sync {
+    /// Length of a row of logits.
+    fn vocab_size(&self) -> usize;
+
+    /// How many steps may be begun before the first is finished.
+    fn max_steps_in_flight(&self) -> usize;
+
+    /// Begins a step. After an error it has not begun, and the keys and values of its tokens are unwritten. One
+    /// of [`crate::error::ErrorKind::OutOfMemory`] means that a smaller step, or the same at another time, may
+    /// find what it needs.
+    fn begin_step(
+        &self,
+        step: &Step<'_>,
+        kv: &mut KvCache,
+        workspace: &mut Workspace,
+        should_stop: &dyn Fn() -> bool,
+    ) -> Result<()>;
+
+    /// Waits for the oldest step, which is over after this even if its result is an error.
+    fn finish_step(&self, workspace: &mut Workspace, result: &mut StepResult) -> Result<()>;
+}
+
+impl StepModel for Model {
+    fn vocab_size(&self) -> usize {
+        self.config().vocab_size
+    }
+
+    fn max_steps_in_flight(&self) -> usize {
+        Model::max_steps_in_flight(self)
+    }
+
+    fn begin_step(
+        &self,
+        step: &Step<'_>,
+        kv: &mut KvCache,
+        workspace: &mut Workspace,
+        should_stop: &dyn Fn() -> bool,
+    ) -> Result<()> {
+        Model::begin_step(self, step, kv, workspace, should_stop)
+    }
+
+    fn finish_step(&self, workspace: &mut Workspace, result: &mut StepResult) -> Result<()> {
+        Model::finish_step(self, workspace, result)
+    }
+}

@@ -1,0 +1,84 @@
+//! How many tokens a step may have, and how that shrinks when memory is short.
+
+use super::scheduler::{Entry, Limits};
+
+/// Steps that must go well before larger ones are tried again.
+const STEPS_UNTIL_GROWTH: u32 = 64;
+
+/// The size that steps may have at the moment.
+#[derive(Debug)]
+pub(super) struct StepSize {
+    /// `None`: the limits alone hold.
+    most_tokens: Option<usize>,
+    /// Steps that went well since that was set.
+    num_good: u32,
+}
+
+/// What is left in a step that is being planned.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Room {
+    /// Tokens of inputs of more than one.
+    pub long: usize,
+    /// All tokens.
+    pub all: usize,
+}
+
+impl Room {
+    /// Room for tokens of inputs of more than one.
+    pub fn for_long(&self) -> usize {
+        self.long.min(self.all)
+    }
+
+    /// Takes room for the tokens of an entry. (Of a long input one token may be left.)
+    pub fn take(&mut self, num_new: usize, is_long: bool) {
+        self.all = self.all.saturating_sub(num_new);
+        if is_long {
+            self.long = self.long.saturating_sub(num_new);
+        }
+    }
+
+    /// Gives back that of an entry that is not to be.
+    pub fn give_back(&mut self, entry: &Entry) {
+        self.all = self.all.saturating_add(entry.num_new);
+        if entry.num_new > 1 {
+            self.long += entry.num_new;
+        }
+    }
+}
+
+impl StepSize {
+    pub fn new() -> Self {
+        StepSize { most_tokens: None, num_good: 0 }
+    }
+
+    /// The most tokens of a step.
+    pub fn most_tokens(&self) -> usize {
+        self.most_tokens.unwrap_or(usize::MAX)
+    }
+
+    /// An empty step.
+    pub fn room(&self, limits: &Limits) -> Room {
+        Room { long: limits.max_prefill_tokens, all: self.most_tokens() }
+    }
+
+    /// A step of so many tokens found no memory: the next have half of them. False if they cannot be fewer.
+    pub fn shrink(&mut self, num_tokens: usize) -> bool {
+        if num_tokens <= 1 {
+            return false;
+        }
+        self.most_tokens = Some(num_tokens / 2);
+        self.num_good = 0;
+        true
+    }
+
+    /// A step went well. Memory that was short may be there again.
+    pub fn grow(&mut self, limits: &Limits) {
+        let Some(most) = self.most_tokens else { return };
+        self.num_good += 1;
+        if self.num_good >= STEPS_UNTIL_GROWTH {
+            self.num_good = 0;
+            let doubled = most.saturating_mul(2);
+            self.most_tokens = (doubled < limits.max_step_tokens()).then_some(doubled);
+        }
+    }
+}
