@@ -1,6 +1,7 @@
 //! The index arrays of a step, kept from one to the next.
 
-use crate::error::{Error, Result};
+use super::scheduler::Limits;
+use crate::error::{try_with_capacity, Error, Result};
 use crate::model::{ForwardBatch, Step, TokenChoice, FROM_BATCH};
 use crate::ops::BLOCK_SIZE;
 
@@ -33,6 +34,28 @@ pub(super) struct BatchBuilder {
 }
 
 impl BatchBuilder {
+    /// A builder that never grows for steps within `limits` of sequences of at most `max_blocks_per_seq` blocks.
+    pub fn with_room(limits: &Limits, max_blocks_per_seq: usize) -> Result<Self> {
+        let mut builder = BatchBuilder::default();
+        for array in [
+            &mut builder.token_ids,
+            &mut builder.token_sources,
+            &mut builder.positions,
+            &mut builder.slot_mapping,
+        ] {
+            room(array, limits.max_step_tokens())?;
+        }
+        for array in
+            [&mut builder.cu_seqlens_q, &mut builder.context_lens, &mut builder.logits_rows]
+        {
+            room(array, limits.max_sequences.saturating_add(1))?;
+        }
+        // The system gives what is used of it.
+        room(&mut builder.block_tables, limits.max_sequences.saturating_mul(max_blocks_per_seq))?;
+        builder.choices = try_with_capacity(limits.max_sequences, "batch metadata")?;
+        Ok(builder)
+    }
+
     /// Begins a batch of sequences of at most `max_blocks_per_seq` blocks.
     pub fn clear(&mut self, max_blocks_per_seq: usize) -> Result<()> {
         self.token_ids.clear();

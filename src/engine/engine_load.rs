@@ -17,7 +17,7 @@ use super::tokenizer_reader::TokenizerReader;
 use super::worker::{Machine, Service};
 use crate::backend::cpu::{CpuBackend, MAX_THREADS};
 use crate::error::{check_room, Error, ErrorKind, Result};
-use crate::memory::DType;
+use crate::memory::{DType, MemoryStats};
 use crate::model::config::MAX_CONFIG_BYTES;
 use crate::model::folder::Folder;
 use crate::model::{LoadOptions, Model, ModelConfig, Workspace};
@@ -228,7 +228,10 @@ impl Engine {
         let pool = BlockPool::new(num_blocks as u32, !options.no_prefix_cache)?;
         let model = Arc::new(model);
         let closed = Arc::new(AtomicBool::new(false));
-        let machine = Machine { kv, workspace, builder: BatchBuilder::default() };
+        // As many as the longest context needs, or all.
+        let most_blocks = (max_context_tokens as usize).div_ceil(BLOCK_SIZE).min(num_blocks);
+        let builder = BatchBuilder::with_room(&limits, most_blocks)?;
+        let machine = Machine { kv, workspace, builder };
         let scheduler = Scheduler::new(pool, limits)?;
         let service = Service::new(model.clone(), backend, machine, scheduler, closed.clone());
         let engine = Engine {
@@ -351,6 +354,11 @@ impl Engine {
                 self.weights_bytes() + self.workspace_bytes + kv
             }
         }
+    }
+
+    /// What the allocator of the model's device counts; `None` on the CPU.
+    pub fn device_memory_stats(&self) -> Option<MemoryStats> {
+        self.model.compute_context().map(|context| context.memory_stats())
     }
 
     /// What the engine has done and is doing.

@@ -22,8 +22,9 @@ pub const MAX_SAMPLES: u32 = 256;
 /// became certain, and the number of tokens so far. Returns false to stop.
 pub type OnToken<'a> = dyn FnMut(usize, Option<u32>, &str, usize) -> Result<bool> + 'a;
 
-/// Room for generated tokens that a sequence has from the start; more make it grow.
-const USUAL_TOKENS: usize = 4096;
+/// Room for generated tokens that a sequence has from the start; more make it grow. (64 KiB, of which the system
+/// gives what is used.)
+const USUAL_TOKENS: usize = 16384;
 
 /// A seed of the operating system's.
 fn random_seed() -> u64 {
@@ -134,13 +135,15 @@ impl Engine {
         for sample in 0..num_samples {
             let seed = seed_of(sample);
             let choice = params.model_choice(seed).filter(|c| self.model().can_choose(c));
-            let capacity = max_tokens.min(ids.len().saturating_add(USUAL_TOKENS));
-            let mut token_ids = try_with_capacity(capacity.max(ids.len()), "token ids")?;
+            let capacity = max_tokens.min(ids.len().saturating_add(USUAL_TOKENS)).max(ids.len());
+            let mut token_ids = try_with_capacity(capacity, "token ids")?;
             token_ids.extend_from_slice(&ids);
+            let mut sampler = Sampler::new(params, seed, &ids)?;
+            sampler.reserve((capacity - ids.len()).min(self.shape().vocab_size))?;
             let work = SampleWork {
                 inbox: inbox.clone(),
                 sample,
-                sampler: Sampler::new(params, seed, &ids)?,
+                sampler,
                 stop_token_ids: stop_token_ids.clone(),
                 num_prompt_tokens: ids.len(),
                 max_tokens,

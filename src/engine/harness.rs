@@ -68,7 +68,7 @@ impl Harness {
         let machine = Machine {
             kv: KvCache::new(layout, options.num_blocks as usize)?,
             workspace: Workspace::new(),
-            builder: BatchBuilder::default(),
+            builder: BatchBuilder::with_room(&options.limits, options.num_blocks as usize)?,
         };
         let closed = Arc::new(AtomicBool::new(false));
         let scheduler = Scheduler::new(pool, options.limits)?;

@@ -177,6 +177,15 @@ impl Sampler {
         Ok(Sampler { params, seed, seen, candidates: Vec::new() })
     }
 
+    /// Makes room to remember the prompt and so many tokens more, so that choosing these allocates nothing.
+    pub(super) fn reserve(&mut self, num_tokens: usize) -> Result<()> {
+        if !self.params.penalises() {
+            return Ok(());
+        }
+        let no_memory = |_| Error::out_of_memory("the tokens of a sequence", num_tokens * 8);
+        self.seen.try_reserve(num_tokens).map_err(no_memory)
+    }
+
     /// Chooses the token number `step` of the sequence, and remembers it.
     ///
     /// `logits`: [vocab_size]; changed by the penalties.
