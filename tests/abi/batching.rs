@@ -13,9 +13,9 @@ use xserv::ffi::*;
 use crate::client::*;
 
 /// Longest that a test waits for what must come. Far more than it takes.
-const PATIENCE: Duration = Duration::from_secs(120);
+pub const PATIENCE: Duration = Duration::from_secs(120);
 
-fn stats(model: &Model) -> xserv_model_stats {
+pub fn stats(model: &Model) -> xserv_model_stats {
     let mut stats: xserv_model_stats = unsafe { std::mem::zeroed() };
     stats.struct_size = size_of::<xserv_model_stats>();
     check(unsafe { xserv_model_get_stats(model.0, &mut stats) }).unwrap();
@@ -23,7 +23,7 @@ fn stats(model: &Model) -> xserv_model_stats {
 }
 
 /// Waits until the scheduler has let go of everything. (It may notice a step after a caller has gone.)
-fn idle(model: &Model) -> xserv_model_stats {
+pub fn idle(model: &Model) -> xserv_model_stats {
     let begin = Instant::now();
     loop {
         let stats = stats(model);
@@ -36,11 +36,11 @@ fn idle(model: &Model) -> xserv_model_stats {
     }
 }
 
-fn tokens(len: usize, salt: u32) -> Vec<u32> {
+pub fn tokens(len: usize, salt: u32) -> Vec<u32> {
     (0..len as u32).map(|i| (i * (7 + salt) + 13 * salt) % 900).collect()
 }
 
-struct Submission(*mut xserv_submission);
+pub struct Submission(pub *mut xserv_submission);
 // The handle may be used from any thread.
 unsafe impl Send for Submission {}
 unsafe impl Sync for Submission {}
@@ -52,16 +52,16 @@ impl Drop for Submission {
 }
 
 #[derive(Debug, Clone, PartialEq)]
-struct Told {
-    kind: u32,
-    sample: u32,
-    text: String,
-    token: u32,
-    reason: u32,
+pub struct Told {
+    pub kind: u32,
+    pub sample: u32,
+    pub text: String,
+    pub token: u32,
+    pub reason: u32,
 }
 
 impl Submission {
-    fn new(
+    pub fn new(
         model: &Model,
         request: &xserv_request,
         options: *const xserv_submit_options,
@@ -71,7 +71,7 @@ impl Submission {
         Ok(Submission(submission))
     }
 
-    fn next(&self, timeout_ms: u32) -> Outcome<Told> {
+    pub fn next(&self, timeout_ms: u32) -> Outcome<Told> {
         let mut event: xserv_event = unsafe { std::mem::zeroed() };
         event.struct_size = size_of::<xserv_event>();
         check(unsafe { xserv_next(self.0, timeout_ms, &mut event) })?;
@@ -86,7 +86,7 @@ impl Submission {
     }
 
     /// Takes events to the end; gives tokens, text and reason of each sample.
-    fn finish(&self, num_samples: usize) -> Vec<(Vec<u32>, String, u32)> {
+    pub fn finish(&self, num_samples: usize) -> Vec<(Vec<u32>, String, u32)> {
         let mut out = vec![(Vec::new(), String::new(), u32::MAX); num_samples];
         loop {
             let told = self.next(XSERV_WAIT_FOREVER).unwrap();
@@ -103,7 +103,7 @@ impl Submission {
         }
     }
 
-    fn result(&self, sample: usize) -> xserv_result_info {
+    pub fn result(&self, sample: usize) -> xserv_result_info {
         let mut result = ptr::null_mut();
         check(unsafe { xserv_submission_take_result(self.0, &mut result) }).unwrap();
         let mut info: xserv_result_info = unsafe { std::mem::zeroed() };
@@ -117,7 +117,7 @@ impl Submission {
 }
 
 /// A request of the mix that follows: some sampled, some greedy, some with penalties, all of their own lengths.
-fn mixed(ids: &[u32], index: usize) -> xserv_request {
+pub fn mixed(ids: &[u32], index: usize) -> xserv_request {
     let max_tokens = [3, 9, 17, 30, 44, 6, 21, 12][index % 8];
     let request = xserv_request { ignore_eos: 1, seed: 1, ..greedy(ids, max_tokens) };
     match index % 3 {

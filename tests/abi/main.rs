@@ -26,4 +26,5 @@ mod hostile_surroundings;
 mod layering;
 mod memory;
 mod plan;
+mod soak;
 mod symbols;
