@@ -149,7 +149,7 @@ fn median(mut values: Vec<u64>) -> u64 {
 /// `is_exact`: what a request gives does not depend on what runs beside it.
 fn soak(options: &xserv_load_options, is_exact: bool, device_bytes: &dyn Fn() -> u64) {
     // A cache that is too small for all of them, so that some have to make room.
-    let options = xserv_load_options { kv_cache_tokens: 4096, ..*options };
+    let options = xserv_load_options { kv_cache_tokens: 2048, ..*options };
     let model = Model::load(&tiny(), &options).unwrap();
     let mut random = Random(1);
     let mut known = Vec::new();
