@@ -14,6 +14,7 @@
 #ifndef XSERV_HPP
 #define XSERV_HPP
 
+#include <chrono>
 #include <cstdint>
 #include <exception>
 #include <functional>
@@ -45,6 +46,7 @@ using ModelInfo = xserv_model_info;
 using InspectionInfo = xserv_inspection_info;
 using MemoryPlan = xserv_memory_plan;
 using ResultInfo = xserv_result_info;
+using ModelStats = xserv_model_stats;
 
 /* One step of a generation, for callbacks that want more than the text. Valid during the callback. */
 using TokenEvent = xserv_token_event;
@@ -76,6 +78,7 @@ using TokensHandle = Owner<xserv_tokens, xserv_tokens_free>;
 using InspectionHandle = Owner<xserv_inspection, xserv_inspection_free>;
 using DetokenizerHandle = Owner<xserv_detokenizer, xserv_detokenizer_free>;
 using CancelHandle = Owner<xserv_cancel_token, xserv_cancel_token_free>;
+using SubmissionHandle = Owner<xserv_submission, xserv_submission_free>;
 
 inline std::string take_text(xserv_text *raw) {
   TextHandle text(raw);
@@ -122,6 +125,7 @@ class LoadOptions {
   LoadOptions &deterministic(bool on) { return raw_.deterministic = on, *this; }
   LoadOptions &max_batch_size(std::uint32_t count) { return raw_.max_batch_size = count, *this; }
   LoadOptions &max_prefill_tokens(std::uint64_t count) { return raw_.max_prefill_tokens = count, *this; }
+  LoadOptions &prefix_cache(bool on) { return raw_.prefix_cache = on, *this; }
   /* Told how far loading has come, 0 to 1; false cancels the load. */
   LoadOptions &progress(std::function<bool(float)> f) { return progress_ = std::move(f), *this; }
   /* Told, while the model is loaded, what the library has to say. What it throws is dropped. */
@@ -190,6 +194,13 @@ class Request {
   Request &parse_special_tokens(bool on) { return raw_.parse_special_tokens = on, *this; }
   Request &skip_special_tokens(bool on) { return raw_.skip_special_tokens = on, *this; }
   Request &ignore_eos(bool on) { return raw_.ignore_eos = on, *this; }
+  Request &num_samples(std::uint32_t count) { return raw_.num_samples = count, *this; }
+  Request &priority(std::int32_t value) { return raw_.priority = value, *this; }
+  Request &cache_key(std::uint64_t key) { return raw_.cache_key = key, *this; }
+  /* From the call on; what is negative counts as none at all. */
+  Request &time_limit(std::chrono::milliseconds limit) {
+    return raw_.time_limit_ms = limit.count() > 0 ? static_cast<std::uint64_t>(limit.count()) : 1, *this;
+  }
 
  private:
   friend class Model;
@@ -231,7 +242,8 @@ class Request {
   std::vector<std::string> stop_strings_;
 };
 
-/* What a generation came to. The views and pointers that it gives live as long as it does. */
+/* What a generation came to; with several samples the first, and sample() for each. The views and pointers that it
+ * gives live as long as it does. */
 class Result {
  public:
   const ResultInfo &info() const noexcept { return info_; }
@@ -239,14 +251,116 @@ class Result {
   std::vector<TokenId> token_ids() const { return {info_.token_ids, info_.token_ids + info_.num_tokens}; }
   xserv_finish_reason finish_reason() const noexcept { return static_cast<xserv_finish_reason>(info_.finish_reason); }
 
+  std::size_t num_samples() const noexcept { return info_.num_samples; }
+  ResultInfo sample(std::size_t index) const {
+    ResultInfo info{};
+    info.struct_size = sizeof info;
+    detail::check(xserv_result_get_sample(handle_.get(), index, &info));
+    return info;
+  }
+
  private:
   friend class Model;
+  friend class Submission;
   explicit Result(xserv_result *raw) : handle_(raw) {
     info_.struct_size = sizeof info_;
     detail::check(xserv_result_get_info(raw, &info_));
   }
   detail::ResultHandle handle_;
   ResultInfo info_{};
+};
+
+/* What a submission tells: kind says which of the others mean something, as in xserv_event. */
+struct Event {
+  xserv_event_kind kind = XSERV_EVENT_NONE;
+  std::uint32_t sample = 0;
+  std::string text;
+  TokenId token_id = XSERV_NO_TOKEN;
+  std::uint32_t num_tokens = 0;
+  xserv_finish_reason finish_reason{};
+};
+
+/* How to hear of news of a submission. News is told once: take events until there are none before waiting again. */
+class SubmitOptions {
+ public:
+  SubmitOptions() { detail::check(xserv_submit_options_default(&raw_)); }
+
+  /* Called when there is news, on a thread of the library's: it must be quick, and may only submit, cancel and
+   * destroy. What it throws is dropped. */
+  SubmitOptions &wake(std::function<void()> f) { return wake_ = std::move(f), *this; }
+  /* A descriptor that does not block, such as an eventfd; it stays the caller's. */
+  SubmitOptions &wake_fd(int descriptor) { return raw_.wake_fd = descriptor, *this; }
+
+ private:
+  friend class Model;
+  xserv_submit_options raw_;
+  std::function<void()> wake_;
+};
+
+/* A request that was submitted. Destroying it cancels what still runs. */
+class Submission {
+ public:
+  Submission(Submission &&) noexcept = default;
+  Submission &operator=(Submission &&other) noexcept {
+    /* The handle first: after that nobody calls the old function. */
+    handle_ = std::move(other.handle_);
+    wake_ = std::move(other.wake_);
+    return *this;
+  }
+
+  /* The next event, however long it takes. What befell a sample is thrown; the next call goes on with the others. */
+  Event next() { return take(XSERV_WAIT_FOREVER); }
+  /* The same, or XSERV_EVENT_NONE when there is none within the timeout; zero does not wait. */
+  Event next(std::chrono::milliseconds timeout) {
+    constexpr std::int64_t most = XSERV_WAIT_FOREVER - 1;
+    const std::int64_t count = timeout.count();
+    return take(static_cast<std::uint32_t>(count < 0 ? 0 : count < most ? count : most));
+  }
+  /* Whether next() would have an event without waiting. */
+  bool poll() const {
+    std::uint8_t ready = 0;
+    detail::check(xserv_poll(handle_.get(), &ready));
+    return ready != 0;
+  }
+  /* From any thread, at any time. */
+  void cancel() const { detail::check(xserv_cancel(handle_.get())); }
+  /* What it came to, once, after XSERV_EVENT_DONE. */
+  Result take_result() {
+    xserv_result *result = nullptr;
+    detail::check(xserv_submission_take_result(handle_.get(), &result));
+    return Result(result);
+  }
+
+ private:
+  friend class Model;
+  /* Kept by the call that is under way too, which may destroy the submission. */
+  struct Wake : std::enable_shared_from_this<Wake> {
+    std::function<void()> function;
+  };
+  Submission() = default;
+
+  static void on_wake(void *self) {
+    auto kept = static_cast<Wake *>(self)->shared_from_this();
+    try {
+      kept->function();
+    } catch (...) { /* there is no one to tell */
+    }
+  }
+  Event take(std::uint32_t timeout_ms) {
+    xserv_event raw{};
+    raw.struct_size = sizeof raw;
+    detail::check(xserv_next(handle_.get(), timeout_ms, &raw));
+    Event event;
+    event.kind = static_cast<xserv_event_kind>(raw.kind), event.sample = raw.sample;
+    event.text.assign(raw.text, raw.text_len);
+    event.token_id = raw.token_id, event.num_tokens = raw.num_tokens;
+    event.finish_reason = static_cast<xserv_finish_reason>(raw.finish_reason);
+    return event;
+  }
+
+  /* In this order: the handle goes first. */
+  std::shared_ptr<Wake> wake_;
+  detail::SubmissionHandle handle_;
 };
 
 /* Turns token ids that come one at a time into text. For one thread at a time. */
@@ -417,8 +531,33 @@ class Model {
     });
   }
 
- private:
+  /* Hands a request over and returns; what is generated is told by the submission. For event loops. */
+  Submission submit(const Request &request, const SubmitOptions &options = SubmitOptions()) const {
+    Submission submission;
+    xserv_submit_options raw_options = options.raw_;
+    if (options.wake_) {
+      submission.wake_ = std::make_shared<Submission::Wake>();
+      submission.wake_->function = options.wake_;
+      raw_options.wake_user_data = submission.wake_.get();
+      raw_options.wake = &Submission::on_wake;
+    }
+    request.with_raw([&](const xserv_request &raw) {
+      xserv_submission *handle = nullptr;
+      detail::check(xserv_submit(get(), &raw, &raw_options, &handle));
+      submission.handle_.reset(handle);
+    });
+    return submission;
+  }
 
+  /* How the model's requests stand. */
+  ModelStats stats() const {
+    ModelStats stats{};
+    stats.struct_size = sizeof stats;
+    detail::check(xserv_model_get_stats(get(), &stats));
+    return stats;
+  }
+
+ private:
   template <typename Function>
   static bool on_token(const xserv_token_event *event, void *self) {
     auto &guarded = *static_cast<detail::Guarded<Function> *>(self);

@@ -1,5 +1,7 @@
 // Tries everything that xserv.hpp has: xserv_hpp MODEL. Ends with 0 if all of it is right.
 
+#include <atomic>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <stdexcept>
@@ -152,6 +154,105 @@ static void check_streaming(const xserv::Model &model) {
   REQUIRE(model.generate(request).finish_reason() == XSERV_FINISH_CANCELLED);
 }
 
+// The tokens of each sample, from a submission that is taken to its end.
+static std::vector<std::vector<xserv::TokenId>> take_all(xserv::Submission &submission, std::size_t num_samples) {
+  std::vector<std::vector<xserv::TokenId>> tokens(num_samples);
+  for (;;) {
+    auto event = submission.next();
+    if (event.kind == XSERV_EVENT_DONE) return tokens;
+    REQUIRE(event.sample < num_samples);
+    if (event.kind != XSERV_EVENT_TOKEN) continue;
+    tokens[event.sample].push_back(event.token_id);
+    REQUIRE(event.num_tokens == tokens[event.sample].size());
+  }
+}
+
+static void check_submitting(const std::string &path, xserv::Model &model) {
+  static_assert(!std::is_copy_constructible_v<xserv::Submission> && !std::is_copy_assignable_v<xserv::Submission>);
+  static_assert(std::is_nothrow_move_constructible_v<xserv::Submission>);
+  static_assert(std::is_nothrow_move_assignable_v<xserv::Submission>);
+
+  // Samples are those of their seeds.
+  auto request = xserv::Request::from_prompt("Once upon a time").temperature(1).max_tokens(20).ignore_eos(true);
+  auto submission = model.submit(request.seed(7).num_samples(3));
+  REQUIRE(thrown_by([&] { submission.take_result(); }) == XSERV_STATUS_INVALID_ARGUMENT);
+  auto tokens = take_all(submission, 3);
+  REQUIRE(submission.poll() && submission.next(std::chrono::seconds(0)).kind == XSERV_EVENT_DONE);
+  auto result = submission.take_result();
+  REQUIRE(thrown_by([&] { submission.take_result(); }) == XSERV_STATUS_INVALID_ARGUMENT);
+  REQUIRE(result.num_samples() == 3 && result.token_ids() == tokens[0]);
+  REQUIRE(thrown_by([&] { result.sample(3); }) == XSERV_STATUS_INVALID_ARGUMENT);
+  auto blocking = model.generate(request);
+  for (std::size_t i = 0; i < 3; i++) {
+    auto alone = model.generate(request.seed(7 + i).num_samples(1));
+    REQUIRE(alone.token_ids() == tokens[i]);
+    for (const auto &info : {result.sample(i), blocking.sample(i)}) {
+      REQUIRE(std::vector<xserv::TokenId>(info.token_ids, info.token_ids + info.num_tokens) == tokens[i]);
+      REQUIRE(info.seed == 7 + i && std::string_view(info.text, info.text_len) == alone.text());
+    }
+  }
+  REQUIRE(model.stats().num_running == 0 && model.stats().total_generated_tokens >= 180);
+
+  // What a waker throws goes nowhere; it is not called once the submission is gone.
+  auto calls = std::make_shared<std::atomic<int>>(0);
+  xserv::SubmitOptions options;
+  options.wake([calls] {
+    ++*calls;
+    throw std::runtime_error("dropped");
+  });
+  request.num_samples(1).max_tokens(XSERV_UNSET_INT);
+  auto running = model.submit(request, options);
+  while (!running.poll()) std::this_thread::yield();
+  REQUIRE(*calls >= 1 && running.next().kind == XSERV_EVENT_TOKEN);
+  auto moved = std::move(running);
+  REQUIRE(thrown_by([&] { running.next(); }) != XSERV_STATUS_OK);
+  std::thread canceller([&] { moved.cancel(); });
+  canceller.join();
+  auto end = moved.next();
+  while (end.kind == XSERV_EVENT_TOKEN) end = moved.next();
+  while (end.kind == XSERV_EVENT_TEXT) end = moved.next();
+  REQUIRE(end.kind == XSERV_EVENT_END && end.finish_reason == XSERV_FINISH_CANCELLED);
+  REQUIRE(moved.next().kind == XSERV_EVENT_DONE);
+  moved = model.submit(request, options);
+  moved = model.submit(request); // the one before is cancelled
+  const int before = *calls;
+  REQUIRE(moved.next().kind == XSERV_EVENT_TOKEN && *calls == before);
+  { auto gone = std::move(moved); }
+
+  // The options' copies are gone, so are those of the submissions.
+  options.wake(nullptr);
+  while (calls.use_count() > 1) std::this_thread::yield();
+
+  // A waker that ends its own submission.
+  std::unique_ptr<xserv::Submission> own;
+  std::atomic<bool> is_set{false}, ended{false};
+  options.wake([&] {
+    while (!is_set) std::this_thread::yield();
+    own.reset();
+    ended = true;
+  });
+  own = std::make_unique<xserv::Submission>(model.submit(request, options));
+  is_set = true;
+  while (!ended) std::this_thread::yield();
+
+  auto late = model.generate(request.time_limit(std::chrono::milliseconds(1)).priority(1).cache_key(5));
+  REQUIRE(late.finish_reason() == XSERV_FINISH_DEADLINE);
+  REQUIRE(thrown_by([&] { model.submit(request.num_samples(0)); }) == XSERV_STATUS_INVALID_ARGUMENT);
+
+  // Freeing the model ends what was submitted.
+  std::vector<xserv::Submission> left;
+  {
+    xserv::Model other(path, xserv::LoadOptions().max_batch_size(2).prefix_cache(false));
+    auto open = xserv::Request::from_prompt("Once").ignore_eos(true);
+    for (int i = 0; i < 5; i++) left.push_back(other.submit(open));
+  }
+  for (auto &each : left) {
+    auto event = each.next();
+    while (event.kind != XSERV_EVENT_END) event = each.next();
+    REQUIRE(event.finish_reason == XSERV_FINISH_CANCELLED);
+  }
+}
+
 int main(int argc, char **argv) {
   if (argc != 2) return 2;
   check_ownership(argv[1]);
@@ -159,4 +260,5 @@ int main(int argc, char **argv) {
   xserv::Model model(argv[1]);
   check_text(model);
   check_streaming(model);
+  check_submitting(argv[1], model);
 }

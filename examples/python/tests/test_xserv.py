@@ -139,6 +139,35 @@ class Generate(ModelTest):
         again = self.model.generate("Once", max_tokens=30, temperature=1.5, seed=unseeded.seed)
         self.assertEqual(again.token_ids, unseeded.token_ids)
 
+    def test_samples(self):
+        options = {"max_tokens": 25, "temperature": 1.0, "top_k": 0, "ignore_eos": True}
+        alone = [self.model.generate("Once", seed=40 + i, **options) for i in range(4)]
+        result = self.model.generate("Once", seed=40, num_samples=4, **options)
+        self.assertEqual([(s.token_ids, s.text, s.seed) for s in result.samples],
+                         [(a.token_ids, a.text, a.seed) for a in alone])
+        self.assertEqual((result.token_ids, result.text), (alone[0].token_ids, alone[0].text))
+        self.assertEqual([s.text for s in alone[0].samples], [alone[0].text])
+
+        def joined(pieces):
+            texts = [""] * 4
+            for piece in pieces:
+                texts[piece.sample] += piece
+            return texts
+
+        expected = [a.text for a in alone]
+        with self.model.generate("Once", stream=True, seed=40, num_samples=4, **options) as stream:
+            self.assertEqual(joined(stream), expected)
+        self.assertEqual([s.text for s in stream.result.samples], expected)
+
+        async def submitted():
+            running = self.model.generate_async("Once", seed=40, num_samples=4, **options)
+            pieces = [piece async for piece in running]
+            return joined(pieces), [s.text for s in running.result.samples]
+
+        self.assertEqual(asyncio.run(submitted()), (expected, expected))
+        with self.assertRaises(xserv.Error):
+            self.model.generate("Once", num_samples=0)
+
     def test_stop(self):
         whole = self.model.generate("Once upon a time", max_tokens=40, temperature=0, ignore_eos=True).text
         stop = whole[len(whole) // 2 :][:4]

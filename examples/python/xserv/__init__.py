@@ -7,7 +7,7 @@
 from ._async import AsyncTextStream
 from ._library import Error, library as _loaded
 from ._model import Inspection, Logits, MemoryPlan, Model, ModelInfo, inspect, plan
-from ._stream import Result, TextStream
+from ._stream import Piece, Result, TextStream
 
 __version__ = "0.1.0"
 
@@ -22,6 +22,7 @@ __all__ = [
     "MemoryPlan",
     "Model",
     "ModelInfo",
+    "Piece",
     "Result",
     "TextStream",
     "inspect",

@@ -9,10 +9,10 @@ from typing import Any, AsyncIterator, Optional
 
 from . import _library as c
 from ._library import check, library
-from ._stream import Result, take_result
+from ._stream import Piece, Result, take_result
 
 
-class AsyncTextStream(AsyncIterator[str]):
+class AsyncTextStream(AsyncIterator[Piece]):
     """The pieces of a text, as they are generated. `result` is the Result once it has ended.
 
     Any number of them run at once on one model, and are computed together. close(), the end of an async with
@@ -39,7 +39,7 @@ class AsyncTextStream(AsyncIterator[str]):
     def __aiter__(self) -> "AsyncTextStream":
         return self
 
-    async def __anext__(self) -> str:
+    async def __anext__(self) -> Piece:
         while self._submission is not None:
             event = c.Event(struct_size=sizeof(c.Event))
             try:
@@ -55,7 +55,7 @@ class AsyncTextStream(AsyncIterator[str]):
                 self.result = take_result(handle)
                 self.close()
             elif event.text_len:
-                return string_at(event.text, event.text_len).decode()
+                return Piece(string_at(event.text, event.text_len).decode(), event.sample)
         raise StopAsyncIteration
 
     async def _news(self) -> None:

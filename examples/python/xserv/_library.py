@@ -326,6 +326,7 @@ _FUNCTIONS = {
     "xserv_cancel_token_free": (None, [c_void_p]),
     "xserv_generate": (c_uint32, [c_void_p, POINTER(Request), TokenCallback, c_void_p, _HANDLE]),
     "xserv_result_get_info": (c_uint32, [c_void_p, POINTER(ResultInfo)]),
+    "xserv_result_get_sample": (c_uint32, [c_void_p, c_size_t, POINTER(ResultInfo)]),
     "xserv_result_free": (None, [c_void_p]),
     "xserv_submit_options_default": (c_uint32, [POINTER(SubmitOptions)]),
     "xserv_submit": (c_uint32, [c_void_p, POINTER(Request), POINTER(SubmitOptions), _HANDLE]),

@@ -414,8 +414,8 @@ class Model:
         temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty,
         seed, stop (a string or several), stop_token_ids, ignore_eos, skip_special_tokens,
         add_generation_prompt, add_special_tokens, parse_special_tokens, priority, time_limit_ms,
-        cache_key. They mean what xserv_request
-        in xserv.h says; what is not given comes from the model's generation_config.json.
+        cache_key, num_samples (result.samples has them all, piece.sample tells whose a piece is). They mean what
+        xserv_request in xserv.h says; what is not given comes from the model's generation_config.json.
         """
         running = TextStream(self, build_request(prompt, **options), want_text=stream)
         return running if stream else running.wait()

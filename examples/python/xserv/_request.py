@@ -38,6 +38,7 @@ class GenerateOptions(TypedDict, total=False):
     priority: int
     time_limit_ms: int
     cache_key: int
+    num_samples: int
 
 
 # Fields of xserv_request that are numbers, and those that are switches, by the same names.
@@ -54,6 +55,7 @@ _NUMBERS = (
     "priority",
     "time_limit_ms",
     "cache_key",
+    "num_samples",
 )
 _SWITCHES = (
     "add_generation_prompt",

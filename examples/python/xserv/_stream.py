@@ -6,7 +6,7 @@ import atexit
 import queue
 import threading
 from ctypes import byref, c_void_p, sizeof, string_at
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Iterator, List, Optional, Set, Tuple
 
 from . import _library as c
@@ -29,32 +29,53 @@ class Result:
     total_seconds: float
     prompt_tokens_per_second: float
     tokens_per_second: float
+    #: All samples of the request (num_samples), of which this is the first.
+    samples: "List[Result]" = field(default_factory=list, repr=False, compare=False)
 
     def __str__(self) -> str:
         return self.text
+
+
+class Piece(str):
+    """A piece of text, and which sample of the request it continues."""
+
+    sample: int
+
+    def __new__(cls, text: str, sample: int) -> "Piece":
+        piece = super().__new__(cls, text)
+        piece.sample = sample
+        return piece
+
+
+def _result_from(info: Any) -> Result:
+    return Result(
+        text=string_at(info.text, info.text_len).decode(),
+        token_ids=info.token_ids[: info.num_tokens] if info.num_tokens else [],
+        num_prompt_tokens=info.num_prompt_tokens,
+        num_cached_tokens=info.num_cached_tokens,
+        finish_reason=c.FINISH_REASONS.get(info.finish_reason, "unknown"),
+        seed=info.seed,
+        time_to_first_token_seconds=info.time_to_first_token_seconds,
+        total_seconds=info.total_seconds,
+        prompt_tokens_per_second=info.prompt_tokens_per_second,
+        tokens_per_second=info.tokens_per_second,
+    )
 
 
 def take_result(handle: c_void_p) -> Result:
     try:
         info = c.ResultInfo(struct_size=sizeof(c.ResultInfo))
         check(library.xserv_result_get_info(handle, byref(info)))
-        return Result(
-            text=string_at(info.text, info.text_len).decode(),
-            token_ids=info.token_ids[: info.num_tokens] if info.num_tokens else [],
-            num_prompt_tokens=info.num_prompt_tokens,
-            num_cached_tokens=info.num_cached_tokens,
-            finish_reason=c.FINISH_REASONS.get(info.finish_reason, "unknown"),
-            seed=info.seed,
-            time_to_first_token_seconds=info.time_to_first_token_seconds,
-            total_seconds=info.total_seconds,
-            prompt_tokens_per_second=info.prompt_tokens_per_second,
-            tokens_per_second=info.tokens_per_second,
-        )
+        result = _result_from(info)
+        for index in range(info.num_samples):
+            check(library.xserv_result_get_sample(handle, index, byref(info)))
+            result.samples.append(_result_from(info))
+        return result
     finally:
         library.xserv_result_free(handle)
 
 
-# What a job puts into its queue: ("text", str), then once ("result", Result) or ("error", exception).
+# What a job puts into its queue: ("text", Piece), then once ("result", Result) or ("error", exception).
 _Item = Tuple[str, Any]
 
 
@@ -89,7 +110,7 @@ class _Job:
         try:
             if event.contents.text_len:
                 text = string_at(event.contents.text, event.contents.text_len).decode()
-                self._put(("text", text))
+                self._put(("text", Piece(text, event.contents.sample)))
         except BaseException as error:  # must not cross the C code
             self.failure = error
         return self.failure is None and not self.stopped.is_set()
@@ -137,8 +158,9 @@ def _stop_all() -> None:
         job.thread.join()
 
 
-class TextStream(Iterator[str]):
-    """The pieces of a text, as they are generated. `result` is the Result once it has ended.
+class TextStream(Iterator[Piece]):
+    """The pieces of a text, as they are generated: strings, each with the number of its `sample`. `result` is the
+    Result once it has ended.
 
     close(), the end of a with block, or dropping the stream stops a generation that still runs.
     """
@@ -151,14 +173,15 @@ class TextStream(Iterator[str]):
     def __iter__(self) -> "TextStream":
         return self
 
-    def __next__(self) -> str:
+    def __next__(self) -> Piece:
         job = self._job
         if job is None:
             raise StopIteration
         # Waiting for a queue can be interrupted by Ctrl-C; waiting inside the library could not.
         kind, value = job.items.get()
         if kind == "text":
-            return str(value)
+            assert isinstance(value, Piece)
+            return value
         # The end is there for everyone: another thread may be waiting for it as well.
         job.items.put((kind, value))
         job.thread.join()
