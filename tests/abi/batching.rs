@@ -138,32 +138,6 @@ pub fn mixed(ids: &[u32], index: usize) -> xserv_request {
 /// is that of a run alone, or its beginning.
 #[test]
 fn every_request_of_a_crowd_gets_what_it_would_get_alone() {
-    crowd();
-}
-
-/// The same for as long as XSERV_SOAK_SECONDS says: cargo test --test abi soak -- --ignored
-#[test]
-#[ignore = "takes as long as it is told to"]
-fn soak() {
-    let seconds = std::env::var("XSERV_SOAK_SECONDS").ok().and_then(|s| s.parse().ok());
-    let end = Instant::now() + Duration::from_secs(seconds.unwrap_or(600));
-    let resident = || {
-        let pages = std::fs::read_to_string("/proc/self/statm").unwrap();
-        pages.split(' ').nth(1).unwrap().parse::<usize>().unwrap() * 4096
-    };
-    crowd();
-    let (before, mut rounds) = (resident(), 1);
-    while Instant::now() < end {
-        crowd();
-        rounds += 1;
-    }
-    // The allocator keeps some of what threads have freed; a leak would grow with the rounds.
-    let grown = resident().saturating_sub(before) >> 20;
-    eprintln!("{rounds} rounds, {grown} MiB more than after the first");
-    assert!(grown < 64, "{grown} MiB more after {rounds} rounds");
-}
-
-fn crowd() {
     const THREADS: usize = 64;
     const REQUESTS: usize = 50;
     const KINDS: usize = 48;
