@@ -369,6 +369,7 @@ impl Worker {
         }
         let orders = std::mem::take(&mut lock(&self.shared.intake).orders);
         for order in orders {
+            self.recorder.stats.submitted += 1;
             self.tell_end(&order.work, outcome());
         }
     }
