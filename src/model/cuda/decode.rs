@@ -23,8 +23,8 @@ use crate::model::qwen3::{Qwen3Layer, Qwen3Weights};
 use crate::model::ModelConfig;
 use crate::ops::stepwise::{
     decode_attention, decode_gemv, embedding_step, has_decode_attention, has_decode_gemv,
-    has_skinny_gemm, is_gemv_weight, is_skinny_weight, rms_norm_step, skinny_gemm, DecodeSequences,
-    KvSlots, LinearResult, QkNormRope, GEMV_TOKENS, SKINNY_TOKENS,
+    has_prefill_gemm, has_skinny_gemm, is_gemv_weight, is_skinny_weight, rms_norm_step,
+    skinny_gemm, DecodeSequences, KvSlots, LinearResult, QkNormRope, GEMV_TOKENS, SKINNY_TOKENS,
 };
 
 /// What of this file serves a model.
@@ -36,6 +36,8 @@ pub(super) struct DecodeKernels {
     pub chain: bool,
     /// Its form for one and two sequences, with the norms fused.
     pub gemv: bool,
+    /// The linear layers for more tokens than the chain takes.
+    pub prefill: bool,
 }
 
 impl DecodeKernels {
@@ -76,7 +78,8 @@ impl DecodeKernels {
             && has_decode_gemv(context)
             && is_gemv_weight(weights.tokens.output(), LinearResult::Plain)
             && weights.layers.iter().all(fits);
-        DecodeKernels { attention, chain, gemv }
+        let prefill = chain && has_prefill_gemm(context);
+        DecodeKernels { attention, chain, gemv, prefill }
     }
 
     /// Those whose results do not depend on the number of sequences.

@@ -1,7 +1,9 @@
 //! Which kernels compute the layers of a pass over prompts: up to 128 rows those of the chain of [`super::decode`]
-//! where they serve the weights, else `gemm`. Of a model that is to be deterministic, every row of a linear layer and of the
-//! attention is summed in an order that follows from the shape of the weight and from the row's own position alone.
-//! The other rows of a batch, the pieces that a prompt is cut into, a preemption or a warm prefix then change nothing.
+//! where they serve the weights, above them the kernel for prompts where it is the fastest, else `gemm`.
+//!
+//! Of a model that is to be deterministic, every row of a linear layer and of the attention is summed in an order that
+//! follows from the shape of the weight and from the row's own position alone. The other rows of a batch, the pieces
+//! that a prompt is cut into, a preemption or a warm prefix then change nothing.
 //!
 //! * Linear layers on Hopper, where the weights suit the chain of [`super::decode`]: up to 128 rows
 //!   [`skinny_gemm`], more by `gemm` with [`SumOrder::Parts`]; both add up k by wgmma, 16 at a time from the first to
@@ -21,7 +23,10 @@ use crate::memory::Tensor;
 use crate::model::kv_cache::DeviceKvLayer;
 use crate::model::qwen3::Qwen3Layer;
 use crate::model::ModelConfig;
-use crate::ops::stepwise::{num_fixed_parts, silu_mul, skinny_gemm, LinearResult, SKINNY_TOKENS};
+use crate::ops::stepwise::{
+    is_prefill_faster, num_fixed_parts, prefill_gemm, silu_mul, skinny_gemm, LinearResult,
+    SKINNY_TOKENS,
+};
 use crate::ops::tensor::SumOrder;
 
 fn num_rows(x: &Tensor) -> usize {
@@ -32,6 +37,13 @@ impl CudaModel {
     /// Do the kernels of the chain compute so many rows, of prompts too?
     fn is_skinny(&self, rows: usize) -> bool {
         self.decode_kernels.chain && rows <= SKINNY_TOKENS
+    }
+
+    /// Is the kernel for prompts the fastest for these rows?
+    fn is_prefill(&self, x: &Tensor, weight: &Tensor, result: LinearResult) -> bool {
+        !self.is_deterministic
+            && self.decode_kernels.prefill
+            && is_prefill_faster(num_rows(x), weight, result)
     }
 
     /// In which order `gemm` adds up the products with a weight.
@@ -62,6 +74,9 @@ impl CudaModel {
                 out,
             );
         }
+        if bias.is_none() && self.is_prefill(x, weight, LinearResult::Plain) {
+            return prefill_gemm(&self.context, x, weight, LinearResult::Plain, out);
+        }
         let order = self.sum_order(weight, LinearResult::Plain);
         linear(&self.context, order, x, weight, bias, out)
     }
@@ -78,6 +93,9 @@ impl CudaModel {
         let result = LinearResult::SwiGlu;
         if self.is_skinny(num_rows(x)) {
             return skinny_gemm(&self.context, x, weight, result, self.is_deterministic, out);
+        }
+        if self.is_prefill(x, weight, result) {
+            return prefill_gemm(&self.context, x, weight, result, out);
         }
         linear(&self.context, self.sum_order(weight, result), x, weight, None, gate_up)?;
         silu_mul(&self.context, gate_up, out)

@@ -7,6 +7,7 @@ mod add_rms_norm;
 mod decode_attention;
 mod decode_gemv;
 mod embedding_step;
+mod prefill_gemm;
 mod qk_norm_rope_append;
 mod sample;
 mod silu_mul;
@@ -18,6 +19,7 @@ pub use decode_attention::{
 };
 pub use decode_gemv::{decode_gemv, has_decode_gemv, is_gemv_weight, GEMV_TOKENS};
 pub use embedding_step::embedding_step;
+pub use prefill_gemm::{has_prefill_gemm, is_prefill_faster, prefill_gemm};
 pub use qk_norm_rope_append::{qk_norm_rope_append, rope_tables, KvSlots, QkNormRope};
 pub use sample::{sample, SampleBuffers, SampleRow, SAMPLE_PARTS, SAMPLE_ROW_WORDS};
 pub use silu_mul::silu_mul;

@@ -211,7 +211,7 @@ pub fn skinny_gemm(
 }
 
 /// Boxes of 64 rows; with a gate, of 32 rows of each half, eight by turns.
-fn weight_map(
+pub(super) fn weight_map(
     cuda: &CudaContext,
     weight: &DeviceTensor,
     n: usize,
