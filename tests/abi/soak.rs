@@ -224,7 +224,9 @@ fn soak(options: &xserv_load_options, is_exact: bool, device_bytes: &dyn Fn() ->
     assert!(device_lost <= DEVICE_SLACK_BYTES, "{device_lost} bytes of the device are gone");
     if !is_exact {
         // What a device's allocator counts; on the host it follows the most blocks that were used.
-        assert_eq!(last.peak_memory_bytes, at_warm_up.0);
+        let grown = last.peak_memory_bytes.saturating_sub(at_warm_up.0);
+        println!("{grown} more bytes of the device at the peak than after the warm-up");
+        assert!(grown <= DEVICE_SLACK_BYTES);
     }
     assert!(last.total_preemptions > 0 && last.total_cached_tokens > 0, "too easy a load");
 }

@@ -264,8 +264,11 @@ impl CudaModel {
             let normed = self.hidden_states(config, &record, &how, kv, workspace, &|| false)?;
             normed.map_or(Ok(()), |normed| self.choose(config, &record, &normed, workspace))
         };
-        // Each stands for the allocation that it is a part of.
+        // Each stands for the allocation that it is a part of. (One may be there twice: this is run for every token,
+        // and a list of its own would be allocated each time.)
+        let scratch = workspace.decode_scratch.as_ref().map(DecodeScratch::memory);
         let tensors = [
+            scratch.unwrap_or(&self.cos),
             &self.weights.final_norm,
             &self.cos,
             &kv.device_layer(0)?.k,
@@ -273,10 +276,7 @@ impl CudaModel {
             &workspace.steps.chosen,
             &record.slots,
         ];
-        let scratch = workspace.decode_scratch.as_ref().map(DecodeScratch::memory);
-        let mut all = try_with_capacity(tensors.len() + 1, "the tensors of a graph")?;
-        all.extend(tensors.into_iter().chain(scratch));
-        let done = graphs.run(&self.context, key, &all, queue);
+        let done = graphs.run(&self.context, key, &tensors, queue);
         workspace.steps.graphs = graphs;
         done
     }
