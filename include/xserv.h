@@ -209,8 +209,7 @@ typedef enum xserv_device_kind {
   XSERV_DEVICE_CPU = 0,
   /**
    * An NVIDIA GPU (compute capability 8.0 or later, driver 580 or later). Models go to the first one;
-   * without one XSERV_STATUS_NO_DEVICE is reported, and XSERV_STATUS_UNSUPPORTED for GPT-2, which runs
-   * on the CPU only.
+   * without one XSERV_STATUS_NO_DEVICE is reported.
    */
   XSERV_DEVICE_CUDA = 1,
   /**
@@ -1758,7 +1757,7 @@ enum xserv_status xserv_load_options_default(struct xserv_load_options *options)
  * tokenizer.json, tokenizer_config.json, chat_template.jinja, *.safetensors), or a repo id such as
  * "Qwen/Qwen3-0.6B" that is already in the local Hugging Face cache. The network is never used.
  *
- * Architectures: Qwen3ForCausalLM and GPT2LMHeadModel (on the CPU only), stored as f32, f16 or bf16.
+ * Architectures: Qwen3ForCausalLM and GPT2LMHeadModel, stored as f32, f16 or bf16.
  * Anything else is refused by name before weights are read. The weights are read into memory of the library's own;
  * the folder is not needed afterwards. The call blocks while it reads.
  *

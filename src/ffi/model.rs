@@ -343,7 +343,7 @@ pub unsafe extern "C" fn xserv_load_options_default(
 /// tokenizer.json, tokenizer_config.json, chat_template.jinja, *.safetensors), or a repo id such as
 /// "Qwen/Qwen3-0.6B" that is already in the local Hugging Face cache. The network is never used.
 ///
-/// Architectures: Qwen3ForCausalLM and GPT2LMHeadModel (on the CPU only), stored as f32, f16 or bf16.
+/// Architectures: Qwen3ForCausalLM and GPT2LMHeadModel, stored as f32, f16 or bf16.
 /// Anything else is refused by name before weights are read. The weights are read into memory of the library's own;
 /// the folder is not needed afterwards. The call blocks while it reads.
 ///

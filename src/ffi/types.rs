@@ -25,8 +25,7 @@ pub enum xserv_device_kind {
     /// The processor, with the best instruction set that it has.
     XSERV_DEVICE_CPU = 0,
     /// An NVIDIA GPU (compute capability 8.0 or later, driver 580 or later). Models go to the first one;
-    /// without one XSERV_STATUS_NO_DEVICE is reported, and XSERV_STATUS_UNSUPPORTED for GPT-2, which runs
-    /// on the CPU only.
+    /// without one XSERV_STATUS_NO_DEVICE is reported.
     XSERV_DEVICE_CUDA = 1,
     /// The first GPU where it can be used and the model runs and fits there, else the CPU.
     XSERV_DEVICE_AUTO = 2,

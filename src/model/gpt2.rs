@@ -2,7 +2,7 @@
 //! Transformers 5.17 `modeling_gpt2.py`).
 
 use super::forward::Pass;
-use super::weights::{MatrixPlan, Planner, TokenMatrices, VectorPlan, WeightReader};
+use super::weights::{HeadAxis, MatrixPlan, Planner, TokenMatrices, VectorPlan, WeightReader};
 use super::ModelConfig;
 use crate::backend::cpu::CpuBackend;
 use crate::error::{try_with_capacity, Error, Result};
@@ -103,8 +103,8 @@ impl Gpt2Layer<MatrixPlan, VectorPlan> {
         };
         Ok(Gpt2Layer {
             attn_norm,
-            qkv_proj: matrix("attn.c_attn", hidden, 3 * hidden)?,
-            o_proj: matrix("attn.c_proj", hidden, hidden)?,
+            qkv_proj: matrix("attn.c_attn", hidden, 3 * hidden)?.with_heads(HeadAxis::Rows),
+            o_proj: matrix("attn.c_proj", hidden, hidden)?.with_heads(HeadAxis::Columns),
             mlp_norm,
             up_proj: matrix("mlp.c_fc", hidden, intermediate)?,
             down_proj: matrix("mlp.c_proj", intermediate, hidden)?,
@@ -148,6 +148,13 @@ impl BiasedMatrix<MatrixPlan, VectorPlan> {
             weight: planner.columns(&format!("{name}.weight"), in_features, out_features)?,
             bias: planner.vector(&[(format!("{name}.bias"), out_features)])?,
         })
+    }
+
+    /// The same, one of whose axes consists of heads.
+    fn with_heads(self, heads: HeadAxis) -> Self {
+        let of_bias = if heads == HeadAxis::Rows { heads } else { HeadAxis::None };
+        let bias = VectorPlan { heads: of_bias, ..self.bias };
+        BiasedMatrix { weight: self.weight.with_heads(heads), bias }
     }
 
     fn read<R: WeightReader>(&self, reader: &mut R) -> Result<BiasedMatrix<R::Matrix, R::Vector>> {

@@ -44,6 +44,17 @@ pub enum HeadAxis {
     Columns,
 }
 
+impl HeadAxis {
+    /// The same of the transposed weight.
+    pub(super) fn transposed(self) -> Self {
+        match self {
+            HeadAxis::None => HeadAxis::None,
+            HeadAxis::Rows => HeadAxis::Columns,
+            HeadAxis::Columns => HeadAxis::Rows,
+        }
+    }
+}
+
 /// A matrix `[out_features, in_features]` made of one tensor, or of several stacked by rows.
 #[derive(Clone, Debug, PartialEq)]
 pub struct MatrixPlan {
@@ -129,6 +140,16 @@ pub enum Weights<M, V> {
     Qwen3(Qwen3Weights<M, V>),
     /// `GPT2LMHeadModel`
     Gpt2(Gpt2Weights<M, V>),
+}
+
+impl<M, V> Weights<M, V> {
+    /// Embedding and output matrix.
+    pub fn tokens(&self) -> &TokenMatrices<M> {
+        match self {
+            Weights::Qwen3(weights) => &weights.tokens,
+            Weights::Gpt2(weights) => &weights.tokens,
+        }
+    }
 }
 
 /// The weights before they are read.

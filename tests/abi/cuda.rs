@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 use xserv::ffi::xserv_device_kind::{XSERV_DEVICE_AUTO, XSERV_DEVICE_CUDA};
-use xserv::ffi::xserv_dtype::{XSERV_DTYPE_AUTO, XSERV_DTYPE_F32};
+use xserv::ffi::xserv_dtype::*;
 use xserv::ffi::*;
 
 use crate::client::*;
@@ -40,14 +40,20 @@ fn greedy_cases(refs: &std::path::Path) -> Vec<(Vec<u32>, Vec<u32>)> {
 #[test]
 fn greedy_tokens_on_cuda_are_the_reference_and_do_not_depend_on_neighbours() {
     let Some(golden) = shared_golden().filter(|_| has_cuda()) else { return };
-    for name in ["qwen3-tiny-tied", "qwen3-tiny-untied", "qwen3-tiny-mha"] {
+    for (name, refs) in [
+        ("qwen3-tiny-tied", "qwen3-tiny-tied"),
+        ("qwen3-tiny-untied", "qwen3-tiny-untied"),
+        ("qwen3-tiny-mha", "qwen3-tiny-mha"),
+        ("gpt2-tiny", "gpt2-tiny"),
+        ("gpt2-tiny-hubnames", "gpt2-tiny"),
+    ] {
         let model =
             Model::load(&golden.join("models").join(name), &on_cuda(XSERV_DTYPE_F32)).unwrap();
         let info = model.info();
         let device = unsafe { std::ffi::CStr::from_ptr(info.device) }.to_str().unwrap();
         assert!(device.starts_with("cuda ("), "{device}");
         println!("{name} on {device}");
-        let cases = greedy_cases(&golden.join("refs").join(name));
+        let cases = greedy_cases(&golden.join("refs").join(refs));
         assert!(!cases.is_empty());
         let run = |(prompt, expected): &(Vec<u32>, Vec<u32>)| {
             let mut request = greedy(prompt, expected.len() as u32);
@@ -68,15 +74,64 @@ fn greedy_tokens_on_cuda_are_the_reference_and_do_not_depend_on_neighbours() {
 fn the_best_device_is_the_gpu_where_the_model_runs() {
     let Some(golden) = shared_golden().filter(|_| has_cuda()) else { return };
     let auto = xserv_load_options { device: XSERV_DEVICE_AUTO as u32, ..load_options() };
-    for (name, expected) in [("qwen3-tiny-tied", "cuda ("), ("gpt2-tiny", "cpu (")] {
+    for name in ["qwen3-tiny-tied", "gpt2-tiny"] {
         let model = Model::load(&golden.join("models").join(name), &auto).unwrap();
         let device = unsafe { std::ffi::CStr::from_ptr(model.info().device) };
-        assert!(device.to_str().unwrap().starts_with(expected), "{name}: {device:?}");
+        assert!(device.to_str().unwrap().starts_with("cuda ("), "{name}: {device:?}");
     }
-    let gpt2 = golden.join("models/gpt2-tiny");
-    let failure = Model::load(&gpt2, &on_cuda(XSERV_DTYPE_AUTO)).err().unwrap();
-    assert_eq!(failure.status, xserv_status::XSERV_STATUS_UNSUPPORTED);
-    assert!(failure.message.contains("GPT2LMHeadModel"), "{}", failure.message);
+}
+
+/// Draws that a seed decides, prompts as long as the context and longer, cancelling: as on the CPU.
+#[test]
+fn gpt2_on_cuda_serves_what_it_serves_on_the_cpu() {
+    let Some(golden) = shared_golden().filter(|_| has_cuda()) else { return };
+    let path = golden.join("models/gpt2-tiny");
+    for dtype in [XSERV_DTYPE_F32, XSERV_DTYPE_F16, XSERV_DTYPE_BF16] {
+        let on_cpu = xserv_load_options { dtype: dtype as u32, ..load_options() };
+        let [gpu, cpu] =
+            [on_cuda(dtype), on_cpu].map(|options| Model::load(&path, &options).unwrap());
+        let context = gpu.info().max_context_tokens as usize;
+        assert_eq!(context, cpu.info().max_context_tokens as usize);
+        let long: Vec<u32> = (0..=context as u32).map(|i| i * 31 % 600).collect();
+        for len in [context - 4, context, context + 1] {
+            let request = xserv_request { ignore_eos: 1, ..greedy(&long[..len], 8) };
+            let what = |outcome: Outcome<Output>| match outcome {
+                Ok(output) => Ok((output.ids.len(), output.finish_reason)),
+                Err(failure) => Err((failure.status, failure.message)),
+            };
+            let (on_gpu, on_cpu) = (what(gpu.generate(&request)), what(cpu.generate(&request)));
+            assert_eq!(on_gpu, on_cpu, "{len} of {context} tokens");
+            assert_eq!(on_gpu.is_err(), len > context, "{len} of {context} tokens");
+        }
+        let too_long = [&gpu, &cpu].map(|model| model.logits(&long, false).unwrap_err());
+        assert_eq!(too_long[0].status, too_long[1].status);
+        assert_eq!(too_long[0].message, too_long[1].message);
+
+        let draw = |seed: u64| {
+            let request = greedy(&[5, 6, 7], 40);
+            let request = xserv_request { temperature: 1.0, ignore_eos: 1, seed, ..request };
+            gpu.generate(&request).unwrap().ids
+        };
+        assert_eq!(draw(1), draw(1));
+        assert_ne!(draw(1), draw(2));
+
+        let mut token = std::ptr::null_mut();
+        check(unsafe { xserv_cancel_token_new(&mut token) }).unwrap();
+        let request = greedy(&[5, 6, 7], 400);
+        let request = xserv_request { cancel: token, ignore_eos: 1, ..request };
+        let mut seen = 0;
+        let cancelled = gpu.stream(&request, &mut |_| {
+            seen += 1;
+            if seen == 3 {
+                check(xserv_cancel_token_cancel(token)).unwrap();
+            }
+            true
+        });
+        xserv_cancel_token_free(token);
+        let cancelled = cancelled.unwrap();
+        assert_eq!(cancelled.finish_reason, xserv_finish_reason::XSERV_FINISH_CANCELLED as u32);
+        assert!(cancelled.ids.len() < 400, "{} tokens", cancelled.ids.len());
+    }
 }
 
 #[test]

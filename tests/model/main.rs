@@ -24,3 +24,4 @@ mod rope;
 mod safetensors;
 mod shard_index;
 mod steps;
+mod stepwise;

@@ -73,8 +73,12 @@ fn the_work_space_of_the_host_is_what_was_planned() {
 fn the_memory_of_a_device_is_what_was_planned() {
     const CHUNK: usize = 2048;
     const NUM_BLOCKS: usize = 4096;
-    let dir = wide_model();
-    for dtype in [DType::F32, DType::BF16] {
+    for (dir, dtype) in [
+        (wide_model(), DType::F32),
+        (wide_model(), DType::BF16),
+        (TestModel::wide_gpt2(7).write(Store::BF16), DType::F32),
+        (TestModel::wide_gpt2(7).write(Store::BF16), DType::BF16),
+    ] {
         let Some(context) = cuda_context() else { return };
         let folder = Model::open(dir.str()).expect("a folder");
         let plan = folder.device_plan(dtype, CHUNK).expect("a plan");

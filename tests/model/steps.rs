@@ -18,10 +18,18 @@ fn argmax(logits: &[f32]) -> u32 {
     best.expect("a row").0 as u32
 }
 
-fn golden_model() -> Golden {
+/// The first model of each architecture that this machine has.
+fn golden_models() -> Vec<Golden> {
     let mut all = golden::all();
-    let at = all.iter().position(|golden| !golden.name.starts_with("gpt2")).expect("a Qwen3");
-    all.swap_remove(at)
+    let is_gpt2 = |golden: &Golden| golden.name.starts_with("gpt2");
+    let first = all.iter().position(|golden| !is_gpt2(golden)).expect("a Qwen3");
+    let mut models = vec![all.remove(first)];
+    models.extend(all.into_iter().find(is_gpt2));
+    models
+}
+
+fn golden_model() -> Golden {
+    golden_models().swap_remove(0)
 }
 
 /// Greedy tokens by steps whose logits come to the caller.
@@ -41,13 +49,14 @@ fn greedy_by_caller(model: &Model, prompt: &[u32], count: usize) -> Vec<u32> {
 
 #[test]
 fn the_caller_can_choose() {
-    let golden = golden_model();
-    let cpu = load(golden.model_path(), Some(DType::F32), 2);
-    let greedy = &golden.greedy[0];
-    assert_eq!(greedy_by_caller(&cpu, &greedy.prompt_ids, greedy.ids.len()), greedy.ids);
-    let Some(context) = cuda_context() else { return };
-    let model = load_on_cuda(golden.model_path(), Some(DType::F32), context).expect("a model");
-    assert_eq!(greedy_by_caller(&model, &greedy.prompt_ids, greedy.ids.len()), greedy.ids);
+    for golden in golden_models() {
+        let cpu = load(golden.model_path(), Some(DType::F32), 2);
+        let greedy = &golden.greedy[0];
+        assert_eq!(greedy_by_caller(&cpu, &greedy.prompt_ids, greedy.ids.len()), greedy.ids);
+        let Some(context) = cuda_context() else { continue };
+        let model = load_on_cuda(golden.model_path(), Some(DType::F32), context).expect("a model");
+        assert_eq!(greedy_by_caller(&model, &greedy.prompt_ids, greedy.ids.len()), greedy.ids);
+    }
 }
 
 #[test]
@@ -132,7 +141,12 @@ fn times_of_steps_are_those_of_what_computes_them() {
 /// Several sequences, each step begun before the one that chooses its tokens is finished.
 #[test]
 fn steps_in_flight_follow_each_other_on_cuda() {
-    let golden = golden_model();
+    for golden in golden_models() {
+        steps_in_flight_follow_each_other(&golden);
+    }
+}
+
+fn steps_in_flight_follow_each_other(golden: &Golden) {
     for dtype in [DType::F32, DType::BF16] {
         let Some(context) = cuda_context() else { return };
         let model = load_on_cuda(golden.model_path(), Some(dtype), context).expect("a model");
@@ -389,14 +403,27 @@ fn decoding_long_rows_in_chains_on_cuda_is_the_forward_pass() {
     }
 }
 
+/// Graphs of operators, of an architecture without a chain.
+#[test]
+fn decoding_gpt2_by_steps_on_cuda_is_the_forward_pass() {
+    let dir = TestModel::wide_gpt2(5).write(Store::BF16);
+    for dtype in [DType::BF16, DType::F16] {
+        let Some(context) = cuda_context() else { return };
+        let model = load_on_cuda(dir.str(), Some(dtype), context).expect("a model");
+        for batch in [1, 2, 3, 5, 8, 9, 17, 70] {
+            compare_chain(&model, batch);
+        }
+    }
+}
+
 fn compare_chain(model: &Model, batch: usize) {
     let (dtype, vocab_size) = (model.dtype(), model.config().vocab_size);
     let mut random = Random(batch as u64);
     let prompts: Vec<Vec<u32>> = (0..batch)
-        .map(|_| (0..1 + random.below(150)).map(|_| random.below(1000) as u32).collect())
+        .map(|_| (0..1 + random.below(150)).map(|_| random.below(vocab_size) as u32).collect())
         .collect();
     let next: Vec<Vec<u32>> =
-        (0..4).map(|_| (0..batch).map(|_| random.below(1000) as u32).collect()).collect();
+        (0..4).map(|_| (0..batch).map(|_| random.below(vocab_size) as u32).collect()).collect();
     let run = |by_steps: bool| -> Vec<Vec<f32>> {
         let mut driver = Driver::new(model, batch * 6);
         driver.reserve(batch * 160);
@@ -442,6 +469,12 @@ fn seeds_and_penalties_choose_the_way() {
     let cpu = load(golden.model_path(), Some(DType::F32), 1);
     assert!(cpu.can_choose(&TokenChoice::Caller));
     assert!(!cpu.can_choose(&TokenChoice::Draw(draw)));
+    for golden in golden_models() {
+        seeds_choose_the_way(&golden, draw);
+    }
+}
+
+fn seeds_choose_the_way(golden: &Golden, draw: Draw) {
     let Some(context) = cuda_context() else { return };
     let model = load_on_cuda(golden.model_path(), Some(DType::F32), context).expect("a model");
     assert!(model.can_choose(&TokenChoice::Draw(draw)));

@@ -225,6 +225,70 @@ impl TestModel {
         TestModel { config, tensors }
     }
 
+    /// A GPT-2 of two layers, 3 heads of dimension 10, hidden size 30, with an output matrix of its own: rows that
+    /// are no whole vectors.
+    pub fn gpt2(seed: u64) -> Self {
+        Self::gpt2_with_sizes(seed, 3, (30, 50, 70), 256)
+    }
+
+    /// The same with hidden size 128 and heads of 64, for long contexts.
+    pub fn wide_gpt2(seed: u64) -> Self {
+        Self::gpt2_with_sizes(seed, 2, (128, 3200, 70), 2048)
+    }
+
+    fn gpt2_with_sizes(
+        seed: u64,
+        num_heads: usize,
+        (hidden, intermediate, vocab): (usize, usize, usize),
+        positions: usize,
+    ) -> Self {
+        let mut random = Random(seed);
+        let scale = 0.4 * (30.0 / hidden as f64).sqrt();
+        let mut tensors = Vec::new();
+        let mut add = |name: String, shape: &[usize], scale: f64, offset: f64| {
+            let len: usize = shape.iter().product();
+            let values = (0..len).map(|_| (offset + scale * random.signed()) as f32).collect();
+            tensors.push(TestTensor { name, shape: shape.to_vec(), values });
+        };
+        add("transformer.wte.weight".into(), &[vocab, hidden], 1.0, 0.0);
+        add("transformer.wpe.weight".into(), &[positions, hidden], 0.5, 0.0);
+        add("lm_head.weight".into(), &[vocab, hidden], 0.5, 0.0);
+        add("transformer.ln_f.weight".into(), &[hidden], 0.3, 1.0);
+        add("transformer.ln_f.bias".into(), &[hidden], 0.3, 0.0);
+        for layer in 0..2 {
+            let name = |part: &str| format!("transformer.h.{layer}.{part}");
+            for norm in ["ln_1", "ln_2"] {
+                add(name(&format!("{norm}.weight")), &[hidden], 0.3, 1.0);
+                add(name(&format!("{norm}.bias")), &[hidden], 0.3, 0.0);
+            }
+            for (part, in_features, out_features) in [
+                ("attn.c_attn", hidden, 3 * hidden),
+                ("attn.c_proj", hidden, hidden),
+                ("mlp.c_fc", hidden, intermediate),
+                ("mlp.c_proj", intermediate, hidden),
+            ] {
+                // Sums of about the same size whatever the width.
+                let scale = scale * (hidden as f64 / in_features as f64).sqrt();
+                add(name(&format!("{part}.weight")), &[in_features, out_features], scale, 0.0);
+                add(name(&format!("{part}.bias")), &[out_features], 0.5, 0.0);
+            }
+        }
+        let config = json!({
+            "architectures": ["GPT2LMHeadModel"],
+            "model_type": "gpt2",
+            "n_embd": hidden,
+            "n_inner": intermediate,
+            "vocab_size": vocab,
+            "n_layer": 2,
+            "n_head": num_heads,
+            "n_positions": positions,
+            "layer_norm_epsilon": 1e-5,
+            "tie_word_embeddings": false,
+            "activation_function": "gelu_new",
+        });
+        TestModel { config, tensors }
+    }
+
     pub fn tensor(&self, name: &str) -> &TestTensor {
         self.tensors.iter().find(|t| t.name == name).unwrap_or_else(|| panic!("no tensor {name}"))
     }

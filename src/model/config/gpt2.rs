@@ -21,6 +21,7 @@ pub fn parse(fields: Fields<'_>) -> Result<ModelConfig> {
             "{CONFIG_FILE}: scale_attn_weights = false is not supported"
         )));
     }
+    let activation = fields.optional_string("activation_function")?;
     let hidden_size = fields.count_of(&["n_embd", "hidden_size"], limits::HIDDEN_SIZE)?;
     let num_heads = fields.count_of(&["n_head", "num_attention_heads"], limits::NUM_HEADS)?;
     let head_dim = hidden_size / num_heads;
@@ -55,6 +56,7 @@ pub fn parse(fields: Fields<'_>) -> Result<ModelConfig> {
         tie_word_embeddings: fields.flag("tie_word_embeddings", true)?,
         attention_bias: true,
         rope: None,
+        gelu_in_steps: activation != Some("gelu_pytorch_tanh"),
         declared_dtype: declared_dtype(fields),
     })
 }

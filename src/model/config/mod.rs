@@ -92,6 +92,9 @@ pub struct ModelConfig {
     pub attention_bias: bool,
     /// Rotary embedding; `None` with learned positions (GPT-2).
     pub rope: Option<RopeConfig>,
+    /// Whether Transformers computes GELU step by step, which bf16 and f16 round each time (`gelu_new` of GPT-2), or
+    /// at once (`gelu_pytorch_tanh`).
+    pub gelu_in_steps: bool,
     /// The `dtype` (or `torch_dtype`) entry, when it names one that is known. Informative: the
     /// tensors say themselves what they are.
     pub declared_dtype: Option<DType>,

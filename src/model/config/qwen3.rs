@@ -51,6 +51,7 @@ pub fn parse(fields: Fields<'_>) -> Result<ModelConfig> {
         tie_word_embeddings: fields.flag("tie_word_embeddings", false)?,
         attention_bias: fields.flag("attention_bias", false)?,
         rope: Some(rope),
+        gelu_in_steps: false,
         declared_dtype: declared_dtype(fields),
     })
 }

@@ -20,6 +20,7 @@ use crate::error::{Error, Result};
 use crate::memory::{DType, Tensor};
 use crate::model::kv_cache::{DeviceKvLayer, KvCache};
 use crate::model::qwen3::{Qwen3Layer, Qwen3Weights};
+use crate::model::weights::Weights;
 use crate::model::ModelConfig;
 use crate::ops::stepwise::{
     decode_attention, decode_gemv, embedding_step, has_decode_attention, has_decode_gemv,
@@ -144,7 +145,10 @@ impl CudaModel {
         let mlp_act = rows(&workspace.mlp_act)?;
         let logits = rows(&workspace.logits)?;
         let DeviceRecord { token_ids, token_sources, .. } = record;
-        let (weights, eps) = (&self.weights, config.norm_eps);
+        let Weights::Qwen3(weights) = &self.weights else {
+            return Err(Error::internal("a chain of kernels for another architecture"));
+        };
+        let eps = config.norm_eps;
         let (table, chosen) = (&weights.tokens.embedding, &workspace.steps.chosen);
         let is_fixed = self.is_deterministic;
         cuda.begin_marks()?;
@@ -214,12 +218,13 @@ impl CudaModel {
         let all_heads = num_heads + 2 * config.num_kv_heads;
         let qkv = qkv.view(0, &[num_seqs, all_heads, head_dim], None)?;
         let out = out.view(0, &[num_seqs, num_heads, head_dim], None)?;
+        let rope = self.rope()?;
         let how = QkNormRope {
             q_norm: &layer.q_norm,
             k_norm: &layer.k_norm,
             eps: config.norm_eps,
-            cos: &self.cos,
-            sin: &self.sin,
+            cos: &rope.cos,
+            sin: &rope.sin,
             positions: &record.positions,
         };
         let slots = KvSlots { k: &cache.k, v: &cache.v, slots: &record.slots };

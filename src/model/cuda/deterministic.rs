@@ -8,7 +8,7 @@
 //! * Linear layers on Hopper, where the weights suit the chain of [`super::decode`]: up to 128 rows
 //!   [`skinny_gemm`], more by `gemm` with [`SumOrder::Parts`]; both add up k by wgmma, 16 at a time from the first to
 //!   the last, in as many parts as the shape of the weight says.
-//! * Linear layers elsewhere: [`SumOrder::ByRow`].
+//! * Linear layers elsewhere, and those of GPT-2: [`SumOrder::ByRow`].
 //! * Attention: flash, for decoding too.
 //! * Norms, rotary positions and the choice of tokens go row by row in any case, and
 //!   [`rms_norm_step`](crate::ops::stepwise::rms_norm_step) adds as [`add_rms_norm`](crate::ops::stepwise::add_rms_norm).
@@ -47,7 +47,7 @@ impl CudaModel {
     }
 
     /// In which order `gemm` adds up the products with a weight.
-    fn sum_order(&self, weight: &Tensor, result: LinearResult) -> SumOrder {
+    pub(super) fn sum_order(&self, weight: &Tensor, result: LinearResult) -> SumOrder {
         match (self.is_deterministic, self.decode_kernels.chain) {
             (false, _) => SumOrder::Fastest,
             (true, false) => SumOrder::ByRow,
@@ -114,7 +114,8 @@ impl CudaModel {
     ) -> Result<()> {
         let num_seqs = record.context_lens.num_elements() as usize;
         let (context, cuda) = (&*self.context, self.cuda()?);
-        let pass = Pass { model: self, config, context, cuda, record, wanted };
+        let should_stop = &|| false;
+        let pass = Pass { model: self, config, context, cuda, record, wanted, should_stop };
         let qkv = pass.qkv_view(workspace, num_seqs)?;
         let out = &workspace.attn_out;
         let out = out.view(0, &[num_seqs, out.width() as usize], None)?;

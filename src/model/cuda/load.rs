@@ -1,5 +1,5 @@
-//! Weights into device memory: row-major `[out_features, in_features]` in the model's element type, one arena
-//! for all. First every weight gets its place; then [`super::transfer`] reads the files in their order.
+//! Weights into device memory: row-major in the model's element type, `[out_features, in_features]` or, where they
+//! are stored so, `[in_features, out_features]`; one arena for all. First every weight gets its place; then [`super::transfer`] reads the files in their order.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -14,8 +14,17 @@ use crate::model::checkpoint::Tensor;
 use crate::model::load::Loader;
 use crate::model::weights::{MatrixLayout, MatrixPlan, VectorPlan, WeightReader, WeightsPlan};
 
+/// Matrices lie on the device as in their files.
 fn matrix_geometry(plan: &MatrixPlan, spacing: HeadSpacing) -> Geometry {
-    Geometry::new(plan.out_features, plan.in_features, plan.heads, spacing)
+    match plan.layout {
+        MatrixLayout::Rows => {
+            Geometry::new(plan.out_features, plan.in_features, plan.heads, spacing)
+        }
+        MatrixLayout::Columns => {
+            let heads = plan.heads.transposed();
+            Geometry::new(plan.in_features, plan.out_features, heads, spacing)
+        }
+    }
 }
 
 fn vector_geometry(plan: &VectorPlan, spacing: HeadSpacing) -> Geometry {
@@ -172,15 +181,19 @@ impl WeightReader for DeviceReader<'_, '_> {
     type Vector = DeviceTensor;
 
     fn matrix(&mut self, plan: &MatrixPlan) -> Result<DeviceTensor> {
-        if plan.layout != MatrixLayout::Rows {
-            return Err(Error::unsupported("matrices stored by columns on CUDA"));
-        }
         let geometry = matrix_geometry(plan, self.spacing);
         let tensor = self.tensor(&[geometry.device_rows(), geometry.device_columns()])?;
         let mut first = 0;
         for part in &plan.parts {
-            self.add(&part.tensor, part.out_features, first, &geometry, &tensor)?;
-            first += part.out_features;
+            let rows = match plan.layout {
+                MatrixLayout::Rows => part.out_features,
+                MatrixLayout::Columns if part.out_features == plan.out_features => plan.in_features,
+                MatrixLayout::Columns => {
+                    return Err(Error::internal("a matrix stored by columns in several tensors"));
+                }
+            };
+            self.add(&part.tensor, rows, first, &geometry, &tensor)?;
+            first += rows;
         }
         Ok(tensor)
     }

@@ -7,6 +7,7 @@
 mod decode;
 mod deterministic;
 mod geometry;
+mod gpt2;
 mod graphs;
 mod heads;
 mod load;
@@ -26,9 +27,8 @@ use std::sync::Arc;
 use decode::DecodeKernels;
 
 use super::load::Loader;
-use super::qwen3::Qwen3Weights;
-use super::weights::{Weights, WeightsPlan};
-use super::{LoadOptions, ModelConfig, ModelFolder};
+use super::weights::Weights;
+use super::{LoadOptions, ModelConfig, ModelFolder, RopeConfig};
 use crate::backend::cpu::CpuBackend;
 use crate::backend::cuda::CudaContext;
 use crate::backend::{Arena, ComputeContext, ContextBackend, DeviceTensor, PinnedBuffer};
@@ -46,10 +46,9 @@ const SCRATCH_BYTES: u64 = 80 << 20;
 /// What a model has on a device.
 pub(super) struct CudaModel {
     pub context: Arc<ComputeContext>,
-    weights: Qwen3Weights<DeviceTensor, DeviceTensor>,
-    /// `[max_context_tokens, head_dim / 2]` of the model's element type.
-    cos: DeviceTensor,
-    sin: DeviceTensor,
+    weights: Weights<DeviceTensor, DeviceTensor>,
+    /// Of a model with rotary positions.
+    rope: Option<RopeTables>,
     pub spacing: HeadSpacing,
     dtype: DType,
     decode_kernels: DecodeKernels,
@@ -57,10 +56,16 @@ pub(super) struct CudaModel {
     is_deterministic: bool,
 }
 
+/// Cosines and sines of all positions, `[max_context_tokens, head_dim / 2]` of the model's element type each.
+struct RopeTables {
+    cos: DeviceTensor,
+    sin: DeviceTensor,
+}
+
 /// What a model takes of the memory of a device or of the host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DevicePlan {
-    /// Weights, and on a device the tables of positions.
+    /// Weights, and on a device the tables of rotary positions.
     pub weights_bytes: u64,
     /// Activations of the longest pass and scratch of the operators.
     pub workspace_bytes: u64,
@@ -70,6 +75,9 @@ pub struct DevicePlan {
 
 /// Bytes of the tables of cosines and sines, and of the frequencies they are made from.
 fn rope_bytes(config: &ModelConfig, dtype: DType) -> Result<usize> {
+    if config.rope.is_none() {
+        return Ok(0);
+    }
     let half = config.head_dim / 2;
     let table = Arena::bytes_for(ElementType::Float(dtype), &[config.max_context_tokens, half])?;
     let frequencies = Arena::bytes_for(ElementType::Float(DType::F32), &[half])?;
@@ -77,17 +85,6 @@ fn rope_bytes(config: &ModelConfig, dtype: DType) -> Result<usize> {
         .checked_mul(2)
         .and_then(|bytes| bytes.checked_add(frequencies))
         .ok_or_else(|| Error::out_of_memory("the tables of positions", usize::MAX))
-}
-
-/// The plan's Qwen3 weights; other architectures are refused by name.
-fn check_architecture(config: &ModelConfig, plan: &WeightsPlan) -> Result<()> {
-    match plan {
-        Weights::Qwen3(_) => Ok(()),
-        Weights::Gpt2(_) => Err(Error::unsupported(format!(
-            "{} does not run on CUDA in this version, only on the CPU",
-            config.architecture.name()
-        ))),
-    }
 }
 
 impl DevicePlan {
@@ -103,7 +100,6 @@ impl ModelFolder {
     /// name, what does not run there.
     pub fn device_plan(&self, dtype: DType, num_tokens: usize) -> Result<DevicePlan> {
         let config = self.config();
-        check_architecture(config, self.plan())?;
         let spacing = HeadSpacing::new(config.head_dim)?;
         let weights = load::device_bytes(self.plan(), dtype, spacing)?;
         let workspace = workspace::device_bytes(config, dtype, spacing, num_tokens)?;
@@ -128,7 +124,6 @@ impl CudaModel {
         progress: &mut dyn FnMut(f32) -> bool,
     ) -> Result<(Self, u64)> {
         let (config, plan) = (&folder.config, &folder.plan);
-        check_architecture(config, plan)?;
         let spacing = HeadSpacing::new(config.head_dim)?;
         let totals = plan.totals()?;
         let weights_bytes = load::device_bytes(plan, dtype, spacing)?;
@@ -145,29 +140,36 @@ impl CudaModel {
         let mut reader = load::DeviceReader::new(&mut loader, &context, arena, dtype, spacing)?;
         let weights = plan.read(&mut reader)?;
         reader.finish()?;
-        let Weights::Qwen3(weights) = weights else {
-            return Err(Error::internal("weights of another architecture"));
+        let rope = match &config.rope {
+            Some(rope) => Some(RopeTables::new(&context, config, rope, dtype)?),
+            None => None,
         };
-        let (cos, sin) = rope_tables(&context, config, dtype)?;
         let bytes = weights_bytes.saturating_add(rope_bytes(config, dtype)?) as u64;
         let is_deterministic = options.deterministic;
-        let decode_kernels =
-            DecodeKernels::find(&context, config, &weights, dtype, spacing.is_spaced());
+        let decode_kernels = match &weights {
+            Weights::Qwen3(weights) => {
+                DecodeKernels::find(&context, config, weights, dtype, spacing.is_spaced())
+            }
+            Weights::Gpt2(_) => DecodeKernels::default(),
+        };
         let decode_kernels = match is_deterministic {
             true => decode_kernels.deterministic(),
             false => decode_kernels,
         };
-        let model = CudaModel {
-            context,
-            weights,
-            cos,
-            sin,
-            spacing,
-            dtype,
-            decode_kernels,
-            is_deterministic,
-        };
+        let model =
+            CudaModel { context, weights, rope, spacing, dtype, decode_kernels, is_deterministic };
         Ok((model, bytes))
+    }
+
+    /// The tables of a model with rotary positions.
+    fn rope(&self) -> Result<&RopeTables> {
+        self.rope.as_ref().ok_or_else(|| Error::internal("a model without rotary positions"))
+    }
+
+    /// A tensor of each allocation that holds weights or tables; twice the same where there are no tables.
+    fn allocations(&self) -> [&DeviceTensor; 2] {
+        let weights = &self.weights.tokens().embedding;
+        [weights, self.rope.as_ref().map_or(weights, |rope| &rope.cos)]
     }
 
     /// Element type of weights and activations.
@@ -199,27 +201,27 @@ impl CudaModel {
     }
 }
 
-/// Cosines and sines of all positions.
-fn rope_tables(
-    context: &Arc<ComputeContext>,
-    config: &ModelConfig,
-    dtype: DType,
-) -> Result<(DeviceTensor, DeviceTensor)> {
-    let rope = config.rope.as_ref();
-    let rope = rope.ok_or_else(|| Error::internal("Qwen3 without rotary positions"))?;
-    let inv_freq = rope.inv_freq(config.head_dim)?;
-    let half = config.head_dim / 2;
-    let mut arena = Arena::new(context, rope_bytes(config, dtype)?, "the tables of positions")?;
-    let shape = [config.max_context_tokens, half];
-    let cos = arena.tensor(ElementType::Float(dtype), &shape)?;
-    let sin = arena.tensor(ElementType::Float(dtype), &shape)?;
-    let frequencies = arena.tensor(ElementType::Float(DType::F32), &[half])?;
-    let mut staging = PinnedBuffer::new(context, half * 4, "rope frequencies")?;
-    for (word, f) in staging.bytes()?.chunks_exact_mut(4).zip(&inv_freq) {
-        word.copy_from_slice(&f.to_ne_bytes());
+impl RopeTables {
+    fn new(
+        context: &Arc<ComputeContext>,
+        config: &ModelConfig,
+        rope: &RopeConfig,
+        dtype: DType,
+    ) -> Result<Self> {
+        let inv_freq = rope.inv_freq(config.head_dim)?;
+        let half = config.head_dim / 2;
+        let mut arena = Arena::new(context, rope_bytes(config, dtype)?, "the tables of positions")?;
+        let shape = [config.max_context_tokens, half];
+        let cos = arena.tensor(ElementType::Float(dtype), &shape)?;
+        let sin = arena.tensor(ElementType::Float(dtype), &shape)?;
+        let frequencies = arena.tensor(ElementType::Float(DType::F32), &[half])?;
+        let mut staging = PinnedBuffer::new(context, half * 4, "rope frequencies")?;
+        for (word, f) in staging.bytes()?.chunks_exact_mut(4).zip(&inv_freq) {
+            word.copy_from_slice(&f.to_ne_bytes());
+        }
+        staging.upload(0..half * 4, &frequencies, 0)?;
+        stepwise::rope_tables(context, &frequencies, rope.attention_scaling(), &cos, &sin)?;
+        staging.wait()?;
+        Ok(RopeTables { cos, sin })
     }
-    staging.upload(0..half * 4, &frequencies, 0)?;
-    stepwise::rope_tables(context, &frequencies, rope.attention_scaling(), &cos, &sin)?;
-    staging.wait()?;
-    Ok((cos, sin))
 }

@@ -10,7 +10,8 @@ use crate::error::{try_with_capacity, Error, ErrorKind, Result};
 use crate::memory::{DType, Tensor};
 use crate::model::batch::ForwardBatch;
 use crate::model::kv_cache::{DeviceKvLayer, KvCache};
-use crate::model::qwen3::Qwen3Layer;
+use crate::model::qwen3::{Qwen3Layer, Qwen3Weights};
+use crate::model::weights::Weights;
 use crate::model::ModelConfig;
 use crate::ops::stepwise::{
     add_rms_norm, embedding_step, qk_norm_rope_append, KvSlots, QkNormRope,
@@ -28,6 +29,7 @@ pub(super) struct Pass<'a> {
     pub cuda: &'a CudaContext,
     pub record: &'a DeviceRecord,
     pub wanted: &'a Wanted,
+    pub should_stop: &'a dyn Fn() -> bool,
 }
 
 /// What a pass is to compute, besides what its record says.
@@ -84,21 +86,21 @@ fn backend(is_deterministic: bool) -> AttentionBackend {
 }
 
 /// The activations cut to the rows of a pass.
-struct Activations {
+pub(super) struct Activations {
     /// `[num_rows, hidden_size]` each.
-    hidden: DeviceTensor,
-    normed: DeviceTensor,
-    projected: DeviceTensor,
-    /// `[num_rows, 2 * intermediate_size]`
-    gate_up: DeviceTensor,
-    /// `[num_rows, intermediate_size]`
+    pub hidden: DeviceTensor,
+    pub normed: DeviceTensor,
+    pub projected: DeviceTensor,
+    /// `[num_rows, mlp_up_size]`
+    pub gate_up: DeviceTensor,
+    /// `[num_rows, mlp_act_size]`
     mlp_act: DeviceTensor,
     /// `[num_rows, num_heads * head_stride]`
-    attn_out: DeviceTensor,
+    pub attn_out: DeviceTensor,
 }
 
 impl Activations {
-    fn new(workspace: &DeviceWorkspace, num_rows: usize) -> Result<Self> {
+    pub fn new(workspace: &DeviceWorkspace, num_rows: usize) -> Result<Self> {
         let cut = |tensor: &DeviceTensor| rows_of(tensor, num_rows);
         Ok(Activations {
             hidden: cut(&workspace.hidden)?,
@@ -125,7 +127,20 @@ pub(super) fn linear(
     bias: Option<&DeviceTensor>,
     out: &DeviceTensor,
 ) -> Result<()> {
-    let mut options = GemmOptions { transpose_b: true, order, ..GemmOptions::default() };
+    biased_product(context, order, x, weight, true, bias, out)
+}
+
+/// The same with a weight that is stored transposed if `transpose` says so, else [in_features, out_features].
+pub(super) fn biased_product(
+    context: &ComputeContext,
+    order: SumOrder,
+    x: &Tensor,
+    weight: &DeviceTensor,
+    transpose: bool,
+    bias: Option<&DeviceTensor>,
+    out: &DeviceTensor,
+) -> Result<()> {
+    let mut options = GemmOptions { transpose_b: transpose, order, ..GemmOptions::default() };
     if let Some(bias) = bias {
         // The same row for all: the product is added to it in f32 and rounded once.
         let (rows, width) = (out.shape().first().map_or(0, |&n| n as usize), out.width() as usize);
@@ -173,56 +188,18 @@ impl CudaModel {
         workspace: &DeviceWorkspace,
         should_stop: &dyn Fn() -> bool,
     ) -> Result<Option<DeviceTensor>> {
-        let context = &*self.context;
-        let num_tokens = record.token_ids.num_elements() as usize;
-        let num_rows = record.logits_rows.num_elements() as usize;
-        let pass = Pass { model: self, config, context, cuda: self.cuda()?, record, wanted };
-
-        let mut act = Activations::new(workspace, num_tokens)?;
-        let qkv = pass.qkv_view(workspace, num_tokens)?;
-        let DeviceRecord { token_ids, token_sources, .. } = record;
-        let chosen = &workspace.steps.chosen;
-        let table = &self.weights.tokens.embedding;
-        pass.cuda.begin_marks()?;
-        embedding_step(context, table, token_ids, token_sources, chosen, &act.hidden)?;
-        pass.cuda.mark("embedding", 0, 0.0)?;
-        // What the layer before has not yet added to the residual stream.
-        let mut pending = None;
-        for (index, layer) in self.weights.layers.iter().enumerate() {
-            if should_stop() {
-                return Err(Error::new(ErrorKind::Cancelled, "the forward pass was cancelled"));
-            }
-            let is_last = index + 1 == config.num_layers;
-            let cache = kv.device_layer(index)?;
-            pass.project_heads(layer, pending.as_ref(), &act, &qkv)?;
-            if wanted.is_decode && self.decode_kernels.attention {
-                let out = &act.attn_out;
-                self.attend_new_tokens(config, layer, cache, record, workspace, &qkv, out)?;
-                pass.cuda.mark("attention", 0, 0.0)?;
-            } else {
-                pass.attend(layer, cache, &qkv, &act.attn_out)?;
-            }
-            if is_last && num_rows == 0 {
-                return Ok(None);
-            }
-            if is_last && !wanted.all_rows {
-                act = pass.keep_wanted_rows(workspace, &act, num_rows)?;
-            }
-            pass.mlp(layer, &act)?;
-            pending = Some(act.projected.clone());
+        let (context, cuda) = (&*self.context, self.cuda()?);
+        let pass = Pass { model: self, config, context, cuda, record, wanted, should_stop };
+        match &self.weights {
+            Weights::Qwen3(weights) => pass.qwen3(weights, kv, workspace),
+            Weights::Gpt2(weights) => pass.gpt2(weights, kv, workspace),
         }
-        let normed = &act.normed;
-        let final_norm = &self.weights.final_norm;
-        let pending = pending.as_deref();
-        add_rms_norm(context, pending, &act.hidden, final_norm, config.norm_eps, normed)?;
-        pass.cuda.mark("norm", 0, 0.0)?;
-        Ok(Some(normed.clone()))
     }
 
     /// Queues the product with the output matrix: normed [num_rows, hidden_size], logits
     /// [num_rows, vocab_size] of the model's element type.
     pub(super) fn project(&self, normed: &DeviceTensor, logits: &DeviceTensor) -> Result<()> {
-        self.linear(normed, self.weights.tokens.output(), None, logits)
+        self.linear(normed, self.weights.tokens().output(), None, logits)
     }
 
     /// The logits of all rows of `normed`, a few rows at a time.
@@ -291,6 +268,69 @@ fn attention_parts(
 }
 
 impl Pass<'_> {
+    /// See [`CudaModel::hidden_states`].
+    fn qwen3(
+        &self,
+        weights: &Qwen3Weights<DeviceTensor, DeviceTensor>,
+        kv: &KvCache,
+        workspace: &DeviceWorkspace,
+    ) -> Result<Option<DeviceTensor>> {
+        let Pass { model, config, context, record, wanted, .. } = *self;
+        let num_tokens = record.token_ids.num_elements() as usize;
+        let mut act = Activations::new(workspace, num_tokens)?;
+        let qkv = self.qkv_view(workspace, num_tokens)?;
+        self.embed(&weights.tokens.embedding, workspace, &act)?;
+        // What the layer before has not yet added to the residual stream.
+        let mut pending = None;
+        for (index, layer) in weights.layers.iter().enumerate() {
+            self.check_stop()?;
+            let cache = kv.device_layer(index)?;
+            self.project_heads(layer, pending.as_ref(), &act, &qkv)?;
+            if wanted.is_decode && model.decode_kernels.attention {
+                let out = &act.attn_out;
+                model.attend_new_tokens(config, layer, cache, record, workspace, &qkv, out)?;
+                self.cuda.mark("attention", 0, 0.0)?;
+            } else {
+                self.attend(layer, cache, &qkv, &act.attn_out)?;
+            }
+            if index + 1 == config.num_layers {
+                match self.wanted_rows(workspace, act)? {
+                    Some(rows) => act = rows,
+                    None => return Ok(None),
+                }
+            }
+            self.mlp(layer, &act)?;
+            pending = Some(act.projected.clone());
+        }
+        let (normed, final_norm) = (&act.normed, &weights.final_norm);
+        let pending = pending.as_deref();
+        add_rms_norm(context, pending, &act.hidden, final_norm, config.norm_eps, normed)?;
+        self.cuda.mark("norm", 0, 0.0)?;
+        Ok(Some(normed.clone()))
+    }
+
+    /// Ends the pass if the caller wants so; called in front of each layer.
+    pub fn check_stop(&self) -> Result<()> {
+        match (self.should_stop)() {
+            true => Err(Error::new(ErrorKind::Cancelled, "the forward pass was cancelled")),
+            false => Ok(()),
+        }
+    }
+
+    /// The rows of the tokens in `table` [vocab_size, hidden_size], into `act.hidden`.
+    pub fn embed(
+        &self,
+        table: &DeviceTensor,
+        workspace: &DeviceWorkspace,
+        act: &Activations,
+    ) -> Result<()> {
+        let DeviceRecord { token_ids, token_sources, .. } = self.record;
+        let chosen = &workspace.steps.chosen;
+        self.cuda.begin_marks()?;
+        embedding_step(self.context, table, token_ids, token_sources, chosen, &act.hidden)?;
+        self.cuda.mark("embedding", 0, 0.0)
+    }
+
     /// `[num_tokens, num_heads + 2 * num_kv_heads, head_stride]`
     pub(super) fn qkv_view(
         &self,
@@ -334,25 +374,35 @@ impl Pass<'_> {
         qkv: &DeviceTensor,
         out: &DeviceTensor,
     ) -> Result<()> {
-        let (context, eps) = (self.context, self.config.norm_eps);
-        let (num_heads, stride) = (self.config.num_heads, self.model.spacing.stride);
-        let num_tokens = qkv.shape().first().map_or(0, |&n| n as usize);
-        let row_len = qkv.num_elements() as usize / num_tokens.max(1);
+        let rope = self.model.rope()?;
         let how = QkNormRope {
             q_norm: &layer.q_norm,
             k_norm: &layer.k_norm,
-            eps,
-            cos: &self.model.cos,
-            sin: &self.model.sin,
+            eps: self.config.norm_eps,
+            cos: &rope.cos,
+            sin: &rope.sin,
             positions: &self.record.positions,
         };
         let slots = KvSlots { k: &kv.k, v: &kv.v, slots: &self.record.slots };
-        qk_norm_rope_append(context, qkv, &how, &slots)?;
+        qk_norm_rope_append(self.context, qkv, &how, &slots)?;
         self.cuda.mark("qk_norm_rope_append", 0, 0.0)?;
+        self.attend_cached(kv, qkv, out)
+    }
+
+    /// `attn_out = attention(q, cache)`, of every sequence up to its new tokens.
+    pub fn attend_cached(
+        &self,
+        kv: &DeviceKvLayer,
+        qkv: &DeviceTensor,
+        out: &DeviceTensor,
+    ) -> Result<()> {
+        let (num_heads, stride) = (self.config.num_heads, self.model.spacing.stride);
+        let num_tokens = qkv.shape().first().map_or(0, |&n| n as usize);
+        let row_len = qkv.num_elements() as usize / num_tokens.max(1);
         let q = qkv.view(0, &[num_tokens, num_heads, stride], Some(&[row_len, stride, 1]))?;
         let out = out.view(0, &[num_tokens, num_heads, stride], None)?;
         for part in &self.wanted.attention {
-            attention(context, part, &q, &kv.k, &kv.v, &out)?;
+            attention(self.context, part, &q, &kv.k, &kv.v, &out)?;
         }
         self.cuda.mark("attention", 0, 0.0)
     }
@@ -378,14 +428,20 @@ impl Pass<'_> {
         mark("down_proj", &layer.down_proj)
     }
 
-    /// Behind the last attention nothing but the rows whose logits are wanted matters: gathers them. In a
-    /// prefill that spares most of the last layer.
-    fn keep_wanted_rows(
+    /// Behind the last attention nothing but the rows whose logits are wanted matters: gathers them; `None` if
+    /// there are none. In a prefill that spares most of the last layer.
+    pub fn wanted_rows(
         &self,
         workspace: &DeviceWorkspace,
-        act: &Activations,
-        num_rows: usize,
-    ) -> Result<Activations> {
+        act: Activations,
+    ) -> Result<Option<Activations>> {
+        let num_rows = self.record.logits_rows.num_elements() as usize;
+        if num_rows == 0 {
+            return Ok(None);
+        }
+        if self.wanted.all_rows {
+            return Ok(Some(act));
+        }
         // Rows may be wanted more than once.
         if !workspace.fits(num_rows) {
             return Err(Error::unsupported(format!("the logits of {num_rows} rows at a time")));
@@ -396,6 +452,6 @@ impl Pass<'_> {
         let attn_out = workspace.qkv.view(0, &[num_rows, act.attn_out.width() as usize], None)?;
         embedding(self.context, &act.hidden, rows, &hidden)?;
         embedding(self.context, &act.attn_out, rows, &attn_out)?;
-        Ok(Activations { hidden, attn_out, ..Activations::new(workspace, num_rows)? })
+        Ok(Some(Activations { hidden, attn_out, ..Activations::new(workspace, num_rows)? }))
     }
 }

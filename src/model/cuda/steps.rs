@@ -264,14 +264,16 @@ impl CudaModel {
             let normed = self.hidden_states(config, &record, &how, kv, workspace, &|| false)?;
             normed.map_or(Ok(()), |normed| self.choose(config, &record, &normed, workspace))
         };
-        // Each stands for the allocation that it is a part of. (One may be there twice: this is run for every token,
-        // and a list of its own would be allocated each time.)
+        // Each stands for the allocation that it is a part of. (One may be there several times: this is run for every
+        // token, and a list of its own would be allocated each time.)
+        let cache = &kv.device_layer(0)?.k;
         let scratch = workspace.decode_scratch.as_ref().map(DecodeScratch::memory);
+        let [weights, tables] = self.allocations();
         let tensors = [
-            scratch.unwrap_or(&self.cos),
-            &self.weights.final_norm,
-            &self.cos,
-            &kv.device_layer(0)?.k,
+            weights,
+            tables,
+            scratch.unwrap_or(weights),
+            cache,
             &workspace.hidden,
             &workspace.steps.chosen,
             &record.slots,
@@ -302,7 +304,7 @@ impl CudaModel {
         let logits = workspace.logits.view(0, &[num_rows, config.vocab_size], None)?;
         self.project(normed, &logits)?;
         let cuda = self.cuda()?;
-        mark_linear(cuda, "output", self.weights.tokens.output(), num_rows)?;
+        mark_linear(cuda, "output", self.weights.tokens().output(), num_rows)?;
         sample(&self.context, &logits, &workspace.steps.buffers(record))?;
         cuda.mark("sample", 0, 0.0)
     }

@@ -8,7 +8,7 @@ use super::steps::DeviceSteps;
 use crate::backend::{Arena, ComputeContext, DeviceTensor, PinnedBuffer};
 use crate::error::{Error, Result};
 use crate::memory::{DType, ElementType};
-use crate::model::ModelConfig;
+use crate::model::{Architecture, ModelConfig};
 use crate::ops::stepwise::DecodeScratch;
 
 /// The most rows of logits of a step.
@@ -32,9 +32,9 @@ pub(in crate::model) struct DeviceWorkspace {
     pub qkv: DeviceTensor,
     /// `[num_tokens, num_heads, head_stride]`, what the heads see.
     pub attn_out: DeviceTensor,
-    /// `[num_tokens, 2 * intermediate_size]`
+    /// `[num_tokens, mlp_up_size]`: gate and up in Qwen3.
     pub gate_up: DeviceTensor,
-    /// `[num_tokens, intermediate_size]`
+    /// `[num_tokens, mlp_act_size]`: nothing in GPT-2, whose activation works in place.
     pub mlp_act: DeviceTensor,
     /// `[min(num_tokens, MAX_STEP_ROWS), vocab_size]`
     pub logits: DeviceTensor,
@@ -53,7 +53,7 @@ fn shapes(
     spacing: HeadSpacing,
     num_tokens: usize,
 ) -> [(usize, usize, bool); 10] {
-    let (hidden, width) = (config.hidden_size, config.intermediate_size);
+    let hidden = config.hidden_size;
     let (heads, kv_heads) = (config.num_heads, config.num_kv_heads);
     let (step_rows, copied_rows) = (num_tokens.min(MAX_STEP_ROWS), num_tokens.min(COPIED_ROWS));
     [
@@ -63,8 +63,8 @@ fn shapes(
         (num_tokens, hidden, false),
         (num_tokens, (heads + 2 * kv_heads) * spacing.stride, false),
         (num_tokens, heads * spacing.stride, false),
-        (num_tokens, 2 * width, false),
-        (num_tokens, width, false),
+        (num_tokens, config.mlp_up_size(), false),
+        (num_tokens, config.mlp_act_size(), false),
         (step_rows, config.vocab_size, false),
         (copied_rows, config.vocab_size, true),
     ]
@@ -76,7 +76,8 @@ fn element_of(dtype: DType, is_f32: bool) -> ElementType {
 
 /// Bytes of partial results of attention in decoding, where there may be kernels for it.
 fn decode_scratch_bytes(config: &ModelConfig, dtype: DType, num_tokens: usize) -> Result<usize> {
-    match dtype != DType::F32 && matches!(config.head_dim, 64 | 128) {
+    let is_qwen3 = config.architecture == Architecture::Qwen3;
+    match is_qwen3 && dtype != DType::F32 && matches!(config.head_dim, 64 | 128) {
         true => {
             let num_seqs = num_tokens.min(MAX_STEP_ROWS);
             DecodeScratch::device_bytes(num_seqs, config.num_heads, config.head_dim)
