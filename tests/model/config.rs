@@ -69,6 +69,13 @@ fn the_fields_of_gpt2_are_taken_under_both_names() {
     assert_eq!((config.hidden_size, config.intermediate_size, config.head_dim), (96, 384, 24));
     assert_eq!((config.num_layers, config.num_heads, config.num_kv_heads), (3, 4, 4));
     assert_eq!((config.max_context_tokens, config.rope.is_none()), (512, true));
+    for (name, in_steps) in
+        [("gelu_new", true), ("gelu_python_tanh", true), ("gelu_pytorch_tanh", false)]
+    {
+        let config = parse(&with(gpt2(), "activation_function", json!(name))).expect("valid");
+        assert_eq!(config.gelu_in_steps, in_steps, "{name}");
+    }
+    assert!(parse(&without(gpt2(), "activation_function")).expect("valid").gelu_in_steps);
     let mut other = gpt2();
     for (old, new) in [
         ("n_embd", "hidden_size"),
