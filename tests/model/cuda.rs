@@ -371,7 +371,7 @@ fn the_plan_of_gpt2_on_a_device_is_its_tensors() {
         let plan = folder.device_plan(dtype, 64).expect("a plan");
         // 2 layers of 3 heads of 10 elements, 64 apart; keys and values.
         assert_eq!(plan.kv_bytes_per_token, 2 * 3 * 64 * 2 * size);
-        let (hidden, wide, spaced, vocab, positions) = (30, 50, 3 * 64, 70, 256);
+        let (hidden, wide, spaced, vocab, positions) = (30, 50, 3 * 64, 70, 512);
         let of_a_layer = [
             [hidden * 3 * spaced, 3 * spaced, spaced * hidden, hidden],
             [hidden * wide, wide, wide * hidden, hidden],

@@ -228,7 +228,7 @@ impl TestModel {
     /// A GPT-2 of two layers, 3 heads of dimension 10, hidden size 30, with an output matrix of its own: rows that
     /// are no whole vectors.
     pub fn gpt2(seed: u64) -> Self {
-        Self::gpt2_with_sizes(seed, 3, (30, 50, 70), 256)
+        Self::gpt2_with_sizes(seed, 3, (30, 50, 70), 512)
     }
 
     /// The same with hidden size 128 and heads of 64, for long contexts.

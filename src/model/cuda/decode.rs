@@ -10,7 +10,7 @@
 //! hidden += W_down act
 //! ```
 
-use super::qwen3::Wanted;
+use super::pass::Wanted;
 use super::record::DeviceRecord;
 use super::workspace::DeviceWorkspace;
 use super::CudaModel;

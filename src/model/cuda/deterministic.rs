@@ -13,7 +13,7 @@
 //! * Norms, rotary positions and the choice of tokens go row by row in any case, and
 //!   [`rms_norm_step`](crate::ops::stepwise::rms_norm_step) adds as [`add_rms_norm`](crate::ops::stepwise::add_rms_norm).
 
-use super::qwen3::{linear, Pass, Wanted};
+use super::pass::{linear, Pass, Wanted};
 use super::record::DeviceRecord;
 use super::workspace::DeviceWorkspace;
 use super::CudaModel;

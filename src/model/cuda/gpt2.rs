@@ -2,7 +2,7 @@
 //! stored, `[in_features, out_features]`.
 
 use super::decode::mark_linear;
-use super::qwen3::{biased_product, Activations, Pass};
+use super::pass::{biased_product, Activations, Pass};
 use super::workspace::DeviceWorkspace;
 use crate::backend::DeviceTensor;
 use crate::error::Result;

@@ -11,6 +11,7 @@ mod gpt2;
 mod graphs;
 mod heads;
 mod load;
+mod pass;
 mod qwen3;
 mod record;
 mod step_clock;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::decode::{mark_linear, MOST_CHAIN_ROWS};
 use super::graphs::{row_bucket, table_bucket, GraphKey, StepGraphs};
-use super::qwen3::Wanted;
+use super::pass::Wanted;
 use super::record::{DeviceRecord, RecordExtras, RecordMemory, RecordShape};
 use super::step_clock::StepClock;
 use super::workspace::{copy_floats, DeviceWorkspace, COPIED_ROWS, MAX_STEP_ROWS};
