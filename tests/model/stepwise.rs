@@ -22,9 +22,8 @@ fn download(context: &Arc<ComputeContext>, tensor: &DeviceTensor) -> Vec<u8> {
     host.bytes().expect("bytes").to_vec()
 }
 
-/// A result on the host of every number of a type, as f64.
+/// `x` as a device stores it that computes in f32.
 fn round(dtype: DType, x: f64) -> f64 {
-    // The device computes in f32 and rounds that.
     let x = x as f32;
     f64::from(match dtype {
         DType::F32 => x,

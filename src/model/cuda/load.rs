@@ -1,5 +1,6 @@
 //! Weights into device memory: row-major in the model's element type, `[out_features, in_features]` or, where they
-//! are stored so, `[in_features, out_features]`; one arena for all. First every weight gets its place; then [`super::transfer`] reads the files in their order.
+//! are stored so, `[in_features, out_features]`; one arena for all. First every weight gets its place; then
+//! [`super::transfer`] reads the files in their order.
 
 use std::ops::Range;
 use std::sync::Arc;
