@@ -26,7 +26,7 @@ pub enum ContextBackend {
         allocator: Arc<CachingAllocator>,
     },
     /// Queues work on a stream.
-    Cuda(CudaContext),
+    Cuda(Box<CudaContext>),
 }
 
 /// Host memory of a CPU context.
@@ -63,14 +63,14 @@ impl ComputeContext {
     /// A context on a CUDA device, using at most `memory_budget` bytes of its memory.
     pub fn cuda(index: i32, stream: StreamChoice, memory_budget: usize) -> Result<Self> {
         let context = CudaContext::new(index, stream, memory_budget)?;
-        Ok(ComputeContext { backend: ContextBackend::Cuda(context), is_private: false })
+        Ok(ComputeContext { backend: ContextBackend::Cuda(Box::new(context)), is_private: false })
     }
 
     /// The same with a stream of its own and for tensors of the library's own only, which operators then do
     /// not look up in the driver.
     pub fn cuda_private(index: i32, memory_budget: usize) -> Result<Self> {
         let context = CudaContext::new(index, StreamChoice::Own, memory_budget)?;
-        Ok(ComputeContext { backend: ContextBackend::Cuda(context), is_private: true })
+        Ok(ComputeContext { backend: ContextBackend::Cuda(Box::new(context)), is_private: true })
     }
 
     /// The device half.

@@ -1,5 +1,7 @@
 //! Models on a GPU through the C functions.
 
+use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+
 use serde_json::Value;
 use xserv::ffi::xserv_device_kind::{XSERV_DEVICE_AUTO, XSERV_DEVICE_CUDA};
 use xserv::ffi::xserv_dtype::*;
@@ -15,6 +17,19 @@ pub fn has_cuda() -> bool {
         println!("skipped: no CUDA device ({why})");
     }
     found.is_ok()
+}
+
+/// Who may use the GPU: many tests at once, or one that looks at all of its memory.
+static DEVICE: RwLock<()> = RwLock::new(());
+
+/// A GPU that is shared with other tests until the result is dropped, if there is one.
+pub fn shared_cuda() -> Option<RwLockReadGuard<'static, ()>> {
+    has_cuda().then(|| DEVICE.read().unwrap_or_else(PoisonError::into_inner))
+}
+
+/// A GPU that no other test of this process uses until the result is dropped, if there is one.
+pub fn whole_cuda() -> Option<RwLockWriteGuard<'static, ()>> {
+    has_cuda().then(|| DEVICE.write().unwrap_or_else(PoisonError::into_inner))
 }
 
 pub fn on_cuda(dtype: xserv_dtype) -> xserv_load_options {
@@ -39,7 +54,7 @@ fn greedy_cases(refs: &std::path::Path) -> Vec<(Vec<u32>, Vec<u32>)> {
 
 #[test]
 fn greedy_tokens_on_cuda_are_the_reference_and_do_not_depend_on_neighbours() {
-    let Some(golden) = shared_golden().filter(|_| has_cuda()) else { return };
+    let (Some(golden), Some(_device)) = (shared_golden(), shared_cuda()) else { return };
     for (name, refs) in [
         ("qwen3-tiny-tied", "qwen3-tiny-tied"),
         ("qwen3-tiny-untied", "qwen3-tiny-untied"),
@@ -72,7 +87,7 @@ fn greedy_tokens_on_cuda_are_the_reference_and_do_not_depend_on_neighbours() {
 
 #[test]
 fn the_best_device_is_the_gpu_where_the_model_runs() {
-    let Some(golden) = shared_golden().filter(|_| has_cuda()) else { return };
+    let (Some(golden), Some(_device)) = (shared_golden(), shared_cuda()) else { return };
     let auto = xserv_load_options { device: XSERV_DEVICE_AUTO as u32, ..load_options() };
     for name in ["qwen3-tiny-tied", "gpt2-tiny"] {
         let model = Model::load(&golden.join("models").join(name), &auto).unwrap();
@@ -84,7 +99,7 @@ fn the_best_device_is_the_gpu_where_the_model_runs() {
 /// Draws that a seed decides, prompts as long as the context and longer, cancelling: as on the CPU.
 #[test]
 fn gpt2_on_cuda_serves_what_it_serves_on_the_cpu() {
-    let Some(golden) = shared_golden().filter(|_| has_cuda()) else { return };
+    let (Some(golden), Some(_device)) = (shared_golden(), shared_cuda()) else { return };
     let path = golden.join("models/gpt2-tiny");
     for dtype in [XSERV_DTYPE_F32, XSERV_DTYPE_F16, XSERV_DTYPE_BF16] {
         let on_cpu = xserv_load_options { dtype: dtype as u32, ..load_options() };
@@ -136,7 +151,7 @@ fn gpt2_on_cuda_serves_what_it_serves_on_the_cpu() {
 
 #[test]
 fn a_budget_of_device_memory_is_kept_or_refused() {
-    let Some(golden) = shared_golden().filter(|_| has_cuda()) else { return };
+    let (Some(golden), Some(_device)) = (shared_golden(), shared_cuda()) else { return };
     let path = golden.join("models/qwen3-tiny-tied");
     let base = on_cuda(XSERV_DTYPE_AUTO);
     let failure = Model::load(&path, &xserv_load_options { max_memory_bytes: 100_000, ..base });
@@ -153,7 +168,7 @@ fn a_budget_of_device_memory_is_kept_or_refused() {
 
 #[test]
 fn loading_and_freeing_on_cuda_again_and_again() {
-    let Some(golden) = shared_golden().filter(|_| has_cuda()) else { return };
+    let (Some(golden), Some(_device)) = (shared_golden(), shared_cuda()) else { return };
     let path = golden.join("models/qwen3-tiny-untied");
     let prompt = [3, 1, 4, 1, 5, 9];
     let mut expected: Option<Vec<u32>> = None;

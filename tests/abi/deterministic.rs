@@ -5,7 +5,7 @@ use xserv::ffi::xserv_dtype::*;
 use xserv::ffi::*;
 
 use crate::client::*;
-use crate::cuda::{has_cuda, on_cuda};
+use crate::cuda::{on_cuda, shared_cuda};
 use crate::files::{Random, Store, TestModel};
 
 fn request_of(prompt: &[u32], index: usize) -> xserv_request {
@@ -77,9 +77,7 @@ fn test_model(head_dim: usize) -> crate::files::TempDir {
 
 #[test]
 fn requests_on_cuda_do_not_depend_on_others() {
-    if !has_cuda() {
-        return;
-    }
+    let Some(_device) = shared_cuda() else { return };
     for (head_dim, dtype) in
         [(128, XSERV_DTYPE_BF16), (128, XSERV_DTYPE_F32), (64, XSERV_DTYPE_F16)]
     {

@@ -8,7 +8,7 @@ use xserv::ffi::xserv_dtype::{XSERV_DTYPE_AUTO, XSERV_DTYPE_BF16, XSERV_DTYPE_F3
 use xserv::ffi::*;
 
 use crate::client::*;
-use crate::cuda::{has_cuda, on_cuda};
+use crate::cuda::{on_cuda, shared_cuda};
 
 fn json(path: &Path) -> Value {
     let text = std::fs::read_to_string(path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
@@ -77,7 +77,8 @@ fn std_of(values: &[f32]) -> f64 {
 /// Every model with these weights on the CPU, and on the GPU of this machine: (model, on a GPU, reference folder,
 /// what to call it).
 fn on_all_devices(dtype: xserv_dtype) -> impl Iterator<Item = (Model, bool, PathBuf, String)> {
-    let devices = if has_cuda() { vec![false, true] } else { vec![false] };
+    let device = shared_cuda();
+    let devices = if device.is_some() { vec![false, true] } else { vec![false] };
     let on = move |is_cuda: bool| {
         models().into_iter().map(move |(dir, refs)| {
             let device = if is_cuda { "on CUDA" } else { "on the CPU" };

@@ -10,7 +10,7 @@ use xserv::ffi::xserv_status::*;
 use xserv::ffi::*;
 
 use crate::client::*;
-use crate::cuda::{has_cuda, on_cuda};
+use crate::cuda::{has_cuda, on_cuda, whole_cuda};
 
 /// Cycles before the first look: pools of the C library, kernels that are loaded once, lazily made statics.
 const WARM_UP: usize = 10;
@@ -82,7 +82,7 @@ fn child_cpu() {
 
 #[test]
 fn a_hundred_loads_on_cuda_leave_no_memory_behind() {
-    if has_cuda() {
+    if let Some(_device) = whole_cuda() {
         in_a_child("memory::child_cuda");
     }
 }
@@ -107,9 +107,7 @@ fn child_cuda() {
 /// Loads that fail at each stage leave nothing, and the next one works.
 #[test]
 fn loads_on_cuda_that_run_out_of_memory_can_be_repeated() {
-    if !has_cuda() {
-        return;
-    }
+    let Some(_device) = whole_cuda() else { return };
     let base = on_cuda(xserv_dtype::XSERV_DTYPE_AUTO);
     let found = crate::plan::plan(&tiny(), &base).unwrap();
     // No room for the weights, for one block of the KV cache, for the cache that is asked for.
@@ -173,7 +171,7 @@ fn child_full_device() {
 
 #[test]
 fn a_full_device_ends_a_request_and_not_the_model() {
-    if has_cuda() {
+    if let Some(_device) = whole_cuda() {
         in_a_child("memory::child_full_device");
     }
 }

@@ -14,7 +14,7 @@ use xserv::ffi::*;
 
 use crate::batching::{idle, stats, tokens, Submission};
 use crate::client::*;
-use crate::cuda::{has_cuda, on_cuda};
+use crate::cuda::{on_cuda, shared_cuda};
 
 /// Threads that make requests.
 const CALLERS: u64 = 12;
@@ -240,7 +240,7 @@ fn cpu() {
 #[test]
 #[ignore = "takes XSERV_SOAK_MINUTES, 10 where that is not set"]
 fn cuda() {
-    if has_cuda() {
+    if let Some(_device) = shared_cuda() {
         let free = || {
             xserv::backend::cuda::CudaDevice::get(0).unwrap().free_memory_bytes().unwrap() as u64
         };
