@@ -145,6 +145,10 @@ impl Engine {
         progress: &mut dyn FnMut(f32) -> bool,
     ) -> Result<Engine> {
         let begin = Instant::now();
+        let tell = |done: &str| {
+            let seconds = begin.elapsed().as_secs_f64();
+            log.log(LogLevel::Debug, || format!("{done} after {seconds:.3} s"));
+        };
         check_room(SMALL_ALLOCATIONS_BYTES, "loading a model")?;
         let opened = Model::open(path)?;
         for warning in opened.warnings() {
@@ -182,13 +186,16 @@ impl Engine {
         let limits = planned.limits;
         let progress = &mut |fraction: f32| !reader.has_failed() && progress(fraction);
         let model = if planned.on_device {
+            tell("headers read");
             let context = device_context(options)?;
+            tell("device started");
             opened.load_on_device(context, &backend, &load_options, progress)
         } else {
             // Refused before the weights are read, if need be.
             workspace.reserve(&config, limits.max_step_tokens(), limits.max_sequences)?;
             opened.load(backend.clone(), &load_options, progress)
         };
+        tell("weights read");
         let tokenizer = match reader.finish() {
             Ok(tokenizer) => Ok(Arc::new(tokenizer)),
             Err(error) if error.kind() == ErrorKind::NotFound => {
@@ -198,6 +205,7 @@ impl Engine {
             Err(error) => return Err(error),
         };
         let model = model?;
+        tell("tokenizer read");
         if let (true, Ok(tokenizer)) = (generation_config.eos_token_ids.is_empty(), &tokenizer) {
             // Neither config names an end token: the tokenizer's own.
             generation_config.eos_token_ids.extend(tokenizer.eos_token_id());
@@ -219,8 +227,10 @@ impl Engine {
         if planned.on_device {
             model.reserve(&mut workspace, limits.max_step_tokens(), limits.max_sequences)?;
         }
+        tell("work space made");
         let num_blocks = kv_cache_tokens.div_ceil(BLOCK_SIZE as u64) as usize;
         let kv = model.kv_cache(num_blocks)?;
+        tell("KV cache made");
         // Slots are numbered in 32 bits.
         if u32::try_from(num_blocks.saturating_mul(BLOCK_SIZE)).is_err() {
             return Err(Error::invalid_argument("the KV cache has more than 2^32 tokens"));

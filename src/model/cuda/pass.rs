@@ -6,7 +6,7 @@ use super::workspace::DeviceWorkspace;
 use super::CudaModel;
 use crate::backend::cuda::CudaContext;
 use crate::backend::{ComputeContext, DeviceTensor};
-use crate::error::{try_with_capacity, Error, ErrorKind, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::memory::{DType, Tensor};
 use crate::model::batch::ForwardBatch;
 use crate::model::kv_cache::{DeviceKvLayer, KvCache};
@@ -32,7 +32,7 @@ pub(super) struct Pass<'a> {
 /// What a pass is to compute, besides what its record says.
 pub(super) struct Wanted {
     /// How every layer attends: the sequences with one token, and the others.
-    attention: Vec<AttentionOptions>,
+    attention: [Option<AttentionOptions>; 2],
     /// Behind the last attention all rows are wanted, in their order.
     all_rows: bool,
     /// Every sequence has one token, or is a row that fills up.
@@ -58,8 +58,7 @@ impl Wanted {
         record: &DeviceRecord,
         is_deterministic: bool,
     ) -> Result<Self> {
-        let mut attention = try_with_capacity(1, "the parts of a batch")?;
-        attention.push(AttentionOptions {
+        let attention = AttentionOptions {
             causal: true,
             scale: Some(config.attention_scale()),
             cu_seqlens_q: Some(*record.cu_seqlens_q),
@@ -69,8 +68,8 @@ impl Wanted {
             backend: backend(is_deterministic),
             in_segments: is_deterministic,
             ..AttentionOptions::default()
-        });
-        Ok(Wanted { attention, all_rows: true, is_decode: true })
+        };
+        Ok(Wanted { attention: [Some(attention), None], all_rows: true, is_decode: true })
     }
 }
 
@@ -233,14 +232,15 @@ fn attention_parts(
     batch: &ForwardBatch<'_>,
     record: &DeviceRecord,
     backend: AttentionBackend,
-) -> Result<Vec<AttentionOptions>> {
+) -> Result<[Option<AttentionOptions>; 2]> {
     let q_lens = batch.cu_seqlens_q.windows(2).map(|ends| match ends {
         [begin, end] => end.saturating_sub(*begin),
         _ => 0,
     });
     let num_short = q_lens.clone().take_while(|&len| len <= 1).count();
-    let mut parts = try_with_capacity(2, "the parts of a batch")?;
-    for range in [0..num_short, num_short..batch.num_seqs()] {
+    let mut parts = [None, None];
+    let ranges = [0..num_short, num_short..batch.num_seqs()];
+    for (part, range) in parts.iter_mut().zip(ranges) {
         let (begin, num_seqs) = (range.start, range.len());
         if num_seqs == 0 {
             continue;
@@ -248,7 +248,7 @@ fn attention_parts(
         let lens = batch.context_lens.get(range.clone()).unwrap_or_default();
         let width = record.block_tables.width() as usize;
         let block_tables = record.block_tables.view(begin * width, &[num_seqs, width], None)?;
-        parts.push(AttentionOptions {
+        *part = Some(AttentionOptions {
             causal: true,
             scale: Some(config.attention_scale()),
             cu_seqlens_q: Some(*record.cu_seqlens_q.view(begin, &[num_seqs + 1], None)?),
@@ -309,7 +309,7 @@ impl Pass<'_> {
         let row_len = qkv.num_elements() as usize / num_tokens.max(1);
         let q = qkv.view(0, &[num_tokens, num_heads, stride], Some(&[row_len, stride, 1]))?;
         let out = out.view(0, &[num_tokens, num_heads, stride], None)?;
-        for part in &self.wanted.attention {
+        for part in self.wanted.attention.iter().flatten() {
             attention(self.context, part, &q, &kv.k, &kv.v, &out)?;
         }
         self.cuda.mark("attention", 0, 0.0)

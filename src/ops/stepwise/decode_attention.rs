@@ -141,12 +141,17 @@ impl Division {
     }
 }
 
+/// Of the form that needs most.
+const SHARED_BYTES: u32 = 107_952;
+
 /// Whether the chip and the build have the kernel, and it serves heads of `head_dim` elements.
 pub fn has_decode_attention(context: &ComputeContext, head_dim: usize) -> bool {
     let name = "xserv_decode_attention_cluster_d128_bf16";
     matches!(head_dim, 64 | 128)
         && cuda(context).is_ok_and(|cuda| {
-            cuda.device().info().compute_capability.0 >= 9
+            let info = cuda.device().info();
+            info.compute_capability.0 >= 9
+                && info.shared_memory_bytes >= SHARED_BYTES as usize
                 && cuda.has_kernel("decode_attention", name)
         })
 }
@@ -259,7 +264,7 @@ pub fn decode_attention(
     };
     let (block, shared_bytes) = match (is_cluster, head_dim) {
         (true, 64) => (256, 54_448),
-        (true, _) => (256, 107_952),
+        (true, _) => (256, SHARED_BYTES),
         (false, 64) => (128, 34_224),
         (false, _) => (128, 68_272),
     };
