@@ -257,21 +257,19 @@ impl Tensor {
 
     /// True if two different indices lead to the same element, as in a broadcast view: no place to write.
     pub fn overlaps_itself(&self) -> bool {
-        let mut dims: Vec<(i64, i64)> = Vec::new();
-        if self.is_empty() || dims.try_reserve(MAX_RANK).is_err() {
+        if self.is_empty() {
             return false;
         }
-        dims.extend(
-            self.strides
-                .iter()
-                .copied()
-                .zip(self.shape.iter().copied())
-                .filter(|&(_, size)| size > 1),
-        );
+        // Without a list that would be allocated: operators ask for each call.
+        let mut dims = [(0, 1); MAX_RANK];
+        let all = self.strides.iter().copied().zip(self.shape.iter().copied());
+        for (slot, dim) in dims.iter_mut().zip(all.filter(|&(_, size)| size > 1)) {
+            *slot = dim;
+        }
         dims.sort_unstable();
         // Sufficient and, but for exotic interleavings, necessary: each stride steps over all below it.
         let mut covered = 0i64;
-        for (stride, size) in dims {
+        for (stride, size) in dims.into_iter().filter(|&(_, size)| size > 1) {
             if stride <= covered {
                 return true;
             }

@@ -179,6 +179,9 @@ fn tiny() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/models/tiny-qwen3")
 }
 
+/// Allocations in a round on a GPU, where a step may be the first of its size: far below one for each step.
+const MOST_FOR_GRAPHS: u64 = 64;
+
 /// Rounds of requests that fill the context, the first of which is not watched; within a round, from where the
 /// queues have grown to what their users may be behind.
 fn check_model(options: &EngineOptions) {
@@ -235,11 +238,11 @@ fn check_model(options: &EngineOptions) {
             steps += engine.stats().steps - before;
             match on_device {
                 None => assert_none(&counts),
-                // A mixture of sequences that was not there before becomes a graph, which takes some memory of the
+                // A mixture of sequences that was not there before becomes a graph, which takes a little memory of the
                 // host; a step that is there already takes none.
                 Some(_) => {
                     println!("{} allocations on the host", counts.allocations);
-                    assert!(counts.allocations < 1450 / 2, "{counts:#?}");
+                    assert!(counts.allocations <= MOST_FOR_GRAPHS, "{counts:#?}");
                 }
             }
             assert_eq!(counted(), on_device, "memory asked of the device, and how often");
