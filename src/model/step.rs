@@ -104,7 +104,8 @@ impl Model {
         matches!(choice, TokenChoice::Caller) || matches!(&self.compute, Compute::Cuda(_))
     }
 
-    /// Begins a step. On the CPU it is also computed here; on a device it is queued behind those begun before.
+    /// Begins a step. On the CPU it is also computed here; on a device it is queued behind those begun before: at once,
+    /// or, where a long prompt is all that goes on, only a few layers before the device comes to them.
     /// `should_stop` is asked between layers while the pass is computed here or queued; true ends the step with
     /// [`crate::error::ErrorKind::Cancelled`]. After an error the step has not begun, and the keys and values
     /// of its tokens are to be considered unwritten.

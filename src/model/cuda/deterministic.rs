@@ -115,7 +115,8 @@ impl CudaModel {
         let num_seqs = record.context_lens.num_elements() as usize;
         let (context, cuda) = (&*self.context, self.cuda()?);
         let should_stop = &|| false;
-        let pass = Pass { model: self, config, context, cuda, record, wanted, should_stop };
+        let pass =
+            Pass { model: self, config, context, cuda, record, wanted, should_stop, lead: None };
         let qkv = pass.qkv_view(workspace, num_seqs)?;
         let out = &workspace.attn_out;
         let out = out.view(0, &[num_seqs, out.width() as usize], None)?;

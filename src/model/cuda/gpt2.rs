@@ -29,7 +29,7 @@ impl Pass<'_> {
         self.embed(&weights.tokens.embedding, workspace, &act)?;
         self.add_positions(&weights.position_embedding, &act)?;
         for (index, layer) in weights.layers.iter().enumerate() {
-            self.check_stop()?;
+            self.check_stop(index)?;
             self.attend_gpt2(layer, kv.device_layer(index)?, &act, &qkv)?;
             if index + 1 == self.config.num_layers {
                 match self.wanted_rows(workspace, act)? {

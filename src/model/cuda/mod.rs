@@ -10,6 +10,7 @@ mod geometry;
 mod gpt2;
 mod graphs;
 mod heads;
+mod lead;
 mod load;
 mod pass;
 mod qwen3;

@@ -1,6 +1,7 @@
 //! What the forward passes of all architectures on a device share: the frame around the layers.
 //! [`crate::model::forward`] is the same on the CPU.
 
+use super::lead::{layers_ahead, Lead};
 use super::record::{DeviceRecord, RecordExtras, RecordShape};
 use super::workspace::DeviceWorkspace;
 use super::CudaModel;
@@ -27,6 +28,8 @@ pub(super) struct Pass<'a> {
     pub record: &'a DeviceRecord,
     pub wanted: &'a Wanted,
     pub should_stop: &'a dyn Fn() -> bool,
+    /// How many layers may be queued and not computed, if it is not all of them.
+    pub lead: Option<(&'a Lead, usize)>,
 }
 
 /// What a pass is to compute, besides what its record says.
@@ -185,7 +188,13 @@ impl CudaModel {
         should_stop: &dyn Fn() -> bool,
     ) -> Result<Option<DeviceTensor>> {
         let (context, cuda) = (&*self.context, self.cuda()?);
-        let pass = Pass { model: self, config, context, cuda, record, wanted, should_stop };
+        let num_tokens = record.token_ids.num_elements() as usize;
+        // Of a graph nothing is waited for, and nobody's tokens may come late because a later step can be stopped.
+        let lead = match !wanted.is_decode && workspace.steps.may_lag() {
+            true => layers_ahead(config, num_tokens).map(|layers| (&workspace.steps.lead, layers)),
+            false => None,
+        };
+        let pass = Pass { model: self, config, context, cuda, record, wanted, should_stop, lead };
         match &self.weights {
             Weights::Qwen3(weights) => pass.qwen3(weights, kv, workspace),
             Weights::Gpt2(weights) => pass.gpt2(weights, kv, workspace),
@@ -265,8 +274,12 @@ fn attention_parts(
 }
 
 impl Pass<'_> {
-    /// Ends the pass if the caller wants so; called in front of each layer.
-    pub fn check_stop(&self) -> Result<()> {
+    /// Ends the pass if the caller wants so; called in front of each layer, which is not queued before the device has
+    /// come near.
+    pub fn check_stop(&self, layer: usize) -> Result<()> {
+        if let Some((lead, layers)) = self.lead {
+            lead.keep(self.cuda, layer, layers)?;
+        }
         match (self.should_stop)() {
             true => Err(Error::new(ErrorKind::Cancelled, "the forward pass was cancelled")),
             false => Ok(()),

@@ -25,7 +25,7 @@ impl Pass<'_> {
         // What the layer before has not yet added to the residual stream.
         let mut pending = None;
         for (index, layer) in weights.layers.iter().enumerate() {
-            self.check_stop()?;
+            self.check_stop(index)?;
             let cache = kv.device_layer(index)?;
             self.project_heads(layer, pending.as_ref(), &act, &qkv)?;
             if wanted.is_decode && model.decode_kernels.attention {

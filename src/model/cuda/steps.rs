@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use super::decode::{mark_linear, MOST_CHAIN_ROWS};
 use super::graphs::{row_bucket, table_bucket, GraphKey, StepGraphs};
+use super::lead::Lead;
 use super::pass::Wanted;
 use super::record::{DeviceRecord, RecordExtras, RecordMemory, RecordShape};
 use super::step_clock::StepClock;
@@ -48,6 +49,7 @@ pub(in crate::model) struct DeviceSteps {
     /// For each row of the step begun last: does the device choose its token?
     last_rows: Vec<bool>,
     graphs: StepGraphs,
+    pub(super) lead: Lead,
     clock: StepClock,
 }
 
@@ -90,6 +92,12 @@ impl DeviceSteps {
         let counters = arena.tensor(ElementType::I32, &[MAX_STEP_ROWS])?;
         counters.zero(context)?;
         chosen.zero(context)?;
+        let lead = match context.backend() {
+            ContextBackend::Cuda(cuda) => Lead::new(cuda)?,
+            ContextBackend::Cpu { .. } => {
+                return Err(Error::internal("steps of a device on the CPU"))
+            }
+        };
         let mut results = try_with_capacity(STEPS_IN_FLIGHT, "steps")?;
         for _ in 0..STEPS_IN_FLIGHT {
             let tokens = PinnedBuffer::new(context, MAX_STEP_ROWS * 4, "tokens")?;
@@ -106,6 +114,7 @@ impl DeviceSteps {
             pending: VecDeque::with_capacity(STEPS_IN_FLIGHT),
             last_rows: try_with_capacity(MAX_STEP_ROWS, "steps")?,
             graphs: StepGraphs::default(),
+            lead,
             clock: StepClock::default(),
         })
     }
@@ -134,6 +143,12 @@ impl DeviceSteps {
     /// Are there steps that were begun and not finished?
     pub fn is_busy(&self) -> bool {
         !self.pending.is_empty()
+    }
+
+    /// Does nobody wait for tokens of the steps in flight?
+    pub(super) fn may_lag(&self) -> bool {
+        let mut results = self.pending.iter().filter_map(|&slot| self.results.get(slot));
+        results.all(|result| result.num_rows == 0)
     }
 
     /// How the kernels choose the tokens of a record.

@@ -1,0 +1,77 @@
+//! How far the host may be ahead of the device within a long pass: a few layers, so that a pass that is cancelled ends
+//! soon, and enough of them that the device never waits.
+
+use crate::backend::cuda::{CudaContext, Event};
+use crate::error::{try_with_capacity, Error, Result};
+use crate::model::ModelConfig;
+
+/// Work that is queued ahead, in seconds by a guess: many times what it takes to queue a layer.
+const SECONDS_AHEAD: f64 = 0.004;
+/// Products and sums in a second that the guess is made with.
+const FLOPS: f64 = 5e14;
+/// The most layers ahead.
+const MOST_LAYERS: usize = 63;
+
+/// Marks between layers, used again by each pass.
+pub(super) struct Lead {
+    marks: Vec<Event>,
+}
+
+fn no_mark() -> Error {
+    Error::internal("no mark for a layer")
+}
+
+impl Lead {
+    pub fn new(cuda: &CudaContext) -> Result<Self> {
+        let mut marks = try_with_capacity(MOST_LAYERS + 1, "marks between layers")?;
+        for _ in 0..=MOST_LAYERS {
+            marks.push(Event::new(cuda)?);
+        }
+        Ok(Lead { marks })
+    }
+
+    /// To be called before layer `index` of a pass is queued, of which `layers` may be ahead: waits until the device
+    /// has come so far.
+    pub fn keep(&self, cuda: &CudaContext, index: usize, layers: usize) -> Result<()> {
+        let mark = |index: usize| self.marks.get(index % (layers + 1)).ok_or_else(no_mark);
+        mark(index)?.record(cuda)?;
+        match index.checked_sub(layers) {
+            Some(index) => mark(index)?.synchronize(cuda),
+            None => Ok(()),
+        }
+    }
+}
+
+/// How many layers of a pass over so many tokens may be ahead; `None` where that is all of them.
+pub(super) fn layers_ahead(config: &ModelConfig, num_tokens: usize) -> Option<usize> {
+    let heads = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim;
+    let weights = config.hidden_size as f64 * (heads + 3 * config.intermediate_size) as f64;
+    let seconds = 2.0 * weights * num_tokens as f64 / FLOPS;
+    let layers = ((SECONDS_AHEAD / seconds).ceil() as usize).max(2);
+    (layers <= MOST_LAYERS && layers < config.num_layers).then_some(layers)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn long_passes_of_large_models_are_queued_in_parts() {
+        let config = |hidden: usize, intermediate: usize, layers: usize, heads: usize| {
+            let json = format!(
+                r#"{{"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": {hidden},
+                "intermediate_size": {intermediate}, "vocab_size": 1000, "num_hidden_layers": {layers},
+                "num_attention_heads": {heads}, "num_key_value_heads": 8, "head_dim": 128,
+                "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "hidden_act": "silu"}}"#
+            );
+            ModelConfig::parse(json.as_bytes()).unwrap()
+        };
+        let large = config(4096, 12288, 36, 32);
+        assert_eq!(layers_ahead(&large, 2048), Some(3));
+        assert_eq!(layers_ahead(&large, 8192), Some(2));
+        assert_eq!(layers_ahead(&large, 1), None);
+        let small = config(1024, 3072, 28, 16);
+        assert_eq!(layers_ahead(&small, 512), None);
+        assert_eq!(layers_ahead(&small, 8192), Some(8));
+    }
+}
