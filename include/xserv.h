@@ -578,10 +578,10 @@ typedef struct xserv_load_options {
    * dtype. 0 (default): on a GPU the rounding of sums may follow the sizes of a step, and a token may
    * differ where two are nearly as likely. The CPU always works as with 1.
    *
-   * It costs speed, as cuBLAS is not used and decoding takes the kernels of larger steps. On an H200 with
-   * Qwen3-0.6B in bf16 (512 tokens of context) a token of one sequence takes 61 % longer, one of each of 8
-   * sequences 21 %, of 32 or 128 sequences 14 % and 12 %, a prompt of 2048 tokens 13 %. On GPUs before
-   * Hopper it has not been measured.
+   * It costs speed, as cuBLAS is not used and decoding takes the kernels of larger steps. On an H200 in bf16
+   * (512 tokens of context) a token of one sequence takes 61 % longer with Qwen3-0.6B and 16 % with Qwen3-8B,
+   * one of each of 8 sequences 16 % and 3 %, of 32 sequences 17 % and 6 %, a prompt of 2048 tokens 22 % and 16 %.
+   * On GPUs before Hopper it has not been measured.
    */
   uint8_t deterministic;
   /**
