@@ -1,6 +1,6 @@
 //! Steady decoding allocates nothing: not on the scheduler's thread, not on the threads of the kernels; on a GPU it
-//! asks the driver for no memory, and takes some of the host's for new graphs only. The allocator of this program
-//! counts what any thread but those of the tests does.
+//! asks the driver for no memory either. The allocator of this program counts what any thread but those of the tests
+//! does.
 
 mod counting;
 
@@ -179,9 +179,6 @@ fn tiny() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/models/tiny-qwen3")
 }
 
-/// Allocations in a round on a GPU, where a step may be the first of its size: far below one for each step.
-const MOST_FOR_GRAPHS: u64 = 64;
-
 /// Rounds of requests that fill the context, the first of which is not watched; within a round, from where the
 /// queues have grown to what their users may be behind.
 fn check_model(options: &EngineOptions) {
@@ -238,12 +235,8 @@ fn check_model(options: &EngineOptions) {
             steps += engine.stats().steps - before;
             match on_device {
                 None => assert_none(&counts),
-                // A mixture of sequences that was not there before becomes a graph, which takes a little memory of the
-                // host; a step that is there already takes none.
-                Some(_) => {
-                    println!("{} allocations on the host", counts.allocations);
-                    assert!(counts.allocations <= MOST_FOR_GRAPHS, "{counts:#?}");
-                }
+                // A few frees of what was allocated before have been seen (8 in a round): not judged.
+                Some(_) => assert_eq!(counts.allocations, 0, "{counts:#?}"),
             }
             assert_eq!(counted(), on_device, "memory asked of the device, and how often");
         }
