@@ -125,6 +125,7 @@ class LoadOptions {
   LoadOptions &deterministic(bool on) { return raw_.deterministic = on, *this; }
   LoadOptions &max_batch_size(std::uint32_t count) { return raw_.max_batch_size = count, *this; }
   LoadOptions &max_prefill_tokens(std::uint64_t count) { return raw_.max_prefill_tokens = count, *this; }
+  LoadOptions &max_swap_bytes(std::uint64_t bytes) { return raw_.max_swap_bytes = bytes, *this; }
   LoadOptions &prefix_cache(bool on) { return raw_.prefix_cache = on, *this; }
   /* Told how far loading has come, 0 to 1; false cancels the load. */
   LoadOptions &progress(std::function<bool(float)> f) { return progress_ = std::move(f), *this; }

@@ -5,6 +5,7 @@
  *     bench MODEL [--prompts 128,512] [--gen 64] [--depths 0,512] [--threads N,N] [--batch 1,4]
  *                 [--ttft 512,2048] [--serve 1,8] [--offline 256] [--poisson 50,80] [--offline-rate R]
  *                 [--poisson-requests 256] [--max-prefill N] [--no-chunked-prefill] [--no-speed]
+ *                 [--kv-tokens N] [--max-swap-bytes N]
  *                 [--read-gbs N] [--tflops N] [--untied] [--deterministic] [--reps 3]
  *                 [--json]
  *
@@ -22,6 +23,9 @@
  * --offline-rate, or of what an offline run of them before it has reached. first is the time from arriving to the first
  * token, next that between tokens, idle the share of time in which the device waits although there is work.
  * --no-chunked-prefill computes every prompt in one step, --max-prefill N tokens of prompts in a step.
+ * --kv-tokens makes the KV cache small, so that requests have to make room for others; --max-swap-bytes is the memory of
+ * the host in which they then wait (1: none, they are computed anew). preempted counts how often, swapped the blocks of
+ * 32 tokens that were copied to the host and back.
  */
 
 #define _DEFAULT_SOURCE /* getrusage */
@@ -50,7 +54,7 @@ typedef struct settings {
   list prompts, gen, depths, threads, batch, ttft, serve, offline, poisson;
   uint32_t reps, poisson_requests;
   float offline_rate; /* requests per second; 0: to be measured */
-  uint64_t max_prefill;
+  uint64_t max_prefill, kv_tokens, max_swap_bytes;
   limits limits;
   bool deterministic, json;
 } settings;
@@ -136,7 +140,13 @@ static bool measure_ttft(const subject *of, const row *row, workload *work, uint
 /* A server's load; once, as it is an average over many requests. */
 static bool measure_serve(const row *row, workload *work, const char *what, uint32_t number, const load *load,
                           serving *all) {
-  if (!measure_serving(work, load, all)) return false;
+  const xserv_model *model = work->model;
+  xserv_model_stats before = {.struct_size = sizeof before}, after = {.struct_size = sizeof after};
+  if (xserv_model_get_stats(model, &before) != XSERV_STATUS_OK || !measure_serving(work, load, all) ||
+      xserv_model_get_stats(model, &after) != XSERV_STATUS_OK)
+    return false;
+  const uint64_t swapped = after.total_swapped_out_blocks - before.total_swapped_out_blocks +
+                           after.total_swapped_in_blocks - before.total_swapped_in_blocks;
   const struct {
     const char *name, *unit, *better;
     double value;
@@ -150,6 +160,8 @@ static bool measure_serve(const row *row, workload *work, const char *what, uint
       {"next_p95_s", "s", "lower", all->next.p95},
       {"next_p99_s", "s", "lower", all->next.p99},
       {"idle", "of 1", "lower", all->idle},
+      {"preempted", "times", "lower", (double)(after.total_preemptions - before.total_preemptions)},
+      {"swapped", "blocks", "lower", (double)swapped},
   };
   for (size_t i = 0; i < sizeof lines / sizeof *lines; i++) {
     char name[64];
@@ -242,6 +254,8 @@ static bool measure_threads(const settings *all, uint32_t threads) {
   options.num_threads = threads;
   options.deterministic = all->deterministic;
   options.max_prefill_tokens = all->max_prefill;
+  options.kv_cache_tokens = all->kv_tokens;
+  options.max_swap_bytes = all->max_swap_bytes;
   bool good = xserv_load(all->model_path, &options, &model) == XSERV_STATUS_OK &&
               xserv_model_get_info(model, &info) == XSERV_STATUS_OK;
   if (!good) {
@@ -271,6 +285,8 @@ int main(int argc, char **argv) {
         option_list(argc, argv, &i, "--poisson", 1, 1000, all.poisson.values, &all.poisson.len) ||
         option_float(argc, argv, &i, "--offline-rate", &all.offline_rate) ||
         option_number(argc, argv, &i, "--max-prefill", UINT64_MAX, &all.max_prefill) ||
+        option_number(argc, argv, &i, "--kv-tokens", UINT64_MAX, &all.kv_tokens) ||
+        option_number(argc, argv, &i, "--max-swap-bytes", UINT64_MAX, &all.max_swap_bytes) ||
         option_list(argc, argv, &i, "--serve", 1, 1024, all.serve.values, &all.serve.len) ||
         option_list(argc, argv, &i, "--offline", 1, 1024, all.offline.values, &all.offline.len) ||
         option_list(argc, argv, &i, "--batch", 1, 256, all.batch.values, &all.batch.len)) {
@@ -304,7 +320,7 @@ int main(int argc, char **argv) {
     fprintf(stderr, "usage: bench MODEL [--prompts N,N] [--gen N,N] [--depths N,N] [--threads N,N] "
                     "[--batch N,N] [--ttft N,N] [--serve N,N] [--offline N,N] [--poisson PERCENT,...] "
                     "[--offline-rate R] [--poisson-requests N] [--max-prefill N] [--no-chunked-prefill] "
-                    "[--no-speed] [--read-gbs N] [--tflops N] [--untied] [--deterministic] [--reps N] [--json]\n");
+                    "[--kv-tokens N] [--max-swap-bytes N] [--no-speed] [--read-gbs N] [--tflops N] [--untied] [--deterministic] [--reps N] [--json]\n");
     return 2;
   }
   if (all.offline_rate < 0 || all.limits.read_gbs < 0 || all.limits.tflops < 0) {

@@ -194,6 +194,13 @@ impl PinnedBuffer {
         self.fence()
     }
 
+    /// Tells that work that is being queued uses the memory: [`PinnedBuffer::wait`] then waits for all that was queued
+    /// until it is called.
+    pub fn set_in_use_unmarked(&mut self) {
+        self.is_busy = true;
+        self.is_fenced = false;
+    }
+
     /// Where kernels of the device find byte `offset`.
     pub fn device_address(&self, offset: usize) -> u64 {
         self.memory.start() as u64 + offset as u64

@@ -9,7 +9,7 @@ use super::batch_builder::BatchBuilder;
 use super::block_pool::BlockPool;
 use super::generation_config::GenerationConfig;
 use super::log::{LogLevel, Logger};
-use super::memory_plan::KvSize;
+use super::memory_plan::{most_swapped, KvSize};
 use super::placement::{device_context, place, DeviceChoice};
 use super::scheduler::Scheduler;
 use super::stats::EngineStats;
@@ -48,6 +48,9 @@ pub struct EngineOptions {
     pub max_batch_size: u32,
     /// Tokens of prompts in a step; 0: as many as pay on the device.
     pub max_prefill_tokens: u64,
+    /// Most bytes of the host for preempted requests; 0: a share of what is available for a model on a device, none
+    /// for one on the CPU.
+    pub max_swap_bytes: u64,
     /// Never take keys and values that another request, or another part of the same, has computed.
     pub no_prefix_cache: bool,
     /// See [`LoadOptions::deterministic`].
@@ -241,8 +244,11 @@ impl Engine {
         // As many as the longest context needs, or all.
         let most_blocks = (max_context_tokens as usize).div_ceil(BLOCK_SIZE).min(num_blocks);
         let builder = BatchBuilder::with_room(&limits, most_blocks)?;
-        let machine = Machine { kv, workspace, builder };
-        let scheduler = Scheduler::new(pool, limits)?;
+        let swap = model.kv_swap();
+        let most_swapped = most_swapped(options, planned.on_device, swap.place_bytes());
+        let machine = Machine { kv, swap, workspace, builder };
+        let mut scheduler = Scheduler::new(pool, limits)?;
+        scheduler.set_most_swapped(most_swapped)?;
         let service = Service::new(model.clone(), backend, machine, scheduler, closed.clone());
         let engine = Engine {
             architecture: config.architecture.name().to_string(),

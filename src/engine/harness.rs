@@ -19,7 +19,7 @@ use super::worker::{Machine, Order, SampleWork, Service, Work};
 use crate::backend::cpu::CpuBackend;
 use crate::error::Result;
 use crate::memory::DType;
-use crate::model::{KvCache, TokenChoice, Workspace};
+use crate::model::{KvCache, KvSwap, TokenChoice, Workspace};
 use crate::ops::KvLayout;
 
 /// How large an engine is.
@@ -31,6 +31,8 @@ pub struct HarnessOptions {
     pub limits: Limits,
     /// Blocks of equal beginnings are shared.
     pub prefix_cache: bool,
+    /// Blocks of preempted sequences that may be kept on the host.
+    pub most_swapped: usize,
 }
 
 /// A request of one sample.
@@ -67,11 +69,13 @@ impl Harness {
         let layout = KvLayout { dtype: DType::F32, num_layers: 1, num_kv_heads: 1, head_dim: 2 };
         let machine = Machine {
             kv: KvCache::new(layout, options.num_blocks as usize)?,
+            swap: KvSwap::on_host(layout),
             workspace: Workspace::new(),
             builder: BatchBuilder::with_room(&options.limits, options.num_blocks as usize)?,
         };
         let closed = Arc::new(AtomicBool::new(false));
-        let scheduler = Scheduler::new(pool, options.limits)?;
+        let mut scheduler = Scheduler::new(pool, options.limits)?;
+        scheduler.set_most_swapped(options.most_swapped)?;
         let backend = Arc::new(CpuBackend::new(1)?);
         let service = Service::new(model, backend, machine, scheduler, closed.clone());
         Ok(Harness { service, closed })

@@ -28,6 +28,22 @@ pub(super) fn available_memory_bytes() -> Option<u64> {
     Some(available.min(limit.saturating_sub(number("memory.current").unwrap_or(0))))
 }
 
+/// The part of the host's memory, and the most of it, that preempted requests of a model on a device may take.
+const SWAP_SHARE: u64 = 8;
+const MOST_SWAP_BYTES: u64 = 4 << 30;
+
+/// How many blocks of preempted requests may be kept on the host, of `block_bytes` each. On the CPU the KV cache lies
+/// in the same memory, and is as large as it was meant to be.
+pub(super) fn most_swapped(options: &EngineOptions, on_device: bool, block_bytes: usize) -> usize {
+    let bytes = match (options.max_swap_bytes, on_device) {
+        (0, true) => (available_memory_bytes().unwrap_or(0) / SWAP_SHARE).min(MOST_SWAP_BYTES),
+        (0, false) => 0,
+        (bytes, _) => bytes,
+    };
+    // Places are numbered in 32 bits.
+    usize::try_from((bytes / block_bytes.max(1) as u64).min(u64::from(u32::MAX))).unwrap_or(0)
+}
+
 /// The memory that a model can have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Room {

@@ -10,6 +10,7 @@
 //! ```text
 //! generate    requests on their way in
 //! scheduler   who takes part in a step (policy, no model)
+//! preemption  who loses its blocks, and how it gets on; swap: what waits on the host
 //! block_pool  the blocks of the KV cache and the prefix cache
 //! worker      the thread; lease: logits, computed by the thread that wants them; pace: when steps begin
 //! inbox       from the worker to a caller; ticket: the caller's side
@@ -30,14 +31,17 @@ mod memory_plan;
 mod pace;
 mod placement;
 mod plan;
+mod preemption;
 mod prompt;
 mod request;
 mod sampler;
 pub mod scheduler;
+mod sequence;
 mod stats;
 mod step_limits;
 mod step_model;
 mod step_room;
+mod swap;
 mod ticket;
 mod tokenizer_reader;
 mod worker;
@@ -55,4 +59,5 @@ pub use request::{CancelToken, Request};
 pub use sampler::{Sampler, SamplingOverrides, SamplingParams};
 pub use scheduler::Scheduler;
 pub use stats::{EngineStats, FIRST_BUCKET_US, NUM_STEP_BUCKETS};
+pub use swap::{SwapCosts, SwapCounts};
 pub use ticket::{Event, FinishReason, Generation, Ticket, TicketHandle};

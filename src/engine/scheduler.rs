@@ -6,18 +6,22 @@
 //! overtaken for ever. (One that would compute a block which another is computing right now waits for
 //! that, and lets others pass.) Every running sequence with one token to compute is in every step; beside
 //! them long inputs are computed in pieces, up to a number of tokens a step. When blocks run out, the running
-//! sequence of the lowest rank loses its own and waits again: its tokens are computed anew later. The first
+//! sequence of the lowest rank loses its own and waits again: what it had is kept on the host until then, or computed
+//! anew, whichever is cheaper (`preemption`). The first
 //! in rank always gets on, so every sequence ends that could run alone. When a step finds no memory, steps become
 //! smaller for a while, down to one token of the first in rank (`step_room`).
 //!
 //! A step may be planned while the one before is under way: a token that is not known yet, but is being
 //! chosen, is then named by its row of logits in the step before.
 
-use std::cmp::Reverse;
 use std::collections::VecDeque;
 
 use super::block_pool::{BlockCounts, BlockPool, ContentId};
+use super::preemption::PlannedCopies;
+use super::sequence::blocks_for;
+pub use super::sequence::{Entry, NewSequence, Sequence, SequenceKey};
 use super::step_room::{Room, StepSize};
+use super::swap::{Saved, SwapCounts, SwapSpace};
 use crate::error::{try_with_capacity, Error, Result};
 use crate::ops::BLOCK_SIZE;
 
@@ -40,135 +44,6 @@ impl Limits {
 /// Most waiting sequences that are passed over in one plan because others compute what they need.
 const MAX_HELD: usize = 64;
 
-/// A sequence of a scheduler; never used again for another.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct SequenceKey {
-    slot: u32,
-    serial: u64,
-}
-
-impl SequenceKey {
-    /// Different for all sequences that are there at the same time, and small.
-    pub fn slot(&self) -> usize {
-        self.slot as usize
-    }
-}
-
-/// What is to become a sequence.
-#[derive(Debug, Default)]
-pub struct NewSequence {
-    /// At least one.
-    pub token_ids: Vec<u32>,
-    /// It ends with this many tokens, of which the last is not computed; more than there are now.
-    pub max_tokens: usize,
-    /// Higher goes first.
-    pub priority: i32,
-    /// Shares blocks only with sequences of the same number.
-    pub isolation: u64,
-    /// How many of the first tokens may be taken from blocks that are computed already; one is always
-    /// computed.
-    pub max_cached_tokens: usize,
-    /// Its next token can be named before it is known.
-    pub runs_ahead: bool,
-    /// Takes part in no step: [`Scheduler::plan_alone`] plans it.
-    pub alone: bool,
-}
-
-/// A sequence as it stands.
-#[derive(Debug)]
-pub struct Sequence {
-    serial: u64,
-    spec: NewSequence,
-    /// KV blocks in the order of positions.
-    blocks: Vec<u32>,
-    /// Tokens in steps that were begun.
-    num_begun: usize,
-    /// Tokens in steps that were finished.
-    num_computed: usize,
-    /// Blocks whose content was looked up or entered, and the content that they end.
-    num_entered: usize,
-    content: ContentId,
-    /// Tokens being chosen in steps under way, and the row of the last one.
-    num_pending: usize,
-    pending_row: u32,
-    /// Counts how often its blocks were taken.
-    epoch: u32,
-    /// Tokens that were there when it was first admitted; `None` before that.
-    num_cached: Option<usize>,
-}
-
-impl Sequence {
-    /// All known tokens.
-    pub fn token_ids(&self) -> &[u32] {
-        &self.spec.token_ids
-    }
-
-    /// Its KV blocks in the order of positions.
-    pub fn blocks(&self) -> &[u32] {
-        &self.blocks
-    }
-
-    /// How many of its tokens were not computed, but found; 0 before it was admitted.
-    pub fn num_cached(&self) -> usize {
-        self.num_cached.unwrap_or(0)
-    }
-
-    /// How often it lost its blocks.
-    pub fn num_preemptions(&self) -> u32 {
-        self.epoch
-    }
-
-    /// Tokens that are known or being chosen.
-    pub fn num_tokens(&self) -> usize {
-        self.spec.token_ids.len() + self.num_pending
-    }
-
-    fn rank(&self) -> (Reverse<i32>, u64) {
-        (Reverse(self.spec.priority), self.serial)
-    }
-
-    /// Tokens that could be computed now, in pieces or all at once.
-    fn num_ready(&self) -> usize {
-        if self.num_tokens() >= self.spec.max_tokens && !self.spec.alone {
-            // The last token is not computed.
-            return 0;
-        }
-        match self.spec.token_ids.len().saturating_sub(self.num_begun) {
-            0 if self.num_pending > 0 && self.spec.runs_ahead => 1,
-            n => n,
-        }
-    }
-
-    fn may_cache(&self) -> usize {
-        let computed = self.spec.token_ids.len().saturating_sub(1);
-        // What was generated may be taken from blocks in any case.
-        match self.epoch {
-            0 => self.spec.max_cached_tokens.min(computed),
-            _ if self.spec.alone => self.spec.max_cached_tokens.min(computed),
-            _ => computed,
-        }
-    }
-}
-
-/// The part of one sequence in a step.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Entry {
-    /// The sequence.
-    pub key: SequenceKey,
-    /// Position of the first token.
-    pub start: usize,
-    /// Tokens.
-    pub num_new: usize,
-    /// The one token is that of this row of logits of the step before.
-    pub source: Option<u32>,
-    /// The row of logits, in the order of the entries, that gives the sequence's next token.
-    pub row: Option<u32>,
-    /// The token of that row is chosen by the model ([`NewSequence::runs_ahead`]).
-    pub by_model: bool,
-    /// Tells whether the sequence has kept its blocks since.
-    epoch: u32,
-}
-
 /// Counts for statistics.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SchedulerCounts {
@@ -186,26 +61,26 @@ pub struct SchedulerCounts {
     pub cached_tokens: u64,
     /// The blocks.
     pub blocks: BlockCounts,
+    /// Blocks on the host.
+    pub swap: SwapCounts,
 }
 
 /// All sequences and blocks.
 pub struct Scheduler {
-    limits: Limits,
+    pub(super) limits: Limits,
     size: StepSize,
-    pool: BlockPool,
-    slots: Vec<Option<Sequence>>,
+    pub(super) pool: BlockPool,
+    pub(super) slots: Vec<Option<Sequence>>,
     free_slots: Vec<u32>,
     /// Both in the order of rank.
     waiting: VecDeque<u32>,
-    running: Vec<u32>,
+    pub(super) running: Vec<u32>,
     next_serial: u64,
-    preemptions: u64,
+    pub(super) preemptions: u64,
     looked_up_tokens: u64,
     cached_tokens: u64,
-}
-
-fn blocks_for(num_tokens: usize) -> usize {
-    num_tokens.div_ceil(BLOCK_SIZE)
+    pub(super) swap: SwapSpace,
+    pub(super) copies: PlannedCopies,
 }
 
 impl Scheduler {
@@ -227,6 +102,8 @@ impl Scheduler {
             preemptions: 0,
             looked_up_tokens: 0,
             cached_tokens: 0,
+            swap: SwapSpace::default(),
+            copies: PlannedCopies::default(),
         })
     }
 
@@ -271,6 +148,7 @@ impl Scheduler {
             content: ContentId::EMPTY,
             num_pending: 0,
             pending_row: 0,
+            saved: Saved::default(),
             epoch: 0,
             num_cached: None,
         };
@@ -290,6 +168,7 @@ impl Scheduler {
         }
         if let Some(mut sequence) = place.take() {
             self.pool.release(&mut sequence.blocks);
+            self.swap.give_back(&mut sequence.saved.places);
         }
         self.running.retain(|slot| *slot != key.slot);
         self.waiting.retain(|slot| *slot != key.slot);
@@ -301,11 +180,11 @@ impl Scheduler {
         self.at(key.slot).filter(|sequence| sequence.serial == key.serial)
     }
 
-    fn at(&self, slot: u32) -> Option<&Sequence> {
+    pub(super) fn at(&self, slot: u32) -> Option<&Sequence> {
         self.slots.get(slot as usize)?.as_ref()
     }
 
-    fn at_mut(&mut self, slot: u32) -> Option<&mut Sequence> {
+    pub(super) fn at_mut(&mut self, slot: u32) -> Option<&mut Sequence> {
         self.slots.get_mut(slot as usize)?.as_mut()
     }
 
@@ -325,38 +204,15 @@ impl Scheduler {
             looked_up_tokens: self.looked_up_tokens,
             cached_tokens: self.cached_tokens,
             blocks: self.pool.counts(),
+            swap: self.swap.counts(),
         }
     }
 
     /// Puts a sequence into the queue, by its rank. There is room.
-    fn wait(&mut self, slot: u32) {
+    pub(super) fn wait(&mut self, slot: u32) {
         let rank = self.at(slot).map(Sequence::rank);
         let at = self.waiting.partition_point(|other| self.at(*other).map(Sequence::rank) < rank);
         self.waiting.insert(at, slot);
-    }
-
-    /// Takes the blocks of the running sequence of the lowest rank.
-    fn preempt_last(&mut self) -> Option<u32> {
-        let slot = self.running.pop()?;
-        let mut blocks = match self.at_mut(slot) {
-            Some(sequence) => {
-                sequence.num_begun = 0;
-                sequence.num_computed = 0;
-                sequence.num_entered = 0;
-                sequence.content = ContentId::EMPTY;
-                sequence.epoch += 1;
-                std::mem::take(&mut sequence.blocks)
-            }
-            None => return Some(slot),
-        };
-        self.pool.release(&mut blocks);
-        if let Some(sequence) = self.at_mut(slot) {
-            // With its memory.
-            sequence.blocks = blocks;
-        }
-        self.preemptions += 1;
-        self.wait(slot);
-        Some(slot)
     }
 
     /// Plans the next step into `entries`, which stay empty if there is nothing to do. Those with one token
@@ -460,7 +316,7 @@ impl Scheduler {
                 break;
             }
             let (num_found, num_idle) = self.find_prefix(sequence);
-            if self.is_being_computed(sequence, num_found) {
+            if self.is_being_computed(sequence, sequence.saved.num_blocks_with(num_found)) {
                 (at, held) = (at + 1, held + 1);
                 if held >= MAX_HELD {
                     break;
@@ -483,54 +339,6 @@ impl Scheduler {
             self.plan_sequence(slot, left, entries);
         }
         Ok(())
-    }
-
-    /// Room for one more running sequence with this many blocks, if need be at the cost of running sequences
-    /// of lower priority.
-    fn make_room(
-        &mut self,
-        needed: usize,
-        priority: i32,
-        left: &mut Room,
-        entries: &mut Vec<Entry>,
-    ) -> bool {
-        let is_lower = |scheduler: &Self, slot: &u32| {
-            scheduler.at(*slot).is_some_and(|other| other.spec.priority < priority)
-        };
-        // Each running sequence may soon want a block more; taking it back from this one would be a waste.
-        let fits = |scheduler: &Self, running: usize, available: usize| {
-            running < scheduler.limits.max_sequences && needed.saturating_add(running) <= available
-        };
-        let available = self.pool.num_available();
-        let (mut running, mut within) = (self.running.len(), available);
-        if running == 0 {
-            return needed <= available;
-        }
-        // First see whether it would be of any use.
-        for slot in self.running.iter().rev() {
-            if fits(self, running, within) || !is_lower(self, slot) {
-                break;
-            }
-            running -= 1;
-            let blocks = self.at(*slot).map_or(&[][..], Sequence::blocks);
-            within += blocks.iter().filter(|block| self.pool.num_owners(**block) == 1).count();
-        }
-        let alone_fits = running == 0 && needed <= within;
-        if !alone_fits && !fits(self, running, within) {
-            return false;
-        }
-        while self.running.len() > running {
-            let victim = self.preempt_last();
-            // It may have been planned already.
-            entries.retain(|entry| {
-                let stays = Some(entry.key.slot) != victim;
-                if !stays {
-                    left.give_back(entry);
-                }
-                stays
-            });
-        }
-        true
     }
 
     /// How many of the sequence's blocks are there, and how many of these are idle.
@@ -556,7 +364,7 @@ impl Scheduler {
         }
     }
 
-    /// Whether a running sequence is computing the block behind the first `num_found` of this one.
+    /// Whether a running sequence is computing the block behind the first `num_found` of this one, which are there.
     fn is_being_computed(&self, sequence: &Sequence, num_found: usize) -> bool {
         let wanted = (num_found + 1) * BLOCK_SIZE;
         if !self.pool.keeps_content() || wanted > sequence.may_cache() {
@@ -585,7 +393,8 @@ impl Scheduler {
             content = next;
         });
         blocks.iter().for_each(|block| self.pool.share(*block));
-        let num_cached = blocks.len() * BLOCK_SIZE;
+        let num_found = blocks.len();
+        let num_cached = num_found * BLOCK_SIZE;
         sequence.num_begun = num_cached;
         sequence.num_computed = num_cached;
         sequence.num_entered = blocks.len();
@@ -611,6 +420,7 @@ impl Scheduler {
         if let Some(place) = self.slots.get_mut(slot as usize) {
             *place = Some(sequence);
         }
+        self.restore(slot, num_found);
         self.waiting.retain(|other| *other != slot);
         let at =
             self.running.partition_point(|o| self.at(*o).is_some_and(|other| other.rank() < rank));
@@ -727,6 +537,11 @@ impl Scheduler {
         if self.waiting.iter().any(|slot| self.at(*slot).is_none_or(|s| !s.blocks.is_empty())) {
             return wrong("a waiting sequence has blocks");
         }
-        Ok(())
+        let has_places = |slot: &u32| self.at(*slot).is_none_or(|s| !s.saved.places.is_empty());
+        if self.running.iter().any(has_places) {
+            return wrong("a running sequence has places on the host");
+        }
+        let live = self.slots.iter().flatten();
+        self.swap.audit(live.flat_map(|sequence| &sequence.saved.places))
     }
 }

@@ -1,7 +1,7 @@
 //! What the scheduler's thread asks of a model. A model of the tests can stand in its place.
 
 use crate::error::Result;
-use crate::model::{KvCache, Model, Step, StepResult, Workspace};
+use crate::model::{BlockCopy, KvCache, KvSwap, Model, Step, StepResult, Workspace};
 
 /// Something that computes steps, which are finished in the order in which they were begun.
 pub trait StepModel: Send + Sync {
@@ -21,6 +21,10 @@ pub trait StepModel: Send + Sync {
         workspace: &mut Workspace,
         should_stop: &dyn Fn() -> bool,
     ) -> Result<()>;
+
+    /// Copies blocks between the KV cache and the host, one after the other, behind the steps that were begun before
+    /// and in front of those that will be. After an error none, some or all were done.
+    fn copy_blocks(&self, kv: &mut KvCache, swap: &mut KvSwap, copies: &[BlockCopy]) -> Result<()>;
 
     /// Waits for the oldest step, which is over after this even if its result is an error.
     fn finish_step(&self, workspace: &mut Workspace, result: &mut StepResult) -> Result<()>;
@@ -43,6 +47,10 @@ impl StepModel for Model {
         should_stop: &dyn Fn() -> bool,
     ) -> Result<()> {
         Model::begin_step(self, step, kv, workspace, should_stop)
+    }
+
+    fn copy_blocks(&self, kv: &mut KvCache, swap: &mut KvSwap, copies: &[BlockCopy]) -> Result<()> {
+        Model::copy_blocks(self, kv, swap, copies)
     }
 
     fn finish_step(&self, workspace: &mut Workspace, result: &mut StepResult) -> Result<()> {

@@ -25,13 +25,14 @@ use super::step_model::StepModel;
 use super::ticket::FinishReason;
 use crate::backend::cpu::CpuBackend;
 use crate::error::{try_with_capacity, Error, ErrorKind, Result};
-use crate::model::{Draw, KvCache, StepResult, StepTime, TokenChoice, Workspace, NO_TOKEN};
+use crate::model::{Draw, KvCache, KvSwap, StepResult, StepTime, TokenChoice, Workspace, NO_TOKEN};
 use crate::panic_guard;
 use crate::thread_state::SignalsBlocked;
 
 /// What a forward pass needs besides the model.
 pub(super) struct Machine {
     pub kv: KvCache,
+    pub swap: KvSwap,
     pub workspace: Workspace,
     pub builder: BatchBuilder,
 }
@@ -212,6 +213,8 @@ struct Flight {
     follows: bool,
     /// Its sequences, if each has one token in it.
     num_decoding: Option<usize>,
+    /// Blocks were copied before it: its time may be partly theirs.
+    copied: bool,
 }
 
 /// A sequence's work and state.
@@ -431,7 +434,7 @@ impl Worker {
     /// Nothing could be planned, nothing is under way, and yet there are sequences: they would wait for ever.
     fn check_progress(&mut self) -> Result<()> {
         let mut entries = self.spare.pop().unwrap_or_default();
-        let planned = self.scheduler.plan(&mut entries);
+        let planned = self.plan(&mut entries);
         let stuck = entries.is_empty() && self.scheduler.plan_alone().is_none();
         self.spare.push(entries);
         planned?;
@@ -461,12 +464,46 @@ impl Worker {
         }
     }
 
+    /// Plans a step, and has the blocks copied that the plan wants copied; were there any?
+    fn plan(&mut self, entries: &mut Vec<Entry>) -> Result<bool> {
+        loop {
+            self.scheduler.plan(entries)?;
+            let Self { model, scheduler, machine, .. } = self;
+            if scheduler.copies().is_empty() {
+                return Ok(false);
+            }
+            let Machine { kv, swap, .. } = machine.as_deref_mut().ok_or_else(no_machine)?;
+            let copied = model.copy_blocks(kv, swap, scheduler.copies());
+            if let Some((num_blocks, time)) = swap.take_time() {
+                scheduler.swap_costs().copied(num_blocks, time);
+            }
+            let Err(error) = copied else {
+                scheduler.clear_copies();
+                return Ok(true);
+            };
+            // What those have whom it was for is not known any more.
+            while let Some(&key) = self.scheduler.copied_keys().first() {
+                self.scheduler.forget_copies(key);
+                self.end(key, Err(error.clone()));
+            }
+        }
+    }
+
+    /// Takes memory for preempted sequences, if there was too little; while the device is at work.
+    fn grow_swap(&mut self) {
+        let most = self.scheduler.swap_places_wanted();
+        let Some(machine) = self.machine.as_deref_mut().filter(|_| most > 0) else { return };
+        // Without memory they are computed anew, as before.
+        self.scheduler.add_swap_places(machine.swap.grow(most).unwrap_or(0));
+    }
+
     /// Plans and begins a step. False if there was nothing to do, or nothing came of it.
     fn begin(&mut self) -> Result<bool> {
         let start = Instant::now();
         let mut entries = self.spare.pop().unwrap_or_default();
+        let mut copied = false;
         let begun = loop {
-            self.scheduler.plan(&mut entries)?;
+            copied |= self.plan(&mut entries)?;
             if entries.is_empty() {
                 break false;
             }
@@ -477,7 +514,8 @@ impl Worker {
                 let is_decoding = entries.iter().all(|entry| entry.num_new == 1);
                 let num_decoding = is_decoding.then_some(entries.len());
                 self.pace.begun(num_decoding, start.elapsed());
-                self.flights.push_back(Flight { entries, begun, follows, num_decoding });
+                self.flights.push_back(Flight { entries, begun, follows, num_decoding, copied });
+                self.grow_swap();
                 return Ok(true);
             };
             match error.kind() {
@@ -504,7 +542,8 @@ impl Worker {
 
     fn begin_step(&mut self, entries: &[Entry], now: Instant) -> Result<()> {
         let Self { model, scheduler, works, machine, .. } = self;
-        let Machine { kv, workspace, builder } = machine.as_deref_mut().ok_or_else(no_machine)?;
+        let Machine { kv, workspace, builder, .. } =
+            machine.as_deref_mut().ok_or_else(no_machine)?;
         let blocks = |entry: &Entry| scheduler.sequence(entry.key).map_or(0, |s| s.blocks().len());
         builder.clear(entries.iter().map(blocks).max().unwrap_or(0))?;
         for entry in entries {
@@ -551,7 +590,7 @@ impl Worker {
     /// Waits for the oldest step under way, and hands out its tokens.
     fn finish(&mut self) {
         let Some(flight) = self.flights.pop_front() else { return };
-        let Flight { mut entries, begun, follows, num_decoding } = flight;
+        let Flight { mut entries, begun, follows, num_decoding, copied } = flight;
         let finished = match self.machine.as_deref_mut() {
             Some(machine) => self.model.finish_step(&mut machine.workspace, &mut self.result),
             None => Err(no_machine()),
@@ -574,6 +613,12 @@ impl Worker {
                 for entry in &entries {
                     num_prompt += entry.num_new - usize::from(entry.row.is_some());
                     num_chosen += usize::from(entry.row.is_some());
+                }
+                if !copied {
+                    let single = entries.iter().filter(|entry| entry.num_new == 1).count();
+                    let all: usize = entries.iter().map(|entry| entry.num_new).sum();
+                    let costs = self.scheduler.swap_costs();
+                    costs.computed(all - single, single, self.result.time.busy);
                 }
                 // Before the tokens go out: who has heard the last one finds it counted.
                 self.recorder.step(begun, self.result.time, follows, num_prompt, num_chosen);

@@ -104,6 +104,12 @@ pub struct xserv_load_options {
     /// requests that generate, which so wait no longer than such a piece takes; 0 (default): 512 on the CPU, 2048
     /// on a GPU. With as many as the longest context, or more, no prompt is cut. The work space grows with it.
     pub max_prefill_tokens: u64,
+    /// Most bytes of the host's memory for the keys and values of requests that had to make room for others and go on
+    /// later: they are kept there where that has turned out to be faster than to compute them anew. 0 (default): on a
+    /// GPU an eighth of the memory that is available at load, 4 GiB at most; on the CPU, where the KV cache lies in the
+    /// same memory, none. Less than a block of the KV cache takes (1, say): always compute anew. The memory is taken in
+    /// pieces of about 64 MiB when a request first needs it, pinned for a GPU, and kept until the model is freed.
+    pub max_swap_bytes: u64,
 }
 
 // SAFETY: repr(C), struct_size first, integers, pointers and nullable function pointers; a caller
@@ -132,10 +138,11 @@ unsafe impl GrowingStruct for xserv_load_options {
             deterministic: 0,
             reserved2: [0; 2],
             max_prefill_tokens: 0,
+            max_swap_bytes: 0,
         }
     }
 }
-const _: () = assert!(size_of::<xserv_load_options>() == 96);
+const _: () = assert!(size_of::<xserv_load_options>() == 104);
 
 /// What a loaded model is. Set struct_size, then call xserv_model_get_info(). Pointers belong to the
 /// model and are valid until it is freed.
@@ -316,6 +323,7 @@ pub(super) fn engine_options(options: &xserv_load_options) -> Result<EngineOptio
         max_memory_bytes: options.max_memory_bytes,
         max_batch_size: options.max_batch_size,
         max_prefill_tokens: options.max_prefill_tokens,
+        max_swap_bytes: options.max_swap_bytes,
         no_prefix_cache: !super::guard::flag(options.prefix_cache, "options.prefix_cache")?,
         deterministic: super::guard::flag(options.deterministic, "options.deterministic")?,
     })

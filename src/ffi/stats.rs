@@ -68,6 +68,14 @@ pub struct xserv_model_stats {
     /// Seconds between steps in which it waited for the host, although there were requests to compute. What a GPU
     /// waits for the next kernel within a step, and what it does for xserv_logits(), counts as busy.
     pub device_idle_seconds: f64,
+    /// Blocks of the KV cache that there is memory for on the host (see xserv_load_options.max_swap_bytes)...
+    pub num_swap_blocks: u64,
+    /// ...and of these, the ones in use, by requests that made room for others.
+    pub num_used_swap_blocks: u64,
+    /// Blocks copied to the host.
+    pub total_swapped_out_blocks: u64,
+    /// Blocks copied back.
+    pub total_swapped_in_blocks: u64,
 }
 
 // SAFETY: repr(C), struct_size first, integers and floats only.
@@ -81,7 +89,7 @@ unsafe impl GrowingStruct for xserv_model_stats {
         xserv_model_stats { struct_size: size_of::<Self>(), ..zero }
     }
 }
-const _: () = assert!(size_of::<xserv_model_stats>() == xserv_model_stats::FIRST_SIZE + 16);
+const _: () = assert!(size_of::<xserv_model_stats>() == xserv_model_stats::FIRST_SIZE + 48);
 
 /// Tells how a model's requests stand. Cheap; any thread may call it at any time.
 ///
@@ -133,6 +141,10 @@ pub unsafe extern "C" fn xserv_model_get_stats(
             step_bucket_us,
             device_busy_seconds: s.device_busy.as_secs_f64(),
             device_idle_seconds: s.device_idle.as_secs_f64(),
+            num_swap_blocks: counts.swap.places as u64,
+            num_used_swap_blocks: counts.swap.used as u64,
+            total_swapped_out_blocks: counts.swap.blocks_out,
+            total_swapped_in_blocks: counts.swap.blocks_in,
         };
         // SAFETY: by the contract above.
         unsafe { write_struct(stats, "stats", &value) }

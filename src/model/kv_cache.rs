@@ -8,6 +8,7 @@
 use crate::backend::{Arena, ComputeContext, DeviceTensor};
 use crate::error::{try_with_capacity, Error, Result};
 use crate::memory::{ElementType, HostBuffer, Pages};
+use crate::ops::stepwise::KvParts;
 use crate::ops::{KvBlocks, KvLayout, BLOCK_SIZE};
 
 /// The cache of one model.
@@ -102,6 +103,29 @@ impl KvCache {
             KvMemory::Host(buffer) => KvBlocks::new(self.layout, buffer.as_bytes_mut(), layer),
             KvMemory::Device { .. } => Err(Error::internal("the KV cache lies on a device")),
         }
+    }
+
+    /// A block on the host, of all layers.
+    pub(super) fn host_block(&mut self, block: u32) -> Result<&mut [u8]> {
+        let KvMemory::Host(buffer) = &mut self.memory else {
+            return Err(Error::internal("the KV cache lies on a device"));
+        };
+        let bytes = self.layout.block_bytes();
+        let start = (block as usize).saturating_mul(bytes);
+        let block_bytes = buffer.as_bytes_mut().get_mut(start..start.saturating_add(bytes));
+        block_bytes.ok_or_else(|| Error::internal(format!("block {block} of the KV cache")))
+    }
+
+    /// Where the blocks lie on a device. (The layers were placed one behind the other, without gaps.)
+    pub(super) fn device_parts(&self) -> Result<KvParts> {
+        let first = self.device_layer(0)?;
+        let num_blocks = self.num_blocks + SPARE_BLOCKS;
+        Ok(KvParts {
+            start: first.k.data(),
+            num_parts: 2 * self.layout.num_layers,
+            num_blocks,
+            block_bytes: first.k.size_bytes() / num_blocks,
+        })
     }
 
     /// The same on a device.

@@ -7,6 +7,7 @@
 //! qwen3, gpt2                                            the forward passes, named ops in the papers' order
 //! cuda                                                   weights and forward pass on a GPU
 //! batch, kv_cache, workspace                             what a forward pass needs besides the weights
+//! kv_swap                                                blocks of the KV cache that wait on the host
 //! step                                                   a forward pass and the choice of the next tokens
 //! inspect                                                a report on a folder
 //! ```
@@ -20,6 +21,7 @@ mod forward;
 mod gpt2;
 pub mod inspect;
 pub mod kv_cache;
+mod kv_swap;
 pub mod load;
 mod qwen3;
 pub mod safetensors;
@@ -36,6 +38,7 @@ pub use config::{Architecture, ModelConfig, RopeConfig, YarnConfig};
 pub use cuda::DevicePlan;
 pub use inspect::{inspect, Inspection};
 pub use kv_cache::KvCache;
+pub use kv_swap::{BlockCopy, CopyDirection, KvSwap};
 pub use load::LoadOptions;
 pub use step::{Draw, Step, StepResult, StepTime, TokenChoice, FROM_BATCH, NO_TOKEN};
 pub use workspace::Workspace;

@@ -4,6 +4,7 @@
 use xserv::ffi::xserv_dtype::*;
 use xserv::ffi::*;
 
+use crate::batching::idle;
 use crate::client::*;
 use crate::cuda::{on_cuda, shared_cuda};
 use crate::files::{Random, Store, TestModel};
@@ -20,17 +21,13 @@ fn request_of(prompt: &[u32], index: usize) -> xserv_request {
     }
 }
 
-fn stats(model: &Model) -> xserv_model_stats {
-    let mut stats: xserv_model_stats = unsafe { std::mem::zeroed() };
-    stats.struct_size = size_of::<xserv_model_stats>();
-    check(unsafe { xserv_model_get_stats(model.0, &mut stats) }).unwrap();
-    stats
-}
-
 /// Each request alone with an empty cache, then all from threads of their own, twice, in a KV cache that is far too
 /// small for them: they are cut, preempted, and find each other's beginnings. Returns how many of the latter
-/// outputs differ.
-fn different_outputs(path: &std::path::Path, options: &xserv_load_options) -> usize {
+/// outputs differ, and the statistics of the crowded model.
+fn different_outputs(
+    path: &std::path::Path,
+    options: &xserv_load_options,
+) -> (usize, xserv_model_stats) {
     let mut random = Random(5);
     let mut ids = |len: usize| -> Vec<u32> { (0..len).map(|_| random.below(900) as u32).collect() };
     let begin = ids(150);
@@ -60,13 +57,19 @@ fn different_outputs(path: &std::path::Path, options: &xserv_load_options) -> us
         });
         different += together.iter().zip(&alone).filter(|(a, b)| a != b).count();
     }
-    let stats = stats(&model);
+    let stats = idle(&model);
     println!(
-        "{} preemptions, {} of {} tokens from the cache",
-        stats.total_preemptions, stats.total_cached_tokens, stats.total_looked_up_tokens
+        "{} preemptions, {} of {} tokens from the cache, {} blocks to the host, {} back",
+        stats.total_preemptions,
+        stats.total_cached_tokens,
+        stats.total_looked_up_tokens,
+        stats.total_swapped_out_blocks,
+        stats.total_swapped_in_blocks
     );
-    assert!(stats.total_preemptions > 0 && stats.total_cached_tokens > 0);
-    different
+    assert!(stats.total_preemptions > 0);
+    assert_eq!(stats.total_cached_tokens > 0, options.prefix_cache == 1);
+    assert_eq!(stats.num_used_swap_blocks, 0);
+    (different, stats)
 }
 
 fn test_model(head_dim: usize) -> crate::files::TempDir {
@@ -83,9 +86,9 @@ fn requests_on_cuda_do_not_depend_on_others() {
     {
         let dir = test_model(head_dim);
         let options = on_cuda(dtype);
-        let without = different_outputs(dir.path(), &options);
+        let (without, _) = different_outputs(dir.path(), &options);
         let options = xserv_load_options { deterministic: 1, ..options };
-        let with = different_outputs(dir.path(), &options);
+        let (with, _) = different_outputs(dir.path(), &options);
         println!("{with} of 56 outputs differ; without the option {without}");
         assert_eq!(with, 0, "heads of {head_dim}");
     }
@@ -96,8 +99,42 @@ fn requests_on_the_cpu_do_not_depend_on_others() {
     let dir = test_model(64);
     for deterministic in [0, 1] {
         let options = xserv_load_options { deterministic, num_threads: 2, ..load_options() };
-        assert_eq!(different_outputs(dir.path(), &options), 0);
+        let (different, stats) = different_outputs(dir.path(), &options);
+        // Nothing is kept on the host unless it is asked for: the KV cache lies there.
+        assert_eq!((different, stats.num_swap_blocks, stats.total_swapped_out_blocks), (0, 0, 0));
     }
+}
+
+/// Requests that were preempted go on with what was kept on the host, as if nothing had been.
+fn check_swapping(options: &xserv_load_options) {
+    let dir = test_model(64);
+    for prefix_cache in [0, 1] {
+        let options = xserv_load_options {
+            prefix_cache,
+            max_swap_bytes: 1 << 30,
+            deterministic: 1,
+            ..*options
+        };
+        let (different, stats) = different_outputs(dir.path(), &options);
+        assert_eq!(different, 0);
+        let moved = [stats.total_swapped_out_blocks, stats.total_swapped_in_blocks];
+        assert!(stats.num_swap_blocks > 0 && moved.iter().all(|blocks| *blocks > 0), "{moved:?}");
+    }
+    // Too little for a block.
+    let options = xserv_load_options { max_swap_bytes: 1, deterministic: 1, ..*options };
+    let (different, stats) = different_outputs(dir.path(), &options);
+    assert_eq!((different, stats.num_swap_blocks, stats.total_swapped_out_blocks), (0, 0, 0));
+}
+
+#[test]
+fn what_was_kept_on_the_host_is_what_it_was_on_the_cpu() {
+    check_swapping(&xserv_load_options { num_threads: 2, ..load_options() });
+}
+
+#[test]
+fn what_was_kept_on_the_host_is_what_it_was_on_cuda() {
+    let Some(_device) = shared_cuda() else { return };
+    check_swapping(&on_cuda(XSERV_DTYPE_BF16));
 }
 
 #[test]

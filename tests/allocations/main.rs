@@ -16,7 +16,9 @@ use xserv::engine::{
 };
 use xserv::error::Result;
 use xserv::memory::DType;
-use xserv::model::{KvCache, Step, StepResult, TokenChoice, Workspace, NO_TOKEN};
+use xserv::model::{
+    BlockCopy, KvCache, KvSwap, Step, StepResult, TokenChoice, Workspace, NO_TOKEN,
+};
 
 use counting::{count, exempt_this_thread, Counts};
 
@@ -102,6 +104,10 @@ impl StepModel for Instant {
         Ok(())
     }
 
+    fn copy_blocks(&self, _: &mut KvCache, _: &mut KvSwap, _: &[BlockCopy]) -> Result<()> {
+        unreachable!("nobody is preempted")
+    }
+
     fn finish_step(&self, _: &mut Workspace, out: &mut StepResult) -> Result<()> {
         let steps = &mut *self.steps.lock().unwrap();
         let oldest = steps.iter_mut().filter(|(used, _)| *used > 0).min_by_key(|(used, _)| *used);
@@ -146,6 +152,7 @@ fn ten_thousand_steps_of_the_engine_allocate_nothing() {
             num_blocks: 4096,
             limits: Limits { max_sequences: 8, max_prefill_tokens: 64 },
             prefix_cache: true,
+            most_swapped: 0,
         };
         let engine = Harness::new(model.clone(), &options).unwrap();
         let submit = |index: usize| {

@@ -18,6 +18,7 @@ const OPTIONS: HarnessOptions = HarnessOptions {
     num_blocks: 64,
     limits: Limits { max_sequences: 8, max_prefill_tokens: 64 },
     prefix_cache: true,
+    most_swapped: 0,
 };
 
 fn prompt(seed: usize, len: usize) -> Vec<u32> {
@@ -271,11 +272,15 @@ fn fault(only_memory: bool) -> impl Strategy<Value = Option<Fault>> {
 }
 
 fn scenario() -> impl Strategy<Value = Scenario> {
-    let options = (4..20u32, 1..6usize, 1..100usize, any::<bool>()).prop_map(
-        |(num_blocks, max_sequences, max_prefill_tokens, prefix_cache)| HarnessOptions {
-            num_blocks,
-            limits: Limits { max_sequences, max_prefill_tokens },
-            prefix_cache,
+    let swap = prop::sample::select(vec![0, 6, 100]);
+    let options = (4..20u32, 1..6usize, 1..100usize, any::<bool>(), swap).prop_map(
+        |(num_blocks, max_sequences, max_prefill_tokens, prefix_cache, most_swapped)| {
+            HarnessOptions {
+                num_blocks,
+                limits: Limits { max_sequences, max_prefill_tokens },
+                prefix_cache,
+                most_swapped,
+            }
         },
     );
     let kind = prop::sample::select(vec![(1, false), (2, false), (2, true)]);
@@ -377,4 +382,65 @@ proptest! {
     fn whatever_fails_tokens_are_right_and_blocks_come_back(scenario in scenario()) {
         run(&scenario);
     }
+}
+
+/// A KV cache for two or three of a dozen requests, and room on the host for most.
+const SWAPPING: HarnessOptions = HarnessOptions {
+    num_blocks: 10,
+    limits: Limits { max_sequences: 8, max_prefill_tokens: 64 },
+    prefix_cache: false,
+    most_swapped: 40,
+};
+
+#[test]
+fn preempted_requests_go_on_with_what_was_kept_on_the_host() {
+    for prefix_cache in [false, true] {
+        each_kind(|depth, by_model| {
+            let toy = Arc::new(Toy::new(depth, |_| None));
+            let options = HarnessOptions { prefix_cache, ..SWAPPING };
+            let engine = Harness::new(toy, &options).unwrap();
+            let prompts: Vec<_> = (0..12).map(|i| prompt(i, 40 + 7 * i)).collect();
+            let tickets: Vec<_> =
+                prompts.iter().map(|p| submit(&engine, p, 100, by_model)).collect();
+            for (prompt, mut ticket) in prompts.iter().zip(tickets) {
+                let (tokens, end) = outcome(&mut ticket);
+                assert_eq!(
+                    (tokens, end.unwrap()),
+                    (expected(prompt, 100), FinishReason::MaxTokens)
+                );
+            }
+            let swap = engine.stats().scheduler.swap;
+            assert!(swap.blocks_out > 0 && swap.blocks_in > 0, "{swap:?}");
+            assert_eq!(swap.used, 0);
+            check_healthy(&engine, by_model);
+        });
+    }
+}
+
+#[test]
+fn copies_that_fail_end_those_they_are_for_and_nobody_else() {
+    each_kind(|depth, by_model| {
+        let toy = Arc::new(Toy::new(depth, |_| None));
+        toy.fail_copies(|number| number % 7 == 5);
+        let engine = Harness::new(toy.clone(), &SWAPPING).unwrap();
+        let prompts: Vec<_> = (0..12).map(|i| prompt(i, 40 + 7 * i)).collect();
+        let tickets: Vec<_> = prompts.iter().map(|p| submit(&engine, p, 100, by_model)).collect();
+        let mut failed = 0;
+        for (prompt, mut ticket) in prompts.iter().zip(tickets) {
+            let (tokens, end) = outcome(&mut ticket);
+            let right = expected(prompt, 100);
+            assert_eq!(tokens, right[..tokens.len()]);
+            match end {
+                Ok(reason) => assert_eq!((tokens.len(), reason), (100, FinishReason::MaxTokens)),
+                Err(error) => {
+                    assert_eq!(error.message(), injected(ErrorKind::DeviceLost).message());
+                    failed += 1;
+                }
+            }
+        }
+        assert!((1..12).contains(&failed), "{failed} failed");
+        assert_eq!(engine.stats().scheduler.swap.used, 0);
+        toy.fail_copies(|_| false);
+        check_healthy(&engine, by_model);
+    });
 }

@@ -9,10 +9,13 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::hash::{DefaultHasher, Hash, Hasher};
+use std::time::Duration;
 
 use proptest::prelude::*;
 use xserv::engine::block_pool::BlockPool;
 use xserv::engine::scheduler::{Entry, Limits, NewSequence, Scheduler, SequenceKey};
+use xserv::engine::SwapCosts;
+use xserv::model::CopyDirection;
 
 const BLOCK: usize = 32;
 
@@ -71,17 +74,27 @@ struct Setting {
     depth: usize,
     caching: bool,
     runs_ahead: bool,
+    /// Blocks that may be kept on the host.
+    most_swapped: usize,
+    /// What a step of so many tokens takes, where a copy takes 10 for a block.
+    compute_cost: u64,
 }
 
 fn setting() -> impl Strategy<Value = Setting> {
-    (3..14u32, 1..6usize, 1..100usize, 1..=2usize, any::<bool>(), any::<bool>()).prop_map(
-        |(num_blocks, max_sequences, max_prefill_tokens, depth, caching, runs_ahead)| Setting {
-            num_blocks,
-            limits: Limits { max_sequences, max_prefill_tokens },
-            depth,
-            caching,
-            // With one step at a time there is nothing to run ahead of.
-            runs_ahead: runs_ahead && depth == 2,
+    let swap = (prop::sample::select(vec![0, 1, 5, 40]), prop::sample::select(vec![0, 1, 100]));
+    let depth = (1..=2usize, any::<bool>());
+    (3..14u32, 1..6usize, 1..100usize, depth, any::<bool>(), swap).prop_map(
+        |(num_blocks, max_sequences, max_prefill_tokens, (depth, runs_ahead), caching, swap)| {
+            Setting {
+                num_blocks,
+                limits: Limits { max_sequences, max_prefill_tokens },
+                depth,
+                caching,
+                // With one step at a time there is nothing to run ahead of.
+                runs_ahead: runs_ahead && depth == 2,
+                most_swapped: swap.0,
+                compute_cost: swap.1,
+            }
         },
     )
 }
@@ -103,6 +116,8 @@ struct Toy {
     scheduler: Scheduler,
     /// By place of the cache: the past of the token in it.
     cache: HashMap<usize, u64>,
+    /// The same of the places on the host.
+    swapped: HashMap<usize, u64>,
     live: HashMap<SequenceKey, Live>,
     /// Steps under way: what was planned, and which token each row gives.
     flights: VecDeque<(Vec<Entry>, Vec<u32>)>,
@@ -153,6 +168,29 @@ impl Toy {
         Some(token)
     }
 
+    /// Does what the plan wants done before it.
+    fn copy(&mut self) {
+        for copy in self.scheduler.copies() {
+            let (cache, swapped) = (&mut self.cache, &mut self.swapped);
+            let (from, to, source, target) = match copy.direction {
+                CopyDirection::ToHost => (cache, swapped, copy.block, copy.place),
+                CopyDirection::FromHost => (swapped, cache, copy.place, copy.block),
+            };
+            for slot in 0..BLOCK {
+                match from.get(&(source as usize * BLOCK + slot)) {
+                    Some(past) => to.insert(target as usize * BLOCK + slot, *past),
+                    None => to.remove(&(target as usize * BLOCK + slot)),
+                };
+            }
+        }
+        self.scheduler.clear_copies();
+        // Three places at a time.
+        let wanted = self.scheduler.swap_places_wanted();
+        if wanted > 0 {
+            self.scheduler.add_swap_places(wanted.min(3));
+        }
+    }
+
     fn step(&mut self, entries: &[Entry]) {
         assert!(entries.len() <= self.setting.limits.max_sequences);
         let singles = entries.iter().take_while(|entry| entry.num_new == 1).count();
@@ -173,10 +211,17 @@ fn run(setting: Setting, requests: &[Request]) {
         setting,
         scheduler: Scheduler::new(pool, setting.limits).unwrap(),
         cache: HashMap::new(),
+        swapped: HashMap::new(),
         live: HashMap::new(),
         flights: VecDeque::new(),
         tokens: HashMap::new(),
     };
+    toy.scheduler.set_most_swapped(setting.most_swapped).unwrap();
+    if setting.compute_cost > 0 {
+        let costs = toy.scheduler.swap_costs();
+        costs.copied(1, Duration::from_millis(10));
+        costs.computed(100, 0, Duration::from_millis(100 * setting.compute_cost));
+    }
     let mut arrivals: VecDeque<(usize, usize)> = VecDeque::new();
     let mut at = 0;
     for (index, request) in requests.iter().enumerate() {
@@ -221,6 +266,7 @@ fn run(setting: Setting, requests: &[Request]) {
         if toy.flights.len() < setting.depth {
             toy.scheduler.plan(&mut entries).unwrap();
             toy.scheduler.audit().unwrap();
+            toy.copy();
             begun = !entries.is_empty();
             if begun {
                 toy.step(&entries);
@@ -261,7 +307,10 @@ fn run(setting: Setting, requests: &[Request]) {
         turn += 1;
     }
     assert!(finished.iter().all(|finished| *finished), "lost: {finished:?}");
-    let blocks = toy.scheduler.counts().blocks;
+    let counts = toy.scheduler.counts();
+    assert_eq!(counts.swap.used, 0);
+    assert!(counts.swap.places <= setting.most_swapped);
+    let blocks = counts.blocks;
     assert_eq!((blocks.used, blocks.idle + blocks.free), (0, setting.num_blocks as usize));
     if !setting.caching {
         assert_eq!(blocks.idle, 0);
@@ -384,4 +433,79 @@ fn the_urgent_go_first_and_may_take_the_place_of_others() {
     assert_eq!(scheduler.counts().preemptions, 1);
     scheduler.remove(urgent);
     assert_eq!(running(step(&mut scheduler)), [keys[0], keys[1]]);
+}
+
+/// Two sequences of which the second is preempted while the first grows, with 16 blocks on the host for it.
+fn preempted(costs: impl Fn(&mut SwapCosts)) -> (Scheduler, SequenceKey) {
+    let mut scheduler = scheduler(6, 2, 256);
+    scheduler.set_most_swapped(16).unwrap();
+    scheduler.add_swap_places(16);
+    costs(scheduler.swap_costs());
+    scheduler.add(sequence((0..60).collect(), 100)).unwrap();
+    let second = scheduler.add(sequence((100..190).collect(), 40)).unwrap();
+    while scheduler.counts().preempted == 0 {
+        step(&mut scheduler);
+    }
+    (scheduler, second)
+}
+
+#[test]
+fn a_preempted_sequence_keeps_its_blocks_on_the_host_and_goes_on_where_it_was() {
+    let (mut scheduler, key) = preempted(|_| {});
+    let counts = scheduler.counts();
+    let len = scheduler.sequence(key).unwrap().token_ids().len();
+    assert_eq!(
+        (counts.swap.used, counts.swap.blocks_out),
+        ((len - 1).div_ceil(32), (len - 1).div_ceil(32) as u64)
+    );
+    let saved: Vec<u32> = scheduler.copies().iter().map(|copy| copy.place).collect();
+    assert!(scheduler.copies().iter().all(|copy| copy.direction == CopyDirection::ToHost));
+    assert!(scheduler.copied_keys().iter().all(|other| *other == key));
+    scheduler.clear_copies();
+    // All but the token that was chosen last is there.
+    let resumed = loop {
+        let entries = step(&mut scheduler);
+        match entries.iter().find(|entry| entry.key == key) {
+            Some(entry) => break *entry,
+            None if scheduler.counts().running == 1 => end_first(&mut scheduler, key, &entries),
+            None => {}
+        }
+    };
+    assert_eq!((resumed.start, resumed.num_new), (len - 1, 1));
+    let restored = scheduler.copies();
+    assert!(restored.iter().all(|copy| copy.direction == CopyDirection::FromHost));
+    // What still lay in the cache was not copied; the rest in the order of positions.
+    let places: Vec<u32> = restored.iter().map(|copy| copy.place).collect();
+    assert!(!places.is_empty() && saved.ends_with(&places), "{saved:?} {places:?}");
+    assert_eq!(scheduler.counts().swap.used, 0);
+    scheduler.audit().unwrap();
+}
+
+/// Ends the first sequence when it is at its end.
+fn end_first(scheduler: &mut Scheduler, second: SequenceKey, entries: &[Entry]) {
+    let first = entries.iter().map(|entry| entry.key).find(|key| *key != second);
+    let Some(first) = first else { return };
+    if scheduler.sequence(first).is_some_and(|sequence| sequence.token_ids().len() == 160) {
+        scheduler.remove(first);
+    }
+}
+
+#[test]
+fn what_is_computed_faster_than_it_is_copied_is_computed_anew() {
+    let (scheduler, _) = preempted(|costs| {
+        costs.copied(1, Duration::from_millis(10));
+        costs.computed(100, 0, Duration::from_millis(10));
+    });
+    assert_eq!((scheduler.copies(), scheduler.counts().swap.used), (&[][..], 0));
+}
+
+#[test]
+fn copies_that_fail_are_forgotten_with_those_they_were_for() {
+    let (mut scheduler, key) = preempted(|_| {});
+    assert!(!scheduler.copies().is_empty());
+    scheduler.forget_copies(key);
+    scheduler.remove(key);
+    assert!(scheduler.copies().is_empty() && scheduler.copied_keys().is_empty());
+    assert_eq!(scheduler.counts().swap.used, 0);
+    scheduler.audit().unwrap();
 }

@@ -8,7 +8,10 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use xserv::engine::harness::StepModel;
 use xserv::error::{Error, ErrorKind, Result};
-use xserv::model::{KvCache, Step, StepResult, TokenChoice, Workspace, FROM_BATCH, NO_TOKEN};
+use xserv::model::{
+    BlockCopy, CopyDirection, KvCache, KvSwap, Step, StepResult, TokenChoice, Workspace,
+    FROM_BATCH, NO_TOKEN,
+};
 
 /// Tokens are below this.
 pub const VOCAB: usize = 50;
@@ -40,6 +43,9 @@ type Decide = Box<dyn Fn(&Attempt) -> Option<Fault> + Send + Sync>;
 struct State {
     /// By place: the hash of the token computed there and all before it.
     cache: HashMap<u32, u64>,
+    /// The same by place on the host.
+    swapped: HashMap<u32, u64>,
+    num_copies: usize,
     pending: VecDeque<Result<StepResult>>,
     /// The tokens of the step begun last.
     last: Vec<u32>,
@@ -51,6 +57,8 @@ struct State {
 pub struct Toy {
     depth: usize,
     decide: Mutex<Decide>,
+    /// By the number of the copy.
+    fails_copy: Mutex<Box<dyn Fn(usize) -> bool + Send + Sync>>,
     state: Mutex<State>,
 }
 
@@ -81,12 +89,18 @@ impl Toy {
         depth: usize,
         decide: impl Fn(&Attempt) -> Option<Fault> + Send + Sync + 'static,
     ) -> Self {
-        Toy { depth, decide: Mutex::new(Box::new(decide)), state: Mutex::default() }
+        let fails_copy = Mutex::new(Box::new(|_| false) as _);
+        Toy { depth, decide: Mutex::new(Box::new(decide)), fails_copy, state: Mutex::default() }
     }
 
     /// From now on nothing fails.
     pub fn heal(&self) {
         *self.decide.lock().unwrap_or_else(PoisonError::into_inner) = Box::new(|_| None);
+    }
+
+    /// Copies of blocks fail if this says so of their number.
+    pub fn fail_copies(&self, fails: impl Fn(usize) -> bool + Send + Sync + 'static) {
+        *self.fails_copy.lock().unwrap_or_else(PoisonError::into_inner) = Box::new(fails);
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -182,6 +196,28 @@ impl StepModel for Toy {
             }
             Some(Fault::Finish(kind)) => state.pending.push_back(Err(injected(kind))),
             Some(Fault::Panic) => panic!("the toy was told to panic"),
+        }
+        Ok(())
+    }
+
+    fn copy_blocks(&self, _: &mut KvCache, _: &mut KvSwap, copies: &[BlockCopy]) -> Result<()> {
+        let State { cache, swapped, num_copies, .. } = &mut *self.state();
+        for copy in copies {
+            *num_copies += 1;
+            let decide = self.fails_copy.lock().unwrap_or_else(PoisonError::into_inner);
+            if decide(*num_copies) {
+                return Err(injected(ErrorKind::DeviceLost));
+            }
+            let (from, to, source, target) = match copy.direction {
+                CopyDirection::ToHost => (&mut *cache, &mut *swapped, copy.block, copy.place),
+                CopyDirection::FromHost => (&mut *swapped, &mut *cache, copy.place, copy.block),
+            };
+            for slot in 0..BLOCK as u32 {
+                match from.get(&(source * BLOCK as u32 + slot)) {
+                    Some(past) => to.insert(target * BLOCK as u32 + slot, *past),
+                    None => to.remove(&(target * BLOCK as u32 + slot)),
+                };
+            }
         }
         Ok(())
     }

@@ -15,6 +15,7 @@ mod deterministic;
 mod folder;
 mod forward;
 mod inspect;
+mod kv_swap;
 mod load;
 mod logits;
 mod mutations;

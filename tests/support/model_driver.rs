@@ -9,7 +9,8 @@ use xserv::backend::{cuda, ComputeContext};
 use xserv::error::Result;
 use xserv::memory::DType;
 use xserv::model::{
-    ForwardBatch, KvCache, LoadOptions, Model, Step, StepResult, TokenChoice, Workspace,
+    BlockCopy, CopyDirection, ForwardBatch, KvCache, KvSwap, LoadOptions, Model, Step, StepResult,
+    TokenChoice, Workspace,
 };
 use xserv::ops::BLOCK_SIZE;
 
@@ -207,6 +208,33 @@ impl<'m> Driver<'m> {
     /// Bytes of the workspace on the host.
     pub fn workspace_bytes(&self) -> usize {
         self.workspace.size_bytes()
+    }
+
+    /// Has a sequence's blocks copied to places from `first` on, and gives them back.
+    pub fn swap_out(&mut self, sequence: &mut Sequence, swap: &mut KvSwap, first: u32) {
+        self.swap(sequence, swap, first, CopyDirection::ToHost);
+        self.free.splice(..0, sequence.blocks.drain(..));
+    }
+
+    /// Has them copied back, to other blocks.
+    pub fn swap_in(&mut self, sequence: &mut Sequence, swap: &mut KvSwap, first: u32) {
+        let len = std::mem::take(&mut sequence.len);
+        self.pretend(sequence, len);
+        self.swap(sequence, swap, first, CopyDirection::FromHost);
+    }
+
+    fn swap(
+        &mut self,
+        sequence: &Sequence,
+        swap: &mut KvSwap,
+        first: u32,
+        direction: CopyDirection,
+    ) {
+        let copies: Vec<BlockCopy> = (first..)
+            .zip(&sequence.blocks)
+            .map(|(place, &block)| BlockCopy { block, place, direction })
+            .collect();
+        self.model.copy_blocks(&mut self.kv, swap, &copies).expect("copies");
     }
 
     /// Gives a sequence's blocks back.

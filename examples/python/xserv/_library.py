@@ -69,6 +69,7 @@ class LoadOptions(Structure):
         ("deterministic", c_uint8),
         ("reserved2", c_uint8 * 2),
         ("max_prefill_tokens", c_uint64),
+        ("max_swap_bytes", c_uint64),
     ]
 
 
@@ -289,6 +290,10 @@ class ModelStats(Structure):
         ("step_bucket_us", c_uint64 * STEP_BUCKETS),
         ("device_busy_seconds", c_double),
         ("device_idle_seconds", c_double),
+        ("num_swap_blocks", c_uint64),
+        ("num_used_swap_blocks", c_uint64),
+        ("total_swapped_out_blocks", c_uint64),
+        ("total_swapped_in_blocks", c_uint64),
     ]
 
 

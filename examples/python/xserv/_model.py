@@ -248,8 +248,8 @@ class Model:
 
     Options, all optional: device ("auto", "cpu", "cuda"), dtype ("auto", "f32", "f16", "bf16"),
     num_threads, map_files, max_context_tokens, kv_cache_tokens, max_memory_bytes, max_batch_size,
-    max_prefill_tokens, prefix_cache, deterministic; and two callables: progress(fraction), which may return False to
-    cancel the load, and log(level, message). Their meaning is that of xserv_load_options in xserv.h.
+    max_prefill_tokens, max_swap_bytes, prefix_cache, deterministic; and two callables: progress(fraction), which may
+    return False to cancel the load, and log(level, message). Their meaning is that of xserv_load_options in xserv.h.
     """
 
     def __init__(
@@ -265,6 +265,7 @@ class Model:
         max_memory_bytes: int = 0,
         max_batch_size: int = 0,
         max_prefill_tokens: int = 0,
+        max_swap_bytes: int = 0,
         prefix_cache: bool = True,
         deterministic: bool = False,
         progress: Optional[Callable[[float], Optional[bool]]] = None,
@@ -277,6 +278,7 @@ class Model:
         )  # fmt: skip
         options.prefix_cache, options.deterministic = prefix_cache, deterministic
         set_number(options, "max_batch_size", max_batch_size)
+        set_number(options, "max_swap_bytes", max_swap_bytes)
 
         raised: List[BaseException] = []
         interrupted = threading.Event()

@@ -9,6 +9,7 @@ mod decode_gemv;
 mod embedding_step;
 mod gelu_tanh;
 mod kv_cache_append;
+mod kv_cache_swap;
 mod prefill_gemm;
 mod qk_norm_rope_append;
 mod sample;
@@ -23,6 +24,7 @@ pub use decode_gemv::{decode_gemv, has_decode_gemv, is_gemv_weight, GEMV_TOKENS}
 pub use embedding_step::embedding_step;
 pub use gelu_tanh::gelu_tanh;
 pub use kv_cache_append::kv_cache_append;
+pub use kv_cache_swap::{kv_cache_swap, KvParts, MOST_KV_COPIES};
 pub use prefill_gemm::{has_prefill_gemm, is_prefill_faster, prefill_gemm};
 pub use qk_norm_rope_append::{qk_norm_rope_append, rope_tables, KvSlots, QkNormRope};
 pub use sample::{sample, SampleBuffers, SampleRow, SAMPLE_PARTS, SAMPLE_ROW_WORDS};

@@ -1,0 +1,241 @@
+//! Memory of the host for blocks of the KV cache whose sequences have to wait: a place for each, `[num_layers, 2,
+//! BLOCK_SIZE, num_kv_heads, head_dim]`, keys before values.
+//!
+//! It grows in slabs, when it is found to be too small, and stays. For a model on a device it is pinned, and the device
+//! copies by itself, in the order of its stream: behind the steps that were begun before, in front of those behind.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::kv_cache::KvCache;
+use super::{Compute, Model};
+use crate::backend::cuda::{CudaContext, Event};
+use crate::backend::{ComputeContext, PinnedBuffer};
+use crate::error::{check_room, Error, Result};
+use crate::memory::{HostBuffer, Pages};
+use crate::ops::stepwise::{kv_cache_swap, MOST_KV_COPIES};
+use crate::ops::KvLayout;
+
+/// Where a block is copied to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CopyDirection {
+    /// From the KV cache to the place on the host.
+    ToHost,
+    /// From the place on the host to the KV cache.
+    FromHost,
+}
+
+/// A copy of a block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BlockCopy {
+    /// In the KV cache.
+    pub block: u32,
+    /// On the host.
+    pub place: u32,
+    /// From which to which.
+    pub direction: CopyDirection,
+}
+
+/// Bytes of a slab, if a place is not larger.
+const SLAB_BYTES: usize = 64 << 20;
+
+/// The places of one model.
+pub struct KvSwap {
+    layout: KvLayout,
+    slabs: Vec<Slab>,
+    context: Option<Arc<ComputeContext>>,
+    /// In front of and behind copies whose time nobody has asked for, and the blocks between.
+    marks: Option<(Event, Event)>,
+    marked: usize,
+    /// Copies have been made before.
+    is_warm: bool,
+    /// The same of copies that are done.
+    timed: Option<(usize, Duration)>,
+}
+
+enum Slab {
+    Host(HostBuffer),
+    Pinned(PinnedBuffer),
+}
+
+impl Model {
+    /// No places yet, for blocks of this model's KV caches.
+    pub fn kv_swap(&self) -> KvSwap {
+        let context = match &self.compute {
+            Compute::Cpu(_) => None,
+            Compute::Cuda(cuda) => Some(cuda.context.clone()),
+        };
+        KvSwap { context, ..KvSwap::on_host(self.kv_layout()) }
+    }
+
+    /// Copies blocks between a KV cache and its places on the host, one after the other. On a device the copies are
+    /// queued: behind the steps that were begun before, in front of those that will be. After an error none, some or
+    /// all were done.
+    pub fn copy_blocks(
+        &self,
+        kv: &mut KvCache,
+        swap: &mut KvSwap,
+        copies: &[BlockCopy],
+    ) -> Result<()> {
+        match &self.compute {
+            Compute::Cpu(_) => swap.copy_now(kv, copies),
+            Compute::Cuda(model) => {
+                let cuda = model.cuda()?;
+                let _entered = cuda.enter()?;
+                swap.queue_all(&model.context, cuda, kv, copies)
+            }
+        }
+    }
+}
+
+impl KvSwap {
+    /// No places yet, for blocks of a cache on the host.
+    pub fn on_host(layout: KvLayout) -> Self {
+        KvSwap {
+            layout,
+            slabs: Vec::new(),
+            context: None,
+            marks: None,
+            marked: 0,
+            is_warm: false,
+            timed: None,
+        }
+    }
+
+    /// Bytes of a place.
+    pub fn place_bytes(&self) -> usize {
+        self.layout.block_bytes()
+    }
+
+    /// Places of a slab.
+    fn slab_places(&self) -> usize {
+        (SLAB_BYTES / self.place_bytes().max(1)).max(1)
+    }
+
+    /// Memory for some places more, `most` at most, which are numbered behind those that are there; gives how many.
+    pub fn grow(&mut self, most: usize) -> Result<usize> {
+        let places = self.slab_places();
+        let bytes = places.min(most).saturating_mul(self.place_bytes());
+        self.slabs.try_reserve(1).map_err(|_| Error::out_of_memory("preempted requests", bytes))?;
+        let slab = match &self.context {
+            None => Slab::Host(HostBuffer::zeroed(bytes, Pages::Huge)?),
+            Some(context) => {
+                check_room(bytes, "preempted requests")?;
+                Slab::Pinned(PinnedBuffer::new(context, bytes, "preempted requests")?)
+            }
+        };
+        self.slabs.push(slab);
+        Ok(places.min(most))
+    }
+
+    fn copy_now(&mut self, kv: &mut KvCache, copies: &[BlockCopy]) -> Result<()> {
+        let begin = Instant::now();
+        copies.iter().try_for_each(|copy| self.copy_on_host(kv, copy))?;
+        self.timed = Some((copies.len(), begin.elapsed()));
+        Ok(())
+    }
+
+    fn queue_all(
+        &mut self,
+        context: &ComputeContext,
+        cuda: &CudaContext,
+        kv: &KvCache,
+        copies: &[BlockCopy],
+    ) -> Result<()> {
+        let marks = self.marks_for(cuda)?;
+        if let Some((begin, _)) = &marks {
+            begin.record(cuda)?;
+        }
+        let same_way = copies.chunk_by(|a, b| a.direction == b.direction);
+        let mut launches = same_way.flat_map(|copies| copies.chunks(MOST_KV_COPIES));
+        launches.try_for_each(|copies| self.queue(context, kv, copies))?;
+        if let Some((begin, end)) = marks {
+            end.record(cuda)?;
+            self.marks = Some((begin, end));
+            self.marked = copies.len();
+        }
+        Ok(())
+    }
+
+    /// Blocks that were copied of late, and what that took. It may be told of copies much later, or never.
+    pub fn take_time(&mut self) -> Option<(usize, Duration)> {
+        self.timed.take()
+    }
+
+    /// Marks to take the time with, unless the last ones have not been reached yet.
+    fn marks_for(&mut self, cuda: &CudaContext) -> Result<Option<(Event, Event)>> {
+        let Some((begin, end)) = self.marks.take() else {
+            if !self.is_warm {
+                // The first time the kernel has to be loaded.
+                self.is_warm = true;
+                return Ok(None);
+            }
+            return Ok(Some((Event::timed(cuda)?, Event::timed(cuda)?)));
+        };
+        if !end.is_reached(cuda)? {
+            self.marks = Some((begin, end));
+            return Ok(None);
+        }
+        self.timed = Some((self.marked, end.since(&begin, cuda)?));
+        Ok(Some((begin, end)))
+    }
+
+    /// The slab of a place, and its first byte there.
+    fn find(&mut self, place: u32) -> Result<(&mut Slab, usize)> {
+        let (places, bytes) = (self.slab_places(), self.place_bytes());
+        let place = place as usize;
+        let slab = self.slabs.get_mut(place / places);
+        let slab = slab.ok_or_else(|| Error::internal(format!("place {place} on the host")))?;
+        Ok((slab, place % places * bytes))
+    }
+
+    fn copy_on_host(&mut self, kv: &mut KvCache, copy: &BlockCopy) -> Result<()> {
+        let bytes = self.place_bytes();
+        let (Slab::Host(slab), start) = self.find(copy.place)? else { return Err(no_device()) };
+        let place = slab.as_bytes_mut().get_mut(start..start + bytes);
+        let block = kv.host_block(copy.block)?;
+        let place = place.filter(|place| place.len() == block.len());
+        let place = place.ok_or_else(|| Error::internal("a place of another KV cache"))?;
+        match copy.direction {
+            CopyDirection::ToHost => place.copy_from_slice(block),
+            CopyDirection::FromHost => block.copy_from_slice(place),
+        }
+        Ok(())
+    }
+
+    /// Queues copies in one direction, as many as go into one launch.
+    fn queue(
+        &mut self,
+        context: &ComputeContext,
+        kv: &KvCache,
+        copies: &[BlockCopy],
+    ) -> Result<()> {
+        let parts = kv.device_parts()?;
+        if parts.block_bytes.checked_mul(parts.num_parts) != Some(self.place_bytes()) {
+            return Err(Error::internal("a place of another KV cache"));
+        }
+        let mut pairs = [(0, 0); MOST_KV_COPIES];
+        for (pair, copy) in pairs.iter_mut().zip(copies) {
+            let bytes = self.place_bytes();
+            let (Slab::Pinned(slab), start) = self.find(copy.place)? else {
+                return Err(no_device());
+            };
+            if start + bytes > slab.len_bytes() {
+                return Err(Error::internal(format!("place {} on the host", copy.place)));
+            }
+            // Before the kernel is queued: the memory must not go before it is done, whatever happens here.
+            slab.set_in_use_unmarked();
+            *pair = (copy.block, slab.device_address(start));
+        }
+        let to_host = copies.first().is_some_and(|copy| copy.direction == CopyDirection::ToHost);
+        let pairs = pairs.get(..copies.len()).unwrap_or_default();
+        // SAFETY: the parts are those of the cache, whose memory goes to others in the order of the stream only; places
+        // were checked to lie in slabs, which wait for the device before they go. One place has one owner, and so has
+        // a block that is written.
+        unsafe { kv_cache_swap(context, &parts, pairs.iter().copied(), to_host) }
+    }
+}
+
+fn no_device() -> Error {
+    Error::internal("copies between the host and a device that is not there")
+}
