@@ -594,6 +594,14 @@ typedef struct xserv_load_options {
    * on a GPU. With as many as the longest context, or more, no prompt is cut. The work space grows with it.
    */
   uint64_t max_prefill_tokens;
+  /**
+   * Most bytes of the host's memory for the keys and values of requests that had to make room for others and go on
+   * later: they are kept there where that has turned out to be faster than to compute them anew. 0 (default): on a
+   * GPU an eighth of the memory that is available at load, 4 GiB at most; on the CPU, where the KV cache lies in the
+   * same memory, none. Less than a block of the KV cache takes (1, say): always compute anew. The memory is taken in
+   * pieces of about 64 MiB when a request first needs it, pinned for a GPU, and kept until the model is freed.
+   */
+  uint64_t max_swap_bytes;
 } xserv_load_options;
 
 /**
@@ -1371,6 +1379,22 @@ typedef struct xserv_model_stats {
    * waits for the next kernel within a step, and what it does for xserv_logits(), counts as busy.
    */
   double device_idle_seconds;
+  /**
+   * Blocks of the KV cache that there is memory for on the host (see xserv_load_options.max_swap_bytes)...
+   */
+  uint64_t num_swap_blocks;
+  /**
+   * ...and of these, the ones in use, by requests that made room for others.
+   */
+  uint64_t num_used_swap_blocks;
+  /**
+   * Blocks copied to the host.
+   */
+  uint64_t total_swapped_out_blocks;
+  /**
+   * Blocks copied back.
+   */
+  uint64_t total_swapped_in_blocks;
 } xserv_model_stats;
 
 /**

@@ -144,6 +144,13 @@ fn serving_is_measured_alone_and_at_a_rate() {
     let found = metrics(&[&common[..], &slow].concat());
     assert!(found["poisson200_req_s"] < 50.0, "{found:?}");
     assert!(!found.contains_key("offline10_req_s"), "{found:?}");
+    // Room for one long request or two short ones, and a place for the others on the host or not.
+    for (bytes, swaps) in [("100000000", true), ("1", false)] {
+        let tight = ["--offline", "6", "--kv-tokens", "2048", "--max-swap-bytes", bytes];
+        let found = metrics(&[&common[..], &tight].concat());
+        assert!(found["offline6_preempted"] > 0.0, "{found:?}");
+        assert_eq!(found["offline6_swapped"] > 0.0, swaps, "{found:?}");
+    }
 }
 
 #[test]
