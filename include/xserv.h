@@ -599,7 +599,7 @@ typedef struct xserv_load_options {
    * later: they are kept there where that has turned out to be faster than to compute them anew. 0 (default): on a
    * GPU an eighth of the memory that is available at load, 4 GiB at most; on the CPU, where the KV cache lies in the
    * same memory, none. Less than a block of the KV cache takes (1, say): always compute anew. The memory is taken in
-   * pieces of about 64 MiB when a request first needs it, pinned for a GPU, and kept until the model is freed.
+   * pieces of about 256 MiB when a request first needs it, pinned for a GPU, and kept until the model is freed.
    */
   uint64_t max_swap_bytes;
 } xserv_load_options;

@@ -493,8 +493,13 @@ impl Worker {
     fn grow_swap(&mut self) {
         let most = self.scheduler.swap_places_wanted();
         let Some(machine) = self.machine.as_deref_mut().filter(|_| most > 0) else { return };
-        // Without memory they are computed anew, as before.
-        self.scheduler.add_swap_places(machine.swap.grow(most).unwrap_or(0));
+        match machine.swap.grow(most) {
+            Ok(Some(num_places)) => self.scheduler.add_swap_places(num_places),
+            // It is on its way.
+            Ok(None) => {}
+            // Without memory they are computed anew, as before.
+            Err(_) => self.scheduler.add_swap_places(0),
+        }
     }
 
     /// Plans and begins a step. False if there was nothing to do, or nothing came of it.

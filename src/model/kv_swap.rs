@@ -5,16 +5,19 @@
 //! copies by itself, in the order of its stream: behind the steps that were begun before, in front of those behind.
 
 use std::sync::Arc;
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use super::kv_cache::KvCache;
 use super::{Compute, Model};
 use crate::backend::cuda::{CudaContext, Event};
 use crate::backend::{ComputeContext, PinnedBuffer};
-use crate::error::{check_room, Error, Result};
+use crate::error::{check_room, Error, ErrorKind, Result};
 use crate::memory::{HostBuffer, Pages};
 use crate::ops::stepwise::{kv_cache_swap, MOST_KV_COPIES};
 use crate::ops::KvLayout;
+use crate::panic_guard;
+use crate::thread_state::SignalsBlocked;
 
 /// Where a block is copied to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -37,12 +40,13 @@ pub struct BlockCopy {
 }
 
 /// Bytes of a slab, if a place is not larger.
-const SLAB_BYTES: usize = 64 << 20;
+const SLAB_BYTES: usize = 256 << 20;
 
 /// The places of one model.
 pub struct KvSwap {
     layout: KvLayout,
     slabs: Vec<Slab>,
+    growing: Option<Growing>,
     context: Option<Arc<ComputeContext>>,
     /// In front of and behind copies whose time nobody has asked for, and the blocks between.
     marks: Option<(Event, Event)>,
@@ -51,6 +55,12 @@ pub struct KvSwap {
     is_warm: bool,
     /// The same of copies that are done.
     timed: Option<(usize, Duration)>,
+}
+
+/// Pinned memory that a thread of its own asks the system for, which takes it a fifth of a second for a slab.
+struct Growing {
+    thread: JoinHandle<Result<PinnedBuffer>>,
+    num_places: usize,
 }
 
 enum Slab {
@@ -65,7 +75,9 @@ impl Model {
             Compute::Cpu(_) => None,
             Compute::Cuda(cuda) => Some(cuda.context.clone()),
         };
-        KvSwap { context, ..KvSwap::on_host(self.kv_layout()) }
+        let mut swap = KvSwap::on_host(self.kv_layout());
+        swap.context = context;
+        swap
     }
 
     /// Copies blocks between a KV cache and its places on the host, one after the other. On a device the copies are
@@ -94,6 +106,7 @@ impl KvSwap {
         KvSwap {
             layout,
             slabs: Vec::new(),
+            growing: None,
             context: None,
             marks: None,
             marked: 0,
@@ -112,20 +125,26 @@ impl KvSwap {
         (SLAB_BYTES / self.place_bytes().max(1)).max(1)
     }
 
-    /// Memory for some places more, `most` at most, which are numbered behind those that are there; gives how many.
-    pub fn grow(&mut self, most: usize) -> Result<usize> {
-        let places = self.slab_places();
-        let bytes = places.min(most).saturating_mul(self.place_bytes());
-        self.slabs.try_reserve(1).map_err(|_| Error::out_of_memory("preempted requests", bytes))?;
-        let slab = match &self.context {
-            None => Slab::Host(HostBuffer::zeroed(bytes, Pages::Huge)?),
-            Some(context) => {
-                check_room(bytes, "preempted requests")?;
-                Slab::Pinned(PinnedBuffer::new(context, bytes, "preempted requests")?)
-            }
+    /// Takes memory for some places more, `most` at most, which are numbered behind those that are there; gives how
+    /// many. `None`: pinned memory is being taken, and this is to be called again some time later.
+    pub fn grow(&mut self, most: usize) -> Result<Option<usize>> {
+        let num_places = self.slab_places().min(most);
+        let bytes = num_places.saturating_mul(self.place_bytes());
+        self.slabs.try_reserve(1).map_err(|_| Error::out_of_memory(WHAT, bytes))?;
+        let Some(context) = &self.context else {
+            self.slabs.push(Slab::Host(HostBuffer::zeroed(bytes, Pages::Huge)?));
+            return Ok(Some(num_places));
         };
-        self.slabs.push(slab);
-        Ok(places.min(most))
+        match self.growing.take() {
+            None => self.growing = Some(Growing::start(context.clone(), num_places, bytes)?),
+            Some(growing) if !growing.thread.is_finished() => self.growing = Some(growing),
+            Some(Growing { thread, num_places }) => {
+                let died = |_| Error::internal("the thread that takes pinned memory died");
+                self.slabs.push(Slab::Pinned(thread.join().map_err(died)??));
+                return Ok(Some(num_places));
+            }
+        }
+        Ok(None)
     }
 
     fn copy_now(&mut self, kv: &mut KvCache, copies: &[BlockCopy]) -> Result<()> {
@@ -233,6 +252,32 @@ impl KvSwap {
         // were checked to lie in slabs, which wait for the device before they go. One place has one owner, and so has
         // a block that is written.
         unsafe { kv_cache_swap(context, &parts, pairs.iter().copied(), to_host) }
+    }
+}
+
+/// For errors: what the memory is for.
+const WHAT: &str = "preempted requests";
+
+impl Growing {
+    fn start(context: Arc<ComputeContext>, num_places: usize, bytes: usize) -> Result<Self> {
+        check_room(bytes, WHAT)?;
+        let _blocked = SignalsBlocked::new();
+        let thread = std::thread::Builder::new()
+            .name("xserv-swap".to_string())
+            .spawn(move || panic_guard::catch(|| PinnedBuffer::new(&context, bytes, WHAT)))
+            .map_err(|e| {
+                Error::new(ErrorKind::OutOfMemory, format!("cannot start a thread: {e}"))
+            })?;
+        Ok(Growing { thread, num_places })
+    }
+}
+
+impl Drop for KvSwap {
+    fn drop(&mut self) {
+        if let Some(growing) = self.growing.take() {
+            // It must not outlive the model. What it came to goes with it.
+            let _ = growing.thread.join();
+        }
     }
 }
 

@@ -111,7 +111,7 @@ fn check_swapping(options: &xserv_load_options) {
     for prefix_cache in [0, 1] {
         let options = xserv_load_options {
             prefix_cache,
-            max_swap_bytes: 1 << 30,
+            max_swap_bytes: 4 << 20,
             deterministic: 1,
             ..*options
         };
