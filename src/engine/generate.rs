@@ -7,11 +7,11 @@ use super::batch_builder::Part;
 use super::engine_load::Engine;
 use super::inbox::{check_may_wait, Entry, Inbox, Waker};
 use super::lease::{Desk, Lease};
+use super::order::{Order, SampleWork, Work};
 use super::request::Request;
 use super::sampler::{Sampler, SamplingParams};
 use super::scheduler::NewSequence;
 use super::ticket::{Event, FinishReason, Generation, TextRules, Ticket};
-use super::worker::{Order, SampleWork, Work};
 use crate::error::{try_with_capacity, Error, Result};
 use crate::model::{Model, TokenChoice};
 

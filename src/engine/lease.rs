@@ -4,7 +4,7 @@
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
-use super::worker::Machine;
+use super::order::Machine;
 use crate::error::{Error, Result};
 
 /// What is lent for one piece of a sequence.

@@ -12,6 +12,7 @@
 //! scheduler   who takes part in a step (policy, no model)
 //! preemption  who loses its blocks, and how it gets on; swap: what waits on the host
 //! block_pool  the blocks of the KV cache and the prefix cache
+//! service     the scheduler's thread from outside; order: what it is asked for
 //! worker      the thread; lease: logits, computed by the thread that wants them; pace: when steps begin
 //! inbox       from the worker to a caller; ticket: the caller's side
 //! ```
@@ -28,6 +29,7 @@ mod inspect;
 mod lease;
 mod log;
 mod memory_plan;
+mod order;
 mod pace;
 mod placement;
 mod plan;
@@ -37,6 +39,7 @@ mod request;
 mod sampler;
 pub mod scheduler;
 mod sequence;
+mod service;
 mod stats;
 mod step_limits;
 mod step_model;

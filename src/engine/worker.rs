@@ -10,200 +10,24 @@
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::thread::JoinHandle;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::batch_builder::{BatchBuilder, Part};
-use super::inbox::{mark_scheduler_thread, Entry as InboxEntry, Inbox, Progress};
-use super::lease::{Desk, Lease};
+use super::batch_builder::Part;
+use super::inbox::{mark_scheduler_thread, Entry as InboxEntry, Progress};
+use super::lease::Lease;
+use super::order::{Machine, Order, Work};
 use super::pace::Pace;
-use super::sampler::{not_finite, Sampler};
-use super::scheduler::{Entry, NewSequence, Scheduler, SequenceKey};
-use super::stats::{EngineStats, Recorder};
+use super::sampler::not_finite;
+use super::scheduler::{Entry, Scheduler, SequenceKey};
+use super::service::{lock, Shared};
+use super::stats::Recorder;
 use super::step_model::StepModel;
 use super::ticket::FinishReason;
 use crate::backend::cpu::CpuBackend;
 use crate::error::{try_with_capacity, Error, ErrorKind, Result};
-use crate::model::{Draw, KvCache, KvSwap, StepResult, StepTime, TokenChoice, Workspace, NO_TOKEN};
+use crate::model::{Draw, StepResult, StepTime, TokenChoice, NO_TOKEN};
 use crate::panic_guard;
-use crate::thread_state::SignalsBlocked;
-
-/// What a forward pass needs besides the model.
-pub(super) struct Machine {
-    pub kv: KvCache,
-    pub swap: KvSwap,
-    pub workspace: Workspace,
-    pub builder: BatchBuilder,
-}
-
-/// How the tokens of a sample are chosen, and where they go.
-pub(super) struct SampleWork {
-    pub inbox: Arc<Inbox>,
-    /// Its number in the request.
-    pub sample: u32,
-    pub sampler: Sampler,
-    /// Tokens that end it.
-    pub stop_token_ids: Arc<Vec<u32>>,
-    pub num_prompt_tokens: usize,
-    /// The sequence ends at this length.
-    pub max_tokens: usize,
-    /// Why, if it does.
-    pub reason_at_max: FinishReason,
-    /// How the model chooses, if it can; the index of the token is filled in.
-    pub choice: TokenChoice,
-}
-
-/// What is done with a sequence.
-pub(super) enum Work {
-    /// Tokens are chosen.
-    Sample(Box<SampleWork>),
-    /// Its logits are computed by the thread that wants them.
-    Logits(Arc<Desk>),
-}
-
-/// A request for the scheduler.
-pub(super) struct Order {
-    pub sequence: NewSequence,
-    pub work: Work,
-}
-
-#[derive(Default)]
-struct Intake {
-    orders: VecDeque<Order>,
-    /// The thread is to end.
-    shutdown: bool,
-    /// Why no request is taken any more.
-    failed: Option<Error>,
-    /// What the thread begins with, until it does.
-    unstarted: Option<Box<Worker>>,
-    thread: Option<JoinHandle<()>>,
-}
-
-/// What the scheduler's thread shares with all others.
-struct Shared {
-    intake: Mutex<Intake>,
-    arrived: Condvar,
-    stats: Mutex<EngineStats>,
-}
-
-/// A scheduler and its thread, which starts with the first request and ends with this.
-pub(super) struct Service {
-    shared: Arc<Shared>,
-    process_id: u32,
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// Stack of the thread: ten times what was seen to be used by a forward pass.
-const STACK_BYTES: usize = 1 << 20;
-
-impl Service {
-    /// A service that has not started. `closed` ends all requests as cancelled.
-    pub fn new(
-        model: Arc<dyn StepModel>,
-        backend: Arc<CpuBackend>,
-        machine: Machine,
-        scheduler: Scheduler,
-        closed: Arc<AtomicBool>,
-    ) -> Self {
-        let mut recorder = Recorder::default();
-        recorder.counts(scheduler.counts());
-        let shared = Arc::new(Shared {
-            intake: Mutex::default(),
-            arrived: Condvar::new(),
-            stats: Mutex::new(recorder.stats),
-        });
-        let worker = Worker {
-            model,
-            backend,
-            shared: shared.clone(),
-            scheduler,
-            machine: Some(Box::new(machine)),
-            works: Vec::new(),
-            flights: VecDeque::new(),
-            spare: Vec::new(),
-            arriving: VecDeque::new(),
-            result: StepResult::default(),
-            recorder,
-            closed,
-            alone_next: false,
-            follows: false,
-            pace: Pace::default(),
-        };
-        lock(&shared.intake).unstarted = Some(Box::new(worker));
-        Service { shared, process_id: std::process::id() }
-    }
-
-    /// Hands requests to the scheduler, all or none.
-    pub fn submit(&self, orders: Vec<Order>) -> Result<()> {
-        let mut intake = lock(&self.shared.intake);
-        if let Some(error) = &intake.failed {
-            return Err(error.clone());
-        }
-        let room = intake.orders.try_reserve(orders.len());
-        room.map_err(|_| Error::out_of_memory("a request", size_of::<Order>()))?;
-        if intake.thread.is_none() {
-            self.start(&mut intake)?;
-        }
-        intake.orders.extend(orders);
-        drop(intake);
-        self.shared.arrived.notify_one();
-        Ok(())
-    }
-
-    fn start(&self, intake: &mut Intake) -> Result<()> {
-        let shared = self.shared.clone();
-        let body = move || {
-            let Some(mut worker) = lock(&shared.intake).unstarted.take() else { return };
-            drop(shared);
-            worker.run();
-        };
-        // The thread waits for the lock that is held here.
-        let _blocked = SignalsBlocked::new();
-        let thread = std::thread::Builder::new()
-            .name("xserv-engine".to_string())
-            .stack_size(STACK_BYTES)
-            .spawn(body)
-            .map_err(|e| {
-                Error::new(ErrorKind::OutOfMemory, format!("cannot start the engine's thread: {e}"))
-            })?;
-        intake.thread = Some(thread);
-        Ok(())
-    }
-
-    /// How things stand.
-    pub fn stats(&self) -> EngineStats {
-        *lock(&self.shared.stats)
-    }
-}
-
-impl Drop for Service {
-    fn drop(&mut self) {
-        if std::process::id() != self.process_id {
-            // In a forked child the thread does not exist, and its locks may be held for ever. What is
-            // shared with it is left alone.
-            std::mem::forget(self.shared.clone());
-            return;
-        }
-        let (thread, unstarted) = {
-            let mut intake = lock(&self.shared.intake);
-            intake.shutdown = true;
-            (intake.thread.take(), intake.unstarted.take())
-        };
-        self.shared.arrived.notify_one();
-        drop(unstarted);
-        if let Some(thread) = thread {
-            // A waker may have dropped the engine: then the thread ends by itself, after the waker.
-            if thread.thread().id() != std::thread::current().id() {
-                // It catches every panic; there is nothing to report here.
-                let _ = thread.join();
-            }
-        }
-    }
-}
 
 /// A step under way.
 struct Flight {
@@ -226,7 +50,8 @@ struct Active {
     chosen: Option<Result<u32>>,
 }
 
-struct Worker {
+/// The thread's own state.
+pub(super) struct Worker {
     model: Arc<dyn StepModel>,
     backend: Arc<CpuBackend>,
     shared: Arc<Shared>,
@@ -254,7 +79,37 @@ fn no_machine() -> Error {
 }
 
 impl Worker {
-    fn run(&mut self) {
+    /// A worker that has not started.
+    pub fn new(
+        model: Arc<dyn StepModel>,
+        backend: Arc<CpuBackend>,
+        machine: Machine,
+        scheduler: Scheduler,
+        closed: Arc<AtomicBool>,
+        shared: Arc<Shared>,
+        recorder: Recorder,
+    ) -> Self {
+        Worker {
+            model,
+            backend,
+            shared,
+            scheduler,
+            machine: Some(Box::new(machine)),
+            works: Vec::new(),
+            flights: VecDeque::new(),
+            spare: Vec::new(),
+            arriving: VecDeque::new(),
+            result: StepResult::default(),
+            recorder,
+            closed,
+            alone_next: false,
+            follows: false,
+            pace: Pace::default(),
+        }
+    }
+
+    /// Serves until the service ends.
+    pub fn run(&mut self) {
         mark_scheduler_thread();
         while self.take_orders() {
             let turn = panic_guard::catch(|| self.turn());

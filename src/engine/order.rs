@@ -1,0 +1,50 @@
+//! What the scheduler's thread is asked to do, and with what.
+
+use std::sync::Arc;
+
+use super::batch_builder::BatchBuilder;
+use super::inbox::Inbox;
+use super::lease::Desk;
+use super::sampler::Sampler;
+use super::scheduler::NewSequence;
+use super::ticket::FinishReason;
+use crate::model::{KvCache, KvSwap, TokenChoice, Workspace};
+
+/// What a forward pass needs besides the model.
+pub(super) struct Machine {
+    pub kv: KvCache,
+    pub swap: KvSwap,
+    pub workspace: Workspace,
+    pub builder: BatchBuilder,
+}
+
+/// How the tokens of a sample are chosen, and where they go.
+pub(super) struct SampleWork {
+    pub inbox: Arc<Inbox>,
+    /// Its number in the request.
+    pub sample: u32,
+    pub sampler: Sampler,
+    /// Tokens that end it.
+    pub stop_token_ids: Arc<Vec<u32>>,
+    pub num_prompt_tokens: usize,
+    /// The sequence ends at this length.
+    pub max_tokens: usize,
+    /// Why, if it does.
+    pub reason_at_max: FinishReason,
+    /// How the model chooses, if it can; the index of the token is filled in.
+    pub choice: TokenChoice,
+}
+
+/// What is done with a sequence.
+pub(super) enum Work {
+    /// Tokens are chosen.
+    Sample(Box<SampleWork>),
+    /// Its logits are computed by the thread that wants them.
+    Logits(Arc<Desk>),
+}
+
+/// A request for the scheduler.
+pub(super) struct Order {
+    pub sequence: NewSequence,
+    pub work: Work,
+}
