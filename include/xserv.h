@@ -1785,6 +1785,11 @@ enum xserv_status xserv_load_options_default(struct xserv_load_options *options)
  * Anything else is refused by name before weights are read. The weights are read into memory of the library's own;
  * the folder is not needed afterwards. The call blocks while it reads.
  *
+ * On a GPU, the first load of a process waits for the CUDA driver to start (about 0.25 s on an H100). Meanwhile up to 1 GiB
+ * of the weights, but no more than a sixteenth of the host's free memory, is read into the host's memory, which is given
+ * back when the weights are on the GPU. What is too large for max_memory_bytes is refused before that, what is too large
+ * for the memory that is free on the GPU behind it.
+ *
  * To find the cache, the environment is read (HF_HUB_CACHE, HUGGINGFACE_HUB_CACHE, HF_HOME,
  * XDG_CACHE_HOME, HOME): as with any getenv, no other thread may change it meanwhile.
  *

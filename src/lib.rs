@@ -32,7 +32,8 @@
 //! Calls run on the threads of the host. A model has a pool of threads of its own for its kernels, and from its
 //! first request on one for its scheduler ([`engine`]), which runs all forward passes, takes part in their kernels,
 //! and sleeps when there is nothing to do. Callers wait for it and do the rest themselves: tokenizing,
-//! detokenizing, stop strings and callbacks. Chat templates run on a thread of their own, for its large stack.
+//! detokenizing, stop strings and callbacks. Chat templates run on a thread of their own, for its large stack. A load has
+//! one for the tokenizer and one that starts the GPU, both of which end before it returns.
 
 pub mod backend;
 pub mod engine;

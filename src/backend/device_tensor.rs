@@ -1,10 +1,10 @@
 //! Tensors that own their memory, and the host memory through which they are filled and read: what a model
 //! on a device is made of.
 
-use super::cuda::{CudaContext, Event};
+use super::cuda::{CudaContext, Event, RegisteredBuffer};
 use super::{ComputeContext, ContextBackend};
-use crate::error::{Error, Result};
-use crate::memory::{Block, Device, ElementType, Tensor, MAX_RANK};
+use crate::error::{try_with_capacity, Error, Result};
+use crate::memory::{Block, Device, ElementType, HostBuffer, Tensor, MAX_RANK};
 use std::fmt;
 use std::ops::{Deref, Range};
 use std::sync::Arc;
@@ -142,7 +142,7 @@ impl Arena {
 /// Host memory that a device copies from and to by itself.
 pub struct PinnedBuffer {
     context: Arc<ComputeContext>,
-    memory: Block,
+    memory: PinnedMemory,
     /// The device may be using it.
     is_busy: bool,
     /// Made by the first [`PinnedBuffer::fence`].
@@ -151,14 +151,71 @@ pub struct PinnedBuffer {
     is_fenced: bool,
 }
 
+/// Where the memory of a [`PinnedBuffer`] comes from.
+enum PinnedMemory {
+    /// An allocator of pinned memory.
+    Block(Block),
+    /// A part of memory that was pinned as a whole, which nobody else uses.
+    Part { whole: Arc<RegisteredBuffer>, offset: usize, len: usize },
+}
+
+impl PinnedMemory {
+    fn start(&self) -> *mut u8 {
+        match self {
+            PinnedMemory::Block(block) => block.start(),
+            PinnedMemory::Part { whole, offset, .. } => whole.start().wrapping_add(*offset),
+        }
+    }
+
+    fn len_bytes(&self) -> usize {
+        match self {
+            PinnedMemory::Block(block) => block.len_bytes(),
+            PinnedMemory::Part { len, .. } => *len,
+        }
+    }
+}
+
 impl PinnedBuffer {
     /// Zeroed memory of `len_bytes`, for `what`.
     pub fn new(context: &Arc<ComputeContext>, len_bytes: usize, what: &str) -> Result<Self> {
         let memory = context.allocate_pinned(len_bytes, what)?;
         // SAFETY: fresh host memory of that size.
         unsafe { memory.start().write_bytes(0, len_bytes) };
+        Ok(Self::of(context, PinnedMemory::Block(memory)))
+    }
+
+    /// Memory that is there already, as buffers of `len_bytes` each: pinned in huge pages it serves ten times as soon
+    /// as what an allocator of pinned memory has to fetch, which is taken where the system refuses to pin.
+    pub fn parts(
+        context: &Arc<ComputeContext>,
+        memory: HostBuffer,
+        len_bytes: usize,
+        what: &str,
+    ) -> Result<Vec<Self>> {
+        let count = memory.len_bytes().checked_div(len_bytes).unwrap_or(0);
+        let mut parts = try_with_capacity(count, what)?;
+        match RegisteredBuffer::new(cuda(context)?, memory) {
+            Some(whole) => {
+                let whole = Arc::new(whole);
+                for index in 0..count {
+                    let offset = index * len_bytes;
+                    let part = PinnedMemory::Part { whole: whole.clone(), offset, len: len_bytes };
+                    parts.push(Self::of(context, part));
+                }
+            }
+            None => {
+                cuda(context)?.check_alive()?;
+                for _ in 0..count {
+                    parts.push(Self::new(context, len_bytes, what)?);
+                }
+            }
+        }
+        Ok(parts)
+    }
+
+    fn of(context: &Arc<ComputeContext>, memory: PinnedMemory) -> Self {
         let context = context.clone();
-        Ok(PinnedBuffer { context, memory, is_busy: false, event: None, is_fenced: false })
+        PinnedBuffer { context, memory, is_busy: false, event: None, is_fenced: false }
     }
 
     /// The length in bytes.

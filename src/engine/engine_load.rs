@@ -7,11 +7,12 @@ use std::time::Instant;
 
 use super::batch_builder::BatchBuilder;
 use super::block_pool::BlockPool;
+use super::device_starter::DeviceStarter;
 use super::generation_config::GenerationConfig;
 use super::log::{LogLevel, Logger};
 use super::memory_plan::{most_swapped, KvSize};
 use super::order::Machine;
-use super::placement::{device_context, place, DeviceChoice};
+use super::placement::{device_context, expect_on_device, place, DeviceChoice};
 use super::scheduler::Scheduler;
 use super::service::Service;
 use super::stats::EngineStats;
@@ -110,6 +111,10 @@ pub struct Engine {
 /// More than all the small allocations of a load together, which are not checked one by one.
 const SMALL_ALLOCATIONS_BYTES: usize = 2 << 20;
 
+fn lost<T>() -> Result<T> {
+    Err(Error::internal("a load was given up for no reason"))
+}
+
 /// The folder's tokenizer. [`ErrorKind::NotFound`] if it has no tokenizer.json.
 pub(super) fn read_tokenizer(folder: &Folder) -> Result<Tokenizer> {
     let json = folder.read_optional_file("tokenizer.json", MAX_TOKENIZER_BYTES)?;
@@ -160,6 +165,8 @@ impl Engine {
         }
         let folder = opened.folder().clone();
         let config = opened.config().clone();
+        let expected_dtype = expect_on_device(options, &opened);
+        let _starter = expected_dtype.map(|_| DeviceStarter::start());
         let reader = TokenizerReader::start(&folder);
         // The small files first: a damaged one is told before the weights are read.
         let chat_template = match read_chat_template(&folder) {
@@ -179,22 +186,38 @@ impl Engine {
             });
         }
 
-        let (planned, mut size) = place(options, &opened, &log)?;
         let backend = Arc::new(CpuBackend::new(num_threads(options.num_threads)?)?);
-        let mut workspace = Workspace::new();
-        let load_options = LoadOptions {
-            dtype: Some(planned.dtype),
+        tell("headers read");
+        let mut load_options = LoadOptions {
+            dtype: expected_dtype,
             map_files: options.map_files,
             deterministic: options.deterministic,
         };
-        let limits = planned.limits;
         let progress = &mut |fraction: f32| !reader.has_failed() && progress(fraction);
+        let begun = match expected_dtype {
+            Some(_) => match opened.begin_on_device(&backend, &load_options, progress) {
+                Ok(begun) => Some(begun),
+                // Why it was cancelled.
+                Err(_) if reader.has_failed() => return reader.finish().and_then(|_| lost()),
+                Err(error) => return Err(error),
+            },
+            None => None,
+        };
+        let (planned, mut size) = place(options, &opened, &log)?;
+        load_options.dtype = Some(planned.dtype);
+        let mut workspace = Workspace::new();
+        let limits = planned.limits;
         let model = if planned.on_device {
-            tell("headers read");
             let context = device_context(options)?;
             tell("device started");
-            opened.load_on_device(context, &backend, &load_options, progress)
+            match begun {
+                Some(load) => load.finish(context),
+                None => opened
+                    .begin_on_device(&backend, &load_options, progress)
+                    .and_then(|load| load.finish(context)),
+            }
         } else {
+            drop(begun);
             // Refused before the weights are read, if need be.
             workspace.reserve(&config, limits.max_step_tokens(), limits.max_sequences)?;
             opened.load(backend.clone(), &load_options, progress)

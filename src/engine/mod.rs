@@ -19,6 +19,7 @@
 
 mod batch_builder;
 pub mod block_pool;
+mod device_starter;
 mod engine_load;
 mod generate;
 mod generation_config;

@@ -45,6 +45,20 @@ impl Planned {
         opened: &ModelFolder,
         on_device: bool,
     ) -> Result<Self> {
+        let mut planned = Self::before_the_device(options, opened, on_device)?;
+        if on_device && cuda::available().is_ok() {
+            let free = CudaDevice::get(0)?.free_memory_bytes()?;
+            planned.room = Room::Device(Some(free as u64));
+        }
+        Ok(planned)
+    }
+
+    /// The same as far as it can be told without asking a device how much memory is free.
+    fn before_the_device(
+        options: &EngineOptions,
+        opened: &ModelFolder,
+        on_device: bool,
+    ) -> Result<Self> {
         let config = opened.config();
         let max_context = context_limit(options.max_context_tokens, config)?;
         let dtype = match options.dtype {
@@ -60,14 +74,7 @@ impl Planned {
                     opened.host_plan(dtype, num_threads, num_tokens, limits.max_sequences)?;
                 (plan, Room::Host(available_memory_bytes()))
             }
-            true => {
-                let plan = opened.device_plan(dtype, num_tokens)?;
-                let free = match cuda::available() {
-                    Ok(()) => Some(CudaDevice::get(0)?.free_memory_bytes()? as u64),
-                    Err(_) => None,
-                };
-                (plan, Room::Device(free))
-            }
+            true => (opened.device_plan(dtype, num_tokens)?, Room::Device(None)),
         };
         Ok(Planned { on_device, dtype, max_context, limits, memory: memory.into(), room })
     }
@@ -113,6 +120,16 @@ pub(super) fn place(
             placement => placement,
         },
     }
+}
+
+/// The element type of the model in `opened` on a CUDA device, if it may well go there: there is a driver, and the
+/// budget allows it. Starts nothing.
+pub(super) fn expect_on_device(options: &EngineOptions, opened: &ModelFolder) -> Option<DType> {
+    if options.device == DeviceChoice::Cpu || !cuda::is_present() {
+        return None;
+    }
+    let planned = Planned::before_the_device(options, opened, true).ok()?;
+    planned.kv_size(options).ok().map(|_| planned.dtype)
 }
 
 /// The context of a model on the first CUDA device, which never takes more memory than the options allow.

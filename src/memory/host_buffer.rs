@@ -76,6 +76,13 @@ impl HostBuffer {
         self.len_bytes
     }
 
+    /// From now on a process that is forked does not get this memory: there it is not mapped.
+    pub fn keep_from_children(&self) {
+        if self.len_bytes > 0 {
+            os::keep_from_children(self.start, self.len_bytes);
+        }
+    }
+
     /// All bytes.
     pub fn as_bytes(&self) -> &[u8] {
         self.as_slice()
@@ -177,6 +184,15 @@ mod os {
         }
     }
 
+    /// Advice only: without it a child shares the pages.
+    pub fn keep_from_children(start: NonNull<u8>, len: usize) {
+        #[cfg(target_os = "linux")]
+        // SAFETY: a mapping of `reserve`, which spans `len` rounded up; nothing changes in this process.
+        unsafe {
+            libc::madvise(start.as_ptr().cast(), round_up_to_page(len), libc::MADV_DONTFORK);
+        }
+    }
+
     /// # Safety
     /// `start` and `len` are those of one [`reserve`], not yet released, with no references left.
     pub unsafe fn release(start: NonNull<u8>, len: usize) {
@@ -190,6 +206,8 @@ mod os {
     use super::Pages;
     use std::alloc::Layout;
     use std::ptr::NonNull;
+
+    pub fn keep_from_children(_start: NonNull<u8>, _len: usize) {}
 
     fn layout(len: usize) -> Option<Layout> {
         Layout::from_size_align(len, 64).ok()

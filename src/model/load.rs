@@ -251,20 +251,24 @@ impl<'a> Loader<'a> {
         Ok(())
     }
 
+    /// Reports the end.
+    pub(super) fn end(&mut self) -> Result<()> {
+        report(self.progress, self.total_bytes, self.total_bytes)
+    }
+
     fn report(&mut self) -> Result<()> {
         report(self.progress, self.done_bytes, self.total_bytes)
     }
 
     /// Does steps `0..num_steps`, begun in this order, on this thread and up to `max_threads - 1` others, each
-    /// of which goes on with the next as soon as it is done with one. `step` gets what `worker` has made for
-    /// its thread, and gives the bytes of the files that are done with it. Progress is reported on this thread,
-    /// between its own steps.
-    pub(super) fn stream<W>(
+    /// of which goes on with the next as soon as it is done with one. `step` gives the bytes of the files that are done
+    /// with it. This thread does `before` first. Progress is reported on it, between its own steps.
+    pub(super) fn stream(
         &mut self,
         num_steps: usize,
         max_threads: usize,
-        worker: &(dyn Fn() -> Result<W> + Sync),
-        step: &(dyn Fn(&WeightFiles<'_>, &mut W, usize) -> Result<u64> + Sync),
+        before: &mut dyn FnMut() -> Result<()>,
+        step: &(dyn Fn(&WeightFiles<'_>, usize) -> Result<u64> + Sync),
     ) -> Result<()> {
         let next = AtomicUsize::new(0);
         let done_bytes = AtomicU64::new(self.done_bytes);
@@ -276,16 +280,12 @@ impl<'a> Loader<'a> {
         };
         let files = &self.files;
         // Does the next step; false if there is none, or it failed.
-        let advance = |mine: &mut Option<W>| -> bool {
+        let advance = || -> bool {
             let index = next.fetch_add(1, Ordering::Relaxed);
             if index >= num_steps {
                 return false;
             }
-            let made = match mine.take() {
-                Some(made) => Ok(made),
-                None => worker(),
-            };
-            match made.and_then(|made| step(files, mine.insert(made), index)) {
+            match step(files, index) {
                 Ok(bytes) => {
                     done_bytes.fetch_add(bytes, Ordering::Relaxed);
                     true
@@ -299,14 +299,15 @@ impl<'a> Loader<'a> {
         let num_threads = AtomicUsize::new(1);
         let helper = |_: usize| {
             if num_threads.fetch_add(1, Ordering::Relaxed) < max_threads {
-                let mut mine = None;
-                while advance(&mut mine) {}
+                while advance() {}
             }
         };
         let (progress, total_bytes) = (&mut self.progress, self.total_bytes);
         self.backend.with_helpers(&helper, &mut || {
-            let mut mine = None;
-            while advance(&mut mine) {
+            if let Err(error) = before() {
+                fail(error);
+            }
+            while advance() {
                 let done = done_bytes.load(Ordering::Relaxed);
                 if let Err(error) = report(progress, done, total_bytes) {
                     fail(error);

@@ -50,8 +50,9 @@ use crate::memory::DType;
 use crate::ops::{KvLayout, PackedMatrix, RopeTable};
 use crate::thread_state::StandardFloats;
 use checkpoint::Checkpoint;
-use cuda::CudaModel;
+use cuda::{CudaModel, CudaModelLoad};
 use folder::{resolve, Folder};
+use load::Loader;
 use weights::{Weights, WeightsPlan};
 
 /// The weights in memory.
@@ -182,22 +183,46 @@ impl ModelFolder {
         options: &LoadOptions,
         progress: &mut dyn FnMut(f32) -> bool,
     ) -> Result<Model> {
+        self.begin_on_device(backend, options, progress)?.finish(context)
+    }
+
+    /// The same in two halves: the first, which makes ready what can be, needs no device yet.
+    pub fn begin_on_device<'a>(
+        &'a self,
+        backend: &'a CpuBackend,
+        options: &LoadOptions,
+        progress: &'a mut dyn FnMut(f32) -> bool,
+    ) -> Result<DeviceLoad<'a>> {
         let totals = self.plan.totals()?;
         let dtype = options.dtype.unwrap_or(totals.stored_dtype());
-        let (model, weights_bytes) =
-            CudaModel::load(&self, context, backend, dtype, options, progress)?;
-        if !progress(1.0) {
-            return Err(Error::new(
-                ErrorKind::Cancelled,
-                "loading was cancelled by the progress callback",
-            ));
-        }
+        let num_parameters = totals.num_parameters;
+        let (stored_bytes, checkpoint) = (totals.stored_bytes, &self.checkpoint);
+        let (folder, deterministic) = (&self.folder, options.deterministic);
+        let loader =
+            Loader::new(folder, checkpoint, backend, dtype, options, stored_bytes, progress)?;
+        let weights = CudaModelLoad::new(&self.config, &self.plan, loader, dtype, deterministic)?;
+        Ok(DeviceLoad { config: &self.config, weights, dtype, num_parameters })
+    }
+}
+
+/// A model on its way to a device.
+pub struct DeviceLoad<'a> {
+    config: &'a ModelConfig,
+    weights: CudaModelLoad<'a>,
+    dtype: DType,
+    num_parameters: u64,
+}
+
+impl DeviceLoad<'_> {
+    /// Reads the weights to the CUDA device of `context`, which must work for this model alone.
+    pub fn finish(self, context: Arc<ComputeContext>) -> Result<Model> {
+        let (model, weights_bytes) = self.weights.finish(context)?;
         Ok(Model {
-            config: self.config,
+            config: self.config.clone(),
             compute: Compute::Cuda(Box::new(model)),
-            dtype,
+            dtype: self.dtype,
             weights_bytes,
-            num_parameters: totals.num_parameters,
+            num_parameters: self.num_parameters,
         })
     }
 }

@@ -15,7 +15,17 @@ pub fn available() -> Result<()> {
     FOUND.get_or_init(find).clone().map_err(|why| Error::new(ErrorKind::NoDevice, why))
 }
 
-fn find() -> std::result::Result<(), String> {
+/// Whether there is a driver that may serve: quickly told, and nothing of it is started.
+pub fn is_present() -> bool {
+    present().is_ok()
+}
+
+fn present() -> std::result::Result<(), String> {
+    static FOUND: OnceLock<std::result::Result<(), String>> = OnceLock::new();
+    FOUND.get_or_init(look).clone()
+}
+
+fn look() -> std::result::Result<(), String> {
     if !super::fatbins::are_built_in() {
         return Err(
             "this build of the library has no CUDA kernels (it was built without nvcc)".into()
@@ -35,6 +45,11 @@ fn find() -> std::result::Result<(), String> {
             version % 1000 / 10
         ));
     }
+    Ok(())
+}
+
+fn find() -> std::result::Result<(), String> {
+    present()?;
     // SAFETY: the library is there.
     let status = unsafe { sys::cuInit(0) };
     if status != CUresult::CUDA_SUCCESS {

@@ -9,14 +9,16 @@ mod fatbins;
 mod graph;
 mod memory;
 mod profile;
+mod registered;
 mod tensor_map;
 
 pub(crate) use blas::{is_present as is_cublas_present, MatmulShape};
 pub(crate) use context::{Arguments, Launch};
 pub use context::{CudaContext, StreamChoice};
 pub use device::{num_cuda_devices, CudaDevice, CudaDeviceInfo};
-pub use driver::available;
+pub use driver::{available, is_present};
 pub(crate) use event::Event;
 pub(crate) use graph::Graph;
 pub use profile::ProfiledPart;
+pub(crate) use registered::RegisteredBuffer;
 pub(crate) use tensor_map::TensorMap;

@@ -2,6 +2,7 @@
 //! are stored so, `[in_features, out_features]`; one arena for all. First every weight gets its place; then
 //! [`super::transfer`] reads the files in their order.
 
+use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -10,10 +11,12 @@ use super::heads::HeadSpacing;
 use super::transfer::{Sink, Transfer};
 use crate::backend::{Arena, ComputeContext, DeviceTensor, PinnedBuffer};
 use crate::error::{Error, Result};
-use crate::memory::{DType, ElementType};
+use crate::memory::{DType, ElementType, HostBuffer};
 use crate::model::checkpoint::Tensor;
 use crate::model::load::Loader;
-use crate::model::weights::{MatrixLayout, MatrixPlan, VectorPlan, WeightReader, WeightsPlan};
+use crate::model::weights::{
+    MatrixLayout, MatrixPlan, VectorPlan, WeightReader, Weights, WeightsPlan,
+};
 
 /// Matrices lie on the device as in their files.
 fn matrix_geometry(plan: &MatrixPlan, spacing: HeadSpacing) -> Geometry {
@@ -79,17 +82,20 @@ pub(super) fn device_bytes(
     Ok(total.bytes)
 }
 
-/// Pinned memory, copied to tensors of a device by its own stream.
-struct ToDevice {
-    context: Arc<ComputeContext>,
+/// Pinned memory, copied to an arena of a device by its own stream.
+struct ToDevice<'c> {
+    context: &'c Arc<ComputeContext>,
+    /// All of it.
+    arena: DeviceTensor,
 }
 
-impl Sink for ToDevice {
-    type Place = DeviceTensor;
+impl Sink for ToDevice<'_> {
+    /// From which byte of the arena on.
+    type Place = usize;
     type Slot = PinnedBuffer;
 
-    fn slot(&self, len_bytes: usize) -> Result<PinnedBuffer> {
-        PinnedBuffer::new(&self.context, len_bytes, "reading weights")
+    fn slots(&self, memory: HostBuffer, len_bytes: usize) -> Result<Vec<PinnedBuffer>> {
+        PinnedBuffer::parts(self.context, memory, len_bytes, "reading weights")
     }
 
     fn bytes<'s>(&self, slot: &'s mut PinnedBuffer) -> Result<&'s mut [u8]> {
@@ -100,10 +106,10 @@ impl Sink for ToDevice {
         &self,
         slot: &mut PinnedBuffer,
         from: Range<usize>,
-        place: &DeviceTensor,
+        place: &usize,
         offset: usize,
     ) -> Result<()> {
-        slot.upload(from, place, offset)
+        slot.upload(from, &self.arena, place.saturating_add(offset))
     }
 
     fn fence(&self, slot: &mut PinnedBuffer) -> Result<()> {
@@ -111,79 +117,38 @@ impl Sink for ToDevice {
     }
 }
 
-/// Turns plans into tensors on a device, which are filled by [`DeviceReader::finish`].
-pub(super) struct DeviceReader<'a, 'b> {
-    loader: &'b mut Loader<'a>,
-    sink: ToDevice,
-    arena: Arena,
-    dtype: DType,
-    spacing: HeadSpacing,
-    transfer: Transfer<DeviceTensor>,
+/// Gives every weight its place in an arena, and has it read to there.
+struct Placing<'l, 'a> {
+    loader: &'l mut Loader<'a>,
+    taken: DeviceBytes,
+    transfer: Transfer<usize>,
+    /// What was found out about output matrices that are declared to be the embedding.
+    same: VecDeque<bool>,
 }
 
-impl<'a, 'b> DeviceReader<'a, 'b> {
-    /// A reader into `arena`, whose tensors have element type `dtype`.
-    pub(super) fn new(
-        loader: &'b mut Loader<'a>,
-        context: &Arc<ComputeContext>,
-        arena: Arena,
-        dtype: DType,
-        spacing: HeadSpacing,
-    ) -> Result<Self> {
-        if spacing.is_spaced() {
-            // What lies between the heads.
-            arena.whole(ElementType::Float(dtype))?.zero(context)?;
-        }
-        let sink = ToDevice { context: context.clone() };
-        Ok(DeviceReader { loader, sink, arena, dtype, spacing, transfer: Transfer::new(dtype) })
-    }
-
-    /// Reads the files, and waits for the last copies.
-    pub(super) fn finish(self) -> Result<()> {
-        let done = self.transfer.run(self.loader, &self.sink);
-        self.sink.context.synchronize()?;
-        // The pinned memory has served.
-        self.sink.context.trim();
-        done
-    }
-
-    /// The next part of the arena; a further arena for a weight that was not planned (an output matrix
-    /// that is declared to be the embedding, but is not).
-    fn tensor(&mut self, shape: &[usize]) -> Result<DeviceTensor> {
-        let element = ElementType::Float(self.dtype);
-        if let Ok(tensor) = self.arena.tensor(element, shape) {
-            return Ok(tensor);
-        }
-        let bytes = Arena::bytes_for(element, shape)?;
-        let mut arena = Arena::new(&self.sink.context, bytes, "a weight matrix")?;
-        let tensor = arena.tensor(element, shape)?;
-        if self.spacing.is_spaced() {
-            tensor.zero(&self.sink.context)?;
-        }
-        Ok(tensor)
-    }
-
-    /// Has the tensor of a file read to `rows` rows of `target` from `first_row` (of the file's) on.
+impl Placing<'_, '_> {
+    /// Has the tensor of a file read to `rows` rows of a weight from `first_row` (of the file's) on.
     fn add(
         &mut self,
         source: &Tensor,
         rows: usize,
         first_row: usize,
         geometry: &Geometry,
-        target: &DeviceTensor,
+        place: usize,
     ) -> Result<()> {
         self.loader.files.open(source)?;
-        self.transfer.add(source, rows, first_row, geometry, target.clone())
+        self.transfer.add(source, rows, first_row, geometry, place)
     }
 }
 
-impl WeightReader for DeviceReader<'_, '_> {
-    type Matrix = DeviceTensor;
-    type Vector = DeviceTensor;
+impl WeightReader for Placing<'_, '_> {
+    type Matrix = ();
+    type Vector = ();
 
-    fn matrix(&mut self, plan: &MatrixPlan) -> Result<DeviceTensor> {
-        let geometry = matrix_geometry(plan, self.spacing);
-        let tensor = self.tensor(&[geometry.device_rows(), geometry.device_columns()])?;
+    fn matrix(&mut self, plan: &MatrixPlan) -> Result<()> {
+        let geometry = matrix_geometry(plan, self.taken.spacing);
+        let place = self.taken.bytes;
+        self.taken.matrix(plan)?;
         let mut first = 0;
         for part in &plan.parts {
             let rows = match plan.layout {
@@ -193,27 +158,132 @@ impl WeightReader for DeviceReader<'_, '_> {
                     return Err(Error::internal("a matrix stored by columns in several tensors"));
                 }
             };
-            self.add(&part.tensor, rows, first, &geometry, &tensor)?;
+            self.add(&part.tensor, rows, first, &geometry, place)?;
             first += rows;
         }
-        Ok(tensor)
+        Ok(())
     }
 
-    fn vector(&mut self, plan: &VectorPlan) -> Result<DeviceTensor> {
-        let geometry = vector_geometry(plan, self.spacing);
-        let tensor = self.tensor(&[geometry.device_rows()])?;
+    fn vector(&mut self, plan: &VectorPlan) -> Result<()> {
+        let geometry = vector_geometry(plan, self.taken.spacing);
+        let place = self.taken.bytes;
+        self.taken.vector(plan)?;
         let mut first = 0;
         for part in &plan.parts {
             let len = usize::try_from(part.len_bytes)
                 .map_err(|_| Error::out_of_memory(&part.name, usize::MAX))?
                 / part.dtype.size_bytes();
-            self.add(part, len, first, &geometry, &tensor)?;
+            self.add(part, len, first, &geometry, place)?;
             first += len;
         }
-        Ok(tensor)
+        Ok(())
     }
 
     fn same(&mut self, a: &MatrixPlan, b: &MatrixPlan) -> Result<bool> {
-        self.loader.same(a, b)
+        let same = self.loader.same(a, b)?;
+        self.same.push_back(same);
+        Ok(same)
+    }
+}
+
+/// The same arena divided among tensors, in the same order.
+struct Dividing {
+    arena: Arena,
+    element: ElementType,
+    spacing: HeadSpacing,
+    same: VecDeque<bool>,
+}
+
+impl WeightReader for Dividing {
+    type Matrix = DeviceTensor;
+    type Vector = DeviceTensor;
+
+    fn matrix(&mut self, plan: &MatrixPlan) -> Result<DeviceTensor> {
+        let geometry = matrix_geometry(plan, self.spacing);
+        self.arena.tensor(self.element, &[geometry.device_rows(), geometry.device_columns()])
+    }
+
+    fn vector(&mut self, plan: &VectorPlan) -> Result<DeviceTensor> {
+        let geometry = vector_geometry(plan, self.spacing);
+        self.arena.tensor(self.element, &[geometry.device_rows()])
+    }
+
+    fn same(&mut self, _: &MatrixPlan, _: &MatrixPlan) -> Result<bool> {
+        self.same.pop_front().ok_or_else(|| Error::internal("a weight that was not planned"))
+    }
+}
+
+/// The weights on their way to a device, which need not be there before [`WeightsLoad::finish`].
+pub(super) struct WeightsLoad<'a> {
+    plan: &'a WeightsPlan,
+    loader: Loader<'a>,
+    transfer: Transfer<usize>,
+    same: VecDeque<bool>,
+    /// What they take there.
+    bytes: usize,
+    dtype: DType,
+    spacing: HeadSpacing,
+}
+
+impl<'a> WeightsLoad<'a> {
+    /// Gives every weight its place.
+    pub fn new(
+        plan: &'a WeightsPlan,
+        mut loader: Loader<'a>,
+        dtype: DType,
+        spacing: HeadSpacing,
+    ) -> Result<Self> {
+        let element = ElementType::Float(dtype);
+        let mut placing = Placing {
+            loader: &mut loader,
+            taken: DeviceBytes { element, spacing, bytes: 0 },
+            transfer: Transfer::new(dtype),
+            same: VecDeque::new(),
+        };
+        plan.read(&mut placing)?;
+        let Placing { taken: DeviceBytes { bytes, .. }, transfer, same, .. } = placing;
+        Ok(WeightsLoad { plan, loader, transfer, same, bytes, dtype, spacing })
+    }
+
+    /// Bytes that they take on the device.
+    pub fn device_bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// Makes ready what needs no device.
+    pub fn prepare(&mut self) -> Result<()> {
+        self.transfer.prepare(&self.loader)
+    }
+
+    /// Reads everything to the device, and waits for the last copies. Meanwhile `beside` is done on this thread, with
+    /// the tensors as they will be.
+    pub fn finish<T>(
+        self,
+        context: &Arc<ComputeContext>,
+        beside: impl FnOnce(&Weights<DeviceTensor, DeviceTensor>) -> Result<T>,
+    ) -> Result<(Weights<DeviceTensor, DeviceTensor>, T)> {
+        let WeightsLoad { plan, mut loader, transfer, same, bytes, dtype, spacing } = self;
+        let element = ElementType::Float(dtype);
+        let arena = Arena::new(context, bytes, "the weights")?;
+        let whole = arena.whole(ElementType::Float(dtype))?;
+        if spacing.is_spaced() {
+            // What lies between the heads.
+            whole.zero(context)?;
+        }
+        let weights = plan.read(&mut Dividing { arena, element, spacing, same })?;
+        let (mut beside, mut made) = (Some(beside), None);
+        let mut before = || {
+            if let Some(beside) = beside.take() {
+                made = Some(beside(&weights)?);
+            }
+            Ok(())
+        };
+        let sink = ToDevice { context, arena: whole };
+        let done = transfer.run(&mut loader, &sink, &mut before);
+        context.synchronize()?;
+        done?;
+        loader.end()?;
+        let made = made.ok_or_else(|| Error::internal("a load without an end"))?;
+        Ok((weights, made))
     }
 }

@@ -29,9 +29,8 @@ use std::sync::Arc;
 use decode::DecodeKernels;
 
 use super::load::Loader;
-use super::weights::Weights;
-use super::{LoadOptions, ModelConfig, ModelFolder, RopeConfig};
-use crate::backend::cpu::CpuBackend;
+use super::weights::{Weights, WeightsPlan};
+use super::{ModelConfig, ModelFolder, RopeConfig};
 use crate::backend::cuda::CudaContext;
 use crate::backend::{Arena, ComputeContext, ContextBackend, DeviceTensor, PinnedBuffer};
 use crate::error::{Error, Result};
@@ -114,46 +113,50 @@ impl ModelFolder {
     }
 }
 
-impl CudaModel {
+/// A model on its way to a device.
+pub(super) struct CudaModelLoad<'a> {
+    config: &'a ModelConfig,
+    weights: load::WeightsLoad<'a>,
+    spacing: HeadSpacing,
+    dtype: DType,
+    is_deterministic: bool,
+}
+
+impl<'a> CudaModelLoad<'a> {
+    /// Gives every weight its place, and makes ready what needs no device.
+    pub fn new(
+        config: &'a ModelConfig,
+        plan: &'a WeightsPlan,
+        loader: Loader<'a>,
+        dtype: DType,
+        is_deterministic: bool,
+    ) -> Result<Self> {
+        let spacing = HeadSpacing::new(config.head_dim)?;
+        let mut weights = load::WeightsLoad::new(plan, loader, dtype, spacing)?;
+        weights.prepare()?;
+        Ok(CudaModelLoad { config, weights, spacing, dtype, is_deterministic })
+    }
+
     /// Reads the weights to the device of `context`, which works for this model alone. Also returns the bytes
     /// that weights and tables take there.
-    pub fn load(
-        folder: &ModelFolder,
-        context: Arc<ComputeContext>,
-        backend: &CpuBackend,
-        dtype: DType,
-        options: &LoadOptions,
-        progress: &mut dyn FnMut(f32) -> bool,
-    ) -> Result<(Self, u64)> {
-        let (config, plan) = (&folder.config, &folder.plan);
-        let spacing = HeadSpacing::new(config.head_dim)?;
-        let totals = plan.totals()?;
-        let weights_bytes = load::device_bytes(plan, dtype, spacing)?;
-        let arena = Arena::new(&context, weights_bytes, "the weights")?;
-        let mut loader = Loader::new(
-            &folder.folder,
-            &folder.checkpoint,
-            backend,
-            dtype,
-            options,
-            totals.stored_bytes,
-            progress,
-        )?;
-        let mut reader = load::DeviceReader::new(&mut loader, &context, arena, dtype, spacing)?;
-        let weights = plan.read(&mut reader)?;
-        reader.finish()?;
-        let rope = match &config.rope {
-            Some(rope) => Some(RopeTables::new(&context, config, rope, dtype)?),
-            None => None,
-        };
+    pub fn finish(self, context: Arc<ComputeContext>) -> Result<(CudaModel, u64)> {
+        let CudaModelLoad { config, weights, spacing, dtype, is_deterministic } = self;
+        let weights_bytes = weights.device_bytes();
         let bytes = weights_bytes.saturating_add(rope_bytes(config, dtype)?) as u64;
-        let is_deterministic = options.deterministic;
-        let decode_kernels = match &weights {
-            Weights::Qwen3(weights) => {
-                DecodeKernels::find(&context, config, weights, dtype, spacing.is_spaced())
-            }
-            Weights::Gpt2(_) => DecodeKernels::default(),
-        };
+        // Kernels are loaded while weights are on their way.
+        let (weights, (rope, decode_kernels)) = weights.finish(&context, |weights| {
+            let rope = match &config.rope {
+                Some(rope) => Some(RopeTables::new(&context, config, rope, dtype)?),
+                None => None,
+            };
+            let decode_kernels = match weights {
+                Weights::Qwen3(weights) => {
+                    DecodeKernels::find(&context, config, weights, dtype, spacing.is_spaced())
+                }
+                Weights::Gpt2(_) => DecodeKernels::default(),
+            };
+            Ok((rope, decode_kernels))
+        })?;
         let decode_kernels = match is_deterministic {
             true => decode_kernels.deterministic(),
             false => decode_kernels,
@@ -162,7 +165,9 @@ impl CudaModel {
             CudaModel { context, weights, rope, spacing, dtype, decode_kernels, is_deterministic };
         Ok((model, bytes))
     }
+}
 
+impl CudaModel {
     /// The tables of a model with rotary positions.
     fn rope(&self) -> Result<&RopeTables> {
         self.rope.as_ref().ok_or_else(|| Error::internal("a model without rotary positions"))
