@@ -4,7 +4,7 @@ use super::cpu::CpuBackend;
 use super::cuda::{CudaContext, StreamChoice};
 use crate::error::{Error, Result};
 use crate::memory::{
-    Block, CachingAllocator, Device, HostBuffer, MemorySource, MemoryStats, Pages, Tensor,
+    Block, CachingAllocator, Device, HostBuffer, MemorySource, MemoryStats, Pages, SetApart, Tensor,
 };
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -101,6 +101,11 @@ impl ComputeContext {
     /// The same for large memory that is kept for long: no byte more than asked for.
     pub fn allocate_exact(&self, len_bytes: usize, what: &str) -> Result<Block> {
         self.allocator().allocate_exact(len_bytes, what)
+    }
+
+    /// Memory for what operators take from time to time; see [`CachingAllocator::set_apart`].
+    pub(crate) fn set_apart(&self, len_bytes: usize, what: &str) -> Result<SetApart> {
+        self.allocator().set_apart(len_bytes, what)
     }
 
     /// Host memory that the device copies from and to at full speed; ordinary memory on the CPU.

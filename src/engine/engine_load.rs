@@ -252,7 +252,7 @@ impl Engine {
             });
         }
         if planned.on_device {
-            model.reserve(&mut workspace, limits.max_step_tokens(), limits.max_sequences)?;
+            model.reserve_on_device(&mut workspace, &limits.passes(planned.max_context))?;
         }
         tell("work space made");
         let num_blocks = kv_cache_tokens.div_ceil(BLOCK_SIZE as u64) as usize;

@@ -74,7 +74,11 @@ impl Planned {
                     opened.host_plan(dtype, num_threads, num_tokens, limits.max_sequences)?;
                 (plan, Room::Host(available_memory_bytes()))
             }
-            true => (opened.device_plan(dtype, num_tokens)?, Room::Device(None)),
+            true => {
+                let passes = limits.passes(max_context);
+                let plan = opened.device_plan(dtype, &passes, options.deterministic)?;
+                (plan, Room::Device(None))
+            }
         };
         Ok(Planned { on_device, dtype, max_context, limits, memory: memory.into(), room })
     }

@@ -23,6 +23,7 @@ pub use super::sequence::{Entry, NewSequence, Sequence, SequenceKey};
 use super::step_room::{Room, StepSize};
 use super::swap::{Saved, SwapCounts, SwapSpace};
 use crate::error::{try_with_capacity, Error, Result};
+use crate::model::PassLimits;
 use crate::ops::BLOCK_SIZE;
 
 /// How large steps may get.
@@ -38,6 +39,15 @@ impl Limits {
     /// The most tokens of a step.
     pub fn max_step_tokens(&self) -> usize {
         self.max_prefill_tokens.saturating_add(self.max_sequences)
+    }
+
+    /// The passes of a model on a device, with contexts of up to `max_context` tokens.
+    pub fn passes(&self, max_context: u64) -> PassLimits {
+        PassLimits {
+            num_tokens: self.max_step_tokens(),
+            num_sequences: self.max_sequences,
+            max_context_tokens: usize::try_from(max_context).unwrap_or(usize::MAX),
+        }
     }
 }
 

@@ -26,7 +26,9 @@ pub struct xserv_memory_plan {
     pub dtype: u32,
     /// Bytes of the weights, on a GPU with the tables of positions: what xserv_model_info will say.
     pub weights_bytes: u64,
-    /// The most bytes that activations and scratch of the operators take while requests run.
+    /// The most bytes that activations and scratch of the operators take while requests run. On a GPU they are all taken at
+    /// load, so that a run takes what was planned: xserv_model_stats.peak_memory_bytes becomes total_bytes, rounding
+    /// apart. Not counted is what the CUDA driver takes for itself, its kernels and graphs (some hundred MB).
     pub workspace_bytes: u64,
     /// Bytes of KV cache for one token.
     pub kv_bytes_per_token: u64,

@@ -4,6 +4,10 @@
 //! Sizes are rounded up to classes, eight to a doubling, so that at most an eighth is lost and blocks of
 //! nearly the same size serve each other. One allocator belongs to one stream of work: a block that was
 //! given back may still be in use by work queued before, and whoever gets it next queues behind that.
+//!
+//! Whoever knows how much its work takes at a time can have that set apart ([`CachingAllocator::set_apart`]): blocks that
+//! fit there are cut from it and take nothing more. Not even work that is recorded and runs later has to keep them: the
+//! stream comes to it when nothing else is using them.
 
 use crate::error::{Error, ErrorKind, Result};
 use std::collections::BTreeMap;
@@ -52,6 +56,64 @@ struct State {
     stats: MemoryStats,
     /// Blocks given out since [`CachingAllocator::begin_holding`], with their classes.
     given_out: Option<Vec<(NonNull<u8>, usize)>>,
+    /// What was set apart.
+    apart: Vec<Apart>,
+}
+
+/// Memory from which blocks are cut.
+struct Apart {
+    start: NonNull<u8>,
+    len: usize,
+    /// Offsets and lengths of what is given out, in the order of their places.
+    used: Vec<(usize, usize)>,
+}
+
+/// More blocks than this are not cut from memory at a time.
+const MOST_CUTS: usize = 16;
+
+impl Apart {
+    /// The first gap of `len` bytes.
+    fn cut(&mut self, len: usize) -> Option<NonNull<u8>> {
+        if self.used.len() >= MOST_CUTS {
+            return None;
+        }
+        let (mut begin, mut index) = (0, 0);
+        for &(offset, used) in &self.used {
+            if offset - begin >= len {
+                break;
+            }
+            begin = offset + used;
+            index += 1;
+        }
+        if self.len - begin < len {
+            return None;
+        }
+        self.used.insert(index, (begin, len));
+        NonNull::new(self.start.as_ptr().wrapping_add(begin))
+    }
+
+    /// Takes a block back; false if it is not from here.
+    fn put_back(&mut self, start: NonNull<u8>) -> bool {
+        let offset = (start.as_ptr() as usize).wrapping_sub(self.start.as_ptr() as usize);
+        let index = self.used.iter().position(|&(used, _)| used == offset);
+        if let (true, Some(index)) = (offset < self.len, index) {
+            self.used.remove(index);
+            return true;
+        }
+        false
+    }
+}
+
+/// Keeps memory set apart while it lives. What was cut from it must have been given back before.
+pub struct SetApart {
+    block: Block,
+}
+
+impl Drop for SetApart {
+    fn drop(&mut self) {
+        let mut state = self.block.allocator.lock();
+        state.apart.retain(|apart| apart.start != self.block.start);
+    }
 }
 
 // SAFETY: the addresses are numbers here; the allocator owns the memory.
@@ -107,10 +169,33 @@ impl CachingAllocator {
     /// kept has been given back to the source.
     pub fn allocate(self: &Arc<Self>, len_bytes: usize, what: &str) -> Result<Block> {
         let class = size_class(len_bytes).ok_or_else(|| Error::out_of_memory(what, len_bytes))?;
+        let cut = || {
+            let mut state = self.lock();
+            let len = len_bytes.max(1).next_multiple_of(SMALLEST_CLASS);
+            let start = state.apart.iter_mut().find_map(|apart| apart.cut(len))?;
+            state.stats.num_allocations += 1;
+            Some(start)
+        };
+        if let Some(start) = cut() {
+            return Ok(Block { start, len_bytes, class: 0, allocator: self.clone() });
+        }
         self.allocate_class(class, len_bytes, what)
     }
 
-    /// The same without rounding up to a class, for large memory that is kept for long: weights, a KV cache.
+    /// Sets `len_bytes` apart, from which [`CachingAllocator::allocate`] gives first as long as the result lives: for
+    /// memory that is needed from time to time, and given back before more work is queued.
+    pub fn set_apart(self: &Arc<Self>, len_bytes: usize, what: &str) -> Result<SetApart> {
+        let block = self.allocate_exact(len_bytes, what)?;
+        let mut used = Vec::new();
+        used.try_reserve_exact(MOST_CUTS).map_err(|_| Error::out_of_memory(what, len_bytes))?;
+        let mut state = self.lock();
+        state.apart.try_reserve(1).map_err(|_| Error::out_of_memory(what, len_bytes))?;
+        state.apart.push(Apart { start: block.start, len: block.class, used });
+        drop(state);
+        Ok(SetApart { block })
+    }
+
+    /// The same without rounding up to a class, for memory that is kept for long: weights, a KV cache.
     pub fn allocate_exact(self: &Arc<Self>, len_bytes: usize, what: &str) -> Result<Block> {
         let class = len_bytes.max(1).checked_next_multiple_of(SMALLEST_CLASS);
         let class = class.filter(|&class| class <= isize::MAX as usize);
@@ -236,6 +321,11 @@ impl CachingAllocator {
 
     fn put_back(&self, start: NonNull<u8>, class: usize) {
         let mut state = self.lock();
+        if class == 0 {
+            // Cut from what was set apart.
+            state.apart.iter_mut().any(|apart| apart.put_back(start));
+            return;
+        }
         state.stats.allocated = state.stats.allocated.saturating_sub(class);
         let list = state.free.entry(class).or_default();
         if list.try_reserve(1).is_ok() {
@@ -355,6 +445,37 @@ mod tests {
         assert_eq!(allocator.stats().allocated, 0);
         allocator.trim();
         assert_eq!((allocator.stats().reserved, out.load(Ordering::Relaxed)), (0, 0));
+    }
+
+    #[test]
+    fn what_is_set_apart_serves_first_and_takes_no_more() {
+        let (allocator, out) = allocator(usize::MAX, usize::MAX);
+        let apart = allocator.set_apart(4096, "scratch").unwrap();
+        let stats = allocator.stats();
+        assert_eq!((stats.allocated, out.load(Ordering::Relaxed)), (4096, 4096));
+        let a = allocator.allocate(1000, "a").unwrap();
+        let b = allocator.allocate(100, "b").unwrap();
+        let c = allocator.allocate(2049, "c").unwrap();
+        let at = |block: &Block| block.start() as usize - a.start() as usize;
+        assert_eq!((at(&b), at(&c)), (1024, 1536));
+        // Gaps are filled, from the front; what does not fit is taken elsewhere.
+        drop(b);
+        let d = allocator.allocate(513, "d").unwrap();
+        assert_eq!(out.load(Ordering::Relaxed), 4096 + 576);
+        let b = allocator.allocate(512, "b").unwrap();
+        assert_eq!(at(&b), 1024);
+        drop((a, b, c, d));
+        allocator.begin_holding();
+        drop(allocator.allocate(4096, "all").unwrap());
+        assert!(allocator.end_holding().unwrap().is_empty());
+        assert_eq!(allocator.stats().allocated, 4096);
+        drop(apart);
+        assert_eq!(allocator.stats().allocated, 0);
+        let e = allocator.allocate(4096, "e").unwrap();
+        assert_eq!(allocator.stats().allocated, 4096);
+        drop(e);
+        allocator.trim();
+        assert_eq!(out.load(Ordering::Relaxed), 0);
     }
 
     #[test]

@@ -6,7 +6,7 @@ mod dtype;
 mod host_buffer;
 mod tensor;
 
-pub use caching_allocator::{Block, CachingAllocator, MemorySource, MemoryStats};
+pub use caching_allocator::{Block, CachingAllocator, MemorySource, MemoryStats, SetApart};
 pub use device::Device;
 pub use dtype::DType;
 pub use host_buffer::{HostBuffer, Pages, Plain};

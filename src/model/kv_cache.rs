@@ -74,6 +74,11 @@ impl KvCache {
         Ok(KvCache { layout, num_blocks, memory: KvMemory::Device { layers, len_bytes } })
     }
 
+    /// Bytes of a cache on a device beside those of its blocks.
+    pub(super) fn spare_bytes(layout: &KvLayout) -> usize {
+        layout.block_bytes().saturating_mul(SPARE_BLOCKS)
+    }
+
     /// What a block looks like.
     pub fn layout(&self) -> KvLayout {
         self.layout

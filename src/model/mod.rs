@@ -35,7 +35,7 @@ use std::sync::Arc;
 
 pub use batch::ForwardBatch;
 pub use config::{Architecture, ModelConfig, RopeConfig, YarnConfig};
-pub use cuda::DevicePlan;
+pub use cuda::{DevicePlan, PassLimits};
 pub use inspect::{inspect, Inspection};
 pub use kv_cache::KvCache;
 pub use kv_swap::{BlockCopy, CopyDirection, KvSwap};
@@ -315,6 +315,14 @@ impl Model {
             Compute::Cuda(cuda) => {
                 workspace.on_device(cuda, &self.config, num_tokens.max(num_logits_rows)).map(|_| ())
             }
+        }
+    }
+
+    /// Makes room for passes within `limits`, where the model is on a device: all that they take of it.
+    pub fn reserve_on_device(&self, workspace: &mut Workspace, limits: &PassLimits) -> Result<()> {
+        match &self.compute {
+            Compute::Cpu(_) => Ok(()),
+            Compute::Cuda(cuda) => workspace.reserve_on_device(cuda, &self.config, limits),
         }
     }
 

@@ -3,7 +3,7 @@
 //! The buffers grow to the largest pass seen (or reserved) and are then reused, so that steady-state
 //! decoding allocates nothing.
 
-use super::cuda::{CudaModel, DeviceWorkspace};
+use super::cuda::{CudaModel, DeviceWorkspace, PassLimits};
 use super::step::HostSteps;
 use super::ModelConfig;
 use crate::backend::cpu::Isa;
@@ -79,11 +79,22 @@ impl Workspace {
             if self.device.as_ref().is_some_and(|device| device.steps.is_busy()) {
                 return Err(Error::internal("a larger step while smaller ones are under way"));
             }
-            // The smaller one goes first: both may not fit.
-            self.device = None;
-            self.device = Some(Box::new(model.workspace(config, num_tokens)?));
+            self.reserve_on_device(model, config, &PassLimits::of_tokens(config, num_tokens))?;
         }
         self.device.as_deref_mut().ok_or_else(|| Error::internal("no device workspace"))
+    }
+
+    /// Makes room on the device of `model` for passes within `limits`, in place of what there was.
+    pub(super) fn reserve_on_device(
+        &mut self,
+        model: &CudaModel,
+        config: &ModelConfig,
+        limits: &PassLimits,
+    ) -> Result<()> {
+        // The former goes first: both may not fit.
+        self.device = None;
+        self.device = Some(Box::new(model.workspace(config, limits)?));
+        Ok(())
     }
 
     /// Steps that are computed as they begin.

@@ -136,6 +136,75 @@ fn a_gpu_is_planned(path: &Path) {
     assert!(halves(16) < halves(64));
 }
 
+/// What runs with these options may differ from the plan by, as a share.
+const TOLERANCE: f64 = 0.02;
+
+/// Requests of all kinds at once: decoding in batches of any size, prompts in pieces beside it, logits of all rows.
+fn run_everything(model: &Model) {
+    let context = model.info().max_context_tokens as usize;
+    let vocab_size = model.info().vocab_size;
+    let prompt = |len: usize, seed: u32| -> Vec<u32> {
+        (0..len as u32).map(|i| (i * 31 + seed) % vocab_size).collect()
+    };
+    std::thread::scope(|scope| {
+        for seed in 0..24 {
+            let len = [3, 40, 150, 300][seed as usize % 4].min(context / 2);
+            let ids = prompt(len, seed);
+            scope.spawn(move || {
+                let mut request = greedy(&ids, 20);
+                request.ignore_eos = 1;
+                // Draws on the device, and of the host's.
+                request.temperature = [0.0, 0.7][seed as usize % 2];
+                request.repetition_penalty = [1.0, 1.2][seed as usize / 2 % 2];
+                assert_eq!(model.generate(&request).unwrap().ids.len(), 20);
+            });
+        }
+    });
+    let all = prompt(context / 2, 7);
+    assert_eq!(model.logits(&all, true).unwrap().len(), all.len() * vocab_size as usize);
+}
+
+/// What a device's allocator had given out at most is what was planned, with whatever steps there were.
+#[test]
+fn the_plan_of_a_gpu_is_what_a_run_takes() {
+    let Some(_device) = crate::cuda::whole_cuda() else { return };
+    for path in models() {
+        for dtype in [XSERV_DTYPE_F32, XSERV_DTYPE_F16, XSERV_DTYPE_BF16] {
+            let base = crate::cuda::on_cuda(dtype);
+            let deterministic = xserv_load_options { deterministic: 1, ..base };
+            let small = xserv_load_options { max_batch_size: 5, max_prefill_tokens: 64, ..base };
+            for options in [base, deterministic, small] {
+                let options = xserv_load_options { kv_cache_tokens: 2048, ..options };
+                let found = plan(&path, &options).unwrap();
+                // Not a byte more than planned is allowed.
+                let limited = xserv_load_options { max_memory_bytes: found.total_bytes, ..options };
+                let model = Model::load(&path, &limited).unwrap();
+                assert_as_planned(&model.info(), &found);
+                let taken = || {
+                    let mut stats: xserv_model_stats = unsafe { std::mem::zeroed() };
+                    stats.struct_size = size_of::<xserv_model_stats>();
+                    check(unsafe { xserv_model_get_stats(model.0, &mut stats) }).unwrap();
+                    stats.peak_memory_bytes
+                };
+                let loaded = taken();
+                run_everything(&model);
+                let used = taken();
+                let off = (found.total_bytes as f64 - used as f64) / used as f64;
+                println!(
+                    "{} {dtype:?}: planned {} bytes (work space {}), {loaded} after the load, used {used} \
+                     ({:+.2} %)",
+                    path.file_name().unwrap().to_string_lossy(),
+                    found.total_bytes,
+                    found.workspace_bytes,
+                    100.0 * off
+                );
+                assert!((0.0..=TOLERANCE).contains(&off), "{off}");
+                assert_eq!(loaded, used, "a run took more than the load");
+            }
+        }
+    }
+}
+
 #[test]
 fn what_cannot_be_loaded_cannot_be_planned() {
     let base = load_options();

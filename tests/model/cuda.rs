@@ -1,9 +1,9 @@
 //! The forward pass on a GPU: against Transformers at the bars of the CPU, against the CPU, and against itself
 //! in pieces and beside others.
 
-use xserv::error::ErrorKind;
+use xserv::error::{ErrorKind, Result};
 use xserv::memory::DType;
-use xserv::model::{ForwardBatch, Model, Workspace};
+use xserv::model::{DevicePlan, ForwardBatch, Model, ModelFolder, PassLimits, Workspace};
 
 use crate::driver::{bits, cuda_context, load, load_on_cuda, Driver, Sequence};
 use crate::files::{Random, Store, TestModel};
@@ -361,6 +361,10 @@ fn steady_state_decoding_allocates_nothing(golden: &Golden) {
     );
 }
 
+fn plan_of(folder: &ModelFolder, dtype: DType, num_tokens: usize) -> Result<DevicePlan> {
+    folder.device_plan(dtype, &PassLimits::of_tokens(folder.config(), num_tokens), false)
+}
+
 /// Without a GPU: matrices stored [in_features, out_features], with heads along either axis, learned positions and
 /// no tables of rotary ones.
 #[test]
@@ -368,7 +372,7 @@ fn the_plan_of_gpt2_on_a_device_is_its_tensors() {
     let dir = TestModel::gpt2(2).write(Store::F32);
     let folder = Model::open(dir.str()).expect("a folder");
     for (dtype, size) in [(DType::F32, 4), (DType::F16, 2), (DType::BF16, 2)] {
-        let plan = folder.device_plan(dtype, 64).expect("a plan");
+        let plan = plan_of(&folder, dtype, 64).expect("a plan");
         // 2 layers of 3 heads of 10 elements, 64 apart; keys and values.
         assert_eq!(plan.kv_bytes_per_token, 2 * 3 * 64 * 2 * size);
         let (hidden, wide, spaced, vocab, positions) = (30, 50, 3 * 64, 70, 512);
@@ -390,14 +394,13 @@ fn the_plan_of_gpt2_on_a_device_is_its_tensors() {
 fn the_plan_of_a_device_counts_padded_heads() {
     let dir = TestModel::qwen3(2).write(Store::BF16);
     let folder = Model::open(dir.str()).expect("a folder");
-    let plan = folder.device_plan(DType::BF16, 64).expect("a plan");
+    let plan = plan_of(&folder, DType::BF16, 64).expect("a plan");
     // 2 layers of 2 kv heads of 10 elements, 64 apart; keys and values of 2 bytes.
     assert_eq!(plan.kv_bytes_per_token, 2 * 2 * 64 * 2 * 2);
-    let f32 = folder.device_plan(DType::F32, 64).expect("a plan");
+    let f32 = plan_of(&folder, DType::F32, 64).expect("a plan");
     assert_eq!(f32.kv_bytes_per_token, 2 * plan.kv_bytes_per_token);
     assert!(f32.weights_bytes > plan.weights_bytes);
     assert!(
-        folder.device_plan(DType::BF16, 2048).expect("a plan").workspace_bytes
-            > plan.workspace_bytes
+        plan_of(&folder, DType::BF16, 2048).expect("a plan").workspace_bytes > plan.workspace_bytes
     );
 }

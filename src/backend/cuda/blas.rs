@@ -2,7 +2,7 @@
 
 use super::context::CudaContext;
 use crate::error::{Error, ErrorKind, Result};
-use crate::memory::{Block, DType};
+use crate::memory::DType;
 use crate::panic_guard;
 use cudarc::cublaslt::{result, sys};
 use std::collections::HashMap;
@@ -10,7 +10,7 @@ use std::ffi::c_void;
 use std::sync::{Mutex, OnceLock, PoisonError};
 
 /// Room for split sums. 32 MiB is what cuBLAS recommends for Hopper; earlier chips need less.
-const WORKSPACE_BYTES: usize = 32 << 20;
+pub(crate) const MOST_CUBLAS_WORKSPACE_BYTES: usize = 32 << 20;
 /// Plans kept; a program that goes through more shapes than that begins anew.
 const MAX_PLANS: usize = 4096;
 
@@ -35,10 +35,11 @@ pub(crate) struct MatmulShape {
     pub alignment: u32,
 }
 
-/// A handle, a workspace and the plans made so far. One for each context: a workspace serves one stream.
+/// A handle and the plans made so far. One for each context.
 pub(crate) struct Blas {
     handle: sys::cublasLtHandle_t,
-    workspace: Block,
+    /// What every product may take.
+    workspace_bytes: usize,
     plans: Mutex<HashMap<MatmulShape, Plan>>,
 }
 
@@ -94,12 +95,11 @@ impl Blas {
                 "cuBLASLt is not installed (libcublasLt.so was not found)",
             ));
         }
-        let workspace =
-            context.allocator().allocate(WORKSPACE_BYTES, "the workspace of cuBLASLt")?;
         // A version without a function that we need shows as a panic of the bindings.
         let make = || result::create_handle().map_err(failed("making a handle"));
         let handle = context.with_current(|| panic_guard::catch(make))?;
-        Ok(Blas { handle, workspace, plans: Mutex::default() })
+        let workspace_bytes = context.cublas_workspace_bytes();
+        Ok(Blas { handle, workspace_bytes, plans: Mutex::default() })
     }
 
     /// Queues a product.
@@ -122,15 +122,18 @@ impl Blas {
         if plans.len() >= MAX_PLANS {
             plans.clear();
         }
+        // Goes back although the product is only queued: whoever gets it next queues behind it.
+        let bytes = self.workspace_bytes;
+        let workspace = context.allocator().allocate(bytes, "the workspace of cuBLASLt")?;
         context.with_current(|| {
             if !plans.contains_key(shape) {
-                let plan = Plan::new(self.handle, shape)?;
+                let plan = Plan::new(self.handle, shape, self.workspace_bytes)?;
                 plans.insert(*shape, plan);
             }
             let plan = plans.get(shape).ok_or_else(|| Error::internal("a plan was lost"))?;
             // Row-major C = A B is column-major C^T = B^T A^T: the operands change places.
             // SAFETY: the caller vouches for the matrices; the plan's parts are alive behind the lock; the
-            // workspace belongs to this context, whose stream orders its use.
+            // workspace belongs to this context, whose stream orders its uses.
             unsafe {
                 result::matmul(
                     self.handle,
@@ -146,8 +149,8 @@ impl Blas {
                     c.cast(),
                     plan.c,
                     &plan.algorithm,
-                    self.workspace.start().cast(),
-                    WORKSPACE_BYTES,
+                    workspace.start().cast(),
+                    workspace.len_bytes(),
                     context.raw_stream().cast(),
                 )
             }
@@ -165,7 +168,11 @@ impl Drop for Blas {
 }
 
 impl Plan {
-    fn new(handle: sys::cublasLtHandle_t, shape: &MatmulShape) -> Result<Self> {
+    fn new(
+        handle: sys::cublasLtHandle_t,
+        shape: &MatmulShape,
+        workspace_bytes: usize,
+    ) -> Result<Self> {
         use sys::cublasLtMatmulDescAttributes_t::*;
         use sys::cublasLtMatmulPreferenceAttributes_t::*;
         let matrix_type = match shape.dtype {
@@ -210,7 +217,7 @@ impl Plan {
 
         let preference = result::create_matmul_pref().map_err(failed("a preference"))?;
         let chosen = (|| {
-            let bytes: *const c_void = (&raw const WORKSPACE).cast();
+            let bytes: *const c_void = (&raw const workspace_bytes).cast();
             let alignment: *const c_void = (&raw const shape.alignment).cast();
             // SAFETY: a live preference; the first attribute is a size, the others are u32.
             unsafe {
@@ -241,8 +248,6 @@ impl Plan {
         Ok(plan)
     }
 }
-
-static WORKSPACE: usize = WORKSPACE_BYTES;
 
 fn batched(layout: sys::cublasLtMatrixLayout_t, batch: i32, stride: i64) -> Result<()> {
     use sys::cublasLtMatrixLayoutAttribute_t::*;

@@ -1,6 +1,6 @@
 //! A stream of work on one GPU, with its allocator.
 
-use super::blas::Blas;
+use super::blas::{Blas, MOST_CUBLAS_WORKSPACE_BYTES};
 use super::device::{CudaDevice, Current};
 use super::driver::{check, is_lost};
 use super::memory::{DeviceMemory, PinnedMemory};
@@ -36,7 +36,7 @@ const FAULTS: [&str; 4] = [
 /// A stream, its allocators and its state. Used from one thread at a time or from several: the driver
 /// orders launches by arrival. While a graph is recorded, from the recording thread only.
 pub struct CudaContext {
-    /// First, so that it goes before the memory that it uses.
+    /// First, so that it goes before the device does.
     blas: OnceLock<Blas>,
     device: Arc<CudaDevice>,
     stream: CUstream,
@@ -56,8 +56,8 @@ pub struct CudaContext {
     profile: Mutex<Option<Profile>>,
     is_profiling: AtomicBool,
     num_profiles: AtomicU64,
-    /// See [`CudaContext::lasting_scratch`], and its bytes.
-    lasting_scratch: OnceLock<(Block, usize)>,
+    /// See [`CudaContext::limit_cublas_workspace`].
+    cublas_workspace_bytes: OnceLock<usize>,
 }
 
 // SAFETY: stream handles may be used by any thread; the rest is shared safely.
@@ -66,7 +66,7 @@ unsafe impl Send for CudaContext {}
 unsafe impl Sync for CudaContext {}
 
 /// How many words [`CudaContext::counters`] has.
-const NUM_COUNTERS: usize = 1 << 14;
+pub(crate) const MOST_COUNTERS: usize = 1 << 14;
 
 /// Which stream a context works on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -218,7 +218,7 @@ impl CudaContext {
             profile: Mutex::default(),
             is_profiling: AtomicBool::new(false),
             num_profiles: AtomicU64::new(0),
-            lasting_scratch: OnceLock::new(),
+            cublas_workspace_bytes: OnceLock::new(),
         })
     }
 
@@ -327,25 +327,29 @@ impl CudaContext {
     /// the last, and leave them zero; `None` if there are not so many. Launches of one stream follow each
     /// other, so all kernels share them.
     pub(crate) fn counters(&self, count: usize) -> Result<Option<*mut u8>> {
-        if count > NUM_COUNTERS {
+        if count > MOST_COUNTERS {
             return Ok(None);
         }
         if let Some(counters) = self.counters.get() {
             return Ok(Some(counters.start()));
         }
-        let made = self.allocator.allocate(NUM_COUNTERS * 4, "counters")?;
+        let made = self.allocator.allocate_exact(Self::COUNTERS_BYTES, "counters")?;
         // SAFETY: fresh device memory of that size.
-        unsafe { self.fill(made.start(), 0, NUM_COUNTERS * 4) }?;
+        unsafe { self.fill(made.start(), 0, Self::COUNTERS_BYTES) }?;
         Ok(Some(self.counters.get_or_init(|| made).start()))
     }
 
-    /// The same for `bytes` of whatever content, the first time for all: `None` if more is asked for later.
-    pub(crate) fn lasting_scratch(&self, bytes: usize) -> Result<Option<*mut u8>> {
-        if let Some((scratch, size)) = self.lasting_scratch.get() {
-            return Ok((bytes <= *size).then(|| scratch.start()));
-        }
-        let made = self.allocator.allocate(bytes, "partial results of attention")?;
-        Ok(Some(self.lasting_scratch.get_or_init(|| (made, bytes)).0.start()))
+    /// Bytes of [`CudaContext::counters`].
+    pub(crate) const COUNTERS_BYTES: usize = MOST_COUNTERS * 4;
+
+    /// From now on cuBLAS gets a workspace of so many bytes, no more than [`MOST_CUBLAS_WORKSPACE_BYTES`]: what the context
+    /// is used for needs no more. The first limit holds, unless products came before it.
+    pub(crate) fn limit_cublas_workspace(&self, bytes: usize) {
+        let _ = self.cublas_workspace_bytes.set(bytes.min(MOST_CUBLAS_WORKSPACE_BYTES));
+    }
+
+    pub(super) fn cublas_workspace_bytes(&self) -> usize {
+        *self.cublas_workspace_bytes.get_or_init(|| MOST_CUBLAS_WORKSPACE_BYTES)
     }
 
     /// Queues kernel `name` of `csrc/ops/<source>.cu`.

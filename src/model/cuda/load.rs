@@ -19,7 +19,7 @@ use crate::model::weights::{
 };
 
 /// Matrices lie on the device as in their files.
-fn matrix_geometry(plan: &MatrixPlan, spacing: HeadSpacing) -> Geometry {
+pub(super) fn matrix_geometry(plan: &MatrixPlan, spacing: HeadSpacing) -> Geometry {
     match plan.layout {
         MatrixLayout::Rows => {
             Geometry::new(plan.out_features, plan.in_features, plan.heads, spacing)

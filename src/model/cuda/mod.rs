@@ -15,19 +15,23 @@ mod load;
 mod pass;
 mod qwen3;
 mod record;
+mod scratch;
 mod step_clock;
 mod steps;
 mod transfer;
 mod workspace;
 
 pub(super) use heads::HeadSpacing;
+pub use scratch::PassLimits;
 pub(super) use steps::STEPS_IN_FLIGHT;
 pub(super) use workspace::DeviceWorkspace;
 
 use std::sync::Arc;
 
 use decode::DecodeKernels;
+use scratch::{ProductShapes, Scratch};
 
+use super::kv_cache::KvCache;
 use super::load::Loader;
 use super::weights::{Weights, WeightsPlan};
 use super::{ModelConfig, ModelFolder, RopeConfig};
@@ -37,12 +41,8 @@ use crate::error::{Error, Result};
 use crate::memory::{DType, ElementType};
 use crate::ops::stepwise;
 
-/// Memory that the operators themselves take from time to time: partial sums of attention and of matrix
-/// products, index arrays, and the workspace of cuBLAS (32 MiB). Attention over 64 sequences of 40,960 tokens
-/// with 32 heads of 128 elements, or over 256 of 2048, takes 40 MiB of partial sums. Products that are split have
-/// no more tiles than the device has multiprocessors: 17 MB of partial sums with 132 of them. Deterministic models
-/// take neither, but 9 MB for attention in segments.
-const SCRATCH_BYTES: u64 = 80 << 20;
+/// What is lost where each allocation is rounded up to a multiple of 512 bytes: there are nine of a model.
+const ROUNDING_BYTES: usize = 9 * 512;
 
 /// What a model has on a device.
 pub(super) struct CudaModel {
@@ -53,8 +53,9 @@ pub(super) struct CudaModel {
     pub spacing: HeadSpacing,
     dtype: DType,
     decode_kernels: DecodeKernels,
-    /// See [`LoadOptions::deterministic`].
+    /// See [`super::LoadOptions::deterministic`].
     is_deterministic: bool,
+    products: ProductShapes,
 }
 
 /// Cosines and sines of all positions, `[max_context_tokens, head_dim / 2]` of the model's element type each.
@@ -68,7 +69,7 @@ struct RopeTables {
 pub struct DevicePlan {
     /// Weights, and on a device the tables of rotary positions.
     pub weights_bytes: u64,
-    /// Activations of the longest pass and scratch of the operators.
+    /// Activations of the longest pass and scratch of the operators: on a device set apart at load.
     pub workspace_bytes: u64,
     /// Keys and values of one token in all layers.
     pub kv_bytes_per_token: u64,
@@ -88,26 +89,29 @@ fn rope_bytes(config: &ModelConfig, dtype: DType) -> Result<usize> {
         .ok_or_else(|| Error::out_of_memory("the tables of positions", usize::MAX))
 }
 
-impl DevicePlan {
-    /// The part of [`DevicePlan::workspace_bytes`] that on a device is an upper bound for the operators'
-    /// scratch: which of them need it depends on the device and on what is installed there.
-    pub fn scratch_bytes(&self) -> u64 {
-        SCRATCH_BYTES.min(self.workspace_bytes)
-    }
-}
-
 impl ModelFolder {
-    /// What the model takes of a CUDA device as `dtype`, for passes of up to `num_tokens` tokens. Refuses, by
-    /// name, what does not run there.
-    pub fn device_plan(&self, dtype: DType, num_tokens: usize) -> Result<DevicePlan> {
+    /// What the model takes of a CUDA device as `dtype`, for passes within `limits`. Refuses, by name, what does not
+    /// run there.
+    pub fn device_plan(
+        &self,
+        dtype: DType,
+        limits: &PassLimits,
+        is_deterministic: bool,
+    ) -> Result<DevicePlan> {
         let config = self.config();
         let spacing = HeadSpacing::new(config.head_dim)?;
         let weights = load::device_bytes(self.plan(), dtype, spacing)?;
-        let workspace = workspace::device_bytes(config, dtype, spacing, num_tokens)?;
+        let products = ProductShapes::of(self.plan(), spacing)?;
+        let scratch = Scratch::of(config, &products, dtype, spacing, limits, is_deterministic);
         let layout = config.device_kv_layout(dtype)?;
+        let workspace = workspace::device_bytes(config, dtype, spacing, limits)?
+            .saturating_add(scratch.bytes)
+            .saturating_add(CudaContext::COUNTERS_BYTES)
+            .saturating_add(KvCache::spare_bytes(&layout))
+            .saturating_add(ROUNDING_BYTES);
         Ok(DevicePlan {
             weights_bytes: (weights as u64).saturating_add(rope_bytes(config, dtype)? as u64),
-            workspace_bytes: (workspace as u64).saturating_add(SCRATCH_BYTES),
+            workspace_bytes: workspace as u64,
             kv_bytes_per_token: layout.bytes_per_token() as u64,
         })
     }
@@ -120,6 +124,7 @@ pub(super) struct CudaModelLoad<'a> {
     spacing: HeadSpacing,
     dtype: DType,
     is_deterministic: bool,
+    products: ProductShapes,
 }
 
 impl<'a> CudaModelLoad<'a> {
@@ -134,13 +139,14 @@ impl<'a> CudaModelLoad<'a> {
         let spacing = HeadSpacing::new(config.head_dim)?;
         let mut weights = load::WeightsLoad::new(plan, loader, dtype, spacing)?;
         weights.prepare()?;
-        Ok(CudaModelLoad { config, weights, spacing, dtype, is_deterministic })
+        let products = ProductShapes::of(plan, spacing)?;
+        Ok(CudaModelLoad { config, weights, spacing, dtype, is_deterministic, products })
     }
 
     /// Reads the weights to the device of `context`, which works for this model alone. Also returns the bytes
     /// that weights and tables take there.
     pub fn finish(self, context: Arc<ComputeContext>) -> Result<(CudaModel, u64)> {
-        let CudaModelLoad { config, weights, spacing, dtype, is_deterministic } = self;
+        let CudaModelLoad { config, weights, spacing, dtype, is_deterministic, products } = self;
         let weights_bytes = weights.device_bytes();
         let bytes = weights_bytes.saturating_add(rope_bytes(config, dtype)?) as u64;
         // Kernels are loaded while weights are on their way.
@@ -161,8 +167,16 @@ impl<'a> CudaModelLoad<'a> {
             true => decode_kernels.deterministic(),
             false => decode_kernels,
         };
-        let model =
-            CudaModel { context, weights, rope, spacing, dtype, decode_kernels, is_deterministic };
+        let model = CudaModel {
+            context,
+            weights,
+            rope,
+            spacing,
+            dtype,
+            decode_kernels,
+            is_deterministic,
+            products,
+        };
         Ok((model, bytes))
     }
 }
@@ -184,9 +198,11 @@ impl CudaModel {
         self.dtype
     }
 
-    /// Memory for passes of up to `num_tokens` tokens.
-    pub fn workspace(&self, config: &ModelConfig, num_tokens: usize) -> Result<DeviceWorkspace> {
-        DeviceWorkspace::new(&self.context, config, self.dtype, self.spacing, num_tokens)
+    /// Memory for passes within `limits`.
+    pub fn workspace(&self, config: &ModelConfig, limits: &PassLimits) -> Result<DeviceWorkspace> {
+        let CudaModel { products, dtype, spacing, is_deterministic, .. } = self;
+        let scratch = Scratch::of(config, products, *dtype, *spacing, limits, *is_deterministic);
+        DeviceWorkspace::new(&self.context, config, *dtype, *spacing, limits, scratch)
     }
 
     /// For people: "cuda (NVIDIA H200)".

@@ -182,10 +182,15 @@ pub(super) struct DeviceRecord {
     pub logits_rows: DeviceTensor,
 }
 
+/// What a record has on the host from the start: room for 256 sequences of 4096 tokens.
+const FIRST_HOST_BYTES: usize = 256 << 10;
+
 /// Memory for records: one on the device, which the stream keeps in order, and one on the host for each step
 /// in flight.
 pub(super) struct RecordMemory {
+    context: Arc<ComputeContext>,
     device: DeviceTensor,
+    /// As large as was needed so far: pinned memory takes its time to make.
     host: Vec<PinnedBuffer>,
     next: usize,
 }
@@ -198,9 +203,10 @@ impl RecordMemory {
             Arena::new(context, bytes, "index arrays")?.tensor(ElementType::I32, &[len])?;
         let mut host = Vec::new();
         for _ in 0..num_in_flight.max(1) {
+            let bytes = bytes.min(FIRST_HOST_BYTES);
             host.push(PinnedBuffer::new(context, bytes, "index arrays")?);
         }
-        Ok(RecordMemory { device, host, next: 0 })
+        Ok(RecordMemory { context: context.clone(), device, host, next: 0 })
     }
 
     /// How many numbers a record of this shape takes.
@@ -227,6 +233,10 @@ impl RecordMemory {
         self.next = (self.next + 1) % self.host.len();
         let host = self.host.get_mut(self.next);
         let host = host.ok_or_else(|| Error::internal("no memory for records"))?;
+        if places.len * 4 > host.len_bytes() {
+            let bytes = (places.len * 4).next_power_of_two().min(self.device.size_bytes());
+            *host = PinnedBuffer::new(&self.context, bytes, "index arrays")?;
+        }
         let bytes = host.bytes()?;
         places.write(shape, batch, extras, bytes);
         host.upload(0..places.len * 4, &self.device, 0)?;

@@ -8,6 +8,7 @@ use super::graphs::{row_bucket, table_bucket, GraphKey, StepGraphs};
 use super::lead::Lead;
 use super::pass::Wanted;
 use super::record::{DeviceRecord, RecordExtras, RecordMemory, RecordShape};
+use super::scratch::PassLimits;
 use super::step_clock::StepClock;
 use super::workspace::{copy_floats, DeviceWorkspace, COPIED_ROWS, MAX_STEP_ROWS};
 use super::CudaModel;
@@ -24,11 +25,8 @@ use crate::ops::tensor::{cast, copy};
 /// Steps that may be under way: the host prepares one while the device computes another.
 pub(in crate::model) const STEPS_IN_FLIGHT: usize = 2;
 
-/// The most sequences whose decoding is a graph, where operators take memory as they go.
+/// The most sequences whose decoding is a graph, where it is not the chain.
 const MOST_PORTABLE_GRAPH_ROWS: usize = 8;
-
-/// Entries of block tables that there is room for from the start: 256 sequences of 4096 tokens.
-const TABLE_ENTRIES: usize = MAX_STEP_ROWS * 128;
 
 /// The memory behind steps.
 pub(in crate::model) struct DeviceSteps {
@@ -63,13 +61,14 @@ struct ResultSlot {
     num_copied: usize,
 }
 
-/// Numbers in the record of the largest steps there is room for from the start.
-fn record_len(num_tokens: usize) -> Result<usize> {
+/// Numbers in the record of the largest steps.
+fn record_len(limits: &PassLimits) -> Result<usize> {
+    let num_tokens = limits.num_tokens.max(1);
     let shape = RecordShape {
         num_tokens,
-        num_seqs: MAX_STEP_ROWS,
+        num_seqs: limits.rows(),
         num_rows: num_tokens.max(MAX_STEP_ROWS),
-        blocks_per_seq: TABLE_ENTRIES / MAX_STEP_ROWS,
+        blocks_per_seq: limits.blocks(),
     };
     RecordMemory::len_for(&shape)
 }
@@ -77,15 +76,15 @@ fn record_len(num_tokens: usize) -> Result<usize> {
 const PARTIALS: usize = 2 * MAX_STEP_ROWS * SAMPLE_PARTS;
 
 impl DeviceSteps {
-    /// Bytes of device memory, for passes of up to `num_tokens` tokens.
-    pub fn device_bytes(num_tokens: usize) -> Result<usize> {
-        let record = Arena::bytes_for(ElementType::I32, &[record_len(num_tokens)?])?;
+    /// Bytes of device memory, for passes within `limits`.
+    pub fn device_bytes(limits: &PassLimits) -> Result<usize> {
+        let record = Arena::bytes_for(ElementType::I32, &[record_len(limits)?])?;
         Ok(record.saturating_add(choice_bytes()?))
     }
 
-    /// Memory for steps of up to `num_tokens` tokens.
-    pub fn new(context: &Arc<ComputeContext>, num_tokens: usize) -> Result<Self> {
-        let record = RecordMemory::new(context, record_len(num_tokens)?, STEPS_IN_FLIGHT)?;
+    /// Memory for steps within `limits`.
+    pub fn new(context: &Arc<ComputeContext>, limits: &PassLimits) -> Result<Self> {
+        let record = RecordMemory::new(context, record_len(limits)?, STEPS_IN_FLIGHT)?;
         let mut arena = Arena::new(context, choice_bytes()?, "the choice of tokens")?;
         let chosen = arena.tensor(ElementType::I32, &[MAX_STEP_ROWS])?;
         let partials = arena.tensor(ElementType::I64, &[PARTIALS])?;
@@ -302,7 +301,6 @@ impl CudaModel {
     fn most_graph_rows(&self) -> usize {
         match self.decode_kernels.chain {
             true => MOST_CHAIN_ROWS,
-            // Operators take memory as they go, which every graph keeps.
             false => MOST_PORTABLE_GRAPH_ROWS,
         }
     }

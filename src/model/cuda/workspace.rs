@@ -4,10 +4,11 @@
 use std::sync::Arc;
 
 use super::heads::HeadSpacing;
+use super::scratch::{PassLimits, Scratch};
 use super::steps::DeviceSteps;
-use crate::backend::{Arena, ComputeContext, DeviceTensor, PinnedBuffer};
+use crate::backend::{Arena, ComputeContext, ContextBackend, DeviceTensor, PinnedBuffer};
 use crate::error::{Error, Result};
-use crate::memory::{DType, ElementType};
+use crate::memory::{DType, ElementType, SetApart};
 use crate::model::{Architecture, ModelConfig};
 use crate::ops::stepwise::DecodeScratch;
 
@@ -17,7 +18,7 @@ pub(super) const MAX_STEP_ROWS: usize = 256;
 /// Rows whose logits are copied to the host at a time.
 pub(super) const COPIED_ROWS: usize = 64;
 
-/// Memory for passes of up to `num_tokens` tokens. Element type: the model's.
+/// Memory for passes within limits. Element type: the model's.
 pub(in crate::model) struct DeviceWorkspace {
     num_tokens: usize,
     /// `[num_tokens, hidden_size]`, the residual stream.
@@ -45,6 +46,8 @@ pub(in crate::model) struct DeviceWorkspace {
     pub decode_scratch: Option<DecodeScratch>,
     /// What the host and the device tell each other.
     pub steps: DeviceSteps,
+    /// Behind the graphs, which use it.
+    _scratch: SetApart,
 }
 
 /// The sizes of the tensors, in the order of the struct: `(rows, columns, is_f32)`.
@@ -86,14 +89,15 @@ fn decode_scratch_bytes(config: &ModelConfig, dtype: DType, num_tokens: usize) -
     }
 }
 
-/// Bytes of device memory that the activations take.
+/// Bytes of device memory that the activations take, and all of a workspace but its scratch.
 pub(super) fn device_bytes(
     config: &ModelConfig,
     dtype: DType,
     spacing: HeadSpacing,
-    num_tokens: usize,
+    limits: &PassLimits,
 ) -> Result<usize> {
-    let mut sum = DeviceSteps::device_bytes(num_tokens)?
+    let num_tokens = limits.num_tokens.max(1);
+    let mut sum = DeviceSteps::device_bytes(limits)?
         .saturating_add(decode_scratch_bytes(config, dtype, num_tokens)?);
     for (rows, columns, is_f32) in shapes(config, spacing, num_tokens) {
         let bytes = Arena::bytes_for(element_of(dtype, is_f32), &[rows, columns])?;
@@ -104,18 +108,19 @@ pub(super) fn device_bytes(
 }
 
 impl DeviceWorkspace {
-    /// Memory for passes of up to `num_tokens` tokens.
-    pub fn new(
+    /// Memory for passes within `limits`.
+    pub(super) fn new(
         context: &Arc<ComputeContext>,
         config: &ModelConfig,
         dtype: DType,
         spacing: HeadSpacing,
-        num_tokens: usize,
+        limits: &PassLimits,
+        scratch: Scratch,
     ) -> Result<Self> {
-        let num_tokens = num_tokens.max(1);
-        let others = DeviceSteps::device_bytes(num_tokens)?
+        let num_tokens = limits.num_tokens.max(1);
+        let others = DeviceSteps::device_bytes(limits)?
             .saturating_add(decode_scratch_bytes(config, dtype, num_tokens)?);
-        let bytes = device_bytes(config, dtype, spacing, num_tokens)?.saturating_sub(others);
+        let bytes = device_bytes(config, dtype, spacing, limits)?.saturating_sub(others);
         let mut arena = Arena::new(context, bytes, "activations")?;
         let mut shapes = shapes(config, spacing, num_tokens).into_iter();
         let mut next = || {
@@ -134,6 +139,13 @@ impl DeviceWorkspace {
                 Some(DecodeScratch::new(context, num_seqs, num_heads, head_dim)?)
             }
         };
+        if let ContextBackend::Cuda(cuda) = context.backend() {
+            // Made now, so that no pass takes more.
+            cuda.counters(1)?;
+            if scratch.cublas_bytes > 0 {
+                cuda.limit_cublas_workspace(scratch.cublas_bytes);
+            }
+        }
         Ok(DeviceWorkspace {
             num_tokens,
             hidden,
@@ -148,7 +160,8 @@ impl DeviceWorkspace {
             logits_f32,
             logits_host: None,
             decode_scratch,
-            steps: DeviceSteps::new(context, num_tokens)?,
+            steps: DeviceSteps::new(context, limits)?,
+            _scratch: context.set_apart(scratch.bytes, "the scratch of operators")?,
         })
     }
 

@@ -27,11 +27,14 @@ mod strided;
 mod transpose;
 
 pub use activation::{activation, silu_mul};
-pub use attention::{attention, AttentionBackend, AttentionOptions};
+pub use attention::{attention, attention_scratch_bytes, AttentionBackend, AttentionOptions};
 pub use copy::copy;
 pub use elementwise::{add, cast, mul};
 pub use embedding::embedding;
-pub use gemm::{gemm, gemm_backward, GemmBackend, GemmOptions, SumOrder};
+pub(crate) use gemm::cublas_workspace_for;
+pub use gemm::{
+    gemm, gemm_backward, gemm_scratch_bytes, GemmBackend, GemmOptions, SumOrder, WeightShape,
+};
 pub use grad_check::{grad_check, GradCheck, GradCheckResult};
 pub use layer_norm::layer_norm;
 pub use rms_norm::{add_rms_norm, rms_norm, AddRmsNorm};

@@ -2,8 +2,8 @@
 
 use super::cuda::{count, grid_extent, AttentionParams};
 use super::cuda_flash::tile_stride;
-use super::Problem;
-use crate::backend::cuda::{Arguments, CudaContext, Launch};
+use super::{Form, Problem};
+use crate::backend::cuda::{Arguments, CudaContext, Launch, MOST_COUNTERS};
 use crate::backend::ComputeContext;
 use crate::error::{Error, Result};
 use crate::memory::DType;
@@ -71,6 +71,35 @@ fn kernel(dtype: DType, head_dim: i64) -> Option<(&'static str, u32, u32)> {
     }
 }
 
+/// The most memory for partial results where sequences lie in a block cache: enough for all multiprocessors several
+/// times over. More sequences are several launches.
+const MOST_PARTIAL_BYTES: i64 = 32 << 20;
+
+/// Bytes of partial results of a sequence of up to `max_kv_len` keys.
+fn partial_bytes(num_heads: i64, head_dim: i64, max_kv_len: i64) -> i64 {
+    match max_chunks(max_kv_len) {
+        // Where sequences of one chunk are all there is, nothing is combined.
+        ..=1 => 0,
+        chunks => num_heads.saturating_mul(chunks).saturating_mul(head_dim + 2).saturating_mul(4),
+    }
+}
+
+/// Device memory that a call over a block cache takes for as long as it is queued.
+pub(super) fn scratch_bytes(
+    num_seqs: usize,
+    num_heads: usize,
+    head_dim: usize,
+    max_kv_len: usize,
+) -> usize {
+    let of_a_sequence = partial_bytes(num_heads as i64, head_dim as i64, max_kv_len as i64);
+    let partial = of_a_sequence.saturating_mul(num_seqs as i64);
+    let counters = num_seqs.saturating_mul(num_heads).saturating_mul(4);
+    // Two arrays and, if they are many, counters, rounded up each.
+    (partial.min(MOST_PARTIAL_BYTES.max(of_a_sequence)) as usize)
+        .saturating_add(if counters > MOST_COUNTERS * 4 { counters } else { 0 })
+        .saturating_add(3 * 512)
+}
+
 /// Queues a call with at most one query a sequence.
 pub(super) fn launch(
     context: &ComputeContext,
@@ -78,10 +107,40 @@ pub(super) fn launch(
     problem: &Problem<'_>,
     params: &AttentionParams,
 ) -> Result<()> {
-    let Problem { num_seqs, num_heads, num_kv_heads, head_dim, .. } = *problem;
-    if num_seqs == 0 {
-        return Ok(());
+    let Problem { num_seqs, num_heads, head_dim, max_kv_len, .. } = *problem;
+    let is_cached = problem.form == Form::Paged && !params.cu_seqlens_q.is_null();
+    let of_a_sequence = partial_bytes(num_heads, head_dim, max_kv_len);
+    let group = match is_cached && of_a_sequence > 0 {
+        true => (MOST_PARTIAL_BYTES / of_a_sequence).max(1),
+        false => num_seqs,
+    };
+    let mut first = 0;
+    while first < num_seqs {
+        let part = Problem { num_seqs: group.min(num_seqs - first), ..*problem };
+        // The arrays from the first sequence of the group on; they say where in q and out its tokens are.
+        let from = |array: *mut u8, words: i64| match array.is_null() {
+            true => array,
+            false => array.wrapping_add((first * words * 4) as usize),
+        };
+        let params = AttentionParams {
+            cu_seqlens_q: from(params.cu_seqlens_q, 1),
+            block_tables: from(params.block_tables, i64::from(params.max_blocks_per_seq)),
+            context_lens: from(params.context_lens, 1),
+            ..*params
+        };
+        launch_group(context, cuda, &part, &params)?;
+        first += part.num_seqs;
     }
+    Ok(())
+}
+
+fn launch_group(
+    context: &ComputeContext,
+    cuda: &CudaContext,
+    problem: &Problem<'_>,
+    params: &AttentionParams,
+) -> Result<()> {
+    let Problem { num_seqs, num_heads, num_kv_heads, head_dim, .. } = *problem;
     let (name, block, shared_bytes) = kernel(problem.dtype, head_dim)
         .ok_or_else(|| Error::internal(format!("no decode kernel for head_dim {head_dim}")))?;
     let chunks = max_chunks(problem.max_kv_len);
@@ -176,6 +235,16 @@ mod tests {
             most = most.max(len.div_euclid(chunk_len(len)) + i64::from(len % chunk_len(len) > 0));
             assert_eq!(max_chunks(len), most, "{len}");
         }
+    }
+
+    #[test]
+    fn partial_results_of_many_sequences_are_bounded() {
+        assert_eq!(scratch_bytes(256, 32, 128, 256), 3 * 512);
+        assert_eq!(scratch_bytes(2, 32, 128, 2048), 2 * 32 * 8 * 130 * 4 + 3 * 512);
+        assert_eq!(scratch_bytes(256, 32, 128, 40_960), (32 << 20) + 3 * 512);
+        // One that is too large by itself; counters of its own.
+        assert_eq!(scratch_bytes(1, 1024, 256, 1 << 20), 1024 * 64 * 258 * 4 + 3 * 512);
+        assert_eq!(scratch_bytes(256, 65, 64, 100), 256 * 65 * 4 + 3 * 512);
     }
 
     #[test]

@@ -4,7 +4,7 @@ use super::cuda::{grid_extent, AttentionParams};
 use super::{size, Form, Problem};
 use crate::backend::cuda::{Arguments, CudaContext, Launch, TensorMap};
 use crate::error::{Error, Result};
-use crate::memory::DType;
+use crate::memory::{Block, DType};
 
 /// The kernel has the same struct and says what it means.
 #[repr(C)]
@@ -48,6 +48,21 @@ const SEGMENT_KEYS: u64 = 1024;
 const RUNNING_BYTES: usize = 64 * 128 * 4;
 /// What a segment leaves of a head: a query in f32, a maximum and a sum.
 const PARTIAL_BYTES: usize = (128 + 2) * 4;
+
+/// The most multiprocessors of a chip that these kernels run on: those of Hopper.
+const MOST_MULTIPROCESSORS: usize = 144;
+
+/// Device memory that attention in segments takes on any chip for as long as it is queued.
+pub(super) fn scratch_bytes(dtype: DType, head_dim: usize) -> usize {
+    match dtype != DType::F32 && head_dim as i64 == HEAD_DIM {
+        true => running_bytes(MOST_MULTIPROCESSORS),
+        false => 0,
+    }
+}
+
+fn running_bytes(num_multiprocessors: usize) -> usize {
+    num_multiprocessors * 2 * RUNNING_BYTES
+}
 
 /// Groups of 64 queries of a block: two share their keys, one fills more multiprocessors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -142,17 +157,18 @@ pub(super) fn try_launch(
     let counter = counter.ok_or_else(|| Error::internal("no counter for attention"))?;
     // Segments of few sequences are items of their own, where their results have room.
     let all_segments = (problem.max_kv_len as u64).div_ceil(SEGMENT_KEYS) as i64;
-    let scratch_bytes = processors as usize * 2 * RUNNING_BYTES;
+    let scratch_bytes = running_bytes(processors as usize);
     let rows_of = |segments: i64| num_seqs.saturating_mul(num_heads).saturating_mul(segments);
     let fits = rows_of(all_segments) <= (scratch_bytes / PARTIAL_BYTES) as i64;
     let is_shared = in_segments && is_packed && all_segments > 1 && pairs < 2 * processors && fits;
     let segments = if is_shared { all_segments } else { 1 };
     let partial_rows = rows_of(segments);
-    let scratch = match in_segments {
-        true => cuda.lasting_scratch(scratch_bytes)?,
-        false => Some(std::ptr::null_mut()),
+    // Goes back although the kernels are only queued: whoever gets it next queues behind them.
+    let memory = match in_segments {
+        true => Some(cuda.allocator().allocate(scratch_bytes, "partial results of attention")?),
+        false => None,
     };
-    let scratch = scratch.ok_or_else(|| Error::internal("no memory for segments of attention"))?;
+    let scratch = memory.as_ref().map_or(std::ptr::null_mut(), Block::start);
     // Of tokens, of heads or groups of them, and of the rows of an item.
     let strides = |[_, token, head]: [i64; 3]| match is_packed {
         true => [token, heads_per_kv * head, head],

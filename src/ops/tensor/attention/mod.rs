@@ -24,6 +24,22 @@ mod cuda_naive;
 
 pub use choice::AttentionBackend;
 
+/// The most device memory that [`attention`] over a block cache takes for as long as it is queued, on any chip, for up to
+/// `num_seqs` sequences of up to `max_kv_len` keys: `in_segments` or else of one query each.
+pub fn attention_scratch_bytes(
+    dtype: DType,
+    num_seqs: usize,
+    num_heads: usize,
+    head_dim: usize,
+    max_kv_len: usize,
+    in_segments: bool,
+) -> usize {
+    match in_segments {
+        true => cuda_flash_wgmma::scratch_bytes(dtype, head_dim),
+        false => cuda_decode::scratch_bytes(num_seqs, num_heads, head_dim, max_kv_len),
+    }
+}
+
 use super::check::{self, InPlace, Named};
 use crate::backend::{ComputeContext, ContextBackend};
 use crate::error::{Error, Result};

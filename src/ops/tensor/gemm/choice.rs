@@ -226,6 +226,22 @@ fn many_rows(facts: &Facts) -> Choice {
     }
 }
 
+/// More multiprocessors than any chip has.
+const MOST_MULTIPROCESSORS: usize = 256;
+
+/// The most bytes of partial sums of a product whose result takes `results` bytes in f32, with `k` to be summed over, on
+/// any chip: those of [`tensor_core`].
+pub(super) fn most_partial_bytes(dtype: DType, results: usize, k: usize) -> usize {
+    let splits = (k / 512).min(16);
+    if splits < 2 || dtype == DType::F32 {
+        return 0;
+    }
+    // Split products have no more tiles than there are multiprocessors, or small ones three times as many.
+    let tiles = MOST_MULTIPROCESSORS * 128 * 256 * 4;
+    // Rows that are not there are no part of it.
+    results.saturating_mul(splits).min(tiles)
+}
+
 /// How many tiles there are.
 fn tiles_of(facts: &Facts, tile: Tile) -> i64 {
     div_ceil(facts.m, tile.rows()) * div_ceil(facts.n, tile.columns()) * facts.batch.max(1)

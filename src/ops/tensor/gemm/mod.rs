@@ -18,7 +18,7 @@ use self::choice::{choose, choose_ordered, Choice, Facts};
 use self::layout::{batch_size, matrix_sizes, Operand, Place, Product, Staged};
 use super::check::{self, InPlace, Named};
 use super::with_storage;
-use crate::backend::cuda::{is_cublas_present, CudaContext};
+use crate::backend::cuda::{is_cublas_present, CudaContext, MOST_CUBLAS_WORKSPACE_BYTES};
 use crate::backend::{ComputeContext, ContextBackend};
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::{DType, Tensor};
@@ -101,6 +101,53 @@ pub fn gemm(
     check::reachable(context, &[a_named, b_named, c_named])?;
     check::result(c_named, &[a_named, b_named], InPlace::Refused)?;
     gemm_unchecked(context, options, a, b, c)
+}
+
+/// A weight, as [`gemm`] gets it for its second operand.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct WeightShape {
+    /// Columns of the result.
+    pub out_features: usize,
+    /// What is summed over.
+    pub in_features: usize,
+    /// Stored [out_features, in_features], else [in_features, out_features].
+    pub transposed: bool,
+}
+
+/// The most device memory that [`gemm`] takes on any chip for as long as it is queued, for up to `num_rows` contiguous
+/// rows and contiguous weights. `is_ordered`: with an order other than [`SumOrder::Fastest`].
+pub fn gemm_scratch_bytes(
+    dtype: DType,
+    num_rows: usize,
+    weight: &WeightShape,
+    is_ordered: bool,
+) -> usize {
+    let WeightShape { out_features: n, in_features: k, transposed } = *weight;
+    let size = dtype.size_bytes();
+    // Operands are copied where 16 bytes at a time could not be read.
+    let copy = |lines: usize, width: usize| match (width * size).is_multiple_of(16) {
+        true => 0,
+        false => lines.saturating_mul(layout::padded(width as i64) as usize * size + 512),
+    };
+    let copies = copy(num_rows, k).saturating_add(if transposed { copy(n, k) } else { copy(k, n) });
+    let results = num_rows.saturating_mul(n).saturating_mul(4);
+    match is_ordered {
+        true => copies,
+        false => choice::most_partial_bytes(dtype, results, k)
+            .saturating_add(copies)
+            .max(cublas_workspace_bytes(results)),
+    }
+}
+
+/// What cuBLAS is given for products of up to `results` bytes in f32: room to sum them up in two parts, and no more than
+/// it can use.
+fn cublas_workspace_bytes(results: usize) -> usize {
+    results.saturating_mul(2).clamp(1 << 20, MOST_CUBLAS_WORKSPACE_BYTES)
+}
+
+/// What cuBLAS is given for products with weights of up to `out_features`, for up to `num_rows` rows.
+pub(crate) fn cublas_workspace_for(num_rows: usize, out_features: usize) -> usize {
+    cublas_workspace_bytes(num_rows.saturating_mul(out_features).saturating_mul(4))
 }
 
 fn check_rank((name, tensor): Named<'_>) -> Result<()> {
