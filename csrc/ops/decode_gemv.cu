@@ -26,7 +26,7 @@
 // The shared-memory carveout must leave the L1 room: loads under way live there (100 % of shared memory costs
 // 4 % of a step of Qwen3-8B).
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
-#include "common/dtype.cuh"
+#include "common/gemv.cuh"
 #include "common/mma.cuh"
 #include "common/pdl.cuh"
 #include "common/reduce.cuh"
@@ -48,56 +48,6 @@ static_assert(sizeof(DecodeGemvParams) == 80, "DecodeGemvParams is mirrored in R
 
 enum class DecodeGemv { kResidual, kNorm, kNormSwiglu };
 constexpr int kGemvMaxWarps = 20;
-
-__device__ __forceinline__ uint4 load_weight(const char* source, uint64_t policy) {
-  uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0,%1,%2,%3}, [%4], %5;"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(source), "l"(policy));
-  return v;
-}
-// What an earlier kernel of the chain wrote: not through the read-only path, which may be older than the wait.
-__device__ __forceinline__ uint4 load_activations(const void* source) {
-  uint4 v;
-  asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(source)
-               : "memory");
-  return v;
-}
-// Weights leave the L2 first: 2 % of a step of Qwen3-8B (H200).
-__device__ __forceinline__ uint64_t weight_policy() {
-  uint64_t policy;
-  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-
-__device__ __forceinline__ float2 unpack_pair(uint32_t word, __nv_bfloat16) {
-  return make_float2(__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u));
-}
-__device__ __forceinline__ float2 unpack_pair(uint32_t word, __half) {
-  return __half22float2(reinterpret_cast<const __half2&>(word));
-}
-template <typename T>
-__device__ __forceinline__ void unpack(const uint4& v, float (&f)[8]) {
-  const uint32_t words[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float2 pair = unpack_pair(words[i], T());
-    f[2 * i] = pair.x, f[2 * i + 1] = pair.y;
-  }
-}
-// round(weight * round(x * scale)): the product of two T is exact in f32 and rounded once.
-__device__ __forceinline__ uint32_t normalize_pair(float2 x, float scale, uint32_t weight, __nv_bfloat16) {
-  const __nv_bfloat162 c = __hmul2_rn(__floats2bfloat162_rn(x.x * scale, x.y * scale),
-                                      reinterpret_cast<const __nv_bfloat162&>(weight));
-  return reinterpret_cast<const uint32_t&>(c);
-}
-__device__ __forceinline__ uint32_t normalize_pair(float2 x, float scale, uint32_t weight, __half) {
-  const __half2 c =
-      __hmul2_rn(__floats2half2_rn(x.x * scale, x.y * scale), reinterpret_cast<const __half2&>(weight));
-  return reinterpret_cast<const uint32_t&>(c);
-}
 
 // Sums kCount (a power of two) values over the lanes; lane i gets the one of index i / (32 / kCount). Each
 // exchange halves the values a lane is concerned with; the order of each sum is that of warp_reduce.

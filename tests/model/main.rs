@@ -19,6 +19,7 @@ mod kv_swap;
 mod load;
 mod logits;
 mod mutations;
+mod one_token;
 mod plan;
 mod resources;
 mod rope;

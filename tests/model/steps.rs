@@ -1,5 +1,6 @@
 //! Steps that are begun and finished apart, and the choice of tokens on a GPU.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -385,7 +386,7 @@ fn decoding_in_chains_on_cuda_is_the_forward_pass() {
         let Some(context) = cuda_context() else { return };
         let model = load_on_cuda(dir.str(), Some(dtype), context).expect("a model");
         for batch in [1, 2, 3, 5, 8, 9, 17, 33, 70, 100, 130] {
-            compare_chain(&model, batch);
+            compare_chain(&model, batch, 1..151);
         }
     }
 }
@@ -398,7 +399,7 @@ fn decoding_long_rows_in_chains_on_cuda_is_the_forward_pass() {
         let dir = TestModel::qwen3_of(6, hidden, intermediate).write(Store::BF16);
         let model = load_on_cuda(dir.str(), Some(DType::BF16), context).expect("a model");
         for batch in [1, 2, 3] {
-            compare_chain(&model, batch);
+            compare_chain(&model, batch, 1..151);
         }
     }
 }
@@ -411,22 +412,26 @@ fn decoding_gpt2_by_steps_on_cuda_is_the_forward_pass() {
         let Some(context) = cuda_context() else { return };
         let model = load_on_cuda(dir.str(), Some(dtype), context).expect("a model");
         for batch in [1, 2, 3, 5, 8, 9, 17, 70] {
-            compare_chain(&model, batch);
+            compare_chain(&model, batch, 1..151);
         }
     }
 }
 
-fn compare_chain(model: &Model, batch: usize) {
+/// Prompts of `lens` tokens.
+pub fn compare_chain(model: &Model, batch: usize, lens: Range<usize>) {
     let (dtype, vocab_size) = (model.dtype(), model.config().vocab_size);
     let mut random = Random(batch as u64);
     let prompts: Vec<Vec<u32>> = (0..batch)
-        .map(|_| (0..1 + random.below(150)).map(|_| random.below(vocab_size) as u32).collect())
+        .map(|_| {
+            let len = lens.start + random.below(lens.len());
+            (0..len).map(|_| random.below(vocab_size) as u32).collect()
+        })
         .collect();
     let next: Vec<Vec<u32>> =
         (0..4).map(|_| (0..batch).map(|_| random.below(vocab_size) as u32).collect()).collect();
     let run = |by_steps: bool| -> Vec<Vec<f32>> {
-        let mut driver = Driver::new(model, batch * 6);
-        driver.reserve(batch * 160);
+        let mut driver = Driver::new(model, batch * (lens.end / 32 + 2));
+        driver.reserve(batch * (lens.end + 10));
         let mut sequences: Vec<Sequence> = (0..batch).map(|_| Sequence::default()).collect();
         for (sequence, prompt) in sequences.iter_mut().zip(&prompts) {
             driver.step(&mut [(sequence, prompt)], false);

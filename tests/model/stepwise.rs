@@ -9,21 +9,21 @@ use xserv::ops::stepwise::{gelu_tanh, kv_cache_append, KvSlots};
 use crate::driver::cuda_context;
 use crate::files::Random;
 
-fn upload(context: &Arc<ComputeContext>, tensor: &DeviceTensor, bytes: &[u8]) {
+pub fn upload(context: &Arc<ComputeContext>, tensor: &DeviceTensor, bytes: &[u8]) {
     let mut host = PinnedBuffer::new(context, bytes.len(), "a test").expect("memory");
     host.bytes().expect("bytes").copy_from_slice(bytes);
     host.upload(0..bytes.len(), tensor, 0).expect("a copy");
     host.wait().expect("the copy");
 }
 
-fn download(context: &Arc<ComputeContext>, tensor: &DeviceTensor) -> Vec<u8> {
+pub fn download(context: &Arc<ComputeContext>, tensor: &DeviceTensor) -> Vec<u8> {
     let mut host = PinnedBuffer::new(context, tensor.size_bytes(), "a test").expect("memory");
     host.download(tensor, 0).expect("a copy");
     host.bytes().expect("bytes").to_vec()
 }
 
 /// `x` as a device stores it that computes in f32.
-fn round(dtype: DType, x: f64) -> f64 {
+pub fn round(dtype: DType, x: f64) -> f64 {
     let x = x as f32;
     f64::from(match dtype {
         DType::F32 => x,
@@ -32,7 +32,7 @@ fn round(dtype: DType, x: f64) -> f64 {
     })
 }
 
-fn decode(dtype: DType, bytes: &[u8]) -> Vec<f64> {
+pub fn decode(dtype: DType, bytes: &[u8]) -> Vec<f64> {
     let pairs = || bytes.chunks_exact(2).map(|b| u16::from_ne_bytes([b[0], b[1]]));
     match dtype {
         DType::F32 => bytes

@@ -147,32 +147,39 @@ impl TestModel {
     /// A Qwen3 of two layers, 4 query heads over 2 key heads of dimension 10, hidden size 24, with
     /// every kind of weight that a Qwen3 can have.
     pub fn qwen3(seed: u64) -> Self {
-        Self::with_sizes(seed, (24, 40, 70), 10, true)
+        Self::with_sizes(seed, (24, 40, 70), (4, 2, 10), true)
     }
 
     /// The same without biases, with hidden size 256 and heads of 128: sizes that all kernels of decoding serve.
     pub fn wide_qwen3(seed: u64) -> Self {
-        Self::with_sizes(seed, (256, 768, 1000), 128, false)
+        Self::with_sizes(seed, (256, 768, 1000), (4, 2, 128), false)
     }
 
     /// The same with other sizes.
     pub fn qwen3_of(seed: u64, hidden: usize, intermediate: usize) -> Self {
-        Self::with_sizes(seed, (hidden, intermediate, 1000), 128, false)
+        Self::with_sizes(seed, (hidden, intermediate, 1000), (4, 2, 128), false)
+    }
+
+    /// One with the layers of Qwen3-0.6B and room for 4096 tokens.
+    pub fn small_qwen3(seed: u64) -> Self {
+        let mut model = Self::with_sizes(seed, (1024, 3072, 1000), (16, 8, 128), false);
+        model.config["max_position_embeddings"] = json!(4096);
+        model
     }
 
     /// One whose products are summed in parts on a GPU (four of unequal lengths in the last of a layer).
     pub fn long_qwen3(seed: u64, head_dim: usize) -> Self {
-        Self::with_sizes(seed, (512, 2304, 1000), head_dim, false)
+        Self::with_sizes(seed, (512, 2304, 1000), (4, 2, head_dim), false)
     }
 
     fn with_sizes(
         seed: u64,
         (hidden, intermediate, vocab): (usize, usize, usize),
-        head_dim: usize,
+        (num_heads, num_kv_heads, head_dim): (usize, usize, usize),
         has_biases: bool,
     ) -> Self {
         let mut random = Random(seed);
-        let (q, kv) = (4 * head_dim, 2 * head_dim);
+        let (q, kv) = (num_heads * head_dim, num_kv_heads * head_dim);
         // Sums of about the same size whatever the width.
         let scale = 0.4 * (24.0 / hidden as f64).sqrt();
         let mut tensors = Vec::new();
@@ -212,8 +219,8 @@ impl TestModel {
             "intermediate_size": intermediate,
             "vocab_size": vocab,
             "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
+            "num_attention_heads": num_heads,
+            "num_key_value_heads": num_kv_heads,
             "head_dim": head_dim,
             "max_position_embeddings": 256,
             "rms_norm_eps": 1e-6,

@@ -10,6 +10,7 @@
 //! hidden += W_down act
 //! ```
 
+use super::one_token::{has_one_token_layers, ONE_TOKEN_SHARED_PERCENT};
 use super::pass::Wanted;
 use super::record::DeviceRecord;
 use super::workspace::DeviceWorkspace;
@@ -37,6 +38,8 @@ pub(super) struct DecodeKernels {
     pub chain: bool,
     /// Its form for one and two sequences, with the norms fused.
     pub gemv: bool,
+    /// Its form for one sequence of a small model, with the output projection in the attention.
+    pub one_token: bool,
     /// The linear layers for more tokens than the chain takes.
     pub prefill: bool,
 }
@@ -79,13 +82,14 @@ impl DecodeKernels {
             && has_decode_gemv(context)
             && is_gemv_weight(weights.tokens.output(), LinearResult::Plain)
             && weights.layers.iter().all(fits);
+        let one_token = gemv && has_one_token_layers(context, config);
         let prefill = chain && has_prefill_gemm(context);
-        DecodeKernels { attention, chain, gemv, prefill }
+        DecodeKernels { attention, chain, gemv, one_token, prefill }
     }
 
     /// Those whose results do not depend on the number of sequences.
     pub fn deterministic(self) -> Self {
-        DecodeKernels { attention: false, gemv: false, ..self }
+        DecodeKernels { attention: false, gemv: false, one_token: false, ..self }
     }
 }
 
@@ -116,11 +120,16 @@ impl CudaModel {
         let num_seqs = record.context_lens.num_elements() as usize;
         let is_gemv = self.decode_kernels.gemv && num_seqs <= GEMV_TOKENS;
         let cuda = self.cuda()?;
+        let is_one_token = self.decode_kernels.one_token && num_seqs == 1;
         if is_gemv {
             // Loads under way need the first-level cache: without it a step of Qwen3-8B takes 5 % longer. Small models
-            // wait for each other's kernels rather than for memory.
+            // wait for each other's kernels rather than for memory, unless these are made for them.
             let is_small = num_seqs == 1 && config.hidden_size < 2048;
-            cuda.prefer_shared_memory(Some(if is_small { 100 } else { 75 }));
+            cuda.prefer_shared_memory(Some(match (is_one_token, is_small) {
+                (true, _) => ONE_TOKEN_SHARED_PERCENT,
+                (false, true) => 100,
+                (false, false) => 75,
+            }));
         }
         let done = self.decode_layers(config, record, kv, workspace, is_gemv, cuda);
         cuda.prefer_shared_memory(None);
@@ -174,7 +183,13 @@ impl CudaModel {
             true => Some(Wanted::of_decode(config, record, true)?),
             false => None,
         };
+        let is_one_token = is_gemv && self.decode_kernels.one_token && num_seqs == 1;
         for (index, layer) in weights.layers.iter().enumerate() {
+            if is_one_token {
+                let cache = kv.device_layer(index)?;
+                self.decode_one_token_layer(config, layer, cache, record, workspace)?;
+                continue;
+            }
             linear(&layer.input_norm, &layer.qkv_proj, LinearResult::Plain, &qkv)?;
             mark("qkv_proj", &layer.qkv_proj)?;
             let cache = kv.device_layer(index)?;
@@ -218,6 +233,20 @@ impl CudaModel {
         let all_heads = num_heads + 2 * config.num_kv_heads;
         let qkv = qkv.view(0, &[num_seqs, all_heads, head_dim], None)?;
         let out = out.view(0, &[num_seqs, num_heads, head_dim], None)?;
+        let (how, slots, sequences) = self.attention_operands(config, layer, cache, record)?;
+        let scratch = workspace.decode_scratch.as_ref();
+        let scratch = scratch.ok_or_else(|| Error::internal("no memory for decoding"))?;
+        decode_attention(&self.context, &qkv, &how, &slots, &sequences, scratch, &out)
+    }
+
+    /// What the attention of new tokens reads besides q, k and v.
+    pub(super) fn attention_operands<'a>(
+        &'a self,
+        config: &ModelConfig,
+        layer: &'a Qwen3Layer<DeviceTensor, DeviceTensor>,
+        cache: &'a DeviceKvLayer,
+        record: &'a DeviceRecord,
+    ) -> Result<(QkNormRope<'a>, KvSlots<'a>, DecodeSequences<'a>)> {
         let rope = self.rope()?;
         let how = QkNormRope {
             q_norm: &layer.q_norm,
@@ -231,9 +260,6 @@ impl CudaModel {
         let (block_tables, context_lens): (&Tensor, &Tensor) =
             (&record.block_tables, &record.context_lens);
         let scale = config.attention_scale();
-        let sequences = DecodeSequences { block_tables, context_lens, scale };
-        let scratch = workspace.decode_scratch.as_ref();
-        let scratch = scratch.ok_or_else(|| Error::internal("no memory for decoding"))?;
-        decode_attention(&self.context, &qkv, &how, &slots, &sequences, scratch, &out)
+        Ok((how, slots, DecodeSequences { block_tables, context_lens, scale }))
     }
 }

@@ -11,7 +11,7 @@ use crate::memory::{DType, ElementType, Tensor};
 /// The kernel has the same struct and says what it means.
 #[repr(C)]
 #[derive(Clone, Copy)]
-struct DecodeAttentionArgs {
+pub(super) struct DecodeAttentionArgs {
     qkv: *mut u8,
     q_norm: *mut u8,
     k_norm: *mut u8,
@@ -86,6 +86,15 @@ impl DecodeScratch {
         Ok(parts.iter().fold(0usize, |sum, &bytes| sum.saturating_add(bytes)))
     }
 
+    /// The memory of partial results as f32 [rows, width], for another kernel.
+    pub fn as_matrix(&self, rows: usize, width: usize) -> Result<DeviceTensor> {
+        let room = self.partial_out.num_elements() as usize;
+        match rows.checked_mul(width) {
+            Some(len) if len <= room => self.partial_out.view(0, &[rows, width], None),
+            _ => Err(Error::internal(format!("{rows} x {width} partial results, room for {room}"))),
+        }
+    }
+
     /// A tensor of the one allocation behind all.
     pub fn memory(&self) -> &DeviceTensor {
         &self.counters
@@ -156,24 +165,33 @@ pub fn has_decode_attention(context: &ComputeContext, head_dim: usize) -> bool {
         })
 }
 
-fn size(tensor: &Tensor, dimension: usize) -> i64 {
+pub(super) fn size(tensor: &Tensor, dimension: usize) -> i64 {
     tensor.shape().get(dimension).copied().unwrap_or(0)
 }
 
-/// See the head of the file. qkv [num_seqs, num_heads + 2 num_kv_heads, head_dim], as the projection wrote it; out
-/// [num_seqs, num_heads, head_dim]; of f16 or bf16, heads of 64 or 128 elements without gaps, blocks of 32 tokens.
-///
-/// Block tables, lengths, positions and slots, and whatever wrote the cache before, must be separated from this
-/// kernel by one that does not overlap with those before it.
-pub fn decode_attention(
+/// The sizes of the attention of decoding.
+pub(super) struct Sizes {
+    pub dtype: DType,
+    pub num_seqs: i64,
+    pub num_heads: i64,
+    pub num_kv_heads: i64,
+    pub head_dim: i64,
+    /// The longest context that the tables can name.
+    pub max_kv_len: i64,
+}
+
+fn int(value: i64) -> Result<i32> {
+    i32::try_from(value).map_err(|_| Error::unsupported(format!("a size of {value}")))
+}
+
+/// Checks the operands; the argument of a kernel that reads them, without output and without memory for chunks.
+pub(super) fn arguments(
     context: &ComputeContext,
     qkv: &Tensor,
     how: &QkNormRope<'_>,
     kv: &KvSlots<'_>,
     sequences: &DecodeSequences<'_>,
-    scratch: &DecodeScratch,
-    out: &Tensor,
-) -> Result<()> {
+) -> Result<(DecodeAttentionArgs, Sizes)> {
     let (element, dtype) = (qkv.element(), float("qkv", qkv)?);
     let (num_seqs, total_heads, head_dim) = (size(qkv, 0), size(qkv, 1), size(qkv, 2));
     let (num_blocks, num_kv_heads) = (size(kv.k, 0), size(kv.k, 2));
@@ -192,35 +210,10 @@ pub fn decode_attention(
     check("the value cache", kv.v, element, &cache_shape)?;
     check("block_tables", sequences.block_tables, ElementType::I32, &[num_seqs, blocks_per_seq])?;
     check("context_lens", sequences.context_lens, ElementType::I32, &[num_seqs])?;
-    check("out", out, element, &[num_seqs, num_heads, head_dim])?;
     let heads_per_kv = num_heads.checked_div(num_kv_heads).unwrap_or(0);
     if heads_per_kv == 0 || heads_per_kv * num_kv_heads != num_heads || dtype == DType::F32 {
         return Err(Error::internal(format!("attention of {num_heads} over {num_kv_heads} heads")));
     }
-    if num_seqs == 0 {
-        return Ok(());
-    }
-    let groups = (heads_per_kv as u64).div_ceil(GROUP_HEADS as u64) as i64;
-    let max_kv_len = blocks_per_seq.saturating_mul(BLOCK_SIZE);
-    let division = Division::choose(num_seqs, max_kv_len, heads_per_kv);
-    let (cluster, chunk_len, max_chunks) = match division {
-        Division::Cluster(blocks) => (blocks, 0, 0),
-        Division::Chunks(len) => {
-            let mut len = len;
-            while max_kv_len > len * MOST_CHUNKS {
-                len *= 2;
-            }
-            (1, len, (max_kv_len as u64).div_ceil(len as u64) as i64)
-        }
-    };
-    let int = |value: i64| {
-        i32::try_from(value).map_err(|_| Error::unsupported(format!("a size of {value}")))
-    };
-    let rows = num_seqs.saturating_mul(num_heads).saturating_mul(max_chunks);
-    if rows > size(&scratch.partial_stats, 0) || num_seqs > size(&scratch.counters, 0) {
-        return Err(Error::internal("too little memory for partial results of attention"));
-    }
-    let cuda = cuda(context)?;
     let arguments = DecodeAttentionArgs {
         qkv: qkv.data(),
         q_norm: how.q_norm.data(),
@@ -233,11 +226,11 @@ pub fn decode_attention(
         context_lens: sequences.context_lens.data(),
         k_cache: kv.k.data(),
         v_cache: kv.v.data(),
-        out: out.data(),
-        partial_out: scratch.partial_out.data(),
-        partial_stats: scratch.partial_stats.data(),
-        counters: scratch.counters.data(),
-        fault: cuda.faults(),
+        out: std::ptr::null_mut(),
+        partial_out: std::ptr::null_mut(),
+        partial_stats: std::ptr::null_mut(),
+        counters: std::ptr::null_mut(),
+        fault: cuda(context)?.faults(),
         num_seqs: int(num_seqs)?,
         num_heads: int(num_heads)?,
         num_kv_heads: int(num_kv_heads)?,
@@ -245,11 +238,62 @@ pub fn decode_attention(
         num_blocks: int(num_blocks)?,
         max_blocks_per_seq: int(blocks_per_seq)?,
         max_position: int(max_position)?,
-        max_chunks: int(max_chunks)?,
-        chunk_len: int(chunk_len)?,
+        max_chunks: 0,
+        chunk_len: 0,
         wait_first: 0,
         eps: how.eps,
         scale: sequences.scale,
+    };
+    let max_kv_len = blocks_per_seq.saturating_mul(BLOCK_SIZE);
+    Ok((arguments, Sizes { dtype, num_seqs, num_heads, num_kv_heads, head_dim, max_kv_len }))
+}
+
+/// See the head of the file. qkv [num_seqs, num_heads + 2 num_kv_heads, head_dim], as the projection wrote it; out
+/// [num_seqs, num_heads, head_dim]; of f16 or bf16, heads of 64 or 128 elements without gaps, blocks of 32 tokens.
+///
+/// Block tables, lengths, positions and slots, and whatever wrote the cache before, must be separated from this
+/// kernel by one that does not overlap with those before it.
+pub fn decode_attention(
+    context: &ComputeContext,
+    qkv: &Tensor,
+    how: &QkNormRope<'_>,
+    kv: &KvSlots<'_>,
+    sequences: &DecodeSequences<'_>,
+    scratch: &DecodeScratch,
+    out: &Tensor,
+) -> Result<()> {
+    let (arguments, sizes) = arguments(context, qkv, how, kv, sequences)?;
+    let Sizes { dtype, num_seqs, num_heads, num_kv_heads, head_dim, max_kv_len } = sizes;
+    check("out", out, qkv.element(), &[num_seqs, num_heads, head_dim])?;
+    if num_seqs == 0 {
+        return Ok(());
+    }
+    let heads_per_kv = i64::from(arguments.heads_per_kv);
+    let groups = (heads_per_kv as u64).div_ceil(GROUP_HEADS as u64) as i64;
+    let division = Division::choose(num_seqs, max_kv_len, heads_per_kv);
+    let (cluster, chunk_len, max_chunks) = match division {
+        Division::Cluster(blocks) => (blocks, 0, 0),
+        Division::Chunks(len) => {
+            let mut len = len;
+            while max_kv_len > len * MOST_CHUNKS {
+                len *= 2;
+            }
+            (1, len, (max_kv_len as u64).div_ceil(len as u64) as i64)
+        }
+    };
+    let rows = num_seqs.saturating_mul(num_heads).saturating_mul(max_chunks);
+    if rows > size(&scratch.partial_stats, 0) || num_seqs > size(&scratch.counters, 0) {
+        return Err(Error::internal("too little memory for partial results of attention"));
+    }
+    let cuda = cuda(context)?;
+    let arguments = DecodeAttentionArgs {
+        out: out.data(),
+        partial_out: scratch.partial_out.data(),
+        partial_stats: scratch.partial_stats.data(),
+        counters: scratch.counters.data(),
+        max_chunks: int(max_chunks)?,
+        chunk_len: int(chunk_len)?,
+        ..arguments
     };
     let is_cluster = matches!(division, Division::Cluster(_));
     let name = match (is_cluster, head_dim, dtype) {

@@ -5,7 +5,9 @@
 
 mod add_rms_norm;
 mod decode_attention;
+mod decode_attention_o;
 mod decode_gemv;
+mod decode_gemv_mma;
 mod embedding_step;
 mod gelu_tanh;
 mod kv_cache_append;
@@ -20,7 +22,9 @@ pub use add_rms_norm::add_rms_norm;
 pub use decode_attention::{
     decode_attention, has_decode_attention, DecodeScratch, DecodeSequences,
 };
+pub use decode_attention_o::{decode_attention_o, has_decode_attention_o};
 pub use decode_gemv::{decode_gemv, has_decode_gemv, is_gemv_weight, GEMV_TOKENS};
+pub use decode_gemv_mma::{decode_gemv_mma, has_decode_gemv_mma, OneTokenLinear, NUM_SUMS};
 pub use embedding_step::embedding_step;
 pub use gelu_tanh::gelu_tanh;
 pub use kv_cache_append::kv_cache_append;
