@@ -826,7 +826,9 @@ typedef struct xserv_memory_plan {
    */
   uint64_t weights_bytes;
   /**
-   * The most bytes that activations and scratch of the operators take while requests run.
+   * The most bytes that activations and scratch of the operators take while requests run. On a GPU they are all taken at
+   * load, so that a run takes what was planned: xserv_model_stats.peak_memory_bytes becomes total_bytes, rounding
+   * apart. Not counted is what the CUDA driver takes for itself, its kernels and graphs (some hundred MB).
    */
   uint64_t workspace_bytes;
   /**
@@ -1785,10 +1787,8 @@ enum xserv_status xserv_load_options_default(struct xserv_load_options *options)
  * Anything else is refused by name before weights are read. The weights are read into memory of the library's own;
  * the folder is not needed afterwards. The call blocks while it reads.
  *
- * On a GPU, the first load of a process waits for the CUDA driver to start (about 0.25 s on an H100). Meanwhile up to 1 GiB
- * of the weights, but no more than a sixteenth of the host's free memory, is read into the host's memory, which is given
- * back when the weights are on the GPU. What is too large for max_memory_bytes is refused before that, what is too large
- * for the memory that is free on the GPU behind it.
+ * On a GPU, most of the first load of a process is the start of the CUDA driver: about 0.25 s on an H100, 0.1 s less while
+ * another process uses the GPU.
  *
  * To find the cache, the environment is read (HF_HUB_CACHE, HUGGINGFACE_HUB_CACHE, HF_HOME,
  * XDG_CACHE_HOME, HOME): as with any getenv, no other thread may change it meanwhile.

@@ -438,6 +438,24 @@ fn decoding() {
     }
 }
 
+/// So many sequences beside a long one that their partial results (a quarter of a MB each) are not computed by one launch.
+#[test]
+fn decoding_of_many_sequences() {
+    let mut random = Random::new(87);
+    let contexts = contexts();
+    // Some without a query, on both sides of the border.
+    let q_lens: Vec<usize> = (0..150).map(|i| usize::from(i % 11 != 3)).collect();
+    let mut kv_lens: Vec<usize> = (0..150).map(|i| i % 37 + 1).collect();
+    kv_lens[130] = 8200;
+    for element in [Type::F32, Type::BF16] {
+        let heads = (64, 2, 64);
+        let case = Case::new(&mut random, element, heads, (&q_lens, &kv_lens), true);
+        for context in &contexts {
+            case.paged(context, &mut random, XSERV_ATTENTION_SPLIT_KV, (32, true));
+        }
+    }
+}
+
 #[test]
 fn golden_vectors() {
     let Some(golden) = golden::open("attention") else { return };

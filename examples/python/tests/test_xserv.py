@@ -338,6 +338,8 @@ class Loading(unittest.TestCase):
             with xserv.Model(MODEL, device="cpu", num_threads=2, **options) as model:
                 for name in ("dtype", "weights_bytes", "workspace_bytes", "kv_cache_tokens", "max_context_tokens"):
                     self.assertEqual(getattr(found, name), getattr(model.info, name), name)
+        few = xserv.plan(MODEL, device="cuda", max_batch_size=2, deterministic=True)
+        self.assertLess(few.workspace_bytes, xserv.plan(MODEL, device="cuda").workspace_bytes)
         small = xserv.plan(MODEL, device="cuda", max_memory_bytes=1000)
         self.assertEqual((small.fits, small.kv_cache_tokens, small.device), (False, 0, "cuda"))
         with self.assertRaises(xserv.Error):

@@ -184,12 +184,16 @@ def plan(
     kv_cache_tokens: int = 0,
     max_memory_bytes: int = 0,
     max_prefill_tokens: int = 0,
+    max_batch_size: int = 0,
+    deterministic: bool = False,
 ) -> MemoryPlan:
     """Tells what Model() would take of memory with the same options, without reading the weights and
     without a GPU. A model that doesn't fit is no error: `fits` is then False."""
     options = _load_options(
         device, dtype, num_threads, False, max_context_tokens, kv_cache_tokens, max_memory_bytes, max_prefill_tokens
     )
+    options.deterministic = deterministic
+    set_number(options, "max_batch_size", max_batch_size)
     found = c.MemoryPlan(struct_size=sizeof(c.MemoryPlan))
     check(library.xserv_plan(_path(path), byref(options), byref(found)))
     return _dataclass_from(MemoryPlan, found)

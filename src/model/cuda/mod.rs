@@ -12,6 +12,7 @@ mod graphs;
 mod heads;
 mod lead;
 mod load;
+mod loads;
 mod one_token;
 mod pass;
 mod qwen3;

@@ -14,6 +14,7 @@ use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::geometry::{convert, Geometry};
+use super::loads::{push, Job, Loads, Piece};
 use crate::backend::cpu::CpuBackend;
 use crate::error::{Error, Result};
 use crate::memory::{DType, HostBuffer, Pages};
@@ -27,8 +28,6 @@ const SLOT_BYTES: usize = 2 << 20;
 const SLOTS_PER_READER: usize = 2;
 /// The most threads that read: enough for the bus, and 64 MiB of pinned memory (which takes its time to pin).
 const MAX_READERS: usize = 16;
-/// Pieces begin at multiples of this in their slot.
-const PIECE_ALIGNMENT: usize = 256;
 
 /// What takes weights up. All methods may be called by several threads, each with slots of its own.
 pub(super) trait Sink: Sync {
@@ -56,25 +55,6 @@ pub(super) trait Sink: Sync {
     fn fence(&self, slot: &mut Self::Slot) -> Result<()>;
 }
 
-/// A tensor of a file, and where it goes.
-struct Job<P> {
-    source: Tensor,
-    rows: usize,
-    /// Of the weight, by the rows of the file.
-    first_row: usize,
-    geometry: Geometry,
-    place: P,
-}
-
-/// Rows of a job, and where they lie in a slot.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Piece {
-    job: usize,
-    first: usize,
-    last: usize,
-    slot_offset: usize,
-}
-
 /// All tensors that are to be read.
 pub(super) struct Transfer<P> {
     jobs: Vec<Job<P>>,
@@ -83,36 +63,6 @@ pub(super) struct Transfer<P> {
     slot_bytes: usize,
     /// The jobs cut, and memory for the slots, whose pages are there.
     prepared: Option<(Loads, HostBuffer)>,
-}
-
-/// The jobs in pieces, and the pieces in loads that fill a slot each.
-struct Loads {
-    pieces: Vec<Piece>,
-    /// Of the pieces.
-    loads: Vec<Range<usize>>,
-    /// What the largest load takes.
-    slot_bytes: usize,
-}
-
-/// A list that grows without ever ending the process.
-fn push<T>(list: &mut Vec<T>, value: T) -> Result<()> {
-    list.try_reserve(1).map_err(|_| {
-        Error::out_of_memory("pieces of weight files", (list.len() + 1) * size_of::<T>())
-    })?;
-    list.push(value);
-    Ok(())
-}
-
-impl<P> Job<P> {
-    /// Bytes of a row in the file.
-    fn row_from(&self) -> usize {
-        self.geometry.columns * self.source.dtype.size_bytes()
-    }
-
-    /// Bytes of a row on the device.
-    fn row_to(&self, dtype: DType) -> usize {
-        self.geometry.device_columns() * dtype.size_bytes()
-    }
 }
 
 impl<P: Sync> Transfer<P> {
@@ -130,63 +80,14 @@ impl<P: Sync> Transfer<P> {
         geometry: &Geometry,
         place: P,
     ) -> Result<()> {
-        let too_large = || Error::out_of_memory(&source.name, usize::MAX);
-        let source = source.clone();
-        let job = match geometry.flat() {
-            Some(flat) => Job {
-                source: source.clone(),
-                rows: rows.checked_mul(geometry.columns).ok_or_else(too_large)?,
-                first_row: first_row.checked_mul(geometry.columns).ok_or_else(too_large)?,
-                geometry: flat,
-                place,
-            },
-            None => Job { source: source.clone(), rows, first_row, geometry: *geometry, place },
-        };
-        let stored = job.rows.checked_mul(job.row_from());
-        if stored.map(|bytes| bytes as u64) != Some(source.len_bytes) {
-            return Err(Error::internal(format!("{} is not what was planned", source.name)));
-        }
+        let job = Job::new(source, rows, first_row, geometry, place)?;
         push(&mut self.jobs, job)
-    }
-
-    /// Cuts the jobs, in the order of the files.
-    fn loads(&mut self) -> Result<Loads> {
-        self.jobs.sort_by_key(|job| (job.source.shard, job.source.file_offset));
-        let mut all = Loads { pieces: Vec::new(), loads: Vec::new(), slot_bytes: 0 };
-        let (mut begin, mut used) = (0, 0usize);
-        for (index, job) in self.jobs.iter().enumerate() {
-            let (from, to) = (job.row_from(), job.row_to(self.dtype));
-            if from == 0 || to == 0 {
-                continue;
-            }
-            let rows_per_piece = (self.slot_bytes / from.max(to)).max(1);
-            let mut first = 0;
-            while first < job.rows {
-                let last = job.rows.min(first.saturating_add(rows_per_piece));
-                let bytes = (last - first)
-                    .checked_mul(to)
-                    .and_then(|bytes| bytes.checked_next_multiple_of(PIECE_ALIGNMENT))
-                    .ok_or_else(|| Error::out_of_memory(&job.source.name, usize::MAX))?;
-                if used > 0 && used.saturating_add(bytes) > self.slot_bytes {
-                    push(&mut all.loads, begin..all.pieces.len())?;
-                    (begin, used) = (all.pieces.len(), 0);
-                }
-                push(&mut all.pieces, Piece { job: index, first, last, slot_offset: used })?;
-                used = used.saturating_add(bytes);
-                all.slot_bytes = all.slot_bytes.max(used);
-                first = last;
-            }
-        }
-        if begin < all.pieces.len() {
-            push(&mut all.loads, begin..all.pieces.len())?;
-        }
-        Ok(all)
     }
 
     /// Makes ready what needs no device. Everything was added.
     pub fn prepare(&mut self, loader: &Loader<'_>) -> Result<()> {
-        let all = self.loads()?;
-        let mut memory = all.slot_memory(loader.backend.num_threads())?;
+        let all = Loads::cut(&mut self.jobs, self.dtype, self.slot_bytes)?;
+        let mut memory = slot_memory(&all, loader.backend.num_threads())?;
         touch(loader.backend, &mut memory)?;
         self.prepared = Some((all, memory));
         Ok(())
@@ -225,18 +126,11 @@ impl<P: Sync> Transfer<P> {
     }
 }
 
-impl Loads {
-    fn pieces_of(&self, load: usize) -> &[Piece] {
-        let load = self.loads.get(load).cloned().unwrap_or_default();
-        self.pieces.get(load).unwrap_or_default()
-    }
-
-    /// Memory for the slots of `num_threads` threads.
-    fn slot_memory(&self, num_threads: usize) -> Result<HostBuffer> {
-        let num_slots = (num_threads.min(MAX_READERS) * SLOTS_PER_READER).min(self.loads.len());
-        let bytes = self.slot_bytes.checked_mul(num_slots);
-        HostBuffer::zeroed(bytes.unwrap_or(usize::MAX), Pages::Huge)
-    }
+/// Memory for the slots of `num_threads` threads.
+fn slot_memory(all: &Loads, num_threads: usize) -> Result<HostBuffer> {
+    let num_slots = (num_threads.min(MAX_READERS) * SLOTS_PER_READER).min(all.loads.len());
+    let bytes = all.slot_bytes.checked_mul(num_slots);
+    HostBuffer::zeroed(bytes.unwrap_or(usize::MAX), Pages::Huge)
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -636,38 +530,5 @@ mod tests {
             true
         });
         assert_eq!(error.unwrap_err().kind(), crate::error::ErrorKind::Io);
-    }
-
-    #[test]
-    fn pieces_fill_slots_in_the_order_of_the_file() {
-        let tensor = |offset: u64, len: u64| Tensor {
-            name: offset.to_string(),
-            shard: 0,
-            dtype: DType::BF16,
-            file_offset: offset,
-            len_bytes: 2 * len,
-        };
-        let spacing = CASE.spacing;
-        let mut transfer = Transfer::new(DType::BF16);
-        transfer.slot_bytes = 4096;
-        let vector = |len: usize| Geometry::new(len, 1, HeadAxis::None, spacing);
-        transfer.add(&tensor(20_000, 100), 100, 0, &vector(100), ()).unwrap();
-        transfer.add(&tensor(30_000, 0), 0, 0, &vector(0), ()).unwrap();
-        transfer.add(&tensor(0, 4000), 4000, 0, &vector(4000), ()).unwrap();
-        transfer.add(&tensor(10_000, 10), 10, 0, &vector(10), ()).unwrap();
-        assert!(transfer.add(&tensor(0, 10), 11, 0, &vector(11), ()).is_err());
-        let all = transfer.loads().unwrap();
-        let piece = |job, first, last, slot_offset| Piece { job, first, last, slot_offset };
-        assert_eq!(
-            all.pieces,
-            [
-                piece(0, 0, 2048, 0),
-                piece(0, 2048, 4000, 0),
-                piece(1, 0, 10, 0),
-                piece(2, 0, 100, 256)
-            ]
-        );
-        assert_eq!(all.loads, [0..1, 1..2, 2..4]);
-        assert_eq!(all.slot_bytes, 4096);
     }
 }
