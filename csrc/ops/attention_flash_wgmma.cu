@@ -74,10 +74,13 @@ struct AttentionFlashWgmmaParams {
   // them, and causal is 0. Else its rows are tokens, and the row strides are those of tokens.
   int packed_heads;
   int max_segments;  // partial_out has so many for each sequence and head
+  // Not 0: no kernel that may still be at work writes the index arrays, and they are read before the wait.
+  int has_settled_indices;
+  int padding;
 
   static constexpr int block_size_log2 = 5;
 };
-static_assert(sizeof(AttentionFlashWgmmaParams) == 80 + 48 + 40, "layout shared with the host");
+static_assert(sizeof(AttentionFlashWgmmaParams) == 80 + 48 + 48, "layout shared with the host");
 
 // Work of a block: a tile of queries of one head.
 struct FlashItem {
@@ -277,6 +280,7 @@ struct FlashWgmma {
 
     FlashItem item = publish(blockIdx.x), next = item;
     int first_ids = load_ids(p, item, (item.num_tiles - 1) >> 3);
+    dependency_wait();
     const auto publish_next = [&]() {
       claimed = __shfl_sync(kFullWarp, claimed, 0);
       next = publish(gridDim.x + claimed);
@@ -321,6 +325,7 @@ struct FlashWgmma {
   __device__ __forceinline__ static void produce_queries(const AttentionFlashWgmmaParams& p, uint32_t shared,
                                                          const FlashItem* items) {
     const int thread = (threadIdx.x & 127) - 32, chunk = thread & 15;
+    dependency_wait();
     for (uint32_t index = 0;; ++index) {
       const uint32_t slot = index & 1, item_slot = index % kItemSlots;
       mbarrier_wait(shared + kItemFull + item_slot * 8, index / kItemSlots & 1);
@@ -716,7 +721,7 @@ struct FlashWgmma {
       mbarrier_init_fence();
     }
     __syncthreads();
-    dependency_wait();
+    if (p.has_settled_indices == 0) dependency_wait();
 
     const int role = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x >> 5), 0);
     if (role >= kGroups * 4) {

@@ -7,7 +7,7 @@
 //
 // qkv: [num_tokens, (num_heads + 2 num_kv_heads) * head_stride], the first head_dim elements of each head in
 // use, the others zero; q_norm, k_norm: [head_dim]; cos, sin: [max_position, head_dim / 2];
-// positions: [num_tokens]; slots: [num_tokens], block * block_size + offset;
+// positions: [num_tokens]; slots: [num_tokens], block * block_size + offset; no kernel writes these two;
 // k_cache, v_cache: [num_slots, num_kv_heads, head_stride], that is [num_blocks, block_size, ...].
 //
 // A token whose slot is outside the cache is not written, one whose position is outside the table not
@@ -60,16 +60,31 @@ __device__ __forceinline__ void qk_norm_rope_append(const QkNormRopeAppendArgs& 
   const int head = blockIdx.y * (blockDim.x / LANES) + threadIdx.x / LANES;
   const int num_heads = args.num_heads, num_kv_heads = args.num_kv_heads;
   dependency_launch();
-  dependency_wait();
   // Lanes beyond the last head take part in the sums of their warp.
   const bool is_head = head < num_heads + 2 * num_kv_heads;
-  if (!kIsWhole && !is_head) return;
   const long long token = blockIdx.x;
   const int half = kIsWhole ? LANES * PAIRS : args.head_dim / 2;
   const int stride = kIsWhole ? 2 * half : args.head_stride;
   T* source = static_cast<T*>(args.qkv) + (token * (num_heads + 2 * num_kv_heads) + (is_head ? head : 0)) * stride;
   const long long slot = args.slots[token];
   const int position = args.positions[token];
+  const bool is_query = head < num_heads, is_value = head >= num_heads + num_kv_heads;
+  const bool is_valid = position >= 0 && position < args.max_position;
+  const long long row = is_valid ? static_cast<long long>(position) * half : 0;
+  const T* weight = static_cast<const T*>(is_query ? args.q_norm : args.k_norm);
+  const T* cos_row = static_cast<const T*>(args.cos) + row;
+  const T* sin_row = static_cast<const T*>(args.sin) + row;
+  // What no kernel writes is read while those in front are at work.
+  V weight_a{}, weight_b{}, cos{}, sin{};
+  const auto load_factors = [&](int i) {
+    weight_a = *reinterpret_cast<const V*>(weight + i);
+    weight_b = *reinterpret_cast<const V*>(weight + half + i);
+    cos = *reinterpret_cast<const V*>(cos_row + i);
+    sin = *reinterpret_cast<const V*>(sin_row + i);
+  };
+  if constexpr (kIsWhole) load_factors(lane * PAIRS);
+  dependency_wait();
+  if (!kIsWhole && !is_head) return;
 
   V a[kSteps], b[kSteps];
   float sum = 0.0f;
@@ -89,7 +104,6 @@ __device__ __forceinline__ void qk_norm_rope_append(const QkNormRopeAppendArgs& 
   for (int offset = LANES / 2; offset > 0; offset >>= 1) sum += __shfl_xor_sync(kFullWarp, sum, offset);
   if (!is_head) return;
 
-  const bool is_query = head < num_heads, is_value = head >= num_heads + num_kv_heads;
   T* target = source;
   if (!is_query) {
     if (slot >= args.num_slots) {
@@ -113,18 +127,12 @@ __device__ __forceinline__ void qk_norm_rope_append(const QkNormRopeAppendArgs& 
   }
 
   const float scale = rsqrtf(sum / args.head_dim + args.eps);
-  const bool is_valid = position >= 0 && position < args.max_position;
   if (!is_valid && head == 0 && lane == 0) report_fault(args.fault, kFaultPosition, token, position);
-  const long long row = is_valid ? static_cast<long long>(position) * half : 0;
-  const T* weight = static_cast<const T*>(is_query ? args.q_norm : args.k_norm);
 #pragma unroll
   for (int step = 0; step < kSteps; step++) {
     const int i = (step * LANES + lane) * PAIRS;
     if (!kIsWhole && i >= half) continue;
-    const V weight_a = *reinterpret_cast<const V*>(weight + i);
-    const V weight_b = *reinterpret_cast<const V*>(weight + half + i);
-    const V cos = *reinterpret_cast<const V*>(static_cast<const T*>(args.cos) + row + i);
-    const V sin = *reinterpret_cast<const V*>(static_cast<const T*>(args.sin) + row + i);
+    if constexpr (!kIsWhole) load_factors(i);
     V left_out, right_out;
 #pragma unroll
     for (int j = 0; j < PAIRS; j++) {

@@ -27,3 +27,4 @@ mod safetensors;
 mod shard_index;
 mod steps;
 mod stepwise;
+mod stepwise_prefill;

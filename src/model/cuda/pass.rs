@@ -70,6 +70,7 @@ impl Wanted {
             max_q_len: 1,
             backend: backend(is_deterministic),
             in_segments: is_deterministic,
+            has_settled_indices: true,
             ..AttentionOptions::default()
         };
         Ok(Wanted { attention: [Some(attention), None], all_rows: true, is_decode: true })
@@ -267,6 +268,7 @@ fn attention_parts(
             max_kv_len: lens.iter().copied().max().unwrap_or(0),
             backend,
             in_segments: backend == AttentionBackend::Flash,
+            has_settled_indices: true,
             ..AttentionOptions::default()
         });
     }

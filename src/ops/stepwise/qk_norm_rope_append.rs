@@ -20,7 +20,7 @@ pub struct QkNormRope<'a> {
     pub cos: &'a Tensor,
     /// The same.
     pub sin: &'a Tensor,
-    /// i32 [num_tokens]
+    /// i32 [num_tokens], copied from the host: it is read while kernels in front are still at work.
     pub positions: &'a Tensor,
 }
 
@@ -31,7 +31,8 @@ pub struct KvSlots<'a> {
     pub k: &'a Tensor,
     /// The same.
     pub v: &'a Tensor,
-    /// [num_tokens], of 32 bits without a sign: `block * block_size + offset`.
+    /// [num_tokens], of 32 bits without a sign: `block * block_size + offset`. Copied from the host as
+    /// [`QkNormRope::positions`].
     pub slots: &'a Tensor,
 }
 

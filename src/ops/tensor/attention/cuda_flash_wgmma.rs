@@ -32,8 +32,10 @@ struct AttentionFlashWgmmaParams {
     scale: f32,
     packed_heads: i32,
     max_segments: i32,
+    has_settled_indices: i32,
+    padding: i32,
 }
-const _: () = assert!(size_of::<AttentionFlashWgmmaParams>() == 80 + 48 + 40);
+const _: () = assert!(size_of::<AttentionFlashWgmmaParams>() == 80 + 48 + 48);
 
 /// What the kernel is compiled for.
 const HEAD_DIM: i64 = 128;
@@ -197,6 +199,8 @@ pub(super) fn try_launch(
         scale: params.scale,
         packed_heads: if is_packed { heads_per_kv as i32 } else { 0 },
         max_segments: segments as i32,
+        has_settled_indices: i32::from(problem.options.has_settled_indices),
+        padding: 0,
     };
     let items =
         tiles(64 * u64::from(groups.count())).saturating_mul(pairs).saturating_mul(segments);

@@ -70,6 +70,9 @@ pub struct AttentionOptions {
     /// share where there are few queries. The bits of a query's result do not depend on the other queries, with or
     /// without; but they do on this.
     pub in_segments: bool,
+    /// The index arrays were copied from the host, and no kernel queued since writes them: a kernel that begins while
+    /// those before it are still at work may read them at once.
+    pub has_settled_indices: bool,
 }
 
 /// Sizes beyond this are refused: the kernels count tokens, heads and blocks in 32 bits.

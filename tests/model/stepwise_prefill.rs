@@ -1,0 +1,222 @@
+//! Linear layers of prompts on Hopper, against products in f64 that are rounded where Transformers rounds.
+
+use std::sync::Arc;
+
+use xserv::backend::{Arena, ComputeContext, DeviceTensor};
+use xserv::memory::{DType, ElementType};
+use xserv::ops::stepwise::{has_prefill_gemm, prefill_gemm, LinearResult};
+
+use crate::driver::{cuda_context, load, load_on_cuda, Driver};
+use crate::files::{Random, Store, TestModel};
+use crate::stepwise::{decode, download, round, upload};
+
+/// Rows of x repeat with this period, which no tile has: every element of the result is known from few products, and
+/// rows in each other's place are found.
+const PERIOD: usize = 37;
+/// Rows behind those of the result, which stay as they are.
+const GUARD_ROWS: usize = 70;
+
+/// Tokens, columns of the result, in_features. Narrow weights with k divided in both tiles and whole, each with tokens and
+/// columns that no tile has; pairs of tiles of tokens, and of weights where there is an odd number of the former; more
+/// tiles than the chip holds at a time.
+const PLAIN: [(usize, usize, usize); 10] = [
+    (129, 1024, 2048),
+    (161, 1000, 1088),
+    (256, 1024, 512),
+    (300, 936, 3072),
+    (512, 1024, 576),
+    (577, 1016, 1024),
+    (1100, 1024, 512),
+    (200, 4104, 320),
+    (384, 4096, 192),
+    (640, 6144, 128),
+];
+const GATED: [(usize, usize, usize); 5] =
+    [(129, 264, 256), (384, 2048, 192), (640, 3072, 128), (300, 1032, 320), (513, 3072, 1024)];
+
+fn encode(dtype: DType, values: impl Iterator<Item = f64>) -> Vec<u8> {
+    values
+        .flat_map(|value| match dtype {
+            DType::F16 => half::f16::from_f64(value).to_bits().to_ne_bytes(),
+            _ => half::bf16::from_f64(value).to_bits().to_ne_bytes(),
+        })
+        .collect()
+}
+
+struct Case {
+    dtype: DType,
+    result: LinearResult,
+    num_tokens: usize,
+    n: usize,
+    k: usize,
+    x: DeviceTensor,
+    weight: DeviceTensor,
+    /// With the rows that guard it.
+    all_out: DeviceTensor,
+}
+
+impl Case {
+    fn run(&self, context: &Arc<ComputeContext>, x: &[u8]) -> Vec<u8> {
+        upload(context, &self.x, x);
+        upload(context, &self.all_out, &vec![0xee; self.all_out.size_bytes()]);
+        let out = self.all_out.view(0, &[self.num_tokens, self.n], None).expect("a view");
+        prefill_gemm(context, &self.x, &self.weight, self.result, &out).expect("the operator");
+        context.synchronize().expect("no fault");
+        let mut bytes = download(context, &self.all_out);
+        let guard = bytes.split_off(self.num_tokens * self.n * 2);
+        assert!(guard.iter().all(|&byte| byte == 0xee), "{}: rows behind the result", self.name());
+        bytes
+    }
+
+    fn name(&self) -> String {
+        let Case { dtype, result, num_tokens, n, k, .. } = self;
+        format!("{dtype} {result:?} {num_tokens} x {n} x {k}")
+    }
+
+    /// The rows of one period, and what f32 may be off by before the roundings.
+    fn reference(&self, x: &[f64], weight: &[f64]) -> Vec<(f64, f64)> {
+        let product = |row: &[f64], i: usize| {
+            let column = &weight[i * self.k..(i + 1) * self.k];
+            let terms = || row.iter().zip(column).map(|(a, b)| a * b);
+            (terms().sum::<f64>(), 2e-6 * terms().map(f64::abs).sum::<f64>())
+        };
+        let round = |value| round(self.dtype, value);
+        let rows = x.chunks_exact(self.k).take(PERIOD);
+        rows.flat_map(|row| {
+            (0..self.n).map(move |i| {
+                let (value, error) = product(row, i);
+                if self.result != LinearResult::SwiGlu {
+                    return (round(value), error);
+                }
+                let (up, up_error) = product(row, i + self.n);
+                let (gate, up) = (round(value), round(up));
+                let activated = round(gate / (1.0 + (-gate).exp()));
+                // The slope of silu is at most 1.1.
+                let error = 1.1 * error * up.abs() + up_error * activated.abs();
+                (round(activated * up), error)
+            })
+        })
+        .collect()
+    }
+}
+
+fn check(
+    context: &Arc<ComputeContext>,
+    dtype: DType,
+    result: LinearResult,
+    sizes: (usize, usize, usize),
+) {
+    let (num_tokens, n, k) = sizes;
+    let rows = if result == LinearResult::SwiGlu { 2 * n } else { n };
+    let mut random = Random((num_tokens * 31 + n) as u64);
+    let mut random_bytes = |len: usize, scale: f64| {
+        encode(dtype, (0..len).map(|_| scale * random.signed()).collect::<Vec<_>>().into_iter())
+    };
+    let weight_bytes = random_bytes(rows * k, 3.0 / (k as f64).sqrt());
+    let period_bytes = random_bytes(PERIOD * k, 1.0);
+    let x_bytes: Vec<u8> = (0..num_tokens)
+        .flat_map(|row| &period_bytes[row % PERIOD * k * 2..][..k * 2])
+        .copied()
+        .collect();
+
+    let element = ElementType::Float(dtype);
+    let elements = (num_tokens + GUARD_ROWS) * (n + k) + rows * k;
+    let mut arena = Arena::new(context, 2 * elements + 8192, "a test").expect("memory");
+    let all_x = arena.tensor(element, &[num_tokens + GUARD_ROWS, k]).expect("room");
+    // NaN behind the tokens.
+    upload(context, &all_x, &vec![0xff; all_x.size_bytes()]);
+    let case = Case {
+        dtype,
+        result,
+        num_tokens,
+        n,
+        k,
+        x: all_x.view(0, &[num_tokens, k], None).expect("a view"),
+        weight: arena.tensor(element, &[rows, k]).expect("room"),
+        all_out: arena.tensor(element, &[num_tokens + GUARD_ROWS, n]).expect("room"),
+    };
+    upload(context, &case.weight, &weight_bytes);
+    let got = case.run(context, &x_bytes);
+
+    let want = case.reference(&decode(dtype, &period_bytes), &decode(dtype, &weight_bytes));
+    // Of the last place, of which three roundings may each flip.
+    let unit = if dtype == DType::F16 { 2f64.powi(-10) } else { 2f64.powi(-7) };
+    let units = if result == LinearResult::SwiGlu { 3.0 } else { 1.0 };
+    let mut num_flipped = 0;
+    for (i, got) in decode(dtype, &got).into_iter().enumerate() {
+        let (row, column) = (i / n, i % n);
+        let (want, error) = want[row % PERIOD * n + column];
+        num_flipped += usize::from(got != want);
+        let most = units * unit * want.abs() + error + 1e-7;
+        assert!(
+            (got - want).abs() <= most,
+            "{}: {got:e} at ({row}, {column}), not {want:e}",
+            case.name()
+        );
+    }
+    let share = num_flipped as f64 / (num_tokens * n) as f64;
+    println!("{}: {:.3} % of the roundings flipped", case.name(), share * 100.0);
+    assert!(
+        share < 0.01,
+        "{}: {share} of the elements are not those of the reference",
+        case.name()
+    );
+
+    assert!(case.run(context, &x_bytes) == got, "{}: another time other bits", case.name());
+    // Other tokens do not matter, whatever they are.
+    let mut others = vec![0xff; x_bytes.len()];
+    let kept = |row: &usize| row % PERIOD == 3 || row + 1 == num_tokens;
+    for row in (0..num_tokens).filter(kept) {
+        others[row * k * 2..][..k * 2].copy_from_slice(&x_bytes[row * k * 2..][..k * 2]);
+    }
+    let beside_nan = case.run(context, &others);
+    for row in (0..num_tokens).filter(kept) {
+        let row_of = |bytes: &'_ [u8]| bytes[row * n * 2..][..n * 2].to_vec();
+        assert!(row_of(&beside_nan) == row_of(&got), "{}: row {row} beside others", case.name());
+    }
+}
+
+#[test]
+fn products_of_prompts_on_cuda_are_rounded_as_in_transformers() {
+    let Some(context) = cuda_context() else { return };
+    if !has_prefill_gemm(&context) {
+        println!("skipped: not a Hopper GPU");
+        return;
+    }
+    for dtype in [DType::BF16, DType::F16] {
+        for sizes in PLAIN {
+            check(&context, dtype, LinearResult::Plain, sizes);
+        }
+        for sizes in GATED {
+            check(&context, dtype, LinearResult::SwiGlu, sizes);
+        }
+    }
+}
+
+/// Prompts in one piece, through the kernels of this file and the attention behind them, with lengths that are no
+/// whole tiles.
+#[test]
+fn prompts_in_one_piece_on_cuda_are_those_of_the_cpu() {
+    let mut model = TestModel::long_qwen3(9, 128);
+    model.config["max_position_embeddings"] = 1024.into();
+    let dir = model.write(Store::F32);
+    for (dtype, bar) in [(DType::F16, 2e-2), (DType::BF16, 0.15)] {
+        let Some(context) = cuda_context() else { return };
+        let on_cuda = load_on_cuda(dir.str(), Some(dtype), context).expect("a model on CUDA");
+        let on_cpu = load(dir.str(), Some(dtype), 2);
+        for len in [129, 300, 450] {
+            let mut random = Random(len as u64);
+            let ids: Vec<u32> = (0..len).map(|_| random.below(1000) as u32).collect();
+            let want = Driver::new(&on_cpu, 16).logits(&ids, usize::MAX);
+            let got = Driver::new(&on_cuda, 16).logits(&ids, usize::MAX);
+            let squares =
+                |values: &mut dyn Iterator<Item = f64>| values.map(|v| v * v).sum::<f64>();
+            let both = || got.iter().zip(&want).map(|(&a, &b)| (f64::from(a), f64::from(b)));
+            let error = (squares(&mut both().map(|(a, b)| a - b))
+                / squares(&mut both().map(|(_, b)| b)))
+            .sqrt();
+            println!("{dtype} {len} tokens: rms difference {error:.2e} of the logits");
+            assert!(error <= bar, "{dtype} {len} tokens: {error:e} of the logits");
+        }
+    }
+}
