@@ -1,35 +1,35 @@
 // Linear layers of prompts on Hopper, with what follows them.
 //   out[t, i] = round(sum_k x[t, k] * weight[i, k])                                     plain
 //   out[t, i] = round(round(silu(round(gate[t, i]))) * round(up[t, i]))                 swiglu
+//   what qk_norm_rope_append.cu makes of the heads of q, k and v                        heads
 // where round() is to T, sums in f32, silu(g) = g / (1 + e^-g), and gate and up are the products with rows i
 // and intermediate_size + i of weight [2 * intermediate_size, k]. The roundings are those of Transformers.
 //
 // x: [num_tokens, k]; weight: [n, k], row-major as the checkpoint has it; out: [num_tokens, n]. k and n are
 // multiples of 8, with swiglu n = intermediate_size too; all begin at multiples of 16 bytes.
 //
-// A block computes tiles of tokens by rows of weight: one warp copies stages of 64 along k into a ring, groups of
-// four warps multiply them, 64 tokens to a group and all rows of the tile, with the sums in registers. Gate and up
-// take turns in the tile by eight columns (the tensor map does that), so that a thread has both. The ring runs on
-// across the tiles of a block; under programmatic launch the first stages of weight are fetched while the kernel
-// before is still running. Results go through shared memory, 16 rows of a warp at a time, so that whole lines are
-// written, and no other warp is waited for.
+// A block computes tiles of tokens by rows of weight: two warps copy stages of 64 along k into a ring, groups
+// of four warps multiply them, 64 tokens to a group and all rows of the tile, with the sums in registers.
+// Gate and up take turns in the tile by eight columns (the tensor map does that), so that a thread has both.
+// The ring runs on across the tiles of a block; under programmatic launch the first stages of weight are
+// fetched while the kernel before is still running. Results go through shared memory, 16 rows of a warp at a
+// time, so that whole lines are written, and no other warp is waited for.
 //
-// What limits such tiles is the L2 cache, not the tensor cores (64 bytes per clock and SM for 128 x 128, where
-// about 40 can be had). So blocks come in pairs with the same rows of weight and different tokens (m) or the other
-// way round (n); each fetches one half of what they share for both.
+// What limits such tiles is the L2 cache, not the tensor cores (64 bytes per clock and SM for 128 x 128,
+// where about 40 can be had). So blocks come in pairs with the same rows of weight and different tokens (m)
+// or the other way round (n); each fetches one half of what they share for both.
 //
-// Where too few tiles would leave most of the chip idle, k is divided among the pairs of a cluster (s2). Each block
-// finishes its part of the sums of a tile: the others send theirs through distributed shared memory, and they are
-// added in the order of k. With narrow weights 64 blocks are as fast as 128 at 512 tokens: they begin while the
-// kernel in front is still at work, and leave room for the one behind.
+// Where too few tiles would leave most of the chip idle, k is divided among the pairs of a cluster (s2). Each
+// block finishes its part of the sums of a tile: the others send theirs through distributed shared memory,
+// and they are added in the order of k. With narrow weights 64 blocks are as fast as 128 at 512 tokens: they
+// begin while the kernel in front is still at work, and leave room for the one behind.
 //
-// The products are added in the order of k: a token's result does not depend on the other tokens, nor on the tile
-// where k is not divided.
+// The products are added in the order of k: a token's result does not depend on the other tokens, nor on the
+// tile where k is not divided.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-#include "common/dtype.cuh"
 #include "common/mbarrier.cuh"
-#include "common/mma.cuh"
 #include "common/pdl.cuh"
+#include "common/prefill_rows.cuh"
 #include "common/tma.cuh"
 #include "common/tma_cluster.cuh"
 #include "common/wgmma.cuh"
@@ -37,136 +37,11 @@
 
 namespace xserv {
 
-struct PrefillGemmParams {
-  TensorMap weight;
-  TensorMap x;
-  void* out;
-  int64_t ldo;  // elements from token to token of out
-  int num_tokens;
-  int n;  // columns of out
-  int k;
-  int padding[7];
-};
-static_assert(sizeof(PrefillGemmParams) == 320, "PrefillGemmParams is mirrored in Rust");
-
-enum class Epilogue { kPlain, kSwiglu };
-
 constexpr int kBox = 64;  // of k: 128 bytes, the widest swizzle; and rows of a box
 constexpr uint32_t kBoxBytes = kBox * kBox * 2;
-constexpr uint32_t kStagingBytes = 16 * 128;  // of a warp
 
-template <typename T>
-__device__ __forceinline__ float rounded(float value) {
-  return to_float(from_float<T>(value));
-}
-
-template <typename T>
-__device__ __forceinline__ uint32_t multiply_pairs(uint32_t a, uint32_t b) {
-  using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
-  const Pair product = __hmul2(reinterpret_cast<const Pair&>(a), reinterpret_cast<const Pair&>(b));
-  return reinterpret_cast<const uint32_t&>(product);
-}
-
-// By 2^x and 1 / x of the hardware, which are within 2 units in the last place of f32: the result is rounded to T.
-__device__ __forceinline__ float silu(float g) { return __fdividef(g, 1.0f + __expf(-g)); }
-
-// Two columns of gate and up.
-template <typename T>
-__device__ __forceinline__ uint32_t gated(float gate0, float gate1, float up0, float up1) {
-  const uint32_t activated = pack_pair<T>(silu(rounded<T>(gate0)), silu(rounded<T>(gate1)));
-  return multiply_pairs<T>(activated, pack_pair<T>(up0, up1));
-}
-
-// Stores four 8x8 matrices of 16-bit elements; lane i passes the address of row i % 8 of matrix i / 8.
-__device__ __forceinline__ void stmatrix_x4(uint32_t address, const uint32_t (&r)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r[0]),
-               "r"(r[1]), "r"(r[2]), "r"(r[3])
-               : "memory");
-}
-
-__device__ __forceinline__ uint4 load_shared(uint32_t address) {
-  uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "r"(address)
-               : "memory");
-  return v;
-}
-
-// The two packed columns of out that a thread has of 8 (swiglu: of 16) columns of sums, in its first row
-// (kHalf = 0) or 8 rows further. sums: of the columns lane % 4 * 2 and the next, 4 for each 8 columns.
-template <typename T, Epilogue kEpilogue, int kHalf>
-__device__ __forceinline__ uint32_t finished(const float* sums) {
-  if constexpr (kEpilogue == Epilogue::kSwiglu) {
-    return gated<T>(sums[kHalf * 2], sums[kHalf * 2 + 1], sums[4 + kHalf * 2], sums[5 + kHalf * 2]);
-  } else {
-    return pack_pair<T>(sums[kHalf * 2], sums[kHalf * 2 + 1]);
-  }
-}
-
-// Writes 16 tokens of a warp, from `token` on and from column `column` of out on.
-template <typename T, Epilogue kEpilogue, int kTileN>
-struct RowWriter {
-  static constexpr int kPerColumn = kEpilogue == Epilogue::kSwiglu ? 2 : 1;
-  // Columns of out that pass through the staging area at a time.
-  static constexpr int kColumns = kTileN / kPerColumn % 64 == 0 ? 64 : 32;
-  static constexpr int kRounds = kTileN / kPerColumn / kColumns;
-  static constexpr int kChunks = kColumns / 8, kRowsPerPass = 32 / kChunks, kPasses = 16 / kRowsPerPass;
-  static_assert(kTileN % (kColumns * kPerColumn) == 0);
-
-  const PrefillGemmParams& p;
-  uint32_t staging;
-  T* out;
-  int num_rows;  // that exist, counted from this lane's first
-  int column;
-
-  __device__ __forceinline__ RowWriter(const PrefillGemmParams& params, uint32_t staging_area, int token,
-                                       int first_column)
-      : p(params), staging(staging_area) {
-    const int lane = threadIdx.x & 31, row = token + lane / kChunks;
-    column = first_column + lane % kChunks * 8;
-    num_rows = p.num_tokens - row;
-    out = static_cast<T*>(p.out) + row * p.ldo + column;
-  }
-
-  __device__ __forceinline__ bool exists(int round, int pass) const {
-    return pass * kRowsPerPass < num_rows && column + round * kColumns < p.n;
-  }
-  __device__ __forceinline__ T* place(int round, int pass) const {
-    return out + pass * kRowsPerPass * p.ldo + round * kColumns;
-  }
-  // Rows of the staging area are swizzled, so that 8 rows of a column of chunks lie in different banks.
-  __device__ __forceinline__ static uint32_t offset(int row, int chunk) {
-    return kChunks == 8 ? row * 128 + ((chunk ^ row) & 7) * 16 : row * 64 + ((chunk ^ row >> 1) & 3) * 16;
-  }
-
-  // Into the staging area; then the sums are no longer needed.
-  __device__ __forceinline__ static void stage(uint32_t staging, const float* sums) {
-    const int lane = threadIdx.x & 31;
-#pragma unroll
-    for (int block = 0; block < kChunks; block += 2) {
-      const float* low = sums + block * 4 * kPerColumn;
-      const float* high = low + 4 * kPerColumn;
-      const uint32_t packed[4] = {finished<T, kEpilogue, 0>(low), finished<T, kEpilogue, 1>(low),
-                                  finished<T, kEpilogue, 0>(high), finished<T, kEpilogue, 1>(high)};
-      stmatrix_x4(staging + offset(lane & 15, block + (lane >> 4)), packed);
-    }
-    __syncwarp();
-  }
-
-  __device__ __forceinline__ void store(int round) const {
-    const int lane = threadIdx.x & 31;
-#pragma unroll
-    for (int pass = 0; pass < kPasses; ++pass) {
-      const uint4 v = load_shared(staging + offset(pass * kRowsPerPass + lane / kChunks, lane % kChunks));
-      if (exists(round, pass)) *reinterpret_cast<uint4*>(place(round, pass)) = v;
-    }
-    __syncwarp();
-  }
-};
-
-// The shape of a kernel: a block computes kGroups * 64 tokens by kRows of weight. A cluster has kClusterM blocks with
-// the same rows of weight and kClusterN with the same tokens, for each of kSplits parts of k.
+// The shape of a kernel: a block computes kGroups * 64 tokens by kRows of weight. A cluster has kClusterM
+// blocks with the same rows of weight and kClusterN with the same tokens, for each of kSplits parts of k.
 template <int kGroups_, int kRows_, int kStages_, int kClusterM_, int kClusterN_, int kSplits_ = 1>
 struct Shape {
   static constexpr int kGroups = kGroups_, kRows = kRows_, kStages = kStages_;
@@ -200,7 +75,8 @@ __device__ __forceinline__ float4 load_sums(uint32_t address) {
 }
 
 template <typename T, Epilogue kEpilogue, typename S>
-__device__ __forceinline__ void prefill_gemm(const PrefillGemmParams& p) {
+__device__ __forceinline__ void prefill_gemm(const PrefillGemmParams& p,
+                                             const PrefillHeadsParams* heads = nullptr) {
   constexpr int kRows = S::kRows, kStages = S::kStages, kWarps = S::kWarps;
   constexpr int kPerColumn = kEpilogue == Epilogue::kSwiglu ? 2 : 1;
   extern __shared__ __align__(1024) unsigned char shared[];
@@ -231,7 +107,7 @@ __device__ __forceinline__ void prefill_gemm(const PrefillGemmParams& p) {
     tensor_map_prefetch(&p.x);
 #pragma unroll
     for (int slot = 0; slot < kStages; ++slot) {
-      mbarrier_init(full + slot * 8, 1);
+      mbarrier_init(full + slot * 8, 2);
       mbarrier_init(empty + slot * 8, (S::kClusterM + S::kClusterN - 1) * kWarps);
     }
     if constexpr (S::kSplits > 1) mbarrier_init(summed, 1);
@@ -246,22 +122,27 @@ __device__ __forceinline__ void prefill_gemm(const PrefillGemmParams& p) {
   if (warp >= kWarps) {
     // 65536 registers are there for 384 threads, and the sums need more than their share.
     if constexpr (S::kMovesRegisters) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-    const bool is_producer = threadIdx.x == kWarps * 32;
     const int my_tiles = first_tile < num_tiles ? (num_tiles - first_tile + tile_step - 1) / tile_step : 0;
     const int total = my_tiles * num_chunks;
     const uint64_t policy = l2_evict_normal();
     struct Cursor {
       int tile, chunk, slot, token, row;
+      // How many boxes of a stage have anything in them. The others are left out: the engine takes more than
+      // twice as long to fill a box with zeros. What is there instead goes into results that are not written.
+      int weight_boxes, token_boxes;
     };
-    Cursor of_weights{first_tile, 0, 0, 0, 0}, of_tokens;
-    place(first_tile, of_weights.token, of_weights.row);
-    of_tokens = of_weights;
+    const auto find = [&](Cursor& c) {
+      const auto count = [](int left, int box, int most) { return min(max((left + box - 1) / box, 0), most); };
+      place(c.tile, c.token, c.row);
+      c.weight_boxes = count(p.n * kPerColumn - c.row, S::kWeightBox, kRows / S::kWeightBox);
+      c.token_boxes = count(p.num_tokens - c.token, S::kTokenBox, S::kTokens / S::kTokenBox);
+    };
     const auto advance = [&](Cursor& c) {
       if (++c.slot == kStages) c.slot = 0;
       if (++c.chunk == num_chunks) {
         c.chunk = 0;
         c.tile += tile_step;
-        place(c.tile, c.token, c.row);
+        find(c);
       }
     };
     // Those of the cluster with the same rows of weight, and with the same tokens.
@@ -270,25 +151,13 @@ __device__ __forceinline__ void prefill_gemm(const PrefillGemmParams& p) {
     for (int i = 0; i < S::kClusterM; ++i) same_rows |= 1 << (first_sharer + i * S::kClusterN + of_n);
 #pragma unroll
     for (int i = 0; i < S::kClusterN; ++i) same_tokens |= 1 << (first_sharer + of_m * S::kClusterN + i);
-    // How many boxes of the stage in question have anything in them. The others are left out: the engine takes more
-    // than twice as long to fill a box with zeros. What is there instead goes into results that are not written.
-    const auto weight_boxes = [&](const Cursor& c) {
-      const int boxes = (p.n * kPerColumn - c.row + S::kWeightBox - 1) / S::kWeightBox;
-      return min(max(boxes, 0), kRows / S::kWeightBox);
-    };
-    const auto token_boxes = [&](const Cursor& c) {
-      const int boxes = (p.num_tokens - c.token + S::kTokenBox - 1) / S::kTokenBox;
-      return min(max(boxes, 0), S::kTokens / S::kTokenBox);
-    };
-    const auto load_weights = [&]() {
-      const Cursor& c = of_weights;
+    const auto load_weights = [&](const Cursor& c) {
       const uint32_t barrier = full + c.slot * 8, target = ring + c.slot * S::kStageBytes + S::kTokenBytes;
-      const int column = (chunk_begin + c.chunk) * kBox, boxes = weight_boxes(c);
-      mbarrier_arrive_expect(barrier, (boxes * S::kWeightBox + token_boxes(c) * S::kTokenBox) * kBox * 2);
+      const int column = (chunk_begin + c.chunk) * kBox;
+      mbarrier_arrive_expect(barrier, c.weight_boxes * (S::kWeightBox * kBox * 2));
 #pragma unroll
       for (int box = 0; box < kRows / S::kWeightBox; ++box) {
-        if (box >= boxes) break;
-        if (S::kClusterM > 1 && box % S::kClusterM != of_m) continue;
+        if (box % S::kClusterM != of_m || box >= c.weight_boxes) continue;
         const int row = c.row + box * S::kWeightBox;
         const uint32_t place = target + box * S::kWeightBox * 128;
         if constexpr (kEpilogue == Epilogue::kSwiglu) {
@@ -303,16 +172,14 @@ __device__ __forceinline__ void prefill_gemm(const PrefillGemmParams& p) {
           tma_load_2d(place, &p.weight, barrier, column, row, policy);
         }
       }
-      advance(of_weights);
     };
-    const auto load_tokens = [&]() {
-      const Cursor& c = of_tokens;
+    const auto load_tokens = [&](const Cursor& c) {
       const uint32_t barrier = full + c.slot * 8, target = ring + c.slot * S::kStageBytes;
-      const int column = (chunk_begin + c.chunk) * kBox, boxes = token_boxes(c);
+      const int column = (chunk_begin + c.chunk) * kBox;
+      mbarrier_arrive_expect(barrier, c.token_boxes * (S::kTokenBox * kBox * 2));
 #pragma unroll
       for (int box = 0; box < S::kTokens / S::kTokenBox; ++box) {
-        if (box >= boxes) break;
-        if (S::kClusterN > 1 && box % S::kClusterN != of_n) continue;
+        if (box % S::kClusterN != of_n || box >= c.token_boxes) continue;
         const int token = c.token + box * S::kTokenBox;
         const uint32_t place = target + box * S::kTokenBox * 128;
         if constexpr (S::kClusterN > 1) {
@@ -321,23 +188,42 @@ __device__ __forceinline__ void prefill_gemm(const PrefillGemmParams& p) {
           tma_load_2d(place, &p.x, barrier, column, token, policy);
         }
       }
-      advance(of_tokens);
     };
-    if (is_producer) {
-      for (int i = 0; i < min(kStages, total); ++i) load_weights();
-      dependency_launch();
-      dependency_wait();
-      for (int i = 0; i < min(kStages, total); ++i) load_tokens();
-      uint32_t parity = 0;
-      for (int i = kStages; i < total; ++i) {
-        mbarrier_wait(empty + of_tokens.slot * 8, parity);
-        if (of_tokens.slot == kStages - 1) parity ^= 1;
-        load_weights();
-        load_tokens();
+    // One thread for weights and one for tokens: with small tiles a single one is what the others wait for.
+    const bool has_weights = warp == kWarps;
+    if (lane == 0 && warp < kWarps + 2) {
+      Cursor c{first_tile, 0, 0, 0, 0, 0, 0};
+      find(c);
+      if (!has_weights) dependency_wait();
+      uint32_t parity = 1;  // of slots that were never filled
+      for (int i = 0; i < total; ++i, advance(c)) {
+        mbarrier_wait(empty + c.slot * 8, parity);
+        if (c.slot == kStages - 1) parity ^= 1;
+        if (has_weights) {
+          load_weights(c);
+          if (i == min(kStages, total) - 1) dependency_launch();
+        } else {
+          load_tokens(c);
+        }
       }
     }
   } else {
     if constexpr (S::kMovesRegisters) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    auto head_writer = [&] {
+      if constexpr (kEpilogue == Epilogue::kHeads) {
+        return HeadWriter<T>(*heads);
+      } else {
+        return 0;
+      }
+    }();
+    const auto load_heads = [&](int tile) {
+      if constexpr (kEpilogue == Epilogue::kHeads) {
+        int token, row;
+        place(tile, token, row);
+        head_writer.load(token + warp * 16, row / 128);
+      }
+    };
+    if (first_tile < num_tiles) load_heads(first_tile);
     dependency_wait();
     // Start, (not read), distance of eight lines, swizzle of 128 bytes.
     constexpr uint64_t kFixed = 1ull << 16 | static_cast<uint64_t>(1024 >> 4) << 32 | 1ull << 62;
@@ -389,7 +275,10 @@ __device__ __forceinline__ void prefill_gemm(const PrefillGemmParams& p) {
 #pragma unroll
       for (int i = 0; i < kRows / 2; ++i) asm volatile("" : "+f"(sum[i])::"memory");  // not before the wait
       release(previous);
-      if constexpr (S::kSplits == 1) {
+      if constexpr (kEpilogue == Epilogue::kHeads) {
+        head_writer.write(my_staging, sum, row / 128);
+        if (tile + tile_step < num_tiles) load_heads(tile + tile_step);
+      } else if constexpr (S::kSplits == 1) {
         using Writer = RowWriter<T, kEpilogue, kRows>;
         const Writer writer(p, my_staging, token + warp * 16, row / kPerColumn);
 #pragma unroll
@@ -408,8 +297,9 @@ __device__ __forceinline__ void prefill_gemm(const PrefillGemmParams& p) {
           float* own = sum + part * kOwnSums;
           if (owner != split) {
             const int place = split - (split > owner);
-            const uint32_t target = cluster_address(mine + place * S::kSourceBytes, owner * S::kSharers + sharer);
-            const uint32_t barrier = cluster_address(summed, owner * S::kSharers + sharer);
+            const int block = owner * S::kSharers + sharer;
+            const uint32_t target = cluster_address(mine + place * S::kSourceBytes, block);
+            const uint32_t barrier = cluster_address(summed, block);
 #pragma unroll
             for (int i = 0; i < kOwnSums / 4; ++i) {
               const float* v = own + i * 4;
@@ -428,7 +318,8 @@ __device__ __forceinline__ void prefill_gemm(const PrefillGemmParams& p) {
 #pragma unroll
             for (int source = 0; source < S::kSplits; ++source) {
               float4 v = make_float4(own[i * 4], own[i * 4 + 1], own[i * 4 + 2], own[i * 4 + 3]);
-              if (source != split) v = load_sums(mine + (source - (source > split)) * S::kSourceBytes + i * 2048);
+              const int place = source - (source > split);
+              if (source != split) v = load_sums(mine + place * S::kSourceBytes + i * 2048);
               total.x += v.x, total.y += v.y, total.z += v.z, total.w += v.w;
             }
             own[i * 4] = total.x, own[i * 4 + 1] = total.y, own[i * 4 + 2] = total.z, own[i * 4 + 3] = total.w;
@@ -452,12 +343,17 @@ __device__ __forceinline__ void prefill_gemm(const PrefillGemmParams& p) {
 
 }  // namespace xserv
 
-// xserv_prefill_gemm_<epilogue>_<shape>_<dtype>: groups of 64 tokens, rows, stages, blocks of a cluster with the same
-// rows and with the same tokens, parts of k
+// xserv_prefill_gemm_<epilogue>_<shape>_<dtype>: groups of 64 tokens, rows, stages, blocks of a cluster with
+// the same rows and with the same tokens, parts of k
 #define XSERV_PREFILL(NAME, EPILOGUE, SHAPE, SUFFIX, T, ...)                                               \
   extern "C" __global__ void __launch_bounds__(xserv::Shape<__VA_ARGS__>::kThreads, 1)                     \
       xserv_prefill_gemm_##NAME##_##SHAPE##_##SUFFIX(const __grid_constant__ xserv::PrefillGemmParams params) { \
     xserv::prefill_gemm<T, xserv::Epilogue::EPILOGUE, xserv::Shape<__VA_ARGS__>>(params);                  \
+  }
+#define XSERV_PREFILL_HEADS(SHAPE, SUFFIX, T, ...)                                                         \
+  extern "C" __global__ void __launch_bounds__(xserv::Shape<__VA_ARGS__>::kThreads, 1)                     \
+      xserv_prefill_heads_##SHAPE##_##SUFFIX(const __grid_constant__ xserv::PrefillHeadsParams params) {   \
+    xserv::prefill_gemm<T, xserv::Epilogue::kHeads, xserv::Shape<__VA_ARGS__>>(params.gemm, &params);      \
   }
 #define XSERV_PREFILL_WIDE(NAME, EPILOGUE, SUFFIX, T)                \
   XSERV_PREFILL(NAME, EPILOGUE, 128x256_m, SUFFIX, T, 2, 256, 4, 2, 1) \
@@ -471,7 +367,9 @@ __device__ __forceinline__ void prefill_gemm(const PrefillGemmParams& p) {
   XSERV_PREFILL_WIDE(swiglu, kSwiglu, SUFFIX, T)                          \
   XSERV_PREFILL(plain, kPlain, 64x128_m, SUFFIX, T, 1, 128, 8, 2, 1)      \
   XSERV_PREFILL(plain, kPlain, 64x128_m_s2, SUFFIX, T, 1, 128, 8, 2, 1, 2) \
-  XSERV_PREFILL(plain, kPlain, 64x64_n_s2, SUFFIX, T, 1, 64, 11, 1, 2, 2)
+  XSERV_PREFILL(plain, kPlain, 64x64_n_s2, SUFFIX, T, 1, 64, 11, 1, 2, 2) \
+  XSERV_PREFILL_HEADS(128x128_m, SUFFIX, T, 2, 128, 6, 2, 1)              \
+  XSERV_PREFILL_HEADS(128x128_n, SUFFIX, T, 2, 128, 6, 1, 2)
 XSERV_PREFILL_ALL(f16, __half)
 XSERV_PREFILL_ALL(bf16, __nv_bfloat16)
 #endif

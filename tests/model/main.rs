@@ -27,4 +27,5 @@ mod safetensors;
 mod shard_index;
 mod steps;
 mod stepwise;
+mod stepwise_heads;
 mod stepwise_prefill;

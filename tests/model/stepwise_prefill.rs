@@ -34,7 +34,7 @@ const PLAIN: [(usize, usize, usize); 10] = [
 const GATED: [(usize, usize, usize); 5] =
     [(129, 264, 256), (384, 2048, 192), (640, 3072, 128), (300, 1032, 320), (513, 3072, 1024)];
 
-fn encode(dtype: DType, values: impl Iterator<Item = f64>) -> Vec<u8> {
+pub(crate) fn encode(dtype: DType, values: impl Iterator<Item = f64>) -> Vec<u8> {
     values
         .flat_map(|value| match dtype {
             DType::F16 => half::f16::from_f64(value).to_bits().to_ne_bytes(),

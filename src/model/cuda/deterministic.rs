@@ -24,8 +24,8 @@ use crate::model::kv_cache::DeviceKvLayer;
 use crate::model::qwen3::Qwen3Layer;
 use crate::model::ModelConfig;
 use crate::ops::stepwise::{
-    is_prefill_faster, num_fixed_parts, prefill_gemm, silu_mul, skinny_gemm, LinearResult,
-    SKINNY_TOKENS,
+    is_prefill_faster, is_prefill_heads_faster, num_fixed_parts, prefill_gemm, silu_mul,
+    skinny_gemm, LinearResult, SKINNY_TOKENS,
 };
 use crate::ops::tensor::SumOrder;
 
@@ -44,6 +44,26 @@ impl CudaModel {
         !self.is_deterministic
             && self.decode_kernels.prefill
             && is_prefill_faster(num_rows(x), weight, result)
+    }
+
+    /// Does one kernel project a prompt to heads, normalise and rotate them, and faster than several?
+    pub(super) fn is_prefill_heads(
+        &self,
+        config: &ModelConfig,
+        x: &Tensor,
+        layer: &Qwen3Layer<DeviceTensor, DeviceTensor>,
+    ) -> bool {
+        let (head_dim, stride) = (config.head_dim, self.spacing.stride);
+        layer.qkv_bias.is_none()
+            && !self.is_skinny(num_rows(x))
+            && self.is_prefill(x, &layer.qkv_proj, LinearResult::Plain)
+            && is_prefill_heads_faster(
+                &self.context,
+                num_rows(x),
+                &layer.qkv_proj,
+                head_dim,
+                stride,
+            )
     }
 
     /// In which order `gemm` adds up the products with a weight.

@@ -7,7 +7,7 @@ use crate::backend::DeviceTensor;
 use crate::error::Result;
 use crate::model::kv_cache::{DeviceKvLayer, KvCache};
 use crate::model::qwen3::{Qwen3Layer, Qwen3Weights};
-use crate::ops::stepwise::{add_rms_norm, qk_norm_rope_append, KvSlots, QkNormRope};
+use crate::ops::stepwise::{add_rms_norm, prefill_heads, qk_norm_rope_append, KvSlots, QkNormRope};
 
 impl Pass<'_> {
     /// See [`super::CudaModel::hidden_states`].
@@ -27,11 +27,15 @@ impl Pass<'_> {
         for (index, layer) in weights.layers.iter().enumerate() {
             self.check_stop(index)?;
             let cache = kv.device_layer(index)?;
-            self.project_heads(layer, pending.as_ref(), &act, &qkv)?;
-            if wanted.is_decode && model.decode_kernels.attention {
+            let is_chained = wanted.is_decode && model.decode_kernels.attention;
+            let is_ready =
+                self.project_heads(layer, pending.as_ref(), &act, cache, &qkv, is_chained)?;
+            if is_chained {
                 let out = &act.attn_out;
                 model.attend_new_tokens(config, layer, cache, record, workspace, &qkv, out)?;
                 self.cuda.mark("attention", 0, 0.0)?;
+            } else if is_ready {
+                self.attend_cached(cache, &qkv, &act.attn_out)?;
             } else {
                 self.attend(layer, cache, &qkv, &act.attn_out)?;
             }
@@ -55,22 +59,51 @@ impl Pass<'_> {
     /// hidden += pending
     /// q, k, v = W_qkv rms_norm(hidden) + b_qkv
     /// ```
+    /// True if the heads are normalised and rotated, and keys and values in the cache, which is not done with
+    /// `is_plain`.
     fn project_heads(
         &self,
         layer: &Qwen3Layer<DeviceTensor, DeviceTensor>,
         pending: Option<&DeviceTensor>,
         act: &Activations,
+        kv: &DeviceKvLayer,
         qkv: &DeviceTensor,
-    ) -> Result<()> {
+        is_plain: bool,
+    ) -> Result<bool> {
         let (context, eps) = (self.context, self.config.norm_eps);
         let num_tokens = qkv.shape().first().map_or(0, |&n| n as usize);
         let row_len = qkv.num_elements() as usize / num_tokens.max(1);
         let pending = pending.map(|pending| &**pending);
         add_rms_norm(context, pending, &act.hidden, &layer.input_norm, eps, &act.normed)?;
         self.cuda.mark("norm", 0, 0.0)?;
-        let rows = qkv.view(0, &[num_tokens, row_len], None)?;
-        self.model.linear(&act.normed, &layer.qkv_proj, layer.qkv_bias.as_ref(), &rows)?;
-        mark_linear(self.cuda, "qkv_proj", &layer.qkv_proj, num_tokens)
+        let is_ready = !is_plain && self.model.is_prefill_heads(self.config, &act.normed, layer);
+        if is_ready {
+            let (how, slots) = self.rotation(layer, kv)?;
+            prefill_heads(context, &act.normed, &layer.qkv_proj, &how, &slots, qkv)?;
+        } else {
+            let rows = qkv.view(0, &[num_tokens, row_len], None)?;
+            self.model.linear(&act.normed, &layer.qkv_proj, layer.qkv_bias.as_ref(), &rows)?;
+        }
+        mark_linear(self.cuda, "qkv_proj", &layer.qkv_proj, num_tokens)?;
+        Ok(is_ready)
+    }
+
+    /// How the heads of a layer are normalised and turned, and where its keys and values go.
+    fn rotation<'a>(
+        &'a self,
+        layer: &'a Qwen3Layer<DeviceTensor, DeviceTensor>,
+        kv: &'a DeviceKvLayer,
+    ) -> Result<(QkNormRope<'a>, KvSlots<'a>)> {
+        let rope = self.model.rope()?;
+        let how = QkNormRope {
+            q_norm: &layer.q_norm,
+            k_norm: &layer.k_norm,
+            eps: self.config.norm_eps,
+            cos: &rope.cos,
+            sin: &rope.sin,
+            positions: &self.record.positions,
+        };
+        Ok((how, KvSlots { k: &kv.k, v: &kv.v, slots: &self.record.slots }))
     }
 
     /// ```text
@@ -84,16 +117,7 @@ impl Pass<'_> {
         qkv: &DeviceTensor,
         out: &DeviceTensor,
     ) -> Result<()> {
-        let rope = self.model.rope()?;
-        let how = QkNormRope {
-            q_norm: &layer.q_norm,
-            k_norm: &layer.k_norm,
-            eps: self.config.norm_eps,
-            cos: &rope.cos,
-            sin: &rope.sin,
-            positions: &self.record.positions,
-        };
-        let slots = KvSlots { k: &kv.k, v: &kv.v, slots: &self.record.slots };
+        let (how, slots) = self.rotation(layer, kv)?;
         qk_norm_rope_append(self.context, qkv, &how, &slots)?;
         self.cuda.mark("qk_norm_rope_append", 0, 0.0)?;
         self.attend_cached(kv, qkv, out)

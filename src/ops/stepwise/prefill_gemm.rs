@@ -26,7 +26,7 @@ const _: () = assert!(PREFILL_GEMM_BYTES <= size_of::<PrefillGemmParams>());
 
 /// What two blocks of a cluster have in common.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Pair {
+pub(super) enum Pair {
     /// Rows of the weight; they have different tokens.
     Rows,
     /// Tokens.
@@ -35,11 +35,11 @@ enum Pair {
 
 /// A kernel, as instantiated at the foot of the source.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Shape {
-    name: &'static str,
+pub(super) struct Shape {
+    pub(super) name: &'static str,
     /// Of a block: tokens, rows of the weight, and stages of 64 of k.
     tokens: i64,
-    rows: i64,
+    pub(super) rows: i64,
     stages: i64,
     pair: Pair,
     /// Pairs that divide k.
@@ -56,10 +56,10 @@ const WIDE: [Shape; 6] = {
     [
         wide("128x256_m", 256, 4, Pair::Rows, 200),
         wide("128x192_m", 192, 5, Pair::Rows, 157),
+        wide("128x128_n", 128, 6, Pair::Tokens, 119),
         wide("128x128_m", 128, 6, Pair::Rows, 119),
         wide("128x256_n", 256, 4, Pair::Tokens, 206),
         wide("128x192_n", 192, 5, Pair::Tokens, 161),
-        wide("128x128_n", 128, 6, Pair::Tokens, 119),
     ]
 };
 /// For weights with few rows; the first is taken whose tiles all find room on the chip at once.
@@ -79,7 +79,7 @@ const NARROW_K: i64 = 512;
 
 impl Shape {
     /// The one with which the last block is done first.
-    fn choose(
+    pub(super) fn choose(
         num_tokens: i64,
         rows: i64,
         k: i64,
@@ -110,7 +110,7 @@ impl Shape {
     }
 
     /// Blocks of a cluster.
-    fn blocks(self) -> i64 {
+    pub(super) fn blocks(self) -> i64 {
         2 * self.splits
     }
 
@@ -131,15 +131,21 @@ impl Shape {
     }
 
     /// Tokens of a box that one of a pair copies.
-    fn token_box(self) -> u32 {
+    pub(super) fn token_box(self) -> u32 {
         match (self.tokens, self.pair) {
             (64, Pair::Tokens) => 32,
             _ => 64,
         }
     }
 
-    fn threads(self) -> u32 {
-        (self.tokens * 2 + 128) as u32
+    /// For so many tokens and rows: blocks take several tiles in turn, and the ring of copies runs on.
+    pub(super) fn launch(self, num_tokens: i64, rows: i64, num_multiprocessors: i64) -> Launch {
+        let clusters = self.clusters(num_tokens, rows).min(self.room(num_multiprocessors));
+        Launch {
+            grid: ((clusters * self.blocks()) as u32, 1, 1),
+            block: (self.tokens * 2 + 128) as u32,
+            shared_bytes: self.shared_bytes(),
+        }
     }
 
     /// Stages of 64 of k, sums of other blocks, what passes through on its way out, and barriers.
@@ -246,13 +252,7 @@ pub fn prefill_gemm(
         k,
         padding: [0; 7],
     };
-    // Blocks take several tiles in turn, and the ring of copies runs on.
-    let clusters = shape.clusters(num_tokens.into(), rows.into()).min(shape.room(processors));
-    let launch = Launch {
-        grid: ((clusters * shape.blocks()) as u32, 1, 1),
-        block: shape.threads(),
-        shared_bytes: shape.shared_bytes(),
-    };
+    let launch = shape.launch(num_tokens.into(), rows.into(), processors);
     let arguments = Arguments::new().value(&params);
     // SAFETY: the argument of the kernel; the copy engine reads nothing outside the tensors of its maps, and the
     // stores are bounded by num_tokens and n.
@@ -272,7 +272,7 @@ mod tests {
         for (num_tokens, rows, name) in [
             (512, 6144, "128x192_m"),
             (512, 24576, "128x256_m"),
-            (512, 4096, "128x128_m"),
+            (512, 4096, "128x128_n"),
             (1024, 6144, "128x192_m"),
             (2048, 6144, "128x256_m"),
             (2048, 4096, "128x256_m"),
@@ -289,7 +289,7 @@ mod tests {
             (384, "64x128_m_s2"),
             (512, "64x128_m"),
             (1024, "64x128_m"),
-            (2048, "128x128_m"),
+            (2048, "128x128_n"),
         ] {
             assert_eq!(shape(num_tokens, 1024, 3072, false), name, "{num_tokens}");
         }
