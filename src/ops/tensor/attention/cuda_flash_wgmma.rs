@@ -32,10 +32,8 @@ struct AttentionFlashWgmmaParams {
     scale: f32,
     packed_heads: i32,
     max_segments: i32,
-    has_settled_indices: i32,
-    padding: i32,
 }
-const _: () = assert!(size_of::<AttentionFlashWgmmaParams>() == 80 + 48 + 48);
+const _: () = assert!(size_of::<AttentionFlashWgmmaParams>() == 80 + 48 + 40);
 
 /// What the kernel is compiled for.
 const HEAD_DIM: i64 = 128;
@@ -44,6 +42,8 @@ const BLOCK_SIZE: i64 = 32;
 const BOX_DIMS: u32 = 64;
 /// The most heads that are the rows of an item together.
 const MOST_PACKED_HEADS: i64 = 64;
+/// The most keys with which it pays to read the index arrays early.
+const MOST_EARLY_KEYS: i64 = 1024;
 /// Keys of a segment.
 const SEGMENT_KEYS: u64 = 1024;
 /// What a group of consumers keeps between segments: 64 queries in f32.
@@ -94,7 +94,8 @@ impl Groups {
         2 * self.count() * 16384 + 4 * 32768 + 288
     }
 
-    fn kernel(self, dtype: DType, in_segments: bool) -> Option<&'static str> {
+    /// `is_early`: the index arrays are read while the kernels in front are still at work.
+    fn kernel(self, dtype: DType, in_segments: bool, is_early: bool) -> Option<&'static str> {
         if in_segments {
             return match (self, dtype) {
                 (Groups::Two, DType::F16) => Some("xserv_attention_flash_wgmma_segments_f16"),
@@ -104,6 +105,13 @@ impl Groups {
                     Some("xserv_attention_flash_wgmma_segments_short_bf16")
                 }
                 (_, DType::F32) => None,
+            };
+        }
+        if is_early && self == Groups::One {
+            return match dtype {
+                DType::F16 => Some("xserv_attention_flash_wgmma_early_f16"),
+                DType::BF16 => Some("xserv_attention_flash_wgmma_early_bf16"),
+                DType::F32 => None,
             };
         }
         match (self, dtype) {
@@ -148,7 +156,8 @@ pub(super) fn try_launch(
         false => Groups::choose(tiles(128).saturating_mul(pairs), processors),
     };
     let in_segments = problem.options.in_segments;
-    let Some(name) = groups.kernel(dtype, in_segments) else { return Ok(false) };
+    let is_early = problem.options.has_settled_indices && problem.max_kv_len <= MOST_EARLY_KEYS;
+    let Some(name) = groups.kernel(dtype, in_segments, is_early) else { return Ok(false) };
     if !cuda.has_kernel("attention_flash_wgmma", name) {
         return Ok(false);
     }
@@ -199,8 +208,6 @@ pub(super) fn try_launch(
         scale: params.scale,
         packed_heads: if is_packed { heads_per_kv as i32 } else { 0 },
         max_segments: segments as i32,
-        has_settled_indices: i32::from(problem.options.has_settled_indices),
-        padding: 0,
     };
     let items =
         tiles(64 * u64::from(groups.count())).saturating_mul(pairs).saturating_mul(segments);
