@@ -579,9 +579,9 @@ typedef struct xserv_load_options {
    * differ where two are nearly as likely. The CPU always works as with 1.
    *
    * It costs speed, as cuBLAS is not used and decoding takes the kernels of larger steps. On an H200 in bf16
-   * (512 tokens of context) a token of one sequence takes 61 % longer with Qwen3-0.6B and 16 % with Qwen3-8B,
-   * one of each of 8 sequences 16 % and 3 %, of 32 sequences 17 % and 6 %, a prompt of 2048 tokens 22 % and 16 %.
-   * On GPUs before Hopper it has not been measured.
+   * (512 tokens of context) a token of one sequence takes twice as long with Qwen3-0.6B and 16 % longer with
+   * Qwen3-8B, one of each of 8 sequences 15 % and 3 %, of 32 sequences 16 % and 6 %, a prompt of 2048 tokens 30 % and
+   * 15 %. On GPUs before Hopper it has not been measured.
    */
   uint8_t deterministic;
   /**

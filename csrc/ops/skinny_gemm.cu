@@ -117,6 +117,12 @@ template <int kTokens, int kRows, int kBoxes, int kWeightStages, int kTokenStage
 constexpr int kSkinnySharedBytes =
     (kWeightStages * kRows + kTokenStages * kTokens) * kBoxes * kBox * 2 + kWeightStages * 16;
 
+// All threads of the block, from different places of the program: __syncthreads() is for one place.
+template <int kThreads>
+__device__ __forceinline__ void meet() {
+  asm volatile("bar.sync 2, %0;" ::"n"(kThreads) : "memory");
+}
+
 template <typename T, Epilogue kEpilogue, int kTokens, int kRows, int kBoxes, int kWeightStages,
           int kTokenStages>
 __device__ __forceinline__ void skinny_gemm(const SkinnyGemmParams& p) {
@@ -194,7 +200,7 @@ __device__ __forceinline__ void skinny_gemm(const SkinnyGemmParams& p) {
       for (int i = 0; i < min(kWeightStages, total); ++i) load_weights();
       dependency_launch();
     }
-    __syncthreads();
+    meet<(kWarps + 1) * 32>();
     if (lane == 0) {
       dependency_wait();
       for (int i = 0; i < min(kTokenStages, total); ++i) load_tokens();
@@ -217,7 +223,7 @@ __device__ __forceinline__ void skinny_gemm(const SkinnyGemmParams& p) {
     return;
   }
 
-  __syncthreads();
+  meet<(kWarps + 1) * 32>();
   dependency_wait();
   // Start, (not read), distance of eight lines, swizzle of 128 bytes.
   constexpr uint64_t kFixed = 1ull << 16 | static_cast<uint64_t>(1024 >> 4) << 32 | 1ull << 62;

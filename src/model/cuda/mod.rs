@@ -5,11 +5,11 @@
 //! rounds them ([`crate::ops::stepwise`]).
 
 mod decode;
-mod deterministic;
 mod geometry;
 mod gpt2;
 mod graphs;
 mod heads;
+mod layers;
 mod lead;
 mod load;
 mod loads;
