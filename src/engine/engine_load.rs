@@ -272,7 +272,7 @@ impl Engine {
         let most_swapped = most_swapped(options, planned.on_device, swap.place_bytes());
         let machine = Machine { kv, swap, workspace, builder };
         let mut scheduler = Scheduler::new(pool, limits)?;
-        scheduler.set_most_swapped(most_swapped)?;
+        scheduler.set_most_swapped(most_swapped);
         let service = Service::new(model.clone(), backend, machine, scheduler, closed.clone());
         let engine = Engine {
             architecture: config.architecture.name().to_string(),

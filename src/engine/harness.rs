@@ -76,7 +76,7 @@ impl Harness {
         };
         let closed = Arc::new(AtomicBool::new(false));
         let mut scheduler = Scheduler::new(pool, options.limits)?;
-        scheduler.set_most_swapped(options.most_swapped)?;
+        scheduler.set_most_swapped(options.most_swapped);
         let backend = Arc::new(CpuBackend::new(1)?);
         let service = Service::new(model, backend, machine, scheduler, closed.clone());
         Ok(Harness { service, closed })

@@ -5,8 +5,7 @@ use super::block_pool::ContentId;
 use super::scheduler::Scheduler;
 use super::sequence::{blocks_for, Entry, Sequence, SequenceKey};
 use super::step_room::Room;
-use super::swap::SwapCosts;
-use crate::error::Result;
+use super::swap::{SwapCosts, SwapSpace};
 use crate::model::{BlockCopy, CopyDirection};
 use crate::ops::BLOCK_SIZE;
 
@@ -31,9 +30,8 @@ impl PlannedCopies {
 
 impl Scheduler {
     /// Lets preempted sequences keep up to so many blocks on the host. There is no memory for any yet.
-    pub fn set_most_swapped(&mut self, most_blocks: usize) -> Result<()> {
-        self.swap = super::swap::SwapSpace::new(most_blocks)?;
-        Ok(())
+    pub fn set_most_swapped(&mut self, most_blocks: usize) {
+        self.swap = SwapSpace::new(most_blocks);
     }
 
     /// How many blocks more may be kept on the host, if a sequence found no memory for that; else 0.

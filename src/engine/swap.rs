@@ -120,11 +120,8 @@ pub(super) struct SwapSpace {
 
 impl SwapSpace {
     /// May grow to so many places, of which it has none yet.
-    pub fn new(most_places: usize) -> Result<Self> {
-        let mut free = Vec::new();
-        free.try_reserve_exact(most_places)
-            .map_err(|_| Error::out_of_memory("the list of places on the host", most_places))?;
-        Ok(SwapSpace { free, most_places, ..SwapSpace::default() })
+    pub fn new(most_places: usize) -> Self {
+        SwapSpace { most_places, ..SwapSpace::default() }
     }
 
     /// Whether there can be places at all.
@@ -143,7 +140,11 @@ impl SwapSpace {
     /// There is memory for so many places more.
     pub fn grow(&mut self, num_places: usize) {
         let end = self.num_places.saturating_add(num_places).min(self.most_places);
-        // There is room for all. The lowest numbers go first.
+        // Room for all that come back at any time.
+        if self.free.try_reserve_exact(end - self.free.len()).is_err() {
+            return self.stop_growing();
+        }
+        // The lowest numbers go first.
         self.free.extend((self.num_places..end).map(|place| place as u32));
         self.free.sort_unstable_by(|a, b| b.cmp(a));
         self.num_places = end;
@@ -212,7 +213,7 @@ mod tests {
 
     #[test]
     fn places_grow_to_the_limit_and_come_back() {
-        let mut space = SwapSpace::new(5).unwrap();
+        let mut space = SwapSpace::new(5);
         let (mut a, mut b) = (Vec::new(), Vec::new());
         assert!(!space.take(2, &mut a) && space.num_wanted() == 5);
         space.grow(3);

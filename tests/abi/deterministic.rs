@@ -120,6 +120,9 @@ fn check_swapping(options: &xserv_load_options) {
         let moved = [stats.total_swapped_out_blocks, stats.total_swapped_in_blocks];
         assert!(stats.num_swap_blocks > 0 && moved.iter().all(|blocks| *blocks > 0), "{moved:?}");
     }
+    // No limit takes nothing by itself.
+    let unlimited = xserv_load_options { max_swap_bytes: u64::MAX, ..*options };
+    assert_eq!(idle(&Model::load(dir.path(), &unlimited).unwrap()).num_swap_blocks, 0);
     // Too little for a block.
     let options = xserv_load_options { max_swap_bytes: 1, deterministic: 1, ..*options };
     let (different, stats) = different_outputs(dir.path(), &options);

@@ -216,7 +216,7 @@ fn run(setting: Setting, requests: &[Request]) {
         flights: VecDeque::new(),
         tokens: HashMap::new(),
     };
-    toy.scheduler.set_most_swapped(setting.most_swapped).unwrap();
+    toy.scheduler.set_most_swapped(setting.most_swapped);
     if setting.compute_cost > 0 {
         let costs = toy.scheduler.swap_costs();
         costs.copied(1, Duration::from_millis(10));
@@ -438,7 +438,7 @@ fn the_urgent_go_first_and_may_take_the_place_of_others() {
 /// Two sequences of which the second is preempted while the first grows, with 16 blocks on the host for it.
 fn preempted(costs: impl Fn(&mut SwapCosts)) -> (Scheduler, SequenceKey) {
     let mut scheduler = scheduler(6, 2, 256);
-    scheduler.set_most_swapped(16).unwrap();
+    scheduler.set_most_swapped(16);
     scheduler.add_swap_places(16);
     costs(scheduler.swap_costs());
     scheduler.add(sequence((0..60).collect(), 100)).unwrap();

@@ -38,7 +38,8 @@ pub(super) struct Profile {
 impl CudaContext {
     /// Begins to mark chains that are queued from now on. Returns a number that no profile had before, above 0.
     pub(crate) fn start_profile(&self) -> Result<u64> {
-        let times = self.allocator().allocate(MAX_MARKS * 8, "the marks of a profile")?;
+        // Not from what is set apart for operators: it outlives them.
+        let times = self.allocator().allocate_exact(MAX_MARKS * 8, "the marks of a profile")?;
         let mut profile = self.profile();
         let generation = self.next_profile();
         *profile = Some(Profile {

@@ -37,7 +37,21 @@ impl RegisteredBuffer {
         });
         registered.ok()?;
         let memory = ManuallyDrop::new(memory);
-        Some(RegisteredBuffer { memory, start, device: device.clone() })
+        let buffer = RegisteredBuffer { memory, start, device: device.clone() };
+        // Not every system lets kernels use the host's addresses of such memory.
+        buffer.is_addressed_alike().then_some(buffer)
+    }
+
+    /// Is the address of the memory the same on the device?
+    fn is_addressed_alike(&self) -> bool {
+        let mut there: sys::CUdeviceptr = 0;
+        let told = self.device.enter().and_then(|_current| {
+            // SAFETY: a context is current; registered memory, mapped to the device; one address is written.
+            let status =
+                unsafe { sys::cuMemHostGetDevicePointer_v2(&mut there, self.start.cast(), 0) };
+            check(status, "finding pinned memory on the device")
+        });
+        told.is_ok() && there == self.start as sys::CUdeviceptr
     }
 
     pub(crate) fn start(&self) -> *mut u8 {
