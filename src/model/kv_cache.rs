@@ -121,16 +121,14 @@ impl KvCache {
         block_bytes.ok_or_else(|| Error::internal(format!("block {block} of the KV cache")))
     }
 
-    /// Where the blocks lie on a device. (The layers were placed one behind the other, without gaps.)
-    pub(super) fn device_parts(&self) -> Result<KvParts> {
-        let first = self.device_layer(0)?;
-        let num_blocks = self.num_blocks + SPARE_BLOCKS;
-        Ok(KvParts {
-            start: first.k.data(),
-            num_parts: 2 * self.layout.num_layers,
-            num_blocks,
-            block_bytes: first.k.size_bytes() / num_blocks,
-        })
+    /// The blocks on a device.
+    pub(super) fn device_parts(&self) -> Result<KvParts<'_>> {
+        match &self.memory {
+            KvMemory::Device { layers, .. } => {
+                KvParts::new(layers.iter().flat_map(|layer| [&*layer.k, &*layer.v]))
+            }
+            KvMemory::Host(_) => Err(Error::internal("the KV cache lies on the host")),
+        }
     }
 
     /// The same on a device.

@@ -14,7 +14,7 @@ use crate::backend::cuda::{CudaContext, Event};
 use crate::backend::{ComputeContext, PinnedBuffer};
 use crate::error::{check_room, Error, ErrorKind, Result};
 use crate::memory::{HostBuffer, Pages};
-use crate::ops::stepwise::{kv_cache_swap, MOST_KV_COPIES};
+use crate::ops::stepwise::{kv_cache_swap, KvCopy, MOST_KV_COPIES};
 use crate::ops::KvLayout;
 use crate::panic_guard;
 use crate::thread_state::SignalsBlocked;
@@ -45,7 +45,10 @@ const SLAB_BYTES: usize = 256 << 20;
 /// The places of one model.
 pub struct KvSwap {
     layout: KvLayout,
-    slabs: Vec<Slab>,
+    /// Of a model on the host,
+    slabs: Vec<HostBuffer>,
+    /// or on a device.
+    pinned: Vec<PinnedBuffer>,
     growing: Option<Growing>,
     context: Option<Arc<ComputeContext>>,
     /// In front of and behind copies whose time nobody has asked for, and the blocks between.
@@ -61,11 +64,6 @@ pub struct KvSwap {
 struct Growing {
     thread: JoinHandle<Result<PinnedBuffer>>,
     num_places: usize,
-}
-
-enum Slab {
-    Host(HostBuffer),
-    Pinned(PinnedBuffer),
 }
 
 impl Model {
@@ -106,6 +104,7 @@ impl KvSwap {
         KvSwap {
             layout,
             slabs: Vec::new(),
+            pinned: Vec::new(),
             growing: None,
             context: None,
             marks: None,
@@ -130,9 +129,11 @@ impl KvSwap {
     pub fn grow(&mut self, most: usize) -> Result<Option<usize>> {
         let num_places = self.slab_places().min(most);
         let bytes = num_places.saturating_mul(self.place_bytes());
-        self.slabs.try_reserve(1).map_err(|_| Error::out_of_memory(WHAT, bytes))?;
+        let no_memory = |_| Error::out_of_memory(WHAT, bytes);
+        self.slabs.try_reserve(1).map_err(no_memory)?;
+        self.pinned.try_reserve(1).map_err(no_memory)?;
         let Some(context) = &self.context else {
-            self.slabs.push(Slab::Host(HostBuffer::zeroed(bytes, Pages::Huge)?));
+            self.slabs.push(HostBuffer::zeroed(bytes, Pages::Huge)?);
             return Ok(Some(num_places));
         };
         match self.growing.take() {
@@ -140,7 +141,7 @@ impl KvSwap {
             Some(growing) if !growing.thread.is_finished() => self.growing = Some(growing),
             Some(Growing { thread, num_places }) => {
                 let died = |_| Error::internal("the thread that takes pinned memory died");
-                self.slabs.push(Slab::Pinned(thread.join().map_err(died)??));
+                self.pinned.push(thread.join().map_err(died)??);
                 return Ok(Some(num_places));
             }
         }
@@ -199,22 +200,20 @@ impl KvSwap {
         Ok(Some((begin, end)))
     }
 
-    /// The slab of a place, and its first byte there.
-    fn find(&mut self, place: u32) -> Result<(&mut Slab, usize)> {
-        let (places, bytes) = (self.slab_places(), self.place_bytes());
-        let place = place as usize;
-        let slab = self.slabs.get_mut(place / places);
-        let slab = slab.ok_or_else(|| Error::internal(format!("place {place} on the host")))?;
-        Ok((slab, place % places * bytes))
+    /// The number of a place's slab, and its first byte there.
+    fn find(&self, place: u32) -> (usize, usize) {
+        let (places, place) = (self.slab_places(), place as usize);
+        (place / places, place % places * self.place_bytes())
     }
 
     fn copy_on_host(&mut self, kv: &mut KvCache, copy: &BlockCopy) -> Result<()> {
-        let bytes = self.place_bytes();
-        let (Slab::Host(slab), start) = self.find(copy.place)? else { return Err(no_device()) };
-        let place = slab.as_bytes_mut().get_mut(start..start + bytes);
+        let ((slab, start), bytes) = (self.find(copy.place), self.place_bytes());
+        let slab = self.slabs.get_mut(slab);
+        let place = slab.and_then(|slab| slab.as_bytes_mut().get_mut(start..start + bytes));
         let block = kv.host_block(copy.block)?;
         let place = place.filter(|place| place.len() == block.len());
-        let place = place.ok_or_else(|| Error::internal("a place of another KV cache"))?;
+        let place =
+            place.ok_or_else(|| Error::internal(format!("place {} on the host", copy.place)))?;
         match copy.direction {
             CopyDirection::ToHost => place.copy_from_slice(block),
             CopyDirection::FromHost => block.copy_from_slice(place),
@@ -230,28 +229,17 @@ impl KvSwap {
         copies: &[BlockCopy],
     ) -> Result<()> {
         let parts = kv.device_parts()?;
-        if parts.block_bytes.checked_mul(parts.num_parts) != Some(self.place_bytes()) {
+        if parts.place_bytes() != self.place_bytes() {
             return Err(Error::internal("a place of another KV cache"));
         }
-        let mut pairs = [(0, 0); MOST_KV_COPIES];
-        for (pair, copy) in pairs.iter_mut().zip(copies) {
-            let bytes = self.place_bytes();
-            let (Slab::Pinned(slab), start) = self.find(copy.place)? else {
-                return Err(no_device());
-            };
-            if start + bytes > slab.len_bytes() {
-                return Err(Error::internal(format!("place {} on the host", copy.place)));
-            }
-            // Before the kernel is queued: the memory must not go before it is done, whatever happens here.
-            slab.set_in_use_unmarked();
-            *pair = (copy.block, slab.device_address(start));
+        let mut places = [KvCopy { block: 0, buffer: 0, offset: 0 }; MOST_KV_COPIES];
+        for (place, copy) in places.iter_mut().zip(copies) {
+            let (buffer, offset) = self.find(copy.place);
+            *place = KvCopy { block: copy.block, buffer, offset };
         }
         let to_host = copies.first().is_some_and(|copy| copy.direction == CopyDirection::ToHost);
-        let pairs = pairs.get(..copies.len()).unwrap_or_default();
-        // SAFETY: the parts are those of the cache, whose memory goes to others in the order of the stream only; places
-        // were checked to lie in slabs, which wait for the device before they go. One place has one owner, and so has
-        // a block that is written.
-        unsafe { kv_cache_swap(context, &parts, pairs.iter().copied(), to_host) }
+        let places = places.get(..copies.len()).unwrap_or_default();
+        kv_cache_swap(context, &parts, &mut self.pinned, places, to_host)
     }
 }
 
@@ -288,8 +276,4 @@ impl Drop for KvSwap {
             let _ = growing.thread.join();
         }
     }
-}
-
-fn no_device() -> Error {
-    Error::internal("copies between the host and a device that is not there")
 }

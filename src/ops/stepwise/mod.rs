@@ -29,7 +29,7 @@ pub use decode_gemv_mma::{decode_gemv_mma, has_decode_gemv_mma, OneTokenLinear, 
 pub use embedding_step::embedding_step;
 pub use gelu_tanh::gelu_tanh;
 pub use kv_cache_append::kv_cache_append;
-pub use kv_cache_swap::{kv_cache_swap, KvParts, MOST_KV_COPIES};
+pub use kv_cache_swap::{kv_cache_swap, KvCopy, KvParts, MOST_KV_COPIES};
 pub use prefill_gemm::{has_prefill_gemm, is_prefill_faster, prefill_gemm};
 pub use prefill_heads::{is_prefill_heads_faster, prefill_heads};
 pub use qk_norm_rope_append::{qk_norm_rope_append, rope_tables, KvSlots, QkNormRope};
