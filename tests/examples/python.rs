@@ -118,7 +118,8 @@ fn pip_installs_it_with_a_library() {
         );
     }
     assert!(target.join("xserv/py.typed").is_file());
-    let program = "import sys, xserv; print(xserv.__file__, xserv.library_version, xserv.inspect(sys.argv[1]).supported)";
+    let program = "import sys, xserv; from xserv import inspect, library_version; \
+                   print(xserv.__file__, library_version, inspect(sys.argv[1]).supported)";
     let used = run(command("python3")
         .current_dir(&folder)
         .args(["-c", program])
