@@ -3,7 +3,9 @@
 #pragma once
 
 #include "common/attention.cuh"
+#include "common/cluster.cuh"
 #include "common/dtype.cuh"
+#include "common/mbarrier.cuh"
 #include "common/pdl.cuh"
 #include "common/reduce.cuh"
 
@@ -81,57 +83,5 @@ __device__ __forceinline__ Vec<uint32_t, 2> load_here(const Vec<uint32_t, 2>* so
   asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(v[0]), "=r"(v[1]) : "l"(source) : "memory");
   return v;
 }
-
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-// Relaxed: a release would wait for every copy under way. What the others must see is the initialised
-// mbarrier, and that has its own fence.
-__device__ __forceinline__ void cluster_arrive() {
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-}
-__device__ __forceinline__ void cluster_wait() {
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-// The same place in the shared memory of another block of the cluster.
-__device__ __forceinline__ uint32_t in_block(uint32_t address, uint32_t rank) {
-  uint32_t result;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(result) : "r"(address), "r"(rank));
-  return result;
-}
-// Writes to another block's shared memory and counts the bytes at that block's mbarrier.
-__device__ __forceinline__ void store_remote(uint32_t address, uint32_t barrier, float4 value) {
-  asm volatile(
-      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::
-      "r"(address), "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w), "r"(barrier)
-      : "memory");
-}
-__device__ __forceinline__ void store_remote(uint32_t address, uint32_t barrier, float2 value) {
-  asm volatile(
-      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(address),
-      "f"(value.x), "f"(value.y), "r"(barrier)
-      : "memory");
-}
-__device__ __forceinline__ void barrier_init_one(uint32_t barrier) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
-__device__ __forceinline__ void barrier_expect(uint32_t barrier, uint32_t bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
-               : "memory");
-}
-// Waits for the first phase, bounded: a lost block must not hang the device.
-__device__ __forceinline__ void barrier_wait(uint32_t barrier) {
-#pragma unroll 1
-  for (int i = 0; i < (1 << 24); ++i) {
-    uint32_t done;
-    asm volatile(
-        "{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], 0; selp.u32 %0, 1, 0, p;}"
-        : "=r"(done)
-        : "r"(barrier)
-        : "memory");
-    if (done) return;
-  }
-  __trap();
-}
-#endif
 
 }  // namespace xserv

@@ -22,7 +22,7 @@ __device__ __forceinline__ void combine_slice(T* out, int receive_at, int receiv
 #pragma unroll 1
   for (int begin = warp * 32; begin < slice * 16; begin += kThreads) {
     const int index = min((begin + lane) >> 2, slice * 4 - 1), part = lane & 3;
-    barrier_wait(barrier);
+    mbarrier_wait_bounded(barrier, 0);
     float2 stat[kMostBlocks / 4];
     float value[kMostBlocks / 4];
     float m = kMinusInfinity;

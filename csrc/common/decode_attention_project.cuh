@@ -51,10 +51,11 @@ struct ProjectedHeads {
     const uint32_t barrier = shared + kBarrierAt;
     const int rows = num_rows(p);
     if (threadIdx.x == 0) {
-      barrier_init_one(barrier);
-      barrier_expect(barrier, rows * kWidth * 2);
+      mbarrier_init(barrier, 1);
+      mbarrier_init_fence();
     }
     __syncthreads();
+    if (threadIdx.x == 0) mbarrier_arrive_expect(barrier, rows * kWidth * 2);
     const uint64_t policy = weight_policy();
     const T* const source = static_cast<const T*>(p.weight) + static_cast<long long>(first_head) * kHeadDim;
     for (int row = threadIdx.x; row < rows; row += kThreads) {
@@ -76,11 +77,11 @@ struct ProjectedHeads {
     for (int i = 0; i < kRanks; i += kSenders) {
       // Not all to the same block at once.
       const int to = (i + static_cast<int>(threadIdx.x) / kVectors + rank) % kRanks;
-      const uint32_t remote = in_block(shared, to), remote_barrier = in_block(barrier, to);
-      store_remote(remote + (rank * kVectors + index) * 16, remote_barrier, o);
+      const uint32_t remote = cluster_address(shared, to), remote_barrier = cluster_address(barrier, to);
+      cluster_store_async(remote + (rank * kVectors + index) * 16, remote_barrier, o);
       if (index % (kHeadDim / 4) == 0) {
         const int head = index / (kHeadDim / 4);
-        store_remote(remote + kStatsAt + (rank * kHeads + head) * 8, remote_barrier, make_float2(m, l));
+        cluster_store_async(remote + kStatsAt + (rank * kHeads + head) * 8, remote_barrier, make_float2(m, l));
       }
     }
   }
@@ -94,14 +95,14 @@ struct ProjectedHeads {
     const auto received_stats = reinterpret_cast<const float2*>(decode_attention_shared + base + kStatsAt);
     T* const out = reinterpret_cast<T*>(decode_attention_shared + base + kOutAt);
     // The block's part of W_o is there: into registers, while the others' results are on their way.
-    barrier_wait(shared + kBarrierAt);
+    mbarrier_wait_bounded(shared + kBarrierAt, 0);
     const int row = warp * 16;
     const uint32_t weight_at = shared + kWeightAt + (row + (lane & 15)) * kPitch + (lane >> 4) * 16;
     uint32_t weight[kWidth / 16][4];
 #pragma unroll
     for (int i = 0; i < kWidth / 16; ++i) ldmatrix_x4(weight[i], weight_at + i * 32);
     // A block must not end before what others send it has come, so all wait.
-    barrier_wait(barrier);
+    mbarrier_wait_bounded(barrier, 0);
     {
       const int head = threadIdx.x / kHeadDim;
       float2 stat[kRanks];

@@ -189,12 +189,16 @@ struct DecodeAttention {
     if constexpr (kCluster) {
       if (num_ranks > 1) {
         if (threadIdx.x == 0) {
-          barrier_init_one(barrier);
-          const int bytes = kProjects ? Projected::kPartialBytes : slice * 24;
-          barrier_expect(barrier, num_partials * bytes);
+          mbarrier_init(barrier, 1);
+          mbarrier_init_fence();
         }
         __syncwarp();
-        cluster_arrive();
+        if (threadIdx.x == 0) {
+          const int bytes = kProjects ? Projected::kPartialBytes : slice * 24;
+          mbarrier_arrive_expect(barrier, num_partials * bytes);
+        }
+        __syncwarp();
+        cluster_arrive_relaxed();
       }
     }
 #endif
@@ -465,9 +469,9 @@ struct DecodeAttention {
 #if __CUDA_ARCH__ >= 900
           const int owner = ((index << ranks_log2) / kVectors) * reciprocal >> 16;  // index / slice
           const int place = rank * (slice + kReceivePad) + index - owner * slice;
-          const uint32_t remote = in_block(shared, owner);
-          store_remote(remote + kReceiveAt + place * 16, remote + kBarrierAt, total);
-          store_remote(remote + kReceiveStatsAt + place * 8, remote + kBarrierAt, make_float2(m, l));
+          const uint32_t remote = cluster_address(shared, owner);
+          cluster_store_async(remote + kReceiveAt + place * 16, remote + kBarrierAt, total);
+          cluster_store_async(remote + kReceiveStatsAt + place * 8, remote + kBarrierAt, make_float2(m, l));
 #endif
         } else {
           const long long row = static_cast<long long>(seq) * p.num_heads + group_begin + out_head;

@@ -1,8 +1,6 @@
-// Barriers in shared memory with a phase (mbarrier) and copies of tensor tiles that complete on them.
-// PTX ISA, sections "mbarrier" and "cp.async.bulk.tensor". sm_90 and later.
+// Barriers in shared memory with a phase, on which copies complete. PTX ISA, section "mbarrier". sm_90 and later.
 #pragma once
 
-#include <cuda.h>
 #include <stdint.h>
 
 namespace xserv {
@@ -11,7 +9,8 @@ __device__ __forceinline__ void mbarrier_init(uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-// Makes initialised barriers visible to the copy engine; then a barrier of the block is still needed.
+// Makes initialised barriers visible to the copy engine and to the cluster; the threads that wait on them still
+// have to be told by a barrier of the block or cluster.
 __device__ __forceinline__ void mbarrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -21,7 +20,7 @@ __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
 }
 
 // Arrives, and lets the phase wait for `bytes` more of copies.
-__device__ __forceinline__ void mbarrier_arrive_expect(uint32_t barrier, int bytes) {
+__device__ __forceinline__ void mbarrier_arrive_expect(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
 }
@@ -40,18 +39,20 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
   }
 }
 
-__device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
-
-// A box of a tensor with four axes, innermost coordinate first; what lies outside the tensor becomes zero.
-__device__ __forceinline__ void copy_tensor_box(uint32_t target, const CUtensorMap* map, uint32_t barrier,
-                                                int x0, int x1, int x2, int x3) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], "
-      "[%1, {%3, %4, %5, %6}], [%2];" ::"r"(target),
-      "l"(map), "r"(barrier), "r"(x0), "r"(x1), "r"(x2), "r"(x3)
-      : "memory");
+// The same, but traps where the phase does not end: what was waited for will never come and must not hang the
+// device. The bound is tens of milliseconds at least, where a phase takes microseconds.
+__device__ __forceinline__ void mbarrier_wait_bounded(uint32_t barrier, uint32_t parity) {
+#pragma unroll 1
+  for (int tries = 0; tries < 1 << 22; ++tries) {
+    uint32_t done;
+    asm volatile(
+        "{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+    if (done) return;
+  }
+  __trap();
 }
 
 }  // namespace xserv

@@ -1,5 +1,5 @@
-// Bulk tensor copies into all blocks of a pair, and barriers and stores across a cluster. sm_90 and later.
-// PTX ISA, sections "cp.async.bulk.tensor" (.multicast::cluster), "mbarrier.arrive" and "mapa".
+// Bulk tensor copies into several blocks of a cluster. sm_90 and later.
+// PTX ISA, section "cp.async.bulk.tensor" (.multicast::cluster).
 #pragma once
 
 #include "common/tma.cuh"
@@ -41,26 +41,6 @@ __device__ __forceinline__ void tma_prefetch_2d(const TensorMap* map, int c0, in
 __device__ __forceinline__ void tma_prefetch_4d(const TensorMap* map, int c0, int c1, int c2, int c3) {
   asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(map), "r"(c0),
                "r"(c1), "r"(c2), "r"(c3)
-               : "memory");
-}
-
-// Arrives at a barrier of another block, by its address in the cluster's window. Not .release.cluster: what it
-// tells is that operands have been read, and with it each arrival waits for all memory of the GPU (3 times slower).
-__device__ __forceinline__ void cluster_barrier_arrive(uint32_t barrier) {
-  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-// All threads of all blocks of the cluster that have not ended come here before cluster_wait() lets one pass;
-// without order for what they wrote.
-__device__ __forceinline__ void cluster_arrive_relaxed() {
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-}
-
-// Writes to a block of the cluster, where `barrier` of the same block counts the 16 bytes.
-__device__ __forceinline__ void cluster_store_async(uint32_t address, uint32_t barrier, float4 v) {
-  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
-                   address),
-               "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(barrier)
                : "memory");
 }
 

@@ -45,6 +45,7 @@
 #include "common/mbarrier.cuh"
 #include "common/pdl.cuh"
 #include "common/reduce.cuh"
+#include "common/tma.cuh"
 #include "common/wgmma_attention.cuh"
 
 namespace xserv {
@@ -243,22 +244,22 @@ struct FlashWgmma {
   }
 
   // The four cache blocks of a tile into a stage.
-  __device__ __forceinline__ static void copy_tile(uint32_t target, const CUtensorMap* map, uint32_t barrier,
+  __device__ __forceinline__ static void copy_tile(uint32_t target, const TensorMap* map, uint32_t barrier,
                                                    const int (&ids)[4], int kv_head) {
     mbarrier_arrive_expect(barrier, kTileBytes);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        copy_tensor_box(target + half * (kTileBytes / 2) + i * 32 * 128, map, barrier, half * 64, kv_head, 0,
+        tma_load_4d(target + half * (kTileBytes / 2) + i * 32 * 128, map, barrier, half * 64, kv_head, 0,
                         ids[i]);
       }
     }
   }
 
   // One warp: chooses the items, and copies their keys and values.
-  __device__ __forceinline__ static void produce(const AttentionFlashWgmmaParams& p, const CUtensorMap* k_map,
-                                                 const CUtensorMap* v_map, uint32_t shared,
+  __device__ __forceinline__ static void produce(const AttentionFlashWgmmaParams& p, const TensorMap* k_map,
+                                                 const TensorMap* v_map, uint32_t shared,
                                                  FlashItem* items) {
     const int lane = threadIdx.x & 31;
     const int heads_per_kv_head = p.num_heads / p.num_kv_heads;
@@ -695,15 +696,15 @@ struct FlashWgmma {
     if (kGroups == 2 && group == 0) named_sync(kTurn, kGroups * 128);  // the turn that is left over
   }
 
-  __device__ __forceinline__ static void run(const AttentionFlashWgmmaParams& p, const CUtensorMap* k_map,
-                                             const CUtensorMap* v_map) {
+  __device__ __forceinline__ static void run(const AttentionFlashWgmmaParams& p, const TensorMap* k_map,
+                                             const TensorMap* v_map) {
     extern __shared__ __align__(1024) unsigned char flash_shared[];
     dependency_launch();
     const uint32_t shared = shared_address(flash_shared);
     FlashItem* items = reinterpret_cast<FlashItem*>(flash_shared + kItems);
     if (threadIdx.x == 0) {
-      prefetch_tensor_map(k_map);
-      prefetch_tensor_map(v_map);
+      tensor_map_prefetch(k_map);
+      tensor_map_prefetch(v_map);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         mbarrier_init(shared + kKFull + i * 8, 1);
@@ -771,7 +772,8 @@ __device__ __forceinline__ void merge_segments(const AttentionFlashWgmmaParams& 
   extern "C" __global__ void __launch_bounds__(128 * (groups + 1), 1) \
       xserv_attention_flash_wgmma##variant##_##suffix( \
           const __grid_constant__ xserv::AttentionFlashWgmmaParams p, \
-          const __grid_constant__ CUtensorMap k_map, const __grid_constant__ CUtensorMap v_map) { \
+          const __grid_constant__ xserv::TensorMap k_map,                                                \
+          const __grid_constant__ xserv::TensorMap v_map) {                                               \
     xserv::FlashWgmma<T, groups, segments, early>::run(p, &k_map, &v_map); \
   }
 // The short form has half the queries to an item: for launches that would leave half the device idle. The early

@@ -27,6 +27,7 @@
 // The products are added in the order of k: a token's result does not depend on the other tokens, nor on the
 // tile where k is not divided.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#include "common/cluster.cuh"
 #include "common/mbarrier.cuh"
 #include "common/pdl.cuh"
 #include "common/prefill_rows.cuh"
@@ -111,7 +112,7 @@ __device__ __forceinline__ void prefill_gemm(const PrefillGemmParams& p,
       mbarrier_init(empty + slot * 8, (S::kClusterM + S::kClusterN - 1) * kWarps);
     }
     if constexpr (S::kSplits > 1) mbarrier_init(summed, 1);
-    barrier_init_fence();
+    mbarrier_init_fence();
     if constexpr (S::kSplits > 1) mbarrier_arrive_expect(summed, (S::kSplits - 1) * S::kSourceBytes);
   }
   // The other blocks must have their barriers before bytes for them come.

@@ -22,7 +22,9 @@
 // Without a split the grid may have fewer blocks than there are tiles of rows: they then take several in
 // turn, and the ring runs on across the epilogue. blockIdx.y: which kTokens tokens.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#include "common/cluster.cuh"
 #include "common/dtype.cuh"
+#include "common/mbarrier.cuh"
 #include "common/mma.cuh"
 #include "common/pdl.cuh"
 #include "common/tma.cuh"
@@ -117,12 +119,6 @@ template <int kTokens, int kRows, int kBoxes, int kWeightStages, int kTokenStage
 constexpr int kSkinnySharedBytes =
     (kWeightStages * kRows + kTokenStages * kTokens) * kBoxes * kBox * 2 + kWeightStages * 16;
 
-// All threads of the block, from different places of the program: __syncthreads() is for one place.
-template <int kThreads>
-__device__ __forceinline__ void meet() {
-  asm volatile("bar.sync 2, %0;" ::"n"(kThreads) : "memory");
-}
-
 template <typename T, Epilogue kEpilogue, int kTokens, int kRows, int kBoxes, int kWeightStages,
           int kTokenStages>
 __device__ __forceinline__ void skinny_gemm(const SkinnyGemmParams& p) {
@@ -148,66 +144,71 @@ __device__ __forceinline__ void skinny_gemm(const SkinnyGemmParams& p) {
   const int num_chunks = (split + 1) * num_units / num_splits * kUnit - chunk_begin;
   const int first_token = blockIdx.y * kTokens;
 
-  if (warp == kWarps) {
-    // The producer. Slot s of the weights has chunks s, s + kWeightStages ..., and its barrier also counts
-    // the tokens of the chunk, which arrive in a ring of their own.
-    const int my_tiles = (num_tiles - first_tile + tile_step - 1) / tile_step;
-    const int total = my_tiles * num_chunks;
-    const uint64_t stream = l2_evict_first(), keep = l2_evict_last();
-    int weight_tile = first_tile, weight_chunk = 0, weight_slot = 0;
-    int token_chunk = 0, token_slot = 0, token_barrier = 0;
-    const auto load_weights = [&]() {
-      const uint32_t barrier = full + weight_slot * 8, target = weight_ring + weight_slot * kWeightBytes;
-      barrier_arrive_expect(barrier, kWeightBytes);
+  // For the producer. Slot s of the weights has chunks s, s + kWeightStages ..., and its barrier also counts
+  // the tokens of the chunk, which arrive in a ring of their own.
+  const int my_tiles = (num_tiles - first_tile + tile_step - 1) / tile_step;
+  const int total = my_tiles * num_chunks;
+  const uint64_t stream = l2_evict_first(), keep = l2_evict_last();
+  struct {
+    int tile, chunk, slot;
+  } next_weights = {first_tile, 0, 0};
+  struct {
+    int chunk, slot, barrier;
+  } next_tokens = {0, 0, 0};
+  const auto load_weights = [&]() {
+    const uint32_t barrier = full + next_weights.slot * 8, target = weight_ring + next_weights.slot * kWeightBytes;
+    mbarrier_arrive_expect(barrier, kWeightBytes);
 #pragma unroll
-      for (int rows = 0; rows < kRows; rows += 64) {
-#pragma unroll
-        for (int box = 0; box < kBoxes; ++box) {
-          const uint32_t place = target + box * kWeightBoxBytes + rows * 128;
-          const int column = ((chunk_begin + weight_chunk) * kBoxes + box) * kBox;
-          const int row = weight_tile * kRows + rows;
-          if constexpr (kEpilogue == Epilogue::kSwiglu) {
-            tma_load_4d(place, &p.weight, barrier, column, 0, 0, row / 16, stream);
-          } else {
-            tma_load_2d(place, &p.weight, barrier, column, row, stream);
-          }
-        }
-      }
-      if (++weight_slot == kWeightStages) weight_slot = 0;
-      if (++weight_chunk == num_chunks) weight_chunk = 0, weight_tile += tile_step;
-    };
-    const auto load_tokens = [&]() {
-      const uint32_t barrier = full + token_barrier * 8, target = token_ring + token_slot * kTokenBytes;
-      barrier_arrive_expect(barrier, kTokenBytes);
+    for (int rows = 0; rows < kRows; rows += 64) {
 #pragma unroll
       for (int box = 0; box < kBoxes; ++box) {
-        tma_load_2d(target + box * kTokenBoxBytes, &p.x, barrier,
-                    ((chunk_begin + token_chunk) * kBoxes + box) * kBox, first_token, keep);
+        const uint32_t place = target + box * kWeightBoxBytes + rows * 128;
+        const int column = ((chunk_begin + next_weights.chunk) * kBoxes + box) * kBox;
+        const int row = next_weights.tile * kRows + rows;
+        if constexpr (kEpilogue == Epilogue::kSwiglu) {
+          tma_load_4d(place, &p.weight, barrier, column, 0, 0, row / 16, stream);
+        } else {
+          tma_load_2d(place, &p.weight, barrier, column, row, stream);
+        }
       }
-      if (++token_slot == kTokenStages) token_slot = 0;
-      if (++token_barrier == kWeightStages) token_barrier = 0;
-      if (++token_chunk == num_chunks) token_chunk = 0;
-    };
-    if (lane == 0) {
-      tensor_map_prefetch(&p.weight);
-      tensor_map_prefetch(&p.x);
-#pragma unroll
-      for (int slot = 0; slot < kWeightStages; ++slot) {
-        barrier_init(full + slot * 8, 2);
-        barrier_init(empty + slot * 8, kWarps);
-      }
-      barrier_init_fence();
-      for (int i = 0; i < min(kWeightStages, total); ++i) load_weights();
-      dependency_launch();
     }
-    meet<(kWarps + 1) * 32>();
+    if (++next_weights.slot == kWeightStages) next_weights.slot = 0;
+    if (++next_weights.chunk == num_chunks) next_weights.chunk = 0, next_weights.tile += tile_step;
+  };
+  const auto load_tokens = [&]() {
+    const uint32_t barrier = full + next_tokens.barrier * 8, target = token_ring + next_tokens.slot * kTokenBytes;
+    mbarrier_arrive_expect(barrier, kTokenBytes);
+#pragma unroll
+    for (int box = 0; box < kBoxes; ++box) {
+      tma_load_2d(target + box * kTokenBoxBytes, &p.x, barrier,
+                  ((chunk_begin + next_tokens.chunk) * kBoxes + box) * kBox, first_token, keep);
+    }
+    if (++next_tokens.slot == kTokenStages) next_tokens.slot = 0;
+    if (++next_tokens.barrier == kWeightStages) next_tokens.barrier = 0;
+    if (++next_tokens.chunk == num_chunks) next_tokens.chunk = 0;
+  };
+  if (warp == kWarps && lane == 0) {
+    tensor_map_prefetch(&p.weight);
+    tensor_map_prefetch(&p.x);
+#pragma unroll
+    for (int slot = 0; slot < kWeightStages; ++slot) {
+      mbarrier_init(full + slot * 8, 2);
+      mbarrier_init(empty + slot * 8, kWarps);
+    }
+    mbarrier_init_fence();
+    for (int i = 0; i < min(kWeightStages, total); ++i) load_weights();
+    dependency_launch();
+  }
+  __syncwarp();
+  __syncthreads();
+  if (warp == kWarps) {
     if (lane == 0) {
       dependency_wait();
       for (int i = 0; i < min(kTokenStages, total); ++i) load_tokens();
       int slot = 0;
       uint32_t parity = 0;
       for (int i = 0; i + kTokenStages < total; ++i) {
-        barrier_wait(empty + slot * 8, parity);
+        mbarrier_wait_bounded(empty + slot * 8, parity);
         load_tokens();
         if (i + kWeightStages < total) load_weights();
         if (++slot == kWeightStages) slot = 0, parity ^= 1;
@@ -223,7 +224,6 @@ __device__ __forceinline__ void skinny_gemm(const SkinnyGemmParams& p) {
     return;
   }
 
-  meet<(kWarps + 1) * 32>();
   dependency_wait();
   // Start, (not read), distance of eight lines, swizzle of 128 bytes.
   constexpr uint64_t kFixed = 1ull << 16 | static_cast<uint64_t>(1024 >> 4) << 32 | 1ull << 62;
@@ -233,7 +233,7 @@ __device__ __forceinline__ void skinny_gemm(const SkinnyGemmParams& p) {
   for (int tile = first_tile; tile < num_tiles; tile += tile_step) {
     int previous = -1;
     for (int chunk = 0; chunk < num_chunks; ++chunk) {
-      barrier_wait(full + slot * 8, parity);
+      mbarrier_wait_bounded(full + slot * 8, parity);
       const uint32_t rows = weight_ring + slot * kWeightBytes + warp / 4 * (64 * kBox * 2);
       const uint64_t a = (rows & 0x3ffff) >> 4 | kFixed;
       const uint64_t b = ((token_ring + token_slot * kTokenBytes) & 0x3ffff) >> 4 | kFixed;
@@ -250,7 +250,7 @@ __device__ __forceinline__ void skinny_gemm(const SkinnyGemmParams& p) {
       wgmma_commit();
       if (previous >= 0) {
         wgmma_wait<1>();
-        if (lane == 0) barrier_arrive(empty + previous * 8);
+        if (lane == 0) mbarrier_arrive(empty + previous * 8);
       }
       previous = slot;
       if (++slot == kWeightStages) slot = 0, parity ^= 1;
@@ -259,7 +259,7 @@ __device__ __forceinline__ void skinny_gemm(const SkinnyGemmParams& p) {
     wgmma_wait<0>();
 #pragma unroll
     for (int i = 0; i < kTokens / 2; ++i) asm volatile("" : "+f"(sum[i])::"memory");  // not before the wait
-    if (lane == 0) barrier_arrive(empty + previous * 8);
+    if (lane == 0) mbarrier_arrive(empty + previous * 8);
 
     const int tile_row = tile * kRows;
     if (num_splits == 1) {

@@ -2,13 +2,13 @@
 //!
 //! ```text
 //! cargo bench --bench steps -- FOLDER [--decode 1x512,32x4096] [--prefill 512,2048] [--steps 64] [--profile]
-//!     [--deterministic] [--json]
+//!     [--deterministic] [--f16] [--json]
 //! ```
 //!
 //! `--decode BxC`: B sequences with C tokens behind them take one greedy token each, steps following each other
 //! without a gap, as in an engine. `--prefill T`: a prompt of T tokens up to its first token. Times are medians, in
 //! milliseconds. The limits are those of an H200: 4706 GB/s of reads, 680 TFLOP/s of sustained bf16 products;
-//! `--read-gbs` and `--tflops` set others. `--profile` adds where each step's time goes: a table of the parts of
+//! `--read-gbs` and `--tflops` set others. Weights are bf16, or f16 with `--f16`. `--profile` adds where each step's time goes: a table of the parts of
 //! all layers that adds up to the step. `tests/bench/make_random_model.py` makes folders.
 
 use std::time::Instant;
@@ -31,6 +31,7 @@ struct Options {
     tflops: f64,
     profile: bool,
     deterministic: bool,
+    dtype: DType,
     json: bool,
 }
 
@@ -48,6 +49,7 @@ fn options() -> Option<Options> {
         tflops: 680.0,
         profile: false,
         deterministic: false,
+        dtype: DType::BF16,
         json: false,
     };
     let mut args = std::env::args().skip(1);
@@ -57,6 +59,7 @@ fn options() -> Option<Options> {
             "--json" => options.json = true,
             "--profile" => options.profile = true,
             "--deterministic" => options.deterministic = true,
+            "--f16" => options.dtype = DType::F16,
             "--decode" => {
                 let pair = |s: &str| {
                     let (b, c) = s.split_once('x')?;
@@ -98,7 +101,7 @@ fn main() {
     };
     let Some(context) = cuda_context() else { return };
     let begin = Instant::now();
-    let dtype = Some(DType::BF16);
+    let dtype = Some(options.dtype);
     let model = match options.deterministic {
         true => load_deterministic(&options.folder, dtype, context),
         false => load_on_cuda(&options.folder, dtype, context),
