@@ -12,6 +12,11 @@ __device__ __forceinline__ uint32_t order_key(float value) {
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
+// The value of a key.
+__device__ __forceinline__ float value_of_key(uint32_t key) {
+  return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
+}
+
 // Distinct for distinct indices, and above 0 for every index below 2^32 - 1: 0 is free to mean "none".
 __device__ __forceinline__ uint64_t pair_key(float value, uint32_t index) {
   return static_cast<uint64_t>(order_key(value)) << 32 | (0xffffffffu - index);

@@ -20,15 +20,18 @@ __device__ __forceinline__ uint4 philox(uint64_t key, uint4 counter) {
   return counter;
 }
 
+// Above 0 and below 1. (The largest bits would round to 1.)
+__device__ __forceinline__ float uniform(uint32_t bits) {
+  return fminf((static_cast<float>(bits) + 0.5f) * 0x1p-32f, 1.0f - 0x1p-24f);
+}
+
 // Standard Gumbel noise from 32 random bits: -log(E) for an exponentially distributed E. The bits count from
 // the side where E is small, the side that wins, so that float's precision is there.
 __device__ __forceinline__ float gumbel(uint32_t bits) {
-  // The largest bits would round to 1, whose noise is infinite.
-  const float uniform = fminf((static_cast<float>(bits) + 0.5f) * 0x1p-32f, 1.0f - 0x1p-24f);
-  return -logf(-log1pf(-uniform));
+  return -logf(-log1pf(-uniform(bits)));
 }
 
-// No noise is outside these bounds.
-constexpr float kMostGumbel = 23.0f, kLeastGumbel = -2.9f;
+// No noise is above that.
+constexpr float kMostGumbel = 23.0f;
 
 }  // namespace xserv

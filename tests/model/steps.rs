@@ -8,7 +8,9 @@ use xserv::backend::{Arena, ComputeContext, PinnedBuffer};
 use xserv::engine::{GenerationConfig, Sampler, SamplingOverrides, SamplingParams};
 use xserv::memory::{DType, ElementType};
 use xserv::model::{Draw, Model, TokenChoice, FROM_BATCH, NO_TOKEN};
-use xserv::ops::stepwise::{sample, SampleBuffers, SampleRow, SAMPLE_PARTS, SAMPLE_ROW_WORDS};
+use xserv::ops::stepwise::{
+    sample, SampleBuffers, SampleRow, SAMPLE_COUNTERS, SAMPLE_PARTIALS, SAMPLE_ROW_WORDS,
+};
 
 use crate::driver::{cuda_context, load, load_on_cuda, Driver, Sequence};
 use crate::files::{Random, Store, TestModel};
@@ -204,7 +206,7 @@ impl Chooser {
     fn run(&self, logits: &[Vec<f32>], rows: &[SampleRow]) -> Vec<u32> {
         let (num_rows, vocab_size) = (logits.len(), logits[0].len());
         let float = ElementType::Float(DType::F32);
-        let mut arena = Arena::new(&self.context, 64 << 20, "a test").expect("memory");
+        let mut arena = Arena::new(&self.context, 192 << 20, "a test").expect("memory");
         let mut upload = |element, shape: &[usize], bytes: Vec<u8>| {
             let tensor = arena.tensor(element, shape).expect("room");
             let mut host = PinnedBuffer::new(&self.context, bytes.len(), "a test").expect("room");
@@ -223,8 +225,9 @@ impl Chooser {
         let address = le(vec![address as u32, (address >> 32) as u32]);
         let host_tokens = upload(ElementType::I32, &[2], address);
         let tokens = upload(ElementType::I32, &[num_rows], vec![0; num_rows * 4]);
-        let counters = upload(ElementType::I32, &[num_rows], vec![0; num_rows * 4]);
-        let len = 2 * num_rows * SAMPLE_PARTS;
+        let len = num_rows * SAMPLE_COUNTERS;
+        let counters = upload(ElementType::I32, &[len], vec![0; len * 4]);
+        let len = num_rows * SAMPLE_PARTIALS;
         let partials = upload(ElementType::I64, &[len], vec![0xee; len * 8]);
         let buffers = SampleBuffers {
             rows: &rows,
@@ -296,10 +299,20 @@ fn draws_on_cuda_have_the_distribution_of_the_host() {
         (1.0, Some(1000), Some(0.999), None),
         (1e-6, None, None, None),
     ];
-    for (case, (temperature, top_k, top_p, min_p)) in cases.into_iter().enumerate() {
-        let mut logits = noise(case as u64 + 10, 203);
+    // The last ones: more equals than are sorted, more of the likely tokens, and too large a k.
+    let flat = [
+        (1.0, Some(5), Some(0.9), None),
+        (1.0, None, Some(0.7), None),
+        (0.8, Some(700), Some(0.9), Some(0.5)),
+    ];
+    let cases = cases.map(|case| (case, false)).into_iter().chain(flat.map(|case| (case, true)));
+    for (case, ((temperature, top_k, top_p, min_p), is_flat)) in cases.enumerate() {
+        let mut logits = noise(case as u64 + 10, if is_flat { 6000 } else { 203 });
         // Rounded, so that there are equals, at the borders of the filters too.
-        logits.iter_mut().for_each(|x| *x = (*x * 4.0).round() / 4.0);
+        match is_flat {
+            true => logits.iter_mut().for_each(|x| *x = x.signum()),
+            false => logits.iter_mut().for_each(|x| *x = (*x * 4.0).round() / 4.0),
+        }
         let caller = SamplingOverrides {
             temperature: Some(temperature),
             top_k,
@@ -339,14 +352,25 @@ fn draws_on_cuda_have_the_distribution_of_the_host() {
     }
 }
 
-/// Filters over a whole vocabulary: the token is one that the CPU's sampler leaves.
+/// Filters over a whole vocabulary: the token is one that the CPU's sampler leaves. Few tokens and many, more equals
+/// than the device sorts, and more tokens than it sorts, without equals.
 #[test]
 fn filters_on_cuda_leave_what_they_leave_on_the_host() {
     let Some(chooser) = chooser() else { return };
-    let cases = [(Some(50), None), (None, Some(0.5)), (Some(20), Some(0.95)), (None, Some(0.05))];
-    for (case, (top_k, top_p)) in cases.into_iter().enumerate() {
+    let filters = [
+        (Some(50), None),
+        (None, Some(0.5)),
+        (Some(20), Some(0.95)),
+        (None, Some(0.05)),
+        (Some(512), Some(0.3)),
+        (Some(513), None),
+        (Some(3000), Some(0.6)),
+        (None, Some(0.97)),
+    ];
+    let cases = filters.iter().flat_map(|filter| [(*filter, 1.0), (*filter, 0.05), (*filter, 0.0)]);
+    for (case, ((top_k, top_p), spread)) in cases.enumerate() {
         let mut logits = noise(case as u64 + 90, 151_936);
-        logits.iter_mut().for_each(|x| *x = half::bf16::from_f32(*x).to_f32());
+        logits.iter_mut().for_each(|x| *x = half::bf16::from_f32(*x * spread).to_f32());
         let caller = SamplingOverrides {
             temperature: Some(0.6),
             top_k,
@@ -372,7 +396,8 @@ fn filters_on_cuda_leave_what_they_leave_on_the_host() {
             })
             .collect();
         for token in chooser.run(&vec![logits.clone(); 32], &rows) {
-            assert!(kept.contains(&token), "case {case}: {token} is not among {}", kept.len());
+            let is_kept = kept.contains(&token);
+            assert!(is_kept, "{top_k:?} {top_p:?} {spread}: {token} is not among {}", kept.len());
         }
     }
 }

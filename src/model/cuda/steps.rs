@@ -19,7 +19,9 @@ use crate::model::batch::ForwardBatch;
 use crate::model::kv_cache::KvCache;
 use crate::model::step::{Step, StepResult, TokenChoice, FROM_BATCH, NO_TOKEN};
 use crate::model::ModelConfig;
-use crate::ops::stepwise::{sample, DecodeScratch, SampleBuffers, SAMPLE_PARTS};
+use crate::ops::stepwise::{
+    sample, DecodeScratch, SampleBuffers, SAMPLE_COUNTERS, SAMPLE_PARTIALS,
+};
 use crate::ops::tensor::{cast, copy};
 
 /// Steps that may be under way: the host prepares one while the device computes another.
@@ -34,9 +36,9 @@ pub(in crate::model) struct DeviceSteps {
     record: RecordMemory,
     /// `[MAX_STEP_ROWS]`, the tokens of the step begun last.
     pub chosen: DeviceTensor,
-    /// `[2 * MAX_STEP_ROWS * SAMPLE_PARTS]`
+    /// `[PARTIALS]`
     partials: DeviceTensor,
-    /// `[MAX_STEP_ROWS]`, zero.
+    /// `[COUNTERS]`, zero.
     counters: DeviceTensor,
     /// Of the steps in flight.
     results: Vec<ResultSlot>,
@@ -73,7 +75,8 @@ fn record_len(limits: &PassLimits) -> Result<usize> {
     RecordMemory::len_for(&shape)
 }
 
-const PARTIALS: usize = 2 * MAX_STEP_ROWS * SAMPLE_PARTS;
+const PARTIALS: usize = MAX_STEP_ROWS * SAMPLE_PARTIALS;
+const COUNTERS: usize = MAX_STEP_ROWS * SAMPLE_COUNTERS;
 
 impl DeviceSteps {
     /// Bytes of device memory, for passes within `limits`.
@@ -88,7 +91,7 @@ impl DeviceSteps {
         let mut arena = Arena::new(context, choice_bytes()?, "the choice of tokens")?;
         let chosen = arena.tensor(ElementType::I32, &[MAX_STEP_ROWS])?;
         let partials = arena.tensor(ElementType::I64, &[PARTIALS])?;
-        let counters = arena.tensor(ElementType::I32, &[MAX_STEP_ROWS])?;
+        let counters = arena.tensor(ElementType::I32, &[COUNTERS])?;
         counters.zero(context)?;
         chosen.zero(context)?;
         let lead = match context.backend() {
@@ -174,8 +177,9 @@ impl DeviceSteps {
 }
 
 fn choice_bytes() -> Result<usize> {
-    let words = Arena::bytes_for(ElementType::I32, &[MAX_STEP_ROWS])?;
-    Ok(2 * words + Arena::bytes_for(ElementType::I64, &[PARTIALS])?)
+    let chosen = Arena::bytes_for(ElementType::I32, &[MAX_STEP_ROWS])?;
+    let counters = Arena::bytes_for(ElementType::I32, &[COUNTERS])?;
+    Ok(chosen + counters + Arena::bytes_for(ElementType::I64, &[PARTIALS])?)
 }
 
 impl CudaModel {

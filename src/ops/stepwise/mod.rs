@@ -33,7 +33,9 @@ pub use kv_cache_swap::{kv_cache_swap, KvCopy, KvParts, MOST_KV_COPIES};
 pub use prefill_gemm::{has_prefill_gemm, is_prefill_faster, prefill_gemm};
 pub use prefill_heads::{is_prefill_heads_faster, prefill_heads};
 pub use qk_norm_rope_append::{qk_norm_rope_append, rope_tables, KvSlots, QkNormRope};
-pub use sample::{sample, SampleBuffers, SampleRow, SAMPLE_PARTS, SAMPLE_ROW_WORDS};
+pub use sample::{
+    sample, SampleBuffers, SampleRow, SAMPLE_COUNTERS, SAMPLE_PARTIALS, SAMPLE_ROW_WORDS,
+};
 pub use silu_mul::silu_mul;
 pub use skinny_gemm::{
     has_skinny_gemm, is_skinny_weight, num_fixed_parts, rms_norm_step, skinny_gemm, LinearResult,

@@ -47,8 +47,14 @@ impl SampleRow {
     }
 }
 
-/// Blocks that share a row.
-pub const SAMPLE_PARTS: usize = 16;
+/// The most blocks that share a row.
+const MOST_PARTS: usize = 64;
+/// Tokens that the filters of a row are applied to, as `csrc/ops/sample.cu` has it.
+const MOST_CANDIDATES: usize = 1024;
+/// Numbers of [`SampleBuffers::partials`] for a row.
+pub const SAMPLE_PARTIALS: usize = 2 * MOST_PARTS + MOST_CANDIDATES;
+/// Numbers of [`SampleBuffers::counters`] for a row.
+pub const SAMPLE_COUNTERS: usize = 4;
 
 /// Where tokens go, and memory for the choice.
 #[derive(Clone, Copy, Debug)]
@@ -59,9 +65,9 @@ pub struct SampleBuffers<'a> {
     pub tokens: &'a Tensor,
     /// i32 [2]: the address of host memory that the tokens are also written to.
     pub host_tokens: &'a Tensor,
-    /// i64 [at least 2 * num_rows * SAMPLE_PARTS]
+    /// i64 [at least num_rows * SAMPLE_PARTIALS]
     pub partials: &'a Tensor,
-    /// i32 [at least num_rows], zero before and after.
+    /// i32 [at least num_rows * SAMPLE_COUNTERS], zero before and after.
     pub counters: &'a Tensor,
 }
 
@@ -82,6 +88,16 @@ const _: () = assert!(size_of::<SampleArgs>() == 56);
 
 const THREADS: u32 = 512;
 
+/// How many blocks share a row: few rows leave room for many. The choice does not depend on it.
+fn parts(num_rows: u32) -> u32 {
+    match num_rows {
+        0..=4 => MOST_PARTS as u32,
+        5..=8 => 32,
+        9..=64 => 16,
+        _ => 8,
+    }
+}
+
 /// Chooses the tokens behind `logits` [num_rows, vocab_size].
 pub fn sample(
     context: &ComputeContext,
@@ -95,10 +111,11 @@ pub fn sample(
     let room = |tensor: &Tensor, len: i64| tensor.is_contiguous() && tensor.num_elements() >= len;
     let rows = i64::from(num_rows);
     if !room(buffers.tokens, rows)
-        || !room(buffers.partials, 2 * rows * SAMPLE_PARTS as i64)
-        || !room(buffers.counters, rows)
+        || !room(buffers.partials, rows * SAMPLE_PARTIALS as i64)
+        || !room(buffers.counters, rows * SAMPLE_COUNTERS as i64)
         || num_rows > 65535
         || !(buffers.rows.data() as usize).is_multiple_of(8)
+        || !(buffers.counters.data() as usize).is_multiple_of(8)
         || !(buffers.host_tokens.data() as usize).is_multiple_of(8)
     {
         return Err(Error::internal(format!("no room to choose the tokens of {num_rows} rows")));
@@ -114,15 +131,14 @@ pub fn sample(
         partials: buffers.partials.data(),
         counters: buffers.counters.data(),
         vocab_size,
-        parts: SAMPLE_PARTS as i32,
+        parts: parts(num_rows) as i32,
     };
     let [scan, choose] = match dtype {
         DType::F32 => ["xserv_sample_scan_f32", "xserv_sample_choose_f32"],
         DType::F16 => ["xserv_sample_scan_f16", "xserv_sample_choose_f16"],
         DType::BF16 => ["xserv_sample_scan_bf16", "xserv_sample_choose_bf16"],
     };
-    let launch =
-        Launch { grid: (SAMPLE_PARTS as u32, num_rows, 1), block: THREADS, shared_bytes: 0 };
+    let launch = Launch { grid: (parts(num_rows), num_rows, 1), block: THREADS, shared_bytes: 0 };
     let cuda = cuda(context)?;
     for name in [scan, choose] {
         let arguments = Arguments::new().value(&arguments);
