@@ -104,25 +104,37 @@ static void free_jobs(job *jobs, uint32_t num_jobs) {
   free(jobs);
 }
 
-/* Runs work->batch requests at once. NULL if one failed; else free_jobs() ends the result. */
-static job *run_jobs(workload *work, uint32_t prompt_len, uint32_t num_steps) {
+/* work->batch requests with prompts of random tokens; free_jobs() ends them. */
+static job *make_jobs(workload *work, uint32_t prompt_len, uint32_t num_steps) {
   job *jobs = calloc(work->batch, sizeof *jobs);
-  pthread_t *threads = calloc(work->batch, sizeof *threads);
-  pthread_barrier_t start;
-  bool failed = jobs == NULL || threads == NULL;
+  bool failed = jobs == NULL;
   for (uint32_t i = 0; i < work->batch && !failed; i++) {
     uint32_t *prompt = malloc(prompt_len * sizeof *prompt);
     for (uint32_t k = 0; prompt != NULL && k < prompt_len; k++) prompt[k] = random_token(work);
-    jobs[i] = (job){.work = work, .start = &start, .prompt = prompt, .prompt_len = prompt_len};
-    jobs[i].num_steps = num_steps;
+    jobs[i] = (job){.work = work, .prompt = prompt, .prompt_len = prompt_len, .num_steps = num_steps};
     jobs[i].token_times = calloc(num_steps + 1u, sizeof *jobs[i].token_times);
     jobs[i].logits = num_steps == 0 ? malloc(work->vocab_size * sizeof(float)) : NULL;
     failed = prompt == NULL || jobs[i].token_times == NULL ||
              (num_steps == 0 && jobs[i].logits == NULL);
   }
-  if (failed || pthread_barrier_init(&start, NULL, work->batch) != 0) {
+  if (failed) {
     fprintf(stderr, "bench: out of memory\n");
     exit(1);
+  }
+  return jobs;
+}
+
+/* Runs all of them at once. False if one failed. */
+static bool run_jobs(workload *work, job *jobs) {
+  pthread_t *threads = calloc(work->batch, sizeof *threads);
+  pthread_barrier_t start;
+  if (threads == NULL || pthread_barrier_init(&start, NULL, work->batch) != 0) {
+    fprintf(stderr, "bench: out of memory\n");
+    exit(1);
+  }
+  for (uint32_t i = 0; i < work->batch; i++) {
+    jobs[i].start = &start;
+    jobs[i].num_tokens = 0;
   }
   for (uint32_t i = 1; i < work->batch; i++) {
     if (pthread_create(&threads[i], NULL, run_job, &jobs[i]) != 0) {
@@ -134,10 +146,9 @@ static job *run_jobs(workload *work, uint32_t prompt_len, uint32_t num_steps) {
   for (uint32_t i = 1; i < work->batch; i++) pthread_join(threads[i], NULL);
   pthread_barrier_destroy(&start);
   free(threads);
-  for (uint32_t i = 0; i < work->batch; i++) failed = failed || jobs[i].failed;
-  if (!failed) return jobs;
-  free_jobs(jobs, work->batch);
-  return NULL;
+  for (uint32_t i = 0; i < work->batch; i++)
+    if (jobs[i].failed) return false;
+  return true;
 }
 
 static rate rate_between(double num_tokens, instant from, instant to) {
@@ -148,46 +159,64 @@ static instant earlier(instant a, instant b) { return a.wall <= b.wall ? a : b; 
 static instant later(instant a, instant b) { return a.wall >= b.wall ? a : b; }
 
 bool measure_prompt(workload *work, uint32_t num_tokens, rate *result) {
-  job *jobs = run_jobs(work, num_tokens, 0);
-  if (jobs == NULL) return false;
+  job *jobs = make_jobs(work, num_tokens, 0);
+  bool ok = run_jobs(work, jobs);
   instant from = jobs[0].began, to = jobs[0].ended;
   for (uint32_t i = 1; i < work->batch; i++) {
     from = earlier(from, jobs[i].began);
     to = later(to, jobs[i].ended);
   }
-  *result = rate_between((double)num_tokens * work->batch, from, to);
+  if (ok) *result = rate_between((double)num_tokens * work->batch, from, to);
   free_jobs(jobs, work->batch);
-  return true;
+  return ok;
+}
+
+/* Tokens of all requests between two moments. */
+static double count_tokens(const workload *work, const job *jobs, instant from, instant to) {
+  double count = 0;
+  for (uint32_t i = 0; i < work->batch; i++)
+    for (uint32_t k = 0; k < jobs[i].num_steps; k++) {
+      double wall = jobs[i].token_times[k].wall;
+      if (wall > from.wall && wall <= to.wall) count++;
+    }
+  return count;
 }
 
 bool measure_generation(workload *work, uint32_t depth, uint32_t num_tokens, rate *result) {
   /* The first token comes with the prompt; with a prompt of one token that is a step like others. */
   uint32_t num_steps = depth == 0 ? num_tokens : num_tokens + 1;
-  job *jobs = run_jobs(work, depth == 0 ? 1 : depth, num_steps);
-  if (jobs == NULL) return false;
-
-  /* Time starts when the last of the requests has its prompt behind it, and ends with the last token.
-   * Tokens that came to other requests before that don't count. */
-  instant from = jobs[0].began, to = jobs[0].token_times[num_steps - 1];
-  for (uint32_t i = 0; i < work->batch; i++) {
-    from = depth == 0 ? earlier(from, jobs[i].began) : later(from, jobs[i].token_times[0]);
-    to = later(to, jobs[i].token_times[num_steps - 1]);
+  job *jobs = make_jobs(work, depth == 0 ? 1 : depth, num_steps);
+  bool ok = true;
+  if (work->batch > 1 && depth > 0) {
+    /* Fills the prefix cache, so that all requests come to their first tokens at about the same time. */
+    for (uint32_t i = 0; i < work->batch; i++) jobs[i].num_steps = 1;
+    ok = run_jobs(work, jobs);
+    for (uint32_t i = 0; i < work->batch; i++) jobs[i].num_steps = num_steps;
   }
-  double counted = 0;
-  for (uint32_t i = 0; i < work->batch; i++)
-    for (uint32_t k = 0; k < num_steps; k++)
-      if (jobs[i].token_times[k].wall > from.wall) counted++;
-  *result = rate_between(counted, from, to);
+  ok = ok && run_jobs(work, jobs);
+
+  /* Time starts when the last of the requests has its prompt behind it, and ends when the first has all its tokens:
+   * meanwhile all of them generate. */
+  instant from = jobs[0].began, to = jobs[0].token_times[num_steps - 1], last = to;
+  for (uint32_t i = 0; i < work->batch; i++) {
+    instant end = jobs[i].token_times[num_steps - 1];
+    from = depth == 0 ? earlier(from, jobs[i].began) : later(from, jobs[i].token_times[0]);
+    to = earlier(to, end);
+    last = later(last, end);
+  }
+  /* Where memory does not allow that, up to the last token of all. */
+  if (to.wall <= from.wall) to = last;
+  if (ok) *result = rate_between(count_tokens(work, jobs, from, to), from, to);
   free_jobs(jobs, work->batch);
-  return true;
+  return ok;
 }
 
 bool measure_first_token(workload *work, uint32_t num_tokens, double *seconds) {
-  job *jobs = run_jobs(work, num_tokens, 1);
-  if (jobs == NULL) return false;
-  *seconds = jobs[0].first_token_seconds;
+  job *jobs = make_jobs(work, num_tokens, 1);
+  bool ok = run_jobs(work, jobs);
+  if (ok) *seconds = jobs[0].first_token_seconds;
   free_jobs(jobs, work->batch);
-  return true;
+  return ok;
 }
 
 bool measure_idle_request(workload *work, uint32_t num_tokens, double *seconds) {
