@@ -2,20 +2,21 @@
 //!
 //! ```text
 //! cargo bench --bench steps -- FOLDER [--decode 1x512,32x4096] [--prefill 512,2048] [--steps 64] [--profile]
-//!     [--deterministic] [--f16] [--json]
+//!     [--draw TEMPERATURE,TOP_K,TOP_P] [--deterministic] [--f16] [--json]
 //! ```
 //!
 //! `--decode BxC`: B sequences with C tokens behind them take one greedy token each, steps following each other
-//! without a gap, as in an engine. `--prefill T`: a prompt of T tokens up to its first token. Times are medians, in
-//! milliseconds. The limits are those of an H200: 4706 GB/s of reads, 680 TFLOP/s of sustained bf16 products;
-//! `--read-gbs` and `--tflops` set others. Weights are bf16, or f16 with `--f16`. `--profile` adds where each step's time goes: a table of the parts of
-//! all layers that adds up to the step. `tests/bench/make_random_model.py` makes folders.
+//! without a gap, as in an engine; with `--draw` a random one (TOP_K 0 and TOP_P 1: of all tokens). `--prefill T`: a
+//! prompt of T tokens up to its first token. Times are medians, in milliseconds. The limits are those of an H200: 4706
+//! GB/s of reads, 680 TFLOP/s of sustained bf16 products; `--read-gbs` and `--tflops` set others. Weights are bf16, or
+//! f16 with `--f16`. `--profile` adds where each step's time goes: a table of the parts of all layers that adds up to
+//! the step. `tests/bench/make_random_model.py` makes folders.
 
 use std::time::Instant;
 
 use xserv::backend::cuda::ProfiledPart;
 use xserv::memory::DType;
-use xserv::model::{Model, TokenChoice};
+use xserv::model::{Draw, Model, TokenChoice};
 
 #[path = "../support/model_driver.rs"]
 mod driver;
@@ -32,6 +33,7 @@ struct Options {
     profile: bool,
     deterministic: bool,
     dtype: DType,
+    choice: TokenChoice,
     json: bool,
 }
 
@@ -50,6 +52,7 @@ fn options() -> Option<Options> {
         profile: false,
         deterministic: false,
         dtype: DType::BF16,
+        choice: TokenChoice::Greedy,
         json: false,
     };
     let mut args = std::env::args().skip(1);
@@ -59,6 +62,18 @@ fn options() -> Option<Options> {
             "--json" => options.json = true,
             "--profile" => options.profile = true,
             "--deterministic" => options.deterministic = true,
+            "--draw" => {
+                let text = args.next()?;
+                let mut parts = text.split(',');
+                options.choice = TokenChoice::Draw(Draw {
+                    temperature: parts.next()?.parse().ok()?,
+                    top_k: parts.next()?.parse().ok()?,
+                    top_p: parts.next()?.parse().ok()?,
+                    min_p: 0.0,
+                    seed: 1,
+                    index: 0,
+                });
+            }
             "--f16" => options.dtype = DType::F16,
             "--decode" => {
                 let pair = |s: &str| {
@@ -121,12 +136,12 @@ fn main() {
 
     let kv_of = |tokens: usize| kv_bytes * tokens as f64;
     for &(batch, context_len) in &options.decode {
-        let times = decode(&model, batch, context_len, options.steps);
+        let times = decode(&model, batch, context_len, &options);
         let limit = (2.0 * read_weights + kv_of(batch * context_len)) / options.read_gbs * 1e-6;
         let name = format!("decode {batch} x {context_len}");
         report(&options, &name, &times, limit, batch);
         if options.profile {
-            let parts = profile_decode(&model, batch, context_len, options.steps);
+            let parts = profile_decode(&model, batch, context_len, &options);
             let attention = Work { bytes: kv_of(batch * context_len), flops: 0.0 };
             table(&options, &name, &parts, times.step_ms, attention);
         }
@@ -161,35 +176,50 @@ struct Decoding<'a> {
     driver: Driver<'a>,
     sequences: Vec<Sequence>,
     choices: Vec<TokenChoice>,
+    /// The tokens of the first step.
+    first: Vec<u32>,
     sources: Vec<u32>,
 }
 
 impl<'a> Decoding<'a> {
-    fn new(model: &'a Model, batch: usize, context_len: usize, steps: usize) -> Self {
-        let blocks_per_seq = (context_len + steps + 16).div_ceil(32) + 1;
+    fn new(model: &'a Model, batch: usize, context_len: usize, options: &Options) -> Self {
+        let blocks_per_seq = (context_len + options.steps + 16).div_ceil(32) + 1;
         let mut driver = Driver::new(model, batch * blocks_per_seq);
+        // All have the keys and values of one prompt, each in memory of its own. Zeros would do for the work, but they
+        // take less power, and cards slow down at the most that they may draw.
+        let mut prompt = Sequence::default();
+        run_prompt(&mut driver, &mut prompt, &prompt_ids(context_len));
+        let mut swap = model.kv_swap();
+        let num_blocks = context_len.div_ceil(32);
+        let mut num_places = 0;
+        while num_places < num_blocks {
+            num_places += swap.grow(num_blocks - num_places).expect("memory").unwrap_or(0);
+            std::thread::yield_now();
+        }
+        driver.swap_out(&mut prompt, &mut swap, 0);
         let mut sequences: Vec<Sequence> = (0..batch).map(|_| Sequence::default()).collect();
         for sequence in &mut sequences {
-            driver.pretend(sequence, context_len);
+            driver.copy_in(sequence, context_len, &mut swap, 0);
         }
-        let choices = vec![TokenChoice::Greedy; batch];
-        Decoding { driver, sequences, choices, sources: (0..batch as u32).collect() }
+        let choices = vec![options.choice; batch];
+        let first = prompt_ids(batch);
+        Decoding { driver, sequences, choices, first, sources: (0..batch as u32).collect() }
     }
 
     fn begin(&mut self, step: usize) {
         let mut parts: Vec<(&mut Sequence, &[u32])> =
-            self.sequences.iter_mut().map(|sequence| (sequence, &[7][..])).collect();
+            self.sequences.iter_mut().zip(self.first.chunks(1)).collect();
         let sources = if step == 0 { &[][..] } else { &self.sources };
         self.driver.begin(&mut parts, sources, &self.choices).expect("a step");
     }
 }
 
 /// Steps that follow each other without a gap.
-fn decode(model: &Model, batch: usize, context_len: usize, steps: usize) -> Times {
-    let mut decoding = Decoding::new(model, batch, context_len, steps);
+fn decode(model: &Model, batch: usize, context_len: usize, options: &Options) -> Times {
+    let mut decoding = Decoding::new(model, batch, context_len, options);
     let (mut times, mut queue_times) = (Vec::new(), Vec::new());
     let mut last = Instant::now();
-    for step in 0..steps + 8 {
+    for step in 0..options.steps + 8 {
         let begin = Instant::now();
         decoding.begin(step);
         queue_times.push(begin.elapsed().as_secs_f64() * 1e3);
@@ -209,12 +239,12 @@ fn profile_decode(
     model: &Model,
     batch: usize,
     context_len: usize,
-    steps: usize,
+    options: &Options,
 ) -> Vec<ProfiledPart> {
-    let mut decoding = Decoding::new(model, batch, context_len, steps);
+    let mut decoding = Decoding::new(model, batch, context_len, options);
     model.start_profile().expect("a profile");
     let mut sum = Vec::new();
-    for step in 0..steps + 8 {
+    for step in 0..options.steps + 8 {
         decoding.begin(step);
         decoding.driver.finish();
         if step >= 8 {
@@ -222,7 +252,7 @@ fn profile_decode(
         }
     }
     model.stop_profile().expect("the end of a profile");
-    mean(&mut sum, steps);
+    mean(&mut sum, options.steps);
     sum
 }
 
@@ -245,23 +275,32 @@ fn mean(sum: &mut [ProfiledPart], count: usize) {
     }
 }
 
+fn prompt_ids(len: usize) -> Vec<u32> {
+    (0..len as u32).map(|i| i * 7919 % 50_000).collect()
+}
+
+/// Runs a prompt, and returns the milliseconds until it was queued.
+fn run_prompt(driver: &mut Driver<'_>, sequence: &mut Sequence, ids: &[u32]) -> f64 {
+    driver.reserve(ids.len().min(LONGEST_PIECE));
+    let mut queue_time = 0.0;
+    for piece in ids.chunks(LONGEST_PIECE) {
+        let begin = Instant::now();
+        driver.begin(&mut [(sequence, piece)], &[], &[TokenChoice::Greedy]).expect("a step");
+        queue_time += begin.elapsed().as_secs_f64() * 1e3;
+        driver.finish();
+    }
+    queue_time
+}
+
 /// Runs a prompt some times; `done` gets the milliseconds of all and those until it was queued.
 fn prompt(model: &Model, len: usize, mut done: impl FnMut(f64, f64)) {
-    let ids: Vec<u32> = (0..len as u32).map(|i| i * 7919 % 50_000).collect();
+    let ids = prompt_ids(len);
     for _ in 0..PROMPTS {
         let mut driver = Driver::new(model, len.div_ceil(32) + 1);
         driver.reserve(len.min(LONGEST_PIECE));
         let mut sequence = Sequence::default();
         let begin = Instant::now();
-        let mut queue_time = 0.0;
-        for piece in ids.chunks(LONGEST_PIECE) {
-            let begin = Instant::now();
-            driver
-                .begin(&mut [(&mut sequence, piece)], &[], &[TokenChoice::Greedy])
-                .expect("a step");
-            queue_time += begin.elapsed().as_secs_f64() * 1e3;
-            driver.finish();
-        }
+        let queue_time = run_prompt(&mut driver, &mut sequence, &ids);
         done(begin.elapsed().as_secs_f64() * 1e3, queue_time);
     }
 }

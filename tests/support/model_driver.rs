@@ -200,6 +200,13 @@ impl<'m> Driver<'m> {
         }
     }
 
+    /// Makes a sequence of `len` tokens out of what a swapped one left in places from `first` on, which stay as they
+    /// are.
+    pub fn copy_in(&mut self, sequence: &mut Sequence, len: usize, swap: &mut KvSwap, first: u32) {
+        self.pretend(sequence, len);
+        self.swap(sequence, swap, first, CopyDirection::FromHost);
+    }
+
     /// Makes room for passes of so many tokens.
     pub fn reserve(&mut self, num_tokens: usize) {
         self.model.reserve(&mut self.workspace, num_tokens, 1).expect("a workspace");
@@ -219,8 +226,7 @@ impl<'m> Driver<'m> {
     /// Has them copied back, to other blocks.
     pub fn swap_in(&mut self, sequence: &mut Sequence, swap: &mut KvSwap, first: u32) {
         let len = std::mem::take(&mut sequence.len);
-        self.pretend(sequence, len);
-        self.swap(sequence, swap, first, CopyDirection::FromHost);
+        self.copy_in(sequence, len, swap, first);
     }
 
     fn swap(
