@@ -305,10 +305,11 @@ impl CudaContext {
 
     /// A driver status as an error; remembers the loss of the device.
     pub(crate) fn check(&self, status: CUresult, what: &str) -> Result<()> {
-        if is_lost(status) {
+        let checked = check(status, what);
+        if matches!(&checked, Err(error) if error.kind() == ErrorKind::DeviceLost) {
             self.is_lost.store(true, Ordering::Relaxed);
         }
-        check(status, what)
+        checked
     }
 
     /// Runs `body` with this device's context current.

@@ -109,8 +109,27 @@ pub(super) fn is_lost(status: CUresult) -> bool {
     )
 }
 
+/// What the driver itself takes now and then, for the code of a kernel that it has not run before as an example.
+const DRIVER_NEEDS_BYTES: usize = 64 << 20;
+
+/// The free bytes of the current context's device, if they are hardly any. With none left the driver may say
+/// CUDA_ERROR_UNKNOWN of a launch (seen with 13.0), which leaves everything as it was.
+fn shortage() -> Option<usize> {
+    let (mut free, mut total) = (0, 0);
+    // SAFETY: two numbers are written. Fails where there is no context, or a lost one.
+    let known = unsafe { sys::cuMemGetInfo_v2(&mut free, &mut total) } == CUresult::CUDA_SUCCESS;
+    (known && free < DRIVER_NEEDS_BYTES).then_some(free)
+}
+
 /// A driver status as an error; `what` says what was tried.
 pub(super) fn check(status: CUresult, what: &str) -> Result<()> {
+    if status == CUresult::CUDA_ERROR_UNKNOWN {
+        if let Some(free) = shortage() {
+            let status = describe(status);
+            let message = format!("{what}: {status}; the device has {free} bytes of memory left");
+            return Err(Error::new(ErrorKind::OutOfMemory, message));
+        }
+    }
     let kind = match status {
         CUresult::CUDA_SUCCESS => return Ok(()),
         CUresult::CUDA_ERROR_OUT_OF_MEMORY => ErrorKind::OutOfMemory,
