@@ -242,13 +242,25 @@ impl Sampler {
         candidates
             .try_reserve(logits.len())
             .map_err(|_| Error::out_of_memory("sampling", size_of_val(logits)))?;
-        candidates.extend(
-            logits
-                .iter()
-                .enumerate()
-                .map(|(id, logit)| Candidate { token_id: id as u32, weight: scaled(*logit) }),
-        );
-        if p.top_k > 0 && p.top_k < candidates.len() {
+        let takes_few = p.top_k > 0 && p.top_k < logits.len();
+        let pieces = if takes_few { find_bound(logits, p.top_k, candidates) } else { None };
+        let candidate =
+            |id: usize, logit: f32| Candidate { token_id: id as u32, weight: scaled(logit) };
+        candidates.clear();
+        match pieces {
+            None => candidates.extend(logits.iter().enumerate().map(|(id, &x)| candidate(id, x))),
+            Some(Bound { bound, piece_len }) => {
+                for (index, piece) in logits.chunks(piece_len).enumerate() {
+                    if largest(piece).0 < bound {
+                        continue;
+                    }
+                    let ids = index * piece_len..;
+                    let reach = ids.zip(piece).filter(|(_, &x)| x >= bound);
+                    candidates.extend(reach.map(|(id, &x)| candidate(id, x)));
+                }
+            }
+        }
+        if takes_few && p.top_k < candidates.len() {
             let (_, kth, _) = candidates.select_nth_unstable_by(p.top_k - 1, by_weight);
             // As in Transformers, ties with the k-th stay.
             let threshold = kth.weight;
@@ -313,22 +325,64 @@ fn keep_nucleus(candidates: &mut Vec<Candidate>, top_p: f64) {
     }
 }
 
+/// A logit that at least `top_k` logits reach, and few more than needed.
+struct Bound {
+    bound: f32,
+    /// Logits that it was found among at a time.
+    piece_len: usize,
+}
+
+/// Pieces whose largest logits bound the `top_k` largest of all: about as many again reach the bound.
+const LEAST_PIECES: usize = 512;
+
+/// The largest logits of `top_k` pieces are so many logits, and the smallest of them is a bound. `None` if there would be
+/// hardly fewer pieces than logits. `scratch` has room for all logits.
+fn find_bound(logits: &[f32], top_k: usize, scratch: &mut Vec<Candidate>) -> Option<Bound> {
+    let num_pieces = top_k.saturating_mul(2).max(LEAST_PIECES);
+    let piece_len = logits.len().div_ceil(num_pieces);
+    if piece_len < 2 * LANES || top_k == 0 {
+        return None;
+    }
+    scratch.clear();
+    let maxima = logits.chunks(piece_len).map(|piece| f64::from(largest(piece).0));
+    scratch.extend(maxima.map(|weight| Candidate { token_id: 0, weight }));
+    if scratch.len() <= top_k {
+        return None;
+    }
+    let (_, kth, _) = scratch.select_nth_unstable_by(top_k - 1, by_weight);
+    Some(Bound { bound: kth.weight as f32, piece_len })
+}
+
+/// What loops go over at once, so that they are compiled to vector instructions.
+const LANES: usize = 16;
+
+/// The largest of some values (minus infinity of none), and whether all are finite.
+fn largest(values: &[f32]) -> (f32, bool) {
+    let mut best = [f32::NEG_INFINITY; LANES];
+    // NaN survives the sum, infinities become NaN.
+    let mut check = [0.0f32; LANES];
+    let mut look_at = |values: &[f32]| {
+        for ((best, check), &value) in best.iter_mut().zip(&mut check).zip(values) {
+            *check += value * 0.0;
+            *best = if value > *best { value } else { *best };
+        }
+    };
+    let (whole, rest) = values.as_chunks::<LANES>();
+    whole.iter().for_each(|values| look_at(values));
+    look_at(rest);
+    let best = best.into_iter().fold(f32::NEG_INFINITY, f32::max);
+    (best, check.iter().all(|&check| check == 0.0))
+}
+
 /// The token with the highest logit; of equal ones the first. NaN or infinity is an error: the model's
 /// weights are broken, and no token would be right.
 fn most_likely(logits: &[f32]) -> Result<u32> {
-    let mut best = (f32::NEG_INFINITY, 0);
-    // NaN survives the sum, infinities become NaN or stay infinite.
-    let mut check = 0.0f32;
-    for (id, logit) in logits.iter().enumerate() {
-        check += *logit * 0.0;
-        if *logit > best.0 {
-            best = (*logit, id as u32);
-        }
+    let (highest, is_finite) = largest(logits);
+    let found = logits.iter().position(|&logit| logit == highest);
+    match found {
+        Some(id) if is_finite => Ok(id as u32),
+        _ => Err(not_finite()),
     }
-    if check != 0.0 || best.0 == f32::NEG_INFINITY {
-        return Err(not_finite());
-    }
-    Ok(best.1)
 }
 
 /// No token can be chosen.
@@ -408,6 +462,37 @@ mod tests {
             let share = tokens.iter().filter(|t| **t == id).count() as f64 / tokens.len() as f64;
             // Five standard deviations of the binomial at 20,000 draws.
             assert!((share - expected).abs() < 0.018, "token {id}: {share} for {expected}");
+        }
+    }
+
+    /// Whole vocabularies, where the largest logits are looked for among pieces.
+    #[test]
+    fn top_k_leaves_the_k_likeliest_and_their_equals() {
+        let mut state = 1u64;
+        let mut next = move || {
+            state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            (state >> 40) as f32 / (1u64 << 24) as f32
+        };
+        for (len, steps) in [(151_936, 1e6f32), (151_937, 400.0), (40_000, 30.0), (100, 1e6)] {
+            for top_k in [1, 7, 20, 512, 3000] {
+                // Few different values where there are few steps.
+                let logits: Vec<f32> =
+                    (0..len).map(|_| ((next() + next()) * steps).round() / steps * 20.0).collect();
+                let caller = SamplingOverrides {
+                    temperature: Some(0.7),
+                    top_k: Some(top_k),
+                    ..Default::default()
+                };
+                let mut sampler = Sampler::new(params(caller), 1, &[]).unwrap();
+                let found = sampler.candidates(&mut logits.clone()).unwrap();
+                let found: Vec<u32> = found.iter().map(|c| c.token_id).collect();
+                let mut sorted = logits.clone();
+                sorted.sort_by(|a, b| b.total_cmp(a));
+                let kth = sorted[(top_k as usize).min(len) - 1];
+                let expected: Vec<u32> =
+                    (0..len as u32).filter(|&id| logits[id as usize] >= kth).collect();
+                assert_eq!(found, expected, "{top_k} of {len}");
+            }
         }
     }
 
