@@ -580,9 +580,8 @@ typedef struct xserv_load_options {
    *
    * It costs speed, as cuBLAS is not used and decoding takes the kernels of larger steps. On an H200 in bf16
    * (512 tokens of context) a token of one sequence takes twice as long with Qwen3-0.6B and 16 % longer with
-   * Qwen3-8B, one of each of 8 sequences 15 % and 3 %, of 32 sequences 16 % and 6 %, a prompt of 2048 tokens 30 % and
-   * 15 % (times without the option of today, with it of the version before). On GPUs before Hopper it has not been
-   * measured.
+   * Qwen3-8B, one of each of 8 sequences 15 % and 3 %, of 32 sequences 15 % and 6 %, a prompt of 2048 tokens 25 % and
+   * 17 %. On GPUs before Hopper it has not been measured.
    */
   uint8_t deterministic;
   /**

@@ -38,7 +38,8 @@ bool measure_prompt(workload *work, uint32_t num_tokens, rate *result);
 
 /*
  * Generates num_tokens greedily, one step each, after a prompt of `depth` tokens (0: from a
- * one-token context). The prompt is not part of the time.
+ * one-token context). The prompt is not part of the time: with several requests it is the time in which all of
+ * them generate.
  */
 bool measure_generation(workload *work, uint32_t depth, uint32_t num_tokens, rate *result);
 
