@@ -3,8 +3,6 @@
 
 #include <stdint.h>
 
-#include "common/mbarrier.cuh"
-
 namespace xserv {
 
 // A CUtensorMap; the host fills it with cuTensorMapEncodeTiled.

@@ -252,7 +252,7 @@ struct FlashWgmma {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         tma_load_4d(target + half * (kTileBytes / 2) + i * 32 * 128, map, barrier, half * 64, kv_head, 0,
-                        ids[i]);
+                    ids[i]);
       }
     }
   }
@@ -772,8 +772,8 @@ __device__ __forceinline__ void merge_segments(const AttentionFlashWgmmaParams& 
   extern "C" __global__ void __launch_bounds__(128 * (groups + 1), 1) \
       xserv_attention_flash_wgmma##variant##_##suffix( \
           const __grid_constant__ xserv::AttentionFlashWgmmaParams p, \
-          const __grid_constant__ xserv::TensorMap k_map,                                                \
-          const __grid_constant__ xserv::TensorMap v_map) {                                               \
+          const __grid_constant__ xserv::TensorMap k_map, \
+          const __grid_constant__ xserv::TensorMap v_map) { \
     xserv::FlashWgmma<T, groups, segments, early>::run(p, &k_map, &v_map); \
   }
 // The short form has half the queries to an item: for launches that would leave half the device idle. The early

@@ -12,7 +12,7 @@
 // Two launches of (parts, num_rows) blocks. _scan leaves the maximum of each part of a row; _choose draws among
 // all tokens in parts too, the last block of a row ending it.
 //
-// With top-k or top-p the k largest (kTopPRank without top-k) are collected first, and a few more: each part's _scan
+// With top-k or top-p the k largest (kTopPTokens without top-k) are collected first, and a few more: each part's _scan
 // leaves a key that `rank` of its threads reach, and the `parts`-th largest of these keys is reached by
 // rank * parts >= k tokens of the row. _choose collects the tokens that reach it, and the last block of the row sorts
 // them and cuts off what the filters leave. Probabilities are in fixed point: sums of integers do not depend on the
@@ -67,8 +67,8 @@ static_assert(sizeof(SampleArgs) == 56, "the host passes this struct by value");
 constexpr unsigned kNoToken = 0xffffffffu;
 constexpr uint64_t kNotFinite = ~0ull;
 constexpr int kThreads = 512;
-constexpr int kTopPRank = 256, kMostRank = 512;
-constexpr int kMostParts = 64;
+constexpr int kTopPTokens = 256, kMostTokens = 512;  // to be bounded, without top-k and at most
+constexpr int kMostParts = 64;  // as the host has it
 constexpr int kBinBits = 11, kBins = 1 << kBinBits;
 // A weight of 1 in fixed point: 2^20 of them fit 64 bits.
 constexpr float kOne = 0x1p40f;
@@ -154,8 +154,8 @@ struct BoundRanks {
   int rank = 0, parts = 0;
 
   __device__ __forceinline__ BoundRanks(const SampleRow& how, const SampleArgs& args) {
-    const int needed = how.top_k > 0 && how.top_k < args.vocab_size ? how.top_k : kTopPRank;
-    if (needed > kMostRank) return;
+    const int needed = how.top_k > 0 && how.top_k < args.vocab_size ? how.top_k : kTopPTokens;
+    if (needed > kMostTokens) return;
     // About half of the parts: few tokens more than needed reach a bound that lies in the middle.
     rank = max(2, (2 * needed + args.parts - 1) / args.parts);
     parts = (needed + rank - 1) / rank;
@@ -641,8 +641,9 @@ __device__ __forceinline__ void sample_choose(const SampleArgs& args) {
     }
     return;
   }
-  best = best_score(row, how, maximum, likeliest_score(how, likeliest), blockIdx.x * kThreads + threadIdx.x, args.parts * kThreads,
-                    [&](float value, int) { return passes_min_p(how, value, maximum); });
+  const auto is_left = [&](float value, int) { return passes_min_p(how, value, maximum); };
+  best = best_score(row, how, maximum, likeliest_score(how, likeliest), blockIdx.x * kThreads + threadIdx.x,
+                    args.parts * kThreads, is_left);
   best = block_max(best);
   if (threadIdx.x == 0) args.bounds()[blockIdx.x] = best;
   if (!is_last_block(args)) return;

@@ -188,6 +188,7 @@ impl<'a> Decoding<'a> {
         // All have the keys and values of one prompt, each in memory of its own. Zeros would do for the work, but they
         // take less power, and cards slow down at the most that they may draw.
         let mut prompt = Sequence::default();
+        driver.reserve(context_len.min(LONGEST_PIECE));
         run_prompt(&mut driver, &mut prompt, &prompt_ids(context_len));
         let mut swap = model.kv_swap();
         let num_blocks = context_len.div_ceil(32);
@@ -281,7 +282,6 @@ fn prompt_ids(len: usize) -> Vec<u32> {
 
 /// Runs a prompt, and returns the milliseconds until it was queued.
 fn run_prompt(driver: &mut Driver<'_>, sequence: &mut Sequence, ids: &[u32]) -> f64 {
-    driver.reserve(ids.len().min(LONGEST_PIECE));
     let mut queue_time = 0.0;
     for piece in ids.chunks(LONGEST_PIECE) {
         let begin = Instant::now();

@@ -171,15 +171,34 @@ bool measure_prompt(workload *work, uint32_t num_tokens, rate *result) {
   return ok;
 }
 
-/* Tokens of all requests between two moments. */
-static double count_tokens(const workload *work, const job *jobs, instant from, instant to) {
+/* The rate at which all requests together generate while all of them do: from when the last has its prompt behind it
+ * until the first has all its tokens. By the steps of the latter, in each of which every request gets a token.
+ * False if there is no such time. */
+static bool common_rate(const workload *work, const job *jobs, rate *result) {
+  const job *first = &jobs[0];
+  instant begin = jobs[0].token_times[0];
+  for (uint32_t i = 1; i < work->batch; i++) {
+    uint32_t last = jobs[i].num_steps - 1;
+    if (jobs[i].token_times[last].wall < first->token_times[last].wall) first = &jobs[i];
+    begin = later(begin, jobs[i].token_times[0]);
+  }
+  uint32_t last = first->num_steps - 1, from = 0;
+  while (from < last && first->token_times[from].wall < begin.wall) from++;
+  if (from == last) return false;
+  *result = rate_between((double)(last - from) * work->batch, first->token_times[from], first->token_times[last]);
+  return true;
+}
+
+/* The rate over all the time from `from` to the last token of all. */
+static rate whole_rate(const workload *work, const job *jobs, instant from) {
   double count = 0;
-  for (uint32_t i = 0; i < work->batch; i++)
-    for (uint32_t k = 0; k < jobs[i].num_steps; k++) {
-      double wall = jobs[i].token_times[k].wall;
-      if (wall > from.wall && wall <= to.wall) count++;
-    }
-  return count;
+  instant to = from;
+  for (uint32_t i = 0; i < work->batch; i++) {
+    to = later(to, jobs[i].token_times[jobs[i].num_steps - 1]);
+    for (uint32_t k = 0; k < jobs[i].num_steps; k++)
+      if (jobs[i].token_times[k].wall > from.wall) count++;
+  }
+  return rate_between(count, from, to);
 }
 
 bool measure_generation(workload *work, uint32_t depth, uint32_t num_tokens, rate *result) {
@@ -195,18 +214,13 @@ bool measure_generation(workload *work, uint32_t depth, uint32_t num_tokens, rat
   }
   ok = ok && run_jobs(work, jobs);
 
-  /* Time starts when the last of the requests has its prompt behind it, and ends when the first has all its tokens:
-   * meanwhile all of them generate. */
-  instant from = jobs[0].began, to = jobs[0].token_times[num_steps - 1], last = to;
-  for (uint32_t i = 0; i < work->batch; i++) {
-    instant end = jobs[i].token_times[num_steps - 1];
-    from = depth == 0 ? earlier(from, jobs[i].began) : later(from, jobs[i].token_times[0]);
-    to = earlier(to, end);
-    last = later(last, end);
+  /* Where memory does not allow all to generate at a time, from when the last has its prompt behind it. */
+  if (ok && (depth == 0 || !common_rate(work, jobs, result))) {
+    instant from = depth == 0 ? jobs[0].began : jobs[0].token_times[0];
+    for (uint32_t i = 1; i < work->batch; i++)
+      from = depth == 0 ? earlier(from, jobs[i].began) : later(from, jobs[i].token_times[0]);
+    *result = whole_rate(work, jobs, from);
   }
-  /* Where memory does not allow that, up to the last token of all. */
-  if (to.wall <= from.wall) to = last;
-  if (ok) *result = rate_between(count_tokens(work, jobs, from, to), from, to);
   free_jobs(jobs, work->batch);
   return ok;
 }

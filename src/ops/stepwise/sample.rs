@@ -47,7 +47,7 @@ impl SampleRow {
     }
 }
 
-/// The most blocks that share a row.
+/// The most blocks that share a row, as `csrc/ops/sample.cu` has it.
 const MOST_PARTS: usize = 64;
 /// Tokens that the filters of a row are applied to, as `csrc/ops/sample.cu` has it.
 const MOST_CANDIDATES: usize = 1024;
