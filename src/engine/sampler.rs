@@ -11,6 +11,7 @@ use std::collections::HashMap;
 use super::generation_config::GenerationConfig;
 use crate::error::{Error, Result};
 use crate::model::{Draw, TokenChoice};
+use crate::ops::host::argmax::select;
 use crate::thread_state::StandardFloats;
 
 /// What a caller sets; `None` leaves it to the model's generation_config.json.
@@ -163,6 +164,8 @@ pub struct Sampler {
     /// By token: was it in the prompt or generated, and how often generated.
     seen: HashMap<u32, u32>,
     candidates: Vec<Candidate>,
+    /// The top-k logits and their tokens.
+    largest: Vec<(f32, usize)>,
 }
 
 impl Sampler {
@@ -174,7 +177,7 @@ impl Sampler {
                 .map_err(|_| Error::out_of_memory("the tokens of the prompt", prompt.len() * 8))?;
             seen.extend(prompt.iter().map(|id| (*id, 0)));
         }
-        Ok(Sampler { params, seed, seen, candidates: Vec::new() })
+        Ok(Sampler { params, seed, seen, candidates: Vec::new(), largest: Vec::new() })
     }
 
     /// Makes room to remember the prompt and so many tokens more, so that choosing these allocates nothing.
@@ -242,30 +245,23 @@ impl Sampler {
         candidates
             .try_reserve(logits.len())
             .map_err(|_| Error::out_of_memory("sampling", size_of_val(logits)))?;
-        let takes_few = p.top_k > 0 && p.top_k < logits.len();
-        let pieces = if takes_few { find_bound(logits, p.top_k, candidates) } else { None };
-        let candidate =
-            |id: usize, logit: f32| Candidate { token_id: id as u32, weight: scaled(logit) };
-        candidates.clear();
-        match pieces {
-            None => candidates.extend(logits.iter().enumerate().map(|(id, &x)| candidate(id, x))),
-            Some(Bound { bound, piece_len }) => {
-                for (index, piece) in logits.chunks(piece_len).enumerate() {
-                    if largest(piece).0 < bound {
-                        continue;
-                    }
-                    let ids = index * piece_len..;
-                    let reach = ids.zip(piece).filter(|(_, &x)| x >= bound);
-                    candidates.extend(reach.map(|(id, &x)| candidate(id, x)));
-                }
-            }
+        // As in Transformers, ties with the k-th stay.
+        let mut lowest = f32::NEG_INFINITY;
+        if p.top_k > 0 && p.top_k < logits.len() {
+            self.largest.clear();
+            self.largest
+                .try_reserve(2 * p.top_k)
+                .map_err(|_| Error::out_of_memory("sampling", 2 * size_of_val(logits)))?;
+            select(logits, p.top_k, &mut self.largest);
+            lowest = self.largest.last().map_or(lowest, |last| last.0);
         }
-        if takes_few && p.top_k < candidates.len() {
-            let (_, kth, _) = candidates.select_nth_unstable_by(p.top_k - 1, by_weight);
-            // As in Transformers, ties with the k-th stay.
-            let threshold = kth.weight;
-            candidates.retain(|c| c.weight >= threshold);
-        }
+        candidates.extend(
+            logits
+                .iter()
+                .enumerate()
+                .filter(|(_, logit)| **logit >= lowest)
+                .map(|(id, logit)| Candidate { token_id: id as u32, weight: scaled(*logit) }),
+        );
         candidates.iter_mut().for_each(|c| c.weight = c.weight.exp());
         if p.top_p < 1.0 {
             keep_nucleus(candidates, f64::from(p.top_p));
@@ -323,34 +319,6 @@ fn keep_nucleus(candidates: &mut Vec<Candidate>, top_p: f64) {
             return;
         }
     }
-}
-
-/// A logit that at least `top_k` logits reach, and few more than needed.
-struct Bound {
-    bound: f32,
-    /// Logits that it was found among at a time.
-    piece_len: usize,
-}
-
-/// Pieces whose largest logits bound the `top_k` largest of all: about as many again reach the bound.
-const LEAST_PIECES: usize = 512;
-
-/// The largest logits of `top_k` pieces are so many logits, and the smallest of them is a bound. `None` if there would be
-/// hardly fewer pieces than logits. `scratch` has room for all logits.
-fn find_bound(logits: &[f32], top_k: usize, scratch: &mut Vec<Candidate>) -> Option<Bound> {
-    let num_pieces = top_k.saturating_mul(2).max(LEAST_PIECES);
-    let piece_len = logits.len().div_ceil(num_pieces);
-    if piece_len < 2 * LANES || top_k == 0 {
-        return None;
-    }
-    scratch.clear();
-    let maxima = logits.chunks(piece_len).map(|piece| f64::from(largest(piece).0));
-    scratch.extend(maxima.map(|weight| Candidate { token_id: 0, weight }));
-    if scratch.len() <= top_k {
-        return None;
-    }
-    let (_, kth, _) = scratch.select_nth_unstable_by(top_k - 1, by_weight);
-    Some(Bound { bound: kth.weight as f32, piece_len })
 }
 
 /// What loops go over at once, so that they are compiled to vector instructions.
@@ -465,7 +433,7 @@ mod tests {
         }
     }
 
-    /// Whole vocabularies, where the largest logits are looked for among pieces.
+    /// Whole vocabularies, with equals.
     #[test]
     fn top_k_leaves_the_k_likeliest_and_their_equals() {
         let mut state = 1u64;

@@ -298,7 +298,7 @@ fn draws_on_cuda_have_the_distribution_of_the_host() {
         (0.3, Some(1), None, None),
         (1.0, Some(1000), Some(0.999), None),
         (1e-6, None, None, None),
-        (1e-30, None, None, Some(0.1)),
+        (1e-40, None, None, Some(0.1)),
     ];
     // The last ones: more equals than are sorted, more of the likely tokens, and too large a k.
     let flat = [

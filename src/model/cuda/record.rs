@@ -128,10 +128,6 @@ impl Places {
     }
 }
 
-/// The kernel divides by the temperature and multiplies by what 1 divided by it is in f32. With less than this the
-/// likeliest token is chosen all the same.
-const LEAST_TEMPERATURE: f32 = 1e-30;
-
 /// How the kernel chooses.
 fn sample_row(choice: &TokenChoice) -> SampleRow {
     let greedy = SampleRow { top_p: 1.0, ..SampleRow::default() };
@@ -141,7 +137,7 @@ fn sample_row(choice: &TokenChoice) -> SampleRow {
         TokenChoice::Draw(draw) => SampleRow {
             seed: draw.seed,
             index: draw.index,
-            temperature: draw.temperature.max(LEAST_TEMPERATURE),
+            temperature: draw.temperature,
             top_p: draw.top_p,
             min_p: draw.min_p,
             top_k: i32::try_from(draw.top_k).unwrap_or(i32::MAX),
@@ -322,21 +318,6 @@ mod tests {
         assert_eq!(at(&places.context_lens), [2, 41]);
         assert_eq!(at(&places.block_tables), [1, 4, 3, 0]);
         assert_eq!(at(&places.logits_rows), [2]);
-    }
-
-    #[test]
-    fn the_smallest_temperatures_have_a_finite_inverse() {
-        let mut draw = crate::model::Draw {
-            temperature: f32::from_bits(1),
-            top_k: 0,
-            top_p: 1.0,
-            min_p: 0.0,
-            seed: 1,
-            index: 0,
-        };
-        assert!((1.0 / sample_row(&TokenChoice::Draw(draw)).temperature).is_finite());
-        draw.temperature = 1e-6;
-        assert_eq!(sample_row(&TokenChoice::Draw(draw)).temperature, 1e-6);
     }
 
     #[test]

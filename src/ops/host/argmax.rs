@@ -78,8 +78,8 @@ fn order(a: &(f32, usize), b: &(f32, usize)) -> Ordering {
     by_value.then(a.1.cmp(&b.1))
 }
 
-/// Leaves the k first of the row's elements in `best`, in order.
-fn select<T: Storage>(x: &[T], k: usize, best: &mut Vec<(f32, usize)>) {
+/// Leaves the k first of the row's elements in `best`, in order, which takes room for 2 k.
+pub(crate) fn select<T: Storage>(x: &[T], k: usize, best: &mut Vec<(f32, usize)>) {
     best.clear();
     // What is not above this cannot be among the first k: k earlier elements are at least as large.
     let mut bar = None;

@@ -28,9 +28,16 @@ pub struct SampleRow {
 pub const SAMPLE_ROW_WORDS: usize = size_of::<SampleRow>() / 4;
 const _: () = assert!(size_of::<SampleRow>() == 32);
 
+/// The kernel also multiplies by 1 divided by the temperature, which has to be finite. With less than this the likeliest
+/// token is chosen all the same.
+const LEAST_TEMPERATURE: f32 = 1e-30;
+
 impl SampleRow {
     /// The struct as words of 32 bits.
     pub fn words(&self) -> [u32; SAMPLE_ROW_WORDS] {
+        let is_draw = self.temperature > 0.0;
+        let temperature =
+            if is_draw { self.temperature.max(LEAST_TEMPERATURE) } else { self.temperature };
         let halves = |value: u64| [value as u32, (value >> 32) as u32];
         let ([seed_low, seed_high], [index_low, index_high]) =
             (halves(self.seed), halves(self.index));
@@ -39,7 +46,7 @@ impl SampleRow {
             seed_high,
             index_low,
             index_high,
-            self.temperature.to_bits(),
+            temperature.to_bits(),
             self.top_p.to_bits(),
             self.min_p.to_bits(),
             self.top_k as u32,
@@ -147,4 +154,20 @@ pub fn sample(
         unsafe { cuda.launch_overlapping("sample", name, launch, arguments) }?;
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn temperatures_have_a_finite_inverse_and_keep_their_meaning() {
+        let uploaded = |temperature| {
+            f32::from_bits(SampleRow { temperature, ..SampleRow::default() }.words()[4])
+        };
+        assert!((1.0 / uploaded(f32::from_bits(1))).is_finite());
+        for temperature in [0.0, -1.0, 1e-6, 0.6, 1e30] {
+            assert_eq!(uploaded(temperature), temperature);
+        }
+    }
 }
