@@ -83,16 +83,22 @@ pub(crate) fn select<T: Storage>(x: &[T], k: usize, best: &mut Vec<(f32, usize)>
     best.clear();
     // What is not above this cannot be among the first k: k earlier elements are at least as large.
     let mut bar = None;
-    for (index, x) in x.iter().enumerate() {
-        let x = x.to_f32();
-        if bar.is_some_and(|bar: f32| x <= bar || bar.is_nan()) {
+    for (piece, x) in x.chunks(PIECE).enumerate() {
+        let is_below = |x: f32, bar: f32| x <= bar || bar.is_nan();
+        if bar.is_some_and(|bar| x.iter().fold(true, |all, x| all & is_below(x.to_f32(), bar))) {
             continue;
         }
-        best.push((x, index));
-        if best.len() == 2 * k {
-            best.select_nth_unstable_by(k - 1, order);
-            best.truncate(k);
-            bar = best.last().map(|last| last.0);
+        for (index, x) in x.iter().enumerate() {
+            let x = x.to_f32();
+            if bar.is_some_and(|bar| is_below(x, bar)) {
+                continue;
+            }
+            best.push((x, piece * PIECE + index));
+            if best.len() == 2 * k {
+                best.select_nth_unstable_by(k - 1, order);
+                best.truncate(k);
+                bar = best.last().map(|last| last.0);
+            }
         }
     }
     best.sort_unstable_by(order);
@@ -149,10 +155,12 @@ impl<T: Storage> Kernel for Largest<'_, T> {
     }
 }
 
-/// The first place where the condition holds; pieces without one are passed over by vectors.
+/// Elements that are passed over at once, by vectors.
+const PIECE: usize = 128;
+
+/// The first place where the condition holds; pieces without one are passed over.
 #[inline(always)]
 fn position<T: Storage>(x: &[T], holds: impl Fn(f32) -> bool + Copy) -> Option<usize> {
-    const PIECE: usize = 128;
     for (piece, x) in x.chunks(PIECE).enumerate() {
         let mut any = false;
         for x in x {
