@@ -1,6 +1,7 @@
-//! Build script: link arguments of the shared library, and the CUDA kernels of `csrc/ops`.
+//! Build script: link arguments of the shared library, and the CUDA kernels of `csrc`.
 //!
-//! Every `csrc/ops/*.cu` becomes one fatbin, which `src/backend/cuda/fatbins.rs` includes. Environment:
+//! Every `.cu` file under `csrc` becomes one fatbin, which `src/backend/cuda/fatbins.rs` includes under the path
+//! of its source without `csrc/ops/` and the extension: `attention/flash`. Environment:
 //!
 //! * `NVCC`: the compiler; `none` builds without CUDA kernels. Else it is looked for in `CUDA_HOME/bin`,
 //!   `CUDA_PATH/bin`, `.cuda/nvidia/cu13/bin` (the Python wheels), `PATH` and `/usr/local/cuda/bin`.
@@ -67,8 +68,10 @@ fn kernels() {
         return;
     };
     let root = PathBuf::from(variable("CARGO_MANIFEST_DIR").unwrap_or_default());
-    let sources = files(&root.join("csrc/ops"), "cu");
     let folder = root.join("csrc");
+    let mut sources = Vec::new();
+    files(&folder, "cu", &mut sources);
+    sources.sort();
     let arguments = arguments();
     // Debug and release builds, and checkouts whose target folder is copied, share what is compiled: a kernel
     // depends on its source, the headers that it includes and the arguments alone.
@@ -84,7 +87,8 @@ fn kernels() {
         .map(|source| {
             let mut hasher = common.clone();
             with_headers(source, &folder).iter().for_each(|file| read(file).hash(&mut hasher));
-            cache.join(format!("{}-{:016x}.fatbin", stem(source), hasher.finish()))
+            let name = key(source, &folder).replace('/', "-");
+            cache.join(format!("{name}-{:016x}.fatbin", hasher.finish()))
         })
         .collect();
     std::thread::scope(|scope| {
@@ -103,9 +107,10 @@ fn kernels() {
 
     let mut text = String::from("&[\n");
     for (source, fatbin) in sources.iter().zip(&fatbins) {
-        let copy = out.join(format!("{}.fatbin", stem(source)));
+        let key = key(source, &folder);
+        let copy = out.join(format!("{}.fatbin", key.replace('/', "-")));
         write(&copy, &read(fatbin));
-        let _ = writeln!(text, "({:?}, &Aligned(*include_bytes!({copy:?})).0),", stem(source));
+        let _ = writeln!(text, "({key:?}, &Aligned(*include_bytes!({copy:?})).0),");
     }
     text.push(']');
     write(&table, text.as_bytes());
@@ -198,19 +203,21 @@ fn version(nvcc: &Path) -> String {
     output.map(|o| String::from_utf8_lossy(&o.stdout).into_owned()).unwrap_or_default()
 }
 
-/// The files of a folder with an extension, sorted.
-fn files(folder: &Path, extension: &str) -> Vec<PathBuf> {
-    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
-    let mut paths: Vec<PathBuf> = entries
-        .map(|entry| entry.path())
-        .filter(|path| path.extension().is_some_and(|e| e == extension))
-        .collect();
-    paths.sort();
-    paths
+/// Adds the files below a folder with an extension.
+fn files(folder: &Path, extension: &str, found: &mut Vec<PathBuf>) {
+    for path in std::fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path()) {
+        if path.is_dir() {
+            files(&path, extension, found);
+        } else if path.extension().is_some_and(|e| e == extension) {
+            found.push(path);
+        }
+    }
 }
 
-fn stem(path: &Path) -> String {
-    path.file_stem().unwrap_or_default().to_string_lossy().into_owned()
+/// What a source is called in the library: its path without `csrc/ops/` and the extension.
+fn key(source: &Path, folder: &Path) -> String {
+    let path = source.strip_prefix(folder).unwrap_or(source).with_extension("");
+    path.strip_prefix("ops").unwrap_or(&path).to_string_lossy().into_owned()
 }
 
 /// An environment variable that is set and not empty.

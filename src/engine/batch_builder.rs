@@ -3,7 +3,7 @@
 use super::scheduler::Limits;
 use crate::error::{try_with_capacity, Error, Result};
 use crate::model::{ForwardBatch, Step, TokenChoice, FROM_BATCH};
-use crate::ops::BLOCK_SIZE;
+use crate::ops::kv_cache::layout::BLOCK_SIZE;
 
 /// What a sequence brings into a step.
 pub(super) struct Part<'a> {

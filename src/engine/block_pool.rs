@@ -14,7 +14,7 @@ use std::collections::HashMap;
 use std::hash::BuildHasher;
 
 use crate::error::{try_filled, try_with_capacity, Error, Result};
-use crate::ops::BLOCK_SIZE;
+use crate::ops::kv_cache::layout::BLOCK_SIZE;
 
 /// The tokens of a block and of all blocks before it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

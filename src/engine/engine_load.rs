@@ -23,7 +23,7 @@ use crate::memory::{DType, MemoryStats};
 use crate::model::config::MAX_CONFIG_BYTES;
 use crate::model::folder::Folder;
 use crate::model::{LoadOptions, Model, ModelConfig, Workspace};
-use crate::ops::BLOCK_SIZE;
+use crate::ops::kv_cache::layout::BLOCK_SIZE;
 use crate::text::{
     ChatTemplate, Detokenizer, SpecialTokens, Tokenizer, MAX_TEMPLATE_BYTES, MAX_TOKENIZER_BYTES,
     MAX_TOKENIZER_CONFIG_BYTES,

@@ -21,7 +21,7 @@ use crate::backend::cpu::CpuBackend;
 use crate::error::Result;
 use crate::memory::DType;
 use crate::model::{KvCache, KvSwap, TokenChoice, Workspace};
-use crate::ops::KvLayout;
+use crate::ops::kv_cache::layout::KvLayout;
 
 /// How large an engine is.
 #[derive(Clone, Copy, Debug)]

@@ -4,7 +4,7 @@
 use super::engine_load::EngineOptions;
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::DevicePlan;
-use crate::ops::BLOCK_SIZE;
+use crate::ops::kv_cache::layout::BLOCK_SIZE;
 
 /// The most contexts that a cache has room for: more sequences than that are not computed at a time, and a
 /// small model is not to take a whole device.

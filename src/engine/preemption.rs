@@ -7,7 +7,7 @@ use super::sequence::{blocks_for, Entry, Sequence, SequenceKey};
 use super::step_room::Room;
 use super::swap::{SwapCosts, SwapSpace};
 use crate::model::{BlockCopy, CopyDirection};
-use crate::ops::BLOCK_SIZE;
+use crate::ops::kv_cache::layout::BLOCK_SIZE;
 
 /// The copies that plans have asked for, in the order in which they are to be done.
 #[derive(Default)]

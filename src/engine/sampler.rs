@@ -11,7 +11,7 @@ use std::collections::HashMap;
 use super::generation_config::GenerationConfig;
 use crate::error::{Error, Result};
 use crate::model::{Draw, TokenChoice};
-use crate::ops::host::argmax::select;
+use crate::ops::top_k::cpu::select;
 use crate::thread_state::StandardFloats;
 
 /// What a caller sets; `None` leaves it to the model's generation_config.json.

@@ -24,7 +24,7 @@ use super::step_room::{Room, StepSize};
 use super::swap::{Saved, SwapCounts, SwapSpace};
 use crate::error::{try_with_capacity, Error, Result};
 use crate::model::PassLimits;
-use crate::ops::BLOCK_SIZE;
+use crate::ops::kv_cache::layout::BLOCK_SIZE;
 
 /// How large steps may get.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

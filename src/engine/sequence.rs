@@ -4,7 +4,7 @@ use std::cmp::Reverse;
 
 use super::block_pool::ContentId;
 use super::swap::Saved;
-use crate::ops::BLOCK_SIZE;
+use crate::ops::kv_cache::layout::BLOCK_SIZE;
 
 /// Blocks for so many tokens.
 pub(super) fn blocks_for(num_tokens: usize) -> usize {

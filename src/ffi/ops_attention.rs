@@ -8,7 +8,8 @@ use super::status::xserv_status;
 use super::tensor::{optional_tensor, tensor_argument, xserv_tensor};
 use super::types::XSERV_UNSET_FLOAT;
 use crate::error::{Error, Result};
-use crate::ops::tensor::{self, AttentionBackend, AttentionOptions};
+use crate::ops;
+use crate::ops::attention::{AttentionBackend, AttentionOptions};
 
 /// Algorithms of xserv_op_attention().
 #[repr(C)]
@@ -183,6 +184,6 @@ pub unsafe extern "C" fn xserv_op_attention(
                 tensor_argument(out, "out")?,
             )
         };
-        tensor::attention(context_of(context)?.get()?, &options, &q, &k, &v, &out)
+        ops::attention::attention(context_of(context)?.get()?, &options, &q, &k, &v, &out)
     })
 }

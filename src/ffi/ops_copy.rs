@@ -6,7 +6,7 @@ use super::context::{context_of, xserv_context};
 use super::guard::guard;
 use super::status::xserv_status;
 use super::tensor::{tensor_argument, xserv_tensor};
-use crate::ops::tensor;
+use crate::ops;
 
 /// target = source, bit for bit: between layouts (making a view contiguous, filling a slice) and, on a
 /// CUDA context, between host and device in either direction. A copy with a side on the host has ended
@@ -29,6 +29,6 @@ pub unsafe extern "C" fn xserv_op_copy(
         // SAFETY: by the contract above.
         let (source, target) =
             unsafe { (tensor_argument(source, "source")?, tensor_argument(target, "target")?) };
-        tensor::copy(context_of(context)?.get()?, &source, &target)
+        ops::copy::copy(context_of(context)?.get()?, &source, &target)
     })
 }

@@ -6,8 +6,8 @@ use super::context::{context_of, xserv_context};
 use super::guard::guard;
 use super::status::xserv_status;
 use super::tensor::{tensor_argument, xserv_tensor};
-use crate::ops::host::Activation;
-use crate::ops::tensor;
+use crate::ops;
+use crate::ops::activation::cpu::Activation;
 
 /// out = x/2 (1 + erf(x / sqrt(2))), the exact GELU (Hendrycks and Gimpel, 2016), computed in f32 and rounded
 /// once.
@@ -29,7 +29,7 @@ pub unsafe extern "C" fn xserv_op_gelu(
     guard(|| {
         // SAFETY: by the contract above.
         let (x, out) = unsafe { (tensor_argument(x, "x")?, tensor_argument(out, "out")?) };
-        tensor::activation(context_of(context)?.get()?, Activation::GeluErf, &x, &out)
+        ops::activation::activation(context_of(context)?.get()?, Activation::GeluErf, &x, &out)
     })
 }
 
@@ -53,7 +53,7 @@ pub unsafe extern "C" fn xserv_op_gelu_tanh(
     guard(|| {
         // SAFETY: by the contract above.
         let (x, out) = unsafe { (tensor_argument(x, "x")?, tensor_argument(out, "out")?) };
-        tensor::activation(context_of(context)?.get()?, Activation::GeluTanh, &x, &out)
+        ops::activation::activation(context_of(context)?.get()?, Activation::GeluTanh, &x, &out)
     })
 }
 
@@ -76,7 +76,7 @@ pub unsafe extern "C" fn xserv_op_silu(
     guard(|| {
         // SAFETY: by the contract above.
         let (x, out) = unsafe { (tensor_argument(x, "x")?, tensor_argument(out, "out")?) };
-        tensor::activation(context_of(context)?.get()?, Activation::Silu, &x, &out)
+        ops::activation::activation(context_of(context)?.get()?, Activation::Silu, &x, &out)
     })
 }
 
@@ -107,7 +107,7 @@ pub unsafe extern "C" fn xserv_op_silu_mul(
                 tensor_argument(out, "out")?,
             )
         };
-        tensor::silu_mul(context_of(context)?.get()?, &gate, &up, &out)
+        ops::silu_mul::silu_mul(context_of(context)?.get()?, &gate, &up, &out)
     })
 }
 
@@ -134,7 +134,7 @@ pub unsafe extern "C" fn xserv_op_add(
         let (a, b, out) = unsafe {
             (tensor_argument(a, "a")?, tensor_argument(b, "b")?, tensor_argument(out, "out")?)
         };
-        tensor::add(context_of(context)?.get()?, &a, &b, &out)
+        ops::elementwise::add(context_of(context)?.get()?, &a, &b, &out)
     })
 }
 
@@ -161,7 +161,7 @@ pub unsafe extern "C" fn xserv_op_mul(
         let (a, b, out) = unsafe {
             (tensor_argument(a, "a")?, tensor_argument(b, "b")?, tensor_argument(out, "out")?)
         };
-        tensor::mul(context_of(context)?.get()?, &a, &b, &out)
+        ops::elementwise::mul(context_of(context)?.get()?, &a, &b, &out)
     })
 }
 
@@ -186,7 +186,7 @@ pub unsafe extern "C" fn xserv_op_cast(
         // SAFETY: by the contract above.
         let (source, target) =
             unsafe { (tensor_argument(source, "source")?, tensor_argument(target, "target")?) };
-        tensor::cast(context_of(context)?.get()?, &source, &target)
+        ops::elementwise::cast(context_of(context)?.get()?, &source, &target)
     })
 }
 
@@ -209,6 +209,6 @@ pub unsafe extern "C" fn xserv_op_transpose(
     guard(|| {
         // SAFETY: by the contract above.
         let (x, out) = unsafe { (tensor_argument(x, "x")?, tensor_argument(out, "out")?) };
-        tensor::transpose(context_of(context)?.get()?, &x, &out)
+        ops::transpose::transpose(context_of(context)?.get()?, &x, &out)
     })
 }

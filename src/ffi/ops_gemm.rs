@@ -11,7 +11,9 @@ use super::guard::{
 use super::status::xserv_status;
 use super::tensor::{optional_tensor, tensor_argument, xserv_tensor};
 use crate::error::{Error, ErrorKind, Result};
-use crate::ops::tensor::{self, GemmBackend, GemmOptions, GradCheck};
+use crate::ops;
+use crate::ops::gemm::{GemmBackend, GemmOptions};
+use crate::ops::grad_check::GradCheck;
 
 /// Who computes a matrix product.
 #[repr(C)]
@@ -150,7 +152,7 @@ pub unsafe extern "C" fn xserv_op_gemm(
             backend: backend_of(options.backend)?,
             ..GemmOptions::default()
         };
-        tensor::gemm(context_of(context)?.get()?, &options, &a, &b, &c)
+        ops::gemm::gemm(context_of(context)?.get()?, &options, &a, &b, &c)
     })
 }
 
@@ -192,7 +194,7 @@ pub unsafe extern "C" fn xserv_op_gemm_backward(
         let transpose_kernels = flag(transpose_kernels, "transpose_kernels")?;
         let context = context_of(context)?;
         let (da, db) = (da.as_ref(), db.as_ref());
-        tensor::gemm_backward(context.get()?, &a, &b, &dc, transpose_kernels, da, db)
+        ops::gemm::gemm_backward(context.get()?, &a, &b, &dc, transpose_kernels, da, db)
     })
 }
 
@@ -330,7 +332,7 @@ pub unsafe extern "C" fn xserv_grad_check(
             )
         };
         let options = GradCheck { eps: options.eps, rel_tol: options.rel_tol, atol: options.atol };
-        let found = tensor::grad_check(&options, values, gradient, |moved| {
+        let found = ops::grad_check::grad_check(&options, values, gradient, |moved| {
             // A loss that is not written fails.
             let mut value = f64::NAN;
             // SAFETY: the callback's contract; the slice has `count` values.

@@ -7,8 +7,8 @@ use super::guard::guard;
 use super::status::xserv_status;
 use super::tensor::{optional_tensor, tensor_argument, xserv_tensor};
 use crate::error::Error;
-use crate::ops::tensor;
-use crate::ops::RopePairing;
+use crate::ops;
+use crate::ops::rope::RopePairing;
 
 /// Which two elements of a head form pair i of head_dim / 2, for rotary embeddings.
 #[repr(C)]
@@ -50,7 +50,7 @@ pub unsafe extern "C" fn xserv_op_embedding(
                 tensor_argument(out, "out")?,
             )
         };
-        tensor::embedding(context_of(context)?.get()?, &table, &ids, &out)
+        ops::embedding::embedding(context_of(context)?.get()?, &table, &ids, &out)
     })
 }
 
@@ -83,7 +83,7 @@ pub unsafe extern "C" fn xserv_op_rope_table(
                 tensor_argument(sin, "sin")?,
             )
         };
-        tensor::rope_table(context_of(context)?.get()?, &inv_freq, attention_scale, &cos, &sin)
+        ops::rope::rope_table(context_of(context)?.get()?, &inv_freq, attention_scale, &cos, &sin)
     })
 }
 
@@ -142,13 +142,13 @@ pub unsafe extern "C" fn xserv_op_rope(
             }
         };
         let k = match (&k, &k_out) {
-            (Some(x), Some(out)) => Some(tensor::RopeHeads { x, out }),
+            (Some(x), Some(out)) => Some(ops::rope::RopeHeads { x, out }),
             (None, None) => None,
             (Some(_), None) => return Err(Error::invalid_argument("k_out is NULL, but k is not")),
             (None, Some(_)) => return Err(Error::invalid_argument("k is NULL, but k_out is not")),
         };
-        let q = tensor::RopeHeads { x: &q, out: &q_out };
-        tensor::rope(context_of(context)?.get()?, q, k, &positions, &cos, &sin, pairing)
+        let q = ops::rope::RopeHeads { x: &q, out: &q_out };
+        ops::rope::rope(context_of(context)?.get()?, q, k, &positions, &cos, &sin, pairing)
     })
 }
 
@@ -172,7 +172,7 @@ pub unsafe extern "C" fn xserv_op_argmax(
     guard(|| {
         // SAFETY: by the contract above.
         let (x, out) = unsafe { (tensor_argument(x, "x")?, tensor_argument(out, "out")?) };
-        tensor::argmax(context_of(context)?.get()?, &x, &out)
+        ops::argmax::argmax(context_of(context)?.get()?, &x, &out)
     })
 }
 
@@ -203,6 +203,6 @@ pub unsafe extern "C" fn xserv_op_top_k(
                 tensor_argument(indices, "indices")?,
             )
         };
-        tensor::top_k(context_of(context)?.get()?, &x, &values, &indices)
+        ops::top_k::top_k(context_of(context)?.get()?, &x, &values, &indices)
     })
 }

@@ -6,7 +6,7 @@ use super::context::{context_of, xserv_context};
 use super::guard::guard;
 use super::status::xserv_status;
 use super::tensor::{optional_tensor, tensor_argument, xserv_tensor};
-use crate::ops::tensor;
+use crate::ops;
 
 /// Root-mean-square normalisation over the last dimension (Zhang and Sennrich, 2019):
 /// out = x / sqrt(mean(x^2) + eps) * weight, computed in f32 and rounded once.
@@ -36,7 +36,7 @@ pub unsafe extern "C" fn xserv_op_rms_norm(
                 tensor_argument(out, "out")?,
             )
         };
-        tensor::rms_norm(context_of(context)?.get()?, &x, &weight, eps, &out)
+        ops::rms_norm::rms_norm(context_of(context)?.get()?, &x, &weight, eps, &out)
     })
 }
 
@@ -73,14 +73,14 @@ pub unsafe extern "C" fn xserv_op_add_rms_norm(
                 tensor_argument(out, "out")?,
             )
         };
-        let tensors = tensor::AddRmsNorm {
+        let tensors = ops::rms_norm::AddRmsNorm {
             x: &x,
             residual: &residual,
             weight: &weight,
             residual_out: &residual_out,
             out: &out,
         };
-        tensor::add_rms_norm(context_of(context)?.get()?, tensors, eps)
+        ops::rms_norm::add_rms_norm(context_of(context)?.get()?, tensors, eps)
     })
 }
 
@@ -116,7 +116,7 @@ pub unsafe extern "C" fn xserv_op_layer_norm(
             )
         };
         let context = context_of(context)?;
-        tensor::layer_norm(context.get()?, &x, &weight, bias.as_ref(), eps, &out)
+        ops::layer_norm::layer_norm(context.get()?, &x, &weight, bias.as_ref(), eps, &out)
     })
 }
 
@@ -140,6 +140,6 @@ pub unsafe extern "C" fn xserv_op_softmax(
     guard(|| {
         // SAFETY: by the contract above.
         let (x, out) = unsafe { (tensor_argument(x, "x")?, tensor_argument(out, "out")?) };
-        tensor::softmax(context_of(context)?.get()?, &x, &out)
+        ops::softmax::softmax(context_of(context)?.get()?, &x, &out)
     })
 }

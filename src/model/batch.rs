@@ -5,7 +5,7 @@
 use super::kv_cache::KvCache;
 use super::ModelConfig;
 use crate::error::{Error, Result};
-use crate::ops::BLOCK_SIZE;
+use crate::ops::kv_cache::layout::BLOCK_SIZE;
 
 /// The tokens to run, sequence behind sequence, and where each sequence's keys and values lie.
 ///

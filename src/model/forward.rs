@@ -7,7 +7,10 @@ use super::workspace::{Activations, Workspace};
 use super::{Compute, Model, ModelConfig};
 use crate::backend::cpu::CpuBackend;
 use crate::error::{Error, ErrorKind, Result};
-use crate::ops::{attention, kv_cache_append, linear, AttentionBatch, PackedMatrix, Store};
+use crate::ops::attention::cpu_paged::{attention, AttentionBatch};
+use crate::ops::common::packed_matrix::PackedMatrix;
+use crate::ops::kv_cache::cpu::kv_cache_append;
+use crate::ops::linear::cpu::{linear, Store};
 use crate::thread_state::StandardFloats;
 
 /// One forward pass under way: what each layer needs besides its weights.

@@ -6,7 +6,11 @@ use super::weights::{HeadAxis, MatrixPlan, Planner, TokenMatrices, VectorPlan, W
 use super::ModelConfig;
 use crate::backend::cpu::CpuBackend;
 use crate::error::{try_with_capacity, Error, Result};
-use crate::ops::{embedding, gelu_tanh, layer_norm, linear, LinearScratch, PackedMatrix, Store};
+use crate::ops::activation::cpu::{activation_in_place, Activation};
+use crate::ops::common::packed_matrix::PackedMatrix;
+use crate::ops::embedding::cpu_packed::embedding;
+use crate::ops::layer_norm::cpu::layer_norm;
+use crate::ops::linear::cpu::{linear, LinearScratch, Store};
 
 /// The weights of the whole model.
 #[derive(Debug)]
@@ -226,14 +230,14 @@ impl Gpt2Layer<PackedMatrix, Vec<f32>> {
             Store::Overwrite,
             act.linear,
         )?;
-        gelu_tanh(backend, act.mlp_up)?;
+        activation_in_place(backend, Activation::GeluTanh, act.mlp_up)?;
         self.down_proj.forward(backend, act.mlp_up, num_rows, act.hidden, Store::Add, act.linear)
     }
 }
 
 impl LayerNormWeights<Vec<f32>> {
     fn forward(&self, backend: &CpuBackend, x: &[f32], eps: f32, out: &mut [f32]) -> Result<()> {
-        layer_norm(backend, x, &self.weight, &self.bias, eps, out)
+        layer_norm(backend, x, &self.weight, Some(&self.bias), eps, out)
     }
 }
 

@@ -8,8 +8,8 @@
 use crate::backend::{Arena, ComputeContext, DeviceTensor};
 use crate::error::{try_with_capacity, Error, Result};
 use crate::memory::{ElementType, HostBuffer, Pages};
-use crate::ops::stepwise::KvParts;
-use crate::ops::{KvBlocks, KvLayout, BLOCK_SIZE};
+use crate::ops::kv_cache::cuda_swap::KvParts;
+use crate::ops::kv_cache::layout::{KvBlocks, KvLayout, BLOCK_SIZE};
 
 /// The cache of one model.
 #[derive(Debug)]

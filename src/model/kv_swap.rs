@@ -14,8 +14,8 @@ use crate::backend::cuda::{CudaContext, Event};
 use crate::backend::{ComputeContext, PinnedBuffer};
 use crate::error::{check_room, Error, ErrorKind, Result};
 use crate::memory::{HostBuffer, Pages};
-use crate::ops::stepwise::{kv_cache_swap, KvCopy, MOST_KV_COPIES};
-use crate::ops::KvLayout;
+use crate::ops::kv_cache::cuda_swap::{kv_cache_swap, KvCopy, MOST_KV_COPIES};
+use crate::ops::kv_cache::layout::KvLayout;
 use crate::panic_guard;
 use crate::thread_state::SignalsBlocked;
 

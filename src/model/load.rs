@@ -18,8 +18,8 @@ use super::LoadedWeights;
 use crate::backend::cpu::CpuBackend;
 use crate::error::{try_filled, Error, ErrorKind, Result};
 use crate::memory::DType;
-use crate::ops::packed_matrix::PANEL_COLUMNS;
-use crate::ops::{PackedMatrix, PanelWriter};
+use crate::ops::common::packed_matrix::PANEL_COLUMNS;
+use crate::ops::common::packed_matrix::{PackedMatrix, PanelWriter};
 
 /// Bytes that one thread reads at once: large enough for a sequential read to run at the device's
 /// speed, small enough for the L2 cache to hold a good part while it is being packed.

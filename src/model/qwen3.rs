@@ -5,10 +5,14 @@ use super::forward::Pass;
 use super::weights::{HeadAxis, MatrixPlan, Planner, TokenMatrices, VectorPlan, WeightReader};
 use super::ModelConfig;
 use crate::error::{try_with_capacity, Result};
-use crate::ops::{
-    embedding, linear, rms_norm, rms_norm_heads, rope, silu_mul, PackedMatrix, RopePairing,
-    RopeTable, Store,
-};
+use crate::ops::common::packed_matrix::PackedMatrix;
+use crate::ops::embedding::cpu_packed::embedding;
+use crate::ops::linear::cpu::{linear, Store};
+use crate::ops::rms_norm::cpu::rms_norm;
+use crate::ops::rms_norm::cpu_heads::rms_norm_heads;
+use crate::ops::rope::cpu_table::{rope, RopeTable};
+use crate::ops::rope::RopePairing;
+use crate::ops::silu_mul::cpu_stacked::silu_mul;
 
 /// The weights of the whole model.
 #[derive(Debug)]

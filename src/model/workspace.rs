@@ -9,7 +9,8 @@ use super::ModelConfig;
 use crate::backend::cpu::Isa;
 use crate::error::{Error, Result};
 use crate::memory::DType;
-use crate::ops::{AttentionScratch, LinearScratch};
+use crate::ops::attention::cpu_paged::AttentionScratch;
+use crate::ops::linear::cpu::LinearScratch;
 
 /// Buffers for one forward pass at a time.
 #[derive(Default)]

@@ -3,8 +3,8 @@
 use super::{numbers, Bench, Work};
 use half::bf16;
 use xserv::backend::cpu::CpuBackend;
-use xserv::ops::host::*;
-use xserv::ops::RopePairing;
+use xserv::ops::rope::RopePairing;
+use xserv::ops::HOST::*;
 
 pub fn all(bench: &Bench, backend: &CpuBackend) {
     typed::<f32>(bench, backend);

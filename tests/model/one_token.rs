@@ -5,10 +5,13 @@ use std::sync::Arc;
 
 use xserv::backend::{Arena, ComputeContext, DeviceTensor};
 use xserv::memory::{DType, ElementType};
-use xserv::ops::stepwise::{
-    decode_attention_o, decode_gemv_mma, has_decode_attention_o, has_decode_gemv_mma,
-    DecodeSequences, KvSlots, OneTokenLinear, QkNormRope, NUM_SUMS,
+use xserv::ops::attention::cuda_fused::DecodeSequences;
+use xserv::ops::attention::cuda_fused_project::{decode_attention_o, has_decode_attention_o};
+use xserv::ops::kv_cache::KvSlots;
+use xserv::ops::linear::cuda_gemv_mma::{
+    decode_gemv_mma, has_decode_gemv_mma, OneTokenLinear, NUM_SUMS,
 };
+use xserv::ops::qk_norm_rope_append::QkNormRope;
 
 use crate::driver::{cuda_context, load_on_cuda};
 use crate::files::{Random, Store, TestModel};

@@ -8,7 +8,7 @@ use xserv::backend::{Arena, ComputeContext, PinnedBuffer};
 use xserv::engine::{GenerationConfig, Sampler, SamplingOverrides, SamplingParams};
 use xserv::memory::{DType, ElementType};
 use xserv::model::{Draw, Model, TokenChoice, FROM_BATCH, NO_TOKEN};
-use xserv::ops::stepwise::{
+use xserv::ops::sample::{
     sample, SampleBuffers, SampleRow, SAMPLE_COUNTERS, SAMPLE_PARTIALS, SAMPLE_ROW_WORDS,
 };
 

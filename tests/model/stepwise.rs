@@ -4,7 +4,9 @@ use std::sync::Arc;
 
 use xserv::backend::{Arena, ComputeContext, DeviceTensor, PinnedBuffer};
 use xserv::memory::{DType, ElementType};
-use xserv::ops::stepwise::{gelu_tanh, kv_cache_append, KvSlots};
+use xserv::ops::activation::cuda_rounded::gelu_tanh;
+use xserv::ops::kv_cache::cuda::kv_cache_append;
+use xserv::ops::kv_cache::KvSlots;
 
 use crate::driver::cuda_context;
 use crate::files::Random;

@@ -5,9 +5,10 @@ use std::sync::Arc;
 
 use xserv::backend::{Arena, ComputeContext};
 use xserv::memory::{DType, ElementType};
-use xserv::ops::stepwise::{
-    has_prefill_gemm, is_prefill_heads_faster, prefill_heads, KvSlots, QkNormRope,
-};
+use xserv::ops::kv_cache::KvSlots;
+use xserv::ops::linear::cuda_prefill::has_prefill_gemm;
+use xserv::ops::linear::cuda_prefill_heads::{is_prefill_heads_faster, prefill_heads};
+use xserv::ops::qk_norm_rope_append::QkNormRope;
 
 use crate::driver::cuda_context;
 use crate::files::Random;

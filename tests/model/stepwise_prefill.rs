@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use xserv::backend::{Arena, ComputeContext, DeviceTensor};
 use xserv::memory::{DType, ElementType};
-use xserv::ops::stepwise::{has_prefill_gemm, prefill_gemm, LinearResult};
+use xserv::ops::linear::cuda_prefill::{has_prefill_gemm, prefill_gemm};
+use xserv::ops::linear::LinearResult;
 
 use crate::driver::{cuda_context, load, load_on_cuda, Driver};
 use crate::files::{Random, Store, TestModel};

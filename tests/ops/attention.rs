@@ -7,9 +7,9 @@ use crate::support::{
 };
 use xserv::backend::cpu::CpuBackend;
 use xserv::memory::{DType, HostBuffer, Pages};
-use xserv::ops::{
-    attention, kv_cache_append, AttentionBatch, AttentionScratch, KvBlocks, KvLayout, BLOCK_SIZE,
-};
+use xserv::ops::attention::cpu_paged::{attention, AttentionBatch, AttentionScratch};
+use xserv::ops::kv_cache::cpu::kv_cache_append;
+use xserv::ops::kv_cache::layout::{KvBlocks, KvLayout, BLOCK_SIZE};
 
 /// A cache, and sequences whose blocks are scattered over it.
 struct Cache {

@@ -3,9 +3,9 @@
 use crate::host_support::{close_rms, for_storage, normals, typed, values, Typed};
 use crate::support::{assert_same_bits, backends, golden, reference, Random};
 use xserv::backend::cpu::CpuBackend;
-use xserv::ops::host::{
-    attention_flash, attention_naive, Attention, FlashScratch, HeadStrides, Sequences, Storage,
-};
+use xserv::ops::attention::cpu_flash::{attention_flash, FlashScratch};
+use xserv::ops::attention::cpu_naive::{attention_naive, Attention, HeadStrides, Sequences};
+use xserv::ops::common::storage::Storage;
 
 for_storage!(golden_vectors, masks, ragged, paged, threads, refusals);
 

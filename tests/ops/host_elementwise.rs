@@ -3,7 +3,10 @@
 use crate::host_support::{close, for_storage, normals, typed, values, Typed};
 use crate::support::{assert_same_bits, backends, reference, Random};
 use xserv::backend::cpu::CpuBackend;
-use xserv::ops::{host, host::Activation, host::Storage, RopePairing};
+use xserv::ops::activation::cpu::Activation;
+use xserv::ops::common::storage::Storage;
+use xserv::ops::rope::RopePairing;
+use xserv::ops::HOST;
 
 const WIDTHS: [usize; 10] = [1, 2, 15, 17, 31, 32, 33, 257, 1000, 2049];
 const ROWS: [usize; 7] = [0, 1, 3, 5, 31, 33, 130];

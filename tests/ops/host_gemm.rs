@@ -3,7 +3,8 @@
 use crate::host_support::{close_rms, for_storage, normals, typed, values, Typed};
 use crate::support::{assert_same_bits, backends, golden, Random};
 use xserv::backend::cpu::CpuBackend;
-use xserv::ops::host::{gemm, gemm_naive, Gemm, GemmScratch, Storage};
+use xserv::ops::common::storage::Storage;
+use xserv::ops::gemm::cpu::{gemm, gemm_naive, Gemm, GemmScratch};
 
 for_storage!(shapes, golden_vectors, factors, threads, refusals);
 

@@ -2,7 +2,7 @@
 
 use crate::support::{assert_close, Random, Tolerance};
 use xserv::memory::DType;
-use xserv::ops::host::Storage;
+use xserv::ops::common::storage::Storage;
 
 /// A typed buffer filled with NaN between two guards that must stay as they are.
 pub struct Typed<T> {

@@ -7,7 +7,9 @@ use crate::support::{
 };
 use xserv::backend::cpu::CpuBackend;
 use xserv::memory::DType;
-use xserv::ops::{embedding, linear, LinearScratch, PackedMatrix, Store};
+use xserv::ops::common::packed_matrix::PackedMatrix;
+use xserv::ops::embedding::cpu_packed::embedding;
+use xserv::ops::linear::cpu::{linear, LinearScratch, Store};
 
 fn packed(weight: &[f32], n: usize, k: usize, dtype: DType) -> PackedMatrix {
     let mut matrix = PackedMatrix::zeroed(n, k, dtype).unwrap();

@@ -12,7 +12,7 @@ use xserv::model::{
     BlockCopy, CopyDirection, ForwardBatch, KvCache, KvSwap, LoadOptions, Model, Step, StepResult,
     TokenChoice, Workspace,
 };
-use xserv::ops::BLOCK_SIZE;
+use xserv::ops::kv_cache::layout::BLOCK_SIZE;
 
 /// Loads the folder `path`, quietly.
 pub fn load(path: &str, dtype: Option<DType>, num_threads: usize) -> Model {

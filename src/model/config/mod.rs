@@ -16,7 +16,7 @@ use super::cuda::HeadSpacing;
 use crate::error::{Error, Result};
 use crate::memory::DType;
 use crate::model::folder::{shown_name, Folder};
-use crate::ops::KvLayout;
+use crate::ops::kv_cache::layout::KvLayout;
 use fields::Fields;
 pub use rope::{RopeConfig, YarnConfig};
 

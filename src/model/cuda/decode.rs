@@ -23,11 +23,17 @@ use crate::model::kv_cache::{DeviceKvLayer, KvCache};
 use crate::model::qwen3::{Qwen3Layer, Qwen3Weights};
 use crate::model::weights::Weights;
 use crate::model::ModelConfig;
-use crate::ops::stepwise::{
-    decode_attention, decode_gemv, embedding_step, has_decode_attention, has_decode_gemv,
-    has_prefill_gemm, has_skinny_gemm, is_gemv_weight, is_skinny_weight, rms_norm_step,
-    skinny_gemm, DecodeSequences, KvSlots, LinearResult, QkNormRope, GEMV_TOKENS, SKINNY_TOKENS,
+use crate::ops::attention::cuda_fused::{decode_attention, has_decode_attention, DecodeSequences};
+use crate::ops::embedding::cuda_chosen::embedding_step;
+use crate::ops::kv_cache::KvSlots;
+use crate::ops::linear::cuda_gemv::{decode_gemv, has_decode_gemv, is_gemv_weight, GEMV_TOKENS};
+use crate::ops::linear::cuda_prefill::has_prefill_gemm;
+use crate::ops::linear::cuda_skinny::{
+    has_skinny_gemm, is_skinny_weight, skinny_gemm, SKINNY_TOKENS,
 };
+use crate::ops::linear::LinearResult;
+use crate::ops::qk_norm_rope_append::QkNormRope;
+use crate::ops::rms_norm::cuda_rounded::rms_norm_step;
 
 /// What of this file serves a model.
 #[derive(Clone, Copy, Debug, Default)]

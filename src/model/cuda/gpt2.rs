@@ -8,9 +8,15 @@ use crate::backend::DeviceTensor;
 use crate::error::Result;
 use crate::model::gpt2::{BiasedMatrix, Gpt2Layer, Gpt2Weights, LayerNormWeights};
 use crate::model::kv_cache::{DeviceKvLayer, KvCache};
-use crate::ops::host::Activation;
-use crate::ops::stepwise::{gelu_tanh, kv_cache_append, KvSlots, LinearResult};
-use crate::ops::tensor::{activation, add, embedding, layer_norm};
+use crate::ops::activation::activation;
+use crate::ops::activation::cpu::Activation;
+use crate::ops::activation::cuda_rounded::gelu_tanh;
+use crate::ops::elementwise::add;
+use crate::ops::embedding::embedding;
+use crate::ops::kv_cache::cuda::kv_cache_append;
+use crate::ops::kv_cache::KvSlots;
+use crate::ops::layer_norm::layer_norm;
+use crate::ops::linear::LinearResult;
 
 type Matrix = BiasedMatrix<DeviceTensor, DeviceTensor>;
 type Layer = Gpt2Layer<DeviceTensor, DeviceTensor>;

@@ -23,11 +23,12 @@ use crate::memory::Tensor;
 use crate::model::kv_cache::DeviceKvLayer;
 use crate::model::qwen3::Qwen3Layer;
 use crate::model::ModelConfig;
-use crate::ops::stepwise::{
-    is_prefill_faster, is_prefill_heads_faster, num_fixed_parts, prefill_gemm, silu_mul,
-    skinny_gemm, LinearResult, SKINNY_TOKENS,
-};
-use crate::ops::tensor::SumOrder;
+use crate::ops::gemm::SumOrder;
+use crate::ops::linear::cuda_prefill::{is_prefill_faster, prefill_gemm};
+use crate::ops::linear::cuda_prefill_heads::is_prefill_heads_faster;
+use crate::ops::linear::cuda_skinny::{num_fixed_parts, skinny_gemm, SKINNY_TOKENS};
+use crate::ops::linear::LinearResult;
+use crate::ops::silu_mul::cuda_rounded::silu_mul;
 
 fn num_rows(x: &Tensor) -> usize {
     x.shape().first().map_or(0, |&n| n as usize)

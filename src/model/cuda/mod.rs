@@ -41,7 +41,7 @@ use crate::backend::cuda::CudaContext;
 use crate::backend::{Arena, ComputeContext, ContextBackend, DeviceTensor, PinnedBuffer};
 use crate::error::{Error, Result};
 use crate::memory::{DType, ElementType};
-use crate::ops::stepwise;
+use crate::ops::rope::cuda_rounded::rope_tables;
 
 /// What is lost where each allocation is rounded up to a multiple of 512 bytes: there are nine of a model.
 const ROUNDING_BYTES: usize = 9 * 512;
@@ -245,7 +245,7 @@ impl RopeTables {
             word.copy_from_slice(&f.to_ne_bytes());
         }
         staging.upload(0..half * 4, &frequencies, 0)?;
-        stepwise::rope_tables(context, &frequencies, rope.attention_scaling(), &cos, &sin)?;
+        rope_tables(context, &frequencies, rope.attention_scaling(), &cos, &sin)?;
         staging.wait()?;
         Ok(RopeTables { cos, sin })
     }

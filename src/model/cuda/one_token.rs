@@ -18,10 +18,8 @@ use crate::error::{Error, Result};
 use crate::model::kv_cache::DeviceKvLayer;
 use crate::model::qwen3::Qwen3Layer;
 use crate::model::ModelConfig;
-use crate::ops::stepwise::{
-    decode_attention_o, decode_gemv_mma, has_decode_attention_o, has_decode_gemv_mma,
-    OneTokenLinear,
-};
+use crate::ops::attention::cuda_fused_project::{decode_attention_o, has_decode_attention_o};
+use crate::ops::linear::cuda_gemv_mma::{decode_gemv_mma, has_decode_gemv_mma, OneTokenLinear};
 
 /// Of the memory of a multiprocessor, as shared memory: the weights under way need the rest (H200; a step of Qwen3-0.6B
 /// with 512 tokens behind it takes a quarter longer with 75).

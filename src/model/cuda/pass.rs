@@ -13,11 +13,12 @@ use crate::model::batch::ForwardBatch;
 use crate::model::kv_cache::{DeviceKvLayer, KvCache};
 use crate::model::weights::Weights;
 use crate::model::ModelConfig;
-use crate::ops::stepwise::embedding_step;
-use crate::ops::tensor::{
-    attention, cast, copy, embedding, gemm, AttentionBackend, AttentionOptions, GemmOptions,
-    SumOrder,
-};
+use crate::ops::attention::{attention, AttentionBackend, AttentionOptions};
+use crate::ops::copy::copy;
+use crate::ops::elementwise::cast;
+use crate::ops::embedding::cuda_chosen::embedding_step;
+use crate::ops::embedding::embedding;
+use crate::ops::gemm::{gemm, GemmOptions, SumOrder};
 
 /// One forward pass under way.
 pub(super) struct Pass<'a> {

@@ -7,7 +7,10 @@ use crate::backend::DeviceTensor;
 use crate::error::Result;
 use crate::model::kv_cache::{DeviceKvLayer, KvCache};
 use crate::model::qwen3::{Qwen3Layer, Qwen3Weights};
-use crate::ops::stepwise::{add_rms_norm, prefill_heads, qk_norm_rope_append, KvSlots, QkNormRope};
+use crate::ops::kv_cache::KvSlots;
+use crate::ops::linear::cuda_prefill_heads::prefill_heads;
+use crate::ops::qk_norm_rope_append::{qk_norm_rope_append, QkNormRope};
+use crate::ops::rms_norm::cuda_rounded::add_rms_norm;
 
 impl Pass<'_> {
     /// See [`super::CudaModel::hidden_states`].

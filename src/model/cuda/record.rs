@@ -9,8 +9,8 @@ use crate::error::{Error, Result};
 use crate::memory::ElementType;
 use crate::model::batch::ForwardBatch;
 use crate::model::step::{TokenChoice, FROM_BATCH};
-use crate::ops::stepwise::{SampleRow, SAMPLE_ROW_WORDS};
-use crate::ops::BLOCK_SIZE;
+use crate::ops::kv_cache::layout::BLOCK_SIZE;
+use crate::ops::sample::{SampleRow, SAMPLE_ROW_WORDS};
 
 /// Arrays begin at multiples of this many numbers.
 const ALIGNMENT: usize = 4;

@@ -9,10 +9,9 @@ use crate::error::{Error, Result};
 use crate::memory::DType;
 use crate::model::weights::{MatrixLayout, MatrixPlan, VectorPlan, WeightReader, WeightsPlan};
 use crate::model::ModelConfig;
-use crate::ops::tensor::{
-    attention_scratch_bytes, cublas_workspace_for, gemm_scratch_bytes, WeightShape,
-};
-use crate::ops::BLOCK_SIZE;
+use crate::ops::attention::attention_scratch_bytes;
+use crate::ops::gemm::{cublas_workspace_for, gemm_scratch_bytes, WeightShape};
+use crate::ops::kv_cache::layout::BLOCK_SIZE;
 
 /// How large the passes of a model become.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -19,10 +19,10 @@ use crate::model::batch::ForwardBatch;
 use crate::model::kv_cache::KvCache;
 use crate::model::step::{Step, StepResult, TokenChoice, FROM_BATCH, NO_TOKEN};
 use crate::model::ModelConfig;
-use crate::ops::stepwise::{
-    sample, DecodeScratch, SampleBuffers, SAMPLE_COUNTERS, SAMPLE_PARTIALS,
-};
-use crate::ops::tensor::{cast, copy};
+use crate::ops::attention::cuda_fused::DecodeScratch;
+use crate::ops::copy::copy;
+use crate::ops::elementwise::cast;
+use crate::ops::sample::{sample, SampleBuffers, SAMPLE_COUNTERS, SAMPLE_PARTIALS};
 
 /// Steps that may be under way: the host prepares one while the device computes another.
 pub(in crate::model) const STEPS_IN_FLIGHT: usize = 2;

@@ -10,7 +10,7 @@ use crate::backend::{Arena, ComputeContext, ContextBackend, DeviceTensor, Pinned
 use crate::error::{Error, Result};
 use crate::memory::{DType, ElementType, SetApart};
 use crate::model::{Architecture, ModelConfig};
-use crate::ops::stepwise::DecodeScratch;
+use crate::ops::attention::cuda_fused::DecodeScratch;
 
 /// The most rows of logits of a step.
 pub(super) const MAX_STEP_ROWS: usize = 256;

@@ -1,0 +1,49 @@
+// The attention of fused.cu for one sequence with one new token, and the output projection of what its
+// heads see, in one kernel.
+//
+//   attn = everything that fused.cu computes, rounded to T
+//   sums[g] = W_o[:, columns of the heads over kv head g] attn[heads over g]       f32, for each kv head g
+//
+//   weight: [hidden_size, num_heads * head_dim], W_o;   sums: [num_kv_heads, hidden_size]
+//   qkv, norms, tables, cache: as there, with num_seqs = 1; out is not used. A sequence that is not in use (a length of
+//   0) has sums of zero.
+//
+// Whoever reads the sums adds them over g in order, rounds to T and adds the residual (gemv_mma.cu).
+//
+// Grid (8, num_kv_heads), clusters of 8 blocks: a kv head and its 2 query heads each. What the projection costs by
+// itself is a kernel's beginning and end; here its weights come while the chain of trips of the attention leaves the
+// device memory idle, a block has 16 rows of W_o for each of its warps in shared memory by then, and the sum over
+// the heads of all clusters costs nothing but what the next kernel reads more.
+//
+// xserv_attention_fused_project_<slots>_<dtype>: 2 or 3 tiles of 16 tokens under way for each warp. Less shared memory lets
+// the neighbours in the chain in earlier, more of it reads long contexts faster (H200, layers and output of
+// Qwen3-0.6B: 424 and 440 us with 517 tokens behind it, 557 and 544 with 4133; five kernels a layer: 511 and 613).
+//
+// Needs: head_dim 128, 2 query heads for each kv head, hidden_size a multiple of 128, at most 1024; W_o aligned to 16
+// bytes; what fused.cu needs. Shared memory: 177472 bytes.
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+#include "ops/attention/fused_unit.cuh"
+
+namespace xserv {
+
+struct FusedProjectArgs {
+  FusedArgs attention;
+  OutputProjection projection;
+};
+static_assert(sizeof(FusedProjectArgs) == 200, "the host passes this struct by value");
+
+static_assert(DecodeAttention<__half, 128, 8, 3, DecodeForm::kProjected>::kSharedBytes == 177472, "what the host asks");
+static_assert(DecodeAttention<__half, 128, 8, 2, DecodeForm::kProjected>::kSharedBytes == 144704, "what the host asks");
+
+}  // namespace xserv
+
+#define XSERV_DECODE_ATTENTION_O(slots, suffix, T)                                                                 \
+  extern "C" __global__ void __launch_bounds__(256, 2) xserv_attention_fused_project_##slots##_##suffix(                \
+      const __grid_constant__ xserv::FusedProjectArgs args) {                                                  \
+    xserv::DecodeAttention<T, 128, 8, slots, xserv::DecodeForm::kProjected>::run(args.attention, args.projection); \
+  }
+XSERV_DECODE_ATTENTION_O(2, f16, __half)
+XSERV_DECODE_ATTENTION_O(2, bf16, __nv_bfloat16)
+XSERV_DECODE_ATTENTION_O(3, f16, __half)
+XSERV_DECODE_ATTENTION_O(3, bf16, __nv_bfloat16)
+#endif

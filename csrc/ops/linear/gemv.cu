@@ -1,0 +1,271 @@
+// The linear layers of decode for 1 and 2 tokens, as links of a chain with programmatic dependent launch (PDL).
+// W is [out_features, in_features] (a weight of torch.nn.Linear), ldw; round() is to T.
+//
+//   residual     out = round(out + round(W x))           in place: out is the residual stream
+//   norm         out = round(W h)                        h = round(norm_weight * round(x * rstd)), RMSNorm
+//   norm_swiglu  out = round(round(silu(round(G h))) * round(U h))     G the first out_features rows of W,
+//                                                                      U the others
+//
+//   x    [num_tokens, in_features], ldx        norm_weight [in_features]
+//   out  [num_tokens, out_features], ldo
+//
+// The threads of a block lie side by side along in_features: a warp has kSteps * 256 elements of every row, a
+// lane 8 of each 256. So h is computed once in a block and never exchanged, only its scale is. A block takes a
+// tile of kRows rows of W at a time, straight from device memory into registers (64 to 128 KB of an SM's registers
+// are loads under way), and asks for the next tile as soon as the products are done, before it sums them up. The
+// first tile is asked for before the kernels in front have ended, because no kernel writes weights: device memory
+// does not rest between two kernels.
+//
+// A sum has one order that depends on in_features and kSteps alone, not on the number of tokens, kRows, the grid or
+// which block took the tile.
+//
+// Needs: x, W, norm_weight 16-byte aligned; ldx, ldw multiples of 8; in_features = threads * 8 * kSteps with a
+// multiple of 32 threads, at most 640, at least the outputs of a tile; out_features >= the rows (of out) of a tile;
+// 1 <= grid <= tiles; every block's first tile resident or not, there is no waiting among blocks. Dynamic
+// shared memory in rows of in_features * 2 bytes: one with a norm, and kTokens more where kTokens * kSteps > 8.
+// The shared-memory carveout must leave the L1 room: loads under way live there (100 % of shared memory costs
+// 4 % of a step of Qwen3-8B).
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+#include "common/gemv.cuh"
+#include "common/mma.cuh"
+#include "common/pdl.cuh"
+#include "common/reduce.cuh"
+
+namespace xserv {
+
+struct LinearGemvParams {
+  const void* x;
+  const void* norm_weight;  // not used without a norm
+  const void* weight;
+  void* out;
+  int64_t ldx, ldw, ldo;
+  int num_tokens, out_features, in_features;
+  // The first prefetch_blocks blocks ask the L2 for the first prefetch_rows rows of their second tile.
+  int prefetch_blocks, prefetch_rows;
+  float eps;
+};
+static_assert(sizeof(LinearGemvParams) == 80, "LinearGemvParams is mirrored in Rust");
+
+enum class Gemv { kResidual, kNorm, kNormSwiglu };
+constexpr int kGemvMaxWarps = 20;
+
+// Sums kCount (a power of two) values over the lanes; lane i gets the one of index i / (32 / kCount). Each
+// exchange halves the values a lane is concerned with; the order of each sum is that of warp_reduce.
+template <int kCount, int kOffset = 16>
+__device__ __forceinline__ float reduce_many(float* values, int lane) {
+  if constexpr (kOffset == 0) {
+    return values[0];
+  } else if constexpr (kCount == 1) {
+    values[0] += __shfl_xor_sync(kFullWarp, values[0], kOffset);
+    return reduce_many<1, kOffset / 2>(values, lane);
+  } else {
+    const bool is_upper = lane & kOffset;
+#pragma unroll
+    for (int i = 0; i < kCount / 2; ++i) {
+      const float kept = is_upper ? values[i + kCount / 2] : values[i];
+      const float sent = is_upper ? values[i] : values[i + kCount / 2];
+      values[i] = kept + __shfl_xor_sync(kFullWarp, sent, kOffset);
+    }
+    return reduce_many<kCount / 2, kOffset / 2>(values, lane);
+  }
+}
+
+template <typename T, Gemv kMode, int kTokens, int kRows, int kSteps>
+__device__ __forceinline__ void gemv(const LinearGemvParams& p) {
+  constexpr bool kIsGated = kMode == Gemv::kNormSwiglu;
+  constexpr bool kHasNorm = kIsGated || kMode == Gemv::kNorm;
+  constexpr int kOuts = kIsGated ? kRows / 2 : kRows, kSums = kRows * kTokens;
+  constexpr bool kInRegisters = kTokens * kSteps <= 8;
+  static_assert(kSums <= 32, "reduce_many");
+  extern __shared__ __align__(16) uint4 shared_h[];  // [kTokens][kSteps][threads]
+  __shared__ float partials[2][kGemvMaxWarps][kSums];
+  __shared__ float squares[kGemvMaxWarps][kTokens];
+  dependency_launch();
+
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, num_threads = blockDim.x;
+  const int num_tiles = (p.out_features + kOuts - 1) / kOuts;
+  // Of this thread's first chunk in a row; the next ones are 512 bytes apart.
+  const int offset = (warp * kSteps * 32 + lane) * 16;
+  const uint64_t policy = weight_policy();
+  const int64_t row_bytes = p.ldw * 2;
+  // The last tile begins earlier where out_features is not a multiple of kOuts: it repeats rows, but writes
+  // only its own.
+  const auto first_row = [&](int tile) { return min(tile * kOuts, p.out_features - kOuts); };
+
+  uint4 weights[kRows][kSteps];
+  const auto load_tile = [&](int tile) {
+    const char* source = static_cast<const char*>(p.weight) + first_row(tile) * row_bytes + offset;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      if (kIsGated && r == kOuts) source += (p.out_features - kOuts) * row_bytes;
+#pragma unroll
+      for (int c = 0; c < kSteps; ++c) weights[r][c] = load_weight(source + c * 512, policy);
+      source += row_bytes;
+    }
+  };
+  load_tile(blockIdx.x);
+  uint4* factors = shared_h + (kInRegisters ? 0 : kTokens * kSteps * num_threads) + threadIdx.x;
+  if (kHasNorm) {
+    // Through shared memory: no registers while the loads are under way. A thread reads what it copied.
+#pragma unroll
+    for (int c = 0; c < kSteps; ++c) {
+      cp_async_16(shared_address(factors + c * num_threads),
+                  static_cast<const char*>(p.norm_weight) + offset + c * 512);
+    }
+    cp_async_commit();
+  }
+#if __CUDA_ARCH__ >= 900
+  const int block = blockIdx.x, thread = threadIdx.x;
+  if (block < p.prefetch_blocks && thread < min(kRows, p.prefetch_rows)) {
+    int64_t row = (block + static_cast<int>(gridDim.x)) * kOuts + thread % kOuts;
+    if (row < p.out_features) {
+      if (thread >= kOuts) row += p.out_features;
+      const char* source = static_cast<const char*>(p.weight) + row * row_bytes;
+      asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(p.in_features * 2) : "memory");
+    }
+  }
+#endif
+  dependency_wait();
+
+  uint4 own_h[kInRegisters ? kTokens : 1][kSteps];
+  const auto h = [&](int token, int c) -> uint4& {
+    return kInRegisters ? own_h[token][c] : shared_h[(token * kSteps + c) * num_threads + threadIdx.x];
+  };
+  float token_squares[kTokens];
+#pragma unroll
+  for (int token = 0; token < kTokens; ++token) {
+    token_squares[token] = 0.0f;
+    const char* x = static_cast<const char*>(p.x) + min(token, p.num_tokens - 1) * p.ldx * 2;
+    uint4 values[kSteps];
+#pragma unroll
+    for (int c = 0; c < kSteps; ++c) values[c] = load_activations(x + offset + c * 512);
+#pragma unroll
+    for (int c = 0; c < kSteps; ++c) h(token, c) = values[c];
+  }
+  if (kHasNorm) {
+#pragma unroll
+    for (int token = 0; token < kTokens; ++token) {
+#pragma unroll
+      for (int c = 0; c < kSteps; ++c) {
+        float f[8];
+        unpack<T>(h(token, c), f);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) token_squares[token] += f[i] * f[i];
+      }
+    }
+    const float sum = reduce_many<kTokens>(token_squares, lane);
+    if (lane % (32 / kTokens) == 0) squares[warp][lane / (32 / kTokens)] = sum;
+    cp_async_wait<0>();
+    __syncthreads();
+#pragma unroll
+    for (int token = 0; token < kTokens; ++token) {
+      float total = lane < num_threads / 32 ? squares[lane][token] : 0.0f;
+#pragma unroll
+      for (int step = 16; step >= 1; step >>= 1) total += __shfl_xor_sync(kFullWarp, total, step);
+      const float scale = rsqrtf(total / p.in_features + p.eps);
+#pragma unroll
+      for (int c = 0; c < kSteps; ++c) {
+        const uint4 v = h(token, c), factor = factors[c * num_threads];
+        h(token, c) = make_uint4(normalize_pair(unpack_pair(v.x, T()), scale, factor.x, T()),
+                                 normalize_pair(unpack_pair(v.y, T()), scale, factor.y, T()),
+                                 normalize_pair(unpack_pair(v.z, T()), scale, factor.z, T()),
+                                 normalize_pair(unpack_pair(v.w, T()), scale, factor.w, T()));
+      }
+    }
+  }
+
+  // The thread that writes an output: kOuts * kTokens of them.
+  const int out_row = threadIdx.x % kOuts, out_token = threadIdx.x / kOuts;
+  const bool is_writer = out_token < min(kTokens, p.num_tokens);
+  int parity = 0, tile = blockIdx.x, next = tile + gridDim.x;
+  while (tile < num_tiles) {
+    const int row = first_row(tile) + out_row;
+    const bool writes = is_writer && row >= tile * kOuts;
+    T* out = static_cast<T*>(p.out) + (writes ? out_token * p.ldo + row : 0);
+    uint16_t residual = 0;
+    if (kMode == Gemv::kResidual && writes) {
+      asm volatile("ld.global.u16 %0, [%1];" : "=h"(residual) : "l"(out) : "memory");
+    }
+    float sums[kSums];
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) sums[i] = 0.0f;
+#pragma unroll
+    for (int c = 0; c < kSteps; ++c) {
+      float values[kTokens][8];
+#pragma unroll
+      for (int token = 0; token < kTokens; ++token) {
+        uint4 packed = h(token, c);
+        // Else the compiler keeps the unpacked h, twice the registers, over all tiles.
+        asm volatile("" : "+r"(packed.x), "+r"(packed.y), "+r"(packed.z), "+r"(packed.w));
+        unpack<T>(packed, values[token]);
+      }
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        float w[8];
+        unpack<T>(weights[r][c], w);
+#pragma unroll
+        for (int token = 0; token < kTokens; ++token) {
+#pragma unroll
+          for (int i = 0; i < 8; ++i) {
+            sums[r * kTokens + token] = fmaf(w[i], values[token][i], sums[r * kTokens + token]);
+          }
+        }
+      }
+    }
+    if (next < num_tiles) load_tile(next);
+
+    const float sum = reduce_many<kSums>(sums, lane);
+    if (lane % (32 / kSums) == 0) partials[parity][warp][lane / (32 / kSums)] = sum;
+    __syncthreads();
+    if (writes) {
+      const auto total_of = [&](int row) {
+        float total = 0.0f;
+#pragma unroll 4
+        for (int w = 0; w < num_threads / 32; ++w) total += partials[parity][w][row * kTokens + out_token];
+        return to_float(from_float<T>(total));
+      };
+      float value = total_of(out_row);
+      if (kMode == Gemv::kResidual) value += to_float(reinterpret_cast<const T&>(residual));
+      if (kIsGated) value = to_float(from_float<T>(value / (1.0f + __expf(-value)))) * total_of(kOuts + out_row);
+      *out = from_float<T>(value);
+    }
+    tile = next;
+    next += static_cast<int>(gridDim.x);
+    parity ^= 1;
+  }
+}
+
+// Registers a thread may have: weights in flight, h, sums, and the rest.
+constexpr int gemv_registers(int tokens, int rows, int steps) {
+  const int h = tokens * steps <= 8 ? tokens * steps * 4 : 0;
+  const int n = rows * steps * 4 + h + rows * tokens + (tokens - 1) * 8 + 44;
+  if (rows * steps >= 32) return 248;
+  const int cap = steps == 3 ? 128 : 248;
+  return n > cap ? cap : (n + 7) / 8 * 8;
+}
+
+}  // namespace xserv
+
+// xserv_linear_gemv_<mode>_<most tokens>_<steps of in_features>_<dtype>. Rows of a tile and steps: the fastest for the
+// layers of Qwen3-0.6B and 8B on an H200.
+#define XSERV_DECODE_GEMV(NAME, MODE, TOKENS, ROWS, STEPS, SUFFIX, T)                       \
+  extern "C" __global__ void __maxnreg__(xserv::gemv_registers(TOKENS, ROWS, STEPS))        \
+      xserv_linear_gemv_##NAME##_##TOKENS##_##STEPS##_##SUFFIX(                             \
+          const __grid_constant__ xserv::LinearGemvParams params) {                         \
+    xserv::gemv<T, xserv::Gemv::MODE, TOKENS, ROWS, STEPS>(params);            \
+  }
+#define XSERV_DECODE_GEMV_ALL(SUFFIX, T)                         \
+  XSERV_DECODE_GEMV(norm, kNorm, 1, 16, 1, SUFFIX, T)            \
+  XSERV_DECODE_GEMV(swiglu, kNormSwiglu, 1, 16, 1, SUFFIX, T)    \
+  XSERV_DECODE_GEMV(residual, kResidual, 1, 16, 1, SUFFIX, T)    \
+  XSERV_DECODE_GEMV(residual, kResidual, 1, 4, 3, SUFFIX, T)     \
+  XSERV_DECODE_GEMV(norm, kNorm, 1, 8, 2, SUFFIX, T)             \
+  XSERV_DECODE_GEMV(swiglu, kNormSwiglu, 1, 8, 2, SUFFIX, T)     \
+  XSERV_DECODE_GEMV(residual, kResidual, 1, 8, 2, SUFFIX, T)     \
+  XSERV_DECODE_GEMV(norm, kNorm, 2, 8, 1, SUFFIX, T)             \
+  XSERV_DECODE_GEMV(swiglu, kNormSwiglu, 2, 8, 1, SUFFIX, T)     \
+  XSERV_DECODE_GEMV(residual, kResidual, 2, 8, 1, SUFFIX, T)     \
+  XSERV_DECODE_GEMV(residual, kResidual, 2, 4, 3, SUFFIX, T)
+XSERV_DECODE_GEMV_ALL(f16, __half)
+XSERV_DECODE_GEMV_ALL(bf16, __nv_bfloat16)
+#endif

@@ -1,0 +1,367 @@
+// Linear layers for 9 to 256 tokens on Hopper: the weights stream, the tokens stay.
+//   out[t, i] = round(sum_k x[t, k] * weight[i, k])                                            plain
+//   out[t, i] = round(out[t, i] + round(sum_k ...))                                            residual
+//   out[t, i] = round(round(silu(round(gate[t, i]))) * round(up[t, i]))                        swiglu
+// where round() is to T, sums in f32, silu(g) = g / (1 + e^-g), and gate and up are the products with rows i
+// and intermediate_size + i of weight [2 * intermediate_size, k]. The roundings are those of Transformers.
+//
+// x: [num_tokens, k]; weight: [n, k], row-major as the checkpoint has it; out: [num_tokens, n].
+//
+// What is computed is the transpose, D^T = weight * x^T: with the weights as the A operand of wgmma (64
+// rows per warpgroup) and the tokens as B, 16 tokens waste nothing, and a stage of weights goes from the
+// copy engine to the tensor cores without passing through registers. A block has kRows rows of weight, all
+// tokens up to kTokens, and one producer warp. A stage is kBoxes boxes of 64 along k. One block per SM with
+// a ring of about 200 KB was faster than two with 110 KB (Qwen3-8B, 16 tokens, a step without attention on
+// an H200: 3.8 and 4.3 ms, each with its best tiles). Under programmatic launch the next kernel's block
+// begins where this one's ends and fills its ring before the wait; only weights are touched before it.
+//
+// Along k the work may be split over the blocks of a cluster, in parts that depend on k alone; their sums
+// are added through distributed shared memory in the order of the ranks. So there is no workspace, and with
+// the same number of splits a token's result depends neither on the other tokens nor on the variant.
+//
+// Without a split the grid may have fewer blocks than there are tiles of rows: they then take several in
+// turn, and the ring runs on across the epilogue. blockIdx.y: which kTokens tokens.
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#include "common/cluster.cuh"
+#include "common/dtype.cuh"
+#include "common/mbarrier.cuh"
+#include "common/mma.cuh"
+#include "common/pdl.cuh"
+#include "common/tma.cuh"
+#include "common/wgmma.cuh"
+#include "common/wgmma_n.cuh"
+
+namespace xserv {
+
+struct SkinnyParams {
+  TensorMap weight;
+  TensorMap x;
+  void* out;   // residual: read and written
+  int64_t ldo;  // elements from token to token of out
+  int num_tokens;
+  int n;       // columns of out; swiglu: intermediate_size
+  int k;
+  int pad[7];
+};
+static_assert(sizeof(SkinnyParams) == 320, "SkinnyParams is mirrored in Rust");
+
+enum class Epilogue { kPlain, kResidual, kSwiglu };
+
+constexpr int kBox = 64;     // of k: 128 bytes, the widest swizzle
+constexpr int kUnitK = 256;  // parts of k are multiples of this, whatever the variant
+
+// The 8x8 matrix whose row lane / 4 has `pair` at columns lane % 4 * 2, transposed.
+__device__ __forceinline__ uint32_t transposed(uint32_t pair) {
+  uint32_t result;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(pair));
+  return result;
+}
+
+template <typename T>
+__device__ __forceinline__ float rounded(float value) {
+  return to_float(from_float<T>(value));
+}
+
+// Where a lane's part of a fragment of D^T (16 rows, 8 tokens) goes: after the transposition a lane has one
+// token and two neighbouring columns; plain and residual: the same again 8 columns further.
+template <typename T, Epilogue kEpilogue>
+struct Fragment {
+  T* out;
+  int num_columns;  // 0 to 2 of the two groups of columns exist
+
+  __device__ __forceinline__ Fragment(const SkinnyParams& p, int row, int token) {
+    const int lane = threadIdx.x & 31;
+    const int column = (kEpilogue == Epilogue::kSwiglu ? row / 2 : row) + (lane & 3) * 2;
+    token += lane >> 2;
+    out = static_cast<T*>(p.out) + token * p.ldo + column;
+    num_columns = token < p.num_tokens ? (column < p.n) + (column + 8 < p.n) : 0;
+  }
+
+  __device__ __forceinline__ uint2 load() const {
+    uint2 old = make_uint2(0, 0);
+    if constexpr (kEpilogue == Epilogue::kResidual) {
+      if (num_columns > 0) old.x = *reinterpret_cast<const uint32_t*>(out);
+      if (num_columns > 1) old.y = *reinterpret_cast<const uint32_t*>(out + 8);
+    }
+    return old;
+  }
+
+  __device__ __forceinline__ static uint32_t add(uint32_t old, uint32_t value) {
+    const Vec<T, 2> a = reinterpret_cast<const Vec<T, 2>&>(old);
+    const Vec<T, 2> b = reinterpret_cast<const Vec<T, 2>&>(value);
+    return pack_pair<T>(to_float(a[0]) + to_float(b[0]), to_float(a[1]) + to_float(b[1]));
+  }
+
+  __device__ __forceinline__ static float gated(float gate, float up) {
+    const float g = rounded<T>(gate);
+    return rounded<T>(g / (1.0f + expf(-g))) * rounded<T>(up);
+  }
+
+  // sum: rows lane / 4 (x, y) and lane / 4 + 8 (z, w), tokens lane % 4 * 2 and the next.
+  __device__ __forceinline__ void store(float4 sum, uint2 old) const {
+    if constexpr (kEpilogue == Epilogue::kSwiglu) {
+      const uint32_t value = transposed(pack_pair<T>(gated(sum.x, sum.z), gated(sum.y, sum.w)));
+      if (num_columns > 0) *reinterpret_cast<uint32_t*>(out) = value;
+    } else {
+      uint32_t low = transposed(pack_pair<T>(sum.x, sum.y)), high = transposed(pack_pair<T>(sum.z, sum.w));
+      if constexpr (kEpilogue == Epilogue::kResidual) {
+        low = add(old.x, low);
+        high = add(old.y, high);
+      }
+      if (num_columns > 0) *reinterpret_cast<uint32_t*>(out) = low;
+      if (num_columns > 1) *reinterpret_cast<uint32_t*>(out + 8) = high;
+    }
+  }
+};
+
+// Bytes of dynamic shared memory.
+template <int kTokens, int kRows, int kBoxes, int kWeightStages, int kTokenStages>
+constexpr int kSkinnySharedBytes =
+    (kWeightStages * kRows + kTokenStages * kTokens) * kBoxes * kBox * 2 + kWeightStages * 16;
+
+template <typename T, Epilogue kEpilogue, int kTokens, int kRows, int kBoxes, int kWeightStages,
+          int kTokenStages>
+__device__ __forceinline__ void skinny(const SkinnyParams& p) {
+  constexpr int kWarps = kRows / 16, kFragments = kTokens / 8, kAllFragments = kWarps * kFragments;
+  constexpr uint32_t kWeightBoxBytes = kRows * kBox * 2, kTokenBoxBytes = kTokens * kBox * 2;
+  constexpr uint32_t kWeightBytes = kWeightBoxBytes * kBoxes, kTokenBytes = kTokenBoxBytes * kBoxes;
+  static_assert(kRows % 64 == 0 && kTokenStages <= kWeightStages && kTokenBytes % 1024 == 0);
+  static_assert(kAllFragments * 512 <= kWeightStages * kWeightBytes + kTokenStages * kTokenBytes);
+  extern __shared__ __align__(1024) unsigned char shared[];
+  const uint32_t weight_ring = shared_address(shared);
+  const uint32_t token_ring = weight_ring + kWeightStages * kWeightBytes;
+  const uint32_t full = token_ring + kTokenStages * kTokenBytes, empty = full + kWeightStages * 8;
+
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  const int split = cluster_rank(), num_splits = cluster_size();
+  const int first_tile = blockIdx.x / num_splits, tile_step = gridDim.x / num_splits;
+  const int num_rows = kEpilogue == Epilogue::kSwiglu ? 2 * p.n : p.n;
+  const int num_tiles = (num_rows + kRows - 1) / kRows;
+  // The parts of k are whole units whatever the variant.
+  constexpr int kUnit = kUnitK / (kBox * kBoxes);
+  const int num_units = (p.k + kUnitK - 1) / kUnitK;
+  const int chunk_begin = split * num_units / num_splits * kUnit;
+  const int num_chunks = (split + 1) * num_units / num_splits * kUnit - chunk_begin;
+  const int first_token = blockIdx.y * kTokens;
+
+  // For the producer. Slot s of the weights has chunks s, s + kWeightStages ..., and its barrier also counts
+  // the tokens of the chunk, which arrive in a ring of their own.
+  const int my_tiles = (num_tiles - first_tile + tile_step - 1) / tile_step;
+  const int total = my_tiles * num_chunks;
+  const uint64_t stream = l2_evict_first(), keep = l2_evict_last();
+  struct {
+    int tile, chunk, slot;
+  } next_weights = {first_tile, 0, 0};
+  struct {
+    int chunk, slot, barrier;
+  } next_tokens = {0, 0, 0};
+  const auto load_weights = [&]() {
+    const uint32_t barrier = full + next_weights.slot * 8, target = weight_ring + next_weights.slot * kWeightBytes;
+    mbarrier_arrive_expect(barrier, kWeightBytes);
+#pragma unroll
+    for (int rows = 0; rows < kRows; rows += 64) {
+#pragma unroll
+      for (int box = 0; box < kBoxes; ++box) {
+        const uint32_t place = target + box * kWeightBoxBytes + rows * 128;
+        const int column = ((chunk_begin + next_weights.chunk) * kBoxes + box) * kBox;
+        const int row = next_weights.tile * kRows + rows;
+        if constexpr (kEpilogue == Epilogue::kSwiglu) {
+          tma_load_4d(place, &p.weight, barrier, column, 0, 0, row / 16, stream);
+        } else {
+          tma_load_2d(place, &p.weight, barrier, column, row, stream);
+        }
+      }
+    }
+    if (++next_weights.slot == kWeightStages) next_weights.slot = 0;
+    if (++next_weights.chunk == num_chunks) next_weights.chunk = 0, next_weights.tile += tile_step;
+  };
+  const auto load_tokens = [&]() {
+    const uint32_t barrier = full + next_tokens.barrier * 8, target = token_ring + next_tokens.slot * kTokenBytes;
+    mbarrier_arrive_expect(barrier, kTokenBytes);
+#pragma unroll
+    for (int box = 0; box < kBoxes; ++box) {
+      tma_load_2d(target + box * kTokenBoxBytes, &p.x, barrier,
+                  ((chunk_begin + next_tokens.chunk) * kBoxes + box) * kBox, first_token, keep);
+    }
+    if (++next_tokens.slot == kTokenStages) next_tokens.slot = 0;
+    if (++next_tokens.barrier == kWeightStages) next_tokens.barrier = 0;
+    if (++next_tokens.chunk == num_chunks) next_tokens.chunk = 0;
+  };
+  if (warp == kWarps && lane == 0) {
+    tensor_map_prefetch(&p.weight);
+    tensor_map_prefetch(&p.x);
+#pragma unroll
+    for (int slot = 0; slot < kWeightStages; ++slot) {
+      mbarrier_init(full + slot * 8, 2);
+      mbarrier_init(empty + slot * 8, kWarps);
+    }
+    mbarrier_init_fence();
+    for (int i = 0; i < min(kWeightStages, total); ++i) load_weights();
+    dependency_launch();
+  }
+  __syncwarp();
+  __syncthreads();
+  if (warp == kWarps) {
+    if (lane == 0) {
+      dependency_wait();
+      for (int i = 0; i < min(kTokenStages, total); ++i) load_tokens();
+      int slot = 0;
+      uint32_t parity = 0;
+      for (int i = 0; i + kTokenStages < total; ++i) {
+        mbarrier_wait_bounded(empty + slot * 8, parity);
+        load_tokens();
+        if (i + kWeightStages < total) load_weights();
+        if (++slot == kWeightStages) slot = 0, parity ^= 1;
+      }
+    }
+    __syncwarp();
+    if (num_splits > 1) {
+      cluster_arrive();
+      cluster_wait();
+      cluster_arrive();
+      cluster_wait();
+    }
+    return;
+  }
+
+  dependency_wait();
+  // Start, (not read), distance of eight lines, swizzle of 128 bytes.
+  constexpr uint64_t kFixed = 1ull << 16 | static_cast<uint64_t>(1024 >> 4) << 32 | 1ull << 62;
+  int slot = 0, token_slot = 0;
+  uint32_t parity = 0;
+  float sum[kTokens / 2];
+  for (int tile = first_tile; tile < num_tiles; tile += tile_step) {
+    int previous = -1;
+    for (int chunk = 0; chunk < num_chunks; ++chunk) {
+      mbarrier_wait_bounded(full + slot * 8, parity);
+      const uint32_t rows = weight_ring + slot * kWeightBytes + warp / 4 * (64 * kBox * 2);
+      const uint64_t a = (rows & 0x3ffff) >> 4 | kFixed;
+      const uint64_t b = ((token_ring + token_slot * kTokenBytes) & 0x3ffff) >> 4 | kFixed;
+      wgmma_fence();
+#pragma unroll
+      for (int box = 0; box < kBoxes; ++box) {
+#pragma unroll
+        for (int step = 0; step < kBox / 16; ++step) {
+          wgmma_along_k<T, kTokens>(sum, a + (box * kWeightBoxBytes >> 4) + step * 2,
+                                    b + (box * kTokenBoxBytes >> 4) + step * 2,
+                                    chunk > 0 || box > 0 || step > 0);
+        }
+      }
+      wgmma_commit();
+      if (previous >= 0) {
+        wgmma_wait<1>();
+        if (lane == 0) mbarrier_arrive(empty + previous * 8);
+      }
+      previous = slot;
+      if (++slot == kWeightStages) slot = 0, parity ^= 1;
+      if (++token_slot == kTokenStages) token_slot = 0;
+    }
+    wgmma_wait<0>();
+#pragma unroll
+    for (int i = 0; i < kTokens / 2; ++i) asm volatile("" : "+f"(sum[i])::"memory");  // not before the wait
+    if (lane == 0) mbarrier_arrive(empty + previous * 8);
+
+    const int tile_row = tile * kRows;
+    if (num_splits == 1) {
+      constexpr int kBatch = 4 < kFragments ? 4 : kFragments;
+#pragma unroll
+      for (int j0 = 0; j0 < kFragments; j0 += kBatch) {
+        uint2 old[kBatch];
+#pragma unroll
+        for (int j = 0; j < kBatch; ++j) {
+          old[j] = Fragment<T, kEpilogue>(p, tile_row + warp * 16, first_token + (j0 + j) * 8).load();
+        }
+#pragma unroll
+        for (int j = 0; j < kBatch; ++j) {
+          const float* v = sum + (j0 + j) * 4;
+          Fragment<T, kEpilogue>(p, tile_row + warp * 16, first_token + (j0 + j) * 8)
+              .store(make_float4(v[0], v[1], v[2], v[3]), old[j]);
+        }
+      }
+      continue;
+    }
+
+    // When all consumers are done with the ring it takes the sums, one fragment after the other. Fragments
+    // are dealt to the warps of the cluster; each warp adds its own over the splits.
+    constexpr int kMaxMine = (kFragments + 1) / 2;
+    const auto mine = [&](int i) { return (i * num_splits + split) * kWarps + warp; };
+    const auto fragment = [&](int index) {
+      return Fragment<T, kEpilogue>(p, tile_row + index / kFragments * 16,
+                                    first_token + index % kFragments * 8);
+    };
+    asm volatile("bar.sync 1, %0;" ::"n"(kWarps * 32) : "memory");
+    float4* staging = reinterpret_cast<float4*>(shared) + lane;
+#pragma unroll
+    for (int j = 0; j < kFragments; ++j) {
+      const float* v = sum + j * 4;
+      staging[(warp * kFragments + j) * 32] = make_float4(v[0], v[1], v[2], v[3]);
+    }
+    cluster_arrive();
+    uint2 old[kMaxMine];
+    if constexpr (kEpilogue == Epilogue::kResidual) {
+#pragma unroll
+      for (int i = 0; i < kMaxMine; ++i) {
+        if (mine(i) < kAllFragments) old[i] = fragment(mine(i)).load();
+      }
+    }
+    cluster_wait();
+#pragma unroll
+    for (int i = 0; i < kMaxMine; ++i) {
+      if (mine(i) >= kAllFragments) break;
+      const uint32_t address = shared_address(staging + mine(i) * 32);
+      float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      for (int s0 = 0; s0 < num_splits; s0 += 4) {
+        float4 part[4];
+#pragma unroll
+        for (int s = 0; s < 4; ++s) {
+          if (s0 + s < num_splits) part[s] = cluster_load(cluster_address(address, s0 + s));
+        }
+#pragma unroll
+        for (int s = 0; s < 4; ++s) {
+          if (s0 + s < num_splits) {
+            total.x += part[s].x;
+            total.y += part[s].y;
+            total.z += part[s].z;
+            total.w += part[s].w;
+          }
+        }
+      }
+      fragment(mine(i)).store(total, old[i]);
+    }
+    // Nobody leaves while another block may read its sums.
+    cluster_arrive();
+    cluster_wait();
+    break;
+  }
+}
+
+}  // namespace xserv
+
+// xserv_linear_skinny_<epilogue>_<rows>x<tokens>_<dtype>; 172 to 229 KB of shared memory.
+#define XSERV_SKINNY(NAME, EPILOGUE, ROWS, TOKENS, BOXES, WEIGHT_STAGES, TOKEN_STAGES, SUFFIX, T) \
+  extern "C" __global__ void __launch_bounds__(ROWS * 2 + 32, 1)                                  \
+      xserv_linear_skinny_##NAME##_##ROWS##x##TOKENS##_##SUFFIX(                                    \
+          const __grid_constant__ xserv::SkinnyParams params) {                               \
+    xserv::skinny<T, xserv::Epilogue::EPILOGUE, TOKENS, ROWS, BOXES, WEIGHT_STAGES,          \
+                       TOKEN_STAGES>(params);                                                     \
+  }
+#define XSERV_SKINNY_DTYPES(NAME, EPILOGUE, ...)         \
+  XSERV_SKINNY(NAME, EPILOGUE, __VA_ARGS__, f16, __half) \
+  XSERV_SKINNY(NAME, EPILOGUE, __VA_ARGS__, bf16, __nv_bfloat16)
+#define XSERV_SKINNY_ALL(...)                           \
+  XSERV_SKINNY_DTYPES(plain, kPlain, __VA_ARGS__)       \
+  XSERV_SKINNY_DTYPES(residual, kResidual, __VA_ARGS__) \
+  XSERV_SKINNY_DTYPES(swiglu, kSwiglu, __VA_ARGS__)
+// rows, tokens, boxes, stages of weights, stages of tokens
+XSERV_SKINNY_ALL(64, 16, 4, 5, 5)
+XSERV_SKINNY_ALL(64, 32, 4, 4, 4)
+XSERV_SKINNY_ALL(64, 64, 2, 7, 6)
+XSERV_SKINNY_ALL(64, 96, 2, 5, 5)
+XSERV_SKINNY_ALL(64, 128, 2, 4, 4)
+XSERV_SKINNY_ALL(128, 128, 1, 7, 7)
+XSERV_SKINNY_ALL(192, 16, 2, 4, 4)
+XSERV_SKINNY_ALL(192, 32, 2, 3, 3)
+XSERV_SKINNY_ALL(192, 64, 2, 3, 3)
+XSERV_SKINNY_ALL(192, 96, 1, 6, 5)
+XSERV_SKINNY_ALL(192, 128, 1, 5, 5)
+#endif

@@ -1,0 +1,60 @@
+//! The CUDA half.
+
+use crate::backend::cuda::{Arguments, CudaContext, Launch};
+use crate::backend::ComputeContext;
+use crate::error::{Error, Result};
+use crate::memory::{DType, Tensor};
+use crate::ops::common::launch::rows_are_aligned;
+use crate::ops::common::launch::{kernel_name, num_blocks, row_layout};
+
+/// How many blocks share a row of `accesses` accesses: enough rows fill the device by themselves; fewer blocks
+/// than accesses, and not many more than pay (measured on an H200 with 1 and 32 rows of 151936).
+fn argmax_splits(num_rows: i64, accesses: i64, block: u32) -> i64 {
+    let useful = (accesses as u64).div_ceil(u64::from(block)) as i64;
+    useful.min(512 / num_rows.max(1)).clamp(1, 80)
+}
+
+pub(in crate::ops) fn argmax_on_cuda(
+    context: &ComputeContext,
+    cuda: &CudaContext,
+    dtype: DType,
+    out_is_i64: bool,
+    width: i32,
+    x: &Tensor,
+    out: &Tensor,
+) -> Result<()> {
+    const BLOCK: u32 = 256;
+    let num_rows = out.num_elements();
+    let is_vector = rows_are_aligned(x)?;
+    let name = match (is_vector, out_is_i64) {
+        (true, true) => kernel_name!("argmax_i64", dtype),
+        (true, false) => kernel_name!("argmax_i32", dtype),
+        (false, true) => kernel_name!("argmax_scalar_i64", dtype),
+        (false, false) => kernel_name!("argmax_scalar_i32", dtype),
+    };
+    let per_access = if is_vector { 16 / dtype.size_bytes() as i64 } else { 1 };
+    let splits = argmax_splits(num_rows, i64::from(width) / per_access, BLOCK);
+    let rows = num_blocks(num_rows, 1)
+        .ok_or_else(|| Error::unsupported(format!("{num_rows} rows are too many")))?;
+    let partials = match splits {
+        1 => None,
+        _ => Some(context.allocate(8 * (num_rows * splits) as usize, "the parts of argmax")?),
+    };
+    let partials_start = partials.as_ref().map_or(std::ptr::null_mut(), |block| block.start());
+    let launch = Launch { grid: (rows, splits as u32, 1), block: BLOCK, shared_bytes: 0 };
+    let arguments = Arguments::new()
+        .tensor(out)
+        .tensor(x)
+        .i32(width)
+        .i64(row_layout(x)?.outer_stride)
+        .pointer(partials_start);
+    // SAFETY: the arguments of xserv_argmax_*; the stride leads to the rows, and there is a word for each part.
+    unsafe { cuda.launch("argmax/argmax", name, launch, arguments) }?;
+    if splits > 1 {
+        let name = if out_is_i64 { "xserv_argmax_merge_i64" } else { "xserv_argmax_merge_i32" };
+        let arguments = Arguments::new().tensor(out).pointer(partials_start).i32(splits as i32);
+        // SAFETY: the arguments of xserv_argmax_merge_*; the parts were written by the launch before.
+        unsafe { cuda.launch("argmax/argmax", name, Launch::linear(rows, 32), arguments) }?;
+    }
+    Ok(())
+}

@@ -1,0 +1,288 @@
+//! Online softmax over blocks of keys (Milakov and Gimelshein, 2018; Dao et al., 2022): the inner loop that
+//! the attention of the model and of tensors share.
+//!
+//! ```text
+//! for each block:  s = scale log2(e) q K^T          masked keys: -inf
+//!                  m' = max(m, max s);  p = 2^(s - m');  a = 2^(m - m')
+//!                  l = l a + sum p;     o = o a + p V;    m = m'
+//! out = o / l
+//! ```
+
+use crate::backend::cpu::math::sum_lanes;
+use crate::backend::cpu::simd::Vector16;
+use crate::backend::cpu::tile::{tile_rows, Element, Operands, MAX_ROWS};
+use crate::ops::kv_cache::layout::{BLOCK_SIZE, MAX_HEAD_DIM};
+
+/// Query rows (token, head of the group) of a task. Large, so that converting a 16-bit block to f32
+/// is shared by many rows; queries and sums of a tile stay in the L2 cache.
+pub(crate) const TILE_ROWS: usize = 16 * MAX_ROWS;
+
+/// Working memory of one thread. 32-bit places; 16-bit activations use half of theirs.
+#[repr(C, align(64))]
+pub(crate) struct Memory {
+    pub queries: [f32; TILE_ROWS * MAX_HEAD_DIM],
+    sums: [f32; TILE_ROWS * MAX_HEAD_DIM],
+    /// A block's keys and values as f32.
+    pub keys: [f32; MAX_HEAD_DIM * BLOCK_SIZE],
+    pub values: [f32; MAX_HEAD_DIM * BLOCK_SIZE],
+    scores: [f32; MAX_ROWS * BLOCK_SIZE],
+    weights: [f32; MAX_ROWS * BLOCK_SIZE],
+    /// The last, half-filled pair of value rows.
+    last_pair: [f32; MAX_HEAD_DIM],
+    row_max: [f32; TILE_ROWS],
+    /// How many keys of the sequence each row sees; not less than the row before.
+    pub visible: [usize; TILE_ROWS],
+    /// Sums of weights in sixteen lanes, added up at the end.
+    row_sum: [[f32; 16]; TILE_ROWS],
+}
+
+/// How the scores of a block of keys come about.
+///
+/// # Safety
+/// `scores` writes `BLOCK_SIZE` scores for each of `count` rows, rows `BLOCK_SIZE` apart. Scores of keys that a
+/// row does not see may be anything.
+pub(crate) unsafe trait Keys {
+    /// What multiplies weights and values.
+    type Element: Element;
+    /// `count` rows (1 to [`MAX_ROWS`]) of `queries`, [count, head_dim] of the element's activations.
+    /// # Safety
+    /// The pointers hold what is said; the element's instruction set is there.
+    unsafe fn scores(
+        &self,
+        queries: *const <Self::Element as Element>::Activation,
+        head_dim: usize,
+        count: usize,
+        out: *mut f32,
+    );
+}
+
+/// A panel [head_dim][32], bf16 [head_dim / 2][32][2].
+pub(crate) struct KeyPanel<E: Element>(pub *const E::Weight);
+
+// SAFETY: the tile writes 32 columns of each row.
+unsafe impl<E: Element> Keys for KeyPanel<E> {
+    type Element = E;
+
+    #[inline(always)]
+    unsafe fn scores(
+        &self,
+        queries: *const E::Activation,
+        head_dim: usize,
+        count: usize,
+        out: *mut f32,
+    ) {
+        let operands = Operands::<E> {
+            a: queries,
+            a_stride: head_dim,
+            num_steps: head_dim / E::K_STEP,
+            b: self.0,
+            b_stride: BLOCK_SIZE * E::K_STEP,
+            prefetch_bytes: 0,
+            out,
+            out_stride: BLOCK_SIZE,
+            accumulate: false,
+        };
+        // SAFETY: the panel has head_dim / K_STEP steps of 32 columns; the rest is passed on to the caller.
+        unsafe { tile_rows::<E, { BLOCK_SIZE / 16 }>(count, &operands) }
+    }
+}
+
+/// The rows of a tile on their way over the blocks of keys.
+pub(crate) struct Online<'a> {
+    pub memory: &'a mut Memory,
+    num_rows: usize,
+    head_dim: usize,
+    /// head_dim rounded up to 16.
+    value_columns: usize,
+    /// Times log2(e): weights are powers of two.
+    scale: f32,
+}
+
+impl<'a> Online<'a> {
+    pub fn new(memory: &'a mut Memory, head_dim: usize, scale: f32) -> Self {
+        Online {
+            memory,
+            num_rows: 0,
+            head_dim,
+            value_columns: head_dim.next_multiple_of(16),
+            scale: scale * std::f32::consts::LOG2_E,
+        }
+    }
+
+    /// Begins with `num_rows` rows, whose `queries` and `visible` are in the memory.
+    #[inline(always)]
+    pub fn start(&mut self, num_rows: usize) {
+        self.num_rows = num_rows;
+        self.memory.sums[..num_rows * self.value_columns].fill(0.0);
+        self.memory.row_max[..num_rows].fill(f32::NEG_INFINITY);
+        self.memory.row_sum[..num_rows].fill([0.0; 16]);
+    }
+
+    /// The weighted sum of values of a row, and the factor that is still missing.
+    #[inline(always)]
+    pub fn finished(&self, row: usize) -> (&[f32], f32) {
+        let sums = &self.memory.sums[row * self.value_columns..][..self.value_columns];
+        (sums, 1.0 / sum_lanes(self.memory.row_sum[row]))
+    }
+
+    /// The keys from `first_key` on for all rows that see any of them. Keys from `context_len` on are none of
+    /// this sequence. `values` is a panel [32][value_columns], bf16 [16][value_columns][2], and the
+    /// elements from step to step.
+    ///
+    /// `C` is the element to whose precision weights are rounded; that of `K` multiplies, and is C or,
+    /// for widened panels, f32.
+    ///
+    /// # Safety
+    /// `values` is a panel for K's element, of which steps with visible keys are readable, and
+    /// `memory.queries` holds activations for it; so does `keys` as its trait says.
+    #[inline(always)]
+    pub unsafe fn block<C: Element, K: Keys>(
+        &mut self,
+        first_key: usize,
+        context_len: usize,
+        keys: &K,
+        values: (*const <K::Element as Element>::Weight, usize),
+    ) {
+        // Rows whose token lies before the block see nothing of it.
+        let mut row =
+            self.memory.visible[..self.num_rows].partition_point(|&visible| visible <= first_key);
+        while row < self.num_rows {
+            let count = (self.num_rows - row).min(MAX_ROWS);
+            // SAFETY: rows row..row + count of `queries`; `scores` has MAX_ROWS rows of 32.
+            unsafe {
+                let queries = self.memory.queries.as_ptr();
+                let queries = queries.cast::<<K::Element as Element>::Activation>();
+                let scores = self.memory.scores.as_mut_ptr();
+                keys.scores(queries.add(row * self.head_dim), self.head_dim, count, scores);
+            }
+            // SAFETY: as this function's; C and K's element have activations of one type.
+            unsafe { self.weigh::<C>(row, count, first_key) };
+            let visible = (self.memory.visible[row + count - 1] - first_key).min(BLOCK_SIZE);
+            let at_end = first_key + visible == context_len;
+            // SAFETY: as this function's.
+            unsafe { self.add_values::<K::Element>(row, count, visible, at_end, values) };
+            row += count;
+        }
+    }
+
+    /// Scores of `count` rows to weights; rescales the rows' sums.
+    ///
+    /// # Safety
+    /// The instruction set of `C` is there.
+    #[inline(always)]
+    unsafe fn weigh<C: Element>(&mut self, first: usize, count: usize, first_key: usize) {
+        let value_columns = self.value_columns;
+        let scale = self.scale;
+        for strip_row in 0..count {
+            let row = first + strip_row;
+            // Field by field: a reference to the whole would end the pointers into its panels.
+            let visible = self.memory.visible[row] - first_key;
+            let scores =
+                &mut self.memory.scores[strip_row * BLOCK_SIZE..(strip_row + 1) * BLOCK_SIZE];
+            if visible < BLOCK_SIZE {
+                scores[visible..].fill(f32::NEG_INFINITY);
+            }
+            // SAFETY: all reads and writes are of 16 elements inside the row's 32 scores, 32 weights and
+            // 16 lanes of the sum; value_columns is a multiple of 16.
+            unsafe {
+                let scale = C::Vector::splat(scale);
+                let low = C::Vector::load(scores.as_ptr()).mul(scale);
+                let high = C::Vector::load(scores.as_ptr().add(16)).mul(scale);
+                let old_max = self.memory.row_max[row];
+                let block_max = low.max(high).max_lane();
+                let new_max = if block_max > old_max { block_max } else { old_max };
+                let max = C::Vector::splat(new_max);
+                let (low, high) = (low.sub(max).exp2_negative(), high.sub(max).exp2_negative());
+                let row_sum = self.memory.row_sum[row].as_mut_ptr();
+                let mut sum = C::Vector::load(row_sum);
+                // The maximum stands in most blocks; the factor would be exactly one.
+                if new_max != old_max {
+                    self.memory.row_max[row] = new_max;
+                    let factor = C::Vector::splat(old_max - new_max).exp2_negative();
+                    sum = sum.mul(factor);
+                    let sums =
+                        self.memory.sums[row * value_columns..][..value_columns].as_mut_ptr();
+                    for column in (0..value_columns).step_by(16) {
+                        C::Vector::load(sums.add(column)).mul(factor).store(sums.add(column));
+                    }
+                }
+                sum.add(low.add(high)).store(row_sum);
+                let weights = self.memory.weights.as_mut_ptr().cast::<C::Activation>();
+                let weights = weights.add(strip_row * BLOCK_SIZE);
+                C::store_activations(low, weights);
+                C::store_activations(high, weights.add(16));
+            }
+        }
+    }
+
+    /// `sums += weights V` for `count` rows and the first `visible` keys of a block. `at_end` says that
+    /// the places after them hold no keys of this sequence.
+    ///
+    /// # Safety
+    /// As for `block`.
+    #[inline(always)]
+    unsafe fn add_values<E: Element>(
+        &mut self,
+        row: usize,
+        count: usize,
+        visible: usize,
+        at_end: bool,
+        (values, stride): (*const E::Weight, usize),
+    ) {
+        let value_columns = self.value_columns;
+        let mut operands = Operands::<E> {
+            a: self.memory.weights.as_ptr().cast::<E::Activation>(),
+            a_stride: BLOCK_SIZE,
+            num_steps: visible.div_ceil(E::K_STEP),
+            b: values,
+            b_stride: stride,
+            prefetch_bytes: 0,
+            out: self.memory.sums[row * value_columns..].as_mut_ptr(),
+            out_stride: value_columns,
+            accumulate: true,
+        };
+        // A weight of zero times what a former owner of the block left there would be NaN if that
+        // was not finite: the last pair is multiplied from a copy without it.
+        let half_pair = at_end && !visible.is_multiple_of(E::K_STEP);
+        // SAFETY: rows row..row + count of `sums`; up to 32 / K_STEP steps of value_columns.
+        unsafe {
+            if half_pair {
+                operands.num_steps -= 1;
+                add_columns(count, value_columns, operands);
+                let from = values.add(operands.num_steps * operands.b_stride);
+                let to = self.memory.last_pair.as_mut_ptr().cast::<E::Weight>();
+                for i in 0..value_columns {
+                    *to.add(2 * i) = *from.add(2 * i);
+                    *to.add(2 * i + 1) = E::ZERO_WEIGHT;
+                }
+                operands.a = operands.a.add(operands.num_steps * E::K_STEP);
+                operands.b = to;
+                operands.num_steps = 1;
+            }
+            add_columns(count, value_columns, operands);
+        }
+    }
+}
+
+/// A tile of `num_columns` columns, a multiple of 16.
+///
+/// # Safety
+/// As [`Operands`] says.
+#[inline(always)]
+unsafe fn add_columns<E: Element>(count: usize, num_columns: usize, mut operands: Operands<E>) {
+    let mut left = num_columns / 16;
+    while left > 0 {
+        let groups = if left >= 4 { 4 } else { left.min(2) };
+        // SAFETY: `groups` more groups of columns are left.
+        unsafe {
+            match groups {
+                4 => tile_rows::<E, 4>(count, &operands),
+                2 => tile_rows::<E, 2>(count, &operands),
+                _ => tile_rows::<E, 1>(count, &operands),
+            }
+        }
+        operands.b = operands.b.wrapping_add(16 * E::K_STEP * groups);
+        operands.out = operands.out.wrapping_add(16 * groups);
+        left -= groups;
+    }
+}

@@ -1,0 +1,350 @@
+//! Causal attention of new tokens over the paged KV cache, with grouped query heads.
+//!
+//! `out = softmax(scale * q K^T) V` for each query head h, over kv head `h / (num_heads /
+//! num_kv_heads)`; token i of a sequence with q_len new tokens sees keys `0..=context_len - q_len + i`.
+//!
+//! Online softmax in blocks of 32 keys; see [`super::online_softmax`].
+//!
+//! Blocks begin at absolute positions and a row goes through the same steps whatever rows are beside
+//! it, so its bits do not depend on the batch, on how a prompt is cut into chunks, or on threads. With a
+//! bf16 cache q and p are rounded to bf16 for the two products; sums are f32 always.
+
+use crate::backend::cpu::simd::{Kernel, Simd};
+use crate::backend::cpu::tile::{Element, F16, F32, MAX_ROWS};
+use crate::backend::cpu::{CpuBackend, SendPointer};
+use crate::error::{Error, Result};
+use crate::memory::{DType, HostBuffer};
+use crate::ops::attention::cpu_online_softmax::{KeyPanel, Memory, Online, TILE_ROWS};
+use crate::ops::common::panel_product::grow;
+use crate::ops::kv_cache::layout::{KvBlocks, BLOCK_SIZE};
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// From this many rows on 16-bit blocks are widened to f32 once a tile.
+const WIDEN_FROM_ROWS: usize = 4 * MAX_ROWS;
+/// Fewer blocks of work than this stay on the calling thread.
+const PARALLEL_BLOCKS: usize = 12;
+
+/// Which new tokens belong to which sequence, and where its keys and values lie.
+#[derive(Clone, Copy, Debug)]
+pub struct AttentionBatch<'a> {
+    /// [num_seqs + 1]: first token of each sequence; first 0, last num_tokens.
+    pub cu_seqlens_q: &'a [u32],
+    /// [num_seqs]: tokens of each sequence in the cache, the new ones included.
+    pub context_lens: &'a [u32],
+    /// [num_seqs, max_blocks_per_seq]: the blocks of each sequence in order.
+    pub block_tables: &'a [u32],
+    /// Entries of a row of `block_tables`.
+    pub max_blocks_per_seq: usize,
+}
+
+/// Buffers that [`attention`] needs; they grow to the largest call and are then reused.
+#[derive(Debug)]
+pub struct AttentionScratch {
+    lanes: HostBuffer,
+    /// [num_seqs + 1]: first tile of each sequence.
+    first_tiles: Vec<usize>,
+}
+
+impl Default for AttentionScratch {
+    fn default() -> Self {
+        AttentionScratch { lanes: HostBuffer::empty(), first_tiles: Vec::new() }
+    }
+}
+
+impl AttentionScratch {
+    /// Empty.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Bytes held.
+    pub fn size_bytes(&self) -> usize {
+        self.lanes.len_bytes() + self.first_tiles.capacity() * size_of::<usize>()
+    }
+
+    /// Bytes held at most with `num_threads` threads, but for some words a sequence.
+    pub fn bytes_for(num_threads: usize) -> usize {
+        num_threads.saturating_mul(size_of::<Memory>())
+    }
+}
+
+/// q is [num_tokens, num_heads, head_dim] with token rows `q_stride` elements apart; out is
+/// [num_tokens, num_heads * head_dim]. The keys and values of the new tokens are in `cache` already.
+#[allow(clippy::too_many_arguments)]
+pub fn attention(
+    backend: &CpuBackend,
+    q: &[f32],
+    q_stride: usize,
+    cache: &KvBlocks<'_>,
+    batch: &AttentionBatch<'_>,
+    num_heads: usize,
+    scale: f32,
+    out: &mut [f32],
+    scratch: &mut AttentionScratch,
+) -> Result<()> {
+    let layout = *cache.layout();
+    let group = num_heads / layout.num_kv_heads;
+    let num_tokens = check(q, q_stride, cache, batch, num_heads, out)?;
+    if num_tokens == 0 || num_heads == 0 {
+        return Ok(());
+    }
+    let num_seqs = batch.context_lens.len();
+    let AttentionScratch { lanes, first_tiles } = scratch;
+    first_tiles.clear();
+    first_tiles
+        .try_reserve(num_seqs + 1)
+        .map_err(|_| Error::out_of_memory("attention tiles", 8 * (num_seqs + 1)))?;
+    let (mut num_tiles, mut num_blocks) = (0, 0);
+    first_tiles.push(0);
+    for (ends, &context_len) in batch.cu_seqlens_q.windows(2).zip(batch.context_lens) {
+        let q_len = (ends[1] - ends[0]) as usize;
+        let tiles = (q_len * group).div_ceil(TILE_ROWS);
+        num_tiles += tiles;
+        num_blocks += tiles * (context_len as usize).div_ceil(BLOCK_SIZE);
+        first_tiles.push(num_tiles);
+    }
+    let num_tasks = num_tiles * layout.num_kv_heads;
+    let num_lanes = match num_blocks * layout.num_kv_heads {
+        0..PARALLEL_BLOCKS => 1,
+        _ => backend.num_threads().min(num_tasks),
+    };
+    grow::<u8>(lanes, num_lanes * size_of::<Memory>(), "attention scratch")?;
+    let memory = SendPointer(lanes.as_bytes_mut().as_mut_ptr().cast::<Memory>());
+    let out_pointer = SendPointer(out.as_mut_ptr());
+    let next_task = AtomicUsize::new(0);
+    backend.parallel_for(num_lanes, &|lane| {
+        let lane = Lane {
+            q,
+            q_stride,
+            cache,
+            batch,
+            num_heads,
+            group,
+            out: out_pointer.get(),
+            // SAFETY: `lanes` holds num_lanes of them, 64-byte aligned and zeroed at first (any bits
+            // are floats); lane numbers are given out once, so this is the only reference.
+            online: Online::new(unsafe { &mut *memory.get().add(lane) }, layout.head_dim, scale),
+            first_tiles,
+            next_task: &next_task,
+            num_tasks,
+        };
+        backend.run(lane);
+    })
+}
+
+/// Checks all shapes and indices; returns num_tokens.
+fn check(
+    q: &[f32],
+    q_stride: usize,
+    cache: &KvBlocks<'_>,
+    batch: &AttentionBatch<'_>,
+    num_heads: usize,
+    out: &[f32],
+) -> Result<usize> {
+    let layout = cache.layout();
+    let wrong = |what: String| Err(Error::internal(format!("attention: {what}")));
+    if !num_heads.is_multiple_of(layout.num_kv_heads) {
+        return wrong(format!("{num_heads} heads over {} kv heads", layout.num_kv_heads));
+    }
+    let num_seqs = batch.context_lens.len();
+    if batch.cu_seqlens_q.len() != num_seqs + 1
+        || num_seqs.checked_mul(batch.max_blocks_per_seq) != Some(batch.block_tables.len())
+        || batch.cu_seqlens_q[0] != 0
+    {
+        return wrong(format!(
+            "{} sequence ends and {} block table entries for {num_seqs} sequences",
+            batch.cu_seqlens_q.len(),
+            batch.block_tables.len()
+        ));
+    }
+    for (seq, &context_len) in batch.context_lens.iter().enumerate() {
+        let (start, end) = (batch.cu_seqlens_q[seq], batch.cu_seqlens_q[seq + 1]);
+        let used = (context_len as usize).div_ceil(BLOCK_SIZE);
+        if start > end || end - start > context_len || used > batch.max_blocks_per_seq {
+            return wrong(format!(
+                "sequence {seq}: tokens {start}..{end}, context of {context_len}, {} blocks",
+                batch.max_blocks_per_seq
+            ));
+        }
+        let table = &batch.block_tables[seq * batch.max_blocks_per_seq..][..used];
+        if let Some(block) = table.iter().find(|&&block| block as usize >= cache.num_blocks()) {
+            return wrong(format!("sequence {seq}: block {block} of {}", cache.num_blocks()));
+        }
+    }
+    let num_tokens = batch.cu_seqlens_q[num_seqs] as usize;
+    crate::ops::common::check::check_strided(
+        "attention",
+        q.len(),
+        num_tokens,
+        q_stride,
+        num_heads,
+        layout.head_dim,
+    )?;
+    if num_tokens * num_heads * layout.head_dim != out.len() {
+        return wrong(format!("{num_tokens} tokens into {} values", out.len()));
+    }
+    Ok(num_tokens)
+}
+
+/// The work of one thread: claims tiles until none is left.
+struct Lane<'a, 'b> {
+    q: &'a [f32],
+    q_stride: usize,
+    cache: &'a KvBlocks<'b>,
+    batch: &'a AttentionBatch<'a>,
+    num_heads: usize,
+    group: usize,
+    out: *mut f32,
+    online: Online<'a>,
+    first_tiles: &'a [usize],
+    next_task: &'a AtomicUsize,
+    num_tasks: usize,
+}
+
+/// Up to TILE_ROWS query rows of one kv head. Row r is token `r / group` of the sequence's new
+/// tokens and head `r % group` of the group.
+#[derive(Clone, Copy)]
+struct Tile<'a> {
+    kv_head: usize,
+    first_row: usize,
+    num_rows: usize,
+    /// Index of the sequence's first new token in the batch.
+    first_token: usize,
+    /// Position of the first new token.
+    first_position: usize,
+    context_len: usize,
+    block_table: &'a [u32],
+}
+
+impl Kernel for Lane<'_, '_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(mut self) {
+        loop {
+            let task = self.next_task.fetch_add(1, Ordering::Relaxed);
+            if task >= self.num_tasks {
+                return;
+            }
+            // From the last to the first: late tiles see more keys, and small ones shall end the call.
+            let tile = self.tile(self.num_tasks - 1 - task);
+            // SAFETY: the element is that of the cache's type, and `run` is called for an instruction
+            // set that is there.
+            unsafe {
+                match self.cache.layout().dtype {
+                    DType::F32 => self.attend::<S, F32<S::Vector>>(tile),
+                    DType::F16 => self.attend::<S, F16<S::Vector>>(tile),
+                    DType::BF16 => self.attend::<S, S::Bf16>(tile),
+                }
+            }
+        }
+    }
+}
+
+impl<'a> Lane<'a, '_> {
+    fn tile(&self, task: usize) -> Tile<'a> {
+        let num_kv_heads = self.cache.layout().num_kv_heads;
+        let (tile, kv_head) = (task / num_kv_heads, task % num_kv_heads);
+        let seq = self.first_tiles.partition_point(|&first| first <= tile) - 1;
+        let first_row = (tile - self.first_tiles[seq]) * TILE_ROWS;
+        let first_token = self.batch.cu_seqlens_q[seq] as usize;
+        let q_len = self.batch.cu_seqlens_q[seq + 1] as usize - first_token;
+        let context_len = self.batch.context_lens[seq] as usize;
+        let max_blocks = self.batch.max_blocks_per_seq;
+        Tile {
+            kv_head,
+            first_row,
+            num_rows: (q_len * self.group - first_row).min(TILE_ROWS),
+            first_token,
+            first_position: context_len - q_len,
+            context_len,
+            block_table: &self.batch.block_tables[seq * max_blocks..(seq + 1) * max_blocks],
+        }
+    }
+
+    /// # Safety
+    /// `E` is the element of the cache's type; its instruction set is there.
+    #[inline(always)]
+    unsafe fn attend<S: Simd, E: Element>(&mut self, tile: Tile<'_>) {
+        let head_dim = self.cache.layout().head_dim;
+        let value_columns = self.cache.layout().value_columns();
+        let queries = self.online.memory.queries.as_mut_ptr().cast::<E::Activation>();
+        for row in 0..tile.num_rows {
+            let (token, head) = self.place(tile, row);
+            self.online.memory.visible[row] = tile.first_position + token - tile.first_token + 1;
+            let q = &self.q[token * self.q_stride + head * head_dim..][..head_dim];
+            // SAFETY: row < TILE_ROWS and head_dim <= MAX_HEAD_DIM; activations take up to 4 bytes.
+            let to =
+                unsafe { std::slice::from_raw_parts_mut(queries.add(row * head_dim), head_dim) };
+            for (to, &q) in to.iter_mut().zip(q) {
+                *to = E::activation(q);
+            }
+        }
+        self.online.start(tile.num_rows);
+
+        let widen =
+            E::IS_F32_MATH && size_of::<E::Weight>() == 2 && tile.num_rows >= WIDEN_FROM_ROWS;
+        for block in 0..self.online.memory.visible[tile.num_rows - 1].div_ceil(BLOCK_SIZE) {
+            let (keys, values) =
+                self.cache.panels::<E::Weight>(tile.block_table[block] as usize, tile.kv_head);
+            let first_key = block * BLOCK_SIZE;
+            // SAFETY: panels are those of `E` (or widened from them); `memory` has room for both.
+            unsafe {
+                if widen {
+                    let wide_keys = self.online.memory.keys.as_mut_ptr();
+                    let wide_values = self.online.memory.values.as_mut_ptr();
+                    widen_panel::<E>(keys, BLOCK_SIZE, wide_keys);
+                    widen_panel::<E>(values, value_columns, wide_values);
+                    let keys = KeyPanel::<F32<S::Vector>>(wide_keys);
+                    let values = (wide_values.cast_const(), value_columns);
+                    self.online.block::<E, _>(first_key, tile.context_len, &keys, values);
+                } else {
+                    let keys = KeyPanel::<E>(keys.as_ptr());
+                    let values = (values.as_ptr(), value_columns * E::K_STEP);
+                    self.online.block::<E, _>(first_key, tile.context_len, &keys, values);
+                }
+            }
+        }
+
+        for row in 0..tile.num_rows {
+            let (token, head) = self.place(tile, row);
+            let (sums, scale) = self.online.finished(row);
+            // SAFETY: token < num_tokens and head < num_heads, so this lies in `out`; no other tile has
+            // this token and head.
+            let out = unsafe {
+                std::slice::from_raw_parts_mut(
+                    self.out.add((token * self.num_heads + head) * head_dim),
+                    head_dim,
+                )
+            };
+            for (o, &sum) in out.iter_mut().zip(sums) {
+                *o = sum * scale;
+            }
+        }
+    }
+
+    /// Token in the batch and head of a row.
+    #[inline(always)]
+    fn place(&self, tile: Tile<'_>, row: usize) -> (usize, usize) {
+        let row = tile.first_row + row;
+        (tile.first_token + row / self.group, tile.kv_head * self.group + row % self.group)
+    }
+}
+
+/// Converts a 16-bit panel of `columns` columns to f32, [k][columns].
+///
+/// # Safety
+/// `wide` has room for as many elements as `panel` has; `E` has f32 math.
+#[inline(always)]
+unsafe fn widen_panel<E: Element>(panel: &[E::Weight], columns: usize, wide: *mut f32) {
+    let step = columns * E::K_STEP;
+    for (index, step) in panel.chunks_exact(step).enumerate() {
+        for (group, weights) in step.chunks_exact(16 * E::K_STEP).enumerate() {
+            // SAFETY: 16 * K_STEP weights, to rows `columns` apart inside the wide panel.
+            unsafe {
+                let to = wide.add(index * step.len() + 16 * group);
+                E::widen(weights.as_ptr(), to, columns);
+            }
+        }
+    }
+}

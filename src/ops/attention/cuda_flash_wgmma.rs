@@ -1,0 +1,235 @@
+//! `csrc/ops/attention/flash_wgmma.cu`: the same as `cuda_flash` over a block cache, with what Hopper has.
+
+use crate::backend::cuda::{Arguments, CudaContext, Launch, TensorMap};
+use crate::error::{Error, Result};
+use crate::memory::{Block, DType};
+use crate::ops::attention::cuda::{grid_extent, AttentionParams};
+use crate::ops::attention::{size, Form, Problem};
+
+/// The kernel has the same struct and says what it means.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+struct AttentionFlashWgmmaParams {
+    q: *mut u8,
+    out: *mut u8,
+    cu_seqlens_q: *mut u8,
+    block_tables: *mut u8,
+    context_lens: *mut u8,
+    fault: *mut u8,
+    counter: *mut u8,
+    partial_out: *mut u8,
+    partial_stats: *mut u8,
+    running: *mut u8,
+    q_strides: [i64; 3],
+    out_strides: [i64; 3],
+    num_heads: i32,
+    num_kv_heads: i32,
+    num_tokens: i32,
+    num_seqs: i32,
+    num_blocks: i32,
+    max_blocks_per_seq: i32,
+    causal: i32,
+    scale: f32,
+    packed_heads: i32,
+    max_segments: i32,
+}
+const _: () = assert!(size_of::<AttentionFlashWgmmaParams>() == 80 + 48 + 40);
+
+/// What the kernel is compiled for.
+const HEAD_DIM: i64 = 128;
+const BLOCK_SIZE: i64 = 32;
+/// Dims of a box: 128 bytes.
+const BOX_DIMS: u32 = 64;
+/// The most heads that are the rows of an item together.
+const MOST_PACKED_HEADS: i64 = 64;
+/// The most keys with which it pays to read the index arrays early.
+const MOST_EARLY_KEYS: i64 = 1024;
+/// Keys of a segment.
+const SEGMENT_KEYS: u64 = 1024;
+/// What a group of consumers keeps between segments: 64 queries in f32.
+const RUNNING_BYTES: usize = 64 * 128 * 4;
+/// What a segment leaves of a head: a query in f32, a maximum and a sum.
+const PARTIAL_BYTES: usize = (128 + 2) * 4;
+
+/// The most multiprocessors of a chip that these kernels run on: those of Hopper.
+const MOST_MULTIPROCESSORS: usize = 144;
+
+/// Device memory that attention in segments takes on any chip for as long as it is queued.
+pub(super) fn scratch_bytes(dtype: DType, head_dim: usize) -> usize {
+    match dtype != DType::F32 && head_dim as i64 == HEAD_DIM {
+        true => running_bytes(MOST_MULTIPROCESSORS),
+        false => 0,
+    }
+}
+
+fn running_bytes(num_multiprocessors: usize) -> usize {
+    num_multiprocessors * 2 * RUNNING_BYTES
+}
+
+/// Groups of 64 queries of a block: two share their keys, one fills more multiprocessors.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Groups {
+    One,
+    Two,
+}
+
+impl Groups {
+    /// By how many whole blocks there would be; measured on an H200. Both give the same bits.
+    fn choose(whole_blocks: i64, num_multiprocessors: i64) -> Self {
+        match whole_blocks <= num_multiprocessors / 2 {
+            true => Groups::One,
+            false => Groups::Two,
+        }
+    }
+
+    fn count(self) -> u32 {
+        match self {
+            Groups::One => 1,
+            Groups::Two => 2,
+        }
+    }
+
+    /// Two buffers of queries, two tiles each of 128 keys and values, barriers and items.
+    fn shared_bytes(self) -> u32 {
+        2 * self.count() * 16384 + 4 * 32768 + 288
+    }
+
+    /// `is_early`: the index arrays are read while the kernels in front are still at work.
+    fn kernel(self, dtype: DType, in_segments: bool, is_early: bool) -> Option<&'static str> {
+        if in_segments {
+            return match (self, dtype) {
+                (Groups::Two, DType::F16) => Some("xserv_attention_flash_wgmma_segments_f16"),
+                (Groups::Two, DType::BF16) => Some("xserv_attention_flash_wgmma_segments_bf16"),
+                (Groups::One, DType::F16) => Some("xserv_attention_flash_wgmma_segments_short_f16"),
+                (Groups::One, DType::BF16) => {
+                    Some("xserv_attention_flash_wgmma_segments_short_bf16")
+                }
+                (_, DType::F32) => None,
+            };
+        }
+        if is_early && self == Groups::One {
+            return match dtype {
+                DType::F16 => Some("xserv_attention_flash_wgmma_early_f16"),
+                DType::BF16 => Some("xserv_attention_flash_wgmma_early_bf16"),
+                DType::F32 => None,
+            };
+        }
+        match (self, dtype) {
+            (Groups::Two, DType::F16) => Some("xserv_attention_flash_wgmma_f16"),
+            (Groups::Two, DType::BF16) => Some("xserv_attention_flash_wgmma_bf16"),
+            (Groups::One, DType::F16) => Some("xserv_attention_flash_wgmma_short_f16"),
+            (Groups::One, DType::BF16) => Some("xserv_attention_flash_wgmma_short_bf16"),
+            (_, DType::F32) => None,
+        }
+    }
+}
+
+/// Queues a call, unless it is one that only the portable kernel serves; says which.
+pub(super) fn try_launch(
+    cuda: &CudaContext,
+    problem: &Problem<'_>,
+    params: &AttentionParams,
+) -> Result<bool> {
+    let Problem { dtype, head_dim, max_q_len, num_heads, num_seqs, .. } = *problem;
+    let is_served = problem.form == Form::Paged
+        && !params.cu_seqlens_q.is_null()
+        && cuda.device().info().compute_capability == (9, 0)
+        && head_dim == HEAD_DIM
+        && size(problem.k, 1) == BLOCK_SIZE
+        && problem.k.is_contiguous()
+        && problem.v.is_contiguous()
+        && [problem.k, problem.v].iter().all(|t| (t.data() as usize).is_multiple_of(16))
+        && !problem.k.is_empty()
+        && problem.scale > 0.0;
+    if !is_served || max_q_len == 0 || num_seqs == 0 {
+        return Ok(false);
+    }
+    let processors = i64::from(cuda.device().info().num_multiprocessors);
+    // The heads of a kv head of one query share their keys. The same bits, and as many fewer items.
+    let heads_per_kv = num_heads.checked_div(problem.num_kv_heads).unwrap_or(0);
+    let is_packed = max_q_len == 1 && (2..=MOST_PACKED_HEADS).contains(&heads_per_kv);
+    let heads = if is_packed { problem.num_kv_heads } else { num_heads };
+    let pairs = heads.saturating_mul(num_seqs);
+    let tiles = |queries: u64| (max_q_len as u64).div_ceil(queries) as i64;
+    let groups = match is_packed {
+        true => Groups::One,
+        false => Groups::choose(tiles(128).saturating_mul(pairs), processors),
+    };
+    let in_segments = problem.options.in_segments;
+    let is_early = problem.options.has_settled_indices && problem.max_kv_len <= MOST_EARLY_KEYS;
+    let Some(name) = groups.kernel(dtype, in_segments, is_early) else { return Ok(false) };
+    if !cuda.has_kernel("attention/flash_wgmma", name) {
+        return Ok(false);
+    }
+    let extents = [1, BLOCK_SIZE as u32, 1, BOX_DIMS];
+    let k_map = TensorMap::new(cuda, problem.k, &extents)?;
+    let v_map = TensorMap::new(cuda, problem.v, &extents)?;
+    let counter = cuda.counters(1)?;
+    let counter = counter.ok_or_else(|| Error::internal("no counter for attention"))?;
+    // Segments of few sequences are items of their own, where their results have room.
+    let all_segments = (problem.max_kv_len as u64).div_ceil(SEGMENT_KEYS) as i64;
+    let scratch_bytes = running_bytes(processors as usize);
+    let rows_of = |segments: i64| num_seqs.saturating_mul(num_heads).saturating_mul(segments);
+    let fits = rows_of(all_segments) <= (scratch_bytes / PARTIAL_BYTES) as i64;
+    let is_shared = in_segments && is_packed && all_segments > 1 && pairs < 2 * processors && fits;
+    let segments = if is_shared { all_segments } else { 1 };
+    let partial_rows = rows_of(segments);
+    // Goes back although the kernels are only queued: whoever gets it next queues behind them.
+    let memory = match in_segments {
+        true => Some(cuda.allocator().allocate(scratch_bytes, "partial results of attention")?),
+        false => None,
+    };
+    let scratch = memory.as_ref().map_or(std::ptr::null_mut(), Block::start);
+    // Of tokens, of heads or groups of them, and of the rows of an item.
+    let strides = |[_, token, head]: [i64; 3]| match is_packed {
+        true => [token, heads_per_kv * head, head],
+        false => [token, head, token],
+    };
+    let arguments = AttentionFlashWgmmaParams {
+        q: params.q,
+        out: params.out,
+        cu_seqlens_q: params.cu_seqlens_q,
+        block_tables: params.block_tables,
+        context_lens: params.context_lens,
+        fault: params.fault,
+        counter,
+        partial_out: if segments > 1 { scratch } else { std::ptr::null_mut() },
+        partial_stats: scratch.wrapping_add(partial_rows as usize * HEAD_DIM as usize * 4),
+        running: scratch,
+        q_strides: strides(params.q_strides),
+        out_strides: strides(params.out_strides),
+        num_heads: heads as i32,
+        num_kv_heads: params.num_kv_heads,
+        num_tokens: params.q_len,
+        num_seqs: grid_extent(num_seqs, "sequences")? as i32,
+        num_blocks: params.num_blocks,
+        max_blocks_per_seq: params.max_blocks_per_seq,
+        causal: i32::from(problem.options.causal && !is_packed),
+        scale: params.scale,
+        packed_heads: if is_packed { heads_per_kv as i32 } else { 0 },
+        max_segments: segments as i32,
+    };
+    let items =
+        tiles(64 * u64::from(groups.count())).saturating_mul(pairs).saturating_mul(segments);
+    let launch = Launch {
+        grid: (items.min(processors) as u32, 1, 1),
+        block: 128 * (groups.count() + 1),
+        shared_bytes: groups.shared_bytes(),
+    };
+    let launched = Arguments::new().value(&arguments).value(&k_map).value(&v_map);
+    // SAFETY: the arguments of the kernel; the strides span the tensors' elements, what the index arrays hold
+    // is compared with the cache, and the counter is zero between launches.
+    unsafe { cuda.launch_overlapping("attention/flash_wgmma", name, launch, launched) }?;
+    if segments > 1 {
+        let name = match dtype {
+            DType::F16 => "xserv_attention_flash_wgmma_merge_f16",
+            _ => "xserv_attention_flash_wgmma_merge_bf16",
+        };
+        let grid = (num_heads as u32, grid_extent(num_seqs, "sequences")?, 1);
+        let launch = Launch { grid, block: HEAD_DIM as u32, shared_bytes: 0 };
+        let arguments = Arguments::new().value(&arguments);
+        // SAFETY: the argument of the kernel, which reads what the one before has left.
+        unsafe { cuda.launch("attention/flash_wgmma", name, launch, arguments) }?;
+    }
+    Ok(true)
+}

@@ -1,0 +1,345 @@
+//! Everything between the projection to q, k, v and the output projection for sequences with one new token:
+//! `csrc/ops/attention/fused.cu`.
+
+use crate::backend::cuda::{Arguments, Launch};
+use crate::backend::{Arena, ComputeContext, DeviceTensor};
+use crate::error::{Error, Result};
+use crate::memory::{DType, ElementType, Tensor};
+use crate::ops::common::contiguous::{check, cuda, float};
+use crate::ops::kv_cache::KvSlots;
+use crate::ops::qk_norm_rope_append::QkNormRope;
+
+/// The kernel has the same struct and says what it means.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(super) struct DecodeAttentionArgs {
+    qkv: *mut u8,
+    q_norm: *mut u8,
+    k_norm: *mut u8,
+    cos: *mut u8,
+    sin: *mut u8,
+    positions: *mut u8,
+    slots: *mut u8,
+    block_tables: *mut u8,
+    context_lens: *mut u8,
+    k_cache: *mut u8,
+    v_cache: *mut u8,
+    out: *mut u8,
+    partial_out: *mut u8,
+    partial_stats: *mut u8,
+    counters: *mut u8,
+    fault: *mut u8,
+    num_seqs: i32,
+    num_heads: i32,
+    num_kv_heads: i32,
+    heads_per_kv: i32,
+    num_blocks: i32,
+    max_blocks_per_seq: i32,
+    max_position: i32,
+    max_chunks: i32,
+    chunk_len: i32,
+    wait_first: i32,
+    eps: f32,
+    scale: f32,
+}
+const _: () = assert!(size_of::<DecodeAttentionArgs>() == 176);
+
+/// Tokens of a block of the cache.
+const BLOCK_SIZE: i64 = 32;
+/// Query heads of a kv head that a block of threads serves.
+const GROUP_HEADS: i64 = 8;
+/// The most chunks of a sequence: longer sequences have longer chunks.
+const MOST_CHUNKS: i64 = 16;
+
+/// Where the sequences lie, and how their scores are scaled.
+#[derive(Clone, Copy, Debug)]
+pub struct DecodeSequences<'a> {
+    /// i32 [num_seqs, max_blocks_per_seq]
+    pub block_tables: &'a Tensor,
+    /// i32 [num_seqs], with the new token; 0: a row that is not in use.
+    pub context_lens: &'a Tensor,
+    /// 1 / sqrt(head_dim).
+    pub scale: f32,
+}
+
+/// Memory for partial results, and counters that are zero between launches.
+pub struct DecodeScratch {
+    partial_out: DeviceTensor,
+    partial_stats: DeviceTensor,
+    counters: DeviceTensor,
+}
+
+impl DecodeScratch {
+    /// Partial results for so many sequences of chunks.
+    fn rows(num_seqs: usize, num_heads: usize) -> usize {
+        num_seqs.saturating_mul(num_heads).saturating_mul(MOST_CHUNKS as usize)
+    }
+
+    /// Bytes of device memory for batches of up to `num_seqs` sequences.
+    pub fn device_bytes(num_seqs: usize, num_heads: usize, head_dim: usize) -> Result<usize> {
+        let float = ElementType::Float(DType::F32);
+        let rows = Self::rows(num_seqs, num_heads);
+        let parts = [
+            Arena::bytes_for(float, &[rows, head_dim])?,
+            Arena::bytes_for(float, &[rows, 2])?,
+            Arena::bytes_for(ElementType::I32, &[num_seqs, num_heads])?,
+        ];
+        Ok(parts.iter().fold(0usize, |sum, &bytes| sum.saturating_add(bytes)))
+    }
+
+    /// The memory of partial results as f32 [rows, width], for another kernel.
+    pub fn as_matrix(&self, rows: usize, width: usize) -> Result<DeviceTensor> {
+        let room = self.partial_out.num_elements() as usize;
+        match rows.checked_mul(width) {
+            Some(len) if len <= room => self.partial_out.view(0, &[rows, width], None),
+            _ => Err(Error::internal(format!("{rows} x {width} partial results, room for {room}"))),
+        }
+    }
+
+    /// A tensor of the one allocation behind all.
+    pub fn memory(&self) -> &DeviceTensor {
+        &self.counters
+    }
+
+    /// Memory for batches of up to `num_seqs` sequences.
+    pub fn new(
+        context: &ComputeContext,
+        num_seqs: usize,
+        num_heads: usize,
+        head_dim: usize,
+    ) -> Result<Self> {
+        let float = ElementType::Float(DType::F32);
+        let bytes = Self::device_bytes(num_seqs, num_heads, head_dim)?;
+        let mut arena = Arena::new(context, bytes, "partial results of attention")?;
+        let rows = Self::rows(num_seqs, num_heads);
+        let partial_out = arena.tensor(float, &[rows, head_dim])?;
+        let partial_stats = arena.tensor(float, &[rows, 2])?;
+        let counters = arena.tensor(ElementType::I32, &[num_seqs, num_heads])?;
+        counters.zero(context)?;
+        Ok(DecodeScratch { partial_out, partial_stats, counters })
+    }
+}
+
+/// How the keys of a sequence are divided.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Division {
+    /// Among the blocks of a cluster, which share what they find.
+    Cluster(u32),
+    /// In chunks of so many keys, through memory.
+    Chunks(i64),
+}
+
+/// The longest context of a sequence among many others that one or two blocks for each of its heads keep up with:
+/// with longer ones they would work on when all others are done.
+const LONGEST_ALONE: i64 = 8192;
+
+impl Division {
+    /// The fastest on an H200 by the number of sequences, the longest context that there can be, and the query heads
+    /// of a kv head: between the large products of models with many of them, clusters of 16 find no room.
+    fn choose(num_seqs: i64, max_kv_len: i64, heads_per_kv: i64) -> Self {
+        match num_seqs {
+            ..=1 if max_kv_len > 2048 && heads_per_kv <= 2 => Division::Cluster(16),
+            ..=2 => Division::Cluster(8),
+            3..=4 => Division::Cluster(4),
+            5..=8 if max_kv_len > 2048 => Division::Chunks(1024),
+            5..=8 => Division::Cluster(2),
+            9..=31 if max_kv_len <= LONGEST_ALONE => Division::Cluster(2),
+            9..=31 => Division::Chunks(2048),
+            _ if max_kv_len <= LONGEST_ALONE => Division::Cluster(1),
+            _ => Division::Chunks(4096),
+        }
+    }
+}
+
+/// Of the form that needs most.
+const SHARED_BYTES: u32 = 107_952;
+
+/// Whether the chip and the build have the kernel, and it serves heads of `head_dim` elements.
+pub fn has_decode_attention(context: &ComputeContext, head_dim: usize) -> bool {
+    let name = "xserv_attention_fused_cluster_d128_bf16";
+    matches!(head_dim, 64 | 128)
+        && cuda(context).is_ok_and(|cuda| {
+            let info = cuda.device().info();
+            info.compute_capability.0 >= 9
+                && info.shared_memory_bytes >= SHARED_BYTES as usize
+                && cuda.has_kernel("attention/fused", name)
+        })
+}
+
+pub(super) fn size(tensor: &Tensor, dimension: usize) -> i64 {
+    tensor.shape().get(dimension).copied().unwrap_or(0)
+}
+
+/// The sizes of the attention of decoding.
+pub(super) struct Sizes {
+    pub dtype: DType,
+    pub num_seqs: i64,
+    pub num_heads: i64,
+    pub num_kv_heads: i64,
+    pub head_dim: i64,
+    /// The longest context that the tables can name.
+    pub max_kv_len: i64,
+}
+
+fn int(value: i64) -> Result<i32> {
+    i32::try_from(value).map_err(|_| Error::unsupported(format!("a size of {value}")))
+}
+
+/// Checks the operands; the argument of a kernel that reads them, without output and without memory for chunks.
+pub(super) fn arguments(
+    context: &ComputeContext,
+    qkv: &Tensor,
+    how: &QkNormRope<'_>,
+    kv: &KvSlots<'_>,
+    sequences: &DecodeSequences<'_>,
+) -> Result<(DecodeAttentionArgs, Sizes)> {
+    let (element, dtype) = (qkv.element(), float("qkv", qkv)?);
+    let (num_seqs, total_heads, head_dim) = (size(qkv, 0), size(qkv, 1), size(qkv, 2));
+    let (num_blocks, num_kv_heads) = (size(kv.k, 0), size(kv.k, 2));
+    let num_heads = total_heads - 2 * num_kv_heads;
+    let max_position = size(how.cos, 0);
+    let blocks_per_seq = size(sequences.block_tables, 1);
+    check("qkv", qkv, element, &[num_seqs, total_heads, head_dim])?;
+    check("q_norm", how.q_norm, element, &[head_dim])?;
+    check("k_norm", how.k_norm, element, &[head_dim])?;
+    check("cos", how.cos, element, &[max_position, head_dim / 2])?;
+    check("sin", how.sin, element, &[max_position, head_dim / 2])?;
+    check("positions", how.positions, ElementType::I32, &[num_seqs])?;
+    check("slots", kv.slots, ElementType::I32, &[num_seqs])?;
+    let cache_shape = [num_blocks, BLOCK_SIZE, num_kv_heads, head_dim];
+    check("the key cache", kv.k, element, &cache_shape)?;
+    check("the value cache", kv.v, element, &cache_shape)?;
+    check("block_tables", sequences.block_tables, ElementType::I32, &[num_seqs, blocks_per_seq])?;
+    check("context_lens", sequences.context_lens, ElementType::I32, &[num_seqs])?;
+    let heads_per_kv = num_heads.checked_div(num_kv_heads).unwrap_or(0);
+    if heads_per_kv == 0 || heads_per_kv * num_kv_heads != num_heads || dtype == DType::F32 {
+        return Err(Error::internal(format!("attention of {num_heads} over {num_kv_heads} heads")));
+    }
+    let arguments = DecodeAttentionArgs {
+        qkv: qkv.data(),
+        q_norm: how.q_norm.data(),
+        k_norm: how.k_norm.data(),
+        cos: how.cos.data(),
+        sin: how.sin.data(),
+        positions: how.positions.data(),
+        slots: kv.slots.data(),
+        block_tables: sequences.block_tables.data(),
+        context_lens: sequences.context_lens.data(),
+        k_cache: kv.k.data(),
+        v_cache: kv.v.data(),
+        out: std::ptr::null_mut(),
+        partial_out: std::ptr::null_mut(),
+        partial_stats: std::ptr::null_mut(),
+        counters: std::ptr::null_mut(),
+        fault: cuda(context)?.faults(),
+        num_seqs: int(num_seqs)?,
+        num_heads: int(num_heads)?,
+        num_kv_heads: int(num_kv_heads)?,
+        heads_per_kv: int(heads_per_kv)?,
+        num_blocks: int(num_blocks)?,
+        max_blocks_per_seq: int(blocks_per_seq)?,
+        max_position: int(max_position)?,
+        max_chunks: 0,
+        chunk_len: 0,
+        wait_first: 0,
+        eps: how.eps,
+        scale: sequences.scale,
+    };
+    let max_kv_len = blocks_per_seq.saturating_mul(BLOCK_SIZE);
+    Ok((arguments, Sizes { dtype, num_seqs, num_heads, num_kv_heads, head_dim, max_kv_len }))
+}
+
+/// See the head of the file. qkv [num_seqs, num_heads + 2 num_kv_heads, head_dim], as the projection wrote it; out
+/// [num_seqs, num_heads, head_dim]; of f16 or bf16, heads of 64 or 128 elements without gaps, blocks of 32 tokens.
+///
+/// Block tables, lengths, positions and slots, and whatever wrote the cache before, must be separated from this
+/// kernel by one that does not overlap with those before it.
+pub fn decode_attention(
+    context: &ComputeContext,
+    qkv: &Tensor,
+    how: &QkNormRope<'_>,
+    kv: &KvSlots<'_>,
+    sequences: &DecodeSequences<'_>,
+    scratch: &DecodeScratch,
+    out: &Tensor,
+) -> Result<()> {
+    let (arguments, sizes) = arguments(context, qkv, how, kv, sequences)?;
+    let Sizes { dtype, num_seqs, num_heads, num_kv_heads, head_dim, max_kv_len } = sizes;
+    check("out", out, qkv.element(), &[num_seqs, num_heads, head_dim])?;
+    if num_seqs == 0 {
+        return Ok(());
+    }
+    let heads_per_kv = i64::from(arguments.heads_per_kv);
+    let groups = (heads_per_kv as u64).div_ceil(GROUP_HEADS as u64) as i64;
+    let division = Division::choose(num_seqs, max_kv_len, heads_per_kv);
+    let (cluster, chunk_len, max_chunks) = match division {
+        Division::Cluster(blocks) => (blocks, 0, 0),
+        Division::Chunks(len) => {
+            let mut len = len;
+            while max_kv_len > len * MOST_CHUNKS {
+                len *= 2;
+            }
+            (1, len, (max_kv_len as u64).div_ceil(len as u64) as i64)
+        }
+    };
+    let rows = num_seqs.saturating_mul(num_heads).saturating_mul(max_chunks);
+    if rows > size(&scratch.partial_stats, 0) || num_seqs > size(&scratch.counters, 0) {
+        return Err(Error::internal("too little memory for partial results of attention"));
+    }
+    let cuda = cuda(context)?;
+    let arguments = DecodeAttentionArgs {
+        out: out.data(),
+        partial_out: scratch.partial_out.data(),
+        partial_stats: scratch.partial_stats.data(),
+        counters: scratch.counters.data(),
+        max_chunks: int(max_chunks)?,
+        chunk_len: int(chunk_len)?,
+        ..arguments
+    };
+    let is_cluster = matches!(division, Division::Cluster(_));
+    let name = match (is_cluster, head_dim, dtype) {
+        (true, 64, DType::F16) => "xserv_attention_fused_cluster_d64_f16",
+        (true, 64, _) => "xserv_attention_fused_cluster_d64_bf16",
+        (true, _, DType::F16) => "xserv_attention_fused_cluster_d128_f16",
+        (true, _, _) => "xserv_attention_fused_cluster_d128_bf16",
+        (false, 64, DType::F16) => "xserv_attention_fused_chunked_d64_f16",
+        (false, 64, _) => "xserv_attention_fused_chunked_d64_bf16",
+        (false, _, DType::F16) => "xserv_attention_fused_chunked_d128_f16",
+        (false, _, _) => "xserv_attention_fused_chunked_d128_bf16",
+    };
+    let (block, shared_bytes) = match (is_cluster, head_dim) {
+        (true, 64) => (256, 54_448),
+        (true, _) => (256, SHARED_BYTES),
+        (false, 64) => (128, 34_224),
+        (false, _) => (128, 68_272),
+    };
+    let units = int(num_kv_heads * groups)? as u32;
+    let first = if is_cluster { cluster } else { max_chunks as u32 };
+    if units > 65535 || num_seqs > 65535 {
+        return Err(Error::unsupported(format!("{num_seqs} sequences of {num_heads} heads")));
+    }
+    let launch = Launch { grid: (first, units, num_seqs as u32), block, shared_bytes };
+    let arguments = Arguments::new().value(&arguments);
+    // SAFETY: the argument of the kernel; the shapes were checked above, the partial results have their places,
+    // and the kernel follows no block, slot or position beyond the cache and the tables.
+    unsafe { cuda.launch_clusters("attention/fused", name, launch, cluster, arguments) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn few_sequences_have_many_blocks_each() {
+        assert_eq!(Division::choose(1, 512, 4), Division::Cluster(8));
+        assert_eq!(Division::choose(1, 4096, 4), Division::Cluster(8));
+        assert_eq!(Division::choose(1, 4096, 2), Division::Cluster(16));
+        assert_eq!(Division::choose(4, 4096, 4), Division::Cluster(4));
+        assert_eq!(Division::choose(8, 512, 4), Division::Cluster(2));
+        assert_eq!(Division::choose(8, 4096, 4), Division::Chunks(1024));
+        assert_eq!(Division::choose(16, 4096, 4), Division::Cluster(2));
+        assert_eq!(Division::choose(16, 32768, 4), Division::Chunks(2048));
+        assert_eq!(Division::choose(128, 8192, 4), Division::Cluster(1));
+        assert_eq!(Division::choose(128, 32768, 4), Division::Chunks(4096));
+    }
+}

@@ -1,0 +1,439 @@
+//! Rows times the panels of a [`PackedMatrix`]: the loop around the matrix tiles that `linear` and
+//! `gemm` share. What becomes of the sums is up to an [`Epilogue`].
+//!
+//! An element is summed over k in one order whatever the number of rows and of threads.
+
+use crate::backend::cpu::simd::{Kernel, Simd};
+use crate::backend::cpu::tile::{tile_rows, Element, Operands, F16, F32, MAX_ROWS};
+use crate::backend::cpu::{CpuBackend, SendPointer};
+use crate::error::{Error, Result};
+use crate::memory::{DType, HostBuffer, Pages, Plain};
+use crate::ops::common::packed_matrix::{k_step, PackedMatrix, PANEL_COLUMNS};
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// From this many rows on 16-bit panels are widened to f32 once and multiplied from there: the
+/// conversion then costs less than in the inner loop, and the bits are the same.
+const WIDEN_FROM_ROWS: usize = 4 * MAX_ROWS;
+/// Rows of a task when there are too few panels to occupy all threads.
+const TASK_ROWS: usize = 16 * MAX_ROWS;
+/// With many rows, the sums over k are taken in stretches of this length, each for all rows before the
+/// next: 512 KiB of an f32 panel stay in the second-level cache while the rows pass by. Longer ones
+/// halve the speed at in_features 12288 (Emerald Rapids, 79 of 155 GFLOP/s). Sums are kept in f32 from
+/// stretch to stretch, so that the bits are those of one go.
+const STRETCH: usize = 2048;
+/// Bytes by which decoding prefetches ahead of its reads.
+const PREFETCH_BYTES: usize = 8192;
+/// Columns of one vector group.
+const GROUPS: usize = PANEL_COLUMNS / 16;
+
+/// Buffers of [`multiply`]; they grow to the largest call and are then reused.
+#[derive(Debug)]
+pub(crate) struct ProductScratch {
+    /// One panel widened to f32 for each thread.
+    panels: HostBuffer,
+    /// The sums of one panel for each thread: [num_rows, 64].
+    sums: HostBuffer,
+}
+
+impl ProductScratch {
+    pub const fn new() -> Self {
+        ProductScratch { panels: HostBuffer::empty(), sums: HostBuffer::empty() }
+    }
+
+    /// Bytes held.
+    pub fn size_bytes(&self) -> usize {
+        self.panels.len_bytes() + self.sums.len_bytes()
+    }
+}
+
+/// What a product needs of a [`ProductScratch`].
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct ProductNeeds {
+    /// Weights are widened to f32 first.
+    widen: bool,
+    /// Sums are taken in stretches of k.
+    in_stretches: bool,
+    /// f32 of the widened panels and of the sums of all threads.
+    panels_len: usize,
+    sums_len: usize,
+}
+
+impl ProductNeeds {
+    /// For `num_rows` rows and a packed matrix of so many `in_features`.
+    pub fn new(
+        dtype: DType,
+        has_native_bf16: bool,
+        num_lanes: usize,
+        num_rows: usize,
+        in_features: usize,
+    ) -> Self {
+        let native = dtype == DType::BF16 && has_native_bf16;
+        let widen = dtype != DType::F32 && num_rows >= WIDEN_FROM_ROWS && !native;
+        let in_stretches = num_rows >= WIDEN_FROM_ROWS && in_features > STRETCH + STRETCH / 2;
+        let of = |needed: bool, rows: usize| match needed {
+            true => num_lanes.saturating_mul(rows).saturating_mul(PANEL_COLUMNS),
+            false => 0,
+        };
+        ProductNeeds {
+            widen,
+            in_stretches,
+            panels_len: of(widen, in_features.saturating_add(in_features % k_step(dtype))),
+            sums_len: of(in_stretches, num_rows),
+        }
+    }
+
+    /// What serves both.
+    pub fn max(self, other: Self) -> Self {
+        ProductNeeds {
+            widen: self.widen || other.widen,
+            in_stretches: self.in_stretches || other.in_stretches,
+            panels_len: self.panels_len.max(other.panels_len),
+            sums_len: self.sums_len.max(other.sums_len),
+        }
+    }
+
+    /// Bytes of it.
+    pub fn size_bytes(&self) -> usize {
+        self.panels_len.saturating_add(self.sums_len).saturating_mul(size_of::<f32>())
+    }
+}
+
+/// Makes `buffer` hold at least `len` elements of `T`; what it held is lost when it grows.
+pub(crate) fn grow<T: Plain>(buffer: &mut HostBuffer, len: usize, what: &str) -> Result<()> {
+    let bytes =
+        len.checked_mul(size_of::<T>()).ok_or_else(|| Error::out_of_memory(what, usize::MAX))?;
+    if buffer.len_bytes() < bytes {
+        *buffer = HostBuffer::empty();
+        *buffer = HostBuffer::zeroed(bytes, Pages::Huge)?;
+    }
+    Ok(())
+}
+
+/// Takes finished sums.
+pub(crate) trait Epilogue: Sync {
+    /// `sums` is [num_rows, 64], of which the first `columns.len()` are columns `columns` of the result
+    /// and the rows are those from `first_row` on. Each element is given out once; calls for
+    /// different ones come from several threads.
+    fn store<S: Simd>(
+        &self,
+        sums: &[f32],
+        first_row: usize,
+        num_rows: usize,
+        columns: std::ops::Range<usize>,
+    );
+}
+
+/// Makes panels of a right operand that is not packed, [in_features][64] f32.
+pub(crate) trait MakePanel: Sync {
+    /// Fills `to` with panel `panel`, padding included.
+    fn make<S: Simd>(&self, panel: usize, to: &mut [f32]);
+}
+
+/// No maker: the right operand is packed.
+pub(crate) enum Packed {}
+
+impl MakePanel for Packed {
+    #[inline(always)]
+    fn make<S: Simd>(&self, _panel: usize, _to: &mut [f32]) {}
+}
+
+/// The right operand.
+pub(crate) enum Weight<'a, M> {
+    /// Packed once and for all.
+    Packed(&'a PackedMatrix),
+    /// Panels are made as they are needed, into a buffer of the thread: each is used at once, and only it
+    /// is in the cache beside the rows.
+    Made { out_features: usize, in_features: usize, maker: &'a M },
+}
+
+impl<M> Weight<'_, M> {
+    fn dtype(&self) -> DType {
+        match self {
+            Weight::Packed(matrix) => matrix.dtype(),
+            Weight::Made { .. } => DType::F32,
+        }
+    }
+
+    fn out_features(&self) -> usize {
+        match self {
+            Weight::Packed(matrix) => matrix.out_features(),
+            Weight::Made { out_features, .. } => *out_features,
+        }
+    }
+
+    fn in_features(&self) -> usize {
+        match self {
+            Weight::Packed(matrix) => matrix.in_features(),
+            Weight::Made { in_features, .. } => *in_features,
+        }
+    }
+
+    fn panel_len(&self) -> usize {
+        match self {
+            Weight::Packed(matrix) => matrix.panel_len(),
+            Weight::Made { in_features, .. } => in_features * PANEL_COLUMNS,
+        }
+    }
+}
+
+/// The left operand.
+pub(crate) struct Rows {
+    /// [num_rows, a_stride] of the activation type of the matrix's element.
+    pub a: SendPointer<u8>,
+    /// At least the steps of a panel times the k of a step.
+    pub a_stride: usize,
+    pub num_rows: usize,
+}
+
+/// Gives all sums of `rows` times `weight` to `epilogue`.
+///
+/// # Safety
+/// `rows.a` is readable as its fields say (the last row need not be longer than the k of a panel).
+pub(crate) unsafe fn multiply<P: Epilogue, M: MakePanel>(
+    backend: &CpuBackend,
+    rows: &Rows,
+    weight: &Weight<'_, M>,
+    epilogue: &P,
+    scratch: &mut ProductScratch,
+) -> Result<()> {
+    let ProductScratch { panels, sums } = scratch;
+    let num_rows = rows.num_rows;
+    // One lane a thread, so that each has a buffer of its own; a lane claims units of work.
+    let num_lanes = backend.num_threads();
+    let ProductNeeds { widen, in_stretches, .. } = ProductNeeds::new(
+        weight.dtype(),
+        backend.has_native_bf16(),
+        num_lanes,
+        num_rows,
+        weight.in_features(),
+    );
+    let own_panel = widen || matches!(weight, Weight::Made { .. });
+    if own_panel {
+        grow::<f32>(panels, num_lanes.saturating_mul(weight.panel_len()), "widened weights")?;
+    }
+    let sums_len = num_rows * PANEL_COLUMNS;
+    if in_stretches {
+        grow::<f32>(sums, num_lanes.saturating_mul(sums_len), "sums of a panel")?;
+    }
+    let units = Units::new(weight.out_features().div_ceil(PANEL_COLUMNS), num_rows, num_lanes);
+    let next_unit = AtomicUsize::new(0);
+    let panel_pointer = SendPointer(panels.as_mut_slice::<f32>().as_mut_ptr());
+    let sums_pointer = SendPointer(sums.as_mut_slice::<f32>().as_mut_ptr());
+    let lane = |lane: usize| {
+        let kernel = Lane {
+            a: rows.a.get(),
+            a_stride: rows.a_stride,
+            num_rows,
+            weight,
+            epilogue,
+            // SAFETY: with `own_panel` the buffer has num_lanes > lane panels; else it is not used.
+            own_panel: own_panel
+                .then(|| unsafe { panel_pointer.get().add(lane * weight.panel_len()) }),
+            // SAFETY: with `in_stretches` the buffer has num_lanes > lane times sums_len; else it is not
+            // used.
+            sums: in_stretches.then(|| unsafe { sums_pointer.get().add(lane * sums_len) }),
+            units: &units,
+            next_unit: &next_unit,
+        };
+        backend.run(kernel);
+    };
+    backend.parallel_for(num_lanes.min(units.len()), &lane)
+}
+
+/// How a call is cut up: runs of whole panels, and runs of rows when there are too few panels.
+struct Units {
+    num_panels: usize,
+    panel_runs: usize,
+    num_rows: usize,
+    row_runs: usize,
+}
+
+impl Units {
+    fn new(num_panels: usize, num_rows: usize, num_lanes: usize) -> Self {
+        // Four units a thread even out cores that are slowed by others; longer runs of panels are
+        // one contiguous stream. A single thread needs no cuts.
+        let wanted = if num_lanes == 1 { 1 } else { 4 * num_lanes };
+        let panel_runs = num_panels.min(wanted);
+        let row_runs = wanted.div_ceil(panel_runs).min(num_rows.div_ceil(TASK_ROWS)).max(1);
+        Units { num_panels, panel_runs, num_rows, row_runs }
+    }
+
+    fn len(&self) -> usize {
+        self.panel_runs * self.row_runs
+    }
+
+    /// The panels and the rows of unit `unit`.
+    #[inline(always)]
+    fn get(&self, unit: usize) -> (std::ops::Range<usize>, std::ops::Range<usize>) {
+        let (p, r) = (unit / self.row_runs, unit % self.row_runs);
+        let cut = |n: usize, part: usize, parts: usize| n * part / parts;
+        (
+            cut(self.num_panels, p, self.panel_runs)..cut(self.num_panels, p + 1, self.panel_runs),
+            cut(self.num_rows, r, self.row_runs)..cut(self.num_rows, r + 1, self.row_runs),
+        )
+    }
+}
+
+/// The work of one thread: claims units until none is left.
+struct Lane<'a, P, M> {
+    /// [num_rows, a_stride] of the element's activation type.
+    a: *const u8,
+    a_stride: usize,
+    num_rows: usize,
+    weight: &'a Weight<'a, M>,
+    epilogue: &'a P,
+    /// [panel_len] for this lane alone, when panels shall be widened or made.
+    own_panel: Option<*mut f32>,
+    /// [num_rows, 64] for this lane alone, when sums shall be taken in stretches.
+    sums: Option<*mut f32>,
+    units: &'a Units,
+    next_unit: &'a AtomicUsize,
+}
+
+impl<P: Epilogue, M: MakePanel> Kernel for Lane<'_, P, M> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self) {
+        // SAFETY: the caller of `multiply` vouches for `a`: num_rows rows of a_stride activations of the
+        // element; the matrix holds panels of its own dtype; `run`
+        // is called for an instruction set that is there.
+        unsafe {
+            match self.weight.dtype() {
+                DType::F32 => self.units::<S, F32<S::Vector>, F32<S::Vector>>(),
+                DType::F16 => self.units::<S, F16<S::Vector>, F32<S::Vector>>(),
+                DType::BF16 => self.units::<S, S::Bf16, F32<S::Vector>>(),
+            }
+        }
+    }
+}
+
+impl<P: Epilogue, M: MakePanel> Lane<'_, P, M> {
+    /// # Safety
+    /// As in `run`: `E` is the element of the matrix and of `a`, `W` f32 of the same vector type.
+    #[inline(always)]
+    unsafe fn units<S: Simd, E: Element, W: Element<Weight = f32>>(&self) {
+        let panel_len = self.weight.panel_len();
+        loop {
+            let unit = self.next_unit.fetch_add(1, Ordering::Relaxed);
+            if unit >= self.units.len() {
+                return;
+            }
+            let (panel_range, rows) = self.units.get(unit);
+            for panel in panel_range {
+                match (self.weight, self.own_panel) {
+                    (Weight::Made { maker, .. }, Some(to)) => {
+                        // SAFETY: the buffer has panel_len elements and belongs to this lane.
+                        let to = unsafe { std::slice::from_raw_parts_mut(to, panel_len) };
+                        maker.make::<S>(panel, to);
+                        // SAFETY: `a` holds f32 activations, as W's are, and the panel is f32.
+                        unsafe {
+                            let a = self.a.cast::<W::Activation>();
+                            self.rows::<S, W>(a, to.as_ptr(), panel, rows.clone());
+                        }
+                    }
+                    // Does not occur: `multiply` gives every lane a buffer to make panels in.
+                    (Weight::Made { .. }, None) => {}
+                    (Weight::Packed(matrix), widened) => {
+                        let panels = matrix.panels::<E::Weight>();
+                        let weights = &panels[panel * panel_len..(panel + 1) * panel_len];
+                        // SAFETY: the panel's steps are those of E, and so are the activations. Widened,
+                        // the buffer has panel_len elements and belongs to this lane; E is 16-bit with
+                        // f32 math, whose activations are f32 as W's are.
+                        unsafe {
+                            if let Some(widened) = widened {
+                                widen_panel::<E>(weights, widened);
+                                let a = self.a.cast::<W::Activation>();
+                                self.rows::<S, W>(a, widened, panel, rows.clone());
+                            } else {
+                                let a = self.a.cast::<E::Activation>();
+                                self.rows::<S, E>(a, weights.as_ptr(), panel, rows.clone());
+                            }
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    /// All given rows of x times one panel.
+    ///
+    /// # Safety
+    /// `a` and `b` hold num_rows rows and one panel for the element `E`; see `run`.
+    #[inline(always)]
+    unsafe fn rows<S: Simd, E: Element>(
+        &self,
+        a: *const E::Activation,
+        b: *const E::Weight,
+        panel: usize,
+        rows: std::ops::Range<usize>,
+    ) {
+        let num_steps = self.weight.panel_len() / (PANEL_COLUMNS * E::K_STEP);
+        let b_stride = PANEL_COLUMNS * E::K_STEP;
+        let first_column = panel * PANEL_COLUMNS;
+        let columns = first_column..self.weight.out_features().min(first_column + PANEL_COLUMNS);
+        let few_rows = self.num_rows < WIDEN_FROM_ROWS;
+        // The strip of up to MAX_ROWS rows from `row` on, summed over some steps into `out`.
+        let strip = |row: usize, steps: std::ops::Range<usize>, out: *mut f32| {
+            let count = (rows.end - row).min(MAX_ROWS);
+            // SAFETY: rows row..row + count < num_rows of `a`; num_steps * K_STEP <= a_stride; the panel
+            // has num_steps steps, of which `steps` are some; `out` has `count` rows of 64.
+            unsafe {
+                let operands = Operands::<E> {
+                    a: a.add(row * self.a_stride + steps.start * E::K_STEP),
+                    a_stride: self.a_stride,
+                    num_steps: steps.len(),
+                    b: b.add(steps.start * b_stride),
+                    b_stride,
+                    prefetch_bytes: if few_rows { PREFETCH_BYTES } else { 0 },
+                    out,
+                    out_stride: PANEL_COLUMNS,
+                    accumulate: steps.start > 0,
+                };
+                tile_rows::<E, GROUPS>(count, &operands);
+            }
+            count
+        };
+        let Some(sums) = self.sums else {
+            let mut sums = [0.0f32; MAX_ROWS * PANEL_COLUMNS];
+            let mut row = rows.start;
+            while row < rows.end {
+                let count = strip(row, 0..num_steps, sums.as_mut_ptr());
+                self.epilogue.store::<S>(&sums, row, count, columns.clone());
+                row += count;
+            }
+            return;
+        };
+        let stretch = STRETCH / E::K_STEP;
+        for first_step in (0..num_steps).step_by(stretch) {
+            let steps = first_step..(first_step + stretch).min(num_steps);
+            for row in rows.clone().step_by(MAX_ROWS) {
+                let offset = (row - rows.start) * PANEL_COLUMNS;
+                // SAFETY: `sums` has a row of 64 for each of num_rows >= rows.len() rows.
+                strip(row, steps.clone(), unsafe { sums.add(offset) });
+            }
+        }
+        // SAFETY: as above; every row has been written.
+        let sums = unsafe { std::slice::from_raw_parts(sums, rows.len() * PANEL_COLUMNS) };
+        self.epilogue.store::<S>(sums, rows.start, rows.len(), columns);
+    }
+}
+
+/// Converts a 16-bit panel to an f32 panel [in_features][64].
+///
+/// # Safety
+/// `widened` has room for as many f32 as `panel` has elements; `E` has f32 math.
+#[inline(always)]
+unsafe fn widen_panel<E: Element>(panel: &[E::Weight], widened: *mut f32) {
+    let step = 16 * E::K_STEP;
+    let mut from = panel.as_ptr();
+    let mut to = widened;
+    for _ in 0..panel.len() / (GROUPS * step) {
+        for group in 0..GROUPS {
+            // SAFETY: a step of a group is 16 * K_STEP weights; its k values go to rows 64 apart.
+            unsafe { E::widen(from.add(group * step), to.add(16 * group), PANEL_COLUMNS) };
+        }
+        from = from.wrapping_add(GROUPS * step);
+        to = to.wrapping_add(PANEL_COLUMNS * E::K_STEP);
+    }
+}

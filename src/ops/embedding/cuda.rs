@@ -1,0 +1,56 @@
+//! The CUDA half.
+
+use crate::backend::cuda::{Arguments, CudaContext, Launch};
+use crate::error::{Error, Result};
+use crate::memory::Tensor;
+use crate::ops::common::launch::{num_blocks, row_layout};
+
+/// The most bytes that the kernel may move at once: rows begin at multiples of it and consist of such units.
+fn unit_bytes(table: &Tensor, out: &Tensor) -> Result<i64> {
+    let size = table.element().size_bytes() as i64;
+    let mut numbers = vec![table.data() as i64, out.data() as i64, table.width() * size];
+    for tensor in [table, out] {
+        numbers.push(row_layout(tensor)?.outer_stride * size);
+    }
+    let fits = |unit: &i64| numbers.iter().all(|number| number % unit == 0);
+    Ok([16, 4].into_iter().find(fits).unwrap_or(2))
+}
+
+pub(in crate::ops) fn on_cuda(
+    cuda: &CudaContext,
+    table: &Tensor,
+    ids: &Tensor,
+    ids_are_i64: bool,
+    out: &Tensor,
+) -> Result<()> {
+    /// Of the kernel: units of a block.
+    const BLOCK: u32 = 128;
+    const UNITS: i64 = 2 * BLOCK as i64;
+    let too_many = || Error::unsupported(format!("out: shape {} is too large", out.shape()));
+    let unit = unit_bytes(table, out)?;
+    let size = table.element().size_bytes() as i64;
+    let name = match (ids_are_i64, unit) {
+        (false, 16) => "xserv_embedding_i32_b16",
+        (false, 4) => "xserv_embedding_i32_b4",
+        (false, _) => "xserv_embedding_i32_b2",
+        (true, 16) => "xserv_embedding_i64_b16",
+        (true, 4) => "xserv_embedding_i64_b4",
+        (true, _) => "xserv_embedding_i64_b2",
+    };
+    let units = out.width() * size / unit;
+    let tokens = num_blocks(ids.num_elements(), 1).ok_or_else(too_many)?;
+    let parts = num_blocks(units, UNITS).filter(|&parts| parts <= 65535).ok_or_else(too_many)?;
+    let launch = Launch { grid: (tokens, parts, 1), block: BLOCK, shared_bytes: 0 };
+    let arguments = Arguments::new()
+        .tensor(out)
+        .tensor(table)
+        .tensor(ids)
+        .i64(table.shape().first().copied().unwrap_or(0))
+        .i32(units as i32)
+        .i64(row_layout(out)?.outer_stride * size / unit)
+        .i64(row_layout(table)?.outer_stride * size / unit)
+        .pointer(cuda.faults());
+    // SAFETY: the arguments of xserv_embedding_*; width and strides are whole units, and the kernel reads no
+    // row outside the table.
+    unsafe { cuda.launch("embedding/embedding", name, launch, arguments) }
+}

@@ -1,0 +1,333 @@
+//! Matrix product `C = alpha op(A) op(B) + beta C`, row-major, summed in f32 and rounded once.
+//!
+//! op(A) is [m, k], op(B) [k, n], C [m, n]. Three ways, by shape: op(B) in the panels of
+//! `linear`; few rows or columns against a matrix in place, bound by its bandwidth ([`super::gemv`]);
+//! and the plain triple loop.
+
+use crate::backend::cpu::simd::{Kernel, Simd};
+use crate::backend::cpu::{CpuBackend, SendPointer};
+use crate::error::{Error, Result};
+use crate::memory::{DType, HostBuffer};
+use crate::ops::common::cpu_turn::{Turn, Widen};
+use crate::ops::common::packed_matrix::PANEL_COLUMNS;
+use crate::ops::common::panel_product::{
+    grow, multiply, Epilogue, MakePanel, ProductScratch, Rows, Weight,
+};
+use crate::ops::common::storage::Storage;
+use crate::ops::gemm::cpu_gemv::{skinny, Skinny, MAX_VECTORS};
+use std::marker::PhantomData;
+
+/// Shape and factors of a product.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Gemm {
+    /// Rows of op(A) and C.
+    pub m: usize,
+    /// Columns of op(B) and C.
+    pub n: usize,
+    /// Columns of op(A), rows of op(B).
+    pub k: usize,
+    /// A is stored [k, m].
+    pub transpose_a: bool,
+    /// B is stored [n, k].
+    pub transpose_b: bool,
+    /// Elements from row to row of A as it is stored.
+    pub lda: usize,
+    /// Elements from row to row of B as it is stored.
+    pub ldb: usize,
+    /// Elements from row to row of C.
+    pub ldc: usize,
+    /// Factor of the product.
+    pub alpha: f32,
+    /// Factor of what C holds. With 0 C is not read.
+    pub beta: f32,
+}
+
+impl Gemm {
+    /// `C = op(A) op(B)` of matrices without gaps.
+    pub fn contiguous(m: usize, n: usize, k: usize, transpose_a: bool, transpose_b: bool) -> Self {
+        Gemm {
+            m,
+            n,
+            k,
+            transpose_a,
+            transpose_b,
+            lda: if transpose_a { m } else { k },
+            ldb: if transpose_b { k } else { n },
+            ldc: n,
+            alpha: 1.0,
+            beta: 0.0,
+        }
+    }
+
+    fn check(&self, a: usize, b: usize, c: usize) -> Result<()> {
+        let holds = |rows: usize, columns: usize, stride: usize, len: usize| {
+            let last = rows.saturating_sub(1).checked_mul(stride);
+            let end = last.and_then(|last| last.checked_add(columns));
+            rows == 0 || columns == 0 || columns <= stride && end.is_some_and(|end| end <= len)
+        };
+        let swap = |swap: bool, x: usize, y: usize| if swap { (y, x) } else { (x, y) };
+        let (a_rows, a_columns) = swap(self.transpose_a, self.m, self.k);
+        let (b_rows, b_columns) = swap(self.transpose_b, self.k, self.n);
+        if holds(a_rows, a_columns, self.lda, a)
+            && holds(b_rows, b_columns, self.ldb, b)
+            && holds(self.m, self.n, self.ldc, c)
+        {
+            return Ok(());
+        }
+        Err(Error::internal(format!("gemm: buffers of {a}, {b} and {c} values for {self:?}")))
+    }
+}
+
+/// Buffers that [`gemm`] needs; they grow to the largest call and are then reused.
+#[derive(Debug)]
+pub struct GemmScratch {
+    /// op(A) in f32, [m, k]; or the vectors of a skinny product.
+    rows: HostBuffer,
+    product: ProductScratch,
+}
+
+impl Default for GemmScratch {
+    fn default() -> Self {
+        GemmScratch { rows: HostBuffer::empty(), product: ProductScratch::new() }
+    }
+}
+
+impl GemmScratch {
+    /// Empty.
+    pub fn new() -> Self {
+        Self::default()
+    }
+}
+
+/// How one sum becomes an element of C.
+#[derive(Clone, Copy)]
+pub(crate) struct Scale {
+    pub alpha: f32,
+    pub beta: f32,
+}
+
+impl Scale {
+    #[inline(always)]
+    pub fn store<T: Storage>(self, sum: f32, c: &mut T) {
+        let old = if self.beta == 0.0 { 0.0 } else { self.beta * c.to_f32() };
+        *c = T::from_f32(self.alpha * sum + old);
+    }
+}
+
+/// The plain triple loop: what the others are compared with.
+pub fn gemm_naive<T: Storage>(
+    backend: &CpuBackend,
+    gemm: &Gemm,
+    a: &[T],
+    b: &[T],
+    c: &mut [T],
+) -> Result<()> {
+    gemm.check(a.len(), b.len(), c.len())?;
+    let Gemm { m, n, k, lda, ldb, ldc, .. } = *gemm;
+    let scale = Scale { alpha: gemm.alpha, beta: gemm.beta };
+    let start = SendPointer(c.as_mut_ptr());
+    backend.parallel_tokens(m, n.saturating_mul(k), |rows| {
+        for i in rows {
+            for j in 0..n {
+                let mut sum = 0.0f32;
+                for l in 0..k {
+                    let a = a[if gemm.transpose_a { l * lda + i } else { i * lda + l }];
+                    let b = b[if gemm.transpose_b { j * ldb + l } else { l * ldb + j }];
+                    sum += a.to_f32() * b.to_f32();
+                }
+                // SAFETY: i < m and j < n, so `check` has found this inside c; each row is given out
+                // once.
+                scale.store(sum, unsafe { &mut *start.get().add(i * ldc + j) });
+            }
+        }
+    })
+}
+
+/// The fast product.
+pub fn gemm<T: Storage>(
+    backend: &CpuBackend,
+    gemm: &Gemm,
+    a: &[T],
+    b: &[T],
+    c: &mut [T],
+    scratch: &mut GemmScratch,
+) -> Result<()> {
+    gemm.check(a.len(), b.len(), c.len())?;
+    let Gemm { m, n, k, lda, ldb, ldc, transpose_a, transpose_b, .. } = *gemm;
+    let scale = Scale { alpha: gemm.alpha, beta: gemm.beta };
+    if m == 0 || n == 0 {
+        return Ok(());
+    }
+    if k == 0 || scale.alpha == 0.0 {
+        let rows = c.chunks_mut(ldc).take(m);
+        rows.flat_map(|row| row.iter_mut().take(n)).for_each(|c| scale.store(0.0, c));
+        return Ok(());
+    }
+    let GemmScratch { rows, product } = scratch;
+    if m.min(n) <= MAX_VECTORS {
+        // The few rows of op(A) against B, or the few columns of op(B) against A.
+        let left = m <= MAX_VECTORS;
+        let (count, few, few_stride, few_contiguous) =
+            if left { (m, a, lda, !transpose_a) } else { (n, b, ldb, transpose_b) };
+        let stride = k.next_multiple_of(16);
+        grow::<f32>(rows, count * stride, "vectors of a product")?;
+        let vectors = &mut rows.as_mut_slice::<f32>()[..count * stride];
+        for (v, vector) in vectors.chunks_exact_mut(stride.max(1)).enumerate() {
+            for (l, x) in vector[..k].iter_mut().enumerate() {
+                let index = if few_contiguous { v * few_stride + l } else { l * few_stride + v };
+                *x = few[index].to_f32();
+            }
+            vector[k..].fill(0.0);
+        }
+        let (many, matrix, matrix_stride, contiguous) =
+            if left { (n, b, ldb, transpose_b) } else { (m, a, lda, !transpose_a) };
+        let (vector_stride, row_stride) = if left { (ldc, 1) } else { (1, ldc) };
+        let product = Skinny {
+            vectors,
+            stride,
+            k,
+            matrix,
+            matrix_stride,
+            many,
+            contiguous,
+            c: SendPointer(c.as_mut_ptr()),
+            vector_stride,
+            row_stride,
+            scale,
+        };
+        return skinny(backend, &product);
+    }
+    let a: &[f32] = match T::as_f32(a) {
+        Some(a) if !transpose_a => a,
+        _ => {
+            grow::<f32>(rows, m.saturating_mul(k), "rows of a product")?;
+            let packed = &mut rows.as_mut_slice::<f32>()[..m * k];
+            backend.parallel_rows(packed, k, |first, to| {
+                backend.run(PackLeft { gemm, a, first, to });
+            })?;
+            rows.as_slice()
+        }
+    };
+    let a_stride = if transpose_a || T::DTYPE != DType::F32 { k } else { lda };
+    let rows = Rows { a: SendPointer(a.as_ptr().cast_mut().cast()), a_stride, num_rows: m };
+    let maker = RightPanels { gemm, b };
+    let right = Weight::Made { out_features: n, in_features: k, maker: &maker };
+    let finish = Finish { c: SendPointer(c.as_mut_ptr()), ldc, scale };
+    // SAFETY: `a` is op(A) with rows of k values a_stride apart: `check` has found the last inside the
+    // caller's A, and the packed copy is [m, k].
+    unsafe { multiply(backend, &rows, &right, &finish, product) }
+}
+
+/// op(B) in panels [k, 64], what is past column n zero.
+struct RightPanels<'a, T> {
+    gemm: &'a Gemm,
+    b: &'a [T],
+}
+
+impl<T: Storage> MakePanel for RightPanels<'_, T> {
+    #[inline(always)]
+    fn make<S: Simd>(&self, panel: usize, to: &mut [f32]) {
+        let RightPanels { gemm, b } = *self;
+        let first_column = panel * PANEL_COLUMNS;
+        let columns = (gemm.n - first_column).min(PANEL_COLUMNS);
+        if gemm.transpose_b {
+            Turn::<T, f32, Widen<T>> {
+                from: &b[first_column * gemm.ldb..],
+                from_stride: gemm.ldb,
+                rows: columns,
+                columns: gemm.k,
+                to: &mut *to,
+                to_stride: PANEL_COLUMNS,
+                _element: PhantomData,
+            }
+            .run::<S>();
+        } else {
+            for (l, to) in to.chunks_exact_mut(PANEL_COLUMNS).enumerate() {
+                let from = &b[l * gemm.ldb + first_column..][..columns];
+                T::widen::<S>(from, &mut to[..columns]);
+            }
+        }
+        if columns < PANEL_COLUMNS {
+            to.chunks_exact_mut(PANEL_COLUMNS).for_each(|to| to[columns..].fill(0.0));
+        }
+    }
+}
+
+/// Rows of op(A) from `first` on: [rows, k].
+struct PackLeft<'a, T> {
+    gemm: &'a Gemm,
+    a: &'a [T],
+    first: usize,
+    to: &'a mut [f32],
+}
+
+impl<T: Storage> Kernel for PackLeft<'_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self) {
+        let PackLeft { gemm: Gemm { k, lda, transpose_a, .. }, a, first, to } = self;
+        let (k, lda) = (*k, *lda);
+        if *transpose_a {
+            let columns = to.len() / k;
+            Turn::<T, f32, Widen<T>> {
+                from: &a[first..],
+                from_stride: lda,
+                rows: k,
+                columns,
+                to,
+                to_stride: k,
+                _element: PhantomData,
+            }
+            .run::<S>();
+        } else {
+            for (row, to) in to.chunks_exact_mut(k).enumerate() {
+                T::widen::<S>(&a[(first + row) * lda..][..k], to);
+            }
+        }
+    }
+}
+
+/// Writes finished sums to C.
+struct Finish<T> {
+    c: SendPointer<T>,
+    ldc: usize,
+    scale: Scale,
+}
+
+impl<T: Storage> Epilogue for Finish<T> {
+    #[inline(always)]
+    fn store<S: Simd>(
+        &self,
+        sums: &[f32],
+        first_row: usize,
+        num_rows: usize,
+        columns: std::ops::Range<usize>,
+    ) {
+        let Scale { alpha, beta } = self.scale;
+        let len = columns.len();
+        let mut old = [0.0; PANEL_COLUMNS];
+        for (row, sums) in sums.chunks_exact(PANEL_COLUMNS).take(num_rows).enumerate() {
+            // SAFETY: row first_row + row < m and the columns are below n, so `check` has found this
+            // inside c; each row and column is given out once.
+            let c = unsafe {
+                std::slice::from_raw_parts_mut(
+                    self.c.get().add((first_row + row) * self.ldc + columns.start),
+                    len,
+                )
+            };
+            if alpha == 1.0 && beta == 0.0 {
+                T::narrow::<S>(&sums[..len], c);
+                continue;
+            }
+            if beta != 0.0 {
+                T::widen::<S>(c, &mut old[..len]);
+            }
+            for (old, &sum) in old[..len].iter_mut().zip(sums) {
+                let before = if beta == 0.0 { 0.0 } else { beta * *old };
+                *old = alpha * sum + before;
+            }
+            T::narrow::<S>(&old[..len], c);
+        }
+    }
+}

@@ -1,0 +1,442 @@
+//! Launches of the kernels of `csrc/ops/{gemm,gemm_tensor_core,gemv}.cu`, and cuBLASLt.
+
+use crate::backend::cuda::{Arguments, CudaContext, Launch, MatmulShape};
+use crate::backend::ComputeContext;
+use crate::error::{Error, Result};
+use crate::memory::{Block, DType};
+use crate::ops::common::copy::copy_unchecked;
+use crate::ops::common::launch::kernel_name;
+use crate::ops::gemm::choice::{Choice, Tile};
+use crate::ops::gemm::layout::{matrix_tensor, padded, padded_place, Operand, Product};
+
+/// `csrc/ops/gemm/tensor_core.cu` has the same struct.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct TensorCoreParams {
+    a: *const u8,
+    b: *const u8,
+    c: *mut u8,
+    workspace: *mut u8,
+    lda: i64,
+    ldb: i64,
+    ldc: i64,
+    stride_a: i64,
+    stride_b: i64,
+    stride_c: i64,
+    m: i32,
+    n: i32,
+    k: i32,
+    k_per_split: i32,
+    alpha: f32,
+    beta: f32,
+}
+const _: () = assert!(size_of::<TensorCoreParams>() == 104);
+
+/// `csrc/ops/gemm/tiled.cu` has the same struct.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct SimtParams {
+    a: *const u8,
+    b: *const u8,
+    c: *mut u8,
+    lda: i64,
+    ldb: i64,
+    ldc: i64,
+    stride_a: i64,
+    stride_b: i64,
+    stride_c: i64,
+    m: i32,
+    n: i32,
+    k: i32,
+    transpose_a: i32,
+    transpose_b: i32,
+    alpha: f32,
+    beta: f32,
+}
+const _: () = assert!(size_of::<SimtParams>() == 104);
+
+/// `csrc/ops/gemm/gemv.cu` has the same struct.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct GemvParams {
+    x: *const u8,
+    w: *const u8,
+    out: *mut u8,
+    ldx: i64,
+    ldw: i64,
+    ldo: i64,
+    m: i32,
+    n: i32,
+    k: i32,
+    alpha: f32,
+    beta: f32,
+}
+const _: () = assert!(size_of::<GemvParams>() == 72);
+
+/// The most of m, n and k: the kernels count in i32, and look a tile ahead.
+const MOST: i64 = i32::MAX as i64 - 1024;
+/// The most batches of one launch.
+const BATCHES: i64 = 65_535;
+
+fn too_large(product: &Product) -> Error {
+    let Product { m, n, k, .. } = product;
+    Error::unsupported(format!("gemm: a product of m {m}, n {n} and k {k} is too large for CUDA"))
+}
+
+/// Fails for sizes that no kernel can count.
+pub(super) fn check_sizes(product: &Product) -> Result<()> {
+    match product.m.max(product.n).max(product.k) <= MOST {
+        true => Ok(()),
+        false => Err(too_large(product)),
+    }
+}
+
+/// The blocks of a launch that covers C with tiles.
+fn num_tiles(product: &Product, rows: i64, columns: i64) -> Result<u32> {
+    let count =
+        (product.m as u64).div_ceil(rows as u64) * (product.n as u64).div_ceil(columns as u64);
+    match u32::try_from(count) {
+        Ok(count) if count <= i32::MAX as u32 => Ok(count),
+        _ => Err(too_large(product)),
+    }
+}
+
+/// Queues a product.
+pub(super) fn run(
+    context: &ComputeContext,
+    cuda: &CudaContext,
+    choice: Choice,
+    product: &Product,
+) -> Result<()> {
+    match choice {
+        Choice::Naive => plain(cuda, product, kernel_name!("gemm_naive", product.dtype), 8, 256),
+        Choice::Tiled => plain(cuda, product, kernel_name!("gemm_tiled", product.dtype), 32, 128),
+        Choice::Simt => simt(cuda, &InVectors::of(context, product)?.product),
+        Choice::TensorCore(tile, splits) => {
+            tensor_core(context, cuda, &InVectors::of(context, product)?.product, tile, splits)
+        }
+        Choice::Parts(parts) => in_parts(cuda, product, parts),
+        Choice::Cublas => cublas(cuda, product),
+        Choice::Gemv(_) | Choice::GemvTensorCore | Choice::GemvColumns(_) => {
+            gemv(cuda, product, choice)
+        }
+    }
+}
+
+/// A product whose operands can be read 16 bytes at a time, by copies where they could not.
+struct InVectors {
+    product: Product,
+    /// Go back to the context although the kernel is only queued: whoever gets them next queues behind it.
+    _copies: [Option<Block>; 2],
+}
+
+impl InVectors {
+    fn of(context: &ComputeContext, product: &Product) -> Result<Self> {
+        let Product { m, n, k, a, b, .. } = *product;
+        let (a, a_copy) = in_vectors(context, product, &a, m, k)?;
+        let (b, b_copy) = in_vectors(context, product, &b, k, n)?;
+        Ok(InVectors { product: Product { a, b, ..*product }, _copies: [a_copy, b_copy] })
+    }
+}
+
+/// An operand, or a copy of it in rows of whole vectors.
+fn in_vectors(
+    context: &ComputeContext,
+    product: &Product,
+    operand: &Operand,
+    rows: i64,
+    columns: i64,
+) -> Result<(Operand, Option<Block>)> {
+    if product.in_vectors(operand) {
+        return Ok((*operand, None));
+    }
+    let (lines, width) = if operand.transposed { (columns, rows) } else { (rows, columns) };
+    let batch = if operand.batch_stride == 0 { 1 } else { product.batch };
+    let stored = matrix_tensor(context, product.dtype, operand, batch, lines, width)?;
+    let (place, block) = padded_place(context, &stored)?;
+    // SAFETY: the operand is valid for its layout; the new block overlaps nothing.
+    unsafe { copy_unchecked(context, &stored, &place) }?;
+    let ld = padded(width);
+    let batch_stride = if batch == 1 { 0 } else { lines * ld };
+    Ok((Operand { data: place.data(), ld, batch_stride, ..*operand }, Some(block)))
+}
+
+/// The operands of the batch from `first` on.
+fn from_batch(product: &Product, first: i64) -> [*mut u8; 3] {
+    let size = product.dtype.size_bytes() as i64;
+    [product.a, product.b, product.c]
+        .map(|x| x.data.wrapping_add((first * x.batch_stride * size) as usize))
+}
+
+/// Calls `launch` with the first index and the count of runs of batches that one launch can do.
+fn for_batches(product: &Product, mut launch: impl FnMut(i64, u32) -> Result<()>) -> Result<()> {
+    let mut first = 0;
+    while first < product.batch {
+        let count = (product.batch - first).min(BATCHES);
+        launch(first, count as u32)?;
+        first += count;
+    }
+    Ok(())
+}
+
+fn simt_params(product: &Product, first: i64) -> SimtParams {
+    let Product { m, n, k, a, b, c, alpha, beta, .. } = *product;
+    let [a_data, b_data, c_data] = from_batch(product, first);
+    SimtParams {
+        a: a_data,
+        b: b_data,
+        c: c_data,
+        lda: a.ld,
+        ldb: b.ld,
+        ldc: c.ld,
+        stride_a: a.batch_stride,
+        stride_b: b.batch_stride,
+        stride_c: c.batch_stride,
+        m: m as i32,
+        n: n as i32,
+        k: k as i32,
+        transpose_a: i32::from(a.transposed),
+        transpose_b: i32::from(b.transposed),
+        alpha,
+        beta,
+    }
+}
+
+/// gemm_naive and gemm_tiled: tiles of `rows` by 32.
+fn plain(
+    cuda: &CudaContext,
+    product: &Product,
+    name: &'static str,
+    rows: i64,
+    block: u32,
+) -> Result<()> {
+    let tiles = num_tiles(product, rows, 32)?;
+    for_batches(product, |first, count| {
+        let params = simt_params(product, first);
+        let launch = Launch { grid: (tiles, 1, count), block, shared_bytes: 0 };
+        // SAFETY: the arguments of these kernels; the matrices were checked.
+        unsafe { cuda.launch("gemm/tiled", name, launch, Arguments::new().value(&params)) }
+    })
+}
+
+fn simt(cuda: &CudaContext, product: &Product) -> Result<()> {
+    let (name, shared_bytes) = match (product.a.transposed, product.b.transposed) {
+        (false, false) => ("xserv_gemm_simt_nn_f32", 55_296),
+        (false, true) => ("xserv_gemm_simt_nt_f32", 61_440),
+        (true, false) => ("xserv_gemm_simt_tn_f32", 49_152),
+        (true, true) => ("xserv_gemm_simt_tt_f32", 55_296),
+    };
+    let tiles = num_tiles(product, 128, 128)?;
+    for_batches(product, |first, count| {
+        let params = simt_params(product, first);
+        let launch = Launch { grid: (tiles, 1, count), block: 256, shared_bytes };
+        // SAFETY: the arguments of the kernel; A and B are in whole vectors.
+        unsafe { cuda.launch("gemm/tiled", name, launch, Arguments::new().value(&params)) }
+    })
+}
+
+macro_rules! tensor_core_name {
+    ($tile:literal, $transposes:expr, $is_f16:expr) => {
+        match ($transposes, $is_f16) {
+            ((false, false), true) => concat!("xserv_gemm_", $tile, "_nn_f16"),
+            ((false, true), true) => concat!("xserv_gemm_", $tile, "_nt_f16"),
+            ((true, false), true) => concat!("xserv_gemm_", $tile, "_tn_f16"),
+            ((true, true), true) => concat!("xserv_gemm_", $tile, "_tt_f16"),
+            ((false, false), false) => concat!("xserv_gemm_", $tile, "_nn_bf16"),
+            ((false, true), false) => concat!("xserv_gemm_", $tile, "_nt_bf16"),
+            ((true, false), false) => concat!("xserv_gemm_", $tile, "_tn_bf16"),
+            ((true, true), false) => concat!("xserv_gemm_", $tile, "_tt_bf16"),
+        }
+    };
+}
+
+fn tensor_core(
+    context: &ComputeContext,
+    cuda: &CudaContext,
+    product: &Product,
+    tile: Tile,
+    splits: i64,
+) -> Result<()> {
+    let is_f16 = match product.dtype {
+        DType::F16 => true,
+        DType::BF16 => false,
+        DType::F32 => return Err(Error::internal("gemm: f32 for the tensor cores")),
+    };
+    let Product { m, n, k, a, b, c, batch, .. } = *product;
+    let transposes = (a.transposed, b.transposed);
+    let name = match tile {
+        Tile::W128x256 => tensor_core_name!("wgmma_128x256", transposes, is_f16),
+        Tile::W128x128 => tensor_core_name!("wgmma_128x128", transposes, is_f16),
+        Tile::T128x256 => tensor_core_name!("tensor_core_128x256", transposes, is_f16),
+        Tile::T128x128 => tensor_core_name!("tensor_core_128x128", transposes, is_f16),
+        Tile::T64x128 => tensor_core_name!("tensor_core_64x128", transposes, is_f16),
+        Tile::T64x64 => tensor_core_name!("tensor_core_64x64", transposes, is_f16),
+    };
+    let source = if tile.is_wgmma() { "gemm_wgmma" } else { "gemm_tensor_core" };
+    // Whole stages of k for each part; rounding may leave fewer parts.
+    let k_per_split = (k as u64).div_ceil(splits.max(1) as u64).next_multiple_of(64) as i64;
+    let splits = (k as u64).div_ceil(k_per_split as u64) as i64;
+    let workspace = match splits {
+        1 => None,
+        _ => {
+            let sums =
+                batch.min(BATCHES).checked_mul(splits * 4).and_then(|x| x.checked_mul(m * n));
+            let bytes = sums.ok_or_else(|| too_large(product))?;
+            Some(context.allocate(bytes as usize, "the partial sums of a product")?)
+        }
+    };
+    let tiles = num_tiles(product, tile.rows(), tile.columns())?;
+    for_batches(product, |first, count| {
+        let [a_data, b_data, c_data] = from_batch(product, first);
+        let params = TensorCoreParams {
+            a: a_data,
+            b: b_data,
+            c: c_data,
+            workspace: workspace.as_ref().map_or(std::ptr::null_mut(), Block::start),
+            lda: a.ld,
+            ldb: b.ld,
+            ldc: c.ld,
+            stride_a: a.batch_stride,
+            stride_b: b.batch_stride,
+            stride_c: c.batch_stride,
+            m: m as i32,
+            n: n as i32,
+            k: k as i32,
+            k_per_split: k_per_split as i32,
+            alpha: product.alpha,
+            beta: product.beta,
+        };
+        let launch = Launch {
+            grid: (tiles, splits as u32, count),
+            block: tile.threads(),
+            shared_bytes: tile.shared_bytes(),
+        };
+        let arguments = Arguments::new().value(&params);
+        // SAFETY: the arguments of the kernel; A and B are in whole vectors, the workspace holds the sums of
+        // all parts.
+        unsafe { cuda.launch(source, name, launch, arguments) }?;
+        if splits == 1 {
+            return Ok(());
+        }
+        let reduce = match is_f16 {
+            true => "xserv_gemm_split_k_reduce_f16",
+            false => "xserv_gemm_split_k_reduce_bf16",
+        };
+        let blocks = u32::try_from((m * n) as u64 / 256 + 1).map_err(|_| too_large(product))?;
+        let launch = Launch { grid: (blocks, 1, count), block: 256, shared_bytes: 0 };
+        let arguments = Arguments::new().value(&params).i32(splits as i32);
+        // SAFETY: the arguments of the kernel, which adds what the one before wrote.
+        unsafe { cuda.launch("gemm/tensor_core", reduce, launch, arguments) }
+    })
+}
+
+/// k in parts that are added in their order. The choice looked at the layout; one product, not a batch.
+fn in_parts(cuda: &CudaContext, product: &Product, parts: i64) -> Result<()> {
+    let name = match product.dtype {
+        DType::F16 => "xserv_gemm_wgmma_128x128_parts_nt_f16",
+        DType::BF16 => "xserv_gemm_wgmma_128x128_parts_nt_bf16",
+        DType::F32 => return Err(Error::internal("gemm: f32 for the tensor cores")),
+    };
+    let Product { m, n, k, batch, a, b, c, alpha, beta, .. } = *product;
+    if batch != 1 {
+        return Err(Error::internal("gemm: a batch with k in parts"));
+    }
+    let tile = Tile::W128x128;
+    let params = TensorCoreParams {
+        a: a.data,
+        b: b.data,
+        c: c.data,
+        workspace: std::ptr::null_mut(),
+        lda: a.ld,
+        ldb: b.ld,
+        ldc: c.ld,
+        stride_a: 0,
+        stride_b: 0,
+        stride_c: 0,
+        m: m as i32,
+        n: n as i32,
+        k: k as i32,
+        k_per_split: parts.clamp(1, 64) as i32,
+        alpha,
+        beta,
+    };
+    let launch = Launch {
+        grid: (num_tiles(product, tile.rows(), tile.columns())?, 1, 1),
+        block: tile.threads(),
+        shared_bytes: tile.shared_bytes(),
+    };
+    // SAFETY: the arguments of the kernel; A and B are in whole vectors.
+    unsafe { cuda.launch("gemm/wgmma", name, launch, Arguments::new().value(&params)) }
+}
+
+fn gemv(cuda: &CudaContext, product: &Product, choice: Choice) -> Result<()> {
+    let Product { dtype, m, n, k, a, b, c, alpha, beta, .. } = *product;
+    let (name, rows, block) = match choice {
+        Choice::Gemv(1) => (kernel_name!("gemv_m1", dtype), 2, 128),
+        Choice::Gemv(2) => (kernel_name!("gemv_m2", dtype), 2, 128),
+        Choice::Gemv(4) => (kernel_name!("gemv_m4", dtype), 2, 128),
+        Choice::Gemv(_) => (kernel_name!("gemv_m8", dtype), 2, 128),
+        Choice::GemvColumns(most) => (
+            match most {
+                1 => kernel_name!("gemv_nn_m1", dtype),
+                _ => kernel_name!("gemv_nn_m8", dtype),
+            },
+            64 / dtype.size_bytes() as u64,
+            512,
+        ),
+        _ => (
+            match dtype {
+                DType::F16 => "xserv_gemv_tensor_core_f16",
+                DType::BF16 => "xserv_gemv_tensor_core_bf16",
+                DType::F32 => return Err(Error::internal("gemm: f32 for the tensor cores")),
+            },
+            16,
+            256,
+        ),
+    };
+    let params = GemvParams {
+        x: a.data,
+        w: b.data,
+        out: c.data,
+        ldx: a.ld,
+        ldw: b.ld,
+        ldo: c.ld,
+        m: m as i32,
+        n: n as i32,
+        k: k as i32,
+        alpha,
+        beta,
+    };
+    let grid = u32::try_from((n as u64).div_ceil(rows)).map_err(|_| too_large(product))?;
+    let arguments = Arguments::new().value(&params);
+    // SAFETY: the arguments of the kernel; the choice looked at rows and alignment.
+    unsafe { cuda.launch("gemm/gemv", name, Launch::linear(grid, block), arguments) }
+}
+
+fn cublas(cuda: &CudaContext, product: &Product) -> Result<()> {
+    let Product { dtype, m, n, k, batch, a, b, c, alpha, beta } = *product;
+    let size = dtype.size_bytes() as i64;
+    // Addresses and steps to other addresses, all together.
+    let all = [a, b, c].iter().fold(16, |all, x| {
+        let step = if batch == 1 { 0 } else { x.batch_stride * size };
+        all | x.data as usize | step as usize
+    });
+    let shape = MatmulShape {
+        dtype,
+        transpose_a: a.transposed,
+        transpose_b: b.transposed,
+        m: m as u64,
+        n: n as u64,
+        k: k as u64,
+        lda: a.ld,
+        ldb: b.ld,
+        ldc: c.ld,
+        batch: i32::try_from(batch).map_err(|_| too_large(product))?,
+        batch_stride_a: a.batch_stride,
+        batch_stride_b: b.batch_stride,
+        batch_stride_c: c.batch_stride,
+        alignment: 1 << all.trailing_zeros(),
+    };
+    // SAFETY: the matrices were checked; C overlaps neither.
+    unsafe { cuda.blas()?.matmul(cuda, &shape, alpha, a.data, b.data, beta, c.data) }
+}

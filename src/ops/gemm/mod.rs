@@ -1,0 +1,387 @@
+//! Matrix product: `C = alpha * op(A) * op(B) + beta * C`, of one matrix or a batch of them, summed in f32
+//! and rounded once. op(X) is X or its transpose.
+//!
+//! op(A) [m, k], op(B) [k, n], C [m, n]; with a batch [batch, m, n], where A or B of two dimensions (or of
+//! batch stride 0) serves every product. beta = 0 does not read C; alpha = 0 reads neither A nor B.
+//!
+//! A matrix is taken where it lies if one of its two strides is 1: a transposed view only changes which
+//! kernel runs. Any other layout is copied first.
+
+pub mod cpu;
+mod cpu_gemv;
+mod cuda;
+
+mod backward;
+mod choice;
+mod layout;
+
+pub use backward::gemm_backward;
+
+use crate::backend::cuda::{is_cublas_present, CudaContext, MOST_CUBLAS_WORKSPACE_BYTES};
+use crate::backend::{ComputeContext, ContextBackend};
+use crate::error::{Error, ErrorKind, Result};
+use crate::memory::{DType, Tensor};
+use crate::ops::common::check::{self, InPlace, Named};
+use crate::ops::common::launch::with_storage;
+use crate::ops::common::storage::Storage;
+use crate::ops::gemm::choice::{choose, choose_ordered, Choice, Facts};
+use crate::ops::gemm::cpu::GemmScratch;
+use crate::ops::gemm::layout::{batch_size, matrix_sizes, Operand, Place, Product, Staged};
+
+/// Who computes a product.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum GemmBackend {
+    /// The fastest that serves.
+    Auto,
+    /// The plain triple loop.
+    Naive,
+    /// CUDA: tiles in shared memory, any type and layout.
+    Tiled,
+    /// CUDA: cuBLASLt, where it is installed.
+    Cublas,
+    /// CUDA: the tensor cores by kernels of this library, f16 and bf16.
+    TensorCore,
+    /// CPU: packed panels and SIMD.
+    Blocked,
+}
+
+/// In which order the products along k are added up.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum SumOrder {
+    /// Whatever is fastest for the sizes.
+    #[default]
+    Fastest,
+    /// CUDA: one that depends on n and k alone. A row of C has the same bits whatever the other rows of A are, and
+    /// however many.
+    ByRow,
+    /// Hopper, f16 and bf16, B stored [n, k]: the same, by wgmma, with k in so many parts, as
+    /// [`skinny_gemm`](crate::ops::stepwise::skinny_gemm) adds them up.
+    Parts(u32),
+}
+
+/// How to multiply.
+#[derive(Clone, Copy, Debug)]
+pub struct GemmOptions {
+    /// A is stored [k, m].
+    pub transpose_a: bool,
+    /// B is stored [n, k].
+    pub transpose_b: bool,
+    /// Factor of the product.
+    pub alpha: f32,
+    /// Factor of what C holds.
+    pub beta: f32,
+    /// Who computes it.
+    pub backend: GemmBackend,
+    /// In which order; other than `Fastest` it decides who computes it, on CUDA.
+    pub order: SumOrder,
+}
+
+impl Default for GemmOptions {
+    fn default() -> Self {
+        GemmOptions {
+            transpose_a: false,
+            transpose_b: false,
+            alpha: 1.0,
+            beta: 0.0,
+            backend: GemmBackend::Auto,
+            order: SumOrder::Fastest,
+        }
+    }
+}
+
+/// See the head of the file. C overlaps neither A nor B.
+pub fn gemm(
+    context: &ComputeContext,
+    options: &GemmOptions,
+    a: &Tensor,
+    b: &Tensor,
+    c: &Tensor,
+) -> Result<()> {
+    let (a_named, b_named, c_named) = (("a", a), ("b", b), ("c", c));
+    let dtype = check::float(a_named)?;
+    check::same_type(&[a_named, b_named, c_named])?;
+    check_shapes(options, a_named, b_named, c_named)?;
+    check_backend(context, options.backend, dtype)?;
+    check::reachable(context, &[a_named, b_named, c_named])?;
+    check::result(c_named, &[a_named, b_named], InPlace::Refused)?;
+    gemm_unchecked(context, options, a, b, c)
+}
+
+/// A weight, as [`gemm`] gets it for its second operand.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct WeightShape {
+    /// Columns of the result.
+    pub out_features: usize,
+    /// What is summed over.
+    pub in_features: usize,
+    /// Stored [out_features, in_features], else [in_features, out_features].
+    pub transposed: bool,
+}
+
+/// The most device memory that [`gemm`] takes on any chip for as long as it is queued, for up to `num_rows` contiguous
+/// rows and contiguous weights. `is_ordered`: with an order other than [`SumOrder::Fastest`].
+pub fn gemm_scratch_bytes(
+    dtype: DType,
+    num_rows: usize,
+    weight: &WeightShape,
+    is_ordered: bool,
+) -> usize {
+    let WeightShape { out_features: n, in_features: k, transposed } = *weight;
+    let size = dtype.size_bytes();
+    // Operands are copied where 16 bytes at a time could not be read.
+    let copy = |lines: usize, width: usize| match (width * size).is_multiple_of(16) {
+        true => 0,
+        false => lines.saturating_mul(layout::padded(width as i64) as usize * size + 512),
+    };
+    let copies = copy(num_rows, k).saturating_add(if transposed { copy(n, k) } else { copy(k, n) });
+    let results = num_rows.saturating_mul(n).saturating_mul(4);
+    match is_ordered {
+        true => copies,
+        false => choice::most_partial_bytes(dtype, results, k)
+            .saturating_add(copies)
+            .max(cublas_workspace_bytes(results)),
+    }
+}
+
+/// What cuBLAS is given for products of up to `results` bytes in f32: room to sum them up in two parts, and no more than
+/// it can use.
+fn cublas_workspace_bytes(results: usize) -> usize {
+    results.saturating_mul(2).clamp(1 << 20, MOST_CUBLAS_WORKSPACE_BYTES)
+}
+
+/// What cuBLAS is given for products with weights of up to `out_features`, for up to `num_rows` rows.
+pub(crate) fn cublas_workspace_for(num_rows: usize, out_features: usize) -> usize {
+    cublas_workspace_bytes(num_rows.saturating_mul(out_features).saturating_mul(4))
+}
+
+fn check_rank((name, tensor): Named<'_>) -> Result<()> {
+    match tensor.shape().len() {
+        2 | 3 => Ok(()),
+        found => Err(Error::invalid_argument(format!(
+            "{name} has {found} dimensions, shape {}, but a matrix or a batch of matrices is needed",
+            tensor.shape()
+        ))),
+    }
+}
+
+fn check_shapes(options: &GemmOptions, a: Named<'_>, b: Named<'_>, c: Named<'_>) -> Result<()> {
+    [a, b, c].into_iter().try_for_each(check_rank)?;
+    for (name, tensor) in [a, b] {
+        let (found, wanted) = (batch_size(tensor), batch_size(c.1));
+        if found.is_some() && found != wanted {
+            return Err(Error::invalid_argument(format!(
+                "{name} has shape {}, but c has {}: the batches differ",
+                tensor.shape(),
+                c.1.shape()
+            )));
+        }
+    }
+    let (m, k) = matrix_sizes(a.1, options.transpose_a);
+    let (k_of_b, n) = matrix_sizes(b.1, options.transpose_b);
+    let said = |transpose: bool| if transpose { " transposed" } else { "" };
+    if k != k_of_b {
+        return Err(Error::invalid_argument(format!(
+            "b has shape {}{}, but a has {}{}: {k_of_b} rows for {k} columns",
+            b.1.shape(),
+            said(options.transpose_b),
+            a.1.shape(),
+            said(options.transpose_a)
+        )));
+    }
+    if matrix_sizes(c.1, false) != (m, n) {
+        return Err(Error::invalid_argument(format!(
+            "c has shape {}, but the product of a and b is [{m}, {n}]",
+            c.1.shape()
+        )));
+    }
+    Ok(())
+}
+
+/// Fails for a backend that the device or the element type does not have.
+fn check_backend(context: &ComputeContext, backend: GemmBackend, dtype: DType) -> Result<()> {
+    use GemmBackend::{Blocked, Cublas, TensorCore, Tiled};
+    let is_cpu = matches!(context.backend(), ContextBackend::Cpu { .. });
+    let why = match backend {
+        Tiled if is_cpu => "the tiled kernel is one of CUDA, but the context works on the CPU",
+        Cublas if is_cpu => "cuBLAS is for CUDA, but the context works on the CPU",
+        TensorCore if is_cpu => "tensor cores are for CUDA, but the context works on the CPU",
+        Blocked if !is_cpu => "the blocked kernel is one of the CPU, but the context works on CUDA",
+        Cublas if !is_cublas_present() => {
+            "cuBLASLt is not installed (libcublasLt.so was not found, or XSERV_CUBLAS=0 hides it)"
+        }
+        TensorCore if dtype == DType::F32 => {
+            "the tensor cores multiply f16 and bf16, not f32 without loss"
+        }
+        _ => return Ok(()),
+    };
+    Err(Error::unsupported(format!("gemm: {why}")))
+}
+
+/// The product of tensors that were checked.
+fn gemm_unchecked(
+    context: &ComputeContext,
+    options: &GemmOptions,
+    a: &Tensor,
+    b: &Tensor,
+    c: &Tensor,
+) -> Result<()> {
+    if c.is_empty() {
+        return Ok(());
+    }
+    let dtype = check::float(("c", c))?;
+    let ((m, k), (_, n)) =
+        (matrix_sizes(a, options.transpose_a), matrix_sizes(b, options.transpose_b));
+    let k = if options.alpha == 0.0 { 0 } else { k };
+    // A single column of C is a row of its transpose: the kernels for few rows serve both.
+    let place = Place::of(context, c, options.beta, n == 1 && m > 1)?;
+    let (a, b) = match k {
+        // Never read, perhaps without an address.
+        0 => (Staged::nothing(m), Staged::nothing(n)),
+        _ => (
+            Staged::of(context, a, options.transpose_a, false)?,
+            Staged::of(context, b, options.transpose_b, true)?,
+        ),
+    };
+    let mut product = Product {
+        dtype,
+        m,
+        n,
+        k,
+        batch: batch_size(c).unwrap_or(1),
+        a: a.operand,
+        b: b.operand,
+        c: place.operand,
+        alpha: options.alpha,
+        beta: options.beta,
+    };
+    if product.c.transposed {
+        // C^T = op(B)^T op(A)^T.
+        let flip = |operand: Operand| Operand { transposed: !operand.transposed, ..operand };
+        product = Product {
+            m: n,
+            n: m,
+            a: flip(product.b),
+            b: flip(product.a),
+            c: flip(product.c),
+            ..product
+        };
+    }
+    let product = product.folded();
+    match context.backend() {
+        ContextBackend::Cpu { backend, .. } => {
+            with_storage!(dtype, T => on_host::<T>(backend, options.backend, &product))?
+        }
+        ContextBackend::Cuda(cuda) => on_cuda(context, cuda, options, &product)?,
+    }
+    place.finish(context)
+}
+
+/// The elements of one stored matrix of a batch.
+///
+/// # Safety
+/// They are host memory of type T.
+unsafe fn matrix_slice<'a, T>(x: &Operand, index: i64, lines: i64, width: i64) -> &'a [T] {
+    if lines == 0 || width == 0 {
+        return &[];
+    }
+    let len = ((lines - 1) * x.ld + width) as usize;
+    // SAFETY: the operand spans this many elements from there on, by contract.
+    unsafe {
+        std::slice::from_raw_parts(x.data.cast::<T>().add((index * x.batch_stride) as usize), len)
+    }
+}
+
+fn on_host<T: Storage>(
+    backend: &crate::backend::cpu::CpuBackend,
+    choice: GemmBackend,
+    product: &Product,
+) -> Result<()> {
+    let Product { m, n, k, batch, a, b, c, alpha, beta, .. } = *product;
+    let shape = cpu::Gemm {
+        m: m as usize,
+        n: n as usize,
+        k: k as usize,
+        transpose_a: a.transposed,
+        transpose_b: b.transposed,
+        lda: a.ld as usize,
+        ldb: b.ld as usize,
+        ldc: c.ld as usize,
+        alpha,
+        beta,
+    };
+    let stored = |x: &Operand, rows: i64, columns: i64| match x.transposed {
+        true => (columns, rows),
+        false => (rows, columns),
+    };
+    let ((a_lines, a_width), (b_lines, b_width)) = (stored(&a, m, k), stored(&b, k, n));
+    let mut scratch = GemmScratch::new();
+    for index in 0..batch {
+        // SAFETY: the tensors were checked to be on the host and of type T; C shares no element with A or
+        // B, and the host kernels write to its rows only, not between them.
+        let (a, b, c) = unsafe {
+            let start = c.data.cast::<T>().add((index * c.batch_stride) as usize);
+            (
+                matrix_slice::<T>(&a, index, a_lines, a_width),
+                matrix_slice::<T>(&b, index, b_lines, b_width),
+                std::slice::from_raw_parts_mut(start, ((m - 1) * c.ld + n) as usize),
+            )
+        };
+        match choice {
+            GemmBackend::Naive => cpu::gemm_naive(backend, &shape, a, b, c)?,
+            _ => cpu::gemm(backend, &shape, a, b, c, &mut scratch)?,
+        }
+    }
+    Ok(())
+}
+
+fn on_cuda(
+    context: &ComputeContext,
+    cuda: &CudaContext,
+    options: &GemmOptions,
+    product: &Product,
+) -> Result<()> {
+    let backend = options.backend;
+    cuda::check_sizes(product)?;
+    let info = cuda.device().info();
+    let facts = Facts {
+        dtype: product.dtype,
+        m: product.m,
+        n: product.n,
+        k: product.k,
+        batch: product.batch,
+        transpose_a: product.a.transposed,
+        transpose_b: product.b.transposed,
+        a_in_vectors: product.in_vectors(&product.a),
+        b_in_vectors: product.in_vectors(&product.b),
+        has_cublas: is_cublas_present(),
+        num_multiprocessors: i64::from(info.num_multiprocessors).max(1),
+        shared_memory_bytes: info.shared_memory_bytes,
+        has_wgmma: info.compute_capability == (9, 0),
+    };
+    if options.order != SumOrder::Fastest {
+        // Another kernel would add in another order: no second choice.
+        return cuda::run(context, cuda, choose_ordered(options.order, &facts)?, product);
+    }
+    let choice = choose(backend, &facts);
+    let done = cuda::run(context, cuda, choice, product);
+    match done {
+        // A library that was built without machine code for this chip has no kernels for wgmma.
+        Err(error)
+            if matches!(choice, Choice::TensorCore(tile, _) if tile.is_wgmma())
+                && error.kind() != ErrorKind::DeviceLost =>
+        {
+            let other = choose(backend, &Facts { has_wgmma: false, ..facts });
+            cuda::run(context, cuda, other, product)
+        }
+        // cuBLAS may lack an algorithm for a shape, or memory for its workspace; we do not.
+        Err(error)
+            if choice == Choice::Cublas
+                && backend == GemmBackend::Auto
+                && error.kind() != ErrorKind::DeviceLost =>
+        {
+            let own = choose(backend, &Facts { has_cublas: false, ..facts });
+            cuda::run(context, cuda, own, product)
+        }
+        done => done,
+    }
+}

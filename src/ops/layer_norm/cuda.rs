@@ -1,0 +1,59 @@
+//! The CUDA half.
+
+use crate::backend::cuda::{Arguments, CudaContext, Launch};
+use crate::error::Result;
+use crate::memory::{DType, Tensor};
+use crate::ops::common::launch::kernel_name;
+use crate::ops::common::row_kernels::{
+    all_vectors, block_per_row, matrix_stride, rows_and_width, RowForm,
+};
+
+/// Blocks for the kernel that walks over rows, where it is faster than one block for each row: for more rows
+/// of 16-bit elements than fit onto the device at once. 768 threads a multiprocessor is what the registers of
+/// that kernel allow, and what was fastest on an H200 (8192 rows of 4096).
+fn walking_blocks(dtype: DType, rows: u32, block: u32, num_multiprocessors: u32) -> Option<u32> {
+    let resident = num_multiprocessors.saturating_mul((768 / block.max(1)).max(1));
+    (dtype != DType::F32 && block <= 512 && rows > resident).then_some(resident)
+}
+
+pub(in crate::ops) fn on_cuda(
+    cuda: &CudaContext,
+    dtype: DType,
+    x: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    eps: f32,
+    out: &Tensor,
+) -> Result<()> {
+    let (rows, width) = rows_and_width("layer_norm", x)?;
+    let aligned = all_vectors(&[x, weight, bias.unwrap_or(weight), out]);
+    let form = RowForm::new(x.width(), aligned, &[16]);
+    let mut launch = block_per_row(form, rows, x);
+    let num_multiprocessors = cuda.device().info().num_multiprocessors.max(1) as u32;
+    let name = match form {
+        RowForm::Registers(_) => {
+            match walking_blocks(dtype, rows, launch.block, num_multiprocessors) {
+                Some(blocks) => {
+                    launch = Launch::linear(blocks, launch.block);
+                    kernel_name!("layer_norm_walk", dtype)
+                }
+                None => kernel_name!("layer_norm_row", dtype),
+            }
+        }
+        RowForm::Loop => kernel_name!("layer_norm_loop", dtype),
+        RowForm::Scalar => kernel_name!("layer_norm_scalar", dtype),
+    };
+    let arguments = Arguments::new()
+        .tensor(out)
+        .tensor(x)
+        .tensor(weight)
+        .optional(bias)
+        .i64(rows.into())
+        .i32(width)
+        .f32(eps)
+        .i64(matrix_stride(out)?)
+        .i64(matrix_stride(x)?);
+    // SAFETY: the arguments of these kernels; the strides span the rows of both tensors, which are vectors
+    // for all but the scalar one.
+    unsafe { cuda.launch("layer_norm/layer_norm", name, launch, arguments) }
+}

@@ -1,0 +1,209 @@
+//! `out = x W^T + bias`, or added to `out`.
+//!
+//! x [num_tokens, in_features] f32, W [out_features, in_features] packed, bias [out_features] f32,
+//! out [num_tokens, out_features] f32; sums in f32. With bf16 weights x is rounded to bf16 first, on
+//! every instruction set; f32 and f16 weights take x as it is. An output element is summed over k in
+//! one order whatever `num_tokens` and the number of threads, so its bits depend on its row of x alone.
+
+use crate::backend::cpu::simd::{Kernel, Simd};
+use crate::backend::cpu::tile::Element;
+use crate::backend::cpu::{CpuBackend, Isa, SendPointer};
+use crate::error::{Error, Result};
+use crate::memory::{DType, HostBuffer};
+use crate::ops::common::packed_matrix::{k_step, PackedMatrix, PANEL_COLUMNS};
+use crate::ops::common::panel_product::{
+    grow, multiply, Epilogue, Packed, ProductNeeds, ProductScratch, Rows, Weight,
+};
+
+/// What [`linear`] does with what `out` holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Store {
+    /// The result replaces it.
+    Overwrite,
+    /// The result is added to it: the residual connection.
+    Add,
+}
+
+/// Buffers that [`linear`] needs; they grow to the largest call and are then reused.
+#[derive(Debug)]
+pub struct LinearScratch {
+    /// x as the kernels take it: [num_tokens, in_features rounded up to even].
+    activations: HostBuffer,
+    product: ProductScratch,
+}
+
+impl Default for LinearScratch {
+    fn default() -> Self {
+        LinearScratch { activations: HostBuffer::empty(), product: ProductScratch::new() }
+    }
+}
+
+impl LinearScratch {
+    /// Empty.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Bytes held.
+    pub fn size_bytes(&self) -> usize {
+        self.activations.len_bytes() + self.product.size_bytes()
+    }
+
+    /// Bytes held after calls with each of `calls`, `(num_tokens, in_features)`, on `num_threads` threads.
+    pub fn bytes_for(
+        dtype: DType,
+        isa: Isa,
+        num_threads: usize,
+        calls: impl Iterator<Item = (usize, usize)>,
+    ) -> usize {
+        let (mut activations, mut product) = (0, ProductNeeds::default());
+        for (num_tokens, in_features) in calls {
+            if dtype == DType::BF16 {
+                let stride = in_features.saturating_add(in_features % k_step(dtype));
+                activations = num_tokens.saturating_mul(stride).saturating_mul(4).max(activations);
+            }
+            let native = isa.has_native_bf16();
+            let needs = ProductNeeds::new(dtype, native, num_threads, num_tokens, in_features);
+            product = product.max(needs);
+        }
+        product.size_bytes().saturating_add(activations)
+    }
+}
+
+/// See the head of the file.
+#[allow(clippy::too_many_arguments)]
+pub fn linear(
+    backend: &CpuBackend,
+    x: &[f32],
+    num_tokens: usize,
+    weight: &PackedMatrix,
+    bias: Option<&[f32]>,
+    out: &mut [f32],
+    store: Store,
+    scratch: &mut LinearScratch,
+) -> Result<()> {
+    let (out_features, in_features) = (weight.out_features(), weight.in_features());
+    if num_tokens.checked_mul(in_features) != Some(x.len())
+        || num_tokens.checked_mul(out_features) != Some(out.len())
+        || bias.is_some_and(|b| b.len() != out_features)
+    {
+        return Err(Error::internal(format!(
+            "linear: {num_tokens} tokens, {} inputs, {} outputs, bias of {:?}, for a weight of \
+             {out_features} x {in_features}",
+            x.len(),
+            out.len(),
+            bias.map(<[f32]>::len)
+        )));
+    }
+    if out.is_empty() {
+        return Ok(());
+    }
+    let is_bf16 = weight.dtype() == DType::BF16;
+    let a_stride = in_features.next_multiple_of(k_step(weight.dtype()));
+    let LinearScratch { activations, product } = scratch;
+    if is_bf16 {
+        grow::<f32>(activations, num_tokens * a_stride, "activations")?;
+        let target = SendPointer(activations.as_mut_slice::<f32>().as_mut_ptr());
+        let runs = (x.len() / (32 * 1024)).clamp(1, num_tokens).min(4 * backend.num_threads());
+        backend.parallel_for(runs, &|run| {
+            let (first, end) = (num_tokens * run / runs, num_tokens * (run + 1) / runs);
+            let x = &x[first * in_features..end * in_features];
+            backend.run(RoundRows { x, in_features, first, target: target.get(), a_stride });
+        })?;
+    }
+    let a: *const u8 = if is_bf16 { activations.as_bytes().as_ptr() } else { x.as_ptr().cast() };
+    let epilogue = Finish { bias, store, out: SendPointer(out.as_mut_ptr()), out_features };
+    let rows = Rows { a: SendPointer(a.cast_mut()), a_stride, num_rows: num_tokens };
+    // SAFETY: `a` holds num_tokens rows of a_stride activations: f32, or what `RoundRows` wrote.
+    unsafe { multiply(backend, &rows, &Weight::<Packed>::Packed(weight), &epilogue, product) }
+}
+
+/// Adds the bias to finished sums and writes them, or adds them, to `out`.
+struct Finish<'a> {
+    bias: Option<&'a [f32]>,
+    store: Store,
+    /// [num_tokens, out_features]
+    out: SendPointer<f32>,
+    out_features: usize,
+}
+
+impl Epilogue for Finish<'_> {
+    #[inline(always)]
+    fn store<S: Simd>(
+        &self,
+        sums: &[f32],
+        first_row: usize,
+        num_rows: usize,
+        columns: std::ops::Range<usize>,
+    ) {
+        for (row, sums) in sums.chunks_exact(PANEL_COLUMNS).take(num_rows).enumerate() {
+            // SAFETY: first_row + row < num_tokens and the columns are below out_features, so this lies
+            // in `out`; each row and column is given out once.
+            let out = unsafe {
+                std::slice::from_raw_parts_mut(
+                    self.out.get().add((first_row + row) * self.out_features + columns.start),
+                    columns.len(),
+                )
+            };
+            if let Some(bias) = self.bias {
+                let bias = &bias[columns.clone()];
+                match self.store {
+                    Store::Overwrite => {
+                        for ((o, &s), &b) in out.iter_mut().zip(sums).zip(bias) {
+                            *o = s + b;
+                        }
+                    }
+                    Store::Add => {
+                        for ((o, &s), &b) in out.iter_mut().zip(sums).zip(bias) {
+                            *o += s + b;
+                        }
+                    }
+                }
+            } else {
+                match self.store {
+                    Store::Overwrite => out.copy_from_slice(&sums[..columns.len()]),
+                    Store::Add => out.iter_mut().zip(sums).for_each(|(o, &s)| *o += s),
+                }
+            }
+        }
+    }
+}
+
+/// Rounds rows of x to bf16, in the form in which the instruction set multiplies it. An odd last
+/// pair is filled with a zero.
+struct RoundRows<'a> {
+    x: &'a [f32],
+    in_features: usize,
+    first: usize,
+    target: *mut f32,
+    a_stride: usize,
+}
+
+impl Kernel for RoundRows<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self) {
+        type Activation<S> = <<S as Simd>::Bf16 as Element>::Activation;
+        if self.in_features == 0 {
+            return;
+        }
+        let target = self.target.cast::<Activation<S>>();
+        for (row, x) in self.x.chunks_exact(self.in_features).enumerate() {
+            // SAFETY: the buffer has num_tokens rows of a_stride elements of up to four bytes, and
+            // first + row < num_tokens; rows of different tasks do not overlap.
+            let out = unsafe {
+                std::slice::from_raw_parts_mut(
+                    target.add((self.first + row) * self.a_stride),
+                    self.a_stride,
+                )
+            };
+            for (o, &v) in out.iter_mut().zip(x) {
+                *o = S::Bf16::activation(v);
+            }
+            if let Some(last) = out.get_mut(self.in_features) {
+                *last = S::Bf16::activation(0.0);
+            }
+        }
+    }
+}

@@ -1,0 +1,221 @@
+//! Linear layers for one or two tokens, with the norm in front and what follows fused, as links of a chain of
+//! kernels that begin before those in front have ended: `csrc/ops/linear/gemv.cu`.
+
+use crate::backend::cuda::{Arguments, Launch};
+use crate::backend::ComputeContext;
+use crate::error::{Error, Result};
+use crate::memory::{DType, Tensor};
+use crate::ops::common::contiguous::{check, cuda, float, matrix_size};
+use crate::ops::linear::LinearResult;
+
+/// The kernel has the same struct.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct DecodeGemvParams {
+    x: *mut u8,
+    norm_weight: *mut u8,
+    weight: *mut u8,
+    out: *mut u8,
+    ldx: i64,
+    ldw: i64,
+    ldo: i64,
+    num_tokens: i32,
+    out_features: i32,
+    in_features: i32,
+    prefetch_blocks: i32,
+    prefetch_rows: i32,
+    eps: f32,
+}
+const _: () = assert!(size_of::<DecodeGemvParams>() == 80);
+
+/// The most tokens.
+pub const GEMV_TOKENS: usize = 2;
+
+/// A kernel, as instantiated at the foot of the source.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Kernel {
+    /// 1 or 2.
+    tokens: u32,
+    /// Outputs of a tile.
+    outs: i32,
+    /// in_features is 8 * steps * threads.
+    steps: i32,
+    /// At most, of a thread.
+    registers: u32,
+}
+
+impl Kernel {
+    /// The one for a product, if there is one.
+    fn choose(num_tokens: usize, k: i32, result: LinearResult) -> Option<Self> {
+        let tokens = if num_tokens == 1 { 1 } else { 2 };
+        let one = tokens == 1;
+        let steps = match result {
+            LinearResult::Residual if k > 4096 || (one && k % 768 == 0) => 3,
+            // Two blocks of a multiprocessor take turns: 0.6 % of a step of Qwen3-8B.
+            _ if one && k >= 4096 => 2,
+            _ => 1,
+        };
+        let (rows, registers) = match (steps, one) {
+            (2, true) => (8, 128),
+            (3, true) => (4, 112),
+            (3, false) => (4, 128),
+            (_, true) => (16, 128),
+            (_, false) => (8, 112),
+        };
+        let outs = if result == LinearResult::SwiGlu { rows / 2 } else { rows };
+        let kernel = Kernel { tokens, outs, steps, registers };
+        let threads = kernel.threads(k);
+        let fits = num_tokens <= GEMV_TOKENS
+            && k > 0
+            && k % (256 * steps) == 0
+            && threads * registers <= 65536
+            && threads <= 640;
+        fits.then_some(kernel)
+    }
+
+    fn threads(&self, k: i32) -> u32 {
+        (k / (8 * self.steps)) as u32
+    }
+
+    fn name(&self, result: LinearResult, has_norm: bool, dtype: DType) -> Option<&'static str> {
+        macro_rules! name {
+            ($mode:literal) => {
+                match (self.tokens, self.steps, dtype) {
+                    (1, 1, DType::F16) => concat!("xserv_linear_gemv_", $mode, "_1_1_f16"),
+                    (1, 1, DType::BF16) => concat!("xserv_linear_gemv_", $mode, "_1_1_bf16"),
+                    (1, 2, DType::F16) => concat!("xserv_linear_gemv_", $mode, "_1_2_f16"),
+                    (1, 2, DType::BF16) => concat!("xserv_linear_gemv_", $mode, "_1_2_bf16"),
+                    (1, _, DType::F16) => concat!("xserv_linear_gemv_", $mode, "_1_3_f16"),
+                    (1, _, DType::BF16) => concat!("xserv_linear_gemv_", $mode, "_1_3_bf16"),
+                    (_, 1, DType::F16) => concat!("xserv_linear_gemv_", $mode, "_2_1_f16"),
+                    (_, 1, DType::BF16) => concat!("xserv_linear_gemv_", $mode, "_2_1_bf16"),
+                    (_, _, DType::F16) => concat!("xserv_linear_gemv_", $mode, "_2_3_f16"),
+                    (_, _, DType::BF16) => concat!("xserv_linear_gemv_", $mode, "_2_3_bf16"),
+                    _ => return None,
+                }
+            };
+        }
+        Some(match (result, has_norm) {
+            (LinearResult::Plain, true) => name!("norm"),
+            (LinearResult::SwiGlu, true) => name!("swiglu"),
+            (LinearResult::Residual, false) => name!("residual"),
+            _ => return None,
+        })
+    }
+}
+
+/// Whether the chip and the build have the kernels of this file.
+pub fn has_decode_gemv(context: &ComputeContext) -> bool {
+    cuda(context).is_ok_and(|cuda| {
+        cuda.device().info().compute_capability.0 >= 9
+            && cuda.has_kernel("linear/gemv", "xserv_linear_gemv_norm_1_1_bf16")
+    })
+}
+
+/// Whether a weight of `[out_features, in_features]` can be multiplied here.
+pub fn is_gemv_weight(weight: &Tensor, result: LinearResult) -> bool {
+    let [rows, k] = [0, 1].map(|i| weight.shape().get(i).copied().unwrap_or(0));
+    let k = i32::try_from(k).unwrap_or(0);
+    let has_kernel = |num_tokens| {
+        Kernel::choose(num_tokens, k, result)
+            .is_some_and(|kernel| rows >= 2 * i64::from(kernel.outs))
+    };
+    weight.is_contiguous()
+        && (weight.data() as usize).is_multiple_of(16)
+        && has_kernel(1)
+        && has_kernel(2)
+}
+
+/// With `norm`, a weight [in_features] and its eps: `out = round(W round(norm * round(x / rms(x))))`, or with
+/// [`LinearResult::SwiGlu`] the gated product of both halves of W. Without, and with [`LinearResult::Residual`]:
+/// `out = round(out + round(W x))`.
+///
+/// x [num_tokens, in_features], weight [out_features, in_features] (twice the rows of out with SwiGlu), out
+/// [num_tokens, out_features], of f16 or bf16; [`GEMV_TOKENS`] tokens at most.
+pub fn decode_gemv(
+    context: &ComputeContext,
+    x: &Tensor,
+    norm: Option<(&Tensor, f32)>,
+    weight: &Tensor,
+    result: LinearResult,
+    out: &Tensor,
+) -> Result<()> {
+    let (dtype, (num_tokens, n)) = (float("out", out)?, matrix_size("out", out)?);
+    let (rows, k) = matrix_size("weight", weight)?;
+    check("x", x, out.element(), &[num_tokens.into(), k.into()])?;
+    let halves = if result == LinearResult::SwiGlu { 2 } else { 1 };
+    check("weight", weight, out.element(), &[i64::from(n) * halves, k.into()])?;
+    if let Some((norm_weight, _)) = norm {
+        check("norm_weight", norm_weight, out.element(), &[k.into()])?;
+    }
+    if out.is_empty() {
+        return Ok(());
+    }
+    let kernel = Kernel::choose(num_tokens as usize, k, result).filter(|kernel| n >= kernel.outs);
+    let name = kernel.and_then(|kernel| kernel.name(result, norm.is_some(), dtype));
+    let (Some(kernel), Some(name)) = (kernel, name) else {
+        return Err(Error::internal(format!("no gemv of {num_tokens} x {rows} x {k}")));
+    };
+    let cuda = cuda(context)?;
+    let threads = kernel.threads(k);
+    // One wave of blocks that take their tiles in turn.
+    let resident = (65536 / (threads * kernel.registers)).min(2048 / threads).max(1);
+    let tiles = (n as u32).div_ceil(kernel.outs as u32);
+    let blocks = tiles.min(resident * cuda.device().info().num_multiprocessors as u32);
+    // The beginning of each block's second tile, where rows are long: half a per cent of a step of Qwen3-8B.
+    let prefetch_rows = match result {
+        _ if k < 4096 => 0,
+        LinearResult::SwiGlu => 2,
+        _ => 1,
+    };
+    let params = DecodeGemvParams {
+        x: x.data(),
+        norm_weight: norm.map_or(std::ptr::null_mut(), |(weight, _)| weight.data()),
+        weight: weight.data(),
+        out: out.data(),
+        ldx: k.into(),
+        ldw: k.into(),
+        ldo: n.into(),
+        num_tokens: num_tokens as i32,
+        out_features: n,
+        in_features: k,
+        prefetch_blocks: blocks as i32,
+        prefetch_rows,
+        eps: norm.map_or(0.0, |(_, eps)| eps),
+    };
+    // The norm's weight.
+    let shared_bytes = if norm.is_some() { k as u32 * 2 } else { 0 };
+    let launch = Launch { grid: (blocks, 1, 1), block: threads, shared_bytes };
+    let arguments = Arguments::new().value(&params);
+    // SAFETY: the argument of the kernel; the shapes are those that it goes over.
+    unsafe { cuda.launch_overlapping("linear/gemv", name, launch, arguments) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_layers_of_published_models_have_kernels_that_can_be_launched() {
+        for num_tokens in [1, 2] {
+            for (k, result) in [
+                (1024, LinearResult::Plain),
+                (1024, LinearResult::SwiGlu),
+                (2048, LinearResult::Residual),
+                (3072, LinearResult::Residual),
+                (4096, LinearResult::Plain),
+                (4096, LinearResult::Residual),
+                (12288, LinearResult::Residual),
+            ] {
+                let kernel = Kernel::choose(num_tokens, k, result).expect("a kernel");
+                assert_eq!(kernel.threads(k) as i32 * 8 * kernel.steps, k, "{kernel:?}");
+                assert!(kernel.threads(k) * kernel.registers <= 65536);
+                let has_norm = result != LinearResult::Residual;
+                assert!(kernel.name(result, has_norm, DType::BF16).is_some());
+            }
+        }
+        assert_eq!(Kernel::choose(2, 5120, LinearResult::Plain), None);
+        assert_eq!(Kernel::choose(1, 1000, LinearResult::Plain), None);
+        assert_eq!(Kernel::choose(3, 4096, LinearResult::Plain), None);
+    }
+}

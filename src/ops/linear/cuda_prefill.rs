@@ -1,0 +1,310 @@
+//! Linear layers for more tokens than [`super::skinny_gemm()`] takes, on Hopper: `csrc/ops/linear/prefill.cu`.
+
+use crate::backend::cuda::{is_cublas_present, Arguments, Launch, TensorMap};
+use crate::backend::{ComputeContext, DeviceTensor};
+use crate::error::{Error, Result};
+use crate::memory::{DType, Tensor};
+use crate::ops::common::contiguous::{check, cuda, float, matrix_size};
+use crate::ops::linear::cuda_skinny::{is_skinny_weight, weight_map};
+use crate::ops::linear::LinearResult;
+
+/// The kernel has the same struct.
+#[repr(C, align(128))]
+#[derive(Clone, Copy)]
+struct PrefillGemmParams {
+    weight: TensorMap,
+    x: TensorMap,
+    out: *mut u8,
+    ldo: i64,
+    num_tokens: i32,
+    n: i32,
+    k: i32,
+    padding: [i32; 7],
+}
+/// Of the kernel's struct, whose end is not aligned.
+const PREFILL_GEMM_BYTES: usize = 2 * 128 + 16 + 10 * 4;
+const _: () = assert!(PREFILL_GEMM_BYTES <= size_of::<PrefillGemmParams>());
+
+/// What two blocks of a cluster have in common.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Pair {
+    /// Rows of the weight; they have different tokens.
+    Rows,
+    /// Tokens.
+    Tokens,
+}
+
+/// A kernel, as instantiated at the foot of the source.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Shape {
+    pub(super) name: &'static str,
+    /// Of a block: tokens, rows of the weight, and stages of 64 of k.
+    tokens: i64,
+    pub(super) rows: i64,
+    stages: i64,
+    pair: Pair,
+    /// Pairs that divide k.
+    splits: i64,
+    /// How long a tile takes, in parts of 200; measured on an H200.
+    cost: i64,
+}
+
+/// Tiles for all products, and results of all kinds.
+const WIDE: [Shape; 6] = {
+    const fn wide(name: &'static str, rows: i64, stages: i64, pair: Pair, cost: i64) -> Shape {
+        Shape { name, tokens: 128, rows, stages, pair, splits: 1, cost }
+    }
+    [
+        wide("128x256_m", 256, 4, Pair::Rows, 200),
+        wide("128x192_m", 192, 5, Pair::Rows, 157),
+        wide("128x128_n", 128, 6, Pair::Tokens, 119),
+        wide("128x128_m", 128, 6, Pair::Rows, 119),
+        wide("128x256_n", 256, 4, Pair::Tokens, 206),
+        wide("128x192_n", 192, 5, Pair::Tokens, 161),
+    ]
+};
+/// For weights with few rows; the first is taken whose tiles all find room on the chip at once.
+const NARROW: [Shape; 3] = {
+    const fn narrow(name: &'static str, rows: i64, stages: i64, pair: Pair, splits: i64) -> Shape {
+        Shape { name, tokens: 64, rows, stages, pair, splits, cost: 0 }
+    }
+    [
+        narrow("64x64_n_s2", 64, 11, Pair::Tokens, 2),
+        narrow("64x128_m_s2", 128, 8, Pair::Rows, 2),
+        narrow("64x128_m", 128, 8, Pair::Rows, 1),
+    ]
+};
+/// The most rows of a weight of few, and the least of k.
+const NARROW_ROWS: i64 = 1024;
+const NARROW_K: i64 = 512;
+
+impl Shape {
+    /// The one with which the last block is done first.
+    pub(super) fn choose(
+        num_tokens: i64,
+        rows: i64,
+        k: i64,
+        is_gated: bool,
+        num_multiprocessors: i64,
+    ) -> Self {
+        if !is_gated {
+            if let Some(shape) = Shape::narrow(num_tokens, rows, k, num_multiprocessors) {
+                return shape;
+            }
+        }
+        let [first, ..] = WIDE;
+        WIDE.into_iter()
+            .min_by_key(|shape| {
+                let clusters = shape.clusters(num_tokens, rows);
+                let waves = (clusters as u64).div_ceil(shape.room(num_multiprocessors) as u64);
+                (waves as i64 * shape.cost, clusters)
+            })
+            .unwrap_or(first)
+    }
+
+    /// The one for a weight with few rows, if there is one.
+    fn narrow(num_tokens: i64, rows: i64, k: i64, num_multiprocessors: i64) -> Option<Self> {
+        let is_narrow = rows <= NARROW_ROWS && k >= NARROW_K;
+        NARROW.into_iter().find(|shape| {
+            is_narrow && shape.clusters(num_tokens, rows) <= shape.room(num_multiprocessors)
+        })
+    }
+
+    /// Blocks of a cluster.
+    pub(super) fn blocks(self) -> i64 {
+        2 * self.splits
+    }
+
+    /// Clusters that the chip holds at a time: pairs of multiprocessors are never split, of fours about a tenth.
+    fn room(self, num_multiprocessors: i64) -> i64 {
+        let clusters = num_multiprocessors / self.blocks();
+        (if self.splits > 1 { clusters * 10 / 11 } else { clusters }).max(1)
+    }
+
+    /// Clusters, each with its tile.
+    fn clusters(self, num_tokens: i64, rows: i64) -> i64 {
+        let (tokens, of_weight) = match self.pair {
+            Pair::Rows => (2 * self.tokens, self.rows),
+            Pair::Tokens => (self.tokens, 2 * self.rows),
+        };
+        let count = |size: i64, of: i64| (size as u64).div_ceil(of as u64) as i64;
+        count(num_tokens, tokens) * count(rows, of_weight)
+    }
+
+    /// Tokens of a box that one of a pair copies.
+    pub(super) fn token_box(self) -> u32 {
+        match (self.tokens, self.pair) {
+            (64, Pair::Tokens) => 32,
+            _ => 64,
+        }
+    }
+
+    /// For so many tokens and rows: blocks take several tiles in turn, and the ring of copies runs on.
+    pub(super) fn launch(self, num_tokens: i64, rows: i64, num_multiprocessors: i64) -> Launch {
+        let clusters = self.clusters(num_tokens, rows).min(self.room(num_multiprocessors));
+        Launch {
+            grid: ((clusters * self.blocks()) as u32, 1, 1),
+            block: (self.tokens * 2 + 128) as u32,
+            shared_bytes: self.shared_bytes(),
+        }
+    }
+
+    /// Stages of 64 of k, sums of other blocks, what passes through on its way out, and barriers.
+    fn shared_bytes(self) -> u32 {
+        let stages = self.stages * (self.tokens + self.rows) * 64 * 2;
+        // A block finishes 64 tokens by its part of the rows.
+        let received = (self.splits - 1) * 64 * (self.rows / self.splits) * 4;
+        (stages + received + self.tokens / 16 * 2048 + self.stages * 16 + 8) as u32
+    }
+
+    fn kernel(self, dtype: DType, is_gated: bool) -> Option<&'static str> {
+        macro_rules! names {
+            ($epilogue:literal: $($shape:literal),*) => {
+                match (self.name, dtype) {
+                    $(
+                        ($shape, DType::F16) =>
+                            Some(concat!("xserv_linear_prefill_", $epilogue, "_", $shape, "_f16")),
+                        ($shape, DType::BF16) =>
+                            Some(concat!("xserv_linear_prefill_", $epilogue, "_", $shape, "_bf16")),
+                    )*
+                    _ => None,
+                }
+            };
+        }
+        match is_gated {
+            true => {
+                names!("swiglu": "128x256_m", "128x256_n", "128x192_m", "128x192_n", "128x128_m", "128x128_n")
+            }
+            false => {
+                names!("plain": "128x256_m", "128x256_n", "128x192_m", "128x192_n", "128x128_m", "128x128_n",
+                "64x64_n_s2", "64x128_m_s2", "64x128_m")
+            }
+        }
+    }
+}
+
+/// Whether [`prefill_gemm`] is faster than cuBLAS (which has the gate computed by a kernel of its own, and begins only
+/// when the kernel in front has ended), or cuBLAS is not there. Measured on an H200 and an H100 with the layers of
+/// Qwen3-0.6B, 1.7B and 8B.
+pub fn is_prefill_faster(num_tokens: usize, weight: &Tensor, result: LinearResult) -> bool {
+    let [rows, k] = [0, 1].map(|i| weight.shape().get(i).copied().unwrap_or(0));
+    if !is_cublas_present() {
+        return true;
+    }
+    match result {
+        LinearResult::Plain if rows > k => rows >= 4096 && (k <= 2048 || num_tokens >= 384),
+        LinearResult::Plain => {
+            num_tokens <= MOST_NARROW_TOKENS
+                && Shape::narrow(num_tokens as i64, rows, k, MULTIPROCESSORS).is_some()
+        }
+        LinearResult::SwiGlu => k <= 2048 || (384..=1024).contains(&num_tokens),
+        LinearResult::Residual => false,
+    }
+}
+
+/// The most tokens with which the shapes for weights with few rows are faster than cuBLAS, and the multiprocessors of
+/// the chips on which that was measured.
+const MOST_NARROW_TOKENS: usize = 448;
+const MULTIPROCESSORS: i64 = 132;
+
+/// Whether the chip and the build have the kernels of this file.
+pub fn has_prefill_gemm(context: &ComputeContext) -> bool {
+    let name = "xserv_linear_prefill_plain_128x128_m_bf16";
+    cuda(context).is_ok_and(|cuda| {
+        cuda.device().info().compute_capability == (9, 0) && cuda.has_kernel("linear/prefill", name)
+    })
+}
+
+/// The product of x [num_tokens, in_features] with `weight` [out_features, in_features] (twice the rows of `out` with
+/// [`LinearResult::SwiGlu`]; not with [`LinearResult::Residual`]) to out [num_tokens, out_features]. Of f16 or bf16;
+/// the weight is one that [`is_skinny_weight`] knows. A token's bits depend on nothing but the token, the weight and,
+/// where the weight has few rows, the number of tokens.
+pub fn prefill_gemm(
+    context: &ComputeContext,
+    x: &Tensor,
+    weight: &DeviceTensor,
+    result: LinearResult,
+    out: &Tensor,
+) -> Result<()> {
+    let (dtype, (num_tokens, n)) = (float("out", out)?, matrix_size("out", out)?);
+    let (rows, k) = matrix_size("weight", weight)?;
+    check("x", x, out.element(), &[num_tokens.into(), k.into()])?;
+    let is_gated = result == LinearResult::SwiGlu;
+    let expected = if is_gated { 2 * i64::from(n) } else { i64::from(n) };
+    check("weight", weight, out.element(), &[expected, k.into()])?;
+    if out.is_empty() {
+        return Ok(());
+    }
+    let cuda = cuda(context)?;
+    let processors = i64::from(cuda.device().info().num_multiprocessors);
+    let shape = Shape::choose(num_tokens.into(), rows.into(), k.into(), is_gated, processors);
+    let name = shape.kernel(dtype, is_gated);
+    let is_served = is_skinny_weight(weight, result) && result != LinearResult::Residual;
+    let Some(name) = name.filter(|_| is_served) else {
+        return Err(Error::internal(format!("no prefill kernel for {num_tokens} x {rows} x {k}")));
+    };
+    let params = PrefillGemmParams {
+        weight: weight_map(cuda, weight, n as usize, k as usize, is_gated)?,
+        x: TensorMap::new(cuda, x, &[shape.token_box(), 64])?,
+        out: out.data(),
+        ldo: n.into(),
+        num_tokens: num_tokens as i32,
+        n,
+        k,
+        padding: [0; 7],
+    };
+    let launch = shape.launch(num_tokens.into(), rows.into(), processors);
+    let arguments = Arguments::new().value(&params);
+    // SAFETY: the argument of the kernel; the copy engine reads nothing outside the tensors of its maps, and the
+    // stores are bounded by num_tokens and n.
+    unsafe { cuda.launch_clusters("linear/prefill", name, launch, shape.blocks() as u32, arguments) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn shape(num_tokens: i64, rows: i64, k: i64, is_gated: bool) -> &'static str {
+        Shape::choose(num_tokens, rows, k, is_gated, 132).name
+    }
+
+    #[test]
+    fn the_shape_is_the_one_that_was_fastest() {
+        for (num_tokens, rows, name) in [
+            (512, 6144, "128x192_m"),
+            (512, 24576, "128x256_m"),
+            (512, 4096, "128x128_n"),
+            (1024, 6144, "128x192_m"),
+            (2048, 6144, "128x256_m"),
+            (2048, 4096, "128x256_m"),
+            // Three and five tiles of tokens do not make pairs.
+            (384, 4096, "128x128_n"),
+            (640, 6144, "128x256_n"),
+        ] {
+            assert_eq!(shape(num_tokens, rows, 4096, true), name, "{num_tokens} x {rows}");
+        }
+        for (num_tokens, name) in [
+            (160, "64x64_n_s2"),
+            (192, "64x64_n_s2"),
+            (256, "64x128_m_s2"),
+            (384, "64x128_m_s2"),
+            (512, "64x128_m"),
+            (1024, "64x128_m"),
+            (2048, "128x128_n"),
+        ] {
+            assert_eq!(shape(num_tokens, 1024, 3072, false), name, "{num_tokens}");
+        }
+    }
+
+    #[test]
+    fn the_shapes_are_those_of_the_kernels() {
+        for shape in WIDE.into_iter().chain(NARROW) {
+            assert!(shape.shared_bytes() <= 227 << 10, "{shape:?}");
+            assert!(shape.kernel(DType::BF16, false).is_some(), "{shape:?}");
+            assert_eq!(shape.kernel(DType::F16, true).is_some(), shape.tokens == 128, "{shape:?}");
+        }
+        let [wide, ..] = WIDE;
+        assert_eq!(wide.clusters(513, 300), 6);
+        assert_eq!([wide, NARROW[0]].map(|shape| shape.room(132)), [66, 30]);
+    }
+}

@@ -1,0 +1,249 @@
+//! Linear layers for up to 128 tokens on Hopper, and the norm in front of them, as links of a chain of kernels
+//! that begin before those in front have ended: `csrc/ops/linear/skinny.cu`, `csrc/ops/rms_norm/rounded.cu`.
+
+use crate::backend::cuda::{Arguments, CudaContext, Launch, TensorMap};
+use crate::backend::{ComputeContext, DeviceTensor};
+use crate::error::{Error, Result};
+use crate::memory::{DType, Tensor};
+use crate::ops::common::contiguous::{check, cuda, float, matrix_size};
+use crate::ops::linear::LinearResult;
+
+/// The kernel has the same struct.
+#[repr(C, align(128))]
+#[derive(Clone, Copy)]
+struct SkinnyGemmParams {
+    weight: TensorMap,
+    x: TensorMap,
+    out: *mut u8,
+    ldo: i64,
+    num_tokens: i32,
+    n: i32,
+    k: i32,
+    padding: [i32; 7],
+}
+const SKINNY_GEMM_BYTES: usize = 2 * 128 + 16 + 10 * 4;
+const _: () = assert!(SKINNY_GEMM_BYTES <= size_of::<SkinnyGemmParams>());
+const _: () = assert!(size_of::<TensorMap>() == 128);
+
+/// The most tokens.
+pub const SKINNY_TOKENS: usize = 128;
+/// in_features is a multiple of this.
+const UNIT: i64 = 64;
+
+/// How a product is divided.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Division {
+    /// Rows of W of a block.
+    rows: i64,
+    /// Tokens of a block.
+    tokens: i64,
+    /// Blocks that share k.
+    splits: i64,
+}
+
+impl Division {
+    /// The fastest on an H200 for the layers of Qwen3, by the size of the product. Apart from `tokens` it does not
+    /// depend on the number of tokens up to 96, and with `is_fixed` `splits` never does, so that neither do a token's
+    /// results.
+    fn choose(num_tokens: i64, rows: i64, k: i64, result: LinearResult, is_fixed: bool) -> Self {
+        let tokens = match num_tokens {
+            ..=16 => 16,
+            17..=32 => 32,
+            33..=64 => 64,
+            65..=96 => 96,
+            _ => 128,
+        };
+        let whole = Division { rows: 192, tokens, splits: 1 };
+        if rows >= 192 * 512 {
+            return Division { rows: if tokens == 128 { 128 } else { 192 }, ..whole };
+        }
+        if result == LinearResult::SwiGlu {
+            return Division { rows: if rows >= 192 * 100 { 192 } else { 64 }, ..whole };
+        }
+        let tiles = (rows as u64).div_ceil(64) as i64;
+        let mut splits = 1;
+        while splits < 4 && tiles * splits * 2 <= 128 && k / (splits * 2) >= 512 {
+            if tiles * splits * 2 > 64 && k < 2048 {
+                break;
+            }
+            splits *= 2;
+        }
+        if tokens == 128 && k >= 8192 && !is_fixed {
+            return Division { rows: 128, splits: 3, ..whole };
+        }
+        Division { rows: 64, splits, ..whole }
+    }
+
+    /// Bytes of shared memory: boxes of 64 of k for `stages` of weights and of tokens, and barriers.
+    fn shared_bytes(&self) -> u32 {
+        // As instantiated at the foot of the source: boxes, stages of weights, stages of tokens.
+        let (boxes, weights, tokens) = match (self.rows, self.tokens) {
+            (64, 16) => (4, 5, 5),
+            (64, 32) => (4, 4, 4),
+            (64, 64) => (2, 7, 6),
+            (64, 96) => (2, 5, 5),
+            (64, _) => (2, 4, 4),
+            (128, _) => (1, 7, 7),
+            (_, 16) => (2, 4, 4),
+            (_, 32) => (2, 3, 3),
+            (_, 64) => (2, 3, 3),
+            (_, 96) => (1, 6, 5),
+            _ => (1, 5, 5),
+        };
+        let bytes = (weights * self.rows + tokens * self.tokens) * boxes * 64 * 2 + weights * 16;
+        bytes as u32
+    }
+
+    fn kernel(&self, dtype: DType, result: LinearResult) -> Option<&'static str> {
+        macro_rules! names {
+            ($($rows:literal $tokens:literal),*) => {
+                match (self.rows, self.tokens, result, dtype) {
+                    $(
+                        ($rows, $tokens, LinearResult::Plain, DType::BF16) =>
+                            Some(concat!("xserv_linear_skinny_plain_", $rows, "x", $tokens, "_bf16")),
+                        ($rows, $tokens, LinearResult::Plain, DType::F16) =>
+                            Some(concat!("xserv_linear_skinny_plain_", $rows, "x", $tokens, "_f16")),
+                        ($rows, $tokens, LinearResult::Residual, DType::BF16) =>
+                            Some(concat!("xserv_linear_skinny_residual_", $rows, "x", $tokens, "_bf16")),
+                        ($rows, $tokens, LinearResult::Residual, DType::F16) =>
+                            Some(concat!("xserv_linear_skinny_residual_", $rows, "x", $tokens, "_f16")),
+                        ($rows, $tokens, LinearResult::SwiGlu, DType::BF16) =>
+                            Some(concat!("xserv_linear_skinny_swiglu_", $rows, "x", $tokens, "_bf16")),
+                        ($rows, $tokens, LinearResult::SwiGlu, DType::F16) =>
+                            Some(concat!("xserv_linear_skinny_swiglu_", $rows, "x", $tokens, "_f16")),
+                    )*
+                    _ => None,
+                }
+            };
+        }
+        names!(64 16, 64 32, 64 64, 64 96, 64 128, 128 128, 192 16, 192 32, 192 64, 192 96, 192 128)
+    }
+}
+
+/// Whether the chip and the build have the kernels of this file.
+pub fn has_skinny_gemm(context: &ComputeContext) -> bool {
+    let name = "xserv_linear_skinny_plain_64x16_bf16";
+    cuda(context).is_ok_and(|cuda| {
+        cuda.device().info().compute_capability == (9, 0) && cuda.has_kernel("linear/skinny", name)
+    })
+}
+
+/// Whether a weight of `[out_features, in_features]` can be multiplied here.
+pub fn is_skinny_weight(weight: &Tensor, result: LinearResult) -> bool {
+    let [rows, k] = [0, 1].map(|i| weight.shape().get(i).copied().unwrap_or(0));
+    let least = if result == LinearResult::SwiGlu { 16 } else { 8 };
+    weight.is_contiguous()
+        && rows > 0
+        && k > 0
+        && k % UNIT == 0
+        && rows % least == 0
+        && (weight.data() as usize).is_multiple_of(16)
+}
+
+/// The parts of k whose sums [`skinny_gemm`] adds up where its order is fixed: by the shape of a weight alone.
+pub fn num_fixed_parts(weight: &Tensor, result: LinearResult) -> u32 {
+    let [rows, k] = [0, 1].map(|i| weight.shape().get(i).copied().unwrap_or(0));
+    Division::choose(1, rows, k, result, true).splits as u32
+}
+
+/// The product of x [num_tokens, in_features] with `weight` [out_features, in_features] (twice the rows of `out` with
+/// [`LinearResult::SwiGlu`]) to out [num_tokens, out_features]. Of f16 or bf16; up to [`SKINNY_TOKENS`] tokens. With
+/// `is_fixed` a token's bits depend on nothing but the token and the weight.
+pub fn skinny_gemm(
+    context: &ComputeContext,
+    x: &Tensor,
+    weight: &DeviceTensor,
+    result: LinearResult,
+    is_fixed: bool,
+    out: &Tensor,
+) -> Result<()> {
+    let (dtype, (num_tokens, n)) = (float("out", out)?, matrix_size("out", out)?);
+    let (rows, k) = matrix_size("weight", weight)?;
+    check("x", x, out.element(), &[num_tokens.into(), k.into()])?;
+    let is_gated = result == LinearResult::SwiGlu;
+    let expected = if is_gated { 2 * i64::from(n) } else { i64::from(n) };
+    check("weight", weight, out.element(), &[expected, k.into()])?;
+    if out.is_empty() {
+        return Ok(());
+    }
+    let cuda = cuda(context)?;
+    let division = Division::choose(num_tokens.into(), rows.into(), k.into(), result, is_fixed);
+    let name = division.kernel(dtype, result);
+    let name =
+        name.filter(|_| is_skinny_weight(weight, result) && num_tokens as usize <= SKINNY_TOKENS);
+    let Some(name) = name else {
+        return Err(Error::internal(format!("no skinny kernel for {num_tokens} x {rows} x {k}")));
+    };
+    let params = SkinnyGemmParams {
+        weight: weight_map(cuda, weight, n as usize, k as usize, is_gated)?,
+        x: TensorMap::new(cuda, x, &[division.tokens as u32, 64])?,
+        out: out.data(),
+        ldo: n.into(),
+        num_tokens: num_tokens as i32,
+        n,
+        k,
+        padding: [0; 7],
+    };
+    let tiles =
+        i64::from(rows).div_euclid(division.rows) + i64::from(i64::from(rows) % division.rows != 0);
+    // Without a split the blocks take several tiles in turn, and the ring of copies runs on.
+    let processors = i64::from(cuda.device().info().num_multiprocessors);
+    let clusters = if division.splits == 1 { tiles.min(processors) } else { tiles };
+    let launch = Launch {
+        grid: ((clusters * division.splits) as u32, 1, 1),
+        block: (division.rows * 2 + 32) as u32,
+        shared_bytes: division.shared_bytes(),
+    };
+    let arguments = Arguments::new().value(&params);
+    // SAFETY: the argument of the kernel; the copy engine reads nothing outside the tensors of its maps, and the
+    // stores are bounded by num_tokens and n.
+    unsafe { cuda.launch_clusters("linear/skinny", name, launch, division.splits as u32, arguments) }
+}
+
+/// Boxes of 64 rows; with a gate, of 32 rows of each half, eight by turns.
+pub(super) fn weight_map(
+    cuda: &CudaContext,
+    weight: &DeviceTensor,
+    n: usize,
+    k: usize,
+    is_gated: bool,
+) -> Result<TensorMap> {
+    if !is_gated {
+        return TensorMap::streamed(cuda, weight, &[64, 64]);
+    }
+    let halves = weight.view(0, &[n / 8, 2, 8, k], Some(&[8 * k, n * k, k, 1]))?;
+    TensorMap::streamed(cuda, &halves, &[4, 2, 8, 64])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_division_has_a_kernel_that_fits() {
+        for result in [LinearResult::Plain, LinearResult::Residual, LinearResult::SwiGlu] {
+            for (rows, k) in [
+                (6144, 4096),
+                (4096, 4096),
+                (24576, 4096),
+                (4096, 12288),
+                (151_936, 4096),
+                (4096, 1024),
+                (1024, 2048),
+                (6144, 1024),
+                (1024, 3072),
+                (16, 128),
+            ] {
+                for (num_tokens, is_fixed) in (1..=128).flat_map(|n| [(n, false), (n, true)]) {
+                    let division = Division::choose(num_tokens, rows, k, result, is_fixed);
+                    assert!(division.tokens >= num_tokens);
+                    assert!(division.kernel(DType::BF16, result).is_some(), "{division:?}");
+                    assert!(division.shared_bytes() <= 227 * 1024, "{division:?}");
+                    assert!(division.splits <= 8 && k / division.splits >= 128);
+                    let of_one = Division::choose(1, rows, k, result, true);
+                    assert!(!is_fixed || division.splits == of_one.splits);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,142 @@
+//! What Qwen3 does between the projection and the attention, rounded after each step: RMSNorm of each head of
+//! q and k, rotary embedding (Su et al., 2021, split-half pairs), and keys and values into the cache.
+
+use crate::backend::cuda::{Arguments, Launch};
+use crate::backend::ComputeContext;
+use crate::error::{Error, Result};
+use crate::memory::{DType, ElementType, Tensor};
+use crate::ops::common::contiguous::{check, cuda, float};
+use crate::ops::kv_cache::KvSlots;
+
+/// How heads are normalised and turned. All of the heads' type.
+#[derive(Clone, Copy, Debug)]
+pub struct QkNormRope<'a> {
+    /// [head_dim]
+    pub q_norm: &'a Tensor,
+    /// [head_dim]
+    pub k_norm: &'a Tensor,
+    /// In the root.
+    pub eps: f32,
+    /// [max_position, head_dim / 2], of [`rope_tables`].
+    pub cos: &'a Tensor,
+    /// The same.
+    pub sin: &'a Tensor,
+    /// i32 [num_tokens], copied from the host: it is read while kernels in front are still at work.
+    pub positions: &'a Tensor,
+}
+
+/// `csrc/ops/qk_norm_rope_append/qk_norm_rope_append.cu` has the same struct and says what it means.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct QkNormRopeAppendArgs {
+    qkv: *mut u8,
+    q_norm: *mut u8,
+    k_norm: *mut u8,
+    cos: *mut u8,
+    sin: *mut u8,
+    positions: *mut u8,
+    slots: *mut u8,
+    k_cache: *mut u8,
+    v_cache: *mut u8,
+    fault: *mut u8,
+    num_slots: i64,
+    num_heads: i32,
+    num_kv_heads: i32,
+    head_dim: i32,
+    head_stride: i32,
+    max_position: i32,
+    eps: f32,
+}
+const _: () = assert!(size_of::<QkNormRopeAppendArgs>() == 10 * 8 + 8 + 6 * 4);
+
+/// Of a block.
+const THREADS: u32 = 256;
+/// The longest head that a warp holds.
+const MAX_HEAD_DIM: i64 = 256;
+
+fn size(tensor: &Tensor, dimension: usize) -> i64 {
+    tensor.shape().get(dimension).copied().unwrap_or(0)
+}
+
+/// See the head of the file. qkv [num_tokens, num_heads + 2 num_kv_heads, head_stride], contiguous: q becomes
+/// the rotated queries, k and v stay. Of each head only the first head_dim elements are in use, the others are
+/// zero.
+pub fn qk_norm_rope_append(
+    context: &ComputeContext,
+    qkv: &Tensor,
+    how: &QkNormRope<'_>,
+    kv: &KvSlots<'_>,
+) -> Result<()> {
+    let (element, dtype) = (qkv.element(), float("qkv", qkv)?);
+    let (num_tokens, total_heads, stride) = (size(qkv, 0), size(qkv, 1), size(qkv, 2));
+    let (head_dim, max_position) = (how.q_norm.width(), size(how.cos, 0));
+    let (num_blocks, block_size, num_kv_heads) = (size(kv.k, 0), size(kv.k, 1), size(kv.k, 2));
+    let num_heads = total_heads - 2 * num_kv_heads;
+    check("qkv", qkv, element, &[num_tokens, total_heads, stride])?;
+    check("q_norm", how.q_norm, element, &[head_dim])?;
+    check("k_norm", how.k_norm, element, &[head_dim])?;
+    check("cos", how.cos, element, &[max_position, head_dim / 2])?;
+    check("sin", how.sin, element, &[max_position, head_dim / 2])?;
+    check("positions", how.positions, ElementType::I32, &[num_tokens])?;
+    check("slots", kv.slots, ElementType::I32, &[num_tokens])?;
+    let cache_shape = [num_blocks, block_size, num_kv_heads, stride];
+    check("the key cache", kv.k, element, &cache_shape)?;
+    check("the value cache", kv.v, element, &cache_shape)?;
+    if num_heads < 0 || head_dim > stride.min(MAX_HEAD_DIM) || head_dim % 2 != 0 || stride % 4 != 0
+    {
+        return Err(Error::internal(format!("heads of {head_dim} elements, {stride} apart")));
+    }
+    if num_tokens == 0 || total_heads == 0 {
+        return Ok(());
+    }
+    let int = |value: i64| {
+        i32::try_from(value).map_err(|_| Error::unsupported(format!("a size of {value}")))
+    };
+    let cuda = cuda(context)?;
+    let arguments = QkNormRopeAppendArgs {
+        qkv: qkv.data(),
+        q_norm: how.q_norm.data(),
+        k_norm: how.k_norm.data(),
+        cos: how.cos.data(),
+        sin: how.sin.data(),
+        positions: how.positions.data(),
+        slots: kv.slots.data(),
+        k_cache: kv.k.data(),
+        v_cache: kv.v.data(),
+        fault: cuda.faults(),
+        num_slots: num_blocks * block_size,
+        num_heads: int(num_heads)?,
+        num_kv_heads: int(num_kv_heads)?,
+        head_dim: int(head_dim)?,
+        head_stride: int(stride)?,
+        max_position: int(max_position)?,
+        eps: how.eps,
+    };
+    macro_rules! name {
+        ($form:literal) => {
+            match dtype {
+                DType::F32 => concat!("xserv_qk_norm_rope_append_", $form, "_f32"),
+                DType::F16 => concat!("xserv_qk_norm_rope_append_", $form, "_f16"),
+                DType::BF16 => concat!("xserv_qk_norm_rope_append_", $form, "_bf16"),
+            }
+        };
+    }
+    let (name, lanes) = match head_dim {
+        128 if stride == 128 => (name!("128"), 16),
+        64 if stride == 64 => (name!("64"), 8),
+        _ if head_dim % 4 == 0 => (name!("vec"), 32),
+        _ => (name!("scalar"), 32),
+    };
+    let parts = (int(total_heads)? as u32).div_ceil(THREADS / lanes);
+    if parts > 65535 {
+        return Err(Error::unsupported(format!("{total_heads} heads are too many")));
+    }
+    let launch =
+        Launch { grid: (int(num_tokens)? as u32, parts, 1), block: THREADS, shared_bytes: 0 };
+    // SAFETY: the argument of the kernel; the shapes were checked above, and the kernel follows no position or
+    // slot beyond them.
+    unsafe {
+        let arguments = Arguments::new().value(&arguments);
+        cuda.launch_overlapping("qk_norm_rope_append/qk_norm_rope_append", name, launch, arguments)
+    }
+}

@@ -1,0 +1,173 @@
+//! The choice of a token behind each row of logits, on the device.
+
+use crate::backend::cuda::{Arguments, Launch};
+use crate::backend::ComputeContext;
+use crate::error::{Error, Result};
+use crate::memory::{DType, ElementType, Tensor};
+use crate::ops::common::contiguous::{check, cuda, float, matrix_size};
+
+/// How a row's token is chosen; `csrc/ops/sample/sample.cu` has the same struct and says what it means.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct SampleRow {
+    /// The draw is a function of seed and index alone.
+    pub seed: u64,
+    /// See `seed`.
+    pub index: u64,
+    /// 0: the most likely token; negative: none is chosen.
+    pub temperature: f32,
+    /// 1: all tokens.
+    pub top_p: f32,
+    /// 0: all tokens.
+    pub min_p: f32,
+    /// 0: all tokens.
+    pub top_k: i32,
+}
+
+/// Words of 32 bits in a [`SampleRow`].
+pub const SAMPLE_ROW_WORDS: usize = size_of::<SampleRow>() / 4;
+const _: () = assert!(size_of::<SampleRow>() == 32);
+
+/// The kernel also multiplies by 1 divided by the temperature, which has to be finite. With less than this the likeliest
+/// token is chosen all the same.
+const LEAST_TEMPERATURE: f32 = 1e-30;
+
+impl SampleRow {
+    /// The struct as words of 32 bits.
+    pub fn words(&self) -> [u32; SAMPLE_ROW_WORDS] {
+        let is_draw = self.temperature > 0.0;
+        let temperature =
+            if is_draw { self.temperature.max(LEAST_TEMPERATURE) } else { self.temperature };
+        let halves = |value: u64| [value as u32, (value >> 32) as u32];
+        let ([seed_low, seed_high], [index_low, index_high]) =
+            (halves(self.seed), halves(self.index));
+        [
+            seed_low,
+            seed_high,
+            index_low,
+            index_high,
+            temperature.to_bits(),
+            self.top_p.to_bits(),
+            self.min_p.to_bits(),
+            self.top_k as u32,
+        ]
+    }
+}
+
+/// The most blocks that share a row, as `csrc/ops/sample/sample.cu` has it.
+const MOST_PARTS: usize = 64;
+/// Tokens that the filters of a row are applied to, as `csrc/ops/sample/sample.cu` has it.
+const MOST_CANDIDATES: usize = 1024;
+/// Numbers of [`SampleBuffers::partials`] for a row.
+pub const SAMPLE_PARTIALS: usize = 2 * MOST_PARTS + MOST_CANDIDATES;
+/// Numbers of [`SampleBuffers::counters`] for a row.
+pub const SAMPLE_COUNTERS: usize = 4;
+
+/// Where tokens go, and memory for the choice.
+#[derive(Clone, Copy, Debug)]
+pub struct SampleBuffers<'a> {
+    /// i32 [num_rows, SAMPLE_ROW_WORDS]: a [`SampleRow`] each, at a multiple of 8 bytes.
+    pub rows: &'a Tensor,
+    /// i32 [at least num_rows]: the tokens, or `u32::MAX` where none was chosen.
+    pub tokens: &'a Tensor,
+    /// i32 [2]: the address of host memory that the tokens are also written to.
+    pub host_tokens: &'a Tensor,
+    /// i64 [at least num_rows * SAMPLE_PARTIALS]
+    pub partials: &'a Tensor,
+    /// i32 [at least num_rows * SAMPLE_COUNTERS], zero before and after.
+    pub counters: &'a Tensor,
+}
+
+/// `csrc/ops/sample/sample.cu` has the same struct.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct SampleArgs {
+    logits: *mut u8,
+    rows: *mut u8,
+    tokens: *mut u8,
+    host_tokens: *mut u8,
+    partials: *mut u8,
+    counters: *mut u8,
+    vocab_size: i32,
+    parts: i32,
+}
+const _: () = assert!(size_of::<SampleArgs>() == 56);
+
+const THREADS: u32 = 512;
+
+/// How many blocks share a row: few rows leave room for many. The choice does not depend on it.
+fn parts(num_rows: u32) -> u32 {
+    match num_rows {
+        0..=4 => MOST_PARTS as u32,
+        5..=8 => 32,
+        9..=64 => 16,
+        _ => 8,
+    }
+}
+
+/// Chooses the tokens behind `logits` [num_rows, vocab_size].
+pub fn sample(
+    context: &ComputeContext,
+    logits: &Tensor,
+    buffers: &SampleBuffers<'_>,
+) -> Result<()> {
+    let (dtype, (num_rows, vocab_size)) =
+        (float("logits", logits)?, matrix_size("logits", logits)?);
+    check("rows", buffers.rows, ElementType::I32, &[num_rows.into(), SAMPLE_ROW_WORDS as i64])?;
+    check("host_tokens", buffers.host_tokens, ElementType::I32, &[2])?;
+    let room = |tensor: &Tensor, len: i64| tensor.is_contiguous() && tensor.num_elements() >= len;
+    let rows = i64::from(num_rows);
+    if !room(buffers.tokens, rows)
+        || !room(buffers.partials, rows * SAMPLE_PARTIALS as i64)
+        || !room(buffers.counters, rows * SAMPLE_COUNTERS as i64)
+        || num_rows > 65535
+        || !(buffers.rows.data() as usize).is_multiple_of(8)
+        || !(buffers.counters.data() as usize).is_multiple_of(8)
+        || !(buffers.host_tokens.data() as usize).is_multiple_of(8)
+    {
+        return Err(Error::internal(format!("no room to choose the tokens of {num_rows} rows")));
+    }
+    if logits.is_empty() {
+        return Ok(());
+    }
+    let arguments = SampleArgs {
+        logits: logits.data(),
+        rows: buffers.rows.data(),
+        tokens: buffers.tokens.data(),
+        host_tokens: buffers.host_tokens.data(),
+        partials: buffers.partials.data(),
+        counters: buffers.counters.data(),
+        vocab_size,
+        parts: parts(num_rows) as i32,
+    };
+    let [scan, choose] = match dtype {
+        DType::F32 => ["xserv_sample_scan_f32", "xserv_sample_choose_f32"],
+        DType::F16 => ["xserv_sample_scan_f16", "xserv_sample_choose_f16"],
+        DType::BF16 => ["xserv_sample_scan_bf16", "xserv_sample_choose_bf16"],
+    };
+    let launch = Launch { grid: (parts(num_rows), num_rows, 1), block: THREADS, shared_bytes: 0 };
+    let cuda = cuda(context)?;
+    for name in [scan, choose] {
+        let arguments = Arguments::new().value(&arguments);
+        // SAFETY: the argument of the kernels; the buffers have room for every row, checked above, and the
+        // address in `host_tokens` is the caller's to keep alive.
+        unsafe { cuda.launch_overlapping("sample/sample", name, launch, arguments) }?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn temperatures_have_a_finite_inverse_and_keep_their_meaning() {
+        let uploaded = |temperature| {
+            f32::from_bits(SampleRow { temperature, ..SampleRow::default() }.words()[4])
+        };
+        assert!((1.0 / uploaded(f32::from_bits(1))).is_finite());
+        for temperature in [0.0, -1.0, 1e-6, 0.6, 1e30] {
+            assert_eq!(uploaded(temperature), temperature);
+        }
+    }
+}

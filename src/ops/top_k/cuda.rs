@@ -1,0 +1,118 @@
+//! The CUDA half.
+
+use crate::backend::cuda::{Arguments, CudaContext, Launch};
+use crate::backend::ComputeContext;
+use crate::error::{Error, Result};
+use crate::memory::{DType, Tensor};
+use crate::ops::common::launch::rows_are_aligned;
+use crate::ops::common::launch::{kernel_name, num_blocks, row_layout};
+
+/// Elements or candidates that one block selects from.
+const HELD: i64 = 16384;
+
+/// How a row is cut for the first launch: into how many parts, of how many elements (a multiple of 8).
+fn top_k_parts(width: i64) -> (i64, i64) {
+    let parts = (width as u64).div_ceil(HELD as u64);
+    let chunk = (width as u64).div_ceil(parts).next_multiple_of(8);
+    ((width as u64).div_ceil(chunk) as i64, chunk as i64)
+}
+
+pub(in crate::ops) fn top_k_on_cuda(
+    context: &ComputeContext,
+    cuda: &CudaContext,
+    dtype: DType,
+    x: &Tensor,
+    width: i32,
+    values: &Tensor,
+    indices: &Tensor,
+) -> Result<()> {
+    /// Bytes of candidates that one round of launches may use.
+    const WORKSPACE: i64 = 64 << 20;
+    const BLOCK: u32 = 1024;
+    let k = values.width();
+    let num_rows = values.num_elements() / k;
+    let stride = row_layout(x)?.outer_stride;
+    let size = x.element().size_bytes() as i64;
+    let is_vector = rows_are_aligned(x)?;
+    let k_argument = k as i32;
+    if i64::from(width) <= HELD {
+        let name = match is_vector {
+            true => kernel_name!("top_k_single", dtype),
+            false => kernel_name!("top_k_single_scalar", dtype),
+        };
+        let rows = num_blocks(num_rows, 1)
+            .ok_or_else(|| Error::unsupported(format!("{num_rows} rows are too many")))?;
+        let arguments = Arguments::new()
+            .tensor(values)
+            .tensor(indices)
+            .tensor(x)
+            .i32(width)
+            .i32(k_argument)
+            .i64(stride);
+        // SAFETY: the arguments of xserv_top_k_single*; the stride leads to the rows.
+        return unsafe { cuda.launch("top_k/top_k", name, Launch::linear(rows, BLOCK), arguments) };
+    }
+    let (parts, chunk) = top_k_parts(width.into());
+    if parts > 65535 {
+        return Err(Error::unsupported(format!("top_k: rows of {width} are too wide")));
+    }
+    let row_bytes = 8 * parts * k;
+    let rows_at_a_time = (WORKSPACE / row_bytes).clamp(1, num_rows);
+    let allocate = |parts: i64| {
+        context.allocate((8 * rows_at_a_time * parts * k) as usize, "the candidates of top_k")
+    };
+    let groups_of = |parts: i64| ((parts * k) as u64).div_ceil(HELD as u64) as i64;
+    let candidates = allocate(parts)?;
+    let reduced = if groups_of(parts) > 1 { Some(allocate(groups_of(parts))?) } else { None };
+    let names = (
+        match is_vector {
+            true => kernel_name!("top_k_parts", dtype),
+            false => kernel_name!("top_k_parts_scalar", dtype),
+        },
+        kernel_name!("top_k_merge", dtype),
+    );
+    let launch = |name, grid: (i64, i64), arguments| {
+        let grid = (grid.0 as u32, grid.1 as u32, 1);
+        let launch = Launch { grid, block: BLOCK, shared_bytes: 0 };
+        // SAFETY: the arguments of xserv_top_k_parts*, _reduce and _merge as given below; there is room for k
+        // candidates of every part.
+        unsafe { cuda.launch("top_k/top_k", name, launch, arguments) }
+    };
+    let mut first = 0;
+    while first < num_rows {
+        let rows = rows_at_a_time.min(num_rows - first);
+        let x_start = x.data().wrapping_add((first * stride * size) as usize);
+        let arguments = Arguments::new()
+            .pointer(candidates.start())
+            .pointer(x_start)
+            .i32(width)
+            .i32(k_argument)
+            .i32(chunk as i32)
+            .i64(stride);
+        launch(names.0, (rows, parts), arguments)?;
+        // While a row has more candidates than one block holds, blocks select among them, to and fro.
+        let (mut source, mut target) = (Some(&candidates), reduced.as_ref());
+        let mut present = parts;
+        while let (groups @ 2.., Some(from), Some(to)) = (groups_of(present), source, target) {
+            let arguments = Arguments::new()
+                .pointer(to.start())
+                .pointer(from.start())
+                .i32((present * k) as i32)
+                .i32(k_argument);
+            launch("xserv_top_k_reduce", (rows, groups), arguments)?;
+            present = groups;
+            std::mem::swap(&mut source, &mut target);
+        }
+        let arguments = Arguments::new()
+            .pointer(values.data().wrapping_add((first * k * size) as usize))
+            .pointer(indices.data().wrapping_add((first * k * 4) as usize))
+            .pointer(x_start)
+            .pointer(source.map_or(std::ptr::null_mut(), |block| block.start()))
+            .i32((present * k) as i32)
+            .i32(k_argument)
+            .i64(stride);
+        launch(names.1, (rows, 1), arguments)?;
+        first += rows;
+    }
+    Ok(())
+}
