@@ -205,7 +205,8 @@ fn version(nvcc: &Path) -> String {
 
 /// Adds the files below a folder with an extension.
 fn files(folder: &Path, extension: &str, found: &mut Vec<PathBuf>) {
-    for path in std::fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path()) {
+    for path in std::fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path())
+    {
         if path.is_dir() {
             files(&path, extension, found);
         } else if path.extension().is_some_and(|e| e == extension) {

@@ -66,29 +66,3 @@ pub fn argmax(context: &ComputeContext, x: &Tensor, out: &Tensor) -> Result<()> 
         }
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn rows_are_shared_by_blocks() {
-        // Measured best: about 74 for one row of logits, 8 to 16 for 32.
-        assert_eq!(argmax_splits(1, 151_936 / 8, 256), 75);
-        assert_eq!(argmax_splits(1, 151_936 / 4, 256), 80);
-        assert_eq!(argmax_splits(32, 151_936 / 8, 256), 16);
-        assert_eq!(argmax_splits(1000, 151_936 / 8, 256), 1);
-        assert_eq!(argmax_splits(1, 0, 256), 1);
-        for width in [16_385, 16_392, 151_936, 262_144, 262_145, i64::from(i32::MAX)] {
-            let (parts, chunk) = top_k_parts(width);
-            assert!(
-                chunk % 8 == 0
-                    && chunk <= HELD
-                    && (parts - 1) * chunk < width
-                    && parts * chunk >= width
-            );
-            // The most candidates fit 32 bits, and the grid its limit.
-            assert!(parts * MAX_K < 1 << 31 && parts <= 131_072);
-        }
-    }
-}

@@ -96,7 +96,7 @@ pub(in crate::ops) unsafe fn turn_on_cuda(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::memory::{DType, Device};
+    use crate::memory::{DType, Device, ElementType, Tensor};
 
     fn turn_of(shape: &[i64], target: &[i64], source: &[i64]) -> Option<Turn> {
         let view = |strides| {

@@ -32,7 +32,9 @@ pub(in crate::ops) fn binary_on_cuda(
             .ok_or_else(|| Error::unsupported(format!("{elements} elements are too many")))?;
         let arguments = Arguments::new().tensor(out).tensor(a).tensor(b).i64(elements);
         // SAFETY: the arguments of xserv_add_vec and its like; all are contiguous.
-        return unsafe { cuda.launch("elementwise/elementwise", name, Launch::linear(grid, BLOCK), arguments) };
+        return unsafe {
+            cuda.launch("elementwise/elementwise", name, Launch::linear(grid, BLOCK), arguments)
+        };
     }
     let axes = Axes::of(&[out, a, b])?;
     let vectors =
@@ -53,7 +55,9 @@ pub(in crate::ops) fn binary_on_cuda(
             .value(&layout);
         let grid = (layout.num_units as u32).div_ceil(BLOCK);
         // SAFETY: the layout spans the elements of all three, in the units of the kernel.
-        unsafe { cuda.launch("elementwise/elementwise", name, Launch::linear(grid, BLOCK), arguments) }?;
+        unsafe {
+            cuda.launch("elementwise/elementwise", name, Launch::linear(grid, BLOCK), arguments)
+        }?;
     }
     Ok(())
 }
@@ -84,7 +88,9 @@ pub(in crate::ops) fn cast_on_cuda(
             .ok_or_else(|| Error::unsupported(format!("{elements} elements are too many")))?;
         let arguments = Arguments::new().tensor(target).tensor(source).i64(elements);
         // SAFETY: the arguments of xserv_cast_*; both are contiguous, at multiples of 4 elements.
-        return unsafe { cuda.launch("elementwise/cast", name, Launch::linear(grid, BLOCK), arguments) };
+        return unsafe {
+            cuda.launch("elementwise/cast", name, Launch::linear(grid, BLOCK), arguments)
+        };
     }
     for (layout, [to_first, from_first, _]) in Axes::of(&[target, source])?.launches()? {
         let at = |tensor: &Tensor, first: i64| {
@@ -96,7 +102,9 @@ pub(in crate::ops) fn cast_on_cuda(
             .value(&layout);
         let grid = (layout.num_units as u32).div_ceil(BLOCK);
         // SAFETY: the layout spans the elements of both.
-        unsafe { cuda.launch("elementwise/cast", strided_name, Launch::linear(grid, BLOCK), arguments) }?;
+        unsafe {
+            cuda.launch("elementwise/cast", strided_name, Launch::linear(grid, BLOCK), arguments)
+        }?;
     }
     Ok(())
 }

@@ -57,3 +57,19 @@ pub(in crate::ops) fn on_cuda(
     // for all but the scalar one.
     unsafe { cuda.launch("layer_norm/layer_norm", name, launch, arguments) }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn many_16_bit_rows_are_walked_over() {
+        assert_eq!(walking_blocks(DType::BF16, 8192, 256, 132), Some(396));
+        assert_eq!(walking_blocks(DType::F16, 397, 256, 132), Some(396));
+        assert_eq!(walking_blocks(DType::BF16, 396, 256, 132), None);
+        assert_eq!(walking_blocks(DType::F32, 8192, 256, 132), None);
+        assert_eq!(walking_blocks(DType::BF16, 8192, 512, 132), Some(132));
+        assert_eq!(walking_blocks(DType::BF16, 8192, 544, 132), None);
+        assert_eq!(walking_blocks(DType::BF16, u32::MAX, 32, 1), Some(24));
+    }
+}

@@ -257,7 +257,9 @@ pub fn prefill_gemm(
     let arguments = Arguments::new().value(&params);
     // SAFETY: the argument of the kernel; the copy engine reads nothing outside the tensors of its maps, and the
     // stores are bounded by num_tokens and n.
-    unsafe { cuda.launch_clusters("linear/prefill", name, launch, shape.blocks() as u32, arguments) }
+    unsafe {
+        cuda.launch_clusters("linear/prefill", name, launch, shape.blocks() as u32, arguments)
+    }
 }
 
 #[cfg(test)]

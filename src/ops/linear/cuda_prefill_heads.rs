@@ -158,5 +158,7 @@ pub fn prefill_heads(
     let arguments = Arguments::new().value(&params);
     // SAFETY: the argument of the kernel; the copy engine reads nothing outside the tensors of its maps, the stores are
     // bounded by num_tokens and n, and the kernel follows no position or slot beyond the shapes checked above.
-    unsafe { cuda.launch_clusters("linear/prefill", name, launch, shape.blocks() as u32, arguments) }
+    unsafe {
+        cuda.launch_clusters("linear/prefill", name, launch, shape.blocks() as u32, arguments)
+    }
 }

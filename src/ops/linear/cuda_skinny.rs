@@ -197,7 +197,9 @@ pub fn skinny_gemm(
     let arguments = Arguments::new().value(&params);
     // SAFETY: the argument of the kernel; the copy engine reads nothing outside the tensors of its maps, and the
     // stores are bounded by num_tokens and n.
-    unsafe { cuda.launch_clusters("linear/skinny", name, launch, division.splits as u32, arguments) }
+    unsafe {
+        cuda.launch_clusters("linear/skinny", name, launch, division.splits as u32, arguments)
+    }
 }
 
 /// Boxes of 64 rows; with a gate, of 32 rows of each half, eight by turns.

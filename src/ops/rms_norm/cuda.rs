@@ -102,3 +102,18 @@ pub(in crate::ops) fn add_on_cuda(
     // for all but the scalar one.
     unsafe { cuda.launch("rms_norm/rms_norm", name, block_per_row(form, rows, x), arguments) }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn groups_cover_rows() {
+        for vectors in 1..=128 {
+            let (covered, rows_per_block) = group(vectors).unwrap();
+            let lanes = 256 / rows_per_block;
+            assert!(covered >= vectors && [16, 32].contains(&lanes) && covered % lanes == 0);
+        }
+        assert_eq!(group(129), None);
+    }
+}

@@ -152,18 +152,3 @@ pub fn add_rms_norm(context: &ComputeContext, tensors: AddRmsNorm<'_>, eps: f32)
         }
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn groups_cover_rows() {
-        for vectors in 1..=128 {
-            let (covered, rows_per_block) = group(vectors).unwrap();
-            let lanes = 256 / rows_per_block;
-            assert!(covered >= vectors && [16, 32].contains(&lanes) && covered % lanes == 0);
-        }
-        assert_eq!(group(129), None);
-    }
-}

@@ -114,3 +114,27 @@ pub(in crate::ops) fn on_cuda(
     // no row outside the tables.
     unsafe { cuda.launch("rope/rope", name, launch, Arguments::new().value(&arguments)) }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn blocks_have_a_thread_for_each_lane() {
+        for lanes in 1..=MAX_THREADS {
+            let multiplier = ((1i64 << 20) as u64).div_ceil(lanes as u64);
+            for heads in [1, 2, 3, 40, 1000] {
+                for tokens in [1, 257, 8192] {
+                    let at_a_time = heads_at_a_time(tokens, heads, lanes);
+                    assert!((1..=heads).contains(&at_a_time) && at_a_time * lanes <= MAX_THREADS);
+                }
+            }
+            for thread in 0..1024u64 {
+                let product = i32::try_from(thread * multiplier).unwrap();
+                assert_eq!(i64::from(product >> 20), thread as i64 / lanes, "{thread} / {lanes}");
+            }
+        }
+        assert_eq!(heads_at_a_time(8192, 40, 8), 16);
+        assert_eq!(heads_at_a_time(1, 40, 8), 40);
+    }
+}

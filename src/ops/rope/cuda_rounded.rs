@@ -39,6 +39,11 @@ pub fn rope_tables(
         .i32(half);
     // SAFETY: the arguments of the kernel; the tables have max_position rows of half elements.
     unsafe {
-        cuda(context)?.launch("qk_norm_rope_append/qk_norm_rope_append", name, Launch::linear(blocks, 256), arguments)
+        cuda(context)?.launch(
+            "qk_norm_rope_append/qk_norm_rope_append",
+            name,
+            Launch::linear(blocks, 256),
+            arguments,
+        )
     }
 }

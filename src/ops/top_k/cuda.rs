@@ -116,3 +116,24 @@ pub(in crate::ops) fn top_k_on_cuda(
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ops::top_k::MAX_K;
+
+    #[test]
+    fn rows_are_cut_into_parts_that_a_block_holds() {
+        for width in [16_385, 16_392, 151_936, 262_144, 262_145, i64::from(i32::MAX)] {
+            let (parts, chunk) = top_k_parts(width);
+            assert!(
+                chunk % 8 == 0
+                    && chunk <= HELD
+                    && (parts - 1) * chunk < width
+                    && parts * chunk >= width
+            );
+            // The most candidates fit 32 bits, and the grid its limit.
+            assert!(parts * MAX_K < 1 << 31 && parts <= 131_072);
+        }
+    }
+}
