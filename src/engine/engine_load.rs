@@ -275,7 +275,7 @@ impl Engine {
         scheduler.set_most_swapped(most_swapped);
         let service = Service::new(model.clone(), backend, machine, scheduler, closed.clone());
         let engine = Engine {
-            architecture: config.architecture.name().to_string(),
+            architecture: config.family.name.to_string(),
             folder,
             tokenizer,
             chat_template,

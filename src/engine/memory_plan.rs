@@ -3,7 +3,7 @@
 
 use super::engine_load::EngineOptions;
 use crate::error::{Error, ErrorKind, Result};
-use crate::model::DevicePlan;
+use crate::model::MemoryNeeds;
 use crate::ops::kv_cache::layout::BLOCK_SIZE;
 
 /// The most contexts that a cache has room for: more sequences than that are not computed at a time, and a
@@ -91,9 +91,9 @@ pub(super) struct KvSize {
     pub(super) kv_cache_tokens: u64,
 }
 
-impl From<DevicePlan> for MemoryPlan {
-    fn from(plan: DevicePlan) -> Self {
-        let DevicePlan { weights_bytes, workspace_bytes, kv_bytes_per_token } = plan;
+impl From<MemoryNeeds> for MemoryPlan {
+    fn from(plan: MemoryNeeds) -> Self {
+        let MemoryNeeds { weights_bytes, workspace_bytes, kv_bytes_per_token } = plan;
         MemoryPlan { weights_bytes, workspace_bytes, kv_bytes_per_token }
     }
 }

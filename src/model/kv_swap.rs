@@ -71,7 +71,7 @@ impl Model {
     pub fn kv_swap(&self) -> KvSwap {
         let context = match &self.compute {
             Compute::Cpu(_) => None,
-            Compute::Cuda(cuda) => Some(cuda.context.clone()),
+            Compute::Device(cuda) => Some(cuda.context.clone()),
         };
         let mut swap = KvSwap::on_host(self.kv_layout());
         swap.context = context;
@@ -89,7 +89,7 @@ impl Model {
     ) -> Result<()> {
         match &self.compute {
             Compute::Cpu(_) => swap.copy_now(kv, copies),
-            Compute::Cuda(model) => {
+            Compute::Device(model) => {
                 let cuda = model.cuda()?;
                 let _entered = cuda.enter()?;
                 swap.queue_all(&model.context, cuda, kv, copies)

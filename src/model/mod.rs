@@ -2,10 +2,9 @@
 //!
 //! ```text
 //! folder, config, safetensors, shard_index, checkpoint   what is on disk; headers only
-//! weights                                                which tensors make which weight
-//! load                                                   reads and packs them
-//! qwen3, gpt2                                            the forward passes, named ops in the papers' order
-//! cuda                                                   weights and forward pass on a GPU
+//! decoder                                                the block, the families, the forward passes
+//! load                                                   which tensors make which weight; reads and packs them
+//! device                                                 a model on a device: its memory, its steps
 //! batch, kv_cache, workspace                             what a forward pass needs besides the weights
 //! kv_swap                                                blocks of the KV cache that wait on the host
 //! step                                                   a forward pass and the choice of the next tokens
@@ -15,27 +14,25 @@
 pub mod batch;
 pub mod checkpoint;
 pub mod config;
-mod cuda;
+pub mod decoder;
+mod device;
 pub mod folder;
-mod forward;
-mod gpt2;
 pub mod inspect;
 pub mod kv_cache;
 mod kv_swap;
 pub mod load;
-mod qwen3;
 pub mod safetensors;
 pub mod shard_index;
 pub mod step;
-pub mod weights;
 pub mod workspace;
 
 use std::fmt;
 use std::sync::Arc;
 
 pub use batch::ForwardBatch;
-pub use config::{Architecture, ModelConfig, RopeConfig, YarnConfig};
-pub use cuda::{DevicePlan, PassLimits};
+pub use config::{ModelConfig, RopeConfig, YarnConfig};
+pub use device::limits::PassLimits;
+pub use device::MemoryNeeds;
 pub use inspect::{inspect, Inspection};
 pub use kv_cache::KvCache;
 pub use kv_swap::{BlockCopy, CopyDirection, KvSwap};
@@ -52,13 +49,13 @@ use crate::ops::kv_cache::layout::KvLayout;
 use crate::ops::rope::cpu_table::RopeTable;
 use crate::thread_state::StandardFloats;
 use checkpoint::Checkpoint;
-use cuda::{CudaModel, CudaModelLoad};
+use decoder::block::{Decoder, DecoderPlan};
+use device::{DeviceModel, DeviceModelLoad};
 use folder::{resolve, Folder};
 use load::Loader;
-use weights::{Weights, WeightsPlan};
 
 /// The weights in memory.
-type LoadedWeights = Weights<PackedMatrix, Vec<f32>>;
+type LoadedWeights = Decoder<PackedMatrix, Vec<f32>>;
 
 /// A folder whose configuration and headers have been found in order. No weight has been read.
 #[derive(Debug)]
@@ -66,13 +63,13 @@ pub struct ModelFolder {
     folder: Folder,
     config: ModelConfig,
     checkpoint: Checkpoint,
-    plan: WeightsPlan,
+    plan: DecoderPlan,
     warnings: Vec<String>,
 }
 
 impl ModelFolder {
     pub(crate) fn new(folder: Folder, config: ModelConfig, checkpoint: Checkpoint) -> Result<Self> {
-        let (plan, unused) = WeightsPlan::new(&config, &checkpoint)?;
+        let (plan, unused) = DecoderPlan::new(&config, &checkpoint)?;
         let warnings = unused_warning(&unused).into_iter().collect();
         Ok(ModelFolder { folder, config, checkpoint, plan, warnings })
     }
@@ -118,18 +115,18 @@ impl ModelFolder {
         num_threads: usize,
         num_tokens: usize,
         num_logits_rows: usize,
-    ) -> Result<DevicePlan> {
+    ) -> Result<MemoryNeeds> {
         let config = &self.config;
         let workspace =
             Workspace::bytes_for(config, dtype, num_threads, num_tokens, num_logits_rows);
-        Ok(DevicePlan {
+        Ok(MemoryNeeds {
             weights_bytes: self.weights_bytes(dtype)?,
             workspace_bytes: workspace as u64,
             kv_bytes_per_token: config.kv_layout(dtype).bytes_per_token() as u64,
         })
     }
 
-    pub(crate) fn plan(&self) -> &WeightsPlan {
+    pub(crate) fn plan(&self) -> &DecoderPlan {
         &self.plan
     }
 
@@ -202,7 +199,7 @@ impl ModelFolder {
         let (folder, deterministic) = (&self.folder, options.deterministic);
         let loader =
             Loader::new(folder, checkpoint, backend, dtype, options, stored_bytes, progress)?;
-        let weights = CudaModelLoad::new(&self.config, &self.plan, loader, dtype, deterministic)?;
+        let weights = DeviceModelLoad::new(&self.config, &self.plan, loader, dtype, deterministic)?;
         Ok(DeviceLoad { config: &self.config, weights, dtype, num_parameters })
     }
 }
@@ -210,7 +207,7 @@ impl ModelFolder {
 /// A model on its way to a device.
 pub struct DeviceLoad<'a> {
     config: &'a ModelConfig,
-    weights: CudaModelLoad<'a>,
+    weights: DeviceModelLoad<'a>,
     dtype: DType,
     num_parameters: u64,
 }
@@ -221,7 +218,7 @@ impl DeviceLoad<'_> {
         let (model, weights_bytes) = self.weights.finish(context)?;
         Ok(Model {
             config: self.config.clone(),
-            compute: Compute::Cuda(Box::new(model)),
+            compute: Compute::Device(Box::new(model)),
             dtype: self.dtype,
             weights_bytes,
             num_parameters: self.num_parameters,
@@ -255,7 +252,7 @@ pub struct Model {
 /// The weights, and what computes with them.
 enum Compute {
     Cpu(Box<CpuModel>),
-    Cuda(Box<CudaModel>),
+    Device(Box<DeviceModel>),
 }
 
 /// A model on the CPU.
@@ -292,7 +289,7 @@ impl Model {
         let layout = self.config.kv_layout(self.dtype);
         match &self.compute {
             Compute::Cpu(_) => layout,
-            Compute::Cuda(cuda) => KvLayout { head_dim: cuda.spacing.stride, ..layout },
+            Compute::Device(cuda) => KvLayout { head_dim: cuda.spacing.stride, ..layout },
         }
     }
 
@@ -300,7 +297,9 @@ impl Model {
     pub fn kv_cache(&self, num_blocks: usize) -> Result<KvCache> {
         match &self.compute {
             Compute::Cpu(_) => KvCache::new(self.kv_layout(), num_blocks),
-            Compute::Cuda(cuda) => KvCache::on_device(&cuda.context, self.kv_layout(), num_blocks),
+            Compute::Device(cuda) => {
+                KvCache::on_device(&cuda.context, self.kv_layout(), num_blocks)
+            }
         }
     }
 
@@ -314,7 +313,7 @@ impl Model {
     ) -> Result<()> {
         match &self.compute {
             Compute::Cpu(_) => workspace.reserve(&self.config, num_tokens, num_logits_rows),
-            Compute::Cuda(cuda) => {
+            Compute::Device(cuda) => {
                 workspace.on_device(cuda, &self.config, num_tokens.max(num_logits_rows)).map(|_| ())
             }
         }
@@ -324,7 +323,7 @@ impl Model {
     pub fn reserve_on_device(&self, workspace: &mut Workspace, limits: &PassLimits) -> Result<()> {
         match &self.compute {
             Compute::Cpu(_) => Ok(()),
-            Compute::Cuda(cuda) => workspace.reserve_on_device(cuda, &self.config, limits),
+            Compute::Device(cuda) => workspace.reserve_on_device(cuda, &self.config, limits),
         }
     }
 
@@ -342,7 +341,7 @@ impl Model {
     pub fn device_name(&self) -> String {
         match &self.compute {
             Compute::Cpu(cpu) => cpu.backend.name().to_string(),
-            Compute::Cuda(cuda) => cuda.device_name(),
+            Compute::Device(cuda) => cuda.device_name(),
         }
     }
 
@@ -350,7 +349,7 @@ impl Model {
     pub fn num_threads(&self) -> usize {
         match &self.compute {
             Compute::Cpu(cpu) => cpu.backend.num_threads(),
-            Compute::Cuda(_) => 0,
+            Compute::Device(_) => 0,
         }
     }
 
@@ -358,7 +357,7 @@ impl Model {
     pub fn compute_context(&self) -> Option<&Arc<ComputeContext>> {
         match &self.compute {
             Compute::Cpu(_) => None,
-            Compute::Cuda(cuda) => Some(&cuda.context),
+            Compute::Device(cuda) => Some(&cuda.context),
         }
     }
 }

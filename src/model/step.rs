@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use super::batch::ForwardBatch;
-use super::cuda::STEPS_IN_FLIGHT;
+use super::device::steps::STEPS_IN_FLIGHT;
 use super::kv_cache::KvCache;
 use super::workspace::Workspace;
 use super::{Compute, Model};
@@ -95,13 +95,13 @@ impl Model {
     pub fn max_steps_in_flight(&self) -> usize {
         match &self.compute {
             Compute::Cpu(_) => 1,
-            Compute::Cuda(_) => STEPS_IN_FLIGHT,
+            Compute::Device(_) => STEPS_IN_FLIGHT,
         }
     }
 
     /// Whether steps can choose tokens in this way. [`TokenChoice::Caller`] always works.
     pub fn can_choose(&self, choice: &TokenChoice) -> bool {
-        matches!(choice, TokenChoice::Caller) || matches!(&self.compute, Compute::Cuda(_))
+        matches!(choice, TokenChoice::Caller) || matches!(&self.compute, Compute::Device(_))
     }
 
     /// Begins a step. On the CPU it is also computed here; on a device it is queued behind those begun before: at once,
@@ -126,7 +126,7 @@ impl Model {
         if !step.token_sources.is_empty() && step.token_sources.len() != step.batch.num_tokens() {
             return Err(Error::internal("a step without a source for each token"));
         }
-        if let Compute::Cuda(cuda) = &self.compute {
+        if let Compute::Device(cuda) = &self.compute {
             let config = self.config();
             if kv.layout() != self.kv_layout() {
                 return Err(Error::internal("the KV cache was made for another model"));
@@ -194,7 +194,7 @@ impl Model {
     /// few hundredths longer, more in small models. No step is under way.
     pub fn start_profile(&self) -> Result<()> {
         match &self.compute {
-            Compute::Cuda(cuda) => cuda.cuda()?.start_profile().map(|_| ()),
+            Compute::Device(cuda) => cuda.cuda()?.start_profile().map(|_| ()),
             Compute::Cpu(_) => Err(Error::unsupported("profiles are made on CUDA devices only")),
         }
     }
@@ -203,7 +203,7 @@ impl Model {
     /// number of sequences and tokens.
     pub fn read_profile(&self) -> Result<Vec<ProfiledPart>> {
         match &self.compute {
-            Compute::Cuda(cuda) => cuda.cuda()?.read_profile(),
+            Compute::Device(cuda) => cuda.cuda()?.read_profile(),
             Compute::Cpu(_) => Err(Error::unsupported("profiles are made on CUDA devices only")),
         }
     }
@@ -211,7 +211,7 @@ impl Model {
     /// Steps are timed no more.
     pub fn stop_profile(&self) -> Result<()> {
         match &self.compute {
-            Compute::Cuda(cuda) => cuda.cuda()?.stop_profile(),
+            Compute::Device(cuda) => cuda.cuda()?.stop_profile(),
             Compute::Cpu(_) => Ok(()),
         }
     }
@@ -219,7 +219,7 @@ impl Model {
     /// Waits for the oldest step that was begun, and puts what it came to into `result`, whose memory is used
     /// again for a later step.
     pub fn finish_step(&self, workspace: &mut Workspace, result: &mut StepResult) -> Result<()> {
-        if let Compute::Cuda(cuda) = &self.compute {
+        if let Compute::Device(cuda) = &self.compute {
             let workspace = workspace.on_device(cuda, self.config(), 1)?;
             return cuda.finish_step(self.config(), workspace, result);
         }

@@ -3,7 +3,9 @@
 //! The buffers grow to the largest pass seen (or reserved) and are then reused, so that steady-state
 //! decoding allocates nothing.
 
-use super::cuda::{CudaModel, DeviceWorkspace, PassLimits};
+use super::device::limits::PassLimits;
+use super::device::workspace::DeviceWorkspace;
+use super::device::DeviceModel;
 use super::step::HostSteps;
 use super::ModelConfig;
 use crate::backend::cpu::Isa;
@@ -72,7 +74,7 @@ impl Workspace {
     /// The activations on the device of `model`, with room for passes of `num_tokens` tokens.
     pub(super) fn on_device(
         &mut self,
-        model: &CudaModel,
+        model: &DeviceModel,
         config: &ModelConfig,
         num_tokens: usize,
     ) -> Result<&mut DeviceWorkspace> {
@@ -88,7 +90,7 @@ impl Workspace {
     /// Makes room on the device of `model` for passes within `limits`, in place of what there was.
     pub(super) fn reserve_on_device(
         &mut self,
-        model: &CudaModel,
+        model: &DeviceModel,
         config: &ModelConfig,
         limits: &PassLimits,
     ) -> Result<()> {

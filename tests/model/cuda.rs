@@ -3,7 +3,7 @@
 
 use xserv::error::{ErrorKind, Result};
 use xserv::memory::DType;
-use xserv::model::{DevicePlan, ForwardBatch, Model, ModelFolder, PassLimits, Workspace};
+use xserv::model::{ForwardBatch, MemoryNeeds, Model, ModelFolder, PassLimits, Workspace};
 
 use crate::driver::{bits, cuda_context, load, load_on_cuda, Driver, Sequence};
 use crate::files::{Random, Store, TestModel};
@@ -361,7 +361,7 @@ fn steady_state_decoding_allocates_nothing(golden: &Golden) {
     );
 }
 
-fn plan_of(folder: &ModelFolder, dtype: DType, num_tokens: usize) -> Result<DevicePlan> {
+fn plan_of(folder: &ModelFolder, dtype: DType, num_tokens: usize) -> Result<MemoryNeeds> {
     folder.device_plan(dtype, &PassLimits::of_tokens(folder.config(), num_tokens), false)
 }
 

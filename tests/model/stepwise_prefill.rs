@@ -5,7 +5,7 @@ use std::sync::Arc;
 use xserv::backend::{Arena, ComputeContext, DeviceTensor};
 use xserv::memory::{DType, ElementType};
 use xserv::ops::linear::cuda_prefill::{has_prefill_gemm, prefill_gemm};
-use xserv::ops::linear::LinearResult;
+use xserv::ops::linear::Epilogue;
 
 use crate::driver::{cuda_context, load, load_on_cuda, Driver};
 use crate::files::{Random, Store, TestModel};
@@ -46,7 +46,7 @@ pub(crate) fn encode(dtype: DType, values: impl Iterator<Item = f64>) -> Vec<u8>
 
 struct Case {
     dtype: DType,
-    result: LinearResult,
+    result: Epilogue,
     num_tokens: usize,
     n: usize,
     k: usize,
@@ -86,7 +86,7 @@ impl Case {
         rows.flat_map(|row| {
             (0..self.n).map(move |i| {
                 let (value, error) = product(row, i);
-                if self.result != LinearResult::SwiGlu {
+                if self.result != Epilogue::SwiGlu {
                     return (round(value), error);
                 }
                 let (up, up_error) = product(row, i + self.n);
@@ -104,11 +104,11 @@ impl Case {
 fn check(
     context: &Arc<ComputeContext>,
     dtype: DType,
-    result: LinearResult,
+    result: Epilogue,
     sizes: (usize, usize, usize),
 ) {
     let (num_tokens, n, k) = sizes;
-    let rows = if result == LinearResult::SwiGlu { 2 * n } else { n };
+    let rows = if result == Epilogue::SwiGlu { 2 * n } else { n };
     let mut random = Random((num_tokens * 31 + n) as u64);
     let mut random_bytes = |len: usize, scale: f64| {
         encode(dtype, (0..len).map(|_| scale * random.signed()).collect::<Vec<_>>().into_iter())
@@ -142,7 +142,7 @@ fn check(
     let want = case.reference(&decode(dtype, &period_bytes), &decode(dtype, &weight_bytes));
     // Of the last place, of which three roundings may each flip.
     let unit = if dtype == DType::F16 { 2f64.powi(-10) } else { 2f64.powi(-7) };
-    let units = if result == LinearResult::SwiGlu { 3.0 } else { 1.0 };
+    let units = if result == Epilogue::SwiGlu { 3.0 } else { 1.0 };
     let mut num_flipped = 0;
     for (i, got) in decode(dtype, &got).into_iter().enumerate() {
         let (row, column) = (i / n, i % n);
@@ -186,10 +186,10 @@ fn products_of_prompts_on_cuda_are_rounded_as_in_transformers() {
     }
     for dtype in [DType::BF16, DType::F16] {
         for sizes in PLAIN {
-            check(&context, dtype, LinearResult::Plain, sizes);
+            check(&context, dtype, Epilogue::Store, sizes);
         }
         for sizes in GATED {
-            check(&context, dtype, LinearResult::SwiGlu, sizes);
+            check(&context, dtype, Epilogue::SwiGlu, sizes);
         }
     }
 }

@@ -5,14 +5,13 @@
 //! looked at. Sizes are limited, so that no product of them can overflow and no absurd value gets
 //! as far as an allocation.
 
-mod fields;
-mod gpt2;
-mod qwen3;
+pub(in crate::model) mod fields;
 mod rope;
 
 use serde_json::Value;
 
-use super::cuda::HeadSpacing;
+use super::decoder::family::Family;
+use super::load::heads::HeadSpacing;
 use crate::error::{Error, Result};
 use crate::memory::DType;
 use crate::model::folder::{shown_name, Folder};
@@ -43,31 +42,30 @@ pub mod limits {
     pub const POSITIONS: usize = 1 << 24;
 }
 
-/// The architectures that can be run.
+/// How the residual stream is normalised.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Architecture {
-    /// `Qwen3ForCausalLM`
-    Qwen3,
-    /// `GPT2LMHeadModel`
-    Gpt2,
+pub enum NormKind {
+    /// RMSNorm.
+    Rms,
+    /// LayerNorm.
+    Layer,
 }
 
-impl Architecture {
-    /// The name that `architectures` of config.json has.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Architecture::Qwen3 => "Qwen3ForCausalLM",
-            Architecture::Gpt2 => "GPT2LMHeadModel",
-        }
-    }
+/// What the MLP of a block computes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MlpKind {
+    /// `W_down (silu(W_gate x) * (W_up x))`
+    Gated,
+    /// `W_down gelu_tanh(W_up x)`
+    Plain,
 }
 
-/// What a model is made of, whatever its architecture. All counts are at least 1 and within
+/// What a model is made of, whatever its family. All counts are at least 1 and within
 /// [`limits`]; `num_heads` is a multiple of `num_kv_heads`; `head_dim` is even.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelConfig {
-    /// Which forward pass.
-    pub architecture: Architecture,
+    /// The family, which names the tensors.
+    pub family: &'static Family,
     /// Rows of the embedding; token ids are below it.
     pub vocab_size: usize,
     /// Width of the residual stream.
@@ -84,15 +82,21 @@ pub struct ModelConfig {
     pub head_dim: usize,
     /// The longest sequence, in tokens, YaRN's extension included.
     pub max_context_tokens: usize,
-    /// Epsilon of RMSNorm or LayerNorm.
+    /// Which norm.
+    pub norm: NormKind,
+    /// Epsilon of the norm.
     pub norm_eps: f32,
+    /// Whether each head of q and k is normalised.
+    pub has_qk_norm: bool,
+    /// What the MLP computes.
+    pub mlp: MlpKind,
     /// Whether the output matrix is the embedding.
     pub tie_word_embeddings: bool,
     /// Whether q, k, v and the output projection have biases.
     pub attention_bias: bool,
-    /// Rotary embedding; `None` with learned positions (GPT-2).
+    /// Rotary embedding; `None` with learned positions.
     pub rope: Option<RopeConfig>,
-    /// Whether Transformers computes GELU step by step, which bf16 and f16 round each time (`gelu_new` of GPT-2), or
+    /// Whether Transformers computes GELU step by step, which bf16 and f16 round each time (`gelu_new`), or
     /// at once (`gelu_pytorch_tanh`).
     pub gelu_in_steps: bool,
     /// The `dtype` (or `torch_dtype`) entry, when it names one that is known. Informative: the
@@ -118,12 +122,9 @@ impl ModelConfig {
             return Err(Error::invalid_file(format!("{CONFIG_FILE} is not a JSON object")));
         };
         let fields = Fields::new(&map, CONFIG_FILE);
-        let architecture = architecture(fields)?;
+        let family = Family::named_by(fields)?;
         refuse_what_changes_every_model(fields)?;
-        let config = match architecture {
-            Architecture::Qwen3 => qwen3::parse(fields)?,
-            Architecture::Gpt2 => gpt2::parse(fields)?,
-        };
+        let config = (family.parse)(family, fields)?;
         config.check_heads()?;
         Ok(config)
     }
@@ -154,19 +155,19 @@ impl ModelConfig {
         self.num_kv_heads * self.head_dim
     }
 
-    /// Columns of the first product of the MLP: gate and up together in Qwen3.
+    /// Columns of the first product of the MLP: gate and up together where it is gated.
     pub(super) fn mlp_up_size(&self) -> usize {
-        match self.architecture {
-            Architecture::Qwen3 => 2 * self.intermediate_size,
-            Architecture::Gpt2 => self.intermediate_size,
+        match self.mlp {
+            MlpKind::Gated => 2 * self.intermediate_size,
+            MlpKind::Plain => self.intermediate_size,
         }
     }
 
-    /// Columns of what silu_mul makes of that; GPT-2's activation works in place.
+    /// Columns of what silu_mul makes of that; other activations work in place.
     pub(super) fn mlp_act_size(&self) -> usize {
-        match self.architecture {
-            Architecture::Qwen3 => self.intermediate_size,
-            Architecture::Gpt2 => 0,
+        match self.mlp {
+            MlpKind::Gated => self.intermediate_size,
+            MlpKind::Plain => 0,
         }
     }
 
@@ -201,55 +202,6 @@ pub fn declared_architecture(json: &[u8]) -> Option<String> {
     Some(shown_name(name))
 }
 
-/// Which architecture config.json names, in `architectures` or, without it, in `model_type`.
-fn architecture(fields: Fields<'_>) -> Result<Architecture> {
-    let model_type = fields.optional_string("model_type")?;
-    let by_model_type = match model_type {
-        Some("qwen3") => Some(Architecture::Qwen3),
-        Some("gpt2") => Some(Architecture::Gpt2),
-        _ => None,
-    };
-    let refuse = |name: &str| {
-        Err(Error::unsupported(format!(
-            "architecture {} is not supported (supported: {}, {})",
-            shown_name(name),
-            Architecture::Qwen3.name(),
-            Architecture::Gpt2.name()
-        )))
-    };
-    let named = match fields.get("architectures") {
-        None => None,
-        Some(Value::Array(names)) => match names.as_slice() {
-            [] => None,
-            [Value::String(name)] => Some(name.as_str()),
-            [_] => return Err(fields.wrong("architectures", "a list with one name")),
-            [first, ..] => {
-                let mut all = first.as_str().unwrap_or("?").to_owned();
-                all.push_str(" with others");
-                return refuse(&all);
-            }
-        },
-        Some(_) => return Err(fields.wrong("architectures", "a list with one name")),
-    };
-    let architecture = match named {
-        Some("Qwen3ForCausalLM") => Architecture::Qwen3,
-        Some("GPT2LMHeadModel") => Architecture::Gpt2,
-        Some(other) => return refuse(other),
-        None => match (by_model_type, model_type) {
-            (Some(architecture), _) => architecture,
-            (None, Some(other)) => return refuse(other),
-            (None, None) => return Err(fields.missing("architectures")),
-        },
-    };
-    match model_type {
-        Some(model_type) if by_model_type != Some(architecture) => Err(fields.wrong(
-            "model_type",
-            &format!("the one of {} (found {})", architecture.name(), shown_name(model_type)),
-        )),
-        _ => Ok(architecture),
-    }
-}
-
 /// Fields that any Transformers configuration may carry and that would change the computation.
 fn refuse_what_changes_every_model(fields: Fields<'_>) -> Result<()> {
     for name in ["quantization_config", "quantization", "compression_config"] {
@@ -272,7 +224,7 @@ fn refuse_what_changes_every_model(fields: Fields<'_>) -> Result<()> {
 }
 
 /// The entry `dtype` or `torch_dtype`, if it names an element type of ours.
-fn declared_dtype(fields: Fields<'_>) -> Option<DType> {
+pub(in crate::model) fn declared_dtype(fields: Fields<'_>) -> Option<DType> {
     let name = fields.get("dtype").or_else(|| fields.get("torch_dtype"))?.as_str()?;
     match name.trim_start_matches("torch.") {
         "float32" => Some(DType::F32),
@@ -283,7 +235,11 @@ fn declared_dtype(fields: Fields<'_>) -> Option<DType> {
 }
 
 /// Refuses an activation function that is none of `supported`, which all compute the same.
-fn check_activation(fields: Fields<'_>, name: &str, supported: &[&str]) -> Result<()> {
+pub(in crate::model) fn check_activation(
+    fields: Fields<'_>,
+    name: &str,
+    supported: &[&str],
+) -> Result<()> {
     match fields.optional_string(name)? {
         Some(activation) if !supported.contains(&activation) => Err(Error::unsupported(format!(
             "{CONFIG_FILE}: {name} \"{}\" is not supported (supported: {})",

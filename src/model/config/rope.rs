@@ -50,7 +50,7 @@ pub struct YarnConfig {
 impl RopeConfig {
     /// Reads the old spelling (`rope_theta` beside `rope_scaling`) and the new one
     /// (`rope_parameters` with everything in it).
-    pub(super) fn parse(
+    pub(in crate::model) fn parse(
         config: Fields<'_>,
         max_position_embeddings: usize,
         max_positions: usize,

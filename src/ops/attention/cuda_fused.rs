@@ -154,10 +154,15 @@ impl Division {
 /// Of the form that needs most.
 const SHARED_BYTES: u32 = 107_952;
 
+/// Whether the kernel is compiled for heads of `head_dim` elements.
+pub(super) fn is_fused_head_dim(head_dim: usize) -> bool {
+    matches!(head_dim, 64 | 128)
+}
+
 /// Whether the chip and the build have the kernel, and it serves heads of `head_dim` elements.
 pub fn has_decode_attention(context: &ComputeContext, head_dim: usize) -> bool {
     let name = "xserv_attention_fused_cluster_d128_bf16";
-    matches!(head_dim, 64 | 128)
+    is_fused_head_dim(head_dim)
         && cuda(context).is_ok_and(|cuda| {
             let info = cuda.device().info();
             info.compute_capability.0 >= 9

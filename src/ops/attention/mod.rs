@@ -28,8 +28,11 @@ mod cuda;
 mod cuda_flash;
 mod cuda_flash_wgmma;
 mod cuda_naive;
+mod plan;
 
 pub use choice::AttentionBackend;
+pub use cuda_fused::{DecodeScratch, DecodeSequences};
+pub use plan::{partial_bytes, partials, scratch_bytes, AttentionPlan, AttentionSizes};
 
 /// The most device memory that [`attention`] over a block cache takes for as long as it is queued, on any chip, for up to
 /// `num_seqs` sequences of up to `max_kv_len` keys: `in_segments` or else of one query each.

@@ -6,7 +6,7 @@ use crate::backend::ComputeContext;
 use crate::error::{Error, Result};
 use crate::memory::{DType, Tensor};
 use crate::ops::common::contiguous::{check, cuda, float, matrix_size};
-use crate::ops::linear::LinearResult;
+use crate::ops::linear::Epilogue;
 
 /// The kernel has the same struct.
 #[repr(C)]
@@ -46,11 +46,11 @@ struct Kernel {
 
 impl Kernel {
     /// The one for a product, if there is one.
-    fn choose(num_tokens: usize, k: i32, result: LinearResult) -> Option<Self> {
+    fn choose(num_tokens: usize, k: i32, result: Epilogue) -> Option<Self> {
         let tokens = if num_tokens == 1 { 1 } else { 2 };
         let one = tokens == 1;
         let steps = match result {
-            LinearResult::Residual if k > 4096 || (one && k % 768 == 0) => 3,
+            Epilogue::AddResidual if k > 4096 || (one && k % 768 == 0) => 3,
             // Two blocks of a multiprocessor take turns: 0.6 % of a step of Qwen3-8B.
             _ if one && k >= 4096 => 2,
             _ => 1,
@@ -62,7 +62,7 @@ impl Kernel {
             (_, true) => (16, 128),
             (_, false) => (8, 112),
         };
-        let outs = if result == LinearResult::SwiGlu { rows / 2 } else { rows };
+        let outs = if result == Epilogue::SwiGlu { rows / 2 } else { rows };
         let kernel = Kernel { tokens, outs, steps, registers };
         let threads = kernel.threads(k);
         let fits = num_tokens <= GEMV_TOKENS
@@ -77,7 +77,7 @@ impl Kernel {
         (k / (8 * self.steps)) as u32
     }
 
-    fn name(&self, result: LinearResult, has_norm: bool, dtype: DType) -> Option<&'static str> {
+    fn name(&self, result: Epilogue, has_norm: bool, dtype: DType) -> Option<&'static str> {
         macro_rules! name {
             ($mode:literal) => {
                 match (self.tokens, self.steps, dtype) {
@@ -96,9 +96,9 @@ impl Kernel {
             };
         }
         Some(match (result, has_norm) {
-            (LinearResult::Plain, true) => name!("norm"),
-            (LinearResult::SwiGlu, true) => name!("swiglu"),
-            (LinearResult::Residual, false) => name!("residual"),
+            (Epilogue::Store, true) => name!("norm"),
+            (Epilogue::SwiGlu, true) => name!("swiglu"),
+            (Epilogue::AddResidual, false) => name!("residual"),
             _ => return None,
         })
     }
@@ -113,7 +113,7 @@ pub fn has_decode_gemv(context: &ComputeContext) -> bool {
 }
 
 /// Whether a weight of `[out_features, in_features]` can be multiplied here.
-pub fn is_gemv_weight(weight: &Tensor, result: LinearResult) -> bool {
+pub fn is_gemv_weight(weight: &Tensor, result: Epilogue) -> bool {
     let [rows, k] = [0, 1].map(|i| weight.shape().get(i).copied().unwrap_or(0));
     let k = i32::try_from(k).unwrap_or(0);
     let has_kernel = |num_tokens| {
@@ -127,7 +127,7 @@ pub fn is_gemv_weight(weight: &Tensor, result: LinearResult) -> bool {
 }
 
 /// With `norm`, a weight [in_features] and its eps: `out = round(W round(norm * round(x / rms(x))))`, or with
-/// [`LinearResult::SwiGlu`] the gated product of both halves of W. Without, and with [`LinearResult::Residual`]:
+/// [`Epilogue::SwiGlu`] the gated product of both halves of W. Without, and with [`Epilogue::AddResidual`]:
 /// `out = round(out + round(W x))`.
 ///
 /// x [num_tokens, in_features], weight [out_features, in_features] (twice the rows of out with SwiGlu), out
@@ -137,13 +137,13 @@ pub fn decode_gemv(
     x: &Tensor,
     norm: Option<(&Tensor, f32)>,
     weight: &Tensor,
-    result: LinearResult,
+    result: Epilogue,
     out: &Tensor,
 ) -> Result<()> {
     let (dtype, (num_tokens, n)) = (float("out", out)?, matrix_size("out", out)?);
     let (rows, k) = matrix_size("weight", weight)?;
     check("x", x, out.element(), &[num_tokens.into(), k.into()])?;
-    let halves = if result == LinearResult::SwiGlu { 2 } else { 1 };
+    let halves = if result == Epilogue::SwiGlu { 2 } else { 1 };
     check("weight", weight, out.element(), &[i64::from(n) * halves, k.into()])?;
     if let Some((norm_weight, _)) = norm {
         check("norm_weight", norm_weight, out.element(), &[k.into()])?;
@@ -165,7 +165,7 @@ pub fn decode_gemv(
     // The beginning of each block's second tile, where rows are long: half a per cent of a step of Qwen3-8B.
     let prefetch_rows = match result {
         _ if k < 4096 => 0,
-        LinearResult::SwiGlu => 2,
+        Epilogue::SwiGlu => 2,
         _ => 1,
     };
     let params = DecodeGemvParams {
@@ -199,23 +199,23 @@ mod tests {
     fn the_layers_of_published_models_have_kernels_that_can_be_launched() {
         for num_tokens in [1, 2] {
             for (k, result) in [
-                (1024, LinearResult::Plain),
-                (1024, LinearResult::SwiGlu),
-                (2048, LinearResult::Residual),
-                (3072, LinearResult::Residual),
-                (4096, LinearResult::Plain),
-                (4096, LinearResult::Residual),
-                (12288, LinearResult::Residual),
+                (1024, Epilogue::Store),
+                (1024, Epilogue::SwiGlu),
+                (2048, Epilogue::AddResidual),
+                (3072, Epilogue::AddResidual),
+                (4096, Epilogue::Store),
+                (4096, Epilogue::AddResidual),
+                (12288, Epilogue::AddResidual),
             ] {
                 let kernel = Kernel::choose(num_tokens, k, result).expect("a kernel");
                 assert_eq!(kernel.threads(k) as i32 * 8 * kernel.steps, k, "{kernel:?}");
                 assert!(kernel.threads(k) * kernel.registers <= 65536);
-                let has_norm = result != LinearResult::Residual;
+                let has_norm = result != Epilogue::AddResidual;
                 assert!(kernel.name(result, has_norm, DType::BF16).is_some());
             }
         }
-        assert_eq!(Kernel::choose(2, 5120, LinearResult::Plain), None);
-        assert_eq!(Kernel::choose(1, 1000, LinearResult::Plain), None);
-        assert_eq!(Kernel::choose(3, 4096, LinearResult::Plain), None);
+        assert_eq!(Kernel::choose(2, 5120, Epilogue::Store), None);
+        assert_eq!(Kernel::choose(1, 1000, Epilogue::Store), None);
+        assert_eq!(Kernel::choose(3, 4096, Epilogue::Store), None);
     }
 }

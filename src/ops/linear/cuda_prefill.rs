@@ -6,7 +6,7 @@ use crate::error::{Error, Result};
 use crate::memory::{DType, Tensor};
 use crate::ops::common::contiguous::{check, cuda, float, matrix_size};
 use crate::ops::linear::cuda_skinny::{is_skinny_weight, weight_map};
-use crate::ops::linear::LinearResult;
+use crate::ops::linear::Epilogue;
 
 /// The kernel has the same struct.
 #[repr(C, align(128))]
@@ -186,19 +186,19 @@ impl Shape {
 /// Whether [`prefill_gemm`] is faster than cuBLAS (which has the gate computed by a kernel of its own, and begins only
 /// when the kernel in front has ended), or cuBLAS is not there. Measured on an H200 and an H100 with the layers of
 /// Qwen3-0.6B, 1.7B and 8B.
-pub fn is_prefill_faster(num_tokens: usize, weight: &Tensor, result: LinearResult) -> bool {
+pub fn is_prefill_faster(num_tokens: usize, weight: &Tensor, result: Epilogue) -> bool {
     let [rows, k] = [0, 1].map(|i| weight.shape().get(i).copied().unwrap_or(0));
     if !is_cublas_present() {
         return true;
     }
     match result {
-        LinearResult::Plain if rows > k => rows >= 4096 && (k <= 2048 || num_tokens >= 384),
-        LinearResult::Plain => {
+        Epilogue::Store if rows > k => rows >= 4096 && (k <= 2048 || num_tokens >= 384),
+        Epilogue::Store => {
             num_tokens <= MOST_NARROW_TOKENS
                 && Shape::narrow(num_tokens as i64, rows, k, MULTIPROCESSORS).is_some()
         }
-        LinearResult::SwiGlu => k <= 2048 || (384..=1024).contains(&num_tokens),
-        LinearResult::Residual => false,
+        Epilogue::SwiGlu => k <= 2048 || (384..=1024).contains(&num_tokens),
+        Epilogue::AddResidual => false,
     }
 }
 
@@ -216,20 +216,20 @@ pub fn has_prefill_gemm(context: &ComputeContext) -> bool {
 }
 
 /// The product of x [num_tokens, in_features] with `weight` [out_features, in_features] (twice the rows of `out` with
-/// [`LinearResult::SwiGlu`]; not with [`LinearResult::Residual`]) to out [num_tokens, out_features]. Of f16 or bf16;
+/// [`Epilogue::SwiGlu`]; not with [`Epilogue::AddResidual`]) to out [num_tokens, out_features]. Of f16 or bf16;
 /// the weight is one that [`is_skinny_weight`] knows. A token's bits depend on nothing but the token, the weight and,
 /// where the weight has few rows, the number of tokens.
 pub fn prefill_gemm(
     context: &ComputeContext,
     x: &Tensor,
     weight: &DeviceTensor,
-    result: LinearResult,
+    result: Epilogue,
     out: &Tensor,
 ) -> Result<()> {
     let (dtype, (num_tokens, n)) = (float("out", out)?, matrix_size("out", out)?);
     let (rows, k) = matrix_size("weight", weight)?;
     check("x", x, out.element(), &[num_tokens.into(), k.into()])?;
-    let is_gated = result == LinearResult::SwiGlu;
+    let is_gated = result == Epilogue::SwiGlu;
     let expected = if is_gated { 2 * i64::from(n) } else { i64::from(n) };
     check("weight", weight, out.element(), &[expected, k.into()])?;
     if out.is_empty() {
@@ -239,7 +239,7 @@ pub fn prefill_gemm(
     let processors = i64::from(cuda.device().info().num_multiprocessors);
     let shape = Shape::choose(num_tokens.into(), rows.into(), k.into(), is_gated, processors);
     let name = shape.kernel(dtype, is_gated);
-    let is_served = is_skinny_weight(weight, result) && result != LinearResult::Residual;
+    let is_served = is_skinny_weight(weight, result) && result != Epilogue::AddResidual;
     let Some(name) = name.filter(|_| is_served) else {
         return Err(Error::internal(format!("no prefill kernel for {num_tokens} x {rows} x {k}")));
     };

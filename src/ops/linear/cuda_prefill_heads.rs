@@ -9,7 +9,7 @@ use crate::ops::common::contiguous::{check, cuda, float, matrix_size};
 use crate::ops::kv_cache::KvSlots;
 use crate::ops::linear::cuda_prefill::{is_prefill_faster, Shape};
 use crate::ops::linear::cuda_skinny::{is_skinny_weight, weight_map};
-use crate::ops::linear::LinearResult;
+use crate::ops::linear::Epilogue;
 use crate::ops::qk_norm_rope_append::QkNormRope;
 
 /// The kernel has the same struct.
@@ -77,7 +77,7 @@ pub fn is_prefill_heads_faster(
     let Ok(cuda) = cuda(context) else { return false };
     let processors = i64::from(cuda.device().info().num_multiprocessors);
     [head_dim, head_stride].map(|size| size as i64) == [HEAD_DIM; 2]
-        && is_prefill_faster(num_tokens, weight, LinearResult::Plain)
+        && is_prefill_faster(num_tokens, weight, Epilogue::Store)
         && shape(num_tokens as i64, rows, k, processors).is_some()
 }
 
@@ -119,7 +119,7 @@ pub fn prefill_heads(
     let processors = i64::from(cuda.device().info().num_multiprocessors);
     let shape = shape(num_tokens.into(), n.into(), k.into(), processors);
     let found = shape.and_then(|shape| Some((shape, kernel(shape, dtype)?)));
-    let is_served = is_skinny_weight(weight, LinearResult::Plain) && num_heads >= 0;
+    let is_served = is_skinny_weight(weight, Epilogue::Store) && num_heads >= 0;
     let int = |value: i64| i32::try_from(value).ok();
     let sizes = (int(num_heads), int(num_kv_heads), int(max_position));
     let (Some((shape, name)), true, (Some(num_heads), Some(num_kv_heads), Some(max_position))) =

@@ -6,7 +6,7 @@ use crate::backend::{ComputeContext, DeviceTensor};
 use crate::error::{Error, Result};
 use crate::memory::{DType, Tensor};
 use crate::ops::common::contiguous::{check, cuda, float, matrix_size};
-use crate::ops::linear::LinearResult;
+use crate::ops::linear::Epilogue;
 
 /// The kernel has the same struct.
 #[repr(C, align(128))]
@@ -45,7 +45,7 @@ impl Division {
     /// The fastest on an H200 for the layers of Qwen3, by the size of the product. Apart from `tokens` it does not
     /// depend on the number of tokens up to 96, and with `is_fixed` `splits` never does, so that neither do a token's
     /// results.
-    fn choose(num_tokens: i64, rows: i64, k: i64, result: LinearResult, is_fixed: bool) -> Self {
+    fn choose(num_tokens: i64, rows: i64, k: i64, result: Epilogue, is_fixed: bool) -> Self {
         let tokens = match num_tokens {
             ..=16 => 16,
             17..=32 => 32,
@@ -57,7 +57,7 @@ impl Division {
         if rows >= 192 * 512 {
             return Division { rows: if tokens == 128 { 128 } else { 192 }, ..whole };
         }
-        if result == LinearResult::SwiGlu {
+        if result == Epilogue::SwiGlu {
             return Division { rows: if rows >= 192 * 100 { 192 } else { 64 }, ..whole };
         }
         let tiles = (rows as u64).div_ceil(64) as i64;
@@ -94,22 +94,22 @@ impl Division {
         bytes as u32
     }
 
-    fn kernel(&self, dtype: DType, result: LinearResult) -> Option<&'static str> {
+    fn kernel(&self, dtype: DType, result: Epilogue) -> Option<&'static str> {
         macro_rules! names {
             ($($rows:literal $tokens:literal),*) => {
                 match (self.rows, self.tokens, result, dtype) {
                     $(
-                        ($rows, $tokens, LinearResult::Plain, DType::BF16) =>
+                        ($rows, $tokens, Epilogue::Store, DType::BF16) =>
                             Some(concat!("xserv_linear_skinny_plain_", $rows, "x", $tokens, "_bf16")),
-                        ($rows, $tokens, LinearResult::Plain, DType::F16) =>
+                        ($rows, $tokens, Epilogue::Store, DType::F16) =>
                             Some(concat!("xserv_linear_skinny_plain_", $rows, "x", $tokens, "_f16")),
-                        ($rows, $tokens, LinearResult::Residual, DType::BF16) =>
+                        ($rows, $tokens, Epilogue::AddResidual, DType::BF16) =>
                             Some(concat!("xserv_linear_skinny_residual_", $rows, "x", $tokens, "_bf16")),
-                        ($rows, $tokens, LinearResult::Residual, DType::F16) =>
+                        ($rows, $tokens, Epilogue::AddResidual, DType::F16) =>
                             Some(concat!("xserv_linear_skinny_residual_", $rows, "x", $tokens, "_f16")),
-                        ($rows, $tokens, LinearResult::SwiGlu, DType::BF16) =>
+                        ($rows, $tokens, Epilogue::SwiGlu, DType::BF16) =>
                             Some(concat!("xserv_linear_skinny_swiglu_", $rows, "x", $tokens, "_bf16")),
-                        ($rows, $tokens, LinearResult::SwiGlu, DType::F16) =>
+                        ($rows, $tokens, Epilogue::SwiGlu, DType::F16) =>
                             Some(concat!("xserv_linear_skinny_swiglu_", $rows, "x", $tokens, "_f16")),
                     )*
                     _ => None,
@@ -129,9 +129,9 @@ pub fn has_skinny_gemm(context: &ComputeContext) -> bool {
 }
 
 /// Whether a weight of `[out_features, in_features]` can be multiplied here.
-pub fn is_skinny_weight(weight: &Tensor, result: LinearResult) -> bool {
+pub fn is_skinny_weight(weight: &Tensor, result: Epilogue) -> bool {
     let [rows, k] = [0, 1].map(|i| weight.shape().get(i).copied().unwrap_or(0));
-    let least = if result == LinearResult::SwiGlu { 16 } else { 8 };
+    let least = if result == Epilogue::SwiGlu { 16 } else { 8 };
     weight.is_contiguous()
         && rows > 0
         && k > 0
@@ -141,26 +141,26 @@ pub fn is_skinny_weight(weight: &Tensor, result: LinearResult) -> bool {
 }
 
 /// The parts of k whose sums [`skinny_gemm`] adds up where its order is fixed: by the shape of a weight alone.
-pub fn num_fixed_parts(weight: &Tensor, result: LinearResult) -> u32 {
+pub fn num_fixed_parts(weight: &Tensor, result: Epilogue) -> u32 {
     let [rows, k] = [0, 1].map(|i| weight.shape().get(i).copied().unwrap_or(0));
     Division::choose(1, rows, k, result, true).splits as u32
 }
 
 /// The product of x [num_tokens, in_features] with `weight` [out_features, in_features] (twice the rows of `out` with
-/// [`LinearResult::SwiGlu`]) to out [num_tokens, out_features]. Of f16 or bf16; up to [`SKINNY_TOKENS`] tokens. With
+/// [`Epilogue::SwiGlu`]) to out [num_tokens, out_features]. Of f16 or bf16; up to [`SKINNY_TOKENS`] tokens. With
 /// `is_fixed` a token's bits depend on nothing but the token and the weight.
 pub fn skinny_gemm(
     context: &ComputeContext,
     x: &Tensor,
     weight: &DeviceTensor,
-    result: LinearResult,
+    result: Epilogue,
     is_fixed: bool,
     out: &Tensor,
 ) -> Result<()> {
     let (dtype, (num_tokens, n)) = (float("out", out)?, matrix_size("out", out)?);
     let (rows, k) = matrix_size("weight", weight)?;
     check("x", x, out.element(), &[num_tokens.into(), k.into()])?;
-    let is_gated = result == LinearResult::SwiGlu;
+    let is_gated = result == Epilogue::SwiGlu;
     let expected = if is_gated { 2 * i64::from(n) } else { i64::from(n) };
     check("weight", weight, out.element(), &[expected, k.into()])?;
     if out.is_empty() {
@@ -223,7 +223,7 @@ mod tests {
 
     #[test]
     fn every_division_has_a_kernel_that_fits() {
-        for result in [LinearResult::Plain, LinearResult::Residual, LinearResult::SwiGlu] {
+        for result in [Epilogue::Store, Epilogue::AddResidual, Epilogue::SwiGlu] {
             for (rows, k) in [
                 (6144, 4096),
                 (4096, 4096),

@@ -1,4 +1,8 @@
-//! Linear layers.
+//! Linear layers: `out = x W^T + b`, or what an [`Epilogue`] makes of it.
+//!
+//! On the CPU a layer is [`cpu::linear`], over packed weights. On a device a [`LinearPlan`] answers once, when a model is
+//! loaded, which kernels serve its weights; the layers of a pass are then those of a [`LinearPass`], which also
+//! decides which neighbours are one kernel: norms, gates and the sum into the residual stream.
 
 pub mod cpu;
 pub mod cuda_gemv;
@@ -6,14 +10,25 @@ pub mod cuda_gemv_mma;
 pub mod cuda_prefill;
 pub mod cuda_prefill_heads;
 pub mod cuda_skinny;
+mod matrix;
+mod plan;
+mod residual;
+
+pub use matrix::{Matrix, MatrixLayout, ShardAxis, ShardUnit, WeightFormat};
+pub use plan::{
+    library_workspace_bytes, scratch_bytes, DecoderSizes, Layer, LinearPass, LinearPlan, Product,
+    MAX_CHAIN_ROWS,
+};
+pub use residual::{Norm, ResidualStream};
 
 /// What becomes of the product.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum LinearResult {
+pub enum Epilogue {
     /// `out = round(W x)`
-    Plain,
-    /// `out = round(out + round(W x))`
-    Residual,
+    Store,
+    /// `out = round(out + round(W x))`. Devices that share W along its input features add up their products between the
+    /// two roundings.
+    AddResidual,
     /// `out = round(round(silu(round(G x))) * round(U x))`, where W is G on top of U.
     SwiGlu,
 }

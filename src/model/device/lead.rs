@@ -13,7 +13,7 @@ const FLOPS: f64 = 5e14;
 const MOST_LAYERS: usize = 63;
 
 /// Marks between layers, used again by each pass.
-pub(super) struct Lead {
+pub(in crate::model) struct Lead {
     marks: Vec<Event>,
 }
 

@@ -1,13 +1,25 @@
-//! `Qwen3ForCausalLM`: the fields of Transformers' `Qwen3Config`.
+//! `Qwen3ForCausalLM` (Qwen3 technical report, arXiv 2505.09388; Transformers 5.17 `configuration_qwen3.py` and
+//! `modeling_qwen3.py`).
 
 use serde_json::Value;
 
-use super::fields::Fields;
-use super::{
-    check_activation, declared_dtype, limits, Architecture, ModelConfig, RopeConfig, CONFIG_FILE,
+use super::Family;
+use crate::error::{try_with_capacity, Error, Result};
+use crate::model::config::fields::Fields;
+use crate::model::config::{
+    check_activation, declared_dtype, limits, MlpKind, ModelConfig, NormKind, RopeConfig,
+    CONFIG_FILE,
 };
-use crate::error::{Error, Result};
+use crate::model::decoder::block::{
+    AttentionWeights, Block, Decoder, DecoderPlan, LinearWeights, MlpWeights, NormWeights,
+    QkNormWeights,
+};
 use crate::model::folder::shown_name;
+use crate::model::load::plan::{MatrixPlan, Planner, VectorPlan};
+use crate::ops::linear::{ShardAxis, ShardUnit};
+
+pub(super) static FAMILY: Family =
+    Family { name: "Qwen3ForCausalLM", model_type: "qwen3", parse, plan };
 
 /// Transformers' default where config.json has no `head_dim`. An explicit `null` means
 /// `hidden_size / num_attention_heads` instead.
@@ -15,7 +27,7 @@ const DEFAULT_HEAD_DIM: usize = 128;
 const DEFAULT_MAX_POSITION_EMBEDDINGS: usize = 32_768;
 const DEFAULT_RMS_NORM_EPS: f64 = 1e-6;
 
-pub fn parse(fields: Fields<'_>) -> Result<ModelConfig> {
+fn parse(family: &'static Family, fields: Fields<'_>) -> Result<ModelConfig> {
     check_activation(fields, "hidden_act", &["silu", "swish"])?;
     let hidden_size = fields.count("hidden_size", limits::HIDDEN_SIZE)?;
     let num_layers = fields.count("num_hidden_layers", limits::NUM_LAYERS)?;
@@ -38,7 +50,7 @@ pub fn parse(fields: Fields<'_>) -> Result<ModelConfig> {
     let norm_eps =
         fields.optional_number("rms_norm_eps", 0.0, 1.0)?.unwrap_or(DEFAULT_RMS_NORM_EPS);
     Ok(ModelConfig {
-        architecture: Architecture::Qwen3,
+        family,
         vocab_size: fields.count("vocab_size", limits::VOCAB_SIZE)?,
         hidden_size,
         intermediate_size: fields.count("intermediate_size", limits::INTERMEDIATE_SIZE)?,
@@ -47,7 +59,10 @@ pub fn parse(fields: Fields<'_>) -> Result<ModelConfig> {
         num_kv_heads,
         head_dim,
         max_context_tokens: context_tokens(max_position_embeddings, &rope),
+        norm: NormKind::Rms,
         norm_eps: norm_eps as f32,
+        has_qk_norm: true,
+        mlp: MlpKind::Gated,
         tie_word_embeddings: fields.flag("tie_word_embeddings", false)?,
         attention_bias: fields.flag("attention_bias", false)?,
         rope: Some(rope),
@@ -116,4 +131,77 @@ fn refuse_sliding_window(fields: Fields<'_>, num_layers: usize) -> Result<()> {
         )));
     }
     Ok(())
+}
+
+/// Finds the tensors. Their names begin with `model.`, or not where the model was saved without its output matrix.
+fn plan(config: &ModelConfig, planner: &mut Planner<'_>) -> Result<DecoderPlan> {
+    let prefix = planner.prefix("model.", "embed_tokens.weight");
+    let tokens = planner.token_matrices(config, &format!("{prefix}embed_tokens.weight"))?;
+    let mut blocks = try_with_capacity(config.num_layers, "layers")?;
+    for layer in 0..config.num_layers {
+        blocks.push(plan_block(config, planner, &format!("{prefix}layers.{layer}"))?);
+    }
+    let final_norm = norm(planner, format!("{prefix}norm.weight"), config.hidden_size)?;
+    Ok(Decoder { tokens, position_embedding: None, blocks, final_norm })
+}
+
+fn norm(planner: &mut Planner<'_>, name: String, len: usize) -> Result<NormWeights<VectorPlan>> {
+    Ok(NormWeights { weight: planner.vector(&[(name, len)])?, bias: None })
+}
+
+fn plan_block(
+    config: &ModelConfig,
+    planner: &mut Planner<'_>,
+    layer: &str,
+) -> Result<Block<MatrixPlan, VectorPlan>> {
+    let (hidden, intermediate) = (config.hidden_size, config.intermediate_size);
+    let (q, kv) = (config.q_size(), config.kv_size());
+    let weight = |name: &str| format!("{layer}.{name}.weight");
+    let bias = |name: &str| format!("{layer}.{name}.bias");
+    let qkv = |kind: &dyn Fn(&str) -> String| {
+        [
+            (kind("self_attn.q_proj"), q),
+            (kind("self_attn.k_proj"), kv),
+            (kind("self_attn.v_proj"), kv),
+        ]
+    };
+    let (heads, head_inputs) = (ShardAxis::Out(ShardUnit::Head), ShardAxis::In(ShardUnit::Head));
+    let (features, inputs) =
+        (ShardAxis::Out(ShardUnit::Feature), ShardAxis::In(ShardUnit::Feature));
+    let (qkv_bias, output_bias) = if config.attention_bias {
+        let output_bias = planner.vector(&[(bias("self_attn.o_proj"), hidden)])?;
+        (Some(planner.vector(&qkv(&bias))?.sharded(heads)), Some(output_bias))
+    } else {
+        (None, None)
+    };
+    let attention_norm = norm(planner, weight("input_layernorm"), hidden)?;
+    let attention = AttentionWeights {
+        qkv: LinearWeights {
+            weight: planner.rows(&qkv(&weight), hidden)?.sharded(heads),
+            bias: qkv_bias,
+        },
+        qk_norm: Some(QkNormWeights {
+            q: planner.vector(&[(weight("self_attn.q_norm"), config.head_dim)])?,
+            k: planner.vector(&[(weight("self_attn.k_norm"), config.head_dim)])?,
+        }),
+        output: LinearWeights {
+            weight: planner.rows(&[(weight("self_attn.o_proj"), hidden)], q)?.sharded(head_inputs),
+            bias: output_bias,
+        },
+    };
+    let mlp_norm = norm(planner, weight("post_attention_layernorm"), hidden)?;
+    let gate_up = [(weight("mlp.gate_proj"), intermediate), (weight("mlp.up_proj"), intermediate)];
+    let mlp = MlpWeights::Gated {
+        gate_up: LinearWeights {
+            weight: planner.rows(&gate_up, hidden)?.sharded(features),
+            bias: None,
+        },
+        down: LinearWeights {
+            weight: planner
+                .rows(&[(weight("mlp.down_proj"), hidden)], intermediate)?
+                .sharded(inputs),
+            bias: None,
+        },
+    };
+    Ok(Block { attention_norm, attention, mlp_norm, mlp })
 }

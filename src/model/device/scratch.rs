@@ -1,47 +1,20 @@
 //! The memory that operators take from time to time in passes of a model: set apart with the work space, so that it is
 //! what was planned, on every chip and whether cuBLAS is there or not.
 
-use super::graphs::{row_bucket, table_bucket};
-use super::heads::HeadSpacing;
-use super::load::matrix_geometry;
+use super::attention_sizes;
+use super::limits::PassLimits;
 use super::workspace::MAX_STEP_ROWS;
 use crate::error::{Error, Result};
 use crate::memory::DType;
-use crate::model::weights::{MatrixLayout, MatrixPlan, VectorPlan, WeightReader, WeightsPlan};
-use crate::model::ModelConfig;
-use crate::ops::attention::attention_scratch_bytes;
-use crate::ops::gemm::{cublas_workspace_for, gemm_scratch_bytes, WeightShape};
+use crate::model::config::ModelConfig;
+use crate::model::decoder::block::DecoderPlan;
+use crate::model::load::device::matrix_geometry;
+use crate::model::load::heads::HeadSpacing;
+use crate::model::load::plan::{MatrixPlan, VectorPlan, WeightReader};
+use crate::ops::gemm::WeightShape;
 use crate::ops::kv_cache::layout::BLOCK_SIZE;
-
-/// How large the passes of a model become.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct PassLimits {
-    /// Tokens in a pass.
-    pub num_tokens: usize,
-    /// Sequences in it.
-    pub num_sequences: usize,
-    /// Tokens in a context, those of the pass among them.
-    pub max_context_tokens: usize,
-}
-
-impl PassLimits {
-    /// Passes of up to `num_tokens` tokens, whatever else they are.
-    pub fn of_tokens(config: &ModelConfig, num_tokens: usize) -> Self {
-        let max_context_tokens = config.max_context_tokens;
-        PassLimits { num_tokens, num_sequences: num_tokens, max_context_tokens }
-    }
-
-    /// Rows of a step that decodes, filled up.
-    pub(super) fn rows(&self) -> usize {
-        let num_tokens = self.num_tokens.max(1);
-        row_bucket(self.num_sequences.clamp(1, MAX_STEP_ROWS)).min(num_tokens).min(MAX_STEP_ROWS)
-    }
-
-    /// Blocks in the table of a sequence, filled up.
-    pub(super) fn blocks(&self) -> usize {
-        table_bucket(self.max_context_tokens.div_ceil(BLOCK_SIZE))
-    }
-}
+use crate::ops::linear::MatrixLayout;
+use crate::ops::{attention, linear};
 
 /// The weights of a model as products see them, each shape once.
 #[derive(Clone, Debug, Default)]
@@ -52,7 +25,7 @@ pub(super) struct ProductShapes {
 
 impl ProductShapes {
     /// Those of the weights in `plan`.
-    pub fn of(plan: &WeightsPlan, spacing: HeadSpacing) -> Result<Self> {
+    pub fn of(plan: &DecoderPlan, spacing: HeadSpacing) -> Result<Self> {
         let mut found = ProductShapes { spacing: Some(spacing), shapes: Vec::new() };
         plan.read(&mut found)?;
         Ok(found)
@@ -98,8 +71,8 @@ impl WeightReader for ProductShapes {
 pub(super) struct Scratch {
     /// All that one of them takes at a time.
     pub bytes: usize,
-    /// What cuBLAS gets of it.
-    pub cublas_bytes: usize,
+    /// What a library of products gets of it.
+    pub library_bytes: usize,
 }
 
 impl Scratch {
@@ -120,23 +93,15 @@ impl Scratch {
             products.shapes.iter().map(bytes).max().unwrap_or(0)
         };
         let product = |shape: &WeightShape| {
-            gemm_scratch_bytes(dtype, num_rows(shape), shape, is_deterministic)
+            linear::scratch_bytes(dtype, num_rows(shape), shape, is_deterministic)
         };
-        let cublas =
-            |shape: &WeightShape| cublas_workspace_for(num_rows(shape), shape.out_features);
-        let (heads, width) = (config.num_heads, spacing.stride);
-        let most_keys = limits.blocks().saturating_mul(BLOCK_SIZE);
-        let attention = attention_scratch_bytes(
-            dtype,
-            limits.rows(),
-            heads,
-            width,
-            most_keys,
-            is_deterministic,
-        );
-        Scratch {
-            bytes: most(&product).max(attention),
-            cublas_bytes: if is_deterministic { 0 } else { most(&cublas) },
-        }
+        let library = |shape: &WeightShape| {
+            linear::library_workspace_bytes(num_rows(shape), shape, is_deterministic)
+        };
+        let max_keys = limits.blocks().saturating_mul(BLOCK_SIZE);
+        let sizes = attention_sizes(config, spacing);
+        let attention =
+            attention::scratch_bytes(&sizes, dtype, limits.rows(), max_keys, is_deterministic);
+        Scratch { bytes: most(&product).max(attention), library_bytes: most(&library) }
     }
 }

@@ -3,14 +3,16 @@
 
 use std::sync::Arc;
 
-use super::heads::HeadSpacing;
-use super::scratch::{PassLimits, Scratch};
+use super::attention_sizes;
+use super::limits::PassLimits;
+use super::scratch::Scratch;
 use super::steps::DeviceSteps;
 use crate::backend::{Arena, ComputeContext, ContextBackend, DeviceTensor, PinnedBuffer};
 use crate::error::{Error, Result};
 use crate::memory::{DType, ElementType, SetApart};
-use crate::model::{Architecture, ModelConfig};
-use crate::ops::attention::cuda_fused::DecodeScratch;
+use crate::model::config::ModelConfig;
+use crate::model::load::heads::HeadSpacing;
+use crate::ops::attention::{partial_bytes, partials, DecodeScratch};
 
 /// The most rows of logits of a step.
 pub(super) const MAX_STEP_ROWS: usize = 256;
@@ -42,8 +44,8 @@ pub(in crate::model) struct DeviceWorkspace {
     /// `[min(num_tokens, COPIED_ROWS), vocab_size]` of f32.
     pub logits_f32: DeviceTensor,
     logits_host: Option<PinnedBuffer>,
-    /// For the attention of decoding, where there are kernels for it.
-    pub decode_scratch: Option<DecodeScratch>,
+    /// Partial results of the attention of decoding, where there are kernels that leave any.
+    pub attention_partials: Option<DecodeScratch>,
     /// What the host and the device tell each other.
     pub steps: DeviceSteps,
     /// Behind the graphs, which use it.
@@ -77,16 +79,14 @@ fn element_of(dtype: DType, is_f32: bool) -> ElementType {
     ElementType::Float(if is_f32 { DType::F32 } else { dtype })
 }
 
-/// Bytes of partial results of attention in decoding, where there may be kernels for it.
-fn decode_scratch_bytes(config: &ModelConfig, dtype: DType, num_tokens: usize) -> Result<usize> {
-    let is_qwen3 = config.architecture == Architecture::Qwen3;
-    match is_qwen3 && dtype != DType::F32 && matches!(config.head_dim, 64 | 128) {
-        true => {
-            let num_seqs = num_tokens.min(MAX_STEP_ROWS);
-            DecodeScratch::device_bytes(num_seqs, config.num_heads, config.head_dim)
-        }
-        false => Ok(0),
-    }
+/// Bytes of partial results of the attention of decoding.
+fn partials_bytes(
+    config: &ModelConfig,
+    dtype: DType,
+    spacing: HeadSpacing,
+    num_tokens: usize,
+) -> Result<usize> {
+    partial_bytes(&attention_sizes(config, spacing), dtype, num_tokens.min(MAX_STEP_ROWS))
 }
 
 /// Bytes of device memory that the activations take, and all of a workspace but its scratch.
@@ -98,7 +98,7 @@ pub(super) fn device_bytes(
 ) -> Result<usize> {
     let num_tokens = limits.num_tokens.max(1);
     let mut sum = DeviceSteps::device_bytes(limits)?
-        .saturating_add(decode_scratch_bytes(config, dtype, num_tokens)?);
+        .saturating_add(partials_bytes(config, dtype, spacing, num_tokens)?);
     for (rows, columns, is_f32) in shapes(config, spacing, num_tokens) {
         let bytes = Arena::bytes_for(element_of(dtype, is_f32), &[rows, columns])?;
         let next = sum.checked_add(bytes);
@@ -119,7 +119,7 @@ impl DeviceWorkspace {
     ) -> Result<Self> {
         let num_tokens = limits.num_tokens.max(1);
         let others = DeviceSteps::device_bytes(limits)?
-            .saturating_add(decode_scratch_bytes(config, dtype, num_tokens)?);
+            .saturating_add(partials_bytes(config, dtype, spacing, num_tokens)?);
         let bytes = device_bytes(config, dtype, spacing, limits)?.saturating_sub(others);
         let mut arena = Arena::new(context, bytes, "activations")?;
         let mut shapes = shapes(config, spacing, num_tokens).into_iter();
@@ -131,19 +131,13 @@ impl DeviceWorkspace {
         let (qkv, attn_out) = (next()?, next()?);
         let (gate_up, mlp_act) = (next()?, next()?);
         let (logits, logits_f32) = (next()?, next()?);
-        let decode_scratch = match decode_scratch_bytes(config, dtype, num_tokens)? {
-            0 => None,
-            _ => {
-                let num_seqs = num_tokens.min(MAX_STEP_ROWS);
-                let (num_heads, head_dim) = (config.num_heads, config.head_dim);
-                Some(DecodeScratch::new(context, num_seqs, num_heads, head_dim)?)
-            }
-        };
+        let sizes = attention_sizes(config, spacing);
+        let attention_partials = partials(context, &sizes, dtype, num_tokens.min(MAX_STEP_ROWS))?;
         if let ContextBackend::Cuda(cuda) = context.backend() {
             // Made now, so that no pass takes more.
             cuda.counters(1)?;
-            if scratch.cublas_bytes > 0 {
-                cuda.limit_cublas_workspace(scratch.cublas_bytes);
+            if scratch.library_bytes > 0 {
+                cuda.limit_cublas_workspace(scratch.library_bytes);
             }
         }
         Ok(DeviceWorkspace {
@@ -159,7 +153,7 @@ impl DeviceWorkspace {
             logits,
             logits_f32,
             logits_host: None,
-            decode_scratch,
+            attention_partials,
             steps: DeviceSteps::new(context, limits)?,
             _scratch: context.set_apart(scratch.bytes, "the scratch of operators")?,
         })

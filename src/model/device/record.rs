@@ -17,7 +17,7 @@ const ALIGNMENT: usize = 4;
 
 /// The sizes of the arrays. Larger ones than the batch has are filled up with rows that change nothing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) struct RecordShape {
+pub(in crate::model) struct RecordShape {
     pub num_tokens: usize,
     pub num_seqs: usize,
     pub num_rows: usize,
@@ -38,7 +38,7 @@ impl RecordShape {
 
 /// What is written besides the batch.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct RecordExtras<'a> {
+pub(in crate::model) struct RecordExtras<'a> {
     /// As in [`crate::model::Step`].
     pub token_sources: &'a [u32],
     /// As in [`crate::model::Step`]; missing ones choose nothing.
@@ -159,7 +159,7 @@ fn fill(bytes: &mut [u8], place: &Range<usize>, values: &[u32], filler: u32) {
 }
 
 /// The record on the device, of 32-bit numbers.
-pub(super) struct DeviceRecord {
+pub(in crate::model) struct DeviceRecord {
     /// i32 [2]
     pub host_tokens: DeviceTensor,
     /// `[num_rows, SAMPLE_ROW_WORDS]`
@@ -187,7 +187,7 @@ const FIRST_HOST_BYTES: usize = 256 << 10;
 
 /// Memory for records: one on the device, which the stream keeps in order, and one on the host for each step
 /// in flight.
-pub(super) struct RecordMemory {
+pub(in crate::model) struct RecordMemory {
     context: Arc<ComputeContext>,
     device: DeviceTensor,
     /// As large as was needed so far: pinned memory takes its time to make.

@@ -1,27 +1,17 @@
 //! How the tensors of the files become the matrices and vectors of a model.
 //!
-//! A model's weights are one struct, generic over what stands for a matrix `M` and a vector `V`.
-//! First it is built of *plans*, which checks names, shapes and types against the headers and needs
-//! no weight; then a [`WeightReader`] turns each plan into a loaded weight (or, for a report, into
-//! its size).
+//! A [`Planner`] finds the tensors of a checkpoint, and checks names, shapes and types against the headers; what a family
+//! asks it for becomes a [`DecoderPlan`]. A [`WeightReader`] then turns each plan into a loaded weight (or, for a
+//! report, into its size).
 
 use std::collections::HashSet;
 
-use super::checkpoint::{Checkpoint, Tensor};
-use super::gpt2::Gpt2Weights;
-use super::qwen3::Qwen3Weights;
-use super::{Architecture, ModelConfig};
 use crate::error::Result;
 use crate::memory::DType;
-
-/// How a matrix lies in the file.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum MatrixLayout {
-    /// `[out_features, in_features]`, as `nn.Linear` and embeddings are stored.
-    Rows,
-    /// `[in_features, out_features]`, as GPT-2's `Conv1D` is stored.
-    Columns,
-}
+use crate::model::checkpoint::{Checkpoint, Tensor};
+use crate::model::config::ModelConfig;
+use crate::model::decoder::block::{DecoderPlan, TokenMatrices};
+use crate::ops::linear::{MatrixLayout, ShardAxis};
 
 /// A tensor of a matrix, and how many of its output features it gives.
 #[derive(Clone, Debug, PartialEq)]
@@ -30,29 +20,6 @@ pub struct MatrixPart {
     pub tensor: Tensor,
     /// Rows of this part.
     pub out_features: usize,
-}
-
-/// Where the elements of attention heads lie in a weight, head behind head. A device may put the heads
-/// further apart, with zeros between them.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum HeadAxis {
-    /// Nowhere.
-    None,
-    /// Along the output features: projections to q, k and v, and their biases.
-    Rows,
-    /// Along the input features: the output projection.
-    Columns,
-}
-
-impl HeadAxis {
-    /// The same of the transposed weight.
-    pub(super) fn transposed(self) -> Self {
-        match self {
-            HeadAxis::None => HeadAxis::None,
-            HeadAxis::Rows => HeadAxis::Columns,
-            HeadAxis::Columns => HeadAxis::Rows,
-        }
-    }
 }
 
 /// A matrix `[out_features, in_features]` made of one tensor, or of several stacked by rows.
@@ -66,8 +33,8 @@ pub struct MatrixPlan {
     pub in_features: usize,
     /// Of all parts.
     pub layout: MatrixLayout,
-    /// Which axis consists of heads.
-    pub heads: HeadAxis,
+    /// The axis along which devices divide it.
+    pub shard: ShardAxis,
 }
 
 /// A vector made of one tensor, or of several one behind the other; kept in f32.
@@ -77,14 +44,21 @@ pub struct VectorPlan {
     pub parts: Vec<Tensor>,
     /// Sum of the parts' lengths.
     pub len: usize,
-    /// [`HeadAxis::Rows`] if it consists of heads.
-    pub heads: HeadAxis,
+    /// [`ShardAxis::Out`] if it belongs to output features that devices divide.
+    pub shard: ShardAxis,
 }
 
 impl MatrixPlan {
-    /// The same, one of whose axes consists of heads.
-    pub fn with_heads(self, heads: HeadAxis) -> Self {
-        MatrixPlan { heads, ..self }
+    /// The same, divided along an axis.
+    pub fn sharded(self, shard: ShardAxis) -> Self {
+        MatrixPlan { shard, ..self }
+    }
+}
+
+impl VectorPlan {
+    /// The same, divided along an axis.
+    pub fn sharded(self, shard: ShardAxis) -> Self {
+        VectorPlan { shard, ..self }
     }
 }
 
@@ -103,67 +77,12 @@ pub trait WeightReader {
     fn same(&mut self, a: &MatrixPlan, b: &MatrixPlan) -> Result<bool>;
 }
 
-/// The embedding and the output matrix.
-#[derive(Debug)]
-pub struct TokenMatrices<M> {
-    /// `[vocab_size, hidden_size]`
-    pub embedding: M,
-    /// `[vocab_size, hidden_size]`; `None` when it is the embedding.
-    pub output: Option<M>,
-    /// In a plan: `output` is to be dropped if it equals the embedding.
-    tied: bool,
-}
-
-impl<M> TokenMatrices<M> {
-    /// The matrix that turns hidden states into logits.
-    pub fn output(&self) -> &M {
-        self.output.as_ref().unwrap_or(&self.embedding)
-    }
-}
-
-impl TokenMatrices<MatrixPlan> {
-    /// Turns the plans into what `reader` makes of them.
-    pub fn read<R: WeightReader>(&self, reader: &mut R) -> Result<TokenMatrices<R::Matrix>> {
-        let output = match &self.output {
-            Some(output) if self.tied && reader.same(&self.embedding, output)? => None,
-            Some(output) => Some(reader.matrix(output)?),
-            None => None,
-        };
-        Ok(TokenMatrices { embedding: reader.matrix(&self.embedding)?, output, tied: false })
-    }
-}
-
-/// The weights of any architecture.
-#[derive(Debug)]
-pub enum Weights<M, V> {
-    /// `Qwen3ForCausalLM`
-    Qwen3(Qwen3Weights<M, V>),
-    /// `GPT2LMHeadModel`
-    Gpt2(Gpt2Weights<M, V>),
-}
-
-impl<M, V> Weights<M, V> {
-    /// Embedding and output matrix.
-    pub fn tokens(&self) -> &TokenMatrices<M> {
-        match self {
-            Weights::Qwen3(weights) => &weights.tokens,
-            Weights::Gpt2(weights) => &weights.tokens,
-        }
-    }
-}
-
-/// The weights before they are read.
-pub type WeightsPlan = Weights<MatrixPlan, VectorPlan>;
-
-impl WeightsPlan {
+impl DecoderPlan {
     /// Finds every tensor that the model needs. Also returns the names of those that it does not
     /// need and that are not known to be harmless, sorted.
     pub fn new(config: &ModelConfig, checkpoint: &Checkpoint) -> Result<(Self, Vec<String>)> {
         let mut planner = Planner { checkpoint, used: HashSet::new() };
-        let plan = match config.architecture {
-            Architecture::Qwen3 => Weights::Qwen3(Qwen3Weights::plan(config, &mut planner)?),
-            Architecture::Gpt2 => Weights::Gpt2(Gpt2Weights::plan(config, &mut planner)?),
-        };
+        let plan = (config.family.plan)(config, &mut planner)?;
         let mut unused: Vec<String> = checkpoint
             .tensors
             .keys()
@@ -172,14 +91,6 @@ impl WeightsPlan {
             .collect();
         unused.sort_unstable();
         Ok((plan, unused))
-    }
-
-    /// Turns every plan into what `reader` makes of it.
-    pub fn read<R: WeightReader>(&self, reader: &mut R) -> Result<Weights<R::Matrix, R::Vector>> {
-        Ok(match self {
-            Weights::Qwen3(weights) => Weights::Qwen3(weights.read(reader)?),
-            Weights::Gpt2(weights) => Weights::Gpt2(weights.read(reader)?),
-        })
     }
 
     /// Counts what the plan would load.
@@ -222,7 +133,7 @@ impl Planner<'_> {
             out_features: 0,
             in_features,
             layout: MatrixLayout::Rows,
-            heads: HeadAxis::None,
+            shard: ShardAxis::None,
         };
         for (name, out_features) in parts {
             let tensor = self.tensor(name, &[*out_features, in_features])?;
@@ -245,13 +156,13 @@ impl Planner<'_> {
             out_features,
             in_features,
             layout: MatrixLayout::Columns,
-            heads: HeadAxis::None,
+            shard: ShardAxis::None,
         })
     }
 
     /// A vector of one-dimensional tensors, one behind the other.
     pub fn vector(&mut self, parts: &[(String, usize)]) -> Result<VectorPlan> {
-        let mut plan = VectorPlan { parts: Vec::new(), len: 0, heads: HeadAxis::None };
+        let mut plan = VectorPlan { parts: Vec::new(), len: 0, shard: ShardAxis::None };
         for (name, len) in parts {
             plan.parts.push(self.tensor(name, &[*len])?);
             plan.len += len;
@@ -262,7 +173,7 @@ impl Planner<'_> {
     /// A table `[rows, columns]` that is kept as a vector, row behind row.
     pub fn table(&mut self, name: &str, rows: usize, columns: usize) -> Result<VectorPlan> {
         let parts = vec![self.tensor(name, &[rows, columns])?];
-        Ok(VectorPlan { parts, len: rows * columns, heads: HeadAxis::None })
+        Ok(VectorPlan { parts, len: rows * columns, shard: ShardAxis::None })
     }
 
     /// The embedding `embedding_name` and the output matrix `lm_head.weight`.
@@ -283,7 +194,7 @@ impl Planner<'_> {
         Ok(TokenMatrices {
             embedding: plan(if swapped { OUTPUT } else { embedding_name })?,
             output: if !tied || (has_output && !swapped) { Some(plan(OUTPUT)?) } else { None },
-            tied,
+            is_declared_tied: tied,
         })
     }
 

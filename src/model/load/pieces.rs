@@ -11,7 +11,7 @@ use crate::model::checkpoint::Tensor;
 const PIECE_ALIGNMENT: usize = 256;
 
 /// A tensor of a file, and where it goes.
-pub(super) struct Job<P> {
+pub(in crate::model) struct Job<P> {
     pub source: Tensor,
     pub rows: usize,
     /// Of the weight, by the rows of the file.
@@ -22,7 +22,7 @@ pub(super) struct Job<P> {
 
 /// Rows of a job, and where they lie in a slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Piece {
+pub(in crate::model) struct Piece {
     pub job: usize,
     pub first: usize,
     pub last: usize,
@@ -30,7 +30,7 @@ pub(super) struct Piece {
 }
 
 /// The jobs in pieces, and the pieces in loads that fill a slot each.
-pub(super) struct Loads {
+pub(in crate::model) struct Loads {
     pub pieces: Vec<Piece>,
     /// Of the pieces.
     pub loads: Vec<Range<usize>>,
@@ -39,7 +39,7 @@ pub(super) struct Loads {
 }
 
 /// A list that grows without ever ending the process.
-pub(super) fn push<T>(list: &mut Vec<T>, value: T) -> Result<()> {
+pub(in crate::model) fn push<T>(list: &mut Vec<T>, value: T) -> Result<()> {
     list.try_reserve(1).map_err(|_| {
         Error::out_of_memory("pieces of weight files", (list.len() + 1) * size_of::<T>())
     })?;
@@ -131,8 +131,8 @@ impl Loads {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::model::cuda::heads::HeadSpacing;
-    use crate::model::weights::HeadAxis;
+    use crate::model::load::heads::HeadSpacing;
+    use crate::ops::linear::{ShardAxis, ShardUnit};
 
     #[test]
     fn pieces_fill_slots_in_the_order_of_the_file() {
@@ -144,7 +144,7 @@ mod tests {
             len_bytes: 2 * len,
         };
         let spacing = HeadSpacing { head_dim: 48, stride: 48 };
-        let vector = |len: usize| Geometry::new(len, 1, HeadAxis::None, spacing);
+        let vector = |len: usize| Geometry::new(len, 1, ShardAxis::None, spacing);
         let mut jobs = Vec::new();
         let mut add = |tensor: &Tensor, rows: usize| {
             Job::new(tensor, rows, 0, &vector(rows), ()).map(|job| jobs.push(job))

@@ -2,11 +2,11 @@
 
 use super::heads::HeadSpacing;
 use crate::memory::DType;
-use crate::model::weights::HeadAxis;
+use crate::ops::linear::{ShardAxis, ShardUnit};
 
 /// Rows and row lengths of a weight, in the file and on the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Geometry {
+pub(in crate::model) struct Geometry {
     pub rows: usize,
     pub columns: usize,
     spacing: HeadSpacing,
@@ -15,13 +15,13 @@ pub(super) struct Geometry {
 }
 
 impl Geometry {
-    pub fn new(rows: usize, columns: usize, heads: HeadAxis, spacing: HeadSpacing) -> Self {
+    pub fn new(rows: usize, columns: usize, shard: ShardAxis, spacing: HeadSpacing) -> Self {
         Geometry {
             rows,
             columns,
             spacing,
-            heads_along_rows: heads == HeadAxis::Rows,
-            heads_along_columns: heads == HeadAxis::Columns,
+            heads_along_rows: shard == ShardAxis::Out(ShardUnit::Head),
+            heads_along_columns: shard == ShardAxis::In(ShardUnit::Head),
         }
     }
 
@@ -31,7 +31,7 @@ impl Geometry {
             return None;
         }
         let len = self.rows.checked_mul(self.columns)?;
-        Some(Geometry::new(len, 1, HeadAxis::None, self.spacing))
+        Some(Geometry::new(len, 1, ShardAxis::None, self.spacing))
     }
 
     /// Whether rows on the device are those of the file.
@@ -79,7 +79,13 @@ impl Geometry {
 }
 
 /// Writes whole rows of a file as rows of the device, heads spaced out.
-pub(super) fn convert(bytes: &[u8], from: DType, out: &mut [u8], to: DType, geometry: &Geometry) {
+pub(in crate::model) fn convert(
+    bytes: &[u8],
+    from: DType,
+    out: &mut [u8],
+    to: DType,
+    geometry: &Geometry,
+) {
     let (columns, device_columns) = (geometry.columns, geometry.device_columns());
     if geometry.keeps_rows() {
         return convert_run(bytes, from, out, to);
@@ -150,22 +156,22 @@ mod tests {
     #[test]
     fn rows_of_heads_are_spaced_out() {
         let spacing = HeadSpacing { head_dim: 48, stride: 64 };
-        let geometry = Geometry::new(144, 5, HeadAxis::Rows, spacing);
+        let geometry = Geometry::new(144, 5, ShardAxis::Out(ShardUnit::Head), spacing);
         assert_eq!((geometry.device_rows(), geometry.device_columns()), (192, 5));
         let runs: Vec<_> = geometry.runs(40, 100).collect();
         assert_eq!(runs, [(40, 40, 8), (48, 64, 48), (96, 128, 4)]);
         assert_eq!(geometry.runs(7, 7).count(), 0);
-        let whole = Geometry::new(144, 5, HeadAxis::None, spacing);
+        let whole = Geometry::new(144, 5, ShardAxis::None, spacing);
         assert_eq!(whole.runs(40, 100).collect::<Vec<_>>(), [(40, 40, 60)]);
         let same = HeadSpacing { head_dim: 64, stride: 64 };
-        let geometry = Geometry::new(144, 5, HeadAxis::Rows, same);
+        let geometry = Geometry::new(144, 5, ShardAxis::Out(ShardUnit::Head), same);
         assert_eq!(geometry.runs(0, 144).collect::<Vec<_>>(), [(0, 0, 144)]);
     }
 
     #[test]
     fn columns_of_heads_are_spaced_out() {
         let spacing = HeadSpacing { head_dim: 2, stride: 3 };
-        let geometry = Geometry::new(2, 4, HeadAxis::Columns, spacing);
+        let geometry = Geometry::new(2, 4, ShardAxis::In(ShardUnit::Head), spacing);
         assert_eq!((geometry.device_rows(), geometry.device_columns()), (2, 6));
         let mut out = vec![9; 2 * 6 * 4];
         let bytes = f32s(&[1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]);

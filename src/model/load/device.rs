@@ -8,31 +8,31 @@ use std::sync::Arc;
 
 use super::geometry::Geometry;
 use super::heads::HeadSpacing;
+use super::plan::{MatrixPlan, VectorPlan, WeightReader};
 use super::transfer::{Sink, Transfer};
+use super::Loader;
 use crate::backend::{Arena, ComputeContext, DeviceTensor, PinnedBuffer};
 use crate::error::{Error, Result};
 use crate::memory::{DType, ElementType, HostBuffer};
 use crate::model::checkpoint::Tensor;
-use crate::model::load::Loader;
-use crate::model::weights::{
-    MatrixLayout, MatrixPlan, VectorPlan, WeightReader, Weights, WeightsPlan,
-};
+use crate::model::decoder::block::{Decoder, DecoderPlan};
+use crate::ops::linear::{Matrix, MatrixLayout};
 
 /// Matrices lie on the device as in their files.
-pub(super) fn matrix_geometry(plan: &MatrixPlan, spacing: HeadSpacing) -> Geometry {
+pub(in crate::model) fn matrix_geometry(plan: &MatrixPlan, spacing: HeadSpacing) -> Geometry {
     match plan.layout {
         MatrixLayout::Rows => {
-            Geometry::new(plan.out_features, plan.in_features, plan.heads, spacing)
+            Geometry::new(plan.out_features, plan.in_features, plan.shard, spacing)
         }
         MatrixLayout::Columns => {
-            let heads = plan.heads.transposed();
-            Geometry::new(plan.in_features, plan.out_features, heads, spacing)
+            let shard = plan.shard.transposed();
+            Geometry::new(plan.in_features, plan.out_features, shard, spacing)
         }
     }
 }
 
 fn vector_geometry(plan: &VectorPlan, spacing: HeadSpacing) -> Geometry {
-    Geometry::new(plan.len, 1, plan.heads, spacing)
+    Geometry::new(plan.len, 1, plan.shard, spacing)
 }
 
 /// Adds up what the weights take of an arena.
@@ -64,7 +64,7 @@ impl WeightReader for DeviceBytes {
         self.add(&[vector_geometry(plan, self.spacing).device_rows()])
     }
 
-    /// Taken on trust, as in [`crate::model::weights::Totals`].
+    /// Taken on trust, as in [`super::plan::Totals`].
     fn same(&mut self, _: &MatrixPlan, _: &MatrixPlan) -> Result<bool> {
         Ok(true)
     }
@@ -72,8 +72,8 @@ impl WeightReader for DeviceBytes {
 
 /// Bytes of device memory that the weights take, if a tied output matrix that is stored all the same equals
 /// the embedding.
-pub(super) fn device_bytes(
-    plan: &WeightsPlan,
+pub(in crate::model) fn device_bytes(
+    plan: &DecoderPlan,
     dtype: DType,
     spacing: HeadSpacing,
 ) -> Result<usize> {
@@ -189,23 +189,25 @@ impl WeightReader for Placing<'_, '_> {
 /// The same arena divided among tensors, in the same order.
 struct Dividing {
     arena: Arena,
-    element: ElementType,
+    dtype: DType,
     spacing: HeadSpacing,
     same: VecDeque<bool>,
 }
 
 impl WeightReader for Dividing {
-    type Matrix = DeviceTensor;
+    type Matrix = Matrix;
     type Vector = DeviceTensor;
 
-    fn matrix(&mut self, plan: &MatrixPlan) -> Result<DeviceTensor> {
+    fn matrix(&mut self, plan: &MatrixPlan) -> Result<Matrix> {
         let geometry = matrix_geometry(plan, self.spacing);
-        self.arena.tensor(self.element, &[geometry.device_rows(), geometry.device_columns()])
+        let shape = [geometry.device_rows(), geometry.device_columns()];
+        let data = self.arena.tensor(ElementType::Float(self.dtype), &shape)?;
+        Ok(Matrix::dense(data, self.dtype, plan.layout, plan.shard))
     }
 
     fn vector(&mut self, plan: &VectorPlan) -> Result<DeviceTensor> {
         let geometry = vector_geometry(plan, self.spacing);
-        self.arena.tensor(self.element, &[geometry.device_rows()])
+        self.arena.tensor(ElementType::Float(self.dtype), &[geometry.device_rows()])
     }
 
     fn same(&mut self, _: &MatrixPlan, _: &MatrixPlan) -> Result<bool> {
@@ -214,8 +216,8 @@ impl WeightReader for Dividing {
 }
 
 /// The weights on their way to a device, which need not be there before [`WeightsLoad::finish`].
-pub(super) struct WeightsLoad<'a> {
-    plan: &'a WeightsPlan,
+pub(in crate::model) struct WeightsLoad<'a> {
+    plan: &'a DecoderPlan,
     loader: Loader<'a>,
     transfer: Transfer<usize>,
     same: VecDeque<bool>,
@@ -228,7 +230,7 @@ pub(super) struct WeightsLoad<'a> {
 impl<'a> WeightsLoad<'a> {
     /// Gives every weight its place.
     pub fn new(
-        plan: &'a WeightsPlan,
+        plan: &'a DecoderPlan,
         mut loader: Loader<'a>,
         dtype: DType,
         spacing: HeadSpacing,
@@ -260,17 +262,16 @@ impl<'a> WeightsLoad<'a> {
     pub fn finish<T>(
         self,
         context: &Arc<ComputeContext>,
-        beside: impl FnOnce(&Weights<DeviceTensor, DeviceTensor>) -> Result<T>,
-    ) -> Result<(Weights<DeviceTensor, DeviceTensor>, T)> {
+        beside: impl FnOnce(&Decoder<Matrix, DeviceTensor>) -> Result<T>,
+    ) -> Result<(Decoder<Matrix, DeviceTensor>, T)> {
         let WeightsLoad { plan, mut loader, transfer, same, bytes, dtype, spacing } = self;
-        let element = ElementType::Float(dtype);
         let arena = Arena::new(context, bytes, "the weights")?;
         let whole = arena.whole(ElementType::Float(dtype))?;
         if spacing.is_spaced() {
             // What lies between the heads.
             whole.zero(context)?;
         }
-        let weights = plan.read(&mut Dividing { arena, element, spacing, same })?;
+        let weights = plan.read(&mut Dividing { arena, dtype, spacing, same })?;
         let (mut beside, mut made) = (Some(beside), None);
         let mut before = || {
             if let Some(beside) = beside.take() {

@@ -2,79 +2,110 @@
 //! stream and waits once, for the logits.
 //!
 //! The residual stream and all activations have the model's element type, and are rounded where Transformers
-//! rounds them ([`crate::ops::stepwise`]).
+//! rounds them.
 
-mod decode;
-mod geometry;
-mod gpt2;
 mod graphs;
-mod heads;
-mod layers;
-mod lead;
-mod load;
-mod loads;
-mod one_token;
-mod pass;
-mod qwen3;
-mod record;
+pub(super) mod lead;
+pub(super) mod limits;
+mod logits;
+pub(super) mod record;
 mod scratch;
 mod step_clock;
-mod steps;
-mod transfer;
-mod workspace;
-
-pub(super) use heads::HeadSpacing;
-pub use scratch::PassLimits;
-pub(super) use steps::STEPS_IN_FLIGHT;
-pub(super) use workspace::DeviceWorkspace;
+pub(super) mod steps;
+pub(super) mod workspace;
 
 use std::sync::Arc;
 
-use decode::DecodeKernels;
+use limits::PassLimits;
 use scratch::{ProductShapes, Scratch};
+use workspace::DeviceWorkspace;
 
+use super::config::{MlpKind, ModelConfig, NormKind, RopeConfig};
+use super::decoder::block::{Decoder, DecoderPlan};
 use super::kv_cache::KvCache;
-use super::load::Loader;
-use super::weights::{Weights, WeightsPlan};
-use super::{ModelConfig, ModelFolder, RopeConfig};
+use super::load::heads::HeadSpacing;
+use super::load::{device as load, Loader};
+use super::ModelFolder;
 use crate::backend::cuda::CudaContext;
 use crate::backend::{Arena, ComputeContext, ContextBackend, DeviceTensor, PinnedBuffer};
 use crate::error::{Error, Result};
 use crate::memory::{DType, ElementType};
+use crate::ops::attention::{AttentionPlan, AttentionSizes};
+use crate::ops::linear::{DecoderSizes, Epilogue, LinearPlan, Matrix, Product};
 use crate::ops::rope::cuda_rounded::rope_tables;
 
 /// What is lost where each allocation is rounded up to a multiple of 512 bytes: there are nine of a model.
 const ROUNDING_BYTES: usize = 9 * 512;
 
 /// What a model has on a device.
-pub(super) struct CudaModel {
+pub(super) struct DeviceModel {
     pub context: Arc<ComputeContext>,
-    weights: Weights<DeviceTensor, DeviceTensor>,
+    pub weights: Decoder<Matrix, DeviceTensor>,
     /// Of a model with rotary positions.
-    rope: Option<RopeTables>,
+    pub rope: Option<RopeTables>,
     pub spacing: HeadSpacing,
     dtype: DType,
-    decode_kernels: DecodeKernels,
+    pub attention: AttentionPlan,
+    pub linear: LinearPlan,
     /// See [`super::LoadOptions::deterministic`].
     is_deterministic: bool,
     products: ProductShapes,
 }
 
 /// Cosines and sines of all positions, `[max_context_tokens, head_dim / 2]` of the model's element type each.
-struct RopeTables {
-    cos: DeviceTensor,
-    sin: DeviceTensor,
+pub(super) struct RopeTables {
+    pub cos: DeviceTensor,
+    pub sin: DeviceTensor,
 }
 
 /// What a model takes of the memory of a device or of the host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct DevicePlan {
+pub struct MemoryNeeds {
     /// Weights, and on a device the tables of rotary positions.
     pub weights_bytes: u64,
     /// Activations of the longest pass and scratch of the operators: on a device set apart at load.
     pub workspace_bytes: u64,
     /// Keys and values of one token in all layers.
     pub kv_bytes_per_token: u64,
+}
+
+/// The heads of a model's attention on a device.
+fn attention_sizes(config: &ModelConfig, spacing: HeadSpacing) -> AttentionSizes {
+    AttentionSizes {
+        num_heads: config.num_heads,
+        num_kv_heads: config.num_kv_heads,
+        head_dim: spacing.head_dim,
+        head_stride: spacing.stride,
+        has_qk_norm_and_rope: config.has_qk_norm && config.rope.is_some(),
+    }
+}
+
+/// All products of a model, and what becomes of each.
+fn all_products<'a>(
+    config: &ModelConfig,
+    weights: &'a Decoder<Matrix, DeviceTensor>,
+) -> impl Iterator<Item = Product<'a>> {
+    let first_of_mlp = match config.mlp {
+        MlpKind::Gated => Epilogue::SwiGlu,
+        MlpKind::Plain => Epilogue::Store,
+    };
+    let output =
+        Product { weight: weights.tokens.output(), has_bias: false, epilogue: Epilogue::Store };
+    let blocks = weights.blocks.iter().flat_map(move |block| {
+        let (up, down) = block.mlp.layers();
+        let products = [
+            (&block.attention.qkv, Epilogue::Store),
+            (&block.attention.output, Epilogue::AddResidual),
+            (up, first_of_mlp),
+            (down, Epilogue::AddResidual),
+        ];
+        products.map(|(layer, epilogue)| Product {
+            weight: &layer.weight,
+            has_bias: layer.bias.is_some(),
+            epilogue,
+        })
+    });
+    std::iter::once(output).chain(blocks)
 }
 
 /// Bytes of the tables of cosines and sines, and of the frequencies they are made from.
@@ -99,7 +130,7 @@ impl ModelFolder {
         dtype: DType,
         limits: &PassLimits,
         is_deterministic: bool,
-    ) -> Result<DevicePlan> {
+    ) -> Result<MemoryNeeds> {
         let config = self.config();
         let spacing = HeadSpacing::new(config.head_dim)?;
         let weights = load::device_bytes(self.plan(), dtype, spacing)?;
@@ -111,7 +142,7 @@ impl ModelFolder {
             .saturating_add(CudaContext::COUNTERS_BYTES)
             .saturating_add(KvCache::spare_bytes(&layout))
             .saturating_add(ROUNDING_BYTES);
-        Ok(DevicePlan {
+        Ok(MemoryNeeds {
             weights_bytes: (weights as u64).saturating_add(rope_bytes(config, dtype)? as u64),
             workspace_bytes: workspace as u64,
             kv_bytes_per_token: layout.bytes_per_token() as u64,
@@ -120,7 +151,7 @@ impl ModelFolder {
 }
 
 /// A model on its way to a device.
-pub(super) struct CudaModelLoad<'a> {
+pub(super) struct DeviceModelLoad<'a> {
     config: &'a ModelConfig,
     weights: load::WeightsLoad<'a>,
     spacing: HeadSpacing,
@@ -129,11 +160,11 @@ pub(super) struct CudaModelLoad<'a> {
     products: ProductShapes,
 }
 
-impl<'a> CudaModelLoad<'a> {
+impl<'a> DeviceModelLoad<'a> {
     /// Gives every weight its place, and makes ready what needs no device.
     pub fn new(
         config: &'a ModelConfig,
-        plan: &'a WeightsPlan,
+        plan: &'a DecoderPlan,
         loader: Loader<'a>,
         dtype: DType,
         is_deterministic: bool,
@@ -142,40 +173,40 @@ impl<'a> CudaModelLoad<'a> {
         let mut weights = load::WeightsLoad::new(plan, loader, dtype, spacing)?;
         weights.prepare()?;
         let products = ProductShapes::of(plan, spacing)?;
-        Ok(CudaModelLoad { config, weights, spacing, dtype, is_deterministic, products })
+        Ok(DeviceModelLoad { config, weights, spacing, dtype, is_deterministic, products })
     }
 
     /// Reads the weights to the device of `context`, which works for this model alone. Also returns the bytes
     /// that weights and tables take there.
-    pub fn finish(self, context: Arc<ComputeContext>) -> Result<(CudaModel, u64)> {
-        let CudaModelLoad { config, weights, spacing, dtype, is_deterministic, products } = self;
+    pub fn finish(self, context: Arc<ComputeContext>) -> Result<(DeviceModel, u64)> {
+        let DeviceModelLoad { config, weights, spacing, dtype, is_deterministic, products } = self;
         let weights_bytes = weights.device_bytes();
         let bytes = weights_bytes.saturating_add(rope_bytes(config, dtype)?) as u64;
         // Kernels are loaded while weights are on their way.
-        let (weights, (rope, decode_kernels)) = weights.finish(&context, |weights| {
+        let (weights, (rope, attention, linear)) = weights.finish(&context, |weights| {
             let rope = match &config.rope {
                 Some(rope) => Some(RopeTables::new(&context, config, rope, dtype)?),
                 None => None,
             };
-            let decode_kernels = match weights {
-                Weights::Qwen3(weights) => {
-                    DecodeKernels::find(&context, config, weights, dtype, spacing.is_spaced())
-                }
-                Weights::Gpt2(_) => DecodeKernels::default(),
+            let sizes = attention_sizes(config, spacing);
+            let attention = AttentionPlan::find(&context, sizes, dtype, is_deterministic);
+            let sizes = DecoderSizes {
+                hidden_size: config.hidden_size,
+                intermediate_size: config.intermediate_size,
+                has_rms_norms: config.norm == NormKind::Rms,
             };
-            Ok((rope, decode_kernels))
+            let products = all_products(config, weights);
+            let linear = LinearPlan::find(&context, &attention, &sizes, products, is_deterministic);
+            Ok((rope, attention, linear))
         })?;
-        let decode_kernels = match is_deterministic {
-            true => decode_kernels.deterministic(),
-            false => decode_kernels,
-        };
-        let model = CudaModel {
+        let model = DeviceModel {
             context,
             weights,
             rope,
             spacing,
             dtype,
-            decode_kernels,
+            attention,
+            linear,
             is_deterministic,
             products,
         };
@@ -183,15 +214,10 @@ impl<'a> CudaModelLoad<'a> {
     }
 }
 
-impl CudaModel {
-    /// The tables of a model with rotary positions.
-    fn rope(&self) -> Result<&RopeTables> {
-        self.rope.as_ref().ok_or_else(|| Error::internal("a model without rotary positions"))
-    }
-
+impl DeviceModel {
     /// A tensor of each allocation that holds weights or tables; twice the same where there are no tables.
     fn allocations(&self) -> [&DeviceTensor; 2] {
-        let weights = &self.weights.tokens().embedding;
+        let weights = self.weights.tokens.embedding.data();
         [weights, self.rope.as_ref().map_or(weights, |rope| &rope.cos)]
     }
 
@@ -202,7 +228,7 @@ impl CudaModel {
 
     /// Memory for passes within `limits`.
     pub fn workspace(&self, config: &ModelConfig, limits: &PassLimits) -> Result<DeviceWorkspace> {
-        let CudaModel { products, dtype, spacing, is_deterministic, .. } = self;
+        let DeviceModel { products, dtype, spacing, is_deterministic, .. } = self;
         let scratch = Scratch::of(config, products, *dtype, *spacing, limits, *is_deterministic);
         DeviceWorkspace::new(&self.context, config, *dtype, *spacing, limits, scratch)
     }

@@ -3,23 +3,22 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use super::decode::{mark_linear, MOST_CHAIN_ROWS};
 use super::graphs::{row_bucket, table_bucket, GraphKey, StepGraphs};
 use super::lead::Lead;
-use super::pass::Wanted;
+use super::limits::PassLimits;
 use super::record::{DeviceRecord, RecordExtras, RecordMemory, RecordShape};
-use super::scratch::PassLimits;
 use super::step_clock::StepClock;
 use super::workspace::{copy_floats, DeviceWorkspace, COPIED_ROWS, MAX_STEP_ROWS};
-use super::CudaModel;
+use super::DeviceModel;
 use crate::backend::{Arena, ComputeContext, ContextBackend, DeviceTensor, PinnedBuffer};
 use crate::error::{try_with_capacity, Error, Result};
 use crate::memory::{DType, ElementType};
 use crate::model::batch::ForwardBatch;
+use crate::model::config::ModelConfig;
+use crate::model::decoder::device::{rows_of, DevicePass, Wanted};
 use crate::model::kv_cache::KvCache;
 use crate::model::step::{Step, StepResult, TokenChoice, FROM_BATCH, NO_TOKEN};
-use crate::model::ModelConfig;
-use crate::ops::attention::cuda_fused::DecodeScratch;
+use crate::ops::attention::DecodeScratch;
 use crate::ops::copy::copy;
 use crate::ops::elementwise::cast;
 use crate::ops::sample::{sample, SampleBuffers, SAMPLE_COUNTERS, SAMPLE_PARTIALS};
@@ -28,7 +27,7 @@ use crate::ops::sample::{sample, SampleBuffers, SAMPLE_COUNTERS, SAMPLE_PARTIALS
 pub(in crate::model) const STEPS_IN_FLIGHT: usize = 2;
 
 /// The most sequences whose decoding is a graph, where it is not the chain.
-const MOST_PORTABLE_GRAPH_ROWS: usize = 8;
+const MAX_PORTABLE_GRAPH_ROWS: usize = 8;
 
 /// The memory behind steps.
 pub(in crate::model) struct DeviceSteps {
@@ -182,7 +181,7 @@ fn choice_bytes() -> Result<usize> {
     Ok(chosen + counters + Arena::bytes_for(ElementType::I64, &[PARTIALS])?)
 }
 
-impl CudaModel {
+impl DeviceModel {
     /// See [`crate::model::Model::begin_step`]; the batch was checked.
     pub fn begin_step(
         &self,
@@ -246,16 +245,17 @@ impl CudaModel {
         should_stop: &dyn Fn() -> bool,
     ) -> Result<()> {
         let num_rows = batch.logits_rows.len();
-        if !is_decode(batch) || num_rows > self.most_graph_rows() {
+        if !is_decode(batch) || num_rows > self.max_graph_rows() {
             let shape = RecordShape::of(batch);
             let record = workspace.steps.upload(&shape, batch, extras)?;
-            let how = match is_decode(batch) && self.decode_kernels.attention {
-                true => Wanted::of_decode(config, &record, self.is_deterministic)?,
-                false => Wanted::of(config, batch, &record, self.is_deterministic)?,
+            let wanted = if is_decode(batch) && self.attention.is_fused() {
+                Wanted::of_decode(config, &record, &self.attention)
+            } else {
+                Wanted::of(config, batch, &record, &self.attention)?
             };
-            let normed = self.hidden_states(config, &record, &how, kv, workspace, should_stop)?;
-            return normed
-                .map_or(Ok(()), |normed| self.choose(config, &record, &normed, workspace));
+            let linear = self.linear.apart(&self.context)?;
+            let pass = self.pass(config, &record, &wanted, linear, workspace, should_stop)?;
+            return self.choose(&pass, kv, workspace);
         }
         // Steps of about the same size are one graph.
         let rows = row_bucket(num_rows).min(workspace.step_rows());
@@ -273,24 +273,21 @@ impl CudaModel {
         };
         let mut graphs = std::mem::take(&mut workspace.steps.graphs);
         let queue = || {
-            if self.decode_kernels.chain {
-                let logits = self.decode(config, &record, kv, workspace)?;
-                sample(&self.context, &logits, &workspace.steps.buffers(&record))?;
-                return self.cuda()?.mark("sample", 0, 0.0);
-            }
-            let how = Wanted::of_decode(config, &record, self.is_deterministic)?;
-            let normed = self.hidden_states(config, &record, &how, kv, workspace, &|| false)?;
-            normed.map_or(Ok(()), |normed| self.choose(config, &record, &normed, workspace))
+            let wanted = Wanted::of_decode(config, &record, &self.attention);
+            let linear = self.linear.chain(&self.context, rows)?;
+            let pass = self.pass(config, &record, &wanted, linear, workspace, &|| false)?;
+            let queue = || self.choose(&pass, kv, workspace);
+            linear.with_memory_divided(config.hidden_size, rows, queue)
         };
         // Each stands for the allocation that it is a part of. (One may be there several times: this is run for every
         // token, and a list of its own would be allocated each time.)
         let cache = &kv.device_layer(0)?.k;
-        let scratch = workspace.decode_scratch.as_ref().map(DecodeScratch::memory);
+        let partials = workspace.attention_partials.as_ref().map(DecodeScratch::memory);
         let [weights, tables] = self.allocations();
         let tensors = [
             weights,
             tables,
-            scratch.unwrap_or(weights),
+            partials.unwrap_or(weights),
             cache,
             &workspace.hidden,
             &workspace.steps.chosen,
@@ -302,28 +299,22 @@ impl CudaModel {
     }
 
     /// The most sequences whose decoding is a graph.
-    fn most_graph_rows(&self) -> usize {
-        match self.decode_kernels.chain {
-            true => MOST_CHAIN_ROWS,
-            false => MOST_PORTABLE_GRAPH_ROWS,
-        }
+    fn max_graph_rows(&self) -> usize {
+        self.linear.max_chain_rows().unwrap_or(MAX_PORTABLE_GRAPH_ROWS)
     }
 
-    /// The logits behind `normed` [num_rows, hidden_size], and the choice of tokens.
+    /// Queues a pass, the logits of the rows that are wanted, and the choice of their tokens.
     fn choose(
         &self,
-        config: &ModelConfig,
-        record: &DeviceRecord,
-        normed: &DeviceTensor,
+        pass: &DevicePass<'_>,
+        kv: &KvCache,
         workspace: &DeviceWorkspace,
     ) -> Result<()> {
-        let num_rows = normed.shape().first().map_or(0, |&n| n as usize);
-        let logits = workspace.logits.view(0, &[num_rows, config.vocab_size], None)?;
-        self.project(normed, &logits)?;
-        let cuda = self.cuda()?;
-        mark_linear(cuda, "output", self.weights.tokens().output(), num_rows)?;
-        sample(&self.context, &logits, &workspace.steps.buffers(record))?;
-        cuda.mark("sample", 0, 0.0)
+        let Some(mut act) = pass.run(kv, workspace)? else { return Ok(()) };
+        let logits = rows_of(&workspace.logits, act.stream.num_rows())?;
+        pass.logits(&mut act, &logits)?;
+        sample(&self.context, &logits, &workspace.steps.buffers(pass.record))?;
+        pass.cuda.mark("sample", 0, 0.0)
     }
 
     /// Queues the logits that the caller wants on their way to the host.

@@ -5,21 +5,30 @@
 //! default: a file that is cut short under a mapping kills the process with SIGBUS, while a short
 //! read is an error like any other.
 
+pub(super) mod device;
+mod geometry;
+pub(super) mod heads;
+mod pieces;
+pub mod plan;
+mod transfer;
+
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use self::plan::{MatrixPart, MatrixPlan, VectorPlan, WeightReader};
 use super::checkpoint::{Checkpoint, Tensor};
+use super::decoder::block::DecoderPlan;
 use super::folder::{io_error, Folder};
-use super::weights::{MatrixLayout, MatrixPart, MatrixPlan, VectorPlan, WeightReader, WeightsPlan};
 use super::LoadedWeights;
 use crate::backend::cpu::CpuBackend;
 use crate::error::{try_filled, Error, ErrorKind, Result};
 use crate::memory::DType;
 use crate::ops::common::packed_matrix::PANEL_COLUMNS;
 use crate::ops::common::packed_matrix::{PackedMatrix, PanelWriter};
+use crate::ops::linear::MatrixLayout;
 
 /// Bytes that one thread reads at once: large enough for a sequential read to run at the device's
 /// speed, small enough for the L2 cache to hold a good part while it is being packed.
@@ -43,7 +52,7 @@ pub struct LoadOptions {
 /// Reads what `plan` names. `progress` gets the fraction done, on this thread, and stops the load
 /// by returning false. Also returns the bytes of memory that the weights take.
 pub(super) fn load_weights(
-    plan: &WeightsPlan,
+    plan: &DecoderPlan,
     folder: &Folder,
     checkpoint: &Checkpoint,
     backend: &CpuBackend,

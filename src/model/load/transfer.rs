@@ -14,7 +14,7 @@ use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::geometry::{convert, Geometry};
-use super::loads::{push, Job, Loads, Piece};
+use super::pieces::{push, Job, Loads, Piece};
 use crate::backend::cpu::CpuBackend;
 use crate::error::{Error, Result};
 use crate::memory::{DType, HostBuffer, Pages};
@@ -30,7 +30,7 @@ const SLOTS_PER_READER: usize = 2;
 const MAX_READERS: usize = 16;
 
 /// What takes weights up. All methods may be called by several threads, each with slots of its own.
-pub(super) trait Sink: Sync {
+pub(in crate::model) trait Sink: Sync {
     /// Where a weight goes.
     type Place: Sync;
     /// Memory from which copies are made.
@@ -56,7 +56,7 @@ pub(super) trait Sink: Sync {
 }
 
 /// All tensors that are to be read.
-pub(super) struct Transfer<P> {
+pub(in crate::model) struct Transfer<P> {
     jobs: Vec<Job<P>>,
     /// Element type on the device.
     dtype: DType,
@@ -205,10 +205,10 @@ fn copy<S: Sink>(
 mod tests {
     use super::*;
     use crate::model::checkpoint::Checkpoint;
-    use crate::model::cuda::heads::HeadSpacing;
     use crate::model::folder::Folder;
-    use crate::model::weights::HeadAxis;
+    use crate::model::load::heads::HeadSpacing;
     use crate::model::LoadOptions;
+    use crate::ops::linear::{ShardAxis, ShardUnit};
     use std::sync::atomic::{AtomicUsize, Ordering};
     use std::sync::{Arc, Mutex};
 
@@ -301,14 +301,14 @@ mod tests {
 
     /// The shapes of the tests' weights, `(parts of rows, columns, heads)`.
     const WEIGHTS: [(&[usize], usize, HeadAxis); 8] = [
-        (&[700], 24, HeadAxis::None),
-        (&[24], 1, HeadAxis::None),
-        (&[96, 48, 48], 24, HeadAxis::Rows),
-        (&[96, 48, 48], 1, HeadAxis::Rows),
-        (&[24], 96, HeadAxis::Columns),
-        (&[1], 1, HeadAxis::None),
-        (&[40, 40], 24, HeadAxis::None),
-        (&[24], 1, HeadAxis::None),
+        (&[700], 24, ShardAxis::None),
+        (&[24], 1, ShardAxis::None),
+        (&[96, 48, 48], 24, ShardAxis::Out(ShardUnit::Head)),
+        (&[96, 48, 48], 1, ShardAxis::Out(ShardUnit::Head)),
+        (&[24], 96, ShardAxis::In(ShardUnit::Head)),
+        (&[1], 1, ShardAxis::None),
+        (&[40, 40], 24, ShardAxis::None),
+        (&[24], 1, ShardAxis::None),
     ];
 
     fn value(index: usize) -> f32 {
@@ -418,13 +418,14 @@ mod tests {
         let mut all = Vec::new();
         for (weight, (parts, columns, heads)) in WEIGHTS.iter().enumerate() {
             let rows: usize = parts.iter().sum();
-            let (device_rows, _) = place(rows, *heads == HeadAxis::Rows, 0);
-            let (device_columns, _) = place(*columns, *heads == HeadAxis::Columns, 0);
+            let (device_rows, _) = place(rows, *shard == ShardAxis::Out(ShardUnit::Head), 0);
+            let (device_columns, _) = place(*columns, *shard == ShardAxis::In(ShardUnit::Head), 0);
             let mut values = vec![0.0; device_rows * device_columns];
             for row in 0..rows {
                 for column in 0..*columns {
-                    let (_, to_row) = place(rows, *heads == HeadAxis::Rows, row);
-                    let (_, to_column) = place(*columns, *heads == HeadAxis::Columns, column);
+                    let (_, to_row) = place(rows, *shard == ShardAxis::Out(ShardUnit::Head), row);
+                    let (_, to_column) =
+                        place(*columns, *shard == ShardAxis::In(ShardUnit::Head), column);
                     values[to_row * device_columns + to_column] =
                         value(row * columns + column + weight);
                 }

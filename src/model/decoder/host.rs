@@ -1,0 +1,331 @@
+//! The forward pass on the CPU.
+
+use super::block::{Block, Decoder, LinearWeights, MlpWeights, NormWeights};
+use crate::backend::cpu::CpuBackend;
+use crate::error::{Error, ErrorKind, Result};
+use crate::model::batch::ForwardBatch;
+use crate::model::config::{ModelConfig, NormKind};
+use crate::model::kv_cache::KvCache;
+use crate::model::workspace::{Activations, Workspace};
+use crate::model::{Compute, Model};
+use crate::ops::activation::cpu::{activation_in_place, Activation};
+use crate::ops::attention::cpu_paged::{attention, AttentionBatch};
+use crate::ops::common::packed_matrix::PackedMatrix;
+use crate::ops::embedding::cpu_packed::embedding;
+use crate::ops::kv_cache::cpu::kv_cache_append;
+use crate::ops::layer_norm::cpu::layer_norm;
+use crate::ops::linear::cpu::{linear, LinearScratch, Store};
+use crate::ops::rms_norm::cpu::rms_norm;
+use crate::ops::rms_norm::cpu_heads::rms_norm_heads;
+use crate::ops::rope::cpu_table::{rope, RopeTable};
+use crate::ops::rope::RopePairing;
+use crate::ops::silu_mul::cpu_stacked::silu_mul;
+use crate::thread_state::StandardFloats;
+
+/// One forward pass under way: what each layer needs besides its weights.
+struct Pass<'a> {
+    config: &'a ModelConfig,
+    backend: &'a CpuBackend,
+    batch: &'a ForwardBatch<'a>,
+    kv: &'a mut KvCache,
+    act: Activations<'a>,
+    /// Rows of the activations: the tokens of the batch, or after the last attention those whose
+    /// logits are wanted.
+    num_rows: usize,
+    /// Whether the rows are those whose logits are wanted, in their order.
+    only_wanted_rows: bool,
+    should_stop: &'a dyn Fn() -> bool,
+}
+
+impl Model {
+    /// Runs the tokens of `batch`: writes their keys and values into `kv`, and the logits of
+    /// `batch.logits_rows` to `logits` `[num_logits_rows, vocab_size]`.
+    ///
+    /// On the CPU every row's result depends on its own sequence alone, bit for bit: not on the other
+    /// sequences of the batch, not on how the sequence was cut into batches, not on the number of
+    /// threads. On CUDA the kernels, and with them the last bits, depend on the number of rows.
+    /// `should_stop` is asked between layers; true ends the pass with
+    /// [`ErrorKind::Cancelled`], after which the keys and values of this batch are to be considered
+    /// unwritten.
+    pub fn forward(
+        &self,
+        batch: &ForwardBatch<'_>,
+        kv: &mut KvCache,
+        workspace: &mut Workspace,
+        logits: &mut [f32],
+        should_stop: &dyn Fn() -> bool,
+    ) -> Result<()> {
+        let _mode = StandardFloats::new();
+        let config = self.config();
+        if kv.layout() != self.kv_layout() {
+            return Err(Error::internal("the KV cache was made for another model"));
+        }
+        batch.validate(config, kv)?;
+        let num_logits = batch.logits_rows.len().checked_mul(config.vocab_size);
+        if num_logits != Some(logits.len()) {
+            return Err(Error::invalid_argument(format!(
+                "room for {} logits, but {} rows of {} are wanted",
+                logits.len(),
+                batch.logits_rows.len(),
+                config.vocab_size
+            )));
+        }
+        if batch.num_tokens() == 0 {
+            return Ok(());
+        }
+        let cpu = match &self.compute {
+            Compute::Cpu(cpu) => cpu,
+            Compute::Device(cuda) => {
+                let most_rows = batch.num_tokens().max(batch.logits_rows.len());
+                let workspace = workspace.on_device(cuda, config, most_rows)?;
+                return cuda.forward(config, batch, kv, workspace, logits, should_stop);
+            }
+        };
+        let act = workspace.activations(config, batch.num_tokens(), batch.logits_rows.len())?;
+        let num_rows = batch.num_tokens();
+        let mut pass = Pass {
+            config,
+            backend: &cpu.backend,
+            batch,
+            kv,
+            act,
+            num_rows,
+            only_wanted_rows: false,
+            should_stop,
+        };
+        cpu.weights.forward(&mut pass, cpu.rope.as_ref(), logits)
+    }
+}
+
+impl Decoder<PackedMatrix, Vec<f32>> {
+    /// The whole pass.
+    fn forward(
+        &self,
+        pass: &mut Pass<'_>,
+        rope_table: Option<&RopeTable>,
+        logits: &mut [f32],
+    ) -> Result<()> {
+        embedding(pass.backend, &self.tokens.embedding, pass.batch.token_ids, pass.act.hidden)?;
+        if let Some(table) = &self.position_embedding {
+            pass.add_positions(table)?;
+        }
+        for (index, block) in self.blocks.iter().enumerate() {
+            pass.check_stop()?;
+            block.forward(pass, index, rope_table)?;
+        }
+        pass.logits(self.tokens.output(), &self.final_norm, logits)
+    }
+}
+
+impl Block<PackedMatrix, Vec<f32>> {
+    /// One layer, as [`super::block`] has it.
+    fn forward(
+        &self,
+        pass: &mut Pass<'_>,
+        index: usize,
+        rope_table: Option<&RopeTable>,
+    ) -> Result<()> {
+        let num_tokens = pass.batch.num_tokens();
+        pass.norm(&self.attention_norm)?;
+        let (backend, act) = (pass.backend, &mut pass.act);
+        let qkv = &self.attention.qkv;
+        qkv.forward(backend, act.normed, num_tokens, act.qkv, Store::Overwrite, act.linear)?;
+        pass.turn_heads(self, rope_table)?;
+        pass.attend(index)?;
+
+        // Only the rows whose logits are wanted may be left.
+        let (num_rows, act) = (pass.num_rows, &mut pass.act);
+        let output = &self.attention.output;
+        output.forward(backend, act.attn_out, num_rows, act.hidden, Store::Add, act.linear)?;
+        pass.norm(&self.mlp_norm)?;
+        let (width, act) = (pass.config.intermediate_size, &mut pass.act);
+        let (up, down) = self.mlp.layers();
+        up.forward(backend, act.normed, num_rows, act.mlp_up, Store::Overwrite, act.linear)?;
+        let x = match &self.mlp {
+            MlpWeights::Gated { .. } => {
+                silu_mul(backend, act.mlp_up, width, act.mlp_act)?;
+                &*act.mlp_act
+            }
+            MlpWeights::Plain { .. } => {
+                activation_in_place(backend, Activation::GeluTanh, act.mlp_up)?;
+                &*act.mlp_up
+            }
+        };
+        down.forward(backend, x, num_rows, act.hidden, Store::Add, act.linear)
+    }
+}
+
+impl LinearWeights<PackedMatrix, Vec<f32>> {
+    fn forward(
+        &self,
+        backend: &CpuBackend,
+        x: &[f32],
+        num_tokens: usize,
+        out: &mut [f32],
+        store: Store,
+        scratch: &mut LinearScratch,
+    ) -> Result<()> {
+        let bias = self.bias.as_deref();
+        linear(backend, x, num_tokens, &self.weight, bias, out, store, scratch)
+    }
+}
+
+/// `out = norm(x)`, row by row.
+fn normalise(
+    backend: &CpuBackend,
+    config: &ModelConfig,
+    norm: &NormWeights<Vec<f32>>,
+    x: &[f32],
+    out: &mut [f32],
+) -> Result<()> {
+    let (weight, eps) = (&norm.weight, config.norm_eps);
+    match config.norm {
+        NormKind::Rms => rms_norm(backend, x, weight, eps, out),
+        NormKind::Layer => layer_norm(backend, x, weight, norm.bias.as_deref(), eps, out),
+    }
+}
+
+impl Pass<'_> {
+    /// Ends the pass if the caller wants so; called before each layer.
+    fn check_stop(&self) -> Result<()> {
+        if (self.should_stop)() {
+            return Err(Error::new(ErrorKind::Cancelled, "the forward pass was cancelled"));
+        }
+        Ok(())
+    }
+
+    /// Adds to each token the learned vector of its position.
+    fn add_positions(&mut self, table: &[f32]) -> Result<()> {
+        let hidden_size = self.config.hidden_size;
+        let rows = self.act.hidden.chunks_exact_mut(hidden_size);
+        for (row, &position) in rows.zip(self.batch.positions) {
+            let begin = position as usize * hidden_size;
+            let learned = table.get(begin..begin + hidden_size).ok_or_else(|| {
+                Error::invalid_argument(format!("there is no position {position}"))
+            })?;
+            row.iter_mut().zip(learned).for_each(|(x, y)| *x += y);
+        }
+        Ok(())
+    }
+
+    /// `act.normed = norm(act.hidden)`
+    fn norm(&mut self, norm: &NormWeights<Vec<f32>>) -> Result<()> {
+        normalise(self.backend, self.config, norm, self.act.hidden, self.act.normed)
+    }
+
+    /// Normalises and rotates the heads of q and k in `act.qkv`, where the model has it so.
+    fn turn_heads(
+        &mut self,
+        block: &Block<PackedMatrix, Vec<f32>>,
+        rope_table: Option<&RopeTable>,
+    ) -> Result<()> {
+        let (config, backend, qkv) = (self.config, self.backend, &mut *self.act.qkv);
+        let (num_heads, num_kv_heads) = (config.num_heads, config.num_kv_heads);
+        let (num_tokens, eps) = (self.batch.num_tokens(), config.norm_eps);
+        let row_stride = config.q_size() + 2 * config.kv_size();
+        if let Some(norm) = &block.attention.qk_norm {
+            rms_norm_heads(backend, qkv, num_tokens, row_stride, num_heads, &norm.q, eps)?;
+            let k = qkv.get_mut(config.q_size()..).unwrap_or_default();
+            rms_norm_heads(backend, k, num_tokens, row_stride, num_kv_heads, &norm.k, eps)?;
+        }
+        if let Some(table) = rope_table {
+            // The heads of k follow those of q in each row: one call turns both.
+            let (heads, positions) = (num_heads + num_kv_heads, self.batch.positions);
+            rope(backend, qkv, row_stride, heads, positions, table, RopePairing::SplitHalf)?;
+        }
+        Ok(())
+    }
+
+    /// Writes the keys and values in `act.qkv` to the cache and lets every query see those up to
+    /// its own position: `act.attn_out = softmax(q k^T / sqrt(head_dim)) v` per head (Vaswani et
+    /// al. 2017, section 3.2.1; grouped queries: Ainslie et al. 2023). After the last layer's
+    /// attention `num_rows` may be fewer than before.
+    fn attend(&mut self, layer: usize) -> Result<()> {
+        let (q_size, kv_size) = (self.config.q_size(), self.config.kv_size());
+        let row_stride = q_size + 2 * kv_size;
+        let k = self.act.qkv.get(q_size..).unwrap_or_default();
+        let v = k.get(kv_size..).unwrap_or_default();
+        let mut blocks = self.kv.layer(layer)?;
+        kv_cache_append(self.backend, k, v, row_stride, self.batch.slot_mapping, &mut blocks)?;
+        attention(
+            self.backend,
+            self.act.qkv,
+            row_stride,
+            &blocks,
+            &AttentionBatch {
+                cu_seqlens_q: self.batch.cu_seqlens_q,
+                context_lens: self.batch.context_lens,
+                block_tables: self.batch.block_tables,
+                max_blocks_per_seq: self.batch.max_blocks_per_seq,
+            },
+            self.config.num_heads,
+            self.config.attention_scale(),
+            self.act.attn_out,
+            self.act.attention,
+        )?;
+        if layer + 1 == self.config.num_layers {
+            self.keep_wanted_rows();
+        }
+        Ok(())
+    }
+
+    /// After the last attention nothing but the rows whose logits are wanted matters: moves them to
+    /// the front of the activations and cuts off the rest. In a prefill that spares most of the last
+    /// layer. Rows that are not in rising order are left where they are.
+    fn keep_wanted_rows(&mut self) {
+        let rows = self.batch.logits_rows;
+        if !rows.is_sorted_by(|row, next| row < next) {
+            return;
+        }
+        let act = &mut self.act;
+        for buffer in [&mut act.hidden, &mut act.attn_out] {
+            let width = buffer.len() / self.num_rows;
+            for (to, &from) in rows.iter().enumerate() {
+                // `validate` has found `from` to be a row, and rising order makes `to <= from`.
+                let from = from as usize * width;
+                buffer.copy_within(from..from + width, to * width);
+            }
+        }
+        let buffers = [
+            &mut act.hidden,
+            &mut act.normed,
+            &mut act.attn_out,
+            &mut act.mlp_up,
+            &mut act.mlp_act,
+        ];
+        for buffer in buffers {
+            let width = buffer.len() / self.num_rows;
+            let whole = std::mem::take(buffer);
+            *buffer = whole.get_mut(..rows.len() * width).unwrap_or_default();
+        }
+        self.num_rows = rows.len();
+        self.only_wanted_rows = true;
+    }
+
+    /// Logits of the wanted rows: normalises them and multiplies with the output matrix.
+    fn logits(
+        &mut self,
+        output: &PackedMatrix,
+        final_norm: &NormWeights<Vec<f32>>,
+        logits: &mut [f32],
+    ) -> Result<()> {
+        let (config, backend, act) = (self.config, self.backend, &mut self.act);
+        let norm = |x: &[f32], out: &mut [f32]| normalise(backend, config, final_norm, x, out);
+        let hidden_size = config.hidden_size;
+        let rows = self.batch.logits_rows;
+        let normed = if self.only_wanted_rows {
+            norm(act.hidden, act.normed)?;
+            &*act.normed
+        } else {
+            let (wanted, normed) = act.logits_hidden.split_at_mut(rows.len() * hidden_size);
+            for (out, &row) in wanted.chunks_exact_mut(hidden_size).zip(rows) {
+                let begin = row as usize * hidden_size;
+                let hidden = act.hidden.get(begin..begin + hidden_size);
+                out.copy_from_slice(hidden.ok_or_else(|| Error::internal("a row out of range"))?);
+            }
+            norm(wanted, normed)?;
+            &*normed
+        };
+        linear(backend, normed, rows.len(), output, None, logits, Store::Overwrite, act.linear)
+    }
+}

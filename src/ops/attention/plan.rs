@@ -1,0 +1,188 @@
+//! Which kernels compute the attention of a model, found out once, when it is loaded.
+//!
+//! On Hopper and later, sequences with one new token have everything between the projection to q, k, v and the output
+//! projection in one kernel, where the heads suit it; for one sequence of a small model the output projection is part of
+//! it too. Everything else is [`attention`](super::attention()) over the cache.
+//!
+//! Of a model that is to be deterministic, a row's keys are gone over in an order that follows from the row's position
+//! alone: by flash attention in segments, for decoding too.
+
+use super::choice::AttentionBackend;
+use super::cuda_fused::{
+    decode_attention, has_decode_attention, is_fused_head_dim, DecodeScratch, DecodeSequences,
+};
+use super::cuda_fused_project::{decode_attention_o, has_decode_attention_o};
+use super::{attention_scratch_bytes, AttentionOptions};
+use crate::backend::{ComputeContext, DeviceTensor};
+use crate::error::{Error, Result};
+use crate::memory::{DType, Tensor};
+use crate::ops::kv_cache::KvSlots;
+use crate::ops::qk_norm_rope_append::QkNormRope;
+
+/// The attention of a model.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct AttentionSizes {
+    /// Query heads.
+    pub num_heads: usize,
+    /// Key and value heads.
+    pub num_kv_heads: usize,
+    /// Elements of a head.
+    pub head_dim: usize,
+    /// Elements from one head to the next.
+    pub head_stride: usize,
+    /// Whether queries and keys are normalised by head and then rotated.
+    pub has_qk_norm_and_rope: bool,
+}
+
+/// See the head of the file.
+#[derive(Clone, Copy, Debug)]
+pub struct AttentionPlan {
+    sizes: AttentionSizes,
+    has_fused: bool,
+    is_deterministic: bool,
+}
+
+/// The most device memory that [`attention`](super::attention()) over the cache takes for as long as it is queued, for up
+/// to `num_seqs` sequences of up to `max_kv_len` keys.
+pub fn scratch_bytes(
+    sizes: &AttentionSizes,
+    dtype: DType,
+    num_seqs: usize,
+    max_kv_len: usize,
+    is_deterministic: bool,
+) -> usize {
+    let AttentionSizes { num_heads, head_stride, .. } = *sizes;
+    attention_scratch_bytes(dtype, num_seqs, num_heads, head_stride, max_kv_len, is_deterministic)
+}
+
+/// Bytes of the partial results of up to `num_seqs` sequences with one new token each, on any device; 0 where no kernel
+/// leaves any.
+pub fn partial_bytes(sizes: &AttentionSizes, dtype: DType, num_seqs: usize) -> Result<usize> {
+    let AttentionSizes { num_heads, head_dim, has_qk_norm_and_rope, .. } = *sizes;
+    if has_qk_norm_and_rope && dtype != DType::F32 && is_fused_head_dim(head_dim) {
+        DecodeScratch::device_bytes(num_seqs, num_heads, head_dim)
+    } else {
+        Ok(0)
+    }
+}
+
+/// Memory of that size; `None` where it is none.
+pub fn partials(
+    context: &ComputeContext,
+    sizes: &AttentionSizes,
+    dtype: DType,
+    num_seqs: usize,
+) -> Result<Option<DecodeScratch>> {
+    if partial_bytes(sizes, dtype, num_seqs)? == 0 {
+        return Ok(None);
+    }
+    DecodeScratch::new(context, num_seqs, sizes.num_heads, sizes.head_dim).map(Some)
+}
+
+impl AttentionPlan {
+    /// What serves such heads on the device of `context`. `XSERV_CUDA_PORTABLE=1` in the environment: nothing but
+    /// [`attention`](super::attention()), for comparing and testing what other devices take.
+    pub fn find(
+        context: &ComputeContext,
+        sizes: AttentionSizes,
+        dtype: DType,
+        is_deterministic: bool,
+    ) -> Self {
+        let is_portable = std::env::var_os("XSERV_CUDA_PORTABLE").is_some_and(|value| value == "1");
+        let has_fused = !is_portable
+            && sizes.has_qk_norm_and_rope
+            && dtype != DType::F32
+            && sizes.head_dim == sizes.head_stride
+            && has_decode_attention(context, sizes.head_dim);
+        AttentionPlan { sizes, has_fused, is_deterministic }
+    }
+
+    /// Whether the chip and the build have the kernels for one new token a sequence, whatever the order of sums.
+    pub(in crate::ops) fn has_fused_kernels(&self) -> bool {
+        self.has_fused
+    }
+
+    /// Whether there is a kernel that projects to `hidden_size` too.
+    pub(in crate::ops) fn has_fused_projection(
+        &self,
+        context: &ComputeContext,
+        hidden_size: usize,
+    ) -> bool {
+        let AttentionSizes { num_heads, num_kv_heads, head_dim, .. } = self.sizes;
+        self.is_fused()
+            && has_decode_attention_o(context, num_heads, num_kv_heads, head_dim, hidden_size)
+    }
+
+    pub(in crate::ops) fn num_kv_heads(&self) -> usize {
+        self.sizes.num_kv_heads
+    }
+
+    /// Whether sequences with one new token each are for [`AttentionPlan::attend_new_tokens`].
+    pub fn is_fused(&self) -> bool {
+        self.has_fused && !self.is_deterministic
+    }
+
+    /// How [`attention`](super::attention()) over the cache goes about it, without the index arrays.
+    pub fn options(&self) -> AttentionOptions {
+        let backend =
+            if self.is_deterministic { AttentionBackend::Flash } else { AttentionBackend::Auto };
+        AttentionOptions {
+            causal: true,
+            backend,
+            in_segments: self.is_deterministic,
+            has_settled_indices: true,
+            ..AttentionOptions::default()
+        }
+    }
+
+    /// Everything between the projections for sequences with one new token each. qkv and out as matrices of
+    /// `[num_seqs, ...]`.
+    #[allow(clippy::too_many_arguments)]
+    pub fn attend_new_tokens(
+        &self,
+        context: &ComputeContext,
+        qkv: &DeviceTensor,
+        how: &QkNormRope<'_>,
+        slots: &KvSlots<'_>,
+        sequences: &DecodeSequences<'_>,
+        scratch: Option<&DecodeScratch>,
+        out: &DeviceTensor,
+    ) -> Result<()> {
+        let num_seqs = sequences.context_lens.num_elements() as usize;
+        let AttentionSizes { num_heads, head_dim, .. } = self.sizes;
+        let qkv = qkv.view(0, &[num_seqs, self.all_heads(), head_dim], None)?;
+        let out = out.view(0, &[num_seqs, num_heads, head_dim], None)?;
+        let scratch = scratch.ok_or_else(no_scratch)?;
+        decode_attention(context, &qkv, how, slots, sequences, scratch, &out)
+    }
+
+    /// The same for one sequence, and of the output projection with `weight` [hidden_size, num_heads * head_dim] the part
+    /// of each kv head. Returns the parts, f32 [num_kv_heads, hidden_size].
+    #[allow(clippy::too_many_arguments)]
+    pub fn attend_and_project(
+        &self,
+        context: &ComputeContext,
+        qkv: &DeviceTensor,
+        how: &QkNormRope<'_>,
+        slots: &KvSlots<'_>,
+        sequences: &DecodeSequences<'_>,
+        scratch: Option<&DecodeScratch>,
+        weight: &Tensor,
+    ) -> Result<DeviceTensor> {
+        let hidden_size = weight.shape().first().map_or(0, |&n| n as usize);
+        let sums = scratch.ok_or_else(no_scratch)?;
+        let sums = sums.as_matrix(self.sizes.num_kv_heads, hidden_size)?;
+        let qkv = qkv.view(0, &[1, self.all_heads(), self.sizes.head_dim], None)?;
+        decode_attention_o(context, &qkv, how, slots, sequences, weight, &sums)?;
+        Ok(sums)
+    }
+
+    /// Heads of q, k and v.
+    fn all_heads(&self) -> usize {
+        self.sizes.num_heads + 2 * self.sizes.num_kv_heads
+    }
+}
+
+fn no_scratch() -> Error {
+    Error::internal("no memory for partial results of attention")
+}

@@ -1,0 +1,101 @@
+//! The matrix of a linear layer on a device: its data, how they are stored, and along which axis devices could
+//! divide it.
+
+use std::ops::Deref;
+
+use crate::backend::DeviceTensor;
+use crate::memory::DType;
+
+/// How the numbers of a matrix are stored. What they are computed with is a [`DType`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum WeightFormat {
+    /// Every number by itself.
+    Dense(DType),
+}
+
+/// The order of the two axes in memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MatrixLayout {
+    /// `[out_features, in_features]`, as `nn.Linear` and embeddings are stored.
+    Rows,
+    /// `[in_features, out_features]`, as GPT-2's `Conv1D` is stored.
+    Columns,
+}
+
+/// What must stay together where an axis is divided.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ShardUnit {
+    /// Nothing: every feature is by itself.
+    Feature,
+    /// An attention head.
+    Head,
+}
+
+/// The axis along which devices divide a weight, and so where its attention heads lie, head after head. A device may put
+/// heads further apart, with zeros between them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ShardAxis {
+    /// Every device has all of it: norms, embeddings.
+    None,
+    /// The output features: projections to q, k and v, gate and up, and their biases. Devices have different parts of the
+    /// result.
+    Out(ShardUnit),
+    /// The input features: the projections back into the residual stream. The results of all devices are added up before
+    /// anything else is done with them.
+    In(ShardUnit),
+}
+
+impl ShardAxis {
+    /// The axis of the transposed weight.
+    pub fn transposed(self) -> Self {
+        match self {
+            ShardAxis::None => ShardAxis::None,
+            ShardAxis::Out(unit) => ShardAxis::In(unit),
+            ShardAxis::In(unit) => ShardAxis::Out(unit),
+        }
+    }
+}
+
+/// A matrix `[out_features, in_features]` on a device.
+#[derive(Debug)]
+pub struct Matrix {
+    data: DeviceTensor,
+    format: WeightFormat,
+    layout: MatrixLayout,
+    shard: ShardAxis,
+}
+
+impl Matrix {
+    /// A dense matrix; `data` has the axes that `layout` says.
+    pub fn dense(data: DeviceTensor, dtype: DType, layout: MatrixLayout, shard: ShardAxis) -> Self {
+        Matrix { data, format: WeightFormat::Dense(dtype), layout, shard }
+    }
+
+    /// The numbers as they lie in memory.
+    pub fn data(&self) -> &DeviceTensor {
+        &self.data
+    }
+
+    /// How they are stored.
+    pub fn format(&self) -> WeightFormat {
+        self.format
+    }
+
+    /// The order of the axes.
+    pub fn layout(&self) -> MatrixLayout {
+        self.layout
+    }
+
+    /// The axis along which devices divide it.
+    pub fn shard(&self) -> ShardAxis {
+        self.shard
+    }
+}
+
+impl Deref for Matrix {
+    type Target = DeviceTensor;
+
+    fn deref(&self) -> &DeviceTensor {
+        &self.data
+    }
+}

@@ -1,0 +1,519 @@
+//! Which kernels compute the linear layers of a model, found out once, when it is loaded; and the layers by them.
+//!
+//! * Up to [`MAX_CHAIN_ROWS`] rows of a step that decodes on Hopper, where the weights suit: a chain of kernels in which
+//!   each begins to fetch its weights while those before it are still at work, so that the device memory hardly rests.
+//!   Products add to the residual stream by themselves.
+//! * One or two rows of such a chain: with the norms in the products.
+//! * One row of a small model, whose step is a chain of trips to memory rather than a stream: products by tensor cores,
+//!   and the output projection in the attention.
+//! * Everything else: norms, which add what is pending, and products apart; up to [`MAX_CHAIN_ROWS`] rows by the kernel
+//!   of the chain where it serves the weights, above them by the kernel for prompts where that is the fastest, else
+//!   by [`gemm`].
+//!
+//! Of a model that is to be deterministic, every row of a linear layer is summed in an order that follows from the shape of
+//! the weight alone. The other rows of a batch, the pieces that a prompt is cut into, a preemption or a warm prefix
+//! then change nothing. Where the weights suit the chain, up to [`MAX_CHAIN_ROWS`] rows are computed by its kernel, more
+//! by [`gemm`] with [`SumOrder::Parts`]; both add up k by wgmma, 16 at a time from the first to the last, in as many
+//! parts as the shape of the weight says. Other weights take [`SumOrder::ByRow`].
+
+use super::cuda_gemv::{decode_gemv, has_decode_gemv, is_gemv_weight, GEMV_TOKENS};
+use super::cuda_gemv_mma::{decode_gemv_mma, has_decode_gemv_mma, OneTokenLinear};
+use super::cuda_prefill::{has_prefill_gemm, is_prefill_faster, prefill_gemm};
+use super::cuda_prefill_heads::{is_prefill_heads_faster, prefill_heads};
+use super::cuda_skinny::{
+    has_skinny_gemm, is_skinny_weight, num_fixed_parts, skinny_gemm, SKINNY_TOKENS,
+};
+use super::matrix::{Matrix, MatrixLayout};
+use super::residual::{Norm, Pending, ResidualStream};
+use super::Epilogue;
+use crate::backend::cuda::CudaContext;
+use crate::backend::{ComputeContext, ContextBackend, DeviceTensor};
+use crate::error::{Error, Result};
+use crate::memory::{DType, Tensor};
+use crate::ops::attention::AttentionPlan;
+use crate::ops::copy::copy;
+use crate::ops::gemm::{
+    cublas_workspace_for, gemm, gemm_scratch_bytes, GemmOptions, SumOrder, WeightShape,
+};
+use crate::ops::kv_cache::KvSlots;
+use crate::ops::qk_norm_rope_append::QkNormRope;
+use crate::ops::silu_mul::cuda_rounded::silu_mul;
+
+/// The most rows of a chain.
+pub const MAX_CHAIN_ROWS: usize = SKINNY_TOKENS;
+
+/// The widest stream that the norm of the chain takes.
+const MAX_CHAIN_WIDTH: usize = 16384;
+
+/// Hundredths of the memory of a multiprocessor that a chain takes as shared memory: the weights under way need the rest,
+/// the first-level cache. Without it a step of Qwen3-8B takes 5 % longer (H200).
+const CHAIN_SHARED_PERCENT: i32 = 75;
+/// Small models wait for each other's kernels rather than for memory, unless the kernels are made for them.
+const SMALL_CHAIN_SHARED_PERCENT: i32 = 100;
+/// With the kernels for small models (H200; a step of Qwen3-0.6B after 512 tokens takes a quarter longer with 75).
+const ONE_TOKEN_SHARED_PERCENT: i32 = 50;
+/// Streams narrower than this are those of small models.
+const SMALL_WIDTH: usize = 2048;
+
+/// A product of a model, as [`LinearPlan::find`] asks for it.
+#[derive(Clone, Copy, Debug)]
+pub struct Product<'a> {
+    /// What is multiplied with.
+    pub weight: &'a Matrix,
+    /// Whether a bias is added.
+    pub has_bias: bool,
+    /// What becomes of it.
+    pub epilogue: Epilogue,
+}
+
+/// The sizes of a decoder that kernels are made for.
+#[derive(Clone, Copy, Debug)]
+pub struct DecoderSizes {
+    /// Width of the residual stream.
+    pub hidden_size: usize,
+    /// Width of the MLP.
+    pub intermediate_size: usize,
+    /// Whether all norms are RMSNorms.
+    pub has_rms_norms: bool,
+}
+
+/// See the head of the file.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct LinearPlan {
+    has_chain: bool,
+    has_gemv: bool,
+    has_one_token: bool,
+    has_prefill: bool,
+    is_deterministic: bool,
+}
+
+/// How the linear layers of one pass follow each other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Links {
+    Apart,
+    Chain,
+    Gemv,
+    OneToken,
+}
+
+/// The linear layers of one pass.
+#[derive(Clone, Copy)]
+pub struct LinearPass<'a> {
+    plan: &'a LinearPlan,
+    context: &'a ComputeContext,
+    cuda: &'a CudaContext,
+    links: Links,
+}
+
+/// A weight and its bias.
+#[derive(Clone, Copy, Debug)]
+pub struct Layer<'a> {
+    /// What it is called in a profile.
+    pub name: &'static str,
+    /// [out_features, in_features]
+    pub weight: &'a Matrix,
+    /// [out_features]
+    pub bias: Option<&'a DeviceTensor>,
+}
+
+fn num_rows(x: &Tensor) -> usize {
+    x.shape().first().map_or(0, |&n| n as usize)
+}
+
+impl LinearPlan {
+    /// What serves the products of a model on the device of `context`. `XSERV_CUDA_PORTABLE=1` in the environment:
+    /// [`gemm`] alone, for comparing and testing what other devices take.
+    pub fn find<'a>(
+        context: &ComputeContext,
+        attention: &AttentionPlan,
+        sizes: &DecoderSizes,
+        products: impl Iterator<Item = Product<'a>>,
+        is_deterministic: bool,
+    ) -> Self {
+        let (mut suit_chain, mut suit_gemv) = (true, true);
+        for Product { weight, has_bias, epilogue } in products {
+            suit_chain &= !has_bias
+                && weight.layout() == MatrixLayout::Rows
+                && is_skinny_weight(weight, epilogue);
+            suit_gemv &= is_gemv_weight(weight, epilogue);
+        }
+        let has_chain = suit_chain
+            && attention.has_fused_kernels()
+            && sizes.has_rms_norms
+            && has_skinny_gemm(context)
+            && sizes.hidden_size <= MAX_CHAIN_WIDTH;
+        let has_gemv = has_chain && suit_gemv && has_decode_gemv(context) && !is_deterministic;
+        let DecoderSizes { hidden_size, intermediate_size, .. } = *sizes;
+        let has_one_token = has_gemv
+            && attention.has_fused_projection(context, hidden_size)
+            && has_decode_gemv_mma(
+                context,
+                hidden_size,
+                intermediate_size,
+                attention.num_kv_heads(),
+            );
+        let has_prefill = has_chain && has_prefill_gemm(context);
+        LinearPlan { has_chain, has_gemv, has_one_token, has_prefill, is_deterministic }
+    }
+
+    /// The most rows of a step that decodes for which the layers are a chain; `None` if they never are.
+    pub fn max_chain_rows(&self) -> Option<usize> {
+        self.has_chain.then_some(MAX_CHAIN_ROWS)
+    }
+
+    /// The layers of a pass in which norms and products are apart.
+    pub fn apart<'a>(&'a self, context: &'a ComputeContext) -> Result<LinearPass<'a>> {
+        self.pass(context, Links::Apart)
+    }
+
+    /// The layers of a step that decodes `num_rows` rows, up to [`LinearPlan::max_chain_rows`].
+    pub fn chain<'a>(
+        &'a self,
+        context: &'a ComputeContext,
+        num_rows: usize,
+    ) -> Result<LinearPass<'a>> {
+        let links = if self.has_one_token && num_rows == 1 {
+            Links::OneToken
+        } else if self.has_gemv && num_rows <= GEMV_TOKENS {
+            Links::Gemv
+        } else if self.has_chain && num_rows <= MAX_CHAIN_ROWS {
+            Links::Chain
+        } else {
+            Links::Apart
+        };
+        self.pass(context, links)
+    }
+
+    fn pass<'a>(&'a self, context: &'a ComputeContext, links: Links) -> Result<LinearPass<'a>> {
+        match context.backend() {
+            ContextBackend::Cuda(cuda) => Ok(LinearPass { plan: self, context, cuda, links }),
+            ContextBackend::Cpu { .. } => Err(Error::internal("a device's layers on the CPU")),
+        }
+    }
+
+    /// In which order [`gemm`] adds up the products with a weight.
+    fn sum_order(&self, weight: &Tensor, epilogue: Epilogue) -> SumOrder {
+        match (self.is_deterministic, self.has_chain) {
+            (false, _) => SumOrder::Fastest,
+            (true, false) => SumOrder::ByRow,
+            (true, true) => SumOrder::Parts(num_fixed_parts(weight, epilogue)),
+        }
+    }
+}
+
+/// The most device memory that a layer takes for as long as it is queued, on any chip and with any plan, for up to
+/// `num_rows` rows.
+pub fn scratch_bytes(
+    dtype: DType,
+    num_rows: usize,
+    weight: &WeightShape,
+    is_deterministic: bool,
+) -> usize {
+    gemm_scratch_bytes(dtype, num_rows, weight, is_deterministic)
+}
+
+/// What a library of products is given of that to work in: none where sums have a fixed order, which is ours.
+pub fn library_workspace_bytes(
+    num_rows: usize,
+    weight: &WeightShape,
+    is_deterministic: bool,
+) -> usize {
+    if is_deterministic {
+        0
+    } else {
+        cublas_workspace_for(num_rows, weight.out_features)
+    }
+}
+
+impl LinearPass<'_> {
+    /// Whether the attention also has to project what it computes, with
+    /// [`AttentionPlan::attend_and_project`](crate::ops::attention::AttentionPlan::attend_and_project).
+    pub fn projects_in_attention(&self) -> bool {
+        self.links == Links::OneToken
+    }
+
+    /// Whether the layers are a chain, whose links overlap.
+    pub fn is_chain(&self) -> bool {
+        self.links != Links::Apart
+    }
+
+    /// Calls `queue`, which queues all layers of the pass, with the memory of multiprocessors divided as suits the kernels.
+    pub fn with_memory_divided<T>(
+        &self,
+        hidden_size: usize,
+        num_rows: usize,
+        queue: impl FnOnce() -> Result<T>,
+    ) -> Result<T> {
+        let percent = match self.links {
+            Links::OneToken => ONE_TOKEN_SHARED_PERCENT,
+            Links::Gemv if num_rows == 1 && hidden_size < SMALL_WIDTH => SMALL_CHAIN_SHARED_PERCENT,
+            Links::Gemv => CHAIN_SHARED_PERCENT,
+            Links::Apart | Links::Chain => return queue(),
+        };
+        self.cuda.prefer_shared_memory(Some(percent));
+        let done = queue();
+        self.cuda.prefer_shared_memory(None);
+        done
+    }
+
+    /// The end of a product in a profile.
+    fn mark(&self, layer: &Layer<'_>, num_rows: usize) -> Result<()> {
+        let flops = 2.0 * layer.weight.num_elements() as f64 * num_rows as f64;
+        self.cuda.mark(layer.name, layer.weight.size_bytes() as u64, flops)
+    }
+
+    /// `stream.normed = norm(stream)`, with what was pending added to the stream.
+    pub fn normalise(&self, stream: &mut ResidualStream, norm: &Norm<'_>) -> Result<()> {
+        stream.normalise(self.context, norm)?;
+        self.cuda.mark("norm", 0, 0.0)
+    }
+
+    /// `out = norm(stream) W^T + b`. out [num_rows, out_features].
+    pub fn normed(
+        &self,
+        stream: &mut ResidualStream,
+        norm: &Norm<'_>,
+        layer: &Layer<'_>,
+        out: &DeviceTensor,
+    ) -> Result<()> {
+        match self.links {
+            Links::Apart => {
+                self.normalise(stream, norm)?;
+                return self.plain(&stream.normed, layer, out);
+            }
+            Links::Chain => self.in_chain(stream, norm, layer, Epilogue::Store, out)?,
+            Links::Gemv => self.in_gemv(stream, norm, layer, Epilogue::Store, out)?,
+            Links::OneToken => {
+                let (norm, eps) = rms(norm)?;
+                let x = OneTokenLinear::Norm { norm, eps };
+                decode_gemv_mma(self.context, &stream.hidden, x, layer.weight, out)?;
+            }
+        }
+        self.mark(layer, stream.num_rows())
+    }
+
+    /// The same for the output matrix, whose rows are as many as the vocabulary has tokens: the kernels for one row of a
+    /// small model are not made for it.
+    pub fn normed_output(
+        &self,
+        stream: &mut ResidualStream,
+        norm: &Norm<'_>,
+        layer: &Layer<'_>,
+        out: &DeviceTensor,
+    ) -> Result<()> {
+        if self.links != Links::OneToken {
+            return self.normed(stream, norm, layer, out);
+        }
+        self.in_gemv(stream, norm, layer, Epilogue::Store, out)?;
+        self.mark(layer, stream.num_rows())
+    }
+
+    /// The projection to queries, keys and values, and where one kernel does so faster what [`heads`](QkNormRope) says.
+    /// Returns whether that is done: else the rows of `out` are as they were projected. out
+    /// [num_rows, num_heads + 2 num_kv_heads, head_stride].
+    pub fn normed_heads(
+        &self,
+        stream: &mut ResidualStream,
+        norm: &Norm<'_>,
+        layer: &Layer<'_>,
+        heads: Option<(&QkNormRope<'_>, &KvSlots<'_>)>,
+        out: &DeviceTensor,
+    ) -> Result<bool> {
+        let num_rows = stream.num_rows();
+        let width = out.num_elements() as usize / num_rows.max(1);
+        let rows = out.view(0, &[num_rows, width], None)?;
+        let Some((how, slots)) = heads.filter(|(how, _)| {
+            self.links == Links::Apart && self.projects_heads(num_rows, layer, how, out)
+        }) else {
+            self.normed(stream, norm, layer, &rows)?;
+            return Ok(false);
+        };
+        self.normalise(stream, norm)?;
+        prefill_heads(self.context, &stream.normed, layer.weight, how, slots, out)?;
+        self.mark(layer, num_rows)?;
+        Ok(true)
+    }
+
+    /// Whether one kernel projects a prompt to heads, normalises and rotates them, and faster than several.
+    fn projects_heads(
+        &self,
+        num_rows: usize,
+        layer: &Layer<'_>,
+        how: &QkNormRope<'_>,
+        out: &Tensor,
+    ) -> bool {
+        let (head_dim, stride) = (how.q_norm.width() as usize, out.width() as usize);
+        layer.bias.is_none()
+            && !self.takes_skinny(num_rows)
+            && self.takes_prefill(num_rows, layer, Epilogue::Store)
+            && is_prefill_heads_faster(self.context, num_rows, layer.weight, head_dim, stride)
+    }
+
+    /// `out = silu(gate) * up`, where the rows of W are those of gate and then those of up, of `norm(stream)`. gate_up
+    /// [num_rows, 2 * width], which may stay as it is, out [num_rows, width].
+    pub fn normed_gated(
+        &self,
+        stream: &mut ResidualStream,
+        norm: &Norm<'_>,
+        layer: &Layer<'_>,
+        gate_up: &DeviceTensor,
+        out: &DeviceTensor,
+    ) -> Result<()> {
+        let epilogue = Epilogue::SwiGlu;
+        match self.links {
+            Links::Apart => {
+                self.normalise(stream, norm)?;
+                let (x, rows) = (&stream.normed, stream.num_rows());
+                if layer.bias.is_none() && self.takes_skinny(rows) {
+                    self.skinny(x, layer, epilogue, out)?;
+                } else if layer.bias.is_none() && self.takes_prefill(rows, layer, epilogue) {
+                    prefill_gemm(self.context, x, layer.weight, epilogue, out)?;
+                } else {
+                    self.by_gemm(x, layer, epilogue, gate_up)?;
+                    silu_mul(self.context, gate_up, out)?;
+                }
+            }
+            Links::Chain => self.in_chain(stream, norm, layer, epilogue, out)?,
+            Links::Gemv => self.in_gemv(stream, norm, layer, epilogue, out)?,
+            Links::OneToken => {
+                let Pending::Sums(sums) = &stream.pending else {
+                    return Err(Error::internal("an attention that has not projected"));
+                };
+                let (norm, eps) = rms(norm)?;
+                let (sums, hidden) = (&**sums, &*stream.projected);
+                let gated = OneTokenLinear::SumsSwiGlu { norm, eps, sums, hidden };
+                decode_gemv_mma(self.context, &stream.hidden, gated, layer.weight, out)?;
+            }
+        }
+        self.mark(layer, stream.num_rows())
+    }
+
+    /// `stream += x W^T + b`. x [num_rows, in_features].
+    pub fn add_to(
+        &self,
+        stream: &mut ResidualStream,
+        x: &DeviceTensor,
+        layer: &Layer<'_>,
+    ) -> Result<()> {
+        let epilogue = Epilogue::AddResidual;
+        match self.links {
+            Links::Apart => {
+                self.plain(x, layer, &stream.projected)?;
+                stream.pending = Pending::Projected;
+                return Ok(());
+            }
+            Links::Chain => self.skinny(x, layer, epilogue, &stream.hidden)?,
+            Links::Gemv => {
+                decode_gemv(self.context, x, None, layer.weight, epilogue, &stream.hidden)?
+            }
+            Links::OneToken => {
+                // What was pending went into `projected` on the way to x.
+                let added = OneTokenLinear::Residual { residual: &stream.projected };
+                decode_gemv_mma(self.context, x, added, layer.weight, &stream.hidden)?;
+                stream.pending = Pending::Nothing;
+            }
+        }
+        self.mark(layer, stream.num_rows())
+    }
+
+    /// The attention has projected: `sums` f32 [num_kv_heads, hidden_size] are to be added up and to the stream.
+    pub fn add_sums(
+        &self,
+        stream: &mut ResidualStream,
+        sums: DeviceTensor,
+        layer: &Layer<'_>,
+    ) -> Result<()> {
+        stream.pending = Pending::Sums(sums);
+        self.mark(layer, stream.num_rows())
+    }
+
+    /// `out = x W^T + b`. x [num_rows, in_features], out [num_rows, out_features].
+    pub fn plain(&self, x: &DeviceTensor, layer: &Layer<'_>, out: &DeviceTensor) -> Result<()> {
+        let (epilogue, rows) = (Epilogue::Store, num_rows(x));
+        if layer.bias.is_none() && self.takes_skinny(rows) {
+            self.skinny(x, layer, epilogue, out)?;
+        } else if layer.bias.is_none() && self.takes_prefill(rows, layer, epilogue) {
+            prefill_gemm(self.context, x, layer.weight, epilogue, out)?;
+        } else {
+            self.by_gemm(x, layer, epilogue, out)?;
+        }
+        self.mark(layer, rows)
+    }
+
+    /// Whether the kernel of the chain computes so many rows, of prompts too.
+    fn takes_skinny(&self, num_rows: usize) -> bool {
+        self.plan.has_chain && num_rows <= MAX_CHAIN_ROWS
+    }
+
+    /// Whether the kernel for prompts is the fastest for these rows.
+    fn takes_prefill(&self, num_rows: usize, layer: &Layer<'_>, epilogue: Epilogue) -> bool {
+        !self.plan.is_deterministic
+            && self.plan.has_prefill
+            && is_prefill_faster(num_rows, layer.weight, epilogue)
+    }
+
+    fn skinny(
+        &self,
+        x: &DeviceTensor,
+        layer: &Layer<'_>,
+        epilogue: Epilogue,
+        out: &DeviceTensor,
+    ) -> Result<()> {
+        let is_fixed = self.plan.is_deterministic;
+        skinny_gemm(self.context, x, layer.weight, epilogue, is_fixed, out)
+    }
+
+    fn in_chain(
+        &self,
+        stream: &ResidualStream,
+        norm: &Norm<'_>,
+        layer: &Layer<'_>,
+        epilogue: Epilogue,
+        out: &DeviceTensor,
+    ) -> Result<()> {
+        stream.normalise_in_chain(self.context, norm)?;
+        self.cuda.mark("norm", 0, 0.0)?;
+        self.skinny(&stream.normed, layer, epilogue, out)
+    }
+
+    fn in_gemv(
+        &self,
+        stream: &ResidualStream,
+        norm: &Norm<'_>,
+        layer: &Layer<'_>,
+        epilogue: Epilogue,
+        out: &DeviceTensor,
+    ) -> Result<()> {
+        let norm = Some(rms(norm)?);
+        decode_gemv(self.context, &stream.hidden, norm, layer.weight, epilogue, out)
+    }
+
+    /// The product, or with a bias `+ b`: the bias is the same row for all, to which the product is added in f32 and
+    /// rounded once.
+    fn by_gemm(
+        &self,
+        x: &Tensor,
+        layer: &Layer<'_>,
+        epilogue: Epilogue,
+        out: &DeviceTensor,
+    ) -> Result<()> {
+        let mut options = GemmOptions {
+            transpose_b: layer.weight.layout() == MatrixLayout::Rows,
+            order: self.plan.sum_order(layer.weight, epilogue),
+            ..GemmOptions::default()
+        };
+        if let Some(bias) = layer.bias {
+            let (rows, width) = (num_rows(out), out.width() as usize);
+            copy(self.context, &*bias.view(0, &[rows, width], Some(&[0, 1]))?, out)?;
+            options.beta = 1.0;
+        }
+        gemm(self.context, &options, x, layer.weight, out)
+    }
+}
+
+fn rms<'a>(norm: &Norm<'a>) -> Result<(&'a Tensor, f32)> {
+    match *norm {
+        Norm::Rms { weight, eps } => Ok((weight, eps)),
+        Norm::Layer { .. } => Err(Error::internal("the chain of kernels with a LayerNorm")),
+    }
+}
