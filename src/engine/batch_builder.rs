@@ -1,6 +1,6 @@
 //! The index arrays of a step, kept from one to the next.
 
-use super::scheduler::Limits;
+use super::step_room::Limits;
 use crate::error::{try_with_capacity, Error, Result};
 use crate::model::{ForwardBatch, Step, TokenChoice, FROM_BATCH};
 use crate::ops::BLOCK_SIZE;

@@ -4,14 +4,14 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::batch_builder::Part;
-use super::engine_load::Engine;
+use super::engine::Engine;
 use super::inbox::{check_may_wait, Entry, Inbox, Waker};
 use super::lease::{Desk, Lease};
 use super::order::{Order, SampleWork, Work};
-use super::request::Request;
+use super::request::{FinishReason, Request};
 use super::sampler::{Sampler, SamplingParams};
-use super::scheduler::NewSequence;
-use super::ticket::{Event, FinishReason, Generation, TextRules, Ticket};
+use super::sequence::NewSequence;
+use super::ticket::{Event, Generation, TextRules, Ticket};
 use crate::error::{try_with_capacity, Error, Result};
 use crate::model::{Model, TokenChoice};
 

@@ -9,14 +9,17 @@ use super::batch_builder::BatchBuilder;
 use super::block_pool::BlockPool;
 use super::generation_config::GenerationConfig;
 use super::inbox::{Inbox, Waker};
-use super::order::{Machine, Order, SampleWork, Work};
-use super::request::CancelToken;
+use super::order::{Order, SampleWork, Work};
+use super::request::{CancelToken, FinishReason};
 use super::sampler::{Sampler, SamplingOverrides, SamplingParams};
-use super::scheduler::{Limits, NewSequence, Scheduler};
+use super::scheduler::Scheduler;
+use super::sequence::NewSequence;
 use super::service::Service;
 use super::stats::EngineStats;
 pub use super::step_model::StepModel;
-use super::ticket::{FinishReason, TextRules, Ticket};
+use super::step_resources::StepResources;
+use super::step_room::Limits;
+use super::ticket::{TextRules, Ticket};
 use crate::backend::cpu::CpuBackend;
 use crate::error::Result;
 use crate::memory::DType;
@@ -68,7 +71,7 @@ impl Harness {
     pub fn new(model: Arc<dyn StepModel>, options: &HarnessOptions) -> Result<Self> {
         let pool = BlockPool::new(options.num_blocks, options.prefix_cache)?;
         let layout = KvLayout { dtype: DType::F32, num_layers: 1, num_kv_heads: 1, head_dim: 2 };
-        let machine = Machine {
+        let machine = StepResources {
             kv: KvCache::new(layout, options.num_blocks as usize)?,
             swap: KvSwap::on_host(layout),
             workspace: Workspace::new(),

@@ -7,8 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::request::CancelToken;
-use super::ticket::FinishReason;
+use super::request::{CancelToken, FinishReason};
 use crate::error::{try_with_capacity, Error, Result};
 
 /// Told, on the scheduler's thread and without a lock, that an inbox is not empty any more.

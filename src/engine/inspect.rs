@@ -2,7 +2,8 @@
 
 use std::path::PathBuf;
 
-use super::engine_load::{read_chat_template, read_generation_config, read_tokenizer, ModelShape};
+use super::engine::ModelShape;
+use super::text_files::{read_chat_template, read_generation_config, read_tokenizer};
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::DType;
 use crate::model::{self, folder::Folder};

@@ -4,12 +4,12 @@
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
-use super::order::Machine;
+use super::step_resources::StepResources;
 use crate::error::{Error, Result};
 
 /// What is lent for one piece of a sequence.
 pub(super) struct Lease {
-    pub machine: Box<Machine>,
+    pub machine: Box<StepResources>,
     /// The sequence's KV blocks.
     pub blocks: Vec<u32>,
     /// Position of the piece's first token.
@@ -28,7 +28,7 @@ enum State {
     /// With the caller.
     Away,
     /// To be taken by the scheduler.
-    Back(Box<Machine>, Result<()>),
+    Back(Box<StepResources>, Result<()>),
     /// There will be no more turns.
     Ended(Result<()>),
 }
@@ -69,7 +69,7 @@ impl Desk {
     }
 
     /// The scheduler's side: lends, waits until the piece is computed, and takes back.
-    pub fn lend(&self, lease: Lease) -> (Box<Machine>, Result<()>) {
+    pub fn lend(&self, lease: Lease) -> (Box<StepResources>, Result<()>) {
         self.put(State::Lent(lease));
         self.wait_for(|state| match std::mem::take(state) {
             State::Back(machine, outcome) => Some((machine, outcome)),

@@ -1,7 +1,7 @@
 //! How much memory a model takes and how much KV cache it gets: decided from its headers, before anything is
 //! read, in one place for loading and for telling beforehand.
 
-use super::engine_load::EngineOptions;
+use super::options::EngineOptions;
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::DevicePlan;
 use crate::ops::BLOCK_SIZE;

@@ -20,20 +20,26 @@
 mod batch_builder;
 pub mod block_pool;
 mod device_starter;
-mod engine_load;
+// The module holds the type of the same name, which this one is about.
+#[allow(clippy::module_inception)]
+mod engine;
 mod generate;
 mod generation_config;
 #[doc(hidden)]
 pub mod harness;
 mod inbox;
 mod inspect;
+mod intake;
 mod lease;
+mod load;
 mod log;
 mod memory_plan;
+mod options;
 mod order;
 mod pace;
 mod placement;
 mod plan;
+mod planned_copies;
 mod preemption;
 mod prompt;
 mod request;
@@ -44,24 +50,25 @@ mod service;
 mod stats;
 mod step_limits;
 mod step_model;
+mod step_resources;
 mod step_room;
 mod swap;
+mod text_files;
 mod ticket;
 mod tokenizer_reader;
 mod worker;
 
-pub use engine_load::{Engine, EngineOptions, ModelShape};
+pub use engine::{Engine, ModelShape};
 pub use generate::MAX_SAMPLES;
 pub use generation_config::GenerationConfig;
 pub use inbox::Waker;
 pub use inspect::{inspect, Inspection};
 pub use log::{LogLevel, Logger};
-pub use placement::DeviceChoice;
+pub use options::{DeviceChoice, EngineOptions};
 pub use plan::{plan, Plan};
-pub use prompt::{ChatPrompt, Prompt};
-pub use request::{CancelToken, Request};
+pub use request::{CancelToken, ChatPrompt, FinishReason, Prompt, Request};
 pub use sampler::{Sampler, SamplingOverrides, SamplingParams};
 pub use scheduler::Scheduler;
 pub use stats::{EngineStats, FIRST_BUCKET_US, NUM_STEP_BUCKETS};
 pub use swap::{SwapCosts, SwapCounts};
-pub use ticket::{Event, FinishReason, Generation, Ticket, TicketHandle};
+pub use ticket::{Event, Generation, Ticket, TicketHandle};

@@ -2,21 +2,12 @@
 
 use std::sync::Arc;
 
-use super::batch_builder::BatchBuilder;
 use super::inbox::Inbox;
 use super::lease::Desk;
+use super::request::FinishReason;
 use super::sampler::Sampler;
-use super::scheduler::NewSequence;
-use super::ticket::FinishReason;
-use crate::model::{KvCache, KvSwap, TokenChoice, Workspace};
-
-/// What a forward pass needs besides the model.
-pub(super) struct Machine {
-    pub kv: KvCache,
-    pub swap: KvSwap,
-    pub workspace: Workspace,
-    pub builder: BatchBuilder,
-}
+use super::sequence::NewSequence;
+use crate::model::TokenChoice;
 
 /// How the tokens of a sample are chosen, and where they go.
 pub(super) struct SampleWork {

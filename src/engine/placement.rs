@@ -2,28 +2,16 @@
 
 use std::sync::Arc;
 
-use super::engine_load::{context_limit, num_threads, EngineOptions};
 use super::log::{LogLevel, Logger};
 use super::memory_plan::{available_memory_bytes, KvSize, MemoryPlan, Room};
-use super::scheduler::Limits;
+use super::options::{context_limit, num_threads, DeviceChoice, EngineOptions};
 use super::step_limits::step_limits;
+use super::step_room::Limits;
 use crate::backend::cuda::{self, CudaDevice};
 use crate::backend::ComputeContext;
 use crate::error::Result;
 use crate::memory::DType;
 use crate::model::ModelFolder;
-
-/// Where the caller wants a model.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum DeviceChoice {
-    /// The first CUDA device where it can be used and the model runs and fits there, else the CPU.
-    #[default]
-    Auto,
-    /// The CPU.
-    Cpu,
-    /// The first CUDA device, or an error.
-    Cuda,
-}
 
 /// A model in memory, planned.
 #[derive(Clone, Copy, Debug)]

@@ -1,10 +1,10 @@
 //! What loading a model would take, told from its headers: the same decision that [`super::Engine::load`]
 //! makes, without the load.
 
-use super::engine_load::EngineOptions;
 use super::log::Logger;
 use super::memory_plan::KvSize;
-use super::placement::{place, DeviceChoice, Planned};
+use super::options::{DeviceChoice, EngineOptions};
+use super::placement::{place, Planned};
 use crate::error::{ErrorKind, Result};
 use crate::memory::DType;
 use crate::model::Model;

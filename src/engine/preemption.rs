@@ -9,25 +9,6 @@ use super::swap::{SwapCosts, SwapSpace};
 use crate::model::{BlockCopy, CopyDirection};
 use crate::ops::BLOCK_SIZE;
 
-/// The copies that plans have asked for, in the order in which they are to be done.
-#[derive(Default)]
-pub(super) struct PlannedCopies {
-    copies: Vec<BlockCopy>,
-    /// Whose blocks they are.
-    keys: Vec<SequenceKey>,
-}
-
-impl PlannedCopies {
-    fn reserve(&mut self, count: usize) -> bool {
-        self.copies.try_reserve(count).is_ok() && self.keys.try_reserve(count).is_ok()
-    }
-
-    fn push(&mut self, key: SequenceKey, copy: BlockCopy) {
-        self.copies.push(copy);
-        self.keys.push(key);
-    }
-}
-
 impl Scheduler {
     /// Lets preempted sequences keep up to so many blocks on the host. There is no memory for any yet.
     pub fn set_most_swapped(&mut self, most_blocks: usize) {
@@ -52,29 +33,25 @@ impl Scheduler {
         &mut self.swap.costs
     }
 
-    /// The copies to be done, in this order, before anything that was planned since is computed, and behind all that
-    /// was begun before.
+    /// The copies to be done, in this order: after all steps that were begun before, and before anything planned
+    /// since is computed.
     pub fn copies(&self) -> &[BlockCopy] {
-        &self.copies.copies
+        self.copies.as_slice()
     }
 
     /// The sequence of each of [`Scheduler::copies`].
     pub fn copied_keys(&self) -> &[SequenceKey] {
-        &self.copies.keys
+        self.copies.keys()
     }
 
     /// Tells that a sequence's copies are not done, and that it will end for that.
     pub fn forget_copies(&mut self, key: SequenceKey) {
-        let PlannedCopies { copies, keys } = &mut self.copies;
-        let mut of_others = keys.iter().map(|other| *other != key);
-        copies.retain(|_| of_others.next().unwrap_or(true));
-        keys.retain(|other| *other != key);
+        self.copies.forget(key);
     }
 
     /// Tells that the copies are done.
     pub fn clear_copies(&mut self) {
-        self.copies.copies.clear();
-        self.copies.keys.clear();
+        self.copies.clear();
     }
 
     /// Takes the blocks of the running sequence of the lowest rank.

@@ -1,39 +1,9 @@
-//! Prompts: text, token ids or a conversation; and how they become token ids.
+//! How prompts become token ids.
 
-use super::engine_load::Engine;
+use super::engine::Engine;
+use super::request::{ChatPrompt, Prompt};
 use crate::error::{try_with_capacity, Error, ErrorKind, Result};
 use crate::text::{parse_messages, parse_tools, parse_variables, ChatInput};
-
-/// A conversation as JSON texts.
-#[derive(Clone, Copy, Debug)]
-pub struct ChatPrompt<'a> {
-    /// An array of messages.
-    pub messages: &'a str,
-    /// An array of tool descriptions.
-    pub tools: Option<&'a str>,
-    /// An object of further template variables.
-    pub variables: Option<&'a str>,
-    /// End with the opening of the assistant's turn.
-    pub add_generation_prompt: bool,
-}
-
-/// What a generation continues.
-#[derive(Clone, Copy, Debug)]
-pub enum Prompt<'a> {
-    /// Text, to be tokenized.
-    Text {
-        /// The text.
-        text: &'a str,
-        /// Let the tokenizer add what it adds by itself.
-        add_special: bool,
-        /// Special tokens written in the text become their ids.
-        parse_special: bool,
-    },
-    /// Token ids.
-    TokenIds(&'a [u32]),
-    /// A conversation, to be rendered and tokenized.
-    Chat(ChatPrompt<'a>),
-}
 
 impl Engine {
     /// Renders a conversation with the model's template.

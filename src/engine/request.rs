@@ -1,10 +1,9 @@
-//! What a caller asks for.
+//! What a caller asks for, and why it ends.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::prompt::Prompt;
 use super::sampler::SamplingOverrides;
 
 /// A switch that other threads can throw.
@@ -23,6 +22,37 @@ impl CancelToken {
     pub fn is_cancelled(&self) -> bool {
         self.cancelled.load(Ordering::Acquire)
     }
+}
+
+/// A conversation as JSON texts.
+#[derive(Clone, Copy, Debug)]
+pub struct ChatPrompt<'a> {
+    /// An array of messages.
+    pub messages: &'a str,
+    /// An array of tool descriptions.
+    pub tools: Option<&'a str>,
+    /// An object of further template variables.
+    pub variables: Option<&'a str>,
+    /// End with the opening of the assistant's turn.
+    pub add_generation_prompt: bool,
+}
+
+/// What a generation continues.
+#[derive(Clone, Copy, Debug)]
+pub enum Prompt<'a> {
+    /// Text, to be tokenized.
+    Text {
+        /// The text.
+        text: &'a str,
+        /// Let the tokenizer add what it adds by itself.
+        add_special: bool,
+        /// Special tokens written in the text become their ids.
+        parse_special: bool,
+    },
+    /// Token ids.
+    TokenIds(&'a [u32]),
+    /// A conversation, to be rendered and tokenized.
+    Chat(ChatPrompt<'a>),
 }
 
 /// One generation to be done. What is `None` comes from the model's generation_config.json.
@@ -53,4 +83,23 @@ pub struct Request<'a> {
     pub time_limit: Option<Duration>,
     /// Requests with different numbers share no keys and values.
     pub cache_key: u64,
+}
+
+/// Why a generation ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FinishReason {
+    /// An end token of the model or of the request.
+    StopToken,
+    /// A stop string of the request.
+    StopString,
+    /// The request's most tokens.
+    MaxTokens,
+    /// No position is left.
+    ContextFull,
+    /// The callback said so.
+    Callback,
+    /// Another thread said so, or the model was freed.
+    Cancelled,
+    /// Its time was over.
+    Deadline,
 }

@@ -17,39 +17,14 @@
 use std::collections::VecDeque;
 
 use super::block_pool::{BlockCounts, BlockPool, ContentId};
-use super::preemption::PlannedCopies;
+use super::planned_copies::PlannedCopies;
 use super::sequence::blocks_for;
 pub use super::sequence::{Entry, NewSequence, Sequence, SequenceKey};
+pub use super::step_room::Limits;
 use super::step_room::{Room, StepSize};
 use super::swap::{Saved, SwapCounts, SwapSpace};
 use crate::error::{try_with_capacity, Error, Result};
-use crate::model::PassLimits;
 use crate::ops::BLOCK_SIZE;
-
-/// How large steps may get.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Limits {
-    /// Sequences that run at the same time.
-    pub max_sequences: usize,
-    /// Tokens of long inputs in one step, all sequences together.
-    pub max_prefill_tokens: usize,
-}
-
-impl Limits {
-    /// The most tokens of a step.
-    pub fn max_step_tokens(&self) -> usize {
-        self.max_prefill_tokens.saturating_add(self.max_sequences)
-    }
-
-    /// The passes of a model on a device, with contexts of up to `max_context` tokens.
-    pub fn passes(&self, max_context: u64) -> PassLimits {
-        PassLimits {
-            num_tokens: self.max_step_tokens(),
-            num_sequences: self.max_sequences,
-            max_context_tokens: usize::try_from(max_context).unwrap_or(usize::MAX),
-        }
-    }
-}
 
 /// Most waiting sequences that are passed over in one plan because others compute what they need.
 const MAX_HELD: usize = 64;

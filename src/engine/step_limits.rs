@@ -1,7 +1,7 @@
 //! How large a step is: how many sequences, and how many tokens of prompts.
 
-use super::engine_load::EngineOptions;
-use super::scheduler::Limits;
+use super::options::EngineOptions;
+use super::step_room::Limits;
 use crate::error::{Error, Result};
 
 /// Tokens of prompts in one step: enough for the matrix products to run at full speed, few enough for those who

@@ -1,6 +1,32 @@
 //! How many tokens a step may have, and how that shrinks when memory is short.
 
-use super::scheduler::{Entry, Limits};
+use super::sequence::Entry;
+use crate::model::PassLimits;
+
+/// How large steps may get.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// Sequences that run at the same time.
+    pub max_sequences: usize,
+    /// Tokens of long inputs in one step, all sequences together.
+    pub max_prefill_tokens: usize,
+}
+
+impl Limits {
+    /// The most tokens of a step.
+    pub fn max_step_tokens(&self) -> usize {
+        self.max_prefill_tokens.saturating_add(self.max_sequences)
+    }
+
+    /// The passes of a model on a device, with contexts of up to `max_context` tokens.
+    pub fn passes(&self, max_context: u64) -> PassLimits {
+        PassLimits {
+            num_tokens: self.max_step_tokens(),
+            num_sequences: self.max_sequences,
+            max_context_tokens: usize::try_from(max_context).unwrap_or(usize::MAX),
+        }
+    }
+}
 
 /// Steps that must go well before larger ones are tried again.
 const STEPS_UNTIL_GROWTH: u32 = 64;

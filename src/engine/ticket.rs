@@ -5,27 +5,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::inbox::{check_may_wait, Entry, Inbox, Progress};
+use super::request::FinishReason;
 use crate::error::{try_with_capacity, Error, ErrorKind, Result};
 use crate::text::{Detokenizer, StopMatcher, Tokenizer};
-
-/// Why a generation ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum FinishReason {
-    /// An end token of the model or of the request.
-    StopToken,
-    /// A stop string of the request.
-    StopString,
-    /// The request's most tokens.
-    MaxTokens,
-    /// No position is left.
-    ContextFull,
-    /// The callback said so.
-    Callback,
-    /// Another thread said so, or the model was freed.
-    Cancelled,
-    /// Its time was over.
-    Deadline,
-}
 
 /// What a sample of a request came to.
 #[derive(Clone, Debug)]

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
-use super::engine_load::read_tokenizer;
+use super::text_files::read_tokenizer;
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::folder::Folder;
 use crate::panic_guard;

@@ -15,15 +15,17 @@ use std::time::{Duration, Instant};
 
 use super::batch_builder::Part;
 use super::inbox::{mark_scheduler_thread, Entry as InboxEntry, Progress};
+use super::intake::{lock, Shared};
 use super::lease::Lease;
-use super::order::{Machine, Order, Work};
+use super::order::{Order, Work};
 use super::pace::Pace;
+use super::request::FinishReason;
 use super::sampler::not_finite;
-use super::scheduler::{Entry, Scheduler, SequenceKey};
-use super::service::{lock, Shared};
+use super::scheduler::Scheduler;
+use super::sequence::{Entry, SequenceKey};
 use super::stats::Recorder;
 use super::step_model::StepModel;
-use super::ticket::FinishReason;
+use super::step_resources::StepResources;
 use crate::backend::cpu::CpuBackend;
 use crate::error::{try_with_capacity, Error, ErrorKind, Result};
 use crate::model::{Draw, StepResult, StepTime, TokenChoice, NO_TOKEN};
@@ -57,7 +59,7 @@ pub(super) struct Worker {
     shared: Arc<Shared>,
     scheduler: Scheduler,
     /// Away while it is lent.
-    machine: Option<Box<Machine>>,
+    machine: Option<Box<StepResources>>,
     /// By the slot of the sequence. (The locks are for choosing tokens on several threads.)
     works: Vec<Mutex<Option<Active>>>,
     flights: VecDeque<Flight>,
@@ -83,7 +85,7 @@ impl Worker {
     pub fn new(
         model: Arc<dyn StepModel>,
         backend: Arc<CpuBackend>,
-        machine: Machine,
+        machine: StepResources,
         scheduler: Scheduler,
         closed: Arc<AtomicBool>,
         shared: Arc<Shared>,
@@ -327,7 +329,7 @@ impl Worker {
             if scheduler.copies().is_empty() {
                 return Ok(false);
             }
-            let Machine { kv, swap, .. } = machine.as_deref_mut().ok_or_else(no_machine)?;
+            let StepResources { kv, swap, .. } = machine.as_deref_mut().ok_or_else(no_machine)?;
             let copied = model.copy_blocks(kv, swap, scheduler.copies());
             if let Some((num_blocks, time)) = swap.take_time() {
                 scheduler.swap_costs().copied(num_blocks, time);
@@ -402,7 +404,7 @@ impl Worker {
 
     fn begin_step(&mut self, entries: &[Entry], now: Instant) -> Result<()> {
         let Self { model, scheduler, works, machine, .. } = self;
-        let Machine { kv, workspace, builder, .. } =
+        let StepResources { kv, workspace, builder, .. } =
             machine.as_deref_mut().ok_or_else(no_machine)?;
         let blocks = |entry: &Entry| scheduler.sequence(entry.key).map_or(0, |s| s.blocks().len());
         builder.clear(entries.iter().map(blocks).max().unwrap_or(0))?;
