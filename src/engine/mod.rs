@@ -17,6 +17,7 @@
 //! inbox       from the worker to a caller; ticket: the caller's side
 //! ```
 
+mod active;
 mod batch_builder;
 pub mod block_pool;
 mod device_starter;

@@ -10,11 +10,12 @@
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
+use super::active::ActiveTable;
 use super::batch_builder::Part;
-use super::inbox::{mark_scheduler_thread, Entry as InboxEntry, Progress};
+use super::inbox::{mark_scheduler_thread, Entry as InboxEntry};
 use super::intake::{lock, Shared};
 use super::lease::Lease;
 use super::order::{Order, Work};
@@ -43,15 +44,6 @@ struct Flight {
     copied: bool,
 }
 
-/// A sequence's work and state.
-struct Active {
-    key: SequenceKey,
-    work: Work,
-    progress: Progress,
-    /// The token that was chosen on the host.
-    chosen: Option<Result<u32>>,
-}
-
 /// The thread's own state.
 pub(super) struct Worker {
     model: Arc<dyn StepModel>,
@@ -60,8 +52,7 @@ pub(super) struct Worker {
     scheduler: Scheduler,
     /// Away while it is lent.
     machine: Option<Box<StepResources>>,
-    /// By the slot of the sequence. (The locks are for choosing tokens on several threads.)
-    works: Vec<Mutex<Option<Active>>>,
+    works: ActiveTable,
     flights: VecDeque<Flight>,
     spare: Vec<Vec<Entry>>,
     /// Orders that are being taken in.
@@ -97,7 +88,7 @@ impl Worker {
             shared,
             scheduler,
             machine: Some(Box::new(machine)),
-            works: Vec::new(),
+            works: ActiveTable::default(),
             flights: VecDeque::new(),
             spare: Vec::new(),
             arriving: VecDeque::new(),
@@ -163,36 +154,17 @@ impl Worker {
         while let Some(order) = self.arriving.pop_front() {
             self.recorder.stats.submitted += 1;
             match self.scheduler.add(order.sequence) {
-                Ok(key) => self.insert(key, order.work),
+                Ok(key) => self.works.insert(key, order.work),
                 Err(error) => self.tell_end(&order.work, Err(error)),
             }
         }
         true
     }
 
-    fn insert(&mut self, key: SequenceKey, work: Work) {
-        while self.works.len() <= key.slot() {
-            self.works.push(Mutex::new(None));
-        }
-        let active = Active { key, work, progress: Progress::default(), chosen: None };
-        if let Some(place) = self.works.get_mut(key.slot()) {
-            *place.get_mut().unwrap_or_else(PoisonError::into_inner) = Some(active);
-        }
-    }
-
-    /// The work of a sequence that has not ended.
-    fn active(&mut self, key: SequenceKey) -> Option<&mut Active> {
-        let place = self.works.get_mut(key.slot())?;
-        let active = place.get_mut().unwrap_or_else(PoisonError::into_inner).as_mut();
-        active.filter(|active| active.key == key)
-    }
-
     /// Ends a sequence and tells its caller.
     fn end(&mut self, key: SequenceKey, outcome: Result<FinishReason>) {
         self.scheduler.remove(key);
-        let place = self.works.get_mut(key.slot());
-        let place = place.map(|place| place.get_mut().unwrap_or_else(PoisonError::into_inner));
-        if let Some(active) = place.and_then(|p| p.take_if(|active| active.key == key)) {
+        if let Some(active) = self.works.remove(key) {
             self.tell_end(&active.work, outcome);
         }
     }
@@ -217,13 +189,8 @@ impl Worker {
     }
 
     fn end_all(&mut self, outcome: &dyn Fn() -> Result<FinishReason>) {
-        for slot in 0..self.works.len() {
-            let place = self.works.get_mut(slot);
-            let key = place.and_then(|place| {
-                let active = place.get_mut().unwrap_or_else(PoisonError::into_inner);
-                active.as_ref().map(|active| active.key)
-            });
-            if let Some(key) = key {
+        for slot in 0..self.works.num_slots() {
+            if let Some(key) = self.works.at_mut(slot).map(|active| active.key) {
                 self.end(key, outcome());
             }
         }
@@ -303,11 +270,8 @@ impl Worker {
 
     /// Ends sequences that were cancelled, or whose caller has heard enough, or whose time is over.
     fn end_stopped(&mut self) {
-        for slot in 0..self.works.len() {
-            let place = self.works.get_mut(slot);
-            let active =
-                place.and_then(|p| p.get_mut().unwrap_or_else(PoisonError::into_inner).as_mut());
-            let Some(active) = active else { continue };
+        for slot in 0..self.works.num_slots() {
+            let Some(active) = self.works.at_mut(slot) else { continue };
             let reason = match &active.work {
                 Work::Sample(work) => work.inbox.stop_reason(work.sample as usize),
                 Work::Logits(_) => {
@@ -411,9 +375,7 @@ impl Worker {
         for entry in entries {
             let gone = || Error::internal("a planned sequence is gone");
             let sequence = scheduler.sequence(entry.key).ok_or_else(gone)?;
-            let place = works.get_mut(entry.key.slot()).ok_or_else(gone)?;
-            let active = place.get_mut().unwrap_or_else(PoisonError::into_inner);
-            let active = active.as_mut().ok_or_else(gone)?;
+            let active = works.get_mut(entry.key).ok_or_else(gone)?;
             active.progress.started.get_or_insert(now);
             let Work::Sample(work) = &active.work else { return Err(gone()) };
             let token_ids = match entry.source {
@@ -437,13 +399,11 @@ impl Worker {
         // A step that nobody wants any more ends between layers.
         let should_stop = || {
             entries.iter().all(|entry| {
-                let Some(place) = works.get(entry.key.slot()) else { return true };
-                match lock(place).as_ref().map(|active| &active.work) {
-                    Some(Work::Sample(work)) => {
-                        work.inbox.stop_reason(work.sample as usize).is_some()
-                    }
-                    _ => true,
-                }
+                let stopped = works.with(entry.key, |active| match &active.work {
+                    Work::Sample(work) => work.inbox.stop_reason(work.sample as usize).is_some(),
+                    Work::Logits(_) => true,
+                });
+                stopped.unwrap_or(true)
             })
         };
         model.begin_step(&builder.step(), kv, workspace, &should_stop)
@@ -508,13 +468,11 @@ impl Worker {
             let mine = ours.clone().skip(first);
             for (entry, row) in mine.zip(rows.chunks_exact_mut(vocab_size)) {
                 let Some(sequence) = scheduler.sequence(entry.key) else { continue };
-                let Some(place) = works.get(entry.key.slot()) else { continue };
-                let mut place = lock(place);
-                let Some(active) = place.as_mut() else { continue };
-                if let Work::Sample(work) = &mut active.work {
+                works.with(entry.key, |active| {
+                    let Work::Sample(work) = &mut active.work else { return };
                     let index = sequence.token_ids().len().saturating_sub(work.num_prompt_tokens);
                     active.chosen = Some(work.sampler.sample(row, index as u64));
-                }
+                });
             }
         })
     }
@@ -522,7 +480,7 @@ impl Worker {
     /// Hands out what a step gave a sequence.
     fn deliver(&mut self, entry: &Entry) {
         let by_model = entry.row.and_then(|row| self.result.tokens.get(row as usize).copied());
-        let Some(active) = self.active(entry.key) else {
+        let Some(active) = self.works.get_mut(entry.key) else {
             // It has ended meanwhile.
             return;
         };
@@ -540,7 +498,7 @@ impl Worker {
         let Some(sequence) = self.scheduler.sequence(entry.key) else { return };
         let (len, num_cached, num_preemptions) =
             (sequence.token_ids().len(), sequence.num_cached(), sequence.num_preemptions());
-        let Some(active) = self.active(entry.key) else { return };
+        let Some(active) = self.works.get_mut(entry.key) else { return };
         let Work::Sample(work) = &active.work else { return };
         let is_first = active.progress.first_token.is_none();
         if is_first || num_preemptions != active.progress.num_preemptions {
@@ -571,9 +529,9 @@ impl Worker {
         let sequence = self.scheduler.sequence(entry.key).ok_or_else(gone);
         let is_last =
             sequence.as_ref().is_ok_and(|s| entry.start + entry.num_new >= s.token_ids().len());
-        let desk = self.works.get(entry.key.slot()).and_then(|place| match lock(place).as_ref() {
-            Some(Active { work: Work::Logits(desk), .. }) => Some(desk.clone()),
-            _ => None,
+        let desk = self.works.get_mut(entry.key).and_then(|active| match &active.work {
+            Work::Logits(desk) => Some(desk.clone()),
+            Work::Sample(_) => None,
         });
         let (Ok(sequence), Some(desk)) = (sequence, desk) else {
             self.machine = Some(machine);
