@@ -4,8 +4,8 @@ use std::sync::{Mutex, PoisonError};
 
 use super::inbox::Progress;
 use super::intake::lock;
-use super::order::Work;
 use super::sequence::SequenceKey;
+use super::submission::Work;
 use crate::error::Result;
 
 /// A sequence's work and state.

@@ -5,12 +5,12 @@ use std::time::Instant;
 
 use super::batch_builder::Part;
 use super::engine::Engine;
-use super::inbox::{check_may_wait, Entry, Inbox, Waker};
-use super::lease::{Desk, Lease};
-use super::order::{Order, SampleWork, Work};
+use super::inbox::{check_may_wait, Inbox, Message, Waker};
+use super::lease::{Handoff, Lease};
 use super::request::{FinishReason, Request};
 use super::sampler::{Sampler, SamplingParams};
 use super::sequence::NewSequence;
+use super::submission::{SampleWork, Submission, Work};
 use super::ticket::{Event, Generation, TextRules, Ticket};
 use crate::error::{try_with_capacity, Error, Result};
 use crate::model::{Model, TokenChoice};
@@ -121,7 +121,7 @@ impl Engine {
         };
         if let Some(reason) = over {
             for sample in 0..num_samples {
-                inbox.push(Entry::End { sample, reason })?;
+                inbox.push(Message::End { sample, reason })?;
             }
             return Ok(ticket);
         }
@@ -131,7 +131,7 @@ impl Engine {
             stop_token_ids.extend_from_slice(self.eos_token_ids());
         }
         let stop_token_ids = Arc::new(stop_token_ids);
-        let mut orders = try_with_capacity(num_samples as usize, "samples")?;
+        let mut submissions = try_with_capacity(num_samples as usize, "samples")?;
         for sample in 0..num_samples {
             let seed = seed_of(sample);
             let choice = params.model_choice(seed).filter(|c| self.model().can_choose(c));
@@ -159,9 +159,9 @@ impl Engine {
                 runs_ahead: choice.is_some(),
                 alone: false,
             };
-            orders.push(Order { sequence, work: Work::Sample(Box::new(work)) });
+            submissions.push(Submission { sequence, work: Work::Sample(Box::new(work)) });
         }
-        self.service().submit(orders)?;
+        self.service().submit(submissions)?;
         Ok(ticket)
     }
 
@@ -173,7 +173,7 @@ impl Engine {
         self.check_tokens(ids)?;
         let mut token_ids = try_with_capacity(ids.len(), "token ids")?;
         token_ids.extend_from_slice(ids);
-        let desk = Arc::new(Desk::default());
+        let handoff = Arc::new(Handoff::default());
         let sequence = NewSequence {
             token_ids,
             max_tokens: ids.len().saturating_add(1),
@@ -184,11 +184,11 @@ impl Engine {
             runs_ahead: false,
             alone: true,
         };
-        let mut orders = try_with_capacity(1, "a request")?;
-        orders.push(Order { sequence, work: Work::Logits(desk.clone()) });
-        self.service().submit(orders)?;
+        let mut submissions = try_with_capacity(1, "a request")?;
+        submissions.push(Submission { sequence, work: Work::Logits(handoff.clone()) });
+        self.service().submit(submissions)?;
         loop {
-            let mut borrowed = desk.borrow()?;
+            let mut borrowed = handoff.borrow()?;
             let lease = borrowed.lease()?;
             let end = lease.start + lease.num_new;
             let is_closed = || self.is_closed();
@@ -213,7 +213,7 @@ fn compute_piece(
 ) -> Result<()> {
     let (start, end) = (lease.start, lease.start + lease.num_new);
     let vocab_size = model.config().vocab_size;
-    let machine = &mut *lease.machine;
+    let resources = &mut *lease.resources;
     let part = Part {
         token_ids: ids.get(start..end).ok_or_else(|| Error::internal("a piece out of range"))?,
         start,
@@ -221,11 +221,11 @@ fn compute_piece(
         source: None,
     };
     let is_last = end == ids.len();
-    machine.builder.clear(lease.blocks.len())?;
-    machine.builder.push(&part, (!all && is_last).then_some(TokenChoice::Caller))?;
+    resources.builder.clear(lease.blocks.len())?;
+    resources.builder.push(&part, (!all && is_last).then_some(TokenChoice::Caller))?;
     let rows = match (all, is_last) {
         (true, _) => {
-            machine.builder.want_all()?;
+            resources.builder.want_all()?;
             start..end
         }
         (false, true) => 0..1,
@@ -234,6 +234,6 @@ fn compute_piece(
     let out = out
         .get_mut(rows.start * vocab_size..rows.end * vocab_size)
         .ok_or_else(|| Error::internal("the logits buffer is too small"))?;
-    let batch = machine.builder.step().batch;
-    model.forward(&batch, &mut machine.kv, &mut machine.workspace, out, should_stop)
+    let batch = resources.builder.step().batch;
+    model.forward(&batch, &mut resources.kv, &mut resources.workspace, out, should_stop)
 }

@@ -9,7 +9,6 @@ use super::batch_builder::BatchBuilder;
 use super::block_pool::BlockPool;
 use super::generation_config::GenerationConfig;
 use super::inbox::{Inbox, Waker};
-use super::order::{Order, SampleWork, Work};
 use super::request::{CancelToken, FinishReason};
 use super::sampler::{Sampler, SamplingOverrides, SamplingParams};
 use super::scheduler::Scheduler;
@@ -19,6 +18,7 @@ use super::stats::EngineStats;
 pub use super::step_model::StepModel;
 use super::step_resources::StepResources;
 use super::step_room::Limits;
+use super::submission::{SampleWork, Submission, Work};
 use super::ticket::{TextRules, Ticket};
 use crate::backend::cpu::CpuBackend;
 use crate::error::Result;
@@ -36,7 +36,7 @@ pub struct HarnessOptions {
     /// Blocks of equal beginnings are shared.
     pub prefix_cache: bool,
     /// Blocks of preempted sequences that may be kept on the host.
-    pub most_swapped: usize,
+    pub max_swapped: usize,
 }
 
 /// A request of one sample.
@@ -71,7 +71,7 @@ impl Harness {
     pub fn new(model: Arc<dyn StepModel>, options: &HarnessOptions) -> Result<Self> {
         let pool = BlockPool::new(options.num_blocks, options.prefix_cache)?;
         let layout = KvLayout { dtype: DType::F32, num_layers: 1, num_kv_heads: 1, head_dim: 2 };
-        let machine = StepResources {
+        let resources = StepResources {
             kv: KvCache::new(layout, options.num_blocks as usize)?,
             swap: KvSwap::on_host(layout),
             workspace: Workspace::new(),
@@ -79,9 +79,9 @@ impl Harness {
         };
         let closed = Arc::new(AtomicBool::new(false));
         let mut scheduler = Scheduler::new(pool, options.limits)?;
-        scheduler.set_most_swapped(options.most_swapped);
+        scheduler.set_max_swapped(options.max_swapped);
         let backend = Arc::new(CpuBackend::new(1)?);
-        let service = Service::new(model, backend, machine, scheduler, closed.clone());
+        let service = Service::new(model, backend, resources, scheduler, closed.clone());
         Ok(Harness { service, closed })
     }
 
@@ -122,7 +122,7 @@ impl Harness {
             runs_ahead: request.by_model,
             ..NewSequence::default()
         };
-        self.service.submit(vec![Order { sequence, work: Work::Sample(Box::new(work)) }])?;
+        self.service.submit(vec![Submission { sequence, work: Work::Sample(Box::new(work)) }])?;
         Ok(ticket)
     }
 

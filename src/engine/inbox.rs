@@ -15,7 +15,7 @@ pub type Waker = Box<dyn Fn() + Send + Sync>;
 
 /// What the scheduler has to say about a sample.
 #[derive(Clone, Debug)]
-pub(super) enum Entry {
+pub(super) enum Message {
     /// A token, and whether it ends the sample.
     Token { sample: u32, token: u32, is_stop: bool },
     /// The sample has ended.
@@ -38,7 +38,7 @@ pub(super) struct Progress {
 }
 
 struct Queue {
-    entries: VecDeque<Entry>,
+    messages: VecDeque<Message>,
     progress: Vec<Progress>,
 }
 
@@ -94,16 +94,16 @@ impl Inbox {
         waker: Option<Waker>,
     ) -> Result<Self> {
         let backlog = max_tokens.min(USUAL_BACKLOG).saturating_add(1).saturating_mul(num_samples);
-        let mut entries = VecDeque::new();
-        entries
+        let mut messages = VecDeque::new();
+        messages
             .try_reserve(backlog)
-            .map_err(|_| Error::out_of_memory("a request", backlog * size_of::<Entry>()))?;
+            .map_err(|_| Error::out_of_memory("a request", backlog * size_of::<Message>()))?;
         let mut progress = try_with_capacity(num_samples, "a request")?;
         progress.resize(num_samples, Progress::default());
         let mut stopped = try_with_capacity(num_samples, "a request")?;
         stopped.resize_with(num_samples, AtomicBool::default);
         Ok(Inbox {
-            queue: Mutex::new(Queue { entries, progress }),
+            queue: Mutex::new(Queue { messages, progress }),
             filled: Condvar::new(),
             stopped,
             cancelled: AtomicBool::new(false),
@@ -147,17 +147,17 @@ impl Inbox {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Adds an entry. A token for which there is no memory is an error; room for the end is found in any
+    /// Adds a message. A token for which there is no memory is an error; room for the end is found in any
     /// case.
-    pub fn push(&self, entry: Entry) -> Result<()> {
+    pub fn push(&self, message: Message) -> Result<()> {
         let mut queue = self.queue();
         // Always one place more, for the end of each sample.
         let spare = 1 + self.stopped.len();
-        if matches!(entry, Entry::Token { .. }) && queue.entries.try_reserve(spare).is_err() {
-            return Err(Error::out_of_memory("waiting tokens", size_of::<Entry>()));
+        if matches!(message, Message::Token { .. }) && queue.messages.try_reserve(spare).is_err() {
+            return Err(Error::out_of_memory("waiting tokens", size_of::<Message>()));
         }
-        let was_empty = queue.entries.is_empty();
-        queue.entries.push_back(entry);
+        let was_empty = queue.messages.is_empty();
+        queue.messages.push_back(message);
         drop(queue);
         self.filled.notify_all();
         if was_empty {
@@ -166,13 +166,13 @@ impl Inbox {
         Ok(())
     }
 
-    /// The next entry; `None` if there is none within `timeout` (`None`: for ever).
-    pub fn pop(&self, timeout: Option<Duration>) -> Option<Entry> {
+    /// The next message; `None` if there is none within `timeout` (`None`: for ever).
+    pub fn pop(&self, timeout: Option<Duration>) -> Option<Message> {
         let until = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
         let mut queue = self.queue();
         loop {
-            if let Some(entry) = queue.entries.pop_front() {
-                return Some(entry);
+            if let Some(message) = queue.messages.pop_front() {
+                return Some(message);
             }
             queue = match (timeout, until) {
                 (Some(_), Some(until)) => {
@@ -189,7 +189,7 @@ impl Inbox {
 
     /// Whether there is nothing to be taken.
     pub fn is_empty(&self) -> bool {
-        self.queue().entries.is_empty()
+        self.queue().messages.is_empty()
     }
 
     /// Notes how a sample came about.

@@ -3,14 +3,14 @@
 use std::collections::VecDeque;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
-use super::order::Order;
 use super::stats::EngineStats;
+use super::submission::Submission;
 use crate::error::Error;
 
 /// What arrives for the thread.
 #[derive(Default)]
 pub(super) struct Intake {
-    pub orders: VecDeque<Order>,
+    pub submissions: VecDeque<Submission>,
     /// Whether the thread is to end.
     pub shutdown: bool,
     /// Why no request is taken any more.

@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 
 /// What is lent for one piece of a sequence.
 pub(super) struct Lease {
-    pub machine: Box<StepResources>,
+    pub resources: Box<StepResources>,
     /// The sequence's KV blocks.
     pub blocks: Vec<u32>,
     /// Position of the piece's first token.
@@ -35,19 +35,19 @@ enum State {
 
 /// Where a lease changes hands.
 #[derive(Default)]
-pub(super) struct Desk {
+pub(super) struct Handoff {
     state: Mutex<State>,
     changed: Condvar,
 }
 
 /// What the caller has while it computes; given back however that ends.
 pub(super) struct Borrowed<'a> {
-    desk: &'a Desk,
+    handoff: &'a Handoff,
     lease: Option<Lease>,
     outcome: Result<()>,
 }
 
-impl Desk {
+impl Handoff {
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -72,7 +72,7 @@ impl Desk {
     pub fn lend(&self, lease: Lease) -> (Box<StepResources>, Result<()>) {
         self.put(State::Lent(lease));
         self.wait_for(|state| match std::mem::take(state) {
-            State::Back(machine, outcome) => Some((machine, outcome)),
+            State::Back(resources, outcome) => Some((resources, outcome)),
             other => {
                 *state = other;
                 None
@@ -98,7 +98,7 @@ impl Desk {
         match lease {
             Ok(lease) => {
                 let outcome = Err(Error::internal("the computation of logits was broken off"));
-                Ok(Borrowed { desk: self, lease: Some(lease), outcome })
+                Ok(Borrowed { handoff: self, lease: Some(lease), outcome })
             }
             Err(Err(error)) => Err(error),
             Err(Ok(())) => Err(Error::internal("logits were wanted of a request that has ended")),
@@ -122,7 +122,7 @@ impl Drop for Borrowed<'_> {
     fn drop(&mut self) {
         if let Some(lease) = self.lease.take() {
             let outcome = std::mem::replace(&mut self.outcome, Ok(()));
-            self.desk.put(State::Back(lease.machine, outcome));
+            self.handoff.put(State::Back(lease.resources, outcome));
         }
     }
 }

@@ -9,7 +9,7 @@ use super::block_pool::BlockPool;
 use super::device_starter::DeviceStarter;
 use super::engine::Engine;
 use super::log::{LogLevel, Logger};
-use super::memory_plan::{most_swapped, KvSize};
+use super::memory_plan::{max_swapped, KvSize};
 use super::options::{num_threads, EngineOptions};
 use super::placement::{device_context, expect_on_device, place};
 use super::scheduler::Scheduler;
@@ -155,11 +155,11 @@ impl Engine {
         let most_blocks = (max_context_tokens as usize).div_ceil(BLOCK_SIZE).min(num_blocks);
         let builder = BatchBuilder::with_room(&limits, most_blocks)?;
         let swap = model.kv_swap();
-        let most_swapped = most_swapped(options, planned.on_device, swap.place_bytes());
-        let machine = StepResources { kv, swap, workspace, builder };
+        let max_swapped = max_swapped(options, planned.on_device, swap.place_bytes());
+        let resources = StepResources { kv, swap, workspace, builder };
         let mut scheduler = Scheduler::new(pool, limits)?;
-        scheduler.set_most_swapped(most_swapped);
-        let service = Service::new(model.clone(), backend, machine, scheduler, closed.clone());
+        scheduler.set_max_swapped(max_swapped);
+        let service = Service::new(model.clone(), backend, resources, scheduler, closed.clone());
         let engine = Engine {
             architecture: config.architecture.name().to_string(),
             folder,

@@ -8,7 +8,7 @@ use crate::ops::BLOCK_SIZE;
 
 /// The most contexts that a cache has room for: more sequences than that are not computed at a time, and a
 /// small model is not to take a whole device.
-const MOST_CONTEXTS: u64 = 256;
+const MAX_CONTEXTS: u64 = 256;
 
 /// The contexts that a cache on the host has room for where memory is plentiful: several requests at a time
 /// are usual, and memory is committed as the cache fills.
@@ -30,13 +30,13 @@ pub(super) fn available_memory_bytes() -> Option<u64> {
 
 /// The part of the host's memory, and the most of it, that preempted requests of a model on a device may take.
 const SWAP_SHARE: u64 = 8;
-const MOST_SWAP_BYTES: u64 = 4 << 30;
+const MAX_SWAP_BYTES: u64 = 4 << 30;
 
 /// How many blocks of preempted requests may be kept on the host, of `block_bytes` each. On the CPU the KV cache lies
 /// in the same memory, and is as large as it was meant to be.
-pub(super) fn most_swapped(options: &EngineOptions, on_device: bool, block_bytes: usize) -> usize {
+pub(super) fn max_swapped(options: &EngineOptions, on_device: bool, block_bytes: usize) -> usize {
     let bytes = match (options.max_swap_bytes, on_device) {
-        (0, true) => (available_memory_bytes().unwrap_or(0) / SWAP_SHARE).min(MOST_SWAP_BYTES),
+        (0, true) => (available_memory_bytes().unwrap_or(0) / SWAP_SHARE).min(MAX_SWAP_BYTES),
         (0, false) => 0,
         (bytes, _) => bytes,
     };
@@ -46,18 +46,18 @@ pub(super) fn most_swapped(options: &EngineOptions, on_device: bool, block_bytes
 
 /// The memory that a model can have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Room {
+pub(super) enum Available {
     /// Of the host: what is available, if known. Memory is committed as it is used.
     Host(Option<u64>),
     /// Of a device: what is free there, if known. Memory is taken at once.
     Device(Option<u64>),
 }
 
-impl Room {
+impl Available {
     /// What is available, if known.
     pub(super) fn available(self) -> Option<u64> {
         match self {
-            Room::Host(available) | Room::Device(available) => available,
+            Available::Host(available) | Available::Device(available) => available,
         }
     }
 
@@ -133,16 +133,18 @@ impl MemoryPlan {
         &self,
         options: &EngineOptions,
         max_context: u64,
-        room: Room,
+        available: Available,
     ) -> Result<KvSize> {
         let block = BLOCK_SIZE as u64;
         let one = max_context.div_ceil(block).saturating_mul(block);
         // Slots are numbered in 32 bits.
-        let most = one.saturating_mul(MOST_CONTEXTS).min(u64::from(u32::MAX) / block * block);
-        let limit = match room {
-            Room::Device(_) => room.limit(options),
+        let most = one.saturating_mul(MAX_CONTEXTS).min(u64::from(u32::MAX) / block * block);
+        let limit = match available {
+            Available::Device(_) => available.limit(options),
             // The system may have more to give than it says, and takes back what is not used.
-            Room::Host(_) => (options.max_memory_bytes > 0).then_some(options.max_memory_bytes),
+            Available::Host(_) => {
+                (options.max_memory_bytes > 0).then_some(options.max_memory_bytes)
+            }
         };
         let needed = self.minimum_bytes(options);
         if let Some(limit) = limit.filter(|&limit| needed > limit) {
@@ -157,7 +159,7 @@ impl MemoryPlan {
                 )));
             }
             Some(asked) => asked,
-            None => self.default_tokens(options, room, one).clamp(block, most.max(block)),
+            None => self.default_tokens(options, available, one).clamp(block, most.max(block)),
         };
         // A context that the cache could not hold alone is not offered.
         Ok(KvSize { max_context_tokens: max_context.min(tokens), kv_cache_tokens: tokens })
@@ -165,20 +167,22 @@ impl MemoryPlan {
 
     /// The tokens of a cache whose size was left to the library: what a budget leaves; without one a share of
     /// what is there. `one`: a longest context, in whole blocks.
-    fn default_tokens(&self, options: &EngineOptions, room: Room, one: u64) -> u64 {
+    fn default_tokens(&self, options: &EngineOptions, available: Available, one: u64) -> u64 {
         let budget = (options.max_memory_bytes > 0).then_some(options.max_memory_bytes);
         // The driver, kernels and other programs want the rest of a device.
         let share = |free: u64| free / 10 * 9;
-        match (room, budget) {
-            (Room::Device(None) | Room::Host(None), None) => one,
-            (Room::Device(None) | Room::Host(None), Some(budget)) => self.tokens_within(budget),
-            (Room::Device(Some(free)), budget) => {
+        match (available, budget) {
+            (Available::Device(None) | Available::Host(None), None) => one,
+            (Available::Device(None) | Available::Host(None), Some(budget)) => {
+                self.tokens_within(budget)
+            }
+            (Available::Device(Some(free)), budget) => {
                 self.tokens_within(share(free).min(budget.unwrap_or(u64::MAX)))
             }
-            (Room::Host(Some(available)), Some(budget)) => {
+            (Available::Host(Some(available)), Some(budget)) => {
                 self.tokens_within(budget.min(available))
             }
-            (Room::Host(Some(available)), None) => {
+            (Available::Host(Some(available)), None) => {
                 let part = |parts: u64| {
                     let spare = available.saturating_sub(self.fixed_bytes()) / parts;
                     self.tokens_within(self.fixed_bytes().saturating_add(spare))
@@ -213,8 +217,8 @@ mod tests {
     const PLAN: MemoryPlan =
         MemoryPlan { weights_bytes: 1000, workspace_bytes: 100, kv_bytes_per_token: 10 };
 
-    fn size(options: &EngineOptions, room: Room) -> (u64, u64) {
-        let size = PLAN.kv_size(options, 100, room).unwrap();
+    fn size(options: &EngineOptions, available: Available) -> (u64, u64) {
+        let size = PLAN.kv_size(options, 100, available).unwrap();
         (size.max_context_tokens, size.kv_cache_tokens)
     }
 
@@ -225,63 +229,65 @@ mod tests {
     #[test]
     fn the_host_gives_four_contexts_by_default_and_less_when_memory_is_short() {
         let default = EngineOptions::default();
-        assert_eq!(size(&default, Room::Host(None)), (100, 128));
-        assert_eq!(size(&default, Room::Host(Some(1_000_000))), (100, 512));
+        assert_eq!(size(&default, Available::Host(None)), (100, 128));
+        assert_eq!(size(&default, Available::Host(Some(1_000_000))), (100, 512));
         // A quarter of 10,000 bytes: 250 tokens, seven whole blocks.
-        assert_eq!(size(&default, Room::Host(Some(11_100))), (100, 224));
+        assert_eq!(size(&default, Available::Host(Some(11_100))), (100, 224));
         // A quarter of 4000 bytes is less than one context, half of them is not.
-        assert_eq!(size(&default, Room::Host(Some(5100))), (100, 128));
+        assert_eq!(size(&default, Available::Host(Some(5100))), (100, 128));
         // (2740 - 1100) / 2 = 820 bytes: 82 tokens, two whole blocks.
-        assert_eq!(size(&default, Room::Host(Some(2740))), (64, 64));
-        assert_eq!(size(&default, Room::Host(Some(0))), (32, 32));
+        assert_eq!(size(&default, Available::Host(Some(2740))), (64, 64));
+        assert_eq!(size(&default, Available::Host(Some(0))), (32, 32));
     }
 
     #[test]
     fn a_device_gives_what_is_free() {
         let default = EngineOptions::default();
-        assert_eq!(size(&default, Room::Device(None)), (100, 128));
+        assert_eq!(size(&default, Available::Device(None)), (100, 128));
         // Nine tenths of 11,000 bytes without 1100: 880 tokens, 27 blocks.
-        assert_eq!(size(&default, Room::Device(Some(11_000))), (100, 864));
+        assert_eq!(size(&default, Available::Device(Some(11_000))), (100, 864));
         // Nine tenths leave no block, the whole does.
-        assert_eq!(size(&default, Room::Device(Some(1420))), (32, 32));
+        assert_eq!(size(&default, Available::Device(Some(1420))), (32, 32));
         // No more than can be used.
-        assert_eq!(size(&default, Room::Device(Some(1 << 40))), (100, 128 * MOST_CONTEXTS));
-        for room in [Room::Device(Some(1419)), Room::Device(Some(0))] {
-            let error = PLAN.kv_size(&default, 100, room).unwrap_err();
+        assert_eq!(size(&default, Available::Device(Some(1 << 40))), (100, 128 * MAX_CONTEXTS));
+        for available in [Available::Device(Some(1419)), Available::Device(Some(0))] {
+            let error = PLAN.kv_size(&default, 100, available).unwrap_err();
             assert_eq!(error.kind(), ErrorKind::OutOfMemory);
             assert!(error.message().contains("bytes of memory are free"), "{error}");
         }
         // What is asked for may take all.
-        assert_eq!(size(&asked(0, 320), Room::Device(Some(4300))), (100, 320));
-        assert!(PLAN.kv_size(&asked(0, 320), 100, Room::Device(Some(4299))).is_err());
+        assert_eq!(size(&asked(0, 320), Available::Device(Some(4300))), (100, 320));
+        assert!(PLAN.kv_size(&asked(0, 320), 100, Available::Device(Some(4299))).is_err());
     }
 
     #[test]
     fn a_budget_is_used_up_and_kept_or_refused() {
-        for room in [Room::Host(None), Room::Host(Some(1 << 30)), Room::Device(None)] {
-            assert_eq!(size(&asked(1100 + 640, 0), room), (64, 64));
-            assert_eq!(size(&asked(1100 + 640, 64), room), (64, 64));
+        for available in
+            [Available::Host(None), Available::Host(Some(1 << 30)), Available::Device(None)]
+        {
+            assert_eq!(size(&asked(1100 + 640, 0), available), (64, 64));
+            assert_eq!(size(&asked(1100 + 640, 64), available), (64, 64));
             // 9000 bytes: 28 blocks.
-            assert_eq!(size(&asked(1100 + 9000, 0), room), (100, 896));
+            assert_eq!(size(&asked(1100 + 9000, 0), available), (100, 896));
             for (bytes, tokens) in [(1000, 0), (1100, 0), (1419, 0), (1739, 64)] {
                 let options = asked(bytes, tokens);
-                let error = PLAN.kv_size(&options, 100, room).unwrap_err();
+                let error = PLAN.kv_size(&options, 100, available).unwrap_err();
                 assert_eq!(error.kind(), ErrorKind::OutOfMemory, "{bytes} {tokens}");
                 assert!(error.message().contains(&format!("max_memory_bytes is {bytes}")));
                 let least = PLAN.minimum_bytes(&options);
                 assert!(least > bytes && PLAN.total_bytes(32.max(tokens)) == least);
-                assert!(PLAN.kv_size(&asked(least, tokens), 100, room).is_ok());
+                assert!(PLAN.kv_size(&asked(least, tokens), 100, available).is_ok());
             }
         }
         // A budget of more than there is.
-        assert_eq!(size(&asked(1 << 40, 0), Room::Host(Some(2060))), (96, 96));
-        assert_eq!(size(&asked(1 << 40, 0), Room::Device(Some(11_000))), (100, 864));
+        assert_eq!(size(&asked(1 << 40, 0), Available::Host(Some(2060))), (96, 96));
+        assert_eq!(size(&asked(1 << 40, 0), Available::Device(Some(11_000))), (100, 864));
     }
 
     #[test]
     fn a_cache_for_less_than_the_context_that_was_asked_for_is_refused() {
         let options = EngineOptions { max_context_tokens: 100, ..asked(0, 64) };
-        let error = PLAN.kv_size(&options, 100, Room::Host(None)).unwrap_err();
+        let error = PLAN.kv_size(&options, 100, Available::Host(None)).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::InvalidArgument);
     }
 }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::log::{LogLevel, Logger};
-use super::memory_plan::{available_memory_bytes, KvSize, MemoryPlan, Room};
+use super::memory_plan::{available_memory_bytes, Available, KvSize, MemoryPlan};
 use super::options::{context_limit, num_threads, DeviceChoice, EngineOptions};
 use super::step_limits::step_limits;
 use super::step_room::Limits;
@@ -23,7 +23,7 @@ pub(super) struct Planned {
     /// The largest steps.
     pub(super) limits: Limits,
     pub(super) memory: MemoryPlan,
-    pub(super) room: Room,
+    pub(super) available: Available,
 }
 
 impl Planned {
@@ -36,7 +36,7 @@ impl Planned {
         let mut planned = Self::before_the_device(options, opened, on_device)?;
         if on_device && cuda::available().is_ok() {
             let free = CudaDevice::get(0)?.free_memory_bytes()?;
-            planned.room = Room::Device(Some(free as u64));
+            planned.available = Available::Device(Some(free as u64));
         }
         Ok(planned)
     }
@@ -56,19 +56,19 @@ impl Planned {
         let num_threads = num_threads(options.num_threads)?;
         let limits = step_limits(options, on_device, max_context)?;
         let num_tokens = limits.max_step_tokens();
-        let (memory, room) = match on_device {
+        let (memory, available) = match on_device {
             false => {
                 let plan =
                     opened.host_plan(dtype, num_threads, num_tokens, limits.max_sequences)?;
-                (plan, Room::Host(available_memory_bytes()))
+                (plan, Available::Host(available_memory_bytes()))
             }
             true => {
                 let passes = limits.passes(max_context);
                 let plan = opened.device_plan(dtype, &passes, options.deterministic)?;
-                (plan, Room::Device(None))
+                (plan, Available::Device(None))
             }
         };
-        Ok(Planned { on_device, dtype, max_context, limits, memory: memory.into(), room })
+        Ok(Planned { on_device, dtype, max_context, limits, memory: memory.into(), available })
     }
 
     /// The same with weights of another size, which have taken their part of what was free.
@@ -79,7 +79,7 @@ impl Planned {
 
     /// How large its KV cache becomes; [`crate::error::ErrorKind::OutOfMemory`] if it does not fit.
     pub(super) fn kv_size(&self, options: &EngineOptions) -> Result<KvSize> {
-        self.memory.kv_size(options, self.max_context, self.room)
+        self.memory.kv_size(options, self.max_context, self.available)
     }
 }
 

@@ -56,7 +56,7 @@ pub fn plan(path: &str, options: &EngineOptions) -> Result<Plan> {
     let minimum_bytes = memory.minimum_bytes(options);
     let total_bytes =
         size.map_or(minimum_bytes, |size: KvSize| memory.total_bytes(size.kv_cache_tokens));
-    let memory_bytes = planned.room.limit(options);
+    let memory_bytes = planned.available.limit(options);
     let size = size.unwrap_or_default();
     Ok(Plan {
         on_device: planned.on_device,

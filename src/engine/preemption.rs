@@ -4,14 +4,14 @@
 use super::block_pool::ContentId;
 use super::scheduler::Scheduler;
 use super::sequence::{blocks_for, Entry, Sequence, SequenceKey};
-use super::step_room::Room;
+use super::step_room::TokenBudget;
 use super::swap::{SwapCosts, SwapSpace};
 use crate::model::{BlockCopy, CopyDirection};
 use crate::ops::BLOCK_SIZE;
 
 impl Scheduler {
     /// Lets preempted sequences keep up to so many blocks on the host. There is no memory for any yet.
-    pub fn set_most_swapped(&mut self, most_blocks: usize) {
+    pub fn set_max_swapped(&mut self, most_blocks: usize) {
         self.swap = SwapSpace::new(most_blocks);
     }
 
@@ -132,7 +132,7 @@ impl Scheduler {
         &mut self,
         needed: usize,
         priority: i32,
-        left: &mut Room,
+        left: &mut TokenBudget,
         entries: &mut Vec<Entry>,
     ) -> bool {
         let is_lower = |scheduler: &Self, slot: &u32| {

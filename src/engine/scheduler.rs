@@ -21,7 +21,7 @@ use super::planned_copies::PlannedCopies;
 use super::sequence::blocks_for;
 pub use super::sequence::{Entry, NewSequence, Sequence, SequenceKey};
 pub use super::step_room::Limits;
-use super::step_room::{Room, StepSize};
+use super::step_room::{StepSize, TokenBudget};
 use super::swap::{Saved, SwapCounts, SwapSpace};
 use crate::error::{try_with_capacity, Error, Result};
 use crate::ops::BLOCK_SIZE;
@@ -257,7 +257,7 @@ impl Scheduler {
     }
 
     /// Adds what a running sequence has to do to a plan, as far as there is room.
-    fn plan_sequence(&self, slot: u32, left: &mut Room, entries: &mut Vec<Entry>) {
+    fn plan_sequence(&self, slot: u32, left: &mut TokenBudget, entries: &mut Vec<Entry>) {
         let Some(sequence) = self.at(slot) else { return };
         let ready = sequence.num_ready();
         if ready == 0 || sequence.spec.alone {
@@ -268,7 +268,7 @@ impl Scheduler {
             1 => left.all.min(1),
             n if n <= left.for_long() => n,
             // One that fits into a step whole is not cut: it has the next step.
-            n if n <= self.limits.max_prefill_tokens.min(self.size.most_tokens())
+            n if n <= self.limits.max_prefill_tokens.min(self.size.max_tokens())
                 && left.long < self.limits.max_prefill_tokens =>
             {
                 left.long = 0;
@@ -293,7 +293,7 @@ impl Scheduler {
     }
 
     /// Lets waiting sequences run, in order, while there is room in the step and in the cache.
-    fn admit(&mut self, left: &mut Room, entries: &mut Vec<Entry>) -> Result<()> {
+    fn admit(&mut self, left: &mut TokenBudget, entries: &mut Vec<Entry>) -> Result<()> {
         let (mut at, mut held) = (0, 0);
         while let Some(&slot) = self.waiting.get(at) {
             let Some(sequence) = self.at(slot) else { break };
@@ -429,7 +429,7 @@ impl Scheduler {
             num_new: sequence
                 .num_ready()
                 .min(self.limits.max_prefill_tokens)
-                .min(self.size.most_tokens()),
+                .min(self.size.max_tokens()),
             source: None,
             row: None,
             by_model: false,

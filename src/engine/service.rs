@@ -5,11 +5,11 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 
 use super::intake::{lock, Shared};
-use super::order::Order;
 use super::scheduler::Scheduler;
 use super::stats::{EngineStats, Recorder};
 use super::step_model::StepModel;
 use super::step_resources::StepResources;
+use super::submission::Submission;
 use super::worker::Worker;
 use crate::backend::cpu::CpuBackend;
 use crate::error::{Error, ErrorKind, Result};
@@ -37,7 +37,7 @@ impl Service {
     pub fn new(
         model: Arc<dyn StepModel>,
         backend: Arc<CpuBackend>,
-        machine: StepResources,
+        resources: StepResources,
         scheduler: Scheduler,
         closed: Arc<AtomicBool>,
     ) -> Self {
@@ -45,21 +45,21 @@ impl Service {
         recorder.counts(scheduler.counts());
         let shared = Arc::new(Shared::new(recorder.stats));
         let worker =
-            Worker::new(model, backend, machine, scheduler, closed, shared.clone(), recorder);
+            Worker::new(model, backend, resources, scheduler, closed, shared.clone(), recorder);
         let thread = Thread { unstarted: Some(Box::new(worker)), handle: None };
         Service { shared, thread: Arc::new(Mutex::new(thread)), process_id: std::process::id() }
     }
 
     /// Hands requests to the scheduler, all or none.
-    pub fn submit(&self, orders: Vec<Order>) -> Result<()> {
+    pub fn submit(&self, submissions: Vec<Submission>) -> Result<()> {
         let mut intake = lock(&self.shared.intake);
         if let Some(error) = &intake.failed {
             return Err(error.clone());
         }
-        let room = intake.orders.try_reserve(orders.len());
-        room.map_err(|_| Error::out_of_memory("a request", size_of::<Order>()))?;
+        let room = intake.submissions.try_reserve(submissions.len());
+        room.map_err(|_| Error::out_of_memory("a request", size_of::<Submission>()))?;
         self.start()?;
-        intake.orders.extend(orders);
+        intake.submissions.extend(submissions);
         drop(intake);
         self.shared.arrived.notify_one();
         Ok(())

@@ -35,21 +35,21 @@ const STEPS_UNTIL_GROWTH: u32 = 64;
 #[derive(Debug)]
 pub(super) struct StepSize {
     /// `None`: the limits alone hold.
-    most_tokens: Option<usize>,
+    max_tokens: Option<usize>,
     /// Steps that went well since that was set.
     num_good: u32,
 }
 
 /// What is left in a step that is being planned.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Room {
+pub(super) struct TokenBudget {
     /// Tokens of inputs of more than one.
     pub long: usize,
     /// All tokens.
     pub all: usize,
 }
 
-impl Room {
+impl TokenBudget {
     /// Room for tokens of inputs of more than one.
     pub fn for_long(&self) -> usize {
         self.long.min(self.all)
@@ -74,17 +74,17 @@ impl Room {
 
 impl StepSize {
     pub fn new() -> Self {
-        StepSize { most_tokens: None, num_good: 0 }
+        StepSize { max_tokens: None, num_good: 0 }
     }
 
     /// The most tokens of a step.
-    pub fn most_tokens(&self) -> usize {
-        self.most_tokens.unwrap_or(usize::MAX)
+    pub fn max_tokens(&self) -> usize {
+        self.max_tokens.unwrap_or(usize::MAX)
     }
 
     /// An empty step.
-    pub fn room(&self, limits: &Limits) -> Room {
-        Room { long: limits.max_prefill_tokens, all: self.most_tokens() }
+    pub fn room(&self, limits: &Limits) -> TokenBudget {
+        TokenBudget { long: limits.max_prefill_tokens, all: self.max_tokens() }
     }
 
     /// A step of so many tokens found no memory: the next have half of them. False if they cannot be fewer.
@@ -92,19 +92,19 @@ impl StepSize {
         if num_tokens <= 1 {
             return false;
         }
-        self.most_tokens = Some(num_tokens / 2);
+        self.max_tokens = Some(num_tokens / 2);
         self.num_good = 0;
         true
     }
 
     /// A step went well. Memory that was short may be there again.
     pub fn grow(&mut self, limits: &Limits) {
-        let Some(most) = self.most_tokens else { return };
+        let Some(most) = self.max_tokens else { return };
         self.num_good += 1;
         if self.num_good >= STEPS_UNTIL_GROWTH {
             self.num_good = 0;
             let doubled = most.saturating_mul(2);
-            self.most_tokens = (doubled < limits.max_step_tokens()).then_some(doubled);
+            self.max_tokens = (doubled < limits.max_step_tokens()).then_some(doubled);
         }
     }
 }

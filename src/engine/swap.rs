@@ -111,7 +111,7 @@ pub(super) struct SwapSpace {
     /// Without owner; the last one is the next.
     free: Vec<u32>,
     num_places: usize,
-    most_places: usize,
+    max_places: usize,
     is_short: bool,
     pub costs: SwapCosts,
     pub blocks_out: u64,
@@ -120,26 +120,26 @@ pub(super) struct SwapSpace {
 
 impl SwapSpace {
     /// May grow to so many places, of which it has none yet.
-    pub fn new(most_places: usize) -> Self {
-        SwapSpace { most_places, ..SwapSpace::default() }
+    pub fn new(max_places: usize) -> Self {
+        SwapSpace { max_places, ..SwapSpace::default() }
     }
 
     /// Whether there can be places at all.
     pub fn is_wanted(&self) -> bool {
-        self.most_places > 0
+        self.max_places > 0
     }
 
     /// How many places more there may be, if a sequence found too few; else 0.
     pub fn num_wanted(&self) -> usize {
         match self.is_short {
-            true => self.most_places - self.num_places,
+            true => self.max_places - self.num_places,
             false => 0,
         }
     }
 
     /// There is memory for so many places more.
     pub fn grow(&mut self, num_places: usize) {
-        let end = self.num_places.saturating_add(num_places).min(self.most_places);
+        let end = self.num_places.saturating_add(num_places).min(self.max_places);
         // Room for all that come back at any time.
         if self.free.try_reserve_exact(end - self.free.len()).is_err() {
             return self.stop_growing();
@@ -153,7 +153,7 @@ impl SwapSpace {
 
     /// There will be no more places.
     pub fn stop_growing(&mut self) {
-        self.most_places = self.num_places;
+        self.max_places = self.num_places;
     }
 
     /// Places for `count` blocks, or none.

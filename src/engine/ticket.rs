@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::inbox::{check_may_wait, Entry, Inbox, Progress};
+use super::inbox::{check_may_wait, Inbox, Message, Progress};
 use super::request::FinishReason;
 use crate::error::{try_with_capacity, Error, ErrorKind, Result};
 use crate::text::{Detokenizer, StopMatcher, Tokenizer};
@@ -275,17 +275,17 @@ impl Ticket {
                 Some(until) => until.saturating_duration_since(Instant::now()),
                 None => timeout,
             });
-            let Some(entry) = self.inbox.pop(left) else { return Ok(None) };
-            if let Some(event) = self.take(entry)? {
+            let Some(message) = self.inbox.pop(left) else { return Ok(None) };
+            if let Some(event) = self.take(message)? {
                 return Ok(Some(event));
             }
         }
     }
 
-    fn take(&mut self, entry: Entry) -> Result<Option<Event>> {
-        let (Entry::Token { sample: index, .. }
-        | Entry::End { sample: index, .. }
-        | Entry::Failed { sample: index, .. }) = entry;
+    fn take(&mut self, message: Message) -> Result<Option<Event>> {
+        let (Message::Token { sample: index, .. }
+        | Message::End { sample: index, .. }
+        | Message::Failed { sample: index, .. }) = message;
         let index = index as usize;
         let inbox = &self.inbox;
         let cancelled = inbox.is_cancelled();
@@ -293,13 +293,13 @@ impl Ticket {
         if sample.reason.is_some() || cancelled {
             return Ok(None);
         }
-        let (token, is_stop) = match entry {
-            Entry::Token { token, is_stop, .. } => (token, is_stop),
-            Entry::End { reason, .. } => {
+        let (token, is_stop) = match message {
+            Message::Token { token, is_stop, .. } => (token, is_stop),
+            Message::End { reason, .. } => {
                 sample.reason = Some(reason);
                 return Ok(None);
             }
-            Entry::Failed { error, .. } => {
+            Message::Failed { error, .. } => {
                 sample.is_over = true;
                 sample.ended = Some(Instant::now());
                 return Err(error);

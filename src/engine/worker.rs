@@ -15,10 +15,9 @@ use std::time::{Duration, Instant};
 
 use super::active::ActiveTable;
 use super::batch_builder::Part;
-use super::inbox::{mark_scheduler_thread, Entry as InboxEntry};
+use super::inbox::{mark_scheduler_thread, Message};
 use super::intake::{lock, Shared};
 use super::lease::Lease;
-use super::order::{Order, Work};
 use super::pace::Pace;
 use super::request::FinishReason;
 use super::sampler::not_finite;
@@ -27,6 +26,7 @@ use super::sequence::{Entry, SequenceKey};
 use super::stats::Recorder;
 use super::step_model::StepModel;
 use super::step_resources::StepResources;
+use super::submission::{Submission, Work};
 use crate::backend::cpu::CpuBackend;
 use crate::error::{try_with_capacity, Error, ErrorKind, Result};
 use crate::model::{Draw, StepResult, StepTime, TokenChoice, NO_TOKEN};
@@ -51,23 +51,23 @@ pub(super) struct Worker {
     shared: Arc<Shared>,
     scheduler: Scheduler,
     /// Away while it is lent.
-    machine: Option<Box<StepResources>>,
+    resources: Option<Box<StepResources>>,
     works: ActiveTable,
     flights: VecDeque<Flight>,
     spare: Vec<Vec<Entry>>,
     /// Orders that are being taken in.
-    arriving: VecDeque<Order>,
+    arriving: VecDeque<Submission>,
     result: StepResult,
     recorder: Recorder,
     closed: Arc<AtomicBool>,
     /// A sequence that is computed alone has the next turn.
     alone_next: bool,
-    /// Since the last step was begun there has been something to do, and no other use of the machine.
+    /// Since the last step was begun there has been something to do, and no other use of the resources.
     follows: bool,
     pace: Pace,
 }
 
-fn no_machine() -> Error {
+fn no_resources() -> Error {
     Error::internal("the engine's KV cache was lent and not given back")
 }
 
@@ -76,7 +76,7 @@ impl Worker {
     pub fn new(
         model: Arc<dyn StepModel>,
         backend: Arc<CpuBackend>,
-        machine: StepResources,
+        resources: StepResources,
         scheduler: Scheduler,
         closed: Arc<AtomicBool>,
         shared: Arc<Shared>,
@@ -87,7 +87,7 @@ impl Worker {
             backend,
             shared,
             scheduler,
-            machine: Some(Box::new(machine)),
+            resources: Some(Box::new(resources)),
             works: ActiveTable::default(),
             flights: VecDeque::new(),
             spare: Vec::new(),
@@ -104,7 +104,7 @@ impl Worker {
     /// Serves until the service ends.
     pub fn run(&mut self) {
         mark_scheduler_thread();
-        while self.take_orders() {
+        while self.take_submissions() {
             let turn = panic_guard::catch(|| self.turn());
             if let Err(error) = turn {
                 self.fail(error);
@@ -114,7 +114,7 @@ impl Worker {
         self.end_all(&|| Ok(FinishReason::Cancelled));
     }
 
-    /// When to begin the next step, if that is to wait for orders.
+    /// When to begin the next step, if that is to wait for submissions.
     fn next_begin(&self) -> Option<Instant> {
         let flight = self.flights.front().filter(|_| self.flights.len() == 1)?;
         match self.scheduler.plan_alone() {
@@ -124,7 +124,7 @@ impl Worker {
     }
 
     /// Takes in what has arrived; waits for something to do. False when the thread is to end.
-    fn take_orders(&mut self) -> bool {
+    fn take_submissions(&mut self) -> bool {
         let next_begin = self.next_begin();
         let shared = self.shared.clone();
         let mut intake = lock(&shared.intake);
@@ -132,9 +132,9 @@ impl Worker {
             if intake.shutdown {
                 return false;
             }
-            let idle = intake.orders.is_empty() && self.scheduler.is_empty();
+            let idle = intake.submissions.is_empty() && self.scheduler.is_empty();
             if !(idle && self.flights.is_empty()) {
-                let left = match (intake.orders.is_empty(), next_begin) {
+                let left = match (intake.submissions.is_empty(), next_begin) {
                     (true, Some(at)) => at.saturating_duration_since(Instant::now()),
                     _ => Duration::ZERO,
                 };
@@ -148,14 +148,14 @@ impl Worker {
             self.follows = false;
             intake = shared.arrived.wait(intake).unwrap_or_else(PoisonError::into_inner);
         }
-        // Those who are told of an end while orders are taken in may submit the next.
-        std::mem::swap(&mut intake.orders, &mut self.arriving);
+        // Those who are told of an end while submissions are taken in may submit the next.
+        std::mem::swap(&mut intake.submissions, &mut self.arriving);
         drop(intake);
-        while let Some(order) = self.arriving.pop_front() {
+        while let Some(submission) = self.arriving.pop_front() {
             self.recorder.stats.submitted += 1;
-            match self.scheduler.add(order.sequence) {
-                Ok(key) => self.works.insert(key, order.work),
-                Err(error) => self.tell_end(&order.work, Err(error)),
+            match self.scheduler.add(submission.sequence) {
+                Ok(key) => self.works.insert(key, submission.work),
+                Err(error) => self.tell_end(&submission.work, Err(error)),
             }
         }
         true
@@ -175,12 +175,12 @@ impl Worker {
         self.recorder.counts(self.scheduler.counts());
         *lock(&self.shared.stats) = self.recorder.stats;
         match work {
-            Work::Logits(desk) => desk.end(outcome.and(Err(cancelled()))),
+            Work::Logits(handoff) => handoff.end(outcome.and(Err(cancelled()))),
             Work::Sample(work) => {
                 let sample = work.sample;
                 let entry = match outcome {
-                    Ok(reason) => InboxEntry::End { sample, reason },
-                    Err(error) => InboxEntry::Failed { sample, error },
+                    Ok(reason) => Message::End { sample, reason },
+                    Err(error) => Message::Failed { sample, error },
                 };
                 // Ends always find room.
                 let _ = work.inbox.push(entry);
@@ -194,10 +194,10 @@ impl Worker {
                 self.end(key, outcome());
             }
         }
-        let orders = std::mem::take(&mut lock(&self.shared.intake).orders);
-        for order in orders {
+        let submissions = std::mem::take(&mut lock(&self.shared.intake).submissions);
+        for submission in submissions {
             self.recorder.stats.submitted += 1;
-            self.tell_end(&order.work, outcome());
+            self.tell_end(&submission.work, outcome());
         }
     }
 
@@ -214,15 +214,15 @@ impl Worker {
     /// the next request to get.
     fn abandon_flights(&mut self) {
         while let Some(Flight { mut entries, .. }) = self.flights.pop_front() {
-            if let Some(machine) = self.machine.as_deref_mut() {
-                let _ = self.model.finish_step(&mut machine.workspace, &mut self.result);
+            if let Some(resources) = self.resources.as_deref_mut() {
+                let _ = self.model.finish_step(&mut resources.workspace, &mut self.result);
             }
             entries.clear();
             self.spare.push(entries);
         }
     }
 
-    /// Does one thing: begins a step, finishes one, or lends the machine.
+    /// Does one thing: begins a step, finishes one, or lends the resources.
     fn turn(&mut self) -> Result<()> {
         self.end_stopped();
         let depth = self.model.max_steps_in_flight().clamp(1, 2);
@@ -289,11 +289,12 @@ impl Worker {
     fn plan(&mut self, entries: &mut Vec<Entry>) -> Result<bool> {
         loop {
             self.scheduler.plan(entries)?;
-            let Self { model, scheduler, machine, .. } = self;
+            let Self { model, scheduler, resources, .. } = self;
             if scheduler.copies().is_empty() {
                 return Ok(false);
             }
-            let StepResources { kv, swap, .. } = machine.as_deref_mut().ok_or_else(no_machine)?;
+            let StepResources { kv, swap, .. } =
+                resources.as_deref_mut().ok_or_else(no_resources)?;
             let copied = model.copy_blocks(kv, swap, scheduler.copies());
             if let Some((num_blocks, time)) = swap.take_time() {
                 scheduler.swap_costs().copied(num_blocks, time);
@@ -313,8 +314,8 @@ impl Worker {
     /// Takes memory for preempted sequences, if there was too little; while the device is at work.
     fn grow_swap(&mut self) {
         let most = self.scheduler.swap_places_wanted();
-        let Some(machine) = self.machine.as_deref_mut().filter(|_| most > 0) else { return };
-        match machine.swap.grow(most) {
+        let Some(resources) = self.resources.as_deref_mut().filter(|_| most > 0) else { return };
+        match resources.swap.grow(most) {
             Ok(Some(num_places)) => self.scheduler.add_swap_places(num_places),
             // It is on its way.
             Ok(None) => {}
@@ -367,9 +368,9 @@ impl Worker {
     }
 
     fn begin_step(&mut self, entries: &[Entry], now: Instant) -> Result<()> {
-        let Self { model, scheduler, works, machine, .. } = self;
+        let Self { model, scheduler, works, resources, .. } = self;
         let StepResources { kv, workspace, builder, .. } =
-            machine.as_deref_mut().ok_or_else(no_machine)?;
+            resources.as_deref_mut().ok_or_else(no_resources)?;
         let blocks = |entry: &Entry| scheduler.sequence(entry.key).map_or(0, |s| s.blocks().len());
         builder.clear(entries.iter().map(blocks).max().unwrap_or(0))?;
         for entry in entries {
@@ -413,9 +414,9 @@ impl Worker {
     fn finish(&mut self) {
         let Some(flight) = self.flights.pop_front() else { return };
         let Flight { mut entries, begun, follows, num_decoding, copied } = flight;
-        let finished = match self.machine.as_deref_mut() {
-            Some(machine) => self.model.finish_step(&mut machine.workspace, &mut self.result),
-            None => Err(no_machine()),
+        let finished = match self.resources.as_deref_mut() {
+            Some(resources) => self.model.finish_step(&mut resources.workspace, &mut self.result),
+            None => Err(no_resources()),
         };
         self.pace.finished(num_decoding, self.result.time.busy, Instant::now());
         let no_memory =
@@ -513,7 +514,7 @@ impl Worker {
             false => (len >= work.max_tokens).then_some(work.reason_at_max),
         };
         let (inbox, sample) = (work.inbox.clone(), work.sample);
-        if let Err(error) = inbox.push(InboxEntry::Token { sample, token, is_stop }) {
+        if let Err(error) = inbox.push(Message::Token { sample, token, is_stop }) {
             return self.end(entry.key, Err(error));
         }
         if let Some(reason) = end {
@@ -525,31 +526,31 @@ impl Worker {
     fn lend(&mut self, entry: Entry) -> Result<()> {
         let begun = Instant::now();
         let gone = || Error::internal("a planned sequence is gone");
-        let machine = self.machine.take().ok_or_else(no_machine)?;
+        let resources = self.resources.take().ok_or_else(no_resources)?;
         let sequence = self.scheduler.sequence(entry.key).ok_or_else(gone);
         let is_last =
             sequence.as_ref().is_ok_and(|s| entry.start + entry.num_new >= s.token_ids().len());
-        let desk = self.works.get_mut(entry.key).and_then(|active| match &active.work {
-            Work::Logits(desk) => Some(desk.clone()),
+        let handoff = self.works.get_mut(entry.key).and_then(|active| match &active.work {
+            Work::Logits(handoff) => Some(handoff.clone()),
             Work::Sample(_) => None,
         });
-        let (Ok(sequence), Some(desk)) = (sequence, desk) else {
-            self.machine = Some(machine);
+        let (Ok(sequence), Some(handoff)) = (sequence, handoff) else {
+            self.resources = Some(resources);
             return Err(gone());
         };
         let (start, num_new) = (entry.start, entry.num_new);
         let mut blocks = match try_with_capacity(sequence.blocks().len(), "a block table") {
             Ok(blocks) => blocks,
             Err(error) => {
-                self.machine = Some(machine);
+                self.resources = Some(resources);
                 self.end(entry.key, Err(error));
                 return Ok(());
             }
         };
         blocks.extend_from_slice(sequence.blocks());
         self.follows = false;
-        let (machine, outcome) = desk.lend(Lease { machine, blocks, start, num_new });
-        self.machine = Some(machine);
+        let (resources, outcome) = handoff.lend(Lease { resources, blocks, start, num_new });
+        self.resources = Some(resources);
         match outcome {
             Ok(()) => {
                 let time = StepTime { busy: begun.elapsed(), idle: Duration::ZERO };

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::inbox::Inbox;
-use super::lease::Desk;
+use super::lease::Handoff;
 use super::request::FinishReason;
 use super::sampler::Sampler;
 use super::sequence::NewSequence;
@@ -31,11 +31,11 @@ pub(super) enum Work {
     /// Tokens are chosen.
     Sample(Box<SampleWork>),
     /// Its logits are computed by the thread that wants them.
-    Logits(Arc<Desk>),
+    Logits(Arc<Handoff>),
 }
 
 /// A request for the scheduler.
-pub(super) struct Order {
+pub(super) struct Submission {
     pub sequence: NewSequence,
     pub work: Work,
 }
