@@ -1,4 +1,4 @@
-//! The handle of a loaded model, and what can be asked of it.
+//! The handle of a loaded model, with its queries.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -75,22 +75,22 @@ impl Engine {
         ))
     }
 
-    /// Ends every request as cancelled, now and later. For when the model's handle is freed.
+    /// Ends every request as cancelled, now and later. Called when the model's handle is freed.
     pub fn close(&self) {
         self.closed.store(true, Ordering::Release);
     }
 
-    /// Was it closed?
+    /// Whether [`Engine::close`] has been called.
     pub fn is_closed(&self) -> bool {
         self.closed.load(Ordering::Acquire)
     }
 
-    /// The tokenizer, or why there is none.
+    /// The tokenizer, or the reason why there is none.
     pub fn tokenizer(&self) -> Result<&Arc<Tokenizer>> {
         self.tokenizer.as_ref().map_err(Error::clone)
     }
 
-    /// The chat template, or why there is none.
+    /// The chat template, or the reason why there is none.
     pub fn chat_template(&self) -> Result<&ChatTemplate> {
         self.chat_template.as_ref().map_err(Error::clone)
     }
@@ -108,7 +108,7 @@ impl Engine {
         Ok(Detokenizer::new(self.tokenizer()?.clone(), skip_special))
     }
 
-    /// Ids to text.
+    /// The text of token ids.
     pub fn detokenize(&self, ids: &[u32], skip_special: bool) -> Result<String> {
         let tokenizer = self.tokenizer()?;
         ids.iter().try_for_each(|id| self.check_token_id(*id))?;
@@ -139,8 +139,8 @@ impl Engine {
         &self.closed
     }
 
-    /// Bytes of weights, work space and KV cache at their peak: on a device as its allocator counts them, on
-    /// the host with the blocks that have been used.
+    /// Bytes of weights, work space and KV cache at their peak: on a device as its allocator counts
+    /// them, on the host with the blocks that have been used.
     pub fn peak_memory_bytes(&self) -> u64 {
         match self.model.compute_context() {
             Some(context) => context.memory_stats().peak as u64,
@@ -152,12 +152,12 @@ impl Engine {
         }
     }
 
-    /// What the allocator of the model's device counts; `None` on the CPU.
+    /// Counts of the allocator of the model's device; `None` on the CPU.
     pub fn device_memory_stats(&self) -> Option<MemoryStats> {
         self.model.compute_context().map(|context| context.memory_stats())
     }
 
-    /// What the engine has done and is doing.
+    /// Statistics of what the engine has done and is doing.
     pub fn stats(&self) -> EngineStats {
         self.service.stats()
     }
@@ -172,7 +172,7 @@ impl Engine {
         &self.generation_config.eos_token_ids
     }
 
-    /// As config.json names it.
+    /// The architecture that config.json names.
     pub fn architecture(&self) -> &str {
         &self.architecture
     }
@@ -182,7 +182,7 @@ impl Engine {
         self.folder.path()
     }
 
-    /// For people: backend, instruction set, threads, or the name of the GPU.
+    /// A description for people: backend, instruction set and threads, or the name of the GPU.
     pub fn device_name(&self) -> String {
         self.model.device_name()
     }
@@ -232,7 +232,7 @@ impl Engine {
         self.workspace_bytes
     }
 
-    /// How long loading took.
+    /// The seconds that loading took.
     pub fn load_seconds(&self) -> f64 {
         self.load_seconds
     }

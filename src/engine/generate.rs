@@ -18,26 +18,26 @@ use crate::model::{Model, TokenChoice};
 /// Most samples of one request.
 pub const MAX_SAMPLES: u32 = 256;
 
-/// Told of every token: the sample, the token (none for text that was held back at the end), the text that
-/// became certain, and the number of tokens so far. Returns false to stop.
+/// Called for every token with the sample, the token (none for text that was held back at the end),
+/// the text that became certain, and the number of tokens so far. Returns false to stop.
 pub type OnToken<'a> = dyn FnMut(usize, Option<u32>, &str, usize) -> Result<bool> + 'a;
 
-/// Room for generated tokens that a sequence has from the start; more make it grow. (64 KiB, of which the system
-/// gives what is used.)
+/// The number of generated tokens that a sequence has room for from the start; it grows for more.
+/// (64 KiB, of which the system commits the part that is used.)
 const USUAL_TOKENS: usize = 16384;
 
-/// A seed of the operating system's.
+/// A seed from the operating system's random numbers.
 fn random_seed() -> u64 {
     use std::hash::{BuildHasher, Hasher};
-    // The standard library keys each of these from the system's random numbers.
+    // The standard library keys each `RandomState` from them.
     let seed = std::collections::hash_map::RandomState::new().build_hasher().finish();
     // u64::MAX stands for "draw one" at the C interface.
     seed.min(u64::MAX - 1)
 }
 
 impl Engine {
-    /// Runs a request to its end on this thread, which also calls `on_token`; gives each sample's outcome.
-    /// Being stopped is a success with what was generated.
+    /// Runs a request to its end and returns each sample's outcome; this thread also calls
+    /// `on_token`. Being stopped is a success with the tokens that were generated.
     pub fn generate(
         &self,
         request: &Request<'_>,
@@ -65,7 +65,8 @@ impl Engine {
         ticket.take_generations()
     }
 
-    /// Hands a request to the scheduler. `waker` is called when there is news after there was none.
+    /// Hands a request to the scheduler. `waker` is called when there is an event after there was
+    /// none.
     pub fn submit(&self, request: &Request<'_>, waker: Option<Waker>) -> Result<Ticket> {
         let begin = Instant::now();
         let config = self.generation_config();
@@ -80,7 +81,7 @@ impl Engine {
         let seed_of = |sample: u32| first_seed.wrapping_add(u64::from(sample));
         let tokenizer = match self.tokenizer() {
             Ok(tokenizer) => Some(tokenizer),
-            // Ids in, ids out works without a tokenizer; stop strings do not.
+            // Ids alone need no tokenizer; stop strings do.
             Err(_) if request.stop_strings.is_empty() => None,
             Err(error) => return Err(error),
         };
@@ -91,18 +92,20 @@ impl Engine {
         };
         let cancelled =
             self.is_closed() || request.cancel.as_ref().is_some_and(|c| c.is_cancelled());
-        let ids = match cancelled {
+        let ids = if cancelled {
             // Tokenizing a long prompt would be in vain.
-            true => Vec::new(),
-            false => self.prompt_ids(&request.prompt)?,
+            Vec::new()
+        } else {
+            self.prompt_ids(&request.prompt)?
         };
         let max_new = request.max_tokens.or(config.max_new_tokens).unwrap_or(u32::MAX) as usize;
         // The last token of a full context is generated but never computed.
         let full = self.max_context_tokens() as usize + 1;
         let by_request = ids.len().saturating_add(max_new);
-        let (max_tokens, reason_at_max) = match by_request <= full {
-            true => (by_request, FinishReason::MaxTokens),
-            false => (full, FinishReason::ContextFull),
+        let (max_tokens, reason_at_max) = if by_request <= full {
+            (by_request, FinishReason::MaxTokens)
+        } else {
+            (full, FinishReason::ContextFull)
         };
         let inbox = Arc::new(Inbox::new(
             num_samples as usize,
@@ -202,7 +205,7 @@ impl Engine {
     }
 }
 
-/// Computes the leased piece of `ids`, and those of its logits that are wanted.
+/// Computes the leased piece of `ids`, and the logits of it that are wanted.
 fn compute_piece(
     model: &Model,
     lease: &mut Lease,

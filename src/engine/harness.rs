@@ -1,5 +1,5 @@
-//! The engine's loop around any [`StepModel`], for tests: models that fail, that are slow, that check what they
-//! are given. Not a part of the library's interface.
+//! The engine's loop around any [`StepModel`], for tests: models that fail, that are slow, that
+//! check their input. It is not part of the library's interface.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::Arc;
@@ -17,7 +17,7 @@ use super::service::Service;
 use super::stats::EngineStats;
 pub use super::step_model::StepModel;
 use super::step_resources::StepResources;
-use super::step_room::Limits;
+use super::step_size::Limits;
 use super::submission::{SampleWork, Submission, Work};
 use super::ticket::{TextRules, Ticket};
 use crate::backend::cpu::CpuBackend;
@@ -26,14 +26,14 @@ use crate::memory::DType;
 use crate::model::{KvCache, KvSwap, TokenChoice, Workspace};
 use crate::ops::KvLayout;
 
-/// How large an engine is.
+/// The sizes of an engine.
 #[derive(Clone, Copy, Debug)]
 pub struct HarnessOptions {
-    /// Blocks of the KV cache, which is there but as small as can be.
+    /// Blocks of the KV cache, which are as small as can be.
     pub num_blocks: u32,
     /// The largest steps.
     pub limits: Limits,
-    /// Blocks of equal beginnings are shared.
+    /// Whether blocks of equal beginnings are shared.
     pub prefix_cache: bool,
     /// Blocks of preempted sequences that may be kept on the host.
     pub max_swapped: usize,
@@ -48,13 +48,14 @@ pub struct HarnessRequest {
     pub max_new: usize,
     /// Higher goes first.
     pub priority: i32,
-    /// The model chooses the tokens, as [`TokenChoice::Greedy`]; else the engine does, from the logits.
+    /// Whether the model chooses the tokens, as [`TokenChoice::Greedy`]; else the engine does, from
+    /// the logits.
     pub by_model: bool,
-    /// How the engine chooses.
+    /// The settings with which the engine chooses.
     pub sampling: SamplingOverrides,
     /// Cancels it from anywhere.
     pub cancel: Option<Arc<CancelToken>>,
-    /// It ends when this has passed.
+    /// The time after which it ends.
     pub time_limit: Option<Duration>,
     /// Called on the scheduler's thread.
     pub waker: Option<Waker>,
@@ -131,7 +132,7 @@ impl Harness {
         self.closed.store(true, Ordering::Release);
     }
 
-    /// What the engine has done and is doing.
+    /// Statistics of what the engine has done and is doing.
     pub fn stats(&self) -> EngineStats {
         self.service.stats()
     }

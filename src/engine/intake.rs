@@ -1,4 +1,5 @@
-//! What the scheduler's thread shares with all others: requests on their way to it, statistics on their way out.
+//! The state that the scheduler's thread shares with all others: requests on their way in,
+//! statistics on their way out.
 
 use std::collections::VecDeque;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -7,13 +8,13 @@ use super::stats::EngineStats;
 use super::submission::Submission;
 use crate::error::Error;
 
-/// What arrives for the thread.
+/// Requests that have arrived for the thread.
 #[derive(Default)]
 pub(super) struct Intake {
     pub submissions: VecDeque<Submission>,
     /// Whether the thread is to end.
     pub shutdown: bool,
-    /// Why no request is taken any more.
+    /// The reason why no request is taken any more.
     pub failed: Option<Error>,
 }
 

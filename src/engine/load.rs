@@ -23,7 +23,7 @@ use crate::model::{LoadOptions, Model, Workspace};
 use crate::ops::BLOCK_SIZE;
 use crate::text::SpecialTokens;
 
-/// More than all the small allocations of a load together, which are not checked one by one.
+/// More than all the small allocations of a load together, which are not checked each.
 const SMALL_ALLOCATIONS_BYTES: usize = 2 << 20;
 
 fn lost<T>() -> Result<T> {
@@ -31,8 +31,8 @@ fn lost<T>() -> Result<T> {
 }
 
 impl Engine {
-    /// Opens a folder or cached repo id and loads it. `progress` hears fractions of the weights from 0
-    /// to 1 and cancels by returning false.
+    /// Opens a folder or cached repo id and loads it. `progress` is called with the fraction of the
+    /// weights that is loaded, from 0 to 1, and cancels by returning false.
     pub fn load(
         path: &str,
         options: &EngineOptions,
@@ -54,11 +54,12 @@ impl Engine {
         let expected_dtype = expect_on_device(options, &opened);
         let _starter = expected_dtype.map(|_| DeviceStarter::start());
         let reader = TokenizerReader::start(&folder);
-        // The small files first: a damaged one is told before the weights are read.
+        // The small files come first, so that a damaged one is reported before the weights are
+        // read.
         let chat_template = match read_chat_template(&folder) {
             Ok(Some(template)) => Ok(template),
             Ok(None) => Err(Error::unsupported("the model's folder has no chat template")),
-            // That says nothing about the template; later there may be memory enough.
+            // This says nothing about the template: there may be enough memory later.
             Err(error) if error.kind() == ErrorKind::OutOfMemory => return Err(error),
             Err(error) => {
                 log.log(LogLevel::Warning, || format!("chat messages cannot be used: {error}"));
@@ -83,7 +84,7 @@ impl Engine {
         let begun = match expected_dtype {
             Some(_) => match opened.begin_on_device(&backend, &load_options, progress) {
                 Ok(begun) => Some(begun),
-                // Why it was cancelled.
+                // The tokenizer's error is the reason for the cancellation.
                 Err(_) if reader.has_failed() => return reader.finish().and_then(|_| lost()),
                 Err(error) => return Err(error),
             },
@@ -104,7 +105,7 @@ impl Engine {
             }
         } else {
             drop(begun);
-            // Refused before the weights are read, if need be.
+            // If there is no memory for it, the load is refused before the weights are read.
             workspace.reserve(&config, limits.max_step_tokens(), limits.max_sequences)?;
             opened.load(backend.clone(), &load_options, progress)
         };
@@ -120,11 +121,12 @@ impl Engine {
         let model = model?;
         tell("tokenizer read");
         if let (true, Ok(tokenizer)) = (generation_config.eos_token_ids.is_empty(), &tokenizer) {
-            // Neither config names an end token: the tokenizer's own.
+            // Neither config names an end token, so the tokenizer's own one counts.
             generation_config.eos_token_ids.extend(tokenizer.eos_token_id());
         }
         if model.weights_bytes() > planned.memory.weights_bytes {
-            // An output matrix that is declared to be the embedding, but is not: less is left.
+            // The output matrix is declared to be the embedding but is another: less memory is
+            // left.
             size = planned.with_weights_bytes(model.weights_bytes()).kv_size(options)?;
         }
         let KvSize { max_context_tokens, kv_cache_tokens } = size;
@@ -151,7 +153,7 @@ impl Engine {
         let pool = BlockPool::new(num_blocks as u32, !options.no_prefix_cache)?;
         let model = Arc::new(model);
         let closed = Arc::new(AtomicBool::new(false));
-        // As many as the longest context needs, or all.
+        // As many blocks as the longest context needs, or all.
         let most_blocks = (max_context_tokens as usize).div_ceil(BLOCK_SIZE).min(num_blocks);
         let builder = BatchBuilder::with_room(&limits, most_blocks)?;
         let swap = model.kv_swap();

@@ -1,21 +1,21 @@
-//! How much memory a model takes and how much KV cache it gets: decided from its headers, before anything is
-//! read, in one place for loading and for telling beforehand.
+//! The memory that a model takes and the KV cache that it gets: decided from its headers, before
+//! anything is read, in one place for loading and for planning.
 
 use super::options::EngineOptions;
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::DevicePlan;
 use crate::ops::BLOCK_SIZE;
 
-/// The most contexts that a cache has room for: more sequences than that are not computed at a time, and a
+/// The most contexts that a cache has room for: more sequences are not computed at a time, and a
 /// small model is not to take a whole device.
 const MAX_CONTEXTS: u64 = 256;
 
-/// The contexts that a cache on the host has room for where memory is plentiful: several requests at a time
-/// are usual, and memory is committed as the cache fills.
+/// The contexts that a cache on the host has room for where memory is plentiful: several requests
+/// at a time are usual, and memory is committed as the cache fills.
 const HOST_CONTEXTS: u64 = 4;
 
-/// Memory that the system could still give, if it says so: what Linux calls available, and no more than
-/// the control group of a container leaves.
+/// The memory that the system could still give, if it says so: the available memory of Linux, and
+/// no more than the control group of a container leaves.
 pub(super) fn available_memory_bytes() -> Option<u64> {
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;
     let line = text.lines().find(|line| line.starts_with("MemAvailable:"))?;
@@ -28,12 +28,13 @@ pub(super) fn available_memory_bytes() -> Option<u64> {
     Some(available.min(limit.saturating_sub(number("memory.current").unwrap_or(0))))
 }
 
-/// The part of the host's memory, and the most of it, that preempted requests of a model on a device may take.
+/// Preempted requests of a model on a device may take one part in `SWAP_SHARE` of the host's
+/// available memory, and no more than `MAX_SWAP_BYTES`.
 const SWAP_SHARE: u64 = 8;
 const MAX_SWAP_BYTES: u64 = 4 << 30;
 
-/// How many blocks of preempted requests may be kept on the host, of `block_bytes` each. On the CPU the KV cache lies
-/// in the same memory, and is as large as it was meant to be.
+/// The number of blocks of preempted requests, of `block_bytes` each, that may be kept on the host.
+/// None on the CPU by default: the KV cache lies in the same memory there.
 pub(super) fn max_swapped(options: &EngineOptions, on_device: bool, block_bytes: usize) -> usize {
     let bytes = match (options.max_swap_bytes, on_device) {
         (0, true) => (available_memory_bytes().unwrap_or(0) / SWAP_SHARE).min(MAX_SWAP_BYTES),
@@ -47,21 +48,21 @@ pub(super) fn max_swapped(options: &EngineOptions, on_device: bool, block_bytes:
 /// The memory that a model can have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Available {
-    /// Of the host: what is available, if known. Memory is committed as it is used.
+    /// The available bytes of the host, if known. Memory is committed as it is used.
     Host(Option<u64>),
-    /// Of a device: what is free there, if known. Memory is taken at once.
+    /// The free bytes of a device, if known. Memory is taken at once.
     Device(Option<u64>),
 }
 
 impl Available {
-    /// What is available, if known.
+    /// The available bytes, if known.
     pub(super) fn available(self) -> Option<u64> {
         match self {
             Available::Host(available) | Available::Device(available) => available,
         }
     }
 
-    /// What the options and the memory allow together, if either is known.
+    /// The bytes that the options and the memory allow together, if either is known.
     pub(super) fn limit(self, options: &EngineOptions) -> Option<u64> {
         match (options.max_memory_bytes, self.available()) {
             (0, available) => available,
@@ -71,7 +72,7 @@ impl Available {
     }
 }
 
-/// What loading will take, known before it begins.
+/// The memory that a load will take, known before it begins.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct MemoryPlan {
     /// Weights, in the element type to be loaded.
@@ -82,7 +83,7 @@ pub(super) struct MemoryPlan {
     pub(super) kv_bytes_per_token: u64,
 }
 
-/// How large the KV cache becomes.
+/// The size of the KV cache.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct KvSize {
     /// Longest context of a request.
@@ -99,12 +100,12 @@ impl From<DevicePlan> for MemoryPlan {
 }
 
 impl MemoryPlan {
-    /// Everything but the cache.
+    /// The bytes of everything but the cache.
     fn fixed_bytes(&self) -> u64 {
         self.weights_bytes.saturating_add(self.workspace_bytes)
     }
 
-    /// Everything, with a cache of so many tokens.
+    /// The bytes of everything, with a cache of `kv_cache_tokens`.
     pub(super) fn total_bytes(&self, kv_cache_tokens: u64) -> u64 {
         self.fixed_bytes().saturating_add(self.kv_bytes_per_token.saturating_mul(kv_cache_tokens))
     }
@@ -114,7 +115,7 @@ impl MemoryPlan {
         self.total_bytes(self.asked_tokens(options).unwrap_or(BLOCK_SIZE as u64))
     }
 
-    /// Whole blocks of tokens beside the weights in so many bytes.
+    /// The tokens, in whole blocks, that fit into `bytes` beside weights and work space.
     fn tokens_within(&self, bytes: u64) -> u64 {
         let block = BLOCK_SIZE as u64;
         bytes.saturating_sub(self.fixed_bytes()) / self.kv_bytes_per_token.max(1) / block * block
@@ -128,7 +129,8 @@ impl MemoryPlan {
         })
     }
 
-    /// Longest context and tokens of KV cache under the options' budget, in the memory that there is.
+    /// The longest context and the tokens of the KV cache under the options' budget, in the
+    /// available memory.
     pub(super) fn kv_size(
         &self,
         options: &EngineOptions,
@@ -141,7 +143,7 @@ impl MemoryPlan {
         let most = one.saturating_mul(MAX_CONTEXTS).min(u64::from(u32::MAX) / block * block);
         let limit = match available {
             Available::Device(_) => available.limit(options),
-            // The system may have more to give than it says, and takes back what is not used.
+            // The system may have more to give than it says, and takes unused memory back.
             Available::Host(_) => {
                 (options.max_memory_bytes > 0).then_some(options.max_memory_bytes)
             }
@@ -165,11 +167,12 @@ impl MemoryPlan {
         Ok(KvSize { max_context_tokens: max_context.min(tokens), kv_cache_tokens: tokens })
     }
 
-    /// The tokens of a cache whose size was left to the library: what a budget leaves; without one a share of
-    /// what is there. `one`: a longest context, in whole blocks.
+    /// The tokens of a cache whose size was left to the library: the rest of the budget, or without
+    /// one a share of the available memory. `one`: the tokens of a longest context, in whole
+    /// blocks.
     fn default_tokens(&self, options: &EngineOptions, available: Available, one: u64) -> u64 {
         let budget = (options.max_memory_bytes > 0).then_some(options.max_memory_bytes);
-        // The driver, kernels and other programs want the rest of a device.
+        // The driver, kernels and other programs need the rest of a device.
         let share = |free: u64| free / 10 * 9;
         match (available, budget) {
             (Available::Device(None) | Available::Host(None), None) => one,
@@ -194,9 +197,10 @@ impl MemoryPlan {
     }
 
     fn does_not_fit(&self, options: &EngineOptions, limit: u64) -> Error {
-        let whose = match options.max_memory_bytes > 0 && limit == options.max_memory_bytes {
-            true => format!("max_memory_bytes is {limit}"),
-            false => format!("{limit} bytes of memory are free"),
+        let whose = if options.max_memory_bytes > 0 && limit == options.max_memory_bytes {
+            format!("max_memory_bytes is {limit}")
+        } else {
+            format!("{limit} bytes of memory are free")
         };
         let tokens = self.asked_tokens(options).unwrap_or(BLOCK_SIZE as u64);
         Error::new(
@@ -241,7 +245,7 @@ mod tests {
     }
 
     #[test]
-    fn a_device_gives_what_is_free() {
+    fn a_device_gives_its_free_memory() {
         let default = EngineOptions::default();
         assert_eq!(size(&default, Available::Device(None)), (100, 128));
         // Nine tenths of 11,000 bytes without 1100: 880 tokens, 27 blocks.
@@ -255,7 +259,7 @@ mod tests {
             assert_eq!(error.kind(), ErrorKind::OutOfMemory);
             assert!(error.message().contains("bytes of memory are free"), "{error}");
         }
-        // What is asked for may take all.
+        // A cache that was asked for may take all.
         assert_eq!(size(&asked(0, 320), Available::Device(Some(4300))), (100, 320));
         assert!(PLAN.kv_size(&asked(0, 320), 100, Available::Device(Some(4299))).is_err());
     }
@@ -279,7 +283,7 @@ mod tests {
                 assert!(PLAN.kv_size(&asked(least, tokens), 100, available).is_ok());
             }
         }
-        // A budget of more than there is.
+        // A budget larger than the memory.
         assert_eq!(size(&asked(1 << 40, 0), Available::Host(Some(2060))), (96, 96));
         assert_eq!(size(&asked(1 << 40, 0), Available::Device(Some(11_000))), (100, 864));
     }

@@ -5,7 +5,7 @@ use crate::error::{Error, Result};
 use crate::memory::DType;
 use crate::model::ModelConfig;
 
-/// Where the caller wants a model.
+/// The device that the caller wants for a model.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum DeviceChoice {
     /// The first CUDA device where it can be used and the model runs and fits there, else the CPU.
@@ -17,12 +17,12 @@ pub enum DeviceChoice {
     Cuda,
 }
 
-/// How to load. 0 leaves a number to the library.
+/// The options of a load. 0 leaves a number to the library.
 #[derive(Clone, Debug, Default)]
 pub struct EngineOptions {
-    /// Where to compute.
+    /// The device to compute on.
     pub device: DeviceChoice,
-    /// Element type of weights and KV cache; `None`: as stored.
+    /// Element type of weights and KV cache; `None`: that of the files.
     pub dtype: Option<DType>,
     /// Threads of the kernels; 0: one for each core.
     pub num_threads: usize,
@@ -30,23 +30,25 @@ pub struct EngineOptions {
     pub map_files: bool,
     /// Longest context of a request; 0: as the config says.
     pub max_context_tokens: u64,
-    /// Tokens in the KV cache; 0: what the budget leaves, or a share of the memory that is free.
+    /// Tokens in the KV cache; 0: the rest of the budget, or a share of the free memory.
     pub kv_cache_tokens: u64,
     /// Budget for weights, KV cache and work space together, on the device that computes; 0: none.
     pub max_memory_bytes: u64,
-    /// Most sequences in a step; 0: as many as pay on the device.
+    /// Most sequences in a step; 0: as many as pay off on the device.
     pub max_batch_size: u32,
-    /// Tokens of prompts in a step; 0: as many as pay on the device.
+    /// Tokens of prompts in a step; 0: as many as pay off on the device.
     pub max_prefill_tokens: u64,
-    /// Most bytes of the host for preempted requests; 0: a share of what is available for a model on a device, none
-    /// for one on the CPU.
+    /// Most bytes of the host for preempted requests; 0: a share of the available memory for a
+    /// model on a device, none for one on the CPU.
     pub max_swap_bytes: u64,
-    /// Never take keys and values that another request, or another part of the same, has computed.
+    /// Never reuse keys and values that another request, or an earlier part of the same one, has
+    /// computed.
     pub no_prefix_cache: bool,
     /// See [`LoadOptions::deterministic`].
     pub deterministic: bool,
 }
 
+/// The number of threads of the kernels for the option `wanted`.
 pub(super) fn num_threads(wanted: usize) -> Result<usize> {
     match wanted {
         0 => Ok(std::thread::available_parallelism().map_or(1, |n| n.get().min(MAX_THREADS))),
@@ -57,6 +59,7 @@ pub(super) fn num_threads(wanted: usize) -> Result<usize> {
     }
 }
 
+/// The longest context for the option `wanted` of a model with this config.
 pub(super) fn context_limit(wanted: u64, config: &ModelConfig) -> Result<u64> {
     let limit = config.max_context_tokens as u64;
     match wanted {

@@ -1,4 +1,4 @@
-//! How prompts become token ids.
+//! Turns prompts into token ids.
 
 use super::engine::Engine;
 use super::request::{ChatPrompt, Prompt};
@@ -42,8 +42,8 @@ impl Engine {
         Ok(ids)
     }
 
-    /// The tokens of a text. One that does not fit into the context is given up as soon as that is
-    /// known, so that refusing ten megabytes does not take seconds.
+    /// The tokens of a text. Stops as soon as the text is known not to fit into the context, so
+    /// that refusing ten megabytes does not take seconds.
     fn encode_prompt(
         &self,
         text: &str,
@@ -53,19 +53,17 @@ impl Engine {
         let limit = self.max_context_tokens() as usize;
         let tokenizer = self.tokenizer()?;
         let (ids, whole) = tokenizer.encode_beginning(text, add_special, parse_special, limit)?;
-        match whole {
-            true => Ok(ids),
-            false => Err(Error::new(
-                ErrorKind::ContextFull,
-                format!(
-                    "the prompt has more than {} tokens, but the context holds {limit}",
-                    ids.len()
-                ),
-            )),
+        if whole {
+            return Ok(ids);
         }
+        Err(Error::new(
+            ErrorKind::ContextFull,
+            format!("the prompt has more than {} tokens, but the context holds {limit}", ids.len()),
+        ))
     }
 
-    /// At least one id, all in the vocabulary, no more than the context.
+    /// Checks that there is at least one id, that all are in the vocabulary, and that they fit into
+    /// the context.
     pub(super) fn check_tokens(&self, ids: &[u32]) -> Result<()> {
         if ids.is_empty() {
             return Err(Error::invalid_argument("the prompt has no tokens"));

@@ -1,4 +1,4 @@
-//! What a caller asks for, and why it ends.
+//! Requests of callers, and the reasons why they end.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::Arc;
@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use super::sampler::SamplingOverrides;
 
-/// A switch that other threads can throw.
+/// A switch with which other threads stop requests.
 #[derive(Default)]
 pub struct CancelToken {
     cancelled: AtomicBool,
@@ -18,7 +18,7 @@ impl CancelToken {
         self.cancelled.store(true, Ordering::Release);
     }
 
-    /// Was it thrown?
+    /// Whether [`CancelToken::cancel`] has been called.
     pub fn is_cancelled(&self) -> bool {
         self.cancelled.load(Ordering::Acquire)
     }
@@ -37,14 +37,14 @@ pub struct ChatPrompt<'a> {
     pub add_generation_prompt: bool,
 }
 
-/// What a generation continues.
+/// The prompt that a generation continues.
 #[derive(Clone, Copy, Debug)]
 pub enum Prompt<'a> {
     /// Text, to be tokenized.
     Text {
         /// The text.
         text: &'a str,
-        /// Let the tokenizer add what it adds by itself.
+        /// Let the tokenizer add the special tokens that it adds by itself.
         add_special: bool,
         /// Special tokens written in the text become their ids.
         parse_special: bool,
@@ -55,19 +55,20 @@ pub enum Prompt<'a> {
     Chat(ChatPrompt<'a>),
 }
 
-/// One generation to be done. What is `None` comes from the model's generation_config.json.
+/// One generation to be done. Fields that are `None` come from the model's generation_config.json.
 pub struct Request<'a> {
-    /// What to continue.
+    /// The prompt.
     pub prompt: Prompt<'a>,
-    /// How to choose tokens.
+    /// The settings with which tokens are chosen.
     pub sampling: SamplingOverrides,
     /// Seed of the random draws; `None` draws one from the operating system.
     pub seed: Option<u64>,
-    /// Most tokens to generate; `None`: the config's max_new_tokens, else until the context is full.
+    /// Most tokens to generate; `None`: the config's max_new_tokens, else until the context is
+    /// full.
     pub max_tokens: Option<u32>,
     /// The text ends before the first of these that appears.
     pub stop_strings: Vec<&'a str>,
-    /// Tokens that end the generation, beside the model's own.
+    /// Tokens that end the generation, besides the model's own.
     pub stop_token_ids: &'a [u32],
     /// Leave special tokens out of the text.
     pub skip_special: bool,
@@ -77,9 +78,10 @@ pub struct Request<'a> {
     pub cancel: Option<Arc<CancelToken>>,
     /// Higher goes first.
     pub priority: i32,
-    /// Independent continuations of the prompt; sample `i` draws with the seed plus `i`. At least 1.
+    /// Independent continuations of the prompt; sample `i` draws with the seed plus `i`. At least
+    /// 1.
     pub num_samples: u32,
-    /// Time from the call until the request is ended with what it has.
+    /// Time from the call after which the request ends with the tokens that it has.
     pub time_limit: Option<Duration>,
     /// Requests with different numbers share no keys and values.
     pub cache_key: u64,
@@ -92,14 +94,14 @@ pub enum FinishReason {
     StopToken,
     /// A stop string of the request.
     StopString,
-    /// The request's most tokens.
+    /// The most tokens that the request allows.
     MaxTokens,
     /// No position is left.
     ContextFull,
-    /// The callback said so.
+    /// The callback stopped it.
     Callback,
-    /// Another thread said so, or the model was freed.
+    /// Another thread cancelled it, or the model was freed.
     Cancelled,
-    /// Its time was over.
+    /// Its time limit has passed.
     Deadline,
 }

@@ -1,4 +1,5 @@
-//! The scheduler's thread as others see it: requests go in, statistics come out, and it ends with the service.
+//! The scheduler's thread from outside: requests go in, statistics come out, and it ends with the
+//! service.
 
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
@@ -22,14 +23,14 @@ struct Thread {
     handle: Option<JoinHandle<()>>,
 }
 
-/// A scheduler and its thread, which starts with the first request and ends with this.
+/// A scheduler and its thread, which starts with the first request and ends when this is dropped.
 pub(super) struct Service {
     shared: Arc<Shared>,
     thread: Arc<Mutex<Thread>>,
     process_id: u32,
 }
 
-/// Stack of the thread: ten times what was seen to be used by a forward pass.
+/// Stack of the thread: ten times the use that was measured in a forward pass.
 const STACK_BYTES: usize = 1 << 20;
 
 impl Service {
@@ -90,7 +91,7 @@ impl Service {
         Ok(())
     }
 
-    /// How things stand.
+    /// The latest statistics.
     pub fn stats(&self) -> EngineStats {
         *lock(&self.shared.stats)
     }
@@ -99,8 +100,8 @@ impl Service {
 impl Drop for Service {
     fn drop(&mut self) {
         if std::process::id() != self.process_id {
-            // In a forked child the thread does not exist, and its locks may be held for ever. What is
-            // shared with it is left alone.
+            // In a forked child the thread does not exist, and its locks may be held for ever. The
+            // state that is shared with it is leaked.
             std::mem::forget(self.shared.clone());
             std::mem::forget(self.thread.clone());
             return;

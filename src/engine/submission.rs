@@ -1,4 +1,4 @@
-//! What the scheduler's thread is asked to do, and with what.
+//! Requests as the scheduler's thread gets them: a sequence, and the work to be done with it.
 
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use super::sampler::Sampler;
 use super::sequence::NewSequence;
 use crate::model::TokenChoice;
 
-/// How the tokens of a sample are chosen, and where they go.
+/// The way in which the tokens of a sample are chosen, and the place where they go.
 pub(super) struct SampleWork {
     pub inbox: Arc<Inbox>,
     /// Its number in the request.
@@ -20,13 +20,13 @@ pub(super) struct SampleWork {
     pub num_prompt_tokens: usize,
     /// The sequence ends at this length.
     pub max_tokens: usize,
-    /// Why, if it does.
+    /// The reason for that end.
     pub reason_at_max: FinishReason,
-    /// How the model chooses, if it can; the index of the token is filled in.
+    /// How the model chooses, if it can; the worker fills in the index of the token.
     pub choice: TokenChoice,
 }
 
-/// What is done with a sequence.
+/// The work that is done with a sequence.
 pub(super) enum Work {
     /// Tokens are chosen.
     Sample(Box<SampleWork>),

@@ -1,12 +1,14 @@
-//! The scheduler's thread: takes requests in, plans and runs steps, hands out tokens.
+//! The scheduler's thread, which takes requests in, plans and runs steps, and hands out tokens.
 //!
-//! Where the model takes several steps at a time (a device does, the CPU does not), a step is planned and begun
-//! while the one before is under way, and only then is that one finished: the host's work hides behind the
-//! device's. It is begun as late as that allows ([`Pace`]), so that requests that come meanwhile are in it. No
-//! callback of a request runs here; only wakers do, which are quick, and hold no lock.
+//! Where the model takes several steps at a time (a device does, the CPU does not), a step is
+//! planned and begun while the one before is under way, and only then is that one finished: the
+//! host works while the device does. It is begun as late as that allows ([`Pace`]), so that
+//! requests that come meanwhile are in it. No callback of a request runs here; only wakers do,
+//! which are quick, and hold no lock.
 //!
-//! A step that fails ends the sequences in it, and nobody else. One that finds no memory is planned anew, smaller:
-//! only one token of one sequence, beside which nothing is under way, fails for want of it.
+//! A step that fails ends the sequences in it, and no others. A step that finds no memory is
+//! planned anew with fewer tokens: it fails only if it is one token of one sequence and nothing
+//! else is under way.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -36,11 +38,11 @@ use crate::panic_guard;
 struct Flight {
     entries: Vec<Entry>,
     begun: Instant,
-    /// See [`Worker::follows`].
+    /// The value of [`Worker::follows`] when it was begun.
     follows: bool,
     /// Its sequences, if each has one token in it.
     num_decoding: Option<usize>,
-    /// Blocks were copied before it: its time may be partly theirs.
+    /// Whether blocks were copied before it: its time may be partly theirs.
     copied: bool,
 }
 
@@ -50,19 +52,20 @@ pub(super) struct Worker {
     backend: Arc<CpuBackend>,
     shared: Arc<Shared>,
     scheduler: Scheduler,
-    /// Away while it is lent.
+    /// `None` while they are lent.
     resources: Option<Box<StepResources>>,
     works: ActiveTable,
     flights: VecDeque<Flight>,
     spare: Vec<Vec<Entry>>,
-    /// Orders that are being taken in.
+    /// Submissions that are being taken in.
     arriving: VecDeque<Submission>,
     result: StepResult,
     recorder: Recorder,
     closed: Arc<AtomicBool>,
-    /// A sequence that is computed alone has the next turn.
+    /// Whether a sequence that is computed alone has the next turn.
     alone_next: bool,
-    /// Since the last step was begun there has been something to do, and no other use of the resources.
+    /// Whether there has been something to do, and no other use of the resources, since the last
+    /// step was begun.
     follows: bool,
     pace: Pace,
 }
@@ -114,7 +117,7 @@ impl Worker {
         self.end_all(&|| Ok(FinishReason::Cancelled));
     }
 
-    /// When to begin the next step, if that is to wait for submissions.
+    /// The time at which to begin the next step, if that is to wait for submissions.
     fn next_begin(&self) -> Option<Instant> {
         let flight = self.flights.front().filter(|_| self.flights.len() == 1)?;
         match self.scheduler.plan_alone() {
@@ -123,7 +126,8 @@ impl Worker {
         }
     }
 
-    /// Takes in what has arrived; waits for something to do. False when the thread is to end.
+    /// Takes in the submissions that have arrived; waits for something to do. False when the thread
+    /// is to end.
     fn take_submissions(&mut self) -> bool {
         let next_begin = self.next_begin();
         let shared = self.shared.clone();
@@ -148,7 +152,8 @@ impl Worker {
             self.follows = false;
             intake = shared.arrived.wait(intake).unwrap_or_else(PoisonError::into_inner);
         }
-        // Those who are told of an end while submissions are taken in may submit the next.
+        // The lock is released first: a caller that is told of an end meanwhile may submit its next
+        // request.
         std::mem::swap(&mut intake.submissions, &mut self.arriving);
         drop(intake);
         while let Some(submission) = self.arriving.pop_front() {
@@ -171,7 +176,7 @@ impl Worker {
 
     fn tell_end(&mut self, work: &Work, outcome: Result<FinishReason>) {
         self.recorder.stats.ended += 1;
-        // Whoever hears of the end and asks for statistics shall find it in them.
+        // A caller that hears of the end and asks for statistics finds it in them.
         self.recorder.counts(self.scheduler.counts());
         *lock(&self.shared.stats) = self.recorder.stats;
         match work {
@@ -201,7 +206,8 @@ impl Worker {
         }
     }
 
-    /// After a fault of the library itself nothing is certain: no request is taken any more.
+    /// Ends every request. After a fault of the library itself nothing is certain, so no request is
+    /// taken any more.
     fn fail(&mut self, error: Error) {
         if error.kind() != ErrorKind::OutOfMemory {
             lock(&self.shared.intake).failed = Some(error.clone());
@@ -210,8 +216,8 @@ impl Worker {
         self.end_all(&|| Err(error.clone()));
     }
 
-    /// Drops what the steps under way will come to. The model finishes its steps in order: none may be left for
-    /// the next request to get.
+    /// Drops the results of the steps under way. The model finishes its steps in order, so none may
+    /// be left for the next request to get.
     fn abandon_flights(&mut self) {
         while let Some(Flight { mut entries, .. }) = self.flights.pop_front() {
             if let Some(resources) = self.resources.as_deref_mut() {
@@ -226,10 +232,7 @@ impl Worker {
     fn turn(&mut self) -> Result<()> {
         self.end_stopped();
         let depth = self.model.max_steps_in_flight().clamp(1, 2);
-        let alone = match self.alone_next {
-            true => self.scheduler.plan_alone(),
-            false => None,
-        };
+        let alone = if self.alone_next { self.scheduler.plan_alone() } else { None };
         let mut begun = false;
         if alone.is_none() && self.flights.len() < depth {
             begun = self.begin()?;
@@ -255,20 +258,22 @@ impl Worker {
         Ok(())
     }
 
-    /// Nothing could be planned, nothing is under way, and yet there are sequences: they would wait for ever.
+    /// Fails if sequences would wait for ever: nothing could be planned and nothing is under way.
     fn check_progress(&mut self) -> Result<()> {
         let mut entries = self.spare.pop().unwrap_or_default();
         let planned = self.plan(&mut entries);
         let stuck = entries.is_empty() && self.scheduler.plan_alone().is_none();
         self.spare.push(entries);
         planned?;
-        match stuck && !self.scheduler.is_empty() {
-            true => Err(Error::internal("requests wait for KV blocks that nobody has")),
-            false => Ok(()),
+        if stuck && !self.scheduler.is_empty() {
+            Err(Error::internal("requests wait for KV blocks that nobody has"))
+        } else {
+            Ok(())
         }
     }
 
-    /// Ends sequences that were cancelled, or whose caller has heard enough, or whose time is over.
+    /// Ends sequences that were cancelled or stopped by their caller, or whose time limit has
+    /// passed.
     fn end_stopped(&mut self) {
         for slot in 0..self.works.num_slots() {
             let Some(active) = self.works.at_mut(slot) else { continue };
@@ -285,7 +290,8 @@ impl Worker {
         }
     }
 
-    /// Plans a step, and has the blocks copied that the plan wants copied; were there any?
+    /// Plans a step and copies the blocks that the plan wants copied. Returns whether there were
+    /// any.
     fn plan(&mut self, entries: &mut Vec<Entry>) -> Result<bool> {
         loop {
             self.scheduler.plan(entries)?;
@@ -303,7 +309,7 @@ impl Worker {
                 scheduler.clear_copies();
                 return Ok(true);
             };
-            // What those have whom it was for is not known any more.
+            // The copy failed, so the contents of these sequences' blocks are unknown.
             while let Some(&key) = self.scheduler.copied_keys().first() {
                 self.scheduler.forget_copies(key);
                 self.end(key, Err(error.clone()));
@@ -311,20 +317,20 @@ impl Worker {
         }
     }
 
-    /// Takes memory for preempted sequences, if there was too little; while the device is at work.
+    /// Takes memory for preempted sequences if there was too little, while the device computes.
     fn grow_swap(&mut self) {
         let most = self.scheduler.swap_places_wanted();
         let Some(resources) = self.resources.as_deref_mut().filter(|_| most > 0) else { return };
         match resources.swap.grow(most) {
             Ok(Some(num_places)) => self.scheduler.add_swap_places(num_places),
-            // It is on its way.
+            // It is being taken in the background.
             Ok(None) => {}
-            // Without memory they are computed anew, as before.
+            // Without memory, preempted sequences are computed anew.
             Err(_) => self.scheduler.add_swap_places(0),
         }
     }
 
-    /// Plans and begins a step. False if there was nothing to do, or nothing came of it.
+    /// Plans and begins a step. False if there was nothing to do, or no memory for it yet.
     fn begin(&mut self) -> Result<bool> {
         let start = Instant::now();
         let mut entries = self.spare.pop().unwrap_or_default();
@@ -346,12 +352,12 @@ impl Worker {
                 return Ok(true);
             };
             match error.kind() {
-                // All who are in it wanted it to stop.
+                // Every sequence in it was to stop.
                 ErrorKind::Cancelled => self.end_stopped(),
                 ErrorKind::OutOfMemory if self.scheduler.found_no_memory(&entries) => continue,
-                // It may be there when the step under way is finished.
+                // There may be memory when the step under way is finished.
                 ErrorKind::OutOfMemory if !self.flights.is_empty() => break false,
-                // All who are in it suffer from what befell it.
+                // A failed step fails every sequence in it.
                 _ => self.fail_entries(&entries, &error),
             }
             break true;
@@ -380,7 +386,7 @@ impl Worker {
             active.progress.started.get_or_insert(now);
             let Work::Sample(work) = &active.work else { return Err(gone()) };
             let token_ids = match entry.source {
-                // Any valid id stands for the one being chosen.
+                // Any valid id stands for the one that is being chosen.
                 Some(_) => sequence.token_ids().get(..1),
                 None => sequence.token_ids().get(entry.start..entry.start + entry.num_new),
             };
@@ -397,7 +403,7 @@ impl Worker {
             };
             builder.push(&part, entry.row.map(|_| choice))?;
         }
-        // A step that nobody wants any more ends between layers.
+        // A step whose sequences were all stopped ends between layers.
         let should_stop = || {
             entries.iter().all(|entry| {
                 let stopped = works.with(entry.key, |active| match &active.work {
@@ -422,7 +428,8 @@ impl Worker {
         let no_memory =
             finished.as_ref().is_err_and(|error| error.kind() == ErrorKind::OutOfMemory);
         if no_memory && self.scheduler.found_no_memory(&entries) {
-            // It is computed again in smaller steps, and so is what was begun behind it with its tokens.
+            // It is computed again in smaller steps, and so is the step that was begun after it
+            // with its tokens.
             self.abandon_flights();
             self.scheduler.abandon_steps();
             entries.clear();
@@ -443,7 +450,8 @@ impl Worker {
                     let costs = self.scheduler.swap_costs();
                     costs.computed(all - single, single, self.result.time.busy);
                 }
-                // Before the tokens go out: who has heard the last one finds it counted.
+                // This comes before the tokens go out: a caller that has the last one finds it
+                // counted.
                 self.recorder.step(begun, self.result.time, follows, num_prompt, num_chosen);
                 for entry in &entries {
                     self.deliver(entry);
@@ -454,7 +462,7 @@ impl Worker {
         self.spare.push(entries);
     }
 
-    /// Chooses the tokens that the model leaves to us, several at a time.
+    /// Chooses the tokens that the model leaves to the host, several at a time.
     fn choose(&mut self, entries: &[Entry]) -> Result<()> {
         let StepResult { logits, .. } = &mut self.result;
         let vocab_size = self.model.vocab_size();
@@ -478,11 +486,11 @@ impl Worker {
         })
     }
 
-    /// Hands out what a step gave a sequence.
+    /// Hands out the token that a step gave a sequence.
     fn deliver(&mut self, entry: &Entry) {
         let by_model = entry.row.and_then(|row| self.result.tokens.get(row as usize).copied());
         let Some(active) = self.works.get_mut(entry.key) else {
-            // It has ended meanwhile.
+            // The sequence has ended meanwhile.
             return;
         };
         let token = match (entry.row, active.chosen.take(), by_model) {
@@ -509,9 +517,10 @@ impl Worker {
             work.inbox.set_progress(work.sample as usize, active.progress);
         }
         let is_stop = work.stop_token_ids.contains(&token);
-        let end = match is_stop {
-            true => Some(FinishReason::StopToken),
-            false => (len >= work.max_tokens).then_some(work.reason_at_max),
+        let end = if is_stop {
+            Some(FinishReason::StopToken)
+        } else {
+            (len >= work.max_tokens).then_some(work.reason_at_max)
         };
         let (inbox, sample) = (work.inbox.clone(), work.sample);
         if let Err(error) = inbox.push(Message::Token { sample, token, is_stop }) {
@@ -558,7 +567,7 @@ impl Worker {
                 self.scheduler.begun(&[entry]);
                 self.scheduler.finished(&entry, None)?;
                 if is_last {
-                    // The caller knows.
+                    // The caller knows that this was the last piece.
                     self.end(entry.key, Ok(FinishReason::MaxTokens));
                 }
             }

@@ -1,14 +1,14 @@
-//! How many tokens a step may have, and how that shrinks when memory is short.
+//! The number of tokens that a step may have, and how it shrinks when memory is short.
 
 use super::sequence::Entry;
 use crate::model::PassLimits;
 
-/// How large steps may get.
+/// The largest size of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// Sequences that run at the same time.
+    /// Most sequences that run at the same time.
     pub max_sequences: usize,
-    /// Tokens of long inputs in one step, all sequences together.
+    /// Most tokens of long inputs in one step, all sequences together.
     pub max_prefill_tokens: usize,
 }
 
@@ -34,28 +34,28 @@ const STEPS_UNTIL_GROWTH: u32 = 64;
 /// The size that steps may have at the moment.
 #[derive(Debug)]
 pub(super) struct StepSize {
-    /// `None`: the limits alone hold.
+    /// `None`: only the limits hold.
     max_tokens: Option<usize>,
-    /// Steps that went well since that was set.
+    /// Steps that went well since `max_tokens` was set.
     num_good: u32,
 }
 
-/// What is left in a step that is being planned.
+/// The tokens that are left in a step that is being planned.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct TokenBudget {
-    /// Tokens of inputs of more than one.
+    /// Tokens of inputs of more than one token.
     pub long: usize,
     /// All tokens.
     pub all: usize,
 }
 
 impl TokenBudget {
-    /// Room for tokens of inputs of more than one.
+    /// Room for tokens of inputs of more than one token.
     pub fn for_long(&self) -> usize {
         self.long.min(self.all)
     }
 
-    /// Takes room for the tokens of an entry. (Of a long input one token may be left.)
+    /// Takes room for the tokens of an entry. (A long input may have one token left.)
     pub fn take(&mut self, num_new: usize, is_long: bool) {
         self.all = self.all.saturating_sub(num_new);
         if is_long {
@@ -63,7 +63,7 @@ impl TokenBudget {
         }
     }
 
-    /// Gives back that of an entry that is not to be.
+    /// Gives back the room of an entry that is removed from the plan.
     pub fn give_back(&mut self, entry: &Entry) {
         self.all = self.all.saturating_add(entry.num_new);
         if entry.num_new > 1 {
@@ -73,6 +73,7 @@ impl TokenBudget {
 }
 
 impl StepSize {
+    /// No bound but the limits.
     pub fn new() -> Self {
         StepSize { max_tokens: None, num_good: 0 }
     }
@@ -82,12 +83,13 @@ impl StepSize {
         self.max_tokens.unwrap_or(usize::MAX)
     }
 
-    /// An empty step.
+    /// The budget of an empty step.
     pub fn room(&self, limits: &Limits) -> TokenBudget {
         TokenBudget { long: limits.max_prefill_tokens, all: self.max_tokens() }
     }
 
-    /// A step of so many tokens found no memory: the next have half of them. False if they cannot be fewer.
+    /// Tells that a step of `num_tokens` found no memory: the next ones have half as many. False if
+    /// they cannot have fewer.
     pub fn shrink(&mut self, num_tokens: usize) -> bool {
         if num_tokens <= 1 {
             return false;
@@ -97,7 +99,7 @@ impl StepSize {
         true
     }
 
-    /// A step went well. Memory that was short may be there again.
+    /// Tells that a step went well. Memory that was short may be there again.
     pub fn grow(&mut self, limits: &Limits) {
         let Some(most) = self.max_tokens else { return };
         self.num_good += 1;
