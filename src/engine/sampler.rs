@@ -123,7 +123,8 @@ impl SamplingParams {
             || self.frequency_penalty != 0.0
     }
 
-    /// The way in which a model can choose the tokens of a sequence by itself, if there are no penalties.
+    /// The way in which a model can choose the tokens of a sequence by itself, if there are no
+    /// penalties.
     pub(super) fn model_choice(&self, seed: u64) -> Option<TokenChoice> {
         if self.penalises() {
             return None;
