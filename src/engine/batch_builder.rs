@@ -1,19 +1,20 @@
-//! The index arrays of a step, kept from one to the next.
+//! The index arrays of a step, whose memory is kept from one step to the next.
 
-use super::scheduler::Limits;
+use super::step_size::Limits;
 use crate::error::{try_with_capacity, Error, Result};
 use crate::model::{ForwardBatch, Step, TokenChoice, FROM_BATCH};
 use crate::ops::kv_cache::layout::BLOCK_SIZE;
 
-/// What a sequence brings into a step.
+/// A sequence's part of a step.
 pub(super) struct Part<'a> {
-    /// Its tokens from the first of this step on.
+    /// Its tokens from the first one of this step.
     pub token_ids: &'a [u32],
-    /// Position of the first.
+    /// Position of the first one.
     pub start: usize,
     /// All its blocks.
     pub blocks: &'a [u32],
-    /// The one token is that of a row of the step before; `token_ids` is then any valid id.
+    /// If set, the one token is the one that this row of the step before gives; `token_ids` is then
+    /// any valid id.
     pub source: Option<u32>,
 }
 
@@ -34,7 +35,8 @@ pub(super) struct BatchBuilder {
 }
 
 impl BatchBuilder {
-    /// A builder that never grows for steps within `limits` of sequences of at most `max_blocks_per_seq` blocks.
+    /// A builder that never grows for steps within `limits` of sequences of at most
+    /// `max_blocks_per_seq` blocks.
     pub fn with_room(limits: &Limits, max_blocks_per_seq: usize) -> Result<Self> {
         let mut builder = BatchBuilder::default();
         for array in [
@@ -50,7 +52,7 @@ impl BatchBuilder {
         {
             room(array, limits.max_sequences.saturating_add(1))?;
         }
-        // The system gives what is used of it.
+        // Only the part that is used is committed.
         room(&mut builder.block_tables, limits.max_sequences.saturating_mul(max_blocks_per_seq))?;
         builder.choices = try_with_capacity(limits.max_sequences, "batch metadata")?;
         Ok(builder)
@@ -74,7 +76,8 @@ impl BatchBuilder {
         Ok(())
     }
 
-    /// Adds a sequence. If its last token's logits are wanted, `choice` says how the next token is chosen.
+    /// Adds a sequence. If its last token's logits are wanted, `choice` says how the next token is
+    /// chosen.
     pub fn push(&mut self, part: &Part<'_>, choice: Option<TokenChoice>) -> Result<()> {
         let num_new = part.token_ids.len();
         for array in [
@@ -117,7 +120,7 @@ impl BatchBuilder {
         Ok(())
     }
 
-    /// Wants the logits of every token that was added.
+    /// Asks for the logits of every token that was added.
     pub fn want_all(&mut self) -> Result<()> {
         self.logits_rows.clear();
         room(&mut self.logits_rows, self.token_ids.len())?;

@@ -1,13 +1,14 @@
-//! The blocks of a KV cache: who owns which, and which content is worth keeping. Bookkeeping of integers; no
-//! tensor is touched here.
+//! The blocks of a KV cache: their owners, and the content that is worth keeping. This is
+//! bookkeeping of integers; no tensor is touched here.
 //!
-//! A block has any number of owners (block tables of sequences). One whose tokens are all known and computed
-//! may be entered under its content: the content before it, and its own tokens. Another sequence that begins
-//! with the same tokens then shares it. Without owners it stays where it is, until room is needed: then the
-//! one that was left longest ago goes first.
+//! A block has any number of owners (block tables of sequences). One whose tokens are all known and
+//! computed may be entered under its content: the content before it, and its own tokens. Another
+//! sequence that begins with the same tokens then shares it. Without owners it stays where it is,
+//! until room is needed: then the one that was left longest ago goes first.
 //!
-//! Contents are chained: each has a number of its own, and is known by the number of the content before it
-//! and its tokens. A block is found by a keyed hash of its tokens, which are then compared: a hit is exact.
+//! Contents are chained: each has a number of its own, and is known by the number of the content
+//! before it and its tokens. A block is found by a keyed hash of its tokens, which are then
+//! compared: a hit is exact.
 
 use std::collections::hash_map::RandomState;
 use std::collections::HashMap;
@@ -21,28 +22,29 @@ use crate::ops::kv_cache::layout::BLOCK_SIZE;
 pub struct ContentId(u64);
 
 impl ContentId {
-    /// In front of the first block: no tokens.
+    /// The content before the first block: no tokens.
     pub const EMPTY: ContentId = ContentId(0);
 }
 
-/// Under what a block is entered.
+/// The key under which a block is entered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Key {
     /// Sequences with different numbers share nothing.
     isolation: u64,
     before: ContentId,
-    /// Keyed hash of the tokens, which are compared besides.
+    /// Keyed hash of the tokens, which are compared as well.
     tokens: u64,
 }
 
-/// In place of a block's number: none.
+/// Stands for no block.
 const NONE: u32 = u32::MAX;
 
 #[derive(Clone, Copy)]
 struct Block {
     num_owners: u32,
     content: Option<(Key, ContentId)>,
-    /// Neighbours in the list of idle blocks, by the time they were left.
+    /// Neighbours in the list of idle blocks, which is in the order in which they lost their last
+    /// owner.
     older: u32,
     newer: u32,
 }
@@ -50,18 +52,18 @@ struct Block {
 /// Counts of a pool. `used + idle + free` is the number of blocks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct BlockCounts {
-    /// With owners.
+    /// Blocks with owners.
     pub used: usize,
-    /// Without owners, but with content that may be shared again.
+    /// Blocks without owners, but with content that may be shared again.
     pub idle: usize,
-    /// Without either.
+    /// Blocks without either.
     pub free: usize,
 }
 
 /// Hands out the blocks of one KV cache.
 pub struct BlockPool {
     blocks: Vec<Block>,
-    /// `[num_blocks, BLOCK_SIZE]`, of blocks with content.
+    /// `[num_blocks, BLOCK_SIZE]`: the tokens of the blocks with content.
     tokens: Vec<u32>,
     free: Vec<u32>,
     entered: HashMap<Key, u32, RandomState>,
@@ -81,7 +83,7 @@ impl BlockPool {
         let num_tokens = if keeps_content { count.saturating_mul(BLOCK_SIZE) } else { 0 };
         let mut entered = HashMap::default();
         if keeps_content {
-            // Twice as many: the table then clears out its graves in place, without allocating.
+            // With twice the room the table clears out its tombstones in place, without allocating.
             entered
                 .try_reserve(count.saturating_mul(2))
                 .map_err(|_| Error::out_of_memory("the table of KV blocks", count))?;
@@ -100,12 +102,12 @@ impl BlockPool {
         })
     }
 
-    /// Blocks in all.
+    /// The number of blocks in all.
     pub fn num_blocks(&self) -> usize {
         self.blocks.len()
     }
 
-    /// Blocks that can be had now: free ones and idle ones.
+    /// The number of blocks that can be allocated now: free ones and idle ones.
     pub fn num_available(&self) -> usize {
         self.free.len() + self.num_idle
     }
@@ -115,18 +117,18 @@ impl BlockPool {
         self.keeps_content
     }
 
-    /// How many blocks are in which state.
+    /// The number of blocks in each state.
     pub fn counts(&self) -> BlockCounts {
         let used = self.blocks.len() - self.num_available();
         BlockCounts { used, idle: self.num_idle, free: self.free.len() }
     }
 
-    /// How many owners a block has.
+    /// The number of owners of a block.
     pub fn num_owners(&self, block: u32) -> u32 {
         self.blocks.get(block as usize).map_or(0, |block| block.num_owners)
     }
 
-    /// A block for its new owner, or `None` if all have owners. Its content is forgotten.
+    /// Allocates a block and forgets its content. `None` if all have owners.
     pub fn allocate(&mut self) -> Option<u32> {
         let block = match self.free.pop() {
             Some(block) => block,
@@ -144,10 +146,11 @@ impl BlockPool {
         Some(block)
     }
 
-    /// Takes blocks back from one owner, leaving the table empty. A block without owners is ignored: a double
-    /// free must not hand one block to two.
+    /// Takes blocks back from one owner, leaving the table empty. A block without owners is
+    /// ignored: a double free must not hand one block to two.
     pub fn release(&mut self, block_table: &mut Vec<u32>) {
-        // The last ones first: a block is of no use without those before it, so it goes before them.
+        // The last ones first: a block is useless without those before it, so it is reused before
+        // them.
         for block in block_table.drain(..).rev() {
             let Some(state) = self.blocks.get_mut(block as usize) else { continue };
             if state.num_owners == 0 {
@@ -156,9 +159,10 @@ impl BlockPool {
             }
             state.num_owners -= 1;
             if state.num_owners == 0 {
-                match state.content.is_some() {
-                    true => self.link(block),
-                    false => self.free.push(block),
+                if state.content.is_some() {
+                    self.link(block)
+                } else {
+                    self.free.push(block)
                 }
             }
         }
@@ -173,7 +177,7 @@ impl BlockPool {
         self.tokens.get(begin..begin + BLOCK_SIZE) == Some(tokens)
     }
 
-    /// The block that holds `tokens` (as many as a block holds) behind the content `before`.
+    /// The block that holds `tokens` (as many as a block holds) after the content `before`.
     pub fn find(
         &self,
         isolation: u64,
@@ -191,7 +195,7 @@ impl BlockPool {
         Some((block, content))
     }
 
-    /// One more owner for a block that was found.
+    /// Adds an owner to a block that was found.
     pub fn share(&mut self, block: u32) {
         if self.num_owners(block) == 0 {
             self.unlink(block);
@@ -206,8 +210,8 @@ impl BlockPool {
         self.blocks.get(block as usize).is_some_and(|b| b.num_owners == 0 && b.content.is_some())
     }
 
-    /// Enters a block that is computed and holds `tokens` behind the content `before`; gives the content that
-    /// it then ends. The same content may be there already, in another block: then that one stays.
+    /// Enters a block that is computed and holds `tokens` after the content `before`; returns the
+    /// content that it then ends. If another block has the same content already, that one stays.
     pub fn enter(
         &mut self,
         block: u32,
@@ -230,7 +234,7 @@ impl BlockPool {
         else {
             return content;
         };
-        // Other tokens with the same hash, or a block that is entered already: as good as lost.
+        // Other tokens with the same hash, or a block that is entered already: nothing is entered.
         if state.content.is_none() && !self.entered.contains_key(&key) {
             state.content = Some((key, content));
             kept.copy_from_slice(tokens);
@@ -275,7 +279,8 @@ impl BlockPool {
         self.num_idle -= 1;
     }
 
-    /// Counts everything again, given the block tables of all owners; an error says what does not add up.
+    /// Counts everything again from the block tables of all owners; an error says which count is
+    /// wrong.
     pub fn audit<'a>(&self, block_tables: impl Iterator<Item = &'a [u32]>) -> Result<()> {
         let wrong = |what: String| Err(Error::internal(what));
         let mut owners = try_filled(self.blocks.len(), 0u32, "an audit")?;
@@ -327,9 +332,10 @@ impl BlockPool {
                 }
             }
         }
-        match entered == self.entered.len() {
-            true => Ok(()),
-            false => wrong(format!("{entered} blocks with content, {} known", self.entered.len())),
+        if entered == self.entered.len() {
+            Ok(())
+        } else {
+            wrong(format!("{entered} blocks with content, {} known", self.entered.len()))
         }
     }
 }
@@ -343,7 +349,7 @@ mod tests {
     }
 
     #[test]
-    fn contents_are_found_behind_what_they_were_computed_behind() {
+    fn contents_are_found_after_the_content_they_were_computed_after() {
         let mut pool = BlockPool::new(4, true).unwrap();
         let (a, b) = (pool.allocate().unwrap(), pool.allocate().unwrap());
         let first = pool.enter(a, 0, ContentId::EMPTY, &tokens(1));
@@ -364,7 +370,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_left_longest_ago_goes_first_and_the_end_of_a_sequence_before_its_beginning() {
+    fn the_block_idle_longest_goes_first_and_the_end_of_a_sequence_before_its_beginning() {
         let mut pool = BlockPool::new(3, true).unwrap();
         let mut table: Vec<u32> = (0..3).map(|_| pool.allocate().unwrap()).collect();
         let mut content = ContentId::EMPTY;

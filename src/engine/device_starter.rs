@@ -1,4 +1,5 @@
-//! The first CUDA device, started while the model's files are looked at: its driver takes a quarter of a second.
+//! Starts the first CUDA device while the model's files are read: its driver takes a quarter of a
+//! second.
 
 use std::thread::JoinHandle;
 
@@ -6,17 +7,17 @@ use crate::backend::cuda::CudaDevice;
 use crate::panic_guard;
 use crate::thread_state::SignalsBlocked;
 
-/// A device that is being started. When dropped, waits for the end of it: no thread outlives the load.
+/// A device that is being started. Waits for that when dropped: no thread outlives the load.
 pub(super) struct DeviceStarter {
-    /// `None` if no thread could be made: then whoever asks for the device starts it.
+    /// `None` if no thread could be made: the first to ask for the device then starts it.
     thread: Option<JoinHandle<()>>,
 }
 
 impl DeviceStarter {
-    /// Begins to start the first device. What came of it is what [`CudaDevice::get`] says, which waits for it.
+    /// Begins to start the first device. [`CudaDevice::get`] waits for it and tells the outcome.
     pub(super) fn start() -> Self {
         let body = || {
-            // Failures are those of whoever asks for the device.
+            // A failure is reported to the first to ask for the device.
             let _ = panic_guard::catch(|| CudaDevice::get(0));
         };
         let _blocked = SignalsBlocked::new();

@@ -4,40 +4,40 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::batch_builder::Part;
-use super::engine_load::Engine;
-use super::inbox::{check_may_wait, Entry, Inbox, Waker};
-use super::lease::{Desk, Lease};
-use super::order::{Order, SampleWork, Work};
-use super::request::Request;
+use super::engine::Engine;
+use super::inbox::{check_may_wait, Inbox, Message, Waker};
+use super::lease::{Handoff, Lease};
+use super::request::{FinishReason, Request};
 use super::sampler::{Sampler, SamplingParams};
-use super::scheduler::NewSequence;
-use super::ticket::{Event, FinishReason, Generation, TextRules, Ticket};
+use super::sequence::NewSequence;
+use super::submission::{SampleWork, Submission, Work};
+use super::ticket::{Event, Generation, TextRules, Ticket};
 use crate::error::{try_with_capacity, Error, Result};
 use crate::model::{Model, TokenChoice};
 
 /// Most samples of one request.
 pub const MAX_SAMPLES: u32 = 256;
 
-/// Told of every token: the sample, the token (none for text that was held back at the end), the text that
-/// became certain, and the number of tokens so far. Returns false to stop.
+/// Called for every token with the sample, the token (none for text that was held back at the end),
+/// the text that became certain, and the number of tokens so far. Returns false to stop.
 pub type OnToken<'a> = dyn FnMut(usize, Option<u32>, &str, usize) -> Result<bool> + 'a;
 
-/// Room for generated tokens that a sequence has from the start; more make it grow. (64 KiB, of which the system
-/// gives what is used.)
+/// The number of generated tokens that a sequence has room for from the start; it grows for more.
+/// (64 KiB, of which the system commits the part that is used.)
 const USUAL_TOKENS: usize = 16384;
 
-/// A seed of the operating system's.
+/// A seed from the operating system's random numbers.
 fn random_seed() -> u64 {
     use std::hash::{BuildHasher, Hasher};
-    // The standard library keys each of these from the system's random numbers.
+    // The standard library keys each `RandomState` from them.
     let seed = std::collections::hash_map::RandomState::new().build_hasher().finish();
     // u64::MAX stands for "draw one" at the C interface.
     seed.min(u64::MAX - 1)
 }
 
 impl Engine {
-    /// Runs a request to its end on this thread, which also calls `on_token`; gives each sample's outcome.
-    /// Being stopped is a success with what was generated.
+    /// Runs a request to its end and returns each sample's outcome; this thread also calls
+    /// `on_token`. Being stopped is a success with the tokens that were generated.
     pub fn generate(
         &self,
         request: &Request<'_>,
@@ -65,7 +65,8 @@ impl Engine {
         ticket.take_generations()
     }
 
-    /// Hands a request to the scheduler. `waker` is called when there is news after there was none.
+    /// Hands a request to the scheduler. `waker` is called when there is an event after there was
+    /// none.
     pub fn submit(&self, request: &Request<'_>, waker: Option<Waker>) -> Result<Ticket> {
         let begin = Instant::now();
         let config = self.generation_config();
@@ -80,7 +81,7 @@ impl Engine {
         let seed_of = |sample: u32| first_seed.wrapping_add(u64::from(sample));
         let tokenizer = match self.tokenizer() {
             Ok(tokenizer) => Some(tokenizer),
-            // Ids in, ids out works without a tokenizer; stop strings do not.
+            // Ids alone need no tokenizer; stop strings do.
             Err(_) if request.stop_strings.is_empty() => None,
             Err(error) => return Err(error),
         };
@@ -91,18 +92,20 @@ impl Engine {
         };
         let cancelled =
             self.is_closed() || request.cancel.as_ref().is_some_and(|c| c.is_cancelled());
-        let ids = match cancelled {
+        let ids = if cancelled {
             // Tokenizing a long prompt would be in vain.
-            true => Vec::new(),
-            false => self.prompt_ids(&request.prompt)?,
+            Vec::new()
+        } else {
+            self.prompt_ids(&request.prompt)?
         };
         let max_new = request.max_tokens.or(config.max_new_tokens).unwrap_or(u32::MAX) as usize;
         // The last token of a full context is generated but never computed.
         let full = self.max_context_tokens() as usize + 1;
         let by_request = ids.len().saturating_add(max_new);
-        let (max_tokens, reason_at_max) = match by_request <= full {
-            true => (by_request, FinishReason::MaxTokens),
-            false => (full, FinishReason::ContextFull),
+        let (max_tokens, reason_at_max) = if by_request <= full {
+            (by_request, FinishReason::MaxTokens)
+        } else {
+            (full, FinishReason::ContextFull)
         };
         let inbox = Arc::new(Inbox::new(
             num_samples as usize,
@@ -121,7 +124,7 @@ impl Engine {
         };
         if let Some(reason) = over {
             for sample in 0..num_samples {
-                inbox.push(Entry::End { sample, reason })?;
+                inbox.push(Message::End { sample, reason })?;
             }
             return Ok(ticket);
         }
@@ -131,7 +134,7 @@ impl Engine {
             stop_token_ids.extend_from_slice(self.eos_token_ids());
         }
         let stop_token_ids = Arc::new(stop_token_ids);
-        let mut orders = try_with_capacity(num_samples as usize, "samples")?;
+        let mut submissions = try_with_capacity(num_samples as usize, "samples")?;
         for sample in 0..num_samples {
             let seed = seed_of(sample);
             let choice = params.model_choice(seed).filter(|c| self.model().can_choose(c));
@@ -159,9 +162,9 @@ impl Engine {
                 runs_ahead: choice.is_some(),
                 alone: false,
             };
-            orders.push(Order { sequence, work: Work::Sample(Box::new(work)) });
+            submissions.push(Submission { sequence, work: Work::Sample(Box::new(work)) });
         }
-        self.service().submit(orders)?;
+        self.service().submit(submissions)?;
         Ok(ticket)
     }
 
@@ -173,7 +176,7 @@ impl Engine {
         self.check_tokens(ids)?;
         let mut token_ids = try_with_capacity(ids.len(), "token ids")?;
         token_ids.extend_from_slice(ids);
-        let desk = Arc::new(Desk::default());
+        let handoff = Arc::new(Handoff::default());
         let sequence = NewSequence {
             token_ids,
             max_tokens: ids.len().saturating_add(1),
@@ -184,11 +187,11 @@ impl Engine {
             runs_ahead: false,
             alone: true,
         };
-        let mut orders = try_with_capacity(1, "a request")?;
-        orders.push(Order { sequence, work: Work::Logits(desk.clone()) });
-        self.service().submit(orders)?;
+        let mut submissions = try_with_capacity(1, "a request")?;
+        submissions.push(Submission { sequence, work: Work::Logits(handoff.clone()) });
+        self.service().submit(submissions)?;
         loop {
-            let mut borrowed = desk.borrow()?;
+            let mut borrowed = handoff.borrow()?;
             let lease = borrowed.lease()?;
             let end = lease.start + lease.num_new;
             let is_closed = || self.is_closed();
@@ -202,7 +205,7 @@ impl Engine {
     }
 }
 
-/// Computes the leased piece of `ids`, and those of its logits that are wanted.
+/// Computes the leased piece of `ids`, and the logits of it that are wanted.
 fn compute_piece(
     model: &Model,
     lease: &mut Lease,
@@ -213,7 +216,7 @@ fn compute_piece(
 ) -> Result<()> {
     let (start, end) = (lease.start, lease.start + lease.num_new);
     let vocab_size = model.config().vocab_size;
-    let machine = &mut *lease.machine;
+    let resources = &mut *lease.resources;
     let part = Part {
         token_ids: ids.get(start..end).ok_or_else(|| Error::internal("a piece out of range"))?,
         start,
@@ -221,11 +224,11 @@ fn compute_piece(
         source: None,
     };
     let is_last = end == ids.len();
-    machine.builder.clear(lease.blocks.len())?;
-    machine.builder.push(&part, (!all && is_last).then_some(TokenChoice::Caller))?;
+    resources.builder.clear(lease.blocks.len())?;
+    resources.builder.push(&part, (!all && is_last).then_some(TokenChoice::Caller))?;
     let rows = match (all, is_last) {
         (true, _) => {
-            machine.builder.want_all()?;
+            resources.builder.want_all()?;
             start..end
         }
         (false, true) => 0..1,
@@ -234,6 +237,6 @@ fn compute_piece(
     let out = out
         .get_mut(rows.start * vocab_size..rows.end * vocab_size)
         .ok_or_else(|| Error::internal("the logits buffer is too small"))?;
-    let batch = machine.builder.step().batch;
-    model.forward(&batch, &mut machine.kv, &mut machine.workspace, out, should_stop)
+    let batch = resources.builder.step().batch;
+    model.forward(&batch, &mut resources.kv, &mut resources.workspace, out, should_stop)
 }

@@ -4,16 +4,17 @@ use serde_json::{Map, Value};
 
 use crate::error::{Context, Error, Result};
 
-/// What generation_config.json (and, for end tokens, config.json) says. `None` where it is silent.
+/// The settings of generation_config.json (and the end tokens of config.json). `None` where it is
+/// silent.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct GenerationConfig {
-    /// false: greedy unless the caller sets a temperature.
+    /// If false, decoding is greedy unless the caller sets a temperature.
     pub do_sample: bool,
     /// As in Transformers, like the fields below.
     pub temperature: Option<f32>,
     /// Keep the k most likely tokens.
     pub top_k: Option<u32>,
-    /// Nucleus.
+    /// Share of the probability that the kept tokens have (nucleus sampling).
     pub top_p: Option<f32>,
     /// Floor relative to the most likely token.
     pub min_p: Option<f32>,
@@ -23,11 +24,12 @@ pub struct GenerationConfig {
     pub max_new_tokens: Option<u32>,
     /// Tokens that end a generation.
     pub eos_token_ids: Vec<u32>,
-    /// Names of fields that are set to something and would change the output, but are not implemented.
+    /// Names of fields that are set to something and would change the output, but are not
+    /// implemented.
     pub ignored: Vec<&'static str>,
 }
 
-/// Fields of Transformers that change which tokens come, and the values that change nothing.
+/// Fields of Transformers that change the output, and the values of them that change nothing.
 const NOT_IMPLEMENTED: [(&str, &[&str]); 12] = [
     ("num_beams", &["1"]),
     ("min_length", &["0"]),

@@ -1,5 +1,5 @@
-//! The engine's loop around any [`StepModel`], for tests: models that fail, that are slow, that check what they
-//! are given. Not a part of the library's interface.
+//! The engine's loop around any [`StepModel`], for tests: models that fail, that are slow, that
+//! check their input. It is not part of the library's interface.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::Arc;
@@ -9,31 +9,34 @@ use super::batch_builder::BatchBuilder;
 use super::block_pool::BlockPool;
 use super::generation_config::GenerationConfig;
 use super::inbox::{Inbox, Waker};
-use super::order::{Machine, Order, SampleWork, Work};
-use super::request::CancelToken;
+use super::request::{CancelToken, FinishReason};
 use super::sampler::{Sampler, SamplingOverrides, SamplingParams};
-use super::scheduler::{Limits, NewSequence, Scheduler};
+use super::scheduler::Scheduler;
+use super::sequence::NewSequence;
 use super::service::Service;
 use super::stats::EngineStats;
 pub use super::step_model::StepModel;
-use super::ticket::{FinishReason, TextRules, Ticket};
+use super::step_resources::StepResources;
+use super::step_size::Limits;
+use super::submission::{SampleWork, Submission, Work};
+use super::ticket::{TextRules, Ticket};
 use crate::backend::cpu::CpuBackend;
 use crate::error::Result;
 use crate::memory::DType;
 use crate::model::{KvCache, KvSwap, TokenChoice, Workspace};
 use crate::ops::kv_cache::layout::KvLayout;
 
-/// How large an engine is.
+/// The sizes of an engine.
 #[derive(Clone, Copy, Debug)]
 pub struct HarnessOptions {
-    /// Blocks of the KV cache, which is there but as small as can be.
+    /// Blocks of the KV cache, which are as small as can be.
     pub num_blocks: u32,
     /// The largest steps.
     pub limits: Limits,
-    /// Blocks of equal beginnings are shared.
+    /// Whether blocks of equal beginnings are shared.
     pub prefix_cache: bool,
     /// Blocks of preempted sequences that may be kept on the host.
-    pub most_swapped: usize,
+    pub max_swapped: usize,
 }
 
 /// A request of one sample.
@@ -45,13 +48,14 @@ pub struct HarnessRequest {
     pub max_new: usize,
     /// Higher goes first.
     pub priority: i32,
-    /// The model chooses the tokens, as [`TokenChoice::Greedy`]; else the engine does, from the logits.
+    /// Whether the model chooses the tokens, as [`TokenChoice::Greedy`]; else the engine does, from
+    /// the logits.
     pub by_model: bool,
-    /// How the engine chooses.
+    /// The settings with which the engine chooses.
     pub sampling: SamplingOverrides,
     /// Cancels it from anywhere.
     pub cancel: Option<Arc<CancelToken>>,
-    /// It ends when this has passed.
+    /// The time after which it ends.
     pub time_limit: Option<Duration>,
     /// Called on the scheduler's thread.
     pub waker: Option<Waker>,
@@ -68,7 +72,7 @@ impl Harness {
     pub fn new(model: Arc<dyn StepModel>, options: &HarnessOptions) -> Result<Self> {
         let pool = BlockPool::new(options.num_blocks, options.prefix_cache)?;
         let layout = KvLayout { dtype: DType::F32, num_layers: 1, num_kv_heads: 1, head_dim: 2 };
-        let machine = Machine {
+        let resources = StepResources {
             kv: KvCache::new(layout, options.num_blocks as usize)?,
             swap: KvSwap::on_host(layout),
             workspace: Workspace::new(),
@@ -76,9 +80,9 @@ impl Harness {
         };
         let closed = Arc::new(AtomicBool::new(false));
         let mut scheduler = Scheduler::new(pool, options.limits)?;
-        scheduler.set_most_swapped(options.most_swapped);
+        scheduler.set_max_swapped(options.max_swapped);
         let backend = Arc::new(CpuBackend::new(1)?);
-        let service = Service::new(model, backend, machine, scheduler, closed.clone());
+        let service = Service::new(model, backend, resources, scheduler, closed.clone());
         Ok(Harness { service, closed })
     }
 
@@ -119,7 +123,7 @@ impl Harness {
             runs_ahead: request.by_model,
             ..NewSequence::default()
         };
-        self.service.submit(vec![Order { sequence, work: Work::Sample(Box::new(work)) }])?;
+        self.service.submit(vec![Submission { sequence, work: Work::Sample(Box::new(work)) }])?;
         Ok(ticket)
     }
 
@@ -128,7 +132,7 @@ impl Harness {
         self.closed.store(true, Ordering::Release);
     }
 
-    /// What the engine has done and is doing.
+    /// Statistics of what the engine has done and is doing.
     pub fn stats(&self) -> EngineStats {
         self.service.stats()
     }

@@ -1,5 +1,5 @@
-//! What lies between the scheduler's thread and the caller of a request: a queue of tokens in one direction,
-//! the wish to stop in the other.
+//! The link between the scheduler's thread and the caller of a request: a queue of tokens in one
+//! direction, the wish to stop in the other.
 
 use std::cell::Cell;
 use std::collections::VecDeque;
@@ -7,16 +7,15 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::request::CancelToken;
-use super::ticket::FinishReason;
+use super::request::{CancelToken, FinishReason};
 use crate::error::{try_with_capacity, Error, Result};
 
-/// Told, on the scheduler's thread and without a lock, that an inbox is not empty any more.
+/// Called on the scheduler's thread, with no lock held, when an inbox is not empty any more.
 pub type Waker = Box<dyn Fn() + Send + Sync>;
 
-/// What the scheduler has to say about a sample.
+/// News of a sample from the scheduler.
 #[derive(Clone, Debug)]
-pub(super) enum Entry {
+pub(super) enum Message {
     /// A token, and whether it ends the sample.
     Token { sample: u32, token: u32, is_stop: bool },
     /// The sample has ended.
@@ -25,21 +24,21 @@ pub(super) enum Entry {
     Failed { sample: u32, error: Error },
 }
 
-/// How a sample came about.
+/// How far a sample has come.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Progress {
-    /// When its prompt's first piece was begun.
+    /// The time at which its prompt's first piece was begun.
     pub started: Option<Instant>,
-    /// When its first token was chosen.
+    /// The time at which its first token was chosen.
     pub first_token: Option<Instant>,
     /// Tokens of the prompt that were in the cache.
     pub num_cached_tokens: usize,
-    /// How often it lost its KV blocks.
+    /// The number of times that it lost its KV blocks.
     pub num_preemptions: u32,
 }
 
 struct Queue {
-    entries: VecDeque<Entry>,
+    messages: VecDeque<Message>,
     progress: Vec<Progress>,
 }
 
@@ -47,7 +46,7 @@ struct Queue {
 pub(super) struct Inbox {
     queue: Mutex<Queue>,
     filled: Condvar,
-    /// By sample: the caller wants no more of it.
+    /// By sample, whether the caller wants no more of it.
     stopped: Vec<AtomicBool>,
     cancelled: AtomicBool,
     cancel: Option<Arc<CancelToken>>,
@@ -56,7 +55,7 @@ pub(super) struct Inbox {
     waker: Option<Waker>,
     /// Held while the waker runs; false once it is not to run any more.
     armed: Mutex<bool>,
-    /// The same, said by the waker itself.
+    /// Set when the waker itself disarms.
     disarmed: AtomicBool,
 }
 
@@ -67,25 +66,25 @@ thread_local! {
     static WAKING: Cell<usize> = const { Cell::new(0) };
 }
 
-/// Tells that this thread is a scheduler's, which must never wait for what it does itself.
+/// Marks this thread as a scheduler's, which must never wait for its own work.
 pub(super) fn mark_scheduler_thread() {
     IS_SCHEDULER.set(true);
 }
 
 /// Refuses to wait on a scheduler's thread, where only wakers are the host's code.
 pub(super) fn check_may_wait() -> Result<()> {
-    match IS_SCHEDULER.get() {
-        false => Ok(()),
-        true => Err(Error::invalid_argument("a wake-up callback called a function that waits")),
+    if IS_SCHEDULER.get() {
+        return Err(Error::invalid_argument("a wake-up callback called a function that waits"));
     }
+    Ok(())
 }
 
-/// Tokens that a queue has room for from the start; more make it grow.
+/// The number of tokens that a queue has room for from the start; it grows for more.
 const USUAL_BACKLOG: usize = 64;
 
 impl Inbox {
-    /// An empty queue of `num_samples` samples that get at most `max_tokens` tokens each. `closed` is the
-    /// engine's.
+    /// An empty queue of `num_samples` samples that get at most `max_tokens` tokens each. `closed`
+    /// is the engine's.
     pub fn new(
         num_samples: usize,
         max_tokens: usize,
@@ -95,16 +94,16 @@ impl Inbox {
         waker: Option<Waker>,
     ) -> Result<Self> {
         let backlog = max_tokens.min(USUAL_BACKLOG).saturating_add(1).saturating_mul(num_samples);
-        let mut entries = VecDeque::new();
-        entries
+        let mut messages = VecDeque::new();
+        messages
             .try_reserve(backlog)
-            .map_err(|_| Error::out_of_memory("a request", backlog * size_of::<Entry>()))?;
+            .map_err(|_| Error::out_of_memory("a request", backlog * size_of::<Message>()))?;
         let mut progress = try_with_capacity(num_samples, "a request")?;
         progress.resize(num_samples, Progress::default());
         let mut stopped = try_with_capacity(num_samples, "a request")?;
         stopped.resize_with(num_samples, AtomicBool::default);
         Ok(Inbox {
-            queue: Mutex::new(Queue { entries, progress }),
+            queue: Mutex::new(Queue { messages, progress }),
             filled: Condvar::new(),
             stopped,
             cancelled: AtomicBool::new(false),
@@ -131,13 +130,13 @@ impl Inbox {
         }
     }
 
-    /// From now on the waker is not called. Waits for it if it runs, unless it is the one that calls this.
+    /// Stops calls of the waker. Waits for one that is running, unless the waker itself calls this.
     pub fn disarm(&self) {
         if self.waker.is_none() {
             return;
         }
         if WAKING.get() == self.address() {
-            // The gate is held by this thread; what follows in it does not wake any more.
+            // This thread holds the lock of `armed`, so the waker is stopped by the other flag.
             self.disarmed.store(true, Ordering::Release);
             return;
         }
@@ -148,17 +147,17 @@ impl Inbox {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Adds an entry. A token for which there is no memory is an error; room for the end is found in any
-    /// case.
-    pub fn push(&self, entry: Entry) -> Result<()> {
+    /// Adds a message. A token for which there is no memory is an error; room for the end is found
+    /// in any case.
+    pub fn push(&self, message: Message) -> Result<()> {
         let mut queue = self.queue();
-        // Always one place more, for the end of each sample.
+        // One place more for the end of each sample.
         let spare = 1 + self.stopped.len();
-        if matches!(entry, Entry::Token { .. }) && queue.entries.try_reserve(spare).is_err() {
-            return Err(Error::out_of_memory("waiting tokens", size_of::<Entry>()));
+        if matches!(message, Message::Token { .. }) && queue.messages.try_reserve(spare).is_err() {
+            return Err(Error::out_of_memory("waiting tokens", size_of::<Message>()));
         }
-        let was_empty = queue.entries.is_empty();
-        queue.entries.push_back(entry);
+        let was_empty = queue.messages.is_empty();
+        queue.messages.push_back(message);
         drop(queue);
         self.filled.notify_all();
         if was_empty {
@@ -167,13 +166,13 @@ impl Inbox {
         Ok(())
     }
 
-    /// The next entry; `None` if there is none within `timeout` (`None`: for ever).
-    pub fn pop(&self, timeout: Option<Duration>) -> Option<Entry> {
+    /// The next message; `None` if there is none within `timeout` (`None`: for ever).
+    pub fn pop(&self, timeout: Option<Duration>) -> Option<Message> {
         let until = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
         let mut queue = self.queue();
         loop {
-            if let Some(entry) = queue.entries.pop_front() {
-                return Some(entry);
+            if let Some(message) = queue.messages.pop_front() {
+                return Some(message);
             }
             queue = match (timeout, until) {
                 (Some(_), Some(until)) => {
@@ -188,43 +187,43 @@ impl Inbox {
         }
     }
 
-    /// Whether there is nothing to be taken.
+    /// Whether the queue is empty.
     pub fn is_empty(&self) -> bool {
-        self.queue().entries.is_empty()
+        self.queue().messages.is_empty()
     }
 
-    /// Notes how a sample came about.
+    /// Notes how far a sample has come.
     pub fn set_progress(&self, sample: usize, progress: Progress) {
         if let Some(place) = self.queue().progress.get_mut(sample) {
             *place = progress;
         }
     }
 
-    /// What was noted.
+    /// The progress that was noted last.
     pub fn progress(&self, sample: usize) -> Progress {
         self.queue().progress.get(sample).copied().unwrap_or_default()
     }
 
-    /// The caller wants no more of a sample.
+    /// Tells that the caller wants no more of a sample.
     pub fn stop(&self, sample: usize) {
         if let Some(stopped) = self.stopped.get(sample) {
             stopped.store(true, Ordering::Release);
         }
     }
 
-    /// Cancels all samples; what is in the queue is not to be used.
+    /// Cancels all samples; messages in the queue are not to be used.
     pub fn cancel(&self) {
         self.cancelled.store(true, Ordering::Release);
     }
 
-    /// Was it cancelled, in any way?
+    /// Whether the request was cancelled, in any way.
     pub fn is_cancelled(&self) -> bool {
         self.cancelled.load(Ordering::Acquire)
             || self.closed.load(Ordering::Acquire)
             || self.cancel.as_ref().is_some_and(|cancel| cancel.is_cancelled())
     }
 
-    /// Why nothing more is to be computed for a sample, if so.
+    /// The reason to compute nothing more for a sample, if there is one.
     pub fn stop_reason(&self, sample: usize) -> Option<FinishReason> {
         if self.is_cancelled() {
             return Some(FinishReason::Cancelled);

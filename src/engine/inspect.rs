@@ -1,24 +1,26 @@
-//! What a model folder is, without loading it: the model layer's report, and whether its text side works.
+//! A report on a model folder, without loading it: that of the model layer, and whether its text
+//! side works.
 
 use std::path::PathBuf;
 
-use super::engine_load::{read_chat_template, read_generation_config, read_tokenizer, ModelShape};
+use super::engine::ModelShape;
+use super::text_files::{read_chat_template, read_generation_config, read_tokenizer};
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::DType;
 use crate::model::{self, folder::Folder};
 
-/// The report. Numbers that could not be found out are 0.
+/// The report. Numbers that are not known are 0.
 #[derive(Clone, Debug, Default)]
 pub struct Inspection {
     /// The folder.
     pub path: PathBuf,
-    /// As config.json names it; empty if it does not.
+    /// The architecture that config.json names; empty if it names none.
     pub architecture: String,
-    /// Why the folder cannot be loaded, if so.
+    /// Why the folder cannot be loaded; `None` if it can.
     pub reason: Option<String>,
-    /// Why text cannot be tokenized, if so.
+    /// Why text cannot be tokenized; `None` if it can.
     pub tokenizer_problem: Option<String>,
-    /// Why messages cannot be rendered, if so.
+    /// Why messages cannot be rendered; `None` if they can.
     pub chat_template_problem: Option<String>,
     /// Stored element types and their bytes, for example "bf16: 1192099840".
     pub stored_dtypes: String,
@@ -30,13 +32,13 @@ pub struct Inspection {
     pub kv_bytes_per_token: u64,
     /// Longest context, in tokens.
     pub max_context_tokens: u64,
-    /// What loading without a wish would choose.
+    /// The element type that a load with default options would choose.
     pub dtype: Option<DType>,
     /// Sizes from the config.
     pub shape: Option<ModelShape>,
 }
 
-/// Looks at a folder or cached repo id. An error only if there is none.
+/// Inspects a folder or cached repo id. Fails only if there is none.
 pub fn inspect(path: &str) -> Result<Inspection> {
     let found = model::inspect(path)?;
     let folder = Folder::open(&found.path)?;

@@ -1,20 +1,21 @@
-//! Logits for a caller: the scheduler gives such a request its turns, a piece at a time and alone in its step,
-//! and for each lends what a forward pass needs to the caller's thread. So the logits are written where the
-//! caller wants them, and only while the caller is inside the call.
+//! Logits for a caller: the scheduler gives such a request its turns, a piece at a time and alone
+//! in its step, and for each turn lends the resources of a forward pass to the caller's thread. So
+//! the logits are written where the caller wants them, and only while the caller is inside the
+//! call.
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
-use super::order::Machine;
+use super::step_resources::StepResources;
 use crate::error::{Error, Result};
 
-/// What is lent for one piece of a sequence.
+/// The loan for one piece of a sequence.
 pub(super) struct Lease {
-    pub machine: Box<Machine>,
+    pub resources: Box<StepResources>,
     /// The sequence's KV blocks.
     pub blocks: Vec<u32>,
     /// Position of the piece's first token.
     pub start: usize,
-    /// Its tokens.
+    /// The number of its tokens.
     pub num_new: usize,
 }
 
@@ -23,31 +24,31 @@ enum State {
     /// The caller waits for its turn, or the scheduler has not yet seen that it is back.
     #[default]
     Waiting,
-    /// To be taken by the caller.
+    /// The caller may take the lease.
     Lent(Lease),
-    /// With the caller.
+    /// The caller has the lease.
     Away,
-    /// To be taken by the scheduler.
-    Back(Box<Machine>, Result<()>),
+    /// The scheduler may take the resources back.
+    Back(Box<StepResources>, Result<()>),
     /// There will be no more turns.
     Ended(Result<()>),
 }
 
-/// Where a lease changes hands.
+/// The place where a lease changes hands.
 #[derive(Default)]
-pub(super) struct Desk {
+pub(super) struct Handoff {
     state: Mutex<State>,
     changed: Condvar,
 }
 
-/// What the caller has while it computes; given back however that ends.
+/// A lease in the hands of the caller, who gives it back however the computation ends.
 pub(super) struct Borrowed<'a> {
-    desk: &'a Desk,
+    handoff: &'a Handoff,
     lease: Option<Lease>,
     outcome: Result<()>,
 }
 
-impl Desk {
+impl Handoff {
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -57,7 +58,7 @@ impl Desk {
         self.changed.notify_all();
     }
 
-    /// Waits until `take` finds what it looks for.
+    /// Waits until `take` returns something.
     fn wait_for<T>(&self, mut take: impl FnMut(&mut State) -> Option<T>) -> T {
         let mut state = self.state();
         loop {
@@ -69,10 +70,10 @@ impl Desk {
     }
 
     /// The scheduler's side: lends, waits until the piece is computed, and takes back.
-    pub fn lend(&self, lease: Lease) -> (Box<Machine>, Result<()>) {
+    pub fn lend(&self, lease: Lease) -> (Box<StepResources>, Result<()>) {
         self.put(State::Lent(lease));
         self.wait_for(|state| match std::mem::take(state) {
-            State::Back(machine, outcome) => Some((machine, outcome)),
+            State::Back(resources, outcome) => Some((resources, outcome)),
             other => {
                 *state = other;
                 None
@@ -80,7 +81,7 @@ impl Desk {
         })
     }
 
-    /// The scheduler's side: there are no more turns.
+    /// The scheduler's side: tells that there are no more turns.
     pub fn end(&self, outcome: Result<()>) {
         self.put(State::Ended(outcome));
     }
@@ -98,7 +99,7 @@ impl Desk {
         match lease {
             Ok(lease) => {
                 let outcome = Err(Error::internal("the computation of logits was broken off"));
-                Ok(Borrowed { desk: self, lease: Some(lease), outcome })
+                Ok(Borrowed { handoff: self, lease: Some(lease), outcome })
             }
             Err(Err(error)) => Err(error),
             Err(Ok(())) => Err(Error::internal("logits were wanted of a request that has ended")),
@@ -107,12 +108,12 @@ impl Desk {
 }
 
 impl Borrowed<'_> {
-    /// What was lent.
+    /// The lease.
     pub fn lease(&mut self) -> Result<&mut Lease> {
         self.lease.as_mut().ok_or_else(|| Error::internal("nothing was lent"))
     }
 
-    /// Gives it back, telling what came of it.
+    /// Gives the lease back with the outcome of the computation.
     pub fn give_back(mut self, outcome: &Result<()>) {
         self.outcome = outcome.clone();
     }
@@ -122,7 +123,7 @@ impl Drop for Borrowed<'_> {
     fn drop(&mut self) {
         if let Some(lease) = self.lease.take() {
             let outcome = std::mem::replace(&mut self.outcome, Ok(()));
-            self.desk.put(State::Back(lease.machine, outcome));
+            self.handoff.put(State::Back(lease.resources, outcome));
         }
     }
 }

@@ -1,11 +1,11 @@
-//! What the library has to say goes to a function that the host gives at load; it never prints.
+//! Messages go to a function that the host gives at load; the library never prints.
 
-/// How grave a message is.
+/// The severity of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LogLevel {
     /// Something is odd, but the call goes on.
     Warning,
-    /// What the library chose and did.
+    /// A choice or an action of the library.
     Info,
     /// Details for finding faults.
     Debug,
@@ -13,7 +13,7 @@ pub enum LogLevel {
 
 type Sink = Box<dyn Fn(LogLevel, &str) + Send + Sync>;
 
-/// Where messages go.
+/// The place where messages go.
 pub struct Logger {
     sink: Option<Sink>,
 }
@@ -24,12 +24,12 @@ impl Logger {
         Logger { sink: None }
     }
 
-    /// A logger that calls `sink`, on whatever thread has something to say.
+    /// A logger that calls `sink`, on the thread that has the message.
     pub fn new(sink: impl Fn(LogLevel, &str) + Send + Sync + 'static) -> Self {
         Logger { sink: Some(Box::new(sink)) }
     }
 
-    /// Says something; `message` is only run if somebody listens.
+    /// Logs a message; `message` is only called if there is a sink.
     pub fn log(&self, level: LogLevel, message: impl FnOnce() -> String) {
         if let Some(sink) = &self.sink {
             sink(level, &message());

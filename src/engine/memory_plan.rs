@@ -1,21 +1,21 @@
-//! How much memory a model takes and how much KV cache it gets: decided from its headers, before anything is
-//! read, in one place for loading and for telling beforehand.
+//! The memory that a model takes and the KV cache that it gets: decided from its headers, before
+//! anything is read, in one place for loading and for planning.
 
-use super::engine_load::EngineOptions;
+use super::options::EngineOptions;
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::MemoryNeeds;
 use crate::ops::kv_cache::layout::BLOCK_SIZE;
 
-/// The most contexts that a cache has room for: more sequences than that are not computed at a time, and a
+/// The most contexts that a cache has room for: more sequences are not computed at a time, and a
 /// small model is not to take a whole device.
-const MOST_CONTEXTS: u64 = 256;
+const MAX_CONTEXTS: u64 = 256;
 
-/// The contexts that a cache on the host has room for where memory is plentiful: several requests at a time
-/// are usual, and memory is committed as the cache fills.
+/// The contexts that a cache on the host has room for where memory is plentiful: several requests
+/// at a time are usual, and memory is committed as the cache fills.
 const HOST_CONTEXTS: u64 = 4;
 
-/// Memory that the system could still give, if it says so: what Linux calls available, and no more than
-/// the control group of a container leaves.
+/// The memory that the system could still give, if it says so: the available memory of Linux, and
+/// no more than the control group of a container leaves.
 pub(super) fn available_memory_bytes() -> Option<u64> {
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;
     let line = text.lines().find(|line| line.starts_with("MemAvailable:"))?;
@@ -28,15 +28,16 @@ pub(super) fn available_memory_bytes() -> Option<u64> {
     Some(available.min(limit.saturating_sub(number("memory.current").unwrap_or(0))))
 }
 
-/// The part of the host's memory, and the most of it, that preempted requests of a model on a device may take.
+/// Preempted requests of a model on a device may take one part in `SWAP_SHARE` of the host's
+/// available memory, and no more than `MAX_SWAP_BYTES`.
 const SWAP_SHARE: u64 = 8;
-const MOST_SWAP_BYTES: u64 = 4 << 30;
+const MAX_SWAP_BYTES: u64 = 4 << 30;
 
-/// How many blocks of preempted requests may be kept on the host, of `block_bytes` each. On the CPU the KV cache lies
-/// in the same memory, and is as large as it was meant to be.
-pub(super) fn most_swapped(options: &EngineOptions, on_device: bool, block_bytes: usize) -> usize {
+/// The number of blocks of preempted requests, of `block_bytes` each, that may be kept on the host.
+/// None on the CPU by default: the KV cache lies in the same memory there.
+pub(super) fn max_swapped(options: &EngineOptions, on_device: bool, block_bytes: usize) -> usize {
     let bytes = match (options.max_swap_bytes, on_device) {
-        (0, true) => (available_memory_bytes().unwrap_or(0) / SWAP_SHARE).min(MOST_SWAP_BYTES),
+        (0, true) => (available_memory_bytes().unwrap_or(0) / SWAP_SHARE).min(MAX_SWAP_BYTES),
         (0, false) => 0,
         (bytes, _) => bytes,
     };
@@ -46,22 +47,22 @@ pub(super) fn most_swapped(options: &EngineOptions, on_device: bool, block_bytes
 
 /// The memory that a model can have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Room {
-    /// Of the host: what is available, if known. Memory is committed as it is used.
+pub(super) enum Available {
+    /// The available bytes of the host, if known. Memory is committed as it is used.
     Host(Option<u64>),
-    /// Of a device: what is free there, if known. Memory is taken at once.
+    /// The free bytes of a device, if known. Memory is taken at once.
     Device(Option<u64>),
 }
 
-impl Room {
-    /// What is available, if known.
+impl Available {
+    /// The available bytes, if known.
     pub(super) fn available(self) -> Option<u64> {
         match self {
-            Room::Host(available) | Room::Device(available) => available,
+            Available::Host(available) | Available::Device(available) => available,
         }
     }
 
-    /// What the options and the memory allow together, if either is known.
+    /// The bytes that the options and the memory allow together, if either is known.
     pub(super) fn limit(self, options: &EngineOptions) -> Option<u64> {
         match (options.max_memory_bytes, self.available()) {
             (0, available) => available,
@@ -71,7 +72,7 @@ impl Room {
     }
 }
 
-/// What loading will take, known before it begins.
+/// The memory that a load will take, known before it begins.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct MemoryPlan {
     /// Weights, in the element type to be loaded.
@@ -82,7 +83,7 @@ pub(super) struct MemoryPlan {
     pub(super) kv_bytes_per_token: u64,
 }
 
-/// How large the KV cache becomes.
+/// The size of the KV cache.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct KvSize {
     /// Longest context of a request.
@@ -99,12 +100,12 @@ impl From<MemoryNeeds> for MemoryPlan {
 }
 
 impl MemoryPlan {
-    /// Everything but the cache.
+    /// The bytes of everything but the cache.
     fn fixed_bytes(&self) -> u64 {
         self.weights_bytes.saturating_add(self.workspace_bytes)
     }
 
-    /// Everything, with a cache of so many tokens.
+    /// The bytes of everything, with a cache of `kv_cache_tokens`.
     pub(super) fn total_bytes(&self, kv_cache_tokens: u64) -> u64 {
         self.fixed_bytes().saturating_add(self.kv_bytes_per_token.saturating_mul(kv_cache_tokens))
     }
@@ -114,7 +115,7 @@ impl MemoryPlan {
         self.total_bytes(self.asked_tokens(options).unwrap_or(BLOCK_SIZE as u64))
     }
 
-    /// Whole blocks of tokens beside the weights in so many bytes.
+    /// The tokens, in whole blocks, that fit into `bytes` beside weights and work space.
     fn tokens_within(&self, bytes: u64) -> u64 {
         let block = BLOCK_SIZE as u64;
         bytes.saturating_sub(self.fixed_bytes()) / self.kv_bytes_per_token.max(1) / block * block
@@ -128,21 +129,24 @@ impl MemoryPlan {
         })
     }
 
-    /// Longest context and tokens of KV cache under the options' budget, in the memory that there is.
+    /// The longest context and the tokens of the KV cache under the options' budget, in the
+    /// available memory.
     pub(super) fn kv_size(
         &self,
         options: &EngineOptions,
         max_context: u64,
-        room: Room,
+        available: Available,
     ) -> Result<KvSize> {
         let block = BLOCK_SIZE as u64;
         let one = max_context.div_ceil(block).saturating_mul(block);
         // Slots are numbered in 32 bits.
-        let most = one.saturating_mul(MOST_CONTEXTS).min(u64::from(u32::MAX) / block * block);
-        let limit = match room {
-            Room::Device(_) => room.limit(options),
-            // The system may have more to give than it says, and takes back what is not used.
-            Room::Host(_) => (options.max_memory_bytes > 0).then_some(options.max_memory_bytes),
+        let most = one.saturating_mul(MAX_CONTEXTS).min(u64::from(u32::MAX) / block * block);
+        let limit = match available {
+            Available::Device(_) => available.limit(options),
+            // The system may have more to give than it says, and takes unused memory back.
+            Available::Host(_) => {
+                (options.max_memory_bytes > 0).then_some(options.max_memory_bytes)
+            }
         };
         let needed = self.minimum_bytes(options);
         if let Some(limit) = limit.filter(|&limit| needed > limit) {
@@ -157,28 +161,31 @@ impl MemoryPlan {
                 )));
             }
             Some(asked) => asked,
-            None => self.default_tokens(options, room, one).clamp(block, most.max(block)),
+            None => self.default_tokens(options, available, one).clamp(block, most.max(block)),
         };
         // A context that the cache could not hold alone is not offered.
         Ok(KvSize { max_context_tokens: max_context.min(tokens), kv_cache_tokens: tokens })
     }
 
-    /// The tokens of a cache whose size was left to the library: what a budget leaves; without one a share of
-    /// what is there. `one`: a longest context, in whole blocks.
-    fn default_tokens(&self, options: &EngineOptions, room: Room, one: u64) -> u64 {
+    /// The tokens of a cache whose size was left to the library: the rest of the budget, or without
+    /// one a share of the available memory. `one`: the tokens of a longest context, in whole
+    /// blocks.
+    fn default_tokens(&self, options: &EngineOptions, available: Available, one: u64) -> u64 {
         let budget = (options.max_memory_bytes > 0).then_some(options.max_memory_bytes);
-        // The driver, kernels and other programs want the rest of a device.
+        // The driver, kernels and other programs need the rest of a device.
         let share = |free: u64| free / 10 * 9;
-        match (room, budget) {
-            (Room::Device(None) | Room::Host(None), None) => one,
-            (Room::Device(None) | Room::Host(None), Some(budget)) => self.tokens_within(budget),
-            (Room::Device(Some(free)), budget) => {
+        match (available, budget) {
+            (Available::Device(None) | Available::Host(None), None) => one,
+            (Available::Device(None) | Available::Host(None), Some(budget)) => {
+                self.tokens_within(budget)
+            }
+            (Available::Device(Some(free)), budget) => {
                 self.tokens_within(share(free).min(budget.unwrap_or(u64::MAX)))
             }
-            (Room::Host(Some(available)), Some(budget)) => {
+            (Available::Host(Some(available)), Some(budget)) => {
                 self.tokens_within(budget.min(available))
             }
-            (Room::Host(Some(available)), None) => {
+            (Available::Host(Some(available)), None) => {
                 let part = |parts: u64| {
                     let spare = available.saturating_sub(self.fixed_bytes()) / parts;
                     self.tokens_within(self.fixed_bytes().saturating_add(spare))
@@ -190,9 +197,10 @@ impl MemoryPlan {
     }
 
     fn does_not_fit(&self, options: &EngineOptions, limit: u64) -> Error {
-        let whose = match options.max_memory_bytes > 0 && limit == options.max_memory_bytes {
-            true => format!("max_memory_bytes is {limit}"),
-            false => format!("{limit} bytes of memory are free"),
+        let whose = if options.max_memory_bytes > 0 && limit == options.max_memory_bytes {
+            format!("max_memory_bytes is {limit}")
+        } else {
+            format!("{limit} bytes of memory are free")
         };
         let tokens = self.asked_tokens(options).unwrap_or(BLOCK_SIZE as u64);
         Error::new(
@@ -213,8 +221,8 @@ mod tests {
     const PLAN: MemoryPlan =
         MemoryPlan { weights_bytes: 1000, workspace_bytes: 100, kv_bytes_per_token: 10 };
 
-    fn size(options: &EngineOptions, room: Room) -> (u64, u64) {
-        let size = PLAN.kv_size(options, 100, room).unwrap();
+    fn size(options: &EngineOptions, available: Available) -> (u64, u64) {
+        let size = PLAN.kv_size(options, 100, available).unwrap();
         (size.max_context_tokens, size.kv_cache_tokens)
     }
 
@@ -225,63 +233,65 @@ mod tests {
     #[test]
     fn the_host_gives_four_contexts_by_default_and_less_when_memory_is_short() {
         let default = EngineOptions::default();
-        assert_eq!(size(&default, Room::Host(None)), (100, 128));
-        assert_eq!(size(&default, Room::Host(Some(1_000_000))), (100, 512));
+        assert_eq!(size(&default, Available::Host(None)), (100, 128));
+        assert_eq!(size(&default, Available::Host(Some(1_000_000))), (100, 512));
         // A quarter of 10,000 bytes: 250 tokens, seven whole blocks.
-        assert_eq!(size(&default, Room::Host(Some(11_100))), (100, 224));
+        assert_eq!(size(&default, Available::Host(Some(11_100))), (100, 224));
         // A quarter of 4000 bytes is less than one context, half of them is not.
-        assert_eq!(size(&default, Room::Host(Some(5100))), (100, 128));
+        assert_eq!(size(&default, Available::Host(Some(5100))), (100, 128));
         // (2740 - 1100) / 2 = 820 bytes: 82 tokens, two whole blocks.
-        assert_eq!(size(&default, Room::Host(Some(2740))), (64, 64));
-        assert_eq!(size(&default, Room::Host(Some(0))), (32, 32));
+        assert_eq!(size(&default, Available::Host(Some(2740))), (64, 64));
+        assert_eq!(size(&default, Available::Host(Some(0))), (32, 32));
     }
 
     #[test]
-    fn a_device_gives_what_is_free() {
+    fn a_device_gives_its_free_memory() {
         let default = EngineOptions::default();
-        assert_eq!(size(&default, Room::Device(None)), (100, 128));
+        assert_eq!(size(&default, Available::Device(None)), (100, 128));
         // Nine tenths of 11,000 bytes without 1100: 880 tokens, 27 blocks.
-        assert_eq!(size(&default, Room::Device(Some(11_000))), (100, 864));
+        assert_eq!(size(&default, Available::Device(Some(11_000))), (100, 864));
         // Nine tenths leave no block, the whole does.
-        assert_eq!(size(&default, Room::Device(Some(1420))), (32, 32));
+        assert_eq!(size(&default, Available::Device(Some(1420))), (32, 32));
         // No more than can be used.
-        assert_eq!(size(&default, Room::Device(Some(1 << 40))), (100, 128 * MOST_CONTEXTS));
-        for room in [Room::Device(Some(1419)), Room::Device(Some(0))] {
-            let error = PLAN.kv_size(&default, 100, room).unwrap_err();
+        assert_eq!(size(&default, Available::Device(Some(1 << 40))), (100, 128 * MAX_CONTEXTS));
+        for available in [Available::Device(Some(1419)), Available::Device(Some(0))] {
+            let error = PLAN.kv_size(&default, 100, available).unwrap_err();
             assert_eq!(error.kind(), ErrorKind::OutOfMemory);
             assert!(error.message().contains("bytes of memory are free"), "{error}");
         }
-        // What is asked for may take all.
-        assert_eq!(size(&asked(0, 320), Room::Device(Some(4300))), (100, 320));
-        assert!(PLAN.kv_size(&asked(0, 320), 100, Room::Device(Some(4299))).is_err());
+        // A cache that was asked for may take all.
+        assert_eq!(size(&asked(0, 320), Available::Device(Some(4300))), (100, 320));
+        assert!(PLAN.kv_size(&asked(0, 320), 100, Available::Device(Some(4299))).is_err());
     }
 
     #[test]
     fn a_budget_is_used_up_and_kept_or_refused() {
-        for room in [Room::Host(None), Room::Host(Some(1 << 30)), Room::Device(None)] {
-            assert_eq!(size(&asked(1100 + 640, 0), room), (64, 64));
-            assert_eq!(size(&asked(1100 + 640, 64), room), (64, 64));
+        for available in
+            [Available::Host(None), Available::Host(Some(1 << 30)), Available::Device(None)]
+        {
+            assert_eq!(size(&asked(1100 + 640, 0), available), (64, 64));
+            assert_eq!(size(&asked(1100 + 640, 64), available), (64, 64));
             // 9000 bytes: 28 blocks.
-            assert_eq!(size(&asked(1100 + 9000, 0), room), (100, 896));
+            assert_eq!(size(&asked(1100 + 9000, 0), available), (100, 896));
             for (bytes, tokens) in [(1000, 0), (1100, 0), (1419, 0), (1739, 64)] {
                 let options = asked(bytes, tokens);
-                let error = PLAN.kv_size(&options, 100, room).unwrap_err();
+                let error = PLAN.kv_size(&options, 100, available).unwrap_err();
                 assert_eq!(error.kind(), ErrorKind::OutOfMemory, "{bytes} {tokens}");
                 assert!(error.message().contains(&format!("max_memory_bytes is {bytes}")));
                 let least = PLAN.minimum_bytes(&options);
                 assert!(least > bytes && PLAN.total_bytes(32.max(tokens)) == least);
-                assert!(PLAN.kv_size(&asked(least, tokens), 100, room).is_ok());
+                assert!(PLAN.kv_size(&asked(least, tokens), 100, available).is_ok());
             }
         }
-        // A budget of more than there is.
-        assert_eq!(size(&asked(1 << 40, 0), Room::Host(Some(2060))), (96, 96));
-        assert_eq!(size(&asked(1 << 40, 0), Room::Device(Some(11_000))), (100, 864));
+        // A budget larger than the memory.
+        assert_eq!(size(&asked(1 << 40, 0), Available::Host(Some(2060))), (96, 96));
+        assert_eq!(size(&asked(1 << 40, 0), Available::Device(Some(11_000))), (100, 864));
     }
 
     #[test]
     fn a_cache_for_less_than_the_context_that_was_asked_for_is_refused() {
         let options = EngineOptions { max_context_tokens: 100, ..asked(0, 64) };
-        let error = PLAN.kv_size(&options, 100, Room::Host(None)).unwrap_err();
+        let error = PLAN.kv_size(&options, 100, Available::Host(None)).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::InvalidArgument);
     }
 }

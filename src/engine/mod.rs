@@ -1,39 +1,50 @@
-//! The engine: requests in, tokens out. Joins a model, its tokenizer and its chat template, and runs
-//! the requests of any number of threads on them.
+//! The engine: requests in, tokens out. Joins a model, its tokenizer and its chat template, and
+//! runs the requests of any number of threads on them.
 //!
-//! The life of a request ([`Engine::submit`]): the prompt becomes token ids (`prompt`), each sample of it a
-//! sequence of the scheduler. The scheduler's thread (`worker`) asks the [`Scheduler`] which sequences take
-//! part in the next step, makes one batch of them (`batch_builder`), has the model run it, chooses the tokens
-//! ([`Sampler`]) and puts them into the request's `inbox`. The caller takes them out ([`Ticket`]): turning ids
-//! into text, looking for stop strings and calling back happen on the caller's thread.
+//! The life of a request ([`Engine::submit`]): the prompt becomes token ids (`prompt`), each sample
+//! of it a sequence of the scheduler. The scheduler's thread (`worker`) asks the [`Scheduler`]
+//! which sequences take part in the next step, makes one batch of them (`batch_builder`), has the
+//! model run it, chooses the tokens ([`Sampler`]) and puts them into the request's `inbox`. The
+//! caller takes them out ([`Ticket`]): turning ids into text, looking for stop strings and calling
+//! back happen on the caller's thread.
 //!
 //! ```text
-//! generate    requests on their way in
+//! options     the options of a load
+//! load        the act of loading; placement, memory_plan, step_limits: what it decides first
+//! engine      the handle of a loaded model; prompt and generate: requests on their way in
 //! scheduler   who takes part in a step (policy, no model)
-//! preemption  who loses its blocks, and how it gets on; swap: what waits on the host
+//! preemption  who loses its blocks, and how it gets on; swap: blocks that wait on the host
 //! block_pool  the blocks of the KV cache and the prefix cache
-//! service     the scheduler's thread from outside; order: what it is asked for
-//! worker      the thread; lease: logits, computed by the thread that wants them; pace: when steps begin
+//! service     the scheduler's thread from outside; submission: a request for it
+//! intake      the state that the thread shares with others
+//! worker      the thread; active: the work of each sequence; pace: when steps begin
+//! lease       logits, computed by the thread that wants them
 //! inbox       from the worker to a caller; ticket: the caller's side
 //! ```
 
+mod active;
 mod batch_builder;
 pub mod block_pool;
 mod device_starter;
-mod engine_load;
+// The file is named after its type, `Engine`.
+#[allow(clippy::module_inception)]
+mod engine;
 mod generate;
 mod generation_config;
 #[doc(hidden)]
 pub mod harness;
 mod inbox;
 mod inspect;
+mod intake;
 mod lease;
+mod load;
 mod log;
 mod memory_plan;
-mod order;
+mod options;
 mod pace;
 mod placement;
 mod plan;
+mod planned_copies;
 mod preemption;
 mod prompt;
 mod request;
@@ -44,24 +55,26 @@ mod service;
 mod stats;
 mod step_limits;
 mod step_model;
-mod step_room;
+mod step_resources;
+mod step_size;
+mod submission;
 mod swap;
+mod text_files;
 mod ticket;
 mod tokenizer_reader;
 mod worker;
 
-pub use engine_load::{Engine, EngineOptions, ModelShape};
+pub use engine::{Engine, ModelShape};
 pub use generate::MAX_SAMPLES;
 pub use generation_config::GenerationConfig;
 pub use inbox::Waker;
 pub use inspect::{inspect, Inspection};
 pub use log::{LogLevel, Logger};
-pub use placement::DeviceChoice;
+pub use options::{DeviceChoice, EngineOptions};
 pub use plan::{plan, Plan};
-pub use prompt::{ChatPrompt, Prompt};
-pub use request::{CancelToken, Request};
+pub use request::{CancelToken, ChatPrompt, FinishReason, Prompt, Request};
 pub use sampler::{Sampler, SamplingOverrides, SamplingParams};
 pub use scheduler::Scheduler;
 pub use stats::{EngineStats, FIRST_BUCKET_US, NUM_STEP_BUCKETS};
 pub use swap::{SwapCosts, SwapCounts};
-pub use ticket::{Event, FinishReason, Generation, Ticket, TicketHandle};
+pub use ticket::{Event, Generation, Ticket, TicketHandle};

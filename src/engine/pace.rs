@@ -1,31 +1,35 @@
-//! When to begin the next step while one is under way: late enough that a request that comes meanwhile is in it,
-//! early enough that the device never waits.
+//! Decides when to begin the next step while one is under way: late enough that a request that
+//! comes meanwhile is in it, early enough that the device never waits.
 //!
-//! A step that is begun ahead of time makes a request that comes a moment later wait for two steps. Steps in which
-//! every sequence has one token follow each other by the hundred and take about as long each, so the end of one is
-//! known from the one before; of others nothing is known, and the next step is begun at once.
+//! A step that is begun ahead of time makes a request that comes a moment later wait for two steps.
+//! Steps in which every sequence has one token follow each other by the hundred and take about as
+//! long each, so the end of one is known from the one before. Nothing is known of other steps, and
+//! the next one is begun at once.
 
 use std::time::{Duration, Instant};
 
-/// Steps that are shorter are not worth it: the margin is most of them.
+/// Waiting is not worth it for shorter steps, of which the margin is the larger part.
 const SHORTEST: Duration = Duration::from_millis(1);
 
-/// What a sleeping thread may be late, and what else may come between.
+/// The time by which a sleeping thread may wake late, and other delays.
 const SLACK: Duration = Duration::from_micros(300);
 
-/// What is known of the steps of late.
+/// Measurements of the latest steps.
 #[derive(Default)]
 pub(super) struct Pace {
-    /// Sequences of the last step that was finished, and what it took; `None`: it was not a decoding one.
+    /// Sequences of the last step that was finished, and the time that it took; `None` if it was
+    /// not a decoding step.
     last: Option<(usize, Duration)>,
-    /// When it was finished.
+    /// The time at which it was finished.
     finished: Option<Instant>,
-    /// What the host took to begin the last decoding step, or more: it is forgotten slowly.
+    /// The time that the host took to begin the last decoding step, or more: a maximum that decays
+    /// slowly.
     host: Duration,
 }
 
 impl Pace {
-    /// Tells that a step was begun, and how long that took. `num_decoding`: its sequences, if each has one token.
+    /// Tells that a step was begun, and how long that took. `num_decoding`: its sequences, if each
+    /// has one token.
     pub fn begun(&mut self, num_decoding: Option<usize>, host: Duration) {
         if num_decoding.is_some() {
             self.host = host.max(self.host - self.host / 16);
@@ -38,12 +42,12 @@ impl Pace {
         self.finished = Some(now);
     }
 
-    /// When to begin the next step, if the only one under way has `num_decoding` sequences with a token each and
-    /// was begun at `begun`. `None`: at once.
+    /// The time at which to begin the next step, if the only one under way has `num_decoding`
+    /// sequences with a token each and was begun at `begun`. `None`: at once.
     pub fn next(&self, num_decoding: Option<usize>, begun: Instant) -> Option<Instant> {
         let (last, busy) = self.last?;
         let now = num_decoding?;
-        // Those that end make it shorter; steps of about the same size take the same time.
+        // Steps of about the same size take the same time.
         if busy < SHORTEST || now < last - last / 8 || now > last + last / 8 {
             return None;
         }
@@ -70,7 +74,7 @@ mod tests {
         pace.finished(Some(8), ms(16), start + ms(20));
         // 16 ms less 300 us, twice 100 us and 1 ms.
         let expected = start + ms(20) + Duration::from_micros(14_500);
-        // It was begun ahead, and runs since the end of the one before.
+        // It was begun ahead of time, and has run since the end of the one before.
         assert_eq!(pace.next(Some(8), start + ms(5)), Some(expected));
         assert_eq!(pace.next(Some(9), start + ms(5)), Some(expected));
         // Begun after a pause, it runs since then.
@@ -81,7 +85,7 @@ mod tests {
         // Host work that takes most of a step leaves nothing to wait for.
         pace.begun(Some(8), ms(8));
         assert_eq!(pace.next(Some(8), start), None);
-        // A prompt says nothing of the step behind it.
+        // A prompt says nothing of the step after it.
         pace.finished(None, ms(40), start + ms(60));
         assert_eq!(pace.next(Some(8), start + ms(61)), None);
         pace.finished(Some(8), Duration::from_micros(900), start + ms(70));
@@ -101,7 +105,7 @@ mod tests {
             assert!(pace.next(Some(4), start) > before);
         }
         assert!(pace.next(Some(4), start) > first);
-        // What a prompt's step takes to begin says nothing.
+        // The time that a prompt's step takes to begin says nothing.
         let before = pace.next(Some(4), start);
         pace.begun(None, ms(50));
         assert_eq!(pace.next(Some(4), start), before);

@@ -1,31 +1,20 @@
-//! Which device a model goes to, and what it takes there: decided from its headers, before a weight is read.
+//! The choice of the device that a model goes to, and the memory that it takes there: both are
+//! decided from its headers, before a weight is read.
 
 use std::sync::Arc;
 
-use super::engine_load::{context_limit, num_threads, EngineOptions};
 use super::log::{LogLevel, Logger};
-use super::memory_plan::{available_memory_bytes, KvSize, MemoryPlan, Room};
-use super::scheduler::Limits;
+use super::memory_plan::{available_memory_bytes, Available, KvSize, MemoryPlan};
+use super::options::{context_limit, num_threads, DeviceChoice, EngineOptions};
 use super::step_limits::step_limits;
+use super::step_size::Limits;
 use crate::backend::cuda::{self, CudaDevice};
 use crate::backend::ComputeContext;
 use crate::error::Result;
 use crate::memory::DType;
 use crate::model::ModelFolder;
 
-/// Where the caller wants a model.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum DeviceChoice {
-    /// The first CUDA device where it can be used and the model runs and fits there, else the CPU.
-    #[default]
-    Auto,
-    /// The CPU.
-    Cpu,
-    /// The first CUDA device, or an error.
-    Cuda,
-}
-
-/// A model in memory, planned.
+/// The plan of a model in memory.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Planned {
     pub(super) on_device: bool,
@@ -35,7 +24,7 @@ pub(super) struct Planned {
     /// The largest steps.
     pub(super) limits: Limits,
     pub(super) memory: MemoryPlan,
-    pub(super) room: Room,
+    pub(super) available: Available,
 }
 
 impl Planned {
@@ -48,12 +37,12 @@ impl Planned {
         let mut planned = Self::before_the_device(options, opened, on_device)?;
         if on_device && cuda::available().is_ok() {
             let free = CudaDevice::get(0)?.free_memory_bytes()?;
-            planned.room = Room::Device(Some(free as u64));
+            planned.available = Available::Device(Some(free as u64));
         }
         Ok(planned)
     }
 
-    /// The same as far as it can be told without asking a device how much memory is free.
+    /// The same plan, without asking a device how much memory is free.
     fn before_the_device(
         options: &EngineOptions,
         opened: &ModelFolder,
@@ -68,34 +57,30 @@ impl Planned {
         let num_threads = num_threads(options.num_threads)?;
         let limits = step_limits(options, on_device, max_context)?;
         let num_tokens = limits.max_step_tokens();
-        let (memory, room) = match on_device {
-            false => {
-                let plan =
-                    opened.host_plan(dtype, num_threads, num_tokens, limits.max_sequences)?;
-                (plan, Room::Host(available_memory_bytes()))
-            }
-            true => {
-                let passes = limits.passes(max_context);
-                let plan = opened.device_plan(dtype, &passes, options.deterministic)?;
-                (plan, Room::Device(None))
-            }
+        let (memory, available) = if on_device {
+            let passes = limits.passes(max_context);
+            let plan = opened.device_plan(dtype, &passes, options.deterministic)?;
+            (plan, Available::Device(None))
+        } else {
+            let plan = opened.host_plan(dtype, num_threads, num_tokens, limits.max_sequences)?;
+            (plan, Available::Host(available_memory_bytes()))
         };
-        Ok(Planned { on_device, dtype, max_context, limits, memory: memory.into(), room })
+        Ok(Planned { on_device, dtype, max_context, limits, memory: memory.into(), available })
     }
 
-    /// The same with weights of another size, which have taken their part of what was free.
+    /// The same plan with weights of another size, which are in memory already.
     pub(super) fn with_weights_bytes(mut self, weights_bytes: u64) -> Self {
         self.memory.weights_bytes = weights_bytes;
         self
     }
 
-    /// How large its KV cache becomes; [`crate::error::ErrorKind::OutOfMemory`] if it does not fit.
+    /// The size of its KV cache; [`crate::error::ErrorKind::OutOfMemory`] if it does not fit.
     pub(super) fn kv_size(&self, options: &EngineOptions) -> Result<KvSize> {
-        self.memory.kv_size(options, self.max_context, self.room)
+        self.memory.kv_size(options, self.max_context, self.available)
     }
 }
 
-/// Decides where the model in `opened` goes, and what it takes there.
+/// Decides where the model in `opened` goes, and plans it there.
 pub(super) fn place(
     options: &EngineOptions,
     opened: &ModelFolder,
@@ -109,12 +94,12 @@ pub(super) fn place(
     match options.device {
         DeviceChoice::Cpu => on(false),
         DeviceChoice::Cuda => {
-            // That the model does not run there is told first: it is so on every machine.
+            // A model that cannot run there is reported first: that holds on every machine.
             let planned = Planned::new(options, opened, true)?;
             cuda::available()?;
             Ok((planned, planned.kv_size(options)?))
         }
-        // Most machines without a GPU are so on purpose: nothing to be said about.
+        // Most machines without a GPU are so on purpose, so nothing is logged.
         DeviceChoice::Auto if cuda::available().is_err() => on(false),
         DeviceChoice::Auto => match on(true) {
             Err(error) => {
@@ -126,8 +111,8 @@ pub(super) fn place(
     }
 }
 
-/// The element type of the model in `opened` on a CUDA device, if it may well go there: there is a driver, and the
-/// budget allows it. Starts nothing.
+/// The element type of the model in `opened` on a CUDA device, if it will probably go there: there
+/// is a driver, and the budget allows it. Starts nothing.
 pub(super) fn expect_on_device(options: &EngineOptions, opened: &ModelFolder) -> Option<DType> {
     if options.device == DeviceChoice::Cpu || !cuda::is_present() {
         return None;
@@ -136,7 +121,8 @@ pub(super) fn expect_on_device(options: &EngineOptions, opened: &ModelFolder) ->
     planned.kv_size(options).ok().map(|_| planned.dtype)
 }
 
-/// The context of a model on the first CUDA device, which never takes more memory than the options allow.
+/// The context of a model on the first CUDA device, which never takes more memory than the options
+/// allow.
 pub(super) fn device_context(options: &EngineOptions) -> Result<Arc<ComputeContext>> {
     let budget = match options.max_memory_bytes {
         0 => usize::MAX,

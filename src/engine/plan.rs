@@ -1,44 +1,46 @@
-//! What loading a model would take, told from its headers: the same decision that [`super::Engine::load`]
-//! makes, without the load.
+//! The memory that a load would take, planned from the model's headers: the same decision that a
+//! load makes, without the load.
 
-use super::engine_load::EngineOptions;
 use super::log::Logger;
 use super::memory_plan::KvSize;
-use super::placement::{place, DeviceChoice, Planned};
+use super::options::{DeviceChoice, EngineOptions};
+use super::placement::{place, Planned};
 use crate::error::{ErrorKind, Result};
 use crate::memory::DType;
 use crate::model::Model;
 
-/// What a model takes of the memory where it would go.
+/// The memory that a model would take, in the place where it would go.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Plan {
-    /// On the first CUDA device, or on the CPU.
+    /// Whether it goes to the first CUDA device, else to the CPU.
     pub on_device: bool,
     /// Element type of weights and KV cache.
     pub dtype: DType,
-    /// Weights, on a device with the tables of positions.
+    /// Bytes of the weights, on a device with the tables of positions.
     pub weights_bytes: u64,
-    /// The most that activations and scratch take.
+    /// The most bytes that activations and scratch take.
     pub workspace_bytes: u64,
-    /// Keys and values of one token in all layers.
+    /// Bytes of the keys and values of one token in all layers.
     pub kv_bytes_per_token: u64,
-    /// Tokens of the KV cache; 0 if not one block fits, or not what was asked for.
+    /// Tokens of the KV cache; 0 if not one block fits, or fewer tokens than were asked for.
     pub kv_cache_tokens: u64,
     /// Longest context; 0 as above.
     pub max_context_tokens: u64,
-    /// Weights, work space and KV cache; if they do not fit, with the smallest cache that the options allow.
+    /// Weights, work space and KV cache; if they do not fit, with the smallest cache that the
+    /// options allow.
     pub total_bytes: u64,
     /// The smallest budget with which the options load.
     pub minimum_bytes: u64,
-    /// What there is for it: the budget, or the available memory where that is less; `None`: not known.
+    /// The bytes that it may take: the budget, or the available memory if that is less; `None` if
+    /// not known.
     pub memory_bytes: Option<u64>,
     /// Whether `total_bytes` are no more than `memory_bytes`, as far as known.
     pub fits: bool,
 }
 
-/// Plans a load of the folder or cached repo id `path`. Where CUDA is asked for and there is no device, the
-/// plan is that of a device whose memory is the budget. What cannot be loaded whatever the memory is an error,
-/// the same as that of the load.
+/// Plans a load of the folder or cached repo id `path`. Where CUDA is asked for and there is no
+/// device, the plan is that of a device whose memory is the budget. A model that could not be
+/// loaded with any amount of memory fails with the error of its load.
 pub fn plan(path: &str, options: &EngineOptions) -> Result<Plan> {
     let opened = Model::open(path)?;
     let out_of_memory = |kind| kind == ErrorKind::OutOfMemory;
@@ -56,7 +58,7 @@ pub fn plan(path: &str, options: &EngineOptions) -> Result<Plan> {
     let minimum_bytes = memory.minimum_bytes(options);
     let total_bytes =
         size.map_or(minimum_bytes, |size: KvSize| memory.total_bytes(size.kv_cache_tokens));
-    let memory_bytes = planned.room.limit(options);
+    let memory_bytes = planned.available.limit(options);
     let size = size.unwrap_or_default();
     Ok(Plan {
         on_device: planned.on_device,
@@ -73,7 +75,7 @@ pub fn plan(path: &str, options: &EngineOptions) -> Result<Plan> {
     })
 }
 
-/// The size of the KV cache, `None` if it does not fit.
+/// The plan with the size of its KV cache, `None` if it does not fit.
 fn without_memory(planned: Planned, options: &EngineOptions) -> Result<(Planned, Option<KvSize>)> {
     match planned.kv_size(options) {
         Ok(size) => Ok((planned, Some(size))),

@@ -1,45 +1,29 @@
-//! Sequences that lose their blocks to others, and how they get on later: what they had is copied to the host and
-//! back ([`super::swap`]), or computed anew.
+//! Takes blocks from sequences for others, and lets them go on later: their keys and values are
+//! copied to the host and back (`swap`), or computed anew.
 
 use super::block_pool::ContentId;
 use super::scheduler::Scheduler;
 use super::sequence::{blocks_for, Entry, Sequence, SequenceKey};
-use super::step_room::Room;
+use super::step_size::TokenBudget;
 use super::swap::{SwapCosts, SwapSpace};
 use crate::model::{BlockCopy, CopyDirection};
 use crate::ops::kv_cache::layout::BLOCK_SIZE;
 
-/// The copies that plans have asked for, in the order in which they are to be done.
-#[derive(Default)]
-pub(super) struct PlannedCopies {
-    copies: Vec<BlockCopy>,
-    /// Whose blocks they are.
-    keys: Vec<SequenceKey>,
-}
-
-impl PlannedCopies {
-    fn reserve(&mut self, count: usize) -> bool {
-        self.copies.try_reserve(count).is_ok() && self.keys.try_reserve(count).is_ok()
-    }
-
-    fn push(&mut self, key: SequenceKey, copy: BlockCopy) {
-        self.copies.push(copy);
-        self.keys.push(key);
-    }
-}
-
 impl Scheduler {
-    /// Lets preempted sequences keep up to so many blocks on the host. There is no memory for any yet.
-    pub fn set_most_swapped(&mut self, most_blocks: usize) {
-        self.swap = SwapSpace::new(most_blocks);
+    /// Lets preempted sequences keep up to `max_blocks` blocks on the host. There is no memory for
+    /// any yet.
+    pub fn set_max_swapped(&mut self, max_blocks: usize) {
+        self.swap = SwapSpace::new(max_blocks);
     }
 
-    /// How many blocks more may be kept on the host, if a sequence found no memory for that; else 0.
+    /// The number of further blocks that may be kept on the host, if a sequence found no memory for
+    /// that; else 0.
     pub fn swap_places_wanted(&self) -> usize {
         self.swap.num_wanted()
     }
 
-    /// There is memory on the host for so many blocks more; none: nor will there be.
+    /// Tells that there is memory on the host for `num_places` more blocks; 0 says that there will
+    /// never be more.
     pub fn add_swap_places(&mut self, num_places: usize) {
         match num_places {
             0 => self.swap.stop_growing(),
@@ -47,34 +31,30 @@ impl Scheduler {
         }
     }
 
-    /// What is known of the costs of copying and computing.
+    /// The costs of copying and computing, as far as they are known.
     pub fn swap_costs(&mut self) -> &mut SwapCosts {
         &mut self.swap.costs
     }
 
-    /// The copies to be done, in this order, before anything that was planned since is computed, and behind all that
-    /// was begun before.
+    /// The copies to be done, in this order: after all steps that were begun before, and before
+    /// anything planned since is computed.
     pub fn copies(&self) -> &[BlockCopy] {
-        &self.copies.copies
+        self.copies.as_slice()
     }
 
     /// The sequence of each of [`Scheduler::copies`].
     pub fn copied_keys(&self) -> &[SequenceKey] {
-        &self.copies.keys
+        self.copies.keys()
     }
 
     /// Tells that a sequence's copies are not done, and that it will end for that.
     pub fn forget_copies(&mut self, key: SequenceKey) {
-        let PlannedCopies { copies, keys } = &mut self.copies;
-        let mut of_others = keys.iter().map(|other| *other != key);
-        copies.retain(|_| of_others.next().unwrap_or(true));
-        keys.retain(|other| *other != key);
+        self.copies.forget(key);
     }
 
     /// Tells that the copies are done.
     pub fn clear_copies(&mut self) {
-        self.copies.copies.clear();
-        self.copies.keys.clear();
+        self.copies.clear();
     }
 
     /// Takes the blocks of the running sequence of the lowest rank.
@@ -94,7 +74,7 @@ impl Scheduler {
         };
         self.pool.release(&mut blocks);
         if let Some(sequence) = self.at_mut(slot) {
-            // With its memory.
+            // The empty table keeps its memory.
             sequence.blocks = blocks;
         }
         self.preemptions += 1;
@@ -102,11 +82,12 @@ impl Scheduler {
         Some(slot)
     }
 
-    /// Has the blocks of a sequence that is about to lose them copied to the host, if that is the cheaper way.
+    /// Plans to copy the blocks of a sequence that is about to lose them to the host, if that is
+    /// cheaper.
     fn save(&mut self, slot: u32) {
         let Self { slots, pool, swap, copies, .. } = self;
         let Some(Some(sequence)) = slots.get_mut(slot as usize) else { return };
-        // Tokens in steps under way are computed anew: whether those go well is not known yet.
+        // Tokens in steps under way are computed anew: those steps may still fail.
         let num_tokens = sequence.num_computed;
         let num_blocks = blocks_for(num_tokens).min(sequence.blocks.len());
         let is_shared = |block: &&u32| pool.num_owners(**block) > 1;
@@ -130,8 +111,8 @@ impl Scheduler {
         swap.blocks_out += count as u64;
     }
 
-    /// Has what a sequence kept on the host copied to its new blocks, of which the first `num_found` have their
-    /// content already. Its places are free after this in any case.
+    /// Plans to copy the blocks that a sequence has on the host to its new blocks, of which the
+    /// first `num_found` have their content already. Frees its places in any case.
     pub(super) fn restore(&mut self, slot: u32, num_found: usize) {
         let Self { slots, swap, copies, .. } = self;
         let Some(Some(sequence)) = slots.get_mut(slot as usize) else { return };
@@ -149,19 +130,20 @@ impl Scheduler {
         swap.give_back(&mut saved.places);
     }
 
-    /// Room for one more running sequence with this many blocks, if need be at the cost of running sequences
-    /// of lower priority.
+    /// Makes room for one more running sequence with `needed` blocks, if need be at the cost of
+    /// running sequences of lower priority. False if that is not possible.
     pub(super) fn make_room(
         &mut self,
         needed: usize,
         priority: i32,
-        left: &mut Room,
+        left: &mut TokenBudget,
         entries: &mut Vec<Entry>,
     ) -> bool {
         let is_lower = |scheduler: &Self, slot: &u32| {
             scheduler.at(*slot).is_some_and(|other| other.spec.priority < priority)
         };
-        // Each running sequence may soon want a block more; taking it back from this one would be a waste.
+        // Each running sequence may soon need one more block; preempting this one for it would be a
+        // waste.
         let fits = |scheduler: &Self, running: usize, available: usize| {
             running < scheduler.limits.max_sequences && needed.saturating_add(running) <= available
         };
@@ -170,7 +152,7 @@ impl Scheduler {
         if running == 0 {
             return needed <= available;
         }
-        // First see whether it would be of any use.
+        // Nothing is preempted unless that makes enough room.
         for slot in self.running.iter().rev() {
             if fits(self, running, within) || !is_lower(self, slot) {
                 break;
@@ -185,7 +167,7 @@ impl Scheduler {
         }
         while self.running.len() > running {
             let victim = self.preempt_last();
-            // It may have been planned already.
+            // The victim may have been planned already.
             entries.retain(|entry| {
                 let stays = Some(entry.key.slot) != victim;
                 if !stays {

@@ -1,39 +1,9 @@
-//! Prompts: text, token ids or a conversation; and how they become token ids.
+//! Turns prompts into token ids.
 
-use super::engine_load::Engine;
+use super::engine::Engine;
+use super::request::{ChatPrompt, Prompt};
 use crate::error::{try_with_capacity, Error, ErrorKind, Result};
 use crate::text::{parse_messages, parse_tools, parse_variables, ChatInput};
-
-/// A conversation as JSON texts.
-#[derive(Clone, Copy, Debug)]
-pub struct ChatPrompt<'a> {
-    /// An array of messages.
-    pub messages: &'a str,
-    /// An array of tool descriptions.
-    pub tools: Option<&'a str>,
-    /// An object of further template variables.
-    pub variables: Option<&'a str>,
-    /// End with the opening of the assistant's turn.
-    pub add_generation_prompt: bool,
-}
-
-/// What a generation continues.
-#[derive(Clone, Copy, Debug)]
-pub enum Prompt<'a> {
-    /// Text, to be tokenized.
-    Text {
-        /// The text.
-        text: &'a str,
-        /// Let the tokenizer add what it adds by itself.
-        add_special: bool,
-        /// Special tokens written in the text become their ids.
-        parse_special: bool,
-    },
-    /// Token ids.
-    TokenIds(&'a [u32]),
-    /// A conversation, to be rendered and tokenized.
-    Chat(ChatPrompt<'a>),
-}
 
 impl Engine {
     /// Renders a conversation with the model's template.
@@ -72,8 +42,8 @@ impl Engine {
         Ok(ids)
     }
 
-    /// The tokens of a text. One that does not fit into the context is given up as soon as that is
-    /// known, so that refusing ten megabytes does not take seconds.
+    /// The tokens of a text. Stops as soon as the text is known not to fit into the context, so
+    /// that refusing ten megabytes does not take seconds.
     fn encode_prompt(
         &self,
         text: &str,
@@ -83,19 +53,17 @@ impl Engine {
         let limit = self.max_context_tokens() as usize;
         let tokenizer = self.tokenizer()?;
         let (ids, whole) = tokenizer.encode_beginning(text, add_special, parse_special, limit)?;
-        match whole {
-            true => Ok(ids),
-            false => Err(Error::new(
-                ErrorKind::ContextFull,
-                format!(
-                    "the prompt has more than {} tokens, but the context holds {limit}",
-                    ids.len()
-                ),
-            )),
+        if whole {
+            return Ok(ids);
         }
+        Err(Error::new(
+            ErrorKind::ContextFull,
+            format!("the prompt has more than {} tokens, but the context holds {limit}", ids.len()),
+        ))
     }
 
-    /// At least one id, all in the vocabulary, no more than the context.
+    /// Checks that there is at least one id, that all are in the vocabulary, and that they fit into
+    /// the context.
     pub(super) fn check_tokens(&self, ids: &[u32]) -> Result<()> {
         if ids.is_empty() {
             return Err(Error::invalid_argument("the prompt has no tokens"));

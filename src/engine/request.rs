@@ -1,13 +1,12 @@
-//! What a caller asks for.
+//! Requests of callers, and the reasons why they end.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::prompt::Prompt;
 use super::sampler::SamplingOverrides;
 
-/// A switch that other threads can throw.
+/// A switch with which other threads stop requests.
 #[derive(Default)]
 pub struct CancelToken {
     cancelled: AtomicBool,
@@ -19,25 +18,57 @@ impl CancelToken {
         self.cancelled.store(true, Ordering::Release);
     }
 
-    /// Was it thrown?
+    /// Whether [`CancelToken::cancel`] has been called.
     pub fn is_cancelled(&self) -> bool {
         self.cancelled.load(Ordering::Acquire)
     }
 }
 
-/// One generation to be done. What is `None` comes from the model's generation_config.json.
+/// A conversation as JSON texts.
+#[derive(Clone, Copy, Debug)]
+pub struct ChatPrompt<'a> {
+    /// An array of messages.
+    pub messages: &'a str,
+    /// An array of tool descriptions.
+    pub tools: Option<&'a str>,
+    /// An object of further template variables.
+    pub variables: Option<&'a str>,
+    /// End with the opening of the assistant's turn.
+    pub add_generation_prompt: bool,
+}
+
+/// The prompt that a generation continues.
+#[derive(Clone, Copy, Debug)]
+pub enum Prompt<'a> {
+    /// Text, to be tokenized.
+    Text {
+        /// The text.
+        text: &'a str,
+        /// Let the tokenizer add the special tokens that it adds by itself.
+        add_special: bool,
+        /// Special tokens written in the text become their ids.
+        parse_special: bool,
+    },
+    /// Token ids.
+    TokenIds(&'a [u32]),
+    /// A conversation, to be rendered and tokenized.
+    Chat(ChatPrompt<'a>),
+}
+
+/// One generation to be done. Fields that are `None` come from the model's generation_config.json.
 pub struct Request<'a> {
-    /// What to continue.
+    /// The prompt.
     pub prompt: Prompt<'a>,
-    /// How to choose tokens.
+    /// The settings with which tokens are chosen.
     pub sampling: SamplingOverrides,
     /// Seed of the random draws; `None` draws one from the operating system.
     pub seed: Option<u64>,
-    /// Most tokens to generate; `None`: the config's max_new_tokens, else until the context is full.
+    /// Most tokens to generate; `None`: the config's max_new_tokens, else until the context is
+    /// full.
     pub max_tokens: Option<u32>,
     /// The text ends before the first of these that appears.
     pub stop_strings: Vec<&'a str>,
-    /// Tokens that end the generation, beside the model's own.
+    /// Tokens that end the generation, besides the model's own.
     pub stop_token_ids: &'a [u32],
     /// Leave special tokens out of the text.
     pub skip_special: bool,
@@ -47,10 +78,30 @@ pub struct Request<'a> {
     pub cancel: Option<Arc<CancelToken>>,
     /// Higher goes first.
     pub priority: i32,
-    /// Independent continuations of the prompt; sample `i` draws with the seed plus `i`. At least 1.
+    /// Independent continuations of the prompt; sample `i` draws with the seed plus `i`. At least
+    /// 1.
     pub num_samples: u32,
-    /// Time from the call until the request is ended with what it has.
+    /// Time from the call after which the request ends with the tokens that it has.
     pub time_limit: Option<Duration>,
     /// Requests with different numbers share no keys and values.
     pub cache_key: u64,
+}
+
+/// Why a generation ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FinishReason {
+    /// An end token of the model or of the request.
+    StopToken,
+    /// A stop string of the request.
+    StopString,
+    /// The most tokens that the request allows.
+    MaxTokens,
+    /// No position is left.
+    ContextFull,
+    /// The callback stopped it.
+    Callback,
+    /// Another thread cancelled it, or the model was freed.
+    Cancelled,
+    /// Its time limit has passed.
+    Deadline,
 }

@@ -1,9 +1,10 @@
-//! From logits to a token.
+//! Chooses a token from logits.
 //!
-//! Parameters mean what they mean in Transformers (`generation/logits_process.py`), and are applied in
-//! its order: repetition, presence and frequency penalty, temperature, top_k, top_p, min_p. Presence and
-//! frequency penalty, which Transformers does not have, count generated tokens as the OpenAI interface
-//! does. Random numbers come from a counter: the draw of step n depends on the seed and n alone.
+//! Parameters mean what they mean in Transformers (`generation/logits_process.py`), and are applied
+//! in its order: repetition, presence and frequency penalty, temperature, top_k, top_p, min_p.
+//! Presence and frequency penalty, which Transformers does not have, count generated tokens as the
+//! OpenAI interface does. Random numbers come from a counter: the draw of step n depends on the
+//! seed and n alone.
 
 use std::cmp::Ordering;
 use std::collections::HashMap;
@@ -14,7 +15,7 @@ use crate::model::{Draw, TokenChoice};
 use crate::ops::top_k::cpu::select;
 use crate::thread_state::StandardFloats;
 
-/// What a caller sets; `None` leaves it to the model's generation_config.json.
+/// The settings of a caller; `None` leaves one to the model's generation_config.json.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct SamplingOverrides {
     /// 0 is greedy.
@@ -33,7 +34,7 @@ pub struct SamplingOverrides {
     pub frequency_penalty: Option<f32>,
 }
 
-/// How to choose tokens, everything decided and valid.
+/// Sampling parameters, resolved and checked.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct SamplingParams {
     temperature: f32,
@@ -63,10 +64,8 @@ impl SamplingParams {
     /// The caller's settings over the model's over the neutral ones.
     pub fn resolve(caller: &SamplingOverrides, model: &GenerationConfig) -> Result<Self> {
         // As in Transformers, a model's temperature counts only if its config asks for sampling.
-        let model_temperature = match model.do_sample {
-            true => model.temperature.unwrap_or(1.0),
-            false => 0.0,
-        };
+        let model_temperature =
+            if model.do_sample { model.temperature.unwrap_or(1.0) } else { 0.0 };
         let additive = |v: f32| v.abs() <= 1e4;
         Ok(SamplingParams {
             temperature: checked(
@@ -117,14 +116,15 @@ impl SamplingParams {
 }
 
 impl SamplingParams {
-    /// Whether logits depend on the tokens before.
+    /// Whether logits depend on the tokens before them.
     fn penalises(&self) -> bool {
         self.repetition_penalty != 1.0
             || self.presence_penalty != 0.0
             || self.frequency_penalty != 0.0
     }
 
-    /// How a model can choose the tokens of a sequence by itself, if there are no penalties.
+    /// The way in which a model can choose the tokens of a sequence by itself, if there are no
+    /// penalties.
     pub(super) fn model_choice(&self, seed: u64) -> Option<TokenChoice> {
         if self.penalises() {
             return None;
@@ -161,7 +161,8 @@ fn by_weight(a: &Candidate, b: &Candidate) -> Ordering {
 pub struct Sampler {
     params: SamplingParams,
     seed: u64,
-    /// By token: was it in the prompt or generated, and how often generated.
+    /// The tokens that were in the prompt or generated, with the number of times that each was
+    /// generated.
     seen: HashMap<u32, u32>,
     candidates: Vec<Candidate>,
     /// The top-k logits and their tokens.
@@ -180,7 +181,8 @@ impl Sampler {
         Ok(Sampler { params, seed, seen, candidates: Vec::new(), largest: Vec::new() })
     }
 
-    /// Makes room to remember the prompt and so many tokens more, so that choosing these allocates nothing.
+    /// Makes room to remember `num_tokens` tokens besides the prompt, so that choosing these
+    /// allocates nothing.
     pub(super) fn reserve(&mut self, num_tokens: usize) -> Result<()> {
         if !self.params.penalises() {
             return Ok(());
@@ -222,9 +224,10 @@ impl Sampler {
         for (token, generated) in &self.seen {
             let Some(logit) = logits.get_mut(*token as usize) else { continue };
             if p.repetition_penalty != 1.0 {
-                *logit = match *logit < 0.0 {
-                    true => *logit * p.repetition_penalty,
-                    false => *logit / p.repetition_penalty,
+                *logit = if *logit < 0.0 {
+                    *logit * p.repetition_penalty
+                } else {
+                    *logit / p.repetition_penalty
                 };
             }
             if *generated > 0 {
@@ -238,7 +241,7 @@ impl Sampler {
         let p = self.params;
         let temperature = if p.temperature == 0.0 { 1.0 } else { p.temperature };
         let highest = logits.get(most_likely(logits)? as usize).copied().unwrap_or(0.0);
-        // How far below the highest, divided: stays finite for the smallest temperature.
+        // The distance from the highest is divided: it stays finite for the smallest temperature.
         let scaled = |logit: f32| (f64::from(logit) - f64::from(highest)) / f64::from(temperature);
         let candidates = &mut self.candidates;
         candidates.clear();
@@ -269,7 +272,7 @@ impl Sampler {
         if p.min_p > 0.0 {
             candidates.retain(|c| c.weight >= f64::from(p.min_p));
         }
-        // The order of the draw: fixed, whatever selection did to it.
+        // The draw goes over the candidates in a fixed order, whatever order selection left.
         candidates.sort_unstable_by_key(|c| c.token_id);
         Ok(())
     }
@@ -283,7 +286,7 @@ impl Sampler {
                 return Ok(candidate.token_id);
             }
         }
-        // Rounding left a remainder: the last one that has any probability.
+        // Rounding left a remainder, which goes to the last candidate that has any probability.
         let last = self.candidates.iter().rev().find(|c| c.weight > 0.0);
         last.map(|c| c.token_id).ok_or_else(|| Error::internal("no token is left to choose from"))
     }
@@ -292,8 +295,8 @@ impl Sampler {
 /// Keeps the most likely candidates until they have the share `top_p` of all probability.
 fn keep_nucleus(candidates: &mut Vec<Candidate>, top_p: f64) {
     let goal = top_p * candidates.iter().map(|c| c.weight).sum::<f64>();
-    // Sorting a whole vocabulary for a handful of tokens is the slow part of sampling: sort those that
-    // are not negligible first, and all of them only if these do not reach the goal.
+    // Sorting a whole vocabulary for a handful of tokens is the slow part of sampling: sort those
+    // that are not negligible first, and all of them only if these do not reach the goal.
     for negligible in [1e-4, 0.0] {
         let mut likely = 0;
         for i in 0..candidates.len() {
@@ -321,10 +324,10 @@ fn keep_nucleus(candidates: &mut Vec<Candidate>, top_p: f64) {
     }
 }
 
-/// What loops go over at once, so that they are compiled to vector instructions.
+/// Values that a loop handles at once, so that it is compiled to vector instructions.
 const LANES: usize = 16;
 
-/// The largest of some values (minus infinity of none), and whether all are finite.
+/// The largest of `values` (minus infinity if there are none), and whether all are finite.
 fn largest(values: &[f32]) -> (f32, bool) {
     let mut best = [f32::NEG_INFINITY; LANES];
     // NaN survives the sum, infinities become NaN.
@@ -342,8 +345,8 @@ fn largest(values: &[f32]) -> (f32, bool) {
     (best, check.iter().all(|&check| check == 0.0))
 }
 
-/// The token with the highest logit; of equal ones the first. NaN or infinity is an error: the model's
-/// weights are broken, and no token would be right.
+/// The token with the highest logit, the first one of equals. NaN or infinity is an error: the
+/// model's weights are broken, and no token would be right.
 fn most_likely(logits: &[f32]) -> Result<u32> {
     let (highest, is_finite) = largest(logits);
     let found = logits.iter().position(|&logit| logit == highest);
@@ -353,15 +356,16 @@ fn most_likely(logits: &[f32]) -> Result<u32> {
     }
 }
 
-/// No token can be chosen.
+/// The error for logits from which no token can be chosen.
 pub(super) fn not_finite() -> Error {
     Error::invalid_file(
         "the model's logits are not finite numbers: its weights are damaged, or too large for its dtype",
     )
 }
 
-/// A number in [0, 1) that depends on seed and step alone: two rounds of the SplitMix64 mixer (Steele,
-/// Lea, Flood 2014, "Fast splittable pseudorandom number generators") over their combination.
+/// A number in [0, 1) that depends on seed and step alone: two rounds of the SplitMix64 mixer
+/// (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators") over their
+/// combination.
 fn uniform(seed: u64, step: u64) -> f64 {
     fn mix(mut z: u64) -> u64 {
         z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

@@ -1,55 +1,31 @@
-//! Which sequences take part in the next step, and with how many tokens. Policy alone: no model, no threads, no
-//! clock; tokens and block numbers in, a plan out.
+//! Decides which sequences take part in the next step, and with how many tokens. This is policy
+//! alone, with no model, no threads and no clock: tokens and block numbers in, a plan out.
 //!
-//! Sequences have a rank: higher priority first, then order of arrival. They wait in this order and are
-//! admitted in this order, when there are KV blocks for all their tokens and some to grow; so nobody is
-//! overtaken for ever. (One that would compute a block which another is computing right now waits for
-//! that, and lets others pass.) Every running sequence with one token to compute is in every step; beside
-//! them long inputs are computed in pieces, up to a number of tokens a step. When blocks run out, the running
-//! sequence of the lowest rank loses its own and waits again: what it had is kept on the host until then, or computed
-//! anew, whichever is cheaper (`preemption`). The first
-//! in rank always gets on, so every sequence ends that could run alone. When a step finds no memory, steps become
-//! smaller for a while, down to one token of the first in rank (`step_room`).
+//! Sequences have a rank: higher priority first, then order of arrival. They wait in this order and
+//! are admitted in this order, when there are KV blocks for all their tokens and some to grow; so
+//! no sequence is overtaken for ever. (One that would compute a block which another is computing
+//! right now waits for that, and lets others pass.) Every running sequence with one token to
+//! compute is in every step; beside them long inputs are computed in pieces, up to a number of
+//! tokens a step. When blocks run out, the running sequence of the lowest rank loses its own and
+//! waits again: its keys and values are kept on the host until then, or computed anew, whichever is
+//! cheaper (`preemption`). The first in rank always gets on, so every sequence ends that could run
+//! alone. When a step finds no memory, steps become smaller for a while, down to one token of the
+//! first in rank (`step_size`).
 //!
-//! A step may be planned while the one before is under way: a token that is not known yet, but is being
-//! chosen, is then named by its row of logits in the step before.
+//! A step may be planned while the one before is under way: a token that is still being chosen is
+//! then named by its row of logits in the step before.
 
 use std::collections::VecDeque;
 
 use super::block_pool::{BlockCounts, BlockPool, ContentId};
-use super::preemption::PlannedCopies;
+use super::planned_copies::PlannedCopies;
 use super::sequence::blocks_for;
 pub use super::sequence::{Entry, NewSequence, Sequence, SequenceKey};
-use super::step_room::{Room, StepSize};
+pub use super::step_size::Limits;
+use super::step_size::{StepSize, TokenBudget};
 use super::swap::{Saved, SwapCounts, SwapSpace};
 use crate::error::{try_with_capacity, Error, Result};
-use crate::model::PassLimits;
 use crate::ops::kv_cache::layout::BLOCK_SIZE;
-
-/// How large steps may get.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Limits {
-    /// Sequences that run at the same time.
-    pub max_sequences: usize,
-    /// Tokens of long inputs in one step, all sequences together.
-    pub max_prefill_tokens: usize,
-}
-
-impl Limits {
-    /// The most tokens of a step.
-    pub fn max_step_tokens(&self) -> usize {
-        self.max_prefill_tokens.saturating_add(self.max_sequences)
-    }
-
-    /// The passes of a model on a device, with contexts of up to `max_context` tokens.
-    pub fn passes(&self, max_context: u64) -> PassLimits {
-        PassLimits {
-            num_tokens: self.max_step_tokens(),
-            num_sequences: self.max_sequences,
-            max_context_tokens: usize::try_from(max_context).unwrap_or(usize::MAX),
-        }
-    }
-}
 
 /// Most waiting sequences that are passed over in one plan because others compute what they need.
 const MAX_HELD: usize = 64;
@@ -59,19 +35,19 @@ const MAX_HELD: usize = 64;
 pub struct SchedulerCounts {
     /// Sequences that have blocks.
     pub running: usize,
-    /// Sequences that have not, or not any more.
+    /// Sequences that have none, or have lost them.
     pub waiting: usize,
-    /// Of those waiting, the ones that lost their blocks.
+    /// Waiting sequences that lost their blocks.
     pub preempted: usize,
     /// Times that a sequence lost its blocks, since the beginning.
     pub preemptions: u64,
-    /// Tokens of inputs that were looked for in the cache, and found, since the beginning.
+    /// Tokens of inputs that were looked up in the cache since the beginning.
     pub looked_up_tokens: u64,
-    /// See `looked_up_tokens`.
+    /// Tokens of inputs that were found in the cache since the beginning.
     pub cached_tokens: u64,
-    /// The blocks.
+    /// Counts of the blocks.
     pub blocks: BlockCounts,
-    /// Blocks on the host.
+    /// Counts of the blocks on the host.
     pub swap: SwapCounts,
 }
 
@@ -82,7 +58,7 @@ pub struct Scheduler {
     pub(super) pool: BlockPool,
     pub(super) slots: Vec<Option<Sequence>>,
     free_slots: Vec<u32>,
-    /// Both in the order of rank.
+    /// In the order of rank, like `running`.
     waiting: VecDeque<u32>,
     pub(super) running: Vec<u32>,
     next_serial: u64,
@@ -94,7 +70,7 @@ pub struct Scheduler {
 }
 
 impl Scheduler {
-    /// No sequences yet.
+    /// A scheduler without sequences.
     pub fn new(pool: BlockPool, limits: Limits) -> Result<Self> {
         let limits = Limits {
             max_sequences: limits.max_sequences.max(1),
@@ -117,11 +93,12 @@ impl Scheduler {
         })
     }
 
-    /// A new sequence, which waits. Refused if the blocks of the cache could not hold it alone.
+    /// Adds a sequence, which waits. Fails if the blocks of the cache could not hold it alone.
     pub fn add(&mut self, spec: NewSequence) -> Result<SequenceKey> {
-        let most = match spec.alone {
-            true => spec.token_ids.len(),
-            false => spec.max_tokens.saturating_sub(1).max(spec.token_ids.len()),
+        let most = if spec.alone {
+            spec.token_ids.len()
+        } else {
+            spec.max_tokens.saturating_sub(1).max(spec.token_ids.len())
         };
         if spec.token_ids.is_empty() || blocks_for(most) > self.pool.num_blocks() {
             return Err(Error::invalid_argument(format!(
@@ -132,7 +109,7 @@ impl Scheduler {
             )));
         }
         let no_memory = || Error::out_of_memory("a sequence", size_of::<Sequence>());
-        // Those that run may have to wait again.
+        // Running sequences may have to wait again.
         self.waiting.try_reserve(1 + self.running.len()).map_err(|_| no_memory())?;
         let blocks = try_with_capacity(blocks_for(most), "a block table")?;
         let slot = match self.free_slots.pop() {
@@ -169,7 +146,7 @@ impl Scheduler {
         Ok(SequenceKey { slot, serial })
     }
 
-    /// Ends a sequence, whatever it does at the moment. One that has ended is ignored.
+    /// Ends a sequence in any state. One that has ended is ignored.
     pub fn remove(&mut self, key: SequenceKey) {
         let found = self.slots.get_mut(key.slot());
         let Some(place) = found else { return };
@@ -190,6 +167,7 @@ impl Scheduler {
         self.at(key.slot).filter(|sequence| sequence.serial == key.serial)
     }
 
+    /// The sequence in a slot.
     pub(super) fn at(&self, slot: u32) -> Option<&Sequence> {
         self.slots.get(slot as usize)?.as_ref()
     }
@@ -218,15 +196,15 @@ impl Scheduler {
         }
     }
 
-    /// Puts a sequence into the queue, by its rank. There is room.
+    /// Puts a sequence into the queue by its rank. There is room for it.
     pub(super) fn wait(&mut self, slot: u32) {
         let rank = self.at(slot).map(Sequence::rank);
         let at = self.waiting.partition_point(|other| self.at(*other).map(Sequence::rank) < rank);
         self.waiting.insert(at, slot);
     }
 
-    /// Plans the next step into `entries`, which stay empty if there is nothing to do. Those with one token
-    /// come first. The blocks they need are theirs from now on.
+    /// Plans the next step into `entries`, which stay empty if there is nothing to do. Entries with
+    /// one token come first. Their sequences own the blocks that they need from now on.
     pub fn plan(&mut self, entries: &mut Vec<Entry>) -> Result<()> {
         entries.clear();
         entries
@@ -254,13 +232,14 @@ impl Scheduler {
         Ok(())
     }
 
-    /// Gives every running sequence the block that its next token needs, at the cost of the last ones.
+    /// Gives every running sequence the block that its next token needs, at the cost of those of
+    /// the lowest rank.
     fn let_running_grow(&mut self) {
         let mut at = 0;
         while let Some(&slot) = self.running.get(at) {
             at += 1;
             let Some(sequence) = self.at(slot) else { continue };
-            // Those with many tokens have had blocks for all of them since they were admitted.
+            // Sequences with many tokens have had blocks for all of them since they were admitted.
             let ready = sequence.num_ready();
             if ready != 1 || sequence.num_begun < sequence.blocks.len() * BLOCK_SIZE {
                 continue;
@@ -275,25 +254,25 @@ impl Scheduler {
                 }
             };
             if let (Some(block), Some(sequence)) = (block, self.at_mut(slot)) {
-                // There is room for all that it may ever need.
+                // The table has room for all blocks that the sequence may ever need.
                 sequence.blocks.push(block);
             }
         }
     }
 
-    /// Adds what a running sequence has to do to a plan, as far as there is room.
-    fn plan_sequence(&self, slot: u32, left: &mut Room, entries: &mut Vec<Entry>) {
+    /// Adds the tokens of a running sequence to a plan, as far as there is room.
+    fn plan_sequence(&self, slot: u32, left: &mut TokenBudget, entries: &mut Vec<Entry>) {
         let Some(sequence) = self.at(slot) else { return };
         let ready = sequence.num_ready();
         if ready == 0 || sequence.spec.alone {
             return;
         }
         let num_new = match ready {
-            // Tokens of running sequences wait for nobody, unless memory is short.
+            // Single tokens of running sequences never wait, unless memory is short.
             1 => left.all.min(1),
             n if n <= left.for_long() => n,
-            // One that fits into a step whole is not cut: it has the next step.
-            n if n <= self.limits.max_prefill_tokens.min(self.size.most_tokens())
+            // An input that fits into a step whole is not cut: it waits for the next step.
+            n if n <= self.limits.max_prefill_tokens.min(self.size.max_tokens())
                 && left.long < self.limits.max_prefill_tokens =>
             {
                 left.long = 0;
@@ -318,7 +297,7 @@ impl Scheduler {
     }
 
     /// Lets waiting sequences run, in order, while there is room in the step and in the cache.
-    fn admit(&mut self, left: &mut Room, entries: &mut Vec<Entry>) -> Result<()> {
+    fn admit(&mut self, left: &mut TokenBudget, entries: &mut Vec<Entry>) -> Result<()> {
         let (mut at, mut held) = (0, 0);
         while let Some(&slot) = self.waiting.get(at) {
             let Some(sequence) = self.at(slot) else { break };
@@ -351,7 +330,7 @@ impl Scheduler {
         Ok(())
     }
 
-    /// How many of the sequence's blocks are there, and how many of these are idle.
+    /// The number of the sequence's blocks that are in the cache, and how many of these are idle.
     fn find_prefix(&self, sequence: &Sequence) -> (usize, usize) {
         let (mut num_found, mut num_idle) = (0, 0);
         self.each_found(sequence, |block, _| {
@@ -361,6 +340,7 @@ impl Scheduler {
         (num_found, num_idle)
     }
 
+    /// Calls `found` for each of the sequence's first blocks that are in the cache.
     fn each_found(&self, sequence: &Sequence, mut found: impl FnMut(u32, ContentId)) {
         let tokens = sequence.spec.token_ids.get(..sequence.may_cache()).unwrap_or_default();
         let mut content = ContentId::EMPTY;
@@ -374,7 +354,8 @@ impl Scheduler {
         }
     }
 
-    /// Whether a running sequence is computing the block behind the first `num_found` of this one, which are there.
+    /// Whether a running sequence is computing the block after the first `num_found` of this one,
+    /// which are there.
     fn is_being_computed(&self, sequence: &Sequence, num_found: usize) -> bool {
         let wanted = (num_found + 1) * BLOCK_SIZE;
         if !self.pool.keeps_content() || wanted > sequence.may_cache() {
@@ -435,14 +416,15 @@ impl Scheduler {
         let at =
             self.running.partition_point(|o| self.at(*o).is_some_and(|other| other.rank() < rank));
         self.running.insert(at, slot);
-        match complete {
-            true => Ok(()),
-            false => Err(Error::internal("the free KV blocks were miscounted")),
+        if complete {
+            Ok(())
+        } else {
+            Err(Error::internal("the free KV blocks were miscounted"))
         }
     }
 
-    /// The next piece, of up to as many tokens as a step may have, of the first running sequence that is to be
-    /// computed alone. It has no row: its caller knows which logits it wants.
+    /// Plans the next piece of the first running sequence that is to be computed alone, with up to
+    /// as many tokens as a step may have. It has no row: its caller knows which logits it wants.
     pub fn plan_alone(&self) -> Option<Entry> {
         let slot = self.running.iter().find(|slot| {
             self.at(**slot).is_some_and(|sequence| sequence.spec.alone && sequence.num_ready() > 0)
@@ -454,7 +436,7 @@ impl Scheduler {
             num_new: sequence
                 .num_ready()
                 .min(self.limits.max_prefill_tokens)
-                .min(self.size.most_tokens()),
+                .min(self.size.max_tokens()),
             source: None,
             row: None,
             by_model: false,
@@ -462,8 +444,8 @@ impl Scheduler {
         })
     }
 
-    /// Tells that the step of a plan has begun. (If it could not, nothing is to be told: the next plan has the
-    /// same tokens.)
+    /// Tells that the step of a plan has begun. (A step that could not begin is not told: the next
+    /// plan has the same tokens.)
     pub fn begun(&mut self, entries: &[Entry]) {
         self.size.grow(&self.limits);
         for entry in entries {
@@ -476,14 +458,14 @@ impl Scheduler {
         }
     }
 
-    /// Tells that there was no memory for the step of a plan, which has not begun or is abandoned: the next plans
-    /// are smaller, and those of lower rank get their turn later. False if the plan is one token of one
-    /// sequence, which no plan can be smaller than.
+    /// Tells that there was no memory for the step of a plan, which has not begun or is abandoned:
+    /// the next plans are smaller, and sequences of lower rank get their turn later. False if the
+    /// plan is one token of one sequence: no plan can be smaller.
     pub fn found_no_memory(&mut self, entries: &[Entry]) -> bool {
         self.size.shrink(entries.iter().map(|entry| entry.num_new).sum())
     }
 
-    /// Tells that no step under way will be finished: what they were to compute is planned anew.
+    /// Tells that no step under way will be finished: their tokens are planned anew.
     pub fn abandon_steps(&mut self) {
         for sequence in self.slots.iter_mut().flatten() {
             sequence.num_begun = sequence.num_computed;
@@ -491,12 +473,14 @@ impl Scheduler {
         }
     }
 
+    /// The sequence of an entry, if it has not ended.
     fn alive(&mut self, entry: &Entry) -> Option<&mut Sequence> {
         self.at_mut(entry.key.slot).filter(|sequence| sequence.serial == entry.key.serial)
     }
 
-    /// Tells that an entry of a step was computed and, if it has a row, which token was chosen. False if the
-    /// sequence has ended meanwhile. Steps are finished in the order in which they began.
+    /// Tells that an entry of a step was computed and, if it has a row, which token was chosen.
+    /// False if the sequence has ended meanwhile. Steps are finished in the order in which they
+    /// began.
     pub fn finished(&mut self, entry: &Entry, token: Option<u32>) -> Result<bool> {
         let Some(sequence) = self.alive(entry) else { return Ok(false) };
         if entry.row.is_some() {
@@ -514,7 +498,7 @@ impl Scheduler {
         Ok(true)
     }
 
-    /// Enters the blocks that are full now.
+    /// Enters the blocks that are full now into the prefix cache.
     fn enter_blocks(&mut self, slot: u32) {
         let Self { slots, pool, .. } = self;
         let Some(Some(sequence)) = slots.get_mut(slot as usize) else { return };
@@ -529,7 +513,7 @@ impl Scheduler {
         }
     }
 
-    /// Counts everything again; an error says what does not add up.
+    /// Counts everything again; an error says which count is wrong.
     pub fn audit(&self) -> Result<()> {
         let live = self.slots.iter().flatten();
         self.pool.audit(live.clone().map(Sequence::blocks))?;

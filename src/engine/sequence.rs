@@ -6,12 +6,12 @@ use super::block_pool::ContentId;
 use super::swap::Saved;
 use crate::ops::kv_cache::layout::BLOCK_SIZE;
 
-/// Blocks for so many tokens.
+/// The number of blocks for `num_tokens` tokens.
 pub(super) fn blocks_for(num_tokens: usize) -> usize {
     num_tokens.div_ceil(BLOCK_SIZE)
 }
 
-/// A sequence of a scheduler; never used again for another.
+/// The key of a sequence in its scheduler; it is never used again for another sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct SequenceKey {
     pub(super) slot: u32,
@@ -19,33 +19,33 @@ pub struct SequenceKey {
 }
 
 impl SequenceKey {
-    /// Different for all sequences that are there at the same time, and small.
+    /// A small number that differs between all sequences that exist at the same time.
     pub fn slot(&self) -> usize {
         self.slot as usize
     }
 }
 
-/// What is to become a sequence.
+/// The description of a new sequence.
 #[derive(Debug, Default)]
 pub struct NewSequence {
-    /// At least one.
+    /// Its known tokens, at least one.
     pub token_ids: Vec<u32>,
-    /// It ends with this many tokens, of which the last is not computed; more than there are now.
+    /// It ends with this many tokens, of which the last is not computed; more than `token_ids` has.
     pub max_tokens: usize,
     /// Higher goes first.
     pub priority: i32,
     /// Shares blocks only with sequences of the same number.
     pub isolation: u64,
-    /// How many of the first tokens may be taken from blocks that are computed already; one is always
-    /// computed.
+    /// The number of first tokens that may be taken from blocks that are computed already; at least
+    /// one token is always computed.
     pub max_cached_tokens: usize,
-    /// Its next token can be named before it is known.
+    /// Whether steps can be planned with its next token before that is known.
     pub runs_ahead: bool,
-    /// Takes part in no step: [`super::Scheduler::plan_alone`] plans it.
+    /// Whether it takes part in no step with others: the scheduler's `plan_alone` plans it.
     pub alone: bool,
 }
 
-/// A sequence as it stands.
+/// The state of a sequence.
 #[derive(Debug)]
 pub struct Sequence {
     pub(super) serial: u64,
@@ -56,15 +56,15 @@ pub struct Sequence {
     pub(super) num_begun: usize,
     /// Tokens in steps that were finished.
     pub(super) num_computed: usize,
-    /// Blocks whose content was looked up or entered, and the content that they end.
+    /// The number of blocks whose content was looked up or entered, and the content that they end.
     pub(super) num_entered: usize,
     pub(super) content: ContentId,
-    /// Tokens being chosen in steps under way, and the row of the last one.
+    /// The number of tokens that steps under way are choosing, and the row of the last one.
     pub(super) num_pending: usize,
     pub(super) pending_row: u32,
-    /// What it has on the host while it waits again.
+    /// Its blocks on the host while it waits again.
     pub(super) saved: Saved,
-    /// Counts how often its blocks were taken.
+    /// The number of times that its blocks were taken.
     pub(super) epoch: u32,
     /// Tokens that were there when it was first admitted; `None` before that.
     pub(super) num_cached: Option<usize>,
@@ -81,12 +81,12 @@ impl Sequence {
         &self.blocks
     }
 
-    /// How many of its tokens were not computed, but found; 0 before it was admitted.
+    /// The number of its tokens that were found in the cache; 0 before it was admitted.
     pub fn num_cached(&self) -> usize {
         self.num_cached.unwrap_or(0)
     }
 
-    /// How often it lost its blocks.
+    /// The number of times that it lost its blocks.
     pub fn num_preemptions(&self) -> u32 {
         self.epoch
     }
@@ -96,11 +96,12 @@ impl Sequence {
         self.spec.token_ids.len() + self.num_pending
     }
 
+    /// Its place in the order of sequences: the lowest goes first.
     pub(super) fn rank(&self) -> (Reverse<i32>, u64) {
         (Reverse(self.spec.priority), self.serial)
     }
 
-    /// Tokens that could be computed now, in pieces or all at once.
+    /// The number of tokens that could be computed now, in pieces or all at once.
     pub(super) fn num_ready(&self) -> usize {
         if self.num_tokens() >= self.spec.max_tokens && !self.spec.alone {
             // The last token is not computed.
@@ -112,9 +113,10 @@ impl Sequence {
         }
     }
 
+    /// The number of first tokens that may be taken from blocks that are computed already.
     pub(super) fn may_cache(&self) -> usize {
         let computed = self.spec.token_ids.len().saturating_sub(1);
-        // What was generated may be taken from blocks in any case.
+        // After a preemption, computed tokens may be taken from blocks in any case.
         match self.epoch {
             0 => self.spec.max_cached_tokens.min(computed),
             _ if self.spec.alone => self.spec.max_cached_tokens.min(computed),
@@ -130,14 +132,15 @@ pub struct Entry {
     pub key: SequenceKey,
     /// Position of the first token.
     pub start: usize,
-    /// Tokens.
+    /// The number of tokens.
     pub num_new: usize,
-    /// The one token is that of this row of logits of the step before.
+    /// If set, the one token is the one that this row of logits of the step before gives.
     pub source: Option<u32>,
-    /// The row of logits, in the order of the entries, that gives the sequence's next token.
+    /// The row of logits, in the order of the entries, that gives the sequence's next token, if one
+    /// does.
     pub row: Option<u32>,
-    /// The token of that row is chosen by the model ([`NewSequence::runs_ahead`]).
+    /// Whether the model chooses the token of that row ([`NewSequence::runs_ahead`]).
     pub by_model: bool,
-    /// Tells whether the sequence has kept its blocks since.
+    /// The sequence's epoch at the time: if it differs, the blocks were taken since.
     pub(super) epoch: u32,
 }

@@ -1,20 +1,20 @@
-//! What an engine has done and is doing, in numbers.
+//! Statistics of what an engine has done and is doing.
 
 use std::time::{Duration, Instant};
 
 use super::scheduler::SchedulerCounts;
 use crate::model::StepTime;
 
-/// Bounds of the histogram of step times: bucket `i` counts the steps shorter than
-/// `FIRST_BUCKET_US << i` microseconds that are in no bucket before; the last one all others.
+/// Bounds of the histogram of step times: bucket `i` counts the steps shorter than `FIRST_BUCKET_US
+/// << i` microseconds that are in no bucket before it; the last one counts all others.
 pub const FIRST_BUCKET_US: u64 = 125;
 /// Buckets of the histogram of step times.
 pub const NUM_STEP_BUCKETS: usize = 20;
 
-/// A view of an engine at one moment, consistent in itself. Totals are since loading.
+/// Statistics of an engine at one moment, consistent with each other. Totals are since loading.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct EngineStats {
-    /// Sequences, blocks, and what the prefix cache has found.
+    /// Sequences, blocks, and hits of the prefix cache.
     pub scheduler: SchedulerCounts,
     /// Most KV blocks that had owners at one time.
     pub peak_used_blocks: usize,
@@ -24,15 +24,15 @@ pub struct EngineStats {
     pub ended: u64,
     /// Forward passes.
     pub steps: u64,
-    /// Tokens of prompts that were computed, again after a preemption included.
+    /// Tokens of prompts that were computed, including those computed again after a preemption.
     pub prompt_tokens: u64,
     /// Tokens that were chosen.
     pub generated_tokens: u64,
     /// Time spent on steps.
     pub busy: Duration,
-    /// Time that what computes was at steps.
+    /// Time for which the device, or the CPU, computed steps.
     pub device_busy: Duration,
-    /// Time between steps in which it waited for the host, while there were sequences to compute.
+    /// Time between steps for which it waited for the host, while there were sequences to compute.
     pub device_idle: Duration,
     /// Tokens chosen per second, over the last second or two of work.
     pub tokens_per_second: f64,
@@ -46,7 +46,7 @@ pub(super) struct Recorder {
     pub stats: EngineStats,
     window: Window,
     previous: Window,
-    /// When the last step was finished.
+    /// The time at which the last step was finished.
     last: Option<Instant>,
 }
 
@@ -60,8 +60,9 @@ struct Window {
 const WINDOW: Duration = Duration::from_secs(1);
 
 impl Recorder {
-    /// Notes a step that took from `begin`, or from the end of the one before it, to now; `time`: what computes
-    /// it. Without `follows` there was nothing to do before it.
+    /// Notes a step that took from `begin`, or from the end of the one before it, to now. `time`:
+    /// the busy and idle time of the device. Without `follows` there was nothing to do before the
+    /// step.
     pub fn step(
         &mut self,
         begin: Instant,
@@ -97,7 +98,7 @@ impl Recorder {
         }
     }
 
-    /// Notes how the scheduler stands.
+    /// Notes the scheduler's counts.
     pub fn counts(&mut self, counts: SchedulerCounts) {
         self.stats.scheduler = counts;
         self.stats.peak_used_blocks = self.stats.peak_used_blocks.max(counts.blocks.used);

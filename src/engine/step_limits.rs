@@ -1,21 +1,22 @@
-//! How large a step is: how many sequences, and how many tokens of prompts.
+//! The limits of a step that the options stand for: sequences, and tokens of prompts.
 
-use super::engine_load::EngineOptions;
-use super::scheduler::Limits;
+use super::options::EngineOptions;
+use super::step_size::Limits;
 use crate::error::{Error, Result};
 
-/// Tokens of prompts in one step: enough for the matrix products to run at full speed, few enough for those who
-/// wait for their next token. The second is that of a GPU.
+/// Tokens of prompts in one step: enough for the matrix products to run at full speed, few enough
+/// for requests that wait for their next token. The first number is for the CPU, the second for a
+/// GPU.
 const MAX_PREFILL_TOKENS: [usize; 2] = [512, 2048];
 
-/// Sequences in one step. Beyond these the products are no longer bound by reading the weights. On a GPU there is
-/// no room for more.
+/// Sequences in one step, for the CPU and for a GPU. With more, the products are no longer bound by
+/// reading the weights. On a GPU there is no room for more.
 const DEFAULT_BATCH_SIZE: [usize; 2] = [64, 256];
 
-/// More than any device has use for; guards the number in an option struct.
+/// More than any device can use; bounds the number in an option struct.
 const MAX_BATCH_SIZE: u32 = 4096;
 
-/// The sizes for a model with contexts of up to `max_context` tokens.
+/// The limits for a model with contexts of up to `max_context` tokens.
 pub(super) fn step_limits(
     options: &EngineOptions,
     on_device: bool,
@@ -36,7 +37,7 @@ pub(super) fn step_limits(
         0 => of(MAX_PREFILL_TOKENS) as u64,
         n => n,
     };
-    // More than a whole prompt is of no use.
+    // No prompt is longer than the context.
     let max_prefill_tokens = usize::try_from(most.min(max_context)).unwrap_or(usize::MAX).max(1);
     Ok(Limits { max_sequences, max_prefill_tokens })
 }

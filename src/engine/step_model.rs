@@ -1,4 +1,5 @@
-//! What the scheduler's thread asks of a model. A model of the tests can stand in its place.
+//! The interface through which the scheduler's thread uses a model. Tests can put a model of their
+//! own in its place.
 
 use crate::error::Result;
 use crate::model::{BlockCopy, KvCache, KvSwap, Model, Step, StepResult, Workspace};
@@ -8,12 +9,12 @@ pub trait StepModel: Send + Sync {
     /// Length of a row of logits.
     fn vocab_size(&self) -> usize;
 
-    /// How many steps may be begun before the first is finished.
+    /// The number of steps that may be begun before the first is finished.
     fn max_steps_in_flight(&self) -> usize;
 
-    /// Begins a step. After an error it has not begun, and the keys and values of its tokens are unwritten. One
-    /// of [`crate::error::ErrorKind::OutOfMemory`] means that a smaller step, or the same at another time, may
-    /// find what it needs.
+    /// Begins a step. After an error it has not begun, and the keys and values of its tokens are
+    /// unwritten. An error of kind [`crate::error::ErrorKind::OutOfMemory`] means that a smaller
+    /// step, or the same one at another time, may find the memory that it needs.
     fn begin_step(
         &self,
         step: &Step<'_>,
@@ -22,8 +23,8 @@ pub trait StepModel: Send + Sync {
         should_stop: &dyn Fn() -> bool,
     ) -> Result<()>;
 
-    /// Copies blocks between the KV cache and the host, one after the other, behind the steps that were begun before
-    /// and in front of those that will be. After an error none, some or all were done.
+    /// Copies blocks between the KV cache and the host, in order, after the steps that were begun
+    /// before and before those that will be begun. After an error none, some or all were done.
     fn copy_blocks(&self, kv: &mut KvCache, swap: &mut KvSwap, copies: &[BlockCopy]) -> Result<()>;
 
     /// Waits for the oldest step, which is over after this even if its result is an error.

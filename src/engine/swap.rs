@@ -1,8 +1,10 @@
-//! Room on the host for the keys and values of sequences that lost their blocks, and when it is cheaper to keep
-//! them there than to compute them anew. Bookkeeping of numbers; [`crate::model::KvSwap`] is the memory.
+//! Room on the host for the keys and values of sequences that lost their blocks, and the decision
+//! whether keeping them there is cheaper than computing them anew. This is bookkeeping of numbers;
+//! [`crate::model::KvSwap`] is the memory.
 //!
-//! What either way costs is learned from what the copies and the steps take: a model of many layers with few heads
-//! is copied in less time than it is computed, a small one is not.
+//! The costs of both ways are learned from the times of copies and steps: the blocks of a model of
+//! many layers with few heads are copied in less time than they are computed, those of a small
+//! model are not.
 
 use std::time::Duration;
 
@@ -11,9 +13,9 @@ use crate::error::{try_filled, Error, Result};
 /// Counts of swapping. Totals are since loading.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SwapCounts {
-    /// Places for a block that there is memory for.
+    /// Places for a block, for which there is memory.
     pub places: usize,
-    /// Of these, those in use.
+    /// Places in use.
     pub used: usize,
     /// Blocks that were copied to the host.
     pub blocks_out: u64,
@@ -21,35 +23,37 @@ pub struct SwapCounts {
     pub blocks_in: u64,
 }
 
-/// What a preempted sequence has on the host.
+/// The blocks of a preempted sequence on the host.
 #[derive(Debug, Default)]
 pub(super) struct Saved {
-    /// The first block of the sequence that is there: those before it had other owners, and were left to them.
+    /// The first block of the sequence that is there: the blocks before it had other owners, and
+    /// were left to them.
     pub first_block: usize,
-    /// Places of the blocks behind it, none if nothing was kept.
+    /// Places of the blocks from the first one on; none if nothing was kept.
     pub places: Vec<u32>,
-    /// Tokens that they complete, from the beginning of the sequence.
+    /// Tokens from the beginning of the sequence to the end of these blocks.
     pub num_tokens: usize,
 }
 
 impl Saved {
-    /// Whether there is more to be had than the `num_found` blocks that lie where they are wanted.
+    /// Whether it has blocks beyond the `num_found` first ones, which are on the device already.
     pub fn goes_beyond(&self, num_found: usize) -> bool {
         !self.places.is_empty()
             && self.first_block <= num_found
             && num_found < self.first_block + self.places.len()
     }
 
-    /// The blocks that are there in the end.
+    /// The number of first blocks that have their content once these are copied back.
     pub fn num_blocks_with(&self, num_found: usize) -> usize {
-        match self.goes_beyond(num_found) {
-            true => self.first_block + self.places.len(),
-            false => num_found,
+        if self.goes_beyond(num_found) {
+            self.first_block + self.places.len()
+        } else {
+            num_found
         }
     }
 }
 
-/// What copying and computing take, as far as is known.
+/// The costs of copying and computing, as far as they are known.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct SwapCosts {
     /// Seconds for a block, one way.
@@ -60,58 +64,60 @@ pub struct SwapCosts {
     decode: f64,
 }
 
-/// Tokens of long inputs from which the time of a step tells what one costs.
+/// The time of a step with at least this many tokens of long inputs tells the cost of a token.
 const TELLING_TOKENS: usize = 64;
 
-/// Copies must be that much cheaper: they take memory of the host too.
+/// Copies must be cheaper by this factor: they take memory of the host too.
 const MARGIN: f64 = 1.25;
 
-/// An average that forgets.
+/// Moves a running average towards a new value.
 fn learn(average: &mut Option<f64>, seen: f64) {
     *average = Some(average.map_or(seen, |average| average + (seen - average) / 8.0));
 }
 
 impl SwapCosts {
-    /// Tells that so many blocks were copied, one way.
+    /// Tells that `num_blocks` blocks were copied, one way.
     pub fn copied(&mut self, num_blocks: usize, time: Duration) {
         if num_blocks > 0 {
             learn(&mut self.copy, time.as_secs_f64() / num_blocks as f64);
         }
     }
 
-    /// Tells what a step took: with `num_long` tokens of long inputs, and `num_single` sequences with one token.
+    /// Tells the time of a step with `num_long` tokens of long inputs and `num_single` sequences
+    /// with one token.
     pub fn computed(&mut self, num_long: usize, num_single: usize, time: Duration) {
         let seconds = time.as_secs_f64();
         if num_long == 0 {
             self.decode = seconds;
         } else if num_long >= TELLING_TOKENS {
-            // What the others would have taken without them is not theirs.
+            // The time that the single tokens would have taken alone is not counted.
             let others = if num_single > 0 { self.decode } else { 0.0 };
             learn(&mut self.compute, (seconds - others).max(seconds / 8.0) / num_long as f64);
         }
     }
 
-    /// Is copying so many blocks there and back cheaper than computing so many tokens? What was not tried yet, or not
-    /// for long, is taken for cheap.
+    /// Whether copying `num_blocks` blocks there and back is cheaper than computing `num_tokens`
+    /// tokens. A way that was not tried yet, or not for long, is taken to be cheap.
     pub fn is_copy_cheaper(&mut self, num_blocks: usize, num_tokens: usize) -> bool {
         let (Some(copy), Some(compute)) = (&mut self.copy, self.compute) else { return true };
         let both_ways = 2.0 * *copy * (num_blocks as f64);
         let is_cheaper = both_ways * MARGIN < compute * num_tokens as f64;
         if !is_cheaper {
-            // Nobody learns from what is not done.
+            // Without copies nothing new is learned, so the estimate decays until they are tried
+            // again.
             *copy -= *copy / 32.0;
         }
         is_cheaper
     }
 }
 
-/// The places, and who has them.
+/// The places on the host and their owners.
 #[derive(Debug, Default)]
 pub(super) struct SwapSpace {
-    /// Without owner; the last one is the next.
+    /// Places without an owner; the last one is taken next.
     free: Vec<u32>,
     num_places: usize,
-    most_places: usize,
+    max_places: usize,
     is_short: bool,
     pub costs: SwapCosts,
     pub blocks_out: u64,
@@ -119,28 +125,29 @@ pub(super) struct SwapSpace {
 }
 
 impl SwapSpace {
-    /// May grow to so many places, of which it has none yet.
-    pub fn new(most_places: usize) -> Self {
-        SwapSpace { most_places, ..SwapSpace::default() }
+    /// A space that may grow to `max_places` places, of which it has none yet.
+    pub fn new(max_places: usize) -> Self {
+        SwapSpace { max_places, ..SwapSpace::default() }
     }
 
     /// Whether there can be places at all.
     pub fn is_wanted(&self) -> bool {
-        self.most_places > 0
+        self.max_places > 0
     }
 
-    /// How many places more there may be, if a sequence found too few; else 0.
+    /// The number of further places that there may be, if a sequence found too few; else 0.
     pub fn num_wanted(&self) -> usize {
-        match self.is_short {
-            true => self.most_places - self.num_places,
-            false => 0,
+        if self.is_short {
+            self.max_places - self.num_places
+        } else {
+            0
         }
     }
 
-    /// There is memory for so many places more.
+    /// Tells that there is memory for `num_places` more places.
     pub fn grow(&mut self, num_places: usize) {
-        let end = self.num_places.saturating_add(num_places).min(self.most_places);
-        // Room for all that come back at any time.
+        let end = self.num_places.saturating_add(num_places).min(self.max_places);
+        // The list has room for all places at any time.
         if self.free.try_reserve_exact(end - self.free.len()).is_err() {
             return self.stop_growing();
         }
@@ -151,12 +158,12 @@ impl SwapSpace {
         self.is_short = false;
     }
 
-    /// There will be no more places.
+    /// Tells that there will be no more places.
     pub fn stop_growing(&mut self) {
-        self.most_places = self.num_places;
+        self.max_places = self.num_places;
     }
 
-    /// Places for `count` blocks, or none.
+    /// Takes places for `count` blocks, or none. False if there are too few.
     pub fn take(&mut self, count: usize, places: &mut Vec<u32>) -> bool {
         let Some(rest) = self.free.len().checked_sub(count) else {
             self.is_short = true;
@@ -174,6 +181,7 @@ impl SwapSpace {
         self.free.extend(places.drain(..).rev());
     }
 
+    /// Counts for statistics.
     pub fn counts(&self) -> SwapCounts {
         SwapCounts {
             places: self.num_places,
@@ -183,7 +191,7 @@ impl SwapSpace {
         }
     }
 
-    /// Counts everything again, given the places of all owners; an error says what does not add up.
+    /// Counts everything again from the places of all owners; an error says which count is wrong.
     pub fn audit<'a>(&'a self, places: impl Iterator<Item = &'a u32>) -> Result<()> {
         let mut seen = try_filled(self.num_places, false, "an audit")?;
         let mut count = 0;
@@ -198,12 +206,10 @@ impl SwapSpace {
             }
             count += 1;
         }
-        match count == self.num_places {
-            true => Ok(()),
-            false => {
-                Err(Error::internal(format!("{count} of {} places on the host", self.num_places)))
-            }
+        if count == self.num_places {
+            return Ok(());
         }
+        Err(Error::internal(format!("{count} of {} places on the host", self.num_places)))
     }
 }
 
@@ -249,17 +255,18 @@ mod tests {
     }
 
     #[test]
-    fn the_dearer_way_is_tried_again_now_and_then() {
+    fn the_costlier_way_is_tried_again_now_and_then() {
         let mut costs = SwapCosts::default();
         costs.copied(1, Duration::from_millis(10));
         costs.computed(100, 0, Duration::from_millis(10));
         let refused = (0..1000).take_while(|_| !costs.is_copy_cheaper(1, 100)).count();
-        // Twice as dear, and a margin: until it has been taken for less than half of that.
+        // Copies cost twice as much, and a margin: they are tried when the estimate is below half
+        // of that.
         assert!((25..35).contains(&refused), "{refused}");
     }
 
     #[test]
-    fn what_was_saved_behind_blocks_that_are_gone_is_of_no_use() {
+    fn blocks_saved_after_blocks_that_are_gone_are_useless() {
         let saved = Saved { first_block: 2, places: vec![7, 8, 9], num_tokens: 150 };
         let ends: Vec<usize> = (0..7).map(|found| saved.num_blocks_with(found)).collect();
         assert_eq!(ends, [0, 1, 5, 5, 5, 5, 6]);

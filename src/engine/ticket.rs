@@ -1,33 +1,16 @@
-//! The caller's side of a request: takes tokens from the inbox, turns them into text, looks for stop strings.
-//! All of it on the caller's thread, so that a slow caller delays nobody else.
+//! The caller's side of a request: takes tokens from the inbox, turns them into text, looks for
+//! stop strings. All of this happens on the caller's thread, so that a slow caller delays nobody
+//! else.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::inbox::{check_may_wait, Entry, Inbox, Progress};
+use super::inbox::{check_may_wait, Inbox, Message, Progress};
+use super::request::FinishReason;
 use crate::error::{try_with_capacity, Error, ErrorKind, Result};
 use crate::text::{Detokenizer, StopMatcher, Tokenizer};
 
-/// Why a generation ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum FinishReason {
-    /// An end token of the model or of the request.
-    StopToken,
-    /// A stop string of the request.
-    StopString,
-    /// The request's most tokens.
-    MaxTokens,
-    /// No position is left.
-    ContextFull,
-    /// The callback said so.
-    Callback,
-    /// Another thread said so, or the model was freed.
-    Cancelled,
-    /// Its time was over.
-    Deadline,
-}
-
-/// What a sample of a request came to.
+/// The outcome of a sample of a request.
 #[derive(Clone, Debug)]
 pub struct Generation {
     /// The generated text, without stop token and stop string.
@@ -36,17 +19,17 @@ pub struct Generation {
     pub token_ids: Vec<u32>,
     /// Tokens of the prompt.
     pub num_prompt_tokens: usize,
-    /// Of these, tokens whose keys and values were in the cache.
+    /// The tokens of the prompt whose keys and values were in the cache.
     pub num_cached_tokens: usize,
-    /// How often it made room for others and was resumed.
+    /// The number of times that it made room for others and was resumed.
     pub num_preemptions: u32,
     /// Why it ended.
     pub finish_reason: FinishReason,
     /// The seed that was used.
     pub seed: u64,
-    /// From the call to the first token; 0 if there is none.
+    /// Seconds from the call to the first token; 0 if there is none.
     pub time_to_first_token_seconds: f64,
-    /// The whole call.
+    /// Seconds of the whole call.
     pub total_seconds: f64,
     /// Computed prompt tokens per second of prompt processing.
     pub prompt_tokens_per_second: f64,
@@ -54,7 +37,7 @@ pub struct Generation {
     pub tokens_per_second: f64,
 }
 
-/// What a caller hears of a request.
+/// News of a request for its caller.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Event {
     /// A token, and the text that became certain with it.
@@ -68,7 +51,7 @@ pub enum Event {
         /// Tokens of the sample so far.
         num_tokens: usize,
     },
-    /// Text that was held back; at most once, behind the last token.
+    /// Text that was held back; at most once, after the last token.
     Text {
         /// Which sample.
         sample: usize,
@@ -81,7 +64,7 @@ pub enum Event {
     End {
         /// Which sample.
         sample: usize,
-        /// Why.
+        /// The reason.
         reason: FinishReason,
         /// Tokens of the sample.
         num_tokens: usize,
@@ -90,7 +73,7 @@ pub enum Event {
     Done,
 }
 
-/// How a ticket's text is made.
+/// The rules by which a ticket's text is made.
 pub(super) struct TextRules<'a> {
     /// `None`: there is no text.
     pub tokenizer: Option<&'a Arc<Tokenizer>>,
@@ -146,11 +129,11 @@ struct Sample {
     seed: u64,
     output: TextOutput,
     token_ids: Vec<u32>,
-    /// Why it ends, once that is decided; what comes later is dropped.
+    /// Why it ends, once that is decided; later tokens are dropped.
     reason: Option<FinishReason>,
-    /// The text that was held back has been told.
+    /// Whether the text that was held back has been told.
     is_flushed: bool,
-    /// Its end has been told.
+    /// Whether its end has been told.
     is_over: bool,
     /// Whether the caller wants to hear more.
     listening: bool,
@@ -158,7 +141,7 @@ struct Sample {
     progress: Progress,
 }
 
-/// A request under way. Dropping it cancels what is left of it.
+/// A request under way. Dropping it cancels the rest of it.
 pub struct Ticket {
     inbox: Arc<Inbox>,
     samples: Vec<Sample>,
@@ -180,7 +163,7 @@ impl TicketHandle {
         self.inbox.cancel();
     }
 
-    /// From now on the waker is not called. Waits for it if it runs on another thread.
+    /// Stops calls of the waker. Waits for one that runs on another thread.
     pub fn disarm(&self) {
         // In a forked child nobody calls it, and its lock may be held for ever.
         if std::process::id() == self.process_id {
@@ -188,7 +171,8 @@ impl TicketHandle {
         }
     }
 
-    /// Refuses to take events in a waker: another thread may be waiting for them, and it would wait for this.
+    /// Refuses to take events in a waker: another thread may be waiting for them, and the two would
+    /// wait for each other.
     pub fn check_may_wait(&self) -> Result<()> {
         check_may_wait()
     }
@@ -240,7 +224,7 @@ impl Ticket {
         Ok(Ticket { inbox, samples, num_prompt_tokens, begin, process_id })
     }
 
-    /// Something to cancel it with.
+    /// A handle to cancel it with.
     pub fn handle(&self) -> TicketHandle {
         TicketHandle { inbox: self.inbox.clone(), process_id: self.process_id }
     }
@@ -250,7 +234,7 @@ impl Ticket {
         self.samples.iter().all(|sample| sample.is_over)
     }
 
-    /// Whether an event is there that needs no waiting.
+    /// Whether there is an event that needs no waiting.
     pub fn has_event(&self) -> bool {
         self.is_done()
             || self.samples.iter().any(|sample| sample.reason.is_some() && !sample.is_over)
@@ -258,7 +242,7 @@ impl Ticket {
             || self.inbox.is_cancelled()
     }
 
-    /// Decides that all samples end now, with what was told so far.
+    /// Decides that all samples end now, with the tokens that were told so far.
     pub fn stop(&mut self, reason: FinishReason) {
         for (index, sample) in self.samples.iter_mut().enumerate() {
             sample.listening = false;
@@ -269,8 +253,8 @@ impl Ticket {
         }
     }
 
-    /// The next event; `None` if there is none within `timeout` (`None`: waits as long as it takes).
-    /// An error ends the sample that it befell.
+    /// The next event; `None` if there is none within `timeout` (`None`: waits as long as it
+    /// takes). An error ends the sample in which it happened.
     pub fn next(&mut self, timeout: Option<Duration>) -> Result<Option<Event>> {
         if timeout != Some(Duration::ZERO) {
             check_may_wait()?;
@@ -293,17 +277,17 @@ impl Ticket {
                 Some(until) => until.saturating_duration_since(Instant::now()),
                 None => timeout,
             });
-            let Some(entry) = self.inbox.pop(left) else { return Ok(None) };
-            if let Some(event) = self.take(entry)? {
+            let Some(message) = self.inbox.pop(left) else { return Ok(None) };
+            if let Some(event) = self.take(message)? {
                 return Ok(Some(event));
             }
         }
     }
 
-    fn take(&mut self, entry: Entry) -> Result<Option<Event>> {
-        let (Entry::Token { sample: index, .. }
-        | Entry::End { sample: index, .. }
-        | Entry::Failed { sample: index, .. }) = entry;
+    fn take(&mut self, message: Message) -> Result<Option<Event>> {
+        let (Message::Token { sample: index, .. }
+        | Message::End { sample: index, .. }
+        | Message::Failed { sample: index, .. }) = message;
         let index = index as usize;
         let inbox = &self.inbox;
         let cancelled = inbox.is_cancelled();
@@ -311,13 +295,13 @@ impl Ticket {
         if sample.reason.is_some() || cancelled {
             return Ok(None);
         }
-        let (token, is_stop) = match entry {
-            Entry::Token { token, is_stop, .. } => (token, is_stop),
-            Entry::End { reason, .. } => {
+        let (token, is_stop) = match message {
+            Message::Token { token, is_stop, .. } => (token, is_stop),
+            Message::End { reason, .. } => {
                 sample.reason = Some(reason);
                 return Ok(None);
             }
-            Entry::Failed { error, .. } => {
+            Message::Failed { error, .. } => {
                 sample.is_over = true;
                 sample.ended = Some(Instant::now());
                 return Err(error);
@@ -351,7 +335,7 @@ impl Ticket {
         Ok(Some(Event::Token { sample: index, token, text, num_tokens }))
     }
 
-    /// Tells the end of a sample: first the text that was held back, then that it is over.
+    /// Tells the end of a sample: first the text that was held back, then the end itself.
     fn end(&mut self, index: usize) -> Result<Event> {
         let progress = self.inbox.progress(index);
         let Some(sample) = self.samples.get_mut(index) else { return Ok(Event::Done) };
@@ -374,7 +358,7 @@ impl Ticket {
         Ok(Event::End { sample: index, reason, num_tokens })
     }
 
-    /// What the samples came to, leaving none behind. To be called when all have ended.
+    /// Takes the outcomes of all samples. To be called when all have ended.
     pub fn take_generations(&mut self) -> Result<Vec<Generation>> {
         let mut generations = try_with_capacity(self.samples.len(), "results")?;
         for sample in std::mem::take(&mut self.samples) {
@@ -411,7 +395,8 @@ impl Ticket {
 
 impl Drop for Ticket {
     fn drop(&mut self) {
-        // In a forked child there is nobody to be told. (Atomics only: no lock is taken.)
+        // In a forked child there is no scheduler to be told. (This uses atomics only and takes no
+        // lock.)
         if std::process::id() == self.process_id {
             self.inbox.cancel();
         }

@@ -1,17 +1,18 @@
-//! The tokenizer, read while the weights are: a large one takes a quarter of a second of one core.
+//! Reads the tokenizer while the weights are read: a large one takes a quarter of a second of one
+//! core.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
-use super::engine_load::read_tokenizer;
+use super::text_files::read_tokenizer;
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::folder::Folder;
 use crate::panic_guard;
 use crate::text::Tokenizer;
 use crate::thread_state::SignalsBlocked;
 
-/// A tokenizer that is being read. When dropped, waits for the end of it: no thread outlives the load.
+/// A tokenizer that is being read. Waits for that when dropped: no thread outlives the load.
 pub(super) struct TokenizerReader {
     work: Option<Work>,
     failed: Arc<AtomicBool>,
@@ -19,12 +20,12 @@ pub(super) struct TokenizerReader {
 
 enum Work {
     Thread(JoinHandle<Result<Tokenizer>>),
-    /// No thread could be started.
+    /// The result, where no thread could be started.
     Done(Box<Result<Tokenizer>>),
 }
 
 impl TokenizerReader {
-    /// Begins to read that of `folder`.
+    /// Begins to read the tokenizer of `folder`.
     pub(super) fn start(folder: &Folder) -> Self {
         let failed = Arc::new(AtomicBool::new(false));
         let read = {
@@ -47,7 +48,7 @@ impl TokenizerReader {
         TokenizerReader { work: Some(work), failed }
     }
 
-    /// Whether it is known already that the tokenizer is damaged, so that the load is in vain.
+    /// Whether the tokenizer is known to be damaged, so that the load is in vain.
     pub(super) fn has_failed(&self) -> bool {
         self.failed.load(Ordering::Relaxed)
     }
@@ -66,7 +67,7 @@ impl TokenizerReader {
 impl Drop for TokenizerReader {
     fn drop(&mut self) {
         if let Some(Work::Thread(thread)) = self.work.take() {
-            // What it came to is of no interest any more.
+            // The load is over, so nobody needs the tokenizer.
             let _ = thread.join();
         }
     }

@@ -1,29 +1,34 @@
-//! The scheduler's thread: takes requests in, plans and runs steps, hands out tokens.
+//! The scheduler's thread, which takes requests in, plans and runs steps, and hands out tokens.
 //!
-//! Where the model takes several steps at a time (a device does, the CPU does not), a step is planned and begun
-//! while the one before is under way, and only then is that one finished: the host's work hides behind the
-//! device's. It is begun as late as that allows ([`Pace`]), so that requests that come meanwhile are in it. No
-//! callback of a request runs here; only wakers do, which are quick, and hold no lock.
+//! Where the model takes several steps at a time (a device does, the CPU does not), a step is
+//! planned and begun while the one before is under way, and only then is that one finished: the
+//! host works while the device does. It is begun as late as that allows ([`Pace`]), so that
+//! requests that come meanwhile are in it. No callback of a request runs here; only wakers do,
+//! which are quick, and hold no lock.
 //!
-//! A step that fails ends the sequences in it, and nobody else. One that finds no memory is planned anew, smaller:
-//! only one token of one sequence, beside which nothing is under way, fails for want of it.
+//! A step that fails ends the sequences in it, and no others. A step that finds no memory is
+//! planned anew with fewer tokens: it fails only if it is one token of one sequence and nothing
+//! else is under way.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
+use super::active::ActiveTable;
 use super::batch_builder::Part;
-use super::inbox::{mark_scheduler_thread, Entry as InboxEntry, Progress};
+use super::inbox::{mark_scheduler_thread, Message};
+use super::intake::{lock, Shared};
 use super::lease::Lease;
-use super::order::{Machine, Order, Work};
 use super::pace::Pace;
+use super::request::FinishReason;
 use super::sampler::not_finite;
-use super::scheduler::{Entry, Scheduler, SequenceKey};
-use super::service::{lock, Shared};
+use super::scheduler::Scheduler;
+use super::sequence::{Entry, SequenceKey};
 use super::stats::Recorder;
 use super::step_model::StepModel;
-use super::ticket::FinishReason;
+use super::step_resources::StepResources;
+use super::submission::{Submission, Work};
 use crate::backend::cpu::CpuBackend;
 use crate::error::{try_with_capacity, Error, ErrorKind, Result};
 use crate::model::{Draw, StepResult, StepTime, TokenChoice, NO_TOKEN};
@@ -33,21 +38,12 @@ use crate::panic_guard;
 struct Flight {
     entries: Vec<Entry>,
     begun: Instant,
-    /// See [`Worker::follows`].
+    /// The value of [`Worker::follows`] when it was begun.
     follows: bool,
     /// Its sequences, if each has one token in it.
     num_decoding: Option<usize>,
-    /// Blocks were copied before it: its time may be partly theirs.
+    /// Whether blocks were copied before it: its time may be partly theirs.
     copied: bool,
-}
-
-/// A sequence's work and state.
-struct Active {
-    key: SequenceKey,
-    work: Work,
-    progress: Progress,
-    /// The token that was chosen on the host.
-    chosen: Option<Result<u32>>,
 }
 
 /// The thread's own state.
@@ -56,25 +52,25 @@ pub(super) struct Worker {
     backend: Arc<CpuBackend>,
     shared: Arc<Shared>,
     scheduler: Scheduler,
-    /// Away while it is lent.
-    machine: Option<Box<Machine>>,
-    /// By the slot of the sequence. (The locks are for choosing tokens on several threads.)
-    works: Vec<Mutex<Option<Active>>>,
+    /// `None` while they are lent.
+    resources: Option<Box<StepResources>>,
+    works: ActiveTable,
     flights: VecDeque<Flight>,
     spare: Vec<Vec<Entry>>,
-    /// Orders that are being taken in.
-    arriving: VecDeque<Order>,
+    /// Submissions that are being taken in.
+    arriving: VecDeque<Submission>,
     result: StepResult,
     recorder: Recorder,
     closed: Arc<AtomicBool>,
-    /// A sequence that is computed alone has the next turn.
+    /// Whether a sequence that is computed alone has the next turn.
     alone_next: bool,
-    /// Since the last step was begun there has been something to do, and no other use of the machine.
+    /// Whether there has been something to do, and no other use of the resources, since the last
+    /// step was begun.
     follows: bool,
     pace: Pace,
 }
 
-fn no_machine() -> Error {
+fn no_resources() -> Error {
     Error::internal("the engine's KV cache was lent and not given back")
 }
 
@@ -83,7 +79,7 @@ impl Worker {
     pub fn new(
         model: Arc<dyn StepModel>,
         backend: Arc<CpuBackend>,
-        machine: Machine,
+        resources: StepResources,
         scheduler: Scheduler,
         closed: Arc<AtomicBool>,
         shared: Arc<Shared>,
@@ -94,8 +90,8 @@ impl Worker {
             backend,
             shared,
             scheduler,
-            machine: Some(Box::new(machine)),
-            works: Vec::new(),
+            resources: Some(Box::new(resources)),
+            works: ActiveTable::default(),
             flights: VecDeque::new(),
             spare: Vec::new(),
             arriving: VecDeque::new(),
@@ -111,7 +107,7 @@ impl Worker {
     /// Serves until the service ends.
     pub fn run(&mut self) {
         mark_scheduler_thread();
-        while self.take_orders() {
+        while self.take_submissions() {
             let turn = panic_guard::catch(|| self.turn());
             if let Err(error) = turn {
                 self.fail(error);
@@ -121,7 +117,7 @@ impl Worker {
         self.end_all(&|| Ok(FinishReason::Cancelled));
     }
 
-    /// When to begin the next step, if that is to wait for orders.
+    /// The time at which to begin the next step, if that is to wait for submissions.
     fn next_begin(&self) -> Option<Instant> {
         let flight = self.flights.front().filter(|_| self.flights.len() == 1)?;
         match self.scheduler.plan_alone() {
@@ -130,8 +126,9 @@ impl Worker {
         }
     }
 
-    /// Takes in what has arrived; waits for something to do. False when the thread is to end.
-    fn take_orders(&mut self) -> bool {
+    /// Takes in the submissions that have arrived; waits for something to do. False when the thread
+    /// is to end.
+    fn take_submissions(&mut self) -> bool {
         let next_begin = self.next_begin();
         let shared = self.shared.clone();
         let mut intake = lock(&shared.intake);
@@ -139,9 +136,9 @@ impl Worker {
             if intake.shutdown {
                 return false;
             }
-            let idle = intake.orders.is_empty() && self.scheduler.is_empty();
+            let idle = intake.submissions.is_empty() && self.scheduler.is_empty();
             if !(idle && self.flights.is_empty()) {
-                let left = match (intake.orders.is_empty(), next_begin) {
+                let left = match (intake.submissions.is_empty(), next_begin) {
                     (true, Some(at)) => at.saturating_duration_since(Instant::now()),
                     _ => Duration::ZERO,
                 };
@@ -155,58 +152,40 @@ impl Worker {
             self.follows = false;
             intake = shared.arrived.wait(intake).unwrap_or_else(PoisonError::into_inner);
         }
-        // Those who are told of an end while orders are taken in may submit the next.
-        std::mem::swap(&mut intake.orders, &mut self.arriving);
+        // The lock is released first: a caller that is told of an end meanwhile may submit its next
+        // request.
+        std::mem::swap(&mut intake.submissions, &mut self.arriving);
         drop(intake);
-        while let Some(order) = self.arriving.pop_front() {
+        while let Some(submission) = self.arriving.pop_front() {
             self.recorder.stats.submitted += 1;
-            match self.scheduler.add(order.sequence) {
-                Ok(key) => self.insert(key, order.work),
-                Err(error) => self.tell_end(&order.work, Err(error)),
+            match self.scheduler.add(submission.sequence) {
+                Ok(key) => self.works.insert(key, submission.work),
+                Err(error) => self.tell_end(&submission.work, Err(error)),
             }
         }
         true
     }
 
-    fn insert(&mut self, key: SequenceKey, work: Work) {
-        while self.works.len() <= key.slot() {
-            self.works.push(Mutex::new(None));
-        }
-        let active = Active { key, work, progress: Progress::default(), chosen: None };
-        if let Some(place) = self.works.get_mut(key.slot()) {
-            *place.get_mut().unwrap_or_else(PoisonError::into_inner) = Some(active);
-        }
-    }
-
-    /// The work of a sequence that has not ended.
-    fn active(&mut self, key: SequenceKey) -> Option<&mut Active> {
-        let place = self.works.get_mut(key.slot())?;
-        let active = place.get_mut().unwrap_or_else(PoisonError::into_inner).as_mut();
-        active.filter(|active| active.key == key)
-    }
-
     /// Ends a sequence and tells its caller.
     fn end(&mut self, key: SequenceKey, outcome: Result<FinishReason>) {
         self.scheduler.remove(key);
-        let place = self.works.get_mut(key.slot());
-        let place = place.map(|place| place.get_mut().unwrap_or_else(PoisonError::into_inner));
-        if let Some(active) = place.and_then(|p| p.take_if(|active| active.key == key)) {
+        if let Some(active) = self.works.remove(key) {
             self.tell_end(&active.work, outcome);
         }
     }
 
     fn tell_end(&mut self, work: &Work, outcome: Result<FinishReason>) {
         self.recorder.stats.ended += 1;
-        // Whoever hears of the end and asks for statistics shall find it in them.
+        // A caller that hears of the end and asks for statistics finds it in them.
         self.recorder.counts(self.scheduler.counts());
         *lock(&self.shared.stats) = self.recorder.stats;
         match work {
-            Work::Logits(desk) => desk.end(outcome.and(Err(cancelled()))),
+            Work::Logits(handoff) => handoff.end(outcome.and(Err(cancelled()))),
             Work::Sample(work) => {
                 let sample = work.sample;
                 let entry = match outcome {
-                    Ok(reason) => InboxEntry::End { sample, reason },
-                    Err(error) => InboxEntry::Failed { sample, error },
+                    Ok(reason) => Message::End { sample, reason },
+                    Err(error) => Message::Failed { sample, error },
                 };
                 // Ends always find room.
                 let _ = work.inbox.push(entry);
@@ -215,24 +194,20 @@ impl Worker {
     }
 
     fn end_all(&mut self, outcome: &dyn Fn() -> Result<FinishReason>) {
-        for slot in 0..self.works.len() {
-            let place = self.works.get_mut(slot);
-            let key = place.and_then(|place| {
-                let active = place.get_mut().unwrap_or_else(PoisonError::into_inner);
-                active.as_ref().map(|active| active.key)
-            });
-            if let Some(key) = key {
+        for slot in 0..self.works.num_slots() {
+            if let Some(key) = self.works.at_mut(slot).map(|active| active.key) {
                 self.end(key, outcome());
             }
         }
-        let orders = std::mem::take(&mut lock(&self.shared.intake).orders);
-        for order in orders {
+        let submissions = std::mem::take(&mut lock(&self.shared.intake).submissions);
+        for submission in submissions {
             self.recorder.stats.submitted += 1;
-            self.tell_end(&order.work, outcome());
+            self.tell_end(&submission.work, outcome());
         }
     }
 
-    /// After a fault of the library itself nothing is certain: no request is taken any more.
+    /// Ends every request. After a fault of the library itself nothing is certain, so no request is
+    /// taken any more.
     fn fail(&mut self, error: Error) {
         if error.kind() != ErrorKind::OutOfMemory {
             lock(&self.shared.intake).failed = Some(error.clone());
@@ -241,26 +216,23 @@ impl Worker {
         self.end_all(&|| Err(error.clone()));
     }
 
-    /// Drops what the steps under way will come to. The model finishes its steps in order: none may be left for
-    /// the next request to get.
+    /// Drops the results of the steps under way. The model finishes its steps in order, so none may
+    /// be left for the next request to get.
     fn abandon_flights(&mut self) {
         while let Some(Flight { mut entries, .. }) = self.flights.pop_front() {
-            if let Some(machine) = self.machine.as_deref_mut() {
-                let _ = self.model.finish_step(&mut machine.workspace, &mut self.result);
+            if let Some(resources) = self.resources.as_deref_mut() {
+                let _ = self.model.finish_step(&mut resources.workspace, &mut self.result);
             }
             entries.clear();
             self.spare.push(entries);
         }
     }
 
-    /// Does one thing: begins a step, finishes one, or lends the machine.
+    /// Does one thing: begins a step, finishes one, or lends the resources.
     fn turn(&mut self) -> Result<()> {
         self.end_stopped();
         let depth = self.model.max_steps_in_flight().clamp(1, 2);
-        let alone = match self.alone_next {
-            true => self.scheduler.plan_alone(),
-            false => None,
-        };
+        let alone = if self.alone_next { self.scheduler.plan_alone() } else { None };
         let mut begun = false;
         if alone.is_none() && self.flights.len() < depth {
             begun = self.begin()?;
@@ -286,26 +258,25 @@ impl Worker {
         Ok(())
     }
 
-    /// Nothing could be planned, nothing is under way, and yet there are sequences: they would wait for ever.
+    /// Fails if sequences would wait for ever: nothing could be planned and nothing is under way.
     fn check_progress(&mut self) -> Result<()> {
         let mut entries = self.spare.pop().unwrap_or_default();
         let planned = self.plan(&mut entries);
         let stuck = entries.is_empty() && self.scheduler.plan_alone().is_none();
         self.spare.push(entries);
         planned?;
-        match stuck && !self.scheduler.is_empty() {
-            true => Err(Error::internal("requests wait for KV blocks that nobody has")),
-            false => Ok(()),
+        if stuck && !self.scheduler.is_empty() {
+            Err(Error::internal("requests wait for KV blocks that nobody has"))
+        } else {
+            Ok(())
         }
     }
 
-    /// Ends sequences that were cancelled, or whose caller has heard enough, or whose time is over.
+    /// Ends sequences that were cancelled or stopped by their caller, or whose time limit has
+    /// passed.
     fn end_stopped(&mut self) {
-        for slot in 0..self.works.len() {
-            let place = self.works.get_mut(slot);
-            let active =
-                place.and_then(|p| p.get_mut().unwrap_or_else(PoisonError::into_inner).as_mut());
-            let Some(active) = active else { continue };
+        for slot in 0..self.works.num_slots() {
+            let Some(active) = self.works.at_mut(slot) else { continue };
             let reason = match &active.work {
                 Work::Sample(work) => work.inbox.stop_reason(work.sample as usize),
                 Work::Logits(_) => {
@@ -319,15 +290,17 @@ impl Worker {
         }
     }
 
-    /// Plans a step, and has the blocks copied that the plan wants copied; were there any?
+    /// Plans a step and copies the blocks that the plan wants copied. Returns whether there were
+    /// any.
     fn plan(&mut self, entries: &mut Vec<Entry>) -> Result<bool> {
         loop {
             self.scheduler.plan(entries)?;
-            let Self { model, scheduler, machine, .. } = self;
+            let Self { model, scheduler, resources, .. } = self;
             if scheduler.copies().is_empty() {
                 return Ok(false);
             }
-            let Machine { kv, swap, .. } = machine.as_deref_mut().ok_or_else(no_machine)?;
+            let StepResources { kv, swap, .. } =
+                resources.as_deref_mut().ok_or_else(no_resources)?;
             let copied = model.copy_blocks(kv, swap, scheduler.copies());
             if let Some((num_blocks, time)) = swap.take_time() {
                 scheduler.swap_costs().copied(num_blocks, time);
@@ -336,7 +309,7 @@ impl Worker {
                 scheduler.clear_copies();
                 return Ok(true);
             };
-            // What those have whom it was for is not known any more.
+            // The copy failed, so the contents of these sequences' blocks are unknown.
             while let Some(&key) = self.scheduler.copied_keys().first() {
                 self.scheduler.forget_copies(key);
                 self.end(key, Err(error.clone()));
@@ -344,20 +317,20 @@ impl Worker {
         }
     }
 
-    /// Takes memory for preempted sequences, if there was too little; while the device is at work.
+    /// Takes memory for preempted sequences if there was too little, while the device computes.
     fn grow_swap(&mut self) {
         let most = self.scheduler.swap_places_wanted();
-        let Some(machine) = self.machine.as_deref_mut().filter(|_| most > 0) else { return };
-        match machine.swap.grow(most) {
+        let Some(resources) = self.resources.as_deref_mut().filter(|_| most > 0) else { return };
+        match resources.swap.grow(most) {
             Ok(Some(num_places)) => self.scheduler.add_swap_places(num_places),
-            // It is on its way.
+            // It is being taken in the background.
             Ok(None) => {}
-            // Without memory they are computed anew, as before.
+            // Without memory, preempted sequences are computed anew.
             Err(_) => self.scheduler.add_swap_places(0),
         }
     }
 
-    /// Plans and begins a step. False if there was nothing to do, or nothing came of it.
+    /// Plans and begins a step. False if there was nothing to do, or no memory for it yet.
     fn begin(&mut self) -> Result<bool> {
         let start = Instant::now();
         let mut entries = self.spare.pop().unwrap_or_default();
@@ -379,12 +352,12 @@ impl Worker {
                 return Ok(true);
             };
             match error.kind() {
-                // All who are in it wanted it to stop.
+                // Every sequence in it was to stop.
                 ErrorKind::Cancelled => self.end_stopped(),
                 ErrorKind::OutOfMemory if self.scheduler.found_no_memory(&entries) => continue,
-                // It may be there when the step under way is finished.
+                // There may be memory when the step under way is finished.
                 ErrorKind::OutOfMemory if !self.flights.is_empty() => break false,
-                // All who are in it suffer from what befell it.
+                // A failed step fails every sequence in it.
                 _ => self.fail_entries(&entries, &error),
             }
             break true;
@@ -401,21 +374,19 @@ impl Worker {
     }
 
     fn begin_step(&mut self, entries: &[Entry], now: Instant) -> Result<()> {
-        let Self { model, scheduler, works, machine, .. } = self;
-        let Machine { kv, workspace, builder, .. } =
-            machine.as_deref_mut().ok_or_else(no_machine)?;
+        let Self { model, scheduler, works, resources, .. } = self;
+        let StepResources { kv, workspace, builder, .. } =
+            resources.as_deref_mut().ok_or_else(no_resources)?;
         let blocks = |entry: &Entry| scheduler.sequence(entry.key).map_or(0, |s| s.blocks().len());
         builder.clear(entries.iter().map(blocks).max().unwrap_or(0))?;
         for entry in entries {
             let gone = || Error::internal("a planned sequence is gone");
             let sequence = scheduler.sequence(entry.key).ok_or_else(gone)?;
-            let place = works.get_mut(entry.key.slot()).ok_or_else(gone)?;
-            let active = place.get_mut().unwrap_or_else(PoisonError::into_inner);
-            let active = active.as_mut().ok_or_else(gone)?;
+            let active = works.get_mut(entry.key).ok_or_else(gone)?;
             active.progress.started.get_or_insert(now);
             let Work::Sample(work) = &active.work else { return Err(gone()) };
             let token_ids = match entry.source {
-                // Any valid id stands for the one being chosen.
+                // Any valid id stands for the one that is being chosen.
                 Some(_) => sequence.token_ids().get(..1),
                 None => sequence.token_ids().get(entry.start..entry.start + entry.num_new),
             };
@@ -432,16 +403,14 @@ impl Worker {
             };
             builder.push(&part, entry.row.map(|_| choice))?;
         }
-        // A step that nobody wants any more ends between layers.
+        // A step whose sequences were all stopped ends between layers.
         let should_stop = || {
             entries.iter().all(|entry| {
-                let Some(place) = works.get(entry.key.slot()) else { return true };
-                match lock(place).as_ref().map(|active| &active.work) {
-                    Some(Work::Sample(work)) => {
-                        work.inbox.stop_reason(work.sample as usize).is_some()
-                    }
-                    _ => true,
-                }
+                let stopped = works.with(entry.key, |active| match &active.work {
+                    Work::Sample(work) => work.inbox.stop_reason(work.sample as usize).is_some(),
+                    Work::Logits(_) => true,
+                });
+                stopped.unwrap_or(true)
             })
         };
         model.begin_step(&builder.step(), kv, workspace, &should_stop)
@@ -451,15 +420,16 @@ impl Worker {
     fn finish(&mut self) {
         let Some(flight) = self.flights.pop_front() else { return };
         let Flight { mut entries, begun, follows, num_decoding, copied } = flight;
-        let finished = match self.machine.as_deref_mut() {
-            Some(machine) => self.model.finish_step(&mut machine.workspace, &mut self.result),
-            None => Err(no_machine()),
+        let finished = match self.resources.as_deref_mut() {
+            Some(resources) => self.model.finish_step(&mut resources.workspace, &mut self.result),
+            None => Err(no_resources()),
         };
         self.pace.finished(num_decoding, self.result.time.busy, Instant::now());
         let no_memory =
             finished.as_ref().is_err_and(|error| error.kind() == ErrorKind::OutOfMemory);
         if no_memory && self.scheduler.found_no_memory(&entries) {
-            // It is computed again in smaller steps, and so is what was begun behind it with its tokens.
+            // It is computed again in smaller steps, and so is the step that was begun after it
+            // with its tokens.
             self.abandon_flights();
             self.scheduler.abandon_steps();
             entries.clear();
@@ -480,7 +450,8 @@ impl Worker {
                     let costs = self.scheduler.swap_costs();
                     costs.computed(all - single, single, self.result.time.busy);
                 }
-                // Before the tokens go out: who has heard the last one finds it counted.
+                // This comes before the tokens go out: a caller that has the last one finds it
+                // counted.
                 self.recorder.step(begun, self.result.time, follows, num_prompt, num_chosen);
                 for entry in &entries {
                     self.deliver(entry);
@@ -491,7 +462,7 @@ impl Worker {
         self.spare.push(entries);
     }
 
-    /// Chooses the tokens that the model leaves to us, several at a time.
+    /// Chooses the tokens that the model leaves to the host, several at a time.
     fn choose(&mut self, entries: &[Entry]) -> Result<()> {
         let StepResult { logits, .. } = &mut self.result;
         let vocab_size = self.model.vocab_size();
@@ -506,22 +477,20 @@ impl Worker {
             let mine = ours.clone().skip(first);
             for (entry, row) in mine.zip(rows.chunks_exact_mut(vocab_size)) {
                 let Some(sequence) = scheduler.sequence(entry.key) else { continue };
-                let Some(place) = works.get(entry.key.slot()) else { continue };
-                let mut place = lock(place);
-                let Some(active) = place.as_mut() else { continue };
-                if let Work::Sample(work) = &mut active.work {
+                works.with(entry.key, |active| {
+                    let Work::Sample(work) = &mut active.work else { return };
                     let index = sequence.token_ids().len().saturating_sub(work.num_prompt_tokens);
                     active.chosen = Some(work.sampler.sample(row, index as u64));
-                }
+                });
             }
         })
     }
 
-    /// Hands out what a step gave a sequence.
+    /// Hands out the token that a step gave a sequence.
     fn deliver(&mut self, entry: &Entry) {
         let by_model = entry.row.and_then(|row| self.result.tokens.get(row as usize).copied());
-        let Some(active) = self.active(entry.key) else {
-            // It has ended meanwhile.
+        let Some(active) = self.works.get_mut(entry.key) else {
+            // The sequence has ended meanwhile.
             return;
         };
         let token = match (entry.row, active.chosen.take(), by_model) {
@@ -538,7 +507,7 @@ impl Worker {
         let Some(sequence) = self.scheduler.sequence(entry.key) else { return };
         let (len, num_cached, num_preemptions) =
             (sequence.token_ids().len(), sequence.num_cached(), sequence.num_preemptions());
-        let Some(active) = self.active(entry.key) else { return };
+        let Some(active) = self.works.get_mut(entry.key) else { return };
         let Work::Sample(work) = &active.work else { return };
         let is_first = active.progress.first_token.is_none();
         if is_first || num_preemptions != active.progress.num_preemptions {
@@ -548,12 +517,13 @@ impl Worker {
             work.inbox.set_progress(work.sample as usize, active.progress);
         }
         let is_stop = work.stop_token_ids.contains(&token);
-        let end = match is_stop {
-            true => Some(FinishReason::StopToken),
-            false => (len >= work.max_tokens).then_some(work.reason_at_max),
+        let end = if is_stop {
+            Some(FinishReason::StopToken)
+        } else {
+            (len >= work.max_tokens).then_some(work.reason_at_max)
         };
         let (inbox, sample) = (work.inbox.clone(), work.sample);
-        if let Err(error) = inbox.push(InboxEntry::Token { sample, token, is_stop }) {
+        if let Err(error) = inbox.push(Message::Token { sample, token, is_stop }) {
             return self.end(entry.key, Err(error));
         }
         if let Some(reason) = end {
@@ -565,31 +535,31 @@ impl Worker {
     fn lend(&mut self, entry: Entry) -> Result<()> {
         let begun = Instant::now();
         let gone = || Error::internal("a planned sequence is gone");
-        let machine = self.machine.take().ok_or_else(no_machine)?;
+        let resources = self.resources.take().ok_or_else(no_resources)?;
         let sequence = self.scheduler.sequence(entry.key).ok_or_else(gone);
         let is_last =
             sequence.as_ref().is_ok_and(|s| entry.start + entry.num_new >= s.token_ids().len());
-        let desk = self.works.get(entry.key.slot()).and_then(|place| match lock(place).as_ref() {
-            Some(Active { work: Work::Logits(desk), .. }) => Some(desk.clone()),
-            _ => None,
+        let handoff = self.works.get_mut(entry.key).and_then(|active| match &active.work {
+            Work::Logits(handoff) => Some(handoff.clone()),
+            Work::Sample(_) => None,
         });
-        let (Ok(sequence), Some(desk)) = (sequence, desk) else {
-            self.machine = Some(machine);
+        let (Ok(sequence), Some(handoff)) = (sequence, handoff) else {
+            self.resources = Some(resources);
             return Err(gone());
         };
         let (start, num_new) = (entry.start, entry.num_new);
         let mut blocks = match try_with_capacity(sequence.blocks().len(), "a block table") {
             Ok(blocks) => blocks,
             Err(error) => {
-                self.machine = Some(machine);
+                self.resources = Some(resources);
                 self.end(entry.key, Err(error));
                 return Ok(());
             }
         };
         blocks.extend_from_slice(sequence.blocks());
         self.follows = false;
-        let (machine, outcome) = desk.lend(Lease { machine, blocks, start, num_new });
-        self.machine = Some(machine);
+        let (resources, outcome) = handoff.lend(Lease { resources, blocks, start, num_new });
+        self.resources = Some(resources);
         match outcome {
             Ok(()) => {
                 let time = StepTime { busy: begun.elapsed(), idle: Duration::ZERO };
@@ -597,7 +567,7 @@ impl Worker {
                 self.scheduler.begun(&[entry]);
                 self.scheduler.finished(&entry, None)?;
                 if is_last {
-                    // The caller knows.
+                    // The caller knows that this was the last piece.
                     self.end(entry.key, Ok(FinishReason::MaxTokens));
                 }
             }

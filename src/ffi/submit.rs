@@ -6,10 +6,11 @@ use std::ffi::{c_char, c_int, c_void};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use super::generate::{finish_code, new_result, request_of, xserv_request, xserv_result};
+use super::generate::{finish_code, new_result, xserv_result};
 use super::guard::{guard, guard_or, read_struct, write_struct, GrowingStruct, Out};
 use super::handle::HandleTable;
 use super::model::{engine_of, xserv_model};
+use super::request::{request_of, xserv_request};
 use super::status::xserv_status;
 use super::types::XSERV_NO_TOKEN;
 use crate::engine::{Event, Ticket, TicketHandle, Waker};

@@ -8,7 +8,7 @@ fn root() -> &'static Path {
 }
 
 /// The files that speak to C, in the order of the manual.
-const SOURCES: [&str; 19] = [
+const SOURCES: [&str; 20] = [
     "version",
     "types",
     "status",
@@ -17,6 +17,7 @@ const SOURCES: [&str; 19] = [
     "plan",
     "text",
     "evaluate",
+    "request",
     "generate",
     "submit",
     "stats",

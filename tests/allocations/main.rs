@@ -152,7 +152,7 @@ fn ten_thousand_steps_of_the_engine_allocate_nothing() {
             num_blocks: 4096,
             limits: Limits { max_sequences: 8, max_prefill_tokens: 64 },
             prefix_cache: true,
-            most_swapped: 0,
+            max_swapped: 0,
         };
         let engine = Harness::new(model.clone(), &options).unwrap();
         let submit = |index: usize| {

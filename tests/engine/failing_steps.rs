@@ -18,7 +18,7 @@ const OPTIONS: HarnessOptions = HarnessOptions {
     num_blocks: 64,
     limits: Limits { max_sequences: 8, max_prefill_tokens: 64 },
     prefix_cache: true,
-    most_swapped: 0,
+    max_swapped: 0,
 };
 
 fn prompt(seed: usize, len: usize) -> Vec<u32> {
@@ -274,12 +274,12 @@ fn fault(only_memory: bool) -> impl Strategy<Value = Option<Fault>> {
 fn scenario() -> impl Strategy<Value = Scenario> {
     let swap = prop::sample::select(vec![0, 6, 100]);
     let options = (4..20u32, 1..6usize, 1..100usize, any::<bool>(), swap).prop_map(
-        |(num_blocks, max_sequences, max_prefill_tokens, prefix_cache, most_swapped)| {
+        |(num_blocks, max_sequences, max_prefill_tokens, prefix_cache, max_swapped)| {
             HarnessOptions {
                 num_blocks,
                 limits: Limits { max_sequences, max_prefill_tokens },
                 prefix_cache,
-                most_swapped,
+                max_swapped,
             }
         },
     );
@@ -389,7 +389,7 @@ const SWAPPING: HarnessOptions = HarnessOptions {
     num_blocks: 10,
     limits: Limits { max_sequences: 8, max_prefill_tokens: 64 },
     prefix_cache: false,
-    most_swapped: 40,
+    max_swapped: 40,
 };
 
 #[test]

@@ -75,7 +75,7 @@ struct Setting {
     caching: bool,
     runs_ahead: bool,
     /// Blocks that may be kept on the host.
-    most_swapped: usize,
+    max_swapped: usize,
     /// What a step of so many tokens takes, where a copy takes 10 for a block.
     compute_cost: u64,
 }
@@ -92,7 +92,7 @@ fn setting() -> impl Strategy<Value = Setting> {
                 caching,
                 // With one step at a time there is nothing to run ahead of.
                 runs_ahead: runs_ahead && depth == 2,
-                most_swapped: swap.0,
+                max_swapped: swap.0,
                 compute_cost: swap.1,
             }
         },
@@ -216,7 +216,7 @@ fn run(setting: Setting, requests: &[Request]) {
         flights: VecDeque::new(),
         tokens: HashMap::new(),
     };
-    toy.scheduler.set_most_swapped(setting.most_swapped);
+    toy.scheduler.set_max_swapped(setting.max_swapped);
     if setting.compute_cost > 0 {
         let costs = toy.scheduler.swap_costs();
         costs.copied(1, Duration::from_millis(10));
@@ -309,7 +309,7 @@ fn run(setting: Setting, requests: &[Request]) {
     assert!(finished.iter().all(|finished| *finished), "lost: {finished:?}");
     let counts = toy.scheduler.counts();
     assert_eq!(counts.swap.used, 0);
-    assert!(counts.swap.places <= setting.most_swapped);
+    assert!(counts.swap.places <= setting.max_swapped);
     let blocks = counts.blocks;
     assert_eq!((blocks.used, blocks.idle + blocks.free), (0, setting.num_blocks as usize));
     if !setting.caching {
@@ -438,7 +438,7 @@ fn the_urgent_go_first_and_may_take_the_place_of_others() {
 /// Two sequences of which the second is preempted while the first grows, with 16 blocks on the host for it.
 fn preempted(costs: impl Fn(&mut SwapCosts)) -> (Scheduler, SequenceKey) {
     let mut scheduler = scheduler(6, 2, 256);
-    scheduler.set_most_swapped(16);
+    scheduler.set_max_swapped(16);
     scheduler.add_swap_places(16);
     costs(scheduler.swap_costs());
     scheduler.add(sequence((0..60).collect(), 100)).unwrap();

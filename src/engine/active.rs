@@ -1,0 +1,67 @@
+//! The work of every sequence that has not ended, by its slot in the scheduler.
+
+use std::sync::{Mutex, PoisonError};
+
+use super::inbox::Progress;
+use super::intake::lock;
+use super::sequence::SequenceKey;
+use super::submission::Work;
+use crate::error::Result;
+
+/// A sequence's work and state.
+pub(super) struct Active {
+    pub key: SequenceKey,
+    pub work: Work,
+    pub progress: Progress,
+    /// The token that was chosen on the host.
+    pub chosen: Option<Result<u32>>,
+}
+
+/// All of them. (The locks are for choosing tokens on several threads.)
+#[derive(Default)]
+pub(super) struct ActiveTable {
+    slots: Vec<Mutex<Option<Active>>>,
+}
+
+impl ActiveTable {
+    /// The number of slots, with and without a sequence.
+    pub fn num_slots(&self) -> usize {
+        self.slots.len()
+    }
+
+    /// Adds the work of a new sequence.
+    pub fn insert(&mut self, key: SequenceKey, work: Work) {
+        while self.slots.len() <= key.slot() {
+            self.slots.push(Mutex::new(None));
+        }
+        if let Some(place) = self.place(key.slot()) {
+            *place = Some(Active { key, work, progress: Progress::default(), chosen: None });
+        }
+    }
+
+    fn place(&mut self, slot: usize) -> Option<&mut Option<Active>> {
+        let place = self.slots.get_mut(slot)?;
+        Some(place.get_mut().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// The sequence in a slot, if there is one.
+    pub fn at_mut(&mut self, slot: usize) -> Option<&mut Active> {
+        self.place(slot)?.as_mut()
+    }
+
+    /// A sequence that has not ended.
+    pub fn get_mut(&mut self, key: SequenceKey) -> Option<&mut Active> {
+        self.at_mut(key.slot()).filter(|active| active.key == key)
+    }
+
+    /// Removes a sequence that has not ended.
+    pub fn remove(&mut self, key: SequenceKey) -> Option<Active> {
+        self.place(key.slot())?.take_if(|active| active.key == key)
+    }
+
+    /// Calls `body` with a sequence that has not ended, while its lock is held.
+    pub fn with<T>(&self, key: SequenceKey, body: impl FnOnce(&mut Active) -> T) -> Option<T> {
+        let mut place = lock(self.slots.get(key.slot())?);
+        place.as_mut().filter(|active| active.key == key).map(body)
+    }
+}

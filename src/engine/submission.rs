@@ -1,0 +1,41 @@
+//! Requests as the scheduler's thread gets them: a sequence, and the work to be done with it.
+
+use std::sync::Arc;
+
+use super::inbox::Inbox;
+use super::lease::Handoff;
+use super::request::FinishReason;
+use super::sampler::Sampler;
+use super::sequence::NewSequence;
+use crate::model::TokenChoice;
+
+/// The way in which the tokens of a sample are chosen, and the place where they go.
+pub(super) struct SampleWork {
+    pub inbox: Arc<Inbox>,
+    /// Its number in the request.
+    pub sample: u32,
+    pub sampler: Sampler,
+    /// Tokens that end it.
+    pub stop_token_ids: Arc<Vec<u32>>,
+    pub num_prompt_tokens: usize,
+    /// The sequence ends at this length.
+    pub max_tokens: usize,
+    /// The reason for that end.
+    pub reason_at_max: FinishReason,
+    /// How the model chooses, if it can; the worker fills in the index of the token.
+    pub choice: TokenChoice,
+}
+
+/// The work that is done with a sequence.
+pub(super) enum Work {
+    /// Tokens are chosen.
+    Sample(Box<SampleWork>),
+    /// Its logits are computed by the thread that wants them.
+    Logits(Arc<Handoff>),
+}
+
+/// A request for the scheduler.
+pub(super) struct Submission {
+    pub sequence: NewSequence,
+    pub work: Work,
+}

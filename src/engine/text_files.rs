@@ -1,0 +1,39 @@
+//! The small files of a model folder that say how text becomes tokens and how tokens are chosen.
+
+use super::generation_config::GenerationConfig;
+use crate::error::{Error, ErrorKind, Result};
+use crate::model::config::MAX_CONFIG_BYTES;
+use crate::model::folder::Folder;
+use crate::model::ModelConfig;
+use crate::text::{
+    ChatTemplate, Tokenizer, MAX_TEMPLATE_BYTES, MAX_TOKENIZER_BYTES, MAX_TOKENIZER_CONFIG_BYTES,
+};
+
+/// The folder's tokenizer. [`ErrorKind::NotFound`] if it has no tokenizer.json.
+pub(super) fn read_tokenizer(folder: &Folder) -> Result<Tokenizer> {
+    let json = folder.read_optional_file("tokenizer.json", MAX_TOKENIZER_BYTES)?;
+    let Some(json) = json else {
+        return Err(Error::new(ErrorKind::NotFound, "the folder has no tokenizer.json"));
+    };
+    let config = folder.read_optional_file("tokenizer_config.json", MAX_TOKENIZER_CONFIG_BYTES)?;
+    Tokenizer::from_bytes(&json, config.as_deref())
+}
+
+/// The folder's chat template, `None` if it has none.
+pub(super) fn read_chat_template(folder: &Folder) -> Result<Option<ChatTemplate>> {
+    let jinja = folder.read_optional_file("chat_template.jinja", MAX_TEMPLATE_BYTES)?;
+    let config = folder.read_optional_file("tokenizer_config.json", MAX_TOKENIZER_CONFIG_BYTES)?;
+    ChatTemplate::from_files(config.as_deref(), jinja.as_deref())
+}
+
+/// The folder's generation_config.json, and the end tokens of its config.json.
+pub(super) fn read_generation_config(
+    folder: &Folder,
+    config: &ModelConfig,
+) -> Result<GenerationConfig> {
+    GenerationConfig::from_files(
+        folder.read_optional_file("generation_config.json", MAX_CONFIG_BYTES)?.as_deref(),
+        folder.read_optional_file("config.json", MAX_CONFIG_BYTES)?.as_deref(),
+        config.vocab_size,
+    )
+}

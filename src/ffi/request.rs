@@ -1,0 +1,316 @@
+//! Requests and the tokens that cancel them.
+
+#![allow(non_camel_case_types)]
+
+use std::ffi::c_char;
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::guard::{
+    array_argument, flag, guard, guard_or, text_argument, GrowingStruct, Out, NUL_TERMINATED,
+};
+use super::handle::HandleTable;
+use super::status::xserv_status;
+use super::text::chat_prompt;
+use super::types::{XSERV_NUL_TERMINATED, XSERV_SEED_RANDOM, XSERV_UNSET_FLOAT, XSERV_UNSET_INT};
+use crate::engine::{CancelToken, Prompt, Request, SamplingOverrides};
+use crate::error::{try_with_capacity, Error, Result};
+
+/// A switch that stops requests from another thread. One may be shared by several requests.
+pub struct xserv_cancel_token {
+    _opaque: [u8; 0],
+}
+
+/// What to generate. Fill with xserv_request_default(), then set exactly one of prompt, prompt_tokens
+/// and messages_json, and what else you need. The library copies what it needs during the call.
+///
+/// Sampling fields left unset take the value of the model's generation_config.json, and if that has
+/// none the neutral value given below. Parameters mean what they mean in Transformers, and are applied
+/// in its order: repetition, presence and frequency penalty, temperature, top_k, top_p, min_p.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct xserv_request {
+    /// sizeof(xserv_request).
+    pub struct_size: usize,
+    /// The prompt as text to be continued, UTF-8; or NULL.
+    pub prompt: *const c_char,
+    /// Bytes of prompt; default XSERV_NUL_TERMINATED.
+    pub prompt_len: usize,
+    /// The prompt as token ids; or NULL.
+    pub prompt_tokens: *const u32,
+    /// Number of ids in prompt_tokens.
+    pub num_prompt_tokens: usize,
+    /// The prompt as a conversation: NUL-terminated JSON array of messages, rendered with the model's
+    /// chat template (see xserv_chat_options); or NULL.
+    pub messages_json: *const c_char,
+    /// With messages_json: JSON array of tools, or NULL.
+    pub tools_json: *const c_char,
+    /// With messages_json: JSON object of template variables, or NULL.
+    pub template_variables_json: *const c_char,
+    /// Stop strings: the text ends before the first one that appears, also when it is spread over
+    /// tokens, and no part of it is ever passed to the callback. NUL-terminated UTF-8, not empty, at
+    /// most 64 strings of 1024 bytes.
+    pub stop_strings: *const *const c_char,
+    /// Number of stop strings.
+    pub num_stop_strings: usize,
+    /// Tokens that end the generation, beside the model's own end tokens.
+    pub stop_token_ids: *const u32,
+    /// Number of stop tokens.
+    pub num_stop_token_ids: usize,
+    /// Lets another thread stop the request; or NULL. Must live until the call returns.
+    pub cancel: *const xserv_cancel_token,
+    /// Most tokens to generate. Default XSERV_UNSET_INT: max_new_tokens of generation_config.json, else
+    /// until the context is full. 0 generates nothing.
+    pub max_tokens: u32,
+    /// Keep the k most likely tokens; 0: all. Default XSERV_UNSET_INT; neutral: 0.
+    pub top_k: u32,
+    /// 0: always the most likely token (greedy). Greater: logits are divided by it. Default
+    /// XSERV_UNSET_FLOAT: as generation_config.json says, greedy if its do_sample is false or absent.
+    pub temperature: f32,
+    /// Keep the most likely tokens that together have this probability; above 0, at most 1. Default
+    /// XSERV_UNSET_FLOAT; neutral: 1.
+    pub top_p: f32,
+    /// Drop tokens less likely than this fraction of the most likely one; 0 to 1. Default
+    /// XSERV_UNSET_FLOAT; neutral: 0.
+    pub min_p: f32,
+    /// Divides positive and multiplies negative logits of tokens that are in the prompt or in what was
+    /// generated; 0.001 to 1000. Default XSERV_UNSET_FLOAT; neutral: 1.
+    pub repetition_penalty: f32,
+    /// Subtracted from the logits of tokens that were generated; -10000 to 10000. Default
+    /// XSERV_UNSET_FLOAT; neutral: 0.
+    pub presence_penalty: f32,
+    /// Subtracted from the logits of tokens for each time they were generated; -10000 to 10000. Default
+    /// XSERV_UNSET_FLOAT; neutral: 0.
+    pub frequency_penalty: f32,
+    /// Seed of the random draws: the same seed gives the same tokens, whatever else runs on the model; on a
+    /// GPU with xserv_load_options.deterministic always, without it to its rounding, which depends on what is
+    /// computed together. Default XSERV_SEED_RANDOM.
+    pub seed: u64,
+    /// With messages_json: 1 (default) opens the assistant's turn.
+    pub add_generation_prompt: u8,
+    /// With prompt: 1 (default) adds what the tokenizer adds by itself (Qwen3 and GPT-2: nothing).
+    pub add_special_tokens: u8,
+    /// With prompt: 1 (default) turns special tokens written in the text into their ids. 0: they are
+    /// ordinary text.
+    pub parse_special_tokens: u8,
+    /// 1 (default): special tokens do not appear in the text. 0: they do (but a token that ends the
+    /// generation never does).
+    pub skip_special_tokens: u8,
+    /// 1: the model's own end tokens do not end the generation. Default 0.
+    pub ignore_eos: u8,
+    /// Unused, 0.
+    pub reserved: [u8; 3],
+    /// When requests compete, those with the higher number go first; of equal ones (default 0) the one that
+    /// came first.
+    pub priority: i32,
+    /// Independent continuations of the prompt, which is computed once for all; 1 (default) to 256. Sample i
+    /// draws with the seed plus i, and is what a request of its own with that seed would give.
+    pub num_samples: u32,
+    /// Milliseconds from the call after which the request ends with what it has, as XSERV_FINISH_DEADLINE;
+    /// 0 (default): no limit.
+    pub time_limit_ms: u64,
+    /// Requests share the keys and values of common beginnings (their output does not depend on it, but the
+    /// time that they take does) only with requests of the same number. Default 0. A host whose users must
+    /// not learn of each other's prompts gives each a number.
+    pub cache_key: u64,
+}
+
+// SAFETY: repr(C), struct_size first, integers, floats and pointers only.
+unsafe impl GrowingStruct for xserv_request {
+    const FIRST_SIZE: usize = 152;
+    const NAME: &'static str = "xserv_request";
+    const HOW: &'static str = "fill it with xserv_request_default()";
+    fn defaults() -> Self {
+        xserv_request {
+            struct_size: size_of::<Self>(),
+            prompt: std::ptr::null(),
+            prompt_len: XSERV_NUL_TERMINATED,
+            prompt_tokens: std::ptr::null(),
+            num_prompt_tokens: 0,
+            messages_json: std::ptr::null(),
+            tools_json: std::ptr::null(),
+            template_variables_json: std::ptr::null(),
+            stop_strings: std::ptr::null(),
+            num_stop_strings: 0,
+            stop_token_ids: std::ptr::null(),
+            num_stop_token_ids: 0,
+            cancel: std::ptr::null(),
+            max_tokens: XSERV_UNSET_INT,
+            top_k: XSERV_UNSET_INT,
+            temperature: XSERV_UNSET_FLOAT,
+            top_p: XSERV_UNSET_FLOAT,
+            min_p: XSERV_UNSET_FLOAT,
+            repetition_penalty: XSERV_UNSET_FLOAT,
+            presence_penalty: XSERV_UNSET_FLOAT,
+            frequency_penalty: XSERV_UNSET_FLOAT,
+            seed: XSERV_SEED_RANDOM,
+            add_generation_prompt: 1,
+            add_special_tokens: 1,
+            parse_special_tokens: 1,
+            skip_special_tokens: 1,
+            ignore_eos: 0,
+            reserved: [0; 3],
+            priority: 0,
+            num_samples: 1,
+            time_limit_ms: 0,
+            cache_key: 0,
+        }
+    }
+}
+const _: () = assert!(size_of::<xserv_request>() == 176);
+
+static CANCEL_TOKENS: HandleTable<CancelToken> = HandleTable::new(5, "cancel token");
+
+/// Sets every field to its default; the prompt is then still to be set.
+///
+/// # Safety
+/// `request` is NULL or writable for an xserv_request.
+#[no_mangle]
+pub unsafe extern "C" fn xserv_request_default(request: *mut xserv_request) -> xserv_status {
+    guard(|| {
+        // SAFETY: writable by contract.
+        unsafe { Out::new(request, "request") }?.set(xserv_request::defaults());
+        Ok(())
+    })
+}
+
+/// Makes a cancel token, which the caller ends with xserv_cancel_token_free().
+///
+/// # Safety
+/// `cancel_token` is writable.
+#[must_use]
+#[no_mangle]
+pub unsafe extern "C" fn xserv_cancel_token_new(
+    cancel_token: *mut *mut xserv_cancel_token,
+) -> xserv_status {
+    guard(|| {
+        // SAFETY: writable by contract.
+        let out = unsafe { Out::new(cancel_token, "cancel_token") }?;
+        out.set(CANCEL_TOKENS.insert(Arc::new(CancelToken::default()))?);
+        Ok(())
+    })
+}
+
+/// Stops every request that carries this token: those that run end with XSERV_FINISH_CANCELLED at the
+/// next layer of the forward pass, those that start later end at once. Any thread may call it, any
+/// number of times. It takes a lock, so it is not for signal handlers: there, set a flag that the token
+/// callback looks at.
+#[no_mangle]
+pub extern "C" fn xserv_cancel_token_cancel(
+    cancel_token: *const xserv_cancel_token,
+) -> xserv_status {
+    guard(|| {
+        CANCEL_TOKENS.get(cancel_token)?.cancel();
+        Ok(())
+    })
+}
+
+/// Ends a cancel token. Requests that carry it go on. NULL does nothing.
+#[no_mangle]
+pub extern "C" fn xserv_cancel_token_free(cancel_token: *mut xserv_cancel_token) {
+    guard_or((), || CANCEL_TOKENS.remove(cancel_token).map(drop))
+}
+
+fn unset_float(value: f32) -> Option<f32> {
+    (value != XSERV_UNSET_FLOAT).then_some(value)
+}
+
+fn unset_int(value: u32) -> Option<u32> {
+    (value != XSERV_UNSET_INT).then_some(value)
+}
+
+/// # Safety
+/// The pointers of `c` obey the contracts of their fields for `'a`.
+unsafe fn prompt_of<'a>(c: &xserv_request) -> Result<Prompt<'a>> {
+    let given = [!c.prompt.is_null(), !c.prompt_tokens.is_null(), !c.messages_json.is_null()];
+    if given.iter().filter(|g| **g).count() != 1 {
+        return Err(Error::invalid_argument(
+            "request: exactly one of prompt, prompt_tokens and messages_json must be set",
+        ));
+    }
+    if c.messages_json.is_null() && !(c.tools_json.is_null() && c.template_variables_json.is_null())
+    {
+        return Err(Error::invalid_argument(
+            "request: tools_json and template_variables_json need messages_json",
+        ));
+    }
+    // SAFETY: by contract.
+    let chat = unsafe {
+        chat_prompt(
+            c.messages_json,
+            c.tools_json,
+            c.template_variables_json,
+            c.add_generation_prompt,
+        )
+    }?;
+    if let Some(chat) = chat {
+        return Ok(Prompt::Chat(chat));
+    }
+    if !c.prompt_tokens.is_null() {
+        // SAFETY: by contract.
+        let ids = unsafe {
+            array_argument(c.prompt_tokens, c.num_prompt_tokens, "request.prompt_tokens")
+        }?;
+        return Ok(Prompt::TokenIds(ids));
+    }
+    Ok(Prompt::Text {
+        // SAFETY: by contract.
+        text: unsafe { text_argument(c.prompt, c.prompt_len, "request.prompt") }?,
+        add_special: flag(c.add_special_tokens, "request.add_special_tokens")?,
+        parse_special: flag(c.parse_special_tokens, "request.parse_special_tokens")?,
+    })
+}
+
+/// # Safety
+/// The pointers of `c` obey the contracts of their fields for `'a`.
+pub(super) unsafe fn request_of<'a>(c: &xserv_request) -> Result<Request<'a>> {
+    // SAFETY: by contract, here and below.
+    let prompt = unsafe { prompt_of(c) }?;
+    let pointers =
+        // SAFETY: as above.
+        unsafe { array_argument(c.stop_strings, c.num_stop_strings, "request.stop_strings") }?;
+    if pointers.len() > crate::text::MAX_STOP_STRINGS {
+        return Err(Error::invalid_argument(format!(
+            "request.num_stop_strings is {}, but at most {} are allowed",
+            pointers.len(),
+            crate::text::MAX_STOP_STRINGS
+        )));
+    }
+    let mut stop_strings = try_with_capacity(pointers.len(), "stop strings")?;
+    for (i, pointer) in pointers.iter().enumerate() {
+        let name = format!("request.stop_strings[{i}]");
+        // SAFETY: as above.
+        stop_strings.push(unsafe { text_argument(*pointer, NUL_TERMINATED, &name) }?);
+    }
+    Ok(Request {
+        prompt,
+        sampling: SamplingOverrides {
+            temperature: unset_float(c.temperature),
+            top_k: unset_int(c.top_k),
+            top_p: unset_float(c.top_p),
+            min_p: unset_float(c.min_p),
+            repetition_penalty: unset_float(c.repetition_penalty),
+            presence_penalty: unset_float(c.presence_penalty),
+            frequency_penalty: unset_float(c.frequency_penalty),
+        },
+        seed: (c.seed != XSERV_SEED_RANDOM).then_some(c.seed),
+        max_tokens: unset_int(c.max_tokens),
+        stop_strings,
+        stop_token_ids: {
+            // SAFETY: as above.
+            unsafe {
+                array_argument(c.stop_token_ids, c.num_stop_token_ids, "request.stop_token_ids")
+            }?
+        },
+        skip_special: flag(c.skip_special_tokens, "request.skip_special_tokens")?,
+        ignore_eos: flag(c.ignore_eos, "request.ignore_eos")?,
+        cancel: match c.cancel.is_null() {
+            true => None,
+            false => Some(CANCEL_TOKENS.get(c.cancel)?),
+        },
+        priority: c.priority,
+        num_samples: c.num_samples,
+        time_limit: (c.time_limit_ms > 0).then(|| Duration::from_millis(c.time_limit_ms)),
+        cache_key: c.cache_key,
+    })
+}
