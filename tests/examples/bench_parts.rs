@@ -158,14 +158,19 @@ fn tied_and_untied_models_are_told_apart() {
 
     expect(&tied("as-said"), true);
     expect(&random_model("untied-as-said", &["qwen3-tiny", "--untied"]), false);
-    expect(&random_model("tied-gpt2", &["gpt2-tiny"]), true);
     // Where the config does not say, the default of the family holds; what it says elsewhere does not count.
     let silent = random_model("untied-silent", &["qwen3-tiny", "--untied"]);
     change_config(&silent, |config| {
         config.remove("tie_word_embeddings");
-        config.insert("note".into(), json!({"tie_word_embeddings": true, "text": "\"}, {"}));
     });
     expect(&silent, false);
+    let gpt2 = random_model("tied-gpt2", &["gpt2-tiny"]);
+    change_config(&gpt2, |config| {
+        let family = config.remove("model_type").expect("a family");
+        config.insert("note".into(), json!({"text": "\"}, {", "tie_word_embeddings": false}));
+        config.insert("model_type".into(), family);
+    });
+    expect(&gpt2, true);
 
     // A copy of the embedding is stored as the output matrix, as in Qwen3-0.6B; and alone.
     let copied = tied("copied");
