@@ -12,11 +12,13 @@
  * models of published shapes. Names, as in llama-bench: pp<N> is a prompt of N tokens, tg<N> the
  * generation of N tokens, _d<D> after a prompt of D tokens; _b<B> with B requests at once and _t<T>
  * with T threads, where more than one number of them is asked for. Rates of a batch are its total, _ms the
- * time of all prompts together or of one step. _limit_ms is the least time that the machine allows: the sum, over the
- * operations, of the time to read weights, keys and values or to multiply, whichever is longer (bench/limits.h); _share
- * is how near that is. What a GPU can do is measured in the same run: memory_gb_s, the rate at which a kernel that does
- * nothing else reads 4 GiB, and gemm_tflop_s, that of products of matrices of 8192 rows and columns in the model's type
- * (bench/ceilings.h). --read-gbs and --tflops set them instead; on a CPU there are limits only with both.
+ * time of all prompts together or of one step. _limit_ms is the least time that the machine allows:
+ * the sum, over the operations, of the time to read weights, keys and values or to multiply,
+ * whichever is longer (bench/limits.h); _share is how near that is. What a GPU can do is measured in
+ * the same run: memory_gb_s, the rate at which a kernel that does little else reads 4 GiB, and
+ * gemm_tflop_s, that of products of matrices of 8192 rows and columns in the model's type
+ * (bench/ceilings.h). --read-gbs and --tflops set them instead; on a CPU there are limits only with
+ * both.
  *
  * Waiting and serving, in seconds, from one event loop (--no-speed leaves out the above):
  * ttft<N> is the time to the first token of a prompt of N tokens, of one request to an idle model;
@@ -203,8 +205,8 @@ static bool measure_loads(const subject *of, const row *row, workload *work) {
 
 static bool is_on_gpu(const xserv_model_info *info) { return info->num_threads == 0; }
 
-/* What the GPU of the model can do, beside the model: loading and the first token are then over, and what is measured
- * next finds the GPU as warm as it stays. Without it there are no limits. */
+/* Measures what the GPU can do while the model is on it: loading and the first token are then over,
+ * and what is measured next finds the GPU as warm as it stays. Where it fails there are no limits. */
 static void measure_gpu(subject *of, const row *row) {
   const ceilings *set = &of->all->ceilings;
   const bool has_rows = of->all->prompts.len + of->all->gen.len > 0;
@@ -259,8 +261,9 @@ static bool measure_model(subject *of, bool first) {
   return true;
 }
 
-/* How near generation comes to the speed at which the device reads its memory. Called when the model has been freed, so
- * that the buffer of the measurement on the host does not add to the memory of the process. */
+/* Prints how near generation comes to the speed at which the device reads its memory. Called when the
+ * model has been freed, so that the buffer of the measurement on the host does not add to the memory
+ * of the process. */
 static void print_memory_share(const subject *of) {
   row row = row_of(of->all, of->info->num_threads);
   if (of->best_single == 0) return;

@@ -1,5 +1,5 @@
-//! How fast a device reads its memory and multiplies large matrices, measured by operators of the library through its C
-//! interface. The same as `examples/c/bench/ceilings.h`, which says more.
+//! How fast a device reads its memory and multiplies large matrices, measured by operators of the
+//! library through its C interface. The same as `examples/c/bench/ceilings.h`, which says more.
 
 use std::ffi::c_void;
 use std::ptr::null_mut;
@@ -12,9 +12,9 @@ use super::tensors::{ok, Context};
 
 /// What to measure with.
 pub struct Probes {
-    /// Of the weights that are read, and of the product: f32, f16 or bf16.
+    /// The type of the weights that are read, and of the product: f32, f16 or bf16.
     pub dtype: xserv_dtype,
-    /// To read: a multiple of 4 MiB, and several times the caches.
+    /// Bytes to read: a multiple of 4 MiB, and several times the caches.
     pub num_bytes: usize,
     /// Rows and columns of the matrices of the product.
     pub gemm_size: i64,
@@ -23,15 +23,16 @@ pub struct Probes {
 }
 
 const ROUNDS: usize = 5;
-/// Random numbers, which are then repeated.
+/// The number of random values, which are then repeated.
 const PATTERN_LEN: i64 = 1 << 20;
-/// Of the matrix that is multiplied with one row.
+/// Columns of the matrix that is multiplied with one row.
 const COLUMNS: i64 = 4096;
-/// Of the rows that are searched for their largest elements.
+/// Bytes of each row that is searched for its largest element.
 const ROW_BYTES: i64 = 256 << 10;
 
-/// Reads at the rate of the better of two kernels that do little else, a product of one row with a matrix and a search
-/// for the largest elements of rows; products of random numbers by the library's choice, kept up for some rounds.
+/// Measures both rates. That of reads is the better one of two kernels that do little else, a
+/// product of one row with a matrix and a search for the largest elements of rows; that of products
+/// is the library's own choice of a kernel on random numbers, kept up for some rounds.
 pub fn measure(context: &Context, probes: &Probes) -> Ceilings {
     let read_gbs = read_rate(context, probes);
     // What the reads took goes back to the driver, for the products and their workspace.
@@ -65,7 +66,8 @@ impl Array {
         Array { owned, view, count }
     }
 
-    /// Random numbers from -1 to 1, made on the host once and doubled on the device until the array is full.
+    /// Random numbers from -1 to 1, made on the host once and doubled on the device until the array
+    /// is full.
     fn random(context: &Context, dtype: xserv_dtype, count: i64, mut seed: u64) -> Self {
         let array = Array::new(context, dtype, count);
         let mut filled = count.min(PATTERN_LEN);
@@ -83,7 +85,8 @@ impl Array {
             ..pattern.view
         };
         let begin = array.slice(0, &mut filled);
-        // SAFETY: the descriptors are those of owned tensors and of `values`, and all have `filled` elements.
+        // SAFETY: the descriptors are those of owned tensors and of `values`, and all have `filled`
+        // elements.
         unsafe {
             ok(xserv_op_copy(context.handle, &host, &pattern.view));
             ok(xserv_op_cast(context.handle, &pattern.view, &begin));
@@ -122,7 +125,8 @@ impl Array {
 /// # Safety
 /// The descriptors are those of memory that lives until the context has been synchronised.
 unsafe fn multiply(context: &Context, [a, b, c]: &[xserv_tensor; 3]) {
-    // SAFETY: options are plain data, filled before they are used; the rest is passed on to the caller.
+    // SAFETY: options are plain data, filled before they are used; the rest is passed on to the
+    // caller.
     unsafe {
         let mut options: xserv_gemm_options = std::mem::zeroed();
         ok(xserv_gemm_options_default(&mut options));
@@ -176,8 +180,8 @@ fn product_rate(context: &Context, probes: &Probes) -> f64 {
     2.0 * (size as f64).powi(3) / seconds * 1e-12
 }
 
-/// Seconds of a call: the median of some rounds, after a first call that loads the kernel, one that tells how many a
-/// round has, and a round that brings the device to the speed that it keeps.
+/// Seconds of a call: the median of some rounds, after a first call that loads the kernel, one that
+/// tells how many a round has, and a round that brings the device to the speed that it keeps.
 fn time(context: &Context, round_seconds: f64, queue: impl Fn()) -> f64 {
     let seconds_of = |count: usize| {
         let begin = Instant::now();

@@ -1,6 +1,6 @@
-//! The least time that a step of a model can take on a machine: the sum, over the operations of the step, of the time
-//! to read what the operation needs or to multiply, whichever is longer. The same as `examples/c/bench/limits.h`, which
-//! says what counts; a test compares the two.
+//! The least time that a step of a model can take on a machine: the sum, over the operations of the
+//! step, of the time to read what the operation needs or to multiply, whichever is longer. The same
+//! as `examples/c/bench/limits.h`, which says what counts; a test compares the two.
 
 /// What a machine can do.
 #[derive(Clone, Copy, Debug)]
@@ -12,12 +12,12 @@ pub struct Ceilings {
 }
 
 impl Ceilings {
-    /// Milliseconds.
+    /// The least milliseconds of operations that follow each other.
     pub fn limit_ms(&self, operations: &[Work]) -> f64 {
         operations.iter().map(|work| self.operation_ms(work)).sum()
     }
 
-    /// Milliseconds of one operation.
+    /// The least milliseconds of one operation.
     pub fn operation_ms(&self, work: &Work) -> f64 {
         (work.bytes / self.read_gbs * 1e-6).max(work.flops / self.tflops * 1e-9)
     }
@@ -45,8 +45,8 @@ pub struct ModelWork {
 }
 
 impl ModelWork {
-    /// The layers' matrices, the output matrix and attention, for one token of each of `batch` sequences of `context`
-    /// tokens.
+    /// The layers' matrices, the output matrix and attention, for one token of each of `batch`
+    /// sequences of `context` tokens.
     pub fn decode(&self, batch: f64, context: f64) -> [Work; 3] {
         let pairs = batch * context;
         [

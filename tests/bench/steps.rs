@@ -7,10 +7,11 @@
 //!
 //! `--decode BxC`: B sequences with C tokens behind them take one greedy token each, steps following each other
 //! without a gap, as in an engine; with `--draw` a random one (TOP_K 0 and TOP_P 1: of all tokens). `--prefill T`: a
-//! prompt of T tokens up to its first token. Times are medians, in milliseconds. The limits follow from the rates at
-//! which the GPU reads and multiplies, which are measured in the same run (`ceilings.rs`) unless `--read-gbs` and
-//! `--tflops` set them. Weights are bf16, or f16 with `--f16`. `--profile` adds where each step's time goes: a table of the parts of all layers that adds up to
-//! the step. `tests/bench/make_random_model.py` makes folders.
+//! prompt of T tokens up to its first token. Times are medians, in milliseconds. The limits follow
+//! from the rates at which the GPU reads and multiplies, which are measured in the same run
+//! (`ceilings.rs`) unless `--read-gbs` and `--tflops` set them. Weights are bf16, or f16 with
+//! `--f16`. `--profile` adds where each step's time goes: a table of the parts of all layers that
+//! adds up to the step. `tests/bench/make_random_model.py` makes folders.
 
 use std::time::Instant;
 

@@ -90,8 +90,8 @@ fn metrics(arguments: &[&str]) -> BTreeMap<String, f64> {
     lines.collect()
 }
 
-/// An embedding that is not the output matrix too is no part of a step, so that a model reads the same with tied weights
-/// and without.
+/// An embedding that is not the output matrix too is no part of a step, so that a model reads the
+/// same with tied weights and without.
 #[test]
 fn limits_count_what_a_step_reads() {
     if crate::c::programs().is_none() {
@@ -106,7 +106,8 @@ fn limits_count_what_a_step_reads() {
         // One byte takes a microsecond, arithmetic nothing.
         let rates = ["--threads", "1", "--read-gbs", "0.001", "--tflops", "1000000"];
         let found = metrics(&[&common[..], &rates].concat());
-        // 115,072 numbers in 2 layers and the output matrix, 256 bytes of keys and values a token, 10 tokens on average.
+        // 115,072 numbers in 2 layers and the output matrix, 256 bytes of keys and values a token,
+        // 10 tokens on average.
         let decode = 2.0 * 115_072.0 + 10.0 * 256.0;
         assert!((found["tg4_d8_limit_ms"] * 1e3 / decode - 1.0).abs() < 1e-4, "{found:?}");
         let prompt = 2.0 * 115_072.0 + 8.0 * 256.0;

@@ -1,5 +1,6 @@
-//! The parts of bench that can be judged: its limits, what it finds out about a folder, and that it can measure what a
-//! device does. `cargo bench --bench steps` has the limits and the measurement in Rust.
+//! The parts of bench that can be judged: its limits, what it finds out about a folder, and that it
+//! can measure what a device does. `cargo bench --bench steps` has the limits and the measurement
+//! in Rust.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -58,13 +59,15 @@ fn limits_of_8b(tied: &str, batch: &str, context: &str, num_tokens: &str) -> [f6
 
 #[test]
 fn limits_are_those_computed_by_hand() {
-    // 8,190,735,360 weights, of which 151936 * 4096 = 622,329,856 are the embedding and as many the output matrix:
-    // 6,946,075,648 in the layers. One sequence is bound by memory in all operations.
+    // 8,190,735,360 weights, of which 151936 * 4096 = 622,329,856 are the embedding and as many the
+    // output matrix: 6,946,075,648 in the layers. One sequence is bound by memory in all
+    // operations.
     let [bytes, decode, prompt] = limits_of_8b("0", "1", "512", "2048");
     assert_eq!(bytes, 2.0 * (6_946_075_648.0 + 622_329_856.0));
     assert_near(decode, (15_136_811_008.0 + 512.0 * 147_456.0) / 4706e9 * 1e3);
-    // The prompt is bound by arithmetic in the layers and in attention, which takes 4 * 32 * 128 * 36 = 589,824
-    // operations for each of 2048 * 2049 / 2 = 2,098,176 pairs, and by memory in the output matrix.
+    // The prompt is bound by arithmetic in the layers and in attention, which takes 4 * 32 * 128 *
+    // 36 = 589,824 operations for each of 2048 * 2049 / 2 = 2,098,176 pairs, and by memory in the
+    // output matrix.
     let layers = 2.0 * 6_946_075_648.0 * 2048.0 / 680e12;
     let (attention, output) = (2_098_176.0 * 589_824.0 / 680e12, 1_244_659_712.0 / 4706e9);
     assert_near(prompt, (layers + attention + output) * 1e3);
@@ -158,7 +161,8 @@ fn tied_and_untied_models_are_told_apart() {
 
     expect(&tied("as-said"), true);
     expect(&random_model("untied-as-said", &["qwen3-tiny", "--untied"]), false);
-    // Where the config does not say, the default of the family holds; what it says elsewhere does not count.
+    // Where the config does not say, the default of the family holds; what it says elsewhere does
+    // not count.
     let silent = random_model("untied-silent", &["qwen3-tiny", "--untied"]);
     change_config(&silent, |config| {
         config.remove("tie_word_embeddings");

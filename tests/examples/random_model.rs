@@ -55,7 +55,8 @@ fn count_by(config: &Value) -> u64 {
     num_embeddings * size("vocab_size") * hidden + size("num_hidden_layers") * layer + hidden
 }
 
-/// The published number of weights of each shape (tied matrices once), and what its config calls itself.
+/// The published number of weights of each shape (tied matrices once), and what its config calls
+/// itself.
 const PUBLISHED: [(&str, u64, &str); 12] = [
     ("qwen3-0.6b", 596_049_920, "Qwen3ForCausalLM"),
     ("qwen3-1.7b", 1_720_574_976, "Qwen3ForCausalLM"),

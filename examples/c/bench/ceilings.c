@@ -46,7 +46,8 @@ static xserv_tensor matrix(const xserv_tensor *whole, int64_t shape[2]) {
   return view;
 }
 
-/* Random numbers from -1 to 1, made on the host once and doubled on the device until the array is full. */
+/* Random numbers from -1 to 1, made on the host once and doubled on the device until the array is
+ * full. */
 static xserv_status fill(const xserv_context *context, const array *target, int64_t count, uint64_t seed) {
   array random = {0};
   int64_t filled = count < PATTERN_LEN ? count : PATTERN_LEN;
@@ -106,8 +107,8 @@ static xserv_status time_calls(const call *call, uint32_t count, double *seconds
   return status;
 }
 
-/* The median of some rounds, after a first call that loads the kernel, one that tells how many a round has, and a
- * round that brings the device to the speed that it keeps. */
+/* The median of some rounds, after a first call that loads the kernel, one that tells how many a
+ * round has, and a round that brings the device to the speed that it keeps. */
 static xserv_status time_operator(const call *call, double round_seconds, double *seconds) {
   double once, rounds[ROUNDS + 1];
   xserv_status status = time_calls(call, 1, &once);
@@ -119,8 +120,8 @@ static xserv_status time_operator(const call *call, double round_seconds, double
   return status;
 }
 
-/* An array of most_bytes, or of as many as there is memory for: the beginning and the end of a read, which are slower,
- * count less in a long one. */
+/* An array of most_bytes, or of as many as there is memory for: the beginning and the end of a
+ * read, which are slower, count less in a long one. */
 static xserv_status make_large(const xserv_context *context, const probes *probes, size_t bytes_each, array *large,
                                size_t *num_bytes) {
   xserv_status status = XSERV_STATUS_OUT_OF_MEMORY;

@@ -21,7 +21,8 @@ static double operation_ms(const ceilings *ceilings, double bytes, double flops)
   return read_ms > flops_ms ? read_ms : flops_ms;
 }
 
-/* Matrices that are multiplied with as many rows need not be told apart: both times grow with the weights alone. */
+/* Matrices that are multiplied with as many rows need not be told apart: both times grow with the
+ * weights alone. */
 static double product_ms(const ceilings *ceilings, const model_work *work, double weights, double rows) {
   return operation_ms(ceilings, weights * work->bytes_per_weight, 2 * weights * rows);
 }

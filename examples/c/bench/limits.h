@@ -1,9 +1,10 @@
 /*
- * The least time that a step of a model can take on a machine: the sum, over the operations of the step, of the
- * time to read what the operation needs or to multiply, whichever is longer.
+ * The least time that a step of a model can take on a machine: the sum, over the operations of the
+ * step, of the time to read what the operation needs or to multiply, whichever is longer.
  *
- * What is read are the weights, and the keys and values of the cache; what is computed are the products with both.
- * Activations, norms and the row of the embedding that a token takes are left out: fused kernels hardly move them.
+ * What is read are the weights, and the keys and values of the cache; what is computed are the
+ * products with both. Activations, norms and the row of the embedding that a token takes are left
+ * out: fused kernels hardly move them.
  */
 
 #ifndef EXAMPLES_BENCH_LIMITS_H
@@ -28,19 +29,25 @@ typedef struct model_work {
   double attention_flops; /* for a query and a key, in all layers */
 } model_work;
 
-/* tied: the embedding is also the output matrix. */
+/* Returns those of a model; `tied` says whether the embedding is also the output matrix. */
 model_work model_work_of(const xserv_model_info *info, bool tied);
 
-/* Bytes of weights that every step reads. An embedding that isn't also the output matrix is not among them. */
+/*
+ * Returns the bytes of weights that every step reads. An embedding that is not also the output matrix
+ * is not among them.
+ */
 double step_weight_bytes(const model_work *work);
 
 /*
- * Milliseconds of a step that gives `batch` requests a token each, with `context` tokens before it in each.
- * 0 if one of the ceilings is not known.
+ * Returns the milliseconds of a step that gives `batch` requests a token each, with `context` tokens
+ * before it in each. 0 if one of the ceilings is not known.
  */
 double decode_limit_ms(const ceilings *ceilings, const model_work *work, double batch, double context);
 
-/* Milliseconds of `batch` prompts of num_tokens, up to the logits of each one's last token. 0 as above. */
+/*
+ * Returns the milliseconds of `batch` prompts of num_tokens, up to the logits of each one's last token.
+ * 0 if one of the ceilings is not known.
+ */
 double prompt_limit_ms(const ceilings *ceilings, const model_work *work, double batch, double num_tokens);
 
 #endif

@@ -42,7 +42,8 @@ static const char *skip_string(const char *at) {
   return *at == '"' ? at + 1 : at;
 }
 
-/* The value of a member of the JSON object that begins at `at`; NULL if it has no such member, or `at` is NULL. */
+/* The value of a member of the JSON object that begins at `at`; NULL if it has no such member, or
+ * `at` is NULL. */
 static const char *member(const char *at, const char *key) {
   const size_t key_len = strlen(key);
   int depth = 0;

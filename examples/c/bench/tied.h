@@ -6,9 +6,9 @@
 #include <stdbool.h>
 
 /*
- * folder: of a model that the library loads (xserv_model_info.path). config.json decides, and where it doesn't say,
- * the default of the family. A tied model may store an output matrix all the same; one that begins with other numbers
- * than the embedding is a matrix of its own.
+ * `folder` is that of a model that the library loads (xserv_model_info.path). config.json decides,
+ * and where it doesn't say, the default of the family. A tied model may store an output matrix all
+ * the same; one that begins with other numbers than the embedding is a matrix of its own.
  */
 bool has_tied_embeddings(const char *folder);
 
