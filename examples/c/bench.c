@@ -6,15 +6,19 @@
  *                 [--ttft 512,2048] [--serve 1,8] [--offline 256] [--poisson 50,80] [--offline-rate R]
  *                 [--poisson-requests 256] [--max-prefill N] [--no-chunked-prefill] [--no-speed]
  *                 [--kv-tokens N] [--max-swap-bytes N]
- *                 [--read-gbs N] [--tflops N] [--untied] [--deterministic] [--reps 3]
- *                 [--json]
+ *                 [--read-gbs N] [--tflops N] [--deterministic] [--reps 3] [--json]
  *
  * Numbers are medians over --reps. Weights may be random: tests/bench/make_random_model.py makes
  * models of published shapes. Names, as in llama-bench: pp<N> is a prompt of N tokens, tg<N> the
  * generation of N tokens, _d<D> after a prompt of D tokens; _b<B> with B requests at once and _t<T>
  * with T threads, where more than one number of them is asked for. Rates of a batch are its total, _ms the
- * time of all prompts together or of one step. _limit_ms is the least time that the memory (--read-gbs) or
- * the arithmetic (--tflops) of the machine allow, _share how near that is; both are known of an H200.
+ * time of all prompts together or of one step. _limit_ms is the least time that the machine allows:
+ * the sum, over the operations, of the time to read weights, keys and values or to multiply,
+ * whichever is longer (bench/limits.h); _share is how near that is. What a GPU can do is measured in
+ * the same run: memory_gb_s, the rate at which a kernel that does little else reads 4 GiB, and
+ * gemm_tflop_s, that of products of matrices of 8192 rows and columns in the model's type
+ * (bench/ceilings.h). --read-gbs and --tflops set them instead; on a CPU there are limits only with
+ * both.
  *
  * Waiting and serving, in seconds, from one event loop (--no-speed leaves out the above):
  * ttft<N> is the time to the first token of a prompt of N tokens, of one request to an idle model;
@@ -38,10 +42,12 @@
 #include <xserv.h>
 
 #include "bench/bandwidth.h"
+#include "bench/ceilings.h"
 #include "bench/limits.h"
 #include "bench/measure.h"
 #include "bench/report.h"
 #include "bench/serve.h"
+#include "bench/tied.h"
 #include "common/options.h"
 
 typedef struct list {
@@ -55,7 +61,7 @@ typedef struct settings {
   uint32_t reps, poisson_requests;
   float offline_rate; /* requests per second; 0: to be measured */
   uint64_t max_prefill, kv_tokens, max_swap_bytes;
-  limits limits;
+  ceilings ceilings; /* those that are not to be measured */
   bool deterministic, json;
 } settings;
 
@@ -64,7 +70,9 @@ typedef struct subject {
   const settings *all;
   const xserv_model *model;
   const xserv_model_info *info;
-  limits limits;
+  model_work work;
+  ceilings ceilings;
+  double best_single; /* tokens per second of the fastest generation without a batch */
 } subject;
 
 static row row_of(const settings *all, uint32_t threads) {
@@ -96,8 +104,8 @@ static bool measure_row(const subject *of, const row *row, workload *work, uint3
     *tok_s = median(seconds, reps);
     const double tokens = (double)work->batch * (prompt ? num_tokens : 1), ms = 1e3 * tokens / *tok_s;
     const double limit_ms =
-        prompt ? prompt_limit_ms(&of->limits, of->info, work->batch, num_tokens)
-               : decode_limit_ms(&of->limits, of->info, work->batch, depth + 0.5 * num_tokens);
+        prompt ? prompt_limit_ms(&of->ceilings, &of->work, work->batch, num_tokens)
+               : decode_limit_ms(&of->ceilings, &of->work, work->batch, depth + 0.5 * num_tokens);
     const struct {
       const char *name, *unit, *better;
       double value;
@@ -195,9 +203,30 @@ static bool measure_loads(const subject *of, const row *row, workload *work) {
   return true;
 }
 
-/* Everything for one number of threads, on a model loaded for it. best_single: gets the tokens per
- * second of the fastest generation without a batch. */
-static bool measure_model(const subject *of, bool first, double *best_single) {
+static bool is_on_gpu(const xserv_model_info *info) { return info->num_threads == 0; }
+
+/* Measures what the GPU can do while the model is on it: loading and the first token are then over,
+ * and what is measured next finds the GPU as warm as it stays. Where it fails there are no limits. */
+static void measure_gpu(subject *of, const row *row) {
+  const ceilings *set = &of->all->ceilings;
+  const bool has_rows = of->all->prompts.len + of->all->gen.len > 0;
+  const probes probes = gpu_probes(of->info->dtype);
+  measured found;
+  if (!has_rows || (set->read_gbs > 0 && set->tflops > 0) || !measure_ceilings(&probes, &found)) return;
+  fprintf(stderr, "measured: reads of %zu MiB, products of %lld rows and columns\n", found.num_bytes >> 20,
+          (long long)probes.gemm_size);
+  if (set->read_gbs == 0) {
+    of->ceilings.read_gbs = found.ceilings.read_gbs;
+    print_value(row, "memory_gb_s", "GB/s", "higher", of->ceilings.read_gbs);
+  }
+  if (set->tflops == 0) {
+    of->ceilings.tflops = found.ceilings.tflops;
+    print_value(row, "gemm_tflop_s", "TFLOP/s", "higher", of->ceilings.tflops);
+  }
+}
+
+/* Everything for one number of threads, on a model loaded for it. */
+static bool measure_model(subject *of, bool first) {
   const settings *all = of->all;
   row row = row_of(all, of->info->num_threads);
   workload work = {of->model, of->info->vocab_size, 1, 1};
@@ -205,6 +234,7 @@ static bool measure_model(const subject *of, bool first, double *best_single) {
   double first_token;
   if (!measure_first_token(&work, 128, &first_token)) return false;
   print_value(&row, "ttft128_s", "s", "lower", first_token);
+  if (is_on_gpu(of->info)) measure_gpu(of, &row);
 
   for (size_t b = 0; b < all->batch.len; b++) {
     work.batch = row.batch = all->batch.values[b];
@@ -214,7 +244,7 @@ static bool measure_model(const subject *of, bool first, double *best_single) {
     for (size_t i = 0; i < all->gen.len; i++) {
       for (size_t d = 0; d < all->depths.len; d++) {
         if (!measure_row(of, &row, &work, all->gen.values[i], all->depths.values[d], &tok_s)) return false;
-        if (row.batch == 1 && tok_s > *best_single) *best_single = tok_s;
+        if (row.batch == 1 && tok_s > of->best_single) of->best_single = tok_s;
       }
     }
   }
@@ -231,17 +261,18 @@ static bool measure_model(const subject *of, bool first, double *best_single) {
   return true;
 }
 
-/* How near generation comes to the speed at which the host reads its memory; on a GPU only how fast it reads the
- * weights, whose memory is not the host's. Called when the model has
- * been freed, so that the buffer of the measurement does not add to the memory of the process. */
-static void print_memory_share(const settings *all, const xserv_model_info *info, double best_single) {
-  row row = row_of(all, info->num_threads);
-  if (best_single == 0) return;
-  double weights = best_single * step_weight_bytes(&all->limits, info) / 1e9;
+/* Prints how near generation comes to the speed at which the device reads its memory. Called when the
+ * model has been freed, so that the buffer of the measurement on the host does not add to the memory
+ * of the process. */
+static void print_memory_share(const subject *of) {
+  row row = row_of(of->all, of->info->num_threads);
+  if (of->best_single == 0) return;
+  double weights = of->best_single * step_weight_bytes(&of->work) / 1e9, memory = of->ceilings.read_gbs;
   print_value(&row, "weights_gb_s", "GB/s", "higher", weights);
-  if (info->num_threads == 0) return; /* a GPU */
-  double memory = read_bandwidth(info->num_threads) / 1e9;
-  print_value(&row, "memory_gb_s", "GB/s", "higher", memory);
+  if (!is_on_gpu(of->info)) {
+    memory = read_bandwidth(of->info->num_threads) / 1e9;
+    print_value(&row, "memory_gb_s", "GB/s", "higher", memory);
+  }
   if (memory > 0) print_value(&row, "memory_share", "of 1", "higher", weights / memory);
 }
 
@@ -249,7 +280,7 @@ static bool measure_threads(const settings *all, uint32_t threads) {
   xserv_load_options options;
   xserv_model *model = NULL;
   xserv_model_info info = {.struct_size = sizeof info};
-  double best_single = 0;
+  subject of = {.all = all, .info = &info, .ceilings = all->ceilings};
   if (xserv_load_options_default(&options) != XSERV_STATUS_OK) return false;
   options.num_threads = threads;
   options.deterministic = all->deterministic;
@@ -261,13 +292,15 @@ static bool measure_threads(const settings *all, uint32_t threads) {
   if (!good) {
     fprintf(stderr, "bench: %s\n", xserv_last_error());
   } else {
-    fprintf(stderr, "%s, %.3g GB of weights, %s, xserv %s\n", info.architecture,
-            (double)info.weights_bytes / 1e9, info.device, xserv_version());
-    const subject of = {all, model, &info, limits_of(all->limits, &info)};
-    good = measure_model(&of, threads == all->threads.values[0], &best_single);
+    const bool tied = has_tied_embeddings(info.path);
+    fprintf(stderr, "%s, %.3g GB of weights, embeddings %s, %s, xserv %s\n", info.architecture,
+            (double)info.weights_bytes / 1e9, tied ? "tied" : "not tied", info.device, xserv_version());
+    of.model = model;
+    of.work = model_work_of(&info, tied);
+    good = measure_model(&of, threads == all->threads.values[0]);
   }
   xserv_model_free(model);
-  if (good) print_memory_share(all, &info, best_single);
+  if (good) print_memory_share(&of);
   return good;
 }
 
@@ -296,9 +329,9 @@ int main(int argc, char **argv) {
     } else if (option_number(argc, argv, &i, "--poisson-requests", 1024, &number)) {
       all.poisson_requests = number > 0 ? (uint32_t)number : 1;
     } else if (option_float(argc, argv, &i, "--read-gbs", &real)) {
-      all.limits.read_gbs = real;
+      all.ceilings.read_gbs = real;
     } else if (option_float(argc, argv, &i, "--tflops", &real)) {
-      all.limits.tflops = real;
+      all.ceilings.tflops = real;
     } else if (strcmp(argv[i], "--no-chunked-prefill") == 0) {
       all.max_prefill = UINT64_MAX; /* as many as the longest context, or more */
     } else if (strcmp(argv[i], "--no-speed") == 0) {
@@ -307,8 +340,6 @@ int main(int argc, char **argv) {
       all.json = true;
     } else if (strcmp(argv[i], "--deterministic") == 0) {
       all.deterministic = true;
-    } else if (strcmp(argv[i], "--untied") == 0) {
-      all.limits.untied = true;
     } else if (argv[i][0] != '-' && all.model_path == NULL) {
       all.model_path = argv[i];
     } else {
@@ -320,10 +351,10 @@ int main(int argc, char **argv) {
     fprintf(stderr, "usage: bench MODEL [--prompts N,N] [--gen N,N] [--depths N,N] [--threads N,N] "
                     "[--batch N,N] [--ttft N,N] [--serve N,N] [--offline N,N] [--poisson PERCENT,...] "
                     "[--offline-rate R] [--poisson-requests N] [--max-prefill N] [--no-chunked-prefill] "
-                    "[--kv-tokens N] [--max-swap-bytes N] [--no-speed] [--read-gbs N] [--tflops N] [--untied] [--deterministic] [--reps N] [--json]\n");
+                    "[--kv-tokens N] [--max-swap-bytes N] [--no-speed] [--read-gbs N] [--tflops N] [--deterministic] [--reps N] [--json]\n");
     return 2;
   }
-  if (all.offline_rate < 0 || all.limits.read_gbs < 0 || all.limits.tflops < 0) {
+  if (all.offline_rate < 0 || all.ceilings.read_gbs < 0 || all.ceilings.tflops < 0) {
     fprintf(stderr, "bench: a rate is negative\n");
     return 2;
   }

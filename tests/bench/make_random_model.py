@@ -4,9 +4,14 @@
     python3 tests/bench/make_random_model.py --shape qwen3-0.6b --out /tmp/qwen3-0.6b
     target/examples-c/bench /tmp/qwen3-0.6b
 
+Sizes of the shape are changed by options, which makes a model of any size of the shape's family:
+
+    python3 tests/bench/make_random_model.py --shape llama-3.2-1b --layers 4 --vocab 32000 --untied --out /tmp/llama
+
 The text that such a model generates is noise; its speed is that of the real one. Needs nothing but
 Python. Weights are bfloat16 with magnitudes from 2^-7 to 2^-5 (root mean square 0.019; published
-models are initialised with 0.02), the scales of norms are 1. Sizes: qwen3-8b takes 16 GB.
+models are initialised with 0.02), the scales of norms are 1 and biases are as small as weights. Sizes:
+qwen3-8b takes 16 GB, qwen3-32b 66 GB; --config-only writes everything but the weights.
 """
 
 import argparse
@@ -16,51 +21,118 @@ import struct
 import sys
 from pathlib import Path
 
-# From the config.json of Qwen/Qwen3-0.6B, -1.7B, -4B, -8B and openai-community/gpt2. The tiny ones are our own.
-QWEN3 = {
-    "qwen3-tiny": dict(hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, ffn=128, vocab=640, tied=True),
-    "qwen3-0.6b": dict(hidden=1024, layers=28, heads=16, kv_heads=8, head_dim=128, ffn=3072, vocab=151936, tied=True),
-    "qwen3-1.7b": dict(hidden=2048, layers=28, heads=16, kv_heads=8, head_dim=128, ffn=6144, vocab=151936, tied=True),
-    "qwen3-4b": dict(hidden=2560, layers=36, heads=32, kv_heads=8, head_dim=128, ffn=9728, vocab=151936, tied=True),
-    "qwen3-8b": dict(hidden=4096, layers=36, heads=32, kv_heads=8, head_dim=128, ffn=12288, vocab=151936, tied=False),
+# From the config.json of Qwen/Qwen3-0.6B to -32B and -30B-A3B, meta-llama/Llama-3.1-8B and Llama-3.2-1B,
+# mistralai/Mistral-7B-v0.3, Qwen/Qwen2.5-7B and openai-community/gpt2. The tiny ones are our own.
+QWEN3 = dict(family="qwen3", kv_heads=8, head_dim=128, vocab=151936, tied=False, theta=1000000, positions=40960)
+LLAMA = dict(family="llama", heads=32, kv_heads=8, vocab=128256, theta=500000.0, positions=131072)
+# The config does not name the width of a head, which is hidden_size / num_attention_heads.
+DERIVED = dict(derives_head_dim=True)
+SHAPES = {
+    "qwen3-tiny": QWEN3
+    | dict(hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, intermediate=128, vocab=640, tied=True),
+    "qwen3-0.6b": QWEN3 | dict(hidden=1024, layers=28, heads=16, intermediate=3072, tied=True),
+    "qwen3-1.7b": QWEN3 | dict(hidden=2048, layers=28, heads=16, intermediate=6144, tied=True),
+    "qwen3-4b": QWEN3 | dict(hidden=2560, layers=36, heads=32, intermediate=9728, tied=True),
+    "qwen3-8b": QWEN3 | dict(hidden=4096, layers=36, heads=32, intermediate=12288),
+    "qwen3-14b": QWEN3 | dict(hidden=5120, layers=40, heads=40, intermediate=17408),
+    "qwen3-32b": QWEN3 | dict(hidden=5120, layers=64, heads=64, intermediate=25600),
+    # intermediate is that of layers without experts, of which there are none.
+    "qwen3-30b-a3b": QWEN3
+    | dict(family="qwen3_moe", hidden=2048, layers=48, heads=32, kv_heads=4, intermediate=6144)
+    | dict(experts=128, experts_per_token=8, moe_intermediate=768),
+    "llama-3.1-8b": LLAMA
+    | DERIVED
+    | dict(hidden=4096, layers=32, head_dim=128, intermediate=14336, tied=False, rope_factor=8.0),
+    "llama-3.2-1b": LLAMA
+    | dict(hidden=2048, layers=16, head_dim=64, intermediate=8192, tied=True, rope_factor=32.0),
+    "mistral-7b": dict(family="mistral", hidden=4096, layers=32, heads=32, kv_heads=8, head_dim=128, intermediate=14336)
+    | dict(vocab=32768, tied=False, theta=1000000.0, positions=32768)
+    | DERIVED,
+    "qwen2.5-7b": dict(family="qwen2", hidden=3584, layers=28, heads=28, kv_heads=4, head_dim=128, intermediate=18944)
+    | dict(vocab=152064, tied=False, theta=1000000.0, positions=131072)
+    | DERIVED,
+    "gpt2-tiny": dict(family="gpt2", hidden=64, layers=2, heads=4, positions=256, vocab=640),
+    "gpt2": dict(family="gpt2", hidden=768, layers=12, heads=12, positions=1024, vocab=50257),
 }
-GPT2 = {
-    "gpt2-tiny": dict(hidden=64, layers=2, heads=4, positions=256, vocab=640),
-    "gpt2": dict(hidden=768, layers=12, heads=12, positions=1024, vocab=50257),
+# Sizes that an option may change, where the shape has them.
+SIZES = {
+    "hidden": "width of the residual stream",
+    "layers": "number of layers",
+    "heads": "query heads",
+    "kv_heads": "key and value heads",
+    "head_dim": "width of a head",
+    "intermediate": "width of the MLP",
+    "vocab": "rows of the embedding",
+    "positions": "longest context",
+    "experts": "experts of a layer",
+    "experts_per_token": "experts that a token takes",
+    "moe_intermediate": "width of an expert",
 }
-QWEN3_POSITIONS = 40960
-# Ids of the special tokens in a vocabulary of full size; in a smaller one they are the last three.
-QWEN3_SPECIALS = {"<|endoftext|>": 151643, "<|im_start|>": 151644, "<|im_end|>": 151645}
 
-CHAT_TEMPLATE = (
+# Texts and published ids of special tokens: that of the beginning (or padding), the end, and others. In a vocabulary
+# that is too small for these ids they are the last ones.
+QWEN_SPECIALS = {"<|endoftext|>": 151643, "<|im_start|>": 151644, "<|im_end|>": 151645}
+LLAMA_SPECIALS = {
+    "<|begin_of_text|>": 128000,
+    "<|end_of_text|>": 128001,
+    "<|start_header_id|>": 128006,
+    "<|end_header_id|>": 128007,
+    "<|eot_id|>": 128009,
+}
+MISTRAL_SPECIALS = {"<unk>": 0, "<s>": 1, "</s>": 2, "[INST]": 3, "[/INST]": 4}
+
+CHAT_ML = (
     "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
     "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
+LLAMA_TEMPLATE = (
+    "{{- '<|begin_of_text|>' }}{%- for message in messages %}{{- '<|start_header_id|>' + message.role"
+    " + '<|end_header_id|>\\n\\n' + message.content + '<|eot_id|>' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}"
+)
+MISTRAL_TEMPLATE = (
+    "{{- '<s>' }}{%- for message in messages %}{%- if message.role == 'user' %}"
+    "{{- '[INST] ' + message.content + '[/INST]' }}{%- else %}{{- ' ' + message.content + '</s>' }}{%- endif %}"
+    "{%- endfor %}"
+)
 
 
-def qwen3_tensors(s):
-    """Name and shape of each tensor; `scale` marks the norms."""
-    yield "model.embed_tokens.weight", (s["vocab"], s["hidden"])
+def mlp_tensors(prefix, hidden, intermediate):
+    yield prefix + "gate_proj.weight", (intermediate, hidden)
+    yield prefix + "up_proj.weight", (intermediate, hidden)
+    yield prefix + "down_proj.weight", (hidden, intermediate)
+
+
+def decoder_tensors(s):
+    """Name and shape of each tensor of Qwen, Llama and Mistral."""
+    hidden, family = s["hidden"], s["family"]
+    yield "model.embed_tokens.weight", (s["vocab"], hidden)
     for layer in range(s["layers"]):
         prefix = f"model.layers.{layer}."
         q, kv = s["heads"] * s["head_dim"], s["kv_heads"] * s["head_dim"]
-        yield prefix + "input_layernorm.weight", (s["hidden"],)
-        yield prefix + "self_attn.q_proj.weight", (q, s["hidden"])
-        yield prefix + "self_attn.k_proj.weight", (kv, s["hidden"])
-        yield prefix + "self_attn.v_proj.weight", (kv, s["hidden"])
-        yield prefix + "self_attn.o_proj.weight", (s["hidden"], q)
-        yield prefix + "self_attn.q_norm.weight", (s["head_dim"],)
-        yield prefix + "self_attn.k_norm.weight", (s["head_dim"],)
-        yield prefix + "post_attention_layernorm.weight", (s["hidden"],)
-        yield prefix + "mlp.gate_proj.weight", (s["ffn"], s["hidden"])
-        yield prefix + "mlp.up_proj.weight", (s["ffn"], s["hidden"])
-        yield prefix + "mlp.down_proj.weight", (s["hidden"], s["ffn"])
-    yield "model.norm.weight", (s["hidden"],)
+        yield prefix + "input_layernorm.weight", (hidden,)
+        for name, width in (("q", q), ("k", kv), ("v", kv)):
+            yield prefix + f"self_attn.{name}_proj.weight", (width, hidden)
+            if family == "qwen2":
+                yield prefix + f"self_attn.{name}_proj.bias", (width,)
+        yield prefix + "self_attn.o_proj.weight", (hidden, q)
+        if family in ("qwen3", "qwen3_moe"):
+            yield prefix + "self_attn.q_norm.weight", (s["head_dim"],)
+            yield prefix + "self_attn.k_norm.weight", (s["head_dim"],)
+        yield prefix + "post_attention_layernorm.weight", (hidden,)
+        if family == "qwen3_moe":
+            yield prefix + "mlp.gate.weight", (s["experts"], hidden)
+            for expert in range(s["experts"]):
+                yield from mlp_tensors(prefix + f"mlp.experts.{expert}.", hidden, s["moe_intermediate"])
+        else:
+            yield from mlp_tensors(prefix + "mlp.", hidden, s["intermediate"])
+    yield "model.norm.weight", (hidden,)
     if not s["tied"]:
-        yield "lm_head.weight", (s["vocab"], s["hidden"])
+        yield "lm_head.weight", (s["vocab"], hidden)
 
 
 def gpt2_tensors(s):
+    """The same of GPT-2."""
     hidden = s["hidden"]
     yield "wte.weight", (s["vocab"], hidden)
     yield "wpe.weight", (s["positions"], hidden)
@@ -90,13 +162,18 @@ HIGH_BYTES = bytes((byte & 0x80) | 0x3C for byte in range(256))
 CHUNK = 4 << 20  # elements
 
 
+def num_elements(shape):
+    count = 1
+    for extent in shape:
+        count *= extent
+    return count
+
+
 def write_weights(path, tensors, seed):
     """Writes the safetensors format: length of the header, the header, the tensors one after another."""
     header, offset = {"__metadata__": {"format": "pt"}}, 0
     for name, shape in tensors:
-        size = 2
-        for extent in shape:
-            size *= extent
+        size = 2 * num_elements(shape)
         header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [offset, offset + size]}
         offset += size
     text = json.dumps(header).encode()
@@ -118,7 +195,6 @@ def write_weights(path, tensors, seed):
                     values[1::2] = rng.randbytes(count).translate(HIGH_BYTES)
                 file.write(values)
                 left -= count
-    return offset // 2
 
 
 def byte_characters():
@@ -128,11 +204,11 @@ def byte_characters():
     return {**{byte: chr(byte) for byte in printable}, **{byte: chr(256 + i) for i, byte in enumerate(others)}}
 
 
-def tokenizer(vocab_size, specials):
-    """A byte-level vocabulary without merges, filled up with tokens that no text contains."""
-    vocab = {character: byte for byte, character in sorted(byte_characters().items())}
-    taken = set(vocab.values()) | set(specials.values())
-    vocab.update({f"<|unused_{i}|>": i for i in range(vocab_size) if i not in taken})
+def tokenizer(vocab_size, specials, begin=None):
+    """A byte-level vocabulary without merges, filled up with tokens that no text contains. begin: put before texts."""
+    free = (i for i in range(vocab_size) if i not in set(specials.values()))
+    vocab = {character: next(free) for _, character in sorted(byte_characters().items())}
+    vocab.update({f"<|unused_{i}|>": i for i in free})
     vocab.update(specials)
     added = [
         dict(id=i, content=text, single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
@@ -143,38 +219,118 @@ def tokenizer(vocab_size, specials):
         type="BPE", dropout=None, unk_token=None, continuing_subword_prefix="", end_of_word_suffix="",
         fuse_unk=False, byte_fallback=False, vocab=vocab, merges=[],
     )  # fmt: skip
+    post_processor = None
+    if begin is not None:
+        first, text = [{"SpecialToken": {"id": begin, "type_id": 0}}], [{"Sequence": {"id": "A", "type_id": 0}}]
+        second = [{"SpecialToken": {"id": begin, "type_id": 1}}, {"Sequence": {"id": "B", "type_id": 1}}]
+        post_processor = dict(
+            type="TemplateProcessing", single=first + text, pair=first + text + second,
+            special_tokens={begin: dict(id=begin, ids=[specials[begin]], tokens=[begin])},
+        )  # fmt: skip
     return dict(
         version="1.0", truncation=None, padding=None, added_tokens=added, normalizer=None,
-        pre_tokenizer=byte_level, post_processor=None, decoder=byte_level, model=model,
+        pre_tokenizer=byte_level, post_processor=post_processor, decoder=byte_level, model=model,
     )  # fmt: skip
 
 
-def write_qwen3(out, s, seed):
-    full = s["vocab"] > max(QWEN3_SPECIALS.values())
-    specials = QWEN3_SPECIALS if full else {t: s["vocab"] - 3 + i for i, t in enumerate(QWEN3_SPECIALS)}
+def placed(specials, vocab_size):
+    """The special tokens by their published ids, or in a small vocabulary the last ones."""
+    if vocab_size > max(specials.values()):
+        return specials
+    return {text: vocab_size - len(specials) + i for i, text in enumerate(specials)}
+
+
+def decoder_config(s, **family):
+    """What the families have in common, and what a family adds; keys sorted, as in the published files."""
+    common = dict(
+        attention_dropout=0.0, hidden_act="silu", hidden_size=s["hidden"], initializer_range=0.02,
+        intermediate_size=s["intermediate"], max_position_embeddings=s["positions"],
+        num_attention_heads=s["heads"], num_hidden_layers=s["layers"], num_key_value_heads=s["kv_heads"],
+        rope_theta=s["theta"], tie_word_embeddings=s["tied"], torch_dtype="bfloat16", use_cache=True,
+        vocab_size=s["vocab"],
+    )  # fmt: skip
+    if not s.get("derives_head_dim") or s["heads"] * s["head_dim"] != s["hidden"]:
+        common["head_dim"] = s["head_dim"]
+    return dict(sorted((common | family).items()))
+
+
+def qwen3_files(s):
+    specials = placed(QWEN_SPECIALS, s["vocab"])
     end_of_text, end = specials["<|endoftext|>"], specials["<|im_end|>"]
-    config = dict(
-        architectures=["Qwen3ForCausalLM"], attention_bias=False, attention_dropout=0.0, bos_token_id=end_of_text,
-        eos_token_id=end, head_dim=s["head_dim"], hidden_act="silu", hidden_size=s["hidden"], initializer_range=0.02,
-        intermediate_size=s["ffn"], max_position_embeddings=QWEN3_POSITIONS, max_window_layers=s["layers"],
-        model_type="qwen3", num_attention_heads=s["heads"], num_hidden_layers=s["layers"],
-        num_key_value_heads=s["kv_heads"], rms_norm_eps=1e-6, rope_scaling=None, rope_theta=1000000,
-        sliding_window=None, tie_word_embeddings=s["tied"], torch_dtype="bfloat16", use_cache=True,
-        use_sliding_window=False, vocab_size=s["vocab"],
+    family = dict(
+        architectures=["Qwen3ForCausalLM"], model_type="qwen3", attention_bias=False, bos_token_id=end_of_text,
+        eos_token_id=end, max_window_layers=s["layers"], rms_norm_eps=1e-6,
+        rope_scaling=None, sliding_window=None, use_sliding_window=False,
     )  # fmt: skip
+    if s["family"] == "qwen3_moe":
+        family |= dict(
+            architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", decoder_sparse_step=1, mlp_only_layers=[],
+            moe_intermediate_size=s["moe_intermediate"], norm_topk_prob=True, num_experts=s["experts"],
+            num_experts_per_tok=s["experts_per_token"], output_router_logits=False, router_aux_loss_coef=0.001,
+        )  # fmt: skip
     generation = dict(
         bos_token_id=end_of_text, do_sample=True, eos_token_id=[end, end_of_text], pad_token_id=end_of_text,
         temperature=0.6, top_k=20, top_p=0.95,
     )  # fmt: skip
     tokenizer_config = dict(
-        tokenizer_class="Qwen2Tokenizer", eos_token="<|im_end|>", pad_token="<|endoftext|>",
-        chat_template=CHAT_TEMPLATE, model_max_length=QWEN3_POSITIONS,
+        tokenizer_class="Qwen2Tokenizer", eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=CHAT_ML,
+        model_max_length=s["positions"],
     )  # fmt: skip
-    write_json(out, config, generation, tokenizer_config, tokenizer(s["vocab"], specials))
-    return write_weights(out / "model.safetensors", list(qwen3_tensors(s)), seed)
+    return decoder_config(s, **family), generation, tokenizer_config, tokenizer(s["vocab"], specials)
 
 
-def write_gpt2(out, s, seed):
+def qwen2_files(s):
+    specials = placed(QWEN_SPECIALS, s["vocab"])
+    end_of_text = specials["<|endoftext|>"]
+    # The file says nothing of the biases of q, k and v, which all models of the family have.
+    config = decoder_config(
+        s, architectures=["Qwen2ForCausalLM"], model_type="qwen2", bos_token_id=end_of_text,
+        eos_token_id=end_of_text, max_window_layers=s["layers"], rms_norm_eps=1e-6, sliding_window=s["positions"],
+        use_mrope=False, use_sliding_window=False,
+    )  # fmt: skip
+    generation = dict(bos_token_id=end_of_text, do_sample=False, eos_token_id=end_of_text)
+    tokenizer_config = dict(
+        tokenizer_class="Qwen2Tokenizer", eos_token="<|endoftext|>", pad_token="<|endoftext|>",
+        chat_template=CHAT_ML, model_max_length=s["positions"],
+    )  # fmt: skip
+    return config, generation, tokenizer_config, tokenizer(s["vocab"], specials)
+
+
+def llama_files(s):
+    specials = placed(LLAMA_SPECIALS, s["vocab"])
+    begin, end = specials["<|begin_of_text|>"], specials["<|end_of_text|>"]
+    config = decoder_config(
+        s, architectures=["LlamaForCausalLM"], model_type="llama", attention_bias=False, bos_token_id=begin,
+        eos_token_id=end, mlp_bias=False, pretraining_tp=1, rms_norm_eps=1e-5,
+        rope_scaling=dict(
+            factor=s["rope_factor"], high_freq_factor=4.0, low_freq_factor=1.0,
+            original_max_position_embeddings=8192, rope_type="llama3",
+        ),
+    )  # fmt: skip
+    generation = dict(bos_token_id=begin, do_sample=True, eos_token_id=end, temperature=0.6, top_p=0.9)
+    tokenizer_config = dict(
+        tokenizer_class="PreTrainedTokenizerFast", bos_token="<|begin_of_text|>", eos_token="<|end_of_text|>",
+        chat_template=LLAMA_TEMPLATE, model_max_length=s["positions"],
+    )  # fmt: skip
+    return config, generation, tokenizer_config, tokenizer(s["vocab"], specials, "<|begin_of_text|>")
+
+
+def mistral_files(s):
+    specials = placed(MISTRAL_SPECIALS, s["vocab"])
+    begin, end = specials["<s>"], specials["</s>"]
+    config = decoder_config(
+        s, architectures=["MistralForCausalLM"], model_type="mistral", bos_token_id=begin, eos_token_id=end,
+        rms_norm_eps=1e-5, sliding_window=None,
+    )  # fmt: skip
+    generation = dict(bos_token_id=begin, eos_token_id=end)
+    tokenizer_config = dict(
+        tokenizer_class="PreTrainedTokenizerFast", bos_token="<s>", eos_token="</s>", unk_token="<unk>",
+        chat_template=MISTRAL_TEMPLATE, model_max_length=s["positions"],
+    )  # fmt: skip
+    return config, generation, tokenizer_config, tokenizer(s["vocab"], specials, "<s>")
+
+
+def gpt2_files(s):
     end = s["vocab"] - 1
     config = dict(
         activation_function="gelu_new", architectures=["GPT2LMHeadModel"], attn_pdrop=0.1, bos_token_id=end,
@@ -184,32 +340,77 @@ def write_gpt2(out, s, seed):
     )  # fmt: skip
     generation = dict(bos_token_id=end, eos_token_id=end)
     tokenizer_config = dict(tokenizer_class="GPT2Tokenizer", eos_token="<|endoftext|>", model_max_length=s["positions"])
-    write_json(out, config, generation, tokenizer_config, tokenizer(s["vocab"], {"<|endoftext|>": end}))
-    return write_weights(out / "model.safetensors", list(gpt2_tensors(s)), seed)
+    return config, generation, tokenizer_config, tokenizer(s["vocab"], {"<|endoftext|>": end})
 
 
-def write_json(out, config, generation, tokenizer_config, tokenizer_json):
+# What writes the JSON files of a family, and what names its tensors.
+FAMILIES = {
+    "qwen3": (qwen3_files, decoder_tensors),
+    "qwen3_moe": (qwen3_files, decoder_tensors),
+    "qwen2": (qwen2_files, decoder_tensors),
+    "llama": (llama_files, decoder_tensors),
+    "mistral": (mistral_files, decoder_tensors),
+    "gpt2": (gpt2_files, gpt2_tensors),
+}
+
+
+def write_json(out, files):
     out.mkdir(parents=True, exist_ok=True)
-    for name, value in (
-        ("config.json", config),
-        ("generation_config.json", generation),
-        ("tokenizer_config.json", tokenizer_config),
-        ("tokenizer.json", tokenizer_json),
-    ):
+    names = ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json")
+    for name, value in zip(names, files):
         (out / name).write_text(json.dumps(value, ensure_ascii=False, indent=1), encoding="utf-8")
+
+
+def sizes(arguments, refuse):
+    """The sizes of the shape, changed as the options say."""
+    s = dict(SHAPES[arguments.shape])
+    for name in SIZES:
+        value = getattr(arguments, name)
+        if value is not None:
+            if name not in s:
+                refuse(f"--{name.replace('_', '-')}: {arguments.shape} has no such size")
+            if value < 1:
+                refuse(f"--{name.replace('_', '-')}: {value} is less than 1")
+            s[name] = value
+    if arguments.tied is not None:
+        if "tied" not in s:
+            refuse(f"{arguments.shape} is always tied")
+        s["tied"] = arguments.tied
+    if s["vocab"] < 256 + 8:
+        refuse("--vocab: the bytes and the special tokens need 264")
+    if s["family"] == "gpt2":
+        if s["hidden"] % s["heads"] != 0:
+            refuse(f"{s['hidden']} numbers cannot be divided among {s['heads']} heads")
+        return s
+    if s["heads"] % s["kv_heads"] != 0:
+        refuse(f"{s['heads']} heads cannot be divided among {s['kv_heads']} kv heads")
+    if s["head_dim"] % 2 != 0:
+        refuse(f"--head-dim: {s['head_dim']} is odd")
+    if s.get("experts_per_token", 0) > s.get("experts", 0):
+        refuse(f"a token cannot take {s['experts_per_token']} of {s['experts']} experts")
+    return s
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", required=True, choices=[*QWEN3, *GPT2])
+    parser.add_argument("--shape", required=True, choices=SHAPES)
     parser.add_argument("--out", required=True, type=Path, help="folder to write")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--config-only", action="store_true", help="no weights, only config and tokenizer")
+    parser.add_argument("--tied", action="store_true", default=None, help="the embedding is the output matrix too")
+    parser.add_argument("--untied", action="store_false", dest="tied", help="the output matrix has weights of its own")
+    for name, meaning in SIZES.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=f"{meaning}, instead of the shape's")
     arguments = parser.parse_args()
-    if arguments.shape in QWEN3:
-        count = write_qwen3(arguments.out, QWEN3[arguments.shape], arguments.seed)
-    else:
-        count = write_gpt2(arguments.out, GPT2[arguments.shape], arguments.seed)
-    print(f"{arguments.out}: {arguments.shape}, {count:,} weights, {2 * count / 1e9:.3g} GB", file=sys.stderr)
+    s = sizes(arguments, parser.error)
+    files, tensors_of = FAMILIES[s["family"]]
+    tensors = list(tensors_of(s))
+    write_json(arguments.out, files(s))
+    if not arguments.config_only:
+        write_weights(arguments.out / "model.safetensors", tensors, arguments.seed)
+    count = sum(num_elements(shape) for _, shape in tensors)
+    what = "config only, " if arguments.config_only else ""
+    print(f"{arguments.out}: {what}{arguments.shape}, {count:,} weights, {2 * count / 1e9:.3g} GB", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -2,24 +2,34 @@
 //!
 //! ```text
 //! cargo bench --bench steps -- FOLDER [--decode 1x512,32x4096] [--prefill 512,2048] [--steps 64] [--profile]
-//!     [--draw TEMPERATURE,TOP_K,TOP_P] [--deterministic] [--f16] [--json]
+//!     [--draw TEMPERATURE,TOP_K,TOP_P] [--deterministic] [--f16] [--read-gbs N] [--tflops N] [--json]
 //! ```
 //!
 //! `--decode BxC`: B sequences with C tokens behind them take one greedy token each, steps following each other
 //! without a gap, as in an engine; with `--draw` a random one (TOP_K 0 and TOP_P 1: of all tokens). `--prefill T`: a
-//! prompt of T tokens up to its first token. Times are medians, in milliseconds. The limits are those of an H200: 4706
-//! GB/s of reads, 680 TFLOP/s of sustained bf16 products; `--read-gbs` and `--tflops` set others. Weights are bf16, or
-//! f16 with `--f16`. `--profile` adds where each step's time goes: a table of the parts of all layers that adds up to
-//! the step. `tests/bench/make_random_model.py` makes folders.
+//! prompt of T tokens up to its first token. Times are medians, in milliseconds. The limits follow
+//! from the rates at which the GPU reads and multiplies, which are measured in the same run
+//! (`ceilings.rs`) unless `--read-gbs` and `--tflops` set them. Weights are bf16, or f16 with
+//! `--f16`. `--profile` adds where each step's time goes: a table of the parts of all layers that
+//! adds up to the step. `tests/bench/make_random_model.py` makes folders.
 
 use std::time::Instant;
 
 use xserv::backend::cuda::ProfiledPart;
+use xserv::ffi::xserv_dtype;
 use xserv::memory::DType;
 use xserv::model::{Draw, Model, TokenChoice};
 
+mod ceilings;
 #[path = "../support/model_driver.rs"]
 mod driver;
+mod limits;
+#[allow(dead_code)] // benches use its part
+#[path = "../support/tensors.rs"]
+mod tensors;
+
+use ceilings::Probes;
+use limits::{Ceilings, ModelWork, Work};
 
 use driver::{cuda_context, load_deterministic, load_on_cuda, Driver, Sequence};
 
@@ -28,8 +38,8 @@ struct Options {
     decode: Vec<(usize, usize)>,
     prefill: Vec<usize>,
     steps: usize,
-    read_gbs: f64,
-    tflops: f64,
+    read_gbs: Option<f64>,
+    tflops: Option<f64>,
     profile: bool,
     deterministic: bool,
     dtype: DType,
@@ -47,8 +57,8 @@ fn options() -> Option<Options> {
         decode: vec![(1, 512), (1, 4096)],
         prefill: vec![512, 2048],
         steps: 64,
-        read_gbs: 4706.0,
-        tflops: 680.0,
+        read_gbs: None,
+        tflops: None,
         profile: false,
         deterministic: false,
         dtype: DType::BF16,
@@ -84,8 +94,8 @@ fn options() -> Option<Options> {
             }
             "--prefill" => options.prefill = numbers(&args.next()?),
             "--steps" => options.steps = args.next()?.parse().ok()?,
-            "--read-gbs" => options.read_gbs = args.next()?.parse().ok()?,
-            "--tflops" => options.tflops = args.next()?.parse().ok()?,
+            "--read-gbs" => options.read_gbs = Some(args.next()?.parse().ok()?),
+            "--tflops" => options.tflops = Some(args.next()?.parse().ok()?),
             other if !other.starts_with('-') => options.folder = other.to_string(),
             _ => return None,
         }
@@ -123,41 +133,67 @@ fn main() {
     };
     let model = model.expect("a model");
     println!("{}: loaded in {:.2} s", model.device_name(), begin.elapsed().as_secs_f64());
-    let config = model.config();
-    // Bytes that every step reads: all weights but the embedding, or with it where it is the output matrix too.
-    let embedding = config.vocab_size as f64 * config.hidden_size as f64;
-    let matrices = model.num_parameters() as f64;
-    let is_tied = config.tie_word_embeddings;
-    let read_weights = matrices - if is_tied { 0.0 } else { embedding };
-    let kv_bytes = model.kv_layout().bytes_per_token() as f64;
-    let linear = matrices - embedding * if is_tied { 1.0 } else { 2.0 };
-    let attention_flops =
-        |pairs: f64| 4.0 * pairs * (config.num_heads * config.head_dim * config.num_layers) as f64;
-
-    let kv_of = |tokens: usize| kv_bytes * tokens as f64;
+    let ceilings = ceilings_of(&options);
+    let work = work_of(&model);
     for &(batch, context_len) in &options.decode {
         let times = decode(&model, batch, context_len, &options);
-        let limit = (2.0 * read_weights + kv_of(batch * context_len)) / options.read_gbs * 1e-6;
+        let operations = work.decode(batch as f64, context_len as f64);
         let name = format!("decode {batch} x {context_len}");
-        report(&options, &name, &times, limit, batch);
+        report(&options, &name, &times, ceilings.limit_ms(&operations), batch);
         if options.profile {
             let parts = profile_decode(&model, batch, context_len, &options);
-            let attention = Work { bytes: kv_of(batch * context_len), flops: 0.0 };
-            table(&options, &name, &parts, times.step_ms, attention);
+            table(&options, &ceilings, &name, &parts, times.step_ms, operations[2]);
         }
     }
     for &len in &options.prefill {
         let times = prefill(&model, len);
-        let attention = attention_flops(len as f64 * len as f64 / 2.0);
-        let flops = 2.0 * linear * len as f64 + 2.0 * embedding + attention;
-        let limit = flops / options.tflops * 1e-9;
+        let operations = work.prompt(len as f64);
         let name = format!("prefill {len}");
-        report(&options, &name, &times, limit, len);
+        report(&options, &name, &times, ceilings.limit_ms(&operations), len);
         if options.profile && len <= LONGEST_PIECE {
             let parts = profile_prefill(&model, len);
-            let attention = Work { bytes: kv_of(len), flops: attention };
-            table(&options, &name, &parts, times.step_ms, attention);
+            table(&options, &ceilings, &name, &parts, times.step_ms, operations[2]);
         }
+    }
+}
+
+/// What the GPU can do: measured beside the model, but for what the options set.
+fn ceilings_of(options: &Options) -> Ceilings {
+    if let (Some(read_gbs), Some(tflops)) = (options.read_gbs, options.tflops) {
+        return Ceilings { read_gbs, tflops };
+    }
+    let context = tensors::cuda().expect("the device of the model");
+    let dtype = match options.dtype {
+        DType::F16 => xserv_dtype::XSERV_DTYPE_F16,
+        _ => xserv_dtype::XSERV_DTYPE_BF16,
+    };
+    let probes = Probes { dtype, num_bytes: 4 << 30, gemm_size: 8192, round_seconds: 0.08 };
+    let measured = ceilings::measure(&context, &probes);
+    if options.json {
+        let Ceilings { read_gbs, tflops } = measured;
+        println!("{{\"metric\": \"ceilings\", \"memory_gb_s\": {read_gbs:.1}, \"gemm_tflop_s\": {tflops:.1}}}");
+    } else {
+        println!(
+            "measured: reads of {:.0} GB/s, products of {:.0} TFLOP/s",
+            measured.read_gbs, measured.tflops
+        );
+    }
+    Ceilings {
+        read_gbs: options.read_gbs.unwrap_or(measured.read_gbs),
+        tflops: options.tflops.unwrap_or(measured.tflops),
+    }
+}
+
+fn work_of(model: &Model) -> ModelWork {
+    let config = model.config();
+    let embedding = config.vocab_size as f64 * config.hidden_size as f64;
+    let num_embeddings = if config.tie_word_embeddings { 1.0 } else { 2.0 };
+    ModelWork {
+        layer_weights: model.num_parameters() as f64 - embedding * num_embeddings,
+        output_weights: embedding,
+        bytes_per_weight: 2.0, // bf16 or f16
+        kv_bytes: model.kv_layout().bytes_per_token() as f64,
+        attention_flops: 4.0 * (config.num_heads * config.head_dim * config.num_layers) as f64,
     }
 }
 
@@ -331,16 +367,16 @@ fn profile_prefill(model: &Model, len: usize) -> Vec<ProfiledPart> {
     sum
 }
 
-/// What the hardware must do for a part.
-#[derive(Clone, Copy, Default)]
-struct Work {
-    bytes: f64,
-    flops: f64,
-}
-
 /// The parts by name, largest first, beside what the hardware needs for them. Marks take time of their own: the
 /// difference to the step without them is divided among all.
-fn table(options: &Options, name: &str, parts: &[ProfiledPart], step_ms: f64, attention: Work) {
+fn table(
+    options: &Options,
+    ceilings: &Ceilings,
+    name: &str,
+    parts: &[ProfiledPart],
+    step_ms: f64,
+    attention: Work,
+) {
     let mut rows: Vec<(&str, usize, f64, Work, f64)> = Vec::new();
     for part in parts {
         let index = rows.iter().position(|row| row.0 == part.name).unwrap_or_else(|| {
@@ -368,7 +404,7 @@ fn table(options: &Options, name: &str, parts: &[ProfiledPart], step_ms: f64, at
     }
     for (part, count, us, work, queue_us) in &rows {
         let us = us - mark * *count as f64;
-        let limit = (work.bytes / options.read_gbs * 1e-3).max(work.flops / options.tflops * 1e-6);
+        let limit = ceilings.operation_ms(work) * 1e3;
         match options.json {
             true => println!(
                 "{{\"metric\": \"{name}\", \"part\": \"{part}\", \"count\": {count}, \"us\": {us:.2}, \"bytes\": {:.0}, \"flops\": {:.0}, \"limit_us\": {limit:.2}, \"queue_us\": {queue_us:.2}}}",

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use crate::random_model::random_model;
 use crate::support::*;
 
 const ARGUMENTS: [&str; 16] = [
@@ -23,17 +24,10 @@ const ARGUMENTS: [&str; 16] = [
     "0.5",
 ];
 
-fn random_model(name: &str, shape: &str) -> std::path::PathBuf {
-    let folder = work_folder(name);
-    let script = repository().join("tests/bench/make_random_model.py");
-    run(command("python3").arg(script).args(["--shape", shape, "--out"]).arg(&folder));
-    folder
-}
-
 #[test]
 fn json_has_a_line_for_every_measurement() {
     let Some(programs) = crate::c::programs() else { return };
-    let model = random_model("bench-qwen3", "qwen3-tiny");
+    let model = random_model("bench-qwen3", &["qwen3-tiny"]);
     let printed =
         run(command(programs.join("bench")).arg(model).args(ARGUMENTS).arg("--json")).stdout;
     let mut metrics = BTreeMap::new();
@@ -73,7 +67,7 @@ fn json_has_a_line_for_every_measurement() {
 #[test]
 fn names_are_plain_when_one_thread_count_and_batch_is_asked_for() {
     let Some(programs) = crate::c::programs() else { return };
-    let model = random_model("bench-gpt2", "gpt2-tiny");
+    let model = random_model("bench-gpt2", &["gpt2-tiny"]);
     let arguments =
         ["--prompts", "16", "--gen", "6", "--depths", "0,8", "--reps", "1", "--serve", "3"];
     let table = run(command(programs.join("bench")).arg(model).args(arguments)).stdout;
@@ -96,12 +90,40 @@ fn metrics(arguments: &[&str]) -> BTreeMap<String, f64> {
     lines.collect()
 }
 
+/// An embedding that is not the output matrix too is no part of a step, so that a model reads the
+/// same with tied weights and without.
+#[test]
+fn limits_count_what_a_step_reads() {
+    if crate::c::programs().is_none() {
+        return;
+    }
+    for (name, arguments) in
+        [("bench-tied", &["qwen3-tiny"][..]), ("bench-untied", &["qwen3-tiny", "--untied"])]
+    {
+        let model = random_model(name, arguments);
+        let model = model.to_str().expect("a path");
+        let common = [model, "--prompts", "8", "--gen", "4", "--depths", "8", "--reps", "1"];
+        // One byte takes a microsecond, arithmetic nothing.
+        let rates = ["--threads", "1", "--read-gbs", "0.001", "--tflops", "1000000"];
+        let found = metrics(&[&common[..], &rates].concat());
+        // 115,072 numbers in 2 layers and the output matrix, 256 bytes of keys and values a token,
+        // 10 tokens on average.
+        let decode = 2.0 * 115_072.0 + 10.0 * 256.0;
+        assert!((found["tg4_d8_limit_ms"] * 1e3 / decode - 1.0).abs() < 1e-4, "{found:?}");
+        let prompt = 2.0 * 115_072.0 + 8.0 * 256.0;
+        assert!((found["pp8_limit_ms"] * 1e3 / prompt - 1.0).abs() < 1e-4, "{found:?}");
+        // One rate is not enough.
+        let found = metrics(&[&common[..], &rates[..4]].concat());
+        assert!(!found.keys().any(|name| name.contains("limit")), "{found:?}");
+    }
+}
+
 #[test]
 fn serving_is_measured_alone_and_at_a_rate() {
     if crate::c::programs().is_none() {
         return;
     }
-    let model = random_model("bench-serving", "qwen3-tiny");
+    let model = random_model("bench-serving", &["qwen3-tiny"]);
     let model = model.to_str().expect("a path");
     let waits = |what: &str| {
         ["first_p50_s", "first_p95_s", "first_p99_s", "next_p50_s", "next_p95_s", "next_p99_s"]
@@ -161,6 +183,7 @@ fn refuses_what_it_cannot_measure() {
         &["--batch", "1,,2"],
         &["--gen", "4x"],
         &["--what"],
+        &["--untied"],
         &["--poisson", "0"],
         &["--offline-rate", "-1"],
         &["--max-prefill", "x"],

@@ -5,9 +5,11 @@
 //! in the environment it fails instead, so that "all passed" can't mean "all skipped".
 
 mod bench;
+mod bench_parts;
 mod c;
 mod cpp;
 mod install;
 mod python;
+mod random_model;
 mod readme;
 mod support;

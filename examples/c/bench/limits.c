@@ -1,34 +1,46 @@
 #include "limits.h"
 
-#include <string.h>
-
-limits limits_of(limits set, const xserv_model_info *info) {
-  /* Measured on one: reads by the best of several kernels, bf16 products at the clock that they settle at. */
-  const bool is_h200 = strstr(info->device, "H200") != NULL;
-  if (set.read_gbs == 0 && is_h200) set.read_gbs = 4706;
-  if (set.tflops == 0 && is_h200) set.tflops = 680;
-  return set;
+model_work model_work_of(const xserv_model_info *info, bool tied) {
+  const double embedding = (double)info->vocab_size * info->hidden_size;
+  return (model_work){
+      .layer_weights = (double)info->num_parameters - embedding * (tied ? 1 : 2),
+      .output_weights = embedding,
+      .bytes_per_weight = info->dtype == XSERV_DTYPE_F32 ? 4 : 2,
+      .kv_bytes = (double)info->kv_bytes_per_token,
+      /* A product with a key and one with a value, two operations for each element. */
+      .attention_flops = 4.0 * info->num_heads * info->head_dim * info->num_layers,
+  };
 }
 
-static double embedding(const xserv_model_info *info) { return (double)info->vocab_size * info->hidden_size; }
-
-double step_weight_bytes(const limits *limits, const xserv_model_info *info) {
-  double weights = (double)info->num_parameters - (limits->untied ? embedding(info) : 0);
-  return weights * (info->dtype == XSERV_DTYPE_F32 ? 4 : 2);
+double step_weight_bytes(const model_work *work) {
+  return (work->layer_weights + work->output_weights) * work->bytes_per_weight;
 }
 
-double decode_limit_ms(const limits *limits, const xserv_model_info *info, double batch, double context) {
-  if (limits->read_gbs == 0) return 0;
-  double bytes = step_weight_bytes(limits, info) + batch * context * (double)info->kv_bytes_per_token;
-  return bytes / limits->read_gbs * 1e-6;
+static double operation_ms(const ceilings *ceilings, double bytes, double flops) {
+  const double read_ms = bytes / ceilings->read_gbs * 1e-6, flops_ms = flops / ceilings->tflops * 1e-9;
+  return read_ms > flops_ms ? read_ms : flops_ms;
 }
 
-double prompt_limit_ms(const limits *limits, const xserv_model_info *info, double batch, double num_tokens) {
-  if (limits->tflops == 0) return 0;
-  /* Two operations for each weight and token, of the output matrix for one token; and for each pair of a token
-   * and one before it, a product with a key and one with a value. */
-  double linear = (double)info->num_parameters - embedding(info) * (limits->untied ? 2 : 1);
-  double pairs = num_tokens * num_tokens / 2;
-  double attention = 4 * pairs * info->num_heads * info->head_dim * info->num_layers;
-  return batch * (2 * linear * num_tokens + 2 * embedding(info) + attention) / limits->tflops * 1e-9;
+/* Matrices that are multiplied with as many rows need not be told apart: both times grow with the
+ * weights alone. */
+static double product_ms(const ceilings *ceilings, const model_work *work, double weights, double rows) {
+  return operation_ms(ceilings, weights * work->bytes_per_weight, 2 * weights * rows);
+}
+
+static bool are_known(const ceilings *ceilings) { return ceilings->read_gbs > 0 && ceilings->tflops > 0; }
+
+double decode_limit_ms(const ceilings *ceilings, const model_work *work, double batch, double context) {
+  if (!are_known(ceilings)) return 0;
+  const double pairs = batch * context;
+  return product_ms(ceilings, work, work->layer_weights, batch) +
+         product_ms(ceilings, work, work->output_weights, batch) +
+         operation_ms(ceilings, pairs * work->kv_bytes, pairs * work->attention_flops);
+}
+
+double prompt_limit_ms(const ceilings *ceilings, const model_work *work, double batch, double num_tokens) {
+  if (!are_known(ceilings)) return 0;
+  const double pairs = batch * num_tokens * (num_tokens + 1) / 2; /* a token attends to itself and those before */
+  return product_ms(ceilings, work, work->layer_weights, batch * num_tokens) +
+         product_ms(ceilings, work, work->output_weights, batch) +
+         operation_ms(ceilings, batch * num_tokens * work->kv_bytes, pairs * work->attention_flops);
 }

@@ -1,4 +1,11 @@
-/* What memory and arithmetic of a machine allow: the least time that a step of a model can take. */
+/*
+ * The least time that a step of a model can take on a machine: the sum, over the operations of the
+ * step, of the time to read what the operation needs or to multiply, whichever is longer.
+ *
+ * What is read are the weights, and the keys and values of the cache; what is computed are the
+ * products with both. Activations, norms and the row of the embedding that a token takes are left
+ * out: fused kernels hardly move them.
+ */
 
 #ifndef EXAMPLES_BENCH_LIMITS_H
 #define EXAMPLES_BENCH_LIMITS_H
@@ -7,22 +14,40 @@
 
 #include <xserv.h>
 
-typedef struct limits {
+/* What a machine can do. */
+typedef struct ceilings {
   double read_gbs; /* GB/s that memory can be read at; 0: not known */
-  double tflops;   /* TFLOP/s of matrix products that can be sustained; 0: not known */
-  bool untied;     /* the embedding is not also the output matrix */
-} limits;
+  double tflops;   /* TFLOP/s of large matrix products; 0: not known */
+} ceilings;
 
-/* What is not set becomes that of the model's device, where it has been measured (an H200). */
-limits limits_of(limits set, const xserv_model_info *info);
+/* What the operations of a model read and compute. */
+typedef struct model_work {
+  double layer_weights;   /* numbers in all weights but the embedding and the output matrix */
+  double output_weights;  /* numbers in the output matrix */
+  double bytes_per_weight;
+  double kv_bytes;        /* bytes of keys and values of a token, in all layers */
+  double attention_flops; /* for a query and a key, in all layers */
+} model_work;
 
-/* Bytes of weights that every step reads: of an embedding that isn't also the output matrix, only a row. */
-double step_weight_bytes(const limits *limits, const xserv_model_info *info);
+/* Returns those of a model; `tied` says whether the embedding is also the output matrix. */
+model_work model_work_of(const xserv_model_info *info, bool tied);
 
-/* Milliseconds of a step that gives `batch` requests a token each, with `context` tokens behind them. 0: not known. */
-double decode_limit_ms(const limits *limits, const xserv_model_info *info, double batch, double context);
+/*
+ * Returns the bytes of weights that every step reads. An embedding that is not also the output matrix
+ * is not among them.
+ */
+double step_weight_bytes(const model_work *work);
 
-/* Milliseconds of `batch` prompts of num_tokens, up to the logits of the last token. 0: not known. */
-double prompt_limit_ms(const limits *limits, const xserv_model_info *info, double batch, double num_tokens);
+/*
+ * Returns the milliseconds of a step that gives `batch` requests a token each, with `context` tokens
+ * before it in each. 0 if one of the ceilings is not known.
+ */
+double decode_limit_ms(const ceilings *ceilings, const model_work *work, double batch, double context);
+
+/*
+ * Returns the milliseconds of `batch` prompts of num_tokens, up to the logits of each one's last token.
+ * 0 if one of the ceilings is not known.
+ */
+double prompt_limit_ms(const ceilings *ceilings, const model_work *work, double batch, double num_tokens);
 
 #endif

@@ -1,0 +1,15 @@
+/* Whether a model's embedding is also its output matrix, as its folder says. */
+
+#ifndef EXAMPLES_BENCH_TIED_H
+#define EXAMPLES_BENCH_TIED_H
+
+#include <stdbool.h>
+
+/*
+ * `folder` is that of a model that the library loads (xserv_model_info.path). config.json decides,
+ * and where it doesn't say, the default of the family. A tied model may store an output matrix all
+ * the same; one that begins with other numbers than the embedding is a matrix of its own.
+ */
+bool has_tied_embeddings(const char *folder);
+
+#endif

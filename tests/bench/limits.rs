@@ -1,0 +1,73 @@
+//! The least time that a step of a model can take on a machine: the sum, over the operations of the
+//! step, of the time to read what the operation needs or to multiply, whichever is longer. The same
+//! as `examples/c/bench/limits.h`, which says what counts; a test compares the two.
+
+/// What a machine can do.
+#[derive(Clone, Copy, Debug)]
+pub struct Ceilings {
+    /// GB/s that memory can be read at.
+    pub read_gbs: f64,
+    /// TFLOP/s of large matrix products.
+    pub tflops: f64,
+}
+
+impl Ceilings {
+    /// The least milliseconds of operations that follow each other.
+    pub fn limit_ms(&self, operations: &[Work]) -> f64 {
+        operations.iter().map(|work| self.operation_ms(work)).sum()
+    }
+
+    /// The least milliseconds of one operation.
+    pub fn operation_ms(&self, work: &Work) -> f64 {
+        (work.bytes / self.read_gbs * 1e-6).max(work.flops / self.tflops * 1e-9)
+    }
+}
+
+/// What the hardware must do for an operation.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Work {
+    pub bytes: f64,
+    pub flops: f64,
+}
+
+/// What the operations of a model read and compute.
+#[derive(Clone, Copy, Debug)]
+pub struct ModelWork {
+    /// Numbers in all weights but the embedding and the output matrix.
+    pub layer_weights: f64,
+    /// Numbers in the output matrix.
+    pub output_weights: f64,
+    pub bytes_per_weight: f64,
+    /// Bytes of keys and values of a token, in all layers.
+    pub kv_bytes: f64,
+    /// For a query and a key, in all layers.
+    pub attention_flops: f64,
+}
+
+impl ModelWork {
+    /// The layers' matrices, the output matrix and attention, for one token of each of `batch`
+    /// sequences of `context` tokens.
+    pub fn decode(&self, batch: f64, context: f64) -> [Work; 3] {
+        let pairs = batch * context;
+        [
+            self.product(self.layer_weights, batch),
+            self.product(self.output_weights, batch),
+            Work { bytes: pairs * self.kv_bytes, flops: pairs * self.attention_flops },
+        ]
+    }
+
+    /// The same for a prompt of `num_tokens`, up to the logits of the last one.
+    pub fn prompt(&self, num_tokens: f64) -> [Work; 3] {
+        // A token attends to itself and those before it.
+        let pairs = num_tokens * (num_tokens + 1.0) / 2.0;
+        [
+            self.product(self.layer_weights, num_tokens),
+            self.product(self.output_weights, 1.0),
+            Work { bytes: num_tokens * self.kv_bytes, flops: pairs * self.attention_flops },
+        ]
+    }
+
+    fn product(&self, weights: f64, rows: f64) -> Work {
+        Work { bytes: weights * self.bytes_per_weight, flops: 2.0 * weights * rows }
+    }
+}

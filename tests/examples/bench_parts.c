@@ -1,0 +1,53 @@
+/* Calls parts of examples/c/bench for tests:
+ *
+ *     bench_parts tied FOLDER...
+ *     bench_parts limits READ_GBS TFLOPS TIED BATCH CONTEXT NUM_TOKENS   (of Qwen3-8B's sizes)
+ *     bench_parts ceilings DTYPE                                         (of the CPU, with little work)
+ */
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <xserv.h>
+
+#include "bench/ceilings.h"
+#include "bench/limits.h"
+#include "bench/tied.h"
+
+static int print_limits(char **numbers) {
+  xserv_model_info info = {.struct_size = sizeof info};
+  info.dtype = XSERV_DTYPE_BF16;
+  info.num_parameters = 8190735360;
+  info.kv_bytes_per_token = 147456;
+  info.vocab_size = 151936;
+  info.hidden_size = 4096;
+  info.num_layers = 36;
+  info.num_heads = 32;
+  info.num_kv_heads = 8;
+  info.head_dim = 128;
+  double given[6];
+  for (int i = 0; i < 6; i++) given[i] = strtod(numbers[i], NULL);
+  const ceilings rates = {given[0], given[1]};
+  const model_work work = model_work_of(&info, given[2] != 0);
+  printf("%.17g %.17g %.17g\n", step_weight_bytes(&work), decode_limit_ms(&rates, &work, given[3], given[4]),
+         prompt_limit_ms(&rates, &work, given[3], given[5]));
+  return 0;
+}
+
+static int print_ceilings(const char *dtype) {
+  const probes probes = {XSERV_DEVICE_CPU, (uint32_t)strtoul(dtype, NULL, 10), (size_t)64 << 20, (size_t)32 << 20,
+                         256, 0.01};
+  measured found;
+  if (!measure_ceilings(&probes, &found)) return 1;
+  printf("%zu %.17g %.17g\n", found.num_bytes, found.ceilings.read_gbs, found.ceilings.tflops);
+  return 0;
+}
+
+int main(int argc, char **argv) {
+  if (argc == 8 && strcmp(argv[1], "limits") == 0) return print_limits(argv + 2);
+  if (argc == 3 && strcmp(argv[1], "ceilings") == 0) return print_ceilings(argv[2]);
+  if (argc < 3 || strcmp(argv[1], "tied") != 0) return 2;
+  for (int i = 2; i < argc; i++) puts(has_tied_embeddings(argv[i]) ? "tied" : "untied");
+  return 0;
+}
