@@ -3,8 +3,21 @@
 use super::{numbers, Bench, Work};
 use half::bf16;
 use xserv::backend::cpu::CpuBackend;
+use xserv::ops::activation::cpu::{activation, Activation};
+use xserv::ops::argmax::cpu::argmax;
+use xserv::ops::attention::cpu_flash::{attention_flash, FlashScratch};
+use xserv::ops::attention::cpu_naive::{Attention, HeadStrides, Sequences};
+use xserv::ops::common::storage::Storage;
+use xserv::ops::elementwise::cpu::add;
+use xserv::ops::gemm::cpu::{gemm, Gemm, GemmScratch};
+use xserv::ops::layer_norm::cpu::layer_norm;
+use xserv::ops::rms_norm::cpu::{add_rms_norm, rms_norm};
+use xserv::ops::rope::cpu::rope;
 use xserv::ops::rope::RopePairing;
-use xserv::ops::HOST::*;
+use xserv::ops::silu_mul::cpu::silu_mul;
+use xserv::ops::softmax::cpu::softmax;
+use xserv::ops::top_k::cpu::top_k;
+use xserv::ops::transpose::cpu::transpose;
 
 pub fn all(bench: &Bench, backend: &CpuBackend) {
     typed::<f32>(bench, backend);

@@ -18,7 +18,7 @@ fn rms_norm() {
             for rows in ROWS {
                 let x = random.normals(rows * width);
                 let mut out = Guarded::new(x.len());
-                ops::rms_norm(&backend, &x, &weight, 1e-6, out.get()).unwrap();
+                ops::rms_norm::cpu::rms_norm(&backend, &x, &weight, 1e-6, out.get()).unwrap();
                 let expected = reference::rms_norm(&x, &weight, 1e-6);
                 let what = format!("rms_norm {rows}x{width} on {}", backend.name());
                 // Measured 3e-7.
@@ -39,7 +39,7 @@ fn rms_norm_of_heads_inside_a_fused_row() {
             let len = if num_tokens == 0 { 0 } else { (num_tokens - 1) * row_stride + 240 };
             let before = random.normals(len);
             let mut x = Guarded::of(&before);
-            ops::rms_norm_heads(
+            ops::rms_norm::cpu_heads::rms_norm_heads(
                 &backend,
                 x.get(),
                 num_tokens,
@@ -62,7 +62,9 @@ fn rms_norm_of_heads_inside_a_fused_row() {
         }
         let mut short = vec![0.0; 2 * row_stride];
         let call = |x: &mut [f32], tokens, stride| {
-            ops::rms_norm_heads(&backend, x, tokens, stride, num_heads, &weight, 1e-6)
+            ops::rms_norm::cpu_heads::rms_norm_heads(
+                &backend, x, tokens, stride, num_heads, &weight, 1e-6,
+            )
         };
         assert!(call(&mut short, 3, row_stride).is_err());
         assert!(call(&mut short, 2, 239).is_err());
@@ -78,7 +80,15 @@ fn layer_norm() {
             for rows in ROWS {
                 let x = random.normals(rows * width);
                 let mut out = Guarded::new(x.len());
-                ops::layer_norm(&backend, &x, &weight, &bias, 1e-5, out.get()).unwrap();
+                ops::layer_norm::cpu::layer_norm(
+                    &backend,
+                    &x,
+                    &weight,
+                    Some(&bias),
+                    1e-5,
+                    out.get(),
+                )
+                .unwrap();
                 let expected = reference::layer_norm(&x, &weight, &bias, 1e-5);
                 let what = format!("layer_norm {rows}x{width} on {}", backend.name());
                 assert_close(&what, out.checked(&what), &expected, Tolerance::OnePlus(2e-5));
@@ -99,18 +109,23 @@ fn activations() {
         for len in [0, 1, 15, 16, 17, 33, x.len()] {
             let x = &x[..len];
             let mut out = Guarded::new(len);
-            ops::silu(&backend, x, out.get()).unwrap();
+            ops::activation::cpu::silu(&backend, x, out.get()).unwrap();
             let expected: Vec<f64> = x.iter().map(|&x| reference::silu(x)).collect();
             assert_close("silu", out.checked("silu"), &expected, Tolerance::OnePlus(2e-6));
             let mut out = Guarded::of(x);
-            ops::gelu_tanh(&backend, out.get()).unwrap();
+            ops::activation::cpu::activation_in_place(
+                &backend,
+                ops::activation::cpu::Activation::GeluTanh,
+                out.get(),
+            )
+            .unwrap();
             let expected: Vec<f64> = x.iter().map(|&x| reference::gelu_tanh(x)).collect();
             assert_close("gelu", out.checked("gelu"), &expected, Tolerance::OnePlus(2e-6));
         }
         for (rows, width) in [(0, 3), (1, 1), (3, 33), (40, 3072)] {
             let gate_up: Vec<f32> = random.normals(2 * rows * width);
             let mut out = Guarded::new(rows * width);
-            ops::silu_mul(&backend, &gate_up, width, out.get()).unwrap();
+            ops::silu_mul::cpu_stacked::silu_mul(&backend, &gate_up, width, out.get()).unwrap();
             let expected: Vec<f64> = gate_up
                 .chunks(2 * width)
                 .flat_map(|row| {
@@ -124,10 +139,16 @@ fn activations() {
         }
         // The largest values: no NaN, and zero where the gate closes.
         let mut out = [f32::NAN; 2];
-        ops::silu_mul(&backend, &[1e30, -1e30, 1.0, 1e30], 2, &mut out).unwrap();
+        ops::silu_mul::cpu_stacked::silu_mul(&backend, &[1e30, -1e30, 1.0, 1e30], 2, &mut out)
+            .unwrap();
         assert_eq!(out, [1e30, 0.0]);
         let mut nan = [f32::NAN; 20];
-        ops::gelu_tanh(&backend, &mut nan).unwrap();
+        ops::activation::cpu::activation_in_place(
+            &backend,
+            ops::activation::cpu::Activation::GeluTanh,
+            &mut nan,
+        )
+        .unwrap();
         assert!(nan.iter().all(|x| x.is_nan()));
     }
 }
@@ -148,14 +169,14 @@ fn softmax() {
                     }
                 }
                 let mut out = Guarded::new(x.len());
-                ops::softmax(&backend, &x, width, out.get()).unwrap();
+                ops::softmax::cpu::softmax(&backend, &x, width, out.get()).unwrap();
                 let expected = reference::softmax(&x, width);
                 let what = format!("softmax {rows}x{width} on {}", backend.name());
                 assert_close(&what, out.checked(&what), &expected, Tolerance::OnePlus(2e-6));
             }
         }
         let mut out = [0.0; 3];
-        ops::softmax(&backend, &[1.0, f32::NAN, 2.0], 3, &mut out).unwrap();
+        ops::softmax::cpu::softmax(&backend, &[1.0, f32::NAN, 2.0], 3, &mut out).unwrap();
         assert!(out.iter().all(|x| x.is_nan()));
     }
 }
@@ -169,14 +190,14 @@ fn argmax() {
                 x[at] = 5.0;
                 x[width - 1] = 5.0;
                 let mut out = [9, 9];
-                ops::argmax(&backend, &x, width, &mut out).unwrap();
+                ops::argmax::cpu_checked::argmax(&backend, &x, width, &mut out).unwrap();
                 assert_eq!(out, [at as u32, 0], "the lowest index of the largest value");
                 x[width + at] = f32::NAN;
-                assert!(ops::argmax(&backend, &x, width, &mut out).is_err());
+                assert!(ops::argmax::cpu_checked::argmax(&backend, &x, width, &mut out).is_err());
             }
         }
-        assert!(ops::argmax(&backend, &[], 0, &mut [0]).is_err());
-        ops::argmax(&backend, &[f32::NEG_INFINITY; 2], 2, &mut [7]).unwrap();
+        assert!(ops::argmax::cpu_checked::argmax(&backend, &[], 0, &mut [0]).is_err());
+        ops::argmax::cpu_checked::argmax(&backend, &[f32::NEG_INFINITY; 2], 2, &mut [7]).unwrap();
     }
 }
 
@@ -186,7 +207,7 @@ fn rope_with_strides_and_scaling() {
     for head_dim in [2, 16, 80, 128] {
         let inv_freq: Vec<f32> =
             (0..head_dim / 2).map(|i| 1e4f32.powf(-2.0 * i as f32 / head_dim as f32)).collect();
-        let table = ops::RopeTable::new(&inv_freq, 1.25, 1000).unwrap();
+        let table = ops::rope::cpu_table::RopeTable::new(&inv_freq, 1.25, 1000).unwrap();
         let (num_heads, row_stride) = (3, 3 * head_dim + 7);
         for backend in backends(&[1, 2]) {
             for num_tokens in [0usize, 1, 33, 500] {
@@ -195,9 +216,17 @@ fn rope_with_strides_and_scaling() {
                 let positions: Vec<u32> =
                     (0..num_tokens).map(|t| ((t * 37 + 255) % 1000) as u32).collect();
                 let mut x = Guarded::of(&before);
-                let pairing = ops::RopePairing::SplitHalf;
-                ops::rope(&backend, x.get(), row_stride, num_heads, &positions, &table, pairing)
-                    .unwrap();
+                let pairing = ops::rope::RopePairing::SplitHalf;
+                ops::rope::cpu_table::rope(
+                    &backend,
+                    x.get(),
+                    row_stride,
+                    num_heads,
+                    &positions,
+                    &table,
+                    pairing,
+                )
+                .unwrap();
                 let mut expected: Vec<f64> = before.iter().map(|&x| f64::from(x)).collect();
                 for (token, &position) in positions.iter().enumerate() {
                     for head in 0..num_heads {
@@ -216,11 +245,30 @@ fn rope_with_strides_and_scaling() {
             }
         }
         let backend = CpuBackend::new(1).unwrap();
-        let pairing = ops::RopePairing::SplitHalf;
+        let pairing = ops::rope::RopePairing::SplitHalf;
         let mut x = vec![0.0; head_dim];
-        assert!(ops::rope(&backend, &mut x, head_dim, 1, &[1000], &table, pairing).is_err());
-        assert!(ops::rope(&backend, &mut x, head_dim, 1, &[u32::MAX], &table, pairing).is_err());
-        assert!(ops::rope(&backend, &mut x, head_dim, 2, &[0], &table, pairing).is_err());
+        assert!(ops::rope::cpu_table::rope(
+            &backend,
+            &mut x,
+            head_dim,
+            1,
+            &[1000],
+            &table,
+            pairing
+        )
+        .is_err());
+        assert!(ops::rope::cpu_table::rope(
+            &backend,
+            &mut x,
+            head_dim,
+            1,
+            &[u32::MAX],
+            &table,
+            pairing
+        )
+        .is_err());
+        assert!(ops::rope::cpu_table::rope(&backend, &mut x, head_dim, 2, &[0], &table, pairing)
+            .is_err());
     }
 }
 
@@ -232,11 +280,24 @@ fn the_number_of_threads_does_not_change_a_bit() {
     for one in backends(&[1]) {
         let run = |backend: &CpuBackend| {
             let mut out = vec![0.0; x.len()];
-            ops::rms_norm(backend, &x, &weight, 1e-6, &mut out).unwrap();
-            ops::gelu_tanh(backend, &mut out).unwrap();
+            ops::rms_norm::cpu::rms_norm(backend, &x, &weight, 1e-6, &mut out).unwrap();
+            ops::activation::cpu::activation_in_place(
+                backend,
+                ops::activation::cpu::Activation::GeluTanh,
+                &mut out,
+            )
+            .unwrap();
             let mut out2 = vec![0.0; x.len()];
-            ops::softmax(backend, &out, 512, &mut out2).unwrap();
-            ops::layer_norm(backend, &out2, &weight, &weight, 1e-6, &mut out).unwrap();
+            ops::softmax::cpu::softmax(backend, &out, 512, &mut out2).unwrap();
+            ops::layer_norm::cpu::layer_norm(
+                backend,
+                &out2,
+                &weight,
+                Some(&weight),
+                1e-6,
+                &mut out,
+            )
+            .unwrap();
             out
         };
         let expected = run(&one);

@@ -3,10 +3,10 @@
 use crate::host_support::{close, for_storage, normals, typed, values, Typed};
 use crate::support::{assert_same_bits, backends, reference, Random};
 use xserv::backend::cpu::CpuBackend;
+use xserv::ops;
 use xserv::ops::activation::cpu::Activation;
 use xserv::ops::common::storage::Storage;
 use xserv::ops::rope::RopePairing;
-use xserv::ops::HOST;
 
 const WIDTHS: [usize; 10] = [1, 2, 15, 17, 31, 32, 33, 257, 1000, 2049];
 const ROWS: [usize; 7] = [0, 1, 3, 5, 31, 33, 130];
@@ -36,12 +36,21 @@ fn norms<T: Storage>() {
                 let y: Vec<T> = normals(&mut random, rows * width);
                 let what = format!("rms_norm {rows}x{width} on {}", backend.name());
                 let mut out = Typed::new(x.len());
-                host::rms_norm(&backend, &x, &weight, 1e-6, out.get()).unwrap();
+                ops::rms_norm::cpu::rms_norm(&backend, &x, &weight, 1e-6, out.get()).unwrap();
                 let expected = reference::rms_norm(&values(&x), &values(&weight), 1e-6);
                 close::<T>(&what, &out.checked(&what), &expected, 2e-6);
 
                 let (mut sums, mut out) = (Typed::new(x.len()), Typed::new(x.len()));
-                host::add_rms_norm(&backend, &x, &y, &weight, 1e-6, sums.get(), out.get()).unwrap();
+                ops::rms_norm::cpu::add_rms_norm(
+                    &backend,
+                    &x,
+                    &y,
+                    &weight,
+                    1e-6,
+                    sums.get(),
+                    out.get(),
+                )
+                .unwrap();
                 let added: Vec<T> =
                     x.iter().zip(&y).map(|(x, y)| T::from_f32(x.to_f32() + y.to_f32())).collect();
                 assert_same_bits(&what, &sums.checked(&what), &values(&added));
@@ -52,9 +61,9 @@ fn norms<T: Storage>() {
     }
     let backend = CpuBackend::new(1).unwrap();
     let (x, mut out) = (vec![T::default(); 6], vec![T::default(); 6]);
-    assert!(host::rms_norm(&backend, &x, &x[..4], 1e-6, &mut out).is_err());
-    assert!(host::rms_norm(&backend, &x, &x[..0], 1e-6, &mut out).is_err());
-    assert!(host::rms_norm(&backend, &x[..3], &x[..3], 1e-6, &mut out).is_err());
+    assert!(ops::rms_norm::cpu::rms_norm(&backend, &x, &x[..4], 1e-6, &mut out).is_err());
+    assert!(ops::rms_norm::cpu::rms_norm(&backend, &x, &x[..0], 1e-6, &mut out).is_err());
+    assert!(ops::rms_norm::cpu::rms_norm(&backend, &x[..3], &x[..3], 1e-6, &mut out).is_err());
 }
 
 fn layer_norms<T: Storage>() {
@@ -68,7 +77,8 @@ fn layer_norms<T: Storage>() {
                 for bias in [None, Some(&bias[..])] {
                     let what = format!("layer_norm {rows}x{width} on {}", backend.name());
                     let mut out = Typed::new(x.len());
-                    host::layer_norm(&backend, &x, &weight, bias, 1e-5, out.get()).unwrap();
+                    ops::layer_norm::cpu::layer_norm(&backend, &x, &weight, bias, 1e-5, out.get())
+                        .unwrap();
                     let zeros = vec![T::default(); width];
                     let expected = reference::layer_norm(
                         &values(&x),
@@ -131,19 +141,20 @@ fn activations<T: Storage>() {
                 let what = format!("{function:?} of {len} on {}", backend.name());
                 let expected: Vec<f64> = values(x).into_iter().map(exact).collect();
                 let mut out = Typed::new(len);
-                host::activation(&backend, function, x, out.get()).unwrap();
+                ops::activation::cpu::activation(&backend, function, x, out.get()).unwrap();
                 let got = out.checked(&what);
                 close::<T>(&what, &got, &expected, 5e-7);
                 let mut in_place = Typed::of(x);
-                host::activation_in_place(&backend, function, in_place.get()).unwrap();
+                ops::activation::cpu::activation_in_place(&backend, function, in_place.get())
+                    .unwrap();
                 assert_same_bits(&what, &got, &in_place.checked(&what));
             }
             let mut special = typed::<T>(&[f32::INFINITY, f32::NAN]);
-            host::activation_in_place(&backend, function, &mut special).unwrap();
+            ops::activation::cpu::activation_in_place(&backend, function, &mut special).unwrap();
             assert_eq!(special[0].to_f32(), f32::INFINITY);
             assert!(special[1].to_f32().is_nan());
         }
-        assert!(host::silu(&backend, &x, &mut []).is_err());
+        assert!(ops::activation::cpu::silu(&backend, &x, &mut []).is_err());
     }
 }
 
@@ -158,7 +169,16 @@ fn silu_muls<T: Storage>() {
             let gate: Vec<T> = normals(&mut random, len(gate_stride));
             let up: Vec<T> = normals(&mut random, len(up_stride));
             let mut out = Typed::new(rows * width);
-            host::silu_mul(&backend, &gate, gate_stride, &up, up_stride, width, out.get()).unwrap();
+            ops::silu_mul::cpu::silu_mul(
+                &backend,
+                &gate,
+                gate_stride,
+                &up,
+                up_stride,
+                width,
+                out.get(),
+            )
+            .unwrap();
             let mut expected = Vec::new();
             for r in 0..rows {
                 for i in 0..width {
@@ -171,9 +191,9 @@ fn silu_muls<T: Storage>() {
         }
         let x = vec![T::default(); 10];
         let mut out = vec![T::default(); 6];
-        assert!(host::silu_mul(&backend, &x, 8, &x, 3, 3, &mut out).is_err());
-        assert!(host::silu_mul(&backend, &x, 3, &x, usize::MAX, 3, &mut out).is_err());
-        assert!(host::silu_mul(&backend, &x, 3, &x, 3, 0, &mut out).is_err());
+        assert!(ops::silu_mul::cpu::silu_mul(&backend, &x, 8, &x, 3, 3, &mut out).is_err());
+        assert!(ops::silu_mul::cpu::silu_mul(&backend, &x, 3, &x, usize::MAX, 3, &mut out).is_err());
+        assert!(ops::silu_mul::cpu::silu_mul(&backend, &x, 3, &x, 3, 0, &mut out).is_err());
     }
 }
 
@@ -196,7 +216,7 @@ fn softmaxes<T: Storage>() {
             let x: Vec<T> = typed(&x);
             let what = format!("softmax {rows}x{width} on {}", backend.name());
             let mut out = Typed::new(x.len());
-            host::softmax(&backend, &x, width, out.get()).unwrap();
+            ops::softmax::cpu::softmax(&backend, &x, width, out.get()).unwrap();
             let expected = reference::softmax(&values(&x), width);
             close::<T>(&what, &out.checked(&what), &expected, 2e-6);
         }
@@ -204,7 +224,7 @@ fn softmaxes<T: Storage>() {
             let mut x = vec![T::from_f32(1.0); width];
             x[1] = T::from_f32(f32::NAN);
             let mut out = vec![T::default(); width];
-            host::softmax(&backend, &x, width, &mut out).unwrap();
+            ops::softmax::cpu::softmax(&backend, &x, width, &mut out).unwrap();
             assert!(out.iter().all(|x| x.to_f32().is_nan()));
         }
     }
@@ -216,8 +236,8 @@ fn sums_and_products<T: Storage>() {
         for len in [0, 1, 31, 33, 1000, 100_001] {
             let (a, b): (Vec<T>, Vec<T>) = (normals(&mut random, len), normals(&mut random, len));
             let (mut sums, mut products) = (Typed::new(len), Typed::new(len));
-            host::add(&backend, &a, &b, sums.get()).unwrap();
-            host::mul(&backend, &a, &b, products.get()).unwrap();
+            ops::elementwise::cpu::add(&backend, &a, &b, sums.get()).unwrap();
+            ops::elementwise::cpu::mul(&backend, &a, &b, products.get()).unwrap();
             let exact = |f: fn(f32, f32) -> f32| -> Vec<f32> {
                 let pairs = a.iter().zip(&b);
                 pairs.map(|(a, b)| T::from_f32(f(a.to_f32(), b.to_f32())).to_f32()).collect()
@@ -225,7 +245,8 @@ fn sums_and_products<T: Storage>() {
             assert_same_bits("add", &sums.checked("add"), &exact(|a, b| a + b));
             assert_same_bits("mul", &products.checked("mul"), &exact(|a, b| a * b));
         }
-        assert!(host::add(&backend, &[T::default()], &[], &mut [T::default()]).is_err());
+        assert!(ops::elementwise::cpu::add(&backend, &[T::default()], &[], &mut [T::default()])
+            .is_err());
     }
 }
 
@@ -250,14 +271,14 @@ fn casts<T: Storage>() {
     };
     for backend in backends(&[1, 2]) {
         let mut out = Typed::<f32>::new(x.len());
-        host::cast(&backend, &x, out.get()).unwrap();
+        ops::elementwise::cpu::cast(&backend, &x, out.get()).unwrap();
         same("to f32", &out.checked("cast"), &mut wide.iter().copied());
         let mut out = Typed::<half::f16>::new(x.len());
-        host::cast(&backend, &x, out.get()).unwrap();
+        ops::elementwise::cpu::cast(&backend, &x, out.get()).unwrap();
         let expected = wide.iter().map(|&x| half::f16::from_f32(x).to_f32());
         same("to f16", &out.checked("cast"), &mut { expected });
         let mut out = Typed::<half::bf16>::new(x.len());
-        host::cast(&backend, &x, out.get()).unwrap();
+        ops::elementwise::cpu::cast(&backend, &x, out.get()).unwrap();
         let expected = wide.iter().map(|&x| half::bf16::from_f32(x).to_f32());
         same("to bf16", &out.checked("cast"), &mut { expected });
     }
@@ -271,16 +292,21 @@ fn transposes<T: Storage>() {
         {
             let x: Vec<T> = normals(&mut random, rows * columns);
             let mut out = Typed::new(x.len());
-            host::transpose(&backend, &x, rows, columns, out.get()).unwrap();
+            ops::transpose::cpu::transpose(&backend, &x, rows, columns, out.get()).unwrap();
             let expected: Vec<f32> = (0..columns)
                 .flat_map(|c| (0..rows).map(move |r| (r, c)))
                 .map(|(r, c)| x[r * columns + c].to_f32())
                 .collect();
             assert_same_bits("transpose", &out.checked("transpose"), &expected);
         }
-        assert!(
-            host::transpose(&backend, &[T::default(); 6], 4, 2, &mut [T::default(); 6]).is_err()
-        );
+        assert!(ops::transpose::cpu::transpose(
+            &backend,
+            &[T::default(); 6],
+            4,
+            2,
+            &mut [T::default(); 6]
+        )
+        .is_err());
     }
 }
 
@@ -292,7 +318,8 @@ fn embeddings<T: Storage>() {
     let short: Vec<i32> = ids.iter().map(|&id| id as i32).collect();
     for backend in backends(&[1, 2]) {
         let mut out = Typed::new(ids.len() * width);
-        host::embedding(&backend, &table, vocab_size, width, &ids, out.get()).unwrap();
+        ops::embedding::cpu::embedding(&backend, &table, vocab_size, width, &ids, out.get())
+            .unwrap();
         let expected: Vec<T> = ids
             .iter()
             .flat_map(|&id| &table[id as usize * width..(id as usize + 1) * width])
@@ -300,11 +327,19 @@ fn embeddings<T: Storage>() {
             .collect();
         assert_same_bits("embedding", &out.checked("embedding"), &values(&expected));
         let mut again = Typed::new(ids.len() * width);
-        host::embedding(&backend, &table, vocab_size, width, &short, again.get()).unwrap();
+        ops::embedding::cpu::embedding(&backend, &table, vocab_size, width, &short, again.get())
+            .unwrap();
         assert_same_bits("embedding", &again.checked("embedding"), &values(&expected));
         for wrong in [-1i64, 50, i64::MAX] {
             let mut out = vec![T::default(); 2 * width];
-            let error = host::embedding(&backend, &table, vocab_size, width, &[3, wrong], &mut out);
+            let error = ops::embedding::cpu::embedding(
+                &backend,
+                &table,
+                vocab_size,
+                width,
+                &[3, wrong],
+                &mut out,
+            );
             let message = error.unwrap_err().message().to_owned();
             let all = [format!("id {wrong} "), "index 1".into(), "vocabulary of 50".into()];
             assert!(all.iter().all(|part| message.contains(part)), "{message}");
@@ -326,7 +361,7 @@ fn ropes<T: Storage>() {
                     let positions: Vec<i64> =
                         (0..num_tokens).map(|t| (t as i64 * 37 + 5) % 40).collect();
                     let mut x = Typed::of(&before);
-                    host::rope(
+                    ops::rope::cpu::rope(
                         &backend,
                         x.get(),
                         row_stride,
@@ -361,7 +396,7 @@ fn ropes<T: Storage>() {
             }
             let mut x = vec![T::default(); 2 * num_heads * head_dim];
             for wrong in [-1, 40] {
-                let result = host::rope(
+                let result = ops::rope::cpu::rope(
                     &backend,
                     &mut x,
                     num_heads * head_dim,
@@ -410,7 +445,7 @@ fn largest<T: Storage>() {
                     expected.extend(order[..k].iter().map(|&i| i as i64));
                 }
                 let (mut best, mut indices) = (Typed::<T>::new(rows * k), vec![-1i64; rows * k]);
-                host::top_k(&backend, &x, width, k, best.get(), &mut indices).unwrap();
+                ops::top_k::cpu::top_k(&backend, &x, width, k, best.get(), &mut indices).unwrap();
                 assert_eq!(indices, expected, "top {k} of {width}");
                 let found: Vec<T> = (indices.iter().enumerate())
                     .map(|(i, &index)| x[i / k * width + index as usize])
@@ -418,7 +453,7 @@ fn largest<T: Storage>() {
                 assert_same_bits("top_k", &best.checked("top_k"), &values(&found));
                 if k == 1 {
                     let mut out = vec![-1i32; rows];
-                    host::argmax(&backend, &x, width, &mut out).unwrap();
+                    ops::argmax::cpu::argmax(&backend, &x, width, &mut out).unwrap();
                     let out: Vec<i64> = out.into_iter().map(i64::from).collect();
                     assert_eq!(out, expected, "argmax of {width}");
                 }
@@ -426,11 +461,11 @@ fn largest<T: Storage>() {
         }
         let mut out = [7i64];
         let lowest = vec![T::from_f32(f32::NEG_INFINITY); 3];
-        host::argmax(&backend, &lowest, 3, &mut out).unwrap();
+        ops::argmax::cpu::argmax(&backend, &lowest, 3, &mut out).unwrap();
         assert_eq!(out, [0]);
-        assert!(host::argmax(&backend, &lowest[..0], 0, &mut out).is_err());
+        assert!(ops::argmax::cpu::argmax(&backend, &lowest[..0], 0, &mut out).is_err());
         let mut best = vec![T::default(); 4];
-        assert!(host::top_k(&backend, &lowest, 3, 4, &mut best, &mut [0i64; 4]).is_err());
+        assert!(ops::top_k::cpu::top_k(&backend, &lowest, 3, 4, &mut best, &mut [0i64; 4]).is_err());
     }
 }
 
@@ -441,13 +476,14 @@ fn threads<T: Storage>() {
     for one in backends(&[1]) {
         let run = |backend: &CpuBackend| {
             let (mut a, mut b) = (vec![T::default(); x.len()], vec![T::default(); x.len()]);
-            host::rms_norm(backend, &x, &weight, 1e-6, &mut a).unwrap();
-            host::gelu_erf(backend, &a, &mut b).unwrap();
-            host::softmax(backend, &b, 512, &mut a).unwrap();
-            host::softmax(backend, &x, x.len(), &mut b).unwrap();
+            ops::rms_norm::cpu::rms_norm(backend, &x, &weight, 1e-6, &mut a).unwrap();
+            ops::activation::cpu::gelu_erf(backend, &a, &mut b).unwrap();
+            ops::softmax::cpu::softmax(backend, &b, 512, &mut a).unwrap();
+            ops::softmax::cpu::softmax(backend, &x, x.len(), &mut b).unwrap();
             let (mut sums, mut c) = (a.clone(), a.clone());
-            host::add_rms_norm(backend, &x, &b, &weight, 1e-6, &mut sums, &mut c).unwrap();
-            host::layer_norm(backend, &c, &weight, None, 1e-6, &mut a).unwrap();
+            ops::rms_norm::cpu::add_rms_norm(backend, &x, &b, &weight, 1e-6, &mut sums, &mut c)
+                .unwrap();
+            ops::layer_norm::cpu::layer_norm(backend, &c, &weight, None, 1e-6, &mut a).unwrap();
             values(&a)
         };
         let expected = run(&one);
