@@ -132,7 +132,7 @@ impl Loads {
 mod tests {
     use super::*;
     use crate::model::load::heads::HeadSpacing;
-    use crate::ops::linear::{ShardAxis, ShardUnit};
+    use crate::ops::linear::ShardAxis;
 
     #[test]
     fn pieces_fill_slots_in_the_order_of_the_file() {

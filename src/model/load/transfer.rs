@@ -299,8 +299,8 @@ mod tests {
         }
     }
 
-    /// The shapes of the tests' weights, `(parts of rows, columns, heads)`.
-    const WEIGHTS: [(&[usize], usize, HeadAxis); 8] = [
+    /// The shapes of the tests' weights, `(parts of rows, columns, shard axis)`.
+    const WEIGHTS: [(&[usize], usize, ShardAxis); 8] = [
         (&[700], 24, ShardAxis::None),
         (&[24], 1, ShardAxis::None),
         (&[96, 48, 48], 24, ShardAxis::Out(ShardUnit::Head)),
@@ -381,8 +381,8 @@ mod tests {
         let mut transfer = Transfer::new(case.dtype);
         transfer.slot_bytes = case.slot_bytes;
         let mut memories = Vec::new();
-        for (weight, (parts, columns, heads)) in WEIGHTS.iter().enumerate() {
-            let geometry = Geometry::new(parts.iter().sum(), *columns, *heads, case.spacing);
+        for (weight, (parts, columns, shard)) in WEIGHTS.iter().enumerate() {
+            let geometry = Geometry::new(parts.iter().sum(), *columns, *shard, case.spacing);
             let len = geometry.device_rows() * geometry.device_columns() * case.dtype.size_bytes();
             let memory: Memory = Arc::new(Mutex::new(vec![0; len]));
             let mut first = 0;
@@ -416,7 +416,7 @@ mod tests {
             false => (len, index),
         };
         let mut all = Vec::new();
-        for (weight, (parts, columns, heads)) in WEIGHTS.iter().enumerate() {
+        for (weight, (parts, columns, shard)) in WEIGHTS.iter().enumerate() {
             let rows: usize = parts.iter().sum();
             let (device_rows, _) = place(rows, *shard == ShardAxis::Out(ShardUnit::Head), 0);
             let (device_columns, _) = place(*columns, *shard == ShardAxis::In(ShardUnit::Head), 0);
