@@ -2,8 +2,8 @@
 //!
 //! Prefill, decode, chunked prefill and any mixture of them are values of this struct.
 
+use super::config::ModelConfig;
 use super::kv_cache::KvCache;
-use super::ModelConfig;
 use crate::error::{Error, Result};
 use crate::ops::kv_cache::layout::BLOCK_SIZE;
 

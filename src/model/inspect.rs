@@ -3,10 +3,11 @@
 use std::path::PathBuf;
 
 use super::checkpoint::Checkpoint;
+use super::config::ModelConfig;
 use super::config::{declared_architecture, CONFIG_FILE, MAX_CONFIG_BYTES};
 use super::folder::{resolve, Folder};
+use super::opened::ModelFolder;
 use super::safetensors::compute_dtype;
-use super::{ModelConfig, ModelFolder};
 use crate::error::Result;
 use crate::memory::DType;
 

@@ -9,7 +9,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use super::kv_cache::KvCache;
-use super::{Compute, Model};
+use super::loaded::{Compute, Model};
 use crate::backend::cuda::{CudaContext, Event};
 use crate::backend::{ComputeContext, PinnedBuffer};
 use crate::error::{check_room, Error, ErrorKind, Result};

@@ -3,11 +3,11 @@
 //! The buffers grow to the largest pass seen (or reserved) and are then reused, so that steady-state
 //! decoding allocates nothing.
 
+use super::config::ModelConfig;
 use super::device::limits::PassLimits;
+use super::device::model::DeviceModel;
 use super::device::workspace::DeviceWorkspace;
-use super::device::DeviceModel;
 use super::step::HostSteps;
-use super::ModelConfig;
 use crate::backend::cpu::Isa;
 use crate::error::{Error, Result};
 use crate::memory::DType;

@@ -3,7 +3,7 @@
 
 use crate::backend::cuda::{CudaContext, Event};
 use crate::error::{try_with_capacity, Error, Result};
-use crate::model::ModelConfig;
+use crate::model::config::ModelConfig;
 
 /// Work that is queued ahead, in seconds by a guess: many times what it takes to queue a layer.
 const SECONDS_AHEAD: f64 = 0.004;

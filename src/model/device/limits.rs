@@ -1,9 +1,16 @@
 //! How large the passes of a model become.
 
-use super::graphs::{row_bucket, table_bucket};
-use super::workspace::MAX_STEP_ROWS;
 use crate::model::config::ModelConfig;
 use crate::ops::kv_cache::layout::BLOCK_SIZE;
+
+/// Steps that may be under way: the host prepares one while the device computes another.
+pub(in crate::model) const STEPS_IN_FLIGHT: usize = 2;
+
+/// The most rows of logits of a step.
+pub(in crate::model) const MAX_STEP_ROWS: usize = 256;
+
+/// Rows whose logits are copied to the host at a time.
+pub(in crate::model) const COPIED_ROWS: usize = 64;
 
 /// How large the passes of a model become.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,5 +39,40 @@ impl PassLimits {
     /// Blocks in the table of a sequence, filled up.
     pub(super) fn blocks(&self) -> usize {
         table_bucket(self.max_context_tokens.div_ceil(BLOCK_SIZE))
+    }
+}
+
+/// The number of rows that a step of `len` rows is filled up to.
+pub(in crate::model) fn row_bucket(len: usize) -> usize {
+    match len {
+        0..=2 => len,
+        3..=4 => 4,
+        5..=8 => 8,
+        9..=32 => len.next_multiple_of(8),
+        33..=128 => len.next_multiple_of(16),
+        _ => len.next_multiple_of(32),
+    }
+}
+
+/// The number of blocks that tables of up to `len` blocks are filled up to.
+pub(in crate::model) fn table_bucket(len: usize) -> usize {
+    len.max(4).next_power_of_two()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn buckets_hold_what_they_are_for() {
+        let mut buckets = Vec::new();
+        for len in 1..=256 {
+            let bucket = row_bucket(len);
+            assert!(bucket >= len && bucket <= 256 && row_bucket(bucket) == bucket);
+            buckets.push(bucket);
+            assert!(table_bucket(len) >= len);
+        }
+        buckets.dedup();
+        assert_eq!(buckets.len(), 17);
     }
 }

@@ -1,9 +1,9 @@
 //! Passes of a model on a device, and the logits that the host wants of them.
 
 use super::lead::layers_ahead;
+use super::model::DeviceModel;
 use super::record::{DeviceRecord, RecordExtras, RecordShape};
 use super::workspace::DeviceWorkspace;
-use super::DeviceModel;
 use crate::backend::DeviceTensor;
 use crate::error::Result;
 use crate::memory::DType;

@@ -1,9 +1,7 @@
 //! The memory that operators take from time to time in passes of a model: set apart with the work space, so that it is
 //! what was planned, on every chip and whether cuBLAS is there or not.
 
-use super::attention_sizes;
-use super::limits::PassLimits;
-use super::workspace::MAX_STEP_ROWS;
+use super::limits::{PassLimits, MAX_STEP_ROWS};
 use crate::error::{Error, Result};
 use crate::memory::DType;
 use crate::model::config::ModelConfig;
@@ -11,6 +9,7 @@ use crate::model::decoder::block::DecoderPlan;
 use crate::model::load::device::matrix_geometry;
 use crate::model::load::heads::HeadSpacing;
 use crate::model::load::plan::{MatrixPlan, VectorPlan, WeightReader};
+use crate::ops::attention::AttentionSizes;
 use crate::ops::gemm::WeightShape;
 use crate::ops::kv_cache::layout::BLOCK_SIZE;
 use crate::ops::linear::MatrixLayout;
@@ -103,5 +102,16 @@ impl Scratch {
         let attention =
             attention::scratch_bytes(&sizes, dtype, limits.rows(), max_keys, is_deterministic);
         Scratch { bytes: most(&product).max(attention), library_bytes: most(&library) }
+    }
+}
+
+/// The heads of a model's attention on a device.
+pub(super) fn attention_sizes(config: &ModelConfig, spacing: HeadSpacing) -> AttentionSizes {
+    AttentionSizes {
+        num_heads: config.num_heads,
+        num_kv_heads: config.num_kv_heads,
+        head_dim: spacing.head_dim,
+        head_stride: spacing.stride,
+        has_qk_norm_and_rope: config.has_qk_norm && config.rope.is_some(),
     }
 }

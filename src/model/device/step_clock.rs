@@ -4,7 +4,7 @@
 //! begins where that ends, and needs no mark for it; one that comes later has a mark in front of its first kernel,
 //! and the time from the end of the step before to this mark is the time in which the device had nothing to do.
 
-use super::steps::STEPS_IN_FLIGHT;
+use super::limits::STEPS_IN_FLIGHT;
 use crate::backend::cuda::{CudaContext, Event};
 use crate::error::{Error, Result};
 use crate::model::step::StepTime;

@@ -1,185 +1,26 @@
-//! Steps that are under way on a device: what they were told, and where their results arrive.
+//! The steps of a model on a device: begun one after the other, computed in that order, finished in that order.
 
-use std::collections::VecDeque;
-use std::sync::Arc;
-
-use super::graphs::{row_bucket, table_bucket, GraphKey, StepGraphs};
-use super::lead::Lead;
-use super::limits::PassLimits;
-use super::record::{DeviceRecord, RecordExtras, RecordMemory, RecordShape};
-use super::step_clock::StepClock;
-use super::workspace::{copy_floats, DeviceWorkspace, COPIED_ROWS, MAX_STEP_ROWS};
-use super::DeviceModel;
-use crate::backend::{Arena, ComputeContext, ContextBackend, DeviceTensor, PinnedBuffer};
-use crate::error::{try_with_capacity, Error, Result};
-use crate::memory::{DType, ElementType};
+use super::graphs::GraphKey;
+use super::limits::{row_bucket, table_bucket, COPIED_ROWS, STEPS_IN_FLIGHT};
+use super::model::DeviceModel;
+use super::record::{RecordExtras, RecordShape};
+use super::step_memory::no_slot;
+use super::workspace::{copy_floats, DeviceWorkspace};
+use crate::backend::PinnedBuffer;
+use crate::error::{Error, Result};
+use crate::memory::DType;
 use crate::model::batch::ForwardBatch;
 use crate::model::config::ModelConfig;
 use crate::model::decoder::device::{rows_of, DevicePass, Wanted};
 use crate::model::kv_cache::KvCache;
-use crate::model::step::{Step, StepResult, TokenChoice, FROM_BATCH, NO_TOKEN};
+use crate::model::step::{Step, StepResult, TokenChoice, NO_TOKEN};
 use crate::ops::attention::DecodeScratch;
 use crate::ops::copy::copy;
 use crate::ops::elementwise::cast;
-use crate::ops::sample::{sample, SampleBuffers, SAMPLE_COUNTERS, SAMPLE_PARTIALS};
-
-/// Steps that may be under way: the host prepares one while the device computes another.
-pub(in crate::model) const STEPS_IN_FLIGHT: usize = 2;
+use crate::ops::sample::sample;
 
 /// The most sequences whose decoding is a graph, where it is not the chain.
 const MAX_PORTABLE_GRAPH_ROWS: usize = 8;
-
-/// The memory behind steps.
-pub(in crate::model) struct DeviceSteps {
-    context: Arc<ComputeContext>,
-    record: RecordMemory,
-    /// `[MAX_STEP_ROWS]`, the tokens of the step begun last.
-    pub chosen: DeviceTensor,
-    /// `[PARTIALS]`
-    partials: DeviceTensor,
-    /// `[COUNTERS]`, zero.
-    counters: DeviceTensor,
-    /// Of the steps in flight.
-    results: Vec<ResultSlot>,
-    /// The slot of the next step.
-    next: usize,
-    /// Slots of the steps in flight, the oldest first.
-    pending: VecDeque<usize>,
-    /// For each row of the step begun last: does the device choose its token?
-    last_rows: Vec<bool>,
-    graphs: StepGraphs,
-    pub(super) lead: Lead,
-    clock: StepClock,
-}
-
-/// Where the results of a step arrive.
-struct ResultSlot {
-    /// `[MAX_STEP_ROWS]`, written by a kernel.
-    tokens: PinnedBuffer,
-    /// Grows to the most rows that a caller wanted.
-    logits: Option<PinnedBuffer>,
-    num_rows: usize,
-    num_copied: usize,
-}
-
-/// Numbers in the record of the largest steps.
-fn record_len(limits: &PassLimits) -> Result<usize> {
-    let num_tokens = limits.num_tokens.max(1);
-    let shape = RecordShape {
-        num_tokens,
-        num_seqs: limits.rows(),
-        num_rows: num_tokens.max(MAX_STEP_ROWS),
-        blocks_per_seq: limits.blocks(),
-    };
-    RecordMemory::len_for(&shape)
-}
-
-const PARTIALS: usize = MAX_STEP_ROWS * SAMPLE_PARTIALS;
-const COUNTERS: usize = MAX_STEP_ROWS * SAMPLE_COUNTERS;
-
-impl DeviceSteps {
-    /// Bytes of device memory, for passes within `limits`.
-    pub fn device_bytes(limits: &PassLimits) -> Result<usize> {
-        let record = Arena::bytes_for(ElementType::I32, &[record_len(limits)?])?;
-        Ok(record.saturating_add(choice_bytes()?))
-    }
-
-    /// Memory for steps within `limits`.
-    pub fn new(context: &Arc<ComputeContext>, limits: &PassLimits) -> Result<Self> {
-        let record = RecordMemory::new(context, record_len(limits)?, STEPS_IN_FLIGHT)?;
-        let mut arena = Arena::new(context, choice_bytes()?, "the choice of tokens")?;
-        let chosen = arena.tensor(ElementType::I32, &[MAX_STEP_ROWS])?;
-        let partials = arena.tensor(ElementType::I64, &[PARTIALS])?;
-        let counters = arena.tensor(ElementType::I32, &[COUNTERS])?;
-        counters.zero(context)?;
-        chosen.zero(context)?;
-        let lead = match context.backend() {
-            ContextBackend::Cuda(cuda) => Lead::new(cuda)?,
-            ContextBackend::Cpu { .. } => {
-                return Err(Error::internal("steps of a device on the CPU"))
-            }
-        };
-        let mut results = try_with_capacity(STEPS_IN_FLIGHT, "steps")?;
-        for _ in 0..STEPS_IN_FLIGHT {
-            let tokens = PinnedBuffer::new(context, MAX_STEP_ROWS * 4, "tokens")?;
-            results.push(ResultSlot { tokens, logits: None, num_rows: 0, num_copied: 0 });
-        }
-        Ok(DeviceSteps {
-            context: context.clone(),
-            record,
-            chosen,
-            partials,
-            counters,
-            results,
-            next: 0,
-            pending: VecDeque::with_capacity(STEPS_IN_FLIGHT),
-            last_rows: try_with_capacity(MAX_STEP_ROWS, "steps")?,
-            graphs: StepGraphs::default(),
-            lead,
-            clock: StepClock::default(),
-        })
-    }
-
-    /// Queues a record on its way to the device and says where its arrays lie there.
-    pub(super) fn upload(
-        &mut self,
-        shape: &RecordShape,
-        batch: &ForwardBatch<'_>,
-        extras: &RecordExtras<'_>,
-    ) -> Result<DeviceRecord> {
-        let len = RecordMemory::len_for(shape)?;
-        if len > self.record.len() {
-            // Twice what is needed: block tables grow with the context. Steps under way read the old one.
-            self.context.synchronize()?;
-            self.graphs.clear();
-            self.record = RecordMemory::new(&self.context, len.saturating_mul(2), STEPS_IN_FLIGHT)?;
-        }
-        self.record.upload(shape, batch, extras)?;
-        if let ContextBackend::Cuda(cuda) = self.context.backend() {
-            self.clock.begin(cuda)?;
-        }
-        self.record.arrays(shape)
-    }
-
-    /// Are there steps that were begun and not finished?
-    pub fn is_busy(&self) -> bool {
-        !self.pending.is_empty()
-    }
-
-    /// Does nobody wait for tokens of the steps in flight?
-    pub(super) fn may_lag(&self) -> bool {
-        let mut results = self.pending.iter().filter_map(|&slot| self.results.get(slot));
-        results.all(|result| result.num_rows == 0)
-    }
-
-    /// How the kernels choose the tokens of a record.
-    fn buffers<'a>(&'a self, record: &'a DeviceRecord) -> SampleBuffers<'a> {
-        SampleBuffers {
-            rows: &record.sample_rows,
-            tokens: &self.chosen,
-            host_tokens: &record.host_tokens,
-            partials: &self.partials,
-            counters: &self.counters,
-        }
-    }
-
-    /// Checks that tokens of the step before were chosen by the device.
-    fn check_sources(&self, step: &Step<'_>) -> Result<()> {
-        let is_known = |&source: &u32| {
-            source == FROM_BATCH || self.last_rows.get(source as usize).copied().unwrap_or(false)
-        };
-        match step.token_sources.iter().all(is_known) {
-            true => Ok(()),
-            false => Err(Error::internal("a token that the step before does not choose")),
-        }
-    }
-}
-
-fn choice_bytes() -> Result<usize> {
-    let chosen = Arena::bytes_for(ElementType::I32, &[MAX_STEP_ROWS])?;
-    let counters = Arena::bytes_for(ElementType::I32, &[COUNTERS])?;
-    Ok(chosen + counters + Arena::bytes_for(ElementType::I64, &[PARTIALS])?)
-}
 
 impl DeviceModel {
     /// See [`crate::model::Model::begin_step`]; the batch was checked.
@@ -390,10 +231,6 @@ impl DeviceModel {
         }
         Ok(())
     }
-}
-
-fn no_slot() -> Error {
-    Error::internal("no room for the results of a step")
 }
 
 /// Does every sequence have one token, whose logits are wanted?

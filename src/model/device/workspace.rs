@@ -3,22 +3,15 @@
 
 use std::sync::Arc;
 
-use super::attention_sizes;
-use super::limits::PassLimits;
-use super::scratch::Scratch;
-use super::steps::DeviceSteps;
+use super::limits::{PassLimits, COPIED_ROWS, MAX_STEP_ROWS};
+use super::scratch::{attention_sizes, Scratch};
+use super::step_memory::DeviceSteps;
 use crate::backend::{Arena, ComputeContext, ContextBackend, DeviceTensor, PinnedBuffer};
 use crate::error::{Error, Result};
 use crate::memory::{DType, ElementType, SetApart};
 use crate::model::config::ModelConfig;
 use crate::model::load::heads::HeadSpacing;
 use crate::ops::attention::{partial_bytes, partials, DecodeScratch};
-
-/// The most rows of logits of a step.
-pub(super) const MAX_STEP_ROWS: usize = 256;
-
-/// Rows whose logits are copied to the host at a time.
-pub(super) const COPIED_ROWS: usize = 64;
 
 /// Memory for passes within limits. Element type: the model's.
 pub(in crate::model) struct DeviceWorkspace {

@@ -22,7 +22,7 @@ use self::plan::{MatrixPart, MatrixPlan, VectorPlan, WeightReader};
 use super::checkpoint::{Checkpoint, Tensor};
 use super::decoder::block::DecoderPlan;
 use super::folder::{io_error, Folder};
-use super::LoadedWeights;
+use super::loaded::LoadedWeights;
 use crate::backend::cpu::CpuBackend;
 use crate::error::{try_filled, Error, ErrorKind, Result};
 use crate::memory::DType;

@@ -1,0 +1,133 @@
+//! A model on its way to a device.
+
+use std::sync::Arc;
+
+use super::model::{rope_bytes, DeviceModel, RopeTables};
+use super::scratch::{attention_sizes, ProductShapes};
+use crate::backend::{Arena, ComputeContext, DeviceTensor, PinnedBuffer};
+use crate::error::Result;
+use crate::memory::{DType, ElementType};
+use crate::model::config::{MlpKind, ModelConfig, NormKind, RopeConfig};
+use crate::model::decoder::block::{Decoder, DecoderPlan};
+use crate::model::load::heads::HeadSpacing;
+use crate::model::load::{device as load, Loader};
+use crate::ops::attention::AttentionPlan;
+use crate::ops::linear::{DecoderSizes, Epilogue, LinearPlan, Matrix, Product};
+use crate::ops::rope::cuda_rounded::rope_tables;
+
+/// All products of a model, and what becomes of each.
+fn all_products<'a>(
+    config: &ModelConfig,
+    weights: &'a Decoder<Matrix, DeviceTensor>,
+) -> impl Iterator<Item = Product<'a>> {
+    let first_of_mlp = match config.mlp {
+        MlpKind::Gated => Epilogue::SwiGlu,
+        MlpKind::Plain => Epilogue::Store,
+    };
+    let output =
+        Product { weight: weights.tokens.output(), has_bias: false, epilogue: Epilogue::Store };
+    let blocks = weights.blocks.iter().flat_map(move |block| {
+        let (up, down) = block.mlp.layers();
+        let products = [
+            (&block.attention.qkv, Epilogue::Store),
+            (&block.attention.output, Epilogue::AddResidual),
+            (up, first_of_mlp),
+            (down, Epilogue::AddResidual),
+        ];
+        products.map(|(layer, epilogue)| Product {
+            weight: &layer.weight,
+            has_bias: layer.bias.is_some(),
+            epilogue,
+        })
+    });
+    std::iter::once(output).chain(blocks)
+}
+
+/// A model on its way to a device.
+pub(in crate::model) struct DeviceModelLoad<'a> {
+    config: &'a ModelConfig,
+    weights: load::WeightsLoad<'a>,
+    spacing: HeadSpacing,
+    dtype: DType,
+    is_deterministic: bool,
+    products: ProductShapes,
+}
+
+impl<'a> DeviceModelLoad<'a> {
+    /// Gives every weight its place, and makes ready what needs no device.
+    pub fn new(
+        config: &'a ModelConfig,
+        plan: &'a DecoderPlan,
+        loader: Loader<'a>,
+        dtype: DType,
+        is_deterministic: bool,
+    ) -> Result<Self> {
+        let spacing = HeadSpacing::new(config.head_dim)?;
+        let mut weights = load::WeightsLoad::new(plan, loader, dtype, spacing)?;
+        weights.prepare()?;
+        let products = ProductShapes::of(plan, spacing)?;
+        Ok(DeviceModelLoad { config, weights, spacing, dtype, is_deterministic, products })
+    }
+
+    /// Reads the weights to the device of `context`, which works for this model alone. Also returns the bytes
+    /// that weights and tables take there.
+    pub fn finish(self, context: Arc<ComputeContext>) -> Result<(DeviceModel, u64)> {
+        let DeviceModelLoad { config, weights, spacing, dtype, is_deterministic, products } = self;
+        let weights_bytes = weights.device_bytes();
+        let bytes = weights_bytes.saturating_add(rope_bytes(config, dtype)?) as u64;
+        // Kernels are loaded while weights are on their way.
+        let (weights, (rope, attention, linear)) = weights.finish(&context, |weights| {
+            let rope = match &config.rope {
+                Some(rope) => Some(RopeTables::new(&context, config, rope, dtype)?),
+                None => None,
+            };
+            let sizes = attention_sizes(config, spacing);
+            let attention = AttentionPlan::find(&context, sizes, dtype, is_deterministic);
+            let sizes = DecoderSizes {
+                hidden_size: config.hidden_size,
+                intermediate_size: config.intermediate_size,
+                has_rms_norms: config.norm == NormKind::Rms,
+            };
+            let products = all_products(config, weights);
+            let linear = LinearPlan::find(&context, &attention, &sizes, products, is_deterministic);
+            Ok((rope, attention, linear))
+        })?;
+        let model = DeviceModel {
+            context,
+            weights,
+            rope,
+            spacing,
+            dtype,
+            attention,
+            linear,
+            is_deterministic,
+            products,
+        };
+        Ok((model, bytes))
+    }
+}
+
+impl RopeTables {
+    fn new(
+        context: &Arc<ComputeContext>,
+        config: &ModelConfig,
+        rope: &RopeConfig,
+        dtype: DType,
+    ) -> Result<Self> {
+        let inv_freq = rope.inv_freq(config.head_dim)?;
+        let half = config.head_dim / 2;
+        let mut arena = Arena::new(context, rope_bytes(config, dtype)?, "the tables of positions")?;
+        let shape = [config.max_context_tokens, half];
+        let cos = arena.tensor(ElementType::Float(dtype), &shape)?;
+        let sin = arena.tensor(ElementType::Float(dtype), &shape)?;
+        let frequencies = arena.tensor(ElementType::Float(DType::F32), &[half])?;
+        let mut staging = PinnedBuffer::new(context, half * 4, "rope frequencies")?;
+        for (word, f) in staging.bytes()?.chunks_exact_mut(4).zip(&inv_freq) {
+            word.copy_from_slice(&f.to_ne_bytes());
+        }
+        staging.upload(0..half * 4, &frequencies, 0)?;
+        rope_tables(context, &frequencies, rope.attention_scaling(), &cos, &sin)?;
+        staging.wait()?;
+        Ok(RopeTables { cos, sin })
+    }
+}

@@ -1,0 +1,89 @@
+//! What a model has on a device.
+
+use std::sync::Arc;
+
+use super::limits::PassLimits;
+use super::scratch::{ProductShapes, Scratch};
+use super::workspace::DeviceWorkspace;
+use crate::backend::cuda::CudaContext;
+use crate::backend::{Arena, ComputeContext, ContextBackend, DeviceTensor};
+use crate::error::{Error, Result};
+use crate::memory::{DType, ElementType};
+use crate::model::config::ModelConfig;
+use crate::model::decoder::block::Decoder;
+use crate::model::load::heads::HeadSpacing;
+use crate::ops::attention::AttentionPlan;
+use crate::ops::linear::{LinearPlan, Matrix};
+
+/// What a model has on a device.
+pub(in crate::model) struct DeviceModel {
+    pub context: Arc<ComputeContext>,
+    pub weights: Decoder<Matrix, DeviceTensor>,
+    /// Of a model with rotary positions.
+    pub rope: Option<RopeTables>,
+    pub spacing: HeadSpacing,
+    pub(super) dtype: DType,
+    pub attention: AttentionPlan,
+    pub linear: LinearPlan,
+    /// See [`super::LoadOptions::deterministic`].
+    pub(super) is_deterministic: bool,
+    pub(super) products: ProductShapes,
+}
+
+/// Cosines and sines of all positions, `[max_context_tokens, head_dim / 2]` of the model's element type each.
+pub(in crate::model) struct RopeTables {
+    pub cos: DeviceTensor,
+    pub sin: DeviceTensor,
+}
+
+impl DeviceModel {
+    /// A tensor of each allocation that holds weights or tables; twice the same where there are no tables.
+    pub(super) fn allocations(&self) -> [&DeviceTensor; 2] {
+        let weights = self.weights.tokens.embedding.data();
+        [weights, self.rope.as_ref().map_or(weights, |rope| &rope.cos)]
+    }
+
+    /// Element type of weights and activations.
+    pub(super) fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// Memory for passes within `limits`.
+    pub fn workspace(&self, config: &ModelConfig, limits: &PassLimits) -> Result<DeviceWorkspace> {
+        let DeviceModel { products, dtype, spacing, is_deterministic, .. } = self;
+        let scratch = Scratch::of(config, products, *dtype, *spacing, limits, *is_deterministic);
+        DeviceWorkspace::new(&self.context, config, *dtype, *spacing, limits, scratch)
+    }
+
+    /// For people: "cuda (NVIDIA H200)".
+    pub fn device_name(&self) -> String {
+        match self.cuda() {
+            Ok(cuda) => format!("cuda ({})", cuda.device().info().name),
+            Err(_) => "cpu".to_string(),
+        }
+    }
+
+    /// The device half of the context.
+    pub fn cuda(&self) -> Result<&CudaContext> {
+        match self.context.backend() {
+            ContextBackend::Cuda(cuda) => Ok(cuda),
+            ContextBackend::Cpu { .. } => {
+                Err(Error::internal("a model of a device with a context of the CPU"))
+            }
+        }
+    }
+}
+
+/// Bytes of the tables of cosines and sines, and of the frequencies they are made from.
+pub(super) fn rope_bytes(config: &ModelConfig, dtype: DType) -> Result<usize> {
+    if config.rope.is_none() {
+        return Ok(0);
+    }
+    let half = config.head_dim / 2;
+    let table = Arena::bytes_for(ElementType::Float(dtype), &[config.max_context_tokens, half])?;
+    let frequencies = Arena::bytes_for(ElementType::Float(DType::F32), &[half])?;
+    table
+        .checked_mul(2)
+        .and_then(|bytes| bytes.checked_add(frequencies))
+        .ok_or_else(|| Error::out_of_memory("the tables of positions", usize::MAX))
+}

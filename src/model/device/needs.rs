@@ -1,0 +1,45 @@
+//! What a model takes of the memory of a device.
+
+use super::limits::PassLimits;
+use super::model::rope_bytes;
+use super::scratch::{ProductShapes, Scratch};
+use super::workspace;
+use crate::backend::cuda::CudaContext;
+use crate::error::Result;
+use crate::memory::DType;
+use crate::model::kv_cache::KvCache;
+use crate::model::load::device as load;
+use crate::model::load::heads::HeadSpacing;
+use crate::model::memory_needs::MemoryNeeds;
+use crate::model::opened::ModelFolder;
+
+/// What is lost where each allocation is rounded up to a multiple of 512 bytes: there are nine of a model.
+const ROUNDING_BYTES: usize = 9 * 512;
+
+impl ModelFolder {
+    /// What the model takes of a CUDA device as `dtype`, for passes within `limits`. Refuses, by name, what does not
+    /// run there.
+    pub fn device_plan(
+        &self,
+        dtype: DType,
+        limits: &PassLimits,
+        is_deterministic: bool,
+    ) -> Result<MemoryNeeds> {
+        let config = self.config();
+        let spacing = HeadSpacing::new(config.head_dim)?;
+        let weights = load::device_bytes(self.plan(), dtype, spacing)?;
+        let products = ProductShapes::of(self.plan(), spacing)?;
+        let scratch = Scratch::of(config, &products, dtype, spacing, limits, is_deterministic);
+        let layout = config.device_kv_layout(dtype)?;
+        let workspace = workspace::device_bytes(config, dtype, spacing, limits)?
+            .saturating_add(scratch.bytes)
+            .saturating_add(CudaContext::COUNTERS_BYTES)
+            .saturating_add(KvCache::spare_bytes(&layout))
+            .saturating_add(ROUNDING_BYTES);
+        Ok(MemoryNeeds {
+            weights_bytes: (weights as u64).saturating_add(rope_bytes(config, dtype)? as u64),
+            workspace_bytes: workspace as u64,
+            kv_bytes_per_token: layout.bytes_per_token() as u64,
+        })
+    }
+}

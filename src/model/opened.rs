@@ -1,0 +1,215 @@
+//! A folder that has been found in order, and the way from there to a model.
+
+use std::sync::Arc;
+
+use super::checkpoint::Checkpoint;
+use super::config::ModelConfig;
+use super::decoder::block::DecoderPlan;
+use super::device::load::DeviceModelLoad;
+use super::folder::{self, resolve, Folder};
+use super::load::{self, LoadOptions, Loader};
+use super::loaded::{Compute, CpuModel, Model};
+use super::memory_needs::MemoryNeeds;
+use super::workspace::Workspace;
+use crate::backend::cpu::CpuBackend;
+use crate::backend::ComputeContext;
+use crate::error::{Error, ErrorKind, Result};
+use crate::memory::DType;
+use crate::ops::common::packed_matrix::PackedMatrix;
+use crate::ops::rope::cpu_table::RopeTable;
+use crate::thread_state::StandardFloats;
+
+/// A folder whose configuration and headers have been found in order. No weight has been read.
+#[derive(Debug)]
+pub struct ModelFolder {
+    folder: Folder,
+    config: ModelConfig,
+    checkpoint: Checkpoint,
+    plan: DecoderPlan,
+    warnings: Vec<String>,
+}
+
+impl ModelFolder {
+    pub(crate) fn new(folder: Folder, config: ModelConfig, checkpoint: Checkpoint) -> Result<Self> {
+        let (plan, unused) = DecoderPlan::new(&config, &checkpoint)?;
+        let warnings = unused_warning(&unused).into_iter().collect();
+        Ok(ModelFolder { folder, config, checkpoint, plan, warnings })
+    }
+
+    /// Sizes and kind of the model.
+    pub fn config(&self) -> &ModelConfig {
+        &self.config
+    }
+
+    /// The folder, for the files that are not the model's weights.
+    pub fn folder(&self) -> &Folder {
+        &self.folder
+    }
+
+    /// Oddities worth a line in a log; each is one sentence.
+    pub fn warnings(&self) -> &[String] {
+        &self.warnings
+    }
+
+    /// The element type that [`LoadOptions::dtype`] `None` stands for.
+    pub fn stored_dtype(&self) -> Result<DType> {
+        Ok(self.plan.totals()?.stored_dtype())
+    }
+
+    /// Bytes of memory that the weights will take as `dtype`, if a tied output matrix that is
+    /// stored all the same equals the embedding.
+    pub fn weights_bytes(&self, dtype: DType) -> Result<u64> {
+        let totals = self.plan.totals()?;
+        let mut sum = totals.vector_len.saturating_mul(size_of::<f32>() as u64);
+        for &(out_features, in_features) in &totals.matrices {
+            let bytes = PackedMatrix::bytes_for(out_features, in_features, dtype)
+                .ok_or_else(|| Error::out_of_memory("a weight matrix", usize::MAX))?;
+            sum = sum.saturating_add(bytes as u64);
+        }
+        Ok(sum)
+    }
+
+    /// What the model takes of the host's memory as `dtype`, for passes of up to `num_tokens` tokens on
+    /// `num_threads` threads that ask for the logits of up to `num_logits_rows` of them.
+    pub fn host_plan(
+        &self,
+        dtype: DType,
+        num_threads: usize,
+        num_tokens: usize,
+        num_logits_rows: usize,
+    ) -> Result<MemoryNeeds> {
+        let config = &self.config;
+        let workspace =
+            Workspace::bytes_for(config, dtype, num_threads, num_tokens, num_logits_rows);
+        Ok(MemoryNeeds {
+            weights_bytes: self.weights_bytes(dtype)?,
+            workspace_bytes: workspace as u64,
+            kv_bytes_per_token: config.kv_layout(dtype).bytes_per_token() as u64,
+        })
+    }
+
+    pub(crate) fn plan(&self) -> &DecoderPlan {
+        &self.plan
+    }
+
+    /// Reads the weights. `progress` is called on this thread with the fraction done, from 0 to 1,
+    /// and ends the load with [`ErrorKind::Cancelled`] by returning false.
+    pub fn load(
+        self,
+        backend: Arc<CpuBackend>,
+        options: &LoadOptions,
+        progress: &mut dyn FnMut(f32) -> bool,
+    ) -> Result<Model> {
+        let totals = self.plan.totals()?;
+        let dtype = options.dtype.unwrap_or(totals.stored_dtype());
+        let mode = StandardFloats::new();
+        let rope = match &self.config.rope {
+            Some(rope) => Some(RopeTable::new(
+                &rope.inv_freq(self.config.head_dim)?,
+                rope.attention_scaling(),
+                self.config.max_context_tokens,
+            )?),
+            None => None,
+        };
+        drop(mode);
+        let (weights, weights_bytes) = load::load_weights(
+            &self.plan,
+            &self.folder,
+            &self.checkpoint,
+            &backend,
+            options,
+            progress,
+        )?;
+        if !progress(1.0) {
+            return Err(Error::new(
+                ErrorKind::Cancelled,
+                "loading was cancelled by the progress callback",
+            ));
+        }
+        Ok(Model {
+            config: self.config,
+            compute: Compute::Cpu(Box::new(CpuModel { weights, rope, backend })),
+            dtype,
+            weights_bytes,
+            num_parameters: totals.num_parameters,
+        })
+    }
+
+    /// The same to the CUDA device of `context`, which must work for this model alone. `backend` only reads
+    /// the files.
+    pub fn load_on_device(
+        self,
+        context: Arc<ComputeContext>,
+        backend: &CpuBackend,
+        options: &LoadOptions,
+        progress: &mut dyn FnMut(f32) -> bool,
+    ) -> Result<Model> {
+        self.begin_on_device(backend, options, progress)?.finish(context)
+    }
+
+    /// The same in two halves: the first, which makes ready what can be, needs no device yet.
+    pub fn begin_on_device<'a>(
+        &'a self,
+        backend: &'a CpuBackend,
+        options: &LoadOptions,
+        progress: &'a mut dyn FnMut(f32) -> bool,
+    ) -> Result<DeviceLoad<'a>> {
+        let totals = self.plan.totals()?;
+        let dtype = options.dtype.unwrap_or(totals.stored_dtype());
+        let num_parameters = totals.num_parameters;
+        let (stored_bytes, checkpoint) = (totals.stored_bytes, &self.checkpoint);
+        let (folder, deterministic) = (&self.folder, options.deterministic);
+        let loader =
+            Loader::new(folder, checkpoint, backend, dtype, options, stored_bytes, progress)?;
+        let weights = DeviceModelLoad::new(&self.config, &self.plan, loader, dtype, deterministic)?;
+        Ok(DeviceLoad { config: &self.config, weights, dtype, num_parameters })
+    }
+}
+
+/// A model on its way to a device.
+pub struct DeviceLoad<'a> {
+    config: &'a ModelConfig,
+    weights: DeviceModelLoad<'a>,
+    dtype: DType,
+    num_parameters: u64,
+}
+
+impl DeviceLoad<'_> {
+    /// Reads the weights to the CUDA device of `context`, which must work for this model alone.
+    pub fn finish(self, context: Arc<ComputeContext>) -> Result<Model> {
+        let (model, weights_bytes) = self.weights.finish(context)?;
+        Ok(Model {
+            config: self.config.clone(),
+            compute: Compute::Device(Box::new(model)),
+            dtype: self.dtype,
+            weights_bytes,
+            num_parameters: self.num_parameters,
+        })
+    }
+}
+
+/// One sentence about tensors that nothing reads.
+fn unused_warning(unused: &[String]) -> Option<String> {
+    const NAMED: usize = 3;
+    if unused.is_empty() {
+        return None;
+    }
+    let named: Vec<String> =
+        unused.iter().take(NAMED).map(|name| folder::shown_name(name)).collect();
+    let more = unused.len().saturating_sub(NAMED);
+    let rest = if more > 0 { format!(" and {more} more") } else { String::new() };
+    Some(format!("the model does not use the tensors {}{rest}", named.join(", ")))
+}
+
+impl Model {
+    /// Reads configuration and headers of the folder that `path` means: a folder, or a repository
+    /// (`org/name`) in the local Hugging Face cache.
+    ///
+    /// What is not supported is refused here, by name.
+    pub fn open(path: &str) -> Result<ModelFolder> {
+        let folder = Folder::open(&resolve(path)?)?;
+        let config = ModelConfig::read(&folder)?;
+        let checkpoint = Checkpoint::open(&folder)?;
+        ModelFolder::new(folder, config, checkpoint)
+    }
+}
