@@ -16,13 +16,11 @@
 //!
 //! ## Operators
 //!
-//! [`ops`] has three floors. The operators of the CPU model work on f32 slices and packed weights
-//! ([`ops::linear`] and its neighbours). [`ops::host`] works on typed slices. [`ops::tensor`] is what C
-//! sees: one file an operator with its contract, its checks, a CPU half that calls `ops::host`, and a CUDA
-//! half that launches the kernels of `csrc/ops`. The model on a GPU ([`model`]) is made of these, and of
-//! [`ops::stepwise`], which rounds where Transformers rounds.
+//! Each operator is one folder of [`ops`], which holds the table of them. The decoder ([`model::decoder`]) says what is
+//! computed, in the words of the papers; the operator alone decides by which kernel. How to add an operator, a family, a
+//! weight format or a sampling parameter, and what the words of this code mean, is in [`guide`].
 //!
-//! The build script compiles `csrc/ops/*.cu` to fatbins inside the library; `backend/cuda` finds the driver
+//! The build script compiles the `.cu` files of `csrc` to fatbins inside the library; `backend/cuda` finds the driver
 //! at run time, loads them, and gives a [`backend::ComputeContext`] its stream, its caching allocator and
 //! its sticky errors. A kernel never follows an index that it cannot trust: it reports the first one in a
 //! record that the host reads when it synchronises.
@@ -39,6 +37,8 @@ pub mod backend;
 pub mod engine;
 pub mod error;
 pub mod ffi;
+#[doc = include_str!("guide.md")]
+pub mod guide {}
 pub mod memory;
 pub mod model;
 pub mod ops;
