@@ -1,6 +1,6 @@
 //! `csrc/ops/attention/flash_wgmma.cu`: the same as `cuda_flash` over a block cache, with what Hopper has.
 
-use crate::backend::cuda::{Arguments, CudaContext, Launch, TensorMap};
+use crate::backend::cuda::{kernels, Arguments, CudaContext, Kernel, Launch, TensorMap};
 use crate::error::{Error, Result};
 use crate::memory::{Block, DType};
 use crate::ops::attention::cuda::{grid_extent, AttentionParams};
@@ -95,32 +95,15 @@ impl Groups {
     }
 
     /// `is_early`: the index arrays are read while the kernels in front are still at work.
-    fn kernel(self, dtype: DType, in_segments: bool, is_early: bool) -> Option<&'static str> {
-        if in_segments {
-            return match (self, dtype) {
-                (Groups::Two, DType::F16) => Some("xserv_attention_flash_wgmma_segments_f16"),
-                (Groups::Two, DType::BF16) => Some("xserv_attention_flash_wgmma_segments_bf16"),
-                (Groups::One, DType::F16) => Some("xserv_attention_flash_wgmma_segments_short_f16"),
-                (Groups::One, DType::BF16) => {
-                    Some("xserv_attention_flash_wgmma_segments_short_bf16")
-                }
-                (_, DType::F32) => None,
-            };
-        }
-        if is_early && self == Groups::One {
-            return match dtype {
-                DType::F16 => Some("xserv_attention_flash_wgmma_early_f16"),
-                DType::BF16 => Some("xserv_attention_flash_wgmma_early_bf16"),
-                DType::F32 => None,
-            };
-        }
-        match (self, dtype) {
-            (Groups::Two, DType::F16) => Some("xserv_attention_flash_wgmma_f16"),
-            (Groups::Two, DType::BF16) => Some("xserv_attention_flash_wgmma_bf16"),
-            (Groups::One, DType::F16) => Some("xserv_attention_flash_wgmma_short_f16"),
-            (Groups::One, DType::BF16) => Some("xserv_attention_flash_wgmma_short_bf16"),
-            (_, DType::F32) => None,
-        }
+    fn kernel(self, dtype: DType, in_segments: bool, is_early: bool) -> Option<Kernel> {
+        let kernel = match (self, in_segments) {
+            (Groups::Two, true) => kernels::ATTENTION_FLASH_WGMMA_SEGMENTS,
+            (Groups::One, true) => kernels::ATTENTION_FLASH_WGMMA_SEGMENTS_SHORT,
+            (Groups::Two, false) => kernels::ATTENTION_FLASH_WGMMA,
+            (Groups::One, false) if is_early => kernels::ATTENTION_FLASH_WGMMA_EARLY,
+            (Groups::One, false) => kernels::ATTENTION_FLASH_WGMMA_SHORT,
+        };
+        kernel.of(dtype)
     }
 }
 
@@ -157,8 +140,8 @@ pub(super) fn try_launch(
     };
     let in_segments = problem.options.in_segments;
     let is_early = problem.options.has_settled_indices && problem.max_kv_len <= MOST_EARLY_KEYS;
-    let Some(name) = groups.kernel(dtype, in_segments, is_early) else { return Ok(false) };
-    if !cuda.has_kernel("attention/flash_wgmma", name) {
+    let Some(kernel) = groups.kernel(dtype, in_segments, is_early) else { return Ok(false) };
+    if !cuda.has_kernel(kernel) {
         return Ok(false);
     }
     let extents = [1, BLOCK_SIZE as u32, 1, BOX_DIMS];
@@ -219,17 +202,14 @@ pub(super) fn try_launch(
     let launched = Arguments::new().value(&arguments).value(&k_map).value(&v_map);
     // SAFETY: the arguments of the kernel; the strides span the tensors' elements, what the index arrays hold
     // is compared with the cache, and the counter is zero between launches.
-    unsafe { cuda.launch_overlapping("attention/flash_wgmma", name, launch, launched) }?;
+    unsafe { cuda.launch_overlapping(kernel, launch, launched) }?;
     if segments > 1 {
-        let name = match dtype {
-            DType::F16 => "xserv_attention_flash_wgmma_merge_f16",
-            _ => "xserv_attention_flash_wgmma_merge_bf16",
-        };
+        let merge = kernels::ATTENTION_FLASH_WGMMA_MERGE.of_half(dtype)?;
         let grid = (num_heads as u32, grid_extent(num_seqs, "sequences")?, 1);
         let launch = Launch { grid, block: HEAD_DIM as u32, shared_bytes: 0 };
         let arguments = Arguments::new().value(&arguments);
         // SAFETY: the argument of the kernel, which reads what the one before has left.
-        unsafe { cuda.launch("attention/flash_wgmma", name, launch, arguments) }?;
+        unsafe { cuda.launch(merge, launch, arguments) }?;
     }
     Ok(true)
 }

@@ -1,7 +1,7 @@
 //! Everything between the projection to q, k, v and the output projection for sequences with one new token:
 //! `csrc/ops/attention/fused.cu`.
 
-use crate::backend::cuda::{Arguments, Launch};
+use crate::backend::cuda::{kernels, Arguments, Launch};
 use crate::backend::{Arena, ComputeContext, DeviceTensor};
 use crate::error::{Error, Result};
 use crate::memory::{DType, ElementType, Tensor};
@@ -156,13 +156,12 @@ const SHARED_BYTES: u32 = 107_952;
 
 /// Whether the chip and the build have the kernel, and it serves heads of `head_dim` elements.
 pub fn has_decode_attention(context: &ComputeContext, head_dim: usize) -> bool {
-    let name = "xserv_attention_fused_cluster_d128_bf16";
     matches!(head_dim, 64 | 128)
         && cuda(context).is_ok_and(|cuda| {
             let info = cuda.device().info();
             info.compute_capability.0 >= 9
                 && info.shared_memory_bytes >= SHARED_BYTES as usize
-                && cuda.has_kernel("attention/fused", name)
+                && cuda.has_kernel(kernels::ATTENTION_FUSED_CLUSTER_D128.bf16)
         })
 }
 
@@ -297,16 +296,13 @@ pub fn decode_attention(
         ..arguments
     };
     let is_cluster = matches!(division, Division::Cluster(_));
-    let name = match (is_cluster, head_dim, dtype) {
-        (true, 64, DType::F16) => "xserv_attention_fused_cluster_d64_f16",
-        (true, 64, _) => "xserv_attention_fused_cluster_d64_bf16",
-        (true, _, DType::F16) => "xserv_attention_fused_cluster_d128_f16",
-        (true, _, _) => "xserv_attention_fused_cluster_d128_bf16",
-        (false, 64, DType::F16) => "xserv_attention_fused_chunked_d64_f16",
-        (false, 64, _) => "xserv_attention_fused_chunked_d64_bf16",
-        (false, _, DType::F16) => "xserv_attention_fused_chunked_d128_f16",
-        (false, _, _) => "xserv_attention_fused_chunked_d128_bf16",
+    let kernel = match (is_cluster, head_dim) {
+        (true, 64) => kernels::ATTENTION_FUSED_CLUSTER_D64,
+        (true, _) => kernels::ATTENTION_FUSED_CLUSTER_D128,
+        (false, 64) => kernels::ATTENTION_FUSED_CHUNKED_D64,
+        (false, _) => kernels::ATTENTION_FUSED_CHUNKED_D128,
     };
+    let kernel = kernel.of_half(dtype)?;
     let (block, shared_bytes) = match (is_cluster, head_dim) {
         (true, 64) => (256, 54_448),
         (true, _) => (256, SHARED_BYTES),
@@ -322,7 +318,7 @@ pub fn decode_attention(
     let arguments = Arguments::new().value(&arguments);
     // SAFETY: the argument of the kernel; the shapes were checked above, the partial results have their places,
     // and the kernel follows no block, slot or position beyond the cache and the tables.
-    unsafe { cuda.launch_clusters("attention/fused", name, launch, cluster, arguments) }
+    unsafe { cuda.launch_clusters(kernel, launch, cluster, arguments) }
 }
 
 #[cfg(test)]

@@ -1,7 +1,7 @@
 //! Everything between the projection to q, k, v and the residual stream for one sequence with one new token:
 //! `csrc/ops/attention/fused_project.cu`.
 
-use crate::backend::cuda::{Arguments, Launch};
+use crate::backend::cuda::{kernels, Arguments, Launch};
 use crate::backend::ComputeContext;
 use crate::error::{Error, Result};
 use crate::memory::{DType, ElementType, Tensor};
@@ -56,7 +56,7 @@ pub fn has_decode_attention_o(
         let info = cuda.device().info();
         info.compute_capability.0 >= 9
             && info.shared_memory_bytes >= LONG_SHARED_BYTES as usize
-            && cuda.has_kernel("attention/fused_project", "xserv_attention_fused_project_3_bf16")
+            && cuda.has_kernel(kernels::ATTENTION_FUSED_PROJECT_3.bf16)
     })
 }
 
@@ -98,18 +98,16 @@ pub fn decode_attention_o(
         padding: 0,
     };
     let is_short = max_kv_len <= SHORT_CONTEXT;
-    let name = match (is_short, dtype) {
-        (true, DType::F16) => "xserv_attention_fused_project_2_f16",
-        (true, _) => "xserv_attention_fused_project_2_bf16",
-        (false, DType::F16) => "xserv_attention_fused_project_3_f16",
-        (false, _) => "xserv_attention_fused_project_3_bf16",
+    let kernel = if is_short {
+        kernels::ATTENTION_FUSED_PROJECT_2
+    } else {
+        kernels::ATTENTION_FUSED_PROJECT_3
     };
+    let kernel = kernel.of_half(dtype)?;
     let shared_bytes = if is_short { SHORT_SHARED_BYTES } else { LONG_SHARED_BYTES };
     let launch = Launch { grid: (CLUSTER, num_kv_heads as u32, 1), block: THREADS, shared_bytes };
     let arguments = Arguments::new().value(&arguments);
     // SAFETY: the argument of the kernel; the shapes were checked above, and the kernel follows no block, slot or
     // position beyond the cache and the tables.
-    unsafe {
-        cuda(context)?.launch_clusters("attention/fused_project", name, launch, CLUSTER, arguments)
-    }
+    unsafe { cuda(context)?.launch_clusters(kernel, launch, CLUSTER, arguments) }
 }

@@ -1,13 +1,12 @@
 //! `csrc/ops/attention/split_kv.cu`: one query a sequence, the keys of each split among blocks.
 
-use crate::backend::cuda::{Arguments, CudaContext, Launch, MOST_COUNTERS};
+use crate::backend::cuda::{kernels, Arguments, CudaContext, Kernel, Launch, MOST_COUNTERS};
 use crate::backend::ComputeContext;
 use crate::error::{Error, Result};
 use crate::memory::DType;
 use crate::ops::attention::cuda::{count, grid_extent, AttentionParams};
 use crate::ops::attention::cuda_flash::tile_stride;
 use crate::ops::attention::{Form, Problem};
-use crate::ops::common::launch::kernel_name;
 
 /// `csrc/ops/attention/attention.cuh` has the same struct and says what it means.
 #[repr(C)]
@@ -53,21 +52,21 @@ fn max_chunks(max_kv_len: i64) -> i64 {
     up_to(2048, 256).max(up_to(8192, 512)).max(up_to(65536, 1024)).max(long)
 }
 
-/// Name, threads and dynamic shared memory of the kernel.
-fn kernel(dtype: DType, head_dim: i64) -> Option<(&'static str, u32, u32)> {
+/// The kernel, its threads and its dynamic shared memory in bytes.
+fn kernel(dtype: DType, head_dim: i64) -> Option<(Kernel, u32, u32)> {
     // As instantiated at the foot of the source.
-    let (name, warps, stages) = match head_dim {
-        64 => (kernel_name!("attention_decode_d64", dtype), 4, 4),
-        80 => (kernel_name!("attention_decode_d80", dtype), 4, 4),
-        96 => (kernel_name!("attention_decode_d96", dtype), 4, 3),
-        128 => (kernel_name!("attention_decode_d128", dtype), 4, 2),
-        256 => (kernel_name!("attention_decode_d256", dtype), 3, 2),
+    let (kernel, warps, stages) = match head_dim {
+        64 => (kernels::ATTENTION_SPLIT_KV_D64.of(dtype), 4, 4),
+        80 => (kernels::ATTENTION_SPLIT_KV_D80.of(dtype), 4, 4),
+        96 => (kernels::ATTENTION_SPLIT_KV_D96.of(dtype), 4, 3),
+        128 => (kernels::ATTENTION_SPLIT_KV_D128.of(dtype), 4, 2),
+        256 => (kernels::ATTENTION_SPLIT_KV_D256.of(dtype), 3, 2),
         _ => return None,
     };
     match dtype {
-        DType::F32 => Some((name, 128, 0)),
+        DType::F32 => Some((kernel, 128, 0)),
         // For each warp and stage 16 keys and values.
-        _ => Some((name, warps * 32, warps * stages * 2 * 16 * tile_stride(head_dim) as u32)),
+        _ => Some((kernel, warps * 32, warps * stages * 2 * 16 * tile_stride(head_dim) as u32)),
     }
 }
 
@@ -141,7 +140,7 @@ fn launch_group(
     params: &AttentionParams,
 ) -> Result<()> {
     let Problem { num_seqs, num_heads, num_kv_heads, head_dim, .. } = *problem;
-    let (name, block, shared_bytes) = kernel(problem.dtype, head_dim)
+    let (kernel, block, shared_bytes) = kernel(problem.dtype, head_dim)
         .ok_or_else(|| Error::internal(format!("no decode kernel for head_dim {head_dim}")))?;
     let chunks = max_chunks(problem.max_kv_len);
     let heads_per_kv = num_heads / num_kv_heads.max(1);
@@ -211,7 +210,7 @@ fn launch_group(
     // SAFETY: the argument of the kernel; the strides span the tensors' elements, what the index arrays hold
     // is clamped to them, and the workspace has a place for every chunk. Whoever gets its memory next queues
     // behind this launch.
-    unsafe { cuda.launch("attention/split_kv", name, launch, Arguments::new().value(&decode)) }
+    unsafe { cuda.launch(kernel, launch, Arguments::new().value(&decode)) }
 }
 
 #[cfg(test)]

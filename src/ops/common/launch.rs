@@ -4,18 +4,6 @@
 use crate::error::{Error, Result};
 use crate::memory::{RowLayout, Tensor};
 
-/// The kernel of a family that serves an element type: `csrc/common/dtype.cuh` gives them their names.
-macro_rules! kernel_name {
-    ($stem:literal, $dtype:expr) => {
-        match $dtype {
-            crate::memory::DType::F32 => concat!("xserv_", $stem, "_f32"),
-            crate::memory::DType::F16 => concat!("xserv_", $stem, "_f16"),
-            crate::memory::DType::BF16 => concat!("xserv_", $stem, "_bf16"),
-        }
-    };
-}
-pub(in crate::ops) use kernel_name;
-
 /// Runs an expression with `T` standing for the host type of a `DType`.
 macro_rules! with_storage {
     ($dtype:expr, $T:ident => $body:expr) => {

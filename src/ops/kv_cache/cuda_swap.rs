@@ -1,6 +1,6 @@
 //! Blocks of the paged cache to pinned memory of the host and back: `csrc/ops/kv_cache/swap.cu`.
 
-use crate::backend::cuda::{Arguments, Launch};
+use crate::backend::cuda::{kernels, Arguments, Launch};
 use crate::backend::{ComputeContext, PinnedBuffer};
 use crate::error::{Error, Result};
 use crate::memory::Tensor;
@@ -128,5 +128,5 @@ pub fn kv_cache_swap(
     // SAFETY: the argument of the kernel. Blocks are in the cache, whose parts lie as the kernel takes them to, and
     // whose memory goes to others in the order of the stream only; places are in their buffers, which wait for the
     // device before anybody else uses them.
-    unsafe { cuda(context)?.launch("kv_cache/swap", "xserv_kv_cache_swap", launch, arguments) }
+    unsafe { cuda(context)?.launch(kernels::KV_CACHE_SWAP, launch, arguments) }
 }

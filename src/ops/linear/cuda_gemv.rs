@@ -1,7 +1,7 @@
 //! Linear layers for one or two tokens, with the norm in front and what follows fused, as links of a chain of
 //! kernels that begin before those in front have ended: `csrc/ops/linear/gemv.cu`.
 
-use crate::backend::cuda::{Arguments, Launch};
+use crate::backend::cuda::{kernels, Arguments, Launch};
 use crate::backend::ComputeContext;
 use crate::error::{Error, Result};
 use crate::memory::{DType, Tensor};
@@ -77,30 +77,24 @@ impl Kernel {
         (k / (8 * self.steps)) as u32
     }
 
-    fn name(&self, result: LinearResult, has_norm: bool, dtype: DType) -> Option<&'static str> {
-        macro_rules! name {
-            ($mode:literal) => {
-                match (self.tokens, self.steps, dtype) {
-                    (1, 1, DType::F16) => concat!("xserv_linear_gemv_", $mode, "_1_1_f16"),
-                    (1, 1, DType::BF16) => concat!("xserv_linear_gemv_", $mode, "_1_1_bf16"),
-                    (1, 2, DType::F16) => concat!("xserv_linear_gemv_", $mode, "_1_2_f16"),
-                    (1, 2, DType::BF16) => concat!("xserv_linear_gemv_", $mode, "_1_2_bf16"),
-                    (1, _, DType::F16) => concat!("xserv_linear_gemv_", $mode, "_1_3_f16"),
-                    (1, _, DType::BF16) => concat!("xserv_linear_gemv_", $mode, "_1_3_bf16"),
-                    (_, 1, DType::F16) => concat!("xserv_linear_gemv_", $mode, "_2_1_f16"),
-                    (_, 1, DType::BF16) => concat!("xserv_linear_gemv_", $mode, "_2_1_bf16"),
-                    (_, _, DType::F16) => concat!("xserv_linear_gemv_", $mode, "_2_3_f16"),
-                    (_, _, DType::BF16) => concat!("xserv_linear_gemv_", $mode, "_2_3_bf16"),
-                    _ => return None,
-                }
-            };
-        }
-        Some(match (result, has_norm) {
-            (LinearResult::Plain, true) => name!("norm"),
-            (LinearResult::SwiGlu, true) => name!("swiglu"),
-            (LinearResult::Residual, false) => name!("residual"),
+    /// The kernel, or `None` where none is instantiated.
+    fn name(&self, result: LinearResult, has_norm: bool, dtype: DType) -> Option<kernels::Kernel> {
+        use LinearResult::{Plain, Residual, SwiGlu};
+        let kernel = match (result, has_norm, self.tokens, self.steps) {
+            (Plain, true, 1, 1) => kernels::LINEAR_GEMV_NORM_1_1,
+            (Plain, true, 1, 2) => kernels::LINEAR_GEMV_NORM_1_2,
+            (Plain, true, 2, 1) => kernels::LINEAR_GEMV_NORM_2_1,
+            (SwiGlu, true, 1, 1) => kernels::LINEAR_GEMV_SWIGLU_1_1,
+            (SwiGlu, true, 1, 2) => kernels::LINEAR_GEMV_SWIGLU_1_2,
+            (SwiGlu, true, 2, 1) => kernels::LINEAR_GEMV_SWIGLU_2_1,
+            (Residual, false, 1, 1) => kernels::LINEAR_GEMV_RESIDUAL_1_1,
+            (Residual, false, 1, 2) => kernels::LINEAR_GEMV_RESIDUAL_1_2,
+            (Residual, false, 1, 3) => kernels::LINEAR_GEMV_RESIDUAL_1_3,
+            (Residual, false, 2, 1) => kernels::LINEAR_GEMV_RESIDUAL_2_1,
+            (Residual, false, 2, 3) => kernels::LINEAR_GEMV_RESIDUAL_2_3,
             _ => return None,
-        })
+        };
+        kernel.of(dtype)
     }
 }
 
@@ -108,7 +102,7 @@ impl Kernel {
 pub fn has_decode_gemv(context: &ComputeContext) -> bool {
     cuda(context).is_ok_and(|cuda| {
         cuda.device().info().compute_capability.0 >= 9
-            && cuda.has_kernel("linear/gemv", "xserv_linear_gemv_norm_1_1_bf16")
+            && cuda.has_kernel(kernels::LINEAR_GEMV_NORM_1_1.bf16)
     })
 }
 
@@ -188,7 +182,7 @@ pub fn decode_gemv(
     let launch = Launch { grid: (blocks, 1, 1), block: threads, shared_bytes };
     let arguments = Arguments::new().value(&params);
     // SAFETY: the argument of the kernel; the shapes are those that it goes over.
-    unsafe { cuda.launch_overlapping("linear/gemv", name, launch, arguments) }
+    unsafe { cuda.launch_overlapping(name, launch, arguments) }
 }
 
 #[cfg(test)]

@@ -1,7 +1,7 @@
 //! The linear layers around [`super::decode_attention_o()`] for one token of a small model:
 //! `csrc/ops/linear/gemv_mma.cu`.
 
-use crate::backend::cuda::{Arguments, Launch};
+use crate::backend::cuda::{kernels, Arguments, Kernel, Launch};
 use crate::backend::ComputeContext;
 use crate::error::{Error, Result};
 use crate::memory::{DType, ElementType, Tensor};
@@ -65,20 +65,13 @@ impl OneTokenLinear<'_> {
         }
     }
 
-    fn name(&self, dtype: DType) -> Option<&'static str> {
-        Some(match (self, dtype) {
-            (OneTokenLinear::Norm { .. }, DType::F16) => "xserv_linear_gemv_mma_norm_f16",
-            (OneTokenLinear::Norm { .. }, DType::BF16) => "xserv_linear_gemv_mma_norm_bf16",
-            (OneTokenLinear::SumsSwiGlu { .. }, DType::F16) => {
-                "xserv_linear_gemv_mma_sums_swiglu_f16"
-            }
-            (OneTokenLinear::SumsSwiGlu { .. }, DType::BF16) => {
-                "xserv_linear_gemv_mma_sums_swiglu_bf16"
-            }
-            (OneTokenLinear::Residual { .. }, DType::F16) => "xserv_linear_gemv_mma_residual_f16",
-            (OneTokenLinear::Residual { .. }, DType::BF16) => "xserv_linear_gemv_mma_residual_bf16",
-            _ => return None,
-        })
+    fn kernel(&self, dtype: DType) -> Option<Kernel> {
+        let kernel = match self {
+            OneTokenLinear::Norm { .. } => kernels::LINEAR_GEMV_MMA_NORM,
+            OneTokenLinear::SumsSwiGlu { .. } => kernels::LINEAR_GEMV_MMA_SUMS_SWIGLU,
+            OneTokenLinear::Residual { .. } => kernels::LINEAR_GEMV_MMA_RESIDUAL,
+        };
+        kernel.of(dtype)
     }
 }
 
@@ -92,7 +85,7 @@ pub fn has_decode_gemv_mma(
     (hidden_size, intermediate_size, num_kv_heads) == (1024, 3072, NUM_SUMS)
         && cuda(context).is_ok_and(|cuda| {
             cuda.device().info().compute_capability.0 >= 9
-                && cuda.has_kernel("linear/gemv_mma", "xserv_linear_gemv_mma_norm_bf16")
+                && cuda.has_kernel(kernels::LINEAR_GEMV_MMA_NORM.bf16)
         })
 }
 
@@ -144,13 +137,13 @@ pub fn decode_gemv_mma(
     let is_aligned = [params.x, norm_weight, params.weight, sums, hidden]
         .iter()
         .all(|&pointer| (pointer as usize).is_multiple_of(16));
-    let name = layer.name(dtype).filter(|_| num_tokens == 1 && n > 0 && n % block_outs == 0);
-    let (Some(name), true) = (name, is_aligned && hidden != params.x && params.out != params.x)
+    let kernel = layer.kernel(dtype).filter(|_| num_tokens == 1 && n > 0 && n % block_outs == 0);
+    let (Some(kernel), true) = (kernel, is_aligned && hidden != params.x && params.out != params.x)
     else {
         return Err(Error::internal(format!("no product of {num_tokens} x {n} x {k}")));
     };
     let launch = Launch { grid: ((n / block_outs) as u32, 1, 1), block: threads, shared_bytes: 0 };
     let arguments = Arguments::new().value(&params);
     // SAFETY: the argument of the kernel; the shapes are those that it goes over.
-    unsafe { cuda(context)?.launch_overlapping("linear/gemv_mma", name, launch, arguments) }
+    unsafe { cuda(context)?.launch_overlapping(kernel, launch, arguments) }
 }

@@ -1,7 +1,7 @@
 //! The projection to queries, keys and values for prompts on Hopper, with what Qwen3 does to the heads next: the product
 //! of [`super::prefill_gemm`], and of its sums what [`super::qk_norm_rope_append()`] makes of them.
 
-use crate::backend::cuda::{Arguments, Launch, TensorMap};
+use crate::backend::cuda::{kernels, Arguments, Kernel, Launch, TensorMap};
 use crate::backend::{ComputeContext, DeviceTensor};
 use crate::error::{Error, Result};
 use crate::memory::{DType, ElementType, Tensor};
@@ -54,12 +54,10 @@ fn shape(num_tokens: i64, rows: i64, k: i64, num_multiprocessors: i64) -> Option
     (shape.rows == HEAD_DIM).then_some(shape)
 }
 
-fn kernel(shape: Shape, dtype: DType) -> Option<&'static str> {
-    match (shape.name, dtype) {
-        ("128x128_m", DType::F16) => Some("xserv_linear_prefill_heads_128x128_m_f16"),
-        ("128x128_m", DType::BF16) => Some("xserv_linear_prefill_heads_128x128_m_bf16"),
-        ("128x128_n", DType::F16) => Some("xserv_linear_prefill_heads_128x128_n_f16"),
-        ("128x128_n", DType::BF16) => Some("xserv_linear_prefill_heads_128x128_n_bf16"),
+fn kernel(shape: Shape, dtype: DType) -> Option<Kernel> {
+    match shape.name {
+        "128x128_m" => kernels::LINEAR_PREFILL_HEADS_128X128_M.of(dtype),
+        "128x128_n" => kernels::LINEAR_PREFILL_HEADS_128X128_N.of(dtype),
         _ => None,
     }
 }
@@ -122,7 +120,7 @@ pub fn prefill_heads(
     let is_served = is_skinny_weight(weight, LinearResult::Plain) && num_heads >= 0;
     let int = |value: i64| i32::try_from(value).ok();
     let sizes = (int(num_heads), int(num_kv_heads), int(max_position));
-    let (Some((shape, name)), true, (Some(num_heads), Some(num_kv_heads), Some(max_position))) =
+    let (Some((shape, kernel)), true, (Some(num_heads), Some(num_kv_heads), Some(max_position))) =
         (found, is_served, sizes)
     else {
         return Err(Error::internal(format!(
@@ -158,7 +156,5 @@ pub fn prefill_heads(
     let arguments = Arguments::new().value(&params);
     // SAFETY: the argument of the kernel; the copy engine reads nothing outside the tensors of its maps, the stores are
     // bounded by num_tokens and n, and the kernel follows no position or slot beyond the shapes checked above.
-    unsafe {
-        cuda.launch_clusters("linear/prefill", name, launch, shape.blocks() as u32, arguments)
-    }
+    unsafe { cuda.launch_clusters(kernel, launch, shape.blocks() as u32, arguments) }
 }

@@ -1,7 +1,7 @@
 //! Linear layers for up to 128 tokens on Hopper, and the norm in front of them, as links of a chain of kernels
 //! that begin before those in front have ended: `csrc/ops/linear/skinny.cu`, `csrc/ops/rms_norm/rounded.cu`.
 
-use crate::backend::cuda::{Arguments, CudaContext, Launch, TensorMap};
+use crate::backend::cuda::{kernels, Arguments, CudaContext, Kernel, Launch, TensorMap};
 use crate::backend::{ComputeContext, DeviceTensor};
 use crate::error::{Error, Result};
 use crate::memory::{DType, Tensor};
@@ -94,37 +94,53 @@ impl Division {
         bytes as u32
     }
 
-    fn kernel(&self, dtype: DType, result: LinearResult) -> Option<&'static str> {
-        macro_rules! names {
-            ($($rows:literal $tokens:literal),*) => {
-                match (self.rows, self.tokens, result, dtype) {
-                    $(
-                        ($rows, $tokens, LinearResult::Plain, DType::BF16) =>
-                            Some(concat!("xserv_linear_skinny_plain_", $rows, "x", $tokens, "_bf16")),
-                        ($rows, $tokens, LinearResult::Plain, DType::F16) =>
-                            Some(concat!("xserv_linear_skinny_plain_", $rows, "x", $tokens, "_f16")),
-                        ($rows, $tokens, LinearResult::Residual, DType::BF16) =>
-                            Some(concat!("xserv_linear_skinny_residual_", $rows, "x", $tokens, "_bf16")),
-                        ($rows, $tokens, LinearResult::Residual, DType::F16) =>
-                            Some(concat!("xserv_linear_skinny_residual_", $rows, "x", $tokens, "_f16")),
-                        ($rows, $tokens, LinearResult::SwiGlu, DType::BF16) =>
-                            Some(concat!("xserv_linear_skinny_swiglu_", $rows, "x", $tokens, "_bf16")),
-                        ($rows, $tokens, LinearResult::SwiGlu, DType::F16) =>
-                            Some(concat!("xserv_linear_skinny_swiglu_", $rows, "x", $tokens, "_f16")),
-                    )*
-                    _ => None,
-                }
-            };
-        }
-        names!(64 16, 64 32, 64 64, 64 96, 64 128, 128 128, 192 16, 192 32, 192 64, 192 96, 192 128)
+    fn kernel(&self, dtype: DType, result: LinearResult) -> Option<Kernel> {
+        use LinearResult::{Plain, Residual, SwiGlu};
+        let kernel = match (result, self.rows, self.tokens) {
+            (Plain, 64, 16) => kernels::LINEAR_SKINNY_PLAIN_64X16,
+            (Plain, 64, 32) => kernels::LINEAR_SKINNY_PLAIN_64X32,
+            (Plain, 64, 64) => kernels::LINEAR_SKINNY_PLAIN_64X64,
+            (Plain, 64, 96) => kernels::LINEAR_SKINNY_PLAIN_64X96,
+            (Plain, 64, 128) => kernels::LINEAR_SKINNY_PLAIN_64X128,
+            (Plain, 128, 128) => kernels::LINEAR_SKINNY_PLAIN_128X128,
+            (Plain, 192, 16) => kernels::LINEAR_SKINNY_PLAIN_192X16,
+            (Plain, 192, 32) => kernels::LINEAR_SKINNY_PLAIN_192X32,
+            (Plain, 192, 64) => kernels::LINEAR_SKINNY_PLAIN_192X64,
+            (Plain, 192, 96) => kernels::LINEAR_SKINNY_PLAIN_192X96,
+            (Plain, 192, 128) => kernels::LINEAR_SKINNY_PLAIN_192X128,
+            (Residual, 64, 16) => kernels::LINEAR_SKINNY_RESIDUAL_64X16,
+            (Residual, 64, 32) => kernels::LINEAR_SKINNY_RESIDUAL_64X32,
+            (Residual, 64, 64) => kernels::LINEAR_SKINNY_RESIDUAL_64X64,
+            (Residual, 64, 96) => kernels::LINEAR_SKINNY_RESIDUAL_64X96,
+            (Residual, 64, 128) => kernels::LINEAR_SKINNY_RESIDUAL_64X128,
+            (Residual, 128, 128) => kernels::LINEAR_SKINNY_RESIDUAL_128X128,
+            (Residual, 192, 16) => kernels::LINEAR_SKINNY_RESIDUAL_192X16,
+            (Residual, 192, 32) => kernels::LINEAR_SKINNY_RESIDUAL_192X32,
+            (Residual, 192, 64) => kernels::LINEAR_SKINNY_RESIDUAL_192X64,
+            (Residual, 192, 96) => kernels::LINEAR_SKINNY_RESIDUAL_192X96,
+            (Residual, 192, 128) => kernels::LINEAR_SKINNY_RESIDUAL_192X128,
+            (SwiGlu, 64, 16) => kernels::LINEAR_SKINNY_SWIGLU_64X16,
+            (SwiGlu, 64, 32) => kernels::LINEAR_SKINNY_SWIGLU_64X32,
+            (SwiGlu, 64, 64) => kernels::LINEAR_SKINNY_SWIGLU_64X64,
+            (SwiGlu, 64, 96) => kernels::LINEAR_SKINNY_SWIGLU_64X96,
+            (SwiGlu, 64, 128) => kernels::LINEAR_SKINNY_SWIGLU_64X128,
+            (SwiGlu, 128, 128) => kernels::LINEAR_SKINNY_SWIGLU_128X128,
+            (SwiGlu, 192, 16) => kernels::LINEAR_SKINNY_SWIGLU_192X16,
+            (SwiGlu, 192, 32) => kernels::LINEAR_SKINNY_SWIGLU_192X32,
+            (SwiGlu, 192, 64) => kernels::LINEAR_SKINNY_SWIGLU_192X64,
+            (SwiGlu, 192, 96) => kernels::LINEAR_SKINNY_SWIGLU_192X96,
+            (SwiGlu, 192, 128) => kernels::LINEAR_SKINNY_SWIGLU_192X128,
+            _ => return None,
+        };
+        kernel.of(dtype)
     }
 }
 
 /// Whether the chip and the build have the kernels of this file.
 pub fn has_skinny_gemm(context: &ComputeContext) -> bool {
-    let name = "xserv_linear_skinny_plain_64x16_bf16";
     cuda(context).is_ok_and(|cuda| {
-        cuda.device().info().compute_capability == (9, 0) && cuda.has_kernel("linear/skinny", name)
+        cuda.device().info().compute_capability == (9, 0)
+            && cuda.has_kernel(kernels::LINEAR_SKINNY_PLAIN_64X16.bf16)
     })
 }
 
@@ -168,10 +184,10 @@ pub fn skinny_gemm(
     }
     let cuda = cuda(context)?;
     let division = Division::choose(num_tokens.into(), rows.into(), k.into(), result, is_fixed);
-    let name = division.kernel(dtype, result);
-    let name =
-        name.filter(|_| is_skinny_weight(weight, result) && num_tokens as usize <= SKINNY_TOKENS);
-    let Some(name) = name else {
+    let kernel = division.kernel(dtype, result);
+    let kernel =
+        kernel.filter(|_| is_skinny_weight(weight, result) && num_tokens as usize <= SKINNY_TOKENS);
+    let Some(kernel) = kernel else {
         return Err(Error::internal(format!("no skinny kernel for {num_tokens} x {rows} x {k}")));
     };
     let params = SkinnyGemmParams {
@@ -197,9 +213,7 @@ pub fn skinny_gemm(
     let arguments = Arguments::new().value(&params);
     // SAFETY: the argument of the kernel; the copy engine reads nothing outside the tensors of its maps, and the
     // stores are bounded by num_tokens and n.
-    unsafe {
-        cuda.launch_clusters("linear/skinny", name, launch, division.splits as u32, arguments)
-    }
+    unsafe { cuda.launch_clusters(kernel, launch, division.splits as u32, arguments) }
 }
 
 /// Boxes of 64 rows; with a gate, of 32 rows of each half, eight by turns.

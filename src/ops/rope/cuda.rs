@@ -2,10 +2,10 @@
 
 use super::head_strides;
 use super::Angles;
-use crate::backend::cuda::{Arguments, CudaContext, Launch};
+use crate::backend::cuda::{kernels, Arguments, CudaContext, Launch};
 use crate::error::{Error, Result};
 use crate::memory::{DType, Tensor};
-use crate::ops::common::launch::{kernel_name, num_blocks};
+use crate::ops::common::launch::num_blocks;
 use crate::ops::rope::RopePairing;
 
 /// `csrc/ops/rope/rope.cu` has the same struct and says what it means.
@@ -66,15 +66,15 @@ pub(in crate::ops) fn on_cuda(
             .chain(&[angles.cos, angles.sin])
             .all(|tensor| (tensor.data() as usize).is_multiple_of(16));
     let is_split = angles.pairing == RopePairing::SplitHalf;
-    let name = match (is_split, is_vector, angles.positions_are_i64) {
-        (true, true, false) => kernel_name!("rope_split_vec_i32", dtype),
-        (true, true, true) => kernel_name!("rope_split_vec_i64", dtype),
-        (true, false, false) => kernel_name!("rope_split_scalar_i32", dtype),
-        (true, false, true) => kernel_name!("rope_split_scalar_i64", dtype),
-        (false, true, false) => kernel_name!("rope_interleaved_vec_i32", dtype),
-        (false, true, true) => kernel_name!("rope_interleaved_vec_i64", dtype),
-        (false, false, false) => kernel_name!("rope_interleaved_scalar_i32", dtype),
-        (false, false, true) => kernel_name!("rope_interleaved_scalar_i64", dtype),
+    let kernel = match (is_split, is_vector, angles.positions_are_i64) {
+        (true, true, false) => kernels::ROPE_SPLIT_VEC_I32.of(dtype),
+        (true, true, true) => kernels::ROPE_SPLIT_VEC_I64.of(dtype),
+        (true, false, false) => kernels::ROPE_SPLIT_SCALAR_I32.of(dtype),
+        (true, false, true) => kernels::ROPE_SPLIT_SCALAR_I64.of(dtype),
+        (false, true, false) => kernels::ROPE_INTERLEAVED_VEC_I32.of(dtype),
+        (false, true, true) => kernels::ROPE_INTERLEAVED_VEC_I64.of(dtype),
+        (false, false, false) => kernels::ROPE_INTERLEAVED_SCALAR_I32.of(dtype),
+        (false, false, true) => kernels::ROPE_INTERLEAVED_SCALAR_I64.of(dtype),
     };
     let lanes = head_dim / 2 / if is_vector { vector } else { 1 };
     if lanes > MAX_THREADS {
@@ -112,7 +112,7 @@ pub(in crate::ops) fn on_cuda(
     let launch = Launch::linear(grid, (lanes * at_a_time) as u32);
     // SAFETY: the argument of xserv_rope_*; the strides lead to the heads of all tensors, and the kernel reads
     // no row outside the tables.
-    unsafe { cuda.launch("rope/rope", name, launch, Arguments::new().value(&arguments)) }
+    unsafe { cuda.launch(kernel, launch, Arguments::new().value(&arguments)) }
 }
 
 #[cfg(test)]

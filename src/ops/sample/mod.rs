@@ -1,9 +1,9 @@
 //! The choice of a token behind each row of logits, on the device.
 
-use crate::backend::cuda::{Arguments, Launch};
+use crate::backend::cuda::{kernels, Arguments, Launch};
 use crate::backend::ComputeContext;
 use crate::error::{Error, Result};
-use crate::memory::{DType, ElementType, Tensor};
+use crate::memory::{ElementType, Tensor};
 use crate::ops::common::contiguous::{check, cuda, float, matrix_size};
 
 /// How a row's token is chosen; `csrc/ops/sample/sample.cu` has the same struct and says what it means.
@@ -140,18 +140,13 @@ pub fn sample(
         vocab_size,
         parts: parts(num_rows) as i32,
     };
-    let [scan, choose] = match dtype {
-        DType::F32 => ["xserv_sample_scan_f32", "xserv_sample_choose_f32"],
-        DType::F16 => ["xserv_sample_scan_f16", "xserv_sample_choose_f16"],
-        DType::BF16 => ["xserv_sample_scan_bf16", "xserv_sample_choose_bf16"],
-    };
     let launch = Launch { grid: (parts(num_rows), num_rows, 1), block: THREADS, shared_bytes: 0 };
     let cuda = cuda(context)?;
-    for name in [scan, choose] {
+    for kernel in [kernels::SAMPLE_SCAN, kernels::SAMPLE_CHOOSE] {
         let arguments = Arguments::new().value(&arguments);
         // SAFETY: the argument of the kernels; the buffers have room for every row, checked above, and the
         // address in `host_tokens` is the caller's to keep alive.
-        unsafe { cuda.launch_overlapping("sample/sample", name, launch, arguments) }?;
+        unsafe { cuda.launch_overlapping(kernel.of(dtype), launch, arguments) }?;
     }
     Ok(())
 }
