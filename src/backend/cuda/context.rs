@@ -4,6 +4,7 @@ use super::blas::{Blas, MOST_CUBLAS_WORKSPACE_BYTES};
 use super::device::{CudaDevice, Current};
 use super::driver::{check, is_lost};
 use super::kernels::Kernel;
+use super::layout::kernel_struct;
 use super::memory::{DeviceMemory, PinnedMemory};
 use super::profile::Profile;
 use crate::error::{Error, ErrorKind, Result};
@@ -13,17 +14,18 @@ use std::ffi::c_void;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicI64, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
-/// Where kernels report an index that they were given and did not follow: the first offence only, in
-/// host memory that the GPU writes. Layout shared with `csrc/common/fault.cuh`.
-#[repr(C)]
-pub(crate) struct FaultRecord {
-    /// 0: none. Else one of the `FAULT_` numbers.
-    code: AtomicI32,
-    _padding: i32,
-    /// Where in the index array.
-    index: AtomicI64,
-    /// What was there.
-    value: AtomicI64,
+kernel_struct! {
+    /// Where kernels report an index that they were given and did not follow: the first offence only, in
+    /// host memory that the GPU writes. Layout shared with `csrc/common/fault.cuh`.
+    pub(crate) struct FaultRecord {
+        /// 0: none. Else one of the `FAULT_` numbers.
+        code: AtomicI32,
+        _padding: i32,
+        /// Where in the index array.
+        index: AtomicI64,
+        /// What was there.
+        value: AtomicI64,
+    }
 }
 
 /// What the codes of a [`FaultRecord`] mean.

@@ -3,6 +3,8 @@
 use crate::backend::cuda::{kernels, Arguments, CudaContext, Kernel, Launch};
 use crate::error::{Error, Result};
 use crate::memory::DType;
+#[cfg(test)]
+use crate::ops::attention::choice::KERNEL_HEAD_DIMS;
 use crate::ops::attention::cuda::{grid_extent, AttentionParams};
 use crate::ops::attention::Problem;
 
@@ -58,6 +60,24 @@ fn kernel(
     Some(FlashKernel { kernel, queries, shared_bytes: shared as u32 })
 }
 
+/// What `csrc/common/layouts.cuh` says of the kernels' dynamic shared memory; they check it.
+#[cfg(test)]
+pub(in crate::ops) fn shared_bytes() -> Vec<(String, u32)> {
+    let mut found = Vec::new();
+    for dim in KERNEL_HEAD_DIMS {
+        for (dtype, queries, suffix) in
+            [(DType::F32, 1, "_f32"), (DType::F16, 1 << 20, ""), (DType::F16, 1, "_short")]
+        {
+            let is_found = suffix != "_short" || matches!(dim, 64 | 128);
+            let kernel = kernel(dtype, dim, queries, 1, 1).filter(|_| is_found);
+            found.extend(
+                kernel.map(|k| (format!("attention_flash_d{dim}{suffix}"), k.shared_bytes)),
+            );
+        }
+    }
+    found
+}
+
 /// Queues a call.
 pub(super) fn launch(
     cuda: &CudaContext,
@@ -105,7 +125,7 @@ mod tests {
     #[test]
     fn shared_memory_fits_every_generation() {
         for dtype in [DType::F32, DType::F16, DType::BF16] {
-            for head_dim in [64, 80, 96, 128, 256] {
+            for head_dim in KERNEL_HEAD_DIMS {
                 for q_len in [1, 100_000] {
                     let kernel = kernel(dtype, head_dim, q_len, 64, 132).unwrap();
                     // 99 KiB less the 1 KiB that the system keeps for a block.

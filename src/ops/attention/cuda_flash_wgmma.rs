@@ -1,51 +1,54 @@
 //! `csrc/ops/attention/flash_wgmma.cu`: the same as `cuda_flash` over a block cache, with what Hopper has.
 
-use crate::backend::cuda::{kernels, Arguments, CudaContext, Kernel, Launch, TensorMap};
+use crate::backend::cuda::{
+    kernel_struct, kernels, Arguments, CudaContext, Kernel, Launch, TensorMap,
+};
 use crate::error::{Error, Result};
 use crate::memory::{Block, DType};
 use crate::ops::attention::cuda::{grid_extent, AttentionParams};
 use crate::ops::attention::{size, Form, Problem};
+use crate::ops::kv_cache::layout;
 
-/// The kernel has the same struct and says what it means.
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-struct AttentionFlashWgmmaParams {
-    q: *mut u8,
-    out: *mut u8,
-    cu_seqlens_q: *mut u8,
-    block_tables: *mut u8,
-    context_lens: *mut u8,
-    fault: *mut u8,
-    counter: *mut u8,
-    partial_out: *mut u8,
-    partial_stats: *mut u8,
-    running: *mut u8,
-    q_strides: [i64; 3],
-    out_strides: [i64; 3],
-    num_heads: i32,
-    num_kv_heads: i32,
-    num_tokens: i32,
-    num_seqs: i32,
-    num_blocks: i32,
-    max_blocks_per_seq: i32,
-    causal: i32,
-    scale: f32,
-    packed_heads: i32,
-    max_segments: i32,
+kernel_struct! {
+    /// The kernel has the same struct and says what it means.
+    #[derive(Clone, Copy, Debug)]
+    pub(in crate::ops) struct AttentionFlashWgmmaParams {
+        q: *mut u8,
+        out: *mut u8,
+        cu_seqlens_q: *mut u8,
+        block_tables: *mut u8,
+        context_lens: *mut u8,
+        fault: *mut u8,
+        counter: *mut u8,
+        partial_out: *mut u8,
+        partial_stats: *mut u8,
+        running: *mut u8,
+        q_strides: [i64; 3] => [q_token_stride, q_head_stride, q_row_stride],
+        out_strides: [i64; 3] => [o_token_stride, o_head_stride, o_row_stride],
+        num_heads: i32,
+        num_kv_heads: i32,
+        num_tokens: i32,
+        num_seqs: i32,
+        num_blocks: i32,
+        max_blocks_per_seq: i32,
+        causal: i32,
+        scale: f32,
+        packed_heads: i32,
+        max_segments: i32,
+    }
 }
-const _: () = assert!(size_of::<AttentionFlashWgmmaParams>() == 80 + 48 + 40);
 
 /// What the kernel is compiled for.
 const HEAD_DIM: i64 = 128;
-const BLOCK_SIZE: i64 = 32;
+const BLOCK_SIZE: i64 = layout::BLOCK_SIZE as i64;
 /// Dims of a box: 128 bytes.
 const BOX_DIMS: u32 = 64;
 /// The most heads that are the rows of an item together.
 const MOST_PACKED_HEADS: i64 = 64;
 /// The most keys with which it pays to read the index arrays early.
 const MOST_EARLY_KEYS: i64 = 1024;
-/// Keys of a segment.
-const SEGMENT_KEYS: u64 = 1024;
+/// Keys of a segment; the kernel takes it from here.
+pub(in crate::ops) const SEGMENT_KEYS: u64 = 1024;
 /// What a group of consumers keeps between segments: 64 queries in f32.
 const RUNNING_BYTES: usize = 64 * 128 * 4;
 /// What a segment leaves of a head: a query in f32, a maximum and a sum.
@@ -105,6 +108,14 @@ impl Groups {
         };
         kernel.of(dtype)
     }
+}
+
+/// What `csrc/common/layouts.cuh` says of the kernels' dynamic shared memory; they check it.
+#[cfg(test)]
+pub(in crate::ops) fn shared_bytes() -> Vec<(String, u32)> {
+    [Groups::One, Groups::Two]
+        .map(|groups| (format!("attention_flash_wgmma_{}", groups.count()), groups.shared_bytes()))
+        .into()
 }
 
 /// Queues a call, unless it is one that only the portable kernel serves; says which.

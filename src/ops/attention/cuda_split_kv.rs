@@ -1,48 +1,49 @@
 //! `csrc/ops/attention/split_kv.cu`: one query a sequence, the keys of each split among blocks.
 
-use crate::backend::cuda::{kernels, Arguments, CudaContext, Kernel, Launch, MOST_COUNTERS};
+use crate::backend::cuda::{
+    kernel_struct, kernels, Arguments, CudaContext, Kernel, Launch, MOST_COUNTERS,
+};
 use crate::backend::ComputeContext;
 use crate::error::{Error, Result};
 use crate::memory::DType;
-use crate::ops::attention::cuda::{count, grid_extent, AttentionParams};
+#[cfg(test)]
+use crate::ops::attention::choice::KERNEL_HEAD_DIMS;
+use crate::ops::attention::cuda::{count, grid_extent, AttentionParams, GROUP_HEADS};
 use crate::ops::attention::cuda_flash::tile_stride;
 use crate::ops::attention::{Form, Problem};
 
-/// `csrc/ops/attention/attention.cuh` has the same struct and says what it means.
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-struct AttentionDecodeParams {
-    q: *mut u8,
-    k: *mut u8,
-    v: *mut u8,
-    out: *mut u8,
-    partial_out: *mut u8,
-    partial_stats: *mut u8,
-    counters: *mut u8,
-    cu_seqlens_q: *mut u8,
-    cu_seqlens_k: *mut u8,
-    block_tables: *mut u8,
-    context_lens: *mut u8,
-    fault: *mut u8,
-    q_strides: [i64; 2],
-    k_strides: [i64; 3],
-    v_strides: [i64; 3],
-    out_strides: [i64; 2],
-    num_heads: i32,
-    num_kv_heads: i32,
-    num_tokens: i32,
-    kv_len: i32,
-    max_chunks: i32,
-    num_blocks: i32,
-    block_size_log2: i32,
-    max_blocks_per_seq: i32,
-    scale: f32,
-    padding: i32,
+kernel_struct! {
+    /// `csrc/ops/attention/attention.cuh` has the same struct and says what it means.
+    #[derive(Clone, Copy, Debug)]
+    pub(in crate::ops) struct AttentionDecodeParams {
+        q: *mut u8,
+        k: *mut u8,
+        v: *mut u8,
+        out: *mut u8,
+        partial_out: *mut u8,
+        partial_stats: *mut u8,
+        counters: *mut u8,
+        cu_seqlens_q: *mut u8,
+        cu_seqlens_k: *mut u8,
+        block_tables: *mut u8,
+        context_lens: *mut u8,
+        fault: *mut u8,
+        q_strides: [i64; 2] => [q_seq_stride, q_head_stride],
+        k_strides: [i64; 3] => [k_seq_stride, k_token_stride, k_head_stride],
+        v_strides: [i64; 3] => [v_seq_stride, v_token_stride, v_head_stride],
+        out_strides: [i64; 2] => [o_seq_stride, o_head_stride],
+        num_heads: i32,
+        num_kv_heads: i32,
+        num_tokens: i32,
+        kv_len: i32,
+        max_chunks: i32,
+        num_blocks: i32,
+        block_size_log2: i32,
+        max_blocks_per_seq: i32,
+        scale: f32,
+        padding: i32,
+    }
 }
-const _: () = assert!(size_of::<AttentionDecodeParams>() == 96 + 80 + 40);
-
-/// Query heads of a kv head that a block serves.
-const GROUP_HEADS: i64 = 8;
 
 /// The most chunks that any sequence of up to `max_kv_len` keys has, by the rule of the kernel.
 fn max_chunks(max_kv_len: i64) -> i64 {
@@ -68,6 +69,13 @@ fn kernel(dtype: DType, head_dim: i64) -> Option<(Kernel, u32, u32)> {
         // For each warp and stage 16 keys and values.
         _ => Some((kernel, warps * 32, warps * stages * 2 * 16 * tile_stride(head_dim) as u32)),
     }
+}
+
+/// What `csrc/common/layouts.cuh` says of the kernels' dynamic shared memory; they check it.
+#[cfg(test)]
+pub(in crate::ops) fn shared_bytes() -> Vec<(String, u32)> {
+    let of = |dim| Some((format!("attention_split_kv_d{dim}"), kernel(DType::F16, dim)?.2));
+    KERNEL_HEAD_DIMS.into_iter().filter_map(of).collect()
 }
 
 /// The most memory for partial results where sequences lie in a block cache: enough for all multiprocessors several
@@ -248,7 +256,7 @@ mod tests {
 
     #[test]
     fn shared_memory_fits_every_generation() {
-        for head_dim in [64, 80, 96, 128, 256] {
+        for head_dim in KERNEL_HEAD_DIMS {
             // 99 KiB less 1 KiB of the system's and 1 KiB of the kernel's own.
             assert!(kernel(DType::BF16, head_dim).unwrap().2 <= 97 * 1024);
         }

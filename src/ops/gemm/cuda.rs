@@ -1,7 +1,7 @@
 //! Launches of the kernels of `csrc/ops/gemm/*.cu`, and cuBLASLt.
 
 use crate::backend::cuda::{
-    kernels, Arguments, CudaContext, Kernel, KernelByHalf, Launch, MatmulShape,
+    kernel_struct, kernels, Arguments, CudaContext, Kernel, KernelByHalf, Launch, MatmulShape,
 };
 use crate::backend::ComputeContext;
 use crate::error::{Error, Result};
@@ -10,69 +10,69 @@ use crate::ops::common::copy::copy_unchecked;
 use crate::ops::gemm::choice::{Choice, Tile};
 use crate::ops::gemm::layout::{matrix_tensor, padded, padded_place, Operand, Product};
 
-/// `csrc/ops/gemm/tensor_core.cu` has the same struct.
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct TensorCoreParams {
-    a: *const u8,
-    b: *const u8,
-    c: *mut u8,
-    workspace: *mut u8,
-    lda: i64,
-    ldb: i64,
-    ldc: i64,
-    stride_a: i64,
-    stride_b: i64,
-    stride_c: i64,
-    m: i32,
-    n: i32,
-    k: i32,
-    k_per_split: i32,
-    alpha: f32,
-    beta: f32,
+kernel_struct! {
+    /// `csrc/ops/gemm/tensor_core.cu` has the same struct.
+    #[derive(Clone, Copy)]
+    pub(in crate::ops) struct GemmParams {
+        a: *const u8,
+        b: *const u8,
+        c: *mut u8,
+        workspace: *mut u8,
+        lda: i64,
+        ldb: i64,
+        ldc: i64,
+        stride_a: i64,
+        stride_b: i64,
+        stride_c: i64,
+        m: i32,
+        n: i32,
+        k: i32,
+        k_per_split: i32,
+        alpha: f32,
+        beta: f32,
+    }
 }
-const _: () = assert!(size_of::<TensorCoreParams>() == 104);
 
-/// `csrc/ops/gemm/tiled.cu` has the same struct.
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct SimtParams {
-    a: *const u8,
-    b: *const u8,
-    c: *mut u8,
-    lda: i64,
-    ldb: i64,
-    ldc: i64,
-    stride_a: i64,
-    stride_b: i64,
-    stride_c: i64,
-    m: i32,
-    n: i32,
-    k: i32,
-    transpose_a: i32,
-    transpose_b: i32,
-    alpha: f32,
-    beta: f32,
+kernel_struct! {
+    /// `csrc/ops/gemm/tiled.cu` has the same struct.
+    #[derive(Clone, Copy)]
+    pub(in crate::ops) struct SimtGemmParams {
+        a: *const u8,
+        b: *const u8,
+        c: *mut u8,
+        lda: i64,
+        ldb: i64,
+        ldc: i64,
+        stride_a: i64,
+        stride_b: i64,
+        stride_c: i64,
+        m: i32,
+        n: i32,
+        k: i32,
+        trans_a: i32,
+        trans_b: i32,
+        alpha: f32,
+        beta: f32,
+    }
 }
-const _: () = assert!(size_of::<SimtParams>() == 104);
 
-/// `csrc/ops/gemm/gemv.cu` has the same struct.
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct GemvParams {
-    x: *const u8,
-    w: *const u8,
-    out: *mut u8,
-    ldx: i64,
-    ldw: i64,
-    ldo: i64,
-    m: i32,
-    n: i32,
-    k: i32,
-    alpha: f32,
-    beta: f32,
+kernel_struct! {
+    /// `csrc/ops/gemm/gemv.cu` has the same struct.
+    #[derive(Clone, Copy)]
+    pub(in crate::ops) struct GemvParams {
+        x: *const u8,
+        w: *const u8,
+        out: *mut u8,
+        ldx: i64,
+        ldw: i64,
+        ldo: i64,
+        m: i32,
+        n: i32,
+        k: i32,
+        alpha: f32,
+        beta: f32,
+    }
 }
-const _: () = assert!(size_of::<GemvParams>() == 72);
 
 /// The most of m, n and k: the kernels count in i32, and look a tile ahead.
 const MOST: i64 = i32::MAX as i64 - 1024;
@@ -180,10 +180,10 @@ fn for_batches(product: &Product, mut launch: impl FnMut(i64, u32) -> Result<()>
     Ok(())
 }
 
-fn simt_params(product: &Product, first: i64) -> SimtParams {
+fn simt_params(product: &Product, first: i64) -> SimtGemmParams {
     let Product { m, n, k, a, b, c, alpha, beta, .. } = *product;
     let [a_data, b_data, c_data] = from_batch(product, first);
-    SimtParams {
+    SimtGemmParams {
         a: a_data,
         b: b_data,
         c: c_data,
@@ -196,8 +196,8 @@ fn simt_params(product: &Product, first: i64) -> SimtParams {
         m: m as i32,
         n: n as i32,
         k: k as i32,
-        transpose_a: i32::from(a.transposed),
-        transpose_b: i32::from(b.transposed),
+        trans_a: i32::from(a.transposed),
+        trans_b: i32::from(b.transposed),
         alpha,
         beta,
     }
@@ -220,12 +220,26 @@ fn plain(
     })
 }
 
+/// Dynamic shared memory of the kernels for matrices as they lie (n) or transposed (t), in bytes; they check it.
+const SIMT_NN_BYTES: u32 = 55_296;
+const SIMT_NT_BYTES: u32 = 61_440;
+const SIMT_TN_BYTES: u32 = 49_152;
+const SIMT_TT_BYTES: u32 = 55_296;
+
+/// What `csrc/common/layouts.cuh` says of them.
+#[cfg(test)]
+pub(in crate::ops) fn simt_shared_bytes() -> Vec<(String, u32)> {
+    [("nn", SIMT_NN_BYTES), ("nt", SIMT_NT_BYTES), ("tn", SIMT_TN_BYTES), ("tt", SIMT_TT_BYTES)]
+        .map(|(name, bytes)| (format!("gemm_simt_{name}"), bytes))
+        .into()
+}
+
 fn simt(cuda: &CudaContext, product: &Product) -> Result<()> {
     let (kernel, shared_bytes) = match (product.a.transposed, product.b.transposed) {
-        (false, false) => (kernels::GEMM_SIMT_NN_F32, 55_296),
-        (false, true) => (kernels::GEMM_SIMT_NT_F32, 61_440),
-        (true, false) => (kernels::GEMM_SIMT_TN_F32, 49_152),
-        (true, true) => (kernels::GEMM_SIMT_TT_F32, 55_296),
+        (false, false) => (kernels::GEMM_SIMT_NN_F32, SIMT_NN_BYTES),
+        (false, true) => (kernels::GEMM_SIMT_NT_F32, SIMT_NT_BYTES),
+        (true, false) => (kernels::GEMM_SIMT_TN_F32, SIMT_TN_BYTES),
+        (true, true) => (kernels::GEMM_SIMT_TT_F32, SIMT_TT_BYTES),
     };
     let tiles = num_tiles(product, 128, 128)?;
     for_batches(product, |first, count| {
@@ -320,7 +334,7 @@ fn tensor_core(
     let tiles = num_tiles(product, tile.rows(), tile.columns())?;
     for_batches(product, |first, count| {
         let [a_data, b_data, c_data] = from_batch(product, first);
-        let params = TensorCoreParams {
+        let params = GemmParams {
             a: a_data,
             b: b_data,
             c: c_data,
@@ -366,7 +380,7 @@ fn in_parts(cuda: &CudaContext, product: &Product, parts: i64) -> Result<()> {
         return Err(Error::internal("gemm: a batch with k in parts"));
     }
     let tile = Tile::W128x128;
-    let params = TensorCoreParams {
+    let params = GemmParams {
         a: a.data,
         b: b.data,
         c: c.data,

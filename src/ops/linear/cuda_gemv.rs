@@ -1,32 +1,32 @@
 //! Linear layers for one or two tokens, with the norm in front and what follows fused, as links of a chain of
 //! kernels that begin before those in front have ended: `csrc/ops/linear/gemv.cu`.
 
-use crate::backend::cuda::{kernels, Arguments, Launch};
+use crate::backend::cuda::{kernel_struct, kernels, Arguments, Launch};
 use crate::backend::ComputeContext;
 use crate::error::{Error, Result};
 use crate::memory::{DType, Tensor};
 use crate::ops::common::contiguous::{check, cuda, float, matrix_size};
 use crate::ops::linear::LinearResult;
 
-/// The kernel has the same struct.
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct DecodeGemvParams {
-    x: *mut u8,
-    norm_weight: *mut u8,
-    weight: *mut u8,
-    out: *mut u8,
-    ldx: i64,
-    ldw: i64,
-    ldo: i64,
-    num_tokens: i32,
-    out_features: i32,
-    in_features: i32,
-    prefetch_blocks: i32,
-    prefetch_rows: i32,
-    eps: f32,
+kernel_struct! {
+    /// The kernel has the same struct.
+    #[derive(Clone, Copy)]
+    pub(in crate::ops) struct LinearGemvParams {
+        x: *mut u8,
+        norm_weight: *mut u8,
+        weight: *mut u8,
+        out: *mut u8,
+        ldx: i64,
+        ldw: i64,
+        ldo: i64,
+        num_tokens: i32,
+        out_features: i32,
+        in_features: i32,
+        prefetch_blocks: i32,
+        prefetch_rows: i32,
+        eps: f32,
+    }
 }
-const _: () = assert!(size_of::<DecodeGemvParams>() == 80);
 
 /// The most tokens.
 pub const GEMV_TOKENS: usize = 2;
@@ -162,7 +162,7 @@ pub fn decode_gemv(
         LinearResult::SwiGlu => 2,
         _ => 1,
     };
-    let params = DecodeGemvParams {
+    let params = LinearGemvParams {
         x: x.data(),
         norm_weight: norm.map_or(std::ptr::null_mut(), |(weight, _)| weight.data()),
         weight: weight.data(),

@@ -1,27 +1,27 @@
 //! The linear layers around [`super::decode_attention_o()`] for one token of a small model:
 //! `csrc/ops/linear/gemv_mma.cu`.
 
-use crate::backend::cuda::{kernels, Arguments, Kernel, Launch};
+use crate::backend::cuda::{kernel_struct, kernels, Arguments, Kernel, Launch};
 use crate::backend::ComputeContext;
 use crate::error::{Error, Result};
 use crate::memory::{DType, ElementType, Tensor};
 use crate::ops::common::contiguous::{check, cuda, float, matrix_size};
 
-/// The kernel has the same struct.
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct DecodeGemvMmaParams {
-    x: *mut u8,
-    norm_weight: *mut u8,
-    weight: *mut u8,
-    sums: *mut u8,
-    residual: *mut u8,
-    hidden: *mut u8,
-    out: *mut u8,
-    out_features: i32,
-    eps: f32,
+kernel_struct! {
+    /// The kernel has the same struct.
+    #[derive(Clone, Copy)]
+    pub(in crate::ops) struct GemvMmaParams {
+        x: *mut u8,
+        norm_weight: *mut u8,
+        weight: *mut u8,
+        sums: *mut u8,
+        residual: *mut u8,
+        hidden: *mut u8,
+        out: *mut u8,
+        out_features: i32,
+        eps: f32,
+    }
 }
-const _: () = assert!(size_of::<DecodeGemvMmaParams>() == 64);
 
 /// What a layer multiplies, and what becomes of the product.
 #[derive(Clone, Copy, Debug)]
@@ -105,7 +105,7 @@ pub fn decode_gemv_mma(
     check("x", x, element, &[1, k.into()])?;
     let halves = if matches!(layer, OneTokenLinear::SumsSwiGlu { .. }) { 2 } else { 1 };
     check("weight", weight, element, &[i64::from(n) * halves, k.into()])?;
-    let mut params = DecodeGemvMmaParams {
+    let mut params = GemvMmaParams {
         x: x.data(),
         norm_weight: std::ptr::null_mut(),
         weight: weight.data(),
@@ -133,7 +133,7 @@ pub fn decode_gemv_mma(
             params.residual = residual.data();
         }
     }
-    let DecodeGemvMmaParams { norm_weight, sums, hidden, .. } = params;
+    let GemvMmaParams { norm_weight, sums, hidden, .. } = params;
     let is_aligned = [params.x, norm_weight, params.weight, sums, hidden]
         .iter()
         .all(|&pointer| (pointer as usize).is_multiple_of(16));

@@ -1,6 +1,8 @@
 //! Linear layers for more tokens than [`super::skinny_gemm()`] takes, on Hopper: `csrc/ops/linear/prefill.cu`.
 
-use crate::backend::cuda::{is_cublas_present, kernels, Arguments, Kernel, Launch, TensorMap};
+use crate::backend::cuda::{
+    is_cublas_present, kernel_struct, kernels, Arguments, Kernel, Launch, TensorMap,
+};
 use crate::backend::{ComputeContext, DeviceTensor};
 use crate::error::{Error, Result};
 use crate::memory::{DType, Tensor};
@@ -8,22 +10,20 @@ use crate::ops::common::contiguous::{check, cuda, float, matrix_size};
 use crate::ops::linear::cuda_skinny::{is_skinny_weight, weight_map};
 use crate::ops::linear::LinearResult;
 
-/// The kernel has the same struct.
-#[repr(C, align(128))]
-#[derive(Clone, Copy)]
-struct PrefillGemmParams {
-    weight: TensorMap,
-    x: TensorMap,
-    out: *mut u8,
-    ldo: i64,
-    num_tokens: i32,
-    n: i32,
-    k: i32,
-    padding: [i32; 7],
+kernel_struct! {
+    /// The kernel has the same struct.
+    #[derive(Clone, Copy)]
+    pub(in crate::ops) struct PrefillParams {
+        pub(super) weight: TensorMap,
+        pub(super) x: TensorMap,
+        pub(super) out: *mut u8,
+        pub(super) ldo: i64,
+        pub(super) num_tokens: i32,
+        pub(super) n: i32,
+        pub(super) k: i32,
+        pub(super) padding: [i32; 7],
+    }
 }
-/// Of the kernel's struct, whose end is not aligned.
-const PREFILL_GEMM_BYTES: usize = 2 * 128 + 16 + 10 * 4;
-const _: () = assert!(PREFILL_GEMM_BYTES <= size_of::<PrefillGemmParams>());
 
 /// What two blocks of a cluster have in common.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -180,6 +180,13 @@ impl Shape {
     }
 }
 
+/// What `csrc/common/layouts.cuh` says of the kernels' dynamic shared memory; they check it.
+#[cfg(test)]
+pub(in crate::ops) fn shared_bytes() -> Vec<(String, u32)> {
+    let shapes = WIDE.into_iter().chain(NARROW);
+    shapes.map(|shape| (format!("linear_prefill_{}", shape.name), shape.shared_bytes())).collect()
+}
+
 /// Whether [`prefill_gemm`] is faster than cuBLAS (which has the gate computed by a kernel of its own, and begins only
 /// when the kernel in front has ended), or cuBLAS is not there. Measured on an H200 and an H100 with the layers of
 /// Qwen3-0.6B, 1.7B and 8B.
@@ -240,7 +247,7 @@ pub fn prefill_gemm(
     let Some(kernel) = kernel.filter(|_| is_served) else {
         return Err(Error::internal(format!("no prefill kernel for {num_tokens} x {rows} x {k}")));
     };
-    let params = PrefillGemmParams {
+    let params = PrefillParams {
         weight: weight_map(cuda, weight, n as usize, k as usize, is_gated)?,
         x: TensorMap::new(cuda, x, &[shape.token_box(), 64])?,
         out: out.data(),

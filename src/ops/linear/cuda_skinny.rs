@@ -1,29 +1,29 @@
 //! Linear layers for up to 128 tokens on Hopper, and the norm in front of them, as links of a chain of kernels
 //! that begin before those in front have ended: `csrc/ops/linear/skinny.cu`, `csrc/ops/rms_norm/rounded.cu`.
 
-use crate::backend::cuda::{kernels, Arguments, CudaContext, Kernel, Launch, TensorMap};
+use crate::backend::cuda::{
+    kernel_struct, kernels, Arguments, CudaContext, Kernel, Launch, TensorMap,
+};
 use crate::backend::{ComputeContext, DeviceTensor};
 use crate::error::{Error, Result};
 use crate::memory::{DType, Tensor};
 use crate::ops::common::contiguous::{check, cuda, float, matrix_size};
 use crate::ops::linear::LinearResult;
 
-/// The kernel has the same struct.
-#[repr(C, align(128))]
-#[derive(Clone, Copy)]
-struct SkinnyGemmParams {
-    weight: TensorMap,
-    x: TensorMap,
-    out: *mut u8,
-    ldo: i64,
-    num_tokens: i32,
-    n: i32,
-    k: i32,
-    padding: [i32; 7],
+kernel_struct! {
+    /// The kernel has the same struct.
+    #[derive(Clone, Copy)]
+    pub(in crate::ops) struct SkinnyParams {
+        weight: TensorMap,
+        x: TensorMap,
+        out: *mut u8,
+        ldo: i64,
+        num_tokens: i32,
+        n: i32,
+        k: i32,
+        padding: [i32; 7],
+    }
 }
-const SKINNY_GEMM_BYTES: usize = 2 * 128 + 16 + 10 * 4;
-const _: () = assert!(SKINNY_GEMM_BYTES <= size_of::<SkinnyGemmParams>());
-const _: () = assert!(size_of::<TensorMap>() == 128);
 
 /// The most tokens.
 pub const SKINNY_TOKENS: usize = 128;
@@ -136,6 +136,33 @@ impl Division {
     }
 }
 
+/// Rows and tokens of a block of each kernel.
+#[cfg(test)]
+const VARIANTS: [(i64, i64); 11] = [
+    (64, 16),
+    (64, 32),
+    (64, 64),
+    (64, 96),
+    (64, 128),
+    (128, 128),
+    (192, 16),
+    (192, 32),
+    (192, 64),
+    (192, 96),
+    (192, 128),
+];
+
+/// What `csrc/common/layouts.cuh` says of the kernels' dynamic shared memory; they check it.
+#[cfg(test)]
+pub(in crate::ops) fn shared_bytes() -> Vec<(String, u32)> {
+    VARIANTS
+        .map(|(rows, tokens)| {
+            let bytes = Division { rows, tokens, splits: 1 }.shared_bytes();
+            (format!("linear_skinny_{rows}x{tokens}"), bytes)
+        })
+        .into()
+}
+
 /// Whether the chip and the build have the kernels of this file.
 pub fn has_skinny_gemm(context: &ComputeContext) -> bool {
     cuda(context).is_ok_and(|cuda| {
@@ -190,7 +217,7 @@ pub fn skinny_gemm(
     let Some(kernel) = kernel else {
         return Err(Error::internal(format!("no skinny kernel for {num_tokens} x {rows} x {k}")));
     };
-    let params = SkinnyGemmParams {
+    let params = SkinnyParams {
         weight: weight_map(cuda, weight, n as usize, k as usize, is_gated)?,
         x: TensorMap::new(cuda, x, &[division.tokens as u32, 64])?,
         out: out.data(),

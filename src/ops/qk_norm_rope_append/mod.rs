@@ -1,7 +1,7 @@
 //! What Qwen3 does between the projection and the attention, rounded after each step: RMSNorm of each head of
 //! q and k, rotary embedding (Su et al., 2021, split-half pairs), and keys and values into the cache.
 
-use crate::backend::cuda::{kernels, Arguments, Launch};
+use crate::backend::cuda::{kernel_struct, kernels, Arguments, Launch};
 use crate::backend::ComputeContext;
 use crate::error::{Error, Result};
 use crate::memory::{ElementType, Tensor};
@@ -25,34 +25,34 @@ pub struct QkNormRope<'a> {
     pub positions: &'a Tensor,
 }
 
-/// `csrc/ops/qk_norm_rope_append/qk_norm_rope_append.cu` has the same struct and says what it means.
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct QkNormRopeAppendArgs {
-    qkv: *mut u8,
-    q_norm: *mut u8,
-    k_norm: *mut u8,
-    cos: *mut u8,
-    sin: *mut u8,
-    positions: *mut u8,
-    slots: *mut u8,
-    k_cache: *mut u8,
-    v_cache: *mut u8,
-    fault: *mut u8,
-    num_slots: i64,
-    num_heads: i32,
-    num_kv_heads: i32,
-    head_dim: i32,
-    head_stride: i32,
-    max_position: i32,
-    eps: f32,
+kernel_struct! {
+    /// `csrc/ops/qk_norm_rope_append/qk_norm_rope_append.cu` has the same struct and says what it means.
+    #[derive(Clone, Copy)]
+    pub(in crate::ops) struct QkNormRopeAppendArgs {
+        qkv: *mut u8,
+        q_norm: *mut u8,
+        k_norm: *mut u8,
+        cos: *mut u8,
+        sin: *mut u8,
+        positions: *mut u8,
+        slots: *mut u8,
+        k_cache: *mut u8,
+        v_cache: *mut u8,
+        fault: *mut u8,
+        num_slots: i64,
+        num_heads: i32,
+        num_kv_heads: i32,
+        head_dim: i32,
+        head_stride: i32,
+        max_position: i32,
+        eps: f32,
+    }
 }
-const _: () = assert!(size_of::<QkNormRopeAppendArgs>() == 10 * 8 + 8 + 6 * 4);
 
 /// Of a block.
 const THREADS: u32 = 256;
-/// The longest head that a warp holds.
-const MAX_HEAD_DIM: i64 = 256;
+/// The longest head that a warp holds; the kernel takes it from here.
+pub(in crate::ops) const MAX_HEAD_DIM: i64 = 256;
 
 fn size(tensor: &Tensor, dimension: usize) -> i64 {
     tensor.shape().get(dimension).copied().unwrap_or(0)

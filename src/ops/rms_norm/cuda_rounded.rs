@@ -1,7 +1,7 @@
 //! Residual addition and RMSNorm (Zhang and Sennrich, 2019, equation 4), rounded after each step:
 //! `residual = round(residual + x)`, `out = round(weight * round(residual / sqrt(mean(residual^2) + eps)))`.
 
-use crate::backend::cuda::{kernels, Arguments, Launch};
+use crate::backend::cuda::{kernel_struct, kernels, Arguments, Launch};
 use crate::backend::ComputeContext;
 use crate::error::Error;
 use crate::error::Result;
@@ -49,16 +49,16 @@ pub fn add_rms_norm(
     }
 }
 
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct RmsNormStepParams {
-    x: *mut u8,
-    weight: *mut u8,
-    out: *mut u8,
-    width: i32,
-    eps: f32,
+kernel_struct! {
+    #[derive(Clone, Copy)]
+    pub(in crate::ops) struct RmsNormStepParams {
+        x: *mut u8,
+        weight: *mut u8,
+        out: *mut u8,
+        width: i32,
+        eps: f32,
+    }
 }
-const _: () = assert!(size_of::<RmsNormStepParams>() == 32);
 
 /// `out = round(weight * round(x / sqrt(mean(x^2) + eps)))`, row by row. x, out [num_rows, width], of f16 or
 /// bf16; width a multiple of 8, at most 16384.

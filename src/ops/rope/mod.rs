@@ -14,6 +14,8 @@ mod cuda;
 pub mod cuda_rounded;
 
 use self::cuda::on_cuda;
+#[cfg(test)]
+pub(in crate::ops) use self::cuda::RopeArgs;
 use crate::backend::cpu::{CpuBackend, SendPointer};
 use crate::backend::cuda::{kernels, Arguments, Launch};
 use crate::backend::{ComputeContext, ContextBackend};
