@@ -9,9 +9,11 @@
 //! * `XSERV_NVCC_FLAGS`: further arguments, such as `-lineinfo`.
 //! * `XSERV_REQUIRE_CUDA=1`: a missing nvcc is an error.
 //! * `XSERV_BLESS=1`: the list of kernels, `src/backend/cuda/kernels.rs`, is rewritten from what was compiled.
-//!   Else a build with nvcc fails if the two differ; one without uses the list as it is.
+//!   Else a build with nvcc fails if the two differ; one without uses the list as it is. Layouts of structs are
+//!   not compared with `csrc/common/layouts.cuh`, so that `src/ops/layouts.rs` can rewrite that.
 
 mod kernel_list;
+mod layout_table;
 
 use std::collections::hash_map::DefaultHasher;
 use std::collections::BTreeMap;
@@ -49,6 +51,7 @@ fn main() {
         println!("cargo:rerun-if-env-changed={name}");
     }
     link_arguments();
+    layouts();
     kernels();
 }
 
@@ -62,6 +65,15 @@ fn link_arguments() {
     println!("cargo:rustc-cdylib-link-arg=-Wl,-z,nodelete");
     // Nothing of the crates we link is exported.
     println!("cargo:rustc-cdylib-link-arg=-Wl,--exclude-libs,ALL");
+}
+
+/// Writes the layouts of the kernels' structs for Rust to compare its own with.
+fn layouts() {
+    let root = PathBuf::from(variable("CARGO_MANIFEST_DIR").unwrap_or_default());
+    let out = PathBuf::from(variable("OUT_DIR").unwrap_or_default());
+    let header = root.join("csrc/common/layouts.cuh");
+    let text = layout_table::macro_of(&header, variable("XSERV_BLESS").is_some());
+    write(&out.join("layouts.rs"), text.as_bytes());
 }
 
 fn kernels() {

@@ -1,5 +1,5 @@
 //! The test that keeps `csrc/common/layouts.cuh` equal to the structs and numbers which the kernels share
-//! with the library: `XSERV_BLESS=1 cargo test --lib layouts` rewrites it.
+//! with the library: `NVCC=none XSERV_BLESS=1 cargo test --lib layouts` rewrites it.
 
 use crate::backend::cuda::layout::Layout;
 use crate::backend::cuda::{FaultRecord, TensorMap};
@@ -15,8 +15,8 @@ const PATH: &str = "csrc/common/layouts.cuh";
 
 const HEAD: &str = "\
 // What the kernels and the library (src/) agree on: the layout of the structs that kernels take, and numbers.
-// Generated from the Rust side: `XSERV_BLESS=1 cargo test --lib layouts` rewrites it, and without that
-// variable the test fails if it is out of date. A kernel's source says XSERV_LAYOUT_<struct>; behind a struct.
+// Generated from the Rust side: `NVCC=none XSERV_BLESS=1 cargo test --lib layouts` rewrites it, and without that
+// variable the test fails if it is out of date. A kernel's source says XSERV_LAYOUT_<struct>; after the struct.
 #pragma once
 
 #include <stddef.h>
@@ -130,7 +130,7 @@ fn the_header_is_up_to_date() {
         std::fs::write(&path, &text).unwrap();
     }
     let committed = std::fs::read_to_string(&path).unwrap();
-    assert!(committed == text, "{PATH} is stale: XSERV_BLESS=1 cargo test --lib layouts");
+    assert!(committed == text, "{PATH} is stale: NVCC=none XSERV_BLESS=1 cargo test --lib layouts");
 }
 
 #[test]

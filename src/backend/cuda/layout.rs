@@ -1,8 +1,20 @@
 //! Structs that kernels take or write, whose layout both languages must agree on.
 //!
-//! [`kernel_struct!`] declares such a struct. A test (`src/ops/layouts.rs`) writes what the compiler
-//! made of all of them into `csrc/common/layouts.cuh`, with which nvcc checks the size of the struct
-//! and the place and size of every field. The names are the same on both sides.
+//! [`kernel_struct!`] declares such a struct. `csrc/common/layouts.cuh` has the size of each and the
+//! place of every field: nvcc compares its structs with that header, and the macro compares ours, so
+//! that neither side compiles with another layout. A test (`src/ops/layouts.rs`) writes the header.
+//! The names are the same on both sides.
+
+include!(concat!(env!("OUT_DIR"), "/layouts.rs"));
+pub(crate) use committed;
+
+/// Returns whether a size or an offset is the one of the header.
+pub(crate) const fn agrees(committed: Option<usize>, ours: usize) -> bool {
+    match committed {
+        Some(bytes) => bytes == ours,
+        None => true,
+    }
+}
 
 /// Declares a `#[repr(C)]` struct that a kernel has as well. An array that the kernel has as several
 /// scalars names them: `strides: [i64; 2] => [token_stride, head_stride]`.
@@ -25,6 +37,24 @@ macro_rules! kernel_struct {
             )+
         }
 
+        const _: () = {
+            use $crate::backend::cuda::layout::{agrees, committed, offset_in_header};
+            assert!(
+                agrees(committed!($name), size_of::<$name>()),
+                concat!("csrc/common/layouts.cuh has another size of ", stringify!($name))
+            );
+            $(assert!(
+                agrees(
+                    offset_in_header!($name $field $([$($part),+])?),
+                    std::mem::offset_of!($name, $field)
+                ),
+                concat!(
+                    "csrc/common/layouts.cuh has another place of ",
+                    stringify!($name), "::", stringify!($field)
+                )
+            );)+
+        };
+
         #[cfg(test)]
         impl $name {
             /// Returns the layout for `csrc/common/layouts.cuh`.
@@ -45,6 +75,17 @@ macro_rules! kernel_struct {
     };
 }
 pub(crate) use kernel_struct;
+
+/// The offset of a field in the header; of the first scalar where there are several.
+macro_rules! offset_in_header {
+    ($name:ident $field:ident) => {
+        committed!($name $field)
+    };
+    ($name:ident $field:ident [$first:ident $(, $other:ident)*]) => {
+        committed!($name $first)
+    };
+}
+pub(crate) use offset_in_header;
 
 /// What the kernel calls a field, or the scalars that make it up.
 #[cfg(test)]
