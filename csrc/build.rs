@@ -8,8 +8,15 @@
 //! * `XSERV_CUDA_ARCHS`: what to compile for, such as `90a` or `80,90a,ptx80`; the default is all.
 //! * `XSERV_NVCC_FLAGS`: further arguments, such as `-lineinfo`.
 //! * `XSERV_REQUIRE_CUDA=1`: a missing nvcc is an error.
+//! * `XSERV_BLESS=1`: the list of kernels, `src/backend/cuda/kernels.rs`, is rewritten from what was compiled.
+//!   Else a build with nvcc fails if the two differ; one without uses the list as it is. Layouts of structs are
+//!   not compared with `csrc/common/layouts.cuh`, so that `src/ops/layouts.rs` can rewrite that.
+
+mod kernel_list;
+mod layout_table;
 
 use std::collections::hash_map::DefaultHasher;
+use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::hash::{Hash, Hasher};
 use std::path::{Path, PathBuf};
@@ -26,8 +33,12 @@ const ALL_ARCHS: &str = "80,86,89,90a,100f,120f,ptx80,ptx90";
 /// Kernels are compiled two at a time: one compilation takes up to 1 GB.
 const PARALLEL_COMPILATIONS: usize = 2;
 
+/// The constants by which the library launches kernels.
+const KERNEL_LIST: &str = "src/backend/cuda/kernels.rs";
+
 fn main() {
     println!("cargo:rerun-if-changed=csrc");
+    println!("cargo:rerun-if-changed={KERNEL_LIST}");
     for name in [
         "NVCC",
         "CUDA_HOME",
@@ -35,10 +46,12 @@ fn main() {
         "XSERV_CUDA_ARCHS",
         "XSERV_NVCC_FLAGS",
         "XSERV_REQUIRE_CUDA",
+        "XSERV_BLESS",
     ] {
         println!("cargo:rerun-if-env-changed={name}");
     }
     link_arguments();
+    layouts();
     kernels();
 }
 
@@ -52,6 +65,15 @@ fn link_arguments() {
     println!("cargo:rustc-cdylib-link-arg=-Wl,-z,nodelete");
     // Nothing of the crates we link is exported.
     println!("cargo:rustc-cdylib-link-arg=-Wl,--exclude-libs,ALL");
+}
+
+/// Writes the layouts of the kernels' structs for Rust to compare its own with.
+fn layouts() {
+    let root = PathBuf::from(variable("CARGO_MANIFEST_DIR").unwrap_or_default());
+    let out = PathBuf::from(variable("OUT_DIR").unwrap_or_default());
+    let header = root.join("csrc/common/layouts.cuh");
+    let text = layout_table::macro_of(&header, variable("XSERV_BLESS").is_some());
+    write(&out.join("layouts.rs"), text.as_bytes());
 }
 
 fn kernels() {
@@ -98,7 +120,7 @@ fn kernels() {
                 let (Some(source), Some(fatbin)) = (sources.get(index), fatbins.get(index)) else {
                     return;
                 };
-                if !fatbin.exists() {
+                if !fatbin.exists() || !names_of(fatbin).exists() {
                     compile(&nvcc, &folder, &arguments, source, fatbin);
                 }
             });
@@ -106,7 +128,10 @@ fn kernels() {
     });
 
     let mut text = String::from("&[\n");
+    let mut compiled = BTreeMap::new();
     for (source, fatbin) in sources.iter().zip(&fatbins) {
+        let names = String::from_utf8_lossy(&read(&names_of(fatbin))).into_owned();
+        compiled.insert(key(source, &folder), names.lines().map(str::to_string).collect());
         let key = key(source, &folder);
         let copy = out.join(format!("{}.fatbin", key.replace('/', "-")));
         write(&copy, &read(fatbin));
@@ -114,6 +139,17 @@ fn kernels() {
     }
     text.push(']');
     write(&table, text.as_bytes());
+    let archs = archs();
+    let targets: Vec<&str> = archs.iter().map(String::as_str).collect();
+    // ptxas names the kernels; it does not see those that are kept as PTX.
+    if targets.iter().any(|target| !target.starts_with("ptx")) {
+        kernel_list::check(&root.join(KERNEL_LIST), &compiled, &targets);
+    }
+}
+
+/// Beside a fatbin: the names of its kernels, one a line.
+fn names_of(fatbin: &Path) -> PathBuf {
+    fatbin.with_extension("names")
 }
 
 /// A source file and the headers of `csrc` that it includes, directly or not.
@@ -158,6 +194,9 @@ fn compile(nvcc: &Path, folder: &Path, arguments: &[String], source: &Path, fatb
             String::from_utf8_lossy(&output.stderr)
         );
     }
+    let names = kernel_list::names_in(&String::from_utf8_lossy(&output.stderr));
+    let lines: String = names.iter().map(|name| format!("{name}\n")).collect();
+    write(&names_of(fatbin), lines.as_bytes());
     std::fs::rename(&unfinished, fatbin).unwrap_or_else(|e| panic!("{}: {e}", fatbin.display()));
 }
 
@@ -165,11 +204,12 @@ fn arguments() -> Vec<String> {
     let fixed = "-std=c++17 -O3 --fatbin --compress-mode=size -Werror all-warnings";
     let mut arguments: Vec<String> = fixed.split(' ').map(str::to_string).collect();
     arguments.push("-I.".to_string()); // of csrc
-    let archs = variable("XSERV_CUDA_ARCHS").unwrap_or_else(|| ALL_ARCHS.to_string());
-    for arch in archs.split(',').map(str::trim).filter(|arch| !arch.is_empty()) {
+                                       // ptxas says which kernels it compiles; see `kernel_list`.
+    arguments.extend(["-Xptxas", "-v"].map(str::to_string));
+    for arch in archs() {
         let (number, code) = match arch.strip_prefix("ptx") {
             Some(number) => (number, "compute"),
-            None => (arch, "sm"),
+            None => (arch.as_str(), "sm"),
         };
         arguments.push("-gencode".to_string());
         arguments.push(format!("arch=compute_{number},code={code}_{number}"));
@@ -178,6 +218,12 @@ fn arguments() -> Vec<String> {
         arguments.extend(flags.split_whitespace().map(str::to_string));
     }
     arguments
+}
+
+/// What to compile for, such as `90a` and `ptx90`.
+fn archs() -> Vec<String> {
+    let archs = variable("XSERV_CUDA_ARCHS").unwrap_or_else(|| ALL_ARCHS.to_string());
+    archs.split(',').map(str::trim).filter(|arch| !arch.is_empty()).map(str::to_string).collect()
 }
 
 fn find_nvcc() -> Option<PathBuf> {

@@ -2,17 +2,19 @@
 // table, a block outside the cache) does something harmless instead and reports the first such case.
 #pragma once
 
+#include "common/layouts.cuh"
+
 namespace xserv {
 
 // Lies in mapped host memory. code is 0 until the first fault; the host reads the record when it has waited
 // for the stream, and writes 0 to arm it again (src/backend/cuda/context.rs: same layout, same codes).
 struct FaultRecord {
   int code;
-  int pad;
+  int _padding;
   long long index;  // place of the offending element in the index array
   long long value;  // what stood there
 };
-static_assert(sizeof(FaultRecord) == 24, "the host reads this struct");
+XSERV_LAYOUT_FaultRecord;
 
 constexpr int kFaultTokenId = 1;
 constexpr int kFaultPosition = 2;

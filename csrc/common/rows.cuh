@@ -2,13 +2,14 @@
 #pragma once
 
 #include "common/dtype.cuh"
+#include "common/layouts.cuh"
 
 namespace xserv {
 
 // Row r of [outer, inner, width] begins at (r / inner) * outer_stride + (r % inner) * inner_stride, in
 // elements; a plain matrix has inner == 1. Per-head norms of a slice of a fused qkv need both levels.
 // Fewer than 2^32 rows.
-struct RowLayout {
+struct KernelRows {
   long long inner;
   long long outer_stride;
   long long inner_stride;
@@ -19,7 +20,7 @@ struct RowLayout {
     return outer_index * outer_stride + (row - outer_index * inner) * inner_stride;
   }
 };
-static_assert(sizeof(RowLayout) == 24, "the host passes this struct by value");
+XSERV_LAYOUT_KernelRows;
 
 // VECS 16-byte vectors of a row per thread, interleaved over the threads so that a warp's access is
 // contiguous. Vectors beyond the row read as zero. All loads are issued before anything is used.

@@ -2,9 +2,9 @@
 // (0 repeats an operand along an axis).
 #pragma once
 
-namespace xserv {
+#include "common/layouts.cuh"
 
-constexpr int kMaxRank = 8;
+namespace xserv {
 
 // Filled by the host, which also merges axes where it can. The last axis is the innermost. Fewer than
 // 2^31 units per launch; a unit is an element or, in the _vec kernels, a 16-byte vector of the innermost
@@ -20,7 +20,7 @@ struct StridedLayout {
   unsigned shifts[kMaxRank];
   long long strides[3][kMaxRank];  // result, first operand, second operand
 };
-static_assert(sizeof(StridedLayout) == 8 + 3 * 32 + 3 * 64, "the host passes this struct by value");
+XSERV_LAYOUT_StridedLayout;
 
 template <int OPERANDS>
 __device__ __forceinline__ void strided_offsets(const StridedLayout& layout, unsigned unit,

@@ -3,13 +3,15 @@
 
 #include <stdint.h>
 
+#include "common/layouts.cuh"
+
 namespace xserv {
 
 // A CUtensorMap; the host fills it with cuTensorMapEncodeTiled.
 struct alignas(64) TensorMap {
   uint64_t words[16];
 };
-static_assert(sizeof(TensorMap) == 128, "CUtensorMap is 128 bytes");
+XSERV_LAYOUT_TensorMap;
 
 __device__ __forceinline__ void tensor_map_prefetch(const TensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");

@@ -13,6 +13,8 @@ pub mod gemm;
 pub mod grad_check;
 pub mod kv_cache;
 pub mod layer_norm;
+#[cfg(test)]
+mod layouts;
 pub mod linear;
 pub mod qk_norm_rope_append;
 pub mod rms_norm;

@@ -4,6 +4,7 @@
 #include <stdint.h>
 
 #include "common/fault.cuh"
+#include "common/layouts.cuh"
 #include "common/mma.cuh"
 
 namespace xserv {
@@ -29,9 +30,9 @@ struct AttentionParams {
   int causal;
   int num_blocks, block_size_log2, max_blocks_per_seq;
   float scale;
-  int pad;
+  int padding;
 };
-static_assert(sizeof(AttentionParams) == 72 + 96 + 40, "layout shared with the host");
+XSERV_LAYOUT_AttentionParams;
 
 struct AttentionDecodeParams {
   const void* q;  // [num_seqs, num_heads, head_dim] by strides, or packed with cu_seqlens_q
@@ -56,9 +57,9 @@ struct AttentionDecodeParams {
   int max_chunks;
   int num_blocks, block_size_log2, max_blocks_per_seq;
   float scale;
-  int pad;
+  int padding;
 };
-static_assert(sizeof(AttentionDecodeParams) == 96 + 80 + 40, "layout shared with the host");
+XSERV_LAYOUT_AttentionDecodeParams;
 
 // The tokens of a sequence in a packed tensor of num_tokens.
 struct TokenRange {

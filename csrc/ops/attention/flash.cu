@@ -520,7 +520,9 @@ struct FlashF32 {
 #define XSERV_FLASH(variant, suffix, T, head_dim, warps, m_tiles, keys, stages, min_blocks)          \
   extern "C" __global__ void __launch_bounds__(warps * 32, min_blocks)                               \
       xserv_attention_flash_##variant##_##suffix(const __grid_constant__ xserv::AttentionParams p) { \
-    xserv::Flash<T, head_dim, warps, m_tiles, keys, stages>::run(p);                                 \
+    using Kernel = xserv::Flash<T, head_dim, warps, m_tiles, keys, stages>;                          \
+    static_assert(Kernel::kSharedBytes == xserv::shared_bytes::attention_flash_##variant);           \
+    Kernel::run(p);                                                                                  \
   }
 #define XSERV_FLASH_16(suffix, T)                         \
   XSERV_FLASH(d64, suffix, T, 64, 4, 2, 64, 2, 2)         \
@@ -536,10 +538,8 @@ XSERV_FLASH_16(bf16, __nv_bfloat16)
 #define XSERV_FLASH_F32(head_dim)                                                                 \
   extern "C" __global__ void __launch_bounds__(128)                                               \
       xserv_attention_flash_d##head_dim##_f32(const __grid_constant__ xserv::AttentionParams p) { \
-    xserv::FlashF32<head_dim>::run(p);                                                            \
+    using Kernel = xserv::FlashF32<head_dim>;                                                     \
+    static_assert(Kernel::kSharedBytes == xserv::shared_bytes::attention_flash_d##head_dim##_f32); \
+    Kernel::run(p);                                                                               \
   }
-XSERV_FLASH_F32(64)
-XSERV_FLASH_F32(80)
-XSERV_FLASH_F32(96)
-XSERV_FLASH_F32(128)
-XSERV_FLASH_F32(256)
+XSERV_FOR_HEAD_DIMS(XSERV_FLASH_F32)

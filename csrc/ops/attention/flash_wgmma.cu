@@ -42,6 +42,7 @@
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #include "ops/attention/attention.cuh"
 #include "common/dtype.cuh"
+#include "common/layouts.cuh"
 #include "common/mbarrier.cuh"
 #include "common/pdl.cuh"
 #include "common/reduce.cuh"
@@ -78,7 +79,8 @@ struct AttentionFlashWgmmaParams {
 
   static constexpr int block_size_log2 = 5;
 };
-static_assert(sizeof(AttentionFlashWgmmaParams) == 80 + 48 + 40, "layout shared with the host");
+XSERV_LAYOUT_AttentionFlashWgmmaParams;
+static_assert(1 << AttentionFlashWgmmaParams::block_size_log2 == kBlockTokens);
 
 // Work of a block: a tile of queries of one head.
 struct FlashItem {
@@ -92,7 +94,7 @@ struct FlashItem {
   int begin_tile;
 };
 
-constexpr int kSegmentTiles = 8;  // of a segment
+constexpr int kSegmentTiles = kSegmentKeys / 128;  // of a segment
 
 __device__ __forceinline__ int count_segments(int kv_len) {
   return max(1, (kv_len + kSegmentTiles * 128 - 1) / (kSegmentTiles * 128));
@@ -774,7 +776,9 @@ __device__ __forceinline__ void merge_segments(const AttentionFlashWgmmaParams& 
           const __grid_constant__ xserv::AttentionFlashWgmmaParams p, \
           const __grid_constant__ xserv::TensorMap k_map, \
           const __grid_constant__ xserv::TensorMap v_map) { \
-    xserv::FlashWgmma<T, groups, segments, early>::run(p, &k_map, &v_map); \
+    using Kernel = xserv::FlashWgmma<T, groups, segments, early>; \
+    static_assert(Kernel::kSharedBytes == xserv::shared_bytes::attention_flash_wgmma_##groups); \
+    Kernel::run(p, &k_map, &v_map); \
   }
 // The short form has half the queries to an item: for launches that would leave half the device idle. The early
 // one is that for short contexts.

@@ -42,7 +42,9 @@
   extern "C" __global__ void __launch_bounds__(warps * 32, min_blocks)                         \
       xserv_attention_fused_##form##_d##head_dim##_##suffix(                                  \
           const __grid_constant__ xserv::FusedArgs args) {                           \
-    xserv::DecodeAttention<T, head_dim, warps, slots, xserv::DecodeForm::division>::run(args); \
+    using Kernel = xserv::DecodeAttention<T, head_dim, warps, slots, xserv::DecodeForm::division>; \
+    static_assert(Kernel::kSharedBytes == xserv::shared_bytes::attention_fused_##form##_d##head_dim); \
+    Kernel::run(args);                                                                         \
   }
 #define XSERV_DECODE_ATTENTION_CHUNKED(head_dim)                            \
   XSERV_DECODE_ATTENTION(chunked, f16, __half, head_dim, 4, 4, kChunked, 3) \

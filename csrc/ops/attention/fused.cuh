@@ -5,6 +5,7 @@
 #include "ops/attention/attention.cuh"
 #include "common/cluster.cuh"
 #include "common/dtype.cuh"
+#include "common/layouts.cuh"
 #include "common/mbarrier.cuh"
 #include "common/pdl.cuh"
 #include "common/reduce.cuh"
@@ -38,10 +39,9 @@ struct FusedArgs {
   int wait_first;  // not 0: nothing is read before the wait
   float eps, scale;
 };
-static_assert(sizeof(FusedArgs) == 16 * 8 + 10 * 4 + 2 * 4, "the host passes this struct by value");
+XSERV_LAYOUT_FusedArgs;
 
-constexpr int kGroupHeads = 8;
-constexpr int kBlockSize = 32;  // keys of a cache block
+constexpr int kBlockSize = kBlockTokens;  // keys of a cache block
 constexpr int kTileKeys = 16;
 constexpr int kMostBlocks = 16;  // of a cluster
 

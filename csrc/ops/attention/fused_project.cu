@@ -24,23 +24,24 @@
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 #include "ops/attention/fused_unit.cuh"
 
+#include "common/layouts.cuh"
+
 namespace xserv {
 
 struct FusedProjectArgs {
   FusedArgs attention;
   OutputProjection projection;
 };
-static_assert(sizeof(FusedProjectArgs) == 200, "the host passes this struct by value");
-
-static_assert(DecodeAttention<__half, 128, 8, 3, DecodeForm::kProjected>::kSharedBytes == 177472, "what the host asks");
-static_assert(DecodeAttention<__half, 128, 8, 2, DecodeForm::kProjected>::kSharedBytes == 144704, "what the host asks");
+XSERV_LAYOUT_FusedProjectArgs;
 
 }  // namespace xserv
 
 #define XSERV_DECODE_ATTENTION_O(slots, suffix, T)                                                                 \
   extern "C" __global__ void __launch_bounds__(256, 2) xserv_attention_fused_project_##slots##_##suffix(                \
       const __grid_constant__ xserv::FusedProjectArgs args) {                                                  \
-    xserv::DecodeAttention<T, 128, 8, slots, xserv::DecodeForm::kProjected>::run(args.attention, args.projection); \
+    using Kernel = xserv::DecodeAttention<T, 128, 8, slots, xserv::DecodeForm::kProjected>;                        \
+    static_assert(Kernel::kSharedBytes == xserv::shared_bytes::attention_fused_project_##slots);                   \
+    Kernel::run(args.attention, args.projection);                                                                  \
   }
 XSERV_DECODE_ATTENTION_O(2, f16, __half)
 XSERV_DECODE_ATTENTION_O(2, bf16, __nv_bfloat16)

@@ -9,6 +9,7 @@
 
 #include "ops/attention/fused.cuh"
 #include "common/gemv.cuh"
+#include "common/layouts.cuh"
 
 namespace xserv {
 
@@ -16,9 +17,9 @@ struct OutputProjection {
   const void* weight;  // [hidden_size, num_heads * head_dim]
   float* sums;         // [num_kv_heads, hidden_size]
   int hidden_size;     // a multiple of 16 kRanks, at most kRanks * kMostRows
-  int pad;
+  int padding;
 };
-static_assert(sizeof(OutputProjection) == 24, "part of what the host passes");
+XSERV_LAYOUT_OutputProjection;
 
 template <typename T, int kHeadDim, int kWarps>
 struct ProjectedHeads {

@@ -27,8 +27,6 @@ extern __shared__ __align__(1024) unsigned char decode_shared[];
 
 namespace xserv {
 
-constexpr int kGroupHeads = 8;
-
 // Floats from head to head where warps meet in shared memory; the 4 keep the stores of a fragment (heads 2t,
 // dims g) out of each other's banks.
 template <int kHeadDim>
@@ -468,7 +466,9 @@ struct DecodeF32 {
   extern "C" __global__ void __launch_bounds__(warps * 32, min_blocks)     \
       xserv_attention_split_kv_d##head_dim##_##suffix(                       \
           const __grid_constant__ xserv::AttentionDecodeParams p) {        \
-    xserv::Decode<T, head_dim, warps, stages>::run(p);                     \
+    using Kernel = xserv::Decode<T, head_dim, warps, stages>;              \
+    static_assert(Kernel::kSharedBytes == xserv::shared_bytes::attention_split_kv_d##head_dim); \
+    Kernel::run(p);                                                        \
   }
 #define XSERV_DECODE_16(suffix, T)      \
   XSERV_DECODE(suffix, T, 64, 4, 4, 2)  \
@@ -484,8 +484,4 @@ XSERV_DECODE_16(bf16, __nv_bfloat16)
       xserv_attention_split_kv_d##head_dim##_f32(const __grid_constant__ xserv::AttentionDecodeParams p) { \
     xserv::DecodeF32<head_dim>::run(p);                                                                  \
   }
-XSERV_DECODE_F32(64)
-XSERV_DECODE_F32(80)
-XSERV_DECODE_F32(96)
-XSERV_DECODE_F32(128)
-XSERV_DECODE_F32(256)
+XSERV_FOR_HEAD_DIMS(XSERV_DECODE_F32)

@@ -16,6 +16,7 @@
 //
 // Needs: x, W 16-byte aligned, ldx, ldw multiples of 16 bytes; k a multiple of 8 for gemv_tensor_core.
 #include "common/dtype.cuh"
+#include "common/layouts.cuh"
 #include "common/mma.cuh"
 #include "common/reduce.cuh"
 
@@ -29,7 +30,7 @@ struct GemvParams {
   int m, n, k;
   float alpha, beta;
 };
-static_assert(sizeof(GemvParams) == 72, "GemvParams is mirrored in Rust");
+XSERV_LAYOUT_GemvParams;
 
 // kWide asks the L2 to fetch 256 bytes at a time: 5 % faster for gemv_tensor_core, 5 % slower for gemv
 // (measured on an H200).

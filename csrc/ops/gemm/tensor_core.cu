@@ -17,6 +17,7 @@
 // and k are free: the edges are filled with zeros. C and ldc are free; aligned ones are stored faster.
 // Split k: gridDim.y > 1 writes f32 partials, which xserv_gemm_split_k_reduce adds in a fixed order.
 #include "common/dtype.cuh"
+#include "common/layouts.cuh"
 #include "common/mma.cuh"
 
 namespace xserv {
@@ -32,7 +33,7 @@ struct GemmParams {
   int k_per_split;  // a multiple of 64; at least k without a split
   float alpha, beta;
 };
-static_assert(sizeof(GemmParams) == 104, "GemmParams is mirrored in Rust");
+XSERV_LAYOUT_GemmParams;
 
 // 16 bytes of shared memory, of which the first `bytes` come from global memory and the rest are zero.
 __device__ __forceinline__ void cp_async_16_partial(uint32_t target, const void* source, int bytes) {
@@ -136,6 +137,7 @@ __device__ __forceinline__ void gemm_tile(const GemmParams& p) {
   using TileA = OperandTile<kTileM, kTileK, kThreads, !kTransA>;
   using TileB = OperandTile<kTileN, kTileK, kThreads, kTransB>;
   constexpr uint32_t kStageBytes = TileA::kBytes + TileB::kBytes;
+  static_assert(kStageBytes == (kTileM + kTileN) * kTileK * 2, "what the host asks for");
   extern __shared__ __align__(1024) unsigned char shared[];
 
   // Tiles run down groups of 1024 rows, so that the blocks of a wave share rows of A and columns of B in L2.
@@ -331,6 +333,7 @@ __device__ __forceinline__ void split_k_reduce(const GemmParams& p, int num_spli
   XSERV_GEMM(tile, TM, TN, TK, WM, WN, STAGES, BLOCKS, tn, true, false, suffix, T)             \
   XSERV_GEMM(tile, TM, TN, TK, WM, WN, STAGES, BLOCKS, tt, true, true, suffix, T)
 #define XSERV_GEMM_ALL(tile, TM, TN, TK, WM, WN, STAGES, BLOCKS)                               \
+  static_assert(STAGES * (TM + TN) * TK * 2 == xserv::shared_bytes::gemm_tensor_core_##tile);  \
   XSERV_GEMM_TRANS(tile, TM, TN, TK, WM, WN, STAGES, BLOCKS, f16, __half)                      \
   XSERV_GEMM_TRANS(tile, TM, TN, TK, WM, WN, STAGES, BLOCKS, bf16, __nv_bfloat16)
 

@@ -11,6 +11,7 @@
 //                2048x4096x4096: 36.6 TFLOP/s, cuBLAS 49.7). Needs A and B 16-byte aligned and lda, ldb,
 //                stride_a, stride_b multiples of 4
 #include "common/dtype.cuh"
+#include "common/layouts.cuh"
 #include "common/mma.cuh"
 
 namespace xserv {
@@ -25,7 +26,7 @@ struct SimtGemmParams {
   int trans_a, trans_b;  // not read by gemm_simt, which has a kernel for each pair
   float alpha, beta;
 };
-static_assert(sizeof(SimtGemmParams) == 104, "SimtGemmParams is mirrored in Rust");
+XSERV_LAYOUT_SimtGemmParams;
 
 template <typename T>
 __device__ __forceinline__ void store_scaled(T* out, float sum, float alpha, float beta) {
@@ -169,6 +170,9 @@ __device__ __forceinline__ void gemm_simt(const SimtGemmParams& p) {
   using TileA = SimtTile<!kTransA>;
   using TileB = SimtTile<kTransB>;
   constexpr int kDepth = 16, kStages = 3, kStageFloats = TileA::kFloats + TileB::kFloats;
+  static_assert(kStages * kStageFloats * 4 ==
+                (kTransA ? (kTransB ? shared_bytes::gemm_simt_tt : shared_bytes::gemm_simt_tn)
+                         : (kTransB ? shared_bytes::gemm_simt_nt : shared_bytes::gemm_simt_nn)));
   extern __shared__ __align__(16) float simt_shared[];
 
   // Groups of 8 tile rows share their columns of B in L2.

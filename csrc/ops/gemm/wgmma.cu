@@ -13,6 +13,7 @@
 // kernels of gemm_tensor_core.cu.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #include "common/dtype.cuh"
+#include "common/layouts.cuh"
 #include "common/mma.cuh"
 #include "common/wgmma.cuh"
 
@@ -29,7 +30,7 @@ struct GemmParams {
   int k_per_split;  // parts: how many; else not used
   float alpha, beta;
 };
-static_assert(sizeof(GemmParams) == 104, "GemmParams is mirrored in Rust");
+XSERV_LAYOUT_GemmParams;
 
 constexpr int kThreads = 256, kTileM = 128, kTileK = 64;
 
@@ -107,6 +108,7 @@ __device__ __forceinline__ void gemm_wgmma(const GemmParams& p) {
   using SliceA = OperandSlice<kTileM, !kTransA>;
   using SliceB = OperandSlice<kTileN, kTransB>;
   constexpr uint32_t kStageBytes = SliceA::kBytes + SliceB::kBytes;
+  static_assert(kStageBytes == (kTileM + kTileN) * kTileK * 2, "what the host asks for");
   static_assert(kStages >= 3 && kStageBytes % 1024 == 0, "the swizzle needs aligned slices");
   extern __shared__ __align__(1024) unsigned char shared[];
 
@@ -250,6 +252,7 @@ __device__ __forceinline__ void gemm_wgmma(const GemmParams& p) {
   XSERV_GEMM(tile, TN, STAGES, BLOCKS, tn, true, false, suffix, T)   \
   XSERV_GEMM(tile, TN, STAGES, BLOCKS, tt, true, true, suffix, T)
 #define XSERV_GEMM_ALL(tile, TN, STAGES, BLOCKS)                 \
+  static_assert(STAGES * (xserv::kTileM + TN) * xserv::kTileK * 2 == xserv::shared_bytes::gemm_wgmma_##tile); \
   XSERV_GEMM_TRANS(tile, TN, STAGES, BLOCKS, f16, __half)        \
   XSERV_GEMM_TRANS(tile, TN, STAGES, BLOCKS, bf16, __nv_bfloat16)
 

@@ -8,18 +8,20 @@
 // over the link by itself takes as long as the link, hundreds of transfers of 64 KiB queued one by one would not.
 #include <cstdint>
 
+#include "common/layouts.cuh"
+
 namespace {
 
 constexpr int kThreads = 256;
 // Units in flight for each thread: a read over the link takes about two microseconds.
 constexpr int kUnits = 8;
-constexpr int kMostCopies = 240;
 
 struct KvSwapCopy {
   uint4* host;
   int32_t block;
   int32_t padding;
 };
+XSERV_LAYOUT_KvSwapCopy;
 
 // The host has the same struct.
 struct KvSwapParams {
@@ -27,9 +29,9 @@ struct KvSwapParams {
   int64_t part_units;
   int32_t block_units;
   int32_t to_host;
-  KvSwapCopy copies[kMostCopies];
+  KvSwapCopy copies[xserv::kMaxSwapCopies];
 };
-static_assert(sizeof(KvSwapParams) == 24 + 16 * kMostCopies, "the host has the same struct");
+XSERV_LAYOUT_KvSwapParams;
 
 }  // namespace
 

@@ -27,6 +27,7 @@
 // 4 % of a step of Qwen3-8B).
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
 #include "common/gemv.cuh"
+#include "common/layouts.cuh"
 #include "common/mma.cuh"
 #include "common/pdl.cuh"
 #include "common/reduce.cuh"
@@ -44,7 +45,7 @@ struct LinearGemvParams {
   int prefetch_blocks, prefetch_rows;
   float eps;
 };
-static_assert(sizeof(LinearGemvParams) == 80, "LinearGemvParams is mirrored in Rust");
+XSERV_LAYOUT_LinearGemvParams;
 
 enum class Gemv { kResidual, kNorm, kNormSwiglu };
 constexpr int kGemvMaxWarps = 20;

@@ -26,6 +26,7 @@
 // aligned to 16 bytes. Threads kTiles * kWarps * 32, grid out_features / (kTiles * outputs of a tile).
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 #include "common/gemv.cuh"
+#include "common/layouts.cuh"
 #include "common/mma.cuh"
 #include "common/pdl.cuh"
 #include "common/reduce.cuh"
@@ -43,10 +44,9 @@ struct GemvMmaParams {
   int out_features;
   float eps;
 };
-static_assert(sizeof(GemvMmaParams) == 64, "GemvMmaParams is mirrored in Rust");
+XSERV_LAYOUT_GemvMmaParams;
 
 enum class GemvMma { kNorm, kSumsSwiglu, kResidual };
-constexpr int kNumSums = 8;
 
 // Not through the read-only path as load_weight: ptxas (13.0) puts such reads behind the wait, where they are first
 // used, as nothing but the kernel's speed says that they belong in front of it: a step took a third longer.

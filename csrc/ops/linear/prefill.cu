@@ -349,11 +349,13 @@ __device__ __forceinline__ void prefill(const PrefillParams& p,
 #define XSERV_PREFILL(NAME, EPILOGUE, SHAPE, SUFFIX, T, ...)                                               \
   extern "C" __global__ void __launch_bounds__(xserv::Shape<__VA_ARGS__>::kThreads, 1)                     \
       xserv_linear_prefill_##NAME##_##SHAPE##_##SUFFIX(const __grid_constant__ xserv::PrefillParams params) { \
+    static_assert(xserv::Shape<__VA_ARGS__>::kSharedBytes == xserv::shared_bytes::linear_prefill_##SHAPE); \
     xserv::prefill<T, xserv::Epilogue::EPILOGUE, xserv::Shape<__VA_ARGS__>>(params);                  \
   }
 #define XSERV_PREFILL_HEADS(SHAPE, SUFFIX, T, ...)                                                         \
   extern "C" __global__ void __launch_bounds__(xserv::Shape<__VA_ARGS__>::kThreads, 1)                     \
       xserv_linear_prefill_heads_##SHAPE##_##SUFFIX(const __grid_constant__ xserv::PrefillHeadsParams params) {   \
+    static_assert(xserv::Shape<__VA_ARGS__>::kSharedBytes == xserv::shared_bytes::linear_prefill_##SHAPE); \
     xserv::prefill<T, xserv::Epilogue::kHeads, xserv::Shape<__VA_ARGS__>>(params.gemm, &params);      \
   }
 #define XSERV_PREFILL_WIDE(NAME, EPILOGUE, SUFFIX, T)                \

@@ -6,6 +6,7 @@
 
 #include "common/dtype.cuh"
 #include "common/fault.cuh"
+#include "common/layouts.cuh"
 #include "common/mma.cuh"
 #include "common/reduce.cuh"
 #include "common/tma.cuh"
@@ -22,7 +23,7 @@ struct PrefillParams {
   int k;
   int padding[7];
 };
-static_assert(sizeof(PrefillParams) == 320, "PrefillParams is mirrored in Rust");
+XSERV_LAYOUT_PrefillParams;
 
 // What becomes of the heads of q, k and v; see qk_norm_rope_append.cu.
 struct PrefillHeadsParams {
@@ -43,7 +44,7 @@ struct PrefillHeadsParams {
   float eps;
   int padding[8];
 };
-static_assert(sizeof(PrefillHeadsParams) == 448, "PrefillHeadsParams is mirrored in Rust");
+XSERV_LAYOUT_PrefillHeadsParams;
 
 enum class Epilogue { kPlain, kSwiglu, kHeads };
 

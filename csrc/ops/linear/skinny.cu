@@ -24,6 +24,7 @@
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #include "common/cluster.cuh"
 #include "common/dtype.cuh"
+#include "common/layouts.cuh"
 #include "common/mbarrier.cuh"
 #include "common/mma.cuh"
 #include "common/pdl.cuh"
@@ -41,9 +42,9 @@ struct SkinnyParams {
   int num_tokens;
   int n;       // columns of out; swiglu: intermediate_size
   int k;
-  int pad[7];
+  int padding[7];
 };
-static_assert(sizeof(SkinnyParams) == 320, "SkinnyParams is mirrored in Rust");
+XSERV_LAYOUT_SkinnyParams;
 
 enum class Epilogue { kPlain, kResidual, kSwiglu };
 
@@ -348,7 +349,11 @@ __device__ __forceinline__ void skinny(const SkinnyParams& p) {
 #define XSERV_SKINNY_DTYPES(NAME, EPILOGUE, ...)         \
   XSERV_SKINNY(NAME, EPILOGUE, __VA_ARGS__, f16, __half) \
   XSERV_SKINNY(NAME, EPILOGUE, __VA_ARGS__, bf16, __nv_bfloat16)
+#define XSERV_SKINNY_BYTES(ROWS, TOKENS, ...)                      \
+  static_assert(xserv::kSkinnySharedBytes<TOKENS, ROWS, __VA_ARGS__> == \
+                xserv::shared_bytes::linear_skinny_##ROWS##x##TOKENS);
 #define XSERV_SKINNY_ALL(...)                           \
+  XSERV_SKINNY_BYTES(__VA_ARGS__)                       \
   XSERV_SKINNY_DTYPES(plain, kPlain, __VA_ARGS__)       \
   XSERV_SKINNY_DTYPES(residual, kResidual, __VA_ARGS__) \
   XSERV_SKINNY_DTYPES(swiglu, kSwiglu, __VA_ARGS__)

@@ -17,6 +17,7 @@
 // head_stride a multiple of 4. grid (num_tokens, ceil(heads / heads of a block)).
 #include "common/dtype.cuh"
 #include "common/fault.cuh"
+#include "common/layouts.cuh"
 #include "common/pdl.cuh"
 #include "common/reduce.cuh"
 
@@ -41,10 +42,10 @@ struct QkNormRopeAppendArgs {
   int max_position;
   float eps;
 };
-static_assert(sizeof(QkNormRopeAppendArgs) == 10 * 8 + 8 + 6 * 4, "the host passes this struct by value");
+XSERV_LAYOUT_QkNormRopeAppendArgs;
 
 // Of the longest head.
-constexpr int kMostPairs = 128;
+constexpr int kMostPairs = kMaxNormedHeadDim / 2;
 
 template <typename T>
 __device__ __forceinline__ float rounded(float value) {

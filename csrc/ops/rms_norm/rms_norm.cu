@@ -55,7 +55,7 @@ __device__ __forceinline__ void store_scaled(T* target, const Vec<T, kVec<T>> (&
 // Rows of at most VECS vectors per thread.
 template <typename T, int VECS>
 __device__ __forceinline__ void rms_norm_row(T* out, const T* x, const T* weight, int width, float eps,
-                                             const RowLayout& out_layout, const RowLayout& x_layout) {
+                                             const KernelRows& out_layout, const KernelRows& x_layout) {
   __shared__ float scratch[32];
   const int num_vecs = width / kVec<T>, thread = threadIdx.x, num_threads = blockDim.x;
   const float inverse_width = 1.0f / width;
@@ -69,7 +69,7 @@ __device__ __forceinline__ void rms_norm_row(T* out, const T* x, const T* weight
 
 template <typename T, int VECS>
 __device__ __forceinline__ void rms_norm_stream(T* out, const T* x, const T* weight, int width, float eps,
-                                                const RowLayout& out_layout, const RowLayout& x_layout) {
+                                                const KernelRows& out_layout, const KernelRows& x_layout) {
   using V = Vec<T, kVec<T>>;
   __shared__ float scratch[32];
   const int num_vecs = width / kVec<T>, thread = threadIdx.x, num_threads = blockDim.x;
@@ -125,8 +125,8 @@ __device__ __forceinline__ void add_rms_norm_row(T* out, T* residual_out, const 
 // so that its lanes take part in the shuffles.
 template <typename T, int LANES, int VECS>
 __device__ __forceinline__ void rms_norm_group(T* out, const T* x, const T* weight, long long num_rows,
-                                               int width, float eps, const RowLayout& out_layout,
-                                               const RowLayout& x_layout) {
+                                               int width, float eps, const KernelRows& out_layout,
+                                               const KernelRows& x_layout) {
   const int num_vecs = width / kVec<T>, thread = threadIdx.x % LANES;
   const long long wanted = static_cast<long long>(blockIdx.x) * (blockDim.x / LANES) + threadIdx.x / LANES;
   const long long row = wanted < num_rows ? wanted : num_rows - 1;
@@ -143,7 +143,7 @@ __device__ __forceinline__ void rms_norm_group(T* out, const T* x, const T* weig
 // Any width; N elements per access (1, or kVec<T> where everything is 16-byte aligned).
 template <typename T, int N>
 __device__ __forceinline__ void rms_norm_loop(T* out, const T* x, const T* weight, int width, float eps,
-                                              const RowLayout& out_layout, const RowLayout& x_layout) {
+                                              const KernelRows& out_layout, const KernelRows& x_layout) {
   using V = Vec<T, N>;
   __shared__ float scratch[32];
   const V* source = reinterpret_cast<const V*>(x + x_layout.offset(blockIdx.x));
@@ -211,7 +211,7 @@ __device__ __forceinline__ void add_rms_norm_loop(T* out, T* residual_out, const
 #define XSERV_KERNEL(SUFFIX, T, NAME, MAX_THREADS, CALL)                                                   \
   extern "C" __global__ void __launch_bounds__(MAX_THREADS) xserv_rms_norm_##NAME##_##SUFFIX(              \
       T* out, const T* x, const T* __restrict__ weight, long long num_rows, int width, float eps,          \
-      xserv::RowLayout out_layout, xserv::RowLayout x_layout) {                                            \
+      xserv::KernelRows out_layout, xserv::KernelRows x_layout) {                                            \
     CALL;                                                                                                  \
   }
 #define XSERV_ADD_KERNEL(SUFFIX, T, NAME, MAX_THREADS, FUNCTION, N)                                        \
@@ -238,7 +238,7 @@ __device__ __forceinline__ void add_rms_norm_loop(T* out, T* residual_out, const
   extern "C" __global__ void __launch_bounds__(1024, XSERV_STREAM_BLOCKS)                                  \
   xserv_rms_norm_stream_##SUFFIX(                                                                          \
       T* out, const T* x, const T* __restrict__ weight, long long num_rows, int width, float eps,          \
-      xserv::RowLayout out_layout, xserv::RowLayout x_layout) {                                            \
+      xserv::KernelRows out_layout, xserv::KernelRows x_layout) {                                            \
     xserv::rms_norm_stream<T, 16 / xserv::kVec<T>>(out, x, weight, width, eps, out_layout, x_layout);      \
   }                                                                                                        \
   XSERV_ADD_KERNEL(SUFFIX, T, row, 1024, add_rms_norm_row, 16 / xserv::kVec<T>)

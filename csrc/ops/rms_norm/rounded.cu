@@ -10,6 +10,7 @@
 // norm weights are loaded before the wait for the kernel in front. The order of the sum is that of
 // add_rounded.cu, to the same bits.
 #include "common/dtype.cuh"
+#include "common/layouts.cuh"
 #include "common/pdl.cuh"
 #include "common/reduce.cuh"
 
@@ -22,7 +23,7 @@ struct RmsNormStepParams {
   int width;
   float eps;
 };
-static_assert(sizeof(RmsNormStepParams) == 32, "RmsNormStepParams is mirrored in Rust");
+XSERV_LAYOUT_RmsNormStepParams;
 
 template <typename T, int kMaxVectors>
 __device__ __forceinline__ void rms_norm_step(const RmsNormStepParams& p) {

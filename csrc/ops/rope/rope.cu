@@ -15,6 +15,7 @@
 // 8192 tokens of 32 + 8 heads of 128 in bf16 take 47.0 us on an H200 with 16 heads at a time, 64 with 40.
 #include "common/dtype.cuh"
 #include "common/fault.cuh"
+#include "common/layouts.cuh"
 
 namespace xserv {
 
@@ -39,9 +40,9 @@ struct RopeArgs {
   int lanes;
   int lanes_multiplier;
   int heads_at_a_time;  // blockDim.x / lanes
-  int pad;
+  int padding;
 };
-static_assert(sizeof(RopeArgs) == 8 * 8 + 8 * 8 + 8 * 4, "the host passes this struct by value");
+XSERV_LAYOUT_RopeArgs;
 
 template <typename T, typename Position, int N, bool INTERLEAVED>
 __device__ __forceinline__ void rope_token(const RopeArgs& args) {

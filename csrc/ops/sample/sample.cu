@@ -19,6 +19,7 @@
 // order. Where that is not enough (large k, flat distributions, very many ties) the last block goes over the whole
 // row, with thresholds by histograms of the order-preserving keys, 11 bits at a time. Both ways leave the same tokens.
 #include "common/dtype.cuh"
+#include "common/layouts.cuh"
 #include "common/order.cuh"
 #include "common/pdl.cuh"
 #include "ops/sample/random.cuh"
@@ -33,9 +34,7 @@ struct SampleRow {
   float top_p, min_p;
   int top_k;  // 0: all
 };
-static_assert(sizeof(SampleRow) == 32, "layout shared with the host");
-
-constexpr int kMostCandidates = 1024;  // of a row
+XSERV_LAYOUT_SampleRow;
 
 // Of a row, zero before and after.
 struct SampleCounters {
@@ -43,32 +42,31 @@ struct SampleCounters {
   int num_candidates;
   unsigned long long mass;  // of all tokens
 };
-static_assert(sizeof(SampleCounters) == 16, "the host makes room");
+static_assert(sizeof(SampleCounters) == kSampleCounterWords * 4, "the host makes room");
 
 struct SampleArgs {
   const void* logits;
   const SampleRow* rows;
   unsigned* tokens;
   unsigned* const* host_tokens;  // where the same goes in host memory; may be null
-  uint64_t* partials;            // [num_rows, 2 * parts + kMostCandidates]
+  uint64_t* partials;            // [num_rows, 2 * parts + kMaxCandidates]
   SampleCounters* counters;      // [num_rows]
   int vocab_size;
   int parts;
 
   // Of this block's row: the parts' maxima; their bounds or best scores; and the candidates.
   __device__ __forceinline__ uint64_t* maxima() const {
-    return partials + static_cast<int64_t>(blockIdx.y) * (2 * parts + kMostCandidates);
+    return partials + static_cast<int64_t>(blockIdx.y) * (2 * parts + kMaxCandidates);
   }
   __device__ __forceinline__ uint64_t* bounds() const { return maxima() + parts; }
   __device__ __forceinline__ uint64_t* candidates() const { return maxima() + 2 * parts; }
 };
-static_assert(sizeof(SampleArgs) == 56, "the host passes this struct by value");
+XSERV_LAYOUT_SampleArgs;
 
 constexpr unsigned kNoToken = 0xffffffffu;
 constexpr uint64_t kNotFinite = ~0ull;
 constexpr int kThreads = 512;
 constexpr int kTopPTokens = 256, kMostTokens = 512;  // to be bounded, without top-k and at most
-constexpr int kMostParts = 64;  // as the host has it
 constexpr int kBinBits = 11, kBins = 1 << kBinBits;
 // A weight of 1 in fixed point: 2^20 of them fit 64 bits.
 constexpr float kOne = 0x1p40f;
@@ -453,7 +451,7 @@ __device__ __forceinline__ unsigned long long block_sum(unsigned long long own) 
 
 // The bound that so many parts reach.
 __device__ __forceinline__ uint32_t row_bound(const SampleArgs& args, int parts) {
-  __shared__ uint32_t bounds[kMostParts];
+  __shared__ uint32_t bounds[kMaxSampleParts];
   __shared__ uint32_t found;
   const int i = threadIdx.x;
   if (i < args.parts) bounds[i] = static_cast<uint32_t>(args.bounds()[i]);
@@ -468,7 +466,7 @@ __device__ __forceinline__ uint32_t row_bound(const SampleArgs& args, int parts)
 }
 
 // The block's part of the tokens at or above the bound becomes candidates of the row, and with `has_mass` the
-// weights of all its tokens are added up. `collected` has room for kMostCandidates.
+// weights of all its tokens are added up. `collected` has room for kMaxCandidates.
 template <typename T>
 __device__ void collect(const SampleArgs& args, const LogitsRow<T>& row, const SampleRow& how, float maximum,
                         uint32_t bound, bool has_mass, uint64_t* collected) {
@@ -483,7 +481,7 @@ __device__ void collect(const SampleArgs& args, const LogitsRow<T>& row, const S
       if (has_mass) mass += weight_of(how, values[i], maximum);
       if (order_key(values[i]) < bound) continue;
       const int at = atomicAdd(&num_collected, 1);
-      if (at < kMostCandidates) collected[at] = pair_key(values[i], group * 4 + i);
+      if (at < kMaxCandidates) collected[at] = pair_key(values[i], group * 4 + i);
     }
   };
   row.template for_each_group<4>(blockIdx.x * kThreads + threadIdx.x, args.parts * kThreads, look_at);
@@ -495,7 +493,7 @@ __device__ void collect(const SampleArgs& args, const LogitsRow<T>& row, const S
   __syncthreads();
   if (threadIdx.x == 0) place = atomicAdd(&counters.num_candidates, num_collected);
   __syncthreads();
-  for (int i = threadIdx.x; i < min(num_collected, kMostCandidates) && place + i < kMostCandidates; i += kThreads) {
+  for (int i = threadIdx.x; i < min(num_collected, kMaxCandidates) && place + i < kMaxCandidates; i += kThreads) {
     args.candidates()[place + i] = collected[i];
   }
 }
@@ -519,16 +517,16 @@ __device__ void sort_pairs(uint64_t* pairs, int size) {
 constexpr unsigned kUndecided = 0xfffffffeu;
 
 // The token drawn among the candidates that the filters leave, or kUndecided if more tokens may be left than
-// are candidates. All threads of the block; `pairs` has room for kMostCandidates.
+// are candidates. All threads of the block; `pairs` has room for kMaxCandidates.
 __device__ unsigned choose_candidate(const SampleArgs& args, const SampleRow& how, float maximum, int num_candidates,
                                      unsigned long long mass, uint64_t* pairs) {
-  if (num_candidates > kMostCandidates) return kUndecided;
+  if (num_candidates > kMaxCandidates) return kUndecided;
   int size = 2;
   while (size < num_candidates) size *= 2;
   for (int i = threadIdx.x; i < size; i += kThreads) pairs[i] = i < num_candidates ? __ldcg(args.candidates() + i) : 0;
   sort_pairs(pairs, size);
 
-  constexpr int kEach = kMostCandidates / kThreads;  // neighbours, of a thread
+  constexpr int kEach = kMaxCandidates / kThreads;  // neighbours, of a thread
   const int first = threadIdx.x * kEach;
   const auto value_of = [&](int i) { return value_of_key(static_cast<uint32_t>(pairs[i] >> 32)); };
   int kept = num_candidates;
@@ -622,7 +620,7 @@ __device__ __forceinline__ void sample_choose(const SampleArgs& args) {
   const float maximum = to_float(row.row[likeliest]);
   SampleCounters& counters = args.counters[blockIdx.y];
   if (is_filtered(how, args.vocab_size)) {
-    __shared__ uint64_t pairs[kMostCandidates];
+    __shared__ uint64_t pairs[kMaxCandidates];
     const BoundRanks ranks(how, args);
     const bool has_bound = ranks.rank > 0;
     if (has_bound) {

@@ -3,6 +3,8 @@
 use super::blas::{Blas, MOST_CUBLAS_WORKSPACE_BYTES};
 use super::device::{CudaDevice, Current};
 use super::driver::{check, is_lost};
+use super::kernels::Kernel;
+use super::layout::kernel_struct;
 use super::memory::{DeviceMemory, PinnedMemory};
 use super::profile::Profile;
 use crate::error::{Error, ErrorKind, Result};
@@ -12,17 +14,18 @@ use std::ffi::c_void;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicI64, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
-/// Where kernels report an index that they were given and did not follow: the first offence only, in
-/// host memory that the GPU writes. Layout shared with `csrc/common/fault.cuh`.
-#[repr(C)]
-pub(crate) struct FaultRecord {
-    /// 0: none. Else one of the `FAULT_` numbers.
-    code: AtomicI32,
-    _padding: i32,
-    /// Where in the index array.
-    index: AtomicI64,
-    /// What was there.
-    value: AtomicI64,
+kernel_struct! {
+    /// Where kernels report an index that they were given and did not follow: the first offence only, in
+    /// host memory that the GPU writes. Layout shared with `csrc/common/fault.cuh`.
+    pub(crate) struct FaultRecord {
+        /// 0: none. Else one of the `FAULT_` numbers.
+        code: AtomicI32,
+        _padding: i32,
+        /// Where in the index array.
+        index: AtomicI64,
+        /// What was there.
+        value: AtomicI64,
+    }
 }
 
 /// What the codes of a [`FaultRecord`] mean.
@@ -360,13 +363,12 @@ impl CudaContext {
     /// valid until the work is done.
     pub(crate) unsafe fn launch(
         &self,
-        source: &'static str,
-        name: &'static str,
+        kernel: Kernel,
         launch: Launch,
         arguments: Arguments<'_>,
     ) -> Result<()> {
         // SAFETY: passed on to the caller.
-        unsafe { self.launch_as(source, name, launch, arguments, false, 1) }
+        unsafe { self.launch_as(kernel, launch, arguments, false, 1) }
     }
 
     /// The same for a kernel that waits for those before it by itself (`csrc/common/pdl.cuh`): it may begin
@@ -376,13 +378,12 @@ impl CudaContext {
     /// As [`CudaContext::launch`].
     pub(crate) unsafe fn launch_overlapping(
         &self,
-        source: &'static str,
-        name: &'static str,
+        kernel: Kernel,
         launch: Launch,
         arguments: Arguments<'_>,
     ) -> Result<()> {
         // SAFETY: passed on to the caller.
-        unsafe { self.launch_clusters(source, name, launch, 1, arguments) }
+        unsafe { self.launch_clusters(kernel, launch, 1, arguments) }
     }
 
     /// The same with clusters of `cluster` blocks along the first dimension of the grid.
@@ -391,15 +392,14 @@ impl CudaContext {
     /// As [`CudaContext::launch`].
     pub(crate) unsafe fn launch_clusters(
         &self,
-        source: &'static str,
-        name: &'static str,
+        kernel: Kernel,
         launch: Launch,
         cluster: u32,
         arguments: Arguments<'_>,
     ) -> Result<()> {
         let overlaps = self.device.info().compute_capability.0 >= 9;
         // SAFETY: passed on to the caller.
-        unsafe { self.launch_as(source, name, launch, arguments, overlaps, cluster) }
+        unsafe { self.launch_as(kernel, launch, arguments, overlaps, cluster) }
     }
 
     /// From now on launches ask for so many hundredths of an SM's memory as shared memory, the rest being first-level
@@ -410,26 +410,26 @@ impl CudaContext {
         self.shared_memory_percent.store(percent.unwrap_or(-1), Ordering::Relaxed);
     }
 
-    /// Is the kernel `name` of `csrc/ops/<source>.cu` built in for this device?
-    pub(crate) fn has_kernel(&self, source: &'static str, name: &'static str) -> bool {
-        self.device.function(source, name).is_ok()
+    /// Returns whether a kernel is built in for this device: some exist only for the chips that have their
+    /// instructions.
+    pub(crate) fn has_kernel(&self, kernel: Kernel) -> bool {
+        self.device.function(kernel).is_ok()
     }
 
     /// # Safety
     /// As [`CudaContext::launch`].
     unsafe fn launch_as(
         &self,
-        source: &'static str,
-        name: &'static str,
+        kernel: Kernel,
         launch: Launch,
         mut arguments: Arguments<'_>,
         overlaps: bool,
         cluster: u32,
     ) -> Result<()> {
         if arguments.len > MAX_ARGUMENTS {
-            return Err(Error::internal(format!("{name}: too many arguments")));
+            return Err(Error::internal(format!("{}: too many arguments", kernel.name())));
         }
-        let function = self.device.function(source, name)?;
+        let function = self.device.function(kernel)?;
         for (pointer, word) in
             arguments.pointers.iter_mut().zip(&mut arguments.words).take(arguments.len)
         {
@@ -484,7 +484,7 @@ impl CudaContext {
                     std::ptr::null_mut(),
                 )
             };
-            self.check(status, name)
+            self.check(status, kernel.name())
         })
     }
 

@@ -3,6 +3,7 @@
 
 use super::driver::{available, check, count_devices};
 use super::fatbins;
+use super::kernels::Kernel;
 use crate::error::{Error, ErrorKind, Result};
 use cudarc::driver::sys::{self, CUcontext, CUdevice, CUdevice_attribute, CUfunction, CUmodule};
 use std::collections::HashMap;
@@ -39,7 +40,7 @@ pub struct CudaDevice {
 struct Loaded {
     /// By name of the source.
     modules: HashMap<&'static str, Module>,
-    /// By name of the kernel.
+    /// By name of the kernel: no two sources share one.
     functions: HashMap<&'static str, Function>,
 }
 
@@ -200,9 +201,10 @@ impl CudaDevice {
         Ok(Current { was_pushed: true })
     }
 
-    /// The kernel `name` of `csrc/ops/<source>.cu`, loaded if it was not yet, allowed as much shared memory
-    /// as the device gives.
-    pub(super) fn function(&self, source: &'static str, name: &'static str) -> Result<Function> {
+    /// Returns a kernel, which is loaded first if it was not yet, and is allowed as much shared memory as
+    /// the device gives.
+    pub(super) fn function(&self, kernel: Kernel) -> Result<Function> {
+        let (source, name) = (kernel.source(), kernel.name());
         let loaded = self.loaded.read().unwrap_or_else(PoisonError::into_inner);
         if let Some(function) = loaded.functions.get(name) {
             return Ok(*function);

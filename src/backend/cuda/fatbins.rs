@@ -1,6 +1,7 @@
 //! The compiled kernels of `csrc/ops`, made by the build script; empty in builds without nvcc.
 
-/// The driver reads whole words.
+/// The driver reads whole words. Builds without kernels have no use for it.
+#[allow(dead_code)]
 #[repr(C, align(64))]
 struct Aligned<T>(T);
 

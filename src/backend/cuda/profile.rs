@@ -3,6 +3,7 @@
 //! microsecond, which shows as the difference to the same chain without marks.
 
 use super::context::{Arguments, CudaContext, Launch};
+use super::kernels;
 use crate::error::{try_filled, Error, Result};
 use crate::memory::Block;
 use std::time::Instant;
@@ -103,9 +104,7 @@ impl CudaContext {
     fn queue_mark(&self, times: *mut u8, index: i32) -> Result<()> {
         let arguments = Arguments::new().pointer(times).i32(index);
         // SAFETY: the arguments of the kernel, whose index is below the number of words.
-        unsafe {
-            self.launch_overlapping("backend/mark", "xserv_mark", Launch::linear(1, 32), arguments)
-        }
+        unsafe { self.launch_overlapping(kernels::MARK, Launch::linear(1, 32), arguments) }
     }
 
     /// Waits for all work; what the parts of the chain that ran last took.

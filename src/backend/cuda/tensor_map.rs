@@ -2,14 +2,20 @@
 //! them into shared memory.
 
 use super::context::CudaContext;
+use super::layout::kernel_struct;
 use crate::error::{Error, Result};
 use crate::memory::{DType, ElementType, Tensor};
-use cudarc::driver::sys::{self, CUtensorMap};
+use cudarc::driver::sys;
 
-/// See the head of the file. A kernel takes it by value. It holds the address of the tensor, whose memory must
-/// be alive whenever a kernel uses the description.
-#[derive(Clone, Copy)]
-pub(crate) struct TensorMap(#[allow(dead_code)] CUtensorMap);
+kernel_struct! {
+    /// See the head of the file. A kernel takes it by value. It holds the address of the tensor, whose memory
+    /// must be alive whenever a kernel uses the description.
+    #[derive(Clone, Copy)]
+    #[repr(align(64))]
+    pub(crate) struct TensorMap {
+        words: [u64; 16],
+    }
+}
 
 /// Most dimensions of a description.
 const MAX_RANK: usize = 5;
@@ -87,6 +93,6 @@ impl TensorMap {
             };
             context.check(status, "describing a tensor to the copy engine")
         })?;
-        Ok(TensorMap(map))
+        Ok(TensorMap { words: map.opaque })
     }
 }

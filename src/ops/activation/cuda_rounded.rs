@@ -1,10 +1,10 @@
 //! GELU in the tanh form (Hendrycks and Gimpel, 2016), rounded after each step as in Transformers' `gelu_new`:
 //! `csrc/ops/activation/gelu_tanh_rounded.cu` lists the steps.
 
-use crate::backend::cuda::{Arguments, Launch};
+use crate::backend::cuda::{kernels, Arguments, Launch};
 use crate::backend::ComputeContext;
 use crate::error::{Error, Result};
-use crate::memory::{DType, Tensor};
+use crate::memory::Tensor;
 use crate::ops::common::contiguous::{check, cuda, float};
 
 /// `x = gelu_tanh(x)`. x: any shape, contiguous.
@@ -16,14 +16,9 @@ pub fn gelu_tanh(context: &ComputeContext, x: &Tensor) -> Result<()> {
         return Ok(());
     }
     let is_aligned = (x.data() as usize).is_multiple_of(16);
-    let name = match (dtype, is_aligned) {
-        (DType::F32, true) => "xserv_gelu_tanh_rounded_vec_f32",
-        (DType::F16, true) => "xserv_gelu_tanh_rounded_vec_f16",
-        (DType::BF16, true) => "xserv_gelu_tanh_rounded_vec_bf16",
-        (DType::F32, false) => "xserv_gelu_tanh_rounded_scalar_f32",
-        (DType::F16, false) => "xserv_gelu_tanh_rounded_scalar_f16",
-        (DType::BF16, false) => "xserv_gelu_tanh_rounded_scalar_bf16",
-    };
+    let kernel =
+        if is_aligned { kernels::GELU_TANH_ROUNDED_VEC } else { kernels::GELU_TANH_ROUNDED_SCALAR };
+    let kernel = kernel.of(dtype);
     let elements = x.num_elements();
     let per_thread = if is_aligned { 16 / dtype.size_bytes() as u64 } else { 1 };
     let blocks = (elements as u64).div_ceil(u64::from(BLOCK) * per_thread);
@@ -32,5 +27,5 @@ pub fn gelu_tanh(context: &ComputeContext, x: &Tensor) -> Result<()> {
     let arguments = Arguments::new().tensor(x).tensor(x).i64(elements);
     let launch = Launch::linear(blocks as u32, BLOCK);
     // SAFETY: the arguments of the kernel; the elements are contiguous.
-    unsafe { cuda(context)?.launch("activation/gelu_tanh_rounded", name, launch, arguments) }
+    unsafe { cuda(context)?.launch(kernel, launch, arguments) }
 }

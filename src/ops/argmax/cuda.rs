@@ -1,11 +1,11 @@
 //! The CUDA half.
 
-use crate::backend::cuda::{Arguments, CudaContext, Launch};
+use crate::backend::cuda::{kernels, Arguments, CudaContext, Launch};
 use crate::backend::ComputeContext;
 use crate::error::{Error, Result};
 use crate::memory::{DType, Tensor};
 use crate::ops::common::launch::rows_are_aligned;
-use crate::ops::common::launch::{kernel_name, num_blocks, row_layout};
+use crate::ops::common::launch::{num_blocks, row_layout};
 
 /// How many blocks share a row of `accesses` accesses: enough rows fill the device by themselves; fewer blocks
 /// than accesses, and not many more than pay (measured on an H200 with 1 and 32 rows of 151936).
@@ -26,11 +26,11 @@ pub(in crate::ops) fn argmax_on_cuda(
     const BLOCK: u32 = 256;
     let num_rows = out.num_elements();
     let is_vector = rows_are_aligned(x)?;
-    let name = match (is_vector, out_is_i64) {
-        (true, true) => kernel_name!("argmax_i64", dtype),
-        (true, false) => kernel_name!("argmax_i32", dtype),
-        (false, true) => kernel_name!("argmax_scalar_i64", dtype),
-        (false, false) => kernel_name!("argmax_scalar_i32", dtype),
+    let kernel = match (is_vector, out_is_i64) {
+        (true, true) => kernels::ARGMAX_I64.of(dtype),
+        (true, false) => kernels::ARGMAX_I32.of(dtype),
+        (false, true) => kernels::ARGMAX_SCALAR_I64.of(dtype),
+        (false, false) => kernels::ARGMAX_SCALAR_I32.of(dtype),
     };
     let per_access = if is_vector { 16 / dtype.size_bytes() as i64 } else { 1 };
     let splits = argmax_splits(num_rows, i64::from(width) / per_access, BLOCK);
@@ -49,12 +49,12 @@ pub(in crate::ops) fn argmax_on_cuda(
         .i64(row_layout(x)?.outer_stride)
         .pointer(partials_start);
     // SAFETY: the arguments of xserv_argmax_*; the stride leads to the rows, and there is a word for each part.
-    unsafe { cuda.launch("argmax/argmax", name, launch, arguments) }?;
+    unsafe { cuda.launch(kernel, launch, arguments) }?;
     if splits > 1 {
-        let name = if out_is_i64 { "xserv_argmax_merge_i64" } else { "xserv_argmax_merge_i32" };
+        let kernel = if out_is_i64 { kernels::ARGMAX_MERGE_I64 } else { kernels::ARGMAX_MERGE_I32 };
         let arguments = Arguments::new().tensor(out).pointer(partials_start).i32(splits as i32);
         // SAFETY: the arguments of xserv_argmax_merge_*; the parts were written by the launch before.
-        unsafe { cuda.launch("argmax/argmax", name, Launch::linear(rows, 32), arguments) }?;
+        unsafe { cuda.launch(kernel, Launch::linear(rows, 32), arguments) }?;
     }
     Ok(())
 }

@@ -18,8 +18,8 @@ pub enum AttentionBackend {
     SplitKv,
 }
 
-/// What the fused CUDA kernels are compiled for.
-const KERNEL_HEAD_DIMS: [i64; 5] = [64, 80, 96, 128, 256];
+/// What the fused CUDA kernels are compiled for; they take the list from here.
+pub(in crate::ops) const KERNEL_HEAD_DIMS: [i64; 5] = [64, 80, 96, 128, 256];
 /// Keys that the decode kernel loads at once lie in one block.
 const LEAST_BLOCK_SIZE: i64 = 16;
 

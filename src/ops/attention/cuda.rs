@@ -1,6 +1,6 @@
 //! What the CUDA kernels of attention share: tensors in a layout that they take, and their parameters.
 
-use crate::backend::cuda::CudaContext;
+use crate::backend::cuda::{kernel_struct, CudaContext};
 use crate::backend::ComputeContext;
 use crate::error::{Error, Result};
 use crate::memory::Tensor;
@@ -11,36 +11,39 @@ use crate::ops::attention::{
 use crate::ops::common::copy::copy_unchecked;
 use crate::ops::common::staging::{contiguous, input, output, Input};
 
-/// `csrc/ops/attention/attention.cuh` has the same struct and says what it means.
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-pub(super) struct AttentionParams {
-    pub q: *mut u8,
-    pub k: *mut u8,
-    pub v: *mut u8,
-    pub out: *mut u8,
-    pub cu_seqlens_q: *mut u8,
-    pub cu_seqlens_k: *mut u8,
-    pub block_tables: *mut u8,
-    pub context_lens: *mut u8,
-    pub fault: *mut u8,
-    /// From sequence (or block) to sequence, token to token, head to head.
-    pub q_strides: [i64; 3],
-    pub k_strides: [i64; 3],
-    pub v_strides: [i64; 3],
-    pub out_strides: [i64; 3],
-    pub num_heads: i32,
-    pub num_kv_heads: i32,
-    pub q_len: i32,
-    pub kv_len: i32,
-    pub causal: i32,
-    pub num_blocks: i32,
-    pub block_size_log2: i32,
-    pub max_blocks_per_seq: i32,
-    pub scale: f32,
-    pub padding: i32,
+kernel_struct! {
+    /// `csrc/ops/attention/attention.cuh` has the same struct and says what it means.
+    #[derive(Clone, Copy, Debug)]
+    pub(in crate::ops) struct AttentionParams {
+        pub q: *mut u8,
+        pub k: *mut u8,
+        pub v: *mut u8,
+        pub out: *mut u8,
+        pub cu_seqlens_q: *mut u8,
+        pub cu_seqlens_k: *mut u8,
+        pub block_tables: *mut u8,
+        pub context_lens: *mut u8,
+        pub fault: *mut u8,
+        /// From sequence (or block) to sequence, token to token, head to head.
+        pub q_strides: [i64; 3] => [q_batch_stride, q_token_stride, q_head_stride],
+        pub k_strides: [i64; 3] => [k_batch_stride, k_token_stride, k_head_stride],
+        pub v_strides: [i64; 3] => [v_batch_stride, v_token_stride, v_head_stride],
+        pub out_strides: [i64; 3] => [o_batch_stride, o_token_stride, o_head_stride],
+        pub num_heads: i32,
+        pub num_kv_heads: i32,
+        pub q_len: i32,
+        pub kv_len: i32,
+        pub causal: i32,
+        pub num_blocks: i32,
+        pub block_size_log2: i32,
+        pub max_blocks_per_seq: i32,
+        pub scale: f32,
+        pub padding: i32,
+    }
 }
-const _: () = assert!(size_of::<AttentionParams>() == 72 + 96 + 40);
+
+/// Query heads of a kv head that a block of the kernels for one query a sequence serves; they take it from here.
+pub(in crate::ops) const GROUP_HEADS: i64 = 8;
 
 /// A size as the kernels count it.
 pub(super) fn count(size: i64) -> Result<i32> {

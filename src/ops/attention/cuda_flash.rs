@@ -1,16 +1,17 @@
 //! `csrc/ops/attention/flash.cu`: tiles of queries against tiles of keys, without scores in memory.
 
-use crate::backend::cuda::{Arguments, CudaContext, Launch};
+use crate::backend::cuda::{kernels, Arguments, CudaContext, Kernel, Launch};
 use crate::error::{Error, Result};
 use crate::memory::DType;
+#[cfg(test)]
+use crate::ops::attention::choice::KERNEL_HEAD_DIMS;
 use crate::ops::attention::cuda::{grid_extent, AttentionParams};
 use crate::ops::attention::Problem;
-use crate::ops::common::launch::kernel_name;
 
 /// A kernel and what it needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct FlashKernel {
-    name: &'static str,
+    kernel: Kernel,
     /// Queries of a block.
     queries: i64,
     shared_bytes: u32,
@@ -36,33 +37,45 @@ fn kernel(
 ) -> Option<FlashKernel> {
     let whole_blocks = (max_q_len as u64).div_ceil(128) as i64 * num_pairs;
     let is_short = max_q_len <= 64 || whole_blocks < 2 * num_multiprocessors;
-    let name = match (head_dim, is_short && dtype != DType::F32) {
-        (64, false) => kernel_name!("attention_flash_d64", dtype),
-        (80, _) => kernel_name!("attention_flash_d80", dtype),
-        (96, _) => kernel_name!("attention_flash_d96", dtype),
-        (128, false) => kernel_name!("attention_flash_d128", dtype),
-        (256, _) => kernel_name!("attention_flash_d256", dtype),
-        (64, true) => match dtype {
-            DType::F16 => "xserv_attention_flash_d64_short_f16",
-            _ => "xserv_attention_flash_d64_short_bf16",
-        },
-        (128, true) => match dtype {
-            DType::F16 => "xserv_attention_flash_d128_short_f16",
-            _ => "xserv_attention_flash_d128_short_bf16",
-        },
+    let kernel = match (head_dim, is_short && dtype != DType::F32) {
+        (64, false) => kernels::ATTENTION_FLASH_D64.of(dtype),
+        (80, _) => kernels::ATTENTION_FLASH_D80.of(dtype),
+        (96, _) => kernels::ATTENTION_FLASH_D96.of(dtype),
+        (128, false) => kernels::ATTENTION_FLASH_D128.of(dtype),
+        (256, _) => kernels::ATTENTION_FLASH_D256.of(dtype),
+        (64, true) => kernels::ATTENTION_FLASH_D64_SHORT.of(dtype)?,
+        (128, true) => kernels::ATTENTION_FLASH_D128_SHORT.of(dtype)?,
         _ => return None,
     };
     if dtype == DType::F32 {
         let keys = if head_dim > 128 { 16 } else { 32 };
         let shared = ((32 + 2 * keys) * (head_dim + 4) + 32 * (keys + 1)) * 4;
-        return Some(FlashKernel { name, queries: 32, shared_bytes: shared as u32 });
+        return Some(FlashKernel { kernel, queries: 32, shared_bytes: shared as u32 });
     }
     let halves = is_short && matches!(head_dim, 64 | 128) || head_dim == 256;
     let queries = if halves { 64 } else { 128 };
     let keys = if head_dim == 256 { 32 } else { 64 };
     // The queries, and two stages of keys and values.
     let shared = (queries + 2 * 2 * keys) * tile_stride(head_dim);
-    Some(FlashKernel { name, queries, shared_bytes: shared as u32 })
+    Some(FlashKernel { kernel, queries, shared_bytes: shared as u32 })
+}
+
+/// What `csrc/common/layouts.cuh` says of the kernels' dynamic shared memory; they check it.
+#[cfg(test)]
+pub(in crate::ops) fn shared_bytes() -> Vec<(String, u32)> {
+    let mut found = Vec::new();
+    for dim in KERNEL_HEAD_DIMS {
+        for (dtype, queries, suffix) in
+            [(DType::F32, 1, "_f32"), (DType::F16, 1 << 20, ""), (DType::F16, 1, "_short")]
+        {
+            let is_found = suffix != "_short" || matches!(dim, 64 | 128);
+            let kernel = kernel(dtype, dim, queries, 1, 1).filter(|_| is_found);
+            found.extend(
+                kernel.map(|k| (format!("attention_flash_d{dim}{suffix}"), k.shared_bytes)),
+            );
+        }
+    }
+    found
 }
 
 /// Queues a call.
@@ -76,18 +89,18 @@ pub(super) fn launch(
         return Ok(());
     }
     let processors = i64::from(cuda.device().info().num_multiprocessors);
-    let kernel = kernel(dtype, head_dim, max_q_len, num_heads.saturating_mul(num_seqs), processors)
+    let flash = kernel(dtype, head_dim, max_q_len, num_heads.saturating_mul(num_seqs), processors)
         .ok_or_else(|| Error::internal(format!("no flash kernel for head_dim {head_dim}")))?;
     let tiles =
-        grid_extent((max_q_len as u64).div_ceil(kernel.queries as u64) as i64, "tiles of queries")?;
+        grid_extent((max_q_len as u64).div_ceil(flash.queries as u64) as i64, "tiles of queries")?;
     let launch = Launch {
         grid: (params.num_heads as u32, tiles, grid_extent(num_seqs, "sequences")?),
         block: 128,
-        shared_bytes: kernel.shared_bytes,
+        shared_bytes: flash.shared_bytes,
     };
     // SAFETY: the argument of the kernel; the strides span the tensors' elements, and what the index arrays
     // hold is clamped to them.
-    unsafe { cuda.launch("attention/flash", kernel.name, launch, Arguments::new().value(params)) }
+    unsafe { cuda.launch(flash.kernel, launch, Arguments::new().value(params)) }
 }
 
 #[cfg(test)]
@@ -112,7 +125,7 @@ mod tests {
     #[test]
     fn shared_memory_fits_every_generation() {
         for dtype in [DType::F32, DType::F16, DType::BF16] {
-            for head_dim in [64, 80, 96, 128, 256] {
+            for head_dim in KERNEL_HEAD_DIMS {
                 for q_len in [1, 100_000] {
                     let kernel = kernel(dtype, head_dim, q_len, 64, 132).unwrap();
                     // 99 KiB less the 1 KiB that the system keeps for a block.

@@ -1,51 +1,54 @@
 //! `csrc/ops/attention/flash_wgmma.cu`: the same as `cuda_flash` over a block cache, with what Hopper has.
 
-use crate::backend::cuda::{Arguments, CudaContext, Launch, TensorMap};
+use crate::backend::cuda::{
+    kernel_struct, kernels, Arguments, CudaContext, Kernel, Launch, TensorMap,
+};
 use crate::error::{Error, Result};
 use crate::memory::{Block, DType};
 use crate::ops::attention::cuda::{grid_extent, AttentionParams};
 use crate::ops::attention::{size, Form, Problem};
+use crate::ops::kv_cache::layout;
 
-/// The kernel has the same struct and says what it means.
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-struct AttentionFlashWgmmaParams {
-    q: *mut u8,
-    out: *mut u8,
-    cu_seqlens_q: *mut u8,
-    block_tables: *mut u8,
-    context_lens: *mut u8,
-    fault: *mut u8,
-    counter: *mut u8,
-    partial_out: *mut u8,
-    partial_stats: *mut u8,
-    running: *mut u8,
-    q_strides: [i64; 3],
-    out_strides: [i64; 3],
-    num_heads: i32,
-    num_kv_heads: i32,
-    num_tokens: i32,
-    num_seqs: i32,
-    num_blocks: i32,
-    max_blocks_per_seq: i32,
-    causal: i32,
-    scale: f32,
-    packed_heads: i32,
-    max_segments: i32,
+kernel_struct! {
+    /// The kernel has the same struct and says what it means.
+    #[derive(Clone, Copy, Debug)]
+    pub(in crate::ops) struct AttentionFlashWgmmaParams {
+        q: *mut u8,
+        out: *mut u8,
+        cu_seqlens_q: *mut u8,
+        block_tables: *mut u8,
+        context_lens: *mut u8,
+        fault: *mut u8,
+        counter: *mut u8,
+        partial_out: *mut u8,
+        partial_stats: *mut u8,
+        running: *mut u8,
+        q_strides: [i64; 3] => [q_token_stride, q_head_stride, q_row_stride],
+        out_strides: [i64; 3] => [o_token_stride, o_head_stride, o_row_stride],
+        num_heads: i32,
+        num_kv_heads: i32,
+        num_tokens: i32,
+        num_seqs: i32,
+        num_blocks: i32,
+        max_blocks_per_seq: i32,
+        causal: i32,
+        scale: f32,
+        packed_heads: i32,
+        max_segments: i32,
+    }
 }
-const _: () = assert!(size_of::<AttentionFlashWgmmaParams>() == 80 + 48 + 40);
 
 /// What the kernel is compiled for.
 const HEAD_DIM: i64 = 128;
-const BLOCK_SIZE: i64 = 32;
+const BLOCK_SIZE: i64 = layout::BLOCK_SIZE as i64;
 /// Dims of a box: 128 bytes.
 const BOX_DIMS: u32 = 64;
 /// The most heads that are the rows of an item together.
 const MOST_PACKED_HEADS: i64 = 64;
 /// The most keys with which it pays to read the index arrays early.
 const MOST_EARLY_KEYS: i64 = 1024;
-/// Keys of a segment.
-const SEGMENT_KEYS: u64 = 1024;
+/// Keys of a segment; the kernel takes it from here.
+pub(in crate::ops) const SEGMENT_KEYS: u64 = 1024;
 /// What a group of consumers keeps between segments: 64 queries in f32.
 const RUNNING_BYTES: usize = 64 * 128 * 4;
 /// What a segment leaves of a head: a query in f32, a maximum and a sum.
@@ -95,33 +98,24 @@ impl Groups {
     }
 
     /// `is_early`: the index arrays are read while the kernels in front are still at work.
-    fn kernel(self, dtype: DType, in_segments: bool, is_early: bool) -> Option<&'static str> {
-        if in_segments {
-            return match (self, dtype) {
-                (Groups::Two, DType::F16) => Some("xserv_attention_flash_wgmma_segments_f16"),
-                (Groups::Two, DType::BF16) => Some("xserv_attention_flash_wgmma_segments_bf16"),
-                (Groups::One, DType::F16) => Some("xserv_attention_flash_wgmma_segments_short_f16"),
-                (Groups::One, DType::BF16) => {
-                    Some("xserv_attention_flash_wgmma_segments_short_bf16")
-                }
-                (_, DType::F32) => None,
-            };
-        }
-        if is_early && self == Groups::One {
-            return match dtype {
-                DType::F16 => Some("xserv_attention_flash_wgmma_early_f16"),
-                DType::BF16 => Some("xserv_attention_flash_wgmma_early_bf16"),
-                DType::F32 => None,
-            };
-        }
-        match (self, dtype) {
-            (Groups::Two, DType::F16) => Some("xserv_attention_flash_wgmma_f16"),
-            (Groups::Two, DType::BF16) => Some("xserv_attention_flash_wgmma_bf16"),
-            (Groups::One, DType::F16) => Some("xserv_attention_flash_wgmma_short_f16"),
-            (Groups::One, DType::BF16) => Some("xserv_attention_flash_wgmma_short_bf16"),
-            (_, DType::F32) => None,
-        }
+    fn kernel(self, dtype: DType, in_segments: bool, is_early: bool) -> Option<Kernel> {
+        let kernel = match (self, in_segments) {
+            (Groups::Two, true) => kernels::ATTENTION_FLASH_WGMMA_SEGMENTS,
+            (Groups::One, true) => kernels::ATTENTION_FLASH_WGMMA_SEGMENTS_SHORT,
+            (Groups::Two, false) => kernels::ATTENTION_FLASH_WGMMA,
+            (Groups::One, false) if is_early => kernels::ATTENTION_FLASH_WGMMA_EARLY,
+            (Groups::One, false) => kernels::ATTENTION_FLASH_WGMMA_SHORT,
+        };
+        kernel.of(dtype)
     }
+}
+
+/// What `csrc/common/layouts.cuh` says of the kernels' dynamic shared memory; they check it.
+#[cfg(test)]
+pub(in crate::ops) fn shared_bytes() -> Vec<(String, u32)> {
+    [Groups::One, Groups::Two]
+        .map(|groups| (format!("attention_flash_wgmma_{}", groups.count()), groups.shared_bytes()))
+        .into()
 }
 
 /// Queues a call, unless it is one that only the portable kernel serves; says which.
@@ -157,8 +151,8 @@ pub(super) fn try_launch(
     };
     let in_segments = problem.options.in_segments;
     let is_early = problem.options.has_settled_indices && problem.max_kv_len <= MOST_EARLY_KEYS;
-    let Some(name) = groups.kernel(dtype, in_segments, is_early) else { return Ok(false) };
-    if !cuda.has_kernel("attention/flash_wgmma", name) {
+    let Some(kernel) = groups.kernel(dtype, in_segments, is_early) else { return Ok(false) };
+    if !cuda.has_kernel(kernel) {
         return Ok(false);
     }
     let extents = [1, BLOCK_SIZE as u32, 1, BOX_DIMS];
@@ -219,17 +213,14 @@ pub(super) fn try_launch(
     let launched = Arguments::new().value(&arguments).value(&k_map).value(&v_map);
     // SAFETY: the arguments of the kernel; the strides span the tensors' elements, what the index arrays hold
     // is compared with the cache, and the counter is zero between launches.
-    unsafe { cuda.launch_overlapping("attention/flash_wgmma", name, launch, launched) }?;
+    unsafe { cuda.launch_overlapping(kernel, launch, launched) }?;
     if segments > 1 {
-        let name = match dtype {
-            DType::F16 => "xserv_attention_flash_wgmma_merge_f16",
-            _ => "xserv_attention_flash_wgmma_merge_bf16",
-        };
+        let merge = kernels::ATTENTION_FLASH_WGMMA_MERGE.of_half(dtype)?;
         let grid = (num_heads as u32, grid_extent(num_seqs, "sequences")?, 1);
         let launch = Launch { grid, block: HEAD_DIM as u32, shared_bytes: 0 };
         let arguments = Arguments::new().value(&arguments);
         // SAFETY: the argument of the kernel, which reads what the one before has left.
-        unsafe { cuda.launch("attention/flash_wgmma", name, launch, arguments) }?;
+        unsafe { cuda.launch(merge, launch, arguments) }?;
     }
     Ok(true)
 }

@@ -1,53 +1,52 @@
 //! Everything between the projection to q, k, v and the output projection for sequences with one new token:
 //! `csrc/ops/attention/fused.cu`.
 
-use crate::backend::cuda::{Arguments, Launch};
+use crate::backend::cuda::{kernel_struct, kernels, Arguments, Launch};
 use crate::backend::{Arena, ComputeContext, DeviceTensor};
 use crate::error::{Error, Result};
 use crate::memory::{DType, ElementType, Tensor};
+use crate::ops::attention::cuda::GROUP_HEADS;
 use crate::ops::common::contiguous::{check, cuda, float};
-use crate::ops::kv_cache::KvSlots;
+use crate::ops::kv_cache::{layout, KvSlots};
 use crate::ops::qk_norm_rope_append::QkNormRope;
 
-/// The kernel has the same struct and says what it means.
-#[repr(C)]
-#[derive(Clone, Copy)]
-pub(super) struct DecodeAttentionArgs {
-    qkv: *mut u8,
-    q_norm: *mut u8,
-    k_norm: *mut u8,
-    cos: *mut u8,
-    sin: *mut u8,
-    positions: *mut u8,
-    slots: *mut u8,
-    block_tables: *mut u8,
-    context_lens: *mut u8,
-    k_cache: *mut u8,
-    v_cache: *mut u8,
-    out: *mut u8,
-    partial_out: *mut u8,
-    partial_stats: *mut u8,
-    counters: *mut u8,
-    fault: *mut u8,
-    num_seqs: i32,
-    num_heads: i32,
-    num_kv_heads: i32,
-    heads_per_kv: i32,
-    num_blocks: i32,
-    max_blocks_per_seq: i32,
-    max_position: i32,
-    max_chunks: i32,
-    chunk_len: i32,
-    wait_first: i32,
-    eps: f32,
-    scale: f32,
+kernel_struct! {
+    /// The kernel has the same struct and says what it means.
+    #[derive(Clone, Copy)]
+    pub(in crate::ops) struct FusedArgs {
+        qkv: *mut u8,
+        q_norm: *mut u8,
+        k_norm: *mut u8,
+        cos: *mut u8,
+        sin: *mut u8,
+        positions: *mut u8,
+        slots: *mut u8,
+        block_tables: *mut u8,
+        context_lens: *mut u8,
+        k_cache: *mut u8,
+        v_cache: *mut u8,
+        out: *mut u8,
+        partial_out: *mut u8,
+        partial_stats: *mut u8,
+        counters: *mut u8,
+        fault: *mut u8,
+        num_seqs: i32,
+        num_heads: i32,
+        num_kv_heads: i32,
+        heads_per_kv: i32,
+        num_blocks: i32,
+        max_blocks_per_seq: i32,
+        max_position: i32,
+        max_chunks: i32,
+        chunk_len: i32,
+        wait_first: i32,
+        eps: f32,
+        scale: f32,
+    }
 }
-const _: () = assert!(size_of::<DecodeAttentionArgs>() == 176);
 
 /// Tokens of a block of the cache.
-const BLOCK_SIZE: i64 = 32;
-/// Query heads of a kv head that a block of threads serves.
-const GROUP_HEADS: i64 = 8;
+const BLOCK_SIZE: i64 = layout::BLOCK_SIZE as i64;
 /// The most chunks of a sequence: longer sequences have longer chunks.
 const MOST_CHUNKS: i64 = 16;
 
@@ -151,8 +150,24 @@ impl Division {
     }
 }
 
-/// Of the form that needs most.
+/// Dynamic shared memory of the kernels by form and head_dim, in bytes; they check it. The first needs most.
 const SHARED_BYTES: u32 = 107_952;
+const CLUSTER_D64_BYTES: u32 = 54_448;
+const CHUNKED_D128_BYTES: u32 = 68_272;
+const CHUNKED_D64_BYTES: u32 = 34_224;
+
+/// What `csrc/common/layouts.cuh` says of them.
+#[cfg(test)]
+pub(in crate::ops) fn shared_bytes() -> Vec<(String, u32)> {
+    [
+        ("chunked_d64", CHUNKED_D64_BYTES),
+        ("chunked_d128", CHUNKED_D128_BYTES),
+        ("cluster_d64", CLUSTER_D64_BYTES),
+        ("cluster_d128", SHARED_BYTES),
+    ]
+    .map(|(name, bytes)| (format!("attention_fused_{name}"), bytes))
+    .into()
+}
 
 /// Whether the kernel is compiled for heads of `head_dim` elements.
 pub(super) fn is_fused_head_dim(head_dim: usize) -> bool {
@@ -161,13 +176,12 @@ pub(super) fn is_fused_head_dim(head_dim: usize) -> bool {
 
 /// Whether the chip and the build have the kernel, and it serves heads of `head_dim` elements.
 pub fn has_decode_attention(context: &ComputeContext, head_dim: usize) -> bool {
-    let name = "xserv_attention_fused_cluster_d128_bf16";
     is_fused_head_dim(head_dim)
         && cuda(context).is_ok_and(|cuda| {
             let info = cuda.device().info();
             info.compute_capability.0 >= 9
                 && info.shared_memory_bytes >= SHARED_BYTES as usize
-                && cuda.has_kernel("attention/fused", name)
+                && cuda.has_kernel(kernels::ATTENTION_FUSED_CLUSTER_D128.bf16)
         })
 }
 
@@ -197,7 +211,7 @@ pub(super) fn arguments(
     how: &QkNormRope<'_>,
     kv: &KvSlots<'_>,
     sequences: &DecodeSequences<'_>,
-) -> Result<(DecodeAttentionArgs, Sizes)> {
+) -> Result<(FusedArgs, Sizes)> {
     let (element, dtype) = (qkv.element(), float("qkv", qkv)?);
     let (num_seqs, total_heads, head_dim) = (size(qkv, 0), size(qkv, 1), size(qkv, 2));
     let (num_blocks, num_kv_heads) = (size(kv.k, 0), size(kv.k, 2));
@@ -220,7 +234,7 @@ pub(super) fn arguments(
     if heads_per_kv == 0 || heads_per_kv * num_kv_heads != num_heads || dtype == DType::F32 {
         return Err(Error::internal(format!("attention of {num_heads} over {num_kv_heads} heads")));
     }
-    let arguments = DecodeAttentionArgs {
+    let arguments = FusedArgs {
         qkv: qkv.data(),
         q_norm: how.q_norm.data(),
         k_norm: how.k_norm.data(),
@@ -292,7 +306,7 @@ pub fn decode_attention(
         return Err(Error::internal("too little memory for partial results of attention"));
     }
     let cuda = cuda(context)?;
-    let arguments = DecodeAttentionArgs {
+    let arguments = FusedArgs {
         out: out.data(),
         partial_out: scratch.partial_out.data(),
         partial_stats: scratch.partial_stats.data(),
@@ -302,21 +316,18 @@ pub fn decode_attention(
         ..arguments
     };
     let is_cluster = matches!(division, Division::Cluster(_));
-    let name = match (is_cluster, head_dim, dtype) {
-        (true, 64, DType::F16) => "xserv_attention_fused_cluster_d64_f16",
-        (true, 64, _) => "xserv_attention_fused_cluster_d64_bf16",
-        (true, _, DType::F16) => "xserv_attention_fused_cluster_d128_f16",
-        (true, _, _) => "xserv_attention_fused_cluster_d128_bf16",
-        (false, 64, DType::F16) => "xserv_attention_fused_chunked_d64_f16",
-        (false, 64, _) => "xserv_attention_fused_chunked_d64_bf16",
-        (false, _, DType::F16) => "xserv_attention_fused_chunked_d128_f16",
-        (false, _, _) => "xserv_attention_fused_chunked_d128_bf16",
+    let kernel = match (is_cluster, head_dim) {
+        (true, 64) => kernels::ATTENTION_FUSED_CLUSTER_D64,
+        (true, _) => kernels::ATTENTION_FUSED_CLUSTER_D128,
+        (false, 64) => kernels::ATTENTION_FUSED_CHUNKED_D64,
+        (false, _) => kernels::ATTENTION_FUSED_CHUNKED_D128,
     };
+    let kernel = kernel.of_half(dtype)?;
     let (block, shared_bytes) = match (is_cluster, head_dim) {
-        (true, 64) => (256, 54_448),
+        (true, 64) => (256, CLUSTER_D64_BYTES),
         (true, _) => (256, SHARED_BYTES),
-        (false, 64) => (128, 34_224),
-        (false, _) => (128, 68_272),
+        (false, 64) => (128, CHUNKED_D64_BYTES),
+        (false, _) => (128, CHUNKED_D128_BYTES),
     };
     let units = int(num_kv_heads * groups)? as u32;
     let first = if is_cluster { cluster } else { max_chunks as u32 };
@@ -327,7 +338,7 @@ pub fn decode_attention(
     let arguments = Arguments::new().value(&arguments);
     // SAFETY: the argument of the kernel; the shapes were checked above, the partial results have their places,
     // and the kernel follows no block, slot or position beyond the cache and the tables.
-    unsafe { cuda.launch_clusters("attention/fused", name, launch, cluster, arguments) }
+    unsafe { cuda.launch_clusters(kernel, launch, cluster, arguments) }
 }
 
 #[cfg(test)]

@@ -1,28 +1,34 @@
 //! Everything between the projection to q, k, v and the residual stream for one sequence with one new token:
 //! `csrc/ops/attention/fused_project.cu`.
 
-use crate::backend::cuda::{Arguments, Launch};
+use crate::backend::cuda::{kernel_struct, kernels, Arguments, Launch};
 use crate::backend::ComputeContext;
 use crate::error::{Error, Result};
 use crate::memory::{DType, ElementType, Tensor};
-use crate::ops::attention::cuda_fused::{
-    arguments, size, DecodeAttentionArgs, DecodeSequences, Sizes,
-};
+use crate::ops::attention::cuda_fused::{arguments, size, DecodeSequences, FusedArgs, Sizes};
 use crate::ops::common::contiguous::{check, cuda};
 use crate::ops::kv_cache::KvSlots;
 use crate::ops::qk_norm_rope_append::QkNormRope;
 
-/// The kernel has the same struct.
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct DecodeAttentionOArgs {
-    attention: DecodeAttentionArgs,
-    weight: *mut u8,
-    sums: *mut u8,
-    hidden_size: i32,
-    padding: i32,
+kernel_struct! {
+    /// The kernel has the same struct.
+    #[derive(Clone, Copy)]
+    pub(in crate::ops) struct FusedProjectArgs {
+        attention: FusedArgs,
+        projection: OutputProjection,
+    }
 }
-const _: () = assert!(size_of::<DecodeAttentionOArgs>() == 200);
+
+kernel_struct! {
+    /// The kernel has the same struct and says what it means.
+    #[derive(Clone, Copy)]
+    pub(in crate::ops) struct OutputProjection {
+        weight: *mut u8,
+        sums: *mut u8,
+        hidden_size: i32,
+        padding: i32,
+    }
+}
 
 /// Query heads of a kv head.
 const HEADS_PER_KV: usize = 2;
@@ -38,6 +44,14 @@ const THREADS: u32 = 256;
 const SHORT_CONTEXT: i64 = 2048;
 const SHORT_SHARED_BYTES: u32 = 144_704;
 const LONG_SHARED_BYTES: u32 = 177_472;
+
+/// What `csrc/common/layouts.cuh` says of the kernels' dynamic shared memory; they check it.
+#[cfg(test)]
+pub(in crate::ops) fn shared_bytes() -> Vec<(String, u32)> {
+    [(2, SHORT_SHARED_BYTES), (3, LONG_SHARED_BYTES)]
+        .map(|(slots, bytes)| (format!("attention_fused_project_{slots}"), bytes))
+        .into()
+}
 
 /// Whether the chip and the build have the kernel, and it serves a projection of such heads.
 pub fn has_decode_attention_o(
@@ -56,7 +70,7 @@ pub fn has_decode_attention_o(
         let info = cuda.device().info();
         info.compute_capability.0 >= 9
             && info.shared_memory_bytes >= LONG_SHARED_BYTES as usize
-            && cuda.has_kernel("attention/fused_project", "xserv_attention_fused_project_3_bf16")
+            && cuda.has_kernel(kernels::ATTENTION_FUSED_PROJECT_3.bf16)
     })
 }
 
@@ -90,26 +104,26 @@ pub fn decode_attention_o(
         let message = format!("{num_seqs} x attention of {num_heads} heads, {hidden_size} wide");
         return Err(Error::internal(message));
     }
-    let arguments = DecodeAttentionOArgs {
+    let arguments = FusedProjectArgs {
         attention,
-        weight: weight.data(),
-        sums: sums.data(),
-        hidden_size: hidden_size as i32,
-        padding: 0,
+        projection: OutputProjection {
+            weight: weight.data(),
+            sums: sums.data(),
+            hidden_size: hidden_size as i32,
+            padding: 0,
+        },
     };
     let is_short = max_kv_len <= SHORT_CONTEXT;
-    let name = match (is_short, dtype) {
-        (true, DType::F16) => "xserv_attention_fused_project_2_f16",
-        (true, _) => "xserv_attention_fused_project_2_bf16",
-        (false, DType::F16) => "xserv_attention_fused_project_3_f16",
-        (false, _) => "xserv_attention_fused_project_3_bf16",
+    let kernel = if is_short {
+        kernels::ATTENTION_FUSED_PROJECT_2
+    } else {
+        kernels::ATTENTION_FUSED_PROJECT_3
     };
+    let kernel = kernel.of_half(dtype)?;
     let shared_bytes = if is_short { SHORT_SHARED_BYTES } else { LONG_SHARED_BYTES };
     let launch = Launch { grid: (CLUSTER, num_kv_heads as u32, 1), block: THREADS, shared_bytes };
     let arguments = Arguments::new().value(&arguments);
     // SAFETY: the argument of the kernel; the shapes were checked above, and the kernel follows no block, slot or
     // position beyond the cache and the tables.
-    unsafe {
-        cuda(context)?.launch_clusters("attention/fused_project", name, launch, CLUSTER, arguments)
-    }
+    unsafe { cuda(context)?.launch_clusters(kernel, launch, CLUSTER, arguments) }
 }

@@ -1,11 +1,10 @@
 //! `csrc/ops/attention/naive.cu`: all scores in memory, softmax, product. For any head_dim.
 
-use crate::backend::cuda::{Arguments, CudaContext, Launch};
+use crate::backend::cuda::{kernels, Arguments, CudaContext, Launch};
 use crate::backend::ComputeContext;
 use crate::error::{Error, Result};
 use crate::ops::attention::cuda::{count, AttentionParams};
 use crate::ops::attention::Problem;
-use crate::ops::common::launch::kernel_name;
 
 /// Rows and columns that a block computes.
 const TILE: i64 = 16;
@@ -61,16 +60,16 @@ pub(super) fn launch(
         // have a place for each pair of a query and a key of these sequences.
         unsafe {
             if kv_len > 0 {
-                let name = kernel_name!("attention_naive_scores", problem.dtype);
+                let kernel = kernels::ATTENTION_NAIVE_SCORES.of(problem.dtype);
                 let grid = launch(tiles(kv_len), tiles(q_len));
-                cuda.launch("attention/naive", name, grid, arguments())?;
+                cuda.launch(kernel, grid, arguments())?;
                 let grid = Launch::linear((seqs * rows) as u32, 256);
                 let arguments = Arguments::new().pointer(scores.start()).i32(keys);
-                cuda.launch("attention/naive", "xserv_attention_naive_softmax", grid, arguments)?;
+                cuda.launch(kernels::ATTENTION_NAIVE_SOFTMAX, grid, arguments)?;
             }
-            let name = kernel_name!("attention_naive_output", problem.dtype);
+            let kernel = kernels::ATTENTION_NAIVE_OUTPUT.of(problem.dtype);
             let grid = launch(tiles(problem.head_dim), tiles(q_len));
-            cuda.launch("attention/naive", name, grid, arguments())?;
+            cuda.launch(kernel, grid, arguments())?;
         }
         first += seqs;
     }

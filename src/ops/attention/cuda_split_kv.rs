@@ -1,49 +1,49 @@
 //! `csrc/ops/attention/split_kv.cu`: one query a sequence, the keys of each split among blocks.
 
-use crate::backend::cuda::{Arguments, CudaContext, Launch, MOST_COUNTERS};
+use crate::backend::cuda::{
+    kernel_struct, kernels, Arguments, CudaContext, Kernel, Launch, MOST_COUNTERS,
+};
 use crate::backend::ComputeContext;
 use crate::error::{Error, Result};
 use crate::memory::DType;
-use crate::ops::attention::cuda::{count, grid_extent, AttentionParams};
+#[cfg(test)]
+use crate::ops::attention::choice::KERNEL_HEAD_DIMS;
+use crate::ops::attention::cuda::{count, grid_extent, AttentionParams, GROUP_HEADS};
 use crate::ops::attention::cuda_flash::tile_stride;
 use crate::ops::attention::{Form, Problem};
-use crate::ops::common::launch::kernel_name;
 
-/// `csrc/ops/attention/attention.cuh` has the same struct and says what it means.
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-struct AttentionDecodeParams {
-    q: *mut u8,
-    k: *mut u8,
-    v: *mut u8,
-    out: *mut u8,
-    partial_out: *mut u8,
-    partial_stats: *mut u8,
-    counters: *mut u8,
-    cu_seqlens_q: *mut u8,
-    cu_seqlens_k: *mut u8,
-    block_tables: *mut u8,
-    context_lens: *mut u8,
-    fault: *mut u8,
-    q_strides: [i64; 2],
-    k_strides: [i64; 3],
-    v_strides: [i64; 3],
-    out_strides: [i64; 2],
-    num_heads: i32,
-    num_kv_heads: i32,
-    num_tokens: i32,
-    kv_len: i32,
-    max_chunks: i32,
-    num_blocks: i32,
-    block_size_log2: i32,
-    max_blocks_per_seq: i32,
-    scale: f32,
-    padding: i32,
+kernel_struct! {
+    /// `csrc/ops/attention/attention.cuh` has the same struct and says what it means.
+    #[derive(Clone, Copy, Debug)]
+    pub(in crate::ops) struct AttentionDecodeParams {
+        q: *mut u8,
+        k: *mut u8,
+        v: *mut u8,
+        out: *mut u8,
+        partial_out: *mut u8,
+        partial_stats: *mut u8,
+        counters: *mut u8,
+        cu_seqlens_q: *mut u8,
+        cu_seqlens_k: *mut u8,
+        block_tables: *mut u8,
+        context_lens: *mut u8,
+        fault: *mut u8,
+        q_strides: [i64; 2] => [q_seq_stride, q_head_stride],
+        k_strides: [i64; 3] => [k_seq_stride, k_token_stride, k_head_stride],
+        v_strides: [i64; 3] => [v_seq_stride, v_token_stride, v_head_stride],
+        out_strides: [i64; 2] => [o_seq_stride, o_head_stride],
+        num_heads: i32,
+        num_kv_heads: i32,
+        num_tokens: i32,
+        kv_len: i32,
+        max_chunks: i32,
+        num_blocks: i32,
+        block_size_log2: i32,
+        max_blocks_per_seq: i32,
+        scale: f32,
+        padding: i32,
+    }
 }
-const _: () = assert!(size_of::<AttentionDecodeParams>() == 96 + 80 + 40);
-
-/// Query heads of a kv head that a block serves.
-const GROUP_HEADS: i64 = 8;
 
 /// The most chunks that any sequence of up to `max_kv_len` keys has, by the rule of the kernel.
 fn max_chunks(max_kv_len: i64) -> i64 {
@@ -53,22 +53,29 @@ fn max_chunks(max_kv_len: i64) -> i64 {
     up_to(2048, 256).max(up_to(8192, 512)).max(up_to(65536, 1024)).max(long)
 }
 
-/// Name, threads and dynamic shared memory of the kernel.
-fn kernel(dtype: DType, head_dim: i64) -> Option<(&'static str, u32, u32)> {
+/// The kernel, its threads and its dynamic shared memory in bytes.
+fn kernel(dtype: DType, head_dim: i64) -> Option<(Kernel, u32, u32)> {
     // As instantiated at the foot of the source.
-    let (name, warps, stages) = match head_dim {
-        64 => (kernel_name!("attention_decode_d64", dtype), 4, 4),
-        80 => (kernel_name!("attention_decode_d80", dtype), 4, 4),
-        96 => (kernel_name!("attention_decode_d96", dtype), 4, 3),
-        128 => (kernel_name!("attention_decode_d128", dtype), 4, 2),
-        256 => (kernel_name!("attention_decode_d256", dtype), 3, 2),
+    let (kernel, warps, stages) = match head_dim {
+        64 => (kernels::ATTENTION_SPLIT_KV_D64.of(dtype), 4, 4),
+        80 => (kernels::ATTENTION_SPLIT_KV_D80.of(dtype), 4, 4),
+        96 => (kernels::ATTENTION_SPLIT_KV_D96.of(dtype), 4, 3),
+        128 => (kernels::ATTENTION_SPLIT_KV_D128.of(dtype), 4, 2),
+        256 => (kernels::ATTENTION_SPLIT_KV_D256.of(dtype), 3, 2),
         _ => return None,
     };
     match dtype {
-        DType::F32 => Some((name, 128, 0)),
+        DType::F32 => Some((kernel, 128, 0)),
         // For each warp and stage 16 keys and values.
-        _ => Some((name, warps * 32, warps * stages * 2 * 16 * tile_stride(head_dim) as u32)),
+        _ => Some((kernel, warps * 32, warps * stages * 2 * 16 * tile_stride(head_dim) as u32)),
     }
+}
+
+/// What `csrc/common/layouts.cuh` says of the kernels' dynamic shared memory; they check it.
+#[cfg(test)]
+pub(in crate::ops) fn shared_bytes() -> Vec<(String, u32)> {
+    let of = |dim| Some((format!("attention_split_kv_d{dim}"), kernel(DType::F16, dim)?.2));
+    KERNEL_HEAD_DIMS.into_iter().filter_map(of).collect()
 }
 
 /// The most memory for partial results where sequences lie in a block cache: enough for all multiprocessors several
@@ -141,7 +148,7 @@ fn launch_group(
     params: &AttentionParams,
 ) -> Result<()> {
     let Problem { num_seqs, num_heads, num_kv_heads, head_dim, .. } = *problem;
-    let (name, block, shared_bytes) = kernel(problem.dtype, head_dim)
+    let (kernel, block, shared_bytes) = kernel(problem.dtype, head_dim)
         .ok_or_else(|| Error::internal(format!("no decode kernel for head_dim {head_dim}")))?;
     let chunks = max_chunks(problem.max_kv_len);
     let heads_per_kv = num_heads / num_kv_heads.max(1);
@@ -211,7 +218,7 @@ fn launch_group(
     // SAFETY: the argument of the kernel; the strides span the tensors' elements, what the index arrays hold
     // is clamped to them, and the workspace has a place for every chunk. Whoever gets its memory next queues
     // behind this launch.
-    unsafe { cuda.launch("attention/split_kv", name, launch, Arguments::new().value(&decode)) }
+    unsafe { cuda.launch(kernel, launch, Arguments::new().value(&decode)) }
 }
 
 #[cfg(test)]
@@ -249,7 +256,7 @@ mod tests {
 
     #[test]
     fn shared_memory_fits_every_generation() {
-        for head_dim in [64, 80, 96, 128, 256] {
+        for head_dim in KERNEL_HEAD_DIMS {
             // 99 KiB less 1 KiB of the system's and 1 KiB of the kernel's own.
             assert!(kernel(DType::BF16, head_dim).unwrap().2 <= 97 * 1024);
         }

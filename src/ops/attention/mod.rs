@@ -28,6 +28,8 @@ mod cuda;
 mod cuda_flash;
 mod cuda_flash_wgmma;
 mod cuda_naive;
+#[cfg(test)]
+pub(in crate::ops) mod layouts;
 mod plan;
 
 pub use choice::AttentionBackend;

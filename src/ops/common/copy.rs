@@ -1,6 +1,6 @@
 //! Copies between layouts inside a device, of tensors that were checked.
 
-use crate::backend::cuda::{Arguments, CudaContext, Launch};
+use crate::backend::cuda::{kernels, Arguments, CudaContext, Launch};
 use crate::backend::{ComputeContext, ContextBackend};
 use crate::error::{Error, Result};
 use crate::memory::Tensor;
@@ -93,11 +93,11 @@ pub(in crate::ops) unsafe fn copy_on_cuda(
             .then(|| axes.in_vectors(16 / size))
             .flatten();
     let (axes, unit) = vectors.map_or((axes, size), |vectors| (vectors, 16));
-    let name = match unit {
-        2 => "xserv_copy_strided_b2",
-        4 => "xserv_copy_strided_b4",
-        8 => "xserv_copy_strided_b8",
-        16 => "xserv_copy_strided_b16",
+    let kernel = match unit {
+        2 => kernels::COPY_STRIDED_B2,
+        4 => kernels::COPY_STRIDED_B4,
+        8 => kernels::COPY_STRIDED_B8,
+        16 => kernels::COPY_STRIDED_B16,
         _ => return Err(Error::internal(format!("elements of {size} bytes"))),
     };
     const BLOCK: u32 = 256;
@@ -108,7 +108,7 @@ pub(in crate::ops) unsafe fn copy_on_cuda(
             .pointer(source.data().wrapping_add((from * unit) as usize))
             .value(&layout);
         // SAFETY: the layout spans the elements of both, which the caller vouches for.
-        unsafe { cuda.launch("copy/copy", name, Launch::linear(grid, BLOCK), arguments) }?;
+        unsafe { cuda.launch(kernel, Launch::linear(grid, BLOCK), arguments) }?;
     }
     Ok(())
 }

@@ -1,20 +1,9 @@
 //! What launches of kernels over rows have in common: names by element type, grids, and rows as
 //! kernels find them.
 
+use crate::backend::cuda::kernel_struct;
 use crate::error::{Error, Result};
 use crate::memory::{RowLayout, Tensor};
-
-/// The kernel of a family that serves an element type: `csrc/common/dtype.cuh` gives them their names.
-macro_rules! kernel_name {
-    ($stem:literal, $dtype:expr) => {
-        match $dtype {
-            crate::memory::DType::F32 => concat!("xserv_", $stem, "_f32"),
-            crate::memory::DType::F16 => concat!("xserv_", $stem, "_f16"),
-            crate::memory::DType::BF16 => concat!("xserv_", $stem, "_bf16"),
-        }
-    };
-}
-pub(in crate::ops) use kernel_name;
 
 /// Runs an expression with `T` standing for the host type of a `DType`.
 macro_rules! with_storage {
@@ -43,15 +32,15 @@ pub(in crate::ops) fn num_blocks(units: i64, per_block: i64) -> Option<u32> {
     u32::try_from(blocks).ok().filter(|&blocks| blocks <= i32::MAX as u32)
 }
 
-/// The rows of a tensor as `csrc/common/rows.cuh` takes them.
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-pub(in crate::ops) struct KernelRows {
-    pub inner: i64,
-    pub outer_stride: i64,
-    pub inner_stride: i64,
+kernel_struct! {
+    /// The rows of a tensor as `csrc/common/rows.cuh` takes them.
+    #[derive(Clone, Copy, Debug)]
+    pub(in crate::ops) struct KernelRows {
+        pub inner: i64,
+        pub outer_stride: i64,
+        pub inner_stride: i64,
+    }
 }
-const _: () = assert!(size_of::<KernelRows>() == 24);
 
 /// True for tensors whose rows the CUDA kernels find by themselves.
 pub(in crate::ops) fn fits_rows(tensor: &Tensor) -> bool {

@@ -1,21 +1,22 @@
 //! Tensors of any strides as the elementwise CUDA kernels take them, and as loops on the host.
 
+use crate::backend::cuda::kernel_struct;
 use crate::error::{Error, Result};
 use crate::memory::{Tensor, MAX_RANK};
 
-/// `csrc/common/strided.cuh` has the same struct and says what it means.
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-pub(in crate::ops) struct StridedLayout {
-    pub rank: i32,
-    pub num_units: i32,
-    pub sizes: [u32; MAX_RANK],
-    multipliers: [u32; MAX_RANK],
-    shifts: [u32; MAX_RANK],
-    /// Of the result, the first and the second operand.
-    pub strides: [[i64; MAX_RANK]; 3],
+kernel_struct! {
+    /// `csrc/common/strided.cuh` has the same struct and says what it means.
+    #[derive(Clone, Copy, Debug)]
+    pub(in crate::ops) struct StridedLayout {
+        pub rank: i32,
+        pub num_units: i32,
+        pub sizes: [u32; MAX_RANK],
+        multipliers: [u32; MAX_RANK],
+        shifts: [u32; MAX_RANK],
+        /// Of the result, the first and the second operand.
+        pub strides: [[i64; MAX_RANK]; 3],
+    }
 }
-const _: () = assert!(size_of::<StridedLayout>() == 8 + 3 * 32 + 3 * 64);
 
 /// The axes of one or more tensors of the same shape, merged where all of them allow it.
 #[derive(Clone, Debug)]

@@ -1,6 +1,6 @@
 //! Copies that are transpositions of matrices: `csrc/ops/transpose/transpose.cu`.
 
-use crate::backend::cuda::{Arguments, CudaContext, Launch};
+use crate::backend::cuda::{kernels, Arguments, CudaContext, Launch};
 use crate::error::{Error, Result};
 use crate::ops::common::strided::Axes;
 
@@ -60,10 +60,10 @@ pub(in crate::ops) unsafe fn turn_on_cuda(
     // Two 16-bit elements at once where everything is even.
     let even = [rows, columns].iter().chain(&batch_strides).chain(&row_strides).all(|n| n % 2 == 0)
         && [source, target].iter().all(|pointer| (*pointer as usize).is_multiple_of(4));
-    let name = match (element_size, even) {
-        (4, _) => "xserv_transpose_b4",
-        (2, true) => "xserv_transpose_b2",
-        (2, false) => "xserv_transpose_b2_scalar",
+    let kernel = match (element_size, even) {
+        (4, _) => kernels::TRANSPOSE_B4,
+        (2, true) => kernels::TRANSPOSE_B2,
+        (2, false) => kernels::TRANSPOSE_B2_SCALAR,
         _ => return Err(Error::internal(format!("elements of {element_size} bytes"))),
     };
     let mut first = 0;
@@ -87,7 +87,7 @@ pub(in crate::ops) unsafe fn turn_on_cuda(
             .i64(row_strides[1]);
         let launch = Launch { grid, block: 256, shared_bytes: 0 };
         // SAFETY: the arguments of xserv_transpose_*; sizes fit its 32 bits by `as_turn`, the rest by contract.
-        unsafe { cuda.launch("transpose/transpose", name, launch, arguments) }?;
+        unsafe { cuda.launch(kernel, launch, arguments) }?;
         first += matrices;
     }
     Ok(())

@@ -1,6 +1,6 @@
 //! The CUDA half.
 
-use crate::backend::cuda::{Arguments, CudaContext, Launch};
+use crate::backend::cuda::{kernels, Arguments, CudaContext, Launch};
 use crate::error::{Error, Result};
 use crate::memory::Tensor;
 use crate::ops::common::launch::{num_blocks, row_layout};
@@ -29,13 +29,13 @@ pub(in crate::ops) fn on_cuda(
     let too_many = || Error::unsupported(format!("out: shape {} is too large", out.shape()));
     let unit = unit_bytes(table, out)?;
     let size = table.element().size_bytes() as i64;
-    let name = match (ids_are_i64, unit) {
-        (false, 16) => "xserv_embedding_i32_b16",
-        (false, 4) => "xserv_embedding_i32_b4",
-        (false, _) => "xserv_embedding_i32_b2",
-        (true, 16) => "xserv_embedding_i64_b16",
-        (true, 4) => "xserv_embedding_i64_b4",
-        (true, _) => "xserv_embedding_i64_b2",
+    let kernel = match (ids_are_i64, unit) {
+        (false, 16) => kernels::EMBEDDING_I32_B16,
+        (false, 4) => kernels::EMBEDDING_I32_B4,
+        (false, _) => kernels::EMBEDDING_I32_B2,
+        (true, 16) => kernels::EMBEDDING_I64_B16,
+        (true, 4) => kernels::EMBEDDING_I64_B4,
+        (true, _) => kernels::EMBEDDING_I64_B2,
     };
     let units = out.width() * size / unit;
     let tokens = num_blocks(ids.num_elements(), 1).ok_or_else(too_many)?;
@@ -52,5 +52,5 @@ pub(in crate::ops) fn on_cuda(
         .pointer(cuda.faults());
     // SAFETY: the arguments of xserv_embedding_*; width and strides are whole units, and the kernel reads no
     // row outside the table.
-    unsafe { cuda.launch("embedding/embedding", name, launch, arguments) }
+    unsafe { cuda.launch(kernel, launch, arguments) }
 }

@@ -1,6 +1,6 @@
 //! The rows of the embedding at the head of a step, of tokens that the host knows or the step before has chosen.
 
-use crate::backend::cuda::{Arguments, Launch};
+use crate::backend::cuda::{kernels, Arguments, Launch};
 use crate::backend::ComputeContext;
 use crate::error::{Error, Result};
 use crate::memory::{ElementType, Tensor};
@@ -30,9 +30,9 @@ pub fn embedding_step(
     }
     let row_bytes = width as usize * dtype.size_bytes();
     let aligned = |tensor: &Tensor| (tensor.data() as usize).is_multiple_of(16);
-    let (name, unit) = match row_bytes.is_multiple_of(16) && aligned(table) && aligned(out) {
-        true => ("xserv_embedding_chosen_b16", 16),
-        false => ("xserv_embedding_chosen_b2", 2),
+    let (kernel, unit) = match row_bytes.is_multiple_of(16) && aligned(table) && aligned(out) {
+        true => (kernels::EMBEDDING_CHOSEN_B16, 16),
+        false => (kernels::EMBEDDING_CHOSEN_B2, 2),
     };
     let units = i32::try_from(row_bytes / unit)
         .map_err(|_| Error::unsupported(format!("rows of {row_bytes} bytes")))?;
@@ -49,12 +49,5 @@ pub fn embedding_step(
     let block = (units as u32).clamp(1, 512).next_multiple_of(32);
     // SAFETY: the arguments of the kernel; ids are compared with the table's rows, and the sources are the
     // caller's to keep below the rows of `chosen`.
-    unsafe {
-        cuda.launch_overlapping(
-            "embedding/chosen",
-            name,
-            Launch::linear(num_tokens, block),
-            arguments,
-        )
-    }
+    unsafe { cuda.launch_overlapping(kernel, Launch::linear(num_tokens, block), arguments) }
 }

@@ -1,6 +1,6 @@
 //! Gradients of a matrix product `C = A B`: `dA = dC B^T` and `dB = A^T dC`.
 
-use crate::backend::cuda::{Arguments, CudaContext, Launch};
+use crate::backend::cuda::{kernels, Arguments, CudaContext, Launch};
 use crate::backend::{ComputeContext, ContextBackend};
 use crate::error::{Error, Result};
 use crate::memory::{Block, Tensor};
@@ -146,10 +146,10 @@ fn on_cuda(cuda: &CudaContext, x: &Tensor, y: &Tensor) -> Result<bool> {
         return Ok(false);
     }
     let is_even = [rows, columns, x_row, x_batch, y_row, y_batch].iter().all(|n| n % 2 == 0);
-    let name = match x.element().size_bytes() {
-        4 => "xserv_transpose_b4",
-        _ if is_even && (x.data() as usize).is_multiple_of(4) => "xserv_transpose_b2",
-        _ => "xserv_transpose_b2_scalar",
+    let kernel = match x.element().size_bytes() {
+        4 => kernels::TRANSPOSE_B4,
+        _ if is_even && (x.data() as usize).is_multiple_of(4) => kernels::TRANSPOSE_B2,
+        _ => kernels::TRANSPOSE_B2_SCALAR,
     };
     let launch = Launch {
         grid: (blocks.0 as u32, blocks.1 as u32, batch as u32),
@@ -166,6 +166,6 @@ fn on_cuda(cuda: &CudaContext, x: &Tensor, y: &Tensor) -> Result<bool> {
         .i64(y_row)
         .i64(x_row);
     // SAFETY: the arguments of the kernel; y has room for the transpose of each matrix of x.
-    unsafe { cuda.launch("transpose/transpose", name, launch, arguments) }?;
+    unsafe { cuda.launch(kernel, launch, arguments) }?;
     Ok(true)
 }

@@ -275,6 +275,21 @@ fn tensor_core(facts: &Facts) -> Choice {
     }
 }
 
+/// What `csrc/common/layouts.cuh` says of the kernels' dynamic shared memory; they check it.
+#[cfg(test)]
+pub(in crate::ops) fn shared_bytes() -> Vec<(String, u32)> {
+    [
+        ("wgmma_128x256", Tile::W128x256),
+        ("wgmma_128x128", Tile::W128x128),
+        ("tensor_core_128x256", Tile::T128x256),
+        ("tensor_core_128x128", Tile::T128x128),
+        ("tensor_core_64x128", Tile::T64x128),
+        ("tensor_core_64x64", Tile::T64x64),
+    ]
+    .map(|(name, tile)| (format!("gemm_{name}"), tile.shared_bytes()))
+    .into()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

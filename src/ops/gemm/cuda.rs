@@ -1,77 +1,78 @@
-//! Launches of the kernels of `csrc/ops/{gemm,gemm_tensor_core,gemv}.cu`, and cuBLASLt.
+//! Launches of the kernels of `csrc/ops/gemm/*.cu`, and cuBLASLt.
 
-use crate::backend::cuda::{Arguments, CudaContext, Launch, MatmulShape};
+use crate::backend::cuda::{
+    kernel_struct, kernels, Arguments, CudaContext, Kernel, KernelByHalf, Launch, MatmulShape,
+};
 use crate::backend::ComputeContext;
 use crate::error::{Error, Result};
-use crate::memory::{Block, DType};
+use crate::memory::Block;
 use crate::ops::common::copy::copy_unchecked;
-use crate::ops::common::launch::kernel_name;
 use crate::ops::gemm::choice::{Choice, Tile};
 use crate::ops::gemm::layout::{matrix_tensor, padded, padded_place, Operand, Product};
 
-/// `csrc/ops/gemm/tensor_core.cu` has the same struct.
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct TensorCoreParams {
-    a: *const u8,
-    b: *const u8,
-    c: *mut u8,
-    workspace: *mut u8,
-    lda: i64,
-    ldb: i64,
-    ldc: i64,
-    stride_a: i64,
-    stride_b: i64,
-    stride_c: i64,
-    m: i32,
-    n: i32,
-    k: i32,
-    k_per_split: i32,
-    alpha: f32,
-    beta: f32,
+kernel_struct! {
+    /// `csrc/ops/gemm/tensor_core.cu` has the same struct.
+    #[derive(Clone, Copy)]
+    pub(in crate::ops) struct GemmParams {
+        a: *const u8,
+        b: *const u8,
+        c: *mut u8,
+        workspace: *mut u8,
+        lda: i64,
+        ldb: i64,
+        ldc: i64,
+        stride_a: i64,
+        stride_b: i64,
+        stride_c: i64,
+        m: i32,
+        n: i32,
+        k: i32,
+        k_per_split: i32,
+        alpha: f32,
+        beta: f32,
+    }
 }
-const _: () = assert!(size_of::<TensorCoreParams>() == 104);
 
-/// `csrc/ops/gemm/tiled.cu` has the same struct.
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct SimtParams {
-    a: *const u8,
-    b: *const u8,
-    c: *mut u8,
-    lda: i64,
-    ldb: i64,
-    ldc: i64,
-    stride_a: i64,
-    stride_b: i64,
-    stride_c: i64,
-    m: i32,
-    n: i32,
-    k: i32,
-    transpose_a: i32,
-    transpose_b: i32,
-    alpha: f32,
-    beta: f32,
+kernel_struct! {
+    /// `csrc/ops/gemm/tiled.cu` has the same struct.
+    #[derive(Clone, Copy)]
+    pub(in crate::ops) struct SimtGemmParams {
+        a: *const u8,
+        b: *const u8,
+        c: *mut u8,
+        lda: i64,
+        ldb: i64,
+        ldc: i64,
+        stride_a: i64,
+        stride_b: i64,
+        stride_c: i64,
+        m: i32,
+        n: i32,
+        k: i32,
+        trans_a: i32,
+        trans_b: i32,
+        alpha: f32,
+        beta: f32,
+    }
 }
-const _: () = assert!(size_of::<SimtParams>() == 104);
 
-/// `csrc/ops/gemm/gemv.cu` has the same struct.
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct GemvParams {
-    x: *const u8,
-    w: *const u8,
-    out: *mut u8,
-    ldx: i64,
-    ldw: i64,
-    ldo: i64,
-    m: i32,
-    n: i32,
-    k: i32,
-    alpha: f32,
-    beta: f32,
+kernel_struct! {
+    /// `csrc/ops/gemm/gemv.cu` has the same struct.
+    #[derive(Clone, Copy)]
+    pub(in crate::ops) struct GemvParams {
+        x: *const u8,
+        w: *const u8,
+        out: *mut u8,
+        ldx: i64,
+        ldw: i64,
+        ldo: i64,
+        m: i32,
+        n: i32,
+        k: i32,
+        alpha: f32,
+        beta: f32,
+    }
 }
-const _: () = assert!(size_of::<GemvParams>() == 72);
 
 /// The most of m, n and k: the kernels count in i32, and look a tile ahead.
 const MOST: i64 = i32::MAX as i64 - 1024;
@@ -109,8 +110,8 @@ pub(super) fn run(
     product: &Product,
 ) -> Result<()> {
     match choice {
-        Choice::Naive => plain(cuda, product, kernel_name!("gemm_naive", product.dtype), 8, 256),
-        Choice::Tiled => plain(cuda, product, kernel_name!("gemm_tiled", product.dtype), 32, 128),
+        Choice::Naive => plain(cuda, product, kernels::GEMM_NAIVE.of(product.dtype), 8, 256),
+        Choice::Tiled => plain(cuda, product, kernels::GEMM_TILED.of(product.dtype), 32, 128),
         Choice::Simt => simt(cuda, &InVectors::of(context, product)?.product),
         Choice::TensorCore(tile, splits) => {
             tensor_core(context, cuda, &InVectors::of(context, product)?.product, tile, splits)
@@ -179,10 +180,10 @@ fn for_batches(product: &Product, mut launch: impl FnMut(i64, u32) -> Result<()>
     Ok(())
 }
 
-fn simt_params(product: &Product, first: i64) -> SimtParams {
+fn simt_params(product: &Product, first: i64) -> SimtGemmParams {
     let Product { m, n, k, a, b, c, alpha, beta, .. } = *product;
     let [a_data, b_data, c_data] = from_batch(product, first);
-    SimtParams {
+    SimtGemmParams {
         a: a_data,
         b: b_data,
         c: c_data,
@@ -195,8 +196,8 @@ fn simt_params(product: &Product, first: i64) -> SimtParams {
         m: m as i32,
         n: n as i32,
         k: k as i32,
-        transpose_a: i32::from(a.transposed),
-        transpose_b: i32::from(b.transposed),
+        trans_a: i32::from(a.transposed),
+        trans_b: i32::from(b.transposed),
         alpha,
         beta,
     }
@@ -206,7 +207,7 @@ fn simt_params(product: &Product, first: i64) -> SimtParams {
 fn plain(
     cuda: &CudaContext,
     product: &Product,
-    name: &'static str,
+    kernel: Kernel,
     rows: i64,
     block: u32,
 ) -> Result<()> {
@@ -215,39 +216,97 @@ fn plain(
         let params = simt_params(product, first);
         let launch = Launch { grid: (tiles, 1, count), block, shared_bytes: 0 };
         // SAFETY: the arguments of these kernels; the matrices were checked.
-        unsafe { cuda.launch("gemm/tiled", name, launch, Arguments::new().value(&params)) }
+        unsafe { cuda.launch(kernel, launch, Arguments::new().value(&params)) }
     })
 }
 
+/// Dynamic shared memory of the kernels for matrices as they lie (n) or transposed (t), in bytes; they check it.
+const SIMT_NN_BYTES: u32 = 55_296;
+const SIMT_NT_BYTES: u32 = 61_440;
+const SIMT_TN_BYTES: u32 = 49_152;
+const SIMT_TT_BYTES: u32 = 55_296;
+
+/// What `csrc/common/layouts.cuh` says of them.
+#[cfg(test)]
+pub(in crate::ops) fn simt_shared_bytes() -> Vec<(String, u32)> {
+    [("nn", SIMT_NN_BYTES), ("nt", SIMT_NT_BYTES), ("tn", SIMT_TN_BYTES), ("tt", SIMT_TT_BYTES)]
+        .map(|(name, bytes)| (format!("gemm_simt_{name}"), bytes))
+        .into()
+}
+
 fn simt(cuda: &CudaContext, product: &Product) -> Result<()> {
-    let (name, shared_bytes) = match (product.a.transposed, product.b.transposed) {
-        (false, false) => ("xserv_gemm_simt_nn_f32", 55_296),
-        (false, true) => ("xserv_gemm_simt_nt_f32", 61_440),
-        (true, false) => ("xserv_gemm_simt_tn_f32", 49_152),
-        (true, true) => ("xserv_gemm_simt_tt_f32", 55_296),
+    let (kernel, shared_bytes) = match (product.a.transposed, product.b.transposed) {
+        (false, false) => (kernels::GEMM_SIMT_NN_F32, SIMT_NN_BYTES),
+        (false, true) => (kernels::GEMM_SIMT_NT_F32, SIMT_NT_BYTES),
+        (true, false) => (kernels::GEMM_SIMT_TN_F32, SIMT_TN_BYTES),
+        (true, true) => (kernels::GEMM_SIMT_TT_F32, SIMT_TT_BYTES),
     };
     let tiles = num_tiles(product, 128, 128)?;
     for_batches(product, |first, count| {
         let params = simt_params(product, first);
         let launch = Launch { grid: (tiles, 1, count), block: 256, shared_bytes };
         // SAFETY: the arguments of the kernel; A and B are in whole vectors.
-        unsafe { cuda.launch("gemm/tiled", name, launch, Arguments::new().value(&params)) }
+        unsafe { cuda.launch(kernel, launch, Arguments::new().value(&params)) }
     })
 }
 
-macro_rules! tensor_core_name {
-    ($tile:literal, $transposes:expr, $is_f16:expr) => {
-        match ($transposes, $is_f16) {
-            ((false, false), true) => concat!("xserv_gemm_", $tile, "_nn_f16"),
-            ((false, true), true) => concat!("xserv_gemm_", $tile, "_nt_f16"),
-            ((true, false), true) => concat!("xserv_gemm_", $tile, "_tn_f16"),
-            ((true, true), true) => concat!("xserv_gemm_", $tile, "_tt_f16"),
-            ((false, false), false) => concat!("xserv_gemm_", $tile, "_nn_bf16"),
-            ((false, true), false) => concat!("xserv_gemm_", $tile, "_nt_bf16"),
-            ((true, false), false) => concat!("xserv_gemm_", $tile, "_tn_bf16"),
-            ((true, true), false) => concat!("xserv_gemm_", $tile, "_tt_bf16"),
+/// The kernels of a tile for matrices as they lie (n) or transposed (t), A first.
+macro_rules! by_transposes {
+    ($transposes:expr, $nn:ident, $nt:ident, $tn:ident, $tt:ident) => {
+        match $transposes {
+            (false, false) => kernels::$nn,
+            (false, true) => kernels::$nt,
+            (true, false) => kernels::$tn,
+            (true, true) => kernels::$tt,
         }
     };
+}
+
+fn tensor_core_kernel(tile: Tile, transposes: (bool, bool)) -> KernelByHalf {
+    match tile {
+        Tile::W128x256 => by_transposes!(
+            transposes,
+            GEMM_WGMMA_128X256_NN,
+            GEMM_WGMMA_128X256_NT,
+            GEMM_WGMMA_128X256_TN,
+            GEMM_WGMMA_128X256_TT
+        ),
+        Tile::W128x128 => by_transposes!(
+            transposes,
+            GEMM_WGMMA_128X128_NN,
+            GEMM_WGMMA_128X128_NT,
+            GEMM_WGMMA_128X128_TN,
+            GEMM_WGMMA_128X128_TT
+        ),
+        Tile::T128x256 => by_transposes!(
+            transposes,
+            GEMM_TENSOR_CORE_128X256_NN,
+            GEMM_TENSOR_CORE_128X256_NT,
+            GEMM_TENSOR_CORE_128X256_TN,
+            GEMM_TENSOR_CORE_128X256_TT
+        ),
+        Tile::T128x128 => by_transposes!(
+            transposes,
+            GEMM_TENSOR_CORE_128X128_NN,
+            GEMM_TENSOR_CORE_128X128_NT,
+            GEMM_TENSOR_CORE_128X128_TN,
+            GEMM_TENSOR_CORE_128X128_TT
+        ),
+        Tile::T64x128 => by_transposes!(
+            transposes,
+            GEMM_TENSOR_CORE_64X128_NN,
+            GEMM_TENSOR_CORE_64X128_NT,
+            GEMM_TENSOR_CORE_64X128_TN,
+            GEMM_TENSOR_CORE_64X128_TT
+        ),
+        Tile::T64x64 => by_transposes!(
+            transposes,
+            GEMM_TENSOR_CORE_64X64_NN,
+            GEMM_TENSOR_CORE_64X64_NT,
+            GEMM_TENSOR_CORE_64X64_TN,
+            GEMM_TENSOR_CORE_64X64_TT
+        ),
+    }
 }
 
 fn tensor_core(
@@ -257,22 +316,9 @@ fn tensor_core(
     tile: Tile,
     splits: i64,
 ) -> Result<()> {
-    let is_f16 = match product.dtype {
-        DType::F16 => true,
-        DType::BF16 => false,
-        DType::F32 => return Err(Error::internal("gemm: f32 for the tensor cores")),
-    };
     let Product { m, n, k, a, b, c, batch, .. } = *product;
-    let transposes = (a.transposed, b.transposed);
-    let name = match tile {
-        Tile::W128x256 => tensor_core_name!("wgmma_128x256", transposes, is_f16),
-        Tile::W128x128 => tensor_core_name!("wgmma_128x128", transposes, is_f16),
-        Tile::T128x256 => tensor_core_name!("tensor_core_128x256", transposes, is_f16),
-        Tile::T128x128 => tensor_core_name!("tensor_core_128x128", transposes, is_f16),
-        Tile::T64x128 => tensor_core_name!("tensor_core_64x128", transposes, is_f16),
-        Tile::T64x64 => tensor_core_name!("tensor_core_64x64", transposes, is_f16),
-    };
-    let source = if tile.is_wgmma() { "gemm_wgmma" } else { "gemm_tensor_core" };
+    let kernel = tensor_core_kernel(tile, (a.transposed, b.transposed)).of_half(product.dtype)?;
+    let reduce = kernels::GEMM_SPLIT_K_REDUCE.of_half(product.dtype)?;
     // Whole stages of k for each part; rounding may leave fewer parts.
     let k_per_split = (k as u64).div_ceil(splits.max(1) as u64).next_multiple_of(64) as i64;
     let splits = (k as u64).div_ceil(k_per_split as u64) as i64;
@@ -288,7 +334,7 @@ fn tensor_core(
     let tiles = num_tiles(product, tile.rows(), tile.columns())?;
     for_batches(product, |first, count| {
         let [a_data, b_data, c_data] = from_batch(product, first);
-        let params = TensorCoreParams {
+        let params = GemmParams {
             a: a_data,
             b: b_data,
             c: c_data,
@@ -314,35 +360,27 @@ fn tensor_core(
         let arguments = Arguments::new().value(&params);
         // SAFETY: the arguments of the kernel; A and B are in whole vectors, the workspace holds the sums of
         // all parts.
-        unsafe { cuda.launch(source, name, launch, arguments) }?;
+        unsafe { cuda.launch(kernel, launch, arguments) }?;
         if splits == 1 {
             return Ok(());
         }
-        let reduce = match is_f16 {
-            true => "xserv_gemm_split_k_reduce_f16",
-            false => "xserv_gemm_split_k_reduce_bf16",
-        };
         let blocks = u32::try_from((m * n) as u64 / 256 + 1).map_err(|_| too_large(product))?;
         let launch = Launch { grid: (blocks, 1, count), block: 256, shared_bytes: 0 };
         let arguments = Arguments::new().value(&params).i32(splits as i32);
         // SAFETY: the arguments of the kernel, which adds what the one before wrote.
-        unsafe { cuda.launch("gemm/tensor_core", reduce, launch, arguments) }
+        unsafe { cuda.launch(reduce, launch, arguments) }
     })
 }
 
 /// k in parts that are added in their order. The choice looked at the layout; one product, not a batch.
 fn in_parts(cuda: &CudaContext, product: &Product, parts: i64) -> Result<()> {
-    let name = match product.dtype {
-        DType::F16 => "xserv_gemm_wgmma_128x128_parts_nt_f16",
-        DType::BF16 => "xserv_gemm_wgmma_128x128_parts_nt_bf16",
-        DType::F32 => return Err(Error::internal("gemm: f32 for the tensor cores")),
-    };
+    let kernel = kernels::GEMM_WGMMA_128X128_PARTS_NT.of_half(product.dtype)?;
     let Product { m, n, k, batch, a, b, c, alpha, beta, .. } = *product;
     if batch != 1 {
         return Err(Error::internal("gemm: a batch with k in parts"));
     }
     let tile = Tile::W128x128;
-    let params = TensorCoreParams {
+    let params = GemmParams {
         a: a.data,
         b: b.data,
         c: c.data,
@@ -366,33 +404,25 @@ fn in_parts(cuda: &CudaContext, product: &Product, parts: i64) -> Result<()> {
         shared_bytes: tile.shared_bytes(),
     };
     // SAFETY: the arguments of the kernel; A and B are in whole vectors.
-    unsafe { cuda.launch("gemm/wgmma", name, launch, Arguments::new().value(&params)) }
+    unsafe { cuda.launch(kernel, launch, Arguments::new().value(&params)) }
 }
 
 fn gemv(cuda: &CudaContext, product: &Product, choice: Choice) -> Result<()> {
     let Product { dtype, m, n, k, a, b, c, alpha, beta, .. } = *product;
-    let (name, rows, block) = match choice {
-        Choice::Gemv(1) => (kernel_name!("gemv_m1", dtype), 2, 128),
-        Choice::Gemv(2) => (kernel_name!("gemv_m2", dtype), 2, 128),
-        Choice::Gemv(4) => (kernel_name!("gemv_m4", dtype), 2, 128),
-        Choice::Gemv(_) => (kernel_name!("gemv_m8", dtype), 2, 128),
+    let (kernel, rows, block) = match choice {
+        Choice::Gemv(1) => (kernels::GEMV_M1.of(dtype), 2, 128),
+        Choice::Gemv(2) => (kernels::GEMV_M2.of(dtype), 2, 128),
+        Choice::Gemv(4) => (kernels::GEMV_M4.of(dtype), 2, 128),
+        Choice::Gemv(_) => (kernels::GEMV_M8.of(dtype), 2, 128),
         Choice::GemvColumns(most) => (
             match most {
-                1 => kernel_name!("gemv_nn_m1", dtype),
-                _ => kernel_name!("gemv_nn_m8", dtype),
+                1 => kernels::GEMV_NN_M1.of(dtype),
+                _ => kernels::GEMV_NN_M8.of(dtype),
             },
             64 / dtype.size_bytes() as u64,
             512,
         ),
-        _ => (
-            match dtype {
-                DType::F16 => "xserv_gemv_tensor_core_f16",
-                DType::BF16 => "xserv_gemv_tensor_core_bf16",
-                DType::F32 => return Err(Error::internal("gemm: f32 for the tensor cores")),
-            },
-            16,
-            256,
-        ),
+        _ => (kernels::GEMV_TENSOR_CORE.of_half(dtype)?, 16, 256),
     };
     let params = GemvParams {
         x: a.data,
@@ -410,7 +440,7 @@ fn gemv(cuda: &CudaContext, product: &Product, choice: Choice) -> Result<()> {
     let grid = u32::try_from((n as u64).div_ceil(rows)).map_err(|_| too_large(product))?;
     let arguments = Arguments::new().value(&params);
     // SAFETY: the arguments of the kernel; the choice looked at rows and alignment.
-    unsafe { cuda.launch("gemm/gemv", name, Launch::linear(grid, block), arguments) }
+    unsafe { cuda.launch(kernel, Launch::linear(grid, block), arguments) }
 }
 
 fn cublas(cuda: &CudaContext, product: &Product) -> Result<()> {

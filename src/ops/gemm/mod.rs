@@ -16,6 +16,10 @@ mod choice;
 mod layout;
 
 pub use backward::gemm_backward;
+#[cfg(test)]
+pub(in crate::ops) use choice::shared_bytes as tile_shared_bytes;
+#[cfg(test)]
+pub(in crate::ops) use cuda::{simt_shared_bytes, GemmParams, GemvParams, SimtGemmParams};
 
 use crate::backend::cuda::{is_cublas_present, CudaContext, MOST_CUBLAS_WORKSPACE_BYTES};
 use crate::backend::{ComputeContext, ContextBackend};

@@ -1,7 +1,7 @@
 //! Keys and values of new tokens into the paged cache, bit for bit: for models whose heads are neither normalised
 //! nor turned before.
 
-use crate::backend::cuda::{Arguments, Launch};
+use crate::backend::cuda::{kernels, Arguments, Launch};
 use crate::backend::ComputeContext;
 use crate::error::{Error, Result};
 use crate::memory::{ElementType, Tensor};
@@ -61,5 +61,5 @@ pub fn kv_cache_append(context: &ComputeContext, qkv: &Tensor, kv: &KvSlots<'_>)
     let launch = Launch::linear(int(num_tokens)? as u32, block);
     // SAFETY: the arguments of the kernel; the shapes were checked above, and the kernel follows no slot beyond
     // the caches.
-    unsafe { cuda.launch("kv_cache/append", "xserv_kv_cache_append", launch, arguments) }
+    unsafe { cuda.launch(kernels::KV_CACHE_APPEND, launch, arguments) }
 }

@@ -1,6 +1,6 @@
 //! Blocks of the paged cache to pinned memory of the host and back: `csrc/ops/kv_cache/swap.cu`.
 
-use crate::backend::cuda::{Arguments, Launch};
+use crate::backend::cuda::{kernel_struct, kernels, Arguments, Launch};
 use crate::backend::{ComputeContext, PinnedBuffer};
 use crate::error::{Error, Result};
 use crate::memory::Tensor;
@@ -13,25 +13,26 @@ pub const MOST_KV_COPIES: usize = 240;
 /// Bytes of an access.
 const UNIT_BYTES: usize = 16;
 
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct KvSwapCopy {
-    host: u64,
-    block: i32,
-    padding: i32,
+kernel_struct! {
+    #[derive(Clone, Copy)]
+    pub(in crate::ops) struct KvSwapCopy {
+        host: u64,
+        block: i32,
+        padding: i32,
+    }
 }
 
-/// The kernel has the same struct.
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct KvSwapParams {
-    cache: *mut u8,
-    part_units: i64,
-    block_units: i32,
-    to_host: i32,
-    copies: [KvSwapCopy; MOST_KV_COPIES],
+kernel_struct! {
+    /// The kernel has the same struct.
+    #[derive(Clone, Copy)]
+    pub(in crate::ops) struct KvSwapParams {
+        cache: *mut u8,
+        part_units: i64,
+        block_units: i32,
+        to_host: i32,
+        copies: [KvSwapCopy; MOST_KV_COPIES],
+    }
 }
-const _: () = assert!(size_of::<KvSwapParams>() == 24 + 16 * MOST_KV_COPIES);
 
 /// The blocks of a cache on a device: `[num_parts, num_blocks, block_bytes]`, the keys and the values of each layer
 /// being a part.
@@ -128,5 +129,5 @@ pub fn kv_cache_swap(
     // SAFETY: the argument of the kernel. Blocks are in the cache, whose parts lie as the kernel takes them to, and
     // whose memory goes to others in the order of the stream only; places are in their buffers, which wait for the
     // device before anybody else uses them.
-    unsafe { cuda(context)?.launch("kv_cache/swap", "xserv_kv_cache_swap", launch, arguments) }
+    unsafe { cuda(context)?.launch(kernels::KV_CACHE_SWAP, launch, arguments) }
 }

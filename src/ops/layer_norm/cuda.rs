@@ -1,9 +1,8 @@
 //! The CUDA half.
 
-use crate::backend::cuda::{Arguments, CudaContext, Launch};
+use crate::backend::cuda::{kernels, Arguments, CudaContext, Launch};
 use crate::error::Result;
 use crate::memory::{DType, Tensor};
-use crate::ops::common::launch::kernel_name;
 use crate::ops::common::row_kernels::{
     all_vectors, block_per_row, matrix_stride, rows_and_width, RowForm,
 };
@@ -30,18 +29,18 @@ pub(in crate::ops) fn on_cuda(
     let form = RowForm::new(x.width(), aligned, &[16]);
     let mut launch = block_per_row(form, rows, x);
     let num_multiprocessors = cuda.device().info().num_multiprocessors.max(1) as u32;
-    let name = match form {
+    let kernel = match form {
         RowForm::Registers(_) => {
             match walking_blocks(dtype, rows, launch.block, num_multiprocessors) {
                 Some(blocks) => {
                     launch = Launch::linear(blocks, launch.block);
-                    kernel_name!("layer_norm_walk", dtype)
+                    kernels::LAYER_NORM_WALK.of(dtype)
                 }
-                None => kernel_name!("layer_norm_row", dtype),
+                None => kernels::LAYER_NORM_ROW.of(dtype),
             }
         }
-        RowForm::Loop => kernel_name!("layer_norm_loop", dtype),
-        RowForm::Scalar => kernel_name!("layer_norm_scalar", dtype),
+        RowForm::Loop => kernels::LAYER_NORM_LOOP.of(dtype),
+        RowForm::Scalar => kernels::LAYER_NORM_SCALAR.of(dtype),
     };
     let arguments = Arguments::new()
         .tensor(out)
@@ -55,7 +54,7 @@ pub(in crate::ops) fn on_cuda(
         .i64(matrix_stride(x)?);
     // SAFETY: the arguments of these kernels; the strides span the rows of both tensors, which are vectors
     // for all but the scalar one.
-    unsafe { cuda.launch("layer_norm/layer_norm", name, launch, arguments) }
+    unsafe { cuda.launch(kernel, launch, arguments) }
 }
 
 #[cfg(test)]

@@ -1,32 +1,32 @@
 //! Linear layers for one or two tokens, with the norm in front and what follows fused, as links of a chain of
 //! kernels that begin before those in front have ended: `csrc/ops/linear/gemv.cu`.
 
-use crate::backend::cuda::{Arguments, Launch};
+use crate::backend::cuda::{kernel_struct, kernels, Arguments, Launch};
 use crate::backend::ComputeContext;
 use crate::error::{Error, Result};
 use crate::memory::{DType, Tensor};
 use crate::ops::common::contiguous::{check, cuda, float, matrix_size};
 use crate::ops::linear::Epilogue;
 
-/// The kernel has the same struct.
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct DecodeGemvParams {
-    x: *mut u8,
-    norm_weight: *mut u8,
-    weight: *mut u8,
-    out: *mut u8,
-    ldx: i64,
-    ldw: i64,
-    ldo: i64,
-    num_tokens: i32,
-    out_features: i32,
-    in_features: i32,
-    prefetch_blocks: i32,
-    prefetch_rows: i32,
-    eps: f32,
+kernel_struct! {
+    /// The kernel has the same struct.
+    #[derive(Clone, Copy)]
+    pub(in crate::ops) struct LinearGemvParams {
+        x: *mut u8,
+        norm_weight: *mut u8,
+        weight: *mut u8,
+        out: *mut u8,
+        ldx: i64,
+        ldw: i64,
+        ldo: i64,
+        num_tokens: i32,
+        out_features: i32,
+        in_features: i32,
+        prefetch_blocks: i32,
+        prefetch_rows: i32,
+        eps: f32,
+    }
 }
-const _: () = assert!(size_of::<DecodeGemvParams>() == 80);
 
 /// The most tokens.
 pub const GEMV_TOKENS: usize = 2;
@@ -77,30 +77,24 @@ impl Kernel {
         (k / (8 * self.steps)) as u32
     }
 
-    fn name(&self, result: Epilogue, has_norm: bool, dtype: DType) -> Option<&'static str> {
-        macro_rules! name {
-            ($mode:literal) => {
-                match (self.tokens, self.steps, dtype) {
-                    (1, 1, DType::F16) => concat!("xserv_linear_gemv_", $mode, "_1_1_f16"),
-                    (1, 1, DType::BF16) => concat!("xserv_linear_gemv_", $mode, "_1_1_bf16"),
-                    (1, 2, DType::F16) => concat!("xserv_linear_gemv_", $mode, "_1_2_f16"),
-                    (1, 2, DType::BF16) => concat!("xserv_linear_gemv_", $mode, "_1_2_bf16"),
-                    (1, _, DType::F16) => concat!("xserv_linear_gemv_", $mode, "_1_3_f16"),
-                    (1, _, DType::BF16) => concat!("xserv_linear_gemv_", $mode, "_1_3_bf16"),
-                    (_, 1, DType::F16) => concat!("xserv_linear_gemv_", $mode, "_2_1_f16"),
-                    (_, 1, DType::BF16) => concat!("xserv_linear_gemv_", $mode, "_2_1_bf16"),
-                    (_, _, DType::F16) => concat!("xserv_linear_gemv_", $mode, "_2_3_f16"),
-                    (_, _, DType::BF16) => concat!("xserv_linear_gemv_", $mode, "_2_3_bf16"),
-                    _ => return None,
-                }
-            };
-        }
-        Some(match (result, has_norm) {
-            (Epilogue::Store, true) => name!("norm"),
-            (Epilogue::SwiGlu, true) => name!("swiglu"),
-            (Epilogue::AddResidual, false) => name!("residual"),
+    /// The kernel, or `None` where none is instantiated.
+    fn name(&self, result: Epilogue, has_norm: bool, dtype: DType) -> Option<kernels::Kernel> {
+        use Epilogue::{AddResidual, Store, SwiGlu};
+        let kernel = match (result, has_norm, self.tokens, self.steps) {
+            (Store, true, 1, 1) => kernels::LINEAR_GEMV_NORM_1_1,
+            (Store, true, 1, 2) => kernels::LINEAR_GEMV_NORM_1_2,
+            (Store, true, 2, 1) => kernels::LINEAR_GEMV_NORM_2_1,
+            (SwiGlu, true, 1, 1) => kernels::LINEAR_GEMV_SWIGLU_1_1,
+            (SwiGlu, true, 1, 2) => kernels::LINEAR_GEMV_SWIGLU_1_2,
+            (SwiGlu, true, 2, 1) => kernels::LINEAR_GEMV_SWIGLU_2_1,
+            (AddResidual, false, 1, 1) => kernels::LINEAR_GEMV_RESIDUAL_1_1,
+            (AddResidual, false, 1, 2) => kernels::LINEAR_GEMV_RESIDUAL_1_2,
+            (AddResidual, false, 1, 3) => kernels::LINEAR_GEMV_RESIDUAL_1_3,
+            (AddResidual, false, 2, 1) => kernels::LINEAR_GEMV_RESIDUAL_2_1,
+            (AddResidual, false, 2, 3) => kernels::LINEAR_GEMV_RESIDUAL_2_3,
             _ => return None,
-        })
+        };
+        kernel.of(dtype)
     }
 }
 
@@ -108,7 +102,7 @@ impl Kernel {
 pub fn has_decode_gemv(context: &ComputeContext) -> bool {
     cuda(context).is_ok_and(|cuda| {
         cuda.device().info().compute_capability.0 >= 9
-            && cuda.has_kernel("linear/gemv", "xserv_linear_gemv_norm_1_1_bf16")
+            && cuda.has_kernel(kernels::LINEAR_GEMV_NORM_1_1.bf16)
     })
 }
 
@@ -168,7 +162,7 @@ pub fn decode_gemv(
         Epilogue::SwiGlu => 2,
         _ => 1,
     };
-    let params = DecodeGemvParams {
+    let params = LinearGemvParams {
         x: x.data(),
         norm_weight: norm.map_or(std::ptr::null_mut(), |(weight, _)| weight.data()),
         weight: weight.data(),
@@ -188,7 +182,7 @@ pub fn decode_gemv(
     let launch = Launch { grid: (blocks, 1, 1), block: threads, shared_bytes };
     let arguments = Arguments::new().value(&params);
     // SAFETY: the argument of the kernel; the shapes are those that it goes over.
-    unsafe { cuda.launch_overlapping("linear/gemv", name, launch, arguments) }
+    unsafe { cuda.launch_overlapping(name, launch, arguments) }
 }
 
 #[cfg(test)]

@@ -1,27 +1,27 @@
 //! The linear layers around [`super::decode_attention_o()`] for one token of a small model:
 //! `csrc/ops/linear/gemv_mma.cu`.
 
-use crate::backend::cuda::{Arguments, Launch};
+use crate::backend::cuda::{kernel_struct, kernels, Arguments, Kernel, Launch};
 use crate::backend::ComputeContext;
 use crate::error::{Error, Result};
 use crate::memory::{DType, ElementType, Tensor};
 use crate::ops::common::contiguous::{check, cuda, float, matrix_size};
 
-/// The kernel has the same struct.
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct DecodeGemvMmaParams {
-    x: *mut u8,
-    norm_weight: *mut u8,
-    weight: *mut u8,
-    sums: *mut u8,
-    residual: *mut u8,
-    hidden: *mut u8,
-    out: *mut u8,
-    out_features: i32,
-    eps: f32,
+kernel_struct! {
+    /// The kernel has the same struct.
+    #[derive(Clone, Copy)]
+    pub(in crate::ops) struct GemvMmaParams {
+        x: *mut u8,
+        norm_weight: *mut u8,
+        weight: *mut u8,
+        sums: *mut u8,
+        residual: *mut u8,
+        hidden: *mut u8,
+        out: *mut u8,
+        out_features: i32,
+        eps: f32,
+    }
 }
-const _: () = assert!(size_of::<DecodeGemvMmaParams>() == 64);
 
 /// What a layer multiplies, and what becomes of the product.
 #[derive(Clone, Copy, Debug)]
@@ -65,20 +65,13 @@ impl OneTokenLinear<'_> {
         }
     }
 
-    fn name(&self, dtype: DType) -> Option<&'static str> {
-        Some(match (self, dtype) {
-            (OneTokenLinear::Norm { .. }, DType::F16) => "xserv_linear_gemv_mma_norm_f16",
-            (OneTokenLinear::Norm { .. }, DType::BF16) => "xserv_linear_gemv_mma_norm_bf16",
-            (OneTokenLinear::SumsSwiGlu { .. }, DType::F16) => {
-                "xserv_linear_gemv_mma_sums_swiglu_f16"
-            }
-            (OneTokenLinear::SumsSwiGlu { .. }, DType::BF16) => {
-                "xserv_linear_gemv_mma_sums_swiglu_bf16"
-            }
-            (OneTokenLinear::Residual { .. }, DType::F16) => "xserv_linear_gemv_mma_residual_f16",
-            (OneTokenLinear::Residual { .. }, DType::BF16) => "xserv_linear_gemv_mma_residual_bf16",
-            _ => return None,
-        })
+    fn kernel(&self, dtype: DType) -> Option<Kernel> {
+        let kernel = match self {
+            OneTokenLinear::Norm { .. } => kernels::LINEAR_GEMV_MMA_NORM,
+            OneTokenLinear::SumsSwiGlu { .. } => kernels::LINEAR_GEMV_MMA_SUMS_SWIGLU,
+            OneTokenLinear::Residual { .. } => kernels::LINEAR_GEMV_MMA_RESIDUAL,
+        };
+        kernel.of(dtype)
     }
 }
 
@@ -92,7 +85,7 @@ pub fn has_decode_gemv_mma(
     (hidden_size, intermediate_size, num_kv_heads) == (1024, 3072, NUM_SUMS)
         && cuda(context).is_ok_and(|cuda| {
             cuda.device().info().compute_capability.0 >= 9
-                && cuda.has_kernel("linear/gemv_mma", "xserv_linear_gemv_mma_norm_bf16")
+                && cuda.has_kernel(kernels::LINEAR_GEMV_MMA_NORM.bf16)
         })
 }
 
@@ -112,7 +105,7 @@ pub fn decode_gemv_mma(
     check("x", x, element, &[1, k.into()])?;
     let halves = if matches!(layer, OneTokenLinear::SumsSwiGlu { .. }) { 2 } else { 1 };
     check("weight", weight, element, &[i64::from(n) * halves, k.into()])?;
-    let mut params = DecodeGemvMmaParams {
+    let mut params = GemvMmaParams {
         x: x.data(),
         norm_weight: std::ptr::null_mut(),
         weight: weight.data(),
@@ -140,17 +133,17 @@ pub fn decode_gemv_mma(
             params.residual = residual.data();
         }
     }
-    let DecodeGemvMmaParams { norm_weight, sums, hidden, .. } = params;
+    let GemvMmaParams { norm_weight, sums, hidden, .. } = params;
     let is_aligned = [params.x, norm_weight, params.weight, sums, hidden]
         .iter()
         .all(|&pointer| (pointer as usize).is_multiple_of(16));
-    let name = layer.name(dtype).filter(|_| num_tokens == 1 && n > 0 && n % block_outs == 0);
-    let (Some(name), true) = (name, is_aligned && hidden != params.x && params.out != params.x)
+    let kernel = layer.kernel(dtype).filter(|_| num_tokens == 1 && n > 0 && n % block_outs == 0);
+    let (Some(kernel), true) = (kernel, is_aligned && hidden != params.x && params.out != params.x)
     else {
         return Err(Error::internal(format!("no product of {num_tokens} x {n} x {k}")));
     };
     let launch = Launch { grid: ((n / block_outs) as u32, 1, 1), block: threads, shared_bytes: 0 };
     let arguments = Arguments::new().value(&params);
     // SAFETY: the argument of the kernel; the shapes are those that it goes over.
-    unsafe { cuda(context)?.launch_overlapping("linear/gemv_mma", name, launch, arguments) }
+    unsafe { cuda(context)?.launch_overlapping(kernel, launch, arguments) }
 }

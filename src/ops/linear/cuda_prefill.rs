@@ -1,6 +1,8 @@
 //! Linear layers for more tokens than [`super::skinny_gemm()`] takes, on Hopper: `csrc/ops/linear/prefill.cu`.
 
-use crate::backend::cuda::{is_cublas_present, Arguments, Launch, TensorMap};
+use crate::backend::cuda::{
+    is_cublas_present, kernel_struct, kernels, Arguments, Kernel, Launch, TensorMap,
+};
 use crate::backend::{ComputeContext, DeviceTensor};
 use crate::error::{Error, Result};
 use crate::memory::{DType, Tensor};
@@ -8,22 +10,20 @@ use crate::ops::common::contiguous::{check, cuda, float, matrix_size};
 use crate::ops::linear::cuda_skinny::{is_skinny_weight, weight_map};
 use crate::ops::linear::Epilogue;
 
-/// The kernel has the same struct.
-#[repr(C, align(128))]
-#[derive(Clone, Copy)]
-struct PrefillGemmParams {
-    weight: TensorMap,
-    x: TensorMap,
-    out: *mut u8,
-    ldo: i64,
-    num_tokens: i32,
-    n: i32,
-    k: i32,
-    padding: [i32; 7],
+kernel_struct! {
+    /// The kernel has the same struct.
+    #[derive(Clone, Copy)]
+    pub(in crate::ops) struct PrefillParams {
+        pub(super) weight: TensorMap,
+        pub(super) x: TensorMap,
+        pub(super) out: *mut u8,
+        pub(super) ldo: i64,
+        pub(super) num_tokens: i32,
+        pub(super) n: i32,
+        pub(super) k: i32,
+        pub(super) padding: [i32; 7],
+    }
 }
-/// Of the kernel's struct, whose end is not aligned.
-const PREFILL_GEMM_BYTES: usize = 2 * 128 + 16 + 10 * 4;
-const _: () = assert!(PREFILL_GEMM_BYTES <= size_of::<PrefillGemmParams>());
 
 /// What two blocks of a cluster have in common.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -157,30 +157,34 @@ impl Shape {
         (stages + received + self.tokens / 16 * 2048 + self.stages * 16 + 8) as u32
     }
 
-    fn kernel(self, dtype: DType, is_gated: bool) -> Option<&'static str> {
-        macro_rules! names {
-            ($epilogue:literal: $($shape:literal),*) => {
-                match (self.name, dtype) {
-                    $(
-                        ($shape, DType::F16) =>
-                            Some(concat!("xserv_linear_prefill_", $epilogue, "_", $shape, "_f16")),
-                        ($shape, DType::BF16) =>
-                            Some(concat!("xserv_linear_prefill_", $epilogue, "_", $shape, "_bf16")),
-                    )*
-                    _ => None,
-                }
-            };
-        }
-        match is_gated {
-            true => {
-                names!("swiglu": "128x256_m", "128x256_n", "128x192_m", "128x192_n", "128x128_m", "128x128_n")
-            }
-            false => {
-                names!("plain": "128x256_m", "128x256_n", "128x192_m", "128x192_n", "128x128_m", "128x128_n",
-                "64x64_n_s2", "64x128_m_s2", "64x128_m")
-            }
-        }
+    fn kernel(self, dtype: DType, is_gated: bool) -> Option<Kernel> {
+        let kernel = match (self.name, is_gated) {
+            ("128x256_m", true) => kernels::LINEAR_PREFILL_SWIGLU_128X256_M,
+            ("128x256_n", true) => kernels::LINEAR_PREFILL_SWIGLU_128X256_N,
+            ("128x192_m", true) => kernels::LINEAR_PREFILL_SWIGLU_128X192_M,
+            ("128x192_n", true) => kernels::LINEAR_PREFILL_SWIGLU_128X192_N,
+            ("128x128_m", true) => kernels::LINEAR_PREFILL_SWIGLU_128X128_M,
+            ("128x128_n", true) => kernels::LINEAR_PREFILL_SWIGLU_128X128_N,
+            ("128x256_m", false) => kernels::LINEAR_PREFILL_PLAIN_128X256_M,
+            ("128x256_n", false) => kernels::LINEAR_PREFILL_PLAIN_128X256_N,
+            ("128x192_m", false) => kernels::LINEAR_PREFILL_PLAIN_128X192_M,
+            ("128x192_n", false) => kernels::LINEAR_PREFILL_PLAIN_128X192_N,
+            ("128x128_m", false) => kernels::LINEAR_PREFILL_PLAIN_128X128_M,
+            ("128x128_n", false) => kernels::LINEAR_PREFILL_PLAIN_128X128_N,
+            ("64x64_n_s2", false) => kernels::LINEAR_PREFILL_PLAIN_64X64_N_S2,
+            ("64x128_m_s2", false) => kernels::LINEAR_PREFILL_PLAIN_64X128_M_S2,
+            ("64x128_m", false) => kernels::LINEAR_PREFILL_PLAIN_64X128_M,
+            _ => return None,
+        };
+        kernel.of(dtype)
     }
+}
+
+/// What `csrc/common/layouts.cuh` says of the kernels' dynamic shared memory; they check it.
+#[cfg(test)]
+pub(in crate::ops) fn shared_bytes() -> Vec<(String, u32)> {
+    let shapes = WIDE.into_iter().chain(NARROW);
+    shapes.map(|shape| (format!("linear_prefill_{}", shape.name), shape.shared_bytes())).collect()
 }
 
 /// Whether [`prefill_gemm`] is faster than cuBLAS (which has the gate computed by a kernel of its own, and begins only
@@ -209,9 +213,9 @@ const MULTIPROCESSORS: i64 = 132;
 
 /// Whether the chip and the build have the kernels of this file.
 pub fn has_prefill_gemm(context: &ComputeContext) -> bool {
-    let name = "xserv_linear_prefill_plain_128x128_m_bf16";
     cuda(context).is_ok_and(|cuda| {
-        cuda.device().info().compute_capability == (9, 0) && cuda.has_kernel("linear/prefill", name)
+        cuda.device().info().compute_capability == (9, 0)
+            && cuda.has_kernel(kernels::LINEAR_PREFILL_PLAIN_128X128_M.bf16)
     })
 }
 
@@ -238,12 +242,12 @@ pub fn prefill_gemm(
     let cuda = cuda(context)?;
     let processors = i64::from(cuda.device().info().num_multiprocessors);
     let shape = Shape::choose(num_tokens.into(), rows.into(), k.into(), is_gated, processors);
-    let name = shape.kernel(dtype, is_gated);
+    let kernel = shape.kernel(dtype, is_gated);
     let is_served = is_skinny_weight(weight, result) && result != Epilogue::AddResidual;
-    let Some(name) = name.filter(|_| is_served) else {
+    let Some(kernel) = kernel.filter(|_| is_served) else {
         return Err(Error::internal(format!("no prefill kernel for {num_tokens} x {rows} x {k}")));
     };
-    let params = PrefillGemmParams {
+    let params = PrefillParams {
         weight: weight_map(cuda, weight, n as usize, k as usize, is_gated)?,
         x: TensorMap::new(cuda, x, &[shape.token_box(), 64])?,
         out: out.data(),
@@ -257,9 +261,7 @@ pub fn prefill_gemm(
     let arguments = Arguments::new().value(&params);
     // SAFETY: the argument of the kernel; the copy engine reads nothing outside the tensors of its maps, and the
     // stores are bounded by num_tokens and n.
-    unsafe {
-        cuda.launch_clusters("linear/prefill", name, launch, shape.blocks() as u32, arguments)
-    }
+    unsafe { cuda.launch_clusters(kernel, launch, shape.blocks() as u32, arguments) }
 }
 
 #[cfg(test)]

@@ -1,49 +1,39 @@
 //! The projection to queries, keys and values for prompts on Hopper, with what Qwen3 does to the heads next: the product
 //! of [`super::prefill_gemm`], and of its sums what [`super::qk_norm_rope_append()`] makes of them.
 
-use crate::backend::cuda::{Arguments, Launch, TensorMap};
+use crate::backend::cuda::{kernel_struct, kernels, Arguments, Kernel, Launch, TensorMap};
 use crate::backend::{ComputeContext, DeviceTensor};
 use crate::error::{Error, Result};
 use crate::memory::{DType, ElementType, Tensor};
 use crate::ops::common::contiguous::{check, cuda, float, matrix_size};
 use crate::ops::kv_cache::KvSlots;
-use crate::ops::linear::cuda_prefill::{is_prefill_faster, Shape};
+use crate::ops::linear::cuda_prefill::{is_prefill_faster, PrefillParams, Shape};
 use crate::ops::linear::cuda_skinny::{is_skinny_weight, weight_map};
 use crate::ops::linear::Epilogue;
 use crate::ops::qk_norm_rope_append::QkNormRope;
 
-/// The kernel has the same struct.
-#[repr(C, align(128))]
-#[derive(Clone, Copy)]
-struct PrefillHeadsParams {
-    weight: TensorMap,
-    x: TensorMap,
-    out: *mut u8,
-    ldo: i64,
-    num_tokens: i32,
-    n: i32,
-    k: i32,
-    gemm_padding: [i32; 9],
-    q_norm: *mut u8,
-    k_norm: *mut u8,
-    cos: *mut u8,
-    sin: *mut u8,
-    positions: *mut u8,
-    slots: *mut u8,
-    k_cache: *mut u8,
-    v_cache: *mut u8,
-    fault: *mut u8,
-    num_slots: i64,
-    num_heads: i32,
-    num_kv_heads: i32,
-    max_position: i32,
-    eps: f32,
-    padding: [i32; 8],
+kernel_struct! {
+    /// The kernel has the same struct.
+    #[derive(Clone, Copy)]
+    pub(in crate::ops) struct PrefillHeadsParams {
+        gemm: PrefillParams,
+        q_norm: *mut u8,
+        k_norm: *mut u8,
+        cos: *mut u8,
+        sin: *mut u8,
+        positions: *mut u8,
+        slots: *mut u8,
+        k_cache: *mut u8,
+        v_cache: *mut u8,
+        fault: *mut u8,
+        num_slots: i64,
+        num_heads: i32,
+        num_kv_heads: i32,
+        max_position: i32,
+        eps: f32,
+        padding: [i32; 8],
+    }
 }
-/// Of the kernel's struct, whose end is not aligned.
-const PREFILL_HEADS_BYTES: usize = 2 * 128 + 16 + 12 * 4 + 10 * 8 + 4 * 4 + 8 * 4;
-const _: () = assert!(PREFILL_HEADS_BYTES <= size_of::<PrefillHeadsParams>());
-const _: () = assert!(std::mem::offset_of!(PrefillHeadsParams, q_norm) == 320);
 
 /// Elements of a head: the rows of a tile.
 const HEAD_DIM: i64 = 128;
@@ -54,12 +44,10 @@ fn shape(num_tokens: i64, rows: i64, k: i64, num_multiprocessors: i64) -> Option
     (shape.rows == HEAD_DIM).then_some(shape)
 }
 
-fn kernel(shape: Shape, dtype: DType) -> Option<&'static str> {
-    match (shape.name, dtype) {
-        ("128x128_m", DType::F16) => Some("xserv_linear_prefill_heads_128x128_m_f16"),
-        ("128x128_m", DType::BF16) => Some("xserv_linear_prefill_heads_128x128_m_bf16"),
-        ("128x128_n", DType::F16) => Some("xserv_linear_prefill_heads_128x128_n_f16"),
-        ("128x128_n", DType::BF16) => Some("xserv_linear_prefill_heads_128x128_n_bf16"),
+fn kernel(shape: Shape, dtype: DType) -> Option<Kernel> {
+    match shape.name {
+        "128x128_m" => kernels::LINEAR_PREFILL_HEADS_128X128_M.of(dtype),
+        "128x128_n" => kernels::LINEAR_PREFILL_HEADS_128X128_N.of(dtype),
         _ => None,
     }
 }
@@ -122,7 +110,7 @@ pub fn prefill_heads(
     let is_served = is_skinny_weight(weight, Epilogue::Store) && num_heads >= 0;
     let int = |value: i64| i32::try_from(value).ok();
     let sizes = (int(num_heads), int(num_kv_heads), int(max_position));
-    let (Some((shape, name)), true, (Some(num_heads), Some(num_kv_heads), Some(max_position))) =
+    let (Some((shape, kernel)), true, (Some(num_heads), Some(num_kv_heads), Some(max_position))) =
         (found, is_served, sizes)
     else {
         return Err(Error::internal(format!(
@@ -130,14 +118,16 @@ pub fn prefill_heads(
         )));
     };
     let params = PrefillHeadsParams {
-        weight: weight_map(cuda, weight, n as usize, k as usize, false)?,
-        x: TensorMap::new(cuda, x, &[shape.token_box(), 64])?,
-        out: qkv.data(),
-        ldo: n.into(),
-        num_tokens: num_tokens as i32,
-        n: n as i32,
-        k,
-        gemm_padding: [0; 9],
+        gemm: PrefillParams {
+            weight: weight_map(cuda, weight, n as usize, k as usize, false)?,
+            x: TensorMap::new(cuda, x, &[shape.token_box(), 64])?,
+            out: qkv.data(),
+            ldo: n.into(),
+            num_tokens: num_tokens as i32,
+            n: n as i32,
+            k,
+            padding: [0; 7],
+        },
         q_norm: how.q_norm.data(),
         k_norm: how.k_norm.data(),
         cos: how.cos.data(),
@@ -158,7 +148,5 @@ pub fn prefill_heads(
     let arguments = Arguments::new().value(&params);
     // SAFETY: the argument of the kernel; the copy engine reads nothing outside the tensors of its maps, the stores are
     // bounded by num_tokens and n, and the kernel follows no position or slot beyond the shapes checked above.
-    unsafe {
-        cuda.launch_clusters("linear/prefill", name, launch, shape.blocks() as u32, arguments)
-    }
+    unsafe { cuda.launch_clusters(kernel, launch, shape.blocks() as u32, arguments) }
 }

@@ -1,29 +1,29 @@
 //! Linear layers for up to 128 tokens on Hopper, and the norm in front of them, as links of a chain of kernels
 //! that begin before those in front have ended: `csrc/ops/linear/skinny.cu`, `csrc/ops/rms_norm/rounded.cu`.
 
-use crate::backend::cuda::{Arguments, CudaContext, Launch, TensorMap};
+use crate::backend::cuda::{
+    kernel_struct, kernels, Arguments, CudaContext, Kernel, Launch, TensorMap,
+};
 use crate::backend::{ComputeContext, DeviceTensor};
 use crate::error::{Error, Result};
 use crate::memory::{DType, Tensor};
 use crate::ops::common::contiguous::{check, cuda, float, matrix_size};
 use crate::ops::linear::Epilogue;
 
-/// The kernel has the same struct.
-#[repr(C, align(128))]
-#[derive(Clone, Copy)]
-struct SkinnyGemmParams {
-    weight: TensorMap,
-    x: TensorMap,
-    out: *mut u8,
-    ldo: i64,
-    num_tokens: i32,
-    n: i32,
-    k: i32,
-    padding: [i32; 7],
+kernel_struct! {
+    /// The kernel has the same struct.
+    #[derive(Clone, Copy)]
+    pub(in crate::ops) struct SkinnyParams {
+        weight: TensorMap,
+        x: TensorMap,
+        out: *mut u8,
+        ldo: i64,
+        num_tokens: i32,
+        n: i32,
+        k: i32,
+        padding: [i32; 7],
+    }
 }
-const SKINNY_GEMM_BYTES: usize = 2 * 128 + 16 + 10 * 4;
-const _: () = assert!(SKINNY_GEMM_BYTES <= size_of::<SkinnyGemmParams>());
-const _: () = assert!(size_of::<TensorMap>() == 128);
 
 /// The most tokens.
 pub const SKINNY_TOKENS: usize = 128;
@@ -94,37 +94,80 @@ impl Division {
         bytes as u32
     }
 
-    fn kernel(&self, dtype: DType, result: Epilogue) -> Option<&'static str> {
-        macro_rules! names {
-            ($($rows:literal $tokens:literal),*) => {
-                match (self.rows, self.tokens, result, dtype) {
-                    $(
-                        ($rows, $tokens, Epilogue::Store, DType::BF16) =>
-                            Some(concat!("xserv_linear_skinny_plain_", $rows, "x", $tokens, "_bf16")),
-                        ($rows, $tokens, Epilogue::Store, DType::F16) =>
-                            Some(concat!("xserv_linear_skinny_plain_", $rows, "x", $tokens, "_f16")),
-                        ($rows, $tokens, Epilogue::AddResidual, DType::BF16) =>
-                            Some(concat!("xserv_linear_skinny_residual_", $rows, "x", $tokens, "_bf16")),
-                        ($rows, $tokens, Epilogue::AddResidual, DType::F16) =>
-                            Some(concat!("xserv_linear_skinny_residual_", $rows, "x", $tokens, "_f16")),
-                        ($rows, $tokens, Epilogue::SwiGlu, DType::BF16) =>
-                            Some(concat!("xserv_linear_skinny_swiglu_", $rows, "x", $tokens, "_bf16")),
-                        ($rows, $tokens, Epilogue::SwiGlu, DType::F16) =>
-                            Some(concat!("xserv_linear_skinny_swiglu_", $rows, "x", $tokens, "_f16")),
-                    )*
-                    _ => None,
-                }
-            };
-        }
-        names!(64 16, 64 32, 64 64, 64 96, 64 128, 128 128, 192 16, 192 32, 192 64, 192 96, 192 128)
+    fn kernel(&self, dtype: DType, result: Epilogue) -> Option<Kernel> {
+        use Epilogue::{AddResidual, Store, SwiGlu};
+        let kernel = match (result, self.rows, self.tokens) {
+            (Store, 64, 16) => kernels::LINEAR_SKINNY_PLAIN_64X16,
+            (Store, 64, 32) => kernels::LINEAR_SKINNY_PLAIN_64X32,
+            (Store, 64, 64) => kernels::LINEAR_SKINNY_PLAIN_64X64,
+            (Store, 64, 96) => kernels::LINEAR_SKINNY_PLAIN_64X96,
+            (Store, 64, 128) => kernels::LINEAR_SKINNY_PLAIN_64X128,
+            (Store, 128, 128) => kernels::LINEAR_SKINNY_PLAIN_128X128,
+            (Store, 192, 16) => kernels::LINEAR_SKINNY_PLAIN_192X16,
+            (Store, 192, 32) => kernels::LINEAR_SKINNY_PLAIN_192X32,
+            (Store, 192, 64) => kernels::LINEAR_SKINNY_PLAIN_192X64,
+            (Store, 192, 96) => kernels::LINEAR_SKINNY_PLAIN_192X96,
+            (Store, 192, 128) => kernels::LINEAR_SKINNY_PLAIN_192X128,
+            (AddResidual, 64, 16) => kernels::LINEAR_SKINNY_RESIDUAL_64X16,
+            (AddResidual, 64, 32) => kernels::LINEAR_SKINNY_RESIDUAL_64X32,
+            (AddResidual, 64, 64) => kernels::LINEAR_SKINNY_RESIDUAL_64X64,
+            (AddResidual, 64, 96) => kernels::LINEAR_SKINNY_RESIDUAL_64X96,
+            (AddResidual, 64, 128) => kernels::LINEAR_SKINNY_RESIDUAL_64X128,
+            (AddResidual, 128, 128) => kernels::LINEAR_SKINNY_RESIDUAL_128X128,
+            (AddResidual, 192, 16) => kernels::LINEAR_SKINNY_RESIDUAL_192X16,
+            (AddResidual, 192, 32) => kernels::LINEAR_SKINNY_RESIDUAL_192X32,
+            (AddResidual, 192, 64) => kernels::LINEAR_SKINNY_RESIDUAL_192X64,
+            (AddResidual, 192, 96) => kernels::LINEAR_SKINNY_RESIDUAL_192X96,
+            (AddResidual, 192, 128) => kernels::LINEAR_SKINNY_RESIDUAL_192X128,
+            (SwiGlu, 64, 16) => kernels::LINEAR_SKINNY_SWIGLU_64X16,
+            (SwiGlu, 64, 32) => kernels::LINEAR_SKINNY_SWIGLU_64X32,
+            (SwiGlu, 64, 64) => kernels::LINEAR_SKINNY_SWIGLU_64X64,
+            (SwiGlu, 64, 96) => kernels::LINEAR_SKINNY_SWIGLU_64X96,
+            (SwiGlu, 64, 128) => kernels::LINEAR_SKINNY_SWIGLU_64X128,
+            (SwiGlu, 128, 128) => kernels::LINEAR_SKINNY_SWIGLU_128X128,
+            (SwiGlu, 192, 16) => kernels::LINEAR_SKINNY_SWIGLU_192X16,
+            (SwiGlu, 192, 32) => kernels::LINEAR_SKINNY_SWIGLU_192X32,
+            (SwiGlu, 192, 64) => kernels::LINEAR_SKINNY_SWIGLU_192X64,
+            (SwiGlu, 192, 96) => kernels::LINEAR_SKINNY_SWIGLU_192X96,
+            (SwiGlu, 192, 128) => kernels::LINEAR_SKINNY_SWIGLU_192X128,
+            _ => return None,
+        };
+        kernel.of(dtype)
     }
+}
+
+/// Rows and tokens of a block of each kernel.
+#[cfg(test)]
+const VARIANTS: [(i64, i64); 11] = [
+    (64, 16),
+    (64, 32),
+    (64, 64),
+    (64, 96),
+    (64, 128),
+    (128, 128),
+    (192, 16),
+    (192, 32),
+    (192, 64),
+    (192, 96),
+    (192, 128),
+];
+
+/// What `csrc/common/layouts.cuh` says of the kernels' dynamic shared memory; they check it.
+#[cfg(test)]
+pub(in crate::ops) fn shared_bytes() -> Vec<(String, u32)> {
+    VARIANTS
+        .map(|(rows, tokens)| {
+            let bytes = Division { rows, tokens, splits: 1 }.shared_bytes();
+            (format!("linear_skinny_{rows}x{tokens}"), bytes)
+        })
+        .into()
 }
 
 /// Whether the chip and the build have the kernels of this file.
 pub fn has_skinny_gemm(context: &ComputeContext) -> bool {
-    let name = "xserv_linear_skinny_plain_64x16_bf16";
     cuda(context).is_ok_and(|cuda| {
-        cuda.device().info().compute_capability == (9, 0) && cuda.has_kernel("linear/skinny", name)
+        cuda.device().info().compute_capability == (9, 0)
+            && cuda.has_kernel(kernels::LINEAR_SKINNY_PLAIN_64X16.bf16)
     })
 }
 
@@ -168,13 +211,13 @@ pub fn skinny_gemm(
     }
     let cuda = cuda(context)?;
     let division = Division::choose(num_tokens.into(), rows.into(), k.into(), result, is_fixed);
-    let name = division.kernel(dtype, result);
-    let name =
-        name.filter(|_| is_skinny_weight(weight, result) && num_tokens as usize <= SKINNY_TOKENS);
-    let Some(name) = name else {
+    let kernel = division.kernel(dtype, result);
+    let kernel =
+        kernel.filter(|_| is_skinny_weight(weight, result) && num_tokens as usize <= SKINNY_TOKENS);
+    let Some(kernel) = kernel else {
         return Err(Error::internal(format!("no skinny kernel for {num_tokens} x {rows} x {k}")));
     };
-    let params = SkinnyGemmParams {
+    let params = SkinnyParams {
         weight: weight_map(cuda, weight, n as usize, k as usize, is_gated)?,
         x: TensorMap::new(cuda, x, &[division.tokens as u32, 64])?,
         out: out.data(),
@@ -197,9 +240,7 @@ pub fn skinny_gemm(
     let arguments = Arguments::new().value(&params);
     // SAFETY: the argument of the kernel; the copy engine reads nothing outside the tensors of its maps, and the
     // stores are bounded by num_tokens and n.
-    unsafe {
-        cuda.launch_clusters("linear/skinny", name, launch, division.splits as u32, arguments)
-    }
+    unsafe { cuda.launch_clusters(kernel, launch, division.splits as u32, arguments) }
 }
 
 /// Boxes of 64 rows; with a gate, of 32 rows of each half, eight by turns.

@@ -1,10 +1,10 @@
 //! What Qwen3 does between the projection and the attention, rounded after each step: RMSNorm of each head of
 //! q and k, rotary embedding (Su et al., 2021, split-half pairs), and keys and values into the cache.
 
-use crate::backend::cuda::{Arguments, Launch};
+use crate::backend::cuda::{kernel_struct, kernels, Arguments, Launch};
 use crate::backend::ComputeContext;
 use crate::error::{Error, Result};
-use crate::memory::{DType, ElementType, Tensor};
+use crate::memory::{ElementType, Tensor};
 use crate::ops::common::contiguous::{check, cuda, float};
 use crate::ops::kv_cache::KvSlots;
 
@@ -25,34 +25,34 @@ pub struct QkNormRope<'a> {
     pub positions: &'a Tensor,
 }
 
-/// `csrc/ops/qk_norm_rope_append/qk_norm_rope_append.cu` has the same struct and says what it means.
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct QkNormRopeAppendArgs {
-    qkv: *mut u8,
-    q_norm: *mut u8,
-    k_norm: *mut u8,
-    cos: *mut u8,
-    sin: *mut u8,
-    positions: *mut u8,
-    slots: *mut u8,
-    k_cache: *mut u8,
-    v_cache: *mut u8,
-    fault: *mut u8,
-    num_slots: i64,
-    num_heads: i32,
-    num_kv_heads: i32,
-    head_dim: i32,
-    head_stride: i32,
-    max_position: i32,
-    eps: f32,
+kernel_struct! {
+    /// `csrc/ops/qk_norm_rope_append/qk_norm_rope_append.cu` has the same struct and says what it means.
+    #[derive(Clone, Copy)]
+    pub(in crate::ops) struct QkNormRopeAppendArgs {
+        qkv: *mut u8,
+        q_norm: *mut u8,
+        k_norm: *mut u8,
+        cos: *mut u8,
+        sin: *mut u8,
+        positions: *mut u8,
+        slots: *mut u8,
+        k_cache: *mut u8,
+        v_cache: *mut u8,
+        fault: *mut u8,
+        num_slots: i64,
+        num_heads: i32,
+        num_kv_heads: i32,
+        head_dim: i32,
+        head_stride: i32,
+        max_position: i32,
+        eps: f32,
+    }
 }
-const _: () = assert!(size_of::<QkNormRopeAppendArgs>() == 10 * 8 + 8 + 6 * 4);
 
 /// Of a block.
 const THREADS: u32 = 256;
-/// The longest head that a warp holds.
-const MAX_HEAD_DIM: i64 = 256;
+/// The longest head that a warp holds; the kernel takes it from here.
+pub(in crate::ops) const MAX_HEAD_DIM: i64 = 256;
 
 fn size(tensor: &Tensor, dimension: usize) -> i64 {
     tensor.shape().get(dimension).copied().unwrap_or(0)
@@ -112,20 +112,11 @@ pub fn qk_norm_rope_append(
         max_position: int(max_position)?,
         eps: how.eps,
     };
-    macro_rules! name {
-        ($form:literal) => {
-            match dtype {
-                DType::F32 => concat!("xserv_qk_norm_rope_append_", $form, "_f32"),
-                DType::F16 => concat!("xserv_qk_norm_rope_append_", $form, "_f16"),
-                DType::BF16 => concat!("xserv_qk_norm_rope_append_", $form, "_bf16"),
-            }
-        };
-    }
-    let (name, lanes) = match head_dim {
-        128 if stride == 128 => (name!("128"), 16),
-        64 if stride == 64 => (name!("64"), 8),
-        _ if head_dim % 4 == 0 => (name!("vec"), 32),
-        _ => (name!("scalar"), 32),
+    let (kernel, lanes) = match head_dim {
+        128 if stride == 128 => (kernels::QK_NORM_ROPE_APPEND_128, 16),
+        64 if stride == 64 => (kernels::QK_NORM_ROPE_APPEND_64, 8),
+        _ if head_dim % 4 == 0 => (kernels::QK_NORM_ROPE_APPEND_VEC, 32),
+        _ => (kernels::QK_NORM_ROPE_APPEND_SCALAR, 32),
     };
     let parts = (int(total_heads)? as u32).div_ceil(THREADS / lanes);
     if parts > 65535 {
@@ -137,6 +128,6 @@ pub fn qk_norm_rope_append(
     // slot beyond them.
     unsafe {
         let arguments = Arguments::new().value(&arguments);
-        cuda.launch_overlapping("qk_norm_rope_append/qk_norm_rope_append", name, launch, arguments)
+        cuda.launch_overlapping(kernel.of(dtype), launch, arguments)
     }
 }

@@ -1,10 +1,10 @@
 //! The CUDA half, rounded once.
 
 use super::AddRmsNorm;
-use crate::backend::cuda::{Arguments, CudaContext, Launch};
+use crate::backend::cuda::{kernels, Arguments, CudaContext, Launch};
 use crate::error::{Error, Result};
 use crate::memory::{DType, Tensor};
-use crate::ops::common::launch::{kernel_name, num_blocks, row_layout};
+use crate::ops::common::launch::{num_blocks, row_layout};
 use crate::ops::common::row_kernels::{
     all_vectors, block_per_row, matrix_stride, rows_and_width, RowForm,
 };
@@ -32,29 +32,27 @@ pub(in crate::ops) fn on_cuda(
     let (rows, width) = rows_and_width("rms_norm", x)?;
     let form = RowForm::new(x.width(), all_vectors(&[x, weight, out]), &[16]);
     let vector = 16 / dtype.size_bytes() as i64;
-    let (name, launch) = match (form, group(x.width() / vector)) {
+    let (kernel, launch) = match (form, group(x.width() / vector)) {
         (RowForm::Registers(_), Some((vectors, rows_per_block))) => {
-            let name = match vectors {
-                16 => kernel_name!("rms_norm_group16", dtype),
-                32 => kernel_name!("rms_norm_group32", dtype),
-                64 => kernel_name!("rms_norm_group64", dtype),
-                _ => kernel_name!("rms_norm_group128", dtype),
+            let kernel = match vectors {
+                16 => kernels::RMS_NORM_GROUP16.of(dtype),
+                32 => kernels::RMS_NORM_GROUP32.of(dtype),
+                64 => kernels::RMS_NORM_GROUP64.of(dtype),
+                _ => kernels::RMS_NORM_GROUP128.of(dtype),
             };
             let blocks = num_blocks(rows.into(), rows_per_block)
                 .ok_or_else(|| Error::internal("more blocks than rows"))?;
-            (name, Launch::linear(blocks, 256))
+            (kernel, Launch::linear(blocks, 256))
         }
         // What is larger than the cache cannot be found there by whoever reads it next.
         (RowForm::Registers(_), None) if out.size_bytes() > cuda.device().info().l2_bytes => {
-            (kernel_name!("rms_norm_stream", dtype), block_per_row(form, rows, x))
+            (kernels::RMS_NORM_STREAM.of(dtype), block_per_row(form, rows, x))
         }
         (RowForm::Registers(_), None) => {
-            (kernel_name!("rms_norm_row", dtype), block_per_row(form, rows, x))
+            (kernels::RMS_NORM_ROW.of(dtype), block_per_row(form, rows, x))
         }
-        (RowForm::Loop, _) => (kernel_name!("rms_norm_loop", dtype), block_per_row(form, rows, x)),
-        (RowForm::Scalar, _) => {
-            (kernel_name!("rms_norm_scalar", dtype), block_per_row(form, rows, x))
-        }
+        (RowForm::Loop, _) => (kernels::RMS_NORM_LOOP.of(dtype), block_per_row(form, rows, x)),
+        (RowForm::Scalar, _) => (kernels::RMS_NORM_SCALAR.of(dtype), block_per_row(form, rows, x)),
     };
     let (out_layout, x_layout) = (row_layout(out)?, row_layout(x)?);
     let arguments = Arguments::new()
@@ -68,7 +66,7 @@ pub(in crate::ops) fn on_cuda(
         .value(&x_layout);
     // SAFETY: the arguments of these kernels; the layouts span the rows of both tensors, which are vectors
     // for all but the scalar one.
-    unsafe { cuda.launch("rms_norm/rms_norm", name, launch, arguments) }
+    unsafe { cuda.launch(kernel, launch, arguments) }
 }
 
 pub(in crate::ops) fn add_on_cuda(
@@ -81,10 +79,10 @@ pub(in crate::ops) fn add_on_cuda(
     let (rows, width) = rows_and_width("add_rms_norm", x)?;
     let aligned = all_vectors(&[x, residual, weight, residual_out, out]);
     let form = RowForm::new(x.width(), aligned, &[16]);
-    let name = match form {
-        RowForm::Registers(_) => kernel_name!("add_rms_norm_row", dtype),
-        RowForm::Loop => kernel_name!("add_rms_norm_loop", dtype),
-        RowForm::Scalar => kernel_name!("add_rms_norm_scalar", dtype),
+    let kernel = match form {
+        RowForm::Registers(_) => kernels::ADD_RMS_NORM_ROW.of(dtype),
+        RowForm::Loop => kernels::ADD_RMS_NORM_LOOP.of(dtype),
+        RowForm::Scalar => kernels::ADD_RMS_NORM_SCALAR.of(dtype),
     };
     let arguments = Arguments::new()
         .tensor(out)
@@ -100,7 +98,7 @@ pub(in crate::ops) fn add_on_cuda(
         .i64(matrix_stride(residual)?);
     // SAFETY: the arguments of these kernels; the strides span the rows of the tensors, which are vectors
     // for all but the scalar one.
-    unsafe { cuda.launch("rms_norm/rms_norm", name, block_per_row(form, rows, x), arguments) }
+    unsafe { cuda.launch(kernel, block_per_row(form, rows, x), arguments) }
 }
 
 #[cfg(test)]

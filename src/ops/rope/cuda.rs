@@ -2,36 +2,41 @@
 
 use super::head_strides;
 use super::Angles;
-use crate::backend::cuda::{Arguments, CudaContext, Launch};
+use crate::backend::cuda::{kernel_struct, kernels, Arguments, CudaContext, Launch};
 use crate::error::{Error, Result};
 use crate::memory::{DType, Tensor};
-use crate::ops::common::launch::{kernel_name, num_blocks};
+use crate::ops::common::launch::num_blocks;
 use crate::ops::rope::RopePairing;
 
-/// `csrc/ops/rope/rope.cu` has the same struct and says what it means.
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct RopeArgs {
-    q: *mut u8,
-    q_out: *mut u8,
-    k: *mut u8,
-    k_out: *mut u8,
-    positions: *mut u8,
-    cos: *mut u8,
-    sin: *mut u8,
-    fault: *mut u8,
-    /// Of tokens and of heads: q, q_out, k, k_out.
-    strides: [[i64; 2]; 4],
-    num_heads: i32,
-    num_kv_heads: i32,
-    head_dim: i32,
-    max_position: i32,
-    lanes: i32,
-    lanes_multiplier: i32,
-    heads_at_a_time: i32,
-    pad: i32,
+kernel_struct! {
+    /// `csrc/ops/rope/rope.cu` has the same struct and says what it means.
+    #[derive(Clone, Copy)]
+    pub(in crate::ops) struct RopeArgs {
+        q: *mut u8,
+        q_out: *mut u8,
+        k: *mut u8,
+        k_out: *mut u8,
+        positions: *mut u8,
+        cos: *mut u8,
+        sin: *mut u8,
+        fault: *mut u8,
+        /// Of tokens and of heads: q, q_out, k, k_out.
+        strides: [[i64; 2]; 4] => [
+            q_token_stride, q_head_stride,
+            q_out_token_stride, q_out_head_stride,
+            k_token_stride, k_head_stride,
+            k_out_token_stride, k_out_head_stride,
+        ],
+        num_heads: i32,
+        num_kv_heads: i32,
+        head_dim: i32,
+        max_position: i32,
+        lanes: i32,
+        lanes_multiplier: i32,
+        heads_at_a_time: i32,
+        padding: i32,
+    }
 }
-const _: () = assert!(size_of::<RopeArgs>() == 8 * 8 + 8 * 8 + 8 * 4);
 
 /// The most threads of a block.
 const MAX_THREADS: i64 = 512;
@@ -66,15 +71,15 @@ pub(in crate::ops) fn on_cuda(
             .chain(&[angles.cos, angles.sin])
             .all(|tensor| (tensor.data() as usize).is_multiple_of(16));
     let is_split = angles.pairing == RopePairing::SplitHalf;
-    let name = match (is_split, is_vector, angles.positions_are_i64) {
-        (true, true, false) => kernel_name!("rope_split_vec_i32", dtype),
-        (true, true, true) => kernel_name!("rope_split_vec_i64", dtype),
-        (true, false, false) => kernel_name!("rope_split_scalar_i32", dtype),
-        (true, false, true) => kernel_name!("rope_split_scalar_i64", dtype),
-        (false, true, false) => kernel_name!("rope_interleaved_vec_i32", dtype),
-        (false, true, true) => kernel_name!("rope_interleaved_vec_i64", dtype),
-        (false, false, false) => kernel_name!("rope_interleaved_scalar_i32", dtype),
-        (false, false, true) => kernel_name!("rope_interleaved_scalar_i64", dtype),
+    let kernel = match (is_split, is_vector, angles.positions_are_i64) {
+        (true, true, false) => kernels::ROPE_SPLIT_VEC_I32.of(dtype),
+        (true, true, true) => kernels::ROPE_SPLIT_VEC_I64.of(dtype),
+        (true, false, false) => kernels::ROPE_SPLIT_SCALAR_I32.of(dtype),
+        (true, false, true) => kernels::ROPE_SPLIT_SCALAR_I64.of(dtype),
+        (false, true, false) => kernels::ROPE_INTERLEAVED_VEC_I32.of(dtype),
+        (false, true, true) => kernels::ROPE_INTERLEAVED_VEC_I64.of(dtype),
+        (false, false, false) => kernels::ROPE_INTERLEAVED_SCALAR_I32.of(dtype),
+        (false, false, true) => kernels::ROPE_INTERLEAVED_SCALAR_I64.of(dtype),
     };
     let lanes = head_dim / 2 / if is_vector { vector } else { 1 };
     if lanes > MAX_THREADS {
@@ -106,13 +111,13 @@ pub(in crate::ops) fn on_cuda(
         lanes: lanes as i32,
         lanes_multiplier: ((1i64 << 20) as u64).div_ceil(lanes as u64) as i32,
         heads_at_a_time: at_a_time as i32,
-        pad: 0,
+        padding: 0,
     };
     let grid = num_blocks(num_tokens, 1).ok_or_else(|| too_many("tokens", num_tokens))?;
     let launch = Launch::linear(grid, (lanes * at_a_time) as u32);
     // SAFETY: the argument of xserv_rope_*; the strides lead to the heads of all tensors, and the kernel reads
     // no row outside the tables.
-    unsafe { cuda.launch("rope/rope", name, launch, Arguments::new().value(&arguments)) }
+    unsafe { cuda.launch(kernel, launch, Arguments::new().value(&arguments)) }
 }
 
 #[cfg(test)]

@@ -1,6 +1,6 @@
 //! The tables of cosines and sines of a model on a device, rounded as Transformers rounds them.
 
-use crate::backend::cuda::{Arguments, Launch};
+use crate::backend::cuda::{kernels, Arguments, Launch};
 use crate::backend::ComputeContext;
 use crate::error::{Error, Result};
 use crate::memory::{DType, ElementType, Tensor};
@@ -22,11 +22,7 @@ pub fn rope_tables(
     if cos.is_empty() {
         return Ok(());
     }
-    let name = match dtype {
-        DType::F32 => "xserv_qk_rope_table_f32",
-        DType::F16 => "xserv_qk_rope_table_f16",
-        DType::BF16 => "xserv_qk_rope_table_bf16",
-    };
+    let kernel = kernels::QK_ROPE_TABLE.of(dtype);
     let blocks = u32::try_from((cos.num_elements() as u64).div_ceil(256)).ok();
     let blocks = blocks.filter(|&blocks| blocks <= i32::MAX as u32);
     let blocks = blocks.ok_or_else(|| Error::unsupported("a rope table of that size"))?;
@@ -38,12 +34,5 @@ pub fn rope_tables(
         .i32(max_position as i32)
         .i32(half);
     // SAFETY: the arguments of the kernel; the tables have max_position rows of half elements.
-    unsafe {
-        cuda(context)?.launch(
-            "qk_norm_rope_append/qk_norm_rope_append",
-            name,
-            Launch::linear(blocks, 256),
-            arguments,
-        )
-    }
+    unsafe { cuda(context)?.launch(kernel, Launch::linear(blocks, 256), arguments) }
 }

@@ -14,8 +14,10 @@ mod cuda;
 pub mod cuda_rounded;
 
 use self::cuda::on_cuda;
+#[cfg(test)]
+pub(in crate::ops) use self::cuda::RopeArgs;
 use crate::backend::cpu::{CpuBackend, SendPointer};
-use crate::backend::cuda::{Arguments, Launch};
+use crate::backend::cuda::{kernels, Arguments, Launch};
 use crate::backend::{ComputeContext, ContextBackend};
 use crate::error::{Error, Result};
 use crate::memory::{DType, Device, ElementType, Tensor};
@@ -106,9 +108,7 @@ pub fn rope_table(
                 .i32(i32::try_from(inv_freq.width()).map_err(|_| too_many())?);
             let grid = num_blocks(cos.num_elements(), 256).ok_or_else(too_many)?;
             // SAFETY: the arguments of xserv_rope_table; both tables are contiguous.
-            unsafe {
-                cuda.launch("rope/rope", "xserv_rope_table", Launch::linear(grid, 256), arguments)
-            }?;
+            unsafe { cuda.launch(kernels::ROPE_TABLE, Launch::linear(grid, 256), arguments) }?;
         }
     }
     cos_place.finish(context)?;

@@ -1,27 +1,28 @@
 //! The choice of a token behind each row of logits, on the device.
 
-use crate::backend::cuda::{Arguments, Launch};
+use crate::backend::cuda::{kernel_struct, kernels, Arguments, Launch};
 use crate::backend::ComputeContext;
 use crate::error::{Error, Result};
-use crate::memory::{DType, ElementType, Tensor};
+use crate::memory::{ElementType, Tensor};
 use crate::ops::common::contiguous::{check, cuda, float, matrix_size};
 
-/// How a row's token is chosen; `csrc/ops/sample/sample.cu` has the same struct and says what it means.
-#[repr(C)]
-#[derive(Clone, Copy, Debug, Default)]
-pub struct SampleRow {
-    /// The draw is a function of seed and index alone.
-    pub seed: u64,
-    /// See `seed`.
-    pub index: u64,
-    /// 0: the most likely token; negative: none is chosen.
-    pub temperature: f32,
-    /// 1: all tokens.
-    pub top_p: f32,
-    /// 0: all tokens.
-    pub min_p: f32,
-    /// 0: all tokens.
-    pub top_k: i32,
+kernel_struct! {
+    /// How a row's token is chosen; `csrc/ops/sample/sample.cu` has the same struct and says what it means.
+    #[derive(Clone, Copy, Debug, Default)]
+    pub struct SampleRow {
+        /// The draw is a function of seed and index alone.
+        pub seed: u64,
+        /// See `seed`.
+        pub index: u64,
+        /// 0: the most likely token; negative: none is chosen.
+        pub temperature: f32,
+        /// 1: all tokens.
+        pub top_p: f32,
+        /// 0: all tokens.
+        pub min_p: f32,
+        /// 0: all tokens.
+        pub top_k: i32,
+    }
 }
 
 /// Words of 32 bits in a [`SampleRow`].
@@ -54,10 +55,10 @@ impl SampleRow {
     }
 }
 
-/// The most blocks that share a row, as `csrc/ops/sample/sample.cu` has it.
-const MOST_PARTS: usize = 64;
-/// Tokens that the filters of a row are applied to, as `csrc/ops/sample/sample.cu` has it.
-const MOST_CANDIDATES: usize = 1024;
+/// The most blocks that share a row; `csrc/ops/sample/sample.cu` takes it from here.
+pub(in crate::ops) const MOST_PARTS: usize = 64;
+/// Tokens that the filters of a row are applied to; `csrc/ops/sample/sample.cu` takes it from here.
+pub(in crate::ops) const MOST_CANDIDATES: usize = 1024;
 /// Numbers of [`SampleBuffers::partials`] for a row.
 pub const SAMPLE_PARTIALS: usize = 2 * MOST_PARTS + MOST_CANDIDATES;
 /// Numbers of [`SampleBuffers::counters`] for a row.
@@ -78,20 +79,20 @@ pub struct SampleBuffers<'a> {
     pub counters: &'a Tensor,
 }
 
-/// `csrc/ops/sample/sample.cu` has the same struct.
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct SampleArgs {
-    logits: *mut u8,
-    rows: *mut u8,
-    tokens: *mut u8,
-    host_tokens: *mut u8,
-    partials: *mut u8,
-    counters: *mut u8,
-    vocab_size: i32,
-    parts: i32,
+kernel_struct! {
+    /// `csrc/ops/sample/sample.cu` has the same struct.
+    #[derive(Clone, Copy)]
+    pub(in crate::ops) struct SampleArgs {
+        logits: *mut u8,
+        rows: *mut u8,
+        tokens: *mut u8,
+        host_tokens: *mut u8,
+        partials: *mut u8,
+        counters: *mut u8,
+        vocab_size: i32,
+        parts: i32,
+    }
 }
-const _: () = assert!(size_of::<SampleArgs>() == 56);
 
 const THREADS: u32 = 512;
 
@@ -140,18 +141,13 @@ pub fn sample(
         vocab_size,
         parts: parts(num_rows) as i32,
     };
-    let [scan, choose] = match dtype {
-        DType::F32 => ["xserv_sample_scan_f32", "xserv_sample_choose_f32"],
-        DType::F16 => ["xserv_sample_scan_f16", "xserv_sample_choose_f16"],
-        DType::BF16 => ["xserv_sample_scan_bf16", "xserv_sample_choose_bf16"],
-    };
     let launch = Launch { grid: (parts(num_rows), num_rows, 1), block: THREADS, shared_bytes: 0 };
     let cuda = cuda(context)?;
-    for name in [scan, choose] {
+    for kernel in [kernels::SAMPLE_SCAN, kernels::SAMPLE_CHOOSE] {
         let arguments = Arguments::new().value(&arguments);
         // SAFETY: the argument of the kernels; the buffers have room for every row, checked above, and the
         // address in `host_tokens` is the caller's to keep alive.
-        unsafe { cuda.launch_overlapping("sample/sample", name, launch, arguments) }?;
+        unsafe { cuda.launch_overlapping(kernel.of(dtype), launch, arguments) }?;
     }
     Ok(())
 }

@@ -1,9 +1,9 @@
 //! The CUDA half.
 
-use crate::backend::cuda::{Arguments, CudaContext, Launch};
+use crate::backend::cuda::{kernels, Arguments, CudaContext, Launch};
 use crate::error::{Error, Result};
 use crate::memory::{DType, Tensor};
-use crate::ops::common::launch::{kernel_name, num_blocks, row_layout, rows_are_vectors};
+use crate::ops::common::launch::{num_blocks, row_layout, rows_are_vectors};
 
 pub(in crate::ops) fn silu_mul_on_cuda(
     cuda: &CudaContext,
@@ -15,9 +15,9 @@ pub(in crate::ops) fn silu_mul_on_cuda(
     let too_many = || Error::unsupported(format!("shape {} is too large", out.shape()));
     let (num_rows, width) = (out.num_elements() / out.width(), out.width());
     let is_vector = [gate, up, out].iter().all(|tensor| rows_are_vectors(tensor));
-    let (name, per_access) = match is_vector {
-        true => (kernel_name!("silu_mul_vec", dtype), 16 / dtype.size_bytes() as i64),
-        false => (kernel_name!("silu_mul_scalar", dtype), 1),
+    let (kernel, per_access) = match is_vector {
+        true => (kernels::SILU_MUL_VEC.of(dtype), 16 / dtype.size_bytes() as i64),
+        false => (kernels::SILU_MUL_SCALAR.of(dtype), 1),
     };
     let accesses = width / per_access;
     let block = (accesses.clamp(1, 256) as u32).next_multiple_of(32);
@@ -36,5 +36,5 @@ pub(in crate::ops) fn silu_mul_on_cuda(
         .i64(row_layout(gate)?.outer_stride)
         .i64(row_layout(up)?.outer_stride);
     // SAFETY: the arguments of xserv_silu_mul_vec and _scalar; the strides lead to the rows of each.
-    unsafe { cuda.launch("silu_mul/silu_mul", name, launch, arguments) }
+    unsafe { cuda.launch(kernel, launch, arguments) }
 }

@@ -1,9 +1,9 @@
 //! The gate of SwiGLU (Shazeer, 2020), rounded after each step: `out = round(round(silu(gate)) * up)`.
 
-use crate::backend::cuda::{Arguments, Launch};
+use crate::backend::cuda::{kernels, Arguments, Launch};
 use crate::backend::ComputeContext;
 use crate::error::Result;
-use crate::memory::{DType, Tensor};
+use crate::memory::Tensor;
 use crate::ops::common::contiguous::{check, cuda, float, matrix_size, vector_len};
 
 /// See the head of the file. gate_up [num_rows, 2 * width], gate in front of up; out [num_rows, width].
@@ -14,13 +14,9 @@ pub fn silu_mul(context: &ComputeContext, gate_up: &Tensor, out: &Tensor) -> Res
         return Ok(());
     }
     let vector = vector_len(dtype, width, &[gate_up, out]);
-    let name = match (dtype, vector) {
-        (DType::F32, 1) => "xserv_silu_mul_rounded_scalar_f32",
-        (DType::F16, 1) => "xserv_silu_mul_rounded_scalar_f16",
-        (DType::BF16, 1) => "xserv_silu_mul_rounded_scalar_bf16",
-        (DType::F32, _) => "xserv_silu_mul_rounded_vec_f32",
-        (DType::F16, _) => "xserv_silu_mul_rounded_vec_f16",
-        (DType::BF16, _) => "xserv_silu_mul_rounded_vec_bf16",
+    let kernel = match vector {
+        1 => kernels::SILU_MUL_ROUNDED_SCALAR.of(dtype),
+        _ => kernels::SILU_MUL_ROUNDED_VEC.of(dtype),
     };
     let accesses = (width / vector) as u32;
     let block = accesses.clamp(1, 256).next_multiple_of(32);
@@ -29,5 +25,5 @@ pub fn silu_mul(context: &ComputeContext, gate_up: &Tensor, out: &Tensor) -> Res
     let launch = Launch { grid: (rows, parts, 1), block, shared_bytes: 0 };
     let arguments = Arguments::new().tensor(out).tensor(gate_up).i32(width);
     // SAFETY: the arguments of the kernel; both are contiguous and have the rows that it goes over.
-    unsafe { cuda(context)?.launch_overlapping("silu_mul/rounded", name, launch, arguments) }
+    unsafe { cuda(context)?.launch_overlapping(kernel, launch, arguments) }
 }

@@ -1,9 +1,8 @@
 //! The CUDA half.
 
-use crate::backend::cuda::{Arguments, CudaContext};
+use crate::backend::cuda::{kernels, Arguments, CudaContext};
 use crate::error::Result;
 use crate::memory::{DType, Tensor};
-use crate::ops::common::launch::kernel_name;
 use crate::ops::common::row_kernels::{
     all_vectors, block_per_row, matrix_stride, rows_and_width, RowForm,
 };
@@ -16,11 +15,11 @@ pub(in crate::ops) fn on_cuda(
 ) -> Result<()> {
     let (rows, width) = rows_and_width("softmax", x)?;
     let form = RowForm::new(x.width(), all_vectors(&[x, out]), &[16, 32]);
-    let name = match form {
-        RowForm::Registers(16) => kernel_name!("softmax_row16", dtype),
-        RowForm::Registers(_) => kernel_name!("softmax_row32", dtype),
-        RowForm::Loop => kernel_name!("softmax_loop", dtype),
-        RowForm::Scalar => kernel_name!("softmax_scalar", dtype),
+    let kernel = match form {
+        RowForm::Registers(16) => kernels::SOFTMAX_ROW16.of(dtype),
+        RowForm::Registers(_) => kernels::SOFTMAX_ROW32.of(dtype),
+        RowForm::Loop => kernels::SOFTMAX_LOOP.of(dtype),
+        RowForm::Scalar => kernels::SOFTMAX_SCALAR.of(dtype),
     };
     let arguments = Arguments::new()
         .tensor(out)
@@ -30,5 +29,5 @@ pub(in crate::ops) fn on_cuda(
         .i64(matrix_stride(x)?);
     // SAFETY: the arguments of these kernels; the strides span the rows of both tensors, which are vectors
     // for all but the scalar one.
-    unsafe { cuda.launch("softmax/softmax", name, block_per_row(form, rows, x), arguments) }
+    unsafe { cuda.launch(kernel, block_per_row(form, rows, x), arguments) }
 }

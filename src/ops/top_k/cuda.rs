@@ -1,11 +1,11 @@
 //! The CUDA half.
 
-use crate::backend::cuda::{Arguments, CudaContext, Launch};
+use crate::backend::cuda::{kernels, Arguments, CudaContext, Launch};
 use crate::backend::ComputeContext;
 use crate::error::{Error, Result};
 use crate::memory::{DType, Tensor};
 use crate::ops::common::launch::rows_are_aligned;
-use crate::ops::common::launch::{kernel_name, num_blocks, row_layout};
+use crate::ops::common::launch::{num_blocks, row_layout};
 
 /// Elements or candidates that one block selects from.
 const HELD: i64 = 16384;
@@ -36,9 +36,9 @@ pub(in crate::ops) fn top_k_on_cuda(
     let is_vector = rows_are_aligned(x)?;
     let k_argument = k as i32;
     if i64::from(width) <= HELD {
-        let name = match is_vector {
-            true => kernel_name!("top_k_single", dtype),
-            false => kernel_name!("top_k_single_scalar", dtype),
+        let kernel = match is_vector {
+            true => kernels::TOP_K_SINGLE.of(dtype),
+            false => kernels::TOP_K_SINGLE_SCALAR.of(dtype),
         };
         let rows = num_blocks(num_rows, 1)
             .ok_or_else(|| Error::unsupported(format!("{num_rows} rows are too many")))?;
@@ -50,7 +50,7 @@ pub(in crate::ops) fn top_k_on_cuda(
             .i32(k_argument)
             .i64(stride);
         // SAFETY: the arguments of xserv_top_k_single*; the stride leads to the rows.
-        return unsafe { cuda.launch("top_k/top_k", name, Launch::linear(rows, BLOCK), arguments) };
+        return unsafe { cuda.launch(kernel, Launch::linear(rows, BLOCK), arguments) };
     }
     let (parts, chunk) = top_k_parts(width.into());
     if parts > 65535 {
@@ -64,19 +64,14 @@ pub(in crate::ops) fn top_k_on_cuda(
     let groups_of = |parts: i64| ((parts * k) as u64).div_ceil(HELD as u64) as i64;
     let candidates = allocate(parts)?;
     let reduced = if groups_of(parts) > 1 { Some(allocate(groups_of(parts))?) } else { None };
-    let names = (
-        match is_vector {
-            true => kernel_name!("top_k_parts", dtype),
-            false => kernel_name!("top_k_parts_scalar", dtype),
-        },
-        kernel_name!("top_k_merge", dtype),
-    );
-    let launch = |name, grid: (i64, i64), arguments| {
+    let parts_kernel =
+        if is_vector { kernels::TOP_K_PARTS } else { kernels::TOP_K_PARTS_SCALAR }.of(dtype);
+    let launch = |kernel, grid: (i64, i64), arguments| {
         let grid = (grid.0 as u32, grid.1 as u32, 1);
         let launch = Launch { grid, block: BLOCK, shared_bytes: 0 };
         // SAFETY: the arguments of xserv_top_k_parts*, _reduce and _merge as given below; there is room for k
         // candidates of every part.
-        unsafe { cuda.launch("top_k/top_k", name, launch, arguments) }
+        unsafe { cuda.launch(kernel, launch, arguments) }
     };
     let mut first = 0;
     while first < num_rows {
@@ -89,7 +84,7 @@ pub(in crate::ops) fn top_k_on_cuda(
             .i32(k_argument)
             .i32(chunk as i32)
             .i64(stride);
-        launch(names.0, (rows, parts), arguments)?;
+        launch(parts_kernel, (rows, parts), arguments)?;
         // While a row has more candidates than one block holds, blocks select among them, to and fro.
         let (mut source, mut target) = (Some(&candidates), reduced.as_ref());
         let mut present = parts;
@@ -99,7 +94,7 @@ pub(in crate::ops) fn top_k_on_cuda(
                 .pointer(from.start())
                 .i32((present * k) as i32)
                 .i32(k_argument);
-            launch("xserv_top_k_reduce", (rows, groups), arguments)?;
+            launch(kernels::TOP_K_REDUCE, (rows, groups), arguments)?;
             present = groups;
             std::mem::swap(&mut source, &mut target);
         }
@@ -111,7 +106,7 @@ pub(in crate::ops) fn top_k_on_cuda(
             .i32((present * k) as i32)
             .i32(k_argument)
             .i64(stride);
-        launch(names.1, (rows, 1), arguments)?;
+        launch(kernels::TOP_K_MERGE.of(dtype), (rows, 1), arguments)?;
         first += rows;
     }
     Ok(())

@@ -1,0 +1,464 @@
+// What the kernels and the library (src/) agree on: the layout of the structs that kernels take, and numbers.
+// Generated from the Rust side: `NVCC=none XSERV_BLESS=1 cargo test --lib layouts` rewrites it, and without that
+// variable the test fails if it is out of date. A kernel's source says XSERV_LAYOUT_<struct>; after the struct.
+#pragma once
+
+#include <stddef.h>
+
+namespace xserv {
+
+constexpr int kBlockTokens = 32;  // of a block of the paged cache
+constexpr int kGroupHeads = 8;  // query heads that a block serves
+constexpr int kSegmentKeys = 1024;  // of a segment of flash_wgmma
+constexpr int kMaxSwapCopies = 240;  // of a launch of kv_cache/swap
+constexpr int kNumSums = 8;  // that gemv_mma adds up
+constexpr int kMaxRank = 8;  // axes of a tensor
+constexpr int kMaxNormedHeadDim = 256;  // of q and k
+constexpr int kMaxSampleParts = 64;  // blocks that share a row of logits
+constexpr int kMaxCandidates = 1024;  // of a row of logits
+constexpr int kSampleCounterWords = 4;  // of 32 bits, of a row of logits
+
+// Dynamic shared memory that the library asks for, by kernel.
+namespace shared_bytes {
+constexpr int attention_flash_d64_f32 = 30336;
+constexpr int attention_flash_d64 = 49152;
+constexpr int attention_flash_d64_short = 40960;
+constexpr int attention_flash_d80_f32 = 36480;
+constexpr int attention_flash_d80 = 67584;
+constexpr int attention_flash_d96_f32 = 42624;
+constexpr int attention_flash_d96 = 79872;
+constexpr int attention_flash_d128_f32 = 54912;
+constexpr int attention_flash_d128 = 98304;
+constexpr int attention_flash_d128_short = 81920;
+constexpr int attention_flash_d256_f32 = 68736;
+constexpr int attention_flash_d256 = 98304;
+constexpr int attention_split_kv_d64 = 65536;
+constexpr int attention_split_kv_d80 = 90112;
+constexpr int attention_split_kv_d96 = 79872;
+constexpr int attention_split_kv_d128 = 65536;
+constexpr int attention_split_kv_d256 = 98304;
+constexpr int attention_flash_wgmma_1 = 164128;
+constexpr int attention_flash_wgmma_2 = 196896;
+constexpr int attention_fused_chunked_d64 = 34224;
+constexpr int attention_fused_chunked_d128 = 68272;
+constexpr int attention_fused_cluster_d64 = 54448;
+constexpr int attention_fused_cluster_d128 = 107952;
+constexpr int attention_fused_project_2 = 144704;
+constexpr int attention_fused_project_3 = 177472;
+constexpr int gemm_simt_nn = 55296;
+constexpr int gemm_simt_nt = 61440;
+constexpr int gemm_simt_tn = 49152;
+constexpr int gemm_simt_tt = 55296;
+constexpr int gemm_wgmma_128x256 = 196608;
+constexpr int gemm_wgmma_128x128 = 196608;
+constexpr int gemm_tensor_core_128x256 = 196608;
+constexpr int gemm_tensor_core_128x128 = 65536;
+constexpr int gemm_tensor_core_64x128 = 73728;
+constexpr int gemm_tensor_core_64x64 = 65536;
+constexpr int linear_prefill_128x256_m = 213064;
+constexpr int linear_prefill_128x192_m = 221272;
+constexpr int linear_prefill_128x128_n = 213096;
+constexpr int linear_prefill_128x128_m = 213096;
+constexpr int linear_prefill_128x256_n = 213064;
+constexpr int linear_prefill_128x192_n = 221272;
+constexpr int linear_prefill_64x64_n_s2 = 196792;
+constexpr int linear_prefill_64x128_m_s2 = 221320;
+constexpr int linear_prefill_64x128_m = 204936;
+constexpr int linear_skinny_64x16 = 204880;
+constexpr int linear_skinny_64x32 = 196672;
+constexpr int linear_skinny_64x64 = 213104;
+constexpr int linear_skinny_64x96 = 204880;
+constexpr int linear_skinny_64x128 = 196672;
+constexpr int linear_skinny_128x128 = 229488;
+constexpr int linear_skinny_192x16 = 213056;
+constexpr int linear_skinny_192x32 = 172080;
+constexpr int linear_skinny_192x64 = 196656;
+constexpr int linear_skinny_192x96 = 208992;
+constexpr int linear_skinny_192x128 = 204880;
+}  // namespace shared_bytes
+
+}  // namespace xserv
+
+// The head dims that the fused kernels of attention are compiled for.
+#define XSERV_FOR_HEAD_DIMS(KERNEL) KERNEL(64) KERNEL(80) KERNEL(96) KERNEL(128) KERNEL(256)
+
+#define XSERV_FIELD(T, field, offset, bytes)                              \
+  static_assert(offsetof(T, field) == offset && sizeof(T::field) == bytes, \
+                #T "::" #field " lies elsewhere in Rust")
+
+#define XSERV_LAYOUT_FaultRecord \
+  XSERV_FIELD(FaultRecord, code, 0, 4); \
+  XSERV_FIELD(FaultRecord, _padding, 4, 4); \
+  XSERV_FIELD(FaultRecord, index, 8, 8); \
+  XSERV_FIELD(FaultRecord, value, 16, 8); \
+  static_assert(sizeof(FaultRecord) == 24, "FaultRecord has another size in Rust")
+
+#define XSERV_LAYOUT_TensorMap \
+  XSERV_FIELD(TensorMap, words, 0, 128); \
+  static_assert(sizeof(TensorMap) == 128, "TensorMap has another size in Rust")
+
+#define XSERV_LAYOUT_KernelRows \
+  XSERV_FIELD(KernelRows, inner, 0, 8); \
+  XSERV_FIELD(KernelRows, outer_stride, 8, 8); \
+  XSERV_FIELD(KernelRows, inner_stride, 16, 8); \
+  static_assert(sizeof(KernelRows) == 24, "KernelRows has another size in Rust")
+
+#define XSERV_LAYOUT_StridedLayout \
+  XSERV_FIELD(StridedLayout, rank, 0, 4); \
+  XSERV_FIELD(StridedLayout, num_units, 4, 4); \
+  XSERV_FIELD(StridedLayout, sizes, 8, 32); \
+  XSERV_FIELD(StridedLayout, multipliers, 40, 32); \
+  XSERV_FIELD(StridedLayout, shifts, 72, 32); \
+  XSERV_FIELD(StridedLayout, strides, 104, 192); \
+  static_assert(sizeof(StridedLayout) == 296, "StridedLayout has another size in Rust")
+
+#define XSERV_LAYOUT_AttentionParams \
+  XSERV_FIELD(AttentionParams, q, 0, 8); \
+  XSERV_FIELD(AttentionParams, k, 8, 8); \
+  XSERV_FIELD(AttentionParams, v, 16, 8); \
+  XSERV_FIELD(AttentionParams, out, 24, 8); \
+  XSERV_FIELD(AttentionParams, cu_seqlens_q, 32, 8); \
+  XSERV_FIELD(AttentionParams, cu_seqlens_k, 40, 8); \
+  XSERV_FIELD(AttentionParams, block_tables, 48, 8); \
+  XSERV_FIELD(AttentionParams, context_lens, 56, 8); \
+  XSERV_FIELD(AttentionParams, fault, 64, 8); \
+  XSERV_FIELD(AttentionParams, q_batch_stride, 72, 8); \
+  XSERV_FIELD(AttentionParams, q_token_stride, 80, 8); \
+  XSERV_FIELD(AttentionParams, q_head_stride, 88, 8); \
+  XSERV_FIELD(AttentionParams, k_batch_stride, 96, 8); \
+  XSERV_FIELD(AttentionParams, k_token_stride, 104, 8); \
+  XSERV_FIELD(AttentionParams, k_head_stride, 112, 8); \
+  XSERV_FIELD(AttentionParams, v_batch_stride, 120, 8); \
+  XSERV_FIELD(AttentionParams, v_token_stride, 128, 8); \
+  XSERV_FIELD(AttentionParams, v_head_stride, 136, 8); \
+  XSERV_FIELD(AttentionParams, o_batch_stride, 144, 8); \
+  XSERV_FIELD(AttentionParams, o_token_stride, 152, 8); \
+  XSERV_FIELD(AttentionParams, o_head_stride, 160, 8); \
+  XSERV_FIELD(AttentionParams, num_heads, 168, 4); \
+  XSERV_FIELD(AttentionParams, num_kv_heads, 172, 4); \
+  XSERV_FIELD(AttentionParams, q_len, 176, 4); \
+  XSERV_FIELD(AttentionParams, kv_len, 180, 4); \
+  XSERV_FIELD(AttentionParams, causal, 184, 4); \
+  XSERV_FIELD(AttentionParams, num_blocks, 188, 4); \
+  XSERV_FIELD(AttentionParams, block_size_log2, 192, 4); \
+  XSERV_FIELD(AttentionParams, max_blocks_per_seq, 196, 4); \
+  XSERV_FIELD(AttentionParams, scale, 200, 4); \
+  XSERV_FIELD(AttentionParams, padding, 204, 4); \
+  static_assert(sizeof(AttentionParams) == 208, "AttentionParams has another size in Rust")
+
+#define XSERV_LAYOUT_AttentionDecodeParams \
+  XSERV_FIELD(AttentionDecodeParams, q, 0, 8); \
+  XSERV_FIELD(AttentionDecodeParams, k, 8, 8); \
+  XSERV_FIELD(AttentionDecodeParams, v, 16, 8); \
+  XSERV_FIELD(AttentionDecodeParams, out, 24, 8); \
+  XSERV_FIELD(AttentionDecodeParams, partial_out, 32, 8); \
+  XSERV_FIELD(AttentionDecodeParams, partial_stats, 40, 8); \
+  XSERV_FIELD(AttentionDecodeParams, counters, 48, 8); \
+  XSERV_FIELD(AttentionDecodeParams, cu_seqlens_q, 56, 8); \
+  XSERV_FIELD(AttentionDecodeParams, cu_seqlens_k, 64, 8); \
+  XSERV_FIELD(AttentionDecodeParams, block_tables, 72, 8); \
+  XSERV_FIELD(AttentionDecodeParams, context_lens, 80, 8); \
+  XSERV_FIELD(AttentionDecodeParams, fault, 88, 8); \
+  XSERV_FIELD(AttentionDecodeParams, q_seq_stride, 96, 8); \
+  XSERV_FIELD(AttentionDecodeParams, q_head_stride, 104, 8); \
+  XSERV_FIELD(AttentionDecodeParams, k_seq_stride, 112, 8); \
+  XSERV_FIELD(AttentionDecodeParams, k_token_stride, 120, 8); \
+  XSERV_FIELD(AttentionDecodeParams, k_head_stride, 128, 8); \
+  XSERV_FIELD(AttentionDecodeParams, v_seq_stride, 136, 8); \
+  XSERV_FIELD(AttentionDecodeParams, v_token_stride, 144, 8); \
+  XSERV_FIELD(AttentionDecodeParams, v_head_stride, 152, 8); \
+  XSERV_FIELD(AttentionDecodeParams, o_seq_stride, 160, 8); \
+  XSERV_FIELD(AttentionDecodeParams, o_head_stride, 168, 8); \
+  XSERV_FIELD(AttentionDecodeParams, num_heads, 176, 4); \
+  XSERV_FIELD(AttentionDecodeParams, num_kv_heads, 180, 4); \
+  XSERV_FIELD(AttentionDecodeParams, num_tokens, 184, 4); \
+  XSERV_FIELD(AttentionDecodeParams, kv_len, 188, 4); \
+  XSERV_FIELD(AttentionDecodeParams, max_chunks, 192, 4); \
+  XSERV_FIELD(AttentionDecodeParams, num_blocks, 196, 4); \
+  XSERV_FIELD(AttentionDecodeParams, block_size_log2, 200, 4); \
+  XSERV_FIELD(AttentionDecodeParams, max_blocks_per_seq, 204, 4); \
+  XSERV_FIELD(AttentionDecodeParams, scale, 208, 4); \
+  XSERV_FIELD(AttentionDecodeParams, padding, 212, 4); \
+  static_assert(sizeof(AttentionDecodeParams) == 216, "AttentionDecodeParams has another size in Rust")
+
+#define XSERV_LAYOUT_AttentionFlashWgmmaParams \
+  XSERV_FIELD(AttentionFlashWgmmaParams, q, 0, 8); \
+  XSERV_FIELD(AttentionFlashWgmmaParams, out, 8, 8); \
+  XSERV_FIELD(AttentionFlashWgmmaParams, cu_seqlens_q, 16, 8); \
+  XSERV_FIELD(AttentionFlashWgmmaParams, block_tables, 24, 8); \
+  XSERV_FIELD(AttentionFlashWgmmaParams, context_lens, 32, 8); \
+  XSERV_FIELD(AttentionFlashWgmmaParams, fault, 40, 8); \
+  XSERV_FIELD(AttentionFlashWgmmaParams, counter, 48, 8); \
+  XSERV_FIELD(AttentionFlashWgmmaParams, partial_out, 56, 8); \
+  XSERV_FIELD(AttentionFlashWgmmaParams, partial_stats, 64, 8); \
+  XSERV_FIELD(AttentionFlashWgmmaParams, running, 72, 8); \
+  XSERV_FIELD(AttentionFlashWgmmaParams, q_token_stride, 80, 8); \
+  XSERV_FIELD(AttentionFlashWgmmaParams, q_head_stride, 88, 8); \
+  XSERV_FIELD(AttentionFlashWgmmaParams, q_row_stride, 96, 8); \
+  XSERV_FIELD(AttentionFlashWgmmaParams, o_token_stride, 104, 8); \
+  XSERV_FIELD(AttentionFlashWgmmaParams, o_head_stride, 112, 8); \
+  XSERV_FIELD(AttentionFlashWgmmaParams, o_row_stride, 120, 8); \
+  XSERV_FIELD(AttentionFlashWgmmaParams, num_heads, 128, 4); \
+  XSERV_FIELD(AttentionFlashWgmmaParams, num_kv_heads, 132, 4); \
+  XSERV_FIELD(AttentionFlashWgmmaParams, num_tokens, 136, 4); \
+  XSERV_FIELD(AttentionFlashWgmmaParams, num_seqs, 140, 4); \
+  XSERV_FIELD(AttentionFlashWgmmaParams, num_blocks, 144, 4); \
+  XSERV_FIELD(AttentionFlashWgmmaParams, max_blocks_per_seq, 148, 4); \
+  XSERV_FIELD(AttentionFlashWgmmaParams, causal, 152, 4); \
+  XSERV_FIELD(AttentionFlashWgmmaParams, scale, 156, 4); \
+  XSERV_FIELD(AttentionFlashWgmmaParams, packed_heads, 160, 4); \
+  XSERV_FIELD(AttentionFlashWgmmaParams, max_segments, 164, 4); \
+  static_assert(sizeof(AttentionFlashWgmmaParams) == 168, "AttentionFlashWgmmaParams has another size in Rust")
+
+#define XSERV_LAYOUT_FusedArgs \
+  XSERV_FIELD(FusedArgs, qkv, 0, 8); \
+  XSERV_FIELD(FusedArgs, q_norm, 8, 8); \
+  XSERV_FIELD(FusedArgs, k_norm, 16, 8); \
+  XSERV_FIELD(FusedArgs, cos, 24, 8); \
+  XSERV_FIELD(FusedArgs, sin, 32, 8); \
+  XSERV_FIELD(FusedArgs, positions, 40, 8); \
+  XSERV_FIELD(FusedArgs, slots, 48, 8); \
+  XSERV_FIELD(FusedArgs, block_tables, 56, 8); \
+  XSERV_FIELD(FusedArgs, context_lens, 64, 8); \
+  XSERV_FIELD(FusedArgs, k_cache, 72, 8); \
+  XSERV_FIELD(FusedArgs, v_cache, 80, 8); \
+  XSERV_FIELD(FusedArgs, out, 88, 8); \
+  XSERV_FIELD(FusedArgs, partial_out, 96, 8); \
+  XSERV_FIELD(FusedArgs, partial_stats, 104, 8); \
+  XSERV_FIELD(FusedArgs, counters, 112, 8); \
+  XSERV_FIELD(FusedArgs, fault, 120, 8); \
+  XSERV_FIELD(FusedArgs, num_seqs, 128, 4); \
+  XSERV_FIELD(FusedArgs, num_heads, 132, 4); \
+  XSERV_FIELD(FusedArgs, num_kv_heads, 136, 4); \
+  XSERV_FIELD(FusedArgs, heads_per_kv, 140, 4); \
+  XSERV_FIELD(FusedArgs, num_blocks, 144, 4); \
+  XSERV_FIELD(FusedArgs, max_blocks_per_seq, 148, 4); \
+  XSERV_FIELD(FusedArgs, max_position, 152, 4); \
+  XSERV_FIELD(FusedArgs, max_chunks, 156, 4); \
+  XSERV_FIELD(FusedArgs, chunk_len, 160, 4); \
+  XSERV_FIELD(FusedArgs, wait_first, 164, 4); \
+  XSERV_FIELD(FusedArgs, eps, 168, 4); \
+  XSERV_FIELD(FusedArgs, scale, 172, 4); \
+  static_assert(sizeof(FusedArgs) == 176, "FusedArgs has another size in Rust")
+
+#define XSERV_LAYOUT_OutputProjection \
+  XSERV_FIELD(OutputProjection, weight, 0, 8); \
+  XSERV_FIELD(OutputProjection, sums, 8, 8); \
+  XSERV_FIELD(OutputProjection, hidden_size, 16, 4); \
+  XSERV_FIELD(OutputProjection, padding, 20, 4); \
+  static_assert(sizeof(OutputProjection) == 24, "OutputProjection has another size in Rust")
+
+#define XSERV_LAYOUT_FusedProjectArgs \
+  XSERV_FIELD(FusedProjectArgs, attention, 0, 176); \
+  XSERV_FIELD(FusedProjectArgs, projection, 176, 24); \
+  static_assert(sizeof(FusedProjectArgs) == 200, "FusedProjectArgs has another size in Rust")
+
+#define XSERV_LAYOUT_GemmParams \
+  XSERV_FIELD(GemmParams, a, 0, 8); \
+  XSERV_FIELD(GemmParams, b, 8, 8); \
+  XSERV_FIELD(GemmParams, c, 16, 8); \
+  XSERV_FIELD(GemmParams, workspace, 24, 8); \
+  XSERV_FIELD(GemmParams, lda, 32, 8); \
+  XSERV_FIELD(GemmParams, ldb, 40, 8); \
+  XSERV_FIELD(GemmParams, ldc, 48, 8); \
+  XSERV_FIELD(GemmParams, stride_a, 56, 8); \
+  XSERV_FIELD(GemmParams, stride_b, 64, 8); \
+  XSERV_FIELD(GemmParams, stride_c, 72, 8); \
+  XSERV_FIELD(GemmParams, m, 80, 4); \
+  XSERV_FIELD(GemmParams, n, 84, 4); \
+  XSERV_FIELD(GemmParams, k, 88, 4); \
+  XSERV_FIELD(GemmParams, k_per_split, 92, 4); \
+  XSERV_FIELD(GemmParams, alpha, 96, 4); \
+  XSERV_FIELD(GemmParams, beta, 100, 4); \
+  static_assert(sizeof(GemmParams) == 104, "GemmParams has another size in Rust")
+
+#define XSERV_LAYOUT_GemvParams \
+  XSERV_FIELD(GemvParams, x, 0, 8); \
+  XSERV_FIELD(GemvParams, w, 8, 8); \
+  XSERV_FIELD(GemvParams, out, 16, 8); \
+  XSERV_FIELD(GemvParams, ldx, 24, 8); \
+  XSERV_FIELD(GemvParams, ldw, 32, 8); \
+  XSERV_FIELD(GemvParams, ldo, 40, 8); \
+  XSERV_FIELD(GemvParams, m, 48, 4); \
+  XSERV_FIELD(GemvParams, n, 52, 4); \
+  XSERV_FIELD(GemvParams, k, 56, 4); \
+  XSERV_FIELD(GemvParams, alpha, 60, 4); \
+  XSERV_FIELD(GemvParams, beta, 64, 4); \
+  static_assert(sizeof(GemvParams) == 72, "GemvParams has another size in Rust")
+
+#define XSERV_LAYOUT_SimtGemmParams \
+  XSERV_FIELD(SimtGemmParams, a, 0, 8); \
+  XSERV_FIELD(SimtGemmParams, b, 8, 8); \
+  XSERV_FIELD(SimtGemmParams, c, 16, 8); \
+  XSERV_FIELD(SimtGemmParams, lda, 24, 8); \
+  XSERV_FIELD(SimtGemmParams, ldb, 32, 8); \
+  XSERV_FIELD(SimtGemmParams, ldc, 40, 8); \
+  XSERV_FIELD(SimtGemmParams, stride_a, 48, 8); \
+  XSERV_FIELD(SimtGemmParams, stride_b, 56, 8); \
+  XSERV_FIELD(SimtGemmParams, stride_c, 64, 8); \
+  XSERV_FIELD(SimtGemmParams, m, 72, 4); \
+  XSERV_FIELD(SimtGemmParams, n, 76, 4); \
+  XSERV_FIELD(SimtGemmParams, k, 80, 4); \
+  XSERV_FIELD(SimtGemmParams, trans_a, 84, 4); \
+  XSERV_FIELD(SimtGemmParams, trans_b, 88, 4); \
+  XSERV_FIELD(SimtGemmParams, alpha, 92, 4); \
+  XSERV_FIELD(SimtGemmParams, beta, 96, 4); \
+  static_assert(sizeof(SimtGemmParams) == 104, "SimtGemmParams has another size in Rust")
+
+#define XSERV_LAYOUT_KvSwapCopy \
+  XSERV_FIELD(KvSwapCopy, host, 0, 8); \
+  XSERV_FIELD(KvSwapCopy, block, 8, 4); \
+  XSERV_FIELD(KvSwapCopy, padding, 12, 4); \
+  static_assert(sizeof(KvSwapCopy) == 16, "KvSwapCopy has another size in Rust")
+
+#define XSERV_LAYOUT_KvSwapParams \
+  XSERV_FIELD(KvSwapParams, cache, 0, 8); \
+  XSERV_FIELD(KvSwapParams, part_units, 8, 8); \
+  XSERV_FIELD(KvSwapParams, block_units, 16, 4); \
+  XSERV_FIELD(KvSwapParams, to_host, 20, 4); \
+  XSERV_FIELD(KvSwapParams, copies, 24, 3840); \
+  static_assert(sizeof(KvSwapParams) == 3864, "KvSwapParams has another size in Rust")
+
+#define XSERV_LAYOUT_LinearGemvParams \
+  XSERV_FIELD(LinearGemvParams, x, 0, 8); \
+  XSERV_FIELD(LinearGemvParams, norm_weight, 8, 8); \
+  XSERV_FIELD(LinearGemvParams, weight, 16, 8); \
+  XSERV_FIELD(LinearGemvParams, out, 24, 8); \
+  XSERV_FIELD(LinearGemvParams, ldx, 32, 8); \
+  XSERV_FIELD(LinearGemvParams, ldw, 40, 8); \
+  XSERV_FIELD(LinearGemvParams, ldo, 48, 8); \
+  XSERV_FIELD(LinearGemvParams, num_tokens, 56, 4); \
+  XSERV_FIELD(LinearGemvParams, out_features, 60, 4); \
+  XSERV_FIELD(LinearGemvParams, in_features, 64, 4); \
+  XSERV_FIELD(LinearGemvParams, prefetch_blocks, 68, 4); \
+  XSERV_FIELD(LinearGemvParams, prefetch_rows, 72, 4); \
+  XSERV_FIELD(LinearGemvParams, eps, 76, 4); \
+  static_assert(sizeof(LinearGemvParams) == 80, "LinearGemvParams has another size in Rust")
+
+#define XSERV_LAYOUT_GemvMmaParams \
+  XSERV_FIELD(GemvMmaParams, x, 0, 8); \
+  XSERV_FIELD(GemvMmaParams, norm_weight, 8, 8); \
+  XSERV_FIELD(GemvMmaParams, weight, 16, 8); \
+  XSERV_FIELD(GemvMmaParams, sums, 24, 8); \
+  XSERV_FIELD(GemvMmaParams, residual, 32, 8); \
+  XSERV_FIELD(GemvMmaParams, hidden, 40, 8); \
+  XSERV_FIELD(GemvMmaParams, out, 48, 8); \
+  XSERV_FIELD(GemvMmaParams, out_features, 56, 4); \
+  XSERV_FIELD(GemvMmaParams, eps, 60, 4); \
+  static_assert(sizeof(GemvMmaParams) == 64, "GemvMmaParams has another size in Rust")
+
+#define XSERV_LAYOUT_PrefillParams \
+  XSERV_FIELD(PrefillParams, weight, 0, 128); \
+  XSERV_FIELD(PrefillParams, x, 128, 128); \
+  XSERV_FIELD(PrefillParams, out, 256, 8); \
+  XSERV_FIELD(PrefillParams, ldo, 264, 8); \
+  XSERV_FIELD(PrefillParams, num_tokens, 272, 4); \
+  XSERV_FIELD(PrefillParams, n, 276, 4); \
+  XSERV_FIELD(PrefillParams, k, 280, 4); \
+  XSERV_FIELD(PrefillParams, padding, 284, 28); \
+  static_assert(sizeof(PrefillParams) == 320, "PrefillParams has another size in Rust")
+
+#define XSERV_LAYOUT_PrefillHeadsParams \
+  XSERV_FIELD(PrefillHeadsParams, gemm, 0, 320); \
+  XSERV_FIELD(PrefillHeadsParams, q_norm, 320, 8); \
+  XSERV_FIELD(PrefillHeadsParams, k_norm, 328, 8); \
+  XSERV_FIELD(PrefillHeadsParams, cos, 336, 8); \
+  XSERV_FIELD(PrefillHeadsParams, sin, 344, 8); \
+  XSERV_FIELD(PrefillHeadsParams, positions, 352, 8); \
+  XSERV_FIELD(PrefillHeadsParams, slots, 360, 8); \
+  XSERV_FIELD(PrefillHeadsParams, k_cache, 368, 8); \
+  XSERV_FIELD(PrefillHeadsParams, v_cache, 376, 8); \
+  XSERV_FIELD(PrefillHeadsParams, fault, 384, 8); \
+  XSERV_FIELD(PrefillHeadsParams, num_slots, 392, 8); \
+  XSERV_FIELD(PrefillHeadsParams, num_heads, 400, 4); \
+  XSERV_FIELD(PrefillHeadsParams, num_kv_heads, 404, 4); \
+  XSERV_FIELD(PrefillHeadsParams, max_position, 408, 4); \
+  XSERV_FIELD(PrefillHeadsParams, eps, 412, 4); \
+  XSERV_FIELD(PrefillHeadsParams, padding, 416, 32); \
+  static_assert(sizeof(PrefillHeadsParams) == 448, "PrefillHeadsParams has another size in Rust")
+
+#define XSERV_LAYOUT_SkinnyParams \
+  XSERV_FIELD(SkinnyParams, weight, 0, 128); \
+  XSERV_FIELD(SkinnyParams, x, 128, 128); \
+  XSERV_FIELD(SkinnyParams, out, 256, 8); \
+  XSERV_FIELD(SkinnyParams, ldo, 264, 8); \
+  XSERV_FIELD(SkinnyParams, num_tokens, 272, 4); \
+  XSERV_FIELD(SkinnyParams, n, 276, 4); \
+  XSERV_FIELD(SkinnyParams, k, 280, 4); \
+  XSERV_FIELD(SkinnyParams, padding, 284, 28); \
+  static_assert(sizeof(SkinnyParams) == 320, "SkinnyParams has another size in Rust")
+
+#define XSERV_LAYOUT_QkNormRopeAppendArgs \
+  XSERV_FIELD(QkNormRopeAppendArgs, qkv, 0, 8); \
+  XSERV_FIELD(QkNormRopeAppendArgs, q_norm, 8, 8); \
+  XSERV_FIELD(QkNormRopeAppendArgs, k_norm, 16, 8); \
+  XSERV_FIELD(QkNormRopeAppendArgs, cos, 24, 8); \
+  XSERV_FIELD(QkNormRopeAppendArgs, sin, 32, 8); \
+  XSERV_FIELD(QkNormRopeAppendArgs, positions, 40, 8); \
+  XSERV_FIELD(QkNormRopeAppendArgs, slots, 48, 8); \
+  XSERV_FIELD(QkNormRopeAppendArgs, k_cache, 56, 8); \
+  XSERV_FIELD(QkNormRopeAppendArgs, v_cache, 64, 8); \
+  XSERV_FIELD(QkNormRopeAppendArgs, fault, 72, 8); \
+  XSERV_FIELD(QkNormRopeAppendArgs, num_slots, 80, 8); \
+  XSERV_FIELD(QkNormRopeAppendArgs, num_heads, 88, 4); \
+  XSERV_FIELD(QkNormRopeAppendArgs, num_kv_heads, 92, 4); \
+  XSERV_FIELD(QkNormRopeAppendArgs, head_dim, 96, 4); \
+  XSERV_FIELD(QkNormRopeAppendArgs, head_stride, 100, 4); \
+  XSERV_FIELD(QkNormRopeAppendArgs, max_position, 104, 4); \
+  XSERV_FIELD(QkNormRopeAppendArgs, eps, 108, 4); \
+  static_assert(sizeof(QkNormRopeAppendArgs) == 112, "QkNormRopeAppendArgs has another size in Rust")
+
+#define XSERV_LAYOUT_RmsNormStepParams \
+  XSERV_FIELD(RmsNormStepParams, x, 0, 8); \
+  XSERV_FIELD(RmsNormStepParams, weight, 8, 8); \
+  XSERV_FIELD(RmsNormStepParams, out, 16, 8); \
+  XSERV_FIELD(RmsNormStepParams, width, 24, 4); \
+  XSERV_FIELD(RmsNormStepParams, eps, 28, 4); \
+  static_assert(sizeof(RmsNormStepParams) == 32, "RmsNormStepParams has another size in Rust")
+
+#define XSERV_LAYOUT_RopeArgs \
+  XSERV_FIELD(RopeArgs, q, 0, 8); \
+  XSERV_FIELD(RopeArgs, q_out, 8, 8); \
+  XSERV_FIELD(RopeArgs, k, 16, 8); \
+  XSERV_FIELD(RopeArgs, k_out, 24, 8); \
+  XSERV_FIELD(RopeArgs, positions, 32, 8); \
+  XSERV_FIELD(RopeArgs, cos, 40, 8); \
+  XSERV_FIELD(RopeArgs, sin, 48, 8); \
+  XSERV_FIELD(RopeArgs, fault, 56, 8); \
+  XSERV_FIELD(RopeArgs, q_token_stride, 64, 8); \
+  XSERV_FIELD(RopeArgs, q_head_stride, 72, 8); \
+  XSERV_FIELD(RopeArgs, q_out_token_stride, 80, 8); \
+  XSERV_FIELD(RopeArgs, q_out_head_stride, 88, 8); \
+  XSERV_FIELD(RopeArgs, k_token_stride, 96, 8); \
+  XSERV_FIELD(RopeArgs, k_head_stride, 104, 8); \
+  XSERV_FIELD(RopeArgs, k_out_token_stride, 112, 8); \
+  XSERV_FIELD(RopeArgs, k_out_head_stride, 120, 8); \
+  XSERV_FIELD(RopeArgs, num_heads, 128, 4); \
+  XSERV_FIELD(RopeArgs, num_kv_heads, 132, 4); \
+  XSERV_FIELD(RopeArgs, head_dim, 136, 4); \
+  XSERV_FIELD(RopeArgs, max_position, 140, 4); \
+  XSERV_FIELD(RopeArgs, lanes, 144, 4); \
+  XSERV_FIELD(RopeArgs, lanes_multiplier, 148, 4); \
+  XSERV_FIELD(RopeArgs, heads_at_a_time, 152, 4); \
+  XSERV_FIELD(RopeArgs, padding, 156, 4); \
+  static_assert(sizeof(RopeArgs) == 160, "RopeArgs has another size in Rust")
+
+#define XSERV_LAYOUT_SampleRow \
+  XSERV_FIELD(SampleRow, seed, 0, 8); \
+  XSERV_FIELD(SampleRow, index, 8, 8); \
+  XSERV_FIELD(SampleRow, temperature, 16, 4); \
+  XSERV_FIELD(SampleRow, top_p, 20, 4); \
+  XSERV_FIELD(SampleRow, min_p, 24, 4); \
+  XSERV_FIELD(SampleRow, top_k, 28, 4); \
+  static_assert(sizeof(SampleRow) == 32, "SampleRow has another size in Rust")
+
+#define XSERV_LAYOUT_SampleArgs \
+  XSERV_FIELD(SampleArgs, logits, 0, 8); \
+  XSERV_FIELD(SampleArgs, rows, 8, 8); \
+  XSERV_FIELD(SampleArgs, tokens, 16, 8); \
+  XSERV_FIELD(SampleArgs, host_tokens, 24, 8); \
+  XSERV_FIELD(SampleArgs, partials, 32, 8); \
+  XSERV_FIELD(SampleArgs, counters, 40, 8); \
+  XSERV_FIELD(SampleArgs, vocab_size, 48, 4); \
+  XSERV_FIELD(SampleArgs, parts, 52, 4); \
+  static_assert(sizeof(SampleArgs) == 56, "SampleArgs has another size in Rust")

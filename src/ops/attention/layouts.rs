@@ -1,0 +1,15 @@
+//! What `csrc/common/layouts.cuh` says of attention.
+
+pub(in crate::ops) use super::choice::KERNEL_HEAD_DIMS;
+pub(in crate::ops) use super::cuda::{AttentionParams, GROUP_HEADS};
+pub(in crate::ops) use super::cuda_flash::shared_bytes as flash_shared_bytes;
+pub(in crate::ops) use super::cuda_flash_wgmma::{
+    shared_bytes as flash_wgmma_shared_bytes, AttentionFlashWgmmaParams, SEGMENT_KEYS,
+};
+pub(in crate::ops) use super::cuda_fused::{shared_bytes as fused_shared_bytes, FusedArgs};
+pub(in crate::ops) use super::cuda_fused_project::{
+    shared_bytes as fused_project_shared_bytes, FusedProjectArgs, OutputProjection,
+};
+pub(in crate::ops) use super::cuda_split_kv::{
+    shared_bytes as split_kv_shared_bytes, AttentionDecodeParams,
+};
