@@ -1,9 +1,14 @@
 //! What all tests share: seeds, references in f64, tolerances, guarded buffers, golden vectors.
 #![allow(dead_code)]
 
+pub mod cuda_context;
+pub mod device;
 pub mod golden;
+pub mod layouts;
 pub mod reference;
+pub mod rounded;
 pub mod tensors;
+pub mod typed;
 
 use xserv::backend::cpu::{CpuBackend, Isa};
 use xserv::memory::DType;
@@ -22,6 +27,11 @@ impl Random {
         z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
         z ^ (z >> 31)
+    }
+
+    /// Uniform in -1..1.
+    pub fn signed(&mut self) -> f64 {
+        (self.next() >> 11) as f64 / (1_u64 << 52) as f64 - 1.0
     }
 
     pub fn below(&mut self, n: usize) -> usize {

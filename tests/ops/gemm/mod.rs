@@ -1,9 +1,11 @@
-//! Matrix products over tensors: every backend that a device has, against f64.
+//! Matrix products: slices of all types, and tensors with every backend that a device has.
 
-use super::support::tensors::*;
-use super::support::{golden, Random};
+use crate::support::tensors::*;
+use crate::support::{golden, Random};
 use xserv::ffi::xserv_gemm_backend::*;
 use xserv::ffi::*;
+
+mod cpu;
 
 /// A product and its factors, as the tests think of it.
 #[derive(Clone, Copy, Debug)]
@@ -473,17 +475,9 @@ fn large_products() {
     }
 }
 
-fn golden_type(name: &str) -> Type {
-    if name.ends_with(".f32") {
-        Type::F32
-    } else {
-        Type::BF16
-    }
-}
-
 /// Within the bars of the golden data of the reference, rounded to the type as it is stored.
 #[track_caller]
-fn close_to_golden(what: &str, element: Type, got: &[f64], want: &[f64]) {
+fn close_to_the_golden_data(what: &str, element: Type, got: &[f64], want: &[f64]) {
     compare(what, got, want, element.bar(2e-5, 2e-3, 1.6e-2));
 }
 
@@ -506,7 +500,7 @@ fn golden_vectors() {
                     let what = format!("{} {backend:?} on {}", case.name, context.name);
                     let out = TestTensor::blank(&context, element, &[m as i64, n as i64]);
                     if product.run(&context, backend, &a, &b, &out) {
-                        close_to_golden(&what, element, &out.read(&what), &c.values);
+                        close_to_the_golden_data(&what, element, &out.read(&what), &c.values);
                     }
                 }
             }
@@ -543,7 +537,12 @@ fn backward_golden_vectors() {
                 }
                 for (out, name) in [(&da, "da"), (&db, "db")] {
                     let want = golden.tensor(case, name).values;
-                    close_to_golden(&format!("{what} {name}"), element, &out.read(&what), &want);
+                    close_to_the_golden_data(
+                        &format!("{what} {name}"),
+                        element,
+                        &out.read(&what),
+                        &want,
+                    );
                 }
             }
         }
