@@ -236,7 +236,7 @@ fn blocks_on_cuda_go_to_the_host_and_back_bit_for_bit() {
         refused(&[copy(0, 2, 0)]);
         refused(&[copy(0, 0, 3)]);
         refused(&[KvCopy { block: 0, buffer: 0, offset: 8 }]);
-        refused(&[KvCopy { block: 0, buffer: 0, offset: usize::MAX }]);
+        refused(&[KvCopy { block: 0, buffer: 0, offset: 1 << 60 }]);
         refused(&vec![copy(0, 0, 0); MOST_KV_COPIES + 1]);
     }
 }

@@ -109,6 +109,35 @@ pub fn linear<T: Copy + Into<f64>>(
     out
 }
 
+/// `alpha op(a) op(b) + beta c` with the layout of c, which keeps what is between its rows; without c and beta
+/// [m, n]. op(a) is [m, k] and op(b) [k, n]; a and b are row-major with rows `lda` and `ldb` apart.
+pub fn gemm<T: Copy + Into<f64>>(
+    (a, b, c): (&[T], &[T], &[T]),
+    (m, n, k): (usize, usize, usize),
+    (transpose_a, transpose_b): (bool, bool),
+    (lda, ldb, ldc): (usize, usize, usize),
+    (alpha, beta): (f32, f32),
+) -> Vec<f64> {
+    let (a, b) = (wide(a), wide(b));
+    let mut out = if c.is_empty() { vec![0.0; m * n] } else { wide(c) };
+    // Rows of op(a) and columns of op(b), so that the sums run along memory.
+    let gather = |x: &[f64], count: usize, stride: usize, is_turned: bool| -> Vec<f64> {
+        let place = |i: usize, l: usize| if is_turned { l * stride + i } else { i * stride + l };
+        (0..count).flat_map(|i| (0..k).map(move |l| (i, l))).map(|(i, l)| x[place(i, l)]).collect()
+    };
+    let rows = gather(&a, m, lda, transpose_a);
+    let columns = gather(&b, n, ldb, !transpose_b);
+    for i in 0..m {
+        for j in 0..n {
+            let out = &mut out[i * ldc + j];
+            let product = dot(&rows[i * k..(i + 1) * k], &columns[j * k..(j + 1) * k]);
+            let old = if beta == 0.0 { 0.0 } else { f64::from(beta) * *out };
+            *out = f64::from(alpha) * product + old;
+        }
+    }
+    out
+}
+
 /// The scalar product, as eight sums that the compiler can put into vectors.
 fn dot(a: &[f64], b: &[f64]) -> f64 {
     let mut sums = [0.0; 8];

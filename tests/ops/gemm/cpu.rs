@@ -3,29 +3,21 @@
 use crate::support::typed::{
     close_rms, for_storage, normals, same_bits_on_any_number_of_threads, typed, values, Typed,
 };
-use crate::support::{backends, golden, Random};
+use crate::support::{backends, golden, reference, Random};
 use xserv::backend::cpu::CpuBackend;
 use xserv::ops::common::storage::Storage;
 use xserv::ops::gemm::cpu::{gemm, gemm_naive, Gemm, GemmScratch};
 
 for_storage!(shapes, golden_vectors, factors, threads, refusals);
 
-fn reference<T: Storage>(g: &Gemm, a: &[T], b: &[T], c: &[T]) -> Vec<f64> {
-    let at = |x: &[T], i: usize| f64::from(x[i].to_f32());
-    let mut out: Vec<f64> = values(c).into_iter().map(f64::from).collect();
-    for i in 0..g.m {
-        for j in 0..g.n {
-            let sum: f64 = (0..g.k)
-                .map(|l| {
-                    at(a, if g.transpose_a { l * g.lda + i } else { i * g.lda + l })
-                        * at(b, if g.transpose_b { j * g.ldb + l } else { l * g.ldb + j })
-                })
-                .sum();
-            let old = if g.beta == 0.0 { 0.0 } else { f64::from(g.beta) * out[i * g.ldc + j] };
-            out[i * g.ldc + j] = f64::from(g.alpha) * sum + old;
-        }
-    }
-    out
+fn exact<T: Storage>(g: &Gemm, a: &[T], b: &[T], c: &[T]) -> Vec<f64> {
+    reference::gemm(
+        (&values(a), &values(b), &values(c)),
+        (g.m, g.n, g.k),
+        (g.transpose_a, g.transpose_b),
+        (g.lda, g.ldb, g.ldc),
+        (g.alpha, g.beta),
+    )
 }
 
 fn shapes<T: Storage>() {
@@ -73,7 +65,7 @@ fn shapes<T: Storage>() {
                     row.iter_mut().take(n).for_each(|c| *c = T::from_f32(f32::NAN));
                 }
             }
-            let expected = reference(&g, &a, &b, &before);
+            let expected = exact(&g, &a, &b, &before);
             for backend in &backends {
                 let what = format!("{g:?} on {}", backend.name());
                 let mut c = Typed::of(&before);

@@ -1,7 +1,7 @@
 //! Matrix products: slices of all types, and tensors with every backend that a device has.
 
 use crate::support::tensors::*;
-use crate::support::{golden, Random};
+use crate::support::{golden, reference, Random};
 use xserv::ffi::xserv_gemm_backend::*;
 use xserv::ffi::*;
 
@@ -44,29 +44,10 @@ impl Case {
 
     /// One matrix of each.
     fn reference(&self, a: &[f64], b: &[f64], c: &[f64]) -> Vec<f64> {
-        let Case { m, n, k, .. } = *self;
-        // B by columns, so that the sums run along memory.
-        let columns: Vec<f64> = match self.transpose_b {
-            true => b.to_vec(),
-            false => (0..n * k).map(|i| b[i % k.max(1) * n + i / k.max(1)]).collect(),
-        };
-        let rows: Vec<f64> = match self.transpose_a {
-            false => a.to_vec(),
-            true => (0..m * k).map(|i| a[i % k.max(1) * m + i / k.max(1)]).collect(),
-        };
-        let mut out = Vec::with_capacity(m * n);
-        for i in 0..m {
-            for j in 0..n {
-                let (row, column) = (&rows[i * k..(i + 1) * k], &columns[j * k..(j + 1) * k]);
-                let sum: f64 = row.iter().zip(column).map(|(x, y)| x * y).sum();
-                let old = match self.beta == 0.0 {
-                    true => 0.0,
-                    false => f64::from(self.beta) * c[i * n + j],
-                };
-                out.push(f64::from(self.alpha) * sum + old);
-            }
-        }
-        out
+        let transposes = (self.transpose_a, self.transpose_b);
+        let strides = (self.a_shape()[1], self.b_shape()[1], self.n);
+        let factors = (self.alpha, self.beta);
+        reference::gemm((a, b, c), (self.m, self.n, self.k), transposes, strides, factors)
     }
 
     /// `|got - want| <= bar * (|want| + what sums of k products of unit normals have)`.
