@@ -24,6 +24,9 @@ mod ceilings;
 #[path = "../support/model_driver.rs"]
 mod driver;
 mod limits;
+#[allow(dead_code)] // what tensors are filled with
+#[path = "../support/random.rs"]
+mod random;
 #[allow(dead_code)] // benches use its part
 #[path = "../support/tensors.rs"]
 mod tensors;

@@ -20,6 +20,9 @@ use crate::support::*;
 mod ceilings;
 #[path = "../bench/limits.rs"]
 mod limits;
+#[allow(dead_code)] // what tensors are filled with
+#[path = "../support/random.rs"]
+mod random;
 #[allow(dead_code)] // only contexts are needed
 #[path = "../support/tensors.rs"]
 mod tensors;

@@ -1,309 +1,239 @@
-//! Norms, activations, softmax, argmax and rope on awkward shapes.
+//! Sums, products and casts: slices of all types and tensors.
 
-use crate::support::{
-    assert_close, assert_same_bits, backends, reference, Guarded, Random, Tolerance,
-};
-use xserv::backend::cpu::CpuBackend;
-use xserv::ops;
+use crate::support::layouts::{len, LAYOUTS};
+use crate::support::tensors::*;
+use crate::support::typed::{for_storage, normals, typed, values, Typed};
+use crate::support::{assert_same_bits, backends, Random};
+use xserv::ffi::*;
+use xserv::ops::common::storage::Storage;
+use xserv::ops::elementwise::cpu;
 
-const WIDTHS: [usize; 12] = [1, 2, 15, 16, 17, 31, 32, 33, 64, 128, 257, 1024];
-const ROWS: [usize; 6] = [0, 1, 2, 31, 33, 300];
+for_storage!(sums_and_products, casts);
 
-#[test]
-fn rms_norm() {
-    let mut random = Random::new(20);
+fn sums_and_products<T: Storage>() {
+    let mut random = Random::new(44);
     for backend in backends(&[1, 2]) {
-        for width in WIDTHS {
-            let weight = random.normals(width);
-            for rows in ROWS {
-                let x = random.normals(rows * width);
-                let mut out = Guarded::new(x.len());
-                ops::rms_norm::cpu::rms_norm(&backend, &x, &weight, 1e-6, out.get()).unwrap();
-                let expected = reference::rms_norm(&x, &weight, 1e-6);
-                let what = format!("rms_norm {rows}x{width} on {}", backend.name());
-                // Measured 3e-7.
-                assert_close(&what, out.checked(&what), &expected, Tolerance::OnePlus(2e-6));
-            }
+        for len in [0, 1, 31, 33, 1000, 100_001] {
+            let (a, b): (Vec<T>, Vec<T>) = (normals(&mut random, len), normals(&mut random, len));
+            let (mut sums, mut products) = (Typed::new(len), Typed::new(len));
+            cpu::add(&backend, &a, &b, sums.get()).unwrap();
+            cpu::mul(&backend, &a, &b, products.get()).unwrap();
+            let exact = |f: fn(f32, f32) -> f32| -> Vec<f32> {
+                let pairs = a.iter().zip(&b);
+                pairs.map(|(a, b)| T::from_f32(f(a.to_f32(), b.to_f32())).to_f32()).collect()
+            };
+            assert_same_bits("add", &sums.checked("add"), &exact(|a, b| a + b));
+            assert_same_bits("mul", &products.checked("mul"), &exact(|a, b| a * b));
         }
+        assert!(cpu::add(&backend, &[T::default()], &[], &mut [T::default()]).is_err());
     }
 }
 
-#[test]
-fn rms_norm_of_heads_inside_a_fused_row() {
-    let mut random = Random::new(21);
-    let (num_heads, head_dim, row_stride) = (5, 48, 400);
-    let weight = random.normals(head_dim);
-    for backend in backends(&[1, 2]) {
-        for num_tokens in [0, 1, 200] {
-            // As long as it must be: the last row ends with its heads.
-            let len = if num_tokens == 0 { 0 } else { (num_tokens - 1) * row_stride + 240 };
-            let before = random.normals(len);
-            let mut x = Guarded::of(&before);
-            ops::rms_norm::cpu_heads::rms_norm_heads(
-                &backend,
-                x.get(),
-                num_tokens,
-                row_stride,
-                num_heads,
-                &weight,
-                1e-6,
-            )
-            .unwrap();
-            let mut expected: Vec<f64> = before.iter().map(|&x| f64::from(x)).collect();
-            for token in 0..num_tokens {
-                let row = token * row_stride..token * row_stride + 240;
-                expected[row.clone()].copy_from_slice(&reference::rms_norm(
-                    &before[row],
-                    &weight,
-                    1e-6,
-                ));
-            }
-            assert_close("heads", x.checked("heads"), &expected, Tolerance::OnePlus(2e-6));
+/// From every bit pattern of the 16-bit types, and to them against the `half` crate.
+fn casts<T: Storage>() {
+    let mut random = Random::new(45);
+    let mut x: Vec<f32> = (0..=u16::MAX).map(|b| half::f16::from_bits(b).to_f32()).collect();
+    x.extend((0..=u16::MAX).map(|b| half::bf16::from_bits(b).to_f32()));
+    x.extend((0..200_000).map(|_| f32::from_bits(random.next() as u32)));
+    // Ties and their neighbours, around the subnormal numbers and the largest of f16.
+    for base in [1.0f32, 6.1e-5, 5.96e-8, 2.98e-8, 65504.0, 65520.0, 3.3e38] {
+        x.extend((-3000i32..3000).map(|i| f32::from_bits(base.to_bits().wrapping_add_signed(i))));
+    }
+    let x: Vec<T> = typed(&x);
+    let wide = values(&x);
+    let same = |what: &str, got: &[f32], expected: &mut dyn Iterator<Item = f32>| {
+        for ((&got, expected), x) in got.iter().zip(expected).zip(&wide) {
+            let both_nan = got.is_nan() && expected.is_nan();
+            let same = both_nan || got.to_bits() == expected.to_bits();
+            assert!(same, "{what}: {x:e} became {got:e}, not {expected:e}");
         }
-        let mut short = vec![0.0; 2 * row_stride];
-        let call = |x: &mut [f32], tokens, stride| {
-            ops::rms_norm::cpu_heads::rms_norm_heads(
-                &backend, x, tokens, stride, num_heads, &weight, 1e-6,
-            )
-        };
-        assert!(call(&mut short, 3, row_stride).is_err());
-        assert!(call(&mut short, 2, 239).is_err());
+    };
+    for backend in backends(&[1, 2]) {
+        let mut out = Typed::<f32>::new(x.len());
+        cpu::cast(&backend, &x, out.get()).unwrap();
+        same("to f32", &out.checked("cast"), &mut wide.iter().copied());
+        let mut out = Typed::<half::f16>::new(x.len());
+        cpu::cast(&backend, &x, out.get()).unwrap();
+        let expected = wide.iter().map(|&x| half::f16::from_f32(x).to_f32());
+        same("to f16", &out.checked("cast"), &mut { expected });
+        let mut out = Typed::<half::bf16>::new(x.len());
+        cpu::cast(&backend, &x, out.get()).unwrap();
+        let expected = wide.iter().map(|&x| half::bf16::from_f32(x).to_f32());
+        same("to bf16", &out.checked("cast"), &mut { expected });
     }
 }
 
-#[test]
-fn layer_norm() {
-    let mut random = Random::new(22);
-    for backend in backends(&[1, 2]) {
-        for width in WIDTHS {
-            let (weight, bias) = (random.normals(width), random.normals(width));
-            for rows in ROWS {
-                let x = random.normals(rows * width);
-                let mut out = Guarded::new(x.len());
-                ops::layer_norm::cpu::layer_norm(
-                    &backend,
-                    &x,
-                    &weight,
-                    Some(&bias),
-                    1e-5,
-                    out.get(),
-                )
-                .unwrap();
-                let expected = reference::layer_norm(&x, &weight, &bias, 1e-5);
-                let what = format!("layer_norm {rows}x{width} on {}", backend.name());
-                assert_close(&what, out.checked(&what), &expected, Tolerance::OnePlus(2e-5));
-            }
-        }
-    }
-}
+type Binary = unsafe extern "C" fn(
+    *const xserv_context,
+    *const xserv_tensor,
+    *const xserv_tensor,
+    *const xserv_tensor,
+) -> xserv_status;
+
+#[allow(clippy::type_complexity)]
+const BINARY: [(&str, Binary, fn(f64, f64) -> f64); 2] =
+    [("add", xserv_op_add, |a, b| a + b), ("mul", xserv_op_mul, |a, b| a * b)];
 
 #[test]
-fn activations() {
-    let mut random = Random::new(23);
-    let extremes = [0.0, -0.0, 1e-30, -1e-30, 20.0, -20.0, 87.0, -87.5, 88.5, -88.5, -104.0]
-        .into_iter()
-        .chain([1e10, -1e10, 1e30, -1e30, f32::MAX, f32::MIN]);
-    let mut x: Vec<f32> = extremes.collect();
-    x.extend((-4000..4000).map(|i| i as f32 / 100.0));
-    for backend in backends(&[1, 2]) {
-        for len in [0, 1, 15, 16, 17, 33, x.len()] {
-            let x = &x[..len];
-            let mut out = Guarded::new(len);
-            ops::activation::cpu::silu(&backend, x, out.get()).unwrap();
-            let expected: Vec<f64> = x.iter().map(|&x| reference::silu(x)).collect();
-            assert_close("silu", out.checked("silu"), &expected, Tolerance::OnePlus(2e-6));
-            let mut out = Guarded::of(x);
-            ops::activation::cpu::activation_in_place(
-                &backend,
-                ops::activation::cpu::Activation::GeluTanh,
-                out.get(),
-            )
-            .unwrap();
-            let expected: Vec<f64> = x.iter().map(|&x| reference::gelu_tanh(x)).collect();
-            assert_close("gelu", out.checked("gelu"), &expected, Tolerance::OnePlus(2e-6));
-        }
-        for (rows, width) in [(0, 3), (1, 1), (3, 33), (40, 3072)] {
-            let gate_up: Vec<f32> = random.normals(2 * rows * width);
-            let mut out = Guarded::new(rows * width);
-            ops::silu_mul::cpu_stacked::silu_mul(&backend, &gate_up, width, out.get()).unwrap();
-            let expected: Vec<f64> = gate_up
-                .chunks(2 * width)
-                .flat_map(|row| {
-                    row[..width]
-                        .iter()
-                        .zip(&row[width..])
-                        .map(|(&g, &u)| reference::silu(g) * f64::from(u))
-                })
-                .collect();
-            assert_close("silu_mul", out.checked("silu_mul"), &expected, Tolerance::OnePlus(2e-6));
-        }
-        // The largest values: no NaN, and zero where the gate closes.
-        let mut out = [f32::NAN; 2];
-        ops::silu_mul::cpu_stacked::silu_mul(&backend, &[1e30, -1e30, 1.0, 1e30], 2, &mut out)
-            .unwrap();
-        assert_eq!(out, [1e30, 0.0]);
-        let mut nan = [f32::NAN; 20];
-        ops::activation::cpu::activation_in_place(
-            &backend,
-            ops::activation::cpu::Activation::GeluTanh,
-            &mut nan,
-        )
-        .unwrap();
-        assert!(nan.iter().all(|x| x.is_nan()));
-    }
-}
-
-#[test]
-fn softmax() {
+fn add_and_mul() {
     let mut random = Random::new(24);
-    for backend in backends(&[1, 2]) {
-        for width in WIDTHS {
-            for rows in ROWS {
-                let mut x = random.normals(rows * width);
-                for (row, x) in x.chunks_mut(width).enumerate() {
-                    match row % 4 {
-                        1 => x.iter_mut().for_each(|x| *x = *x * 100.0 + 1000.0),
-                        2 => x.iter_mut().step_by(2).for_each(|x| *x = f32::NEG_INFINITY),
-                        3 => x.fill(f32::NEG_INFINITY),
-                        _ => {}
+    for context in contexts() {
+        for (name, op, reference) in BINARY {
+            for element in FLOATS {
+                for (shape, strides, misalign) in LAYOUTS {
+                    let what =
+                        format!("{name} {element:?} {shape:?} {strides:?} on {}", context.name);
+                    let a = element.round_all(&random.normals(len(shape)));
+                    let b = element.round_all(&random.normals(len(shape)));
+                    let want: Vec<f64> =
+                        a.iter().zip(&b).map(|(a, b)| element.round(reference(*a, *b))).collect();
+                    // One f32 rounding before that of the type moves a few by one unit.
+                    let bar = element.bar(1e-7, 5e-4, 4e-3);
+                    let a_tensor =
+                        TestTensor::strided(&context, element, shape, strides, misalign, &a);
+                    let b_tensor = TestTensor::new(&context, element, shape, &b);
+                    let out = TestTensor::blank(&context, element, shape);
+                    let blank = vec![f64::NAN; len(shape)];
+                    let strided =
+                        TestTensor::strided(&context, element, shape, strides, misalign, &blank);
+                    // SAFETY: live tensors of the context.
+                    unsafe {
+                        let (a_view, b_view) = (a_tensor.view(), b_tensor.view());
+                        ok(op(context.handle, &a_view, &b_view, &out.view()));
+                        ok(op(context.handle, &b_view, &a_view, &strided.view()));
+                        compare(&what, &out.read(&what), &want, bar);
+                        assert_eq!(out.read(&what), strided.read(&what), "{what}: layouts differ");
+                        assert_eq!(a_tensor.read(&what), a, "{what}: an input was changed");
+                        ok(op(context.handle, &a_view, &b_view, &a_view));
+                        ok(op(context.handle, &out.view(), &out.view(), &out.view()));
                     }
+                    compare(&format!("{what} in place"), &a_tensor.read(&what), &want, bar);
+                    let twice: Vec<f64> =
+                        want.iter().map(|&x| element.round(reference(x, x))).collect();
+                    compare(&format!("{what} of itself"), &out.read(&what), &twice, 2.5 * bar);
                 }
-                let mut out = Guarded::new(x.len());
-                ops::softmax::cpu::softmax(&backend, &x, width, out.get()).unwrap();
-                let expected = reference::softmax(&x, width);
-                let what = format!("softmax {rows}x{width} on {}", backend.name());
-                assert_close(&what, out.checked(&what), &expected, Tolerance::OnePlus(2e-6));
             }
         }
-        let mut out = [0.0; 3];
-        ops::softmax::cpu::softmax(&backend, &[1.0, f32::NAN, 2.0], 3, &mut out).unwrap();
-        assert!(out.iter().all(|x| x.is_nan()));
     }
 }
 
 #[test]
-fn argmax() {
-    for backend in backends(&[1]) {
-        for width in WIDTHS {
-            for at in [0, width / 2, width - 1] {
-                let mut x = vec![-1.0; 2 * width];
-                x[at] = 5.0;
-                x[width - 1] = 5.0;
-                let mut out = [9, 9];
-                ops::argmax::cpu_checked::argmax(&backend, &x, width, &mut out).unwrap();
-                assert_eq!(out, [at as u32, 0], "the lowest index of the largest value");
-                x[width + at] = f32::NAN;
-                assert!(ops::argmax::cpu_checked::argmax(&backend, &x, width, &mut out).is_err());
-            }
-        }
-        assert!(ops::argmax::cpu_checked::argmax(&backend, &[], 0, &mut [0]).is_err());
-        ops::argmax::cpu_checked::argmax(&backend, &[f32::NEG_INFINITY; 2], 2, &mut [7]).unwrap();
-    }
-}
-
-#[test]
-fn rope_with_strides_and_scaling() {
+fn add_and_mul_broadcast() {
     let mut random = Random::new(25);
-    for head_dim in [2, 16, 80, 128] {
-        let inv_freq: Vec<f32> =
-            (0..head_dim / 2).map(|i| 1e4f32.powf(-2.0 * i as f32 / head_dim as f32)).collect();
-        let table = ops::rope::cpu_table::RopeTable::new(&inv_freq, 1.25, 1000).unwrap();
-        let (num_heads, row_stride) = (3, 3 * head_dim + 7);
-        for backend in backends(&[1, 2]) {
-            for num_tokens in [0usize, 1, 33, 500] {
-                let len = if num_tokens == 0 { 0 } else { num_tokens * row_stride - 7 };
-                let before = random.normals(len);
-                let positions: Vec<u32> =
-                    (0..num_tokens).map(|t| ((t * 37 + 255) % 1000) as u32).collect();
-                let mut x = Guarded::of(&before);
-                let pairing = ops::rope::RopePairing::SplitHalf;
-                ops::rope::cpu_table::rope(
-                    &backend,
-                    x.get(),
-                    row_stride,
-                    num_heads,
-                    &positions,
-                    &table,
-                    pairing,
-                )
-                .unwrap();
-                let mut expected: Vec<f64> = before.iter().map(|&x| f64::from(x)).collect();
-                for (token, &position) in positions.iter().enumerate() {
-                    for head in 0..num_heads {
-                        for (i, inv_freq) in inv_freq.iter().enumerate() {
-                            let a = token * row_stride + head * head_dim + i;
-                            let b = a + head_dim / 2;
-                            // The f32 angle is the operator's contract.
-                            let (sin, cos) = f64::from(position as f32 * inv_freq).sin_cos();
-                            let (x, y) = (f64::from(before[a]), f64::from(before[b]));
-                            expected[a] = 1.25 * (x * cos - y * sin);
-                            expected[b] = 1.25 * (y * cos + x * sin);
+    for context in contexts() {
+        for (name, op, reference) in BINARY {
+            for element in FLOATS {
+                for (rows, width) in [(3, 7), (5, 64), (130, 1024), (2, 520)] {
+                    let what = format!("{name} {element:?} {rows}x{width} on {}", context.name);
+                    let a = element.round_all(&random.normals(rows * width));
+                    let row = element.round_all(&random.normals(width));
+                    let column = element.round_all(&random.normals(rows));
+                    let shape = [rows as i64, width as i64];
+                    let a_tensor = TestTensor::new(&context, element, &shape, &a);
+                    let row_tensor = TestTensor::new(&context, element, &shape[1..], &row);
+                    let column_tensor = TestTensor::new(&context, element, &shape[..1], &column);
+                    let by_row = slice(&row_tensor.view(), element, &shape, &[0, 1], 0);
+                    let by_column = slice(&column_tensor.view(), element, &shape, &[1, 0], 0);
+                    let scalar = slice(&column_tensor.view(), element, &shape, &[0, 0], 0);
+                    let value = |b: &dyn Fn(usize) -> f64| -> Vec<f64> {
+                        let at = |i: usize| element.round(reference(a[i], b(i)));
+                        (0..a.len()).map(at).collect()
+                    };
+                    let cases = [
+                        (by_row, value(&|i| row[i % width])),
+                        (by_column, value(&|i| column[i / width])),
+                        (scalar, value(&|_| column[0])),
+                    ];
+                    for (b, want) in cases {
+                        let out = TestTensor::blank(&context, element, &shape);
+                        // SAFETY: live tensors of the context.
+                        unsafe {
+                            ok(op(context.handle, &a_tensor.view(), &b, &out.view()));
+                            compare(&what, &out.read(&what), &want, element.bar(1e-7, 5e-4, 4e-3));
+                            let refused = refused(op(context.handle, &a_tensor.view(), &b, &b));
+                            assert!(refused.starts_with("out has strides"), "{refused}");
                         }
                     }
                 }
-                assert_close("rope", x.checked("rope"), &expected, Tolerance::OnePlus(2e-6));
             }
         }
-        let backend = CpuBackend::new(1).unwrap();
-        let pairing = ops::rope::RopePairing::SplitHalf;
-        let mut x = vec![0.0; head_dim];
-        assert!(ops::rope::cpu_table::rope(
-            &backend,
-            &mut x,
-            head_dim,
-            1,
-            &[1000],
-            &table,
-            pairing
-        )
-        .is_err());
-        assert!(ops::rope::cpu_table::rope(
-            &backend,
-            &mut x,
-            head_dim,
-            1,
-            &[u32::MAX],
-            &table,
-            pairing
-        )
-        .is_err());
-        assert!(ops::rope::cpu_table::rope(&backend, &mut x, head_dim, 2, &[0], &table, pairing)
-            .is_err());
     }
 }
 
 #[test]
-fn the_number_of_threads_does_not_change_a_bit() {
+fn casts_round_once() {
     let mut random = Random::new(26);
-    let x = random.normals(400 * 512);
-    let weight = random.normals(512);
-    for one in backends(&[1]) {
-        let run = |backend: &CpuBackend| {
-            let mut out = vec![0.0; x.len()];
-            ops::rms_norm::cpu::rms_norm(backend, &x, &weight, 1e-6, &mut out).unwrap();
-            ops::activation::cpu::activation_in_place(
-                backend,
-                ops::activation::cpu::Activation::GeluTanh,
-                &mut out,
-            )
-            .unwrap();
-            let mut out2 = vec![0.0; x.len()];
-            ops::softmax::cpu::softmax(backend, &out, 512, &mut out2).unwrap();
-            ops::layer_norm::cpu::layer_norm(
-                backend,
-                &out2,
-                &weight,
-                Some(&weight),
-                1e-6,
-                &mut out,
-            )
-            .unwrap();
-            out
+    for context in contexts() {
+        for from in FLOATS {
+            for to in FLOATS {
+                for (shape, strides, misalign) in LAYOUTS {
+                    let what =
+                        format!("cast {from:?} {to:?} {shape:?} {strides:?} on {}", context.name);
+                    let mut x = from.round_all(&random.normals(len(shape)));
+                    let odd = [f64::NAN, f64::INFINITY, -0.0, 1e5, -1e30, 6e-8, 65519.0, 1e-40];
+                    x.iter_mut().zip(odd).for_each(|(x, odd)| *x = from.round(odd));
+                    // Through f32, which every value here is: `half` rounds f64 after cutting it off.
+                    let want = x.iter().map(|&x| match to {
+                        Type::F16 => half::f16::from_f32(x as f32).to_f64(),
+                        Type::BF16 => half::bf16::from_f32(x as f32).to_f64(),
+                        _ => x,
+                    });
+                    let want: Vec<f64> = want.collect();
+                    let x = TestTensor::strided(&context, from, shape, strides, misalign, &x);
+                    let out = TestTensor::blank(&context, to, shape);
+                    let blank = vec![f64::NAN; len(shape)];
+                    let strided =
+                        TestTensor::strided(&context, to, shape, strides, misalign, &blank);
+                    // SAFETY: live tensors of the context.
+                    unsafe {
+                        ok(xserv_op_cast(context.handle, &x.view(), &out.view()));
+                        ok(xserv_op_cast(context.handle, &x.view(), &strided.view()));
+                    }
+                    for got in [out.read(&what), strided.read(&what)] {
+                        for (got, want) in got.iter().zip(&want) {
+                            let same =
+                                got.to_bits() == want.to_bits() || got.is_nan() && want.is_nan();
+                            assert!(same, "{what}: {got}, not {want}");
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn refusals() {
+    for context in contexts() {
+        let c = context.handle;
+        let tensor = |element, shape: &[i64]| {
+            TestTensor::new(&context, element, shape, &vec![1.0; len(shape)])
         };
-        let expected = run(&one);
-        for num_threads in [2, 3] {
-            let backend = CpuBackend::with_isa(num_threads, one.isa()).unwrap();
-            assert_same_bits(backend.name(), &expected, &run(&backend));
+        let x = tensor(Type::F32, &[4, 6]);
+        let half = tensor(Type::F16, &[4, 6]);
+        let narrow = tensor(Type::F32, &[4, 5]);
+        let ints = tensor(Type::I32, &[4, 6]);
+        let flat = tensor(Type::F32, &[24]);
+        let shifted = slice(&x.view(), Type::F32, &[3, 6], &[6, 1], 6);
+        let upper = slice(&x.view(), Type::F32, &[3, 6], &[6, 1], 0);
+        let [x, half, narrow, ints, flat] =
+            [&x, &half, &narrow, &ints, &flat].map(TestTensor::view);
+        let null = std::ptr::null();
+        // SAFETY: live tensors of the context, and NULL.
+        unsafe {
+            for (_, op, _) in BINARY {
+                says(op(c, &x, null, &x), "b", "NULL");
+                says(op(c, &ints, &x, &x), "a has elements of i32", "f32");
+                says(op(c, &x, &half, &x), "b has elements of f16", "f32");
+                says(op(c, &x, &narrow, &x), "b has shape [4, 5]", "[4, 6]");
+                says(op(c, &x, &x, &flat), "out has shape [24]", "[4, 6]");
+                says(op(c, &shifted, &shifted, &upper), "out overlaps a", "");
+            }
+            says(xserv_op_cast(c, &ints, &x), "source has elements of i32", "bf16");
+            says(xserv_op_cast(c, &x, &ints), "target has elements of i32", "bf16");
+            says(xserv_op_cast(c, &x, &narrow), "target has shape [4, 5]", "[4, 6]");
+            says(xserv_op_cast(c, &shifted, &upper), "target overlaps source", "");
+            ok(xserv_op_cast(c, &x, &x));
         }
     }
 }

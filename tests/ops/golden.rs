@@ -1,8 +1,13 @@
-//! Every golden vector of every operator that this crate has.
+//! Every golden vector of every operator of the CPU; those of tensors are beside the operators.
 
 use crate::support::{assert_close, backends, golden, to_bytes, Guarded, Tolerance};
 use xserv::memory::{DType, HostBuffer, Pages};
-use xserv::ops;
+use xserv::ops::common::packed_matrix::PackedMatrix;
+use xserv::ops::kv_cache::layout::{KvBlocks, KvLayout, BLOCK_SIZE};
+use xserv::ops::{
+    activation, attention, embedding, kv_cache, layer_norm, linear, rms_norm, rope, silu_mul,
+    softmax,
+};
 
 #[test]
 fn rms_norm() {
@@ -13,7 +18,7 @@ fn rms_norm() {
             let weight = golden.tensor(case, "weight").f32();
             let eps = case.params["eps"].as_f64().unwrap() as f32;
             let mut out = Guarded::new(x.len());
-            ops::rms_norm::cpu::rms_norm(&backend, &x, &weight, eps, out.get()).unwrap();
+            rms_norm::cpu::rms_norm(&backend, &x, &weight, eps, out.get()).unwrap();
             let what = format!("rmsnorm {} on {}", case.name, backend.name());
             let reference = golden.tensor(case, "y").values;
             assert_close(&what, out.checked(&what), &reference, Tolerance::OnePlus(2e-5));
@@ -31,7 +36,7 @@ fn layer_norm() {
             let bias = golden.tensor(case, "bias").f32();
             let eps = case.params["eps"].as_f64().unwrap() as f32;
             let mut out = Guarded::new(x.len());
-            ops::layer_norm::cpu::layer_norm(&backend, &x, &weight, Some(&bias), eps, out.get())
+            layer_norm::cpu::layer_norm(&backend, &x, &weight, Some(&bias), eps, out.get())
                 .unwrap();
             let what = format!("layernorm {} on {}", case.name, backend.name());
             let reference = golden.tensor(case, "y").values;
@@ -46,9 +51,9 @@ fn gelu_tanh() {
     for backend in backends(&[1, 2]) {
         for case in &golden.cases {
             let mut x = Guarded::of(&golden.tensor(case, "x").f32());
-            ops::activation::cpu::activation_in_place(
+            activation::cpu::activation_in_place(
                 &backend,
-                ops::activation::cpu::Activation::GeluTanh,
+                activation::cpu::Activation::GeluTanh,
                 x.get(),
             )
             .unwrap();
@@ -66,7 +71,7 @@ fn silu() {
         for case in &golden.cases {
             let x = golden.tensor(case, "x").f32();
             let mut out = Guarded::new(x.len());
-            ops::activation::cpu::silu(&backend, &x, out.get()).unwrap();
+            activation::cpu::silu(&backend, &x, out.get()).unwrap();
             let what = format!("silu {} on {}", case.name, backend.name());
             let reference = golden.tensor(case, "y").values;
             assert_close(&what, out.checked(&what), &reference, Tolerance::OnePlus(2e-6));
@@ -88,7 +93,7 @@ fn silu_mul() {
                 gate_up.extend_from_slice(u);
             }
             let mut out = Guarded::new(up.len());
-            ops::silu_mul::cpu_stacked::silu_mul(&backend, &gate_up, width, out.get()).unwrap();
+            silu_mul::cpu_stacked::silu_mul(&backend, &gate_up, width, out.get()).unwrap();
             let what = format!("silu_mul {} on {}", case.name, backend.name());
             let reference = golden.tensor(case, "y").values;
             assert_close(&what, out.checked(&what), &reference, Tolerance::OnePlus(5e-6));
@@ -105,7 +110,7 @@ fn softmax() {
             let row_len = *x.shape.last().unwrap();
             let x = x.f32();
             let mut out = Guarded::new(x.len());
-            ops::softmax::cpu::softmax(&backend, &x, row_len, out.get()).unwrap();
+            softmax::cpu::softmax(&backend, &x, row_len, out.get()).unwrap();
             let what = format!("softmax {} on {}", case.name, backend.name());
             // A fully masked row is NaN in the reference and zeros here.
             let mut reference = golden.tensor(case, "y").values;
@@ -124,12 +129,11 @@ fn embedding() {
             let ids = golden.tensor(case, "ids").u32();
             let dtype = dtype_of(&case.name);
             let (vocab_size, width) = (table.shape[0], table.shape[1]);
-            let mut matrix =
-                ops::common::packed_matrix::PackedMatrix::zeroed(vocab_size, width, dtype).unwrap();
+            let mut matrix = PackedMatrix::zeroed(vocab_size, width, dtype).unwrap();
             let bytes = to_bytes(&table.f32(), dtype);
             matrix.writer().unwrap().pack_rows(0, &bytes, dtype).unwrap();
             let mut out = Guarded::new(ids.len() * width);
-            ops::embedding::cpu_packed::embedding(&backend, &matrix, &ids, out.get()).unwrap();
+            embedding::cpu_packed::embedding(&backend, &matrix, &ids, out.get()).unwrap();
             let what = format!("embedding {} on {}", case.name, backend.name());
             let reference = golden.tensor(case, "y").values;
             assert_close(&what, out.checked(&what), &reference, Tolerance::Exact);
@@ -151,15 +155,12 @@ fn rope() {
                 .map(|i| 1.0 / theta.powf((2 * i) as f32 / head_dim as f32))
                 .collect();
             let half = case.params["layout"] == "half-split";
-            let pairing = if half {
-                ops::rope::RopePairing::SplitHalf
-            } else {
-                ops::rope::RopePairing::Interleaved
-            };
-            let table = ops::rope::cpu_table::RopeTable::new(&inv_freq, 1.0, 131_072).unwrap();
+            let pairing =
+                if half { rope::RopePairing::SplitHalf } else { rope::RopePairing::Interleaved };
+            let table = rope::cpu_table::RopeTable::new(&inv_freq, 1.0, 131_072).unwrap();
             let mut out = Guarded::of(&x.f32());
             let stride = num_heads * head_dim;
-            ops::rope::cpu_table::rope(
+            rope::cpu_table::rope(
                 &backend,
                 out.get(),
                 stride,
@@ -196,23 +197,14 @@ fn linear() {
             let weight = golden.tensor(case, "weight");
             let (num_tokens, k, n) = (x.shape[0], x.shape[1], weight.shape[0]);
             let dtype = dtype_of(&case.name);
-            let mut matrix = ops::common::packed_matrix::PackedMatrix::zeroed(n, k, dtype).unwrap();
+            let mut matrix = PackedMatrix::zeroed(n, k, dtype).unwrap();
             let bytes = to_bytes(&weight.f32(), dtype);
             matrix.writer().unwrap().pack_rows(0, &bytes, dtype).unwrap();
             let mut out = Guarded::new(num_tokens * n);
-            let scratch = &mut ops::linear::cpu::LinearScratch::new();
-            let (x, store) = (x.f32(), ops::linear::cpu::Store::Overwrite);
-            ops::linear::cpu::linear(
-                &backend,
-                &x,
-                num_tokens,
-                &matrix,
-                None,
-                out.get(),
-                store,
-                scratch,
-            )
-            .unwrap();
+            let scratch = &mut linear::cpu::LinearScratch::new();
+            let (x, store) = (x.f32(), linear::cpu::Store::Overwrite);
+            linear::cpu::linear(&backend, &x, num_tokens, &matrix, None, out.get(), store, scratch)
+                .unwrap();
             let what = format!("linear {} on {}", case.name, backend.name());
             let reference = golden.tensor(case, "y").values;
             assert_close(&what, out.checked(&what), &reference, Tolerance::OnePlus(2e-5));
@@ -231,14 +223,14 @@ fn gemm_by_columns() {
             let bias = golden.tensor(case, "bias").f32();
             let (m, k, n) = (a.shape[0], a.shape[1], b.shape[1]);
             let dtype = dtype_of(&case.name);
-            let mut matrix = ops::common::packed_matrix::PackedMatrix::zeroed(n, k, dtype).unwrap();
+            let mut matrix = PackedMatrix::zeroed(n, k, dtype).unwrap();
             let bytes = to_bytes(&b.f32(), dtype);
             matrix.writer().unwrap().pack_columns(0, k, 0, &bytes, dtype).unwrap();
             for (name, bias) in [("c", None), ("c_bias", Some(&bias[..]))] {
                 let mut out = Guarded::new(m * n);
-                let scratch = &mut ops::linear::cpu::LinearScratch::new();
-                let (a, store) = (a.f32(), ops::linear::cpu::Store::Overwrite);
-                ops::linear::cpu::linear(&backend, &a, m, &matrix, bias, out.get(), store, scratch)
+                let scratch = &mut linear::cpu::LinearScratch::new();
+                let (a, store) = (a.f32(), linear::cpu::Store::Overwrite);
+                linear::cpu::linear(&backend, &a, m, &matrix, bias, out.get(), store, scratch)
                     .unwrap();
                 let what = format!("gemm {} {name} on {}", case.name, backend.name());
                 let reference = golden.tensor(case, name).values;
@@ -259,13 +251,11 @@ fn attention() {
                 (q.shape[0], q.shape[1], q.shape[2], q.shape[3]);
             let (num_kv_heads, kv_len) = (k.shape[1], k.shape[2]);
             let dtype = dtype_of(&case.name);
-            let layout =
-                ops::kv_cache::layout::KvLayout { dtype, num_layers: 1, num_kv_heads, head_dim };
-            let blocks_per_seq = kv_len.div_ceil(ops::kv_cache::layout::BLOCK_SIZE);
+            let layout = KvLayout { dtype, num_layers: 1, num_kv_heads, head_dim };
+            let blocks_per_seq = kv_len.div_ceil(BLOCK_SIZE);
             let num_bytes = num_seqs * blocks_per_seq * layout.block_bytes();
             let mut cache = HostBuffer::zeroed(num_bytes, Pages::Default).unwrap();
-            let mut cache =
-                ops::kv_cache::layout::KvBlocks::new(layout, cache.as_bytes_mut(), 0).unwrap();
+            let mut cache = KvBlocks::new(layout, cache.as_bytes_mut(), 0).unwrap();
             // [seqs, heads, tokens, dim] -> [tokens of all seqs, heads, dim]
             let by_token = |x: &golden::Tensor| {
                 let (heads, tokens) = (x.shape[1], x.shape[2]);
@@ -286,7 +276,7 @@ fn attention() {
                 .map(|slot| slot as u32)
                 .collect();
             let stride = num_kv_heads * head_dim;
-            ops::kv_cache::cpu::kv_cache_append(
+            kv_cache::cpu::kv_cache_append(
                 &backend,
                 &by_token(&k),
                 &by_token(&v),
@@ -297,7 +287,7 @@ fn attention() {
             .unwrap();
             let cu_seqlens_q: Vec<u32> = (0..=num_seqs).map(|s| (s * q_len) as u32).collect();
             let block_tables: Vec<u32> = (0..(num_seqs * blocks_per_seq) as u32).collect();
-            let batch = ops::attention::cpu_paged::AttentionBatch {
+            let batch = attention::cpu_paged::AttentionBatch {
                 cu_seqlens_q: &cu_seqlens_q,
                 context_lens: &vec![kv_len as u32; num_seqs],
                 block_tables: &block_tables,
@@ -305,7 +295,7 @@ fn attention() {
             };
             let q = by_token(&q);
             let mut out = Guarded::new(q.len());
-            ops::attention::cpu_paged::attention(
+            attention::cpu_paged::attention(
                 &backend,
                 &q,
                 num_heads * head_dim,
@@ -314,7 +304,7 @@ fn attention() {
                 num_heads,
                 case.params["scale"].as_f64().unwrap() as f32,
                 out.get(),
-                &mut ops::attention::cpu_paged::AttentionScratch::new(),
+                &mut attention::cpu_paged::AttentionScratch::new(),
             )
             .unwrap();
             let what = format!("attention {} on {}", case.name, backend.name());

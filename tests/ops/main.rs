@@ -1,24 +1,28 @@
-//! The operators against f64 references and golden vectors, on every instruction set of this
+//! The operators, one file each, against f64 references and golden vectors, on every instruction set of this
 //! machine. One op: `cargo test --test ops rms_norm`.
 
 #[path = "../support/mod.rs"]
 mod support;
 
+mod activation;
+mod argmax;
 mod attention;
 mod compute_context;
+mod copy;
 mod elementwise;
+mod embedding;
+mod gemm;
 mod golden;
-mod host_attention;
-mod host_elementwise;
-mod host_gemm;
-mod host_support;
+mod grad_check;
+mod kv_cache;
+mod layer_norm;
 mod linear;
 mod pool;
-mod tensor_attention;
-mod tensor_copy;
-mod tensor_elementwise;
-mod tensor_gemm;
-mod tensor_grad_check;
-mod tensor_norms;
-mod tensor_rows;
-mod tensor_softmax;
+mod qk_norm_rope_append;
+mod rms_norm;
+mod rope;
+mod sample;
+mod silu_mul;
+mod softmax;
+mod top_k;
+mod transpose;

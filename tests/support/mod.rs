@@ -1,43 +1,19 @@
 //! What all tests share: seeds, references in f64, tolerances, guarded buffers, golden vectors.
 #![allow(dead_code)]
 
+pub mod cuda_context;
+pub mod device;
 pub mod golden;
+pub mod layouts;
+pub mod random;
 pub mod reference;
+pub mod rounded;
 pub mod tensors;
+pub mod typed;
 
+pub use random::Random;
 use xserv::backend::cpu::{CpuBackend, Isa};
 use xserv::memory::DType;
-
-/// A small generator with a fixed seed (SplitMix64): the same numbers everywhere.
-pub struct Random(u64);
-
-impl Random {
-    pub fn new(seed: u64) -> Self {
-        Random(seed)
-    }
-
-    pub fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    pub fn below(&mut self, n: usize) -> usize {
-        (self.next() % n as u64) as usize
-    }
-
-    /// Roughly normal: the sum of four uniform numbers, scaled to unit variance.
-    pub fn normal(&mut self) -> f32 {
-        let sum: f64 = (0..4).map(|_| (self.next() >> 11) as f64 / (1u64 << 53) as f64 - 0.5).sum();
-        (sum * 3f64.sqrt()) as f32
-    }
-
-    pub fn normals(&mut self, len: usize) -> Vec<f32> {
-        (0..len).map(|_| self.normal()).collect()
-    }
-}
 
 /// One backend for each instruction set of this machine and each number of threads given.
 pub fn backends(num_threads: &[usize]) -> Vec<CpuBackend> {

@@ -5,7 +5,7 @@
 use std::sync::Arc;
 
 use xserv::backend::cpu::CpuBackend;
-use xserv::backend::{cuda, ComputeContext};
+use xserv::backend::ComputeContext;
 use xserv::error::Result;
 use xserv::memory::DType;
 use xserv::model::{
@@ -13,6 +13,10 @@ use xserv::model::{
     TokenChoice, Workspace,
 };
 use xserv::ops::kv_cache::layout::BLOCK_SIZE;
+
+#[path = "cuda_context.rs"]
+mod cuda_context;
+pub use cuda_context::cuda_context;
 
 /// Loads the folder `path`, quietly.
 pub fn load(path: &str, dtype: Option<DType>, num_threads: usize) -> Model {
@@ -28,20 +32,6 @@ pub fn load_on(path: &str, dtype: Option<DType>, backend: CpuBackend) -> Model {
             folder.load(backend, &options, &mut |_| true)
         })
         .unwrap_or_else(|e| panic!("{path}: {e}"))
-}
-
-/// The first CUDA device; `None`, with a line that says why, where there is none. `XSERV_REQUIRE_GPU=1` makes
-/// the lack of one a failure.
-pub fn cuda_context() -> Option<Arc<ComputeContext>> {
-    let found = cuda::available().and_then(|()| ComputeContext::cuda_private(0, usize::MAX));
-    match found {
-        Ok(context) => Some(Arc::new(context)),
-        Err(why) => {
-            assert!(std::env::var_os("XSERV_REQUIRE_GPU").is_none(), "no CUDA device: {why}");
-            println!("skipped: no CUDA device ({why})");
-            None
-        }
-    }
 }
 
 /// Loads the folder `path` to the device of a context.

@@ -3,6 +3,7 @@
 //! Every tensor lies between two guards that must stay as they are; results begin as NaN. References are
 //! computed in f64 from the values as they are stored.
 
+use super::random::Random;
 use std::ffi::{c_void, CStr};
 use xserv::ffi::*;
 
@@ -393,5 +394,74 @@ pub fn num_allocations(context: &Context) -> u64 {
         stats.struct_size = size_of::<xserv_memory_stats>();
         ok(xserv_context_get_memory_stats(context.handle, &mut stats));
         stats.num_allocations
+    }
+}
+
+/// What an index may be.
+pub const INDICES: [Type; 2] = [Type::I32, Type::I64];
+
+pub fn ids_below(random: &mut Random, n: usize, len: usize) -> Vec<f64> {
+    (0..len).map(|_| random.below(n) as f64).collect()
+}
+
+/// A wrong index is reported at once on the CPU, and by the wait on CUDA; it is never followed.
+#[track_caller]
+pub fn reported(context: &Context, status: xserv_status) -> String {
+    if context.name == "cpu" {
+        return refused(status);
+    }
+    ok(status);
+    let message = refused(xserv_context_synchronize(context.handle));
+    // Once.
+    ok(xserv_context_synchronize(context.handle));
+    message
+}
+
+/// Rows with many equal values, and some with NaN, infinities and zeros of both signs.
+pub fn logits(random: &mut Random, element: Type, rows: usize, width: usize) -> Vec<f64> {
+    let mut x = element.round_all(&random.normals(rows * width));
+    for (number, row) in x.chunks_exact_mut(width.max(1)).enumerate() {
+        match number % 6 {
+            1 => row.fill(f64::NEG_INFINITY),
+            2 => {
+                row[width / 2] = f64::NAN;
+                row[width / 3] = f64::NAN;
+            }
+            3 => row
+                .iter_mut()
+                .enumerate()
+                .for_each(|(i, x)| *x = if i % 2 == 0 { -0.0 } else { 0.0 }),
+            4 => row.iter_mut().for_each(|x| *x = x.round()),
+            5 => row[width - 1] = f64::INFINITY,
+            _ => {}
+        }
+    }
+    x
+}
+
+/// The type of a case of the golden data.
+pub fn golden_type(case: &str) -> Type {
+    match case.rsplit('.').next() {
+        Some("f32") => Type::F32,
+        Some("bf16") => Type::BF16,
+        other => panic!("{case}: a case of type {other:?}"),
+    }
+}
+
+/// A call is refused, with a message that begins like this and says that too.
+#[track_caller]
+pub fn says(status: xserv_status, start: &str, also: &str) {
+    let message = refused(status);
+    assert!(message.starts_with(start) && message.contains(also), "{message}");
+}
+
+/// The bar of the golden vectors: relative to 1 + |want| in f32, one rounding in bf16.
+#[track_caller]
+pub fn close_to_golden(what: &str, element: Type, f32_bar: f64, got: &[f64], want: &[f64]) {
+    assert_eq!(got.len(), want.len(), "{what}");
+    for (i, (g, w)) in got.iter().zip(want).enumerate() {
+        let bar = f32_bar * (1.0 + w.abs()) + element.bar(0.0, 0.0, 8e-3 * w.abs());
+        let same = g == w || g.is_nan() && w.is_nan() || element.round(*w) == *g;
+        assert!(same || (g - w).abs() <= bar, "{what}: element {i} is {g}, not {w}");
     }
 }

@@ -1,6 +1,7 @@
-//! What the tests of `ops::host` share: typed buffers and tolerances by type.
+//! Typed slices for tests of operators on the CPU: guarded buffers, tolerances by type, runs for all types.
 
-use crate::support::{assert_close, Random, Tolerance};
+use super::{assert_close, assert_same_bits, backends, Random, Tolerance};
+use xserv::backend::cpu::CpuBackend;
 use xserv::memory::DType;
 use xserv::ops::common::storage::Storage;
 
@@ -68,6 +69,17 @@ pub fn close<T: Storage>(what: &str, got: &[f32], reference: &[f64], f32: f64) {
 
 pub fn close_rms<T: Storage>(what: &str, got: &[f32], reference: &[f64], f32: f64) {
     assert_close(what, got, reference, Tolerance::Rms(tolerance::<T>(f32)));
+}
+
+/// The bits that `run` returns do not depend on the number of threads, on every instruction set.
+pub fn same_bits_on_any_number_of_threads(run: impl Fn(&CpuBackend) -> Vec<f32>) {
+    for one in backends(&[1]) {
+        let expected = run(&one);
+        for num_threads in [2, 3] {
+            let backend = CpuBackend::with_isa(num_threads, one.isa()).unwrap();
+            assert_same_bits(backend.name(), &expected, &run(&backend));
+        }
+    }
 }
 
 /// Runs `$test::<T>()` for all storage types.

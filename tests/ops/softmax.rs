@@ -1,25 +1,61 @@
-//! Softmax over tensors, against f64.
+//! Softmax: slices of all types and tensors.
 
-use super::support::golden;
-use super::support::tensors::*;
-use super::support::Random;
+use crate::support::tensors::*;
+use crate::support::typed::{
+    close, for_storage, normals, same_bits_on_any_number_of_threads, typed, values, Typed,
+};
+use crate::support::{backends, golden, reference, Random};
 use xserv::ffi::*;
+use xserv::ops::common::storage::Storage;
+use xserv::ops::softmax::cpu;
 
-/// Zeros for a row of -infinity only.
-fn reference(x: &[f64], width: usize) -> Vec<f64> {
-    if width == 0 {
-        return Vec::new();
+const WIDTHS: [usize; 14] = [1, 2, 15, 16, 17, 31, 32, 33, 64, 128, 257, 1000, 1024, 2049];
+const ROWS: [usize; 9] = [0, 1, 2, 3, 5, 31, 33, 130, 300];
+
+for_storage!(slices, threads);
+
+fn slices<T: Storage>() {
+    let mut random = Random::new(43);
+    for backend in backends(&[1, 2]) {
+        // The last is cut into parts.
+        for (width, rows) in
+            WIDTHS.into_iter().flat_map(|w| ROWS.map(|r| (w, r))).chain([(40_000, 5)])
+        {
+            let mut x = random.normals(rows * width);
+            for (row, x) in x.chunks_mut(width).enumerate() {
+                match row % 4 {
+                    1 => x.iter_mut().for_each(|x| *x = *x * 100.0 + 1000.0),
+                    2 => x.iter_mut().step_by(2).for_each(|x| *x = f32::NEG_INFINITY),
+                    3 => x.fill(f32::NEG_INFINITY),
+                    _ => {}
+                }
+            }
+            let x: Vec<T> = typed(&x);
+            let what = format!("softmax {rows}x{width} on {}", backend.name());
+            let mut out = Typed::new(x.len());
+            cpu::softmax(&backend, &x, width, out.get()).unwrap();
+            let expected = reference::softmax(&values(&x), width);
+            close::<T>(&what, &out.checked(&what), &expected, 2e-6);
+        }
+        for width in [3, 20_000] {
+            let mut x = vec![T::from_f32(1.0); width];
+            x[1] = T::from_f32(f32::NAN);
+            let mut out = vec![T::default(); width];
+            cpu::softmax(&backend, &x, width, &mut out).unwrap();
+            assert!(out.iter().all(|x| x.to_f32().is_nan()));
+        }
     }
-    x.chunks_exact(width)
-        .flat_map(|row| {
-            let max = row.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-            let base = if max == f64::NEG_INFINITY { 0.0 } else { max };
-            let powers: Vec<f64> = row.iter().map(|x| (x - base).exp()).collect();
-            let sum: f64 = powers.iter().sum();
-            let scale = if sum == 0.0 { 0.0 } else { 1.0 / sum };
-            powers.into_iter().map(move |p| p * scale)
-        })
-        .collect()
+}
+
+fn threads<T: Storage>() {
+    let mut random = Random::new(50);
+    let x: Vec<T> = normals(&mut random, 400 * 512);
+    same_bits_on_any_number_of_threads(|backend| {
+        let (mut a, mut b) = (vec![T::default(); x.len()], vec![T::default(); x.len()]);
+        cpu::softmax(backend, &x, 512, &mut a).unwrap();
+        cpu::softmax(backend, &x, x.len(), &mut b).unwrap();
+        [values(&a), values(&b)].concat()
+    });
 }
 
 /// Measured on x86: at most 1.7e-6, 4.3e-4 and 3.6e-3. On an H200 f32 kept the bar below too.
@@ -33,7 +69,7 @@ fn run(context: &Context, x: &TestTensor<'_>, out: &TestTensor<'_>) -> xserv_sta
 }
 
 #[test]
-fn softmax() {
+fn tensors() {
     let mut random = Random::new(1);
     for context in contexts() {
         for element in FLOATS {
@@ -70,7 +106,7 @@ fn softmax() {
                 }
                 let x: Vec<f32> = random.normals(rows * width).iter().map(|x| 4.0 * x).collect();
                 let x = element.round_all(&x);
-                let want = reference(&x, width);
+                let want = reference::softmax(&x, width);
                 for (shape, strides, misalign) in layouts {
                     let what = format!(
                         "softmax {element:?} {shape:?} strides {strides:?} on {}",
@@ -134,7 +170,7 @@ fn extreme_rows() {
                 let got = out.read(&what);
                 for (index, (got, x)) in got.chunks(width).zip(&rows).enumerate() {
                     let what = format!("{what}, row {index}");
-                    compare(&what, got, &reference(x, width), bar(element));
+                    compare(&what, got, &reference::softmax(x, width), bar(element));
                 }
             }
         }
@@ -163,11 +199,7 @@ fn golden_vectors() {
     for context in contexts() {
         for case in &golden.cases {
             let what = format!("softmax {} on {}", case.name, context.name);
-            let element = match case.name.rsplit('.').next() {
-                Some("f32") => Type::F32,
-                Some("bf16") => Type::BF16,
-                other => panic!("{what}: a case of type {other:?}"),
-            };
+            let element = golden_type(&case.name);
             let x = golden.tensor(case, "x");
             let shape: Vec<i64> = x.shape.iter().map(|&n| n as i64).collect();
             let x = TestTensor::new(&context, element, &shape, &x.values);

@@ -1,7 +1,7 @@
-//! Attention over tensors, against f64.
+//! Tensors, with every backend that a device has.
 
-use super::support::tensors::*;
-use super::support::{golden, Random};
+use crate::support::tensors::*;
+use crate::support::{golden, reference, Random};
 use xserv::ffi::xserv_attention_backend::*;
 use xserv::ffi::xserv_status::*;
 use xserv::ffi::*;
@@ -38,51 +38,6 @@ fn call(
 
 fn synchronize(context: &Context) {
     ok(xserv_context_synchronize(context.handle));
-}
-
-/// The scalar product, as eight sums that the compiler can put into vectors.
-fn dot(a: &[f64], b: &[f64]) -> f64 {
-    let mut sums = [0.0; 8];
-    for (a, b) in a.chunks(8).zip(b.chunks(8)) {
-        for ((sum, a), b) in sums.iter_mut().zip(a).zip(b) {
-            *sum += a * b;
-        }
-    }
-    sums.iter().sum()
-}
-
-/// One sequence, in f64: q [q_len, heads, dim], k and v [kv_len, kv_heads, dim].
-fn sequence(
-    (q, k, v): (&[f64], &[f64], &[f64]),
-    (heads, kv_heads, dim): Heads,
-    causal: bool,
-    scale: f64,
-) -> Vec<f64> {
-    let (q_len, kv_len) = (q.len() / (heads * dim), k.len() / (kv_heads * dim));
-    let mut out = vec![0.0; q.len()];
-    let mut weights = vec![0.0; kv_len];
-    for i in 0..q_len {
-        let visible = if causal { (kv_len + i + 1).saturating_sub(q_len) } else { kv_len };
-        for head in 0..heads {
-            let kv_head = head / (heads / kv_heads);
-            let row = (i * heads + head) * dim;
-            let weights = &mut weights[..visible];
-            for (j, weight) in weights.iter_mut().enumerate() {
-                let k = &k[(j * kv_heads + kv_head) * dim..][..dim];
-                *weight = dot(&q[row..row + dim], k) * scale;
-            }
-            let max = weights.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-            weights.iter_mut().for_each(|w| *w = (*w - max).exp());
-            let sum: f64 = weights.iter().sum();
-            for (j, weight) in weights.iter().enumerate() {
-                let v = &v[(j * kv_heads + kv_head) * dim..][..dim];
-                for (out, v) in out[row..row + dim].iter_mut().zip(v) {
-                    *out += weight / sum * v;
-                }
-            }
-        }
-    }
-    out
 }
 
 /// Sequences one after the other.
@@ -125,7 +80,7 @@ impl Case {
             let (q_size, kv_size) = (q_len * num_heads * dim, kv_len * num_kv_heads * dim);
             let operands =
                 (&self.q[q..q + q_size], &self.k[kv..kv + kv_size], &self.v[kv..kv + kv_size]);
-            want.extend(sequence(operands, self.heads, self.causal, scale));
+            want.extend(reference::attention(operands, self.heads, self.causal, scale));
             (q, kv) = (q + q_size, kv + kv_size);
         }
         want

@@ -1,5 +1,4 @@
-//! `linear`, `embedding` and packing: dtypes, awkward shapes, and bits that depend on nothing but the
-//! row.
+//! Packed weights on the CPU: dtypes, awkward shapes, and bits that depend on nothing but the row.
 
 use crate::support::{
     assert_close, assert_same_bits, backends, reference, rounded, rounded_all, to_bytes, Guarded,
@@ -8,7 +7,6 @@ use crate::support::{
 use xserv::backend::cpu::CpuBackend;
 use xserv::memory::DType;
 use xserv::ops::common::packed_matrix::PackedMatrix;
-use xserv::ops::embedding::cpu_packed::embedding;
 use xserv::ops::linear::cpu::{linear, LinearScratch, Store};
 
 fn packed(weight: &[f32], n: usize, k: usize, dtype: DType) -> PackedMatrix {
@@ -205,30 +203,4 @@ fn refuses_wrong_shapes() {
     assert!(writer.pack_columns(0, 1, 1, &[0; 20], DType::BF16).is_err());
     assert!(PackedMatrix::zeroed(usize::MAX, 2, DType::F32).is_err());
     assert!(PackedMatrix::zeroed(1 << 40, 1 << 20, DType::F32).is_err());
-}
-
-#[test]
-fn embedding_is_exact_and_checks_ids() {
-    let mut random = Random::new(5);
-    for backend in backends(&[1, 2]) {
-        for dtype in DTYPES {
-            let (vocab_size, width) = (131, 77);
-            let table = rounded_all(&random.normals(vocab_size * width), dtype);
-            let matrix = packed(&table, vocab_size, width, dtype);
-            for num_tokens in [0, 1, 33, 1000] {
-                let ids: Vec<u32> =
-                    (0..num_tokens).map(|_| random.below(vocab_size) as u32).collect();
-                let mut out = Guarded::new(num_tokens * width);
-                embedding(&backend, &matrix, &ids, out.get()).unwrap();
-                let expected: Vec<f32> = ids
-                    .iter()
-                    .flat_map(|&id| table[id as usize * width..][..width].iter().copied())
-                    .collect();
-                assert_same_bits("embedding", out.checked("embedding"), &expected);
-            }
-            let error =
-                embedding(&backend, &matrix, &[3, 131], &mut vec![0.0; 2 * width]).unwrap_err();
-            assert!(error.message().contains("131"), "{error}");
-        }
-    }
 }

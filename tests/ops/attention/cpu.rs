@@ -1,7 +1,9 @@
-//! `ops::host` attention: layouts, masks, ragged and paged keys, on all types.
+//! Slices of all types on the CPU: layouts, masks, ragged and paged keys.
 
-use crate::host_support::{close_rms, for_storage, normals, typed, values, Typed};
-use crate::support::{assert_same_bits, backends, golden, reference, Random};
+use crate::support::typed::{
+    close_rms, for_storage, normals, same_bits_on_any_number_of_threads, typed, values, Typed,
+};
+use crate::support::{backends, golden, reference, Random};
 use xserv::backend::cpu::CpuBackend;
 use xserv::ops::attention::cpu_flash::{attention_flash, FlashScratch};
 use xserv::ops::attention::cpu_naive::{attention_naive, Attention, HeadStrides, Sequences};
@@ -12,18 +14,11 @@ for_storage!(golden_vectors, masks, ragged, paged, threads, refusals);
 /// q [q_len, heads, dim], k and v [kv_len, kv_heads, dim] -> f64 result with or without the mask.
 fn exact<T: Storage>(
     (q, k, v): (&[T], &[T], &[T]),
-    (heads, kv_heads, dim): (usize, usize, usize),
+    heads: (usize, usize, usize),
     causal: bool,
     scale: f32,
 ) -> Vec<f64> {
-    let (q, k, v) = (values(q), values(k), values(v));
-    let scale = f64::from(scale);
-    if causal {
-        return reference::attention(&q, &k, &v, heads, kv_heads, dim, scale);
-    }
-    // Without a mask each query is the last of its own.
-    let rows = q.chunks(heads * dim);
-    rows.flat_map(|q| reference::attention(q, &k, &v, heads, kv_heads, dim, scale)).collect()
+    reference::attention((&values(q), &values(k), &values(v)), heads, causal, scale.into())
 }
 
 fn both<T: Storage>(what: &str, attention: &Attention<'_, T>, len: usize, expected: &[f64]) {
@@ -251,19 +246,11 @@ fn threads<T: Storage>() {
         let case = case::<T>(&mut random, q_len, kv_len, shape);
         let sequences = Sequences::Batch { num_seqs: 1, q_len, kv_len };
         let attention = attention_of(&case, shape, true, sequences);
-        for one in backends(&[1]) {
-            let run = |backend: &CpuBackend| {
-                let mut out = vec![T::default(); case.q.len()];
-                let scratch = &mut FlashScratch::new();
-                attention_flash(backend, &attention, &mut out, scratch).unwrap();
-                values(&out)
-            };
-            let expected = run(&one);
-            for num_threads in [2, 3] {
-                let backend = CpuBackend::with_isa(num_threads, one.isa()).unwrap();
-                assert_same_bits(backend.name(), &expected, &run(&backend));
-            }
-        }
+        same_bits_on_any_number_of_threads(|backend| {
+            let mut out = vec![T::default(); case.q.len()];
+            attention_flash(backend, &attention, &mut out, &mut FlashScratch::new()).unwrap();
+            values(&out)
+        });
     }
 }
 

@@ -1,9 +1,11 @@
-//! Matrix products over tensors: every backend that a device has, against f64.
+//! Matrix products: slices of all types, and tensors with every backend that a device has.
 
-use super::support::tensors::*;
-use super::support::{golden, Random};
+use crate::support::tensors::*;
+use crate::support::{golden, reference, Random};
 use xserv::ffi::xserv_gemm_backend::*;
 use xserv::ffi::*;
+
+mod cpu;
 
 /// A product and its factors, as the tests think of it.
 #[derive(Clone, Copy, Debug)]
@@ -42,29 +44,10 @@ impl Case {
 
     /// One matrix of each.
     fn reference(&self, a: &[f64], b: &[f64], c: &[f64]) -> Vec<f64> {
-        let Case { m, n, k, .. } = *self;
-        // B by columns, so that the sums run along memory.
-        let columns: Vec<f64> = match self.transpose_b {
-            true => b.to_vec(),
-            false => (0..n * k).map(|i| b[i % k.max(1) * n + i / k.max(1)]).collect(),
-        };
-        let rows: Vec<f64> = match self.transpose_a {
-            false => a.to_vec(),
-            true => (0..m * k).map(|i| a[i % k.max(1) * m + i / k.max(1)]).collect(),
-        };
-        let mut out = Vec::with_capacity(m * n);
-        for i in 0..m {
-            for j in 0..n {
-                let (row, column) = (&rows[i * k..(i + 1) * k], &columns[j * k..(j + 1) * k]);
-                let sum: f64 = row.iter().zip(column).map(|(x, y)| x * y).sum();
-                let old = match self.beta == 0.0 {
-                    true => 0.0,
-                    false => f64::from(self.beta) * c[i * n + j],
-                };
-                out.push(f64::from(self.alpha) * sum + old);
-            }
-        }
-        out
+        let transposes = (self.transpose_a, self.transpose_b);
+        let strides = (self.a_shape()[1], self.b_shape()[1], self.n);
+        let factors = (self.alpha, self.beta);
+        reference::gemm((a, b, c), (self.m, self.n, self.k), transposes, strides, factors)
     }
 
     /// `|got - want| <= bar * (|want| + what sums of k products of unit normals have)`.
@@ -473,17 +456,9 @@ fn large_products() {
     }
 }
 
-fn golden_type(name: &str) -> Type {
-    if name.ends_with(".f32") {
-        Type::F32
-    } else {
-        Type::BF16
-    }
-}
-
 /// Within the bars of the golden data of the reference, rounded to the type as it is stored.
 #[track_caller]
-fn close_to_golden(what: &str, element: Type, got: &[f64], want: &[f64]) {
+fn close_to_the_golden_data(what: &str, element: Type, got: &[f64], want: &[f64]) {
     compare(what, got, want, element.bar(2e-5, 2e-3, 1.6e-2));
 }
 
@@ -506,7 +481,7 @@ fn golden_vectors() {
                     let what = format!("{} {backend:?} on {}", case.name, context.name);
                     let out = TestTensor::blank(&context, element, &[m as i64, n as i64]);
                     if product.run(&context, backend, &a, &b, &out) {
-                        close_to_golden(&what, element, &out.read(&what), &c.values);
+                        close_to_the_golden_data(&what, element, &out.read(&what), &c.values);
                     }
                 }
             }
@@ -543,7 +518,12 @@ fn backward_golden_vectors() {
                 }
                 for (out, name) in [(&da, "da"), (&db, "db")] {
                     let want = golden.tensor(case, name).values;
-                    close_to_golden(&format!("{what} {name}"), element, &out.read(&what), &want);
+                    close_to_the_golden_data(
+                        &format!("{what} {name}"),
+                        element,
+                        &out.read(&what),
+                        &want,
+                    );
                 }
             }
         }

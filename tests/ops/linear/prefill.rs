@@ -1,19 +1,20 @@
-//! Linear layers of prompts on Hopper, against products in f64 that are rounded where Transformers rounds.
+//! Prompts on Hopper, against products in f64 that are rounded where Transformers rounds.
 
 use std::sync::Arc;
 
+use crate::support::device::{
+    cuda_context, decode, download, encode, last_place, round, upload, HALVES,
+};
+use crate::support::{rounded, Random};
 use xserv::backend::{Arena, ComputeContext, DeviceTensor};
 use xserv::memory::{DType, ElementType};
 use xserv::ops::linear::cuda_prefill::{has_prefill_gemm, prefill_gemm};
 use xserv::ops::linear::Epilogue;
 
-use crate::driver::{cuda_context, load, load_on_cuda, Driver};
-use crate::files::{Random, Store, TestModel};
-use crate::stepwise::{decode, download, round, upload};
-
 /// Rows of x repeat with this period, which no tile has: every element of the result is known from few products, and
 /// rows in each other's place are found.
 const PERIOD: usize = 37;
+
 /// Rows behind those of the result, which stay as they are.
 const GUARD_ROWS: usize = 70;
 
@@ -34,15 +35,6 @@ const PLAIN: [(usize, usize, usize); 10] = [
 ];
 const GATED: [(usize, usize, usize); 5] =
     [(129, 264, 256), (384, 2048, 192), (640, 3072, 128), (300, 1032, 320), (513, 3072, 1024)];
-
-pub(crate) fn encode(dtype: DType, values: impl Iterator<Item = f64>) -> Vec<u8> {
-    values
-        .flat_map(|value| match dtype {
-            DType::F16 => half::f16::from_f64(value).to_bits().to_ne_bytes(),
-            _ => half::bf16::from_f64(value).to_bits().to_ne_bytes(),
-        })
-        .collect()
-}
 
 struct Case {
     dtype: DType,
@@ -94,7 +86,7 @@ impl Case {
                 let activated = round(gate / (1.0 + (-gate).exp()));
                 // The slope of silu is at most 1.1.
                 let error = 1.1 * error * up.abs() + up_error * activated.abs();
-                (round(activated * up), error)
+                (rounded::silu_mul(self.dtype, gate, up), error)
             })
         })
         .collect()
@@ -109,9 +101,9 @@ fn check(
 ) {
     let (num_tokens, n, k) = sizes;
     let rows = if result == Epilogue::SwiGlu { 2 * n } else { n };
-    let mut random = Random((num_tokens * 31 + n) as u64);
+    let mut random = Random::new((num_tokens * 31 + n) as u64);
     let mut random_bytes = |len: usize, scale: f64| {
-        encode(dtype, (0..len).map(|_| scale * random.signed()).collect::<Vec<_>>().into_iter())
+        encode(dtype, &(0..len).map(|_| scale * random.signed()).collect::<Vec<_>>())
     };
     let weight_bytes = random_bytes(rows * k, 3.0 / (k as f64).sqrt());
     let period_bytes = random_bytes(PERIOD * k, 1.0);
@@ -141,7 +133,7 @@ fn check(
 
     let want = case.reference(&decode(dtype, &period_bytes), &decode(dtype, &weight_bytes));
     // Of the last place, of which three roundings may each flip.
-    let unit = if dtype == DType::F16 { 2f64.powi(-10) } else { 2f64.powi(-7) };
+    let unit = last_place(dtype);
     let units = if result == Epilogue::SwiGlu { 3.0 } else { 1.0 };
     let mut num_flipped = 0;
     for (i, got) in decode(dtype, &got).into_iter().enumerate() {
@@ -184,40 +176,12 @@ fn products_of_prompts_on_cuda_are_rounded_as_in_transformers() {
         println!("skipped: not a Hopper GPU");
         return;
     }
-    for dtype in [DType::BF16, DType::F16] {
+    for dtype in HALVES {
         for sizes in PLAIN {
             check(&context, dtype, Epilogue::Store, sizes);
         }
         for sizes in GATED {
             check(&context, dtype, Epilogue::SwiGlu, sizes);
-        }
-    }
-}
-
-/// Prompts in one piece, through the kernels of this file and the attention behind them, with lengths that are no
-/// whole tiles.
-#[test]
-fn prompts_in_one_piece_on_cuda_are_those_of_the_cpu() {
-    let mut model = TestModel::long_qwen3(9, 128);
-    model.config["max_position_embeddings"] = 1024.into();
-    let dir = model.write(Store::F32);
-    for (dtype, bar) in [(DType::F16, 2e-2), (DType::BF16, 0.15)] {
-        let Some(context) = cuda_context() else { return };
-        let on_cuda = load_on_cuda(dir.str(), Some(dtype), context).expect("a model on CUDA");
-        let on_cpu = load(dir.str(), Some(dtype), 2);
-        for len in [129, 300, 450] {
-            let mut random = Random(len as u64);
-            let ids: Vec<u32> = (0..len).map(|_| random.below(1000) as u32).collect();
-            let want = Driver::new(&on_cpu, 16).logits(&ids, usize::MAX);
-            let got = Driver::new(&on_cuda, 16).logits(&ids, usize::MAX);
-            let squares =
-                |values: &mut dyn Iterator<Item = f64>| values.map(|v| v * v).sum::<f64>();
-            let both = || got.iter().zip(&want).map(|(&a, &b)| (f64::from(a), f64::from(b)));
-            let error = (squares(&mut both().map(|(a, b)| a - b))
-                / squares(&mut both().map(|(_, b)| b)))
-            .sqrt();
-            println!("{dtype} {len} tokens: rms difference {error:.2e} of the logits");
-            assert!(error <= bar, "{dtype} {len} tokens: {error:e} of the logits");
         }
     }
 }

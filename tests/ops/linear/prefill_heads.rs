@@ -3,17 +3,15 @@
 
 use std::sync::Arc;
 
+use crate::support::device::{cuda_context, decode, download, encode, round, upload, HALVES};
+use crate::support::rounded::norm_rope;
+use crate::support::Random;
 use xserv::backend::{Arena, ComputeContext};
 use xserv::memory::{DType, ElementType};
 use xserv::ops::kv_cache::KvSlots;
 use xserv::ops::linear::cuda_prefill::has_prefill_gemm;
 use xserv::ops::linear::cuda_prefill_heads::{is_prefill_heads_faster, prefill_heads};
 use xserv::ops::qk_norm_rope_append::QkNormRope;
-
-use crate::driver::cuda_context;
-use crate::files::Random;
-use crate::stepwise::{decode, download, round, upload};
-use crate::stepwise_prefill::encode;
 
 const HEAD_DIM: usize = 128;
 const BLOCK_SIZE: usize = 32;
@@ -23,34 +21,6 @@ const EPS: f32 = 1e-6;
 const PERIOD: usize = 37;
 const UNTOUCHED: u8 = 0xee;
 
-/// A head as it is stored, and how far each element may be off: by the last places of what it is made of.
-fn head(
-    dtype: DType,
-    values: &[f64],
-    weight: &[f64],
-    (cos, sin): (&[f64], &[f64]),
-) -> Vec<(f64, f64)> {
-    let round = |value| round(dtype, value);
-    let unit = if dtype == DType::F16 { 2f64.powi(-10) } else { 2f64.powi(-7) };
-    let mean = values.iter().map(|v| v * v).sum::<f64>() / HEAD_DIM as f64;
-    let scale = 1.0 / (mean + f64::from(EPS)).sqrt();
-    let normed: Vec<f64> =
-        values.iter().zip(weight).map(|(v, w)| round(round(v * scale) * w)).collect();
-    let half = HEAD_DIM / 2;
-    (0..HEAD_DIM)
-        .map(|i| {
-            let (c, s) = (cos[i % half], sin[i % half]);
-            let (left, right) = (normed[i % half], normed[i % half + half]);
-            let terms = match i < half {
-                true => [round(left * c), -round(right * s)],
-                false => [round(right * c), round(left * s)],
-            };
-            let size = (left.abs() + right.abs()).max(terms[0].abs() + terms[1].abs());
-            (round(terms[0] + terms[1]), 3.0 * unit * size + 1e-6)
-        })
-        .collect()
-}
-
 fn check(context: &Arc<ComputeContext>, dtype: DType, num_tokens: usize, k: usize) {
     let (num_heads, num_kv_heads) = (16, 8);
     let total_heads = num_heads + 2 * num_kv_heads;
@@ -58,10 +28,10 @@ fn check(context: &Arc<ComputeContext>, dtype: DType, num_tokens: usize, k: usiz
     let num_blocks = num_tokens / BLOCK_SIZE + 3;
     let num_slots = num_blocks * BLOCK_SIZE;
     let name = format!("{dtype} heads of {num_tokens} x {k}");
-    let mut random = Random((num_tokens + k) as u64);
+    let mut random = Random::new((num_tokens + k) as u64);
     let mut values = |len: usize, scale: f64, offset: f64| {
         let values: Vec<f64> = (0..len).map(|_| offset + scale * random.signed()).collect();
-        encode(dtype, values.into_iter())
+        encode(dtype, &values)
     };
     let weight_bytes = values(rows * k, 3.0 / (k as f64).sqrt(), 0.0);
     let period_bytes = values(PERIOD * k, 1.0, 0.0);
@@ -158,7 +128,7 @@ fn check(context: &Arc<ComputeContext>, dtype: DType, num_tokens: usize, k: usiz
             let raw = &products[(token % PERIOD * total_heads + index) * HEAD_DIM..][..HEAD_DIM];
             let in_qkv = (token * total_heads + index) * HEAD_DIM * 2;
             let (bytes, first, want) = if index < num_heads {
-                (got_qkv, in_qkv, head(dtype, raw, &norms[0], (&cos, &sin)))
+                (got_qkv, in_qkv, norm_rope(dtype, raw, &norms[0], (&cos, &sin), EPS))
             } else {
                 let stays = &got_qkv[in_qkv..][..HEAD_DIM * 2];
                 assert!(stays.iter().all(|&b| b == UNTOUCHED), "{name}: keys, values of {token}");
@@ -173,7 +143,7 @@ fn check(context: &Arc<ComputeContext>, dtype: DType, num_tokens: usize, k: usiz
                     true => {
                         (got_v, place, raw.iter().map(|&v| (v, 0.01 * v.abs() + 1e-4)).collect())
                     }
-                    false => (got_k, place, head(dtype, raw, &norms[1], (&cos, &sin))),
+                    false => (got_k, place, norm_rope(dtype, raw, &norms[1], (&cos, &sin), EPS)),
                 }
             };
             let got = decode(dtype, &bytes[first..][..HEAD_DIM * 2]);
@@ -205,7 +175,7 @@ fn heads_of_prompts_on_cuda_are_rounded_as_in_transformers() {
         println!("skipped: not a Hopper GPU");
         return;
     }
-    for dtype in [DType::BF16, DType::F16] {
+    for dtype in HALVES {
         for (num_tokens, k) in [(129, 256), (161, 320), (384, 192), (500, 512)] {
             check(&context, dtype, num_tokens, k);
         }

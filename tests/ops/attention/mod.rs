@@ -1,0 +1,6 @@
+//! Attention, in each of its forms.
+
+mod cpu;
+mod cpu_paged;
+mod fused;
+mod tensors;

@@ -1,0 +1,302 @@
+//! Rows of a table: slices of all types, packed weights, tensors, and rows of tokens that a device has chosen.
+
+use crate::support::device::{cuda_context, Bench};
+use crate::support::tensors::*;
+use crate::support::typed::{for_storage, normals, values, Typed};
+use crate::support::{
+    assert_same_bits, backends, golden, reference, rounded_all, to_bytes, Guarded, Random, DTYPES,
+};
+use xserv::ffi::*;
+use xserv::ops::common::packed_matrix::PackedMatrix;
+use xserv::ops::common::storage::Storage;
+use xserv::ops::embedding::cuda_chosen::embedding_step;
+use xserv::ops::embedding::{cpu, cpu_packed};
+
+for_storage!(slices);
+
+fn slices<T: Storage>() {
+    let mut random = Random::new(47);
+    let (vocab_size, width) = (50, 1001);
+    let table: Vec<T> = normals(&mut random, vocab_size * width);
+    let ids: Vec<i64> = (0..77).map(|i| (i * 31) % 50).collect();
+    let short: Vec<i32> = ids.iter().map(|&id| id as i32).collect();
+    for backend in backends(&[1, 2]) {
+        let mut out = Typed::new(ids.len() * width);
+        cpu::embedding(&backend, &table, vocab_size, width, &ids, out.get()).unwrap();
+        let places: Vec<usize> = ids.iter().map(|&id| id as usize).collect();
+        let expected = reference::embedding(&table, width, &places);
+        assert_same_bits("embedding", &out.checked("embedding"), &values(&expected));
+        let mut again = Typed::new(ids.len() * width);
+        cpu::embedding(&backend, &table, vocab_size, width, &short, again.get()).unwrap();
+        assert_same_bits("embedding", &again.checked("embedding"), &values(&expected));
+        for wrong in [-1i64, 50, i64::MAX] {
+            let mut out = vec![T::default(); 2 * width];
+            let error = cpu::embedding(&backend, &table, vocab_size, width, &[3, wrong], &mut out);
+            let message = error.unwrap_err().message().to_owned();
+            let all = [format!("id {wrong} "), "index 1".into(), "vocabulary of 50".into()];
+            assert!(all.iter().all(|part| message.contains(part)), "{message}");
+        }
+    }
+}
+
+#[test]
+fn packed_weights() {
+    let mut random = Random::new(5);
+    for backend in backends(&[1, 2]) {
+        for dtype in DTYPES {
+            let (vocab_size, width) = (131, 77);
+            let table = rounded_all(&random.normals(vocab_size * width), dtype);
+            let mut matrix = PackedMatrix::zeroed(vocab_size, width, dtype).unwrap();
+            matrix.writer().unwrap().pack_rows(0, &to_bytes(&table, dtype), dtype).unwrap();
+            for num_tokens in [0, 1, 33, 1000] {
+                let ids: Vec<u32> =
+                    (0..num_tokens).map(|_| random.below(vocab_size) as u32).collect();
+                let mut out = Guarded::new(num_tokens * width);
+                cpu_packed::embedding(&backend, &matrix, &ids, out.get()).unwrap();
+                let places: Vec<usize> = ids.iter().map(|&id| id as usize).collect();
+                let expected = reference::embedding(&table, width, &places);
+                assert_same_bits("embedding", out.checked("embedding"), &expected);
+            }
+            let error =
+                cpu_packed::embedding(&backend, &matrix, &[3, 131], &mut vec![0.0; 2 * width])
+                    .unwrap_err();
+            assert!(error.message().contains("131"), "{error}");
+        }
+    }
+}
+
+#[test]
+fn tensors() {
+    let mut random = Random::new(31);
+    for context in contexts() {
+        for element in FLOATS {
+            for index in INDICES {
+                for (vocab, width, tokens) in [
+                    (1, 1, 1),
+                    (50, 8, 33),
+                    (50, 7, 5),
+                    (9, 1030, 3),
+                    (300, 2056, 4),
+                    (5, 64, 0),
+                    (7, 2, 9),
+                ] {
+                    let what = format!(
+                        "embedding {element:?} {index:?} {vocab}x{width} of {tokens} on {}",
+                        context.name
+                    );
+                    let table = element.round_all(&random.normals(vocab * width));
+                    let ids = ids_below(&mut random, vocab, tokens);
+                    let places: Vec<usize> = ids.iter().map(|&id| id as usize).collect();
+                    let want = reference::embedding(&table, width, &places);
+                    let (v, w, t) = (vocab as i64, width as i64, tokens as i64);
+                    let ids = TestTensor::new(&context, index, &[t], &ids);
+                    let tables = [
+                        TestTensor::new(&context, element, &[v, w], &table),
+                        TestTensor::strided(&context, element, &[v, w], &[w + 2, 1], 0, &table),
+                        TestTensor::strided(&context, element, &[v, w], &[w + 8, 1], 1, &table),
+                        TestTensor::strided(&context, element, &[v, w], &[1, v], 0, &table),
+                    ];
+                    for table in &tables {
+                        let blank = vec![f64::NAN; want.len()];
+                        let outputs = [
+                            TestTensor::new(&context, element, &[t, w], &blank),
+                            TestTensor::strided(&context, element, &[t, w], &[w + 4, 1], 0, &blank),
+                            TestTensor::strided(
+                                &context,
+                                element,
+                                &[t, w],
+                                &[2 * w + 1, 2],
+                                1,
+                                &blank,
+                            ),
+                        ];
+                        for out in outputs {
+                            // SAFETY: live tensors of the context.
+                            unsafe {
+                                let (table, ids) = (table.view(), ids.view());
+                                ok(xserv_op_embedding(context.handle, &table, &ids, &out.view()));
+                            }
+                            assert_eq!(
+                                out.read(&what),
+                                want,
+                                "{what} {:?} {:?}",
+                                table.strides,
+                                out.strides
+                            );
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn more_dimensions() {
+    for context in contexts() {
+        let table: Vec<f64> = (0..40).map(f64::from).collect();
+        let table = TestTensor::new(&context, Type::F32, &[10, 4], &table);
+        // Every other id; a scalar id.
+        let ids = TestTensor::strided(
+            &context,
+            Type::I64,
+            &[2, 3],
+            &[8, 2],
+            0,
+            &[9.0, 0.0, 1.0, 5.0, 5.0, 2.0],
+        );
+        let out = TestTensor::blank(&context, Type::F32, &[2, 3, 4]);
+        let id = TestTensor::new(&context, Type::I32, &[], &[7.0]);
+        let row = TestTensor::blank(&context, Type::F32, &[4]);
+        // SAFETY: live tensors of the context.
+        unsafe {
+            ok(xserv_op_embedding(context.handle, &table.view(), &ids.view(), &out.view()));
+            ok(xserv_op_embedding(context.handle, &table.view(), &id.view(), &row.view()));
+        }
+        let firsts: Vec<f64> =
+            out.read("embedding").chunks_exact(4).map(|row| row[0] / 4.0).collect();
+        assert_eq!(firsts, [9.0, 0.0, 1.0, 5.0, 5.0, 2.0]);
+        assert_eq!(row.read("embedding"), [28.0, 29.0, 30.0, 31.0]);
+    }
+}
+
+#[test]
+fn golden_vectors() {
+    let Some(golden) = golden::open("embedding") else { return };
+    for context in contexts() {
+        for case in &golden.cases {
+            let element = golden_type(&case.name);
+            let what = format!("embedding {} on {}", case.name, context.name);
+            let shape = |shape: &[usize]| shape.iter().map(|&n| n as i64).collect::<Vec<_>>();
+            let (table, ids, y) = (
+                golden.tensor(case, "table"),
+                golden.tensor(case, "ids"),
+                golden.tensor(case, "y"),
+            );
+            let table = TestTensor::new(&context, element, &shape(&table.shape), &table.values);
+            let ids = TestTensor::new(&context, Type::I32, &shape(&ids.shape), &ids.values);
+            let out = TestTensor::blank(&context, element, &shape(&y.shape));
+            // SAFETY: live tensors of the context.
+            unsafe {
+                ok(xserv_op_embedding(context.handle, &table.view(), &ids.view(), &out.view()))
+            };
+            assert_eq!(out.read(&what), y.values, "{what}");
+        }
+    }
+}
+
+#[test]
+fn ids_outside_the_table() {
+    for context in contexts() {
+        for (index, bad) in [
+            (Type::I32, 10.0),
+            (Type::I32, -1.0),
+            (Type::I64, 10.0),
+            (Type::I64, -1.0),
+            (Type::I64, 4294967296.0),
+            (Type::I32, -2147483648.0),
+        ] {
+            let table = TestTensor::new(&context, Type::BF16, &[10, 8], &[1.0; 80]);
+            let ids = TestTensor::new(&context, index, &[4], &[0.0, 9.0, bad, 3.0]);
+            let out = TestTensor::blank(&context, Type::BF16, &[4, 8]);
+            // SAFETY: live tensors of the context.
+            let message = unsafe {
+                let views = (table.view(), ids.view(), out.view());
+                let status = xserv_op_embedding(context.handle, &views.0, &views.1, &views.2);
+                reported(&context, status)
+            };
+            assert!(message.contains(&format!("{bad}")) && message.contains('2'), "{message}");
+            if context.name == "cuda" {
+                let got = out.read("embedding");
+                assert_eq!(&got[16..24], [0.0; 8]);
+                assert!(got[..16].iter().chain(&got[24..]).all(|&x| x == 1.0));
+            }
+        }
+    }
+}
+
+#[test]
+fn refusals() {
+    for context in contexts() {
+        let c = context.handle;
+        let tensor = |element, shape: &[i64]| {
+            let len = shape.iter().product::<i64>() as usize;
+            TestTensor::new(&context, element, shape, &vec![0.0; len])
+        };
+        let null = std::ptr::null();
+        let owned = [
+            tensor(Type::F32, &[10, 8]),
+            tensor(Type::F32, &[3, 8]),
+            tensor(Type::I32, &[3]),
+            tensor(Type::F16, &[3, 8]),
+            tensor(Type::F32, &[4]),
+        ];
+        let views = owned.each_ref().map(TestTensor::view);
+        let [table, out, ids, half, freq] = &views;
+        // SAFETY: live tensors of the context, and NULL.
+        unsafe {
+            says(xserv_op_embedding(c, table, null, out), "ids", "NULL");
+            says(xserv_op_embedding(c, ids, ids, out), "table has elements of i32", "f32");
+            says(xserv_op_embedding(c, table, out, out), "ids has elements of f32", "i64");
+            says(xserv_op_embedding(c, table, ids, half), "out has elements of f16", "f32");
+            says(
+                xserv_op_embedding(c, freq, ids, out),
+                "table has 1 dimensions",
+                "[vocab_size, width]",
+            );
+            says(xserv_op_embedding(c, table, ids, table), "out has shape [10, 8]", "[3, 8]");
+            let rows = slice(table, Type::F32, &[3, 8], &[8, 1], 40);
+            says(xserv_op_embedding(c, table, ids, &rows), "out overlaps table", "no memory");
+        }
+    }
+}
+
+/// Tokens of the batch and of rows that were chosen, one that was not and counts as 0, and rows in units of 16 bytes
+/// and of two.
+#[test]
+fn chosen_tokens_on_cuda() {
+    let Some(context) = cuda_context() else { return };
+    const FROM_BATCH: i32 = -1;
+    const NO_TOKEN: i32 = -1;
+    for dtype in DTYPES {
+        for width in [8, 12, 77, 1024, 12_288] {
+            let mut bench = Bench::new(&context, dtype, width as u64);
+            let vocab_size = 131;
+            let (table, values) = bench.filled(&[vocab_size, width], 1.0, 0.0);
+            let ids_values = [130, 0, 7, 99, 7, 12];
+            // Ids of rows with a source are not read.
+            let ids = bench.ids(&ids_values.map(|id| if id == 99 { 1 << 30 } else { id }));
+            let sources = bench.ids(&[FROM_BATCH, FROM_BATCH, 3, 0, FROM_BATCH, 2]);
+            let chosen = bench.ids(&[55, 1, NO_TOKEN, 130]);
+            let out = bench.poisoned(&[6, width]);
+            embedding_step(&context, &table, &ids, &sources, &chosen, &out).expect("the operator");
+            context.synchronize().expect("no fault");
+            let want = reference::embedding(&values, width, &[130, 0, 130, 55, 7, 0]);
+            assert_eq!(bench.read(&out), want, "{dtype} rows of {width}");
+            assert_eq!(bench.read(&table), values, "{dtype}: the table was changed");
+        }
+    }
+}
+
+/// An id outside the table is reported, and its row is zero.
+#[test]
+fn chosen_tokens_outside_the_table_on_cuda() {
+    let Some(context) = cuda_context() else { return };
+    for dtype in DTYPES {
+        for (id, source, token) in [(10, -1, 3), (-2, -1, 3), (0, 1, 10), (0, 1, i32::MAX)] {
+            let mut bench = Bench::new(&context, dtype, 1);
+            let (table, values) = bench.filled(&[10, 64], 1.0, 2.0);
+            let ids = bench.ids(&[9, id, 4]);
+            let sources = bench.ids(&[-1, source, -1]);
+            let chosen = bench.ids(&[2, token]);
+            let out = bench.poisoned(&[3, 64]);
+            embedding_step(&context, &table, &ids, &sources, &chosen, &out).expect("the operator");
+            let what = format!("{dtype} id {id}, source {source}, token {token}");
+            assert!(context.synchronize().is_err(), "{what}: not reported");
+            context.synchronize().expect("reported once");
+            let mut want = reference::embedding(&values, 64, &[9, 0, 4]);
+            want[64..128].fill(0.0);
+            assert_eq!(bench.read(&out), want, "{what}");
+        }
+    }
+}

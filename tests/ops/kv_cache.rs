@@ -1,0 +1,242 @@
+//! The paged KV cache: blocks on the CPU, keys and values into their slots on a GPU, and blocks to the host and back.
+
+use crate::support::device::{cuda_context, download, upload};
+use crate::support::{backends, to_bytes, Random, DTYPES};
+use xserv::backend::cpu::CpuBackend;
+use xserv::backend::{Arena, PinnedBuffer};
+use xserv::memory::{DType, ElementType, HostBuffer, Pages};
+use xserv::ops::kv_cache::cpu::kv_cache_append;
+use xserv::ops::kv_cache::cuda_swap::{kv_cache_swap, KvCopy, KvParts, MOST_KV_COPIES};
+use xserv::ops::kv_cache::layout::{KvBlocks, KvLayout, BLOCK_SIZE};
+use xserv::ops::kv_cache::{cuda, KvSlots};
+
+/// Where the element of a key and that of a value lie in the panels of a head, as `layout.rs` describes them.
+fn places(layout: &KvLayout, token: usize, i: usize) -> [usize; 2] {
+    let values = layout.head_dim * BLOCK_SIZE;
+    let columns = layout.head_dim.next_multiple_of(16);
+    match layout.dtype {
+        DType::BF16 => [
+            (i / 2 * BLOCK_SIZE + token) * 2 + i % 2,
+            values + (token / 2 * columns + i) * 2 + token % 2,
+        ],
+        _ => [i * BLOCK_SIZE + token, values + token * columns + i],
+    }
+}
+
+/// Few tokens and many, rows with a gap; what no token has stays as it is.
+#[test]
+fn keys_and_values_go_to_their_slots() {
+    let mut random = Random::new(6);
+    for dtype in DTYPES {
+        for (num_kv_heads, head_dim, num_tokens) in
+            [(1, 2, 1), (2, 40, 33), (3, 80, 200), (8, 128, 70)]
+        {
+            let layout = KvLayout { dtype, num_layers: 2, num_kv_heads, head_dim };
+            let (num_blocks, layer) = (9, 1);
+            let row_stride = num_kv_heads * head_dim + 5;
+            let k = random.normals(num_tokens * row_stride);
+            let v = random.normals(num_tokens * row_stride);
+            let mut slots: Vec<u32> = (0..(num_blocks * BLOCK_SIZE) as u32).collect();
+            for i in (1..slots.len()).rev() {
+                slots.swap(i, random.below(i + 1));
+            }
+            slots.truncate(num_tokens);
+
+            let size = dtype.size_bytes();
+            let mut want = vec![0xee_u8; num_blocks * layout.block_bytes()];
+            for (token, &slot) in slots.iter().enumerate() {
+                let (block, place) = (slot as usize / BLOCK_SIZE, slot as usize % BLOCK_SIZE);
+                for head in 0..num_kv_heads {
+                    let panels = block * layout.block_bytes()
+                        + (layer * num_kv_heads + head) * layout.block_bytes()
+                            / (layout.num_layers * num_kv_heads);
+                    for i in 0..head_dim {
+                        let from = token * row_stride + head * head_dim + i;
+                        for (x, at) in [&k, &v].into_iter().zip(places(&layout, place, i)) {
+                            let at = panels + at * size;
+                            want[at..at + size].copy_from_slice(&to_bytes(&x[from..=from], dtype));
+                        }
+                    }
+                }
+            }
+            for backend in backends(&[1, 2]) {
+                let mut bytes = HostBuffer::zeroed(want.len(), Pages::Default).unwrap();
+                bytes.as_bytes_mut().fill(0xee);
+                let mut cache = KvBlocks::new(layout, bytes.as_bytes_mut(), layer).unwrap();
+                kv_cache_append(&backend, &k, &v, row_stride, &slots, &mut cache).unwrap();
+                let what = format!("{dtype} {num_tokens} tokens of {num_kv_heads}x{head_dim}");
+                assert!(bytes.as_bytes() == want, "{what} on {}", backend.name());
+            }
+        }
+    }
+}
+
+#[test]
+fn large_numbers_stay_finite_in_f16() {
+    let backend = CpuBackend::new(1).unwrap();
+    let layout = KvLayout { dtype: DType::F16, num_layers: 1, num_kv_heads: 1, head_dim: 2 };
+    let mut bytes = HostBuffer::zeroed(layout.block_bytes(), Pages::Default).unwrap();
+    let mut cache = KvBlocks::new(layout, bytes.as_bytes_mut(), 0).unwrap();
+    let (k, v) = ([1e6, -1e6], [f32::INFINITY, f32::NEG_INFINITY]);
+    kv_cache_append(&backend, &k, &v, 2, &[3], &mut cache).unwrap();
+    for (i, want) in [(0, 65504.0), (1, -65504.0)] {
+        for at in places(&layout, 3, i) {
+            let bytes = &bytes.as_bytes()[2 * at..2 * at + 2];
+            assert_eq!(half::f16::from_le_bytes(bytes.try_into().unwrap()).to_f32(), want);
+        }
+    }
+}
+
+#[test]
+fn refuses_wrong_shapes() {
+    let backend = CpuBackend::new(1).unwrap();
+    let layout = KvLayout { dtype: DType::BF16, num_layers: 3, num_kv_heads: 2, head_dim: 16 };
+    let mut bytes = HostBuffer::zeroed(4 * layout.block_bytes(), Pages::Default).unwrap();
+    assert!(KvBlocks::new(layout, bytes.as_bytes_mut(), 3).is_err());
+    for head_dim in [0, 15, 258] {
+        let layout = KvLayout { head_dim, ..layout };
+        assert!(KvBlocks::new(layout, bytes.as_bytes_mut(), 0).is_err());
+    }
+    let mut cache = KvBlocks::new(layout, bytes.as_bytes_mut(), 0).unwrap();
+    let row = [0.0; 32];
+    assert!(kv_cache_append(&backend, &row, &row, 32, &[4 * 32], &mut cache).is_err());
+    assert!(kv_cache_append(&backend, &row, &row[1..], 32, &[0], &mut cache).is_err());
+    assert!(kv_cache_append(&backend, &row, &row, 16, &[0, 1], &mut cache).is_err());
+    kv_cache_append(&backend, &row, &row, 32, &[127], &mut cache).unwrap();
+}
+
+#[test]
+fn keys_and_values_on_cuda_go_to_their_slots_bit_for_bit() {
+    let Some(context) = cuda_context() else { return };
+    let mut random = Random::new(4);
+    for (dtype, num_heads, num_kv_heads, stride) in
+        [(DType::BF16, 4, 4, 64), (DType::F32, 12, 12, 64), (DType::F16, 6, 2, 80)]
+    {
+        for num_tokens in [1, 5, 33, 200] {
+            let (size, num_blocks) = (dtype.size_bytes(), 9);
+            let element = ElementType::Float(dtype);
+            let num_slots = num_blocks * BLOCK_SIZE;
+            // Every token another slot.
+            let mut slots: Vec<u32> = (0..num_slots as u32).collect();
+            for i in (1..num_slots).rev() {
+                slots.swap(i, random.below(i + 1));
+            }
+            slots.truncate(num_tokens);
+            // One that is not there.
+            if num_tokens == 33 {
+                slots[7] = num_slots as u32;
+            }
+            let heads = num_heads + 2 * num_kv_heads;
+            let mut arena = Arena::new(&context, 16 << 20, "a test").expect("memory");
+            let qkv = arena.tensor(element, &[num_tokens, heads, stride]).expect("room");
+            let shape = [num_blocks, BLOCK_SIZE, num_kv_heads, stride];
+            let [k, v] = [0, 1].map(|_| arena.tensor(element, &shape).expect("room"));
+            let slot_tensor = arena.tensor(ElementType::I32, &[num_tokens]).expect("room");
+            let bytes: Vec<u8> = (0..qkv.size_bytes()).map(|_| random.next() as u8).collect();
+            upload(&context, &qkv, &bytes);
+            let words: Vec<u8> = slots.iter().flat_map(|slot| slot.to_ne_bytes()).collect();
+            upload(&context, &slot_tensor, &words);
+            let row = num_kv_heads * stride * size;
+            let before = vec![0xee_u8; num_slots * row];
+            upload(&context, &k, &before);
+            upload(&context, &v, &before);
+
+            cuda::kv_cache_append(&context, &qkv, &KvSlots { k: &k, v: &v, slots: &slot_tensor })
+                .expect("the operator");
+            let reported = context.synchronize();
+            assert_eq!(reported.is_err(), num_tokens == 33, "{reported:?}");
+            let (mut want_k, mut want_v) = (before.clone(), before);
+            for (token, &slot) in slots.iter().enumerate().filter(|(_, &s)| s < num_slots as u32) {
+                let to = slot as usize * row..(slot as usize + 1) * row;
+                let keys = (token * heads + num_heads) * stride * size;
+                want_k[to.clone()].copy_from_slice(&bytes[keys..keys + row]);
+                want_v[to].copy_from_slice(&bytes[keys + row..keys + 2 * row]);
+            }
+            assert!(download(&context, &k) == want_k, "{dtype} keys of {num_tokens} tokens");
+            assert!(download(&context, &v) == want_v, "{dtype} values of {num_tokens} tokens");
+            assert!(download(&context, &qkv) == bytes, "{dtype} the heads themselves");
+        }
+    }
+}
+
+/// Blocks of a cache of several parts go to places in two buffers and from there to other blocks; what is between and
+/// beside them stays as it is.
+#[test]
+fn blocks_on_cuda_go_to_the_host_and_back_bit_for_bit() {
+    let Some(context) = cuda_context() else { return };
+    let mut random = Random::new(5);
+    // Blocks of fewer units of 16 bytes than a block of threads has, and of more than it has in flight.
+    for (num_parts, heads, head_dim, num_blocks) in [(1, 1, 8, 5), (6, 2, 64, 11), (2, 8, 128, 7)] {
+        let shape = [num_blocks, BLOCK_SIZE, heads, head_dim];
+        let element = ElementType::Float(DType::BF16);
+        let block_bytes = 2 * BLOCK_SIZE * heads * head_dim;
+        let part_bytes = num_blocks * block_bytes;
+        let mut arena = Arena::new(&context, num_parts * part_bytes, "a test").expect("memory");
+        let tensors: Vec<_> =
+            (0..num_parts).map(|_| arena.tensor(element, &shape).expect("room")).collect();
+        let mut before = Vec::new();
+        for tensor in &tensors {
+            let bytes: Vec<u8> = (0..part_bytes).map(|_| random.next() as u8).collect();
+            upload(&context, tensor, &bytes);
+            before.push(bytes);
+        }
+        let parts = KvParts::new(tensors.iter().map(|tensor| &**tensor)).expect("one allocation");
+        let place_bytes = parts.place_bytes();
+        assert_eq!(place_bytes, num_parts * block_bytes);
+
+        let buffer = |_| {
+            let mut buffer =
+                PinnedBuffer::new(&context, 3 * place_bytes + 64, "a test").expect("memory");
+            buffer.bytes().expect("bytes").fill(0xee);
+            buffer
+        };
+        let mut buffers = [0, 1].map(buffer);
+        let copy =
+            |block, buffer, place| KvCopy { block, buffer, offset: 32 + place * place_bytes };
+        let last = num_blocks as u32 - 1;
+        let out = [copy(last, 0, 0), copy(0, 1, 2), copy(2, 0, 2), copy(1, 1, 1)];
+        kv_cache_swap(&context, &parts, &mut buffers, &out, true).expect("the operator");
+        let mut want = [(); 2].map(|()| vec![0xee_u8; 3 * place_bytes + 64]);
+        for copy in &out {
+            for (part, bytes) in before.iter().enumerate() {
+                let from = copy.block as usize * block_bytes;
+                let to = copy.offset + part * block_bytes;
+                want[copy.buffer][to..to + block_bytes]
+                    .copy_from_slice(&bytes[from..from + block_bytes]);
+            }
+        }
+        let what = format!("{num_parts} parts of {num_blocks} blocks of {block_bytes} bytes");
+        for (buffer, want) in buffers.iter_mut().zip(&want) {
+            assert!(buffer.bytes().expect("bytes") == want.as_slice(), "{what}: to the host");
+        }
+        for (tensor, before) in tensors.iter().zip(&before) {
+            assert!(download(&context, tensor) == *before, "{what}: the cache was changed");
+        }
+
+        // To other blocks; what no copy names stays.
+        let back = [copy(3, 0, 0), copy(2, 1, 2), copy(0, 1, 1)];
+        kv_cache_swap(&context, &parts, &mut buffers, &back, false).expect("the operator");
+        for (part, (tensor, before)) in tensors.iter().zip(&before).enumerate() {
+            let mut after = before.clone();
+            for copy in &back {
+                let to = copy.block as usize * block_bytes;
+                let from = copy.offset + part * block_bytes;
+                after[to..to + block_bytes]
+                    .copy_from_slice(&want[copy.buffer][from..from + block_bytes]);
+            }
+            assert!(download(&context, tensor) == after, "{what}: part {part} from the host");
+        }
+
+        // What cannot be is refused, and copies nothing.
+        let mut refused = |copies: &[KvCopy]| {
+            let result = kv_cache_swap(&context, &parts, &mut buffers, copies, true);
+            assert!(result.is_err(), "{what}: {copies:?}");
+        };
+        refused(&[copy(num_blocks as u32, 0, 0)]);
+        refused(&[copy(0, 2, 0)]);
+        refused(&[copy(0, 0, 3)]);
+        refused(&[KvCopy { block: 0, buffer: 0, offset: 8 }]);
+        refused(&[KvCopy { block: 0, buffer: 0, offset: 1 << 60 }]);
+        refused(&vec![copy(0, 0, 0); MOST_KV_COPIES + 1]);
+    }
+}

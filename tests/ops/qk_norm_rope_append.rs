@@ -1,0 +1,159 @@
+//! Between the projection and the attention of Qwen3: heads normalised, rotated and put into the cache, on a GPU.
+
+use std::sync::Arc;
+
+use crate::support::device::{assert_rounded, cuda_context, Bench};
+use crate::support::rounded::norm_rope;
+use crate::support::DTYPES;
+use xserv::backend::ComputeContext;
+use xserv::memory::DType;
+use xserv::ops::kv_cache::KvSlots;
+use xserv::ops::qk_norm_rope_append::{qk_norm_rope_append, QkNormRope};
+
+const BLOCK_SIZE: usize = 16;
+const MAX_POSITION: usize = 300;
+const EPS: f32 = 1e-6;
+
+/// Query heads, kv heads, elements of a head, and from head to head.
+type Heads = (usize, usize, usize, usize);
+
+/// With `is_wrong` the third token has a slot outside the cache and the last a position outside the table.
+fn check(
+    context: &Arc<ComputeContext>,
+    dtype: DType,
+    heads: Heads,
+    num_tokens: usize,
+    is_wrong: bool,
+) {
+    let (num_heads, num_kv_heads, head_dim, stride) = heads;
+    let what = format!("{dtype} {num_tokens} tokens of {heads:?}, wrong: {is_wrong}");
+    let mut bench = Bench::new(context, dtype, (num_tokens + head_dim) as u64);
+    let (total_heads, half) = (num_heads + 2 * num_kv_heads, head_dim / 2);
+    let num_blocks = num_tokens / BLOCK_SIZE + 2;
+    let num_slots = num_blocks * BLOCK_SIZE;
+
+    // What is behind the elements of a head is zero.
+    let (_, mut heads_before) = bench.filled(&[num_tokens * total_heads, stride], 3.0, 0.1);
+    heads_before.chunks_exact_mut(stride).for_each(|head| head[head_dim..].fill(0.0));
+    let qkv = bench.of(&[num_tokens, total_heads, stride], &heads_before);
+    let (q_norm, q_weight) = bench.filled(&[head_dim], 0.3, 1.0);
+    let (k_norm, k_weight) = bench.filled(&[head_dim], 0.3, 1.0);
+    // The operator does not know where they come from.
+    let (cos, cos_values) = bench.filled(&[MAX_POSITION, half], 1.0, 0.0);
+    let (sin, sin_values) = bench.filled(&[MAX_POSITION, half], 1.0, 0.0);
+    let mut positions: Vec<usize> =
+        (0..num_tokens).map(|_| bench.random.below(MAX_POSITION)).collect();
+    let mut slots: Vec<usize> = (0..num_slots).collect();
+    for i in (1..num_slots).rev() {
+        slots.swap(i, bench.random.below(i + 1));
+    }
+    slots.truncate(num_tokens);
+    if is_wrong {
+        slots[2] = num_slots;
+        positions[num_tokens - 1] = MAX_POSITION;
+    }
+    let ids = |values: &[usize]| values.iter().map(|&value| value as i32).collect::<Vec<_>>();
+    let position_tensor = bench.ids(&ids(&positions));
+    let slot_tensor = bench.ids(&ids(&slots));
+    let cache_shape = [num_blocks, BLOCK_SIZE, num_kv_heads, stride];
+    let caches = [(); 2].map(|()| bench.poisoned(&cache_shape));
+
+    let how = QkNormRope {
+        q_norm: &q_norm,
+        k_norm: &k_norm,
+        eps: EPS,
+        cos: &cos,
+        sin: &sin,
+        positions: &position_tensor,
+    };
+    let kv = KvSlots { k: &caches[0], v: &caches[1], slots: &slot_tensor };
+    qk_norm_rope_append(context, &qkv, &how, &kv).expect("the operator");
+    let reported = context.synchronize();
+    assert_eq!(reported.is_err(), is_wrong, "{what}: {reported:?}");
+    let [heads_after, k_after, v_after] =
+        [&qkv, &caches[0], &caches[1]].map(|tensor| bench.read(tensor));
+
+    let row = num_kv_heads * stride;
+    let (mut got, mut want) = (Vec::new(), Vec::new());
+    let mut is_written = vec![false; num_slots];
+    for token in 0..num_tokens {
+        let position = positions[token];
+        // Beyond the table nothing is rotated.
+        let [cos, sin] = [(&cos_values, 1.0), (&sin_values, 0.0)].map(|(table, otherwise)| {
+            match position < MAX_POSITION {
+                true => table[position * half..][..half].to_vec(),
+                false => vec![otherwise; half],
+            }
+        });
+        if let Some(is_written) = is_written.get_mut(slots[token]) {
+            *is_written = true;
+        }
+        for index in 0..total_heads {
+            let at = (token * total_heads + index) * stride;
+            let before = &heads_before[at..at + stride];
+            let after = &heads_after[at..at + stride];
+            let turned = |weight| norm_rope(dtype, &before[..head_dim], weight, (&cos, &sin), EPS);
+            if index < num_heads {
+                got.extend(&after[..head_dim]);
+                want.extend(turned(&q_weight));
+                assert!(after[head_dim..].iter().all(|&x| x == 0.0), "{what}: behind a query");
+                continue;
+            }
+            assert_eq!(after, before, "{what}: keys and values of token {token} stay");
+            if slots[token] >= num_slots {
+                continue;
+            }
+            let is_value = index >= num_heads + num_kv_heads;
+            let place = slots[token] * row + (index - num_heads) % num_kv_heads * stride;
+            if is_value {
+                assert_eq!(v_after[place..place + stride], *before, "{what}: token {token}");
+            } else {
+                let key = &k_after[place..place + stride];
+                got.extend(&key[..head_dim]);
+                want.extend(turned(&k_weight));
+                assert!(key[head_dim..].iter().all(|&x| x == 0.0), "{what}: behind a key");
+            }
+        }
+    }
+    assert_rounded(&what, dtype, &got, &want, 0.02);
+    for (slot, _) in is_written.iter().enumerate().filter(|(_, is_written)| !**is_written) {
+        for cache in [&k_after, &v_after] {
+            let stays = &cache[slot * row..(slot + 1) * row];
+            assert!(stays.iter().all(|x| x.is_nan()), "{what}: slot {slot}");
+        }
+    }
+}
+
+/// Heads with a kernel of their own, heads of whole vectors with and without a gap behind them, and others.
+const HEADS: [Heads; 8] = [
+    (16, 8, 128, 128),
+    (4, 1, 64, 64),
+    (3, 3, 80, 80),
+    (4, 2, 64, 72),
+    (5, 1, 256, 256),
+    (2, 2, 30, 32),
+    (3, 1, 2, 4),
+    (7, 1, 128, 136),
+];
+
+#[test]
+fn heads_on_cuda_are_rounded_after_each_step() {
+    let Some(context) = cuda_context() else { return };
+    for dtype in DTYPES {
+        for heads in HEADS {
+            for num_tokens in [1, 5, 33] {
+                check(&context, dtype, heads, num_tokens, false);
+            }
+        }
+    }
+}
+
+#[test]
+fn wrong_slots_and_positions_on_cuda_are_reported_and_not_followed() {
+    let Some(context) = cuda_context() else { return };
+    for dtype in DTYPES {
+        for heads in HEADS {
+            check(&context, dtype, heads, 9, true);
+        }
+    }
+}

@@ -1,0 +1,223 @@
+//! The choice of tokens on a GPU, against the sampler of the host.
+
+use std::sync::Arc;
+
+use crate::support::device::cuda_context;
+use xserv::backend::{Arena, ComputeContext, PinnedBuffer};
+use xserv::engine::{GenerationConfig, Sampler, SamplingOverrides, SamplingParams};
+use xserv::memory::{DType, ElementType};
+use xserv::model::NO_TOKEN;
+use xserv::ops::sample::{
+    sample, SampleBuffers, SampleRow, SAMPLE_COUNTERS, SAMPLE_PARTIALS, SAMPLE_ROW_WORDS,
+};
+
+fn argmax(logits: &[f32]) -> u32 {
+    let best = logits.iter().enumerate().max_by(|a, b| a.1.total_cmp(b.1).then(b.0.cmp(&a.0)));
+    best.expect("a row").0 as u32
+}
+
+/// Rows of logits and how to choose behind them, on the device.
+struct Chooser {
+    context: Arc<ComputeContext>,
+}
+
+impl Chooser {
+    fn run(&self, logits: &[Vec<f32>], rows: &[SampleRow]) -> Vec<u32> {
+        let (num_rows, vocab_size) = (logits.len(), logits[0].len());
+        let float = ElementType::Float(DType::F32);
+        let mut arena = Arena::new(&self.context, 192 << 20, "a test").expect("memory");
+        let mut upload = |element, shape: &[usize], bytes: Vec<u8>| {
+            let tensor = arena.tensor(element, shape).expect("room");
+            let mut host = PinnedBuffer::new(&self.context, bytes.len(), "a test").expect("room");
+            host.bytes().expect("bytes").copy_from_slice(&bytes);
+            host.upload(0..bytes.len(), &tensor, 0).expect("a copy");
+            host.wait().expect("the copy");
+            tensor
+        };
+        let le = |words: Vec<u32>| words.iter().flat_map(|w| w.to_ne_bytes()).collect::<Vec<u8>>();
+        let values = logits.concat().iter().map(|x| x.to_bits()).collect();
+        let logits = upload(float, &[num_rows, vocab_size], le(values));
+        let words = rows.iter().flat_map(|row| row.words()).collect();
+        let rows = upload(ElementType::I32, &[num_rows, SAMPLE_ROW_WORDS], le(words));
+        let mut host = PinnedBuffer::new(&self.context, num_rows * 4, "tokens").expect("room");
+        let address = host.device_address(0);
+        let address = le(vec![address as u32, (address >> 32) as u32]);
+        let host_tokens = upload(ElementType::I32, &[2], address);
+        let tokens = upload(ElementType::I32, &[num_rows], vec![0; num_rows * 4]);
+        let len = num_rows * SAMPLE_COUNTERS;
+        let counters = upload(ElementType::I32, &[len], vec![0; len * 4]);
+        let len = num_rows * SAMPLE_PARTIALS;
+        let partials = upload(ElementType::I64, &[len], vec![0xee; len * 8]);
+        let buffers = SampleBuffers {
+            rows: &rows,
+            tokens: &tokens,
+            host_tokens: &host_tokens,
+            partials: &partials,
+            counters: &counters,
+        };
+        for _ in 0..2 {
+            // Twice: the counters are left as they were.
+            sample(&self.context, &logits, &buffers).expect("a choice");
+        }
+        host.set_in_use().expect("an event");
+        let words = host.bytes().expect("tokens").chunks(4);
+        words.map(|b| u32::from_ne_bytes(b.try_into().expect("four"))).collect()
+    }
+}
+
+fn chooser() -> Option<Chooser> {
+    Some(Chooser { context: cuda_context()? })
+}
+
+fn noise(seed: u64, len: usize) -> Vec<f32> {
+    let mut state = seed;
+    let mut next = || {
+        state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        (state >> 40) as f32 / (1u64 << 24) as f32
+    };
+    (0..len).map(|_| (next() + next() + next() - 1.5) * 6.0).collect()
+}
+
+#[test]
+fn greedy_on_cuda_is_the_first_of_the_largest() {
+    let Some(chooser) = chooser() else { return };
+    for vocab_size in [1, 3, 4, 7, 1000, 151_936, 151_937] {
+        let mut rows: Vec<Vec<f32>> = (0..4).map(|seed| noise(seed, vocab_size)).collect();
+        // Equals, far apart.
+        let last = vocab_size - 1;
+        rows[1][last] = 50.0;
+        rows[1][last / 2] = 50.0;
+        rows[2].fill(-3.0);
+        let want: Vec<u32> = rows.iter().map(|row| argmax(row)).collect();
+        let how = SampleRow { top_p: 1.0, ..SampleRow::default() };
+        assert_eq!(chooser.run(&rows, &[how; 4]), want, "vocabulary of {vocab_size}");
+        for (row, bad) in rows.iter_mut().zip([f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 0.0]) {
+            row[last / 3] = bad;
+        }
+        let tokens = chooser.run(&rows, &[how; 4]);
+        assert_eq!(tokens[..3], [NO_TOKEN; 3]);
+        assert_ne!(tokens[3], NO_TOKEN);
+        let caller = SampleRow { temperature: -1.0, ..how };
+        assert_eq!(chooser.run(&rows[3..], &[caller]), [NO_TOKEN]);
+    }
+}
+
+/// Tokens that are drawn have the distribution of the CPU's sampler: the same tokens in the choice, and a share
+/// within five standard deviations.
+#[test]
+fn draws_on_cuda_have_the_distribution_of_the_host() {
+    let Some(chooser) = chooser() else { return };
+    const DRAWS: usize = 4000;
+    let cases = [
+        (1.0, None, None, None),
+        (0.7, Some(5), None, None),
+        (1.0, None, Some(0.8), None),
+        (1.3, Some(40), Some(0.9), Some(0.02)),
+        (1.0, None, None, Some(0.1)),
+        (0.3, Some(1), None, None),
+        (1.0, Some(1000), Some(0.999), None),
+        (1e-6, None, None, None),
+        (1e-40, None, None, Some(0.1)),
+    ];
+    // The last ones: more equals than are sorted, more of the likely tokens, and too large a k.
+    let flat = [
+        (1.0, Some(5), Some(0.9), None),
+        (1.0, None, Some(0.7), None),
+        (0.8, Some(700), Some(0.9), Some(0.5)),
+    ];
+    let cases = cases.map(|case| (case, false)).into_iter().chain(flat.map(|case| (case, true)));
+    for (case, ((temperature, top_k, top_p, min_p), is_flat)) in cases.enumerate() {
+        let mut logits = noise(case as u64 + 10, if is_flat { 6000 } else { 203 });
+        // Rounded, so that there are equals, at the borders of the filters too.
+        match is_flat {
+            true => logits.iter_mut().for_each(|x| *x = x.signum()),
+            false => logits.iter_mut().for_each(|x| *x = (*x * 4.0).round() / 4.0),
+        }
+        let caller = SamplingOverrides {
+            temperature: Some(temperature),
+            top_k,
+            top_p,
+            min_p,
+            ..SamplingOverrides::default()
+        };
+        let params = SamplingParams::resolve(&caller, &GenerationConfig::default()).expect("valid");
+        let mut sampler = Sampler::new(params, 0, &[]).expect("a sampler");
+        let mut want = vec![0.0; logits.len()];
+        for candidate in sampler.candidates(&mut logits.clone()).expect("candidates") {
+            want[candidate.token_id as usize] = candidate.weight;
+        }
+        let how = |index: usize| SampleRow {
+            seed: 1 << 40 | case as u64,
+            index: index as u64,
+            temperature,
+            top_p: top_p.unwrap_or(1.0),
+            min_p: min_p.unwrap_or(0.0),
+            top_k: top_k.unwrap_or(0) as i32,
+        };
+        let rows: Vec<SampleRow> = (0..DRAWS).map(how).collect();
+        let tokens = chooser.run(&vec![logits.clone(); DRAWS], &rows);
+        let mut counts = vec![0usize; logits.len()];
+        tokens.iter().for_each(|&token| counts[token as usize] += 1);
+        for (id, (&count, &p)) in counts.iter().zip(&want).enumerate() {
+            assert!(count == 0 || p > 0.0, "case {case}: token {id} is not in the choice");
+            let (n, expected) = (DRAWS as f64, DRAWS as f64 * p);
+            let bar = 5.0 * (n * p * (1.0 - p)).sqrt() + 1.0;
+            assert!(
+                (count as f64 - expected).abs() <= bar,
+                "case {case}: {id}: {count}, {expected}"
+            );
+        }
+        // The same alone, and again.
+        assert_eq!(chooser.run(&[logits.clone()], &rows[7..8]), tokens[7..8], "case {case}");
+    }
+}
+
+/// Filters over a whole vocabulary: the token is one that the CPU's sampler leaves. Few tokens and many, more equals
+/// than the device sorts, and more tokens than it sorts, without equals.
+#[test]
+fn filters_on_cuda_leave_what_they_leave_on_the_host() {
+    let Some(chooser) = chooser() else { return };
+    let filters = [
+        (Some(50), None),
+        (None, Some(0.5)),
+        (Some(20), Some(0.95)),
+        (None, Some(0.05)),
+        (Some(512), Some(0.3)),
+        (Some(513), None),
+        (Some(3000), Some(0.6)),
+        (None, Some(0.97)),
+    ];
+    let cases = filters.iter().flat_map(|filter| [(*filter, 1.0), (*filter, 0.05), (*filter, 0.0)]);
+    for (case, ((top_k, top_p), spread)) in cases.enumerate() {
+        let mut logits = noise(case as u64 + 90, 151_936);
+        logits.iter_mut().for_each(|x| *x = half::bf16::from_f32(*x * spread).to_f32());
+        let caller = SamplingOverrides {
+            temperature: Some(0.6),
+            top_k,
+            top_p,
+            ..SamplingOverrides::default()
+        };
+        let params = SamplingParams::resolve(&caller, &GenerationConfig::default()).expect("valid");
+        let mut sampler = Sampler::new(params, 0, &[]).expect("a sampler");
+        let kept: Vec<u32> = sampler
+            .candidates(&mut logits.clone())
+            .expect("candidates")
+            .iter()
+            .map(|candidate| candidate.token_id)
+            .collect();
+        let rows: Vec<SampleRow> = (0..32)
+            .map(|index| SampleRow {
+                seed: 3,
+                index,
+                temperature: 0.6,
+                top_p: top_p.unwrap_or(1.0),
+                min_p: 0.0,
+                top_k: top_k.unwrap_or(0) as i32,
+            })
+            .collect();
+        for token in chooser.run(&vec![logits.clone(); 32], &rows) {
+            let is_kept = kept.contains(&token);
+            assert!(is_kept, "{top_k:?} {top_p:?} {spread}: {token} is not among {}", kept.len());
+        }
+    }
+}
