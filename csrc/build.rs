@@ -105,14 +105,21 @@ fn kernels() {
         }
     });
 
-    let mut text = String::from("&[\n");
+    // The type belongs to the table: where there are no kernels nothing would use it.
+    let mut text = String::from(
+        "{\n\
+         /// The driver reads whole words.\n\
+         #[repr(C, align(64))]\n\
+         struct Aligned<T>(T);\n\
+         &[\n",
+    );
     for (source, fatbin) in sources.iter().zip(&fatbins) {
         let key = key(source, &folder);
         let copy = out.join(format!("{}.fatbin", key.replace('/', "-")));
         write(&copy, &read(fatbin));
         let _ = writeln!(text, "({key:?}, &Aligned(*include_bytes!({copy:?})).0),");
     }
-    text.push(']');
+    text.push_str("]\n}");
     write(&table, text.as_bytes());
 }
 

@@ -1,10 +1,6 @@
 //! The compiled kernels of `csrc/ops`, made by the build script; empty in builds without nvcc.
 
-/// The driver reads whole words.
-#[repr(C, align(64))]
-struct Aligned<T>(T);
-
-/// Name of the source and fatbin.
+/// The path of each source below `csrc/ops`, without its extension, and the fatbin made of it.
 static FATBINS: &[(&str, &[u8])] = include!(concat!(env!("OUT_DIR"), "/fatbins.rs"));
 
 /// True if this library was built with kernels.
