@@ -1,16 +1,17 @@
-//! The operators of the forward pass, one folder each: the contract and the checks in `mod.rs`, the CPU half in
-//! `cpu*.rs`, the CUDA half in `cuda*.rs`, whose kernels are in `csrc/ops/<operator>`. What several are made of is in
-//! [`common`].
+//! The operators of the forward pass, one folder each: the contract and the checks in `mod.rs`, the
+//! CPU half in `cpu*.rs`, the CUDA half in `cuda*.rs`, whose kernels are in `csrc/ops/<operator>`.
+//! What several are made of is in [`common`].
 //!
-//! Operators round once, at the end, unless their file says `rounded`: those round each intermediate to the type of
-//! the tensors, as Transformers does, so that a model gives the tokens that it gives there. Operators without a C
-//! function are parts of the models' forward pass.
+//! Operators round once, at the end, unless the table says that they round after each step: these
+//! round each intermediate to the type of the tensors, as Transformers does, so that a model gives
+//! the tokens that it gives there. Operators without a C function are parts of the models' forward
+//! pass.
 //!
 //! | operator | forms (files) | C functions | test |
 //! |---|---|---|---|
 //! | [`activation`] | `cpu` typed slices; `cuda` tensors; `cuda_rounded` GELU rounded after each step | `xserv_op_gelu`, `xserv_op_gelu_tanh`, `xserv_op_silu` | `tests/ops/activation.rs` |
 //! | [`argmax`] | `cpu` typed slices; `cpu_checked` f32 rows that must be numbers; `cuda` tensors | `xserv_op_argmax` | `tests/ops/argmax.rs` |
-//! | [`attention`] | `cpu_naive`, `cpu_flash` typed slices, through `cpu`; `cpu_paged` the paged cache of the CPU, both with `cpu_online_softmax`; `cuda_naive`, `cuda_flash`, `cuda_flash_wgmma`, `cuda_split_kv` tensors, through `choice` and `cuda`; `cuda_fused`, `cuda_fused_project` one new token a sequence, from the projection on | `xserv_op_attention` | `tests/ops/attention/` |
+//! | [`attention`] | `cpu_naive`, `cpu_flash` typed slices, through `cpu`; `cpu_paged` the paged cache of the CPU, both with `cpu_online_softmax`; `cuda_naive`, `cuda_flash`, `cuda_flash_wgmma`, `cuda_split_kv` tensors, through `choice` and `cuda`; `cuda_fused`, `cuda_fused_project` one new token a sequence, rounded after each step | `xserv_op_attention` | `tests/ops/attention/` |
 //! | [`copy`] | `mod` both devices | `xserv_op_copy` | `tests/ops/copy.rs` |
 //! | [`elementwise`] | `cpu` typed slices; `cuda` tensors | `xserv_op_add`, `xserv_op_mul`, `xserv_op_cast` | `tests/ops/elementwise.rs` |
 //! | [`embedding`] | `cpu` typed slices; `cpu_packed` packed weights; `cuda` tensors; `cuda_chosen` tokens that the step before chose | `xserv_op_embedding` | `tests/ops/embedding.rs` |
@@ -28,9 +29,10 @@
 //! | [`top_k`] | `cpu` typed slices; `cuda` tensors | `xserv_op_top_k` | `tests/ops/top_k.rs` |
 //! | [`transpose`] | `cpu` typed slices; `mod` tensors on a GPU | `xserv_op_transpose` | `tests/ops/transpose.rs` |
 //!
-//! A new operator is a folder here with a row above, a folder of kernels in `csrc/ops`, a C function in `src/ffi/ops_*.rs`
-//! if C is to see it, and a test that compares it with a reference in f64 (`tests/support/reference.rs`).
-//! `tests/abi/layering.rs` holds the table, the tests and the imports between operators to this.
+//! A new operator is a folder here with a row above, a folder of kernels in `csrc/ops`, a C
+//! function in `src/ffi/ops_*.rs` if C is to see it, and a test that compares it with a reference
+//! in f64 (`tests/support/reference.rs`). `tests/abi/layering.rs` holds the table, the tests and
+//! the imports between operators to this.
 
 pub mod activation;
 pub mod argmax;
