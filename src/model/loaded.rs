@@ -4,21 +4,17 @@ use std::fmt;
 use std::sync::Arc;
 
 use super::config::ModelConfig;
-use super::decoder::block::Decoder;
 use super::device::limits::PassLimits;
 use super::device::model::DeviceModel;
 use super::kv_cache::KvCache;
+use super::load::LoadedWeights;
 use super::workspace::Workspace;
 use crate::backend::cpu::CpuBackend;
 use crate::backend::ComputeContext;
 use crate::error::Result;
 use crate::memory::DType;
-use crate::ops::common::packed_matrix::PackedMatrix;
 use crate::ops::kv_cache::layout::KvLayout;
 use crate::ops::rope::cpu_table::RopeTable;
-
-/// The weights in memory.
-pub(super) type LoadedWeights = Decoder<PackedMatrix, Vec<f32>>;
 
 /// A loaded model. Shared by reference; what a forward pass changes belongs to its caller. On a device the passes
 /// share a stream, which may be recording: one thread at a time.

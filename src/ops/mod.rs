@@ -1,16 +1,17 @@
-//! The operators of the forward pass, one folder each: the contract and the checks in `mod.rs`, the CPU half in
-//! `cpu*.rs`, the CUDA half in `cuda*.rs`, whose kernels are in `csrc/ops/<operator>`. What several are made of is in
-//! [`common`].
+//! The operators of the forward pass, one folder each: the contract and the checks in `mod.rs`, the
+//! CPU half in `cpu*.rs`, the CUDA half in `cuda*.rs`, whose kernels are in `csrc/ops/<operator>`.
+//! What several are made of is in [`common`].
 //!
-//! Operators round once, at the end, unless their file says `rounded`: those round each intermediate to the type of
-//! the tensors, as Transformers does, so that a model gives the tokens that it gives there. Operators without a C
-//! function are parts of the models' forward pass.
+//! Operators round once, at the end, unless the table says that they round after each step: these
+//! round each intermediate to the type of the tensors, as Transformers does, so that a model gives
+//! the tokens that it gives there. Operators without a C function are parts of the models' forward
+//! pass.
 //!
 //! | operator | forms (files) | C functions | test |
 //! |---|---|---|---|
 //! | [`activation`] | `cpu` typed slices; `cuda` tensors; `cuda_rounded` GELU rounded after each step | `xserv_op_gelu`, `xserv_op_gelu_tanh`, `xserv_op_silu` | `tests/ops/activation.rs` |
 //! | [`argmax`] | `cpu` typed slices; `cpu_checked` f32 rows that must be numbers; `cuda` tensors | `xserv_op_argmax` | `tests/ops/argmax.rs` |
-//! | [`attention`] | `cpu_naive`, `cpu_flash` typed slices, through `cpu`; `cpu_paged` the paged cache of the CPU, both with `cpu_online_softmax`; `cuda_naive`, `cuda_flash`, `cuda_flash_wgmma`, `cuda_split_kv` tensors, through `choice` and `cuda`; `cuda_fused`, `cuda_fused_project` one new token a sequence, from the projection on | `xserv_op_attention` | `tests/ops/attention/` |
+//! | [`attention`] | `cpu_naive`, `cpu_flash` typed slices, through `cpu`; `cpu_paged` the paged cache of the CPU, both with `cpu_online_softmax`; `cuda_naive`, `cuda_flash`, `cuda_flash_wgmma`, `cuda_split_kv` tensors, through `choice` and `cuda`; `cuda_fused`, `cuda_fused_project` one new token a sequence, rounded after each step; `plan` which of them serve a model | `xserv_op_attention` | `tests/ops/attention/` |
 //! | [`copy`] | `mod` both devices | `xserv_op_copy` | `tests/ops/copy.rs` |
 //! | [`elementwise`] | `cpu` typed slices; `cuda` tensors | `xserv_op_add`, `xserv_op_mul`, `xserv_op_cast` | `tests/ops/elementwise.rs` |
 //! | [`embedding`] | `cpu` typed slices; `cpu_packed` packed weights; `cuda` tensors; `cuda_chosen` tokens that the step before chose | `xserv_op_embedding` | `tests/ops/embedding.rs` |
@@ -18,7 +19,7 @@
 //! | [`grad_check`] | `mod` on the host | `xserv_grad_check` | `tests/ops/grad_check.rs` |
 //! | [`kv_cache`] | `layout` the blocks of the CPU; `cpu` appends to them; `cuda` appends; `cuda_swap` blocks to the host and back |  | `tests/ops/kv_cache.rs` |
 //! | [`layer_norm`] | `cpu` typed slices; `cuda` tensors | `xserv_op_layer_norm` | `tests/ops/layer_norm.rs` |
-//! | [`linear`] | `cpu` packed weights; `cuda_gemv`, `cuda_gemv_mma` one or two tokens; `cuda_skinny` up to 128 tokens; `cuda_prefill`, `cuda_prefill_heads` more; all of these rounded after each step |  | `tests/ops/linear/` |
+//! | [`linear`] | `cpu` packed weights; `cuda_gemv`, `cuda_gemv_mma` one or two tokens; `cuda_skinny` up to 128 tokens; `cuda_prefill`, `cuda_prefill_heads` more; all of these rounded after each step; `plan` which of them serve a model, with `matrix` and `residual` |  | `tests/ops/linear/` |
 //! | [`qk_norm_rope_append`] | `mod` on a GPU, rounded after each step |  | `tests/ops/qk_norm_rope_append.rs` |
 //! | [`rms_norm`] | `cpu` typed slices; `cpu_heads` heads inside rows; `cuda` tensors; `cuda_rounded` rounded after each step | `xserv_op_rms_norm`, `xserv_op_add_rms_norm` | `tests/ops/rms_norm.rs` |
 //! | [`rope`] | `cpu` typed slices; `cpu_table` a model's table on the CPU; `cuda` tensors; `cuda_rounded` a model's table on a GPU | `xserv_op_rope`, `xserv_op_rope_table` | `tests/ops/rope.rs` |
@@ -28,9 +29,10 @@
 //! | [`top_k`] | `cpu` typed slices; `cuda` tensors | `xserv_op_top_k` | `tests/ops/top_k.rs` |
 //! | [`transpose`] | `cpu` typed slices; `mod` tensors on a GPU | `xserv_op_transpose` | `tests/ops/transpose.rs` |
 //!
-//! A new operator is a folder here with a row above, a folder of kernels in `csrc/ops`, a C function in `src/ffi/ops_*.rs`
-//! if C is to see it, and a test that compares it with a reference in f64 (`tests/support/reference.rs`).
-//! `tests/abi/layering.rs` holds the table, the tests and the imports between operators to this.
+//! A new operator is a folder here with a row above, a folder of kernels in `csrc/ops`, a C
+//! function in `src/ffi/ops_*.rs` if C is to see it, and a test that compares it with a reference
+//! in f64 (`tests/support/reference.rs`). `tests/abi/layering.rs` holds the table, the tests and
+//! the imports between operators to this.
 
 pub mod activation;
 pub mod argmax;

@@ -1,4 +1,5 @@
-//! The chain of kernels that decodes one sequence of a small model on a Hopper GPU, against the forward pass.
+//! The chain of kernels that decodes one sequence of a small model on a Hopper GPU, against the
+//! forward pass.
 
 use xserv::memory::DType;
 

@@ -201,8 +201,8 @@ fn refusals() {
     }
 }
 
-/// Transformers' `gelu_new`, as PyTorch evaluates it: each operation in f32, stored in the type. `tanh_error` is
-/// what the hyperbolic tangent may be off by.
+/// Transformers' `gelu_new`, as PyTorch evaluates it: each operation in f32, stored in the type.
+/// `tanh_error` is what the hyperbolic tangent may be off by.
 fn gelu_new(dtype: DType, x: f64, tanh_error: f64) -> f64 {
     let round = |x| round(dtype, x);
     let cube = round(round(x * x) * x);

@@ -288,8 +288,8 @@ fn options_of_contexts_are_checked() {
     println!("CUDA device 4000: {}", message());
 }
 
-/// A fault in a kernel takes neither the process nor the CPU with it. In a child process: the device's
-/// context is of no use afterwards.
+/// A fault in a kernel takes neither the process nor the CPU with it. In a child process: the
+/// device's context is of no use afterwards.
 #[test]
 fn a_lost_device_is_reported() {
     let Some(cuda) = cuda() else { return };

@@ -172,7 +172,8 @@ fn casts_round_once() {
                     let mut x = from.round_all(&random.normals(len(shape)));
                     let odd = [f64::NAN, f64::INFINITY, -0.0, 1e5, -1e30, 6e-8, 65519.0, 1e-40];
                     x.iter_mut().zip(odd).for_each(|(x, odd)| *x = from.round(odd));
-                    // Through f32, which every value here is: `half` rounds f64 after cutting it off.
+                    // Through f32, which every value here is: `half` rounds f64 after cutting it
+                    // off.
                     let want = x.iter().map(|&x| match to {
                         Type::F16 => half::f16::from_f32(x as f32).to_f64(),
                         Type::BF16 => half::bf16::from_f32(x as f32).to_f64(),

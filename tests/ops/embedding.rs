@@ -1,4 +1,5 @@
-//! Rows of a table: slices of all types, packed weights, tensors, and rows of tokens that a device has chosen.
+//! Rows of a table: slices of all types, packed weights, tensors, and rows of tokens that a device
+//! has chosen.
 
 use crate::support::device::{cuda_context, Bench};
 use crate::support::tensors::*;
@@ -251,8 +252,8 @@ fn refusals() {
     }
 }
 
-/// Tokens of the batch and of rows that were chosen, one that was not and counts as 0, and rows in units of 16 bytes
-/// and of two.
+/// Tokens of the batch and of rows that were chosen, one that was not and counts as 0, and rows in
+/// units of 16 bytes and of two.
 #[test]
 fn chosen_tokens_on_cuda() {
     let Some(context) = cuda_context() else { return };

@@ -1,4 +1,5 @@
-//! The paged KV cache: blocks on the CPU, keys and values into their slots on a GPU, and blocks to the host and back.
+//! The paged KV cache: blocks on the CPU, keys and values into their slots on a GPU, and blocks to
+//! the host and back.
 
 use crate::support::device::{cuda_context, download, upload};
 use crate::support::{backends, to_bytes, Random, DTYPES};
@@ -10,7 +11,8 @@ use xserv::ops::kv_cache::cuda_swap::{kv_cache_swap, KvCopy, KvParts, MOST_KV_CO
 use xserv::ops::kv_cache::layout::{KvBlocks, KvLayout, BLOCK_SIZE};
 use xserv::ops::kv_cache::{cuda, KvSlots};
 
-/// Where the element of a key and that of a value lie in the panels of a head, as `layout.rs` describes them.
+/// Where the element of a key and that of a value lie in the panels of a head, as `layout.rs`
+/// describes them.
 fn places(layout: &KvLayout, token: usize, i: usize) -> [usize; 2] {
     let values = layout.head_dim * BLOCK_SIZE;
     let columns = layout.head_dim.next_multiple_of(16);
@@ -159,13 +161,14 @@ fn keys_and_values_on_cuda_go_to_their_slots_bit_for_bit() {
     }
 }
 
-/// Blocks of a cache of several parts go to places in two buffers and from there to other blocks; what is between and
-/// beside them stays as it is.
+/// Blocks of a cache of several parts go to places in two buffers and from there to other blocks;
+/// what is between and beside them stays as it is.
 #[test]
 fn blocks_on_cuda_go_to_the_host_and_back_bit_for_bit() {
     let Some(context) = cuda_context() else { return };
     let mut random = Random::new(5);
-    // Blocks of fewer units of 16 bytes than a block of threads has, and of more than it has in flight.
+    // Blocks of fewer units of 16 bytes than a block of threads has, and of more than it has in
+    // flight.
     for (num_parts, heads, head_dim, num_blocks) in [(1, 1, 8, 5), (6, 2, 64, 11), (2, 8, 128, 7)] {
         let shape = [num_blocks, BLOCK_SIZE, heads, head_dim];
         let element = ElementType::Float(DType::BF16);

@@ -146,7 +146,8 @@ fn a_large_mean_loses_nothing() {
 
 #[test]
 fn outliers_and_constants() {
-    // One value far from all others is the first of its thread, of its warp, of the row; or somewhere else.
+    // One value far from all others is the first of its thread, of its warp, of the row; or
+    // somewhere else.
     for context in contexts() {
         for width in [40, 4096, 4097] {
             for place in [0, 1, 31, width / 2, width - 1] {

@@ -1,5 +1,5 @@
-//! The operators, one file each, against f64 references and golden vectors, on every instruction set of this
-//! machine. One op: `cargo test --test ops rms_norm`.
+//! The operators, one file each, against f64 references and golden vectors, on every instruction
+//! set of this machine. One op: `cargo test --test ops rms_norm`.
 
 #[path = "../support/mod.rs"]
 mod support;

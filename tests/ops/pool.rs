@@ -1,4 +1,5 @@
-//! The thread pool: every task once, panics as errors, nesting, sharing, and an end without a trace.
+//! The thread pool: every task once, panics as errors, nesting, sharing, and an end without a
+//! trace.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::Mutex;

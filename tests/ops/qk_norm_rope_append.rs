@@ -1,4 +1,5 @@
-//! Between the projection and the attention of Qwen3: heads normalised, rotated and put into the cache, on a GPU.
+//! Between the projection and the attention of Qwen3: heads normalised, rotated and put into the
+//! cache, on a GPU.
 
 use std::sync::Arc;
 
@@ -17,7 +18,8 @@ const EPS: f32 = 1e-6;
 /// Query heads, kv heads, elements of a head, and from head to head.
 type Heads = (usize, usize, usize, usize);
 
-/// With `is_wrong` the third token has a slot outside the cache and the last a position outside the table.
+/// With `is_wrong` the third token has a slot outside the cache and the last a position outside the
+/// table.
 fn check(
     context: &Arc<ComputeContext>,
     dtype: DType,
@@ -124,7 +126,8 @@ fn check(
     }
 }
 
-/// Heads with a kernel of their own, heads of whole vectors with and without a gap behind them, and others.
+/// Heads with a kernel of their own, heads of whole vectors with and without a gap behind them, and
+/// others.
 const HEADS: [Heads; 8] = [
     (16, 8, 128, 128),
     (4, 1, 64, 64),

@@ -1,5 +1,5 @@
-//! RMSNorm, with and without the residual addition: slices of all types, heads inside a fused row, tensors, and the
-//! rounding after each step.
+//! RMSNorm, with and without the residual addition: slices of all types, heads inside a fused row,
+//! tensors, and the rounding after each step.
 
 use crate::support::device::{assert_rounded, cuda_context, last_place, round, Bench, HALVES};
 use crate::support::layouts::{for_all_rows, laid_out};

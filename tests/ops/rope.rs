@@ -1,4 +1,5 @@
-//! Rotary embeddings: slices of all types with tables of their own, a model's table, tensors, and rounded tables.
+//! Rotary embeddings: slices of all types with tables of their own, a model's table, tensors, and
+//! rounded tables.
 
 use crate::support::device::{cuda_context, round, Bench};
 use crate::support::tensors::*;
@@ -237,7 +238,8 @@ fn tensors() {
                                 reference::rope(values, sizes, &places, cos, sin, pairing == 1)
                             });
                         let bar = element.bar(1e-6, 6e-4, 4.5e-3);
-                        // Out of place: contiguous, then with heads outermost and off their alignment.
+                        // Out of place: contiguous, then with heads outermost and off their
+                        // alignment.
                         let head_first =
                             |shape: [i64; 3]| [shape[2] + 1, (shape[2] + 1) * shape[0].max(1), 1];
                         for strides in [None, Some((head_first(q_shape), head_first(k_shape)))] {
@@ -457,8 +459,8 @@ fn refusals() {
     }
 }
 
-/// The angle and the product with the scaling in f32, and then one rounding: known to the last bit, but for what f64
-/// itself may be off by.
+/// The angle and the product with the scaling in f32, and then one rounding: known to the last bit,
+/// but for what f64 itself may be off by.
 #[test]
 fn tables_on_cuda_are_rounded_after_each_step() {
     let Some(context) = cuda_context() else { return };

@@ -102,8 +102,8 @@ fn greedy_on_cuda_is_the_first_of_the_largest() {
     }
 }
 
-/// Tokens that are drawn have the distribution of the CPU's sampler: the same tokens in the choice, and a share
-/// within five standard deviations.
+/// Tokens that are drawn have the distribution of the CPU's sampler: the same tokens in the choice,
+/// and a share within five standard deviations.
 #[test]
 fn draws_on_cuda_have_the_distribution_of_the_host() {
     let Some(chooser) = chooser() else { return };
@@ -172,8 +172,8 @@ fn draws_on_cuda_have_the_distribution_of_the_host() {
     }
 }
 
-/// Filters over a whole vocabulary: the token is one that the CPU's sampler leaves. Few tokens and many, more equals
-/// than the device sorts, and more tokens than it sorts, without equals.
+/// Filters over a whole vocabulary: the token is one that the CPU's sampler leaves. Few tokens and
+/// many, more equals than the device sorts, and more tokens than it sorts, without equals.
 #[test]
 fn filters_on_cuda_leave_what_they_leave_on_the_host() {
     let Some(chooser) = chooser() else { return };

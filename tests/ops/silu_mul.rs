@@ -1,4 +1,5 @@
-//! The gate of SwiGLU: slices of all types, stacked halves, tensors, and the rounding after each step.
+//! The gate of SwiGLU: slices of all types, stacked halves, tensors, and the rounding after each
+//! step.
 
 use crate::support::device::{assert_rounded, cuda_context, last_place, Bench};
 use crate::support::layouts::{len, LAYOUTS};
@@ -199,7 +200,8 @@ fn refusals() {
     }
 }
 
-/// Rows of whole vectors and not, rows wider than a block of threads, and an address off its alignment.
+/// Rows of whole vectors and not, rows wider than a block of threads, and an address off its
+/// alignment.
 #[test]
 fn on_cuda_it_is_rounded_after_each_step() {
     let Some(context) = cuda_context() else { return };

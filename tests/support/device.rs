@@ -1,4 +1,5 @@
-//! What tests of the device operators that C does not see share: tensors on a GPU, their values in f64, roundings.
+//! What tests of the device operators that C does not see share: tensors on a GPU, their values in
+//! f64, roundings.
 
 use std::sync::Arc;
 
@@ -60,7 +61,8 @@ pub fn encode(dtype: DType, values: &[f64]) -> Vec<u8> {
     }
 }
 
-/// The step between numbers of a 16-bit type below 1, the most by which rounding once changes a number.
+/// The step between numbers of a 16-bit type below 1, the most by which rounding once changes a
+/// number.
 pub fn unit(dtype: DType) -> f64 {
     if dtype == DType::BF16 {
         1.0 / 256.0
@@ -69,8 +71,8 @@ pub fn unit(dtype: DType) -> f64 {
     }
 }
 
-/// The last place of a number of a type, relative to the number: what a rounding that falls the other way changes. Of f32,
-/// in which the operators compute, a few.
+/// The last place of a number of a type, relative to the number: what a rounding that falls the
+/// other way changes. Of f32, in which the operators compute, a few.
 pub fn last_place(dtype: DType) -> f64 {
     match dtype {
         DType::F32 => 2f64.powi(-21),
@@ -167,8 +169,9 @@ pub fn assert_near(what: &str, got: &[f64], want: &[f64], bar: f64) {
     println!("{what}: worst {worst:.2e} of {bar:.2e}");
 }
 
-/// Every result is off its reference by at most what the reference says; of 16-bit results at most a share of
-/// `most_flipped` is off at all, since few sums are so close to the middle of two numbers that f32 takes the other.
+/// Every result is off its reference by at most what the reference says; of 16-bit results at most
+/// a share of `most_flipped` is off at all, since few sums are so close to the middle of two
+/// numbers that f32 takes the other.
 pub fn assert_rounded(
     what: &str,
     dtype: DType,

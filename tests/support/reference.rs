@@ -1,5 +1,5 @@
-//! References in f64, one for each operator: plain loops over the same bits that the operators get, whatever the
-//! form of the operator and the type that it stores.
+//! References in f64, one for each operator: plain loops over the same bits that the operators get,
+//! whatever the form of the operator and the type that it stores.
 
 fn wide<T: Copy + Into<f64>>(x: &[T]) -> Vec<f64> {
     x.iter().map(|&x| x.into()).collect()
@@ -109,8 +109,9 @@ pub fn linear<T: Copy + Into<f64>>(
     out
 }
 
-/// `alpha op(a) op(b) + beta c` with the layout of c, which keeps what is between its rows; without c and beta
-/// [m, n]. op(a) is [m, k] and op(b) [k, n]; a and b are row-major with rows `lda` and `ldb` apart.
+/// `alpha op(a) op(b) + beta c` with the layout of c, which keeps what is between its rows; without
+/// c and beta [m, n]. op(a) is [m, k] and op(b) [k, n]; a and b are row-major with rows `lda` and
+/// `ldb` apart.
 pub fn gemm<T: Copy + Into<f64>>(
     (a, b, c): (&[T], &[T], &[T]),
     (m, n, k): (usize, usize, usize),
@@ -149,8 +150,9 @@ fn dot(a: &[f64], b: &[f64]) -> f64 {
     sums.iter().sum()
 }
 
-/// One sequence: q [q_len, heads, head_dim], k and v [kv_len, kv_heads, head_dim] -> [q_len, heads, head_dim]. With
-/// `causal` query i sees keys 0..=kv_len - q_len + i; without keys the result is zero.
+/// One sequence: q [q_len, heads, head_dim], k and v [kv_len, kv_heads, head_dim] -> [q_len, heads,
+/// head_dim]. With `causal` query i sees keys 0..=kv_len - q_len + i; without keys the result is
+/// zero.
 pub fn attention<T: Copy + Into<f64>>(
     (q, k, v): (&[T], &[T], &[T]),
     (num_heads, num_kv_heads, head_dim): (usize, usize, usize),
@@ -186,8 +188,9 @@ pub fn attention<T: Copy + Into<f64>>(
     out
 }
 
-/// Rotates the heads of x, rows of `num_heads * head_dim` elements `row_stride` apart, by rows of cos and sin
-/// [max_position, head_dim / 2]. Pairs are (i, i + head_dim / 2), or neighbours if `interleaved`.
+/// Rotates the heads of x, rows of `num_heads * head_dim` elements `row_stride` apart, by rows of
+/// cos and sin [max_position, head_dim / 2]. Pairs are (i, i + head_dim / 2), or neighbours if
+/// `interleaved`.
 pub fn rope<T: Copy + Into<f64>>(
     x: &[T],
     (row_stride, num_heads, head_dim): (usize, usize, usize),

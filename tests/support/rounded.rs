@@ -1,4 +1,5 @@
-//! References in f64 of the operators that round to the type of their tensors after each step, as Transformers does.
+//! References in f64 of the operators that round to the type of their tensors after each step, as
+//! Transformers does.
 
 use super::device::{last_place, round};
 use xserv::memory::DType;
@@ -15,7 +16,8 @@ pub fn silu_mul(dtype: DType, gate: f64, up: f64) -> f64 {
     round(dtype, round(dtype, gate / (1.0 + (-gate).exp())) * up)
 }
 
-/// The pairs (i, i + half) of a head rotated: `round(round(x * cos) + round(rotate_half(x) * sin))`.
+/// The pairs (i, i + half) of a head rotated: `round(round(x * cos) + round(rotate_half(x) *
+/// sin))`.
 pub fn rope(dtype: DType, head: &[f64], cos: &[f64], sin: &[f64]) -> Vec<f64> {
     let half = head.len() / 2;
     let times = |a: f64, b: f64| round(dtype, a * b);
@@ -29,7 +31,8 @@ pub fn rope(dtype: DType, head: &[f64], cos: &[f64], sin: &[f64]) -> Vec<f64> {
         .collect()
 }
 
-/// A head normalised and rotated, and how far each element may be off: by the last places of what it is made of.
+/// A head normalised and rotated, and how far each element may be off: by the last places of what
+/// it is made of.
 pub fn norm_rope(
     dtype: DType,
     head: &[f64],

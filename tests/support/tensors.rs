@@ -1,7 +1,7 @@
 //! Tensors for the tests of the operators, through the C interface, on the CPU and on CUDA.
 //!
-//! Every tensor lies between two guards that must stay as they are; results begin as NaN. References are
-//! computed in f64 from the values as they are stored.
+//! Every tensor lies between two guards that must stay as they are; results begin as NaN.
+//! References are computed in f64 from the values as they are stored.
 
 use super::random::Random;
 use std::ffi::{c_void, CStr};
@@ -136,7 +136,8 @@ pub fn context(kind: xserv_device_kind) -> Option<Context> {
     }
 }
 
-/// A context on CUDA, or a line that says why not. `XSERV_REQUIRE_GPU=1` makes the lack of one a failure.
+/// A context on CUDA, or a line that says why not. `XSERV_REQUIRE_GPU=1` makes the lack of one a
+/// failure.
 pub fn cuda() -> Option<Context> {
     let found = context(xserv_device_kind::XSERV_DEVICE_CUDA);
     if found.is_none() {
@@ -204,8 +205,8 @@ impl<'a> TestTensor<'a> {
         Self::new(context, element, shape, &vec![blank; len as usize])
     }
 
-    /// A tensor with these strides in elements; `misalign` elements push the first off its alignment. The
-    /// gaps are guards too.
+    /// A tensor with these strides in elements; `misalign` elements push the first off its
+    /// alignment. The gaps are guards too.
     pub fn strided(
         context: &'a Context,
         element: Type,
@@ -340,8 +341,8 @@ impl<'a> TestTensor<'a> {
     }
 }
 
-/// Compares with a reference: `|got - want| <= bar * (|want| + rms(want))` for every element; NaN only where
-/// the reference has it, infinities equal. Prints the worst coordinate when it fails.
+/// Compares with a reference: `|got - want| <= bar * (|want| + rms(want))` for every element; NaN
+/// only where the reference has it, infinities equal. Prints the worst coordinate when it fails.
 #[track_caller]
 pub fn compare(what: &str, got: &[f64], want: &[f64], bar: f64) {
     assert_eq!(got.len(), want.len(), "{what}");

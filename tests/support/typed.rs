@@ -1,4 +1,5 @@
-//! Typed slices for tests of operators on the CPU: guarded buffers, tolerances by type, runs for all types.
+//! Typed slices for tests of operators on the CPU: guarded buffers, tolerances by type, runs for
+//! all types.
 
 use super::{assert_close, assert_same_bits, backends, Random, Tolerance};
 use xserv::backend::cpu::CpuBackend;

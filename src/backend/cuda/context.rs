@@ -59,7 +59,7 @@ pub struct CudaContext {
     profile: Mutex<Option<Profile>>,
     is_profiling: AtomicBool,
     num_profiles: AtomicU64,
-    /// See [`CudaContext::limit_cublas_workspace`].
+    /// See [`CudaContext::limit_library_workspace`].
     cublas_workspace_bytes: OnceLock<usize>,
 }
 
@@ -348,7 +348,7 @@ impl CudaContext {
 
     /// From now on cuBLAS gets a workspace of so many bytes, no more than [`MOST_CUBLAS_WORKSPACE_BYTES`]: what the context
     /// is used for needs no more. The first limit holds, unless products came before it.
-    pub(crate) fn limit_cublas_workspace(&self, bytes: usize) {
+    pub(crate) fn limit_library_workspace(&self, bytes: usize) {
         let _ = self.cublas_workspace_bytes.set(bytes.min(MOST_CUBLAS_WORKSPACE_BYTES));
     }
 

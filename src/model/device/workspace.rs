@@ -130,7 +130,7 @@ impl DeviceWorkspace {
             // Made now, so that no pass takes more.
             cuda.counters(1)?;
             if scratch.library_bytes > 0 {
-                cuda.limit_cublas_workspace(scratch.library_bytes);
+                cuda.limit_library_workspace(scratch.library_bytes);
             }
         }
         Ok(DeviceWorkspace {

@@ -20,9 +20,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use self::plan::{MatrixPart, MatrixPlan, VectorPlan, WeightReader};
 use super::checkpoint::{Checkpoint, Tensor};
-use super::decoder::block::DecoderPlan;
+use super::decoder::block::{Decoder, DecoderPlan};
 use super::folder::{io_error, Folder};
-use super::loaded::LoadedWeights;
 use crate::backend::cpu::CpuBackend;
 use crate::error::{try_filled, Error, ErrorKind, Result};
 use crate::memory::DType;
@@ -35,6 +34,9 @@ use crate::ops::linear::MatrixLayout;
 pub(super) const PIECE_BYTES: usize = 4 << 20;
 /// Pieces per thread between two calls of the progress callback.
 const PIECES_PER_REPORT: usize = 8;
+
+/// The weights of a model on the CPU.
+pub(super) type LoadedWeights = Decoder<PackedMatrix, Vec<f32>>;
 
 /// How a model is loaded.
 #[derive(Clone, Debug, Default)]

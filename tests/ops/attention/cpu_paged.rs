@@ -1,5 +1,5 @@
-//! The paged cache of the CPU: dtypes, head shapes, ragged batches, and bits that do not depend on batch, chunks or
-//! threads.
+//! The paged cache of the CPU: dtypes, head shapes, ragged batches, and bits that do not depend on
+//! batch, chunks or threads.
 
 use crate::support::{
     assert_close, assert_same_bits, backends, reference, rounded_all, Guarded, Random, Tolerance,

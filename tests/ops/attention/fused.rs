@@ -1,4 +1,5 @@
-//! One new token a sequence on Hopper: all between the projections in one kernel, and with the output projection.
+//! One new token a sequence on Hopper: all between the projections in one kernel, and with the
+//! output projection.
 
 use std::sync::Arc;
 
@@ -54,7 +55,8 @@ struct Sequences {
 }
 
 impl Sequences {
-    /// Sequences of `lens` tokens with the new one, and tables of `table_len` blocks. The fault is the first sequence's.
+    /// Sequences of `lens` tokens with the new one, and tables of `table_len` blocks. The fault is
+    /// the first sequence's.
     fn new(
         context: &Arc<ComputeContext>,
         dtype: DType,
@@ -81,8 +83,8 @@ impl Sequences {
             (bench.of(&[MAX_POSITION, half], &table), table)
         });
 
-        // Blocks in any order; where no key of a sequence stands there is no number, and where no block is wanted no
-        // block is named.
+        // Blocks in any order; where no key of a sequence stands there is no number, and where no
+        // block is wanted no block is named.
         let needed = |len: usize| len.max(1).div_ceil(BLOCK_SIZE);
         let num_blocks = lens.iter().map(|&len| needed(len)).sum::<usize>() + 3;
         let mut order: Vec<usize> = (0..num_blocks).collect();
@@ -274,8 +276,8 @@ fn check_fused(
     }
 }
 
-/// Groups of query heads that are one, few, eight and more; clusters of every size and chunks of every length, which
-/// the number of sequences and the room of their tables decide on.
+/// Groups of query heads that are one, few, eight and more; clusters of every size and chunks of
+/// every length, which the number of sequences and the room of their tables decide on.
 #[test]
 fn attention_of_new_tokens_on_cuda_is_rounded_after_each_step() {
     let Some(context) = cuda_context() else { return };
@@ -375,8 +377,8 @@ fn check_projected(context: &Arc<ComputeContext>, dtype: DType, len: usize, faul
 fn attention_with_the_output_projection_on_cuda_is_both() {
     let Some(context) = with_projection() else { return };
     for dtype in HALVES {
-        // One key, tiles and blocks that are full or not, fewer tiles than blocks of a cluster and more, and tables
-        // for short and long contexts.
+        // One key, tiles and blocks that are full or not, fewer tiles than blocks of a cluster and
+        // more, and tables for short and long contexts.
         for len in [0, 1, 2, 15, 16, 17, 32, 33, 127, 129, 512, 1000, 2048, 2049, 4133] {
             check_projected(&context, dtype, len, Fault::None);
         }

@@ -393,7 +393,8 @@ fn decoding() {
     }
 }
 
-/// So many sequences beside a long one that their partial results (a quarter of a MB each) are not computed by one launch.
+/// So many sequences beside a long one that their partial results (a quarter of a MB each) are not
+/// computed by one launch.
 #[test]
 fn decoding_of_many_sequences() {
     let mut random = Random::new(87);
@@ -815,7 +816,8 @@ fn memory_on_cuda() {
     [q, k, out].into_iter().for_each(|tensor| xserv_owned_tensor_free(tensor.0));
 }
 
-/// On CUDA head_dims and block sizes without a kernel are refused where no other backend serves them.
+/// On CUDA head_dims and block sizes without a kernel are refused where no other backend serves
+/// them.
 #[test]
 fn unserved_on_cuda() {
     let Some(context) = cuda() else { return };

@@ -1,4 +1,5 @@
-//! One and two tokens on Hopper, with the norm in front and what follows the product, against plain loops.
+//! One and two tokens on Hopper, with the norm in front and what follows the product, against plain
+//! loops.
 
 use std::sync::Arc;
 
@@ -11,8 +12,8 @@ use xserv::ops::linear::Epilogue;
 
 const EPS: f32 = 1e-6;
 
-/// out_features and in_features. Rows that a thread has in one, two or three steps; fewer outputs than a chip has blocks
-/// and more; a last tile that is not whole.
+/// out_features and in_features. Rows that a thread has in one, two or three steps; fewer outputs
+/// than a chip has blocks and more; a last tile that is not whole.
 const NORMED: [(usize, usize); 5] =
     [(72, 1024), (4104, 1024), (1000, 2560), (200, 4096), (2052, 512)];
 const ADDED: [(usize, usize); 5] =

@@ -11,16 +11,16 @@ use xserv::memory::{DType, ElementType};
 use xserv::ops::linear::cuda_prefill::{has_prefill_gemm, prefill_gemm};
 use xserv::ops::linear::Epilogue;
 
-/// Rows of x repeat with this period, which no tile has: every element of the result is known from few products, and
-/// rows in each other's place are found.
+/// Rows of x repeat with this period, which no tile has: every element of the result is known from
+/// few products, and rows in each other's place are found.
 const PERIOD: usize = 37;
 
 /// Rows behind those of the result, which stay as they are.
 const GUARD_ROWS: usize = 70;
 
-/// Tokens, columns of the result, in_features. Narrow weights with k divided in both tiles and whole, each with tokens and
-/// columns that no tile has; pairs of tiles of tokens, and of weights where there is an odd number of the former; more
-/// tiles than the chip holds at a time.
+/// Tokens, columns of the result, in_features. Narrow weights with k divided in both tiles and
+/// whole, each with tokens and columns that no tile has; pairs of tiles of tokens, and of weights
+/// where there is an odd number of the former; more tiles than the chip holds at a time.
 const PLAIN: [(usize, usize, usize); 10] = [
     (129, 1024, 2048),
     (161, 1000, 1088),

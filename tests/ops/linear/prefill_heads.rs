@@ -1,5 +1,5 @@
-//! The projection to heads with what follows it, on Hopper, against a product in f64 that is rounded where Transformers
-//! rounds.
+//! The projection to heads with what follows it, on Hopper, against a product in f64 that is
+//! rounded where Transformers rounds.
 
 use std::sync::Arc;
 
@@ -41,7 +41,8 @@ fn check(context: &Arc<ComputeContext>, dtype: DType, num_tokens: usize, k: usiz
         .flat_map(|row| &period_bytes[row % PERIOD * k * 2..][..k * 2])
         .copied()
         .collect();
-    // Every token another slot, and one that is not there; positions in no order, and one beyond the table.
+    // Every token another slot, and one that is not there; positions in no order, and one beyond
+    // the table.
     let mut slots: Vec<u32> = (0..num_slots as u32).collect();
     for i in (1..num_slots).rev() {
         slots.swap(i, random.below(i + 1));

@@ -11,8 +11,8 @@ use xserv::ops::linear::cuda_skinny::{
 };
 use xserv::ops::linear::Epilogue;
 
-/// Columns of the result and in_features: k in one part, in two and in four, whole stages and not; more tiles than a chip
-/// has blocks.
+/// Columns of the result and in_features: k in one part, in two and in four, whole stages and not;
+/// more tiles than a chip has blocks.
 const SIZES: [(usize, usize); 6] =
     [(72, 320), (200, 1088), (64, 2048), (1024, 2048), (8200, 128), (136, 64)];
 /// For each number of columns of a tile one that fills it and one that does not.
@@ -45,7 +45,8 @@ fn reference(
                 let (up, up_error) = product(n + i);
                 let (gate, up) = (round(value), round(up));
                 let want = rounded::silu_mul(dtype, gate, up);
-                // The slope of silu is at most 1.1, and three roundings may each fall the other way.
+                // The slope of silu is at most 1.1, and three roundings may each fall the other
+                // way.
                 let silu = gate / (1.0 + (-gate).exp());
                 let error = 1.1 * error * up.abs() + up_error * silu.abs();
                 // That of the gate matters as much as silu does, which may be less than the gate.
@@ -115,7 +116,8 @@ fn products_of_up_to_128_tokens_on_cuda_are_rounded_as_in_transformers() {
                 check(&context, dtype, result, sizes, &TOKENS);
             }
         }
-        // Long rows, whose parts many tokens divide otherwise, and as many rows as a vocabulary has.
+        // Long rows, whose parts many tokens divide otherwise, and as many rows as a vocabulary
+        // has.
         check(&context, dtype, Epilogue::AddResidual, (72, 8192), &[1, 16, SKINNY_TOKENS]);
         check(&context, dtype, Epilogue::Store, (98_312, 64), &[1, 17, SKINNY_TOKENS]);
     }
