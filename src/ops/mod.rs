@@ -11,7 +11,7 @@
 //! |---|---|---|---|
 //! | [`activation`] | `cpu` typed slices; `cuda` tensors; `cuda_rounded` GELU rounded after each step | `xserv_op_gelu`, `xserv_op_gelu_tanh`, `xserv_op_silu` | `tests/ops/activation.rs` |
 //! | [`argmax`] | `cpu` typed slices; `cpu_checked` f32 rows that must be numbers; `cuda` tensors | `xserv_op_argmax` | `tests/ops/argmax.rs` |
-//! | [`attention`] | `cpu_naive`, `cpu_flash` typed slices, through `cpu`; `cpu_paged` the paged cache of the CPU, both with `cpu_online_softmax`; `cuda_naive`, `cuda_flash`, `cuda_flash_wgmma`, `cuda_split_kv` tensors, through `choice` and `cuda`; `cuda_fused`, `cuda_fused_project` one new token a sequence, rounded after each step; `plan` which of them serve a model | `xserv_op_attention` | `tests/ops/attention/` |
+//! | [`attention`] | `cpu_naive`, `cpu_flash` typed slices, through `cpu`; `cpu_paged` the paged cache of the CPU, both with `cpu_online_softmax`; `cuda_naive`, `cuda_flash`, `cuda_flash_wgmma`, `cuda_split_kv` tensors, through `choice` and `cuda`; `cuda_fused`, `cuda_fused_project` one new token a sequence, rounded after each step; `plan` which of them serve a model; `layouts` the structs of the kernels, for the tests | `xserv_op_attention` | `tests/ops/attention/` |
 //! | [`copy`] | `mod` both devices | `xserv_op_copy` | `tests/ops/copy.rs` |
 //! | [`elementwise`] | `cpu` typed slices; `cuda` tensors | `xserv_op_add`, `xserv_op_mul`, `xserv_op_cast` | `tests/ops/elementwise.rs` |
 //! | [`embedding`] | `cpu` typed slices; `cpu_packed` packed weights; `cuda` tensors; `cuda_chosen` tokens that the step before chose | `xserv_op_embedding` | `tests/ops/embedding.rs` |
