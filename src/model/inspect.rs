@@ -1,4 +1,4 @@
-//! What is in a folder, without reading a weight: for a listing, or to say why it cannot be loaded.
+//! What is in a folder, without loading it: for a listing, or to say why it cannot be loaded.
 
 use std::path::PathBuf;
 
@@ -6,6 +6,7 @@ use super::checkpoint::Checkpoint;
 use super::config::ModelConfig;
 use super::config::{declared_architecture, CONFIG_FILE, MAX_CONFIG_BYTES};
 use super::folder::{resolve, Folder};
+use super::headers::ModelHeaders;
 use super::opened::ModelFolder;
 use super::safetensors::compute_dtype;
 use crate::error::Result;
@@ -55,7 +56,8 @@ pub fn inspect(path: &str) -> Result<Inspection> {
     }
     report.config = config.as_ref().ok().cloned();
     let model = config
-        .and_then(|config| ModelFolder::new(folder, config, checkpoint?))
+        .and_then(|config| ModelHeaders::new(folder, config, checkpoint?))
+        .and_then(|headers| headers.settle(None, &mut |_| true))
         .and_then(|model| report.add_model(&model));
     match model {
         Ok(()) => report.supported = true,

@@ -3,6 +3,7 @@
 //! ```text
 //! folder, config, safetensors, shard_index, checkpoint   what is on disk; headers only
 //! decoder                                                the block, the families, the forward passes
+//! headers                                                whether tied matrices are: decided before anything is counted
 //! load                                                   which tensors make which weight; reads and packs them
 //! device                                                 a model on a device: its memory, its steps
 //! batch, kv_cache, workspace                             what a forward pass needs besides the weights
@@ -19,6 +20,7 @@ pub mod config;
 pub mod decoder;
 mod device;
 pub mod folder;
+mod headers;
 pub mod inspect;
 pub mod kv_cache;
 mod kv_swap;
@@ -35,6 +37,7 @@ pub mod workspace;
 pub use batch::ForwardBatch;
 pub use config::{ModelConfig, RopeConfig, YarnConfig};
 pub use device::limits::PassLimits;
+pub use headers::ModelHeaders;
 pub use inspect::{inspect, Inspection};
 pub use kv_cache::KvCache;
 pub use kv_swap::{BlockCopy, CopyDirection, KvSwap};

@@ -6,7 +6,7 @@ use super::checkpoint::Checkpoint;
 use super::config::ModelConfig;
 use super::decoder::block::DecoderPlan;
 use super::device::load::DeviceModelLoad;
-use super::folder::{self, resolve, Folder};
+use super::folder::Folder;
 use super::load::{self, LoadOptions, Loader};
 use super::loaded::{Compute, CpuModel, Model};
 use super::memory_needs::MemoryNeeds;
@@ -19,23 +19,18 @@ use crate::ops::common::packed_matrix::PackedMatrix;
 use crate::ops::rope::cpu_table::RopeTable;
 use crate::thread_state::StandardFloats;
 
-/// A folder whose configuration and headers have been found in order. No weight has been read.
+/// A folder whose configuration and headers have been found in order, and of which it is known whether the
+/// embedding is the output matrix. No other weight has been read.
 #[derive(Debug)]
 pub struct ModelFolder {
-    folder: Folder,
-    config: ModelConfig,
-    checkpoint: Checkpoint,
-    plan: DecoderPlan,
-    warnings: Vec<String>,
+    pub(super) folder: Folder,
+    pub(super) config: ModelConfig,
+    pub(super) checkpoint: Checkpoint,
+    pub(super) plan: DecoderPlan,
+    pub(super) warnings: Vec<String>,
 }
 
 impl ModelFolder {
-    pub(crate) fn new(folder: Folder, config: ModelConfig, checkpoint: Checkpoint) -> Result<Self> {
-        let (plan, unused) = DecoderPlan::new(&config, &checkpoint)?;
-        let warnings = unused_warning(&unused).into_iter().collect();
-        Ok(ModelFolder { folder, config, checkpoint, plan, warnings })
-    }
-
     /// Sizes and kind of the model.
     pub fn config(&self) -> &ModelConfig {
         &self.config
@@ -56,8 +51,7 @@ impl ModelFolder {
         Ok(self.plan.totals()?.stored_dtype())
     }
 
-    /// Bytes of memory that the weights will take as `dtype`, if a tied output matrix that is
-    /// stored all the same equals the embedding.
+    /// Bytes of memory that the weights will take as `dtype`.
     pub fn weights_bytes(&self, dtype: DType) -> Result<u64> {
         let totals = self.plan.totals()?;
         let mut sum = totals.vector_len.saturating_mul(size_of::<f32>() as u64);
@@ -185,31 +179,5 @@ impl DeviceLoad<'_> {
             weights_bytes,
             num_parameters: self.num_parameters,
         })
-    }
-}
-
-/// One sentence about tensors that nothing reads.
-fn unused_warning(unused: &[String]) -> Option<String> {
-    const NAMED: usize = 3;
-    if unused.is_empty() {
-        return None;
-    }
-    let named: Vec<String> =
-        unused.iter().take(NAMED).map(|name| folder::shown_name(name)).collect();
-    let more = unused.len().saturating_sub(NAMED);
-    let rest = if more > 0 { format!(" and {more} more") } else { String::new() };
-    Some(format!("the model does not use the tensors {}{rest}", named.join(", ")))
-}
-
-impl Model {
-    /// Reads configuration and headers of the folder that `path` means: a folder, or a repository
-    /// (`org/name`) in the local Hugging Face cache.
-    ///
-    /// What is not supported is refused here, by name.
-    pub fn open(path: &str) -> Result<ModelFolder> {
-        let folder = Folder::open(&resolve(path)?)?;
-        let config = ModelConfig::read(&folder)?;
-        let checkpoint = Checkpoint::open(&folder)?;
-        ModelFolder::new(folder, config, checkpoint)
     }
 }

@@ -27,3 +27,4 @@ mod rope;
 mod safetensors;
 mod shard_index;
 mod steps;
+mod tied;
