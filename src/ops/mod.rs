@@ -9,6 +9,7 @@ pub mod common;
 pub mod copy;
 pub mod elementwise;
 pub mod embedding;
+pub mod fill;
 pub mod gemm;
 pub mod grad_check;
 pub mod kv_cache;

@@ -7,6 +7,7 @@ mod support;
 mod attention;
 mod compute_context;
 mod elementwise;
+mod fill;
 mod golden;
 mod host_attention;
 mod host_elementwise;
