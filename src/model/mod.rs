@@ -3,7 +3,7 @@
 //! ```text
 //! folder, config, safetensors, shard_index, checkpoint   what is on disk; headers only
 //! decoder                                                the block, the families, the forward passes
-//! load                                                   which tensors make which weight; reads and packs them
+//! load                                                   which tensors make which weight; reads and packs them, or fills them
 //! device                                                 a model on a device: its memory, its steps
 //! batch, kv_cache, workspace                             what a forward pass needs besides the weights
 //! kv_swap                                                blocks of the KV cache that wait on the host
@@ -271,6 +271,18 @@ impl Model {
         let folder = Folder::open(&resolve(path)?)?;
         let config = ModelConfig::read(&folder)?;
         let checkpoint = Checkpoint::open(&folder)?;
+        ModelFolder::new(folder, config, checkpoint)
+    }
+
+    /// Reads the configuration alone, and takes random numbers for the weights, whether there are files or not: to time a
+    /// shape without its files. Norms scale by 1, biases are 0. [`LoadOptions::dtype`] `None` stands for the element type
+    /// that config.json names, or bf16. Loading on a device makes up the numbers there and reads nothing.
+    ///
+    /// What is not supported is refused here, by name.
+    pub fn open_without_weights(path: &str) -> Result<ModelFolder> {
+        let folder = Folder::open(&resolve(path)?)?;
+        let config = ModelConfig::read(&folder)?;
+        let checkpoint = Checkpoint::random(config.declared_dtype.unwrap_or(DType::BF16));
         ModelFolder::new(folder, config, checkpoint)
     }
 

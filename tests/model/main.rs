@@ -21,6 +21,7 @@ mod logits;
 mod mutations;
 mod one_token;
 mod plan;
+mod random;
 mod resources;
 mod rope;
 mod safetensors;

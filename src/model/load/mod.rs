@@ -10,6 +10,7 @@ mod geometry;
 pub(super) mod heads;
 mod pieces;
 pub mod plan;
+mod random;
 mod transfer;
 
 use std::fs::File;
@@ -19,6 +20,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use self::plan::{MatrixPart, MatrixPlan, VectorPlan, WeightReader};
+use self::random::RandomWeights;
 use super::checkpoint::{Checkpoint, Tensor};
 use super::decoder::block::DecoderPlan;
 use super::folder::{io_error, Folder};
@@ -49,7 +51,7 @@ pub struct LoadOptions {
     pub deterministic: bool,
 }
 
-/// Reads what `plan` names. `progress` gets the fraction done, on this thread, and stops the load
+/// Reads what `plan` names, or makes it up for a checkpoint without files. `progress` gets the fraction done, on this thread, and stops the load
 /// by returning false. Also returns the bytes of memory that the weights take.
 pub(super) fn load_weights(
     plan: &DecoderPlan,
@@ -63,7 +65,11 @@ pub(super) fn load_weights(
     let dtype = options.dtype.unwrap_or(totals.stored_dtype());
     let mut loader =
         Loader::new(folder, checkpoint, backend, dtype, options, totals.stored_bytes, progress)?;
-    let weights = plan.read(&mut loader)?;
+    let weights = if checkpoint.is_random() {
+        plan.read(&mut RandomWeights::new(&mut loader))?
+    } else {
+        plan.read(&mut loader)?
+    };
     Ok((weights, loader.weights_bytes))
 }
 
@@ -128,6 +134,26 @@ impl Source {
 }
 
 impl WeightFiles<'_> {
+    /// Whether there are no files, and the weights are random numbers.
+    pub(super) fn are_random(&self) -> bool {
+        self.checkpoint.is_random()
+    }
+
+    /// Calls `use_buffer` with a buffer of `len` bytes, whose contents are arbitrary.
+    fn with_buffer<T>(
+        &self,
+        len: usize,
+        use_buffer: impl FnOnce(&mut [u8]) -> Result<T>,
+    ) -> Result<T> {
+        let mut buffer = self.lock_staging().pop().unwrap_or_default();
+        if buffer.len() < len {
+            buffer = try_filled(len, 0_u8, "a piece of a weight")?;
+        }
+        let result = use_buffer(buffer.get_mut(..len).unwrap_or_default());
+        self.lock_staging().push(buffer);
+        result
+    }
+
     /// Makes sure that the tensor's file is open.
     pub(super) fn open(&mut self, tensor: &Tensor) -> Result<()> {
         let shard = tensor.shard;
@@ -339,9 +365,7 @@ impl<'a> Loader<'a> {
         writer: &PanelWriter<'_>,
     ) -> Result<()> {
         let row_bytes = in_features * part.tensor.dtype.size_bytes();
-        // Whole panels, unless a row is so long that 64 of them are no small piece.
-        let rows = (PIECE_BYTES / row_bytes).max(1);
-        let rows = if rows < PANEL_COLUMNS { rows } else { rows - rows % PANEL_COLUMNS };
+        let rows = piece_rows(MatrixLayout::Rows, row_bytes);
         self.in_pieces(part.out_features, rows, row_bytes, &|files, first, last| {
             let (begin, len) = (first * row_bytes, (last - first) * row_bytes);
             files.with_bytes(&part.tensor, begin, len, |bytes| {
@@ -359,8 +383,7 @@ impl<'a> Loader<'a> {
         writer: &PanelWriter<'_>,
     ) -> Result<()> {
         let row_bytes = part.out_features * part.tensor.dtype.size_bytes();
-        // An even number, because bf16 panels hold pairs.
-        let rows = (PIECE_BYTES / row_bytes).max(2) & !1;
+        let rows = piece_rows(MatrixLayout::Columns, row_bytes);
         self.in_pieces(in_features, rows, row_bytes, &|files, first, last| {
             let (begin, num_k) = (first * row_bytes, last - first);
             files.with_bytes(&part.tensor, begin, num_k * row_bytes, |bytes| {
@@ -447,6 +470,18 @@ impl WeightReader for Loader<'_> {
             Ok(())
         })?;
         Ok(!differ.into_inner())
+    }
+}
+
+/// How many stored rows of `row_bytes` each a piece of a matrix has.
+fn piece_rows(layout: MatrixLayout, row_bytes: usize) -> usize {
+    let rows = PIECE_BYTES / row_bytes;
+    match layout {
+        // Whole panels, unless a row is so long that 64 of them are no small piece.
+        MatrixLayout::Rows if rows < PANEL_COLUMNS => rows.max(1),
+        MatrixLayout::Rows => rows - rows % PANEL_COLUMNS,
+        // An even number, because bf16 panels hold pairs.
+        MatrixLayout::Columns => rows.max(2) & !1,
     }
 }
 
