@@ -59,9 +59,22 @@ pub struct Checkpoint {
     /// By name.
     pub tensors: HashMap<String, TensorEntry>,
     header_bytes: u64,
+    /// The element type of all tensors where there are no files.
+    random: Option<DType>,
 }
 
 impl Checkpoint {
+    /// A checkpoint without files for weights that are random numbers: it has every tensor that it is asked for, of
+    /// whatever shape, stored as `dtype`. [`Checkpoint::contains`] is false of all names.
+    pub fn random(dtype: DType) -> Self {
+        Checkpoint { random: Some(dtype), ..Checkpoint::default() }
+    }
+
+    /// Whether there are no files, and the weights are random numbers.
+    pub fn is_random(&self) -> bool {
+        self.random.is_some()
+    }
+
     /// Reads the headers of the weights in `folder`.
     ///
     /// As in Transformers, `model.safetensors` is preferred to an index beside it.
@@ -157,6 +170,19 @@ impl Checkpoint {
 
     /// The tensor `name`, which must be there with this shape and an element type of ours.
     pub fn tensor(&self, name: &str, shape: &[usize]) -> Result<Tensor> {
+        if let Some(dtype) = self.random {
+            let len_bytes = shape
+                .iter()
+                .try_fold(dtype.size_bytes() as u64, |len, &size| len.checked_mul(size as u64))
+                .ok_or_else(|| Error::out_of_memory(name, usize::MAX))?;
+            return Ok(Tensor {
+                name: name.to_owned(),
+                shard: 0,
+                dtype,
+                file_offset: 0,
+                len_bytes,
+            });
+        }
         let entry = self.tensors.get(name).ok_or_else(|| {
             let files = match self.shards.as_slice() {
                 [one] => one.name.as_str(),

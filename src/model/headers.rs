@@ -16,6 +16,7 @@ use super::loaded::Model;
 use super::opened::ModelFolder;
 use crate::backend::cpu::CpuBackend;
 use crate::error::Result;
+use crate::memory::DType;
 
 /// A folder whose configuration and headers have been found in order. No weight has been read.
 #[derive(Debug)]
@@ -93,5 +94,18 @@ impl Model {
         let config = ModelConfig::read(&folder)?;
         let checkpoint = Checkpoint::open(&folder)?;
         ModelHeaders::new(folder, config, checkpoint)
+    }
+
+    /// Reads the configuration alone, and takes random numbers for the weights, whether there are files or not: to
+    /// time a shape without its files. Norms scale by 1, biases are 0. [`LoadOptions::dtype`](super::LoadOptions::dtype)
+    /// `None` stands for the element type that config.json names, or bf16. Loading on a device makes up the numbers
+    /// there and reads nothing.
+    ///
+    /// What is not supported is refused here, by name.
+    pub fn open_without_weights(path: &str) -> Result<ModelFolder> {
+        let folder = Folder::open(&resolve(path)?)?;
+        let config = ModelConfig::read(&folder)?;
+        let checkpoint = Checkpoint::random(config.declared_dtype.unwrap_or(DType::BF16));
+        ModelHeaders::new(folder, config, checkpoint)?.settle(None, &mut |_| true)
     }
 }

@@ -4,7 +4,7 @@
 //! folder, config, safetensors, shard_index, checkpoint   what is on disk; headers only
 //! decoder                                                the block, the families, the forward passes
 //! headers                                                whether tied matrices are: decided before anything is counted
-//! load                                                   which tensors make which weight; reads and packs them
+//! load                                                   which tensors make which weight; reads and packs them, or makes them up
 //! device                                                 a model on a device: its memory, its steps
 //! batch, kv_cache, workspace                             what a forward pass needs besides the weights
 //! kv_swap                                                blocks of the KV cache that wait on the host

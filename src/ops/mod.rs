@@ -15,6 +15,7 @@
 //! | [`copy`] | `mod` both devices | `xserv_op_copy` | `tests/ops/copy.rs` |
 //! | [`elementwise`] | `cpu` typed slices; `cuda` tensors | `xserv_op_add`, `xserv_op_mul`, `xserv_op_cast` | `tests/ops/elementwise.rs` |
 //! | [`embedding`] | `cpu` typed slices; `cpu_packed` packed weights; `cuda` tensors; `cuda_chosen` tokens that the step before chose | `xserv_op_embedding` | `tests/ops/embedding.rs` |
+//! | [`fill`] | `cpu` typed slices and bytes of files; `cuda` tensors |  | `tests/ops/fill.rs` |
 //! | [`gemm`] | `cpu`, `cpu_gemv` typed slices; `cuda` tensors, through `choice` and `layout`; `backward` gradients | `xserv_op_gemm`, `xserv_op_gemm_backward` | `tests/ops/gemm/` |
 //! | [`grad_check`] | `mod` on the host | `xserv_grad_check` | `tests/ops/grad_check.rs` |
 //! | [`kv_cache`] | `layout` the blocks of the CPU; `cpu` appends to them; `cuda` appends; `cuda_swap` blocks to the host and back |  | `tests/ops/kv_cache.rs` |
@@ -41,6 +42,7 @@ pub mod common;
 pub mod copy;
 pub mod elementwise;
 pub mod embedding;
+pub mod fill;
 pub mod gemm;
 pub mod grad_check;
 pub mod kv_cache;

@@ -1,9 +1,13 @@
 //! Times steps of a model on a GPU, beside what the memory and the tensor cores of the card allow:
 //!
 //! ```text
-//! cargo bench --bench steps -- FOLDER [--decode 1x512,32x4096] [--prefill 512,2048] [--steps 64] [--profile]
-//!     [--draw TEMPERATURE,TOP_K,TOP_P] [--deterministic] [--f16] [--read-gbs N] [--tflops N] [--json]
+//! cargo bench --bench steps -- FOLDER [--random] [--decode 1x512,32x4096] [--prefill 512,2048] [--steps 64]
+//!     [--profile] [--draw TEMPERATURE,TOP_K,TOP_P] [--deterministic] [--f16] [--cpu THREADS] [--read-gbs N]
+//!     [--tflops N] [--json]
 //! ```
+//!
+//! `--random` reads config.json alone: the GPU fills its memory with random weights, so a shape of 32B is timed without
+//! 60 GB of files. The library has this for Rust only, so `bench`, which is C, needs the files.
 //!
 //! `--decode BxC`: B sequences with C tokens behind them take one greedy token each, steps following each other
 //! without a gap, as in an engine; with `--draw` a random one (TOP_K 0 and TOP_P 1: of all tokens). `--prefill T`: a
@@ -11,14 +15,17 @@
 //! from the rates at which the GPU reads and multiplies, which are measured in the same run
 //! (`ceilings.rs`) unless `--read-gbs` and `--tflops` set them. Weights are bf16, or f16 with
 //! `--f16`. `--profile` adds where each step's time goes: a table of the parts of all layers that
-//! adds up to the step. `tests/bench/make_random_model.py` makes folders.
+//! adds up to the step. `--cpu` times the CPU instead. `tests/bench/make_random_model.py` makes folders, with
+//! `--config-only` those that `--random` needs.
 
+use std::sync::Arc;
 use std::time::Instant;
 
+use xserv::backend::cpu::CpuBackend;
 use xserv::backend::cuda::ProfiledPart;
-use xserv::ffi::xserv_dtype;
+use xserv::ffi::{xserv_device_kind, xserv_dtype};
 use xserv::memory::DType;
-use xserv::model::{Draw, Model, TokenChoice};
+use xserv::model::{Draw, LoadOptions, Model, TokenChoice};
 
 mod ceilings;
 #[path = "../support/model_driver.rs"]
@@ -34,10 +41,13 @@ mod tensors;
 use ceilings::Probes;
 use limits::{Ceilings, ModelWork, Work};
 
-use driver::{cuda_context, load_deterministic, load_on_cuda, Driver, Sequence};
+use driver::{cuda_context, Driver, Sequence};
 
 struct Options {
     folder: String,
+    random: bool,
+    /// Threads of the CPU, where the model is to be there.
+    cpu_threads: Option<usize>,
     decode: Vec<(usize, usize)>,
     prefill: Vec<usize>,
     steps: usize,
@@ -57,6 +67,8 @@ fn numbers(list: &str) -> Vec<usize> {
 fn options() -> Option<Options> {
     let mut options = Options {
         folder: String::new(),
+        random: false,
+        cpu_threads: None,
         decode: vec![(1, 512), (1, 4096)],
         prefill: vec![512, 2048],
         steps: 64,
@@ -74,6 +86,8 @@ fn options() -> Option<Options> {
             "--bench" => {}
             "--json" => options.json = true,
             "--profile" => options.profile = true,
+            "--random" => options.random = true,
+            "--cpu" => options.cpu_threads = Some(args.next()?.parse().ok()?),
             "--deterministic" => options.deterministic = true,
             "--draw" => {
                 let text = args.next()?;
@@ -103,7 +117,8 @@ fn options() -> Option<Options> {
             _ => return None,
         }
     }
-    (!options.folder.is_empty()).then_some(options)
+    let is_possible = !(options.profile && options.cpu_threads.is_some());
+    (is_possible && !options.folder.is_empty()).then_some(options)
 }
 
 fn median(mut values: Vec<f64>) -> f64 {
@@ -124,17 +139,11 @@ fn report(options: &Options, name: &str, times: &Times, limit_ms: f64, tokens: u
 
 fn main() {
     let Some(options) = options() else {
-        println!("usage: steps FOLDER [--decode 1x512] [--prefill 512] [--steps 64] [--profile] [--json]");
+        println!("usage: steps FOLDER [--random] [--decode 1x512] [--prefill 512] [--steps 64] [--profile | --cpu THREADS] [--json]");
         return;
     };
-    let Some(context) = cuda_context() else { return };
     let begin = Instant::now();
-    let dtype = Some(options.dtype);
-    let model = match options.deterministic {
-        true => load_deterministic(&options.folder, dtype, context),
-        false => load_on_cuda(&options.folder, dtype, context),
-    };
-    let model = model.expect("a model");
+    let Some(model) = load(&options) else { return };
     println!("{}: loaded in {:.2} s", model.device_name(), begin.elapsed().as_secs_f64());
     let ceilings = ceilings_of(&options);
     let work = work_of(&model);
@@ -160,24 +169,50 @@ fn main() {
     }
 }
 
-/// What the GPU can do: measured beside the model, but for what the options set.
+/// The model, or `None` where there is no GPU for it.
+fn load(options: &Options) -> Option<Model> {
+    let path = &options.folder;
+    let folder = if options.random { Model::open_without_weights(path) } else { Model::open(path) };
+    let folder = folder.expect("a folder");
+    let load_options = LoadOptions {
+        dtype: Some(options.dtype),
+        deterministic: options.deterministic,
+        ..LoadOptions::default()
+    };
+    let model = if let Some(num_threads) = options.cpu_threads {
+        let backend = CpuBackend::new(num_threads).expect("threads");
+        folder.load(Arc::new(backend), &load_options, &mut |_| true)
+    } else {
+        let context = cuda_context()?;
+        let backend = CpuBackend::new(2).expect("threads");
+        folder.load_on_device(context, &backend, &load_options, &mut |_| true)
+    };
+    Some(model.expect("a model"))
+}
+
+/// What the GPU (or with `--cpu` the CPU) can do: measured beside the model, but for what the options set.
 fn ceilings_of(options: &Options) -> Ceilings {
     if let (Some(read_gbs), Some(tflops)) = (options.read_gbs, options.tflops) {
         return Ceilings { read_gbs, tflops };
     }
-    let context = tensors::cuda().expect("the device of the model");
+    let (context, num_bytes, gemm_size) = if options.cpu_threads.is_some() {
+        (tensors::context(xserv_device_kind::XSERV_DEVICE_CPU), 256 << 20, 1024)
+    } else {
+        (tensors::cuda(), 4 << 30, 8192)
+    };
+    let context = context.expect("the device of the model");
     let dtype = match options.dtype {
         DType::F16 => xserv_dtype::XSERV_DTYPE_F16,
         _ => xserv_dtype::XSERV_DTYPE_BF16,
     };
-    let probes = Probes { dtype, num_bytes: 4 << 30, gemm_size: 8192, round_seconds: 0.08 };
+    let probes = Probes { dtype, num_bytes, gemm_size, round_seconds: 0.08 };
     let measured = ceilings::measure(&context, &probes);
     if options.json {
         let Ceilings { read_gbs, tflops } = measured;
         println!("{{\"metric\": \"ceilings\", \"memory_gb_s\": {read_gbs:.1}, \"gemm_tflop_s\": {tflops:.1}}}");
     } else {
         println!(
-            "measured: reads of {:.0} GB/s, products of {:.0} TFLOP/s",
+            "measured: reads of {:.0} GB/s, products of {:.1} TFLOP/s",
             measured.read_gbs, measured.tflops
         );
     }
@@ -228,7 +263,7 @@ impl<'a> Decoding<'a> {
         // take less power, and cards slow down at the most that they may draw.
         let mut prompt = Sequence::default();
         driver.reserve(context_len.min(LONGEST_PIECE));
-        run_prompt(&mut driver, &mut prompt, &prompt_ids(context_len));
+        run_prompt(&mut driver, &mut prompt, &prompt_ids(model, context_len));
         let mut swap = model.kv_swap();
         let num_blocks = context_len.div_ceil(32);
         let mut num_places = 0;
@@ -241,15 +276,17 @@ impl<'a> Decoding<'a> {
         for sequence in &mut sequences {
             driver.copy_in(sequence, context_len, &mut swap, 0);
         }
-        let choices = vec![options.choice; batch];
-        let first = prompt_ids(batch);
+        let choices = vec![choice_on(model, options.choice); batch];
+        let first = prompt_ids(model, batch);
         Decoding { driver, sequences, choices, first, sources: (0..batch as u32).collect() }
     }
 
     fn begin(&mut self, step: usize) {
         let mut parts: Vec<(&mut Sequence, &[u32])> =
             self.sequences.iter_mut().zip(self.first.chunks(1)).collect();
-        let sources = if step == 0 { &[][..] } else { &self.sources };
+        // The CPU has finished the step before.
+        let has_lead = step > 0 && self.driver.model.max_steps_in_flight() > 1;
+        let sources = if has_lead { &self.sources } else { &[][..] };
         self.driver.begin(&mut parts, sources, &self.choices).expect("a step");
     }
 }
@@ -258,19 +295,23 @@ impl<'a> Decoding<'a> {
 fn decode(model: &Model, batch: usize, context_len: usize, options: &Options) -> Times {
     let mut decoding = Decoding::new(model, batch, context_len, options);
     let (mut times, mut queue_times) = (Vec::new(), Vec::new());
+    // A step is begun before the one before it is finished, where the device can do that.
+    let lead = usize::from(model.max_steps_in_flight() > 1);
     let mut last = Instant::now();
-    for step in 0..options.steps + 8 {
+    for step in 0..options.steps + 8 + lead {
         let begin = Instant::now();
         decoding.begin(step);
         queue_times.push(begin.elapsed().as_secs_f64() * 1e3);
-        if step > 0 {
+        if step >= lead {
             decoding.driver.finish();
             let now = Instant::now();
             times.push((now - last).as_secs_f64() * 1e3);
             last = now;
         }
     }
-    decoding.driver.finish();
+    if lead > 0 {
+        decoding.driver.finish();
+    }
     Times { step_ms: median(times.split_off(8)), queue_ms: median(queue_times.split_off(8)) }
 }
 
@@ -315,8 +356,18 @@ fn mean(sum: &mut [ProfiledPart], count: usize) {
     }
 }
 
-fn prompt_ids(len: usize) -> Vec<u32> {
-    (0..len as u32).map(|i| i * 7919 % 50_000).collect()
+/// How a step on the model's device chooses; the CPU leaves it to the caller, who does not.
+fn choice_on(model: &Model, wanted: TokenChoice) -> TokenChoice {
+    if model.can_choose(&wanted) {
+        wanted
+    } else {
+        TokenChoice::Caller
+    }
+}
+
+fn prompt_ids(model: &Model, len: usize) -> Vec<u32> {
+    let num_ids = model.config().vocab_size.min(50_000) as u32;
+    (0..len as u32).map(|i| i * 7919 % num_ids).collect()
 }
 
 /// Runs a prompt, and returns the milliseconds until it was queued.
@@ -324,7 +375,8 @@ fn run_prompt(driver: &mut Driver<'_>, sequence: &mut Sequence, ids: &[u32]) -> 
     let mut queue_time = 0.0;
     for piece in ids.chunks(LONGEST_PIECE) {
         let begin = Instant::now();
-        driver.begin(&mut [(sequence, piece)], &[], &[TokenChoice::Greedy]).expect("a step");
+        let choice = choice_on(driver.model, TokenChoice::Greedy);
+        driver.begin(&mut [(sequence, piece)], &[], &[choice]).expect("a step");
         queue_time += begin.elapsed().as_secs_f64() * 1e3;
         driver.finish();
     }
@@ -333,7 +385,7 @@ fn run_prompt(driver: &mut Driver<'_>, sequence: &mut Sequence, ids: &[u32]) -> 
 
 /// Runs a prompt some times; `done` gets the milliseconds of all and those until it was queued.
 fn prompt(model: &Model, len: usize, mut done: impl FnMut(f64, f64)) {
-    let ids = prompt_ids(len);
+    let ids = prompt_ids(model, len);
     for _ in 0..PROMPTS {
         let mut driver = Driver::new(model, len.div_ceil(32) + 1);
         driver.reserve(len.min(LONGEST_PIECE));

@@ -22,6 +22,7 @@ mod mutations;
 mod one_token;
 mod plan;
 mod prompts;
+mod random;
 mod resources;
 mod rope;
 mod safetensors;

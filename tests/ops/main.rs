@@ -11,6 +11,7 @@ mod compute_context;
 mod copy;
 mod elementwise;
 mod embedding;
+mod fill;
 mod gemm;
 mod golden;
 mod grad_check;

@@ -204,6 +204,9 @@ kernels! {
         EMBEDDING_I64_B2 "xserv_embedding_i64_b2";
         EMBEDDING_I64_B4 "xserv_embedding_i64_b4";
     }
+    "fill/fill" {
+        FILL "xserv_fill" f32 f16 bf16;
+    }
     "gemm/gemv" {
         GEMV_M1 "xserv_gemv_m1" f32 f16 bf16;
         GEMV_M2 "xserv_gemv_m2" f32 f16 bf16;

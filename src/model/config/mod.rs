@@ -100,7 +100,7 @@ pub struct ModelConfig {
     /// at once (`gelu_pytorch_tanh`).
     pub gelu_in_steps: bool,
     /// The `dtype` (or `torch_dtype`) entry, when it names one that is known. Informative: the
-    /// tensors say themselves what they are.
+    /// tensors say themselves what they are. Random weights, which have no files, are of this type.
     pub declared_dtype: Option<DType>,
 }
 

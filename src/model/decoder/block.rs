@@ -131,7 +131,9 @@ impl DecoderPlan {
     /// Turns every plan into what `reader` makes of it.
     pub fn read<R: WeightReader>(&self, reader: &mut R) -> Result<Decoder<R::Matrix, R::Vector>> {
         let tokens = self.tokens.read(reader)?;
-        let position_embedding = optional(&self.position_embedding, reader)?;
+        let position_embedding = &self.position_embedding;
+        let position_embedding =
+            position_embedding.as_ref().map(|plan| reader.table(plan)).transpose()?;
         let mut blocks = try_with_capacity(self.blocks.len(), "layers")?;
         for block in &self.blocks {
             blocks.push(block.read(reader)?);
@@ -163,7 +165,7 @@ impl Block<MatrixPlan, VectorPlan> {
 
 impl NormWeights<VectorPlan> {
     fn read<R: WeightReader>(&self, reader: &mut R) -> Result<NormWeights<R::Vector>> {
-        let weight = reader.vector(&self.weight)?;
+        let weight = reader.norm_weight(&self.weight)?;
         Ok(NormWeights { weight, bias: optional(&self.bias, reader)? })
     }
 }
@@ -183,7 +185,7 @@ impl AttentionWeights<MatrixPlan, VectorPlan> {
         let qkv = self.qkv.read(reader)?;
         let qk_norm = match &self.qk_norm {
             Some(QkNormWeights { q, k }) => {
-                Some(QkNormWeights { q: reader.vector(q)?, k: reader.vector(k)? })
+                Some(QkNormWeights { q: reader.norm_weight(q)?, k: reader.norm_weight(k)? })
             }
             None => None,
         };

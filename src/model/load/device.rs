@@ -1,6 +1,7 @@
 //! Weights into device memory: row-major in the model's element type, `[out_features, in_features]` or, where they
 //! are stored so, `[in_features, out_features]`; one arena for all. First every weight gets its place; then
-//! [`super::transfer`] reads the files in their order.
+//! [`super::transfer`] reads the files in their order, or the device makes up the numbers itself
+//! ([`super::random`]).
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -8,6 +9,7 @@ use std::sync::Arc;
 use super::geometry::Geometry;
 use super::heads::HeadSpacing;
 use super::plan::{MatrixPlan, VectorPlan, WeightReader};
+use super::random::WeightNoise;
 use super::transfer::{Sink, Transfer};
 use super::Loader;
 use crate::backend::{Arena, ComputeContext, DeviceTensor, PinnedBuffer};
@@ -15,6 +17,7 @@ use crate::error::{Error, Result};
 use crate::memory::{DType, ElementType, HostBuffer};
 use crate::model::checkpoint::Tensor;
 use crate::model::decoder::block::{Decoder, DecoderPlan};
+use crate::ops::fill::{fill, Noise};
 use crate::ops::linear::{Matrix, MatrixLayout};
 
 /// Matrices lie on the device as in their files.
@@ -195,6 +198,66 @@ impl WeightReader for Dividing {
     }
 }
 
+/// Divides the arena among tensors, and has the device fill each with random numbers.
+struct Filling<'l, 'a> {
+    dividing: Dividing,
+    context: &'l ComputeContext,
+    loader: &'l mut Loader<'a>,
+    noise: WeightNoise,
+}
+
+impl Filling<'_, '_> {
+    /// Queues the numbers of a weight that would have `stored_bytes` in files; what lies between its heads stays.
+    fn fill(
+        &mut self,
+        weight: &DeviceTensor,
+        geometry: &Geometry,
+        noise: &Noise,
+        stored_bytes: u64,
+    ) -> Result<()> {
+        let (count, len, distance) = geometry.stretches();
+        let numbers = weight.view(0, &[count, len], Some(&[distance, 1]))?;
+        fill(self.context, noise, &numbers)?;
+        self.loader.advance(stored_bytes as usize)
+    }
+
+    fn fill_vector(&mut self, plan: &VectorPlan, noise: &Noise) -> Result<DeviceTensor> {
+        let vector = self.dividing.vector(plan)?;
+        let stored_bytes = plan.parts.iter().map(|part| part.len_bytes).sum();
+        self.fill(&vector, &vector_geometry(plan, self.dividing.spacing), noise, stored_bytes)?;
+        Ok(vector)
+    }
+}
+
+impl WeightReader for Filling<'_, '_> {
+    type Matrix = Matrix;
+    type Vector = DeviceTensor;
+
+    fn matrix(&mut self, plan: &MatrixPlan) -> Result<Matrix> {
+        let matrix = self.dividing.matrix(plan)?;
+        let geometry = matrix_geometry(plan, self.dividing.spacing);
+        let noise = self.noise.matrix(plan);
+        let stored_bytes = plan.parts.iter().map(|part| part.tensor.len_bytes).sum();
+        self.fill(matrix.data(), &geometry, &noise, stored_bytes)?;
+        Ok(matrix)
+    }
+
+    fn vector(&mut self, plan: &VectorPlan) -> Result<DeviceTensor> {
+        let noise = self.noise.bias();
+        self.fill_vector(plan, &noise)
+    }
+
+    fn norm_weight(&mut self, plan: &VectorPlan) -> Result<DeviceTensor> {
+        let noise = self.noise.norm_weight();
+        self.fill_vector(plan, &noise)
+    }
+
+    fn table(&mut self, plan: &VectorPlan) -> Result<DeviceTensor> {
+        let noise = self.noise.table();
+        self.fill_vector(plan, &noise)
+    }
+}
+
 /// The weights on their way to a device, which need not be there before [`WeightsLoad::finish`].
 pub(in crate::model) struct WeightsLoad<'a> {
     plan: &'a DecoderPlan,
@@ -220,7 +283,11 @@ impl<'a> WeightsLoad<'a> {
             taken: DeviceBytes { element, spacing, bytes: 0 },
             transfer: Transfer::new(dtype),
         };
-        plan.read(&mut placing)?;
+        if placing.loader.files.are_random() {
+            plan.read(&mut placing.taken)?;
+        } else {
+            plan.read(&mut placing)?;
+        }
         let Placing { taken: DeviceBytes { bytes, .. }, transfer, .. } = placing;
         Ok(WeightsLoad { plan, loader, transfer, bytes, dtype, spacing })
     }
@@ -232,10 +299,13 @@ impl<'a> WeightsLoad<'a> {
 
     /// Makes ready what needs no device.
     pub fn prepare(&mut self) -> Result<()> {
+        if self.loader.files.are_random() {
+            return Ok(());
+        }
         self.transfer.prepare(&self.loader)
     }
 
-    /// Reads everything to the device, and waits for the last copies. Meanwhile `beside` is done on this thread, with
+    /// Reads everything to the device, or has it make up the numbers, and waits for the end. Meanwhile `beside` is done on this thread, with
     /// the tensors as they will be.
     pub fn finish<T>(
         self,
@@ -249,7 +319,18 @@ impl<'a> WeightsLoad<'a> {
             // What lies between the heads.
             whole.zero(context)?;
         }
-        let weights = plan.read(&mut Dividing { arena, dtype, spacing })?;
+        let mut dividing = Dividing { arena, dtype, spacing };
+        if loader.files.are_random() {
+            let (loader, noise) = (&mut loader, WeightNoise::default());
+            let done = plan
+                .read(&mut Filling { dividing, context, loader, noise })
+                .and_then(|weights| beside(&weights).map(|made| (weights, made)));
+            context.synchronize()?;
+            let done = done?;
+            loader.end()?;
+            return Ok(done);
+        }
+        let weights = plan.read(&mut dividing)?;
         let (mut beside, mut made) = (Some(beside), None);
         let mut before = || {
             if let Some(beside) = beside.take() {

@@ -57,6 +57,20 @@ impl Geometry {
         }
     }
 
+    /// The stretches of the device's memory between which zeros lie, and which hold the numbers of the file in their
+    /// order: how many there are, the length of each, and the distance from one to the next.
+    pub fn stretches(&self) -> (usize, usize, usize) {
+        let HeadSpacing { head_dim, stride } = self.spacing;
+        let (rows, columns) = (self.rows, self.columns);
+        if self.spacing.is_spaced() && self.heads_along_rows {
+            (rows / head_dim, head_dim * columns, stride * columns)
+        } else if self.spacing.is_spaced() && self.heads_along_columns {
+            (rows * (columns / head_dim), head_dim, stride)
+        } else {
+            (1, rows * columns, rows * columns)
+        }
+    }
+
     /// The runs of rows `first..last` that stay together: (first row, first row on the device, rows).
     pub fn runs(
         &self,
@@ -161,8 +175,10 @@ mod tests {
         let runs: Vec<_> = geometry.runs(40, 100).collect();
         assert_eq!(runs, [(40, 40, 8), (48, 64, 48), (96, 128, 4)]);
         assert_eq!(geometry.runs(7, 7).count(), 0);
+        assert_eq!(geometry.stretches(), (3, 240, 320));
         let whole = Geometry::new(144, 5, ShardAxis::None, spacing);
         assert_eq!(whole.runs(40, 100).collect::<Vec<_>>(), [(40, 40, 60)]);
+        assert_eq!(whole.stretches(), (1, 720, 720));
         let same = HeadSpacing { head_dim: 64, stride: 64 };
         let geometry = Geometry::new(144, 5, ShardAxis::Out(ShardUnit::Head), same);
         assert_eq!(geometry.runs(0, 144).collect::<Vec<_>>(), [(0, 0, 144)]);
@@ -173,6 +189,7 @@ mod tests {
         let spacing = HeadSpacing { head_dim: 2, stride: 3 };
         let geometry = Geometry::new(2, 4, ShardAxis::In(ShardUnit::Head), spacing);
         assert_eq!((geometry.device_rows(), geometry.device_columns()), (2, 6));
+        assert_eq!(geometry.stretches(), (4, 2, 3));
         let mut out = vec![9; 2 * 6 * 4];
         let bytes = f32s(&[1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]);
         convert(&bytes, DType::F32, &mut out, DType::F32, &geometry);

@@ -11,6 +11,7 @@ mod geometry;
 pub(super) mod heads;
 mod pieces;
 pub mod plan;
+mod random;
 mod transfer;
 
 use std::fs::File;
@@ -20,6 +21,7 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use self::plan::{MatrixPart, MatrixPlan, VectorPlan, WeightReader};
+use self::random::RandomWeights;
 use super::checkpoint::{Checkpoint, Tensor};
 use super::decoder::block::{Decoder, DecoderPlan};
 use super::folder::{io_error, Folder};
@@ -52,7 +54,7 @@ pub struct LoadOptions {
     pub deterministic: bool,
 }
 
-/// Reads what `plan` names. `progress` gets the fraction done, on this thread, and stops the load
+/// Reads what `plan` names, or makes it up for a checkpoint without files. `progress` gets the fraction done, on this thread, and stops the load
 /// by returning false. Also returns the bytes of memory that the weights take.
 pub(super) fn load_weights(
     plan: &DecoderPlan,
@@ -66,7 +68,11 @@ pub(super) fn load_weights(
     let dtype = options.dtype.unwrap_or(totals.stored_dtype());
     let mut loader =
         Loader::new(folder, checkpoint, backend, dtype, options, totals.stored_bytes, progress)?;
-    let weights = plan.read(&mut loader)?;
+    let weights = if checkpoint.is_random() {
+        plan.read(&mut RandomWeights::new(&mut loader))?
+    } else {
+        plan.read(&mut loader)?
+    };
     Ok((weights, loader.weights_bytes))
 }
 
@@ -135,6 +141,26 @@ impl<'a> WeightFiles<'a> {
     pub(super) fn new(folder: &'a Folder, checkpoint: &'a Checkpoint, map_files: bool) -> Self {
         let (open, staging) = (Vec::new(), Mutex::new(Vec::new()));
         WeightFiles { folder, checkpoint, map_files, open, staging }
+    }
+
+    /// Whether there are no files, and the weights are random numbers.
+    pub(super) fn are_random(&self) -> bool {
+        self.checkpoint.is_random()
+    }
+
+    /// Calls `use_buffer` with a buffer of `len` bytes, whose contents are arbitrary.
+    fn with_buffer<T>(
+        &self,
+        len: usize,
+        use_buffer: impl FnOnce(&mut [u8]) -> Result<T>,
+    ) -> Result<T> {
+        let mut buffer = self.lock_staging().pop().unwrap_or_default();
+        if buffer.len() < len {
+            buffer = try_filled(len, 0_u8, "a piece of a weight")?;
+        }
+        let result = use_buffer(buffer.get_mut(..len).unwrap_or_default());
+        self.lock_staging().push(buffer);
+        result
     }
 
     /// Makes sure that the tensor's file is open.
@@ -342,9 +368,7 @@ impl<'a> Loader<'a> {
         writer: &PanelWriter<'_>,
     ) -> Result<()> {
         let row_bytes = in_features * part.tensor.dtype.size_bytes();
-        // Whole panels, unless a row is so long that 64 of them are no small piece.
-        let rows = (PIECE_BYTES / row_bytes).max(1);
-        let rows = if rows < PANEL_COLUMNS { rows } else { rows - rows % PANEL_COLUMNS };
+        let rows = piece_rows(MatrixLayout::Rows, row_bytes);
         self.in_pieces(part.out_features, rows, row_bytes, &|files, first, last| {
             let (begin, len) = (first * row_bytes, (last - first) * row_bytes);
             files.with_bytes(&part.tensor, begin, len, |bytes| {
@@ -362,8 +386,7 @@ impl<'a> Loader<'a> {
         writer: &PanelWriter<'_>,
     ) -> Result<()> {
         let row_bytes = part.out_features * part.tensor.dtype.size_bytes();
-        // An even number, because bf16 panels hold pairs.
-        let rows = (PIECE_BYTES / row_bytes).max(2) & !1;
+        let rows = piece_rows(MatrixLayout::Columns, row_bytes);
         self.in_pieces(in_features, rows, row_bytes, &|files, first, last| {
             let (begin, num_k) = (first * row_bytes, last - first);
             files.with_bytes(&part.tensor, begin, num_k * row_bytes, |bytes| {
@@ -422,6 +445,18 @@ impl WeightReader for Loader<'_> {
         }
         self.weights_bytes += (plan.len * size_of::<f32>()) as u64;
         Ok(vector)
+    }
+}
+
+/// How many stored rows of `row_bytes` each a piece of a matrix has.
+fn piece_rows(layout: MatrixLayout, row_bytes: usize) -> usize {
+    let rows = PIECE_BYTES / row_bytes;
+    match layout {
+        // Whole panels, unless a row is so long that 64 of them are no small piece.
+        MatrixLayout::Rows if rows < PANEL_COLUMNS => rows.max(1),
+        MatrixLayout::Rows => rows - rows % PANEL_COLUMNS,
+        // An even number, because bf16 panels hold pairs.
+        MatrixLayout::Columns => rows.max(2) & !1,
     }
 }
 

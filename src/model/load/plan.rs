@@ -70,8 +70,16 @@ pub trait WeightReader {
     type Vector;
     /// Called once for each matrix, in the order of the forward pass.
     fn matrix(&mut self, plan: &MatrixPlan) -> Result<Self::Matrix>;
-    /// Called once for each vector, in the order of the forward pass.
+    /// Called once for each vector that is of neither kind below (a bias), in the order of the forward pass.
     fn vector(&mut self, plan: &VectorPlan) -> Result<Self::Vector>;
+    /// Called instead of `vector` for the factors of a norm. Only a reader that makes up numbers tells them apart.
+    fn norm_weight(&mut self, plan: &VectorPlan) -> Result<Self::Vector> {
+        self.vector(plan)
+    }
+    /// Called instead of `vector` for a table, such as embeddings of positions.
+    fn table(&mut self, plan: &VectorPlan) -> Result<Self::Vector> {
+        self.vector(plan)
+    }
 }
 
 /// What the headers say of a decoder.
