@@ -69,7 +69,7 @@ struct AttentionFlashWgmmaParams {
   float* partial_out;
   float* partial_stats;
   float* running;  // [blocks, groups of consumers, 64, 128]
-  long long q_token_stride, q_head_stride, q_row_stride;  // from token to token, head to head, and row to row of an item
+  long long q_token_stride, q_head_stride, q_row_stride;  // between tokens, heads, rows of an item
   long long o_token_stride, o_head_stride, o_row_stride;
   int num_heads, num_kv_heads;
   int num_tokens, num_seqs;

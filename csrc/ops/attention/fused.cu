@@ -8,11 +8,10 @@
 //   q_norm, k_norm:   [head_dim];   cos, sin: [max_position, head_dim / 2];   positions: [num_seqs]
 //   slots:            [num_seqs], block * 32 + offset of the place of the new key and value
 //   k_cache, v_cache: [num_blocks, 32, num_kv_heads, head_dim] through block_tables [num_seqs,
-//                     max_blocks_per_seq] and context_lens [num_seqs], the new token counted; 0: the row is
 //                     max_blocks_per_seq] and context_lens [num_seqs], which count the new token; with a
 //                     length of 0 the row is not in use and its out becomes zero
+//   out:              [num_seqs, num_heads, head_dim]
 //
-// A unit is a (sequence, kv head) with at most 8 query heads (larger groups take several units). Two forms:
 // A unit is a (sequence, kv head) with at most 8 query heads (larger groups take several units). There
 // are two forms:
 //   cluster:  grid (C, units of a sequence, num_seqs) in clusters of C = 1, 2, 4, 8 or 16 blocks. The blocks
