@@ -187,7 +187,7 @@ struct DecodeAttention {
     }
 #if __CUDA_ARCH__ >= 900
     const uint32_t barrier = shared + kBarrierAt;
-    const int slice = num_group_heads * kVectors >> ranks_log2;  // the number of float4 of out that this block combines
+    const int slice = num_group_heads * kVectors >> ranks_log2;  // float4 in this block's slice of out
     const int num_partials = min(num_ranks, end_tile);           // the blocks that have keys
     int reciprocal = 65536 / num_group_heads + 1;
     asm volatile("" : "+r"(reciprocal));  // computed here, as time counts at its use
