@@ -1,4 +1,4 @@
-// The time at which the kernels in front of this one have ended, for a profile of a chain of kernels that overlap:
+// Records when the kernels before this one have ended, for a profile of a chain of kernels that overlap:
 //
 //   times[index] = nanoseconds of the device's clock
 //

@@ -5,7 +5,7 @@
 
 namespace xserv {
 
-// Lets the next kernel of the stream begin as soon as every block has come here or ended.
+// Lets the next kernel of the stream begin as soon as every block has called this or ended.
 __device__ __forceinline__ void dependency_launch() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
