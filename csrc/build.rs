@@ -1,16 +1,17 @@
 //! Build script: link arguments of the shared library, and the CUDA kernels of `csrc`.
 //!
-//! Every `.cu` file under `csrc` becomes one fatbin, which `src/backend/cuda/fatbins.rs` includes under the path
-//! of its source without `csrc/ops/` and the extension: `attention/flash`. Environment:
+//! Every `.cu` file under `csrc` becomes one fatbin, which `src/backend/cuda/fatbins.rs` includes under
+//! the path of its source without `csrc/ops/` and the extension: `attention/flash`. Environment:
 //!
 //! * `NVCC`: the compiler; `none` builds without CUDA kernels. Else it is looked for in `CUDA_HOME/bin`,
 //!   `CUDA_PATH/bin`, `.cuda/nvidia/cu13/bin` (the Python wheels), `PATH` and `/usr/local/cuda/bin`.
 //! * `XSERV_CUDA_ARCHS`: what to compile for, such as `90a` or `80,90a,ptx80`; the default is all.
 //! * `XSERV_NVCC_FLAGS`: further arguments, such as `-lineinfo`.
 //! * `XSERV_REQUIRE_CUDA=1`: a missing nvcc is an error.
-//! * `XSERV_BLESS=1`: the list of kernels, `src/backend/cuda/kernels.rs`, is rewritten from what was compiled.
-//!   Else a build with nvcc fails if the two differ; one without nvcc uses the list as it is. Layouts of structs
-//!   are not compared with `csrc/common/layouts.cuh`, so that `src/ops/layouts.rs` can rewrite that file.
+//! * `XSERV_BLESS=1`: the list of kernels, `src/backend/cuda/kernels.rs`, is rewritten from what was
+//!   compiled. Else a build with nvcc fails if the two differ; one without nvcc uses the list as it is.
+//!   Layouts of structs are not compared with `csrc/common/layouts.cuh`, so that `src/ops/layouts.rs` can
+//!   rewrite that file.
 
 mod kernel_list;
 mod layout_table;

@@ -2,7 +2,8 @@
 //
 //   times[index] = nanoseconds of the device's clock
 //
-// One thread. It lets the next kernel begin at once, so that the kernels around it overlap nearly as without it.
+// It has one thread. It lets the next kernel begin at once, so that the kernels around it overlap
+// nearly as they do without it.
 
 #include "common/pdl.cuh"
 

@@ -1,4 +1,5 @@
-// Shared by the linear layers of decode for few tokens: reads of weights and activations, and the norm of pairs.
+// Shared by the linear layers of decode for few tokens: reads of weights and activations, and the norm
+// of pairs.
 #pragma once
 
 #include <stdint.h>

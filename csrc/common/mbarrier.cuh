@@ -1,4 +1,5 @@
-// Barriers in shared memory with a phase, on which copies complete. PTX ISA, section "mbarrier". sm_90 and later.
+// Barriers in shared memory with a phase, on which copies complete. PTX ISA, section "mbarrier". sm_90
+// and later.
 #pragma once
 
 #include <stdint.h>

@@ -1,6 +1,6 @@
-// Programmatic dependent launch: a kernel may begin while the one before it in the stream is still running.
-// Before dependency_wait() it may touch only what no kernel writes: weights. Without the launch attribute both
-// do nothing. PTX ISA, section "griddepcontrol".
+// Programmatic dependent launch: a kernel may begin while the one before it in the stream is still
+// running. Before dependency_wait() it may touch only data that no kernel writes: weights. Without the
+// launch attribute both do nothing. PTX ISA, section "griddepcontrol".
 #pragma once
 
 namespace xserv {

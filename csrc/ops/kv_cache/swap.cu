@@ -1,5 +1,6 @@
 // Copies blocks of the paged KV cache to host memory and back, bit for bit:
-//   host[c][part] = cache[part][block of c]     or, the other way round,     cache[part][block of c] = host[c][part]
+//   host[c][part] = cache[part][block of c]
+//   or, the other way round, cache[part][block of c] = host[c][part]
 //
 // cache: [num_parts, num_blocks, block_units], where the keys and the values of each layer are a part
 // each; host[c]: [num_parts, block_units] at an address of its own, pinned and mapped. All are in units

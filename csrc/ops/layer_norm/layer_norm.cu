@@ -20,7 +20,7 @@
 
 namespace xserv {
 
-// The moments of some elements of a row. The mean is pivot + mean: two numbers, so a large one is not rounded.
+// The moments of some elements of a row. The mean is pivot + mean: so a large mean is not rounded.
 struct Moments {
   float count;
   float pivot;

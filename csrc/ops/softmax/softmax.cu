@@ -59,7 +59,8 @@ __device__ __forceinline__ MaxSum block_merge(MaxSum part, float (&scratch)[2][3
   return warp_merge(part);
 }
 
-// Returns the factor that turns e_i of a thread with the maximum `max` into the result; NaN if the row has NaN.
+// Returns the factor that turns e_i of a thread with the maximum `max` into the result. NaN in the row
+// makes whole.sum NaN.
 __device__ __forceinline__ float correction(float max, MaxSum whole) {
   if (whole.sum == 0.0f) return 0.0f;
   return exp_below(max, finite_base(whole.max)) / whole.sum;
