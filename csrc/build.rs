@@ -1,16 +1,17 @@
 //! Build script: link arguments of the shared library, and the CUDA kernels of `csrc`.
 //!
-//! Every `.cu` file under `csrc` becomes one fatbin, which `src/backend/cuda/fatbins.rs` includes under the path
-//! of its source without `csrc/ops/` and the extension: `attention/flash`. Environment:
+//! Every `.cu` file under `csrc` becomes one fatbin, which `src/backend/cuda/fatbins.rs` includes under
+//! the path of its source without `csrc/ops/` and the extension: `attention/flash`. Environment:
 //!
 //! * `NVCC`: the compiler; `none` builds without CUDA kernels. Else it is looked for in `CUDA_HOME/bin`,
 //!   `CUDA_PATH/bin`, `.cuda/nvidia/cu13/bin` (the Python wheels), `PATH` and `/usr/local/cuda/bin`.
 //! * `XSERV_CUDA_ARCHS`: what to compile for, such as `90a` or `80,90a,ptx80`; the default is all.
 //! * `XSERV_NVCC_FLAGS`: further arguments, such as `-lineinfo`.
 //! * `XSERV_REQUIRE_CUDA=1`: a missing nvcc is an error.
-//! * `XSERV_BLESS=1`: the list of kernels, `src/backend/cuda/kernels.rs`, is rewritten from what was compiled.
-//!   Else a build with nvcc fails if the two differ; one without uses the list as it is. Layouts of structs are
-//!   not compared with `csrc/common/layouts.cuh`, so that `src/ops/layouts.rs` can rewrite that.
+//! * `XSERV_BLESS=1`: the list of kernels, `src/backend/cuda/kernels.rs`, is rewritten from what was
+//!   compiled. Else a build with nvcc fails if the two differ; one without nvcc uses the list as it is.
+//!   Layouts of structs are not compared with `csrc/common/layouts.cuh`, so that `src/ops/layouts.rs` can
+//!   rewrite that file.
 
 mod kernel_list;
 mod layout_table;
@@ -26,7 +27,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 /// The number in the SONAME; `src/ffi/version.rs` says the same to C, and a test compares the two.
 const ABI_VERSION: u32 = 0;
 
-/// Machine code for every generation from Ampere on, and PTX for what comes after. `a` and `f` targets
+/// Machine code for every generation from Ampere on, and PTX for later ones. `a` and `f` targets
 /// have instructions of one chip or family that plain ones lack.
 const ALL_ARCHS: &str = "80,86,89,90a,100f,120f,ptx80,ptx90";
 
@@ -147,12 +148,12 @@ fn kernels() {
     }
 }
 
-/// Beside a fatbin: the names of its kernels, one a line.
+/// Returns the path, beside a fatbin, of the names of its kernels, one a line.
 fn names_of(fatbin: &Path) -> PathBuf {
     fatbin.with_extension("names")
 }
 
-/// A source file and the headers of `csrc` that it includes, directly or not.
+/// Returns a source file and the headers of `csrc` that it includes, directly or not.
 fn with_headers(source: &Path, folder: &Path) -> Vec<PathBuf> {
     let mut files = vec![source.to_path_buf()];
     let mut next = 0;
@@ -220,7 +221,7 @@ fn arguments() -> Vec<String> {
     arguments
 }
 
-/// What to compile for, such as `90a` and `ptx90`.
+/// Returns the targets to compile for, such as `90a` and `ptx90`.
 fn archs() -> Vec<String> {
     let archs = variable("XSERV_CUDA_ARCHS").unwrap_or_else(|| ALL_ARCHS.to_string());
     archs.split(',').map(str::trim).filter(|arch| !arch.is_empty()).map(str::to_string).collect()
@@ -261,13 +262,13 @@ fn files(folder: &Path, extension: &str, found: &mut Vec<PathBuf>) {
     }
 }
 
-/// What a source is called in the library: its path without `csrc/ops/` and the extension.
+/// Returns the name of a source in the library: its path without `csrc/ops/` and the extension.
 fn key(source: &Path, folder: &Path) -> String {
     let path = source.strip_prefix(folder).unwrap_or(source).with_extension("");
     path.strip_prefix("ops").unwrap_or(&path).to_string_lossy().into_owned()
 }
 
-/// An environment variable that is set and not empty.
+/// Returns an environment variable that is set and not empty.
 fn variable(name: &str) -> Option<String> {
     std::env::var(name).ok().filter(|value| !value.is_empty())
 }

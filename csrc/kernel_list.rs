@@ -12,13 +12,13 @@ const BEGIN: &str = "kernels! {\n";
 /// kernel is gone: some kernels exist only for the chip that has their instructions.
 const COMPLETE_TARGETS: [&str; 1] = ["90a"];
 
-/// How the names of kernels for one dtype end.
+/// The suffixes by dtype of the names of kernels.
 const DTYPES: [&str; 3] = ["_f32", "_f16", "_bf16"];
 
-/// What ptxas says with `-v` before it compiles a kernel.
+/// The words of ptxas with `-v` before it compiles a kernel.
 const COMPILING: &str = "Compiling entry function '";
 
-/// The kernels that ptxas compiled according to its output, each once, in order.
+/// Returns the kernels that ptxas compiled according to its output, each once, in order.
 pub fn names_in(output: &str) -> BTreeSet<String> {
     let names = output.lines().filter_map(|line| line.split_once(COMPILING)?.1.split('\'').next());
     names.map(str::to_string).collect()
@@ -81,7 +81,7 @@ fn one_source_each(compiled: &BTreeMap<String, BTreeSet<String>>) {
     }
 }
 
-/// The generated part of the file: one line a kernel or family, under its source.
+/// Returns the generated part of the file: one line a kernel or family, under its source.
 fn body(compiled: &BTreeMap<String, BTreeSet<String>>) -> String {
     let mut text = String::new();
     for (source, names) in compiled {
@@ -125,7 +125,7 @@ fn families(names: &BTreeSet<String>) -> BTreeMap<String, Vec<&'static str>> {
     found
 }
 
-/// The lines of a generated part that name kernels: the source, the stem and the dtypes.
+/// Returns the lines of a generated part that name kernels: the source, the stem and the dtypes.
 fn lines_of(body: &str) -> Vec<(String, String, Vec<String>)> {
     let mut source = String::new();
     let mut found = Vec::new();
@@ -144,7 +144,7 @@ fn lines_of(body: &str) -> Vec<(String, String, Vec<String>)> {
     found
 }
 
-/// `source: name` of every kernel.
+/// Returns `source: name` of every kernel.
 fn expand(lines: &[(String, String, Vec<String>)]) -> BTreeSet<String> {
     let mut found = BTreeSet::new();
     for (source, stem, dtypes) in lines {

@@ -4,8 +4,9 @@
 use std::fmt::Write as _;
 use std::path::Path;
 
-/// Returns the macro `committed!`: of a struct its size, of a struct and a field its offset, each as
-/// `Some`. With `bless` it is `None` for everything, so that a new layout compiles and can be written.
+/// Returns the macro `committed!`, which gives the size of a struct, or the offset of a field of a
+/// struct, each as `Some`. With `bless` it gives `None` for everything, so that a new layout compiles
+/// and can be written.
 pub fn macro_of(header: &Path, bless: bool) -> String {
     let text =
         std::fs::read_to_string(header).unwrap_or_else(|e| panic!("{}: {e}", header.display()));

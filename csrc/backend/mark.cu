@@ -1,8 +1,9 @@
-// The time at which the kernels in front of this one have ended, for a profile of a chain of kernels that overlap:
+// Records when the kernels before this one have ended, for a profile of a chain of kernels that overlap:
 //
 //   times[index] = nanoseconds of the device's clock
 //
-// One thread. It lets the next kernel begin at once, so that the kernels around it overlap nearly as without it.
+// It has one thread. It lets the next kernel begin at once, so that the kernels around it overlap
+// nearly as they do without it.
 
 #include "common/pdl.cuh"
 

@@ -1,5 +1,5 @@
-// Blocks of a cluster: their shared memory, stores into it and the barrier of them all. sm_90 and later.
-// PTX ISA, sections "mapa", "st.async", "mbarrier.arrive" and "barrier.cluster".
+// Access to the blocks of a cluster: their shared memory, stores into it and the barrier of all of
+// them. sm_90 and later. PTX ISA, sections "mapa", "st.async", "mbarrier.arrive" and "barrier.cluster".
 #pragma once
 
 #include <stdint.h>
@@ -18,7 +18,7 @@ __device__ __forceinline__ int cluster_size() {
   return static_cast<int>(size);
 }
 
-// Address, in the cluster's window, of what lies at `address` in block `rank`.
+// Returns the address, in the cluster's window, of what lies at `address` in block `rank`.
 __device__ __forceinline__ uint32_t cluster_address(uint32_t address, int rank) {
   uint32_t mapped;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address), "r"(rank));
@@ -34,7 +34,7 @@ __device__ __forceinline__ float4 cluster_load(uint32_t address) {
   return v;
 }
 
-// All threads of all blocks of the cluster; what they wrote before is seen after the wait.
+// For all threads of all blocks of the cluster; what they wrote before it is visible after the wait.
 __device__ __forceinline__ void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
@@ -42,14 +42,15 @@ __device__ __forceinline__ void cluster_wait() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// The same without order for what was written: a release waits for every copy under way. Initialised mbarriers have a
-// fence of their own.
+// The same without order for the writes: a release waits for every copy under way. Initialised
+// mbarriers have a fence of their own.
 __device__ __forceinline__ void cluster_arrive_relaxed() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 
-// Arrives at a barrier of another block, by its address in the cluster's window. Not .release.cluster: what it
-// tells is that operands have been read, and with it each arrival waits for all memory of the GPU (3 times slower).
+// Arrives at a barrier of another block, by its address in the cluster's window. It is not
+// .release.cluster: the arrival only tells that operands have been read, and a release makes each
+// arrival wait for all memory of the GPU (3 times slower).
 __device__ __forceinline__ void cluster_barrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }

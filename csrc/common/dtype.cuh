@@ -42,7 +42,7 @@ struct alignas(N * sizeof(T)) Vec {
 template <typename T>
 constexpr int kVec = 16 / sizeof(T);
 
-// A read that passes by the L1 cache: for data that this launch reads once.
+// A read that bypasses the L1 cache, for data that this launch reads once.
 template <typename T, int N>
 __device__ __forceinline__ Vec<T, N> load_streaming(const Vec<T, N>* source) {
   static_assert(sizeof(Vec<T, N>) == 16, "16-byte vectors only");
@@ -50,7 +50,7 @@ __device__ __forceinline__ Vec<T, N> load_streaming(const Vec<T, N>* source) {
   return reinterpret_cast<const Vec<T, N>&>(bits);
 }
 
-// A write that is the first to leave the caches: for results that nobody reads soon.
+// A write that leaves the caches first, for results that are not read soon.
 template <typename T, int N>
 __device__ __forceinline__ void store_streaming(Vec<T, N>* target, const Vec<T, N>& value) {
   static_assert(sizeof(Vec<T, N>) == 16, "16-byte vectors only");

@@ -6,13 +6,14 @@
 
 namespace xserv {
 
-// Lies in mapped host memory. code is 0 until the first fault; the host reads the record when it has waited
-// for the stream, and writes 0 to arm it again (src/backend/cuda/context.rs: same layout, same codes).
+// The record lies in mapped host memory. code is 0 until the first fault; the host reads the record
+// after it has waited for the stream, and writes 0 to arm it again (src/backend/cuda/context.rs has the
+// same layout and codes).
 struct FaultRecord {
   int code;
   int _padding;
   long long index;  // place of the offending element in the index array
-  long long value;  // what stood there
+  long long value;  // the element itself
 };
 XSERV_LAYOUT_FaultRecord;
 

@@ -31,7 +31,7 @@ __device__ __forceinline__ void map_vectors(T* y, const T* a, const T* b, long l
     }
 #pragma unroll
     for (int i = 0; i < U; i++) reinterpret_cast<V*>(y)[first + i * blockDim.x] = apply(i);
-    // A tail of elements is the last block's, and a full block is the last only if there is no other.
+    // The last block takes a tail of elements, and a full block is the last only if there is no other.
     if (blockIdx.x + 1 < gridDim.x) return;
   } else {
     for (int i = 0; i < U; i++) {

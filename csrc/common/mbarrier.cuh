@@ -1,4 +1,5 @@
-// Barriers in shared memory with a phase, on which copies complete. PTX ISA, section "mbarrier". sm_90 and later.
+// Barriers in shared memory with a phase, on which copies complete. PTX ISA, section "mbarrier". sm_90
+// and later.
 #pragma once
 
 #include <stdint.h>
@@ -9,8 +10,8 @@ __device__ __forceinline__ void mbarrier_init(uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-// Makes initialised barriers visible to the copy engine and to the cluster; the threads that wait on them still
-// have to be told by a barrier of the block or cluster.
+// Makes initialised barriers visible to the copy engine and to the cluster; a barrier of the block or
+// cluster must still tell the threads that wait on them.
 __device__ __forceinline__ void mbarrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -19,15 +20,15 @@ __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrives, and lets the phase wait for `bytes` more of copies.
+// Arrives, and makes the phase wait for `bytes` more bytes of copies.
 __device__ __forceinline__ void mbarrier_arrive_expect(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
 }
 
-// Waits until the phase of this parity is over. A fresh barrier counts as having ended phase 1. Without a
-// bound that traps: a trap joins the paths of producers and consumers, and ptxas then gives the consumers no
-// more registers than the producers (seen with 13.0).
+// Waits until the phase of this parity is over. A fresh barrier counts as having ended phase 1. The
+// wait has no bound that traps: a trap joins the paths of producers and consumers, and ptxas then gives
+// the consumers no more registers than the producers (seen with 13.0).
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
   uint32_t done = 0;
   while (!done) {
@@ -39,8 +40,8 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
   }
 }
 
-// The same, but traps where the phase does not end: what was waited for will never come and must not hang the
-// device. The bound is tens of milliseconds at least, where a phase takes microseconds.
+// The same, but traps where the phase does not end: a copy that never comes must not hang the device.
+// The bound is tens of milliseconds at least, where a phase takes microseconds.
 __device__ __forceinline__ void mbarrier_wait_bounded(uint32_t barrier, uint32_t parity) {
 #pragma unroll 1
   for (int tries = 0; tries < 1 << 22; ++tries) {

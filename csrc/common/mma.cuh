@@ -1,4 +1,4 @@
-// Tensor cores and asynchronous copies as sm_80 has them: mma.sync, ldmatrix, cp.async.
+// Tensor cores and asynchronous copies of sm_80: mma.sync, ldmatrix, cp.async.
 // PTX ISA, sections "mma", "ldmatrix" and "cp.async".
 #pragma once
 

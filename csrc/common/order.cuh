@@ -12,7 +12,7 @@ __device__ __forceinline__ uint32_t order_key(float value) {
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-// The value of a key.
+// Returns the value of a key.
 __device__ __forceinline__ float value_of_key(uint32_t key) {
   return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
 }

@@ -36,7 +36,7 @@ __device__ __forceinline__ void load_row(Vec<T, kVec<T>> (&row)[VECS], const T* 
   }
 }
 
-// The same past the L1, for rows that nobody reads again soon.
+// The same, bypassing the L1, for rows that are not read again soon.
 template <typename T, int VECS>
 __device__ __forceinline__ void load_row_once(Vec<T, kVec<T>> (&row)[VECS], const T* source, int num_vecs,
                                               int thread, int num_threads) {

@@ -1,4 +1,4 @@
-// Bulk tensor copies, as sm_90 has them. PTX ISA, section "cp.async.bulk.tensor".
+// Bulk tensor copies of sm_90. PTX ISA, section "cp.async.bulk.tensor".
 #pragma once
 
 #include <stdint.h>
@@ -29,7 +29,8 @@ __device__ __forceinline__ uint64_t l2_evict_last() {
   return policy;
 }
 
-// One box of the map into shared memory; coordinates innermost first. What lies outside the tensor becomes zero.
+// Copies one box of the map into shared memory; coordinates come innermost first. Elements outside the
+// tensor become zero.
 __device__ __forceinline__ void tma_load_2d(uint32_t target, const TensorMap* map, uint32_t barrier, int c0,
                                             int c1, uint64_t policy) {
   asm volatile(

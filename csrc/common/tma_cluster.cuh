@@ -12,8 +12,8 @@ __device__ __forceinline__ uint64_t l2_evict_normal() {
   return policy;
 }
 
-// One box of the map to the same place in the blocks of `ranks` (a bit each); each block's own barrier at the
-// same place counts the bytes that it gets.
+// Copies one box of the map to the same place in the blocks of `ranks` (a bit each); each block's own
+// barrier at the same place counts the bytes that the block gets.
 __device__ __forceinline__ void tma_multicast_2d(uint32_t target, const TensorMap* map, uint32_t barrier, int c0,
                                                  int c1, uint16_t ranks, uint64_t policy) {
   asm volatile(

@@ -86,7 +86,7 @@ __device__ __forceinline__ void wgmma(float (&d)[kSums], uint64_t a, uint64_t b,
   }
 }
 
-// Before the first product, and after other writes to its registers.
+// Comes before the first product, and after other writes to its registers.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
 __device__ __forceinline__ void wgmma_commit() {

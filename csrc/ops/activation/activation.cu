@@ -21,7 +21,7 @@ __device__ __forceinline__ float gelu_tanh(float x) {
   return __fdividef(x, 1.0f + __expf(minus_2u));
 }
 
-// Without the care for denormals that __expf and __fdividef take: for arguments far from them.
+// Does without the handling of denormals in __expf and __fdividef: the arguments are far from them.
 __device__ __forceinline__ float reciprocal(float x) {
   float result;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
@@ -49,7 +49,7 @@ __device__ __forceinline__ float gelu_erf(float x) {
 
 }  // namespace xserv
 
-// U: 16-byte accesses per thread under way; where arithmetic takes its time, two hide more of it than one.
+// U: 16-byte accesses per thread under way; two hide more latency than one where arithmetic takes its time.
 #define XSERV_UNARY(SUFFIX, T, NAME, U, FUNCTION)                                                          \
   extern "C" __global__ void __launch_bounds__(512)                                                        \
       xserv_##NAME##_vec_##SUFFIX(T* y, const T* x, long long n) {                                         \

@@ -1,4 +1,4 @@
-// What the attention kernels share: launch parameters, rows of a tile in shared memory.
+// What the attention kernels share: launch parameters, and rows of a tile in shared memory.
 #pragma once
 
 #include <stdint.h>
@@ -9,8 +9,8 @@
 
 namespace xserv {
 
-// Strides count elements; the innermost axis (head_dim) is contiguous. What the index arrays hold is not
-// trusted: whatever it is, only elements inside q, k, v and out are read and written.
+// Strides count elements; the innermost axis (head_dim) is contiguous. The contents of the index arrays
+// are not trusted: whatever they are, only elements inside q, k, v and out are read and written.
 struct AttentionParams {
   const void* q;  // [batch, q_len, num_heads, head_dim], or packed [num_tokens, num_heads, head_dim]
   const void* k;  // as q with num_kv_heads, or blocks [num_blocks, block_size, num_kv_heads, head_dim]
@@ -71,15 +71,16 @@ __device__ __forceinline__ TokenRange token_range(const int* cu_seqlens, int seq
   return {begin, end - begin};
 }
 
-// Keys of a sequence in a block cache, never more than its row of the block table can name. The host
-// refuses tables of more than 2^30 keys a row.
+// The number of keys of a sequence in a block cache, which is never more than its row of the block
+// table can name. The host refuses tables of more than 2^30 keys a row.
 template <typename Params>
 __device__ __forceinline__ int context_len(const Params& p, int seq) {
   return min(max(p.context_lens[seq], 0), p.max_blocks_per_seq << p.block_size_log2);
 }
 
-// A tile of rows [rows, head_dim] of 16-bit elements. ldmatrix reads 8 rows at one 16-byte column: a row of
-// a multiple of 128 bytes is permuted by row % 8, any other row is padded to an odd number of 16 bytes.
+// A tile of rows [rows, head_dim] of 16-bit elements. ldmatrix reads 8 rows at one 16-byte column: a
+// row whose length is a multiple of 128 bytes is permuted by row % 8, any other row is padded to an odd
+// number of 16 bytes.
 template <int kHeadDim>
 struct TileRows {
   static constexpr bool kSwizzle = kHeadDim % 64 == 0;
@@ -89,7 +90,7 @@ struct TileRows {
   __device__ __forceinline__ static uint32_t offset(int row, int chunk) {
     return row * kStride + ((kSwizzle ? (chunk ^ (row & 7)) : chunk) << 4);
   }
-  // The address 16 * step elements further in the row; tiles start at multiples of kAlign bytes.
+  // The address 16 * step elements further along the row; tiles start at multiples of kAlign bytes.
   static constexpr int kAlign = kSwizzle ? kStride : 16;
   __device__ __forceinline__ static uint32_t advance(uint32_t address, int step) {
     return kSwizzle ? address ^ (step * 32) : address + step * 32;
@@ -106,8 +107,8 @@ __device__ __forceinline__ float exp2_approx(float x) {
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kMinusInfinity = -__builtin_huge_valf();
 
-// Where key `key` of a sequence lies in a block cache; not valid (and reported) where the table names no
-// block of it.
+// Where key `key` of a sequence lies in a block cache; the result is not valid (and the fault is
+// reported) where the table names no block of the cache.
 struct BlockRow {
   long long block;
   int token;

@@ -12,15 +12,15 @@
 // with s in base 2 (scale * log2 e is folded into one FMA, never into the 16-bit q); p is rounded to T before
 // the second product. Source: Dao 2023 (FlashAttention-2), algorithm 1; every tile and warp layout is ours.
 //
-// A block owns kWarps * 16 * kMTiles queries of one head and walks over tiles of kKeys keys; a warp owns
-// whole rows, so that the softmax needs no shared memory. Two 16-row tiles per warp (kMTiles = 2) halve the
-// shared memory reads of K and V per product: with one, ldmatrix and not mma.sync is the limit. The ring of
-// K/V tiles is filled by cp.async kStages - 1 tiles ahead, with a single barrier per tile, so that warps
-// drift apart and one's softmax meets another's products. o is rescaled for every tile: a test whether any
-// maximum has grown costs more than the products that it saves.
+// A block owns kWarps * 16 * kMTiles queries of one head and walks over tiles of kKeys keys; a warp
+// owns whole rows, so that the softmax needs no shared memory. Two 16-row tiles per warp (kMTiles = 2)
+// halve the shared memory reads of K and V per product: with one, ldmatrix and not mma.sync is the
+// limit. cp.async fills the ring of K/V tiles kStages - 1 tiles ahead, with a single barrier per tile,
+// so that warps drift apart and one warp's softmax overlaps another's products. o is rescaled for every
+// tile: a test whether any maximum has grown costs more than the products that it saves.
 //
-// grid: (num_heads, tiles of queries, num_seqs); the longest tiles of a sequence start first. H200, bf16,
-// head_dim 128, 32 heads over 8, causal: 342 TFLOP/s at 8192 tokens, 287 at 2048.
+// grid: (num_heads, tiles of queries, num_seqs); the longest tiles of a sequence start first. H200,
+// bf16, head_dim 128, 32 heads over 8, causal: 342 TFLOP/s at 8192 tokens, 287 at 2048.
 #include "ops/attention/attention.cuh"
 #include "common/dtype.cuh"
 #include "common/reduce.cuh"
@@ -65,15 +65,15 @@ struct Flash {
 
   using Scores = float[kMTiles][kKeyTiles][4];
 
-  // K and V rows tile * kKeys .. of one kv head into a stage of the ring; rows past kv_len become zeros
-  // (0 * NaN of an unused row would spoil the second product).
+  // Copies rows tile * kKeys .. of K and V of one kv head into a stage of the ring; rows past kv_len
+  // become zeros (0 * NaN of an unused row would spoil the second product).
   __device__ __forceinline__ static void load_tile(const AttentionParams& p, const T* k, const T* v, int seq,
                                                    int kv_len, int tile, uint32_t target) {
     constexpr int kTotal = kKeys * Rows::kChunks;
     const int first = tile * kKeys;
     if (p.block_tables == nullptr && kThreads % Rows::kChunks == 0) {
-      // Pointers advance row by row: offsets of every row, kept over the whole loop, would not fit the
-      // registers.
+      // Pointers advance row by row: the offsets of every row, kept over the whole loop, would not fit
+      // the registers.
       constexpr int kStep = kThreads / Rows::kChunks;
       const int row = threadIdx.x / Rows::kChunks, chunk = threadIdx.x % Rows::kChunks;
       const T* k_row = k + static_cast<long long>(first + row) * p.k_token_stride + chunk * 8;
@@ -160,7 +160,7 @@ struct Flash {
     const T* v = static_cast<const T*>(p.v) + kv_batch * p.v_batch_stride + kv_head * p.v_head_stride +
                  view.k_token * p.v_token_stride;
 
-    // Keys that the last query of this block sees.
+    // The number of keys that the last query of this block sees.
     const int diagonal = p.causal ? kv_len - q_len : kv_len;
     const int last_query = min(q_begin + kQueries, q_len) - 1;
     const int num_keys = p.causal ? min(kv_len, diagonal + last_query + 1) : kv_len;
@@ -189,8 +189,8 @@ struct Flash {
 
     float scale = p.scale * kLog2E;
     if (scale < 0.0f) {
-      // The maximum of scale * s is looked for in s: only a positive scale keeps the order, so Q turns its
-      // sign.
+      // The maximum of scale * s is looked for in s: only a positive scale keeps the order, so the sign
+      // of Q is changed where the scale is negative.
       scale = -scale;
       cp_async_wait<0>();
       __syncthreads();
@@ -219,7 +219,7 @@ struct Flash {
     Scores s;
     int stage = 0;
     for (int tile = 0; tile < num_tiles; ++tile) {
-      // Also: every warp is done with the tile before, whose stage the next load overwrites.
+      // Every warp is also done with the tile before, whose stage the next load overwrites.
       cp_async_wait<kStages - 2>();
       __syncthreads();
       {
@@ -230,7 +230,7 @@ struct Flash {
       }
       const uint32_t k_base = ring + stage * 2 * kTileBytes, v_base = k_base + kTileBytes;
       stage = stage + 1 == kStages ? 0 : stage + 1;
-      asm volatile("" : "+r"(q_address));  // else its variants for every step are kept over the loop
+      asm volatile("" : "+r"(q_address));  // else all its variants are kept over the loop
 
       // On the diagonal the block's last tiles may be past every key of this warp's rows.
       if (tile * kKeys >= warp_keys) continue;
@@ -270,9 +270,10 @@ struct Flash {
           row_max = fmaxf(row_max, __shfl_xor_sync(kFullWarp, row_max, 2));
           // A row of nothing but -inf must give zeros, not -inf - -inf.
           shift[m][r] = row_max == kMinusInfinity ? 0.0f : row_max * scale;
-          // Exactly 1 where the maximum stays, which the FMA is not: whether a tile that a row does not see is
-          // computed (for the rows beside it) must not change the row's bits. Nor must the row's place in the
-          // tile: without the explicit roundings the compiler fuses some rows' sums and not others'.
+          // The factor is exactly 1 where the maximum stays, which the FMA would not give: a tile that
+          // a row does not see, but that is computed for the rows beside it, must not change the row's
+          // bits. Nor must the row's place in the tile: without the explicit roundings the compiler
+          // fuses the sums of some rows and not of others.
           const float rescale =
               maximum[m][r] == row_max ? 1.0f : exp2_approx(__fmaf_rn(maximum[m][r], scale, -shift[m][r]));
           maximum[m][r] = row_max;
@@ -298,7 +299,8 @@ struct Flash {
       };
 #pragma unroll
       for (int j = 0; j < kKeys / 16; ++j) {
-        // 16 keys at a time: the next ones' exponentials run under these products.
+        // The loop takes 16 keys at a time, so that the next keys' exponentials run under these
+        // products.
 #pragma unroll
         for (int m = 0; m < kMTiles; ++m) {
           exponentials(m, 2 * j);
@@ -339,7 +341,7 @@ struct Flash {
       }
     }
     __syncwarp();
-    // Read again: kept over the loop, the address would cost registers.
+    // The range is read again: kept over the loop, the address would cost registers.
     const long long first = p.cu_seqlens_q != nullptr
                                 ? token_range(p.cu_seqlens_q, seq, p.q_len).begin * p.o_token_stride
                                 : seq * p.o_batch_stride;
@@ -356,9 +358,9 @@ struct Flash {
   }
 };
 
-// The f32 form, without tensor cores: 32 queries against tiles of 32 keys (16 where head_dim is 256, for
-// shared memory); a thread computes 2 x kKeys / 8 scores and 2 rows x head_dim / 8 outputs. T is always
-// float.
+// The f32 form, without tensor cores: it takes 32 queries against tiles of 32 keys (16 where head_dim
+// is 256, for shared memory); a thread computes 2 x kKeys / 8 scores and 2 rows x head_dim / 8 outputs.
+// T is always float.
 template <int kHeadDim>
 struct FlashF32 {
   static constexpr int kThreads = 128, kQueries = 32;
@@ -515,8 +517,9 @@ struct FlashF32 {
 
 }  // namespace xserv
 
-// min_blocks per multiprocessor bounds the registers; 255 where it is 2 and a block has 128 threads. The
-// short forms have half the queries per block: for launches that would not fill the device otherwise.
+// min_blocks per multiprocessor bounds the registers: 255 where it is 2 and a block has 128 threads.
+// The short forms have half the queries per block, for launches that would not fill the device
+// otherwise.
 #define XSERV_FLASH(variant, suffix, T, head_dim, warps, m_tiles, keys, stages, min_blocks)          \
   extern "C" __global__ void __launch_bounds__(warps * 32, min_blocks)                               \
       xserv_attention_flash_##variant##_##suffix(const __grid_constant__ xserv::AttentionParams p) { \

@@ -3,42 +3,44 @@
 //   q, out: [num_tokens, num_heads, 128] by strides, packed by cu_seqlens_q [num_seqs + 1]
 //   k, v:   [num_blocks, 32, num_kv_heads, 128] as tensor maps, through block_tables
 //           [num_seqs, max_blocks_per_seq] with context_lens [num_seqs]
-// Head h reads kv head h / (num_heads / num_kv_heads). The queries are the last q_len tokens of a sequence:
-// causal, query i sees keys 0 .. context_len - q_len + i. A query that sees no key becomes zeros; a block id
-// outside the cache reads as zero keys and is reported. Products of f16 or bf16, sums and softmax in f32, the
-// weights rounded to T before the second product, as in attention_flash.cu, which has the equations.
+// Head h reads kv head h / (num_heads / num_kv_heads). The queries are the last q_len tokens of a
+// sequence: causal, query i sees keys 0 .. context_len - q_len + i. A query that sees no key becomes
+// zeros; a block id outside the cache reads as zero keys and is reported. Products of f16 or bf16, sums
+// and softmax in f32; the weights are rounded to T before the second product, as in flash.cu, which has
+// the equations.
 //
-// Shah et al. 2024 (FlashAttention-3), sections 3.1 and 3.2. A block is a producer group of four warps and
-// kGroups groups of consumers, each with 64 queries of the same head. One producer warp chooses the items and
-// copies tiles of 128 keys with the copy engine, two boxes of 64 dims to a cache block; the others copy the
-// queries of the next item. The scores of a tile are queued before the product of the tile before it with V,
-// so that the softmax of the one runs under the product of the other, and two groups take turns in queueing
-// (named barriers): while one computes exponentials, the tensor cores belong to the other. Tiles run from the
-// last key to the first, so that masks come first and the loop needs no last step of its own. The maximum in
-// use is raised only by more than 2^8, which saves nearly every rescaling of the output.
+// The scheme is that of Shah et al. 2024 (FlashAttention-3), sections 3.1 and 3.2. A block is a
+// producer group of four warps and kGroups groups of consumers, each with 64 queries of the same head.
+// One producer warp chooses the items and copies tiles of 128 keys with the copy engine, as two boxes
+// of 64 dims for each cache block; the other three copy the queries of the next item. The scores of a
+// tile are queued before the product of the preceding tile with V, so that the softmax of one tile runs
+// under the product of the other, and two groups take turns in queueing (named barriers): while one
+// computes exponentials, the tensor cores belong to the other. Tiles run from the last key to the
+// first, so that masks come first and the loop needs no last step of its own. The maximum in use is
+// raised only by more than 2^8, which saves nearly every rescaling of the output.
 //
-// The grid is persistent, so that an item's first copies run under the one before. Items are (tile of
-// queries, sequence, head), the tiles of each sequence from its end: those with most keys first. Blocks take
-// the next from a counter. Which block computes an item does not change its result, nor do kGroups or the
-// other sequences: a row's tiles of keys and their order are always the same.
+// The grid is persistent, so that an item's first copies run under the item before. Items are (tile of
+// queries, sequence, head), with the tiles of each sequence from its end: those with most keys first.
+// Blocks take the next item from a counter. Which block computes an item does not change its result,
+// nor do kGroups or the other sequences: a row's tiles of keys and their order are always the same.
 //
-// With one query a sequence, its heads of a kv head can be the rows of an item (packed_heads): they share their
-// keys. A row's result is the same to the bit.
+// With one query a sequence, the query heads of a kv head can be the rows of an item (packed_heads),
+// because they share their keys. A row's result is the same to the bit.
 //
-// The form with segments takes the keys of a row in segments of 1024, each with a maximum and sums of its own, from
-// the last to the first, and merges what it has (m, l, o) with each further one:
+// The form with segments takes the keys of a row in segments of 1024, from the last to the first, each
+// with a maximum and sums of its own, and merges the (m, l, o) so far with each further segment:
 //   m' = max(m, m_s);   l' = 2^(m - m') l + 2^(m_s - m') l_s;   o' likewise
-// A block that computes several segments keeps o in memory of its own between them. With one query a sequence
-// the segments can be items, whose (m, l, o) a second kernel merges in the same order: the same bits, but long
-// contexts of few sequences fill the device.
+// A block that computes several segments keeps o in a part of device memory of its own between them.
+// With one query a sequence the segments can be items, whose (m, l, o) a second kernel merges in the
+// same order: the bits are the same, but few sequences with long contexts fill the device.
 //
-// H200, bf16, causal, TFLOP/s, 32 heads over 8: 650 at 8192 tokens, 530 at 2048, 180 at 512 (cuDNN 615, 417,
-// 159 in the same run). Without the turns it is 1 to 5 % slower, with the exact maximum 2 %. Tried without
-// gain: the next item's first scores queued before this one's output is stored; clusters of two heads that
-// share K and V by multicast (a quarter slower).
+// H200, bf16, causal, TFLOP/s, 32 heads over 8: 650 at 8192 tokens, 530 at 2048, 180 at 512 (cuDNN 615,
+// 417, 159 in the same run). Without the turns it is 1 to 5 % slower, with the exact maximum 2 %. Two
+// things were tried without gain: to queue the next item's first scores before this item's output is
+// stored, and clusters of two heads that share K and V by multicast (a quarter slower).
 //
-// sm_90a has these instructions and no other target: elsewhere the file is empty, and the host takes
-// attention_flash.cu.
+// sm_90a has these instructions and no other target does: for the others the file is empty, and the
+// host takes flash.cu.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #include "ops/attention/attention.cuh"
 #include "common/dtype.cuh"
@@ -60,29 +62,32 @@ struct AttentionFlashWgmmaParams {
   const int* context_lens;  // [num_seqs]
   FaultRecord* fault;       // may be null
   int* counter;             // [1], zero before the launch and after it
-  // With segments. Not null (one query a sequence, packed heads): segments are items. [num_seqs, heads,
-  // max_segments, 128], and maximum and sum [..., 2], of those with more than one segment.
+  // For the form with segments. If partial_out is not null (one query a sequence, packed heads),
+  // segments are items; both arrays then hold the results of sequences with more than one segment.
+  // partial_out: [num_seqs, heads, max_segments, 128]; partial_stats: [num_seqs, heads, max_segments,
+  // 2], maximum and sum.
   float* partial_out;
   float* partial_stats;
   float* running;  // [blocks, groups of consumers, 64, 128]
-  long long q_token_stride, q_head_stride, q_row_stride;  // of tokens, heads, and rows of an item
+  long long q_token_stride, q_head_stride, q_row_stride;  // between tokens, heads, rows of an item
   long long o_token_stride, o_head_stride, o_row_stride;
   int num_heads, num_kv_heads;
   int num_tokens, num_seqs;
   int num_blocks, max_blocks_per_seq;
   int causal;
   float scale;  // above 0
-  // Not 0: an item's rows are so many heads of the one token of a sequence, at most 64; num_heads counts groups of
-  // them, and causal is 0. Else its rows are tokens, and the row strides are those of tokens.
+  // If not 0, an item's rows are this many heads (at most 64) of the one token of a sequence; num_heads
+  // then counts groups of such heads, and causal is 0. If 0, an item's rows are tokens, and the row
+  // strides are those of tokens.
   int packed_heads;
-  int max_segments;  // partial_out has so many for each sequence and head
+  int max_segments;  // segments in partial_out for each sequence and head
 
   static constexpr int block_size_log2 = 5;
 };
 XSERV_LAYOUT_AttentionFlashWgmmaParams;
 static_assert(1 << AttentionFlashWgmmaParams::block_size_log2 == kBlockTokens);
 
-// Work of a block: a tile of queries of one head.
+// The work of a block: a tile of queries of one head.
 struct FlashItem {
   int head;       // negative: no more work
   int token;      // of the first row, in the packed tensors
@@ -94,14 +99,14 @@ struct FlashItem {
   int begin_tile;
 };
 
-constexpr int kSegmentTiles = kSegmentKeys / 128;  // of a segment
+constexpr int kSegmentTiles = kSegmentKeys / 128;  // tiles in a segment
 
 __device__ __forceinline__ int count_segments(int kv_len) {
   return max(1, (kv_len + kSegmentTiles * 128 - 1) / (kSegmentTiles * 128));
 }
 
-// Factors of what there is and of a further segment, with maxima m and m_s of scores; m becomes the new one.
-// Without a key there is nothing, and the segment stays as it is.
+// The factors of the results so far and of a further segment, with the maxima m and m_s of their
+// scores; m becomes the new maximum. If there were no keys so far, the segment stays as it is.
 struct MergeFactors {
   float old, segment;
 
@@ -149,9 +154,9 @@ __device__ __forceinline__ void fence_registers(Register (&r)[kCount]) {
 struct FlashSchedule {
   int level = 0, chunk = 0;  // of 32 sequences
   int first = 0;             // item number of the first item of (level, chunk)
-  bool is_empty = true;      // the level, so far
+  bool is_empty = true;      // whether no item of the level has been found so far
 
-  // Finds item `number`, which must not be below that of the call before. Where there is none (head
+  // Finds item `number`, which must not be below that of the previous call. If there is no such item (head
   // negative), `first` is the number of all items.
   template <int kQueries, bool kSegments>
   __device__ __forceinline__ FlashItem find(const AttentionFlashWgmmaParams& p, int number) {
@@ -205,9 +210,9 @@ struct FlashSchedule {
   }
 };
 
-// kIsEarly: no kernel that may still be at work writes the index arrays, so that they are read before the wait. Only
-// for short contexts: by where the wait is, ptxas orders the consumers otherwise, and at 8192 keys they then take 1.3
-// times as long (13.0, H200).
+// kIsEarly: no kernel that may still be at work writes the index arrays, so they are read before the
+// wait. This form is only for short contexts: the place of the wait makes ptxas order the consumers'
+// code differently, and at 8192 keys they then take 1.3 times as long (13.0, H200).
 template <typename T, int kGroups, bool kSegments, bool kIsEarly>
 struct FlashWgmma {
   static constexpr int kThreads = 128 * (kGroups + 1);
@@ -290,8 +295,9 @@ struct FlashWgmma {
       first_ids = load_ids(p, next, (next.num_tiles - 1) >> 3);
     };
     while (item.head >= 0) {
-      // The next item is claimed and published where the copies must wait for a stage anyway, before the last
-      // tiles: late enough to keep the load even, early enough for its queries to be there in time.
+      // The next item is claimed and published before the last tiles, where the copies must wait for a
+      // stage anyway: late enough to keep the load even, early enough for its queries to be there in
+      // time.
       const int begin_tile = kSegments ? item.begin_tile : 0;
       const int after_begin = min(item.num_tiles - begin_tile - 3, 1);
       const int publish_tile = after_begin < 0 ? -1 : begin_tile + after_begin;
@@ -320,11 +326,11 @@ struct FlashWgmma {
       if (publish_tile < 0) publish_next();
       item = next;
     }
-    // Every item is followed by one claim: whoever made the last one clears the counter.
+    // Every item is followed by one claim: the block that made the last claim clears the counter.
     if (lane == 0 && claimed >= 0 && claimed == schedule.first - 1) *p.counter = 0;
   }
 
-  // Three warps: copy the queries of the items; rows past the sequence become zeros.
+  // Three warps copy the queries of the items; rows past the sequence become zeros.
   __device__ __forceinline__ static void produce_queries(const AttentionFlashWgmmaParams& p, uint32_t shared,
                                                          const FlashItem* items) {
     const int thread = (threadIdx.x & 127) - 32, chunk = thread & 15;
@@ -354,23 +360,23 @@ struct FlashWgmma {
     }
   }
 
-  // A warp is done with a stage or slot.
+  // Tells that a warp is done with a stage or slot.
   __device__ __forceinline__ static void release(uint32_t barrier) {
     __syncwarp();
     if ((threadIdx.x & 31) == 0) mbarrier_arrive(barrier);
   }
 
-  struct Rows {  // two of a thread: row and row + 8
+  struct Rows {  // the two rows of a thread: row and row + 8
     float maximum[2], sum[2], rescale[2];
   };
 
-  // s = 2^(scale * s - shift), with the maximum and the sum of each of this thread's two rows, for the first
-  // kTiles * 8 keys of a tile.
+  // Computes s = 2^(scale * s - shift), with the maximum and the sum of each of this thread's two rows,
+  // for the first kTiles * 8 keys of a tile.
   template <int kTiles>
   __device__ __forceinline__ static void softmax(float (&s)[64], Rows& rows, float scale) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      // Two chains a row: one would be bound by the latency of its comparisons.
+      // Each row has two chains, because a single one would be bound by the latency of its comparisons.
       float even = fmaxf(s[r * 2], s[r * 2 + 1]), odd = fmaxf(s[4 + r * 2], s[4 + r * 2 + 1]);
 #pragma unroll
       for (int n = 2; n < kTiles; n += 2) {
@@ -385,7 +391,7 @@ struct FlashWgmma {
       if (!((row_max - rows.maximum[r]) * scale > 8.0f)) row_max = rows.maximum[r];
       // A row of nothing but -inf must give zeros, not -inf - -inf.
       const float shift = row_max == kMinusInfinity ? 0.0f : row_max * scale;
-      // Fused explicitly here and below, so that all rows are.
+      // The operations are fused explicitly here and below, so that they are fused for all rows.
       rows.rescale[r] = exp2_approx(__fmaf_rn(rows.maximum[r], scale, -shift));
       rows.maximum[r] = row_max;
       float sum_even = 0.0f, sum_odd = 0.0f;
@@ -409,16 +415,16 @@ struct FlashWgmma {
                                                  const FlashItem* items) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
     const int group = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x >> 7), 0);
-    const int row = warp * 16 + (lane >> 2);  // of the group's 64; the other row is row + 8
+    const int row = warp * 16 + (lane >> 2);  // in the group's 64 rows; the other row is row + 8
     const float scale = p.scale * kLog2E;
     if (kGroups == 2 && group == 1) named_arrive(kTurn, kGroups * 128);
 
-    uint32_t count = 0;  // of tiles whose scores were queued
+    uint32_t count = 0;  // the tiles whose scores were queued
     float o[64], s[64];
     const auto q_descriptor = [&](uint32_t slot) {
       return descriptor(shared + slot * kQBytes + group * kGroupBytes, 16);
     };
-    // The next item, its queries being there.
+    // Returns the next item, once its queries are there.
     const auto next_item = [&](uint32_t index) {
       mbarrier_wait(shared + kQFull + (index & 1) * 8, index >> 1 & 1);
       const uint32_t item_slot = index % kItemSlots;
@@ -444,7 +450,7 @@ struct FlashWgmma {
       const uint32_t slot = index & 1;
       const uint32_t q_shared = shared + slot * kQBytes + group * kGroupBytes;
       const uint64_t q_desc = q_descriptor(slot);
-      // Keys that the group's first row sees, and this thread's first row.
+      // The number of keys that the group's first row sees, and that this thread's first row sees.
       const int group_visible = p.causal ? item.visible + group * 64 : item.visible;
       const int row_visible = p.causal ? group_visible + row : group_visible;
       const int row_step = p.causal ? 8 : 0;
@@ -464,7 +470,8 @@ struct FlashWgmma {
         }
         wgmma_commit();
       };
-      // No branch around the first half alone: ptxas then makes all products wait for each other (13.0).
+      // There is no branch around the first half alone: with it ptxas (13.0) makes all products wait
+      // for each other.
       const auto mask_half = [&](int half, int limit0, int limit1) {
 #pragma unroll
         for (int n = half * 8; n < half * 8 + 8; ++n) {
@@ -488,8 +495,8 @@ struct FlashWgmma {
         for (int i = 0; i < 32; ++i) weights[i] = pack_pair<T>(s[2 * i], s[2 * i + 1]);
       };
 
-      // The rest of the last cache block may hold anything, and 0 * NaN would spoil the product. Every group
-      // clears it for itself: zeros over zeros do no harm.
+      // The rest of the last cache block may hold anything, and 0 * NaN would spoil the product. Every
+      // group clears it for itself: writing zeros over zeros does no harm.
       const auto clear_rest = [&](int tile, uint32_t stage) {
         if ((tile + 1) * kKeys <= kv_len || (kv_len & 31) == 0) return;
         const int first = kv_len - tile * kKeys, num_rows = 32 - (kv_len & 31);
@@ -518,7 +525,8 @@ struct FlashWgmma {
       rows = {{kMinusInfinity, kMinusInfinity}, {0.0f, 0.0f}, {1.0f, 1.0f}};
 #pragma unroll
       for (int i = 0; i < 64; ++i) o[i] = 0.0f;
-      // On the diagonal a group may see only the first half of a tile's keys: that is done for itself.
+      // On the diagonal a group may see only the first half of a tile's keys: this half is computed by
+      // itself.
       const bool is_half = tile > first_tile &&
                            (p.causal ? min(group_visible + 63, kv_len) : kv_len) - tile * kKeys <= 64;
       if (is_half) {
@@ -588,8 +596,8 @@ struct FlashWgmma {
         release(shared + kKEmpty + stage * 8);
         mask(tile, 2);
         softmax<16>(s, rows, scale);
-        // Here, and not where these values are used, because the compiler moves the wait below up to the last
-        // branch, which would end the overlap with the softmax.
+        // The wait stands here, and not where these values are used, because the compiler moves the
+        // wait below up to the last branch, which would end the overlap with the softmax.
         mbarrier_wait(shared + kVFull + stage * 8, phase);
         wgmma_wait<0>();
         fence_registers(o);
@@ -634,7 +642,7 @@ struct FlashWgmma {
       }
 
       if (kSegments && p.partial_out != nullptr && count_segments(kv_len) > 1) {
-        // One segment of several: what the merge needs.
+        // The item is one segment of several: it writes what the merge needs.
         const int64_t first_head = static_cast<int64_t>(item.seq) * p.num_heads * p.packed_heads +
                                    item.head * p.packed_heads;
 #pragma unroll
@@ -656,7 +664,8 @@ struct FlashWgmma {
         continue;
       }
 
-      // Through the queries' place for 16-byte stores of whole rows; nobody of the group reads it any more.
+      // The rows go through the queries' place for 16-byte stores of whole rows; the group does not
+      // read the queries any more.
       named_sync(kGroup + group, 128);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
@@ -674,7 +683,7 @@ struct FlashWgmma {
       const int chunk = lane & 15;
       T* out = static_cast<T*>(p.out) + item.token * p.o_token_stride + group * 64 * p.o_row_stride +
                item.head * p.o_head_stride + chunk * 8;
-      uint4 values[8];  // all reads before the first write: the compiler keeps their order
+      uint4 values[8];  // all reads come before the first write, as the compiler keeps their order
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         const int target_row = warp * 16 + i * 2 + (lane >> 4);
@@ -741,8 +750,8 @@ struct FlashWgmma {
   }
 };
 
-// What the items of a sequence's segments have left, in the order in which a single block merges. Grid (heads,
-// sequences), a thread for each dim.
+// Merges the results that the items of a sequence's segments have left, in the order in which a single
+// block merges. Grid (heads, sequences), with a thread for each dim.
 template <typename T>
 __device__ __forceinline__ void merge_segments(const AttentionFlashWgmmaParams& p) {
   const int head = blockIdx.x, seq = blockIdx.y, dim = threadIdx.x;
@@ -780,8 +789,8 @@ __device__ __forceinline__ void merge_segments(const AttentionFlashWgmmaParams& 
     static_assert(Kernel::kSharedBytes == xserv::shared_bytes::attention_flash_wgmma_##groups); \
     Kernel::run(p, &k_map, &v_map); \
   }
-// The short form has half the queries to an item: for launches that would leave half the device idle. The early
-// one is that for short contexts.
+// The short form has half the queries in an item, for launches that would leave half the device idle.
+// The early form is the short one for short contexts.
 #define XSERV_FLASH_WGMMA_ALL(suffix, T) \
   XSERV_FLASH_WGMMA(, suffix, T, 2, false, false) \
   XSERV_FLASH_WGMMA(_short, suffix, T, 1, false, false) \

@@ -1,5 +1,5 @@
-// What the forms of the attention of decoding (ops/attention/fused.cu, ops/attention/fused_project.cu) are made of:
-// their parameters, pairs of elements, reads that stay in order, and traffic inside a cluster.
+// What the forms of decode attention (ops/attention/fused.cu, ops/attention/fused_project.cu) are built
+// from: their parameters, pairs of elements, reads that stay in order, and exchange inside a cluster.
 #pragma once
 
 #include "ops/attention/attention.cuh"
@@ -43,9 +43,10 @@ XSERV_LAYOUT_FusedArgs;
 
 constexpr int kBlockSize = kBlockTokens;  // keys of a cache block
 constexpr int kTileKeys = 16;
-constexpr int kMostBlocks = 16;  // of a cluster
+constexpr int kMostBlocks = 16;  // the largest cluster
 
-// Pairs of T in a register: conversions in pairs are single instructions of full rate, others are not.
+// Pairs of T in a register: conversions of pairs are single instructions of full rate, other
+// conversions are not.
 template <typename T>
 __device__ __forceinline__ float2 unpack_pair(uint32_t pair);
 template <>
@@ -67,7 +68,7 @@ __device__ __forceinline__ uint32_t movmatrix_8x8(uint32_t pair) {
   return result;
 }
 
-// Reads that stay where they stand among the other asm statements.
+// Reads that the compiler keeps in their place among the other asm statements.
 __device__ __forceinline__ int load_here(const int* source) {
   int v;
   asm volatile("ld.global.u32 %0, [%1];" : "=r"(v) : "l"(source) : "memory");

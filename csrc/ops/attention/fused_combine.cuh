@@ -1,22 +1,24 @@
-// How partial results of the attention of decoding come together (ops/attention/fused_unit.cuh): among the
-// blocks of a cluster, and among the chunks of a unit in the workspace.
+// How partial results of decode attention are combined (ops/attention/fused_unit.cuh): among the blocks
+// of a cluster, and among the chunks of a unit in the workspace.
 #pragma once
 
 #include "ops/attention/fused.cuh"
 
 namespace xserv {
 
-// float4 from block to block in what a block receives: 2 more than its slice, for the banks.
+// The number of float4 from block to block in the data that a block receives: 2 more than its slice,
+// which avoids bank conflicts.
 constexpr int kReceivePad = 2;
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-// The cluster form: this block's slice (of so many float4) of the output, of what the others sent.
+// For the cluster form: combines this block's slice of the output (`slice` float4) from what the others
+// sent.
 template <typename T, int kThreads>
 __device__ __forceinline__ void combine_slice(T* out, int receive_at, int receive_stats_at, uint32_t barrier,
                                               int slice, int num_partials, int rank) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  // 4 lanes per element of the slice, each with every fourth block. The first warp always comes here and
-  // waits: a block must not end before what others send it has come.
+  // There are 4 lanes per element of the slice, each with every fourth block. The first warp always
+  // comes here and waits: a block must not end before what others send it has arrived.
   const auto received = reinterpret_cast<const float*>(fused_shared + receive_at);
   const auto received_stats = reinterpret_cast<const float2*>(fused_shared + receive_stats_at);
 #pragma unroll 1
@@ -66,8 +68,8 @@ __device__ __forceinline__ void store_out(T* target, const float4& o, float sum)
   *reinterpret_cast<Vec<T, 4>*>(target) = result;
 }
 
-// The chunked form: called by all threads once the block's (m, l, o) stand in the workspace; the last block of the
-// unit goes on.
+// For the chunked form: all threads call this once the block's (m, l, o) are in the workspace; the last
+// block of the unit combines the chunks.
 template <typename T, int kHeadDim, int kThreads>
 __device__ __forceinline__ void combine_chunks(const FusedArgs& p, T* out, int seq, int group_begin,
                                                int num_group_heads, int num_chunks) {
@@ -78,12 +80,12 @@ __device__ __forceinline__ void combine_chunks(const FusedArgs& p, T* out, int s
   if (threadIdx.x == 0) {
     int* counter = p.counters + static_cast<long long>(seq) * gridDim.y + blockIdx.y;
     is_last = atomicAdd(counter, 1) == num_chunks - 1;
-    if (is_last) *counter = 0;  // nobody else comes before the next launch
+    if (is_last) *counter = 0;  // no other block arrives before the next launch
   }
   __syncthreads();
   if (!is_last) return;
   __threadfence();
-  constexpr int kBatch = 16;  // chunks read at once: the reads are a round trip to L2, so few rounds
+  constexpr int kBatch = 16;  // chunks read at once: each round of reads is a trip to L2, so few rounds
 #pragma unroll 1
   for (int index = threadIdx.x; index < num_group_heads * kVectors; index += kThreads) {
     const int head = index / kVectors, column = index % kVectors * 4;

@@ -1,26 +1,29 @@
-// The attention of fused.cu for one sequence with one new token, and the output projection of what its
-// heads see, in one kernel.
+// The attention of fused.cu for one sequence with one new token, with the output projection of its
+// heads, in one kernel.
 //
 //   attn = everything that fused.cu computes, rounded to T
 //   sums[g] = W_o[:, columns of the heads over kv head g] attn[heads over g]       f32, for each kv head g
 //
 //   weight: [hidden_size, num_heads * head_dim], W_o;   sums: [num_kv_heads, hidden_size]
-//   qkv, norms, tables, cache: as there, with num_seqs = 1; out is not used. A sequence that is not in use (a length of
-//   0) has sums of zero.
+//   qkv, norms, tables, cache: as in fused.cu, with num_seqs = 1; out is not used. A sequence that is not in
+//   use (its length is 0) has sums of zero.
 //
-// Whoever reads the sums adds them over g in order, rounds to T and adds the residual (gemv_mma.cu).
+// The kernel that reads the sums adds them over g in order, rounds to T and adds the residual
+// (gemv_mma.cu).
 //
-// Grid (8, num_kv_heads), clusters of 8 blocks: a kv head and its 2 query heads each. What the projection costs by
-// itself is a kernel's beginning and end; here its weights come while the chain of trips of the attention leaves the
-// device memory idle, a block has 16 rows of W_o for each of its warps in shared memory by then, and the sum over
-// the heads of all clusters costs nothing but what the next kernel reads more.
+// Grid (8, num_kv_heads) in clusters of 8 blocks, each cluster with a kv head and its 2 query heads. A
+// separate projection costs a kernel's beginning and end; here its weights arrive while the chain of
+// trips of the attention leaves the device memory idle, a block has 16 rows of W_o for each of its
+// warps in shared memory by then, and the sum over the heads of all clusters costs only the additional
+// reads of the next kernel.
 //
-// xserv_attention_fused_project_<slots>_<dtype>: 2 or 3 tiles of 16 tokens under way for each warp. Less shared memory lets
-// the neighbours in the chain in earlier, more of it reads long contexts faster (H200, layers and output of
-// Qwen3-0.6B: 424 and 440 us with 517 tokens behind it, 557 and 544 with 4133; five kernels a layer: 511 and 613).
+// xserv_attention_fused_project_<slots>_<dtype>: 2 or 3 tiles of 16 tokens are under way for each warp.
+// With less shared memory the neighbours in the chain begin earlier, with more of it long contexts are
+// read faster (H200, layers and output of Qwen3-0.6B: 424 and 440 us with 517 tokens of context, 557
+// and 544 with 4133; five kernels a layer: 511 and 613).
 //
-// Needs: head_dim 128, 2 query heads for each kv head, hidden_size a multiple of 128, at most 1024; W_o aligned to 16
-// bytes; what fused.cu needs. Shared memory: 177472 bytes.
+// Needs: head_dim 128, 2 query heads for each kv head, hidden_size a multiple of 128, at most 1024; W_o
+// aligned to 16 bytes; and what fused.cu needs. Shared memory: 177472 bytes.
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 #include "ops/attention/fused_unit.cuh"
 

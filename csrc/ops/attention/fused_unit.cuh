@@ -1,5 +1,5 @@
-// The attention of decoding for one unit, a sequence and a kv head, from the heads as the projection wrote them to
-// partial results of blocks; ops/attention/fused.cu says what it computes and why so.
+// Decode attention for one unit, a sequence and a kv head, from the heads as the projection wrote them
+// to the partial results of blocks; ops/attention/fused.cu says what it computes and why in this way.
 #pragma once
 
 #include <type_traits>
@@ -21,13 +21,14 @@ struct DecodeAttention {
   static constexpr bool kCluster = kForm != DecodeForm::kChunked;
   static constexpr int kThreads = kWarps * 32;
   static constexpr int kTileBytes = kTileKeys * Rows::kStride;
-  static constexpr int kRingBytes = kSlots * kTileBytes;  // of one warp
+  static constexpr int kRingBytes = kSlots * kTileBytes;  // for each warp
   static constexpr int kDimSteps = kHeadDim / 16;
   static constexpr int kVectors = kHeadDim / 4;  // float4 in a row of o
-  // Floats from head to head where warps meet; the 4 keep the stores of a fragment in different banks.
+  // The number of floats from head to head where the warps' results are combined; the 4 keep the stores
+  // of a fragment in different banks.
   static constexpr int kPartialStride = kHeadDim + 4;
   static constexpr int kMergeBytes = kWarps * kGroupHeads * (kPartialStride + 2) * 4;
-  // Heads in shared memory, 16 bytes apart more than their length: conflict-free for ldmatrix.
+  // Heads in shared memory lie 16 bytes further apart than their length: conflict-free for ldmatrix.
   static constexpr int kRowBytes = kHeadDim * 2 + 16;
   static constexpr int kNewK = kGroupHeads, kNewV = kGroupHeads + 1;
   static constexpr int kRowsAt = kWarps * kRingBytes > kMergeBytes ? kWarps * kRingBytes : kMergeBytes;
@@ -37,8 +38,8 @@ struct DecodeAttention {
   static constexpr int kBarrierAt = kReceiveStatsAt + (kCluster ? kMostReceived * 8 : 0);
   static constexpr int kProjectedAt = kBarrierAt + 16;
   static constexpr int kSharedBytes = kProjectedAt + (kProjects ? Projected::kSharedBytes : 0);
-  // A warp or half of one prepares a head: each lane kPairs pairs of neighbours of the first half and their
-  // partners.
+  // A warp or half a warp prepares a head: each lane has kPairs neighbouring pairs of the first half
+  // and their partners.
   static constexpr int kHeadLanes = kWarps >= 8 && kHeadDim % 128 == 0 ? 32 : 16;
   static constexpr int kHeadsAtOnce = kThreads / kHeadLanes;
   static constexpr int kPairs = kHeadDim / 4 / kHeadLanes;
@@ -49,10 +50,10 @@ struct DecodeAttention {
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     const uint32_t shared = shared_address(fused_shared);
 
-    // The unit.
+    // The block's unit.
     const int num_groups = (p.heads_per_kv + kGroupHeads - 1) / kGroupHeads;
     const int seq = blockIdx.z;
-    // A cluster is a row of the grid, of 1, 2, 4, 8 or 16 blocks.
+    // A cluster is a row of the grid, with 1, 2, 4, 8 or 16 blocks.
     const int rank = kCluster ? blockIdx.x : 0, ranks_log2 = kCluster ? 31 - __clz(gridDim.x) : 0;
     const int num_ranks = 1 << ranks_log2;
     const int chunk = kCluster ? 0 : blockIdx.x;
@@ -69,12 +70,14 @@ struct DecodeAttention {
     const int* table = p.block_tables + static_cast<long long>(seq) * p.max_blocks_per_seq;
     int first_tile = rank + num_ranks * warp;
     const int tile_stride = num_ranks * kWarps;
-    // Ids of the blocks of 32 tiles of this warp, one in each lane; the place is known before the length.
+    // Lane i has the id of the block of one of 32 tiles of this warp; the place is known before the
+    // length.
     const auto load_ids = [&](int i) {
       const int block = (first_tile + (i + lane) * tile_stride) >> 1;
       return block < p.max_blocks_per_seq ? load_here(table + block) : 0;
     };
-    // The order of the reads matters: each takes a trip to the L2, and behind the keys of all blocks several.
+    // The order of the reads matters: each takes one trip to the L2, but several if it is queued after
+    // the keys of all blocks.
     int ids = 0;
     if constexpr (kCluster) ids = load_ids(0);
     const int position = load_here(p.positions + seq);
@@ -82,7 +85,8 @@ struct DecodeAttention {
     const int kv_len = min(max(load_here(p.context_lens + seq), 0), p.max_blocks_per_seq * kBlockSize);
     int num_chunks = 1, end_tile = (kv_len + kTileKeys - 1) / kTileKeys, begin_tile = rank;
     if constexpr (!kCluster) {
-      // The workspace holds max_chunks: a sequence longer than the host planned for takes longer chunks.
+      // The workspace has room for max_chunks: a sequence longer than the host planned for takes longer
+      // chunks.
       const int planned = (kv_len + p.max_chunks - 1) / p.max_chunks;
       const int length = planned <= p.chunk_len ? p.chunk_len : (planned + 63) / 64 * 64;
       num_chunks = max(1, (kv_len + length - 1) / length);
@@ -113,7 +117,7 @@ struct DecodeAttention {
     const int old_len = kv_len - 1;
     const int new_tile = old_len / kTileKeys;
 
-    // What the heads need besides qkv.
+    // The operands of the heads other than qkv.
     const int first_row = threadIdx.x / kHeadLanes, head_lane = threadIdx.x % kHeadLanes;
     const bool has_new = kCluster ? (new_tile & (num_ranks - 1)) == rank
                                   : new_tile >= begin_tile && new_tile < end_tile;
@@ -133,7 +137,7 @@ struct DecodeAttention {
     Pairs cos = load_here(reinterpret_cast<const Pairs*>(static_cast<const T*>(p.cos) + angle));
     Pairs sin = load_here(reinterpret_cast<const Pairs*>(static_cast<const T*>(p.sin) + angle));
 
-    // The ring holds the keys and the values of 16 tokens in turn; load 2 i is the keys of tile i.
+    // The ring holds the keys and the values of 16 tokens alternately; load 2 i is the keys of tile i.
     const uint32_t ring = shared + warp * kRingBytes;
     const int pitch = p.num_kv_heads * kHeadDim;
     int next_ids = num_tiles > 32 ? load_ids(32) : 0;
@@ -162,8 +166,9 @@ struct DecodeAttention {
         cp_async_commit();
       }
     };
-    // The query, wanted in a hurry, would queue behind all that is under way: where a warp has several tiles,
-    // the cluster form begins with little and goes on when it has asked for the query.
+    // The query is needed soon but would queue after all loads that are under way: where a warp has
+    // several tiles, the cluster form begins with few loads and issues the rest after it has requested
+    // the query.
     const int prefill = kCluster ? (is_long ? 1 : 2) : kSlots;
     fill(0, prefill);
 
@@ -174,7 +179,7 @@ struct DecodeAttention {
 #endif
 
     unsigned char* const head_rows = fused_shared + kRowsAt;
-    // Heads that the group lacks are multiplied too; their products are not used.
+    // Heads that the group does not have are multiplied too; their products are not used.
     constexpr int kRowWords = kRowBytes / 4;
 #pragma unroll 1
     for (int i = num_group_heads * kRowWords + threadIdx.x; i < kGroupHeads * kRowWords; i += kThreads) {
@@ -182,10 +187,10 @@ struct DecodeAttention {
     }
 #if __CUDA_ARCH__ >= 900
     const uint32_t barrier = shared + kBarrierAt;
-    const int slice = num_group_heads * kVectors >> ranks_log2;  // float4 of out that this block combines
-    const int num_partials = min(num_ranks, end_tile);           // blocks that have keys
+    const int slice = num_group_heads * kVectors >> ranks_log2;  // float4 in this block's slice of out
+    const int num_partials = min(num_ranks, end_tile);           // the blocks that have keys
     int reciprocal = 65536 / num_group_heads + 1;
-    asm volatile("" : "+r"(reciprocal));  // computed here, not where it is used: there time counts
+    asm volatile("" : "+r"(reciprocal));  // computed here, as time counts at its use
     if constexpr (kCluster) {
       if (num_ranks > 1) {
         if (threadIdx.x == 0) {
@@ -215,7 +220,8 @@ struct DecodeAttention {
     asm volatile("" : "+l"(source));
 
     dependency_wait();
-    // The next kernel's weights compete with what this one still has to read: where that is much, later.
+    // The loads of the next kernel's weights compete with what this kernel still has to read: where
+    // that is much, the next kernel is let in later.
     if (!is_long) dependency_launch();
     if (!is_rotated) {
 #pragma unroll
@@ -224,7 +230,7 @@ struct DecodeAttention {
         sin[j] = 0;
       }
     }
-    // Uniform over the block: all lanes take part in the sums.
+    // The condition is uniform over the block, so all lanes take part in the sums.
 #pragma unroll 1
     for (int begin = 0; begin < num_rows; begin += kHeadsAtOnce) {
       const int row = begin + first_row;
@@ -293,13 +299,13 @@ struct DecodeAttention {
     const uint32_t k_offset = Rows::offset(lane & 15, lane >> 4);
     const uint32_t v_offset = Rows::offset((lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1);
     const float scale = p.scale * kLog2E;
-    // Of heads 2 (lane % 4) + {0, 1}; sums are per lane until the end.
+    // The values of heads 2 (lane % 4) + {0, 1}; sums are per lane until the end.
     float maximum[2] = {kMinusInfinity, kMinusInfinity}, sum[2] = {0.0f, 0.0f};
     float o[kDimSteps][4];
 #pragma unroll
     for (int i = 0; i < kDimSteps; ++i) o[i][0] = o[i][1] = o[i][2] = o[i][3] = 0.0f;
-    // The new key or value takes its place in the tile, zeros the places after it: what stands there in the
-    // cache need not be numbers.
+    // The new key or value takes its place in the tile, and zeros take the places after it, because the
+    // cache may not hold numbers there.
     const auto insert_new = [&](uint32_t tile_base, int source_row) {
 #pragma unroll 1
       for (int i = old_len % kTileKeys * Rows::kChunks + lane; i < kTileKeys * Rows::kChunks; i += 32) {
@@ -325,7 +331,7 @@ struct DecodeAttention {
       cp_async_commit();
       slot = slot + 1 == kSlots ? 0 : slot + 1;
     };
-    // What comes kSlots loads after the keys and the values of tile i.
+    // The load that comes kSlots loads after the keys and the values of tile i.
     using AfterKey = std::integral_constant<bool, kSlots % 2 == 1>;
     using AfterValue = std::integral_constant<bool, kSlots % 2 == 0>;
 #pragma unroll 1
@@ -335,7 +341,7 @@ struct DecodeAttention {
       __syncwarp();
       const uint32_t k_base = ring + slot * kTileBytes;
       if (tile == new_tile) insert_new(k_base, kNewK);
-      // Several sums, so that a product need not wait for the one before.
+      // There are several sums, so that a product need not wait for the one before.
       constexpr int kSums = 4;
       float s[kSums][4] = {};
 #pragma unroll
@@ -400,7 +406,7 @@ struct DecodeAttention {
       for (int offset = 4; offset < 32; offset <<= 1) sum[c] += __shfl_xor_sync(kFullWarp, sum[c], offset);
     }
 
-    // The warps that had keys meet in the ring: warps 0 .. num_active - 1.
+    // The warps that had keys combine their results in the ring: warps 0 .. num_active - 1.
     const int num_active = max(0, min(kWarps, num_block_tiles));
     float* partial = reinterpret_cast<float*>(fused_shared);
     float2* stats = reinterpret_cast<float2*>(partial + kWarps * kGroupHeads * kPartialStride);
@@ -424,13 +430,15 @@ struct DecodeAttention {
 
 #if __CUDA_ARCH__ >= 900
     if constexpr (kCluster) {
-      if (num_ranks > 1) cluster_wait();  // the others' barriers are ready
+      if (num_ranks > 1) cluster_wait();  // the barriers of the other blocks are ready
     }
 #endif
 
-    // The block's (m, l, o): into the output, to the block of the cluster that combines it, or the workspace.
+    // The block's (m, l, o) goes to the output, to the block of the cluster that combines it, or to the
+    // workspace.
     if (num_active > 0) {
-      // What goes to all blocks is worked out by several threads, each of which sends it to some.
+      // Values that go to all blocks are computed by several threads, each of which sends them to some
+      // blocks.
       const int first_index = kProjects ? threadIdx.x % Projected::kVectors : threadIdx.x;
 #pragma unroll 1
       for (int index = first_index; index < num_group_heads * kVectors; index += kThreads) {
@@ -482,7 +490,7 @@ struct DecodeAttention {
       }
     }
 
-    // Only now, so that it delays nobody: the new key and value into the cache.
+    // The new key and value are written to the cache only now, so that no other work waits for this.
     bool is_slot_bad = false;
     if (has_new && first_head == 0) {
       is_slot_bad = new_slot >= static_cast<unsigned>(p.num_blocks) * kBlockSize;

@@ -1,4 +1,5 @@
-// Attention with its scores in memory: softmax(scale * Q K^T + mask) V, for reference and for odd head_dims.
+// Attention with its scores in memory: softmax(scale * Q K^T + mask) V, as a reference and for odd
+// head_dims.
 //
 //   q, out: [batch, q_len, num_heads, head_dim] by strides
 //   k, v:   [batch, kv_len, num_kv_heads, head_dim] by strides

@@ -13,12 +13,13 @@
 // else is in the batch, and repeats bit for bit. Source: Dao et al. 2023 (Flash-Decoding).
 //
 // Every key and value is used once, so only bytes in flight count. A warp streams its own tiles of keys
-// through its own ring of cp.async stages: no barrier of the block until the end. The query heads are the n =
-// 8 of mma.m16n8k16: S^T = K Q^T with 16 keys as A, then O^T += V^T P^T with V through ldmatrix.trans and P^T
-// through movmatrix; no lane works for padding rows beyond 8 heads.
-// grid: (max_chunks, num_kv_heads * head groups, num_seqs); blocks past a sequence's last chunk leave at
-// once. H200, bf16, head_dim 128, 32 heads over 8, 32 sequences of 4096 keys: 4.06 TB/s,
-// where a copy moves 4.27.
+// through its own ring of cp.async stages, without a barrier of the block until the end. The query
+// heads are the n = 8 of mma.m16n8k16: S^T = K Q^T with 16 keys as A, then O^T += V^T P^T with V
+// through ldmatrix.trans and P^T through movmatrix; no lane works for padding rows beyond 8 heads.
+//
+// grid: (max_chunks, num_kv_heads * head groups, num_seqs); blocks past a sequence's last chunk return
+// at once. H200, bf16, head_dim 128, 32 heads over 8, 32 sequences of 4096 keys: 4.06 TB/s, where a
+// copy moves 4.27.
 #include "ops/attention/attention.cuh"
 #include "common/dtype.cuh"
 #include "common/reduce.cuh"
@@ -27,14 +28,15 @@ extern __shared__ __align__(1024) unsigned char decode_shared[];
 
 namespace xserv {
 
-// Floats from head to head where warps meet in shared memory; the 4 keep the stores of a fragment (heads 2t,
-// dims g) out of each other's banks.
+// The number of floats from head to head where the warps' results are combined in shared memory; the 4
+// keep the stores of a fragment (heads 2t, dims g) out of each other's banks.
 template <int kHeadDim>
 constexpr int kPartialStride = kHeadDim + 4;
 
-// Short chunks give short sequences enough blocks to fill the device; long ones need fewer partial results
-// to combine, and fewer waves of blocks. From a sweep on an H200 over 1 to 128 sequences of 512 to 32768
-// keys. The host has the same rule (src/ops/tensor/attention/decode.rs).
+// Short chunks give short sequences enough blocks to fill the device; with long sequences, longer
+// chunks mean fewer partial results to combine, and fewer waves of blocks. The values come from a sweep
+// on an H200 over 1 to 128 sequences of 512 to 32768 keys. The host has the same rule
+// (src/ops/attention/cuda_split_kv.rs).
 __device__ __forceinline__ int decode_chunk_len(int kv_len) {
   if (kv_len <= 2048) return 256;
   if (kv_len <= 8192) return 512;
@@ -49,7 +51,7 @@ __device__ __forceinline__ uint32_t transpose_8x8(uint32_t pair) {
 }
 
 struct DecodeUnit {
-  int seq, kv_head, group_begin, num_group_heads;  // heads group_begin .. of the whole query
+  int seq, kv_head, group_begin, num_group_heads;  // heads group_begin .. of all query heads
   int q_row, k_token;  // first token in packed tensors; q_row is the sequence otherwise, k_token 0
   int kv_len, num_chunks, chunk, key_begin, key_end;
   int counter;
@@ -81,10 +83,11 @@ __device__ __forceinline__ DecodeUnit decode_unit(const AttentionDecodeParams& p
   }
   if (p.block_tables != nullptr) unit.kv_len = context_len(p, unit.seq);
   const int chunk_len = decode_chunk_len(unit.kv_len);
-  // The workspace holds max_chunks of them: a sequence longer than the host planned for takes longer chunks.
+  // The workspace has room for max_chunks: a sequence longer than the host planned for takes longer
+  // chunks.
   const int planned = (unit.kv_len + p.max_chunks - 1) / p.max_chunks;
   const int length = planned <= chunk_len ? chunk_len : (planned + 63) / 64 * 64;
-  // Without keys one chunk writes the zeros.
+  // A sequence without keys has one chunk, which writes the zeros.
   unit.num_chunks = has_query ? max(1, (unit.kv_len + length - 1) / length) : 0;
   unit.key_begin = unit.chunk * length;
   unit.key_end = min(unit.kv_len, unit.key_begin + length);
@@ -97,7 +100,7 @@ __device__ __forceinline__ T* decode_out(const AttentionDecodeParams& p, const D
   return static_cast<T*>(p.out) + unit.q_row * p.o_seq_stride + (unit.group_begin + head) * p.o_head_stride;
 }
 
-// Called by all threads once the block's (m, l, o) stand in the workspace.
+// All threads call this once the block's (m, l, o) are in the workspace.
 template <typename T, int kHeadDim, int kThreads>
 __device__ __forceinline__ void combine_chunks(const AttentionDecodeParams& p, const DecodeUnit& unit) {
   __shared__ int is_last;
@@ -106,13 +109,13 @@ __device__ __forceinline__ void combine_chunks(const AttentionDecodeParams& p, c
   if (threadIdx.x == 0) {
     const int arrived = atomicAdd(p.counters + unit.counter, 1);
     is_last = arrived == unit.num_chunks - 1;
-    if (is_last) p.counters[unit.counter] = 0;  // nobody else comes before the next launch
+    if (is_last) p.counters[unit.counter] = 0;  // no other block arrives before the next launch
   }
   __syncthreads();
   if (!is_last) return;
   __threadfence();
   constexpr int kVectors = kHeadDim / 4;
-  constexpr int kBatch = 16;  // chunks read at once: the reads are a round trip to L2, so few rounds
+  constexpr int kBatch = 16;  // chunks read at once: each round of reads is a trip to L2, so few rounds
   for (int index = threadIdx.x; index < unit.num_group_heads * kVectors; index += kThreads) {
     const int head = index / kVectors, column = index % kVectors * 4;
     const long long first =
@@ -162,8 +165,9 @@ __device__ __forceinline__ void combine_chunks(const AttentionDecodeParams& p, c
   }
 }
 
-// The warps' (m, l, o) of one chunk become one, into the workspace, or the output where it is the only chunk.
-// partial: [kWarps][kGroupHeads][kPartialStride], stats: [kWarps][kGroupHeads][2], both in shared memory.
+// Combines the warps' (m, l, o) of one chunk and writes the result to the workspace, or to the output
+// where it is the only chunk. partial: [kWarps][kGroupHeads][kPartialStride], stats:
+// [kWarps][kGroupHeads][2], both in shared memory.
 template <typename T, int kHeadDim, int kWarps>
 __device__ __forceinline__ void merge_warps(const AttentionDecodeParams& p, const DecodeUnit& unit,
                                             const float* partial, const float* stats) {
@@ -204,7 +208,7 @@ __device__ __forceinline__ void merge_warps(const AttentionDecodeParams& p, cons
   }
 }
 
-// True for blocks that have nothing (more) to do.
+// Returns true for blocks that have nothing (more) to do.
 template <typename T, int kHeadDim>
 __device__ __forceinline__ bool is_done(const AttentionDecodeParams& p, const DecodeUnit& unit) {
   if (unit.chunk >= unit.num_chunks) return true;
@@ -215,7 +219,7 @@ __device__ __forceinline__ bool is_done(const AttentionDecodeParams& p, const De
   return true;
 }
 
-// First key (or the cache) of a kv head.
+// Returns the first key of a kv head (or the cache of the kv head).
 template <typename T>
 __device__ __forceinline__ const T* decode_keys(const void* base, const AttentionDecodeParams& p,
                                                 const DecodeUnit& unit, long long seq_stride,
@@ -231,7 +235,7 @@ struct Decode {
   using Rows = TileRows<kHeadDim>;
   static constexpr int kKeys = 16;  // per tile of a warp
   static constexpr int kTileBytes = kKeys * Rows::kStride;
-  static constexpr int kRingBytes = kStages * 2 * kTileBytes;  // of one warp
+  static constexpr int kRingBytes = kStages * 2 * kTileBytes;  // for each warp
   static constexpr int kSharedBytes = kWarps * kRingBytes;
   static constexpr int kDimSteps = kHeadDim / 16;
   static_assert(kSharedBytes >= kWarps * kGroupHeads * (kPartialStride<kHeadDim> + 2) * 4,
@@ -297,7 +301,7 @@ struct Decode {
     const uint32_t k_offset = Rows::offset(lane & 15, lane >> 4);
     const uint32_t v_offset = Rows::offset((lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1);
     const float scale = p.scale * kLog2E;
-    // Of heads 2 (lane % 4) + {0, 1}; sums are per lane until the end.
+    // The values of heads 2 (lane % 4) + {0, 1}; sums are per lane until the end.
     float maximum[2] = {kMinusInfinity, kMinusInfinity}, sum[2] = {0.0f, 0.0f};
     float o[kDimSteps][4];
 #pragma unroll
@@ -308,7 +312,7 @@ struct Decode {
       cp_async_wait<kStages - 1>();
       __syncwarp();
       const uint32_t k_base = ring + stage * 2 * kTileBytes, v_base = k_base + kTileBytes;
-      // Two sums, so that a product need not wait for the one before.
+      // There are two sums, so that a product need not wait for the one before.
       float s[4] = {0.0f, 0.0f, 0.0f, 0.0f}, odd[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
       for (int step = 0; step < kDimSteps; ++step) {
@@ -395,7 +399,8 @@ struct Decode {
   }
 };
 
-// f32: a warp takes keys one by one, a lane dims lane, lane + 32, ...; simple, for models in f32.
+// For f32: a warp takes keys one by one, and a lane takes the dims lane, lane + 32, ...; it is simple,
+// and serves models in f32.
 template <int kHeadDim>
 struct DecodeF32 {
   static constexpr int kWarps = 4;

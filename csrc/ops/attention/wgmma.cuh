@@ -1,6 +1,6 @@
-// The products of attention on Hopper's tensor cores, beside those of common/wgmma.cuh: A in registers, and
-// 64 columns. sm_90a only. PTX ISA, section "Asynchronous Warpgroup Level Matrix Multiply-Accumulate
-// Instructions".
+// The products of attention on Hopper's tensor cores that common/wgmma.cuh does not have: A in
+// registers, and 64 columns. sm_90a only. PTX ISA, section "Asynchronous Warpgroup Level Matrix
+// Multiply-Accumulate Instructions".
 #pragma once
 
 #include <stdint.h>

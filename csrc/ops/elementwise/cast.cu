@@ -9,8 +9,8 @@ namespace xserv {
 
 constexpr int kCastUnroll = 4;
 
-// Grid: ceil(n / (blockDim.x * 16)) blocks, x and y aligned to 4 elements; the last n % 4 elements are the
-// last block's.
+// Grid: ceil(n / (blockDim.x * 16)) blocks, x and y aligned to 4 elements; the last block takes the
+// last n % 4 elements.
 template <typename To, typename From>
 __device__ __forceinline__ void cast_vectors(To* __restrict__ y, const From* __restrict__ x, long long n) {
   const long long num_groups = n / 4;

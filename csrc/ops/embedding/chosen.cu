@@ -1,9 +1,9 @@
-// The first rows of the residual stream of a step: hidden[t] = table[id(t)], where the token is either known to
-// the host, or the one that the step before has just chosen.
+// Makes the first rows of the residual stream of a step: hidden[t] = table[id(t)], where the host knows
+// the token already, or the step before has just chosen it.
 //   ids, sources: [num_tokens]; sources[t] is kFromBatch, or a row of `chosen`
 //   hidden: [num_tokens, width], table: [vocab_size, width], in units of 16 bytes or of two
-// An id outside the vocabulary is reported and gives zeros; a row without a token (its logits were not finite;
-// the host ends that sequence) takes token 0. One block per token.
+// An id outside the vocabulary is reported and gives zeros; a row without a token (its logits were not
+// finite; the host ends that sequence) takes token 0. One block per token.
 #include <stdint.h>
 
 #include "common/fault.cuh"

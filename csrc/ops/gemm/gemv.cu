@@ -1,18 +1,19 @@
-// out = alpha * x * op(W) + beta * out for a few rows of x (m <= 8): decode's linear layers.
+// out = alpha * x * op(W) + beta * out for a few rows of x (m <= 8): the linear layers of decode.
 //
 //   x    [m, k]; ldx elements from row to row
 //   W    [n, k] (a weight of torch.nn.Linear), or [k, n] for the _nn kernels; ldw
 //   out  [m, n]; ldo. All of one type T, f32 accumulation, one rounding at the store.
 //
-// The weights are read once, with 16 bytes a lane past the L1 and several loads in flight, so that the kernel
-// runs at the rate of device memory; x comes from the caches. Every sum has a fixed order.
+// Each lane reads the weights once, 16 bytes at a time past the L1 and with several loads in flight, so
+// that the kernel runs at the rate of device memory; x comes from the caches. Every sum has a fixed
+// order.
 //
 //   gemv              a group of warps computes a few rows of W with FMA: m = 1, 2, and f32
 //   gemv_tensor_core  16 rows of W are the A operand of mma.m16n8k16 and the rows of x its eight columns: FMA
-//                     would not keep up with memory from m = 3. A sum does not care for the order of k, so a
-//                     lane takes eight consecutive weights for its k of two products: fragments straight from
-//                     global memory, no shared memory.
-//   gemv_nn           W not transposed: lanes along n, the threads of a block split k
+//                     would not keep up with memory from m = 3 on. A sum may take k in any order, so a lane
+//                     takes eight consecutive weights for its k of two products: fragments come straight
+//                     from global memory, without shared memory.
+//   gemv_nn           W is not transposed: lanes lie along n, and the threads of a block split k
 //
 // Needs: x, W 16-byte aligned, ldx, ldw multiples of 16 bytes; k a multiple of 8 for gemv_tensor_core.
 #include "common/dtype.cuh"
@@ -88,7 +89,7 @@ __device__ __forceinline__ void gemv(const GemvParams& p) {
   const T* x = static_cast<const T*>(p.x);
   const int num_chunks = p.k / kN;
 
-  // The host launches one block a tile, or fewer that take several.
+  // The host launches one block per tile, or fewer blocks that take several tiles each.
   const int rows_per_block = kGroups * kRows;
   for (int row0 = blockIdx.x * rows_per_block; row0 < p.n; row0 += gridDim.x * rows_per_block) {
     const int first_row = row0 + group * kRows;
@@ -197,7 +198,7 @@ __device__ __forceinline__ void gemv_tensor_core(const GemvParams& p) {
   constexpr int kRows = kTiles * 16;
   __shared__ float partials[kWarps][8][kRows];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  // Row (or token) within eight, and first k, of this lane.
+  // The row (or token) within eight, and the first k, of this lane.
   const int quad = lane >> 2, k_lane = (lane & 3) * 8;
   const T* x = static_cast<const T*>(p.x) + min(quad, p.m - 1) * p.ldx;
   const bool has_token = quad < p.m;
@@ -212,14 +213,14 @@ __device__ __forceinline__ void gemv_tensor_core(const GemvParams& p) {
             static_cast<const T*>(p.w) + min(row0 + tile * 16 + half * 8 + quad, p.n - 1) * p.ldw;
       }
     }
-    // Two sums by turns halve the chain of dependent products.
+    // Two alternating sums halve the chain of dependent products.
     float sum[2][kTiles][4];
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) sum[0][tile][e] = sum[1][tile][e] = 0.0f;
     }
-    // The bound is the warp's, not the lane's: the products need all lanes.
+    // The loop's bound is the same for the whole warp, because the products need all lanes.
     for (int k_warp = warp * kUnroll * 32; k_warp < p.k; k_warp += kWarps * kUnroll * 32) {
       const int k0 = k_warp + k_lane;
       uint4 weights[kUnroll][kTiles][2], values[kUnroll];
@@ -275,7 +276,7 @@ __device__ __forceinline__ void gemv_tensor_core(const GemvParams& p) {
   }
 }
 
-// A block computes 64 bytes of columns: four lanes side by side, 128 threads along k.
+// A block computes 64 bytes of columns: four lanes lie side by side, and 128 threads along k.
 template <typename T, int kTokens>
 __device__ __forceinline__ void gemv_nn(const GemvParams& p) {
   constexpr int kN = kVec<T>, kColumns = 4 * kN, kThreads = 512, kUnroll = 4;
@@ -343,8 +344,9 @@ __device__ __forceinline__ void gemv_nn(const GemvParams& p) {
   }
 }
 
-// Blocks an SM that leave each thread the registers for its loads in flight and `others`. Without the bound
-// the compiler shrinks the kernel to 40 registers and issues the loads one after the other.
+// Returns the number of blocks per SM that leaves each thread the registers for its loads in flight and
+// `others`. Without the bound the compiler shrinks the kernel to 40 registers and issues the loads one
+// after the other.
 constexpr int blocks_for(int warps, int loads, int others) {
   const int registers = (loads * 4 + others + 7) / 8 * 8;
   const int blocks = 65536 / (warps * 32 * (registers < 255 ? registers : 255));
@@ -367,8 +369,8 @@ constexpr int blocks_for(int warps, int loads, int others) {
     xserv::gemv_tensor_core<T, TILES, WARPS, UNROLL>(p);                                             \
   }
 
-// xserv_gemv_m<most rows of x>_<dtype>. Four warps along k and eight loads a lane in flight were the fastest
-// of a sweep on an H200 with bf16.
+// xserv_gemv_m<most rows of x>_<dtype>. Four warps along k and eight loads in flight per lane were the
+// fastest in a sweep on an H200 with bf16.
 #define XSERV_GEMV_ALL(suffix, T)                                                                    \
   XSERV_GEMV(xserv_gemv_m1_##suffix, T, 1, 2, 4, (sizeof(T) == 4 ? 2 : 4), 4)                        \
   XSERV_GEMV(xserv_gemv_m2_##suffix, T, 2, 2, 4, 4, 4)                                               \

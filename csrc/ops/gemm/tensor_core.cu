@@ -8,14 +8,16 @@
 // filled by cp.async; each warp computes up to 64x64 of C with mma.m16n8k16 from fragments that ldmatrix
 // fetches one k-step ahead (the multistage scheme of CUTLASS 2, "Efficient GEMM in CUDA").
 //
-// Why so: 64x64 a warp is the largest square that fits the registers, and with it shared memory delivers
-// 32 KB per 128x256x16 step; smaller warp tiles need more of it for the same products. On an H200 it reaches
-// 52 to 59 % of cuBLAS at m >= 2048: there gemm_wgmma.cu serves instead. Both operands keep
-// the orientation that they have in memory; ldmatrix .trans turns the ones that do not run along k.
+// A warp computes 64x64 because this is the largest square that fits the registers, and with it shared
+// memory delivers 32 KB per 128x256x16 step; smaller warp tiles need more of it for the same products.
+// On an H200 the kernel reaches 52 to 59 % of cuBLAS at m >= 2048, where wgmma.cu serves instead. Both
+// operands keep the orientation that they have in memory; ldmatrix .trans transposes those that do not
+// run along k.
 //
-// Needs: A, B 16-byte aligned, lda, ldb, stride_a, stride_b multiples of 8 (cp.async copies 16 bytes). m, n
-// and k are free: the edges are filled with zeros. C and ldc are free; aligned ones are stored faster.
-// Split k: gridDim.y > 1 writes f32 partials, which xserv_gemm_split_k_reduce adds in a fixed order.
+// Needs: A, B 16-byte aligned, lda, ldb, stride_a, stride_b multiples of 8 (cp.async copies 16 bytes).
+// m, n and k may be anything: the edges are filled with zeros. So may C and ldc; aligned ones are
+// stored faster. Split k: with gridDim.y > 1 the kernel writes f32 partials, which
+// xserv_gemm_split_k_reduce adds in a fixed order.
 #include "common/dtype.cuh"
 #include "common/layouts.cuh"
 #include "common/mma.cuh"
@@ -218,8 +220,8 @@ __device__ __forceinline__ void gemm_tile(const GemmParams& p) {
         }
       }
       if (step == kSteps - 2) {
-        // Everybody has read this stage to its end (the last fragments are on their way), and the next one is
-        // here.
+        // All warps have read this stage to its end (the last fragments are on their way), and the next
+        // stage has arrived.
         tile_a.source += tile_a.tile_stride;
         tile_b.source += tile_b.tile_stride;
         k_left -= kTileK;
@@ -252,8 +254,8 @@ __device__ __forceinline__ void gemm_tile(const GemmParams& p) {
     return;
   }
 
-  // Through shared memory, 16 rows at a time, so that a warp stores whole lines. The pad of 16 bytes keeps
-  // both directions free of bank conflicts.
+  // The rows go through shared memory, 16 at a time, so that a warp stores whole lines. The pad of 16
+  // bytes keeps both directions free of bank conflicts.
   constexpr int kPitch = kWarpN * 2 + 16;
   static_assert(kWarpsM * kWarpsN * 16 * kPitch <= kStages * kStageBytes, "staging must fit the ring");
   __syncthreads();
@@ -302,7 +304,7 @@ __device__ __forceinline__ void gemm_tile(const GemmParams& p) {
   }
 }
 
-// Adds the partials in the order of k. One thread an element.
+// Adds the partials in the order of k, with one thread per element.
 template <typename T>
 __device__ __forceinline__ void split_k_reduce(const GemmParams& p, int num_splits) {
   const int64_t size = static_cast<int64_t>(p.m) * p.n;
@@ -337,7 +339,7 @@ __device__ __forceinline__ void split_k_reduce(const GemmParams& p, int num_spli
   XSERV_GEMM_TRANS(tile, TM, TN, TK, WM, WN, STAGES, BLOCKS, f16, __half)                      \
   XSERV_GEMM_TRANS(tile, TM, TN, TK, WM, WN, STAGES, BLOCKS, bf16, __nv_bfloat16)
 
-// The fastest tiles of a sweep on an H200 (depth, stages and warps; 2048x6144x4096 in TFLOP/s, nt):
+// The fastest tiles in a sweep on an H200 (depth, stages and warps; 2048x6144x4096 in TFLOP/s, nt):
 // 192 KB, one block an SM: 464.
 XSERV_GEMM_ALL(128x256, 128, 256, 64, 2, 4, 4, 1)
 // 64 KB, two blocks an SM (one on sm_86 and sm_89): 432. For devices that cannot give a block 192 KB.

@@ -5,10 +5,10 @@
 //   C  [m, n]; ldc. Batches lie stride_a, stride_b and stride_c elements apart (0 shares an operand).
 //   beta = 0 does not read C.
 //
-//   gemm_naive   one thread an element: the reference of the others
-//   gemm_tiled   32x32 of C a block: any size, stride and alignment, so the fallback of every other kernel
-//   gemm_simt    f32, 128x128 of C a block, 8x8 a thread: full f32 precision where cuBLAS is absent (H200,
-//                2048x4096x4096: 36.6 TFLOP/s, cuBLAS 49.7). Needs A and B 16-byte aligned and lda, ldb,
+//   gemm_naive   one thread per element: the reference for the others
+//   gemm_tiled   32x32 of C per block: any size, stride and alignment, so it is the fallback of all others
+//   gemm_simt    f32, 128x128 of C per block, 8x8 per thread: full f32 precision where cuBLAS is absent
+//                (H200, 2048x4096x4096: 36.6 TFLOP/s, cuBLAS 49.7). Needs A and B 16-byte aligned and lda, ldb,
 //                stride_a, stride_b multiples of 4
 #include "common/dtype.cuh"
 #include "common/layouts.cuh"
@@ -23,7 +23,7 @@ struct SimtGemmParams {
   int64_t lda, ldb, ldc;
   int64_t stride_a, stride_b, stride_c;
   int m, n, k;
-  int trans_a, trans_b;  // not read by gemm_simt, which has a kernel for each pair
+  int trans_a, trans_b;  // unused in gemm_simt, which has a kernel for each pair
   float alpha, beta;
 };
 XSERV_LAYOUT_SimtGemmParams;
@@ -35,7 +35,7 @@ __device__ __forceinline__ void store_scaled(T* out, float sum, float alpha, flo
   *out = from_float<T>(value);
 }
 
-// 256 threads compute 8 rows by 32 columns, neighbours along a row, so that they store neighbours.
+// 256 threads compute 8 rows by 32 columns; neighbours lie along a row, so that they store neighbours.
 template <typename T>
 __device__ __forceinline__ void gemm_naive(const SimtGemmParams& p) {
   const unsigned tiles_n = (p.n + 31) / 32;
@@ -119,13 +119,14 @@ struct SimtTile {
   static constexpr int kPitch = kAlongK ? kDepth + 4 : kRows;
   static constexpr int kFloats = kAlongK ? kRows * kPitch : kDepth * kPitch;
 
-  // Row of the tile that is the i-th of eight of thread t of 16. Along k: rows 16 apart, so that neighbours
-  // read neighbouring rows; else two runs of four, one vector each.
+  // Returns the row of the tile that is the i-th of eight of thread t of 16. Along k, a thread's rows
+  // are 16 apart, so that neighbouring threads read neighbouring rows; else they are two runs of four,
+  // one vector each.
   __device__ __forceinline__ static int row(int t, int i) {
     return kAlongK ? t + 16 * i : t * 4 + i % 4 + i / 4 * 64;
   }
 
-  // 512 vectors of 4 floats, two a thread.
+  // The tile has 512 vectors of 4 floats, two per thread.
   __device__ __forceinline__ static void copy(float* tile, const float* source, int64_t ld, int row0,
                                               int num_rows, int k0, int num_k) {
     constexpr int kVectors = (kAlongK ? kDepth : kRows) / 4;
@@ -143,7 +144,8 @@ struct SimtTile {
     }
   }
 
-  // The thread's eight rows for two steps of k from k0 (four would not leave registers for the sums).
+  // Loads the thread's eight rows for two steps of k from k0 (four would not leave registers for the
+  // sums).
   __device__ __forceinline__ static void load(float (&v)[8][2], const float* tile, int t, int k0) {
     if (kAlongK) {
 #pragma unroll

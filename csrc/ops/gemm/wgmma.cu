@@ -1,16 +1,17 @@
-// C = alpha * op(A) * op(B) + beta * C with Hopper's wgmma, for f16 and bf16 with f32 accumulation. The rest
-// of the tensor-core family is gemm_tensor_core.cu, which says what A, B and C are and what they need.
+// C = alpha * op(A) * op(B) + beta * C with Hopper's wgmma, for f16 and bf16 with f32 accumulation. The
+// rest of the tensor-core family is tensor_core.cu, which says what A, B and C are and what they need.
 //
-// A block computes 128 rows of C with two groups of four warps, 64 rows each. Slices of A and B, 64 along k,
-// pass through a ring of shared-memory buffers filled by cp.async, from which wgmma reads them without
-// fragments in registers. The products of one slice are still under way while those of the next are queued; a
-// buffer is filled again when everybody has waited for the products before the last.
+// A block computes 128 rows of C with two groups of four warps, 64 rows each. Slices of A and B, 64
+// along k, pass through a ring of shared-memory buffers filled by cp.async, from which wgmma reads them
+// without fragments in registers. The products of one slice are still under way while those of the next
+// are queued; a buffer is filled again when all warps have waited for the products before the last.
 //
-// The form "parts" sums k in p.k_per_split parts, each from zero, and adds them in their order: as the splits of
-// linear/skinny.cu do it, to the same bits (128x128 only: a second set of sums needs the registers).
+// The form "parts" sums k in p.k_per_split parts, each from zero, and adds them in their order, as the
+// splits of linear/skinny.cu do, to the same bits (128x128 only: a second set of sums needs the
+// registers).
 //
-// sm_90a has these instructions and no other target: elsewhere the file is empty, and the host takes the
-// kernels of gemm_tensor_core.cu.
+// sm_90a has these instructions and no other target does: for the others the file is empty, and the
+// host takes the kernels of tensor_core.cu.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #include "common/dtype.cuh"
 #include "common/layouts.cuh"
@@ -23,11 +24,11 @@ struct GemmParams {
   const void* a;
   const void* b;
   void* c;
-  float* workspace;  // not used
+  float* workspace;  // unused
   int64_t lda, ldb, ldc;
   int64_t stride_a, stride_b, stride_c;
   int m, n, k;
-  int k_per_split;  // parts: how many; else not used
+  int k_per_split;  // for the form "parts": the number of parts; else unused
   float alpha, beta;
 };
 XSERV_LAYOUT_GemmParams;
@@ -90,15 +91,16 @@ struct OperandSlice {
     }
   }
 
-  // The descriptor of the rows from a multiple of 64 on, for the first 16 of k: start, distance of the blocks
-  // of 64 rows (read only where rows are contiguous), distance of eight lines, swizzle of 128 bytes.
+  // The descriptor of the rows starting at a multiple of 64, for the first 16 of k: start, distance of
+  // the blocks of 64 rows (read only where rows are contiguous), distance of eight lines, swizzle of
+  // 128 bytes.
   __device__ __forceinline__ static uint64_t descriptor(uint32_t slice, int row) {
     const uint32_t start = slice + row / 64 * kBlockBytes;
     constexpr uint64_t kFixed = static_cast<uint64_t>(kAlongK ? 1 : kBlockBytes >> 4) << 16 |
                                 static_cast<uint64_t>(1024 >> 4) << 32 | 1ull << 62;
     return (start & 0x3ffff) >> 4 | kFixed;
   }
-  // To the next 16 of k, in the unit of descriptors.
+  // The step to the next 16 of k, in the unit of descriptors.
   static constexpr int kStep = (kAlongK ? 16 * 2 : 16 * 128) >> 4;
 };
 
@@ -159,7 +161,7 @@ __device__ __forceinline__ void gemm_wgmma(const GemmParams& p) {
     cp_async_wait<kStages - 3>();
     fence_for_wgmma();
     wgmma_wait<1>();
-    // This slice is here, and everybody has done the products of the slice before the last.
+    // This slice has arrived, and all warps have finished the products of the slice before the last.
     __syncthreads();
     const uint64_t a = SliceA::descriptor(read, warp / 4 * 64);
     const uint64_t b = SliceB::descriptor(read + SliceA::kBytes, 0);
@@ -194,8 +196,8 @@ __device__ __forceinline__ void gemm_wgmma(const GemmParams& p) {
   }
   cp_async_wait<0>();
 
-  // Each warp has 16 rows. Through shared memory, so that it stores whole lines; the pad of 16 bytes keeps
-  // both directions free of bank conflicts.
+  // Each warp has 16 rows. They go through shared memory, so that it stores whole lines; the pad of 16
+  // bytes keeps both directions free of bank conflicts.
   constexpr int kPitch = kTileN * 2 + 16;
   static_assert(kTileM * kPitch <= kStages * kStageBytes, "staging must fit the ring");
   __syncthreads();

@@ -1,11 +1,12 @@
-// Keys and values of new tokens into the paged cache, bit for bit:
+// Copies the keys and values of new tokens into the paged cache, bit for bit:
 //   k_cache[slots[t]] = k[t],  v_cache[slots[t]] = v[t]
 //
-// qkv: [num_tokens, q_units + 2 * kv_units], the keys of a token behind its queries, its values behind them;
-// slots: [num_tokens], block * block_size + offset; k_cache, v_cache: [num_slots, kv_units]. All in units of 16
-// bytes.
+// qkv: [num_tokens, q_units + 2 * kv_units], where the keys of a token come after its queries and its
+// values after its keys; slots: [num_tokens], block * block_size + offset; k_cache, v_cache:
+// [num_slots, kv_units]. All are in units of 16 bytes.
 //
-// A token whose slot is outside the cache is not written, and reported. One block per token.
+// A token whose slot is outside the cache is not written, and the fault is reported. One block per
+// token.
 #include "common/fault.cuh"
 
 extern "C" __global__ void __launch_bounds__(512)

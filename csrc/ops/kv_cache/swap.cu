@@ -1,11 +1,14 @@
-// Blocks of the paged KV cache to memory of the host and back, bit for bit:
-//   host[c][part] = cache[part][block of c]     or, the other way round,     cache[part][block of c] = host[c][part]
+// Copies blocks of the paged KV cache to host memory and back, bit for bit:
+//   host[c][part] = cache[part][block of c]
+//   or, the other way round, cache[part][block of c] = host[c][part]
 //
-// cache: [num_parts, num_blocks, block_units], the keys and the values of each layer being a part; host[c]: [num_parts,
-// block_units] at an address of its own, pinned and mapped. All in units of 16 bytes.
+// cache: [num_parts, num_blocks, block_units], where the keys and the values of each layer are a part
+// each; host[c]: [num_parts, block_units] at an address of its own, pinned and mapped. All are in units
+// of 16 bytes.
 //
-// A block of threads for each copy and part. A block of the cache is scattered over all layers: one kernel that goes
-// over the link by itself takes as long as the link, hundreds of transfers of 64 KiB queued one by one would not.
+// There is a block of threads for each copy and part. A block of the cache is scattered over all
+// layers: one kernel that accesses host memory over the link itself takes as long as the link needs,
+// whereas hundreds of transfers of 64 KiB queued one by one would take longer.
 #include <cstdint>
 
 #include "common/layouts.cuh"
@@ -13,7 +16,7 @@
 namespace {
 
 constexpr int kThreads = 256;
-// Units in flight for each thread: a read over the link takes about two microseconds.
+// The number of units in flight for each thread: a read over the link takes about two microseconds.
 constexpr int kUnits = 8;
 
 struct KvSwapCopy {
@@ -23,7 +26,7 @@ struct KvSwapCopy {
 };
 XSERV_LAYOUT_KvSwapCopy;
 
-// The host has the same struct.
+// The host has the same struct (src/ops/kv_cache/cuda_swap.rs).
 struct KvSwapParams {
   uint4* cache;
   int64_t part_units;

@@ -20,7 +20,7 @@
 
 namespace xserv {
 
-// Some elements of a row. The mean is pivot + mean: two numbers, so that a large one is not rounded.
+// The moments of some elements of a row. The mean is pivot + mean: so a large mean is not rounded.
 struct Moments {
   float count;
   float pivot;
@@ -29,13 +29,13 @@ struct Moments {
 };
 static_assert(sizeof(Moments) == 16, "one access to shared memory");
 
-// The moments of the block's row. Each thread brings `count` elements x with the sums of x - pivot and of its
-// square. `scratch` is for this row alone, as in block_reduce.
+// Computes the moments of the block's row. Each thread brings `count` elements x with the sums of x -
+// pivot and of its square. `scratch` is for this row alone, as in block_reduce.
 __device__ __forceinline__ Moments block_moments(int count, float pivot, float sum, float squares,
                                                  float inverse_width, float4 (&scratch)[32]) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, num_warps = blockDim.x >> 5;
-  // The warp, about the mean of its first thread. Elements go to threads in order: if there are any, the
-  // first thread has one.
+  // Combines the warp about the mean of its first thread. Elements go to threads in order: if there are
+  // any, the first thread has one.
   const float mean = __fdividef(sum, max(count, 1));
   Moments part;
   part.pivot = __shfl_sync(kFullWarp, pivot + mean, 0);
@@ -49,7 +49,7 @@ __device__ __forceinline__ Moments block_moments(int count, float pivot, float s
   if (num_warps == 1) return part;
   if (lane == 0) scratch[warp] = make_float4(part.count, part.pivot, part.mean, part.m2);
   __syncthreads();
-  // The block, about the mean of its first warp. Every group of `lanes` lanes adds up all warps.
+  // Combines the block about the mean of its first warp. Every group of `lanes` lanes adds up all warps.
   const float4 first = scratch[0];
   const int lanes = 1 << (32 - __clz(num_warps - 1)), from = lane & (lanes - 1);
   const float4 own = from < num_warps ? scratch[from] : make_float4(0.0f, first.y, first.z, 0.0f);
@@ -67,7 +67,7 @@ __device__ __forceinline__ Moments block_moments(int count, float pivot, float s
   return {0.0f, first.y, first.z + whole_mean, m2 - weighted * whole_mean};
 }
 
-// 1 / sqrt(var + eps). Rounding must not make the variance negative; NaN stays.
+// Returns 1 / sqrt(var + eps). Rounding must not make the variance negative; NaN stays.
 __device__ __forceinline__ float inverse_deviation(const Moments& row, float inverse_width, float eps) {
   const float m2 = row.m2 < 0.0f ? 0.0f : row.m2;
   return rsqrtf(m2 * inverse_width + eps);
@@ -135,7 +135,7 @@ __device__ __forceinline__ void layer_norm_walk(T* out, const T* x, const T* wei
   load_row(values, x + row * x_stride, num_vecs, thread, num_threads);
   load_row_const(weights, weight, num_vecs, thread, num_threads);
   load_row_const(biases, bias, bias != nullptr ? num_vecs : 0, thread, num_threads);
-  // Two scratches in turn: the barrier of a row keeps a fast warp from the scratch of the row before.
+  // Two scratches alternate: the barrier of a row keeps a fast warp from the scratch of the row before.
   for (int parity = 0;; parity ^= 1) {
     const long long next_row = row + gridDim.x;
     if (next_row < num_rows) {
@@ -200,7 +200,7 @@ __device__ __forceinline__ void layer_norm_loop(T* out, const T* x, const T* wei
     CALL;                                                                                                  \
   }
 
-// Rows of up to 16384 elements in one block of 1024 threads, of 8192 elements where it also fetches ahead.
+// One block of 1024 threads takes rows of up to 16384 elements, or 8192 elements where it also prefetches.
 #define XSERV_LAYER_NORM(SUFFIX, T)                                                                        \
   XSERV_KERNEL(SUFFIX, T, row, 1024,                                                                       \
                (xserv::layer_norm_row<T, 16 / xserv::kVec<T>>(out, x, weight, bias, width, eps,            \

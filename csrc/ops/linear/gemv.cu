@@ -1,4 +1,5 @@
-// The linear layers of decode for 1 and 2 tokens, as links of a chain with programmatic dependent launch (PDL).
+// The linear layers of decode for 1 and 2 tokens, as kernels of a chain with programmatic dependent
+// launch (PDL).
 // W is [out_features, in_features] (a weight of torch.nn.Linear), ldw; round() is to T.
 //
 //   residual     out = round(out + round(W x))           in place: out is the residual stream
@@ -9,22 +10,24 @@
 //   x    [num_tokens, in_features], ldx        norm_weight [in_features]
 //   out  [num_tokens, out_features], ldo
 //
-// The threads of a block lie side by side along in_features: a warp has kSteps * 256 elements of every row, a
-// lane 8 of each 256. So h is computed once in a block and never exchanged, only its scale is. A block takes a
-// tile of kRows rows of W at a time, straight from device memory into registers (64 to 128 KB of an SM's registers
-// are loads under way), and asks for the next tile as soon as the products are done, before it sums them up. The
-// first tile is asked for before the kernels in front have ended, because no kernel writes weights: device memory
-// does not rest between two kernels.
+// The threads of a block lie side by side along in_features: a warp has kSteps * 256 elements of every
+// row, and a lane 8 elements of each 256. So h is computed once in a block, and only its scale is
+// exchanged. A block takes a tile of kRows rows of W at a time, straight from device memory into
+// registers (64 to 128 KB of an SM's registers are loads under way), and requests the next tile as soon
+// as the products are done, before it sums them up. It requests its first tile before the preceding
+// kernels have ended, which is safe because no kernel writes weights: so the device memory does not
+// idle between two kernels.
 //
-// A sum has one order that depends on in_features and kSteps alone, not on the number of tokens, kRows, the grid or
-// which block took the tile.
+// The order of a sum depends on in_features and kSteps alone, not on the number of tokens, kRows, the
+// grid or the block that took the tile.
 //
-// Needs: x, W, norm_weight 16-byte aligned; ldx, ldw multiples of 8; in_features = threads * 8 * kSteps with a
-// multiple of 32 threads, at most 640, at least the outputs of a tile; out_features >= the rows (of out) of a tile;
-// 1 <= grid <= tiles; every block's first tile resident or not, there is no waiting among blocks. Dynamic
-// shared memory in rows of in_features * 2 bytes: one with a norm, and kTokens more where kTokens * kSteps > 8.
-// The shared-memory carveout must leave the L1 room: loads under way live there (100 % of shared memory costs
-// 4 % of a step of Qwen3-8B).
+// Needs: x, W, norm_weight 16-byte aligned; ldx, ldw multiples of 8; in_features = threads * 8 *
+// kSteps, where the number of threads is a multiple of 32, at most 640 and at least the outputs of a
+// tile; out_features >= the rows (of out) of a tile; 1 <= grid <= tiles. The blocks need not be
+// resident together: none waits for another. Dynamic shared memory in rows of in_features * 2 bytes:
+// one with a norm, and kTokens more where kTokens * kSteps > 8. The shared-memory carveout must leave
+// room for the L1, because loads under way live there (100 % of shared memory costs 4 % of a step of
+// Qwen3-8B).
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
 #include "common/gemv.cuh"
 #include "common/layouts.cuh"
@@ -36,12 +39,13 @@ namespace xserv {
 
 struct LinearGemvParams {
   const void* x;
-  const void* norm_weight;  // not used without a norm
+  const void* norm_weight;  // unused without a norm
   const void* weight;
   void* out;
   int64_t ldx, ldw, ldo;
   int num_tokens, out_features, in_features;
-  // The first prefetch_blocks blocks ask the L2 for the first prefetch_rows rows of their second tile.
+  // The first prefetch_blocks blocks prefetch the first prefetch_rows rows of their second tile into
+  // the L2.
   int prefetch_blocks, prefetch_rows;
   float eps;
 };
@@ -50,8 +54,9 @@ XSERV_LAYOUT_LinearGemvParams;
 enum class Gemv { kResidual, kNorm, kNormSwiglu };
 constexpr int kGemvMaxWarps = 20;
 
-// Sums kCount (a power of two) values over the lanes; lane i gets the one of index i / (32 / kCount). Each
-// exchange halves the values a lane is concerned with; the order of each sum is that of warp_reduce.
+// Sums kCount (a power of two) values over the lanes; lane i gets the sum with index i / (32 / kCount).
+// Each exchange halves the number of values that a lane handles; the order of each sum is that of
+// warp_reduce.
 template <int kCount, int kOffset = 16>
 __device__ __forceinline__ float reduce_many(float* values, int lane) {
   if constexpr (kOffset == 0) {
@@ -85,12 +90,12 @@ __device__ __forceinline__ void gemv(const LinearGemvParams& p) {
 
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, num_threads = blockDim.x;
   const int num_tiles = (p.out_features + kOuts - 1) / kOuts;
-  // Of this thread's first chunk in a row; the next ones are 512 bytes apart.
+  // The offset of this thread's first chunk in a row; the next chunks are 512 bytes apart.
   const int offset = (warp * kSteps * 32 + lane) * 16;
   const uint64_t policy = weight_policy();
   const int64_t row_bytes = p.ldw * 2;
-  // The last tile begins earlier where out_features is not a multiple of kOuts: it repeats rows, but writes
-  // only its own.
+  // The last tile begins earlier where out_features is not a multiple of kOuts: it computes some rows
+  // again, but writes only its own.
   const auto first_row = [&](int tile) { return min(tile * kOuts, p.out_features - kOuts); };
 
   uint4 weights[kRows][kSteps];
@@ -107,7 +112,8 @@ __device__ __forceinline__ void gemv(const LinearGemvParams& p) {
   load_tile(blockIdx.x);
   uint4* factors = shared_h + (kInRegisters ? 0 : kTokens * kSteps * num_threads) + threadIdx.x;
   if (kHasNorm) {
-    // Through shared memory: no registers while the loads are under way. A thread reads what it copied.
+    // The copy goes through shared memory, so that it takes no registers while the loads are under way.
+    // A thread reads only what it copied itself.
 #pragma unroll
     for (int c = 0; c < kSteps; ++c) {
       cp_async_16(shared_address(factors + c * num_threads),
@@ -175,7 +181,7 @@ __device__ __forceinline__ void gemv(const LinearGemvParams& p) {
     }
   }
 
-  // The thread that writes an output: kOuts * kTokens of them.
+  // Each of kOuts * kTokens threads writes one output.
   const int out_row = threadIdx.x % kOuts, out_token = threadIdx.x / kOuts;
   const bool is_writer = out_token < min(kTokens, p.num_tokens);
   int parity = 0, tile = blockIdx.x, next = tile + gridDim.x;
@@ -196,7 +202,8 @@ __device__ __forceinline__ void gemv(const LinearGemvParams& p) {
 #pragma unroll
       for (int token = 0; token < kTokens; ++token) {
         uint4 packed = h(token, c);
-        // Else the compiler keeps the unpacked h, twice the registers, over all tiles.
+        // Without this the compiler keeps the unpacked h, which takes twice the registers, over all
+        // tiles.
         asm volatile("" : "+r"(packed.x), "+r"(packed.y), "+r"(packed.z), "+r"(packed.w));
         unpack<T>(packed, values[token]);
       }
@@ -236,7 +243,7 @@ __device__ __forceinline__ void gemv(const LinearGemvParams& p) {
   }
 }
 
-// Registers a thread may have: weights in flight, h, sums, and the rest.
+// The number of registers that a thread may have, for weights in flight, h, sums, and the rest.
 constexpr int gemv_registers(int tokens, int rows, int steps) {
   const int h = tokens * steps <= 8 ? tokens * steps * 4 : 0;
   const int n = rows * steps * 4 + h + rows * tokens + (tokens - 1) * 8 + 44;
@@ -247,8 +254,8 @@ constexpr int gemv_registers(int tokens, int rows, int steps) {
 
 }  // namespace xserv
 
-// xserv_linear_gemv_<mode>_<most tokens>_<steps of in_features>_<dtype>. Rows of a tile and steps: the fastest for the
-// layers of Qwen3-0.6B and 8B on an H200.
+// xserv_linear_gemv_<mode>_<most tokens>_<steps of in_features>_<dtype>. The rows of a tile and the
+// steps are the fastest for the layers of Qwen3-0.6B and 8B on an H200.
 #define XSERV_DECODE_GEMV(NAME, MODE, TOKENS, ROWS, STEPS, SUFFIX, T)                       \
   extern "C" __global__ void __maxnreg__(xserv::gemv_registers(TOKENS, ROWS, STEPS))        \
       xserv_linear_gemv_##NAME##_##TOKENS##_##STEPS##_##SUFFIX(                             \

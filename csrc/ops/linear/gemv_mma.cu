@@ -1,29 +1,34 @@
-// The linear layers of gemv.cu for one token of a small model, by tensor cores, around the attention with the
-// output projection in it (fused_project.cu). W is [out_features, in_features]; round() is to T.
+// The linear layers of gemv.cu for one token of a small model on tensor cores, for use around the
+// attention kernel that contains the output projection (fused_project.cu). W is [out_features,
+// in_features]; round() is to T.
 //
 //   norm          out = round(W h)             h = round(norm_weight * round(x * rstd)), RMSNorm of x
 //   sums_swiglu   hidden = round(x + round(sum over g of sums[g]))
-//                 out = round(round(silu(round(G h))) * round(U h))      h the RMSNorm of hidden as above, G the first
-//                                                                        out_features rows of W, U the others
+//                 out = round(round(silu(round(G h))) * round(U h))
+//                 where h is the RMSNorm of hidden as above, G the first out_features rows of W, U the others
 //   residual      out = round(residual + round(W x))
 //
 //   x, residual, hidden, out: rows of one token;   norm_weight: [in_features];   sums: [8, in_features], f32
 //   hidden must not be x, nor out of residual be its x: other blocks still read them.
 //
-// A step of a small model is a chain of trips rather than a stream: what counts is the time from the moment the
-// activations are there to the last store. So a block has one tile of rows for each group of warps, all of its weights
-// under way in registers before the wait, and the product is mma.m16n8k16, 16 times fewer instructions than
-// multiplying one by one and no sums over lanes. Rows of the product are rows of W; where a tile has 8 (kRows), rows
-// 8..15 are the same ones further along in_features, and column 1 of h goes with them. The order of in_features in
-// a step is free: a lane takes 8 neighbours at once, of W and of h alike.
+// A step of a small model is a chain of memory round trips rather than a stream: what counts is the
+// time from the moment when the activations are there to the last store. So a block has one tile of
+// rows for each group of warps, with all of its weights under way in registers before the wait, and the
+// product is mma.m16n8k16, which takes 16 times fewer instructions than multiplying one by one and
+// needs no sums over lanes. Rows of the product are rows of W; where a tile has 8 rows (kRows), rows
+// 8..15 of the product are the same rows further along in_features, and column 1 of h goes with them.
+// The order of in_features in a step is free: a lane takes 8 neighbouring elements at once, of W and of
+// h alike.
 //
-// A block that reads the sums of all kv heads reads 32 KB, so there are few and large ones of that kind. H200, layers
-// and output of Qwen3-0.6B with 517 tokens behind it: 511 us with gemv.cu and attention apart, 438 with such
-// products and attention apart, 424 with the projection in the attention.
+// A block that reads the sums of all kv heads reads 32 KB, so blocks of that kind are few and large. On
+// an H200, the layers and the output of Qwen3-0.6B with 517 tokens of context take 511 us with gemv.cu
+// and a separate attention kernel, 438 with these products and a separate attention kernel, 424 with
+// the projection in the attention kernel.
 //
-// Needs: in_features = kWarps * kSteps * (kRows == 16 ? 32 : 64), that is 1024 (norm, sums_swiglu) and 3072
-// (residual); out_features a multiple of kTiles * the outputs of a tile; W, x, norm_weight, sums, residual, hidden
-// aligned to 16 bytes. Threads kTiles * kWarps * 32, grid out_features / (kTiles * outputs of a tile).
+// Needs: in_features = kWarps * kSteps * (kRows == 16 ? 32 : 64), that is 1024 (norm, sums_swiglu) and
+// 3072 (residual); out_features a multiple of kTiles * the outputs of a tile; W, x, norm_weight, sums,
+// residual, hidden aligned to 16 bytes. There are kTiles * kWarps * 32 threads; grid out_features /
+// (kTiles * outputs of a tile).
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 #include "common/gemv.cuh"
 #include "common/layouts.cuh"
@@ -48,8 +53,9 @@ XSERV_LAYOUT_GemvMmaParams;
 
 enum class GemvMma { kNorm, kSumsSwiglu, kResidual };
 
-// Not through the read-only path as load_weight: ptxas (13.0) puts such reads behind the wait, where they are first
-// used, as nothing but the kernel's speed says that they belong in front of it: a step took a third longer.
+// This does not use the read-only path of load_weight: ptxas (13.0) moves such reads after the wait, to
+// their first use, as it cannot know that they belong before it for speed; a step took a third longer
+// that way.
 __device__ __forceinline__ uint4 load_weight_here(const char* source, uint64_t policy) {
   uint4 v;
   asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
@@ -63,14 +69,14 @@ __device__ __forceinline__ float2 load_sums(const float* source) {
   asm volatile("ld.global.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(source) : "memory");
   return v;
 }
-// What an earlier kernel of the chain wrote.
+// Reads what an earlier kernel of the chain wrote.
 __device__ __forceinline__ uint32_t load_pair(const void* source) {
   uint32_t v;
   asm volatile("ld.global.u32 %0, [%1];" : "=r"(v) : "l"(source) : "memory");
   return v;
 }
 
-// kTiles tiles of kRows rows, each for kWarps warps side by side along in_features.
+// A block has kTiles tiles of kRows rows, each computed by kWarps warps side by side along in_features.
 template <typename T, GemvMma kMode, int kRows, int kTiles, int kWarps, int kSteps>
 __device__ __forceinline__ void gemv_mma(const GemvMmaParams& p) {
   constexpr bool kIsGated = kMode == GemvMma::kSumsSwiglu;
@@ -80,7 +86,8 @@ __device__ __forceinline__ void gemv_mma(const GemvMmaParams& p) {
   static_assert(kRows == 16 || kRows == 8, "rows of a tile");
   static_assert(kIsGated ? kThreads == kIn / 2 : kWarpWidth % 256 == 0, "h is divided evenly");
   static_assert(kTiles * kOuts <= kThreads, "a thread has one output");
-  // h: once in a block, or (without sums, a read apart) in each group of warps, so that warps need not wait.
+  // h is held once per block or (without sums, with a read of its own) once per group of warps, so that
+  // warps need not wait.
   __shared__ __align__(16) unsigned char shared_h[(kIsGated ? 1 : kTiles) * kIn * 2];
   __shared__ float partials[kTiles * kWarps][kRows];
   __shared__ float squares[kThreads / 32];
@@ -108,7 +115,7 @@ __device__ __forceinline__ void gemv_mma(const GemvMmaParams& p) {
     }
   }
 
-  // The thread that writes an output, of tile out_tile.
+  // Each output, of tile out_tile, has one thread that writes it.
   const int out_tile = threadIdx.x / kOuts, out_row = threadIdx.x % kOuts;
   const bool is_writer = threadIdx.x < kTiles * kOuts;
   const int out = blockIdx.x * kTiles * kOuts + threadIdx.x;
@@ -140,7 +147,7 @@ __device__ __forceinline__ void gemv_mma(const GemvMmaParams& p) {
     reinterpret_cast<uint32_t*>(h)[threadIdx.x] = normalize_pair(hidden, scale, factor, T());
     __syncthreads();
   } else {
-    constexpr int kVectors = kWarpWidth / 256;  // of 8 elements, a lane
+    constexpr int kVectors = kWarpWidth / 256;  // vectors of 8 elements for each lane
     const int offset = warp_in_group * kWarpWidth * 2 + lane * 16;
     h += group * kIn * 2;
     uint4 factors[kVectors];
@@ -188,9 +195,10 @@ __device__ __forceinline__ void gemv_mma(const GemvMmaParams& p) {
     __syncwarp();
   }
 
-  // Several sums, so that a product need not wait for the one before.
+  // There are several sums, so that a product need not wait for the one before.
   float sums[4][4] = {};
-  // Column row % 2 of 8-row tiles is 32 elements further; other columns of the product are not used.
+  // Column row % 2 of 8-row tiles is 32 elements further along; the other columns of the product are
+  // not used.
   const unsigned char* source = h + warp_in_group * kWarpWidth * 2 + quarter * 16 + (kRows == 16 ? 0 : (row & 1) * 64);
 #pragma unroll
   for (int i = 0; i < kSteps; ++i) {
@@ -200,8 +208,8 @@ __device__ __forceinline__ void gemv_mma(const GemvMmaParams& p) {
     mma_m16n8k16<T>(sums[2 * i % 4], low, b.x, b.y);
     mma_m16n8k16<T>(sums[2 * i % 4 + 1], high, b.z, b.w);
   }
-  // Of a row of W: element 0 of lanes 4 row has the product of the first half with column 0, element 2 that of row + 8
-  // with column 0, element 3 that of row + 8 with column 1.
+  // For a row of W, element 0 of lane 4 * row has the product of the first half with column 0, element
+  // 2 that of row + 8 with column 0, and element 3 that of row + 8 with column 1.
   if (quarter == 0) {
     const auto sum_of = [&](int i) { return (sums[0][i] + sums[1][i]) + (sums[2][i] + sums[3][i]); };
     if (kRows == 16) {

@@ -1,31 +1,33 @@
-// Linear layers of prompts on Hopper, with what follows them.
+// Linear layers of prompts on Hopper, with the operations that follow them.
 //   out[t, i] = round(sum_k x[t, k] * weight[i, k])                                     plain
 //   out[t, i] = round(round(silu(round(gate[t, i]))) * round(up[t, i]))                 swiglu
-//   what qk_norm_rope_append.cu makes of the heads of q, k and v                        heads
+//   out and the cache as qk_norm_rope_append.cu computes them from q, k and v           heads
 // where round() is to T, sums in f32, silu(g) = g / (1 + e^-g), and gate and up are the products with rows i
 // and intermediate_size + i of weight [2 * intermediate_size, k]. The roundings are those of Transformers.
 //
 // x: [num_tokens, k]; weight: [n, k], row-major as the checkpoint has it; out: [num_tokens, n]. k and n are
 // multiples of 8, with swiglu n = intermediate_size too; all begin at multiples of 16 bytes.
 //
-// A block computes tiles of tokens by rows of weight: two warps copy stages of 64 along k into a ring, groups
-// of four warps multiply them, 64 tokens to a group and all rows of the tile, with the sums in registers.
-// Gate and up take turns in the tile by eight columns (the tensor map does that), so that a thread has both.
-// The ring runs on across the tiles of a block; under programmatic launch the first stages of weight are
-// fetched while the kernel before is still running. Results go through shared memory, 16 rows of a warp at a
-// time, so that whole lines are written, and no other warp is waited for.
+// A block computes tiles of tokens by rows of weight: two warps copy stages of 64 along k into a ring,
+// and groups of four warps multiply them, each group with 64 tokens, all rows of the tile and the sums
+// in registers. Gate and up alternate in the tile every eight columns (the tensor map does that), so
+// that a thread has both. The ring runs on across the tiles of a block; under programmatic launch the
+// first stages of weight are fetched while the kernel before is still running. Results go through
+// shared memory, 16 rows of a warp at a time, so that whole lines are written and no warp waits for
+// another.
 //
-// What limits such tiles is the L2 cache, not the tensor cores (64 bytes per clock and SM for 128 x 128,
-// where about 40 can be had). So blocks come in pairs with the same rows of weight and different tokens (m)
-// or the other way round (n); each fetches one half of what they share for both.
+// The L2 cache limits such tiles, not the tensor cores (128 x 128 needs 64 bytes per clock and SM,
+// where about 40 can be had). So blocks come in pairs with the same rows of weight and different tokens
+// (m) or the other way round (n); each fetches one half of what they share for both.
 //
-// Where too few tiles would leave most of the chip idle, k is divided among the pairs of a cluster (s2). Each
-// block finishes its part of the sums of a tile: the others send theirs through distributed shared memory,
-// and they are added in the order of k. With narrow weights 64 blocks are as fast as 128 at 512 tokens: they
-// begin while the kernel in front is still at work, and leave room for the one behind.
+// Where too few tiles would leave most of the chip idle, k is divided among the pairs of a cluster
+// (s2). Each block finishes its part of the sums of a tile: the others send theirs through distributed
+// shared memory, and they are added in the order of k. With narrow weights 64 blocks are as fast as 128
+// at 512 tokens: they begin while the preceding kernel is still at work, and leave room for the next
+// one.
 //
-// The products are added in the order of k: a token's result does not depend on the other tokens, nor on the
-// tile where k is not divided.
+// The products are added in the order of k: a token's result does not depend on the other tokens, nor
+// on the tile where k is not divided.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #include "common/cluster.cuh"
 #include "common/mbarrier.cuh"
@@ -51,11 +53,11 @@ struct Shape {
   static constexpr int kTokens = kGroups * 64, kWarps = kGroups * 4;
   static constexpr int kThreads = (kGroups + 1) * 128;
   static constexpr bool kMovesRegisters = kGroups == 2;
-  // Rows of a box, so that each sharer has one to copy.
+  // The rows of a box are such that each sharer has one box to copy.
   static constexpr int kWeightBox = kRows / kClusterM < 64 ? kRows / kClusterM : 64;
   static constexpr int kTokenBox = kTokens / kClusterN < 64 ? kTokens / kClusterN : 64;
   static constexpr uint32_t kTokenBytes = kTokens * kBox * 2, kStageBytes = kTokenBytes + kRows * kBox * 2;
-  // With a split each block finishes the sums of 64 tokens by kOwnRows.
+  // With a split, each block finishes the sums of 64 tokens by kOwnRows.
   static constexpr int kParts = kSplits > kGroups ? kSplits / kGroups : 1, kOwnRows = kRows / kParts;
   static constexpr uint32_t kSourceBytes = kSplits > 1 ? 64 * kOwnRows * 4 : 0;
   static constexpr uint32_t kReceived = kStages * kStageBytes;
@@ -94,7 +96,8 @@ __device__ __forceinline__ void prefill(const PrefillParams& p,
   const int num_tiles = tiles_m * tiles_n, all_chunks = (p.k + kBox - 1) / kBox;
   const int chunk_begin = split * all_chunks / S::kSplits;
   const int num_chunks = (split + 1) * all_chunks / S::kSplits - chunk_begin;
-  // Tiles run down groups of 1024 tokens, so that the blocks at work share tokens and weights in L2.
+  // Tiles run down groups of 1024 tokens, so that the blocks that run together share tokens and weights
+  // in L2.
   constexpr int kRaster = 1024 / kClusterTokens;
   const auto place = [&](int tile, int& token, int& row) {
     const int group = tile / (kRaster * tiles_n), in_group = tile - group * kRaster * tiles_n;
@@ -115,21 +118,22 @@ __device__ __forceinline__ void prefill(const PrefillParams& p,
     mbarrier_init_fence();
     if constexpr (S::kSplits > 1) mbarrier_arrive_expect(summed, (S::kSplits - 1) * S::kSourceBytes);
   }
-  // The other blocks must have their barriers before bytes for them come.
+  // The other blocks must have initialised their barriers before bytes for them arrive.
   __syncwarp();
   cluster_arrive_relaxed();
   cluster_wait();
 
   if (warp >= kWarps) {
-    // 65536 registers are there for 384 threads, and the sums need more than their share.
+    // There are 65536 registers for 384 threads, and the sums need more than their share.
     if constexpr (S::kMovesRegisters) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     const int my_tiles = first_tile < num_tiles ? (num_tiles - first_tile + tile_step - 1) / tile_step : 0;
     const int total = my_tiles * num_chunks;
     const uint64_t policy = l2_evict_normal();
     struct Cursor {
       int tile, chunk, slot, token, row;
-      // How many boxes of a stage have anything in them. The others are left out: the engine takes more than
-      // twice as long to fill a box with zeros. What is there instead goes into results that are not written.
+      // The number of boxes of a stage that have anything in them. The others are left out, because the
+      // engine takes more than twice as long to fill a box with zeros. The stale bytes there go into
+      // results that are not written.
       int weight_boxes, token_boxes;
     };
     const auto find = [&](Cursor& c) {
@@ -146,7 +150,7 @@ __device__ __forceinline__ void prefill(const PrefillParams& p,
         find(c);
       }
     };
-    // Those of the cluster with the same rows of weight, and with the same tokens.
+    // The blocks of the cluster with the same rows of weight, and those with the same tokens.
     uint16_t same_rows = 0, same_tokens = 0;
 #pragma unroll
     for (int i = 0; i < S::kClusterM; ++i) same_rows |= 1 << (first_sharer + i * S::kClusterN + of_n);
@@ -190,7 +194,8 @@ __device__ __forceinline__ void prefill(const PrefillParams& p,
         }
       }
     };
-    // One thread for weights and one for tokens: with small tiles a single one is what the others wait for.
+    // One thread copies weights and one copies tokens: with small tiles the others would wait for a
+    // single thread.
     const bool has_weights = warp == kWarps;
     if (lane == 0 && warp < kWarps + 2) {
       Cursor c{first_tile, 0, 0, 0, 0, 0, 0};
@@ -226,11 +231,11 @@ __device__ __forceinline__ void prefill(const PrefillParams& p,
     };
     if (first_tile < num_tiles) load_heads(first_tile);
     dependency_wait();
-    // Start, (not read), distance of eight lines, swizzle of 128 bytes.
+    // Start, (unused), distance of eight lines, swizzle of 128 bytes.
     constexpr uint64_t kFixed = 1ull << 16 | static_cast<uint64_t>(1024 >> 4) << 32 | 1ull << 62;
     const auto release = [&](int slot) {
       if (lane < S::kClusterM + S::kClusterN - 1) {
-        // The blocks in the same column of the cluster, then the others of its row.
+        // First the blocks in the same column of the cluster, then the others of its row.
         const int other = lane - S::kClusterM, column = other + (other >= of_n);
         const int to = lane < S::kClusterM ? lane * S::kClusterN + of_n : of_m * S::kClusterN + column;
         cluster_barrier_arrive(cluster_address(empty + slot * 8, first_sharer + to));
@@ -244,7 +249,7 @@ __device__ __forceinline__ void prefill(const PrefillParams& p,
       place(tile, token, row);
       const uint32_t my_staging = staging + warp * kStagingBytes;
       if (token + warp / 4 * 64 >= p.num_tokens || row >= p.n * kPerColumn) {
-        // Nothing to compute, but the others of the cluster wait for the slots.
+        // There is nothing to compute, but the others of the cluster wait for the slots.
         for (int chunk = 0; chunk < num_chunks; ++chunk) {
           mbarrier_wait(full + slot * 8, parity);
           release(slot);

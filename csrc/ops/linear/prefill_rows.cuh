@@ -1,5 +1,6 @@
-// What becomes of the sums of a tile of prefill.cu: rounded, gated, or normalised and rotated as heads,
-// and written 16 tokens of a warp at a time through shared memory, so that whole lines are written.
+// How the sums of a tile of prefill.cu become results: they are rounded, gated, or normalised and
+// rotated as heads, and written 16 tokens of a warp at a time through shared memory, so that whole
+// lines are written.
 #pragma once
 
 #include <type_traits>
@@ -25,9 +26,9 @@ struct PrefillParams {
 };
 XSERV_LAYOUT_PrefillParams;
 
-// What becomes of the heads of q, k and v; see qk_norm_rope_append.cu.
+// The operands for the heads of q, k and v; see qk_norm_rope_append.cu.
 struct PrefillHeadsParams {
-  PrefillParams gemm;  // out: [num_tokens, ldo], of which only the queries are written
+  PrefillParams gemm;  // out: [num_tokens, ldo]; only the queries are written there
   const void* q_norm;      // [128]
   const void* k_norm;      // [128]
   const void* cos;         // [max_position, 64]
@@ -48,9 +49,9 @@ XSERV_LAYOUT_PrefillHeadsParams;
 
 enum class Epilogue { kPlain, kSwiglu, kHeads };
 
-constexpr uint32_t kStagingBytes = 16 * 128;  // of a warp
+constexpr uint32_t kStagingBytes = 16 * 128;  // for each warp
 
-// Two elements each, the results rounded; never fused.
+// Operations on two elements each, whose results are rounded; they are never fused.
 template <typename T>
 struct Pairs {
   using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
@@ -71,15 +72,15 @@ struct Pairs {
   }
 };
 
-// By 2^x and 1 / x of the hardware, which are within 2 units in the last place of f32: the result is rounded
-// to T.
+// Uses the hardware's 2^x and 1 / x, which are within 2 units in the last place of f32; the result is
+// rounded to T.
 __device__ __forceinline__ float silu(float g) { return __fdividef(g, 1.0f + __expf(-g)); }
 
-// Two columns of gate and up.
+// Computes two columns of the gated result.
 template <typename T>
 __device__ __forceinline__ uint32_t gated(float gate0, float gate1, float up0, float up1) {
-  // Rounded as a pair: of single conversions to f16 ptxas (13.0) makes ones that keep the products of the next tile
-  // from overlapping.
+  // The gate is rounded as a pair: ptxas (13.0) turns single conversions to f16 into ones that keep the
+  // products of the next tile from overlapping.
   const float2 gate = Pairs<T>::floats(pack_pair<T>(gate0, gate1));
   const uint32_t activated = pack_pair<T>(silu(gate.x), silu(gate.y));
   return Pairs<T>::multiply(activated, pack_pair<T>(up0, up1));
@@ -101,8 +102,9 @@ __device__ __forceinline__ uint4 load_shared(uint32_t address) {
   return v;
 }
 
-// The two packed columns of out that a thread has of 8 (swiglu: of 16) columns of sums, in its first row
-// (kHalf = 0) or 8 rows further. sums: of the columns lane % 4 * 2 and the next, 4 for each 8 columns.
+// Returns the two packed columns of out that a thread has in 8 (swiglu: 16) columns of sums, in its
+// first row (kHalf = 0) or 8 rows further. `sums` has the columns lane % 4 * 2 and the next, 4 values
+// for each 8 columns.
 template <typename T, Epilogue kEpilogue, int kHalf>
 __device__ __forceinline__ uint32_t finished(const float* sums) {
   if constexpr (kEpilogue == Epilogue::kSwiglu) {
@@ -112,7 +114,7 @@ __device__ __forceinline__ uint32_t finished(const float* sums) {
   }
 }
 
-// Writes 16 tokens of a warp, from `token` on and from column `column` of out on.
+// Writes 16 tokens of a warp, starting at `token` and at column `column` of out.
 template <typename T, Epilogue kEpilogue, int kTileN>
 struct RowWriter {
   static constexpr int kPerColumn = kEpilogue == Epilogue::kSwiglu ? 2 : 1;
@@ -125,7 +127,7 @@ struct RowWriter {
   const PrefillParams& p;
   uint32_t staging;
   T* out;
-  int num_rows;  // that exist, counted from this lane's first
+  int num_rows;  // the rows that exist, counted from this lane's first
   int column;
 
   __device__ __forceinline__ RowWriter(const PrefillParams& params, uint32_t staging_area, int token,
@@ -148,7 +150,7 @@ struct RowWriter {
     return kChunks == 8 ? row * 128 + ((chunk ^ row) & 7) * 16 : row * 64 + ((chunk ^ row >> 1) & 3) * 16;
   }
 
-  // Into the staging area; then the sums are no longer needed.
+  // Writes the sums to the staging area; after that they are no longer needed.
   __device__ __forceinline__ static void stage(uint32_t staging, const float* sums) {
     const int lane = threadIdx.x & 31;
 #pragma unroll
@@ -173,13 +175,13 @@ struct RowWriter {
   }
 };
 
-// Norms and rotates a head of 16 tokens of a warp and writes it to its place.
+// Normalises and rotates a head of 16 tokens of a warp and writes it to its place.
 template <typename T>
 struct HeadWriter {
   static constexpr int kDim = 128;
   const PrefillHeadsParams& h;
-  int row;      // of this lane's stores: the first of four, four apart
-  int sum_row;  // of this lane's sums; the other is 8 further
+  int row;      // the first of the four rows, four apart, that this lane stores
+  int sum_row;  // the first row of this lane's sums; the other is 8 further
   bool is_valid[2];
   uint32_t cos[2][8], sin[2][8], weight[16];
   unsigned slots[4];
@@ -189,7 +191,7 @@ struct HeadWriter {
   __device__ __forceinline__ bool is_query(int head) const { return head < h.num_heads; }
   __device__ __forceinline__ bool is_value(int head) const { return head >= h.num_heads + h.num_kv_heads; }
 
-  // Begins to read what belongs to the tokens from `token` on; no kernel writes it.
+  // Begins to read what belongs to the tokens starting at `token`; no kernel writes it.
   __device__ __forceinline__ void load(int token, int head) {
     const int lane = threadIdx.x & 31, num_tokens = h.gemm.num_tokens;
     row = token + lane / 8, sum_row = token + lane / 4;
@@ -215,7 +217,7 @@ struct HeadWriter {
     }
   }
 
-  // sums: of the 128 columns of a head.
+  // sums: those of the 128 columns of a head.
   __device__ __forceinline__ void write(uint32_t staging, const float* sums, int head) const {
     using P = Pairs<T>;
     const int lane = threadIdx.x & 31, num_tokens = h.gemm.num_tokens;

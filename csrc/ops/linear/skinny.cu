@@ -1,4 +1,4 @@
-// Linear layers for 9 to 256 tokens on Hopper: the weights stream, the tokens stay.
+// Linear layers for few tokens (up to 128) on Hopper: the weights stream, the tokens stay.
 //   out[t, i] = round(sum_k x[t, k] * weight[i, k])                                            plain
 //   out[t, i] = round(out[t, i] + round(sum_k ...))                                            residual
 //   out[t, i] = round(round(silu(round(gate[t, i]))) * round(up[t, i]))                        swiglu
@@ -7,20 +7,23 @@
 //
 // x: [num_tokens, k]; weight: [n, k], row-major as the checkpoint has it; out: [num_tokens, n].
 //
-// What is computed is the transpose, D^T = weight * x^T: with the weights as the A operand of wgmma (64
-// rows per warpgroup) and the tokens as B, 16 tokens waste nothing, and a stage of weights goes from the
-// copy engine to the tensor cores without passing through registers. A block has kRows rows of weight, all
-// tokens up to kTokens, and one producer warp. A stage is kBoxes boxes of 64 along k. One block per SM with
-// a ring of about 200 KB was faster than two with 110 KB (Qwen3-8B, 16 tokens, a step without attention on
-// an H200: 3.8 and 4.3 ms, each with its best tiles). Under programmatic launch the next kernel's block
-// begins where this one's ends and fills its ring before the wait; only weights are touched before it.
+// The kernel computes the transpose, D^T = weight * x^T: with the weights as the A operand of wgmma (64
+// rows per warpgroup) and the tokens as B, a tile of 16 tokens has no unused rows, and a stage of
+// weights goes from the copy engine to the tensor cores without passing through registers. A block has
+// kRows rows of weight, all tokens up to kTokens, and one producer warp. A stage is kBoxes boxes of 64
+// along k. One block per SM with a ring of about 200 KB was faster than two with 110 KB (Qwen3-8B, 16
+// tokens, a step without attention on an H200: 3.8 and 4.3 ms, each with its best tiles). Under
+// programmatic launch the next kernel's block begins where this kernel's block ends, and fills its ring
+// before the wait; it touches only weights before the wait.
 //
-// Along k the work may be split over the blocks of a cluster, in parts that depend on k alone; their sums
-// are added through distributed shared memory in the order of the ranks. So there is no workspace, and with
-// the same number of splits a token's result depends neither on the other tokens nor on the variant.
+// Along k the work may be split over the blocks of a cluster, in parts that depend on k alone; their
+// sums are added through distributed shared memory in the order of the ranks. So there is no workspace,
+// and with the same number of splits a token's result depends neither on the other tokens nor on the
+// variant.
 //
-// Without a split the grid may have fewer blocks than there are tiles of rows: they then take several in
-// turn, and the ring runs on across the epilogue. blockIdx.y: which kTokens tokens.
+// Without a split the grid may have fewer blocks than there are tiles of rows: a block then takes
+// several tiles in turn, and the ring runs on across the epilogue. blockIdx.y selects the group of
+// kTokens tokens.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #include "common/cluster.cuh"
 #include "common/dtype.cuh"
@@ -51,7 +54,7 @@ enum class Epilogue { kPlain, kResidual, kSwiglu };
 constexpr int kBox = 64;     // of k: 128 bytes, the widest swizzle
 constexpr int kUnitK = 256;  // parts of k are multiples of this, whatever the variant
 
-// The 8x8 matrix whose row lane / 4 has `pair` at columns lane % 4 * 2, transposed.
+// Transposes the 8x8 matrix whose row lane / 4 has `pair` at columns lane % 4 * 2.
 __device__ __forceinline__ uint32_t transposed(uint32_t pair) {
   uint32_t result;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(pair));
@@ -63,12 +66,12 @@ __device__ __forceinline__ float rounded(float value) {
   return to_float(from_float<T>(value));
 }
 
-// Where a lane's part of a fragment of D^T (16 rows, 8 tokens) goes: after the transposition a lane has one
-// token and two neighbouring columns; plain and residual: the same again 8 columns further.
+// Where a lane's part of a fragment of D^T (16 rows, 8 tokens) goes: after the transposition a lane has
+// one token and two neighbouring columns; for plain and residual also the two columns 8 further.
 template <typename T, Epilogue kEpilogue>
 struct Fragment {
   T* out;
-  int num_columns;  // 0 to 2 of the two groups of columns exist
+  int num_columns;  // how many of the two groups of columns exist (0 to 2)
 
   __device__ __forceinline__ Fragment(const SkinnyParams& p, int row, int token) {
     const int lane = threadIdx.x & 31;
@@ -98,7 +101,7 @@ struct Fragment {
     return rounded<T>(g / (1.0f + expf(-g))) * rounded<T>(up);
   }
 
-  // sum: rows lane / 4 (x, y) and lane / 4 + 8 (z, w), tokens lane % 4 * 2 and the next.
+  // sum: rows lane / 4 (x, y) and lane / 4 + 8 (z, w), for tokens lane % 4 * 2 and the next.
   __device__ __forceinline__ void store(float4 sum, uint2 old) const {
     if constexpr (kEpilogue == Epilogue::kSwiglu) {
       const uint32_t value = transposed(pack_pair<T>(gated(sum.x, sum.z), gated(sum.y, sum.w)));
@@ -115,7 +118,7 @@ struct Fragment {
   }
 };
 
-// Bytes of dynamic shared memory.
+// The size of the dynamic shared memory in bytes.
 template <int kTokens, int kRows, int kBoxes, int kWeightStages, int kTokenStages>
 constexpr int kSkinnySharedBytes =
     (kWeightStages * kRows + kTokenStages * kTokens) * kBoxes * kBox * 2 + kWeightStages * 16;
@@ -145,8 +148,8 @@ __device__ __forceinline__ void skinny(const SkinnyParams& p) {
   const int num_chunks = (split + 1) * num_units / num_splits * kUnit - chunk_begin;
   const int first_token = blockIdx.y * kTokens;
 
-  // For the producer. Slot s of the weights has chunks s, s + kWeightStages ..., and its barrier also counts
-  // the tokens of the chunk, which arrive in a ring of their own.
+  // For the producer: slot s of the weights takes the chunks s, s + kWeightStages, ..., and its barrier
+  // also counts the tokens of the chunk, which arrive in a ring of their own.
   const int my_tiles = (num_tiles - first_tile + tile_step - 1) / tile_step;
   const int total = my_tiles * num_chunks;
   const uint64_t stream = l2_evict_first(), keep = l2_evict_last();
@@ -226,7 +229,7 @@ __device__ __forceinline__ void skinny(const SkinnyParams& p) {
   }
 
   dependency_wait();
-  // Start, (not read), distance of eight lines, swizzle of 128 bytes.
+  // Start, (unused), distance of eight lines, swizzle of 128 bytes.
   constexpr uint64_t kFixed = 1ull << 16 | static_cast<uint64_t>(1024 >> 4) << 32 | 1ull << 62;
   int slot = 0, token_slot = 0;
   uint32_t parity = 0;
@@ -282,8 +285,8 @@ __device__ __forceinline__ void skinny(const SkinnyParams& p) {
       continue;
     }
 
-    // When all consumers are done with the ring it takes the sums, one fragment after the other. Fragments
-    // are dealt to the warps of the cluster; each warp adds its own over the splits.
+    // When all consumers are done with the ring, it takes the sums, one fragment after the other. The
+    // fragments are distributed over the warps of the cluster; each warp adds its own over the splits.
     constexpr int kMaxMine = (kFragments + 1) / 2;
     const auto mine = [&](int i) { return (i * num_splits + split) * kWarps + warp; };
     const auto fragment = [&](int index) {
@@ -329,7 +332,7 @@ __device__ __forceinline__ void skinny(const SkinnyParams& p) {
       }
       fragment(mine(i)).store(total, old[i]);
     }
-    // Nobody leaves while another block may read its sums.
+    // No block leaves while another may read its sums.
     cluster_arrive();
     cluster_wait();
     break;

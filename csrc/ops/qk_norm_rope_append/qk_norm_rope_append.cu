@@ -1,20 +1,22 @@
-// What Qwen3 does between the projection and the attention, with the roundings of Transformers:
+// The operations of Qwen3 between the projection and the attention, with the roundings of Transformers:
 //   q, k = rope(rms_norm(q)), rope(rms_norm(k))     each head by itself; q in place, k into the cache
 //   v                                               into the cache as it is
 //   rms_norm(x) = round(weight * round(x / sqrt(mean(x^2) + eps)))
 //   rope(x)     = round(round(x * cos) + round(rotate_half(x) * sin))      Su et al. 2021, split-half pairs
 // where round() is to T, and cos and sin are of type T. In f32 the roundings do nothing.
 //
-// qkv: [num_tokens, (num_heads + 2 num_kv_heads) * head_stride], the first head_dim elements of each head in
-// use, the others zero; q_norm, k_norm: [head_dim]; cos, sin: [max_position, head_dim / 2];
-// positions: [num_tokens]; slots: [num_tokens], block * block_size + offset; no kernel writes these two;
-// k_cache, v_cache: [num_slots, num_kv_heads, head_stride], that is [num_blocks, block_size, ...].
+// qkv: [num_tokens, (num_heads + 2 num_kv_heads) * head_stride], where the first head_dim elements of
+// each head are in use and the others are zero; q_norm, k_norm: [head_dim]; cos, sin: [max_position,
+// head_dim / 2]; positions: [num_tokens]; slots: [num_tokens], block * block_size + offset; no kernel
+// writes positions or slots; k_cache, v_cache: [num_slots, num_kv_heads, head_stride], that is
+// [num_blocks, block_size, ...].
 //
-// A token whose slot is outside the cache is not written, one whose position is outside the table not
-// rotated; both are reported. LANES lanes of a warp per token and head, each with PAIRS neighbouring pairs at a time.
-// For heads of 128 and 64 without gaps 16 or 8 lanes with 4 pairs: all of a head in one access, and two or four heads
-// in a warp. For others whole warps, 2 pairs where head_dim is a multiple of 4, else 1; head_dim is even, at most 256;
-// head_stride a multiple of 4. grid (num_tokens, ceil(heads / heads of a block)).
+// A token whose slot is outside the cache is not written, and one whose position is outside the table
+// is not rotated; both are reported. LANES lanes of a warp work on each token and head, each with PAIRS
+// neighbouring pairs at a time. Heads of 128 and 64 without gaps take 16 or 8 lanes with 4 pairs: all
+// of a head in one access, and two or four heads in a warp. Other heads take whole warps, with 2 pairs
+// where head_dim is a multiple of 4, else 1; head_dim is even and at most 256; head_stride is a
+// multiple of 4. grid (num_tokens, ceil(heads / heads of a block)).
 #include "common/dtype.cuh"
 #include "common/fault.cuh"
 #include "common/layouts.cuh"
@@ -44,7 +46,7 @@ struct QkNormRopeAppendArgs {
 };
 XSERV_LAYOUT_QkNormRopeAppendArgs;
 
-// Of the longest head.
+// The number of pairs of the longest head.
 constexpr int kMostPairs = kMaxNormedHeadDim / 2;
 
 template <typename T>
@@ -75,7 +77,7 @@ __device__ __forceinline__ void qk_norm_rope_append(const QkNormRopeAppendArgs& 
   const T* weight = static_cast<const T*>(is_query ? args.q_norm : args.k_norm);
   const T* cos_row = static_cast<const T*>(args.cos) + row;
   const T* sin_row = static_cast<const T*>(args.sin) + row;
-  // What no kernel writes is read while those in front are at work.
+  // Operands that no kernel writes are read while the preceding kernels are still at work.
   V weight_a{}, weight_b{}, cos{}, sin{};
   const auto load_factors = [&](int i) {
     weight_a = *reinterpret_cast<const V*>(weight + i);
@@ -146,14 +148,14 @@ __device__ __forceinline__ void qk_norm_rope_append(const QkNormRopeAppendArgs& 
     *reinterpret_cast<V*>(target + i) = left_out;
     *reinterpret_cast<V*>(target + half + i) = right_out;
   }
-  // The cache is not cleared before its first use.
+  // The gap is cleared here because the cache is not cleared before its first use.
   if (!kIsWhole && !is_query) {
     for (int i = args.head_dim + lane; i < stride; i += LANES) target[i] = from_float<T>(0.0f);
   }
 }
 
-// The tables, [max_position, half] each, as Transformers makes them: the angle in f32, the factor of YaRN in
-// f32, then rounded to T. One thread per entry.
+// Makes the tables, [max_position, half] each, as Transformers does: the angle in f32, the factor of
+// YaRN in f32, then rounded to T. One thread per entry.
 template <typename T>
 __device__ __forceinline__ void rope_table(T* cos_table, T* sin_table, const float* inv_freq, float scaling,
                                            int max_position, int half) {

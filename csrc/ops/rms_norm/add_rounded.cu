@@ -1,13 +1,15 @@
 // Residual addition and RMS norm (Zhang & Sennrich 2019, eq. 4) with the roundings of Transformers' Qwen3:
 //   residual = round(residual + x)                        left out where x is null
 //   out = round(weight * round(residual / sqrt(mean(residual^2) + eps)))
-// where round() is to T; sums and the root in f32. In f32 the roundings do nothing. rms_norm.cu rounds once:
-// closer to the exact value, and therefore not the tokens that Transformers gives.
+// where round() is to T; sums and the root are in f32. In f32 the roundings do nothing. rms_norm.cu
+// rounds once, which is closer to the exact value, but therefore does not give the tokens that
+// Transformers gives.
 //
 // x, residual, out: [num_rows, width], contiguous; weight: [width]. out is neither x nor residual.
 //
-// One block per row. N elements per access: 1, or kVec<T> where rows are whole vectors of 16 bytes. What does not
-// stay in registers is read again for the second pass, from the cache: each thread reads what it wrote itself.
+// One block per row. N elements per access: 1, or kVec<T> where rows are whole vectors of 16 bytes.
+// Data that does not stay in registers is read again from the cache for the second pass: each thread
+// reads what it wrote itself.
 #include "common/dtype.cuh"
 #include "common/pdl.cuh"
 #include "common/reduce.cuh"
@@ -29,7 +31,8 @@ __device__ __forceinline__ void add_rms_norm_rounded(T* out, T* residual, const 
   const V* terms = reinterpret_cast<const V*>(x + first);
   const V* weights = reinterpret_cast<const V*>(weight);
   V* target = reinterpret_cast<V*>(out + first);
-  // The first access of a thread stays in registers: all there is of rows of up to 1024 accesses.
+  // The first access of a thread stays in registers, which is the whole row for rows of up to 1024
+  // accesses.
   const int own = threadIdx.x, num_accesses = width / N;
   V kept_weight{}, kept{};
   dependency_launch();

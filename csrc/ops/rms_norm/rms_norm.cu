@@ -1,21 +1,20 @@
 // RMS norm (Zhang & Sennrich 2019, arXiv:1910.07467, eq. 4):
 //   out = x / sqrt(mean(x^2) + eps) * weight
-// and the same behind a residual addition:
+// and the same after a residual addition:
 //   residual_out = x + residual, rounded to T;  out = rms_norm(residual_out) * weight
 // x, residual, residual_out, out: [num_rows, width], last axis contiguous; weight: [width].
 //
 // Computed in f32 with one rounding at the store (Hugging Face rounds to T before the weight as well).
 // out may be x, residual_out may be residual or x.
 //
-// _row: one block per row, the row in registers, 16 elements per thread, so it is read once and all of its
-// loads are under way together. Of 4 to 32 elements per thread this does best on an H200 over all, for one
-// row and for 8192 rows of 4096, in f32 and bf16; blocks that walk over rows and fetch ahead gain nothing.
-// _stream: the same for results larger than the second-level cache: reads and writes leave the caches at
-// once, and the weights come after the reduction, so that a block needs 32 registers a thread and more rows
-// are under way (8192 x 4096 bf16 on an H200: 34.4 to 34.7 us, _row 36.1).
+// _row: one block per row, the row in registers, 16 elements per thread, so that it is read once and
+// all of its loads are under way together. Among 4 to 32 elements per thread, 16 do best on an H200
+// overall, for one row and for 8192 rows of 4096, in f32 and bf16; blocks that walk over rows and
+// prefetch gain nothing. _stream: the same for results larger than the L2 cache: reads and writes leave
+// the caches at once, and the weights are read after the reduction, so that a block needs 32 registers
+// a thread and more rows are under way (8192 x 4096 bf16 on an H200: 34.4 to 34.7 us, _row 36.1).
 // _group<N>: narrow rows (heads) of at most N vectors, 16 or 32 lanes per row, many rows per block, no
-// shared memory.
-// _loop and _scalar: any width; they read the row twice, the second time from the cache.
+// shared memory. _loop and _scalar: any width; they read the row twice, the second time from the cache.
 #include "common/dtype.cuh"
 #include "common/reduce.cuh"
 #include "common/rows.cuh"
@@ -223,7 +222,7 @@ __device__ __forceinline__ void add_rms_norm_loop(T* out, T* residual_out, const
                           residual_out_stride, x_stride, residual_stride);                                 \
   }
 
-// Two blocks of 1024 threads, where a multiprocessor is known to take as many.
+// Two blocks of 1024 threads, where a multiprocessor is known to have room for two.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define XSERV_STREAM_BLOCKS 2
 #else

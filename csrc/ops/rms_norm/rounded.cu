@@ -1,13 +1,13 @@
-// RMS norm (Zhang & Sennrich 2019, eq. 4) in front of a linear layer, rounded as in Transformers' Qwen3:
+// RMS norm (Zhang & Sennrich 2019, eq. 4) before a linear layer, rounded as in Transformers' Qwen3:
 //   out = round(weight * round(x / sqrt(mean(x^2) + eps)))
-// where round() is to T; sums and the root in f32. The sum of the residual stream is already in x: the linear
-// layer in front has added its part itself (linear/skinny.cu).
+// where round() is to T; sums and the root are in f32. x already has the sum of the residual stream:
+// the linear layer before the norm has added its part itself (linear/skinny.cu).
 //
-// x, out: [num_rows, width], contiguous, 16-byte aligned, width a multiple of 8 and
-// at most 16 * blockDim.x; weight: [width].
+// x, out: [num_rows, width], contiguous, 16-byte aligned; width is a multiple of 8 and at most 16 *
+// blockDim.x; weight: [width].
 //
-// One block per row, which it keeps in registers: at most kMaxVectors vectors of 16 bytes per thread. The
-// norm weights are loaded before the wait for the kernel in front. The order of the sum is that of
+// One block per row, which it keeps in registers: at most kMaxVectors vectors of 16 bytes per thread.
+// The norm weights are loaded before the wait for the preceding kernel. The order of the sum is that of
 // add_rounded.cu, to the same bits.
 #include "common/dtype.cuh"
 #include "common/layouts.cuh"

@@ -36,7 +36,7 @@ struct RopeArgs {
   int num_kv_heads;  // 0 without k
   int head_dim;
   int max_position;
-  // Threads of a head, head_dim / 2 / N, and ceil(2^20 / lanes): t / lanes is t * multiplier >> 20.
+  // The threads of a head, head_dim / 2 / N, and ceil(2^20 / lanes): t / lanes is t * multiplier >> 20.
   int lanes;
   int lanes_multiplier;
   int heads_at_a_time;  // blockDim.x / lanes
@@ -123,7 +123,7 @@ __device__ __forceinline__ void rope_token(const RopeArgs& args) {
 
 }  // namespace xserv
 
-// The angle in f64: in f32, p * inv_freq is off by up to p * 2^-24 radians, 2e-3 at 40960 tokens.
+// The angle is in f64: in f32, p * inv_freq is off by up to p * 2^-24 radians, 2e-3 at 40960 tokens.
 // One thread per entry of [max_position, half].
 extern "C" __global__ void __launch_bounds__(256)
     xserv_rope_table(float* __restrict__ cos_table, float* __restrict__ sin_table,

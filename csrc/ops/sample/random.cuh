@@ -1,12 +1,13 @@
-// Random numbers that depend on a key and a counter alone: no state, the same in whatever order they are asked
-// for. Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3" (Philox4x32, ten rounds).
+// Random numbers that depend on a key and a counter alone: there is no state, and the numbers are the
+// same in whatever order they are asked for. Source: Salmon et al. 2011, "Parallel random numbers: as
+// easy as 1, 2, 3" (Philox4x32, ten rounds).
 #pragma once
 
 #include <stdint.h>
 
 namespace xserv {
 
-// Four words of 32 random bits.
+// Returns four words of 32 random bits.
 __device__ __forceinline__ uint4 philox(uint64_t key, uint4 counter) {
   uint32_t key_low = static_cast<uint32_t>(key), key_high = static_cast<uint32_t>(key >> 32);
 #pragma unroll
@@ -20,18 +21,19 @@ __device__ __forceinline__ uint4 philox(uint64_t key, uint4 counter) {
   return counter;
 }
 
-// Above 0 and below 1. (The largest bits would round to 1.)
+// Returns a number above 0 and below 1. (The largest bits would round to 1.)
 __device__ __forceinline__ float uniform(uint32_t bits) {
   return fminf((static_cast<float>(bits) + 0.5f) * 0x1p-32f, 1.0f - 0x1p-24f);
 }
 
-// Standard Gumbel noise from 32 random bits: -log(E) for an exponentially distributed E. The bits count from
-// the side where E is small, the side that wins, so that float's precision is there.
+// Returns standard Gumbel noise from 32 random bits: -log(E) for an exponentially distributed E. The
+// bits count from the side where E is small, because that side wins the draw and float is most precise
+// there.
 __device__ __forceinline__ float gumbel(uint32_t bits) {
   return -logf(-log1pf(-uniform(bits)));
 }
 
-// No noise is above that.
+// The noise is never above this value.
 constexpr float kMostGumbel = 23.0f;
 
 }  // namespace xserv

@@ -1,23 +1,27 @@
-// The choice of a token behind each row of logits, for greedy and random decoding.
+// Chooses a token for each row of logits, by greedy or random decoding.
 //
 //   logits: [num_rows, vocab_size], contiguous; rows: [num_rows] how to choose; tokens: [num_rows]
-//   greedy       argmax, the lowest id of equals
-//   random       p = softmax(logits / temperature), of which top-k (ties with the k-th stay), top-p (the most
-//                likely until they have the share, equals in the order of their ids) and min-p (relative to the
-//                most likely) leave some; the draw is argmax(log p + Gumbel noise), which has exactly the
-//                distribution p (Gumbel-max; Maddison et al. 2014). The noise of a token is a function of
-//                (seed, index, id): a row's token depends neither on its batch nor on the number of blocks.
-// A row with a logit that is not finite, and one whose caller chooses, gets kNoToken.
+//   greedy       argmax; the lowest id wins a tie
+//   random       p = softmax(logits / temperature), filtered by top-k (ties with the k-th stay), top-p (the
+//                most likely tokens until they reach the share, ties in the order of their ids) and min-p
+//                (relative to the most likely token); the draw is argmax(log p + Gumbel noise), which has
+//                exactly the distribution p (Gumbel-max; Maddison et al. 2014). The noise of a token is a
+//                function of (seed, index, id): a row's token depends neither on its batch nor on the number
+//                of blocks.
+// A row with a logit that is not finite, and a row whose caller chooses the token itself, get kNoToken.
 //
-// Two launches of (parts, num_rows) blocks. _scan leaves the maximum of each part of a row; _choose draws among
-// all tokens in parts too, the last block of a row ending it.
+// There are two launches of (parts, num_rows) blocks each. _scan leaves the maximum of each part of a
+// row; _choose draws among all tokens, in parts too, and the last block of a row to arrive finishes the
+// row.
 //
-// With top-k or top-p the k largest (kTopPTokens without top-k) are collected first, and a few more: each part's _scan
-// leaves a key that `rank` of its threads reach, and the `parts`-th largest of these keys is reached by
-// rank * parts >= k tokens of the row. _choose collects the tokens that reach it, and the last block of the row sorts
-// them and cuts off what the filters leave. Probabilities are in fixed point: sums of integers do not depend on the
-// order. Where that is not enough (large k, flat distributions, very many ties) the last block goes over the whole
-// row, with thresholds by histograms of the order-preserving keys, 11 bits at a time. Both ways leave the same tokens.
+// With top-k or top-p, the k largest tokens (kTopPTokens without top-k) and a few more are collected
+// first: each part's _scan leaves a key that `rank` of its threads reach, and at least rank * parts >=
+// k tokens of the row reach the `parts`-th largest of these keys. _choose collects the tokens that
+// reach it, and the last block of the row sorts them and applies the filters. Probabilities are in
+// fixed point, because sums of integers do not depend on the order. Where the collected tokens are not
+// enough (large k, flat distributions, very many ties), the last block goes over the whole row, with
+// thresholds from histograms of the order-preserving keys, 11 bits at a time. Both ways keep the same
+// tokens.
 #include "common/dtype.cuh"
 #include "common/layouts.cuh"
 #include "common/order.cuh"
@@ -27,7 +31,7 @@
 
 namespace xserv {
 
-// Uploaded by the host with every step (src/ops/sample/mod.rs: same layout).
+// The host uploads these with every step (src/ops/sample/mod.rs has the same layout).
 struct SampleRow {
   uint64_t seed, index;
   float temperature;  // 0: greedy; negative: the caller chooses
@@ -36,11 +40,11 @@ struct SampleRow {
 };
 XSERV_LAYOUT_SampleRow;
 
-// Of a row, zero before and after.
+// The counters of one row; they are zero before and after a launch.
 struct SampleCounters {
-  int arrived;  // blocks
+  int arrived;  // blocks that have finished
   int num_candidates;
-  unsigned long long mass;  // of all tokens
+  unsigned long long mass;  // the sum of the weights of all tokens
 };
 static_assert(sizeof(SampleCounters) == kSampleCounterWords * 4, "the host makes room");
 
@@ -48,13 +52,13 @@ struct SampleArgs {
   const void* logits;
   const SampleRow* rows;
   unsigned* tokens;
-  unsigned* const* host_tokens;  // where the same goes in host memory; may be null
+  unsigned* const* host_tokens;  // where the tokens go in host memory as well; may be null
   uint64_t* partials;            // [num_rows, 2 * parts + kMaxCandidates]
   SampleCounters* counters;      // [num_rows]
   int vocab_size;
   int parts;
 
-  // Of this block's row: the parts' maxima; their bounds or best scores; and the candidates.
+  // For this block's row: the maxima of the parts, their bounds (or best scores), and the candidates.
   __device__ __forceinline__ uint64_t* maxima() const {
     return partials + static_cast<int64_t>(blockIdx.y) * (2 * parts + kMaxCandidates);
   }
@@ -66,12 +70,12 @@ XSERV_LAYOUT_SampleArgs;
 constexpr unsigned kNoToken = 0xffffffffu;
 constexpr uint64_t kNotFinite = ~0ull;
 constexpr int kThreads = 512;
-constexpr int kTopPTokens = 256, kMostTokens = 512;  // to be bounded, without top-k and at most
+constexpr int kTopPTokens = 256, kMostTokens = 512;  // needed without top-k; the most that a bound serves
 constexpr int kBinBits = 11, kBins = 1 << kBinBits;
-// A weight of 1 in fixed point: 2^20 of them fit 64 bits.
+// A weight of 1 in fixed point; the sum of 2^20 of them fits 64 bits.
 constexpr float kOne = 0x1p40f;
 
-// Tokens come in groups of four, whose noise is one call of the generator.
+// Tokens come in groups of four; one call of the generator makes the noise of a group.
 template <typename T>
 struct LogitsRow {
   const T* row;
@@ -85,7 +89,7 @@ struct LogitsRow {
 
   __device__ __forceinline__ int num_groups() const { return (vocab_size + 3) / 4; }
 
-  // How many of the four there are.
+  // Returns how many of the group's four tokens exist.
   __device__ __forceinline__ int load(int group, float (&values)[4]) const {
     const int first = group * 4, count = min(4, vocab_size - first);
     if (is_aligned && count == 4) {
@@ -99,8 +103,9 @@ struct LogitsRow {
     return count;
   }
 
-  // visit(group, values, count) for the groups first, first + step, ...; in all lanes of a warp, with a count of 0
-  // where the row has ended. Tokens that there are not are minus infinity. kAhead groups are loaded at a time.
+  // Calls visit(group, values, count) for the groups first, first + step, ... in all lanes of a warp,
+  // with a count of 0 past the end of the row. Tokens that do not exist are minus infinity. kAhead
+  // groups are loaded at a time.
   template <int kAhead, typename Visit>
   __device__ __forceinline__ void for_each_group(int first, int step, const Visit& visit) const {
     const int lane = threadIdx.x & 31;
@@ -128,7 +133,7 @@ struct LogitsRow {
 
 __device__ __forceinline__ uint64_t larger(uint64_t a, uint64_t b) { return a > b ? a : b; }
 
-// All threads get the maximum over the block.
+// Returns the maximum over the block to all threads.
 __device__ __forceinline__ uint64_t block_max(uint64_t best) {
   __shared__ uint64_t scratch[kThreads / 32];
 #pragma unroll
@@ -141,26 +146,27 @@ __device__ __forceinline__ uint64_t block_max(uint64_t best) {
   return best;
 }
 
-// Does only a part of the tokens stay?
+// Whether top-k or top-p removes tokens.
 __device__ __forceinline__ bool is_filtered(const SampleRow& how, int vocab_size) {
   return (how.top_k > 0 && how.top_k < vocab_size) || how.top_p < 1.0f;
 }
 
-// How the tokens are bounded of which the filters leave some: rank threads of a part reach the part's bound, and so
-// many parts reach the row's. rank 0: there is no bound.
+// How the bound for the filtered tokens is found: `rank` threads of a part reach the part's bound, and
+// `parts` parts reach the row's bound. With a rank of 0 there is no bound.
 struct BoundRanks {
   int rank = 0, parts = 0;
 
   __device__ __forceinline__ BoundRanks(const SampleRow& how, const SampleArgs& args) {
     const int needed = how.top_k > 0 && how.top_k < args.vocab_size ? how.top_k : kTopPTokens;
     if (needed > kMostTokens) return;
-    // About half of the parts: few tokens more than needed reach a bound that lies in the middle.
+    // `parts` becomes about half of all parts: few tokens more than needed reach a bound that lies in
+    // the middle.
     rank = max(2, (2 * needed + args.parts - 1) / args.parts);
     parts = (needed + rank - 1) / rank;
   }
 };
 
-// The largest key that `rank` threads reach with theirs; of its bits the upper 16.
+// Returns the upper 16 bits of the largest key that the keys of `rank` threads reach.
 __device__ __forceinline__ uint32_t find_bound(uint32_t key, int rank) {
   uint32_t bound = 0;
 #pragma unroll 1
@@ -214,21 +220,21 @@ __device__ __forceinline__ uint32_t word(const uint4& v, int i) {
   return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
 }
 
-// The random bits of the tokens 4 * group to 4 * group + 3.
+// Returns the random bits of the tokens 4 * group to 4 * group + 3.
 __device__ __forceinline__ uint4 noise_bits(const SampleRow& how, int group) {
   return philox(how.seed, make_uint4(static_cast<uint32_t>(how.index), static_cast<uint32_t>(how.index >> 32),
                                      group, 0));
 }
 
-// Best score of the groups first, first + step, ...; `is_eligible(value, id)` filters. Some eligible token has the
-// score `lowest` or more. All threads of the block.
+// Returns the best score in the groups first, first + step, ...; `is_eligible(value, id)` filters the
+// tokens. Some eligible token must have a score of at least `lowest`. All threads of the block call it.
 template <typename T, typename Eligible>
 __device__ __forceinline__ uint64_t best_score(const LogitsRow<T>& row, const SampleRow& how, float maximum,
                                                float lowest, int first, int step, const Eligible& is_eligible) {
   uint64_t best = 0;
   const float per_temperature = 1.0f / how.temperature;
   row.template for_each_group<2>(first, step, [&](int group, const float (&values)[4], int count) {
-    // What a token's noise has to be, near enough.
+    // The noise that each token needs to reach `lowest`, approximately.
     float needed[4], least = __builtin_huge_valf();
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -239,7 +245,8 @@ __device__ __forceinline__ uint64_t best_score(const LogitsRow<T>& row, const Sa
       const uint4 bits = noise_bits(how, group);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        // The noise is at most -log(uniform), which most of the time is too little; logarithms cost more.
+        // The noise is at most -log(uniform), which is too little most of the time; this test avoids
+        // the more expensive logarithms.
         if (i >= count || uniform(word(bits, i)) > 1.01f * __expf(-needed[i])) continue;
         if (!is_eligible(values[i], group * 4 + i)) continue;
         const float score = (values[i] - maximum) / how.temperature + gumbel(word(bits, i));
@@ -252,7 +259,7 @@ __device__ __forceinline__ uint64_t best_score(const LogitsRow<T>& row, const Sa
   return best;
 }
 
-// The score of the likeliest token, which all filters leave.
+// Returns the score of the most likely token, which passes every filter.
 __device__ __forceinline__ float likeliest_score(const SampleRow& how, int likeliest) {
   __shared__ float score;
   if (threadIdx.x == 0) score = gumbel(word(noise_bits(how, likeliest / 4), likeliest % 4));
@@ -260,7 +267,7 @@ __device__ __forceinline__ float likeliest_score(const SampleRow& how, int likel
   return score;
 }
 
-// The sum of what the threads before this one have.
+// Returns the sum of the values of all threads before this one.
 __device__ unsigned long long sum_before(unsigned long long own) {
   __shared__ unsigned long long warps[kThreads / 32];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
@@ -282,13 +289,13 @@ struct Histogram {
   unsigned long long mass[kBins];
 };
 
-// Where a walk down the bins from the highest has come to `goal`.
+// Where a walk down the bins from the highest reaches `goal`.
 struct Crossing {
   int bin;
-  unsigned long long above;  // sum of the bins higher than that
+  unsigned long long above;  // the sum of the bins above `bin`
 };
 
-// The highest bin at which the sum from the top reaches `goal` (> 0); bin 0 if none does.
+// Returns the highest bin at which the sum from the top reaches `goal` (> 0), or bin 0 if none does.
 template <typename Value>
 __device__ Crossing find_crossing(const Value* bins, unsigned long long goal) {
   __shared__ Crossing found;
@@ -314,8 +321,8 @@ __device__ Crossing find_crossing(const Value* bins, unsigned long long goal) {
   return found;
 }
 
-// The tokens that top-k and top-p leave: those with a key above `key`, and of those that have it the ones up to
-// `last_id`.
+// The tokens that top-k and top-p keep: those with a key above `key`, and those with exactly this key
+// whose id is at most `last_id`.
 struct Cut {
   uint32_t key;
   int last_id;
@@ -333,7 +340,8 @@ __device__ __forceinline__ unsigned long long weight_of(const SampleRow& how, fl
 template <typename T>
 __device__ Cut find_cut(const LogitsRow<T>& row, const SampleRow& how, float maximum) {
   __shared__ Histogram histogram;
-  // Counts and masses of the keys that begin with the `prefix_bits` of `prefix` and are at least `lowest`.
+  // Counts the keys that begin with the `prefix_bits` of `prefix` and are at least `lowest`, and sums
+  // up their weights.
   const auto count = [&](int shift, int prefix_bits, uint32_t prefix, uint32_t lowest) {
     __syncthreads();
     for (int bin = threadIdx.x; bin < kBins; bin += kThreads) histogram.count[bin] = 0, histogram.mass[bin] = 0;
@@ -353,11 +361,12 @@ __device__ Cut find_cut(const LogitsRow<T>& row, const SampleRow& how, float max
     }
     __syncthreads();
   };
-  // Of 32 bits: 11, 11 and the last 10. f16 and bf16 end within the second, but the third costs one pass.
+  // The 32 bits are taken as 11, 11 and the last 10. Keys of f16 and bf16 end within the second level,
+  // but the third costs only one pass.
   constexpr int kShifts[3] = {21, 10, 0};
   constexpr int kPrefixBits[3] = {0, 11, 22};
 
-  uint32_t lowest = 0;  // of top-k
+  uint32_t lowest = 0;  // the lowest key that top-k keeps
   if (how.top_k > 0 && how.top_k < row.vocab_size) {
     unsigned long long goal = how.top_k;
     uint32_t prefix = 0;
@@ -396,13 +405,13 @@ __device__ Cut find_cut(const LogitsRow<T>& row, const SampleRow& how, float max
     ties = histogram.count[at.bin];
     tie_mass = histogram.mass[at.bin];
   }
-  // All ties have the same weight; one stays while those before it do not reach the goal.
+  // All ties have the same weight; a tie stays while the tokens before it do not reach the goal.
   const unsigned long long each = ties > 0 ? tie_mass / ties : 0;
   const unsigned long long needed = each > 0 ? (goal + each - 1) / each : ties;
   Cut cut = {prefix > lowest ? prefix : lowest, row.vocab_size};
   if (needed >= ties) return cut;
 
-  // The id of the last tie that is needed. Each thread counts a run of neighbouring groups.
+  // Finds the id of the last tie that is needed. Each thread counts a run of neighbouring groups.
   __shared__ unsigned before[kThreads + 1];
   __shared__ int last_id;
   const int per_thread = (row.num_groups() + kThreads - 1) / kThreads;
@@ -435,7 +444,7 @@ __device__ __forceinline__ bool passes_min_p(const SampleRow& how, float value, 
   return how.min_p <= 0.0f || expf((value - maximum) / how.temperature) >= how.min_p;
 }
 
-// The sum over the block, for all threads.
+// Returns the sum over the block to all threads.
 __device__ __forceinline__ unsigned long long block_sum(unsigned long long own) {
   __shared__ unsigned long long scratch[kThreads / 32];
 #pragma unroll
@@ -449,7 +458,7 @@ __device__ __forceinline__ unsigned long long block_sum(unsigned long long own) 
   return sum;
 }
 
-// The bound that so many parts reach.
+// Returns the `parts`-th largest of the bounds of the row's parts.
 __device__ __forceinline__ uint32_t row_bound(const SampleArgs& args, int parts) {
   __shared__ uint32_t bounds[kMaxSampleParts];
   __shared__ uint32_t found;
@@ -465,8 +474,8 @@ __device__ __forceinline__ uint32_t row_bound(const SampleArgs& args, int parts)
   return found;
 }
 
-// The block's part of the tokens at or above the bound becomes candidates of the row, and with `has_mass` the
-// weights of all its tokens are added up. `collected` has room for kMaxCandidates.
+// Makes the tokens at or above the bound in the block's part candidates of the row and, with
+// `has_mass`, adds up the weights of all tokens of the part. `collected` has room for kMaxCandidates.
 template <typename T>
 __device__ void collect(const SampleArgs& args, const LogitsRow<T>& row, const SampleRow& how, float maximum,
                         uint32_t bound, bool has_mass, uint64_t* collected) {
@@ -498,7 +507,7 @@ __device__ void collect(const SampleArgs& args, const LogitsRow<T>& row, const S
   }
 }
 
-// Sorts the first `size` (a power of two) pairs in shared memory, the largest first: a bitonic network.
+// Sorts the first `size` (a power of two) pairs in shared memory, the largest first, by a bitonic network.
 __device__ void sort_pairs(uint64_t* pairs, int size) {
   for (int run = 2; run <= size; run *= 2) {
     for (int distance = run / 2; distance > 0; distance /= 2) {
@@ -516,8 +525,9 @@ __device__ void sort_pairs(uint64_t* pairs, int size) {
 
 constexpr unsigned kUndecided = 0xfffffffeu;
 
-// The token drawn among the candidates that the filters leave, or kUndecided if more tokens may be left than
-// are candidates. All threads of the block; `pairs` has room for kMaxCandidates.
+// Returns the token drawn among the candidates that pass the filters, or kUndecided if tokens that are
+// not candidates might pass them too. All threads of the block call it; `pairs` has room for
+// kMaxCandidates.
 __device__ unsigned choose_candidate(const SampleArgs& args, const SampleRow& how, float maximum, int num_candidates,
                                      unsigned long long mass, uint64_t* pairs) {
   if (num_candidates > kMaxCandidates) return kUndecided;
@@ -526,7 +536,7 @@ __device__ unsigned choose_candidate(const SampleArgs& args, const SampleRow& ho
   for (int i = threadIdx.x; i < size; i += kThreads) pairs[i] = i < num_candidates ? __ldcg(args.candidates() + i) : 0;
   sort_pairs(pairs, size);
 
-  constexpr int kEach = kMaxCandidates / kThreads;  // neighbours, of a thread
+  constexpr int kEach = kMaxCandidates / kThreads;  // neighbouring candidates for each thread
   const int first = threadIdx.x * kEach;
   const auto value_of = [&](int i) { return value_of_key(static_cast<uint32_t>(pairs[i] >> 32)); };
   int kept = num_candidates;
@@ -551,7 +561,7 @@ __device__ unsigned choose_candidate(const SampleArgs& args, const SampleRow& ho
         static_cast<unsigned long long>(ceil(static_cast<double>(how.top_p) * static_cast<double>(mass)));
     if (goal < 1) goal = 1;
     if (total < goal) return kUndecided;
-    // A token stays while those before it do not reach the goal.
+    // A token stays while the tokens before it do not reach the goal.
     unsigned long long before = sum_before(own);
     int left = 0;
 #pragma unroll
@@ -573,7 +583,7 @@ __device__ unsigned choose_candidate(const SampleArgs& args, const SampleRow& ho
   return index_of_pair(block_max(best));
 }
 
-// The same over the whole row.
+// Draws as choose_candidate does, but over the whole row.
 template <typename T>
 __device__ unsigned choose_filtered(const LogitsRow<T>& row, const SampleRow& how, float maximum, int likeliest) {
   const Cut cut = find_cut(row, how, maximum);
@@ -584,7 +594,8 @@ __device__ unsigned choose_filtered(const LogitsRow<T>& row, const SampleRow& ho
   return index_of_pair(block_max(best_score(row, how, maximum, lowest, threadIdx.x, kThreads, is_left)));
 }
 
-// True in all threads of the last block of the row to come here, which sees what the others have written.
+// Returns true in all threads of the last block of the row to call it; that block sees what the others
+// have written.
 __device__ __forceinline__ bool is_last_block(const SampleArgs& args) {
   __shared__ bool is_last;
   __syncthreads();

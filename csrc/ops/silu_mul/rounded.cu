@@ -1,8 +1,8 @@
 // The gate of SwiGLU (Shazeer 2020) with the roundings of Transformers:
 //   out = round(round(gate / (1 + e^-gate)) * up)
-// where round() is to T. In f32 the roundings do nothing. activation.cu rounds once.
+// where round() is to T. In f32 the roundings do nothing. silu_mul.cu rounds once.
 //
-// gate_up: [num_rows, 2 * width], gate in front of up; out: [num_rows, width]; both contiguous.
+// gate_up: [num_rows, 2 * width], the gate before up; out: [num_rows, width]; both contiguous.
 //
 // grid (num_rows, blocks along width). N elements per access: 1, or kVec<T> where width is a multiple of it
 // and everything begins at a multiple of 16 bytes.

@@ -31,7 +31,8 @@ struct MaxSum {
   float sum;
 };
 
-// -inf - -inf is NaN: where nothing finite was seen, 0 stands for the maximum and every e_i is 0.
+// -inf - -inf is NaN: where no finite value was seen, 0 takes the place of the maximum and every e_i is
+// 0.
 __device__ __forceinline__ float finite_base(float max) {
   return max == -__builtin_huge_valf() ? 0.0f : max;
 }
@@ -58,7 +59,8 @@ __device__ __forceinline__ MaxSum block_merge(MaxSum part, float (&scratch)[2][3
   return warp_merge(part);
 }
 
-// What turns e_i of a thread with the maximum `max` into the result. NaN in the row makes whole.sum NaN.
+// Returns the factor that turns e_i of a thread with the maximum `max` into the result. NaN in the row
+// makes whole.sum NaN.
 __device__ __forceinline__ float correction(float max, MaxSum whole) {
   if (whole.sum == 0.0f) return 0.0f;
   return exp_below(max, finite_base(whole.max)) / whole.sum;

@@ -19,15 +19,15 @@ constexpr int kMaxK = 1024;
 
 struct Selection {
   unsigned histogram[256];
-  unsigned digit;      // of the k-th largest key, in the present pass
+  unsigned digit;      // the digit of the k-th largest key in the present pass
   unsigned remaining;  // how many keys are wanted among those that share its prefix
-  unsigned matching;   // how many those are
+  unsigned matching;   // how many keys share its prefix
   unsigned count;
   uint64_t selected[kMaxK];
 };
 
 // Leaves the k largest of the block's nonzero keys, unsorted, in s.selected, or all if there are no more
-// than k. Returns how many.
+// than k. Returns their number.
 __device__ __forceinline__ unsigned select(const uint64_t (&keys)[kPerThread], unsigned k, Selection& s) {
   const int thread = threadIdx.x, lane = thread & 31;
   uint64_t prefix = 0;
@@ -57,7 +57,7 @@ __device__ __forceinline__ unsigned select(const uint64_t (&keys)[kPerThread], u
       const unsigned total = __shfl_sync(0xffffffffu, above, 31);
       above -= own;
       if (total < remaining) {
-        // Only in the first pass: everything is selected.
+        // This happens only in the first pass: every key is selected.
         if (lane == 0) {
           s.digit = 0;
           s.remaining = s.matching = 0;
@@ -88,7 +88,7 @@ __device__ __forceinline__ unsigned select(const uint64_t (&keys)[kPerThread], u
   return s.count;
 }
 
-// The block's part of a row, `chunk` elements from `begin` on. N: elements per access.
+// Loads the block's part of a row, `chunk` elements starting at `begin`. N: elements per access.
 template <typename T, int N>
 __device__ __forceinline__ void load_keys(uint64_t (&keys)[kPerThread], const T* row, int begin, int end) {
 #pragma unroll
@@ -108,7 +108,7 @@ __device__ __forceinline__ void load_keys(uint64_t (&keys)[kPerThread], const T*
   }
 }
 
-// Bitonic sort, largest first, of s.selected[0, count); then the first k are written.
+// Sorts s.selected[0, count), the largest first, by a bitonic network; then writes the first k.
 template <typename T>
 __device__ __forceinline__ void sort_and_store(T* values, int* indices, const T* row, unsigned count,
                                                unsigned k, Selection& s) {
@@ -149,7 +149,7 @@ __device__ __forceinline__ void top_k_single(T* values, int* indices, const T* x
   sort_and_store(values + row * k, indices + row * k, x + row * x_stride, count, k, s);
 }
 
-// target: [num_rows, gridDim.y, k]; a part of fewer than k elements leaves zeros behind its own.
+// target: [num_rows, gridDim.y, k]; a part of fewer than k elements leaves zeros after its own.
 __device__ __forceinline__ void store_candidates(uint64_t* candidates, unsigned count, int k,
                                                  const Selection& s) {
   uint64_t* target = candidates + (static_cast<long long>(blockIdx.x) * gridDim.y + blockIdx.y) * k;
@@ -167,7 +167,7 @@ __device__ __forceinline__ void top_k_parts(uint64_t* candidates, const T* x, in
   store_candidates(candidates, select(keys, k, s), k, s);
 }
 
-// Up to kThreads * kPerThread of the row's candidates, from `begin` on.
+// Loads up to kThreads * kPerThread of the row's candidates, starting at `begin`.
 __device__ __forceinline__ void load_candidates(uint64_t (&keys)[kPerThread], const uint64_t* candidates,
                                                 int num_candidates, int begin) {
   const uint64_t* row = candidates + static_cast<long long>(blockIdx.x) * num_candidates;

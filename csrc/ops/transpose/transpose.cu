@@ -52,8 +52,8 @@ __device__ __forceinline__ void transpose_pairs(uint16_t* __restrict__ y, const 
                                                 int num_rows, int num_cols, long long y_batch_stride,
                                                 long long x_batch_stride, long long y_row_stride,
                                                 long long x_row_stride) {
-  // [pair of columns][pair of rows]: the column's two words of a 2 x 2 square. 33 units of 8 bytes: the
-  // stores down a column are free of conflicts.
+  // [pair of columns][pair of rows]: the column's two words of a 2 x 2 square. With 33 units of 8 bytes
+  // the stores down a column are free of conflicts.
   __shared__ uint2 tile[kTile / 2][kTile / 2 + 1];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int first_col = blockIdx.x * kTile, first_row = blockIdx.y * kTile;
