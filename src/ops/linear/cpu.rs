@@ -1,4 +1,4 @@
-//! `out = x W^T + bias`, or added to `out`.
+//! The linear layer `out = x W^T + bias`, which replaces `out` or is added to it.
 //!
 //! x [num_tokens, in_features] f32, W [out_features, in_features] packed, bias [out_features] f32,
 //! out [num_tokens, out_features] f32; sums in f32. With bf16 weights x is rounded to bf16 first, on
@@ -15,7 +15,7 @@ use crate::ops::common::panel_product::{
     grow, multiply, Epilogue, Packed, ProductNeeds, ProductScratch, Rows, Weight,
 };
 
-/// What [`linear`] does with what `out` holds.
+/// What [`linear`] does with the contents of `out`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Store {
     /// The result replaces it.
@@ -27,7 +27,7 @@ pub enum Store {
 /// Buffers that [`linear`] needs; they grow to the largest call and are then reused.
 #[derive(Debug)]
 pub struct LinearScratch {
-    /// x as the kernels take it: [num_tokens, in_features rounded up to even].
+    /// x in the form that the kernels take: [num_tokens, in_features rounded up to even].
     activations: HostBuffer,
     product: ProductScratch,
 }
@@ -39,17 +39,18 @@ impl Default for LinearScratch {
 }
 
 impl LinearScratch {
-    /// Empty.
+    /// Makes empty buffers.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Bytes held.
+    /// Returns the number of bytes held.
     pub fn size_bytes(&self) -> usize {
         self.activations.len_bytes() + self.product.size_bytes()
     }
 
-    /// Bytes held after calls with each of `calls`, `(num_tokens, in_features)`, on `num_threads` threads.
+    /// Returns the bytes held after calls with each of `calls`, `(num_tokens, in_features)`, on
+    /// `num_threads` threads.
     pub fn bytes_for(
         dtype: DType,
         isa: Isa,
@@ -70,7 +71,7 @@ impl LinearScratch {
     }
 }
 
-/// See the head of the file.
+/// Computes a linear layer; see the head of the file.
 #[allow(clippy::too_many_arguments)]
 pub fn linear(
     backend: &CpuBackend,
@@ -122,7 +123,7 @@ pub fn linear(
 struct Finish<'a> {
     bias: Option<&'a [f32]>,
     store: Store,
-    /// [num_tokens, out_features]
+    /// The result, [num_tokens, out_features].
     out: SendPointer<f32>,
     out_features: usize,
 }
