@@ -20,9 +20,9 @@ use crate::ops::kv_cache::layout::BLOCK_SIZE;
 use std::marker::PhantomData;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Up to this many rows keys are multiplied where they lie: transposing them costs more.
+/// Up to this many rows, keys are multiplied where they lie: transposing them costs more.
 const FEW_ROWS: usize = 2 * MAX_ROWS;
-/// Fewer blocks of work than this stay on the calling thread.
+/// Calls with fewer blocks of work than this stay on the calling thread.
 const PARALLEL_BLOCKS: usize = 12;
 
 /// Buffers that [`attention_flash`] needs; they grow to the largest call and are then reused.
@@ -38,13 +38,13 @@ impl Default for FlashScratch {
 }
 
 impl FlashScratch {
-    /// Empty.
+    /// Makes empty buffers.
     pub fn new() -> Self {
         Self::default()
     }
 }
 
-/// Attention; `out` lies as `attention.out_strides` says.
+/// Computes attention; `out` lies as `attention.out_strides` says.
 pub fn attention_flash<T: Storage>(
     backend: &CpuBackend,
     attention: &Attention<'_, T>,
@@ -96,7 +96,7 @@ struct Lane<'a, T> {
     attention: &'a Attention<'a, T>,
     group: usize,
     sequences: &'a [Sequence<'a>],
-    /// [num_seqs]: first tile of each sequence.
+    /// The first tile of each sequence, [num_seqs].
     first_tiles: &'a [usize],
     online: Online<'a>,
     out: &'a SendPointer<T>,
@@ -114,7 +114,8 @@ impl<T: Storage> Kernel for Lane<'_, T> {
             if task >= self.num_tasks {
                 return;
             }
-            // From the last to the first: late tiles see more keys, and small ones shall end the call.
+            // The order is from the last to the first: late tiles see more keys, and small ones
+            // shall end the call.
             let task = self.num_tasks - 1 - task;
             let num_kv_heads = self.attention.num_kv_heads;
             let (tile, kv_head) = (task / num_kv_heads, task % num_kv_heads);
@@ -126,13 +127,13 @@ impl<T: Storage> Kernel for Lane<'_, T> {
     }
 }
 
-/// Keys that lie one token stride apart, of a block.
+/// Keys of a block that lie one token stride apart.
 #[derive(Clone, Copy)]
 struct Run {
-    /// Index in the block of 32.
+    /// The index in the block of 32.
     start: usize,
     len: usize,
-    /// Elements of the first in k and v.
+    /// The position of the first key's elements in k and v.
     k: usize,
     v: usize,
 }
@@ -143,7 +144,7 @@ impl<T: Storage> Lane<'_, T> {
         let attention = self.attention;
         let Attention { head_dim, causal, q_strides, out_strides, .. } = *attention;
         let num_rows = (sequence.q_len * self.group - first_row).min(TILE_ROWS);
-        // Query and head of a row.
+        // The query and head of a row.
         let group = self.group;
         let place = |row: usize| {
             let row = first_row + row;
@@ -177,7 +178,7 @@ impl<T: Storage> Lane<'_, T> {
         }
     }
 
-    /// Keys and values from `first_key` on, for all rows of the tile.
+    /// Goes over keys and values from `first_key` on, for all rows of the tile.
     #[inline(always)]
     fn block<S: Simd>(
         &mut self,
@@ -273,14 +274,15 @@ impl<T: Storage> Lane<'_, T> {
     }
 }
 
-/// Keys as they lie, 32 of head_dim elements, a multiple of 16.
+/// Keys where they lie: 32 of head_dim elements, a multiple of 16.
 struct KeyRows<T, E> {
     rows: [*const T; BLOCK_SIZE],
-    /// How many of them are keys of the sequence.
+    /// The number of them that are keys of the sequence.
     len: usize,
-    /// Elements from a key to that of the next block, to prefetch it; any number, it is only a hint.
+    /// The distance in elements from a key to that of the next block, to prefetch it; any number
+    /// will do, as it is only a hint.
     ahead: usize,
-    /// Multiplies weights and values.
+    /// The element that multiplies weights and values.
     _element: PhantomData<E>,
 }
 
@@ -306,7 +308,7 @@ unsafe impl<T: Storage, E: Element<Activation = f32>> Keys for KeyRows<T, E> {
 
 impl<T: Storage, E: Element<Activation = f32>> KeyRows<T, E> {
     /// # Safety
-    /// As [`Keys::scores`].
+    /// The same as for [`Keys::scores`].
     #[inline(always)]
     // Indices of constant extent, which the compiler unrolls into registers.
     #[allow(clippy::needless_range_loop)]
