@@ -7,7 +7,7 @@ use crate::error::{Error, Result};
 use crate::memory::Tensor;
 use crate::ops::common::contiguous::{check, cuda, float};
 
-/// `x = gelu_tanh(x)`. x: any shape, contiguous.
+/// Computes `x = gelu_tanh(x)`. x: any shape, contiguous.
 pub fn gelu_tanh(context: &ComputeContext, x: &Tensor) -> Result<()> {
     const BLOCK: u32 = 128;
     let dtype = float("x", x)?;

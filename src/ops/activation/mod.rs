@@ -19,7 +19,7 @@ use crate::ops::common::check::{self, InPlace};
 use crate::ops::common::launch::with_storage;
 use crate::ops::common::staging::{contiguous, host_slice, host_slice_mut, input, output};
 
-/// `out = function(x)`, see the head of the file. `out` may be the same view as `x`.
+/// Computes `out = function(x)`, see the head of the file. `out` may be the same view as `x`.
 pub fn activation(
     context: &ComputeContext,
     function: Activation,
@@ -40,7 +40,8 @@ pub fn activation(
             let place = output(context, out, contiguous)?;
             if x.is_same_view(&place.tensor) {
                 with_storage!(dtype, T => {
-                    // SAFETY: a contiguous tensor of T on the host, input and result at once.
+                    // SAFETY: a contiguous tensor of T on the host, which is both the input and the
+                    // result.
                     let x = unsafe { host_slice_mut::<T>(&place.tensor) };
                     cpu::activation_in_place(backend, function, x)
                 })?;

@@ -5,7 +5,8 @@ use crate::error::{Error, Result};
 use crate::memory::Tensor;
 use crate::ops::common::launch::{num_blocks, row_layout};
 
-/// The most bytes that the kernel may move at once: rows begin at multiples of it and consist of such units.
+/// Returns the most bytes that the kernel may move at once: rows begin at multiples of it and
+/// consist of such units.
 fn unit_bytes(table: &Tensor, out: &Tensor) -> Result<i64> {
     let size = table.element().size_bytes() as i64;
     let mut numbers = vec![table.data() as i64, out.data() as i64, table.width() * size];
@@ -23,7 +24,7 @@ pub(in crate::ops) fn on_cuda(
     ids_are_i64: bool,
     out: &Tensor,
 ) -> Result<()> {
-    /// Of the kernel: units of a block.
+    /// The number of threads of a block of the kernel.
     const BLOCK: u32 = 128;
     const UNITS: i64 = 2 * BLOCK as i64;
     let too_many = || Error::unsupported(format!("out: shape {} is too large", out.shape()));

@@ -1,4 +1,5 @@
-//! The rows of the embedding at the head of a step, of tokens that the host knows or the step before has chosen.
+//! The embedding lookup at the start of a step, for tokens that the host knows or the preceding
+//! step has chosen.
 
 use crate::backend::cuda::{kernels, Arguments, Launch};
 use crate::backend::ComputeContext;
@@ -6,8 +7,8 @@ use crate::error::{Error, Result};
 use crate::memory::{ElementType, Tensor};
 use crate::ops::common::contiguous::{check, cuda, float, matrix_size};
 
-/// `out[t] = table[id(t)]`, where `id(t)` is `ids[t]`, or the token that `chosen[sources[t]]` is where the source
-/// is not `u32::MAX`. A token that was not chosen counts as 0.
+/// Computes `out[t] = table[id(t)]`, where `id(t)` is the token `chosen[sources[t]]` where the
+/// source is not `u32::MAX`, and otherwise `ids[t]`. A token that was not chosen counts as 0.
 ///
 /// ids, sources [num_tokens], chosen [max_rows], all of 32 bits; table [vocab_size, width], out
 /// [num_tokens, width] of one type. Sources name rows of `chosen`.

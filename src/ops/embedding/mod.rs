@@ -16,8 +16,8 @@ use crate::ops::common::launch::one_stride;
 use crate::ops::common::launch::with_storage;
 use crate::ops::common::staging::{contiguous, host_slice, host_slice_mut, input, output};
 
-/// See the head of the file. An id outside the table is an error on the CPU; on CUDA it gives a row of zeros
-/// and is reported when the context is waited for.
+/// Looks up the rows; see the head of the file. An id outside the table is an error on the CPU; on
+/// CUDA it gives a row of zeros and is reported when the context is waited for.
 pub fn embedding(
     context: &ComputeContext,
     table: &Tensor,

@@ -9,8 +9,8 @@ use crate::ops::common::row_kernels::{
     all_vectors, block_per_row, matrix_stride, rows_and_width, RowForm,
 };
 
-/// The kernel for narrow rows and how many rows a block of 256 threads takes, if one covers rows of so many
-/// vectors.
+/// Returns the kernel for narrow rows and how many rows a block of 256 threads takes, if one covers
+/// rows of this number of vectors.
 fn group(num_vectors: i64) -> Option<(i64, i64)> {
     match num_vectors {
         ..=16 => Some((16, 16)),
@@ -44,7 +44,7 @@ pub(in crate::ops) fn on_cuda(
                 .ok_or_else(|| Error::internal("more blocks than rows"))?;
             (kernel, Launch::linear(blocks, 256))
         }
-        // What is larger than the cache cannot be found there by whoever reads it next.
+        // An output larger than the cache cannot be found there by its next reader.
         (RowForm::Registers(_), None) if out.size_bytes() > cuda.device().info().l2_bytes => {
             (kernels::RMS_NORM_STREAM.of(dtype), block_per_row(form, rows, x))
         }

@@ -1,5 +1,5 @@
-//! Rotary position embedding (Su et al., 2021, equation 34): rotates pairs of values of each head by the
-//! angle whose cosine and sine stand in a table; computed in f32 and rounded once.
+//! Rotary position embedding (Su et al., 2021, equation 34): rotates pairs of values of each head
+//! by the angle whose cosine and sine stand in a table; computed in f32 and rounded once.
 
 use crate::backend::cpu::simd::{Kernel, Simd};
 use crate::backend::cpu::{CpuBackend, SendPointer};
@@ -55,7 +55,7 @@ pub fn rope<T: Storage, I: Index>(
     let start = SendPointer(x.as_mut_ptr());
     backend.parallel_tokens(num_tokens, row_len, |tokens| {
         for token in tokens {
-            // Always some, as checked above.
+            // This is always some, as checked above.
             let Some(position) = positions[token].to_index(num_positions) else { continue };
             // SAFETY: `check_strided` has found (num_tokens - 1) * row_stride + row_len <= x.len() and
             // row_len <= row_stride, so rows lie in x and do not overlap; each token is given out once.
@@ -71,11 +71,11 @@ pub fn rope<T: Storage, I: Index>(
 
 /// Rotates the heads of one token.
 pub(crate) struct Rotate<'a, T> {
-    /// [num_heads, head_dim]
+    /// The heads, [num_heads, head_dim].
     pub row: &'a mut [T],
-    /// [head_dim / 2]
+    /// The cosines, [head_dim / 2].
     pub cos: &'a [f32],
-    /// [head_dim / 2]
+    /// The sines, [head_dim / 2].
     pub sin: &'a [f32],
     pub pairing: RopePairing,
 }

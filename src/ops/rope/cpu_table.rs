@@ -7,24 +7,25 @@ use crate::ops::rope::cpu::Rotate;
 use crate::ops::rope::RopePairing;
 use std::sync::OnceLock;
 
-/// Positions whose angles are computed together.
+/// The number of positions whose angles are computed together.
 const BLOCK_POSITIONS: usize = 256;
 
-/// Cosines and sines of all positions, computed in blocks when first asked for.
+/// The cosines and sines of all positions, computed in blocks when first asked for.
 ///
 /// As in Transformers the angle is `position as f32 * inv_freq[i]` in f32, and the cosine and sine
-/// are multiplied by `attention_scaling` (YaRN; else 1).
+/// are multiplied by `attention_scaling` (of YaRN; otherwise 1).
 #[derive(Debug)]
 pub struct RopeTable {
     inv_freq: Vec<f32>,
     attention_scaling: f32,
     max_positions: usize,
-    /// Each [BLOCK_POSITIONS, 2, head_dim / 2]: cosines, then sines.
+    /// The computed blocks, each [BLOCK_POSITIONS, 2, head_dim / 2]: cosines, then sines.
     blocks: Vec<OnceLock<Vec<f32>>>,
 }
 
 impl RopeTable {
-    /// A table for heads of `2 * inv_freq.len()` and positions below `max_positions`.
+    /// Makes a table for heads of `2 * inv_freq.len()` elements and positions below
+    /// `max_positions`.
     pub fn new(inv_freq: &[f32], attention_scaling: f32, max_positions: usize) -> Result<Self> {
         let mut frequencies = try_with_capacity(inv_freq.len(), "rope frequencies")?;
         frequencies.extend_from_slice(inv_freq);
@@ -34,12 +35,13 @@ impl RopeTable {
         Ok(RopeTable { inv_freq: frequencies, attention_scaling, max_positions, blocks })
     }
 
-    /// Elements of a head.
+    /// Returns the number of elements of a head.
     pub fn head_dim(&self) -> usize {
         2 * self.inv_freq.len()
     }
 
-    /// Cosines and sines ([head_dim / 2] each) of a position whose block is there.
+    /// Returns the cosines and sines ([head_dim / 2] each) of a position whose block has been
+    /// computed.
     #[inline(always)]
     fn angles(&self, position: u32) -> (&[f32], &[f32]) {
         let half = self.inv_freq.len();
@@ -51,7 +53,7 @@ impl RopeTable {
         }
     }
 
-    /// Computes the block of `position` unless it is there.
+    /// Computes the block of `position` unless it has been computed.
     fn prepare(&self, position: u32) -> Result<()> {
         let outside = || {
             Error::invalid_argument(format!(
@@ -71,7 +73,7 @@ impl RopeTable {
         let mut values = try_with_capacity(2 * half * BLOCK_POSITIONS, "the rope table")?;
         for row in 0..BLOCK_POSITIONS {
             let position = (block * BLOCK_POSITIONS + row) as f32;
-            // The angle in f32 as Transformers has it; its cosine rounded once.
+            // The angle is in f32 as Transformers has it, and its cosine is rounded once.
             let angle = |f: &f32| f64::from(position * f);
             values.extend(
                 self.inv_freq.iter().map(|f| angle(f).cos() as f32 * self.attention_scaling),

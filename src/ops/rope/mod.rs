@@ -117,9 +117,9 @@ pub fn rope_table(
 
 /// Heads to rotate and where the result goes.
 pub struct RopeHeads<'a> {
-    /// [num_tokens, num_heads, head_dim]
+    /// The heads, [num_tokens, num_heads, head_dim].
     pub x: &'a Tensor,
-    /// The same; may be the same view.
+    /// The result, of the same shape; may be the same view.
     pub out: &'a Tensor,
 }
 
@@ -180,7 +180,7 @@ pub fn rope(
     let angles = Angles { positions, positions_are_i64, cos, sin, pairing };
     match context.backend() {
         ContextBackend::Cpu { backend, .. } => with_storage!(dtype, T => {
-            // Before anything is written.
+            // The positions are checked before anything is written.
             // SAFETY: contiguous integers of the type named, on the host.
             unsafe { angles.check_positions() }?;
             for heads in heads.iter().flatten() {
@@ -213,7 +213,7 @@ pub fn rope(
     }
 }
 
-/// What to rotate by.
+/// The positions and tables to rotate by.
 struct Angles<'a> {
     positions: &'a Tensor,
     positions_are_i64: bool,
@@ -244,7 +244,7 @@ impl Angles<'_> {
     /// Fails if a position is outside the table.
     ///
     /// # Safety
-    /// As [`Angles::position`].
+    /// The same as for [`Angles::position`].
     unsafe fn check_positions(&self) -> Result<()> {
         for token in 0..self.positions.num_elements() as usize {
             // SAFETY: by contract.
@@ -268,7 +268,7 @@ impl Angles<'_> {
     }
 }
 
-/// The strides of tokens and of heads, if the elements of each head lie one after the other.
+/// Returns the strides of tokens and of heads, if the elements of each head lie one after another.
 fn head_strides(tensor: &Tensor) -> Option<(i64, i64)> {
     match (&**tensor.shape(), &**tensor.strides()) {
         (&[_, _, head_dim], &[token, head, step]) if step == 1 || head_dim == 1 => {
@@ -278,17 +278,17 @@ fn head_strides(tensor: &Tensor) -> Option<(i64, i64)> {
     }
 }
 
-/// True if also the heads of each token do.
+/// Whether the heads of each token also lie one after another.
 fn heads_lie_together(tensor: &Tensor) -> bool {
     let num_heads = tensor.shape().get(1).copied().unwrap_or(0);
     head_strides(tensor).is_some_and(|(_, head)| num_heads <= 1 || head == tensor.width())
 }
 
-/// Rotates in place.
+/// Rotates heads in place.
 ///
 /// # Safety
-/// A tensor of T on the host that `heads_lie_together`, overlapping nothing of `angles`; the positions are
-/// inside the table, and all of `angles` is contiguous on the host.
+/// `heads` is a tensor of T on the host that `heads_lie_together`, overlapping nothing of `angles`;
+/// the positions are inside the table, and all of `angles` is contiguous on the host.
 unsafe fn rotate_on_host<T: Storage>(
     backend: &CpuBackend,
     heads: &Tensor,
@@ -326,8 +326,8 @@ unsafe fn rotate_on_host<T: Storage>(
 /// Which values of a head form pair i of `head_dim / 2`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RopePairing {
-    /// `(x[i], x[i + head_dim / 2])`: what Hugging Face checkpoints of Qwen3 and Llama use.
+    /// `(x[i], x[i + head_dim / 2])`, which Hugging Face checkpoints of Qwen3 and Llama use.
     SplitHalf,
-    /// `(x[2i], x[2i + 1])`: the paper's.
+    /// `(x[2i], x[2i + 1])`, as in the paper.
     Interleaved,
 }

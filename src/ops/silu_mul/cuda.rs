@@ -22,7 +22,7 @@ pub(in crate::ops) fn silu_mul_on_cuda(
     let accesses = width / per_access;
     let block = (accesses.clamp(1, 256) as u32).next_multiple_of(32);
     let rows = num_blocks(num_rows, 1).ok_or_else(too_many)?;
-    // The kernel goes on with what is left of wider rows.
+    // The kernel loops over the rest of wider rows.
     let parts = num_blocks(accesses, i64::from(block)).ok_or_else(too_many)?.min(1024);
     let grid = num_blocks(i64::from(rows) * i64::from(parts), 1).ok_or_else(too_many)?;
     let launch = Launch::linear(grid, block);

@@ -20,8 +20,9 @@ use crate::ops::common::staging::{host_slice, host_slice_mut, input, input_besid
 use crate::ops::common::storage::Storage;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// `out = silu(gate) * up`, see the head of the file. `out` may be the same view as `gate` or `up`. Rows of
-/// any distance, such as those of the halves of a fused projection, are read in place.
+/// Computes `out = silu(gate) * up`, see the head of the file. `out` may be the same view as `gate`
+/// or `up`. Rows at any distance, such as those of the halves of a fused projection, are read in
+/// place.
 pub fn silu_mul(context: &ComputeContext, gate: &Tensor, up: &Tensor, out: &Tensor) -> Result<()> {
     let (gate_named, up_named, out_named) = (("gate", gate), ("up", up), ("out", out));
     check::has_rows(gate_named)?;
@@ -55,7 +56,8 @@ pub fn silu_mul(context: &ComputeContext, gate: &Tensor, up: &Tensor, out: &Tens
 }
 
 /// # Safety
-/// Tensors with rows, of T, on the host, of the same shape; those of `out` overlap nothing.
+/// The tensors have rows, are of type T and one shape, and lie on the host; those of `out` overlap
+/// nothing.
 unsafe fn silu_mul_on_host<T: Storage>(
     backend: &CpuBackend,
     gate: &Tensor,
