@@ -52,7 +52,7 @@ fn layouts() -> Vec<Layout> {
     ]
 }
 
-/// Names and values, with what they are.
+/// Returns the names and values, each with a description.
 fn numbers() -> Vec<(&'static str, usize, &'static str)> {
     vec![
         ("kBlockTokens", kv_cache::layout::BLOCK_SIZE, "of a block of the paged cache"),

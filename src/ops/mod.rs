@@ -1,10 +1,10 @@
-//! The operators of the forward pass, one folder each: the contract and the checks in `mod.rs`, the CPU half in
-//! `cpu*.rs`, the CUDA half in `cuda*.rs`, whose kernels are in `csrc/ops/<operator>`. What several are made of is in
-//! [`common`].
+//! The operators of the forward pass, one folder each: the contract and the checks in `mod.rs`, the
+//! CPU half in `cpu*.rs`, the CUDA half in `cuda*.rs`, whose kernels are in `csrc/ops/<operator>`.
+//! The parts that several operators share are in [`common`].
 //!
-//! Operators round once, at the end, unless their file says `rounded`: those round each intermediate to the type of
-//! the tensors, as Transformers does, so that a model gives the tokens that it gives there. Operators without a C
-//! function are parts of the models' forward pass.
+//! Operators round once, at the end, unless their file says `rounded`: those round each
+//! intermediate result to the type of the tensors, as Transformers does, so that a model generates
+//! the same tokens as there. Operators without a C function are parts of the models' forward pass.
 //!
 //! | operator | forms (files) | C functions | test |
 //! |---|---|---|---|

@@ -7,8 +7,9 @@ use crate::memory::{DType, Tensor};
 use crate::ops::common::launch::rows_are_aligned;
 use crate::ops::common::launch::{num_blocks, row_layout};
 
-/// How many blocks share a row of `accesses` accesses: enough rows fill the device by themselves; fewer blocks
-/// than accesses, and not many more than pay (measured on an H200 with 1 and 32 rows of 151936).
+/// Returns how many blocks share a row of `accesses` accesses: enough rows fill the device by
+/// themselves; there are fewer blocks than accesses, and not many more than pay (measured on an
+/// H200 with 1 and 32 rows of 151936).
 fn argmax_splits(num_rows: i64, accesses: i64, block: u32) -> i64 {
     let useful = (accesses as u64).div_ceil(u64::from(block)) as i64;
     useful.min(512 / num_rows.max(1)).clamp(1, 80)

@@ -1,5 +1,6 @@
-//! The largest elements along the last dimension. NaN counts as larger than every number, -0 equals +0, and
-//! of equals the one with the lowest index comes first, as in PyTorch (which leaves the last open).
+//! The largest elements along the last dimension. NaN counts as larger than every number, -0 equals
+//! +0, and among equal elements the one with the lowest index comes first, as in PyTorch (which
+//! does not specify the last).
 //!
 //! x [..., width] f32, f16 or bf16. argmax: out [...] i32 or i64. top_k: values [..., k] of the type of x,
 //! indices [..., k] i32, from the largest down; k is at most width and [`MAX_K`].
@@ -18,7 +19,7 @@ use crate::ops::common::launch::too_wide;
 use crate::ops::common::launch::with_storage;
 use crate::ops::common::staging::{contiguous, host_slice, host_slice_mut, input, output};
 
-/// Index of the largest element of each row, see the head of the file.
+/// Writes the index of the largest element of each row, see the head of the file.
 pub fn argmax(context: &ComputeContext, x: &Tensor, out: &Tensor) -> Result<()> {
     let (x_named, out_named) = (("x", x), ("out", out));
     check::has_rows(x_named)?;

@@ -17,7 +17,7 @@ use crate::ops::common::staging::{
     contiguous, host_slice, host_slice_mut, input, input_beside, output,
 };
 
-/// See the head of the file. `out` may be the same view as `x`.
+/// Normalises each row; see the head of the file. `out` may be the same view as `x`.
 pub fn layer_norm(
     context: &ComputeContext,
     x: &Tensor,

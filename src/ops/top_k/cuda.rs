@@ -7,10 +7,11 @@ use crate::memory::{DType, Tensor};
 use crate::ops::common::launch::rows_are_aligned;
 use crate::ops::common::launch::{num_blocks, row_layout};
 
-/// Elements or candidates that one block selects from.
+/// The number of elements or candidates that one block selects from.
 const HELD: i64 = 16384;
 
-/// How a row is cut for the first launch: into how many parts, of how many elements (a multiple of 8).
+/// Returns how a row is cut for the first launch: into how many parts, of how many elements (a
+/// multiple of 8).
 fn top_k_parts(width: i64) -> (i64, i64) {
     let parts = (width as u64).div_ceil(HELD as u64);
     let chunk = (width as u64).div_ceil(parts).next_multiple_of(8);
@@ -26,7 +27,7 @@ pub(in crate::ops) fn top_k_on_cuda(
     values: &Tensor,
     indices: &Tensor,
 ) -> Result<()> {
-    /// Bytes of candidates that one round of launches may use.
+    /// The bytes of candidates that one round of launches may use.
     const WORKSPACE: i64 = 64 << 20;
     const BLOCK: u32 = 1024;
     let k = values.width();
@@ -85,7 +86,8 @@ pub(in crate::ops) fn top_k_on_cuda(
             .i32(chunk as i32)
             .i64(stride);
         launch(parts_kernel, (rows, parts), arguments)?;
-        // While a row has more candidates than one block holds, blocks select among them, to and fro.
+        // While a row has more candidates than one block holds, blocks select among them, back and
+        // forth.
         let (mut source, mut target) = (Some(&candidates), reduced.as_ref());
         let mut present = parts;
         while let (groups @ 2.., Some(from), Some(to)) = (groups_of(present), source, target) {
