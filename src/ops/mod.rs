@@ -28,9 +28,10 @@
 //! | [`top_k`] | `cpu` typed slices; `cuda` tensors | `xserv_op_top_k` | `tests/ops/top_k.rs` |
 //! | [`transpose`] | `cpu` typed slices; `mod` tensors on a GPU | `xserv_op_transpose` | `tests/ops/transpose.rs` |
 //!
-//! A new operator is a folder here with a row above, a folder of kernels in `csrc/ops`, a C function in `src/ffi/ops_*.rs`
-//! if C is to see it, and a test that compares it with a reference in f64 (`tests/support/reference.rs`).
-//! `tests/abi/layering.rs` holds the table, the tests and the imports between operators to this.
+//! A new operator is a folder here with a row above, a folder of kernels in `csrc/ops`, a C
+//! function in `src/ffi/ops_*.rs` if C is to see it, and a test that compares it with a reference
+//! in f64 (`tests/support/reference.rs`). `tests/abi/layering.rs` holds the table, the tests and
+//! the imports between operators to this.
 
 pub mod activation;
 pub mod argmax;

@@ -1,5 +1,5 @@
-//! GELU in the tanh form (Hendrycks and Gimpel, 2016), rounded after each step as in Transformers' `gelu_new`:
-//! `csrc/ops/activation/gelu_tanh_rounded.cu` lists the steps.
+//! GELU in the tanh form (Hendrycks and Gimpel, 2016), rounded after each step as in Transformers'
+//! `gelu_new`: `csrc/ops/activation/gelu_tanh_rounded.cu` lists the steps.
 
 use crate::backend::cuda::{kernels, Arguments, Launch};
 use crate::backend::ComputeContext;

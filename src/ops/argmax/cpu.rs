@@ -1,5 +1,5 @@
-//! The largest elements of each row. As in PyTorch a NaN counts as larger than any number; the lowest
-//! index wins a tie.
+//! The largest elements of each row. As in PyTorch a NaN counts as larger than any number; the
+//! lowest index wins a tie.
 
 use crate::backend::cpu::simd::{Kernel, Simd};
 use crate::backend::cpu::CpuBackend;

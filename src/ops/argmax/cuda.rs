@@ -49,12 +49,14 @@ pub(in crate::ops) fn argmax_on_cuda(
         .i32(width)
         .i64(row_layout(x)?.outer_stride)
         .pointer(partials_start);
-    // SAFETY: the arguments of xserv_argmax_*; the stride leads to the rows, and there is a word for each part.
+    // SAFETY: the arguments of xserv_argmax_*; the stride leads to the rows, and there is a word
+    // for each part.
     unsafe { cuda.launch(kernel, launch, arguments) }?;
     if splits > 1 {
         let kernel = if out_is_i64 { kernels::ARGMAX_MERGE_I64 } else { kernels::ARGMAX_MERGE_I32 };
         let arguments = Arguments::new().tensor(out).pointer(partials_start).i32(splits as i32);
-        // SAFETY: the arguments of xserv_argmax_merge_*; the parts were written by the launch before.
+        // SAFETY: the arguments of xserv_argmax_merge_*; the parts were written by the launch
+        // before.
         unsafe { cuda.launch(kernel, Launch::linear(rows, 32), arguments) }?;
     }
     Ok(())

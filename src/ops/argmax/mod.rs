@@ -2,8 +2,8 @@
 //! +0, and among equal elements the one with the lowest index comes first, as in PyTorch (which
 //! does not specify the last).
 //!
-//! x [..., width] f32, f16 or bf16. argmax: out [...] i32 or i64. top_k: values [..., k] of the type of x,
-//! indices [..., k] i32, from the largest down; k is at most width and [`MAX_K`].
+//! x [..., width] f32, f16 or bf16. argmax: out [...] i32 or i64. top_k: values [..., k] of the
+//! type of x, indices [..., k] i32, from the largest down; k is at most width and [`MAX_K`].
 
 pub mod cpu;
 pub mod cpu_checked;
@@ -44,7 +44,8 @@ pub fn argmax(context: &ComputeContext, x: &Tensor, out: &Tensor) -> Result<()> 
             let x = &input(context, x, contiguous)?.tensor;
             let place = output(context, out, contiguous)?;
             with_storage!(dtype, T => {
-                // SAFETY: contiguous tensors of T and of the integer named, on the host, that share nothing.
+                // SAFETY: contiguous tensors of T and of the integer named, on the host, that share
+                // nothing.
                 unsafe {
                     let (x, width) = (host_slice::<T>(x), width as usize);
                     match out_is_i64 {

@@ -24,7 +24,8 @@ impl Indices {
     }
 
     fn get(&self) -> &[i32] {
-        // SAFETY: a contiguous tensor of i32 on the host (checked), which lives as long as this call.
+        // SAFETY: a contiguous tensor of i32 on the host (checked), which lives as long as this
+        // call.
         self.0.as_ref().map_or(&[], |staged| unsafe { host_slice(&staged.tensor) })
     }
 }
@@ -39,7 +40,8 @@ unsafe fn host_span<'a, T>(tensor: &Tensor) -> &'a [T] {
     if len == 0 {
         return &[];
     }
-    // SAFETY: `Tensor::from_raw` has checked address, alignment and size; the caller vouches for the rest.
+    // SAFETY: `Tensor::from_raw` has checked address, alignment and size; the caller vouches for
+    // the rest.
     unsafe { std::slice::from_raw_parts(tensor.data().cast(), len) }
 }
 

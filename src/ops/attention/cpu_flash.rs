@@ -1,9 +1,10 @@
 //! Attention without a matrix of scores: blocks of 32 keys and an online softmax, see
 //! [`crate::ops::online_softmax`].
 //!
-//! A tile is up to 96 rows (query, head of the group) of one kv head. Many rows share a copy of each
-//! block: keys transposed into a panel for the matrix tiles, values side by side. Few rows, as in
-//! decoding, read keys and values once where they lie. A row's result depends on its tile's size alone.
+//! A tile is up to 96 rows (query, head of the group) of one kv head. Many rows share a copy of
+//! each block: keys transposed into a panel for the matrix tiles, values side by side. Few rows, as
+//! in decoding, read keys and values once where they lie. A row's result depends on its tile's size
+//! alone.
 
 use crate::backend::cpu::math::LANES;
 use crate::backend::cpu::simd::{Kernel, Simd, Vector16};
@@ -74,8 +75,8 @@ pub fn attention_flash<T: Storage>(
     let out = SendPointer(out.as_mut_ptr());
     let next_task = AtomicUsize::new(0);
     backend.parallel_for(num_lanes, &|lane| {
-        // SAFETY: `lanes` holds num_lanes of them, 64-byte aligned and zeroed at first (any bits are
-        // floats); lane numbers are given out once, so this is the only reference.
+        // SAFETY: `lanes` holds num_lanes of them, 64-byte aligned and zeroed at first (any bits
+        // are floats); lane numbers are given out once, so this is the only reference.
         let memory = unsafe { &mut *memory.get().add(lane) };
         let online = Online::new(memory, attention.head_dim, attention.scale);
         backend.run(Lane {
@@ -166,8 +167,8 @@ impl<T: Storage> Lane<'_, T> {
         for row in 0..num_rows {
             let (i, head) = place(row);
             let at = sequence.out_start + i * out_strides.token + head * out_strides.head;
-            // SAFETY: `resolve` has found that this lies in `out` and shares nothing with other tokens
-            // and heads; each is in one tile.
+            // SAFETY: `resolve` has found that this lies in `out` and shares nothing with other
+            // tokens and heads; each is in one tile.
             let out = unsafe { std::slice::from_raw_parts_mut(self.out.get().add(at), head_dim) };
             if self.online.memory.visible[row] == 0 {
                 out.fill(T::from_f32(0.0));
@@ -234,9 +235,10 @@ impl<T: Storage> Lane<'_, T> {
             }
             rows[key..].fill(last);
             let ahead = BLOCK_SIZE * k_strides.token;
-            // SAFETY: `rows` are keys of head_dim elements, a multiple of 16. In place, the run's values
-            // lie a token stride apart and have head_dim columns each; else they have been copied. All
-            // elements are f32 mathematics on S's vectors, and kernels run where S is there.
+            // SAFETY: `rows` are keys of head_dim elements, a multiple of 16. In place, the run's
+            // values lie a token stride apart and have head_dim columns each; else they have been
+            // copied. All elements are f32 mathematics on S's vectors, and kernels run where S is
+            // there.
             unsafe {
                 if in_place {
                     type Weights<S, T> = <T as Storage>::Weights<<S as Simd>::Vector>;
@@ -314,8 +316,8 @@ impl<T: Storage, E: Element<Activation = f32>> KeyRows<T, E> {
     #[allow(clippy::needless_range_loop)]
     unsafe fn dots<const R: usize>(&self, queries: *const f32, head_dim: usize, out: *mut f32) {
         for first in (0..self.len).step_by(LANES) {
-            // SAFETY: every key has head_dim elements, and so has every one of R queries; `out` has 32
-            // scores a row.
+            // SAFETY: every key has head_dim elements, and so has every one of R queries; `out` has
+            // 32 scores a row.
             unsafe {
                 let mut partial = [[E::Vector::zero(); LANES]; R];
                 for key in 0..LANES {

@@ -406,8 +406,8 @@ impl<T: Storage> Kernel for NaiveHead<'_, T> {
                 }
             }
             let at = sequence.out_start + i * out_strides.token + head * out_strides.head;
-            // SAFETY: `resolve` has found that this lies in `out` and shares nothing with other tokens
-            // and heads; each is given out once.
+            // SAFETY: `resolve` has found that this lies in `out` and shares nothing with other
+            // tokens and heads; each is given out once.
             let out = unsafe { std::slice::from_raw_parts_mut(out.get().add(at), head_dim) };
             T::narrow::<S>(&sums[..head_dim], out);
         }

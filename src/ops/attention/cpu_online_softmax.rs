@@ -1,5 +1,5 @@
-//! Online softmax over blocks of keys (Milakov and Gimelshein, 2018; Dao et al., 2022): the inner loop that
-//! the attention of the model and of tensors share.
+//! Online softmax over blocks of keys (Milakov and Gimelshein, 2018; Dao et al., 2022): the inner
+//! loop that the attention of the model and of tensors share.
 //!
 //! ```text
 //! for each block:  s = scale log2(e) q K^T          masked keys: -inf
@@ -40,8 +40,8 @@ pub(crate) struct Memory {
 /// How the scores of a block of keys are computed.
 ///
 /// # Safety
-/// `scores` writes `BLOCK_SIZE` scores for each of `count` rows, rows `BLOCK_SIZE` apart. Scores of keys that a
-/// row does not see may be anything.
+/// `scores` writes `BLOCK_SIZE` scores for each of `count` rows, rows `BLOCK_SIZE` apart. Scores of
+/// keys that a row does not see may be anything.
 pub(crate) unsafe trait Keys {
     /// The element that multiplies weights and values.
     type Element: Element;
@@ -84,7 +84,8 @@ unsafe impl<E: Element> Keys for KeyPanel<E> {
             out_stride: BLOCK_SIZE,
             accumulate: false,
         };
-        // SAFETY: the panel has head_dim / K_STEP steps of 32 columns; the rest is passed on to the caller.
+        // SAFETY: the panel has head_dim / K_STEP steps of 32 columns; the rest is passed on to the
+        // caller.
         unsafe { tile_rows::<E, { BLOCK_SIZE / 16 }>(count, &operands) }
     }
 }
@@ -185,8 +186,8 @@ impl<'a> Online<'a> {
             if visible < BLOCK_SIZE {
                 scores[visible..].fill(f32::NEG_INFINITY);
             }
-            // SAFETY: all reads and writes are of 16 elements inside the row's 32 scores, 32 weights and
-            // 16 lanes of the sum; value_columns is a multiple of 16.
+            // SAFETY: all reads and writes are of 16 elements inside the row's 32 scores, 32
+            // weights and 16 lanes of the sum; value_columns is a multiple of 16.
             unsafe {
                 let scale = C::Vector::splat(scale);
                 let low = C::Vector::load(scores.as_ptr()).mul(scale);

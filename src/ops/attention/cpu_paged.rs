@@ -1,7 +1,8 @@
 //! Causal attention of new tokens over the paged KV cache, with grouped query heads.
 //!
 //! `out = softmax(scale * q K^T) V` for each query head h, over kv head `h / (num_heads /
-//! num_kv_heads)`; token i of a sequence with q_len new tokens sees keys `0..=context_len - q_len + i`.
+//! num_kv_heads)`; token i of a sequence with q_len new tokens sees keys `0..=context_len - q_len +
+//! i`.
 //!
 //! The softmax is computed online in blocks of 32 keys; see [`super::online_softmax`].
 //!
@@ -123,8 +124,8 @@ pub fn attention(
             num_heads,
             group,
             out: out_pointer.get(),
-            // SAFETY: `lanes` holds num_lanes of them, 64-byte aligned and zeroed at first (any bits
-            // are floats); lane numbers are given out once, so this is the only reference.
+            // SAFETY: `lanes` holds num_lanes of them, 64-byte aligned and zeroed at first (any
+            // bits are floats); lane numbers are given out once, so this is the only reference.
             online: Online::new(unsafe { &mut *memory.get().add(lane) }, layout.head_dim, scale),
             first_tiles,
             next_task: &next_task,
@@ -231,8 +232,8 @@ impl Kernel for Lane<'_, '_> {
             // The order is from the last to the first: late tiles see more keys, and small ones
             // shall end the call.
             let tile = self.tile(self.num_tasks - 1 - task);
-            // SAFETY: the element is that of the cache's type, and `run` is called for an instruction
-            // set that is there.
+            // SAFETY: the element is that of the cache's type, and `run` is called for an
+            // instruction set that is there.
             unsafe {
                 match self.cache.layout().dtype {
                     DType::F32 => self.attend::<S, F32<S::Vector>>(tile),
@@ -312,8 +313,8 @@ impl<'a> Lane<'a, '_> {
         for row in 0..tile.num_rows {
             let (token, head) = self.place(tile, row);
             let (sums, scale) = self.online.finished(row);
-            // SAFETY: token < num_tokens and head < num_heads, so this lies in `out`; no other tile has
-            // this token and head.
+            // SAFETY: token < num_tokens and head < num_heads, so this lies in `out`; no other tile
+            // has this token and head.
             let out = unsafe {
                 std::slice::from_raw_parts_mut(
                     self.out.add((token * self.num_heads + head) * head_dim),

@@ -99,8 +99,8 @@ pub(super) fn launch(
         block: 128,
         shared_bytes: flash.shared_bytes,
     };
-    // SAFETY: the argument of the kernel; the strides span the tensors' elements, and what the index arrays
-    // hold is clamped to them.
+    // SAFETY: the argument of the kernel; the strides span the tensors' elements, and what the
+    // index arrays hold is clamped to them.
     unsafe { cuda.launch(flash.kernel, launch, Arguments::new().value(params)) }
 }
 

@@ -1,5 +1,5 @@
-//! Everything between the projection to q, k, v and the output projection for sequences with one new token:
-//! `csrc/ops/attention/fused.cu`.
+//! Everything between the projection to q, k, v and the output projection for sequences with one
+//! new token: `csrc/ops/attention/fused.cu`.
 
 use crate::backend::cuda::{kernel_struct, kernels, Arguments, Launch};
 use crate::backend::{Arena, ComputeContext, DeviceTensor};
@@ -341,8 +341,9 @@ pub fn decode_attention(
     }
     let launch = Launch { grid: (first, units, num_seqs as u32), block, shared_bytes };
     let arguments = Arguments::new().value(&arguments);
-    // SAFETY: the argument of the kernel; the shapes were checked above, the partial results have their places,
-    // and the kernel follows no block, slot or position beyond the cache and the tables.
+    // SAFETY: the argument of the kernel; the shapes were checked above, the partial results have
+    // their places, and the kernel follows no block, slot or position beyond the cache and the
+    // tables.
     unsafe { cuda.launch_clusters(kernel, launch, cluster, arguments) }
 }
 

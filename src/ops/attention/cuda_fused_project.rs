@@ -1,5 +1,5 @@
-//! Everything between the projection to q, k, v and the residual stream for one sequence with one new token:
-//! `csrc/ops/attention/fused_project.cu`.
+//! Everything between the projection to q, k, v and the residual stream for one sequence with one
+//! new token: `csrc/ops/attention/fused_project.cu`.
 
 use crate::backend::cuda::{kernel_struct, kernels, Arguments, Launch};
 use crate::backend::ComputeContext;
@@ -124,7 +124,7 @@ pub fn decode_attention_o(
     let shared_bytes = if is_short { SHORT_SHARED_BYTES } else { LONG_SHARED_BYTES };
     let launch = Launch { grid: (CLUSTER, num_kv_heads as u32, 1), block: THREADS, shared_bytes };
     let arguments = Arguments::new().value(&arguments);
-    // SAFETY: the argument of the kernel; the shapes were checked above, and the kernel follows no block, slot or
-    // position beyond the cache and the tables.
+    // SAFETY: the argument of the kernel; the shapes were checked above, and the kernel follows no
+    // block, slot or position beyond the cache and the tables.
     unsafe { cuda(context)?.launch_clusters(kernel, launch, CLUSTER, arguments) }
 }

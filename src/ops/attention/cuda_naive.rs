@@ -56,8 +56,8 @@ pub(super) fn launch(
         let launch =
             |x, y| Launch { grid: (x as u32, y as u32, heads), block: 256, shared_bytes: 0 };
         let arguments = || Arguments::new().value(&part).pointer(scores.start()).i32(head_dim);
-        // SAFETY: the arguments of the three kernels; the strides span the tensors' elements, and the scores
-        // have a place for each pair of a query and a key of these sequences.
+        // SAFETY: the arguments of the three kernels; the strides span the tensors' elements, and
+        // the scores have a place for each pair of a query and a key of these sequences.
         unsafe {
             if kv_len > 0 {
                 let kernel = kernels::ATTENTION_NAIVE_SCORES.of(problem.dtype);

@@ -3,12 +3,13 @@
 //!
 //! There are three forms, all of one floating-point type, `out` laid out as `q`:
 //!
-//! * batched: q [batch, q_len, num_heads, head_dim], k and v [batch, kv_len, num_kv_heads, head_dim]
-//! * packed: q [num_tokens, num_heads, head_dim], k and v [num_kv_tokens, num_kv_heads, head_dim]; sequence s
-//!   has tokens `cu_seqlens[s] .. cu_seqlens[s + 1]`
-//! * paged: k and v [num_blocks, block_size, num_kv_heads, head_dim]; key j of sequence s lies at place
-//!   `j % block_size` of block `block_tables[s][j / block_size]`; q packed, or
-//!   [num_seqs, q_len, num_heads, head_dim]
+//! * batched: q [batch, q_len, num_heads, head_dim], k and v [batch, kv_len, num_kv_heads,
+//!   head_dim]
+//! * packed: q [num_tokens, num_heads, head_dim], k and v [num_kv_tokens, num_kv_heads, head_dim];
+//!   sequence s has tokens `cu_seqlens[s] .. cu_seqlens[s + 1]`
+//! * paged: k and v [num_blocks, block_size, num_kv_heads, head_dim]; key j of sequence s lies at
+//!   place `j % block_size` of block `block_tables[s][j / block_size]`; q packed, or [num_seqs,
+//!   q_len, num_heads, head_dim]
 //!
 //! With `causal` query i of a sequence sees keys `0 ..= kv_len - q_len + i`, otherwise all. A query
 //! that sees no key gives zeros. The contents of the index arrays are checked on the CPU; on CUDA

@@ -10,8 +10,8 @@ use crate::ops::common::turn::{as_turn, turn_on_cuda};
 /// Copies inside the context's device.
 ///
 /// # Safety
-/// Both tensors are valid memory of the context's device, of the same shape and element type, and do not
-/// overlap.
+/// Both tensors are valid memory of the context's device, of the same shape and element type, and
+/// do not overlap.
 pub(in crate::ops) unsafe fn copy_unchecked(
     context: &ComputeContext,
     source: &Tensor,
@@ -39,7 +39,8 @@ pub(in crate::ops) unsafe fn copy_on_host(source: &Tensor, target: &Tensor) -> R
             to += position * target_stride;
             from += position * source_stride;
         }
-        // SAFETY: the indices are inside the shape, so that the elements lie in what the tensors span.
+        // SAFETY: the indices are inside the shape, so that the elements lie in what the tensors
+        // span.
         unsafe {
             let to = target.data().add(to as usize * size);
             let from = source.data().add(from as usize * size).cast_const();

@@ -155,12 +155,14 @@ pub struct PanelWriter<'a> {
 // SAFETY: `start` points into the matrix that this writer borrows exclusively; it may go to
 // another thread as `&mut PackedMatrix` may.
 unsafe impl Send for PanelWriter<'_> {}
-// SAFETY: panels are only reached through `with_panel`, which gives one out to one thread at a time.
+// SAFETY: panels are only reached through `with_panel`, which gives one out to one thread at a
+// time.
 unsafe impl Sync for PanelWriter<'_> {}
 
 impl PanelWriter<'_> {
-    /// Writes rows `first_row..` of the matrix. `rows` is [n, in_features], row-major, little-endian,
-    /// of type `source`; it is converted (rounded to nearest even) to the type of the matrix.
+    /// Writes rows `first_row..` of the matrix. `rows` is [n, in_features], row-major,
+    /// little-endian, of type `source`; it is converted (rounded to nearest even) to the type of
+    /// the matrix.
     pub fn pack_rows(&self, first_row: usize, rows: &[u8], source: DType) -> Result<()> {
         let row_bytes = self.in_features * source.size_bytes();
         if row_bytes == 0 {
@@ -259,8 +261,8 @@ impl PanelWriter<'_> {
         while lock.compare_exchange(false, true, Ordering::Acquire, Ordering::Relaxed).is_err() {
             std::thread::yield_now();
         }
-        // SAFETY: panel < num_panels (the index above checks it), so the range lies in the matrix that
-        // `self` borrows exclusively; the lock makes this the only reference to the panel.
+        // SAFETY: panel < num_panels (the index above checks it), so the range lies in the matrix
+        // that `self` borrows exclusively; the lock makes this the only reference to the panel.
         let bytes = unsafe {
             std::slice::from_raw_parts_mut(
                 self.start.add(panel * self.panel_bytes),

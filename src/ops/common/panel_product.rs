@@ -16,10 +16,10 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 const WIDEN_FROM_ROWS: usize = 4 * MAX_ROWS;
 /// The number of rows of a task when there are too few panels to occupy all threads.
 const TASK_ROWS: usize = 16 * MAX_ROWS;
-/// With many rows, the sums over k are taken in stretches of this length, each for all rows before the
-/// next: 512 KiB of an f32 panel stay in the second-level cache while the rows pass by. Longer ones
-/// halve the speed at in_features 12288 (Emerald Rapids, 79 of 155 GFLOP/s). Sums are kept in f32 from
-/// stretch to stretch, so that the bits are those of one go.
+/// With many rows, the sums over k are taken in stretches of this length, each for all rows before
+/// the next: 512 KiB of an f32 panel stay in the second-level cache while the rows pass by. Longer
+/// ones halve the speed at in_features 12288 (Emerald Rapids, 79 of 155 GFLOP/s). Sums are kept in
+/// f32 from stretch to stretch, so that the bits are those of one go.
 const STRETCH: usize = 2048;
 /// The number of bytes by which decoding prefetches ahead of its reads.
 const PREFETCH_BYTES: usize = 8192;
@@ -111,8 +111,8 @@ pub(crate) fn grow<T: Plain>(buffer: &mut HostBuffer, len: usize, what: &str) ->
 
 /// Takes the finished sums.
 pub(crate) trait Epilogue: Sync {
-    /// `sums` is [num_rows, 64], of which the first `columns.len()` are columns `columns` of the result
-    /// and the rows are those from `first_row` on. Each element is given out once; calls for
+    /// `sums` is [num_rows, 64], of which the first `columns.len()` are columns `columns` of the
+    /// result and the rows are those from `first_row` on. Each element is given out once; calls for
     /// different ones come from several threads.
     fn store<S: Simd>(
         &self,
@@ -230,8 +230,8 @@ pub(crate) unsafe fn multiply<P: Epilogue, M: MakePanel>(
             // SAFETY: with `own_panel` the buffer has num_lanes > lane panels; else it is not used.
             own_panel: own_panel
                 .then(|| unsafe { panel_pointer.get().add(lane * weight.panel_len()) }),
-            // SAFETY: with `in_stretches` the buffer has num_lanes > lane times sums_len; else it is not
-            // used.
+            // SAFETY: with `in_stretches` the buffer has num_lanes > lane times sums_len; else it
+            // is not used.
             sums: in_stretches.then(|| unsafe { sums_pointer.get().add(lane * sums_len) }),
             units: &units,
             next_unit: &next_unit,
@@ -296,9 +296,9 @@ impl<P: Epilogue, M: MakePanel> Kernel for Lane<'_, P, M> {
 
     #[inline(always)]
     fn run<S: Simd>(self) {
-        // SAFETY: the caller of `multiply` vouches for `a`: num_rows rows of a_stride activations of the
-        // element; the matrix holds panels of its own dtype; `run`
-        // is called for an instruction set that is there.
+        // SAFETY: the caller of `multiply` vouches for `a`: num_rows rows of a_stride activations
+        // of the element; the matrix holds panels of its own dtype; `run` is called for an
+        // instruction set that is there.
         unsafe {
             match self.weight.dtype() {
                 DType::F32 => self.units::<S, F32<S::Vector>, F32<S::Vector>>(),
@@ -338,9 +338,9 @@ impl<P: Epilogue, M: MakePanel> Lane<'_, P, M> {
                     (Weight::Packed(matrix), widened) => {
                         let panels = matrix.panels::<E::Weight>();
                         let weights = &panels[panel * panel_len..(panel + 1) * panel_len];
-                        // SAFETY: the panel's steps are those of E, and so are the activations. Widened,
-                        // the buffer has panel_len elements and belongs to this lane; E is 16-bit with
-                        // f32 math, whose activations are f32 as W's are.
+                        // SAFETY: the panel's steps are those of E, and so are the activations.
+                        // Widened, the buffer has panel_len elements and belongs to this lane; E is
+                        // 16-bit with f32 math, whose activations are f32 as W's are.
                         unsafe {
                             if let Some(widened) = widened {
                                 widen_panel::<E>(weights, widened);
@@ -378,8 +378,8 @@ impl<P: Epilogue, M: MakePanel> Lane<'_, P, M> {
         // into `out`.
         let strip = |row: usize, steps: std::ops::Range<usize>, out: *mut f32| {
             let count = (rows.end - row).min(MAX_ROWS);
-            // SAFETY: rows row..row + count < num_rows of `a`; num_steps * K_STEP <= a_stride; the panel
-            // has num_steps steps, of which `steps` are some; `out` has `count` rows of 64.
+            // SAFETY: rows row..row + count < num_rows of `a`; num_steps * K_STEP <= a_stride; the
+            // panel has num_steps steps, of which `steps` are some; `out` has `count` rows of 64.
             unsafe {
                 let operands = Operands::<E> {
                     a: a.add(row * self.a_stride + steps.start * E::K_STEP),

@@ -106,7 +106,8 @@ pub(in crate::ops) unsafe fn host_slice<'a, T>(tensor: &Tensor) -> &'a [T] {
     if tensor.is_empty() {
         return &[];
     }
-    // SAFETY: `Tensor::from_raw` has checked address, alignment and size; the caller vouches for the rest.
+    // SAFETY: `Tensor::from_raw` has checked address, alignment and size; the caller vouches for
+    // the rest.
     unsafe { std::slice::from_raw_parts(tensor.data().cast(), tensor.num_elements() as usize) }
 }
 

@@ -88,7 +88,8 @@ pub(in crate::ops) unsafe fn turn_on_cuda(
             .i64(row_strides[0])
             .i64(row_strides[1]);
         let launch = Launch { grid, block: 256, shared_bytes: 0 };
-        // SAFETY: the arguments of xserv_transpose_*; sizes fit its 32 bits by `as_turn`, the rest by contract.
+        // SAFETY: the arguments of xserv_transpose_*; sizes fit its 32 bits by `as_turn`, the rest
+        // by contract.
         unsafe { cuda.launch(kernel, launch, arguments) }?;
         first += matrices;
     }

@@ -1,5 +1,5 @@
-//! `out = a + b`, `out = a * b` and `target = source` in another type: element by element, computed in f32
-//! and rounded once to nearest even.
+//! `out = a + b`, `out = a * b` and `target = source` in another type: element by element, computed
+//! in f32 and rounded once to nearest even.
 //!
 //! All tensors have one shape and any strides; a stride of 0 repeats an operand along an axis.
 
@@ -157,8 +157,8 @@ impl<T: Storage, U: Storage, F: Fn(f32, f32) -> f32> Kernel for MapRun<T, U, F> 
         while first < self.len {
             let len = CHUNK.min(self.len - first);
             let (wide_a, wide_b) = (&mut wide_a[..len], &mut wide_b[..len]);
-            // SAFETY: elements [first, first + len) of the run, by the contract of `map_on_host`; the slices
-            // of the inputs are gone when the result is written.
+            // SAFETY: elements [first, first + len) of the run, by the contract of `map_on_host`;
+            // the slices of the inputs are gone when the result is written.
             unsafe {
                 read::<S, T>(self.a.add(first * a_step), a_step, wide_a);
                 read::<S, T>(self.b.add(first * b_step), b_step, wide_b);

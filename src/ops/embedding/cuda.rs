@@ -51,7 +51,7 @@ pub(in crate::ops) fn on_cuda(
         .i64(row_layout(out)?.outer_stride * size / unit)
         .i64(row_layout(table)?.outer_stride * size / unit)
         .pointer(cuda.faults());
-    // SAFETY: the arguments of xserv_embedding_*; width and strides are whole units, and the kernel reads no
-    // row outside the table.
+    // SAFETY: the arguments of xserv_embedding_*; width and strides are whole units, and the kernel
+    // reads no row outside the table.
     unsafe { cuda.launch(kernel, launch, arguments) }
 }

@@ -48,7 +48,7 @@ pub fn embedding_step(
         .i32(vocab_size as i32)
         .i32(units);
     let block = (units as u32).clamp(1, 512).next_multiple_of(32);
-    // SAFETY: the arguments of the kernel; ids are compared with the table's rows, and the sources are the
-    // caller's to keep below the rows of `chosen`.
+    // SAFETY: the arguments of the kernel; ids are compared with the table's rows, and the sources
+    // are the caller's to keep below the rows of `chosen`.
     unsafe { cuda.launch_overlapping(kernel, Launch::linear(num_tokens, block), arguments) }
 }

@@ -1,6 +1,7 @@
 //! Embedding lookup: `out[i] = table[ids[i]]`, bit for bit.
 //!
-//! table [vocab_size, width] f32, f16 or bf16, ids [...] i32 or i64, out [..., width] of the table's type.
+//! table [vocab_size, width] f32, f16 or bf16, ids [...] i32 or i64, out [..., width] of the
+//! table's type.
 
 pub mod cpu;
 pub mod cpu_packed;
@@ -49,8 +50,8 @@ pub fn embedding(
             let (vocab_size, width) =
                 (table.shape().first().map_or(0, |&size| size as usize), table.width() as usize);
             with_storage!(dtype, T => {
-                // SAFETY: contiguous tensors of T, and of the integers named, on the host; the result overlaps no
-                // input.
+                // SAFETY: contiguous tensors of T, and of the integers named, on the host; the
+                // result overlaps no input.
                 unsafe {
                     let (table, out) = (host_slice::<T>(table), host_slice_mut::<T>(&place.tensor));
                     match ids_are_i64 {

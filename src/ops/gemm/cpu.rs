@@ -135,8 +135,8 @@ pub fn gemm_naive<T: Storage>(
                     let b = b[if gemm.transpose_b { j * ldb + l } else { l * ldb + j }];
                     sum += a.to_f32() * b.to_f32();
                 }
-                // SAFETY: i < m and j < n, so `check` has found this inside c; each row is given out
-                // once.
+                // SAFETY: i < m and j < n, so `check` has found this inside c; each row is given
+                // out once.
                 scale.store(sum, unsafe { &mut *start.get().add(i * ldc + j) });
             }
         }
@@ -213,8 +213,8 @@ pub fn gemm<T: Storage>(
     let maker = RightPanels { gemm, b };
     let right = Weight::Made { out_features: n, in_features: k, maker: &maker };
     let finish = Finish { c: SendPointer(c.as_mut_ptr()), ldc, scale };
-    // SAFETY: `a` is op(A) with rows of k values a_stride apart: `check` has found the last inside the
-    // caller's A, and the packed copy is [m, k].
+    // SAFETY: `a` is op(A) with rows of k values a_stride apart: `check` has found the last inside
+    // the caller's A, and the packed copy is [m, k].
     unsafe { multiply(backend, &rows, &right, &finish, product) }
 }
 
@@ -308,8 +308,8 @@ impl<T: Storage> Epilogue for Finish<T> {
         let len = columns.len();
         let mut old = [0.0; PANEL_COLUMNS];
         for (row, sums) in sums.chunks_exact(PANEL_COLUMNS).take(num_rows).enumerate() {
-            // SAFETY: row first_row + row < m and the columns are below n, so `check` has found this
-            // inside c; each row and column is given out once.
+            // SAFETY: row first_row + row < m and the columns are below n, so `check` has found
+            // this inside c; each row and column is given out once.
             let c = unsafe {
                 std::slice::from_raw_parts_mut(
                     self.c.get().add((first_row + row) * self.ldc + columns.start),

@@ -85,7 +85,8 @@ impl<T: Storage> Skinny<'_, T> {
     #[inline(always)]
     fn store(&self, vector: usize, row: usize, sum: f32) {
         let index = vector * self.vector_stride + row * self.row_stride;
-        // SAFETY: vector and row are inside C, whose extent `gemm` has checked; each is stored once.
+        // SAFETY: vector and row are inside C, whose extent `gemm` has checked; each is stored
+        // once.
         self.scale.store(sum, unsafe { &mut *self.c.get().add(index) });
     }
 
@@ -187,9 +188,9 @@ impl<T: Storage> Skinny<'_, T> {
                         out_stride: COLUMNS,
                         accumulate: first > 0,
                     };
-                    // SAFETY: `count` vectors have k values; 16 * groups columns from `column` on lie in
-                    // every row of the matrix and in the sums. Weights of all storage types are one k
-                    // a step, as they lie in a row.
+                    // SAFETY: `count` vectors have k values; 16 * groups columns from `column` on
+                    // lie in every row of the matrix and in the sums. Weights of all storage types
+                    // are one k a step, as they lie in a row.
                     unsafe {
                         match groups {
                             4 => tile_rows::<_, 4>(count, &operands),

@@ -360,8 +360,8 @@ fn tensor_core(
             shared_bytes: tile.shared_bytes(),
         };
         let arguments = Arguments::new().value(&params);
-        // SAFETY: the arguments of the kernel; A and B are in whole vectors, the workspace holds the sums of
-        // all parts.
+        // SAFETY: the arguments of the kernel; A and B are in whole vectors, the workspace holds
+        // the sums of all parts.
         unsafe { cuda.launch(kernel, launch, arguments) }?;
         if splits == 1 {
             return Ok(());

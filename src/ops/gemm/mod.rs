@@ -1,8 +1,9 @@
-//! Matrix product: `C = alpha * op(A) * op(B) + beta * C`, of one matrix or a batch of them, summed in f32
-//! and rounded once. op(X) is X or its transpose.
+//! Matrix product: `C = alpha * op(A) * op(B) + beta * C`, of one matrix or a batch of them, summed
+//! in f32 and rounded once. op(X) is X or its transpose.
 //!
-//! op(A) [m, k], op(B) [k, n], C [m, n]; with a batch [batch, m, n], where A or B of two dimensions (or of
-//! batch stride 0) serves every product. beta = 0 does not read C; alpha = 0 reads neither A nor B.
+//! op(A) [m, k], op(B) [k, n], C [m, n]; with a batch [batch, m, n], where A or B of two dimensions
+//! (or of batch stride 0) serves every product. beta = 0 does not read C; alpha = 0 reads neither A
+//! nor B.
 //!
 //! A matrix is used where it lies if one of its two strides is 1: a transposed view only changes
 //! which kernel runs. A matrix in any other layout is copied first.
@@ -322,8 +323,8 @@ fn on_host<T: Storage>(
     let ((a_lines, a_width), (b_lines, b_width)) = (stored(&a, m, k), stored(&b, k, n));
     let mut scratch = GemmScratch::new();
     for index in 0..batch {
-        // SAFETY: the tensors were checked to be on the host and of type T; C shares no element with A or
-        // B, and the host kernels write to its rows only, not between them.
+        // SAFETY: the tensors were checked to be on the host and of type T; C shares no element
+        // with A or B, and the host kernels write to its rows only, not between them.
         let (a, b, c) = unsafe {
             let start = c.data.cast::<T>().add((index * c.batch_stride) as usize);
             (

@@ -1,8 +1,8 @@
 //! Compares an analytic gradient with central differences of the loss:
 //! `dL/dx_i = (L(x + eps e_i) - L(x - eps e_i)) / (2 eps)`.
 //!
-//! The step is the difference of the two points as they are stored in f32, so that their rounding is not
-//! taken for an error of the gradient. Needs one copy of the values and no device.
+//! The step is the difference of the two points as they are stored in f32, so that their rounding
+//! is not taken for an error of the gradient. Needs one copy of the values and no device.
 
 use crate::error::{try_with_capacity, Error, Result};
 

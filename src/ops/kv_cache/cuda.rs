@@ -59,7 +59,7 @@ pub fn kv_cache_append(context: &ComputeContext, qkv: &Tensor, kv: &KvSlots<'_>)
         .i32(kv_units);
     let block = (both_units as u32).clamp(1, 512).next_multiple_of(32);
     let launch = Launch::linear(int(num_tokens)? as u32, block);
-    // SAFETY: the arguments of the kernel; the shapes were checked above, and the kernel follows no slot beyond
-    // the caches.
+    // SAFETY: the arguments of the kernel; the shapes were checked above, and the kernel follows no
+    // slot beyond the caches.
     unsafe { cuda.launch(kernels::KV_CACHE_APPEND, launch, arguments) }
 }

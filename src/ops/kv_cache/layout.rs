@@ -1,11 +1,12 @@
-//! The layout of the KV cache: blocks of 32 tokens, in the panels that the matrix kernel multiplies.
+//! The layout of the KV cache: blocks of 32 tokens, in the panels that the matrix kernel
+//! multiplies.
 //!
 //! Block-major: `[num_blocks][num_layers][num_kv_heads]` of a key panel and a value panel, so that
 //! the system commits memory block by block. For one head of one layer:
 //!
 //! * keys: `[head_dim][32]`, bf16 `[head_dim / 2][32][2]`: scores are q times this panel;
-//! * values: `[32][value_columns]`, bf16 `[16][value_columns][2]` (pairs of tokens), with `value_columns`
-//!   the head_dim rounded up to 16: the output is the weights times this panel.
+//! * values: `[32][value_columns]`, bf16 `[16][value_columns][2]` (pairs of tokens), with
+//!   `value_columns` the head_dim rounded up to 16: the output is the weights times this panel.
 
 use crate::error::{Error, Result};
 use crate::memory::{DType, Plain};
@@ -132,9 +133,9 @@ impl<'a> KvBlocks<'a> {
     pub(crate) fn panels<T: Plain>(&self, block: usize, kv_head: usize) -> (&[T], &[T]) {
         debug_assert_eq!(size_of::<T>(), self.layout.dtype.size_bytes());
         let offset = self.offset(block, kv_head);
-        // SAFETY: the range lies in block `block` of the borrowed bytes (checked in `offset`), is aligned
-        // (the start to 4, all sizes are multiples of 32 elements), and is not written meanwhile:
-        // callers of `panels_mut` have the cache exclusively.
+        // SAFETY: the range lies in block `block` of the borrowed bytes (checked in `offset`), is
+        // aligned (the start to 4, all sizes are multiples of 32 elements), and is not written
+        // meanwhile: callers of `panels_mut` have the cache exclusively.
         let both = unsafe {
             std::slice::from_raw_parts(self.start.add(offset).cast::<T>(), self.layout.head_len())
         };

@@ -1,4 +1,5 @@
-//! The paged KV cache: its layout, and keys and values on their way into it and between host and device.
+//! The paged KV cache: its layout, and keys and values on their way into it and between host and
+//! device.
 
 pub mod cpu;
 pub mod cuda;

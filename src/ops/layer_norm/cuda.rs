@@ -53,8 +53,8 @@ pub(in crate::ops) fn on_cuda(
         .f32(eps)
         .i64(matrix_stride(out)?)
         .i64(matrix_stride(x)?);
-    // SAFETY: the arguments of these kernels; the strides span the rows of both tensors, which are vectors
-    // for all but the scalar one.
+    // SAFETY: the arguments of these kernels; the strides span the rows of both tensors, which are
+    // vectors for all but the scalar one.
     unsafe { cuda.launch(kernel, launch, arguments) }
 }
 

@@ -1,7 +1,8 @@
 //! Layer normalisation (Ba, Kiros and Hinton, 2016, equation 4) over the last dimension:
 //! `out = (x - mean) / sqrt(var + eps) * weight + bias`, with the variance of the population.
 //!
-//! x, out [..., width], weight, bias [width] (no bias is zeros), all of one floating-point type; sums in f32.
+//! x, out [..., width], weight, bias [width] (no bias is zeros), all of one floating-point type;
+//! sums in f32.
 
 pub mod cpu;
 mod cuda;

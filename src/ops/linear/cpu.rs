@@ -1,9 +1,10 @@
 //! The linear layer `out = x W^T + bias`, which replaces `out` or is added to it.
 //!
 //! x [num_tokens, in_features] f32, W [out_features, in_features] packed, bias [out_features] f32,
-//! out [num_tokens, out_features] f32; sums in f32. With bf16 weights x is rounded to bf16 first, on
-//! every instruction set; f32 and f16 weights take x as it is. An output element is summed over k in
-//! one order whatever `num_tokens` and the number of threads, so its bits depend on its row of x alone.
+//! out [num_tokens, out_features] f32; sums in f32. With bf16 weights x is rounded to bf16 first,
+//! on every instruction set; f32 and f16 weights take x as it is. An output element is summed over
+//! k in one order whatever `num_tokens` and the number of threads, so its bits depend on its row of
+//! x alone.
 
 use crate::backend::cpu::simd::{Kernel, Simd};
 use crate::backend::cpu::tile::Element;
@@ -138,8 +139,8 @@ impl Epilogue for Finish<'_> {
         columns: std::ops::Range<usize>,
     ) {
         for (row, sums) in sums.chunks_exact(PANEL_COLUMNS).take(num_rows).enumerate() {
-            // SAFETY: first_row + row < num_tokens and the columns are below out_features, so this lies
-            // in `out`; each row and column is given out once.
+            // SAFETY: first_row + row < num_tokens and the columns are below out_features, so this
+            // lies in `out`; each row and column is given out once.
             let out = unsafe {
                 std::slice::from_raw_parts_mut(
                     self.out.get().add((first_row + row) * self.out_features + columns.start),

@@ -1,4 +1,5 @@
-//! Linear layers for more tokens than [`super::skinny_gemm()`] takes, on Hopper: `csrc/ops/linear/prefill.cu`.
+//! Linear layers for more tokens than [`super::skinny_gemm()`] takes, on Hopper:
+//! `csrc/ops/linear/prefill.cu`.
 
 use crate::backend::cuda::{
     is_cublas_present, kernel_struct, kernels, Arguments, Kernel, Launch, TensorMap,
@@ -264,8 +265,8 @@ pub fn prefill_gemm(
     };
     let launch = shape.launch(num_tokens.into(), rows.into(), processors);
     let arguments = Arguments::new().value(&params);
-    // SAFETY: the argument of the kernel; the copy engine reads nothing outside the tensors of its maps, and the
-    // stores are bounded by num_tokens and n.
+    // SAFETY: the argument of the kernel; the copy engine reads nothing outside the tensors of its
+    // maps, and the stores are bounded by num_tokens and n.
     unsafe { cuda.launch_clusters(kernel, launch, shape.blocks() as u32, arguments) }
 }
 

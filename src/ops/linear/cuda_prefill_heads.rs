@@ -150,7 +150,8 @@ pub fn prefill_heads(
     };
     let launch: Launch = shape.launch(num_tokens.into(), n.into(), processors);
     let arguments = Arguments::new().value(&params);
-    // SAFETY: the argument of the kernel; the copy engine reads nothing outside the tensors of its maps, the stores are
-    // bounded by num_tokens and n, and the kernel follows no position or slot beyond the shapes checked above.
+    // SAFETY: the argument of the kernel; the copy engine reads nothing outside the tensors of its
+    // maps, the stores are bounded by num_tokens and n, and the kernel follows no position or slot
+    // beyond the shapes checked above.
     unsafe { cuda.launch_clusters(kernel, launch, shape.blocks() as u32, arguments) }
 }

@@ -243,8 +243,8 @@ pub fn skinny_gemm(
         shared_bytes: division.shared_bytes(),
     };
     let arguments = Arguments::new().value(&params);
-    // SAFETY: the argument of the kernel; the copy engine reads nothing outside the tensors of its maps, and the
-    // stores are bounded by num_tokens and n.
+    // SAFETY: the argument of the kernel; the copy engine reads nothing outside the tensors of its
+    // maps, and the stores are bounded by num_tokens and n.
     unsafe { cuda.launch_clusters(kernel, launch, division.splits as u32, arguments) }
 }
 

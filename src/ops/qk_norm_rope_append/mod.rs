@@ -128,8 +128,8 @@ pub fn qk_norm_rope_append(
     }
     let launch =
         Launch { grid: (int(num_tokens)? as u32, parts, 1), block: THREADS, shared_bytes: 0 };
-    // SAFETY: the argument of the kernel; the shapes were checked above, and the kernel follows no position or
-    // slot beyond them.
+    // SAFETY: the argument of the kernel; the shapes were checked above, and the kernel follows no
+    // position or slot beyond them.
     unsafe {
         let arguments = Arguments::new().value(&arguments);
         cuda.launch_overlapping(kernel.of(dtype), launch, arguments)

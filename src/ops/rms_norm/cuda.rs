@@ -64,8 +64,8 @@ pub(in crate::ops) fn on_cuda(
         .f32(eps)
         .value(&out_layout)
         .value(&x_layout);
-    // SAFETY: the arguments of these kernels; the layouts span the rows of both tensors, which are vectors
-    // for all but the scalar one.
+    // SAFETY: the arguments of these kernels; the layouts span the rows of both tensors, which are
+    // vectors for all but the scalar one.
     unsafe { cuda.launch(kernel, launch, arguments) }
 }
 
@@ -96,8 +96,8 @@ pub(in crate::ops) fn add_on_cuda(
         .i64(matrix_stride(residual_out)?)
         .i64(matrix_stride(x)?)
         .i64(matrix_stride(residual)?);
-    // SAFETY: the arguments of these kernels; the strides span the rows of the tensors, which are vectors
-    // for all but the scalar one.
+    // SAFETY: the arguments of these kernels; the strides span the rows of the tensors, which are
+    // vectors for all but the scalar one.
     unsafe { cuda.launch(kernel, block_per_row(form, rows, x), arguments) }
 }
 

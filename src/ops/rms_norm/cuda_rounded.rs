@@ -1,5 +1,6 @@
 //! Residual addition and RMSNorm (Zhang and Sennrich, 2019, equation 4), rounded after each step:
-//! `residual = round(residual + x)`, `out = round(weight * round(residual / sqrt(mean(residual^2) + eps)))`.
+//! `residual = round(residual + x)`, `out = round(weight * round(residual / sqrt(mean(residual^2) +
+//! eps)))`.
 
 use crate::backend::cuda::{kernel_struct, kernels, Arguments, Launch};
 use crate::backend::ComputeContext;
@@ -11,7 +12,8 @@ use crate::ops::common::contiguous::{check, cuda, float, matrix_size, vector_len
 /// Adds `x` to the residual and computes the norm; see the head of the file. Without `x` nothing is
 /// added.
 ///
-/// x, residual, out [num_rows, width], weight [width], of one type; `out` shares no memory with the others.
+/// x, residual, out [num_rows, width], weight [width], of one type; `out` shares no memory with the
+/// others.
 pub fn add_rms_norm(
     context: &ComputeContext,
     x: Option<&Tensor>,

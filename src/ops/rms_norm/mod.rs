@@ -3,7 +3,8 @@
 //! after a residual addition: `residual_out = x + residual`, `out` = the norm of what was stored
 //! there.
 //!
-//! x, residual, residual_out, out [..., width], weight [width], all of one floating-point type; sums in f32.
+//! x, residual, residual_out, out [..., width], weight [width], all of one floating-point type;
+//! sums in f32.
 
 pub mod cpu;
 pub mod cpu_heads;
@@ -71,7 +72,8 @@ pub fn rms_norm(
     }
 }
 
-/// The tensors of [`add_rms_norm`]. `residual_out` may be the same view as `residual` or `x`, and `out` as `x`.
+/// The tensors of [`add_rms_norm`]. `residual_out` may be the same view as `residual` or `x`, and
+/// `out` as `x`.
 #[derive(Clone, Copy, Debug)]
 pub struct AddRmsNorm<'a> {
     /// The output of the preceding layer.
@@ -118,8 +120,8 @@ pub fn add_rms_norm(context: &ComputeContext, tensors: AddRmsNorm<'_>, eps: f32)
             let sum_place = output(context, residual_out, contiguous)?;
             let place = output(context, out, contiguous)?;
             with_storage!(dtype, T => {
-                // SAFETY: contiguous tensors of T on the host; the results overlap no input and not each
-                // other.
+                // SAFETY: contiguous tensors of T on the host; the results overlap no input and not
+                // each other.
                 let (x, residual, weight, sums, out) = unsafe {
                     (
                         host_slice::<T>(&x.tensor),

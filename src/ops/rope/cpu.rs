@@ -8,8 +8,8 @@ use crate::ops::common::index::Index;
 use crate::ops::common::storage::{Storage, CHUNK};
 use crate::ops::rope::RopePairing;
 
-/// Rotates in place x [num_tokens, num_heads, head_dim], token rows `row_stride` elements apart, by the
-/// angles of `positions` [num_tokens]. `cos` and `sin` are [num_positions, head_dim / 2].
+/// Rotates in place x [num_tokens, num_heads, head_dim], token rows `row_stride` elements apart, by
+/// the angles of `positions` [num_tokens]. `cos` and `sin` are [num_positions, head_dim / 2].
 #[allow(clippy::too_many_arguments)]
 pub fn rope<T: Storage, I: Index>(
     backend: &CpuBackend,
@@ -57,8 +57,9 @@ pub fn rope<T: Storage, I: Index>(
         for token in tokens {
             // This is always some, as checked above.
             let Some(position) = positions[token].to_index(num_positions) else { continue };
-            // SAFETY: `check_strided` has found (num_tokens - 1) * row_stride + row_len <= x.len() and
-            // row_len <= row_stride, so rows lie in x and do not overlap; each token is given out once.
+            // SAFETY: `check_strided` has found (num_tokens - 1) * row_stride + row_len <= x.len()
+            // and row_len <= row_stride, so rows lie in x and do not overlap; each token is given
+            // out once.
             let row = unsafe {
                 std::slice::from_raw_parts_mut(start.get().add(token * row_stride), row_len)
             };

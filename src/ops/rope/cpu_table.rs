@@ -1,5 +1,5 @@
-//! Rotary position embedding (Su et al., 2021, equation 34): rotates pairs of values of each head by
-//! `position * inv_freq[i]`.
+//! Rotary position embedding (Su et al., 2021, equation 34): rotates pairs of values of each head
+//! by `position * inv_freq[i]`.
 
 use crate::backend::cpu::{CpuBackend, SendPointer};
 use crate::error::{try_with_capacity, Error, Result};
@@ -88,8 +88,8 @@ impl RopeTable {
     }
 }
 
-/// Rotates in place x [num_tokens, num_heads, head_dim], token rows `row_stride` elements apart, by the
-/// angles of `positions` [num_tokens].
+/// Rotates in place x [num_tokens, num_heads, head_dim], token rows `row_stride` elements apart, by
+/// the angles of `positions` [num_tokens].
 pub fn rope(
     backend: &CpuBackend,
     x: &mut [f32],
@@ -119,8 +119,9 @@ pub fn rope(
     let start = SendPointer(x.as_mut_ptr());
     backend.parallel_tokens(num_tokens, row_len, |tokens| {
         for token in tokens {
-            // SAFETY: `check_strided` has found (num_tokens - 1) * row_stride + row_len <= x.len() and
-            // row_len <= row_stride, so rows lie in x and do not overlap; each token is given out once.
+            // SAFETY: `check_strided` has found (num_tokens - 1) * row_stride + row_len <= x.len()
+            // and row_len <= row_stride, so rows lie in x and do not overlap; each token is given
+            // out once.
             let row = unsafe {
                 std::slice::from_raw_parts_mut(start.get().add(token * row_stride), row_len)
             };

@@ -115,8 +115,8 @@ pub(in crate::ops) fn on_cuda(
     };
     let grid = num_blocks(num_tokens, 1).ok_or_else(|| too_many("tokens", num_tokens))?;
     let launch = Launch::linear(grid, (lanes * at_a_time) as u32);
-    // SAFETY: the argument of xserv_rope_*; the strides lead to the heads of all tensors, and the kernel reads
-    // no row outside the tables.
+    // SAFETY: the argument of xserv_rope_*; the strides lead to the heads of all tensors, and the
+    // kernel reads no row outside the tables.
     unsafe { cuda.launch(kernel, launch, Arguments::new().value(&arguments)) }
 }
 

@@ -148,8 +148,8 @@ pub fn sample(
     let cuda = cuda(context)?;
     for kernel in [kernels::SAMPLE_SCAN, kernels::SAMPLE_CHOOSE] {
         let arguments = Arguments::new().value(&arguments);
-        // SAFETY: the argument of the kernels; the buffers have room for every row, checked above, and the
-        // address in `host_tokens` is the caller's to keep alive.
+        // SAFETY: the argument of the kernels; the buffers have room for every row, checked above,
+        // and the address in `host_tokens` is the caller's to keep alive.
         unsafe { cuda.launch_overlapping(kernel.of(dtype), launch, arguments) }?;
     }
     Ok(())

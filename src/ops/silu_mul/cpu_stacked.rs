@@ -1,4 +1,5 @@
-//! `silu(gate) * up`, and silu alone; see [`crate::ops::activation::cpu::activation`](mod@crate::ops::activation::cpu::activation).
+//! `silu(gate) * up`, and silu alone; see
+//! [`crate::ops::activation::cpu::activation`](mod@crate::ops::activation::cpu::activation).
 
 use crate::backend::cpu::CpuBackend;
 use crate::error::{Error, Result};

@@ -35,6 +35,7 @@ pub(in crate::ops) fn silu_mul_on_cuda(
         .i64(row_layout(out)?.outer_stride)
         .i64(row_layout(gate)?.outer_stride)
         .i64(row_layout(up)?.outer_stride);
-    // SAFETY: the arguments of xserv_silu_mul_vec and _scalar; the strides lead to the rows of each.
+    // SAFETY: the arguments of xserv_silu_mul_vec and _scalar; the strides lead to the rows of
+    // each.
     unsafe { cuda.launch(kernel, launch, arguments) }
 }

@@ -1,4 +1,5 @@
-//! The gate of SwiGLU: `silu_mul(gate, up) = silu(gate) * up` (Shazeer, 2020), in f32 and rounded once.
+//! The gate of SwiGLU: `silu_mul(gate, up) = silu(gate) * up` (Shazeer, 2020), in f32 and rounded
+//! once.
 //!
 //! gate, up, out: one shape, one floating-point type. No finite gate gives a NaN.
 
@@ -40,7 +41,8 @@ pub fn silu_mul(context: &ComputeContext, gate: &Tensor, up: &Tensor, out: &Tens
             let up = input_beside(context, up, out, fits_rows)?;
             let place = output(context, out, fits_rows)?;
             with_storage!(dtype, T => {
-                // SAFETY: tensors of T on the host, with rows; the result shares no element with an input.
+                // SAFETY: tensors of T on the host, with rows; the result shares no element with an
+                // input.
                 unsafe { silu_mul_on_host::<T>(backend, &gate.tensor, &up.tensor, &place.tensor) }
             })?;
             place.finish(context)
@@ -78,7 +80,8 @@ unsafe fn silu_mul_on_host<T: Storage>(
     let failed = AtomicBool::new(false);
     backend.parallel_tokens(num_rows, width, |rows| {
         for row in rows {
-            // SAFETY: row < num_rows; elements of the tensors, by contract. Each row is given out once.
+            // SAFETY: row < num_rows; elements of the tensors, by contract. Each row is given out
+            // once.
             let (gate, up, out) = unsafe {
                 (
                     std::slice::from_raw_parts(row_start::<T>(gate, &gate_rows, row), width),

@@ -1,5 +1,5 @@
-//! Softmax over rows: `out_i = e^(x_i - max x) / sum_j e^(x_j - max x)`, computed in f32 and rounded
-//! once.
+//! Softmax over rows: `out_i = e^(x_i - max x) / sum_j e^(x_j - max x)`, computed in f32 and
+//! rounded once.
 
 use crate::backend::cpu::math::{add_to_lanes, exp, maximum, sum_lanes, sum_over, LANES};
 use crate::backend::cpu::simd::{Kernel, Simd};
@@ -7,8 +7,8 @@ use crate::backend::cpu::CpuBackend;
 use crate::error::{try_filled, Error, Result};
 use crate::ops::common::storage::{Storage, CHUNK};
 
-/// Rows longer than this are cut into parts of this length, which threads share. The cuts, and so the
-/// order of the sum, depend on the length alone.
+/// Rows longer than this are cut into parts of this length, which threads share. The cuts, and so
+/// the order of the sum, depend on the length alone.
 const PART: usize = 16 * 1024;
 
 /// Rows up to this length are widened into a small buffer.

@@ -35,7 +35,8 @@ pub fn softmax(context: &ComputeContext, x: &Tensor, out: &Tensor) -> Result<()>
             let x = input_beside(context, x, out, contiguous)?;
             let place = output(context, out, contiguous)?;
             with_storage!(dtype, T => {
-                // SAFETY: contiguous tensors of T on the host; the result does not overlap the input.
+                // SAFETY: contiguous tensors of T on the host; the result does not overlap the
+                // input.
                 let (x, out) =
                     unsafe { (host_slice::<T>(&x.tensor), host_slice_mut::<T>(&place.tensor)) };
                 cpu::softmax(backend, x, width, out)

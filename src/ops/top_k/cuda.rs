@@ -70,8 +70,8 @@ pub(in crate::ops) fn top_k_on_cuda(
     let launch = |kernel, grid: (i64, i64), arguments| {
         let grid = (grid.0 as u32, grid.1 as u32, 1);
         let launch = Launch { grid, block: BLOCK, shared_bytes: 0 };
-        // SAFETY: the arguments of xserv_top_k_parts*, _reduce and _merge as given below; there is room for k
-        // candidates of every part.
+        // SAFETY: the arguments of xserv_top_k_parts*, _reduce and _merge as given below; there is
+        // room for k candidates of every part.
         unsafe { cuda.launch(kernel, launch, arguments) }
     };
     let mut first = 0;

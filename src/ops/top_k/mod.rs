@@ -2,8 +2,8 @@
 //! equals +0, and among equal elements the one with the lowest index comes first, as in PyTorch
 //! (which does not specify the last).
 //!
-//! x [..., width] f32, f16 or bf16; values [..., k] of the type of x, indices [..., k] i32, from the largest
-//! down; k is at most width and [`MAX_K`].
+//! x [..., width] f32, f16 or bf16; values [..., k] of the type of x, indices [..., k] i32, from
+//! the largest down; k is at most width and [`MAX_K`].
 
 pub mod cpu;
 mod cuda;
