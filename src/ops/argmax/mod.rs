@@ -48,13 +48,10 @@ pub fn argmax(context: &ComputeContext, x: &Tensor, out: &Tensor) -> Result<()> 
                 // nothing.
                 unsafe {
                     let (x, width) = (host_slice::<T>(x), width as usize);
-                    match out_is_i64 {
-                        true => {
-                            cpu::argmax(backend, x, width, host_slice_mut::<i64>(&place.tensor))
-                        }
-                        false => {
-                            cpu::argmax(backend, x, width, host_slice_mut::<i32>(&place.tensor))
-                        }
+                    if out_is_i64 {
+                        cpu::argmax(backend, x, width, host_slice_mut::<i64>(&place.tensor))
+                    } else {
+                        cpu::argmax(backend, x, width, host_slice_mut::<i32>(&place.tensor))
                     }
                 }
             })?;

@@ -115,9 +115,12 @@ pub(super) fn run(
     }
 
     let packed = form == Form::Paged;
-    let fits_queries = |tensor: &Tensor| match packed && tensor.shape().len() == 4 {
-        true => is_packed(tensor),
-        false => has_whole_heads(tensor),
+    let fits_queries = |tensor: &Tensor| {
+        if packed && tensor.shape().len() == 4 {
+            is_packed(tensor)
+        } else {
+            has_whole_heads(tensor)
+        }
     };
     let q = input(context, problem.q, fits_queries)?;
     let k = input(context, problem.k, has_whole_heads)?;

@@ -97,10 +97,13 @@ pub(super) fn run(
     let block_tables = indices(&options.block_tables)?;
     let context_lens = indices(&options.context_lens)?;
     let address = |staged: &Option<Input>| {
-        staged.as_ref().map_or(std::ptr::null_mut(), |staged| match staged.tensor.is_empty() {
-            // This is not NULL, which would mean that there is none; nothing is read.
-            true => std::ptr::without_provenance_mut(16),
-            false => staged.tensor.data(),
+        staged.as_ref().map_or(std::ptr::null_mut(), |staged| {
+            if staged.tensor.is_empty() {
+                // This is not NULL, which would mean that there is none; nothing is read.
+                std::ptr::without_provenance_mut(16)
+            } else {
+                staged.tensor.data()
+            }
         })
     };
     let packed = |array: &Option<Tensor>, dimension| if array.is_some() { 0 } else { dimension };
@@ -133,10 +136,13 @@ pub(super) fn run(
     match backend {
         AttentionBackend::Naive => cuda_naive::launch(context, cuda, problem, &params),
         AttentionBackend::SplitKv => cuda_split_kv::launch(context, cuda, problem, &params),
-        _ => match cuda_flash_wgmma::try_launch(cuda, problem, &params)? {
-            true => Ok(()),
-            false => cuda_flash::launch(cuda, problem, &params),
-        },
+        _ => {
+            if cuda_flash_wgmma::try_launch(cuda, problem, &params)? {
+                Ok(())
+            } else {
+                cuda_flash::launch(cuda, problem, &params)
+            }
+        }
     }?;
     place.finish(context)
 }

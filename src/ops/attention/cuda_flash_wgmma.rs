@@ -60,9 +60,10 @@ const MOST_MULTIPROCESSORS: usize = 144;
 
 /// Returns the device memory that attention in segments takes on any chip while it is queued.
 pub(super) fn scratch_bytes(dtype: DType, head_dim: usize) -> usize {
-    match dtype != DType::F32 && head_dim as i64 == HEAD_DIM {
-        true => running_bytes(MOST_MULTIPROCESSORS),
-        false => 0,
+    if dtype != DType::F32 && head_dim as i64 == HEAD_DIM {
+        running_bytes(MOST_MULTIPROCESSORS)
+    } else {
+        0
     }
 }
 
@@ -81,9 +82,10 @@ impl Groups {
     /// Chooses by the number of whole blocks there would be; measured on an H200. Both give the
     /// same bits.
     fn choose(whole_blocks: i64, num_multiprocessors: i64) -> Self {
-        match whole_blocks <= num_multiprocessors / 2 {
-            true => Groups::One,
-            false => Groups::Two,
+        if whole_blocks <= num_multiprocessors / 2 {
+            Groups::One
+        } else {
+            Groups::Two
         }
     }
 
@@ -150,9 +152,10 @@ pub(super) fn try_launch(
     let heads = if is_packed { problem.num_kv_heads } else { num_heads };
     let pairs = heads.saturating_mul(num_seqs);
     let tiles = |queries: u64| (max_q_len as u64).div_ceil(queries) as i64;
-    let groups = match is_packed {
-        true => Groups::One,
-        false => Groups::choose(tiles(128).saturating_mul(pairs), processors),
+    let groups = if is_packed {
+        Groups::One
+    } else {
+        Groups::choose(tiles(128).saturating_mul(pairs), processors)
     };
     let in_segments = problem.options.in_segments;
     let is_early = problem.options.has_settled_indices && problem.max_kv_len <= MOST_EARLY_KEYS;
@@ -175,15 +178,19 @@ pub(super) fn try_launch(
     let partial_rows = rows_of(segments);
     // The memory is returned although the kernels are only queued: work of its next user is queued
     // after them.
-    let memory = match in_segments {
-        true => Some(cuda.allocator().allocate(scratch_bytes, "partial results of attention")?),
-        false => None,
+    let memory = if in_segments {
+        Some(cuda.allocator().allocate(scratch_bytes, "partial results of attention")?)
+    } else {
+        None
     };
     let scratch = memory.as_ref().map_or(std::ptr::null_mut(), Block::start);
     // The strides of tokens, of heads or groups of them, and of the rows of an item.
-    let strides = |[_, token, head]: [i64; 3]| match is_packed {
-        true => [token, heads_per_kv * head, head],
-        false => [token, head, token],
+    let strides = |[_, token, head]: [i64; 3]| {
+        if is_packed {
+            [token, heads_per_kv * head, head]
+        } else {
+            [token, head, token]
+        }
     };
     let arguments = AttentionFlashWgmmaParams {
         q: params.q,

@@ -118,18 +118,22 @@ pub(super) fn launch(
     let Problem { num_seqs, num_heads, head_dim, max_kv_len, .. } = *problem;
     let is_cached = problem.form == Form::Paged && !params.cu_seqlens_q.is_null();
     let of_a_sequence = partial_bytes(num_heads, head_dim, max_kv_len);
-    let group = match is_cached && of_a_sequence > 0 {
-        true => (MOST_PARTIAL_BYTES / of_a_sequence).max(1),
-        false => num_seqs,
+    let group = if is_cached && of_a_sequence > 0 {
+        (MOST_PARTIAL_BYTES / of_a_sequence).max(1)
+    } else {
+        num_seqs
     };
     let mut first = 0;
     while first < num_seqs {
         let part = Problem { num_seqs: group.min(num_seqs - first), ..*problem };
         // The arrays begin at the first sequence of the group; they say where in q and out its
         // tokens are.
-        let from = |array: *mut u8, words: i64| match array.is_null() {
-            true => array,
-            false => array.wrapping_add((first * words * 4) as usize),
+        let from = |array: *mut u8, words: i64| {
+            if array.is_null() {
+                array
+            } else {
+                array.wrapping_add((first * words * 4) as usize)
+            }
         };
         let params = AttentionParams {
             cu_seqlens_q: from(params.cu_seqlens_q, 1),

@@ -48,9 +48,10 @@ pub fn attention_scratch_bytes(
     max_kv_len: usize,
     in_segments: bool,
 ) -> usize {
-    match in_segments {
-        true => cuda_flash_wgmma::scratch_bytes(dtype, head_dim),
-        false => cuda_split_kv::scratch_bytes(num_seqs, num_heads, head_dim, max_kv_len),
+    if in_segments {
+        cuda_flash_wgmma::scratch_bytes(dtype, head_dim)
+    } else {
+        cuda_split_kv::scratch_bytes(num_seqs, num_heads, head_dim, max_kv_len)
     }
 }
 

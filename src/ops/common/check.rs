@@ -68,11 +68,10 @@ pub(in crate::ops) fn same_shape(tensors: &[Named<'_>]) -> Result<()> {
 
 /// Checks that a tensor has exactly this shape; `what` says where the numbers come from.
 pub(in crate::ops) fn shape((name, tensor): Named<'_>, expected: &[i64], what: &str) -> Result<()> {
-    match tensor.shape().iter().eq(expected) {
-        true => Ok(()),
-        false => {
-            wrong(format!("{name} has shape {}, but {what} needs {expected:?}", tensor.shape()))
-        }
+    if tensor.shape().iter().eq(expected) {
+        Ok(())
+    } else {
+        wrong(format!("{name} has shape {}, but {what} needs {expected:?}", tensor.shape()))
     }
 }
 
@@ -89,17 +88,19 @@ pub(in crate::ops) fn rank((name, tensor): Named<'_>, expected: usize, form: &st
 
 /// Checks that a tensor has at least one dimension.
 pub(in crate::ops) fn has_rows((name, tensor): Named<'_>) -> Result<()> {
-    match tensor.shape().is_empty() {
-        true => wrong(format!("{name} has no dimensions, at least one is needed")),
-        false => Ok(()),
+    if tensor.shape().is_empty() {
+        wrong(format!("{name} has no dimensions, at least one is needed"))
+    } else {
+        Ok(())
     }
 }
 
 /// Checks that a number is finite, and not negative.
 pub(in crate::ops) fn epsilon(eps: f32) -> Result<()> {
-    match eps.is_finite() && eps >= 0.0 {
-        true => Ok(()),
-        false => wrong(format!("eps is {eps}, not a finite number of at least 0")),
+    if eps.is_finite() && eps >= 0.0 {
+        Ok(())
+    } else {
+        wrong(format!("eps is {eps}, not a finite number of at least 0"))
     }
 }
 

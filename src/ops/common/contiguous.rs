@@ -22,14 +22,15 @@ pub(in crate::ops) fn check(
     shape: &[i64],
 ) -> Result<()> {
     let fits = tensor.element() == element && **tensor.shape() == *shape && tensor.is_contiguous();
-    match fits {
-        true => Ok(()),
-        false => Err(Error::internal(format!(
+    if fits {
+        Ok(())
+    } else {
+        Err(Error::internal(format!(
             "{name} is {} {} with strides {}, not {element} {shape:?}",
             tensor.element(),
             tensor.shape(),
             tensor.strides()
-        ))),
+        )))
     }
 }
 
@@ -57,8 +58,9 @@ pub(in crate::ops) fn matrix_size(name: &str, tensor: &Tensor) -> Result<(u32, i
 pub(in crate::ops) fn vector_len(dtype: DType, width: i32, tensors: &[&Tensor]) -> i32 {
     let vector = 16 / dtype.size_bytes() as i32;
     let is_aligned = |tensor: &&Tensor| (tensor.data() as usize).is_multiple_of(16);
-    match width % vector == 0 && tensors.iter().all(is_aligned) {
-        true => vector,
-        false => 1,
+    if width % vector == 0 && tensors.iter().all(is_aligned) {
+        vector
+    } else {
+        1
     }
 }

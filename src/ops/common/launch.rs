@@ -52,9 +52,10 @@ pub(in crate::ops) fn fits_rows(tensor: &Tensor) -> bool {
 pub(in crate::ops) fn row_layout(tensor: &Tensor) -> Result<KernelRows> {
     let RowLayout { num_rows, inner, outer_stride, inner_stride, .. } =
         tensor.rows().ok_or_else(|| Error::internal("a tensor without rows"))?;
-    Ok(match inner >= num_rows {
-        true => KernelRows { inner: 1, outer_stride: inner_stride, inner_stride: 0 },
-        false => KernelRows { inner, outer_stride, inner_stride },
+    Ok(if inner >= num_rows {
+        KernelRows { inner: 1, outer_stride: inner_stride, inner_stride: 0 }
+    } else {
+        KernelRows { inner, outer_stride, inner_stride }
     })
 }
 

@@ -70,9 +70,12 @@ impl ProductNeeds {
         let native = dtype == DType::BF16 && has_native_bf16;
         let widen = dtype != DType::F32 && num_rows >= WIDEN_FROM_ROWS && !native;
         let in_stretches = num_rows >= WIDEN_FROM_ROWS && in_features > STRETCH + STRETCH / 2;
-        let of = |needed: bool, rows: usize| match needed {
-            true => num_lanes.saturating_mul(rows).saturating_mul(PANEL_COLUMNS),
-            false => 0,
+        let of = |needed: bool, rows: usize| {
+            if needed {
+                num_lanes.saturating_mul(rows).saturating_mul(PANEL_COLUMNS)
+            } else {
+                0
+            }
         };
         ProductNeeds {
             widen,

@@ -31,9 +31,10 @@ pub fn embedding_step(
     }
     let row_bytes = width as usize * dtype.size_bytes();
     let aligned = |tensor: &Tensor| (tensor.data() as usize).is_multiple_of(16);
-    let (kernel, unit) = match row_bytes.is_multiple_of(16) && aligned(table) && aligned(out) {
-        true => (kernels::EMBEDDING_CHOSEN_B16, 16),
-        false => (kernels::EMBEDDING_CHOSEN_B2, 2),
+    let (kernel, unit) = if row_bytes.is_multiple_of(16) && aligned(table) && aligned(out) {
+        (kernels::EMBEDDING_CHOSEN_B16, 16)
+    } else {
+        (kernels::EMBEDDING_CHOSEN_B2, 2)
     };
     let units = i32::try_from(row_bytes / unit)
         .map_err(|_| Error::unsupported(format!("rows of {row_bytes} bytes")))?;

@@ -54,15 +54,12 @@ pub fn embedding(
                 // result overlaps no input.
                 unsafe {
                     let (table, out) = (host_slice::<T>(table), host_slice_mut::<T>(&place.tensor));
-                    match ids_are_i64 {
-                        true => {
-                            let ids = host_slice::<i64>(ids);
-                            cpu::embedding(backend, table, vocab_size, width, ids, out)
-                        }
-                        false => {
-                            let ids = host_slice::<i32>(ids);
-                            cpu::embedding(backend, table, vocab_size, width, ids, out)
-                        }
+                    if ids_are_i64 {
+                        let ids = host_slice::<i64>(ids);
+                        cpu::embedding(backend, table, vocab_size, width, ids, out)
+                    } else {
+                        let ids = host_slice::<i32>(ids);
+                        cpu::embedding(backend, table, vocab_size, width, ids, out)
                     }
                 }
             })?;

@@ -40,27 +40,21 @@ pub fn gemm_backward(
     }
     let plain = GemmOptions::default();
     if let Some(da) = da {
-        match transpose_kernels && !b.is_empty() {
-            true => {
-                let (b, _place) = transposed(context, b)?;
-                gemm_unchecked(context, &plain, dc, &b, da)?;
-            }
-            false => {
-                let options = GemmOptions { transpose_b: true, ..plain };
-                gemm_unchecked(context, &options, dc, b, da)?;
-            }
+        if transpose_kernels && !b.is_empty() {
+            let (b, _place) = transposed(context, b)?;
+            gemm_unchecked(context, &plain, dc, &b, da)?;
+        } else {
+            let options = GemmOptions { transpose_b: true, ..plain };
+            gemm_unchecked(context, &options, dc, b, da)?;
         }
     }
     if let Some(db) = db {
-        match transpose_kernels && !a.is_empty() {
-            true => {
-                let (a, _place) = transposed(context, a)?;
-                gemm_unchecked(context, &plain, &a, dc, db)?;
-            }
-            false => {
-                let options = GemmOptions { transpose_a: true, ..plain };
-                gemm_unchecked(context, &options, a, dc, db)?;
-            }
+        if transpose_kernels && !a.is_empty() {
+            let (a, _place) = transposed(context, a)?;
+            gemm_unchecked(context, &plain, &a, dc, db)?;
+        } else {
+            let options = GemmOptions { transpose_a: true, ..plain };
+            gemm_unchecked(context, &options, a, dc, db)?;
         }
     }
     Ok(())

@@ -269,12 +269,12 @@ fn tensor_core(facts: &Facts) -> Choice {
     let blocks = if m <= 64 { 3 * sms } else { sms };
     let small = if m <= 64 { Tile::T64x64 } else { tile };
     let splits = (blocks / tiles_of(facts, small).max(1)).min(k / 512).clamp(1, 16);
-    match splits > 1 {
-        true => Choice::TensorCore(small, splits),
-        false if facts.has_wgmma => {
-            Choice::TensorCore(fastest(facts, &[Tile::W128x256, Tile::W128x128, tile]), 1)
-        }
-        false => Choice::TensorCore(tile, 1),
+    if splits > 1 {
+        Choice::TensorCore(small, splits)
+    } else if facts.has_wgmma {
+        Choice::TensorCore(fastest(facts, &[Tile::W128x256, Tile::W128x128, tile]), 1)
+    } else {
+        Choice::TensorCore(tile, 1)
     }
 }
 

@@ -86,9 +86,10 @@ fn too_large(product: &Product) -> Error {
 
 /// Fails for sizes that no kernel can count.
 pub(super) fn check_sizes(product: &Product) -> Result<()> {
-    match product.m.max(product.n).max(product.k) <= MOST {
-        true => Ok(()),
-        false => Err(too_large(product)),
+    if product.m.max(product.n).max(product.k) <= MOST {
+        Ok(())
+    } else {
+        Err(too_large(product))
     }
 }
 

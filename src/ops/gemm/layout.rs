@@ -113,9 +113,10 @@ impl View {
         };
         let in_rows = by(rows, columns, row_stride, column_stride).map(|ld| (false, ld));
         let in_columns = by(columns, rows, column_stride, row_stride).map(|ld| (true, ld));
-        match prefer_columns {
-            true => in_columns.or(in_rows),
-            false => in_rows.or(in_columns),
+        if prefer_columns {
+            in_columns.or(in_rows)
+        } else {
+            in_rows.or(in_columns)
         }
     }
 }

@@ -135,17 +135,21 @@ pub fn gemm_scratch_bytes(
     let WeightShape { out_features: n, in_features: k, transposed } = *weight;
     let size = dtype.size_bytes();
     // Operands are copied where they cannot be read 16 bytes at a time.
-    let copy = |lines: usize, width: usize| match (width * size).is_multiple_of(16) {
-        true => 0,
-        false => lines.saturating_mul(layout::padded(width as i64) as usize * size + 512),
+    let copy = |lines: usize, width: usize| {
+        if (width * size).is_multiple_of(16) {
+            0
+        } else {
+            lines.saturating_mul(layout::padded(width as i64) as usize * size + 512)
+        }
     };
     let copies = copy(num_rows, k).saturating_add(if transposed { copy(n, k) } else { copy(k, n) });
     let results = num_rows.saturating_mul(n).saturating_mul(4);
-    match is_ordered {
-        true => copies,
-        false => choice::most_partial_bytes(dtype, results, k)
+    if is_ordered {
+        copies
+    } else {
+        choice::most_partial_bytes(dtype, results, k)
             .saturating_add(copies)
-            .max(cublas_workspace_bytes(results)),
+            .max(cublas_workspace_bytes(results))
     }
 }
 
@@ -316,9 +320,12 @@ fn on_host<T: Storage>(
         alpha,
         beta,
     };
-    let stored = |x: &Operand, rows: i64, columns: i64| match x.transposed {
-        true => (columns, rows),
-        false => (rows, columns),
+    let stored = |x: &Operand, rows: i64, columns: i64| {
+        if x.transposed {
+            (columns, rows)
+        } else {
+            (rows, columns)
+        }
     };
     let ((a_lines, a_width), (b_lines, b_width)) = (stored(&a, m, k), stored(&b, k, n));
     let mut scratch = GemmScratch::new();

@@ -233,11 +233,10 @@ impl Angles<'_> {
     unsafe fn position(&self, token: usize) -> Option<usize> {
         // SAFETY: by contract.
         unsafe {
-            match self.positions_are_i64 {
-                true => host_slice::<i64>(self.positions).get(token)?.to_index(self.max_position()),
-                false => {
-                    host_slice::<i32>(self.positions).get(token)?.to_index(self.max_position())
-                }
+            if self.positions_are_i64 {
+                host_slice::<i64>(self.positions).get(token)?.to_index(self.max_position())
+            } else {
+                host_slice::<i32>(self.positions).get(token)?.to_index(self.max_position())
             }
         }
     }
@@ -254,9 +253,10 @@ impl Angles<'_> {
             }
             // SAFETY: by contract.
             let position = unsafe {
-                match self.positions_are_i64 {
-                    true => host_slice::<i64>(self.positions).get(token).copied(),
-                    false => host_slice::<i32>(self.positions).get(token).copied().map(i64::from),
+                if self.positions_are_i64 {
+                    host_slice::<i64>(self.positions).get(token).copied()
+                } else {
+                    host_slice::<i32>(self.positions).get(token).copied().map(i64::from)
                 }
             };
             return Err(Error::invalid_argument(format!(

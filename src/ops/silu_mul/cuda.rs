@@ -15,9 +15,10 @@ pub(in crate::ops) fn silu_mul_on_cuda(
     let too_many = || Error::unsupported(format!("shape {} is too large", out.shape()));
     let (num_rows, width) = (out.num_elements() / out.width(), out.width());
     let is_vector = [gate, up, out].iter().all(|tensor| rows_are_vectors(tensor));
-    let (kernel, per_access) = match is_vector {
-        true => (kernels::SILU_MUL_VEC.of(dtype), 16 / dtype.size_bytes() as i64),
-        false => (kernels::SILU_MUL_SCALAR.of(dtype), 1),
+    let (kernel, per_access) = if is_vector {
+        (kernels::SILU_MUL_VEC.of(dtype), 16 / dtype.size_bytes() as i64)
+    } else {
+        (kernels::SILU_MUL_SCALAR.of(dtype), 1)
     };
     let accesses = width / per_access;
     let block = (accesses.clamp(1, 256) as u32).next_multiple_of(32);

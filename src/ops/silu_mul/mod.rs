@@ -94,8 +94,9 @@ unsafe fn silu_mul_on_host<T: Storage>(
             }
         }
     })?;
-    match failed.into_inner() {
-        true => Err(Error::internal("silu_mul: a row failed")),
-        false => Ok(()),
+    if failed.into_inner() {
+        Err(Error::internal("silu_mul: a row failed"))
+    } else {
+        Ok(())
     }
 }

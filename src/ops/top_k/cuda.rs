@@ -37,9 +37,10 @@ pub(in crate::ops) fn top_k_on_cuda(
     let is_vector = rows_are_aligned(x)?;
     let k_argument = k as i32;
     if i64::from(width) <= HELD {
-        let kernel = match is_vector {
-            true => kernels::TOP_K_SINGLE.of(dtype),
-            false => kernels::TOP_K_SINGLE_SCALAR.of(dtype),
+        let kernel = if is_vector {
+            kernels::TOP_K_SINGLE.of(dtype)
+        } else {
+            kernels::TOP_K_SINGLE_SCALAR.of(dtype)
         };
         let rows = num_blocks(num_rows, 1)
             .ok_or_else(|| Error::unsupported(format!("{num_rows} rows are too many")))?;
