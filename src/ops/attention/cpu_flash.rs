@@ -236,9 +236,9 @@ impl<T: Storage> Lane<'_, T> {
             rows[key..].fill(last);
             let ahead = BLOCK_SIZE * k_strides.token;
             // SAFETY: `rows` are keys of head_dim elements, a multiple of 16. In place, the run's
-            // values lie a token stride apart and have head_dim columns each; else they have been
-            // copied. All elements are f32 mathematics on S's vectors, and kernels run where S is
-            // there.
+            // values lie a token stride apart and have head_dim columns each; otherwise they have
+            // been copied. All elements are f32 mathematics on S's vectors, and kernels run where S
+            // is there.
             unsafe {
                 if in_place {
                     type Weights<S, T> = <T as Storage>::Weights<<S as Simd>::Vector>;
@@ -310,7 +310,7 @@ unsafe impl<T: Storage, E: Element<Activation = f32>> Keys for KeyRows<T, E> {
 
 impl<T: Storage, E: Element<Activation = f32>> KeyRows<T, E> {
     /// # Safety
-    /// The same as for [`Keys::scores`].
+    /// The requirements are those of [`Keys::scores`].
     #[inline(always)]
     // Indices of constant extent, which the compiler unrolls into registers.
     #[allow(clippy::needless_range_loop)]

@@ -223,7 +223,7 @@ impl<'a> Online<'a> {
     /// `at_end` says that the places after them hold no keys of this sequence.
     ///
     /// # Safety
-    /// The same as for `block`.
+    /// The requirements are those of `block`.
     #[inline(always)]
     unsafe fn add_values<E: Element>(
         &mut self,
@@ -271,7 +271,7 @@ impl<'a> Online<'a> {
 /// Computes a tile of `num_columns` columns, a multiple of 16.
 ///
 /// # Safety
-/// As [`Operands`] says.
+/// The requirements are those of [`Operands`].
 #[inline(always)]
 unsafe fn add_columns<E: Element>(count: usize, num_columns: usize, mut operands: Operands<E>) {
     let mut left = num_columns / 16;

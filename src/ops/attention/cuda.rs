@@ -1,5 +1,5 @@
-//! What the CUDA kernels of attention share: tensors in a layout that they take, and their
-//! parameters.
+//! The parts that the CUDA kernels of attention share: tensors in a layout that they take, and
+//! their parameters.
 
 use crate::backend::cuda::{kernel_struct, CudaContext};
 use crate::backend::ComputeContext;

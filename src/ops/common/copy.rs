@@ -26,7 +26,7 @@ pub(in crate::ops) unsafe fn copy_unchecked(
 }
 
 /// # Safety
-/// The same as for [`copy_unchecked`], both on the host.
+/// The requirements are those of [`copy_unchecked`], with both tensors on the host.
 pub(in crate::ops) unsafe fn copy_on_host(source: &Tensor, target: &Tensor) -> Result<()> {
     let size = source.element().size_bytes();
     let axes = Axes::of(&[target, source])?;
@@ -70,7 +70,7 @@ pub(in crate::ops) unsafe fn copy_on_host(source: &Tensor, target: &Tensor) -> R
 }
 
 /// # Safety
-/// The same as for [`copy_unchecked`], both on the device of `cuda`.
+/// The requirements are those of [`copy_unchecked`], with both on the device of `cuda`.
 pub(in crate::ops) unsafe fn copy_on_cuda(
     cuda: &CudaContext,
     source: &Tensor,

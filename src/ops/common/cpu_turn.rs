@@ -80,7 +80,7 @@ impl<T: Copy, U: Copy, M: Move<From = T, To = U>> Kernel for Turn<'_, T, U, M> {
     type Output = ();
 
     #[inline(always)]
-    // The indices have constant extent, and the compiler unrolls the loops into registers.
+    // Indices of constant extent, which the compiler unrolls into registers.
     #[allow(clippy::needless_range_loop)]
     fn run<S: Simd>(self) {
         let Turn { from, from_stride, rows, columns, to, to_stride, .. } = self;

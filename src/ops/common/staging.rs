@@ -114,7 +114,7 @@ pub(in crate::ops) unsafe fn host_slice<'a, T>(tensor: &Tensor) -> &'a [T] {
 /// Returns the elements of a contiguous tensor on the host for writing.
 ///
 /// # Safety
-/// The same as for [`host_slice`], and nobody else has a reference to any of the elements.
+/// The requirements are those of [`host_slice`], and nobody else refers to any of the elements.
 pub(in crate::ops) unsafe fn host_slice_mut<'a, T>(tensor: &Tensor) -> &'a mut [T] {
     debug_assert!(tensor.is_contiguous() && tensor.element().size_bytes() == size_of::<T>());
     if tensor.is_empty() {

@@ -43,7 +43,7 @@ pub fn copy(context: &ComputeContext, source: &Tensor, target: &Tensor) -> Resul
 /// Copies from the host to the device.
 ///
 /// # Safety
-/// The same as for [`copy`].
+/// The requirements are those of [`copy`].
 unsafe fn upload(
     context: &ComputeContext,
     cuda: &CudaContext,
@@ -76,7 +76,7 @@ unsafe fn upload(
 /// Copies from the device to the host.
 ///
 /// # Safety
-/// The same as for [`copy`].
+/// The requirements are those of [`copy`].
 unsafe fn download(
     context: &ComputeContext,
     cuda: &CudaContext,

@@ -109,7 +109,7 @@ impl<T: Storage> Skinny<'_, T> {
 
     /// Multiplies R rows by V vectors from `vector` on; returns V. Each sum has sixteen lanes.
     #[inline(always)]
-    // The indices have constant extent, and the compiler unrolls the loops into registers.
+    // Indices of constant extent, which the compiler unrolls into registers.
     #[allow(clippy::needless_range_loop)]
     fn dot<S: Simd, const R: usize, const V: usize>(
         &self,

@@ -33,8 +33,9 @@ pub enum OneTokenLinear<'a> {
         /// The epsilon of the norm.
         eps: f32,
     },
-    /// Computes `hidden = round(x + round(the sum of sums))` and `out = round(round(silu(round(G
-    /// h))) * round(U h))` with `h = rms_norm(hidden)`, where W is G on top of U.
+    /// Computes `hidden = round(x + round(the sum of sums))` and
+    /// `out = round(round(silu(round(G h))) * round(U h))` with `h = rms_norm(hidden)`, where W is
+    /// G on top of U.
     SumsSwiGlu {
         /// The weight of the norm, [in_features].
         norm: &'a Tensor,

@@ -244,7 +244,7 @@ impl Angles<'_> {
     /// Fails if a position is outside the table.
     ///
     /// # Safety
-    /// The same as for [`Angles::position`].
+    /// The requirements are those of [`Angles::position`].
     unsafe fn check_positions(&self) -> Result<()> {
         for token in 0..self.positions.num_elements() as usize {
             // SAFETY: by contract.
