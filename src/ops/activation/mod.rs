@@ -1,5 +1,6 @@
-//! Activations, in f32 and rounded once: `silu(x) = x / (1 + e^-x)`, `silu_mul(gate, up) =
-//! silu(gate) * up` (Shazeer, 2020, SwiGLU), `gelu(x) = x/2 (1 + erf(x / sqrt 2))` and GPT-2's
+//! Activations, in f32 and rounded once: `silu(x) = x / (1 + e^-x)`,
+//! `silu_mul(gate, up) = silu(gate) * up` (Shazeer, 2020, SwiGLU),
+//! `gelu(x) = x/2 (1 + erf(x / sqrt 2))` and GPT-2's
 //! `gelu_tanh(x) = x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))` (Hendrycks and Gimpel, 2016).
 //!
 //! x, gate, up, out: one shape, one floating-point type. No finite x gives a NaN; minus infinity

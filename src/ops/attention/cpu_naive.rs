@@ -1,5 +1,6 @@
-//! Attention over keys and values where they lie, with grouped query heads: `out = softmax(scale *
-//! q K^T) V` for each query head h, over kv head `h / (num_heads / num_kv_heads)`.
+//! Attention over keys and values where they lie, with grouped query heads:
+//! `out = softmax(scale * q K^T) V` for each query head h, over kv head
+//! `h / (num_heads / num_kv_heads)`.
 //!
 //! With `causal` query i of a sequence sees keys `0..=kv_len - q_len + i`, otherwise all of them.
 //! The result is computed in f32 and rounded once. A query that sees no key gives zeros.

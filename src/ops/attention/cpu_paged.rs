@@ -1,8 +1,8 @@
 //! Causal attention of new tokens over the paged KV cache, with grouped query heads.
 //!
-//! `out = softmax(scale * q K^T) V` for each query head h, over kv head `h / (num_heads /
-//! num_kv_heads)`; token i of a sequence with q_len new tokens sees keys `0..=context_len - q_len +
-//! i`.
+//! `out = softmax(scale * q K^T) V` for each query head h, over kv head
+//! `h / (num_heads / num_kv_heads)`; token i of a sequence with q_len new tokens sees keys
+//! `0..=context_len - q_len + i`.
 //!
 //! The softmax is computed online in blocks of 32 keys; see [`super::online_softmax`].
 //!

@@ -75,8 +75,8 @@ pub fn has_decode_attention_o(
 }
 
 /// Computes the attention of [`super::decode_attention()`] for one sequence, and for each kv head
-/// the part of the output projection that belongs to its query heads: `sums[g] = W_o[:, heads over
-/// g] round(attention)[heads over g]`.
+/// the part of the output projection that belongs to its query heads:
+/// `sums[g] = W_o[:, heads over g] round(attention)[heads over g]`.
 ///
 /// weight [hidden_size, num_heads * head_dim]; sums f32 [num_kv_heads, hidden_size]; shapes as
 /// [`has_decode_attention_o`] requires them.

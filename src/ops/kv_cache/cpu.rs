@@ -7,8 +7,8 @@ use crate::memory::{DType, Plain};
 use crate::ops::kv_cache::layout::{KvBlocks, BLOCK_SIZE};
 
 /// Writes keys and values into the cache. k and v are [num_tokens, num_kv_heads, head_dim] f32 with
-/// token rows `row_stride` elements apart; token i goes to slot `slot_mapping[i]`: block `slot /
-/// 32`, place `slot % 32`. Values are rounded to the type of the cache (to nearest even).
+/// token rows `row_stride` elements apart; token i goes to slot `slot_mapping[i]`: block
+/// `slot / 32`, place `slot % 32`. Values are rounded to the type of the cache (to nearest even).
 pub fn kv_cache_append(
     backend: &CpuBackend,
     k: &[f32],

@@ -1,6 +1,7 @@
-//! Root-mean-square normalisation (Zhang and Sennrich, 2019, equation 4): `out = x / sqrt(mean(x^2)
-//! + eps) * weight`, eps inside the root as in Transformers; computed in f32 and rounded once. With
-//! a residual it first computes `residual = round(x + residual)`, then the norm of that.
+//! Root-mean-square normalisation (Zhang and Sennrich, 2019, equation 4):
+//! `out = x / sqrt(mean(x^2) + eps) * weight`, eps inside the root as in Transformers; computed in
+//! f32 and rounded once. With a residual it first computes `residual = round(x + residual)`, then
+//! the norm of that.
 
 use crate::backend::cpu::simd::{Kernel, Simd};
 use crate::backend::cpu::{CpuBackend, SendPointer};

@@ -1,6 +1,6 @@
 //! Residual addition and RMSNorm (Zhang and Sennrich, 2019, equation 4), rounded after each step:
-//! `residual = round(residual + x)`, `out = round(weight * round(residual / sqrt(mean(residual^2) +
-//! eps)))`.
+//! `residual = round(residual + x)`,
+//! `out = round(weight * round(residual / sqrt(mean(residual^2) + eps)))`.
 
 use crate::backend::cuda::{kernel_struct, kernels, Arguments, Launch};
 use crate::backend::ComputeContext;

@@ -1,9 +1,10 @@
 //! Rotary position embedding (Su et al., 2021, equation 34), with a table of angles:
 //!
 //! `cos[p, i] = attention_scale * cos(p * inv_freq[i])`, `sin` likewise, for i < head_dim / 2, and
-//! for the pair (a, b) number i of a head at position p: `a' = a cos[p, i] - b sin[p, i]`, `b' = b
-//! cos[p, i] + a sin[p, i]`. The angle is computed in f64, so that the table is as good at the last
-//! position as at the first (with f32 angles, as in Transformers, it is off by up to `p * 2^-24`).
+//! for the pair (a, b) number i of a head at position p: `a' = a cos[p, i] - b sin[p, i]`,
+//! `b' = b cos[p, i] + a sin[p, i]`. The angle is computed in f64, so that the table is as good at
+//! the last position as at the first (with f32 angles, as in Transformers, it is off by up to
+//! `p * 2^-24`).
 //!
 //! q [num_tokens, num_heads, head_dim], k [num_tokens, num_kv_heads, head_dim] f32, f16 or bf16,
 //! positions [num_tokens] i32 or i64, cos and sin [max_position, head_dim / 2] f32.

@@ -1,5 +1,5 @@
-//! The gate of SwiGLU (Shazeer, 2020), rounded after each step: `out = round(round(silu(gate)) *
-//! up)`.
+//! The gate of SwiGLU (Shazeer, 2020), rounded after each step:
+//! `out = round(round(silu(gate)) * up)`.
 
 use crate::backend::cuda::{kernels, Arguments, Launch};
 use crate::backend::ComputeContext;
