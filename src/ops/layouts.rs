@@ -1,5 +1,5 @@
-//! The test that keeps `csrc/common/layouts.cuh` equal to the structs and numbers which the kernels share
-//! with the library: `NVCC=none XSERV_BLESS=1 cargo test --lib layouts` rewrites it.
+//! The test that keeps `csrc/common/layouts.cuh` equal to the structs and numbers which the kernels
+//! share with the library: `NVCC=none XSERV_BLESS=1 cargo test --lib layouts` rewrites it.
 
 use crate::backend::cuda::layout::Layout;
 use crate::backend::cuda::{FaultRecord, TensorMap};
@@ -52,7 +52,7 @@ fn layouts() -> Vec<Layout> {
     ]
 }
 
-/// Names and values, with what they are.
+/// Returns the names and values, each with a description.
 fn numbers() -> Vec<(&'static str, usize, &'static str)> {
     vec![
         ("kBlockTokens", kv_cache::layout::BLOCK_SIZE, "of a block of the paged cache"),

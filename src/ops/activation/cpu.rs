@@ -1,8 +1,8 @@
 //! Activations, computed in f32 and rounded once. `silu(x) = x / (1 + e^-x)`.
 //!
 //! `gelu_tanh` is GPT-2's form (Hendrycks and Gimpel, 2016, section 2):
-//! `x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))`, computed as `x sigmoid(2 ...)`, which is the same
-//! and loses nothing to cancellation. `gelu_erf` is the exact one, `x/2 erfc(-x / sqrt 2)`.
+//! `x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))`, computed as `x sigmoid(2 ...)`, which is equal
+//! and loses nothing to cancellation. `gelu_erf` is the exact form, `x/2 erfc(-x / sqrt 2)`.
 
 use crate::backend::cpu::math::exp;
 use crate::backend::cpu::simd::{Kernel, Simd};
@@ -17,11 +17,11 @@ pub enum Activation {
     GeluTanh,
     /// GELU by the error function.
     GeluErf,
-    /// Sigmoid-weighted.
+    /// The sigmoid-weighted linear unit.
     Silu,
 }
 
-/// `out = f(x)`. No NaN for any finite x.
+/// Computes `out = f(x)`. No finite x gives a NaN.
 pub fn activation<T: Storage>(
     backend: &CpuBackend,
     function: Activation,
@@ -41,7 +41,7 @@ pub fn activation<T: Storage>(
     })
 }
 
-/// `x = f(x)`.
+/// Computes `x = f(x)`.
 pub fn activation_in_place<T: Storage>(
     backend: &CpuBackend,
     function: Activation,
@@ -50,17 +50,17 @@ pub fn activation_in_place<T: Storage>(
     backend.parallel_rows(x, 1, |_, out| backend.run(Apply { function, x: None, out }))
 }
 
-/// `out[i] = gelu(x[i])` in the tanh form.
+/// Computes `out[i] = gelu(x[i])` in the tanh form.
 pub fn gelu_tanh<T: Storage>(backend: &CpuBackend, x: &[T], out: &mut [T]) -> Result<()> {
     activation(backend, Activation::GeluTanh, x, out)
 }
 
-/// `out[i] = gelu(x[i])`.
+/// Computes `out[i] = gelu(x[i])`.
 pub fn gelu_erf<T: Storage>(backend: &CpuBackend, x: &[T], out: &mut [T]) -> Result<()> {
     activation(backend, Activation::GeluErf, x, out)
 }
 
-/// `out[i] = silu(x[i])`.
+/// Computes `out[i] = silu(x[i])`.
 pub fn silu<T: Storage>(backend: &CpuBackend, x: &[T], out: &mut [T]) -> Result<()> {
     activation(backend, Activation::Silu, x, out)
 }
@@ -72,15 +72,15 @@ pub(in crate::ops) fn silu_value<S: Simd>(x: f32) -> f32 {
 
 #[inline(always)]
 fn gelu_tanh_value<S: Simd>(x: f32) -> f32 {
-    // 2 sqrt(2/pi), and that times 0.044715.
+    // The constants are 2 sqrt(2/pi), and that times 0.044715.
     const LINEAR: f32 = 1.595_769_2;
     const CUBIC: f32 = 0.071_354_814;
     let inner = x * S::mul_add(x * x, CUBIC, LINEAR);
     x / (1.0 + exp::<S>(-inner))
 }
 
-/// erfc to 1.2e-7 relative: Chebyshev fit of Press et al., Numerical Recipes, 2nd edition, section
-/// 6.2, `erfcc`. Highest power first.
+/// The coefficients of erfc to 1.2e-7 relative: the Chebyshev fit of Press et al., Numerical
+/// Recipes, 2nd edition, section 6.2, `erfcc`. The highest power comes first.
 const ERFC_TERMS: [f32; 10] = [
     0.170_872_77,
     -0.822_152_23,
@@ -108,7 +108,7 @@ fn gelu_erf_value<S: Simd>(x: f32) -> f32 {
 
 struct Apply<'a, T> {
     function: Activation,
-    /// None: `out` itself.
+    /// The input; with `None` it is `out` itself.
     x: Option<&'a [T]>,
     out: &'a mut [T],
 }

@@ -1,5 +1,5 @@
-//! GELU in the tanh form (Hendrycks and Gimpel, 2016), rounded after each step as in Transformers' `gelu_new`:
-//! `csrc/ops/activation/gelu_tanh_rounded.cu` lists the steps.
+//! GELU in the tanh form (Hendrycks and Gimpel, 2016), rounded after each step as in Transformers'
+//! `gelu_new`: `csrc/ops/activation/gelu_tanh_rounded.cu` lists the steps.
 
 use crate::backend::cuda::{kernels, Arguments, Launch};
 use crate::backend::ComputeContext;
@@ -7,7 +7,7 @@ use crate::error::{Error, Result};
 use crate::memory::Tensor;
 use crate::ops::common::contiguous::{check, cuda, float};
 
-/// `x = gelu_tanh(x)`. x: any shape, contiguous.
+/// Computes `x = gelu_tanh(x)`. x: any shape, contiguous.
 pub fn gelu_tanh(context: &ComputeContext, x: &Tensor) -> Result<()> {
     const BLOCK: u32 = 128;
     let dtype = float("x", x)?;

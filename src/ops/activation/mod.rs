@@ -1,10 +1,10 @@
-//! Activations, in f32 and rounded once:
-//! `silu(x) = x / (1 + e^-x)`, `silu_mul(gate, up) = silu(gate) * up` (Shazeer, 2020, SwiGLU),
-//! `gelu(x) = x/2 (1 + erf(x / sqrt 2))` and GPT-2's `gelu_tanh(x) = x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715
-//! x^3)))` (Hendrycks and Gimpel, 2016).
+//! Activations, in f32 and rounded once: `silu(x) = x / (1 + e^-x)`,
+//! `silu_mul(gate, up) = silu(gate) * up` (Shazeer, 2020, SwiGLU),
+//! `gelu(x) = x/2 (1 + erf(x / sqrt 2))` and GPT-2's
+//! `gelu_tanh(x) = x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))` (Hendrycks and Gimpel, 2016).
 //!
-//! x, gate, up, out: one shape, one floating-point type. No finite x gives a NaN; minus infinity does, as
-//! in PyTorch.
+//! x, gate, up, out: one shape, one floating-point type. No finite x gives a NaN; minus infinity
+//! does, as in PyTorch.
 
 pub mod cpu;
 mod cuda;
@@ -19,7 +19,7 @@ use crate::ops::common::check::{self, InPlace};
 use crate::ops::common::launch::with_storage;
 use crate::ops::common::staging::{contiguous, host_slice, host_slice_mut, input, output};
 
-/// `out = function(x)`, see the head of the file. `out` may be the same view as `x`.
+/// Computes `out = function(x)`, see the head of the file. `out` may be the same view as `x`.
 pub fn activation(
     context: &ComputeContext,
     function: Activation,
@@ -40,7 +40,8 @@ pub fn activation(
             let place = output(context, out, contiguous)?;
             if x.is_same_view(&place.tensor) {
                 with_storage!(dtype, T => {
-                    // SAFETY: a contiguous tensor of T on the host, input and result at once.
+                    // SAFETY: a contiguous tensor of T on the host, which is both the input and the
+                    // result.
                     let x = unsafe { host_slice_mut::<T>(&place.tensor) };
                     cpu::activation_in_place(backend, function, x)
                 })?;

@@ -1,5 +1,5 @@
-//! The largest elements of each row. As in PyTorch a NaN counts as larger than any number; the lowest
-//! index wins a tie.
+//! The largest elements of each row. As in PyTorch a NaN counts as larger than any number; the
+//! lowest index wins a tie.
 
 use crate::backend::cpu::simd::{Kernel, Simd};
 use crate::backend::cpu::CpuBackend;
@@ -11,7 +11,8 @@ use crate::ops::common::selection::PIECE;
 use crate::ops::common::storage::Storage;
 use crate::ops::softmax::cpu::row_maximum;
 
-/// x is [num_rows, row_len]; out is [num_rows].
+/// Writes the index of the largest element of each row. x is [num_rows, row_len]; out is
+/// [num_rows].
 pub fn argmax<T: Storage, I: Index>(
     backend: &CpuBackend,
     x: &[T],
@@ -21,14 +22,14 @@ pub fn argmax<T: Storage, I: Index>(
     check("argmax", x.len(), row_len, out.len(), 1)?;
     for_rows(backend, row_len, out, |row, out| {
         let index = backend.run(Largest { x: &x[row * row_len..(row + 1) * row_len] });
-        // An index fits, checked above.
+        // The index fits, as checked above.
         if let Some(index) = I::from_index(index) {
             *out = index;
         }
     })
 }
 
-/// The index of the largest element of a row that is not empty.
+/// Returns the index of the largest element of a row that is not empty.
 pub(crate) struct Largest<'a, T> {
     pub x: &'a [T],
 }
@@ -48,7 +49,7 @@ impl<T: Storage> Kernel for Largest<'_, T> {
     }
 }
 
-/// The first place where the condition holds; pieces without one are passed over.
+/// Returns the first place where the condition holds; pieces without one are passed over.
 #[inline(always)]
 fn position<T: Storage>(x: &[T], holds: impl Fn(f32) -> bool + Copy) -> Option<usize> {
     for (piece, x) in x.chunks(PIECE).enumerate() {

@@ -4,7 +4,8 @@ use crate::backend::cpu::CpuBackend;
 use crate::error::{Error, Result};
 use crate::ops::argmax::cpu::Largest;
 
-/// x is [out.len(), row_len]. A NaN in a row is an error that names the row.
+/// Finds the largest element of each row. x is [out.len(), row_len]. A NaN in a row is an error
+/// that names the row.
 pub fn argmax(backend: &CpuBackend, x: &[f32], row_len: usize, out: &mut [u32]) -> Result<()> {
     if row_len == 0 && !out.is_empty()
         || out.len().checked_mul(row_len) != Some(x.len())
@@ -26,7 +27,7 @@ pub fn argmax(backend: &CpuBackend, x: &[f32], row_len: usize, out: &mut [u32]) 
                 "argmax: row {row} of {row_len} values holds a NaN"
             )));
         }
-        // row_len fits, checked above.
+        // The index fits, as row_len was checked above.
         *out = index as u32;
     }
     Ok(())

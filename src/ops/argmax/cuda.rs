@@ -7,8 +7,9 @@ use crate::memory::{DType, Tensor};
 use crate::ops::common::launch::rows_are_aligned;
 use crate::ops::common::launch::{num_blocks, row_layout};
 
-/// How many blocks share a row of `accesses` accesses: enough rows fill the device by themselves; fewer blocks
-/// than accesses, and not many more than pay (measured on an H200 with 1 and 32 rows of 151936).
+/// Returns how many blocks share a row of `accesses` accesses: enough rows fill the device by
+/// themselves; there are fewer blocks than accesses, and not many more than pay (measured on an
+/// H200 with 1 and 32 rows of 151936).
 fn argmax_splits(num_rows: i64, accesses: i64, block: u32) -> i64 {
     let useful = (accesses as u64).div_ceil(u64::from(block)) as i64;
     useful.min(512 / num_rows.max(1)).clamp(1, 80)
@@ -48,12 +49,14 @@ pub(in crate::ops) fn argmax_on_cuda(
         .i32(width)
         .i64(row_layout(x)?.outer_stride)
         .pointer(partials_start);
-    // SAFETY: the arguments of xserv_argmax_*; the stride leads to the rows, and there is a word for each part.
+    // SAFETY: the arguments of xserv_argmax_*; the stride leads to the rows, and there is a word
+    // for each part.
     unsafe { cuda.launch(kernel, launch, arguments) }?;
     if splits > 1 {
         let kernel = if out_is_i64 { kernels::ARGMAX_MERGE_I64 } else { kernels::ARGMAX_MERGE_I32 };
         let arguments = Arguments::new().tensor(out).pointer(partials_start).i32(splits as i32);
-        // SAFETY: the arguments of xserv_argmax_merge_*; the parts were written by the launch before.
+        // SAFETY: the arguments of xserv_argmax_merge_*; the parts were written by the launch
+        // before.
         unsafe { cuda.launch(kernel, Launch::linear(rows, 32), arguments) }?;
     }
     Ok(())

@@ -1,8 +1,9 @@
-//! The largest elements along the last dimension. NaN counts as larger than every number, -0 equals +0, and
-//! of equals the one with the lowest index comes first, as in PyTorch (which leaves the last open).
+//! The largest elements along the last dimension. NaN counts as larger than every number, -0 equals
+//! +0, and among equal elements the one with the lowest index comes first, as in PyTorch (which
+//! does not specify the last).
 //!
-//! x [..., width] f32, f16 or bf16. argmax: out [...] i32 or i64. top_k: values [..., k] of the type of x,
-//! indices [..., k] i32, from the largest down; k is at most width and [`MAX_K`].
+//! x [..., width] f32, f16 or bf16. argmax: out [...] i32 or i64. top_k: values [..., k] of the
+//! type of x, indices [..., k] i32, from the largest down; k is at most width and [`MAX_K`].
 
 pub mod cpu;
 pub mod cpu_checked;
@@ -18,7 +19,7 @@ use crate::ops::common::launch::too_wide;
 use crate::ops::common::launch::with_storage;
 use crate::ops::common::staging::{contiguous, host_slice, host_slice_mut, input, output};
 
-/// Index of the largest element of each row, see the head of the file.
+/// Writes the index of the largest element of each row, see the head of the file.
 pub fn argmax(context: &ComputeContext, x: &Tensor, out: &Tensor) -> Result<()> {
     let (x_named, out_named) = (("x", x), ("out", out));
     check::has_rows(x_named)?;
@@ -43,16 +44,14 @@ pub fn argmax(context: &ComputeContext, x: &Tensor, out: &Tensor) -> Result<()> 
             let x = &input(context, x, contiguous)?.tensor;
             let place = output(context, out, contiguous)?;
             with_storage!(dtype, T => {
-                // SAFETY: contiguous tensors of T and of the integer named, on the host, that share nothing.
+                // SAFETY: contiguous tensors of T and of the integer named, on the host, that share
+                // nothing.
                 unsafe {
                     let (x, width) = (host_slice::<T>(x), width as usize);
-                    match out_is_i64 {
-                        true => {
-                            cpu::argmax(backend, x, width, host_slice_mut::<i64>(&place.tensor))
-                        }
-                        false => {
-                            cpu::argmax(backend, x, width, host_slice_mut::<i32>(&place.tensor))
-                        }
+                    if out_is_i64 {
+                        cpu::argmax(backend, x, width, host_slice_mut::<i64>(&place.tensor))
+                    } else {
+                        cpu::argmax(backend, x, width, host_slice_mut::<i32>(&place.tensor))
                     }
                 }
             })?;

@@ -1,29 +1,29 @@
-//! Which algorithm serves a call.
+//! Chooses the algorithm that serves a call.
 
 use crate::error::{Error, Result};
 use crate::ops::attention::{size, Form, Problem};
 use crate::ops::kv_cache::layout::MAX_HEAD_DIM;
 
-/// The algorithms.
+/// The algorithms of attention.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum AttentionBackend {
-    /// Split-KV for one query a sequence, else flash, else naive.
+    /// Split-KV for one query per sequence, otherwise flash, otherwise naive.
     #[default]
     Auto,
-    /// All scores in memory; the batched form only.
+    /// Keeps all scores in memory; the batched form only.
     Naive,
-    /// Tiles and an online softmax.
+    /// Uses tiles and an online softmax.
     Flash,
-    /// The same for one query a sequence, keys split among blocks of threads.
+    /// Like `Flash`, for one query per sequence, with the keys split among thread blocks.
     SplitKv,
 }
 
-/// What the fused CUDA kernels are compiled for; they take the list from here.
+/// The head dims that the fused CUDA kernels are compiled for; they take the list from here.
 pub(in crate::ops) const KERNEL_HEAD_DIMS: [i64; 5] = [64, 80, 96, 128, 256];
-/// Keys that the decode kernel loads at once lie in one block.
+/// The smallest block size: keys that the decode kernel loads at once lie in one block.
 const LEAST_BLOCK_SIZE: i64 = 16;
 
-/// Why the fused kernels cannot serve a call.
+/// Returns why the fused kernels cannot serve a call.
 fn fused_obstacle(problem: &Problem<'_>, on_cuda: bool) -> Option<String> {
     if !on_cuda {
         return None;
@@ -44,7 +44,7 @@ fn fused_obstacle(problem: &Problem<'_>, on_cuda: bool) -> Option<String> {
     None
 }
 
-/// The algorithm, never `Auto`, that serves the call.
+/// Returns the algorithm, never `Auto`, that serves the call.
 pub(super) fn choose(problem: &Problem<'_>, on_cuda: bool) -> Result<AttentionBackend> {
     use AttentionBackend::*;
     let refuse = |what: String| Err(Error::unsupported(format!("attention: {what}")));

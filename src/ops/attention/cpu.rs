@@ -1,4 +1,5 @@
-//! Attention on the host, see [`crate::ops::host::attention`]. Flash and split-KV are one there.
+//! Attention on the host, see [`crate::ops::host::attention`]. Flash and split-KV are one algorithm
+//! there.
 
 use crate::backend::cpu::CpuBackend;
 use crate::backend::ComputeContext;
@@ -23,30 +24,34 @@ impl Indices {
     }
 
     fn get(&self) -> &[i32] {
-        // SAFETY: a contiguous tensor of i32 on the host (checked), which lives as long as this call.
+        // SAFETY: a contiguous tensor of i32 on the host (checked), which lives as long as this
+        // call.
         self.0.as_ref().map_or(&[], |staged| unsafe { host_slice(&staged.tensor) })
     }
 }
 
-/// The elements that a tensor spans, gaps included.
+/// Returns the elements that a tensor spans, gaps included.
 ///
 /// # Safety
-/// The tensor is on the host, of the element type that `T` is, and nobody writes what it spans meanwhile.
+/// The tensor is on the host and its element type is `T`, and nobody writes what it spans
+/// meanwhile.
 unsafe fn host_span<'a, T>(tensor: &Tensor) -> &'a [T] {
     let len = tensor.span_bytes() / size_of::<T>();
     if len == 0 {
         return &[];
     }
-    // SAFETY: `Tensor::from_raw` has checked address, alignment and size; the caller vouches for the rest.
+    // SAFETY: `Tensor::from_raw` has checked address, alignment and size; the caller vouches for
+    // the rest.
     unsafe { std::slice::from_raw_parts(tensor.data().cast(), len) }
 }
 
-/// True for a result without gaps between its heads, whatever their order: it can be lent for writing.
+/// Whether a result has no gaps between its heads, whatever their order, so that it can be lent for
+/// writing.
 fn is_dense(tensor: &Tensor) -> bool {
     has_whole_heads(tensor) && tensor.span_bytes() == tensor.size_bytes()
 }
 
-/// True if the heads of a [num_seqs, q_len, num_heads, head_dim] tensor lie as in a packed one.
+/// Whether the heads of a [num_seqs, q_len, num_heads, head_dim] tensor lie as in a packed one.
 fn is_packed(tensor: &Tensor) -> bool {
     let [seq, token, _] = head_strides(tensor);
     has_whole_heads(tensor)
@@ -55,7 +60,7 @@ fn is_packed(tensor: &Tensor) -> bool {
 
 fn strides(tensor: &Tensor, as_packed: bool) -> HeadStrides {
     let [seq, token, head] = head_strides(tensor).map(|stride| stride as usize);
-    // Of a packed view of sequences of one query.
+    // The strides of a packed view of sequences of one query.
     let token =
         if as_packed && tensor.shape().len() == 4 && size(tensor, 1) == 1 { seq } else { token };
     HeadStrides { seq, token, head }
@@ -110,16 +115,19 @@ pub(super) fn run(
     }
 
     let packed = form == Form::Paged;
-    let fits_queries = |tensor: &Tensor| match packed && tensor.shape().len() == 4 {
-        true => is_packed(tensor),
-        false => has_whole_heads(tensor),
+    let fits_queries = |tensor: &Tensor| {
+        if packed && tensor.shape().len() == 4 {
+            is_packed(tensor)
+        } else {
+            has_whole_heads(tensor)
+        }
     };
     let q = input(context, problem.q, fits_queries)?;
     let k = input(context, problem.k, has_whole_heads)?;
     let v = input(context, problem.v, has_whole_heads)?;
     let place = output(context, out, |tensor| fits_queries(tensor) && is_dense(tensor))?;
     if options.cu_seqlens_q.is_some() && place.tensor.data() != out.data() {
-        // Tokens of no sequence stay as they are.
+        // Tokens that belong to no sequence stay as they are.
         // SAFETY: both are valid for their layouts; the place is fresh memory.
         unsafe { copy_unchecked(context, out, &place.tensor) }?;
     }
@@ -146,7 +154,7 @@ pub(super) fn run(
             num_kv_heads: problem.num_kv_heads as usize,
             head_dim: problem.head_dim as usize,
             scale: problem.scale,
-            // One query sees all keys either way.
+            // A single query sees all keys either way.
             causal: options.causal && problem.max_q_len > 1,
             sequences,
         };
@@ -160,7 +168,7 @@ pub(super) fn run(
     place.finish(context)
 }
 
-/// The length of sequence `seq`, from where the sequences of a packed tensor end.
+/// Returns the length of sequence `seq`, from where the sequences of a packed tensor end.
 fn packed_len(
     (name, ends): (&str, &[i32]),
     seq: usize,
@@ -188,7 +196,7 @@ fn packed_len(
     Ok(len)
 }
 
-/// Checks what the index arrays hold.
+/// Checks the contents of the index arrays.
 fn check_indices(problem: &Problem<'_>, sequences: &Sequences<'_>) -> Result<()> {
     let options = problem.options;
     let q_limit = ("max_q_len", options.max_q_len * u32::from(options.cu_seqlens_q.is_some()));

@@ -1,9 +1,10 @@
 //! Attention without a matrix of scores: blocks of 32 keys and an online softmax, see
 //! [`crate::ops::online_softmax`].
 //!
-//! A tile is up to 96 rows (query, head of the group) of one kv head. Many rows share a copy of each
-//! block: keys transposed into a panel for the matrix tiles, values side by side. Few rows, as in
-//! decoding, read keys and values once where they lie. A row's result depends on its tile's size alone.
+//! A tile is up to 96 rows (query, head of the group) of one kv head. Many rows share a copy of
+//! each block: keys transposed into a panel for the matrix tiles, values side by side. Few rows, as
+//! in decoding, read keys and values once where they lie. A row's result depends on its tile's size
+//! alone.
 
 use crate::backend::cpu::math::LANES;
 use crate::backend::cpu::simd::{Kernel, Simd, Vector16};
@@ -20,9 +21,9 @@ use crate::ops::kv_cache::layout::BLOCK_SIZE;
 use std::marker::PhantomData;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Up to this many rows keys are multiplied where they lie: transposing them costs more.
+/// Up to this many rows, keys are multiplied where they lie: transposing them costs more.
 const FEW_ROWS: usize = 2 * MAX_ROWS;
-/// Fewer blocks of work than this stay on the calling thread.
+/// Calls with fewer blocks of work than this stay on the calling thread.
 const PARALLEL_BLOCKS: usize = 12;
 
 /// Buffers that [`attention_flash`] needs; they grow to the largest call and are then reused.
@@ -38,13 +39,13 @@ impl Default for FlashScratch {
 }
 
 impl FlashScratch {
-    /// Empty.
+    /// Makes empty buffers.
     pub fn new() -> Self {
         Self::default()
     }
 }
 
-/// Attention; `out` lies as `attention.out_strides` says.
+/// Computes attention; `out` lies as `attention.out_strides` says.
 pub fn attention_flash<T: Storage>(
     backend: &CpuBackend,
     attention: &Attention<'_, T>,
@@ -74,8 +75,8 @@ pub fn attention_flash<T: Storage>(
     let out = SendPointer(out.as_mut_ptr());
     let next_task = AtomicUsize::new(0);
     backend.parallel_for(num_lanes, &|lane| {
-        // SAFETY: `lanes` holds num_lanes of them, 64-byte aligned and zeroed at first (any bits are
-        // floats); lane numbers are given out once, so this is the only reference.
+        // SAFETY: `lanes` holds num_lanes of them, 64-byte aligned and zeroed at first (any bits
+        // are floats); lane numbers are given out once, so this is the only reference.
         let memory = unsafe { &mut *memory.get().add(lane) };
         let online = Online::new(memory, attention.head_dim, attention.scale);
         backend.run(Lane {
@@ -96,7 +97,7 @@ struct Lane<'a, T> {
     attention: &'a Attention<'a, T>,
     group: usize,
     sequences: &'a [Sequence<'a>],
-    /// [num_seqs]: first tile of each sequence.
+    /// The first tile of each sequence, [num_seqs].
     first_tiles: &'a [usize],
     online: Online<'a>,
     out: &'a SendPointer<T>,
@@ -114,7 +115,8 @@ impl<T: Storage> Kernel for Lane<'_, T> {
             if task >= self.num_tasks {
                 return;
             }
-            // From the last to the first: late tiles see more keys, and small ones shall end the call.
+            // The order is from the last to the first: late tiles see more keys, and small ones
+            // shall end the call.
             let task = self.num_tasks - 1 - task;
             let num_kv_heads = self.attention.num_kv_heads;
             let (tile, kv_head) = (task / num_kv_heads, task % num_kv_heads);
@@ -126,13 +128,13 @@ impl<T: Storage> Kernel for Lane<'_, T> {
     }
 }
 
-/// Keys that lie one token stride apart, of a block.
+/// Keys of a block that lie one token stride apart.
 #[derive(Clone, Copy)]
 struct Run {
-    /// Index in the block of 32.
+    /// The index in the block of 32.
     start: usize,
     len: usize,
-    /// Elements of the first in k and v.
+    /// The position of the first key's elements in k and v.
     k: usize,
     v: usize,
 }
@@ -143,7 +145,7 @@ impl<T: Storage> Lane<'_, T> {
         let attention = self.attention;
         let Attention { head_dim, causal, q_strides, out_strides, .. } = *attention;
         let num_rows = (sequence.q_len * self.group - first_row).min(TILE_ROWS);
-        // Query and head of a row.
+        // The query and head of a row.
         let group = self.group;
         let place = |row: usize| {
             let row = first_row + row;
@@ -165,8 +167,8 @@ impl<T: Storage> Lane<'_, T> {
         for row in 0..num_rows {
             let (i, head) = place(row);
             let at = sequence.out_start + i * out_strides.token + head * out_strides.head;
-            // SAFETY: `resolve` has found that this lies in `out` and shares nothing with other tokens
-            // and heads; each is in one tile.
+            // SAFETY: `resolve` has found that this lies in `out` and shares nothing with other
+            // tokens and heads; each is in one tile.
             let out = unsafe { std::slice::from_raw_parts_mut(self.out.get().add(at), head_dim) };
             if self.online.memory.visible[row] == 0 {
                 out.fill(T::from_f32(0.0));
@@ -177,7 +179,7 @@ impl<T: Storage> Lane<'_, T> {
         }
     }
 
-    /// Keys and values from `first_key` on, for all rows of the tile.
+    /// Goes over keys and values from `first_key` on, for all rows of the tile.
     #[inline(always)]
     fn block<S: Simd>(
         &mut self,
@@ -233,9 +235,10 @@ impl<T: Storage> Lane<'_, T> {
             }
             rows[key..].fill(last);
             let ahead = BLOCK_SIZE * k_strides.token;
-            // SAFETY: `rows` are keys of head_dim elements, a multiple of 16. In place, the run's values
-            // lie a token stride apart and have head_dim columns each; else they have been copied. All
-            // elements are f32 mathematics on S's vectors, and kernels run where S is there.
+            // SAFETY: `rows` are keys of head_dim elements, a multiple of 16. In place, the run's
+            // values lie a token stride apart and have head_dim columns each; otherwise they have
+            // been copied. All elements are f32 mathematics on S's vectors, and kernels run where S
+            // is there.
             unsafe {
                 if in_place {
                     type Weights<S, T> = <T as Storage>::Weights<<S as Simd>::Vector>;
@@ -273,14 +276,15 @@ impl<T: Storage> Lane<'_, T> {
     }
 }
 
-/// Keys as they lie, 32 of head_dim elements, a multiple of 16.
+/// Keys where they lie: 32 of head_dim elements, a multiple of 16.
 struct KeyRows<T, E> {
     rows: [*const T; BLOCK_SIZE],
-    /// How many of them are keys of the sequence.
+    /// The number of them that are keys of the sequence.
     len: usize,
-    /// Elements from a key to that of the next block, to prefetch it; any number, it is only a hint.
+    /// The distance in elements from a key to that of the next block, to prefetch it; any number
+    /// will do, as it is only a hint.
     ahead: usize,
-    /// Multiplies weights and values.
+    /// The element that multiplies weights and values.
     _element: PhantomData<E>,
 }
 
@@ -306,14 +310,14 @@ unsafe impl<T: Storage, E: Element<Activation = f32>> Keys for KeyRows<T, E> {
 
 impl<T: Storage, E: Element<Activation = f32>> KeyRows<T, E> {
     /// # Safety
-    /// As [`Keys::scores`].
+    /// The requirements are those of [`Keys::scores`].
     #[inline(always)]
     // Indices of constant extent, which the compiler unrolls into registers.
     #[allow(clippy::needless_range_loop)]
     unsafe fn dots<const R: usize>(&self, queries: *const f32, head_dim: usize, out: *mut f32) {
         for first in (0..self.len).step_by(LANES) {
-            // SAFETY: every key has head_dim elements, and so has every one of R queries; `out` has 32
-            // scores a row.
+            // SAFETY: every key has head_dim elements, and so has every one of R queries; `out` has
+            // 32 scores a row.
             unsafe {
                 let mut partial = [[E::Vector::zero(); LANES]; R];
                 for key in 0..LANES {

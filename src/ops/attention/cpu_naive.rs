@@ -1,8 +1,9 @@
-//! Attention over keys and values as they lie, with grouped query heads:
-//! `out = softmax(scale * q K^T) V` for each query head h, over kv head `h / (num_heads / num_kv_heads)`.
+//! Attention over keys and values where they lie, with grouped query heads:
+//! `out = softmax(scale * q K^T) V` for each query head h, over kv head
+//! `h / (num_heads / num_kv_heads)`.
 //!
-//! With `causal` query i of a sequence sees keys `0..=kv_len - q_len + i`, else all of them. Computed in f32
-//! and rounded once. A query that sees no key gives zeros.
+//! With `causal` query i of a sequence sees keys `0..=kv_len - q_len + i`, otherwise all of them.
+//! The result is computed in f32 and rounded once. A query that sees no key gives zeros.
 
 use crate::backend::cpu::simd::{Kernel, Simd};
 use crate::backend::cpu::{CpuBackend, SendPointer};
@@ -16,23 +17,23 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 /// `s * seq + t * token + h * head + i`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HeadStrides {
-    /// Elements from sequence to sequence, or from block to block of a paged cache. Not used for
-    /// ragged tensors, where a sequence begins at a token.
+    /// The distance in elements from sequence to sequence, or from block to block of a paged cache.
+    /// Not used for ragged tensors, where a sequence begins at a token.
     pub seq: usize,
-    /// Elements from token to token.
+    /// The distance in elements from token to token.
     pub token: usize,
-    /// Elements from head to head.
+    /// The distance in elements from head to head.
     pub head: usize,
 }
 
 impl HeadStrides {
-    /// [seqs, tokens, heads, head_dim] without gaps.
+    /// Returns the strides of [seqs, tokens, heads, head_dim] without gaps.
     pub fn by_token(num_tokens: usize, num_heads: usize, head_dim: usize) -> Self {
         let token = num_heads.saturating_mul(head_dim);
         HeadStrides { seq: num_tokens.saturating_mul(token), token, head: head_dim }
     }
 
-    /// [seqs, heads, tokens, head_dim] without gaps.
+    /// Returns the strides of [seqs, heads, tokens, head_dim] without gaps.
     pub fn by_head(num_tokens: usize, num_heads: usize, head_dim: usize) -> Self {
         let head = num_tokens.saturating_mul(head_dim);
         HeadStrides { seq: num_heads.saturating_mul(head), token: head_dim, head }
@@ -42,62 +43,65 @@ impl HeadStrides {
 /// Which tokens belong together.
 #[derive(Clone, Copy, Debug)]
 pub enum Sequences<'a> {
-    /// Sequences of the same lengths.
+    /// Sequences of equal lengths.
     Batch {
-        /// How many.
+        /// The number of sequences.
         num_seqs: usize,
-        /// Queries of each.
+        /// The number of queries of each sequence.
         q_len: usize,
-        /// Keys of each.
+        /// The number of keys of each sequence.
         kv_len: usize,
     },
-    /// Sequences one after the other.
+    /// Sequences one after another.
     Ragged {
-        /// [num_seqs + 1]: first query of each; first 0, last the number of queries.
+        /// The first query of each sequence, [num_seqs + 1]; the first entry is 0, the last the
+        /// number of queries.
         cu_seqlens_q: &'a [i32],
-        /// [num_seqs + 1]: the same of keys.
+        /// The first key of each sequence, [num_seqs + 1]; the first entry is 0, the last the
+        /// number of keys.
         cu_seqlens_k: &'a [i32],
     },
-    /// Queries one sequence after the other; keys and values in blocks,
-    /// [num_blocks, block_size, num_kv_heads, head_dim].
+    /// Queries one sequence after another; keys and values in blocks, [num_blocks, block_size,
+    /// num_kv_heads, head_dim].
     Paged {
-        /// [num_seqs + 1]: first query of each; first 0, last the number of queries.
+        /// The first query of each sequence, [num_seqs + 1]; the first entry is 0, the last the
+        /// number of queries.
         cu_seqlens_q: &'a [i32],
-        /// [num_seqs]: keys of each sequence.
+        /// The number of keys of each sequence, [num_seqs].
         context_lens: &'a [i32],
-        /// [num_seqs, max_blocks_per_seq]: the blocks of each sequence in order.
+        /// The blocks of each sequence in order, [num_seqs, max_blocks_per_seq].
         block_tables: &'a [i32],
-        /// Entries of a row of `block_tables`.
+        /// The number of entries of a row of `block_tables`.
         max_blocks_per_seq: usize,
-        /// Tokens of a block.
+        /// The number of tokens of a block.
         block_size: usize,
     },
 }
 
-/// The operands of attention, but for the output.
+/// The operands of attention, except for the output.
 #[derive(Clone, Copy, Debug)]
 pub struct Attention<'a, T> {
     /// Queries.
     pub q: &'a [T],
-    /// Where they lie.
+    /// Where the queries lie.
     pub q_strides: HeadStrides,
     /// Keys.
     pub k: &'a [T],
-    /// Where they lie.
+    /// Where the keys lie.
     pub k_strides: HeadStrides,
     /// Values.
     pub v: &'a [T],
-    /// Where they lie.
+    /// Where the values lie.
     pub v_strides: HeadStrides,
-    /// Where the output shall lie.
+    /// Where the output is to lie.
     pub out_strides: HeadStrides,
-    /// Query heads.
+    /// The number of query heads.
     pub num_heads: usize,
-    /// Key and value heads; a divisor of `num_heads`.
+    /// The number of key and value heads; a divisor of `num_heads`.
     pub num_kv_heads: usize,
-    /// Elements of a head: up to 256.
+    /// The number of elements of a head: up to 256.
     pub head_dim: usize,
-    /// Factor of the scores, usually `1 / sqrt(head_dim)`.
+    /// The factor of the scores, usually `1 / sqrt(head_dim)`.
     pub scale: f32,
     /// Whether a query sees no later keys; then no sequence may have more queries than keys.
     pub causal: bool,
@@ -110,17 +114,17 @@ pub struct Attention<'a, T> {
 pub(crate) struct Sequence<'a> {
     pub q_len: usize,
     pub kv_len: usize,
-    /// Element of the first query's first head, in q and out.
+    /// The position of the first query's first head, in elements of q and out.
     pub q_start: usize,
     pub out_start: usize,
-    /// The same in k and v; not used with blocks.
+    /// The same position in k and v; not used with blocks.
     pub k_start: usize,
     pub v_start: usize,
     pub blocks: Option<(&'a [i32], usize)>,
 }
 
 impl Sequence<'_> {
-    /// Keys that query i sees.
+    /// Returns the number of keys that query i sees.
     #[inline(always)]
     pub fn visible(&self, causal: bool, i: usize) -> usize {
         if causal {
@@ -130,14 +134,14 @@ impl Sequence<'_> {
         }
     }
 
-    /// Where key and value j of head 0 lie, and how many follow at the token strides.
+    /// Returns where key and value j of head 0 lie, and how many follow at the token strides.
     #[inline(always)]
     pub fn key<T>(&self, attention: &Attention<'_, T>, j: usize) -> (usize, usize, usize) {
         let (k, v) = (&attention.k_strides, &attention.v_strides);
         match self.blocks {
             None => (self.k_start + j * k.token, self.v_start + j * v.token, self.kv_len - j),
             Some((table, size)) => {
-                // Not negative: checked.
+                // This is not negative, which has been checked.
                 let (block, place) = (table[j / size] as usize, j % size);
                 (
                     block * k.seq + place * k.token,
@@ -153,7 +157,8 @@ fn wrong<R>(what: String) -> Result<R> {
     Err(Error::internal(format!("attention: {what}")))
 }
 
-/// `start + (tokens - 1) * token + (heads - 1) * head + head_dim`, if that is at most `len`.
+/// Returns `start + (tokens - 1) * token + (heads - 1) * head + head_dim`, if that is at most
+/// `len`.
 fn check_extent(
     name: &str,
     len: usize,
@@ -196,7 +201,7 @@ fn is_disjoint(counts: [usize; 3], strides: &HeadStrides, head_dim: usize) -> bo
     true
 }
 
-/// The ends of ragged sequences as lengths and starts.
+/// Returns the lengths and starts of ragged sequences, given their ends.
 fn ragged(name: &str, ends: &[i32], seq: usize) -> Result<(usize, usize)> {
     match (usize::try_from(ends[seq]), usize::try_from(ends[seq + 1])) {
         (Ok(start), Ok(end)) if start <= end && (seq > 0 || start == 0) => Ok((start, end - start)),
@@ -204,7 +209,7 @@ fn ragged(name: &str, ends: &[i32], seq: usize) -> Result<(usize, usize)> {
     }
 }
 
-/// Checks everything and finds the sequences.
+/// Checks everything and resolves the sequences.
 pub(crate) fn resolve<'a, T>(
     attention: &Attention<'a, T>,
     out_len: usize,
@@ -337,8 +342,8 @@ pub(crate) fn resolve<'a, T>(
     Ok(sequences)
 }
 
-/// All scores of a query first, then their softmax, then the sum of values: what
-/// [`super::attention_flash`] is compared with.
+/// Computes all scores of a query first, then their softmax, then the sum of values: the reference
+/// of [`super::attention_flash`].
 pub fn attention_naive<T: Storage>(
     backend: &CpuBackend,
     attention: &Attention<'_, T>,
@@ -367,7 +372,7 @@ pub fn attention_naive<T: Storage>(
     })
 }
 
-/// One head of one sequence.
+/// Computes one head of one sequence.
 struct NaiveHead<'a, T> {
     attention: &'a Attention<'a, T>,
     sequence: &'a Sequence<'a>,
@@ -402,8 +407,8 @@ impl<T: Storage> Kernel for NaiveHead<'_, T> {
                 }
             }
             let at = sequence.out_start + i * out_strides.token + head * out_strides.head;
-            // SAFETY: `resolve` has found that this lies in `out` and shares nothing with other tokens
-            // and heads; each is given out once.
+            // SAFETY: `resolve` has found that this lies in `out` and shares nothing with other
+            // tokens and heads; each is given out once.
             let out = unsafe { std::slice::from_raw_parts_mut(out.get().add(at), head_dim) };
             T::narrow::<S>(&sums[..head_dim], out);
         }

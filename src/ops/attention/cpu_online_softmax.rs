@@ -1,5 +1,5 @@
-//! Online softmax over blocks of keys (Milakov and Gimelshein, 2018; Dao et al., 2022): the inner loop that
-//! the attention of the model and of tensors share.
+//! Online softmax over blocks of keys (Milakov and Gimelshein, 2018; Dao et al., 2022): the inner
+//! loop that the attention of the model and of tensors share.
 //!
 //! ```text
 //! for each block:  s = scale log2(e) q K^T          masked keys: -inf
@@ -13,16 +13,16 @@ use crate::backend::cpu::simd::Vector16;
 use crate::backend::cpu::tile::{tile_rows, Element, Operands, MAX_ROWS};
 use crate::ops::kv_cache::layout::{BLOCK_SIZE, MAX_HEAD_DIM};
 
-/// Query rows (token, head of the group) of a task. Large, so that converting a 16-bit block to f32
-/// is shared by many rows; queries and sums of a tile stay in the L2 cache.
+/// The number of query rows (token, head of the group) of a task. It is large, so that converting a
+/// 16-bit block to f32 is shared by many rows; queries and sums of a tile stay in the L2 cache.
 pub(crate) const TILE_ROWS: usize = 16 * MAX_ROWS;
 
-/// Working memory of one thread. 32-bit places; 16-bit activations use half of theirs.
+/// The working memory of one thread, in 32-bit places; 16-bit activations use half of theirs.
 #[repr(C, align(64))]
 pub(crate) struct Memory {
     pub queries: [f32; TILE_ROWS * MAX_HEAD_DIM],
     sums: [f32; TILE_ROWS * MAX_HEAD_DIM],
-    /// A block's keys and values as f32.
+    /// The keys and values of a block as f32.
     pub keys: [f32; MAX_HEAD_DIM * BLOCK_SIZE],
     pub values: [f32; MAX_HEAD_DIM * BLOCK_SIZE],
     scores: [f32; MAX_ROWS * BLOCK_SIZE],
@@ -30,23 +30,25 @@ pub(crate) struct Memory {
     /// The last, half-filled pair of value rows.
     last_pair: [f32; MAX_HEAD_DIM],
     row_max: [f32; TILE_ROWS],
-    /// How many keys of the sequence each row sees; not less than the row before.
+    /// The number of keys of the sequence that each row sees; no row sees fewer than the one before
+    /// it.
     pub visible: [usize; TILE_ROWS],
-    /// Sums of weights in sixteen lanes, added up at the end.
+    /// The sums of weights in sixteen lanes, added up at the end.
     row_sum: [[f32; 16]; TILE_ROWS],
 }
 
-/// How the scores of a block of keys come about.
+/// How the scores of a block of keys are computed.
 ///
 /// # Safety
-/// `scores` writes `BLOCK_SIZE` scores for each of `count` rows, rows `BLOCK_SIZE` apart. Scores of keys that a
-/// row does not see may be anything.
+/// `scores` writes `BLOCK_SIZE` scores for each of `count` rows, rows `BLOCK_SIZE` apart. Scores of
+/// keys that a row does not see may be anything.
 pub(crate) unsafe trait Keys {
-    /// What multiplies weights and values.
+    /// The element that multiplies weights and values.
     type Element: Element;
-    /// `count` rows (1 to [`MAX_ROWS`]) of `queries`, [count, head_dim] of the element's activations.
+    /// Computes the scores of `count` rows (1 to [`MAX_ROWS`]) of `queries`, [count, head_dim] of
+    /// the element's activations.
     /// # Safety
-    /// The pointers hold what is said; the element's instruction set is there.
+    /// The pointers hold what is stated above; the element's instruction set is there.
     unsafe fn scores(
         &self,
         queries: *const <Self::Element as Element>::Activation,
@@ -82,7 +84,8 @@ unsafe impl<E: Element> Keys for KeyPanel<E> {
             out_stride: BLOCK_SIZE,
             accumulate: false,
         };
-        // SAFETY: the panel has head_dim / K_STEP steps of 32 columns; the rest is passed on to the caller.
+        // SAFETY: the panel has head_dim / K_STEP steps of 32 columns; the rest is passed on to the
+        // caller.
         unsafe { tile_rows::<E, { BLOCK_SIZE / 16 }>(count, &operands) }
     }
 }
@@ -92,9 +95,9 @@ pub(crate) struct Online<'a> {
     pub memory: &'a mut Memory,
     num_rows: usize,
     head_dim: usize,
-    /// head_dim rounded up to 16.
+    /// The head_dim rounded up to 16.
     value_columns: usize,
-    /// Times log2(e): weights are powers of two.
+    /// The factor of the scores times log2(e), because weights are powers of two.
     scale: f32,
 }
 
@@ -118,22 +121,22 @@ impl<'a> Online<'a> {
         self.memory.row_sum[..num_rows].fill([0.0; 16]);
     }
 
-    /// The weighted sum of values of a row, and the factor that is still missing.
+    /// Returns the weighted sum of values of a row, and the factor that is still missing.
     #[inline(always)]
     pub fn finished(&self, row: usize) -> (&[f32], f32) {
         let sums = &self.memory.sums[row * self.value_columns..][..self.value_columns];
         (sums, 1.0 / sum_lanes(self.memory.row_sum[row]))
     }
 
-    /// The keys from `first_key` on for all rows that see any of them. Keys from `context_len` on are none of
-    /// this sequence. `values` is a panel [32][value_columns], bf16 [16][value_columns][2], and the
-    /// elements from step to step.
+    /// Goes over the keys from `first_key` on for all rows that see any of them. Keys from
+    /// `context_len` on do not belong to this sequence. `values` is a panel [32][value_columns],
+    /// bf16 [16][value_columns][2], and the number of elements from step to step.
     ///
-    /// `C` is the element to whose precision weights are rounded; that of `K` multiplies, and is C or,
-    /// for widened panels, f32.
+    /// `C` is the element to whose precision weights are rounded; the element of `K`, which
+    /// multiplies, is C or, for widened panels, f32.
     ///
     /// # Safety
-    /// `values` is a panel for K's element, of which steps with visible keys are readable, and
+    /// `values` is a panel for K's element, whose steps with visible keys are readable, and
     /// `memory.queries` holds activations for it; so does `keys` as its trait says.
     #[inline(always)]
     pub unsafe fn block<C: Element, K: Keys>(
@@ -155,17 +158,17 @@ impl<'a> Online<'a> {
                 let scores = self.memory.scores.as_mut_ptr();
                 keys.scores(queries.add(row * self.head_dim), self.head_dim, count, scores);
             }
-            // SAFETY: as this function's; C and K's element have activations of one type.
+            // SAFETY: as for this function; the elements of C and K have activations of one type.
             unsafe { self.weigh::<C>(row, count, first_key) };
             let visible = (self.memory.visible[row + count - 1] - first_key).min(BLOCK_SIZE);
             let at_end = first_key + visible == context_len;
-            // SAFETY: as this function's.
+            // SAFETY: as for this function.
             unsafe { self.add_values::<K::Element>(row, count, visible, at_end, values) };
             row += count;
         }
     }
 
-    /// Scores of `count` rows to weights; rescales the rows' sums.
+    /// Turns the scores of `count` rows into weights and rescales the rows' sums.
     ///
     /// # Safety
     /// The instruction set of `C` is there.
@@ -175,15 +178,16 @@ impl<'a> Online<'a> {
         let scale = self.scale;
         for strip_row in 0..count {
             let row = first + strip_row;
-            // Field by field: a reference to the whole would end the pointers into its panels.
+            // The fields are taken one by one: a reference to the whole would end the pointers into
+            // its panels.
             let visible = self.memory.visible[row] - first_key;
             let scores =
                 &mut self.memory.scores[strip_row * BLOCK_SIZE..(strip_row + 1) * BLOCK_SIZE];
             if visible < BLOCK_SIZE {
                 scores[visible..].fill(f32::NEG_INFINITY);
             }
-            // SAFETY: all reads and writes are of 16 elements inside the row's 32 scores, 32 weights and
-            // 16 lanes of the sum; value_columns is a multiple of 16.
+            // SAFETY: all reads and writes are of 16 elements inside the row's 32 scores, 32
+            // weights and 16 lanes of the sum; value_columns is a multiple of 16.
             unsafe {
                 let scale = C::Vector::splat(scale);
                 let low = C::Vector::load(scores.as_ptr()).mul(scale);
@@ -195,7 +199,7 @@ impl<'a> Online<'a> {
                 let (low, high) = (low.sub(max).exp2_negative(), high.sub(max).exp2_negative());
                 let row_sum = self.memory.row_sum[row].as_mut_ptr();
                 let mut sum = C::Vector::load(row_sum);
-                // The maximum stands in most blocks; the factor would be exactly one.
+                // The maximum stays the same in most blocks; the factor would be exactly one.
                 if new_max != old_max {
                     self.memory.row_max[row] = new_max;
                     let factor = C::Vector::splat(old_max - new_max).exp2_negative();
@@ -215,11 +219,11 @@ impl<'a> Online<'a> {
         }
     }
 
-    /// `sums += weights V` for `count` rows and the first `visible` keys of a block. `at_end` says that
-    /// the places after them hold no keys of this sequence.
+    /// Computes `sums += weights V` for `count` rows and the first `visible` keys of a block.
+    /// `at_end` says that the places after them hold no keys of this sequence.
     ///
     /// # Safety
-    /// As for `block`.
+    /// The requirements are those of `block`.
     #[inline(always)]
     unsafe fn add_values<E: Element>(
         &mut self,
@@ -242,7 +246,7 @@ impl<'a> Online<'a> {
             accumulate: true,
         };
         // A weight of zero times what a former owner of the block left there would be NaN if that
-        // was not finite: the last pair is multiplied from a copy without it.
+        // was not finite, so the last pair is multiplied from a copy without it.
         let half_pair = at_end && !visible.is_multiple_of(E::K_STEP);
         // SAFETY: rows row..row + count of `sums`; up to 32 / K_STEP steps of value_columns.
         unsafe {
@@ -264,16 +268,16 @@ impl<'a> Online<'a> {
     }
 }
 
-/// A tile of `num_columns` columns, a multiple of 16.
+/// Computes a tile of `num_columns` columns, a multiple of 16.
 ///
 /// # Safety
-/// As [`Operands`] says.
+/// The requirements are those of [`Operands`].
 #[inline(always)]
 unsafe fn add_columns<E: Element>(count: usize, num_columns: usize, mut operands: Operands<E>) {
     let mut left = num_columns / 16;
     while left > 0 {
         let groups = if left >= 4 { 4 } else { left.min(2) };
-        // SAFETY: `groups` more groups of columns are left.
+        // SAFETY: at least `groups` more groups of columns are left.
         unsafe {
             match groups {
                 4 => tile_rows::<E, 4>(count, &operands),

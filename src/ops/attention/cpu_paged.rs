@@ -1,13 +1,15 @@
 //! Causal attention of new tokens over the paged KV cache, with grouped query heads.
 //!
-//! `out = softmax(scale * q K^T) V` for each query head h, over kv head `h / (num_heads /
-//! num_kv_heads)`; token i of a sequence with q_len new tokens sees keys `0..=context_len - q_len + i`.
+//! `out = softmax(scale * q K^T) V` for each query head h, over kv head
+//! `h / (num_heads / num_kv_heads)`; token i of a sequence with q_len new tokens sees keys
+//! `0..=context_len - q_len + i`.
 //!
-//! Online softmax in blocks of 32 keys; see [`super::online_softmax`].
+//! The softmax is computed online in blocks of 32 keys; see [`super::online_softmax`].
 //!
-//! Blocks begin at absolute positions and a row goes through the same steps whatever rows are beside
-//! it, so its bits do not depend on the batch, on how a prompt is cut into chunks, or on threads. With a
-//! bf16 cache q and p are rounded to bf16 for the two products; sums are f32 always.
+//! Blocks begin at absolute positions and a row goes through the same steps whatever rows are
+//! beside it, so its bits do not depend on the batch, on how a prompt is cut into chunks, or on
+//! threads. With a bf16 cache q and p are rounded to bf16 for the two products; sums are always
+//! f32.
 
 use crate::backend::cpu::simd::{Kernel, Simd};
 use crate::backend::cpu::tile::{Element, F16, F32, MAX_ROWS};
@@ -19,21 +21,21 @@ use crate::ops::common::panel_product::grow;
 use crate::ops::kv_cache::layout::{KvBlocks, BLOCK_SIZE};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// From this many rows on 16-bit blocks are widened to f32 once a tile.
+/// From this many rows on, 16-bit blocks are widened to f32 once per tile.
 const WIDEN_FROM_ROWS: usize = 4 * MAX_ROWS;
-/// Fewer blocks of work than this stay on the calling thread.
+/// Calls with fewer blocks of work than this stay on the calling thread.
 const PARALLEL_BLOCKS: usize = 12;
 
 /// Which new tokens belong to which sequence, and where its keys and values lie.
 #[derive(Clone, Copy, Debug)]
 pub struct AttentionBatch<'a> {
-    /// [num_seqs + 1]: first token of each sequence; first 0, last num_tokens.
+    /// The first token of each sequence, [num_seqs + 1]; the first entry is 0, the last num_tokens.
     pub cu_seqlens_q: &'a [u32],
-    /// [num_seqs]: tokens of each sequence in the cache, the new ones included.
+    /// The number of tokens of each sequence in the cache, the new ones included, [num_seqs].
     pub context_lens: &'a [u32],
-    /// [num_seqs, max_blocks_per_seq]: the blocks of each sequence in order.
+    /// The blocks of each sequence in order, [num_seqs, max_blocks_per_seq].
     pub block_tables: &'a [u32],
-    /// Entries of a row of `block_tables`.
+    /// The number of entries of a row of `block_tables`.
     pub max_blocks_per_seq: usize,
 }
 
@@ -41,7 +43,7 @@ pub struct AttentionBatch<'a> {
 #[derive(Debug)]
 pub struct AttentionScratch {
     lanes: HostBuffer,
-    /// [num_seqs + 1]: first tile of each sequence.
+    /// The first tile of each sequence, [num_seqs + 1].
     first_tiles: Vec<usize>,
 }
 
@@ -52,24 +54,25 @@ impl Default for AttentionScratch {
 }
 
 impl AttentionScratch {
-    /// Empty.
+    /// Makes empty buffers.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Bytes held.
+    /// Returns the number of bytes held.
     pub fn size_bytes(&self) -> usize {
         self.lanes.len_bytes() + self.first_tiles.capacity() * size_of::<usize>()
     }
 
-    /// Bytes held at most with `num_threads` threads, but for some words a sequence.
+    /// Returns the most bytes held with `num_threads` threads, except for a few words per sequence.
     pub fn bytes_for(num_threads: usize) -> usize {
         num_threads.saturating_mul(size_of::<Memory>())
     }
 }
 
-/// q is [num_tokens, num_heads, head_dim] with token rows `q_stride` elements apart; out is
-/// [num_tokens, num_heads * head_dim]. The keys and values of the new tokens are in `cache` already.
+/// Computes attention. q is [num_tokens, num_heads, head_dim] with token rows `q_stride` elements
+/// apart; out is [num_tokens, num_heads * head_dim]. The keys and values of the new tokens are in
+/// `cache` already.
 #[allow(clippy::too_many_arguments)]
 pub fn attention(
     backend: &CpuBackend,
@@ -121,8 +124,8 @@ pub fn attention(
             num_heads,
             group,
             out: out_pointer.get(),
-            // SAFETY: `lanes` holds num_lanes of them, 64-byte aligned and zeroed at first (any bits
-            // are floats); lane numbers are given out once, so this is the only reference.
+            // SAFETY: `lanes` holds num_lanes of them, 64-byte aligned and zeroed at first (any
+            // bits are floats); lane numbers are given out once, so this is the only reference.
             online: Online::new(unsafe { &mut *memory.get().add(lane) }, layout.head_dim, scale),
             first_tiles,
             next_task: &next_task,
@@ -208,9 +211,9 @@ struct Tile<'a> {
     kv_head: usize,
     first_row: usize,
     num_rows: usize,
-    /// Index of the sequence's first new token in the batch.
+    /// The index of the sequence's first new token in the batch.
     first_token: usize,
-    /// Position of the first new token.
+    /// The position of the first new token.
     first_position: usize,
     context_len: usize,
     block_table: &'a [u32],
@@ -226,10 +229,11 @@ impl Kernel for Lane<'_, '_> {
             if task >= self.num_tasks {
                 return;
             }
-            // From the last to the first: late tiles see more keys, and small ones shall end the call.
+            // The order is from the last to the first: late tiles see more keys, and small ones
+            // shall end the call.
             let tile = self.tile(self.num_tasks - 1 - task);
-            // SAFETY: the element is that of the cache's type, and `run` is called for an instruction
-            // set that is there.
+            // SAFETY: the element is that of the cache's type, and `run` is called for an
+            // instruction set that is there.
             unsafe {
                 match self.cache.layout().dtype {
                     DType::F32 => self.attend::<S, F32<S::Vector>>(tile),
@@ -309,8 +313,8 @@ impl<'a> Lane<'a, '_> {
         for row in 0..tile.num_rows {
             let (token, head) = self.place(tile, row);
             let (sums, scale) = self.online.finished(row);
-            // SAFETY: token < num_tokens and head < num_heads, so this lies in `out`; no other tile has
-            // this token and head.
+            // SAFETY: token < num_tokens and head < num_heads, so this lies in `out`; no other tile
+            // has this token and head.
             let out = unsafe {
                 std::slice::from_raw_parts_mut(
                     self.out.add((token * self.num_heads + head) * head_dim),
@@ -323,7 +327,7 @@ impl<'a> Lane<'a, '_> {
         }
     }
 
-    /// Token in the batch and head of a row.
+    /// Returns the token in the batch and the head of a row.
     #[inline(always)]
     fn place(&self, tile: Tile<'_>, row: usize) -> (usize, usize) {
         let row = tile.first_row + row;

@@ -1,4 +1,5 @@
-//! What the CUDA kernels of attention share: tensors in a layout that they take, and their parameters.
+//! The parts that the CUDA kernels of attention share: tensors in a layout that they take, and
+//! their parameters.
 
 use crate::backend::cuda::{kernel_struct, CudaContext};
 use crate::backend::ComputeContext;
@@ -12,7 +13,7 @@ use crate::ops::common::copy::copy_unchecked;
 use crate::ops::common::staging::{contiguous, input, output, Input};
 
 kernel_struct! {
-    /// `csrc/ops/attention/attention.cuh` has the same struct and says what it means.
+    /// `csrc/ops/attention/attention.cuh` has the same struct and documents its fields.
     #[derive(Clone, Copy, Debug)]
     pub(in crate::ops) struct AttentionParams {
         pub q: *mut u8,
@@ -24,7 +25,7 @@ kernel_struct! {
         pub block_tables: *mut u8,
         pub context_lens: *mut u8,
         pub fault: *mut u8,
-        /// From sequence (or block) to sequence, token to token, head to head.
+        /// The distances from sequence (or block) to sequence, token to token, and head to head.
         pub q_strides: [i64; 3] => [q_batch_stride, q_token_stride, q_head_stride],
         pub k_strides: [i64; 3] => [k_batch_stride, k_token_stride, k_head_stride],
         pub v_strides: [i64; 3] => [v_batch_stride, v_token_stride, v_head_stride],
@@ -42,16 +43,17 @@ kernel_struct! {
     }
 }
 
-/// Query heads of a kv head that a block of the kernels for one query a sequence serves; they take it from here.
+/// The number of query heads of a kv head that a block of the kernels for one query per sequence
+/// serves; they take it from here.
 pub(in crate::ops) const GROUP_HEADS: i64 = 8;
 
-/// A size as the kernels count it.
+/// Returns a size as the kernels count it.
 pub(super) fn count(size: i64) -> Result<i32> {
     i32::try_from(size)
         .map_err(|_| Error::unsupported(format!("attention: a size of {size} is too large")))
 }
 
-/// A size as a second or third extent of a grid.
+/// Returns a size as a second or third extent of a grid.
 pub(super) fn grid_extent(size: i64, what: &str) -> Result<u32> {
     match u32::try_from(size) {
         Ok(extent) if extent <= 65535 => Ok(extent),
@@ -61,7 +63,7 @@ pub(super) fn grid_extent(size: i64, what: &str) -> Result<u32> {
     }
 }
 
-/// True for tensors that the fused kernels read and write in vectors of 16 bytes.
+/// Whether the fused kernels can read and write a tensor in vectors of 16 bytes.
 fn is_vectors(tensor: &Tensor) -> bool {
     let size = tensor.element().size_bytes() as i64;
     has_whole_heads(tensor)
@@ -83,7 +85,7 @@ pub(super) fn run(
     let v = input(context, problem.v, fits)?;
     let place = output(context, problem.out, fits)?;
     if options.cu_seqlens_q.is_some() && place.tensor.data() != problem.out.data() {
-        // Tokens of no sequence stay as they are.
+        // Tokens that belong to no sequence stay as they are.
         // SAFETY: both are valid for their layouts; the place is fresh memory.
         unsafe { copy_unchecked(context, problem.out, &place.tensor) }?;
     }
@@ -95,10 +97,13 @@ pub(super) fn run(
     let block_tables = indices(&options.block_tables)?;
     let context_lens = indices(&options.context_lens)?;
     let address = |staged: &Option<Input>| {
-        staged.as_ref().map_or(std::ptr::null_mut(), |staged| match staged.tensor.is_empty() {
-            // Not NULL, which would mean that there is none; nothing is read.
-            true => std::ptr::without_provenance_mut(16),
-            false => staged.tensor.data(),
+        staged.as_ref().map_or(std::ptr::null_mut(), |staged| {
+            if staged.tensor.is_empty() {
+                // This is not NULL, which would mean that there is none; nothing is read.
+                std::ptr::without_provenance_mut(16)
+            } else {
+                staged.tensor.data()
+            }
         })
     };
     let packed = |array: &Option<Tensor>, dimension| if array.is_some() { 0 } else { dimension };
@@ -131,10 +136,13 @@ pub(super) fn run(
     match backend {
         AttentionBackend::Naive => cuda_naive::launch(context, cuda, problem, &params),
         AttentionBackend::SplitKv => cuda_split_kv::launch(context, cuda, problem, &params),
-        _ => match cuda_flash_wgmma::try_launch(cuda, problem, &params)? {
-            true => Ok(()),
-            false => cuda_flash::launch(cuda, problem, &params),
-        },
+        _ => {
+            if cuda_flash_wgmma::try_launch(cuda, problem, &params)? {
+                Ok(())
+            } else {
+                cuda_flash::launch(cuda, problem, &params)
+            }
+        }
     }?;
     place.finish(context)
 }

@@ -8,16 +8,16 @@ use crate::ops::attention::choice::KERNEL_HEAD_DIMS;
 use crate::ops::attention::cuda::{grid_extent, AttentionParams};
 use crate::ops::attention::Problem;
 
-/// A kernel and what it needs.
+/// A kernel and the launch parameters that it needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct FlashKernel {
     kernel: Kernel,
-    /// Queries of a block.
+    /// The number of queries of a block.
     queries: i64,
     shared_bytes: u32,
 }
 
-/// Bytes from row to row of a tile, as in `TileRows` of `csrc/ops/attention/attention.cuh`.
+/// The bytes from row to row of a tile, as in `TileRows` of `csrc/ops/attention/attention.cuh`.
 pub(super) fn tile_stride(head_dim: i64) -> i64 {
     match head_dim % 64 {
         0 => head_dim * 2,
@@ -25,9 +25,10 @@ pub(super) fn tile_stride(head_dim: i64) -> i64 {
     }
 }
 
-/// The kernel for a call with so many (sequence, head) pairs. Half the queries to a block where whole blocks
-/// would leave multiprocessors idle, each of which holds two: on an H200 (132) that is 1.2 to 1.45 times as
-/// fast with 128 and 256 whole blocks, and 0.9 times with 512.
+/// Returns the kernel for a call with this number of (sequence, head) pairs. A block takes half the
+/// queries where whole blocks would leave multiprocessors idle, each of which holds two: on an H200
+/// (132 multiprocessors) that is 1.2 to 1.45 times as fast with 128 and 256 whole blocks, and 0.9
+/// times with 512.
 fn kernel(
     dtype: DType,
     head_dim: i64,
@@ -55,12 +56,12 @@ fn kernel(
     let halves = is_short && matches!(head_dim, 64 | 128) || head_dim == 256;
     let queries = if halves { 64 } else { 128 };
     let keys = if head_dim == 256 { 32 } else { 64 };
-    // The queries, and two stages of keys and values.
+    // The memory holds the queries, and two stages of keys and values.
     let shared = (queries + 2 * 2 * keys) * tile_stride(head_dim);
     Some(FlashKernel { kernel, queries, shared_bytes: shared as u32 })
 }
 
-/// What `csrc/common/layouts.cuh` says of the kernels' dynamic shared memory; they check it.
+/// The dynamic shared memory that `csrc/common/layouts.cuh` states for the kernels; they check it.
 #[cfg(test)]
 pub(in crate::ops) fn shared_bytes() -> Vec<(String, u32)> {
     let mut found = Vec::new();
@@ -98,8 +99,8 @@ pub(super) fn launch(
         block: 128,
         shared_bytes: flash.shared_bytes,
     };
-    // SAFETY: the argument of the kernel; the strides span the tensors' elements, and what the index arrays
-    // hold is clamped to them.
+    // SAFETY: the argument of the kernel; the strides span the tensors' elements, and what the
+    // index arrays hold is clamped to them.
     unsafe { cuda.launch(flash.kernel, launch, Arguments::new().value(params)) }
 }
 
@@ -128,7 +129,7 @@ mod tests {
             for head_dim in KERNEL_HEAD_DIMS {
                 for q_len in [1, 100_000] {
                     let kernel = kernel(dtype, head_dim, q_len, 64, 132).unwrap();
-                    // 99 KiB less the 1 KiB that the system keeps for a block.
+                    // The limit is 99 KiB less the 1 KiB that the system keeps for a block.
                     assert!(kernel.shared_bytes <= 98 * 1024, "{kernel:?}");
                 }
             }

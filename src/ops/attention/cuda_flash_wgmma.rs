@@ -1,4 +1,5 @@
-//! `csrc/ops/attention/flash_wgmma.cu`: the same as `cuda_flash` over a block cache, with what Hopper has.
+//! `csrc/ops/attention/flash_wgmma.cu`: the algorithm of `cuda_flash` over a block cache, with the
+//! instructions of Hopper.
 
 use crate::backend::cuda::{
     kernel_struct, kernels, Arguments, CudaContext, Kernel, Launch, TensorMap,
@@ -10,7 +11,7 @@ use crate::ops::attention::{size, Form, Problem};
 use crate::ops::kv_cache::layout;
 
 kernel_struct! {
-    /// The kernel has the same struct and says what it means.
+    /// The kernel has the same struct and documents its fields.
     #[derive(Clone, Copy, Debug)]
     pub(in crate::ops) struct AttentionFlashWgmmaParams {
         q: *mut u8,
@@ -38,30 +39,31 @@ kernel_struct! {
     }
 }
 
-/// What the kernel is compiled for.
+/// The head dim and block size that the kernel is compiled for.
 const HEAD_DIM: i64 = 128;
 const BLOCK_SIZE: i64 = layout::BLOCK_SIZE as i64;
-/// Dims of a box: 128 bytes.
+/// The number of dims of a box: 128 bytes.
 const BOX_DIMS: u32 = 64;
-/// The most heads that are the rows of an item together.
+/// The most heads that form the rows of an item together.
 const MOST_PACKED_HEADS: i64 = 64;
 /// The most keys with which it pays to read the index arrays early.
 const MOST_EARLY_KEYS: i64 = 1024;
-/// Keys of a segment; the kernel takes it from here.
+/// The number of keys of a segment; the kernel takes it from here.
 pub(in crate::ops) const SEGMENT_KEYS: u64 = 1024;
-/// What a group of consumers keeps between segments: 64 queries in f32.
+/// The bytes that a group of consumers keeps between segments: 64 queries in f32.
 const RUNNING_BYTES: usize = 64 * 128 * 4;
-/// What a segment leaves of a head: a query in f32, a maximum and a sum.
+/// The bytes that a segment leaves for a head: a query in f32, a maximum and a sum.
 const PARTIAL_BYTES: usize = (128 + 2) * 4;
 
-/// The most multiprocessors of a chip that these kernels run on: those of Hopper.
+/// The most multiprocessors of a chip that these kernels run on, which are Hopper's.
 const MOST_MULTIPROCESSORS: usize = 144;
 
-/// Device memory that attention in segments takes on any chip for as long as it is queued.
+/// Returns the device memory that attention in segments takes on any chip while it is queued.
 pub(super) fn scratch_bytes(dtype: DType, head_dim: usize) -> usize {
-    match dtype != DType::F32 && head_dim as i64 == HEAD_DIM {
-        true => running_bytes(MOST_MULTIPROCESSORS),
-        false => 0,
+    if dtype != DType::F32 && head_dim as i64 == HEAD_DIM {
+        running_bytes(MOST_MULTIPROCESSORS)
+    } else {
+        0
     }
 }
 
@@ -69,7 +71,7 @@ fn running_bytes(num_multiprocessors: usize) -> usize {
     num_multiprocessors * 2 * RUNNING_BYTES
 }
 
-/// Groups of 64 queries of a block: two share their keys, one fills more multiprocessors.
+/// The groups of 64 queries of a block: two share their keys, one fills more multiprocessors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Groups {
     One,
@@ -77,11 +79,13 @@ enum Groups {
 }
 
 impl Groups {
-    /// By how many whole blocks there would be; measured on an H200. Both give the same bits.
+    /// Chooses by the number of whole blocks there would be; measured on an H200. Both give the
+    /// same bits.
     fn choose(whole_blocks: i64, num_multiprocessors: i64) -> Self {
-        match whole_blocks <= num_multiprocessors / 2 {
-            true => Groups::One,
-            false => Groups::Two,
+        if whole_blocks <= num_multiprocessors / 2 {
+            Groups::One
+        } else {
+            Groups::Two
         }
     }
 
@@ -92,12 +96,14 @@ impl Groups {
         }
     }
 
-    /// Two buffers of queries, two tiles each of 128 keys and values, barriers and items.
+    /// Returns the bytes for two buffers of queries, two tiles each of 128 keys and values,
+    /// barriers and items.
     fn shared_bytes(self) -> u32 {
         2 * self.count() * 16384 + 4 * 32768 + 288
     }
 
-    /// `is_early`: the index arrays are read while the kernels in front are still at work.
+    /// Returns the kernel. With `is_early` it reads the index arrays while the preceding kernels
+    /// are still running.
     fn kernel(self, dtype: DType, in_segments: bool, is_early: bool) -> Option<Kernel> {
         let kernel = match (self, in_segments) {
             (Groups::Two, true) => kernels::ATTENTION_FLASH_WGMMA_SEGMENTS,
@@ -110,7 +116,7 @@ impl Groups {
     }
 }
 
-/// What `csrc/common/layouts.cuh` says of the kernels' dynamic shared memory; they check it.
+/// The dynamic shared memory that `csrc/common/layouts.cuh` states for the kernels; they check it.
 #[cfg(test)]
 pub(in crate::ops) fn shared_bytes() -> Vec<(String, u32)> {
     [Groups::One, Groups::Two]
@@ -118,7 +124,7 @@ pub(in crate::ops) fn shared_bytes() -> Vec<(String, u32)> {
         .into()
 }
 
-/// Queues a call, unless it is one that only the portable kernel serves; says which.
+/// Queues a call, unless only the portable kernel serves it; returns whether the call was queued.
 pub(super) fn try_launch(
     cuda: &CudaContext,
     problem: &Problem<'_>,
@@ -139,15 +145,17 @@ pub(super) fn try_launch(
         return Ok(false);
     }
     let processors = i64::from(cuda.device().info().num_multiprocessors);
-    // The heads of a kv head of one query share their keys. The same bits, and as many fewer items.
+    // The heads of a kv head of one query share their keys. The bits are the same, and there are
+    // that many times fewer items.
     let heads_per_kv = num_heads.checked_div(problem.num_kv_heads).unwrap_or(0);
     let is_packed = max_q_len == 1 && (2..=MOST_PACKED_HEADS).contains(&heads_per_kv);
     let heads = if is_packed { problem.num_kv_heads } else { num_heads };
     let pairs = heads.saturating_mul(num_seqs);
     let tiles = |queries: u64| (max_q_len as u64).div_ceil(queries) as i64;
-    let groups = match is_packed {
-        true => Groups::One,
-        false => Groups::choose(tiles(128).saturating_mul(pairs), processors),
+    let groups = if is_packed {
+        Groups::One
+    } else {
+        Groups::choose(tiles(128).saturating_mul(pairs), processors)
     };
     let in_segments = problem.options.in_segments;
     let is_early = problem.options.has_settled_indices && problem.max_kv_len <= MOST_EARLY_KEYS;
@@ -160,7 +168,7 @@ pub(super) fn try_launch(
     let v_map = TensorMap::new(cuda, problem.v, &extents)?;
     let counter = cuda.counters(1)?;
     let counter = counter.ok_or_else(|| Error::internal("no counter for attention"))?;
-    // Segments of few sequences are items of their own, where their results have room.
+    // Segments of few sequences are items of their own, where there is room for their results.
     let all_segments = (problem.max_kv_len as u64).div_ceil(SEGMENT_KEYS) as i64;
     let scratch_bytes = running_bytes(processors as usize);
     let rows_of = |segments: i64| num_seqs.saturating_mul(num_heads).saturating_mul(segments);
@@ -168,16 +176,21 @@ pub(super) fn try_launch(
     let is_shared = in_segments && is_packed && all_segments > 1 && pairs < 2 * processors && fits;
     let segments = if is_shared { all_segments } else { 1 };
     let partial_rows = rows_of(segments);
-    // Goes back although the kernels are only queued: whoever gets it next queues behind them.
-    let memory = match in_segments {
-        true => Some(cuda.allocator().allocate(scratch_bytes, "partial results of attention")?),
-        false => None,
+    // The memory is returned although the kernels are only queued: work of its next user is queued
+    // after them.
+    let memory = if in_segments {
+        Some(cuda.allocator().allocate(scratch_bytes, "partial results of attention")?)
+    } else {
+        None
     };
     let scratch = memory.as_ref().map_or(std::ptr::null_mut(), Block::start);
-    // Of tokens, of heads or groups of them, and of the rows of an item.
-    let strides = |[_, token, head]: [i64; 3]| match is_packed {
-        true => [token, heads_per_kv * head, head],
-        false => [token, head, token],
+    // The strides of tokens, of heads or groups of them, and of the rows of an item.
+    let strides = |[_, token, head]: [i64; 3]| {
+        if is_packed {
+            [token, heads_per_kv * head, head]
+        } else {
+            [token, head, token]
+        }
     };
     let arguments = AttentionFlashWgmmaParams {
         q: params.q,
@@ -211,15 +224,15 @@ pub(super) fn try_launch(
         shared_bytes: groups.shared_bytes(),
     };
     let launched = Arguments::new().value(&arguments).value(&k_map).value(&v_map);
-    // SAFETY: the arguments of the kernel; the strides span the tensors' elements, what the index arrays hold
-    // is compared with the cache, and the counter is zero between launches.
+    // SAFETY: the arguments of the kernel; the strides span the tensors' elements, the contents of
+    // the index arrays are compared with the cache, and the counter is zero between launches.
     unsafe { cuda.launch_overlapping(kernel, launch, launched) }?;
     if segments > 1 {
         let merge = kernels::ATTENTION_FLASH_WGMMA_MERGE.of_half(dtype)?;
         let grid = (num_heads as u32, grid_extent(num_seqs, "sequences")?, 1);
         let launch = Launch { grid, block: HEAD_DIM as u32, shared_bytes: 0 };
         let arguments = Arguments::new().value(&arguments);
-        // SAFETY: the argument of the kernel, which reads what the one before has left.
+        // SAFETY: the argument of the kernel, which reads what the preceding one has left.
         unsafe { cuda.launch(merge, launch, arguments) }?;
     }
     Ok(true)

@@ -1,5 +1,5 @@
-//! Everything between the projection to q, k, v and the output projection for sequences with one new token:
-//! `csrc/ops/attention/fused.cu`.
+//! Everything between the projection to q, k, v and the output projection for sequences with one
+//! new token: `csrc/ops/attention/fused.cu`.
 
 use crate::backend::cuda::{kernel_struct, kernels, Arguments, Launch};
 use crate::backend::{Arena, ComputeContext, DeviceTensor};
@@ -11,7 +11,7 @@ use crate::ops::kv_cache::{layout, KvSlots};
 use crate::ops::qk_norm_rope_append::QkNormRope;
 
 kernel_struct! {
-    /// The kernel has the same struct and says what it means.
+    /// The kernel has the same struct and documents its fields.
     #[derive(Clone, Copy)]
     pub(in crate::ops) struct FusedArgs {
         qkv: *mut u8,
@@ -45,7 +45,7 @@ kernel_struct! {
     }
 }
 
-/// Tokens of a block of the cache.
+/// The number of tokens of a block of the cache.
 const BLOCK_SIZE: i64 = layout::BLOCK_SIZE as i64;
 /// The most chunks of a sequence: longer sequences have longer chunks.
 const MOST_CHUNKS: i64 = 16;
@@ -53,11 +53,12 @@ const MOST_CHUNKS: i64 = 16;
 /// Where the sequences lie, and how their scores are scaled.
 #[derive(Clone, Copy, Debug)]
 pub struct DecodeSequences<'a> {
-    /// i32 [num_seqs, max_blocks_per_seq]
+    /// The blocks of each sequence, i32 [num_seqs, max_blocks_per_seq].
     pub block_tables: &'a Tensor,
-    /// i32 [num_seqs], with the new token; 0: a row that is not in use.
+    /// The length of each sequence, the new token included, i32 [num_seqs]; 0 marks a row that is
+    /// not in use.
     pub context_lens: &'a Tensor,
-    /// 1 / sqrt(head_dim).
+    /// The factor of the scores, 1 / sqrt(head_dim).
     pub scale: f32,
 }
 
@@ -69,12 +70,12 @@ pub struct DecodeScratch {
 }
 
 impl DecodeScratch {
-    /// Partial results for so many sequences of chunks.
+    /// Returns the number of partial results for `num_seqs` sequences in chunks.
     fn rows(num_seqs: usize, num_heads: usize) -> usize {
         num_seqs.saturating_mul(num_heads).saturating_mul(MOST_CHUNKS as usize)
     }
 
-    /// Bytes of device memory for batches of up to `num_seqs` sequences.
+    /// Returns the bytes of device memory for batches of up to `num_seqs` sequences.
     pub fn device_bytes(num_seqs: usize, num_heads: usize, head_dim: usize) -> Result<usize> {
         let float = ElementType::Float(DType::F32);
         let rows = Self::rows(num_seqs, num_heads);
@@ -86,7 +87,7 @@ impl DecodeScratch {
         Ok(parts.iter().fold(0usize, |sum, &bytes| sum.saturating_add(bytes)))
     }
 
-    /// The memory of partial results as f32 [rows, width], for another kernel.
+    /// Returns the memory of partial results as f32 [rows, width], for another kernel.
     pub fn as_matrix(&self, rows: usize, width: usize) -> Result<DeviceTensor> {
         let room = self.partial_out.num_elements() as usize;
         match rows.checked_mul(width) {
@@ -95,12 +96,12 @@ impl DecodeScratch {
         }
     }
 
-    /// A tensor of the one allocation behind all.
+    /// Returns a tensor of the one allocation behind all of them.
     pub fn memory(&self) -> &DeviceTensor {
         &self.counters
     }
 
-    /// Memory for batches of up to `num_seqs` sequences.
+    /// Allocates memory for batches of up to `num_seqs` sequences.
     pub fn new(
         context: &ComputeContext,
         num_seqs: usize,
@@ -122,19 +123,20 @@ impl DecodeScratch {
 /// How the keys of a sequence are divided.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Division {
-    /// Among the blocks of a cluster, which share what they find.
+    /// Among the blocks of a cluster, which exchange their results.
     Cluster(u32),
-    /// In chunks of so many keys, through memory.
+    /// In chunks of this number of keys, through memory.
     Chunks(i64),
 }
 
-/// The longest context of a sequence among many others that one or two blocks for each of its heads keep up with:
-/// with longer ones they would work on when all others are done.
+/// The longest context of a sequence among many others with which one or two blocks for each of its
+/// heads keep up: with longer ones they would still be working when all others are done.
 const LONGEST_ALONE: i64 = 8192;
 
 impl Division {
-    /// The fastest on an H200 by the number of sequences, the longest context that there can be, and the query heads
-    /// of a kv head: between the large products of models with many of them, clusters of 16 find no room.
+    /// Returns the fastest way on an H200 by the number of sequences, the longest possible context,
+    /// and the query heads of a kv head: between the large products of models with many of them,
+    /// clusters of 16 find no room.
     fn choose(num_seqs: i64, max_kv_len: i64, heads_per_kv: i64) -> Self {
         match num_seqs {
             ..=1 if max_kv_len > 2048 && heads_per_kv <= 2 => Division::Cluster(16),
@@ -150,13 +152,14 @@ impl Division {
     }
 }
 
-/// Dynamic shared memory of the kernels by form and head_dim, in bytes; they check it. The first needs most.
+/// The dynamic shared memory of the kernels by form and head_dim, in bytes; they check it. The
+/// first form needs the most.
 const SHARED_BYTES: u32 = 107_952;
 const CLUSTER_D64_BYTES: u32 = 54_448;
 const CHUNKED_D128_BYTES: u32 = 68_272;
 const CHUNKED_D64_BYTES: u32 = 34_224;
 
-/// What `csrc/common/layouts.cuh` says of them.
+/// The dynamic shared memory that `csrc/common/layouts.cuh` states for the kernels.
 #[cfg(test)]
 pub(in crate::ops) fn shared_bytes() -> Vec<(String, u32)> {
     [
@@ -189,7 +192,7 @@ pub(super) fn size(tensor: &Tensor, dimension: usize) -> i64 {
     tensor.shape().get(dimension).copied().unwrap_or(0)
 }
 
-/// The sizes of the attention of decoding.
+/// The sizes of the attention of a decoding step.
 pub(super) struct Sizes {
     pub dtype: DType,
     pub num_seqs: i64,
@@ -204,7 +207,8 @@ fn int(value: i64) -> Result<i32> {
     i32::try_from(value).map_err(|_| Error::unsupported(format!("a size of {value}")))
 }
 
-/// Checks the operands; the argument of a kernel that reads them, without output and without memory for chunks.
+/// Checks the operands and returns the argument of a kernel that reads them, without output and
+/// without memory for chunks.
 pub(super) fn arguments(
     context: &ComputeContext,
     qkv: &Tensor,
@@ -268,11 +272,12 @@ pub(super) fn arguments(
     Ok((arguments, Sizes { dtype, num_seqs, num_heads, num_kv_heads, head_dim, max_kv_len }))
 }
 
-/// See the head of the file. qkv [num_seqs, num_heads + 2 num_kv_heads, head_dim], as the projection wrote it; out
-/// [num_seqs, num_heads, head_dim]; of f16 or bf16, heads of 64 or 128 elements without gaps, blocks of 32 tokens.
+/// Computes the attention of one new token per sequence; see the head of the file. qkv [num_seqs,
+/// num_heads + 2 num_kv_heads, head_dim], as the projection wrote it; out [num_seqs, num_heads,
+/// head_dim]; of f16 or bf16, heads of 64 or 128 elements without gaps, blocks of 32 tokens.
 ///
-/// Block tables, lengths, positions and slots, and whatever wrote the cache before, must be separated from this
-/// kernel by one that does not overlap with those before it.
+/// Block tables, lengths, positions and slots, and whatever wrote the cache before, must be
+/// separated from this kernel by one that does not overlap with those before it.
 pub fn decode_attention(
     context: &ComputeContext,
     qkv: &Tensor,
@@ -336,8 +341,9 @@ pub fn decode_attention(
     }
     let launch = Launch { grid: (first, units, num_seqs as u32), block, shared_bytes };
     let arguments = Arguments::new().value(&arguments);
-    // SAFETY: the argument of the kernel; the shapes were checked above, the partial results have their places,
-    // and the kernel follows no block, slot or position beyond the cache and the tables.
+    // SAFETY: the argument of the kernel; the shapes were checked above, the partial results have
+    // their places, and the kernel follows no block, slot or position beyond the cache and the
+    // tables.
     unsafe { cuda.launch_clusters(kernel, launch, cluster, arguments) }
 }
 

@@ -1,5 +1,5 @@
-//! Everything between the projection to q, k, v and the residual stream for one sequence with one new token:
-//! `csrc/ops/attention/fused_project.cu`.
+//! Everything between the projection to q, k, v and the residual stream for one sequence with one
+//! new token: `csrc/ops/attention/fused_project.cu`.
 
 use crate::backend::cuda::{kernel_struct, kernels, Arguments, Launch};
 use crate::backend::ComputeContext;
@@ -20,7 +20,7 @@ kernel_struct! {
 }
 
 kernel_struct! {
-    /// The kernel has the same struct and says what it means.
+    /// The kernel has the same struct and documents its fields.
     #[derive(Clone, Copy)]
     pub(in crate::ops) struct OutputProjection {
         weight: *mut u8,
@@ -30,10 +30,10 @@ kernel_struct! {
     }
 }
 
-/// Query heads of a kv head.
+/// The number of query heads of a kv head.
 const HEADS_PER_KV: usize = 2;
 const HEAD_DIM: usize = 128;
-/// Blocks that share a kv head.
+/// The number of blocks that share a kv head.
 const CLUSTER: u32 = 8;
 /// Rows of the weight that a block has are 16 for each of up to 8 warps.
 const ROW_UNIT: usize = 16 * CLUSTER as usize;
@@ -45,7 +45,7 @@ const SHORT_CONTEXT: i64 = 2048;
 const SHORT_SHARED_BYTES: u32 = 144_704;
 const LONG_SHARED_BYTES: u32 = 177_472;
 
-/// What `csrc/common/layouts.cuh` says of the kernels' dynamic shared memory; they check it.
+/// The dynamic shared memory that `csrc/common/layouts.cuh` states for the kernels; they check it.
 #[cfg(test)]
 pub(in crate::ops) fn shared_bytes() -> Vec<(String, u32)> {
     [(2, SHORT_SHARED_BYTES), (3, LONG_SHARED_BYTES)]
@@ -74,11 +74,12 @@ pub fn has_decode_attention_o(
     })
 }
 
-/// The attention as [`super::decode_attention()`] has it, for one sequence, and for each kv head the part of the output
-/// projection that is its query heads': `sums[g] = W_o[:, heads over g] round(attention)[heads over g]`.
+/// Computes the attention of [`super::decode_attention()`] for one sequence, and for each kv head
+/// the part of the output projection that belongs to its query heads:
+/// `sums[g] = W_o[:, heads over g] round(attention)[heads over g]`.
 ///
 /// weight [hidden_size, num_heads * head_dim]; sums f32 [num_kv_heads, hidden_size]; shapes as
-/// [`has_decode_attention_o`] has them.
+/// [`has_decode_attention_o`] requires them.
 pub fn decode_attention_o(
     context: &ComputeContext,
     qkv: &Tensor,
@@ -123,7 +124,7 @@ pub fn decode_attention_o(
     let shared_bytes = if is_short { SHORT_SHARED_BYTES } else { LONG_SHARED_BYTES };
     let launch = Launch { grid: (CLUSTER, num_kv_heads as u32, 1), block: THREADS, shared_bytes };
     let arguments = Arguments::new().value(&arguments);
-    // SAFETY: the argument of the kernel; the shapes were checked above, and the kernel follows no block, slot or
-    // position beyond the cache and the tables.
+    // SAFETY: the argument of the kernel; the shapes were checked above, and the kernel follows no
+    // block, slot or position beyond the cache and the tables.
     unsafe { cuda(context)?.launch_clusters(kernel, launch, CLUSTER, arguments) }
 }

@@ -1,4 +1,4 @@
-//! `csrc/ops/attention/naive.cu`: all scores in memory, softmax, product. For any head_dim.
+//! `csrc/ops/attention/naive.cu`: all scores in memory, softmax, product. It serves any head_dim.
 
 use crate::backend::cuda::{kernels, Arguments, CudaContext, Launch};
 use crate::backend::ComputeContext;
@@ -6,9 +6,9 @@ use crate::error::{Error, Result};
 use crate::ops::attention::cuda::{count, AttentionParams};
 use crate::ops::attention::Problem;
 
-/// Rows and columns that a block computes.
+/// The rows and columns that a block computes.
 const TILE: i64 = 16;
-/// What the second and third extent of a grid can be.
+/// The largest second and third extent of a grid.
 const MOST: i64 = 65535;
 
 fn tiles(size: i64) -> i64 {
@@ -27,7 +27,7 @@ pub(super) fn launch(
         let rows = seqs.checked_mul(num_heads)?.checked_mul(q_len)?;
         usize::try_from(rows.checked_mul(kv_len)?.checked_mul(4)?).ok()
     };
-    // As many sequences at once as one launch can have.
+    // One launch takes as many sequences as it can.
     let rows = num_heads.checked_mul(q_len).filter(|&rows| rows <= i64::from(i32::MAX));
     let (Some(rows), true) = (rows, num_heads <= MOST && tiles(q_len) <= MOST) else {
         return Err(Error::unsupported(format!(
@@ -56,8 +56,8 @@ pub(super) fn launch(
         let launch =
             |x, y| Launch { grid: (x as u32, y as u32, heads), block: 256, shared_bytes: 0 };
         let arguments = || Arguments::new().value(&part).pointer(scores.start()).i32(head_dim);
-        // SAFETY: the arguments of the three kernels; the strides span the tensors' elements, and the scores
-        // have a place for each pair of a query and a key of these sequences.
+        // SAFETY: the arguments of the three kernels; the strides span the tensors' elements, and
+        // the scores have a place for each pair of a query and a key of these sequences.
         unsafe {
             if kv_len > 0 {
                 let kernel = kernels::ATTENTION_NAIVE_SCORES.of(problem.dtype);

@@ -1,4 +1,4 @@
-//! `csrc/ops/attention/split_kv.cu`: one query a sequence, the keys of each split among blocks.
+//! `csrc/ops/attention/split_kv.cu`: one query per sequence, its keys split among blocks.
 
 use crate::backend::cuda::{
     kernel_struct, kernels, Arguments, CudaContext, Kernel, Launch, MOST_COUNTERS,
@@ -13,7 +13,7 @@ use crate::ops::attention::cuda_flash::tile_stride;
 use crate::ops::attention::{Form, Problem};
 
 kernel_struct! {
-    /// `csrc/ops/attention/attention.cuh` has the same struct and says what it means.
+    /// `csrc/ops/attention/attention.cuh` has the same struct and documents its fields.
     #[derive(Clone, Copy, Debug)]
     pub(in crate::ops) struct AttentionDecodeParams {
         q: *mut u8,
@@ -45,7 +45,8 @@ kernel_struct! {
     }
 }
 
-/// The most chunks that any sequence of up to `max_kv_len` keys has, by the rule of the kernel.
+/// Returns the most chunks that any sequence of up to `max_kv_len` keys has, by the rule of the
+/// kernel.
 fn max_chunks(max_kv_len: i64) -> i64 {
     let up_to =
         |len: i64, chunk_len: i64| (max_kv_len.min(len) as u64).div_ceil(chunk_len as u64) as i64;
@@ -53,9 +54,9 @@ fn max_chunks(max_kv_len: i64) -> i64 {
     up_to(2048, 256).max(up_to(8192, 512)).max(up_to(65536, 1024)).max(long)
 }
 
-/// The kernel, its threads and its dynamic shared memory in bytes.
+/// Returns the kernel, its threads and its dynamic shared memory in bytes.
 fn kernel(dtype: DType, head_dim: i64) -> Option<(Kernel, u32, u32)> {
-    // As instantiated at the foot of the source.
+    // These are as instantiated at the end of the source.
     let (kernel, warps, stages) = match head_dim {
         64 => (kernels::ATTENTION_SPLIT_KV_D64.of(dtype), 4, 4),
         80 => (kernels::ATTENTION_SPLIT_KV_D80.of(dtype), 4, 4),
@@ -66,32 +67,32 @@ fn kernel(dtype: DType, head_dim: i64) -> Option<(Kernel, u32, u32)> {
     };
     match dtype {
         DType::F32 => Some((kernel, 128, 0)),
-        // For each warp and stage 16 keys and values.
+        // Each warp and stage has 16 keys and values.
         _ => Some((kernel, warps * 32, warps * stages * 2 * 16 * tile_stride(head_dim) as u32)),
     }
 }
 
-/// What `csrc/common/layouts.cuh` says of the kernels' dynamic shared memory; they check it.
+/// The dynamic shared memory that `csrc/common/layouts.cuh` states for the kernels; they check it.
 #[cfg(test)]
 pub(in crate::ops) fn shared_bytes() -> Vec<(String, u32)> {
     let of = |dim| Some((format!("attention_split_kv_d{dim}"), kernel(DType::F16, dim)?.2));
     KERNEL_HEAD_DIMS.into_iter().filter_map(of).collect()
 }
 
-/// The most memory for partial results where sequences lie in a block cache: enough for all multiprocessors several
-/// times over. More sequences are several launches.
+/// The most memory for partial results where sequences lie in a block cache: enough for all
+/// multiprocessors several times over. More sequences take several launches.
 const MOST_PARTIAL_BYTES: i64 = 32 << 20;
 
-/// Bytes of partial results of a sequence of up to `max_kv_len` keys.
+/// Returns the bytes of partial results of a sequence of up to `max_kv_len` keys.
 fn partial_bytes(num_heads: i64, head_dim: i64, max_kv_len: i64) -> i64 {
     match max_chunks(max_kv_len) {
-        // Where sequences of one chunk are all there is, nothing is combined.
+        // Where all sequences have a single chunk, nothing is combined.
         ..=1 => 0,
         chunks => num_heads.saturating_mul(chunks).saturating_mul(head_dim + 2).saturating_mul(4),
     }
 }
 
-/// Device memory that a call over a block cache takes for as long as it is queued.
+/// Returns the device memory that a call over a block cache takes while it is queued.
 pub(super) fn scratch_bytes(
     num_seqs: usize,
     num_heads: usize,
@@ -101,13 +102,13 @@ pub(super) fn scratch_bytes(
     let of_a_sequence = partial_bytes(num_heads as i64, head_dim as i64, max_kv_len as i64);
     let partial = of_a_sequence.saturating_mul(num_seqs as i64);
     let counters = num_seqs.saturating_mul(num_heads).saturating_mul(4);
-    // Two arrays and, if they are many, counters, rounded up each.
+    // There are two arrays and, if they are many, counters, each rounded up.
     (partial.min(MOST_PARTIAL_BYTES.max(of_a_sequence)) as usize)
         .saturating_add(if counters > MOST_COUNTERS * 4 { counters } else { 0 })
         .saturating_add(3 * 512)
 }
 
-/// Queues a call with at most one query a sequence.
+/// Queues a call with at most one query per sequence.
 pub(super) fn launch(
     context: &ComputeContext,
     cuda: &CudaContext,
@@ -117,17 +118,22 @@ pub(super) fn launch(
     let Problem { num_seqs, num_heads, head_dim, max_kv_len, .. } = *problem;
     let is_cached = problem.form == Form::Paged && !params.cu_seqlens_q.is_null();
     let of_a_sequence = partial_bytes(num_heads, head_dim, max_kv_len);
-    let group = match is_cached && of_a_sequence > 0 {
-        true => (MOST_PARTIAL_BYTES / of_a_sequence).max(1),
-        false => num_seqs,
+    let group = if is_cached && of_a_sequence > 0 {
+        (MOST_PARTIAL_BYTES / of_a_sequence).max(1)
+    } else {
+        num_seqs
     };
     let mut first = 0;
     while first < num_seqs {
         let part = Problem { num_seqs: group.min(num_seqs - first), ..*problem };
-        // The arrays from the first sequence of the group on; they say where in q and out its tokens are.
-        let from = |array: *mut u8, words: i64| match array.is_null() {
-            true => array,
-            false => array.wrapping_add((first * words * 4) as usize),
+        // The arrays begin at the first sequence of the group; they say where in q and out its
+        // tokens are.
+        let from = |array: *mut u8, words: i64| {
+            if array.is_null() {
+                array
+            } else {
+                array.wrapping_add((first * words * 4) as usize)
+            }
         };
         let params = AttentionParams {
             cu_seqlens_q: from(params.cu_seqlens_q, 1),
@@ -162,7 +168,7 @@ fn launch_group(
         shared_bytes,
     };
 
-    // Where sequences of one chunk are all there is, nothing is combined.
+    // Where all sequences have a single chunk, nothing is combined.
     let rows =
         if chunks > 1 { num_seqs.saturating_mul(num_heads).saturating_mul(chunks) } else { 0 };
     let bytes = |floats: i64| {
@@ -185,7 +191,7 @@ fn launch_group(
     };
 
     let packed_q = !params.cu_seqlens_q.is_null();
-    // A query is a sequence, or a token where packed.
+    // A query is a sequence, or a token where q is packed.
     let query_strides = |[seq, token, head]: [i64; 3]| [if packed_q { token } else { seq }, head];
     let decode = AttentionDecodeParams {
         q: params.q,
@@ -215,9 +221,9 @@ fn launch_group(
         scale: problem.scale,
         padding: 0,
     };
-    // SAFETY: the argument of the kernel; the strides span the tensors' elements, what the index arrays hold
-    // is clamped to them, and the workspace has a place for every chunk. Whoever gets its memory next queues
-    // behind this launch.
+    // SAFETY: the argument of the kernel; the strides span the tensors' elements, the contents of
+    // the index arrays are clamped to them, and the workspace has a place for every chunk. Work of
+    // the memory's next user is queued after this launch.
     unsafe { cuda.launch(kernel, launch, Arguments::new().value(&decode)) }
 }
 
@@ -225,7 +231,7 @@ fn launch_group(
 mod tests {
     use super::*;
 
-    /// `decode_chunk_len` of the kernel.
+    /// Mirrors `decode_chunk_len` of the kernel.
     fn chunk_len(kv_len: i64) -> i64 {
         match kv_len {
             ..=2048 => 256,
@@ -249,7 +255,7 @@ mod tests {
         assert_eq!(scratch_bytes(256, 32, 128, 256), 3 * 512);
         assert_eq!(scratch_bytes(2, 32, 128, 2048), 2 * 32 * 8 * 130 * 4 + 3 * 512);
         assert_eq!(scratch_bytes(256, 32, 128, 40_960), (32 << 20) + 3 * 512);
-        // One that is too large by itself; counters of its own.
+        // One sequence that is too large by itself, and counters of its own.
         assert_eq!(scratch_bytes(1, 1024, 256, 1 << 20), 1024 * 64 * 258 * 4 + 3 * 512);
         assert_eq!(scratch_bytes(256, 65, 64, 100), 256 * 65 * 4 + 3 * 512);
     }
@@ -257,7 +263,7 @@ mod tests {
     #[test]
     fn shared_memory_fits_every_generation() {
         for head_dim in KERNEL_HEAD_DIMS {
-            // 99 KiB less 1 KiB of the system's and 1 KiB of the kernel's own.
+            // The limit is 99 KiB less 1 KiB of the system's and 1 KiB of the kernel's own.
             assert!(kernel(DType::BF16, head_dim).unwrap().2 <= 97 * 1024);
         }
         assert_eq!(kernel(DType::BF16, 128).unwrap().2, 65536);

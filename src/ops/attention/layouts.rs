@@ -1,4 +1,4 @@
-//! What `csrc/common/layouts.cuh` says of attention.
+//! The part of `csrc/common/layouts.cuh` that belongs to attention.
 
 pub(in crate::ops) use super::choice::KERNEL_HEAD_DIMS;
 pub(in crate::ops) use super::cuda::{AttentionParams, GROUP_HEADS};

@@ -1,18 +1,19 @@
 //! Attention with grouped query heads (Vaswani et al. 2017, equation 1; Ainslie et al. 2023):
 //! `out = softmax(scale * q k^T) v`, head h over kv head `h / (num_heads / num_kv_heads)`.
 //!
-//! Three forms, all of one floating-point type, `out` as `q`:
+//! There are three forms, all of one floating-point type, `out` laid out as `q`:
 //!
-//! * batched: q [batch, q_len, num_heads, head_dim], k and v [batch, kv_len, num_kv_heads, head_dim]
-//! * packed: q [num_tokens, num_heads, head_dim], k and v [num_kv_tokens, num_kv_heads, head_dim]; sequence s
-//!   has tokens `cu_seqlens[s] .. cu_seqlens[s + 1]`
-//! * paged: k and v [num_blocks, block_size, num_kv_heads, head_dim]; key j of sequence s lies at place
-//!   `j % block_size` of block `block_tables[s][j / block_size]`; q packed, or
-//!   [num_seqs, q_len, num_heads, head_dim]
+//! * batched: q [batch, q_len, num_heads, head_dim], k and v [batch, kv_len, num_kv_heads,
+//!   head_dim]
+//! * packed: q [num_tokens, num_heads, head_dim], k and v [num_kv_tokens, num_kv_heads, head_dim];
+//!   sequence s has tokens `cu_seqlens[s] .. cu_seqlens[s + 1]`
+//! * paged: k and v [num_blocks, block_size, num_kv_heads, head_dim]; key j of sequence s lies at
+//!   place `j % block_size` of block `block_tables[s][j / block_size]`; q packed, or [num_seqs,
+//!   q_len, num_heads, head_dim]
 //!
-//! With `causal` query i of a sequence sees keys `0 ..= kv_len - q_len + i`, else all. A query that sees no key
-//! gives zeros. What the index arrays hold is checked on the CPU; on CUDA they lie on the device, and the
-//! kernels go nowhere that the tensors are not.
+//! With `causal` query i of a sequence sees keys `0 ..= kv_len - q_len + i`, otherwise all. A query
+//! that sees no key gives zeros. The contents of the index arrays are checked on the CPU; on CUDA
+//! they lie on the device, and the kernels access nothing outside the tensors.
 
 pub mod cpu_flash;
 pub mod cpu_naive;
@@ -36,8 +37,9 @@ pub use choice::AttentionBackend;
 pub use cuda_fused::{DecodeScratch, DecodeSequences};
 pub use plan::{partial_bytes, partials, scratch_bytes, AttentionPlan, AttentionSizes};
 
-/// The most device memory that [`attention`] over a block cache takes for as long as it is queued, on any chip, for up to
-/// `num_seqs` sequences of up to `max_kv_len` keys: `in_segments` or else of one query each.
+/// Returns the most device memory that [`attention`] over a block cache takes while it is queued,
+/// on any chip, for up to `num_seqs` sequences of up to `max_kv_len` keys: with `in_segments`, or
+/// otherwise with one query each.
 pub fn attention_scratch_bytes(
     dtype: DType,
     num_seqs: usize,
@@ -46,9 +48,10 @@ pub fn attention_scratch_bytes(
     max_kv_len: usize,
     in_segments: bool,
 ) -> usize {
-    match in_segments {
-        true => cuda_flash_wgmma::scratch_bytes(dtype, head_dim),
-        false => cuda_split_kv::scratch_bytes(num_seqs, num_heads, head_dim, max_kv_len),
+    if in_segments {
+        cuda_flash_wgmma::scratch_bytes(dtype, head_dim)
+    } else {
+        cuda_split_kv::scratch_bytes(num_seqs, num_heads, head_dim, max_kv_len)
     }
 }
 
@@ -57,33 +60,34 @@ use crate::error::{Error, Result};
 use crate::memory::{DType, ElementType, Tensor};
 use crate::ops::common::check::{self, InPlace, Named};
 
-/// How to attend. The default: batched, without a mask, scaled by `1 / sqrt(head_dim)`.
+/// How to attend. The default is batched, without a mask, scaled by `1 / sqrt(head_dim)`.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct AttentionOptions {
     /// Whether a query sees no later keys.
     pub causal: bool,
-    /// Which algorithm.
+    /// The algorithm.
     pub backend: AttentionBackend,
-    /// Factor of the scores; `1 / sqrt(head_dim)` if `None`.
+    /// The factor of the scores; `1 / sqrt(head_dim)` if `None`.
     pub scale: Option<f32>,
-    /// i32 [num_seqs + 1]: first query of each sequence; first 0, last at most num_tokens.
+    /// The first query of each sequence, i32 [num_seqs + 1]; the first entry is 0, the last at most
+    /// num_tokens.
     pub cu_seqlens_q: Option<Tensor>,
-    /// i32 [num_seqs + 1]: the same of keys.
+    /// The first key of each sequence, i32 [num_seqs + 1], in the same way.
     pub cu_seqlens_k: Option<Tensor>,
-    /// i32 [num_seqs, max_blocks_per_seq].
+    /// The blocks of each sequence, i32 [num_seqs, max_blocks_per_seq].
     pub block_tables: Option<Tensor>,
-    /// i32 [num_seqs]: keys of each sequence.
+    /// The number of keys of each sequence, i32 [num_seqs].
     pub context_lens: Option<Tensor>,
     /// The most queries of a sequence where `cu_seqlens_q` is given; 0 if not known.
     pub max_q_len: u32,
     /// The most keys of a sequence where `cu_seqlens_k` or `context_lens` is given; 0 if not known.
     pub max_kv_len: u32,
-    /// Flash attention on Hopper: the keys of a query are taken in segments of a fixed length, which blocks may then
-    /// share where there are few queries. The bits of a query's result do not depend on the other queries, with or
-    /// without; but they do on this.
+    /// Whether flash attention on Hopper takes the keys of a query in segments of a fixed length,
+    /// which blocks may then share where there are few queries. The bits of a query's result do not
+    /// depend on the other queries, with or without this; but they do depend on this option.
     pub in_segments: bool,
-    /// The index arrays were copied from the host, and no kernel queued since writes them: a kernel that begins while
-    /// those before it are still at work may read them at once.
+    /// Whether the index arrays were copied from the host, and no kernel queued since writes them:
+    /// a kernel that begins while those before it are still running may read them at once.
     pub has_settled_indices: bool,
 }
 
@@ -113,7 +117,7 @@ struct Problem<'a> {
     num_heads: i64,
     num_kv_heads: i64,
     head_dim: i64,
-    /// The most queries and keys of a sequence; bounds where the lengths lie on the device.
+    /// The most queries and keys of a sequence; upper bounds where the lengths lie on the device.
     max_q_len: i64,
     max_kv_len: i64,
 }
@@ -122,10 +126,11 @@ fn wrong<T>(what: String) -> Result<T> {
     Err(Error::invalid_argument(what))
 }
 
-/// See the head of the file. `out` shares no memory with the others.
+/// Computes attention; see the head of the file. `out` shares no memory with the others.
 ///
-/// A packed `out` keeps what it has in tokens of no sequence. Flash and split-KV allocate nothing that grows
-/// with the product of the lengths; naive takes a score of 4 bytes for each pair of a query and a key on CUDA.
+/// A packed `out` keeps its contents in tokens that belong to no sequence. Flash and split-KV
+/// allocate nothing that grows with the product of the lengths; naive takes a score of 4 bytes for
+/// each pair of a query and a key on CUDA.
 pub fn attention(
     context: &ComputeContext,
     options: &AttentionOptions,
@@ -145,7 +150,7 @@ pub fn attention(
     }
 }
 
-/// A dimension of a tensor whose rank has been checked.
+/// Returns a dimension of a tensor whose rank has been checked.
 fn size(tensor: &Tensor, dimension: usize) -> i64 {
     tensor.shape().get(dimension).copied().unwrap_or(0)
 }
@@ -266,7 +271,8 @@ fn check<'a>(
     })
 }
 
-/// Which form the options ask for, and how many sequences there are; checks ranks and sizes by it.
+/// Returns the form that the options ask for, and the number of sequences; checks ranks and sizes
+/// by it.
 fn form(options: &AttentionOptions, q: &Tensor, k: &Tensor) -> Result<(Form, i64)> {
     let AttentionOptions { cu_seqlens_q, cu_seqlens_k, block_tables, context_lens, .. } = options;
     let needs = |name: &str, other: &str| wrong(format!("{name} is given, but {other} is NULL"));
@@ -331,13 +337,13 @@ fn form(options: &AttentionOptions, q: &Tensor, k: &Tensor) -> Result<(Form, i64
     Ok((form, num_seqs))
 }
 
-/// True for tensors whose heads lie together: what every kernel needs.
+/// Whether the heads of a tensor lie together, which every kernel needs.
 fn has_whole_heads(tensor: &Tensor) -> bool {
     tensor.width() == 1 || tensor.strides().last() == Some(&1)
 }
 
-/// Distances in elements from sequence (or block) to sequence, token to token and head to head of a tensor of
-/// rank 3 or 4; 0 for what there is one of.
+/// Returns the distances in elements from sequence (or block) to sequence, token to token and head
+/// to head of a tensor of rank 3 or 4; 0 along axes of size one.
 fn head_strides(tensor: &Tensor) -> [i64; 3] {
     let mut strides = [0; 3];
     let leading = tensor.shape().iter().zip(tensor.strides().iter()).rev().skip(1);

@@ -1,11 +1,12 @@
-//! Which kernels compute the attention of a model, found out once, when it is loaded.
+//! Which kernels compute the attention of a model, decided once, when it is loaded.
 //!
-//! On Hopper and later, sequences with one new token have everything between the projection to q, k, v and the output
-//! projection in one kernel, where the heads suit it; for one sequence of a small model the output projection is part of
-//! it too. Everything else is [`attention`](super::attention()) over the cache.
+//! On Hopper and later, one kernel computes everything between the projection to q, k, v and the
+//! output projection for sequences with one new token, where the heads suit it; for one sequence of
+//! a small model the output projection is part of it too. Everything else is
+//! [`attention`](super::attention()) over the cache.
 //!
-//! Of a model that is to be deterministic, a row's keys are gone over in an order that follows from the row's position
-//! alone: by flash attention in segments, for decoding too.
+//! In a model that is to be deterministic, the keys of a row are gone over in an order that follows
+//! from the row's position alone: by flash attention in segments, for decoding too.
 
 use super::choice::AttentionBackend;
 use super::cuda_fused::{
@@ -19,22 +20,22 @@ use crate::memory::{DType, Tensor};
 use crate::ops::kv_cache::KvSlots;
 use crate::ops::qk_norm_rope_append::QkNormRope;
 
-/// The attention of a model.
+/// The sizes of the attention of a model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AttentionSizes {
-    /// Query heads.
+    /// The number of query heads.
     pub num_heads: usize,
-    /// Key and value heads.
+    /// The number of key and value heads.
     pub num_kv_heads: usize,
-    /// Elements of a head.
+    /// The number of elements of a head.
     pub head_dim: usize,
-    /// Elements from one head to the next.
+    /// The distance in elements from one head to the next.
     pub head_stride: usize,
-    /// Whether queries and keys are normalised by head and then rotated.
+    /// Whether queries and keys are normalised per head and then rotated.
     pub has_qk_norm_and_rope: bool,
 }
 
-/// See the head of the file.
+/// The plan for the attention of a model; see the head of the file.
 #[derive(Clone, Copy, Debug)]
 pub struct AttentionPlan {
     sizes: AttentionSizes,
@@ -42,8 +43,8 @@ pub struct AttentionPlan {
     is_deterministic: bool,
 }
 
-/// The most device memory that [`attention`](super::attention()) over the cache takes for as long as it is queued, for up
-/// to `num_seqs` sequences of up to `max_kv_len` keys.
+/// Returns the most device memory that [`attention`](super::attention()) over the cache takes while
+/// it is queued, for up to `num_seqs` sequences of up to `max_kv_len` keys.
 pub fn scratch_bytes(
     sizes: &AttentionSizes,
     dtype: DType,
@@ -55,8 +56,8 @@ pub fn scratch_bytes(
     attention_scratch_bytes(dtype, num_seqs, num_heads, head_stride, max_kv_len, is_deterministic)
 }
 
-/// Bytes of the partial results of up to `num_seqs` sequences with one new token each, on any device; 0 where no kernel
-/// leaves any.
+/// Returns the bytes of the partial results of up to `num_seqs` sequences with one new token each,
+/// on any device; 0 where no kernel leaves any.
 pub fn partial_bytes(sizes: &AttentionSizes, dtype: DType, num_seqs: usize) -> Result<usize> {
     let AttentionSizes { num_heads, head_dim, has_qk_norm_and_rope, .. } = *sizes;
     if has_qk_norm_and_rope && dtype != DType::F32 && is_fused_head_dim(head_dim) {
@@ -66,7 +67,7 @@ pub fn partial_bytes(sizes: &AttentionSizes, dtype: DType, num_seqs: usize) -> R
     }
 }
 
-/// Memory of that size; `None` where it is none.
+/// Allocates the memory of [`partial_bytes`]; `None` where that is 0.
 pub fn partials(
     context: &ComputeContext,
     sizes: &AttentionSizes,
@@ -80,8 +81,9 @@ pub fn partials(
 }
 
 impl AttentionPlan {
-    /// What serves such heads on the device of `context`. `XSERV_CUDA_PORTABLE=1` in the environment: nothing but
-    /// [`attention`](super::attention()), for comparing and testing what other devices take.
+    /// Finds the kernels that serve such heads on the device of `context`. `XSERV_CUDA_PORTABLE=1`
+    /// in the environment selects [`attention`](super::attention()) alone, for comparing and
+    /// testing what other devices take.
     pub fn find(
         context: &ComputeContext,
         sizes: AttentionSizes,
@@ -97,7 +99,8 @@ impl AttentionPlan {
         AttentionPlan { sizes, has_fused, is_deterministic }
     }
 
-    /// Whether the chip and the build have the kernels for one new token a sequence, whatever the order of sums.
+    /// Whether the chip and the build have the kernels for one new token per sequence, whatever the
+    /// order of sums.
     pub(in crate::ops) fn has_fused_kernels(&self) -> bool {
         self.has_fused
     }
@@ -117,12 +120,14 @@ impl AttentionPlan {
         self.sizes.num_kv_heads
     }
 
-    /// Whether sequences with one new token each are for [`AttentionPlan::attend_new_tokens`].
+    /// Whether sequences with one new token each are served by
+    /// [`AttentionPlan::attend_new_tokens`].
     pub fn is_fused(&self) -> bool {
         self.has_fused && !self.is_deterministic
     }
 
-    /// How [`attention`](super::attention()) over the cache goes about it, without the index arrays.
+    /// Returns the options of [`attention`](super::attention()) over the cache, without the index
+    /// arrays.
     pub fn options(&self) -> AttentionOptions {
         let backend =
             if self.is_deterministic { AttentionBackend::Flash } else { AttentionBackend::Auto };
@@ -135,8 +140,8 @@ impl AttentionPlan {
         }
     }
 
-    /// Everything between the projections for sequences with one new token each. qkv and out as matrices of
-    /// `[num_seqs, ...]`.
+    /// Computes everything between the projections for sequences with one new token each. qkv and
+    /// out are matrices of `[num_seqs, ...]`.
     #[allow(clippy::too_many_arguments)]
     pub fn attend_new_tokens(
         &self,
@@ -156,8 +161,9 @@ impl AttentionPlan {
         decode_attention(context, &qkv, how, slots, sequences, scratch, &out)
     }
 
-    /// The same for one sequence, and of the output projection with `weight` [hidden_size, num_heads * head_dim] the part
-    /// of each kv head. Returns the parts, f32 [num_kv_heads, hidden_size].
+    /// Does the same for one sequence, and computes for each kv head its part of the output
+    /// projection with `weight` [hidden_size, num_heads * head_dim]. Returns the parts, f32
+    /// [num_kv_heads, hidden_size].
     #[allow(clippy::too_many_arguments)]
     pub fn attend_and_project(
         &self,
@@ -177,7 +183,7 @@ impl AttentionPlan {
         Ok(sums)
     }
 
-    /// Heads of q, k and v.
+    /// Returns the number of heads of q, k and v.
     fn all_heads(&self) -> usize {
         self.sizes.num_heads + 2 * self.sizes.num_kv_heads
     }

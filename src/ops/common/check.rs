@@ -1,5 +1,5 @@
-//! The checks that operators make of their tensors. Each says which argument is wrong, what was found and
-//! what is needed.
+//! The checks that operators make of their tensors. Each says which argument is wrong, what was
+//! found and what is needed.
 
 use crate::backend::ComputeContext;
 use crate::error::{Error, Result};
@@ -19,7 +19,7 @@ fn wrong<T>(what: String) -> Result<T> {
     Err(Error::invalid_argument(what))
 }
 
-/// The floating-point type of a tensor.
+/// Returns the floating-point type of a tensor.
 pub(in crate::ops) fn float((name, tensor): Named<'_>) -> Result<DType> {
     match tensor.element() {
         ElementType::Float(dtype) => Ok(dtype),
@@ -27,7 +27,7 @@ pub(in crate::ops) fn float((name, tensor): Named<'_>) -> Result<DType> {
     }
 }
 
-/// True for 64-bit indices, false for 32-bit ones.
+/// Returns true for 64-bit indices, false for 32-bit ones.
 pub(in crate::ops) fn indices_are_i64((name, tensor): Named<'_>) -> Result<bool> {
     match tensor.element() {
         ElementType::I32 => Ok(false),
@@ -36,7 +36,7 @@ pub(in crate::ops) fn indices_are_i64((name, tensor): Named<'_>) -> Result<bool>
     }
 }
 
-/// All tensors have the element type of the first.
+/// Checks that all tensors have the element type of the first.
 pub(in crate::ops) fn same_type(tensors: &[Named<'_>]) -> Result<()> {
     let Some(((first_name, first), rest)) = tensors.split_first() else { return Ok(()) };
     for (name, tensor) in rest {
@@ -51,7 +51,7 @@ pub(in crate::ops) fn same_type(tensors: &[Named<'_>]) -> Result<()> {
     Ok(())
 }
 
-/// All tensors have the shape of the first.
+/// Checks that all tensors have the shape of the first.
 pub(in crate::ops) fn same_shape(tensors: &[Named<'_>]) -> Result<()> {
     let Some(((first_name, first), rest)) = tensors.split_first() else { return Ok(()) };
     for (name, tensor) in rest {
@@ -66,17 +66,16 @@ pub(in crate::ops) fn same_shape(tensors: &[Named<'_>]) -> Result<()> {
     Ok(())
 }
 
-/// A tensor has exactly this shape; `what` says where the numbers come from.
+/// Checks that a tensor has exactly this shape; `what` says where the numbers come from.
 pub(in crate::ops) fn shape((name, tensor): Named<'_>, expected: &[i64], what: &str) -> Result<()> {
-    match tensor.shape().iter().eq(expected) {
-        true => Ok(()),
-        false => {
-            wrong(format!("{name} has shape {}, but {what} needs {expected:?}", tensor.shape()))
-        }
+    if tensor.shape().iter().eq(expected) {
+        Ok(())
+    } else {
+        wrong(format!("{name} has shape {}, but {what} needs {expected:?}", tensor.shape()))
     }
 }
 
-/// A tensor has so many dimensions.
+/// Checks that a tensor has `expected` dimensions.
 pub(in crate::ops) fn rank((name, tensor): Named<'_>, expected: usize, form: &str) -> Result<()> {
     match tensor.shape().len() {
         found if found == expected => Ok(()),
@@ -87,28 +86,31 @@ pub(in crate::ops) fn rank((name, tensor): Named<'_>, expected: usize, form: &st
     }
 }
 
-/// A tensor has at least one dimension.
+/// Checks that a tensor has at least one dimension.
 pub(in crate::ops) fn has_rows((name, tensor): Named<'_>) -> Result<()> {
-    match tensor.shape().is_empty() {
-        true => wrong(format!("{name} has no dimensions, at least one is needed")),
-        false => Ok(()),
+    if tensor.shape().is_empty() {
+        wrong(format!("{name} has no dimensions, at least one is needed"))
+    } else {
+        Ok(())
     }
 }
 
-/// A number is finite, and not negative.
+/// Checks that a number is finite, and not negative.
 pub(in crate::ops) fn epsilon(eps: f32) -> Result<()> {
-    match eps.is_finite() && eps >= 0.0 {
-        true => Ok(()),
-        false => wrong(format!("eps is {eps}, not a finite number of at least 0")),
+    if eps.is_finite() && eps >= 0.0 {
+        Ok(())
+    } else {
+        wrong(format!("eps is {eps}, not a finite number of at least 0"))
     }
 }
 
-/// All tensors lie where the context works.
+/// Checks that all tensors lie where the context works.
 pub(in crate::ops) fn reachable(context: &ComputeContext, tensors: &[Named<'_>]) -> Result<()> {
     tensors.iter().try_for_each(|(name, tensor)| context.check_reachable(tensor, name))
 }
 
-/// A result has one place for each element, and shares none with an input, or all of them.
+/// Checks that a result has one place for each element, and shares none with an input, or all of
+/// them.
 pub(in crate::ops) fn result(
     (name, out): Named<'_>,
     inputs: &[Named<'_>],

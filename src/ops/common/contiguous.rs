@@ -1,12 +1,12 @@
-//! Checks for operators on tensors of the library's own, which are contiguous and lie on the device:
-//! what does not fit is an internal error, not one of a caller.
+//! Checks for operators on tensors of the library's own, which are contiguous and lie on the
+//! device: a tensor that does not fit is an internal error, not one of a caller.
 
 use crate::backend::cuda::CudaContext;
 use crate::backend::{ComputeContext, ContextBackend};
 use crate::error::{Error, Result};
 use crate::memory::{DType, ElementType, Tensor};
 
-/// The device half of a context.
+/// Returns the device half of a context.
 pub(in crate::ops) fn cuda(context: &ComputeContext) -> Result<&CudaContext> {
     match context.backend() {
         ContextBackend::Cuda(cuda) => Ok(cuda),
@@ -22,18 +22,19 @@ pub(in crate::ops) fn check(
     shape: &[i64],
 ) -> Result<()> {
     let fits = tensor.element() == element && **tensor.shape() == *shape && tensor.is_contiguous();
-    match fits {
-        true => Ok(()),
-        false => Err(Error::internal(format!(
+    if fits {
+        Ok(())
+    } else {
+        Err(Error::internal(format!(
             "{name} is {} {} with strides {}, not {element} {shape:?}",
             tensor.element(),
             tensor.shape(),
             tensor.strides()
-        ))),
+        )))
     }
 }
 
-/// The floating-point type of a tensor.
+/// Returns the floating-point type of a tensor.
 pub(in crate::ops) fn float(name: &str, tensor: &Tensor) -> Result<DType> {
     match tensor.element() {
         ElementType::Float(dtype) => Ok(dtype),
@@ -41,7 +42,7 @@ pub(in crate::ops) fn float(name: &str, tensor: &Tensor) -> Result<DType> {
     }
 }
 
-/// Rows and width of a matrix.
+/// Returns the rows and width of a matrix.
 pub(in crate::ops) fn matrix_size(name: &str, tensor: &Tensor) -> Result<(u32, i32)> {
     let (&[rows, width], true) = (&**tensor.shape(), tensor.is_contiguous()) else {
         return Err(Error::internal(format!("{name} has shape {}", tensor.shape())));
@@ -52,12 +53,14 @@ pub(in crate::ops) fn matrix_size(name: &str, tensor: &Tensor) -> Result<(u32, i
     }
 }
 
-/// Elements of 16 bytes if rows of `width` of all tensors are whole aligned vectors, else 1.
+/// Returns the number of elements in 16 bytes if rows of `width` of all tensors are whole aligned
+/// vectors, otherwise 1.
 pub(in crate::ops) fn vector_len(dtype: DType, width: i32, tensors: &[&Tensor]) -> i32 {
     let vector = 16 / dtype.size_bytes() as i32;
     let is_aligned = |tensor: &&Tensor| (tensor.data() as usize).is_multiple_of(16);
-    match width % vector == 0 && tensors.iter().all(is_aligned) {
-        true => vector,
-        false => 1,
+    if width % vector == 0 && tensors.iter().all(is_aligned) {
+        vector
+    } else {
+        1
     }
 }

@@ -1,4 +1,4 @@
-//! Copies between layouts inside a device, of tensors that were checked.
+//! Copies between layouts inside a device, of tensors that have been checked.
 
 use crate::backend::cuda::{kernels, Arguments, CudaContext, Launch};
 use crate::backend::{ComputeContext, ContextBackend};
@@ -10,8 +10,8 @@ use crate::ops::common::turn::{as_turn, turn_on_cuda};
 /// Copies inside the context's device.
 ///
 /// # Safety
-/// Both tensors are valid memory of the context's device, of the same shape and element type, and do not
-/// overlap.
+/// Both tensors are valid memory of the context's device, of the same shape and element type, and
+/// do not overlap.
 pub(in crate::ops) unsafe fn copy_unchecked(
     context: &ComputeContext,
     source: &Tensor,
@@ -26,7 +26,7 @@ pub(in crate::ops) unsafe fn copy_unchecked(
 }
 
 /// # Safety
-/// As [`copy_unchecked`], both on the host.
+/// The requirements are those of [`copy_unchecked`], with both tensors on the host.
 pub(in crate::ops) unsafe fn copy_on_host(source: &Tensor, target: &Tensor) -> Result<()> {
     let size = source.element().size_bytes();
     let axes = Axes::of(&[target, source])?;
@@ -39,7 +39,8 @@ pub(in crate::ops) unsafe fn copy_on_host(source: &Tensor, target: &Tensor) -> R
             to += position * target_stride;
             from += position * source_stride;
         }
-        // SAFETY: the indices are inside the shape, so that the elements lie in what the tensors span.
+        // SAFETY: the indices are inside the shape, so that the elements lie in what the tensors
+        // span.
         unsafe {
             let to = target.data().add(to as usize * size);
             let from = source.data().add(from as usize * size).cast_const();
@@ -52,7 +53,7 @@ pub(in crate::ops) unsafe fn copy_on_host(source: &Tensor, target: &Tensor) -> R
                 }
             }
         }
-        // The next index of all axes but the innermost.
+        // Advances to the next index of all axes but the innermost.
         let mut axis = rank.saturating_sub(1);
         loop {
             let Some(outer) = axis.checked_sub(1) else { return Ok(()) };
@@ -69,7 +70,7 @@ pub(in crate::ops) unsafe fn copy_on_host(source: &Tensor, target: &Tensor) -> R
 }
 
 /// # Safety
-/// As [`copy_unchecked`], both on the device of `cuda`.
+/// The requirements are those of [`copy_unchecked`], with both on the device of `cuda`.
 pub(in crate::ops) unsafe fn copy_on_cuda(
     cuda: &CudaContext,
     source: &Tensor,
@@ -85,7 +86,7 @@ pub(in crate::ops) unsafe fn copy_on_cuda(
         // SAFETY: passed on to the caller; these are the axes of the two.
         return unsafe { turn_on_cuda(cuda, &turn, size, source.data(), target.data()) };
     }
-    // Vectors of 16 bytes where the innermost axis and all addresses allow it.
+    // Vectors of 16 bytes are copied where the innermost axis and all addresses allow it.
     let (_, [target_step, source_step, _]) = axes.innermost();
     let is_aligned = |tensor: &Tensor| (tensor.data() as usize).is_multiple_of(16);
     let vectors =

@@ -5,8 +5,8 @@ use crate::backend::cpu::simd::{Kernel, Simd, Vector16};
 use crate::ops::common::storage::Storage;
 use std::marker::PhantomData;
 
-/// Columns of the result that are written one after another, so that the lines read stay in the
-/// first-level cache.
+/// The number of columns of the result that are written one after another, so that the lines read
+/// stay in the first-level cache.
 const BLOCK: usize = 4 * LANES;
 
 /// How one element goes from one matrix to the other.
@@ -14,17 +14,17 @@ pub(crate) trait Move {
     type From: Copy;
     type To: Copy;
     /// # Safety
-    /// 16 readable elements and V's instruction set.
+    /// There are 16 readable elements, and V's instruction set.
     unsafe fn load<V: Vector16>(source: *const Self::From) -> V;
     /// # Safety
-    /// 16 writable elements and V's instruction set.
+    /// There are 16 writable elements, and V's instruction set.
     unsafe fn store<V: Vector16>(values: V, target: *mut Self::To);
     fn one(value: Self::From) -> Self::To;
 }
 
-/// The same bits.
+/// Moves the bits unchanged.
 pub(crate) struct Exact<T>(PhantomData<T>);
-/// Widened to f32.
+/// Widens elements to f32.
 pub(crate) struct Widen<T>(PhantomData<T>);
 
 impl<T: Storage> Move for Widen<T> {
@@ -46,7 +46,7 @@ impl<T: Storage> Move for Widen<T> {
     }
 }
 
-/// `to[c * to_stride + r] = from[r * from_stride + c]` for r < rows and c < columns.
+/// Computes `to[c * to_stride + r] = from[r * from_stride + c]` for r < rows and c < columns.
 pub(crate) struct Turn<'a, T, U, M> {
     pub from: &'a [T],
     pub from_stride: usize,

@@ -1,4 +1,4 @@
-//! Integers that tensors of indices hold.
+//! The integer types of index tensors.
 
 mod sealed {
     pub trait Sealed {}
@@ -8,14 +8,14 @@ mod sealed {
 
 /// An element type of index tensors: i32 or i64.
 pub trait Index: sealed::Sealed + Copy + Send + Sync + 'static {
-    /// The value.
+    /// Returns the value.
     fn to_i64(self) -> i64;
-    /// The value, if it is an index into `len` things.
+    /// Returns the value, if it is an index into `len` elements.
     #[inline(always)]
     fn to_index(self, len: usize) -> Option<usize> {
         usize::try_from(self.to_i64()).ok().filter(|&index| index < len)
     }
-    /// The index as this type; None where it does not fit.
+    /// Returns the index as this type; `None` where it does not fit.
     fn from_index(index: usize) -> Option<Self>;
 }
 

@@ -1,5 +1,5 @@
-//! What launches of kernels over rows have in common: names by element type, grids, and rows as
-//! kernels find them.
+//! Shared parts of launches of kernels over rows: names by element type, grids, and rows as kernels
+//! find them.
 
 use crate::backend::cuda::kernel_struct;
 use crate::error::{Error, Result};
@@ -26,7 +26,8 @@ macro_rules! with_storage {
 }
 pub(in crate::ops) use with_storage;
 
-/// How many blocks of `per_block` units cover `units`, for a grid; `None` beyond what a grid can have.
+/// Returns how many blocks of `per_block` units cover `units`, for a grid; `None` beyond what a
+/// grid can have.
 pub(in crate::ops) fn num_blocks(units: i64, per_block: i64) -> Option<u32> {
     let blocks = (units as u64).div_ceil(per_block as u64);
     u32::try_from(blocks).ok().filter(|&blocks| blocks <= i32::MAX as u32)
@@ -42,22 +43,23 @@ kernel_struct! {
     }
 }
 
-/// True for tensors whose rows the CUDA kernels find by themselves.
+/// Whether the CUDA kernels find the rows of a tensor by themselves.
 pub(in crate::ops) fn fits_rows(tensor: &Tensor) -> bool {
     tensor.rows().is_some()
 }
 
-/// The rows of a tensor that `fits_rows`. A plain matrix has one row to an outer step.
+/// Returns the rows of a tensor that `fits_rows`. A plain matrix has one row per outer step.
 pub(in crate::ops) fn row_layout(tensor: &Tensor) -> Result<KernelRows> {
     let RowLayout { num_rows, inner, outer_stride, inner_stride, .. } =
         tensor.rows().ok_or_else(|| Error::internal("a tensor without rows"))?;
-    Ok(match inner >= num_rows {
-        true => KernelRows { inner: 1, outer_stride: inner_stride, inner_stride: 0 },
-        false => KernelRows { inner, outer_stride, inner_stride },
+    Ok(if inner >= num_rows {
+        KernelRows { inner: 1, outer_stride: inner_stride, inner_stride: 0 }
+    } else {
+        KernelRows { inner, outer_stride, inner_stride }
     })
 }
 
-/// True if every row begins at a multiple of 16 bytes and is a whole number of them.
+/// Whether every row begins at a multiple of 16 bytes and is a whole number of them.
 pub(in crate::ops) fn rows_are_vectors(tensor: &Tensor) -> bool {
     let Some(rows) = tensor.rows() else { return false };
     let vector = 16 / tensor.element().size_bytes() as i64;
@@ -65,12 +67,12 @@ pub(in crate::ops) fn rows_are_vectors(tensor: &Tensor) -> bool {
         && [rows.width, rows.outer_stride, rows.inner_stride].iter().all(|n| n % vector == 0)
 }
 
-/// True for tensors whose rows all have the same distance.
+/// Whether the rows of a tensor all have the same distance.
 pub(in crate::ops) fn one_stride(tensor: &Tensor) -> bool {
     row_layout(tensor).is_ok_and(|rows| rows.inner == 1)
 }
 
-/// The start of a row.
+/// Returns the start of a row.
 pub(in crate::ops) fn row_start<T>(tensor: &Tensor, rows: &RowLayout, row: usize) -> *mut T {
     let (row, inner) = (row as i64, rows.inner.max(1));
     let offset = (row / inner) * rows.outer_stride + (row % inner) * rows.inner_stride;
@@ -84,7 +86,7 @@ pub(in crate::ops) fn too_wide(x: &Tensor) -> Error {
     ))
 }
 
-/// True if rows begin at multiples of 16 bytes, whatever their width.
+/// Whether rows begin at multiples of 16 bytes, whatever their width.
 pub(in crate::ops) fn rows_are_aligned(x: &Tensor) -> Result<bool> {
     let bytes = row_layout(x)?.outer_stride * x.element().size_bytes() as i64;
     Ok((x.data() as usize).is_multiple_of(16) && bytes % 16 == 0)

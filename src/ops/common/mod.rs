@@ -1,4 +1,4 @@
-//! What several operators are made of. Nothing here knows an operator.
+//! Building blocks that several operators share. Nothing here depends on a particular operator.
 
 pub(in crate::ops) mod check;
 pub(in crate::ops) mod contiguous;

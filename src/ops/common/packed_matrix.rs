@@ -1,16 +1,17 @@
 //! Weight matrices in the layout that the matrix kernels stream.
 //!
 //! A matrix [out_features, in_features] is cut into panels of 64 output columns. A panel is one
-//! contiguous stretch: f32 and f16 `[in_features][64]`, bf16 `[ceil(in_features / 2)][64][2]` (pairs
-//! of k side by side, as the bf16 dot product eats them). The last panel and the odd k are padded
-//! with zeros. Decoding reads each panel once from front to back; prefill keeps it in the L2 cache.
+//! contiguous stretch: f32 and f16 `[in_features][64]`, bf16 `[ceil(in_features / 2)][64][2]`
+//! (pairs of k side by side, as the bf16 dot product takes them). The last panel and the odd k are
+//! padded with zeros. Decoding reads each panel once from front to back; prefill keeps it in the L2
+//! cache.
 
 use crate::backend::cpu::math::{bf16_bits, bf16_to_f32};
 use crate::error::{Error, Result};
 use crate::memory::{DType, HostBuffer, Pages, Plain};
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Output columns of a panel.
+/// The number of output columns of a panel.
 pub const PANEL_COLUMNS: usize = 64;
 
 /// A weight matrix [out_features, in_features], packed in panels.
@@ -23,7 +24,7 @@ pub struct PackedMatrix {
 }
 
 impl PackedMatrix {
-    /// A matrix of zeros, to be filled through [`PackedMatrix::writer`].
+    /// Makes a matrix of zeros, to be filled through [`PackedMatrix::writer`].
     pub fn zeroed(out_features: usize, in_features: usize, dtype: DType) -> Result<Self> {
         let bytes = Self::bytes_for(out_features, in_features, dtype).ok_or_else(|| {
             Error::invalid_argument(format!(
@@ -34,19 +35,20 @@ impl PackedMatrix {
         Ok(PackedMatrix { out_features, in_features, dtype, buffer })
     }
 
-    /// The bytes that a matrix of this shape takes in memory, padding included; None on overflow.
+    /// Returns the bytes that a matrix of this shape takes in memory, padding included; `None` on
+    /// overflow.
     pub fn bytes_for(out_features: usize, in_features: usize, dtype: DType) -> Option<usize> {
         let columns = out_features.checked_next_multiple_of(PANEL_COLUMNS)?;
         let rows = in_features.checked_next_multiple_of(k_step(dtype))?;
         columns.checked_mul(rows)?.checked_mul(dtype.size_bytes())
     }
 
-    /// Rows of the matrix: what it produces.
+    /// Returns the number of rows of the matrix, which is the width of its results.
     pub fn out_features(&self) -> usize {
         self.out_features
     }
 
-    /// Columns of the matrix: what it consumes.
+    /// Returns the number of columns of the matrix, which is the width of its inputs.
     pub fn in_features(&self) -> usize {
         self.in_features
     }
@@ -56,27 +58,27 @@ impl PackedMatrix {
         self.dtype
     }
 
-    /// Bytes in memory, padding included.
+    /// Returns the bytes in memory, padding included.
     pub fn size_bytes(&self) -> usize {
         self.buffer.len_bytes()
     }
 
-    /// Number of panels.
+    /// Returns the number of panels.
     pub(crate) fn num_panels(&self) -> usize {
         self.out_features.div_ceil(PANEL_COLUMNS)
     }
 
-    /// Elements of one panel, padding included.
+    /// Returns the number of elements of one panel, padding included.
     pub(crate) fn panel_len(&self) -> usize {
         self.in_features.next_multiple_of(k_step(self.dtype)) * PANEL_COLUMNS
     }
 
-    /// All panels, as elements of the size of [`PackedMatrix::dtype`].
+    /// Returns all panels, as elements of the size of [`PackedMatrix::dtype`].
     pub(crate) fn panels<T: Plain>(&self) -> &[T] {
         self.buffer.as_slice()
     }
 
-    /// The writer that fills the matrix; it may be shared by several threads.
+    /// Returns the writer that fills the matrix; it may be shared by several threads.
     pub fn writer(&mut self) -> Result<PanelWriter<'_>> {
         let mut busy = crate::error::try_with_capacity(self.num_panels(), "panel locks")?;
         busy.resize_with(self.num_panels(), || AtomicBool::new(false));
@@ -128,7 +130,7 @@ impl PackedMatrix {
     }
 }
 
-/// How many values of k lie side by side in a panel.
+/// Returns how many values of k lie side by side in a panel.
 pub(crate) const fn k_step(dtype: DType) -> usize {
     match dtype {
         DType::BF16 => 2,
@@ -138,8 +140,8 @@ pub(crate) const fn k_step(dtype: DType) -> usize {
 
 /// Fills a [`PackedMatrix`] from rows or columns as they come from a file.
 ///
-/// May be used from several threads at once. Each panel of 64 rows is locked while it is written, so
-/// threads are fastest when they write different panels.
+/// It may be used from several threads at once. Each panel of 64 rows is locked while it is
+/// written, so threads are fastest when they write different panels.
 pub struct PanelWriter<'a> {
     out_features: usize,
     in_features: usize,
@@ -153,12 +155,14 @@ pub struct PanelWriter<'a> {
 // SAFETY: `start` points into the matrix that this writer borrows exclusively; it may go to
 // another thread as `&mut PackedMatrix` may.
 unsafe impl Send for PanelWriter<'_> {}
-// SAFETY: panels are only reached through `with_panel`, which gives one out to one thread at a time.
+// SAFETY: panels are only reached through `with_panel`, which gives one out to one thread at a
+// time.
 unsafe impl Sync for PanelWriter<'_> {}
 
 impl PanelWriter<'_> {
-    /// Writes rows `first_row..` of the matrix. `rows` is [n, in_features], row-major, little-endian,
-    /// of type `source`; it is converted (rounded to nearest even) to the type of the matrix.
+    /// Writes rows `first_row..` of the matrix. `rows` is [n, in_features], row-major,
+    /// little-endian, of type `source`; it is converted (rounded to nearest even) to the type of
+    /// the matrix.
     pub fn pack_rows(&self, first_row: usize, rows: &[u8], source: DType) -> Result<()> {
         let row_bytes = self.in_features * source.size_bytes();
         if row_bytes == 0 {
@@ -257,8 +261,8 @@ impl PanelWriter<'_> {
         while lock.compare_exchange(false, true, Ordering::Acquire, Ordering::Relaxed).is_err() {
             std::thread::yield_now();
         }
-        // SAFETY: panel < num_panels (the index above checks it), so the range lies in the matrix that
-        // `self` borrows exclusively; the lock makes this the only reference to the panel.
+        // SAFETY: panel < num_panels (the index above checks it), so the range lies in the matrix
+        // that `self` borrows exclusively; the lock makes this the only reference to the panel.
         let bytes = unsafe {
             std::slice::from_raw_parts_mut(
                 self.start.add(panel * self.panel_bytes),
@@ -270,7 +274,7 @@ impl PanelWriter<'_> {
     }
 }
 
-/// Lets go of a panel also when its writer panics: another thread may be waiting for it.
+/// Unlocks a panel also when its writer panics: another thread may be waiting for it.
 struct Unlock<'a>(&'a AtomicBool);
 
 impl Drop for Unlock<'_> {
@@ -283,7 +287,7 @@ impl Drop for Unlock<'_> {
 trait Stored: Copy {
     const DTYPE: DType;
     fn from_f32(x: f32) -> Self;
-    /// Its bytes in the machine's order, as panels are read.
+    /// Returns its bytes in the machine's order, as panels are read.
     fn to_ne(self) -> [u8; 4];
 }
 
@@ -319,7 +323,7 @@ impl Stored for half::bf16 {
     }
 }
 
-/// Element `index` of `bytes`, little-endian, of type `source`, as f32.
+/// Returns element `index` of `bytes`, little-endian, of type `source`, as f32.
 #[inline]
 fn read_f32(bytes: &[u8], index: usize, source: DType) -> f32 {
     match source {
@@ -367,8 +371,8 @@ fn transpose<T: Stored, const K_STEP: usize>(
     }
 }
 
-/// [columns, num_words] words of SIZE bytes to [num_words][64] from `column` and word `first_word`, in
-/// squares small enough that both sides stay in the first-level cache.
+/// Moves [columns, num_words] words of SIZE bytes to [num_words][64] from `column` and word
+/// `first_word`, in squares small enough that both sides stay in the first-level cache.
 fn move_words<const SIZE: usize>(
     panel: &mut [u8],
     column: usize,

@@ -1,5 +1,5 @@
 //! Rows times the panels of a [`PackedMatrix`]: the loop around the matrix tiles that `linear` and
-//! `gemm` share. What becomes of the sums is up to an [`Epilogue`].
+//! `gemm` share. An [`Epilogue`] decides what is done with the sums.
 //!
 //! An element is summed over k in one order whatever the number of rows and of threads.
 
@@ -11,22 +11,22 @@ use crate::memory::{DType, HostBuffer, Pages, Plain};
 use crate::ops::common::packed_matrix::{k_step, PackedMatrix, PANEL_COLUMNS};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// From this many rows on 16-bit panels are widened to f32 once and multiplied from there: the
+/// From this many rows on, 16-bit panels are widened to f32 once and multiplied from there: the
 /// conversion then costs less than in the inner loop, and the bits are the same.
 const WIDEN_FROM_ROWS: usize = 4 * MAX_ROWS;
-/// Rows of a task when there are too few panels to occupy all threads.
+/// The number of rows of a task when there are too few panels to occupy all threads.
 const TASK_ROWS: usize = 16 * MAX_ROWS;
-/// With many rows, the sums over k are taken in stretches of this length, each for all rows before the
-/// next: 512 KiB of an f32 panel stay in the second-level cache while the rows pass by. Longer ones
-/// halve the speed at in_features 12288 (Emerald Rapids, 79 of 155 GFLOP/s). Sums are kept in f32 from
-/// stretch to stretch, so that the bits are those of one go.
+/// With many rows, the sums over k are taken in stretches of this length, each for all rows before
+/// the next: 512 KiB of an f32 panel stay in the second-level cache while the rows pass by. Longer
+/// ones halve the speed at in_features 12288 (Emerald Rapids, 79 of 155 GFLOP/s). Sums are kept in
+/// f32 from stretch to stretch, so that the bits are those of one go.
 const STRETCH: usize = 2048;
-/// Bytes by which decoding prefetches ahead of its reads.
+/// The number of bytes by which decoding prefetches ahead of its reads.
 const PREFETCH_BYTES: usize = 8192;
-/// Columns of one vector group.
+/// The number of columns of one vector group.
 const GROUPS: usize = PANEL_COLUMNS / 16;
 
-/// Buffers of [`multiply`]; they grow to the largest call and are then reused.
+/// The buffers of [`multiply`]; they grow to the largest call and are then reused.
 #[derive(Debug)]
 pub(crate) struct ProductScratch {
     /// One panel widened to f32 for each thread.
@@ -40,26 +40,26 @@ impl ProductScratch {
         ProductScratch { panels: HostBuffer::empty(), sums: HostBuffer::empty() }
     }
 
-    /// Bytes held.
+    /// Returns the number of bytes held.
     pub fn size_bytes(&self) -> usize {
         self.panels.len_bytes() + self.sums.len_bytes()
     }
 }
 
-/// What a product needs of a [`ProductScratch`].
+/// The parts of a [`ProductScratch`] that a product needs.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct ProductNeeds {
-    /// Weights are widened to f32 first.
+    /// Whether weights are widened to f32 first.
     widen: bool,
-    /// Sums are taken in stretches of k.
+    /// Whether sums are taken in stretches of k.
     in_stretches: bool,
-    /// f32 of the widened panels and of the sums of all threads.
+    /// The number of f32 of the widened panels and of the sums of all threads.
     panels_len: usize,
     sums_len: usize,
 }
 
 impl ProductNeeds {
-    /// For `num_rows` rows and a packed matrix of so many `in_features`.
+    /// Returns the needs for `num_rows` rows and a packed matrix of `in_features` columns.
     pub fn new(
         dtype: DType,
         has_native_bf16: bool,
@@ -70,9 +70,12 @@ impl ProductNeeds {
         let native = dtype == DType::BF16 && has_native_bf16;
         let widen = dtype != DType::F32 && num_rows >= WIDEN_FROM_ROWS && !native;
         let in_stretches = num_rows >= WIDEN_FROM_ROWS && in_features > STRETCH + STRETCH / 2;
-        let of = |needed: bool, rows: usize| match needed {
-            true => num_lanes.saturating_mul(rows).saturating_mul(PANEL_COLUMNS),
-            false => 0,
+        let of = |needed: bool, rows: usize| {
+            if needed {
+                num_lanes.saturating_mul(rows).saturating_mul(PANEL_COLUMNS)
+            } else {
+                0
+            }
         };
         ProductNeeds {
             widen,
@@ -82,7 +85,7 @@ impl ProductNeeds {
         }
     }
 
-    /// What serves both.
+    /// Returns the needs that cover both.
     pub fn max(self, other: Self) -> Self {
         ProductNeeds {
             widen: self.widen || other.widen,
@@ -92,7 +95,7 @@ impl ProductNeeds {
         }
     }
 
-    /// Bytes of it.
+    /// Returns their size in bytes.
     pub fn size_bytes(&self) -> usize {
         self.panels_len.saturating_add(self.sums_len).saturating_mul(size_of::<f32>())
     }
@@ -109,10 +112,10 @@ pub(crate) fn grow<T: Plain>(buffer: &mut HostBuffer, len: usize, what: &str) ->
     Ok(())
 }
 
-/// Takes finished sums.
+/// Takes the finished sums.
 pub(crate) trait Epilogue: Sync {
-    /// `sums` is [num_rows, 64], of which the first `columns.len()` are columns `columns` of the result
-    /// and the rows are those from `first_row` on. Each element is given out once; calls for
+    /// `sums` is [num_rows, 64], of which the first `columns.len()` are columns `columns` of the
+    /// result and the rows are those from `first_row` on. Each element is given out once; calls for
     /// different ones come from several threads.
     fn store<S: Simd>(
         &self,
@@ -129,7 +132,7 @@ pub(crate) trait MakePanel: Sync {
     fn make<S: Simd>(&self, panel: usize, to: &mut [f32]);
 }
 
-/// No maker: the right operand is packed.
+/// A maker for right operands that are packed, which need none.
 pub(crate) enum Packed {}
 
 impl MakePanel for Packed {
@@ -139,10 +142,10 @@ impl MakePanel for Packed {
 
 /// The right operand.
 pub(crate) enum Weight<'a, M> {
-    /// Packed once and for all.
+    /// It has been packed once and for all.
     Packed(&'a PackedMatrix),
-    /// Panels are made as they are needed, into a buffer of the thread: each is used at once, and only it
-    /// is in the cache beside the rows.
+    /// Its panels are made as they are needed, into a buffer of the thread: each is used at once,
+    /// and only it is in the cache beside the rows.
     Made { out_features: usize, in_features: usize, maker: &'a M },
 }
 
@@ -178,14 +181,14 @@ impl<M> Weight<'_, M> {
 
 /// The left operand.
 pub(crate) struct Rows {
-    /// [num_rows, a_stride] of the activation type of the matrix's element.
+    /// The rows, [num_rows, a_stride] of the activation type of the matrix's element.
     pub a: SendPointer<u8>,
-    /// At least the steps of a panel times the k of a step.
+    /// The distance between rows: at least the steps of a panel times the k of a step.
     pub a_stride: usize,
     pub num_rows: usize,
 }
 
-/// Gives all sums of `rows` times `weight` to `epilogue`.
+/// Passes all sums of `rows` times `weight` to `epilogue`.
 ///
 /// # Safety
 /// `rows.a` is readable as its fields say (the last row need not be longer than the k of a panel).
@@ -198,7 +201,8 @@ pub(crate) unsafe fn multiply<P: Epilogue, M: MakePanel>(
 ) -> Result<()> {
     let ProductScratch { panels, sums } = scratch;
     let num_rows = rows.num_rows;
-    // One lane a thread, so that each has a buffer of its own; a lane claims units of work.
+    // There is one lane per thread, so that each has a buffer of its own; a lane claims units of
+    // work.
     let num_lanes = backend.num_threads();
     let ProductNeeds { widen, in_stretches, .. } = ProductNeeds::new(
         weight.dtype(),
@@ -229,8 +233,8 @@ pub(crate) unsafe fn multiply<P: Epilogue, M: MakePanel>(
             // SAFETY: with `own_panel` the buffer has num_lanes > lane panels; else it is not used.
             own_panel: own_panel
                 .then(|| unsafe { panel_pointer.get().add(lane * weight.panel_len()) }),
-            // SAFETY: with `in_stretches` the buffer has num_lanes > lane times sums_len; else it is not
-            // used.
+            // SAFETY: with `in_stretches` the buffer has num_lanes > lane times sums_len; else it
+            // is not used.
             sums: in_stretches.then(|| unsafe { sums_pointer.get().add(lane * sums_len) }),
             units: &units,
             next_unit: &next_unit,
@@ -250,7 +254,7 @@ struct Units {
 
 impl Units {
     fn new(num_panels: usize, num_rows: usize, num_lanes: usize) -> Self {
-        // Four units a thread even out cores that are slowed by others; longer runs of panels are
+        // Four units per thread even out cores that are slowed by others; longer runs of panels are
         // one contiguous stream. A single thread needs no cuts.
         let wanted = if num_lanes == 1 { 1 } else { 4 * num_lanes };
         let panel_runs = num_panels.min(wanted);
@@ -262,7 +266,7 @@ impl Units {
         self.panel_runs * self.row_runs
     }
 
-    /// The panels and the rows of unit `unit`.
+    /// Returns the panels and the rows of unit `unit`.
     #[inline(always)]
     fn get(&self, unit: usize) -> (std::ops::Range<usize>, std::ops::Range<usize>) {
         let (p, r) = (unit / self.row_runs, unit % self.row_runs);
@@ -276,15 +280,15 @@ impl Units {
 
 /// The work of one thread: claims units until none is left.
 struct Lane<'a, P, M> {
-    /// [num_rows, a_stride] of the element's activation type.
+    /// The rows, [num_rows, a_stride] of the element's activation type.
     a: *const u8,
     a_stride: usize,
     num_rows: usize,
     weight: &'a Weight<'a, M>,
     epilogue: &'a P,
-    /// [panel_len] for this lane alone, when panels shall be widened or made.
+    /// The buffer of this lane alone, [panel_len], when panels are to be widened or made.
     own_panel: Option<*mut f32>,
-    /// [num_rows, 64] for this lane alone, when sums shall be taken in stretches.
+    /// The sums of this lane alone, [num_rows, 64], when they are to be taken in stretches.
     sums: Option<*mut f32>,
     units: &'a Units,
     next_unit: &'a AtomicUsize,
@@ -295,9 +299,9 @@ impl<P: Epilogue, M: MakePanel> Kernel for Lane<'_, P, M> {
 
     #[inline(always)]
     fn run<S: Simd>(self) {
-        // SAFETY: the caller of `multiply` vouches for `a`: num_rows rows of a_stride activations of the
-        // element; the matrix holds panels of its own dtype; `run`
-        // is called for an instruction set that is there.
+        // SAFETY: the caller of `multiply` vouches for `a`: num_rows rows of a_stride activations
+        // of the element; the matrix holds panels of its own dtype; `run` is called for an
+        // instruction set that is there.
         unsafe {
             match self.weight.dtype() {
                 DType::F32 => self.units::<S, F32<S::Vector>, F32<S::Vector>>(),
@@ -332,14 +336,14 @@ impl<P: Epilogue, M: MakePanel> Lane<'_, P, M> {
                             self.rows::<S, W>(a, to.as_ptr(), panel, rows.clone());
                         }
                     }
-                    // Does not occur: `multiply` gives every lane a buffer to make panels in.
+                    // This does not occur: `multiply` gives every lane a buffer to make panels in.
                     (Weight::Made { .. }, None) => {}
                     (Weight::Packed(matrix), widened) => {
                         let panels = matrix.panels::<E::Weight>();
                         let weights = &panels[panel * panel_len..(panel + 1) * panel_len];
-                        // SAFETY: the panel's steps are those of E, and so are the activations. Widened,
-                        // the buffer has panel_len elements and belongs to this lane; E is 16-bit with
-                        // f32 math, whose activations are f32 as W's are.
+                        // SAFETY: the panel's steps are those of E, and so are the activations.
+                        // Widened, the buffer has panel_len elements and belongs to this lane; E is
+                        // 16-bit with f32 math, whose activations are f32 as W's are.
                         unsafe {
                             if let Some(widened) = widened {
                                 widen_panel::<E>(weights, widened);
@@ -356,7 +360,7 @@ impl<P: Epilogue, M: MakePanel> Lane<'_, P, M> {
         }
     }
 
-    /// All given rows of x times one panel.
+    /// Multiplies all given rows of x by one panel.
     ///
     /// # Safety
     /// `a` and `b` hold num_rows rows and one panel for the element `E`; see `run`.
@@ -373,11 +377,12 @@ impl<P: Epilogue, M: MakePanel> Lane<'_, P, M> {
         let first_column = panel * PANEL_COLUMNS;
         let columns = first_column..self.weight.out_features().min(first_column + PANEL_COLUMNS);
         let few_rows = self.num_rows < WIDEN_FROM_ROWS;
-        // The strip of up to MAX_ROWS rows from `row` on, summed over some steps into `out`.
+        // This computes the strip of up to MAX_ROWS rows from `row` on, summed over some steps,
+        // into `out`.
         let strip = |row: usize, steps: std::ops::Range<usize>, out: *mut f32| {
             let count = (rows.end - row).min(MAX_ROWS);
-            // SAFETY: rows row..row + count < num_rows of `a`; num_steps * K_STEP <= a_stride; the panel
-            // has num_steps steps, of which `steps` are some; `out` has `count` rows of 64.
+            // SAFETY: rows row..row + count < num_rows of `a`; num_steps * K_STEP <= a_stride; the
+            // panel has num_steps steps, of which `steps` are some; `out` has `count` rows of 64.
             unsafe {
                 let operands = Operands::<E> {
                     a: a.add(row * self.a_stride + steps.start * E::K_STEP),

@@ -1,5 +1,5 @@
-//! Which kernel of a family works on rows of a tensor, and with which blocks: the norms and softmax have
-//! the same forms.
+//! Chooses which kernel of a family works on rows of a tensor, and with which blocks: the norms and
+//! softmax have the same forms.
 
 use crate::backend::cuda::Launch;
 use crate::error::{Error, Result};
@@ -9,10 +9,10 @@ use crate::ops::common::launch::rows_are_vectors;
 /// The most threads of a block of these kernels.
 const MAX_BLOCK: i64 = 1024;
 
-/// What a kernel does with a row.
+/// How a kernel goes over a row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::ops) enum RowForm {
-    /// Holds it in the registers of a block, so many elements a thread.
+    /// Holds it in the registers of a block, with this number of elements per thread.
     Registers(i64),
     /// Reads it twice, 16 bytes at a time.
     Loop,
@@ -21,8 +21,9 @@ pub(in crate::ops) enum RowForm {
 }
 
 impl RowForm {
-    /// The fastest form for rows of `width`: the first of `per_thread` (ascending numbers of elements) with
-    /// which a block covers a row. `aligned`: all rows begin and end at multiples of 16 bytes.
+    /// Returns the fastest form for rows of `width`: the first of `per_thread` (ascending numbers
+    /// of elements) with which a block covers a row. `aligned` says that all rows begin and end at
+    /// multiples of 16 bytes.
     pub(in crate::ops) fn new(width: i64, aligned: bool, per_thread: &[i64]) -> Self {
         if !aligned {
             return RowForm::Scalar;
@@ -34,7 +35,7 @@ impl RowForm {
             .map_or(RowForm::Loop, |&elements| RowForm::Registers(elements))
     }
 
-    /// Threads of a block, for elements of `element_bytes`.
+    /// Returns the threads of a block, for elements of `element_bytes`.
     pub(in crate::ops) fn block(self, width: i64, element_bytes: usize) -> u32 {
         let per_thread = match self {
             RowForm::Registers(elements) => elements,
@@ -46,12 +47,12 @@ impl RowForm {
     }
 }
 
-/// True if the rows of all tensors are whole, aligned vectors of 16 bytes.
+/// Whether the rows of all tensors are whole, aligned vectors of 16 bytes.
 pub(in crate::ops) fn all_vectors(tensors: &[&Tensor]) -> bool {
     tensors.iter().all(|tensor| rows_are_vectors(tensor))
 }
 
-/// True for tensors whose rows all lie the same distance apart.
+/// Whether the rows of a tensor all lie the same distance apart.
 pub(in crate::ops) fn fits_matrix(tensor: &Tensor) -> bool {
     row_stride(tensor).is_some()
 }
@@ -60,12 +61,12 @@ fn row_stride(tensor: &Tensor) -> Option<i64> {
     tensor.rows().filter(|rows| rows.inner >= rows.num_rows).map(|rows| rows.inner_stride)
 }
 
-/// Elements from one row to the next of a tensor that `fits_matrix`.
+/// Returns the distance in elements from one row to the next of a tensor that `fits_matrix`.
 pub(in crate::ops) fn matrix_stride(tensor: &Tensor) -> Result<i64> {
     row_stride(tensor).ok_or_else(|| Error::internal("rows at uneven distances"))
 }
 
-/// Rows and width of a tensor with elements, where one launch takes them.
+/// Returns the rows and width of a tensor with elements, where one launch takes them.
 pub(in crate::ops) fn rows_and_width(op: &str, tensor: &Tensor) -> Result<(u32, i32)> {
     let width = tensor.width();
     let rows = tensor.num_elements() / width.max(1);
@@ -78,7 +79,7 @@ pub(in crate::ops) fn rows_and_width(op: &str, tensor: &Tensor) -> Result<(u32, 
     }
 }
 
-/// One block for each row.
+/// Returns a launch with one block for each row.
 pub(in crate::ops) fn block_per_row(form: RowForm, rows: u32, tensor: &Tensor) -> Launch {
     Launch::linear(rows, form.block(tensor.width(), tensor.element().size_bytes()))
 }

@@ -1,28 +1,28 @@
-//! Sums over several rows at once: the chains of additions of the rows run beside each other, and each
+//! Sums over several rows at once: the chains of additions of the rows run side by side, and each
 //! row is summed in the order of [`crate::backend::cpu::math::sum_over`].
 
 use crate::backend::cpu::math::{sum_lanes, LANES};
 use crate::backend::cpu::simd::{Simd, Vector16};
 use crate::ops::common::storage::Storage;
 
-/// Rows summed at once: enough to hide the latency of an addition.
+/// The number of rows summed at once: enough to hide the latency of an addition.
 pub(crate) const GROUP: usize = 4;
 
-/// What is summed over the values x of a row, given a number `shift` for each row.
+/// The term that is summed over the values x of a row, given a number `shift` for each row.
 pub(crate) trait Term {
-    /// Sixteen sums with sixteen values added.
+    /// Returns sixteen sums with the terms of sixteen values added to them.
     /// # Safety
     /// V's instruction set is there.
     unsafe fn add<V: Vector16>(sum: V, x: V, shift: V) -> V;
-    /// One of them.
+    /// Returns one of these sums with the term of one value added.
     fn add_one<S: Simd>(sum: f32, x: f32, shift: f32) -> f32;
 }
 
-/// `x - shift`
+/// The term `x - shift`.
 pub(crate) struct Difference;
-/// `(x - shift)^2`
+/// The term `(x - shift)^2`.
 pub(crate) struct SquaredDifference;
-/// `x^2`
+/// The term `x^2`.
 pub(crate) struct Square;
 
 impl Term for Difference {
@@ -64,7 +64,7 @@ impl Term for Square {
     }
 }
 
-/// The sum of `term` over each row; all rows have the same length.
+/// Returns the sum of `term` over each row; all rows have the same length.
 #[inline(always)]
 pub(crate) fn sum_rows<S: Simd, T: Storage, Q: Term, const R: usize>(
     _term: Q,
@@ -101,7 +101,7 @@ pub(crate) fn sum_rows<S: Simd, T: Storage, Q: Term, const R: usize>(
     result
 }
 
-/// `1 / sqrt(sum / len + eps)`.
+/// Returns `1 / sqrt(sum / len + eps)`.
 #[inline(always)]
 pub(crate) fn inverse_root(sum: f32, len: usize, eps: f32) -> f32 {
     1.0 / (sum / len as f32 + eps).sqrt()

@@ -1,4 +1,4 @@
-//! What the choices among the elements of a row have in common on the CPU.
+//! Shared parts of the operators that choose among the elements of a row on the CPU.
 
 use crate::backend::cpu::{CpuBackend, SendPointer};
 use crate::error::{Error, Result};
@@ -39,5 +39,5 @@ pub(in crate::ops) fn for_rows<U: Send>(
     })
 }
 
-/// Elements that are passed over at once, by vectors.
+/// The number of elements that are passed over at once, by vectors.
 pub(in crate::ops) const PIECE: usize = 128;

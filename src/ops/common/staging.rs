@@ -7,8 +7,8 @@ use crate::ops::common::copy::copy_unchecked;
 
 /// An input in a layout that the kernel takes: the tensor itself or a contiguous copy.
 ///
-/// The copy's memory goes back to the context when this is dropped, although a queued kernel may still
-/// read it: whoever gets it next queues behind that kernel.
+/// The copy's memory goes back to the context when this is dropped, although a queued kernel may
+/// still read it: work of the memory's next user is queued after that kernel.
 pub(in crate::ops) struct Input {
     pub tensor: Tensor,
     _copy: Option<Block>,
@@ -22,7 +22,7 @@ pub(in crate::ops) struct Output {
     _place: Option<Block>,
 }
 
-/// `tensor` if `fits` says so, else a contiguous copy of it.
+/// Returns `tensor` if `fits` says so, otherwise a contiguous copy of it.
 pub(in crate::ops) fn input(
     context: &ComputeContext,
     tensor: &Tensor,
@@ -37,8 +37,8 @@ pub(in crate::ops) fn input(
     Ok(Input { tensor: place, _copy: Some(block) })
 }
 
-/// The same for host kernels, which cannot work in place: a copy too where the tensor shares memory with
-/// the result.
+/// Does the same for host kernels, which cannot work in place: it also copies where the tensor
+/// shares memory with the result.
 pub(in crate::ops) fn input_beside(
     context: &ComputeContext,
     tensor: &Tensor,
@@ -48,7 +48,7 @@ pub(in crate::ops) fn input_beside(
     input(context, tensor, |tensor| fits(tensor) && !tensor.overlaps(result))
 }
 
-/// `tensor` if `fits` says so, else a contiguous place of the same shape.
+/// Returns `tensor` if `fits` says so, otherwise a contiguous place of the same shape.
 pub(in crate::ops) fn output(
     context: &ComputeContext,
     tensor: &Tensor,
@@ -62,7 +62,7 @@ pub(in crate::ops) fn output(
 }
 
 impl Output {
-    /// Puts the result where it belongs.
+    /// Copies the result to its tensor if it was computed elsewhere.
     pub(in crate::ops) fn finish(self, context: &ComputeContext) -> Result<()> {
         match &self.target {
             // SAFETY: as in `input`.
@@ -72,7 +72,7 @@ impl Output {
     }
 }
 
-/// An uninitialised contiguous tensor of the shape and type of another.
+/// Makes an uninitialised contiguous tensor of the shape and type of another.
 pub(in crate::ops) fn contiguous_like(
     context: &ComputeContext,
     tensor: &Tensor,
@@ -92,28 +92,29 @@ pub(in crate::ops) fn contiguous_like(
     Ok((place, block))
 }
 
-/// True for tensors whose elements lie one after the other.
+/// Whether the elements of a tensor lie one after another.
 pub(in crate::ops) fn contiguous(tensor: &Tensor) -> bool {
     tensor.is_contiguous()
 }
 
-/// The elements of a contiguous tensor on the host.
+/// Returns the elements of a contiguous tensor on the host.
 ///
 /// # Safety
-/// The tensor is contiguous, on the CPU, of the element type that `T` is, and not written meanwhile.
+/// The tensor is contiguous, on the CPU, its element type is `T`, and nobody writes it meanwhile.
 pub(in crate::ops) unsafe fn host_slice<'a, T>(tensor: &Tensor) -> &'a [T] {
     debug_assert!(tensor.is_contiguous() && tensor.element().size_bytes() == size_of::<T>());
     if tensor.is_empty() {
         return &[];
     }
-    // SAFETY: `Tensor::from_raw` has checked address, alignment and size; the caller vouches for the rest.
+    // SAFETY: `Tensor::from_raw` has checked address, alignment and size; the caller vouches for
+    // the rest.
     unsafe { std::slice::from_raw_parts(tensor.data().cast(), tensor.num_elements() as usize) }
 }
 
-/// The same for writing.
+/// Returns the elements of a contiguous tensor on the host for writing.
 ///
 /// # Safety
-/// As [`host_slice`], and nobody else has a reference to any of the elements.
+/// The requirements are those of [`host_slice`], and nobody else refers to any of the elements.
 pub(in crate::ops) unsafe fn host_slice_mut<'a, T>(tensor: &Tensor) -> &'a mut [T] {
     debug_assert!(tensor.is_contiguous() && tensor.element().size_bytes() == size_of::<T>());
     if tensor.is_empty() {

@@ -6,8 +6,8 @@ use crate::backend::cpu::tile::{Bf16Rows, Element, F16, F32};
 use crate::memory::DType;
 use half::{bf16, f16};
 
-/// Elements that kernels widen to f32 at a time: a multiple of [`LANES`] that stays in the first-level
-/// cache.
+/// The number of elements that kernels widen to f32 at a time: a multiple of [`LANES`] that stays
+/// in the first-level cache.
 pub(crate) const CHUNK: usize = 256;
 
 mod sealed {
@@ -21,28 +21,28 @@ mod sealed {
 pub trait Storage: sealed::Sealed + Copy + Default + Send + Sync + 'static {
     /// The type as a value.
     const DTYPE: DType;
-    /// How rows of it are multiplied as they lie.
+    /// How rows of it are multiplied in place.
     #[doc(hidden)]
     #[allow(private_bounds)]
     type Weights<V: Vector16>: Element<Activation = f32, Vector = V>;
 
-    /// The value; exact.
+    /// Returns the value, which is exact.
     fn to_f32(self) -> f32;
-    /// The nearest value, to even in a tie; NaN stays NaN.
+    /// Returns the nearest value, to even in a tie; NaN stays NaN.
     fn from_f32(x: f32) -> Self;
-    /// `to[i] = from[i]`.
+    /// Computes `to[i] = from[i]`.
     #[doc(hidden)]
     fn widen<S: Simd>(from: &[Self], to: &mut [f32]);
-    /// `to[i] = from[i]`, rounded.
+    /// Computes `to[i] = from[i]`, rounded.
     #[doc(hidden)]
     fn narrow<S: Simd>(from: &[f32], to: &mut [Self]);
-    /// The slice itself when it is f32 already.
+    /// Returns the slice itself when it is f32 already.
     #[doc(hidden)]
     #[inline(always)]
     fn as_f32(_slice: &[Self]) -> Option<&[f32]> {
         None
     }
-    /// As `as_f32`.
+    /// Returns the slice itself for writing when it is f32 already.
     #[doc(hidden)]
     #[inline(always)]
     fn as_f32_mut(_slice: &mut [Self]) -> Option<&mut [f32]> {
@@ -50,17 +50,17 @@ pub trait Storage: sealed::Sealed + Copy + Default + Send + Sync + 'static {
     }
     /// Reads 16 values as f32.
     /// # Safety
-    /// 16 readable elements and V's instruction set.
+    /// There are 16 readable elements, and V's instruction set.
     #[doc(hidden)]
     unsafe fn load<V: Vector16>(source: *const Self) -> V;
     /// Reads the bits of 16 elements into the upper part of lanes, without converting.
     /// # Safety
-    /// 16 readable elements and V's instruction set.
+    /// There are 16 readable elements, and V's instruction set.
     #[doc(hidden)]
     unsafe fn load_bits<V: Vector16>(source: *const Self) -> V;
-    /// Writes what `load_bits` has read.
+    /// Writes the bits that `load_bits` has read.
     /// # Safety
-    /// 16 writable elements and V's instruction set.
+    /// There are 16 writable elements, and V's instruction set.
     #[doc(hidden)]
     unsafe fn store_bits<V: Vector16>(bits: V, target: *mut Self);
 }
@@ -124,7 +124,7 @@ impl Storage for bf16 {
     }
     #[inline(always)]
     fn widen<S: Simd>(from: &[Self], to: &mut [f32]) {
-        // Shifts, which the compiler vectorises.
+        // The conversions are shifts, which the compiler vectorises.
         to.iter_mut().zip(from).for_each(|(to, &from)| *to = from.to_f32());
     }
     #[inline(always)]
@@ -197,7 +197,7 @@ impl Storage for f16 {
     }
 }
 
-/// `out[i] = f(x[i])`.
+/// Computes `out[i] = f(x[i])`.
 #[inline(always)]
 pub(crate) fn map<S: Simd, T: Storage>(x: &[T], out: &mut [T], f: impl Fn(f32) -> f32 + Copy) {
     if let (Some(x), Some(out)) = (T::as_f32(x), T::as_f32_mut(out)) {
@@ -213,7 +213,7 @@ pub(crate) fn map<S: Simd, T: Storage>(x: &[T], out: &mut [T], f: impl Fn(f32) -
     }
 }
 
-/// `x[i] = f(x[i])`.
+/// Computes `x[i] = f(x[i])`.
 #[inline(always)]
 pub(crate) fn map_in_place<S: Simd, T: Storage>(x: &mut [T], f: impl Fn(f32) -> f32 + Copy) {
     if let Some(x) = T::as_f32_mut(x) {
@@ -229,7 +229,7 @@ pub(crate) fn map_in_place<S: Simd, T: Storage>(x: &mut [T], f: impl Fn(f32) -> 
     }
 }
 
-/// `out[i] = f(a[i], b[i])`.
+/// Computes `out[i] = f(a[i], b[i])`.
 #[inline(always)]
 pub(crate) fn map2<S: Simd, T: Storage>(
     a: &[T],
@@ -252,7 +252,7 @@ pub(crate) fn map2<S: Simd, T: Storage>(
     }
 }
 
-/// `out[i] = x[i] * factor`, rounded.
+/// Computes `out[i] = x[i] * factor`, rounded.
 #[inline(always)]
 pub(crate) fn scaled<S: Simd, T: Storage>(x: &[f32], factor: f32, out: &mut [T]) {
     let mut values = [0.0; CHUNK];

@@ -5,7 +5,7 @@ use crate::error::{Error, Result};
 use crate::memory::{Tensor, MAX_RANK};
 
 kernel_struct! {
-    /// `csrc/common/strided.cuh` has the same struct and says what it means.
+    /// `csrc/common/strided.cuh` has the same struct and documents its fields.
     #[derive(Clone, Copy, Debug)]
     pub(in crate::ops) struct StridedLayout {
         pub rank: i32,
@@ -13,7 +13,7 @@ kernel_struct! {
         pub sizes: [u32; MAX_RANK],
         multipliers: [u32; MAX_RANK],
         shifts: [u32; MAX_RANK],
-        /// Of the result, the first and the second operand.
+        /// The strides of the result, the first and the second operand.
         pub strides: [[i64; MAX_RANK]; 3],
     }
 }
@@ -21,13 +21,13 @@ kernel_struct! {
 /// The axes of one or more tensors of the same shape, merged where all of them allow it.
 #[derive(Clone, Debug)]
 pub(in crate::ops) struct Axes {
-    /// Outermost first: a size, and the stride of each tensor.
+    /// A size and the stride of each tensor, outermost axis first.
     axes: [(i64, [i64; 3]); MAX_RANK],
     rank: usize,
 }
 
 impl Axes {
-    /// The axes of up to three tensors of the same shape.
+    /// Returns the axes of up to three tensors of the same shape.
     pub(in crate::ops) fn of(tensors: &[&Tensor]) -> Result<Self> {
         let mut found = Axes { axes: [(1, [0; 3]); MAX_RANK], rank: 0 };
         let shape = tensors.first().map(|t| *t.shape()).unwrap_or_default();
@@ -46,7 +46,7 @@ impl Axes {
 
     fn push(&mut self, size: i64, strides: [i64; 3]) -> Result<()> {
         if let Some(last) = self.rank.checked_sub(1).and_then(|last| self.axes.get_mut(last)) {
-            // The axis before steps over this one exactly, in every tensor.
+            // The preceding axis steps over this one exactly, in every tensor.
             if last.1.iter().zip(&strides).all(|(&outer, &inner)| outer == inner * size) {
                 *last = (last.0 * size, strides);
                 return Ok(());
@@ -58,24 +58,24 @@ impl Axes {
         Ok(())
     }
 
-    /// Outermost first.
+    /// Iterates over the axes, outermost first.
     pub(in crate::ops) fn iter(&self) -> impl DoubleEndedIterator<Item = &(i64, [i64; 3])> {
         self.axes.iter().take(self.rank)
     }
 
-    /// The innermost axis: its size, and the stride of each tensor.
+    /// Returns the innermost axis: its size, and the stride of each tensor.
     pub(in crate::ops) fn innermost(&self) -> (i64, [i64; 3]) {
         self.iter().next_back().copied().unwrap_or((1, [1; 3]))
     }
 
-    /// How many runs [`Axes::run`] knows: the innermost axis in parts of at most `most` elements, for each
-    /// index of the others.
+    /// Returns the number of runs for [`Axes::run`]: the innermost axis in parts of at most `most`
+    /// elements, for each index of the others.
     pub(in crate::ops) fn num_runs(&self, most: i64) -> i64 {
         let parts = (self.innermost().0 as u64).div_ceil(most as u64) as i64;
         self.iter().rev().skip(1).map(|(size, _)| size).product::<i64>() * parts
     }
 
-    /// Run number `index`: where it begins in each tensor, in elements, and how long it is.
+    /// Returns run number `index`: where it begins in each tensor, in elements, and how long it is.
     pub(in crate::ops) fn run(&self, index: i64, most: i64) -> ([i64; 3], i64) {
         let (inner, inner_strides) = self.innermost();
         let parts = (inner as u64).div_ceil(most as u64) as i64;
@@ -91,8 +91,8 @@ impl Axes {
         (offsets, most.min(inner - part * most))
     }
 
-    /// The same with the innermost axis counted in vectors of `len` elements: strides of other axes are
-    /// divided by it too.
+    /// Returns the axes with the innermost one counted in vectors of `len` elements: strides of
+    /// other axes are divided by it too.
     pub(in crate::ops) fn in_vectors(&self, len: i64) -> Option<Self> {
         let mut vectors = self.clone();
         let last = vectors.rank.checked_sub(1)?;
@@ -114,8 +114,8 @@ impl Axes {
         Some(vectors)
     }
 
-    /// As the kernels take it; the outermost axis is cut into parts so that each has fewer than 2^31 units.
-    /// Each part comes with the offset of its first unit in each tensor.
+    /// Returns the axes as the kernels take them; the outermost axis is cut into parts so that each
+    /// has fewer than 2^31 units. Each part comes with the offset of its first unit in each tensor.
     pub(in crate::ops) fn launches(&self) -> Result<Vec<(StridedLayout, [i64; 3])>> {
         const MOST: i64 = 1 << 30;
         let inner: i64 = self.iter().skip(1).map(|(size, _)| size).product();
@@ -164,7 +164,7 @@ impl Axes {
     }
 }
 
-/// Multiplier and shift by which the kernels divide by `size`; see the header.
+/// Returns the multiplier and shift by which the kernels divide by `size`; see the header.
 fn divider(size: u32) -> (u32, u32) {
     let size = u64::from(size.max(1));
     let shift = u64::BITS - (size - 1).leading_zeros();

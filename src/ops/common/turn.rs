@@ -10,13 +10,14 @@ pub(in crate::ops) struct Turn {
     batch: i64,
     rows: i64,
     columns: i64,
-    /// From matrix to matrix and from row to row: of the target, of the source.
+    /// The distances from matrix to matrix and from row to row: of the target, and of the source.
     batch_strides: [i64; 2],
     row_strides: [i64; 2],
 }
 
-/// The axes of a target and a source as a transposition for the tiled kernel; `None` if they are another
-/// kind of copy, or one that the kernel does not take, or one whose tiles would be mostly empty.
+/// Returns the axes of a target and a source as a transposition for the tiled kernel; `None` if
+/// they are another kind of copy, or one that the kernel does not take, or one whose tiles would be
+/// mostly empty.
 pub(in crate::ops) fn as_turn(axes: &Axes, element_size: i64) -> Option<Turn> {
     const TILE: i64 = 64;
     let (rows, [1, source_row_stride, _]) = axes.innermost() else { return None };
@@ -46,7 +47,8 @@ pub(in crate::ops) fn as_turn(axes: &Axes, element_size: i64) -> Option<Turn> {
 /// Queues a transposition.
 ///
 /// # Safety
-/// The elements of [`as_turn`]'s axes are memory of the device from `target` and `source` on, and do not overlap.
+/// The elements of [`as_turn`]'s axes are memory of the device from `target` and `source` on, and
+/// do not overlap.
 pub(in crate::ops) unsafe fn turn_on_cuda(
     cuda: &CudaContext,
     turn: &Turn,
@@ -57,7 +59,7 @@ pub(in crate::ops) unsafe fn turn_on_cuda(
     const TILE: i64 = 64;
     const MOST_MATRICES: i64 = 65535;
     let Turn { batch, rows, columns, batch_strides, row_strides } = *turn;
-    // Two 16-bit elements at once where everything is even.
+    // Two 16-bit elements are moved at once where everything is even.
     let even = [rows, columns].iter().chain(&batch_strides).chain(&row_strides).all(|n| n % 2 == 0)
         && [source, target].iter().all(|pointer| (*pointer as usize).is_multiple_of(4));
     let kernel = match (element_size, even) {
@@ -86,7 +88,8 @@ pub(in crate::ops) unsafe fn turn_on_cuda(
             .i64(row_strides[0])
             .i64(row_strides[1]);
         let launch = Launch { grid, block: 256, shared_bytes: 0 };
-        // SAFETY: the arguments of xserv_transpose_*; sizes fit its 32 bits by `as_turn`, the rest by contract.
+        // SAFETY: the arguments of xserv_transpose_*; sizes fit its 32 bits by `as_turn`, the rest
+        // by contract.
         unsafe { cuda.launch(kernel, launch, arguments) }?;
         first += matrices;
     }
@@ -115,7 +118,8 @@ mod tests {
             Some(Turn { batch, rows, columns, batch_strides, row_strides })
         };
         assert_eq!(turn_of(&[40, 70], &[70, 1], &[1, 40]), turn(1, 70, 40, [0, 0], [70, 40]));
-        // A batch of slices; a permutation that brings the first dimension to the end.
+        // These are a batch of slices, and a permutation that brings the first dimension to the
+        // end.
         assert_eq!(
             turn_of(&[3, 40, 70], &[2800, 70, 1], &[9000, 1, 64]),
             turn(3, 70, 40, [2800, 9000], [70, 64])
@@ -124,7 +128,7 @@ mod tests {
             turn_of(&[40, 5, 70], &[350, 70, 1], &[1, 40, 200]),
             turn(5, 70, 40, [70, 40], [350, 200])
         );
-        // Plain and gathering copies, repeated rows, small matrices.
+        // These are plain and gathering copies, repeated rows, and small matrices.
         assert_eq!(turn_of(&[40, 70], &[80, 1], &[70, 1]), None);
         assert_eq!(turn_of(&[40, 70], &[70, 1], &[2, 80]), None);
         assert_eq!(turn_of(&[40, 70], &[70, 1], &[1, 0]), None);

@@ -10,8 +10,8 @@ use crate::ops::common::copy::copy_on_host;
 use crate::ops::common::copy::copy_unchecked;
 use crate::ops::common::staging::contiguous_like;
 
-/// Copies a tensor to another of the same shape and element type, of any strides. On a CUDA context
-/// either side may lie on the host; the call then returns when the copy is done.
+/// Copies a tensor to another of the same shape and element type, with any strides. On a CUDA
+/// context either side may lie on the host; the call then returns when the copy is done.
 pub fn copy(context: &ComputeContext, source: &Tensor, target: &Tensor) -> Result<()> {
     let (source_named, target_named) = (("source", source), ("target", target));
     same_type(&[source_named, target_named])?;
@@ -40,10 +40,10 @@ pub fn copy(context: &ComputeContext, source: &Tensor, target: &Tensor) -> Resul
     }
 }
 
-/// From the host to the device.
+/// Copies from the host to the device.
 ///
 /// # Safety
-/// As [`copy`].
+/// The requirements are those of [`copy`].
 unsafe fn upload(
     context: &ComputeContext,
     cuda: &CudaContext,
@@ -73,10 +73,10 @@ unsafe fn upload(
     cuda.synchronize()
 }
 
-/// From the device to the host.
+/// Copies from the device to the host.
 ///
 /// # Safety
-/// As [`copy`].
+/// The requirements are those of [`copy`].
 unsafe fn download(
     context: &ComputeContext,
     cuda: &CudaContext,
@@ -105,7 +105,7 @@ unsafe fn download(
     }
 }
 
-/// A contiguous tensor on the host, of the shape and type of another.
+/// Makes a contiguous tensor on the host, of the shape and type of another.
 ///
 /// # Safety
 /// `start` is host memory for its elements.

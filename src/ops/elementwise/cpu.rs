@@ -5,12 +5,12 @@ use crate::backend::cpu::CpuBackend;
 use crate::error::{Error, Result};
 use crate::ops::common::storage::{map2, Storage, CHUNK};
 
-/// `out = a + b`.
+/// Computes `out = a + b`.
 pub fn add<T: Storage>(backend: &CpuBackend, a: &[T], b: &[T], out: &mut [T]) -> Result<()> {
     binary(backend, false, a, b, out)
 }
 
-/// `out = a * b`.
+/// Computes `out = a * b`.
 pub fn mul<T: Storage>(backend: &CpuBackend, a: &[T], b: &[T], out: &mut [T]) -> Result<()> {
     binary(backend, true, a, b, out)
 }
@@ -37,7 +37,8 @@ fn binary<T: Storage>(
     })
 }
 
-/// `out = x` in another type, to nearest even; NaN stays NaN and what is too large becomes infinite.
+/// Computes `out = x` in another type, to nearest even; NaN stays NaN and numbers that are too
+/// large become infinite.
 pub fn cast<T: Storage, U: Storage>(backend: &CpuBackend, x: &[T], out: &mut [U]) -> Result<()> {
     if x.len() != out.len() {
         return Err(Error::internal(format!("cast: {} inputs, {} outputs", x.len(), out.len())));

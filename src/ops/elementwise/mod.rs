@@ -1,5 +1,5 @@
-//! `out = a + b`, `out = a * b` and `target = source` in another type: element by element, computed in f32
-//! and rounded once to nearest even.
+//! `out = a + b`, `out = a * b` and `target = source` in another type: element by element, computed
+//! in f32 and rounded once to nearest even.
 //!
 //! All tensors have one shape and any strides; a stride of 0 repeats an operand along an axis.
 
@@ -26,12 +26,12 @@ enum Binary {
     Mul,
 }
 
-/// `out = a + b`. `out` may be the same view as `a` or `b`.
+/// Computes `out = a + b`. `out` may be the same view as `a` or `b`.
 pub fn add(context: &ComputeContext, a: &Tensor, b: &Tensor, out: &Tensor) -> Result<()> {
     binary(context, Binary::Add, a, b, out)
 }
 
-/// `out = a * b`. `out` may be the same view as `a` or `b`.
+/// Computes `out = a * b`. `out` may be the same view as `a` or `b`.
 pub fn mul(context: &ComputeContext, a: &Tensor, b: &Tensor, out: &Tensor) -> Result<()> {
     binary(context, Binary::Mul, a, b, out)
 }
@@ -66,7 +66,8 @@ fn binary(
     }
 }
 
-/// `target = source`, rounded to nearest even; too large for f16 becomes infinite, NaN stays NaN.
+/// Computes `target = source`, rounded to nearest even; too large for f16 becomes infinite, NaN
+/// stays NaN.
 pub fn cast(context: &ComputeContext, source: &Tensor, target: &Tensor) -> Result<()> {
     let (source_named, target_named) = (("source", source), ("target", target));
     let from = check::float(source_named)?;
@@ -91,17 +92,19 @@ pub fn cast(context: &ComputeContext, source: &Tensor, target: &Tensor) -> Resul
     }
 }
 
-/// Elements that the host computes at a time: they stay in the first-level cache, as f32.
+/// The number of elements that the host computes at a time: they stay in the first-level cache, as
+/// f32.
 const CHUNK: usize = 256;
-/// Elements of a run that one thread gets.
+/// The number of elements of a run that one thread gets.
 const RUN: i64 = 16 * CHUNK as i64;
 
-/// `out = f(a, b)` for the three tensors, any strides, on the host. Every element is read before the result
-/// is written in its place.
+/// Computes `out = f(a, b)` for the three tensors, with any strides, on the host. Every element is
+/// read before the result is written in its place.
 ///
 /// # Safety
-/// Tensors of one shape on the host; the first has elements of U and no two of them share a place, the
-/// others have elements of T, and are the same view as the first or share no memory with it.
+/// The tensors have one shape and lie on the host; the first has elements of U and no two of them
+/// share a place, the others have elements of T, and are the same view as the first or share no
+/// memory with it.
 unsafe fn map_on_host<T: Storage, U: Storage, F: Fn(f32, f32) -> f32 + Copy + Sync>(
     backend: &CpuBackend,
     [out, a, b]: [&Tensor; 3],
@@ -154,8 +157,8 @@ impl<T: Storage, U: Storage, F: Fn(f32, f32) -> f32> Kernel for MapRun<T, U, F> 
         while first < self.len {
             let len = CHUNK.min(self.len - first);
             let (wide_a, wide_b) = (&mut wide_a[..len], &mut wide_b[..len]);
-            // SAFETY: elements [first, first + len) of the run, by the contract of `map_on_host`; the slices
-            // of the inputs are gone when the result is written.
+            // SAFETY: elements [first, first + len) of the run, by the contract of `map_on_host`;
+            // the slices of the inputs are gone when the result is written.
             unsafe {
                 read::<S, T>(self.a.add(first * a_step), a_step, wide_a);
                 read::<S, T>(self.b.add(first * b_step), b_step, wide_b);
@@ -174,10 +177,10 @@ impl<T: Storage, U: Storage, F: Fn(f32, f32) -> f32> Kernel for MapRun<T, U, F> 
     }
 }
 
-/// `to[i] = from[i * step]`
+/// Computes `to[i] = from[i * step]`.
 ///
 /// # Safety
-/// Readable elements, which nobody writes meanwhile.
+/// The elements are readable, and nobody writes them meanwhile.
 #[inline(always)]
 unsafe fn read<S: Simd, T: Storage>(from: *const T, step: usize, to: &mut [f32]) {
     // SAFETY: by contract.

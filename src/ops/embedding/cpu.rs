@@ -33,7 +33,7 @@ pub fn embedding<T: Storage, I: Index>(
     }
     backend.parallel_rows(out, width, |first, rows| {
         for (row, id) in rows.chunks_exact_mut(width).zip(&ids[first..]) {
-            // Always some, as checked above.
+            // This is always some, as checked above.
             if let Some(id) = id.to_index(vocab_size) {
                 row.copy_from_slice(&table[id * width..(id + 1) * width]);
             }

@@ -28,7 +28,7 @@ pub fn embedding(
     }
     backend.parallel_rows(out, hidden_size, |first, rows| {
         for (row, id) in rows.chunks_exact_mut(hidden_size).zip(&token_ids[first..]) {
-            // Cannot fail: id and length were checked above.
+            // This cannot fail: id and length were checked above.
             let _ = table.row_to_f32(*id as usize, row);
         }
     })

@@ -5,7 +5,8 @@ use crate::error::{Error, Result};
 use crate::memory::Tensor;
 use crate::ops::common::launch::{num_blocks, row_layout};
 
-/// The most bytes that the kernel may move at once: rows begin at multiples of it and consist of such units.
+/// Returns the most bytes that the kernel may move at once: rows begin at multiples of it and
+/// consist of such units.
 fn unit_bytes(table: &Tensor, out: &Tensor) -> Result<i64> {
     let size = table.element().size_bytes() as i64;
     let mut numbers = vec![table.data() as i64, out.data() as i64, table.width() * size];
@@ -23,7 +24,7 @@ pub(in crate::ops) fn on_cuda(
     ids_are_i64: bool,
     out: &Tensor,
 ) -> Result<()> {
-    /// Of the kernel: units of a block.
+    /// The number of threads of a block of the kernel.
     const BLOCK: u32 = 128;
     const UNITS: i64 = 2 * BLOCK as i64;
     let too_many = || Error::unsupported(format!("out: shape {} is too large", out.shape()));
@@ -50,7 +51,7 @@ pub(in crate::ops) fn on_cuda(
         .i64(row_layout(out)?.outer_stride * size / unit)
         .i64(row_layout(table)?.outer_stride * size / unit)
         .pointer(cuda.faults());
-    // SAFETY: the arguments of xserv_embedding_*; width and strides are whole units, and the kernel reads no
-    // row outside the table.
+    // SAFETY: the arguments of xserv_embedding_*; width and strides are whole units, and the kernel
+    // reads no row outside the table.
     unsafe { cuda.launch(kernel, launch, arguments) }
 }

@@ -1,4 +1,5 @@
-//! The rows of the embedding at the head of a step, of tokens that the host knows or the step before has chosen.
+//! The embedding lookup at the start of a step, for tokens that the host knows or the preceding
+//! step has chosen.
 
 use crate::backend::cuda::{kernels, Arguments, Launch};
 use crate::backend::ComputeContext;
@@ -6,8 +7,8 @@ use crate::error::{Error, Result};
 use crate::memory::{ElementType, Tensor};
 use crate::ops::common::contiguous::{check, cuda, float, matrix_size};
 
-/// `out[t] = table[id(t)]`, where `id(t)` is `ids[t]`, or the token that `chosen[sources[t]]` is where the source
-/// is not `u32::MAX`. A token that was not chosen counts as 0.
+/// Computes `out[t] = table[id(t)]`, where `id(t)` is the token `chosen[sources[t]]` where the
+/// source is not `u32::MAX`, and otherwise `ids[t]`. A token that was not chosen counts as 0.
 ///
 /// ids, sources [num_tokens], chosen [max_rows], all of 32 bits; table [vocab_size, width], out
 /// [num_tokens, width] of one type. Sources name rows of `chosen`.
@@ -30,9 +31,10 @@ pub fn embedding_step(
     }
     let row_bytes = width as usize * dtype.size_bytes();
     let aligned = |tensor: &Tensor| (tensor.data() as usize).is_multiple_of(16);
-    let (kernel, unit) = match row_bytes.is_multiple_of(16) && aligned(table) && aligned(out) {
-        true => (kernels::EMBEDDING_CHOSEN_B16, 16),
-        false => (kernels::EMBEDDING_CHOSEN_B2, 2),
+    let (kernel, unit) = if row_bytes.is_multiple_of(16) && aligned(table) && aligned(out) {
+        (kernels::EMBEDDING_CHOSEN_B16, 16)
+    } else {
+        (kernels::EMBEDDING_CHOSEN_B2, 2)
     };
     let units = i32::try_from(row_bytes / unit)
         .map_err(|_| Error::unsupported(format!("rows of {row_bytes} bytes")))?;
@@ -47,7 +49,7 @@ pub fn embedding_step(
         .i32(vocab_size as i32)
         .i32(units);
     let block = (units as u32).clamp(1, 512).next_multiple_of(32);
-    // SAFETY: the arguments of the kernel; ids are compared with the table's rows, and the sources are the
-    // caller's to keep below the rows of `chosen`.
+    // SAFETY: the arguments of the kernel; ids are compared with the table's rows, and the sources
+    // are the caller's to keep below the rows of `chosen`.
     unsafe { cuda.launch_overlapping(kernel, Launch::linear(num_tokens, block), arguments) }
 }

@@ -1,6 +1,7 @@
 //! Embedding lookup: `out[i] = table[ids[i]]`, bit for bit.
 //!
-//! table [vocab_size, width] f32, f16 or bf16, ids [...] i32 or i64, out [..., width] of the table's type.
+//! table [vocab_size, width] f32, f16 or bf16, ids [...] i32 or i64, out [..., width] of the
+//! table's type.
 
 pub mod cpu;
 pub mod cpu_packed;
@@ -16,8 +17,8 @@ use crate::ops::common::launch::one_stride;
 use crate::ops::common::launch::with_storage;
 use crate::ops::common::staging::{contiguous, host_slice, host_slice_mut, input, output};
 
-/// See the head of the file. An id outside the table is an error on the CPU; on CUDA it gives a row of zeros
-/// and is reported when the context is waited for.
+/// Looks up the rows; see the head of the file. An id outside the table is an error on the CPU; on
+/// CUDA it gives a row of zeros and is reported when the context is waited for.
 pub fn embedding(
     context: &ComputeContext,
     table: &Tensor,
@@ -49,19 +50,16 @@ pub fn embedding(
             let (vocab_size, width) =
                 (table.shape().first().map_or(0, |&size| size as usize), table.width() as usize);
             with_storage!(dtype, T => {
-                // SAFETY: contiguous tensors of T, and of the integers named, on the host; the result overlaps no
-                // input.
+                // SAFETY: contiguous tensors of T, and of the integers named, on the host; the
+                // result overlaps no input.
                 unsafe {
                     let (table, out) = (host_slice::<T>(table), host_slice_mut::<T>(&place.tensor));
-                    match ids_are_i64 {
-                        true => {
-                            let ids = host_slice::<i64>(ids);
-                            cpu::embedding(backend, table, vocab_size, width, ids, out)
-                        }
-                        false => {
-                            let ids = host_slice::<i32>(ids);
-                            cpu::embedding(backend, table, vocab_size, width, ids, out)
-                        }
+                    if ids_are_i64 {
+                        let ids = host_slice::<i64>(ids);
+                        cpu::embedding(backend, table, vocab_size, width, ids, out)
+                    } else {
+                        let ids = host_slice::<i32>(ids);
+                        cpu::embedding(backend, table, vocab_size, width, ids, out)
                     }
                 }
             })?;

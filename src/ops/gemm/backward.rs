@@ -9,8 +9,9 @@ use crate::ops::common::copy::copy_unchecked;
 use crate::ops::gemm::layout::{batch_size, matrix_sizes, padded_place};
 use crate::ops::gemm::{gemm_unchecked, GemmOptions};
 
-/// The gradients for A and B of the gradient for C; those that are asked for. `transpose_kernels` makes
-/// the transposed operands in memory and multiplies them untransposed: the same results, to compare with.
+/// Computes those of the gradients for A and B that are asked for, from the gradient for C.
+/// `transpose_kernels` makes the transposed operands in memory and multiplies them untransposed,
+/// which gives the same results to compare with.
 pub fn gemm_backward(
     context: &ComputeContext,
     a: &Tensor,
@@ -39,33 +40,27 @@ pub fn gemm_backward(
     }
     let plain = GemmOptions::default();
     if let Some(da) = da {
-        match transpose_kernels && !b.is_empty() {
-            true => {
-                let (b, _place) = transposed(context, b)?;
-                gemm_unchecked(context, &plain, dc, &b, da)?;
-            }
-            false => {
-                let options = GemmOptions { transpose_b: true, ..plain };
-                gemm_unchecked(context, &options, dc, b, da)?;
-            }
+        if transpose_kernels && !b.is_empty() {
+            let (b, _place) = transposed(context, b)?;
+            gemm_unchecked(context, &plain, dc, &b, da)?;
+        } else {
+            let options = GemmOptions { transpose_b: true, ..plain };
+            gemm_unchecked(context, &options, dc, b, da)?;
         }
     }
     if let Some(db) = db {
-        match transpose_kernels && !a.is_empty() {
-            true => {
-                let (a, _place) = transposed(context, a)?;
-                gemm_unchecked(context, &plain, &a, dc, db)?;
-            }
-            false => {
-                let options = GemmOptions { transpose_a: true, ..plain };
-                gemm_unchecked(context, &options, a, dc, db)?;
-            }
+        if transpose_kernels && !a.is_empty() {
+            let (a, _place) = transposed(context, a)?;
+            gemm_unchecked(context, &plain, &a, dc, db)?;
+        } else {
+            let options = GemmOptions { transpose_a: true, ..plain };
+            gemm_unchecked(context, &options, a, dc, db)?;
         }
     }
     Ok(())
 }
 
-/// a [.., m, k], b [.., k, n], dc [.., m, n], all with the same batch or none.
+/// Checks a [.., m, k], b [.., k, n], dc [.., m, n], all with the same batch or none.
 fn check_inputs(a: Named<'_>, b: Named<'_>, dc: Named<'_>) -> Result<()> {
     let wrong = |what: String| Err(Error::invalid_argument(what));
     for (name, tensor) in [b, dc] {
@@ -94,7 +89,7 @@ fn check_inputs(a: Named<'_>, b: Named<'_>, dc: Named<'_>) -> Result<()> {
     Ok(())
 }
 
-/// The transpose of each matrix, in memory of its own.
+/// Returns the transpose of each matrix, in memory of its own.
 fn transposed(context: &ComputeContext, x: &Tensor) -> Result<(Tensor, Block)> {
     let turned = exchange(x)?;
     let (place, block) = padded_place(context, &turned)?;
@@ -109,7 +104,7 @@ fn transposed(context: &ComputeContext, x: &Tensor) -> Result<(Tensor, Block)> {
     Ok((place, block))
 }
 
-/// The same memory with the last two axes exchanged.
+/// Returns a view of the same memory with the last two axes exchanged.
 fn exchange(x: &Tensor) -> Result<Tensor> {
     let (mut shape, mut strides) = ([0i64; 3], [0i64; 3]);
     let rank = x.shape().len();
@@ -130,7 +125,8 @@ fn exchange(x: &Tensor) -> Result<Tensor> {
     unsafe { Tensor::from_raw(x.data(), element, device, shape, Some(strides), "a transpose") }
 }
 
-/// By the kernel of `csrc/ops/transpose/transpose.cu`; false for layouts that it does not take.
+/// Transposes by the kernel of `csrc/ops/transpose/transpose.cu`; returns false for layouts that it
+/// does not take.
 fn on_cuda(cuda: &CudaContext, x: &Tensor, y: &Tensor) -> Result<bool> {
     const TILE: u64 = 64;
     let (rows, columns) = matrix_sizes(x, false);

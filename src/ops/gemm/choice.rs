@@ -1,11 +1,11 @@
-//! Which kernel multiplies on CUDA. The numbers behind it were measured on an H200 with bf16 weights that
-//! are not in the L2 cache.
+//! Chooses the kernel that multiplies on CUDA. The numbers behind the choice were measured on an
+//! H200 with bf16 weights that are not in the L2 cache.
 
 use crate::error::{Error, Result};
 use crate::memory::DType;
 use crate::ops::gemm::{GemmBackend, SumOrder};
 
-/// What the choice depends on.
+/// The facts that the choice depends on.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Facts {
     pub dtype: DType,
@@ -15,13 +15,13 @@ pub(super) struct Facts {
     pub batch: i64,
     pub transpose_a: bool,
     pub transpose_b: bool,
-    /// 16 bytes at a time can be read of A, of B.
+    /// Whether 16 bytes at a time can be read of A, and of B.
     pub a_in_vectors: bool,
     pub b_in_vectors: bool,
     pub has_cublas: bool,
     pub num_multiprocessors: i64,
     pub shared_memory_bytes: usize,
-    /// A chip with the kernels of `csrc/ops/gemm/wgmma.cu`.
+    /// Whether the chip has the kernels of `csrc/ops/gemm/wgmma.cu`.
     pub has_wgmma: bool,
 }
 
@@ -30,28 +30,28 @@ pub(super) struct Facts {
 pub(super) enum Choice {
     Naive,
     Tiled,
-    /// f32 in registers.
+    /// The sums are f32 in registers.
     Simt,
     TensorCore(Tile, i64),
-    /// By wgmma in tiles of 128x128, with k in so many parts.
+    /// Uses wgmma in tiles of 128x128, with k in this number of parts.
     Parts(i64),
     Cublas,
-    /// Few rows against B stored [n, k], by FMA; the number is the most rows of the kernel.
+    /// For few rows against B stored [n, k], by FMA; the number is the most rows of the kernel.
     Gemv(i64),
-    /// The same on the tensor cores.
+    /// Like `Gemv`, on the tensor cores.
     GemvTensorCore,
-    /// Few rows against B stored [k, n].
+    /// For few rows against B stored [k, n].
     GemvColumns(i64),
 }
 
 /// The tile of C that a block computes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Tile {
-    /// By wgmma, with 192 KB of shared memory.
+    /// Uses wgmma, with 192 KB of shared memory.
     W128x256,
-    /// By wgmma, with 96 KB.
+    /// Uses wgmma, with 96 KB.
     W128x128,
-    /// 192 KB of shared memory.
+    /// Uses 192 KB of shared memory.
     T128x256,
     T128x128,
     T64x128,
@@ -85,7 +85,7 @@ impl Tile {
         }
     }
 
-    /// Four stages of 64 of k, or three; 32 for 128x128 without wgmma.
+    /// Returns the bytes for four stages of 64 of k, or three; of 32 for 128x128 without wgmma.
     pub(super) fn shared_bytes(self) -> u32 {
         match self {
             Tile::W128x256 | Tile::T128x256 => 4 * (128 + 256) * 64 * 2,
@@ -96,8 +96,8 @@ impl Tile {
         }
     }
 
-    /// Elements of C that a multiprocessor finishes in a microsecond at k = 4096, by how many blocks it
-    /// has to do.
+    /// Returns the elements of C that a multiprocessor finishes in a microsecond at k = 4096, by
+    /// the number of blocks it has to do.
     fn rate(self, blocks: i64) -> i64 {
         match (self, blocks) {
             (Tile::W128x256, _) => 670,
@@ -119,11 +119,11 @@ fn div_ceil(a: i64, b: i64) -> i64 {
     a / b + i64::from(a % b != 0)
 }
 
-/// The kernel for a product; an operand that it cannot read as it lies is copied first.
+/// Returns the kernel for a product; an operand that it cannot read as it lies is copied first.
 pub(super) fn choose(backend: GemmBackend, facts: &Facts) -> Choice {
     match backend {
         GemmBackend::Naive => Choice::Naive,
-        // Without k no kernel but the plain ones has anything to do.
+        // With k = 0 only the plain kernels have anything to do.
         _ if facts.k == 0 => Choice::Tiled,
         GemmBackend::Tiled | GemmBackend::Blocked => Choice::Tiled,
         GemmBackend::Cublas => Choice::Cublas,
@@ -132,8 +132,9 @@ pub(super) fn choose(backend: GemmBackend, facts: &Facts) -> Choice {
     }
 }
 
-/// The kernel for an order that does not depend on m. Tiles of one kind of instruction give the same bits: each
-/// element is one chain of products, 16 of k at a time, from the first to the last.
+/// Returns the kernel for an order that does not depend on m. Tiles of one kind of instruction give
+/// the same bits: each element is one chain of products, 16 of k at a time, from the first to the
+/// last.
 pub(super) fn choose_ordered(order: SumOrder, facts: &Facts) -> Result<Choice> {
     let parts = match order {
         _ if facts.k == 0 => return Ok(Choice::Tiled),
@@ -159,11 +160,11 @@ pub(super) fn choose_ordered(order: SumOrder, facts: &Facts) -> Result<Choice> {
     }
 }
 
-/// Weights up to this size are read faster by the kernel for few rows than by cuBLAS; of larger ones
-/// cuBLAS is as fast or faster.
+/// Weights up to this size are read faster by the kernel for few rows than by cuBLAS; for larger
+/// ones cuBLAS is as fast or faster.
 const SMALL_WEIGHTS: i64 = 128 << 20;
 
-/// The kernels that are bound by reading B.
+/// Returns the kernel for few rows, which is bound by reading B.
 fn few_rows(facts: &Facts) -> Option<Choice> {
     let Facts { m, n, k, has_cublas, .. } = *facts;
     let reads = facts.a_in_vectors && facts.b_in_vectors;
@@ -191,8 +192,8 @@ fn few_rows(facts: &Facts) -> Option<Choice> {
         return (m == 2 || !has_cublas).then_some(by_fma);
     }
     let bytes = n.saturating_mul(k).saturating_mul(2);
-    // us of 24576x4096 (192 MiB) and 151936x4096 (1187 MiB): m = 2: FMA 48.9, 273, cuBLAS 48.1, 286;
-    // m = 4: tensor cores 50.8, 296, cuBLAS 48.1, 287; m = 8: 50.9, 296 and 52.6, 288.
+    // Time in us for 24576x4096 (192 MiB) and 151936x4096 (1187 MiB): m = 2: FMA 48.9, 273, cuBLAS
+    // 48.1, 286; m = 4: tensor cores 50.8, 296, cuBLAS 48.1, 287; m = 8: 50.9, 296 and 52.6, 288.
     let own = match m {
         _ if bytes <= SMALL_WEIGHTS => true,
         2 => bytes > 4 * SMALL_WEIGHTS,
@@ -226,56 +227,58 @@ fn many_rows(facts: &Facts) -> Choice {
     }
 }
 
-/// More multiprocessors than any chip has.
+/// An upper bound of the number of multiprocessors of any chip.
 const MOST_MULTIPROCESSORS: usize = 256;
 
-/// The most bytes of partial sums of a product whose result takes `results` bytes in f32, with `k` to be summed over, on
-/// any chip: those of [`tensor_core`].
+/// Returns the most bytes of partial sums, on any chip, of a product whose result takes `results`
+/// bytes in f32 and which sums over `k`: those of [`tensor_core`].
 pub(super) fn most_partial_bytes(dtype: DType, results: usize, k: usize) -> usize {
     let splits = (k / 512).min(16);
     if splits < 2 || dtype == DType::F32 {
         return 0;
     }
-    // Split products have no more tiles than there are multiprocessors, or small ones three times as many.
+    // Split products have no more tiles than there are multiprocessors, or three times as many if
+    // the tiles are small.
     let tiles = MOST_MULTIPROCESSORS * 128 * 256 * 4;
-    // Rows that are not there are no part of it.
+    // Rows that do not exist are not part of it.
     results.saturating_mul(splits).min(tiles)
 }
 
-/// How many tiles there are.
+/// Returns the number of tiles.
 fn tiles_of(facts: &Facts, tile: Tile) -> i64 {
     div_ceil(facts.m, tile.rows()) * div_ceil(facts.n, tile.columns()) * facts.batch.max(1)
 }
 
-/// The tile that is expected to finish first.
+/// Returns the tile that is expected to finish first.
 fn fastest(facts: &Facts, tiles: &[Tile]) -> Tile {
     let time = |tile: &Tile| {
         let blocks = div_ceil(tiles_of(facts, *tile), facts.num_multiprocessors);
-        // Picoseconds, so that whole numbers tell them apart.
+        // The unit is picoseconds, so that whole numbers tell them apart.
         blocks.saturating_mul(tile.rows() * tile.columns() * 1_000_000) / tile.rate(blocks)
     };
     let fits = |tile: &&Tile| tile.shared_bytes() as usize <= facts.shared_memory_bytes;
     tiles.iter().filter(fits).copied().min_by_key(time).unwrap_or(Tile::T64x64)
 }
 
-/// The tile that is expected to finish first, and into how many parts k is split.
+/// Returns the tile that is expected to finish first, and the number of parts that k is split into.
 fn tensor_core(facts: &Facts) -> Choice {
     let Facts { m, k, num_multiprocessors: sms, .. } = *facts;
     let tile = fastest(facts, &[Tile::T128x256, Tile::T128x128, Tile::T64x128, Tile::T64x64]);
-    // Few rows are bound by reading B, for which three blocks a multiprocessor are needed; else one.
+    // Few rows are bound by reading B, which needs three blocks per multiprocessor; otherwise one
+    // is enough.
     let blocks = if m <= 64 { 3 * sms } else { sms };
     let small = if m <= 64 { Tile::T64x64 } else { tile };
     let splits = (blocks / tiles_of(facts, small).max(1)).min(k / 512).clamp(1, 16);
-    match splits > 1 {
-        true => Choice::TensorCore(small, splits),
-        false if facts.has_wgmma => {
-            Choice::TensorCore(fastest(facts, &[Tile::W128x256, Tile::W128x128, tile]), 1)
-        }
-        false => Choice::TensorCore(tile, 1),
+    if splits > 1 {
+        Choice::TensorCore(small, splits)
+    } else if facts.has_wgmma {
+        Choice::TensorCore(fastest(facts, &[Tile::W128x256, Tile::W128x128, tile]), 1)
+    } else {
+        Choice::TensorCore(tile, 1)
     }
 }
 
-/// What `csrc/common/layouts.cuh` says of the kernels' dynamic shared memory; they check it.
+/// The dynamic shared memory that `csrc/common/layouts.cuh` states for the kernels; they check it.
 #[cfg(test)]
 pub(in crate::ops) fn shared_bytes() -> Vec<(String, u32)> {
     [
@@ -372,7 +375,7 @@ mod tests {
         assert_eq!(tile(h200(128, 4096, 4096)), (Tile::T64x64, 1));
         assert_eq!(tile(h200(16, 4096, 4096)), (Tile::T64x64, 6));
         assert_eq!(tile(h200(16, 24_576, 4096)).1, 1);
-        // A card with 99 KB of shared memory a block.
+        // This is a card with 99 KB of shared memory per block.
         let ada = Facts { shared_memory_bytes: 99 << 10, ..h200(2048, 6144, 4096) };
         assert_eq!(tile(ada), (Tile::T128x128, 1));
         let odd = Facts { b_in_vectors: false, ..h200(33, 33, 33) };

@@ -1,8 +1,8 @@
 //! Matrix product `C = alpha op(A) op(B) + beta C`, row-major, summed in f32 and rounded once.
 //!
-//! op(A) is [m, k], op(B) [k, n], C [m, n]. Three ways, by shape: op(B) in the panels of
-//! `linear`; few rows or columns against a matrix in place, bound by its bandwidth ([`super::gemv`]);
-//! and the plain triple loop.
+//! op(A) is [m, k], op(B) [k, n], C [m, n]. There are three ways, chosen by shape: op(B) in the
+//! panels of `linear`; few rows or columns against a matrix in place, bound by its bandwidth
+//! ([`super::gemv`]); and the plain triple loop.
 
 use crate::backend::cpu::simd::{Kernel, Simd};
 use crate::backend::cpu::{CpuBackend, SendPointer};
@@ -17,33 +17,33 @@ use crate::ops::common::storage::Storage;
 use crate::ops::gemm::cpu_gemv::{skinny, Skinny, MAX_VECTORS};
 use std::marker::PhantomData;
 
-/// Shape and factors of a product.
+/// The shape and factors of a product.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Gemm {
-    /// Rows of op(A) and C.
+    /// The number of rows of op(A) and C.
     pub m: usize,
-    /// Columns of op(B) and C.
+    /// The number of columns of op(B) and C.
     pub n: usize,
-    /// Columns of op(A), rows of op(B).
+    /// The number of columns of op(A) and rows of op(B).
     pub k: usize,
-    /// A is stored [k, m].
+    /// Whether A is stored [k, m].
     pub transpose_a: bool,
-    /// B is stored [n, k].
+    /// Whether B is stored [n, k].
     pub transpose_b: bool,
-    /// Elements from row to row of A as it is stored.
+    /// The distance in elements from row to row of A as it is stored.
     pub lda: usize,
-    /// Elements from row to row of B as it is stored.
+    /// The distance in elements from row to row of B as it is stored.
     pub ldb: usize,
-    /// Elements from row to row of C.
+    /// The distance in elements from row to row of C.
     pub ldc: usize,
-    /// Factor of the product.
+    /// The factor of the product.
     pub alpha: f32,
-    /// Factor of what C holds. With 0 C is not read.
+    /// The factor of the previous contents of C. With 0 C is not read.
     pub beta: f32,
 }
 
 impl Gemm {
-    /// `C = op(A) op(B)` of matrices without gaps.
+    /// Describes `C = op(A) op(B)` of matrices without gaps.
     pub fn contiguous(m: usize, n: usize, k: usize, transpose_a: bool, transpose_b: bool) -> Self {
         Gemm {
             m,
@@ -93,7 +93,7 @@ impl Default for GemmScratch {
 }
 
 impl GemmScratch {
-    /// Empty.
+    /// Makes empty buffers.
     pub fn new() -> Self {
         Self::default()
     }
@@ -114,7 +114,7 @@ impl Scale {
     }
 }
 
-/// The plain triple loop: what the others are compared with.
+/// Computes the product by the plain triple loop, which the others are compared with.
 pub fn gemm_naive<T: Storage>(
     backend: &CpuBackend,
     gemm: &Gemm,
@@ -135,15 +135,15 @@ pub fn gemm_naive<T: Storage>(
                     let b = b[if gemm.transpose_b { j * ldb + l } else { l * ldb + j }];
                     sum += a.to_f32() * b.to_f32();
                 }
-                // SAFETY: i < m and j < n, so `check` has found this inside c; each row is given out
-                // once.
+                // SAFETY: i < m and j < n, so `check` has found this inside c; each row is given
+                // out once.
                 scale.store(sum, unsafe { &mut *start.get().add(i * ldc + j) });
             }
         }
     })
 }
 
-/// The fast product.
+/// Computes the product in the fastest way.
 pub fn gemm<T: Storage>(
     backend: &CpuBackend,
     gemm: &Gemm,
@@ -165,7 +165,7 @@ pub fn gemm<T: Storage>(
     }
     let GemmScratch { rows, product } = scratch;
     if m.min(n) <= MAX_VECTORS {
-        // The few rows of op(A) against B, or the few columns of op(B) against A.
+        // The few rows of op(A) are multiplied by B, or the few columns of op(B) by A.
         let left = m <= MAX_VECTORS;
         let (count, few, few_stride, few_contiguous) =
             if left { (m, a, lda, !transpose_a) } else { (n, b, ldb, transpose_b) };
@@ -213,12 +213,12 @@ pub fn gemm<T: Storage>(
     let maker = RightPanels { gemm, b };
     let right = Weight::Made { out_features: n, in_features: k, maker: &maker };
     let finish = Finish { c: SendPointer(c.as_mut_ptr()), ldc, scale };
-    // SAFETY: `a` is op(A) with rows of k values a_stride apart: `check` has found the last inside the
-    // caller's A, and the packed copy is [m, k].
+    // SAFETY: `a` is op(A) with rows of k values a_stride apart: `check` has found the last inside
+    // the caller's A, and the packed copy is [m, k].
     unsafe { multiply(backend, &rows, &right, &finish, product) }
 }
 
-/// op(B) in panels [k, 64], what is past column n zero.
+/// Makes op(B) in panels [k, 64]; what is past column n is zero.
 struct RightPanels<'a, T> {
     gemm: &'a Gemm,
     b: &'a [T],
@@ -253,7 +253,7 @@ impl<T: Storage> MakePanel for RightPanels<'_, T> {
     }
 }
 
-/// Rows of op(A) from `first` on: [rows, k].
+/// Returns the rows of op(A) from `first` on: [rows, k].
 struct PackLeft<'a, T> {
     gemm: &'a Gemm,
     a: &'a [T],
@@ -308,8 +308,8 @@ impl<T: Storage> Epilogue for Finish<T> {
         let len = columns.len();
         let mut old = [0.0; PANEL_COLUMNS];
         for (row, sums) in sums.chunks_exact(PANEL_COLUMNS).take(num_rows).enumerate() {
-            // SAFETY: row first_row + row < m and the columns are below n, so `check` has found this
-            // inside c; each row and column is given out once.
+            // SAFETY: row first_row + row < m and the columns are below n, so `check` has found
+            // this inside c; each row and column is given out once.
             let c = unsafe {
                 std::slice::from_raw_parts_mut(
                     self.c.get().add((first_row + row) * self.ldc + columns.start),

@@ -1,4 +1,4 @@
-//! Products of a few vectors with a large matrix, which is read once where it lies.
+//! Products of a few vectors with a large matrix, which is read once, in place.
 
 use crate::backend::cpu::math::{sum_lanes, LANES};
 use crate::backend::cpu::simd::{Kernel, Simd, Vector16};
@@ -9,28 +9,29 @@ use crate::ops::common::storage::Storage;
 use crate::ops::gemm::cpu::Scale;
 use std::ops::Range;
 
-/// Most vectors that are worth it; with more the matrix is packed.
+/// The most vectors for which this is worth it; with more the matrix is packed.
 pub(crate) const MAX_VECTORS: usize = 8;
-/// Matrix rows whose dot products run beside each other.
+/// The number of matrix rows whose dot products run side by side.
 const ROWS: usize = 4;
-/// Columns of a matrix [k, many] whose sums stay in the first-level cache.
+/// The number of columns of a matrix [k, many] whose sums stay in the first-level cache.
 const COLUMNS: usize = 512;
-/// Rows of that matrix that are read side by side: as many streams as the prefetchers follow.
+/// The number of rows of that matrix that are read side by side: as many streams as the prefetchers
+/// follow.
 const STEPS: usize = 16;
 
-/// `c[v, r] = scale(sum over k of vectors[v, k] * matrix[r, k])`
+/// The product `c[v, r] = scale(sum over k of vectors[v, k] * matrix[r, k])`.
 pub(crate) struct Skinny<'a, T> {
-    /// [num_vectors <= MAX_VECTORS, stride], zero from k on.
+    /// The vectors, [num_vectors <= MAX_VECTORS, stride], zero from k on.
     pub vectors: &'a [f32],
-    /// A multiple of 16.
+    /// The distance between vectors, a multiple of 16.
     pub stride: usize,
     pub k: usize,
-    /// [many, k] if `contiguous`, else [k, many], rows `matrix_stride` apart.
+    /// The matrix: [many, k] if `contiguous`, otherwise [k, many], rows `matrix_stride` apart.
     pub matrix: &'a [T],
     pub matrix_stride: usize,
     pub many: usize,
     pub contiguous: bool,
-    /// Element (v, r) is at `v * vector_stride + r * row_stride`.
+    /// The result, with element (v, r) at `v * vector_stride + r * row_stride`.
     pub c: SendPointer<T>,
     pub vector_stride: usize,
     pub row_stride: usize,
@@ -39,7 +40,7 @@ pub(crate) struct Skinny<'a, T> {
 
 /// Computes the product. `matrix` and `c` are as large as the fields say: `gemm` has checked it.
 pub(crate) fn skinny<T: Storage>(backend: &CpuBackend, product: &Skinny<'_, T>) -> Result<()> {
-    // Cuts at whole groups: a row's sum does not depend on them, but its speed does.
+    // The cuts are at whole groups: a row's sum does not depend on them, but its speed does.
     let group = if product.contiguous { ROWS } else { 4 * LANES };
     let groups = product.many.div_ceil(group);
     backend.parallel_tokens(groups, group * product.k.max(1), |range| {
@@ -84,11 +85,12 @@ impl<T: Storage> Skinny<'_, T> {
     #[inline(always)]
     fn store(&self, vector: usize, row: usize, sum: f32) {
         let index = vector * self.vector_stride + row * self.row_stride;
-        // SAFETY: vector and row are inside C, whose extent `gemm` has checked; each is stored once.
+        // SAFETY: vector and row are inside C, whose extent `gemm` has checked; each is stored
+        // once.
         self.scale.store(sum, unsafe { &mut *self.c.get().add(index) });
     }
 
-    /// R rows of a matrix [many, k] times all vectors.
+    /// Multiplies R rows of a matrix [many, k] by all vectors.
     #[inline(always)]
     fn dots<S: Simd, const R: usize>(&self, first: usize) {
         let rows: [&[T]; R] =
@@ -105,7 +107,7 @@ impl<T: Storage> Skinny<'_, T> {
         }
     }
 
-    /// R rows times V vectors from `vector` on; returns V. Each sum has sixteen lanes.
+    /// Multiplies R rows by V vectors from `vector` on; returns V. Each sum has sixteen lanes.
     #[inline(always)]
     // Indices of constant extent, which the compiler unrolls into registers.
     #[allow(clippy::needless_range_loop)]
@@ -130,7 +132,8 @@ impl<T: Storage> Skinny<'_, T> {
                 }
                 for r in 0..R {
                     let source = rows[r].as_ptr().add(k);
-                    // The rows that come next: four streams at once are too many for the prefetchers.
+                    // These are the next rows: four streams at once are too many for the
+                    // prefetchers.
                     prefetch(source.wrapping_add(R * self.matrix_stride).cast());
                     let row = T::load::<S::Vector>(source);
                     for v in 0..V {
@@ -160,8 +163,8 @@ impl<T: Storage> Skinny<'_, T> {
         V
     }
 
-    /// Columns of a matrix [k, many] times all vectors: a few rows of the matrix at a time, so that they
-    /// are read as streams. Each sum is taken in the order of k.
+    /// Multiplies columns of a matrix [k, many] by all vectors: a few rows of the matrix at a time,
+    /// so that they are read as streams. Each sum is taken in the order of k.
     #[inline(always)]
     fn columns<S: Simd>(&self, columns: Range<usize>) {
         let mut sums = [[0.0f32; COLUMNS]; MAX_VECTORS];
@@ -185,9 +188,9 @@ impl<T: Storage> Skinny<'_, T> {
                         out_stride: COLUMNS,
                         accumulate: first > 0,
                     };
-                    // SAFETY: `count` vectors have k values; 16 * groups columns from `column` on lie in
-                    // every row of the matrix and in the sums. Weights of all storage types are one k
-                    // a step, as they lie in a row.
+                    // SAFETY: `count` vectors have k values; 16 * groups columns from `column` on
+                    // lie in every row of the matrix and in the sums. Weights of all storage types
+                    // are one k a step, as they lie in a row.
                     unsafe {
                         match groups {
                             4 => tile_rows::<_, 4>(count, &operands),

@@ -74,7 +74,7 @@ kernel_struct! {
     }
 }
 
-/// The most of m, n and k: the kernels count in i32, and look a tile ahead.
+/// The largest m, n and k: the kernels count in i32, and look a tile ahead.
 const MOST: i64 = i32::MAX as i64 - 1024;
 /// The most batches of one launch.
 const BATCHES: i64 = 65_535;
@@ -86,13 +86,14 @@ fn too_large(product: &Product) -> Error {
 
 /// Fails for sizes that no kernel can count.
 pub(super) fn check_sizes(product: &Product) -> Result<()> {
-    match product.m.max(product.n).max(product.k) <= MOST {
-        true => Ok(()),
-        false => Err(too_large(product)),
+    if product.m.max(product.n).max(product.k) <= MOST {
+        Ok(())
+    } else {
+        Err(too_large(product))
     }
 }
 
-/// The blocks of a launch that covers C with tiles.
+/// Returns the blocks of a launch that covers C with tiles.
 fn num_tiles(product: &Product, rows: i64, columns: i64) -> Result<u32> {
     let count =
         (product.m as u64).div_ceil(rows as u64) * (product.n as u64).div_ceil(columns as u64);
@@ -124,10 +125,11 @@ pub(super) fn run(
     }
 }
 
-/// A product whose operands can be read 16 bytes at a time, by copies where they could not.
+/// A product whose operands can be read 16 bytes at a time, as copies where they could not.
 struct InVectors {
     product: Product,
-    /// Go back to the context although the kernel is only queued: whoever gets them next queues behind it.
+    /// The copies go back to the context although the kernel is only queued: work of their next
+    /// user is queued after it.
     _copies: [Option<Block>; 2],
 }
 
@@ -140,7 +142,7 @@ impl InVectors {
     }
 }
 
-/// An operand, or a copy of it in rows of whole vectors.
+/// Returns an operand, or a copy of it in rows of whole vectors.
 fn in_vectors(
     context: &ComputeContext,
     product: &Product,
@@ -162,14 +164,14 @@ fn in_vectors(
     Ok((Operand { data: place.data(), ld, batch_stride, ..*operand }, Some(block)))
 }
 
-/// The operands of the batch from `first` on.
+/// Returns the operands of the batch from `first` on.
 fn from_batch(product: &Product, first: i64) -> [*mut u8; 3] {
     let size = product.dtype.size_bytes() as i64;
     [product.a, product.b, product.c]
         .map(|x| x.data.wrapping_add((first * x.batch_stride * size) as usize))
 }
 
-/// Calls `launch` with the first index and the count of runs of batches that one launch can do.
+/// Calls `launch` with the first index and the count of each run of batches that one launch can do.
 fn for_batches(product: &Product, mut launch: impl FnMut(i64, u32) -> Result<()>) -> Result<()> {
     let mut first = 0;
     while first < product.batch {
@@ -203,7 +205,7 @@ fn simt_params(product: &Product, first: i64) -> SimtGemmParams {
     }
 }
 
-/// gemm_naive and gemm_tiled: tiles of `rows` by 32.
+/// Launches gemm_naive or gemm_tiled with tiles of `rows` by 32.
 fn plain(
     cuda: &CudaContext,
     product: &Product,
@@ -220,13 +222,14 @@ fn plain(
     })
 }
 
-/// Dynamic shared memory of the kernels for matrices as they lie (n) or transposed (t), in bytes; they check it.
+/// The dynamic shared memory of the kernels for matrices as they lie (n) or transposed (t), in
+/// bytes; they check it.
 const SIMT_NN_BYTES: u32 = 55_296;
 const SIMT_NT_BYTES: u32 = 61_440;
 const SIMT_TN_BYTES: u32 = 49_152;
 const SIMT_TT_BYTES: u32 = 55_296;
 
-/// What `csrc/common/layouts.cuh` says of them.
+/// The dynamic shared memory that `csrc/common/layouts.cuh` states for these kernels.
 #[cfg(test)]
 pub(in crate::ops) fn simt_shared_bytes() -> Vec<(String, u32)> {
     [("nn", SIMT_NN_BYTES), ("nt", SIMT_NT_BYTES), ("tn", SIMT_TN_BYTES), ("tt", SIMT_TT_BYTES)]
@@ -250,7 +253,7 @@ fn simt(cuda: &CudaContext, product: &Product) -> Result<()> {
     })
 }
 
-/// The kernels of a tile for matrices as they lie (n) or transposed (t), A first.
+/// Returns the kernels of a tile for matrices as they lie (n) or transposed (t), A first.
 macro_rules! by_transposes {
     ($transposes:expr, $nn:ident, $nt:ident, $tn:ident, $tt:ident) => {
         match $transposes {
@@ -319,7 +322,7 @@ fn tensor_core(
     let Product { m, n, k, a, b, c, batch, .. } = *product;
     let kernel = tensor_core_kernel(tile, (a.transposed, b.transposed)).of_half(product.dtype)?;
     let reduce = kernels::GEMM_SPLIT_K_REDUCE.of_half(product.dtype)?;
-    // Whole stages of k for each part; rounding may leave fewer parts.
+    // Each part has whole stages of k; rounding may leave fewer parts.
     let k_per_split = (k as u64).div_ceil(splits.max(1) as u64).next_multiple_of(64) as i64;
     let splits = (k as u64).div_ceil(k_per_split as u64) as i64;
     let workspace = match splits {
@@ -358,8 +361,8 @@ fn tensor_core(
             shared_bytes: tile.shared_bytes(),
         };
         let arguments = Arguments::new().value(&params);
-        // SAFETY: the arguments of the kernel; A and B are in whole vectors, the workspace holds the sums of
-        // all parts.
+        // SAFETY: the arguments of the kernel; A and B are in whole vectors, the workspace holds
+        // the sums of all parts.
         unsafe { cuda.launch(kernel, launch, arguments) }?;
         if splits == 1 {
             return Ok(());
@@ -367,12 +370,13 @@ fn tensor_core(
         let blocks = u32::try_from((m * n) as u64 / 256 + 1).map_err(|_| too_large(product))?;
         let launch = Launch { grid: (blocks, 1, count), block: 256, shared_bytes: 0 };
         let arguments = Arguments::new().value(&params).i32(splits as i32);
-        // SAFETY: the arguments of the kernel, which adds what the one before wrote.
+        // SAFETY: the arguments of the kernel, which adds what the preceding one wrote.
         unsafe { cuda.launch(reduce, launch, arguments) }
     })
 }
 
-/// k in parts that are added in their order. The choice looked at the layout; one product, not a batch.
+/// Multiplies with k in parts that are added in their order. The choice has checked the layout; one
+/// product, not a batch.
 fn in_parts(cuda: &CudaContext, product: &Product, parts: i64) -> Result<()> {
     let kernel = kernels::GEMM_WGMMA_128X128_PARTS_NT.of_half(product.dtype)?;
     let Product { m, n, k, batch, a, b, c, alpha, beta, .. } = *product;
@@ -439,14 +443,14 @@ fn gemv(cuda: &CudaContext, product: &Product, choice: Choice) -> Result<()> {
     };
     let grid = u32::try_from((n as u64).div_ceil(rows)).map_err(|_| too_large(product))?;
     let arguments = Arguments::new().value(&params);
-    // SAFETY: the arguments of the kernel; the choice looked at rows and alignment.
+    // SAFETY: the arguments of the kernel; the choice has checked rows and alignment.
     unsafe { cuda.launch(kernel, Launch::linear(grid, block), arguments) }
 }
 
 fn cublas(cuda: &CudaContext, product: &Product) -> Result<()> {
     let Product { dtype, m, n, k, batch, a, b, c, alpha, beta } = *product;
     let size = dtype.size_bytes() as i64;
-    // Addresses and steps to other addresses, all together.
+    // These are the addresses and the steps to other addresses, all combined.
     let all = [a, b, c].iter().fold(16, |all, x| {
         let step = if batch == 1 { 0 } else { x.batch_stride * size };
         all | x.data as usize | step as usize

@@ -1,5 +1,5 @@
-//! Matrices as the kernels take them: row-major lines, of the matrix or of its transpose; and copies of those
-//! that lie otherwise.
+//! Matrices as the kernels take them: row-major lines, of the matrix or of its transpose; and
+//! copies of matrices that lie otherwise.
 
 use crate::backend::ComputeContext;
 use crate::error::{Error, Result};
@@ -10,10 +10,10 @@ use crate::ops::common::copy::copy_unchecked;
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Operand {
     pub data: *mut u8,
-    /// It is the transpose of the matrix that the product needs.
+    /// Whether it is the transpose of the matrix that the product needs.
     pub transposed: bool,
     pub ld: i64,
-    /// 0 if it serves every product of a batch.
+    /// The distance between the matrices of a batch; 0 if one serves every product.
     pub batch_stride: i64,
 }
 
@@ -32,7 +32,7 @@ pub(super) struct Product {
     pub beta: f32,
 }
 
-/// The last two sizes; exchanged for a transpose.
+/// Returns the last two sizes, exchanged for a transpose.
 pub(super) fn matrix_sizes(tensor: &Tensor, transpose: bool) -> (i64, i64) {
     let mut sizes = tensor.shape().iter().rev().copied();
     let (columns, rows) = (sizes.next().unwrap_or(1), sizes.next().unwrap_or(1));
@@ -43,13 +43,14 @@ pub(super) fn matrix_sizes(tensor: &Tensor, transpose: bool) -> (i64, i64) {
     }
 }
 
-/// The size before the last two.
+/// Returns the size before the last two.
 pub(super) fn batch_size(tensor: &Tensor) -> Option<i64> {
     (tensor.shape().len() == 3).then(|| tensor.shape().first().copied()).flatten()
 }
 
 impl Product {
-    /// A batch that shares B and steps evenly through A and C is one product with more rows.
+    /// Folds a batch into one product with more rows where it shares B and steps evenly through A
+    /// and C.
     pub(super) fn folded(self) -> Self {
         let Product { m, k, n, batch, a, b, c, .. } = self;
         let is_even = |x: &Operand, width: i64| {
@@ -78,7 +79,7 @@ impl Product {
     }
 }
 
-/// The width of rows that are whole vectors of 16 bytes for every element type.
+/// Returns the width of rows that are whole vectors of 16 bytes for every element type.
 pub(super) fn padded(width: i64) -> i64 {
     (width + 7) / 8 * 8
 }
@@ -101,20 +102,21 @@ impl View {
         View { rows, columns, row_stride, column_stride }
     }
 
-    /// As lines of contiguous elements: whether those are the columns, and their distance. Where both ways
-    /// hold, columns if `prefer_columns`.
+    /// Returns how the matrix is made of lines of contiguous elements: whether those are the
+    /// columns, and their distance. Where both ways hold, it prefers columns if `prefer_columns`.
     pub(super) fn lines(self, prefer_columns: bool) -> Option<(bool, i64)> {
         let View { rows, columns, row_stride, column_stride } = self;
         let by = |lines: i64, width: i64, line_stride: i64, step: i64| {
             let fits = (width <= 1 || step == 1) && (lines <= 1 || line_stride >= width.max(1));
-            // The distance of a single line is free: one that suits every kernel.
+            // The distance of a single line is free, so this is one that suits every kernel.
             fits.then(|| if lines <= 1 { padded(width.max(1)) } else { line_stride })
         };
         let in_rows = by(rows, columns, row_stride, column_stride).map(|ld| (false, ld));
         let in_columns = by(columns, rows, column_stride, row_stride).map(|ld| (true, ld));
-        match prefer_columns {
-            true => in_columns.or(in_rows),
-            false => in_rows.or(in_columns),
+        if prefer_columns {
+            in_columns.or(in_rows)
+        } else {
+            in_rows.or(in_columns)
         }
     }
 }
@@ -166,7 +168,7 @@ pub(super) fn operand(tensor: &Tensor, transpose: bool, prefer_columns: bool) ->
     Ok(Operand { data: tensor.data(), transposed, ld, batch_stride })
 }
 
-/// The first matrix of a batch.
+/// Returns the first matrix of a batch.
 pub(super) fn first_matrix(tensor: &Tensor) -> Result<Tensor> {
     let shape = tensor.shape().get(1..).unwrap_or_default();
     let strides = tensor.strides().get(1..).unwrap_or_default();
@@ -175,7 +177,7 @@ pub(super) fn first_matrix(tensor: &Tensor) -> Result<Tensor> {
     unsafe { Tensor::from_raw(data, element, tensor.device(), shape, Some(strides), "a matrix") }
 }
 
-/// The stored matrices of an operand as a tensor [batch, lines, width].
+/// Returns the stored matrices of an operand as a tensor [batch, lines, width].
 pub(super) fn matrix_tensor(
     context: &ComputeContext,
     dtype: DType,
@@ -190,7 +192,7 @@ pub(super) fn matrix_tensor(
     unsafe { Tensor::from_raw(operand.data, element, device, &shape, Some(&strides), "a matrix") }
 }
 
-/// Memory for a tensor in rows of whole vectors of 16 bytes, uninitialised.
+/// Allocates memory for a tensor in rows of whole vectors of 16 bytes, uninitialised.
 pub(super) fn padded_place(context: &ComputeContext, tensor: &Tensor) -> Result<(Tensor, Block)> {
     let (rows, columns) = matrix_sizes(tensor, false);
     let (batch, size) = (batch_size(tensor), tensor.element().size_bytes() as i64);
@@ -212,7 +214,7 @@ pub(super) fn padded_place(context: &ComputeContext, tensor: &Tensor) -> Result<
     Ok((place, block))
 }
 
-/// Where C is computed: where it lies, or in memory from which it is copied.
+/// Where C is computed: in its place, or in memory from which it is copied.
 pub(super) struct Place {
     pub operand: Operand,
     staged: Option<(Tensor, Tensor, Block)>,

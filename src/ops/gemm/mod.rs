@@ -1,11 +1,12 @@
-//! Matrix product: `C = alpha * op(A) * op(B) + beta * C`, of one matrix or a batch of them, summed in f32
-//! and rounded once. op(X) is X or its transpose.
+//! Matrix product: `C = alpha * op(A) * op(B) + beta * C`, of one matrix or a batch of them, summed
+//! in f32 and rounded once. op(X) is X or its transpose.
 //!
-//! op(A) [m, k], op(B) [k, n], C [m, n]; with a batch [batch, m, n], where A or B of two dimensions (or of
-//! batch stride 0) serves every product. beta = 0 does not read C; alpha = 0 reads neither A nor B.
+//! op(A) [m, k], op(B) [k, n], C [m, n]; with a batch [batch, m, n], where A or B of two dimensions
+//! (or of batch stride 0) serves every product. beta = 0 does not read C; alpha = 0 reads neither A
+//! nor B.
 //!
-//! A matrix is taken where it lies if one of its two strides is 1: a transposed view only changes which
-//! kernel runs. Any other layout is copied first.
+//! A matrix is used where it lies if one of its two strides is 1: a transposed view only changes
+//! which kernel runs. A matrix in any other layout is copied first.
 
 pub mod cpu;
 mod cpu_gemv;
@@ -32,10 +33,10 @@ use crate::ops::gemm::choice::{choose, choose_ordered, Choice, Facts};
 use crate::ops::gemm::cpu::GemmScratch;
 use crate::ops::gemm::layout::{batch_size, matrix_sizes, Operand, Place, Product, Staged};
 
-/// Who computes a product.
+/// The implementation that computes a product.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GemmBackend {
-    /// The fastest that serves.
+    /// The fastest one that serves the call.
     Auto,
     /// The plain triple loop.
     Naive,
@@ -43,40 +44,40 @@ pub enum GemmBackend {
     Tiled,
     /// CUDA: cuBLASLt, where it is installed.
     Cublas,
-    /// CUDA: the tensor cores by kernels of this library, f16 and bf16.
+    /// CUDA: this library's kernels for the tensor cores, f16 and bf16.
     TensorCore,
     /// CPU: packed panels and SIMD.
     Blocked,
 }
 
-/// In which order the products along k are added up.
+/// The order in which the products along k are added up.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum SumOrder {
-    /// Whatever is fastest for the sizes.
+    /// Whichever order is fastest for the sizes.
     #[default]
     Fastest,
-    /// CUDA: one that depends on n and k alone. A row of C has the same bits whatever the other rows of A are, and
-    /// however many.
+    /// CUDA: an order that depends on n and k alone. A row of C has the same bits whatever the
+    /// other rows of A are, and however many there are.
     ByRow,
-    /// Hopper, f16 and bf16, B stored [n, k]: the same, by wgmma, with k in so many parts, as
-    /// [`skinny_gemm`](crate::ops::stepwise::skinny_gemm) adds them up.
+    /// Hopper, f16 and bf16, B stored [n, k]: such an order, by wgmma, with k in this number of
+    /// parts, as [`skinny_gemm`](crate::ops::stepwise::skinny_gemm) adds them up.
     Parts(u32),
 }
 
 /// How to multiply.
 #[derive(Clone, Copy, Debug)]
 pub struct GemmOptions {
-    /// A is stored [k, m].
+    /// Whether A is stored [k, m].
     pub transpose_a: bool,
-    /// B is stored [n, k].
+    /// Whether B is stored [n, k].
     pub transpose_b: bool,
-    /// Factor of the product.
+    /// The factor of the product.
     pub alpha: f32,
-    /// Factor of what C holds.
+    /// The factor of the previous contents of C.
     pub beta: f32,
-    /// Who computes it.
+    /// The implementation that computes it.
     pub backend: GemmBackend,
-    /// In which order; other than `Fastest` it decides who computes it, on CUDA.
+    /// The order of the sums; on CUDA any order other than `Fastest` decides the implementation.
     pub order: SumOrder,
 }
 
@@ -93,7 +94,7 @@ impl Default for GemmOptions {
     }
 }
 
-/// See the head of the file. C overlaps neither A nor B.
+/// Computes the product; see the head of the file. C overlaps neither A nor B.
 pub fn gemm(
     context: &ComputeContext,
     options: &GemmOptions,
@@ -111,19 +112,20 @@ pub fn gemm(
     gemm_unchecked(context, options, a, b, c)
 }
 
-/// A weight, as [`gemm`] gets it for its second operand.
+/// The shape of a weight that [`gemm`] gets as its second operand.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct WeightShape {
-    /// Columns of the result.
+    /// The number of columns of the result.
     pub out_features: usize,
-    /// What is summed over.
+    /// The number of elements that are summed over.
     pub in_features: usize,
-    /// Stored [out_features, in_features], else [in_features, out_features].
+    /// Whether it is stored [out_features, in_features] rather than [in_features, out_features].
     pub transposed: bool,
 }
 
-/// The most device memory that [`gemm`] takes on any chip for as long as it is queued, for up to `num_rows` contiguous
-/// rows and contiguous weights. `is_ordered`: with an order other than [`SumOrder::Fastest`].
+/// Returns the most device memory that [`gemm`] takes on any chip while it is queued, for up to
+/// `num_rows` contiguous rows and contiguous weights. `is_ordered` stands for an order other than
+/// [`SumOrder::Fastest`].
 pub fn gemm_scratch_bytes(
     dtype: DType,
     num_rows: usize,
@@ -132,28 +134,33 @@ pub fn gemm_scratch_bytes(
 ) -> usize {
     let WeightShape { out_features: n, in_features: k, transposed } = *weight;
     let size = dtype.size_bytes();
-    // Operands are copied where 16 bytes at a time could not be read.
-    let copy = |lines: usize, width: usize| match (width * size).is_multiple_of(16) {
-        true => 0,
-        false => lines.saturating_mul(layout::padded(width as i64) as usize * size + 512),
+    // Operands are copied where they cannot be read 16 bytes at a time.
+    let copy = |lines: usize, width: usize| {
+        if (width * size).is_multiple_of(16) {
+            0
+        } else {
+            lines.saturating_mul(layout::padded(width as i64) as usize * size + 512)
+        }
     };
     let copies = copy(num_rows, k).saturating_add(if transposed { copy(n, k) } else { copy(k, n) });
     let results = num_rows.saturating_mul(n).saturating_mul(4);
-    match is_ordered {
-        true => copies,
-        false => choice::most_partial_bytes(dtype, results, k)
+    if is_ordered {
+        copies
+    } else {
+        choice::most_partial_bytes(dtype, results, k)
             .saturating_add(copies)
-            .max(cublas_workspace_bytes(results)),
+            .max(cublas_workspace_bytes(results))
     }
 }
 
-/// What cuBLAS is given for products of up to `results` bytes in f32: room to sum them up in two parts, and no more than
-/// it can use.
+/// Returns the workspace of cuBLAS for products of up to `results` bytes in f32: room to sum them
+/// up in two parts, and no more than it can use.
 fn cublas_workspace_bytes(results: usize) -> usize {
     results.saturating_mul(2).clamp(1 << 20, MOST_CUBLAS_WORKSPACE_BYTES)
 }
 
-/// What cuBLAS is given for products with weights of up to `out_features`, for up to `num_rows` rows.
+/// Returns the workspace of cuBLAS for products with weights of up to `out_features`, for up to
+/// `num_rows` rows.
 pub(crate) fn cublas_workspace_for(num_rows: usize, out_features: usize) -> usize {
     cublas_workspace_bytes(num_rows.saturating_mul(out_features).saturating_mul(4))
 }
@@ -221,7 +228,7 @@ fn check_backend(context: &ComputeContext, backend: GemmBackend, dtype: DType) -
     Err(Error::unsupported(format!("gemm: {why}")))
 }
 
-/// The product of tensors that were checked.
+/// Computes the product of tensors that have been checked.
 fn gemm_unchecked(
     context: &ComputeContext,
     options: &GemmOptions,
@@ -239,7 +246,7 @@ fn gemm_unchecked(
     // A single column of C is a row of its transpose: the kernels for few rows serve both.
     let place = Place::of(context, c, options.beta, n == 1 && m > 1)?;
     let (a, b) = match k {
-        // Never read, perhaps without an address.
+        // The operands are never read, and may have no address.
         0 => (Staged::nothing(m), Staged::nothing(n)),
         _ => (
             Staged::of(context, a, options.transpose_a, false)?,
@@ -259,7 +266,7 @@ fn gemm_unchecked(
         beta: options.beta,
     };
     if product.c.transposed {
-        // C^T = op(B)^T op(A)^T.
+        // The product is computed as C^T = op(B)^T op(A)^T.
         let flip = |operand: Operand| Operand { transposed: !operand.transposed, ..operand };
         product = Product {
             m: n,
@@ -280,7 +287,7 @@ fn gemm_unchecked(
     place.finish(context)
 }
 
-/// The elements of one stored matrix of a batch.
+/// Returns the elements of one stored matrix of a batch.
 ///
 /// # Safety
 /// They are host memory of type T.
@@ -313,15 +320,18 @@ fn on_host<T: Storage>(
         alpha,
         beta,
     };
-    let stored = |x: &Operand, rows: i64, columns: i64| match x.transposed {
-        true => (columns, rows),
-        false => (rows, columns),
+    let stored = |x: &Operand, rows: i64, columns: i64| {
+        if x.transposed {
+            (columns, rows)
+        } else {
+            (rows, columns)
+        }
     };
     let ((a_lines, a_width), (b_lines, b_width)) = (stored(&a, m, k), stored(&b, k, n));
     let mut scratch = GemmScratch::new();
     for index in 0..batch {
-        // SAFETY: the tensors were checked to be on the host and of type T; C shares no element with A or
-        // B, and the host kernels write to its rows only, not between them.
+        // SAFETY: the tensors were checked to be on the host and of type T; C shares no element
+        // with A or B, and the host kernels write to its rows only, not between them.
         let (a, b, c) = unsafe {
             let start = c.data.cast::<T>().add((index * c.batch_stride) as usize);
             (
@@ -363,7 +373,7 @@ fn on_cuda(
         has_wgmma: info.compute_capability == (9, 0),
     };
     if options.order != SumOrder::Fastest {
-        // Another kernel would add in another order: no second choice.
+        // Another kernel would add in another order, so there is no second choice.
         return cuda::run(context, cuda, choose_ordered(options.order, &facts)?, product);
     }
     let choice = choose(backend, &facts);
@@ -377,7 +387,8 @@ fn on_cuda(
             let other = choose(backend, &Facts { has_wgmma: false, ..facts });
             cuda::run(context, cuda, other, product)
         }
-        // cuBLAS may lack an algorithm for a shape, or memory for its workspace; we do not.
+        // cuBLAS may lack an algorithm for a shape, or memory for its workspace; this library's
+        // kernels do not.
         Err(error)
             if choice == Choice::Cublas
                 && backend == GemmBackend::Auto

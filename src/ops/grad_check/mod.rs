@@ -1,19 +1,19 @@
 //! Compares an analytic gradient with central differences of the loss:
 //! `dL/dx_i = (L(x + eps e_i) - L(x - eps e_i)) / (2 eps)`.
 //!
-//! The step is the difference of the two points as they are stored in f32, so that their rounding is not
-//! taken for an error of the gradient. Needs one copy of the values and no device.
+//! The step is the difference of the two points as they are stored in f32, so that their rounding
+//! is not taken for an error of the gradient. Needs one copy of the values and no device.
 
 use crate::error::{try_with_capacity, Error, Result};
 
 /// How to compare.
 #[derive(Clone, Copy, Debug)]
 pub struct GradCheck {
-    /// How far a value is moved to each side.
+    /// The distance that a value is moved to each side.
     pub eps: f64,
-    /// Tolerance relative to the larger of the two gradients.
+    /// The tolerance relative to the larger of the two gradients.
     pub rel_tol: f64,
-    /// Tolerance in any case.
+    /// The absolute tolerance, which is always allowed.
     pub atol: f64,
 }
 
@@ -23,23 +23,23 @@ impl Default for GradCheck {
     }
 }
 
-/// What was found.
+/// The result of a comparison.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct GradCheckResult {
-    /// Elements that differ by more than their tolerance, or are not finite.
+    /// The number of elements that differ by more than their tolerance, or are not finite.
     pub num_failed: usize,
     /// The element with the largest error in units of its tolerance.
     pub worst_index: usize,
-    /// What the caller says its gradient is.
+    /// The gradient of that element according to the caller.
     pub worst_analytic: f64,
-    /// What the differences say.
+    /// Its gradient according to the differences.
     pub worst_numeric: f64,
     /// The absolute difference of the two; infinite where one of them is not finite.
     pub worst_error: f64,
 }
 
-/// `|analytic - numeric| <= atol + rel_tol * max(|analytic|, |numeric|)` for every element. An error of
-/// `loss` ends the check and is returned.
+/// Checks `|analytic - numeric| <= atol + rel_tol * max(|analytic|, |numeric|)` for every element.
+/// An error of `loss` ends the check and is returned.
 pub fn grad_check(
     options: &GradCheck,
     values: &[f32],
@@ -74,7 +74,8 @@ pub fn grad_check(
         let above = (f64::from(value) + eps) as f32;
         let below = (f64::from(value) - eps) as f32;
         let difference = at(above)? - at(below)?;
-        // Without a step (of a value far above 1 / eps) there is no gradient: infinite or NaN.
+        // Without a step (of a value far above 1 / eps) there is no gradient: it is infinite or
+        // NaN.
         let numeric = difference / (f64::from(above) - f64::from(below));
         if let Some(slot) = moved.get_mut(index) {
             *slot = value;

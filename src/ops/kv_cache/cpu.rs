@@ -6,9 +6,9 @@ use crate::error::{Error, Result};
 use crate::memory::{DType, Plain};
 use crate::ops::kv_cache::layout::{KvBlocks, BLOCK_SIZE};
 
-/// k and v are [num_tokens, num_kv_heads, head_dim] f32 with token rows `row_stride` elements apart;
-/// token i goes to slot `slot_mapping[i]`: block `slot / 32`, place `slot % 32`. Values are rounded to
-/// the type of the cache (to nearest even).
+/// Writes keys and values into the cache. k and v are [num_tokens, num_kv_heads, head_dim] f32 with
+/// token rows `row_stride` elements apart; token i goes to slot `slot_mapping[i]`: block
+/// `slot / 32`, place `slot % 32`. Values are rounded to the type of the cache (to nearest even).
 pub fn kv_cache_append(
     backend: &CpuBackend,
     k: &[f32],
@@ -57,8 +57,8 @@ pub fn kv_cache_append(
     }
 }
 
-/// Rounded to f16, with too large numbers as its largest: an infinity in the cache would become NaN where
-/// it is multiplied by the weight zero of a query that does not see it.
+/// Rounds to f16, replacing numbers that are too large by its largest: an infinity in the cache
+/// would become NaN where it is multiplied by the weight zero of a query that does not see it.
 fn f16_bits(x: f32) -> u16 {
     const LARGEST: f32 = 65504.0;
     half::f16::from_f32_const(x.clamp(-LARGEST, LARGEST)).to_bits()
@@ -74,7 +74,7 @@ struct Head<'a, 'b> {
 }
 
 impl Head<'_, '_> {
-    /// `PAIR` is how many elements lie side by side along the summed axis.
+    /// `PAIR` is the number of elements that lie side by side along the summed axis.
     ///
     /// # Safety
     /// Nobody else uses this head of the cache.

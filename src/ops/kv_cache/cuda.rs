@@ -1,5 +1,5 @@
-//! Keys and values of new tokens into the paged cache, bit for bit: for models whose heads are neither normalised
-//! nor turned before.
+//! Keys and values of new tokens into the paged cache, bit for bit: for models whose heads are
+//! neither normalised nor rotated before.
 
 use crate::backend::cuda::{kernels, Arguments, Launch};
 use crate::backend::ComputeContext;
@@ -8,11 +8,11 @@ use crate::memory::{ElementType, Tensor};
 use crate::ops::common::contiguous::{check, cuda, float};
 use crate::ops::kv_cache::KvSlots;
 
-/// Bytes of an access.
+/// The number of bytes of an access.
 const UNIT_BYTES: i64 = 16;
 
-/// `k_cache[slots[t]] = k[t]`, and the same for v. qkv [num_tokens, num_heads + 2 num_kv_heads, head_stride],
-/// contiguous, with heads of whole 16-byte units.
+/// Computes `k_cache[slots[t]] = k[t]`, and the same for v. qkv [num_tokens, num_heads + 2
+/// num_kv_heads, head_stride], contiguous, with heads of whole 16-byte units.
 pub fn kv_cache_append(context: &ComputeContext, qkv: &Tensor, kv: &KvSlots<'_>) -> Result<()> {
     let (element, dtype) = (qkv.element(), float("qkv", qkv)?);
     let (&[num_tokens, total_heads, stride], &[num_blocks, block_size, num_kv_heads, _]) =
@@ -45,7 +45,7 @@ pub fn kv_cache_append(context: &ComputeContext, qkv: &Tensor, kv: &KvSlots<'_>)
     };
     let units = |heads: i64| int(heads * head_bytes / UNIT_BYTES);
     let (q_units, kv_units) = (units(num_heads)?, units(num_kv_heads)?);
-    // The kernel counts up to both together.
+    // The kernel counts the units of keys and values together.
     let both_units = units(2 * num_kv_heads)?;
     let cuda = cuda(context)?;
     let arguments = Arguments::new()
@@ -59,7 +59,7 @@ pub fn kv_cache_append(context: &ComputeContext, qkv: &Tensor, kv: &KvSlots<'_>)
         .i32(kv_units);
     let block = (both_units as u32).clamp(1, 512).next_multiple_of(32);
     let launch = Launch::linear(int(num_tokens)? as u32, block);
-    // SAFETY: the arguments of the kernel; the shapes were checked above, and the kernel follows no slot beyond
-    // the caches.
+    // SAFETY: the arguments of the kernel; the shapes were checked above, and the kernel follows no
+    // slot beyond the caches.
     unsafe { cuda.launch(kernels::KV_CACHE_APPEND, launch, arguments) }
 }

@@ -6,11 +6,11 @@ use crate::error::{Error, Result};
 use crate::memory::Tensor;
 use crate::ops::common::contiguous::{check, cuda};
 
-/// Threads of a block of the kernel.
+/// The number of threads of a block of the kernel.
 const THREADS: u32 = 256;
 /// The most copies of a launch: kernels take 4 KiB of arguments.
 pub const MOST_KV_COPIES: usize = 240;
-/// Bytes of an access.
+/// The number of bytes of an access.
 const UNIT_BYTES: usize = 16;
 
 kernel_struct! {
@@ -34,19 +34,20 @@ kernel_struct! {
     }
 }
 
-/// The blocks of a cache on a device: `[num_parts, num_blocks, block_bytes]`, the keys and the values of each layer
-/// being a part.
+/// The blocks of a cache on a device: `[num_parts, num_blocks, block_bytes]`, where the keys and
+/// the values of each layer are a part each.
 #[derive(Clone, Copy, Debug)]
 pub struct KvParts<'a> {
     first: &'a Tensor,
     num_parts: usize,
     num_blocks: usize,
-    /// Of a block in one part.
+    /// The bytes of a block in one part.
     block_bytes: usize,
 }
 
 impl<'a> KvParts<'a> {
-    /// The parts are tensors `[num_blocks, ...]` of one shape, contiguous, one behind the other without gaps.
+    /// The parts are tensors `[num_blocks, ...]` of one shape, contiguous, one after another
+    /// without gaps.
     pub fn new(mut parts: impl Iterator<Item = &'a Tensor>) -> Result<Self> {
         let none = || Error::internal("a KV cache without layers");
         let first = parts.next().ok_or_else(none)?;
@@ -65,25 +66,26 @@ impl<'a> KvParts<'a> {
         Ok(KvParts { first, num_parts, num_blocks, block_bytes })
     }
 
-    /// Bytes of a block in all parts.
+    /// Returns the bytes of a block in all parts.
     pub fn place_bytes(&self) -> usize {
         self.num_parts * self.block_bytes
     }
 }
 
-/// A block, and where it is on the host: `[num_parts, block_bytes]` from byte `offset` of a buffer on.
+/// A block, and its place on the host: `[num_parts, block_bytes]` from byte `offset` of a buffer
+/// on.
 #[derive(Clone, Copy, Debug)]
 pub struct KvCopy {
     /// Its number in the cache.
     pub block: u32,
-    /// The number of the buffer.
+    /// The number of its buffer on the host.
     pub buffer: usize,
-    /// See above.
+    /// The byte at which it begins in the buffer.
     pub offset: usize,
 }
 
-/// Queues the copies of up to [`MOST_KV_COPIES`] blocks to or from their places in `buffers`, in no order: what is
-/// written there twice may be either.
+/// Queues the copies of up to [`MOST_KV_COPIES`] blocks to or from their places in `buffers`, in no
+/// order: a place that is written twice may end up with either.
 pub fn kv_cache_swap(
     context: &ComputeContext,
     parts: &KvParts<'_>,
@@ -119,15 +121,16 @@ pub fn kv_cache_swap(
         if !fits {
             return Err(wrong());
         }
-        // Before the kernel is queued: the memory must not go before it is done, whatever happens here.
+        // This comes before the kernel is queued: the memory must not be freed before the kernel is
+        // done, whatever happens here.
         buffer.set_in_use_unmarked();
         *slot = KvSwapCopy { host, block: copy.block as i32, padding: 0 };
     }
     let launch =
         Launch { grid: (num_parts, copies.len() as u32, 1), block: THREADS, shared_bytes: 0 };
     let arguments = Arguments::new().value(&params);
-    // SAFETY: the argument of the kernel. Blocks are in the cache, whose parts lie as the kernel takes them to, and
-    // whose memory goes to others in the order of the stream only; places are in their buffers, which wait for the
-    // device before anybody else uses them.
+    // SAFETY: the argument of the kernel. The blocks are in the cache, whose parts lie as the
+    // kernel expects and whose memory is reused only in the order of the stream; the places are in
+    // their buffers, which wait for the device before anybody else uses them.
     unsafe { cuda(context)?.launch(kernels::KV_CACHE_SWAP, launch, arguments) }
 }

@@ -1,17 +1,18 @@
-//! The layout of the KV cache: blocks of 32 tokens, in the panels that the matrix kernel multiplies.
+//! The layout of the KV cache: blocks of 32 tokens, in the panels that the matrix kernel
+//! multiplies.
 //!
 //! Block-major: `[num_blocks][num_layers][num_kv_heads]` of a key panel and a value panel, so that
 //! the system commits memory block by block. For one head of one layer:
 //!
 //! * keys: `[head_dim][32]`, bf16 `[head_dim / 2][32][2]`: scores are q times this panel;
-//! * values: `[32][value_columns]`, bf16 `[16][value_columns][2]` (pairs of tokens), with `value_columns`
-//!   the head_dim rounded up to 16: the output is the weights times this panel.
+//! * values: `[32][value_columns]`, bf16 `[16][value_columns][2]` (pairs of tokens), with
+//!   `value_columns` the head_dim rounded up to 16: the output is the weights times this panel.
 
 use crate::error::{Error, Result};
 use crate::memory::{DType, Plain};
 use std::marker::PhantomData;
 
-/// Tokens of a block.
+/// The number of tokens of a block.
 pub const BLOCK_SIZE: usize = 32;
 /// The largest head that the attention kernel has room for.
 pub const MAX_HEAD_DIM: usize = 256;
@@ -19,13 +20,13 @@ pub const MAX_HEAD_DIM: usize = 256;
 /// The shape of a KV cache, from which all its sizes follow.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KvLayout {
-    /// Element type of keys and values.
+    /// The element type of keys and values.
     pub dtype: DType,
-    /// Layers of the model.
+    /// The number of layers of the model.
     pub num_layers: usize,
-    /// Key and value heads of a layer.
+    /// The number of key and value heads of a layer.
     pub num_kv_heads: usize,
-    /// Elements of a head: even, up to [`MAX_HEAD_DIM`].
+    /// The number of elements of a head: even, up to [`MAX_HEAD_DIM`].
     pub head_dim: usize,
 }
 
@@ -48,27 +49,27 @@ impl KvLayout {
         Ok(())
     }
 
-    /// Columns of a value panel.
+    /// Returns the number of columns of a value panel.
     pub(crate) fn value_columns(&self) -> usize {
         self.head_dim.next_multiple_of(16)
     }
 
-    /// Elements of a key panel.
+    /// Returns the number of elements of a key panel.
     pub(crate) fn key_len(&self) -> usize {
         self.head_dim * BLOCK_SIZE
     }
 
-    /// Elements of a key panel and a value panel.
+    /// Returns the number of elements of a key panel and a value panel together.
     pub(crate) fn head_len(&self) -> usize {
         (self.head_dim + self.value_columns()) * BLOCK_SIZE
     }
 
-    /// Bytes of one block: all layers of 32 tokens.
+    /// Returns the bytes of one block: all layers of 32 tokens.
     pub fn block_bytes(&self) -> usize {
         self.num_layers * self.num_kv_heads * self.head_len() * self.dtype.size_bytes()
     }
 
-    /// Bytes that one token takes.
+    /// Returns the bytes that one token takes.
     pub fn bytes_per_token(&self) -> usize {
         self.block_bytes() / BLOCK_SIZE
     }
@@ -89,7 +90,7 @@ unsafe impl Send for KvBlocks<'_> {}
 unsafe impl Sync for KvBlocks<'_> {}
 
 impl<'a> KvBlocks<'a> {
-    /// Layer `layer` of the cache in `bytes`, which holds whole blocks.
+    /// Returns layer `layer` of the cache in `bytes`, which holds whole blocks.
     pub fn new(layout: KvLayout, bytes: &'a mut [u8], layer: usize) -> Result<Self> {
         layout.validate()?;
         if layer >= layout.num_layers {
@@ -105,20 +106,20 @@ impl<'a> KvBlocks<'a> {
         Ok(KvBlocks { layout, layer, num_blocks, start: bytes.as_mut_ptr(), _bytes: PhantomData })
     }
 
-    /// The shape.
+    /// The shape of the cache.
     pub fn layout(&self) -> &KvLayout {
         &self.layout
     }
 
-    /// How many blocks there are.
+    /// Returns the number of blocks.
     pub fn num_blocks(&self) -> usize {
         self.num_blocks
     }
 
-    /// Byte offset of the key panel of a head; the value panel follows it.
+    /// Returns the byte offset of the key panel of a head; the value panel follows it.
     ///
     /// # Panics
-    /// When block or head are out of range: a caller has checked its indices before.
+    /// If the block or the head is out of range: a caller has checked its indices before.
     #[inline(always)]
     fn offset(&self, block: usize, kv_head: usize) -> usize {
         assert!(block < self.num_blocks && kv_head < self.layout.num_kv_heads);
@@ -127,21 +128,21 @@ impl<'a> KvBlocks<'a> {
             + head * self.layout.head_len() * self.layout.dtype.size_bytes()
     }
 
-    /// The key and the value panel of a head.
+    /// Returns the key and the value panel of a head.
     #[inline(always)]
     pub(crate) fn panels<T: Plain>(&self, block: usize, kv_head: usize) -> (&[T], &[T]) {
         debug_assert_eq!(size_of::<T>(), self.layout.dtype.size_bytes());
         let offset = self.offset(block, kv_head);
-        // SAFETY: the range lies in block `block` of the borrowed bytes (checked in `offset`), is aligned
-        // (the start to 4, all sizes are multiples of 32 elements), and is not written meanwhile:
-        // callers of `panels_mut` have the cache exclusively.
+        // SAFETY: the range lies in block `block` of the borrowed bytes (checked in `offset`), is
+        // aligned (the start to 4, all sizes are multiples of 32 elements), and is not written
+        // meanwhile: callers of `panels_mut` have the cache exclusively.
         let both = unsafe {
             std::slice::from_raw_parts(self.start.add(offset).cast::<T>(), self.layout.head_len())
         };
         both.split_at(self.layout.key_len())
     }
 
-    /// The same for writing.
+    /// Returns the key and the value panel of a head for writing.
     ///
     /// # Safety
     /// No other reference to the panels of this block and head lives at the same time, and the

@@ -1,4 +1,5 @@
-//! The paged KV cache: its layout, and keys and values on their way into it and between host and device.
+//! The paged KV cache: its layout, and keys and values on their way into it and between host and
+//! device.
 
 pub mod cpu;
 pub mod cuda;
@@ -10,11 +11,11 @@ use crate::memory::Tensor;
 /// Where keys and values go.
 #[derive(Clone, Copy, Debug)]
 pub struct KvSlots<'a> {
-    /// [num_blocks, block_size, num_kv_heads, head_stride]
+    /// The keys, [num_blocks, block_size, num_kv_heads, head_stride].
     pub k: &'a Tensor,
-    /// The same.
+    /// The values, of the same shape.
     pub v: &'a Tensor,
-    /// [num_tokens], of 32 bits without a sign: `block * block_size + offset`. Copied from the host as
-    /// [`QkNormRope::positions`].
+    /// The slot of each token, `block * block_size + offset`, [num_tokens], unsigned 32-bit
+    /// numbers. Copied from the host like [`QkNormRope::positions`].
     pub slots: &'a Tensor,
 }

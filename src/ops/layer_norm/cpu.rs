@@ -10,7 +10,7 @@ use crate::ops::common::row_sums::{sum_rows, Difference, SquaredDifference, GROU
 use crate::ops::common::storage::{Storage, CHUNK};
 
 /// Normalises each row of x [num_rows, width] into `out` of the same shape; `weight` and `bias`
-/// (none is zeros) are [width].
+/// (`None` stands for zeros) are [width].
 pub fn layer_norm<T: Storage>(
     backend: &CpuBackend,
     x: &[T],
@@ -66,14 +66,14 @@ impl<T: Storage> Kernel for Rows<'_, T> {
 }
 
 impl<T: Storage> Rows<'_, T> {
-    /// R rows from `first` on.
+    /// Normalises R rows from `first` on.
     #[inline(always)]
     fn group<S: Simd, const R: usize>(&mut self, first: usize) {
         let width = self.weight.len();
         let rows: [&[T]; R] =
             std::array::from_fn(|r| &self.x[(first + r) * width..(first + r + 1) * width]);
         let rough = sum_rows::<S, T, _, R>(Difference, rows, [0.0; R]).map(|s| s / width as f32);
-        // The mean of what is left corrects the rounding of the first sum.
+        // The mean of the remainders corrects the rounding of the first sum.
         let left = sum_rows::<S, T, _, R>(Difference, rows, rough);
         let means: [f32; R] = std::array::from_fn(|r| rough[r] + left[r] / width as f32);
         let squares = sum_rows::<S, T, _, R>(SquaredDifference, rows, means);

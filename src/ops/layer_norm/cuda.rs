@@ -7,9 +7,10 @@ use crate::ops::common::row_kernels::{
     all_vectors, block_per_row, matrix_stride, rows_and_width, RowForm,
 };
 
-/// Blocks for the kernel that walks over rows, where it is faster than one block for each row: for more rows
-/// of 16-bit elements than fit onto the device at once. 768 threads a multiprocessor is what the registers of
-/// that kernel allow, and what was fastest on an H200 (8192 rows of 4096).
+/// Returns the blocks for the kernel that walks over rows, where it is faster than one block for
+/// each row: for more rows of 16-bit elements than fit onto the device at once. 768 threads per
+/// multiprocessor is what the registers of that kernel allow, and what was fastest on an H200 (8192
+/// rows of 4096).
 fn walking_blocks(dtype: DType, rows: u32, block: u32, num_multiprocessors: u32) -> Option<u32> {
     let resident = num_multiprocessors.saturating_mul((768 / block.max(1)).max(1));
     (dtype != DType::F32 && block <= 512 && rows > resident).then_some(resident)
@@ -52,8 +53,8 @@ pub(in crate::ops) fn on_cuda(
         .f32(eps)
         .i64(matrix_stride(out)?)
         .i64(matrix_stride(x)?);
-    // SAFETY: the arguments of these kernels; the strides span the rows of both tensors, which are vectors
-    // for all but the scalar one.
+    // SAFETY: the arguments of these kernels; the strides span the rows of both tensors, which are
+    // vectors for all but the scalar one.
     unsafe { cuda.launch(kernel, launch, arguments) }
 }
 

@@ -1,7 +1,8 @@
 //! Layer normalisation (Ba, Kiros and Hinton, 2016, equation 4) over the last dimension:
 //! `out = (x - mean) / sqrt(var + eps) * weight + bias`, with the variance of the population.
 //!
-//! x, out [..., width], weight, bias [width] (no bias is zeros), all of one floating-point type; sums in f32.
+//! x, out [..., width], weight, bias [width] (no bias is zeros), all of one floating-point type;
+//! sums in f32.
 
 pub mod cpu;
 mod cuda;
@@ -17,7 +18,7 @@ use crate::ops::common::staging::{
     contiguous, host_slice, host_slice_mut, input, input_beside, output,
 };
 
-/// See the head of the file. `out` may be the same view as `x`.
+/// Normalises each row; see the head of the file. `out` may be the same view as `x`.
 pub fn layer_norm(
     context: &ComputeContext,
     x: &Tensor,

@@ -1,9 +1,10 @@
-//! `out = x W^T + bias`, or added to `out`.
+//! The linear layer `out = x W^T + bias`, which replaces `out` or is added to it.
 //!
 //! x [num_tokens, in_features] f32, W [out_features, in_features] packed, bias [out_features] f32,
-//! out [num_tokens, out_features] f32; sums in f32. With bf16 weights x is rounded to bf16 first, on
-//! every instruction set; f32 and f16 weights take x as it is. An output element is summed over k in
-//! one order whatever `num_tokens` and the number of threads, so its bits depend on its row of x alone.
+//! out [num_tokens, out_features] f32; sums in f32. With bf16 weights x is rounded to bf16 first,
+//! on every instruction set; f32 and f16 weights take x as it is. An output element is summed over
+//! k in one order whatever `num_tokens` and the number of threads, so its bits depend on its row of
+//! x alone.
 
 use crate::backend::cpu::simd::{Kernel, Simd};
 use crate::backend::cpu::tile::Element;
@@ -15,7 +16,7 @@ use crate::ops::common::panel_product::{
     grow, multiply, Epilogue, Packed, ProductNeeds, ProductScratch, Rows, Weight,
 };
 
-/// What [`linear`] does with what `out` holds.
+/// What [`linear`] does with the contents of `out`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Store {
     /// The result replaces it.
@@ -27,7 +28,7 @@ pub enum Store {
 /// Buffers that [`linear`] needs; they grow to the largest call and are then reused.
 #[derive(Debug)]
 pub struct LinearScratch {
-    /// x as the kernels take it: [num_tokens, in_features rounded up to even].
+    /// x in the form that the kernels take: [num_tokens, in_features rounded up to even].
     activations: HostBuffer,
     product: ProductScratch,
 }
@@ -39,17 +40,18 @@ impl Default for LinearScratch {
 }
 
 impl LinearScratch {
-    /// Empty.
+    /// Makes empty buffers.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Bytes held.
+    /// Returns the number of bytes held.
     pub fn size_bytes(&self) -> usize {
         self.activations.len_bytes() + self.product.size_bytes()
     }
 
-    /// Bytes held after calls with each of `calls`, `(num_tokens, in_features)`, on `num_threads` threads.
+    /// Returns the bytes held after calls with each of `calls`, `(num_tokens, in_features)`, on
+    /// `num_threads` threads.
     pub fn bytes_for(
         dtype: DType,
         isa: Isa,
@@ -70,7 +72,7 @@ impl LinearScratch {
     }
 }
 
-/// See the head of the file.
+/// Computes a linear layer; see the head of the file.
 #[allow(clippy::too_many_arguments)]
 pub fn linear(
     backend: &CpuBackend,
@@ -122,7 +124,7 @@ pub fn linear(
 struct Finish<'a> {
     bias: Option<&'a [f32]>,
     store: Store,
-    /// [num_tokens, out_features]
+    /// The result, [num_tokens, out_features].
     out: SendPointer<f32>,
     out_features: usize,
 }
@@ -137,8 +139,8 @@ impl Epilogue for Finish<'_> {
         columns: std::ops::Range<usize>,
     ) {
         for (row, sums) in sums.chunks_exact(PANEL_COLUMNS).take(num_rows).enumerate() {
-            // SAFETY: first_row + row < num_tokens and the columns are below out_features, so this lies
-            // in `out`; each row and column is given out once.
+            // SAFETY: first_row + row < num_tokens and the columns are below out_features, so this
+            // lies in `out`; each row and column is given out once.
             let out = unsafe {
                 std::slice::from_raw_parts_mut(
                     self.out.get().add((first_row + row) * self.out_features + columns.start),

@@ -1,5 +1,6 @@
-//! Linear layers for one or two tokens, with the norm in front and what follows fused, as links of a chain of
-//! kernels that begin before those in front have ended: `csrc/ops/linear/gemv.cu`.
+//! Linear layers for one or two tokens, fused with the norm before them and with what follows, as
+//! links of a chain of kernels that begin before the preceding ones have ended:
+//! `csrc/ops/linear/gemv.cu`.
 
 use crate::backend::cuda::{kernel_struct, kernels, Arguments, Launch};
 use crate::backend::ComputeContext;
@@ -28,30 +29,30 @@ kernel_struct! {
     }
 }
 
-/// The most tokens.
+/// The largest number of tokens.
 pub const GEMV_TOKENS: usize = 2;
 
-/// A kernel, as instantiated at the foot of the source.
+/// A kernel, as instantiated at the end of the source.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Kernel {
-    /// 1 or 2.
+    /// The number of tokens, 1 or 2.
     tokens: u32,
     /// Outputs of a tile.
     outs: i32,
     /// in_features is 8 * steps * threads.
     steps: i32,
-    /// At most, of a thread.
+    /// The most registers of a thread.
     registers: u32,
 }
 
 impl Kernel {
-    /// The one for a product, if there is one.
+    /// Returns the kernel for a product, if there is one.
     fn choose(num_tokens: usize, k: i32, result: Epilogue) -> Option<Self> {
         let tokens = if num_tokens == 1 { 1 } else { 2 };
         let one = tokens == 1;
         let steps = match result {
             Epilogue::AddResidual if k > 4096 || (one && k % 768 == 0) => 3,
-            // Two blocks of a multiprocessor take turns: 0.6 % of a step of Qwen3-8B.
+            // Two blocks of a multiprocessor take turns, which saves 0.6 % of a step of Qwen3-8B.
             _ if one && k >= 4096 => 2,
             _ => 1,
         };
@@ -77,7 +78,7 @@ impl Kernel {
         (k / (8 * self.steps)) as u32
     }
 
-    /// The kernel, or `None` where none is instantiated.
+    /// Returns the kernel, or `None` where none is instantiated.
     fn name(&self, result: Epilogue, has_norm: bool, dtype: DType) -> Option<kernels::Kernel> {
         use Epilogue::{AddResidual, Store, SwiGlu};
         let kernel = match (result, has_norm, self.tokens, self.steps) {
@@ -106,7 +107,7 @@ pub fn has_decode_gemv(context: &ComputeContext) -> bool {
     })
 }
 
-/// Whether a weight of `[out_features, in_features]` can be multiplied here.
+/// Whether the kernels of this file can multiply by a weight of `[out_features, in_features]`.
 pub fn is_gemv_weight(weight: &Tensor, result: Epilogue) -> bool {
     let [rows, k] = [0, 1].map(|i| weight.shape().get(i).copied().unwrap_or(0));
     let k = i32::try_from(k).unwrap_or(0);
@@ -120,12 +121,12 @@ pub fn is_gemv_weight(weight: &Tensor, result: Epilogue) -> bool {
         && has_kernel(2)
 }
 
-/// With `norm`, a weight [in_features] and its eps: `out = round(W round(norm * round(x / rms(x))))`, or with
-/// [`Epilogue::SwiGlu`] the gated product of both halves of W. Without, and with [`Epilogue::AddResidual`]:
-/// `out = round(out + round(W x))`.
+/// Computes `out = round(W round(norm * round(x / rms(x))))` with `norm`, a weight [in_features]
+/// and its eps, or with [`Epilogue::SwiGlu`] the gated product of both halves of W. Without `norm`,
+/// and with [`Epilogue::AddResidual`], it computes `out = round(out + round(W x))`.
 ///
-/// x [num_tokens, in_features], weight [out_features, in_features] (twice the rows of out with SwiGlu), out
-/// [num_tokens, out_features], of f16 or bf16; [`GEMV_TOKENS`] tokens at most.
+/// x [num_tokens, in_features], weight [out_features, in_features] (twice the rows of out with
+/// SwiGlu), out [num_tokens, out_features], of f16 or bf16; at most [`GEMV_TOKENS`] tokens.
 pub fn decode_gemv(
     context: &ComputeContext,
     x: &Tensor,
@@ -156,7 +157,8 @@ pub fn decode_gemv(
     let resident = (65536 / (threads * kernel.registers)).min(2048 / threads).max(1);
     let tiles = (n as u32).div_ceil(kernel.outs as u32);
     let blocks = tiles.min(resident * cuda.device().info().num_multiprocessors as u32);
-    // The beginning of each block's second tile, where rows are long: half a per cent of a step of Qwen3-8B.
+    // The beginning of each block's second tile is prefetched where rows are long, which saves half
+    // a per cent of a step of Qwen3-8B.
     let prefetch_rows = match result {
         _ if k < 4096 => 0,
         Epilogue::SwiGlu => 2,
@@ -177,11 +179,11 @@ pub fn decode_gemv(
         prefetch_rows,
         eps: norm.map_or(0.0, |(_, eps)| eps),
     };
-    // The norm's weight.
+    // The norm's weight is held in shared memory.
     let shared_bytes = if norm.is_some() { k as u32 * 2 } else { 0 };
     let launch = Launch { grid: (blocks, 1, 1), block: threads, shared_bytes };
     let arguments = Arguments::new().value(&params);
-    // SAFETY: the argument of the kernel; the shapes are those that it goes over.
+    // SAFETY: the argument of the kernel; it covers exactly these shapes.
     unsafe { cuda.launch_overlapping(name, launch, arguments) }
 }
 

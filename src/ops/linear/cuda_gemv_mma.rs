@@ -23,40 +23,41 @@ kernel_struct! {
     }
 }
 
-/// What a layer multiplies, and what becomes of the product.
+/// What a layer multiplies, and what is done with the product.
 #[derive(Clone, Copy, Debug)]
 pub enum OneTokenLinear<'a> {
-    /// `out = round(W rms_norm(x))`
+    /// Computes `out = round(W rms_norm(x))`.
     Norm {
-        /// [in_features]
+        /// The weight of the norm, [in_features].
         norm: &'a Tensor,
-        /// Of the norm.
+        /// The epsilon of the norm.
         eps: f32,
     },
-    /// `hidden = round(x + round(the sum of sums))`, `out = round(round(silu(round(G h))) * round(U h))` with
-    /// `h = rms_norm(hidden)`, where W is G on top of U.
+    /// Computes `hidden = round(x + round(the sum of sums))` and
+    /// `out = round(round(silu(round(G h))) * round(U h))` with `h = rms_norm(hidden)`, where W is
+    /// G on top of U.
     SumsSwiGlu {
-        /// [in_features]
+        /// The weight of the norm, [in_features].
         norm: &'a Tensor,
-        /// Of the norm.
+        /// The epsilon of the norm.
         eps: f32,
-        /// f32 [8, in_features]
+        /// The sums, f32 [8, in_features].
         sums: &'a Tensor,
-        /// [1, in_features], not x
+        /// The result `hidden`, [1, in_features]; not x.
         hidden: &'a Tensor,
     },
-    /// `out = round(residual + round(W x))`
+    /// Computes `out = round(residual + round(W x))`.
     Residual {
-        /// [1, out_features]
+        /// The residual, [1, out_features].
         residual: &'a Tensor,
     },
 }
 
-/// How many sums are added up.
+/// The number of sums that are added up.
 pub const NUM_SUMS: usize = 8;
 
 impl OneTokenLinear<'_> {
-    /// What in_features is, how many outputs a block has, and its threads.
+    /// Returns in_features, the number of outputs of a block, and its number of threads.
     fn sizes(&self) -> (i32, i32, u32) {
         match self {
             OneTokenLinear::Norm { .. } => (1024, 32, 256),
@@ -89,9 +90,10 @@ pub fn has_decode_gemv_mma(
         })
 }
 
-/// A layer for one token: x [1, in_features], weight [out_features, in_features] (twice the rows with
-/// [`OneTokenLinear::SumsSwiGlu`]), out [1, out_features], of f16 or bf16. in_features is 1024, or 3072 with
-/// [`OneTokenLinear::Residual`]; out_features is a multiple of 32.
+/// Computes a layer for one token: x [1, in_features], weight [out_features, in_features] (twice
+/// the rows with [`OneTokenLinear::SumsSwiGlu`]), out [1, out_features], of f16 or bf16.
+/// in_features is 1024, or 3072 with [`OneTokenLinear::Residual`]; out_features is a multiple of
+/// 32.
 pub fn decode_gemv_mma(
     context: &ComputeContext,
     x: &Tensor,
@@ -144,6 +146,6 @@ pub fn decode_gemv_mma(
     };
     let launch = Launch { grid: ((n / block_outs) as u32, 1, 1), block: threads, shared_bytes: 0 };
     let arguments = Arguments::new().value(&params);
-    // SAFETY: the argument of the kernel; the shapes are those that it goes over.
+    // SAFETY: the argument of the kernel; it covers exactly these shapes.
     unsafe { cuda(context)?.launch_overlapping(kernel, launch, arguments) }
 }

@@ -1,4 +1,5 @@
-//! Linear layers for more tokens than [`super::skinny_gemm()`] takes, on Hopper: `csrc/ops/linear/prefill.cu`.
+//! Linear layers for more tokens than [`super::skinny_gemm()`] takes, on Hopper:
+//! `csrc/ops/linear/prefill.cu`.
 
 use crate::backend::cuda::{
     is_cublas_present, kernel_struct, kernels, Arguments, Kernel, Launch, TensorMap,
@@ -25,31 +26,31 @@ kernel_struct! {
     }
 }
 
-/// What two blocks of a cluster have in common.
+/// What the two blocks of a pair in a cluster have in common.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Pair {
-    /// Rows of the weight; they have different tokens.
+    /// The rows of the weight; their tokens differ.
     Rows,
-    /// Tokens.
+    /// The tokens.
     Tokens,
 }
 
-/// A kernel, as instantiated at the foot of the source.
+/// A kernel, as instantiated at the end of the source.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Shape {
     pub(super) name: &'static str,
-    /// Of a block: tokens, rows of the weight, and stages of 64 of k.
+    /// The tokens of a block, its rows of the weight, and its stages of 64 of k.
     tokens: i64,
     pub(super) rows: i64,
     stages: i64,
     pair: Pair,
-    /// Pairs that divide k.
+    /// The number of pairs that divide k.
     splits: i64,
     /// How long a tile takes, in parts of 200; measured on an H200.
     cost: i64,
 }
 
-/// Tiles for all products, and results of all kinds.
+/// The tiles that serve all products and results of all kinds.
 const WIDE: [Shape; 6] = {
     const fn wide(name: &'static str, rows: i64, stages: i64, pair: Pair, cost: i64) -> Shape {
         Shape { name, tokens: 128, rows, stages, pair, splits: 1, cost }
@@ -63,7 +64,8 @@ const WIDE: [Shape; 6] = {
         wide("128x192_n", 192, 5, Pair::Tokens, 161),
     ]
 };
-/// For weights with few rows; the first is taken whose tiles all find room on the chip at once.
+/// The tiles for weights with few rows; the first one is chosen whose tiles all fit on the chip at
+/// once.
 const NARROW: [Shape; 3] = {
     const fn narrow(name: &'static str, rows: i64, stages: i64, pair: Pair, splits: i64) -> Shape {
         Shape { name, tokens: 64, rows, stages, pair, splits, cost: 0 }
@@ -74,12 +76,12 @@ const NARROW: [Shape; 3] = {
         narrow("64x128_m", 128, 8, Pair::Rows, 1),
     ]
 };
-/// The most rows of a weight of few, and the least of k.
+/// The most rows of a weight with few rows, and the smallest k.
 const NARROW_ROWS: i64 = 1024;
 const NARROW_K: i64 = 512;
 
 impl Shape {
-    /// The one with which the last block is done first.
+    /// Returns the shape whose last block finishes first.
     pub(super) fn choose(
         num_tokens: i64,
         rows: i64,
@@ -102,7 +104,7 @@ impl Shape {
             .unwrap_or(first)
     }
 
-    /// The one for a weight with few rows, if there is one.
+    /// Returns the shape for a weight with few rows, if there is one.
     fn narrow(num_tokens: i64, rows: i64, k: i64, num_multiprocessors: i64) -> Option<Self> {
         let is_narrow = rows <= NARROW_ROWS && k >= NARROW_K;
         NARROW.into_iter().find(|shape| {
@@ -110,18 +112,19 @@ impl Shape {
         })
     }
 
-    /// Blocks of a cluster.
+    /// The number of blocks of a cluster.
     pub(super) fn blocks(self) -> i64 {
         2 * self.splits
     }
 
-    /// Clusters that the chip holds at a time: pairs of multiprocessors are never split, of fours about a tenth.
+    /// The number of clusters that the chip holds at a time. Pairs of multiprocessors are never
+    /// split; about a tenth of the groups of four are.
     fn room(self, num_multiprocessors: i64) -> i64 {
         let clusters = num_multiprocessors / self.blocks();
         (if self.splits > 1 { clusters * 10 / 11 } else { clusters }).max(1)
     }
 
-    /// Clusters, each with its tile.
+    /// The number of clusters, each with its tile.
     fn clusters(self, num_tokens: i64, rows: i64) -> i64 {
         let (tokens, of_weight) = match self.pair {
             Pair::Rows => (2 * self.tokens, self.rows),
@@ -131,7 +134,7 @@ impl Shape {
         count(num_tokens, tokens) * count(rows, of_weight)
     }
 
-    /// Tokens of a box that one of a pair copies.
+    /// The number of tokens in a box that one block of a pair copies.
     pub(super) fn token_box(self) -> u32 {
         match (self.tokens, self.pair) {
             (64, Pair::Tokens) => 32,
@@ -139,7 +142,8 @@ impl Shape {
         }
     }
 
-    /// For so many tokens and rows: blocks take several tiles in turn, and the ring of copies runs on.
+    /// Returns the launch for `num_tokens` tokens and `rows` rows: blocks take several tiles in
+    /// turn, and the ring of copies runs on.
     pub(super) fn launch(self, num_tokens: i64, rows: i64, num_multiprocessors: i64) -> Launch {
         let clusters = self.clusters(num_tokens, rows).min(self.room(num_multiprocessors));
         Launch {
@@ -149,10 +153,11 @@ impl Shape {
         }
     }
 
-    /// Stages of 64 of k, sums of other blocks, what passes through on its way out, and barriers.
+    /// Returns the bytes for stages of 64 of k, sums of other blocks, results on their way out, and
+    /// barriers.
     fn shared_bytes(self) -> u32 {
         let stages = self.stages * (self.tokens + self.rows) * 64 * 2;
-        // A block finishes 64 tokens by its part of the rows.
+        // Each block finishes 64 tokens by its part of the rows.
         let received = (self.splits - 1) * 64 * (self.rows / self.splits) * 4;
         (stages + received + self.tokens / 16 * 2048 + self.stages * 16 + 8) as u32
     }
@@ -180,16 +185,16 @@ impl Shape {
     }
 }
 
-/// What `csrc/common/layouts.cuh` says of the kernels' dynamic shared memory; they check it.
+/// The dynamic shared memory that `csrc/common/layouts.cuh` states for the kernels; they check it.
 #[cfg(test)]
 pub(in crate::ops) fn shared_bytes() -> Vec<(String, u32)> {
     let shapes = WIDE.into_iter().chain(NARROW);
     shapes.map(|shape| (format!("linear_prefill_{}", shape.name), shape.shared_bytes())).collect()
 }
 
-/// Whether [`prefill_gemm`] is faster than cuBLAS (which has the gate computed by a kernel of its own, and begins only
-/// when the kernel in front has ended), or cuBLAS is not there. Measured on an H200 and an H100 with the layers of
-/// Qwen3-0.6B, 1.7B and 8B.
+/// Whether [`prefill_gemm`] is faster than cuBLAS (which needs another kernel to compute the gate,
+/// and begins only when the preceding kernel has ended), or cuBLAS is not there. Measured on an
+/// H200 and an H100 with the layers of Qwen3-0.6B, 1.7B and 8B.
 pub fn is_prefill_faster(num_tokens: usize, weight: &Tensor, result: Epilogue) -> bool {
     let [rows, k] = [0, 1].map(|i| weight.shape().get(i).copied().unwrap_or(0));
     if !is_cublas_present() {
@@ -206,8 +211,8 @@ pub fn is_prefill_faster(num_tokens: usize, weight: &Tensor, result: Epilogue) -
     }
 }
 
-/// The most tokens with which the shapes for weights with few rows are faster than cuBLAS, and the multiprocessors of
-/// the chips on which that was measured.
+/// The most tokens with which the shapes for weights with few rows are faster than cuBLAS, and the
+/// number of multiprocessors of the chips on which that was measured.
 const MOST_NARROW_TOKENS: usize = 448;
 const MULTIPROCESSORS: i64 = 132;
 
@@ -219,10 +224,11 @@ pub fn has_prefill_gemm(context: &ComputeContext) -> bool {
     })
 }
 
-/// The product of x [num_tokens, in_features] with `weight` [out_features, in_features] (twice the rows of `out` with
-/// [`Epilogue::SwiGlu`]; not with [`Epilogue::AddResidual`]) to out [num_tokens, out_features]. Of f16 or bf16;
-/// the weight is one that [`is_skinny_weight`] knows. A token's bits depend on nothing but the token, the weight and,
-/// where the weight has few rows, the number of tokens.
+/// Computes the product of x [num_tokens, in_features] and `weight` [out_features, in_features]
+/// (twice the rows of `out` with [`Epilogue::SwiGlu`]; not with [`Epilogue::AddResidual`]) into out
+/// [num_tokens, out_features], of f16 or bf16. The weight is one that [`is_skinny_weight`] accepts.
+/// A token's bits depend only on the token, the weight and, where the weight has few rows, the
+/// number of tokens.
 pub fn prefill_gemm(
     context: &ComputeContext,
     x: &Tensor,
@@ -259,8 +265,8 @@ pub fn prefill_gemm(
     };
     let launch = shape.launch(num_tokens.into(), rows.into(), processors);
     let arguments = Arguments::new().value(&params);
-    // SAFETY: the argument of the kernel; the copy engine reads nothing outside the tensors of its maps, and the
-    // stores are bounded by num_tokens and n.
+    // SAFETY: the argument of the kernel; the copy engine reads nothing outside the tensors of its
+    // maps, and the stores are bounded by num_tokens and n.
     unsafe { cuda.launch_clusters(kernel, launch, shape.blocks() as u32, arguments) }
 }
 

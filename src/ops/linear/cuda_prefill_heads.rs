@@ -1,5 +1,6 @@
-//! The projection to queries, keys and values for prompts on Hopper, with what Qwen3 does to the heads next: the product
-//! of [`super::prefill_gemm`], and of its sums what [`super::qk_norm_rope_append()`] makes of them.
+//! The projection to queries, keys and values for prompts on Hopper, fused with what Qwen3 does to
+//! the heads next: the product of [`super::prefill_gemm`], whose sums are treated as by
+//! [`super::qk_norm_rope_append()`].
 
 use crate::backend::cuda::{kernel_struct, kernels, Arguments, Kernel, Launch, TensorMap};
 use crate::backend::{ComputeContext, DeviceTensor};
@@ -35,10 +36,11 @@ kernel_struct! {
     }
 }
 
-/// Elements of a head: the rows of a tile.
+/// The number of elements of a head, and of rows of a tile.
 const HEAD_DIM: i64 = 128;
 
-/// The shape of the kernel for so many tokens, if the tiles that are best for the product are heads.
+/// Returns the shape of the kernel for `num_tokens` tokens, if the tiles that are best for the
+/// product are heads.
 fn shape(num_tokens: i64, rows: i64, k: i64, num_multiprocessors: i64) -> Option<Shape> {
     let shape = Shape::choose(num_tokens, rows, k, true, num_multiprocessors);
     (shape.rows == HEAD_DIM).then_some(shape)
@@ -52,8 +54,9 @@ fn kernel(shape: Shape, dtype: DType) -> Option<Kernel> {
     }
 }
 
-/// Whether [`prefill_heads`] serves so many tokens, the weight and heads of `head_dim` elements, `head_stride` apart, and
-/// is faster than the product and the rest by themselves. Measured on an H100 with the layers of Qwen3-0.6B.
+/// Whether [`prefill_heads`] serves this number of tokens, the weight and heads of `head_dim`
+/// elements, `head_stride` apart, and is faster than the product and the rest as separate kernels.
+/// Measured on an H100 with the layers of Qwen3-0.6B.
 pub fn is_prefill_heads_faster(
     context: &ComputeContext,
     num_tokens: usize,
@@ -69,10 +72,11 @@ pub fn is_prefill_heads_faster(
         && shape(num_tokens as i64, rows, k, processors).is_some()
 }
 
-/// The product of x [num_tokens, in_features] with `weight` [(num_heads + 2 num_kv_heads) * 128, in_features], rounded, and
-/// its heads as by [`super::qk_norm_rope_append()`]: normalised and rotated queries in qkv [num_tokens, num_heads + 2
-/// num_kv_heads, 128], of which the rest stays as it is; normalised and rotated keys, and values, in the cache. Of f16 or
-/// bf16. A token's bits depend on nothing but the token, its position and the weights.
+/// Computes the product of x [num_tokens, in_features] and `weight` [(num_heads + 2 num_kv_heads) *
+/// 128, in_features], rounded, and treats its heads as [`super::qk_norm_rope_append()`] does:
+/// normalised and rotated queries go to qkv [num_tokens, num_heads + 2 num_kv_heads, 128], the rest
+/// of which stays as it is; normalised and rotated keys, and values, go to the cache. All are of
+/// f16 or bf16. A token's bits depend only on the token, its position and the weights.
 pub fn prefill_heads(
     context: &ComputeContext,
     x: &Tensor,
@@ -146,7 +150,8 @@ pub fn prefill_heads(
     };
     let launch: Launch = shape.launch(num_tokens.into(), n.into(), processors);
     let arguments = Arguments::new().value(&params);
-    // SAFETY: the argument of the kernel; the copy engine reads nothing outside the tensors of its maps, the stores are
-    // bounded by num_tokens and n, and the kernel follows no position or slot beyond the shapes checked above.
+    // SAFETY: the argument of the kernel; the copy engine reads nothing outside the tensors of its
+    // maps, the stores are bounded by num_tokens and n, and the kernel follows no position or slot
+    // beyond the shapes checked above.
     unsafe { cuda.launch_clusters(kernel, launch, shape.blocks() as u32, arguments) }
 }

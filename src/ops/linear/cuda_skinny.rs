@@ -1,5 +1,6 @@
-//! Linear layers for up to 128 tokens on Hopper, and the norm in front of them, as links of a chain of kernels
-//! that begin before those in front have ended: `csrc/ops/linear/skinny.cu`, `csrc/ops/rms_norm/rounded.cu`.
+//! Linear layers for up to 128 tokens on Hopper, and the norm before them, as links of a chain of
+//! kernels that begin before the preceding ones have ended: `csrc/ops/linear/skinny.cu`,
+//! `csrc/ops/rms_norm/rounded.cu`.
 
 use crate::backend::cuda::{
     kernel_struct, kernels, Arguments, CudaContext, Kernel, Launch, TensorMap,
@@ -25,7 +26,7 @@ kernel_struct! {
     }
 }
 
-/// The most tokens.
+/// The largest number of tokens.
 pub const SKINNY_TOKENS: usize = 128;
 /// in_features is a multiple of this.
 const UNIT: i64 = 64;
@@ -33,18 +34,18 @@ const UNIT: i64 = 64;
 /// How a product is divided.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Division {
-    /// Rows of W of a block.
+    /// The rows of W that a block computes.
     rows: i64,
-    /// Tokens of a block.
+    /// The tokens of a block.
     tokens: i64,
-    /// Blocks that share k.
+    /// The number of blocks that share k.
     splits: i64,
 }
 
 impl Division {
-    /// The fastest on an H200 for the layers of Qwen3, by the size of the product. Apart from `tokens` it does not
-    /// depend on the number of tokens up to 96, and with `is_fixed` `splits` never does, so that neither do a token's
-    /// results.
+    /// Returns the fastest division on an H200 for the layers of Qwen3, by the size of the product.
+    /// Apart from `tokens` it does not depend on the number of tokens up to 96, and with `is_fixed`
+    /// `splits` never does; nor, then, do a token's results.
     fn choose(num_tokens: i64, rows: i64, k: i64, result: Epilogue, is_fixed: bool) -> Self {
         let tokens = match num_tokens {
             ..=16 => 16,
@@ -74,9 +75,11 @@ impl Division {
         Division { rows: 64, splits, ..whole }
     }
 
-    /// Bytes of shared memory: boxes of 64 of k for `stages` of weights and of tokens, and barriers.
+    /// Returns the bytes of shared memory: boxes of 64 of k for `stages` of weights and of tokens,
+    /// and barriers.
     fn shared_bytes(&self) -> u32 {
-        // As instantiated at the foot of the source: boxes, stages of weights, stages of tokens.
+        // These are as instantiated at the end of the source: boxes, stages of weights, stages of
+        // tokens.
         let (boxes, weights, tokens) = match (self.rows, self.tokens) {
             (64, 16) => (4, 5, 5),
             (64, 32) => (4, 4, 4),
@@ -136,7 +139,7 @@ impl Division {
     }
 }
 
-/// Rows and tokens of a block of each kernel.
+/// The rows and tokens of a block of each kernel.
 #[cfg(test)]
 const VARIANTS: [(i64, i64); 11] = [
     (64, 16),
@@ -152,7 +155,7 @@ const VARIANTS: [(i64, i64); 11] = [
     (192, 128),
 ];
 
-/// What `csrc/common/layouts.cuh` says of the kernels' dynamic shared memory; they check it.
+/// The dynamic shared memory that `csrc/common/layouts.cuh` states for the kernels; they check it.
 #[cfg(test)]
 pub(in crate::ops) fn shared_bytes() -> Vec<(String, u32)> {
     VARIANTS
@@ -171,7 +174,7 @@ pub fn has_skinny_gemm(context: &ComputeContext) -> bool {
     })
 }
 
-/// Whether a weight of `[out_features, in_features]` can be multiplied here.
+/// Whether the kernels of this file can multiply by a weight of `[out_features, in_features]`.
 pub fn is_skinny_weight(weight: &Tensor, result: Epilogue) -> bool {
     let [rows, k] = [0, 1].map(|i| weight.shape().get(i).copied().unwrap_or(0));
     let least = if result == Epilogue::SwiGlu { 16 } else { 8 };
@@ -183,15 +186,17 @@ pub fn is_skinny_weight(weight: &Tensor, result: Epilogue) -> bool {
         && (weight.data() as usize).is_multiple_of(16)
 }
 
-/// The parts of k whose sums [`skinny_gemm`] adds up where its order is fixed: by the shape of a weight alone.
+/// Returns the number of parts of k whose sums [`skinny_gemm`] adds up where its order is fixed; it
+/// depends on the shape of a weight alone.
 pub fn num_fixed_parts(weight: &Tensor, result: Epilogue) -> u32 {
     let [rows, k] = [0, 1].map(|i| weight.shape().get(i).copied().unwrap_or(0));
     Division::choose(1, rows, k, result, true).splits as u32
 }
 
-/// The product of x [num_tokens, in_features] with `weight` [out_features, in_features] (twice the rows of `out` with
-/// [`Epilogue::SwiGlu`]) to out [num_tokens, out_features]. Of f16 or bf16; up to [`SKINNY_TOKENS`] tokens. With
-/// `is_fixed` a token's bits depend on nothing but the token and the weight.
+/// Computes the product of x [num_tokens, in_features] and `weight` [out_features, in_features]
+/// (twice the rows of `out` with [`Epilogue::SwiGlu`]) into out [num_tokens, out_features], of f16
+/// or bf16, for up to [`SKINNY_TOKENS`] tokens. With `is_fixed` a token's bits depend only on the
+/// token and the weight.
 pub fn skinny_gemm(
     context: &ComputeContext,
     x: &Tensor,
@@ -238,12 +243,13 @@ pub fn skinny_gemm(
         shared_bytes: division.shared_bytes(),
     };
     let arguments = Arguments::new().value(&params);
-    // SAFETY: the argument of the kernel; the copy engine reads nothing outside the tensors of its maps, and the
-    // stores are bounded by num_tokens and n.
+    // SAFETY: the argument of the kernel; the copy engine reads nothing outside the tensors of its
+    // maps, and the stores are bounded by num_tokens and n.
     unsafe { cuda.launch_clusters(kernel, launch, division.splits as u32, arguments) }
 }
 
-/// Boxes of 64 rows; with a gate, of 32 rows of each half, eight by turns.
+/// Returns the map of boxes of 64 rows; with a gate, of 32 rows of each half, eight at a time in
+/// turn.
 pub(super) fn weight_map(
     cuda: &CudaContext,
     weight: &DeviceTensor,

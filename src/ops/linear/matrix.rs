@@ -1,15 +1,15 @@
-//! The matrix of a linear layer on a device: its data, how they are stored, and along which axis devices could
-//! divide it.
+//! The matrix of a linear layer on a device: its data, how they are stored, and along which axis
+//! devices could divide it.
 
 use std::ops::Deref;
 
 use crate::backend::DeviceTensor;
 use crate::memory::DType;
 
-/// How the numbers of a matrix are stored. What they are computed with is a [`DType`].
+/// How the numbers of a matrix are stored. The type that they are computed in is a [`DType`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WeightFormat {
-    /// Every number by itself.
+    /// Every number is stored by itself.
     Dense(DType),
 }
 
@@ -25,28 +25,28 @@ pub enum MatrixLayout {
 /// What must stay together where an axis is divided.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ShardUnit {
-    /// Nothing: every feature is by itself.
+    /// Nothing: every feature stands by itself.
     Feature,
     /// An attention head.
     Head,
 }
 
-/// The axis along which devices divide a weight, and so where its attention heads lie, head after head. A device may put
-/// heads further apart, with zeros between them.
+/// The axis along which devices divide a weight, and hence the axis along which its attention heads
+/// lie, head after head. A device may place heads further apart, with zeros between them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ShardAxis {
-    /// Every device has all of it: norms, embeddings.
+    /// No axis: every device has all of it, as with norms and embeddings.
     None,
-    /// The output features: projections to q, k and v, gate and up, and their biases. Devices have different parts of the
-    /// result.
+    /// The output features: projections to q, k and v, gate and up, and their biases. Each device
+    /// has a different part of the result.
     Out(ShardUnit),
-    /// The input features: the projections back into the residual stream. The results of all devices are added up before
-    /// anything else is done with them.
+    /// The input features: the projections back into the residual stream. The results of all
+    /// devices are added up before anything else is done with them.
     In(ShardUnit),
 }
 
 impl ShardAxis {
-    /// The axis of the transposed weight.
+    /// Returns the axis of the transposed weight.
     pub fn transposed(self) -> Self {
         match self {
             ShardAxis::None => ShardAxis::None,
@@ -66,7 +66,7 @@ pub struct Matrix {
 }
 
 impl Matrix {
-    /// A dense matrix; `data` has the axes that `layout` says.
+    /// Makes a dense matrix; `data` has the axes that `layout` says.
     pub fn dense(data: DeviceTensor, dtype: DType, layout: MatrixLayout, shard: ShardAxis) -> Self {
         Matrix { data, format: WeightFormat::Dense(dtype), layout, shard }
     }
@@ -76,7 +76,7 @@ impl Matrix {
         &self.data
     }
 
-    /// How they are stored.
+    /// How the numbers are stored.
     pub fn format(&self) -> WeightFormat {
         self.format
     }

@@ -1,8 +1,9 @@
-//! Linear layers: `out = x W^T + b`, or what an [`Epilogue`] makes of it.
+//! Linear layers: `out = x W^T + b`, or the result of an [`Epilogue`].
 //!
-//! On the CPU a layer is [`cpu::linear`], over packed weights. On a device a [`LinearPlan`] answers once, when a model is
-//! loaded, which kernels serve its weights; the layers of a pass are then those of a [`LinearPass`], which also
-//! decides which neighbours are one kernel: norms, gates and the sum into the residual stream.
+//! On the CPU a layer is [`cpu::linear`], over packed weights. On a device a [`LinearPlan`] decides
+//! once, when a model is loaded, which kernels serve its weights; the layers of a pass are then
+//! those of a [`LinearPass`], which also decides which neighbours (norms, gates and the sum into
+//! the residual stream) are fused into one kernel.
 
 pub mod cpu;
 pub mod cuda_gemv;
@@ -21,13 +22,13 @@ pub use plan::{
 };
 pub use residual::{Norm, ResidualStream};
 
-/// What becomes of the product.
+/// What is done with the product.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Epilogue {
     /// `out = round(W x)`
     Store,
-    /// `out = round(out + round(W x))`. Devices that share W along its input features add up their products between the
-    /// two roundings.
+    /// `out = round(out + round(W x))`. Devices that share W along its input features add up their
+    /// products between the two roundings.
     AddResidual,
     /// `out = round(round(silu(round(G x))) * round(U x))`, where W is G on top of U.
     SwiGlu,

@@ -1,20 +1,23 @@
-//! Which kernels compute the linear layers of a model, found out once, when it is loaded; and the layers by them.
+//! Which kernels compute the linear layers of a model, decided once, when it is loaded; and the
+//! layers computed by them.
 //!
-//! * Up to [`MAX_CHAIN_ROWS`] rows of a step that decodes on Hopper, where the weights suit: a chain of kernels in which
-//!   each begins to fetch its weights while those before it are still at work, so that the device memory hardly rests.
-//!   Products add to the residual stream by themselves.
-//! * One or two rows of such a chain: with the norms in the products.
-//! * One row of a small model, whose step is a chain of trips to memory rather than a stream: products by tensor cores,
-//!   and the output projection in the attention.
-//! * Everything else: norms, which add what is pending, and products apart; up to [`MAX_CHAIN_ROWS`] rows by the kernel
-//!   of the chain where it serves the weights, above them by the kernel for prompts where that is the fastest, else
-//!   by [`gemm`].
+//! * Up to [`MAX_CHAIN_ROWS`] rows of a step that decodes on Hopper, where the weights suit: a
+//!   chain of kernels in which each begins to fetch its weights while those before it are still
+//!   running, so that the device memory is hardly ever idle. The products add to the residual
+//!   stream themselves.
+//! * One or two rows of such a chain: the norms are fused into the products.
+//! * One row of a small model, whose step is a chain of trips to memory rather than a stream: the
+//!   products run on tensor cores, and the output projection is fused into the attention.
+//! * Everything else: separate norms, which add what is pending, and products. Up to
+//!   [`MAX_CHAIN_ROWS`] rows are computed by the kernel of the chain where it serves the weights,
+//!   more by the kernel for prompts where that is the fastest, and otherwise by [`gemm`].
 //!
-//! Of a model that is to be deterministic, every row of a linear layer is summed in an order that follows from the shape of
-//! the weight alone. The other rows of a batch, the pieces that a prompt is cut into, a preemption or a warm prefix
-//! then change nothing. Where the weights suit the chain, up to [`MAX_CHAIN_ROWS`] rows are computed by its kernel, more
-//! by [`gemm`] with [`SumOrder::Parts`]; both add up k by wgmma, 16 at a time from the first to the last, in as many
-//! parts as the shape of the weight says. Other weights take [`SumOrder::ByRow`].
+//! In a model that is to be deterministic, every row of a linear layer is summed in an order that
+//! follows from the shape of the weight alone. The other rows of a batch, the pieces that a prompt
+//! is cut into, a preemption or a warm prefix then change nothing. Where the weights suit the
+//! chain, up to [`MAX_CHAIN_ROWS`] rows are computed by its kernel, more by [`gemm`] with
+//! [`SumOrder::Parts`]; both add up k by wgmma, 16 at a time from the first to the last, in the
+//! number of parts that the shape of the weight gives. Other weights take [`SumOrder::ByRow`].
 
 use super::cuda_gemv::{decode_gemv, has_decode_gemv, is_gemv_weight, GEMV_TOKENS};
 use super::cuda_gemv_mma::{decode_gemv_mma, has_decode_gemv_mma, OneTokenLinear};
@@ -45,12 +48,15 @@ pub const MAX_CHAIN_ROWS: usize = SKINNY_TOKENS;
 /// The widest stream that the norm of the chain takes.
 const MAX_CHAIN_WIDTH: usize = 16384;
 
-/// Hundredths of the memory of a multiprocessor that a chain takes as shared memory: the weights under way need the rest,
-/// the first-level cache. Without it a step of Qwen3-8B takes 5 % longer (H200).
+/// Hundredths of the memory of a multiprocessor that a chain takes as shared memory. The weights in
+/// flight need the rest, which is the first-level cache; without it a step of Qwen3-8B takes 5 %
+/// longer (H200).
 const CHAIN_SHARED_PERCENT: i32 = 75;
-/// Small models wait for each other's kernels rather than for memory, unless the kernels are made for them.
+/// The percentage for small models, whose kernels wait for each other rather than for memory,
+/// unless the kernels are made for them.
 const SMALL_CHAIN_SHARED_PERCENT: i32 = 100;
-/// With the kernels for small models (H200; a step of Qwen3-0.6B after 512 tokens takes a quarter longer with 75).
+/// The percentage with the kernels for small models (H200; a step of Qwen3-0.6B after 512 tokens
+/// takes a quarter longer with 75).
 const ONE_TOKEN_SHARED_PERCENT: i32 = 50;
 /// Streams narrower than this are those of small models.
 const SMALL_WIDTH: usize = 2048;
@@ -58,26 +64,26 @@ const SMALL_WIDTH: usize = 2048;
 /// A product of a model, as [`LinearPlan::find`] asks for it.
 #[derive(Clone, Copy, Debug)]
 pub struct Product<'a> {
-    /// What is multiplied with.
+    /// The matrix to multiply by.
     pub weight: &'a Matrix,
     /// Whether a bias is added.
     pub has_bias: bool,
-    /// What becomes of it.
+    /// What is done with the product.
     pub epilogue: Epilogue,
 }
 
 /// The sizes of a decoder that kernels are made for.
 #[derive(Clone, Copy, Debug)]
 pub struct DecoderSizes {
-    /// Width of the residual stream.
+    /// The width of the residual stream.
     pub hidden_size: usize,
-    /// Width of the MLP.
+    /// The width of the MLP.
     pub intermediate_size: usize,
     /// Whether all norms are RMSNorms.
     pub has_rms_norms: bool,
 }
 
-/// See the head of the file.
+/// The plan for the linear layers of a model; see the head of the file.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct LinearPlan {
     has_chain: bool,
@@ -108,11 +114,11 @@ pub struct LinearPass<'a> {
 /// A weight and its bias.
 #[derive(Clone, Copy, Debug)]
 pub struct Layer<'a> {
-    /// What it is called in a profile.
+    /// Its name in a profile.
     pub name: &'static str,
-    /// [out_features, in_features]
+    /// The weight, [out_features, in_features].
     pub weight: &'a Matrix,
-    /// [out_features]
+    /// The bias, [out_features].
     pub bias: Option<&'a DeviceTensor>,
 }
 
@@ -121,8 +127,9 @@ fn num_rows(x: &Tensor) -> usize {
 }
 
 impl LinearPlan {
-    /// What serves the products of a model on the device of `context`. `XSERV_CUDA_PORTABLE=1` in the environment:
-    /// [`gemm`] alone, for comparing and testing what other devices take.
+    /// Finds the kernels that serve the products of a model on the device of `context`.
+    /// `XSERV_CUDA_PORTABLE=1` in the environment selects [`gemm`] alone, for comparing and testing
+    /// what other devices take.
     pub fn find<'a>(
         context: &ComputeContext,
         attention: &AttentionPlan,
@@ -156,17 +163,19 @@ impl LinearPlan {
         LinearPlan { has_chain, has_gemv, has_one_token, has_prefill, is_deterministic }
     }
 
-    /// The most rows of a step that decodes for which the layers are a chain; `None` if they never are.
+    /// Returns the most rows of a decoding step for which the layers are a chain; `None` if they
+    /// never are.
     pub fn max_chain_rows(&self) -> Option<usize> {
         self.has_chain.then_some(MAX_CHAIN_ROWS)
     }
 
-    /// The layers of a pass in which norms and products are apart.
+    /// Returns the layers of a pass in which norms and products are separate.
     pub fn apart<'a>(&'a self, context: &'a ComputeContext) -> Result<LinearPass<'a>> {
         self.pass(context, Links::Apart)
     }
 
-    /// The layers of a step that decodes `num_rows` rows, up to [`LinearPlan::max_chain_rows`].
+    /// Returns the layers of a step that decodes `num_rows` rows, up to
+    /// [`LinearPlan::max_chain_rows`].
     pub fn chain<'a>(
         &'a self,
         context: &'a ComputeContext,
@@ -191,7 +200,7 @@ impl LinearPlan {
         }
     }
 
-    /// In which order [`gemm`] adds up the products with a weight.
+    /// Returns the order in which [`gemm`] adds up the products with a weight.
     fn sum_order(&self, weight: &Tensor, epilogue: Epilogue) -> SumOrder {
         match (self.is_deterministic, self.has_chain) {
             (false, _) => SumOrder::Fastest,
@@ -201,8 +210,8 @@ impl LinearPlan {
     }
 }
 
-/// The most device memory that a layer takes for as long as it is queued, on any chip and with any plan, for up to
-/// `num_rows` rows.
+/// Returns the most device memory that a layer takes while it is queued, on any chip and with any
+/// plan, for up to `num_rows` rows.
 pub fn scratch_bytes(
     dtype: DType,
     num_rows: usize,
@@ -212,7 +221,8 @@ pub fn scratch_bytes(
     gemm_scratch_bytes(dtype, num_rows, weight, is_deterministic)
 }
 
-/// What a library of products is given of that to work in: none where sums have a fixed order, which is ours.
+/// Returns the workspace that a library of products gets out of that: none where sums have a fixed
+/// order, because those products are computed by this library's own kernels.
 pub fn library_workspace_bytes(
     num_rows: usize,
     weight: &WeightShape,
@@ -237,7 +247,8 @@ impl LinearPass<'_> {
         self.links != Links::Apart
     }
 
-    /// Calls `queue`, which queues all layers of the pass, with the memory of multiprocessors divided as suits the kernels.
+    /// Calls `queue`, which queues all layers of the pass, with the memory of multiprocessors
+    /// divided as suits the kernels.
     pub fn with_memory_divided<T>(
         &self,
         hidden_size: usize,
@@ -256,19 +267,19 @@ impl LinearPass<'_> {
         done
     }
 
-    /// The end of a product in a profile.
+    /// Marks the end of a product in a profile.
     fn mark(&self, layer: &Layer<'_>, num_rows: usize) -> Result<()> {
         let flops = 2.0 * layer.weight.num_elements() as f64 * num_rows as f64;
         self.cuda.mark(layer.name, layer.weight.size_bytes() as u64, flops)
     }
 
-    /// `stream.normed = norm(stream)`, with what was pending added to the stream.
+    /// Computes `stream.normed = norm(stream)`, with what was pending added to the stream.
     pub fn normalise(&self, stream: &mut ResidualStream, norm: &Norm<'_>) -> Result<()> {
         stream.normalise(self.context, norm)?;
         self.cuda.mark("norm", 0, 0.0)
     }
 
-    /// `out = norm(stream) W^T + b`. out [num_rows, out_features].
+    /// Computes `out = norm(stream) W^T + b`. out [num_rows, out_features].
     pub fn normed(
         &self,
         stream: &mut ResidualStream,
@@ -292,8 +303,8 @@ impl LinearPass<'_> {
         self.mark(layer, stream.num_rows())
     }
 
-    /// The same for the output matrix, whose rows are as many as the vocabulary has tokens: the kernels for one row of a
-    /// small model are not made for it.
+    /// Does the same for the output matrix, which has one row per token of the vocabulary; the
+    /// kernels for one row of a small model are not made for it.
     pub fn normed_output(
         &self,
         stream: &mut ResidualStream,
@@ -308,9 +319,9 @@ impl LinearPass<'_> {
         self.mark(layer, stream.num_rows())
     }
 
-    /// The projection to queries, keys and values, and where one kernel does so faster what [`heads`](QkNormRope) says.
-    /// Returns whether that is done: else the rows of `out` are as they were projected. out
-    /// [num_rows, num_heads + 2 num_kv_heads, head_stride].
+    /// Projects to queries, keys and values and, where one kernel does both faster, treats the
+    /// heads as [`heads`](QkNormRope) says. Returns whether that is done; otherwise the rows of
+    /// `out` are as they were projected. out [num_rows, num_heads + 2 num_kv_heads, head_stride].
     pub fn normed_heads(
         &self,
         stream: &mut ResidualStream,
@@ -334,7 +345,8 @@ impl LinearPass<'_> {
         Ok(true)
     }
 
-    /// Whether one kernel projects a prompt to heads, normalises and rotates them, and faster than several.
+    /// Whether one kernel projects a prompt to heads, normalises and rotates them, and does so
+    /// faster than several.
     fn projects_heads(
         &self,
         num_rows: usize,
@@ -349,8 +361,9 @@ impl LinearPass<'_> {
             && is_prefill_heads_faster(self.context, num_rows, layer.weight, head_dim, stride)
     }
 
-    /// `out = silu(gate) * up`, where the rows of W are those of gate and then those of up, of `norm(stream)`. gate_up
-    /// [num_rows, 2 * width], which may stay as it is, out [num_rows, width].
+    /// Computes `out = silu(gate) * up` of `norm(stream)`, where the rows of W are those of gate
+    /// and then those of up. gate_up [num_rows, 2 * width], which may stay as it is, out [num_rows,
+    /// width].
     pub fn normed_gated(
         &self,
         stream: &mut ResidualStream,
@@ -388,7 +401,7 @@ impl LinearPass<'_> {
         self.mark(layer, stream.num_rows())
     }
 
-    /// `stream += x W^T + b`. x [num_rows, in_features].
+    /// Computes `stream += x W^T + b`. x [num_rows, in_features].
     pub fn add_to(
         &self,
         stream: &mut ResidualStream,
@@ -416,7 +429,8 @@ impl LinearPass<'_> {
         self.mark(layer, stream.num_rows())
     }
 
-    /// The attention has projected: `sums` f32 [num_kv_heads, hidden_size] are to be added up and to the stream.
+    /// Notes that the attention has projected: `sums` f32 [num_kv_heads, hidden_size] are to be
+    /// added up and to the stream.
     pub fn add_sums(
         &self,
         stream: &mut ResidualStream,
@@ -427,7 +441,7 @@ impl LinearPass<'_> {
         self.mark(layer, stream.num_rows())
     }
 
-    /// `out = x W^T + b`. x [num_rows, in_features], out [num_rows, out_features].
+    /// Computes `out = x W^T + b`. x [num_rows, in_features], out [num_rows, out_features].
     pub fn plain(&self, x: &DeviceTensor, layer: &Layer<'_>, out: &DeviceTensor) -> Result<()> {
         let (epilogue, rows) = (Epilogue::Store, num_rows(x));
         if layer.bias.is_none() && self.takes_skinny(rows) {
@@ -440,7 +454,7 @@ impl LinearPass<'_> {
         self.mark(layer, rows)
     }
 
-    /// Whether the kernel of the chain computes so many rows, of prompts too.
+    /// Whether the kernel of the chain computes `num_rows` rows, those of prompts included.
     fn takes_skinny(&self, num_rows: usize) -> bool {
         self.plan.has_chain && num_rows <= MAX_CHAIN_ROWS
     }
@@ -488,8 +502,8 @@ impl LinearPass<'_> {
         decode_gemv(self.context, &stream.hidden, norm, layer.weight, epilogue, out)
     }
 
-    /// The product, or with a bias `+ b`: the bias is the same row for all, to which the product is added in f32 and
-    /// rounded once.
+    /// Computes the product. A bias is written to every row of `out` first, and the product is
+    /// added to it in f32 and rounded once.
     fn by_gemm(
         &self,
         x: &Tensor,

@@ -1,9 +1,10 @@
-//! The residual stream of a decoder on a device, `[num_rows, hidden_size]`, and what has been computed and not yet
-//! added to it.
+//! The residual stream of a decoder on a device, `[num_rows, hidden_size]`, and what has been
+//! computed but not yet added to it.
 //!
-//! A sublayer ends with `stream = round(stream + round(W x))`. The sum is done where it costs least: by the product
-//! itself, or by the norm that reads the stream next. The product is finished before the sum in any case, which is
-//! where devices that share a weight along its input features add up what each of them has.
+//! A sublayer ends with `stream = round(stream + round(W x))`. The sum is done where it costs
+//! least: by the product itself, or by the norm that reads the stream next. In any case the product
+//! is finished before the sum, which is where devices that share a weight along its input features
+//! add up their parts of it.
 
 use crate::backend::{ComputeContext, DeviceTensor};
 use crate::error::Result;
@@ -17,18 +18,18 @@ use crate::ops::rms_norm::cuda_rounded::{add_rms_norm, rms_norm_step};
 pub enum Norm<'a> {
     /// RMSNorm.
     Rms {
-        /// [hidden_size]
+        /// The weight, [hidden_size].
         weight: &'a Tensor,
-        /// Inside the root.
+        /// The epsilon, inside the root.
         eps: f32,
     },
     /// LayerNorm.
     Layer {
-        /// [hidden_size]
+        /// The weight, [hidden_size].
         weight: &'a Tensor,
-        /// [hidden_size]
+        /// The bias, [hidden_size].
         bias: Option<&'a Tensor>,
-        /// Inside the root.
+        /// The epsilon, inside the root.
         eps: f32,
     },
 }
@@ -38,31 +39,33 @@ pub enum Norm<'a> {
 pub(super) enum Pending {
     /// Nothing.
     Nothing,
-    /// `projected`.
+    /// The tensor `projected`.
     Projected,
-    /// The sum over the rows of f32 [num_kv_heads, hidden_size], one for each kv head: of a single row.
+    /// The sum over the rows of f32 [num_kv_heads, hidden_size], one for each kv head; for a stream
+    /// of a single row.
     Sums(DeviceTensor),
 }
 
-/// See the head of the file.
+/// The residual stream; see the head of the file.
 #[derive(Debug)]
 pub struct ResidualStream {
-    /// [num_rows, hidden_size], without what is pending.
+    /// The stream without what is pending, [num_rows, hidden_size].
     pub hidden: DeviceTensor,
-    /// [num_rows, hidden_size], the stream normalised.
+    /// The normalised stream, [num_rows, hidden_size].
     pub normed: DeviceTensor,
-    /// [num_rows, hidden_size], the last product.
+    /// The last product, [num_rows, hidden_size].
     pub projected: DeviceTensor,
     pub(super) pending: Pending,
 }
 
 impl ResidualStream {
-    /// A stream with nothing pending. The three are apart from each other and of one shape and type.
+    /// Makes a stream with nothing pending. The three tensors do not overlap and have one shape and
+    /// type.
     pub fn new(hidden: DeviceTensor, normed: DeviceTensor, projected: DeviceTensor) -> Self {
         ResidualStream { hidden, normed, projected, pending: Pending::Nothing }
     }
 
-    /// The number of rows.
+    /// Returns the number of rows.
     pub fn num_rows(&self) -> usize {
         self.hidden.shape().first().map_or(0, |&n| n as usize)
     }
@@ -89,7 +92,7 @@ impl ResidualStream {
         }
     }
 
-    /// The same of a stream to which products add by themselves, as a link of the chain.
+    /// Does the same for a stream to which products add themselves, as a link of the chain.
     pub(super) fn normalise_in_chain(
         &self,
         context: &ComputeContext,

@@ -1,5 +1,6 @@
-//! What Qwen3 does between the projection and the attention, rounded after each step: RMSNorm of each head of
-//! q and k, rotary embedding (Su et al., 2021, split-half pairs), and keys and values into the cache.
+//! The steps of Qwen3 between the projection and the attention, rounded after each: RMSNorm of each
+//! head of q and k, rotary embedding (Su et al., 2021, split-half pairs), and keys and values into
+//! the cache.
 
 use crate::backend::cuda::{kernel_struct, kernels, Arguments, Launch};
 use crate::backend::ComputeContext;
@@ -8,25 +9,27 @@ use crate::memory::{ElementType, Tensor};
 use crate::ops::common::contiguous::{check, cuda, float};
 use crate::ops::kv_cache::KvSlots;
 
-/// How heads are normalised and turned. All of the heads' type.
+/// How heads are normalised and rotated. All tensors but the positions have the heads' type.
 #[derive(Clone, Copy, Debug)]
 pub struct QkNormRope<'a> {
-    /// [head_dim]
+    /// The weight of the norm of q, [head_dim].
     pub q_norm: &'a Tensor,
-    /// [head_dim]
+    /// The weight of the norm of k, [head_dim].
     pub k_norm: &'a Tensor,
-    /// In the root.
+    /// The epsilon of the norms, inside the root.
     pub eps: f32,
-    /// [max_position, head_dim / 2], of [`rope_tables`].
+    /// The cosines, [max_position, head_dim / 2], from [`rope_tables`].
     pub cos: &'a Tensor,
-    /// The same.
+    /// The sines, of the same shape.
     pub sin: &'a Tensor,
-    /// i32 [num_tokens], copied from the host: it is read while kernels in front are still at work.
+    /// The position of each token, i32 [num_tokens], copied from the host: they are read while
+    /// preceding kernels are still running.
     pub positions: &'a Tensor,
 }
 
 kernel_struct! {
-    /// `csrc/ops/qk_norm_rope_append/qk_norm_rope_append.cu` has the same struct and says what it means.
+    /// `csrc/ops/qk_norm_rope_append/qk_norm_rope_append.cu` has the same struct and documents its
+    /// fields.
     #[derive(Clone, Copy)]
     pub(in crate::ops) struct QkNormRopeAppendArgs {
         qkv: *mut u8,
@@ -49,7 +52,7 @@ kernel_struct! {
     }
 }
 
-/// Of a block.
+/// The number of threads of a block.
 const THREADS: u32 = 256;
 /// The longest head that a warp holds; the kernel takes it from here.
 pub(in crate::ops) const MAX_HEAD_DIM: i64 = 256;
@@ -58,8 +61,9 @@ fn size(tensor: &Tensor, dimension: usize) -> i64 {
     tensor.shape().get(dimension).copied().unwrap_or(0)
 }
 
-/// See the head of the file. qkv [num_tokens, num_heads + 2 num_kv_heads, head_stride], contiguous: q becomes
-/// the rotated queries, k and v stay. Of each head only the first head_dim elements are in use, the others are
+/// Normalises and rotates the heads and appends to the cache; see the head of the file. qkv
+/// [num_tokens, num_heads + 2 num_kv_heads, head_stride] is contiguous: q becomes the rotated
+/// queries, k and v stay. Only the first head_dim elements of each head are in use, the others are
 /// zero.
 pub fn qk_norm_rope_append(
     context: &ComputeContext,
@@ -124,8 +128,8 @@ pub fn qk_norm_rope_append(
     }
     let launch =
         Launch { grid: (int(num_tokens)? as u32, parts, 1), block: THREADS, shared_bytes: 0 };
-    // SAFETY: the argument of the kernel; the shapes were checked above, and the kernel follows no position or
-    // slot beyond them.
+    // SAFETY: the argument of the kernel; the shapes were checked above, and the kernel follows no
+    // position or slot beyond them.
     unsafe {
         let arguments = Arguments::new().value(&arguments);
         cuda.launch_overlapping(kernel.of(dtype), launch, arguments)

@@ -1,6 +1,7 @@
 //! Root-mean-square normalisation (Zhang and Sennrich, 2019, equation 4):
-//! `out = x / sqrt(mean(x^2) + eps) * weight`, eps inside the root as in Transformers; computed in f32
-//! and rounded once. With a residual: `residual = round(x + residual)`, then the norm of that.
+//! `out = x / sqrt(mean(x^2) + eps) * weight`, eps inside the root as in Transformers; computed in
+//! f32 and rounded once. With a residual it first computes `residual = round(x + residual)`, then
+//! the norm of that.
 
 use crate::backend::cpu::simd::{Kernel, Simd};
 use crate::backend::cpu::{CpuBackend, SendPointer};
@@ -9,7 +10,7 @@ use crate::ops::common::row_sums::inverse_root;
 use crate::ops::common::row_sums::{sum_rows, Square, GROUP};
 use crate::ops::common::storage::{map2, Storage};
 
-/// Whether these are whole rows of `width`.
+/// Whether the slices are whole rows of `width`.
 fn is_rows(len: usize, width: usize) -> bool {
     len == 0 || width > 0 && len.is_multiple_of(width)
 }
@@ -36,7 +37,8 @@ pub fn rms_norm<T: Storage>(
     })
 }
 
-/// `residual_out = x + residual` rounded to T, and `out` its norm. All are [num_rows, width].
+/// Computes `residual_out = x + residual`, rounded to T, and its norm `out`. All are [num_rows,
+/// width].
 pub fn add_rms_norm<T: Storage>(
     backend: &CpuBackend,
     x: &[T],
@@ -66,7 +68,7 @@ pub fn add_rms_norm<T: Storage>(
     })
 }
 
-/// `out = x * scale * weight`.
+/// Computes `out = x * scale * weight`.
 #[inline(always)]
 fn scale_row<S: Simd, T: Storage>(x: &[T], scale: f32, weight: &[T], out: &mut [T]) {
     map2::<S, T>(x, weight, out, |x, w| x * scale * w);

@@ -46,8 +46,9 @@ pub fn rms_norm_heads(
     let start = SendPointer(x.as_mut_ptr());
     backend.parallel_tokens(num_tokens, row_len, |tokens| {
         for token in tokens {
-            // SAFETY: `check_strided` has found (num_tokens - 1) * row_stride + row_len <= x.len() and
-            // row_len <= row_stride, so rows lie in x and do not overlap; each token is given out once.
+            // SAFETY: `check_strided` has found (num_tokens - 1) * row_stride + row_len <= x.len()
+            // and row_len <= row_stride, so rows lie in x and do not overlap; each token is given
+            // out once.
             let row = unsafe {
                 std::slice::from_raw_parts_mut(start.get().add(token * row_stride), row_len)
             };

@@ -9,8 +9,8 @@ use crate::ops::common::row_kernels::{
     all_vectors, block_per_row, matrix_stride, rows_and_width, RowForm,
 };
 
-/// The kernel for narrow rows and how many rows a block of 256 threads takes, if one covers rows of so many
-/// vectors.
+/// Returns the kernel for narrow rows and how many rows a block of 256 threads takes, if one covers
+/// rows of this number of vectors.
 fn group(num_vectors: i64) -> Option<(i64, i64)> {
     match num_vectors {
         ..=16 => Some((16, 16)),
@@ -44,7 +44,7 @@ pub(in crate::ops) fn on_cuda(
                 .ok_or_else(|| Error::internal("more blocks than rows"))?;
             (kernel, Launch::linear(blocks, 256))
         }
-        // What is larger than the cache cannot be found there by whoever reads it next.
+        // An output larger than the cache cannot be found there by its next reader.
         (RowForm::Registers(_), None) if out.size_bytes() > cuda.device().info().l2_bytes => {
             (kernels::RMS_NORM_STREAM.of(dtype), block_per_row(form, rows, x))
         }
@@ -64,8 +64,8 @@ pub(in crate::ops) fn on_cuda(
         .f32(eps)
         .value(&out_layout)
         .value(&x_layout);
-    // SAFETY: the arguments of these kernels; the layouts span the rows of both tensors, which are vectors
-    // for all but the scalar one.
+    // SAFETY: the arguments of these kernels; the layouts span the rows of both tensors, which are
+    // vectors for all but the scalar one.
     unsafe { cuda.launch(kernel, launch, arguments) }
 }
 
@@ -96,8 +96,8 @@ pub(in crate::ops) fn add_on_cuda(
         .i64(matrix_stride(residual_out)?)
         .i64(matrix_stride(x)?)
         .i64(matrix_stride(residual)?);
-    // SAFETY: the arguments of these kernels; the strides span the rows of the tensors, which are vectors
-    // for all but the scalar one.
+    // SAFETY: the arguments of these kernels; the strides span the rows of the tensors, which are
+    // vectors for all but the scalar one.
     unsafe { cuda.launch(kernel, block_per_row(form, rows, x), arguments) }
 }
 

@@ -1,5 +1,6 @@
 //! Residual addition and RMSNorm (Zhang and Sennrich, 2019, equation 4), rounded after each step:
-//! `residual = round(residual + x)`, `out = round(weight * round(residual / sqrt(mean(residual^2) + eps)))`.
+//! `residual = round(residual + x)`,
+//! `out = round(weight * round(residual / sqrt(mean(residual^2) + eps)))`.
 
 use crate::backend::cuda::{kernel_struct, kernels, Arguments, Launch};
 use crate::backend::ComputeContext;
@@ -8,9 +9,11 @@ use crate::error::Result;
 use crate::memory::Tensor;
 use crate::ops::common::contiguous::{check, cuda, float, matrix_size, vector_len};
 
-/// See the head of the file; without `x` nothing is added.
+/// Adds `x` to the residual and computes the norm; see the head of the file. Without `x` nothing is
+/// added.
 ///
-/// x, residual, out [num_rows, width], weight [width], of one type; `out` shares no memory with the others.
+/// x, residual, out [num_rows, width], weight [width], of one type; `out` shares no memory with the
+/// others.
 pub fn add_rms_norm(
     context: &ComputeContext,
     x: Option<&Tensor>,
@@ -42,7 +45,8 @@ pub fn add_rms_norm(
         .tensor(weight)
         .i32(width)
         .f32(eps);
-    // SAFETY: the arguments of the kernel; all are contiguous and have the rows and width that it goes over.
+    // SAFETY: the arguments of the kernel; all are contiguous and have the rows and width that it
+    // covers.
     unsafe {
         let launch = Launch::linear(rows, block);
         cuda(context)?.launch_overlapping(kernel, launch, arguments)
@@ -60,8 +64,8 @@ kernel_struct! {
     }
 }
 
-/// `out = round(weight * round(x / sqrt(mean(x^2) + eps)))`, row by row. x, out [num_rows, width], of f16 or
-/// bf16; width a multiple of 8, at most 16384.
+/// Computes `out = round(weight * round(x / sqrt(mean(x^2) + eps)))`, row by row. x, out [num_rows,
+/// width], of f16 or bf16; width a multiple of 8, at most 16384.
 pub fn rms_norm_step(
     context: &ComputeContext,
     x: &Tensor,
@@ -81,7 +85,7 @@ pub fn rms_norm_step(
     }
     let params =
         RmsNormStepParams { x: x.data(), weight: weight.data(), out: out.data(), width, eps };
-    // A vector of eight to a thread, two in the widest rows.
+    // A thread takes a vector of eight elements, two in the widest rows.
     let block = (width as u32 / 8).clamp(32, 1024).next_multiple_of(32);
     let arguments = Arguments::new().value(&params);
     // SAFETY: the argument of the kernel; all rows have `width` elements.

@@ -1,8 +1,10 @@
 //! Root-mean-square normalisation (Zhang and Sennrich, 2019, equation 4) over the last dimension:
-//! `out = x / sqrt(mean(x^2) + eps) * weight`, eps inside the root as in Transformers; and the same behind
-//! a residual addition: `residual_out = x + residual`, `out` = the norm of what was stored there.
+//! `out = x / sqrt(mean(x^2) + eps) * weight`, eps inside the root as in Transformers; and the same
+//! after a residual addition: `residual_out = x + residual`, `out` = the norm of what was stored
+//! there.
 //!
-//! x, residual, residual_out, out [..., width], weight [width], all of one floating-point type; sums in f32.
+//! x, residual, residual_out, out [..., width], weight [width], all of one floating-point type;
+//! sums in f32.
 
 pub mod cpu;
 pub mod cpu_heads;
@@ -21,7 +23,7 @@ use crate::ops::common::staging::{
     contiguous, host_slice, host_slice_mut, input, input_beside, output,
 };
 
-/// See the head of the file. `out` may be the same view as `x`.
+/// Normalises the rows of `x`; see the head of the file. `out` may be the same view as `x`.
 pub fn rms_norm(
     context: &ComputeContext,
     x: &Tensor,
@@ -70,14 +72,15 @@ pub fn rms_norm(
     }
 }
 
-/// The tensors of [`add_rms_norm`]. `residual_out` may be the same view as `residual` or `x`, and `out` as `x`.
+/// The tensors of [`add_rms_norm`]. `residual_out` may be the same view as `residual` or `x`, and
+/// `out` as `x`.
 #[derive(Clone, Copy, Debug)]
 pub struct AddRmsNorm<'a> {
-    /// What the layer before has computed.
+    /// The output of the preceding layer.
     pub x: &'a Tensor,
-    /// What it is added to.
+    /// The tensor that it is added to.
     pub residual: &'a Tensor,
-    /// [width]
+    /// The weight of the norm, [width].
     pub weight: &'a Tensor,
     /// The sum, rounded to the element type.
     pub residual_out: &'a Tensor,
@@ -85,7 +88,7 @@ pub struct AddRmsNorm<'a> {
     pub out: &'a Tensor,
 }
 
-/// See the head of the file.
+/// Adds and normalises; see the head of the file.
 pub fn add_rms_norm(context: &ComputeContext, tensors: AddRmsNorm<'_>, eps: f32) -> Result<()> {
     let AddRmsNorm { x, residual, weight, residual_out, out } = tensors;
     let (x_named, residual_named, weight_named) =
@@ -117,8 +120,8 @@ pub fn add_rms_norm(context: &ComputeContext, tensors: AddRmsNorm<'_>, eps: f32)
             let sum_place = output(context, residual_out, contiguous)?;
             let place = output(context, out, contiguous)?;
             with_storage!(dtype, T => {
-                // SAFETY: contiguous tensors of T on the host; the results overlap no input and not each
-                // other.
+                // SAFETY: contiguous tensors of T on the host; the results overlap no input and not
+                // each other.
                 let (x, residual, weight, sums, out) = unsafe {
                     (
                         host_slice::<T>(&x.tensor),

@@ -1,5 +1,5 @@
-//! Rotary position embedding (Su et al., 2021, equation 34): rotates pairs of values of each head by the
-//! angle whose cosine and sine stand in a table; computed in f32 and rounded once.
+//! Rotary position embedding (Su et al., 2021, equation 34): rotates pairs of values of each head
+//! by the angle whose cosine and sine stand in a table; computed in f32 and rounded once.
 
 use crate::backend::cpu::simd::{Kernel, Simd};
 use crate::backend::cpu::{CpuBackend, SendPointer};
@@ -8,8 +8,8 @@ use crate::ops::common::index::Index;
 use crate::ops::common::storage::{Storage, CHUNK};
 use crate::ops::rope::RopePairing;
 
-/// Rotates in place x [num_tokens, num_heads, head_dim], token rows `row_stride` elements apart, by the
-/// angles of `positions` [num_tokens]. `cos` and `sin` are [num_positions, head_dim / 2].
+/// Rotates in place x [num_tokens, num_heads, head_dim], token rows `row_stride` elements apart, by
+/// the angles of `positions` [num_tokens]. `cos` and `sin` are [num_positions, head_dim / 2].
 #[allow(clippy::too_many_arguments)]
 pub fn rope<T: Storage, I: Index>(
     backend: &CpuBackend,
@@ -55,10 +55,11 @@ pub fn rope<T: Storage, I: Index>(
     let start = SendPointer(x.as_mut_ptr());
     backend.parallel_tokens(num_tokens, row_len, |tokens| {
         for token in tokens {
-            // Always some, as checked above.
+            // This is always some, as checked above.
             let Some(position) = positions[token].to_index(num_positions) else { continue };
-            // SAFETY: `check_strided` has found (num_tokens - 1) * row_stride + row_len <= x.len() and
-            // row_len <= row_stride, so rows lie in x and do not overlap; each token is given out once.
+            // SAFETY: `check_strided` has found (num_tokens - 1) * row_stride + row_len <= x.len()
+            // and row_len <= row_stride, so rows lie in x and do not overlap; each token is given
+            // out once.
             let row = unsafe {
                 std::slice::from_raw_parts_mut(start.get().add(token * row_stride), row_len)
             };
@@ -71,11 +72,11 @@ pub fn rope<T: Storage, I: Index>(
 
 /// Rotates the heads of one token.
 pub(crate) struct Rotate<'a, T> {
-    /// [num_heads, head_dim]
+    /// The heads, [num_heads, head_dim].
     pub row: &'a mut [T],
-    /// [head_dim / 2]
+    /// The cosines, [head_dim / 2].
     pub cos: &'a [f32],
-    /// [head_dim / 2]
+    /// The sines, [head_dim / 2].
     pub sin: &'a [f32],
     pub pairing: RopePairing,
 }

@@ -1,5 +1,5 @@
-//! Rotary position embedding (Su et al., 2021, equation 34): rotates pairs of values of each head by
-//! `position * inv_freq[i]`.
+//! Rotary position embedding (Su et al., 2021, equation 34): rotates pairs of values of each head
+//! by `position * inv_freq[i]`.
 
 use crate::backend::cpu::{CpuBackend, SendPointer};
 use crate::error::{try_with_capacity, Error, Result};
@@ -7,24 +7,25 @@ use crate::ops::rope::cpu::Rotate;
 use crate::ops::rope::RopePairing;
 use std::sync::OnceLock;
 
-/// Positions whose angles are computed together.
+/// The number of positions whose angles are computed together.
 const BLOCK_POSITIONS: usize = 256;
 
-/// Cosines and sines of all positions, computed in blocks when first asked for.
+/// The cosines and sines of all positions, computed in blocks when first asked for.
 ///
 /// As in Transformers the angle is `position as f32 * inv_freq[i]` in f32, and the cosine and sine
-/// are multiplied by `attention_scaling` (YaRN; else 1).
+/// are multiplied by `attention_scaling` (of YaRN; otherwise 1).
 #[derive(Debug)]
 pub struct RopeTable {
     inv_freq: Vec<f32>,
     attention_scaling: f32,
     max_positions: usize,
-    /// Each [BLOCK_POSITIONS, 2, head_dim / 2]: cosines, then sines.
+    /// The computed blocks, each [BLOCK_POSITIONS, 2, head_dim / 2]: cosines, then sines.
     blocks: Vec<OnceLock<Vec<f32>>>,
 }
 
 impl RopeTable {
-    /// A table for heads of `2 * inv_freq.len()` and positions below `max_positions`.
+    /// Makes a table for heads of `2 * inv_freq.len()` elements and positions below
+    /// `max_positions`.
     pub fn new(inv_freq: &[f32], attention_scaling: f32, max_positions: usize) -> Result<Self> {
         let mut frequencies = try_with_capacity(inv_freq.len(), "rope frequencies")?;
         frequencies.extend_from_slice(inv_freq);
@@ -34,12 +35,13 @@ impl RopeTable {
         Ok(RopeTable { inv_freq: frequencies, attention_scaling, max_positions, blocks })
     }
 
-    /// Elements of a head.
+    /// Returns the number of elements of a head.
     pub fn head_dim(&self) -> usize {
         2 * self.inv_freq.len()
     }
 
-    /// Cosines and sines ([head_dim / 2] each) of a position whose block is there.
+    /// Returns the cosines and sines ([head_dim / 2] each) of a position whose block has been
+    /// computed.
     #[inline(always)]
     fn angles(&self, position: u32) -> (&[f32], &[f32]) {
         let half = self.inv_freq.len();
@@ -51,7 +53,7 @@ impl RopeTable {
         }
     }
 
-    /// Computes the block of `position` unless it is there.
+    /// Computes the block of `position` unless it has been computed.
     fn prepare(&self, position: u32) -> Result<()> {
         let outside = || {
             Error::invalid_argument(format!(
@@ -71,7 +73,7 @@ impl RopeTable {
         let mut values = try_with_capacity(2 * half * BLOCK_POSITIONS, "the rope table")?;
         for row in 0..BLOCK_POSITIONS {
             let position = (block * BLOCK_POSITIONS + row) as f32;
-            // The angle in f32 as Transformers has it; its cosine rounded once.
+            // The angle is in f32 as Transformers has it, and its cosine is rounded once.
             let angle = |f: &f32| f64::from(position * f);
             values.extend(
                 self.inv_freq.iter().map(|f| angle(f).cos() as f32 * self.attention_scaling),
@@ -86,8 +88,8 @@ impl RopeTable {
     }
 }
 
-/// Rotates in place x [num_tokens, num_heads, head_dim], token rows `row_stride` elements apart, by the
-/// angles of `positions` [num_tokens].
+/// Rotates in place x [num_tokens, num_heads, head_dim], token rows `row_stride` elements apart, by
+/// the angles of `positions` [num_tokens].
 pub fn rope(
     backend: &CpuBackend,
     x: &mut [f32],
@@ -117,8 +119,9 @@ pub fn rope(
     let start = SendPointer(x.as_mut_ptr());
     backend.parallel_tokens(num_tokens, row_len, |tokens| {
         for token in tokens {
-            // SAFETY: `check_strided` has found (num_tokens - 1) * row_stride + row_len <= x.len() and
-            // row_len <= row_stride, so rows lie in x and do not overlap; each token is given out once.
+            // SAFETY: `check_strided` has found (num_tokens - 1) * row_stride + row_len <= x.len()
+            // and row_len <= row_stride, so rows lie in x and do not overlap; each token is given
+            // out once.
             let row = unsafe {
                 std::slice::from_raw_parts_mut(start.get().add(token * row_stride), row_len)
             };

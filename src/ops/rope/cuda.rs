@@ -9,7 +9,7 @@ use crate::ops::common::launch::num_blocks;
 use crate::ops::rope::RopePairing;
 
 kernel_struct! {
-    /// `csrc/ops/rope/rope.cu` has the same struct and says what it means.
+    /// `csrc/ops/rope/rope.cu` has the same struct and documents its fields.
     #[derive(Clone, Copy)]
     pub(in crate::ops) struct RopeArgs {
         q: *mut u8,
@@ -20,7 +20,7 @@ kernel_struct! {
         cos: *mut u8,
         sin: *mut u8,
         fault: *mut u8,
-        /// Of tokens and of heads: q, q_out, k, k_out.
+        /// The strides of tokens and of heads: q, q_out, k, k_out.
         strides: [[i64; 2]; 4] => [
             q_token_stride, q_head_stride,
             q_out_token_stride, q_out_head_stride,
@@ -41,9 +41,9 @@ kernel_struct! {
 /// The most threads of a block.
 const MAX_THREADS: i64 = 512;
 
-/// How many heads a block rotates at a time: all that fit if there are few tokens, for the shortest way
-/// through; else 16, so that several blocks share a multiprocessor (measured on an H200 at 1, 2048 and 8192
-/// tokens).
+/// Returns how many heads a block rotates at a time: all that fit if there are few tokens, for the
+/// lowest latency; otherwise 16, so that several blocks share a multiprocessor (measured on an H200
+/// at 1, 2048 and 8192 tokens).
 fn heads_at_a_time(num_tokens: i64, heads: i64, lanes: i64) -> i64 {
     let most = if num_tokens <= 256 { heads } else { 16 };
     most.min(heads).min(MAX_THREADS / lanes).max(1)
@@ -115,8 +115,8 @@ pub(in crate::ops) fn on_cuda(
     };
     let grid = num_blocks(num_tokens, 1).ok_or_else(|| too_many("tokens", num_tokens))?;
     let launch = Launch::linear(grid, (lanes * at_a_time) as u32);
-    // SAFETY: the argument of xserv_rope_*; the strides lead to the heads of all tensors, and the kernel reads
-    // no row outside the tables.
+    // SAFETY: the argument of xserv_rope_*; the strides lead to the heads of all tensors, and the
+    // kernel reads no row outside the tables.
     unsafe { cuda.launch(kernel, launch, Arguments::new().value(&arguments)) }
 }
 

@@ -6,8 +6,8 @@ use crate::error::{Error, Result};
 use crate::memory::{DType, ElementType, Tensor};
 use crate::ops::common::contiguous::{check, cuda, float};
 
-/// Fills cos and sin [max_position, head_dim / 2]: the angle `position * inv_freq[i]` and the product with
-/// `attention_scaling` in f32, as Transformers has them. inv_freq f32 [head_dim / 2].
+/// Fills cos and sin [max_position, head_dim / 2]: the angle `position * inv_freq[i]` and the
+/// product with `attention_scaling` in f32, as Transformers has them. inv_freq f32 [head_dim / 2].
 pub fn rope_tables(
     context: &ComputeContext,
     inv_freq: &Tensor,

@@ -1,12 +1,13 @@
 //! Rotary position embedding (Su et al., 2021, equation 34), with a table of angles:
 //!
-//! `cos[p, i] = attention_scale * cos(p * inv_freq[i])`, `sin` likewise, for i < head_dim / 2, and for the
-//! pair (a, b) number i of a head at position p: `a' = a cos[p, i] - b sin[p, i]`, `b' = b cos[p, i] + a
-//! sin[p, i]`. The angle is computed in f64, so that the table is as good at the last position as at the
-//! first (with f32 angles, as in Transformers, it is off by up to `p * 2^-24`).
+//! `cos[p, i] = attention_scale * cos(p * inv_freq[i])`, `sin` likewise, for i < head_dim / 2, and
+//! for the pair (a, b) number i of a head at position p: `a' = a cos[p, i] - b sin[p, i]`,
+//! `b' = b cos[p, i] + a sin[p, i]`. The angle is computed in f64, so that the table is as good at
+//! the last position as at the first (with f32 angles, as in Transformers, it is off by up to
+//! `p * 2^-24`).
 //!
-//! q [num_tokens, num_heads, head_dim], k [num_tokens, num_kv_heads, head_dim] f32, f16 or bf16, positions
-//! [num_tokens] i32 or i64, cos and sin [max_position, head_dim / 2] f32.
+//! q [num_tokens, num_heads, head_dim], k [num_tokens, num_kv_heads, head_dim] f32, f16 or bf16,
+//! positions [num_tokens] i32 or i64, cos and sin [max_position, head_dim / 2] f32.
 
 pub mod cpu;
 pub mod cpu_table;
@@ -38,8 +39,8 @@ fn check_f32((name, tensor): Named<'_>) -> Result<()> {
     }
 }
 
-/// Fills cos and sin [max_position, head_dim / 2] from inv_freq [head_dim / 2], all f32; see the head of the
-/// file.
+/// Fills cos and sin [max_position, head_dim / 2] from inv_freq [head_dim / 2], all f32; see the
+/// head of the file.
 pub fn rope_table(
     context: &ComputeContext,
     inv_freq: &Tensor,
@@ -117,14 +118,15 @@ pub fn rope_table(
 
 /// Heads to rotate and where the result goes.
 pub struct RopeHeads<'a> {
-    /// [num_tokens, num_heads, head_dim]
+    /// The heads, [num_tokens, num_heads, head_dim].
     pub x: &'a Tensor,
-    /// The same; may be the same view.
+    /// The result, of the same shape; may be the same view.
     pub out: &'a Tensor,
 }
 
-/// Rotates the heads of q, and of k if there is one; see the head of the file. A position outside the table
-/// is an error on the CPU; on CUDA its token is copied unrotated and reported when the context is waited for.
+/// Rotates the heads of q, and of k if there is one; see the head of the file. A position outside
+/// the table is an error on the CPU; on CUDA its token is copied unrotated and reported when the
+/// context is waited for.
 pub fn rope(
     context: &ComputeContext,
     q: RopeHeads<'_>,
@@ -180,7 +182,7 @@ pub fn rope(
     let angles = Angles { positions, positions_are_i64, cos, sin, pairing };
     match context.backend() {
         ContextBackend::Cpu { backend, .. } => with_storage!(dtype, T => {
-            // Before anything is written.
+            // The positions are checked before anything is written.
             // SAFETY: contiguous integers of the type named, on the host.
             unsafe { angles.check_positions() }?;
             for heads in heads.iter().flatten() {
@@ -213,7 +215,7 @@ pub fn rope(
     }
 }
 
-/// What to rotate by.
+/// The positions and tables to rotate by.
 struct Angles<'a> {
     positions: &'a Tensor,
     positions_are_i64: bool,
@@ -232,11 +234,10 @@ impl Angles<'_> {
     unsafe fn position(&self, token: usize) -> Option<usize> {
         // SAFETY: by contract.
         unsafe {
-            match self.positions_are_i64 {
-                true => host_slice::<i64>(self.positions).get(token)?.to_index(self.max_position()),
-                false => {
-                    host_slice::<i32>(self.positions).get(token)?.to_index(self.max_position())
-                }
+            if self.positions_are_i64 {
+                host_slice::<i64>(self.positions).get(token)?.to_index(self.max_position())
+            } else {
+                host_slice::<i32>(self.positions).get(token)?.to_index(self.max_position())
             }
         }
     }
@@ -244,7 +245,7 @@ impl Angles<'_> {
     /// Fails if a position is outside the table.
     ///
     /// # Safety
-    /// As [`Angles::position`].
+    /// The requirements are those of [`Angles::position`].
     unsafe fn check_positions(&self) -> Result<()> {
         for token in 0..self.positions.num_elements() as usize {
             // SAFETY: by contract.
@@ -253,9 +254,10 @@ impl Angles<'_> {
             }
             // SAFETY: by contract.
             let position = unsafe {
-                match self.positions_are_i64 {
-                    true => host_slice::<i64>(self.positions).get(token).copied(),
-                    false => host_slice::<i32>(self.positions).get(token).copied().map(i64::from),
+                if self.positions_are_i64 {
+                    host_slice::<i64>(self.positions).get(token).copied()
+                } else {
+                    host_slice::<i32>(self.positions).get(token).copied().map(i64::from)
                 }
             };
             return Err(Error::invalid_argument(format!(
@@ -268,7 +270,7 @@ impl Angles<'_> {
     }
 }
 
-/// The strides of tokens and of heads, if the elements of each head lie one after the other.
+/// Returns the strides of tokens and of heads, if the elements of each head lie one after another.
 fn head_strides(tensor: &Tensor) -> Option<(i64, i64)> {
     match (&**tensor.shape(), &**tensor.strides()) {
         (&[_, _, head_dim], &[token, head, step]) if step == 1 || head_dim == 1 => {
@@ -278,17 +280,17 @@ fn head_strides(tensor: &Tensor) -> Option<(i64, i64)> {
     }
 }
 
-/// True if also the heads of each token do.
+/// Whether the heads of each token also lie one after another.
 fn heads_lie_together(tensor: &Tensor) -> bool {
     let num_heads = tensor.shape().get(1).copied().unwrap_or(0);
     head_strides(tensor).is_some_and(|(_, head)| num_heads <= 1 || head == tensor.width())
 }
 
-/// Rotates in place.
+/// Rotates heads in place.
 ///
 /// # Safety
-/// A tensor of T on the host that `heads_lie_together`, overlapping nothing of `angles`; the positions are
-/// inside the table, and all of `angles` is contiguous on the host.
+/// `heads` is a tensor of T on the host that `heads_lie_together`, overlapping nothing of `angles`;
+/// the positions are inside the table, and all of `angles` is contiguous on the host.
 unsafe fn rotate_on_host<T: Storage>(
     backend: &CpuBackend,
     heads: &Tensor,
@@ -326,8 +328,8 @@ unsafe fn rotate_on_host<T: Storage>(
 /// Which values of a head form pair i of `head_dim / 2`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RopePairing {
-    /// `(x[i], x[i + head_dim / 2])`: what Hugging Face checkpoints of Qwen3 and Llama use.
+    /// `(x[i], x[i + head_dim / 2])`, which Hugging Face checkpoints of Qwen3 and Llama use.
     SplitHalf,
-    /// `(x[2i], x[2i + 1])`: the paper's.
+    /// `(x[2i], x[2i + 1])`, as in the paper.
     Interleaved,
 }

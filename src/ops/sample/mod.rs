@@ -1,4 +1,4 @@
-//! The choice of a token behind each row of logits, on the device.
+//! Sampling of a token from each row of logits, on the device.
 
 use crate::backend::cuda::{kernel_struct, kernels, Arguments, Launch};
 use crate::backend::ComputeContext;
@@ -7,34 +7,35 @@ use crate::memory::{ElementType, Tensor};
 use crate::ops::common::contiguous::{check, cuda, float, matrix_size};
 
 kernel_struct! {
-    /// How a row's token is chosen; `csrc/ops/sample/sample.cu` has the same struct and says what it means.
+    /// How a row's token is chosen; `csrc/ops/sample/sample.cu` has the same struct and documents
+    /// its fields.
     #[derive(Clone, Copy, Debug, Default)]
     pub struct SampleRow {
-        /// The draw is a function of seed and index alone.
+        /// The seed. The draw is a function of seed and index alone.
         pub seed: u64,
-        /// See `seed`.
+        /// The index of the draw; see `seed`.
         pub index: u64,
-        /// 0: the most likely token; negative: none is chosen.
+        /// The temperature. 0 chooses the most likely token; with a negative value none is chosen.
         pub temperature: f32,
-        /// 1: all tokens.
+        /// The top-p threshold; 1 keeps all tokens.
         pub top_p: f32,
-        /// 0: all tokens.
+        /// The min-p threshold; 0 keeps all tokens.
         pub min_p: f32,
-        /// 0: all tokens.
+        /// The top-k count; 0 keeps all tokens.
         pub top_k: i32,
     }
 }
 
-/// Words of 32 bits in a [`SampleRow`].
+/// The number of 32-bit words of a [`SampleRow`].
 pub const SAMPLE_ROW_WORDS: usize = size_of::<SampleRow>() / 4;
 const _: () = assert!(size_of::<SampleRow>() == 32);
 
-/// The kernel also multiplies by 1 divided by the temperature, which has to be finite. With less than this the likeliest
-/// token is chosen all the same.
+/// The smallest temperature. The kernel also multiplies by 1 divided by the temperature, which has
+/// to be finite; below this value the likeliest token is chosen all the same.
 const LEAST_TEMPERATURE: f32 = 1e-30;
 
 impl SampleRow {
-    /// The struct as words of 32 bits.
+    /// Returns the struct as words of 32 bits.
     pub fn words(&self) -> [u32; SAMPLE_ROW_WORDS] {
         let is_draw = self.temperature > 0.0;
         let temperature =
@@ -57,25 +58,26 @@ impl SampleRow {
 
 /// The most blocks that share a row; `csrc/ops/sample/sample.cu` takes it from here.
 pub(in crate::ops) const MOST_PARTS: usize = 64;
-/// Tokens that the filters of a row are applied to; `csrc/ops/sample/sample.cu` takes it from here.
+/// The number of tokens that the filters of a row are applied to; `csrc/ops/sample/sample.cu` takes
+/// it from here.
 pub(in crate::ops) const MOST_CANDIDATES: usize = 1024;
-/// Numbers of [`SampleBuffers::partials`] for a row.
+/// The numbers of [`SampleBuffers::partials`] per row.
 pub const SAMPLE_PARTIALS: usize = 2 * MOST_PARTS + MOST_CANDIDATES;
-/// Numbers of [`SampleBuffers::counters`] for a row.
+/// The numbers of [`SampleBuffers::counters`] per row.
 pub const SAMPLE_COUNTERS: usize = 4;
 
-/// Where tokens go, and memory for the choice.
+/// Where the tokens go, and memory for choosing them.
 #[derive(Clone, Copy, Debug)]
 pub struct SampleBuffers<'a> {
-    /// i32 [num_rows, SAMPLE_ROW_WORDS]: a [`SampleRow`] each, at a multiple of 8 bytes.
+    /// A [`SampleRow`] for each row, at a multiple of 8 bytes, i32 [num_rows, SAMPLE_ROW_WORDS].
     pub rows: &'a Tensor,
-    /// i32 [at least num_rows]: the tokens, or `u32::MAX` where none was chosen.
+    /// The tokens, or `u32::MAX` where none was chosen, i32 [at least num_rows].
     pub tokens: &'a Tensor,
-    /// i32 [2]: the address of host memory that the tokens are also written to.
+    /// The address of host memory that the tokens are also written to, i32 [2].
     pub host_tokens: &'a Tensor,
-    /// i64 [at least num_rows * SAMPLE_PARTIALS]
+    /// Partial results, i64 [at least num_rows * SAMPLE_PARTIALS].
     pub partials: &'a Tensor,
-    /// i32 [at least num_rows * SAMPLE_COUNTERS], zero before and after.
+    /// Counters, i32 [at least num_rows * SAMPLE_COUNTERS], zero before and after.
     pub counters: &'a Tensor,
 }
 
@@ -96,7 +98,8 @@ kernel_struct! {
 
 const THREADS: u32 = 512;
 
-/// How many blocks share a row: few rows leave room for many. The choice does not depend on it.
+/// Returns how many blocks share a row: few rows leave room for many. The choice does not depend on
+/// it.
 fn parts(num_rows: u32) -> u32 {
     match num_rows {
         0..=4 => MOST_PARTS as u32,
@@ -106,7 +109,7 @@ fn parts(num_rows: u32) -> u32 {
     }
 }
 
-/// Chooses the tokens behind `logits` [num_rows, vocab_size].
+/// Chooses a token from each row of `logits` [num_rows, vocab_size].
 pub fn sample(
     context: &ComputeContext,
     logits: &Tensor,
@@ -145,8 +148,8 @@ pub fn sample(
     let cuda = cuda(context)?;
     for kernel in [kernels::SAMPLE_SCAN, kernels::SAMPLE_CHOOSE] {
         let arguments = Arguments::new().value(&arguments);
-        // SAFETY: the argument of the kernels; the buffers have room for every row, checked above, and the
-        // address in `host_tokens` is the caller's to keep alive.
+        // SAFETY: the argument of the kernels; the buffers have room for every row, checked above,
+        // and the address in `host_tokens` is the caller's to keep alive.
         unsafe { cuda.launch_overlapping(kernel.of(dtype), launch, arguments) }?;
     }
     Ok(())

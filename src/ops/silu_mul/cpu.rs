@@ -6,8 +6,8 @@ use crate::error::{Error, Result};
 use crate::ops::activation::cpu::silu_value;
 use crate::ops::common::storage::{map2, Storage};
 
-/// `out = silu(gate) * up` (Shazeer, 2020, SwiGLU): out is [num_rows, width]; gate and up have rows of
-/// `width`, `gate_stride` and `up_stride` elements apart. No overflow for any finite gate.
+/// Computes `out = silu(gate) * up` (Shazeer, 2020, SwiGLU): out is [num_rows, width]; gate and up
+/// have rows of `width`, `gate_stride` and `up_stride` elements apart. No finite gate overflows.
 pub fn silu_mul<T: Storage>(
     backend: &CpuBackend,
     gate: &[T],
@@ -45,7 +45,7 @@ struct SiluMul<'a, T> {
     up: &'a [T],
     up_stride: usize,
     width: usize,
-    /// Row of `out[0]`.
+    /// The row of `out[0]`.
     first: usize,
     out: &'a mut [T],
 }

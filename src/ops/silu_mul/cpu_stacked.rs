@@ -1,10 +1,11 @@
-//! `silu(gate) * up`, and silu alone; see [`crate::ops::activation::cpu::activation`](mod@crate::ops::activation::cpu::activation).
+//! `silu(gate) * up`, and silu alone; see
+//! [`crate::ops::activation::cpu::activation`](mod@crate::ops::activation::cpu::activation).
 
 use crate::backend::cpu::CpuBackend;
 use crate::error::{Error, Result};
 
-/// gate_up is [num_tokens, 2 * intermediate_size], the gate first in each row; out is
-/// [num_tokens, intermediate_size]. No overflow for any finite gate.
+/// Computes `out = silu(gate) * up`. gate_up is [num_tokens, 2 * intermediate_size], the gate first
+/// in each row; out is [num_tokens, intermediate_size]. No finite gate overflows.
 pub fn silu_mul(
     backend: &CpuBackend,
     gate_up: &[f32],
@@ -23,7 +24,7 @@ pub fn silu_mul(
     super::cpu::silu_mul(backend, gate_up, stride, up, stride, intermediate_size, out)
 }
 
-/// `out[i] = silu(x[i])`.
+/// Computes `out[i] = silu(x[i])`.
 pub fn silu(backend: &CpuBackend, x: &[f32], out: &mut [f32]) -> Result<()> {
     crate::ops::activation::cpu::silu(backend, x, out)
 }

@@ -15,14 +15,15 @@ pub(in crate::ops) fn silu_mul_on_cuda(
     let too_many = || Error::unsupported(format!("shape {} is too large", out.shape()));
     let (num_rows, width) = (out.num_elements() / out.width(), out.width());
     let is_vector = [gate, up, out].iter().all(|tensor| rows_are_vectors(tensor));
-    let (kernel, per_access) = match is_vector {
-        true => (kernels::SILU_MUL_VEC.of(dtype), 16 / dtype.size_bytes() as i64),
-        false => (kernels::SILU_MUL_SCALAR.of(dtype), 1),
+    let (kernel, per_access) = if is_vector {
+        (kernels::SILU_MUL_VEC.of(dtype), 16 / dtype.size_bytes() as i64)
+    } else {
+        (kernels::SILU_MUL_SCALAR.of(dtype), 1)
     };
     let accesses = width / per_access;
     let block = (accesses.clamp(1, 256) as u32).next_multiple_of(32);
     let rows = num_blocks(num_rows, 1).ok_or_else(too_many)?;
-    // The kernel goes on with what is left of wider rows.
+    // The kernel loops over the rest of wider rows.
     let parts = num_blocks(accesses, i64::from(block)).ok_or_else(too_many)?.min(1024);
     let grid = num_blocks(i64::from(rows) * i64::from(parts), 1).ok_or_else(too_many)?;
     let launch = Launch::linear(grid, block);
@@ -35,6 +36,7 @@ pub(in crate::ops) fn silu_mul_on_cuda(
         .i64(row_layout(out)?.outer_stride)
         .i64(row_layout(gate)?.outer_stride)
         .i64(row_layout(up)?.outer_stride);
-    // SAFETY: the arguments of xserv_silu_mul_vec and _scalar; the strides lead to the rows of each.
+    // SAFETY: the arguments of xserv_silu_mul_vec and _scalar; the strides lead to the rows of
+    // each.
     unsafe { cuda.launch(kernel, launch, arguments) }
 }

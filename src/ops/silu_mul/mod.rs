@@ -1,4 +1,5 @@
-//! The gate of SwiGLU: `silu_mul(gate, up) = silu(gate) * up` (Shazeer, 2020), in f32 and rounded once.
+//! The gate of SwiGLU: `silu_mul(gate, up) = silu(gate) * up` (Shazeer, 2020), in f32 and rounded
+//! once.
 //!
 //! gate, up, out: one shape, one floating-point type. No finite gate gives a NaN.
 
@@ -20,8 +21,9 @@ use crate::ops::common::staging::{host_slice, host_slice_mut, input, input_besid
 use crate::ops::common::storage::Storage;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// `out = silu(gate) * up`, see the head of the file. `out` may be the same view as `gate` or `up`. Rows of
-/// any distance, such as those of the halves of a fused projection, are read in place.
+/// Computes `out = silu(gate) * up`, see the head of the file. `out` may be the same view as `gate`
+/// or `up`. Rows at any distance, such as those of the halves of a fused projection, are read in
+/// place.
 pub fn silu_mul(context: &ComputeContext, gate: &Tensor, up: &Tensor, out: &Tensor) -> Result<()> {
     let (gate_named, up_named, out_named) = (("gate", gate), ("up", up), ("out", out));
     check::has_rows(gate_named)?;
@@ -39,7 +41,8 @@ pub fn silu_mul(context: &ComputeContext, gate: &Tensor, up: &Tensor, out: &Tens
             let up = input_beside(context, up, out, fits_rows)?;
             let place = output(context, out, fits_rows)?;
             with_storage!(dtype, T => {
-                // SAFETY: tensors of T on the host, with rows; the result shares no element with an input.
+                // SAFETY: tensors of T on the host, with rows; the result shares no element with an
+                // input.
                 unsafe { silu_mul_on_host::<T>(backend, &gate.tensor, &up.tensor, &place.tensor) }
             })?;
             place.finish(context)
@@ -55,7 +58,8 @@ pub fn silu_mul(context: &ComputeContext, gate: &Tensor, up: &Tensor, out: &Tens
 }
 
 /// # Safety
-/// Tensors with rows, of T, on the host, of the same shape; those of `out` overlap nothing.
+/// The tensors have rows, are of type T and one shape, and lie on the host; those of `out` overlap
+/// nothing.
 unsafe fn silu_mul_on_host<T: Storage>(
     backend: &CpuBackend,
     gate: &Tensor,
@@ -76,7 +80,8 @@ unsafe fn silu_mul_on_host<T: Storage>(
     let failed = AtomicBool::new(false);
     backend.parallel_tokens(num_rows, width, |rows| {
         for row in rows {
-            // SAFETY: row < num_rows; elements of the tensors, by contract. Each row is given out once.
+            // SAFETY: row < num_rows; elements of the tensors, by contract. Each row is given out
+            // once.
             let (gate, up, out) = unsafe {
                 (
                     std::slice::from_raw_parts(row_start::<T>(gate, &gate_rows, row), width),
@@ -89,8 +94,9 @@ unsafe fn silu_mul_on_host<T: Storage>(
             }
         }
     })?;
-    match failed.into_inner() {
-        true => Err(Error::internal("silu_mul: a row failed")),
-        false => Ok(()),
+    if failed.into_inner() {
+        Err(Error::internal("silu_mul: a row failed"))
+    } else {
+        Ok(())
     }
 }

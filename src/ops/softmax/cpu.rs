@@ -1,5 +1,5 @@
-//! Softmax over rows: `out_i = e^(x_i - max x) / sum_j e^(x_j - max x)`, computed in f32 and rounded
-//! once.
+//! Softmax over rows: `out_i = e^(x_i - max x) / sum_j e^(x_j - max x)`, computed in f32 and
+//! rounded once.
 
 use crate::backend::cpu::math::{add_to_lanes, exp, maximum, sum_lanes, sum_over, LANES};
 use crate::backend::cpu::simd::{Kernel, Simd};
@@ -7,15 +7,15 @@ use crate::backend::cpu::CpuBackend;
 use crate::error::{try_filled, Error, Result};
 use crate::ops::common::storage::{Storage, CHUNK};
 
-/// Rows longer than this are cut into parts of this length, which threads share. The cuts, and so the
-/// order of the sum, depend on the length alone.
+/// Rows longer than this are cut into parts of this length, which threads share. The cuts, and so
+/// the order of the sum, depend on the length alone.
 const PART: usize = 16 * 1024;
 
 /// Rows up to this length are widened into a small buffer.
 const SHORT: usize = 1024;
 
-/// x and out are rows of `row_len`. A row that is all -infinity (everything masked) gives zeros; a
-/// NaN makes its row NaN.
+/// Computes the softmax of each row. x and out are rows of `row_len`. A row that is all -infinity
+/// (everything masked) gives zeros; a NaN makes its row NaN.
 pub fn softmax<T: Storage>(
     backend: &CpuBackend,
     x: &[T],
@@ -41,7 +41,7 @@ pub fn softmax<T: Storage>(
     })
 }
 
-/// Each row in three steps, each over parts in parallel.
+/// Computes each row in three steps, each over parts in parallel.
 fn long_rows<T: Storage>(
     backend: &CpuBackend,
     x: &[T],
@@ -82,7 +82,7 @@ fn parts<T: Send>(
     let pieces: Vec<std::sync::Mutex<&mut [T]>> =
         data.chunks_mut(len).map(std::sync::Mutex::new).collect();
     backend.parallel_for(pieces.len(), &|index| {
-        // Never contended: each piece is taken once.
+        // This is never contended: each piece is taken once.
         if let Ok(mut piece) = pieces[index].lock() {
             task(index, &mut piece);
         }
@@ -102,7 +102,7 @@ impl<T: Storage> Kernel for Maximum<'_, T> {
     }
 }
 
-/// The largest element of a stored row; NaN if there is one, -infinity if the row is empty.
+/// Returns the largest element of a stored row; NaN if there is one, -infinity if the row is empty.
 #[inline(always)]
 pub(crate) fn row_maximum<S: Simd, T: Storage>(x: &[T]) -> f32 {
     if let Some(x) = T::as_f32(x) {
@@ -168,7 +168,7 @@ impl<T: Storage> Kernel for Rows<'_, T> {
 
     #[inline(always)]
     fn run<S: Simd>(self) {
-        // Short rows shall not pay for clearing a long buffer.
+        // Short rows should not pay for clearing a long buffer.
         if self.row_len <= SHORT {
             self.rows::<S, SHORT>();
         } else {
@@ -180,7 +180,7 @@ impl<T: Storage> Kernel for Rows<'_, T> {
 impl<T: Storage> Rows<'_, T> {
     #[inline(always)]
     fn rows<S: Simd, const LEN: usize>(self) {
-        // Powers of a 16-bit row, before they are rounded.
+        // The buffer holds the powers of a 16-bit row, before they are rounded.
         let mut wide = [0.0; LEN];
         let rows = self.x.chunks_exact(self.row_len);
         for (x, out) in rows.zip(self.out.chunks_exact_mut(self.row_len)) {
@@ -209,7 +209,7 @@ fn softmax_row<S: Simd>(x: &[f32], out: &mut [f32]) {
     out.iter_mut().for_each(|o| *o *= scale);
 }
 
-/// The same for one row where it lies.
+/// Computes one row in place.
 #[inline(always)]
 pub(crate) fn softmax_in_place<S: Simd>(x: &mut [f32]) {
     let max = maximum(x);

@@ -27,7 +27,7 @@ pub(in crate::ops) fn on_cuda(
         .i32(width)
         .i64(matrix_stride(out)?)
         .i64(matrix_stride(x)?);
-    // SAFETY: the arguments of these kernels; the strides span the rows of both tensors, which are vectors
-    // for all but the scalar one.
+    // SAFETY: the arguments of these kernels; the strides span the rows of both tensors, which are
+    // vectors for all but the scalar one.
     unsafe { cuda.launch(kernel, block_per_row(form, rows, x), arguments) }
 }

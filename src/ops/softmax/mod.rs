@@ -1,7 +1,7 @@
 //! Softmax over the last dimension: `out_i = e^(x_i - max x) / sum_j e^(x_j - max x)`.
 //!
-//! x, out [..., width] of one floating-point type; computed in f32 whatever the type. A row of -infinity only
-//! (everything masked) gives zeros; a NaN or +infinity makes its row NaN.
+//! x, out [..., width] of one floating-point type; computed in f32 whatever the type. A row of
+//! nothing but -infinity (everything masked) gives zeros; a NaN or +infinity makes its row NaN.
 
 pub mod cpu;
 mod cuda;
@@ -17,7 +17,7 @@ use crate::ops::common::staging::{
     contiguous, host_slice, host_slice_mut, input, input_beside, output,
 };
 
-/// See the head of the file. `out` may be the same view as `x`.
+/// Computes the softmax of each row; see the head of the file. `out` may be the same view as `x`.
 pub fn softmax(context: &ComputeContext, x: &Tensor, out: &Tensor) -> Result<()> {
     let (x_named, out_named) = (("x", x), ("out", out));
     check::has_rows(x_named)?;
@@ -35,7 +35,8 @@ pub fn softmax(context: &ComputeContext, x: &Tensor, out: &Tensor) -> Result<()>
             let x = input_beside(context, x, out, contiguous)?;
             let place = output(context, out, contiguous)?;
             with_storage!(dtype, T => {
-                // SAFETY: contiguous tensors of T on the host; the result does not overlap the input.
+                // SAFETY: contiguous tensors of T on the host; the result does not overlap the
+                // input.
                 let (x, out) =
                     unsafe { (host_slice::<T>(&x.tensor), host_slice_mut::<T>(&place.tensor)) };
                 cpu::softmax(backend, x, width, out)

@@ -9,8 +9,8 @@ use crate::ops::common::selection::PIECE;
 use crate::ops::common::storage::Storage;
 use std::cmp::Ordering;
 
-/// The `k` largest of each row of x [num_rows, row_len], largest first, into `values` and their places in
-/// the row into `indices`, both [num_rows, k].
+/// Writes the `k` largest of each row of x [num_rows, row_len], largest first, to `values` and
+/// their places in the row to `indices`, both [num_rows, k].
 pub fn top_k<T: Storage, I: Index>(
     backend: &CpuBackend,
     x: &[T],
@@ -30,7 +30,7 @@ pub fn top_k<T: Storage, I: Index>(
         return Ok(());
     }
     check("top_k", x.len(), row_len, indices.len(), k)?;
-    // One list a row, so that rows may run at the same time.
+    // There is one list per row, so that rows may run at the same time.
     let num_rows = indices.len() / k;
     let mut lists = try_with_capacity(num_rows, "top-k rows")?;
     for _ in 0..num_rows {
@@ -52,7 +52,7 @@ pub fn top_k<T: Storage, I: Index>(
     Ok(())
 }
 
-/// Descending, NaN first, then by index.
+/// Orders descending, NaN first, then by index.
 fn order(a: &(f32, usize), b: &(f32, usize)) -> Ordering {
     let by_value = match (a.0.is_nan(), b.0.is_nan()) {
         (false, false) => b.0.partial_cmp(&a.0).unwrap_or(Ordering::Equal),
@@ -61,10 +61,11 @@ fn order(a: &(f32, usize), b: &(f32, usize)) -> Ordering {
     by_value.then(a.1.cmp(&b.1))
 }
 
-/// Leaves the k first of the row's elements in `best`, in order, which takes room for 2 k.
+/// Leaves the first k of the row's elements in `best`, in order; `best` has room for 2 k.
 pub(crate) fn select<T: Storage>(x: &[T], k: usize, best: &mut Vec<(f32, usize)>) {
     best.clear();
-    // What is not above this cannot be among the first k: k earlier elements are at least as large.
+    // An element that is not above this cannot be among the first k: k earlier elements are at
+    // least as large.
     let mut bar = None;
     for (piece, x) in x.chunks(PIECE).enumerate() {
         let is_below = |x: f32, bar: f32| x <= bar || bar.is_nan();

@@ -7,10 +7,11 @@ use crate::memory::{DType, Tensor};
 use crate::ops::common::launch::rows_are_aligned;
 use crate::ops::common::launch::{num_blocks, row_layout};
 
-/// Elements or candidates that one block selects from.
+/// The number of elements or candidates that one block selects from.
 const HELD: i64 = 16384;
 
-/// How a row is cut for the first launch: into how many parts, of how many elements (a multiple of 8).
+/// Returns how a row is cut for the first launch: into how many parts, of how many elements (a
+/// multiple of 8).
 fn top_k_parts(width: i64) -> (i64, i64) {
     let parts = (width as u64).div_ceil(HELD as u64);
     let chunk = (width as u64).div_ceil(parts).next_multiple_of(8);
@@ -26,7 +27,7 @@ pub(in crate::ops) fn top_k_on_cuda(
     values: &Tensor,
     indices: &Tensor,
 ) -> Result<()> {
-    /// Bytes of candidates that one round of launches may use.
+    /// The bytes of candidates that one round of launches may use.
     const WORKSPACE: i64 = 64 << 20;
     const BLOCK: u32 = 1024;
     let k = values.width();
@@ -36,9 +37,10 @@ pub(in crate::ops) fn top_k_on_cuda(
     let is_vector = rows_are_aligned(x)?;
     let k_argument = k as i32;
     if i64::from(width) <= HELD {
-        let kernel = match is_vector {
-            true => kernels::TOP_K_SINGLE.of(dtype),
-            false => kernels::TOP_K_SINGLE_SCALAR.of(dtype),
+        let kernel = if is_vector {
+            kernels::TOP_K_SINGLE.of(dtype)
+        } else {
+            kernels::TOP_K_SINGLE_SCALAR.of(dtype)
         };
         let rows = num_blocks(num_rows, 1)
             .ok_or_else(|| Error::unsupported(format!("{num_rows} rows are too many")))?;
@@ -69,8 +71,8 @@ pub(in crate::ops) fn top_k_on_cuda(
     let launch = |kernel, grid: (i64, i64), arguments| {
         let grid = (grid.0 as u32, grid.1 as u32, 1);
         let launch = Launch { grid, block: BLOCK, shared_bytes: 0 };
-        // SAFETY: the arguments of xserv_top_k_parts*, _reduce and _merge as given below; there is room for k
-        // candidates of every part.
+        // SAFETY: the arguments of xserv_top_k_parts*, _reduce and _merge as given below; there is
+        // room for k candidates of every part.
         unsafe { cuda.launch(kernel, launch, arguments) }
     };
     let mut first = 0;
@@ -85,7 +87,8 @@ pub(in crate::ops) fn top_k_on_cuda(
             .i32(chunk as i32)
             .i64(stride);
         launch(parts_kernel, (rows, parts), arguments)?;
-        // While a row has more candidates than one block holds, blocks select among them, to and fro.
+        // While a row has more candidates than one block holds, blocks select among them, back and
+        // forth.
         let (mut source, mut target) = (Some(&candidates), reduced.as_ref());
         let mut present = parts;
         while let (groups @ 2.., Some(from), Some(to)) = (groups_of(present), source, target) {

@@ -1,8 +1,9 @@
-//! The `k` largest elements along the last dimension. NaN counts as larger than every number, -0 equals +0,
-//! and of equals the one with the lowest index comes first, as in PyTorch (which leaves the last open).
+//! The `k` largest elements along the last dimension. NaN counts as larger than every number, -0
+//! equals +0, and among equal elements the one with the lowest index comes first, as in PyTorch
+//! (which does not specify the last).
 //!
-//! x [..., width] f32, f16 or bf16; values [..., k] of the type of x, indices [..., k] i32, from the largest
-//! down; k is at most width and [`MAX_K`].
+//! x [..., width] f32, f16 or bf16; values [..., k] of the type of x, indices [..., k] i32, from
+//! the largest down; k is at most width and [`MAX_K`].
 
 pub mod cpu;
 mod cuda;
@@ -20,7 +21,7 @@ use crate::ops::common::staging::{contiguous, host_slice, host_slice_mut, input,
 /// The most elements that [`top_k`] selects.
 pub const MAX_K: i64 = 1024;
 
-/// The k largest elements of each row and where they are, see the head of the file.
+/// Selects the k largest elements of each row and their indices, see the head of the file.
 pub fn top_k(
     context: &ComputeContext,
     x: &Tensor,

@@ -7,7 +7,7 @@ use crate::ops::common::cpu_turn::Turn;
 use crate::ops::common::storage::Storage;
 use std::marker::PhantomData;
 
-/// `out[c][r] = x[r][c]`, bit for bit: x is [rows, columns], out [columns, rows].
+/// Computes `out[c][r] = x[r][c]`, bit for bit: x is [rows, columns], out [columns, rows].
 pub fn transpose<T: Storage>(
     backend: &CpuBackend,
     x: &[T],

@@ -1,6 +1,7 @@
 //! Swaps the last two dimensions: `out[..., c, r] = x[..., r, c]`, bit for bit.
 //!
-//! x [..., rows, columns], out [..., columns, rows], any element type and strides; no place in common.
+//! x [..., rows, columns], out [..., columns, rows], any element type and strides; they share no
+//! element.
 
 pub mod cpu;
 
@@ -12,7 +13,7 @@ use crate::ops::common::copy::copy_unchecked;
 use crate::ops::common::launch::with_storage;
 use crate::ops::common::staging::{host_slice, host_slice_mut};
 
-/// See the head of the file.
+/// Transposes the matrices of a tensor; see the head of the file.
 pub fn transpose(context: &ComputeContext, x: &Tensor, out: &Tensor) -> Result<()> {
     let (x_named, out_named) = (("x", x), ("out", out));
     check::same_type(&[x_named, out_named])?;
@@ -49,7 +50,7 @@ pub fn transpose(context: &ComputeContext, x: &Tensor, out: &Tensor) -> Result<(
     unsafe { copy_unchecked(context, &turned, out) }
 }
 
-/// The same elements with the last two dimensions swapped, if there are two.
+/// Returns the same elements with the last two dimensions swapped, if there are two.
 fn swapped(x: &Tensor) -> Result<Option<Tensor>> {
     let (mut shape, mut strides) = ([0; crate::memory::MAX_RANK], [0; crate::memory::MAX_RANK]);
     let rank = x.shape().len();
