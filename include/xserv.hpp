@@ -5,10 +5,10 @@
  *     model.generate(xserv::Request::from_prompt("Once upon a time").max_tokens(64),
  *                    [](std::string_view text) { std::cout << text << std::flush; return true; });
  *
- * Handles can be moved, not copied, and free themselves. A call that fails throws xserv::Error. What
- * xserv.h says about threads holds here: any object may be used by several threads at once, except
- * a Detokenizer (one thread at a time), and while it is moved from, assigned to or destroyed. An exception thrown by a callback stops the call
- * and comes out of it; it never crosses the C code.
+ * Handles can be moved, not copied, and free themselves. A call that fails throws xserv::Error.
+ * Threads are as in xserv.h: several threads may use any object at once, except a Detokenizer (one
+ * thread at a time) and an object that is being moved from, assigned to or destroyed. An exception
+ * thrown by a callback stops the call and is rethrown from it; it never crosses the C code.
  */
 
 #ifndef XSERV_HPP
@@ -30,7 +30,7 @@
 
 namespace xserv {
 
-/* A call that failed: what() is the library's sentence, status() its number. */
+/* A failed call: what() is the library's sentence, status() its status code. */
 class Error : public std::runtime_error {
  public:
   Error(xserv_status status, const std::string &message) : std::runtime_error(message), status_(status) {}
@@ -48,7 +48,8 @@ using MemoryPlan = xserv_memory_plan;
 using ResultInfo = xserv_result_info;
 using ModelStats = xserv_model_stats;
 
-/* One step of a generation, for callbacks that want more than the text. Valid during the callback. */
+/* One step of a generation, for callbacks that want more than the text. Valid during the callback
+ * only. */
 using TokenEvent = xserv_token_event;
 
 namespace detail {
@@ -57,7 +58,7 @@ inline void check(xserv_status status) {
   if (status != XSERV_STATUS_OK) throw Error(status, xserv_last_error());
 }
 
-/* For functions that answer a bad handle with NULL. */
+/* For functions that return NULL for a bad handle. */
 template <typename T>
 T *check(T *pointer) {
   if (pointer == nullptr) throw Error(XSERV_STATUS_BAD_HANDLE, xserv_last_error());
@@ -110,7 +111,7 @@ struct Guarded {
 
 }  // namespace detail
 
-/* How to load a model. Setters can be chained; what is not set has the library's default. */
+/* How to load a model. Setters can be chained; unset options have the library's defaults. */
 class LoadOptions {
  public:
   LoadOptions() { detail::check(xserv_load_options_default(&raw_)); }
@@ -127,9 +128,9 @@ class LoadOptions {
   LoadOptions &max_prefill_tokens(std::uint64_t count) { return raw_.max_prefill_tokens = count, *this; }
   LoadOptions &max_swap_bytes(std::uint64_t bytes) { return raw_.max_swap_bytes = bytes, *this; }
   LoadOptions &prefix_cache(bool on) { return raw_.prefix_cache = on, *this; }
-  /* Told how far loading has come, 0 to 1; false cancels the load. */
+  /* Called with the progress of the load, 0 to 1; returning false cancels it. */
   LoadOptions &progress(std::function<bool(float)> f) { return progress_ = std::move(f), *this; }
-  /* Told, while the model is loaded, what the library has to say. What it throws is dropped. */
+  /* Called with log messages while the model is loaded. Exceptions from it are dropped. */
   LoadOptions &log(std::function<void(xserv_log_level, const char *)> f) { return log_ = std::move(f), *this; }
 
  private:
@@ -155,8 +156,8 @@ class CancelToken {
   detail::CancelHandle handle_;
 };
 
-/* What to generate. Setters can be chained; what is not set comes from the model's
- * generation_config.json. The meaning of each is that of xserv_request. */
+/* A request to generate. Setters can be chained; unset values come from the model's
+ * generation_config.json. Each has the meaning of the field of xserv_request. */
 class Request {
  public:
   static Request from_prompt(std::string text) {
@@ -198,7 +199,7 @@ class Request {
   Request &num_samples(std::uint32_t count) { return raw_.num_samples = count, *this; }
   Request &priority(std::int32_t value) { return raw_.priority = value, *this; }
   Request &cache_key(std::uint64_t key) { return raw_.cache_key = key, *this; }
-  /* From the call on; what is negative counts as none at all. */
+  /* Counted from the call; a negative limit means no time at all. */
   Request &time_limit(std::chrono::milliseconds limit) {
     return raw_.time_limit_ms = limit.count() > 0 ? static_cast<std::uint64_t>(limit.count()) : 1, *this;
   }
@@ -220,7 +221,7 @@ class Request {
         raw.prompt = text_.c_str(), raw.prompt_len = text_.size();
         break;
       case Kind::tokens: {
-        static constexpr TokenId none = 0; /* an empty list is for the library to refuse */
+        static constexpr TokenId none = 0; /* the library refuses an empty list */
         raw.prompt_tokens = tokens_.empty() ? &none : tokens_.data();
         raw.num_prompt_tokens = tokens_.size();
         break;
@@ -243,8 +244,8 @@ class Request {
   std::vector<std::string> stop_strings_;
 };
 
-/* What a generation came to; with several samples the first, and sample() for each. The views and pointers that it
- * gives live as long as it does. */
+/* The result of a generation: the first of several samples, and sample() for each. The views and
+ * pointers that it returns live as long as it does. */
 class Result {
  public:
   const ResultInfo &info() const noexcept { return info_; }
@@ -271,7 +272,7 @@ class Result {
   ResultInfo info_{};
 };
 
-/* What a submission tells: kind says which of the others mean something, as in xserv_event. */
+/* An event of a submission: kind says which of the other fields are set, as in xserv_event. */
 struct Event {
   xserv_event_kind kind = XSERV_EVENT_NONE;
   std::uint32_t sample = 0;
@@ -281,15 +282,16 @@ struct Event {
   xserv_finish_reason finish_reason{};
 };
 
-/* How to hear of news of a submission. News is told once: take events until there are none before waiting again. */
+/* How to be notified of a submission's events. A notification is given once: take events until
+ * there are none before waiting again. */
 class SubmitOptions {
  public:
   SubmitOptions() { detail::check(xserv_submit_options_default(&raw_)); }
 
-  /* Called when there is news, on a thread of the library's: it must be quick, and may only submit, cancel and
-   * destroy. What it throws is dropped. */
+  /* Called when there are events, on one of the library's threads: it must be quick, and may only
+   * submit, cancel and destroy. Exceptions from it are dropped. */
   SubmitOptions &wake(std::function<void()> f) { return wake_ = std::move(f), *this; }
-  /* A descriptor that does not block, such as an eventfd; it stays the caller's. */
+  /* A non-blocking descriptor, such as an eventfd; the caller owns it. */
   SubmitOptions &wake_fd(int descriptor) { return raw_.wake_fd = descriptor, *this; }
 
  private:
@@ -298,20 +300,22 @@ class SubmitOptions {
   std::function<void()> wake_;
 };
 
-/* A request that was submitted. Destroying it cancels what still runs. */
+/* A submitted request. Destroying it cancels the request if it still runs. */
 class Submission {
  public:
   Submission(Submission &&) noexcept = default;
   Submission &operator=(Submission &&other) noexcept {
-    /* The handle first: after that nobody calls the old function. */
+    /* The handle first: afterwards nobody calls the old function. */
     handle_ = std::move(other.handle_);
     wake_ = std::move(other.wake_);
     return *this;
   }
 
-  /* The next event, however long it takes. What befell a sample is thrown; the next call goes on with the others. */
+  /* Waits for the next event. The failure of a sample is thrown; the next call continues with the
+   * others. */
   Event next() { return take(XSERV_WAIT_FOREVER); }
-  /* The same, or XSERV_EVENT_NONE when there is none within the timeout; zero does not wait. */
+  /* Returns the next event, or XSERV_EVENT_NONE when there is none within the timeout; zero does
+   * not wait. */
   Event next(std::chrono::milliseconds timeout) {
     constexpr std::int64_t most = XSERV_WAIT_FOREVER - 1;
     const std::int64_t count = timeout.count();
@@ -323,9 +327,9 @@ class Submission {
     detail::check(xserv_poll(handle_.get(), &ready));
     return ready != 0;
   }
-  /* From any thread, at any time. */
+  /* May be called from any thread, at any time. */
   void cancel() const { detail::check(xserv_cancel(handle_.get())); }
-  /* What it came to, once, after XSERV_EVENT_DONE. */
+  /* Takes the result, once, after XSERV_EVENT_DONE. */
   Result take_result() {
     xserv_result *result = nullptr;
     detail::check(xserv_submission_take_result(handle_.get(), &result));
@@ -334,7 +338,7 @@ class Submission {
 
  private:
   friend class Model;
-  /* Kept by the call that is under way too, which may destroy the submission. */
+  /* Also kept alive by a call under way, which may destroy the submission. */
   struct Wake : std::enable_shared_from_this<Wake> {
     std::function<void()> function;
   };
@@ -359,22 +363,22 @@ class Submission {
     return event;
   }
 
-  /* In this order: the handle goes first. */
+  /* In this order, so that the handle is freed first. */
   std::shared_ptr<Wake> wake_;
   detail::SubmissionHandle handle_;
 };
 
-/* Turns token ids that come one at a time into text. For one thread at a time. */
+/* Turns token ids that come one at a time into text. One thread at a time may use it. */
 class Detokenizer {
  public:
-  /* The text that is certain now: whole UTF-8 characters, possibly none. */
+  /* Returns the text that is final now: whole UTF-8 characters, possibly none. */
   std::string push(TokenId id) {
     const char *text = nullptr;
     std::size_t len = 0;
     detail::check(xserv_detokenizer_push(handle_.get(), id, &text, &len));
     return std::string(text, len);
   }
-  /* What is still held back; the object is then ready for another stream. */
+  /* Returns the text that is still held back; the object is then ready for another stream. */
   std::string finish() {
     const char *text = nullptr;
     std::size_t len = 0;
@@ -388,7 +392,7 @@ class Detokenizer {
   detail::DetokenizerHandle handle_;
 };
 
-/* What was found out about a folder without loading it. Pointers in info() live as long as it does. */
+/* The findings about a folder that was not loaded. Pointers in info() live as long as it does. */
 class Inspection {
  public:
   explicit Inspection(const std::string &path) {
@@ -408,7 +412,7 @@ class Inspection {
 
 inline Inspection inspect(const std::string &path) { return Inspection(path); }
 
-/* What a model would take of memory, without loading it; as xserv_plan(). */
+/* Returns the memory that a model would take, without loading it, as xserv_plan() does. */
 inline MemoryPlan plan(const std::string &path, const LoadOptions &options = LoadOptions()) {
   MemoryPlan plan{};
   plan.struct_size = sizeof plan;
@@ -499,7 +503,8 @@ class Model {
     return detail::take_text(raw);
   }
 
-  /* Scores before softmax, [rows, vocab_size] row-major: one row per token, or of the last alone. */
+  /* Returns scores before softmax, [rows, vocab_size] row-major: one row per token, or of the last
+   * token only. */
   std::vector<float> logits(const std::vector<TokenId> &ids, xserv_logits_rows rows = XSERV_LOGITS_ALL) const {
     std::size_t num_rows = rows == XSERV_LOGITS_ALL ? ids.size() : 1;
     std::vector<float> scores(num_rows * info().vocab_size);
@@ -516,8 +521,8 @@ class Model {
     });
   }
 
-  /* Streaming: `callback` gets each piece of text (std::string_view), or the whole event
-   * (const TokenEvent &), as it comes, and returns true to go on, false to stop. */
+  /* Streaming: `callback` receives each piece of text (std::string_view), or the whole event
+   * (const TokenEvent &), as it comes, and returns true to continue, false to stop. */
   template <typename Callback>
   Result generate(const Request &request, Callback &&callback) const {
     using Function = std::remove_reference_t<Callback>;
@@ -532,7 +537,7 @@ class Model {
     });
   }
 
-  /* Hands a request over and returns; what is generated is told by the submission. For event loops. */
+  /* Submits a request and returns; the submission delivers what is generated. For event loops. */
   Submission submit(const Request &request, const SubmitOptions &options = SubmitOptions()) const {
     Submission submission;
     xserv_submit_options raw_options = options.raw_;
@@ -550,7 +555,7 @@ class Model {
     return submission;
   }
 
-  /* How the model's requests stand. */
+  /* Returns the state of the model's requests, and totals. */
   ModelStats stats() const {
     ModelStats stats{};
     stats.struct_size = sizeof stats;

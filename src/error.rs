@@ -6,20 +6,20 @@
 
 use std::fmt;
 
-/// What went wrong, in the few classes that a caller can act upon.
+/// The class of an error, of the few that a caller can act upon.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ErrorKind {
     /// An argument was outside its contract.
     InvalidArgument,
-    /// A handle that is not (or no longer) one of this library's.
+    /// A handle was not (or no longer) one of this library's.
     BadHandle,
-    /// A file or folder is not there.
+    /// A file or folder does not exist.
     NotFound,
     /// The operating system refused to read a file.
     Io,
-    /// A file is there but its content is not what its format demands.
+    /// A file exists but its content does not follow its format.
     InvalidFile,
-    /// A valid model, tokenizer or option that this library does not implement.
+    /// The model, tokenizer or option is valid, but not implemented by this library.
     Unsupported,
     /// A memory budget or the machine's memory is exhausted.
     OutOfMemory,
@@ -29,13 +29,13 @@ pub enum ErrorKind {
     Cancelled,
     /// The chat template failed or exceeded its limits.
     Template,
-    /// The asked-for device is not there, or this build cannot use it.
+    /// The requested device does not exist, or this build cannot use it.
     NoDevice,
     /// The GPU failed for good: a fault in a kernel, a bus error. Only a new process helps.
     DeviceLost,
-    /// The process was forked after the model was loaded; its threads are not in the child.
+    /// The process was forked after the model was loaded; its threads do not exist in the child.
     Forked,
-    /// A fault of the library itself.
+    /// The library itself is at fault.
     Internal,
 }
 
@@ -50,49 +50,50 @@ pub struct Error {
 pub type Result<T> = std::result::Result<T, Error>;
 
 impl Error {
-    /// An error of the given kind. `message` is one sentence without a final period. Control characters,
-    /// which can come in from files, are replaced: it may be shown on a terminal or be a line of a log.
+    /// Makes an error of the given kind. `message` is one sentence without a final period. Control
+    /// characters, which can come from files, are replaced, because the message may be shown on a
+    /// terminal or be a line of a log.
     pub fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
         Error { kind, message: one_line(message.into()) }
     }
 
-    /// Shorthand for [`ErrorKind::InvalidArgument`].
+    /// Makes an [`ErrorKind::InvalidArgument`].
     pub fn invalid_argument(message: impl Into<String>) -> Self {
         Self::new(ErrorKind::InvalidArgument, message)
     }
 
-    /// Shorthand for [`ErrorKind::InvalidFile`].
+    /// Makes an [`ErrorKind::InvalidFile`].
     pub fn invalid_file(message: impl Into<String>) -> Self {
         Self::new(ErrorKind::InvalidFile, message)
     }
 
-    /// Shorthand for [`ErrorKind::Unsupported`].
+    /// Makes an [`ErrorKind::Unsupported`].
     pub fn unsupported(message: impl Into<String>) -> Self {
         Self::new(ErrorKind::Unsupported, message)
     }
 
-    /// Shorthand for [`ErrorKind::Internal`].
+    /// Makes an [`ErrorKind::Internal`].
     pub fn internal(message: impl Into<String>) -> Self {
         Self::new(ErrorKind::Internal, message)
     }
 
-    /// Shorthand for [`ErrorKind::OutOfMemory`], naming what was to be allocated and its size.
+    /// Makes an [`ErrorKind::OutOfMemory`] that names what was to be allocated and its size.
     pub fn out_of_memory(what: &str, bytes: usize) -> Self {
         Self::new(ErrorKind::OutOfMemory, format!("cannot allocate {bytes} bytes for {what}"))
     }
 
-    /// What class of error this is.
+    /// Returns the class of the error.
     pub fn kind(&self) -> ErrorKind {
         self.kind
     }
 
-    /// The sentence.
+    /// Returns the sentence.
     pub fn message(&self) -> &str {
         &self.message
     }
 }
 
-/// `message` with blanks in place of line ends and tabs, and U+FFFD in place of other control characters.
+/// Replaces line ends and tabs of `message` by blanks, and other control characters by U+FFFD.
 fn one_line(message: String) -> String {
     if !message.contains(char::is_control) {
         return message;
@@ -125,7 +126,7 @@ impl<T> Context<T> for Result<T> {
     }
 }
 
-/// A vector with room for `capacity` elements, or [`ErrorKind::OutOfMemory`].
+/// Makes a vector with room for `capacity` elements, or fails with [`ErrorKind::OutOfMemory`].
 ///
 /// Every allocation whose size comes from a file or a caller goes through this (or
 /// [`try_filled`]): Rust's own growth aborts the process when memory is short.
@@ -136,18 +137,19 @@ pub fn try_with_capacity<T>(capacity: usize, what: &str) -> Result<Vec<T>> {
     Ok(v)
 }
 
-/// Refuses if `bytes` could not be allocated now.
+/// Fails if `bytes` could not be allocated now.
 ///
-/// For calls into dependencies, whose allocations abort the process when memory is short: asked with
-/// more than they will take, they find it (unless another thread is faster).
+/// Used before calls into dependencies, whose allocations abort the process when memory is short:
+/// if more than they will take is available now, they will find it (unless another thread takes it
+/// first).
 pub fn check_room(bytes: usize, what: &str) -> Result<()> {
     let room: Vec<u8> = try_with_capacity(bytes, what)?;
-    // Else the compiler may leave the allocation out and take it for granted.
+    // Otherwise the compiler may remove the allocation and assume that it succeeded.
     std::hint::black_box(room.as_ptr());
     Ok(())
 }
 
-/// A vector of `len` copies of `value`, or [`ErrorKind::OutOfMemory`].
+/// Makes a vector of `len` copies of `value`, or fails with [`ErrorKind::OutOfMemory`].
 pub fn try_filled<T: Clone>(len: usize, value: T, what: &str) -> Result<Vec<T>> {
     let mut v = try_with_capacity(len, what)?;
     v.resize(len, value);

@@ -11,8 +11,8 @@
 //! ```
 //!
 //! An arrow means "may use"; nothing points back (`tests/abi/layering.rs` holds the code to it).
-//! [`error`], [`panic_guard`] and [`thread_state`] are used by all; [`text`] (tokenizer, detokenizer,
-//! chat template) knows nothing of tensors.
+//! All layers use [`error`], [`panic_guard`] and [`thread_state`]; [`text`] (tokenizer,
+//! detokenizer, chat template) knows nothing of tensors.
 //!
 //! ## Operators
 //!
@@ -27,11 +27,12 @@
 //!
 //! ## Threads
 //!
-//! Calls run on the threads of the host. A model has a pool of threads of its own for its kernels, and from its
-//! first request on one for its scheduler ([`engine`]), which runs all forward passes, takes part in their kernels,
-//! and sleeps when there is nothing to do. Callers wait for it and do the rest themselves: tokenizing,
-//! detokenizing, stop strings and callbacks. Chat templates run on a thread of their own, for its large stack. A load has
-//! one for the tokenizer and one that starts the GPU, both of which end before it returns.
+//! Calls run on the threads of the host. A model has a pool of threads of its own for its kernels
+//! and, from its first request on, a thread for its scheduler ([`engine`]), which runs all forward
+//! passes, takes part in their kernels, and sleeps when there is nothing to do. Callers wait for it
+//! and do the rest themselves: tokenizing, detokenizing, stop strings and callbacks. A chat
+//! template runs on a thread of its own, for its large stack. A load has a thread for the tokenizer
+//! and one that starts the GPU, both of which end before it returns.
 
 pub mod backend;
 pub mod engine;

@@ -2,10 +2,10 @@
 //!
 //! A panic that leaves an `extern "C"` function kills the host, and the default hook prints and may
 //! take a backtrace (which allocates, and was seen to hang when memory is short). So the library
-//! installs a hook of its own, which acts only on threads that are inside [`catch_panic`]: it notes the
-//! message and the place in a fixed thread-local buffer. The shared object carries its own copy of
-//! the standard library, so the host's hook is not touched; elsewhere (a Rust program that links the
-//! rlib) panics outside [`catch_panic`] go to the hook that was there before.
+//! installs a hook of its own, which acts only on threads that are inside [`catch_panic`]: it notes
+//! the message and the location in a fixed thread-local buffer. The shared object carries its own
+//! copy of the standard library, so the host's hook is not touched; elsewhere (a Rust program that
+//! links the rlib) panics outside [`catch_panic`] go to the previous hook.
 
 use std::any::Any;
 use std::cell::{Cell, RefCell};
@@ -15,7 +15,7 @@ use std::sync::Once;
 
 use crate::error::{Error, Result};
 
-/// Room for a panic's message and place; longer ones are cut.
+/// The room for a panic's message and location; longer ones are cut.
 const NOTE_BYTES: usize = 512;
 
 /// A fixed buffer that `write!` fills without allocating.
@@ -81,7 +81,7 @@ fn payload_text(payload: &(dyn Any + Send)) -> &str {
     }
 }
 
-/// Runs `f`; a panic inside comes back as its message and place. Nothing is printed.
+/// Runs `f`; a panic inside is returned as its message and location. Nothing is printed.
 pub fn catch_panic<T>(f: impl FnOnce() -> T) -> std::result::Result<T, String> {
     install_hook();
     DEPTH.with(|depth| depth.set(depth.get() + 1));

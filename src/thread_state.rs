@@ -1,15 +1,15 @@
-//! State that the library's threads and the host's must not get from each other.
+//! Thread state that the library's threads and the host's must not inherit from each other.
 
-/// Blocks signals on this thread for its life. Threads started meanwhile inherit the mask, so that the
-/// host's signal handlers never run on a thread of ours. Faults of a thread itself stay unblocked, for
-/// the host's crash reporter.
+/// Keeps signals blocked on this thread while it lives. Threads started meanwhile inherit the mask,
+/// so that the host's signal handlers never run on a thread of ours. Faults of the thread itself
+/// stay unblocked, for the host's crash reporter.
 pub struct SignalsBlocked {
     #[cfg(unix)]
     previous: Option<libc::sigset_t>,
 }
 
 impl SignalsBlocked {
-    /// Blocks them.
+    /// Blocks the signals.
     #[cfg(unix)]
     #[allow(clippy::new_without_default)]
     pub fn new() -> Self {
@@ -45,9 +45,10 @@ impl Drop for SignalsBlocked {
     }
 }
 
-/// Computes with the standard floating-point mode for its life: round to nearest, no flushing of
-/// subnormal numbers, no traps. A host may run its own threads otherwise (audio code flushes, programs
-/// linked with `-ffast-math` do too), and results must not depend on which thread computes what.
+/// Keeps this thread in the standard floating-point mode while it lives: round to nearest, no
+/// flushing of subnormal numbers, no traps. A host may run its own threads otherwise (audio code
+/// flushes, as do programs linked with `-ffast-math`), and results must not depend on which thread
+/// computes what.
 pub struct StandardFloats {
     #[cfg(target_arch = "x86_64")]
     previous: u32,
@@ -61,7 +62,8 @@ impl StandardFloats {
         // All exceptions masked, round to nearest, neither flush-to-zero nor denormals-are-zero.
         const STANDARD: u32 = 0x1f80;
         let mut previous = 0u32;
-        // SAFETY: stores and loads MXCSR, of this thread alone; both operands are u32 on this stack.
+        // SAFETY: stores and loads MXCSR, of this thread alone; both operands are u32 on this
+        // stack.
         unsafe {
             std::arch::asm!("stmxcsr [{}]", in(reg) &mut previous, options(nostack));
             std::arch::asm!("ldmxcsr [{}]", in(reg) &STANDARD, options(nostack, readonly));
@@ -69,7 +71,7 @@ impl StandardFloats {
         StandardFloats { previous }
     }
 
-    /// Does nothing: other processors are taken as they are.
+    /// Does nothing: the mode of other processors is left as it is.
     #[cfg(not(target_arch = "x86_64"))]
     pub fn new() -> Self {
         StandardFloats {}
@@ -86,22 +88,24 @@ impl Drop for StandardFloats {
     }
 }
 
-/// The processor time that the calling thread has used; zero where the system does not tell.
+/// Returns the processor time that the calling thread has used; zero where the system does not
+/// report it.
 #[cfg(unix)]
 pub fn thread_cpu_time() -> std::time::Duration {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: the call writes one timespec, which lies on this stack.
-    let told = unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &mut time) } == 0;
-    match told {
-        true => std::time::Duration::new(
+    let is_known = unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &mut time) } == 0;
+    if is_known {
+        std::time::Duration::new(
             time.tv_sec.max(0) as u64,
             time.tv_nsec.clamp(0, 999_999_999) as u32,
-        ),
-        false => std::time::Duration::ZERO,
+        )
+    } else {
+        std::time::Duration::ZERO
     }
 }
 
-/// The processor time that the calling thread has used: not told on this system.
+/// Returns zero: this system does not report the processor time of a thread.
 #[cfg(not(unix))]
 pub fn thread_cpu_time() -> std::time::Duration {
     std::time::Duration::ZERO

@@ -1,10 +1,10 @@
 /*
- * Answers many questions at once from one thread, as a server's event loop would: submits them all, sleeps
- * until the library has news, and prints each answer when it is complete.
+ * Answers many questions at once from one thread, as a server's event loop would: submits them all,
+ * sleeps until there are events, and prints each answer when it is complete.
  *
  *     batch MODEL [QUESTION...] [--max-tokens N] [--samples N] [--temperature T]
  *
- * Without questions they are read from standard input, one a line.
+ * Without questions on the command line they are read from standard input, one per line.
  */
 
 #define _GNU_SOURCE /* getline */
@@ -35,7 +35,7 @@ static int report(const char *what, xserv_status status) {
   return 1;
 }
 
-/* Prints what a request has come to. */
+/* Prints the result of a request. */
 static xserv_status print_answers(const job *self) {
   xserv_result *result;
   xserv_status status = xserv_submission_take_result(self->submission, &result);
@@ -52,7 +52,7 @@ static xserv_status print_answers(const job *self) {
   return status;
 }
 
-/* Takes all events that are there. */
+/* Takes all pending events. */
 static xserv_status take_events(job *self) {
   xserv_event event = {.struct_size = sizeof event};
   while (!self->done) {

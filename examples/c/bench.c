@@ -9,27 +9,28 @@
  *                 [--read-gbs N] [--tflops N] [--deterministic] [--reps 3] [--json]
  *
  * Numbers are medians over --reps. Weights may be random: tests/bench/make_random_model.py makes
- * models of published shapes. Names, as in llama-bench: pp<N> is a prompt of N tokens, tg<N> the
+ * models of published shapes. Names are as in llama-bench: pp<N> is a prompt of N tokens, tg<N> the
  * generation of N tokens, _d<D> after a prompt of D tokens; _b<B> with B requests at once and _t<T>
- * with T threads, where more than one number of them is asked for. Rates of a batch are its total, _ms the
- * time of all prompts together or of one step. _limit_ms is the least time that the machine allows:
- * the sum, over the operations, of the time to read weights, keys and values or to multiply,
- * whichever is longer (bench/limits.h); _share is how near that is. What a GPU can do is measured in
- * the same run: memory_gb_s, the rate at which a kernel that does little else reads 4 GiB, and
- * gemm_tflop_s, that of products of matrices of 8192 rows and columns in the model's type
- * (bench/ceilings.h). --read-gbs and --tflops set them instead; on a CPU there are limits only with
- * both.
+ * with T threads, if several of these are measured. The rate of a batch is its total, _ms the time
+ * of all prompts together or of one step. _limit_ms is the least time that the machine allows: the
+ * sum, over the operations, of the time to read weights, keys and values or to multiply, whichever
+ * is longer (bench/limits.h); _share is that limit over the measured time. The rates of a GPU are
+ * measured in the same run: memory_gb_s, at which a kernel that does little else reads 4 GiB, and
+ * gemm_tflop_s, of products of matrices of 8192 rows and columns in the model's type
+ * (bench/ceilings.h). --read-gbs and --tflops set them instead; on a CPU there are limits only if
+ * both are given.
  *
- * Waiting and serving, in seconds, from one event loop (--no-speed leaves out the above):
- * ttft<N> is the time to the first token of a prompt of N tokens, of one request to an idle model;
- * serve<N> is N short chats under way at any time; offline<N> is N long requests submitted at once;
- * poisson<P> is --poisson-requests of these, which arrive independently of each other, as many a second as P percent of
- * --offline-rate, or of what an offline run of them before it has reached. first is the time from arriving to the first
- * token, next that between tokens, idle the share of time in which the device waits although there is work.
- * --no-chunked-prefill computes every prompt in one step, --max-prefill N tokens of prompts in a step.
- * --kv-tokens makes the KV cache small, so that requests have to make room for others; --max-swap-bytes is the memory of
- * the host in which they then wait (1: none, they are computed anew). preempted counts how often, swapped the blocks of
- * 32 tokens that were copied to the host and back.
+ * Waiting and serving, in seconds, from one event loop (--no-speed leaves out the above): ttft<N>
+ * is the time to the first token of a prompt of N tokens, of one request to an idle model; serve<N>
+ * is N short chats under way at any time; offline<N> is N long requests submitted at once;
+ * poisson<P> is --poisson-requests of these, which arrive independently of each other at P percent
+ * of --offline-rate, or of the rate that an offline run of them reached before. first is the time
+ * from arrival to the first token, next that between tokens, idle the share of time in which the
+ * device waits although there is work. --no-chunked-prefill computes every prompt in one step,
+ * --max-prefill sets the number of prompt tokens in a step. --kv-tokens makes the KV cache small,
+ * so that requests are preempted; --max-swap-bytes is the host memory in which they then wait (1:
+ * none, they are recomputed). preempted counts preemptions, swapped the blocks of 32 tokens that
+ * were copied to the host and back.
  */
 
 #define _DEFAULT_SOURCE /* getrusage */
@@ -61,11 +62,11 @@ typedef struct settings {
   uint32_t reps, poisson_requests;
   float offline_rate; /* requests per second; 0: to be measured */
   uint64_t max_prefill, kv_tokens, max_swap_bytes;
-  ceilings ceilings; /* those that are not to be measured */
+  ceilings ceilings; /* those that are given and not measured */
   bool deterministic, json;
 } settings;
 
-/* A model, and what is known of it. */
+/* A model and its properties. */
 typedef struct subject {
   const settings *all;
   const xserv_model *model;
@@ -79,7 +80,8 @@ static row row_of(const settings *all, uint32_t threads) {
   return (row){all->json, all->threads.len > 1, threads, 1};
 }
 
-/* Prompt processing if depth is XSERV_UNSET_INT, else generation. Stores the median tokens/s. */
+/* Measures prompt processing if depth is XSERV_UNSET_INT, else generation. Stores the median
+ * tokens/s. */
 static bool measure_row(const subject *of, const row *row, workload *work, uint32_t num_tokens, uint32_t depth,
                         double *tok_s) {
   const bool prompt = depth == XSERV_UNSET_INT;
@@ -128,7 +130,7 @@ static bool measure_row(const subject *of, const row *row, workload *work, uint3
   return good;
 }
 
-/* One request to an idle model. */
+/* Measures one request to an idle model. */
 static bool measure_ttft(const subject *of, const row *row, workload *work, uint32_t num_tokens) {
   const uint32_t reps = of->all->reps;
   double *seconds = calloc(reps, sizeof(double)), warm;
@@ -145,7 +147,7 @@ static bool measure_ttft(const subject *of, const row *row, workload *work, uint
   return good;
 }
 
-/* A server's load; once, as it is an average over many requests. */
+/* Measures a server's load once, because the result is an average over many requests. */
 static bool measure_serve(const row *row, workload *work, const char *what, uint32_t number, const load *load,
                           serving *all) {
   const xserv_model *model = work->model;
@@ -205,8 +207,9 @@ static bool measure_loads(const subject *of, const row *row, workload *work) {
 
 static bool is_on_gpu(const xserv_model_info *info) { return info->num_threads == 0; }
 
-/* Measures what the GPU can do while the model is on it: loading and the first token are then over,
- * and what is measured next finds the GPU as warm as it stays. Where it fails there are no limits. */
+/* Measures the rates of the GPU while the model is on it: loading and the first token are over by
+ * then, and later measurements find the GPU at its steady temperature. If this fails there are no
+ * limits. */
 static void measure_gpu(subject *of, const row *row) {
   const ceilings *set = &of->all->ceilings;
   const bool has_rows = of->all->prompts.len + of->all->gen.len > 0;
@@ -225,7 +228,7 @@ static void measure_gpu(subject *of, const row *row) {
   }
 }
 
-/* Everything for one number of threads, on a model loaded for it. */
+/* Measures everything for one number of threads, on a model loaded for it. */
 static bool measure_model(subject *of, bool first) {
   const settings *all = of->all;
   row row = row_of(all, of->info->num_threads);
@@ -249,20 +252,20 @@ static bool measure_model(subject *of, bool first) {
     }
   }
 
-  work.batch = row.batch = 1; /* from here on names say it */
+  work.batch = row.batch = 1; /* from here on part of the names */
   for (size_t i = 0; i < all->ttft.len; i++)
     if (!measure_ttft(of, &row, &work, all->ttft.values[i])) return false;
   if (!measure_loads(of, &row, &work)) return false;
 
-  struct rusage usage; /* only before the first of our own large buffers, which would count as well */
+  struct rusage usage; /* read before the first of our own large buffers, which would count as well */
   row = row_of(all, 0);
   if (first && getrusage(RUSAGE_SELF, &usage) == 0)
     print_value(&row, "peak_rss_mib", "MiB", "lower", (double)usage.ru_maxrss / 1024.0);
   return true;
 }
 
-/* Prints how near generation comes to the speed at which the device reads its memory. Called when the
- * model has been freed, so that the buffer of the measurement on the host does not add to the memory
+/* Prints how near generation comes to the speed at which the device reads its memory. Called after
+ * the model has been freed, so that the host buffer of the measurement does not add to the memory
  * of the process. */
 static void print_memory_share(const subject *of) {
   row row = row_of(of->all, of->info->num_threads);
@@ -333,7 +336,7 @@ int main(int argc, char **argv) {
     } else if (option_float(argc, argv, &i, "--tflops", &real)) {
       all.ceilings.tflops = real;
     } else if (strcmp(argv[i], "--no-chunked-prefill") == 0) {
-      all.max_prefill = UINT64_MAX; /* as many as the longest context, or more */
+      all.max_prefill = UINT64_MAX; /* at least the longest context */
     } else if (strcmp(argv[i], "--no-speed") == 0) {
       all.prompts.len = all.gen.len = 0;
     } else if (strcmp(argv[i], "--json") == 0) {

@@ -4,8 +4,8 @@
  *     chat MODEL [--system TEXT] [--max-tokens N] [--temperature T] [--seed N] [--threads N]
  *                [--no-thinking]
  *
- * Ctrl-C stops an answer, not the program; Ctrl-D or /exit leaves, /clear starts over. Lines may also
- * come from a pipe.
+ * Ctrl-C stops an answer, not the program; Ctrl-D or /exit leaves, /clear starts over. Lines may
+ * also come from a pipe.
  */
 
 #define _POSIX_C_SOURCE 200809L /* getline, sigaction, isatty */
@@ -22,7 +22,7 @@
 #include "common/options.h"
 #include "common/text_buffer.h"
 
-/* A signal handler may do little more than this. The token callback looks at it. */
+/* A signal handler may do little more than set this. The token callback checks it. */
 static volatile sig_atomic_t interrupted;
 
 static void on_interrupt(int signal_number) {
@@ -58,7 +58,7 @@ static bool answer(const xserv_model *model, xserv_request *request, text_buffer
     fprintf(stderr, "chat: %s\n", xserv_last_error());
     text_truncate(messages, before);
   } else {
-    /* An answer that was stopped is remembered as far as it was said. */
+    /* An answer that was stopped is remembered as far as it was printed. */
     text_truncate(messages, open);
     text_append(messages, ", ");
     text_append_message(messages, "assistant", info.text, info.text_len);
@@ -148,8 +148,8 @@ int main(int argc, char **argv) {
     return 2;
   }
 
-  /* The library installs no signal handlers; this one is ours. Without SA_RESTART, so that getline
-   * comes back when Ctrl-C is pressed at the prompt. */
+  /* The library installs no signal handlers; this one is ours. It is set without SA_RESTART, so
+   * that getline returns when Ctrl-C is pressed at the prompt. */
   struct sigaction action = {0};
   action.sa_handler = on_interrupt;
   sigemptyset(&action.sa_mask);

@@ -3,8 +3,8 @@
  *
  *     generate MODEL [PROMPT] [--chat] [--max-tokens N] [--temperature T] [--seed N] [--threads N]
  *
- * MODEL is a folder as Hugging Face publishes it. With --chat the prompt is sent as a message of the
- * user, through the model's own chat template. The text goes to stdout, the rest to stderr.
+ * MODEL is a folder as Hugging Face publishes it. With --chat the prompt is sent as a user's
+ * message, through the model's own chat template. The text goes to stdout, the rest to stderr.
  */
 
 #include <stdio.h>
@@ -21,7 +21,7 @@ static bool print_text(const xserv_token_event *event, void *user_data) {
   return fwrite(event->text, 1, event->text_len, out) == event->text_len && fflush(out) == 0;
 }
 
-/* Every failing call leaves a sentence for people; print it. */
+/* Every failing call leaves a sentence for people, which is printed here. */
 static int report(const char *what, xserv_status status) {
   fprintf(stderr, "%s: %s (%s)\n", what, xserv_last_error(), xserv_status_name(status));
   return 1;

@@ -2,7 +2,7 @@
  *
  *     kernels [cpu|cuda]
  *
- * Without an argument it takes CUDA where it can be used. Every result is compared with a plain loop. */
+ * Without an argument it uses CUDA where possible. Every result is compared with a plain loop. */
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>

@@ -1,4 +1,4 @@
-"""Runs every operator of the library on arrays of the caller, in place, and compares.
+"""Runs every operator of the library on the caller's arrays, in place, and checks the results.
 
     python3 kernels.py [cpu|cuda]
 

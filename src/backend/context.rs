@@ -9,16 +9,17 @@ use crate::memory::{
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-/// See the head of the file. May be shared between threads.
+/// A device, its stream of work and its allocator. May be shared between threads.
 pub struct ComputeContext {
     backend: ContextBackend,
-    /// All tensors that operators get are the library's own: they need not be looked up.
+    /// Whether all tensors that operators get are the library's own, so that they need not be
+    /// looked up.
     is_private: bool,
 }
 
-/// The device half of a context.
+/// The half of a context that differs between devices.
 pub enum ContextBackend {
-    /// Works at once, on the calling thread and a pool.
+    /// Computes immediately, on the calling thread and a pool.
     Cpu {
         /// The pool and the instruction set.
         backend: CpuBackend,
@@ -40,7 +41,7 @@ impl MemorySource for HostMemory {
     }
 
     unsafe fn release(&self, start: NonNull<u8>, bytes: usize) {
-        // SAFETY: `allocate` has taken the buffer apart with this address and length.
+        // SAFETY: `allocate` took the buffer apart with this address and length.
         drop(unsafe { HostBuffer::from_raw_parts(start, bytes) });
     }
 
@@ -50,7 +51,7 @@ impl MemorySource for HostMemory {
 }
 
 impl ComputeContext {
-    /// A context on the CPU with `num_threads` threads, using at most `memory_budget` bytes.
+    /// Makes a context on the CPU with `num_threads` threads, using at most `memory_budget` bytes.
     pub fn cpu(num_threads: usize, memory_budget: usize) -> Result<Self> {
         let backend = CpuBackend::new(num_threads)?;
         let allocator = CachingAllocator::new(Box::new(HostMemory), memory_budget);
@@ -60,25 +61,25 @@ impl ComputeContext {
         })
     }
 
-    /// A context on a CUDA device, using at most `memory_budget` bytes of its memory.
+    /// Makes a context on a CUDA device, using at most `memory_budget` bytes of its memory.
     pub fn cuda(index: i32, stream: StreamChoice, memory_budget: usize) -> Result<Self> {
         let context = CudaContext::new(index, stream, memory_budget)?;
         Ok(ComputeContext { backend: ContextBackend::Cuda(Box::new(context)), is_private: false })
     }
 
-    /// The same with a stream of its own and for tensors of the library's own only, which operators then do
-    /// not look up in the driver.
+    /// Makes a CUDA context with a stream of its own, for the library's own tensors only, which
+    /// operators then do not look up in the driver.
     pub fn cuda_private(index: i32, memory_budget: usize) -> Result<Self> {
         let context = CudaContext::new(index, StreamChoice::Own, memory_budget)?;
         Ok(ComputeContext { backend: ContextBackend::Cuda(Box::new(context)), is_private: true })
     }
 
-    /// The device half.
+    /// Returns the half that differs between devices.
     pub fn backend(&self) -> &ContextBackend {
         &self.backend
     }
 
-    /// Where its memory lies.
+    /// Returns the device whose memory the context uses.
     pub fn device(&self) -> Device {
         match &self.backend {
             ContextBackend::Cpu { .. } => Device::Cpu,
@@ -93,22 +94,24 @@ impl ComputeContext {
         }
     }
 
-    /// Memory of the device for `what`. Its content is arbitrary.
+    /// Allocates memory of the device for `what`. Its content is arbitrary.
     pub fn allocate(&self, len_bytes: usize, what: &str) -> Result<Block> {
         self.allocator().allocate(len_bytes, what)
     }
 
-    /// The same for large memory that is kept for long: no byte more than asked for.
+    /// As [`ComputeContext::allocate`], for large memory that is kept for long: takes no byte more
+    /// than asked for.
     pub fn allocate_exact(&self, len_bytes: usize, what: &str) -> Result<Block> {
         self.allocator().allocate_exact(len_bytes, what)
     }
 
-    /// Memory for what operators take from time to time; see [`CachingAllocator::set_apart`].
+    /// Sets memory apart for what operators need temporarily; see [`CachingAllocator::set_apart`].
     pub(crate) fn set_apart(&self, len_bytes: usize, what: &str) -> Result<SetApart> {
         self.allocator().set_apart(len_bytes, what)
     }
 
-    /// Host memory that the device copies from and to at full speed; ordinary memory on the CPU.
+    /// Allocates host memory that the device copies from and to at full speed; ordinary memory on
+    /// the CPU.
     pub fn allocate_pinned(&self, len_bytes: usize, what: &str) -> Result<Block> {
         match &self.backend {
             ContextBackend::Cpu { allocator, .. } => allocator.allocate(len_bytes, what),
@@ -116,8 +119,8 @@ impl ComputeContext {
         }
     }
 
-    /// Runs `body`, and takes the memory that it allocated and gave back out of circulation for as long as the
-    /// blocks live: for work that is recorded now and runs later.
+    /// Runs `body`, and takes the memory that it allocated and gave back out of circulation for as
+    /// long as the returned blocks live. Used for work that is recorded now and runs later.
     pub(crate) fn hold_memory<R>(
         &self,
         body: impl FnOnce() -> Result<R>,
@@ -128,12 +131,12 @@ impl ComputeContext {
         done.map(|result| (result, held))
     }
 
-    /// What the allocator of device memory has done.
+    /// Returns the statistics of the allocator of device memory.
     pub fn memory_stats(&self) -> MemoryStats {
         self.allocator().stats()
     }
 
-    /// Gives memory that is not in use back to the system.
+    /// Returns memory that is not in use to the system.
     pub fn trim(&self) {
         self.allocator().trim();
         if let ContextBackend::Cuda(context) = &self.backend {
@@ -149,7 +152,7 @@ impl ComputeContext {
         }
     }
 
-    /// Fails if a tensor does not lie on this context's device.
+    /// Fails if a tensor is not on this context's device.
     pub fn check_reachable(&self, tensor: &Tensor, name: &str) -> Result<()> {
         if tensor.device() != self.device() {
             return Err(Error::invalid_argument(format!(

@@ -1,5 +1,5 @@
-//! Tensors that own their memory, and the host memory through which they are filled and read: what a model
-//! on a device is made of.
+//! The building blocks of a model on a device: tensors that own their memory, and the host memory
+//! through which they are filled and read.
 
 use super::cuda::{CudaContext, Event, RegisteredBuffer};
 use super::{ComputeContext, ContextBackend};
@@ -9,10 +9,10 @@ use std::fmt;
 use std::ops::{Deref, Range};
 use std::sync::Arc;
 
-/// Tensors of an [`Arena`] begin at multiples of this.
+/// Tensors of an [`Arena`] begin at multiples of this many bytes.
 const ALIGNMENT: usize = 256;
 
-/// A tensor that keeps its memory, which others may share.
+/// A tensor that keeps its memory alive, which other tensors may share.
 #[derive(Clone)]
 pub struct DeviceTensor {
     tensor: Tensor,
@@ -33,7 +33,7 @@ impl fmt::Debug for DeviceTensor {
     }
 }
 
-/// Sizes or strides as descriptors have them.
+/// Converts sizes or strides to the form of descriptors.
 fn dims(values: &[usize]) -> Result<([i64; MAX_RANK], usize)> {
     let mut dims = [0; MAX_RANK];
     if values.len() > MAX_RANK {
@@ -47,7 +47,8 @@ fn dims(values: &[usize]) -> Result<([i64; MAX_RANK], usize)> {
 }
 
 impl DeviceTensor {
-    /// A part of the same memory: elements from `offset` on, row-major contiguous without `strides`.
+    /// Returns a view of the same memory from element `offset` on, row-major contiguous without
+    /// `strides`.
     pub fn view(
         &self,
         offset: usize,
@@ -60,7 +61,7 @@ impl DeviceTensor {
         place(&self.memory, start, element, self.tensor.device(), shape, strides)
     }
 
-    /// Queues filling it with zeros.
+    /// Queues filling the tensor with zeros.
     pub fn zero(&self, context: &ComputeContext) -> Result<()> {
         let ContextBackend::Cuda(cuda) = context.backend() else {
             return Err(Error::internal("a device tensor on the CPU"));
@@ -68,13 +69,13 @@ impl DeviceTensor {
         if !self.tensor.is_contiguous() {
             return Err(Error::internal("zeros for a tensor with gaps"));
         }
-        // SAFETY: the tensor's own memory, on the context's device; freed memory is reused in the order of
-        // the stream.
+        // SAFETY: the tensor's own memory, on the context's device; freed memory is reused in the
+        // order of the stream.
         unsafe { cuda.fill(self.tensor.data(), 0, self.tensor.size_bytes()) }
     }
 }
 
-/// A tensor from byte `start` of `memory` on, which must hold all of it.
+/// Makes a tensor from byte `start` of `memory` on, which must hold all of it.
 fn place(
     memory: &Arc<Block>,
     start: usize,
@@ -91,17 +92,18 @@ fn place(
     // SAFETY: the span is compared with the memory below, which the tensor keeps.
     let tensor = unsafe { Tensor::from_raw(data, element, device, shape, strides, "a tensor") }?;
     let end = start.checked_add(tensor.span_bytes());
-    match end.is_some_and(|end| end <= memory.len_bytes()) {
-        true => Ok(DeviceTensor { tensor, memory: memory.clone() }),
-        false => Err(Error::internal(format!(
+    if end.is_some_and(|end| end <= memory.len_bytes()) {
+        Ok(DeviceTensor { tensor, memory: memory.clone() })
+    } else {
+        Err(Error::internal(format!(
             "a tensor of shape {} from byte {start} on in {} bytes",
             tensor.shape(),
             memory.len_bytes()
-        ))),
+        )))
     }
 }
 
-/// One allocation that is divided among tensors once and for all.
+/// One allocation that is divided among tensors, which are never given back.
 pub struct Arena {
     memory: Arc<Block>,
     device: Device,
@@ -109,13 +111,13 @@ pub struct Arena {
 }
 
 impl Arena {
-    /// Memory of exactly `len_bytes`, for `what`. Its content is arbitrary.
+    /// Allocates exactly `len_bytes` for `what`. The content is arbitrary.
     pub fn new(context: &ComputeContext, len_bytes: usize, what: &str) -> Result<Self> {
         let memory = Arc::new(context.allocate_exact(len_bytes, what)?);
         Ok(Arena { memory, device: context.device(), used: 0 })
     }
 
-    /// What a tensor takes of an arena.
+    /// Returns the bytes that a tensor takes of an arena.
     pub fn bytes_for(element: ElementType, shape: &[usize]) -> Result<usize> {
         let bytes = shape
             .iter()
@@ -124,7 +126,7 @@ impl Arena {
         bytes.ok_or_else(|| Error::out_of_memory("a tensor", usize::MAX))
     }
 
-    /// The next tensor, contiguous.
+    /// Returns the next tensor, contiguous.
     pub fn tensor(&mut self, element: ElementType, shape: &[usize]) -> Result<DeviceTensor> {
         let bytes = Self::bytes_for(element, shape)?;
         let tensor = place(&self.memory, self.used, element, self.device, shape, None)?;
@@ -132,30 +134,30 @@ impl Arena {
         Ok(tensor)
     }
 
-    /// All of it, as elements of a type.
+    /// Returns the whole arena as elements of a type.
     pub fn whole(&self, element: ElementType) -> Result<DeviceTensor> {
         let len = self.memory.len_bytes() / element.size_bytes();
         place(&self.memory, 0, element, self.device, &[len], None)
     }
 }
 
-/// Host memory that a device copies from and to by itself.
+/// Host memory that a device copies from and to directly.
 pub struct PinnedBuffer {
     context: Arc<ComputeContext>,
     memory: PinnedMemory,
-    /// The device may be using it.
+    /// Whether the device may be using the memory.
     is_busy: bool,
-    /// Made by the first [`PinnedBuffer::fence`].
+    /// The event, made by the first [`PinnedBuffer::fence`].
     event: Option<Event>,
-    /// The event is behind the last copy.
+    /// Whether the event was recorded after the last copy.
     is_fenced: bool,
 }
 
-/// Where the memory of a [`PinnedBuffer`] comes from.
+/// The memory of a [`PinnedBuffer`], by its origin.
 enum PinnedMemory {
-    /// An allocator of pinned memory.
+    /// A block of an allocator of pinned memory.
     Block(Block),
-    /// A part of memory that was pinned as a whole, which nobody else uses.
+    /// A part, used by nobody else, of memory that was pinned as a whole.
     Part { whole: Arc<RegisteredBuffer>, offset: usize, len: usize },
 }
 
@@ -176,7 +178,7 @@ impl PinnedMemory {
 }
 
 impl PinnedBuffer {
-    /// Zeroed memory of `len_bytes`, for `what`.
+    /// Allocates zeroed memory of `len_bytes` for `what`.
     pub fn new(context: &Arc<ComputeContext>, len_bytes: usize, what: &str) -> Result<Self> {
         let memory = context.allocate_pinned(len_bytes, what)?;
         // SAFETY: fresh host memory of that size.
@@ -184,8 +186,9 @@ impl PinnedBuffer {
         Ok(Self::of(context, PinnedMemory::Block(memory)))
     }
 
-    /// Memory that is there already, as buffers of `len_bytes` each: pinned in huge pages it serves ten times as soon
-    /// as what an allocator of pinned memory has to fetch, which is taken where the system refuses to pin.
+    /// Pins existing memory and returns it as buffers of `len_bytes` each. Pinned in huge pages it
+    /// is ready ten times as soon as memory that an allocator of pinned memory has to fetch, which
+    /// is the fallback where the system refuses to pin.
     pub fn parts(
         context: &Arc<ComputeContext>,
         memory: HostBuffer,
@@ -218,19 +221,20 @@ impl PinnedBuffer {
         PinnedBuffer { context, memory, is_busy: false, event: None, is_fenced: false }
     }
 
-    /// The length in bytes.
+    /// Returns the length in bytes.
     pub fn len_bytes(&self) -> usize {
         self.memory.len_bytes()
     }
 
-    /// Its bytes, after the end of all copies.
+    /// Waits for all copies and returns the bytes.
     pub fn bytes(&mut self) -> Result<&mut [u8]> {
         self.wait()?;
         // SAFETY: initialised host memory of that length, owned by self, that no copy uses now.
         Ok(unsafe { std::slice::from_raw_parts_mut(self.memory.start(), self.memory.len_bytes()) })
     }
 
-    /// Waits for the uses that were queued here: up to the fence, or without one for all work queued so far.
+    /// Waits for the uses that were queued here: up to the fence, or, without one, for all work
+    /// queued so far.
     pub fn wait(&mut self) -> Result<()> {
         if !self.is_busy {
             return Ok(());
@@ -245,26 +249,27 @@ impl PinnedBuffer {
         Ok(())
     }
 
-    /// Tells that work queued up to now uses the memory: [`PinnedBuffer::wait`] then waits for that.
+    /// Notes that work queued up to now uses the memory: [`PinnedBuffer::wait`] then waits for that
+    /// work.
     pub fn set_in_use(&mut self) -> Result<()> {
         self.is_busy = true;
         self.fence()
     }
 
-    /// Tells that work that is being queued uses the memory: [`PinnedBuffer::wait`] then waits for all that was queued
-    /// until it is called.
+    /// Notes that work being queued uses the memory: [`PinnedBuffer::wait`] then waits for
+    /// everything queued by the time it is called.
     pub fn set_in_use_unmarked(&mut self) {
         self.is_busy = true;
         self.is_fenced = false;
     }
 
-    /// Where kernels of the device find byte `offset`.
+    /// Returns the address at which kernels of the device find byte `offset`.
     pub fn device_address(&self, offset: usize) -> u64 {
         self.memory.start() as u64 + offset as u64
     }
 
-    /// Marks the place behind the uses queued so far, so that waiting for them is waiting for nothing that is
-    /// queued later. The next copy needs a fence of its own.
+    /// Marks the end of the uses queued so far, so that waiting for them does not wait for anything
+    /// that is queued later. The next copy needs a fence of its own.
     pub fn fence(&mut self) -> Result<()> {
         let cuda = cuda(&self.context)?;
         let event = match self.event.take() {
@@ -290,11 +295,12 @@ impl PinnedBuffer {
             return Err(Error::internal("an upload beyond the staging memory"));
         }
         let source = self.memory.start().wrapping_add(from.start);
-        // SAFETY: both sides were checked to span the bytes; ours stay until the copy is done (`is_busy`).
+        // SAFETY: both sides were checked to span the bytes; ours stays valid until the copy is
+        // done (`is_busy`).
         unsafe { self.copy(target.data().wrapping_add(target_offset), source, bytes) }
     }
 
-    /// Queues a copy of a contiguous tensor to byte `offset` and those behind it.
+    /// Queues a copy of a contiguous tensor to the bytes from `offset` on.
     pub fn download(&mut self, source: &DeviceTensor, offset: usize) -> Result<()> {
         let bytes = source.size_bytes();
         check_copy(source, 0, bytes)?;
@@ -315,7 +321,7 @@ impl PinnedBuffer {
     }
 }
 
-/// The device half of a context.
+/// Returns the CUDA half of a context.
 fn cuda(context: &ComputeContext) -> Result<&CudaContext> {
     match context.backend() {
         ContextBackend::Cuda(cuda) => Ok(cuda),
@@ -325,15 +331,16 @@ fn cuda(context: &ComputeContext) -> Result<&CudaContext> {
 
 fn check_copy(tensor: &DeviceTensor, offset: usize, bytes: usize) -> Result<()> {
     let fits = offset.checked_add(bytes).is_some_and(|end| end <= tensor.size_bytes());
-    match fits && tensor.is_contiguous() {
-        true => Ok(()),
-        false => Err(Error::internal("a copy beyond a tensor")),
+    if fits && tensor.is_contiguous() {
+        Ok(())
+    } else {
+        Err(Error::internal("a copy beyond a tensor"))
     }
 }
 
 impl Drop for PinnedBuffer {
     fn drop(&mut self) {
-        // The memory goes to whoever asks next.
+        // The memory may be given to another owner next, so no copy may still be using it.
         let _ = self.wait();
     }
 }

@@ -1,4 +1,4 @@
-//! Work on a device that is queued again and again, kept as graphs.
+//! A cache of graphs, for work on a device that is queued again and again.
 
 use std::collections::HashMap;
 use std::hash::Hash;
@@ -8,10 +8,10 @@ use super::{ComputeContext, ContextBackend, DeviceTensor};
 use crate::error::{try_with_capacity, Error, Result};
 use crate::memory::Block;
 
-/// The most graphs that are kept: each holds memory of the driver's.
+/// The most graphs that are kept: each holds some of the driver's memory.
 const MAX_GRAPHS: usize = 64;
 
-/// Graphs by what they were recorded for.
+/// Graphs by the key of the work that they were recorded for.
 pub(crate) struct GraphCache<K> {
     /// `None`: this work has been queued once without a graph, and all its kernels are loaded.
     graphs: HashMap<K, Option<Recorded>>,
@@ -20,7 +20,7 @@ pub(crate) struct GraphCache<K> {
 /// A graph and the memory that its work uses.
 struct Recorded {
     graph: Graph,
-    /// What operators took for a while as it was recorded.
+    /// The memory that operators took temporarily while the graph was recorded.
     _scratch: Vec<Block>,
     _tensors: Vec<DeviceTensor>,
 }
@@ -37,10 +37,11 @@ impl<K: Copy + Eq + Hash> GraphCache<K> {
         self.graphs.clear();
     }
 
-    /// Queues the work for `key`: kernel by kernel the first time, then as a graph. `queue` queues the same for the
-    /// same key each time, on the memory behind `tensors` and what operators take from the context meanwhile; it
-    /// does not wait for the device. The tensors are kept as long as the graph. Work that cannot be recorded, because
-    /// the context would have to ask the driver for memory, is queued kernel by kernel once more.
+    /// Queues the work for `key`: kernel by kernel the first time, then as a graph. `queue` queues
+    /// the same work for the same key each time, on the memory of `tensors` and memory that
+    /// operators take from the context meanwhile; it does not wait for the device. The tensors are
+    /// kept as long as the graph. Work that cannot be recorded, because the context would have to
+    /// ask the driver for memory, is queued kernel by kernel once more.
     pub fn run(
         &mut self,
         context: &ComputeContext,

@@ -1,4 +1,4 @@
-//! How to run anything anywhere; knows no operator.
+//! Devices, and how work runs on them. Nothing here knows an operator.
 
 mod context;
 pub mod cpu;

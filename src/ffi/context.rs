@@ -1,4 +1,4 @@
-//! Devices and compute contexts: where the operators of this library run by themselves.
+//! Devices and compute contexts, in which the operators of this library run on their own.
 
 #![allow(non_camel_case_types)]
 
@@ -13,20 +13,20 @@ use crate::backend::cuda::{num_cuda_devices, CudaDeviceInfo, StreamChoice};
 use crate::backend::ComputeContext;
 use crate::error::{Error, ErrorKind, Result};
 
-/// A device, a stream of work on it, and the memory that the work uses. For the operators xserv_op_*;
-/// models have their own.
+/// A compute context: a device, a stream of work on it, and the memory that the work uses. It
+/// serves the operators xserv_op_*; models have contexts of their own.
 ///
-/// On the CPU an operator has done its work when it returns. On CUDA it has queued its work on the
-/// context's stream: xserv_context_synchronize() waits for it, and reports what went wrong in it. Calls
-/// from several threads on one context are safe and queue in the order of their arrival; contexts are
-/// independent of each other.
+/// On the CPU an operator has finished when its function returns. On CUDA it has queued its work on
+/// the context's stream: xserv_context_synchronize() waits for it, and reports what went wrong in
+/// it. Calls from several threads on one context are safe and queue in the order of their arrival;
+/// contexts are independent of each other.
 pub struct xserv_context {
     _private: [u8; 0],
 }
 
-/// For xserv_context_options.num_threads: one thread for each core.
+/// Used for xserv_context_options.num_threads: one thread for each core.
 pub const XSERV_THREADS_AUTO: u32 = u32::MAX;
-/// For a memory budget: no limit but that of the device.
+/// Used for a memory budget: no limit but that of the device.
 pub const XSERV_MEMORY_UNLIMITED: u64 = u64::MAX;
 
 /// How to make a context. Fill with xserv_context_options_default() first.
@@ -37,14 +37,16 @@ pub struct xserv_context_options {
     pub struct_size: usize,
     /// An xserv_device_kind. XSERV_DEVICE_AUTO, the default, takes CUDA where it can be used.
     pub device_kind: u32,
-    /// Which of the devices of that kind; default 0.
+    /// The index among the devices of that kind; default 0.
     pub device_index: u32,
-    /// CUDA: 1 to queue work on the caller's `stream`, 0 (the default) for a stream of the context's own.
+    /// CUDA: 1 to queue work on the caller's `stream`, 0 (the default) for a stream of the
+    /// context's own.
     pub use_stream: u32,
-    /// CPU: threads, the calling one included; default XSERV_THREADS_AUTO.
+    /// CPU: the number of threads, the calling one included; default XSERV_THREADS_AUTO.
     pub num_threads: u32,
-    /// CUDA with use_stream: a cudaStream_t (CUstream) of the device's primary context, which is the one
-    /// that the CUDA runtime, PyTorch and CuPy use; NULL is the default stream. Must outlive the context.
+    /// CUDA with use_stream: a cudaStream_t (CUstream) of the device's primary context, which is
+    /// the one that the CUDA runtime, PyTorch and CuPy use; NULL is the default stream. Must
+    /// outlive the context.
     pub stream: *mut c_void,
     /// The most bytes of device memory that the context may hold for owned tensors and workspaces;
     /// default XSERV_MEMORY_UNLIMITED.
@@ -70,7 +72,7 @@ unsafe impl GrowingStruct for xserv_context_options {
     }
 }
 
-/// What the allocator of a context has done. Set struct_size to the sizeof it before the call.
+/// Statistics of a context's allocator. Set struct_size to the sizeof the struct before the call.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct xserv_memory_stats {
@@ -78,16 +80,16 @@ pub struct xserv_memory_stats {
     pub struct_size: usize,
     /// Bytes in use by owned tensors and by work under way, rounded up to the allocator's classes.
     pub allocated: u64,
-    /// Bytes taken from the driver or the system: in use, or kept for the next.
+    /// Bytes taken from the driver or the system: in use, or kept for later allocations.
     pub reserved: u64,
     /// The most that `allocated` has been.
     pub peak: u64,
     /// The most that `reserved` may become.
     pub budget: u64,
-    /// How often the driver or the system was asked for memory or given some back. A loop of same-shaped
-    /// work leaves it unchanged after its first round.
+    /// The number of calls that took memory from the driver or the system or gave it back. A loop
+    /// of same-shaped work leaves it unchanged after its first round.
     pub num_driver_calls: u64,
-    /// How often memory was asked of the allocator.
+    /// The number of allocations asked of the allocator.
     pub num_allocations: u64,
 }
 
@@ -110,7 +112,7 @@ unsafe impl GrowingStruct for xserv_memory_stats {
     }
 }
 
-/// What a device is. Set struct_size to the sizeof it before the call.
+/// The properties of a device. Set struct_size to the sizeof the struct before the call.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct xserv_device_info {
@@ -124,11 +126,11 @@ pub struct xserv_device_info {
     pub compute_capability_major: u32,
     /// See compute_capability_major.
     pub compute_capability_minor: u32,
-    /// CUDA: how many multiprocessors it has.
+    /// CUDA: the number of multiprocessors.
     pub num_multiprocessors: u32,
     /// Always 0.
     pub reserved: u32,
-    /// Its name, NUL-terminated: "NVIDIA H200".
+    /// The name of the device, NUL-terminated, for example "NVIDIA H200".
     pub name: [u8; 256],
 }
 
@@ -156,7 +158,8 @@ const _: () = assert!(size_of::<xserv_context_options>() == 40);
 const _: () = assert!(size_of::<xserv_memory_stats>() == 56);
 const _: () = assert!(size_of::<xserv_device_info>() == 296);
 
-/// A context, and the process that made it: its threads and its CUDA state are not in a forked child.
+/// A context and the process that made it: its threads and its CUDA state do not exist in a forked
+/// child.
 pub(super) struct ContextObject {
     context: ComputeContext,
     process: u32,
@@ -165,14 +168,15 @@ pub(super) struct ContextObject {
 static CONTEXTS: HandleTable<ContextObject> = HandleTable::new(8, "context");
 
 impl ContextObject {
-    /// The context, if this is the process that made it.
+    /// Returns the context, if this is the process that made it.
     pub(super) fn get(&self) -> Result<&ComputeContext> {
-        match self.process == std::process::id() {
-            true => Ok(&self.context),
-            false => Err(Error::new(
+        if self.process == std::process::id() {
+            Ok(&self.context)
+        } else {
+            Err(Error::new(
                 ErrorKind::Forked,
                 "the process was forked after the context was made; make a new one in the child",
-            )),
+            ))
         }
     }
 }
@@ -181,14 +185,15 @@ pub(super) fn context_of(context: *const xserv_context) -> Result<Arc<ContextObj
     CONTEXTS.get(context)
 }
 
-/// The number of usable CUDA devices: 0 without a driver, and in a library built without CUDA kernels.
+/// Returns the number of usable CUDA devices: 0 without a driver, and in a library built without
+/// CUDA kernels.
 #[no_mangle]
 pub extern "C" fn xserv_cuda_device_count() -> u32 {
     guard_or(0, || Ok(num_cuda_devices().max(0) as u32))
 }
 
-/// Describes a CUDA device, without starting anything on it. Also the way to learn why CUDA cannot be
-/// used: the message of XSERV_STATUS_NO_DEVICE says what is missing.
+/// Describes a CUDA device, without starting anything on it. If CUDA cannot be used, the message of
+/// XSERV_STATUS_NO_DEVICE says what is missing.
 ///
 /// info: its struct_size must be set.
 ///
@@ -233,13 +238,14 @@ pub unsafe extern "C" fn xserv_context_options_default(
 
 /// Makes a context. options may be NULL for the defaults: CUDA where it can be used, else the CPU.
 ///
-/// Free with xserv_context_free(). Owned tensors of it keep what they need alive.
+/// Free with xserv_context_free(). Owned tensors of the context keep alive what they need.
 ///
-/// Errors: XSERV_STATUS_NO_DEVICE (the message says what is missing), XSERV_STATUS_UNSUPPORTED (a GPU
-/// before compute capability 8.0), XSERV_STATUS_INVALID_ARGUMENT, XSERV_STATUS_OUT_OF_MEMORY.
+/// Errors: XSERV_STATUS_NO_DEVICE (the message says what is missing), XSERV_STATUS_UNSUPPORTED (a
+/// GPU before compute capability 8.0), XSERV_STATUS_INVALID_ARGUMENT, XSERV_STATUS_OUT_OF_MEMORY.
 ///
 /// # Safety
-/// `options` is NULL or readable for its struct_size; its stream is a stream; `context` is writable.
+/// `options` is NULL or readable for its struct_size; its stream is a stream; `context` is
+/// writable.
 #[must_use]
 #[no_mangle]
 pub unsafe extern "C" fn xserv_context_new(
@@ -305,7 +311,7 @@ fn make(options: &xserv_context_options) -> Result<ComputeContext> {
     ComputeContext::cpu(num_threads, budget)
 }
 
-/// The kind of device that a context works on.
+/// Gives the kind of device that a context works on, an xserv_device_kind.
 ///
 /// # Safety
 /// `device_kind` is writable.
@@ -329,15 +335,16 @@ pub unsafe extern "C" fn xserv_context_get_device(
 }
 
 /// Waits until all work queued on the context's stream is done, and reports what went wrong in it:
-/// XSERV_STATUS_DEVICE_LOST, or XSERV_STATUS_INVALID_ARGUMENT for an index that a kernel met and did not
-/// follow (a token id outside the table, a position outside the angles, a block outside the cache), once.
+/// XSERV_STATUS_DEVICE_LOST, or, once, XSERV_STATUS_INVALID_ARGUMENT for an index that a kernel met
+/// and did not follow (a token id outside the table, a position outside the table of angles, a
+/// block outside the cache).
 #[must_use]
 #[no_mangle]
 pub extern "C" fn xserv_context_synchronize(context: *const xserv_context) -> xserv_status {
     guard(|| context_of(context)?.get()?.synchronize())
 }
 
-/// Gives memory that the context keeps for later back to the driver.
+/// Returns memory that the context keeps for later allocations to the driver.
 #[must_use]
 #[no_mangle]
 pub extern "C" fn xserv_context_trim(context: *const xserv_context) -> xserv_status {
@@ -347,7 +354,7 @@ pub extern "C" fn xserv_context_trim(context: *const xserv_context) -> xserv_sta
     })
 }
 
-/// What the context's allocator of device memory has done. stats->struct_size must be set.
+/// Gives statistics of the context's allocator of device memory. stats->struct_size must be set.
 ///
 /// # Safety
 /// `stats` is writable for the size that it claims.
@@ -374,14 +381,15 @@ pub unsafe extern "C" fn xserv_context_get_memory_stats(
     })
 }
 
-/// Frees a context; NULL is allowed. Waits for its work. Tensors that it made stay valid until they are
-/// freed themselves.
+/// Frees a context, after waiting for its work; NULL is allowed. Tensors that it made stay valid
+/// until they are freed themselves.
 #[no_mangle]
 pub extern "C" fn xserv_context_free(context: *mut xserv_context) {
     guard_or((), || {
         if let Some(object) = CONTEXTS.remove(context)? {
             if object.get().is_err() {
-                // In a forked child neither the threads nor the device are there to be ended.
+                // In a forked child neither the threads nor the device state exist, so nothing can
+                // be ended.
                 std::mem::forget(object);
             }
         }

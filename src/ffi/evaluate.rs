@@ -11,26 +11,26 @@ use crate::error::{Error, Result};
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum xserv_logits_rows {
-    /// One row: what the model expects after the last token.
+    /// One row: the scores of the token after the last one given.
     XSERV_LOGITS_LAST = 0,
     /// A row for every token.
     XSERV_LOGITS_ALL = 1,
 }
 
-/// Computes the logits (scores before softmax) that the model gives for the token after each of the
-/// given ones.
+/// Computes the logits (scores before softmax) of the token that follows each of the given ones.
 ///
-/// token_ids: num_tokens ids, at least one and no more than the context. rows: an xserv_logits_rows.
-/// logits: gets f32 [rows, vocab_size], row-major, with rows 1 or num_tokens; num_logits is its size in
-/// elements and must be exactly rows * vocab_size (vocab_size: see xserv_model_get_info()). On failure
-/// its content is undefined.
+/// token_ids: num_tokens ids, at least one and no more than the context. rows: an
+/// xserv_logits_rows. logits: receives f32 [rows, vocab_size], row-major, with rows 1 or
+/// num_tokens; num_logits is its size in elements and must be exactly rows * vocab_size
+/// (vocab_size: see xserv_model_get_info()). On failure its content is undefined.
 ///
 /// Errors: XSERV_STATUS_INVALID_ARGUMENT (an id outside the vocabulary, a wrong size),
-/// XSERV_STATUS_CONTEXT_FULL, XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_CANCELLED (the model was freed).
+/// XSERV_STATUS_CONTEXT_FULL, XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_CANCELLED (the model was
+/// freed).
 ///
 /// # Safety
-/// `token_ids` is readable for `num_tokens` ids, `logits` writable for `num_logits` floats, and the two
-/// do not overlap.
+/// `token_ids` is readable for `num_tokens` ids, `logits` writable for `num_logits` floats, and the
+/// two do not overlap.
 #[must_use]
 #[no_mangle]
 pub unsafe extern "C" fn xserv_logits(

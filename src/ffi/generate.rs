@@ -14,24 +14,24 @@ use super::types::{xserv_finish_reason, XSERV_NO_TOKEN};
 use crate::engine::{FinishReason, Generation};
 use crate::error::{try_with_capacity, Error, Result};
 
-/// What a generation came to. Immutable; any number of threads may read it.
+/// The result of a generation. It is immutable; any number of threads may read it.
 pub struct xserv_result {
     _opaque: [u8; 0],
 }
 
-/// One step of a generation, as the callback sees it. Valid during the callback only.
+/// One step of a generation, as passed to the callback. It is valid during the callback only.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct xserv_token_event {
-    /// sizeof(xserv_token_event) in the library; fields beyond it are not there.
+    /// sizeof(xserv_token_event) in the library; fields beyond it do not exist.
     pub struct_size: usize,
-    /// The text that became certain with this token: whole UTF-8 characters, NUL-terminated, possibly
-    /// empty (a character may span tokens, and what may be the start of a stop string is held back).
+    /// The text that this token made final: whole UTF-8 characters, NUL-terminated, possibly empty
+    /// (a character may span tokens, and text that may be the start of a stop string is held back).
     pub text: *const c_char,
     /// Bytes of text without the NUL.
     pub text_len: usize,
-    /// The token, or XSERV_NO_TOKEN for the one event that may come after the last token, with text that
-    /// was held back.
+    /// The token, or XSERV_NO_TOKEN for the one event that may come after the last token, with text
+    /// that was held back.
     pub token_id: u32,
     /// Number of tokens generated so far, this one included.
     pub num_tokens: u32,
@@ -41,14 +41,14 @@ pub struct xserv_token_event {
     pub reserved: u32,
 }
 
-/// Called for every generated token, on the thread that called xserv_generate, with no lock held: it may
-/// call any function of the library, also on the same model. Return true to go on, false to stop: it is
-/// not called again then.
+/// Called for every generated token, on the thread that called xserv_generate, with no lock held:
+/// it may call any function of the library, also on the same model. Returns true to continue, false
+/// to stop, after which it is not called again.
 pub type xserv_token_callback =
     Option<unsafe extern "C" fn(event: *const xserv_token_event, user_data: *mut c_void) -> bool>;
 
-/// What a generation came to. Set struct_size, then call xserv_result_get_info(). Pointers belong to the
-/// result and are valid until it is freed.
+/// A description of a result. Set struct_size, then call xserv_result_get_info(). Pointers belong
+/// to the result and are valid until it is freed.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct xserv_result_info {
@@ -70,7 +70,8 @@ pub struct xserv_result_info {
     pub reserved: u32,
     /// The seed that was used.
     pub seed: u64,
-    /// Seconds from the call to the first token, waiting for other requests included; 0 if none came.
+    /// Seconds from the call to the first token, waiting for other requests included; 0 if none was
+    /// generated.
     pub time_to_first_token_seconds: f64,
     /// Seconds of the whole call, callbacks included.
     pub total_seconds: f64,
@@ -78,11 +79,11 @@ pub struct xserv_result_info {
     pub prompt_tokens_per_second: f64,
     /// Tokens per second after the first token, callbacks included (0 with fewer than two tokens).
     pub tokens_per_second: f64,
-    /// Tokens of the prompt whose keys and values were there already, and cost nothing.
+    /// Number of prompt tokens whose keys and values were in the prefix cache, and cost nothing.
     pub num_cached_tokens: usize,
-    /// How often the request made room for others, and was resumed.
+    /// Number of times that the request was preempted to make room for others, and resumed.
     pub num_preemptions: u32,
-    /// Samples of the result.
+    /// Number of samples in the result.
     pub num_samples: u32,
 }
 
@@ -115,7 +116,7 @@ unsafe impl GrowingStruct for xserv_result_info {
 const _: () = assert!(size_of::<xserv_result_info>() == 112);
 
 struct ResultObject {
-    /// By sample, with the text and its final NUL.
+    /// Each sample, with its text and the final NUL.
     samples: Vec<(Generation, Vec<u8>)>,
 }
 
@@ -128,7 +129,7 @@ impl ResultObject {
     }
 }
 
-/// A handle for what the samples of a request came to.
+/// Makes a handle for the samples of a request.
 pub(super) fn new_result(generations: Vec<Generation>) -> Result<*mut xserv_result> {
     let mut samples = try_with_capacity(generations.len(), "results")?;
     for generation in generations {
@@ -142,22 +143,23 @@ static RESULTS: HandleTable<ResultObject> = HandleTable::new(6, "result");
 
 /// Generates text, and returns when it is done.
 ///
-/// Any number of threads may call it on one model: their requests are computed together, in every step as many
-/// as there is room for, and none waits for another's callback. A request that does not fit at the moment waits,
-/// or makes room for others and is resumed; its output does not depend on it. Being
-/// stopped by the callback or cancelled is a success: the result has what was generated, and says why
-/// it ended. When the prompt and max_tokens do not fit into the context together, generation ends with
-/// XSERV_FINISH_CONTEXT_FULL.
+/// Any number of threads may call it on one model: each step computes as many of their requests
+/// together as there is room for, and none waits for another's callback. A request that does not
+/// fit at the moment waits, or is preempted and resumed; its output does not depend on it. Being
+/// stopped by the callback or cancelled is a success: the result has what was generated, and says
+/// why it ended. When the prompt and max_tokens do not fit into the context together, generation
+/// ends with XSERV_FINISH_CONTEXT_FULL.
 ///
-/// request: what to do. callback: told of every token, or NULL. user_data: passed to it. result: gets
-/// a handle that the caller ends with xserv_result_free(); NULL if the callback is all you need.
+/// request: what to generate. callback: called for every token, or NULL. user_data: passed to the
+/// callback. result: receives a handle that the caller frees with xserv_result_free(); NULL if the
+/// callback is all you need.
 ///
-/// Errors: XSERV_STATUS_INVALID_ARGUMENT (the message names the field), XSERV_STATUS_CONTEXT_FULL (the
-/// prompt alone is too long), XSERV_STATUS_TEMPLATE, XSERV_STATUS_OUT_OF_MEMORY.
+/// Errors: XSERV_STATUS_INVALID_ARGUMENT (the message names the field), XSERV_STATUS_CONTEXT_FULL
+/// (the prompt alone is too long), XSERV_STATUS_TEMPLATE, XSERV_STATUS_OUT_OF_MEMORY.
 ///
 /// # Safety
-/// `request` is readable for its struct_size and its pointers obey their fields' comments; `result` is
-/// NULL or writable.
+/// `request` is readable for its struct_size and its pointers obey their fields' comments; `result`
+/// is NULL or writable.
 #[must_use]
 #[no_mangle]
 pub unsafe extern "C" fn xserv_generate(
@@ -168,10 +170,11 @@ pub unsafe extern "C" fn xserv_generate(
     result: *mut *mut xserv_result,
 ) -> xserv_status {
     guard(|| {
-        let out = match result.is_null() {
-            true => None,
+        let out = if result.is_null() {
+            None
+        } else {
             // SAFETY: by the contract above.
-            false => Some(unsafe { Out::new(result, "result") }?),
+            Some(unsafe { Out::new(result, "result") }?)
         };
         if request.is_null() {
             return Err(Error::invalid_argument("request is NULL"));
@@ -199,8 +202,8 @@ pub unsafe extern "C" fn xserv_generate(
                     sample: sample as u32,
                     reserved: 0,
                 };
-                // SAFETY: the caller's function with the caller's data, on the caller's thread; the event
-                // lives until it returns.
+                // SAFETY: the caller's function with the caller's data, on the caller's thread; the
+                // event lives until it returns.
                 Ok(unsafe { callback(&event, user_data) })
             };
         let generations = engine.generate(&request, &mut on_token)?;
@@ -211,7 +214,7 @@ pub unsafe extern "C" fn xserv_generate(
     })
 }
 
-/// Describes a result; of several samples the first.
+/// Describes a result; if it has several samples, the first.
 ///
 /// info: struct_size must be set. Its pointers belong to the result.
 ///
@@ -229,7 +232,7 @@ pub unsafe extern "C" fn xserv_result_get_info(
 
 /// Describes one of the samples of a result (xserv_request.num_samples).
 ///
-/// sample: from 0. info: struct_size must be set. Its pointers belong to the result.
+/// sample: counted from 0. info: struct_size must be set. Its pointers belong to the result.
 ///
 /// Errors: XSERV_STATUS_INVALID_ARGUMENT (there is no such sample).
 ///
@@ -289,15 +292,15 @@ pub(super) fn finish_code(reason: FinishReason) -> xserv_finish_reason {
     }
 }
 
-/// The generated text of a result: UTF-8, NUL-terminated, valid until the result is freed. Should the
-/// model have generated a NUL, xserv_result_info.text_len tells the whole length. NULL if the handle is
-/// bad (see xserv_last_error()).
+/// Returns the generated text of a result: UTF-8, NUL-terminated, valid until the result is freed.
+/// Should the model have generated a NUL, xserv_result_info.text_len is the whole length. NULL if
+/// the handle is bad (see xserv_last_error()).
 #[no_mangle]
 pub extern "C" fn xserv_result_text(result: *const xserv_result) -> *const c_char {
     guard_or(std::ptr::null(), || Ok(RESULTS.get(result)?.sample(0)?.1.as_ptr() as *const c_char))
 }
 
-/// Ends a result. NULL does nothing.
+/// Frees a result; NULL is allowed.
 #[no_mangle]
 pub extern "C" fn xserv_result_free(result: *mut xserv_result) {
     guard_or((), || RESULTS.remove(result).map(drop))

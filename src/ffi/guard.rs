@@ -1,4 +1,4 @@
-//! What every entry point runs inside, and the checks of raw arguments.
+//! The guard that every entry point runs inside, and the checks of raw arguments.
 //!
 //! An entry point checks and converts its arguments here, calls the engine, and writes its result
 //! through the out-pointer only on success.
@@ -10,10 +10,10 @@ use super::status::{set_last_error, xserv_status};
 use crate::error::{try_with_capacity, Error, Result};
 use crate::panic_guard;
 
-/// A length that says "up to the terminating NUL".
+/// The length that means "up to the terminating NUL".
 pub const NUL_TERMINATED: usize = usize::MAX;
 
-/// Runs the body of an entry point: catches panics, records the error, gives the status.
+/// Runs the body of an entry point: catches panics, records the error, returns the status.
 pub(super) fn guard(body: impl FnOnce() -> Result<()>) -> xserv_status {
     match panic_guard::catch(body) {
         Ok(()) => xserv_status::XSERV_STATUS_OK,
@@ -24,7 +24,7 @@ pub(super) fn guard(body: impl FnOnce() -> Result<()>) -> xserv_status {
     }
 }
 
-/// Runs the body of an entry point that has no status to give (`_free`, accessors).
+/// Runs the body of an entry point that does not return a status (`_free`, accessors).
 pub(super) fn guard_or<T>(fallback: T, body: impl FnOnce() -> Result<T>) -> T {
     match panic_guard::catch(body) {
         Ok(value) => value,
@@ -48,7 +48,7 @@ fn check_pointer<T>(pointer: *const T, name: &str) -> Result<()> {
     Ok(())
 }
 
-/// The place a result goes to, checked before any work is done.
+/// The pointer that receives a result, checked before any work is done.
 pub(super) struct Out<T> {
     pointer: *mut T,
 }
@@ -61,7 +61,7 @@ impl<T> Out<T> {
         Ok(Out { pointer })
     }
 
-    /// Gives the result to the caller.
+    /// Writes the result for the caller.
     pub(super) fn set(self, value: T) {
         // SAFETY: `new` checked NULL and alignment; its caller promised validity. `write` does not
         // read or drop what was there, so uninitialised memory is fine.
@@ -72,16 +72,16 @@ impl<T> Out<T> {
 /// A struct that begins with `size_t struct_size` and only ever grows at the end.
 ///
 /// # Safety
-/// The implementor is `repr(C)`, its first field is `struct_size: usize`, and every bit pattern is a
-/// valid value of it.
+/// The implementor is `repr(C)`, its first field is `struct_size: usize`, and every bit pattern is
+/// a valid value of it.
 pub(super) unsafe trait GrowingStruct: Copy {
-    /// The size that the first version of the struct had: the least that a caller may pass.
+    /// The size of the first version of the struct: the smallest that a caller may pass.
     const FIRST_SIZE: usize;
     /// The C name, for messages.
     const NAME: &'static str;
-    /// What a caller does to set `struct_size` right, for messages.
+    /// How a caller sets `struct_size` correctly, for messages.
     const HOW: &'static str;
-    /// The defaults, with `struct_size` set.
+    /// Returns the defaults, with `struct_size` set.
     fn defaults() -> Self;
 }
 
@@ -115,8 +115,8 @@ pub(super) unsafe fn checked_size<T: GrowingStruct>(
     Ok(size)
 }
 
-/// Reads a caller's option struct; NULL gives the defaults, and so do fields beyond an older
-/// caller's `struct_size`.
+/// Reads a caller's option struct. NULL gives the defaults; fields beyond an older caller's
+/// `struct_size` keep theirs.
 ///
 /// # Safety
 /// If not NULL, `pointer` must be readable for the `struct_size` bytes that it claims.
@@ -152,11 +152,12 @@ pub(super) unsafe fn write_struct<T: GrowingStruct>(
     Ok(())
 }
 
-/// Bytes of text of the caller: pointer and length, or NUL-terminated. NULL is allowed with length 0.
+/// Reads a caller's text, given by pointer and length or NUL-terminated. NULL is allowed with
+/// length 0.
 ///
 /// # Safety
-/// `text` must be readable for `len` bytes, or up to its NUL, for the life `'a` that the caller of
-/// this function picks (the duration of the C call).
+/// `text` must be readable for `len` bytes, or up to its NUL, for the lifetime `'a` that the caller
+/// of this function picks (the duration of the C call).
 pub(super) unsafe fn text_argument<'a>(
     text: *const c_char,
     len: usize,
@@ -182,7 +183,7 @@ pub(super) unsafe fn text_argument<'a>(
     })
 }
 
-/// A NUL-terminated string that may be NULL.
+/// Reads a NUL-terminated string that may be NULL.
 ///
 /// # Safety
 /// As [`text_argument`].
@@ -201,10 +202,10 @@ fn check_length<T>(len: usize, name: &str) -> Result<()> {
     }
 }
 
-/// A caller's array. Length 0 ignores the pointer.
+/// Borrows a caller's array. Length 0 ignores the pointer.
 ///
 /// # Safety
-/// If `len` is not 0, `data` must be readable for `len` elements for the life `'a`.
+/// If `len` is not 0, `data` must be readable for `len` elements for the lifetime `'a`.
 pub(super) unsafe fn array_argument<'a, T>(
     data: *const T,
     len: usize,
@@ -219,7 +220,7 @@ pub(super) unsafe fn array_argument<'a, T>(
     Ok(unsafe { std::slice::from_raw_parts(data, len) })
 }
 
-/// A caller's array to be written. Length 0 ignores the pointer.
+/// Borrows a caller's array for writing. Length 0 ignores the pointer.
 ///
 /// # Safety
 /// If `len` is not 0, `data` must be valid for `len` elements, not otherwise accessed for `'a`.
@@ -237,7 +238,7 @@ pub(super) unsafe fn array_argument_mut<'a, T>(
     Ok(unsafe { std::slice::from_raw_parts_mut(data, len) })
 }
 
-/// A flag that C passes as a byte.
+/// Reads a flag that C passes as a byte.
 pub(super) fn flag(value: u8, name: &str) -> Result<bool> {
     match value {
         0 => Ok(false),
@@ -246,7 +247,7 @@ pub(super) fn flag(value: u8, name: &str) -> Result<bool> {
     }
 }
 
-/// Copies text into memory that ends in a NUL, for handing to C.
+/// Copies text and appends a NUL, for C.
 pub(super) fn with_nul(text: &str) -> Result<Vec<u8>> {
     let mut bytes = try_with_capacity(text.len() + 1, "a string")?;
     bytes.extend_from_slice(text.as_bytes());

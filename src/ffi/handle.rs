@@ -1,9 +1,10 @@
-//! Handles: what C holds is a ticket, not an address.
+//! Handles: C holds a number to look up, not an address.
 //!
-//! A handle is a kind, a slot and a generation packed into a pointer-sized number. The library looks
-//! it up in a table, so that NULL, a forged value, a handle of another kind and one that was already
-//! freed are all noticed instead of being undefined behaviour. Objects are counted: freeing a handle
-//! while another thread is inside a call with it is safe, and the object goes when that call ends.
+//! A handle is a kind, a slot and a generation packed into a pointer-sized number. The library
+//! looks it up in a table, so that NULL, a forged value, a handle of another kind and one that was
+//! already freed are all noticed instead of being undefined behaviour. Objects are
+//! reference-counted: freeing a handle while another thread is inside a call with it is safe, and
+//! the object is dropped when that call ends.
 
 use std::cell::UnsafeCell;
 use std::sync::{Arc, Once, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
@@ -13,16 +14,16 @@ use crate::error::{Error, ErrorKind, Result};
 const INDEX_BITS: u32 = 24;
 const GENERATION_BITS: u32 = 32;
 
-/// Open while nobody forks: taken for reading by whoever looks into a table, for writing by a thread
-/// that forks, until the fork is over. Without it a table that another thread had locked at that
-/// moment would stay locked in the child for ever.
+/// Held for reading by every access to a table, and for writing by a thread that forks, until the
+/// fork is over. Without it a table that another thread had locked at that moment would stay locked
+/// in the child for ever.
 static FORK_GATE: RwLock<()> = RwLock::new(());
 
-/// What the forking thread holds between the handlers before and after the fork.
+/// The lock that the forking thread holds between the handlers before and after the fork.
 struct ForkGuard(UnsafeCell<Option<RwLockWriteGuard<'static, ()>>>);
 
-// SAFETY: the content is touched only by a thread that holds `FORK_GATE` for writing, which is one at
-// a time; in a forked child it is the only thread there is.
+// SAFETY: the content is touched only by a thread that holds `FORK_GATE` for writing, which is one
+// at a time; in a forked child it is the only thread there is.
 unsafe impl Sync for ForkGuard {}
 
 static FORK_GUARD: ForkGuard = ForkGuard(UnsafeCell::new(None));
@@ -33,18 +34,18 @@ extern "C" fn before_fork() {
     unsafe { *FORK_GUARD.0.get() = Some(guard) };
 }
 
-/// In the parent and in the child.
+/// Runs in the parent and in the child.
 extern "C" fn after_fork() {
     // SAFETY: this thread has held `FORK_GATE` for writing since `before_fork`.
     drop(unsafe { (*FORK_GUARD.0.get()).take() });
 }
 
-/// To be held while a table's lock is.
+/// Keeps forks out. To be held as long as a table's lock is held.
 fn no_fork() -> RwLockReadGuard<'static, ()> {
     static HANDLERS: Once = Once::new();
     HANDLERS.call_once(|| {
-        // SAFETY: the functions are of this library, which is never unloaded (linked with nodelete).
-        // Without memory for the registration forks are as safe as they were.
+        // SAFETY: the functions are of this library, which is never unloaded (linked with
+        // nodelete). Without memory for the registration forks are as safe as they were.
         let _ =
             unsafe { libc::pthread_atfork(Some(before_fork), Some(after_fork), Some(after_fork)) };
     });
@@ -63,7 +64,7 @@ struct Slots<T> {
 
 /// All live handles of one C type.
 pub(super) struct HandleTable<T> {
-    /// Distinguishes C types; 1 to 127, so that no handle is NULL.
+    /// Distinguishes C types; from 1 to 127, so that no handle is NULL.
     kind: u8,
     /// The C name of the argument, for messages.
     name: &'static str,
@@ -92,7 +93,7 @@ impl<T> HandleTable<T> {
                 if index >= 1 << INDEX_BITS {
                     return Err(full());
                 }
-                // Room in `free` too, so that freeing a handle never allocates.
+                // Reserves room in `free` too, so that freeing a handle never allocates.
                 inner.slots.try_reserve(1).map_err(|_| full())?;
                 inner.free.try_reserve(index + 1 - inner.free.len()).map_err(|_| full())?;
                 inner.slots.push(Slot { generation: 0, object: None });
@@ -126,7 +127,7 @@ impl<T> HandleTable<T> {
         Error::new(ErrorKind::BadHandle, format!("{} {why}", self.name))
     }
 
-    /// The object behind a handle.
+    /// Returns the object of a handle.
     pub(super) fn get<C>(&self, handle: *const C) -> Result<Arc<T>> {
         let (index, generation) = self.split(handle)?;
         let _no_fork = no_fork();
@@ -139,7 +140,7 @@ impl<T> HandleTable<T> {
         }
     }
 
-    /// Ends a handle and gives its object, or `None` for NULL.
+    /// Ends a handle and returns its object, or `None` for NULL.
     pub(super) fn remove<C>(&self, handle: *mut C) -> Result<Option<Arc<T>>> {
         if handle.is_null() {
             return Ok(None);

@@ -1,4 +1,4 @@
-//! Inspection: what a model folder is, without loading it.
+//! Inspection: describes a model folder without loading it.
 
 #![allow(non_camel_case_types)]
 
@@ -13,13 +13,13 @@ use super::model::dtype_code;
 use super::status::xserv_status;
 use crate::engine::{self, Inspection};
 
-/// What was found out about a model folder. Immutable; any number of threads may read it.
+/// The findings about a model folder. It is immutable; any number of threads may read it.
 pub struct xserv_inspection {
     _opaque: [u8; 0],
 }
 
-/// What a model folder is. Set struct_size, then call xserv_inspection_get_info(). Pointers belong to
-/// the inspection and are valid until it is freed. Numbers that could not be found out are 0.
+/// A description of a model folder. Set struct_size, then call xserv_inspection_get_info().
+/// Pointers belong to the inspection and are valid until it is freed. Unknown numbers are 0.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct xserv_inspection_info {
@@ -27,7 +27,8 @@ pub struct xserv_inspection_info {
     pub struct_size: usize,
     /// The folder.
     pub path: *const c_char,
-    /// As config.json names it, for example "Qwen3ForCausalLM"; empty if it doesn't.
+    /// The architecture as config.json names it, for example "Qwen3ForCausalLM"; empty if it does
+    /// not.
     pub architecture: *const c_char,
     /// Why xserv_load would refuse the folder; empty if it would not.
     pub unsupported_reason: *const c_char,
@@ -35,8 +36,8 @@ pub struct xserv_inspection_info {
     pub tokenizer_problem: *const c_char,
     /// Why messages can't be rendered; empty if they can.
     pub chat_template_problem: *const c_char,
-    /// The stored element types and their bytes, for example "bf16: 1192099840"; several are separated
-    /// by ", ".
+    /// The stored element types and their bytes, for example "bf16: 1192099840"; several are
+    /// separated by ", ".
     pub stored_dtypes: *const c_char,
     /// Number of weights (tied embeddings count once).
     pub num_parameters: u64,
@@ -44,7 +45,7 @@ pub struct xserv_inspection_info {
     pub weights_bytes: u64,
     /// Bytes of KV cache for one token when loaded with XSERV_DTYPE_AUTO.
     pub kv_bytes_per_token: u64,
-    /// Longest context that the config allows, in tokens.
+    /// The longest context that the config allows, in tokens.
     pub max_context_tokens: u64,
     /// The xserv_dtype that XSERV_DTYPE_AUTO would choose.
     pub dtype: u32,
@@ -124,11 +125,11 @@ static INSPECTIONS: HandleTable<InspectionObject> = HandleTable::new(7, "inspect
 /// so): matrices that differ, or that take more than 8 GiB each, are two. A folder that xserv_load would
 /// refuse is a success here: the inspection says why.
 ///
-/// path: NUL-terminated UTF-8. inspection: gets a handle that the caller ends with
+/// path: NUL-terminated UTF-8. inspection: receives a handle that the caller frees with
 /// xserv_inspection_free().
 ///
 /// Errors: XSERV_STATUS_NOT_FOUND (no such folder or cached repo), XSERV_STATUS_IO,
-/// XSERV_STATUS_INVALID_ARGUMENT (a path that is no folder).
+/// XSERV_STATUS_INVALID_ARGUMENT (a path that is not a folder).
 ///
 /// # Safety
 /// `path` ends in a NUL; `inspection` is writable.
@@ -205,7 +206,7 @@ pub unsafe extern "C" fn xserv_inspection_get_info(
     })
 }
 
-/// Ends an inspection. NULL does nothing.
+/// Frees an inspection; NULL is allowed.
 #[no_mangle]
 pub extern "C" fn xserv_inspection_free(inspection: *mut xserv_inspection) {
     guard_or((), || INSPECTIONS.remove(inspection).map(drop))

@@ -1,6 +1,6 @@
-//! The C interface: every `extern "C"` function, one file for each C object, and all contact with raw
-//! pointers of callers. `include/xserv.h` is generated from these files; their doc comments are its
-//! manual, so they speak to readers of C.
+//! The C interface: every `extern "C"` function, one file for each C object, and all contact with
+//! raw pointers of callers. `include/xserv.h` is generated from these files; their doc comments are
+//! its manual, so they speak to readers of C.
 
 mod guard;
 mod handle;

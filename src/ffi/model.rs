@@ -24,13 +24,13 @@ pub struct xserv_model {
     _opaque: [u8; 0],
 }
 
-/// Told how far loading has come. `fraction` goes from 0 to 1. Runs on the thread that called
-/// xserv_load. Return true to go on, false to cancel the load.
+/// Called with the progress of a load. `fraction` goes from 0 to 1. Runs on the thread that called
+/// xserv_load. Returns true to continue, false to cancel the load.
 pub type xserv_progress_callback =
     Option<unsafe extern "C" fn(fraction: f32, user_data: *mut c_void) -> bool>;
 
-/// Told what the library has to say about a load. `level` is an xserv_log_level; `message` is one line
-/// of UTF-8, valid during the call. Runs on the thread that called xserv_load, during that call. The
+/// Called with the log messages of a load. `level` is an xserv_log_level; `message` is one line of
+/// UTF-8, valid during the call. Runs on the thread that called xserv_load, during that call. The
 /// library prints nothing itself.
 pub type xserv_log_callback =
     Option<unsafe extern "C" fn(level: u32, message: *const c_char, user_data: *mut c_void)>;
@@ -41,37 +41,38 @@ pub type xserv_log_callback =
 pub struct xserv_load_options {
     /// sizeof(xserv_load_options), set by xserv_load_options_default().
     pub struct_size: usize,
-    /// An xserv_device_kind. Default XSERV_DEVICE_AUTO: the first CUDA device where it can be used and the
-    /// model runs and fits there, else the CPU; the log says why not.
+    /// An xserv_device_kind. Default XSERV_DEVICE_AUTO: the first CUDA device where it can be used
+    /// and the model runs and fits there, else the CPU; the log says why not.
     pub device: u32,
     /// An xserv_dtype: the type of weights, KV cache and matrix products. Default XSERV_DTYPE_AUTO;
-    /// another one converts the weights while they are read.
+    /// another value converts the weights while they are read.
     pub dtype: u32,
-    /// Threads for the CPU's kernels, the calling thread included; 0 (default): one for each core
-    /// that the process may run on. Results do not depend on it. At most 1024. On a GPU they only read
-    /// the weights.
+    /// Number of threads for the CPU's kernels, the calling thread included, at most 1024; 0
+    /// (default): one for each core that the process may run on. Results do not depend on it. On a
+    /// GPU the threads only read the weights.
     pub num_threads: u32,
     /// 1: map the weight files while they are read instead of reading them with system calls. A
-    /// file that is cut short by someone else meanwhile then kills the process. Default 0.
+    /// file that another process truncates meanwhile then kills the process. Default 0.
     pub map_files: u8,
     /// Unused, 0.
     pub reserved: [u8; 3],
     /// Longest context of one request: prompt and generated tokens, of which the last one takes no
-    /// room; 0 (default): what the model's config says. More than that is refused.
+    /// room; 0 (default): the limit in the model's config. More than that is refused.
     pub max_context_tokens: u64,
-    /// Tokens that the KV cache holds for all requests together, rounded up to blocks of 32; 0
-    /// (default): what max_memory_bytes leaves, or without such a limit on a GPU what nine tenths of the
-    /// free memory leave, and on the CPU four longest contexts in a quarter, or one in half, of the
-    /// memory that is left. Where that is less than one longest context, contexts are as much
-    /// shorter, and the log says so; more than 256 longest contexts are never taken. On the CPU the
-    /// cache's memory is taken from the system as it fills, on a GPU at once. xserv_model_info says how
-    /// many tokens it became, xserv_plan before loading.
+    /// Number of tokens that the KV cache holds for all requests together, rounded up to blocks of
+    /// 32. 0 (default): as many as max_memory_bytes leaves room for. Without such a limit, on a GPU
+    /// as many as fit into nine tenths of the free memory beside weights and work space; on the CPU
+    /// up to four longest contexts in a quarter of the memory that is left, or one in half of it.
+    /// Where that is less than one longest context, contexts are shortened accordingly, and the log
+    /// says so; more than 256 longest contexts are never taken. On the CPU the cache's memory is
+    /// taken from the system as it fills, on a GPU at once. xserv_model_info gives the resulting
+    /// number of tokens, xserv_plan gives it before loading.
     pub kv_cache_tokens: u64,
-    /// Refuse to load if weights, activations and the smallest KV cache together need more bytes than this;
-    /// 0 (default): no limit. With kv_cache_tokens 0 the KV cache takes what is left. On the CPU the
-    /// tokenizer, tables of positions and each request's logits come on top: some tens of MB. On a GPU
-    /// it is a limit of device memory that is never exceeded, with everything but the driver's own
-    /// (its context, kernels) included.
+    /// Refuse to load if weights, activations and the smallest KV cache together need more bytes
+    /// than this; 0 (default): no limit. With kv_cache_tokens 0 the KV cache takes what is left. On
+    /// the CPU the tokenizer, tables of positions and each request's logits come on top: some tens
+    /// of MB. On a GPU it is a limit of device memory that is never exceeded, and includes
+    /// everything but the driver's own memory (its context, kernels).
     pub max_memory_bytes: u64,
     /// Called while weights are read; NULL (default): not called.
     pub progress: xserv_progress_callback,
@@ -81,34 +82,40 @@ pub struct xserv_load_options {
     pub log: xserv_log_callback,
     /// Passed to log.
     pub log_user_data: *mut c_void,
-    /// Most sequences that are computed together in one step; 0 (default): 64 on the CPU, 256 on a GPU. At most
-    /// 4096; on a GPU 256 take part in a step even if it is more.
+    /// Largest number of sequences that are computed together in one step, at most 4096; 0
+    /// (default): 64 on the CPU, 256 on a GPU. On a GPU a step never has more than 256, even if
+    /// this is larger.
     pub max_batch_size: u32,
-    /// 1 (default): requests share the keys and values of common beginnings, which are kept while there is
-    /// room. 0: every prompt is computed whole.
+    /// 1 (default): requests share the keys and values of common prefixes, which are kept while
+    /// there is room. 0: every prompt is computed whole.
     pub prefix_cache: u8,
-    /// 1: on a GPU as on the CPU, what a request gives depends on the request alone, to the last bit: not on
-    /// what is computed beside it, nor on how its prompt is cut into steps, nor on whether it was preempted
-    /// or found its beginning in the prefix cache. That holds for one library on one kind of GPU with one
-    /// dtype. 0 (default): on a GPU the rounding of sums may follow the sizes of a step, and a token may
-    /// differ where two are nearly as likely. The CPU always works as with 1.
+    /// 1: on a GPU as on the CPU, the output of a request depends on the request alone, to the last
+    /// bit: not on what is computed beside it, nor on how its prompt is cut into steps, nor on
+    /// whether it was preempted or found its prefix in the cache. That holds for one version of the
+    /// library on one kind of GPU with one dtype. 0 (default): on a GPU the rounding of sums may
+    /// depend on the sizes of a step, and a token may differ where two are nearly as likely. The
+    /// CPU always works as with 1.
     ///
-    /// It costs speed, as cuBLAS is not used and decoding takes the kernels of larger steps. On an H200 in bf16
-    /// (512 tokens of context) a token of one sequence takes twice as long with Qwen3-0.6B and 16 % longer with
-    /// Qwen3-8B, one of each of 8 sequences 15 % and 3 %, of 32 sequences 15 % and 6 %, a prompt of 2048 tokens 25 % and
-    /// 17 %. On GPUs before Hopper it has not been measured.
+    /// It costs speed, because cuBLAS is not used and decoding takes the kernels of larger steps.
+    /// On an H200 in bf16 (512 tokens of context) a step of one sequence takes twice as long with
+    /// Qwen3-0.6B and 16 % longer with Qwen3-8B, a step of 8 sequences 15 % and 3 % longer, a step
+    /// of 32 sequences 15 % and 6 %, a prompt of 2048 tokens 25 % and 17 %. On GPUs before Hopper
+    /// it has not been measured.
     pub deterministic: u8,
     /// Unused, 0.
     pub reserved2: [u8; 2],
-    /// Tokens of prompts in one step, of all requests together: longer prompts are computed in pieces beside the
-    /// requests that generate, which so wait no longer than such a piece takes; 0 (default): 512 on the CPU, 2048
-    /// on a GPU. With as many as the longest context, or more, no prompt is cut. The work space grows with it.
+    /// Largest number of prompt tokens in one step, of all requests together; 0 (default): 512 on
+    /// the CPU, 2048 on a GPU. Longer prompts are computed in pieces beside the requests that
+    /// generate, so that these wait no longer than such a piece takes. If it is the longest context
+    /// or more, no prompt is cut. The work space grows with it.
     pub max_prefill_tokens: u64,
-    /// Most bytes of the host's memory for the keys and values of requests that had to make room for others and go on
-    /// later: they are kept there where that has turned out to be faster than to compute them anew. 0 (default): on a
-    /// GPU an eighth of the memory that is available at load, 4 GiB at most; on the CPU, where the KV cache lies in the
-    /// same memory, none. Less than a block of the KV cache takes (1, say): always compute anew. The memory is taken in
-    /// pieces of about 256 MiB when a request first needs it, pinned for a GPU, and kept until the model is freed.
+    /// Largest number of bytes of host memory for the keys and values of preempted requests, which
+    /// made room for others: they are kept there where copying has turned out to be faster than
+    /// recomputing. 0 (default): on a GPU an eighth of the host memory that is available at load, 4
+    /// GiB at most; on the CPU, where the KV cache is in the same memory, none. If it is less than
+    /// the size of one block of the KV cache (1, for example), they are always recomputed. The
+    /// memory is taken in pieces of about 256 MiB when a request first needs it, pinned for a GPU,
+    /// and kept until the model is freed.
     pub max_swap_bytes: u64,
 }
 
@@ -144,22 +151,22 @@ unsafe impl GrowingStruct for xserv_load_options {
 }
 const _: () = assert!(size_of::<xserv_load_options>() == 104);
 
-/// What a loaded model is. Set struct_size, then call xserv_model_get_info(). Pointers belong to the
-/// model and are valid until it is freed.
+/// A description of a loaded model. Set struct_size, then call xserv_model_get_info(). Pointers
+/// belong to the model and are valid until it is freed.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct xserv_model_info {
     /// sizeof(xserv_model_info), set by the caller.
     pub struct_size: usize,
-    /// For example "Qwen3ForCausalLM".
+    /// The architecture, for example "Qwen3ForCausalLM".
     pub architecture: *const c_char,
-    /// The folder that was opened (of a repo id: its snapshot in the cache).
+    /// The folder that was opened (for a repo id, its snapshot in the cache).
     pub path: *const c_char,
-    /// For example "cpu (avx512-bf16, 2 threads)" or "cuda (NVIDIA H200)".
+    /// The device, for example "cpu (avx512-bf16, 2 threads)" or "cuda (NVIDIA H200)".
     pub device: *const c_char,
     /// An xserv_dtype, never XSERV_DTYPE_AUTO.
     pub dtype: u32,
-    /// Threads that the kernels use; 0 on a GPU.
+    /// Number of threads that the kernels use; 0 on a GPU.
     pub num_threads: u32,
     /// Number of weights (tied embeddings count once).
     pub num_parameters: u64,
@@ -167,7 +174,7 @@ pub struct xserv_model_info {
     pub weights_bytes: u64,
     /// Bytes of KV cache for one token.
     pub kv_bytes_per_token: u64,
-    /// Tokens that the KV cache holds.
+    /// Number of tokens that the KV cache holds.
     pub kv_cache_tokens: u64,
     /// Longest context of one request, in tokens: prompt and generated.
     pub max_context_tokens: u64,
@@ -195,7 +202,8 @@ pub struct xserv_model_info {
     pub eos_token_ids: *const u32,
     /// Seconds that xserv_load took.
     pub load_seconds: f64,
-    /// The most bytes that activations and scratch of the operators take, as planned at load.
+    /// The most bytes that activations and scratch memory of the operators take, as planned at
+    /// load.
     pub workspace_bytes: u64,
 }
 
@@ -235,7 +243,7 @@ unsafe impl GrowingStruct for xserv_model_info {
 }
 const _: () = assert!(size_of::<xserv_model_info>() == xserv_model_info::FIRST_SIZE + 8);
 
-/// What a model handle stands for: the engine, and the strings that C may point to.
+/// The object of a model handle: the engine, and the strings that C may point to.
 pub(super) struct ModelObject {
     pub(super) engine: Arc<Engine>,
     architecture: Vec<u8>,
@@ -245,7 +253,7 @@ pub(super) struct ModelObject {
 
 pub(super) static MODELS: HandleTable<ModelObject> = HandleTable::new(1, "model");
 
-/// The engine behind a model handle.
+/// Returns the engine of a model handle.
 pub(super) fn engine_of(model: *const xserv_model) -> Result<Arc<Engine>> {
     let object = MODELS.get(model)?;
     object.engine.check_process()?;
@@ -274,8 +282,8 @@ fn logger(options: &xserv_load_options) -> Logger {
             LogLevel::Info => super::types::xserv_log_level::XSERV_LOG_INFO,
             LogLevel::Debug => super::types::xserv_log_level::XSERV_LOG_DEBUG,
         };
-        // SAFETY: the caller's function, by contract valid during xserv_load, which the logger does not
-        // outlive; `text` ends in NUL and outlives the call.
+        // SAFETY: the caller's function, by contract valid during xserv_load, which the logger does
+        // not outlive; `text` ends in NUL and outlives the call.
         unsafe {
             (target.callback)(level as u32, text.as_ptr() as *const c_char, target.user_data)
         };
@@ -311,7 +319,7 @@ fn device_option(value: u32) -> Result<DeviceChoice> {
     }
 }
 
-/// The options without callbacks, checked.
+/// Checks the options and converts them, without the callbacks.
 pub(super) fn engine_options(options: &xserv_load_options) -> Result<EngineOptions> {
     Ok(EngineOptions {
         device: device_option(options.device)?,
@@ -351,23 +359,24 @@ pub unsafe extern "C" fn xserv_load_options_default(
 /// tokenizer.json, tokenizer_config.json, chat_template.jinja, *.safetensors), or a repo id such as
 /// "Qwen/Qwen3-0.6B" that is already in the local Hugging Face cache. The network is never used.
 ///
-/// Architectures: Qwen3ForCausalLM and GPT2LMHeadModel, stored as f32, f16 or bf16.
-/// Anything else is refused by name before weights are read. The weights are read into memory of the library's own;
-/// the folder is not needed afterwards. The call blocks while it reads.
+/// Architectures: Qwen3ForCausalLM and GPT2LMHeadModel, stored as f32, f16 or bf16. Anything else
+/// is refused by name before weights are read. The weights are read into memory of the library's
+/// own; the folder is not needed afterwards. The call blocks while it reads.
 ///
-/// On a GPU, most of the first load of a process is the start of the CUDA driver: about 0.25 s on an H100, 0.1 s less while
-/// another process uses the GPU.
+/// On a GPU, the start of the CUDA driver takes most of the first load of a process: about 0.25 s
+/// on an H100, 0.1 s less while another process uses the GPU.
 ///
 /// To find the cache, the environment is read (HF_HUB_CACHE, HUGGINGFACE_HUB_CACHE, HF_HOME,
 /// XDG_CACHE_HOME, HOME): as with any getenv, no other thread may change it meanwhile.
 ///
-/// path: NUL-terminated UTF-8. options: NULL for the defaults. model: gets the handle, which the
-/// caller ends with xserv_model_free(); untouched on failure.
+/// path: NUL-terminated UTF-8. options: NULL for the defaults. model: receives the handle, which
+/// the caller frees with xserv_model_free(); untouched on failure.
 ///
 /// Errors: XSERV_STATUS_NOT_FOUND (no such folder or cached repo), XSERV_STATUS_IO,
-/// XSERV_STATUS_INVALID_ARGUMENT (an option; a path that is no folder), XSERV_STATUS_INVALID_FILE
-/// (damaged or lying files), XSERV_STATUS_UNSUPPORTED (by name), XSERV_STATUS_OUT_OF_MEMORY,
-/// XSERV_STATUS_CANCELLED (by the progress callback), XSERV_STATUS_NO_DEVICE.
+/// XSERV_STATUS_INVALID_ARGUMENT (an option; a path that is not a folder),
+/// XSERV_STATUS_INVALID_FILE (damaged or inconsistent files), XSERV_STATUS_UNSUPPORTED (by name),
+/// XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_CANCELLED (by the progress callback),
+/// XSERV_STATUS_NO_DEVICE.
 ///
 /// # Safety
 /// `path` ends in a NUL; `options` is NULL or readable for its struct_size; `model` is writable.
@@ -403,8 +412,8 @@ pub unsafe extern "C" fn xserv_load(
     })
 }
 
-/// Ends a model. Calls that are running on it in other threads end as cancelled, and its memory goes
-/// back when the last of them has returned. NULL and handles that were freed before do nothing.
+/// Frees a model. Calls that are running on it in other threads end as cancelled, and its memory is
+/// released when the last of them has returned. NULL and handles that were freed before do nothing.
 /// Results, texts and token lists made from it stay valid.
 #[no_mangle]
 pub extern "C" fn xserv_model_free(model: *mut xserv_model) {
@@ -422,8 +431,8 @@ pub extern "C" fn xserv_model_free(model: *mut xserv_model) {
 
 /// Describes a model.
 ///
-/// info: struct_size must be set. The strings and the array belong to the model, valid until it is
-/// freed.
+/// info: struct_size must be set. The strings and the array belong to the model and are valid until
+/// it is freed.
 ///
 /// # Safety
 /// `info` is writable for the struct_size that it claims.

@@ -11,22 +11,23 @@ use crate::error::{Error, Result};
 use crate::ops;
 use crate::ops::attention::{AttentionBackend, AttentionOptions};
 
-/// Algorithms of xserv_op_attention().
+/// The algorithms of xserv_op_attention().
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum xserv_attention_backend {
     /// SPLIT_KV where no sequence has more than one query, else FLASH, else NAIVE.
     XSERV_ATTENTION_AUTO = 0,
-    /// All scores first, then their softmax, then the product with the values. On CUDA the scores take 4
-    /// bytes for each head, query and key. The batched form only; any head_dim on CUDA, up to 256 on the CPU.
+    /// All scores first, then their softmax, then the product with the values. On CUDA the scores
+    /// take 4 bytes for each head, query and key. Supports the batched form only, with any head_dim
+    /// on CUDA, up to 256 on the CPU.
     XSERV_ATTENTION_NAIVE = 1,
-    /// Tiles of keys and an online softmax (Dao, 2023); no scores in memory. All forms. On CUDA head_dim is
-    /// 64, 80, 96, 128 or 256, and block_size a power of two of at least 16; on the CPU head_dim is up to
-    /// 256.
+    /// Tiles of keys and an online softmax (Dao, 2023), without scores in memory. Supports all
+    /// forms. On CUDA head_dim is 64, 80, 96, 128 or 256, and block_size a power of two of at least
+    /// 16; on the CPU head_dim is up to 256.
     XSERV_ATTENTION_FLASH = 2,
-    /// For one query a sequence, as in decoding: the keys of a sequence are split among the processors. Else
-    /// as FLASH; the same code on the CPU. On CUDA it takes a workspace of up to 64 rows of head_dim + 2
-    /// floats for each head and sequence.
+    /// For one query per sequence, as in decoding: the keys of a sequence are split among the
+    /// multiprocessors. Otherwise as FLASH, which is also the code that runs on the CPU. On CUDA it
+    /// takes a workspace of up to 64 rows of head_dim + 2 floats for each head and sequence.
     XSERV_ATTENTION_SPLIT_KV = 3,
 }
 
@@ -36,28 +37,31 @@ pub enum xserv_attention_backend {
 pub struct xserv_attention_options {
     /// sizeof(xserv_attention_options); set by xserv_attention_options_default().
     pub struct_size: usize,
-    /// 1: query i of a sequence sees keys 0 to kv_len - q_len + i. 0, the default: every query sees all keys.
+    /// 1: query i of a sequence sees keys 0 to kv_len - q_len + i. 0, the default: every query sees
+    /// all keys.
     pub causal: u32,
     /// An xserv_attention_backend; default XSERV_ATTENTION_AUTO.
     pub backend: u32,
-    /// Factor of the scores: finite, also 0 or negative; default XSERV_UNSET_FLOAT, 1 / sqrt(head_dim).
+    /// Factor of the scores: finite, possibly 0 or negative; default XSERV_UNSET_FLOAT, 1 /
+    /// sqrt(head_dim).
     pub scale: f32,
-    /// With cu_seqlens_q: the most queries of a sequence; default 0, not known. 1 lets AUTO choose SPLIT_KV.
+    /// With cu_seqlens_q: the largest number of queries of a sequence; default 0, unknown. 1 lets
+    /// AUTO choose SPLIT_KV.
     pub max_q_len: u32,
-    /// With cu_seqlens_k or context_lens: the most keys of a sequence; default 0, not known. Bounds the
-    /// workspace of SPLIT_KV.
+    /// With cu_seqlens_k or context_lens: the largest number of keys of a sequence; default 0,
+    /// unknown. Bounds the workspace of SPLIT_KV.
     pub max_kv_len: u32,
     /// Always 0.
     pub reserved: u32,
-    /// Packed queries: i32 [num_seqs + 1], the first token of each sequence and the end of the last; begins
-    /// with 0. Default NULL.
+    /// Packed queries: i32 [num_seqs + 1], the first token of each sequence and the end of the
+    /// last; begins with 0. Default NULL.
     pub cu_seqlens_q: *const xserv_tensor,
-    /// The same for packed keys and values. Default NULL.
+    /// Packed keys and values: i32 [num_seqs + 1], as cu_seqlens_q. Default NULL.
     pub cu_seqlens_k: *const xserv_tensor,
-    /// A cache in blocks: i32 [num_seqs, max_blocks_per_seq], the blocks of each sequence in order. Entries
-    /// past the end of a sequence are not read. Default NULL.
+    /// A cache in blocks: i32 [num_seqs, max_blocks_per_seq], the blocks of each sequence in order.
+    /// Entries past the end of a sequence are not read. Default NULL.
     pub block_tables: *const xserv_tensor,
-    /// With block_tables: i32 [num_seqs], how many keys each sequence has. Default NULL.
+    /// With block_tables: i32 [num_seqs], the number of keys of each sequence. Default NULL.
     pub context_lens: *const xserv_tensor,
 }
 
@@ -133,36 +137,39 @@ pub unsafe extern "C" fn xserv_attention_options_default(
     guard(|| unsafe { Out::new(options, "options") }.map(|out| out.set(GrowingStruct::defaults())))
 }
 
-/// Attention with grouped query heads (Vaswani et al., 2017, equation 1): out = softmax(scale * q k^T) v, where
-/// query head h reads kv head h / (num_heads / num_kv_heads). Sums in f32; CUDA rounds the weights of 16-bit
-/// types before they meet the values.
+/// Attention with grouped query heads (Vaswani et al., 2017, equation 1): out = softmax(scale * q
+/// k^T) v, where query head h reads kv head h / (num_heads / num_kv_heads). Sums in f32; CUDA
+/// rounds the weights of 16-bit types before they meet the values.
 ///
-/// q, k, v, out: all f32, all f16 or all bf16. out has the shape of q and shares no memory with the others.
-/// options may be NULL for the defaults. Three forms:
+/// q, k, v, out: all f32, all f16 or all bf16. out has the shape of q and shares no memory with the
+/// others. options may be NULL for the defaults. Three forms:
 ///
 /// - batched, without index arrays: q [batch, q_len, num_heads, head_dim], k and v [batch, kv_len,
-///   num_kv_heads, head_dim]. Tensors [batch, num_heads, q_len, head_dim] are passed with permuted strides.
-/// - packed, with cu_seqlens_q and cu_seqlens_k: q [num_tokens, num_heads, head_dim], k and v [num_kv_tokens,
-///   num_kv_heads, head_dim], sequence after sequence. Tokens behind the last sequence keep what out has.
-/// - paged, with block_tables and context_lens: k and v [num_blocks, block_size, num_kv_heads, head_dim], q
-///   packed with cu_seqlens_q, or [num_seqs, q_len, num_heads, head_dim] without.
+///   num_kv_heads, head_dim]. Tensors [batch, num_heads, q_len, head_dim] are passed with permuted
+///   strides.
+/// - packed, with cu_seqlens_q and cu_seqlens_k: q [num_tokens, num_heads, head_dim], k and v
+///   [num_kv_tokens, num_kv_heads, head_dim], sequence after sequence. Rows of out after the last
+///   sequence are left unchanged.
+/// - paged, with block_tables and context_lens: k and v [num_blocks, block_size, num_kv_heads,
+///   head_dim], q packed with cu_seqlens_q, or [num_seqs, q_len, num_heads, head_dim] without.
 ///
-/// Any strides; best are those with contiguous heads that begin at multiples of 16 bytes, others are copied
-/// first. With causal no sequence may have more queries than keys, unless it has one. A query that sees no key
-/// gives zeros. Equal inputs give equal bits, and with SPLIT_KV a sequence gives the same bits in any batch.
+/// Any strides are allowed; contiguous heads that begin at multiples of 16 bytes are fastest,
+/// others are copied first. With causal no sequence may have more queries than keys, unless it has
+/// only one query. A query that sees no key gives zeros. Equal inputs give equal bits, and with
+/// SPLIT_KV a sequence gives the same bits in any batch.
 ///
-/// On the CPU all index arrays are checked. On CUDA they are not looked at before the work is queued:
-/// sequences that reach out of a tensor are cut, queries beyond max_q_len may be left out, a query that
-/// causal leaves no key gives zeros, and a block outside the cache counts as keys and values of zero and is
-/// reported by xserv_context_synchronize().
+/// On the CPU all index arrays are checked. On CUDA they are not read before the work is queued:
+/// sequences that reach outside a tensor are cut, queries beyond max_q_len may be left out, a query
+/// to which causal leaves no key gives zeros, and a block outside the cache counts as keys and
+/// values of zero and is reported by xserv_context_synchronize().
 ///
-/// Errors: XSERV_STATUS_INVALID_ARGUMENT; XSERV_STATUS_UNSUPPORTED where the backend that was asked for does
-/// not serve the form, the head_dim or the block_size; XSERV_STATUS_OUT_OF_MEMORY with sizes, for copies and
-/// workspaces; XSERV_STATUS_DEVICE_LOST.
+/// Errors: XSERV_STATUS_INVALID_ARGUMENT; XSERV_STATUS_UNSUPPORTED where the requested backend does
+/// not support the form, the head_dim or the block_size; XSERV_STATUS_OUT_OF_MEMORY with sizes, for
+/// copies and workspaces; XSERV_STATUS_DEVICE_LOST.
 ///
 /// # Safety
-/// The descriptors are readable, and their memory is what they say; `options` is NULL or readable for its
-/// struct_size.
+/// The descriptors are readable, and their memory is what they say; `options` is NULL or readable
+/// for its struct_size.
 #[must_use]
 #[no_mangle]
 pub unsafe extern "C" fn xserv_op_attention(

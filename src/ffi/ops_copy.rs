@@ -8,11 +8,12 @@ use super::status::xserv_status;
 use super::tensor::{tensor_argument, xserv_tensor};
 use crate::ops;
 
-/// target = source, bit for bit: between layouts (making a view contiguous, filling a slice) and, on a
-/// CUDA context, between host and device in either direction. A copy with a side on the host has ended
-/// when the call returns.
+/// Copies a tensor: target = source, bit for bit, between layouts (making a view contiguous,
+/// filling a slice) and, on a CUDA context, between host and device in either direction. A copy
+/// from or to the host has finished when the call returns.
 ///
-/// source, target: the same shape and dtype, any strides. They must be the same view or share no memory.
+/// source, target: the same shape and dtype, any strides. They must be the same view or share no
+/// memory.
 ///
 /// Errors: XSERV_STATUS_INVALID_ARGUMENT, XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST.
 ///

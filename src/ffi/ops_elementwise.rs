@@ -9,11 +9,12 @@ use super::tensor::{tensor_argument, xserv_tensor};
 use crate::ops;
 use crate::ops::activation::cpu::Activation;
 
-/// out = x/2 (1 + erf(x / sqrt(2))), the exact GELU (Hendrycks and Gimpel, 2016), computed in f32 and rounded
-/// once.
+/// Computes out = x/2 (1 + erf(x / sqrt(2))), the exact GELU (Hendrycks and Gimpel, 2016), in f32,
+/// rounded once.
 ///
-/// x, out: the same shape, any strides; all f32, all f16 or all bf16. out may be the same view as x, and shares
-/// no memory with it otherwise. Plus infinity stays, minus infinity and NaN give NaN, no finite x does.
+/// x, out: the same shape, any strides; all f32, all f16 or all bf16. out may be the same view as
+/// x; otherwise they share no memory. Plus infinity stays; minus infinity and NaN give NaN, and no
+/// finite x does.
 ///
 /// Errors: XSERV_STATUS_INVALID_ARGUMENT, XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST.
 ///
@@ -33,11 +34,12 @@ pub unsafe extern "C" fn xserv_op_gelu(
     })
 }
 
-/// out = x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), GPT-2's GELU (Hendrycks and Gimpel, 2016), computed in
-/// f32 and rounded once.
+/// Computes out = x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), GPT-2's GELU (Hendrycks and
+/// Gimpel, 2016), in f32, rounded once.
 ///
-/// x, out: the same shape, any strides; all f32, all f16 or all bf16. out may be the same view as x, and shares
-/// no memory with it otherwise. Plus infinity stays, minus infinity and NaN give NaN, no finite x does.
+/// x, out: the same shape, any strides; all f32, all f16 or all bf16. out may be the same view as
+/// x; otherwise they share no memory. Plus infinity stays; minus infinity and NaN give NaN, and no
+/// finite x does.
 ///
 /// Errors: XSERV_STATUS_INVALID_ARGUMENT, XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST.
 ///
@@ -57,10 +59,11 @@ pub unsafe extern "C" fn xserv_op_gelu_tanh(
     })
 }
 
-/// out = x / (1 + exp(-x)), computed in f32 and rounded once.
+/// Computes SiLU, out = x / (1 + exp(-x)), in f32, rounded once.
 ///
-/// x, out: the same shape, any strides; all f32, all f16 or all bf16. out may be the same view as x, and shares
-/// no memory with it otherwise. Plus infinity stays, minus infinity and NaN give NaN, no finite x does.
+/// x, out: the same shape, any strides; all f32, all f16 or all bf16. out may be the same view as
+/// x; otherwise they share no memory. Plus infinity stays; minus infinity and NaN give NaN, and no
+/// finite x does.
 ///
 /// Errors: XSERV_STATUS_INVALID_ARGUMENT, XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST.
 ///
@@ -80,11 +83,12 @@ pub unsafe extern "C" fn xserv_op_silu(
     })
 }
 
-/// out = silu(gate) * up, the gated activation of SwiGLU (Shazeer, 2020), computed in f32 and rounded once.
+/// Computes out = silu(gate) * up, the gated activation of SwiGLU (Shazeer, 2020), in f32, rounded
+/// once.
 ///
-/// gate, up, out: the same shape [..., width], any strides; all f32, all f16 or all bf16. gate and up may be the
-/// two halves of one fused tensor [..., 2 * width]: rows at any distance are read in place. out may be the same
-/// view as gate or as up, and shares no memory with them otherwise.
+/// gate, up, out: the same shape [..., width], any strides; all f32, all f16 or all bf16. gate and
+/// up may be the two halves of one fused tensor [..., 2 * width]: rows at any distance are read in
+/// place. out may be the same view as gate or as up; otherwise it shares no memory with them.
 ///
 /// Errors: XSERV_STATUS_INVALID_ARGUMENT, XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST.
 ///
@@ -111,11 +115,11 @@ pub unsafe extern "C" fn xserv_op_silu_mul(
     })
 }
 
-/// out = a + b, computed in f32 and rounded once.
+/// Computes out = a + b in f32, rounded once.
 ///
-/// a, b, out: the same shape, any strides; all f32, all f16 or all bf16. A stride of 0 in a or b repeats it along
-/// that dimension, which is how to broadcast. out may be the same view as a or as b, and shares no memory with
-/// them otherwise.
+/// a, b, out: the same shape, any strides; all f32, all f16 or all bf16. A stride of 0 in a or b
+/// broadcasts it along that dimension. out may be the same view as a or as b; otherwise it shares
+/// no memory with them.
 ///
 /// Errors: XSERV_STATUS_INVALID_ARGUMENT, XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST.
 ///
@@ -138,11 +142,11 @@ pub unsafe extern "C" fn xserv_op_add(
     })
 }
 
-/// out = a * b, computed in f32 and rounded once.
+/// Computes out = a * b in f32, rounded once.
 ///
-/// a, b, out: the same shape, any strides; all f32, all f16 or all bf16. A stride of 0 in a or b repeats it along
-/// that dimension, which is how to broadcast. out may be the same view as a or as b, and shares no memory with
-/// them otherwise.
+/// a, b, out: the same shape, any strides; all f32, all f16 or all bf16. A stride of 0 in a or b
+/// broadcasts it along that dimension. out may be the same view as a or as b; otherwise it shares
+/// no memory with them.
 ///
 /// Errors: XSERV_STATUS_INVALID_ARGUMENT, XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST.
 ///
@@ -165,11 +169,11 @@ pub unsafe extern "C" fn xserv_op_mul(
     })
 }
 
-/// target = source in another element type, rounded to nearest even. What is too large for f16 becomes infinite,
-/// NaN stays NaN. Between equal types it is a copy, bit for bit.
+/// Converts a tensor to another element type: target = source, rounded to nearest even. Values too
+/// large for f16 become infinite, NaN stays NaN. Between equal types it is a copy, bit for bit.
 ///
-/// source, target: the same shape, any strides; f32, f16 or bf16 each. They share no memory; tensors of equal
-/// types may be the same view.
+/// source, target: the same shape, any strides; f32, f16 or bf16 each. They share no memory;
+/// tensors of equal types may be the same view.
 ///
 /// Errors: XSERV_STATUS_INVALID_ARGUMENT, XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST.
 ///
@@ -192,8 +196,8 @@ pub unsafe extern "C" fn xserv_op_cast(
 
 /// Swaps the last two dimensions, bit for bit: out[..., c, r] = x[..., r, c].
 ///
-/// x: [..., rows, columns], out: [..., columns, rows], at least two dimensions, of any one element type, any
-/// strides. They share no memory.
+/// x: [..., rows, columns], out: [..., columns, rows], at least two dimensions, of any one element
+/// type, any strides. They share no memory.
 ///
 /// Errors: XSERV_STATUS_INVALID_ARGUMENT, XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST.
 ///

@@ -1,4 +1,4 @@
-//! Matrix products, their gradients and the check of gradients, as C functions.
+//! Matrix products, their gradients and the gradient check, as C functions.
 
 #![allow(non_camel_case_types)]
 
@@ -15,19 +15,19 @@ use crate::ops;
 use crate::ops::gemm::{GemmBackend, GemmOptions};
 use crate::ops::grad_check::GradCheck;
 
-/// Who computes a matrix product.
+/// The implementation that computes a matrix product.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum xserv_gemm_backend {
-    /// The fastest that serves the shape, the types and the device.
+    /// The fastest that supports the shape, the types and the device.
     XSERV_GEMM_AUTO = 0,
-    /// The plain triple loop, on the CPU and on CUDA: the reference of the others.
+    /// The plain triple loop, on the CPU and on CUDA: the reference for the others.
     XSERV_GEMM_NAIVE = 1,
     /// CUDA: 32 x 32 tiles in shared memory.
     XSERV_GEMM_TILED = 2,
     /// CUDA: cuBLASLt, where it is installed. f32 is multiplied in f32, never in TF32.
     XSERV_GEMM_CUBLAS = 3,
-    /// CUDA: the library's own kernels for the tensor cores. f16 and bf16.
+    /// CUDA: the library's own kernels for the tensor cores, in f16 and bf16.
     XSERV_GEMM_TENSOR_CORE = 4,
     /// CPU: packed panels, SIMD and all threads of the context.
     XSERV_GEMM_BLOCKED = 5,
@@ -41,7 +41,8 @@ pub struct xserv_gemm_options {
     pub struct_size: usize,
     /// 1: a holds the transpose of A; 0, the default: A itself.
     pub transpose_a: u32,
-    /// 1: b holds the transpose of B, as a weight of torch.nn.Linear does; 0, the default: B itself.
+    /// 1: b holds the transpose of B, as a weight of torch.nn.Linear does; 0, the default: B
+    /// itself.
     pub transpose_b: u32,
     /// Factor of the product; default 1. With 0, a and b are not read.
     pub alpha: f32,
@@ -110,21 +111,21 @@ pub unsafe extern "C" fn xserv_gemm_options_default(
     guard(|| unsafe { Out::new(options, "options") }.map(|out| out.set(GrowingStruct::defaults())))
 }
 
-/// Matrix product C = alpha * op(A) * op(B) + beta * C, where op(X) is X or its transpose; sums in f32,
-/// rounded once. options may be NULL for C = A * B.
+/// Computes the matrix product C = alpha * op(A) * op(B) + beta * C, where op(X) is X or its
+/// transpose; sums are in f32 and rounded once. options may be NULL for C = A * B.
 ///
-/// op(A): [m, k]; op(B): [k, n]; c: [m, n]; all f32, all f16 or all bf16. Or batches of products: c
-/// [batch, m, n], a and b of three dimensions with the same batch, or of two for one matrix that serves all
-/// products (a batch stride of 0 says the same). Any strides; matrices with neighbouring elements along one
-/// of their two axes are used where they lie, others are copied first. c shares no memory with a or b.
-/// Without columns of A (k = 0) the product is zero and c becomes beta * c.
+/// op(A): [m, k]; op(B): [k, n]; c: [m, n]; all f32, all f16 or all bf16. For a batch of products:
+/// c [batch, m, n], a and b of three dimensions with the same batch, or of two for one matrix that
+/// is used in all products (as is one with a batch stride of 0). Any strides are allowed; matrices
+/// that are contiguous along one of their two axes are used in place, others are copied first. c
+/// shares no memory with a or b. With k = 0 the product is zero and c becomes beta * c.
 ///
-/// Errors: XSERV_STATUS_UNSUPPORTED for a backend that this device, machine or element type does not have;
-/// XSERV_STATUS_INVALID_ARGUMENT, XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST.
+/// Errors: XSERV_STATUS_UNSUPPORTED for a backend that this device, machine or element type does
+/// not have; XSERV_STATUS_INVALID_ARGUMENT, XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST.
 ///
 /// # Safety
-/// The descriptors are readable, and their memory is what they say; options is NULL or readable for its
-/// struct_size.
+/// The descriptors are readable, and their memory is what they say; options is NULL or readable for
+/// its struct_size.
 #[must_use]
 #[no_mangle]
 pub unsafe extern "C" fn xserv_op_gemm(
@@ -156,14 +157,14 @@ pub unsafe extern "C" fn xserv_op_gemm(
     })
 }
 
-/// Gradients of a matrix product C = A * B: da = dc * B^T and db = A^T * dc.
+/// Computes the gradients of a matrix product C = A * B: da = dc * B^T and db = A^T * dc.
 ///
-/// a, da: [m, k]; b, db: [k, n]; dc: [m, n], the gradient of the loss for C; or all of them with the same
-/// batch in front. All f32, all f16 or all bf16; any strides. da or db may be NULL if it is not wanted.
-/// They share no memory with the inputs or each other.
+/// a, da: [m, k]; b, db: [k, n]; dc: [m, n], the gradient of the loss with respect to C; or all of
+/// them with the same leading batch dimension. All f32, all f16 or all bf16; any strides. da or db
+/// may be NULL if it is not wanted. They share no memory with the inputs or each other.
 ///
-/// transpose_kernels: 0 multiplies the operands where they lie, reading them transposed; 1 writes their
-/// transposes to memory first. The results are the same, to rounding.
+/// transpose_kernels: 0 multiplies the operands in place, reading them transposed; 1 writes their
+/// transposes to memory first. The results are the same up to rounding.
 ///
 /// Errors: XSERV_STATUS_INVALID_ARGUMENT, XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST.
 ///
@@ -198,9 +199,9 @@ pub unsafe extern "C" fn xserv_op_gemm_backward(
     })
 }
 
-/// The loss as a function of the values, for xserv_grad_check(). values: [count]. Writes the loss and
-/// returns true, or returns false to end the check. Runs on the thread that called, with no lock held, and
-/// may call the library.
+/// The loss as a function of the values, for xserv_grad_check(). values: [count]. Writes the loss
+/// and returns true, or returns false to end the check. Runs on the calling thread, with no lock
+/// held, and may call the library.
 pub type xserv_loss_callback = Option<
     unsafe extern "C" fn(
         values: *const f32,
@@ -216,11 +217,11 @@ pub type xserv_loss_callback = Option<
 pub struct xserv_grad_check_options {
     /// sizeof(xserv_grad_check_options); set by xserv_grad_check_options_default().
     pub struct_size: usize,
-    /// How far each value is moved to both sides; default 1e-3.
+    /// The distance by which each value is moved in both directions; default 1e-3.
     pub eps: f64,
     /// Tolerance relative to the larger of the two gradients; default 2e-2.
     pub rel_tol: f64,
-    /// Tolerance in any case; default 1e-4.
+    /// Absolute tolerance; default 1e-4.
     pub atol: f64,
 }
 
@@ -237,7 +238,7 @@ unsafe impl GrowingStruct for xserv_grad_check_options {
 }
 const _: () = assert!(size_of::<xserv_grad_check_options>() == 32);
 
-/// What xserv_grad_check() found. Set struct_size to the sizeof it before the call.
+/// The result of xserv_grad_check(). Set struct_size to the sizeof the struct before the call.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct xserv_grad_check_result {
@@ -247,13 +248,13 @@ pub struct xserv_grad_check_result {
     pub passed: u32,
     /// Always 0.
     pub reserved: u32,
-    /// Elements that are not.
+    /// The number of elements that are not within their tolerance.
     pub num_failed: u64,
     /// The element with the largest error in units of its tolerance; 0 if there are none.
     pub worst_index: u64,
-    /// What `gradient` says of it.
+    /// Its gradient as passed in `gradient`.
     pub worst_analytic: f64,
-    /// What the differences of the loss say.
+    /// Its gradient by differences of the loss.
     pub worst_numeric: f64,
     /// The absolute difference of the two; infinite where one of them is not finite.
     pub worst_error: f64,
@@ -294,20 +295,21 @@ pub unsafe extern "C" fn xserv_grad_check_options_default(
 }
 
 /// Checks an analytic gradient against central differences of a loss, one value at a time:
-/// (loss(x + eps) - loss(x - eps)) / (2 eps), with the step as it is stored in f32. An element passes if
-/// |analytic - numeric| <= atol + rel_tol * max(|analytic|, |numeric|), and fails if either is not finite.
+/// (loss(x + eps) - loss(x - eps)) / (2 eps), with the step as it is stored in f32. An element
+/// passes if |analytic - numeric| <= atol + rel_tol * max(|analytic|, |numeric|), and fails if
+/// either is not finite.
 ///
 /// options: NULL for the defaults. loss: called 2 * count times, with one value moved each time.
-/// values, gradient: [count], host memory, not changed; one copy of values is made. result: its struct_size
-/// must be set. A gradient that fails is an answer, not an error: the call succeeds and result.passed is 0.
-/// Needs no device and no context.
+/// values, gradient: [count], host memory, not changed; one copy of values is made. result: its
+/// struct_size must be set. A gradient that fails the check is not an error: the call succeeds and
+/// result.passed is 0. No device and no context is needed.
 ///
 /// Errors: XSERV_STATUS_CANCELLED if loss returned false; XSERV_STATUS_INVALID_ARGUMENT,
 /// XSERV_STATUS_OUT_OF_MEMORY.
 ///
 /// # Safety
-/// `values` and `gradient` are readable for `count` values, options is NULL or readable and result writable
-/// for its struct_size; `loss` is such a function, and does not unwind.
+/// `values` and `gradient` are readable for `count` values, options is NULL or readable and result
+/// writable for its struct_size; `loss` is such a function, and does not unwind.
 #[must_use]
 #[no_mangle]
 pub unsafe extern "C" fn xserv_grad_check(
@@ -323,7 +325,7 @@ pub unsafe extern "C" fn xserv_grad_check(
         let loss = loss.ok_or_else(|| Error::invalid_argument("loss is NULL"))?;
         // SAFETY: by the contract above.
         let (options, values, gradient) = unsafe {
-            // Said now, not after all the calls.
+            // Checked before the calls rather than after them.
             checked_size(result.cast_const(), "result")?;
             (
                 read_struct(options, "options")?,
@@ -333,15 +335,16 @@ pub unsafe extern "C" fn xserv_grad_check(
         };
         let options = GradCheck { eps: options.eps, rel_tol: options.rel_tol, atol: options.atol };
         let found = ops::grad_check::grad_check(&options, values, gradient, |moved| {
-            // A loss that is not written fails.
+            // If the callback does not write the loss, the check fails.
             let mut value = f64::NAN;
             // SAFETY: the callback's contract; the slice has `count` values.
-            match unsafe { loss(moved.as_ptr(), moved.len(), &mut value, user_data) } {
-                true => Ok(value),
-                false => Err(Error::new(
+            if unsafe { loss(moved.as_ptr(), moved.len(), &mut value, user_data) } {
+                Ok(value)
+            } else {
+                Err(Error::new(
                     ErrorKind::Cancelled,
                     "the loss callback returned false, so the check ended",
-                )),
+                ))
             }
         })?;
         let value = xserv_grad_check_result {

@@ -10,24 +10,25 @@ use crate::error::Error;
 use crate::ops;
 use crate::ops::rope::RopePairing;
 
-/// Which two elements of a head form pair i of head_dim / 2, for rotary embeddings.
+/// Which two elements of a head form pair i of its head_dim / 2 pairs, for rotary embeddings.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum xserv_rope_pairing {
-    /// Elements i and i + head_dim / 2: Hugging Face's rotate_half, which checkpoints of Qwen3 and Llama in
-    /// that format are made for.
+    /// Elements i and i + head_dim / 2: Hugging Face's rotate_half, as checkpoints of Qwen3 and
+    /// Llama in that format require.
     XSERV_ROPE_SPLIT_HALF = 0,
-    /// Elements 2i and 2i + 1: the paper, GPT-J.
+    /// Elements 2i and 2i + 1, as in the paper and in GPT-J.
     XSERV_ROPE_INTERLEAVED = 1,
 }
 
 /// Looks rows up in a table, bit for bit: out[i] = table[ids[i]].
 ///
-/// table: [vocab_size, width], f32, f16 or bf16; ids: [...], i32 or i64; out: [..., width], of the table's type;
-/// any strides. out shares no memory with the others.
+/// table: [vocab_size, width], f32, f16 or bf16; ids: [...], i32 or i64; out: [..., width], of the
+/// table's type; any strides. out shares no memory with the others.
 ///
-/// An id outside the table is never followed. On the CPU it is XSERV_STATUS_INVALID_ARGUMENT at once, and nothing
-/// is written. On CUDA it gives a row of zeros, and xserv_context_synchronize() reports the first one.
+/// An id outside the table is never followed. On the CPU the call fails with
+/// XSERV_STATUS_INVALID_ARGUMENT, and nothing is written. On CUDA it gives a row of zeros, and
+/// xserv_context_synchronize() reports the first one.
 ///
 /// Errors: XSERV_STATUS_INVALID_ARGUMENT, XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST.
 ///
@@ -54,12 +55,12 @@ pub unsafe extern "C" fn xserv_op_embedding(
     })
 }
 
-/// Computes the table of xserv_op_rope(): cos[p, i] = attention_scale * cos(p * inv_freq[i]), sin likewise. The
-/// angles are computed in f64, so that the table is exact to f32 at every position.
+/// Computes the table of xserv_op_rope(): cos[p, i] = attention_scale * cos(p * inv_freq[i]), sin
+/// likewise. The angles are computed in f64, so that the table is exact to f32 at every position.
 ///
-/// inv_freq: [head_dim / 2]; attention_scale: a finite factor, 1 unless the model scales its rotary embeddings
-/// (YaRN); cos, sin: [max_position, head_dim / 2]; all f32, any strides. cos and sin share no memory with each
-/// other or with inv_freq.
+/// inv_freq: [head_dim / 2]; attention_scale: a finite factor, 1 unless the model scales its rotary
+/// embeddings (YaRN); cos, sin: [max_position, head_dim / 2]; all f32, any strides. cos and sin
+/// share no memory with each other or with inv_freq.
 ///
 /// Errors: XSERV_STATUS_INVALID_ARGUMENT, XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST.
 ///
@@ -87,22 +88,22 @@ pub unsafe extern "C" fn xserv_op_rope_table(
     })
 }
 
-/// Rotary position embedding (Su et al., 2021, equation 34): rotates pair i of every head of a token at position p
-/// by the angle of the table's entry [p, i]: a' = a cos - b sin, b' = b cos + a sin, computed in f32 and rounded
-/// once. The whole head is rotated.
+/// Applies rotary position embeddings (Su et al., 2021, equation 34): rotates pair i of every head
+/// of a token at position p by the angle of the table's entry [p, i]: a' = a cos - b sin, b' = b
+/// cos + a sin, computed in f32 and rounded once. The whole head is rotated.
 ///
-/// q, q_out: [num_tokens, num_heads, head_dim]; k, k_out: [num_tokens, num_kv_heads, head_dim], or both NULL; all
-/// f32, all f16 or all bf16, head_dim even. positions: [num_tokens], i32 or i64. cos, sin: [max_position,
-/// head_dim / 2], f32, see xserv_op_rope_table(). Any strides: q and k may be slices of one fused projection.
-/// pairing: an xserv_rope_pairing. q_out may be the same view as q, k_out the same as k; outputs share no memory
-/// with anything else.
+/// q, q_out: [num_tokens, num_heads, head_dim]; k, k_out: [num_tokens, num_kv_heads, head_dim], or
+/// both NULL; all f32, all f16 or all bf16, head_dim even. positions: [num_tokens], i32 or i64.
+/// cos, sin: [max_position, head_dim / 2], f32, see xserv_op_rope_table(). Any strides: q and k may
+/// be slices of one fused projection. pairing: an xserv_rope_pairing. q_out may be the same view as
+/// q, k_out the same as k; outputs share no memory with anything else.
 ///
-/// A position outside the table is never followed. On the CPU it is XSERV_STATUS_INVALID_ARGUMENT at once, and
-/// nothing is written. On CUDA the token's heads are copied unrotated, and xserv_context_synchronize() reports the
-/// first one.
+/// A position outside the table is never followed. On the CPU the call fails with
+/// XSERV_STATUS_INVALID_ARGUMENT, and nothing is written. On CUDA the token's heads are copied
+/// unrotated, and xserv_context_synchronize() reports the first one.
 ///
-/// Errors: XSERV_STATUS_INVALID_ARGUMENT, XSERV_STATUS_UNSUPPORTED (on CUDA, heads of more than 1024 elements),
-/// XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST.
+/// Errors: XSERV_STATUS_INVALID_ARGUMENT, XSERV_STATUS_UNSUPPORTED (on CUDA, heads of more than
+/// 1024 elements), XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST.
 ///
 /// # Safety
 /// The descriptors are readable, and their memory is what they say.
@@ -152,11 +153,11 @@ pub unsafe extern "C" fn xserv_op_rope(
     })
 }
 
-/// The index of the largest element along the last dimension. NaN counts as larger than every number; of equals
-/// the lowest index wins.
+/// Finds the index of the largest element along the last dimension. NaN counts as larger than every
+/// number; among equal elements the lowest index wins.
 ///
-/// x: [..., width], f32, f16 or bf16, width at least 1 and below 2^31; out: [...], i32 or i64; any strides, no
-/// memory in common.
+/// x: [..., width], f32, f16 or bf16, width at least 1 and below 2^31; out: [...], i32 or i64. Any
+/// strides; the two share no memory.
 ///
 /// Errors: XSERV_STATUS_INVALID_ARGUMENT, XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST.
 ///
@@ -176,11 +177,13 @@ pub unsafe extern "C" fn xserv_op_argmax(
     })
 }
 
-/// The k largest elements along the last dimension, from the largest down, and where they are. NaN counts as
-/// larger than every number; of equals the lowest index comes first. Exact: the values are those of x, bit for bit.
+/// Finds the k largest elements along the last dimension, in descending order, and their indices.
+/// NaN counts as larger than every number; among equal elements the lowest index comes first. The
+/// values are those of x, bit for bit.
 ///
-/// x: [..., width], f32, f16 or bf16, width below 2^31; values: [..., k], of the type of x; indices: [..., k], i32;
-/// any strides, no memory in common. k is the last dimension of values, at most width and at most 1024.
+/// x: [..., width], f32, f16 or bf16, width below 2^31; values: [..., k], of the type of x;
+/// indices: [..., k], i32; any strides; they share no memory. k is the last dimension of values, at
+/// most width and at most 1024.
 ///
 /// Errors: XSERV_STATUS_INVALID_ARGUMENT, XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST.
 ///

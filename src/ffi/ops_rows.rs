@@ -1,4 +1,4 @@
-//! Operators on rows: norms, softmax, argmax, top-k, embedding, rotary embeddings, as C functions.
+//! Operators on rows: norms and softmax, as C functions.
 
 #![allow(non_camel_case_types)]
 
@@ -8,11 +8,11 @@ use super::status::xserv_status;
 use super::tensor::{optional_tensor, tensor_argument, xserv_tensor};
 use crate::ops;
 
-/// Root-mean-square normalisation over the last dimension (Zhang and Sennrich, 2019):
-/// out = x / sqrt(mean(x^2) + eps) * weight, computed in f32 and rounded once.
+/// Computes root-mean-square normalisation over the last dimension (Zhang and Sennrich, 2019): out
+/// = x / sqrt(mean(x^2) + eps) * weight, in f32, rounded once.
 ///
-/// x, out: [..., width], any strides; weight: [width]; all f32, all f16 or all bf16. eps: at least 0. out
-/// may be the same view as x, and shares no memory with the others.
+/// x, out: [..., width], any strides; weight: [width]; all f32, all f16 or all bf16. eps: at least
+/// 0. out may be the same view as x, and shares no memory with the others.
 ///
 /// Errors: XSERV_STATUS_INVALID_ARGUMENT, XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST.
 ///
@@ -40,12 +40,13 @@ pub unsafe extern "C" fn xserv_op_rms_norm(
     })
 }
 
-/// A residual addition and the root-mean-square normalisation of its result in one pass:
-/// residual_out = x + residual, rounded to the element type; out = xserv_op_rms_norm of residual_out.
+/// Computes a residual addition and the root-mean-square normalisation of its result in one pass:
+/// residual_out = x + residual, rounded to the element type; out = xserv_op_rms_norm of
+/// residual_out.
 ///
-/// x, residual, residual_out, out: [..., width], any strides; weight: [width]; all f32, all f16 or all bf16.
-/// eps: at least 0. residual_out may be the same view as residual or as x; out may be the same view as x
-/// (not together with residual_out). Other than that, no memory of a result is shared.
+/// x, residual, residual_out, out: [..., width], any strides; weight: [width]; all f32, all f16 or
+/// all bf16. eps: at least 0. residual_out may be the same view as residual or as x; out may be the
+/// same view as x, if residual_out is not. Otherwise the results share no memory with anything.
 ///
 /// Errors: XSERV_STATUS_INVALID_ARGUMENT, XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST.
 ///
@@ -84,12 +85,13 @@ pub unsafe extern "C" fn xserv_op_add_rms_norm(
     })
 }
 
-/// Layer normalisation over the last dimension (Ba, Kiros and Hinton, 2016):
-/// out = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias with the variance of the population, computed in
-/// f32 and rounded once. A mean that is large beside the deviations costs no accuracy.
+/// Computes layer normalisation over the last dimension (Ba, Kiros and Hinton, 2016): out = (x -
+/// mean(x)) / sqrt(var(x) + eps) * weight + bias with the population variance, in f32, rounded
+/// once. A mean that is large compared with the deviations costs no accuracy.
 ///
-/// x, out: [..., width], any strides; weight, bias: [width], bias may be NULL for none; all f32, all f16 or
-/// all bf16. eps: at least 0. out may be the same view as x, and shares no memory with the others.
+/// x, out: [..., width], any strides; weight, bias: [width], bias may be NULL for none; all f32,
+/// all f16 or all bf16. eps: at least 0. out may be the same view as x, and shares no memory with
+/// the others.
 ///
 /// Errors: XSERV_STATUS_INVALID_ARGUMENT, XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST.
 ///
@@ -120,11 +122,12 @@ pub unsafe extern "C" fn xserv_op_layer_norm(
     })
 }
 
-/// Softmax over the last dimension: out_i = exp(x_i - max(x)) / sum_j exp(x_j - max(x)), computed in f32 and
-/// rounded once. A row of -infinity only (everything masked) gives zeros; a NaN or +infinity makes its row
-/// NaN.
+/// Computes the softmax over the last dimension: out_i = exp(x_i - max(x)) / sum_j exp(x_j -
+/// max(x)), in f32, rounded once. A row of -infinity only (everything masked) gives zeros; a NaN or
+/// +infinity makes its row NaN.
 ///
-/// x, out: [..., width], any strides; both f32, both f16 or both bf16. out may be the same view as x.
+/// x, out: [..., width], any strides; both f32, both f16 or both bf16. out may be the same view as
+/// x.
 ///
 /// Errors: XSERV_STATUS_INVALID_ARGUMENT, XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST.
 ///

@@ -1,4 +1,4 @@
-//! Planning: what loading a model would take.
+//! Planning: the memory that loading a model would take.
 
 #![allow(non_camel_case_types)]
 
@@ -12,39 +12,41 @@ use super::status::xserv_status;
 use super::types::xserv_device_kind;
 use crate::engine;
 
-/// What a model takes of the memory of the device where it would go. Set struct_size, then call
-/// xserv_plan(). All sizes are of that device's memory: of the GPU's for a model on a GPU, else of the
-/// host's.
+/// The memory that a model would take on its device. Set struct_size, then call xserv_plan(). All
+/// sizes are of that device's memory: the GPU's for a model on a GPU, else the host's.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct xserv_memory_plan {
     /// sizeof(xserv_memory_plan), set by the caller.
     pub struct_size: usize,
-    /// The xserv_device_kind where the model would go: XSERV_DEVICE_CPU or XSERV_DEVICE_CUDA.
+    /// The xserv_device_kind on which the model would run: XSERV_DEVICE_CPU or XSERV_DEVICE_CUDA.
     pub device: u32,
     /// The xserv_dtype of weights and KV cache, never XSERV_DTYPE_AUTO.
     pub dtype: u32,
-    /// Bytes of the weights, on a GPU with the tables of positions: what xserv_model_info will say.
+    /// Bytes of the weights, on a GPU with the tables of positions, as later in xserv_model_info.
     pub weights_bytes: u64,
-    /// The most bytes that activations and scratch of the operators take while requests run. On a GPU they are all taken at
-    /// load, so that a run takes what was planned: xserv_model_stats.peak_memory_bytes becomes total_bytes, rounding
-    /// apart. Not counted is what the CUDA driver takes for itself, its kernels and graphs (some hundred MB).
+    /// The most bytes that activations and scratch memory of the operators take while requests run.
+    /// On a GPU they are all taken at load, so that a run takes what was planned:
+    /// xserv_model_stats.peak_memory_bytes becomes total_bytes, apart from rounding. Memory that
+    /// the CUDA driver takes for itself, its kernels and graphs (a few hundred MB) is not counted.
     pub workspace_bytes: u64,
     /// Bytes of KV cache for one token.
     pub kv_bytes_per_token: u64,
-    /// Tokens that the KV cache would hold, of all requests together; 0 if it doesn't fit.
+    /// Number of tokens that the KV cache would hold, of all requests together; 0 if the model does
+    /// not fit.
     pub kv_cache_tokens: u64,
-    /// Longest context of one request, in tokens; 0 if it doesn't fit.
+    /// Longest context of one request, in tokens; 0 if the model does not fit.
     pub max_context_tokens: u64,
-    /// weights_bytes + workspace_bytes + kv_cache_tokens * kv_bytes_per_token. If that doesn't fit, with
-    /// the smallest KV cache that the options allow.
+    /// weights_bytes + workspace_bytes + kv_cache_tokens * kv_bytes_per_token. If the model does
+    /// not fit, the total with the smallest KV cache that the options allow.
     pub total_bytes: u64,
     /// The smallest max_memory_bytes that xserv_load would accept with these options.
     pub minimum_bytes: u64,
-    /// The bytes that there are: options.max_memory_bytes, or the memory that is available at the moment
+    /// The bytes available: options.max_memory_bytes, or the memory that is available at the moment
     /// if that is less or there is no such limit; 0 if neither is known.
     pub memory_bytes: u64,
-    /// 1: total_bytes are no more than memory_bytes, or nothing is known of the memory; 0: they are more.
+    /// 1: total_bytes is no more than memory_bytes, or the available memory is unknown; 0: it is
+    /// more.
     pub fits: u8,
     /// Unused, 0.
     pub reserved: [u8; 7],
@@ -81,28 +83,29 @@ const _: () = assert!(size_of::<xserv_memory_plan>() == xserv_memory_plan::FIRST
 /// xserv_load sizes the KV cache, so that the two agree as long as the memory that is available does not
 /// change.
 ///
-/// To ask what a GPU of some size would hold, set device to XSERV_DEVICE_CUDA and max_memory_bytes to its
-/// memory, less what the driver needs (a few hundred MB). Where there is a GPU, it is asked for its free
-/// memory, which starts it in this process; where there is none, or no driver, max_memory_bytes is all that is
-/// known. XSERV_DEVICE_AUTO is where xserv_load would go on this machine. Progress and log callbacks of the
-/// options are not called.
+/// To plan for a GPU of a given size, set device to XSERV_DEVICE_CUDA and max_memory_bytes to its
+/// memory, less what the driver needs (a few hundred MB). Where there is a GPU, it is asked for its
+/// free memory, which starts it in this process; where there is none, or no driver, only
+/// max_memory_bytes is known. XSERV_DEVICE_AUTO plans for the device that xserv_load would choose
+/// on this machine. Progress and log callbacks of the options are not called.
 ///
-/// A model that doesn't fit is a success here: see fits, minimum_bytes and memory_bytes. (On the CPU without
-/// max_memory_bytes, xserv_load tries all the same: the system may have more to give than it says.)
+/// A model that does not fit is a success here: see fits, minimum_bytes and memory_bytes. (On the
+/// CPU without max_memory_bytes, xserv_load tries all the same: the system may have more memory to
+/// give than it reports.)
 ///
-/// Not counted: the tokenizer, tables of positions on the CPU and the logits of requests (some tens of MB of
-/// the host); the driver's own memory on a GPU (kernels, its context); while a model is loaded to a GPU, up to
-/// 64 MiB of pinned host memory.
+/// Not counted: the tokenizer, tables of positions on the CPU and the logits of requests (some tens
+/// of MB of the host); the driver's own memory on a GPU (kernels, its context); while a model is
+/// loaded to a GPU, up to 64 MiB of pinned host memory.
 ///
 /// path, options: as in xserv_load. plan: struct_size must be set; written on success.
 ///
-/// Errors: those of xserv_load for a folder or options that it refuses whatever the memory:
-/// XSERV_STATUS_NOT_FOUND, XSERV_STATUS_IO, XSERV_STATUS_INVALID_ARGUMENT, XSERV_STATUS_INVALID_FILE,
-/// XSERV_STATUS_UNSUPPORTED.
+/// Errors: those of xserv_load for a folder or options that it refuses regardless of memory:
+/// XSERV_STATUS_NOT_FOUND, XSERV_STATUS_IO, XSERV_STATUS_INVALID_ARGUMENT,
+/// XSERV_STATUS_INVALID_FILE, XSERV_STATUS_UNSUPPORTED.
 ///
 /// # Safety
-/// `path` ends in a NUL; `options` is NULL or readable for its struct_size; `plan` is writable for the
-/// struct_size that it claims.
+/// `path` ends in a NUL; `options` is NULL or readable for its struct_size; `plan` is writable for
+/// the struct_size that it claims.
 #[must_use]
 #[no_mangle]
 pub unsafe extern "C" fn xserv_plan(
@@ -118,9 +121,10 @@ pub unsafe extern "C" fn xserv_plan(
         // SAFETY: as above.
         let options = unsafe { read_struct(options, "options") }?;
         let found = engine::plan(path, &engine_options(&options)?)?;
-        let device = match found.on_device {
-            true => xserv_device_kind::XSERV_DEVICE_CUDA,
-            false => xserv_device_kind::XSERV_DEVICE_CPU,
+        let device = if found.on_device {
+            xserv_device_kind::XSERV_DEVICE_CUDA
+        } else {
+            xserv_device_kind::XSERV_DEVICE_CPU
         };
         let value = xserv_memory_plan {
             struct_size: size_of::<xserv_memory_plan>(),

@@ -16,17 +16,19 @@ use super::types::{XSERV_NUL_TERMINATED, XSERV_SEED_RANDOM, XSERV_UNSET_FLOAT, X
 use crate::engine::{CancelToken, Prompt, Request, SamplingOverrides};
 use crate::error::{try_with_capacity, Error, Result};
 
-/// A switch that stops requests from another thread. One may be shared by several requests.
+/// A switch that stops requests from another thread. Several requests may share one.
 pub struct xserv_cancel_token {
     _opaque: [u8; 0],
 }
 
-/// What to generate. Fill with xserv_request_default(), then set exactly one of prompt, prompt_tokens
-/// and messages_json, and what else you need. The library copies what it needs during the call.
+/// A request to generate. Fill with xserv_request_default(), then set exactly one of prompt,
+/// prompt_tokens and messages_json, and whatever else you need. The library copies what it needs
+/// during the call.
 ///
-/// Sampling fields left unset take the value of the model's generation_config.json, and if that has
-/// none the neutral value given below. Parameters mean what they mean in Transformers, and are applied
-/// in its order: repetition, presence and frequency penalty, temperature, top_k, top_p, min_p.
+/// Sampling fields left unset take the value of the model's generation_config.json, or if that has
+/// none the neutral value given below. Parameters have the meaning that they have in Transformers,
+/// and are applied in its order: repetition, presence and frequency penalty, temperature, top_k,
+/// top_p, min_p.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct xserv_request {
@@ -40,32 +42,33 @@ pub struct xserv_request {
     pub prompt_tokens: *const u32,
     /// Number of ids in prompt_tokens.
     pub num_prompt_tokens: usize,
-    /// The prompt as a conversation: NUL-terminated JSON array of messages, rendered with the model's
-    /// chat template (see xserv_chat_options); or NULL.
+    /// The prompt as a conversation: NUL-terminated JSON array of messages, rendered with the
+    /// model's chat template (see xserv_chat_options); or NULL.
     pub messages_json: *const c_char,
     /// With messages_json: JSON array of tools, or NULL.
     pub tools_json: *const c_char,
     /// With messages_json: JSON object of template variables, or NULL.
     pub template_variables_json: *const c_char,
-    /// Stop strings: the text ends before the first one that appears, also when it is spread over
-    /// tokens, and no part of it is ever passed to the callback. NUL-terminated UTF-8, not empty, at
-    /// most 64 strings of 1024 bytes.
+    /// Stop strings: the text ends before the first one that appears, even if it is spread over
+    /// several tokens, and no part of it is ever passed to the callback. NUL-terminated UTF-8, not
+    /// empty, at most 64 strings of 1024 bytes.
     pub stop_strings: *const *const c_char,
     /// Number of stop strings.
     pub num_stop_strings: usize,
-    /// Tokens that end the generation, beside the model's own end tokens.
+    /// Tokens that end the generation, in addition to the model's own end tokens.
     pub stop_token_ids: *const u32,
     /// Number of stop tokens.
     pub num_stop_token_ids: usize,
     /// Lets another thread stop the request; or NULL. Must live until the call returns.
     pub cancel: *const xserv_cancel_token,
-    /// Most tokens to generate. Default XSERV_UNSET_INT: max_new_tokens of generation_config.json, else
-    /// until the context is full. 0 generates nothing.
+    /// The largest number of tokens to generate. Default XSERV_UNSET_INT: max_new_tokens of
+    /// generation_config.json, else until the context is full. 0 generates nothing.
     pub max_tokens: u32,
     /// Keep the k most likely tokens; 0: all. Default XSERV_UNSET_INT; neutral: 0.
     pub top_k: u32,
     /// 0: always the most likely token (greedy). Greater: logits are divided by it. Default
-    /// XSERV_UNSET_FLOAT: as generation_config.json says, greedy if its do_sample is false or absent.
+    /// XSERV_UNSET_FLOAT: as generation_config.json says, greedy if its do_sample is false or
+    /// absent.
     pub temperature: f32,
     /// Keep the most likely tokens that together have this probability; above 0, at most 1. Default
     /// XSERV_UNSET_FLOAT; neutral: 1.
@@ -73,25 +76,26 @@ pub struct xserv_request {
     /// Drop tokens less likely than this fraction of the most likely one; 0 to 1. Default
     /// XSERV_UNSET_FLOAT; neutral: 0.
     pub min_p: f32,
-    /// Divides positive and multiplies negative logits of tokens that are in the prompt or in what was
+    /// Divides positive and multiplies negative logits of tokens that are in the prompt or were
     /// generated; 0.001 to 1000. Default XSERV_UNSET_FLOAT; neutral: 1.
     pub repetition_penalty: f32,
     /// Subtracted from the logits of tokens that were generated; -10000 to 10000. Default
     /// XSERV_UNSET_FLOAT; neutral: 0.
     pub presence_penalty: f32,
-    /// Subtracted from the logits of tokens for each time they were generated; -10000 to 10000. Default
-    /// XSERV_UNSET_FLOAT; neutral: 0.
+    /// Subtracted from the logits of tokens once for each time they were generated; -10000 to
+    /// 10000. Default XSERV_UNSET_FLOAT; neutral: 0.
     pub frequency_penalty: f32,
-    /// Seed of the random draws: the same seed gives the same tokens, whatever else runs on the model; on a
-    /// GPU with xserv_load_options.deterministic always, without it to its rounding, which depends on what is
-    /// computed together. Default XSERV_SEED_RANDOM.
+    /// Seed of the random draws: the same seed gives the same tokens, whatever else runs on the
+    /// model. On a GPU without xserv_load_options.deterministic that holds up to rounding, which
+    /// depends on what is computed together. Default XSERV_SEED_RANDOM.
     pub seed: u64,
     /// With messages_json: 1 (default) opens the assistant's turn.
     pub add_generation_prompt: u8,
-    /// With prompt: 1 (default) adds what the tokenizer adds by itself (Qwen3 and GPT-2: nothing).
+    /// With prompt: 1 (default) adds the special tokens that the tokenizer adds to a text (Qwen3
+    /// and GPT-2: none).
     pub add_special_tokens: u8,
-    /// With prompt: 1 (default) turns special tokens written in the text into their ids. 0: they are
-    /// ordinary text.
+    /// With prompt: 1 (default) turns special tokens written in the text into their ids. 0: they
+    /// are ordinary text.
     pub parse_special_tokens: u8,
     /// 1 (default): special tokens do not appear in the text. 0: they do (but a token that ends the
     /// generation never does).
@@ -100,18 +104,19 @@ pub struct xserv_request {
     pub ignore_eos: u8,
     /// Unused, 0.
     pub reserved: [u8; 3],
-    /// When requests compete, those with the higher number go first; of equal ones (default 0) the one that
-    /// came first.
+    /// When requests compete, those with the higher number go first; among equal ones (default 0)
+    /// the one that was submitted first.
     pub priority: i32,
-    /// Independent continuations of the prompt, which is computed once for all; 1 (default) to 256. Sample i
-    /// draws with the seed plus i, and is what a request of its own with that seed would give.
+    /// The number of independent continuations of the prompt, which is computed once for all; 1
+    /// (default) to 256. Sample i draws with the seed plus i, and gives what a request of its own
+    /// with that seed would give.
     pub num_samples: u32,
-    /// Milliseconds from the call after which the request ends with what it has, as XSERV_FINISH_DEADLINE;
-    /// 0 (default): no limit.
+    /// Milliseconds from the call after which the request ends with what it has, as
+    /// XSERV_FINISH_DEADLINE; 0 (default): no limit.
     pub time_limit_ms: u64,
-    /// Requests share the keys and values of common beginnings (their output does not depend on it, but the
-    /// time that they take does) only with requests of the same number. Default 0. A host whose users must
-    /// not learn of each other's prompts gives each a number.
+    /// Requests share the keys and values of common prefixes only with requests of the same number
+    /// (their output does not depend on it, but the time that they take does). Default 0. A host
+    /// whose users must not learn of each other's prompts gives each a number of their own.
     pub cache_key: u64,
 }
 
@@ -161,7 +166,7 @@ const _: () = assert!(size_of::<xserv_request>() == 176);
 
 static CANCEL_TOKENS: HandleTable<CancelToken> = HandleTable::new(5, "cancel token");
 
-/// Sets every field to its default; the prompt is then still to be set.
+/// Sets every field to its default, which leaves the prompt to be set.
 ///
 /// # Safety
 /// `request` is NULL or writable for an xserv_request.
@@ -174,7 +179,7 @@ pub unsafe extern "C" fn xserv_request_default(request: *mut xserv_request) -> x
     })
 }
 
-/// Makes a cancel token, which the caller ends with xserv_cancel_token_free().
+/// Makes a cancel token, which the caller frees with xserv_cancel_token_free().
 ///
 /// # Safety
 /// `cancel_token` is writable.
@@ -191,10 +196,10 @@ pub unsafe extern "C" fn xserv_cancel_token_new(
     })
 }
 
-/// Stops every request that carries this token: those that run end with XSERV_FINISH_CANCELLED at the
+/// Stops every request that carries this token: running ones end with XSERV_FINISH_CANCELLED at the
 /// next layer of the forward pass, those that start later end at once. Any thread may call it, any
-/// number of times. It takes a lock, so it is not for signal handlers: there, set a flag that the token
-/// callback looks at.
+/// number of times. It takes a lock, so it must not be called from a signal handler; set a flag
+/// there that the token callback checks.
 #[no_mangle]
 pub extern "C" fn xserv_cancel_token_cancel(
     cancel_token: *const xserv_cancel_token,
@@ -205,7 +210,7 @@ pub extern "C" fn xserv_cancel_token_cancel(
     })
 }
 
-/// Ends a cancel token. Requests that carry it go on. NULL does nothing.
+/// Frees a cancel token; NULL is allowed. Requests that carry it continue.
 #[no_mangle]
 pub extern "C" fn xserv_cancel_token_free(cancel_token: *mut xserv_cancel_token) {
     guard_or((), || CANCEL_TOKENS.remove(cancel_token).map(drop))
@@ -304,10 +309,7 @@ pub(super) unsafe fn request_of<'a>(c: &xserv_request) -> Result<Request<'a>> {
         },
         skip_special: flag(c.skip_special_tokens, "request.skip_special_tokens")?,
         ignore_eos: flag(c.ignore_eos, "request.ignore_eos")?,
-        cancel: match c.cancel.is_null() {
-            true => None,
-            false => Some(CANCEL_TOKENS.get(c.cancel)?),
-        },
+        cancel: if c.cancel.is_null() { None } else { Some(CANCEL_TOKENS.get(c.cancel)?) },
         priority: c.priority,
         num_samples: c.num_samples,
         time_limit: (c.time_limit_ms > 0).then(|| Duration::from_millis(c.time_limit_ms)),

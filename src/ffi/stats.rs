@@ -1,4 +1,4 @@
-//! What a model has done and is doing, in numbers.
+//! Statistics of a model: the state of its requests, and totals.
 
 #![allow(non_camel_case_types)]
 
@@ -7,74 +7,78 @@ use super::model::{engine_of, xserv_model};
 use super::status::xserv_status;
 use crate::engine::{FIRST_BUCKET_US, NUM_STEP_BUCKETS};
 
-/// Buckets of the histogram of step times.
+/// The number of buckets of the histogram of step times.
 pub const XSERV_STEP_BUCKETS: usize = 20;
 const _: () = assert!(XSERV_STEP_BUCKETS == NUM_STEP_BUCKETS);
 
-/// How a model's requests stand, all at one moment, and totals since it was loaded. Set struct_size, then call
+/// The state of a model's requests at one moment, and totals since it was loaded. A sample that
+/// makes room for others is preempted and waits. Set struct_size, then call
 /// xserv_model_get_stats().
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct xserv_model_stats {
     /// sizeof(xserv_model_stats), set by the caller.
     pub struct_size: usize,
-    /// Samples that are computed in every step.
+    /// Number of samples that are running, which each step computes.
     pub num_running: u64,
-    /// Samples that wait for room, those that made room for others included.
+    /// Number of samples that wait for room, preempted ones included.
     pub num_waiting: u64,
-    /// Of those waiting, the ones that made room for others.
+    /// Number of waiting samples that were preempted.
     pub num_preempted: u64,
-    /// Samples submitted. A call of xserv_logits() counts as one.
+    /// Number of samples submitted. A call of xserv_logits() counts as one.
     pub total_submitted: u64,
-    /// Samples ended, in whatever way.
+    /// Number of samples ended, for whatever reason.
     pub total_ended: u64,
-    /// Times that a sample made room for others.
+    /// Number of preemptions.
     pub total_preemptions: u64,
-    /// Forward passes.
+    /// Number of forward passes.
     pub total_steps: u64,
-    /// Prompt tokens computed, again after a preemption included.
+    /// Number of prompt tokens computed, including those computed again after a preemption.
     pub total_prompt_tokens: u64,
-    /// Tokens generated.
+    /// Number of tokens generated.
     pub total_generated_tokens: u64,
-    /// Prompt tokens of requests that were admitted...
+    /// Number of prompt tokens of admitted requests, all looked up in the prefix cache.
     pub total_looked_up_tokens: u64,
-    /// ...and of these, the ones whose keys and values were there already.
+    /// Number of looked-up tokens whose keys and values were found.
     pub total_cached_tokens: u64,
     /// total_cached_tokens / total_looked_up_tokens; 0 at first.
     pub cache_hit_rate: f64,
-    /// Tokens generated per second, of all requests together, over the last second or two of work.
+    /// Tokens generated per second by all requests together, over the last second or two of work.
     pub tokens_per_second: f64,
     /// Seconds spent on steps.
     pub busy_seconds: f64,
-    /// Blocks of the KV cache, of 32 tokens each.
+    /// Number of blocks of the KV cache, of 32 tokens each.
     pub num_kv_blocks: u64,
-    /// Of these, blocks of requests.
+    /// Number of KV blocks that requests use.
     pub num_used_kv_blocks: u64,
-    /// Of these, blocks that nobody uses, but whose content is kept for prompts that begin like it.
+    /// Number of unused KV blocks whose content is kept for prompts with the same prefix.
     pub num_cached_kv_blocks: u64,
-    /// The most that num_used_kv_blocks has been.
+    /// The largest value that num_used_kv_blocks has had.
     pub peak_used_kv_blocks: u64,
-    /// Bytes of weights, work space and KV cache at their peak: on a GPU as its allocator counts them, on the
-    /// CPU with the blocks that have been used.
+    /// Peak bytes of weights, work space and KV cache: on a GPU as its allocator counts them, on
+    /// the CPU with the blocks that have been used.
     pub peak_memory_bytes: u64,
-    /// Steps by their time: bucket i counts those shorter than step_bucket_us[i] microseconds that are in no
-    /// bucket before.
+    /// Histogram of step times: bucket i counts the steps shorter than step_bucket_us[i]
+    /// microseconds that are in no earlier bucket.
     pub step_counts: [u64; XSERV_STEP_BUCKETS],
-    /// The bounds of the buckets; the last is UINT64_MAX.
+    /// Upper bounds of the buckets; the last is UINT64_MAX.
     pub step_bucket_us: [u64; XSERV_STEP_BUCKETS],
-    /// Seconds from the beginnings to the ends of steps: on a GPU by its own clock, from the first kernel to the last
-    /// or, where a step was queued behind another, from the end of that; on the CPU by the host's.
+    /// Seconds from the beginnings to the ends of steps: on a GPU by its own clock, from the first
+    /// kernel to the last or, where a step was queued after another, from the end of that one; on
+    /// the CPU by the host's clock.
     pub device_busy_seconds: f64,
-    /// Seconds between steps in which it waited for the host, although there were requests to compute. What a GPU
-    /// waits for the next kernel within a step, and what it does for xserv_logits(), counts as busy.
+    /// Seconds between steps in which the device waited for the host although there were requests
+    /// to compute. A GPU's waits for the next kernel within a step, and its work for
+    /// xserv_logits(), count as busy.
     pub device_idle_seconds: f64,
-    /// Blocks of the KV cache that there is memory for on the host (see xserv_load_options.max_swap_bytes)...
+    /// Number of KV blocks that the host memory taken for swapping has room for (see
+    /// xserv_load_options.max_swap_bytes).
     pub num_swap_blocks: u64,
-    /// ...and of these, the ones in use, by requests that made room for others.
+    /// Number of swap blocks in use by preempted requests.
     pub num_used_swap_blocks: u64,
-    /// Blocks copied to the host.
+    /// Number of KV blocks copied to the host.
     pub total_swapped_out_blocks: u64,
-    /// Blocks copied back.
+    /// Number of KV blocks copied back.
     pub total_swapped_in_blocks: u64,
 }
 
@@ -91,7 +95,7 @@ unsafe impl GrowingStruct for xserv_model_stats {
 }
 const _: () = assert!(size_of::<xserv_model_stats>() == xserv_model_stats::FIRST_SIZE + 48);
 
-/// Tells how a model's requests stand. Cheap; any thread may call it at any time.
+/// Gives the state of a model's requests. The call is cheap; any thread may make it at any time.
 ///
 /// stats: struct_size must be set.
 ///

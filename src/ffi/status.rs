@@ -5,8 +5,8 @@ use std::ffi::c_char;
 
 use crate::error::{Error, ErrorKind};
 
-/// What a call came to. Zero is success. Numbers are never reused; later versions may add new ones,
-/// so treat an unknown value as a failure.
+/// The outcome of a call. Zero is success. Numbers are never reused; later versions may add new
+/// ones, so treat an unknown value as a failure.
 #[allow(non_camel_case_types)]
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -17,13 +17,13 @@ pub enum xserv_status {
     XSERV_STATUS_INVALID_ARGUMENT = 1,
     /// The handle is not one of this library, is of another kind, or was freed.
     XSERV_STATUS_BAD_HANDLE = 2,
-    /// A file or folder is not there.
+    /// A file or folder does not exist.
     XSERV_STATUS_NOT_FOUND = 3,
     /// The operating system refused to read a file.
     XSERV_STATUS_IO = 4,
-    /// A file is there but damaged, or not what its format demands.
+    /// A file exists but is damaged, or does not follow its format.
     XSERV_STATUS_INVALID_FILE = 5,
-    /// A valid model, tokenizer or option that this library does not implement.
+    /// The model, tokenizer or option is valid, but not implemented by this library.
     XSERV_STATUS_UNSUPPORTED = 6,
     /// The memory budget or the machine's memory is exhausted. Nothing was changed.
     XSERV_STATUS_OUT_OF_MEMORY = 7,
@@ -34,16 +34,16 @@ pub enum xserv_status {
     XSERV_STATUS_CANCELLED = 9,
     /// The chat template failed, or exceeded its limits of time, size or depth.
     XSERV_STATUS_TEMPLATE = 10,
-    /// The device that was asked for is not there, or this build cannot use it.
+    /// The requested device does not exist, or this build cannot use it.
     XSERV_STATUS_NO_DEVICE = 11,
     /// The process was forked after the model was loaded. The child cannot use the model: load it
     /// again there.
     XSERV_STATUS_FORKED = 12,
-    /// A fault of the library itself. The call had no effect; please report the message.
+    /// The library itself is at fault. The call had no effect; please report the message.
     XSERV_STATUS_INTERNAL = 13,
-    /// The GPU failed for good: a kernel read memory that is not there, or the hardware broke down. All
-    /// work on that device is lost, and every later call on it reports this. The process goes on, but
-    /// cannot use the device again.
+    /// The GPU failed for good: a kernel accessed invalid memory, or the hardware broke down. All
+    /// work on that device is lost, and every later call on it reports this. The process can
+    /// continue, but cannot use the device again.
     XSERV_STATUS_DEVICE_LOST = 14,
 }
 
@@ -68,7 +68,8 @@ impl From<ErrorKind> for xserv_status {
     }
 }
 
-/// Longest message kept, with its final NUL; longer ones are cut at a character boundary.
+/// The size of the longest message kept, with its final NUL; longer ones are cut at a character
+/// boundary.
 const MESSAGE_BYTES: usize = 2048;
 
 thread_local! {
@@ -98,18 +99,19 @@ pub(super) fn set_last_error(error: &Error) {
     });
 }
 
-/// One sentence saying what the calling thread's most recent failing call found wrong, and in what
-/// (file, tensor, argument). Never NULL; empty if no call of this thread has failed.
+/// Returns one sentence that says what the calling thread's most recent failing call found wrong,
+/// and in what (file, tensor, argument). Never NULL; empty if no call of this thread has failed.
 ///
 /// The string is UTF-8, NUL-terminated, at most 2047 bytes, and belongs to the library. It is valid
-/// until this thread's next failing call, and for this thread only. Successful calls leave it alone.
+/// until this thread's next failing call, and for this thread only. Successful calls leave it
+/// alone.
 #[no_mangle]
 pub extern "C" fn xserv_last_error() -> *const c_char {
     LAST_ERROR.try_with(|buffer| buffer.as_ptr() as *const c_char).unwrap_or(c"".as_ptr())
 }
 
-/// The name of a status, for example "XSERV_STATUS_NOT_FOUND"; "unknown status" for a value that this
-/// version does not have. A static string.
+/// Returns the name of a status, for example "XSERV_STATUS_NOT_FOUND", as a static string; "unknown
+/// status" for a value that this version does not have.
 #[no_mangle]
 pub extern "C" fn xserv_status_name(status: u32) -> *const c_char {
     let name = match status {

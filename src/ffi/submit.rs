@@ -1,4 +1,4 @@
-//! Requests for event loops: submitted, and asked for news without waiting.
+//! Requests for event loops: submitted, then polled for events without blocking.
 
 #![allow(non_camel_case_types)]
 
@@ -16,42 +16,44 @@ use super::types::XSERV_NO_TOKEN;
 use crate::engine::{Event, Ticket, TicketHandle, Waker};
 use crate::error::{Error, Result};
 
-/// For the timeout of xserv_next(): wait as long as it takes.
+/// Used for the timeout of xserv_next(): wait as long as it takes.
 pub const XSERV_WAIT_FOREVER: u32 = u32::MAX;
 
-/// A request that was submitted. Any thread may use it, though only one at a time gets its events.
+/// A submitted request. Any thread may use it, but only one at a time takes its events.
 pub struct xserv_submission {
     _opaque: [u8; 0],
 }
 
-/// Called when a submission has news after it had none. Runs on a thread of the library's, so it must be
-/// quick; of the library it may call nothing but xserv_submit(), xserv_cancel() and the functions that free. It
-/// may run before xserv_submit() has returned.
+/// Called when a submission has events after it had none. Runs on one of the library's threads, so
+/// it must be quick; of this library it may call only xserv_submit(), xserv_cancel() and the _free
+/// functions. It may run before xserv_submit() has returned.
 pub type xserv_wake_callback = Option<unsafe extern "C" fn(user_data: *mut c_void)>;
 
-/// How to hear of news of a submission. Fill with xserv_submit_options_default(), then set one, both or none
-/// (then ask xserv_poll() or xserv_next() now and then, or wait in xserv_next()).
+/// How to be notified of a submission's events. Fill with xserv_submit_options_default(), then set
+/// wake, wake_fd, both or neither (then call xserv_poll() or xserv_next() from time to time, or
+/// wait in xserv_next()).
 ///
-/// News is told once: after that, take events until there are none before waiting again.
+/// A notification is given once: after it, take events until there are none before waiting again.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct xserv_submit_options {
     /// sizeof(xserv_submit_options), set by xserv_submit_options_default().
     pub struct_size: usize,
-    /// Called when there is news; NULL (default): not called.
+    /// Called when there are events; NULL (default): not called.
     pub wake: xserv_wake_callback,
     /// Passed to wake.
     pub wake_user_data: *mut c_void,
-    /// A file descriptor that does not block (an eventfd with EFD_NONBLOCK, a pipe): when there is news, the
-    /// eight bytes of the 64-bit number 1 are written to it. Several submissions may share one. It stays the
-    /// caller's, and open until the submission is freed. -1 (default): none.
+    /// A non-blocking file descriptor (an eventfd with EFD_NONBLOCK, a pipe): when there are
+    /// events, the eight bytes of the 64-bit number 1 are written to it. Several submissions may
+    /// share one. The caller owns it, and keeps it open until the submission is freed. -1
+    /// (default): none.
     pub wake_fd: i32,
     /// Unused, 0.
     pub reserved: u32,
 }
 
-// SAFETY: repr(C), struct_size first, integers, pointers and nullable function pointers; a caller who passes
-// a function pointer that is none breaks the contract of that field.
+// SAFETY: repr(C), struct_size first, integers, pointers and nullable function pointers; a caller
+// who passes a function pointer that is none breaks the contract of that field.
 unsafe impl GrowingStruct for xserv_submit_options {
     const FIRST_SIZE: usize = 32;
     const NAME: &'static str = "xserv_submit_options";
@@ -68,15 +70,15 @@ unsafe impl GrowingStruct for xserv_submit_options {
 }
 const _: () = assert!(size_of::<xserv_submit_options>() == xserv_submit_options::FIRST_SIZE);
 
-/// What an event tells.
+/// The kind of an event.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum xserv_event_kind {
-    /// Nothing: there was no news within the timeout.
+    /// No event: none came within the timeout.
     XSERV_EVENT_NONE = 0,
     /// A token was generated.
     XSERV_EVENT_TOKEN = 1,
-    /// Text that was held back became certain with the end of the sample.
+    /// Text that was held back became final with the end of the sample.
     XSERV_EVENT_TEXT = 2,
     /// A sample has ended.
     XSERV_EVENT_END = 3,
@@ -92,10 +94,10 @@ pub struct xserv_event {
     pub struct_size: usize,
     /// An xserv_event_kind.
     pub kind: u32,
-    /// Which sample of the request, from 0.
+    /// The index of the sample of the request, from 0.
     pub sample: u32,
-    /// The text that became certain: whole UTF-8 characters, NUL-terminated, possibly empty. Valid until the
-    /// next xserv_next() on the submission, or its end.
+    /// The text that became final: whole UTF-8 characters, NUL-terminated, possibly empty. Valid
+    /// until the next xserv_next() on the submission, or until it is freed.
     pub text: *const c_char,
     /// Bytes of text without the NUL.
     pub text_len: usize,
@@ -130,7 +132,7 @@ unsafe impl GrowingStruct for xserv_event {
 }
 const _: () = assert!(size_of::<xserv_event>() == xserv_event::FIRST_SIZE);
 
-/// What the thread that takes events needs alone.
+/// The state of the thread that takes events.
 struct Taker {
     ticket: Ticket,
     /// The text of the last event, with its NUL.
@@ -143,7 +145,8 @@ struct Submission {
 }
 
 impl Submission {
-    /// With the right to take events. After a fork its lock may be held for ever: refused in a child.
+    /// Locks the state for taking events. After a fork the lock may be held for ever, so a child is
+    /// refused.
     fn taker(&self) -> Result<MutexGuard<'_, Taker>> {
         self.handle.check_process()?;
         self.handle.check_may_wait()?;
@@ -159,14 +162,15 @@ impl Drop for Submission {
 
 static SUBMISSIONS: HandleTable<Submission> = HandleTable::new(10, "submission");
 
-/// The caller's ways of being told.
+/// The caller's callback and descriptor to be notified by.
 struct WakeTarget {
     callback: xserv_wake_callback,
     user_data: *mut c_void,
     fd: c_int,
 }
 
-// SAFETY: the pointer is only passed to the caller's function, which by contract may run on any thread.
+// SAFETY: the pointer is only passed to the caller's function, which by contract may run on any
+// thread.
 unsafe impl Send for WakeTarget {}
 // SAFETY: as above.
 unsafe impl Sync for WakeTarget {}
@@ -175,13 +179,13 @@ impl WakeTarget {
     fn wake(&self) {
         if self.fd >= 0 {
             let one = 1u64.to_ne_bytes();
-            // SAFETY: eight readable bytes. The descriptor is the caller's, open by contract; what it says is
-            // of no interest: one that is full has been told already.
+            // SAFETY: eight readable bytes. The descriptor is the caller's, open by contract. The
+            // result is ignored: a descriptor that is full has been notified already.
             unsafe { libc::write(self.fd, one.as_ptr() as *const c_void, one.len()) };
         }
         if let Some(callback) = self.callback {
-            // SAFETY: the caller's function with the caller's data, valid until the submission is freed, which
-            // waits for this.
+            // SAFETY: the caller's function with the caller's data, valid until the submission is
+            // freed, which waits for this call.
             unsafe { callback(self.user_data) };
         }
     }
@@ -227,19 +231,20 @@ pub unsafe extern "C" fn xserv_submit_options_default(
     })
 }
 
-/// Hands over a request and returns at once; what is generated is told by xserv_next().
+/// Submits a request and returns at once; xserv_next() delivers what is generated.
 ///
-/// Tokenizing (and rendering of messages) is done in this call. The request's cancel token, stop strings and
-/// all else may go when it returns. Freeing the model ends the request as cancelled.
+/// Tokenizing (and rendering of messages) is done in this call. The request's cancel token, stop
+/// strings and everything else may be freed when it returns. Freeing the model ends the request as
+/// cancelled.
 ///
-/// request: what to do. options: NULL for the defaults. submission: gets a handle, which the caller ends with
-/// xserv_submission_free().
+/// request: what to generate. options: NULL for the defaults. submission: receives a handle, which
+/// the caller frees with xserv_submission_free().
 ///
 /// Errors: as xserv_generate().
 ///
 /// # Safety
-/// `request` is readable for its struct_size and its pointers obey their fields' comments; `options` is NULL
-/// or readable for its struct_size; `submission` is writable.
+/// `request` is readable for its struct_size and its pointers obey their fields' comments;
+/// `options` is NULL or readable for its struct_size; `submission` is writable.
 #[must_use]
 #[no_mangle]
 pub unsafe extern "C" fn xserv_submit(
@@ -271,13 +276,14 @@ pub unsafe extern "C" fn xserv_submit(
 
 /// Takes the next event of a submission.
 ///
-/// timeout_ms: how long to wait for one: 0 not at all, XSERV_WAIT_FOREVER as long as it takes. If none comes,
-/// the event's kind is XSERV_EVENT_NONE. Once all samples have ended it is XSERV_EVENT_DONE, now and later.
+/// timeout_ms: the time to wait for one; 0 does not wait, XSERV_WAIT_FOREVER waits as long as it
+/// takes. If none comes, the event's kind is XSERV_EVENT_NONE. Once all samples have ended it is
+/// XSERV_EVENT_DONE, in this and in every later call.
 ///
 /// event: struct_size must be set.
 ///
-/// Errors: what befell a sample (XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST,
-/// XSERV_STATUS_INVALID_FILE): it has then ended, and the next call goes on with the others;
+/// Errors: the failure of a sample (XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST,
+/// XSERV_STATUS_INVALID_FILE), which has then ended, and the next call continues with the others;
 /// XSERV_STATUS_INVALID_ARGUMENT (called in a wake-up callback).
 ///
 /// # Safety
@@ -295,7 +301,7 @@ pub unsafe extern "C" fn xserv_next(
             XSERV_WAIT_FOREVER => None,
             ms => Some(Duration::from_millis(u64::from(ms))),
         };
-        // An event that could not be written would be lost.
+        // Checked by writing first: an event taken and then not written would be lost.
         // SAFETY: by the contract above, here and below.
         unsafe { write_struct(event, "event", &xserv_event::defaults()) }?;
         let mut taker = object.taker()?;
@@ -354,8 +360,8 @@ fn describe(event: Option<Event>, text: &mut Vec<u8>) -> Result<xserv_event> {
     })
 }
 
-/// Whether xserv_next() would have an event without waiting: 1 or 0 through `ready`. (Rarely it then has none
-/// all the same: what came was of no interest any more.)
+/// Sets `ready` to whether xserv_next() would have an event without waiting, 1 or 0. (In rare cases
+/// it has none after a 1, because what came no longer matters.)
 ///
 /// # Safety
 /// `ready` is writable.
@@ -375,8 +381,8 @@ pub unsafe extern "C" fn xserv_poll(
     })
 }
 
-/// Ends a request: what was not taken yet is dropped, and its samples end as XSERV_FINISH_CANCELLED. Any
-/// thread may call it, at any time and any number of times.
+/// Cancels a request: events that were not taken yet are dropped, and its samples end as
+/// XSERV_FINISH_CANCELLED. Any thread may call it, at any time and any number of times.
 #[no_mangle]
 pub extern "C" fn xserv_cancel(submission: *const xserv_submission) -> xserv_status {
     guard(|| {
@@ -387,11 +393,13 @@ pub extern "C" fn xserv_cancel(submission: *const xserv_submission) -> xserv_sta
     })
 }
 
-/// What a request came to, once xserv_next() has told XSERV_EVENT_DONE. It can be had once.
+/// Takes the result of a request, once xserv_next() has given XSERV_EVENT_DONE. It can be taken
+/// once.
 ///
-/// result: gets a handle that the caller ends with xserv_result_free().
+/// result: receives a handle that the caller frees with xserv_result_free().
 ///
-/// Errors: XSERV_STATUS_INVALID_ARGUMENT (the request has not ended, or its result was had already).
+/// Errors: XSERV_STATUS_INVALID_ARGUMENT (the request has not ended, or its result was taken
+/// already).
 ///
 /// # Safety
 /// `result` is writable.
@@ -418,8 +426,8 @@ pub unsafe extern "C" fn xserv_submission_take_result(
     })
 }
 
-/// Ends a submission; a request that still runs is cancelled. Waits for its wake-up callback if that is
-/// running on another thread, and it is not called again. NULL does nothing.
+/// Frees a submission; a request that still runs is cancelled. If its wake-up callback is running
+/// on another thread, the call waits for it; it is not called again afterwards. NULL is allowed.
 #[no_mangle]
 pub extern "C" fn xserv_submission_free(submission: *mut xserv_submission) {
     guard_or((), || {

@@ -1,4 +1,4 @@
-//! Tensors: descriptors of the caller's memory, and memory of the library's own.
+//! Tensors: descriptors of the caller's memory, and tensors in the library's own memory.
 
 #![allow(non_camel_case_types)]
 
@@ -13,18 +13,18 @@ use super::types::xserv_dtype;
 use crate::error::{Error, Result};
 use crate::memory::{Block, DType, Device, Dims, ElementType, Tensor, MAX_RANK};
 
-/// Where memory lies; layout and numbers of DLPack's DLDevice.
+/// The device of a tensor's memory; layout and numbers of DLPack's DLDevice.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct xserv_tensor_device {
-    /// 1: host memory (kDLCPU). 2: memory of a CUDA device (kDLCUDA). Also taken: 3, pinned host memory,
-    /// as 1; 13, managed memory, as 2.
+    /// 1: host memory (kDLCPU). 2: memory of a CUDA device (kDLCUDA). Also accepted: 3, pinned host
+    /// memory, as 1; 13, managed memory, as 2.
     pub device_type: i32,
-    /// Which device of that type.
+    /// The index among the devices of that type.
     pub device_id: i32,
 }
 
-/// What the elements are; layout and numbers of DLPack's DLDataType. The types known here: {2, 32, 1} f32,
+/// The type of the elements; layout and numbers of DLPack's DLDataType. Supported: {2, 32, 1} f32,
 /// {2, 16, 1} f16, {4, 16, 1} bf16, {0, 32, 1} i32, {0, 64, 1} i64.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -37,13 +37,14 @@ pub struct xserv_tensor_dtype {
     pub lanes: u16,
 }
 
-/// A view of elements in memory that belongs to somebody else: layout-compatible with DLPack's DLTensor,
-/// so that a tensor of PyTorch, CuPy, JAX or NumPy is used in place by passing the address of its
-/// DLTensor. The library reads the descriptor during the call only.
+/// A view of elements in memory that belongs to somebody else: layout-compatible with DLPack's
+/// DLTensor, so that a tensor of PyTorch, CuPy, JAX or NumPy is used in place by passing the
+/// address of its DLTensor. The library reads the descriptor during the call only.
 ///
-/// At most 8 dimensions. Strides are counted in elements, not bytes, and must not be negative; strides may
-/// be NULL for a contiguous row-major tensor. The first element lies at data + byte_offset and must be
-/// aligned to its size. A tensor with a size of 0 is valid, has no elements, and may have NULL data.
+/// A tensor has at most 8 dimensions. Strides are counted in elements, not bytes, and must not be
+/// negative; strides may be NULL for a contiguous row-major tensor. The first element is at data +
+/// byte_offset and must be aligned to its size. A tensor with a size of 0 is valid, has no
+/// elements, and may have NULL data.
 ///
 /// Memory on a CUDA device must stay valid until the work that uses it is done.
 #[repr(C)]
@@ -51,11 +52,11 @@ pub struct xserv_tensor_dtype {
 pub struct xserv_tensor {
     /// The memory.
     pub data: *mut c_void,
-    /// Where it lies.
+    /// The device that the memory is on.
     pub device: xserv_tensor_device,
-    /// How many dimensions; 0 for a scalar.
+    /// The number of dimensions; 0 for a scalar.
     pub ndim: i32,
-    /// What the elements are.
+    /// The type of the elements.
     pub dtype: xserv_tensor_dtype,
     /// [ndim] sizes, outermost first. May be NULL with ndim 0.
     pub shape: *mut i64,
@@ -68,7 +69,7 @@ pub struct xserv_tensor {
 // DLTensor on a 64-bit machine; tests/abi compares with dlpack.h where it is installed.
 const _: () = assert!(size_of::<xserv_tensor>() == 48);
 
-/// Memory for a tensor, of a context.
+/// A tensor in memory of a context.
 pub struct xserv_owned_tensor {
     _private: [u8; 0],
 }
@@ -79,11 +80,11 @@ struct OwnedTensor {
     shape: Dims,
     strides: Dims,
     block: Option<Block>,
-    /// Keeps the stream alive that orders the reuse of the block; dropped after it.
+    /// Keeps alive the stream that orders the reuse of the block; dropped after the block.
     _context: Arc<ContextObject>,
 }
 
-// DLPack's DLDeviceType, as far as it is known here.
+// The values of DLPack's DLDeviceType that are supported.
 const CPU: i32 = 1;
 const CUDA: i32 = 2;
 const CUDA_HOST: i32 = 3;
@@ -91,10 +92,10 @@ const CUDA_MANAGED: i32 = 13;
 
 static TENSORS: HandleTable<OwnedTensor> = HandleTable::new(9, "tensor");
 
-/// The tensor that a descriptor describes.
+/// Returns the tensor that a descriptor describes.
 ///
 /// # Safety
-/// `tensor` is NULL or readable, its shape and strides too; its memory is as the header says.
+/// `tensor` is NULL or readable, as are its shape and strides; its memory is as the header says.
 pub(super) unsafe fn tensor_argument(tensor: *const xserv_tensor, name: &str) -> Result<Tensor> {
     let wrong = |what: String| Err(Error::invalid_argument(format!("{name}: {what}")));
     // SAFETY: NULL and misaligned ones are refused; else readable by contract.
@@ -130,10 +131,11 @@ pub(super) unsafe fn tensor_argument(tensor: *const xserv_tensor, name: &str) ->
     let (shape_name, strides_name) = (format!("{name}.shape"), format!("{name}.strides"));
     // SAFETY: readable for ndim values by contract.
     let shape = unsafe { array_argument(descriptor.shape, rank, &shape_name) }?;
-    let strides = match descriptor.strides.is_null() {
-        true => None,
+    let strides = if descriptor.strides.is_null() {
+        None
+    } else {
         // SAFETY: as above.
-        false => Some(unsafe { array_argument(descriptor.strides, rank, &strides_name) }?),
+        Some(unsafe { array_argument(descriptor.strides, rank, &strides_name) }?)
     };
     let data = descriptor.data as *mut u8;
     let offset = match usize::try_from(descriptor.byte_offset) {
@@ -145,13 +147,13 @@ pub(super) unsafe fn tensor_argument(tensor: *const xserv_tensor, name: &str) ->
             ))
         }
     };
-    // A NULL stays NULL, whatever the offset.
+    // NULL stays NULL, whatever the offset.
     let first = if data.is_null() { data } else { data.wrapping_add(offset) };
     // SAFETY: the memory is as the header asks, by contract.
     unsafe { Tensor::from_raw(first, element, device, shape, strides, name) }
 }
 
-/// A descriptor that may be NULL.
+/// Returns the tensor of a descriptor that may be NULL.
 ///
 /// # Safety
 /// As [`tensor_argument`].
@@ -159,20 +161,22 @@ pub(super) unsafe fn optional_tensor(
     tensor: *const xserv_tensor,
     name: &str,
 ) -> Result<Option<Tensor>> {
-    match tensor.is_null() {
-        true => Ok(None),
+    if tensor.is_null() {
+        Ok(None)
+    } else {
         // SAFETY: by contract.
-        false => unsafe { tensor_argument(tensor, name) }.map(Some),
+        unsafe { tensor_argument(tensor, name) }.map(Some)
     }
 }
 
 /// Makes a contiguous row-major tensor in memory of the context's device. Its content is arbitrary.
 ///
-/// dtype: XSERV_DTYPE_F32, _F16 or _BF16, XSERV_DTYPE_I32 or _I64. shape: [ndim] sizes, at most 8 of them.
-/// The memory comes from the context's caching allocator, aligned to 64 bytes, and goes back to it with
+/// dtype: XSERV_DTYPE_F32, _F16, _BF16, _I32 or _I64. shape: [ndim] sizes, at most 8 of them. The
+/// memory comes from the context's caching allocator, aligned to 64 bytes, and returns to it with
 /// xserv_owned_tensor_free().
 ///
-/// Errors: XSERV_STATUS_OUT_OF_MEMORY with sizes, after what the context keeps was given back.
+/// Errors: XSERV_STATUS_OUT_OF_MEMORY with sizes, only after the memory that the context keeps was
+/// given back to the device; XSERV_STATUS_INVALID_ARGUMENT.
 ///
 /// # Safety
 /// `shape` is readable for `ndim` sizes; `tensor` is writable.
@@ -189,9 +193,10 @@ pub unsafe extern "C" fn xserv_owned_tensor_new(
     guard(|| unsafe { new_tensor(context, dtype, ndim, shape, false, tensor) })
 }
 
-/// The same in host memory that the context's device copies from and to at full speed (pinned memory on
-/// CUDA, ordinary memory on the CPU): for what goes through xserv_op_copy() often. It does not count
-/// towards the context's memory budget. Its descriptor says device_type 3 (kDLCUDAHost) on CUDA.
+/// Makes a tensor as xserv_owned_tensor_new() does, but in host memory that the context's device
+/// copies from and to at full speed (pinned memory on CUDA, ordinary memory on the CPU), for
+/// tensors that are often copied with xserv_op_copy(). It does not count towards the context's
+/// memory budget. Its descriptor has device_type 3 (kDLCUDAHost) on CUDA.
 ///
 /// # Safety
 /// As xserv_owned_tensor_new().
@@ -231,7 +236,7 @@ unsafe fn new_tensor(
     // SAFETY: by the contract.
     let shape = unsafe { array_argument(shape, ndim as usize, "shape") }?;
     let device = context.device();
-    // Any address will do to have the sizes checked.
+    // Any address will do for checking the sizes.
     // SAFETY: the descriptor is never followed.
     let checked = unsafe {
         let address = std::ptr::without_provenance_mut(64);
@@ -279,7 +284,7 @@ fn element_type(dtype: u32) -> Result<ElementType> {
     })
 }
 
-/// The descriptor of an owned tensor. Its pointers stay valid until the tensor is freed.
+/// Gives the descriptor of an owned tensor. Its pointers stay valid until the tensor is freed.
 ///
 /// # Safety
 /// `view` is writable.
@@ -306,7 +311,7 @@ pub unsafe extern "C" fn xserv_owned_tensor_view(
             device: object.device,
             ndim: object.shape.len() as i32,
             dtype: xserv_tensor_dtype { code, bits, lanes: 1 },
-            // The handle's object stays where it is until it is freed; nobody writes through these.
+            // The handle's object does not move until it is freed; nobody writes through these.
             shape: object.shape.as_ptr().cast_mut(),
             strides: object.strides.as_ptr().cast_mut(),
             byte_offset: 0,
@@ -315,8 +320,8 @@ pub unsafe extern "C" fn xserv_owned_tensor_view(
     })
 }
 
-/// Gives an owned tensor's memory back to its context; NULL is allowed. Work that was queued before and
-/// uses it is not disturbed.
+/// Returns an owned tensor's memory to its context; NULL is allowed. Work that was queued earlier
+/// and uses it is not disturbed.
 #[no_mangle]
 pub extern "C" fn xserv_owned_tensor_free(tensor: *mut xserv_owned_tensor) {
     guard_or((), || TENSORS.remove(tensor).map(drop))

@@ -1,4 +1,4 @@
-//! Text: tokenize, detokenize (whole and streaming), chat template.
+//! Text: tokenizing, detokenizing (whole and streaming), chat templates.
 
 #![allow(non_camel_case_types)]
 
@@ -16,18 +16,18 @@ use crate::engine::{ChatPrompt, Engine};
 use crate::error::{Error, Result};
 use crate::text::Detokenizer;
 
-/// A list of token ids that the library made. Immutable; any number of threads may read it.
+/// A list of token ids that the library made. It is immutable; any number of threads may read it.
 pub struct xserv_tokens {
     _opaque: [u8; 0],
 }
 
-/// A text that the library made. Immutable; any number of threads may read it.
+/// A text that the library made. It is immutable; any number of threads may read it.
 pub struct xserv_text {
     _opaque: [u8; 0],
 }
 
-/// Turns a stream of token ids into text. One thread at a time; another one that comes in between
-/// waits.
+/// A streaming detokenizer, which turns a stream of token ids into text. One thread at a time uses
+/// it; a concurrent call from another one waits.
 pub struct xserv_detokenizer {
     _opaque: [u8; 0],
 }
@@ -38,11 +38,11 @@ pub struct xserv_detokenizer {
 pub struct xserv_tokenize_options {
     /// sizeof(xserv_tokenize_options).
     pub struct_size: usize,
-    /// 1 (default): add what the tokenizer adds around a text by itself (Qwen3 and GPT-2 add
-    /// nothing). 0: the text alone.
+    /// 1 (default): add the special tokens that the tokenizer adds around a text (Qwen3 and GPT-2:
+    /// none). 0: the text alone.
     pub add_special_tokens: u8,
-    /// 1 (default): special tokens written in the text, such as <|im_end|>, become their ids. 0: they
-    /// are ordinary text; use this for text that you do not trust.
+    /// 1 (default): special tokens written in the text, such as <|im_end|>, become their ids. 0:
+    /// they are ordinary text; use this for text that you do not trust.
     pub parse_special_tokens: u8,
     /// Unused, 0.
     pub reserved: [u8; 6],
@@ -105,7 +105,7 @@ const _: () = assert!(size_of::<xserv_chat_options>() == xserv_chat_options::FIR
 /// A text with its final NUL.
 struct TextObject(Vec<u8>);
 
-/// A streaming detokenizer and the piece that it gave last, with its final NUL.
+/// A streaming detokenizer and the last piece that it returned, with its final NUL.
 struct DetokenizerObject {
     engine: Arc<Engine>,
     state: Mutex<(Detokenizer, Vec<u8>)>,
@@ -133,7 +133,8 @@ pub unsafe extern "C" fn xserv_tokenize_options_default(
 /// Turns text into token ids.
 ///
 /// text: UTF-8 of text_len bytes, or up to its NUL with XSERV_NUL_TERMINATED; at most 16 MiB.
-/// options: NULL for the defaults. tokens: gets a list that the caller ends with xserv_tokens_free().
+/// options: NULL for the defaults. tokens: receives a list that the caller frees with
+/// xserv_tokens_free().
 ///
 /// Errors: XSERV_STATUS_INVALID_ARGUMENT (not UTF-8: the message gives the offset; too long),
 /// XSERV_STATUS_UNSUPPORTED (the model has no usable tokenizer: the message says why).
@@ -165,8 +166,8 @@ pub unsafe extern "C" fn xserv_tokenize(
     })
 }
 
-/// The ids of a list, and how many they are. Valid until the list is freed; NULL if the handle is bad
-/// (see xserv_last_error()).
+/// Returns the ids of a list; num_tokens, if not NULL, receives their number. Valid until the list
+/// is freed; NULL if the handle is bad (see xserv_last_error()).
 ///
 /// # Safety
 /// `num_tokens` is NULL or writable.
@@ -185,7 +186,7 @@ pub unsafe extern "C" fn xserv_tokens_data(
     })
 }
 
-/// Ends a list of tokens. NULL does nothing.
+/// Frees a list of tokens; NULL is allowed.
 #[no_mangle]
 pub extern "C" fn xserv_tokens_free(tokens: *mut xserv_tokens) {
     guard_or((), || TOKENS.remove(tokens).map(drop))
@@ -193,11 +194,11 @@ pub extern "C" fn xserv_tokens_free(tokens: *mut xserv_tokens) {
 
 /// Turns token ids into text. Bytes that are not UTF-8 become U+FFFD.
 ///
-/// skip_special_tokens: true leaves special tokens such as <|im_end|> out.
-/// text: gets a text that the caller ends with xserv_text_free().
+/// skip_special_tokens: true leaves special tokens such as <|im_end|> out. text: receives a text
+/// that the caller frees with xserv_text_free().
 ///
-/// Errors: XSERV_STATUS_INVALID_ARGUMENT (an id at or beyond the model's vocab_size; ids below it for
-/// which the tokenizer has no token have no text).
+/// Errors: XSERV_STATUS_INVALID_ARGUMENT (an id at or beyond the model's vocab_size; ids below it
+/// for which the tokenizer has no token have no text).
 ///
 /// # Safety
 /// `token_ids` is readable for `num_tokens` ids (ignored if 0); `text` is writable.
@@ -225,8 +226,9 @@ fn new_text(text: &str) -> Result<*mut xserv_text> {
     TEXTS.insert(Arc::new(TextObject(with_nul(text)?)))
 }
 
-/// The bytes of a text: UTF-8, NUL-terminated; len_bytes, if not NULL, gets the length without the
-/// NUL. Valid until the text is freed; NULL if the handle is bad (see xserv_last_error()).
+/// Returns the bytes of a text: UTF-8, NUL-terminated; len_bytes, if not NULL, receives the length
+/// without the NUL. Valid until the text is freed; NULL if the handle is bad (see
+/// xserv_last_error()).
 ///
 /// # Safety
 /// `len_bytes` is NULL or writable.
@@ -245,7 +247,7 @@ pub unsafe extern "C" fn xserv_text_data(
     })
 }
 
-/// Ends a text. NULL does nothing.
+/// Frees a text; NULL is allowed.
 #[no_mangle]
 pub extern "C" fn xserv_text_free(text: *mut xserv_text) {
     guard_or((), || TEXTS.remove(text).map(drop))
@@ -253,8 +255,8 @@ pub extern "C" fn xserv_text_free(text: *mut xserv_text) {
 
 /// Makes a streaming detokenizer, for token ids that come one at a time. It keeps its model alive.
 ///
-/// skip_special_tokens: true leaves special tokens out. detokenizer: gets a handle that the caller
-/// ends with xserv_detokenizer_free().
+/// skip_special_tokens: true leaves special tokens out. detokenizer: receives a handle that the
+/// caller frees with xserv_detokenizer_free().
 ///
 /// # Safety
 /// `detokenizer` is writable.
@@ -275,15 +277,15 @@ pub unsafe extern "C" fn xserv_detokenizer_new(
     })
 }
 
-/// Takes the next token and gives the text that is certain now: whole UTF-8 characters, possibly none.
-/// A character that spans tokens comes with the last of them; bytes that can't become a character come
-/// as U+FFFD.
+/// Takes the next token and gives the text that is final now: whole UTF-8 characters, possibly
+/// none. A character that spans tokens comes with the last of them; bytes that cannot become a
+/// character come as U+FFFD.
 ///
-/// text: gets UTF-8, NUL-terminated, that belongs to the detokenizer and is valid until the next call
-/// with it. len_bytes: if not NULL, gets the length without the NUL.
+/// text: receives UTF-8, NUL-terminated, that belongs to the detokenizer and is valid until the
+/// next call with it. len_bytes: if not NULL, receives the length without the NUL.
 ///
-/// Errors: XSERV_STATUS_INVALID_ARGUMENT (an id at or beyond the model's vocab_size; ids below it for
-/// which the tokenizer has no token have no text).
+/// Errors: XSERV_STATUS_INVALID_ARGUMENT (an id at or beyond the model's vocab_size; ids below it
+/// for which the tokenizer has no token have no text).
 ///
 /// # Safety
 /// `text` is writable; `len_bytes` is NULL or writable.
@@ -345,13 +347,13 @@ unsafe fn next_piece(
     })
 }
 
-/// Ends a detokenizer. NULL does nothing.
+/// Frees a detokenizer; NULL is allowed.
 #[no_mangle]
 pub extern "C" fn xserv_detokenizer_free(detokenizer: *mut xserv_detokenizer) {
     guard_or((), || DETOKENIZERS.remove(detokenizer).map(drop))
 }
 
-/// Sets every field to its default; messages_json is then still to be set.
+/// Sets every field to its default, which leaves messages_json to be set.
 ///
 /// # Safety
 /// `options` is NULL or writable for an xserv_chat_options.
@@ -370,14 +372,14 @@ pub unsafe extern "C" fn xserv_chat_options_default(
 /// tokenizer_config.json), as Transformers does. Templates are run under limits of time, size and
 /// depth.
 ///
-/// text: gets a text that the caller ends with xserv_text_free().
+/// text: receives a text that the caller frees with xserv_text_free().
 ///
 /// Errors: XSERV_STATUS_INVALID_ARGUMENT (messages that are not an array of objects, bad JSON),
-/// XSERV_STATUS_TEMPLATE (the template failed or refused the messages; the message has its words),
+/// XSERV_STATUS_TEMPLATE (the template failed or refused the messages; the message quotes it),
 /// XSERV_STATUS_UNSUPPORTED (the model has no usable chat template).
 ///
 /// # Safety
-/// `options` is readable for its struct_size, its strings end in NULs; `text` is writable.
+/// `options` is readable for its struct_size and its strings end in NULs; `text` is writable.
 #[must_use]
 #[no_mangle]
 pub unsafe extern "C" fn xserv_apply_chat_template(
@@ -405,7 +407,7 @@ pub unsafe extern "C" fn xserv_apply_chat_template(
     })
 }
 
-/// The conversation of C arguments, or `None` if `messages_json` is NULL.
+/// Returns the conversation that C arguments describe, or `None` if `messages_json` is NULL.
 ///
 /// # Safety
 /// Each string is NULL or ends in a NUL, readable for `'a`.

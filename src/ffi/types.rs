@@ -1,20 +1,21 @@
 //! Constants and enums that several groups of functions share.
 
 // cbindgen cannot print these two; cbindgen.toml has their C form, and tests/abi compares.
-/// For a text length: the text ends at its NUL.
+/// Used as the length of a text: the text ends at its NUL.
 ///
 /// cbindgen:ignore
 pub const XSERV_NUL_TERMINATED: usize = super::guard::NUL_TERMINATED;
-/// For a float of xserv_request: not set by the caller, so the model's generation_config.json decides.
+/// Used for a float of xserv_request that is not set: the model's generation_config.json decides.
 ///
 /// cbindgen:ignore
 pub const XSERV_UNSET_FLOAT: f32 = f32::MIN;
-/// For an integer of xserv_request: not set by the caller, so the model's generation_config.json
+/// Used for an integer of xserv_request that is not set: the model's generation_config.json
 /// decides.
 pub const XSERV_UNSET_INT: u32 = u32::MAX;
-/// For xserv_request.seed: draw a fresh seed from the operating system; the result tells which.
+/// Used for xserv_request.seed: a fresh seed is drawn from the operating system; the result tells
+/// which.
 pub const XSERV_SEED_RANDOM: u64 = u64::MAX;
-/// In xserv_token_event.token_id: the event carries held-back text and no new token.
+/// Used in xserv_token_event.token_id: the event carries held-back text and no new token.
 pub const XSERV_NO_TOKEN: u32 = u32::MAX;
 
 /// Where a model or a compute context runs.
@@ -24,8 +25,8 @@ pub const XSERV_NO_TOKEN: u32 = u32::MAX;
 pub enum xserv_device_kind {
     /// The processor, with the best instruction set that it has.
     XSERV_DEVICE_CPU = 0,
-    /// An NVIDIA GPU (compute capability 8.0 or later, driver 580 or later). Models go to the first one;
-    /// without one XSERV_STATUS_NO_DEVICE is reported.
+    /// An NVIDIA GPU (compute capability 8.0 or later, driver 580 or later). Models go to the first
+    /// one; without one XSERV_STATUS_NO_DEVICE is reported.
     XSERV_DEVICE_CUDA = 1,
     /// The first GPU where it can be used and the model runs and fits there, else the CPU.
     XSERV_DEVICE_AUTO = 2,
@@ -40,27 +41,27 @@ pub enum xserv_dtype {
     XSERV_DTYPE_AUTO = 0,
     /// IEEE 754 binary32. All arithmetic in binary32: slowest, closest to the reference.
     XSERV_DTYPE_F32 = 1,
-    /// IEEE 754 binary16 weights and KV cache; sums in binary32. Activations are binary32 on the CPU, and
-    /// binary16 on a GPU, rounded where Transformers rounds them.
+    /// IEEE 754 binary16 weights and KV cache; sums in binary32. Activations are binary32 on the
+    /// CPU, and binary16 on a GPU, rounded where Transformers rounds them.
     XSERV_DTYPE_F16 = 2,
-    /// bfloat16 weights and KV cache; sums in binary32. On the CPU the inputs of matrix products are
-    /// rounded to bfloat16 and the residual stream is binary32; on a GPU all activations are bfloat16,
-    /// rounded where Transformers rounds them.
+    /// bfloat16 weights and KV cache; sums in binary32. On the CPU the inputs of matrix products
+    /// are rounded to bfloat16 and the residual stream is binary32; on a GPU all activations are
+    /// bfloat16, rounded where Transformers rounds them.
     XSERV_DTYPE_BF16 = 3,
     /// 32-bit signed integers: for tensors of token ids, positions and indices only.
     XSERV_DTYPE_I32 = 4,
-    /// 64-bit signed integers: the same.
+    /// 64-bit signed integers: for tensors of token ids, positions and indices only.
     XSERV_DTYPE_I64 = 5,
 }
 
-/// How grave a log message is.
+/// The severity of a log message.
 #[allow(non_camel_case_types)]
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum xserv_log_level {
     /// Something is odd and may not be what you want, but the call goes on.
     XSERV_LOG_WARNING = 1,
-    /// What the library chose and did: device, sizes, times.
+    /// A choice or an action of the library: device, sizes, times.
     XSERV_LOG_INFO = 2,
     /// Details for finding faults.
     XSERV_LOG_DEBUG = 3,
@@ -74,7 +75,7 @@ pub enum xserv_finish_reason {
     /// The model gave an end token, or one of the request's stop tokens. It is the last id of the
     /// result; the text does not show it.
     XSERV_FINISH_STOP_TOKEN = 0,
-    /// One of the request's stop strings came. The text ends right before it.
+    /// One of the request's stop strings was generated. The text ends right before it.
     XSERV_FINISH_STOP_STRING = 1,
     /// max_tokens were generated.
     XSERV_FINISH_MAX_TOKENS = 2,
@@ -84,6 +85,6 @@ pub enum xserv_finish_reason {
     XSERV_FINISH_CALLBACK = 4,
     /// The request was cancelled, or the model was freed.
     XSERV_FINISH_CANCELLED = 5,
-    /// xserv_request.time_limit_ms were over.
+    /// The request's time limit (xserv_request.time_limit_ms) was reached.
     XSERV_FINISH_DEADLINE = 6,
 }

@@ -2,26 +2,26 @@
 
 use std::ffi::c_char;
 
-/// Version of the header: major. Compare with xserv_version() at run time if it matters.
+/// The major version of the header. Compare with xserv_version() at run time if it matters.
 pub const XSERV_VERSION_MAJOR: u32 = 0;
-/// Version of the header: minor.
+/// The minor version of the header.
 pub const XSERV_VERSION_MINOR: u32 = 1;
-/// Version of the header: patch.
+/// The patch version of the header.
 pub const XSERV_VERSION_PATCH: u32 = 0;
 
-/// Version of the binary interface that this header describes; the number in the SONAME
+/// The version of the binary interface that this header describes; the number in the SONAME
 /// (libxserv.so.0). A library of the same ABI version runs every program built with an older header
 /// of that version.
 pub const XSERV_ABI_VERSION: u32 = 0;
 
-/// The version of the library that is loaded, for example "0.1.0". A static string.
+/// Returns the version of the library that is loaded, for example "0.1.0", as a static string.
 #[no_mangle]
 pub extern "C" fn xserv_version() -> *const c_char {
     concat!(env!("CARGO_PKG_VERSION"), "\0").as_ptr() as *const c_char
 }
 
-/// The ABI version of the library that is loaded; equal to XSERV_ABI_VERSION of the header that the
-/// program was built with, or the two do not fit.
+/// Returns the ABI version of the library that is loaded. If it differs from XSERV_ABI_VERSION of
+/// the header that the program was built with, the two do not fit.
 #[no_mangle]
 pub extern "C" fn xserv_abi_version() -> u32 {
     XSERV_ABI_VERSION

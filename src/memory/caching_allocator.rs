@@ -1,49 +1,51 @@
 //! A caching allocator: memory that is given back is kept and given out again, so that a loop of
 //! same-shaped work asks the system or the driver for nothing after its first round.
 //!
-//! Sizes are rounded up to classes, eight to a doubling, so that at most an eighth is lost and blocks of
-//! nearly the same size serve each other. One allocator belongs to one stream of work: a block that was
-//! given back may still be in use by work queued before, and whoever gets it next queues behind that.
+//! Sizes are rounded up to classes, eight to a doubling, so that at most an eighth is lost and
+//! requests of nearly the same size reuse each other's blocks. One allocator belongs to one stream
+//! of work: a block that was given back may still be in use by work queued before, and its next
+//! owner queues its own work after that.
 //!
-//! Whoever knows how much its work takes at a time can have that set apart ([`CachingAllocator::set_apart`]): blocks that
-//! fit there are cut from it and take nothing more. Not even work that is recorded and runs later has to keep them: the
-//! stream comes to it when nothing else is using them.
+//! A user that knows how much its work takes at a time can set that apart
+//! ([`CachingAllocator::set_apart`]): blocks that fit there are cut from it and take nothing more.
+//! Even work that is recorded and runs later need not keep them: the stream reaches it when nothing
+//! else is using them.
 
 use crate::error::{Error, ErrorKind, Result};
 use std::collections::BTreeMap;
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// The least that is asked for; every address is a multiple of at least 64.
+/// The smallest size class; every address is a multiple of at least 64.
 const SMALLEST_CLASS: usize = 512;
 
-/// Where an allocator gets memory from.
+/// The source of an allocator's memory.
 pub trait MemorySource: Send + Sync {
-    /// New memory of exactly `bytes`, aligned to at least 64.
+    /// Allocates exactly `bytes`, aligned to at least 64.
     fn allocate(&self, bytes: usize) -> Result<NonNull<u8>>;
 
-    /// Gives memory back for good. Waits for work that uses it.
+    /// Releases memory for good, after waiting for work that uses it.
     ///
     /// # Safety
     /// `start` and `bytes` are those of one [`MemorySource::allocate`], released once.
     unsafe fn release(&self, start: NonNull<u8>, bytes: usize);
 
-    /// What kind of memory it is, for messages: "device memory".
+    /// Returns the kind of memory for messages, such as "device memory".
     fn name(&self) -> &'static str;
 }
 
-/// What an allocator has done.
+/// The statistics of an allocator.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct MemoryStats {
     /// Bytes in use, rounded up to classes.
     pub allocated: usize,
-    /// Bytes taken from the source: in use or kept for the next.
+    /// Bytes taken from the source: in use or kept for later allocations.
     pub reserved: usize,
-    /// The most that `allocated` has been.
+    /// The largest value that `allocated` has had.
     pub peak: usize,
-    /// How often the source was asked for memory or given some back.
+    /// The number of calls that took memory from the source or gave it back.
     pub num_driver_calls: u64,
-    /// How often memory was asked of the allocator.
+    /// The number of allocations asked of the allocator.
     pub num_allocations: u64,
     /// The most that `reserved` may become.
     pub budget: usize,
@@ -56,25 +58,25 @@ struct State {
     stats: MemoryStats,
     /// Blocks given out since [`CachingAllocator::begin_holding`], with their classes.
     given_out: Option<Vec<(NonNull<u8>, usize)>>,
-    /// What was set apart.
+    /// The memory that was set apart.
     apart: Vec<Apart>,
 }
 
-/// Memory from which blocks are cut.
+/// Memory set apart, from which blocks are cut.
 struct Apart {
     start: NonNull<u8>,
     len: usize,
-    /// Offsets and lengths of what is given out, in the order of their places.
+    /// Offsets and lengths of the blocks given out, in ascending order.
     used: Vec<(usize, usize)>,
 }
 
-/// More blocks than this are not cut from memory at a time.
-const MOST_CUTS: usize = 16;
+/// The most blocks that are cut from one piece of memory at a time.
+const MAX_CUTS: usize = 16;
 
 impl Apart {
-    /// The first gap of `len` bytes.
+    /// Cuts a block from the first gap of `len` bytes, if there is one.
     fn cut(&mut self, len: usize) -> Option<NonNull<u8>> {
-        if self.used.len() >= MOST_CUTS {
+        if self.used.len() >= MAX_CUTS {
             return None;
         }
         let (mut begin, mut index) = (0, 0);
@@ -92,7 +94,7 @@ impl Apart {
         NonNull::new(self.start.as_ptr().wrapping_add(begin))
     }
 
-    /// Takes a block back; false if it is not from here.
+    /// Takes a block back; returns false if it was not cut from this memory.
     fn put_back(&mut self, start: NonNull<u8>) -> bool {
         let offset = (start.as_ptr() as usize).wrapping_sub(self.start.as_ptr() as usize);
         let index = self.used.iter().position(|&(used, _)| used == offset);
@@ -104,7 +106,8 @@ impl Apart {
     }
 }
 
-/// Keeps memory set apart while it lives. What was cut from it must have been given back before.
+/// Keeps memory set apart while it lives. Blocks cut from it must have been given back before it is
+/// dropped.
 pub struct SetApart {
     block: Block,
 }
@@ -119,16 +122,16 @@ impl Drop for SetApart {
 // SAFETY: the addresses are numbers here; the allocator owns the memory.
 unsafe impl Send for State {}
 
-/// See the head of the file.
+/// The allocator that the head of this file describes.
 pub struct CachingAllocator {
     source: Box<dyn MemorySource>,
     state: Mutex<State>,
 }
 
-/// Memory of an allocator, to which it returns when dropped.
+/// A block of memory, which returns to its allocator when dropped.
 pub struct Block {
     start: NonNull<u8>,
-    /// As asked for.
+    /// The length that was asked for.
     len_bytes: usize,
     class: usize,
     allocator: Arc<CachingAllocator>,
@@ -140,12 +143,12 @@ unsafe impl Send for Block {}
 unsafe impl Sync for Block {}
 
 impl Block {
-    /// The address of the first byte: a number for device memory.
+    /// Returns the address of the first byte: a mere number for device memory.
     pub fn start(&self) -> *mut u8 {
         self.start.as_ptr()
     }
 
-    /// The length that was asked for.
+    /// Returns the length that was asked for.
     pub fn len_bytes(&self) -> usize {
         self.len_bytes
     }
@@ -158,15 +161,15 @@ impl Drop for Block {
 }
 
 impl CachingAllocator {
-    /// An allocator that takes at most `budget` bytes from `source`.
+    /// Makes an allocator that takes at most `budget` bytes from `source`.
     pub fn new(source: Box<dyn MemorySource>, budget: usize) -> Arc<Self> {
         let state =
             State { stats: MemoryStats { budget, ..MemoryStats::default() }, ..State::default() };
         Arc::new(CachingAllocator { source, state: Mutex::new(state) })
     }
 
-    /// `len_bytes` of memory for `what`, or [`ErrorKind::OutOfMemory`] with the sizes, after everything
-    /// kept has been given back to the source.
+    /// Allocates `len_bytes` for `what`. Fails with [`ErrorKind::OutOfMemory`] and the sizes only
+    /// after everything kept has been given back to the source.
     pub fn allocate(self: &Arc<Self>, len_bytes: usize, what: &str) -> Result<Block> {
         let class = size_class(len_bytes).ok_or_else(|| Error::out_of_memory(what, len_bytes))?;
         let cut = || {
@@ -182,12 +185,13 @@ impl CachingAllocator {
         self.allocate_class(class, len_bytes, what)
     }
 
-    /// Sets `len_bytes` apart, from which [`CachingAllocator::allocate`] gives first as long as the result lives: for
-    /// memory that is needed from time to time, and given back before more work is queued.
+    /// Sets `len_bytes` apart, which [`CachingAllocator::allocate`] uses first as long as the
+    /// result lives: for memory that is needed temporarily, and given back before more work is
+    /// queued.
     pub fn set_apart(self: &Arc<Self>, len_bytes: usize, what: &str) -> Result<SetApart> {
         let block = self.allocate_exact(len_bytes, what)?;
         let mut used = Vec::new();
-        used.try_reserve_exact(MOST_CUTS).map_err(|_| Error::out_of_memory(what, len_bytes))?;
+        used.try_reserve_exact(MAX_CUTS).map_err(|_| Error::out_of_memory(what, len_bytes))?;
         let mut state = self.lock();
         state.apart.try_reserve(1).map_err(|_| Error::out_of_memory(what, len_bytes))?;
         state.apart.push(Apart { start: block.start, len: block.class, used });
@@ -195,7 +199,8 @@ impl CachingAllocator {
         Ok(SetApart { block })
     }
 
-    /// The same without rounding up to a class, for memory that is kept for long: weights, a KV cache.
+    /// As [`CachingAllocator::allocate`] without rounding up to a class, for memory that is kept
+    /// for long: weights, a KV cache.
     pub fn allocate_exact(self: &Arc<Self>, len_bytes: usize, what: &str) -> Result<Block> {
         let class = len_bytes.max(1).checked_next_multiple_of(SMALLEST_CLASS);
         let class = class.filter(|&class| class <= isize::MAX as usize);
@@ -237,7 +242,7 @@ impl CachingAllocator {
     ) -> Result<NonNull<u8>> {
         let budget = state.stats.budget;
         if state.given_out.is_some() {
-            // The driver must not be asked while work is recorded; nobody sees this message.
+            // The driver must not be asked while work is recorded. Nobody sees this message.
             return Err(Error::out_of_memory(what, len_bytes));
         }
         if state.stats.reserved.saturating_add(class) > budget {
@@ -257,7 +262,7 @@ impl CachingAllocator {
         if state.stats.reserved.saturating_add(class) > budget {
             return Err(refused(state, "the budget is exhausted"));
         }
-        // Room for its return: giving back must not fail.
+        // Reserves room for the block's return: giving back must not fail.
         let list = state.free.entry(class).or_default();
         list.try_reserve(1).map_err(|_| Error::out_of_memory(what, len_bytes))?;
         state.stats.num_driver_calls += 1;
@@ -276,13 +281,15 @@ impl CachingAllocator {
         Ok(start)
     }
 
-    /// From now on remembers which blocks are given out, and gives out only those that it has.
+    /// Starts to record which blocks are given out, and from now on gives out only blocks that it
+    /// has.
     pub fn begin_holding(&self) {
         self.lock().given_out = Some(Vec::new());
     }
 
-    /// The blocks that were given out since [`CachingAllocator::begin_holding`] and have come back: taken out
-    /// of circulation until they are dropped. For work that is recorded now and runs later.
+    /// Returns the blocks that were given out since [`CachingAllocator::begin_holding`] and have
+    /// come back, and takes them out of circulation until they are dropped. Used for work that is
+    /// recorded now and runs later.
     pub fn end_holding(self: &Arc<Self>) -> Result<Vec<Block>> {
         let mut state = self.lock();
         let mut given_out = state.given_out.take().unwrap_or_default();
@@ -303,7 +310,7 @@ impl CachingAllocator {
         Ok(held)
     }
 
-    /// Gives everything that is not in use back to the source.
+    /// Returns everything that is not in use to the source.
     pub fn trim(&self) {
         self.give_back(&mut self.lock());
     }
@@ -313,7 +320,8 @@ impl CachingAllocator {
             for start in list {
                 state.stats.num_driver_calls += 1;
                 state.stats.reserved = state.stats.reserved.saturating_sub(class);
-                // SAFETY: a block in a free list came from the source with this class and is used by nobody.
+                // SAFETY: a block in a free list came from the source with this class and is used
+                // by nobody.
                 unsafe { self.source.release(start, class) };
             }
         }
@@ -322,7 +330,7 @@ impl CachingAllocator {
     fn put_back(&self, start: NonNull<u8>, class: usize) {
         let mut state = self.lock();
         if class == 0 {
-            // Cut from what was set apart.
+            // The block was cut from memory set apart.
             state.apart.iter_mut().any(|apart| apart.put_back(start));
             return;
         }
@@ -333,12 +341,13 @@ impl CachingAllocator {
         } else {
             state.stats.num_driver_calls += 1;
             state.stats.reserved = state.stats.reserved.saturating_sub(class);
-            // SAFETY: the block came from the source with this class; its owner has just let go of it.
+            // SAFETY: the block came from the source with this class; its owner has just let go of
+            // it.
             unsafe { self.source.release(start, class) };
         }
     }
 
-    /// What was done so far.
+    /// Returns the statistics so far.
     pub fn stats(&self) -> MemoryStats {
         self.lock().stats
     }
@@ -350,12 +359,12 @@ impl CachingAllocator {
 
 impl Drop for CachingAllocator {
     fn drop(&mut self) {
-        // Every block holds the allocator, so that none is in use now.
+        // Every block holds the allocator, so none is in use now.
         self.trim();
     }
 }
 
-/// The smallest class of at least `len_bytes`: 8, 9, ... 15 times a power of two.
+/// Returns the smallest class of at least `len_bytes`: 8, 9, ... 15 times a power of two.
 fn size_class(len_bytes: usize) -> Option<usize> {
     if len_bytes <= SMALLEST_CLASS {
         return Some(SMALLEST_CLASS);
@@ -369,7 +378,7 @@ mod tests {
     use super::*;
     use std::sync::atomic::{AtomicUsize, Ordering};
 
-    /// Addresses without memory behind them.
+    /// A source of addresses without memory.
     struct Numbers {
         next: AtomicUsize,
         limit: usize,
@@ -458,7 +467,7 @@ mod tests {
         let c = allocator.allocate(2049, "c").unwrap();
         let at = |block: &Block| block.start() as usize - a.start() as usize;
         assert_eq!((at(&b), at(&c)), (1024, 1536));
-        // Gaps are filled, from the front; what does not fit is taken elsewhere.
+        // Gaps are filled from the front; a block that does not fit is taken elsewhere.
         drop(b);
         let d = allocator.allocate(513, "d").unwrap();
         assert_eq!(out.load(Ordering::Relaxed), 4096 + 576);

@@ -1,8 +1,8 @@
-//! Where memory lies.
+//! The devices that memory is on.
 
 use std::fmt;
 
-/// A place with memory of its own.
+/// A device with memory of its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Device {
     /// The host.

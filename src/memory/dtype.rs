@@ -14,7 +14,7 @@ pub enum DType {
 }
 
 impl DType {
-    /// Bytes of one element.
+    /// Returns the bytes of one element.
     pub const fn size_bytes(self) -> usize {
         match self {
             DType::F32 => 4,
@@ -22,7 +22,7 @@ impl DType {
         }
     }
 
-    /// The short name that the field uses: `f32`, `f16`, `bf16`.
+    /// Returns the usual short name: `f32`, `f16`, `bf16`.
     pub const fn name(self) -> &'static str {
         match self {
             DType::F32 => "f32",

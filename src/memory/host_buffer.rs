@@ -3,13 +3,13 @@
 use crate::error::{Error, Result};
 use std::ptr::NonNull;
 
-/// What pages a [`HostBuffer`] asks the system for.
+/// The pages that a [`HostBuffer`] asks the system for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pages {
-    /// Whatever the system gives by default.
+    /// The system's default.
     Default,
     /// Huge pages where the system has them: one thread reads weights a third faster from 2 MiB
-    /// pages than from 4 KiB pages. A wish, not a demand.
+    /// pages than from 4 KiB pages. The system may refuse them.
     Huge,
 }
 
@@ -30,7 +30,8 @@ impl Plain for f32 {}
 
 const HUGE_PAGE_BYTES: usize = 2 << 20;
 
-/// Zeroed bytes at an address that is a multiple of 64 (of 2 MiB for large [`Pages::Huge`] ones).
+/// Zeroed bytes at an address that is a multiple of 64 (of 2 MiB for large [`Pages::Huge`]
+/// buffers).
 ///
 /// Memory is reserved at once and committed by the system when it is first touched.
 #[derive(Debug)]
@@ -45,7 +46,7 @@ unsafe impl Send for HostBuffer {}
 unsafe impl Sync for HostBuffer {}
 
 impl HostBuffer {
-    /// `len_bytes` zero bytes, or [`crate::error::ErrorKind::OutOfMemory`].
+    /// Allocates `len_bytes` zero bytes, or fails with [`crate::error::ErrorKind::OutOfMemory`].
     pub fn zeroed(len_bytes: usize, pages: Pages) -> Result<Self> {
         if len_bytes == 0 {
             return Ok(Self::empty());
@@ -58,51 +59,53 @@ impl HostBuffer {
         Ok(HostBuffer { start, len_bytes })
     }
 
-    /// A buffer of no bytes, without asking the system for anything.
+    /// Makes a buffer of no bytes, without asking the system for anything.
     pub const fn empty() -> Self {
         HostBuffer { start: DANGLING, len_bytes: 0 }
     }
 
-    /// The buffer with this address and length, taken apart before.
+    /// Restores a buffer from its address and length.
     ///
     /// # Safety
-    /// Both are those of one [`HostBuffer::zeroed`] that was forgotten, and that nobody else takes up.
+    /// Both are those of one [`HostBuffer::zeroed`] that was forgotten, and that nobody else
+    /// restores.
     pub unsafe fn from_raw_parts(start: NonNull<u8>, len_bytes: usize) -> Self {
         HostBuffer { start, len_bytes }
     }
 
-    /// The length in bytes.
+    /// Returns the length in bytes.
     pub fn len_bytes(&self) -> usize {
         self.len_bytes
     }
 
-    /// From now on a process that is forked does not get this memory: there it is not mapped.
+    /// Keeps this memory from processes that are forked later: there it is not mapped.
     pub fn keep_from_children(&self) {
         if self.len_bytes > 0 {
             os::keep_from_children(self.start, self.len_bytes);
         }
     }
 
-    /// All bytes.
+    /// Returns all bytes.
     pub fn as_bytes(&self) -> &[u8] {
         self.as_slice()
     }
 
-    /// All bytes, for writing.
+    /// Returns all bytes, for writing.
     pub fn as_bytes_mut(&mut self) -> &mut [u8] {
         self.as_mut_slice()
     }
 
-    /// The whole buffer as elements of `T`; a rest smaller than an element is left out.
+    /// Returns the whole buffer as elements of `T`; a rest smaller than an element is left out.
     pub fn as_slice<T: Plain>(&self) -> &[T] {
-        // SAFETY: `start` is valid for `len_bytes` initialised (zeroed) bytes for the life of self
-        // and aligned to 64 >= align_of::<T>(); every bit pattern is a `T`; `&self` forbids writes.
+        // SAFETY: `start` is valid for `len_bytes` initialised (zeroed) bytes for the lifetime of
+        // self and aligned to 64 >= align_of::<T>(); every bit pattern is a `T`; `&self` forbids
+        // writes.
         unsafe {
             std::slice::from_raw_parts(self.start.as_ptr().cast(), self.len_bytes / size_of::<T>())
         }
     }
 
-    /// The whole buffer as elements of `T`, for writing.
+    /// Returns the whole buffer as elements of `T`, for writing.
     pub fn as_mut_slice<T: Plain>(&mut self) -> &mut [T] {
         // SAFETY: as in `as_slice`; `&mut self` makes the view unique.
         unsafe {
@@ -140,11 +143,11 @@ mod os {
         len.div_ceil(GRANULE) * GRANULE
     }
 
-    /// Zeroed memory of at least `len` bytes, page-aligned.
+    /// Reserves at least `len` bytes of zeroed memory, page-aligned.
     pub fn reserve(len: usize, pages: Pages) -> Option<NonNull<u8>> {
         let len = round_up_to_page(len);
         let huge = pages == Pages::Huge && len >= HUGE_PAGE_BYTES;
-        // Over-allocate and trim: mmap itself promises no more than page alignment.
+        // Over-allocates and trims: mmap itself promises no more than page alignment.
         let reserved = if huge { len + HUGE_PAGE_BYTES } else { len };
         // SAFETY: a fresh private anonymous mapping at an address of the system's choice touches
         // no existing memory.
@@ -177,17 +180,18 @@ mod os {
             if tail > 0 {
                 libc::munmap(start.add(len).cast(), tail);
             }
-            // Advice only: where huge pages are off the buffer works all the same.
+            // This is only advice: where huge pages are off the buffer works all the same.
             #[cfg(target_os = "linux")]
             libc::madvise(start.cast(), len, libc::MADV_HUGEPAGE);
             NonNull::new(start)
         }
     }
 
-    /// Advice only: without it a child shares the pages.
+    /// Keeps the memory from forked children. Only advice: without it a child shares the pages.
     pub fn keep_from_children(start: NonNull<u8>, len: usize) {
         #[cfg(target_os = "linux")]
-        // SAFETY: a mapping of `reserve`, which spans `len` rounded up; nothing changes in this process.
+        // SAFETY: a mapping of `reserve`, which spans `len` rounded up; nothing changes in this
+        // process.
         unsafe {
             libc::madvise(start.as_ptr().cast(), round_up_to_page(len), libc::MADV_DONTFORK);
         }

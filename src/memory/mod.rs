@@ -1,4 +1,4 @@
-//! Bytes, shapes and element types. Touches nothing above; used by everything.
+//! Bytes, shapes and element types. Uses nothing above; used by everything.
 
 mod caching_allocator;
 mod device;

@@ -1,5 +1,5 @@
-//! Descriptors of tensors: where the elements lie, their type and their layout. Not the owner of
-//! anything; [`super::Block`] is.
+//! Descriptors of tensors: the address, type and layout of the elements. They own nothing;
+//! [`super::Block`] owns memory.
 
 use super::{DType, Device};
 use crate::error::{Error, Result};
@@ -9,19 +9,19 @@ use std::ops::Deref;
 /// The most dimensions that a tensor may have.
 pub const MAX_RANK: usize = 8;
 
-/// What the elements of a tensor are.
+/// The type of a tensor's elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ElementType {
-    /// Floating point: what operators compute with.
+    /// Floating-point numbers, with which operators compute.
     Float(DType),
     /// 32-bit signed integers: token ids, positions, indices.
     I32,
-    /// 64-bit signed integers: the same.
+    /// 64-bit signed integers: token ids, positions, indices.
     I64,
 }
 
 impl ElementType {
-    /// Bytes of one element.
+    /// Returns the bytes of one element.
     pub const fn size_bytes(self) -> usize {
         match self {
             ElementType::Float(dtype) => dtype.size_bytes(),
@@ -30,7 +30,7 @@ impl ElementType {
         }
     }
 
-    /// The short name that the field uses.
+    /// Returns the usual short name.
     pub const fn name(self) -> &'static str {
         match self {
             ElementType::Float(dtype) => dtype.name(),
@@ -54,15 +54,15 @@ pub struct Dims {
 }
 
 impl Dims {
-    /// The given values; `None` if there are too many.
+    /// Stores the given values; `None` if there are too many.
     pub fn new(values: &[i64]) -> Option<Self> {
         let mut dims = Dims { len: values.len(), ..Dims::default() };
         dims.values.get_mut(..values.len())?.copy_from_slice(values);
         Some(dims)
     }
 
-    /// The strides of a contiguous row-major tensor of this shape, in elements. Wraps around for shapes
-    /// whose size overflows, which [`Tensor::from_raw`] refuses.
+    /// Returns the strides of a contiguous row-major tensor of this shape, in elements. Wraps
+    /// around for shapes whose size overflows, which [`Tensor::from_raw`] refuses.
     pub fn row_major_strides(&self) -> Dims {
         let mut strides = *self;
         let mut step = 1i64;
@@ -104,16 +104,16 @@ pub struct Tensor {
     strides: Dims,
 }
 
-// SAFETY: a descriptor is numbers; who reads or writes through it says why that is sound.
+// SAFETY: a descriptor is numbers; code that reads or writes through it says why that is sound.
 unsafe impl Send for Tensor {}
 // SAFETY: as above.
 unsafe impl Sync for Tensor {}
 
-/// Rows of contiguous elements at two levels: row r begins `(r / inner) * outer_stride + (r % inner) *
-/// inner_stride` elements after the first. What most kernels take.
+/// Rows of contiguous elements at two levels: row r begins `(r / inner) * outer_stride + (r %
+/// inner) * inner_stride` elements after the first. Most kernels take this layout.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RowLayout {
-    /// How many rows.
+    /// The number of rows.
     pub num_rows: i64,
     /// Elements of a row.
     pub width: i64,
@@ -126,9 +126,9 @@ pub struct RowLayout {
 }
 
 impl Tensor {
-    /// A view of memory that begins at `data`; `strides` in elements, row-major contiguous if `None`.
-    /// Refuses what no memory can be: negative sizes or strides, sizes that overflow, a NULL or
-    /// misaligned address. `name` is for the messages.
+    /// Makes a view of memory that begins at `data`; `strides` in elements, row-major contiguous if
+    /// `None`. Refuses layouts that no memory can have: negative sizes or strides, sizes that
+    /// overflow, a NULL or misaligned address. `name` is for the messages.
     ///
     /// # Safety
     /// The elements that shape and strides span are memory of `device`, valid for as long as the
@@ -189,52 +189,52 @@ impl Tensor {
         Ok(tensor)
     }
 
-    /// The address of the first element.
+    /// Returns the address of the first element.
     pub fn data(&self) -> *mut u8 {
         self.data
     }
 
-    /// What the elements are.
+    /// Returns the type of the elements.
     pub fn element(&self) -> ElementType {
         self.element
     }
 
-    /// Where they lie.
+    /// Returns the device that the elements are on.
     pub fn device(&self) -> Device {
         self.device
     }
 
-    /// The sizes, outermost first.
+    /// Returns the sizes, outermost first.
     pub fn shape(&self) -> &Dims {
         &self.shape
     }
 
-    /// The distances in elements, one for each size.
+    /// Returns the strides in elements, one for each size.
     pub fn strides(&self) -> &Dims {
         &self.strides
     }
 
-    /// The size of the last dimension; 1 for a scalar.
+    /// Returns the size of the last dimension; 1 for a scalar.
     pub fn width(&self) -> i64 {
         self.shape.last().copied().unwrap_or(1)
     }
 
-    /// The product of the sizes.
+    /// Returns the product of the sizes.
     pub fn num_elements(&self) -> i64 {
         self.shape.iter().product()
     }
 
-    /// True if there is nothing in it.
+    /// Whether the tensor has no elements.
     pub fn is_empty(&self) -> bool {
         self.num_elements() == 0
     }
 
-    /// Bytes of its elements, without gaps.
+    /// Returns the bytes of the elements, without gaps.
     pub fn size_bytes(&self) -> usize {
         self.num_elements() as usize * self.element.size_bytes()
     }
 
-    /// Bytes from the first to the last element, gaps included.
+    /// Returns the bytes from the first to the last element, gaps included.
     pub fn span_bytes(&self) -> usize {
         if self.is_empty() {
             return 0;
@@ -243,7 +243,7 @@ impl Tensor {
         (last as usize + 1) * self.element.size_bytes()
     }
 
-    /// True if the elements lie one after the other in row-major order.
+    /// Whether the elements are adjacent in row-major order.
     pub fn is_contiguous(&self) -> bool {
         let mut expected = 1i64;
         for (&size, &stride) in self.shape.iter().zip(self.strides.iter()).rev() {
@@ -255,19 +255,21 @@ impl Tensor {
         true
     }
 
-    /// True if two different indices lead to the same element, as in a broadcast view: no place to write.
+    /// Whether two different indices lead to the same element, as in a broadcast view, which must
+    /// not be written to.
     pub fn overlaps_itself(&self) -> bool {
         if self.is_empty() {
             return false;
         }
-        // Without a list that would be allocated: operators ask for each call.
+        // Uses an array instead of an allocated list, because operators ask in every call.
         let mut dims = [(0, 1); MAX_RANK];
         let all = self.strides.iter().copied().zip(self.shape.iter().copied());
         for (slot, dim) in dims.iter_mut().zip(all.filter(|&(_, size)| size > 1)) {
             *slot = dim;
         }
         dims.sort_unstable();
-        // Sufficient and, but for exotic interleavings, necessary: each stride steps over all below it.
+        // The condition is sufficient and, except for exotic interleavings, necessary: each stride
+        // steps over all below it.
         let mut covered = 0i64;
         for (stride, size) in dims.into_iter().filter(|&(_, size)| size > 1) {
             if stride <= covered {
@@ -278,43 +280,45 @@ impl Tensor {
         false
     }
 
-    /// True if both span some of the same bytes of the same device, gaps between elements included.
+    /// Whether both span some of the same bytes of the same device, gaps between elements included.
     pub fn spans_meet(&self, other: &Tensor) -> bool {
         let range = |t: &Tensor| (t.data as usize, t.data as usize + t.span_bytes());
         let ((a, a_end), (b, b_end)) = (range(self), range(other));
-        // Nothing meets an empty range, not even one around it.
+        // Nothing meets an empty range, not even a range around it.
         self.device == other.device && a.max(b) < a_end.min(b_end)
     }
 
-    /// True if some element of one may share bytes with one of the other. Exact for views that do not
-    /// interleave and for slices of a common buffer with rows (the q and the k heads of a fused projection);
-    /// true for interleavings of other kinds.
+    /// Whether some element of one may share bytes with one of the other. Exact for views that do
+    /// not interleave and for slices of a common buffer with rows (the q and the k heads of a fused
+    /// projection); true for interleavings of other kinds.
     pub fn overlaps(&self, other: &Tensor) -> bool {
         self.spans_meet(other) && !self.takes_turns_with(other)
     }
 
-    /// True if, in units of some stride of the two, the elements of one always lie beside those of the other.
+    /// Whether, within every period of some stride of the two, the elements of one occupy other
+    /// bytes than those of the other.
     fn takes_turns_with(&self, other: &Tensor) -> bool {
         let periods = self.strides_in_bytes().chain(other.strides_in_bytes());
         periods.map(|(_, stride)| stride).filter(|&stride| stride > 0).any(|period| {
             let (Some(own), Some(others)) = (self.reach_in(period), other.reach_in(period)) else {
                 return false;
             };
-            // Where the other begins in the period in which this one begins; both may go on to its end.
+            // The offset at which the other begins in the period in which this one begins; both may
+            // extend to its end.
             let distance = (other.data as i64).wrapping_sub(self.data as i64).rem_euclid(period);
             own <= distance && others <= period - distance
         })
     }
 
-    /// Sizes above 1, and their strides in bytes.
+    /// Returns the sizes above 1, and their strides in bytes.
     fn strides_in_bytes(&self) -> impl Iterator<Item = (i64, i64)> + '_ {
         let bytes = self.element.size_bytes() as i64;
         let dims = self.shape.iter().copied().zip(self.strides.iter().map(move |s| s * bytes));
         dims.filter(|&(size, _)| size > 1)
     }
 
-    /// If all addresses are those of some first bytes of the tensor, plus multiples of `period`: how many
-    /// those first bytes are.
+    /// Returns the length of the stretch, from the first byte on, in which all bytes of the tensor
+    /// lie modulo `period`; `None` if there is no such stretch.
     fn reach_in(&self, period: i64) -> Option<i64> {
         let mut reach = self.element.size_bytes() as i64;
         for (size, stride) in self.strides_in_bytes() {
@@ -327,7 +331,7 @@ impl Tensor {
         Some(reach)
     }
 
-    /// True if both are the same view: then an operator may work in place.
+    /// Whether both are the same view, so that an operator may work in place.
     pub fn is_same_view(&self, other: &Tensor) -> bool {
         self.data == other.data
             && self.device == other.device
@@ -336,7 +340,7 @@ impl Tensor {
             && (self.strides == other.strides || (self.is_contiguous() && other.is_contiguous()))
     }
 
-    /// The view as rows along its last dimension, if it is of that form.
+    /// Returns the view as rows along its last dimension, if it has that form.
     pub fn rows(&self) -> Option<RowLayout> {
         let width = self.width();
         let num_rows = if width == 0 { 0 } else { self.num_elements() / width };
@@ -427,7 +431,7 @@ mod tests {
         };
         let i32s =
             |first, shape: &[i64], strides: &[i64]| slice(first, shape, strides, ElementType::I32);
-        // [tokens, 6 + 2 + 2 heads of 4], a token each 40.
+        // [tokens, 6 + 2 + 2 heads of 4], one token every 40 elements.
         let q = i32s(0, &[5, 6, 4], &[40, 4, 1]);
         let k = i32s(24, &[5, 2, 4], &[40, 4, 1]);
         let v = i32s(32, &[5, 8], &[40, 1]);
@@ -444,7 +448,7 @@ mod tests {
         assert!(!q.overlaps(&i32s(24, &[4, 16], &[40, 1])));
         assert!(q.overlaps(&i32s(24, &[4, 17], &[40, 1])));
         assert!(i32s(24, &[4, 17], &[40, 1]).overlaps(&q));
-        // Even and odd columns; the same columns; other periods are not looked into.
+        // Even and odd columns; the same columns; other periods are not examined.
         let even = i32s(0, &[3, 4], &[8, 2]);
         assert!(!even.overlaps(&i32s(1, &[3, 4], &[8, 2])));
         assert!(even.overlaps(&i32s(2, &[3, 3], &[8, 2])));

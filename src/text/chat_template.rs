@@ -1,9 +1,9 @@
-//! Conversations to text, by the template that comes with a model.
+//! Renders conversations to text with the template that comes with a model.
 //!
 //! Semantics are those of `apply_chat_template` in Transformers (utils/chat_template_utils.py):
 //! Jinja2 in an immutable sandbox with `trim_blocks`, `lstrip_blocks` and loop controls,
 //! `raise_exception`, `strftime_now`, a `tojson` that is `json.dumps`, and `{% generation %}`
-//! without effect. Templates come from strangers; `template/` holds what that takes.
+//! without effect. Templates come from strangers; `template/` has the precautions which that takes.
 
 use super::json_input::{check_messages, check_size, check_tools};
 use super::special_tokens::{parse_config, SpecialTokens};
@@ -14,39 +14,41 @@ use serde_json::{Map, Value};
 /// A compiled-and-checked chat template, or the pair of them that some models have.
 ///
 /// Calls take `&self`; several threads may render at the same time. Each rendering starts a thread
-/// of its own and compiles anew, which takes about a millisecond.
+/// of its own and compiles the template again, which takes about a millisecond.
 #[derive(Clone, Debug)]
 pub struct ChatTemplate {
     default: String,
-    /// Used in the place of `default` when tools are given.
+    /// The template used instead of `default` when tools are given.
     tool_use: Option<String>,
 }
 
-/// What a conversation is rendered from.
+/// The input from which a conversation is rendered.
 #[derive(Clone, Copy, Debug)]
 pub struct ChatInput<'a> {
     /// A JSON array of objects, each with a `role`; see [`super::parse_messages`].
     pub messages: &'a Value,
     /// A JSON array, or nothing. An empty array counts as no tools.
     pub tools: Option<&'a Value>,
-    /// Further variables, such as `enable_thinking`. They win over the others of their name.
+    /// Further variables, such as `enable_thinking`. They take precedence over the others of the
+    /// same name.
     pub variables: Option<&'a Map<String, Value>>,
-    /// True to end with what begins the model's answer.
+    /// Whether to end with the opening of the model's answer.
     pub add_generation_prompt: bool,
-    /// Seen as `bos_token`, `eos_token`, `pad_token` and `unk_token`, where set.
+    /// The special tokens, which templates see as `bos_token`, `eos_token`, `pad_token` and
+    /// `unk_token`, where set.
     pub special_tokens: &'a SpecialTokens,
 }
 
 impl ChatTemplate {
-    /// A template from its source: checked in size and syntax, not yet run.
+    /// Makes a template from its source, which is checked in size and syntax but not yet run.
     pub fn compile(source: &str) -> Result<Self> {
         template::check(source)?;
         Ok(ChatTemplate { default: source.to_owned(), tool_use: None })
     }
 
-    /// The template of a model folder, from the contents of `chat_template.jinja`, which wins, and
-    /// `tokenizer_config.json`, whose `chat_template` is a string or a list of named templates.
-    /// `None` if neither has one.
+    /// Makes the template of a model folder, from the contents of `chat_template.jinja`, which
+    /// takes precedence, and `tokenizer_config.json`, whose `chat_template` is a string or a list
+    /// of named templates. `None` if neither has one.
     pub fn from_files(
         tokenizer_config_json: Option<&[u8]>,
         chat_template_jinja: Option<&[u8]>,
@@ -92,10 +94,11 @@ impl ChatTemplate {
         Ok(Some(compiled))
     }
 
-    /// The text of a conversation. Errors are of kind [`Template`](crate::error::ErrorKind::Template) if they are the
-    /// template's (`raise_exception` included), of kind [`InvalidArgument`](crate::error::ErrorKind::InvalidArgument) if they are
-    /// the input's. Takes at most two seconds and 256 MiB beyond the input, whatever the template
-    /// does.
+    /// Returns the text of a conversation. Errors are of kind
+    /// [`Template`](crate::error::ErrorKind::Template) if they are the template's
+    /// (`raise_exception` included), of kind
+    /// [`InvalidArgument`](crate::error::ErrorKind::InvalidArgument) if they are the input's. Takes
+    /// at most two seconds and 256 MiB beyond the input, whatever the template does.
     pub fn render(&self, input: &ChatInput<'_>) -> Result<String> {
         let messages = input
             .messages
@@ -151,5 +154,5 @@ fn is_identifier(name: &str) -> bool {
         && characters.all(|c| c.is_ascii_alphanumeric() || c == '_')
 }
 
-/// For readers of a folder: how much of `chat_template.jinja` to read at most.
+/// The most bytes of `chat_template.jinja` that a reader of a folder should read.
 pub const MAX_TEMPLATE_BYTES: usize = MAX_SOURCE_BYTES;

@@ -1,9 +1,9 @@
-//! Where a long text may be cut before it is encoded.
+//! The places where a long text may be cut before it is encoded.
 //!
 //! The `tokenizers` crate takes 100 to 400 bytes of memory per byte of text while it works: ten
 //! megabytes of digits took 3.6 GB. So long texts are encoded in pieces, cut where the patterns of
-//! Qwen3 and GPT-2 begin a new word whatever is around: no match of theirs contains both sides,
-//! and none looks back.
+//! Qwen3 and GPT-2 begin a new word in any context: no match of theirs contains both sides, and
+//! none looks back.
 //!
 //! | before the cut | after the cut |
 //! | --- | --- |
@@ -11,33 +11,33 @@
 //! | an ASCII letter or digit, an ideograph, kana, a Hangul syllable | punctuation |
 //! | anything but white space | an ASCII digit, where each digit is a word (Qwen3) |
 //!
-//! A run without any such place (a megabyte of one letter) is cut after [`MAX_PIECE_BYTES`]
-//! anyway, and there alone the tokens can differ from those of the whole.
+//! A run without any such place (a megabyte of one letter) is cut after [`MAX_PIECE_BYTES`] anyway,
+//! and only there can the tokens differ from those of the whole text.
 
 use super::tokenizer_components::TRUSTED_PATTERNS;
 use super::tokenizer_file::TokenizerFile;
 use serde_json::Value;
 
-/// From here on a place to cut is looked for.
+/// The length of a piece from which on a place to cut is searched.
 const PIECE_BYTES: usize = 64 << 10;
-/// Here a piece ends at the latest.
+/// The largest length of a piece.
 const MAX_PIECE_BYTES: usize = 512 << 10;
 
-/// So many places that lie inside added tokens are passed over; a hostile file could make every place
-/// such a one, and looking costs time.
+/// The most places inside added tokens that are passed over; a hostile file could put every place
+/// inside one, and searching costs time.
 const MAX_REFUSED_PLACES: usize = 1000;
 
-/// How texts of one tokenizer may be cut.
+/// The rules by which texts of one tokenizer may be cut.
 pub(super) struct CutRules {
-    /// Each digit is a word of its own.
+    /// Whether each digit is a word of its own.
     single_digits: bool,
     /// The texts of the added tokens: none may be cut in two.
     added_tokens: Vec<String>,
 }
 
 impl CutRules {
-    /// `None` if the tokenizer is not known well enough: other patterns, a normalizer that looks
-    /// further than NFC does, added tokens that take white space with them.
+    /// Derives the rules of a tokenizer; `None` if it is not known well enough: other patterns, a
+    /// normalizer that looks further than NFC does, added tokens that take white space with them.
     pub fn of(file: &TokenizerFile) -> Option<Self> {
         let single_digits = match kind(&file.pre_tokenizer)? {
             "ByteLevel" if is_byte_level(&file.pre_tokenizer, true) => false,
@@ -53,7 +53,7 @@ impl CutRules {
         is_simple.then_some(CutRules { single_digits, added_tokens })
     }
 
-    /// Where the first piece of `text` ends.
+    /// Returns the end of the first piece of `text`.
     pub fn first_piece(&self, text: &str) -> usize {
         if text.len() <= PIECE_BYTES {
             return text.len();
@@ -75,7 +75,7 @@ impl CutRules {
                 }
                 num_refused += 1;
             }
-            // Not before what could combine with the character before it.
+            // No cut before a character that could combine with the one before it.
             let stands_alone = character.is_ascii() || is_cjk(character) || character > '\u{1f000}';
             if position >= MAX_PIECE_BYTES && (stands_alone || forced.is_some()) {
                 if num_refused > MAX_REFUSED_PLACES || !self.is_inside_token(text, position) {
@@ -104,7 +104,7 @@ impl CutRules {
         }
     }
 
-    /// True if an added token begins before `position` and ends after it.
+    /// Whether an added token begins before `position` and ends after it.
     fn is_inside_token(&self, text: &str, position: usize) -> bool {
         self.added_tokens.iter().any(|token| {
             let begin = position.saturating_sub(token.len().saturating_sub(1));
@@ -115,7 +115,8 @@ impl CutRules {
     }
 }
 
-/// Ideographs, kana and Hangul syllables: letters that nothing before them combines with.
+/// Whether this is an ideograph, kana or Hangul syllable: a letter that nothing before it combines
+/// with.
 fn is_cjk(character: char) -> bool {
     matches!(character,
         '\u{4e00}'..='\u{9fff}' | '\u{3041}'..='\u{3096}' | '\u{30a1}'..='\u{30fa}'

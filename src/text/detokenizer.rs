@@ -1,33 +1,33 @@
-//! Token ids to text, one by one, in whole characters.
+//! Turns token ids into text, one by one, in whole characters.
 
 use super::tokenizer::Tokenizer;
 use crate::error::Result;
 use std::sync::Arc;
 
-/// After this many tokens without a whole character, a decoder that is not of the byte level is
-/// taken at its word that the bytes are invalid. A character has at most four.
+/// After this many tokens without a whole character, the bytes that a decoder not of the byte level
+/// calls invalid are accepted as invalid. A character has at most four.
 const MAX_PENDING_TOKENS: usize = 16;
 
 /// Turns the tokens of one generation into pieces of text.
 ///
 /// Each piece is valid UTF-8: a character whose bytes are spread over several tokens appears with
-/// the last of them. Bytes that cannot become a character any more appear as U+FFFD, one for each
-/// maximal ill-formed part, at once. All pieces together are what [`Tokenizer::decode`] gives for
-/// all tokens together.
+/// the last of them. Bytes that can no longer become a character appear at once as U+FFFD, one for
+/// each maximal ill-formed part. All pieces together are the text that [`Tokenizer::decode`] gives
+/// for all tokens together.
 pub struct Detokenizer {
     tokenizer: Arc<Tokenizer>,
     skip_special_tokens: bool,
-    /// Byte level: the bytes of an unfinished character, at most three.
+    /// For byte-level vocabularies: the bytes of an unfinished character, at most three.
     pending: Vec<u8>,
-    /// Other vocabularies: the tokens whose text is still needed to know that of the next one.
-    /// Their decoders look at neighbours (a space is kept or not by what is before).
+    /// For other vocabularies: the tokens whose text is still needed to decode the next one. Their
+    /// decoders look at neighbours (whether a space is kept depends on what precedes it).
     window: Vec<u32>,
-    /// How many of `window` have been shown.
+    /// The number of tokens of `window` that have been shown.
     num_shown: usize,
 }
 
 impl Detokenizer {
-    /// A detokenizer at the beginning of a text.
+    /// Makes a detokenizer at the beginning of a text.
     pub fn new(tokenizer: Arc<Tokenizer>, skip_special_tokens: bool) -> Self {
         Detokenizer {
             tokenizer,
@@ -38,8 +38,8 @@ impl Detokenizer {
         }
     }
 
-    /// Takes the next token and returns the text that is complete with it, often empty. An id
-    /// without a token has no text.
+    /// Takes the next token and returns the text that it completes, often empty. An id without a
+    /// token has no text.
     pub fn push(&mut self, id: u32) -> Result<String> {
         if self.skip_special_tokens && self.tokenizer.is_special(id) {
             return Ok(String::new());
@@ -61,10 +61,10 @@ impl Detokenizer {
                     let (valid, after) = rest.split_at(error.valid_up_to());
                     text.push_str(std::str::from_utf8(valid).unwrap_or_default());
                     rest = after;
-                    // None: the end of the input cut a character in two.
+                    // None means that the end of the input cuts a character in two.
                     let Some(bad) = error.error_len() else { break };
-                    // Half a surrogate cannot become a character, but is held back all the same:
-                    // so do Python's incremental decoder and the streams that are made with it.
+                    // Half a surrogate cannot become a character, but is held back all the same, as
+                    // by Python's incremental decoder and the streams made with it.
                     if matches!(rest, [0xed, 0xa0..=0xbf]) {
                         break;
                     }
@@ -78,8 +78,8 @@ impl Detokenizer {
         Ok(text)
     }
 
-    /// What is left when no token follows: an unfinished character becomes U+FFFD. The detokenizer
-    /// is then at the beginning of a text again.
+    /// Returns the rest of the text when no token follows: an unfinished character becomes U+FFFD.
+    /// The detokenizer is then at the beginning of a text again.
     pub fn finish(&mut self) -> Result<String> {
         if !self.tokenizer.is_byte_level() {
             let text = self.unshown()?;
@@ -92,12 +92,12 @@ impl Detokenizer {
         Ok(text)
     }
 
-    /// The text of the window without that of its shown tokens.
+    /// Returns the text of the window without that of its shown tokens.
     fn unshown(&self) -> Result<String> {
         let shown = self.window.get(..self.num_shown).unwrap_or_default();
         let before = self.tokenizer.decode(shown, self.skip_special_tokens)?;
         let mut all = self.tokenizer.decode(&self.window, self.skip_special_tokens)?;
-        // If the decoder changed its mind about what was shown, nothing can be taken back.
+        // If the decoder now gives other text for the shown tokens, nothing can be taken back.
         let common = all.bytes().zip(before.bytes()).take_while(|(a, b)| a == b).count();
         let mut cut = common.min(before.len());
         while !all.is_char_boundary(cut) {
@@ -113,7 +113,7 @@ impl Detokenizer {
         if text.ends_with(char::REPLACEMENT_CHARACTER) && waiting < MAX_PENDING_TOKENS {
             return Ok(String::new());
         }
-        // The tokens just shown are the neighbours of the next one; those before are not needed.
+        // The tokens just shown are the neighbours of the next one; earlier ones are not needed.
         self.window.drain(..self.num_shown);
         self.num_shown = self.window.len();
         Ok(text)

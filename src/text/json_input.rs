@@ -1,7 +1,7 @@
 //! The JSON that a caller passes to a chat template: messages, tools, variables.
 //!
-//! Counted before it is built: `[[],[],...]` takes three bytes of text and about a hundred of
-//! memory per element.
+//! Its values are counted before it is built: `[[],[],...]` takes three bytes of text and about a
+//! hundred of memory per element.
 
 use crate::error::{Error, Result};
 use serde::de::{Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
@@ -9,14 +9,14 @@ use serde_json::{Map, Value};
 use std::cell::Cell;
 use std::fmt;
 
-/// The largest JSON argument.
+/// The largest JSON argument, in bytes.
 pub(super) const MAX_JSON_BYTES: usize = 16 << 20;
 
 /// The most values (strings, numbers, lists, ...) in a JSON argument: with about 150 bytes for
 /// each, serde_json's tree and the template's own stay well under 100 MiB.
 pub(super) const MAX_JSON_VALUES: usize = 250_000;
 
-/// The conversation: a JSON array of objects. Errors name the index of the bad message.
+/// Parses the conversation, a JSON array of objects. Errors name the index of the bad message.
 pub fn parse_messages(json: &[u8]) -> Result<Value> {
     let value = parse("messages", json)?;
     let Value::Array(messages) = &value else {
@@ -29,14 +29,14 @@ pub fn parse_messages(json: &[u8]) -> Result<Value> {
     Ok(value)
 }
 
-/// The tools: a JSON array, as `tools` in the chat completion format of hosted services.
+/// Parses the tools, a JSON array as `tools` in the chat completion format of hosted services.
 pub fn parse_tools(json: &[u8]) -> Result<Value> {
     let value = parse("tools", json)?;
     check_tools(&value)?;
     Ok(value)
 }
 
-/// Further template variables, such as `enable_thinking`: a JSON object.
+/// Parses further template variables, such as `enable_thinking`: a JSON object.
 pub fn parse_variables(json: &[u8]) -> Result<Map<String, Value>> {
     match parse("template variables", json)? {
         Value::Object(map) => Ok(map),
@@ -94,9 +94,9 @@ fn parse(what: &str, json: &[u8]) -> Result<Value> {
     serde_json::from_slice(json).map_err(bad)
 }
 
-/// The number of values in an already built tree, bounded like that of [`parse_messages`].
+/// Checks that a tree built already has no more values than [`parse_messages`] allows.
 pub(super) fn check_size(what: &str, value: &Value) -> Result<()> {
-    // A stack of its own: the tree may come from a caller and be as deep as it likes.
+    // An explicit stack, because the tree may come from a caller and be of any depth.
     let mut pending = vec![(value, 1usize)];
     let mut count = 0usize;
     let mut bytes = 0usize;
@@ -139,7 +139,7 @@ fn kind(value: &Value) -> &'static str {
     }
 }
 
-/// Walks JSON without building it. serde_json's own depth limit of 128 holds.
+/// Walks JSON without building it. serde_json's own depth limit of 128 applies.
 #[derive(Clone, Copy)]
 struct Counter<'a> {
     count: &'a Cell<usize>,

@@ -1,11 +1,11 @@
 //! Text in and out of a model: tokenizer, streaming detokenizer, stop strings, chat template.
 //!
-//! Everything here reads files and arguments that nobody vouches for, and two dependencies that
-//! were not written for that: `tokenizers` panics on crafted files, `minijinja` builds values of
-//! any size. So each call into them is [`guarded`], the files are checked for known-bad structures
-//! first (`tokenizer_file.rs`), and templates run under a budget (`template/`).
+//! Everything here reads untrusted files and arguments, and uses two dependencies that were not
+//! written for them: `tokenizers` panics on crafted files, `minijinja` builds values of any size.
+//! So each call into them is [`guarded`], the files are checked for known-bad structures first
+//! (`tokenizer_file.rs`), and templates run under a budget (`template/`).
 //!
-//! Uses [`crate::error`] and [`crate::panic_guard`] alone.
+//! This module uses only [`crate::error`] and [`crate::panic_guard`].
 
 mod chat_template;
 mod cut;
@@ -32,7 +32,8 @@ use std::fmt::Display;
 
 /// Runs `body` and turns a panic inside it into an error of `kind` that begins with `what`.
 ///
-/// For calls into dependencies that panic on bad input. `body` must leave nothing half-changed behind that is used afterwards.
+/// Used for calls into dependencies that panic on bad input. `body` must leave nothing half-changed
+/// that is used afterwards.
 pub fn guarded<T>(
     kind: ErrorKind,
     what: impl Display,
@@ -42,7 +43,7 @@ pub fn guarded<T>(
         .unwrap_or_else(|text| Err(Error::new(kind, format!("{what}: {}", shortened(&text)))))
 }
 
-/// The first 300 bytes of a message: file content must not flood an error sentence.
+/// Returns the first 300 bytes of a message: file content must not flood an error sentence.
 pub(crate) fn shortened(message: &str) -> String {
     const LIMIT: usize = 300;
     if message.len() <= LIMIT {

@@ -3,21 +3,21 @@
 use crate::error::{Error, Result};
 use serde_json::Value;
 
-/// The largest `tokenizer_config.json`. The published ones have about 10 KiB; some repeat the
-/// added tokens and several templates.
+/// The largest `tokenizer_config.json`, in bytes. The published ones have about 10 KiB; some repeat
+/// the added tokens and several templates.
 pub const MAX_TOKENIZER_CONFIG_BYTES: usize = 4 << 20;
 
 /// The texts of a model's special tokens. Templates see them as `bos_token`, `eos_token`,
 /// `pad_token` and `unk_token`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct SpecialTokens {
-    /// Begins a text.
+    /// The token that begins a text.
     pub bos: Option<String>,
-    /// Ends an answer.
+    /// The token that ends an answer.
     pub eos: Option<String>,
-    /// Fills up batches.
+    /// The token that pads batches.
     pub pad: Option<String>,
-    /// Stands for what the vocabulary cannot express.
+    /// The token for text that the vocabulary cannot express.
     pub unk: Option<String>,
 }
 
@@ -51,7 +51,7 @@ impl SpecialTokens {
     }
 }
 
-/// `tokenizer_config.json` as a JSON object of bounded size.
+/// Parses `tokenizer_config.json` as a JSON object of bounded size.
 pub(super) fn parse_config(bytes: &[u8]) -> Result<Value> {
     if bytes.len() > MAX_TOKENIZER_CONFIG_BYTES {
         return Err(Error::invalid_file(format!(

@@ -1,8 +1,8 @@
 //! Stop strings in a stream of text pieces.
 //!
 //! A stop string must never be seen by the caller, not even its first half, and it may be split
-//! over any number of tokens. So [`StopMatcher`] holds back the longest end of the text that could
-//! still become a stop string, and lets go of it as soon as it cannot.
+//! over any number of tokens. So [`StopMatcher`] holds back the longest suffix of the text that
+//! could still become a stop string, and releases it as soon as it cannot.
 //!
 //! All stop strings are followed at the same time, each by the automaton of Knuth, Morris and Pratt
 //! ("Fast pattern matching in strings", 1977): one state per string, which is the length of its
@@ -11,31 +11,32 @@
 
 use crate::error::{try_filled, Error, Result};
 
-/// The most stop strings of one request. Four is what hosted services allow; sixty-four leaves room
-/// and keeps the work per byte of text small.
+/// The most stop strings of one request. Hosted services allow four; sixty-four leaves room and
+/// keeps the work per byte of text small.
 pub const MAX_STOP_STRINGS: usize = 64;
 
 /// The longest stop string, in bytes.
 pub const MAX_STOP_STRING_BYTES: usize = 1024;
 
-/// What became of a piece of text.
+/// The result of matching a piece of text.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct StopOutput {
-    /// What may be shown now. Empty while everything is held back.
+    /// The text that may be shown now. Empty while everything is held back.
     pub text: String,
     /// The index of the stop string that is now complete. The text before it is in `text`; the
     /// stop string itself and everything after it are dropped.
     pub matched: Option<usize>,
 }
 
-/// One stop string and where its automaton stands.
+/// One stop string and the state of its automaton.
 #[derive(Clone, Debug)]
 struct Pattern {
     bytes: Vec<u8>,
     /// `fallback[i]`: the length of the longest proper prefix of the string that its first `i + 1`
     /// bytes end with.
     fallback: Vec<u16>,
-    /// How many bytes of the string the text ends with. Less than its length until it is complete.
+    /// The number of bytes of the string that the text ends with. Less than its length until it is
+    /// complete.
     state: usize,
 }
 
@@ -43,7 +44,7 @@ struct Pattern {
 #[derive(Clone, Debug)]
 pub struct StopMatcher {
     patterns: Vec<Pattern>,
-    /// The end of the text so far that could still become a stop string.
+    /// The suffix of the text so far that could still become a stop string.
     held: String,
     stopped: bool,
 }
@@ -65,7 +66,7 @@ impl Pattern {
         Ok(Pattern { bytes: bytes.to_vec(), fallback, state: 0 })
     }
 
-    /// Takes one byte of text. True if the string is complete with it.
+    /// Takes one byte of text; returns whether it completes the string.
     fn step(&mut self, byte: u8) -> bool {
         while self.state > 0 && self.bytes[self.state] != byte {
             self.state = usize::from(self.fallback[self.state - 1]);
@@ -78,8 +79,8 @@ impl Pattern {
 }
 
 impl StopMatcher {
-    /// A matcher for the given strings: at most [`MAX_STOP_STRINGS`], none empty, none longer than
-    /// [`MAX_STOP_STRING_BYTES`]. No strings at all is allowed: nothing is then held back.
+    /// Makes a matcher for the given strings: at most [`MAX_STOP_STRINGS`], none empty, none longer
+    /// than [`MAX_STOP_STRING_BYTES`]. Without any string nothing is held back.
     pub fn new<S: AsRef<str>>(stop_strings: &[S]) -> Result<Self> {
         if stop_strings.len() > MAX_STOP_STRINGS {
             return Err(Error::invalid_argument(format!(
@@ -104,14 +105,14 @@ impl StopMatcher {
         Ok(StopMatcher { patterns, held: String::new(), stopped: false })
     }
 
-    /// True if there are no stop strings: `push` then gives its input back.
+    /// Whether there are no stop strings, in which case `push` returns its input.
     pub fn is_empty(&self) -> bool {
         self.patterns.is_empty()
     }
 
-    /// Takes the next piece of text. Of several stop strings that the text completes, the one that
-    /// is complete first counts, and of those the longest, so that nothing of either is shown.
-    /// After a match everything is dropped.
+    /// Takes the next piece of text. If the text completes several stop strings, the one that is
+    /// complete first counts, and of those the longest, so that nothing of either is shown. After a
+    /// match everything is dropped.
     pub fn push(&mut self, piece: &str) -> StopOutput {
         if self.stopped {
             return StopOutput::default();
@@ -141,7 +142,8 @@ impl StopMatcher {
         StopOutput { text, matched: None }
     }
 
-    /// The text that was held back, once it is certain that nothing follows. Empty after a match.
+    /// Returns the text that was held back, once it is certain that nothing follows. Empty after a
+    /// match.
     pub fn finish(&mut self) -> String {
         for pattern in &mut self.patterns {
             pattern.state = 0;

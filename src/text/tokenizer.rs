@@ -1,9 +1,9 @@
-//! Text to token ids and back, by the `tokenizer.json` of a model.
+//! Turns text into token ids and back, by the `tokenizer.json` of a model.
 //!
-//! Encoding is the `tokenizers` crate's; reading the file is ours (`tokenizer_file.rs`). Decoding
-//! is ours as well where the vocabulary is of the byte level, as those of Qwen3 and GPT-2 are: a
-//! table from ids to bytes, which also serves the streaming detokenizer. Other vocabularies go
-//! through the crate's decoder.
+//! Encoding is done by the `tokenizers` crate; reading the file is our own code
+//! (`tokenizer_file.rs`). Decoding is our own as well where the vocabulary is of the byte level, as
+//! those of Qwen3 and GPT-2 are: a table from ids to bytes, which the streaming detokenizer also
+//! uses. Other vocabularies go through the crate's decoder.
 
 use super::cut::CutRules;
 use super::special_tokens::SpecialTokens;
@@ -24,14 +24,16 @@ use tokenizers::{
 
 /// The longest text that is encoded at once, in bytes.
 pub const MAX_TEXT_BYTES: usize = 16 << 20;
-/// The longest text for tokenizers whose texts cannot be cut: the crate takes up to 400 times as much
-/// memory while it works.
+/// The longest text for tokenizers whose texts cannot be cut: the crate takes up to 400 times as
+/// much memory while it works.
 const MAX_UNCUT_BYTES: usize = 1 << 20;
 
-/// More than the crate takes for each byte of tokenizer.json, and for expressions and the like.
+/// Bytes reserved for each byte of tokenizer.json: more than the crate takes, for expressions and
+/// the like too.
 const ROOM_PER_FILE_BYTE: usize = 4;
 const ROOM_FOR_PARTS: usize = 8 << 20;
-/// More than the crate takes for each byte of a text that it encodes (`cut.rs`), and for a short one.
+/// Bytes reserved for each byte of a text: more than the crate takes to encode it (`cut.rs`), and
+/// for a short one.
 const ROOM_PER_TEXT_BYTE: usize = 400;
 const ROOM_FOR_TEXT: usize = 64 << 10;
 
@@ -46,8 +48,8 @@ type Inner = TokenizerImpl<
 /// A model's tokenizer. Calls take `&self`, change nothing and may come from several threads.
 pub struct Tokenizer {
     inner: Inner,
-    /// `inner` without its added tokens, for texts in which they are not to be recognised. Made when
-    /// it is first asked for: a second copy of a large vocabulary is some tens of MB.
+    /// `inner` without its added tokens, for texts in which they are not to be recognised. Made
+    /// when it is first needed: a second copy of a large vocabulary takes some tens of MB.
     plain: OnceLock<Inner>,
     /// The highest id plus one.
     vocab_size: usize,
@@ -55,15 +57,15 @@ pub struct Tokenizer {
     special_tokens: SpecialTokens,
     /// Set if the vocabulary is of the byte level.
     token_bytes: Option<TokenBytes>,
-    /// How long texts may be cut, if they may.
+    /// The rules by which long texts may be cut, if they may.
     cut_rules: Option<CutRules>,
-    /// The post-processor adds tokens of its own if asked for special tokens.
+    /// Whether the post-processor adds tokens of its own if asked for special tokens.
     has_template: bool,
 }
 
 /// Makes the crate give added tokens the ids of the file. It numbers those that are not in the
-/// vocabulary on from the vocabulary's size; a file whose ids are others (gaps, padding) is followed by
-/// putting these tokens into the vocabulary.
+/// vocabulary from the vocabulary's size on; if the file has other ids (gaps, padding), these
+/// tokens are put into the vocabulary.
 fn with_misplaced_tokens(mut vocab: Vocab, added: &[AddedTokenEntry]) -> Result<Vocab> {
     let mut next = vocab.len();
     let misplaced = added.iter().any(|token| match vocab.get(&token.content) {
@@ -85,7 +87,7 @@ fn with_misplaced_tokens(mut vocab: Vocab, added: &[AddedTokenEntry]) -> Result<
     Ok(vocab)
 }
 
-/// The same pipeline with no added tokens to look for.
+/// Returns the same pipeline without added tokens to look for.
 fn without_added_tokens(inner: &Inner) -> Result<Inner> {
     let mut plain = TokenizerImpl::new(inner.get_model().clone());
     plain.with_normalizer(inner.get_normalizer().cloned()).map_err(crate_error)?;
@@ -95,7 +97,7 @@ fn without_added_tokens(inner: &Inner) -> Result<Inner> {
     Ok(plain)
 }
 
-/// UTF-8 with U+FFFD for each maximal part that is not; in memory that is asked for first.
+/// Replaces each maximal part that is not UTF-8 by U+FFFD, in memory that is reserved first.
 fn replace_invalid(bytes: &[u8]) -> Result<String> {
     const REPLACEMENT: &str = "\u{fffd}";
     let parts = || {
@@ -110,10 +112,11 @@ fn replace_invalid(bytes: &[u8]) -> Result<String> {
     Ok(text)
 }
 
-/// The bytes of all tokens, one after the other.
+/// The bytes of all tokens, concatenated.
 struct TokenBytes {
     bytes: Vec<u8>,
-    /// `[vocab_size + 1]`: where each token begins. Ids without a token have no bytes.
+    /// `[vocab_size + 1]`: the offset at which each token begins. Ids without a token have no
+    /// bytes.
     starts: Vec<u32>,
 }
 
@@ -148,7 +151,7 @@ impl Tokenizer {
         let vocab_size = highest.map_or(0, |id| *id as usize + 1);
         let options = file.options;
         let vocab = with_misplaced_tokens(file.vocab, &file.added_tokens)?;
-        // No cache: the crate keeps one per thread and tokenizer and never frees it.
+        // The cache is disabled: the crate keeps one per thread and tokenizer and never frees it.
         let mut model = BPE::builder()
             .vocab_and_merges(vocab, file.merges)
             .cache_capacity(0)
@@ -211,12 +214,13 @@ impl Tokenizer {
         Ok(tokenizer)
     }
 
-    /// The tokens of `text`. With `parse_special_tokens`, added tokens (special ones and others, such
-    /// as `<think>`) that are written in the text become their ids; else they are ordinary text.
-    /// `add_special_tokens` lets the post-processor add its own (none for Qwen3 and GPT-2).
+    /// Returns the tokens of `text`. With `parse_special_tokens`, added tokens (special ones and
+    /// others, such as `<think>`) that are written in the text become their ids; else they are
+    /// ordinary text. `add_special_tokens` lets the post-processor add its own (none for Qwen3 and
+    /// GPT-2).
     ///
     /// Time is linear in the text, about half a second per megabyte. With the patterns of Qwen3 and
-    /// GPT-2 texts are encoded in pieces, so that memory stays small; a run of more than 512 KiB
+    /// GPT-2, texts are encoded in pieces, so that memory stays small; a run of more than 512 KiB
     /// without a place to cut is cut all the same, and its tokens may differ there (see `cut.rs`).
     pub fn encode(
         &self,
@@ -228,8 +232,9 @@ impl Tokenizer {
         Ok(self.encode_beginning(text, add_special_tokens, parse_special_tokens, all)?.0)
     }
 
-    /// [`Tokenizer::encode`] for a text of which more than `enough` tokens are of no use: stops after
-    /// the piece that exceeds them. Also says whether the tokens are those of the whole text.
+    /// As [`Tokenizer::encode`], for a text of which more than `enough` tokens are of no use: stops
+    /// after the piece that exceeds them. Also returns whether the tokens are those of the whole
+    /// text.
     pub fn encode_beginning(
         &self,
         text: &str,
@@ -253,13 +258,10 @@ impl Tokenizer {
                     text.len()
                 )));
             }
-            let inner = match parse_special_tokens {
-                true => &self.inner,
-                false => self.plain()?,
-            };
+            let inner = if parse_special_tokens { &self.inner } else { self.plain()? };
             let mut ids = Vec::new();
             let mut rest = text;
-            // Once for the empty text as well: the post-processor may have tokens for it.
+            // Runs once for the empty text as well: the post-processor may have tokens for it.
             loop {
                 let cut = cut_rules.map_or(rest.len(), |rules| rules.first_piece(rest));
                 let (piece, after) = rest.split_at(cut);
@@ -291,8 +293,9 @@ impl Tokenizer {
         }
     }
 
-    /// The text of `ids`; bytes that are not UTF-8 become U+FFFD, one for each maximal part. Ids
-    /// without a token have no text, as in Transformers (models round their vocabulary up).
+    /// Returns the text of `ids`; bytes that are not UTF-8 become U+FFFD, one for each maximal
+    /// part. Ids without a token have no text, as in Transformers (models round their vocabulary
+    /// up).
     pub fn decode(&self, ids: &[u32], skip_special_tokens: bool) -> Result<String> {
         if let Some(table) = &self.token_bytes {
             let shown = || {
@@ -313,52 +316,53 @@ impl Tokenizer {
         })
     }
 
-    /// The highest id plus one, added tokens included. A model's own vocabulary may be larger.
+    /// Returns the highest id plus one, added tokens included. A model's own vocabulary may be
+    /// larger.
     pub fn vocab_size(&self) -> usize {
         self.vocab_size
     }
 
-    /// The id of a token, as it is written in the vocabulary or added.
+    /// Returns the id of a token, as it is written in the vocabulary or added.
     pub fn token_to_id(&self, token: &str) -> Option<u32> {
         self.inner.token_to_id(token)
     }
 
-    /// How the vocabulary writes a token (byte level: `Ġ` for a space).
+    /// Returns a token as the vocabulary writes it (byte level: `Ġ` for a space).
     pub fn id_to_token(&self, id: u32) -> Option<String> {
         self.inner.id_to_token(id)
     }
 
-    /// The bytes that a token stands for. `None` for an unknown id, and for all ids of a
+    /// Returns the bytes that a token stands for. `None` for an unknown id, and for all ids of a
     /// vocabulary that is not of the byte level, whose tokens have no bytes of their own.
     pub fn token_bytes(&self, id: u32) -> Option<&[u8]> {
         self.token_bytes.as_ref()?.get(id)
     }
 
-    /// True if tokens stand for bytes, so that [`Tokenizer::token_bytes`] has an answer.
+    /// Whether tokens stand for bytes, so that [`Tokenizer::token_bytes`] has an answer.
     pub fn is_byte_level(&self) -> bool {
         self.token_bytes.is_some()
     }
 
-    /// True for tokens that `skip_special_tokens` leaves out.
+    /// Whether `skip_special_tokens` leaves this token out.
     pub fn is_special(&self, id: u32) -> bool {
         self.special_ids.contains(&id)
     }
 
-    /// The special tokens that `tokenizer_config.json` names.
+    /// Returns the special tokens that `tokenizer_config.json` names.
     pub fn special_tokens(&self) -> &SpecialTokens {
         &self.special_tokens
     }
 
-    /// The id of `eos_token`, if the config names one that the vocabulary has.
+    /// Returns the id of `eos_token`, if the config names one that the vocabulary has.
     pub fn eos_token_id(&self) -> Option<u32> {
         self.token_to_id(self.special_tokens.eos.as_deref()?)
     }
 
-    /// Runs expressions that are not known over texts that bring out bad ones. Lengths grow
-    /// slowly, so that exponential time shows before it hurts; fancy-regex gives up after a
-    /// million steps, which bounds each match. Those steps take 20 ms and more, an ordinary
-    /// expression takes well under one: the limit lies far from both, and counts this thread's
-    /// processor time, so that the verdict does not depend on what else the machine does.
+    /// Runs unknown expressions over texts that expose bad ones. Lengths grow slowly, so that
+    /// exponential time shows before it hurts; fancy-regex gives up after a million steps, which
+    /// bounds each match. Those steps take 20 ms and more, an ordinary expression takes well under
+    /// one: the limit is far from both, and counts this thread's processor time, so that the
+    /// verdict does not depend on what else the machine does.
     fn try_patterns(&self) -> Result<()> {
         const LENGTHS: [usize; 12] = [8, 12, 16, 20, 24, 32, 48, 64, 128, 512, 1024, 2048];
         const LIMIT: Duration = Duration::from_millis(5);
@@ -382,7 +386,7 @@ impl Tokenizer {
                     self.inner.encode_fast(text, false).map_err(crate_error)?;
                     Ok::<_, Error>(thread_cpu_time().saturating_sub(begin))
                 };
-                // Twice: the first run may have met cold caches or a machine out of breath.
+                // Tried twice: the first run may have met cold caches or a busy machine.
                 if time(&text)? > LIMIT && time(&text)? > LIMIT {
                     return Err(Error::invalid_file(format!(
                         "its regular expressions take more than {} ms on {length} characters",
@@ -437,8 +441,9 @@ impl TokenBytes {
     }
 }
 
-/// Which byte each character stands for in byte-level vocabularies: printable Latin-1 for itself,
-/// the other bytes by U+0100 and following (GPT-2, `bytes_to_unicode` in encoder.py).
+/// Returns the byte that each character stands for in byte-level vocabularies: printable Latin-1
+/// stands for itself, U+0100 and following for the other bytes (GPT-2, `bytes_to_unicode` in
+/// encoder.py).
 fn byte_alphabet() -> [Option<u8>; 512] {
     let mut alphabet = [None; 512];
     let mut next = 256;

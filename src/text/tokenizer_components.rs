@@ -1,21 +1,21 @@
-//! What a normalizer, pre-tokenizer, post-processor and decoder may be made of.
+//! The checks of normalizers, pre-tokenizers, post-processors and decoders.
 //!
-//! These parts are small programs that a file brings along: each can make the text longer, and
-//! regular expressions can take exponential time. The checks are on the JSON, before the
-//! `tokenizers` crate builds anything from it. What they cannot see (a slow expression) shows in
-//! the trial run of `tokenizer.rs`.
+//! These parts are small programs that come with a file: each can make the text longer, and regular
+//! expressions can take exponential time. The checks are on the JSON, before the `tokenizers` crate
+//! builds anything from it. Faults that they cannot see (a slow expression) show in the trial run
+//! of `tokenizer.rs`.
 
 use super::shortened;
 use crate::error::{Error, Result};
 use serde_json::Value;
 
-/// The most parts in one place, all sequences counted.
+/// The most parts in one place, over all sequences.
 const MAX_PARTS: usize = 32;
-/// How deep sequences may lie in each other: the crate parses each level anew.
+/// The deepest nesting of sequences: the crate parses each level again.
 const MAX_DEPTH: usize = 4;
-/// The longest regular expression (Qwen3: 128 bytes), string pattern or replacement.
+/// The longest regular expression (Qwen3: 128 bytes), string pattern or replacement, in bytes.
 const MAX_PATTERN_BYTES: usize = 2048;
-/// How many times longer the parts of one place may make a text, all together.
+/// The factor by which all parts of one place together may lengthen a text.
 const MAX_GROWTH: u64 = 64;
 
 /// The patterns that Qwen3 and Qwen2.5 publish, known to take linear time.
@@ -33,10 +33,10 @@ pub(super) enum Place {
     Decoder,
 }
 
-/// What the checks found.
+/// The findings of the checks.
 #[derive(Default)]
 pub(super) struct Findings {
-    /// A regular expression other than [`TRUSTED_PATTERNS`] is used.
+    /// Whether a regular expression other than [`TRUSTED_PATTERNS`] is used.
     pub untrusted_pattern: bool,
     parts: usize,
 }
@@ -51,7 +51,7 @@ impl Place {
         }
     }
 
-    /// The key under which a Sequence of this place has its parts.
+    /// Returns the key under which a Sequence of this place has its parts.
     fn sequence_key(self) -> &'static str {
         match self {
             Place::Normalizer => "normalizers",
@@ -107,7 +107,7 @@ impl Place {
     }
 }
 
-/// Checks one place; `null` is fine. `findings` gathers over all four.
+/// Checks one place; `null` is accepted. `findings` collects over all four.
 pub(super) fn check(place: Place, value: &Value, findings: &mut Findings) -> Result<()> {
     if value.is_null() {
         return Ok(());
@@ -122,7 +122,7 @@ pub(super) fn check(place: Place, value: &Value, findings: &mut Findings) -> Res
     Ok(())
 }
 
-/// Returns how many times longer the part can make a text.
+/// Returns the factor by which the part can lengthen a text.
 fn check_part(place: Place, value: &Value, depth: usize, findings: &mut Findings) -> Result<u64> {
     let name = place.name();
     let Some(kind) = value.get("type").and_then(Value::as_str) else {
@@ -155,7 +155,7 @@ fn check_part(place: Place, value: &Value, depth: usize, findings: &mut Findings
         "Replace" => {
             let shortest = check_pattern(place, value, findings)?;
             let content = value.get("content").and_then(Value::as_str).unwrap_or_default().len();
-            // An expression may match nothing at all, and then the text stays as well.
+            // An expression may match the empty string, in which case the text stays as well.
             match shortest {
                 Some(length) => content.div_ceil(length.max(1)).max(1),
                 None => content + 1,
@@ -166,7 +166,7 @@ fn check_part(place: Place, value: &Value, depth: usize, findings: &mut Findings
             1
         }
         "Prepend" => bounded_text(place, value, "prepend")?.max(1),
-        // At most three bytes for one; the alphabet of the byte level has two-byte characters.
+        // At most three bytes for one; the byte-level alphabet has two-byte characters.
         "Metaspace" => bounded_text(place, value, "replacement")?.max(1),
         "ByteLevel" if place != Place::Decoder => 2,
         "FixedLength" => {
@@ -192,7 +192,7 @@ fn check_part(place: Place, value: &Value, depth: usize, findings: &mut Findings
     Ok(growth as u64)
 }
 
-/// Checks a `pattern`; returns the length of what it matches if that is certain.
+/// Checks a `pattern`; returns the length of its matches if that is certain.
 fn check_pattern(place: Place, value: &Value, findings: &mut Findings) -> Result<Option<usize>> {
     let name = place.name();
     let pattern = value.get("pattern").unwrap_or(&Value::Null);
@@ -216,7 +216,7 @@ fn check_pattern(place: Place, value: &Value, findings: &mut Findings) -> Result
             text.len()
         )));
     }
-    // Counted repetition is written out by the compiler: {1000} inside {1000} is a million states.
+    // The compiler expands counted repetition: {1000} inside {1000} is a million states.
     if shortest.is_none() && repetition(text) > 10_000 {
         return Err(Error::invalid_file(format!(
             "{name}: the counted repetitions of a pattern multiply to more than 10000"
@@ -225,7 +225,7 @@ fn check_pattern(place: Place, value: &Value, findings: &mut Findings) -> Result
     Ok(shortest)
 }
 
-/// The product of all numbers that stand in braces in an expression.
+/// Returns the product of all numbers in braces in an expression.
 fn repetition(pattern: &str) -> u64 {
     let mut product = 1u64;
     for braces in pattern.split('{').skip(1) {
@@ -248,7 +248,7 @@ fn bounded_text(place: Place, value: &Value, key: &str) -> Result<usize> {
     Ok(length)
 }
 
-/// A template names each input at most once, and only special tokens that it defines.
+/// Checks that a template names each input at most once, and only special tokens that it defines.
 fn check_template(value: &Value) -> Result<()> {
     for key in ["single", "pair"] {
         let pieces = value.get(key).and_then(Value::as_array).map_or(&[] as &[Value], |v| v);

@@ -1,10 +1,9 @@
 //! Reads `tokenizer.json` under limits, into the parts that the `tokenizers` crate is built from.
 //!
-//! Not through that crate's own reader: it panics on crafted files, builds the vocabulary two
-//! times over on the way, gives added tokens other ids than the file says without telling, and
-//! keeps a cache per thread that is never freed. Only byte-pair encoding is read, which is what
-//! Qwen3 and GPT-2 use. `truncation` and `padding` are ignored, as Transformers ignores them
-//! unless asked.
+//! That crate's own reader is not used: it panics on crafted files, builds the vocabulary twice,
+//! silently gives added tokens other ids than the file says, and keeps a cache per thread that is
+//! never freed. Only byte-pair encoding is read, which is what Qwen3 and GPT-2 use. `truncation`
+//! and `padding` are ignored, as Transformers ignores them unless asked.
 
 use super::shortened;
 use crate::error::{Error, Result};
@@ -15,23 +14,25 @@ use serde_json::Value;
 use std::fmt;
 pub(super) use tokenizers::models::bpe::Vocab;
 
-/// The largest `tokenizer.json`. The published ones of Qwen3 have 5 to 11 MiB.
+/// The largest `tokenizer.json`, in bytes. The published ones of Qwen3 have 5 to 11 MiB.
 pub const MAX_TOKENIZER_BYTES: usize = 64 << 20;
 /// The most entries of the vocabulary, and the most merges (Qwen3: 151,643 and 151,387).
 const MAX_ENTRIES: usize = 1 << 20;
-/// Ids lie below this, so that tables by id stay small. Twenty times the largest vocabulary known.
+/// Ids must be below this, so that tables by id stay small. Twenty times the largest vocabulary
+/// known.
 const MAX_ID: u32 = 1 << 22;
 /// The longest token, in bytes.
 const MAX_TOKEN_BYTES: usize = 4096;
-/// The most added tokens (Qwen3: 26), and their bytes together: an automaton is built of them.
+/// The most added tokens (Qwen3: 26), and the most bytes of all of them: an automaton is built from
+/// them.
 const MAX_ADDED_TOKENS: usize = 16_384;
 const MAX_ADDED_BYTES: usize = 1 << 20;
-/// The largest normalizer, pre-tokenizer, post-processor or decoder, as text.
+/// The largest normalizer, pre-tokenizer, post-processor or decoder, in bytes of text.
 const MAX_COMPONENT_BYTES: usize = 64 << 10;
 
 /// The parts of a tokenizer file.
 pub(super) struct TokenizerFile {
-    /// Sorted by id, ids unique.
+    /// The added tokens, sorted by id; ids are unique.
     pub added_tokens: Vec<AddedTokenEntry>,
     pub normalizer: Value,
     pub pre_tokenizer: Value,
@@ -52,7 +53,7 @@ pub(super) struct BpeOptions {
     pub ignore_merges: bool,
 }
 
-/// A token that is found in the text before anything else is done with it.
+/// A token that is found in the text before anything else is done with the text.
 #[derive(Deserialize)]
 #[serde(expecting = "an added token: an object with id and content")]
 pub(super) struct AddedTokenEntry {
@@ -70,7 +71,7 @@ pub(super) struct AddedTokenEntry {
     pub special: bool,
 }
 
-/// The file as it is written.
+/// The structure of the file.
 #[derive(Deserialize)]
 #[serde(expecting = "an object with a tokenizer")]
 struct Layout<'a> {
@@ -115,7 +116,8 @@ struct ModelLayout {
 }
 
 impl TokenizerFile {
-    /// Reads and checks. Errors are sentences without the file's name, which the caller adds.
+    /// Reads and checks a file. Errors are sentences without the file's name, which the caller
+    /// adds.
     pub fn parse(json: &[u8]) -> Result<Self> {
         if json.len() > MAX_TOKENIZER_BYTES {
             return Err(Error::invalid_file(format!(
@@ -170,7 +172,8 @@ fn check_model(model: &ModelLayout) -> Result<()> {
     if model.dropout.is_some_and(|dropout| dropout != 0.0) {
         return Err(Error::unsupported("model.dropout is set; it makes encoding random"));
     }
-    // The crate cuts this many bytes off every second half of a merge, whatever they are.
+    // The crate cuts the prefix's number of bytes off every second half of a merge, whatever they
+    // are.
     if model.continuing_subword_prefix.as_deref().is_some_and(|prefix| !prefix.is_empty()) {
         return Err(Error::unsupported("model.continuing_subword_prefix is not supported"));
     }

@@ -3,11 +3,11 @@
 #
 # Sourced by scripts, which then have find_cargo, find_compiler and find_cmake; or run as
 #     bash tests/support/tools.sh cmake
-# which prints the path of a CMake and is what the Rust tests do. What is going on goes to stderr.
+# which prints the path of a CMake, as the Rust tests do. Progress messages go to stderr.
 #
 #     bash tests/support/tools.sh nvcc
-# puts NVIDIA's compiler into .cuda of this repository where none is installed (100 MB, Python wheels, no
-# root): later builds then contain the CUDA kernels.
+# installs NVIDIA's compiler into .cuda of this repository where there is none (100 MB, Python
+# wheels, no root): later builds then contain the CUDA kernels.
 
 tools_repository=$(cd -P "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 tools_folder=$tools_repository/target/tools
@@ -15,7 +15,7 @@ cmake_at_least=3.16
 
 tools_say() { echo "$*" >&2; }
 
-# Puts cargo on PATH, also where rustup installed it but no shell has been told.
+# Puts cargo on PATH, even if rustup installed it without setting up the shell.
 find_cargo() {
   command -v cargo > /dev/null || PATH=$PATH:${CARGO_HOME:-$HOME/.cargo}/bin
   if ! command -v cargo > /dev/null; then
@@ -51,7 +51,7 @@ install_cmake() {
   local log=$tools_folder/install.log
   mkdir -p "$tools_folder"
   tools_say "CMake $cmake_at_least or later is missing: installing it into target/tools"
-  # Each works on some systems only: pip may be absent, and so may the venv module.
+  # Each of these works on some systems only: pip may be missing, and so may the venv module.
   python3 -m pip install --quiet --disable-pip-version-check --upgrade --target "$tools_folder/python" \
     'cmake>=3.25,<5' > "$log" 2>&1 && return
   { python3 -m venv "$tools_folder/venv" &&
@@ -90,8 +90,8 @@ find_nvcc() {
   [ -x /usr/local/cuda/bin/nvcc ] && echo /usr/local/cuda/bin/nvcc
 }
 
-# All five at once and without their own requirements, which name no versions: the parts of a compiler must
-# be of one version, and later PTX is beyond drivers of CUDA 13.0.
+# Installs all five at once and without their own requirements, which name no versions: the parts of
+# a compiler must be of one version, and drivers of CUDA 13.0 cannot read later PTX.
 install_nvcc() {
   find_nvcc > /dev/null && return
   tools_say "Installing nvcc 13.0 into .cuda"
@@ -101,7 +101,7 @@ install_nvcc() {
     nvidia-cuda-crt==13.0.88 nvidia-cuda-runtime==13.0.96 nvidia-cuda-cccl==13.0.85 >&2
 }
 
-# One line on what of CUDA is here.
+# Prints one line about the CUDA tools and GPUs found.
 describe_cuda() {
   local gpu nvcc
   gpu=$(nvidia-smi --query-gpu=name --format=csv,noheader 2> /dev/null | head -n 1) || true

@@ -25,7 +25,7 @@ typedef struct slice {
   uint64_t sum; /* written, so that the reads can't be optimised away */
 } slice;
 
-/* Eight independent sums, so that no addition waits for the one before. */
+/* Sums in eight independent chains, so that no addition waits for the one before. */
 static uint64_t sum_portable(const uint64_t *data, size_t num_words) {
   uint64_t sums[8] = {0};
   for (size_t i = 0; i < num_words; i += 8)
@@ -56,7 +56,7 @@ static uint64_t sum_words(const uint64_t *data, size_t num_words) {
   return sum_portable(data, num_words);
 }
 
-/* Every round begins and ends at the barrier, where the main thread looks at the clock. */
+/* Every round begins and ends at the barrier, where the main thread reads the clock. */
 static void *read_slice(void *argument) {
   slice *self = argument;
   for (int round = 0; round < ROUNDS; round++) {

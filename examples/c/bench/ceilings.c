@@ -7,8 +7,8 @@
 #include "report.h"
 
 #define ROUNDS 5
-#define PATTERN_LEN ((int64_t)1 << 20) /* random numbers, which are then repeated */
-#define COLUMNS 4096                   /* of the matrix that is multiplied with one row */
+#define PATTERN_LEN ((int64_t)1 << 20) /* random numbers, then repeated */
+#define COLUMNS 4096                   /* of the matrix that is multiplied by one row */
 #define ROW_BYTES ((size_t)256 << 10)  /* of the rows that are searched */
 
 probes gpu_probes(uint32_t dtype) {
@@ -28,7 +28,7 @@ static xserv_status make_array(const xserv_context *context, uint32_t dtype, int
 
 static size_t element_bytes(const xserv_tensor *tensor) { return tensor->dtype.bits / 8u; }
 
-/* `count` elements from `first` on. The shape is kept in *count. */
+/* Returns a view of `count` elements from `first` on. The shape is kept in *count. */
 static xserv_tensor slice(const xserv_tensor *whole, int64_t first, int64_t *count) {
   xserv_tensor part = *whole;
   part.shape = count;
@@ -37,7 +37,7 @@ static xserv_tensor slice(const xserv_tensor *whole, int64_t first, int64_t *cou
   return part;
 }
 
-/* A matrix in the memory of an array. */
+/* Returns a matrix in the memory of an array. */
 static xserv_tensor matrix(const xserv_tensor *whole, int64_t shape[2]) {
   xserv_tensor view = *whole;
   view.ndim = 2;
@@ -46,8 +46,8 @@ static xserv_tensor matrix(const xserv_tensor *whole, int64_t shape[2]) {
   return view;
 }
 
-/* Random numbers from -1 to 1, made on the host once and doubled on the device until the array is
- * full. */
+/* Fills an array with random numbers from -1 to 1, made on the host once and doubled on the device
+ * until the array is full. */
 static xserv_status fill(const xserv_context *context, const array *target, int64_t count, uint64_t seed) {
   array random = {0};
   int64_t filled = count < PATTERN_LEN ? count : PATTERN_LEN;
@@ -85,7 +85,7 @@ static xserv_status fill(const xserv_context *context, const array *target, int6
 /* An operator and its operands. */
 typedef struct call {
   const xserv_context *context;
-  bool is_product; /* c = a b^T; else c gets the places of the largest elements of the rows of a */
+  bool is_product; /* c = a b^T; else c gets the indices of the largest elements of the rows of a */
   xserv_tensor a, b, c;
 } call;
 
@@ -97,7 +97,7 @@ static xserv_status queue(const call *call) {
   return status != XSERV_STATUS_OK ? status : xserv_op_gemm(call->context, &options, &call->a, &call->b, &call->c);
 }
 
-/* Seconds of a call, of `count` in a row. */
+/* Returns the seconds of a call, averaged over `count` in a row. */
 static xserv_status time_calls(const call *call, uint32_t count, double *seconds) {
   xserv_status status = XSERV_STATUS_OK;
   double began = instant_now().wall;
@@ -107,8 +107,9 @@ static xserv_status time_calls(const call *call, uint32_t count, double *seconds
   return status;
 }
 
-/* The median of some rounds, after a first call that loads the kernel, one that tells how many a
- * round has, and a round that brings the device to the speed that it keeps. */
+/* Returns the median of several rounds, after a first call that loads the kernel, a second one that
+ * determines the number of calls in a round, and a round that brings the device to its steady
+ * speed. */
 static xserv_status time_operator(const call *call, double round_seconds, double *seconds) {
   double once, rounds[ROUNDS + 1];
   xserv_status status = time_calls(call, 1, &once);
@@ -120,8 +121,8 @@ static xserv_status time_operator(const call *call, double round_seconds, double
   return status;
 }
 
-/* An array of most_bytes, or of as many as there is memory for: the beginning and the end of a
- * read, which are slower, count less in a long one. */
+/* Makes an array of most_bytes, or of as many as there is memory for: the beginning and the end of
+ * a read, which are slower, count less in a long one. */
 static xserv_status make_large(const xserv_context *context, const probes *probes, size_t bytes_each, array *large,
                                size_t *num_bytes) {
   xserv_status status = XSERV_STATUS_OUT_OF_MEMORY;
@@ -152,7 +153,7 @@ static xserv_status measure_reads(const xserv_context *context, const probes *pr
     status = time_operator(&call, probes->round_seconds, &product);
   }
   if (status == XSERV_STATUS_OK) {
-    /* The same memory, taken for f32: the fewest comparisons for a byte. */
+    /* The same memory as f32, which takes the fewest comparisons per byte. */
     call call = {.context = context, .a = matrix(&large.view, search_shape), .c = places.view};
     call.a.dtype = (xserv_tensor_dtype){2, 32, 1};
     status = time_operator(&call, probes->round_seconds, &search);
@@ -195,7 +196,7 @@ bool measure_ceilings(const probes *probes, measured *result) {
   options.device_kind = probes->device_kind;
   if (status == XSERV_STATUS_OK) status = xserv_context_new(&options, &context);
   if (status == XSERV_STATUS_OK) status = measure_reads(context, probes, result);
-  /* What the reads took goes back to the driver, for the products and their workspace. */
+  /* The memory of the reads is returned to the driver, for the products and their workspace. */
   if (status == XSERV_STATUS_OK) status = xserv_context_trim(context);
   if (status == XSERV_STATUS_OK) status = measure_products(context, probes, result);
   if (status != XSERV_STATUS_OK)

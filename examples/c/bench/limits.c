@@ -7,7 +7,7 @@ model_work model_work_of(const xserv_model_info *info, bool tied) {
       .output_weights = embedding,
       .bytes_per_weight = info->dtype == XSERV_DTYPE_F32 ? 4 : 2,
       .kv_bytes = (double)info->kv_bytes_per_token,
-      /* A product with a key and one with a value, two operations for each element. */
+      /* A product with a key and one with a value: two operations for each element. */
       .attention_flops = 4.0 * info->num_heads * info->head_dim * info->num_layers,
   };
 }
@@ -21,8 +21,8 @@ static double operation_ms(const ceilings *ceilings, double bytes, double flops)
   return read_ms > flops_ms ? read_ms : flops_ms;
 }
 
-/* Matrices that are multiplied with as many rows need not be told apart: both times grow with the
- * weights alone. */
+/* Matrices that are multiplied with the same number of rows are taken together: both times grow
+ * with the weights only. */
 static double product_ms(const ceilings *ceilings, const model_work *work, double weights, double rows) {
   return operation_ms(ceilings, weights * work->bytes_per_weight, 2 * weights * rows);
 }

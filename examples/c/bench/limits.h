@@ -2,7 +2,7 @@
  * The least time that a step of a model can take on a machine: the sum, over the operations of the
  * step, of the time to read what the operation needs or to multiply, whichever is longer.
  *
- * What is read are the weights, and the keys and values of the cache; what is computed are the
+ * Reads are those of the weights, and of the keys and values of the cache; computations are the
  * products with both. Activations, norms and the row of the embedding that a token takes are left
  * out: fused kernels hardly move them.
  */
@@ -14,13 +14,13 @@
 
 #include <xserv.h>
 
-/* What a machine can do. */
+/* The rates of a machine. */
 typedef struct ceilings {
   double read_gbs; /* GB/s that memory can be read at; 0: not known */
   double tflops;   /* TFLOP/s of large matrix products; 0: not known */
 } ceilings;
 
-/* What the operations of a model read and compute. */
+/* The sizes of what the operations of a model read and compute. */
 typedef struct model_work {
   double layer_weights;   /* numbers in all weights but the embedding and the output matrix */
   double output_weights;  /* numbers in the output matrix */
@@ -29,24 +29,24 @@ typedef struct model_work {
   double attention_flops; /* for a query and a key, in all layers */
 } model_work;
 
-/* Returns those of a model; `tied` says whether the embedding is also the output matrix. */
+/* Returns the sizes of a model; `tied` says whether the embedding is also the output matrix. */
 model_work model_work_of(const xserv_model_info *info, bool tied);
 
 /*
- * Returns the bytes of weights that every step reads. An embedding that is not also the output matrix
- * is not among them.
+ * Returns the bytes of weights that every step reads, without an embedding that is not also the
+ * output matrix.
  */
 double step_weight_bytes(const model_work *work);
 
 /*
- * Returns the milliseconds of a step that gives `batch` requests a token each, with `context` tokens
- * before it in each. 0 if one of the ceilings is not known.
+ * Returns the least milliseconds of a step that gives `batch` requests a token each, with `context`
+ * tokens before it in each; 0 if one of the rates is unknown.
  */
 double decode_limit_ms(const ceilings *ceilings, const model_work *work, double batch, double context);
 
 /*
- * Returns the milliseconds of `batch` prompts of num_tokens, up to the logits of each one's last token.
- * 0 if one of the ceilings is not known.
+ * Returns the least milliseconds of `batch` prompts of num_tokens, up to the logits of each one's
+ * last token; 0 if one of the rates is unknown.
  */
 double prompt_limit_ms(const ceilings *ceilings, const model_work *work, double batch, double num_tokens);
 

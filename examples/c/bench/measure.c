@@ -104,7 +104,7 @@ static void free_jobs(job *jobs, uint32_t num_jobs) {
   free(jobs);
 }
 
-/* work->batch requests with prompts of random tokens; free_jobs() ends them. */
+/* Makes work->batch requests with prompts of random tokens; free_jobs() frees them. */
 static job *make_jobs(workload *work, uint32_t prompt_len, uint32_t num_steps) {
   job *jobs = calloc(work->batch, sizeof *jobs);
   bool failed = jobs == NULL;
@@ -124,7 +124,7 @@ static job *make_jobs(workload *work, uint32_t prompt_len, uint32_t num_steps) {
   return jobs;
 }
 
-/* Runs all of them at once. False if one failed. */
+/* Runs all requests at once. Returns false if one failed. */
 static bool run_jobs(workload *work, job *jobs) {
   pthread_t *threads = calloc(work->batch, sizeof *threads);
   pthread_barrier_t start;
@@ -171,9 +171,9 @@ bool measure_prompt(workload *work, uint32_t num_tokens, rate *result) {
   return ok;
 }
 
-/* The rate at which all requests together generate while all of them do: from when the last has its prompt behind it
- * until the first has all its tokens. By the steps of the latter, in each of which every request gets a token.
- * False if there is no such time. */
+/* Computes the rate at which all requests together generate while all of them do: from the end of
+ * the last prompt until the first request has all its tokens. It is derived from the steps of that
+ * request, in each of which every request gets a token. Returns false if there is no such time. */
 static bool common_rate(const workload *work, const job *jobs, rate *result) {
   const job *first = &jobs[0];
   instant begin = jobs[0].token_times[0];
@@ -189,7 +189,7 @@ static bool common_rate(const workload *work, const job *jobs, rate *result) {
   return true;
 }
 
-/* The rate over all the time from `from` to the last token of all. */
+/* Computes the rate over the whole time from `from` to the last token of all requests. */
 static rate whole_rate(const workload *work, const job *jobs, instant from) {
   double count = 0;
   instant to = from;
@@ -202,19 +202,22 @@ static rate whole_rate(const workload *work, const job *jobs, instant from) {
 }
 
 bool measure_generation(workload *work, uint32_t depth, uint32_t num_tokens, rate *result) {
-  /* The first token comes with the prompt; with a prompt of one token that is a step like others. */
+  /* The first token comes with the prompt; with a prompt of one token that is a step like the
+   * others. */
   uint32_t num_steps = depth == 0 ? num_tokens : num_tokens + 1;
   job *jobs = make_jobs(work, depth == 0 ? 1 : depth, num_steps);
   bool ok = true;
   if (work->batch > 1 && depth > 0) {
-    /* Fills the prefix cache, so that all requests come to their first tokens at about the same time. */
+    /* Fills the prefix cache, so that all requests come to their first tokens at about the same
+     * time. */
     for (uint32_t i = 0; i < work->batch; i++) jobs[i].num_steps = 1;
     ok = run_jobs(work, jobs);
     for (uint32_t i = 0; i < work->batch; i++) jobs[i].num_steps = num_steps;
   }
   ok = ok && run_jobs(work, jobs);
 
-  /* Where memory does not allow all to generate at a time, from when the last has its prompt behind it. */
+  /* If memory does not allow all to generate at the same time, the time counts from the end of the
+   * last prompt. */
   if (ok && (depth == 0 || !common_rate(work, jobs, result))) {
     instant from = depth == 0 ? jobs[0].began : jobs[0].token_times[0];
     for (uint32_t i = 1; i < work->batch; i++)

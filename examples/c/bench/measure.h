@@ -1,4 +1,4 @@
-/* What bench.c measures on a model, through the public interface alone. */
+/* The measurements of bench.c on a model, through the public interface only. */
 
 #ifndef EXAMPLES_BENCH_MEASURE_H
 #define EXAMPLES_BENCH_MEASURE_H
@@ -22,7 +22,7 @@ typedef struct rate {
   double per_cpu_second;
 } rate;
 
-/* What to run: `batch` requests at once on one model, each from a thread of its own. */
+/* The work to run: `batch` requests at once on one model, each from a thread of its own. */
 typedef struct workload {
   const xserv_model *model;
   uint32_t vocab_size;
@@ -32,27 +32,30 @@ typedef struct workload {
 
 /*
  * Processes prompts of num_tokens, from an empty cache to the logits of the last token. The rate
- * counts the tokens of all requests. Returns false, with a message on stderr, if the library refuses.
+ * counts the tokens of all requests. Returns false, with a message on stderr, if the library
+ * refuses.
  */
 bool measure_prompt(workload *work, uint32_t num_tokens, rate *result);
 
 /*
  * Generates num_tokens greedily, one step each, after a prompt of `depth` tokens (0: from a
- * one-token context). The prompt is not part of the time: with several requests it is the time in which all of
- * them generate.
+ * one-token context). The prompt is not part of the time: with several requests it is the time in
+ * which all of them generate.
  */
 bool measure_generation(workload *work, uint32_t depth, uint32_t num_tokens, rate *result);
 
-/* Seconds from the call to the first token, for a prompt of num_tokens. */
+/* Measures the seconds from the call to the first token, for a prompt of num_tokens. */
 bool measure_first_token(workload *work, uint32_t num_tokens, double *seconds);
 
 /*
- * The same as an application sees it that has nothing else to do, of one request to a model that has nothing else
- * to do: from xserv_submit() to the return of xserv_next() with the first token, of several.
+ * Measures the seconds to the first token as an otherwise idle application sees them, of one
+ * request to an idle model: from xserv_submit() to the return of xserv_next() with the first token,
+ * of several.
  */
 bool measure_idle_request(workload *work, uint32_t num_tokens, double *seconds);
 
-/* Share of the time, between two moments, in which the device waited for the library although there was work. */
+/* Returns the share of the time between two moments in which the device waited for the library
+ * although there was work. */
 typedef struct device_time {
   double busy, idle; /* seconds since loading */
 } device_time;

@@ -13,7 +13,7 @@ void print_value(const row *row, const char *name, const char *unit, const char 
   if (row->batch > 1) snprintf(suffix, sizeof suffix, "_b%u", row->batch);
   if (row->threads > 0 && row->name_threads)
     snprintf(suffix + strlen(suffix), sizeof suffix - strlen(suffix), "_t%u", row->threads);
-  /* The suffix goes before the unit: tg64_b4_tok_s. Other names end in it. */
+  /* The suffix goes before the unit, as in tg64_b4_tok_s. Other names end in it. */
   const char *tail = strstr(name, "_tok_");
   size_t stem = tail != NULL ? (size_t)(tail - name) : strlen(name);
   snprintf(full, sizeof full, "%.*s%s%s", (int)stem, name, suffix, tail != NULL ? tail : "");

@@ -7,7 +7,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* What a number was measured with. */
+/* The setting in which a number was measured. */
 typedef struct row {
   bool json;
   bool name_threads;       /* more than one number of threads is measured: names say which */
@@ -19,7 +19,7 @@ void print_head(bool json);
 /* `better`: "higher" or "lower". */
 void print_value(const row *row, const char *name, const char *unit, const char *better, double value);
 
-/* Sorts the values. 0 if there are none. */
+/* Sorts the values and returns their median; 0 if there are none. */
 double percentile(double *values, size_t count, double share);
 double median(double *values, size_t count);
 

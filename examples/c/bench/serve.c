@@ -17,7 +17,7 @@ typedef struct slot {
   bool has_token;
 } slot;
 
-/* Times that were measured; sorted at the end. */
+/* Measured times, sorted at the end. */
 typedef struct times {
   double *values;
   size_t len;
@@ -28,7 +28,7 @@ static uint32_t draw(uint64_t *state, uint32_t from, uint32_t to) {
   return from + (uint32_t)((*state >> 33) % (to - from + 1));
 }
 
-/* The time to the next of events that come independently of each other, `rate` a second. */
+/* Returns the time to the next of independent events, which come at `rate` per second. */
 static double draw_gap(uint64_t *state, double rate) {
   double uniform = (draw(state, 0, (1u << 30) - 1) + 0.5) / (double)(1u << 30);
   return -log(uniform) / rate;
@@ -45,7 +45,7 @@ load offline_load(uint32_t num) { return poisson_load(num, 0); }
 
 load poisson_load(uint32_t num, double rate) { return (load){num, num, 100, 1024, 100, 1024, 0.6f, rate}; }
 
-/* Random numbers of a load: its lengths and arrivals are always the same, its tokens never. */
+/* The random numbers of a load: its lengths and arrivals are always the same, its tokens never. */
 typedef struct dice {
   uint64_t lengths, arrivals, tokens;
 } dice;
@@ -90,7 +90,7 @@ static xserv_status take_events(slot *self, times *first, times *next) {
   }
 }
 
-/* Sleeps until there is news, or until `at`. */
+/* Sleeps until there are events, or until `at`. */
 static bool wait_for_news(int fd, double at) {
   double seconds = at - instant_now().wall;
   if (seconds <= 0) return true;
@@ -122,7 +122,7 @@ bool measure_serving(workload *work, const load *load, serving *result) {
     for (uint32_t i = 0; i < at_once && status == XSERV_STATUS_OK; i++) {
       double now = instant_now().wall;
       if (slots[i].submission == NULL && submitted < total && (load->rate == 0 || arrival <= now)) {
-        /* One that is submitted late has waited since it arrived. */
+        /* A request that is submitted late has waited since it arrived. */
         slots[i].last = load->rate == 0 ? now : arrival;
         status = submit(work, load, &dice, fd, prompt, &slots[i]);
         if (load->rate > 0) arrival += draw_gap(&dice.arrivals, load->rate);
@@ -133,7 +133,7 @@ bool measure_serving(workload *work, const load *load, serving *result) {
       if (slots[i].submission == NULL) ended++;
       has_room = has_room || slots[i].submission == NULL;
     }
-    /* A request that has just ended makes room for the next at once. */
+    /* A request that has just ended makes room for the next one at once. */
     if (load->rate == 0 && has_room && submitted < total) continue;
     double until = load->rate > 0 && submitted < total ? arrival : instant_now().wall + 1;
     if (ended < total && status == XSERV_STATUS_OK && !wait_for_news(fd, until)) break;

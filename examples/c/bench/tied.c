@@ -10,7 +10,7 @@
 #define MAX_PATH 4096
 #define COMPARED_BYTES ((size_t)1 << 20)
 
-/* `len` bytes of a file and a NUL; NULL if they are not there. The caller frees them. */
+/* Returns `len` bytes of a file and a NUL; NULL if it does not have them. The caller frees them. */
 static char *read_part(const char *path, uint64_t begin, uint64_t len) {
   FILE *file = fopen(path, "rb");
   char *bytes = file != NULL && len < SIZE_MAX ? malloc((size_t)len + 1) : NULL;
@@ -35,15 +35,15 @@ static char *read_json(const char *folder, const char *name) {
 
 static const char *skip_space(const char *at) { return at + strspn(at, " \t\r\n"); }
 
-/* From the opening quote of a string to behind the closing one. */
+/* Skips from the opening quote of a string to after the closing one. */
 static const char *skip_string(const char *at) {
   for (at++; *at != '\0' && *at != '"'; at++)
     if (*at == '\\' && at[1] != '\0') at++;
   return *at == '"' ? at + 1 : at;
 }
 
-/* The value of a member of the JSON object that begins at `at`; NULL if it has no such member, or
- * `at` is NULL. */
+/* Returns the value of a member of the JSON object that begins at `at`; NULL if it has no such
+ * member, or `at` is NULL. */
 static const char *member(const char *at, const char *key) {
   const size_t key_len = strlen(key);
   int depth = 0;
@@ -66,13 +66,13 @@ static bool begins_with(const char *text, const char *start) {
   return text != NULL && strncmp(text, start, strlen(start)) == 0;
 }
 
-/* Where the bytes of a tensor are. */
+/* The location of a tensor's bytes. */
 typedef struct place {
   char path[MAX_PATH];
   uint64_t begin, len;
 } place;
 
-/* The file of a tensor: the one that the index names, or the only one. */
+/* Finds the file of a tensor: the one that the index names, or the only one. */
 static bool find_file(const char *folder, const char *tensor, char path[MAX_PATH]) {
   char *index = read_json(folder, "model.safetensors.index.json");
   const char *name = "model.safetensors";
@@ -87,7 +87,7 @@ static bool find_file(const char *folder, const char *tensor, char path[MAX_PATH
   return found;
 }
 
-/* The head of a safetensors file is JSON, after eight bytes with its length. */
+/* The header of a safetensors file is JSON, after eight bytes with its length. */
 static bool find_tensor(const char *folder, const char *tensor, place *place) {
   if (!find_file(folder, tensor, place->path)) return false;
   unsigned char *len_bytes = (unsigned char *)read_part(place->path, 0, 8);

@@ -7,8 +7,8 @@
 
 /*
  * `folder` is that of a model that the library loads (xserv_model_info.path). config.json decides,
- * and where it doesn't say, the default of the family. A tied model may store an output matrix all
- * the same; one that begins with other numbers than the embedding is a matrix of its own.
+ * or, if it does not say, the default of the family. A tied model may still store an output matrix;
+ * one that begins with other numbers than the embedding is a matrix of its own.
  */
 bool has_tied_embeddings(const char *folder);
 

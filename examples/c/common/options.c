@@ -20,7 +20,7 @@ bool option_text(int argc, char **argv, int *i, const char *name, const char **v
   return true;
 }
 
-/* Reads digits up to something else and returns where they end. */
+/* Reads digits and returns where they end. */
 static const char *read_number(const char *name, const char *text, uint64_t max, uint64_t *value) {
   char *end;
   errno = 0;

@@ -10,15 +10,15 @@
 #define MAX_LIST 16
 
 /*
- * Each looks whether argv[*i] is the option `name`. If not, it returns false. If so, it stores the
- * value, moves *i to it and returns true; a value that is missing or no good ends the program with
- * exit code 2 and a message.
+ * Each checks whether argv[*i] is the option `name`. If not, it returns false. If so, it stores the
+ * value, moves *i to it and returns true; a missing or invalid value ends the program with exit
+ * code 2 and a message.
  */
 bool option_text(int argc, char **argv, int *i, const char *name, const char **value);
 bool option_number(int argc, char **argv, int *i, const char *name, uint64_t max, uint64_t *value);
 bool option_float(int argc, char **argv, int *i, const char *name, float *value);
 
-/* "--name 1,2,3": stores at most MAX_LIST numbers of min to max, and how many they are. */
+/* "--name 1,2,3": stores at most MAX_LIST numbers from min to max, and their count. */
 bool option_list(int argc, char **argv, int *i, const char *name, uint32_t min, uint32_t max,
                  uint32_t values[MAX_LIST], size_t *num_values);
 

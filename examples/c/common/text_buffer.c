@@ -5,7 +5,7 @@
 #include <string.h>
 
 static void reserve(text_buffer *buffer, size_t more) {
-  if (more < buffer->capacity - buffer->len) return; /* one byte stays for the NUL */
+  if (more < buffer->capacity - buffer->len) return; /* one byte is kept for the NUL */
   size_t capacity = buffer->capacity == 0 ? 256 : buffer->capacity;
   while (capacity - buffer->len <= more) {
     if (capacity > (size_t)-1 / 2) abort();
@@ -43,7 +43,7 @@ void text_append_json_string(text_buffer *buffer, const char *bytes, size_t len)
     case '\r': text_append(buffer, "\\r"); break;
     case '\t': text_append(buffer, "\\t"); break;
     default:
-      if (byte < 0x20) { /* JSON allows no control characters; everything above is left as it is */
+      if (byte < 0x20) { /* JSON allows no control characters; all other bytes are left as they are */
         snprintf(escape, sizeof escape, "\\u%04x", byte);
         text_append(buffer, escape);
       } else {

@@ -5,18 +5,19 @@
 
 #include <stddef.h>
 
-/* Start with {0}. data ends in a NUL (NULL while nothing was appended); len does not count it. */
+/* Initialised with {0}. data ends in a NUL (NULL while nothing was appended), which len does not
+ * count. */
 typedef struct text_buffer {
   char *data;
   size_t len;
   size_t capacity;
 } text_buffer;
 
-/* These end the program with a message when memory runs out: an example has nothing better to do. */
+/* These functions end the program with a message when memory runs out, as an example may. */
 void text_append(text_buffer *buffer, const char *text);
 void text_append_bytes(text_buffer *buffer, const char *bytes, size_t len);
 
-/* Appends "..." with quotes, and everything escaped that JSON wants escaped. The bytes are UTF-8. */
+/* Appends the text in quotes, with everything escaped that JSON requires. The bytes are UTF-8. */
 void text_append_json_string(text_buffer *buffer, const char *bytes, size_t len);
 
 /* Appends {"role": "...", "content": "..."}. */

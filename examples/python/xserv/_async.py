@@ -1,4 +1,4 @@
-"""Generations for asyncio: no thread, the event loop waits for a file descriptor."""
+"""Generation for asyncio, without threads: the event loop waits for a file descriptor."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ._stream import Piece, Result, take_result
 class AsyncTextStream(AsyncIterator[Piece]):
     """The pieces of a text, as they are generated. `result` is the Result once it has ended.
 
-    Any number of them run at once on one model, and are computed together. close(), the end of an async with
+    Any number of streams run at once on one model, and are computed together. close(), the end of an async with
     block, or dropping the stream stops a generation that still runs; so does cancelling the task that waits.
     """
 
@@ -76,7 +76,7 @@ class AsyncTextStream(AsyncIterator[Piece]):
             pass
 
     async def wait(self) -> Result:
-        """Reads to the end and gives the result."""
+        """Reads to the end and returns the result."""
         async for _ in self:
             pass
         if self.result is None:

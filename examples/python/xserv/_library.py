@@ -44,7 +44,7 @@ EVENT_NONE, EVENT_TOKEN, EVENT_TEXT, EVENT_END, EVENT_DONE = range(5)
 WAIT_FOREVER = 0xFFFFFFFF
 STEP_BUCKETS = 20
 
-# bool is what C's bool returns. A callback catches what it raises: ctypes would return garbage.
+# Callbacks return C's bool. Each catches its exceptions, because ctypes would return garbage.
 ProgressCallback = CFUNCTYPE(c_bool, c_float, c_void_p)
 LogCallback = CFUNCTYPE(None, c_uint32, c_char_p, c_void_p)
 
@@ -372,7 +372,7 @@ def _open() -> ctypes.CDLL:
     problem: Optional[OSError] = None
     for name in _candidates():
         try:
-            # CDLL releases the interpreter's lock during calls, so that other threads go on.
+            # CDLL releases the interpreter's lock during calls, so that other threads can run.
             library = ctypes.CDLL(name)
         except OSError as error:
             problem = error

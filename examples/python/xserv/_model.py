@@ -42,7 +42,7 @@ _DTYPE_NAMES = {number: name for name, number in c.DTYPES.items()}
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What a loaded model is. The fields are those of xserv_model_info in xserv.h."""
+    """The description of a loaded model. The fields are those of xserv_model_info in xserv.h."""
 
     architecture: str
     path: str
@@ -69,7 +69,7 @@ class ModelInfo:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What a model folder is. The fields are those of xserv_inspection_info in xserv.h."""
+    """The description of a model folder. The fields are those of xserv_inspection_info in xserv.h."""
 
     path: str
     architecture: str
@@ -95,7 +95,7 @@ class Inspection:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What loading a model would take. The fields are those of xserv_memory_plan in xserv.h."""
+    """The memory that loading a model would take. The fields are those of xserv_memory_plan in xserv.h."""
 
     device: str
     dtype: str
@@ -137,7 +137,7 @@ def _path(path: Path) -> bytes:
 
 
 def inspect(path: Path) -> Inspection:
-    """Looks at a model folder without reading its weights. A folder that could not be loaded is no
+    """Inspects a model folder without reading its weights. A folder that cannot be loaded is not an
     error: `supported` is then False and `unsupported_reason` says why."""
     handle = c_void_p()
     check(library.xserv_inspect(_path(path), byref(handle)))
@@ -187,8 +187,8 @@ def plan(
     max_batch_size: int = 0,
     deterministic: bool = False,
 ) -> MemoryPlan:
-    """Tells what Model() would take of memory with the same options, without reading the weights and
-    without a GPU. A model that doesn't fit is no error: `fits` is then False."""
+    """Returns the memory that Model() would take with the same options, without reading the weights
+    and without a GPU. A model that does not fit is not an error: `fits` is then False."""
     options = _load_options(
         device, dtype, num_threads, False, max_context_tokens, kv_cache_tokens, max_memory_bytes, max_prefill_tokens
     )
@@ -203,7 +203,7 @@ class Logits:
     """Scores before softmax, float32 [positions][vocab].
 
     logits[i] is a row (a memoryview), logits[i, j] a number. numpy.asarray(logits) and
-    logits.as_memoryview() look at the same memory, without a copy.
+    logits.as_memoryview() share the memory, without a copy.
     """
 
     def __init__(self, rows: int, vocab_size: int) -> None:
@@ -313,8 +313,8 @@ class Model:
             except BaseException as error:
                 raised.append(error)
 
-        # On a thread of its own, so that Ctrl-C ends a load: it reaches the main thread alone, and there
-        # only between two steps of Python.
+        # Runs on a thread of its own, so that Ctrl-C ends a load: it reaches only the main thread,
+        # and there only between two bytecodes of Python.
         thread = threading.Thread(target=load, name="xserv-load")
         try:
             thread.start()
@@ -393,7 +393,7 @@ class Model:
         return _take_text(handle)
 
     def logits(self, tokens: Sequence[int], *, last_only: bool = False) -> Logits:
-        """The scores that the model gives for the token after each of `tokens`, or after the last."""
+        """Returns the scores of the token that follows each of `tokens`, or only the last of them."""
         ids = token_array(tokens)
         rows = 1 if last_only else len(ids)
         logits = Logits(rows, self.info.vocab_size)
@@ -415,7 +415,7 @@ class Model:
     ) -> Union[Result, TextStream]:
         """Generates from exactly one of a prompt, tokens= and messages=.
 
-        Gives a Result; with stream=True an iterator over the pieces of text, whose `result` is there
+        Returns a Result; with stream=True an iterator over the pieces of text, whose `result` is set
         when it has ended. Further keywords: tools, variables (of the chat template), max_tokens,
         temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty,
         seed, stop (a string or several), stop_token_ids, ignore_eos, skip_special_tokens,
@@ -427,11 +427,11 @@ class Model:
         return running if stream else running.wait()
 
     def generate_async(self, prompt: Optional[str] = None, **options: Unpack[GenerateOptions]) -> AsyncTextStream:
-        """The same for asyncio: `async for piece in stream`, or `await stream.wait()` for the Result."""
+        """As generate(), for asyncio: `async for piece in stream`, or `await stream.wait()` for the Result."""
         return AsyncTextStream(self, build_request(prompt, **options))
 
     def stats(self) -> Dict[str, Any]:
-        """How the model's requests stand; the keys are the fields of xserv_model_stats in xserv.h."""
+        """Returns the state of the model's requests; the keys are the fields of xserv_model_stats in xserv.h."""
         stats = c.ModelStats(struct_size=sizeof(c.ModelStats))
         check(library.xserv_model_get_stats(self.handle, byref(stats)))
         values = {name: getattr(stats, name) for name, *_ in stats._fields_ if name != "struct_size"}

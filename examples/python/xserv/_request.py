@@ -1,4 +1,4 @@
-"""What can be asked of Model.generate(), and the C struct made from it."""
+"""The arguments of Model.generate(), and the C struct made from them."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def choice(choices: Mapping[str, int], name: str, what: str) -> int:
 
 
 def set_number(struct: Structure, name: str, value: Union[int, float]) -> None:
-    """Sets a field, and refuses what it can't hold; ctypes would drop the upper bits of an integer."""
+    """Sets a field, and refuses values that it cannot hold; ctypes would drop the upper bits of an integer."""
     setattr(struct, name, value)
     kind = {field[0]: field[1] for field in struct._fields_}[name]
     if kind is not c_float and getattr(struct, name) != value:

@@ -15,12 +15,12 @@ from ._library import check, library
 
 @dataclass(frozen=True)
 class Result:
-    """What a generation came to."""
+    """The result of a generation."""
 
     text: str
     token_ids: List[int]
     num_prompt_tokens: int
-    #: Of these, the ones whose keys and values were there already.
+    #: The prompt tokens whose keys and values were found in the prefix cache.
     num_cached_tokens: int
     #: "stop_token", "stop_string", "max_tokens", "context_full", "callback", "cancelled" or "deadline".
     finish_reason: str
@@ -75,7 +75,7 @@ def take_result(handle: c_void_p) -> Result:
         library.xserv_result_free(handle)
 
 
-# What a job puts into its queue: ("text", Piece), then once ("result", Result) or ("error", exception).
+# An item of a job's queue: ("text", Piece), then once ("result", Result) or ("error", exception).
 _Item = Tuple[str, Any]
 
 
@@ -122,7 +122,7 @@ class _Job:
             except queue.Full:
                 if not self.stopped.is_set():
                     continue
-            # The reader may have gone. What it has not read is of no use then; the end is.
+            # The reader may be gone. Then unread text is of no use, but the end is.
             try:
                 self.items.get_nowait()
             except queue.Empty:
@@ -152,7 +152,7 @@ _running: Set[_Job] = set()
 
 @atexit.register
 def _stop_all() -> None:
-    """Ends what still runs: a thread must not come back from the library into an interpreter that is gone."""
+    """Ends generations that still run: a thread must not return from the library into an interpreter that is gone."""
     for job in list(_running):
         job.stop()
         job.thread.join()
@@ -182,7 +182,7 @@ class TextStream(Iterator[Piece]):
         if kind == "text":
             assert isinstance(value, Piece)
             return value
-        # The end is there for everyone: another thread may be waiting for it as well.
+        # The end is put back, because another thread may be waiting for it as well.
         job.items.put((kind, value))
         job.thread.join()
         self._job = None
@@ -193,7 +193,7 @@ class TextStream(Iterator[Piece]):
         raise StopIteration
 
     def wait(self) -> Result:
-        """Reads to the end and gives the result. If it is interrupted, the generation stops."""
+        """Reads to the end and returns the result. If it is interrupted, the generation stops."""
         try:
             for _ in self:
                 pass

@@ -1,4 +1,4 @@
-"""The library's operators on tensors of NumPy, PyTorch, CuPy, JAX: whatever speaks DLPack, in place.
+"""The library's operators on tensors of NumPy, PyTorch, CuPy, JAX and all that speak DLPack, in place.
 
     from xserv import ops
 
@@ -85,7 +85,8 @@ class AttentionOptions(Structure):
     ]
 
 
-# The arguments of xserv_op_<name> after the context. t: a tensor, f: a float, u: a uint32_t, p: a struct.
+# The arguments of xserv_op_<name> after the context. t: a tensor, f: a float, u: a uint32_t, p: a
+# struct.
 _OPERATORS = {
     "copy": "tt",
     "cast": "tt",
@@ -145,7 +146,7 @@ class _Views:
             return None
         if not hasattr(tensor, "__dlpack__"):
             raise TypeError(f"{type(tensor).__name__} does not speak DLPack")
-        # -1: the exporter need not wait for anything; the order of the streams is the caller's affair.
+        # -1: the exporter need not wait for anything; the order of the streams is up to the caller.
         on_cuda = tensor.__dlpack_device__()[0] == _KDL_CUDA
         capsule = tensor.__dlpack__(stream=-1) if on_cuda else tensor.__dlpack__()
         self.capsules.append(capsule)
@@ -202,7 +203,7 @@ class Context:
         return {name: getattr(stats, name) for name, _ in MemoryStats._fields_[1:]}
 
     def synchronize(self) -> None:
-        """Waits for all queued work; raises what went wrong in it."""
+        """Waits for all queued work; raises an Error if something went wrong in it."""
         check(library.xserv_context_synchronize(self._handle))
 
     def trim(self) -> None:
@@ -248,7 +249,7 @@ class Context:
         self._call("softmax", x, out)
 
     def gelu(self, x: Any, out: Any) -> None:
-        """With erf; gelu_tanh is GPT-2's."""
+        """GELU with erf; gelu_tanh is GPT-2's."""
         self._call("gelu", x, out)
 
     def gelu_tanh(self, x: Any, out: Any) -> None:

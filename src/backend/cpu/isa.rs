@@ -1,9 +1,9 @@
-//! Which instruction set the kernels use; found at run time.
+//! The instruction sets that kernels are compiled for, and their detection at run time.
 
-/// A set of instructions for which the kernels are compiled, from the least to the best.
+/// An instruction set for which the kernels are compiled, in ascending order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Isa {
-    /// What every processor of the target architecture has.
+    /// The baseline of the target architecture.
     Portable,
     /// AVX2, FMA and F16C.
     Avx2,
@@ -14,22 +14,22 @@ pub enum Isa {
 }
 
 impl Isa {
-    /// All of them, from the least to the best.
+    /// All instruction sets, in ascending order.
     pub const ALL: [Isa; 4] = [Isa::Portable, Isa::Avx2, Isa::Avx512, Isa::Avx512Bf16];
 
-    /// The fastest that this machine supports.
+    /// Returns the fastest that this machine supports.
     ///
-    /// On AMD's Zen 4 and 5 the bf16 dot product does twice the work of an f32 multiply-add. On Intel's
-    /// it does half: 83 against 177 GFLOP/s on one core of an Emerald Rapids without AMX. There bf16
-    /// is widened to f32. A rule, not a measurement at start-up: the choice decides the last bits of
-    /// results and must be the same in every run.
+    /// On AMD's Zen 4 and 5 the bf16 dot product does twice the work of an f32 multiply-add. On
+    /// Intel's it does half: 83 against 177 GFLOP/s on one core of an Emerald Rapids without AMX.
+    /// There bf16 is widened to f32. This is a fixed rule, not a measurement at start-up: the
+    /// choice decides the last bits of results and must be the same in every run.
     pub fn detect() -> Isa {
         let supported = Self::ALL.iter().rev().copied().filter(|isa| isa.is_supported());
         let fast = |isa: &Isa| *isa != Isa::Avx512Bf16 || has_fast_bf16_dot();
         supported.into_iter().find(fast).unwrap_or(Isa::Portable)
     }
 
-    /// Whether this machine can run kernels compiled for it.
+    /// Whether this machine can run kernels compiled for this set.
     #[cfg(target_arch = "x86_64")]
     pub fn is_supported(self) -> bool {
         let avx2 = || {
@@ -52,7 +52,7 @@ impl Isa {
         }
     }
 
-    /// Whether this machine can run kernels compiled for it.
+    /// Whether this machine can run kernels compiled for this set.
     #[cfg(not(target_arch = "x86_64"))]
     pub fn is_supported(self) -> bool {
         self == Isa::Portable
@@ -63,7 +63,7 @@ impl Isa {
         self == Isa::Avx512Bf16
     }
 
-    /// The short name: `portable`, `avx2`, `avx512`, `avx512-bf16`.
+    /// Returns the short name: `portable`, `avx2`, `avx512`, `avx512-bf16`.
     pub const fn name(self) -> &'static str {
         match self {
             Isa::Portable => "portable",

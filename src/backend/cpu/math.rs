@@ -19,11 +19,11 @@ pub const EXP2_TERMS: [f32; 8] = [
     1.0,
 ];
 
-/// `2^x` to 1e-7 relative; 0 below -126, infinity from 127.5 on. NaN stays NaN.
+/// Returns `2^x` to 1e-7 relative; 0 below -126, infinity from 127.5 on. NaN stays NaN.
 #[inline(always)]
 pub fn exp2<S: Simd>(x: f32) -> f32 {
-    // Comparisons that are false for NaN, so that it goes through; f32::clamp would too, but
-    // min/max would swallow it.
+    // These comparisons are false for NaN, so that it passes through; f32::clamp would do so too,
+    // but min/max would swallow it.
     let low = if x < -126.0 { -126.0 } else { x };
     let clamped = if low > 127.5 { 127.5 } else { low };
     let shifted = clamped + ROUND;
@@ -44,7 +44,7 @@ pub fn exp2<S: Simd>(x: f32) -> f32 {
     }
 }
 
-/// `e^x`: relative error below 2e-7 on [-87, 88]; 0 below, infinity above. NaN stays NaN.
+/// Returns `e^x`: relative error below 2e-7 on [-87, 88]; 0 below, infinity above. NaN stays NaN.
 #[inline(always)]
 pub fn exp<S: Simd>(x: f32) -> f32 {
     // ln 2 in two parts: the product of the first with a whole number below 2^8 is exact.
@@ -74,7 +74,7 @@ pub fn exp<S: Simd>(x: f32) -> f32 {
     }
 }
 
-/// f32 to bf16 bits, to nearest even; NaN stays a (quiet) NaN.
+/// Converts f32 to bf16 bits, to nearest even; NaN stays a (quiet) NaN.
 #[inline(always)]
 pub fn bf16_bits(x: f32) -> u16 {
     let bits = x.to_bits();
@@ -83,19 +83,19 @@ pub fn bf16_bits(x: f32) -> u16 {
     (if x.is_nan() { quiet } else { rounded }) as u16
 }
 
-/// f32 rounded to bf16, as f32.
+/// Rounds an f32 to bf16, as f32.
 #[inline(always)]
 pub fn round_to_bf16(x: f32) -> f32 {
     f32::from_bits(u32::from(bf16_bits(x)) << 16)
 }
 
-/// bf16 bits to f32.
+/// Converts bf16 bits to f32.
 #[inline(always)]
 pub fn bf16_to_f32(bits: u16) -> f32 {
     f32::from_bits(u32::from(bits) << 16)
 }
 
-/// f16 bits to f32, branch-free.
+/// Converts f16 bits to f32, branch-free.
 #[inline(always)]
 pub fn f16_to_f32(bits: u16) -> f32 {
     // The exponent moves by a product with 2^112, which also normalises subnormal numbers.
@@ -106,7 +106,7 @@ pub fn f16_to_f32(bits: u16) -> f32 {
     f32::from_bits(value | u32::from(bits & 0x8000) << 16)
 }
 
-/// f32 to f16 bits, to nearest even, branch-free; NaN stays a (quiet) NaN.
+/// Converts f32 to f16 bits, to nearest even, branch-free; NaN stays a (quiet) NaN.
 #[inline(always)]
 pub fn f16_bits(x: f32) -> u16 {
     let bits = x.to_bits();
@@ -118,7 +118,7 @@ pub fn f16_bits(x: f32) -> u16 {
     let subnormal = (f32::from_bits(magnitude) + 0.5).to_bits().wrapping_sub(0.5f32.to_bits());
     let nan = 0x7e00 | ((magnitude >> 13) & 0x3ff);
     let mut result = if magnitude < 0x3880_0000 { subnormal } else { normal };
-    // From 2^16 on.
+    // Values of 2^16 and more become infinite.
     result = if magnitude >= 0x4780_0000 { 0x7c00 } else { result };
     result = if magnitude > 0x7f80_0000 { nan } else { result };
     (result | (bits >> 16) & 0x8000) as u16
@@ -140,7 +140,8 @@ pub fn sum_lanes(mut lanes: [f32; LANES]) -> f32 {
     lanes[0]
 }
 
-/// The sum of `term(x)` over a row, in lanes of sixteen and then a tree: the same order always.
+/// Returns the sum of `term(x)` over a row, in lanes of sixteen and then a tree: always in the same
+/// order.
 #[inline(always)]
 pub fn sum_over<S: Simd>(row: &[f32], term: impl Fn(f32, f32) -> f32 + Copy) -> f32 {
     let mut lanes = [0.0f32; LANES];
@@ -148,8 +149,8 @@ pub fn sum_over<S: Simd>(row: &[f32], term: impl Fn(f32, f32) -> f32 + Copy) -> 
     sum_lanes(lanes)
 }
 
-/// Goes on with a sum in lanes. Parts of a row, all but the last of a multiple of [`LANES`], give the
-/// bits of the whole.
+/// Continues a sum in lanes. The parts of a row, all but the last multiples of [`LANES`] long, give
+/// the same bits as the whole.
 #[inline(always)]
 pub fn add_to_lanes(lanes: &mut [f32; LANES], row: &[f32], term: impl Fn(f32, f32) -> f32 + Copy) {
     let (chunks, rest) = row.as_chunks::<LANES>();
@@ -163,10 +164,10 @@ pub fn add_to_lanes(lanes: &mut [f32; LANES], row: &[f32], term: impl Fn(f32, f3
     }
 }
 
-/// The largest element of a row; NaN if there is one, -infinity if the row is empty.
+/// Returns the largest element of a row; NaN if there is one, -infinity if the row is empty.
 #[inline(always)]
 pub fn maximum(row: &[f32]) -> f32 {
-    // Four vectors beside each other hide the latency of the comparison.
+    // Four vectors side by side hide the latency of the comparison.
     const WIDTH: usize = 4 * LANES;
     // A NaN stays: no comparison with it is true.
     let larger = |a: f32, b: f32| if b > a || b.is_nan() { b } else { a };

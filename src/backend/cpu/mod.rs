@@ -1,4 +1,4 @@
-//! The CPU: instruction set chosen at run time, and the thread pool.
+//! The CPU: its instruction set, chosen at run time, and the thread pool.
 
 mod isa;
 pub(crate) mod math;
@@ -17,7 +17,7 @@ use simd::{Kernel, Portable};
 /// core and moving the lines there costs more than the work.
 const PARALLEL_ELEMENTS: usize = 32 * 1024;
 
-/// Runs operators on this machine's cores. Shared by everything that computes on them.
+/// Runs operators on this machine's cores. Everything that computes on them shares it.
 pub struct CpuBackend {
     isa: Isa,
     name: String,
@@ -25,13 +25,13 @@ pub struct CpuBackend {
 }
 
 impl CpuBackend {
-    /// A backend with `num_threads` threads, of which the calling thread is one, and the best
+    /// Makes a backend with `num_threads` threads, of which the calling thread is one, and the best
     /// instruction set of this machine.
     pub fn new(num_threads: usize) -> Result<Self> {
         Self::with_isa(num_threads, Isa::detect())
     }
 
-    /// The same with a given instruction set; an error if this machine does not support it.
+    /// Makes a backend with a given instruction set; an error if this machine does not support it.
     pub fn with_isa(num_threads: usize, isa: Isa) -> Result<Self> {
         if !isa.is_supported() {
             return Err(Error::unsupported(format!(
@@ -45,12 +45,12 @@ impl CpuBackend {
         Ok(CpuBackend { isa, name, pool })
     }
 
-    /// How many threads compute, the calling one included.
+    /// Returns the number of threads that compute, the calling one included.
     pub fn num_threads(&self) -> usize {
         self.pool.num_threads()
     }
 
-    /// The instruction set in use.
+    /// Returns the instruction set in use.
     pub fn isa(&self) -> Isa {
         self.isa
     }
@@ -60,22 +60,23 @@ impl CpuBackend {
         self.isa.has_native_bf16()
     }
 
-    /// For people: `cpu (avx512-bf16, 2 threads)`.
+    /// Returns a name for people, such as `cpu (avx512-bf16, 2 threads)`.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Calls `task` with each of `0..num_tasks`, on all threads, in no given order, and returns when
-    /// all are done. A panic in a task ends the job and becomes an internal error. May be called from
-    /// several threads (they take turns) and from inside a task (then it runs on that thread).
+    /// Calls `task` with each of `0..num_tasks`, on all threads, in no given order, and returns
+    /// when all are done. A panic in a task ends the job and becomes an internal error. May be
+    /// called from several threads (they take turns) and from inside a task (then it runs on that
+    /// thread).
     pub fn parallel_for(&self, num_tasks: usize, task: &(dyn Fn(usize) + Sync)) -> Result<()> {
         self.pool.parallel_for(num_tasks, task)
     }
 
-    /// Runs `main` on this thread, and beside it `helper` on those of the other threads that have nothing else
-    /// to do: up to `num_threads() - 1` calls of it, each with a number of its own, perhaps none. Returns when
-    /// `main` and all helpers that have begun are done. A panic in any becomes an internal error. `main` must
-    /// not use this backend.
+    /// Runs `main` on this thread and, at the same time, `helper` on those of the other threads
+    /// that are idle: up to `num_threads() - 1` calls of it, each with a number of its own,
+    /// possibly none. Returns when `main` and all helpers that have begun are done. A panic in any
+    /// becomes an internal error. `main` must not use this backend.
     pub fn with_helpers(
         &self,
         helper: &(dyn Fn(usize) + Sync),
@@ -85,8 +86,8 @@ impl CpuBackend {
     }
 
     /// Cuts `data`, rows of `row_len` elements, into runs of whole rows and calls `task` with the
-    /// first row's number and the rows of each run: in parallel when the data is large, at once on
-    /// this thread when it is small.
+    /// first row's number and the rows of each run: in parallel when the data is large, on this
+    /// thread alone when it is small.
     pub(crate) fn parallel_rows<T: Send>(
         &self,
         data: &mut [T],
@@ -118,8 +119,8 @@ impl CpuBackend {
         })
     }
 
-    /// Cuts tokens `0..num_tokens`, of `row_len` elements each, into runs and calls `task` with each:
-    /// in parallel when there is much to do, at once on this thread when there is little.
+    /// Cuts tokens `0..num_tokens`, of `row_len` elements each, into runs and calls `task` with
+    /// each: in parallel when there is much to do, on this thread alone when there is little.
     pub(crate) fn parallel_tokens(
         &self,
         num_tokens: usize,
@@ -161,7 +162,7 @@ impl CpuBackend {
 pub(crate) struct SendPointer<T>(pub *mut T);
 
 impl<T> SendPointer<T> {
-    /// The pointer. (A method, so that closures capture the wrapper and not the field.)
+    /// Returns the pointer. (A method, so that closures capture the wrapper and not the field.)
     #[inline(always)]
     pub(crate) fn get(&self) -> *mut T {
         self.0

@@ -1,9 +1,9 @@
 //! The thread pool of one backend.
 //!
-//! One job at a time: a function over task numbers that the workers and the calling thread claim
-//! from a counter. A forward pass dispatches some two hundred jobs a token, so a dispatch must cost
-//! about a microsecond: idle workers spin for [`SPIN_MICROSECONDS`] on one atomic word and only
-//! then sleep, and the caller never waits for a worker that has not begun.
+//! It runs one job at a time: a function over task numbers that the workers and the calling thread
+//! claim from a counter. A forward pass dispatches some two hundred jobs a token, so a dispatch
+//! must cost about a microsecond: idle workers spin for [`SPIN_MICROSECONDS`] on one atomic word
+//! and only then sleep, and the caller never waits for a worker that has not begun.
 //!
 //! The word `state` is `epoch << 32 | OPEN | active`. A worker joins the job of an epoch it has not
 //! yet seen by incrementing `active` while the job is open; the caller closes the job when no task
@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 /// How long an idle worker spins before it sleeps. Longer than the gaps between the operators of
 /// a layer, far shorter than anything a person could see in `top`.
 const SPIN_MICROSECONDS: u64 = 50;
-/// More threads than any machine has cores; guards the thread count of an option struct.
+/// A limit above the core count of any machine; guards the thread count of an option struct.
 pub const MAX_THREADS: usize = 1024;
 
 const OPEN: u64 = 1 << 31;
@@ -42,7 +42,7 @@ struct Shared {
     job: UnsafeCell<Option<Job>>,
     panicked: Mutex<Option<String>>,
     num_sleeping: AtomicUsize,
-    /// True when the workers shall end.
+    /// Whether the workers are to end.
     sleep: Mutex<bool>,
     wake: Condvar,
 }
@@ -55,7 +55,8 @@ unsafe impl Sync for Shared {}
 unsafe impl Send for Shared {}
 
 thread_local! {
-    /// Whether this thread is inside a task of any pool: then a nested job runs on this thread.
+    /// Whether this thread is inside a task of any pool, in which case a nested job runs on this
+    /// thread.
     static INSIDE_TASK: Cell<bool> = const { Cell::new(false) };
 }
 
@@ -68,7 +69,7 @@ pub(super) struct Pool {
     shared: Arc<Shared>,
     submit: Mutex<()>,
     workers: Vec<JoinHandle<()>>,
-    /// The process that has the workers.
+    /// The process in which the workers run.
     process_id: u32,
 }
 
@@ -131,25 +132,27 @@ impl Pool {
         }
         self.run(self.workers.len(), helper, &mut |shared, job| {
             if let Err(message) = catch_panic(&mut *main) {
-                // Helpers that have not begun need not.
+                // Helpers that have not begun need not begin.
                 shared.next_task.store(job.num_tasks, Ordering::Relaxed);
                 lock(&shared.panicked).get_or_insert(message);
             }
         })
     }
 
-    /// Opens a job to the workers, does `here` on this thread, and closes the job. `here` must not panic.
+    /// Opens a job to the workers, does `here` on this thread, and closes the job. `here` must not
+    /// panic.
     fn run(
         &self,
         num_tasks: usize,
         task: &Task<'_>,
         here: &mut dyn FnMut(&Shared, Job),
     ) -> Result<()> {
-        // Two callers at once: one after the other.
+        // Concurrent callers take turns.
         let _submitting = lock(&self.submit);
         let shared = &*self.shared;
-        // SAFETY: only the lifetime is extended, to fit into `Shared`. This function does not return
-        // before the job is closed and no worker is active, so nobody uses it past its life.
+        // SAFETY: only the lifetime is extended, to fit into `Shared`. This function does not
+        // return before the job is closed and no worker is active, so nobody uses it past its
+        // lifetime.
         let task: *const Task<'static> =
             unsafe { std::mem::transmute::<&Task<'_>, &'static Task<'static>>(task) };
         let job = Job { task, num_tasks };
@@ -159,7 +162,7 @@ impl Pool {
         let epoch = (shared.state.load(Ordering::Relaxed) >> EPOCH_SHIFT).wrapping_add(1);
         shared.state.store(epoch << EPOCH_SHIFT | OPEN, Ordering::SeqCst);
         if shared.num_sleeping.load(Ordering::SeqCst) > 0 {
-            // The lock orders us behind a worker that has counted itself but does not wait yet.
+            // The lock makes us wait for a worker that has counted itself but does not sleep yet.
             drop(lock(&shared.sleep));
             shared.wake.notify_all();
         }
@@ -190,7 +193,7 @@ impl Drop for Pool {
             return;
         }
         *lock(&self.shared.sleep) = true;
-        // An epoch without an open job lets spinning workers look at the flag.
+        // An epoch without an open job makes spinning workers look at the flag.
         self.shared.state.fetch_add(1 << EPOCH_SHIFT, Ordering::SeqCst);
         self.shared.wake.notify_all();
         for worker in self.workers.drain(..) {
@@ -222,7 +225,7 @@ impl Shared {
     }
 }
 
-/// The life of a worker.
+/// The main loop of a worker.
 fn work(shared: &Shared) {
     let _mode = StandardFloats::new();
     let mut seen_epoch = 0;
@@ -254,7 +257,8 @@ fn work(shared: &Shared) {
     }
 }
 
-/// The state once its epoch differs from `seen_epoch`; None when the pool ends.
+/// Waits until the epoch of the state differs from `seen_epoch` and returns the state; None when
+/// the pool ends.
 fn wait_for_epoch(shared: &Shared, seen_epoch: u64) -> Option<u64> {
     let mut deadline = None;
     loop {
@@ -293,7 +297,7 @@ fn wait_for_epoch(shared: &Shared, seen_epoch: u64) -> Option<u64> {
     state
 }
 
-/// All tasks on this thread, with the same treatment of panics.
+/// Runs all tasks on this thread, handling panics as the pool does.
 fn run_here(num_tasks: usize, task: &Task<'_>) -> Result<()> {
     catch_panic(|| (0..num_tasks).for_each(task)).map_err(|message| task_panicked(&message))
 }

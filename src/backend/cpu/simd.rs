@@ -1,7 +1,7 @@
 //! One source of every kernel for every instruction set.
 //!
-//! A [`Kernel`] is a body generic over [`Simd`]; [`super::CpuBackend::run`] calls it from a function
-//! compiled for the backend's instruction set. The body and all it calls must be
+//! A [`Kernel`] is a body generic over [`Simd`]; [`super::CpuBackend::run`] calls it from a
+//! function compiled for the backend's instruction set. The body and all it calls must be
 //! `#[inline(always)]`, or the compiler makes a slow baseline copy of it.
 //!
 //! Elementwise bodies are plain loops over slices and are vectorised by the compiler; matrix tiles
@@ -14,17 +14,17 @@ use super::tile::{tile, Element, Operands};
 pub trait Simd: Copy + Send + Sync + 'static {
     /// Sixteen f32 values.
     type Vector: Vector16;
-    /// How a bf16 weight matrix is multiplied.
+    /// The element type by which a bf16 weight matrix is multiplied.
     type Bf16: Element;
-    /// `a * b + c`: fused where that is one instruction, else rounded twice.
+    /// Returns `a * b + c`: fused where that is one instruction, else rounded twice.
     fn mul_add(a: f32, b: f32, c: f32) -> f32;
 }
 
 /// A body to be compiled for each instruction set.
 pub trait Kernel {
-    /// What the body returns.
+    /// The result of the body.
     type Output;
-    /// The body. Must be `#[inline(always)]`.
+    /// Runs the body. Must be `#[inline(always)]`.
     fn run<S: Simd>(self) -> Self::Output;
 }
 
@@ -34,7 +34,8 @@ pub trait Kernel {
 /// Every method needs the instruction set of the implementing type; pointers must be valid for what
 /// the method reads or writes, at any alignment.
 pub unsafe trait Vector16: Copy {
-    /// How many values of this type the registers hold beside the operands of a product.
+    /// The number of values of this type that fit into the registers in addition to the operands of
+    /// a product.
     const MAX_SUMS: usize;
     /// [`super::tile::tile`], as a function of its own compiled for the instruction set.
     /// # Safety
@@ -42,11 +43,11 @@ pub unsafe trait Vector16: Copy {
     unsafe fn compiled_tile<E: Element<Vector = Self>, const ROWS: usize, const GROUPS: usize>(
         operands: &Operands<E>,
     );
-    /// All zeros.
+    /// Returns all zeros.
     /// # Safety
     /// See the trait.
     unsafe fn zero() -> Self;
-    /// One value in all lanes.
+    /// Returns one value in all lanes.
     /// # Safety
     /// See the trait.
     unsafe fn splat(value: f32) -> Self;
@@ -70,11 +71,12 @@ pub unsafe trait Vector16: Copy {
     /// # Safety
     /// See the trait.
     unsafe fn store_f16(self, target: *mut u16);
-    /// Writes the upper halves of the 16 lanes: of what `load_bf16` has read, the same bits.
+    /// Writes the upper halves of the 16 lanes, which for values read by `load_bf16` are the same
+    /// bits.
     /// # Safety
     /// See the trait.
     unsafe fn store_high_halves(self, target: *mut u16);
-    /// Lane c of row r to lane r of row c.
+    /// Transposes: lane c of row r becomes lane r of row c.
     /// # Safety
     /// See the trait.
     unsafe fn transpose(rows: [Self; 16]) -> [Self; 16];
@@ -82,45 +84,45 @@ pub unsafe trait Vector16: Copy {
     /// # Safety
     /// See the trait.
     unsafe fn store(self, target: *mut f32);
-    /// `self * factor + addend`.
+    /// Returns `self * factor + addend`.
     /// # Safety
     /// See the trait.
     unsafe fn mul_add(self, factor: Self, addend: Self) -> Self;
-    /// `self * factor`.
+    /// Returns `self * factor`.
     /// # Safety
     /// See the trait.
     unsafe fn mul(self, factor: Self) -> Self;
-    /// `self + other`.
+    /// Returns `self + other`.
     /// # Safety
     /// See the trait.
     unsafe fn add(self, other: Self) -> Self;
-    /// `self - other`.
+    /// Returns `self - other`.
     /// # Safety
     /// See the trait.
     unsafe fn sub(self, other: Self) -> Self;
-    /// The larger of each pair; which one when either is NaN is left open.
+    /// Returns the larger of each pair; either one if one of them is NaN.
     /// # Safety
     /// See the trait.
     unsafe fn max(self, other: Self) -> Self;
-    /// The largest lane.
+    /// Returns the largest lane.
     /// # Safety
     /// See the trait.
     unsafe fn max_lane(self) -> f32;
-    /// `2^self` to 1e-7 relative for lanes of at most 0; 0 below -126. NaN stays NaN.
+    /// Returns `2^self` to 1e-7 relative for lanes of at most 0; 0 below -126. NaN stays NaN.
     /// # Safety
     /// See the trait.
     unsafe fn exp2_negative(self) -> Self;
-    /// Each lane rounded to bf16, to nearest even; NaN stays NaN.
+    /// Rounds each lane to bf16, to nearest even; NaN stays NaN.
     /// # Safety
     /// See the trait.
     unsafe fn round_to_bf16(self) -> Self;
 }
 
-/// The instruction set that every processor of the target has.
+/// The baseline instruction set of the target.
 #[derive(Clone, Copy)]
 pub struct Portable;
 
-/// aarch64 multiplies and adds in one rounding in its baseline; x86-64 does not.
+/// The baseline of aarch64 has a fused multiply-add; that of x86-64 does not.
 const FUSED_BASELINE: bool = cfg!(target_arch = "aarch64");
 
 impl Simd for Portable {

@@ -1,26 +1,26 @@
 //! The one matrix kernel: a tile of up to six rows times up to 64 columns of a panel.
 //!
 //! A panel holds its columns side by side for each step of k, so that a step reads one contiguous
-//! stretch. Accumulators stay in registers over the whole of k, and each output element is summed in
-//! the order of k whatever the number of rows: a row's result does not depend on its neighbours.
+//! stretch. Accumulators stay in registers over the whole of k, and each output element is summed
+//! in the order of k for any number of rows: a row's result does not depend on its neighbours.
 
 use super::math::round_to_bf16;
 use super::simd::Vector16;
 use crate::memory::Plain;
 use std::marker::PhantomData;
 
-/// Most rows of a tile: 6 x 4 accumulators, 4 weight vectors and a broadcast fill 32 registers.
+/// The most rows of a tile: 6 x 4 accumulators, 4 weight vectors and a broadcast fill 32 registers.
 pub const MAX_ROWS: usize = 6;
 
-/// How one element type is multiplied.
+/// An element type, and how it is multiplied.
 ///
 /// # Safety
 /// Every method needs the instruction set of `Vector`. `load` reads `16 * K_STEP` weights,
 /// `broadcast` reads `K_STEP` activations; nothing else is read.
 pub unsafe trait Element {
-    /// What activations must be converted to.
+    /// The type that activations must be converted to.
     type Activation: Plain;
-    /// What the panel holds.
+    /// The type of the weights in the panel.
     type Weight: Plain;
     /// Sixteen sums.
     type Vector: Vector16;
@@ -28,7 +28,7 @@ pub unsafe trait Element {
     type Loaded: Copy;
     /// The activations of one row for one step, in all lanes.
     type Broadcast: Copy;
-    /// How many values of k one step takes; they lie side by side for each column.
+    /// The number of values of k in one step; for each column they are adjacent.
     const K_STEP: usize;
     /// Whether the products are f32 multiply-adds one k after the other, so that weights widened to
     /// f32 beforehand give the same bits.
@@ -37,9 +37,9 @@ pub unsafe trait Element {
     /// A weight of zero.
     const ZERO_WEIGHT: Self::Weight;
 
-    /// An activation as this element multiplies it.
+    /// Converts an activation to the form in which this element multiplies it.
     fn activation(x: f32) -> Self::Activation;
-    /// Sixteen of them.
+    /// Converts and stores sixteen activations.
     /// # Safety
     /// See the trait; `target` is writable for 16 activations.
     unsafe fn store_activations(values: Self::Vector, target: *mut Self::Activation);
@@ -49,8 +49,8 @@ pub unsafe trait Element {
     /// # Safety
     /// See the trait.
     unsafe fn broadcast(activations: *const Self::Activation) -> Self::Broadcast;
-    /// Writes the weights of sixteen columns for one step as f32: k after k, `stride` apart. Only for
-    /// elements with `IS_F32_MATH`.
+    /// Writes the weights of sixteen columns for one step as f32: k after k, `stride` apart. Only
+    /// for elements with `IS_F32_MATH`.
     /// # Safety
     /// `target` is writable for 16 elements at each of `K_STEP` multiples of `stride`.
     unsafe fn widen(weights: *const Self::Weight, target: *mut f32, stride: usize);
@@ -73,7 +73,7 @@ pub unsafe trait Element {
 pub struct F32<V>(PhantomData<V>);
 /// f16 weights, f32 activations.
 pub struct F16<V>(PhantomData<V>);
-/// bf16 weights as they lie in a row, f32 activations.
+/// bf16 weights in row order, f32 activations.
 pub struct Bf16Rows<V>(PhantomData<V>);
 /// bf16 weights in pairs of k, activations rounded to bf16 and held as f32.
 pub struct Bf16<V>(PhantomData<V>);
@@ -262,13 +262,13 @@ pub struct Operands<E: Element> {
     pub b: *const E::Weight,
     /// Elements from step to step of `b`.
     pub b_stride: usize,
-    /// How far ahead of the reads to prefetch `b`, in bytes; 0 for not at all.
+    /// The distance, in bytes, by which `b` is prefetched ahead of the reads; 0 to disable.
     pub prefetch_bytes: usize,
     /// [rows, 16 * groups] f32, rows `out_stride` elements apart.
     pub out: *mut f32,
     /// Elements from row to row of `out`.
     pub out_stride: usize,
-    /// Whether to go on from the sums that `out` holds, or from zero.
+    /// Whether to start from the sums that `out` holds, rather than from zero.
     pub accumulate: bool,
 }
 
@@ -279,18 +279,18 @@ impl<E: Element> Clone for Operands<E> {
 }
 impl<E: Element> Copy for Operands<E> {}
 
-/// `ROWS` rows by `GROUPS` groups of 16 columns.
+/// Computes a tile of `ROWS` rows by `GROUPS` groups of 16 columns.
 ///
 /// # Safety
-/// `E`'s instruction set is there and the pointers of `operands` cover what its fields say.
+/// `E`'s instruction set is available and the pointers of `operands` cover what its fields say.
 #[inline(always)]
-// Indices of constant extent, which the compiler unrolls into registers.
+// The indices have constant extents, which the compiler unrolls into registers.
 #[allow(clippy::needless_range_loop)]
 pub unsafe fn tile<E: Element, const ROWS: usize, const GROUPS: usize>(operands: &Operands<E>) {
     let Operands { a, a_stride, num_steps, b, b_stride, prefetch_bytes, out, out_stride, .. } =
         *operands;
-    // SAFETY: row r < ROWS, step s < num_steps and group g < GROUPS stay inside the extents that the
-    // caller vouches for; prefetches may point anywhere.
+    // SAFETY: row r < ROWS, step s < num_steps and group g < GROUPS stay inside the extents that
+    // the caller vouches for; prefetches may point anywhere.
     unsafe {
         let mut sums = [[E::Vector::zero(); GROUPS]; ROWS];
         if operands.accumulate {
@@ -301,7 +301,8 @@ pub unsafe fn tile<E: Element, const ROWS: usize, const GROUPS: usize>(operands:
             }
         }
         let mut b_step = b;
-        // A pointer a row and one offset: otherwise the compiler adds up addresses in the loop.
+        // One pointer for each row and one offset: otherwise the compiler adds up addresses in the
+        // loop.
         let mut a_rows = [a; ROWS];
         for r in 1..ROWS {
             a_rows[r] = a_rows[r - 1].wrapping_add(a_stride);
@@ -333,7 +334,7 @@ pub unsafe fn tile<E: Element, const ROWS: usize, const GROUPS: usize>(operands:
     }
 }
 
-/// Asks for the line of an address, which may be any.
+/// Prefetches the line of an address, which may be any.
 #[inline(always)]
 pub fn prefetch(address: *const u8) {
     #[cfg(target_arch = "x86_64")]
@@ -347,10 +348,11 @@ pub fn prefetch(address: *const u8) {
     let _ = address;
 }
 
-/// A tile of `rows` (1 to [`MAX_ROWS`]) by `16 * GROUPS` columns, GROUPS 1, 2 or 4.
+/// Computes a tile of `rows` (1 to [`MAX_ROWS`]) by `16 * GROUPS` columns, where GROUPS is 1, 2 or
+/// 4.
 ///
 /// # Safety
-/// As [`Operands`] says; `E`'s instruction set is there.
+/// As [`Operands`] says; `E`'s instruction set is available.
 #[inline(always)]
 pub unsafe fn tile_rows<E: Element, const GROUPS: usize>(rows: usize, operands: &Operands<E>) {
     // SAFETY: passed on to the caller.
@@ -366,7 +368,7 @@ pub unsafe fn tile_rows<E: Element, const GROUPS: usize>(rows: usize, operands: 
     }
 }
 
-/// Cuts a tile into parts whose sums fit into the registers. The order of each sum stays.
+/// Cuts a tile into parts whose sums fit into the registers. The order of each sum is unchanged.
 ///
 /// # Safety
 /// As for [`tile_rows`].

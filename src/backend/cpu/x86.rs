@@ -203,7 +203,7 @@ unsafe impl Vector16 for [__m256; 2] {
         unsafe {
             let low = _mm256_srli_epi32::<16>(_mm256_castps_si256(self[0]));
             let high = _mm256_srli_epi32::<16>(_mm256_castps_si256(self[1]));
-            // Packing works on each half of the registers: put the quarters in order.
+            // Packing works on each half of the registers, so the quarters are put in order.
             let packed = _mm256_permute4x64_epi64::<0b11_01_10_00>(_mm256_packus_epi32(low, high));
             _mm256_storeu_si256(target.cast(), packed);
         }

@@ -9,13 +9,14 @@ use std::collections::HashMap;
 use std::ffi::c_void;
 use std::sync::{Mutex, OnceLock, PoisonError};
 
-/// Room for split sums. 32 MiB is what cuBLAS recommends for Hopper; earlier chips need less.
+/// The largest workspace of cuBLAS, for split sums, in bytes. cuBLAS recommends 32 MiB for Hopper;
+/// earlier chips need less.
 pub(crate) const MOST_CUBLAS_WORKSPACE_BYTES: usize = 32 << 20;
-/// Plans kept; a program that goes through more shapes than that begins anew.
+/// The most plans kept; when a program uses more shapes, all plans are dropped and made again.
 const MAX_PLANS: usize = 4096;
 
-/// `C = alpha op(A) op(B) + beta C`, row-major: op(A) is [m, k], op(B) [k, n], C [m, n], with leading
-/// dimensions in elements, `batch` times at the given strides.
+/// `C = alpha op(A) op(B) + beta C`, row-major: op(A) is [m, k], op(B) [k, n], C [m, n], with
+/// leading dimensions in elements, `batch` times at the given strides.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct MatmulShape {
     pub dtype: DType,
@@ -35,15 +36,16 @@ pub(crate) struct MatmulShape {
     pub alignment: u32,
 }
 
-/// A handle and the plans made so far. One for each context.
+/// A cuBLASLt handle and the plans made so far. Each context has one.
 pub(crate) struct Blas {
     handle: sys::cublasLtHandle_t,
-    /// What every product may take.
+    /// The bytes of workspace that a product may use.
     workspace_bytes: usize,
     plans: Mutex<HashMap<MatmulShape, Plan>>,
 }
 
-// SAFETY: a cuBLASLt handle may be used by several threads at the same time; plans are behind a lock.
+// SAFETY: a cuBLASLt handle may be used by several threads at the same time; plans are guarded by a
+// lock.
 unsafe impl Send for Blas {}
 // SAFETY: as above.
 unsafe impl Sync for Blas {}
@@ -95,7 +97,7 @@ impl Blas {
                 "cuBLASLt is not installed (libcublasLt.so was not found)",
             ));
         }
-        // A version without a function that we need shows as a panic of the bindings.
+        // If the installed version lacks a function that we need, the bindings panic.
         let make = || result::create_handle().map_err(failed("making a handle"));
         let handle = context.with_current(|| panic_guard::catch(make))?;
         let workspace_bytes = context.cublas_workspace_bytes();
@@ -105,8 +107,8 @@ impl Blas {
     /// Queues a product.
     ///
     /// # Safety
-    /// The matrices are valid device memory of the shape's extents until the work is done; C overlaps
-    /// neither A nor B.
+    /// The matrices are valid device memory of the shape's extents until the work is done; C
+    /// overlaps neither A nor B.
     #[allow(clippy::too_many_arguments)]
     pub(crate) unsafe fn matmul(
         &self,
@@ -122,7 +124,8 @@ impl Blas {
         if plans.len() >= MAX_PLANS {
             plans.clear();
         }
-        // Goes back although the product is only queued: whoever gets it next queues behind it.
+        // Dropped while the product is only queued: the next owner of the memory queues its work
+        // after it.
         let bytes = self.workspace_bytes;
         let workspace = context.allocator().allocate(bytes, "the workspace of cuBLASLt")?;
         context.with_current(|| {
@@ -131,9 +134,9 @@ impl Blas {
                 plans.insert(*shape, plan);
             }
             let plan = plans.get(shape).ok_or_else(|| Error::internal("a plan was lost"))?;
-            // Row-major C = A B is column-major C^T = B^T A^T: the operands change places.
-            // SAFETY: the caller vouches for the matrices; the plan's parts are alive behind the lock; the
-            // workspace belongs to this context, whose stream orders its uses.
+            // Row-major C = A B is column-major C^T = B^T A^T, so the operands are swapped.
+            // SAFETY: the caller vouches for the matrices; the plan's parts are alive while the
+            // lock is held; the workspace belongs to this context, whose stream orders its uses.
             unsafe {
                 result::matmul(
                     self.handle,
@@ -185,7 +188,7 @@ impl Plan {
         let algorithm = unsafe { std::mem::zeroed() };
         let mut plan =
             Plan { description: null as _, a: null as _, b: null as _, c: null as _, algorithm };
-        // f32 is multiplied as f32: no TF32 behind the caller's back.
+        // f32 is multiplied as f32, never silently as TF32.
         plan.description = result::create_matmul_desc(
             sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
             sys::cudaDataType::CUDA_R_32F,

@@ -28,7 +28,7 @@ kernel_struct! {
     }
 }
 
-/// What the codes of a [`FaultRecord`] mean.
+/// The meanings of the codes of a [`FaultRecord`].
 const FAULTS: [&str; 4] = [
     "",
     "a token id is outside the embedding table",
@@ -36,14 +36,14 @@ const FAULTS: [&str; 4] = [
     "a block table names a block that the cache does not have",
 ];
 
-/// A stream, its allocators and its state. Used from one thread at a time or from several: the driver
-/// orders launches by arrival. While a graph is recorded, from the recording thread only.
+/// A stream, its allocators and its state. Several threads may use it at the same time: the driver
+/// orders launches by arrival. While a graph is recorded, only the recording thread may.
 pub struct CudaContext {
-    /// First, so that it goes before the device does.
+    /// The first field, so that it is dropped before the device.
     blas: OnceLock<Blas>,
     device: Arc<CudaDevice>,
     stream: CUstream,
-    /// False for a stream of the caller's.
+    /// Whether the context owns the stream; false for a stream of the caller's.
     owns_stream: bool,
     is_lost: AtomicBool,
     allocator: Arc<CachingAllocator>,
@@ -68,13 +68,13 @@ unsafe impl Send for CudaContext {}
 // SAFETY: as above.
 unsafe impl Sync for CudaContext {}
 
-/// How many words [`CudaContext::counters`] has.
+/// The number of words of [`CudaContext::counters`].
 pub(crate) const MOST_COUNTERS: usize = 1 << 14;
 
-/// Which stream a context works on.
+/// The stream that a context works on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StreamChoice {
-    /// A new one that waits for no other.
+    /// A new stream that waits for no other.
     Own,
     /// A `cudaStream_t` of the caller, as a number; 0 is the default stream.
     Callers(usize),
@@ -89,7 +89,7 @@ pub(crate) struct Launch {
 }
 
 impl Launch {
-    /// `grid` blocks of `block` threads in one dimension.
+    /// Makes extents of `grid` blocks of `block` threads in one dimension.
     pub(crate) fn linear(grid: u32, block: u32) -> Self {
         Launch { grid: (grid, 1, 1), block, shared_bytes: 0 }
     }
@@ -100,7 +100,7 @@ const MAX_ARGUMENTS: usize = 32;
 
 /// The arguments of a kernel, in order.
 pub(crate) struct Arguments<'a> {
-    /// Each in the lower bytes of its own word.
+    /// The arguments, each in the lower bytes of its own word.
     words: [u64; MAX_ARGUMENTS],
     pointers: [*mut c_void; MAX_ARGUMENTS],
     len: usize,
@@ -149,7 +149,7 @@ impl<'a> Arguments<'a> {
         self.word(u64::from(value.to_bits()))
     }
 
-    /// A `repr(C)` struct that the kernel takes by value.
+    /// Adds a `repr(C)` struct that the kernel takes by value.
     pub(crate) fn value<T: Copy>(mut self, value: &'a T) -> Self {
         if let Some(slot) = self.pointers.get_mut(self.len) {
             *slot = (value as *const T).cast_mut().cast();
@@ -160,7 +160,7 @@ impl<'a> Arguments<'a> {
 }
 
 impl CudaContext {
-    /// A context on device `index`, taking at most `memory_budget` bytes of its memory.
+    /// Makes a context on device `index`, taking at most `memory_budget` bytes of its memory.
     pub fn new(index: i32, stream: StreamChoice, memory_budget: usize) -> Result<Self> {
         let device = CudaDevice::get(index)?;
         let _current = device.enter()?;
@@ -174,7 +174,8 @@ impl CudaContext {
             StreamChoice::Callers(number) => {
                 handle = number as CUstream;
                 let mut its_context = std::ptr::null_mut();
-                // SAFETY: the caller vouches that the handle is a stream or 0; one handle is written.
+                // SAFETY: the caller vouches that the handle is a stream or 0; one handle is
+                // written.
                 let status = unsafe { sys::cuStreamGetCtx(handle, &mut its_context) };
                 check(status, "asking the caller's stream for its context")
                     .map_err(|e| Error::invalid_argument(format!("stream: {}", e.message())))?;
@@ -225,7 +226,7 @@ impl CudaContext {
         })
     }
 
-    /// The GPU.
+    /// Returns the GPU.
     pub fn device(&self) -> &CudaDevice {
         &self.device
     }
@@ -234,8 +235,8 @@ impl CudaContext {
         &self.device
     }
 
-    /// Makes the device current on this thread until the result is dropped, so that the launches in between
-    /// need not do it one by one.
+    /// Makes the device current on this thread until the result is dropped, so that the launches in
+    /// between need not do so one by one.
     pub(crate) fn enter(&self) -> Result<Current> {
         self.check_alive()?;
         self.device.enter()
@@ -249,7 +250,7 @@ impl CudaContext {
         self.is_profiling.load(Ordering::Relaxed)
     }
 
-    /// From now on there is a profile; its number.
+    /// Notes that a profile has begun and returns its number.
     pub(super) fn next_profile(&self) -> u64 {
         self.is_profiling.store(true, Ordering::Relaxed);
         self.num_profiles.fetch_add(1, Ordering::Relaxed) + 1
@@ -259,22 +260,22 @@ impl CudaContext {
         self.is_profiling.store(false, Ordering::Relaxed);
     }
 
-    /// Its name as a place of memory.
+    /// Returns the device as a place of memory.
     pub fn place(&self) -> Device {
         Device::Cuda(self.device.index())
     }
 
-    /// Where its device memory comes from.
+    /// Returns the allocator of its device memory.
     pub fn allocator(&self) -> &Arc<CachingAllocator> {
         &self.allocator
     }
 
-    /// Where its pinned host memory comes from.
+    /// Returns the allocator of its pinned host memory.
     pub fn pinned(&self) -> &Arc<CachingAllocator> {
         &self.pinned
     }
 
-    /// cuBLASLt for this context's stream, if it is installed.
+    /// Returns cuBLASLt for this context's stream, if it is installed.
     pub(crate) fn blas(&self) -> Result<&Blas> {
         if let Some(blas) = self.blas.get() {
             return Ok(blas);
@@ -283,7 +284,7 @@ impl CudaContext {
         Ok(self.blas.get_or_init(|| made))
     }
 
-    /// How many kernels of the library have been queued.
+    /// Returns the number of kernels of the library that have been queued.
     pub fn num_launches(&self) -> u64 {
         self.num_launches.load(Ordering::Relaxed)
     }
@@ -292,21 +293,22 @@ impl CudaContext {
         self.stream
     }
 
-    /// Fails if the device was lost before.
+    /// Fails if the device was lost earlier.
     pub(crate) fn check_alive(&self) -> Result<()> {
-        match self.is_lost.load(Ordering::Relaxed) {
-            true => Err(Error::new(
+        if self.is_lost.load(Ordering::Relaxed) {
+            Err(Error::new(
                 ErrorKind::DeviceLost,
                 format!(
                     "{} was lost by an earlier fault; only a new process can use it",
                     self.place()
                 ),
-            )),
-            false => Ok(()),
+            ))
+        } else {
+            Ok(())
         }
     }
 
-    /// A driver status as an error; remembers the loss of the device.
+    /// Turns a driver status into an error, and remembers the loss of the device.
     pub(crate) fn check(&self, status: CUresult, what: &str) -> Result<()> {
         let checked = check(status, what);
         if matches!(&checked, Err(error) if error.kind() == ErrorKind::DeviceLost) {
@@ -322,14 +324,14 @@ impl CudaContext {
         body()
     }
 
-    /// The address of the fault record, for kernels that follow indices.
+    /// Returns the address of the fault record, for kernels that follow indices.
     pub(crate) fn faults(&self) -> *mut u8 {
         self.faults.start()
     }
 
-    /// `count` words of device memory that are zero, for kernels that count in them which of their blocks is
-    /// the last, and leave them zero; `None` if there are not so many. Launches of one stream follow each
-    /// other, so all kernels share them.
+    /// Returns `count` zero words of device memory, in which kernels count to find out which of
+    /// their blocks is the last, and which they leave zero; `None` for more than [`MOST_COUNTERS`].
+    /// Launches of one stream follow each other, so all kernels share them.
     pub(crate) fn counters(&self, count: usize) -> Result<Option<*mut u8>> {
         if count > MOST_COUNTERS {
             return Ok(None);
@@ -343,7 +345,7 @@ impl CudaContext {
         Ok(Some(self.counters.get_or_init(|| made).start()))
     }
 
-    /// Bytes of [`CudaContext::counters`].
+    /// The size of [`CudaContext::counters`] in bytes.
     pub(crate) const COUNTERS_BYTES: usize = MOST_COUNTERS * 4;
 
     /// From now on cuBLAS gets a workspace of so many bytes, no more than [`MOST_CUBLAS_WORKSPACE_BYTES`]: what the context
@@ -359,8 +361,8 @@ impl CudaContext {
     /// Queues kernel `name` of `csrc/ops/<source>.cu`.
     ///
     /// # Safety
-    /// The arguments are those of the kernel, and its accesses with these extents lie in memory that is
-    /// valid until the work is done.
+    /// The arguments are those of the kernel, and its accesses with these extents lie in memory
+    /// that is valid until the work is done.
     pub(crate) unsafe fn launch(
         &self,
         kernel: Kernel,
@@ -371,8 +373,8 @@ impl CudaContext {
         unsafe { self.launch_as(kernel, launch, arguments, false, 1) }
     }
 
-    /// The same for a kernel that waits for those before it by itself (`csrc/common/pdl.cuh`): it may begin
-    /// while they are running, where the chip can do that.
+    /// As [`CudaContext::launch`], for a kernel that itself waits for the kernels before it
+    /// (`csrc/common/pdl.cuh`): it may begin while they are running, where the chip supports that.
     ///
     /// # Safety
     /// As [`CudaContext::launch`].
@@ -386,7 +388,8 @@ impl CudaContext {
         unsafe { self.launch_clusters(kernel, launch, 1, arguments) }
     }
 
-    /// The same with clusters of `cluster` blocks along the first dimension of the grid.
+    /// As [`CudaContext::launch_overlapping`], with clusters of `cluster` blocks along the first
+    /// dimension of the grid.
     ///
     /// # Safety
     /// As [`CudaContext::launch`].
@@ -402,9 +405,9 @@ impl CudaContext {
         unsafe { self.launch_as(kernel, launch, arguments, overlaps, cluster) }
     }
 
-    /// From now on launches ask for so many hundredths of an SM's memory as shared memory, the rest being first-level
-    /// cache; `None`: what the driver thinks best. Kernels that overlap should ask for the same: an SM changes
-    /// over only when it is empty.
+    /// Makes later launches ask for `percent` % of an SM's memory as shared memory, the rest being
+    /// first-level cache; with `None` the driver decides. Kernels that overlap should ask for the
+    /// same share, because an SM changes its split only when it is idle.
     pub(crate) fn prefer_shared_memory(&self, percent: Option<i32>) {
         let percent = if self.device.info().compute_capability.0 >= 9 { percent } else { None };
         self.shared_memory_percent.store(percent.unwrap_or(-1), Ordering::Relaxed);
@@ -474,8 +477,9 @@ impl CudaContext {
         };
         self.num_launches.fetch_add(1, Ordering::Relaxed);
         self.with_current(|| {
-            // SAFETY: the caller vouches for arguments and extents; each pointer leads to a word of
-            // `arguments` (little-endian: the lower bytes come first) or to a struct that it borrows.
+            // SAFETY: the caller vouches for arguments and extents; each pointer points to a word
+            // of `arguments` (little-endian: the lower bytes come first) or to a struct that it
+            // borrows.
             let status = unsafe {
                 sys::cuLaunchKernelEx(
                     &config,
@@ -488,7 +492,7 @@ impl CudaContext {
         })
     }
 
-    /// Queues a copy of `bytes` between any two places.
+    /// Queues a copy of `bytes` bytes between any two places.
     ///
     /// # Safety
     /// Both are valid for `bytes` until the copy is done.
@@ -509,7 +513,7 @@ impl CudaContext {
         })
     }
 
-    /// Queues filling `bytes` with a byte.
+    /// Queues filling `bytes` bytes with one value.
     ///
     /// # Safety
     /// `target` is device memory, valid for `bytes` until the work is done.
@@ -521,8 +525,8 @@ impl CudaContext {
         })
     }
 
-    /// Waits for all queued work, and reports what went wrong in it: a lost device, or an index that a
-    /// kernel did not follow (once).
+    /// Waits for all queued work, and reports what went wrong in it: a lost device, or an index
+    /// that a kernel did not follow (once).
     pub fn synchronize(&self) -> Result<()> {
         self.with_current(|| {
             // SAFETY: our stream, or the caller's, which lives as long as the context by contract.
@@ -532,7 +536,8 @@ impl CudaContext {
         self.take_fault()
     }
 
-    /// Reports an index that a kernel did not follow, once. Complete for work that the caller has waited for.
+    /// Reports an index that a kernel did not follow, once. The report is complete for work that
+    /// the caller has waited for.
     pub(crate) fn take_fault(&self) -> Result<()> {
         // SAFETY: host memory with the layout of a record, which the GPU writes in whole words.
         let record = unsafe { &*self.faults.start().cast::<FaultRecord>() };
@@ -585,7 +590,8 @@ impl CudaContext {
 impl Drop for CudaContext {
     fn drop(&mut self) {
         let Ok(_current) = self.device.enter() else { return };
-        // SAFETY: work that is under way uses memory that goes now; then nobody uses our stream any more.
+        // SAFETY: work that is under way uses memory that is about to be released, so it is waited
+        // for; afterwards nobody uses our stream.
         unsafe {
             let _ = sys::cuStreamSynchronize(self.stream);
             if self.owns_stream {

@@ -1,5 +1,5 @@
-//! A GPU: what it is, its primary context, and the kernels loaded into it. One object a device and
-//! process, which lives as long as the process: other libraries use the same primary context.
+//! A GPU: its properties, its primary context, and the kernels loaded into it. There is one object
+//! per device, which lives as long as the process: other libraries use the same primary context.
 
 use super::driver::{available, check, count_devices};
 use super::fatbins;
@@ -10,16 +10,16 @@ use std::collections::HashMap;
 use std::ffi::CString;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
 
-/// What a GPU is.
+/// The properties of a GPU.
 #[derive(Clone, Debug)]
 pub struct CudaDeviceInfo {
-    /// As the vendor calls it: "NVIDIA H200".
+    /// The vendor's name, such as "NVIDIA H200".
     pub name: String,
     /// Bytes of device memory.
     pub memory_bytes: usize,
     /// Major and minor number, such as (9, 0).
     pub compute_capability: (i32, i32),
-    /// How many multiprocessors it has.
+    /// The number of multiprocessors.
     pub num_multiprocessors: i32,
     /// Bytes of the second-level cache.
     pub l2_bytes: usize,
@@ -35,10 +35,10 @@ pub struct CudaDevice {
     loaded: RwLock<Loaded>,
 }
 
-/// What has been loaded into a device.
+/// The modules and kernels loaded into a device.
 #[derive(Default)]
 struct Loaded {
-    /// By name of the source.
+    /// The modules, by name of the source.
     modules: HashMap<&'static str, Module>,
     /// By name of the kernel: no two sources share one.
     functions: HashMap<&'static str, Function>,
@@ -61,13 +61,15 @@ pub(super) struct Function(pub CUfunction);
 unsafe impl Send for Function {}
 // SAFETY: as above.
 unsafe impl Sync for Function {}
-// SAFETY: the context handle may be used by any thread, and is retained for the life of the process.
+// SAFETY: the context handle may be used by any thread, and is retained for the lifetime of the
+// process.
 unsafe impl Send for CudaDevice {}
 // SAFETY: as above; the map has a lock.
 unsafe impl Sync for CudaDevice {}
 
-/// Makes the device's context current on this thread for its life, and the one that was current before
-/// current again: the host may use CUDA too. Nothing to be done where it was current already.
+/// Keeps the device's context current on this thread while it lives, and then restores the one that
+/// was current before, because the host may use CUDA too. If the context was current already,
+/// nothing is done.
 pub(crate) struct Current {
     was_pushed: bool,
 }
@@ -98,7 +100,7 @@ fn handle(index: i32) -> Result<CUdevice> {
     Ok(device)
 }
 
-/// How many CUDA devices can be used: 0 without a driver, or in a build without kernels.
+/// Returns the number of usable CUDA devices: 0 without a driver, or in a build without kernels.
 pub fn num_cuda_devices() -> i32 {
     available().and_then(|()| count_devices()).unwrap_or(0)
 }
@@ -139,7 +141,7 @@ impl CudaDeviceInfo {
 }
 
 impl CudaDevice {
-    /// The device with this number, started if it was not in use yet.
+    /// Returns the device with this number, started if it was not in use yet.
     pub fn get(index: i32) -> Result<Arc<Self>> {
         static DEVICES: OnceLock<Mutex<HashMap<i32, Arc<CudaDevice>>>> = OnceLock::new();
         let device = handle(index)?;
@@ -165,17 +167,17 @@ impl CudaDevice {
         Ok(made)
     }
 
-    /// The driver's number of it.
+    /// Returns the driver's number of the device.
     pub fn index(&self) -> i32 {
         self.index
     }
 
-    /// What it is.
+    /// Returns the properties of the device.
     pub fn info(&self) -> &CudaDeviceInfo {
         &self.info
     }
 
-    /// Bytes of device memory that nobody uses at the moment.
+    /// Returns the bytes of device memory that nobody uses at the moment.
     pub fn free_memory_bytes(&self) -> Result<usize> {
         let _current = self.enter()?;
         let (mut free, mut total) = (0, 0);
@@ -195,7 +197,7 @@ impl CudaDevice {
         if status == sys::CUresult::CUDA_SUCCESS && current == self.context {
             return Ok(Current { was_pushed: false });
         }
-        // SAFETY: the context is retained for the life of the process.
+        // SAFETY: the context is retained for the lifetime of the process.
         let status = unsafe { sys::cuCtxPushCurrent_v2(self.context) };
         check(status, "making the CUDA context current")?;
         Ok(Current { was_pushed: true })
@@ -233,7 +235,8 @@ impl CudaDevice {
     fn allow_shared_memory(&self, function: CUfunction) {
         use sys::CUfunction_attribute::*;
         let mut fixed = 0;
-        // SAFETY: a loaded kernel; one int is written. A refusal only leaves the default limit in place.
+        // SAFETY: a loaded kernel; one int is written. A refusal only leaves the default limit in
+        // place.
         unsafe {
             let _ =
                 sys::cuFuncGetAttribute(&mut fixed, CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function);
@@ -244,7 +247,7 @@ impl CudaDevice {
                 most,
             );
             if self.info.compute_capability.0 >= 9 {
-                // Clusters of more than eight blocks.
+                // Allows clusters of more than eight blocks.
                 let _ = sys::cuFuncSetAttribute(
                     function,
                     CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED,
@@ -260,7 +263,7 @@ fn load(source: &'static str) -> Result<Module> {
     let fatbin = fatbins::find(source)
         .ok_or_else(|| Error::internal(format!("the kernels of {source} are not built in")))?;
     let mut module = std::ptr::null_mut();
-    // SAFETY: the fatbin is a whole, aligned image with static life; one handle is written.
+    // SAFETY: the fatbin is a whole, aligned, static image; one handle is written.
     let status = unsafe { sys::cuModuleLoadData(&mut module, fatbin.as_ptr().cast()) };
     check(status, &format!("loading the kernels of {source}"))?;
     Ok(Module(module))

@@ -1,4 +1,4 @@
-//! The CUDA driver: whether it is there, and its status codes as errors.
+//! The CUDA driver: whether it is installed, and its status codes as errors.
 
 use crate::error::{Error, ErrorKind, Result};
 use cudarc::driver::sys::{self, CUresult};
@@ -8,14 +8,14 @@ use std::sync::OnceLock;
 /// The oldest driver interface that reads what nvcc 13.0 writes (CUDA 13.0, driver 580).
 const OLDEST_VERSION: i32 = 13_000;
 
-/// An error that says why CUDA cannot be used. Nothing else of cudarc may be called before this has
+/// Fails, saying why, if CUDA cannot be used. Nothing else of cudarc may be called before this has
 /// returned `Ok`: its functions panic where the driver is missing.
 pub fn available() -> Result<()> {
     static FOUND: OnceLock<std::result::Result<(), String>> = OnceLock::new();
     FOUND.get_or_init(find).clone().map_err(|why| Error::new(ErrorKind::NoDevice, why))
 }
 
-/// Whether there is a driver that may serve: quickly told, and nothing of it is started.
+/// Whether there is a driver that may be usable. The check is fast and starts nothing.
 pub fn is_present() -> bool {
     present().is_ok()
 }
@@ -36,7 +36,7 @@ fn look() -> std::result::Result<(), String> {
         return Err("no CUDA driver is installed (libcuda.so.1 was not found)".into());
     }
     let mut version = 0;
-    // SAFETY: the library is there; the function needs no initialisation and writes one int.
+    // SAFETY: the library was found; the function needs no initialisation and writes one int.
     let status = unsafe { sys::cuDriverGetVersion(&mut version) };
     if status != CUresult::CUDA_SUCCESS || version < OLDEST_VERSION {
         return Err(format!(
@@ -50,7 +50,7 @@ fn look() -> std::result::Result<(), String> {
 
 fn find() -> std::result::Result<(), String> {
     present()?;
-    // SAFETY: the library is there.
+    // SAFETY: the library was found.
     let status = unsafe { sys::cuInit(0) };
     if status != CUresult::CUDA_SUCCESS {
         return Err(format!("the CUDA driver could not be initialised: {}", describe(status)));
@@ -62,7 +62,8 @@ fn find() -> std::result::Result<(), String> {
     }
 }
 
-/// How many devices the driver shows. After [`available`] only.
+/// Returns the number of devices that the driver shows. To be called only after [`available`] has
+/// succeeded.
 pub(super) fn count_devices() -> Result<i32> {
     let mut count = 0;
     // SAFETY: the driver is initialised; one int is written.
@@ -70,7 +71,7 @@ pub(super) fn count_devices() -> Result<i32> {
     Ok(count)
 }
 
-/// `CUDA_ERROR_...: description`.
+/// Returns the status as `CUDA_ERROR_...: description`.
 pub(super) fn describe(status: CUresult) -> String {
     let mut parts = [std::ptr::null(); 2];
     // SAFETY: both functions write a pointer to a static string, or NULL for an unknown status.
@@ -78,15 +79,18 @@ pub(super) fn describe(status: CUresult) -> String {
         let _ = sys::cuGetErrorName(status, &mut parts[0]);
         let _ = sys::cuGetErrorString(status, &mut parts[1]);
     }
-    let text = |part: *const std::ffi::c_char| match part.is_null() {
-        true => format!("status {}", status as u32).into(),
-        // SAFETY: not NULL, so a static NUL-terminated string of the driver.
-        false => unsafe { CStr::from_ptr(part) }.to_string_lossy(),
+    let text = |part: *const std::ffi::c_char| {
+        if part.is_null() {
+            format!("status {}", status as u32).into()
+        } else {
+            // SAFETY: not NULL, so a static NUL-terminated string of the driver.
+            unsafe { CStr::from_ptr(part) }.to_string_lossy()
+        }
     };
     format!("{}: {}", text(parts[0]), text(parts[1]))
 }
 
-/// True for failures after which the device's context is of no use any more.
+/// Whether the device's context is unusable after this failure.
 pub(super) fn is_lost(status: CUresult) -> bool {
     use CUresult::*;
     matches!(
@@ -109,11 +113,13 @@ pub(super) fn is_lost(status: CUresult) -> bool {
     )
 }
 
-/// What the driver itself takes now and then, for the code of a kernel that it has not run before as an example.
+/// The bytes that the driver itself may need at any time, for example for the code of a kernel that
+/// it has not run before.
 const DRIVER_NEEDS_BYTES: usize = 64 << 20;
 
-/// The free bytes of the current context's device, if they are hardly any. With none left the driver may say
-/// CUDA_ERROR_UNKNOWN of a launch (seen with 13.0), which leaves everything as it was.
+/// Returns the free bytes of the current context's device, if they are nearly exhausted. With none
+/// left the driver may fail a launch with CUDA_ERROR_UNKNOWN (seen with 13.0), which leaves
+/// everything as it was.
 fn shortage() -> Option<usize> {
     let (mut free, mut total) = (0, 0);
     // SAFETY: two numbers are written. Fails where there is no context, or a lost one.
@@ -121,7 +127,7 @@ fn shortage() -> Option<usize> {
     (known && free < DRIVER_NEEDS_BYTES).then_some(free)
 }
 
-/// A driver status as an error; `what` says what was tried.
+/// Turns a driver status into an error; `what` says what was tried.
 pub(super) fn check(status: CUresult, what: &str) -> Result<()> {
     if status == CUresult::CUDA_ERROR_UNKNOWN {
         if let Some(free) = shortage() {

@@ -1,4 +1,5 @@
-//! Marks in a stream of work, to wait for what was queued before them and for nothing else.
+//! CUDA events: marks in a stream of work, by which to wait for what was queued before them and
+//! nothing else.
 
 use super::context::CudaContext;
 use super::device::CudaDevice;
@@ -19,12 +20,12 @@ unsafe impl Send for Event {}
 unsafe impl Sync for Event {}
 
 impl Event {
-    /// A mark that is nowhere yet: waiting for it returns at once.
+    /// Makes an event that is not recorded yet: waiting for it returns at once.
     pub(crate) fn new(context: &CudaContext) -> Result<Self> {
         Event::with_flags(context, sys::CUevent_flags::CU_EVENT_DISABLE_TIMING)
     }
 
-    /// The same for a mark that remembers when the stream came to it, by the clock of the device.
+    /// Makes an event that also stores when the stream reached it, by the clock of the device.
     pub(crate) fn timed(context: &CudaContext) -> Result<Self> {
         Event::with_flags(context, sys::CUevent_flags::CU_EVENT_DEFAULT)
     }
@@ -40,7 +41,7 @@ impl Event {
         })
     }
 
-    /// Puts the mark behind all work queued so far, from where it was before.
+    /// Moves the mark after all work queued so far.
     pub(crate) fn record(&self, context: &CudaContext) -> Result<()> {
         context.with_current(|| {
             // SAFETY: a living event and the context's stream, both of its device.
@@ -49,7 +50,7 @@ impl Event {
         })
     }
 
-    /// Waits for the work in front of the mark. Bad indices are reported by
+    /// Waits for the work before the mark. Bad indices are reported by
     /// [`CudaContext::synchronize`], not here.
     pub(crate) fn synchronize(&self, context: &CudaContext) -> Result<()> {
         context.with_current(|| {
@@ -59,7 +60,7 @@ impl Event {
         })
     }
 
-    /// Has the stream come to the mark? Does not wait.
+    /// Whether the stream has reached the mark. Does not wait.
     pub(crate) fn is_reached(&self, context: &CudaContext) -> Result<bool> {
         context.with_current(|| {
             // SAFETY: a living event.
@@ -71,7 +72,8 @@ impl Event {
         })
     }
 
-    /// The time from `earlier` to this mark. Both are [`Event::timed`], and the stream has come to both.
+    /// Returns the time from `earlier` to this mark. Both must be [`Event::timed`] and reached by
+    /// the stream.
     pub(crate) fn since(&self, earlier: &Event, context: &CudaContext) -> Result<Duration> {
         context.with_current(|| {
             let mut millis = 0.0f32;
@@ -87,7 +89,8 @@ impl Event {
 impl Drop for Event {
     fn drop(&mut self) {
         if let Ok(_current) = self.device.enter() {
-            // SAFETY: made by `new`, destroyed once; the driver keeps what a recorded event still needs.
+            // SAFETY: made by `new`, destroyed once; the driver keeps what a recorded event still
+            // needs.
             let _ = unsafe { sys::cuEventDestroy_v2(self.handle) };
         }
     }

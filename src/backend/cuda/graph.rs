@@ -1,5 +1,5 @@
-//! Work that is recorded once and queued as a whole many times: the driver then starts its kernels without
-//! the host.
+//! CUDA graphs: work that is recorded once and queued as a whole many times, so that the driver
+//! starts its kernels without the host.
 
 use super::context::CudaContext;
 use super::device::CudaDevice;
@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 use cudarc::driver::sys::{self, CUgraph, CUgraphExec};
 use std::sync::Arc;
 
-/// A recording. The memory that its work uses must outlive it.
+/// A recorded graph. The memory that its work uses must outlive it.
 pub(crate) struct Graph {
     executable: CUgraphExec,
     device: Arc<CudaDevice>,
@@ -16,17 +16,17 @@ pub(crate) struct Graph {
 
 // SAFETY: graph handles may be moved between threads; launches go through `&self` of one owner.
 unsafe impl Send for Graph {}
-// SAFETY: as above; the driver allows launches from several threads of different launches only, and the
-// owner's stream orders ours.
+// SAFETY: as above; the driver allows launches from several threads of different launches only, and
+// the owner's stream orders ours.
 unsafe impl Sync for Graph {}
 
 impl Graph {
-    /// Records what `body` queues on the context's stream instead of running it. `body` may neither wait for
-    /// the device nor allocate from the driver.
+    /// Records what `body` queues on the context's stream instead of running it. `body` may neither
+    /// wait for the device nor allocate from the driver.
     pub(crate) fn record(context: &CudaContext, body: impl FnOnce() -> Result<()>) -> Result<Self> {
         context.with_current(|| {
             let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
-            // SAFETY: a live stream; one that records already is an error status.
+            // SAFETY: a live stream; if it is being recorded already, the status is an error.
             let status = unsafe { sys::cuStreamBeginCapture_v2(context.raw_stream(), mode) };
             context.check(status, "beginning a CUDA graph")?;
             let done = body();
@@ -54,8 +54,8 @@ impl Graph {
     /// Queues the recorded work.
     ///
     /// # Safety
-    /// What was recorded is as valid now as it was then: its memory is alive, and the contents of its index
-    /// arrays are in order.
+    /// The recorded work is as valid now as it was when recorded: its memory is alive, and the
+    /// contents of its index arrays are in range.
     pub(crate) unsafe fn launch(&self, context: &CudaContext) -> Result<()> {
         context.with_current(|| {
             // SAFETY: a live graph; the caller vouches for its work.

@@ -23,7 +23,7 @@ impl MemorySource for DeviceMemory {
     }
 
     unsafe fn release(&self, start: NonNull<u8>, _bytes: usize) {
-        // A failure here is that of an earlier kernel, which the next synchronisation reports.
+        // A failure here comes from an earlier kernel, and the next synchronisation reports it.
         if let Ok(_current) = self.device.enter() {
             // SAFETY: the caller vouches for the address; the driver waits for work that uses it.
             let _ = unsafe { sys::cuMemFree_v2(start.as_ptr() as sys::CUdeviceptr) };

@@ -1,6 +1,7 @@
-//! Where the time of a chain of kernels goes, part by part: between the parts a kernel of one thread notes when all in
-//! front of it had ended (`csrc/ops/mark.cu`). The kernels overlap as they do without it; each mark costs about a
-//! microsecond, which shows as the difference to the same chain without marks.
+//! Profiles a chain of kernels part by part: between the parts a kernel of one thread notes the
+//! time at which all kernels before it had ended (`csrc/backend/mark.cu`). The kernels overlap as
+//! they do without it; each mark costs about a microsecond, which shows as the difference from the
+//! same chain without marks.
 
 use super::context::{Arguments, CudaContext, Launch};
 use super::kernels;
@@ -14,15 +15,15 @@ const MAX_MARKS: usize = 8192;
 /// A part of a chain of kernels.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ProfiledPart {
-    /// What it computes.
+    /// The name of what the part computes.
     pub name: &'static str,
-    /// Bytes that it must read whatever the kernel: weights.
+    /// The bytes of weights, which any kernel must read.
     pub bytes: u64,
-    /// Products and sums of its matrix products.
+    /// The multiplications and additions of its matrix products.
     pub flops: f64,
-    /// From the end of the part before to its own.
+    /// The time from the end of the part before to its own end.
     pub seconds: f64,
-    /// Of the host, for queueing or recording it.
+    /// The host's time for queueing or recording it.
     pub queue_seconds: f64,
 }
 
@@ -32,14 +33,15 @@ pub(super) struct Profile {
     times: Block,
     parts: Vec<ProfiledPart>,
     generation: u64,
-    /// When the mark queued last was done with.
+    /// When the queueing of the last mark was complete.
     queued: Instant,
 }
 
 impl CudaContext {
-    /// Begins to mark chains that are queued from now on. Returns a number that no profile had before, above 0.
+    /// Starts marking chains that are queued from now on. Returns a number, above 0, that no
+    /// earlier profile had.
     pub(crate) fn start_profile(&self) -> Result<u64> {
-        // Not from what is set apart for operators: it outlives them.
+        // Not taken from the memory set apart for operators, because it outlives them.
         let times = self.allocator().allocate_exact(MAX_MARKS * 8, "the marks of a profile")?;
         let mut profile = self.profile();
         let generation = self.next_profile();
@@ -52,7 +54,7 @@ impl CudaContext {
         Ok(generation)
     }
 
-    /// Marks nothing any more.
+    /// Stops marking.
     pub(crate) fn stop_profile(&self) -> Result<()> {
         self.synchronize()?;
         *self.profile() = None;
@@ -60,15 +62,16 @@ impl CudaContext {
         Ok(())
     }
 
-    /// The number of the profile that is being made; 0: none.
+    /// Returns the number of the profile that is being made; 0 if there is none.
     pub(crate) fn profile_generation(&self) -> u64 {
-        match self.is_profiling() {
-            true => self.profile().as_ref().map_or(0, |profile| profile.generation),
-            false => 0,
+        if self.is_profiling() {
+            self.profile().as_ref().map_or(0, |profile| profile.generation)
+        } else {
+            0
         }
     }
 
-    /// The chain begins here.
+    /// Marks the beginning of the chain.
     pub(crate) fn begin_marks(&self) -> Result<()> {
         if !self.is_profiling() {
             return Ok(());
@@ -81,7 +84,8 @@ impl CudaContext {
         Ok(())
     }
 
-    /// The part that was queued since the last mark ends here. Does nothing if no profile is being made.
+    /// Marks the end of the part that was queued since the last mark. Does nothing if no profile is
+    /// being made.
     pub(crate) fn mark(&self, name: &'static str, bytes: u64, flops: f64) -> Result<()> {
         if !self.is_profiling() {
             return Ok(());
@@ -107,7 +111,7 @@ impl CudaContext {
         unsafe { self.launch_overlapping(kernels::MARK, Launch::linear(1, 32), arguments) }
     }
 
-    /// Waits for all work; what the parts of the chain that ran last took.
+    /// Waits for all work and returns the times of the parts of the chain that ran last.
     pub(crate) fn read_profile(&self) -> Result<Vec<ProfiledPart>> {
         self.synchronize()?;
         let profile = self.profile();
@@ -115,7 +119,8 @@ impl CudaContext {
             return Err(Error::internal("no profile is being made"));
         };
         let mut times = try_filled(profile.parts.len() + 1, 0u64, "the marks of a profile")?;
-        // SAFETY: as many words of device memory as marks fit; the host memory lives until the copy is done.
+        // SAFETY: as many words of device memory as marks fit; the host memory lives until the copy
+        // is done.
         unsafe {
             self.copy(times.as_mut_ptr().cast(), profile.times.start(), times.len() * 8)?;
         }

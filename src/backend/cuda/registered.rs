@@ -8,7 +8,7 @@ use cudarc::driver::sys;
 use std::mem::ManuallyDrop;
 use std::sync::Arc;
 
-/// Memory that a device copies from and to at full speed while this lives.
+/// Host memory that a device copies from and to at full speed while this lives.
 pub(crate) struct RegisteredBuffer {
     memory: ManuallyDrop<HostBuffer>,
     start: *mut u8,
@@ -23,15 +23,16 @@ unsafe impl Sync for RegisteredBuffer {}
 impl RegisteredBuffer {
     /// Pins memory for the context's device; `None` where that is refused.
     pub(crate) fn new(context: &CudaContext, mut memory: HostBuffer) -> Option<Self> {
-        // A child that is forked meanwhile would share the pages, and the next write here would go to a copy that
-        // the device does not see.
+        // If a child were forked meanwhile it would share the pages, and the next write here would
+        // go to a copy that the device does not see.
         memory.keep_from_children();
         let device = context.shared_device();
         let start = memory.as_bytes_mut().as_mut_ptr();
         let len = memory.len_bytes();
         let flags = sys::CU_MEMHOSTREGISTER_PORTABLE | sys::CU_MEMHOSTREGISTER_DEVICEMAP;
         let registered = device.enter().and_then(|_current| {
-            // SAFETY: a context is current; the memory is ours and stays mapped until it is unregistered.
+            // SAFETY: a context is current; the memory is ours and stays mapped until it is
+            // unregistered.
             let status = unsafe { sys::cuMemHostRegister_v2(start.cast(), len, flags) };
             check(status, "pinning host memory")
         });
@@ -42,11 +43,12 @@ impl RegisteredBuffer {
         buffer.is_addressed_alike().then_some(buffer)
     }
 
-    /// Is the address of the memory the same on the device?
+    /// Whether the address of the memory is the same on the device.
     fn is_addressed_alike(&self) -> bool {
         let mut there: sys::CUdeviceptr = 0;
         let told = self.device.enter().and_then(|_current| {
-            // SAFETY: a context is current; registered memory, mapped to the device; one address is written.
+            // SAFETY: a context is current; registered memory, mapped to the device; one address is
+            // written.
             let status =
                 unsafe { sys::cuMemHostGetDevicePointer_v2(&mut there, self.start.cast(), 0) };
             check(status, "finding pinned memory on the device")

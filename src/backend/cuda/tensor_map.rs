@@ -1,5 +1,5 @@
-//! Descriptions of matrices in device memory for the copy engine of sm_90 and later, which fetches boxes of
-//! them into shared memory.
+//! Tensor maps: descriptions of matrices in device memory for the copy engine (TMA) of sm_90 and
+//! later, which fetches boxes of them into shared memory.
 
 use super::context::CudaContext;
 use super::layout::kernel_struct;
@@ -17,19 +17,21 @@ kernel_struct! {
     }
 }
 
-/// Most dimensions of a description.
+/// The most dimensions of a description.
 const MAX_RANK: usize = 5;
 
 impl TensorMap {
-    /// A tensor of 16-bit elements whose boxes, `box_shape` in the order of its dimensions, lie in shared memory
-    /// with the swizzle of 128 bytes: the last dimension of a box has 64 elements. What a box has outside the
-    /// tensor reads as zero. The tensor's rows begin at multiples of 16 bytes.
+    /// Describes a tensor of 16-bit elements whose boxes, `box_shape` in the order of its
+    /// dimensions, are stored in shared memory with the swizzle of 128 bytes: the last dimension of
+    /// a box has 64 elements. Elements of a box outside the tensor read as zero. The tensor's rows
+    /// begin at multiples of 16 bytes.
     pub(crate) fn new(context: &CudaContext, tensor: &Tensor, box_shape: &[u32]) -> Result<Self> {
         let promotion = sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_256B;
         Self::with_promotion(context, tensor, box_shape, promotion)
     }
 
-    /// The same for what is read once: the L2 cache fetches no more than 128 bytes at a time.
+    /// As [`TensorMap::new`], for data that is read once: the L2 cache fetches no more than 128
+    /// bytes at a time.
     pub(crate) fn streamed(
         context: &CudaContext,
         tensor: &Tensor,
@@ -58,7 +60,8 @@ impl TensorMap {
         if rank == 0 || rank > MAX_RANK || box_shape.len() != rank || tensor.is_empty() {
             return Err(Error::internal(format!("a tensor map of shape {shape}")));
         }
-        // The driver counts dimensions from the innermost, and strides in bytes without the innermost.
+        // The driver counts dimensions from the innermost, and strides in bytes without the
+        // innermost.
         let (mut sizes, mut byte_strides, mut extents) =
             ([1u64; MAX_RANK], [0u64; MAX_RANK], [1u32; MAX_RANK]);
         let dimensions = shape.iter().zip(strides.iter()).zip(box_shape).rev().enumerate();
@@ -73,8 +76,8 @@ impl TensorMap {
         let steps = [1u32; MAX_RANK];
         let mut map = CUtensorMap { opaque: [0; 16] };
         context.with_current(|| {
-            // SAFETY: the arrays have `rank` entries at least; one description is written. The driver checks
-            // extents and alignments.
+            // SAFETY: the arrays have `rank` entries at least; one description is written. The
+            // driver checks extents and alignments.
             let status = unsafe {
                 cuTensorMapEncodeTiled(
                     &mut map,

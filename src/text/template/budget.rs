@@ -1,13 +1,13 @@
-//! What one rendering may use.
+//! The work and memory that one rendering may use.
 //!
 //! Memory is counted in three pots. *Strings* that templates build are watched by weak references:
-//! what is dropped is given back, because a template that copies each message ten times is fine.
-//! *Structure* (list elements, map entries) cannot be watched and is counted for good. *Output* is
-//! counted for good too, captures included. The sum of the three, with the copies that are in
+//! dropped ones no longer count, because a template that copies each message ten times is fine.
+//! *Structure* (list elements, map entries) cannot be watched and counts to the end. *Output*
+//! counts to the end too, captures included. The sum of the three, with the copies that are in
 //! flight while a string is built, stays under 256 MiB; the inputs come on top.
 //!
-//! Work is counted in units of about a nanosecond. The clock is the second line: a machine that is
-//! very slow, or work that was counted too low.
+//! Work is counted in units of about a nanosecond. The clock is the second line of defence, against
+//! a very slow machine or work that was counted too low.
 
 use minijinja::value::Value;
 use minijinja::{Error, ErrorKind};
@@ -26,14 +26,14 @@ const MAX_STRUCTURE_BYTES: u64 = 48 << 20;
 const MAX_WRITTEN_BYTES: u64 = 24 << 20;
 /// Units of work over the whole rendering.
 const MAX_WORK: u64 = 1_000_000_000;
-/// The clock's limit.
+/// The time limit.
 const MAX_TIME: Duration = Duration::from_millis(1800);
 /// Strings shorter than this are not watched: the number of instructions bounds them.
 const SMALL_STRING_BYTES: usize = 64;
-/// How deep lists and maps may lie in each other.
+/// The deepest nesting of lists and maps.
 pub(super) const MAX_VALUE_DEPTH: usize = 150;
 
-/// Shared by all functions of one rendering.
+/// The budget of one rendering, shared by all its functions.
 pub(super) struct Budget {
     started: Instant,
     work: AtomicU64,
@@ -51,7 +51,7 @@ struct Strings {
     bytes: usize,
 }
 
-/// An error of the template's own making.
+/// Makes an error that the template caused.
 pub(super) fn fail(message: impl Into<std::borrow::Cow<'static, str>>) -> Error {
     Error::new(ErrorKind::InvalidOperation, message)
 }
@@ -76,7 +76,7 @@ impl Budget {
         if after > MAX_WORK {
             return Err(fail("it does more work than is allowed"));
         }
-        // The clock is asked now and then: at most 64 calls or a quarter of a million units apart.
+        // The clock is read at most 64 calls or a quarter of a million units apart.
         let calls = self.calls.fetch_add(1, Ordering::Relaxed);
         let ask = calls.is_multiple_of(64) || before >> 18 != after >> 18;
         if ask && self.started.elapsed() > MAX_TIME {
@@ -85,7 +85,7 @@ impl Budget {
         Ok(())
     }
 
-    /// All work so far.
+    /// Returns all work so far.
     pub fn work_done(&self) -> u64 {
         self.work.load(Ordering::Relaxed)
     }
@@ -106,7 +106,7 @@ impl Budget {
         self.work(20 + bytes as u64)
     }
 
-    /// Room for a list.
+    /// Takes room for a list.
     pub fn list(&self, len: usize) -> Result<(), Error> {
         self.structure(len.saturating_mul(24).saturating_add(64))
     }
@@ -172,8 +172,8 @@ impl Budget {
     }
 
     /// Walks a whole value and takes the work of that, so that a function of minijinja may walk it
-    /// afterwards. Lists that contain each other many times over end here. Returns about how many
-    /// bytes the value has when written out.
+    /// afterwards. Lists that contain each other many times over are refused here. Returns the
+    /// approximate number of bytes of the value when written out.
     pub fn walk(&self, value: &Value) -> Result<usize, Error> {
         self.walk_at(value, 0)
     }
@@ -245,7 +245,7 @@ impl Text {
         self.push(character.encode_utf8(&mut [0; 4]))
     }
 
-    /// `count` times the same piece.
+    /// Appends a piece `count` times.
     pub fn push_repeated(&mut self, piece: &str, count: usize) -> Result<(), Error> {
         let bytes = piece.len().saturating_mul(count);
         check_length(self.text.len().saturating_add(bytes))?;

@@ -1,8 +1,9 @@
 //! Filters and tests.
 //!
 //! Where the result can be much larger than the input, the filter is written here; the others are
-//! minijinja's own behind a price: the walk through their arguments, or the number of elements.
-//! What chat templates never use is left out (`format`, `pprint`, `urlencode`, `zip`, ...).
+//! minijinja's own, called after a price has been paid: the walk through their arguments, or the
+//! number of elements. Filters that chat templates never use are left out (`format`, `pprint`,
+//! `urlencode`, `zip`, ...).
 
 use super::budget::{fail, Budget, Text};
 use super::json::{write_json, JsonStyle};
@@ -13,12 +14,12 @@ use minijinja::value::{Rest, Value, ValueKind, ValueOrKwargs};
 use minijinja::{filters as native, tests as native_tests, Environment, Error, State};
 use std::sync::Arc;
 
-/// What a filter or test of minijinja pays before it runs.
+/// The price that a filter or test of minijinja pays before it runs.
 #[derive(Clone, Copy)]
 enum Price {
-    /// Nothing more than any call.
+    /// No more than any call.
     Flat,
-    /// For each element of the operand, and for each the text of the other arguments.
+    /// A price for each element of the operand, each with the text of the other arguments.
     PerElement,
     /// A walk through all arguments, times the logarithm of the number of elements.
     Walk,
@@ -210,7 +211,8 @@ fn pay(budget: &Budget, price: Price, args: &[Value]) -> Result<(), Error> {
     }
 }
 
-/// Anything with a length and places: in Python strings and maps too.
+/// Whether a value is a sequence: anything with a length and indices, in Python strings and maps
+/// too.
 fn is_sequence(value: &Value) -> bool {
     matches!(
         value.kind(),
@@ -218,7 +220,7 @@ fn is_sequence(value: &Value) -> bool {
     )
 }
 
-/// As in Jinja2, where undefined is iterable as well.
+/// Whether a value is iterable, as in Jinja2, where undefined is iterable as well.
 fn is_iterable(value: &Value) -> bool {
     is_sequence(value) || value.is_undefined()
 }
@@ -236,7 +238,7 @@ fn length(budget: &Budget, value: &Value) -> Result<Value, Error> {
         .ok_or_else(|| fail(format!("a value of type {} has no length", value.kind())))
 }
 
-/// `default(value, default_value='', boolean=False)`.
+/// Implements `default(value, default_value='', boolean=False)`.
 fn default(args: &[Value]) -> Result<Value, Error> {
     let (positional, kwargs) = split_args(args)?;
     let value = arg(positional, 0)?;
@@ -252,8 +254,8 @@ fn default(args: &[Value]) -> Result<Value, Error> {
     Ok(if use_fallback { fallback } else { value.clone() })
 }
 
-/// `int(value, default=0, base=10)` and `float(value, default=0.0)`: what is no number becomes the
-/// default.
+/// Implements `int(value, default=0, base=10)` and `float(value, default=0.0)`: a value that is not
+/// a number becomes the default.
 fn number(budget: &Budget, args: &[Value], is_int: bool) -> Result<Value, Error> {
     let (positional, kwargs) = split_args(args)?;
     let option = |name: &str, index: usize| match positional.get(index) {
@@ -306,7 +308,8 @@ fn tojson(budget: &Budget, args: &[Value]) -> Result<Value, Error> {
         Some(value) => Ok(Some(value.clone())),
         None => kwargs.get::<Option<Value>>(name),
     };
-    // Transformers: tojson(x, ensure_ascii=False, indent=None, separators=None, sort_keys=False).
+    // As in Transformers: tojson(x, ensure_ascii=False, indent=None, separators=None,
+    // sort_keys=False).
     let ensure_ascii = option("ensure_ascii", 1)?.is_some_and(|value| value.is_true());
     let indent = match option("indent", 2)? {
         None => None,
@@ -334,7 +337,7 @@ fn tojson(budget: &Budget, args: &[Value]) -> Result<Value, Error> {
     budget.string(text.into_string())
 }
 
-/// A level of indentation. Wider ones are a mistake or an attack.
+/// Returns one level of indentation. Very wide ones are a mistake or an attack.
 fn spaces(width: i64) -> Result<String, Error> {
     const MAX_WIDTH: i64 = 1000;
     if width > MAX_WIDTH {
@@ -387,7 +390,7 @@ fn join(budget: &Budget, args: &[Value]) -> Result<Value, Error> {
     budget.string(text.into_string())
 }
 
-/// `a.b.c` of a value.
+/// Returns the attribute `a.b.c` of a value.
 fn attribute_of(budget: &Budget, value: &Value, path: &str) -> Result<Value, Error> {
     let mut current = value.clone();
     for name in path.split('.') {
@@ -427,7 +430,7 @@ fn indent(budget: &Budget, args: &[Value]) -> Result<Value, Error> {
     budget.string(text.into_string())
 }
 
-/// The sum of numbers. Strings and lists are not added up, as in Python.
+/// Returns the sum of numbers. Strings and lists are not added up, as in Python.
 fn sum(budget: &Budget, state: &mut State<'_, '_>, args: &[Value]) -> Result<Value, Error> {
     let (positional, kwargs) = split_args(args)?;
     let attribute = match positional.get(1) {
@@ -452,7 +455,7 @@ fn sum(budget: &Budget, state: &mut State<'_, '_>, args: &[Value]) -> Result<Val
     Ok(total)
 }
 
-/// `batch` and `slice`: minijinja's, with a bound on how many there can be.
+/// Runs minijinja's `batch` and `slice`, with a bound on the number of parts.
 fn chunks(
     budget: &Budget,
     state: &mut State<'_, '_>,

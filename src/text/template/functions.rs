@@ -12,9 +12,9 @@ use std::time::{SystemTime, UNIX_EPOCH};
 /// The most entries of a namespace.
 const MAX_NAMESPACE_ENTRIES: usize = 1024;
 
-/// What `namespace(...)` makes: variables that keep their values over the end of a loop.
+/// The object made by `namespace(...)`: variables that keep their values after the end of a loop.
 ///
-/// In the place of minijinja's own, which may contain itself and is then never freed: this one is
+/// It replaces minijinja's own, which may contain itself and is then never freed: this one is
 /// emptied when the rendering is over.
 #[derive(Debug, Default)]
 pub(super) struct Namespace {
@@ -39,7 +39,7 @@ impl Namespace {
     pub fn clear(&self) {
         let entries =
             std::mem::take(&mut *self.entries.lock().unwrap_or_else(PoisonError::into_inner));
-        // Dropped without the lock: a value may lead back here.
+        // Dropped without the lock, because a value may lead back here.
         drop(entries);
     }
 }
@@ -126,7 +126,7 @@ fn dict(budget: &Arc<Budget>, args: &[Value]) -> Result<Value, Error> {
     Ok(Value::from_pairs(entries))
 }
 
-/// The entries of a map argument and of the arguments by name.
+/// Returns the entries of a map argument and of the keyword arguments.
 fn entries(args: &[Value]) -> Result<Vec<(Value, Value)>, Error> {
     let (positional, kwargs) = split_args(args)?;
     let mut entries = Vec::new();
@@ -141,8 +141,8 @@ fn entries(args: &[Value]) -> Result<Vec<(Value, Value)>, Error> {
     Ok(entries)
 }
 
-/// `strftime` in UTC, in English, for the directives that dates in prompts are made of; others
-/// stay as they are. The local time zone is not asked for: reading it is not safe while another
+/// Implements `strftime` in UTC, in English, for the directives that occur in dates of prompts;
+/// others stay as they are. The local time zone is not used: reading it is not safe while another
 /// thread of the host changes its environment.
 fn strftime(format: &str, unix_seconds: u64) -> Result<String, Error> {
     const DAYS: [&str; 7] =
@@ -178,7 +178,7 @@ fn strftime(format: &str, unix_seconds: u64) -> Result<String, Error> {
             continue;
         }
         let mut directive = characters.next();
-        // glibc's `%-d`: without the leading zero.
+        // glibc's `%-d` leaves out the leading zero.
         let plain = directive == Some('-');
         if plain {
             directive = characters.next();
@@ -220,7 +220,7 @@ fn strftime(format: &str, unix_seconds: u64) -> Result<String, Error> {
     Ok(text.into_string())
 }
 
-/// Year, month, day and day of the year of a day since 1970-01-01 (Howard Hinnant,
+/// Returns the year, month, day and day of the year of a day since 1970-01-01 (Howard Hinnant,
 /// "chrono-Compatible Low-Level Date Algorithms", `civil_from_days`).
 fn civil_date(days: u64) -> (u64, u64, u64, u64) {
     let shifted = days + 719_468;

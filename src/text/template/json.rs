@@ -1,6 +1,6 @@
-//! `tojson` as Transformers defines it: `json.dumps(x, ensure_ascii=False, ...)`.
+//! The filter `tojson` as Transformers defines it: `json.dumps(x, ensure_ascii=False, ...)`.
 //!
-//! Not Jinja's own, which escapes for HTML. Key order is kept unless `sort_keys`.
+//! Unlike Jinja's own, it does not escape for HTML. Key order is kept unless `sort_keys`.
 
 use super::budget::{fail, Budget, Text, MAX_VALUE_DEPTH};
 use super::values::{float_repr, number};
@@ -10,7 +10,7 @@ use std::fmt::Write as _;
 
 /// The options of `json.dumps` that templates use.
 pub(super) struct JsonStyle {
-    /// The text of one level, or all in one line.
+    /// The text of one level of indentation; `None` for all in one line.
     pub indent: Option<String>,
     pub item_separator: String,
     pub key_separator: String,

@@ -1,8 +1,8 @@
 //! Methods of Python's strings, dictionaries and lists, as templates call them.
 //!
-//! Those that read only are minijinja-contrib's `pycompat`, behind the price of a walk; those that
-//! build something are here. Methods that change an object do not exist: Transformers renders in
-//! Jinja's immutable sandbox, where they are errors too.
+//! Those that only read are minijinja-contrib's `pycompat`, after the price of a walk has been
+//! paid; those that build something are here. Methods that change an object do not exist:
+//! Transformers renders in Jinja's immutable sandbox, where they are errors too.
 
 use super::budget::{fail, Budget, Text};
 use super::operators::{arg, split_args};
@@ -14,7 +14,7 @@ use minijinja_contrib::pycompat::unknown_method_callback;
 use std::collections::HashSet;
 use std::sync::Arc;
 
-/// Which ends of a string `strip` works on.
+/// The ends of a string that `strip` works on.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Side {
     Left,
@@ -128,7 +128,7 @@ fn string_method(
     }
 }
 
-/// Without the given characters, or white space, at its ends.
+/// Returns the text without the given characters, or white space, at its ends.
 pub(super) fn strip(
     budget: &Budget,
     text: &str,
@@ -146,7 +146,7 @@ pub(super) fn strip(
             let characters =
                 value.as_str().ok_or_else(|| fail("strip: the characters must be a string"))?;
             budget.bytes(text.len().saturating_add(characters.len()).saturating_mul(16))?;
-            // A set: with a long string of characters the plain search would be quadratic.
+            // A set is used: with a long string of characters the plain search would be quadratic.
             let mut ascii = [false; 128];
             for byte in characters.bytes() {
                 if let Some(contained) = ascii.get_mut(usize::from(byte)) {
@@ -168,7 +168,7 @@ pub(super) fn strip(
     budget.string(stripped.to_owned())
 }
 
-/// With the first `count` (or all) occurrences of `old` replaced.
+/// Returns the text with the first `count` (or all) occurrences of `old` replaced.
 pub(super) fn replace(
     budget: &Budget,
     text: &str,
@@ -189,7 +189,7 @@ pub(super) fn replace(
     budget.string(result.into_string())
 }
 
-/// `split` and `rsplit`, with a separator or at white space, at most `maxsplit` times.
+/// Implements `split` and `rsplit`, with a separator or at white space, at most `maxsplit` times.
 fn split(budget: &Budget, text: &str, from_right: bool, args: &[Value]) -> Result<Value, Error> {
     let (positional, kwargs) = split_args(args)?;
     let option = |name: &str, index: usize| match positional.get(index) {
@@ -203,7 +203,7 @@ fn split(budget: &Budget, text: &str, from_right: bool, args: &[Value]) -> Resul
     budget.bytes(text.len().saturating_mul(2))?;
     let mut parts = Vec::new();
     let mut keep = |part: &str| -> Result<(), Error> {
-        // An element of the list and the header of a string.
+        // For an element of the list and the header of a string.
         budget.structure(48)?;
         parts.push(budget.string(part.to_owned())?);
         Ok(())
@@ -269,7 +269,7 @@ fn splitlines(budget: &Budget, text: &str, args: &[Value]) -> Result<Value, Erro
     Ok(Value::from(lines))
 }
 
-/// Padding to a width. The width is bounded by what a string may have.
+/// Pads to a width. The width is bounded by the longest string allowed.
 fn justify(budget: &Budget, text: &str, method: &str, args: &[Value]) -> Result<Value, Error> {
     let width = usize::try_from(arg(args, 0)?.as_i64().unwrap_or(0)).unwrap_or(0);
     let fill = match (method, args.get(1)) {
@@ -284,7 +284,7 @@ fn justify(budget: &Budget, text: &str, method: &str, args: &[Value]) -> Result<
     let (left, right) = match method {
         "ljust" => (0, missing),
         "rjust" | "zfill" => (missing, 0),
-        // Python puts the odd one to the left if the width is odd.
+        // Python puts the odd blank to the left if the width is odd.
         _ => {
             let left = missing / 2 + (missing & width & 1);
             (left, missing - left)
@@ -302,13 +302,13 @@ fn justify(budget: &Budget, text: &str, method: &str, args: &[Value]) -> Result<
     budget.string(padded.into_string())
 }
 
-/// Refuses formats whose widths could blow up, before minijinja pads anything.
+/// Refuses formats with excessive widths, before minijinja pads anything.
 fn check_format(budget: &Budget, format: &str, args: &[Value]) -> Result<(), Error> {
     let mut longest_number = 0usize;
     let mut number = 0usize;
     let mut num_fields = 0usize;
     let mut is_open = false;
-    // Doubled braces are text.
+    // Doubled braces are ordinary text.
     for byte in format.replace("{{", "").replace("}}", "").bytes() {
         number = match byte {
             b'0'..=b'9' => number.saturating_mul(10).saturating_add(usize::from(byte - b'0')),
@@ -332,7 +332,7 @@ fn check_format(budget: &Budget, format: &str, args: &[Value]) -> Result<(), Err
     for arg in args {
         largest = largest.max(budget.walk(arg)?);
     }
-    // Escapes in a repr take up to ten characters for one.
+    // An escape in a repr takes up to ten characters for one.
     let each = largest.saturating_mul(10).saturating_add(1100);
     let bytes = num_fields.saturating_mul(each).saturating_add(format.len());
     if bytes > MAX_OUTPUT_BYTES {
@@ -369,7 +369,7 @@ fn map_method(
     }
 }
 
-/// The pairs of a map, as a list of tuples.
+/// Returns the pairs of a map as a list of tuples.
 pub(super) fn items(budget: &Budget, value: &Value) -> Result<Value, Error> {
     let Some(pairs) = value.as_object().and_then(|object| object.try_iter_pairs()) else {
         return Err(fail(format!("items: expected a map, got {}", value.kind())));

@@ -1,15 +1,15 @@
-//! Runs a Jinja template that nobody vouches for.
+//! Runs untrusted Jinja templates.
 //!
 //! minijinja bounds the number of instructions and nothing else: one instruction can double a
 //! string, compare two nested lists for hours, or pad to a gigabyte. So nothing of minijinja that
 //! makes or walks a value is reachable from a template here. It parses; `rewrite.rs` then builds
-//! another syntax tree in which every operator, index, slice, output, assignment to a namespace
-//! and loop goes through a function of ours; that tree is compiled and run by minijinja. The
+//! another syntax tree in which every operator, index, slice, output, assignment to a namespace and
+//! loop goes through a function of our own; that tree is compiled and run by minijinja. The
 //! functions (`operators.rs`, `filters.rs`, `methods.rs`, `functions.rs`) draw on one
 //! [`budget::Budget`] of work and memory, which ends a template with an error.
 //!
 //! Source, parsing and running also need a deep stack (chains such as `not not not ...` recurse),
-//! so all of it happens on a thread of its own, of which nothing remains afterwards.
+//! so all of it happens on a thread of its own, which ends with the rendering.
 
 mod budget;
 mod filters;
@@ -30,16 +30,17 @@ use minijinja::value::Value;
 use minijinja::{AutoEscape, Environment};
 use std::sync::Arc;
 
-/// The longest template source. The longest published ones have about 20 KiB.
+/// The longest template source, in bytes. The longest published ones have about 20 KiB.
 pub(super) const MAX_SOURCE_BYTES: usize = 64 << 10;
-/// The longest rendered text, and the longest string on the way.
+/// The longest rendered text, and the longest intermediate string, in bytes.
 pub(super) const MAX_OUTPUT_BYTES: usize = 16 << 20;
-/// Instructions of minijinja's machine. The rewriting adds up to one for each of the template's.
+/// The limit of minijinja's instructions. The rewriting adds up to one for each of the template's.
 const FUEL: u64 = 2_000_000;
-/// Enough for the deepest chain that fits into [`MAX_SOURCE_BYTES`]; committed as it is used.
+/// The stack of the thread, enough for the deepest chain that fits into [`MAX_SOURCE_BYTES`];
+/// committed as it is used.
 const STACK_BYTES: usize = 256 << 20;
 
-/// What a template sees: names and JSON values.
+/// The variables that a template sees: names and JSON values.
 pub(super) type Variables<'a> = Vec<(&'a str, Variable<'a>)>;
 
 /// One variable of a template.
@@ -86,8 +87,8 @@ pub(super) fn render(source: &str, variables: &Variables<'_>) -> Result<String> 
     })
 }
 
-/// Parses, rewrites and compiles, and hands the result to `then`. All trees are dropped before
-/// the thread's stack goes.
+/// Parses, rewrites and compiles, and hands the result to `then`. All trees are dropped while the
+/// thread's deep stack exists.
 fn compile_and<T>(
     source: &str,
     then: impl FnOnce(CodeGenerator<'_>, &Arc<Budget>) -> Result<T>,
@@ -103,7 +104,8 @@ fn compile_and<T>(
     }
     let budget = Arc::new(Budget::new());
     let source = rewrite::without_generation_tags(source);
-    // The settings of Transformers' `_compile_jinja_template` (utils/chat_template_utils.py).
+    // These are the settings of Transformers' `_compile_jinja_template`
+    // (utils/chat_template_utils.py).
     let syntax = SyntaxConfig::builder()
         .trim_blocks(true)
         .lstrip_blocks(true)
@@ -144,7 +146,7 @@ fn on_own_thread<T: Send>(body: impl FnOnce() -> Result<T> + Send) -> Result<T> 
     })
 }
 
-/// A sentence from minijinja's error: what it says, the line, and the innermost cause.
+/// Makes a sentence from minijinja's error: its message, the line, and the innermost cause.
 fn template_error(error: &minijinja::Error) -> Error {
     use std::fmt::Write as _;
     let mut innermost = error;

@@ -1,7 +1,7 @@
-//! What `rewrite.rs` puts in the place of operators, and the way text gets out.
+//! The functions that `rewrite.rs` puts in place of operators, and of output.
 //!
-//! The meaning is Python's, as Jinja templates expect: `+` on strings and lists, `*` repeats,
-//! slices with any step, `str()` around the operands of `~`.
+//! Operators have Python's meaning, as Jinja templates expect: `+` on strings and lists, `*`
+//! repeats, slices with any step, `str()` around the operands of `~`.
 
 use super::budget::{fail, Budget, Text};
 use super::functions::Namespace;
@@ -14,7 +14,7 @@ use std::sync::Arc;
 /// state and the arguments, the operand of a filter first.
 pub(super) type Native = fn(&Arc<Budget>, &mut State<'_, '_>, &[Value]) -> Result<Value, Error>;
 
-/// Makes a filter of a [`Native`]. Each call has a price of its own.
+/// Adds a [`Native`] as a filter. Each call has a price of its own.
 pub(super) fn add_filter(
     env: &mut Environment<'static>,
     budget: &Arc<Budget>,
@@ -88,12 +88,12 @@ pub(super) fn register(env: &mut Environment<'static>, budget: &Arc<Budget>) {
     });
 }
 
-/// The argument at a position; minijinja's own message if it is not there.
+/// Returns the argument at a position; minijinja's own message if it is missing.
 pub(super) fn arg(args: &[Value], index: usize) -> Result<&Value, Error> {
     args.get(index).ok_or_else(|| Error::from(ErrorKind::MissingArgument))
 }
 
-/// Splits the arguments after the operand into positional ones and those by name.
+/// Splits the arguments after the operand into positional and keyword arguments.
 pub(super) fn split_args(args: &[Value]) -> Result<(&[Value], Kwargs), Error> {
     match args.split_last() {
         Some((last, rest)) if last.is_kwargs() => Ok((rest, Kwargs::try_from(last.clone())?)),
@@ -101,12 +101,13 @@ pub(super) fn split_args(args: &[Value]) -> Result<(&[Value], Kwargs), Error> {
     }
 }
 
-/// True for what `for` runs over in lists: not strings, not maps.
+/// Whether a value is a list in the sense of `for`: neither a string nor a map.
 pub(super) fn is_list(value: &Value) -> bool {
     matches!(value.kind(), ValueKind::Seq | ValueKind::Iterable)
 }
 
-/// Copies what a list, a map's keys or a string's characters are into a list that is paid for.
+/// Copies a list's elements, a map's keys or a string's characters into a list that the budget pays
+/// for.
 pub(super) fn to_list(budget: &Budget, value: &Value) -> Result<Vec<Value>, Error> {
     let len = match value.as_str() {
         Some(text) => {
@@ -236,7 +237,7 @@ fn multiply(budget: &Budget, left: &Value, right: &Value) -> Result<Value, Error
     }
 }
 
-/// Python's remainder has the sign of the divisor.
+/// Returns the remainder with the sign of the divisor, as in Python.
 fn remainder(left: &Value, right: &Value) -> Result<Value, Error> {
     if let (Some(a), Some(b)) = (integer(left), integer(right)) {
         if b == 0 {
@@ -256,7 +257,7 @@ fn remainder(left: &Value, right: &Value) -> Result<Value, Error> {
     }
 }
 
-/// `value[key]`: an error on undefined, undefined where there is nothing.
+/// Returns `value[key]`: an error if the value is undefined, undefined if there is no such element.
 fn item(budget: &Budget, value: &Value, key: &Value) -> Result<Value, Error> {
     budget.walk(key)?;
     if let Some(text) = value.as_str() {
@@ -281,7 +282,7 @@ fn item(budget: &Budget, value: &Value, key: &Value) -> Result<Value, Error> {
     value.get_item(key)
 }
 
-/// `value[start:stop:step]` on strings and lists, like Python's `slice.indices`.
+/// Returns `value[start:stop:step]` of strings and lists, like Python's `slice.indices`.
 fn slice(budget: &Budget, args: &[Value]) -> Result<Value, Error> {
     let value = arg(args, 0)?;
     let bound = |index: usize| -> Result<Option<i128>, Error> {
@@ -306,9 +307,10 @@ fn slice(budget: &Budget, args: &[Value]) -> Result<Value, Error> {
             Some(bound) if bound < 0 => (bound.saturating_add(len)).max(low),
             Some(bound) => bound.min(high),
         };
-        let (first, end) = match step > 0 {
-            true => (place(start, low), place(stop, high)),
-            false => (place(start, high), place(stop, low)),
+        let (first, end) = if step > 0 {
+            (place(start, low), place(stop, high))
+        } else {
+            (place(start, high), place(stop, low))
         };
         let mut index = first;
         std::iter::from_fn(move || {

@@ -1,4 +1,4 @@
-//! A template's syntax tree, rebuilt so that everything that costs goes through our functions.
+//! Rebuilds a template's syntax tree so that everything costly goes through our functions.
 //!
 //! | in the template | becomes |
 //! | --- | --- |
@@ -13,22 +13,22 @@
 //!
 //! The names begin with a character that no identifier may have, so templates cannot define or
 //! shadow them. Left as they are: constants, `-`, `/`, `//`, `**` (numbers only), attribute access
-//! by name, `and`, `or`, `not`, filters, tests and calls (they are all ours). Refused: includes,
-//! imports, inheritance and auto-escaping, which no chat template has.
+//! by name, `and`, `or`, `not`, filters, tests and calls (which are all our own). Refused:
+//! includes, imports, inheritance and auto-escaping, which no chat template has.
 
 use crate::error::{Error, ErrorKind, Result};
 use minijinja::machinery::ast::{self, BinOpKind, CallArg, Expr, Spanned, Stmt};
 use minijinja::machinery::Span;
 use minijinja::value::Value;
 
-/// How deep statements and expressions may lie in each other. minijinja's compiler tries to fold
-/// constants at each level anew, so its time grows with the square of this. `elif` counts.
+/// The deepest nesting of statements and expressions. minijinja's compiler tries to fold constants
+/// again at each level, so its time grows with the square of this. `elif` counts.
 const MAX_DEPTH: usize = 1000;
 
 /// Turns `{% generation %}` and `{% endgeneration %}` into conditions that always hold.
 ///
-/// Transformers marks with them what the model says, for training; rendering is unchanged. The
-/// trimming marks (`{%-`) of the tags stay.
+/// Transformers uses them to mark the model's words, for training; rendering is unchanged. The
+/// trimming marks (`{%-`) of the tags are kept.
 pub(super) fn without_generation_tags(source: &str) -> String {
     let mut result = String::with_capacity(source.len());
     let mut rest = source;
@@ -83,7 +83,7 @@ impl Rewriter {
         stmts.iter().map(|stmt| self.stmt(stmt)).collect()
     }
 
-    /// The body of something that can run many times, with its price at the beginning.
+    /// Rebuilds a body that can run many times, with its price at the beginning.
     fn body<'a>(&mut self, stmts: &[Stmt<'a>], span: Span) -> Result<Vec<Stmt<'a>>> {
         let before = self.num_nodes;
         let rewritten = self.stmts(stmts)?;
@@ -106,7 +106,7 @@ impl Rewriter {
             Stmt::ForLoop(for_loop) => {
                 let span = for_loop.span();
                 let iter = self.expr(&for_loop.iter)?;
-                // A loop with a filter runs over the items once more.
+                // A loop with a filter runs over the items a second time.
                 let filter_expr = match &for_loop.filter_expr {
                     Some(condition) => {
                         let condition = self.expr(condition)?;
@@ -190,7 +190,8 @@ impl Rewriter {
         Ok(rewritten)
     }
 
-    /// `{% set name %}...{% endset %}`; for an attribute by way of a variable of its own scope.
+    /// Rebuilds `{% set name %}...{% endset %}`; an attribute is set by way of a variable in a
+    /// scope of its own.
     fn set_block<'a>(&mut self, block: &Spanned<ast::SetBlock<'a>>) -> Result<Stmt<'a>> {
         let span = block.span();
         let filter = block.filter.as_ref().map(|f| self.expr(f)).transpose()?;
@@ -222,7 +223,7 @@ impl Rewriter {
         Ok(emit(filter("§set", namespace, vec![name, value], span), span))
     }
 
-    /// What is assigned to: names, and lists of them.
+    /// Rebuilds the target of an assignment: names, and lists of them.
     fn target<'a>(&mut self, target: &Expr<'a>) -> Result<Expr<'a>> {
         self.enter()?;
         let rewritten = match target {
@@ -265,8 +266,8 @@ impl Rewriter {
         }
     }
 
-    /// An operand that minijinja will walk: paid for in advance. Constants are part of the source
-    /// and small.
+    /// Rebuilds an operand that minijinja will walk, paid for in advance. Constants are part of the
+    /// source and small.
     fn walked<'a>(&mut self, expr: &Expr<'a>) -> Result<Expr<'a>> {
         let rewritten = self.expr(expr)?;
         if matches!(rewritten, Expr::Const(_)) {
@@ -322,7 +323,7 @@ impl Rewriter {
                 Expr::IfExpr(Spanned::new(node, condition.span()))
             }
             Expr::Filter(applied) => {
-                // Without an operand inside a filter block: the captured text.
+                // Inside a filter block the operand is missing: it is the captured text.
                 let operand = match &applied.expr {
                     Some(expr) => Some(self.expr(expr)?),
                     None => None,
@@ -399,7 +400,7 @@ impl Rewriter {
         let expr = match &call.expr {
             Expr::Var(var) => Expr::Var(Spanned::new(ast::Var { id: var.id }, var.span())),
             Expr::GetAttr(attr) => {
-                // loop.changed() compares with what it was given the last time.
+                // loop.changed() compares with its previous arguments.
                 if attr.name == "changed" {
                     args = args.into_iter().map(walked_arg).collect();
                 }

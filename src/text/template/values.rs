@@ -1,11 +1,11 @@
-//! Values as text, the way Python writes them, and from JSON.
+//! Conversion of values to text, the way Python writes them, and from JSON.
 
 use super::budget::{fail, Budget, Text, MAX_VALUE_DEPTH};
 use minijinja::value::{Value, ValueKind};
 use minijinja::Error;
 use std::fmt::Write as _;
 
-/// JSON from the caller, already checked in size and depth.
+/// Converts the caller's JSON, which was already checked in size and depth.
 pub(super) fn from_json(json: &serde_json::Value) -> Value {
     match json {
         serde_json::Value::Null => Value::from(()),
@@ -25,14 +25,14 @@ pub(super) fn from_json(json: &serde_json::Value) -> Value {
     }
 }
 
-/// The value as `str()` of Python gives it; undefined is nothing.
+/// Returns the value as Python's `str()` gives it; undefined becomes the empty string.
 pub(super) fn to_text(budget: &Budget, value: &Value) -> Result<String, Error> {
     let mut text = Text::default();
     write_text(budget, &mut text, value)?;
     Ok(text.into_string())
 }
 
-/// Appends the value as `str()` of Python gives it.
+/// Appends the value as Python's `str()` gives it.
 pub(super) fn write_text(budget: &Budget, text: &mut Text, value: &Value) -> Result<(), Error> {
     match value.as_str() {
         Some(string) => {
@@ -44,7 +44,7 @@ pub(super) fn write_text(budget: &Budget, text: &mut Text, value: &Value) -> Res
     }
 }
 
-/// Appends the value as `repr()` of Python gives it.
+/// Appends the value as Python's `repr()` gives it.
 fn write_repr(budget: &Budget, text: &mut Text, value: &Value, depth: usize) -> Result<(), Error> {
     if depth > MAX_VALUE_DEPTH {
         return Err(fail(format!("a value is nested more than {MAX_VALUE_DEPTH} deep")));
@@ -114,7 +114,7 @@ fn write_string_repr(budget: &Budget, text: &mut Text, string: &str) -> Result<(
     text.push_char(quote)
 }
 
-/// A number as Python writes it, in text and in JSON alike.
+/// Returns a number as Python writes it, in text and in JSON alike.
 pub(super) fn number(value: &Value) -> String {
     if value.is_integer() {
         return value.to_string();
@@ -125,8 +125,8 @@ pub(super) fn number(value: &Value) -> String {
     }
 }
 
-/// The shortest digits that read back as the same number, in Python's layout: positional from
-/// 1e-4 to 1e16, otherwise with an exponent of at least two digits.
+/// Returns the shortest digits that read back as the same number, in Python's layout: positional
+/// from 1e-4 to 1e16, otherwise with an exponent of at least two digits.
 pub(super) fn float_repr(float: f64) -> String {
     if float.is_nan() {
         return "NaN".to_owned();
