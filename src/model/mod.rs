@@ -7,9 +7,9 @@
 //! device                                                 a model on a device: its memory, its steps
 //! batch, kv_cache, workspace                             what a forward pass needs besides the weights
 //! kv_swap                                                blocks of the KV cache that wait on the host
-//! opened, loaded                                         a folder in order, a model in memory
+//! opened, loaded                                         a checked folder, a model in memory
 //! step, run                                              a forward pass and the choice of the next tokens
-//! memory_needs                                           what a model takes
+//! memory_needs                                           the memory that a model takes
 //! inspect                                                a report on a folder
 //! ```
 
