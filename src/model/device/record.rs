@@ -303,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn arrays_lie_one_behind_the_other() {
+    fn arrays_lie_one_after_the_other() {
         let (places, words) = written(&RecordShape::of(&BATCH));
         let at = |range: &Range<usize>| {
             assert_eq!(range.start % ALIGNMENT, 0);

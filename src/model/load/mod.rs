@@ -223,7 +223,7 @@ impl<'a> Loader<'a> {
         Ok(loader)
     }
 
-    /// So many more bytes of the files are done.
+    /// Adds `bytes` to the bytes of the files that are done, and reports progress.
     pub(super) fn advance(&mut self, bytes: usize) -> Result<()> {
         self.done_bytes += bytes as u64;
         self.report()
@@ -283,12 +283,12 @@ impl<'a> Loader<'a> {
         let done_bytes = AtomicU64::new(self.done_bytes);
         let failure: Mutex<Option<Error>> = Mutex::new(None);
         let fail = |error: Error| {
-            // Nobody begins another step.
+            // No thread begins another step.
             next.store(num_steps, Ordering::Relaxed);
             failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
         };
         let files = &self.files;
-        // Does the next step; false if there is none, or it failed.
+        // Does the next step; returns false if there is none, or if it failed.
         let advance = || -> bool {
             let index = next.fetch_add(1, Ordering::Relaxed);
             if index >= num_steps {
@@ -450,17 +450,16 @@ impl WeightReader for Loader<'_> {
     }
 }
 
-/// Tells `progress` how far loading has come; an error if it wants no more.
+/// Tells `progress` how far loading has come; returns an error if it asks to stop.
 fn report(progress: &mut dyn FnMut(f32) -> bool, done: u64, total: u64) -> Result<()> {
     let fraction = match total {
         0 => 1.0,
         total => (done as f64 / total as f64).min(1.0) as f32,
     };
-    match progress(fraction) {
-        true => Ok(()),
-        false => {
-            Err(Error::new(ErrorKind::Cancelled, "loading was cancelled by the progress callback"))
-        }
+    if progress(fraction) {
+        Ok(())
+    } else {
+        Err(Error::new(ErrorKind::Cancelled, "loading was cancelled by the progress callback"))
     }
 }
 
