@@ -1,16 +1,17 @@
 //! A model: its folder, its configuration, its weights and its forward pass.
 //!
 //! ```text
-//! folder, config, safetensors, shard_index, checkpoint   what is on disk; headers only
-//! decoder                                                the block, the families, the forward passes
-//! load                                                   which tensors make which weight; reads and packs them
-//! device                                                 a model on a device: its memory, its steps
-//! batch, kv_cache, workspace                             what a forward pass needs besides the weights
-//! kv_swap                                                blocks of the KV cache that wait on the host
-//! opened, loaded                                         a checked folder, a model in memory
-//! step, run                                              a forward pass and the choice of the next tokens
-//! memory_needs                                           the memory that a model takes
-//! inspect                                                a report on a folder
+//! folder, config, checkpoint, safetensors,   what is on disk; headers only
+//!     shard_index
+//! decoder                                    the block, the families, the forward passes
+//! load                                       which tensors make which weight; reads and packs them
+//! device                                     a model on a device: its memory, its steps
+//! batch, kv_cache, workspace                 what a forward pass needs besides the weights
+//! kv_swap                                    blocks of the KV cache that wait on the host
+//! opened, loaded                             a checked folder, a model in memory
+//! step, run                                  a forward pass and the choice of the next tokens
+//! memory_needs                               the memory that a model takes
+//! inspect                                    a report on a folder
 //! ```
 
 pub mod batch;

@@ -1,6 +1,6 @@
-//! Weights into device memory: row-major in the model's element type, `[out_features, in_features]` or, where they
-//! are stored so, `[in_features, out_features]`; one arena for all. First every weight gets its place; then
-//! [`super::transfer`] reads the files in their order.
+//! Weights into device memory: row-major in the model's element type, `[out_features, in_features]`
+//! or, where they are stored so, `[in_features, out_features]`; one arena for all. First every
+//! weight gets its place; then [`super::transfer`] reads the files in their order.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -35,7 +35,7 @@ fn vector_geometry(plan: &VectorPlan, spacing: HeadSpacing) -> Geometry {
     Geometry::new(plan.len, 1, plan.shard, spacing)
 }
 
-/// Adds up what the weights take of an arena.
+/// Adds up the bytes of an arena that the weights take.
 struct DeviceBytes {
     element: ElementType,
     spacing: HeadSpacing,
@@ -70,8 +70,8 @@ impl WeightReader for DeviceBytes {
     }
 }
 
-/// Bytes of device memory that the weights take, if a tied output matrix that is stored all the same equals
-/// the embedding.
+/// Bytes of device memory that the weights take, if a tied output matrix that is stored all the
+/// same equals the embedding.
 pub(in crate::model) fn device_bytes(
     plan: &DecoderPlan,
     dtype: DType,
@@ -85,12 +85,12 @@ pub(in crate::model) fn device_bytes(
 /// Pinned memory, copied to an arena of a device by its own stream.
 struct ToDevice<'c> {
     context: &'c Arc<ComputeContext>,
-    /// All of it.
+    /// The whole arena.
     arena: DeviceTensor,
 }
 
 impl Sink for ToDevice<'_> {
-    /// From which byte of the arena on.
+    /// The offset in the arena, in bytes.
     type Place = usize;
     type Slot = PinnedBuffer;
 
@@ -117,7 +117,7 @@ impl Sink for ToDevice<'_> {
     }
 }
 
-/// Gives every weight its place in an arena, and has it read to there.
+/// Assigns every weight its place in an arena, and has it read to that place.
 struct Placing<'l, 'a> {
     loader: &'l mut Loader<'a>,
     taken: DeviceBytes,
@@ -127,7 +127,8 @@ struct Placing<'l, 'a> {
 }
 
 impl Placing<'_, '_> {
-    /// Has the tensor of a file read to `rows` rows of a weight from `first_row` (of the file's) on.
+    /// Has the tensor of a file read to `rows` rows of a weight from `first_row` (of the file's)
+    /// on.
     fn add(
         &mut self,
         source: &Tensor,
@@ -221,7 +222,7 @@ pub(in crate::model) struct WeightsLoad<'a> {
     loader: Loader<'a>,
     transfer: Transfer<usize>,
     same: VecDeque<bool>,
-    /// What they take there.
+    /// The bytes that the weights take there.
     bytes: usize,
     dtype: DType,
     spacing: HeadSpacing,
@@ -257,8 +258,8 @@ impl<'a> WeightsLoad<'a> {
         self.transfer.prepare(&self.loader)
     }
 
-    /// Reads everything to the device, and waits for the last copies. Meanwhile `beside` is done on this thread, with
-    /// the tensors as they will be.
+    /// Reads everything to the device, and waits for the last copies. Meanwhile this thread calls
+    /// `beside` with the tensors as they will be.
     pub fn finish<T>(
         self,
         context: &Arc<ComputeContext>,
@@ -268,7 +269,7 @@ impl<'a> WeightsLoad<'a> {
         let arena = Arena::new(context, bytes, "the weights")?;
         let whole = arena.whole(ElementType::Float(dtype))?;
         if spacing.is_spaced() {
-            // What lies between the heads.
+            // Zeros what lies between the heads.
             whole.zero(context)?;
         }
         let weights = plan.read(&mut Dividing { arena, dtype, spacing, same })?;

@@ -44,8 +44,9 @@ pub struct LoadOptions {
     /// Read through a mapping of the files instead of `pread`. A file that another process cuts
     /// short meanwhile then kills this process.
     pub map_files: bool,
-    /// On a GPU: a row's logits have the same bits whatever is computed beside it, however its prompt is cut, and
-    /// whether it is computed for the first time or again. On the CPU that is always so.
+    /// On a GPU: a row's logits have the same bits whatever is computed beside it, however its
+    /// prompt is cut, and whether it is computed for the first time or again. On the CPU that is
+    /// always so.
     pub deterministic: bool,
 }
 
@@ -269,9 +270,10 @@ impl<'a> Loader<'a> {
         report(self.progress, self.done_bytes, self.total_bytes)
     }
 
-    /// Does steps `0..num_steps`, begun in this order, on this thread and up to `max_threads - 1` others, each
-    /// of which goes on with the next as soon as it is done with one. `step` gives the bytes of the files that are done
-    /// with it. This thread does `before` first. Progress is reported on it, between its own steps.
+    /// Does steps `0..num_steps`, begun in this order, on this thread and up to `max_threads - 1`
+    /// others, each of which goes on with the next as soon as it is done with one. `step` returns
+    /// the bytes of the files that it has done. This thread calls `before` first. Progress is
+    /// reported on it, between its own steps.
     pub(super) fn stream(
         &mut self,
         num_steps: usize,
