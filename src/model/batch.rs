@@ -7,7 +7,7 @@ use super::kv_cache::KvCache;
 use crate::error::{Error, Result};
 use crate::ops::kv_cache::layout::BLOCK_SIZE;
 
-/// The tokens to run, sequence behind sequence, and where each sequence's keys and values lie.
+/// The tokens to run, sequence after sequence, and where each sequence's keys and values lie.
 ///
 /// Sequence `s` contributes the tokens `cu_seqlens_q[s]..cu_seqlens_q[s + 1]`, the last ones of its
 /// `context_lens[s]` tokens; the keys and values of the ones before are in the cache already.
@@ -23,7 +23,7 @@ pub struct ForwardBatch<'a> {
     pub cu_seqlens_q: &'a [u32],
     /// `[num_seqs]`, tokens of the sequence up to and including this batch.
     pub context_lens: &'a [u32],
-    /// `[num_seqs, max_blocks_per_seq]`, the cache blocks of each sequence in order; entries behind
+    /// `[num_seqs, max_blocks_per_seq]`, the cache blocks of each sequence in order; entries after
     /// the blocks that `context_lens` needs are ignored.
     pub block_tables: &'a [u32],
     /// Row length of `block_tables`.
@@ -33,12 +33,12 @@ pub struct ForwardBatch<'a> {
 }
 
 impl ForwardBatch<'_> {
-    /// Tokens of all sequences.
+    /// Returns the number of tokens of all sequences.
     pub fn num_tokens(&self) -> usize {
         self.token_ids.len()
     }
 
-    /// Sequences.
+    /// Returns the number of sequences.
     pub fn num_seqs(&self) -> usize {
         self.context_lens.len()
     }

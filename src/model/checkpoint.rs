@@ -12,10 +12,11 @@ use crate::memory::DType;
 
 /// The file of a model that is not split.
 pub const SINGLE_FILE: &str = "model.safetensors";
-/// Names in all shards together: twice the count of the largest published mixtures of experts, and
-/// few enough for the map of them to stay below 100 MiB.
+/// The maximum number of names in all shards together: twice the count of the largest published
+/// mixtures of experts, and few enough for their map to stay below 100 MiB.
 pub const MAX_TENSORS_IN_ALL: usize = 1 << 18;
-/// Bytes of all headers together; their names stay in memory, and each takes its time to parse.
+/// The maximum number of bytes of all headers together: their names stay in memory, and each takes
+/// time to parse.
 pub const MAX_HEADER_BYTES_IN_ALL: u64 = 32 << 20;
 
 /// One file with weights.
@@ -23,7 +24,7 @@ pub const MAX_HEADER_BYTES_IN_ALL: u64 = 32 << 20;
 pub struct Shard {
     /// Plain file name.
     pub name: String,
-    /// What the file was when its header was read.
+    /// The state of the file when its header was read.
     pub stamp: FileStamp,
 }
 
@@ -32,22 +33,22 @@ pub struct Shard {
 pub struct TensorEntry {
     /// Position in [`Checkpoint::shards`].
     pub shard: usize,
-    /// Type, shape and place.
+    /// The type, shape and place of the tensor.
     pub info: TensorInfo,
 }
 
 /// A tensor that was found and is what the model needs: of a computable type, of the right shape.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Tensor {
-    /// Name in the file.
+    /// The name in the file.
     pub name: String,
     /// Position in [`Checkpoint::shards`].
     pub shard: usize,
-    /// Element type in the file.
+    /// The element type in the file.
     pub dtype: DType,
-    /// First byte in the file.
+    /// The offset of the first byte in the file.
     pub file_offset: u64,
-    /// Length in bytes.
+    /// The length in bytes.
     pub len_bytes: u64,
 }
 
@@ -56,7 +57,7 @@ pub struct Tensor {
 pub struct Checkpoint {
     /// The files.
     pub shards: Vec<Shard>,
-    /// By name.
+    /// The tensors by name.
     pub tensors: HashMap<String, TensorEntry>,
     header_bytes: u64,
     /// The element type of all tensors where there are no files.
@@ -126,8 +127,8 @@ impl Checkpoint {
         Ok(checkpoint)
     }
 
-    /// Adds the tensors of the file `name`: those that the index has there, and those that it does
-    /// not know at all.
+    /// Adds the tensors of the file `name`: those that the index assigns to it, and those that the
+    /// index does not know at all.
     fn add_shard(&mut self, folder: &Folder, name: &str, index: Option<&ShardIndex>) -> Result<()> {
         let (file, stamp) = folder.open_file(name)?;
         let length = read_header_length(name, &file, stamp)?;
@@ -168,7 +169,7 @@ impl Checkpoint {
         self.tensors.contains_key(name)
     }
 
-    /// The tensor `name`, which must be there with this shape and an element type of ours.
+    /// Returns the tensor `name`, which must exist with this shape and a supported element type.
     pub fn tensor(&self, name: &str, shape: &[usize]) -> Result<Tensor> {
         if let Some(dtype) = self.random {
             let len_bytes = shape
@@ -230,7 +231,7 @@ impl Checkpoint {
         Ok(file)
     }
 
-    /// Bytes of the files' tensors by element type, the largest first.
+    /// Returns the bytes of the files' tensors by element type, the largest first.
     pub fn bytes_by_dtype(&self) -> Vec<(StoredDType, u64)> {
         let mut sums: Vec<(StoredDType, u64)> = Vec::new();
         for entry in self.tensors.values() {

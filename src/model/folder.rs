@@ -19,9 +19,10 @@ use std::path::{Component, Path, PathBuf};
 
 use crate::error::{try_with_capacity, Error, ErrorKind, Result};
 
-/// Longest file name that common file systems take, in bytes.
+/// The maximum length of a file name on common file systems, in bytes.
 const MAX_FILE_NAME_BYTES: usize = 255;
-/// A commit hash has 40 characters; a ref file longer than this is none.
+/// The maximum length of a ref file: a commit hash has 40 characters, so a longer file is not a
+/// ref.
 const MAX_REF_BYTES: usize = 256;
 
 /// The folder of a model and the places that its files may link to.
@@ -32,10 +33,10 @@ pub struct Folder {
     roots: Vec<PathBuf>,
 }
 
-/// What identifies one state of a file, to notice that it was replaced, cut or rewritten.
+/// A stamp of one state of a file, to notice that it was replaced, cut or rewritten.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FileStamp {
-    /// Length in bytes.
+    /// The length in bytes.
     pub len: u64,
     device: u64,
     inode: u64,
@@ -59,7 +60,7 @@ impl Folder {
         Ok(Folder { path: path.to_path_buf(), roots })
     }
 
-    /// The folder as the caller named it, or as it was found in the cache.
+    /// Returns the folder as the caller named it, or as it was found in the cache.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -87,7 +88,7 @@ impl Folder {
         }
         let not_regular =
             || Error::invalid_file(format!("{} is not a regular file", shown_name(name)));
-        // Asked before the open as well: opening a device can already have an effect.
+        // Checked before the open as well, because opening a device can already have an effect.
         let before = canonical.symlink_metadata().map_err(|e| io_error(&shown_name(name), &e))?;
         if !before.is_file() {
             return Err(not_regular());
@@ -111,7 +112,7 @@ impl Folder {
         Ok((file, stamp))
     }
 
-    /// The whole content of the file `name`, at most `limit_bytes`.
+    /// Returns the whole content of the file `name`, which may have at most `limit_bytes`.
     pub fn read_small_file(&self, name: &str, limit_bytes: usize) -> Result<Vec<u8>> {
         let (file, stamp) = self.open_file(name)?;
         let too_large = || {
@@ -124,7 +125,7 @@ impl Folder {
         if expected > limit_bytes {
             return Err(too_large());
         }
-        // One byte of room more, so that the read that meets the end does not grow the vector; a
+        // One more byte of room, so that the read that meets the end does not grow the vector; a
         // file that grows meanwhile is cut off at that byte and refused below.
         let mut bytes: Vec<u8> = try_with_capacity(expected.saturating_add(1), name)?;
         file.take(expected as u64 + 1)
@@ -145,7 +146,7 @@ impl Folder {
             return Ok(None);
         }
         match self.read_small_file(name, limit_bytes) {
-            // The name is there: to go on as without the file would hide a damaged folder.
+            // The name exists, so proceeding as if there were no file would hide a damaged folder.
             Err(error) if error.kind() == ErrorKind::NotFound => Err(Error::invalid_file(format!(
                 "{} is a link to a file that is not there",
                 shown_name(name)
@@ -156,7 +157,7 @@ impl Folder {
 }
 
 /// Finds the folder that `path` means: a folder, or the id of a repository (`org/name`) that the
-/// local Hugging Face cache holds. Reads the file system alone, never a network.
+/// local Hugging Face cache holds. Reads only the file system, never a network.
 ///
 /// The cache is looked for as the Hugging Face libraries do: `HF_HUB_CACHE`,
 /// `HUGGINGFACE_HUB_CACHE`, `HF_HOME/hub`, `XDG_CACHE_HOME/huggingface/hub`,
@@ -165,7 +166,8 @@ pub fn resolve(path: &str) -> Result<PathBuf> {
     resolve_with(path, &|name| std::env::var_os(name))
 }
 
-/// [`resolve`] with the environment as an argument, so that a test need not change the process's.
+/// Does the same as [`resolve`] with the environment as an argument, so that a test need not change
+/// that of the process.
 pub fn resolve_with(path: &str, variable: &dyn Fn(&str) -> Option<OsString>) -> Result<PathBuf> {
     if path.is_empty() {
         return Err(Error::invalid_argument("the model path is empty"));
@@ -233,7 +235,7 @@ fn is_repo_id(path: &str) -> bool {
     first && second && parts.next().is_none() && path.len() <= 96 && !path.contains("--")
 }
 
-/// The folder of the local cache, from the environment.
+/// Returns the folder of the local cache, from the environment.
 fn hub_cache(variable: &dyn Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
     let home = || variable("HOME").filter(|v| !v.is_empty()).map(PathBuf::from);
     let folder = |name: &str| {
@@ -251,7 +253,7 @@ fn hub_cache(variable: &dyn Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
         .or_else(|| home().map(|home| home.join(".cache/huggingface/hub")))
 }
 
-/// The blob folders that belong to `canonical`, when it is a snapshot of the cache.
+/// Returns the blob folders that belong to `canonical`, when it is a snapshot of the cache.
 fn blob_folders(canonical: &Path) -> Vec<PathBuf> {
     let repo = canonical
         .parent()
@@ -296,7 +298,7 @@ pub fn check_file_name(name: &str) -> Result<()> {
     }
 }
 
-/// An operating system's refusal as an error that names the thing.
+/// Turns an error of the operating system into one that names `what`.
 pub fn io_error(what: &str, error: &io::Error) -> Error {
     match error.kind() {
         io::ErrorKind::NotFound => Error::new(ErrorKind::NotFound, format!("{what} is not there")),
@@ -307,8 +309,8 @@ pub fn io_error(what: &str, error: &io::Error) -> Error {
     }
 }
 
-/// A name from a file or a caller, fit for a message: at most 120 characters, none of them control
-/// characters.
+/// Returns a name from a file or a caller in a form fit for a message: at most 120 characters, none
+/// of them control characters.
 pub fn shown_name(name: &str) -> String {
     const LIMIT: usize = 120;
     let mut shown: String =

@@ -17,23 +17,23 @@ use crate::memory::DType;
 pub struct Inspection {
     /// The folder, found in the cache or as given.
     pub path: PathBuf,
-    /// As config.json names it, supported or not.
+    /// The architecture that config.json names, supported or not.
     pub architecture: Option<String>,
     /// Whether the model itself can be loaded (tokenizer and template aside).
     pub supported: bool,
-    /// Why not, in one sentence.
+    /// The reason why it cannot be loaded, in one sentence.
     pub reason: Option<String>,
     /// The checked configuration.
     pub config: Option<ModelConfig>,
-    /// Numbers in the weights; a tied output matrix is counted once.
+    /// The number of parameters; a tied output matrix is counted once.
     pub num_parameters: Option<u64>,
-    /// Bytes in the files by element type (`"BF16"`), the largest first.
+    /// The bytes in the files by element type (`"BF16"`), the largest first.
     pub stored_dtypes: Vec<(String, u64)>,
-    /// The element type that loading without a wish would compute with.
+    /// The element type that loading computes with if none is requested.
     pub dtype: Option<DType>,
-    /// Bytes of memory that the weights take when loaded that way.
+    /// The bytes of memory that the weights take with that element type.
     pub weights_bytes: Option<u64>,
-    /// Bytes of KV cache for each token of context, with that element type.
+    /// The bytes of KV cache for each token of context, with that element type.
     pub kv_bytes_per_token: Option<u64>,
     /// Oddities that do not keep the model from loading.
     pub warnings: Vec<String>,

@@ -1,9 +1,9 @@
 //! The memory of all keys and values: blocks of [`BLOCK_SIZE`](crate::ops::BLOCK_SIZE) tokens.
 //!
-//! Which sequence owns which block is the engine's business. On the host a block holds its tokens' keys
-//! and values of all layers, so memory is committed by the system block by block, as they are first
-//! used. On a device each layer has its keys and its values, `[num_blocks, BLOCK_SIZE, num_kv_heads,
-//! head_dim]`.
+//! Which sequence owns which block is the engine's business. On the host a block holds its tokens'
+//! keys and values of all layers, so memory is committed by the system block by block, as they are
+//! first used. On a device each layer has its keys and its values,
+//! `[num_blocks, BLOCK_SIZE, num_kv_heads, head_dim]`.
 
 use crate::backend::{Arena, ComputeContext, DeviceTensor};
 use crate::error::{try_with_capacity, Error, Result};
@@ -25,14 +25,15 @@ enum KvMemory {
     Device { layers: Vec<DeviceKvLayer>, len_bytes: usize },
 }
 
-/// The keys and the values of one layer on a device, `[num_blocks, BLOCK_SIZE, num_kv_heads, head_dim]`.
+/// The keys and the values of one layer on a device,
+/// `[num_blocks, BLOCK_SIZE, num_kv_heads, head_dim]`.
 #[derive(Debug)]
 pub(super) struct DeviceKvLayer {
     pub k: DeviceTensor,
     pub v: DeviceTensor,
 }
 
-/// Blocks on a device that no sequence gets: what rows write that fill up a batch.
+/// The number of blocks on a device that no sequence gets: padding rows of a batch write to them.
 const SPARE_BLOCKS: usize = 1;
 
 fn len_bytes(layout: &KvLayout, num_blocks: usize) -> Result<usize> {
@@ -44,19 +45,19 @@ fn len_bytes(layout: &KvLayout, num_blocks: usize) -> Result<usize> {
 }
 
 impl KvCache {
-    /// A cache of `num_blocks` blocks on the host.
+    /// Allocates a cache of `num_blocks` blocks on the host.
     pub fn new(layout: KvLayout, num_blocks: usize) -> Result<Self> {
         let buffer = HostBuffer::zeroed(len_bytes(&layout, num_blocks)?, Pages::Huge)?;
         Ok(KvCache { layout, num_blocks, memory: KvMemory::Host(buffer) })
     }
 
-    /// A cache of `num_blocks` blocks on the device of `context`.
+    /// Allocates a cache of `num_blocks` blocks on the device of `context`.
     pub(super) fn on_device(
         context: &ComputeContext,
         layout: KvLayout,
         num_blocks: usize,
     ) -> Result<Self> {
-        // Heads of whole vectors: the layout's sizes are those of the device.
+        // Heads are whole vectors, so the layout's sizes are those of the device.
         let all_blocks = num_blocks.saturating_add(SPARE_BLOCKS);
         let len_bytes = len_bytes(&layout, all_blocks)?;
         let element = ElementType::Float(layout.dtype);
@@ -74,27 +75,27 @@ impl KvCache {
         Ok(KvCache { layout, num_blocks, memory: KvMemory::Device { layers, len_bytes } })
     }
 
-    /// Bytes of a cache on a device beside those of its blocks.
+    /// Returns the bytes of a cache on a device besides those of its blocks.
     pub(super) fn spare_bytes(layout: &KvLayout) -> usize {
         layout.block_bytes().saturating_mul(SPARE_BLOCKS)
     }
 
-    /// What a block looks like.
+    /// Returns the layout of a block.
     pub fn layout(&self) -> KvLayout {
         self.layout
     }
 
-    /// How many blocks there are.
+    /// Returns the number of blocks.
     pub fn num_blocks(&self) -> usize {
         self.num_blocks
     }
 
-    /// The block on a device that no sequence gets.
+    /// Returns the block on a device that no sequence gets.
     pub(super) fn spare_block(&self) -> u32 {
         self.num_blocks as u32
     }
 
-    /// Bytes reserved.
+    /// Returns the number of bytes reserved.
     pub fn size_bytes(&self) -> usize {
         match &self.memory {
             KvMemory::Host(buffer) => buffer.len_bytes(),
@@ -102,7 +103,7 @@ impl KvCache {
         }
     }
 
-    /// The blocks as the ops see them, of one layer.
+    /// Returns one layer of the blocks on the host, as the ops see them.
     pub(super) fn layer(&mut self, layer: usize) -> Result<KvBlocks<'_>> {
         match &mut self.memory {
             KvMemory::Host(buffer) => KvBlocks::new(self.layout, buffer.as_bytes_mut(), layer),
@@ -110,7 +111,7 @@ impl KvCache {
         }
     }
 
-    /// A block on the host, of all layers.
+    /// Returns all layers of a block on the host.
     pub(super) fn host_block(&mut self, block: u32) -> Result<&mut [u8]> {
         let KvMemory::Host(buffer) = &mut self.memory else {
             return Err(Error::internal("the KV cache lies on a device"));
@@ -121,7 +122,7 @@ impl KvCache {
         block_bytes.ok_or_else(|| Error::internal(format!("block {block} of the KV cache")))
     }
 
-    /// The blocks on a device.
+    /// Returns the keys and values of all layers on a device.
     pub(super) fn device_parts(&self) -> Result<KvParts<'_>> {
         match &self.memory {
             KvMemory::Device { layers, .. } => {
@@ -131,7 +132,7 @@ impl KvCache {
         }
     }
 
-    /// The same on a device.
+    /// Returns one layer of the blocks on a device.
     pub(super) fn device_layer(&self, layer: usize) -> Result<&DeviceKvLayer> {
         match &self.memory {
             KvMemory::Device { layers, .. } => layers

@@ -1,8 +1,9 @@
-//! Memory of the host for blocks of the KV cache whose sequences have to wait: a place for each, `[num_layers, 2,
-//! BLOCK_SIZE, num_kv_heads, head_dim]`, keys before values.
+//! Host memory for blocks of the KV cache whose sequences have to wait: a place for each block,
+//! `[num_layers, 2, BLOCK_SIZE, num_kv_heads, head_dim]`, keys before values.
 //!
-//! It grows in slabs, when it is found to be too small, and stays. For a model on a device it is pinned, and the device
-//! copies by itself, in the order of its stream: behind the steps that were begun before, in front of those behind.
+//! It grows in slabs when it proves too small, and never shrinks. For a model on a device it is
+//! pinned, and the device copies by itself, in the order of its stream: after the steps that were
+//! begun before the copies, and before later ones.
 
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -19,7 +20,7 @@ use crate::ops::kv_cache::layout::KvLayout;
 use crate::panic_guard;
 use crate::thread_state::SignalsBlocked;
 
-/// Where a block is copied to.
+/// The direction in which a block is copied.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CopyDirection {
     /// From the KV cache to the place on the host.
@@ -31,43 +32,44 @@ pub enum CopyDirection {
 /// A copy of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BlockCopy {
-    /// In the KV cache.
+    /// The block of the KV cache.
     pub block: u32,
-    /// On the host.
+    /// The place on the host.
     pub place: u32,
-    /// From which to which.
+    /// The direction of the copy.
     pub direction: CopyDirection,
 }
 
-/// Bytes of a slab, if a place is not larger.
+/// The size of a slab in bytes, unless a place is larger.
 const SLAB_BYTES: usize = 256 << 20;
 
 /// The places of one model.
 pub struct KvSwap {
     layout: KvLayout,
-    /// Of a model on the host,
+    /// The slabs of a model on the host.
     slabs: Vec<HostBuffer>,
-    /// or on a device.
+    /// The slabs of a model on a device.
     pinned: Vec<PinnedBuffer>,
     growing: Option<Growing>,
     context: Option<Arc<ComputeContext>>,
-    /// In front of and behind copies whose time nobody has asked for, and the blocks between.
+    /// The marks before and after copies whose time has not been taken yet.
     marks: Option<(Event, Event)>,
+    /// The number of blocks between the marks.
     marked: usize,
-    /// Copies have been made before.
+    /// Whether copies have been queued before.
     is_warm: bool,
-    /// The same of copies that are done.
+    /// The number of blocks of completed copies, and the time that the copies took.
     timed: Option<(usize, Duration)>,
 }
 
-/// Pinned memory that a thread of its own asks the system for, which takes some time for a slab.
+/// Pinned memory that a separate thread allocates, because a slab takes some time.
 struct Growing {
     thread: JoinHandle<Result<PinnedBuffer>>,
     num_places: usize,
 }
 
 impl Model {
-    /// No places yet, for blocks of this model's KV caches.
+    /// Returns an empty swap for blocks of this model's KV caches.
     pub fn kv_swap(&self) -> KvSwap {
         let context = match &self.compute {
             Compute::Cpu(_) => None,
@@ -78,9 +80,9 @@ impl Model {
         swap
     }
 
-    /// Copies blocks between a KV cache and its places on the host, one after the other. On a device the copies are
-    /// queued: behind the steps that were begun before, in front of those that will be. After an error none, some or
-    /// all were done.
+    /// Copies blocks between a KV cache and its places on the host, one after the other. On a
+    /// device the copies are queued: after the steps that were begun earlier, before those that are
+    /// begun later. After an error none, some or all of the copies were done.
     pub fn copy_blocks(
         &self,
         kv: &mut KvCache,
@@ -99,7 +101,7 @@ impl Model {
 }
 
 impl KvSwap {
-    /// No places yet, for blocks of a cache on the host.
+    /// Returns an empty swap for blocks of a cache on the host.
     pub fn on_host(layout: KvLayout) -> Self {
         KvSwap {
             layout,
@@ -114,18 +116,19 @@ impl KvSwap {
         }
     }
 
-    /// Bytes of a place.
+    /// Returns the size of a place in bytes.
     pub fn place_bytes(&self) -> usize {
         self.layout.block_bytes()
     }
 
-    /// Places of a slab.
+    /// Returns the number of places in a slab.
     fn slab_places(&self) -> usize {
         (SLAB_BYTES / self.place_bytes().max(1)).max(1)
     }
 
-    /// Takes memory for some places more, `most` at most, which are numbered behind those that are there; gives how
-    /// many. `None`: pinned memory is being taken, and this is to be called again some time later.
+    /// Allocates memory for at most `most` more places, which are numbered after the existing ones,
+    /// and returns their number. `None` means that pinned memory is being allocated; call this
+    /// again some time later.
     pub fn grow(&mut self, most: usize) -> Result<Option<usize>> {
         let num_places = self.slab_places().min(most);
         let bytes = num_places.saturating_mul(self.place_bytes());
@@ -177,16 +180,17 @@ impl KvSwap {
         Ok(())
     }
 
-    /// Blocks that were copied of late, and what that took. It may be told of copies much later, or never.
+    /// Returns the number of blocks that were copied recently, and the time that the copies took.
+    /// Copies may be reported much later, or never.
     pub fn take_time(&mut self) -> Option<(usize, Duration)> {
         self.timed.take()
     }
 
-    /// Marks to take the time with, unless the last ones have not been reached yet.
+    /// Returns marks to take the time with, unless the previous ones have not been reached yet.
     fn marks_for(&mut self, cuda: &CudaContext) -> Result<Option<(Event, Event)>> {
         let Some((begin, end)) = self.marks.take() else {
             if !self.is_warm {
-                // The first time the kernel has to be loaded.
+                // The first copies are not timed, because the kernel has to be loaded.
                 self.is_warm = true;
                 return Ok(None);
             }
@@ -200,7 +204,7 @@ impl KvSwap {
         Ok(Some((begin, end)))
     }
 
-    /// The number of a place's slab, and its first byte there.
+    /// Returns the index of a place's slab, and the offset of the place in it in bytes.
     fn find(&self, place: u32) -> (usize, usize) {
         let (places, place) = (self.slab_places(), place as usize);
         (place / places, place % places * self.place_bytes())
@@ -221,7 +225,7 @@ impl KvSwap {
         Ok(())
     }
 
-    /// Queues copies in one direction, as many as go into one launch.
+    /// Queues copies in one direction, at most as many as fit into one launch.
     fn queue(
         &mut self,
         context: &ComputeContext,
@@ -243,7 +247,7 @@ impl KvSwap {
     }
 }
 
-/// For errors: what the memory is for.
+/// The purpose of the memory, for error messages.
 const WHAT: &str = "preempted requests";
 
 impl Growing {
@@ -260,8 +264,8 @@ impl Growing {
     }
 }
 
-/// Huge pages, which are there before the driver pins them: it holds up the steps while it does, and has five
-/// hundred times less to do.
+/// Allocates huge pages and touches them before the driver pins them, because it holds up the steps
+/// while it pins. Huge pages give it five hundred times less to do.
 fn pinned(context: &Arc<ComputeContext>, bytes: usize) -> Result<PinnedBuffer> {
     let mut memory = HostBuffer::zeroed(bytes, Pages::Huge)?;
     memory.as_bytes_mut().fill(0);
@@ -272,7 +276,7 @@ fn pinned(context: &Arc<ComputeContext>, bytes: usize) -> Result<PinnedBuffer> {
 impl Drop for KvSwap {
     fn drop(&mut self) {
         if let Some(growing) = self.growing.take() {
-            // It must not outlive the model. What it came to goes with it.
+            // The thread must not outlive the model. Its result is dropped.
             let _ = growing.thread.join();
         }
     }

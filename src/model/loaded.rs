@@ -40,17 +40,17 @@ pub(super) struct CpuModel {
 }
 
 impl Model {
-    /// Sizes and kind of the model.
+    /// Returns the sizes and kind of the model.
     pub fn config(&self) -> &ModelConfig {
         &self.config
     }
 
-    /// Element type of the matrices and of the KV cache.
+    /// Returns the element type of the matrices and of the KV cache.
     pub fn dtype(&self) -> DType {
         self.dtype
     }
 
-    /// What a KV cache for this model looks like.
+    /// Returns the layout of a KV cache for this model.
     pub fn kv_layout(&self) -> KvLayout {
         let layout = self.config.kv_layout(self.dtype);
         match &self.compute {
@@ -59,7 +59,7 @@ impl Model {
         }
     }
 
-    /// A KV cache of `num_blocks` blocks where the model is.
+    /// Allocates a KV cache of `num_blocks` blocks where the model is.
     pub fn kv_cache(&self, num_blocks: usize) -> Result<KvCache> {
         match &self.compute {
             Compute::Cpu(_) => KvCache::new(self.kv_layout(), num_blocks),
@@ -85,7 +85,8 @@ impl Model {
         }
     }
 
-    /// Makes room for passes within `limits`, where the model is on a device: all that they take of it.
+    /// Makes room for passes within `limits` if the model is on a device: all the device memory
+    /// that they take.
     pub fn reserve_on_device(&self, workspace: &mut Workspace, limits: &PassLimits) -> Result<()> {
         match &self.compute {
             Compute::Cpu(_) => Ok(()),
@@ -93,17 +94,17 @@ impl Model {
         }
     }
 
-    /// Bytes of memory that the weights take.
+    /// Returns the bytes of memory that the weights take.
     pub fn weights_bytes(&self) -> u64 {
         self.weights_bytes
     }
 
-    /// Numbers in the weights; a tied output matrix is counted once.
+    /// Returns the number of parameters; a tied output matrix is counted once.
     pub fn num_parameters(&self) -> u64 {
         self.num_parameters
     }
 
-    /// For people: backend, instruction set and threads, or the name of the GPU.
+    /// Returns a human-readable name: backend, instruction set and threads, or the name of the GPU.
     pub fn device_name(&self) -> String {
         match &self.compute {
             Compute::Cpu(cpu) => cpu.backend.name().to_string(),
@@ -111,7 +112,7 @@ impl Model {
         }
     }
 
-    /// Threads of the CPU that compute; 0 on a GPU.
+    /// Returns the number of CPU threads that compute; 0 on a GPU.
     pub fn num_threads(&self) -> usize {
         match &self.compute {
             Compute::Cpu(cpu) => cpu.backend.num_threads(),
@@ -119,7 +120,7 @@ impl Model {
         }
     }
 
-    /// The context of a model on a GPU.
+    /// Returns the context of a model on a GPU.
     pub fn compute_context(&self) -> Option<&Arc<ComputeContext>> {
         match &self.compute {
             Compute::Cpu(_) => None,
@@ -129,7 +130,7 @@ impl Model {
 }
 
 impl fmt::Debug for Model {
-    /// Without the weights.
+    /// Leaves out the weights.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Model")
             .field("config", &self.config)

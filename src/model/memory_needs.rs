@@ -1,12 +1,13 @@
-//! What a model takes of the memory of a device or of the host.
+//! The device or host memory that a model takes.
 
-/// What a model takes of the memory of a device or of the host.
+/// The device or host memory that a model takes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MemoryNeeds {
-    /// Weights, and on a device the tables of rotary positions.
+    /// The weights, and on a device the tables of rotary positions.
     pub weights_bytes: u64,
-    /// Activations of the longest pass and scratch of the operators: on a device set apart at load.
+    /// The activations of the longest pass and the scratch of the operators, which are set apart at
+    /// load on a device.
     pub workspace_bytes: u64,
-    /// Keys and values of one token in all layers.
+    /// The keys and values of one token in all layers.
     pub kv_bytes_per_token: u64,
 }

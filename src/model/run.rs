@@ -11,7 +11,7 @@ use crate::backend::cuda::ProfiledPart;
 use crate::error::{try_filled, Error, Result};
 
 impl Model {
-    /// How many steps may be begun before the first is finished.
+    /// Returns the number of steps that may be begun before the first is finished.
     pub fn max_steps_in_flight(&self) -> usize {
         match &self.compute {
             Compute::Cpu(_) => 1,
@@ -24,11 +24,11 @@ impl Model {
         matches!(choice, TokenChoice::Caller) || matches!(&self.compute, Compute::Device(_))
     }
 
-    /// Begins a step. On the CPU it is also computed here; on a device it is queued behind those begun before: at once,
-    /// or, where a long prompt is all that goes on, only a few layers before the device comes to them.
-    /// `should_stop` is asked between layers while the pass is computed here or queued; true ends the step with
-    /// [`crate::error::ErrorKind::Cancelled`]. After an error the step has not begun, and the keys and values
-    /// of its tokens are to be considered unwritten.
+    /// Begins a step. On the CPU it is also computed here; on a device it is queued after the steps
+    /// begun earlier: at once or, if only a long prompt is being processed, just a few layers ahead
+    /// of the device. `should_stop` is asked between layers while the pass is computed here or
+    /// queued; true ends the step with [`crate::error::ErrorKind::Cancelled`]. After an error the
+    /// step has not begun, and the keys and values of its tokens are to be considered unwritten.
     pub fn begin_step(
         &self,
         step: &Step<'_>,
@@ -110,8 +110,8 @@ impl Model {
         done
     }
 
-    /// From now on the parts of each step are timed, on a device: for finding out where the time goes. Steps take a
-    /// few hundredths longer, more in small models. No step is under way.
+    /// Starts timing the parts of each step on a device, to find out where the time goes. Steps
+    /// take a few percent longer, more in small models. No step may be in flight.
     pub fn start_profile(&self) -> Result<()> {
         match &self.compute {
             Compute::Device(cuda) => cuda.cuda()?.start_profile().map(|_| ()),
@@ -119,8 +119,8 @@ impl Model {
         }
     }
 
-    /// What the parts of the last step took, in their order. All steps since [`Model::start_profile`] had the same
-    /// number of sequences and tokens.
+    /// Returns the times of the parts of the last step, in their order. All steps since
+    /// [`Model::start_profile`] must have had the same number of sequences and tokens.
     pub fn read_profile(&self) -> Result<Vec<ProfiledPart>> {
         match &self.compute {
             Compute::Device(cuda) => cuda.cuda()?.read_profile(),
@@ -128,7 +128,7 @@ impl Model {
         }
     }
 
-    /// Steps are timed no more.
+    /// Stops timing steps.
     pub fn stop_profile(&self) -> Result<()> {
         match &self.compute {
             Compute::Device(cuda) => cuda.cuda()?.stop_profile(),
@@ -136,8 +136,8 @@ impl Model {
         }
     }
 
-    /// Waits for the oldest step that was begun, and puts what it came to into `result`, whose memory is used
-    /// again for a later step.
+    /// Waits for the oldest unfinished step and moves its result to `result`, whose memory is
+    /// reused for a later step.
     pub fn finish_step(&self, workspace: &mut Workspace, result: &mut StepResult) -> Result<()> {
         if let Compute::Device(cuda) = &self.compute {
             let workspace = workspace.on_device(cuda, self.config(), 1)?;

@@ -25,32 +25,33 @@ use super::folder::{io_error, shown_name, FileStamp};
 use crate::error::{try_filled, Context, Error, Result};
 use crate::memory::DType;
 
-/// Longest header that is read.
+/// The maximum length of a header, in bytes.
 pub const MAX_HEADER_BYTES: u64 = 16 << 20;
-/// Most tensors of one file.
+/// The maximum number of tensors in one file.
 pub const MAX_TENSORS: usize = 65_536;
-/// Most dimensions of a tensor; weights have one or two, GPT-2's mask buffers four.
+/// The maximum number of dimensions of a tensor; weights have one or two, GPT-2's mask buffers
+/// four.
 const MAX_RANK: usize = 8;
-/// The length field in front of the header.
+/// The size of the length field before the header, in bytes.
 const LENGTH_BYTES: u64 = 8;
 
 /// One tensor as a file describes it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TensorInfo {
-    /// Element type, which need not be one that we compute with.
+    /// The element type, which need not be one that the library computes with.
     pub dtype: StoredDType,
-    /// Row-major, outermost first.
+    /// The dimensions, row-major, outermost first.
     pub shape: Vec<u64>,
-    /// Where the first byte lies in the file.
+    /// The offset of the first byte in the file.
     pub file_offset: u64,
-    /// Length in bytes; the file is this long at least.
+    /// The length in bytes; the file is at least this long.
     pub len_bytes: u64,
 }
 
 /// The tensors of one file, by name.
 pub type TensorMap = HashMap<String, TensorInfo>;
 
-/// Our element type for a stored one, if we compute with it.
+/// Returns the library's element type for a stored one, if it computes with that.
 pub fn compute_dtype(stored: StoredDType) -> Option<DType> {
     match stored {
         StoredDType::F32 => Some(DType::F32),
@@ -60,8 +61,8 @@ pub fn compute_dtype(stored: StoredDType) -> Option<DType> {
     }
 }
 
-/// The length that `file` claims for its header, checked against the limit and the file's own
-/// length. `name` is for messages.
+/// Returns the length that `file` claims for its header, checked against the limit and the file's
+/// own length. `name` is for messages.
 pub fn read_header_length(name: &str, file: &File, stamp: FileStamp) -> Result<u64> {
     let mut length = [0_u8; LENGTH_BYTES as usize];
     if stamp.len < LENGTH_BYTES {
@@ -95,7 +96,7 @@ pub fn read_header(name: &str, file: &File, stamp: FileStamp) -> Result<TensorMa
     parse_header(&header, stamp.len - LENGTH_BYTES - header_len).context(|| name)
 }
 
-/// Checks the JSON of a header in front of `data_len` bytes of data.
+/// Checks the JSON of a header that is followed by `data_len` bytes of data.
 pub fn parse_header(header: &[u8], data_len: u64) -> Result<TensorMap> {
     let text =
         std::str::from_utf8(header).map_err(|_| Error::invalid_file("the header is not UTF-8"))?;
@@ -168,7 +169,7 @@ fn place_tensors(
             let placed = TensorInfo {
                 dtype: info.dtype,
                 shape: info.shape,
-                // Both at most the file's length.
+                // Both are at most the file's length.
                 file_offset: data_begin + begin,
                 len_bytes: end - begin,
             };
@@ -187,7 +188,7 @@ struct RawInfo {
     data_offsets: (u64, u64),
 }
 
-/// The name of an element type.
+/// Reads the name of an element type.
 fn dtype<'de, D: Deserializer<'de>>(deserializer: D) -> std::result::Result<StoredDType, D::Error> {
     let name = String::deserialize(deserializer)?;
     let known: std::result::Result<_, serde::de::value::Error> =
@@ -195,7 +196,7 @@ fn dtype<'de, D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Stor
     known.map_err(|_| D::Error::custom(format_args!("unknown element type {}", shown_name(&name))))
 }
 
-/// A list of at most [`MAX_RANK`] dimensions.
+/// Reads a list of at most [`MAX_RANK`] dimensions.
 fn shape<'de, D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Vec<u64>, D::Error> {
     struct Shape;
     impl<'de> Visitor<'de> for Shape {

@@ -14,11 +14,12 @@ use super::checkpoint::MAX_TENSORS_IN_ALL;
 use super::folder::{check_file_name, shown_name};
 use crate::error::{Error, Result};
 
-/// The name of the file.
+/// The name of the index file.
 pub const INDEX_FILE: &str = "model.safetensors.index.json";
-/// An index of the largest published models has some hundreds of kilobytes.
+/// The maximum size of an index in bytes; those of the largest published models have some hundreds
+/// of kilobytes.
 pub const MAX_INDEX_BYTES: usize = 16 << 20;
-/// Most files that an index may name.
+/// The maximum number of files that an index may name.
 const MAX_SHARDS: usize = 4096;
 
 /// The content of an index.
@@ -26,7 +27,7 @@ const MAX_SHARDS: usize = 4096;
 pub struct ShardIndex {
     /// Plain file names, in the order of their first mention.
     pub shards: Vec<String>,
-    /// For each tensor the position of its file in `shards`.
+    /// The position in `shards` of each tensor's file.
     pub tensors: HashMap<String, usize>,
 }
 

@@ -1,7 +1,7 @@
 //! The activations of a forward pass, kept from one pass to the next.
 //!
-//! The buffers grow to the largest pass seen (or reserved) and are then reused, so that steady-state
-//! decoding allocates nothing.
+//! The buffers grow to the largest pass seen (or reserved) and are then reused, so that
+//! steady-state decoding allocates nothing.
 
 use super::config::ModelConfig;
 use super::device::limits::PassLimits;
@@ -26,12 +26,12 @@ pub struct Workspace {
     logits_hidden: Vec<f32>,
     linear: LinearScratch,
     attention: AttentionScratch,
-    /// Of a model on a device, in place of all others.
+    /// The workspace of a model on a device, which replaces all others.
     device: Option<Box<DeviceWorkspace>>,
     host_steps: HostSteps,
 }
 
-/// The buffers cut to the size of one pass; all row-major.
+/// The buffers cut to the size of one pass, all row-major.
 pub(super) struct Activations<'a> {
     /// `[num_tokens, hidden_size]`, the residual stream.
     pub hidden: &'a mut [f32],
@@ -39,7 +39,7 @@ pub(super) struct Activations<'a> {
     pub normed: &'a mut [f32],
     /// `[num_tokens, q_size + 2 * kv_size]`
     pub qkv: &'a mut [f32],
-    /// `[num_tokens, q_size]`, what the heads see.
+    /// `[num_tokens, q_size]`, the results of the heads.
     pub attn_out: &'a mut [f32],
     /// `[num_tokens, mlp_up_size]`
     pub mlp_up: &'a mut [f32],
@@ -48,14 +48,14 @@ pub(super) struct Activations<'a> {
     /// `[2, num_logits_rows, hidden_size]`: the rows whose logits are wanted, before and after the
     /// final norm.
     pub logits_hidden: &'a mut [f32],
-    /// Of every matrix product.
+    /// The scratch of every matrix product.
     pub linear: &'a mut LinearScratch,
-    /// Of every attention.
+    /// The scratch of every attention.
     pub attention: &'a mut AttentionScratch,
 }
 
 impl Workspace {
-    /// Empty; the first pass makes it grow.
+    /// Returns an empty workspace, which grows with the first pass.
     pub fn new() -> Self {
         Self::default()
     }
@@ -71,7 +71,8 @@ impl Workspace {
         self.activations(config, num_tokens, num_logits_rows).map(|_| ())
     }
 
-    /// The activations on the device of `model`, with room for passes of `num_tokens` tokens.
+    /// Returns the activations on the device of `model`, with room for passes of `num_tokens`
+    /// tokens.
     pub(super) fn on_device(
         &mut self,
         model: &DeviceModel,
@@ -87,25 +88,25 @@ impl Workspace {
         self.device.as_deref_mut().ok_or_else(|| Error::internal("no device workspace"))
     }
 
-    /// Makes room on the device of `model` for passes within `limits`, in place of what there was.
+    /// Makes room on the device of `model` for passes within `limits`, replacing what there was.
     pub(super) fn reserve_on_device(
         &mut self,
         model: &DeviceModel,
         config: &ModelConfig,
         limits: &PassLimits,
     ) -> Result<()> {
-        // The former goes first: both may not fit.
+        // The old workspace is dropped first, because both may not fit.
         self.device = None;
         self.device = Some(Box::new(model.workspace(config, limits)?));
         Ok(())
     }
 
-    /// Steps that are computed as they begin.
+    /// Returns the steps that are computed as they begin.
     pub(super) fn host_steps(&mut self) -> &mut HostSteps {
         &mut self.host_steps
     }
 
-    /// Bytes held on the host: activations and the scratch of the ops.
+    /// Returns the bytes held on the host: activations and the scratch of the ops.
     pub fn size_bytes(&self) -> usize {
         let buffers: usize = [
             &self.hidden,
@@ -122,8 +123,8 @@ impl Workspace {
         buffers + self.linear.size_bytes() + self.attention.size_bytes()
     }
 
-    /// What [`Workspace::size_bytes`] becomes with passes of up to `num_tokens` tokens on `num_threads` threads
-    /// that ask for the logits of up to `num_logits_rows` of them.
+    /// Returns the value that [`Workspace::size_bytes`] reaches with passes of up to `num_tokens`
+    /// tokens on `num_threads` threads that ask for the logits of up to `num_logits_rows` of them.
     pub fn bytes_for(
         config: &ModelConfig,
         dtype: DType,
@@ -165,7 +166,7 @@ impl Workspace {
     }
 }
 
-/// Rows and columns of the buffers, in the order of [`Activations`].
+/// Returns the rows and columns of the buffers, in the order of [`Activations`].
 fn shapes(config: &ModelConfig, num_tokens: usize, num_logits_rows: usize) -> [(usize, usize); 7] {
     [
         (num_tokens, config.hidden_size),
@@ -178,7 +179,7 @@ fn shapes(config: &ModelConfig, num_tokens: usize, num_logits_rows: usize) -> [(
     ]
 }
 
-/// The first `rows * columns` elements of `buffer`, which grows if need be.
+/// Returns the first `rows * columns` elements of `buffer`, which grows if need be.
 fn cut(buffer: &mut Vec<f32>, (rows, columns): (usize, usize)) -> Result<&mut [f32]> {
     let too_large = || Error::out_of_memory("activations", usize::MAX);
     let len = rows.checked_mul(columns).ok_or_else(too_large)?;

@@ -9,7 +9,7 @@ use crate::model::folder::shown_name;
 #[derive(Clone, Copy)]
 pub struct Fields<'a> {
     map: &'a Map<String, Value>,
-    /// Where the object lies, for messages: `config.json`, `config.json: rope_scaling`.
+    /// The place of the object, for messages: `config.json`, `config.json: rope_scaling`.
     place: &'a str,
 }
 
@@ -18,17 +18,17 @@ impl<'a> Fields<'a> {
         Fields { map, place }
     }
 
-    /// The place that messages name.
+    /// Returns the place that messages name.
     pub fn place(&self) -> &'a str {
         self.place
     }
 
-    /// The value of `name`, if it is there and not `null`.
+    /// Returns the value of `name`, if it is present and not `null`.
     pub fn get(&self, name: &str) -> Option<&'a Value> {
         self.map.get(name).filter(|value| !value.is_null())
     }
 
-    /// Whether the key is there, be it `null`.
+    /// Whether the key is present, even if its value is `null`.
     pub fn has(&self, name: &str) -> bool {
         self.map.contains_key(name)
     }
@@ -37,7 +37,7 @@ impl<'a> Fields<'a> {
         Error::invalid_file(format!("{}: {name} is missing", self.place))
     }
 
-    /// `<place>: <name> is <value>, expected <expected>`.
+    /// Returns the error `<place>: <name> is <value>, expected <expected>`.
     pub fn wrong(&self, name: &str, expected: &str) -> Error {
         let found = match self.map.get(name) {
             None => "missing".to_owned(),
@@ -48,7 +48,7 @@ impl<'a> Fields<'a> {
         Error::invalid_file(format!("{}: {name} is {found}, expected {expected}", self.place))
     }
 
-    /// A whole number from 1 to `max`; `None` when absent.
+    /// Returns a whole number from 1 to `max`, or `None` if it is absent.
     pub fn optional_count(&self, name: &str, max: usize) -> Result<Option<usize>> {
         let Some(value) = self.get(name) else {
             return Ok(None);
@@ -61,12 +61,12 @@ impl<'a> Fields<'a> {
             .ok_or_else(|| self.wrong(name, &format!("a whole number from 1 to {max}")))
     }
 
-    /// A whole number from 1 to `max` that must be there.
+    /// Returns a whole number from 1 to `max`, which must be present.
     pub fn count(&self, name: &str, max: usize) -> Result<usize> {
         self.optional_count(name, max)?.ok_or_else(|| self.missing(name))
     }
 
-    /// The first of several spellings of one count that is there.
+    /// Returns the count under the first of several spellings that is present.
     pub fn count_of(&self, names: &[&str], max: usize) -> Result<usize> {
         for name in names {
             if let Some(n) = self.optional_count(name, max)? {
@@ -76,7 +76,7 @@ impl<'a> Fields<'a> {
         Err(self.missing(names.first().unwrap_or(&"")))
     }
 
-    /// A finite number above `above` and up to `max`; `None` when absent.
+    /// Returns a finite number above `above` and up to `max`, or `None` if it is absent.
     pub fn optional_number(&self, name: &str, above: f64, max: f64) -> Result<Option<f64>> {
         let Some(value) = self.get(name) else {
             return Ok(None);
@@ -102,7 +102,8 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// An object; `None` when absent. An empty object counts as absent, as it does in Python.
+    /// Returns an object, or `None` if it is absent. An empty object counts as absent, as it does
+    /// in Python.
     pub fn optional_object(&self, name: &str) -> Result<Option<&'a Map<String, Value>>> {
         match self.get(name) {
             None => Ok(None),

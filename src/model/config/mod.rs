@@ -19,30 +19,30 @@ use crate::ops::kv_cache::layout::KvLayout;
 use fields::Fields;
 pub use rope::{RopeConfig, YarnConfig};
 
-/// The name of the file.
+/// The name of the configuration file.
 pub const CONFIG_FILE: &str = "config.json";
-/// Real ones have some kilobytes.
+/// The maximum size of the file in bytes; real ones have some kilobytes.
 pub const MAX_CONFIG_BYTES: usize = 1 << 20;
 
 /// The largest sizes that are accepted, each several times what is published today.
 pub mod limits {
-    /// `hidden_size`.
+    /// The limit of `hidden_size`.
     pub const HIDDEN_SIZE: usize = 1 << 16;
-    /// `intermediate_size`.
+    /// The limit of `intermediate_size`.
     pub const INTERMEDIATE_SIZE: usize = 1 << 20;
-    /// Layers.
+    /// The limit of the number of layers.
     pub const NUM_LAYERS: usize = 1024;
-    /// Query heads.
+    /// The limit of the number of query heads.
     pub const NUM_HEADS: usize = 1024;
-    /// What the attention kernels take.
+    /// The limit of `head_dim`, which is that of the attention kernels.
     pub const HEAD_DIM: usize = 256;
-    /// Entries of the vocabulary.
+    /// The limit of the number of entries of the vocabulary.
     pub const VOCAB_SIZE: usize = 1 << 22;
-    /// Context length in tokens.
+    /// The limit of the context length in tokens.
     pub const POSITIONS: usize = 1 << 24;
 }
 
-/// How the residual stream is normalised.
+/// The kind of norm of the residual stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NormKind {
     /// RMSNorm.
@@ -51,7 +51,7 @@ pub enum NormKind {
     Layer,
 }
 
-/// What the MLP of a block computes.
+/// The kind of a block's MLP.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MlpKind {
     /// `W_down (silu(W_gate x) * (W_up x))`
@@ -60,35 +60,35 @@ pub enum MlpKind {
     Plain,
 }
 
-/// What a model is made of, whatever its family. All counts are at least 1 and within
-/// [`limits`]; `num_heads` is a multiple of `num_kv_heads`; `head_dim` is even.
+/// The structure of a model, whatever its family. All counts are at least 1 and within [`limits`];
+/// `num_heads` is a multiple of `num_kv_heads`; `head_dim` is even.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelConfig {
     /// The family, which names the tensors.
     pub family: &'static Family,
-    /// Rows of the embedding; token ids are below it.
+    /// The number of rows of the embedding; token ids are below it.
     pub vocab_size: usize,
-    /// Width of the residual stream.
+    /// The width of the residual stream.
     pub hidden_size: usize,
-    /// Width of the MLP.
+    /// The width of the MLP.
     pub intermediate_size: usize,
-    /// Transformer layers.
+    /// The number of transformer layers.
     pub num_layers: usize,
-    /// Query heads.
+    /// The number of query heads.
     pub num_heads: usize,
-    /// Key and value heads.
+    /// The number of key and value heads.
     pub num_kv_heads: usize,
-    /// Dimension of one head; `num_heads * head_dim` need not be `hidden_size`.
+    /// The dimension of one head; `num_heads * head_dim` need not be `hidden_size`.
     pub head_dim: usize,
     /// The longest sequence, in tokens, YaRN's extension included.
     pub max_context_tokens: usize,
-    /// Which norm.
+    /// The kind of the norms.
     pub norm: NormKind,
-    /// Epsilon of the norm.
+    /// The epsilon of the norms.
     pub norm_eps: f32,
     /// Whether each head of q and k is normalised.
     pub has_qk_norm: bool,
-    /// What the MLP computes.
+    /// The kind of the MLP.
     pub mlp: MlpKind,
     /// Whether the output matrix is the embedding.
     pub tie_word_embeddings: bool,
@@ -96,8 +96,8 @@ pub struct ModelConfig {
     pub attention_bias: bool,
     /// Rotary embedding; `None` with learned positions.
     pub rope: Option<RopeConfig>,
-    /// Whether Transformers computes GELU step by step, which bf16 and f16 round each time (`gelu_new`), or
-    /// at once (`gelu_pytorch_tanh`).
+    /// Whether Transformers computes GELU step by step, which bf16 and f16 round each time
+    /// (`gelu_new`), or at once (`gelu_pytorch_tanh`).
     pub gelu_in_steps: bool,
     /// The `dtype` (or `torch_dtype`) entry, when it names one that is known. Informative: the
     /// tensors say themselves what they are. Random weights, which have no files, are of this type.
@@ -145,17 +145,18 @@ impl ModelConfig {
         Ok(())
     }
 
-    /// `num_heads * head_dim`: columns of q.
+    /// Returns `num_heads * head_dim`, the number of columns of q.
     pub fn q_size(&self) -> usize {
         self.num_heads * self.head_dim
     }
 
-    /// `num_kv_heads * head_dim`: columns of k, and of v.
+    /// Returns `num_kv_heads * head_dim`, the number of columns of k, and of v.
     pub fn kv_size(&self) -> usize {
         self.num_kv_heads * self.head_dim
     }
 
-    /// Columns of the first product of the MLP: gate and up together where it is gated.
+    /// Returns the number of columns of the first product of the MLP: gate and up together if it is
+    /// gated.
     pub(super) fn mlp_up_size(&self) -> usize {
         match self.mlp {
             MlpKind::Gated => 2 * self.intermediate_size,
@@ -163,7 +164,8 @@ impl ModelConfig {
         }
     }
 
-    /// Columns of what silu_mul makes of that; other activations work in place.
+    /// Returns the number of columns of the result of silu_mul; 0 for other activations, which work
+    /// in place.
     pub(super) fn mlp_act_size(&self) -> usize {
         match self.mlp {
             MlpKind::Gated => self.intermediate_size,
@@ -171,7 +173,7 @@ impl ModelConfig {
         }
     }
 
-    /// What a KV cache of element type `dtype` looks like.
+    /// Returns the layout of a KV cache of element type `dtype`.
     pub fn kv_layout(&self, dtype: DType) -> KvLayout {
         KvLayout {
             dtype,
@@ -181,20 +183,20 @@ impl ModelConfig {
         }
     }
 
-    /// The same on a device, where short heads are followed by zeros.
+    /// Returns the layout of a KV cache on a device, where short heads are followed by zeros.
     pub(super) fn device_kv_layout(&self, dtype: DType) -> Result<KvLayout> {
         let head_dim = HeadSpacing::new(self.head_dim)?.stride;
         Ok(KvLayout { head_dim, ..self.kv_layout(dtype) })
     }
 
-    /// The factor of the attention scores before the softmax, `1 / sqrt(head_dim)`.
+    /// Returns the factor of the attention scores before the softmax, `1 / sqrt(head_dim)`.
     pub fn attention_scale(&self) -> f32 {
         (1.0 / (self.head_dim as f64).sqrt()) as f32
     }
 }
 
-/// The architecture that a `config.json` names, supported or not, for a report. `None` if it cannot
-/// be made out.
+/// Returns the architecture that a `config.json` names, supported or not, for a report. `None` if
+/// it cannot be determined.
 pub fn declared_architecture(json: &[u8]) -> Option<String> {
     let value: Value = serde_json::from_slice(json).ok()?;
     let named = value.get("architectures").and_then(|names| names.get(0)).and_then(Value::as_str);
@@ -202,7 +204,8 @@ pub fn declared_architecture(json: &[u8]) -> Option<String> {
     Some(shown_name(name))
 }
 
-/// Fields that any Transformers configuration may carry and that would change the computation.
+/// Refuses fields that any Transformers configuration may carry and that would change the
+/// computation.
 fn refuse_what_changes_every_model(fields: Fields<'_>) -> Result<()> {
     for name in ["quantization_config", "quantization", "compression_config"] {
         if let Some(value) = fields.get(name) {
@@ -223,7 +226,7 @@ fn refuse_what_changes_every_model(fields: Fields<'_>) -> Result<()> {
     Ok(())
 }
 
-/// The entry `dtype` or `torch_dtype`, if it names an element type of ours.
+/// Returns the entry `dtype` or `torch_dtype`, if it names a supported element type.
 pub(in crate::model) fn declared_dtype(fields: Fields<'_>) -> Option<DType> {
     let name = fields.get("dtype").or_else(|| fields.get("torch_dtype"))?.as_str()?;
     match name.trim_start_matches("torch.") {

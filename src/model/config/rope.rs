@@ -14,11 +14,12 @@ use serde_json::Map;
 use super::fields::Fields;
 use crate::error::{Error, Result};
 
-/// Theta when config.json gives none: the default of Transformers.
+/// The theta if config.json gives none: the default of Transformers.
 const DEFAULT_THETA: f64 = 10_000.0;
-/// Turns within the original context from which on a pair keeps its frequency (YaRN's beta).
+/// The number of turns within the original context from which on a pair keeps its frequency (YaRN's
+/// beta).
 const DEFAULT_BETA_FAST: f64 = 32.0;
-/// Turns below which a pair is fully interpolated (YaRN's alpha).
+/// The number of turns below which a pair is fully interpolated (YaRN's alpha).
 const DEFAULT_BETA_SLOW: f64 = 1.0;
 
 /// How positions turn the heads of q and k.
@@ -26,20 +27,20 @@ const DEFAULT_BETA_SLOW: f64 = 1.0;
 pub struct RopeConfig {
     /// The base of the frequencies.
     pub theta: f64,
-    /// Context extension, if asked for.
+    /// The context extension, if any.
     pub yarn: Option<YarnConfig>,
 }
 
 /// The parameters of YaRN.
 #[derive(Clone, Debug, PartialEq)]
 pub struct YarnConfig {
-    /// By how much the context is stretched, at least 1.
+    /// The factor by which the context is stretched, at least 1.
     pub factor: f64,
-    /// Context length of the pretraining, in tokens.
+    /// The context length of the pretraining, in tokens.
     pub original_max_position_embeddings: usize,
-    /// Turns from which on a pair keeps its frequency.
+    /// The number of turns from which on a pair keeps its frequency.
     pub beta_fast: f64,
-    /// Turns below which a pair is fully interpolated.
+    /// The number of turns below which a pair is fully interpolated.
     pub beta_slow: f64,
     /// The scale of cos and sin.
     pub attention_factor: f64,
@@ -107,8 +108,8 @@ impl RopeConfig {
         Ok(RopeConfig { theta, yarn })
     }
 
-    /// Angle per position of each pair, `[head_dim / 2]`, in the precision of Transformers: the
-    /// exponent and the result are f32, the power itself is exact to f32.
+    /// Returns the angle per position of each pair, `[head_dim / 2]`, in the precision of
+    /// Transformers: the exponent and the result are f32, the power itself is exact to f32.
     pub fn inv_freq(&self, head_dim: usize) -> Result<Vec<f32>> {
         let num_pairs = head_dim / 2;
         let mut inv_freq = crate::error::try_with_capacity(num_pairs, "rotary frequencies")?;
@@ -130,7 +131,7 @@ impl RopeConfig {
         Ok(inv_freq)
     }
 
-    /// The scale of cos and sin; 1 without YaRN.
+    /// Returns the scale of cos and sin; 1 without YaRN.
     pub fn attention_scaling(&self) -> f32 {
         self.yarn.as_ref().map_or(1.0, |yarn| yarn.attention_factor as f32)
     }
@@ -153,13 +154,13 @@ impl YarnConfig {
                 return Err(rope.wrong("factor", "a number of at least 1"))
             }
             Some(factor) => factor,
-            // Transformers takes an explicit null this way; an absent factor is an error there.
+            // Transformers treats an explicit null this way; an absent factor is an error there.
             None if rope.has("factor") => {
                 (max_position_embeddings as f64 / original as f64).max(1.0)
             }
             None => return Err(rope.missing("factor")),
         };
-        // Python's `or`: zero means the default.
+        // As with Python's `or`, zero means the default.
         let beta = |name: &str, default: f64| match rope.get(name) {
             Some(value) if value.as_f64() == Some(0.0) => Ok(default),
             _ => Ok(rope.optional_number(name, 0.0, 1e9)?.unwrap_or(default)),
@@ -198,7 +199,7 @@ impl YarnConfig {
         })
     }
 
-    /// The pair indices between which the frequencies go over from kept to interpolated.
+    /// Returns the pair indices between which the frequencies change from kept to interpolated.
     fn ramp(&self, head_dim: usize, theta: f64) -> (f32, f32) {
         // The pair that turns `turns` times within the original context:
         // original * theta^(-2 i / d) = 2 pi * turns, solved for i.

@@ -1,6 +1,7 @@
-//! What a decoder-only model is made of, whatever its family: the weights, generic over what stands for a matrix `M` and
-//! for a vector `V`. First they are *plans*, which check names, shapes and types against the headers and need no weight;
-//! then a [`WeightReader`] turns each plan into a loaded weight, or into its size.
+//! What a decoder-only model is made of, whatever its family: the weights, generic over what stands
+//! for a matrix `M` and for a vector `V`. First they are *plans*, which check names, shapes and
+//! types against the headers and need no weight; then a [`WeightReader`] turns each plan into a
+//! loaded weight, or into its size.
 //!
 //! ```text
 //! hidden  = embedding[token] (+ position_embedding[position])

@@ -1,5 +1,5 @@
-//! The forward pass on a device: queues operators on a stream. The residual stream and all activations have the model's
-//! element type, and are rounded where Transformers rounds them.
+//! The forward pass on a device, which queues operators on a stream. The residual stream and all
+//! activations have the model's element type, and are rounded where Transformers rounds them.
 
 use super::block::{Block, LinearWeights, MlpWeights, NormWeights};
 use crate::backend::cuda::CudaContext;
@@ -26,7 +26,7 @@ use crate::ops::qk_norm_rope_append::{qk_norm_rope_append, QkNormRope};
 
 type DeviceBlock = Block<Matrix, DeviceTensor>;
 
-/// One forward pass under way.
+/// One forward pass in progress.
 pub(in crate::model) struct DevicePass<'a> {
     pub model: &'a DeviceModel,
     pub config: &'a ModelConfig,
@@ -37,22 +37,23 @@ pub(in crate::model) struct DevicePass<'a> {
     /// How the linear layers are computed.
     pub linear: LinearPass<'a>,
     pub should_stop: &'a dyn Fn() -> bool,
-    /// How many layers may be queued and not computed, if it is not all of them.
+    /// The number of layers that may be queued and not yet computed; `None` if all may be.
     pub lead: Option<(&'a Lead, usize)>,
 }
 
-/// What a pass is to compute, besides what its record says.
+/// The parts of a pass's task that its record does not hold.
 pub(in crate::model) struct Wanted {
-    /// How every layer attends: the sequences with one token, and the others.
+    /// The attention of every layer: first that of the sequences with one token, then that of the
+    /// others.
     attention: [Option<AttentionOptions>; 2],
     /// Whether all rows are wanted after the last attention, in their order.
     all_rows: bool,
-    /// Whether every sequence has one token, or is a row that fills up.
+    /// Whether every sequence has one token; padding rows count as such.
     pub is_decode: bool,
 }
 
 impl Wanted {
-    /// What a batch asks for.
+    /// Returns the task of a batch.
     pub fn of(
         config: &ModelConfig,
         batch: &ForwardBatch<'_>,
@@ -64,7 +65,8 @@ impl Wanted {
         Ok(Wanted { attention, all_rows, is_decode: false })
     }
 
-    /// One token of every sequence, and the logits of all, whatever their lengths.
+    /// Returns the task of a decode step: one token of every sequence and the logits of all,
+    /// whatever their lengths.
     pub fn of_decode(config: &ModelConfig, record: &DeviceRecord, plan: &AttentionPlan) -> Self {
         let attention = AttentionOptions {
             scale: Some(config.attention_scale()),
@@ -92,12 +94,12 @@ pub(in crate::model) struct Activations {
     mlp_act: DeviceTensor,
 }
 
-/// The first rows of a matrix.
+/// Returns the first `num_rows` rows of a matrix.
 pub(in crate::model) fn rows_of(matrix: &DeviceTensor, num_rows: usize) -> Result<DeviceTensor> {
     matrix.view(0, &[num_rows, matrix.width() as usize], None)
 }
 
-/// How the leading sequences with one token attend, and all others.
+/// Returns the attention of the leading sequences with one token, and that of all others.
 fn attention_parts(
     config: &ModelConfig,
     batch: &ForwardBatch<'_>,
@@ -133,8 +135,8 @@ fn attention_parts(
 }
 
 impl DevicePass<'_> {
-    /// Queues everything up to the final norm, and returns the activations of the wanted rows; `None` if no row is
-    /// wanted.
+    /// Queues everything up to the final norm, and returns the activations of the wanted rows, or
+    /// `None` if no row is wanted.
     pub fn run(&self, kv: &KvCache, workspace: &DeviceWorkspace) -> Result<Option<Activations>> {
         let weights = &self.model.weights;
         let mut act = self.activations(workspace, self.num_tokens())?;
@@ -156,13 +158,14 @@ impl DevicePass<'_> {
         Ok(Some(act))
     }
 
-    /// `logits = W_output norm(stream)`. logits [num_rows, vocab_size] of the model's element type.
+    /// Computes `logits = W_output norm(stream)`. `logits` is `[num_rows, vocab_size]` of the
+    /// model's element type.
     pub fn logits(&self, act: &mut Activations, logits: &DeviceTensor) -> Result<()> {
         let norm = self.norm(&self.model.weights.final_norm);
         self.linear.normed_output(&mut act.stream, &norm, &self.model.output(), logits)
     }
 
-    /// `stream.normed = norm(stream)` by the final norm.
+    /// Computes `stream.normed = norm(stream)` with the final norm.
     pub fn final_norm(&self, act: &mut Activations) -> Result<()> {
         self.linear.normalise(&mut act.stream, &self.norm(&self.model.weights.final_norm))
     }
@@ -196,7 +199,8 @@ impl DevicePass<'_> {
         }
     }
 
-    /// Ends the pass if the caller wants so; called before each layer, which is not queued until the device has come near.
+    /// Ends the pass if the caller asks for it. Called before each layer, and waits while the
+    /// device is too far behind.
     fn check_stop(&self, layer: usize) -> Result<()> {
         if let Some((lead, layers)) = self.lead {
             lead.keep(self.cuda, layer, layers)?;
@@ -207,7 +211,7 @@ impl DevicePass<'_> {
         Ok(())
     }
 
-    /// The rows of the tokens in `table` [vocab_size, hidden_size], into the residual stream.
+    /// Copies the tokens' rows of `table` `[vocab_size, hidden_size]` to the residual stream.
     fn embed(
         &self,
         table: &DeviceTensor,
@@ -221,7 +225,8 @@ impl DevicePass<'_> {
         self.cuda.mark("embedding", 0, 0.0)
     }
 
-    /// Adds to each token the learned vector of its position. table `[max_context_tokens * hidden_size]`
+    /// Adds to each token the learned vector of its position. `table` is
+    /// `[max_context_tokens * hidden_size]`.
     fn add_positions(&self, table: &DeviceTensor, act: &Activations) -> Result<()> {
         let shape = [self.config.max_context_tokens, self.config.hidden_size];
         let (hidden, learned) = (&act.stream.hidden, &act.stream.projected);
@@ -230,7 +235,8 @@ impl DevicePass<'_> {
         self.cuda.mark("positions", 0, 0.0)
     }
 
-    /// How the heads of a block are normalised and rotated, if they are, and where its keys and values go.
+    /// Returns how the heads of a block are normalised and rotated, if they are, and where its keys
+    /// and values go.
     fn rotation<'b>(
         &'b self,
         block: &'b DeviceBlock,
@@ -254,6 +260,8 @@ impl DevicePass<'_> {
         Ok((how, slots))
     }
 
+    /// Computes the attention of a block.
+    ///
     /// ```text
     /// q, k, v  = W_qkv norm(stream) + b_qkv
     /// q, k     = rope(q_norm(q)), rope(k_norm(k))         k, v into the cache
@@ -291,8 +299,8 @@ impl DevicePass<'_> {
         self.attend_cached(kv, &act.qkv, &act.attn_out)
     }
 
-    /// The same after the projection, for sequences with one new token each, and with the output projection where one
-    /// kernel does both.
+    /// Computes the attention after the projection for sequences with one new token each, including
+    /// the output projection where one kernel does both.
     fn attend_new_tokens(
         &self,
         block: &DeviceBlock,
@@ -326,7 +334,7 @@ impl DevicePass<'_> {
         self.cuda.mark("attention", 0, 0.0)
     }
 
-    /// `attn_out = attention(q, cache)`, of every sequence up to its new tokens.
+    /// Computes `attn_out = attention(q, cache)`, for every sequence up to its new tokens.
     fn attend_cached(
         &self,
         kv: &DeviceKvLayer,
@@ -344,8 +352,8 @@ impl DevicePass<'_> {
         self.cuda.mark("attention", 0, 0.0)
     }
 
-    /// After the last attention nothing but the rows whose logits are wanted matters: gathers them; `None` if there are
-    /// none. In a prefill that spares most of the last layer.
+    /// Gathers the rows whose logits are wanted, the only ones that matter after the last
+    /// attention; `None` if there are none. In a prefill this saves most of the last layer.
     fn wanted_rows(
         &self,
         workspace: &DeviceWorkspace,
@@ -364,7 +372,7 @@ impl DevicePass<'_> {
         }
         let rows = &self.record.logits_rows;
         let hidden = rows_of(&workspace.wanted, num_rows)?;
-        // Queries, keys and values are not needed any more.
+        // Queries, keys and values are no longer needed.
         let attn_out = workspace.qkv.view(0, &[num_rows, act.attn_out.width() as usize], None)?;
         embedding(self.context, &act.stream.hidden, rows, &hidden)?;
         embedding(self.context, &act.attn_out, rows, &attn_out)?;
@@ -380,6 +388,8 @@ impl DevicePass<'_> {
         }))
     }
 
+    /// Computes the rest of a block.
+    ///
     /// ```text
     /// stream += W_o attn_out + b_o
     /// stream += W_down act(W_up norm(stream) + b_up) + b_down        act: gated or plain
@@ -405,7 +415,7 @@ impl DevicePass<'_> {
         }
     }
 
-    /// `x = gelu_tanh(x)`
+    /// Computes `x = gelu_tanh(x)`.
     fn gelu(&self, x: &DeviceTensor) -> Result<()> {
         if self.config.gelu_in_steps {
             gelu_tanh(self.context, x)?;

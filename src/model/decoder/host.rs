@@ -22,15 +22,15 @@ use crate::ops::rope::RopePairing;
 use crate::ops::silu_mul::cpu_stacked::silu_mul;
 use crate::thread_state::StandardFloats;
 
-/// One forward pass under way: what each layer needs besides its weights.
+/// One forward pass in progress: what each layer needs besides its weights.
 struct Pass<'a> {
     config: &'a ModelConfig,
     backend: &'a CpuBackend,
     batch: &'a ForwardBatch<'a>,
     kv: &'a mut KvCache,
     act: Activations<'a>,
-    /// Rows of the activations: the tokens of the batch, or after the last attention those whose
-    /// logits are wanted.
+    /// The number of rows of the activations: all tokens of the batch, or after the last attention
+    /// those whose logits are wanted.
     num_rows: usize,
     /// Whether the rows are those whose logits are wanted, in their order.
     only_wanted_rows: bool,
@@ -41,10 +41,10 @@ impl Model {
     /// Runs the tokens of `batch`: writes their keys and values into `kv`, and the logits of
     /// `batch.logits_rows` to `logits` `[num_logits_rows, vocab_size]`.
     ///
-    /// On the CPU every row's result depends on its own sequence alone, bit for bit: not on the other
-    /// sequences of the batch, not on how the sequence was cut into batches, not on the number of
-    /// threads. On CUDA the kernels, and with them the last bits, depend on the number of rows.
-    /// `should_stop` is asked between layers; true ends the pass with
+    /// On the CPU every row's result depends on its own sequence alone, bit for bit: not on the
+    /// other sequences of the batch, not on how the sequence was cut into batches, not on the
+    /// number of threads. On CUDA the kernels, and with them the last bits, depend on the number of
+    /// rows. `should_stop` is asked between layers; true ends the pass with
     /// [`ErrorKind::Cancelled`], after which the keys and values of this batch are to be considered
     /// unwritten.
     pub fn forward(
@@ -98,7 +98,7 @@ impl Model {
 }
 
 impl Decoder<PackedMatrix, Vec<f32>> {
-    /// The whole pass.
+    /// Runs the whole pass.
     fn forward(
         &self,
         pass: &mut Pass<'_>,
@@ -118,7 +118,7 @@ impl Decoder<PackedMatrix, Vec<f32>> {
 }
 
 impl Block<PackedMatrix, Vec<f32>> {
-    /// One layer, as [`super::block`] has it.
+    /// Computes one layer, as described in [`super::block`].
     fn forward(
         &self,
         pass: &mut Pass<'_>,
@@ -133,7 +133,7 @@ impl Block<PackedMatrix, Vec<f32>> {
         pass.turn_heads(self, rope_table)?;
         pass.attend(index)?;
 
-        // Only the rows whose logits are wanted may be left.
+        // After the attention, only the rows whose logits are wanted may be left.
         let (num_rows, act) = (pass.num_rows, &mut pass.act);
         let output = &self.attention.output;
         output.forward(backend, act.attn_out, num_rows, act.hidden, Store::Add, act.linear)?;
@@ -170,7 +170,7 @@ impl LinearWeights<PackedMatrix, Vec<f32>> {
     }
 }
 
-/// `out = norm(x)`, row by row.
+/// Computes `out = norm(x)`, row by row.
 fn normalise(
     backend: &CpuBackend,
     config: &ModelConfig,
@@ -186,7 +186,7 @@ fn normalise(
 }
 
 impl Pass<'_> {
-    /// Ends the pass if the caller wants so; called before each layer.
+    /// Ends the pass if the caller asks for it. Called before each layer.
     fn check_stop(&self) -> Result<()> {
         if (self.should_stop)() {
             return Err(Error::new(ErrorKind::Cancelled, "the forward pass was cancelled"));
@@ -208,12 +208,12 @@ impl Pass<'_> {
         Ok(())
     }
 
-    /// `act.normed = norm(act.hidden)`
+    /// Computes `act.normed = norm(act.hidden)`.
     fn norm(&mut self, norm: &NormWeights<Vec<f32>>) -> Result<()> {
         normalise(self.backend, self.config, norm, self.act.hidden, self.act.normed)
     }
 
-    /// Normalises and rotates the heads of q and k in `act.qkv`, where the model has it so.
+    /// Normalises and rotates the heads of q and k in `act.qkv`, where the model does so.
     fn turn_heads(
         &mut self,
         block: &Block<PackedMatrix, Vec<f32>>,
@@ -236,8 +236,8 @@ impl Pass<'_> {
         Ok(())
     }
 
-    /// Writes the keys and values in `act.qkv` to the cache and lets every query see those up to
-    /// its own position: `act.attn_out = softmax(q k^T / sqrt(head_dim)) v` per head (Vaswani et
+    /// Writes the keys and values in `act.qkv` to the cache and lets every query attend to those up
+    /// to its own position: `act.attn_out = softmax(q k^T / sqrt(head_dim)) v` per head (Vaswani et
     /// al. 2017, section 3.2.1; grouped queries: Ainslie et al. 2023). After the last layer's
     /// attention `num_rows` may be fewer than before.
     fn attend(&mut self, layer: usize) -> Result<()> {
@@ -269,8 +269,8 @@ impl Pass<'_> {
         Ok(())
     }
 
-    /// After the last attention nothing but the rows whose logits are wanted matters: moves them to
-    /// the front of the activations and cuts off the rest. In a prefill that spares most of the last
+    /// Moves the rows whose logits are wanted to the front of the activations and cuts off the
+    /// rest, which do not matter after the last attention. In a prefill this saves most of the last
     /// layer. Rows that are not in rising order are left where they are.
     fn keep_wanted_rows(&mut self) {
         let rows = self.batch.logits_rows;
@@ -302,7 +302,8 @@ impl Pass<'_> {
         self.only_wanted_rows = true;
     }
 
-    /// Logits of the wanted rows: normalises them and multiplies with the output matrix.
+    /// Computes the logits of the wanted rows: normalises them and multiplies with the output
+    /// matrix.
     fn logits(
         &mut self,
         output: &PackedMatrix,

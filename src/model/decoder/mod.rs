@@ -1,4 +1,5 @@
-//! The decoder: one block and one forward pass each for the CPU and for a device, whatever the family of the model.
+//! The decoder: one block and one forward pass each for the CPU and for a device, whatever the
+//! family of the model.
 //!
 //! ```text
 //! family   the fields of config.json and the names of the tensors of each family

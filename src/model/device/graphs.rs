@@ -1,17 +1,17 @@
-//! What a graph of a step was recorded for.
+//! The graphs of steps, and the key of each.
 
 use super::record::RecordShape;
 use crate::backend::GraphCache;
 
-/// What a graph was recorded for.
+/// The step that a graph was recorded for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct GraphKey {
     pub shape: RecordShape,
-    /// Where the KV cache begins.
+    /// The address at which the KV cache begins.
     pub cache: usize,
-    /// The profile that it is for; 0: none.
+    /// The profile that the graph belongs to; 0 if none.
     pub profile: u64,
 }
 
-/// Graphs of steps, by their shapes.
+/// The recorded graphs of steps, by key.
 pub(super) type StepGraphs = GraphCache<GraphKey>;

@@ -1,18 +1,18 @@
-//! How far the host may be ahead of the device within a long pass: a few layers, so that a pass that is cancelled ends
-//! soon, and enough of them that the device never waits.
+//! The number of layers by which the host may be ahead of the device within a long pass: few, so
+//! that a cancelled pass ends soon, but enough that the device never waits.
 
 use crate::backend::cuda::{CudaContext, Event};
 use crate::error::{try_with_capacity, Error, Result};
 use crate::model::config::ModelConfig;
 
-/// Work that is queued ahead, in seconds by a guess: many times what it takes to queue a layer.
+/// The work to queue ahead, in estimated seconds: many times what it takes to queue a layer.
 const SECONDS_AHEAD: f64 = 0.004;
-/// Products and sums in a second that the guess is made with.
+/// The floating-point operations per second that the estimate assumes.
 const FLOPS: f64 = 5e14;
-/// The most layers ahead.
-const MOST_LAYERS: usize = 63;
+/// The maximum number of layers ahead.
+const MAX_LAYERS: usize = 63;
 
-/// Marks between layers, used again by each pass.
+/// Marks between layers, reused by each pass.
 pub(in crate::model) struct Lead {
     marks: Vec<Event>,
 }
@@ -23,15 +23,15 @@ fn no_mark() -> Error {
 
 impl Lead {
     pub fn new(cuda: &CudaContext) -> Result<Self> {
-        let mut marks = try_with_capacity(MOST_LAYERS + 1, "marks between layers")?;
-        for _ in 0..=MOST_LAYERS {
+        let mut marks = try_with_capacity(MAX_LAYERS + 1, "marks between layers")?;
+        for _ in 0..=MAX_LAYERS {
             marks.push(Event::new(cuda)?);
         }
         Ok(Lead { marks })
     }
 
-    /// To be called before layer `index` of a pass is queued, of which `layers` may be ahead: waits until the device
-    /// has come so far.
+    /// Waits until the device is at most `layers` layers behind. Must be called before layer
+    /// `index` of a pass is queued.
     pub fn keep(&self, cuda: &CudaContext, index: usize, layers: usize) -> Result<()> {
         let mark = |index: usize| self.marks.get(index % (layers + 1)).ok_or_else(no_mark);
         mark(index)?.record(cuda)?;
@@ -42,13 +42,14 @@ impl Lead {
     }
 }
 
-/// How many layers of a pass over so many tokens may be ahead; `None` where that is all of them.
+/// Returns the number of layers of a pass over `num_tokens` tokens that may be ahead, or `None` if
+/// all may be.
 pub(super) fn layers_ahead(config: &ModelConfig, num_tokens: usize) -> Option<usize> {
     let heads = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim;
     let weights = config.hidden_size as f64 * (heads + 3 * config.intermediate_size) as f64;
     let seconds = 2.0 * weights * num_tokens as f64 / FLOPS;
     let layers = ((SECONDS_AHEAD / seconds).ceil() as usize).max(2);
-    (layers <= MOST_LAYERS && layers < config.num_layers).then_some(layers)
+    (layers <= MAX_LAYERS && layers < config.num_layers).then_some(layers)
 }
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! A model on its way to a device.
+//! A model that is being loaded onto a device.
 
 use std::sync::Arc;
 
@@ -15,7 +15,7 @@ use crate::ops::attention::AttentionPlan;
 use crate::ops::linear::{DecoderSizes, Epilogue, LinearPlan, Matrix, Product};
 use crate::ops::rope::cuda_rounded::rope_tables;
 
-/// All products of a model, and what becomes of each.
+/// Returns all matrix products of a model, each with its epilogue.
 fn all_products<'a>(
     config: &ModelConfig,
     weights: &'a Decoder<Matrix, DeviceTensor>,
@@ -43,7 +43,7 @@ fn all_products<'a>(
     std::iter::once(output).chain(blocks)
 }
 
-/// A model on its way to a device.
+/// A model that is being loaded onto a device.
 pub(in crate::model) struct DeviceModelLoad<'a> {
     config: &'a ModelConfig,
     weights: load::WeightsLoad<'a>,
@@ -54,7 +54,7 @@ pub(in crate::model) struct DeviceModelLoad<'a> {
 }
 
 impl<'a> DeviceModelLoad<'a> {
-    /// Gives every weight its place, and makes ready what needs no device.
+    /// Assigns every weight its place and does the preparation that needs no device.
     pub fn new(
         config: &'a ModelConfig,
         plan: &'a DecoderPlan,
@@ -69,13 +69,13 @@ impl<'a> DeviceModelLoad<'a> {
         Ok(DeviceModelLoad { config, weights, spacing, dtype, is_deterministic, products })
     }
 
-    /// Reads the weights to the device of `context`, which works for this model alone. Also returns the bytes
-    /// that weights and tables take there.
+    /// Reads the weights to the device of `context`, which must serve this model alone. Also
+    /// returns the number of bytes that weights and tables take there.
     pub fn finish(self, context: Arc<ComputeContext>) -> Result<(DeviceModel, u64)> {
         let DeviceModelLoad { config, weights, spacing, dtype, is_deterministic, products } = self;
         let weights_bytes = weights.device_bytes();
         let bytes = weights_bytes.saturating_add(rope_bytes(config, dtype)?) as u64;
-        // Kernels are loaded while weights are on their way.
+        // Kernels are loaded while the weights are being transferred.
         let (weights, (rope, attention, linear)) = weights.finish(&context, |weights| {
             let rope = match &config.rope {
                 Some(rope) => Some(RopeTables::new(&context, config, rope, dtype)?),

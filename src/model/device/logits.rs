@@ -1,4 +1,4 @@
-//! Passes of a model on a device, and the logits that the host wants of them.
+//! Passes of a model on a device, and the logits that the host asks for.
 
 use super::lead::layers_ahead;
 use super::model::DeviceModel;
@@ -15,8 +15,8 @@ use crate::ops::elementwise::cast;
 use crate::ops::linear::{Layer, LinearPass};
 
 impl DeviceModel {
-    /// The whole pass over a batch that was checked: keys and values into `kv`, and the logits of the wanted
-    /// rows to `logits` `[num_logits_rows, vocab_size]`. All work is done on return.
+    /// Runs the whole pass over a validated batch: writes keys and values to `kv`, and the logits
+    /// of the wanted rows to `logits` `[num_logits_rows, vocab_size]`. All work is done on return.
     pub fn forward(
         &self,
         config: &ModelConfig,
@@ -49,7 +49,7 @@ impl DeviceModel {
         self.context.synchronize()
     }
 
-    /// A pass over a record, whose linear layers are computed by `linear`.
+    /// Returns a pass over a record, whose linear layers are computed by `linear`.
     pub(super) fn pass<'a>(
         &'a self,
         config: &'a ModelConfig,
@@ -61,7 +61,8 @@ impl DeviceModel {
     ) -> Result<DevicePass<'a>> {
         let (context, cuda) = (&*self.context, self.cuda()?);
         let num_tokens = record.token_ids.num_elements() as usize;
-        // A graph replay never waits, and nobody's tokens may come late because a later step can be stopped.
+        // A graph replay never waits, and no earlier step's tokens may be delayed so that a later
+        // step can be cancelled.
         let may_wait = !wanted.is_decode && workspace.steps.may_lag();
         let layers = if may_wait { layers_ahead(config, num_tokens) } else { None };
         let lead = layers.map(|layers| (&workspace.steps.lead, layers));
@@ -78,12 +79,13 @@ impl DeviceModel {
         })
     }
 
-    /// The output matrix.
+    /// Returns the output layer.
     pub fn output(&self) -> Layer<'_> {
         Layer { name: "output", weight: self.weights.tokens.output(), bias: None }
     }
 
-    /// The logits of all rows of `normed`, a few rows at a time.
+    /// Computes the logits of all rows of `normed` and reads them to the host, a few rows at a
+    /// time.
     fn read_logits(
         &self,
         config: &ModelConfig,
@@ -101,7 +103,7 @@ impl DeviceModel {
             if self.dtype == DType::F32 {
                 linear.plain(&x, &self.output(), &f32s)?;
             } else {
-                // Rounded to the element type first, as Transformers has them.
+                // Rounded to the element type first, as in Transformers.
                 let rounded = rows_of(&workspace.logits, rows)?;
                 linear.plain(&x, &self.output(), &rounded)?;
                 cast(&self.context, &rounded, &f32s)?;

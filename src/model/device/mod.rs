@@ -1,15 +1,16 @@
-//! Models on a CUDA device: the weights in device memory, and steps that queue operators on a stream.
+//! Models on a CUDA device: the weights in device memory, and steps that queue operators on a
+//! stream.
 //!
 //! ```text
-//! limits       how large passes become
-//! scratch      memory that operators take from time to time
-//! record       what the host tells the device about a step
-//! step_memory  what steps are told, and where their results arrive
+//! limits       limits on the size of passes
+//! scratch      temporary memory of operators
+//! record       the inputs of a step, as the host sends them
+//! step_memory  the inputs of steps, and where their results arrive
 //! workspace    activations, and the memory of steps
-//! model        what a model has on a device
-//! needs        what it takes of the device's memory
-//! load         how it gets there
-//! logits       passes, and the logits that the host wants of them
+//! model        a model's state on a device
+//! needs        the device memory that it takes
+//! load         loading it onto the device
+//! logits       passes, and the logits that the host asks for
 //! steps        steps
 //! ```
 

@@ -1,4 +1,4 @@
-//! What a model has on a device.
+//! A model's state on a device.
 
 use std::sync::Arc;
 
@@ -15,47 +15,49 @@ use crate::model::load::heads::HeadSpacing;
 use crate::ops::attention::AttentionPlan;
 use crate::ops::linear::{LinearPlan, Matrix};
 
-/// What a model has on a device.
+/// A model's state on a device.
 pub(in crate::model) struct DeviceModel {
     pub context: Arc<ComputeContext>,
     pub weights: Decoder<Matrix, DeviceTensor>,
-    /// Of a model with rotary positions.
+    /// The tables of rotary positions, if the model has them.
     pub rope: Option<RopeTables>,
     pub spacing: HeadSpacing,
     pub(super) dtype: DType,
     pub attention: AttentionPlan,
     pub linear: LinearPlan,
-    /// See [`super::LoadOptions::deterministic`].
+    /// See [`crate::model::LoadOptions::deterministic`].
     pub(super) is_deterministic: bool,
     pub(super) products: ProductShapes,
 }
 
-/// Cosines and sines of all positions, `[max_context_tokens, head_dim / 2]` of the model's element type each.
+/// Cosines and sines of all positions, each `[max_context_tokens, head_dim / 2]` of the model's
+/// element type.
 pub(in crate::model) struct RopeTables {
     pub cos: DeviceTensor,
     pub sin: DeviceTensor,
 }
 
 impl DeviceModel {
-    /// A tensor of each allocation that holds weights or tables; twice the same where there are no tables.
+    /// Returns one tensor of each allocation that holds weights or tables; both are the same if
+    /// there are no tables.
     pub(super) fn allocations(&self) -> [&DeviceTensor; 2] {
         let weights = self.weights.tokens.embedding.data();
         [weights, self.rope.as_ref().map_or(weights, |rope| &rope.cos)]
     }
 
-    /// Element type of weights and activations.
+    /// Returns the element type of weights and activations.
     pub(super) fn dtype(&self) -> DType {
         self.dtype
     }
 
-    /// Memory for passes within `limits`.
+    /// Allocates memory for passes within `limits`.
     pub fn workspace(&self, config: &ModelConfig, limits: &PassLimits) -> Result<DeviceWorkspace> {
         let DeviceModel { products, dtype, spacing, is_deterministic, .. } = self;
         let scratch = Scratch::of(config, products, *dtype, *spacing, limits, *is_deterministic);
         DeviceWorkspace::new(&self.context, config, *dtype, *spacing, limits, scratch)
     }
 
-    /// For people: "cuda (NVIDIA H200)".
+    /// Returns a human-readable name, such as "cuda (NVIDIA H200)".
     pub fn device_name(&self) -> String {
         match self.cuda() {
             Ok(cuda) => format!("cuda ({})", cuda.device().info().name),
@@ -63,7 +65,7 @@ impl DeviceModel {
         }
     }
 
-    /// The device half of the context.
+    /// Returns the device half of the context.
     pub fn cuda(&self) -> Result<&CudaContext> {
         match self.context.backend() {
             ContextBackend::Cuda(cuda) => Ok(cuda),
@@ -74,7 +76,8 @@ impl DeviceModel {
     }
 }
 
-/// Bytes of the tables of cosines and sines, and of the frequencies they are made from.
+/// Returns the size in bytes of the tables of cosines and sines and of the frequencies they are
+/// made from.
 pub(super) fn rope_bytes(config: &ModelConfig, dtype: DType) -> Result<usize> {
     if config.rope.is_none() {
         return Ok(0);

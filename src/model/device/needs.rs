@@ -1,4 +1,4 @@
-//! What a model takes of the memory of a device.
+//! The device memory that a model takes.
 
 use super::limits::PassLimits;
 use super::model::rope_bytes;
@@ -13,12 +13,13 @@ use crate::model::load::heads::HeadSpacing;
 use crate::model::memory_needs::MemoryNeeds;
 use crate::model::opened::ModelFolder;
 
-/// What is lost where each allocation is rounded up to a multiple of 512 bytes: there are nine of a model.
+/// The maximum number of bytes lost to rounding: a model has nine allocations, and each is rounded
+/// up to a multiple of 512 bytes.
 const ROUNDING_BYTES: usize = 9 * 512;
 
 impl ModelFolder {
-    /// What the model takes of a CUDA device as `dtype`, for passes within `limits`. Refuses, by name, what does not
-    /// run there.
+    /// Returns the memory that the model takes on a CUDA device as `dtype`, for passes within
+    /// `limits`. What does not run there is refused by name.
     pub fn device_plan(
         &self,
         dtype: DType,

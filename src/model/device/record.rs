@@ -1,5 +1,5 @@
-//! What the host tells a device about a step: the index arrays of the batch and how tokens are chosen, written
-//! to pinned memory and copied to fixed addresses in one piece.
+//! The record of a step: the index arrays of the batch and how tokens are chosen, written to pinned
+//! memory and copied in one piece to fixed addresses on the device.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -12,10 +12,11 @@ use crate::model::step::{TokenChoice, FROM_BATCH};
 use crate::ops::kv_cache::layout::BLOCK_SIZE;
 use crate::ops::sample::{SampleRow, SAMPLE_ROW_WORDS};
 
-/// Arrays begin at multiples of this many numbers.
+/// The alignment of each array in a record, in numbers.
 const ALIGNMENT: usize = 4;
 
-/// The sizes of the arrays. Larger ones than the batch has are filled up with rows that change nothing.
+/// The sizes of the arrays. Where they exceed those of the batch, the arrays are padded with rows
+/// that change nothing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(in crate::model) struct RecordShape {
     pub num_tokens: usize,
@@ -25,7 +26,7 @@ pub(in crate::model) struct RecordShape {
 }
 
 impl RecordShape {
-    /// Exactly what the batch has.
+    /// Returns the exact sizes of the batch.
     pub fn of(batch: &ForwardBatch<'_>) -> Self {
         RecordShape {
             num_tokens: batch.num_tokens(),
@@ -36,20 +37,20 @@ impl RecordShape {
     }
 }
 
-/// What is written besides the batch.
+/// The parts of a record besides the batch.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::model) struct RecordExtras<'a> {
     /// As in [`crate::model::Step`].
     pub token_sources: &'a [u32],
     /// As in [`crate::model::Step`]; missing ones choose nothing.
     pub choices: &'a [TokenChoice],
-    /// Where the kernels write the tokens in host memory.
+    /// The address in host memory to which the kernels write the tokens.
     pub host_tokens: u64,
-    /// The block of the KV cache that takes what rows that fill up write.
+    /// The block of the KV cache to which padding rows write.
     pub spare_block: u32,
 }
 
-/// Where each array lies among the numbers of a record.
+/// The range of each array among the numbers of a record.
 #[derive(Debug)]
 struct Places {
     host_tokens: Range<usize>,
@@ -105,7 +106,7 @@ impl Places {
         let rows = extras.choices.iter().map(sample_row).chain(std::iter::repeat(nothing));
         put(bytes, &self.sample_rows, rows.take(shape.num_rows).flat_map(|row| row.words()));
 
-        // Rows that fill up are sequences of one token, with the spare block as their cache.
+        // Padding rows are sequences of one token, with the spare block as their cache.
         let spare_slot = extras.spare_block.saturating_mul(BLOCK_SIZE as u32);
         fill(bytes, &self.token_ids, batch.token_ids, 0);
         fill(bytes, &self.token_sources, extras.token_sources, FROM_BATCH);
@@ -116,7 +117,7 @@ impl Places {
         fill(bytes, &self.context_lens, batch.context_lens, 1);
         fill(bytes, &self.logits_rows, batch.logits_rows, 0);
 
-        // Entries behind those in use may be anything; a kernel shall never see them.
+        // Entries after those in use may be anything; a kernel must never see them.
         for seq in 0..shape.num_seqs {
             let len = batch.context_lens.get(seq).copied().unwrap_or(0) as usize;
             let used = len.div_ceil(BLOCK_SIZE).min(batch.max_blocks_per_seq);
@@ -128,7 +129,7 @@ impl Places {
     }
 }
 
-/// How the kernel chooses.
+/// Converts a choice to the form that the kernel reads.
 fn sample_row(choice: &TokenChoice) -> SampleRow {
     let greedy = SampleRow { top_p: 1.0, ..SampleRow::default() };
     match choice {
@@ -145,7 +146,7 @@ fn sample_row(choice: &TokenChoice) -> SampleRow {
     }
 }
 
-/// Writes numbers to a place, as many as it has room for.
+/// Writes the first numbers of `values` that fit into a place.
 fn put(bytes: &mut [u8], place: &Range<usize>, values: impl Iterator<Item = u32>) {
     let room = bytes.get_mut(place.start * 4..place.end * 4).unwrap_or_default();
     for (word, value) in room.chunks_exact_mut(4).zip(values) {
@@ -153,12 +154,12 @@ fn put(bytes: &mut [u8], place: &Range<usize>, values: impl Iterator<Item = u32>
     }
 }
 
-/// The same with `filler` in the rest of the room.
+/// Writes `values` to a place and fills the rest of it with `filler`.
 fn fill(bytes: &mut [u8], place: &Range<usize>, values: &[u32], filler: u32) {
     put(bytes, place, values.iter().copied().chain(std::iter::repeat(filler)));
 }
 
-/// The record on the device, of 32-bit numbers.
+/// A record on the device, in 32-bit numbers.
 pub(in crate::model) struct DeviceRecord {
     /// i32 [2]
     pub host_tokens: DeviceTensor,
@@ -182,21 +183,21 @@ pub(in crate::model) struct DeviceRecord {
     pub logits_rows: DeviceTensor,
 }
 
-/// What a record has on the host from the start: room for 256 sequences of 4096 tokens.
+/// The initial size of a record on the host: room for 256 sequences of 4096 tokens.
 const FIRST_HOST_BYTES: usize = 256 << 10;
 
-/// Memory for records: one on the device, which the stream keeps in order, and one on the host for each step
-/// in flight.
+/// Memory for records: one on the device, which the stream keeps in order, and one on the host for
+/// each step in flight.
 pub(in crate::model) struct RecordMemory {
     context: Arc<ComputeContext>,
     device: DeviceTensor,
-    /// As large as was needed so far: pinned memory takes its time to make.
+    /// Each as large as the largest record so far, because pinned memory is slow to allocate.
     host: Vec<PinnedBuffer>,
     next: usize,
 }
 
 impl RecordMemory {
-    /// For records of up to `len` numbers and `num_in_flight` steps.
+    /// Allocates memory for records of up to `len` numbers and `num_in_flight` steps.
     pub fn new(context: &Arc<ComputeContext>, len: usize, num_in_flight: usize) -> Result<Self> {
         let bytes = Arena::bytes_for(ElementType::I32, &[len])?;
         let device =
@@ -209,17 +210,17 @@ impl RecordMemory {
         Ok(RecordMemory { context: context.clone(), device, host, next: 0 })
     }
 
-    /// How many numbers a record of this shape takes.
+    /// Returns the length of a record of this shape, in numbers.
     pub fn len_for(shape: &RecordShape) -> Result<usize> {
         Ok(Places::new(shape)?.len)
     }
 
-    /// How many there is room for.
+    /// Returns the capacity for a record, in numbers.
     pub fn len(&self) -> usize {
         self.device.num_elements() as usize
     }
 
-    /// Queues the record of a step on its way to the device. The batch is no larger than `shape`.
+    /// Queues the copy of a step's record to the device. The batch is no larger than `shape`.
     pub fn upload(
         &mut self,
         shape: &RecordShape,
@@ -243,7 +244,8 @@ impl RecordMemory {
         host.fence()
     }
 
-    /// The arrays of a record of this shape; they lie where they always lie.
+    /// Returns the arrays of a record of this shape, which lie at the same addresses in every such
+    /// record.
     pub fn arrays(&self, shape: &RecordShape) -> Result<DeviceRecord> {
         let places = Places::new(shape)?;
         let view =
@@ -301,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn arrays_lie_one_behind_the_other() {
+    fn arrays_lie_one_after_the_other() {
         let (places, words) = written(&RecordShape::of(&BATCH));
         let at = |range: &Range<usize>| {
             assert_eq!(range.start % ALIGNMENT, 0);

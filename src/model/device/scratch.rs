@@ -1,5 +1,5 @@
-//! The memory that operators take from time to time in passes of a model: set apart with the work space, so that it is
-//! what was planned, on every chip and whether cuBLAS is there or not.
+//! The memory that operators take temporarily during the passes of a model. It is set apart with
+//! the workspace, so that its size is as planned on every chip, with cuBLAS or without.
 
 use super::limits::{PassLimits, MAX_STEP_ROWS};
 use crate::error::{Error, Result};
@@ -15,7 +15,7 @@ use crate::ops::kv_cache::layout::BLOCK_SIZE;
 use crate::ops::linear::MatrixLayout;
 use crate::ops::{attention, linear};
 
-/// The weights of a model as products see them, each shape once.
+/// The weights of a model as the matrix products see them, each shape once.
 #[derive(Clone, Debug, Default)]
 pub(super) struct ProductShapes {
     spacing: Option<HeadSpacing>,
@@ -23,7 +23,7 @@ pub(super) struct ProductShapes {
 }
 
 impl ProductShapes {
-    /// Those of the weights in `plan`.
+    /// Returns the shapes of the weights in `plan`.
     pub fn of(plan: &DecoderPlan, spacing: HeadSpacing) -> Result<Self> {
         let mut found = ProductShapes { spacing: Some(spacing), shapes: Vec::new() };
         plan.read(&mut found)?;
@@ -60,17 +60,17 @@ impl WeightReader for ProductShapes {
     }
 }
 
-/// What is set apart for operators.
+/// The memory that is set apart for operators.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Scratch {
-    /// All that one of them takes at a time.
+    /// The largest number of bytes that one operator takes at a time.
     pub bytes: usize,
-    /// What a library of products gets of it.
+    /// The part of `bytes` that the library of matrix products gets.
     pub library_bytes: usize,
 }
 
 impl Scratch {
-    /// For passes within `limits`.
+    /// Returns the sizes for passes within `limits`.
     pub fn of(
         config: &ModelConfig,
         products: &ProductShapes,
@@ -79,9 +79,12 @@ impl Scratch {
         limits: &PassLimits,
         is_deterministic: bool,
     ) -> Self {
-        let num_rows = |shape: &WeightShape| match shape.out_features == config.vocab_size {
-            true => limits.num_tokens.min(MAX_STEP_ROWS),
-            false => limits.num_tokens,
+        let num_rows = |shape: &WeightShape| {
+            if shape.out_features == config.vocab_size {
+                limits.num_tokens.min(MAX_STEP_ROWS)
+            } else {
+                limits.num_tokens
+            }
         };
         let most = |bytes: &dyn Fn(&WeightShape) -> usize| {
             products.shapes.iter().map(bytes).max().unwrap_or(0)
@@ -100,7 +103,7 @@ impl Scratch {
     }
 }
 
-/// The heads of a model's attention on a device.
+/// Returns the sizes of a model's attention on a device.
 pub(super) fn attention_sizes(config: &ModelConfig, spacing: HeadSpacing) -> AttentionSizes {
     AttentionSizes {
         num_heads: config.num_heads,

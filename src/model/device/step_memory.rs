@@ -1,4 +1,4 @@
-//! The memory behind the steps of a model on a device: what they are told, and where their results arrive.
+//! The memory of the steps of a model on a device: their inputs, and where their results arrive.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use crate::model::batch::ForwardBatch;
 use crate::model::step::{Step, FROM_BATCH};
 use crate::ops::sample::{SampleBuffers, SAMPLE_COUNTERS, SAMPLE_PARTIALS};
 
-/// The memory behind steps.
+/// The memory of steps.
 pub(in crate::model) struct DeviceSteps {
     context: Arc<ComputeContext>,
     pub(super) record: RecordMemory,
@@ -25,30 +25,30 @@ pub(in crate::model) struct DeviceSteps {
     pub(super) partials: DeviceTensor,
     /// `[COUNTERS]`, zero.
     pub(super) counters: DeviceTensor,
-    /// Of the steps in flight.
+    /// One slot for each step that may be in flight.
     pub(super) results: Vec<ResultSlot>,
     /// The slot of the next step.
     pub(super) next: usize,
     /// Slots of the steps in flight, the oldest first.
     pub(super) pending: VecDeque<usize>,
-    /// For each row of the step begun last: does the device choose its token?
+    /// Whether the device chooses the token, for each row of the step begun last.
     pub(super) last_rows: Vec<bool>,
     pub(super) graphs: StepGraphs,
     pub(super) lead: Lead,
     pub(super) clock: StepClock,
 }
 
-/// Where the results of a step arrive.
+/// The host memory at which the results of a step arrive.
 pub(super) struct ResultSlot {
     /// `[MAX_STEP_ROWS]`, written by a kernel.
     pub(super) tokens: PinnedBuffer,
-    /// Grows to the most rows that a caller wanted.
+    /// Grows to the largest number of rows that a caller asked for.
     pub(super) logits: Option<PinnedBuffer>,
     pub(super) num_rows: usize,
     pub(super) num_copied: usize,
 }
 
-/// Numbers in the record of the largest steps.
+/// Returns the length of the record of the largest steps, in numbers.
 fn record_len(limits: &PassLimits) -> Result<usize> {
     let num_tokens = limits.num_tokens.max(1);
     let shape = RecordShape {
@@ -64,13 +64,13 @@ const PARTIALS: usize = MAX_STEP_ROWS * SAMPLE_PARTIALS;
 const COUNTERS: usize = MAX_STEP_ROWS * SAMPLE_COUNTERS;
 
 impl DeviceSteps {
-    /// Bytes of device memory, for passes within `limits`.
+    /// Returns the bytes of device memory for passes within `limits`.
     pub fn device_bytes(limits: &PassLimits) -> Result<usize> {
         let record = Arena::bytes_for(ElementType::I32, &[record_len(limits)?])?;
         Ok(record.saturating_add(choice_bytes()?))
     }
 
-    /// Memory for steps within `limits`.
+    /// Allocates memory for steps within `limits`.
     pub fn new(context: &Arc<ComputeContext>, limits: &PassLimits) -> Result<Self> {
         let record = RecordMemory::new(context, record_len(limits)?, STEPS_IN_FLIGHT)?;
         let mut arena = Arena::new(context, choice_bytes()?, "the choice of tokens")?;
@@ -106,7 +106,7 @@ impl DeviceSteps {
         })
     }
 
-    /// Queues a record on its way to the device and says where its arrays lie there.
+    /// Queues the copy of a record to the device and returns its arrays there.
     pub(super) fn upload(
         &mut self,
         shape: &RecordShape,
@@ -115,7 +115,8 @@ impl DeviceSteps {
     ) -> Result<DeviceRecord> {
         let len = RecordMemory::len_for(shape)?;
         if len > self.record.len() {
-            // Twice what is needed: block tables grow with the context. Steps under way read the old one.
+            // Twice what is needed, because block tables grow with the context. Steps in flight
+            // read the old one.
             self.context.synchronize()?;
             self.graphs.clear();
             self.record = RecordMemory::new(&self.context, len.saturating_mul(2), STEPS_IN_FLIGHT)?;
@@ -127,18 +128,18 @@ impl DeviceSteps {
         self.record.arrays(shape)
     }
 
-    /// Are there steps that were begun and not finished?
+    /// Whether there are steps that were begun and not finished.
     pub fn is_busy(&self) -> bool {
         !self.pending.is_empty()
     }
 
-    /// Does nobody wait for tokens of the steps in flight?
+    /// Whether no caller waits for tokens of the steps in flight.
     pub(super) fn may_lag(&self) -> bool {
         let mut results = self.pending.iter().filter_map(|&slot| self.results.get(slot));
         results.all(|result| result.num_rows == 0)
     }
 
-    /// How the kernels choose the tokens of a record.
+    /// Returns the buffers with which the kernels choose the tokens of a record.
     pub(super) fn buffers<'a>(&'a self, record: &'a DeviceRecord) -> SampleBuffers<'a> {
         SampleBuffers {
             rows: &record.sample_rows,
@@ -149,14 +150,15 @@ impl DeviceSteps {
         }
     }
 
-    /// Checks that tokens of the step before were chosen by the device.
+    /// Checks that the tokens taken from the previous step are chosen by the device.
     pub(super) fn check_sources(&self, step: &Step<'_>) -> Result<()> {
         let is_known = |&source: &u32| {
             source == FROM_BATCH || self.last_rows.get(source as usize).copied().unwrap_or(false)
         };
-        match step.token_sources.iter().all(is_known) {
-            true => Ok(()),
-            false => Err(Error::internal("a token that the step before does not choose")),
+        if step.token_sources.iter().all(is_known) {
+            Ok(())
+        } else {
+            Err(Error::internal("a token that the step before does not choose"))
         }
     }
 }

@@ -1,4 +1,4 @@
-//! The steps of a model on a device: begun one after the other, computed in that order, finished in that order.
+//! The steps of a model on a device, which are begun, computed and finished in the same order.
 
 use super::graphs::GraphKey;
 use super::limits::{row_bucket, table_bucket, COPIED_ROWS, STEPS_IN_FLIGHT};
@@ -19,11 +19,11 @@ use crate::ops::copy::copy;
 use crate::ops::elementwise::cast;
 use crate::ops::sample::sample;
 
-/// The most sequences whose decoding is a graph, where it is not the chain.
+/// The maximum number of sequences whose decoding is a graph, where it is not the chain.
 const MAX_PORTABLE_GRAPH_ROWS: usize = 8;
 
 impl DeviceModel {
-    /// See [`crate::model::Model::begin_step`]; the batch was checked.
+    /// Begins a step, as [`crate::model::Model::begin_step`] does. The batch must be valid.
     pub fn begin_step(
         &self,
         config: &ModelConfig,
@@ -46,7 +46,7 @@ impl DeviceModel {
             return Err(Error::internal("a step more than may be in flight"));
         }
         let slot = steps.next;
-        // Until the step has begun nobody may ask for its tokens, nor for those that it writes over.
+        // Until the step has begun, no step may use its tokens, nor those that it overwrites.
         steps.last_rows.clear();
         let result = steps.results.get(slot).ok_or_else(no_slot)?;
         let extras = RecordExtras {
@@ -61,7 +61,7 @@ impl DeviceModel {
             .and_then(|()| self.queue_copies(config, step.choices, slot, workspace));
         let steps = &mut workspace.steps;
         let result = steps.results.get_mut(slot).ok_or_else(no_slot)?;
-        // Kernels may write there even if not all of the step was queued.
+        // Kernels may write there even if only part of the step was queued.
         let marked = result.tokens.set_in_use();
         queued.and(marked)?;
         result.num_rows = num_rows;
@@ -75,7 +75,7 @@ impl DeviceModel {
         Ok(())
     }
 
-    /// The forward pass, and the choice of tokens.
+    /// Queues the forward pass and the choice of tokens.
     fn queue_step(
         &self,
         config: &ModelConfig,
@@ -98,7 +98,7 @@ impl DeviceModel {
             let pass = self.pass(config, &record, &wanted, linear, workspace, should_stop)?;
             return self.choose(&pass, kv, workspace);
         }
-        // Steps of about the same size are one graph.
+        // Steps of about the same size share a graph.
         let rows = row_bucket(num_rows).min(workspace.step_rows());
         let shape = RecordShape {
             num_tokens: rows,
@@ -120,8 +120,8 @@ impl DeviceModel {
             let queue = || self.choose(&pass, kv, workspace);
             linear.with_memory_divided(config.hidden_size, rows, queue)
         };
-        // Each stands for the allocation that it is a part of. (One may be there several times: this is run for every
-        // token, and a list of its own would be allocated each time.)
+        // Each stands for the allocation that it is a part of. (One may occur several times: this
+        // runs for every token, and a list without repetitions would be allocated each time.)
         let cache = &kv.device_layer(0)?.k;
         let partials = workspace.attention_partials.as_ref().map(DecodeScratch::memory);
         let [weights, tables] = self.allocations();
@@ -139,12 +139,12 @@ impl DeviceModel {
         done
     }
 
-    /// The most sequences whose decoding is a graph.
+    /// Returns the maximum number of sequences whose decoding is a graph.
     fn max_graph_rows(&self) -> usize {
         self.linear.max_chain_rows().unwrap_or(MAX_PORTABLE_GRAPH_ROWS)
     }
 
-    /// Queues a pass, the logits of the rows that are wanted, and the choice of their tokens.
+    /// Queues a pass, the logits of the wanted rows, and the choice of their tokens.
     fn choose(
         &self,
         pass: &DevicePass<'_>,
@@ -158,7 +158,7 @@ impl DeviceModel {
         pass.cuda.mark("sample", 0, 0.0)
     }
 
-    /// Queues the logits that the caller wants on their way to the host.
+    /// Queues the copies to the host of the logits that the caller asks for.
     fn queue_copies(
         &self,
         config: &ModelConfig,
@@ -174,7 +174,7 @@ impl DeviceModel {
         if num_copied == 0 {
             return Ok(());
         }
-        // Few sizes: pinned memory is kept for good.
+        // Powers of two, for few sizes: pinned memory is kept for good.
         let room = num_copied.next_power_of_two();
         let bytes = room.saturating_mul(vocab_size).saturating_mul(4);
         let mut host = match result.logits.take().filter(|host| host.len_bytes() >= bytes) {
@@ -198,7 +198,7 @@ impl DeviceModel {
         Ok(())
     }
 
-    /// See [`crate::model::Model::finish_step`].
+    /// Finishes a step, as [`crate::model::Model::finish_step`] does.
     pub fn finish_step(
         &self,
         config: &ModelConfig,
@@ -233,7 +233,7 @@ impl DeviceModel {
     }
 }
 
-/// Does every sequence have one token, whose logits are wanted?
+/// Whether every sequence has one token, whose logits are wanted.
 fn is_decode(batch: &ForwardBatch<'_>) -> bool {
     let num_tokens = batch.num_tokens() as u32;
     batch.cu_seqlens_q.iter().copied().eq(0..=num_tokens)

@@ -1,5 +1,5 @@
-//! The activations of a forward pass on a device, and what goes there and back with each pass: allocated once
-//! for the largest pass, so that steady-state decoding asks the driver for nothing.
+//! The activations of a forward pass on a device, and the inputs and results of each pass:
+//! allocated once for the largest pass, so that steady-state decoding asks the driver for nothing.
 
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ use crate::model::config::ModelConfig;
 use crate::model::load::heads::HeadSpacing;
 use crate::ops::attention::{partial_bytes, partials, DecodeScratch};
 
-/// Memory for passes within limits. Element type: the model's.
+/// Memory for passes within limits. The element type is the model's.
 pub(in crate::model) struct DeviceWorkspace {
     num_tokens: usize,
     /// `[num_tokens, hidden_size]`, the residual stream.
@@ -26,26 +26,26 @@ pub(in crate::model) struct DeviceWorkspace {
     pub wanted: DeviceTensor,
     /// `[num_tokens, num_heads + 2 * num_kv_heads, head_stride]`
     pub qkv: DeviceTensor,
-    /// `[num_tokens, num_heads, head_stride]`, what the heads see.
+    /// `[num_tokens, num_heads, head_stride]`, the results of the heads.
     pub attn_out: DeviceTensor,
     /// `[num_tokens, mlp_up_size]`: gate and up in Qwen3.
     pub gate_up: DeviceTensor,
-    /// `[num_tokens, mlp_act_size]`: nothing in GPT-2, whose activation works in place.
+    /// `[num_tokens, mlp_act_size]`: empty in GPT-2, whose activation works in place.
     pub mlp_act: DeviceTensor,
     /// `[min(num_tokens, MAX_STEP_ROWS), vocab_size]`
     pub logits: DeviceTensor,
     /// `[min(num_tokens, COPIED_ROWS), vocab_size]` of f32.
     pub logits_f32: DeviceTensor,
     logits_host: Option<PinnedBuffer>,
-    /// Partial results of the attention of decoding, where there are kernels that leave any.
+    /// Partial results of decode attention, if there are kernels that write any.
     pub attention_partials: Option<DecodeScratch>,
-    /// What the host and the device tell each other.
+    /// The inputs and results of steps.
     pub steps: DeviceSteps,
-    /// Behind the graphs, which use it.
+    /// Declared after the graphs, which use it.
     _scratch: SetApart,
 }
 
-/// The sizes of the tensors, in the order of the struct: `(rows, columns, is_f32)`.
+/// Returns the sizes of the tensors, in the order of the struct: `(rows, columns, is_f32)`.
 fn shapes(
     config: &ModelConfig,
     spacing: HeadSpacing,
@@ -72,7 +72,7 @@ fn element_of(dtype: DType, is_f32: bool) -> ElementType {
     ElementType::Float(if is_f32 { DType::F32 } else { dtype })
 }
 
-/// Bytes of partial results of the attention of decoding.
+/// Returns the bytes of partial results of decode attention.
 fn partials_bytes(
     config: &ModelConfig,
     dtype: DType,
@@ -82,7 +82,7 @@ fn partials_bytes(
     partial_bytes(&attention_sizes(config, spacing), dtype, num_tokens.min(MAX_STEP_ROWS))
 }
 
-/// Bytes of device memory that the activations take, and all of a workspace but its scratch.
+/// Returns the bytes of device memory that a workspace takes, without its scratch.
 pub(super) fn device_bytes(
     config: &ModelConfig,
     dtype: DType,
@@ -101,7 +101,7 @@ pub(super) fn device_bytes(
 }
 
 impl DeviceWorkspace {
-    /// Memory for passes within `limits`.
+    /// Allocates memory for passes within `limits`.
     pub(super) fn new(
         context: &Arc<ComputeContext>,
         config: &ModelConfig,
@@ -127,7 +127,7 @@ impl DeviceWorkspace {
         let sizes = attention_sizes(config, spacing);
         let attention_partials = partials(context, &sizes, dtype, num_tokens.min(MAX_STEP_ROWS))?;
         if let ContextBackend::Cuda(cuda) = context.backend() {
-            // Made now, so that no pass takes more.
+            // Allocated now, so that no pass allocates more.
             cuda.counters(1)?;
             if scratch.library_bytes > 0 {
                 cuda.limit_library_workspace(scratch.library_bytes);
@@ -152,17 +152,17 @@ impl DeviceWorkspace {
         })
     }
 
-    /// Whether a pass of so many tokens fits.
+    /// Whether a pass of `num_tokens` tokens fits.
     pub fn fits(&self, num_tokens: usize) -> bool {
         num_tokens <= self.num_tokens
     }
 
-    /// Rows of logits that can be copied at a time.
+    /// Returns the number of rows of logits that can be copied at a time.
     pub fn copied_rows(&self) -> usize {
         self.num_tokens.min(COPIED_ROWS)
     }
 
-    /// Rows of logits that a step can have.
+    /// Returns the maximum number of rows of logits of a step.
     pub fn step_rows(&self) -> usize {
         self.num_tokens.min(MAX_STEP_ROWS)
     }
@@ -185,7 +185,7 @@ impl DeviceWorkspace {
     }
 }
 
-/// Numbers of the machine's own byte order.
+/// Copies numbers in the machine's own byte order.
 pub(super) fn copy_floats(bytes: &[u8], out: &mut [f32]) {
     for (value, bytes) in out.iter_mut().zip(bytes.chunks_exact(4)) {
         if let [a, b, c, d] = *bytes {

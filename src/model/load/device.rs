@@ -37,7 +37,7 @@ fn vector_geometry(plan: &VectorPlan, spacing: HeadSpacing) -> Geometry {
     Geometry::new(plan.len, 1, plan.shard, spacing)
 }
 
-/// Adds up what the weights take of an arena.
+/// Adds up the bytes of an arena that the weights take.
 struct DeviceBytes {
     element: ElementType,
     spacing: HeadSpacing,
@@ -81,12 +81,12 @@ pub(in crate::model) fn device_bytes(
 /// Pinned memory, copied to an arena of a device by its own stream.
 struct ToDevice<'c> {
     context: &'c Arc<ComputeContext>,
-    /// All of it.
+    /// The whole arena.
     arena: DeviceTensor,
 }
 
 impl Sink for ToDevice<'_> {
-    /// From which byte of the arena on.
+    /// The offset in the arena, in bytes.
     type Place = usize;
     type Slot = PinnedBuffer;
 
@@ -113,7 +113,7 @@ impl Sink for ToDevice<'_> {
     }
 }
 
-/// Gives every weight its place in an arena, and has it read to there.
+/// Assigns every weight its place in an arena, and has it read to that place.
 struct Placing<'l, 'a> {
     loader: &'l mut Loader<'a>,
     taken: DeviceBytes,
@@ -121,7 +121,8 @@ struct Placing<'l, 'a> {
 }
 
 impl Placing<'_, '_> {
-    /// Has the tensor of a file read to `rows` rows of a weight from `first_row` (of the file's) on.
+    /// Has the tensor of a file read to `rows` rows of a weight from `first_row` (of the file's)
+    /// on.
     fn add(
         &mut self,
         source: &Tensor,
@@ -316,7 +317,7 @@ impl<'a> WeightsLoad<'a> {
         let arena = Arena::new(context, bytes, "the weights")?;
         let whole = arena.whole(ElementType::Float(dtype))?;
         if spacing.is_spaced() {
-            // What lies between the heads.
+            // Zeros what lies between the heads.
             whole.zero(context)?;
         }
         let mut dividing = Dividing { arena, dtype, spacing };

@@ -1,10 +1,11 @@
-//! Where the numbers of a weight's file go on the device: its element type, and heads further apart.
+//! The layout of a weight on the device compared with that of its file: the element type may
+//! differ, and heads may lie further apart.
 
 use super::heads::HeadSpacing;
 use crate::memory::DType;
 use crate::ops::linear::{ShardAxis, ShardUnit};
 
-/// Rows and row lengths of a weight, in the file and on the device.
+/// The rows and row lengths of a weight, in the file and on the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::model) struct Geometry {
     pub rows: usize,
@@ -25,7 +26,8 @@ impl Geometry {
         }
     }
 
-    /// The same numbers without rows, which makes no difference where nothing lies between heads.
+    /// Returns the same numbers without division into rows, which makes no difference if nothing
+    /// lies between heads; `None` otherwise.
     pub fn flat(&self) -> Option<Geometry> {
         if self.spacing.is_spaced() && (self.heads_along_rows || self.heads_along_columns) {
             return None;
@@ -39,7 +41,7 @@ impl Geometry {
         self.columns == self.device_columns()
     }
 
-    /// Rows on the device.
+    /// Returns the number of rows on the device.
     pub fn device_rows(&self) -> usize {
         if self.heads_along_rows {
             self.spacing.spaced(self.rows)
@@ -48,7 +50,7 @@ impl Geometry {
         }
     }
 
-    /// Columns on the device.
+    /// Returns the number of columns on the device.
     pub fn device_columns(&self) -> usize {
         if self.heads_along_columns {
             self.spacing.spaced(self.columns)
@@ -77,9 +79,10 @@ impl Geometry {
         first: usize,
         last: usize,
     ) -> impl Iterator<Item = (usize, usize, usize)> + '_ {
-        let head = match self.heads_along_rows && self.spacing.is_spaced() {
-            true => self.spacing.head_dim,
-            false => usize::MAX,
+        let head = if self.heads_along_rows && self.spacing.is_spaced() {
+            self.spacing.head_dim
+        } else {
+            usize::MAX
         };
         let mut row = first;
         std::iter::from_fn(move || {
@@ -92,7 +95,7 @@ impl Geometry {
     }
 }
 
-/// Writes whole rows of a file as rows of the device, heads spaced out.
+/// Writes whole rows of a file as rows of the device, with the heads spaced.
 pub(in crate::model) fn convert(
     bytes: &[u8],
     from: DType,
@@ -118,7 +121,7 @@ pub(in crate::model) fn convert(
     }
 }
 
-/// Little-endian numbers to numbers of the machine.
+/// Converts little-endian numbers to numbers of the machine.
 fn convert_run(bytes: &[u8], from: DType, out: &mut [u8], to: DType) {
     if from == to && cfg!(target_endian = "little") {
         if let Some(out) = out.get_mut(..bytes.len()) {

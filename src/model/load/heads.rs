@@ -1,12 +1,12 @@
-//! How far apart attention heads lie on a device. The fused attention kernels are compiled for a few lengths
-//! of heads; shorter ones are followed by zeros, which change neither scores nor results.
+//! The spacing of attention heads on a device. The fused attention kernels are compiled for a few
+//! lengths of heads; shorter ones are followed by zeros, which change neither scores nor results.
 
 use crate::error::{Error, Result};
 
-/// What the fused kernels are compiled for.
+/// The lengths of heads that the fused kernels are compiled for.
 const KERNEL_HEAD_DIMS: [usize; 5] = [64, 80, 96, 128, 256];
 
-/// The elements of a head, and those from one head to the next.
+/// The number of elements of a head, and the distance from one head to the next in elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::model) struct HeadSpacing {
     pub head_dim: usize,
@@ -14,7 +14,7 @@ pub(in crate::model) struct HeadSpacing {
 }
 
 impl HeadSpacing {
-    /// For heads of `head_dim` elements.
+    /// Returns the spacing of heads of `head_dim` elements.
     pub fn new(head_dim: usize) -> Result<Self> {
         let stride = KERNEL_HEAD_DIMS.into_iter().find(|&dim| dim >= head_dim);
         match stride {
@@ -27,17 +27,17 @@ impl HeadSpacing {
         }
     }
 
-    /// Are there zeros between the heads?
+    /// Whether there are zeros between the heads.
     pub fn is_spaced(&self) -> bool {
         self.head_dim != self.stride
     }
 
-    /// The length of whole heads that take `len` elements without zeros.
+    /// Returns the spaced length of whole heads that take `len` elements without zeros.
     pub fn spaced(&self, len: usize) -> usize {
         len / self.head_dim * self.stride
     }
 
-    /// The place of element `index`.
+    /// Returns the spaced index of element `index`.
     pub fn spaced_index(&self, index: usize) -> usize {
         index / self.head_dim * self.stride + index % self.head_dim
     }

@@ -49,8 +49,9 @@ pub struct LoadOptions {
     /// Read through a mapping of the files instead of `pread`. A file that another process cuts
     /// short meanwhile then kills this process.
     pub map_files: bool,
-    /// On a GPU: a row's logits have the same bits whatever is computed beside it, however its prompt is cut, and
-    /// whether it is computed for the first time or again. On the CPU that is always so.
+    /// On a GPU: a row's logits have the same bits whatever is computed beside it, however its
+    /// prompt is cut, and whether it is computed for the first time or again. On the CPU that is
+    /// always so.
     pub deterministic: bool,
 }
 
@@ -252,7 +253,7 @@ impl<'a> Loader<'a> {
         Ok(loader)
     }
 
-    /// So many more bytes of the files are done.
+    /// Adds `bytes` to the bytes of the files that are done, and reports progress.
     pub(super) fn advance(&mut self, bytes: usize) -> Result<()> {
         self.done_bytes += bytes as u64;
         self.report()
@@ -298,9 +299,10 @@ impl<'a> Loader<'a> {
         report(self.progress, self.done_bytes, self.total_bytes)
     }
 
-    /// Does steps `0..num_steps`, begun in this order, on this thread and up to `max_threads - 1` others, each
-    /// of which goes on with the next as soon as it is done with one. `step` gives the bytes of the files that are done
-    /// with it. This thread does `before` first. Progress is reported on it, between its own steps.
+    /// Does steps `0..num_steps`, begun in this order, on this thread and up to `max_threads - 1`
+    /// others, each of which goes on with the next as soon as it is done with one. `step` returns
+    /// the bytes of the files that it has done. This thread calls `before` first. Progress is
+    /// reported on it, between its own steps.
     pub(super) fn stream(
         &mut self,
         num_steps: usize,
@@ -312,12 +314,12 @@ impl<'a> Loader<'a> {
         let done_bytes = AtomicU64::new(self.done_bytes);
         let failure: Mutex<Option<Error>> = Mutex::new(None);
         let fail = |error: Error| {
-            // Nobody begins another step.
+            // No thread begins another step.
             next.store(num_steps, Ordering::Relaxed);
             failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
         };
         let files = &self.files;
-        // Does the next step; false if there is none, or it failed.
+        // Does the next step; returns false if there is none, or if it failed.
         let advance = || -> bool {
             let index = next.fetch_add(1, Ordering::Relaxed);
             if index >= num_steps {
@@ -460,17 +462,16 @@ fn piece_rows(layout: MatrixLayout, row_bytes: usize) -> usize {
     }
 }
 
-/// Tells `progress` how far loading has come; an error if it wants no more.
+/// Tells `progress` how far loading has come; returns an error if it asks to stop.
 fn report(progress: &mut dyn FnMut(f32) -> bool, done: u64, total: u64) -> Result<()> {
     let fraction = match total {
         0 => 1.0,
         total => (done as f64 / total as f64).min(1.0) as f32,
     };
-    match progress(fraction) {
-        true => Ok(()),
-        false => {
-            Err(Error::new(ErrorKind::Cancelled, "loading was cancelled by the progress callback"))
-        }
+    if progress(fraction) {
+        Ok(())
+    } else {
+        Err(Error::new(ErrorKind::Cancelled, "loading was cancelled by the progress callback"))
     }
 }
 

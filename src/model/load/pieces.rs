@@ -1,4 +1,5 @@
-//! Tensors of files cut into pieces, and the pieces packed into loads that fill a slot each.
+//! Tensors of files are cut into pieces, and the pieces are packed into loads that fill a slot
+//! each.
 
 use std::ops::Range;
 
@@ -7,14 +8,14 @@ use crate::error::{Error, Result};
 use crate::memory::DType;
 use crate::model::checkpoint::Tensor;
 
-/// Pieces begin at multiples of this in their slot.
+/// The alignment of pieces in their slot, in bytes.
 const PIECE_ALIGNMENT: usize = 256;
 
 /// A tensor of a file, and where it goes.
 pub(in crate::model) struct Job<P> {
     pub source: Tensor,
     pub rows: usize,
-    /// Of the weight, by the rows of the file.
+    /// The first row in the weight, counted in rows of the file.
     pub first_row: usize,
     pub geometry: Geometry,
     pub place: P,
@@ -32,13 +33,13 @@ pub(in crate::model) struct Piece {
 /// The jobs in pieces, and the pieces in loads that fill a slot each.
 pub(in crate::model) struct Loads {
     pub pieces: Vec<Piece>,
-    /// Of the pieces.
+    /// The range of `pieces` of each load.
     pub loads: Vec<Range<usize>>,
-    /// What the largest load takes.
+    /// The size of the largest load in bytes.
     pub slot_bytes: usize,
 }
 
-/// A list that grows without ever ending the process.
+/// Appends to a list; running out of memory is an error and does not end the process.
 pub(in crate::model) fn push<T>(list: &mut Vec<T>, value: T) -> Result<()> {
     list.try_reserve(1).map_err(|_| {
         Error::out_of_memory("pieces of weight files", (list.len() + 1) * size_of::<T>())
@@ -48,7 +49,8 @@ pub(in crate::model) fn push<T>(list: &mut Vec<T>, value: T) -> Result<()> {
 }
 
 impl<P> Job<P> {
-    /// The tensor of a file, which has `rows` rows: those from `first_row` on of a weight of `geometry`.
+    /// Returns the job for a tensor of a file. Its `rows` rows are those from `first_row` on of a
+    /// weight of `geometry`.
     pub fn new(
         source: &Tensor,
         rows: usize,
@@ -75,19 +77,20 @@ impl<P> Job<P> {
         Ok(job)
     }
 
-    /// Bytes of a row in the file.
+    /// Returns the bytes of a row in the file.
     pub fn row_from(&self) -> usize {
         self.geometry.columns * self.source.dtype.size_bytes()
     }
 
-    /// Bytes of a row on the device.
+    /// Returns the bytes of a row on the device.
     pub fn row_to(&self, dtype: DType) -> usize {
         self.geometry.device_columns() * dtype.size_bytes()
     }
 }
 
 impl Loads {
-    /// Cuts the jobs, in the order of the files, for slots of up to `slot_bytes` of elements of `dtype`.
+    /// Cuts the jobs, in the order of the files, for slots of up to `slot_bytes` of elements of
+    /// `dtype`.
     pub fn cut<P>(jobs: &mut [Job<P>], dtype: DType, slot_bytes: usize) -> Result<Self> {
         jobs.sort_by_key(|job| (job.source.shard, job.source.file_offset));
         let mut all = Loads { pieces: Vec::new(), loads: Vec::new(), slot_bytes: 0 };
@@ -121,7 +124,7 @@ impl Loads {
         Ok(all)
     }
 
-    /// The pieces of one load.
+    /// Returns the pieces of one load.
     pub fn pieces_of(&self, load: usize) -> &[Piece] {
         let load = self.loads.get(load).cloned().unwrap_or_default();
         self.pieces.get(load).unwrap_or_default()

@@ -1,8 +1,8 @@
 //! How the tensors of the files become the matrices and vectors of a model.
 //!
-//! A [`Planner`] finds the tensors of a checkpoint, and checks names, shapes and types against the headers; what a family
-//! asks it for becomes a [`DecoderPlan`]. A [`WeightReader`] then turns each plan into a loaded weight (or, for a
-//! report, into its size).
+//! A [`Planner`] finds the tensors of a checkpoint, and checks names, shapes and types against the
+//! headers; what a family asks it for becomes a [`DecoderPlan`]. A [`WeightReader`] then turns each
+//! plan into a loaded weight (or, for a report, into its size).
 
 use std::collections::HashSet;
 
@@ -37,7 +37,7 @@ pub struct MatrixPlan {
     pub shard: ShardAxis,
 }
 
-/// A vector made of one tensor, or of several one behind the other; kept in f32.
+/// A vector made of one tensor, or of several one after the other; kept in f32.
 #[derive(Clone, Debug, PartialEq)]
 pub struct VectorPlan {
     /// From the first element on.
@@ -177,7 +177,7 @@ impl Planner<'_> {
         })
     }
 
-    /// A vector of one-dimensional tensors, one behind the other.
+    /// A vector of one-dimensional tensors, one after the other.
     pub fn vector(&mut self, parts: &[(String, usize)]) -> Result<VectorPlan> {
         let mut plan = VectorPlan { parts: Vec::new(), len: 0, shard: ShardAxis::None };
         for (name, len) in parts {
@@ -187,7 +187,7 @@ impl Planner<'_> {
         Ok(plan)
     }
 
-    /// A table `[rows, columns]` that is kept as a vector, row behind row.
+    /// A table `[rows, columns]` that is kept as a vector, row after row.
     pub fn table(&mut self, name: &str, rows: usize, columns: usize) -> Result<VectorPlan> {
         let parts = vec![self.tensor(name, &[rows, columns])?];
         Ok(VectorPlan { parts, len: rows * columns, shard: ShardAxis::None })

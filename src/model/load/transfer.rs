@@ -1,13 +1,16 @@
-//! The way of the weights from the files to a device: cut into pieces in the order of the files, packed into
-//! slots of host memory that are copied by the device itself while the next are filled.
+//! The transfer of the weights from the files to a device. They are cut into pieces in the order of
+//! the files and packed into slots of host memory, which the device itself copies while the next
+//! ones are filled.
 //!
-//! Each reading thread takes the next load of pieces when it is done with one: it takes the slot that was used longest
-//! ago, waits for the copies from it, reads (and converts) the pieces into it, queues their copies, and marks the place
-//! behind them. Small tensors share a slot: what they cost is a read and a copy each, not a wait.
+//! Each reading thread takes the next load of pieces when it is done with one: it takes the slot
+//! that was used longest ago, waits for the copies from it, reads (and converts) the pieces into
+//! it, queues their copies, and records a mark after them. Small tensors share a slot: each costs a
+//! read and a copy, not a wait.
 //!
-//! Before there is a device the memory of the slots can be made ready ([`Transfer::prepare`]). To read ahead into more
-//! memory does not pay: the driver starts so much later, and files in the system's cache are read about as fast as the
-//! bus takes them up (measured on an H100 with 16 processors).
+//! The memory of the slots can be prepared before there is a device ([`Transfer::prepare`]).
+//! Reading ahead into more memory does not pay: it delays the start of the driver as much, and
+//! files in the system's cache are read about as fast as the bus takes them (measured on an H100
+//! with 16 processors).
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -21,25 +24,27 @@ use crate::memory::{DType, HostBuffer, Pages};
 use crate::model::checkpoint::Tensor;
 use crate::model::load::{Loader, WeightFiles};
 
-/// Bytes of a slot: large enough for copies at the full speed of the bus, small enough for a read to end in
-/// the caches of the core.
+/// The size of a slot in bytes: large enough for copies at the full speed of the bus, small enough
+/// for a read to end in the caches of the core.
 const SLOT_BYTES: usize = 2 << 20;
-/// One is filled while the other is copied.
+/// The number of slots per reader: one is filled while the other is copied.
 const SLOTS_PER_READER: usize = 2;
-/// The most threads that read: enough for the bus, and 64 MiB of pinned memory (which takes its time to pin).
+/// The maximum number of threads that read: enough for the bus, with 64 MiB of pinned memory (which
+/// is slow to pin).
 const MAX_READERS: usize = 16;
 
-/// What takes weights up. All methods may be called by several threads, each with slots of its own.
+/// The destination of weights. All methods may be called by several threads, each with slots of its
+/// own.
 pub(in crate::model) trait Sink: Sync {
-    /// Where a weight goes.
+    /// The place of a weight.
     type Place: Sync;
     /// Memory from which copies are made.
     type Slot: Send;
 
-    /// Slots of `len_bytes` each that share this memory.
+    /// Returns slots of `len_bytes` each that share this memory.
     fn slots(&self, memory: HostBuffer, len_bytes: usize) -> Result<Vec<Self::Slot>>;
 
-    /// The memory of a slot, after the end of all copies from it.
+    /// Returns the memory of a slot after all copies from it have ended.
     fn bytes<'s>(&self, slot: &'s mut Self::Slot) -> Result<&'s mut [u8]>;
 
     /// Queues a copy of the bytes `from` of a slot to a place, from its byte `offset` on.
@@ -51,27 +56,28 @@ pub(in crate::model) trait Sink: Sync {
         offset: usize,
     ) -> Result<()>;
 
-    /// Says that no further copy is made of what is in the slot.
+    /// Declares that no further copy is made of the slot's present contents.
     fn fence(&self, slot: &mut Self::Slot) -> Result<()>;
 }
 
-/// All tensors that are to be read.
+/// The tensors to read.
 pub(in crate::model) struct Transfer<P> {
     jobs: Vec<Job<P>>,
     /// Element type on the device.
     dtype: DType,
     slot_bytes: usize,
-    /// The jobs cut, and memory for the slots, whose pages are there.
+    /// The jobs cut into pieces, and memory for the slots whose pages are already present.
     prepared: Option<(Loads, HostBuffer)>,
 }
 
 impl<P: Sync> Transfer<P> {
-    /// Nothing yet, for places of element type `dtype`.
+    /// Returns an empty transfer for places of element type `dtype`.
     pub fn new(dtype: DType) -> Self {
         Transfer { jobs: Vec::new(), dtype, slot_bytes: SLOT_BYTES, prepared: None }
     }
 
-    /// Adds the tensor of a file, which has `rows` rows: those from `first_row` on of a weight of `geometry`.
+    /// Adds a tensor of a file. Its `rows` rows are those from `first_row` on of a weight of
+    /// `geometry`.
     pub fn add(
         &mut self,
         source: &Tensor,
@@ -84,7 +90,7 @@ impl<P: Sync> Transfer<P> {
         push(&mut self.jobs, job)
     }
 
-    /// Makes ready what needs no device. Everything was added.
+    /// Does the preparation that needs no device. Must be called after everything was added.
     pub fn prepare(&mut self, loader: &Loader<'_>) -> Result<()> {
         let all = Loads::cut(&mut self.jobs, self.dtype, self.slot_bytes)?;
         let mut memory = slot_memory(&all, loader.backend.num_threads())?;
@@ -93,8 +99,8 @@ impl<P: Sync> Transfer<P> {
         Ok(())
     }
 
-    /// Reads everything to where it belongs; this thread does `before` first. The last copies may be under way on
-    /// return.
+    /// Reads everything to its place; this thread calls `before` first. The last copies may still
+    /// be in progress on return.
     pub fn run<S: Sink<Place = P>>(
         mut self,
         loader: &mut Loader<'_>,
@@ -105,7 +111,7 @@ impl<P: Sync> Transfer<P> {
             self.prepare(loader)?;
         }
         let (all, memory) = self.prepared.take().ok_or_else(lost)?;
-        // The one that was used longest ago in front.
+        // The slot that was used longest ago comes first.
         let slots = Mutex::new(VecDeque::from(sink.slots(memory, all.slot_bytes)?));
         let (jobs, dtype) = (&self.jobs, self.dtype);
         let step = |files: &WeightFiles<'_>, index: usize| {
@@ -114,7 +120,7 @@ impl<P: Sync> Transfer<P> {
             let mut slot = slot.ok_or_else(|| Error::internal("more readers than slots"))?;
             fill(pieces, jobs, dtype, files, sink.bytes(&mut slot)?)?;
             copy(pieces, jobs, dtype, sink, &mut slot)?;
-            // There is room: it came from there.
+            // This does not allocate: the slot came from there.
             lock(&slots).push_back(slot);
             let bytes = |piece: &Piece| {
                 let row = jobs.get(piece.job).map_or(0, Job::row_from);
@@ -126,7 +132,7 @@ impl<P: Sync> Transfer<P> {
     }
 }
 
-/// Memory for the slots of `num_threads` threads.
+/// Allocates memory for the slots of `num_threads` threads.
 fn slot_memory(all: &Loads, num_threads: usize) -> Result<HostBuffer> {
     let num_slots = (num_threads.min(MAX_READERS) * SLOTS_PER_READER).min(all.loads.len());
     let bytes = all.slot_bytes.checked_mul(num_slots);
@@ -137,7 +143,8 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Makes the system give the pages of `memory`, on all threads: whoever asks for one waits for it to be cleared.
+/// Makes the system provide the pages of `memory`, using all threads: a thread that touches a page
+/// waits until it is cleared.
 fn touch(backend: &CpuBackend, memory: &mut HostBuffer) -> Result<()> {
     const PAGE_BYTES: usize = 4096;
     let parts: Vec<_> = memory.as_bytes_mut().chunks_mut(SLOT_BYTES).map(Mutex::new).collect();
@@ -212,7 +219,7 @@ mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
     use std::sync::{Arc, Mutex};
 
-    /// The memory of a device that copies as late as it may.
+    /// The memory of a fake device that copies as late as it may.
     type Memory = Arc<Mutex<Vec<u8>>>;
 
     struct Late {
@@ -290,7 +297,7 @@ mod tests {
         }
     }
 
-    /// A folder that goes when dropped.
+    /// A folder that is removed when dropped.
     struct Files(std::path::PathBuf);
 
     impl Drop for Files {
@@ -312,11 +319,11 @@ mod tests {
     ];
 
     fn value(index: usize) -> f32 {
-        // Exact in every type.
+        // These values are exact in every type.
         (index * 37 % 127) as f32 - 63.0
     }
 
-    /// One file with all weights, the last first.
+    /// Writes one file with all weights, the last first.
     fn write(name: &str, is_f32: bool) -> Files {
         let dir = std::env::temp_dir().join(format!("xserv-{name}-{}", std::process::id()));
         std::fs::create_dir_all(&dir).unwrap();
@@ -326,11 +333,10 @@ mod tests {
                 let before: usize = parts[..part].iter().sum();
                 let begin = data.len();
                 for index in before * columns..(before + rows) * columns {
-                    match is_f32 {
-                        true => data.extend(value(index + weight).to_le_bytes()),
-                        false => {
-                            data.extend(half::bf16::from_f32(value(index + weight)).to_le_bytes())
-                        }
+                    if is_f32 {
+                        data.extend(value(index + weight).to_le_bytes());
+                    } else {
+                        data.extend(half::bf16::from_f32(value(index + weight)).to_le_bytes());
                     }
                 }
                 let dtype = if is_f32 { "F32" } else { "BF16" };
@@ -351,7 +357,7 @@ mod tests {
     }
 
     struct Case {
-        /// Before there is a device.
+        /// Whether `prepare` is called before there is a device.
         prepare: bool,
         spacing: HeadSpacing,
         dtype: DType,
@@ -360,7 +366,7 @@ mod tests {
         slot_bytes: usize,
     }
 
-    /// Reads the weights and gives the memory of each.
+    /// Reads the weights and returns the memory of each.
     fn read(
         files: &Files,
         case: &Case,
@@ -409,11 +415,14 @@ mod tests {
         Ok(memories.iter().map(|memory| memory.lock().unwrap().clone()).collect())
     }
 
-    /// What [`read`] must give, element by element.
+    /// Returns what [`read`] must return, element by element.
     fn expected(case: &Case) -> Vec<Vec<u8>> {
-        let place = |len: usize, is_axis: bool, index: usize| match is_axis {
-            true => (case.spacing.spaced(len), case.spacing.spaced_index(index)),
-            false => (len, index),
+        let place = |len: usize, is_axis: bool, index: usize| {
+            if is_axis {
+                (case.spacing.spaced(len), case.spacing.spaced_index(index))
+            } else {
+                (len, index)
+            }
         };
         let mut all = Vec::new();
         for (weight, (parts, columns, shard)) in WEIGHTS.iter().enumerate() {

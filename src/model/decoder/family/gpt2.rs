@@ -1,5 +1,6 @@
-//! `GPT2LMHeadModel` (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"; Transformers 5.17
-//! `configuration_gpt2.py`, whose fields have two names each, and `modeling_gpt2.py`).
+//! `GPT2LMHeadModel` (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners";
+//! Transformers 5.17 `configuration_gpt2.py`, whose fields have two names each, and
+//! `modeling_gpt2.py`).
 
 use super::Family;
 use crate::error::{try_with_capacity, Error, Result};
@@ -76,7 +77,8 @@ fn parse(family: &'static Family, fields: Fields<'_>) -> Result<ModelConfig> {
     })
 }
 
-/// Finds the tensors. Their names begin with `transformer.`, or not, as in the files of the original release.
+/// Finds the tensors. Their names begin with `transformer.`, except in the files of the original
+/// release.
 fn plan(config: &ModelConfig, planner: &mut Planner<'_>) -> Result<DecoderPlan> {
     let prefix = planner.prefix("transformer.", "wte.weight");
     let tokens = planner.token_matrices(config, &format!("{prefix}wte.weight"))?;
@@ -135,7 +137,7 @@ fn linear(
 ) -> Result<LinearWeights<MatrixPlan, VectorPlan>> {
     let weight = planner.columns(&format!("{name}.weight"), in_features, out_features)?;
     let bias = planner.vector(&[(format!("{name}.bias"), out_features)])?;
-    // The bias of a sum over devices is added once.
+    // The bias of a sum over devices is added only once, so it is not divided.
     let of_bias = if matches!(shard, ShardAxis::Out(_)) { shard } else { ShardAxis::None };
     Ok(LinearWeights { weight: weight.sharded(shard), bias: Some(bias.sharded(of_bias)) })
 }

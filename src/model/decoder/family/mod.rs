@@ -1,6 +1,6 @@
-//! The families of models. A family is a file with two functions: `parse` makes a [`ModelConfig`] of the fields of
-//! config.json, with the meanings and defaults of Transformers, and `plan` says which tensors make which weight of the
-//! decoder. Nothing outside this folder names a family.
+//! The families of models. A family is a file with two functions: `parse` makes a [`ModelConfig`]
+//! from the fields of config.json, with the meanings and defaults of Transformers, and `plan` says
+//! which tensors make which weight of the decoder. Nothing outside this folder names a family.
 
 mod gpt2;
 mod qwen3;
@@ -16,19 +16,19 @@ use crate::model::config::ModelConfig;
 use crate::model::folder::shown_name;
 use crate::model::load::plan::Planner;
 
-/// All that can be run.
+/// The supported families.
 const FAMILIES: [&Family; 2] = [&qwen3::FAMILY, &gpt2::FAMILY];
 
 /// A family of models.
 pub struct Family {
-    /// The name that `architectures` of config.json has.
+    /// The name in `architectures` of config.json.
     pub name: &'static str,
-    /// The name that `model_type` of config.json has.
+    /// The name in `model_type` of config.json.
     pub(in crate::model) model_type: &'static str,
-    /// The sizes and kinds that config.json names; refuses, by name, what would change the computation and is not
-    /// implemented. The family itself comes first.
+    /// Returns the sizes and kinds that config.json names, and refuses, by name, what would change
+    /// the computation and is not implemented. The first argument is the family itself.
     pub(in crate::model) parse: fn(&'static Family, Fields<'_>) -> Result<ModelConfig>,
-    /// The tensors of the weights.
+    /// Finds the tensors of the weights.
     pub(in crate::model) plan: fn(&ModelConfig, &mut Planner<'_>) -> Result<DecoderPlan>,
 }
 
@@ -45,7 +45,8 @@ impl PartialEq for Family {
 }
 
 impl Family {
-    /// The family that config.json names, in `architectures` or, without it, in `model_type`.
+    /// Returns the family that config.json names, in `architectures` or, without it, in
+    /// `model_type`.
     pub(in crate::model) fn named_by(fields: Fields<'_>) -> Result<&'static Family> {
         let find =
             |is_it: &dyn Fn(&Family) -> bool| FAMILIES.into_iter().find(|family| is_it(family));

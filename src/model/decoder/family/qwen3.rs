@@ -1,5 +1,5 @@
-//! `Qwen3ForCausalLM` (Qwen3 technical report, arXiv 2505.09388; Transformers 5.17 `configuration_qwen3.py` and
-//! `modeling_qwen3.py`).
+//! `Qwen3ForCausalLM` (Qwen3 technical report, arXiv 2505.09388; Transformers 5.17
+//! `configuration_qwen3.py` and `modeling_qwen3.py`).
 
 use serde_json::Value;
 
@@ -82,8 +82,9 @@ fn head_dim_of(hidden_size: usize, num_heads: usize) -> Result<usize> {
     Ok(head_dim)
 }
 
-/// Qwen3's model cards leave `max_position_embeddings` (40960) as it is and add YaRN with a factor
-/// over the 32768 tokens of the pretraining; the context is then their product.
+/// Returns the length of the context. Qwen3's model cards leave `max_position_embeddings` (40960)
+/// as it is and add YaRN with a factor over the 32768 tokens of the pretraining; the context is
+/// then their product.
 fn context_tokens(max_position_embeddings: usize, rope: &RopeConfig) -> usize {
     let stretched = rope
         .yarn
@@ -92,8 +93,8 @@ fn context_tokens(max_position_embeddings: usize, rope: &RopeConfig) -> usize {
     max_position_embeddings.max(stretched.min(limits::POSITIONS as f64) as usize)
 }
 
-/// Sliding-window layers are not implemented. Published Qwen3 files carry the fields and switch
-/// them off.
+/// Refuses sliding-window layers, which are not implemented. Published Qwen3 files carry the fields
+/// and switch them off.
 fn refuse_sliding_window(fields: Fields<'_>, num_layers: usize) -> Result<()> {
     match fields.get("layer_types") {
         None => {}
@@ -133,7 +134,8 @@ fn refuse_sliding_window(fields: Fields<'_>, num_layers: usize) -> Result<()> {
     Ok(())
 }
 
-/// Finds the tensors. Their names begin with `model.`, or not where the model was saved without its output matrix.
+/// Finds the tensors. Their names begin with `model.`, unless the model was saved without its
+/// output matrix.
 fn plan(config: &ModelConfig, planner: &mut Planner<'_>) -> Result<DecoderPlan> {
     let prefix = planner.prefix("model.", "embed_tokens.weight");
     let tokens = planner.token_matrices(config, &format!("{prefix}embed_tokens.weight"))?;
