@@ -150,7 +150,7 @@ __device__ __forceinline__ void fence_registers(Register (&r)[kCount]) {
 }
 
 // Walks over the items in their order, one warp together. Level l holds the tile that is l tiles before the
-// last of every sequence that has so many.
+// last of every sequence that has more than l tiles.
 struct FlashSchedule {
   int level = 0, chunk = 0;  // of 32 sequences
   int first = 0;             // item number of the first item of (level, chunk)

@@ -4,7 +4,7 @@
 //   W    [n, k] (a weight of torch.nn.Linear), or [k, n] for the _nn kernels; ldw
 //   out  [m, n]; ldo. All of one type T, f32 accumulation, one rounding at the store.
 //
-// Each lane reads the weights once, 16 bytes at a time past the L1 and with several loads in flight, so
+// The weights are read once, 16 bytes per lane at a time past the L1 and with several loads in flight, so
 // that the kernel runs at the rate of device memory; x comes from the caches. Every sum has a fixed
 // order.
 //
