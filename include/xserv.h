@@ -24,17 +24,17 @@
  * Rules that hold for every function:
  *
  * - Failure is a status. Functions that can fail return xserv_status, 0 for success, and give their
- *   result through the last pointer, which is written only on success. On failure xserv_last_error()
- *   says in one sentence what was wrong with what. The library never aborts, exits, prints, installs
- *   signal handlers or opens sockets.
- * - Handles are opaque numbers in the shape of pointers; never dereference them or compare them with
- *   addresses. Each kind has one _free function, which accepts NULL. A handle that is NULL, freed or
- *   of another kind is reported as a status. Whatever a handle needs stays alive with it, in whatever
- *   order handles are freed.
+ *   result through the last pointer, which is written only on success. On failure
+ *   xserv_last_error() says in one sentence what was wrong with what. The library never aborts,
+ *   exits, prints, installs signal handlers or opens sockets.
+ * - Handles are opaque numbers in the shape of pointers; never dereference them or compare them
+ *   with addresses. Each kind has one _free function, which accepts NULL. A handle that is NULL,
+ *   freed or of another kind is reported as a status. Whatever a handle needs stays alive with it,
+ *   in whatever order handles are freed.
  * - Option structs begin with struct_size and are filled by their _default() function; where a
  *   function takes options, NULL means the defaults. They grow only at the end, so programs built
- *   with an older header keep working. Info structs that the library fills begin with struct_size as
- *   well, which the caller sets to the sizeof the struct.
+ *   with an older header keep working. Info structs that the library fills begin with struct_size
+ *   as well, which the caller sets to the sizeof the struct.
  * - Strings are UTF-8. Inputs end in a NUL, or come with a length in bytes; outputs belong to the
  *   handle that they came from, end in a NUL, and live as long as it does unless said otherwise. No
  *   memory is allocated on one side and freed on the other.
@@ -43,8 +43,8 @@
  *   xserv_wake_callback, see there). They return true to continue and false to stop. They must
  *   return: no C++ exception and no longjmp may leave them.
  * - Process-wide state (environment, locale, signal handlers, floating-point modes, current
- *   directory) is left as it is. After fork() a model or context can be used in the parent only; the
- *   child gets XSERV_STATUS_FORKED.
+ *   directory) is left as it is. After fork() a model or context can be used in the parent only;
+ *   the child gets XSERV_STATUS_FORKED.
  */
 
 #ifndef XSERV_H

@@ -88,7 +88,7 @@ pub(super) fn register(env: &mut Environment<'static>, budget: &Arc<Budget>) {
         add_filter(env, budget, name, filter);
     }
     use Price::{Flat, PerElement, Walk};
-    let behind_a_price = [
+    let priced = [
         ("attr", Walk, Value::from_function(native::attr)),
         ("abs", Flat, Value::from_function(native::abs)),
         ("round", Flat, Value::from_function(native::round)),
@@ -110,7 +110,7 @@ pub(super) fn register(env: &mut Environment<'static>, budget: &Arc<Budget>) {
         ("groupby", Walk, Value::from_function(native::groupby)),
         ("dictsort", Walk, Value::from_function(native::dictsort)),
     ];
-    for (name, price, function) in behind_a_price {
+    for (name, price, function) in priced {
         let budget = Arc::clone(budget);
         env.add_filter(name, move |state: &mut State<'_, '_>, args: Rest<ValueOrKwargs>| {
             let args = args.into_values();
