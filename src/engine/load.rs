@@ -45,14 +45,14 @@ impl Engine {
             log.log(LogLevel::Debug, || format!("{done} after {seconds:.3} s"));
         };
         check_room(SMALL_ALLOCATIONS_BYTES, "loading a model")?;
-        let opened = Model::open(path)?;
-        for warning in opened.warnings() {
+        let headers = Model::read_headers(path)?;
+        let presumed = headers.presumed();
+        for warning in presumed.warnings() {
             log.log(LogLevel::Warning, || warning.clone());
         }
-        let folder = opened.folder().clone();
-        let config = opened.config().clone();
-        let expected_dtype = expect_on_device(options, &opened);
-        let _starter = expected_dtype.map(|_| DeviceStarter::start());
+        let folder = presumed.folder().clone();
+        let config = presumed.config().clone();
+        let _starter = expect_on_device(options, presumed).map(|_| DeviceStarter::start());
         let reader = TokenizerReader::start(&folder);
         // The small files come first, so that a damaged one is reported before the weights are
         // read.
@@ -75,22 +75,29 @@ impl Engine {
 
         let backend = Arc::new(CpuBackend::new(num_threads(options.num_threads)?)?);
         tell("headers read");
+        let progress = &mut |fraction: f32| !reader.has_failed() && progress(fraction);
+        // A device starts while tied matrices are compared.
+        let opened = match headers.settle(Some(&backend), progress) {
+            Ok(opened) => opened,
+            // The tokenizer's error is the reason for the cancellation.
+            Err(_) if reader.has_failed() => return reader.finish().and_then(|_| lost()),
+            Err(error) => return Err(error),
+        };
+        let expected_dtype = expect_on_device(options, &opened);
         let mut load_options = LoadOptions {
             dtype: expected_dtype,
             map_files: options.map_files,
             deterministic: options.deterministic,
         };
-        let progress = &mut |fraction: f32| !reader.has_failed() && progress(fraction);
         let begun = match expected_dtype {
             Some(_) => match opened.begin_on_device(&backend, &load_options, progress) {
                 Ok(begun) => Some(begun),
-                // The tokenizer's error is the reason for the cancellation.
                 Err(_) if reader.has_failed() => return reader.finish().and_then(|_| lost()),
                 Err(error) => return Err(error),
             },
             None => None,
         };
-        let (planned, mut size) = place(options, &opened, &log)?;
+        let (planned, size) = place(options, &opened, &log)?;
         load_options.dtype = Some(planned.dtype);
         let mut workspace = Workspace::new();
         let limits = planned.limits;
@@ -123,11 +130,6 @@ impl Engine {
         if let (true, Ok(tokenizer)) = (generation_config.eos_token_ids.is_empty(), &tokenizer) {
             // Neither config names an end token, so the tokenizer's own one counts.
             generation_config.eos_token_ids.extend(tokenizer.eos_token_id());
-        }
-        if model.weights_bytes() > planned.memory.weights_bytes {
-            // The output matrix is declared to be the embedding but is another: less memory is
-            // left.
-            size = planned.with_weights_bytes(model.weights_bytes()).kv_size(options)?;
         }
         let KvSize { max_context_tokens, kv_cache_tokens } = size;
         if max_context_tokens < planned.max_context {

@@ -68,12 +68,6 @@ impl Planned {
         Ok(Planned { on_device, dtype, max_context, limits, memory: memory.into(), available })
     }
 
-    /// The same plan with weights of another size, which are in memory already.
-    pub(super) fn with_weights_bytes(mut self, weights_bytes: u64) -> Self {
-        self.memory.weights_bytes = weights_bytes;
-        self
-    }
-
     /// The size of its KV cache; [`crate::error::ErrorKind::OutOfMemory`] if it does not fit.
     pub(super) fn kv_size(&self, options: &EngineOptions) -> Result<KvSize> {
         self.memory.kv_size(options, self.max_context, self.available)

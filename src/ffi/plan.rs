@@ -75,10 +75,11 @@ unsafe impl GrowingStruct for xserv_memory_plan {
 }
 const _: () = assert!(size_of::<xserv_memory_plan>() == xserv_memory_plan::FIRST_SIZE);
 
-/// Tells what xserv_load would take with the same options, from the config and the headers of the weight
-/// files alone: no weight is read, and no GPU is needed to plan for one. It is the same computation by which
-/// xserv_load sizes the KV cache, so that the two agree as long as the memory that is available does not
-/// change.
+/// Tells what xserv_load would take with the same options, from the configs and the headers of the weight
+/// files. No GPU is needed to plan for one, and no weights are read, but for an output matrix that is stored
+/// although it is declared tied: that is compared with the embedding, as in xserv_inspect. It is the same
+/// computation by which xserv_load sizes the KV cache, so that the two agree as long as the memory that is
+/// available does not change.
 ///
 /// To ask what a GPU of some size would hold, set device to XSERV_DEVICE_CUDA and max_memory_bytes to its
 /// memory, less what the driver needs (a few hundred MB). Where there is a GPU, it is asked for its free

@@ -1,10 +1,11 @@
-//! What is in a folder, without reading a weight: for a listing, or to say why it cannot be loaded.
+//! What is in a folder, without loading it: for a listing, or to say why it cannot be loaded.
 
 use std::path::PathBuf;
 
 use super::checkpoint::Checkpoint;
 use super::config::{declared_architecture, CONFIG_FILE, MAX_CONFIG_BYTES};
 use super::folder::{resolve, Folder};
+use super::headers::ModelHeaders;
 use super::safetensors::compute_dtype;
 use super::{ModelConfig, ModelFolder};
 use crate::error::Result;
@@ -54,7 +55,8 @@ pub fn inspect(path: &str) -> Result<Inspection> {
     }
     report.config = config.as_ref().ok().cloned();
     let model = config
-        .and_then(|config| ModelFolder::new(folder, config, checkpoint?))
+        .and_then(|config| ModelHeaders::new(folder, config, checkpoint?))
+        .and_then(|headers| headers.settle(None, &mut |_| true))
         .and_then(|model| report.add_model(&model));
     match model {
         Ok(()) => report.supported = true,

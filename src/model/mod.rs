@@ -3,6 +3,7 @@
 //! ```text
 //! folder, config, safetensors, shard_index, checkpoint   what is on disk; headers only
 //! decoder                                                the block, the families, the forward passes
+//! headers                                                whether tied matrices are: decided before anything is counted
 //! load                                                   which tensors make which weight; reads and packs them
 //! device                                                 a model on a device: its memory, its steps
 //! batch, kv_cache, workspace                             what a forward pass needs besides the weights
@@ -17,6 +18,7 @@ pub mod config;
 pub mod decoder;
 mod device;
 pub mod folder;
+mod headers;
 pub mod inspect;
 pub mod kv_cache;
 mod kv_swap;
@@ -33,6 +35,7 @@ pub use batch::ForwardBatch;
 pub use config::{ModelConfig, RopeConfig, YarnConfig};
 pub use device::limits::PassLimits;
 pub use device::MemoryNeeds;
+pub use headers::ModelHeaders;
 pub use inspect::{inspect, Inspection};
 pub use kv_cache::KvCache;
 pub use kv_swap::{BlockCopy, CopyDirection, KvSwap};
@@ -57,7 +60,8 @@ use load::Loader;
 /// The weights in memory.
 type LoadedWeights = Decoder<PackedMatrix, Vec<f32>>;
 
-/// A folder whose configuration and headers have been found in order. No weight has been read.
+/// A folder whose configuration and headers have been found in order, and of which it is known whether the
+/// embedding is the output matrix. No other weight has been read.
 #[derive(Debug)]
 pub struct ModelFolder {
     folder: Folder,
@@ -68,12 +72,6 @@ pub struct ModelFolder {
 }
 
 impl ModelFolder {
-    pub(crate) fn new(folder: Folder, config: ModelConfig, checkpoint: Checkpoint) -> Result<Self> {
-        let (plan, unused) = DecoderPlan::new(&config, &checkpoint)?;
-        let warnings = unused_warning(&unused).into_iter().collect();
-        Ok(ModelFolder { folder, config, checkpoint, plan, warnings })
-    }
-
     /// Sizes and kind of the model.
     pub fn config(&self) -> &ModelConfig {
         &self.config
@@ -94,8 +92,7 @@ impl ModelFolder {
         Ok(self.plan.totals()?.stored_dtype())
     }
 
-    /// Bytes of memory that the weights will take as `dtype`, if a tied output matrix that is
-    /// stored all the same equals the embedding.
+    /// Bytes of memory that the weights will take as `dtype`.
     pub fn weights_bytes(&self, dtype: DType) -> Result<u64> {
         let totals = self.plan.totals()?;
         let mut sum = totals.vector_len.saturating_mul(size_of::<f32>() as u64);
@@ -266,12 +263,18 @@ impl Model {
     /// Reads configuration and headers of the folder that `path` means: a folder, or a repository
     /// (`org/name`) in the local Hugging Face cache.
     ///
-    /// What is not supported is refused here, by name.
+    /// What is not supported is refused here, by name. Where the files hold an output matrix that the config
+    /// declares tied, the two are compared on this thread: see [`ModelHeaders::settle`].
     pub fn open(path: &str) -> Result<ModelFolder> {
+        Self::read_headers(path)?.settle(None, &mut |_| true)
+    }
+
+    /// The first half of [`Model::open`], which reads no weight.
+    pub fn read_headers(path: &str) -> Result<ModelHeaders> {
         let folder = Folder::open(&resolve(path)?)?;
         let config = ModelConfig::read(&folder)?;
         let checkpoint = Checkpoint::open(&folder)?;
-        ModelFolder::new(folder, config, checkpoint)
+        ModelHeaders::new(folder, config, checkpoint)
     }
 
     /// Sizes and kind of the model.

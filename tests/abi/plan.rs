@@ -9,6 +9,7 @@ use xserv::ffi::xserv_status::*;
 use xserv::ffi::*;
 
 use crate::client::*;
+use crate::files::{Store, TestModel};
 
 pub fn plan(path: &Path, options: &xserv_load_options) -> Outcome<xserv_memory_plan> {
     let path = c_string(path.to_str().unwrap());
@@ -100,6 +101,23 @@ fn a_budget_is_planned_as_it_is_used() {
             Model::load(&path, &xserv_load_options { max_memory_bytes: least, ..asked }).unwrap();
         }
     }
+}
+
+/// A config that declares the output matrix tied, and files with another: both matrices are counted.
+#[test]
+fn an_output_matrix_that_is_not_tied_after_all_is_planned() {
+    let mut tied = TestModel::qwen3(1);
+    tied.config["tie_word_embeddings"] = serde_json::json!(true);
+    let numbers: usize = tied.tensors.iter().map(|tensor| tensor.values.len()).sum();
+    let dir = tied.write(Store::F32);
+    let base = xserv_load_options { num_threads: 2, ..load_options() };
+    let max_memory_bytes = plan(dir.path(), &base).unwrap().minimum_bytes;
+    let options = xserv_load_options { max_memory_bytes, ..base };
+    let found = plan(dir.path(), &options).unwrap();
+    assert_eq!(found.fits, 1);
+    let model = Model::load(dir.path(), &options).unwrap();
+    assert_as_planned(&model.info(), &found);
+    assert_eq!(model.info().num_parameters, numbers as u64);
 }
 
 /// Without a GPU and without a driver.

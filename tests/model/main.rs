@@ -29,3 +29,4 @@ mod steps;
 mod stepwise;
 mod stepwise_heads;
 mod stepwise_prefill;
+mod tied;

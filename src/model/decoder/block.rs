@@ -35,8 +35,6 @@ pub struct TokenMatrices<M> {
     pub embedding: M,
     /// `[vocab_size, hidden_size]`; `None` when it is the embedding.
     pub output: Option<M>,
-    /// In a plan: whether `output` is to be dropped if it equals the embedding.
-    pub(in crate::model) is_declared_tied: bool,
 }
 
 /// The weights of one layer.
@@ -146,12 +144,11 @@ impl DecoderPlan {
 impl TokenMatrices<MatrixPlan> {
     fn read<R: WeightReader>(&self, reader: &mut R) -> Result<TokenMatrices<R::Matrix>> {
         let output = match &self.output {
-            Some(output) if self.is_declared_tied && reader.same(&self.embedding, output)? => None,
             Some(output) => Some(reader.matrix(output)?),
             None => None,
         };
         let embedding = reader.matrix(&self.embedding)?;
-        Ok(TokenMatrices { embedding, output, is_declared_tied: false })
+        Ok(TokenMatrices { embedding, output })
     }
 }
 

@@ -59,11 +59,6 @@ impl WeightReader for ProductShapes {
     fn vector(&mut self, _: &VectorPlan) -> Result<()> {
         Ok(())
     }
-
-    /// Of the same shape in any case.
-    fn same(&mut self, _: &MatrixPlan, _: &MatrixPlan) -> Result<bool> {
-        Ok(true)
-    }
 }
 
 /// What is set apart for operators.

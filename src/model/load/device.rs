@@ -2,7 +2,6 @@
 //! are stored so, `[in_features, out_features]`; one arena for all. First every weight gets its place; then
 //! [`super::transfer`] reads the files in their order.
 
-use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -63,15 +62,9 @@ impl WeightReader for DeviceBytes {
     fn vector(&mut self, plan: &VectorPlan) -> Result<()> {
         self.add(&[vector_geometry(plan, self.spacing).device_rows()])
     }
-
-    /// Taken on trust, as in [`super::plan::Totals`].
-    fn same(&mut self, _: &MatrixPlan, _: &MatrixPlan) -> Result<bool> {
-        Ok(true)
-    }
 }
 
-/// Bytes of device memory that the weights take, if a tied output matrix that is stored all the same equals
-/// the embedding.
+/// Bytes of device memory that the weights take.
 pub(in crate::model) fn device_bytes(
     plan: &DecoderPlan,
     dtype: DType,
@@ -122,8 +115,6 @@ struct Placing<'l, 'a> {
     loader: &'l mut Loader<'a>,
     taken: DeviceBytes,
     transfer: Transfer<usize>,
-    /// What was found out about output matrices that are declared to be the embedding.
-    same: VecDeque<bool>,
 }
 
 impl Placing<'_, '_> {
@@ -178,12 +169,6 @@ impl WeightReader for Placing<'_, '_> {
         }
         Ok(())
     }
-
-    fn same(&mut self, a: &MatrixPlan, b: &MatrixPlan) -> Result<bool> {
-        let same = self.loader.same(a, b)?;
-        self.same.push_back(same);
-        Ok(same)
-    }
 }
 
 /// The same arena divided among tensors, in the same order.
@@ -191,7 +176,6 @@ struct Dividing {
     arena: Arena,
     dtype: DType,
     spacing: HeadSpacing,
-    same: VecDeque<bool>,
 }
 
 impl WeightReader for Dividing {
@@ -209,10 +193,6 @@ impl WeightReader for Dividing {
         let geometry = vector_geometry(plan, self.spacing);
         self.arena.tensor(ElementType::Float(self.dtype), &[geometry.device_rows()])
     }
-
-    fn same(&mut self, _: &MatrixPlan, _: &MatrixPlan) -> Result<bool> {
-        self.same.pop_front().ok_or_else(|| Error::internal("a weight that was not planned"))
-    }
 }
 
 /// The weights on their way to a device, which need not be there before [`WeightsLoad::finish`].
@@ -220,7 +200,6 @@ pub(in crate::model) struct WeightsLoad<'a> {
     plan: &'a DecoderPlan,
     loader: Loader<'a>,
     transfer: Transfer<usize>,
-    same: VecDeque<bool>,
     /// What they take there.
     bytes: usize,
     dtype: DType,
@@ -240,11 +219,10 @@ impl<'a> WeightsLoad<'a> {
             loader: &mut loader,
             taken: DeviceBytes { element, spacing, bytes: 0 },
             transfer: Transfer::new(dtype),
-            same: VecDeque::new(),
         };
         plan.read(&mut placing)?;
-        let Placing { taken: DeviceBytes { bytes, .. }, transfer, same, .. } = placing;
-        Ok(WeightsLoad { plan, loader, transfer, same, bytes, dtype, spacing })
+        let Placing { taken: DeviceBytes { bytes, .. }, transfer, .. } = placing;
+        Ok(WeightsLoad { plan, loader, transfer, bytes, dtype, spacing })
     }
 
     /// Bytes that they take on the device.
@@ -264,14 +242,14 @@ impl<'a> WeightsLoad<'a> {
         context: &Arc<ComputeContext>,
         beside: impl FnOnce(&Decoder<Matrix, DeviceTensor>) -> Result<T>,
     ) -> Result<(Decoder<Matrix, DeviceTensor>, T)> {
-        let WeightsLoad { plan, mut loader, transfer, same, bytes, dtype, spacing } = self;
+        let WeightsLoad { plan, mut loader, transfer, bytes, dtype, spacing } = self;
         let arena = Arena::new(context, bytes, "the weights")?;
         let whole = arena.whole(ElementType::Float(dtype))?;
         if spacing.is_spaced() {
             // What lies between the heads.
             whole.zero(context)?;
         }
-        let weights = plan.read(&mut Dividing { arena, dtype, spacing, same })?;
+        let weights = plan.read(&mut Dividing { arena, dtype, spacing })?;
         let (mut beside, mut made) = (Some(beside), None);
         let mut before = || {
             if let Some(beside) = beside.take() {

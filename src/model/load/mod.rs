@@ -6,6 +6,7 @@
 //! read is an error like any other.
 
 pub(super) mod device;
+pub(super) mod equal;
 mod geometry;
 pub(super) mod heads;
 mod pieces;
@@ -15,7 +16,7 @@ mod transfer;
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use self::plan::{MatrixPart, MatrixPlan, VectorPlan, WeightReader};
@@ -127,7 +128,13 @@ impl Source {
     }
 }
 
-impl WeightFiles<'_> {
+impl<'a> WeightFiles<'a> {
+    /// The files of `checkpoint`, which lie in `folder`; none is open yet.
+    pub(super) fn new(folder: &'a Folder, checkpoint: &'a Checkpoint, map_files: bool) -> Self {
+        let (open, staging) = (Vec::new(), Mutex::new(Vec::new()));
+        WeightFiles { folder, checkpoint, map_files, open, staging }
+    }
+
     /// Makes sure that the tensor's file is open.
     pub(super) fn open(&mut self, tensor: &Tensor) -> Result<()> {
         let shard = tensor.shard;
@@ -205,13 +212,7 @@ impl<'a> Loader<'a> {
         progress: &'a mut dyn FnMut(f32) -> bool,
     ) -> Result<Self> {
         let mut loader = Loader {
-            files: WeightFiles {
-                folder,
-                checkpoint,
-                map_files: options.map_files,
-                open: Vec::new(),
-                staging: Mutex::new(Vec::new()),
-            },
+            files: WeightFiles::new(folder, checkpoint, options.map_files),
             backend,
             dtype,
             weights_bytes: 0,
@@ -419,34 +420,6 @@ impl WeightReader for Loader<'_> {
         }
         self.weights_bytes += (plan.len * size_of::<f32>()) as u64;
         Ok(vector)
-    }
-
-    fn same(&mut self, a: &MatrixPlan, b: &MatrixPlan) -> Result<bool> {
-        let ([a_part], [b_part]) = (a.parts.as_slice(), b.parts.as_slice()) else {
-            return Ok(false);
-        };
-        let (a, b) = (&a_part.tensor, &b_part.tensor);
-        if a.dtype != b.dtype || a.len_bytes != b.len_bytes {
-            return Ok(false);
-        }
-        self.files.open(a)?;
-        self.files.open(b)?;
-        let len =
-            usize::try_from(a.len_bytes).map_err(|_| Error::out_of_memory(&a.name, usize::MAX))?;
-        let differ = AtomicBool::new(false);
-        self.in_pieces(len, PIECE_BYTES, 0, &|files, first, last| {
-            if differ.load(Ordering::Relaxed) {
-                return Ok(());
-            }
-            let equal = files.with_bytes(a, first, last - first, |a_bytes| {
-                files.with_bytes(b, first, last - first, |b_bytes| Ok(a_bytes == b_bytes))
-            })?;
-            if !equal {
-                differ.store(true, Ordering::Relaxed);
-            }
-            Ok(())
-        })?;
-        Ok(!differ.into_inner())
     }
 }
 

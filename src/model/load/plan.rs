@@ -72,16 +72,23 @@ pub trait WeightReader {
     fn matrix(&mut self, plan: &MatrixPlan) -> Result<Self::Matrix>;
     /// Called once for each vector, in the order of the forward pass.
     fn vector(&mut self, plan: &VectorPlan) -> Result<Self::Vector>;
-    /// Whether two matrices hold the same numbers: an output matrix that is stored although it is
-    /// declared to be the embedding.
-    fn same(&mut self, a: &MatrixPlan, b: &MatrixPlan) -> Result<bool>;
+}
+
+/// What the headers say of a decoder.
+pub struct PlannedDecoder {
+    /// The plan, with the embedding as the output matrix wherever the config declares the two tied.
+    pub plan: DecoderPlan,
+    /// The output matrix that is stored although it is declared to be the embedding, which is stored too. If
+    /// it differs, the plan's output matrix is this one.
+    pub stored_output: Option<MatrixPlan>,
+    /// The names of the tensors that the model does not need and that are not known to be harmless, sorted.
+    pub unused: Vec<String>,
 }
 
 impl DecoderPlan {
-    /// Finds every tensor that the model needs. Also returns the names of those that it does not
-    /// need and that are not known to be harmless, sorted.
-    pub fn new(config: &ModelConfig, checkpoint: &Checkpoint) -> Result<(Self, Vec<String>)> {
-        let mut planner = Planner { checkpoint, used: HashSet::new() };
+    /// Finds every tensor that the model needs.
+    pub fn new(config: &ModelConfig, checkpoint: &Checkpoint) -> Result<PlannedDecoder> {
+        let mut planner = Planner { checkpoint, used: HashSet::new(), stored_output: None };
         let plan = (config.family.plan)(config, &mut planner)?;
         let mut unused: Vec<String> = checkpoint
             .tensors
@@ -90,7 +97,7 @@ impl DecoderPlan {
             .cloned()
             .collect();
         unused.sort_unstable();
-        Ok((plan, unused))
+        Ok(PlannedDecoder { plan, stored_output: planner.stored_output, unused })
     }
 
     /// Counts what the plan would load.
@@ -112,6 +119,8 @@ fn is_harmless(name: &str) -> bool {
 pub struct Planner<'a> {
     checkpoint: &'a Checkpoint,
     used: HashSet<String>,
+    /// See [`PlannedDecoder::stored_output`].
+    stored_output: Option<MatrixPlan>,
 }
 
 impl Planner<'_> {
@@ -179,7 +188,8 @@ impl Planner<'_> {
     /// The embedding `embedding_name` and the output matrix `lm_head.weight`.
     ///
     /// As in Transformers 5: with tied embeddings one of the two suffices, whichever is there; if
-    /// both are there and differ, they are not tied after all (decided when they are read).
+    /// both are there and differ, they are not tied after all, which is left to
+    /// [`PlannedDecoder::stored_output`].
     pub fn token_matrices(
         &mut self,
         config: &ModelConfig,
@@ -191,11 +201,13 @@ impl Planner<'_> {
         let has_output = self.checkpoint.contains(OUTPUT);
         let swapped = tied && has_output && !self.checkpoint.contains(embedding_name);
         let mut plan = |name: &str| self.rows(&[(name.to_owned(), vocab_size)], hidden_size);
-        Ok(TokenMatrices {
-            embedding: plan(if swapped { OUTPUT } else { embedding_name })?,
-            output: if !tied || (has_output && !swapped) { Some(plan(OUTPUT)?) } else { None },
-            is_declared_tied: tied,
-        })
+        let embedding = plan(if swapped { OUTPUT } else { embedding_name })?;
+        let output = if !tied || (has_output && !swapped) { Some(plan(OUTPUT)?) } else { None };
+        if tied {
+            self.stored_output = output;
+            return Ok(TokenMatrices { embedding, output: None });
+        }
+        Ok(TokenMatrices { embedding, output })
     }
 
     fn tensor(&mut self, name: &str, shape: &[usize]) -> Result<Tensor> {
@@ -259,10 +271,5 @@ impl WeightReader for Totals {
         self.vector_len += plan.len as u64;
         self.stored_bytes += plan.parts.iter().map(|tensor| tensor.len_bytes).sum::<u64>();
         Ok(())
-    }
-
-    /// Taken on trust: comparing would mean reading the weights.
-    fn same(&mut self, _: &MatrixPlan, _: &MatrixPlan) -> Result<bool> {
-        Ok(true)
     }
 }
