@@ -682,7 +682,7 @@ typedef struct xserv_model_info {
    */
   uint32_t num_eos_token_ids;
   /**
-   * 1: text can be tokenized; 0: the folder has no usable tokenizer, only token ids work.
+   * 1: text can be tokenized; 0: the folder has no tokenizer.json, only token ids work.
    */
   uint8_t has_tokenizer;
   /**
@@ -729,11 +729,12 @@ typedef struct xserv_inspection_info {
    */
   const char *unsupported_reason;
   /**
-   * Why text can't be tokenized; empty if it can.
+   * Why text can't be tokenized; empty if it can. A tokenizer.json that is damaged or not supported keeps
+   * the model from being loaded; a missing one does not.
    */
   const char *tokenizer_problem;
   /**
-   * Why messages can't be rendered; empty if they can.
+   * Why messages can't be rendered; empty if they can. This never keeps a model from being loaded.
    */
   const char *chat_template_problem;
   /**
@@ -862,9 +863,13 @@ typedef struct xserv_memory_plan {
    */
   uint8_t fits;
   /**
+   * 1: text can be tokenized; 0: the folder has no tokenizer.json, so that only token ids would work.
+   */
+  uint8_t has_tokenizer;
+  /**
    * Unused, 0.
    */
-  uint8_t reserved[7];
+  uint8_t reserved[6];
 } xserv_memory_plan;
 
 /**
@@ -1787,6 +1792,12 @@ enum xserv_status xserv_load_options_default(struct xserv_load_options *options)
  * Anything else is refused by name before weights are read. The weights are read into memory of the library's own;
  * the folder is not needed afterwards. The call blocks while it reads.
  *
+ * A folder without tokenizer.json loads too, with a warning to the log, and is used with token ids only:
+ * xserv_model_info.has_tokenizer is 0, and calls that need text fail as XSERV_STATUS_UNSUPPORTED. One whose
+ * tokenizer.json, tokenizer_config.json or generation_config.json is damaged, or of a kind that is
+ * not supported, is refused, as by xserv_plan and xserv_inspect. A chat template that is missing or cannot be
+ * used keeps messages from being rendered, and nothing else.
+ *
  * On a GPU, most of the first load of a process is the start of the CUDA driver: about 0.25 s on an H100, 0.1 s less while
  * another process uses the GPU.
  *
@@ -1882,6 +1893,10 @@ void xserv_inspection_free(struct xserv_inspection *inspection);
  *
  * A model that doesn't fit is a success here: see fits, minimum_bytes and memory_bytes. (On the CPU without
  * max_memory_bytes, xserv_load tries all the same: the system may have more to give than it says.)
+ *
+ * A folder that xserv_load would refuse is refused here with the same status and message. To that end the
+ * tokenizer is read too, which takes up to a quarter of a second for a large one. A folder without
+ * tokenizer.json is not refused: see has_tokenizer.
  *
  * Not counted: the tokenizer, tables of positions on the CPU and the logits of requests (some tens of MB of
  * the host); the driver's own memory on a GPU (kernels, its context); while a model is loaded to a GPU, up to

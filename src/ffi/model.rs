@@ -185,7 +185,7 @@ pub struct xserv_model_info {
     pub head_dim: u32,
     /// Number of entries of eos_token_ids.
     pub num_eos_token_ids: u32,
-    /// 1: text can be tokenized; 0: the folder has no usable tokenizer, only token ids work.
+    /// 1: text can be tokenized; 0: the folder has no tokenizer.json, only token ids work.
     pub has_tokenizer: u8,
     /// 1: messages can be rendered; 0: the folder has no usable chat template.
     pub has_chat_template: u8,
@@ -354,6 +354,12 @@ pub unsafe extern "C" fn xserv_load_options_default(
 /// Architectures: Qwen3ForCausalLM and GPT2LMHeadModel, stored as f32, f16 or bf16.
 /// Anything else is refused by name before weights are read. The weights are read into memory of the library's own;
 /// the folder is not needed afterwards. The call blocks while it reads.
+///
+/// A folder without tokenizer.json loads too, with a warning to the log, and is used with token ids only:
+/// xserv_model_info.has_tokenizer is 0, and calls that need text fail as XSERV_STATUS_UNSUPPORTED. One whose
+/// tokenizer.json, tokenizer_config.json or generation_config.json is damaged, or of a kind that is
+/// not supported, is refused, as by xserv_plan and xserv_inspect. A chat template that is missing or cannot be
+/// used keeps messages from being rendered, and nothing else.
 ///
 /// On a GPU, most of the first load of a process is the start of the CUDA driver: about 0.25 s on an H100, 0.1 s less while
 /// another process uses the GPU.

@@ -46,8 +46,10 @@ pub struct xserv_memory_plan {
     pub memory_bytes: u64,
     /// 1: total_bytes are no more than memory_bytes, or nothing is known of the memory; 0: they are more.
     pub fits: u8,
+    /// 1: text can be tokenized; 0: the folder has no tokenizer.json, so that only token ids would work.
+    pub has_tokenizer: u8,
     /// Unused, 0.
-    pub reserved: [u8; 7],
+    pub reserved: [u8; 6],
 }
 
 // SAFETY: repr(C), struct_size first, integers only.
@@ -69,7 +71,8 @@ unsafe impl GrowingStruct for xserv_memory_plan {
             minimum_bytes: 0,
             memory_bytes: 0,
             fits: 0,
-            reserved: [0; 7],
+            has_tokenizer: 0,
+            reserved: [0; 6],
         }
     }
 }
@@ -89,6 +92,10 @@ const _: () = assert!(size_of::<xserv_memory_plan>() == xserv_memory_plan::FIRST
 ///
 /// A model that doesn't fit is a success here: see fits, minimum_bytes and memory_bytes. (On the CPU without
 /// max_memory_bytes, xserv_load tries all the same: the system may have more to give than it says.)
+///
+/// A folder that xserv_load would refuse is refused here with the same status and message. To that end the
+/// tokenizer is read too, which takes up to a quarter of a second for a large one. A folder without
+/// tokenizer.json is not refused: see has_tokenizer.
 ///
 /// Not counted: the tokenizer, tables of positions on the CPU and the logits of requests (some tens of MB of
 /// the host); the driver's own memory on a GPU (kernels, its context); while a model is loaded to a GPU, up to
@@ -135,7 +142,8 @@ pub unsafe extern "C" fn xserv_plan(
             minimum_bytes: found.minimum_bytes,
             memory_bytes: found.memory_bytes.unwrap_or(0),
             fits: u8::from(found.fits),
-            reserved: [0; 7],
+            has_tokenizer: u8::from(found.has_tokenizer),
+            reserved: [0; 6],
         };
         // SAFETY: by the contract above.
         unsafe { write_struct(plan, "plan", &value) }

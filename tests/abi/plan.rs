@@ -10,6 +10,7 @@ use xserv::ffi::*;
 
 use crate::client::*;
 use crate::files::{Store, TestModel};
+use crate::hostile_child::{inspect, Copy};
 
 pub fn plan(path: &Path, options: &xserv_load_options) -> Outcome<xserv_memory_plan> {
     let path = c_string(path.to_str().unwrap());
@@ -29,6 +30,7 @@ pub fn plan(path: &Path, options: &xserv_load_options) -> Outcome<xserv_memory_p
 #[track_caller]
 pub fn assert_as_planned(info: &xserv_model_info, plan: &xserv_memory_plan) {
     assert_eq!(info.dtype, plan.dtype);
+    assert_eq!(info.has_tokenizer, plan.has_tokenizer);
     assert_eq!(info.weights_bytes, plan.weights_bytes);
     assert_eq!(info.workspace_bytes, plan.workspace_bytes);
     assert_eq!(info.kv_bytes_per_token, plan.kv_bytes_per_token);
@@ -118,6 +120,25 @@ fn an_output_matrix_that_is_not_tied_after_all_is_planned() {
     let model = Model::load(dir.path(), &options).unwrap();
     assert_as_planned(&model.info(), &found);
     assert_eq!(model.info().num_parameters, numbers as u64);
+}
+
+/// A missing tokenizer.json is no reason to refuse a folder, and planned, inspected and loaded alike.
+#[test]
+fn a_folder_without_a_tokenizer_is_planned_for_token_ids() {
+    let copy = Copy::new();
+    let base = xserv_load_options { num_threads: 2, ..load_options() };
+    let with = plan(copy.path(), &base).unwrap();
+    assert_eq!(with.has_tokenizer, 1);
+    copy.remove("tokenizer.json");
+    let found = plan(copy.path(), &base).unwrap();
+    assert_eq!((found.has_tokenizer, found.minimum_bytes), (0, with.minimum_bytes));
+    let inspected = inspect(copy.path()).unwrap();
+    assert!(inspected.supported && !inspected.has_tokenizer);
+    let model = Model::load(copy.path(), &base).unwrap();
+    assert_as_planned(&model.info(), &found);
+    let failure = model.tokenize("words").err().unwrap();
+    assert_eq!(failure.status, XSERV_STATUS_UNSUPPORTED);
+    assert_eq!(model.generate(&greedy(&[1, 2, 3], 2)).unwrap().ids.len(), 2);
 }
 
 /// Without a GPU and without a driver.
@@ -242,6 +263,20 @@ fn what_cannot_be_loaded_cannot_be_planned() {
     if let Some(golden) = shared_golden() {
         let unsupported = XSERV_STATUS_UNSUPPORTED;
         fails(&golden.join("models/qwen3-moe-tiny"), base, unsupported, "Qwen3Moe");
+    }
+    let of_another_version = Copy::new();
+    of_another_version.edit("tokenizer.json", |tokenizer| tokenizer["version"] = "9.0".into());
+    fails(of_another_version.path(), base, XSERV_STATUS_UNSUPPORTED, "tokenizer.json");
+    for name in ["tokenizer.json", "tokenizer_config.json", "generation_config.json"] {
+        let copy = Copy::new();
+        copy.write(name, "[");
+        fails(copy.path(), base, XSERV_STATUS_INVALID_FILE, name);
+        // Of several damaged files the same one is reported.
+        copy.write("tokenizer.json", "?");
+        let loaded = Model::load(copy.path(), &base).err().unwrap();
+        let planned = plan(copy.path(), &base).err().unwrap();
+        assert_eq!((loaded.status, &loaded.message), (planned.status, &planned.message));
+        assert_eq!(inspect(copy.path()).unwrap().reason, loaded.message);
     }
     let mut found: xserv_memory_plan = unsafe { std::mem::zeroed() };
     let path = c_string(tiny().to_str().unwrap());
