@@ -693,7 +693,7 @@ typedef struct xserv_model_info {
    */
   uint32_t num_eos_token_ids;
   /**
-   * 1: text can be tokenized; 0: the folder has no usable tokenizer, only token ids work.
+   * 1: text can be tokenized; 0: the folder has no tokenizer.json, only token ids work.
    */
   uint8_t has_tokenizer;
   /**
@@ -742,11 +742,12 @@ typedef struct xserv_inspection_info {
    */
   const char *unsupported_reason;
   /**
-   * Why text can't be tokenized; empty if it can.
+   * Why text can't be tokenized; empty if it can. A tokenizer.json that is damaged or not supported keeps
+   * the model from being loaded; a missing one does not.
    */
   const char *tokenizer_problem;
   /**
-   * Why messages can't be rendered; empty if they can.
+   * Why messages can't be rendered; empty if they can. This never keeps a model from being loaded.
    */
   const char *chat_template_problem;
   /**
@@ -877,9 +878,13 @@ typedef struct xserv_memory_plan {
    */
   uint8_t fits;
   /**
+   * 1: text can be tokenized; 0: the folder has no tokenizer.json, so that only token ids would work.
+   */
+  uint8_t has_tokenizer;
+  /**
    * Unused, 0.
    */
-  uint8_t reserved[7];
+  uint8_t reserved[6];
 } xserv_memory_plan;
 
 /**

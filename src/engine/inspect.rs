@@ -48,10 +48,11 @@ pub fn inspect(path: &str) -> Result<Inspection> {
         Ok(None) => Some(Error::unsupported("the folder has no chat template")),
         Err(error) => Some(error),
     };
-    // A model whose tokenizer.json is damaged is refused; one that has none can be used with ids.
-    let broken = tokenizer_problem.as_ref().filter(|e| e.kind() != ErrorKind::NotFound);
+    // A model whose tokenizer.json is damaged is refused; one that has none can be used with ids. Of two
+    // damaged files a load reports generation_config.json.
     let generation = found.config.as_ref().map(|config| read_generation_config(&folder, config));
-    let broken = broken.cloned().or(generation.and_then(Result::err));
+    let tokenizer = tokenizer_problem.as_ref().filter(|e| e.kind() != ErrorKind::NotFound);
+    let broken = generation.and_then(Result::err).or(tokenizer.cloned());
     let reason = match (found.supported, broken) {
         (false, _) => Some(found.reason.unwrap_or_else(|| "unsupported".to_string())),
         (true, Some(error)) => Some(error.message().to_string()),

@@ -1,10 +1,11 @@
 //! The memory that a load would take, planned from the model's headers: the same decision that a
-//! load makes, without the load.
+//! load makes, without the load. What a load refuses is refused here too, the small files included.
 
 use super::log::Logger;
 use super::memory_plan::KvSize;
 use super::options::{DeviceChoice, EngineOptions};
 use super::placement::{place, Planned};
+use super::text_files::{has_tokenizer, read_generation_config};
 use crate::error::{ErrorKind, Result};
 use crate::memory::DType;
 use crate::model::Model;
@@ -36,13 +37,17 @@ pub struct Plan {
     pub memory_bytes: Option<u64>,
     /// Whether `total_bytes` are no more than `memory_bytes`, as far as known.
     pub fits: bool,
+    /// Whether the folder has a tokenizer; else it can be used with token ids only.
+    pub has_tokenizer: bool,
 }
 
 /// Plans a load of the folder or cached repo id `path`. Where CUDA is asked for and there is no
 /// device, the plan is that of a device whose memory is the budget. A model that could not be
-/// loaded with any amount of memory fails with the error of its load.
+/// loaded with any amount of memory fails with the error of its load, which looks at the files in
+/// the same order.
 pub fn plan(path: &str, options: &EngineOptions) -> Result<Plan> {
     let opened = Model::open(path)?;
+    read_generation_config(opened.folder(), opened.config())?;
     let out_of_memory = |kind| kind == ErrorKind::OutOfMemory;
     let (planned, size) = match options.device {
         DeviceChoice::Cpu => without_memory(Planned::new(options, &opened, false)?, options)?,
@@ -54,6 +59,7 @@ pub fn plan(path: &str, options: &EngineOptions) -> Result<Plan> {
             placed => placed.map(|(planned, size)| (planned, Some(size)))?,
         },
     };
+    let has_tokenizer = has_tokenizer(opened.folder())?;
     let memory = planned.memory;
     let minimum_bytes = memory.minimum_bytes(options);
     let total_bytes =
@@ -72,6 +78,7 @@ pub fn plan(path: &str, options: &EngineOptions) -> Result<Plan> {
         minimum_bytes,
         memory_bytes,
         fits: memory_bytes.is_none_or(|bytes| total_bytes <= bytes),
+        has_tokenizer,
     })
 }
 

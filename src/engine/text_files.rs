@@ -19,6 +19,16 @@ pub(super) fn read_tokenizer(folder: &Folder) -> Result<Tokenizer> {
     Tokenizer::from_bytes(&json, config.as_deref())
 }
 
+/// Whether the folder has a tokenizer. One that is damaged or not supported is an error, as in a load; a model
+/// without one can be used with token ids.
+pub(super) fn has_tokenizer(folder: &Folder) -> Result<bool> {
+    match read_tokenizer(folder) {
+        Ok(_) => Ok(true),
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(false),
+        Err(error) => Err(error),
+    }
+}
+
 /// The folder's chat template, `None` if it has none.
 pub(super) fn read_chat_template(folder: &Folder) -> Result<Option<ChatTemplate>> {
     let jinja = folder.read_optional_file("chat_template.jinja", MAX_TEMPLATE_BYTES)?;

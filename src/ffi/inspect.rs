@@ -32,9 +32,10 @@ pub struct xserv_inspection_info {
     pub architecture: *const c_char,
     /// Why xserv_load would refuse the folder; empty if it would not.
     pub unsupported_reason: *const c_char,
-    /// Why text can't be tokenized; empty if it can.
+    /// Why text can't be tokenized; empty if it can. A tokenizer.json that is damaged or not supported keeps
+    /// the model from being loaded; a missing one does not.
     pub tokenizer_problem: *const c_char,
-    /// Why messages can't be rendered; empty if they can.
+    /// Why messages can't be rendered; empty if they can. This never keeps a model from being loaded.
     pub chat_template_problem: *const c_char,
     /// The stored element types and their bytes, for example "bf16: 1192099840"; several are
     /// separated by ", ".

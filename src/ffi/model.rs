@@ -192,7 +192,7 @@ pub struct xserv_model_info {
     pub head_dim: u32,
     /// Number of entries of eos_token_ids.
     pub num_eos_token_ids: u32,
-    /// 1: text can be tokenized; 0: the folder has no usable tokenizer, only token ids work.
+    /// 1: text can be tokenized; 0: the folder has no tokenizer.json, only token ids work.
     pub has_tokenizer: u8,
     /// 1: messages can be rendered; 0: the folder has no usable chat template.
     pub has_chat_template: u8,

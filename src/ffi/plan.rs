@@ -48,8 +48,10 @@ pub struct xserv_memory_plan {
     /// 1: total_bytes is no more than memory_bytes, or the available memory is unknown; 0: it is
     /// more.
     pub fits: u8,
+    /// 1: text can be tokenized; 0: the folder has no tokenizer.json, so that only token ids would work.
+    pub has_tokenizer: u8,
     /// Unused, 0.
-    pub reserved: [u8; 7],
+    pub reserved: [u8; 6],
 }
 
 // SAFETY: repr(C), struct_size first, integers only.
@@ -71,7 +73,8 @@ unsafe impl GrowingStruct for xserv_memory_plan {
             minimum_bytes: 0,
             memory_bytes: 0,
             fits: 0,
-            reserved: [0; 7],
+            has_tokenizer: 0,
+            reserved: [0; 6],
         }
     }
 }
@@ -139,7 +142,8 @@ pub unsafe extern "C" fn xserv_plan(
             minimum_bytes: found.minimum_bytes,
             memory_bytes: found.memory_bytes.unwrap_or(0),
             fits: u8::from(found.fits),
-            reserved: [0; 7],
+            has_tokenizer: u8::from(found.has_tokenizer),
+            reserved: [0; 6],
         };
         // SAFETY: by the contract above.
         unsafe { write_struct(plan, "plan", &value) }

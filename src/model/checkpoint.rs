@@ -115,14 +115,14 @@ impl Checkpoint {
                 _ => e,
             })?;
         }
-        for (tensor, &shard) in &index.tensors {
-            if !checkpoint.tensors.contains_key(tensor) {
-                let file = index.shards.get(shard).map_or("?", String::as_str);
-                return Err(Error::invalid_file(format!(
-                    "{INDEX_FILE} says that {} is in {file}, but it is not",
-                    shown_name(tensor)
-                )));
-            }
+        let is_missing = |&(name, _): &(&String, _)| !checkpoint.tensors.contains_key(name);
+        // The first by name, so that the same folder is refused in the same words each time.
+        if let Some((tensor, &shard)) = index.tensors.iter().filter(is_missing).min() {
+            let file = index.shards.get(shard).map_or("?", String::as_str);
+            return Err(Error::invalid_file(format!(
+                "{INDEX_FILE} says that {} is in {file}, but it is not",
+                shown_name(tensor)
+            )));
         }
         Ok(checkpoint)
     }
@@ -140,6 +140,8 @@ impl Checkpoint {
         }
         let header = read_header(name, &file, stamp)?;
         let shard = self.shards.len();
+        // The first by name, as above.
+        let mut known_before: Option<String> = None;
         for (tensor, info) in header {
             match index.and_then(|index| index.tensors.get(&tensor)) {
                 Some(&home) if home != shard => continue,
@@ -153,12 +155,17 @@ impl Checkpoint {
             match self.tensors.entry(tensor) {
                 Entry::Vacant(vacant) => drop(vacant.insert(TensorEntry { shard, info })),
                 Entry::Occupied(known) => {
-                    return Err(Error::invalid_file(format!(
-                        "{name}: tensor {} is in more than one file",
-                        shown_name(known.key())
-                    )))
+                    if known_before.as_ref().is_none_or(|first| known.key() < first) {
+                        known_before = Some(known.key().clone());
+                    }
                 }
             }
+        }
+        if let Some(tensor) = known_before {
+            return Err(Error::invalid_file(format!(
+                "{name}: tensor {} is in more than one file",
+                shown_name(&tensor)
+            )));
         }
         self.shards.push(Shard { name: name.to_owned(), stamp });
         Ok(())

@@ -117,7 +117,8 @@ fn place_tensors(
     let mut by_offset: Vec<(&String, &RawInfo)> =
         crate::error::try_with_capacity(raw.len(), "a safetensors header")?;
     by_offset.extend(raw.iter());
-    by_offset.sort_unstable_by_key(|(_, info)| info.data_offsets);
+    // By name too, so that the same file is refused in the same words each time.
+    by_offset.sort_unstable_by_key(|&(name, info)| (info.data_offsets, name));
     let mut covered = 0_u64;
     for (name, info) in &by_offset {
         let (begin, end) = info.data_offsets;

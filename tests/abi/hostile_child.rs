@@ -20,6 +20,7 @@ use xserv::ffi::xserv_status::*;
 use xserv::ffi::*;
 
 use crate::client::*;
+use crate::plan::plan;
 
 /// The bars for every hostile case.
 pub const MAX_CPU_SECONDS: f64 = 2.0;
@@ -309,7 +310,33 @@ fn all_fine<T>(outcome: Outcome<T>, call: &str) -> Result<T, String> {
     outcome.map_err(|f| format!("{call}: {:?}: {}", f.status, f.message))
 }
 
-/// Inspects, loads and uses a folder, and compares with what is expected of it.
+/// Whether an expression of a tokenizer was tried against the clock: one that is near the limit may fall on
+/// either side.
+fn is_close(failure: &Failure) -> bool {
+    failure.message.contains("regular expressions take more than")
+}
+
+/// Asserts that a plan refuses what a load refuses, in the same words, and nothing else.
+fn compare_with_plan(
+    planned: &Outcome<xserv_memory_plan>,
+    loaded: &Outcome<Model>,
+) -> Result<(), String> {
+    let told = |failure: &Failure| format!("{:?}: {}", failure.status, failure.message);
+    match (planned, loaded) {
+        (Ok(plan), Ok(model)) if plan.has_tokenizer == model.info().has_tokenizer => Ok(()),
+        (Ok(_), Ok(_)) => Err("plan and model differ about the tokenizer".to_string()),
+        (Err(failure), _) | (_, Err(failure)) if is_close(failure) => Ok(()),
+        (_, Err(failure)) if failure.status == XSERV_STATUS_OUT_OF_MEMORY => Ok(()),
+        (Ok(_), Err(failure)) => Err(format!("is planned, load says: {}", told(failure))),
+        (Err(failure), Ok(_)) => Err(format!("loads, but the plan says: {}", told(failure))),
+        (Err(plan), Err(load)) if told(plan) == told(load) => Ok(()),
+        (Err(plan), Err(load)) => {
+            Err(format!("the plan says {}, load says: {}", told(plan), told(load)))
+        }
+    }
+}
+
+/// Inspects, plans, loads and uses a folder, and compares with what is expected of it.
 fn exercise(
     path: &Path,
     options: &xserv_load_options,
@@ -318,16 +345,16 @@ fn exercise(
     meter: &mut Meter,
 ) -> Result<String, String> {
     let inspected = meter.time("inspect", || inspect(path));
+    let planned = meter.time("plan", || plan(path, options));
     let loaded = meter.time("load", || Model::load(path, options));
+    compare_with_plan(&planned, &loaded)?;
     if let (Ok(found), Ok(_)) = (&inspected, &loaded) {
         if !found.supported || !found.reason.is_empty() {
             return Err(format!("loads, but the inspection says {:?}", found.reason));
         }
     }
     if let (Ok(found), Err(failure)) = (&inspected, &loaded) {
-        // Expressions are tried against the clock: one that is near the limit may fall on either side.
-        let is_close = failure.message.contains("regular expressions take more than");
-        if found.supported && failure.status != XSERV_STATUS_OUT_OF_MEMORY && !is_close {
+        if found.supported && failure.status != XSERV_STATUS_OUT_OF_MEMORY && !is_close(failure) {
             return Err(format!("the inspection found nothing, load says: {}", failure.message));
         }
         if found.reason.len() > 1000 || found.reason.contains(char::is_control) {

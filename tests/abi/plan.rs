@@ -29,6 +29,7 @@ pub fn plan(path: &Path, options: &xserv_load_options) -> Outcome<xserv_memory_p
 #[track_caller]
 pub fn assert_as_planned(info: &xserv_model_info, plan: &xserv_memory_plan) {
     assert_eq!(info.dtype, plan.dtype);
+    assert_eq!(info.has_tokenizer, plan.has_tokenizer);
     assert_eq!(info.weights_bytes, plan.weights_bytes);
     assert_eq!(info.workspace_bytes, plan.workspace_bytes);
     assert_eq!(info.kv_bytes_per_token, plan.kv_bytes_per_token);
@@ -242,6 +243,20 @@ fn what_cannot_be_loaded_cannot_be_planned() {
     if let Some(golden) = shared_golden() {
         let unsupported = XSERV_STATUS_UNSUPPORTED;
         fails(&golden.join("models/qwen3-moe-tiny"), base, unsupported, "Qwen3Moe");
+    }
+    let of_another_version = Copy::new();
+    of_another_version.edit("tokenizer.json", |tokenizer| tokenizer["version"] = "9.0".into());
+    fails(of_another_version.path(), base, XSERV_STATUS_UNSUPPORTED, "tokenizer.json");
+    for name in ["tokenizer.json", "tokenizer_config.json", "generation_config.json"] {
+        let copy = Copy::new();
+        copy.write(name, "[");
+        fails(copy.path(), base, XSERV_STATUS_INVALID_FILE, name);
+        // Of several damaged files the same one is reported.
+        copy.write("tokenizer.json", "?");
+        let loaded = Model::load(copy.path(), &base).err().unwrap();
+        let planned = plan(copy.path(), &base).err().unwrap();
+        assert_eq!((loaded.status, &loaded.message), (planned.status, &planned.message));
+        assert_eq!(inspect(copy.path()).unwrap().reason, loaded.message);
     }
     let mut found: xserv_memory_plan = unsafe { std::mem::zeroed() };
     let path = c_string(tiny().to_str().unwrap());

@@ -143,7 +143,8 @@ class MemoryPlan(Structure):
         ("minimum_bytes", c_uint64),
         ("memory_bytes", c_uint64),
         ("fits", c_uint8),
-        ("reserved", c_uint8 * 7),
+        ("has_tokenizer", c_uint8),
+        ("reserved", c_uint8 * 6),
     ]
 
 

@@ -108,6 +108,7 @@ class MemoryPlan:
     minimum_bytes: int
     memory_bytes: int
     fits: bool
+    has_tokenizer: bool
 
 
 def _dataclass_from(kind: Type[_T], info: Structure) -> _T:
