@@ -209,6 +209,7 @@ const KNOWN: &[&[&str]] = &[
     &["backend/cpu/math.rs", "backend/cpu/simd.rs", "backend/cpu/tile.rs"],
     &["backend/cuda/blas.rs", "backend/cuda/context.rs", "backend/cuda/profile.rs"],
     &["model/checkpoint.rs", "model/shard_index.rs"],
+    &["model/load/mod.rs", "model/load/random.rs"],
     &[
         "model/config/mod.rs",
         "model/decoder/block.rs",

@@ -10,6 +10,7 @@ use xserv::ffi::*;
 
 use crate::client::*;
 use crate::files::{Store, TestModel};
+use crate::hostile_child::{inspect, Copy};
 
 pub fn plan(path: &Path, options: &xserv_load_options) -> Outcome<xserv_memory_plan> {
     let path = c_string(path.to_str().unwrap());
@@ -119,6 +120,25 @@ fn an_output_matrix_that_is_not_tied_after_all_is_planned() {
     let model = Model::load(dir.path(), &options).unwrap();
     assert_as_planned(&model.info(), &found);
     assert_eq!(model.info().num_parameters, numbers as u64);
+}
+
+/// A missing tokenizer.json is no reason to refuse a folder, and planned, inspected and loaded alike.
+#[test]
+fn a_folder_without_a_tokenizer_is_planned_for_token_ids() {
+    let copy = Copy::new();
+    let base = xserv_load_options { num_threads: 2, ..load_options() };
+    let with = plan(copy.path(), &base).unwrap();
+    assert_eq!(with.has_tokenizer, 1);
+    copy.remove("tokenizer.json");
+    let found = plan(copy.path(), &base).unwrap();
+    assert_eq!((found.has_tokenizer, found.minimum_bytes), (0, with.minimum_bytes));
+    let inspected = inspect(copy.path()).unwrap();
+    assert!(inspected.supported && !inspected.has_tokenizer);
+    let model = Model::load(copy.path(), &base).unwrap();
+    assert_as_planned(&model.info(), &found);
+    let failure = model.tokenize("words").err().unwrap();
+    assert_eq!(failure.status, XSERV_STATUS_UNSUPPORTED);
+    assert_eq!(model.generate(&greedy(&[1, 2, 3], 2)).unwrap().ids.len(), 2);
 }
 
 /// Without a GPU and without a driver.
