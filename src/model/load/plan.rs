@@ -95,7 +95,7 @@ pub struct PlannedDecoder {
 
 impl DecoderPlan {
     /// Finds every tensor that the model needs.
-    pub fn new(config: &ModelConfig, checkpoint: &Checkpoint) -> Result<PlannedDecoder> {
+    pub fn of(config: &ModelConfig, checkpoint: &Checkpoint) -> Result<PlannedDecoder> {
         let mut planner = Planner { checkpoint, used: HashSet::new(), stored_output: None };
         let plan = (config.family.plan)(config, &mut planner)?;
         let mut unused: Vec<String> = checkpoint
