@@ -29,8 +29,7 @@ pub struct ModelHeaders {
 
 impl ModelHeaders {
     pub(super) fn new(folder: Folder, config: ModelConfig, checkpoint: Checkpoint) -> Result<Self> {
-        let PlannedDecoder { plan, stored_output, unused } =
-            DecoderPlan::of(&config, &checkpoint)?;
+        let PlannedDecoder { plan, stored_output, unused } = DecoderPlan::of(&config, &checkpoint)?;
         let warnings = unused_warning(&unused).into_iter().collect();
         let presumed = ModelFolder { folder, config, checkpoint, plan, warnings };
         Ok(ModelHeaders { presumed, stored_output })
