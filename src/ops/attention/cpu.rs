@@ -1,4 +1,4 @@
-//! Attention on the host, see [`crate::ops::host::attention`]. Flash and split-KV are one algorithm
+//! Attention on the host, see [`super::cpu_naive`]. Flash and split-KV are one algorithm
 //! there.
 
 use crate::backend::cpu::CpuBackend;

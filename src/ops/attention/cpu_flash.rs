@@ -1,5 +1,5 @@
 //! Attention without a matrix of scores: blocks of 32 keys and an online softmax, see
-//! [`crate::ops::online_softmax`].
+//! [`super::cpu_online_softmax`].
 //!
 //! A tile is up to 96 rows (query, head of the group) of one kv head. Many rows share a copy of
 //! each block: keys transposed into a panel for the matrix tiles, values side by side. Few rows, as

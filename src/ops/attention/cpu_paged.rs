@@ -4,7 +4,7 @@
 //! `h / (num_heads / num_kv_heads)`; token i of a sequence with q_len new tokens sees keys
 //! `0..=context_len - q_len + i`.
 //!
-//! The softmax is computed online in blocks of 32 keys; see [`super::online_softmax`].
+//! The softmax is computed online in blocks of 32 keys; see [`super::cpu_online_softmax`].
 //!
 //! Blocks begin at absolute positions and a row goes through the same steps whatever rows are
 //! beside it, so its bits do not depend on the batch, on how a prompt is cut into chunks, or on

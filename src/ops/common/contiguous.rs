@@ -10,7 +10,7 @@ use crate::memory::{DType, ElementType, Tensor};
 pub(in crate::ops) fn cuda(context: &ComputeContext) -> Result<&CudaContext> {
     match context.backend() {
         ContextBackend::Cuda(cuda) => Ok(cuda),
-        ContextBackend::Cpu { .. } => Err(Error::internal("a stepwise operator on the CPU")),
+        ContextBackend::Cpu { .. } => Err(Error::internal("an operator of a device on the CPU")),
     }
 }
 

@@ -60,7 +60,7 @@ pub enum SumOrder {
     /// other rows of A are, and however many there are.
     ByRow,
     /// Hopper, f16 and bf16, B stored [n, k]: such an order, by wgmma, with k in this number of
-    /// parts, as [`skinny_gemm`](crate::ops::stepwise::skinny_gemm) adds them up.
+    /// parts, as [`skinny_gemm`](crate::ops::linear::cuda_skinny::skinny_gemm) adds them up.
     Parts(u32),
 }
 
