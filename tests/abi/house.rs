@@ -32,7 +32,7 @@ fn sources(folder: &str) -> BTreeMap<String, String> {
 
 /// The lines of code in front of the unit tests, comments aside, with their numbers.
 fn code(text: &str) -> impl Iterator<Item = (usize, &str)> {
-    text.split("#[cfg(test)]")
+    text.split("#[cfg(test)]\nmod tests")
         .next()
         .unwrap_or("")
         .lines()
@@ -216,11 +216,18 @@ const KNOWN: &[&[&str]] = &[
         "model/decoder/family/mod.rs",
         "model/load/plan.rs",
     ],
-    &["ops/attention/cuda.rs", "ops/attention/cuda_flash_wgmma.rs", "ops/attention/cuda_naive.rs"],
+    &[
+        "ops/attention/cuda.rs",
+        "ops/attention/cuda_flash.rs",
+        "ops/attention/cuda_flash_wgmma.rs",
+        "ops/attention/cuda_naive.rs",
+        "ops/attention/cuda_split_kv.rs",
+    ],
     &["ops/elementwise/cuda.rs", "ops/elementwise/mod.rs"],
+    &["ops/gemm/choice.rs", "ops/gemm/mod.rs"],
     &["ops/gemm/cpu.rs", "ops/gemm/cpu_gemv.rs"],
     &["ops/rms_norm/cuda.rs", "ops/rms_norm/mod.rs"],
-    &["ops/rope/cuda.rs", "ops/rope/mod.rs"],
+    &["ops/rope/cpu.rs", "ops/rope/cuda.rs", "ops/rope/mod.rs"],
     &[
         "text/template/budget.rs",
         "text/template/functions.rs",
@@ -252,7 +259,7 @@ fn a_circle_is_seen() {
         ("a/c.rs".to_string(), file("use crate::{a::d::W, error};")),
         (
             "a/d.rs".to_string(),
-            file("use super::b::X; // use super::Y\n#[cfg(test)]\nuse super::Y;"),
+            file("use super::b::X; // use super::Y\n#[cfg(test)]\nmod tests {\nuse super::Y;"),
         ),
     ]);
     assert_eq!(circles(&files), BTreeSet::from([vec!["a/b.rs", "a/c.rs", "a/d.rs"]]));
