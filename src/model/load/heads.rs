@@ -2,9 +2,7 @@
 //! lengths of heads; shorter ones are followed by zeros, which change neither scores nor results.
 
 use crate::error::{Error, Result};
-
-/// The lengths of heads that the fused kernels are compiled for.
-const KERNEL_HEAD_DIMS: [usize; 5] = [64, 80, 96, 128, 256];
+use crate::ops::attention::KERNEL_HEAD_DIMS;
 
 /// The number of elements of a head, and the distance from one head to the next in elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -16,7 +14,8 @@ pub(in crate::model) struct HeadSpacing {
 impl HeadSpacing {
     /// Returns the spacing of heads of `head_dim` elements.
     pub fn new(head_dim: usize) -> Result<Self> {
-        let stride = KERNEL_HEAD_DIMS.into_iter().find(|&dim| dim >= head_dim);
+        let stride =
+            KERNEL_HEAD_DIMS.into_iter().map(|dim| dim as usize).find(|&dim| dim >= head_dim);
         match stride {
             Some(stride) if head_dim > 0 && head_dim.is_multiple_of(2) => {
                 Ok(HeadSpacing { head_dim, stride })

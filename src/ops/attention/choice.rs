@@ -19,7 +19,7 @@ pub enum AttentionBackend {
 }
 
 /// The head dims that the fused CUDA kernels are compiled for; they take the list from here.
-pub(in crate::ops) const KERNEL_HEAD_DIMS: [i64; 5] = [64, 80, 96, 128, 256];
+pub(crate) const KERNEL_HEAD_DIMS: [i64; 5] = [64, 80, 96, 128, 256];
 /// The smallest block size: keys that the decode kernel loads at once lie in one block.
 const LEAST_BLOCK_SIZE: i64 = 16;
 

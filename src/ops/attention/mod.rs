@@ -34,6 +34,7 @@ pub(in crate::ops) mod layouts;
 mod plan;
 
 pub use choice::AttentionBackend;
+pub(crate) use choice::KERNEL_HEAD_DIMS;
 pub use cuda_fused::{DecodeScratch, DecodeSequences};
 pub use plan::{partial_bytes, partials, scratch_bytes, AttentionPlan, AttentionSizes};
 

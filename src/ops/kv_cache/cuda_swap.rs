@@ -114,11 +114,13 @@ pub fn kv_cache_swap(
     for (slot, copy) in params.copies.iter_mut().zip(copies) {
         let buffer = buffers.get_mut(copy.buffer).ok_or_else(wrong)?;
         let end = copy.offset.checked_add(parts.place_bytes());
-        let host = buffer.device_address(copy.offset);
         let fits = end.is_some_and(|end| end <= buffer.len_bytes())
-            && host.is_multiple_of(UNIT_BYTES as u64)
             && (copy.block as usize) < parts.num_blocks;
         if !fits {
+            return Err(wrong());
+        }
+        let host = buffer.device_address(copy.offset);
+        if !host.is_multiple_of(UNIT_BYTES as u64) {
             return Err(wrong());
         }
         // This comes before the kernel is queued: the memory must not be freed before the kernel is
