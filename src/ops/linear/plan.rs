@@ -242,11 +242,6 @@ impl LinearPass<'_> {
         self.links == Links::OneToken
     }
 
-    /// Whether the layers are a chain, whose links overlap.
-    pub fn is_chain(&self) -> bool {
-        self.links != Links::Apart
-    }
-
     /// Calls `queue`, which queues all layers of the pass, with the memory of multiprocessors
     /// divided as suits the kernels.
     pub fn with_memory_divided<T>(
