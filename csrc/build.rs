@@ -25,7 +25,7 @@ use std::process::Command;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// The number in the SONAME; `src/ffi/version.rs` says the same to C, and a test compares the two.
-const ABI_VERSION: u32 = 0;
+const ABI_VERSION: u32 = 1;
 
 /// Machine code for every generation from Ampere on, and PTX for later ones. `a` and `f` targets
 /// have instructions of one chip or family that plain ones lack.
@@ -66,6 +66,14 @@ fn link_arguments() {
     println!("cargo:rustc-cdylib-link-arg=-Wl,-z,nodelete");
     // Nothing of the crates we link is exported.
     println!("cargo:rustc-cdylib-link-arg=-Wl,--exclude-libs,ALL");
+    // The C library's function ends the process where memory is short: see src/thread_exit.rs.
+    let arch = std::env::var("CARGO_CFG_TARGET_ARCH").unwrap_or_default();
+    let is_gnu = std::env::var("CARGO_CFG_TARGET_ENV").as_deref() == Ok("gnu");
+    if is_gnu && matches!(arch.as_str(), "x86_64" | "aarch64") {
+        for kind in ["cdylib-link-arg", "link-arg-tests"] {
+            println!("cargo:rustc-{kind}=-Wl,--wrap=__cxa_thread_atexit_impl");
+        }
+    }
 }
 
 /// Writes the layouts of the kernels' structs for Rust to compare its own with.

@@ -27,24 +27,81 @@
  *   result through the last pointer, which is written only on success. On failure
  *   xserv_last_error() says in one sentence what was wrong with what. The library never aborts,
  *   exits, prints, installs signal handlers or opens sockets.
+ * - Lack of memory is a status too, XSERV_STATUS_OUT_OF_MEMORY. Allocations that cannot fail are
+ *   small, and come from a reserve of 7 MiB when the system has no memory left. Until the reserve is
+ *   full again, or the system has as much, calls that compute or make a handle are refused; requests
+ *   that are running go on, and can be cancelled and freed. Two things still end the process: other
+ *   threads that take the memory which a call has just found available, if more than the reserve is
+ *   then missing; and glibc, if it has no memory for the thread-local data of a library that was
+ *   loaded with dlopen(), which a thread's first call needs.
  * - Handles are opaque numbers in the shape of pointers; never dereference them or compare them
  *   with addresses. Each kind has one _free function, which accepts NULL. A handle that is NULL,
  *   freed or of another kind is reported as a status. Whatever a handle needs stays alive with it,
  *   in whatever order handles are freed.
  * - Option structs begin with struct_size and are filled by their _default() function; where a
- *   function takes options, NULL means the defaults. They grow only at the end, so programs built
- *   with an older header keep working. Info structs that the library fills begin with struct_size
- *   as well, which the caller sets to the sizeof the struct.
+ *   function takes options, NULL means the defaults. Info structs that the library fills begin with
+ *   struct_size as well, which the caller sets to the sizeof the struct. Structs grow only at the
+ *   end, and the library never reads or writes beyond the size that the program was built with, so
+ *   programs built with an older header of the same ABI version keep working. Reserved fields must
+ *   stay 0.
+ * - A number of an option struct that is 0, or a pointer that is NULL, is not set and leaves the
+ *   choice to the library. Only where 0 means something of its own (temperature 0, top_k 0) there
+ *   is XSERV_UNSET_FLOAT or XSERV_UNSET_INT, which _default() has written; the field says so.
  * - Strings are UTF-8. Inputs end in a NUL, or come with a length in bytes; outputs belong to the
  *   handle that they came from, end in a NUL, and live as long as it does unless said otherwise. No
  *   memory is allocated on one side and freed on the other.
- * - Any function may be called from any thread, on any handle, at any time. Callbacks run on the
+ * - Any function may be called from any thread, on any handle, at any time, but not in a signal
+ *   handler. A call needs at most 256 KiB of stack, callbacks not counted. Callbacks run on the
  *   thread that made the blocking call, with no lock held, and may call the library again (except
  *   xserv_wake_callback, see there). They return true to continue and false to stop. They must
  *   return: no C++ exception and no longjmp may leave them.
- * - Process-wide state (environment, locale, signal handlers, floating-point modes, current
- *   directory) is left as it is. After fork() a model or context can be used in the parent only;
- *   the child gets XSERV_STATUS_FORKED.
+ * - A thread that is cancelled (pthread_cancel) in a call or its callbacks finishes the call first.
+ *   The thread's cancelability type must be the default, PTHREAD_CANCEL_DEFERRED.
+ * - Process-wide state (environment, locale, signal handlers, current directory) is left as it is.
+ *   Results do not depend on the floating-point mode (rounding, flushing of subnormal numbers,
+ *   unmasked exceptions) of the thread that calls. The mode is the thread's own again in callbacks
+ *   and after the call.
+ * - After fork() a model, context or submission can be used in the parent only. The child gets
+ *   XSERV_STATUS_FORKED, also in its fork handlers (pthread_atfork); it may free such handles, which
+ *   does not touch the parent's, and may load models of its own: on the CPU only, if CUDA had been
+ *   started before the fork (XSERV_STATUS_NO_DEVICE). Fork handlers that were registered before the
+ *   library was loaded get XSERV_STATUS_FORKED from every function, in the parent as well, and
+ *   freeing does nothing in them. A child that is made without running fork handlers (vfork, clone,
+ *   _Fork) must not call the library.
+ */
+
+/*
+ * Contents
+ *
+ * Versions.
+ *   xserv_version xserv_abi_version
+ * Constants and enums that several groups of functions share.
+ *   xserv_finish_reason_name
+ * Status codes and the thread's last error.
+ *   xserv_last_error xserv_status_name
+ * Models: load, describe, free.
+ *   xserv_load_options_default xserv_load xserv_model_free xserv_model_get_info
+ * Inspection: describes a model folder without loading it.
+ *   xserv_inspect xserv_inspection_get_info xserv_inspection_free
+ * Planning: the memory that loading a model would take.
+ *   xserv_plan
+ * Text: tokenizing, detokenizing (whole and streaming), chat templates.
+ *   xserv_tokenize_options_default xserv_tokenize xserv_tokens_data xserv_tokens_free
+ *   xserv_detokenize xserv_text_data xserv_text_free xserv_detokenizer_new xserv_detokenizer_push
+ *   xserv_detokenizer_finish xserv_detokenizer_free xserv_chat_options_default
+ *   xserv_apply_chat_template
+ * Requests and the tokens that cancel them.
+ *   xserv_request_default xserv_cancel_token_new xserv_cancel_token_cancel xserv_cancel_token_free
+ * Generation: the blocking call, its callback, results.
+ *   xserv_generate xserv_result_get_info xserv_result_get_sample xserv_result_text
+ *   xserv_result_free
+ * Requests for event loops: submitted, then polled for events without blocking.
+ *   xserv_submit_options_default xserv_submit xserv_next xserv_poll xserv_cancel
+ *   xserv_submission_take_result xserv_submission_free
+ * Evaluation: the logits of given tokens.
+ *   xserv_logits_options_default xserv_logits
+ * Statistics of a model: the state of its requests, and totals.
+ *   xserv_model_get_stats
  */
 
 #ifndef XSERV_H
@@ -72,6 +129,63 @@
  */
 #define XSERV_UNSET_FLOAT (-3.402823466e38f)
 
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* ---------------------------------------------------------------------- */
+
+/* Handles. */
+
+/**
+ * A loaded model: weights, tokenizer, chat template, KV cache and threads.
+ *
+ * Any thread may use it, several at once; freeing it while calls are running is safe: they end as
+ * cancelled.
+ */
+typedef struct xserv_model xserv_model;
+
+/**
+ * The findings about a model folder. It is immutable; any number of threads may read it.
+ */
+typedef struct xserv_inspection xserv_inspection;
+
+/**
+ * A streaming detokenizer, which turns a stream of token ids into text. One thread at a time uses
+ * it; a concurrent call from another one waits.
+ */
+typedef struct xserv_detokenizer xserv_detokenizer;
+
+/**
+ * A text that the library made. It is immutable; any number of threads may read it.
+ */
+typedef struct xserv_text xserv_text;
+
+/**
+ * A list of token ids that the library made. It is immutable; any number of threads may read it.
+ */
+typedef struct xserv_tokens xserv_tokens;
+
+/**
+ * A switch that stops requests from another thread. Several requests may share one.
+ */
+typedef struct xserv_cancel_token xserv_cancel_token;
+
+/**
+ * The result of a generation. It is immutable; any number of threads may read it.
+ */
+typedef struct xserv_result xserv_result;
+
+/**
+ * A submitted request. Any thread may use it. Each event is given once, to one of the threads that
+ * ask for it.
+ */
+typedef struct xserv_submission xserv_submission;
+
+/* ---------------------------------------------------------------------- */
+
+/* Versions. */
+
 /**
  * The major version of the header. Compare with xserv_version() at run time if it matters.
  */
@@ -80,7 +194,7 @@
 /**
  * The minor version of the header.
  */
-#define XSERV_VERSION_MINOR 1
+#define XSERV_VERSION_MINOR 2
 
 /**
  * The patch version of the header.
@@ -89,10 +203,25 @@
 
 /**
  * The version of the binary interface that this header describes; the number in the SONAME
- * (libxserv.so.0). A library of the same ABI version runs every program built with an older header
+ * (libxserv.so.1). A library of the same ABI version runs every program built with an older header
  * of that version.
  */
-#define XSERV_ABI_VERSION 0
+#define XSERV_ABI_VERSION 1
+
+/**
+ * Returns the version of the library that is loaded, for example "0.2.0", as a static string.
+ */
+const char *xserv_version(void);
+
+/**
+ * Returns the ABI version of the library that is loaded. If it differs from XSERV_ABI_VERSION of
+ * the header that the program was built with, the two do not fit.
+ */
+uint32_t xserv_abi_version(void);
+
+/* ---------------------------------------------------------------------- */
+
+/* Constants and enums that several groups of functions share. */
 
 /**
  * Used for an integer of xserv_request that is not set: the model's generation_config.json
@@ -110,97 +239,6 @@
  * Used in xserv_token_event.token_id: the event carries held-back text and no new token.
  */
 #define XSERV_NO_TOKEN UINT32_MAX
-
-/**
- * Used for the timeout of xserv_next(): wait as long as it takes.
- */
-#define XSERV_WAIT_FOREVER UINT32_MAX
-
-/**
- * The number of buckets of the histogram of step times.
- */
-#define XSERV_STEP_BUCKETS 20
-
-/**
- * Used for xserv_context_options.num_threads: one thread for each core.
- */
-#define XSERV_THREADS_AUTO UINT32_MAX
-
-/**
- * Used for a memory budget: no limit but that of the device.
- */
-#define XSERV_MEMORY_UNLIMITED UINT64_MAX
-
-/**
- * The outcome of a call. Zero is success. Numbers are never reused; later versions may add new
- * ones, so treat an unknown value as a failure.
- */
-typedef enum xserv_status {
-  /**
-   * The call did what it says.
-   */
-  XSERV_STATUS_OK = 0,
-  /**
-   * An argument is outside its contract (NULL, wrong size, out of range, not UTF-8).
-   */
-  XSERV_STATUS_INVALID_ARGUMENT = 1,
-  /**
-   * The handle is not one of this library, is of another kind, or was freed.
-   */
-  XSERV_STATUS_BAD_HANDLE = 2,
-  /**
-   * A file or folder does not exist.
-   */
-  XSERV_STATUS_NOT_FOUND = 3,
-  /**
-   * The operating system refused to read a file.
-   */
-  XSERV_STATUS_IO = 4,
-  /**
-   * A file exists but is damaged, or does not follow its format.
-   */
-  XSERV_STATUS_INVALID_FILE = 5,
-  /**
-   * The model, tokenizer or option is valid, but not implemented by this library.
-   */
-  XSERV_STATUS_UNSUPPORTED = 6,
-  /**
-   * The memory budget or the machine's memory is exhausted. Nothing was changed.
-   */
-  XSERV_STATUS_OUT_OF_MEMORY = 7,
-  /**
-   * The prompt is longer than the context.
-   */
-  XSERV_STATUS_CONTEXT_FULL = 8,
-  /**
-   * A callback or another thread asked to stop. (xserv_generate reports this in the result's
-   * finish reason instead, with what was generated so far.)
-   */
-  XSERV_STATUS_CANCELLED = 9,
-  /**
-   * The chat template failed, or exceeded its limits of time, size or depth.
-   */
-  XSERV_STATUS_TEMPLATE = 10,
-  /**
-   * The requested device does not exist, or this build cannot use it.
-   */
-  XSERV_STATUS_NO_DEVICE = 11,
-  /**
-   * The process was forked after the model was loaded. The child cannot use the model: load it
-   * again there.
-   */
-  XSERV_STATUS_FORKED = 12,
-  /**
-   * The library itself is at fault. The call had no effect; please report the message.
-   */
-  XSERV_STATUS_INTERNAL = 13,
-  /**
-   * The GPU failed for good: a kernel accessed invalid memory, or the hardware broke down. All
-   * work on that device is lost, and every later call on it reports this. The process can
-   * continue, but cannot use the device again.
-   */
-  XSERV_STATUS_DEVICE_LOST = 14,
-} xserv_status;
 
 /**
  * Where a model or a compute context runs.
@@ -253,36 +291,6 @@ typedef enum xserv_dtype {
    */
   XSERV_DTYPE_I64 = 5,
 } xserv_dtype;
-
-/**
- * The implementation that computes a matrix product.
- */
-typedef enum xserv_gemm_backend {
-  /**
-   * The fastest that supports the shape, the types and the device.
-   */
-  XSERV_GEMM_AUTO = 0,
-  /**
-   * The plain triple loop, on the CPU and on CUDA: the reference for the others.
-   */
-  XSERV_GEMM_NAIVE = 1,
-  /**
-   * CUDA: 32 x 32 tiles in shared memory.
-   */
-  XSERV_GEMM_TILED = 2,
-  /**
-   * CUDA: cuBLASLt, where it is installed. f32 is multiplied in f32, never in TF32.
-   */
-  XSERV_GEMM_CUBLAS = 3,
-  /**
-   * CUDA: the library's own kernels for the tensor cores, in f16 and bf16.
-   */
-  XSERV_GEMM_TENSOR_CORE = 4,
-  /**
-   * CPU: packed panels, SIMD and all threads of the context.
-   */
-  XSERV_GEMM_BLOCKED = 5,
-} xserv_gemm_backend;
 
 /**
  * The severity of a log message.
@@ -338,147 +346,108 @@ typedef enum xserv_finish_reason {
 } xserv_finish_reason;
 
 /**
- * The kind of an event.
+ * Returns the name of an xserv_finish_reason, for example "XSERV_FINISH_MAX_TOKENS", as a static
+ * string; "unknown finish reason" for a value that this version does not have.
  */
-typedef enum xserv_event_kind {
-  /**
-   * No event: none came within the timeout.
-   */
-  XSERV_EVENT_NONE = 0,
-  /**
-   * A token was generated.
-   */
-  XSERV_EVENT_TOKEN = 1,
-  /**
-   * Text that was held back became final with the end of the sample.
-   */
-  XSERV_EVENT_TEXT = 2,
-  /**
-   * A sample has ended.
-   */
-  XSERV_EVENT_END = 3,
-  /**
-   * All samples have ended; there will be no more events.
-   */
-  XSERV_EVENT_DONE = 4,
-} xserv_event_kind;
+const char *xserv_finish_reason_name(uint32_t finish_reason);
+
+/* ---------------------------------------------------------------------- */
+
+/* Status codes and the thread's last error. */
 
 /**
- * Which rows of logits to compute.
+ * The outcome of a call. Zero is success. Numbers are never reused; later versions may add new
+ * ones, so treat an unknown value as a failure.
  */
-typedef enum xserv_logits_rows {
+typedef enum xserv_status {
   /**
-   * One row: the scores of the token after the last one given.
+   * The call did what it says.
    */
-  XSERV_LOGITS_LAST = 0,
+  XSERV_STATUS_OK = 0,
   /**
-   * A row for every token.
+   * An argument is outside its contract (NULL, wrong size, out of range, not UTF-8).
    */
-  XSERV_LOGITS_ALL = 1,
-} xserv_logits_rows;
+  XSERV_STATUS_INVALID_ARGUMENT = 1,
+  /**
+   * The handle is not one of this library, is of another kind, or was freed.
+   */
+  XSERV_STATUS_BAD_HANDLE = 2,
+  /**
+   * A file or folder does not exist.
+   */
+  XSERV_STATUS_NOT_FOUND = 3,
+  /**
+   * The operating system refused to read a file.
+   */
+  XSERV_STATUS_IO = 4,
+  /**
+   * A file exists but is damaged, or does not follow its format.
+   */
+  XSERV_STATUS_INVALID_FILE = 5,
+  /**
+   * The model, tokenizer or option is valid, but not implemented by this library.
+   */
+  XSERV_STATUS_UNSUPPORTED = 6,
+  /**
+   * The memory budget or the machine's memory is exhausted. Nothing was changed, but for the
+   * sample that xserv_next() ends with this.
+   */
+  XSERV_STATUS_OUT_OF_MEMORY = 7,
+  /**
+   * The prompt is longer than the context.
+   */
+  XSERV_STATUS_CONTEXT_FULL = 8,
+  /**
+   * A callback or another thread asked to stop. (xserv_generate reports this in the result's
+   * finish reason instead, with what was generated so far.)
+   */
+  XSERV_STATUS_CANCELLED = 9,
+  /**
+   * The chat template failed, or exceeded its limits of time, size or depth.
+   */
+  XSERV_STATUS_TEMPLATE = 10,
+  /**
+   * The requested device does not exist, or this build cannot use it, or the process was forked
+   * after CUDA had been started: only a new process can then use a GPU.
+   */
+  XSERV_STATUS_NO_DEVICE = 11,
+  /**
+   * The process was forked after the model was loaded. The child cannot use the model: load it
+   * again there (on the CPU, if CUDA had been started before the fork). Or the call came from a fork handler that was registered before the library was
+   * loaded.
+   */
+  XSERV_STATUS_FORKED = 12,
+  /**
+   * The library itself is at fault. The call had no effect; please report the message.
+   */
+  XSERV_STATUS_INTERNAL = 13,
+  /**
+   * The GPU failed for good: a kernel accessed invalid memory, or the hardware broke down. All
+   * work on that device is lost, and every later call on it reports this. The process can
+   * continue, but cannot use the device again.
+   */
+  XSERV_STATUS_DEVICE_LOST = 14,
+} xserv_status;
 
 /**
- * The algorithms of xserv_op_attention().
- */
-typedef enum xserv_attention_backend {
-  /**
-   * SPLIT_KV where no sequence has more than one query, else FLASH, else NAIVE.
-   */
-  XSERV_ATTENTION_AUTO = 0,
-  /**
-   * All scores first, then their softmax, then the product with the values. On CUDA the scores
-   * take 4 bytes for each head, query and key. Supports the batched form only, with any head_dim
-   * on CUDA, up to 256 on the CPU.
-   */
-  XSERV_ATTENTION_NAIVE = 1,
-  /**
-   * Tiles of keys and an online softmax (Dao, 2023), without scores in memory. Supports all
-   * forms. On CUDA head_dim is 64, 80, 96, 128 or 256, and block_size a power of two of at least
-   * 16; on the CPU head_dim is up to 256.
-   */
-  XSERV_ATTENTION_FLASH = 2,
-  /**
-   * For one query per sequence, as in decoding: the keys of a sequence are split among the
-   * multiprocessors. Otherwise as FLASH, which is also the code that runs on the CPU. On CUDA it
-   * takes a workspace of up to 64 rows of head_dim + 2 floats for each head and sequence.
-   */
-  XSERV_ATTENTION_SPLIT_KV = 3,
-} xserv_attention_backend;
-
-/**
- * Which two elements of a head form pair i of its head_dim / 2 pairs, for rotary embeddings.
- */
-typedef enum xserv_rope_pairing {
-  /**
-   * Elements i and i + head_dim / 2: Hugging Face's rotate_half, as checkpoints of Qwen3 and
-   * Llama in that format require.
-   */
-  XSERV_ROPE_SPLIT_HALF = 0,
-  /**
-   * Elements 2i and 2i + 1, as in the paper and in GPT-J.
-   */
-  XSERV_ROPE_INTERLEAVED = 1,
-} xserv_rope_pairing;
-
-/**
- * A switch that stops requests from another thread. Several requests may share one.
- */
-typedef struct xserv_cancel_token xserv_cancel_token;
-
-/**
- * A compute context: a device, a stream of work on it, and the memory that the work uses. It
- * serves the operators xserv_op_*; models have contexts of their own.
+ * Returns one sentence that says what the calling thread's most recent failing call found wrong,
+ * and in what (file, tensor, argument). Never NULL; empty if no call of this thread has failed.
  *
- * On the CPU an operator has finished when its function returns. On CUDA it has queued its work on
- * the context's stream: xserv_context_synchronize() waits for it, and reports what went wrong in
- * it. Calls from several threads on one context are safe and queue in the order of their arrival;
- * contexts are independent of each other.
+ * The string is UTF-8, NUL-terminated, at most 2047 bytes, and belongs to the library. It is valid
+ * until this thread's next failing call, and for this thread only. Successful calls leave it
+ * alone.
  */
-typedef struct xserv_context xserv_context;
+const char *xserv_last_error(void);
 
 /**
- * A streaming detokenizer, which turns a stream of token ids into text. One thread at a time uses
- * it; a concurrent call from another one waits.
+ * Returns the name of a status, for example "XSERV_STATUS_NOT_FOUND", as a static string; "unknown
+ * status" for a value that this version does not have.
  */
-typedef struct xserv_detokenizer xserv_detokenizer;
+const char *xserv_status_name(uint32_t status);
 
-/**
- * The findings about a model folder. It is immutable; any number of threads may read it.
- */
-typedef struct xserv_inspection xserv_inspection;
+/* ---------------------------------------------------------------------- */
 
-/**
- * A loaded model: weights, tokenizer, chat template, KV cache and threads.
- *
- * Any thread may use it, several at once; freeing it while calls are running is safe: they end as
- * cancelled.
- */
-typedef struct xserv_model xserv_model;
-
-/**
- * A tensor in memory of a context.
- */
-typedef struct xserv_owned_tensor xserv_owned_tensor;
-
-/**
- * The result of a generation. It is immutable; any number of threads may read it.
- */
-typedef struct xserv_result xserv_result;
-
-/**
- * A submitted request. Any thread may use it, but only one at a time takes its events.
- */
-typedef struct xserv_submission xserv_submission;
-
-/**
- * A text that the library made. It is immutable; any number of threads may read it.
- */
-typedef struct xserv_text xserv_text;
-
-/**
- * A list of token ids that the library made. It is immutable; any number of threads may read it.
- */
-typedef struct xserv_tokens xserv_tokens;
+/* Models: load, describe, free. */
 
 /**
  * Called with the progress of a load. `fraction` goes from 0 to 1. Runs on the thread that called
@@ -487,11 +456,19 @@ typedef struct xserv_tokens xserv_tokens;
 typedef bool (*xserv_progress_callback)(float fraction, void *user_data);
 
 /**
- * Called with the log messages of a load. `level` is an xserv_log_level; `message` is one line of
- * UTF-8, valid during the call. Runs on the thread that called xserv_load, during that call. The
- * library prints nothing itself.
+ * Called with log messages. `level` is an xserv_log_level; `target` is the part of the library that
+ * the message is about: "load", "scheduler" (preempted requests, slow steps) or "device" (a device
+ * that was lost); `message` is one line. Both are UTF-8, valid during the call. The library prints
+ * nothing itself.
+ *
+ * Runs on the thread that called xserv_load during that call, and then on a thread of the model's,
+ * one call at a time, until xserv_model_free() has returned. There it must be quick, as requests
+ * wait for it, and may call only what a xserv_wake_callback may.
  */
-typedef void (*xserv_log_callback)(uint32_t level, const char *message, void *user_data);
+typedef void (*xserv_log_callback)(uint32_t level,
+                                   const char *target,
+                                   const char *message,
+                                   void *user_data);
 
 /**
  * How to load a model. Fill with xserv_load_options_default(), then change what you need.
@@ -502,10 +479,15 @@ typedef struct xserv_load_options {
    */
   size_t struct_size;
   /**
-   * An xserv_device_kind. Default XSERV_DEVICE_AUTO: the first CUDA device where it can be used
+   * An xserv_device_kind. Default XSERV_DEVICE_AUTO: the CUDA device where it can be used
    * and the model runs and fits there, else the CPU; the log says why not.
    */
-  uint32_t device;
+  uint32_t device_kind;
+  /**
+   * The index of the GPU among those that xserv_cuda_device_count() counts; 0 (default): the first.
+   * On the CPU it must be 0.
+   */
+  uint32_t device_index;
   /**
    * An xserv_dtype: the type of weights, KV cache and matrix products. Default XSERV_DTYPE_AUTO;
    * another value converts the weights while they are read.
@@ -517,15 +499,6 @@ typedef struct xserv_load_options {
    * GPU the threads only read the weights.
    */
   uint32_t num_threads;
-  /**
-   * 1: map the weight files while they are read instead of reading them with system calls. A
-   * file that another process truncates meanwhile then kills the process. Default 0.
-   */
-  uint8_t map_files;
-  /**
-   * Unused, 0.
-   */
-  uint8_t reserved[3];
   /**
    * Longest context of one request: prompt and generated tokens, of which the last one takes no
    * room; 0 (default): the limit in the model's config. More than that is refused.
@@ -551,21 +524,22 @@ typedef struct xserv_load_options {
    */
   uint64_t max_memory_bytes;
   /**
-   * Called while weights are read; NULL (default): not called.
+   * Largest number of bytes of host memory for the keys and values of preempted requests, which
+   * made room for others: they are kept there where copying has turned out to be faster than
+   * recomputing. 0 (default): on a GPU an eighth of the host memory that is available at load, 4
+   * GiB at most; on the CPU, where the KV cache is in the same memory, none. If it is less than
+   * the size of one block of the KV cache (1, for example), they are always recomputed. The
+   * memory is taken in pieces of about 256 MiB when a request first needs it, pinned for a GPU,
+   * and kept until the model is freed.
    */
-  xserv_progress_callback progress;
+  uint64_t max_swap_bytes;
   /**
-   * Passed to progress.
+   * Largest number of prompt tokens in one step, of all requests together; 0 (default): 512 on
+   * the CPU, 2048 on a GPU. Longer prompts are computed in pieces beside the requests that
+   * generate, so that these wait no longer than such a piece takes. If it is the longest context
+   * or more, no prompt is cut. The work space grows with it.
    */
-  void *progress_user_data;
-  /**
-   * Called with log messages; NULL (default): silence.
-   */
-  xserv_log_callback log;
-  /**
-   * Passed to log.
-   */
-  void *log_user_data;
+  uint64_t max_prefill_tokens;
   /**
    * Largest number of sequences that are computed together in one step, at most 4096; 0
    * (default): 64 on the CPU, 256 on a GPU. On a GPU a step never has more than 256, even if
@@ -593,26 +567,32 @@ typedef struct xserv_load_options {
    */
   uint8_t deterministic;
   /**
-   * Unused, 0.
+   * 1: map the weight files while they are read instead of reading them with system calls. A
+   * file that another process truncates meanwhile then kills the process. Default 0.
    */
-  uint8_t reserved2[2];
+  uint8_t map_files;
   /**
-   * Largest number of prompt tokens in one step, of all requests together; 0 (default): 512 on
-   * the CPU, 2048 on a GPU. Longer prompts are computed in pieces beside the requests that
-   * generate, so that these wait no longer than such a piece takes. If it is the longest context
-   * or more, no prompt is cut. The work space grows with it.
+   * 1: config.json alone is read for the weights, which are made up on the device: to time a shape
+   * without its files. Tokenizer and template are used where there are any. dtype
+   * XSERV_DTYPE_AUTO stands for the type that config.json names, or bf16. Default 0.
    */
-  uint64_t max_prefill_tokens;
+  uint8_t random_weights;
   /**
-   * Largest number of bytes of host memory for the keys and values of preempted requests, which
-   * made room for others: they are kept there where copying has turned out to be faster than
-   * recomputing. 0 (default): on a GPU an eighth of the host memory that is available at load, 4
-   * GiB at most; on the CPU, where the KV cache is in the same memory, none. If it is less than
-   * the size of one block of the KV cache (1, for example), they are always recomputed. The
-   * memory is taken in pieces of about 256 MiB when a request first needs it, pinned for a GPU,
-   * and kept until the model is freed.
+   * Called while weights are read; NULL (default): not called.
    */
-  uint64_t max_swap_bytes;
+  xserv_progress_callback progress;
+  /**
+   * Passed to progress.
+   */
+  void *progress_user_data;
+  /**
+   * Called with log messages, during the load and after it; NULL (default): silence.
+   */
+  xserv_log_callback log;
+  /**
+   * Passed to log.
+   */
+  void *log_user_data;
 } xserv_load_options;
 
 /**
@@ -636,6 +616,14 @@ typedef struct xserv_model_info {
    * The device, for example "cpu (avx512-bf16, 2 threads)" or "cuda (NVIDIA H200)".
    */
   const char *device;
+  /**
+   * An xserv_device_kind, never XSERV_DEVICE_AUTO.
+   */
+  uint32_t device_kind;
+  /**
+   * The index of the GPU; 0 on the CPU.
+   */
+  uint32_t device_index;
   /**
    * An xserv_dtype, never XSERV_DTYPE_AUTO.
    */
@@ -718,6 +706,81 @@ typedef struct xserv_model_info {
    */
   uint64_t workspace_bytes;
 } xserv_model_info;
+
+/**
+ * Sets every option to its default.
+ *
+ * struct_size: sizeof(xserv_load_options) of the header that the program is built with; no byte beyond it is
+ * written. xserv_load_options_default() passes it. Does nothing if options is NULL.
+ *
+ * # Safety
+ * `options` is NULL or writable for `struct_size` bytes.
+ */
+void xserv_load_options_init(struct xserv_load_options *options,
+                             size_t struct_size);
+
+/**
+ * Sets every field to its default, by xserv_load_options_init() with the size that this header knows.
+ */
+static inline void xserv_load_options_default(xserv_load_options *options) {
+  xserv_load_options_init(options, sizeof(*options));
+}
+
+/**
+ * Opens a model: a folder as Hugging Face publishes it (config.json, generation_config.json,
+ * tokenizer.json, tokenizer_config.json, chat_template.jinja, *.safetensors), or a repo id such as
+ * "Qwen/Qwen3-0.6B" that is already in the local Hugging Face cache. The network is never used.
+ *
+ * Architectures: Qwen3ForCausalLM and GPT2LMHeadModel, stored as f32, f16 or bf16. Anything else
+ * is refused by name before weights are read. The weights are read into memory of the library's
+ * own; the folder is not needed afterwards. The call blocks while it reads.
+ *
+ * On a GPU, the start of the CUDA driver takes most of the first load of a process: about 0.25 s
+ * on an H100, 0.1 s less while another process uses the GPU.
+ *
+ * To find the cache, the environment is read (HF_HUB_CACHE, HUGGINGFACE_HUB_CACHE, HF_HOME,
+ * XDG_CACHE_HOME, HOME): as with any getenv, no other thread may change it meanwhile.
+ *
+ * path: NUL-terminated UTF-8. options: NULL for the defaults. model: receives the handle, which
+ * the caller frees with xserv_model_free(); untouched on failure.
+ *
+ * Errors: XSERV_STATUS_NOT_FOUND (no such folder or cached repo), XSERV_STATUS_IO,
+ * XSERV_STATUS_INVALID_ARGUMENT (an option; a path that is not a folder),
+ * XSERV_STATUS_INVALID_FILE (damaged or inconsistent files), XSERV_STATUS_UNSUPPORTED (by name),
+ * XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_CANCELLED (by the progress callback),
+ * XSERV_STATUS_NO_DEVICE.
+ *
+ * # Safety
+ * `path` ends in a NUL; `options` is NULL or readable for its struct_size; `model` is writable.
+ */
+XSERV_MUST_USE
+enum xserv_status xserv_load(const char *path,
+                             const struct xserv_load_options *options,
+                             struct xserv_model **model);
+
+/**
+ * Frees a model. Calls that are running on it in other threads end as cancelled, and its memory is
+ * released when the last of them has returned. NULL and handles that were freed before do nothing.
+ * Results, texts and token lists made from it stay valid.
+ */
+void xserv_model_free(struct xserv_model *model);
+
+/**
+ * Describes a model.
+ *
+ * info: struct_size must be set. The strings and the array belong to the model and are valid until
+ * it is freed.
+ *
+ * # Safety
+ * `info` is writable for the struct_size that it claims.
+ */
+XSERV_MUST_USE
+enum xserv_status xserv_model_get_info(const struct xserv_model *model,
+                                       struct xserv_model_info *info);
+
+/* ---------------------------------------------------------------------- */
+
+/* Inspection: describes a model folder without loading it. */
 
 /**
  * A description of a model folder. Set struct_size, then call xserv_inspection_get_info().
@@ -818,6 +881,49 @@ typedef struct xserv_inspection_info {
 } xserv_inspection_info;
 
 /**
+ * Looks at a model folder (or cached repo id, as in xserv_load) without loading it: reads the configs, the
+ * tokenizer and the headers of the weight files, and no weights, with one exception. If the config declares
+ * the output matrix tied to the embedding and the files hold both all the same, the two are compared, up to
+ * the first difference, on this thread (600 MB and a fraction of a second for Qwen3-0.6B, which is published
+ * so): matrices that differ, or that take more than 8 GiB each, are two. A folder that xserv_load would
+ * refuse is a success here: the inspection says why.
+ *
+ * path: NUL-terminated UTF-8. inspection: receives a handle that the caller frees with
+ * xserv_inspection_free().
+ *
+ * Errors: XSERV_STATUS_NOT_FOUND (no such folder or cached repo), XSERV_STATUS_INVALID_ARGUMENT (a path
+ * that is not a folder), XSERV_STATUS_IO (a file could not be read: no permission, too many open
+ * files, a failing disk), XSERV_STATUS_OUT_OF_MEMORY. The last two say nothing about the folder.
+ *
+ * # Safety
+ * `path` ends in a NUL; `inspection` is writable.
+ */
+XSERV_MUST_USE
+enum xserv_status xserv_inspect(const char *path,
+                                struct xserv_inspection **inspection);
+
+/**
+ * Describes an inspection.
+ *
+ * info: struct_size must be set. Its pointers belong to the inspection.
+ *
+ * # Safety
+ * `info` is writable for the struct_size that it claims.
+ */
+XSERV_MUST_USE
+enum xserv_status xserv_inspection_get_info(const struct xserv_inspection *inspection,
+                                            struct xserv_inspection_info *info);
+
+/**
+ * Frees an inspection; NULL is allowed.
+ */
+void xserv_inspection_free(struct xserv_inspection *inspection);
+
+/* ---------------------------------------------------------------------- */
+
+/* Planning: the memory that loading a model would take. */
+
+/**
  * The memory that a model would take on its device. Set struct_size, then call xserv_plan(). All
  * sizes are of that device's memory: the GPU's for a model on a GPU, else the host's.
  */
@@ -829,11 +935,29 @@ typedef struct xserv_memory_plan {
   /**
    * The xserv_device_kind on which the model would run: XSERV_DEVICE_CPU or XSERV_DEVICE_CUDA.
    */
-  uint32_t device;
+  uint32_t device_kind;
+  /**
+   * The index of the GPU; 0 on the CPU.
+   */
+  uint32_t device_index;
   /**
    * The xserv_dtype of weights and KV cache, never XSERV_DTYPE_AUTO.
    */
   uint32_t dtype;
+  /**
+   * 1: total_bytes is no more than memory_bytes, or the available memory is unknown; 0: it is
+   * more.
+   */
+  uint8_t fits;
+  /**
+   * 1: text can be tokenized; 0: the folder has no tokenizer.json, so that only token ids would
+   * work.
+   */
+  uint8_t has_tokenizer;
+  /**
+   * Unused, 0.
+   */
+  uint8_t reserved[2];
   /**
    * Bytes of the weights, on a GPU with the tables of positions, as later in xserv_model_info.
    */
@@ -872,20 +996,47 @@ typedef struct xserv_memory_plan {
    * if that is less or there is no such limit; 0 if neither is known.
    */
   uint64_t memory_bytes;
-  /**
-   * 1: total_bytes is no more than memory_bytes, or the available memory is unknown; 0: it is
-   * more.
-   */
-  uint8_t fits;
-  /**
-   * 1: text can be tokenized; 0: the folder has no tokenizer.json, so that only token ids would work.
-   */
-  uint8_t has_tokenizer;
-  /**
-   * Unused, 0.
-   */
-  uint8_t reserved[6];
 } xserv_memory_plan;
+
+/**
+ * Tells what xserv_load would take with the same options, from the configs and the headers of the
+ * weight files. No GPU is needed to plan for one, and no weights are read, but for an output matrix
+ * that is stored although it is declared tied: that is compared with the embedding, as in
+ * xserv_inspect. It is the same computation by which xserv_load sizes the KV cache, so that the two
+ * agree as long as the memory that is available does not change.
+ *
+ * To plan for a GPU of a given size, set device_kind to XSERV_DEVICE_CUDA and max_memory_bytes to its
+ * memory, less what the driver needs (a few hundred MB). Where there is a GPU, it is asked for its
+ * free memory, which starts it in this process; where there is none, or no driver, only
+ * max_memory_bytes is known. XSERV_DEVICE_AUTO plans for the device that xserv_load would choose
+ * on this machine. Progress and log callbacks of the options are not called.
+ *
+ * A model that does not fit is a success here: see fits, minimum_bytes and memory_bytes. (On the
+ * CPU without max_memory_bytes, xserv_load tries all the same: the system may have more memory to
+ * give than it reports.)
+ *
+ * Not counted: the tokenizer, tables of positions on the CPU and the logits of requests (some tens
+ * of MB of the host); the driver's own memory on a GPU (kernels, its context); while a model is
+ * loaded to a GPU, up to 64 MiB of pinned host memory.
+ *
+ * path, options: as in xserv_load. plan: struct_size must be set; written on success.
+ *
+ * Errors: those of xserv_load for a folder or options that it refuses regardless of memory:
+ * XSERV_STATUS_NOT_FOUND, XSERV_STATUS_IO, XSERV_STATUS_INVALID_ARGUMENT,
+ * XSERV_STATUS_INVALID_FILE, XSERV_STATUS_UNSUPPORTED.
+ *
+ * # Safety
+ * `path` ends in a NUL; `options` is NULL or readable for its struct_size; `plan` is writable for
+ * the struct_size that it claims.
+ */
+XSERV_MUST_USE
+enum xserv_status xserv_plan(const char *path,
+                             const struct xserv_load_options *options,
+                             struct xserv_memory_plan *plan);
+
+/* ---------------------------------------------------------------------- */
+
+/* Text: tokenizing, detokenizing (whole and streaming), chat templates. */
 
 /**
  * How to tokenize. Fill with xserv_tokenize_options_default().
@@ -942,6 +1093,190 @@ typedef struct xserv_chat_options {
    */
   uint8_t reserved[7];
 } xserv_chat_options;
+
+/**
+ * Sets every option to its default.
+ *
+ * struct_size: sizeof(xserv_tokenize_options) of the header that the program is built with; no byte beyond it is
+ * written. xserv_tokenize_options_default() passes it. Does nothing if options is NULL.
+ *
+ * # Safety
+ * `options` is NULL or writable for `struct_size` bytes.
+ */
+void xserv_tokenize_options_init(struct xserv_tokenize_options *options,
+                                 size_t struct_size);
+
+/**
+ * Sets every field to its default, by xserv_tokenize_options_init() with the size that this header knows.
+ */
+static inline void xserv_tokenize_options_default(xserv_tokenize_options *options) {
+  xserv_tokenize_options_init(options, sizeof(*options));
+}
+
+/**
+ * Turns text into token ids.
+ *
+ * text: UTF-8 of text_len bytes, or up to its NUL with XSERV_NUL_TERMINATED; at most 16 MiB.
+ * options: NULL for the defaults. tokens: receives a list that the caller frees with
+ * xserv_tokens_free().
+ *
+ * Errors: XSERV_STATUS_INVALID_ARGUMENT (not UTF-8: the message gives the offset; too long),
+ * XSERV_STATUS_UNSUPPORTED (the model has no usable tokenizer, or one that takes shorter texts only:
+ * the message says why), XSERV_STATUS_INVALID_FILE (tokenizer.json makes the text take more than a
+ * second of processor time and 4 microseconds a byte, as only one that means harm does),
+ * XSERV_STATUS_CANCELLED (the model was freed meanwhile).
+ *
+ * # Safety
+ * `text` is readable for `text_len` bytes or NUL-terminated; `options` is NULL or readable for its
+ * struct_size; `tokens` is writable.
+ */
+XSERV_MUST_USE
+enum xserv_status xserv_tokenize(const struct xserv_model *model,
+                                 const char *text,
+                                 size_t text_len,
+                                 const struct xserv_tokenize_options *options,
+                                 struct xserv_tokens **tokens);
+
+/**
+ * Returns the ids of a list; num_tokens, if not NULL, receives their number. Valid until the list
+ * is freed; NULL if the handle is bad (see xserv_last_error()).
+ *
+ * # Safety
+ * `num_tokens` is NULL or writable.
+ */
+const uint32_t *xserv_tokens_data(const struct xserv_tokens *tokens, size_t *num_tokens);
+
+/**
+ * Frees a list of tokens; NULL is allowed.
+ */
+void xserv_tokens_free(struct xserv_tokens *tokens);
+
+/**
+ * Turns token ids into text. Bytes that are not UTF-8 become U+FFFD.
+ *
+ * skip_special_tokens: true leaves special tokens such as <|im_end|> out. text: receives a text
+ * that the caller frees with xserv_text_free().
+ *
+ * Errors: XSERV_STATUS_INVALID_ARGUMENT (an id at or beyond the model's vocab_size; ids below it
+ * for which the tokenizer has no token have no text).
+ *
+ * # Safety
+ * `token_ids` is readable for `num_tokens` ids (ignored if 0); `text` is writable.
+ */
+XSERV_MUST_USE
+enum xserv_status xserv_detokenize(const struct xserv_model *model,
+                                   const uint32_t *token_ids,
+                                   size_t num_tokens,
+                                   bool skip_special_tokens,
+                                   struct xserv_text **text);
+
+/**
+ * Returns the bytes of a text: UTF-8, NUL-terminated; len_bytes, if not NULL, receives the length
+ * without the NUL. Valid until the text is freed; NULL if the handle is bad (see
+ * xserv_last_error()).
+ *
+ * # Safety
+ * `len_bytes` is NULL or writable.
+ */
+const char *xserv_text_data(const struct xserv_text *text, size_t *len_bytes);
+
+/**
+ * Frees a text; NULL is allowed.
+ */
+void xserv_text_free(struct xserv_text *text);
+
+/**
+ * Makes a streaming detokenizer, for token ids that come one at a time. It keeps its model alive.
+ *
+ * skip_special_tokens: true leaves special tokens out. detokenizer: receives a handle that the
+ * caller frees with xserv_detokenizer_free().
+ *
+ * # Safety
+ * `detokenizer` is writable.
+ */
+XSERV_MUST_USE
+enum xserv_status xserv_detokenizer_new(const struct xserv_model *model,
+                                        bool skip_special_tokens,
+                                        struct xserv_detokenizer **detokenizer);
+
+/**
+ * Takes the next token and gives the text that is final now: whole UTF-8 characters, possibly
+ * none. A character that spans tokens comes with the last of them; bytes that cannot become a
+ * character come as U+FFFD.
+ *
+ * text: receives UTF-8, NUL-terminated, that belongs to the detokenizer and is valid until the
+ * next call with it. len_bytes: if not NULL, receives the length without the NUL.
+ *
+ * Errors: XSERV_STATUS_INVALID_ARGUMENT (an id at or beyond the model's vocab_size; ids below it
+ * for which the tokenizer has no token have no text).
+ *
+ * # Safety
+ * `text` is writable; `len_bytes` is NULL or writable.
+ */
+XSERV_MUST_USE
+enum xserv_status xserv_detokenizer_push(struct xserv_detokenizer *detokenizer,
+                                         uint32_t token_id,
+                                         const char **text,
+                                         size_t *len_bytes);
+
+/**
+ * Ends the stream: gives what is still held back (an unfinished character comes as U+FFFD). The
+ * detokenizer can then be used for another stream. Arguments as in xserv_detokenizer_push().
+ *
+ * # Safety
+ * As xserv_detokenizer_push().
+ */
+XSERV_MUST_USE
+enum xserv_status xserv_detokenizer_finish(struct xserv_detokenizer *detokenizer,
+                                           const char **text,
+                                           size_t *len_bytes);
+
+/**
+ * Frees a detokenizer; NULL is allowed.
+ */
+void xserv_detokenizer_free(struct xserv_detokenizer *detokenizer);
+
+/**
+ * Sets every field to its default, which leaves messages_json to be set.
+ *
+ * struct_size: sizeof(xserv_chat_options) of the header that the program is built with; no byte beyond it is
+ * written. xserv_chat_options_default() passes it. Does nothing if options is NULL.
+ *
+ * # Safety
+ * `options` is NULL or writable for `struct_size` bytes.
+ */
+void xserv_chat_options_init(struct xserv_chat_options *options,
+                             size_t struct_size);
+
+/**
+ * Sets every field to its default, by xserv_chat_options_init() with the size that this header knows.
+ */
+static inline void xserv_chat_options_default(xserv_chat_options *options) {
+  xserv_chat_options_init(options, sizeof(*options));
+}
+
+/**
+ * Renders a conversation with the model's own chat template (chat_template.jinja or
+ * tokenizer_config.json), as Transformers does. Templates are run under limits of time, size and
+ * depth.
+ *
+ * text: receives a text that the caller frees with xserv_text_free().
+ *
+ * Errors: XSERV_STATUS_INVALID_ARGUMENT (messages that are not an array of objects, bad JSON),
+ * XSERV_STATUS_TEMPLATE (the template failed or refused the messages; the message quotes it),
+ * XSERV_STATUS_UNSUPPORTED (the model has no usable chat template).
+ *
+ * # Safety
+ * `options` is readable for its struct_size and its strings end in NULs; `text` is writable.
+ */
+XSERV_MUST_USE
+enum xserv_status xserv_apply_chat_template(const struct xserv_model *model,
+                                            const struct xserv_chat_options *options,
+                                            struct xserv_text **text);
+
+/* ---------------------------------------------------------------------- */
+
+/* Requests and the tokens that cancel them. */
 
 /**
  * A request to generate. Fill with xserv_request_default(), then set exactly one of prompt,
@@ -1107,6 +1442,50 @@ typedef struct xserv_request {
 } xserv_request;
 
 /**
+ * Sets every field to its default, which leaves the prompt to be set.
+ *
+ * struct_size: sizeof(xserv_request) of the header that the program is built with; no byte beyond it is
+ * written. xserv_request_default() passes it. Does nothing if request is NULL.
+ *
+ * # Safety
+ * `request` is NULL or writable for `struct_size` bytes.
+ */
+void xserv_request_init(struct xserv_request *request,
+                        size_t struct_size);
+
+/**
+ * Sets every field to its default, by xserv_request_init() with the size that this header knows.
+ */
+static inline void xserv_request_default(xserv_request *request) {
+  xserv_request_init(request, sizeof(*request));
+}
+
+/**
+ * Makes a cancel token, which the caller frees with xserv_cancel_token_free().
+ *
+ * # Safety
+ * `cancel_token` is writable.
+ */
+XSERV_MUST_USE enum xserv_status xserv_cancel_token_new(struct xserv_cancel_token **cancel_token);
+
+/**
+ * Stops every request that carries this token: running ones end with XSERV_FINISH_CANCELLED at the
+ * next layer of the forward pass, those that start later end at once. Any thread may call it, any
+ * number of times. It takes a lock, so it must not be called from a signal handler; set a flag
+ * there that the token callback checks.
+ */
+enum xserv_status xserv_cancel_token_cancel(const struct xserv_cancel_token *cancel_token);
+
+/**
+ * Frees a cancel token; NULL is allowed. Requests that carry it continue.
+ */
+void xserv_cancel_token_free(struct xserv_cancel_token *cancel_token);
+
+/* ---------------------------------------------------------------------- */
+
+/* Generation: the blocking call, its callback, results. */
+
+/**
  * One step of a generation, as passed to the callback. It is valid during the callback only.
  */
 typedef struct xserv_token_event {
@@ -1222,9 +1601,117 @@ typedef struct xserv_result_info {
 } xserv_result_info;
 
 /**
- * Called when a submission has events after it had none. Runs on one of the library's threads, so
- * it must be quick; of this library it may call only xserv_submit(), xserv_cancel() and the _free
- * functions. It may run before xserv_submit() has returned.
+ * Generates text, and returns when it is done.
+ *
+ * Any number of threads may call it on one model: each step computes as many of their requests
+ * together as there is room for, and none waits for another's callback. A request that does not
+ * fit at the moment waits, or is preempted and resumed; its output does not depend on it. Being
+ * stopped by the callback or cancelled is a success: the result has what was generated, and says
+ * why it ended. When the prompt and max_tokens do not fit into the context together, generation
+ * ends with XSERV_FINISH_CONTEXT_FULL.
+ *
+ * request: what to generate. callback: called for every token, or NULL. user_data: passed to the
+ * callback. result: receives a handle that the caller frees with xserv_result_free(); NULL if the
+ * callback is all you need.
+ *
+ * Errors: XSERV_STATUS_INVALID_ARGUMENT (the message names the field), XSERV_STATUS_CONTEXT_FULL
+ * (the prompt alone is too long), XSERV_STATUS_TEMPLATE, XSERV_STATUS_OUT_OF_MEMORY.
+ *
+ * # Safety
+ * `request` is readable for its struct_size and its pointers obey their fields' comments; `result`
+ * is NULL or writable.
+ */
+XSERV_MUST_USE
+enum xserv_status xserv_generate(const struct xserv_model *model,
+                                 const struct xserv_request *request,
+                                 xserv_token_callback callback,
+                                 void *user_data,
+                                 struct xserv_result **result);
+
+/**
+ * Describes a result; if it has several samples, the first.
+ *
+ * info: struct_size must be set. Its pointers belong to the result.
+ *
+ * # Safety
+ * `info` is writable for the struct_size that it claims.
+ */
+XSERV_MUST_USE
+enum xserv_status xserv_result_get_info(const struct xserv_result *result,
+                                        struct xserv_result_info *info);
+
+/**
+ * Describes one of the samples of a result (xserv_request.num_samples).
+ *
+ * sample: counted from 0. info: struct_size must be set. Its pointers belong to the result.
+ *
+ * Errors: XSERV_STATUS_INVALID_ARGUMENT (there is no such sample).
+ *
+ * # Safety
+ * `info` is writable for the struct_size that it claims.
+ */
+XSERV_MUST_USE
+enum xserv_status xserv_result_get_sample(const struct xserv_result *result,
+                                          size_t sample,
+                                          struct xserv_result_info *info);
+
+/**
+ * Returns the generated text of a result: UTF-8, NUL-terminated, valid until the result is freed.
+ * Should the model have generated a NUL, xserv_result_info.text_len is the whole length. NULL if
+ * the handle is bad (see xserv_last_error()).
+ */
+const char *xserv_result_text(const struct xserv_result *result);
+
+/**
+ * Frees a result; NULL is allowed.
+ */
+void xserv_result_free(struct xserv_result *result);
+
+/* ---------------------------------------------------------------------- */
+
+/* Requests for event loops: submitted, then polled for events without blocking. */
+
+/**
+ * Used for the timeout of xserv_next(): wait as long as it takes.
+ */
+#define XSERV_WAIT_FOREVER UINT32_MAX
+
+/**
+ * The kind of an event.
+ */
+typedef enum xserv_event_kind {
+  /**
+   * No event: none came within the timeout.
+   */
+  XSERV_EVENT_NONE = 0,
+  /**
+   * A token was generated.
+   */
+  XSERV_EVENT_TOKEN = 1,
+  /**
+   * Text that was held back became final with the end of the sample.
+   */
+  XSERV_EVENT_TEXT = 2,
+  /**
+   * A sample has ended.
+   */
+  XSERV_EVENT_END = 3,
+  /**
+   * All samples have ended; there will be no more events.
+   */
+  XSERV_EVENT_DONE = 4,
+} xserv_event_kind;
+
+/**
+ * Called when a submission has events after it had none. Runs on one of the library's threads, with
+ * no lock held, and must be quick: the model computes nothing meanwhile. It may call every function
+ * that does not wait for the model: xserv_submit(), xserv_poll(), xserv_next() with a timeout of 0,
+ * xserv_submission_take_result(), xserv_cancel() and the _free functions, for its own submission
+ * too. It may run before xserv_submit() has returned, and is never called by xserv_submit() itself.
+ *
+ * xserv_submission_free() waits for this callback, and xserv_model_free() for those of all requests
+ * of the model, if they are running on another thread (within a callback xserv_model_free() waits
+ * for none). So call neither while you hold a lock that such a callback takes.
  */
 typedef void (*xserv_wake_callback)(void *user_data);
 
@@ -1251,14 +1738,16 @@ typedef struct xserv_submit_options {
   /**
    * A non-blocking file descriptor (an eventfd with EFD_NONBLOCK, a pipe): when there are
    * events, the eight bytes of the 64-bit number 1 are written to it. Several submissions may
-   * share one. The caller owns it, and keeps it open until the submission is freed. -1
-   * (default): none.
+   * share one. The caller owns it, and keeps it open until the submission is freed. If nobody
+   * can read it any more, nothing is written and no SIGPIPE is raised. -1 (default): none.
    */
   int32_t wake_fd;
   /**
-   * Unused, 0.
+   * The kinds of events to be told: the sum of 1 << kind, for each xserv_event_kind that is
+   * wanted; 0 (default): TOKEN, TEXT, END and DONE, also in later versions that have more.
+   * XSERV_EVENT_DONE is told in any case. The result has all of the text and the tokens.
    */
-  uint32_t reserved;
+  uint32_t events;
 } xserv_submit_options;
 
 /**
@@ -1279,7 +1768,7 @@ typedef struct xserv_event {
   uint32_t sample;
   /**
    * The text that became final: whole UTF-8 characters, NUL-terminated, possibly empty. Valid
-   * until the next xserv_next() on the submission, or until it is freed.
+   * until the next xserv_next() on the submission, by whichever thread, or until it is freed.
    */
   const char *text;
   /**
@@ -1303,6 +1792,203 @@ typedef struct xserv_event {
    */
   uint32_t reserved;
 } xserv_event;
+
+/**
+ * Sets every option to its default.
+ *
+ * struct_size: sizeof(xserv_submit_options) of the header that the program is built with; no byte beyond it is
+ * written. xserv_submit_options_default() passes it. Does nothing if options is NULL.
+ *
+ * # Safety
+ * `options` is NULL or writable for `struct_size` bytes.
+ */
+void xserv_submit_options_init(struct xserv_submit_options *options,
+                               size_t struct_size);
+
+/**
+ * Sets every field to its default, by xserv_submit_options_init() with the size that this header knows.
+ */
+static inline void xserv_submit_options_default(xserv_submit_options *options) {
+  xserv_submit_options_init(options, sizeof(*options));
+}
+
+/**
+ * Submits a request and returns at once; xserv_next() delivers what is generated.
+ *
+ * Tokenizing (and rendering of messages) is done in this call. The request's cancel token, stop
+ * strings and everything else may be freed when it returns. Freeing the model ends the request as
+ * cancelled.
+ *
+ * request: what to generate. options: NULL for the defaults. submission: receives a handle, which
+ * the caller frees with xserv_submission_free().
+ *
+ * Errors: as xserv_generate().
+ *
+ * # Safety
+ * `request` is readable for its struct_size and its pointers obey their fields' comments;
+ * `options` is NULL or readable for its struct_size; `submission` is writable.
+ */
+XSERV_MUST_USE
+enum xserv_status xserv_submit(const struct xserv_model *model,
+                               const struct xserv_request *request,
+                               const struct xserv_submit_options *options,
+                               struct xserv_submission **submission);
+
+/**
+ * Takes the next event of a submission.
+ *
+ * timeout_ms: the time to wait for one; 0 does not wait, XSERV_WAIT_FOREVER waits as long as it
+ * takes. If none comes, the event's kind is XSERV_EVENT_NONE. Once all samples have ended it is
+ * XSERV_EVENT_DONE, in this and in every later call. That another thread waits for an event of the
+ * same submission makes no difference.
+ *
+ * event: struct_size must be set.
+ *
+ * Errors: the failure of a sample (XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST,
+ * XSERV_STATUS_INVALID_FILE), which has then ended, and the next call continues with the others.
+ * This includes a lack of memory in this very call: no event is left out without the sample's end.
+ * XSERV_STATUS_INVALID_ARGUMENT (called in a wake-up callback with a timeout other than 0).
+ *
+ * # Safety
+ * `event` is writable for the struct_size that it claims.
+ */
+XSERV_MUST_USE
+enum xserv_status xserv_next(const struct xserv_submission *submission,
+                             uint32_t timeout_ms,
+                             struct xserv_event *event);
+
+/**
+ * Sets `ready` to whether xserv_next() would have an event without waiting, 1 or 0. (In rare cases
+ * it has none after a 1, because what came no longer matters.)
+ *
+ * # Safety
+ * `ready` is writable.
+ */
+XSERV_MUST_USE
+enum xserv_status xserv_poll(const struct xserv_submission *submission,
+                             uint8_t *ready);
+
+/**
+ * Cancels a request: events that were not taken yet are dropped, and its samples end as
+ * XSERV_FINISH_CANCELLED. Any thread may call it, at any time and any number of times.
+ */
+enum xserv_status xserv_cancel(const struct xserv_submission *submission);
+
+/**
+ * Takes the result of a request, once xserv_next() has given XSERV_EVENT_DONE. It can be taken
+ * once.
+ *
+ * result: receives a handle that the caller frees with xserv_result_free().
+ *
+ * Errors: XSERV_STATUS_INVALID_ARGUMENT (the request has not ended, or its result was taken
+ * already).
+ *
+ * # Safety
+ * `result` is writable.
+ */
+XSERV_MUST_USE
+enum xserv_status xserv_submission_take_result(const struct xserv_submission *submission,
+                                               struct xserv_result **result);
+
+/**
+ * Frees a submission; a request that still runs is cancelled. If its wake-up callback is running
+ * on another thread, the call waits for it; it is not called again afterwards. (Two callbacks of
+ * different models that free each other's submission at the same time would wait for ever, so they
+ * must not.) NULL is allowed.
+ */
+void xserv_submission_free(struct xserv_submission *submission);
+
+/* ---------------------------------------------------------------------- */
+
+/* Evaluation: the logits of given tokens. */
+
+/**
+ * Which rows of logits to compute.
+ */
+typedef enum xserv_logits_rows {
+  /**
+   * One row: the scores of the token after the last one given.
+   */
+  XSERV_LOGITS_LAST = 0,
+  /**
+   * A row for every token.
+   */
+  XSERV_LOGITS_ALL = 1,
+} xserv_logits_rows;
+
+/**
+ * How to compute logits. Fill with xserv_logits_options_default(), then change what you need.
+ */
+typedef struct xserv_logits_options {
+  /**
+   * sizeof(xserv_logits_options), set by xserv_logits_options_default().
+   */
+  size_t struct_size;
+  /**
+   * An xserv_logits_rows: the rows to compute. Default XSERV_LOGITS_LAST.
+   */
+  uint32_t rows;
+  /**
+   * Unused, 0.
+   */
+  uint32_t reserved;
+  /**
+   * Stops the call from another thread, at the next layer of the forward pass or while it waits
+   * for its turn; NULL (default): nothing does.
+   */
+  const struct xserv_cancel_token *cancel;
+} xserv_logits_options;
+
+/**
+ * Sets every option to its default.
+ *
+ * struct_size: sizeof(xserv_logits_options) of the header that the program is built with; no byte
+ * beyond it is written. xserv_logits_options_default() passes it. Does nothing if options is NULL.
+ *
+ * # Safety
+ * `options` is NULL or writable for `struct_size` bytes.
+ */
+void xserv_logits_options_init(struct xserv_logits_options *options, size_t struct_size);
+
+/**
+ * Sets every field to its default, by xserv_logits_options_init() with the size that this header knows.
+ */
+static inline void xserv_logits_options_default(xserv_logits_options *options) {
+  xserv_logits_options_init(options, sizeof(*options));
+}
+
+/**
+ * Computes the logits (scores before softmax) of the token that follows each of the given ones.
+ *
+ * token_ids: num_tokens ids, at least one and no more than the context. options: NULL for the
+ * defaults. logits: receives f32 [rows, vocab_size], row-major, with rows 1 or num_tokens as the
+ * options say; num_logits is its size in elements and must be exactly rows * vocab_size
+ * (vocab_size: see xserv_model_get_info()). On failure its content is undefined.
+ *
+ * Errors: XSERV_STATUS_INVALID_ARGUMENT (an id outside the vocabulary, a wrong size),
+ * XSERV_STATUS_CONTEXT_FULL, XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_CANCELLED (by the options'
+ * cancel token, or because the model was freed).
+ *
+ * # Safety
+ * `token_ids` is readable for `num_tokens` ids, `options` is NULL or readable for its struct_size,
+ * `logits` is writable for `num_logits` floats and overlaps neither.
+ */
+XSERV_MUST_USE
+enum xserv_status xserv_logits(const struct xserv_model *model,
+                               const uint32_t *token_ids,
+                               size_t num_tokens,
+                               const struct xserv_logits_options *options,
+                               float *logits,
+                               size_t num_logits);
+
+/* ---------------------------------------------------------------------- */
+
+/* Statistics of a model: the state of its requests, and totals. */
+
+/**
+ * The number of buckets of the histogram of step times.
+ */
+#define XSERV_STEP_BUCKETS 20
 
 /**
  * The state of a model's requests at one moment, and totals since it was loaded. A sample that
@@ -1432,884 +2118,6 @@ typedef struct xserv_model_stats {
 } xserv_model_stats;
 
 /**
- * The properties of a device. Set struct_size to the sizeof the struct before the call.
- */
-typedef struct xserv_device_info {
-  /**
-   * sizeof(xserv_device_info), set by the caller.
-   */
-  size_t struct_size;
-  /**
-   * Bytes of memory of the device.
-   */
-  uint64_t memory_bytes;
-  /**
-   * Bytes of its second-level cache.
-   */
-  uint64_t l2_bytes;
-  /**
-   * CUDA: the compute capability, such as 9 and 0.
-   */
-  uint32_t compute_capability_major;
-  /**
-   * See compute_capability_major.
-   */
-  uint32_t compute_capability_minor;
-  /**
-   * CUDA: the number of multiprocessors.
-   */
-  uint32_t num_multiprocessors;
-  /**
-   * Always 0.
-   */
-  uint32_t reserved;
-  /**
-   * The name of the device, NUL-terminated, for example "NVIDIA H200".
-   */
-  uint8_t name[256];
-} xserv_device_info;
-
-/**
- * How to make a context. Fill with xserv_context_options_default() first.
- */
-typedef struct xserv_context_options {
-  /**
-   * sizeof(xserv_context_options); set by xserv_context_options_default().
-   */
-  size_t struct_size;
-  /**
-   * An xserv_device_kind. XSERV_DEVICE_AUTO, the default, takes CUDA where it can be used.
-   */
-  uint32_t device_kind;
-  /**
-   * The index among the devices of that kind; default 0.
-   */
-  uint32_t device_index;
-  /**
-   * CUDA: 1 to queue work on the caller's `stream`, 0 (the default) for a stream of the
-   * context's own.
-   */
-  uint32_t use_stream;
-  /**
-   * CPU: the number of threads, the calling one included; default XSERV_THREADS_AUTO.
-   */
-  uint32_t num_threads;
-  /**
-   * CUDA with use_stream: a cudaStream_t (CUstream) of the device's primary context, which is
-   * the one that the CUDA runtime, PyTorch and CuPy use; NULL is the default stream. Must
-   * outlive the context.
-   */
-  void *stream;
-  /**
-   * The most bytes of device memory that the context may hold for owned tensors and workspaces;
-   * default XSERV_MEMORY_UNLIMITED.
-   */
-  uint64_t memory_budget;
-} xserv_context_options;
-
-/**
- * Statistics of a context's allocator. Set struct_size to the sizeof the struct before the call.
- */
-typedef struct xserv_memory_stats {
-  /**
-   * sizeof(xserv_memory_stats), set by the caller.
-   */
-  size_t struct_size;
-  /**
-   * Bytes in use by owned tensors and by work under way, rounded up to the allocator's classes.
-   */
-  uint64_t allocated;
-  /**
-   * Bytes taken from the driver or the system: in use, or kept for later allocations.
-   */
-  uint64_t reserved;
-  /**
-   * The most that `allocated` has been.
-   */
-  uint64_t peak;
-  /**
-   * The most that `reserved` may become.
-   */
-  uint64_t budget;
-  /**
-   * The number of calls that took memory from the driver or the system or gave it back. A loop
-   * of same-shaped work leaves it unchanged after its first round.
-   */
-  uint64_t num_driver_calls;
-  /**
-   * The number of allocations asked of the allocator.
-   */
-  uint64_t num_allocations;
-} xserv_memory_stats;
-
-/**
- * The device of a tensor's memory; layout and numbers of DLPack's DLDevice.
- */
-typedef struct xserv_tensor_device {
-  /**
-   * 1: host memory (kDLCPU). 2: memory of a CUDA device (kDLCUDA). Also accepted: 3, pinned host
-   * memory, as 1; 13, managed memory, as 2.
-   */
-  int32_t device_type;
-  /**
-   * The index among the devices of that type.
-   */
-  int32_t device_id;
-} xserv_tensor_device;
-
-/**
- * The type of the elements; layout and numbers of DLPack's DLDataType. Supported: {2, 32, 1} f32,
- * {2, 16, 1} f16, {4, 16, 1} bf16, {0, 32, 1} i32, {0, 64, 1} i64.
- */
-typedef struct xserv_tensor_dtype {
-  /**
-   * 0: signed integer (kDLInt), 2: IEEE floating point (kDLFloat), 4: bfloat (kDLBfloat).
-   */
-  uint8_t code;
-  /**
-   * Bits of an element.
-   */
-  uint8_t bits;
-  /**
-   * Always 1.
-   */
-  uint16_t lanes;
-} xserv_tensor_dtype;
-
-/**
- * A view of elements in memory that belongs to somebody else: layout-compatible with DLPack's
- * DLTensor, so that a tensor of PyTorch, CuPy, JAX or NumPy is used in place by passing the
- * address of its DLTensor. The library reads the descriptor during the call only.
- *
- * A tensor has at most 8 dimensions. Strides are counted in elements, not bytes, and must not be
- * negative; strides may be NULL for a contiguous row-major tensor. The first element is at data +
- * byte_offset and must be aligned to its size. A tensor with a size of 0 is valid, has no
- * elements, and may have NULL data.
- *
- * Memory on a CUDA device must stay valid until the work that uses it is done.
- */
-typedef struct xserv_tensor {
-  /**
-   * The memory.
-   */
-  void *data;
-  /**
-   * The device that the memory is on.
-   */
-  struct xserv_tensor_device device;
-  /**
-   * The number of dimensions; 0 for a scalar.
-   */
-  int32_t ndim;
-  /**
-   * The type of the elements.
-   */
-  struct xserv_tensor_dtype dtype;
-  /**
-   * [ndim] sizes, outermost first. May be NULL with ndim 0.
-   */
-  int64_t *shape;
-  /**
-   * [ndim] distances in elements, or NULL.
-   */
-  int64_t *strides;
-  /**
-   * Bytes from data to the first element.
-   */
-  uint64_t byte_offset;
-} xserv_tensor;
-
-/**
- * How to multiply. Fill with xserv_gemm_options_default() first.
- */
-typedef struct xserv_gemm_options {
-  /**
-   * sizeof(xserv_gemm_options); set by xserv_gemm_options_default().
-   */
-  size_t struct_size;
-  /**
-   * 1: a holds the transpose of A; 0, the default: A itself.
-   */
-  uint32_t transpose_a;
-  /**
-   * 1: b holds the transpose of B, as a weight of torch.nn.Linear does; 0, the default: B
-   * itself.
-   */
-  uint32_t transpose_b;
-  /**
-   * Factor of the product; default 1. With 0, a and b are not read.
-   */
-  float alpha;
-  /**
-   * Factor of what c holds; default 0. With 0, c is not read, and may hold NaN.
-   */
-  float beta;
-  /**
-   * An xserv_gemm_backend; default XSERV_GEMM_AUTO.
-   */
-  uint32_t backend;
-  /**
-   * Always 0.
-   */
-  uint32_t reserved;
-} xserv_gemm_options;
-
-/**
- * How to check a gradient. Fill with xserv_grad_check_options_default() first.
- */
-typedef struct xserv_grad_check_options {
-  /**
-   * sizeof(xserv_grad_check_options); set by xserv_grad_check_options_default().
-   */
-  size_t struct_size;
-  /**
-   * The distance by which each value is moved in both directions; default 1e-3.
-   */
-  double eps;
-  /**
-   * Tolerance relative to the larger of the two gradients; default 2e-2.
-   */
-  double rel_tol;
-  /**
-   * Absolute tolerance; default 1e-4.
-   */
-  double atol;
-} xserv_grad_check_options;
-
-/**
- * The loss as a function of the values, for xserv_grad_check(). values: [count]. Writes the loss
- * and returns true, or returns false to end the check. Runs on the calling thread, with no lock
- * held, and may call the library.
- */
-typedef bool (*xserv_loss_callback)(const float *values, size_t count, double *loss, void *user_data);
-
-/**
- * The result of xserv_grad_check(). Set struct_size to the sizeof the struct before the call.
- */
-typedef struct xserv_grad_check_result {
-  /**
-   * sizeof(xserv_grad_check_result), set by the caller.
-   */
-  size_t struct_size;
-  /**
-   * 1 if every element of the gradient is within its tolerance, else 0.
-   */
-  uint32_t passed;
-  /**
-   * Always 0.
-   */
-  uint32_t reserved;
-  /**
-   * The number of elements that are not within their tolerance.
-   */
-  uint64_t num_failed;
-  /**
-   * The element with the largest error in units of its tolerance; 0 if there are none.
-   */
-  uint64_t worst_index;
-  /**
-   * Its gradient as passed in `gradient`.
-   */
-  double worst_analytic;
-  /**
-   * Its gradient by differences of the loss.
-   */
-  double worst_numeric;
-  /**
-   * The absolute difference of the two; infinite where one of them is not finite.
-   */
-  double worst_error;
-} xserv_grad_check_result;
-
-/**
- * How to attend. Fill with xserv_attention_options_default() first.
- */
-typedef struct xserv_attention_options {
-  /**
-   * sizeof(xserv_attention_options); set by xserv_attention_options_default().
-   */
-  size_t struct_size;
-  /**
-   * 1: query i of a sequence sees keys 0 to kv_len - q_len + i. 0, the default: every query sees
-   * all keys.
-   */
-  uint32_t causal;
-  /**
-   * An xserv_attention_backend; default XSERV_ATTENTION_AUTO.
-   */
-  uint32_t backend;
-  /**
-   * Factor of the scores: finite, possibly 0 or negative; default XSERV_UNSET_FLOAT, 1 /
-   * sqrt(head_dim).
-   */
-  float scale;
-  /**
-   * With cu_seqlens_q: the largest number of queries of a sequence; default 0, unknown. 1 lets
-   * AUTO choose SPLIT_KV.
-   */
-  uint32_t max_q_len;
-  /**
-   * With cu_seqlens_k or context_lens: the largest number of keys of a sequence; default 0,
-   * unknown. Bounds the workspace of SPLIT_KV.
-   */
-  uint32_t max_kv_len;
-  /**
-   * Always 0.
-   */
-  uint32_t reserved;
-  /**
-   * Packed queries: i32 [num_seqs + 1], the first token of each sequence and the end of the
-   * last; begins with 0. Default NULL.
-   */
-  const struct xserv_tensor *cu_seqlens_q;
-  /**
-   * Packed keys and values: i32 [num_seqs + 1], as cu_seqlens_q. Default NULL.
-   */
-  const struct xserv_tensor *cu_seqlens_k;
-  /**
-   * A cache in blocks: i32 [num_seqs, max_blocks_per_seq], the blocks of each sequence in order.
-   * Entries past the end of a sequence are not read. Default NULL.
-   */
-  const struct xserv_tensor *block_tables;
-  /**
-   * With block_tables: i32 [num_seqs], the number of keys of each sequence. Default NULL.
-   */
-  const struct xserv_tensor *context_lens;
-} xserv_attention_options;
-
-#ifdef __cplusplus
-extern "C" {
-#endif // __cplusplus
-
-/**
- * Returns the version of the library that is loaded, for example "0.1.0", as a static string.
- */
-const char *xserv_version(void);
-
-/**
- * Returns the ABI version of the library that is loaded. If it differs from XSERV_ABI_VERSION of
- * the header that the program was built with, the two do not fit.
- */
-uint32_t xserv_abi_version(void);
-
-/**
- * Returns one sentence that says what the calling thread's most recent failing call found wrong,
- * and in what (file, tensor, argument). Never NULL; empty if no call of this thread has failed.
- *
- * The string is UTF-8, NUL-terminated, at most 2047 bytes, and belongs to the library. It is valid
- * until this thread's next failing call, and for this thread only. Successful calls leave it
- * alone.
- */
-const char *xserv_last_error(void);
-
-/**
- * Returns the name of a status, for example "XSERV_STATUS_NOT_FOUND", as a static string; "unknown
- * status" for a value that this version does not have.
- */
-const char *xserv_status_name(uint32_t status);
-
-/**
- * Sets every option to its default.
- *
- * Errors: XSERV_STATUS_INVALID_ARGUMENT if `options` is NULL or misaligned.
- *
- * # Safety
- * `options` is NULL or writable for an xserv_load_options.
- */
-enum xserv_status xserv_load_options_default(struct xserv_load_options *options);
-
-/**
- * Opens a model: a folder as Hugging Face publishes it (config.json, generation_config.json,
- * tokenizer.json, tokenizer_config.json, chat_template.jinja, *.safetensors), or a repo id such as
- * "Qwen/Qwen3-0.6B" that is already in the local Hugging Face cache. The network is never used.
- *
- * Architectures: Qwen3ForCausalLM and GPT2LMHeadModel, stored as f32, f16 or bf16. Anything else
- * is refused by name before weights are read. The weights are read into memory of the library's
- * own; the folder is not needed afterwards. The call blocks while it reads.
- *
- * On a GPU, the start of the CUDA driver takes most of the first load of a process: about 0.25 s
- * on an H100, 0.1 s less while another process uses the GPU.
- *
- * To find the cache, the environment is read (HF_HUB_CACHE, HUGGINGFACE_HUB_CACHE, HF_HOME,
- * XDG_CACHE_HOME, HOME): as with any getenv, no other thread may change it meanwhile.
- *
- * path: NUL-terminated UTF-8. options: NULL for the defaults. model: receives the handle, which
- * the caller frees with xserv_model_free(); untouched on failure.
- *
- * Errors: XSERV_STATUS_NOT_FOUND (no such folder or cached repo), XSERV_STATUS_IO,
- * XSERV_STATUS_INVALID_ARGUMENT (an option; a path that is not a folder),
- * XSERV_STATUS_INVALID_FILE (damaged or inconsistent files), XSERV_STATUS_UNSUPPORTED (by name),
- * XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_CANCELLED (by the progress callback),
- * XSERV_STATUS_NO_DEVICE.
- *
- * # Safety
- * `path` ends in a NUL; `options` is NULL or readable for its struct_size; `model` is writable.
- */
-XSERV_MUST_USE
-enum xserv_status xserv_load(const char *path,
-                             const struct xserv_load_options *options,
-                             struct xserv_model **model);
-
-/**
- * Frees a model. Calls that are running on it in other threads end as cancelled, and its memory is
- * released when the last of them has returned. NULL and handles that were freed before do nothing.
- * Results, texts and token lists made from it stay valid.
- */
-void xserv_model_free(struct xserv_model *model);
-
-/**
- * Describes a model.
- *
- * info: struct_size must be set. The strings and the array belong to the model and are valid until
- * it is freed.
- *
- * # Safety
- * `info` is writable for the struct_size that it claims.
- */
-XSERV_MUST_USE
-enum xserv_status xserv_model_get_info(const struct xserv_model *model,
-                                       struct xserv_model_info *info);
-
-/**
- * Looks at a model folder (or cached repo id, as in xserv_load) without loading it: reads the configs, the
- * tokenizer and the headers of the weight files, and no weights, with one exception. If the config declares
- * the output matrix tied to the embedding and the files hold both all the same, the two are compared, up to
- * the first difference, on this thread (600 MB and a fraction of a second for Qwen3-0.6B, which is published
- * so): matrices that differ, or that take more than 8 GiB each, are two. A folder that xserv_load would
- * refuse is a success here: the inspection says why.
- *
- * path: NUL-terminated UTF-8. inspection: receives a handle that the caller frees with
- * xserv_inspection_free().
- *
- * Errors: XSERV_STATUS_NOT_FOUND (no such folder or cached repo), XSERV_STATUS_IO,
- * XSERV_STATUS_INVALID_ARGUMENT (a path that is not a folder).
- *
- * # Safety
- * `path` ends in a NUL; `inspection` is writable.
- */
-XSERV_MUST_USE
-enum xserv_status xserv_inspect(const char *path,
-                                struct xserv_inspection **inspection);
-
-/**
- * Describes an inspection.
- *
- * info: struct_size must be set. Its pointers belong to the inspection.
- *
- * # Safety
- * `info` is writable for the struct_size that it claims.
- */
-XSERV_MUST_USE
-enum xserv_status xserv_inspection_get_info(const struct xserv_inspection *inspection,
-                                            struct xserv_inspection_info *info);
-
-/**
- * Frees an inspection; NULL is allowed.
- */
-void xserv_inspection_free(struct xserv_inspection *inspection);
-
-/**
- * Tells what xserv_load would take with the same options, from the configs and the headers of the weight
- * files. No GPU is needed to plan for one, and no weights are read, but for an output matrix that is stored
- * although it is declared tied: that is compared with the embedding, as in xserv_inspect. It is the same computation by which
- * xserv_load sizes the KV cache, so that the two agree as long as the memory that is available does not
- * change.
- *
- * To plan for a GPU of a given size, set device to XSERV_DEVICE_CUDA and max_memory_bytes to its
- * memory, less what the driver needs (a few hundred MB). Where there is a GPU, it is asked for its
- * free memory, which starts it in this process; where there is none, or no driver, only
- * max_memory_bytes is known. XSERV_DEVICE_AUTO plans for the device that xserv_load would choose
- * on this machine. Progress and log callbacks of the options are not called.
- *
- * A model that does not fit is a success here: see fits, minimum_bytes and memory_bytes. (On the
- * CPU without max_memory_bytes, xserv_load tries all the same: the system may have more memory to
- * give than it reports.)
- *
- * Not counted: the tokenizer, tables of positions on the CPU and the logits of requests (some tens
- * of MB of the host); the driver's own memory on a GPU (kernels, its context); while a model is
- * loaded to a GPU, up to 64 MiB of pinned host memory.
- *
- * path, options: as in xserv_load. plan: struct_size must be set; written on success.
- *
- * Errors: those of xserv_load for a folder or options that it refuses regardless of memory:
- * XSERV_STATUS_NOT_FOUND, XSERV_STATUS_IO, XSERV_STATUS_INVALID_ARGUMENT,
- * XSERV_STATUS_INVALID_FILE, XSERV_STATUS_UNSUPPORTED.
- *
- * # Safety
- * `path` ends in a NUL; `options` is NULL or readable for its struct_size; `plan` is writable for
- * the struct_size that it claims.
- */
-XSERV_MUST_USE
-enum xserv_status xserv_plan(const char *path,
-                             const struct xserv_load_options *options,
-                             struct xserv_memory_plan *plan);
-
-/**
- * Sets every option to its default.
- *
- * # Safety
- * `options` is NULL or writable for an xserv_tokenize_options.
- */
-enum xserv_status xserv_tokenize_options_default(struct xserv_tokenize_options *options);
-
-/**
- * Turns text into token ids.
- *
- * text: UTF-8 of text_len bytes, or up to its NUL with XSERV_NUL_TERMINATED; at most 16 MiB.
- * options: NULL for the defaults. tokens: receives a list that the caller frees with
- * xserv_tokens_free().
- *
- * Errors: XSERV_STATUS_INVALID_ARGUMENT (not UTF-8: the message gives the offset; too long),
- * XSERV_STATUS_UNSUPPORTED (the model has no usable tokenizer: the message says why).
- *
- * # Safety
- * `text` is readable for `text_len` bytes or NUL-terminated; `options` is NULL or readable for its
- * struct_size; `tokens` is writable.
- */
-XSERV_MUST_USE
-enum xserv_status xserv_tokenize(const struct xserv_model *model,
-                                 const char *text,
-                                 size_t text_len,
-                                 const struct xserv_tokenize_options *options,
-                                 struct xserv_tokens **tokens);
-
-/**
- * Returns the ids of a list; num_tokens, if not NULL, receives their number. Valid until the list
- * is freed; NULL if the handle is bad (see xserv_last_error()).
- *
- * # Safety
- * `num_tokens` is NULL or writable.
- */
-const uint32_t *xserv_tokens_data(const struct xserv_tokens *tokens, size_t *num_tokens);
-
-/**
- * Frees a list of tokens; NULL is allowed.
- */
-void xserv_tokens_free(struct xserv_tokens *tokens);
-
-/**
- * Turns token ids into text. Bytes that are not UTF-8 become U+FFFD.
- *
- * skip_special_tokens: true leaves special tokens such as <|im_end|> out. text: receives a text
- * that the caller frees with xserv_text_free().
- *
- * Errors: XSERV_STATUS_INVALID_ARGUMENT (an id at or beyond the model's vocab_size; ids below it
- * for which the tokenizer has no token have no text).
- *
- * # Safety
- * `token_ids` is readable for `num_tokens` ids (ignored if 0); `text` is writable.
- */
-XSERV_MUST_USE
-enum xserv_status xserv_detokenize(const struct xserv_model *model,
-                                   const uint32_t *token_ids,
-                                   size_t num_tokens,
-                                   bool skip_special_tokens,
-                                   struct xserv_text **text);
-
-/**
- * Returns the bytes of a text: UTF-8, NUL-terminated; len_bytes, if not NULL, receives the length
- * without the NUL. Valid until the text is freed; NULL if the handle is bad (see
- * xserv_last_error()).
- *
- * # Safety
- * `len_bytes` is NULL or writable.
- */
-const char *xserv_text_data(const struct xserv_text *text, size_t *len_bytes);
-
-/**
- * Frees a text; NULL is allowed.
- */
-void xserv_text_free(struct xserv_text *text);
-
-/**
- * Makes a streaming detokenizer, for token ids that come one at a time. It keeps its model alive.
- *
- * skip_special_tokens: true leaves special tokens out. detokenizer: receives a handle that the
- * caller frees with xserv_detokenizer_free().
- *
- * # Safety
- * `detokenizer` is writable.
- */
-XSERV_MUST_USE
-enum xserv_status xserv_detokenizer_new(const struct xserv_model *model,
-                                        bool skip_special_tokens,
-                                        struct xserv_detokenizer **detokenizer);
-
-/**
- * Takes the next token and gives the text that is final now: whole UTF-8 characters, possibly
- * none. A character that spans tokens comes with the last of them; bytes that cannot become a
- * character come as U+FFFD.
- *
- * text: receives UTF-8, NUL-terminated, that belongs to the detokenizer and is valid until the
- * next call with it. len_bytes: if not NULL, receives the length without the NUL.
- *
- * Errors: XSERV_STATUS_INVALID_ARGUMENT (an id at or beyond the model's vocab_size; ids below it
- * for which the tokenizer has no token have no text).
- *
- * # Safety
- * `text` is writable; `len_bytes` is NULL or writable.
- */
-XSERV_MUST_USE
-enum xserv_status xserv_detokenizer_push(struct xserv_detokenizer *detokenizer,
-                                         uint32_t token_id,
-                                         const char **text,
-                                         size_t *len_bytes);
-
-/**
- * Ends the stream: gives what is still held back (an unfinished character comes as U+FFFD). The
- * detokenizer can then be used for another stream. Arguments as in xserv_detokenizer_push().
- *
- * # Safety
- * As xserv_detokenizer_push().
- */
-XSERV_MUST_USE
-enum xserv_status xserv_detokenizer_finish(struct xserv_detokenizer *detokenizer,
-                                           const char **text,
-                                           size_t *len_bytes);
-
-/**
- * Frees a detokenizer; NULL is allowed.
- */
-void xserv_detokenizer_free(struct xserv_detokenizer *detokenizer);
-
-/**
- * Sets every field to its default, which leaves messages_json to be set.
- *
- * # Safety
- * `options` is NULL or writable for an xserv_chat_options.
- */
-enum xserv_status xserv_chat_options_default(struct xserv_chat_options *options);
-
-/**
- * Renders a conversation with the model's own chat template (chat_template.jinja or
- * tokenizer_config.json), as Transformers does. Templates are run under limits of time, size and
- * depth.
- *
- * text: receives a text that the caller frees with xserv_text_free().
- *
- * Errors: XSERV_STATUS_INVALID_ARGUMENT (messages that are not an array of objects, bad JSON),
- * XSERV_STATUS_TEMPLATE (the template failed or refused the messages; the message quotes it),
- * XSERV_STATUS_UNSUPPORTED (the model has no usable chat template).
- *
- * # Safety
- * `options` is readable for its struct_size and its strings end in NULs; `text` is writable.
- */
-XSERV_MUST_USE
-enum xserv_status xserv_apply_chat_template(const struct xserv_model *model,
-                                            const struct xserv_chat_options *options,
-                                            struct xserv_text **text);
-
-/**
- * Computes the logits (scores before softmax) of the token that follows each of the given ones.
- *
- * token_ids: num_tokens ids, at least one and no more than the context. rows: an
- * xserv_logits_rows. logits: receives f32 [rows, vocab_size], row-major, with rows 1 or
- * num_tokens; num_logits is its size in elements and must be exactly rows * vocab_size
- * (vocab_size: see xserv_model_get_info()). On failure its content is undefined.
- *
- * Errors: XSERV_STATUS_INVALID_ARGUMENT (an id outside the vocabulary, a wrong size),
- * XSERV_STATUS_CONTEXT_FULL, XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_CANCELLED (the model was
- * freed).
- *
- * # Safety
- * `token_ids` is readable for `num_tokens` ids, `logits` writable for `num_logits` floats, and the
- * two do not overlap.
- */
-XSERV_MUST_USE
-enum xserv_status xserv_logits(const struct xserv_model *model,
-                               const uint32_t *token_ids,
-                               size_t num_tokens,
-                               uint32_t rows,
-                               float *logits,
-                               size_t num_logits);
-
-/**
- * Sets every field to its default, which leaves the prompt to be set.
- *
- * # Safety
- * `request` is NULL or writable for an xserv_request.
- */
-enum xserv_status xserv_request_default(struct xserv_request *request);
-
-/**
- * Makes a cancel token, which the caller frees with xserv_cancel_token_free().
- *
- * # Safety
- * `cancel_token` is writable.
- */
-XSERV_MUST_USE enum xserv_status xserv_cancel_token_new(struct xserv_cancel_token **cancel_token);
-
-/**
- * Stops every request that carries this token: running ones end with XSERV_FINISH_CANCELLED at the
- * next layer of the forward pass, those that start later end at once. Any thread may call it, any
- * number of times. It takes a lock, so it must not be called from a signal handler; set a flag
- * there that the token callback checks.
- */
-enum xserv_status xserv_cancel_token_cancel(const struct xserv_cancel_token *cancel_token);
-
-/**
- * Frees a cancel token; NULL is allowed. Requests that carry it continue.
- */
-void xserv_cancel_token_free(struct xserv_cancel_token *cancel_token);
-
-/**
- * Generates text, and returns when it is done.
- *
- * Any number of threads may call it on one model: each step computes as many of their requests
- * together as there is room for, and none waits for another's callback. A request that does not
- * fit at the moment waits, or is preempted and resumed; its output does not depend on it. Being
- * stopped by the callback or cancelled is a success: the result has what was generated, and says
- * why it ended. When the prompt and max_tokens do not fit into the context together, generation
- * ends with XSERV_FINISH_CONTEXT_FULL.
- *
- * request: what to generate. callback: called for every token, or NULL. user_data: passed to the
- * callback. result: receives a handle that the caller frees with xserv_result_free(); NULL if the
- * callback is all you need.
- *
- * Errors: XSERV_STATUS_INVALID_ARGUMENT (the message names the field), XSERV_STATUS_CONTEXT_FULL
- * (the prompt alone is too long), XSERV_STATUS_TEMPLATE, XSERV_STATUS_OUT_OF_MEMORY.
- *
- * # Safety
- * `request` is readable for its struct_size and its pointers obey their fields' comments; `result`
- * is NULL or writable.
- */
-XSERV_MUST_USE
-enum xserv_status xserv_generate(const struct xserv_model *model,
-                                 const struct xserv_request *request,
-                                 xserv_token_callback callback,
-                                 void *user_data,
-                                 struct xserv_result **result);
-
-/**
- * Describes a result; if it has several samples, the first.
- *
- * info: struct_size must be set. Its pointers belong to the result.
- *
- * # Safety
- * `info` is writable for the struct_size that it claims.
- */
-XSERV_MUST_USE
-enum xserv_status xserv_result_get_info(const struct xserv_result *result,
-                                        struct xserv_result_info *info);
-
-/**
- * Describes one of the samples of a result (xserv_request.num_samples).
- *
- * sample: counted from 0. info: struct_size must be set. Its pointers belong to the result.
- *
- * Errors: XSERV_STATUS_INVALID_ARGUMENT (there is no such sample).
- *
- * # Safety
- * `info` is writable for the struct_size that it claims.
- */
-XSERV_MUST_USE
-enum xserv_status xserv_result_get_sample(const struct xserv_result *result,
-                                          size_t sample,
-                                          struct xserv_result_info *info);
-
-/**
- * Returns the generated text of a result: UTF-8, NUL-terminated, valid until the result is freed.
- * Should the model have generated a NUL, xserv_result_info.text_len is the whole length. NULL if
- * the handle is bad (see xserv_last_error()).
- */
-const char *xserv_result_text(const struct xserv_result *result);
-
-/**
- * Frees a result; NULL is allowed.
- */
-void xserv_result_free(struct xserv_result *result);
-
-/**
- * Sets every option to its default.
- *
- * # Safety
- * `options` is NULL or writable for an xserv_submit_options.
- */
-enum xserv_status xserv_submit_options_default(struct xserv_submit_options *options);
-
-/**
- * Submits a request and returns at once; xserv_next() delivers what is generated.
- *
- * Tokenizing (and rendering of messages) is done in this call. The request's cancel token, stop
- * strings and everything else may be freed when it returns. Freeing the model ends the request as
- * cancelled.
- *
- * request: what to generate. options: NULL for the defaults. submission: receives a handle, which
- * the caller frees with xserv_submission_free().
- *
- * Errors: as xserv_generate().
- *
- * # Safety
- * `request` is readable for its struct_size and its pointers obey their fields' comments;
- * `options` is NULL or readable for its struct_size; `submission` is writable.
- */
-XSERV_MUST_USE
-enum xserv_status xserv_submit(const struct xserv_model *model,
-                               const struct xserv_request *request,
-                               const struct xserv_submit_options *options,
-                               struct xserv_submission **submission);
-
-/**
- * Takes the next event of a submission.
- *
- * timeout_ms: the time to wait for one; 0 does not wait, XSERV_WAIT_FOREVER waits as long as it
- * takes. If none comes, the event's kind is XSERV_EVENT_NONE. Once all samples have ended it is
- * XSERV_EVENT_DONE, in this and in every later call.
- *
- * event: struct_size must be set.
- *
- * Errors: the failure of a sample (XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST,
- * XSERV_STATUS_INVALID_FILE), which has then ended, and the next call continues with the others;
- * XSERV_STATUS_INVALID_ARGUMENT (called in a wake-up callback).
- *
- * # Safety
- * `event` is writable for the struct_size that it claims.
- */
-XSERV_MUST_USE
-enum xserv_status xserv_next(const struct xserv_submission *submission,
-                             uint32_t timeout_ms,
-                             struct xserv_event *event);
-
-/**
- * Sets `ready` to whether xserv_next() would have an event without waiting, 1 or 0. (In rare cases
- * it has none after a 1, because what came no longer matters.)
- *
- * # Safety
- * `ready` is writable.
- */
-XSERV_MUST_USE
-enum xserv_status xserv_poll(const struct xserv_submission *submission,
-                             uint8_t *ready);
-
-/**
- * Cancels a request: events that were not taken yet are dropped, and its samples end as
- * XSERV_FINISH_CANCELLED. Any thread may call it, at any time and any number of times.
- */
-enum xserv_status xserv_cancel(const struct xserv_submission *submission);
-
-/**
- * Takes the result of a request, once xserv_next() has given XSERV_EVENT_DONE. It can be taken
- * once.
- *
- * result: receives a handle that the caller frees with xserv_result_free().
- *
- * Errors: XSERV_STATUS_INVALID_ARGUMENT (the request has not ended, or its result was taken
- * already).
- *
- * # Safety
- * `result` is writable.
- */
-XSERV_MUST_USE
-enum xserv_status xserv_submission_take_result(const struct xserv_submission *submission,
-                                               struct xserv_result **result);
-
-/**
- * Frees a submission; a request that still runs is cancelled. If its wake-up callback is running
- * on another thread, the call waits for it; it is not called again afterwards. NULL is allowed.
- */
-void xserv_submission_free(struct xserv_submission *submission);
-
-/**
  * Gives the state of a model's requests. The call is cheap; any thread may make it at any time.
  *
  * stats: struct_size must be set.
@@ -2321,638 +2129,10 @@ XSERV_MUST_USE
 enum xserv_status xserv_model_get_stats(const struct xserv_model *model,
                                         struct xserv_model_stats *stats);
 
-/**
- * Returns the number of usable CUDA devices: 0 without a driver, and in a library built without
- * CUDA kernels.
- */
-uint32_t xserv_cuda_device_count(void);
-
-/**
- * Describes a CUDA device, without starting anything on it. If CUDA cannot be used, the message of
- * XSERV_STATUS_NO_DEVICE says what is missing.
- *
- * info: its struct_size must be set.
- *
- * # Safety
- * `info` is writable for the size that it claims.
- */
-XSERV_MUST_USE
-enum xserv_status xserv_cuda_device_get_info(uint32_t device_index,
-                                             struct xserv_device_info *info);
-
-/**
- * Fills options with their defaults.
- *
- * # Safety
- * `options` is writable for a whole xserv_context_options.
- */
-XSERV_MUST_USE
-enum xserv_status xserv_context_options_default(struct xserv_context_options *options);
-
-/**
- * Makes a context. options may be NULL for the defaults: CUDA where it can be used, else the CPU.
- *
- * Free with xserv_context_free(). Owned tensors of the context keep alive what they need.
- *
- * Errors: XSERV_STATUS_NO_DEVICE (the message says what is missing), XSERV_STATUS_UNSUPPORTED (a
- * GPU before compute capability 8.0), XSERV_STATUS_INVALID_ARGUMENT, XSERV_STATUS_OUT_OF_MEMORY.
- *
- * # Safety
- * `options` is NULL or readable for its struct_size; its stream is a stream; `context` is
- * writable.
- */
-XSERV_MUST_USE
-enum xserv_status xserv_context_new(const struct xserv_context_options *options,
-                                    struct xserv_context **context);
-
-/**
- * Gives the kind of device that a context works on, an xserv_device_kind.
- *
- * # Safety
- * `device_kind` is writable.
- */
-XSERV_MUST_USE
-enum xserv_status xserv_context_get_device(const struct xserv_context *context,
-                                           uint32_t *device_kind);
-
-/**
- * Waits until all work queued on the context's stream is done, and reports what went wrong in it:
- * XSERV_STATUS_DEVICE_LOST, or, once, XSERV_STATUS_INVALID_ARGUMENT for an index that a kernel met
- * and did not follow (a token id outside the table, a position outside the table of angles, a
- * block outside the cache).
- */
-XSERV_MUST_USE enum xserv_status xserv_context_synchronize(const struct xserv_context *context);
-
-/**
- * Returns memory that the context keeps for later allocations to the driver.
- */
-XSERV_MUST_USE enum xserv_status xserv_context_trim(const struct xserv_context *context);
-
-/**
- * Gives statistics of the context's allocator of device memory. stats->struct_size must be set.
- *
- * # Safety
- * `stats` is writable for the size that it claims.
- */
-XSERV_MUST_USE
-enum xserv_status xserv_context_get_memory_stats(const struct xserv_context *context,
-                                                 struct xserv_memory_stats *stats);
-
-/**
- * Frees a context, after waiting for its work; NULL is allowed. Tensors that it made stay valid
- * until they are freed themselves.
- */
-void xserv_context_free(struct xserv_context *context);
-
-/**
- * Makes a contiguous row-major tensor in memory of the context's device. Its content is arbitrary.
- *
- * dtype: XSERV_DTYPE_F32, _F16, _BF16, _I32 or _I64. shape: [ndim] sizes, at most 8 of them. The
- * memory comes from the context's caching allocator, aligned to 64 bytes, and returns to it with
- * xserv_owned_tensor_free().
- *
- * Errors: XSERV_STATUS_OUT_OF_MEMORY with sizes, only after the memory that the context keeps was
- * given back to the device; XSERV_STATUS_INVALID_ARGUMENT.
- *
- * # Safety
- * `shape` is readable for `ndim` sizes; `tensor` is writable.
- */
-XSERV_MUST_USE
-enum xserv_status xserv_owned_tensor_new(const struct xserv_context *context,
-                                         uint32_t dtype,
-                                         uint32_t ndim,
-                                         const int64_t *shape,
-                                         struct xserv_owned_tensor **tensor);
-
-/**
- * Makes a tensor as xserv_owned_tensor_new() does, but in host memory that the context's device
- * copies from and to at full speed (pinned memory on CUDA, ordinary memory on the CPU), for
- * tensors that are often copied with xserv_op_copy(). It does not count towards the context's
- * memory budget. Its descriptor has device_type 3 (kDLCUDAHost) on CUDA.
- *
- * # Safety
- * As xserv_owned_tensor_new().
- */
-XSERV_MUST_USE
-enum xserv_status xserv_owned_tensor_new_pinned(const struct xserv_context *context,
-                                                uint32_t dtype,
-                                                uint32_t ndim,
-                                                const int64_t *shape,
-                                                struct xserv_owned_tensor **tensor);
-
-/**
- * Gives the descriptor of an owned tensor. Its pointers stay valid until the tensor is freed.
- *
- * # Safety
- * `view` is writable.
- */
-XSERV_MUST_USE
-enum xserv_status xserv_owned_tensor_view(const struct xserv_owned_tensor *tensor,
-                                          struct xserv_tensor *view);
-
-/**
- * Returns an owned tensor's memory to its context; NULL is allowed. Work that was queued earlier
- * and uses it is not disturbed.
- */
-void xserv_owned_tensor_free(struct xserv_owned_tensor *tensor);
-
-/**
- * Copies a tensor: target = source, bit for bit, between layouts (making a view contiguous,
- * filling a slice) and, on a CUDA context, between host and device in either direction. A copy
- * from or to the host has finished when the call returns.
- *
- * source, target: the same shape and dtype, any strides. They must be the same view or share no
- * memory.
- *
- * Errors: XSERV_STATUS_INVALID_ARGUMENT, XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST.
- *
- * # Safety
- * The descriptors are readable, and their memory is what they say.
- */
-XSERV_MUST_USE
-enum xserv_status xserv_op_copy(const struct xserv_context *context,
-                                const struct xserv_tensor *source,
-                                const struct xserv_tensor *target);
-
-/**
- * Computes root-mean-square normalisation over the last dimension (Zhang and Sennrich, 2019): out
- * = x / sqrt(mean(x^2) + eps) * weight, in f32, rounded once.
- *
- * x, out: [..., width], any strides; weight: [width]; all f32, all f16 or all bf16. eps: at least
- * 0. out may be the same view as x, and shares no memory with the others.
- *
- * Errors: XSERV_STATUS_INVALID_ARGUMENT, XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST.
- *
- * # Safety
- * The descriptors are readable, and their memory is what they say.
- */
-XSERV_MUST_USE
-enum xserv_status xserv_op_rms_norm(const struct xserv_context *context,
-                                    const struct xserv_tensor *x,
-                                    const struct xserv_tensor *weight,
-                                    float eps,
-                                    const struct xserv_tensor *out);
-
-/**
- * Computes a residual addition and the root-mean-square normalisation of its result in one pass:
- * residual_out = x + residual, rounded to the element type; out = xserv_op_rms_norm of
- * residual_out.
- *
- * x, residual, residual_out, out: [..., width], any strides; weight: [width]; all f32, all f16 or
- * all bf16. eps: at least 0. residual_out may be the same view as residual or as x; out may be the
- * same view as x, if residual_out is not. Otherwise the results share no memory with anything.
- *
- * Errors: XSERV_STATUS_INVALID_ARGUMENT, XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST.
- *
- * # Safety
- * The descriptors are readable, and their memory is what they say.
- */
-XSERV_MUST_USE
-enum xserv_status xserv_op_add_rms_norm(const struct xserv_context *context,
-                                        const struct xserv_tensor *x,
-                                        const struct xserv_tensor *residual,
-                                        const struct xserv_tensor *weight,
-                                        float eps,
-                                        const struct xserv_tensor *residual_out,
-                                        const struct xserv_tensor *out);
-
-/**
- * Computes layer normalisation over the last dimension (Ba, Kiros and Hinton, 2016): out = (x -
- * mean(x)) / sqrt(var(x) + eps) * weight + bias with the population variance, in f32, rounded
- * once. A mean that is large compared with the deviations costs no accuracy.
- *
- * x, out: [..., width], any strides; weight, bias: [width], bias may be NULL for none; all f32,
- * all f16 or all bf16. eps: at least 0. out may be the same view as x, and shares no memory with
- * the others.
- *
- * Errors: XSERV_STATUS_INVALID_ARGUMENT, XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST.
- *
- * # Safety
- * The descriptors are readable, and their memory is what they say.
- */
-XSERV_MUST_USE
-enum xserv_status xserv_op_layer_norm(const struct xserv_context *context,
-                                      const struct xserv_tensor *x,
-                                      const struct xserv_tensor *weight,
-                                      const struct xserv_tensor *bias,
-                                      float eps,
-                                      const struct xserv_tensor *out);
-
-/**
- * Computes the softmax over the last dimension: out_i = exp(x_i - max(x)) / sum_j exp(x_j -
- * max(x)), in f32, rounded once. A row of -infinity only (everything masked) gives zeros; a NaN or
- * +infinity makes its row NaN.
- *
- * x, out: [..., width], any strides; both f32, both f16 or both bf16. out may be the same view as
- * x.
- *
- * Errors: XSERV_STATUS_INVALID_ARGUMENT, XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST.
- *
- * # Safety
- * The descriptors are readable, and their memory is what they say.
- */
-XSERV_MUST_USE
-enum xserv_status xserv_op_softmax(const struct xserv_context *context,
-                                   const struct xserv_tensor *x,
-                                   const struct xserv_tensor *out);
-
-/**
- * Looks rows up in a table, bit for bit: out[i] = table[ids[i]].
- *
- * table: [vocab_size, width], f32, f16 or bf16; ids: [...], i32 or i64; out: [..., width], of the
- * table's type; any strides. out shares no memory with the others.
- *
- * An id outside the table is never followed. On the CPU the call fails with
- * XSERV_STATUS_INVALID_ARGUMENT, and nothing is written. On CUDA it gives a row of zeros, and
- * xserv_context_synchronize() reports the first one.
- *
- * Errors: XSERV_STATUS_INVALID_ARGUMENT, XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST.
- *
- * # Safety
- * The descriptors are readable, and their memory is what they say.
- */
-XSERV_MUST_USE
-enum xserv_status xserv_op_embedding(const struct xserv_context *context,
-                                     const struct xserv_tensor *table,
-                                     const struct xserv_tensor *ids,
-                                     const struct xserv_tensor *out);
-
-/**
- * Computes the table of xserv_op_rope(): cos[p, i] = attention_scale * cos(p * inv_freq[i]), sin
- * likewise. The angles are computed in f64, so that the table is exact to f32 at every position.
- *
- * inv_freq: [head_dim / 2]; attention_scale: a finite factor, 1 unless the model scales its rotary
- * embeddings (YaRN); cos, sin: [max_position, head_dim / 2]; all f32, any strides. cos and sin
- * share no memory with each other or with inv_freq.
- *
- * Errors: XSERV_STATUS_INVALID_ARGUMENT, XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST.
- *
- * # Safety
- * The descriptors are readable, and their memory is what they say.
- */
-XSERV_MUST_USE
-enum xserv_status xserv_op_rope_table(const struct xserv_context *context,
-                                      const struct xserv_tensor *inv_freq,
-                                      float attention_scale,
-                                      const struct xserv_tensor *cos,
-                                      const struct xserv_tensor *sin);
-
-/**
- * Applies rotary position embeddings (Su et al., 2021, equation 34): rotates pair i of every head
- * of a token at position p by the angle of the table's entry [p, i]: a' = a cos - b sin, b' = b
- * cos + a sin, computed in f32 and rounded once. The whole head is rotated.
- *
- * q, q_out: [num_tokens, num_heads, head_dim]; k, k_out: [num_tokens, num_kv_heads, head_dim], or
- * both NULL; all f32, all f16 or all bf16, head_dim even. positions: [num_tokens], i32 or i64.
- * cos, sin: [max_position, head_dim / 2], f32, see xserv_op_rope_table(). Any strides: q and k may
- * be slices of one fused projection. pairing: an xserv_rope_pairing. q_out may be the same view as
- * q, k_out the same as k; outputs share no memory with anything else.
- *
- * A position outside the table is never followed. On the CPU the call fails with
- * XSERV_STATUS_INVALID_ARGUMENT, and nothing is written. On CUDA the token's heads are copied
- * unrotated, and xserv_context_synchronize() reports the first one.
- *
- * Errors: XSERV_STATUS_INVALID_ARGUMENT, XSERV_STATUS_UNSUPPORTED (on CUDA, heads of more than
- * 1024 elements), XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST.
- *
- * # Safety
- * The descriptors are readable, and their memory is what they say.
- */
-XSERV_MUST_USE
-enum xserv_status xserv_op_rope(const struct xserv_context *context,
-                                const struct xserv_tensor *q,
-                                const struct xserv_tensor *k,
-                                const struct xserv_tensor *positions,
-                                const struct xserv_tensor *cos,
-                                const struct xserv_tensor *sin,
-                                uint32_t pairing,
-                                const struct xserv_tensor *q_out,
-                                const struct xserv_tensor *k_out);
-
-/**
- * Finds the index of the largest element along the last dimension. NaN counts as larger than every
- * number; among equal elements the lowest index wins.
- *
- * x: [..., width], f32, f16 or bf16, width at least 1 and below 2^31; out: [...], i32 or i64. Any
- * strides; the two share no memory.
- *
- * Errors: XSERV_STATUS_INVALID_ARGUMENT, XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST.
- *
- * # Safety
- * The descriptors are readable, and their memory is what they say.
- */
-XSERV_MUST_USE
-enum xserv_status xserv_op_argmax(const struct xserv_context *context,
-                                  const struct xserv_tensor *x,
-                                  const struct xserv_tensor *out);
-
-/**
- * Finds the k largest elements along the last dimension, in descending order, and their indices.
- * NaN counts as larger than every number; among equal elements the lowest index comes first. The
- * values are those of x, bit for bit.
- *
- * x: [..., width], f32, f16 or bf16, width below 2^31; values: [..., k], of the type of x;
- * indices: [..., k], i32; any strides; they share no memory. k is the last dimension of values, at
- * most width and at most 1024.
- *
- * Errors: XSERV_STATUS_INVALID_ARGUMENT, XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST.
- *
- * # Safety
- * The descriptors are readable, and their memory is what they say.
- */
-XSERV_MUST_USE
-enum xserv_status xserv_op_top_k(const struct xserv_context *context,
-                                 const struct xserv_tensor *x,
-                                 const struct xserv_tensor *values,
-                                 const struct xserv_tensor *indices);
-
-/**
- * Computes out = x/2 (1 + erf(x / sqrt(2))), the exact GELU (Hendrycks and Gimpel, 2016), in f32,
- * rounded once.
- *
- * x, out: the same shape, any strides; all f32, all f16 or all bf16. out may be the same view as
- * x; otherwise they share no memory. Plus infinity stays; minus infinity and NaN give NaN, and no
- * finite x does.
- *
- * Errors: XSERV_STATUS_INVALID_ARGUMENT, XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST.
- *
- * # Safety
- * The descriptors are readable, and their memory is what they say.
- */
-XSERV_MUST_USE
-enum xserv_status xserv_op_gelu(const struct xserv_context *context,
-                                const struct xserv_tensor *x,
-                                const struct xserv_tensor *out);
-
-/**
- * Computes out = x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), GPT-2's GELU (Hendrycks and
- * Gimpel, 2016), in f32, rounded once.
- *
- * x, out: the same shape, any strides; all f32, all f16 or all bf16. out may be the same view as
- * x; otherwise they share no memory. Plus infinity stays; minus infinity and NaN give NaN, and no
- * finite x does.
- *
- * Errors: XSERV_STATUS_INVALID_ARGUMENT, XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST.
- *
- * # Safety
- * The descriptors are readable, and their memory is what they say.
- */
-XSERV_MUST_USE
-enum xserv_status xserv_op_gelu_tanh(const struct xserv_context *context,
-                                     const struct xserv_tensor *x,
-                                     const struct xserv_tensor *out);
-
-/**
- * Computes SiLU, out = x / (1 + exp(-x)), in f32, rounded once.
- *
- * x, out: the same shape, any strides; all f32, all f16 or all bf16. out may be the same view as
- * x; otherwise they share no memory. Plus infinity stays; minus infinity and NaN give NaN, and no
- * finite x does.
- *
- * Errors: XSERV_STATUS_INVALID_ARGUMENT, XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST.
- *
- * # Safety
- * The descriptors are readable, and their memory is what they say.
- */
-XSERV_MUST_USE
-enum xserv_status xserv_op_silu(const struct xserv_context *context,
-                                const struct xserv_tensor *x,
-                                const struct xserv_tensor *out);
-
-/**
- * Computes out = silu(gate) * up, the gated activation of SwiGLU (Shazeer, 2020), in f32, rounded
- * once.
- *
- * gate, up, out: the same shape [..., width], any strides; all f32, all f16 or all bf16. gate and
- * up may be the two halves of one fused tensor [..., 2 * width]: rows at any distance are read in
- * place. out may be the same view as gate or as up; otherwise it shares no memory with them.
- *
- * Errors: XSERV_STATUS_INVALID_ARGUMENT, XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST.
- *
- * # Safety
- * The descriptors are readable, and their memory is what they say.
- */
-XSERV_MUST_USE
-enum xserv_status xserv_op_silu_mul(const struct xserv_context *context,
-                                    const struct xserv_tensor *gate,
-                                    const struct xserv_tensor *up,
-                                    const struct xserv_tensor *out);
-
-/**
- * Computes out = a + b in f32, rounded once.
- *
- * a, b, out: the same shape, any strides; all f32, all f16 or all bf16. A stride of 0 in a or b
- * broadcasts it along that dimension. out may be the same view as a or as b; otherwise it shares
- * no memory with them.
- *
- * Errors: XSERV_STATUS_INVALID_ARGUMENT, XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST.
- *
- * # Safety
- * The descriptors are readable, and their memory is what they say.
- */
-XSERV_MUST_USE
-enum xserv_status xserv_op_add(const struct xserv_context *context,
-                               const struct xserv_tensor *a,
-                               const struct xserv_tensor *b,
-                               const struct xserv_tensor *out);
-
-/**
- * Computes out = a * b in f32, rounded once.
- *
- * a, b, out: the same shape, any strides; all f32, all f16 or all bf16. A stride of 0 in a or b
- * broadcasts it along that dimension. out may be the same view as a or as b; otherwise it shares
- * no memory with them.
- *
- * Errors: XSERV_STATUS_INVALID_ARGUMENT, XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST.
- *
- * # Safety
- * The descriptors are readable, and their memory is what they say.
- */
-XSERV_MUST_USE
-enum xserv_status xserv_op_mul(const struct xserv_context *context,
-                               const struct xserv_tensor *a,
-                               const struct xserv_tensor *b,
-                               const struct xserv_tensor *out);
-
-/**
- * Converts a tensor to another element type: target = source, rounded to nearest even. Values too
- * large for f16 become infinite, NaN stays NaN. Between equal types it is a copy, bit for bit.
- *
- * source, target: the same shape, any strides; f32, f16 or bf16 each. They share no memory;
- * tensors of equal types may be the same view.
- *
- * Errors: XSERV_STATUS_INVALID_ARGUMENT, XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST.
- *
- * # Safety
- * The descriptors are readable, and their memory is what they say.
- */
-XSERV_MUST_USE
-enum xserv_status xserv_op_cast(const struct xserv_context *context,
-                                const struct xserv_tensor *source,
-                                const struct xserv_tensor *target);
-
-/**
- * Swaps the last two dimensions, bit for bit: out[..., c, r] = x[..., r, c].
- *
- * x: [..., rows, columns], out: [..., columns, rows], at least two dimensions, of any one element
- * type, any strides. They share no memory.
- *
- * Errors: XSERV_STATUS_INVALID_ARGUMENT, XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST.
- *
- * # Safety
- * The descriptors are readable, and their memory is what they say.
- */
-XSERV_MUST_USE
-enum xserv_status xserv_op_transpose(const struct xserv_context *context,
-                                     const struct xserv_tensor *x,
-                                     const struct xserv_tensor *out);
-
-/**
- * Fills options with their defaults.
- *
- * # Safety
- * `options` is writable for a whole xserv_gemm_options.
- */
-XSERV_MUST_USE enum xserv_status xserv_gemm_options_default(struct xserv_gemm_options *options);
-
-/**
- * Computes the matrix product C = alpha * op(A) * op(B) + beta * C, where op(X) is X or its
- * transpose; sums are in f32 and rounded once. options may be NULL for C = A * B.
- *
- * op(A): [m, k]; op(B): [k, n]; c: [m, n]; all f32, all f16 or all bf16. For a batch of products:
- * c [batch, m, n], a and b of three dimensions with the same batch, or of two for one matrix that
- * is used in all products (as is one with a batch stride of 0). Any strides are allowed; matrices
- * that are contiguous along one of their two axes are used in place, others are copied first. c
- * shares no memory with a or b. With k = 0 the product is zero and c becomes beta * c.
- *
- * Errors: XSERV_STATUS_UNSUPPORTED for a backend that this device, machine or element type does
- * not have; XSERV_STATUS_INVALID_ARGUMENT, XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST.
- *
- * # Safety
- * The descriptors are readable, and their memory is what they say; options is NULL or readable for
- * its struct_size.
- */
-XSERV_MUST_USE
-enum xserv_status xserv_op_gemm(const struct xserv_context *context,
-                                const struct xserv_gemm_options *options,
-                                const struct xserv_tensor *a,
-                                const struct xserv_tensor *b,
-                                const struct xserv_tensor *c);
-
-/**
- * Computes the gradients of a matrix product C = A * B: da = dc * B^T and db = A^T * dc.
- *
- * a, da: [m, k]; b, db: [k, n]; dc: [m, n], the gradient of the loss with respect to C; or all of
- * them with the same leading batch dimension. All f32, all f16 or all bf16; any strides. da or db
- * may be NULL if it is not wanted. They share no memory with the inputs or each other.
- *
- * transpose_kernels: 0 multiplies the operands in place, reading them transposed; 1 writes their
- * transposes to memory first. The results are the same up to rounding.
- *
- * Errors: XSERV_STATUS_INVALID_ARGUMENT, XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST.
- *
- * # Safety
- * The descriptors are readable, and their memory is what they say.
- */
-XSERV_MUST_USE
-enum xserv_status xserv_op_gemm_backward(const struct xserv_context *context,
-                                         const struct xserv_tensor *a,
-                                         const struct xserv_tensor *b,
-                                         const struct xserv_tensor *dc,
-                                         uint32_t transpose_kernels,
-                                         const struct xserv_tensor *da,
-                                         const struct xserv_tensor *db);
-
-/**
- * Fills options with their defaults.
- *
- * # Safety
- * `options` is writable for a whole xserv_grad_check_options.
- */
-XSERV_MUST_USE
-enum xserv_status xserv_grad_check_options_default(struct xserv_grad_check_options *options);
-
-/**
- * Checks an analytic gradient against central differences of a loss, one value at a time:
- * (loss(x + eps) - loss(x - eps)) / (2 eps), with the step as it is stored in f32. An element
- * passes if |analytic - numeric| <= atol + rel_tol * max(|analytic|, |numeric|), and fails if
- * either is not finite.
- *
- * options: NULL for the defaults. loss: called 2 * count times, with one value moved each time.
- * values, gradient: [count], host memory, not changed; one copy of values is made. result: its
- * struct_size must be set. A gradient that fails the check is not an error: the call succeeds and
- * result.passed is 0. No device and no context is needed.
- *
- * Errors: XSERV_STATUS_CANCELLED if loss returned false; XSERV_STATUS_INVALID_ARGUMENT,
- * XSERV_STATUS_OUT_OF_MEMORY.
- *
- * # Safety
- * `values` and `gradient` are readable for `count` values, options is NULL or readable and result
- * writable for its struct_size; `loss` is such a function, and does not unwind.
- */
-XSERV_MUST_USE
-enum xserv_status xserv_grad_check(const struct xserv_grad_check_options *options,
-                                   xserv_loss_callback loss,
-                                   void *user_data,
-                                   const float *values,
-                                   const float *gradient,
-                                   size_t count,
-                                   struct xserv_grad_check_result *result);
-
-/**
- * Fills options with their defaults.
- *
- * # Safety
- * `options` is writable for a whole xserv_attention_options.
- */
-XSERV_MUST_USE
-enum xserv_status xserv_attention_options_default(struct xserv_attention_options *options);
-
-/**
- * Attention with grouped query heads (Vaswani et al., 2017, equation 1): out = softmax(scale * q
- * k^T) v, where query head h reads kv head h / (num_heads / num_kv_heads). Sums in f32; CUDA
- * rounds the weights of 16-bit types before they meet the values.
- *
- * q, k, v, out: all f32, all f16 or all bf16. out has the shape of q and shares no memory with the
- * others. options may be NULL for the defaults. Three forms:
- *
- * - batched, without index arrays: q [batch, q_len, num_heads, head_dim], k and v [batch, kv_len,
- *   num_kv_heads, head_dim]. Tensors [batch, num_heads, q_len, head_dim] are passed with permuted
- *   strides.
- * - packed, with cu_seqlens_q and cu_seqlens_k: q [num_tokens, num_heads, head_dim], k and v
- *   [num_kv_tokens, num_kv_heads, head_dim], sequence after sequence. Rows of out after the last
- *   sequence are left unchanged.
- * - paged, with block_tables and context_lens: k and v [num_blocks, block_size, num_kv_heads,
- *   head_dim], q packed with cu_seqlens_q, or [num_seqs, q_len, num_heads, head_dim] without.
- *
- * Any strides are allowed; contiguous heads that begin at multiples of 16 bytes are fastest,
- * others are copied first. With causal no sequence may have more queries than keys, unless it has
- * only one query. A query that sees no key gives zeros. Equal inputs give equal bits, and with
- * SPLIT_KV a sequence gives the same bits in any batch.
- *
- * On the CPU all index arrays are checked. On CUDA they are not read before the work is queued:
- * sequences that reach outside a tensor are cut, queries beyond max_q_len may be left out, a query
- * to which causal leaves no key gives zeros, and a block outside the cache counts as keys and
- * values of zero and is reported by xserv_context_synchronize().
- *
- * Errors: XSERV_STATUS_INVALID_ARGUMENT; XSERV_STATUS_UNSUPPORTED where the requested backend does
- * not support the form, the head_dim or the block_size; XSERV_STATUS_OUT_OF_MEMORY with sizes, for
- * copies and workspaces; XSERV_STATUS_DEVICE_LOST.
- *
- * # Safety
- * The descriptors are readable, and their memory is what they say; `options` is NULL or readable
- * for its struct_size.
- */
-XSERV_MUST_USE
-enum xserv_status xserv_op_attention(const struct xserv_context *context,
-                                     const struct xserv_attention_options *options,
-                                     const struct xserv_tensor *q,
-                                     const struct xserv_tensor *k,
-                                     const struct xserv_tensor *v,
-                                     const struct xserv_tensor *out);
-
 #ifdef __cplusplus
 }  // extern "C"
-#endif  // __cplusplus
+#endif
+
+#include "xserv_ops.h"
 
 #endif  /* XSERV_H */

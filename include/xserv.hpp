@@ -114,11 +114,13 @@ struct Guarded {
 /* How to load a model. Setters can be chained; unset options have the library's defaults. */
 class LoadOptions {
  public:
-  LoadOptions() { detail::check(xserv_load_options_default(&raw_)); }
+  LoadOptions() { xserv_load_options_default(&raw_); }
 
-  LoadOptions &device(xserv_device_kind kind) { return raw_.device = static_cast<std::uint32_t>(kind), *this; }
+  LoadOptions &device(xserv_device_kind kind) { return raw_.device_kind = static_cast<std::uint32_t>(kind), *this; }
+  LoadOptions &device_index(std::uint32_t index) { return raw_.device_index = index, *this; }
   LoadOptions &dtype(xserv_dtype type) { return raw_.dtype = static_cast<std::uint32_t>(type), *this; }
   LoadOptions &num_threads(std::uint32_t count) { return raw_.num_threads = count, *this; }
+  LoadOptions &random_weights(bool on) { return raw_.random_weights = on, *this; }
   LoadOptions &map_files(bool on) { return raw_.map_files = on, *this; }
   LoadOptions &max_context_tokens(std::uint64_t count) { return raw_.max_context_tokens = count, *this; }
   LoadOptions &kv_cache_tokens(std::uint64_t count) { return raw_.kv_cache_tokens = count, *this; }
@@ -130,15 +132,16 @@ class LoadOptions {
   LoadOptions &prefix_cache(bool on) { return raw_.prefix_cache = on, *this; }
   /* Called with the progress of the load, 0 to 1; returning false cancels it. */
   LoadOptions &progress(std::function<bool(float)> f) { return progress_ = std::move(f), *this; }
-  /* Called with log messages while the model is loaded. Exceptions from it are dropped. */
-  LoadOptions &log(std::function<void(xserv_log_level, const char *)> f) { return log_ = std::move(f), *this; }
+  /* Called with log messages (level, target, message), on this thread while the model is loaded and then
+   * on a thread of the model's, until it is freed. Exceptions from it are dropped. */
+  LoadOptions &log(std::function<void(xserv_log_level, const char *, const char *)> f) { return log_ = std::move(f), *this; }
 
  private:
   friend class Model;
   friend MemoryPlan plan(const std::string &path, const LoadOptions &options);
   xserv_load_options raw_;
   std::function<bool(float)> progress_;
-  std::function<void(xserv_log_level, const char *)> log_;
+  std::function<void(xserv_log_level, const char *, const char *)> log_;
 };
 
 /* A switch that stops requests from another thread. Must outlive the calls that carry it. */
@@ -208,7 +211,7 @@ class Request {
   friend class Model;
   enum class Kind { prompt, tokens, messages };
 
-  Request() { detail::check(xserv_request_default(&raw_)); }
+  Request() { xserv_request_default(&raw_); }
 
   /* Calls f with the C struct, whose pointers are valid for that call only. */
   template <typename Function>
@@ -286,10 +289,11 @@ struct Event {
  * there are none before waiting again. */
 class SubmitOptions {
  public:
-  SubmitOptions() { detail::check(xserv_submit_options_default(&raw_)); }
+  SubmitOptions() { xserv_submit_options_default(&raw_); }
 
-  /* Called when there are events, on one of the library's threads: it must be quick, and may only
-   * submit, cancel and destroy. Exceptions from it are dropped. */
+  /* Called when there are events, on one of the library's threads: it must be quick, and may do
+   * what does not wait for the model: submit, poll, take events with a timeout of zero, cancel and
+   * destroy. Exceptions from it are dropped. */
   SubmitOptions &wake(std::function<void()> f) { return wake_ = std::move(f), *this; }
   /* A non-blocking descriptor, such as an eventfd; the caller owns it. */
   SubmitOptions &wake_fd(int descriptor) { return raw_.wake_fd = descriptor, *this; }
@@ -432,12 +436,12 @@ class Model {
         return static_cast<decltype(progress) *>(self)->call(fraction);
       };
     }
-    auto log = options.log_; /* called during the load only */
     if (options.log_) {
-      raw.log_user_data = &log;
-      raw.log = [](std::uint32_t level, const char *message, void *self) {
+      log_.reset(new Log(options.log_));
+      raw.log_user_data = log_.get();
+      raw.log = [](std::uint32_t level, const char *target, const char *message, void *self) {
         try {
-          (*static_cast<decltype(log) *>(self))(static_cast<xserv_log_level>(level), message);
+          (*static_cast<Log *>(self))(static_cast<xserv_log_level>(level), target, message);
         } catch (...) { /* there is no one to tell */
         }
       };
@@ -450,7 +454,11 @@ class Model {
   }
 
   Model(Model &&) noexcept = default;
-  Model &operator=(Model &&) noexcept = default;
+  Model &operator=(Model &&other) noexcept {
+    handle_ = std::move(other.handle_); /* the old model is freed before what it logs to */
+    log_ = std::move(other.log_);
+    return *this;
+  }
 
   const xserv_model *get() const noexcept { return handle_.get(); }
 
@@ -465,7 +473,7 @@ class Model {
   std::vector<TokenId> tokenize(std::string_view text, bool parse_special_tokens = true,
                                 bool add_special_tokens = true) const {
     xserv_tokenize_options options;
-    detail::check(xserv_tokenize_options_default(&options));
+    xserv_tokenize_options_default(&options);
     options.parse_special_tokens = parse_special_tokens;
     options.add_special_tokens = add_special_tokens;
     xserv_tokens *raw = nullptr;
@@ -493,7 +501,7 @@ class Model {
   std::string apply_chat_template(const std::string &messages, bool add_generation_prompt = true,
                                   const std::string &tools = "", const std::string &variables = "") const {
     xserv_chat_options options;
-    detail::check(xserv_chat_options_default(&options));
+    xserv_chat_options_default(&options);
     options.messages_json = messages.c_str();
     options.add_generation_prompt = add_generation_prompt;
     if (!tools.empty()) options.tools_json = tools.c_str();
@@ -504,12 +512,16 @@ class Model {
   }
 
   /* Returns scores before softmax, [rows, vocab_size] row-major: one row per token, or of the last
-   * token only. */
-  std::vector<float> logits(const std::vector<TokenId> &ids, xserv_logits_rows rows = XSERV_LOGITS_ALL) const {
+   * token only. `cancel` stops it from another thread. */
+  std::vector<float> logits(const std::vector<TokenId> &ids, xserv_logits_rows rows = XSERV_LOGITS_ALL,
+                            const CancelToken *cancel = nullptr) const {
     std::size_t num_rows = rows == XSERV_LOGITS_ALL ? ids.size() : 1;
     std::vector<float> scores(num_rows * info().vocab_size);
-    detail::check(xserv_logits(get(), ids.data(), ids.size(), static_cast<std::uint32_t>(rows), scores.data(),
-                               scores.size()));
+    xserv_logits_options options;
+    xserv_logits_options_default(&options);
+    options.rows = static_cast<std::uint32_t>(rows);
+    if (cancel != nullptr) options.cancel = cancel->get();
+    detail::check(xserv_logits(get(), ids.data(), ids.size(), &options, scores.data(), scores.size()));
     return scores;
   }
 
@@ -573,6 +585,8 @@ class Model {
       return event->text_len == 0 || guarded.call(std::string_view(event->text, event->text_len));
   }
 
+  using Log = std::function<void(xserv_log_level, const char *, const char *)>;
+  std::unique_ptr<Log> log_; /* outlives the model */
   detail::ModelHandle handle_;
 };
 

@@ -4,7 +4,8 @@
 //! that names what was wrong and where: file, tensor, argument, expected and found. Layers add what
 //! they know with [`Context::context`].
 
-use std::fmt;
+use std::borrow::Cow;
+use std::fmt::{self, Write};
 
 /// The class of an error, of the few that a caller can act upon.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -29,7 +30,7 @@ pub enum ErrorKind {
     Cancelled,
     /// The chat template failed or exceeded its limits.
     Template,
-    /// The requested device does not exist, or this build cannot use it.
+    /// The requested device does not exist, or this build or this process cannot use it.
     NoDevice,
     /// The GPU failed for good: a fault in a kernel, a bus error. Only a new process helps.
     DeviceLost,
@@ -43,7 +44,7 @@ pub enum ErrorKind {
 #[derive(Clone, Debug)]
 pub struct Error {
     kind: ErrorKind,
-    message: String,
+    message: Cow<'static, str>,
 }
 
 /// The result of everything fallible in the library.
@@ -53,33 +54,48 @@ impl Error {
     /// Makes an error of the given kind. `message` is one sentence without a final period. Control
     /// characters, which can come from files, are replaced, because the message may be shown on a
     /// terminal or be a line of a log.
-    pub fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
+    ///
+    /// A message that is a constant needs no memory.
+    pub fn new(kind: ErrorKind, message: impl Into<Cow<'static, str>>) -> Self {
         Error { kind, message: one_line(message.into()) }
     }
 
     /// Makes an [`ErrorKind::InvalidArgument`].
-    pub fn invalid_argument(message: impl Into<String>) -> Self {
+    pub fn invalid_argument(message: impl Into<Cow<'static, str>>) -> Self {
         Self::new(ErrorKind::InvalidArgument, message)
     }
 
     /// Makes an [`ErrorKind::InvalidFile`].
-    pub fn invalid_file(message: impl Into<String>) -> Self {
+    pub fn invalid_file(message: impl Into<Cow<'static, str>>) -> Self {
         Self::new(ErrorKind::InvalidFile, message)
     }
 
     /// Makes an [`ErrorKind::Unsupported`].
-    pub fn unsupported(message: impl Into<String>) -> Self {
+    pub fn unsupported(message: impl Into<Cow<'static, str>>) -> Self {
         Self::new(ErrorKind::Unsupported, message)
     }
 
     /// Makes an [`ErrorKind::Internal`].
-    pub fn internal(message: impl Into<String>) -> Self {
+    pub fn internal(message: impl Into<Cow<'static, str>>) -> Self {
         Self::new(ErrorKind::Internal, message)
     }
 
-    /// Makes an [`ErrorKind::OutOfMemory`] that names what was to be allocated and its size.
+    /// Makes an [`ErrorKind::OutOfMemory`] that names what was to be allocated and its size
+    /// (`usize::MAX` where that is more than a process can address). Where even the sentence finds
+    /// no memory, it is a shorter one.
     pub fn out_of_memory(what: &str, bytes: usize) -> Self {
-        Self::new(ErrorKind::OutOfMemory, format!("cannot allocate {bytes} bytes for {what}"))
+        let message = if bytes == usize::MAX {
+            try_format(format_args!("{what} would take more bytes than a process can address"))
+        } else {
+            try_format(format_args!("cannot allocate {bytes} bytes for {what}"))
+        };
+        let message = message.map_or(Cow::Borrowed("cannot allocate memory"), Cow::Owned);
+        Self::new(ErrorKind::OutOfMemory, message)
+    }
+
+    /// Returns the same message as an error of another class.
+    pub fn with_kind(self, kind: ErrorKind) -> Self {
+        Error { kind, ..self }
     }
 
     /// Returns the class of the error.
@@ -93,8 +109,22 @@ impl Error {
     }
 }
 
+/// Formats a message, or returns `None` if there is no memory for it.
+fn try_format(message: fmt::Arguments<'_>) -> Option<String> {
+    struct Growing(String);
+    impl Write for Growing {
+        fn write_str(&mut self, piece: &str) -> fmt::Result {
+            self.0.try_reserve(piece.len()).map_err(|_| fmt::Error)?;
+            self.0.push_str(piece);
+            Ok(())
+        }
+    }
+    let mut text = Growing(String::new());
+    text.write_fmt(message).is_ok().then_some(text.0)
+}
+
 /// Replaces line ends and tabs of `message` by blanks, and other control characters by U+FFFD.
-fn one_line(message: String) -> String {
+fn one_line(message: Cow<'static, str>) -> Cow<'static, str> {
     if !message.contains(char::is_control) {
         return message;
     }
@@ -122,7 +152,10 @@ pub trait Context<T> {
 
 impl<T> Context<T> for Result<T> {
     fn context<S: fmt::Display>(self, place: impl FnOnce() -> S) -> Result<T> {
-        self.map_err(|e| Error::new(e.kind, format!("{}: {}", place(), e.message)))
+        self.map_err(|e| match try_format(format_args!("{}: {}", place(), e.message)) {
+            Some(message) => Error::new(e.kind, message),
+            None => e,
+        })
     }
 }
 
@@ -147,6 +180,15 @@ pub fn check_room(bytes: usize, what: &str) -> Result<()> {
     // Otherwise the compiler may remove the allocation and assume that it succeeded.
     std::hint::black_box(room.as_ptr());
     Ok(())
+}
+
+/// The most bytes that a tree of serde_json takes, while it is built, for each byte of its text:
+/// `[0,0,...]` has an element of 72 bytes for every two, in a list that doubles.
+const ROOM_PER_JSON_BYTE: usize = 128;
+
+/// [`check_room`] for the tree of a JSON text.
+pub fn check_room_for_json(json: &[u8], what: &str) -> Result<()> {
+    check_room(json.len().saturating_mul(ROOM_PER_JSON_BYTE), what)
 }
 
 /// Makes a vector of `len` copies of `value`, or fails with [`ErrorKind::OutOfMemory`].

@@ -11,7 +11,7 @@
 //! ```
 //!
 //! An arrow means "may use"; nothing points back (`tests/abi/layering.rs` holds the code to it).
-//! All layers use [`error`], [`panic_guard`] and [`thread_state`]; [`text`] (tokenizer,
+//! All layers use [`error`], [`panic_guard`], [`process`], [`reserve`], [`thread_state`] and [`threads`]; [`text`] (tokenizer,
 //! detokenizer, chat template) knows nothing of tensors.
 //!
 //! ## Operators
@@ -44,5 +44,14 @@ pub mod memory;
 pub mod model;
 pub mod ops;
 pub mod panic_guard;
+pub mod process;
+pub mod reserve;
 pub mod text;
+#[cfg(all(
+    target_os = "linux",
+    target_env = "gnu",
+    any(target_arch = "x86_64", target_arch = "aarch64")
+))]
+mod thread_exit;
 pub mod thread_state;
+pub mod threads;

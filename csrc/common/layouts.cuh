@@ -408,13 +408,13 @@ constexpr int linear_skinny_192x128 = 204880;
   XSERV_FIELD(QkNormRopeAppendArgs, eps, 108, 4); \
   static_assert(sizeof(QkNormRopeAppendArgs) == 112, "QkNormRopeAppendArgs has another size in Rust")
 
-#define XSERV_LAYOUT_RmsNormStepParams \
-  XSERV_FIELD(RmsNormStepParams, x, 0, 8); \
-  XSERV_FIELD(RmsNormStepParams, weight, 8, 8); \
-  XSERV_FIELD(RmsNormStepParams, out, 16, 8); \
-  XSERV_FIELD(RmsNormStepParams, width, 24, 4); \
-  XSERV_FIELD(RmsNormStepParams, eps, 28, 4); \
-  static_assert(sizeof(RmsNormStepParams) == 32, "RmsNormStepParams has another size in Rust")
+#define XSERV_LAYOUT_RmsNormRoundedParams \
+  XSERV_FIELD(RmsNormRoundedParams, x, 0, 8); \
+  XSERV_FIELD(RmsNormRoundedParams, weight, 8, 8); \
+  XSERV_FIELD(RmsNormRoundedParams, out, 16, 8); \
+  XSERV_FIELD(RmsNormRoundedParams, width, 24, 4); \
+  XSERV_FIELD(RmsNormRoundedParams, eps, 28, 4); \
+  static_assert(sizeof(RmsNormRoundedParams) == 32, "RmsNormRoundedParams has another size in Rust")
 
 #define XSERV_LAYOUT_RopeArgs \
   XSERV_FIELD(RopeArgs, q, 0, 8); \

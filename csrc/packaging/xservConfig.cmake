@@ -11,9 +11,9 @@ if(EXISTS "${_xserv_repository}/Cargo.toml")
   set(_xserv_include "${_xserv_repository}/include")
   set(_xserv_hint "build it first: cargo build --release")
   # Cargo names the file after the crate alone; programs ask for it by its SONAME.
-  if(EXISTS "${_xserv_libdir}/libxserv.so" AND NOT EXISTS "${_xserv_libdir}/libxserv.so.0")
+  if(EXISTS "${_xserv_libdir}/libxserv.so" AND NOT EXISTS "${_xserv_libdir}/libxserv.so.1")
     # RESULT: it is no error if another configuration makes the link at the same time.
-    file(CREATE_LINK libxserv.so "${_xserv_libdir}/libxserv.so.0" RESULT _xserv_ignored SYMBOLIC)
+    file(CREATE_LINK libxserv.so "${_xserv_libdir}/libxserv.so.1" RESULT _xserv_ignored SYMBOLIC)
   endif()
 else()
   # Links resolved: /lib may be one to /usr/lib, whose include is not /include.
@@ -31,7 +31,7 @@ if(EXISTS "${_xserv_libdir}/libxserv.so" AND EXISTS "${_xserv_include}/xserv.h")
     add_library(xserv::xserv SHARED IMPORTED)
     set_target_properties(xserv::xserv PROPERTIES
       IMPORTED_LOCATION "${_xserv_libdir}/libxserv.so"
-      IMPORTED_SONAME "libxserv.so.0"
+      IMPORTED_SONAME "libxserv.so.1"
       INTERFACE_INCLUDE_DIRECTORIES "${_xserv_include}")
   endif()
 else()

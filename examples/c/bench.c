@@ -5,11 +5,12 @@
  *     bench MODEL [--prompts 128,512] [--gen 64] [--depths 0,512] [--threads N,N] [--batch 1,4]
  *                 [--ttft 512,2048] [--serve 1,8] [--offline 256] [--poisson 50,80] [--offline-rate R]
  *                 [--poisson-requests 256] [--max-prefill N] [--no-chunked-prefill] [--no-speed]
- *                 [--kv-tokens N] [--max-swap-bytes N]
+ *                 [--kv-tokens N] [--max-swap-bytes N] [--random]
  *                 [--read-gbs N] [--tflops N] [--deterministic] [--reps 3] [--json]
  *
- * Numbers are medians over --reps. Weights may be random: tests/bench/make_random_model.py makes
- * models of published shapes. Names are as in llama-bench: pp<N> is a prompt of N tokens, tg<N> the
+ * Numbers are medians over --reps. With --random the folder needs a config.json alone, and the device
+ * makes up the weights: tests/bench/make_random_model.py --config-only writes those of published
+ * shapes. Names are as in llama-bench: pp<N> is a prompt of N tokens, tg<N> the
  * generation of N tokens, _d<D> after a prompt of D tokens; _b<B> with B requests at once and _t<T>
  * with T threads, if several of these are measured. The rate of a batch is its total, _ms the time
  * of all prompts together or of one step. _limit_ms is the least time that the machine allows: the
@@ -63,7 +64,7 @@ typedef struct settings {
   float offline_rate; /* requests per second; 0: to be measured */
   uint64_t max_prefill, kv_tokens, max_swap_bytes;
   ceilings ceilings; /* those that are given and not measured */
-  bool deterministic, json;
+  bool deterministic, random, json;
 } settings;
 
 /* A model and its properties. */
@@ -284,9 +285,10 @@ static bool measure_threads(const settings *all, uint32_t threads) {
   xserv_model *model = NULL;
   xserv_model_info info = {.struct_size = sizeof info};
   subject of = {.all = all, .info = &info, .ceilings = all->ceilings};
-  if (xserv_load_options_default(&options) != XSERV_STATUS_OK) return false;
+  xserv_load_options_default(&options);
   options.num_threads = threads;
   options.deterministic = all->deterministic;
+  options.random_weights = all->random;
   options.max_prefill_tokens = all->max_prefill;
   options.kv_cache_tokens = all->kv_tokens;
   options.max_swap_bytes = all->max_swap_bytes;
@@ -343,6 +345,8 @@ int main(int argc, char **argv) {
       all.json = true;
     } else if (strcmp(argv[i], "--deterministic") == 0) {
       all.deterministic = true;
+    } else if (strcmp(argv[i], "--random") == 0) {
+      all.random = true;
     } else if (argv[i][0] != '-' && all.model_path == NULL) {
       all.model_path = argv[i];
     } else {
@@ -354,7 +358,8 @@ int main(int argc, char **argv) {
     fprintf(stderr, "usage: bench MODEL [--prompts N,N] [--gen N,N] [--depths N,N] [--threads N,N] "
                     "[--batch N,N] [--ttft N,N] [--serve N,N] [--offline N,N] [--poisson PERCENT,...] "
                     "[--offline-rate R] [--poisson-requests N] [--max-prefill N] [--no-chunked-prefill] "
-                    "[--kv-tokens N] [--max-swap-bytes N] [--no-speed] [--read-gbs N] [--tflops N] [--deterministic] [--reps N] [--json]\n");
+                    "[--kv-tokens N] [--max-swap-bytes N] [--no-speed] [--read-gbs N] [--tflops N] "
+                    "[--deterministic] [--random] [--reps N] [--json]\n");
     return 2;
   }
   if (all.offline_rate < 0 || all.ceilings.read_gbs < 0 || all.ceilings.tflops < 0) {

@@ -6,7 +6,7 @@ use super::inbox::Progress;
 use super::intake::lock;
 use super::sequence::SequenceKey;
 use super::submission::Work;
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 /// A sequence's work and state.
 pub(super) struct Active {
@@ -29,7 +29,13 @@ impl ActiveTable {
         self.slots.len()
     }
 
-    /// Adds the work of a new sequence.
+    /// Makes room for a sequence more than there are slots.
+    pub fn reserve(&mut self) -> Result<()> {
+        let bytes = size_of::<Mutex<Option<Active>>>();
+        self.slots.try_reserve(1).map_err(|_| Error::out_of_memory("a sequence", bytes))
+    }
+
+    /// Adds the work of a new sequence, for which there is room.
     pub fn insert(&mut self, key: SequenceKey, work: Work) {
         while self.slots.len() <= key.slot() {
             self.slots.push(Mutex::new(None));

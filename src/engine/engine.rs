@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::Arc;
 
 use super::generation_config::GenerationConfig;
+use super::log::Logger;
 use super::service::Service;
 use super::stats::EngineStats;
 use crate::error::{Error, ErrorKind, Result};
@@ -12,6 +13,7 @@ use crate::memory::{DType, MemoryStats};
 use crate::model::folder::Folder;
 use crate::model::{Model, ModelConfig};
 use crate::ops::kv_cache::layout::BLOCK_SIZE;
+use crate::process::Process;
 use crate::text::{ChatTemplate, Detokenizer, SpecialTokens, Tokenizer};
 
 /// The sizes of a model that users ask for.
@@ -58,7 +60,8 @@ pub struct Engine {
     pub(super) max_context_tokens: u64,
     pub(super) kv_cache_tokens: u64,
     pub(super) closed: Arc<AtomicBool>,
-    pub(super) process_id: u32,
+    pub(super) log: Arc<Logger>,
+    pub(super) process: Process,
     pub(super) load_seconds: f64,
     pub(super) workspace_bytes: u64,
 }
@@ -66,7 +69,7 @@ pub struct Engine {
 impl Engine {
     /// Refuses to go on in a forked child, where the threads of the pool do not exist.
     pub fn check_process(&self) -> Result<()> {
-        if std::process::id() == self.process_id {
+        if self.process.is_current() {
             return Ok(());
         }
         Err(Error::new(
@@ -78,6 +81,7 @@ impl Engine {
     /// Ends every request as cancelled, now and later. Called when the model's handle is freed.
     pub fn close(&self) {
         self.closed.store(true, Ordering::Release);
+        self.log.end();
     }
 
     /// Whether [`Engine::close`] has been called.
@@ -185,6 +189,11 @@ impl Engine {
     /// A description for people: backend, instruction set and threads, or the name of the GPU.
     pub fn device_name(&self) -> String {
         self.model.device_name()
+    }
+
+    /// Index of the GPU; `None` on the CPU.
+    pub fn device_index(&self) -> Option<i32> {
+        self.model.device_index()
     }
 
     /// Sizes of the model.

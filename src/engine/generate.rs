@@ -5,14 +5,14 @@ use std::time::Instant;
 
 use super::batch_builder::Part;
 use super::engine::Engine;
-use super::inbox::{check_may_wait, Inbox, Message, Waker};
+use super::inbox::{check_may_wait, Inbox, Waker};
 use super::lease::{Handoff, Lease};
-use super::request::{FinishReason, Request};
+use super::request::{CancelToken, FinishReason, Request};
 use super::sampler::{Sampler, SamplingParams};
 use super::sequence::NewSequence;
 use super::submission::{SampleWork, Submission, Work};
 use super::ticket::{Event, Generation, TextRules, Ticket};
-use crate::error::{try_with_capacity, Error, Result};
+use crate::error::{try_with_capacity, Error, ErrorKind, Result};
 use crate::model::{Model, TokenChoice};
 
 /// Most samples of one request.
@@ -34,6 +34,9 @@ fn random_seed() -> u64 {
     // u64::MAX stands for "draw one" at the C interface.
     seed.min(u64::MAX - 1)
 }
+
+/// A request that is ready for the scheduler, to be given to [`Engine::hand_over`].
+pub struct Prepared(Vec<Submission>);
 
 impl Engine {
     /// Runs a request to its end and returns each sample's outcome; this thread also calls
@@ -68,6 +71,18 @@ impl Engine {
     /// Hands a request to the scheduler. `waker` is called when there is an event after there was
     /// none.
     pub fn submit(&self, request: &Request<'_>, waker: Option<Waker>) -> Result<Ticket> {
+        let (ticket, prepared) = self.prepare(request, waker)?;
+        self.hand_over(prepared)?;
+        Ok(ticket)
+    }
+
+    /// Does everything of [`Engine::submit`] but handing the request over: `waker` is not called
+    /// yet.
+    pub fn prepare(
+        &self,
+        request: &Request<'_>,
+        waker: Option<Waker>,
+    ) -> Result<(Ticket, Prepared)> {
         let begin = Instant::now();
         let config = self.generation_config();
         let params = SamplingParams::resolve(&request.sampling, config)?;
@@ -90,13 +105,24 @@ impl Engine {
             skip_special: request.skip_special,
             stop_strings: &request.stop_strings,
         };
-        let cancelled =
-            self.is_closed() || request.cancel.as_ref().is_some_and(|c| c.is_cancelled());
-        let ids = if cancelled {
-            // Tokenizing a long prompt would be in vain.
-            Vec::new()
-        } else {
-            self.prompt_ids(&request.prompt)?
+        let deadline = request.time_limit.and_then(|limit| begin.checked_add(limit));
+        let stopped = || {
+            let cancel = request.cancel.as_ref();
+            if self.is_closed() || cancel.is_some_and(|cancel| cancel.is_cancelled()) {
+                return Some(FinishReason::Cancelled);
+            }
+            let is_over = deadline.is_some_and(|deadline| Instant::now() >= deadline);
+            is_over.then_some(FinishReason::Deadline)
+        };
+        // Tokenizing a long prompt would be in vain.
+        let (ids, stopped) = match stopped() {
+            Some(reason) => (Vec::new(), Some(reason)),
+            None => match self.prompt_ids(&request.prompt, &|| stopped().is_some()) {
+                Err(error) if error.kind() == ErrorKind::Cancelled => {
+                    (Vec::new(), stopped().or(Some(FinishReason::Cancelled)))
+                }
+                ids => (ids?, None),
+            },
         };
         let max_new = request.max_tokens.or(config.max_new_tokens).unwrap_or(u32::MAX) as usize;
         // The last token of a full context is generated but never computed.
@@ -112,21 +138,18 @@ impl Engine {
             max_tokens.saturating_sub(ids.len()),
             request.cancel.clone(),
             self.closed().clone(),
-            request.time_limit.and_then(|limit| begin.checked_add(limit)),
+            deadline,
             waker,
         )?);
         let seeds = (0..num_samples).map(seed_of);
-        let ticket = Ticket::new(inbox.clone(), &rules, seeds, ids.len(), begin)?;
-        let over = match (cancelled, max_new) {
-            (true, _) => Some(FinishReason::Cancelled),
-            (false, 0) => Some(FinishReason::MaxTokens),
-            _ => None,
-        };
+        let mut ticket = Ticket::new(inbox.clone(), &rules, seeds, ids.len(), begin)?;
+        let over = stopped.or((max_new == 0).then_some(FinishReason::MaxTokens));
         if let Some(reason) = over {
-            for sample in 0..num_samples {
-                inbox.push(Message::End { sample, reason })?;
-            }
-            return Ok(ticket);
+            // The caller need not wait for the scheduler, which calls the waker and counts the end.
+            ticket.stop(reason);
+            let mut submissions = try_with_capacity(1, "a request")?;
+            submissions.push(Submission::End { inbox, num_samples, reason });
+            return Ok((ticket, Prepared(submissions)));
         }
         let mut stop_token_ids = try_with_capacity(request.stop_token_ids.len(), "stop tokens")?;
         stop_token_ids.extend_from_slice(request.stop_token_ids);
@@ -162,16 +185,26 @@ impl Engine {
                 runs_ahead: choice.is_some(),
                 alone: false,
             };
-            submissions.push(Submission { sequence, work: Work::Sample(Box::new(work)) });
+            submissions.push(Submission::Run { sequence, work: Work::Sample(Box::new(work)) });
         }
-        self.service().submit(submissions)?;
-        Ok(ticket)
+        Ok((ticket, Prepared(submissions)))
+    }
+
+    /// Hands a request to the scheduler. From now on its waker is called.
+    pub fn hand_over(&self, prepared: Prepared) -> Result<()> {
+        self.service().submit(prepared.0)
     }
 
     /// The logits after the last token, or after every token, of `ids`.
     ///
     /// `out`: [rows, vocab_size] with 1 or `ids.len()` rows.
-    pub fn logits(&self, ids: &[u32], all: bool, out: &mut [f32]) -> Result<()> {
+    pub fn logits(
+        &self,
+        ids: &[u32],
+        all: bool,
+        cancel: Option<&CancelToken>,
+        out: &mut [f32],
+    ) -> Result<()> {
         check_may_wait()?;
         self.check_tokens(ids)?;
         let mut token_ids = try_with_capacity(ids.len(), "token ids")?;
@@ -188,14 +221,14 @@ impl Engine {
             alone: true,
         };
         let mut submissions = try_with_capacity(1, "a request")?;
-        submissions.push(Submission { sequence, work: Work::Logits(handoff.clone()) });
+        submissions.push(Submission::Run { sequence, work: Work::Logits(handoff.clone()) });
         self.service().submit(submissions)?;
         loop {
-            let mut borrowed = handoff.borrow()?;
+            let mut borrowed = handoff.borrow(cancel)?;
             let lease = borrowed.lease()?;
             let end = lease.start + lease.num_new;
-            let is_closed = || self.is_closed();
-            let outcome = compute_piece(self.model(), lease, ids, all, out, &is_closed);
+            let should_stop = || self.is_closed() || cancel.is_some_and(CancelToken::is_cancelled);
+            let outcome = compute_piece(self.model(), lease, ids, all, out, &should_stop);
             borrowed.give_back(&outcome);
             outcome?;
             if end >= ids.len() {

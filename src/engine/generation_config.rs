@@ -2,7 +2,8 @@
 
 use serde_json::{Map, Value};
 
-use crate::error::{Context, Error, Result};
+use crate::error::{check_room_for_json, Context, Error, Result};
+use crate::model::folder::shown_name;
 
 /// The settings of generation_config.json (and the end tokens of config.json). `None` where it is
 /// silent.
@@ -93,8 +94,10 @@ impl GenerationConfig {
 }
 
 fn object(bytes: &[u8]) -> Result<Map<String, Value>> {
-    serde_json::from_slice(bytes)
-        .map_err(|e| Error::invalid_file(format!("not a JSON object: {e}")))
+    check_room_for_json(bytes, "a config")?;
+    serde_json::from_slice(bytes).map_err(|e| {
+        Error::invalid_file(format!("not a JSON object: {}", shown_name(&e.to_string())))
+    })
 }
 
 fn wrong(key: &str, expected: &str, found: &Value) -> Error {

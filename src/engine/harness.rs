@@ -9,6 +9,7 @@ use super::batch_builder::BatchBuilder;
 use super::block_pool::BlockPool;
 use super::generation_config::GenerationConfig;
 use super::inbox::{Inbox, Waker};
+use super::log::Logger;
 use super::request::{CancelToken, FinishReason};
 use super::sampler::{Sampler, SamplingOverrides, SamplingParams};
 use super::scheduler::Scheduler;
@@ -82,7 +83,14 @@ impl Harness {
         let mut scheduler = Scheduler::new(pool, options.limits)?;
         scheduler.set_max_swapped(options.max_swapped);
         let backend = Arc::new(CpuBackend::new(1)?);
-        let service = Service::new(model, backend, resources, scheduler, closed.clone());
+        let service = Service::new(
+            model,
+            backend,
+            resources,
+            scheduler,
+            closed.clone(),
+            Arc::new(Logger::silent()),
+        );
         Ok(Harness { service, closed })
     }
 
@@ -123,7 +131,8 @@ impl Harness {
             runs_ahead: request.by_model,
             ..NewSequence::default()
         };
-        self.service.submit(vec![Submission { sequence, work: Work::Sample(Box::new(work)) }])?;
+        let work = Work::Sample(Box::new(work));
+        self.service.submit(vec![Submission::Run { sequence, work }])?;
         Ok(ticket)
     }
 

@@ -7,10 +7,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use super::host_call::HostCall;
 use super::request::{CancelToken, FinishReason};
 use crate::error::{try_with_capacity, Error, Result};
 
-/// Called on the scheduler's thread, with no lock held, when an inbox is not empty any more.
+/// Called on the scheduler's thread, with no lock held, when an inbox is not empty any more. It may
+/// do everything that does not wait.
 pub type Waker = Box<dyn Fn() + Send + Sync>;
 
 /// News of a sample from the scheduler.
@@ -40,6 +42,10 @@ pub(super) struct Progress {
 struct Queue {
     messages: VecDeque<Message>,
     progress: Vec<Progress>,
+    /// The number of events that were taken: after each, those who wait look again.
+    num_taken: u64,
+    /// Threads in [`Inbox::wait_for`].
+    num_waiting: usize,
 }
 
 /// The queue of one request.
@@ -53,17 +59,12 @@ pub(super) struct Inbox {
     closed: Arc<AtomicBool>,
     deadline: Option<Instant>,
     waker: Option<Waker>,
-    /// Held while the waker runs; false once it is not to run any more.
-    armed: Mutex<bool>,
-    /// Set when the waker itself disarms.
-    disarmed: AtomicBool,
+    waking: HostCall,
 }
 
 thread_local! {
     /// Whether this thread is a scheduler's.
     static IS_SCHEDULER: Cell<bool> = const { Cell::new(false) };
-    /// The inbox whose waker this thread is in, as a number.
-    static WAKING: Cell<usize> = const { Cell::new(0) };
 }
 
 /// Marks this thread as a scheduler's, which must never wait for its own work.
@@ -71,10 +72,17 @@ pub(super) fn mark_scheduler_thread() {
     IS_SCHEDULER.set(true);
 }
 
-/// Refuses to wait on a scheduler's thread, where only wakers are the host's code.
+/// Whether this thread is a scheduler's.
+pub(super) fn is_scheduler_thread() -> bool {
+    IS_SCHEDULER.get()
+}
+
+/// Refuses to wait on a scheduler's thread, where the host's code is wakers and log callbacks.
 pub(super) fn check_may_wait() -> Result<()> {
-    if IS_SCHEDULER.get() {
-        return Err(Error::invalid_argument("a wake-up callback called a function that waits"));
+    if is_scheduler_thread() {
+        return Err(Error::invalid_argument(
+            "a wake-up or log callback called a function that waits",
+        ));
     }
     Ok(())
 }
@@ -103,7 +111,7 @@ impl Inbox {
         let mut stopped = try_with_capacity(num_samples, "a request")?;
         stopped.resize_with(num_samples, AtomicBool::default);
         Ok(Inbox {
-            queue: Mutex::new(Queue { messages, progress }),
+            queue: Mutex::new(Queue { messages, progress, num_taken: 0, num_waiting: 0 }),
             filled: Condvar::new(),
             stopped,
             cancelled: AtomicBool::new(false),
@@ -111,44 +119,29 @@ impl Inbox {
             closed,
             deadline,
             waker,
-            armed: Mutex::new(true),
-            disarmed: AtomicBool::new(false),
+            waking: HostCall::default(),
         })
     }
 
-    fn address(&self) -> usize {
-        std::ptr::from_ref(self).addr()
-    }
-
     fn wake(&self) {
-        let Some(waker) = &self.waker else { return };
-        let armed = self.armed.lock().unwrap_or_else(PoisonError::into_inner);
-        if *armed && !self.disarmed.load(Ordering::Acquire) {
-            WAKING.set(self.address());
-            waker();
-            WAKING.set(0);
+        if let Some(waker) = &self.waker {
+            self.waking.call(waker);
         }
     }
 
     /// Stops calls of the waker. Waits for one that is running, unless the waker itself calls this.
     pub fn disarm(&self) {
-        if self.waker.is_none() {
-            return;
+        if self.waker.is_some() {
+            self.waking.end();
         }
-        if WAKING.get() == self.address() {
-            // This thread holds the lock of `armed`, so the waker is stopped by the other flag.
-            self.disarmed.store(true, Ordering::Release);
-            return;
-        }
-        *self.armed.lock().unwrap_or_else(PoisonError::into_inner) = false;
     }
 
     fn queue(&self) -> MutexGuard<'_, Queue> {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Adds a message. A token for which there is no memory is an error; room for the end is found
-    /// in any case.
+    /// Adds a message, and calls the waker if there was none: only the scheduler's thread does this.
+    /// A token for which there is no memory is an error; room for the end is found in any case.
     pub fn push(&self, message: Message) -> Result<()> {
         let mut queue = self.queue();
         // One place more for the end of each sample.
@@ -158,33 +151,79 @@ impl Inbox {
         }
         let was_empty = queue.messages.is_empty();
         queue.messages.push_back(message);
+        let is_awaited = queue.num_waiting > 0;
         drop(queue);
-        self.filled.notify_all();
+        if is_awaited {
+            self.filled.notify_all();
+        }
         if was_empty {
             self.wake();
         }
         Ok(())
     }
 
-    /// The next message; `None` if there is none within `timeout` (`None`: for ever).
-    pub fn pop(&self, timeout: Option<Duration>) -> Option<Message> {
-        let until = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
+    /// The next message, if there is one.
+    pub fn pop(&self) -> Option<Message> {
+        self.queue().messages.pop_front()
+    }
+
+    /// Tells that an event was taken: another one may have become due that no message announces.
+    pub fn taken(&self) {
         let mut queue = self.queue();
+        queue.num_taken += 1;
+        let is_awaited = queue.num_waiting > 0;
+        drop(queue);
+        if is_awaited {
+            self.filled.notify_all();
+        }
+    }
+
+    /// Calls `take` until it returns something, or `timeout` has passed (`None`: for as long as it
+    /// takes). Between the calls it waits for news, and no lock is held.
+    pub fn wait_for<T>(
+        &self,
+        timeout: Option<Duration>,
+        mut take: impl FnMut() -> Result<Option<T>>,
+    ) -> Result<Option<T>> {
+        if timeout == Some(Duration::ZERO) {
+            return take();
+        }
+        check_may_wait()?;
+        // A time beyond what the clock can tell never comes.
+        let until = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
         loop {
-            if let Some(message) = queue.messages.pop_front() {
-                return Some(message);
+            let num_taken = self.queue().num_taken;
+            if let Some(taken) = take()? {
+                return Ok(Some(taken));
             }
-            queue = match (timeout, until) {
-                (Some(_), Some(until)) => {
-                    let left = until.checked_duration_since(Instant::now())?;
+            if !self.wait_for_news(num_taken, until) {
+                return Ok(None);
+            }
+        }
+    }
+
+    /// Waits for a message, or until the number of events that were taken is not `num_taken` any
+    /// more. False if there is neither at the time `until`.
+    fn wait_for_news(&self, num_taken: u64, until: Option<Instant>) -> bool {
+        let mut queue = self.queue();
+        queue.num_waiting += 1;
+        let has_news = loop {
+            if !queue.messages.is_empty() || queue.num_taken != num_taken {
+                break true;
+            }
+            queue = match until {
+                None => self.filled.wait(queue).unwrap_or_else(PoisonError::into_inner),
+                Some(until) => {
+                    let left = until.saturating_duration_since(Instant::now());
                     if left.is_zero() {
-                        return None;
+                        break false;
                     }
                     self.filled.wait_timeout(queue, left).unwrap_or_else(PoisonError::into_inner).0
                 }
-                _ => self.filled.wait(queue).unwrap_or_else(PoisonError::into_inner),
             };
-        }
+        };
+        queue.num_waiting -= 1;
+        has_news
     }
 
     /// Whether the queue is empty.

@@ -7,7 +7,8 @@ use super::engine::ModelShape;
 use super::text_files::{read_chat_template, read_generation_config, read_tokenizer};
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::DType;
-use crate::model::{self, folder::Folder};
+use crate::model;
+use crate::model::folder::{is_lasting, Folder};
 
 /// The report. Numbers that are not known are 0.
 #[derive(Clone, Debug, Default)]
@@ -38,21 +39,20 @@ pub struct Inspection {
     pub shape: Option<ModelShape>,
 }
 
-/// Inspects a folder or cached repo id. Fails only if there is none.
+/// Inspects a folder or cached repo id. Fails if there is none, or if it could not be examined.
 pub fn inspect(path: &str) -> Result<Inspection> {
     let found = model::inspect(path)?;
     let folder = Folder::open(&found.path)?;
-    let tokenizer_problem = read_tokenizer(&folder).err();
-    let chat_template_problem = match read_chat_template(&folder) {
-        Ok(Some(_)) => None,
-        Ok(None) => Some(Error::unsupported("the folder has no chat template")),
-        Err(error) => Some(error),
-    };
+    let tokenizer_problem = problem(read_tokenizer(&folder))?;
+    let chat_template_problem = read_chat_template(&folder)?.err();
     // A model whose tokenizer.json is damaged is refused; one that has none can be used with ids. Of two
     // damaged files a load reports generation_config.json.
-    let generation = found.config.as_ref().map(|config| read_generation_config(&folder, config));
+    let generation = match &found.config {
+        Some(config) => problem(read_generation_config(&folder, config))?,
+        None => None,
+    };
     let tokenizer = tokenizer_problem.as_ref().filter(|e| e.kind() != ErrorKind::NotFound);
-    let broken = generation.and_then(Result::err).or(tokenizer.cloned());
+    let broken = generation.or(tokenizer.cloned());
     let reason = match (found.supported, broken) {
         (false, _) => Some(found.reason.unwrap_or_else(|| "unsupported".to_string())),
         (true, Some(error)) => Some(error.message().to_string()),
@@ -77,4 +77,14 @@ pub fn inspect(path: &str) -> Result<Inspection> {
         shape: found.config.as_ref().map(ModelShape::of),
         path: found.path,
     })
+}
+
+/// Returns what is wrong with a part of the folder, if anything is. Fails if that could not be found
+/// out.
+fn problem<T>(outcome: Result<T>) -> Result<Option<Error>> {
+    match outcome {
+        Ok(_) => Ok(None),
+        Err(error) if is_lasting(error.kind()) => Ok(Some(error)),
+        Err(error) => Err(error),
+    }
 }

@@ -4,9 +4,11 @@
 //! call.
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
+use super::request::CancelToken;
 use super::step_resources::StepResources;
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 
 /// The loan for one piece of a sequence.
 pub(super) struct Lease {
@@ -32,7 +34,12 @@ enum State {
     Back(Box<StepResources>, Result<()>),
     /// There will be no more turns.
     Ended(Result<()>),
+    /// The caller has given up and waits for no turn.
+    Left,
 }
+
+/// How often a caller who may give up looks whether it should.
+const LOOK_EVERY: Duration = Duration::from_millis(10);
 
 /// The place where a lease changes hands.
 #[derive(Default)]
@@ -46,6 +53,10 @@ pub(super) struct Borrowed<'a> {
     handoff: &'a Handoff,
     lease: Option<Lease>,
     outcome: Result<()>,
+}
+
+fn given_up() -> Error {
+    Error::new(ErrorKind::Cancelled, "the computation of logits was cancelled")
 }
 
 impl Handoff {
@@ -69,9 +80,36 @@ impl Handoff {
         }
     }
 
+    /// Waits until `take` returns something; leaves when `cancel` is thrown before that.
+    fn wait_until_cancelled<T>(
+        &self,
+        mut take: impl FnMut(&mut State) -> Option<T>,
+        cancel: &CancelToken,
+    ) -> Result<T> {
+        let mut state = self.state();
+        loop {
+            if let Some(found) = take(&mut state) {
+                return Ok(found);
+            }
+            if cancel.is_cancelled() {
+                *state = State::Left;
+                return Err(given_up());
+            }
+            let waited = self.changed.wait_timeout(state, LOOK_EVERY);
+            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
     /// The scheduler's side: lends, waits until the piece is computed, and takes back.
     pub fn lend(&self, lease: Lease) -> (Box<StepResources>, Result<()>) {
-        self.put(State::Lent(lease));
+        {
+            let mut state = self.state();
+            if matches!(*state, State::Left) {
+                return (lease.resources, Err(given_up()));
+            }
+            *state = State::Lent(lease);
+        }
+        self.changed.notify_all();
         self.wait_for(|state| match std::mem::take(state) {
             State::Back(resources, outcome) => Some((resources, outcome)),
             other => {
@@ -86,16 +124,20 @@ impl Handoff {
         self.put(State::Ended(outcome));
     }
 
-    /// The caller's side: waits for a turn.
-    pub fn borrow(&self) -> Result<Borrowed<'_>> {
-        let lease = self.wait_for(|state| match std::mem::replace(state, State::Away) {
+    /// The caller's side: waits for a turn, and gives up when `cancel` is thrown.
+    pub fn borrow(&self, cancel: Option<&CancelToken>) -> Result<Borrowed<'_>> {
+        let take = |state: &mut State| match std::mem::replace(state, State::Away) {
             State::Lent(lease) => Some(Ok(lease)),
             State::Ended(outcome) => Some(Err(outcome)),
             other => {
                 *state = other;
                 None
             }
-        });
+        };
+        let lease = match cancel {
+            None => self.wait_for(take),
+            Some(cancel) => self.wait_until_cancelled(take, cancel)?,
+        };
         match lease {
             Ok(lease) => {
                 let outcome = Err(Error::internal("the computation of logits was broken off"));

@@ -8,7 +8,7 @@ use super::batch_builder::BatchBuilder;
 use super::block_pool::BlockPool;
 use super::device_starter::DeviceStarter;
 use super::engine::Engine;
-use super::log::{LogLevel, Logger};
+use super::log::{LogLevel, LogTarget, Logger};
 use super::memory_plan::{max_swapped, KvSize};
 use super::options::{num_threads, EngineOptions};
 use super::placement::{device_context, expect_on_device, place};
@@ -21,6 +21,7 @@ use crate::backend::cpu::CpuBackend;
 use crate::error::{check_room, Error, ErrorKind, Result};
 use crate::model::{LoadOptions, Model, Workspace};
 use crate::ops::kv_cache::layout::BLOCK_SIZE;
+use crate::process::Process;
 use crate::text::SpecialTokens;
 
 /// More than all the small allocations of a load together, which are not checked each.
@@ -36,39 +37,43 @@ impl Engine {
     pub fn load(
         path: &str,
         options: &EngineOptions,
-        log: Logger,
+        log: Arc<Logger>,
         progress: &mut dyn FnMut(f32) -> bool,
     ) -> Result<Engine> {
         let begin = Instant::now();
         let tell = |done: &str| {
             let seconds = begin.elapsed().as_secs_f64();
-            log.log(LogLevel::Debug, || format!("{done} after {seconds:.3} s"));
+            log.log(LogLevel::Debug, LogTarget::Load, || format!("{done} after {seconds:.3} s"));
         };
         check_room(SMALL_ALLOCATIONS_BYTES, "loading a model")?;
-        let headers = Model::read_headers(path)?;
+        let headers = if options.random_weights {
+            Model::read_config_alone(path)?
+        } else {
+            Model::read_headers(path)?
+        };
         let presumed = headers.presumed();
         for warning in presumed.warnings() {
-            log.log(LogLevel::Warning, || warning.clone());
+            log.log(LogLevel::Warning, LogTarget::Load, || warning.clone());
         }
         let folder = presumed.folder().clone();
         let config = presumed.config().clone();
-        let _starter = expect_on_device(options, presumed).map(|_| DeviceStarter::start());
-        let reader = TokenizerReader::start(&folder);
+        let _starter = expect_on_device(options, presumed)
+            .map(|_| DeviceStarter::start(options.device_index()));
         // The small files come first, so that a damaged one is reported before the weights are
-        // read.
-        let chat_template = match read_chat_template(&folder) {
-            Ok(Some(template)) => Ok(template),
-            Ok(None) => Err(Error::unsupported("the model's folder has no chat template")),
-            // This says nothing about the template: there may be enough memory later.
-            Err(error) if error.kind() == ErrorKind::OutOfMemory => return Err(error),
-            Err(error) => {
-                log.log(LogLevel::Warning, || format!("chat messages cannot be used: {error}"));
-                Err(Error::unsupported(error.message()))
+        // read. The template is checked before the tokenizer's thread starts: it takes a stack for
+        // a moment, which the other must not find missing.
+        let chat_template = read_chat_template(&folder)?.map_err(|error| {
+            if error.kind() != ErrorKind::NotFound {
+                log.log(LogLevel::Warning, LogTarget::Load, || {
+                    format!("chat messages cannot be used: {error}")
+                });
             }
-        };
+            error.with_kind(ErrorKind::Unsupported)
+        });
+        let reader = TokenizerReader::start(&folder);
         let mut generation_config = read_generation_config(&folder, &config)?;
         for ignored in &generation_config.ignored {
-            log.log(LogLevel::Warning, || {
+            log.log(LogLevel::Warning, LogTarget::Load, || {
                 format!("generation_config.json: {ignored} is set, but xserv does not implement it")
             });
         }
@@ -120,8 +125,10 @@ impl Engine {
         let tokenizer = match reader.finish() {
             Ok(tokenizer) => Ok(Arc::new(tokenizer)),
             Err(error) if error.kind() == ErrorKind::NotFound => {
-                log.log(LogLevel::Warning, || format!("{error}: only token ids can be used"));
-                Err(Error::unsupported(error.message()))
+                log.log(LogLevel::Warning, LogTarget::Load, || {
+                    format!("{error}: only token ids can be used")
+                });
+                Err(error.with_kind(ErrorKind::Unsupported))
             }
             Err(error) => return Err(error),
         };
@@ -133,7 +140,7 @@ impl Engine {
         }
         let KvSize { max_context_tokens, kv_cache_tokens } = size;
         if max_context_tokens < planned.max_context {
-            log.log(LogLevel::Warning, || {
+            log.log(LogLevel::Warning, LogTarget::Load, || {
                 format!(
                     "the context is {max_context_tokens} tokens instead of {}: there is not memory for a \
                      larger KV cache",
@@ -163,9 +170,10 @@ impl Engine {
         let resources = StepResources { kv, swap, workspace, builder };
         let mut scheduler = Scheduler::new(pool, limits)?;
         scheduler.set_max_swapped(max_swapped);
-        let service = Service::new(model.clone(), backend, resources, scheduler, closed.clone());
+        let service =
+            Service::new(model.clone(), backend, resources, scheduler, closed.clone(), log.clone());
         let engine = Engine {
-            architecture: config.family.name.to_string(),
+            architecture: config.architecture.to_string(),
             folder,
             tokenizer,
             chat_template,
@@ -175,12 +183,13 @@ impl Engine {
             max_context_tokens,
             kv_cache_tokens: (num_blocks * BLOCK_SIZE) as u64,
             closed,
-            process_id: std::process::id(),
+            log: log.clone(),
+            process: Process::current(),
             load_seconds: begin.elapsed().as_secs_f64(),
             workspace_bytes: planned.memory.workspace_bytes,
             model,
         };
-        log.log(LogLevel::Info, || {
+        log.log(LogLevel::Info, LogTarget::Load, || {
             format!(
                 "loaded {} ({} parameters, {}, {} MiB) on {} in {:.2} s; context {} tokens, KV cache {} \
                  tokens of {} bytes",

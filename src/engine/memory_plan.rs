@@ -1,6 +1,8 @@
 //! The memory that a model takes and the KV cache that it gets: decided from its headers, before
 //! anything is read, in one place for loading and for planning.
 
+use std::path::{Component, Path};
+
 use super::options::EngineOptions;
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::MemoryNeeds;
@@ -20,12 +22,38 @@ pub(super) fn available_memory_bytes() -> Option<u64> {
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;
     let line = text.lines().find(|line| line.starts_with("MemAvailable:"))?;
     let available = line.split_whitespace().nth(1)?.parse::<u64>().ok()?.checked_mul(1024)?;
-    let number = |file: &str| -> Option<u64> {
-        std::fs::read_to_string(format!("/sys/fs/cgroup/{file}")).ok()?.trim().parse().ok()
+    Some(control_group_room(Path::new("/")).map_or(available, |room| available.min(room)))
+}
+
+/// The memory that the control groups of this process leave to it, `None` if they set no limit. A
+/// group is bound by the limits of all groups above it. `root`: where `proc` and `sys` are.
+fn control_group_room(root: &Path) -> Option<u64> {
+    let groups = std::fs::read_to_string(root.join("proc/self/cgroup")).ok()?;
+    // Each line is number:controllers:path. Version 2 names no controllers.
+    let of_line = |line: &str| -> Option<u64> {
+        let (_, rest) = line.split_once(':')?;
+        let (controllers, path) = rest.split_once(':')?;
+        let (mount, limit, used) = if controllers.is_empty() {
+            ("sys/fs/cgroup", "memory.max", "memory.current")
+        } else if controllers.split(',').any(|controller| controller == "memory") {
+            ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes")
+        } else {
+            return None;
+        };
+        // A path outside the mounted tree begins with "..": only the tree's own root is seen then.
+        let is_inside = |path: &&Path| path.components().all(|c| c != Component::ParentDir);
+        let path = Some(Path::new(path.trim_start_matches('/'))).filter(is_inside);
+        let room = |group: &Path| -> Option<u64> {
+            let number = |file: &str| -> Option<u64> {
+                let file = root.join(mount).join(group).join(file);
+                std::fs::read_to_string(file).ok()?.trim().parse().ok()
+            };
+            // "max", or no such file, is no limit.
+            Some(number(limit)?.saturating_sub(number(used).unwrap_or(0)))
+        };
+        path.unwrap_or(Path::new("")).ancestors().filter_map(room).min()
     };
-    // "max", or no such file, is no limit.
-    let Some(limit) = number("memory.max") else { return Some(available) };
-    Some(available.min(limit.saturating_sub(number("memory.current").unwrap_or(0))))
+    groups.lines().filter_map(of_line).min()
 }
 
 /// Preempted requests of a model on a device may take one part in `SWAP_SHARE` of the host's
@@ -242,6 +270,68 @@ mod tests {
         // (2740 - 1100) / 2 = 820 bytes: 82 tokens, two whole blocks.
         assert_eq!(size(&default, Available::Host(Some(2740))), (64, 64));
         assert_eq!(size(&default, Available::Host(Some(0))), (32, 32));
+    }
+
+    /// A tree of control groups: files by their paths below a temporary root.
+    struct Tree(std::path::PathBuf);
+
+    impl Tree {
+        fn new(name: &str, files: &[(&str, &str)]) -> Tree {
+            let root = std::env::temp_dir().join(format!("xserv-{name}-{}", std::process::id()));
+            for (path, text) in files {
+                let path = root.join(path);
+                std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+                std::fs::write(path, text).unwrap();
+            }
+            Tree(root)
+        }
+    }
+
+    impl Drop for Tree {
+        fn drop(&mut self) {
+            let _ = std::fs::remove_dir_all(&self.0);
+        }
+    }
+
+    #[test]
+    fn the_limits_of_all_control_groups_count() {
+        let room =
+            |name: &str, files: &[(&str, &str)]| control_group_room(&Tree::new(name, files).0);
+        assert_eq!(room("none", &[]), None);
+        let group = ("proc/self/cgroup", "0::/system.slice/a.service\n");
+        let v2 = "sys/fs/cgroup";
+        let own = [
+            group,
+            (&*format!("{v2}/system.slice/a.service/memory.max"), "1000\n"),
+            (&*format!("{v2}/system.slice/a.service/memory.current"), "300\n"),
+            (&*format!("{v2}/system.slice/memory.max"), "max\n"),
+        ];
+        assert_eq!(room("own", &own), Some(700));
+        let parent = [
+            group,
+            (&*format!("{v2}/system.slice/a.service/memory.max"), "1000\n"),
+            (&*format!("{v2}/system.slice/memory.max"), "900\n"),
+            (&*format!("{v2}/system.slice/memory.current"), "800\n"),
+        ];
+        assert_eq!(room("parent", &parent), Some(100));
+        // In a container the group is the root of what is mounted, whatever its path says.
+        for path in ["0::/\n", "0::/docker/12ab\n", "0::/../other\n"] {
+            let file = &*format!("{v2}/memory.max");
+            let files = [("proc/self/cgroup", path), (file, "500\n")];
+            assert_eq!(room("container", &files), Some(500), "{path}");
+        }
+        // Used up.
+        let over =
+            [group, (&*format!("{v2}/memory.max"), "5"), (&*format!("{v2}/memory.current"), "9")];
+        assert_eq!(room("over", &over), Some(0));
+        let v1 = [
+            ("proc/self/cgroup", "3:cpu,cpuacct:/x\n2:memory:/user/b\n1:name=systemd:/y\n0::/z\n"),
+            ("sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712\n"),
+            ("sys/fs/cgroup/memory/user/b/memory.limit_in_bytes", "4000\n"),
+            ("sys/fs/cgroup/memory/user/b/memory.usage_in_bytes", "1000\n"),
+            ("sys/fs/cgroup/x/memory.max", "1"),
+        ];
+        assert_eq!(room("v1", &v1), Some(3000));
     }
 
     #[test]

@@ -23,6 +23,7 @@
 //! ```
 
 mod active;
+mod alerts;
 mod batch_builder;
 pub mod block_pool;
 mod device_starter;
@@ -33,6 +34,7 @@ mod generate;
 mod generation_config;
 #[doc(hidden)]
 pub mod harness;
+mod host_call;
 mod inbox;
 mod inspect;
 mod intake;
@@ -69,7 +71,7 @@ pub use generate::MAX_SAMPLES;
 pub use generation_config::GenerationConfig;
 pub use inbox::Waker;
 pub use inspect::{inspect, Inspection};
-pub use log::{LogLevel, Logger};
+pub use log::{LogLevel, LogTarget, Logger};
 pub use options::{DeviceChoice, EngineOptions};
 pub use plan::{plan, Plan};
 pub use request::{CancelToken, ChatPrompt, FinishReason, Prompt, Request};

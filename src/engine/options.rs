@@ -8,12 +8,12 @@ use crate::model::ModelConfig;
 /// The device that the caller wants for a model.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum DeviceChoice {
-    /// The first CUDA device where it can be used and the model runs and fits there, else the CPU.
+    /// The CUDA device where it can be used and the model runs and fits there, else the CPU.
     #[default]
     Auto,
     /// The CPU.
     Cpu,
-    /// The first CUDA device, or an error.
+    /// The CUDA device, or an error.
     Cuda,
 }
 
@@ -22,6 +22,8 @@ pub enum DeviceChoice {
 pub struct EngineOptions {
     /// The device to compute on.
     pub device: DeviceChoice,
+    /// The index of the CUDA device; 0 on the CPU.
+    pub device_index: u32,
     /// Element type of weights and KV cache; `None`: that of the files.
     pub dtype: Option<DType>,
     /// Threads of the kernels; 0: one for each core.
@@ -46,6 +48,15 @@ pub struct EngineOptions {
     pub no_prefix_cache: bool,
     /// See [`LoadOptions::deterministic`].
     pub deterministic: bool,
+    /// Make up the weights instead of reading them.
+    pub random_weights: bool,
+}
+
+impl EngineOptions {
+    /// The index of the CUDA device as the driver counts.
+    pub(super) fn device_index(&self) -> i32 {
+        i32::try_from(self.device_index).unwrap_or(i32::MAX)
+    }
 }
 
 /// The number of threads of the kernels for the option `wanted`.

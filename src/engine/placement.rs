@@ -3,14 +3,14 @@
 
 use std::sync::Arc;
 
-use super::log::{LogLevel, Logger};
+use super::log::{LogLevel, LogTarget, Logger};
 use super::memory_plan::{available_memory_bytes, Available, KvSize, MemoryPlan};
 use super::options::{context_limit, num_threads, DeviceChoice, EngineOptions};
 use super::step_limits::step_limits;
 use super::step_size::Limits;
 use crate::backend::cuda::{self, CudaDevice};
 use crate::backend::ComputeContext;
-use crate::error::Result;
+use crate::error::{Error, ErrorKind, Result};
 use crate::memory::DType;
 use crate::model::ModelFolder;
 
@@ -36,7 +36,7 @@ impl Planned {
     ) -> Result<Self> {
         let mut planned = Self::before_the_device(options, opened, on_device)?;
         if on_device && cuda::available().is_ok() {
-            let free = CudaDevice::get(0)?.free_memory_bytes()?;
+            let free = CudaDevice::get(options.device_index())?.free_memory_bytes()?;
             planned.available = Available::Device(Some(free as u64));
         }
         Ok(planned)
@@ -86,18 +86,25 @@ pub(super) fn place(
         Ok((planned, size))
     };
     match options.device {
+        DeviceChoice::Cpu if options.device_index != 0 => Err(Error::new(
+            ErrorKind::NoDevice,
+            format!("there is no CPU device {}, only 0", options.device_index),
+        )),
         DeviceChoice::Cpu => on(false),
         DeviceChoice::Cuda => {
             // A model that cannot run there is reported first: that holds on every machine.
             let planned = Planned::new(options, opened, true)?;
             cuda::available()?;
+            CudaDevice::get(options.device_index())?;
             Ok((planned, planned.kv_size(options)?))
         }
         // Most machines without a GPU are so on purpose, so nothing is logged.
         DeviceChoice::Auto if cuda::available().is_err() => on(false),
         DeviceChoice::Auto => match on(true) {
             Err(error) => {
-                log.log(LogLevel::Warning, || format!("the model runs on the CPU: {error}"));
+                log.log(LogLevel::Warning, LogTarget::Load, || {
+                    format!("the model runs on the CPU: {error}")
+                });
                 on(false)
             }
             placement => placement,
@@ -115,12 +122,12 @@ pub(super) fn expect_on_device(options: &EngineOptions, opened: &ModelFolder) ->
     planned.kv_size(options).ok().map(|_| planned.dtype)
 }
 
-/// The context of a model on the first CUDA device, which never takes more memory than the options
+/// The context of a model on a CUDA device, which never takes more memory than the options
 /// allow.
 pub(super) fn device_context(options: &EngineOptions) -> Result<Arc<ComputeContext>> {
     let budget = match options.max_memory_bytes {
         0 => usize::MAX,
         bytes => usize::try_from(bytes).unwrap_or(usize::MAX),
     };
-    Ok(Arc::new(ComputeContext::cuda_private(0, budget)?))
+    Ok(Arc::new(ComputeContext::cuda_private(options.device_index(), budget)?))
 }

@@ -5,7 +5,7 @@ use super::log::Logger;
 use super::memory_plan::KvSize;
 use super::options::{DeviceChoice, EngineOptions};
 use super::placement::{place, Planned};
-use super::text_files::{has_tokenizer, read_generation_config};
+use super::text_files::{has_tokenizer, read_chat_template, read_generation_config};
 use crate::error::{ErrorKind, Result};
 use crate::memory::DType;
 use crate::model::Model;
@@ -13,7 +13,7 @@ use crate::model::Model;
 /// The memory that a model would take, in the place where it would go.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Plan {
-    /// Whether it goes to the first CUDA device, else to the CPU.
+    /// Whether it goes to a CUDA device, else to the CPU.
     pub on_device: bool,
     /// Element type of weights and KV cache.
     pub dtype: DType,
@@ -46,7 +46,13 @@ pub struct Plan {
 /// loaded with any amount of memory fails with the error of its load, which looks at the files in
 /// the same order.
 pub fn plan(path: &str, options: &EngineOptions) -> Result<Plan> {
-    let opened = Model::open(path)?;
+    let opened = if options.random_weights {
+        Model::open_without_weights(path)?
+    } else {
+        Model::open(path)?
+    };
+    // A template that cannot be used keeps no model from being loaded; one that cannot be read does.
+    let _ = read_chat_template(opened.folder())?;
     read_generation_config(opened.folder(), opened.config())?;
     let out_of_memory = |kind| kind == ErrorKind::OutOfMemory;
     let (planned, size) = match options.device {

@@ -3,9 +3,18 @@
 use super::engine::Engine;
 use super::request::{ChatPrompt, Prompt};
 use crate::error::{try_with_capacity, Error, ErrorKind, Result};
-use crate::text::{parse_messages, parse_tools, parse_variables, ChatInput};
+use crate::text::{parse_messages, parse_tools, parse_variables, ChatInput, ShouldStop};
 
 impl Engine {
+    /// Returns the token ids of a text. Ends with [`ErrorKind::Cancelled`] if the model is freed
+    /// meanwhile.
+    pub fn tokenize(&self, text: &str, add_special: bool, parse_special: bool) -> Result<Vec<u32>> {
+        let is_freed = || self.is_closed();
+        let all = usize::MAX;
+        let tokenizer = self.tokenizer()?;
+        Ok(tokenizer.encode_beginning(text, add_special, parse_special, all, &is_freed)?.0)
+    }
+
     /// Renders a conversation with the model's template.
     pub fn apply_chat_template(&self, chat: &ChatPrompt<'_>) -> Result<String> {
         let template = self.chat_template()?;
@@ -21,11 +30,16 @@ impl Engine {
         })
     }
 
-    /// The token ids of a prompt, checked against the vocabulary and the context.
-    pub(super) fn prompt_ids(&self, prompt: &Prompt<'_>) -> Result<Vec<u32>> {
+    /// The token ids of a prompt, checked against the vocabulary and the context. `should_stop` ends
+    /// the work with [`ErrorKind::Cancelled`] by returning true.
+    pub(super) fn prompt_ids(
+        &self,
+        prompt: &Prompt<'_>,
+        should_stop: &ShouldStop<'_>,
+    ) -> Result<Vec<u32>> {
         let ids = match prompt {
             Prompt::Text { text, add_special, parse_special } => {
-                self.encode_prompt(text, *add_special, *parse_special)?
+                self.encode_prompt(text, *add_special, *parse_special, should_stop)?
             }
             Prompt::TokenIds(given) => {
                 self.check_context(given.len())?;
@@ -35,7 +49,7 @@ impl Engine {
             }
             // The template writes the special tokens itself.
             Prompt::Chat(chat) => {
-                self.encode_prompt(&self.apply_chat_template(chat)?, false, true)?
+                self.encode_prompt(&self.apply_chat_template(chat)?, false, true, should_stop)?
             }
         };
         self.check_tokens(&ids)?;
@@ -49,10 +63,12 @@ impl Engine {
         text: &str,
         add_special: bool,
         parse_special: bool,
+        should_stop: &ShouldStop<'_>,
     ) -> Result<Vec<u32>> {
         let limit = self.max_context_tokens() as usize;
         let tokenizer = self.tokenizer()?;
-        let (ids, whole) = tokenizer.encode_beginning(text, add_special, parse_special, limit)?;
+        let (ids, whole) =
+            tokenizer.encode_beginning(text, add_special, parse_special, limit, should_stop)?;
         if whole {
             return Ok(ids);
         }

@@ -13,7 +13,6 @@ use super::generation_config::GenerationConfig;
 use crate::error::{Error, Result};
 use crate::model::{Draw, TokenChoice};
 use crate::ops::top_k::cpu::select;
-use crate::thread_state::StandardFloats;
 
 /// The settings of a caller; `None` leaves one to the model's generation_config.json.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -195,7 +194,6 @@ impl Sampler {
     ///
     /// `logits`: [vocab_size]; changed by the penalties.
     pub fn sample(&mut self, logits: &mut [f32], step: u64) -> Result<u32> {
-        let _mode = StandardFloats::new();
         self.apply_penalties(logits);
         let token = if self.params.temperature == 0.0 {
             most_likely(logits)?

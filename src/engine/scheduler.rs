@@ -30,6 +30,9 @@ use crate::ops::kv_cache::layout::BLOCK_SIZE;
 /// Most waiting sequences that are passed over in one plan because others compute what they need.
 const MAX_HELD: usize = 64;
 
+/// Plans that are in use at the same time, at most: those of two steps under way and the next one.
+const MAX_PLANS: usize = 3;
+
 /// Counts for statistics.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SchedulerCounts {
@@ -55,6 +58,8 @@ pub struct SchedulerCounts {
 pub struct Scheduler {
     pub(super) limits: Limits,
     size: StepSize,
+    /// Plans that are not in use, each with room for the entries of any step.
+    spare_plans: Vec<Vec<Entry>>,
     pub(super) pool: BlockPool,
     pub(super) slots: Vec<Option<Sequence>>,
     free_slots: Vec<u32>,
@@ -76,10 +81,15 @@ impl Scheduler {
             max_sequences: limits.max_sequences.max(1),
             max_prefill_tokens: limits.max_prefill_tokens.max(1),
         };
+        let mut spare_plans = try_with_capacity(MAX_PLANS, "plans")?;
+        for _ in 0..MAX_PLANS {
+            spare_plans.push(try_with_capacity(limits.max_sequences, "a plan")?);
+        }
         Ok(Scheduler {
             running: try_with_capacity(limits.max_sequences, "running sequences")?,
             limits,
             size: StepSize::new(),
+            spare_plans,
             pool,
             slots: Vec::new(),
             free_slots: Vec::new(),
@@ -203,13 +213,22 @@ impl Scheduler {
         self.waiting.insert(at, slot);
     }
 
+    /// Memory for a plan. Planning in it allocates nothing, so it never fails for want of memory.
+    pub(super) fn take_plan_memory(&mut self) -> Vec<Entry> {
+        self.spare_plans.pop().unwrap_or_default()
+    }
+
+    /// Takes back the memory of a plan that is not needed any more.
+    pub(super) fn give_back_plan_memory(&mut self, mut entries: Vec<Entry>) {
+        entries.clear();
+        self.spare_plans.push(entries);
+    }
+
     /// Plans the next step into `entries`, which stay empty if there is nothing to do. Entries with
-    /// one token come first. Their sequences own the blocks that they need from now on.
+    /// one token come first. Their sequences own the blocks that they need from now on. Every error
+    /// is a fault of the library.
     pub fn plan(&mut self, entries: &mut Vec<Entry>) -> Result<()> {
         entries.clear();
-        entries
-            .try_reserve(self.limits.max_sequences)
-            .map_err(|_| Error::out_of_memory("a plan", self.limits.max_sequences))?;
         self.let_running_grow();
         let mut left = self.size.room(&self.limits);
         for at in 0..self.running.len() {

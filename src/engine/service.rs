@@ -3,9 +3,10 @@
 
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
-use std::thread::JoinHandle;
 
+use super::inbox::is_scheduler_thread;
 use super::intake::{lock, Shared};
+use super::log::Logger;
 use super::scheduler::Scheduler;
 use super::stats::{EngineStats, Recorder};
 use super::step_model::StepModel;
@@ -13,21 +14,22 @@ use super::step_resources::StepResources;
 use super::submission::Submission;
 use super::worker::Worker;
 use crate::backend::cpu::CpuBackend;
-use crate::error::{Error, ErrorKind, Result};
-use crate::thread_state::SignalsBlocked;
+use crate::error::{Error, Result};
+use crate::process::Process;
+use crate::threads;
 
 /// The scheduler's thread before it has started and after.
 struct Thread {
     /// The worker that the thread begins with, until it does.
     unstarted: Option<Box<Worker>>,
-    handle: Option<JoinHandle<()>>,
+    handle: Option<threads::Thread<()>>,
 }
 
 /// A scheduler and its thread, which starts with the first request and ends when this is dropped.
 pub(super) struct Service {
     shared: Arc<Shared>,
     thread: Arc<Mutex<Thread>>,
-    process_id: u32,
+    process: Process,
 }
 
 /// Stack of the thread: ten times the use that was measured in a forward pass.
@@ -41,14 +43,12 @@ impl Service {
         resources: StepResources,
         scheduler: Scheduler,
         closed: Arc<AtomicBool>,
+        log: Arc<Logger>,
     ) -> Self {
-        let mut recorder = Recorder::default();
-        recorder.counts(scheduler.counts());
-        let shared = Arc::new(Shared::new(recorder.stats));
-        let worker =
-            Worker::new(model, backend, resources, scheduler, closed, shared.clone(), recorder);
+        let shared = Arc::new(Shared::new(Recorder::new(scheduler.counts()).stats));
+        let worker = Worker::new(model, backend, resources, scheduler, closed, shared.clone(), log);
         let thread = Thread { unstarted: Some(Box::new(worker)), handle: None };
-        Service { shared, thread: Arc::new(Mutex::new(thread)), process_id: std::process::id() }
+        Service { shared, thread: Arc::new(Mutex::new(thread)), process: Process::current() }
     }
 
     /// Hands requests to the scheduler, all or none.
@@ -74,20 +74,13 @@ impl Service {
         }
         let shared = self.thread.clone();
         let body = move || {
-            let Some(mut worker) = lock(&shared).unstarted.take() else { return };
+            let Some(mut worker) = lock(&shared).unstarted.take() else { return Ok(()) };
             drop(shared);
             worker.run();
+            Ok(())
         };
         // The thread waits for the lock that is held here.
-        let _blocked = SignalsBlocked::new();
-        let handle = std::thread::Builder::new()
-            .name("xserv-engine".to_string())
-            .stack_size(STACK_BYTES)
-            .spawn(body)
-            .map_err(|e| {
-                Error::new(ErrorKind::OutOfMemory, format!("cannot start the engine's thread: {e}"))
-            })?;
-        thread.handle = Some(handle);
+        thread.handle = Some(threads::Thread::start("xserv-engine", STACK_BYTES, body)?);
         Ok(())
     }
 
@@ -99,7 +92,7 @@ impl Service {
 
 impl Drop for Service {
     fn drop(&mut self) {
-        if std::process::id() != self.process_id {
+        if !self.process.is_current() {
             // In a forked child the thread does not exist, and its locks may be held for ever. The
             // state that is shared with it is leaked.
             std::mem::forget(self.shared.clone());
@@ -107,18 +100,17 @@ impl Drop for Service {
             return;
         }
         lock(&self.shared.intake).shutdown = true;
-        let (handle, unstarted) = {
-            let mut thread = lock(&self.thread);
-            (thread.handle.take(), thread.unstarted.take())
-        };
+        let handle = lock(&self.thread).handle.take();
         self.shared.arrived.notify_one();
-        drop(unstarted);
-        if let Some(handle) = handle {
-            // A waker may have dropped the engine: then the thread ends by itself, after the waker.
-            if handle.thread().id() != std::thread::current().id() {
-                // It catches every panic; there is nothing to report here.
-                let _ = handle.join();
-            }
+        // Without a thread nothing has been submitted, and the worker goes with `self.thread`. A
+        // thread takes its worker in any case, to tell the end of what was submitted.
+        let Some(handle) = handle else { return };
+        // A waker may have dropped the engine, and two wakers the engines of each other: nothing is
+        // waited for there, and the thread ends by itself. (`std::thread::current` would panic in
+        // the destructor of a thread-specific key.)
+        if !is_scheduler_thread() {
+            // It catches every panic; there is nothing to report here.
+            let _ = handle.join();
         }
     }
 }

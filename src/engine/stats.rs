@@ -60,6 +60,13 @@ struct Window {
 const WINDOW: Duration = Duration::from_secs(1);
 
 impl Recorder {
+    /// A record of a scheduler that has done nothing yet.
+    pub fn new(counts: SchedulerCounts) -> Self {
+        let mut recorder = Recorder::default();
+        recorder.counts(counts);
+        recorder
+    }
+
     /// Notes a step that took from `begin`, or from the end of the one before it, to now. `time`:
     /// the busy and idle time of the device. Without `follows` there was nothing to do before the
     /// step.

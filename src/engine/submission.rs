@@ -35,7 +35,10 @@ pub(super) enum Work {
 }
 
 /// A request for the scheduler.
-pub(super) struct Submission {
-    pub sequence: NewSequence,
-    pub work: Work,
+pub(super) enum Submission {
+    /// A sequence is computed.
+    Run { sequence: NewSequence, work: Work },
+    /// There is nothing to compute: all samples of the request end for this reason. It comes here
+    /// because only the scheduler's thread calls wakers.
+    End { inbox: Arc<Inbox>, num_samples: u32, reason: FinishReason },
 }

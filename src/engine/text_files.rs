@@ -3,7 +3,7 @@
 use super::generation_config::GenerationConfig;
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::config::MAX_CONFIG_BYTES;
-use crate::model::folder::Folder;
+use crate::model::folder::{is_lasting, Folder};
 use crate::model::ModelConfig;
 use crate::text::{
     ChatTemplate, Tokenizer, MAX_TEMPLATE_BYTES, MAX_TOKENIZER_BYTES, MAX_TOKENIZER_CONFIG_BYTES,
@@ -29,8 +29,21 @@ pub(super) fn has_tokenizer(folder: &Folder) -> Result<bool> {
     }
 }
 
-/// The folder's chat template, `None` if it has none.
-pub(super) fn read_chat_template(folder: &Folder) -> Result<Option<ChatTemplate>> {
+/// The folder's chat template, or why it has none that can be used ([`ErrorKind::NotFound`]: it has
+/// none). Fails if that could not be found out.
+pub(super) fn read_chat_template(folder: &Folder) -> Result<Result<ChatTemplate>> {
+    match chat_template(folder) {
+        Ok(Some(template)) => Ok(Ok(template)),
+        Ok(None) => {
+            let message = "the model's folder has no chat template";
+            Ok(Err(Error::new(ErrorKind::NotFound, message)))
+        }
+        Err(error) if is_lasting(error.kind()) => Ok(Err(error)),
+        Err(error) => Err(error),
+    }
+}
+
+fn chat_template(folder: &Folder) -> Result<Option<ChatTemplate>> {
     let jinja = folder.read_optional_file("chat_template.jinja", MAX_TEMPLATE_BYTES)?;
     let config = folder.read_optional_file("tokenizer_config.json", MAX_TOKENIZER_CONFIG_BYTES)?;
     ChatTemplate::from_files(config.as_deref(), jinja.as_deref())

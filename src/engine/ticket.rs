@@ -5,9 +5,10 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::inbox::{check_may_wait, Inbox, Message, Progress};
+use super::inbox::{Inbox, Message, Progress};
 use super::request::FinishReason;
 use crate::error::{try_with_capacity, Error, ErrorKind, Result};
+use crate::process::Process;
 use crate::text::{Detokenizer, StopMatcher, Tokenizer};
 
 /// The outcome of a sample of a request.
@@ -106,7 +107,7 @@ impl TextOutput {
     fn push(&mut self, token: u32) -> Result<(String, bool)> {
         let Some(detokenizer) = &mut self.detokenizer else { return Ok((String::new(), false)) };
         let piece = detokenizer.push(token)?;
-        let output = self.stop.push(&piece);
+        let output = self.stop.push(&piece)?;
         self.append(&output.text)?;
         Ok((output.text, output.matched.is_some()))
     }
@@ -115,10 +116,13 @@ impl TextOutput {
     fn finish(&mut self) -> Result<(String, bool)> {
         let Some(detokenizer) = &mut self.detokenizer else { return Ok((String::new(), false)) };
         let rest = detokenizer.finish()?;
-        let output = self.stop.push(&rest);
+        let output = self.stop.push(&rest)?;
         let mut piece = output.text;
         if output.matched.is_none() {
-            piece.push_str(&self.stop.finish());
+            let held = self.stop.finish();
+            let no_memory = |_| Error::out_of_memory("the generated text", held.len());
+            piece.try_reserve(held.len()).map_err(no_memory)?;
+            piece.push_str(&held);
         }
         self.append(&piece)?;
         Ok((piece, output.matched.is_some()))
@@ -147,14 +151,14 @@ pub struct Ticket {
     samples: Vec<Sample>,
     num_prompt_tokens: usize,
     begin: Instant,
-    process_id: u32,
+    process: Process,
 }
 
 /// Cancels a ticket, from any thread and at any time.
 #[derive(Clone)]
 pub struct TicketHandle {
     inbox: Arc<Inbox>,
-    process_id: u32,
+    process: Process,
 }
 
 impl TicketHandle {
@@ -166,20 +170,25 @@ impl TicketHandle {
     /// Stops calls of the waker. Waits for one that runs on another thread.
     pub fn disarm(&self) {
         // In a forked child nobody calls it, and its lock may be held for ever.
-        if std::process::id() == self.process_id {
+        if self.process.is_current() {
             self.inbox.disarm();
         }
     }
 
-    /// Refuses to take events in a waker: another thread may be waiting for them, and the two would
-    /// wait for each other.
-    pub fn check_may_wait(&self) -> Result<()> {
-        check_may_wait()
+    /// Calls `take` until it returns something, or `timeout` has passed (`None`: for as long as it
+    /// takes). Between the calls it waits for news of the request, and no lock is held. Only a
+    /// timeout of zero is allowed in a waker.
+    pub fn wait_for<T>(
+        &self,
+        timeout: Option<Duration>,
+        take: impl FnMut() -> Result<Option<T>>,
+    ) -> Result<Option<T>> {
+        self.inbox.wait_for(timeout, take)
     }
 
     /// Refuses to go on in a forked child, where nobody computes.
     pub fn check_process(&self) -> Result<()> {
-        if std::process::id() == self.process_id {
+        if self.process.is_current() {
             return Ok(());
         }
         Err(Error::new(
@@ -220,13 +229,13 @@ impl Ticket {
                 progress: Progress::default(),
             });
         }
-        let process_id = std::process::id();
-        Ok(Ticket { inbox, samples, num_prompt_tokens, begin, process_id })
+        let process = Process::current();
+        Ok(Ticket { inbox, samples, num_prompt_tokens, begin, process })
     }
 
     /// A handle to cancel it with.
     pub fn handle(&self) -> TicketHandle {
-        TicketHandle { inbox: self.inbox.clone(), process_id: self.process_id }
+        TicketHandle { inbox: self.inbox.clone(), process: self.process }
     }
 
     /// Whether every sample's end has been told.
@@ -256,10 +265,21 @@ impl Ticket {
     /// The next event; `None` if there is none within `timeout` (`None`: waits as long as it
     /// takes). An error ends the sample in which it happened.
     pub fn next(&mut self, timeout: Option<Duration>) -> Result<Option<Event>> {
-        if timeout != Some(Duration::ZERO) {
-            check_may_wait()?;
+        let inbox = self.inbox.clone();
+        inbox.wait_for(timeout, || self.try_next())
+    }
+
+    /// The next event, if there is one that needs no waiting. An error ends the sample in which it
+    /// happened.
+    pub fn try_next(&mut self) -> Result<Option<Event>> {
+        let event = self.find_event();
+        if !matches!(event, Ok(None)) {
+            self.inbox.taken();
         }
-        let until = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
+        event
+    }
+
+    fn find_event(&mut self) -> Result<Option<Event>> {
         loop {
             if self.inbox.is_cancelled() {
                 for sample in &mut self.samples {
@@ -268,31 +288,39 @@ impl Ticket {
             }
             let ending = |sample: &Sample| sample.reason.is_some() && !sample.is_over;
             if let Some(index) = self.samples.iter().position(ending) {
-                return self.end(index).map(Some);
+                let event = self.end(index);
+                return event.inspect_err(|_| self.fail(index)).map(Some);
             }
             if self.is_done() {
                 return Ok(Some(Event::Done));
             }
-            let left = timeout.map(|timeout| match until {
-                Some(until) => until.saturating_duration_since(Instant::now()),
-                None => timeout,
-            });
-            let Some(message) = self.inbox.pop(left) else { return Ok(None) };
-            if let Some(event) = self.take(message)? {
-                return Ok(Some(event));
+            let Some(message) = self.inbox.pop() else { return Ok(None) };
+            let (Message::Token { sample, .. }
+            | Message::End { sample, .. }
+            | Message::Failed { sample, .. }) = message;
+            let index = sample as usize;
+            let event = self.take(index, message).inspect_err(|_| self.fail(index))?;
+            if event.is_some() {
+                return Ok(event);
             }
         }
     }
 
-    fn take(&mut self, message: Message) -> Result<Option<Event>> {
-        let (Message::Token { sample: index, .. }
-        | Message::End { sample: index, .. }
-        | Message::Failed { sample: index, .. }) = message;
-        let index = index as usize;
+    /// Ends a sample whose failure is told instead of its end: a token of it could not be taken or
+    /// told, so those that follow would be wrong.
+    pub fn fail(&mut self, index: usize) {
+        if let Some(sample) = self.samples.get_mut(index) {
+            sample.is_over = true;
+            sample.ended.get_or_insert_with(Instant::now);
+        }
+        self.inbox.stop(index);
+    }
+
+    fn take(&mut self, index: usize, message: Message) -> Result<Option<Event>> {
         let inbox = &self.inbox;
         let cancelled = inbox.is_cancelled();
         let Some(sample) = self.samples.get_mut(index) else { return Ok(None) };
-        if sample.reason.is_some() || cancelled {
+        if sample.is_over || sample.reason.is_some() || cancelled {
             return Ok(None);
         }
         let (token, is_stop) = match message {
@@ -301,17 +329,13 @@ impl Ticket {
                 sample.reason = Some(reason);
                 return Ok(None);
             }
-            Message::Failed { error, .. } => {
-                sample.is_over = true;
-                sample.ended = Some(Instant::now());
-                return Err(error);
-            }
+            Message::Failed { error, .. } => return Err(error),
         };
         let ids = &mut sample.token_ids;
-        ids.try_reserve(1).map_err(|_| Error::out_of_memory("token ids", 4 * ids.len()))?;
-        ids.push(token);
-        let num_tokens = ids.len();
+        ids.try_reserve(1).map_err(|_| Error::out_of_memory("token ids", size_of::<u32>()))?;
+        let num_tokens = ids.len() + 1;
         if is_stop {
+            ids.push(token);
             sample.reason = Some(FinishReason::StopToken);
             return Ok(Some(Event::Token {
                 sample: index,
@@ -320,14 +344,8 @@ impl Ticket {
                 num_tokens,
             }));
         }
-        let (text, stopped) = match sample.output.push(token) {
-            Ok(pushed) => pushed,
-            Err(error) => {
-                sample.is_over = true;
-                inbox.stop(index);
-                return Err(error);
-            }
-        };
+        let (text, stopped) = sample.output.push(token)?;
+        ids.push(token);
         if stopped {
             sample.reason = Some(FinishReason::StopString);
             inbox.stop(index);
@@ -397,7 +415,7 @@ impl Drop for Ticket {
     fn drop(&mut self) {
         // In a forked child there is no scheduler to be told. (This uses atomics only and takes no
         // lock.)
-        if std::process::id() == self.process_id {
+        if self.process.is_current() {
             self.inbox.cancel();
         }
     }

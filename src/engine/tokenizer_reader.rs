@@ -3,14 +3,13 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::Arc;
-use std::thread::JoinHandle;
 
 use super::text_files::read_tokenizer;
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::folder::Folder;
 use crate::panic_guard;
 use crate::text::Tokenizer;
-use crate::thread_state::SignalsBlocked;
+use crate::threads::{Thread, STACK_BYTES};
 
 /// A tokenizer that is being read. Waits for that when dropped: no thread outlives the load.
 pub(super) struct TokenizerReader {
@@ -19,7 +18,7 @@ pub(super) struct TokenizerReader {
 }
 
 enum Work {
-    Thread(JoinHandle<Result<Tokenizer>>),
+    Thread(Thread<Tokenizer>),
     /// The result, where no thread could be started.
     Done(Box<Result<Tokenizer>>),
 }
@@ -38,10 +37,7 @@ impl TokenizerReader {
                 tokenizer
             }
         };
-        let _blocked = SignalsBlocked::new();
-        let thread =
-            std::thread::Builder::new().name("xserv-tokenizer".to_string()).spawn(read.clone());
-        let work = match thread {
+        let work = match Thread::start("xserv-tokenizer", STACK_BYTES, read.clone()) {
             Ok(thread) => Work::Thread(thread),
             Err(_) => Work::Done(Box::new(read())),
         };
@@ -57,7 +53,7 @@ impl TokenizerReader {
     pub(super) fn finish(mut self) -> Result<Tokenizer> {
         let lost = || Error::internal("the thread that reads the tokenizer was lost");
         match self.work.take() {
-            Some(Work::Thread(thread)) => thread.join().unwrap_or_else(|_| Err(lost())),
+            Some(Work::Thread(thread)) => thread.join(),
             Some(Work::Done(tokenizer)) => *tokenizer,
             None => Err(lost()),
         }

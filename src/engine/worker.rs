@@ -4,11 +4,13 @@
 //! planned and begun while the one before is under way, and only then is that one finished: the
 //! host works while the device does. It is begun as late as that allows ([`Pace`]), so that
 //! requests that come meanwhile are in it. No callback of a request runs here; only wakers do,
-//! which are quick, and hold no lock.
+//! which are quick. They run on this thread only, from this loop only, and with no lock held: they
+//! may call what does not wait, also what ends the request that they wake for.
 //!
 //! A step that fails ends the sequences in it, and no others. A step that finds no memory is
 //! planned anew with fewer tokens: it fails only if it is one token of one sequence and nothing
-//! else is under way.
+//! else is under way. Planning itself takes no memory, so whoever waits is never ended for want of
+//! it.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -16,10 +18,12 @@ use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::active::ActiveTable;
+use super::alerts::Alerts;
 use super::batch_builder::Part;
-use super::inbox::{mark_scheduler_thread, Message};
+use super::inbox::{mark_scheduler_thread, Inbox, Message};
 use super::intake::{lock, Shared};
 use super::lease::Lease;
+use super::log::Logger;
 use super::pace::Pace;
 use super::request::FinishReason;
 use super::sampler::not_finite;
@@ -56,11 +60,11 @@ pub(super) struct Worker {
     resources: Option<Box<StepResources>>,
     works: ActiveTable,
     flights: VecDeque<Flight>,
-    spare: Vec<Vec<Entry>>,
     /// Submissions that are being taken in.
     arriving: VecDeque<Submission>,
     result: StepResult,
     recorder: Recorder,
+    alerts: Alerts,
     closed: Arc<AtomicBool>,
     /// Whether a sequence that is computed alone has the next turn.
     alone_next: bool,
@@ -83,8 +87,9 @@ impl Worker {
         scheduler: Scheduler,
         closed: Arc<AtomicBool>,
         shared: Arc<Shared>,
-        recorder: Recorder,
+        log: Arc<Logger>,
     ) -> Self {
+        let recorder = Recorder::new(scheduler.counts());
         Worker {
             model,
             backend,
@@ -93,10 +98,10 @@ impl Worker {
             resources: Some(Box::new(resources)),
             works: ActiveTable::default(),
             flights: VecDeque::new(),
-            spare: Vec::new(),
             arriving: VecDeque::new(),
             result: StepResult::default(),
             recorder,
+            alerts: Alerts::new(log),
             closed,
             alone_next: false,
             follows: false,
@@ -157,13 +162,29 @@ impl Worker {
         std::mem::swap(&mut intake.submissions, &mut self.arriving);
         drop(intake);
         while let Some(submission) = self.arriving.pop_front() {
-            self.recorder.stats.submitted += 1;
-            match self.scheduler.add(submission.sequence) {
-                Ok(key) => self.works.insert(key, submission.work),
-                Err(error) => self.tell_end(&submission.work, Err(error)),
+            match submission {
+                Submission::Run { sequence, work } => {
+                    self.recorder.stats.submitted += 1;
+                    let added = self.works.reserve().and_then(|()| self.scheduler.add(sequence));
+                    match added {
+                        Ok(key) => self.works.insert(key, work),
+                        Err(error) => self.tell_end(&work, Err(error)),
+                    }
+                }
+                Submission::End { inbox, num_samples, reason } => {
+                    self.end_at_once(&inbox, num_samples, reason);
+                }
             }
         }
         true
+    }
+
+    /// Tells the ends of a request that was over when it came.
+    fn end_at_once(&mut self, inbox: &Inbox, num_samples: u32, reason: FinishReason) {
+        self.recorder.stats.submitted += u64::from(num_samples);
+        for sample in 0..num_samples {
+            self.tell_end_of_sample(inbox, sample, Ok(reason));
+        }
     }
 
     /// Ends a sequence and tells its caller.
@@ -175,22 +196,31 @@ impl Worker {
     }
 
     fn tell_end(&mut self, work: &Work, outcome: Result<FinishReason>) {
+        match work {
+            Work::Logits(handoff) => {
+                self.count_end();
+                handoff.end(outcome.and(Err(cancelled())));
+            }
+            Work::Sample(work) => self.tell_end_of_sample(&work.inbox, work.sample, outcome),
+        }
+    }
+
+    fn tell_end_of_sample(&mut self, inbox: &Inbox, sample: u32, outcome: Result<FinishReason>) {
+        self.count_end();
+        let message = match outcome {
+            Ok(reason) => Message::End { sample, reason },
+            Err(error) => Message::Failed { sample, error },
+        };
+        // Ends always find room.
+        let _ = inbox.push(message);
+    }
+
+    /// Counts the end of a sample. A caller that hears of the end and asks for statistics finds it
+    /// in them.
+    fn count_end(&mut self) {
         self.recorder.stats.ended += 1;
-        // A caller that hears of the end and asks for statistics finds it in them.
         self.recorder.counts(self.scheduler.counts());
         *lock(&self.shared.stats) = self.recorder.stats;
-        match work {
-            Work::Logits(handoff) => handoff.end(outcome.and(Err(cancelled()))),
-            Work::Sample(work) => {
-                let sample = work.sample;
-                let entry = match outcome {
-                    Ok(reason) => Message::End { sample, reason },
-                    Err(error) => Message::Failed { sample, error },
-                };
-                // Ends always find room.
-                let _ = work.inbox.push(entry);
-            }
-        }
     }
 
     fn end_all(&mut self, outcome: &dyn Fn() -> Result<FinishReason>) {
@@ -201,17 +231,22 @@ impl Worker {
         }
         let submissions = std::mem::take(&mut lock(&self.shared.intake).submissions);
         for submission in submissions {
-            self.recorder.stats.submitted += 1;
-            self.tell_end(&submission.work, outcome());
+            match submission {
+                Submission::Run { work, .. } => {
+                    self.recorder.stats.submitted += 1;
+                    self.tell_end(&work, outcome());
+                }
+                Submission::End { inbox, num_samples, reason } => {
+                    self.end_at_once(&inbox, num_samples, reason);
+                }
+            }
         }
     }
 
-    /// Ends every request. After a fault of the library itself nothing is certain, so no request is
-    /// taken any more.
+    /// Ends every request, and takes none any more: after a fault of the library itself nothing is
+    /// certain.
     fn fail(&mut self, error: Error) {
-        if error.kind() != ErrorKind::OutOfMemory {
-            lock(&self.shared.intake).failed = Some(error.clone());
-        }
+        lock(&self.shared.intake).failed = Some(error.clone());
         self.abandon_flights();
         self.end_all(&|| Err(error.clone()));
     }
@@ -219,16 +254,16 @@ impl Worker {
     /// Drops the results of the steps under way. The model finishes its steps in order, so none may
     /// be left for the next request to get.
     fn abandon_flights(&mut self) {
-        while let Some(Flight { mut entries, .. }) = self.flights.pop_front() {
+        while let Some(Flight { entries, .. }) = self.flights.pop_front() {
             if let Some(resources) = self.resources.as_deref_mut() {
                 let _ = self.model.finish_step(&mut resources.workspace, &mut self.result);
             }
-            entries.clear();
-            self.spare.push(entries);
+            self.scheduler.give_back_plan_memory(entries);
         }
     }
 
-    /// Does one thing: begins a step, finishes one, or lends the resources.
+    /// Does one thing: begins a step, finishes one, or lends the resources. Every error is a fault
+    /// of the library: what can befall a request ends that request here.
     fn turn(&mut self) -> Result<()> {
         self.end_stopped();
         let depth = self.model.max_steps_in_flight().clamp(1, 2);
@@ -254,16 +289,19 @@ impl Worker {
         if begun {
             self.alone_next = true;
         }
-        self.recorder.counts(self.scheduler.counts());
+        let counts = self.scheduler.counts();
+        let blocks = counts.blocks;
+        self.alerts.preemptions(counts.preemptions, blocks.used + blocks.idle + blocks.free);
+        self.recorder.counts(counts);
         Ok(())
     }
 
     /// Fails if sequences would wait for ever: nothing could be planned and nothing is under way.
     fn check_progress(&mut self) -> Result<()> {
-        let mut entries = self.spare.pop().unwrap_or_default();
+        let mut entries = self.scheduler.take_plan_memory();
         let planned = self.plan(&mut entries);
         let stuck = entries.is_empty() && self.scheduler.plan_alone().is_none();
-        self.spare.push(entries);
+        self.scheduler.give_back_plan_memory(entries);
         planned?;
         if stuck && !self.scheduler.is_empty() {
             Err(Error::internal("requests wait for KV blocks that nobody has"))
@@ -333,7 +371,7 @@ impl Worker {
     /// Plans and begins a step. False if there was nothing to do, or no memory for it yet.
     fn begin(&mut self) -> Result<bool> {
         let start = Instant::now();
-        let mut entries = self.spare.pop().unwrap_or_default();
+        let mut entries = self.scheduler.take_plan_memory();
         let mut copied = false;
         let begun = loop {
             copied |= self.plan(&mut entries)?;
@@ -354,26 +392,34 @@ impl Worker {
             match error.kind() {
                 // Every sequence in it was to stop.
                 ErrorKind::Cancelled => self.end_stopped(),
-                ErrorKind::OutOfMemory if self.scheduler.found_no_memory(&entries) => continue,
+                ErrorKind::OutOfMemory if self.scheduler.found_no_memory(&entries) => {
+                    if self.flights.is_empty() {
+                        continue;
+                    }
+                }
                 // There may be memory when the step under way is finished.
-                ErrorKind::OutOfMemory if !self.flights.is_empty() => break false,
+                ErrorKind::OutOfMemory if !self.flights.is_empty() => {}
                 // A failed step fails every sequence in it.
                 _ => self.fail_entries(&entries, &error),
             }
-            break true;
+            // The model may have overwritten the tokens that the step under way chooses, so that is
+            // finished before another step needs them.
+            break self.flights.is_empty();
         };
-        entries.clear();
-        self.spare.push(entries);
+        self.scheduler.give_back_plan_memory(entries);
         Ok(begun)
     }
 
     fn fail_entries(&mut self, entries: &[Entry], error: &Error) {
+        self.alerts.failed(error);
         for entry in entries {
             self.end(entry.key, Err(error.clone()));
         }
     }
 
     fn begin_step(&mut self, entries: &[Entry], now: Instant) -> Result<()> {
+        let no_memory = |_| Error::out_of_memory("a step", size_of::<Flight>());
+        self.flights.try_reserve(1).map_err(no_memory)?;
         let Self { model, scheduler, works, resources, .. } = self;
         let StepResources { kv, workspace, builder, .. } =
             resources.as_deref_mut().ok_or_else(no_resources)?;
@@ -419,7 +465,7 @@ impl Worker {
     /// Waits for the oldest step under way, and hands out its tokens.
     fn finish(&mut self) {
         let Some(flight) = self.flights.pop_front() else { return };
-        let Flight { mut entries, begun, follows, num_decoding, copied } = flight;
+        let Flight { entries, begun, follows, num_decoding, copied } = flight;
         let finished = match self.resources.as_deref_mut() {
             Some(resources) => self.model.finish_step(&mut resources.workspace, &mut self.result),
             None => Err(no_resources()),
@@ -432,8 +478,7 @@ impl Worker {
             // with its tokens.
             self.abandon_flights();
             self.scheduler.abandon_steps();
-            entries.clear();
-            return self.spare.push(entries);
+            return self.scheduler.give_back_plan_memory(entries);
         }
         let chosen = finished.and_then(|()| self.choose(&entries));
         match chosen {
@@ -453,13 +498,14 @@ impl Worker {
                 // This comes before the tokens go out: a caller that has the last one finds it
                 // counted.
                 self.recorder.step(begun, self.result.time, follows, num_prompt, num_chosen);
+                let num_tokens = entries.iter().map(|entry| entry.num_new).sum();
+                self.alerts.step(num_tokens, num_decoding.is_some(), self.result.time.busy);
                 for entry in &entries {
                     self.deliver(entry);
                 }
             }
         }
-        entries.clear();
-        self.spare.push(entries);
+        self.scheduler.give_back_plan_memory(entries);
     }
 
     /// Chooses the tokens that the model leaves to the host, several at a time.

@@ -5,13 +5,16 @@
 use std::ffi::c_void;
 use std::sync::Arc;
 
-use super::guard::{guard, guard_or, read_struct, write_struct, GrowingStruct, Out};
+use super::guard::{
+    guard, guard_or, guard_work, init_struct, read_struct, write_struct, GrowingStruct, Out,
+};
 use super::handle::HandleTable;
 use super::status::xserv_status;
 use super::types::xserv_device_kind;
 use crate::backend::cuda::{num_cuda_devices, CudaDeviceInfo, StreamChoice};
 use crate::backend::ComputeContext;
 use crate::error::{Error, ErrorKind, Result};
+use crate::process::Process;
 
 /// A compute context: a device, a stream of work on it, and the memory that the work uses. It
 /// serves the operators xserv_op_*; models have contexts of their own.
@@ -23,11 +26,6 @@ use crate::error::{Error, ErrorKind, Result};
 pub struct xserv_context {
     _private: [u8; 0],
 }
-
-/// Used for xserv_context_options.num_threads: one thread for each core.
-pub const XSERV_THREADS_AUTO: u32 = u32::MAX;
-/// Used for a memory budget: no limit but that of the device.
-pub const XSERV_MEMORY_UNLIMITED: u64 = u64::MAX;
 
 /// How to make a context. Fill with xserv_context_options_default() first.
 #[repr(C)]
@@ -42,20 +40,21 @@ pub struct xserv_context_options {
     /// CUDA: 1 to queue work on the caller's `stream`, 0 (the default) for a stream of the
     /// context's own.
     pub use_stream: u32,
-    /// CPU: the number of threads, the calling one included; default XSERV_THREADS_AUTO.
+    /// CPU: the number of threads, the calling one included, at most 1024; 0 (default): one for each
+    /// core that the process may run on.
     pub num_threads: u32,
     /// CUDA with use_stream: a cudaStream_t (CUstream) of the device's primary context, which is
     /// the one that the CUDA runtime, PyTorch and CuPy use; NULL is the default stream. Must
     /// outlive the context.
     pub stream: *mut c_void,
     /// The most bytes of device memory that the context may hold for owned tensors and workspaces;
-    /// default XSERV_MEMORY_UNLIMITED.
-    pub memory_budget: u64,
+    /// 0 (default): no limit but that of the device.
+    pub max_memory_bytes: u64,
 }
 
 // SAFETY: repr(C), struct_size first, numbers and a pointer that is never followed.
 unsafe impl GrowingStruct for xserv_context_options {
-    const FIRST_SIZE: usize = 40;
+    const SIZES: &'static [usize] = &[40];
     const NAME: &'static str = "xserv_context_options";
     const HOW: &'static str = "fill it with xserv_context_options_default()";
 
@@ -65,9 +64,9 @@ unsafe impl GrowingStruct for xserv_context_options {
             device_kind: xserv_device_kind::XSERV_DEVICE_AUTO as u32,
             device_index: 0,
             use_stream: 0,
-            num_threads: XSERV_THREADS_AUTO,
+            num_threads: 0,
             stream: std::ptr::null_mut(),
-            memory_budget: XSERV_MEMORY_UNLIMITED,
+            max_memory_bytes: 0,
         }
     }
 }
@@ -84,8 +83,8 @@ pub struct xserv_memory_stats {
     pub reserved: u64,
     /// The most that `allocated` has been.
     pub peak: u64,
-    /// The most that `reserved` may become.
-    pub budget: u64,
+    /// The most that `reserved` may become; 0: no limit but that of the device.
+    pub max_memory_bytes: u64,
     /// The number of calls that took memory from the driver or the system or gave it back. A loop
     /// of same-shaped work leaves it unchanged after its first round.
     pub num_driver_calls: u64,
@@ -95,7 +94,7 @@ pub struct xserv_memory_stats {
 
 // SAFETY: repr(C), struct_size first, numbers.
 unsafe impl GrowingStruct for xserv_memory_stats {
-    const FIRST_SIZE: usize = 56;
+    const SIZES: &'static [usize] = &[56];
     const NAME: &'static str = "xserv_memory_stats";
     const HOW: &'static str = "set it to sizeof(xserv_memory_stats)";
 
@@ -105,7 +104,7 @@ unsafe impl GrowingStruct for xserv_memory_stats {
             allocated: 0,
             reserved: 0,
             peak: 0,
-            budget: 0,
+            max_memory_bytes: 0,
             num_driver_calls: 0,
             num_allocations: 0,
         }
@@ -136,7 +135,7 @@ pub struct xserv_device_info {
 
 // SAFETY: repr(C), struct_size first, numbers.
 unsafe impl GrowingStruct for xserv_device_info {
-    const FIRST_SIZE: usize = 296;
+    const SIZES: &'static [usize] = &[296];
     const NAME: &'static str = "xserv_device_info";
     const HOW: &'static str = "set it to sizeof(xserv_device_info)";
 
@@ -154,15 +153,11 @@ unsafe impl GrowingStruct for xserv_device_info {
     }
 }
 
-const _: () = assert!(size_of::<xserv_context_options>() == 40);
-const _: () = assert!(size_of::<xserv_memory_stats>() == 56);
-const _: () = assert!(size_of::<xserv_device_info>() == 296);
-
 /// A context and the process that made it: its threads and its CUDA state do not exist in a forked
 /// child.
 pub(super) struct ContextObject {
     context: ComputeContext,
-    process: u32,
+    process: Process,
 }
 
 static CONTEXTS: HandleTable<ContextObject> = HandleTable::new(8, "context");
@@ -170,7 +165,7 @@ static CONTEXTS: HandleTable<ContextObject> = HandleTable::new(8, "context");
 impl ContextObject {
     /// Returns the context, if this is the process that made it.
     pub(super) fn get(&self) -> Result<&ComputeContext> {
-        if self.process == std::process::id() {
+        if self.process.is_current() {
             Ok(&self.context)
         } else {
             Err(Error::new(
@@ -223,17 +218,23 @@ pub unsafe extern "C" fn xserv_cuda_device_get_info(
     })
 }
 
-/// Fills options with their defaults.
+/// Sets every option to its default.
+///
+/// struct_size: sizeof(xserv_context_options) of the header that the program is built with; no byte beyond it is
+/// written. xserv_context_options_default() passes it. Does nothing if options is NULL.
 ///
 /// # Safety
-/// `options` is writable for a whole xserv_context_options.
-#[must_use]
+/// `options` is NULL or writable for `struct_size` bytes.
 #[no_mangle]
-pub unsafe extern "C" fn xserv_context_options_default(
+pub unsafe extern "C" fn xserv_context_options_init(
     options: *mut xserv_context_options,
-) -> xserv_status {
-    // SAFETY: by the contract above.
-    guard(|| unsafe { Out::new(options, "options") }.map(|out| out.set(GrowingStruct::defaults())))
+    struct_size: usize,
+) {
+    guard_or((), || {
+        // SAFETY: writable by contract.
+        unsafe { init_struct(options, struct_size) };
+        Ok(())
+    })
 }
 
 /// Makes a context. options may be NULL for the defaults: CUDA where it can be used, else the CPU.
@@ -252,14 +253,14 @@ pub unsafe extern "C" fn xserv_context_new(
     options: *const xserv_context_options,
     context: *mut *mut xserv_context,
 ) -> xserv_status {
-    guard(|| {
+    guard_work(|| {
         // SAFETY: by the contract above.
         let (options, out) =
             unsafe { (read_struct(options, "options")?, Out::new(context, "context")?) };
         let made = make(&options)?;
         out.set(
             CONTEXTS
-                .insert(Arc::new(ContextObject { context: made, process: std::process::id() }))?,
+                .insert(Arc::new(ContextObject { context: made, process: Process::current() }))?,
         );
         Ok(())
     })
@@ -284,7 +285,10 @@ fn make(options: &xserv_context_options) -> Result<ComputeContext> {
             options.use_stream
         )));
     }
-    let budget = usize::try_from(options.memory_budget).unwrap_or(usize::MAX);
+    let budget = match options.max_memory_bytes {
+        0 => usize::MAX,
+        bytes => usize::try_from(bytes).unwrap_or(usize::MAX),
+    };
     if wants_cuda {
         let index = i32::try_from(options.device_index).unwrap_or(i32::MAX);
         let stream = match options.use_stream {
@@ -305,7 +309,7 @@ fn make(options: &xserv_context_options) -> Result<ComputeContext> {
         ));
     }
     let num_threads = match options.num_threads {
-        XSERV_THREADS_AUTO => std::thread::available_parallelism().map_or(1, usize::from),
+        0 => std::thread::available_parallelism().map_or(1, usize::from),
         n => n as usize,
     };
     ComputeContext::cpu(num_threads, budget)
@@ -371,7 +375,7 @@ pub unsafe extern "C" fn xserv_context_get_memory_stats(
             allocated: found.allocated as u64,
             reserved: found.reserved as u64,
             peak: found.peak as u64,
-            budget: found.budget as u64,
+            max_memory_bytes: if found.budget == usize::MAX { 0 } else { found.budget as u64 },
             num_driver_calls: found.num_driver_calls,
             num_allocations: found.num_allocations,
             ..xserv_memory_stats::defaults()

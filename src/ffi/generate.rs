@@ -5,7 +5,9 @@
 use std::ffi::{c_char, c_void};
 use std::sync::Arc;
 
-use super::guard::{guard, guard_or, read_struct, with_nul, write_struct, GrowingStruct, Out};
+use super::guard::{
+    call_host, guard, guard_or, guard_work, read_struct, with_nul, write_struct, GrowingStruct, Out,
+};
 use super::handle::HandleTable;
 use super::model::{engine_of, xserv_model};
 use super::request::{request_of, xserv_request};
@@ -89,7 +91,7 @@ pub struct xserv_result_info {
 
 // SAFETY: repr(C), struct_size first, integers, floats and pointers only.
 unsafe impl GrowingStruct for xserv_result_info {
-    const FIRST_SIZE: usize = 96;
+    const SIZES: &'static [usize] = &[112];
     const NAME: &'static str = "xserv_result_info";
     const HOW: &'static str = "set it to sizeof(xserv_result_info)";
     fn defaults() -> Self {
@@ -113,7 +115,6 @@ unsafe impl GrowingStruct for xserv_result_info {
         }
     }
 }
-const _: () = assert!(size_of::<xserv_result_info>() == 112);
 
 struct ResultObject {
     /// Each sample, with its text and the final NUL.
@@ -129,14 +130,20 @@ impl ResultObject {
     }
 }
 
-/// Makes a handle for the samples of a request.
-pub(super) fn new_result(generations: Vec<Generation>) -> Result<*mut xserv_result> {
+/// Makes a handle for the samples of a request, which it takes; on failure it leaves them.
+pub(super) fn new_result(generations: &mut Vec<Generation>) -> Result<*mut xserv_result> {
     let mut samples = try_with_capacity(generations.len(), "results")?;
-    for generation in generations {
-        let text = with_nul(&generation.text)?;
-        samples.push((generation, text));
+    let mut texts = try_with_capacity(generations.len(), "results")?;
+    for generation in generations.iter() {
+        texts.push(with_nul(&generation.text)?);
     }
-    RESULTS.insert(Arc::new(ResultObject { samples }))
+    samples.extend(generations.drain(..).zip(texts));
+    let object = Arc::new(ResultObject { samples });
+    RESULTS.insert(object.clone()).inspect_err(|_| {
+        if let Some(object) = Arc::into_inner(object) {
+            generations.extend(object.samples.into_iter().map(|(generation, _)| generation));
+        }
+    })
 }
 
 static RESULTS: HandleTable<ResultObject> = HandleTable::new(6, "result");
@@ -169,7 +176,7 @@ pub unsafe extern "C" fn xserv_generate(
     user_data: *mut c_void,
     result: *mut *mut xserv_result,
 ) -> xserv_status {
-    guard(|| {
+    guard_work(|| {
         let out = if result.is_null() {
             None
         } else {
@@ -204,11 +211,11 @@ pub unsafe extern "C" fn xserv_generate(
                 };
                 // SAFETY: the caller's function with the caller's data, on the caller's thread; the
                 // event lives until it returns.
-                Ok(unsafe { callback(&event, user_data) })
+                Ok(call_host(|| unsafe { callback(&event, user_data) }))
             };
-        let generations = engine.generate(&request, &mut on_token)?;
+        let mut generations = engine.generate(&request, &mut on_token)?;
         if let Some(out) = out {
-            out.set(new_result(generations)?);
+            out.set(new_result(&mut generations)?);
         }
         Ok(())
     })

@@ -4,18 +4,32 @@
 //! through the out-pointer only on success.
 
 use std::ffi::{c_char, CStr};
+use std::fmt::Display;
 use std::mem::{align_of, size_of};
 
 use super::status::{set_last_error, xserv_status};
 use crate::error::{try_with_capacity, Error, Result};
 use crate::panic_guard;
+use crate::process::check_not_forking;
+use crate::reserve;
+use crate::thread_state::{with_host_floats, with_standard_floats, CancellationDisabled};
 
 /// The length that means "up to the terminating NUL".
 pub const NUL_TERMINATED: usize = usize::MAX;
 
-/// Runs the body of an entry point: catches panics, records the error, returns the status.
+/// Runs the body of an entry point that begins something new (all that computes, and all that makes
+/// a handle): as [`guard`], but refuses while memory is exhausted, for the sake of what is under way.
+pub(super) fn guard_work(body: impl FnOnce() -> Result<()>) -> xserv_status {
+    guard(|| {
+        reserve::check()?;
+        body()
+    })
+}
+
+/// Runs the body of an entry point: in the library's own thread state, panics caught. The error is
+/// recorded, the status returned.
 pub(super) fn guard(body: impl FnOnce() -> Result<()>) -> xserv_status {
-    match panic_guard::catch(body) {
+    match run(body) {
         Ok(()) => xserv_status::XSERV_STATUS_OK,
         Err(error) => {
             set_last_error(&error);
@@ -26,7 +40,7 @@ pub(super) fn guard(body: impl FnOnce() -> Result<()>) -> xserv_status {
 
 /// Runs the body of an entry point that does not return a status (`_free`, accessors).
 pub(super) fn guard_or<T>(fallback: T, body: impl FnOnce() -> Result<T>) -> T {
-    match panic_guard::catch(body) {
+    match run(body) {
         Ok(value) => value,
         Err(error) => {
             set_last_error(&error);
@@ -35,7 +49,54 @@ pub(super) fn guard_or<T>(fallback: T, body: impl FnOnce() -> Result<T>) -> T {
     }
 }
 
-fn check_pointer<T>(pointer: *const T, name: &str) -> Result<()> {
+/// What every entry point does around its body. (Those without a guard only return constants.)
+fn run<T>(body: impl FnOnce() -> Result<T>) -> Result<T> {
+    check_not_forking()?;
+    let _not_cancelled = CancellationDisabled::new();
+    with_standard_floats(|| {
+        panic_guard::catch(|| {
+            #[cfg(debug_assertions)]
+            test_panic::happen();
+            body()
+        })
+    })
+}
+
+/// Panics on demand inside the guard, for the test that every function catches them. Not part of
+/// release builds.
+#[cfg(debug_assertions)]
+pub mod test_panic {
+    use std::cell::Cell;
+
+    thread_local! {
+        static IS_DUE: Cell<bool> = const { Cell::new(false) };
+    }
+
+    /// Makes the next guarded call of this thread panic, or no longer.
+    pub fn set_due(is_due: bool) {
+        IS_DUE.set(is_due);
+    }
+
+    /// Whether no guarded call has been made since [`set_due`].
+    pub fn is_due() -> bool {
+        IS_DUE.get()
+    }
+
+    pub(super) fn happen() {
+        if IS_DUE.replace(false) {
+            panic!("asked for by a test");
+        }
+    }
+}
+
+/// Runs a callback of the host, inside the body of an entry point or on a thread of the library.
+/// Cancellation stays disabled, as cancelling the thread in the callback would unwind the library's
+/// frames below it.
+pub(super) fn call_host<T>(callback: impl FnOnce() -> T) -> T {
+    with_host_floats(callback)
+}
+
+fn check_pointer<T>(pointer: *const T, name: impl Display) -> Result<()> {
     if pointer.is_null() {
         return Err(Error::invalid_argument(format!("{name} is NULL")));
     }
@@ -75,14 +136,59 @@ impl<T> Out<T> {
 /// The implementor is `repr(C)`, its first field is `struct_size: usize`, and every bit pattern is
 /// a valid value of it.
 pub(super) unsafe trait GrowingStruct: Copy {
-    /// The size of the first version of the struct: the smallest that a caller may pass.
-    const FIRST_SIZE: usize;
+    /// The sizes of all versions of the struct within this ABI, ascending; the last is today's.
+    const SIZES: &'static [usize];
     /// The C name, for messages.
     const NAME: &'static str;
     /// How a caller sets `struct_size` correctly, for messages.
     const HOW: &'static str;
     /// Returns the defaults, with `struct_size` set.
     fn defaults() -> Self;
+    /// Whether the bytes that have no meaning yet are 0, so that a later version can give them one.
+    fn is_reserved_zero(&self) -> bool {
+        true
+    }
+}
+
+/// Holds a struct to the last of its sizes.
+struct Sizes<T>(std::marker::PhantomData<T>);
+
+impl<T: GrowingStruct> Sizes<T> {
+    const ARE_RIGHT: () = {
+        let mut last = 0;
+        let mut i = 0;
+        while i < T::SIZES.len() {
+            assert!(T::SIZES[i] > last, "the sizes of a struct ascend");
+            last = T::SIZES[i];
+            i += 1;
+        }
+        assert!(last == size_of::<T>(), "a struct has grown: append its size to SIZES");
+    };
+}
+
+/// Sets the first `struct_size` bytes of a caller's struct to the defaults, and its `struct_size` to
+/// what the caller said. Never writes beyond; bytes that this version of the library does not know
+/// become 0. NULL, a misaligned pointer and a size without room for `struct_size` itself are left
+/// alone.
+///
+/// # Safety
+/// `pointer` is NULL or writable for `struct_size` bytes.
+pub(super) unsafe fn init_struct<T: GrowingStruct>(pointer: *mut T, struct_size: usize) {
+    let () = Sizes::<T>::ARE_RIGHT;
+    if check_pointer(pointer, "").is_err() || struct_size < size_of::<usize>() {
+        return;
+    }
+    let defaults = T::defaults();
+    let known = struct_size.min(size_of::<T>());
+    let to = pointer as *mut u8;
+    // SAFETY: `to` is writable for `struct_size` bytes by contract, of which `known` are no more
+    // than T has; the rest are bytes of the caller's struct as well. The pointer is aligned for T,
+    // whose first field is a usize.
+    unsafe {
+        (&raw const defaults as *const u8).copy_to_nonoverlapping(to, known);
+        to.add(known).write_bytes(0, struct_size - known);
+        (pointer as *mut usize).write(struct_size);
+    }
 }
 
 /// Checks the `struct_size` at the head of a caller's struct and returns it.
@@ -96,20 +202,21 @@ pub(super) unsafe fn checked_size<T: GrowingStruct>(
     check_pointer(pointer, name)?;
     // SAFETY: not NULL, aligned for T (whose first field is a usize), readable by contract.
     let size = unsafe { (pointer as *const usize).read() };
-    if size < T::FIRST_SIZE {
-        return Err(Error::invalid_argument(format!(
-            "{name}: struct_size is {size}, but {} has at least {} bytes: {}",
-            T::NAME,
-            T::FIRST_SIZE,
-            T::HOW
-        )));
-    }
+    let () = Sizes::<T>::ARE_RIGHT;
     if size > size_of::<T>() {
         return Err(Error::invalid_argument(format!(
             "{name}: struct_size is {size}, but this library's {} has {} bytes: the program was built \
              with a newer header than the library, or the struct was not initialised",
             T::NAME,
             size_of::<T>()
+        )));
+    }
+    if !T::SIZES.contains(&size) {
+        return Err(Error::invalid_argument(format!(
+            "{name}: struct_size is {size}, which no version of {} has (this one has {}): {}",
+            T::NAME,
+            size_of::<T>(),
+            T::HOW
         )));
     }
     Ok(size)
@@ -130,6 +237,13 @@ pub(super) unsafe fn read_struct<T: GrowingStruct>(pointer: *const T, name: &str
     // SAFETY: `size` is at most size_of::<T>(), the source is readable for it by contract, and any
     // bytes are a valid T (trait contract).
     unsafe { (pointer as *const u8).copy_to_nonoverlapping(&raw mut value as *mut u8, size) };
+    if !value.is_reserved_zero() {
+        return Err(Error::invalid_argument(format!(
+            "{name}: a reserved field of {} is not 0: {}",
+            T::NAME,
+            T::HOW
+        )));
+    }
     Ok(value)
 }
 
@@ -195,7 +309,7 @@ pub(super) unsafe fn optional_text<'a>(text: *const c_char, name: &str) -> Resul
     unsafe { text_argument(text, NUL_TERMINATED, name) }.map(Some)
 }
 
-fn check_length<T>(len: usize, name: &str) -> Result<()> {
+fn check_length<T>(len: usize, name: impl Display) -> Result<()> {
     match len.checked_mul(size_of::<T>()) {
         Some(bytes) if bytes <= isize::MAX as usize => Ok(()),
         _ => Err(Error::invalid_argument(format!("{name}: a length of {len} is impossible"))),
@@ -209,13 +323,13 @@ fn check_length<T>(len: usize, name: &str) -> Result<()> {
 pub(super) unsafe fn array_argument<'a, T>(
     data: *const T,
     len: usize,
-    name: &str,
+    name: impl Display,
 ) -> Result<&'a [T]> {
     if len == 0 {
         return Ok(&[]);
     }
-    check_pointer(data, name)?;
-    check_length::<T>(len, name)?;
+    check_pointer(data, &name)?;
+    check_length::<T>(len, &name)?;
     // SAFETY: not NULL, aligned, readable by contract, no more than isize::MAX bytes.
     Ok(unsafe { std::slice::from_raw_parts(data, len) })
 }

@@ -6,51 +6,13 @@
 //! reference-counted: freeing a handle while another thread is inside a call with it is safe, and
 //! the object is dropped when that call ends.
 
-use std::cell::UnsafeCell;
-use std::sync::{Arc, Once, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::sync::{Arc, PoisonError, RwLock};
 
 use crate::error::{Error, ErrorKind, Result};
+use crate::process::{watch_forks, NoFork};
 
 const INDEX_BITS: u32 = 24;
 const GENERATION_BITS: u32 = 32;
-
-/// Held for reading by every access to a table, and for writing by a thread that forks, until the
-/// fork is over. Without it a table that another thread had locked at that moment would stay locked
-/// in the child for ever.
-static FORK_GATE: RwLock<()> = RwLock::new(());
-
-/// The lock that the forking thread holds between the handlers before and after the fork.
-struct ForkGuard(UnsafeCell<Option<RwLockWriteGuard<'static, ()>>>);
-
-// SAFETY: the content is touched only by a thread that holds `FORK_GATE` for writing, which is one
-// at a time; in a forked child it is the only thread there is.
-unsafe impl Sync for ForkGuard {}
-
-static FORK_GUARD: ForkGuard = ForkGuard(UnsafeCell::new(None));
-
-extern "C" fn before_fork() {
-    let guard = FORK_GATE.write().unwrap_or_else(PoisonError::into_inner);
-    // SAFETY: this thread has just taken `FORK_GATE` for writing.
-    unsafe { *FORK_GUARD.0.get() = Some(guard) };
-}
-
-/// Runs in the parent and in the child.
-extern "C" fn after_fork() {
-    // SAFETY: this thread has held `FORK_GATE` for writing since `before_fork`.
-    drop(unsafe { (*FORK_GUARD.0.get()).take() });
-}
-
-/// Keeps forks out. To be held as long as a table's lock is held.
-fn no_fork() -> RwLockReadGuard<'static, ()> {
-    static HANDLERS: Once = Once::new();
-    HANDLERS.call_once(|| {
-        // SAFETY: the functions are of this library, which is never unloaded (linked with
-        // nodelete). Without memory for the registration forks are as safe as they were.
-        let _ =
-            unsafe { libc::pthread_atfork(Some(before_fork), Some(after_fork), Some(after_fork)) };
-    });
-    FORK_GATE.read().unwrap_or_else(PoisonError::into_inner)
-}
 
 struct Slot<T> {
     generation: u32,
@@ -68,6 +30,7 @@ pub(super) struct HandleTable<T> {
     kind: u8,
     /// The C name of the argument, for messages.
     name: &'static str,
+    /// Locked with forks kept out, so that it is free in a forked child.
     inner: RwLock<Slots<T>>,
 }
 
@@ -82,7 +45,8 @@ impl<T> HandleTable<T> {
 
     /// Makes a handle for `object`, of the opaque C type `C`.
     pub(super) fn insert<C>(&self, object: Arc<T>) -> Result<*mut C> {
-        let _no_fork = no_fork();
+        watch_forks()?;
+        let _no_fork = NoFork::new();
         let mut inner = self.inner.write().unwrap_or_else(PoisonError::into_inner);
         let inner = &mut *inner;
         let index = match inner.free.pop() {
@@ -130,7 +94,7 @@ impl<T> HandleTable<T> {
     /// Returns the object of a handle.
     pub(super) fn get<C>(&self, handle: *const C) -> Result<Arc<T>> {
         let (index, generation) = self.split(handle)?;
-        let _no_fork = no_fork();
+        let _no_fork = NoFork::new();
         let inner = self.inner.read().unwrap_or_else(PoisonError::into_inner);
         match inner.slots.get(index) {
             Some(Slot { generation: g, object: Some(object) }) if *g == generation => {
@@ -146,7 +110,7 @@ impl<T> HandleTable<T> {
             return Ok(None);
         }
         let (index, generation) = self.split(handle)?;
-        let _no_fork = no_fork();
+        let _no_fork = NoFork::new();
         let mut inner = self.inner.write().unwrap_or_else(PoisonError::into_inner);
         let inner = &mut *inner;
         match inner.slots.get_mut(index) {

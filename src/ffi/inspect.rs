@@ -6,7 +6,8 @@ use std::ffi::c_char;
 use std::sync::Arc;
 
 use super::guard::{
-    guard, guard_or, text_argument, with_nul, write_struct, GrowingStruct, Out, NUL_TERMINATED,
+    guard, guard_or, guard_work, text_argument, with_nul, write_struct, GrowingStruct, Out,
+    NUL_TERMINATED,
 };
 use super::handle::HandleTable;
 use super::model::dtype_code;
@@ -74,7 +75,7 @@ pub struct xserv_inspection_info {
 
 // SAFETY: repr(C), struct_size first, integers and pointers only.
 unsafe impl GrowingStruct for xserv_inspection_info {
-    const FIRST_SIZE: usize = 120;
+    const SIZES: &'static [usize] = &[120];
     const NAME: &'static str = "xserv_inspection_info";
     const HOW: &'static str = "set it to sizeof(xserv_inspection_info)";
     fn defaults() -> Self {
@@ -105,7 +106,6 @@ unsafe impl GrowingStruct for xserv_inspection_info {
         }
     }
 }
-const _: () = assert!(size_of::<xserv_inspection_info>() == xserv_inspection_info::FIRST_SIZE);
 
 struct InspectionObject {
     inspection: Inspection,
@@ -129,8 +129,9 @@ static INSPECTIONS: HandleTable<InspectionObject> = HandleTable::new(7, "inspect
 /// path: NUL-terminated UTF-8. inspection: receives a handle that the caller frees with
 /// xserv_inspection_free().
 ///
-/// Errors: XSERV_STATUS_NOT_FOUND (no such folder or cached repo), XSERV_STATUS_IO,
-/// XSERV_STATUS_INVALID_ARGUMENT (a path that is not a folder).
+/// Errors: XSERV_STATUS_NOT_FOUND (no such folder or cached repo), XSERV_STATUS_INVALID_ARGUMENT (a path
+/// that is not a folder), XSERV_STATUS_IO (a file could not be read: no permission, too many open
+/// files, a failing disk), XSERV_STATUS_OUT_OF_MEMORY. The last two say nothing about the folder.
 ///
 /// # Safety
 /// `path` ends in a NUL; `inspection` is writable.
@@ -140,7 +141,7 @@ pub unsafe extern "C" fn xserv_inspect(
     path: *const c_char,
     inspection: *mut *mut xserv_inspection,
 ) -> xserv_status {
-    guard(|| {
+    guard_work(|| {
         // SAFETY: by the contract above.
         let out = unsafe { Out::new(inspection, "inspection") }?;
         // SAFETY: as above.

@@ -29,6 +29,9 @@ mod version;
 pub use context::*;
 pub use evaluate::*;
 pub use generate::*;
+#[cfg(debug_assertions)]
+#[doc(hidden)]
+pub use guard::test_panic;
 pub use inspect::*;
 pub use model::*;
 pub use ops_attention::*;

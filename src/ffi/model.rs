@@ -6,15 +6,16 @@ use std::ffi::{c_char, c_void};
 use std::sync::Arc;
 
 use super::guard::{
-    guard, guard_or, read_struct, text_argument, with_nul, write_struct, GrowingStruct, Out,
-    NUL_TERMINATED,
+    call_host, guard, guard_or, guard_work, init_struct, read_struct, text_argument, with_nul,
+    write_struct, GrowingStruct, Out, NUL_TERMINATED,
 };
 use super::handle::HandleTable;
 use super::status::xserv_status;
 use super::types::{xserv_device_kind, xserv_dtype};
-use crate::engine::{DeviceChoice, Engine, EngineOptions, LogLevel, Logger};
+use crate::engine::{DeviceChoice, Engine, EngineOptions, LogLevel, LogTarget, Logger};
 use crate::error::{Error, Result};
 use crate::memory::DType;
+use crate::reserve;
 
 /// A loaded model: weights, tokenizer, chat template, KV cache and threads.
 ///
@@ -29,11 +30,22 @@ pub struct xserv_model {
 pub type xserv_progress_callback =
     Option<unsafe extern "C" fn(fraction: f32, user_data: *mut c_void) -> bool>;
 
-/// Called with the log messages of a load. `level` is an xserv_log_level; `message` is one line of
-/// UTF-8, valid during the call. Runs on the thread that called xserv_load, during that call. The
-/// library prints nothing itself.
-pub type xserv_log_callback =
-    Option<unsafe extern "C" fn(level: u32, message: *const c_char, user_data: *mut c_void)>;
+/// Called with log messages. `level` is an xserv_log_level; `target` is the part of the library that
+/// the message is about: "load", "scheduler" (preempted requests, slow steps) or "device" (a device
+/// that was lost); `message` is one line. Both are UTF-8, valid during the call. The library prints
+/// nothing itself.
+///
+/// Runs on the thread that called xserv_load during that call, and then on a thread of the model's,
+/// one call at a time, until xserv_model_free() has returned. There it must be quick, as requests
+/// wait for it, and may call only what a xserv_wake_callback may.
+pub type xserv_log_callback = Option<
+    unsafe extern "C" fn(
+        level: u32,
+        target: *const c_char,
+        message: *const c_char,
+        user_data: *mut c_void,
+    ),
+>;
 
 /// How to load a model. Fill with xserv_load_options_default(), then change what you need.
 #[repr(C)]
@@ -41,9 +53,12 @@ pub type xserv_log_callback =
 pub struct xserv_load_options {
     /// sizeof(xserv_load_options), set by xserv_load_options_default().
     pub struct_size: usize,
-    /// An xserv_device_kind. Default XSERV_DEVICE_AUTO: the first CUDA device where it can be used
+    /// An xserv_device_kind. Default XSERV_DEVICE_AUTO: the CUDA device where it can be used
     /// and the model runs and fits there, else the CPU; the log says why not.
-    pub device: u32,
+    pub device_kind: u32,
+    /// The index of the GPU among those that xserv_cuda_device_count() counts; 0 (default): the first.
+    /// On the CPU it must be 0.
+    pub device_index: u32,
     /// An xserv_dtype: the type of weights, KV cache and matrix products. Default XSERV_DTYPE_AUTO;
     /// another value converts the weights while they are read.
     pub dtype: u32,
@@ -51,11 +66,6 @@ pub struct xserv_load_options {
     /// (default): one for each core that the process may run on. Results do not depend on it. On a
     /// GPU the threads only read the weights.
     pub num_threads: u32,
-    /// 1: map the weight files while they are read instead of reading them with system calls. A
-    /// file that another process truncates meanwhile then kills the process. Default 0.
-    pub map_files: u8,
-    /// Unused, 0.
-    pub reserved: [u8; 3],
     /// Longest context of one request: prompt and generated tokens, of which the last one takes no
     /// room; 0 (default): the limit in the model's config. More than that is refused.
     pub max_context_tokens: u64,
@@ -74,14 +84,19 @@ pub struct xserv_load_options {
     /// of MB. On a GPU it is a limit of device memory that is never exceeded, and includes
     /// everything but the driver's own memory (its context, kernels).
     pub max_memory_bytes: u64,
-    /// Called while weights are read; NULL (default): not called.
-    pub progress: xserv_progress_callback,
-    /// Passed to progress.
-    pub progress_user_data: *mut c_void,
-    /// Called with log messages; NULL (default): silence.
-    pub log: xserv_log_callback,
-    /// Passed to log.
-    pub log_user_data: *mut c_void,
+    /// Largest number of bytes of host memory for the keys and values of preempted requests, which
+    /// made room for others: they are kept there where copying has turned out to be faster than
+    /// recomputing. 0 (default): on a GPU an eighth of the host memory that is available at load, 4
+    /// GiB at most; on the CPU, where the KV cache is in the same memory, none. If it is less than
+    /// the size of one block of the KV cache (1, for example), they are always recomputed. The
+    /// memory is taken in pieces of about 256 MiB when a request first needs it, pinned for a GPU,
+    /// and kept until the model is freed.
+    pub max_swap_bytes: u64,
+    /// Largest number of prompt tokens in one step, of all requests together; 0 (default): 512 on
+    /// the CPU, 2048 on a GPU. Longer prompts are computed in pieces beside the requests that
+    /// generate, so that these wait no longer than such a piece takes. If it is the longest context
+    /// or more, no prompt is cut. The work space grows with it.
+    pub max_prefill_tokens: u64,
     /// Largest number of sequences that are computed together in one step, at most 4096; 0
     /// (default): 64 on the CPU, 256 on a GPU. On a GPU a step never has more than 256, even if
     /// this is larger.
@@ -102,54 +117,53 @@ pub struct xserv_load_options {
     /// of 32 sequences 15 % and 6 %, a prompt of 2048 tokens 25 % and 17 %. On GPUs before Hopper
     /// it has not been measured.
     pub deterministic: u8,
-    /// Unused, 0.
-    pub reserved2: [u8; 2],
-    /// Largest number of prompt tokens in one step, of all requests together; 0 (default): 512 on
-    /// the CPU, 2048 on a GPU. Longer prompts are computed in pieces beside the requests that
-    /// generate, so that these wait no longer than such a piece takes. If it is the longest context
-    /// or more, no prompt is cut. The work space grows with it.
-    pub max_prefill_tokens: u64,
-    /// Largest number of bytes of host memory for the keys and values of preempted requests, which
-    /// made room for others: they are kept there where copying has turned out to be faster than
-    /// recomputing. 0 (default): on a GPU an eighth of the host memory that is available at load, 4
-    /// GiB at most; on the CPU, where the KV cache is in the same memory, none. If it is less than
-    /// the size of one block of the KV cache (1, for example), they are always recomputed. The
-    /// memory is taken in pieces of about 256 MiB when a request first needs it, pinned for a GPU,
-    /// and kept until the model is freed.
-    pub max_swap_bytes: u64,
+    /// 1: map the weight files while they are read instead of reading them with system calls. A
+    /// file that another process truncates meanwhile then kills the process. Default 0.
+    pub map_files: u8,
+    /// 1: config.json alone is read for the weights, which are made up on the device: to time a shape
+    /// without its files. Tokenizer and template are used where there are any. dtype
+    /// XSERV_DTYPE_AUTO stands for the type that config.json names, or bf16. Default 0.
+    pub random_weights: u8,
+    /// Called while weights are read; NULL (default): not called.
+    pub progress: xserv_progress_callback,
+    /// Passed to progress.
+    pub progress_user_data: *mut c_void,
+    /// Called with log messages, during the load and after it; NULL (default): silence.
+    pub log: xserv_log_callback,
+    /// Passed to log.
+    pub log_user_data: *mut c_void,
 }
 
 // SAFETY: repr(C), struct_size first, integers, pointers and nullable function pointers; a caller
 // who passes a function pointer that is none breaks the contract of that field.
 unsafe impl GrowingStruct for xserv_load_options {
-    const FIRST_SIZE: usize = 80;
+    const SIZES: &'static [usize] = &[104];
     const NAME: &'static str = "xserv_load_options";
     const HOW: &'static str = "fill it with xserv_load_options_default()";
     fn defaults() -> Self {
         xserv_load_options {
             struct_size: size_of::<Self>(),
-            device: xserv_device_kind::XSERV_DEVICE_AUTO as u32,
+            device_kind: xserv_device_kind::XSERV_DEVICE_AUTO as u32,
+            device_index: 0,
             dtype: xserv_dtype::XSERV_DTYPE_AUTO as u32,
             num_threads: 0,
-            map_files: 0,
-            reserved: [0; 3],
             max_context_tokens: 0,
             kv_cache_tokens: 0,
             max_memory_bytes: 0,
+            max_swap_bytes: 0,
+            max_prefill_tokens: 0,
+            max_batch_size: 0,
+            prefix_cache: 1,
+            deterministic: 0,
+            map_files: 0,
+            random_weights: 0,
             progress: None,
             progress_user_data: std::ptr::null_mut(),
             log: None,
             log_user_data: std::ptr::null_mut(),
-            max_batch_size: 0,
-            prefix_cache: 1,
-            deterministic: 0,
-            reserved2: [0; 2],
-            max_prefill_tokens: 0,
-            max_swap_bytes: 0,
         }
     }
 }
-const _: () = assert!(size_of::<xserv_load_options>() == 104);
 
 /// A description of a loaded model. Set struct_size, then call xserv_model_get_info(). Pointers
 /// belong to the model and are valid until it is freed.
@@ -164,6 +178,10 @@ pub struct xserv_model_info {
     pub path: *const c_char,
     /// The device, for example "cpu (avx512-bf16, 2 threads)" or "cuda (NVIDIA H200)".
     pub device: *const c_char,
+    /// An xserv_device_kind, never XSERV_DEVICE_AUTO.
+    pub device_kind: u32,
+    /// The index of the GPU; 0 on the CPU.
+    pub device_index: u32,
     /// An xserv_dtype, never XSERV_DTYPE_AUTO.
     pub dtype: u32,
     /// Number of threads that the kernels use; 0 on a GPU.
@@ -209,7 +227,7 @@ pub struct xserv_model_info {
 
 // SAFETY: repr(C), struct_size first, integers, floats and pointers only.
 unsafe impl GrowingStruct for xserv_model_info {
-    const FIRST_SIZE: usize = 128;
+    const SIZES: &'static [usize] = &[144];
     const NAME: &'static str = "xserv_model_info";
     const HOW: &'static str = "set it to sizeof(xserv_model_info)";
     fn defaults() -> Self {
@@ -218,6 +236,8 @@ unsafe impl GrowingStruct for xserv_model_info {
             architecture: c"".as_ptr(),
             path: c"".as_ptr(),
             device: c"".as_ptr(),
+            device_kind: 0,
+            device_index: 0,
             dtype: 0,
             num_threads: 0,
             num_parameters: 0,
@@ -241,7 +261,6 @@ unsafe impl GrowingStruct for xserv_model_info {
         }
     }
 }
-const _: () = assert!(size_of::<xserv_model_info>() == xserv_model_info::FIRST_SIZE + 8);
 
 /// The object of a model handle: the engine, and the strings that C may point to.
 pub(super) struct ModelObject {
@@ -261,32 +280,38 @@ pub(super) fn engine_of(model: *const xserv_model) -> Result<Arc<Engine>> {
 }
 
 /// A C function and its user data.
-struct LogTarget {
-    callback: unsafe extern "C" fn(u32, *const c_char, *mut c_void),
+struct LogFunction {
+    callback: unsafe extern "C" fn(u32, *const c_char, *const c_char, *mut c_void),
     user_data: *mut c_void,
 }
-// SAFETY: the pointer is only passed back to the caller's function, on the thread that called
-// xserv_load: the logger does not outlive that call.
-unsafe impl Send for LogTarget {}
+// SAFETY: the pointer is only passed back to the caller's function, which by contract may be called
+// on the threads that its comment names, one at a time.
+unsafe impl Send for LogFunction {}
 // SAFETY: as above.
-unsafe impl Sync for LogTarget {}
+unsafe impl Sync for LogFunction {}
 
 fn logger(options: &xserv_load_options) -> Logger {
     let Some(callback) = options.log else { return Logger::silent() };
-    let target = LogTarget { callback, user_data: options.log_user_data };
-    Logger::new(move |level, message| {
-        let target = &target;
+    let function = LogFunction { callback, user_data: options.log_user_data };
+    Logger::new(move |level, target, message| {
+        let function = &function;
         let Ok(text) = with_nul(message) else { return };
         let level = match level {
             LogLevel::Warning => super::types::xserv_log_level::XSERV_LOG_WARNING,
             LogLevel::Info => super::types::xserv_log_level::XSERV_LOG_INFO,
             LogLevel::Debug => super::types::xserv_log_level::XSERV_LOG_DEBUG,
         };
-        // SAFETY: the caller's function, by contract valid during xserv_load, which the logger does
-        // not outlive; `text` ends in NUL and outlives the call.
-        unsafe {
-            (target.callback)(level as u32, text.as_ptr() as *const c_char, target.user_data)
+        let target = match target {
+            LogTarget::Load => c"load",
+            LogTarget::Scheduler => c"scheduler",
+            LogTarget::Device => c"device",
         };
+        let text = text.as_ptr() as *const c_char;
+        // SAFETY: the caller's function, by contract valid until xserv_model_free has returned, which
+        // ends the logger's calls; both texts end in NUL and outlive the call.
+        call_host(|| unsafe {
+            (function.callback)(level as u32, target.as_ptr(), text, function.user_data)
+        });
     })
 }
 
@@ -313,16 +338,17 @@ fn device_option(value: u32) -> Result<DeviceChoice> {
         v if v == xserv_device_kind::XSERV_DEVICE_CPU as u32 => Ok(DeviceChoice::Cpu),
         v if v == xserv_device_kind::XSERV_DEVICE_AUTO as u32 => Ok(DeviceChoice::Auto),
         v if v == xserv_device_kind::XSERV_DEVICE_CUDA as u32 => Ok(DeviceChoice::Cuda),
-        v => {
-            Err(Error::invalid_argument(format!("options.device is {v}, not an xserv_device_kind")))
-        }
+        v => Err(Error::invalid_argument(format!(
+            "options.device_kind is {v}, not an xserv_device_kind"
+        ))),
     }
 }
 
 /// Checks the options and converts them, without the callbacks.
 pub(super) fn engine_options(options: &xserv_load_options) -> Result<EngineOptions> {
     Ok(EngineOptions {
-        device: device_option(options.device)?,
+        device: device_option(options.device_kind)?,
+        device_index: options.device_index,
         dtype: dtype_option(options.dtype)?,
         num_threads: options.num_threads as usize,
         map_files: super::guard::flag(options.map_files, "options.map_files")?,
@@ -334,23 +360,25 @@ pub(super) fn engine_options(options: &xserv_load_options) -> Result<EngineOptio
         max_swap_bytes: options.max_swap_bytes,
         no_prefix_cache: !super::guard::flag(options.prefix_cache, "options.prefix_cache")?,
         deterministic: super::guard::flag(options.deterministic, "options.deterministic")?,
+        random_weights: super::guard::flag(options.random_weights, "options.random_weights")?,
     })
 }
 
 /// Sets every option to its default.
 ///
-/// Errors: XSERV_STATUS_INVALID_ARGUMENT if `options` is NULL or misaligned.
+/// struct_size: sizeof(xserv_load_options) of the header that the program is built with; no byte beyond it is
+/// written. xserv_load_options_default() passes it. Does nothing if options is NULL.
 ///
 /// # Safety
-/// `options` is NULL or writable for an xserv_load_options.
+/// `options` is NULL or writable for `struct_size` bytes.
 #[no_mangle]
-pub unsafe extern "C" fn xserv_load_options_default(
+pub unsafe extern "C" fn xserv_load_options_init(
     options: *mut xserv_load_options,
-) -> xserv_status {
-    guard(|| {
+    struct_size: usize,
+) {
+    guard_or((), || {
         // SAFETY: writable by contract.
-        let out = unsafe { Out::new(options, "options") }?;
-        out.set(xserv_load_options::defaults());
+        unsafe { init_struct(options, struct_size) };
         Ok(())
     })
 }
@@ -387,7 +415,7 @@ pub unsafe extern "C" fn xserv_load(
     options: *const xserv_load_options,
     model: *mut *mut xserv_model,
 ) -> xserv_status {
-    guard(|| {
+    guard_work(|| {
         // SAFETY: by the contract above.
         let out = unsafe { Out::new(model, "model") }?;
         // SAFETY: as above.
@@ -396,17 +424,22 @@ pub unsafe extern "C" fn xserv_load(
         let options = unsafe { read_struct(options, "options") }?;
         let engine_options = engine_options(&options)?;
         let mut progress = |fraction: f32| match options.progress {
-            // SAFETY: the caller's function, called on its own thread with its own data.
-            Some(callback) => unsafe { callback(fraction, options.progress_user_data) },
+            Some(callback) => {
+                // SAFETY: the caller's function, called on its own thread with its own data.
+                call_host(|| unsafe { callback(fraction, options.progress_user_data) })
+            }
             None => true,
         };
-        let engine = Engine::load(path, &engine_options, logger(&options), &mut progress)?;
+        let engine =
+            Engine::load(path, &engine_options, Arc::new(logger(&options)), &mut progress)?;
         let object = ModelObject {
             architecture: with_nul(engine.architecture())?,
             path: with_nul(&engine.path().to_string_lossy())?,
             device: with_nul(&engine.device_name())?,
             engine: Arc::new(engine),
         };
+        // A model that keeps much of the reserve would leave too little of it to those after it.
+        reserve::check()?;
         out.set(MODELS.insert(Arc::new(object))?);
         Ok(())
     })
@@ -453,6 +486,10 @@ pub unsafe extern "C" fn xserv_model_get_info(
             architecture: object.architecture.as_ptr() as *const c_char,
             path: object.path.as_ptr() as *const c_char,
             device: object.device.as_ptr() as *const c_char,
+            device_kind: engine.device_index().map_or(xserv_device_kind::XSERV_DEVICE_CPU, |_| {
+                xserv_device_kind::XSERV_DEVICE_CUDA
+            }) as u32,
+            device_index: engine.device_index().unwrap_or(0) as u32,
             dtype: dtype_code(engine.dtype()),
             num_threads: engine.num_threads() as u32,
             num_parameters: engine.num_parameters(),

@@ -3,7 +3,7 @@
 #![allow(non_camel_case_types)]
 
 use super::context::{context_of, xserv_context};
-use super::guard::{guard, read_struct, GrowingStruct, Out};
+use super::guard::{guard_or, guard_work, init_struct, read_struct, GrowingStruct};
 use super::status::xserv_status;
 use super::tensor::{optional_tensor, tensor_argument, xserv_tensor};
 use super::types::XSERV_UNSET_FLOAT;
@@ -67,10 +67,13 @@ pub struct xserv_attention_options {
 
 // SAFETY: repr(C), struct_size first, numbers and pointers.
 unsafe impl GrowingStruct for xserv_attention_options {
-    const FIRST_SIZE: usize = 64;
+    const SIZES: &'static [usize] = &[64];
     const NAME: &'static str = "xserv_attention_options";
     const HOW: &'static str = "fill it with xserv_attention_options_default()";
 
+    fn is_reserved_zero(&self) -> bool {
+        self.reserved == 0
+    }
     fn defaults() -> Self {
         xserv_attention_options {
             struct_size: size_of::<Self>(),
@@ -87,8 +90,6 @@ unsafe impl GrowingStruct for xserv_attention_options {
         }
     }
 }
-
-const _: () = assert!(size_of::<xserv_attention_options>() == 64);
 
 /// # Safety
 /// The tensors that the options name are NULL or readable descriptors.
@@ -124,17 +125,23 @@ unsafe fn convert(options: &xserv_attention_options) -> Result<AttentionOptions>
     }
 }
 
-/// Fills options with their defaults.
+/// Sets every option to its default.
+///
+/// struct_size: sizeof(xserv_attention_options) of the header that the program is built with; no byte beyond it is
+/// written. xserv_attention_options_default() passes it. Does nothing if options is NULL.
 ///
 /// # Safety
-/// `options` is writable for a whole xserv_attention_options.
-#[must_use]
+/// `options` is NULL or writable for `struct_size` bytes.
 #[no_mangle]
-pub unsafe extern "C" fn xserv_attention_options_default(
+pub unsafe extern "C" fn xserv_attention_options_init(
     options: *mut xserv_attention_options,
-) -> xserv_status {
-    // SAFETY: by the contract above.
-    guard(|| unsafe { Out::new(options, "options") }.map(|out| out.set(GrowingStruct::defaults())))
+    struct_size: usize,
+) {
+    guard_or((), || {
+        // SAFETY: writable by contract.
+        unsafe { init_struct(options, struct_size) };
+        Ok(())
+    })
 }
 
 /// Attention with grouped query heads (Vaswani et al., 2017, equation 1): out = softmax(scale * q
@@ -180,7 +187,7 @@ pub unsafe extern "C" fn xserv_op_attention(
     v: *const xserv_tensor,
     out: *const xserv_tensor,
 ) -> xserv_status {
-    guard(|| {
+    guard_work(|| {
         // SAFETY: by the contract above.
         let (options, q, k, v, out) = unsafe {
             (

@@ -3,7 +3,7 @@
 #![allow(non_camel_case_types)]
 
 use super::context::{context_of, xserv_context};
-use super::guard::guard;
+use super::guard::guard_work;
 use super::status::xserv_status;
 use super::tensor::{tensor_argument, xserv_tensor};
 use crate::ops;
@@ -26,7 +26,7 @@ pub unsafe extern "C" fn xserv_op_copy(
     source: *const xserv_tensor,
     target: *const xserv_tensor,
 ) -> xserv_status {
-    guard(|| {
+    guard_work(|| {
         // SAFETY: by the contract above.
         let (source, target) =
             unsafe { (tensor_argument(source, "source")?, tensor_argument(target, "target")?) };

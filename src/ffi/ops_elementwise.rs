@@ -3,7 +3,7 @@
 #![allow(non_camel_case_types)]
 
 use super::context::{context_of, xserv_context};
-use super::guard::guard;
+use super::guard::guard_work;
 use super::status::xserv_status;
 use super::tensor::{tensor_argument, xserv_tensor};
 use crate::ops;
@@ -27,7 +27,7 @@ pub unsafe extern "C" fn xserv_op_gelu(
     x: *const xserv_tensor,
     out: *const xserv_tensor,
 ) -> xserv_status {
-    guard(|| {
+    guard_work(|| {
         // SAFETY: by the contract above.
         let (x, out) = unsafe { (tensor_argument(x, "x")?, tensor_argument(out, "out")?) };
         ops::activation::activation(context_of(context)?.get()?, Activation::GeluErf, &x, &out)
@@ -52,7 +52,7 @@ pub unsafe extern "C" fn xserv_op_gelu_tanh(
     x: *const xserv_tensor,
     out: *const xserv_tensor,
 ) -> xserv_status {
-    guard(|| {
+    guard_work(|| {
         // SAFETY: by the contract above.
         let (x, out) = unsafe { (tensor_argument(x, "x")?, tensor_argument(out, "out")?) };
         ops::activation::activation(context_of(context)?.get()?, Activation::GeluTanh, &x, &out)
@@ -76,7 +76,7 @@ pub unsafe extern "C" fn xserv_op_silu(
     x: *const xserv_tensor,
     out: *const xserv_tensor,
 ) -> xserv_status {
-    guard(|| {
+    guard_work(|| {
         // SAFETY: by the contract above.
         let (x, out) = unsafe { (tensor_argument(x, "x")?, tensor_argument(out, "out")?) };
         ops::activation::activation(context_of(context)?.get()?, Activation::Silu, &x, &out)
@@ -102,7 +102,7 @@ pub unsafe extern "C" fn xserv_op_silu_mul(
     up: *const xserv_tensor,
     out: *const xserv_tensor,
 ) -> xserv_status {
-    guard(|| {
+    guard_work(|| {
         // SAFETY: by the contract above.
         let (gate, up, out) = unsafe {
             (
@@ -133,7 +133,7 @@ pub unsafe extern "C" fn xserv_op_add(
     b: *const xserv_tensor,
     out: *const xserv_tensor,
 ) -> xserv_status {
-    guard(|| {
+    guard_work(|| {
         // SAFETY: by the contract above.
         let (a, b, out) = unsafe {
             (tensor_argument(a, "a")?, tensor_argument(b, "b")?, tensor_argument(out, "out")?)
@@ -160,7 +160,7 @@ pub unsafe extern "C" fn xserv_op_mul(
     b: *const xserv_tensor,
     out: *const xserv_tensor,
 ) -> xserv_status {
-    guard(|| {
+    guard_work(|| {
         // SAFETY: by the contract above.
         let (a, b, out) = unsafe {
             (tensor_argument(a, "a")?, tensor_argument(b, "b")?, tensor_argument(out, "out")?)
@@ -186,7 +186,7 @@ pub unsafe extern "C" fn xserv_op_cast(
     source: *const xserv_tensor,
     target: *const xserv_tensor,
 ) -> xserv_status {
-    guard(|| {
+    guard_work(|| {
         // SAFETY: by the contract above.
         let (source, target) =
             unsafe { (tensor_argument(source, "source")?, tensor_argument(target, "target")?) };
@@ -210,7 +210,7 @@ pub unsafe extern "C" fn xserv_op_transpose(
     x: *const xserv_tensor,
     out: *const xserv_tensor,
 ) -> xserv_status {
-    guard(|| {
+    guard_work(|| {
         // SAFETY: by the contract above.
         let (x, out) = unsafe { (tensor_argument(x, "x")?, tensor_argument(out, "out")?) };
         ops::transpose::transpose(context_of(context)?.get()?, &x, &out)

@@ -6,7 +6,8 @@ use std::ffi::c_void;
 
 use super::context::{context_of, xserv_context};
 use super::guard::{
-    array_argument, checked_size, guard, read_struct, write_struct, GrowingStruct, Out,
+    array_argument, call_host, checked_size, guard_or, guard_work, init_struct, read_struct,
+    write_struct, GrowingStruct,
 };
 use super::status::xserv_status;
 use super::tensor::{optional_tensor, tensor_argument, xserv_tensor};
@@ -56,10 +57,13 @@ pub struct xserv_gemm_options {
 
 // SAFETY: repr(C), struct_size first, numbers.
 unsafe impl GrowingStruct for xserv_gemm_options {
-    const FIRST_SIZE: usize = 32;
+    const SIZES: &'static [usize] = &[32];
     const NAME: &'static str = "xserv_gemm_options";
     const HOW: &'static str = "fill it with xserv_gemm_options_default()";
 
+    fn is_reserved_zero(&self) -> bool {
+        self.reserved == 0
+    }
     fn defaults() -> Self {
         xserv_gemm_options {
             struct_size: size_of::<Self>(),
@@ -72,7 +76,6 @@ unsafe impl GrowingStruct for xserv_gemm_options {
         }
     }
 }
-const _: () = assert!(size_of::<xserv_gemm_options>() == 32);
 
 fn flag(value: u32, name: &str) -> Result<bool> {
     match value {
@@ -98,17 +101,23 @@ fn backend_of(number: u32) -> Result<GemmBackend> {
     })
 }
 
-/// Fills options with their defaults.
+/// Sets every option to its default.
+///
+/// struct_size: sizeof(xserv_gemm_options) of the header that the program is built with; no byte beyond it is
+/// written. xserv_gemm_options_default() passes it. Does nothing if options is NULL.
 ///
 /// # Safety
-/// `options` is writable for a whole xserv_gemm_options.
-#[must_use]
+/// `options` is NULL or writable for `struct_size` bytes.
 #[no_mangle]
-pub unsafe extern "C" fn xserv_gemm_options_default(
+pub unsafe extern "C" fn xserv_gemm_options_init(
     options: *mut xserv_gemm_options,
-) -> xserv_status {
-    // SAFETY: by the contract above.
-    guard(|| unsafe { Out::new(options, "options") }.map(|out| out.set(GrowingStruct::defaults())))
+    struct_size: usize,
+) {
+    guard_or((), || {
+        // SAFETY: writable by contract.
+        unsafe { init_struct(options, struct_size) };
+        Ok(())
+    })
 }
 
 /// Computes the matrix product C = alpha * op(A) * op(B) + beta * C, where op(X) is X or its
@@ -135,7 +144,7 @@ pub unsafe extern "C" fn xserv_op_gemm(
     b: *const xserv_tensor,
     c: *const xserv_tensor,
 ) -> xserv_status {
-    guard(|| {
+    guard_work(|| {
         // SAFETY: by the contract above.
         let (options, a, b, c) = unsafe {
             (
@@ -181,7 +190,7 @@ pub unsafe extern "C" fn xserv_op_gemm_backward(
     da: *const xserv_tensor,
     db: *const xserv_tensor,
 ) -> xserv_status {
-    guard(|| {
+    guard_work(|| {
         // SAFETY: by the contract above.
         let (a, b, dc, da, db) = unsafe {
             (
@@ -227,7 +236,7 @@ pub struct xserv_grad_check_options {
 
 // SAFETY: repr(C), struct_size first, numbers.
 unsafe impl GrowingStruct for xserv_grad_check_options {
-    const FIRST_SIZE: usize = 32;
+    const SIZES: &'static [usize] = &[32];
     const NAME: &'static str = "xserv_grad_check_options";
     const HOW: &'static str = "fill it with xserv_grad_check_options_default()";
 
@@ -236,7 +245,6 @@ unsafe impl GrowingStruct for xserv_grad_check_options {
         xserv_grad_check_options { struct_size: size_of::<Self>(), eps, rel_tol, atol }
     }
 }
-const _: () = assert!(size_of::<xserv_grad_check_options>() == 32);
 
 /// The result of xserv_grad_check(). Set struct_size to the sizeof the struct before the call.
 #[repr(C)]
@@ -262,7 +270,7 @@ pub struct xserv_grad_check_result {
 
 // SAFETY: repr(C), struct_size first, numbers.
 unsafe impl GrowingStruct for xserv_grad_check_result {
-    const FIRST_SIZE: usize = 56;
+    const SIZES: &'static [usize] = &[56];
     const NAME: &'static str = "xserv_grad_check_result";
     const HOW: &'static str = "set it to sizeof(xserv_grad_check_result)";
 
@@ -279,19 +287,24 @@ unsafe impl GrowingStruct for xserv_grad_check_result {
         }
     }
 }
-const _: () = assert!(size_of::<xserv_grad_check_result>() == 56);
 
-/// Fills options with their defaults.
+/// Sets every option to its default.
+///
+/// struct_size: sizeof(xserv_grad_check_options) of the header that the program is built with; no byte beyond it is
+/// written. xserv_grad_check_options_default() passes it. Does nothing if options is NULL.
 ///
 /// # Safety
-/// `options` is writable for a whole xserv_grad_check_options.
-#[must_use]
+/// `options` is NULL or writable for `struct_size` bytes.
 #[no_mangle]
-pub unsafe extern "C" fn xserv_grad_check_options_default(
+pub unsafe extern "C" fn xserv_grad_check_options_init(
     options: *mut xserv_grad_check_options,
-) -> xserv_status {
-    // SAFETY: by the contract above.
-    guard(|| unsafe { Out::new(options, "options") }.map(|out| out.set(GrowingStruct::defaults())))
+    struct_size: usize,
+) {
+    guard_or((), || {
+        // SAFETY: writable by contract.
+        unsafe { init_struct(options, struct_size) };
+        Ok(())
+    })
 }
 
 /// Checks an analytic gradient against central differences of a loss, one value at a time:
@@ -321,7 +334,7 @@ pub unsafe extern "C" fn xserv_grad_check(
     count: usize,
     result: *mut xserv_grad_check_result,
 ) -> xserv_status {
-    guard(|| {
+    guard_work(|| {
         let loss = loss.ok_or_else(|| Error::invalid_argument("loss is NULL"))?;
         // SAFETY: by the contract above.
         let (options, values, gradient) = unsafe {
@@ -338,7 +351,9 @@ pub unsafe extern "C" fn xserv_grad_check(
             // If the callback does not write the loss, the check fails.
             let mut value = f64::NAN;
             // SAFETY: the callback's contract; the slice has `count` values.
-            if unsafe { loss(moved.as_ptr(), moved.len(), &mut value, user_data) } {
+            let goes_on =
+                call_host(|| unsafe { loss(moved.as_ptr(), moved.len(), &mut value, user_data) });
+            if goes_on {
                 Ok(value)
             } else {
                 Err(Error::new(

@@ -3,7 +3,7 @@
 #![allow(non_camel_case_types)]
 
 use super::context::{context_of, xserv_context};
-use super::guard::guard;
+use super::guard::guard_work;
 use super::status::xserv_status;
 use super::tensor::{optional_tensor, tensor_argument, xserv_tensor};
 use crate::error::Error;
@@ -42,7 +42,7 @@ pub unsafe extern "C" fn xserv_op_embedding(
     ids: *const xserv_tensor,
     out: *const xserv_tensor,
 ) -> xserv_status {
-    guard(|| {
+    guard_work(|| {
         // SAFETY: by the contract above.
         let (table, ids, out) = unsafe {
             (
@@ -75,7 +75,7 @@ pub unsafe extern "C" fn xserv_op_rope_table(
     cos: *const xserv_tensor,
     sin: *const xserv_tensor,
 ) -> xserv_status {
-    guard(|| {
+    guard_work(|| {
         // SAFETY: by the contract above.
         let (inv_freq, cos, sin) = unsafe {
             (
@@ -120,7 +120,7 @@ pub unsafe extern "C" fn xserv_op_rope(
     q_out: *const xserv_tensor,
     k_out: *const xserv_tensor,
 ) -> xserv_status {
-    guard(|| {
+    guard_work(|| {
         // SAFETY: by the contract above.
         let (q, positions, cos, sin, q_out, k, k_out) = unsafe {
             (
@@ -170,7 +170,7 @@ pub unsafe extern "C" fn xserv_op_argmax(
     x: *const xserv_tensor,
     out: *const xserv_tensor,
 ) -> xserv_status {
-    guard(|| {
+    guard_work(|| {
         // SAFETY: by the contract above.
         let (x, out) = unsafe { (tensor_argument(x, "x")?, tensor_argument(out, "out")?) };
         ops::argmax::argmax(context_of(context)?.get()?, &x, &out)
@@ -197,7 +197,7 @@ pub unsafe extern "C" fn xserv_op_top_k(
     values: *const xserv_tensor,
     indices: *const xserv_tensor,
 ) -> xserv_status {
-    guard(|| {
+    guard_work(|| {
         // SAFETY: by the contract above.
         let (x, values, indices) = unsafe {
             (

@@ -3,7 +3,7 @@
 #![allow(non_camel_case_types)]
 
 use super::context::{context_of, xserv_context};
-use super::guard::guard;
+use super::guard::guard_work;
 use super::status::xserv_status;
 use super::tensor::{optional_tensor, tensor_argument, xserv_tensor};
 use crate::ops;
@@ -27,7 +27,7 @@ pub unsafe extern "C" fn xserv_op_rms_norm(
     eps: f32,
     out: *const xserv_tensor,
 ) -> xserv_status {
-    guard(|| {
+    guard_work(|| {
         // SAFETY: by the contract above.
         let (x, weight, out) = unsafe {
             (
@@ -63,7 +63,7 @@ pub unsafe extern "C" fn xserv_op_add_rms_norm(
     residual_out: *const xserv_tensor,
     out: *const xserv_tensor,
 ) -> xserv_status {
-    guard(|| {
+    guard_work(|| {
         // SAFETY: by the contract above.
         let (x, residual, weight, residual_out, out) = unsafe {
             (
@@ -107,7 +107,7 @@ pub unsafe extern "C" fn xserv_op_layer_norm(
     eps: f32,
     out: *const xserv_tensor,
 ) -> xserv_status {
-    guard(|| {
+    guard_work(|| {
         // SAFETY: by the contract above.
         let (x, weight, bias, out) = unsafe {
             (
@@ -140,7 +140,7 @@ pub unsafe extern "C" fn xserv_op_softmax(
     x: *const xserv_tensor,
     out: *const xserv_tensor,
 ) -> xserv_status {
-    guard(|| {
+    guard_work(|| {
         // SAFETY: by the contract above.
         let (x, out) = unsafe { (tensor_argument(x, "x")?, tensor_argument(out, "out")?) };
         ops::softmax::softmax(context_of(context)?.get()?, &x, &out)

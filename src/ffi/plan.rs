@@ -5,7 +5,8 @@
 use std::ffi::c_char;
 
 use super::guard::{
-    checked_size, guard, read_struct, text_argument, write_struct, GrowingStruct, NUL_TERMINATED,
+    checked_size, guard_work, read_struct, text_argument, write_struct, GrowingStruct,
+    NUL_TERMINATED,
 };
 use super::model::{dtype_code, engine_options, xserv_load_options};
 use super::status::xserv_status;
@@ -20,9 +21,19 @@ pub struct xserv_memory_plan {
     /// sizeof(xserv_memory_plan), set by the caller.
     pub struct_size: usize,
     /// The xserv_device_kind on which the model would run: XSERV_DEVICE_CPU or XSERV_DEVICE_CUDA.
-    pub device: u32,
+    pub device_kind: u32,
+    /// The index of the GPU; 0 on the CPU.
+    pub device_index: u32,
     /// The xserv_dtype of weights and KV cache, never XSERV_DTYPE_AUTO.
     pub dtype: u32,
+    /// 1: total_bytes is no more than memory_bytes, or the available memory is unknown; 0: it is
+    /// more.
+    pub fits: u8,
+    /// 1: text can be tokenized; 0: the folder has no tokenizer.json, so that only token ids would
+    /// work.
+    pub has_tokenizer: u8,
+    /// Unused, 0.
+    pub reserved: [u8; 2],
     /// Bytes of the weights, on a GPU with the tables of positions, as later in xserv_model_info.
     pub weights_bytes: u64,
     /// The most bytes that activations and scratch memory of the operators take while requests run.
@@ -45,25 +56,22 @@ pub struct xserv_memory_plan {
     /// The bytes available: options.max_memory_bytes, or the memory that is available at the moment
     /// if that is less or there is no such limit; 0 if neither is known.
     pub memory_bytes: u64,
-    /// 1: total_bytes is no more than memory_bytes, or the available memory is unknown; 0: it is
-    /// more.
-    pub fits: u8,
-    /// 1: text can be tokenized; 0: the folder has no tokenizer.json, so that only token ids would work.
-    pub has_tokenizer: u8,
-    /// Unused, 0.
-    pub reserved: [u8; 6],
 }
 
 // SAFETY: repr(C), struct_size first, integers only.
 unsafe impl GrowingStruct for xserv_memory_plan {
-    const FIRST_SIZE: usize = 88;
+    const SIZES: &'static [usize] = &[88];
     const NAME: &'static str = "xserv_memory_plan";
     const HOW: &'static str = "set it to sizeof(xserv_memory_plan)";
     fn defaults() -> Self {
         xserv_memory_plan {
             struct_size: size_of::<Self>(),
-            device: 0,
+            device_kind: 0,
+            device_index: 0,
             dtype: 0,
+            fits: 0,
+            has_tokenizer: 0,
+            reserved: [0; 2],
             weights_bytes: 0,
             workspace_bytes: 0,
             kv_bytes_per_token: 0,
@@ -72,21 +80,17 @@ unsafe impl GrowingStruct for xserv_memory_plan {
             total_bytes: 0,
             minimum_bytes: 0,
             memory_bytes: 0,
-            fits: 0,
-            has_tokenizer: 0,
-            reserved: [0; 6],
         }
     }
 }
-const _: () = assert!(size_of::<xserv_memory_plan>() == xserv_memory_plan::FIRST_SIZE);
 
-/// Tells what xserv_load would take with the same options, from the configs and the headers of the weight
-/// files. No GPU is needed to plan for one, and no weights are read, but for an output matrix that is stored
-/// although it is declared tied: that is compared with the embedding, as in xserv_inspect. It is the same computation by which
-/// xserv_load sizes the KV cache, so that the two agree as long as the memory that is available does not
-/// change.
+/// Tells what xserv_load would take with the same options, from the configs and the headers of the
+/// weight files. No GPU is needed to plan for one, and no weights are read, but for an output matrix
+/// that is stored although it is declared tied: that is compared with the embedding, as in
+/// xserv_inspect. It is the same computation by which xserv_load sizes the KV cache, so that the two
+/// agree as long as the memory that is available does not change.
 ///
-/// To plan for a GPU of a given size, set device to XSERV_DEVICE_CUDA and max_memory_bytes to its
+/// To plan for a GPU of a given size, set device_kind to XSERV_DEVICE_CUDA and max_memory_bytes to its
 /// memory, less what the driver needs (a few hundred MB). Where there is a GPU, it is asked for its
 /// free memory, which starts it in this process; where there is none, or no driver, only
 /// max_memory_bytes is known. XSERV_DEVICE_AUTO plans for the device that xserv_load would choose
@@ -116,7 +120,7 @@ pub unsafe extern "C" fn xserv_plan(
     options: *const xserv_load_options,
     plan: *mut xserv_memory_plan,
 ) -> xserv_status {
-    guard(|| {
+    guard_work(|| {
         // SAFETY: by the contract above.
         unsafe { checked_size(plan.cast_const(), "plan") }?;
         // SAFETY: as above.
@@ -131,8 +135,12 @@ pub unsafe extern "C" fn xserv_plan(
         };
         let value = xserv_memory_plan {
             struct_size: size_of::<xserv_memory_plan>(),
-            device: device as u32,
+            device_kind: device as u32,
+            device_index: if found.on_device { options.device_index } else { 0 },
             dtype: dtype_code(found.dtype),
+            fits: u8::from(found.fits),
+            has_tokenizer: u8::from(found.has_tokenizer),
+            reserved: [0; 2],
             weights_bytes: found.weights_bytes,
             workspace_bytes: found.workspace_bytes,
             kv_bytes_per_token: found.kv_bytes_per_token,
@@ -141,9 +149,6 @@ pub unsafe extern "C" fn xserv_plan(
             total_bytes: found.total_bytes,
             minimum_bytes: found.minimum_bytes,
             memory_bytes: found.memory_bytes.unwrap_or(0),
-            fits: u8::from(found.fits),
-            has_tokenizer: u8::from(found.has_tokenizer),
-            reserved: [0; 6],
         };
         // SAFETY: by the contract above.
         unsafe { write_struct(plan, "plan", &value) }

@@ -7,7 +7,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::guard::{
-    array_argument, flag, guard, guard_or, text_argument, GrowingStruct, Out, NUL_TERMINATED,
+    array_argument, flag, guard, guard_or, guard_work, init_struct, text_argument, GrowingStruct,
+    Out, NUL_TERMINATED,
 };
 use super::handle::HandleTable;
 use super::status::xserv_status;
@@ -122,9 +123,12 @@ pub struct xserv_request {
 
 // SAFETY: repr(C), struct_size first, integers, floats and pointers only.
 unsafe impl GrowingStruct for xserv_request {
-    const FIRST_SIZE: usize = 152;
+    const SIZES: &'static [usize] = &[176];
     const NAME: &'static str = "xserv_request";
     const HOW: &'static str = "fill it with xserv_request_default()";
+    fn is_reserved_zero(&self) -> bool {
+        self.reserved == [0; 3]
+    }
     fn defaults() -> Self {
         xserv_request {
             struct_size: size_of::<Self>(),
@@ -162,19 +166,21 @@ unsafe impl GrowingStruct for xserv_request {
         }
     }
 }
-const _: () = assert!(size_of::<xserv_request>() == 176);
 
 static CANCEL_TOKENS: HandleTable<CancelToken> = HandleTable::new(5, "cancel token");
 
 /// Sets every field to its default, which leaves the prompt to be set.
 ///
+/// struct_size: sizeof(xserv_request) of the header that the program is built with; no byte beyond it is
+/// written. xserv_request_default() passes it. Does nothing if request is NULL.
+///
 /// # Safety
-/// `request` is NULL or writable for an xserv_request.
+/// `request` is NULL or writable for `struct_size` bytes.
 #[no_mangle]
-pub unsafe extern "C" fn xserv_request_default(request: *mut xserv_request) -> xserv_status {
-    guard(|| {
+pub unsafe extern "C" fn xserv_request_init(request: *mut xserv_request, struct_size: usize) {
+    guard_or((), || {
         // SAFETY: writable by contract.
-        unsafe { Out::new(request, "request") }?.set(xserv_request::defaults());
+        unsafe { init_struct(request, struct_size) };
         Ok(())
     })
 }
@@ -188,7 +194,7 @@ pub unsafe extern "C" fn xserv_request_default(request: *mut xserv_request) -> x
 pub unsafe extern "C" fn xserv_cancel_token_new(
     cancel_token: *mut *mut xserv_cancel_token,
 ) -> xserv_status {
-    guard(|| {
+    guard_work(|| {
         // SAFETY: writable by contract.
         let out = unsafe { Out::new(cancel_token, "cancel_token") }?;
         out.set(CANCEL_TOKENS.insert(Arc::new(CancelToken::default()))?);
@@ -208,6 +214,15 @@ pub extern "C" fn xserv_cancel_token_cancel(
         CANCEL_TOKENS.get(cancel_token)?.cancel();
         Ok(())
     })
+}
+
+/// Returns the cancel token of a handle; `None` for NULL.
+pub(super) fn cancel_token(token: *const xserv_cancel_token) -> Result<Option<Arc<CancelToken>>> {
+    if token.is_null() {
+        Ok(None)
+    } else {
+        CANCEL_TOKENS.get(token).map(Some)
+    }
 }
 
 /// Frees a cancel token; NULL is allowed. Requests that carry it continue.
@@ -309,7 +324,7 @@ pub(super) unsafe fn request_of<'a>(c: &xserv_request) -> Result<Request<'a>> {
         },
         skip_special: flag(c.skip_special_tokens, "request.skip_special_tokens")?,
         ignore_eos: flag(c.ignore_eos, "request.ignore_eos")?,
-        cancel: if c.cancel.is_null() { None } else { Some(CANCEL_TOKENS.get(c.cancel)?) },
+        cancel: cancel_token(c.cancel)?,
         priority: c.priority,
         num_samples: c.num_samples,
         time_limit: (c.time_limit_ms > 0).then(|| Duration::from_millis(c.time_limit_ms)),

@@ -25,7 +25,8 @@ pub enum xserv_status {
     XSERV_STATUS_INVALID_FILE = 5,
     /// The model, tokenizer or option is valid, but not implemented by this library.
     XSERV_STATUS_UNSUPPORTED = 6,
-    /// The memory budget or the machine's memory is exhausted. Nothing was changed.
+    /// The memory budget or the machine's memory is exhausted. Nothing was changed, but for the
+    /// sample that xserv_next() ends with this.
     XSERV_STATUS_OUT_OF_MEMORY = 7,
     /// The prompt is longer than the context.
     XSERV_STATUS_CONTEXT_FULL = 8,
@@ -34,10 +35,12 @@ pub enum xserv_status {
     XSERV_STATUS_CANCELLED = 9,
     /// The chat template failed, or exceeded its limits of time, size or depth.
     XSERV_STATUS_TEMPLATE = 10,
-    /// The requested device does not exist, or this build cannot use it.
+    /// The requested device does not exist, or this build cannot use it, or the process was forked
+    /// after CUDA had been started: only a new process can then use a GPU.
     XSERV_STATUS_NO_DEVICE = 11,
     /// The process was forked after the model was loaded. The child cannot use the model: load it
-    /// again there.
+    /// again there (on the CPU, if CUDA had been started before the fork). Or the call came from a fork handler that was registered before the library was
+    /// loaded.
     XSERV_STATUS_FORKED = 12,
     /// The library itself is at fault. The call had no effect; please report the message.
     XSERV_STATUS_INTERNAL = 13,

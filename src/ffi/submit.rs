@@ -7,26 +7,36 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use super::generate::{finish_code, new_result, xserv_result};
-use super::guard::{guard, guard_or, read_struct, write_struct, GrowingStruct, Out};
+use super::guard::{
+    call_host, guard, guard_or, guard_work, init_struct, read_struct, write_struct, GrowingStruct,
+    Out,
+};
 use super::handle::HandleTable;
 use super::model::{engine_of, xserv_model};
 use super::request::{request_of, xserv_request};
 use super::status::xserv_status;
 use super::types::XSERV_NO_TOKEN;
-use crate::engine::{Event, Ticket, TicketHandle, Waker};
+use crate::engine::{Event, Generation, Ticket, TicketHandle, Waker};
 use crate::error::{Error, Result};
 
 /// Used for the timeout of xserv_next(): wait as long as it takes.
 pub const XSERV_WAIT_FOREVER: u32 = u32::MAX;
 
-/// A submitted request. Any thread may use it, but only one at a time takes its events.
+/// A submitted request. Any thread may use it. Each event is given once, to one of the threads that
+/// ask for it.
 pub struct xserv_submission {
     _opaque: [u8; 0],
 }
 
-/// Called when a submission has events after it had none. Runs on one of the library's threads, so
-/// it must be quick; of this library it may call only xserv_submit(), xserv_cancel() and the _free
-/// functions. It may run before xserv_submit() has returned.
+/// Called when a submission has events after it had none. Runs on one of the library's threads, with
+/// no lock held, and must be quick: the model computes nothing meanwhile. It may call every function
+/// that does not wait for the model: xserv_submit(), xserv_poll(), xserv_next() with a timeout of 0,
+/// xserv_submission_take_result(), xserv_cancel() and the _free functions, for its own submission
+/// too. It may run before xserv_submit() has returned, and is never called by xserv_submit() itself.
+///
+/// xserv_submission_free() waits for this callback, and xserv_model_free() for those of all requests
+/// of the model, if they are running on another thread (within a callback xserv_model_free() waits
+/// for none). So call neither while you hold a lock that such a callback takes.
 pub type xserv_wake_callback = Option<unsafe extern "C" fn(user_data: *mut c_void)>;
 
 /// How to be notified of a submission's events. Fill with xserv_submit_options_default(), then set
@@ -45,17 +55,19 @@ pub struct xserv_submit_options {
     pub wake_user_data: *mut c_void,
     /// A non-blocking file descriptor (an eventfd with EFD_NONBLOCK, a pipe): when there are
     /// events, the eight bytes of the 64-bit number 1 are written to it. Several submissions may
-    /// share one. The caller owns it, and keeps it open until the submission is freed. -1
-    /// (default): none.
+    /// share one. The caller owns it, and keeps it open until the submission is freed. If nobody
+    /// can read it any more, nothing is written and no SIGPIPE is raised. -1 (default): none.
     pub wake_fd: i32,
-    /// Unused, 0.
-    pub reserved: u32,
+    /// The kinds of events to be told: the sum of 1 << kind, for each xserv_event_kind that is
+    /// wanted; 0 (default): TOKEN, TEXT, END and DONE, also in later versions that have more.
+    /// XSERV_EVENT_DONE is told in any case. The result has all of the text and the tokens.
+    pub events: u32,
 }
 
 // SAFETY: repr(C), struct_size first, integers, pointers and nullable function pointers; a caller
 // who passes a function pointer that is none breaks the contract of that field.
 unsafe impl GrowingStruct for xserv_submit_options {
-    const FIRST_SIZE: usize = 32;
+    const SIZES: &'static [usize] = &[32];
     const NAME: &'static str = "xserv_submit_options";
     const HOW: &'static str = "fill it with xserv_submit_options_default()";
     fn defaults() -> Self {
@@ -64,11 +76,10 @@ unsafe impl GrowingStruct for xserv_submit_options {
             wake: None,
             wake_user_data: std::ptr::null_mut(),
             wake_fd: -1,
-            reserved: 0,
+            events: 0,
         }
     }
 }
-const _: () = assert!(size_of::<xserv_submit_options>() == xserv_submit_options::FIRST_SIZE);
 
 /// The kind of an event.
 #[repr(C)]
@@ -97,7 +108,7 @@ pub struct xserv_event {
     /// The index of the sample of the request, from 0.
     pub sample: u32,
     /// The text that became final: whole UTF-8 characters, NUL-terminated, possibly empty. Valid
-    /// until the next xserv_next() on the submission, or until it is freed.
+    /// until the next xserv_next() on the submission, by whichever thread, or until it is freed.
     pub text: *const c_char,
     /// Bytes of text without the NUL.
     pub text_len: usize,
@@ -113,7 +124,7 @@ pub struct xserv_event {
 
 // SAFETY: repr(C), struct_size first, integers and pointers only.
 unsafe impl GrowingStruct for xserv_event {
-    const FIRST_SIZE: usize = 48;
+    const SIZES: &'static [usize] = &[48];
     const NAME: &'static str = "xserv_event";
     const HOW: &'static str = "set it to sizeof(xserv_event)";
     fn defaults() -> Self {
@@ -130,18 +141,46 @@ unsafe impl GrowingStruct for xserv_event {
         }
     }
 }
-const _: () = assert!(size_of::<xserv_event>() == xserv_event::FIRST_SIZE);
 
 /// The state of the thread that takes events.
 struct Taker {
     ticket: Ticket,
     /// The text of the last event, with its NUL.
     text: Vec<u8>,
+    /// The samples, after an attempt to make a result of them has failed.
+    generations: Vec<Generation>,
 }
 
 struct Submission {
+    /// Never locked while a thread waits for events.
     taker: Mutex<Taker>,
     handle: TicketHandle,
+    /// The kinds of events that the caller wants, as bits.
+    events: u32,
+}
+
+/// The bit of a kind of events.
+const fn bit(kind: xserv_event_kind) -> u32 {
+    1 << kind as u32
+}
+
+/// The events that a caller who asks for none in particular gets; those of the first version.
+const USUAL_EVENTS: u32 = bit(xserv_event_kind::XSERV_EVENT_TOKEN)
+    | bit(xserv_event_kind::XSERV_EVENT_TEXT)
+    | bit(xserv_event_kind::XSERV_EVENT_END)
+    | bit(xserv_event_kind::XSERV_EVENT_DONE);
+
+/// Returns the events that a caller wants, as bits.
+fn wanted_events(options: &xserv_submit_options) -> Result<u32> {
+    match options.events {
+        0 => Ok(USUAL_EVENTS),
+        events if events & !USUAL_EVENTS == 0 => {
+            Ok(events | bit(xserv_event_kind::XSERV_EVENT_DONE))
+        }
+        events => Err(Error::invalid_argument(format!(
+            "options.events is {events:#x}, which has bits of no xserv_event_kind of this version"
+        ))),
+    }
 }
 
 impl Submission {
@@ -149,8 +188,28 @@ impl Submission {
     /// refused.
     fn taker(&self) -> Result<MutexGuard<'_, Taker>> {
         self.handle.check_process()?;
-        self.handle.check_may_wait()?;
         Ok(self.taker.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Takes the next event that the caller wants, if there is one.
+    fn try_next(&self) -> Result<Option<xserv_event>> {
+        let mut taker = self.taker()?;
+        let Taker { ticket, text, .. } = &mut *taker;
+        loop {
+            let Some(event) = ticket.try_next()? else { return Ok(None) };
+            let described = describe(&event, text);
+            if let (Err(_), Event::Token { sample, .. } | Event::Text { sample, .. }) =
+                (&described, event)
+            {
+                // The caller does not get this event, so it must not take those after it for the
+                // next.
+                ticket.fail(sample);
+            }
+            let described = described?;
+            if self.events & (1 << described.kind) != 0 {
+                return Ok(Some(described));
+            }
+        }
     }
 }
 
@@ -178,16 +237,66 @@ unsafe impl Sync for WakeTarget {}
 impl WakeTarget {
     fn wake(&self) {
         if self.fd >= 0 {
-            let one = 1u64.to_ne_bytes();
-            // SAFETY: eight readable bytes. The descriptor is the caller's, open by contract. The
-            // result is ignored: a descriptor that is full has been notified already.
-            unsafe { libc::write(self.fd, one.as_ptr() as *const c_void, one.len()) };
+            write_quietly(self.fd, &1u64.to_ne_bytes());
         }
         if let Some(callback) = self.callback {
             // SAFETY: the caller's function with the caller's data, valid until the submission is
             // freed, which waits for this call.
-            unsafe { callback(self.user_data) };
+            call_host(|| unsafe { callback(self.user_data) });
         }
+    }
+}
+
+/// Consumes a signal that is pending for this thread and blocked, if there is one.
+///
+/// # Safety
+/// `signals` is a set of blocked signals.
+#[cfg(target_os = "linux")]
+unsafe fn take_pending(signals: &libc::sigset_t) {
+    let no_time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: both point to initialised values; no information on the signal is asked for.
+    unsafe { libc::sigtimedwait(signals, std::ptr::null_mut(), &no_time) };
+}
+
+/// Consumes a signal that is pending for this thread and blocked, if there is one.
+///
+/// # Safety
+/// `signals` is a set of blocked signals.
+#[cfg(not(target_os = "linux"))]
+unsafe fn take_pending(signals: &libc::sigset_t) {
+    // SAFETY: as on Linux. A signal that is pending does not make it wait.
+    unsafe {
+        let mut pending = std::mem::zeroed::<libc::sigset_t>();
+        let is_pending =
+            libc::sigpending(&mut pending) == 0 && libc::sigismember(&pending, libc::SIGPIPE) == 1;
+        if is_pending {
+            libc::sigwait(signals, &mut 0);
+        }
+    }
+}
+
+/// Writes to a descriptor of the caller's. The result is ignored: a descriptor that is full has been
+/// notified already, and one that nobody reads needs no notification.
+fn write_quietly(fd: c_int, bytes: &[u8]) {
+    // SAFETY: the sets and the bytes are on this stack or borrowed, of the sizes that are passed;
+    // the mask changed is that of this thread only. The descriptor is open by contract.
+    unsafe {
+        let mut pipe = std::mem::zeroed::<libc::sigset_t>();
+        let mut before = std::mem::zeroed::<libc::sigset_t>();
+        let mut mask = std::mem::zeroed::<libc::sigset_t>();
+        libc::sigemptyset(&mut pipe);
+        libc::sigaddset(&mut pipe, libc::SIGPIPE);
+        // The library's threads block it anyway, but a wake-up callback may have changed that.
+        if libc::pthread_sigmask(libc::SIG_BLOCK, &pipe, &mut mask) != 0 {
+            return;
+        }
+        let was_pending =
+            libc::sigpending(&mut before) == 0 && libc::sigismember(&before, libc::SIGPIPE) == 1;
+        let written = libc::write(fd, bytes.as_ptr() as *const c_void, bytes.len());
+        if written < 0 && !was_pending {
+            take_pending(&pipe);
+        }
+        libc::pthread_sigmask(libc::SIG_SETMASK, &mask, std::ptr::null_mut());
     }
 }
 
@@ -218,15 +327,19 @@ fn waker_of(options: &xserv_submit_options) -> Result<Option<Waker>> {
 
 /// Sets every option to its default.
 ///
+/// struct_size: sizeof(xserv_submit_options) of the header that the program is built with; no byte beyond it is
+/// written. xserv_submit_options_default() passes it. Does nothing if options is NULL.
+///
 /// # Safety
-/// `options` is NULL or writable for an xserv_submit_options.
+/// `options` is NULL or writable for `struct_size` bytes.
 #[no_mangle]
-pub unsafe extern "C" fn xserv_submit_options_default(
+pub unsafe extern "C" fn xserv_submit_options_init(
     options: *mut xserv_submit_options,
-) -> xserv_status {
-    guard(|| {
+    struct_size: usize,
+) {
+    guard_or((), || {
         // SAFETY: writable by contract.
-        unsafe { Out::new(options, "options") }?.set(xserv_submit_options::defaults());
+        unsafe { init_struct(options, struct_size) };
         Ok(())
     })
 }
@@ -253,7 +366,7 @@ pub unsafe extern "C" fn xserv_submit(
     options: *const xserv_submit_options,
     submission: *mut *mut xserv_submission,
 ) -> xserv_status {
-    guard(|| {
+    guard_work(|| {
         // SAFETY: by the contract above, here and below.
         let out = unsafe { Out::new(submission, "submission") }?;
         if request.is_null() {
@@ -265,11 +378,20 @@ pub unsafe extern "C" fn xserv_submit(
         let request = unsafe { request_of(&c_request) }?;
         // SAFETY: as above.
         let options = unsafe { read_struct(options, "options") }?;
+        let events = wanted_events(&options)?;
         let engine = engine_of(model)?;
-        let ticket = engine.submit(&request, waker_of(&options)?)?;
+        let (ticket, prepared) = engine.prepare(&request, waker_of(&options)?)?;
         let handle = ticket.handle();
-        let taker = Mutex::new(Taker { ticket, text: Vec::new() });
-        out.set(SUBMISSIONS.insert(Arc::new(Submission { taker, handle }))?);
+        let taker = Mutex::new(Taker { ticket, text: Vec::new(), generations: Vec::new() });
+        // The handle comes first: nothing fails once the callback may run, so this call never has
+        // to wait for it.
+        let submission: *mut xserv_submission =
+            SUBMISSIONS.insert(Arc::new(Submission { taker, handle, events }))?;
+        if let Err(error) = engine.hand_over(prepared) {
+            SUBMISSIONS.remove(submission)?;
+            return Err(error);
+        }
+        out.set(submission);
         Ok(())
     })
 }
@@ -278,13 +400,15 @@ pub unsafe extern "C" fn xserv_submit(
 ///
 /// timeout_ms: the time to wait for one; 0 does not wait, XSERV_WAIT_FOREVER waits as long as it
 /// takes. If none comes, the event's kind is XSERV_EVENT_NONE. Once all samples have ended it is
-/// XSERV_EVENT_DONE, in this and in every later call.
+/// XSERV_EVENT_DONE, in this and in every later call. That another thread waits for an event of the
+/// same submission makes no difference.
 ///
 /// event: struct_size must be set.
 ///
 /// Errors: the failure of a sample (XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST,
-/// XSERV_STATUS_INVALID_FILE), which has then ended, and the next call continues with the others;
-/// XSERV_STATUS_INVALID_ARGUMENT (called in a wake-up callback).
+/// XSERV_STATUS_INVALID_FILE), which has then ended, and the next call continues with the others.
+/// This includes a lack of memory in this very call: no event is left out without the sample's end.
+/// XSERV_STATUS_INVALID_ARGUMENT (called in a wake-up callback with a timeout other than 0).
 ///
 /// # Safety
 /// `event` is writable for the struct_size that it claims.
@@ -304,15 +428,15 @@ pub unsafe extern "C" fn xserv_next(
         // Checked by writing first: an event taken and then not written would be lost.
         // SAFETY: by the contract above, here and below.
         unsafe { write_struct(event, "event", &xserv_event::defaults()) }?;
-        let mut taker = object.taker()?;
-        let next = taker.ticket.next(timeout)?;
-        let value = describe(next, &mut taker.text)?;
+        let Some(value) = object.handle.wait_for(timeout, || object.try_next())? else {
+            return Ok(());
+        };
         // SAFETY: as above.
         unsafe { write_struct(event, "event", &value) }
     })
 }
 
-fn describe(event: Option<Event>, text: &mut Vec<u8>) -> Result<xserv_event> {
+fn describe(event: &Event, text: &mut Vec<u8>) -> Result<xserv_event> {
     let none = xserv_event::defaults();
     let mut keep = |piece: &str| -> Result<(*const c_char, usize)> {
         text.clear();
@@ -322,10 +446,9 @@ fn describe(event: Option<Event>, text: &mut Vec<u8>) -> Result<xserv_event> {
         text.push(0);
         Ok((text.as_ptr() as *const c_char, piece.len()))
     };
-    Ok(match event {
-        None => none,
-        Some(Event::Token { sample, token, text, num_tokens }) => {
-            let (text, text_len) = keep(&text)?;
+    Ok(match *event {
+        Event::Token { sample, token, ref text, num_tokens } => {
+            let (text, text_len) = keep(text)?;
             xserv_event {
                 kind: xserv_event_kind::XSERV_EVENT_TOKEN as u32,
                 sample: sample as u32,
@@ -336,8 +459,8 @@ fn describe(event: Option<Event>, text: &mut Vec<u8>) -> Result<xserv_event> {
                 ..none
             }
         }
-        Some(Event::Text { sample, text, num_tokens }) => {
-            let (text, text_len) = keep(&text)?;
+        Event::Text { sample, ref text, num_tokens } => {
+            let (text, text_len) = keep(text)?;
             xserv_event {
                 kind: xserv_event_kind::XSERV_EVENT_TEXT as u32,
                 sample: sample as u32,
@@ -347,16 +470,14 @@ fn describe(event: Option<Event>, text: &mut Vec<u8>) -> Result<xserv_event> {
                 ..none
             }
         }
-        Some(Event::End { sample, reason, num_tokens }) => xserv_event {
+        Event::End { sample, reason, num_tokens } => xserv_event {
             kind: xserv_event_kind::XSERV_EVENT_END as u32,
             sample: sample as u32,
             num_tokens: num_tokens as u32,
             finish_reason: finish_code(reason) as u32,
             ..none
         },
-        Some(Event::Done) => {
-            xserv_event { kind: xserv_event_kind::XSERV_EVENT_DONE as u32, ..none }
-        }
+        Event::Done => xserv_event { kind: xserv_event_kind::XSERV_EVENT_DONE as u32, ..none },
     })
 }
 
@@ -417,17 +538,21 @@ pub unsafe extern "C" fn xserv_submission_take_result(
         if !taker.ticket.is_done() {
             return Err(Error::invalid_argument("submission: the request has not ended yet"));
         }
-        let generations = taker.ticket.take_generations()?;
-        if generations.is_empty() {
+        if taker.generations.is_empty() {
+            taker.generations = taker.ticket.take_generations()?;
+        }
+        if taker.generations.is_empty() {
             return Err(Error::invalid_argument("submission: its result was taken already"));
         }
-        out.set(new_result(generations)?);
+        out.set(new_result(&mut taker.generations)?);
         Ok(())
     })
 }
 
 /// Frees a submission; a request that still runs is cancelled. If its wake-up callback is running
-/// on another thread, the call waits for it; it is not called again afterwards. NULL is allowed.
+/// on another thread, the call waits for it; it is not called again afterwards. (Two callbacks of
+/// different models that free each other's submission at the same time would wait for ever, so they
+/// must not.) NULL is allowed.
 #[no_mangle]
 pub extern "C" fn xserv_submission_free(submission: *mut xserv_submission) {
     guard_or((), || {

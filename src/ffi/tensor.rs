@@ -6,10 +6,10 @@ use std::ffi::c_void;
 use std::sync::Arc;
 
 use super::context::{context_of, xserv_context, ContextObject};
-use super::guard::{array_argument, guard, guard_or, Out};
+use super::guard::{array_argument, guard, guard_or, guard_work, Out};
 use super::handle::HandleTable;
 use super::status::xserv_status;
-use super::types::xserv_dtype;
+use super::types::{xserv_device_kind, xserv_dtype};
 use crate::error::{Error, Result};
 use crate::memory::{Block, DType, Device, Dims, ElementType, Tensor, MAX_RANK};
 
@@ -66,8 +66,33 @@ pub struct xserv_tensor {
     pub byte_offset: u64,
 }
 
+/// Returns the tensor type of an xserv_dtype (XSERV_DTYPE_F32 to XSERV_DTYPE_I64); all zeros, which
+/// no operator accepts, for another value.
+#[no_mangle]
+pub extern "C" fn xserv_tensor_dtype_of(dtype: u32) -> xserv_tensor_dtype {
+    match element_type(dtype) {
+        Ok(element) => dtype_of(element),
+        Err(_) => xserv_tensor_dtype { code: 0, bits: 0, lanes: 0 },
+    }
+}
+
+/// Returns the tensor device of an xserv_device_kind (XSERV_DEVICE_CPU or XSERV_DEVICE_CUDA) and an
+/// index; device_type 0, which no operator accepts, for another kind.
+#[no_mangle]
+pub extern "C" fn xserv_tensor_device_of(
+    device_kind: u32,
+    device_index: u32,
+) -> xserv_tensor_device {
+    let device_type = match device_kind {
+        kind if kind == xserv_device_kind::XSERV_DEVICE_CPU as u32 => CPU,
+        kind if kind == xserv_device_kind::XSERV_DEVICE_CUDA as u32 => CUDA,
+        _ => 0,
+    };
+    let device_id = i32::try_from(device_index).unwrap_or(i32::MAX);
+    xserv_tensor_device { device_type, device_id }
+}
+
 // DLTensor on a 64-bit machine; tests/abi compares with dlpack.h where it is installed.
-const _: () = assert!(size_of::<xserv_tensor>() == 48);
 
 /// A tensor in memory of a context.
 pub struct xserv_owned_tensor {
@@ -128,14 +153,13 @@ pub(super) unsafe fn tensor_argument(tensor: *const xserv_tensor, name: &str) ->
         Ok(rank) if rank <= MAX_RANK => rank,
         _ => return wrong(format!("ndim is {}, not between 0 and {MAX_RANK}", descriptor.ndim)),
     };
-    let (shape_name, strides_name) = (format!("{name}.shape"), format!("{name}.strides"));
     // SAFETY: readable for ndim values by contract.
-    let shape = unsafe { array_argument(descriptor.shape, rank, &shape_name) }?;
+    let shape = unsafe { array_argument(descriptor.shape, rank, format_args!("{name}.shape")) }?;
     let strides = if descriptor.strides.is_null() {
         None
     } else {
         // SAFETY: as above.
-        Some(unsafe { array_argument(descriptor.strides, rank, &strides_name) }?)
+        Some(unsafe { array_argument(descriptor.strides, rank, format_args!("{name}.strides")) }?)
     };
     let data = descriptor.data as *mut u8;
     let offset = match usize::try_from(descriptor.byte_offset) {
@@ -190,7 +214,7 @@ pub unsafe extern "C" fn xserv_owned_tensor_new(
     tensor: *mut *mut xserv_owned_tensor,
 ) -> xserv_status {
     // SAFETY: by the contract above.
-    guard(|| unsafe { new_tensor(context, dtype, ndim, shape, false, tensor) })
+    guard_work(|| unsafe { new_tensor(context, dtype, ndim, shape, false, tensor) })
 }
 
 /// Makes a tensor as xserv_owned_tensor_new() does, but in host memory that the context's device
@@ -210,7 +234,7 @@ pub unsafe extern "C" fn xserv_owned_tensor_new_pinned(
     tensor: *mut *mut xserv_owned_tensor,
 ) -> xserv_status {
     // SAFETY: by the contract above.
-    guard(|| unsafe { new_tensor(context, dtype, ndim, shape, true, tensor) })
+    guard_work(|| unsafe { new_tensor(context, dtype, ndim, shape, true, tensor) })
 }
 
 /// # Safety
@@ -284,6 +308,17 @@ fn element_type(dtype: u32) -> Result<ElementType> {
     })
 }
 
+fn dtype_of(element: ElementType) -> xserv_tensor_dtype {
+    let (code, bits) = match element {
+        ElementType::Float(DType::F32) => (2, 32),
+        ElementType::Float(DType::F16) => (2, 16),
+        ElementType::Float(DType::BF16) => (4, 16),
+        ElementType::I32 => (0, 32),
+        ElementType::I64 => (0, 64),
+    };
+    xserv_tensor_dtype { code, bits, lanes: 1 }
+}
+
 /// Gives the descriptor of an owned tensor. Its pointers stay valid until the tensor is freed.
 ///
 /// # Safety
@@ -298,19 +333,12 @@ pub unsafe extern "C" fn xserv_owned_tensor_view(
         // SAFETY: by the contract above.
         let out = unsafe { Out::new(view, "view") }?;
         let object = TENSORS.get(tensor)?;
-        let (code, bits) = match object.element {
-            ElementType::Float(DType::F32) => (2, 32),
-            ElementType::Float(DType::F16) => (2, 16),
-            ElementType::Float(DType::BF16) => (4, 16),
-            ElementType::I32 => (0, 32),
-            ElementType::I64 => (0, 64),
-        };
         let start = object.block.as_ref().map_or(std::ptr::null_mut(), Block::start);
         out.set(xserv_tensor {
             data: start.cast(),
             device: object.device,
             ndim: object.shape.len() as i32,
-            dtype: xserv_tensor_dtype { code, bits, lanes: 1 },
+            dtype: dtype_of(object.element),
             // The handle's object does not move until it is freed; nobody writes through these.
             shape: object.shape.as_ptr().cast_mut(),
             strides: object.strides.as_ptr().cast_mut(),

@@ -6,8 +6,8 @@ use std::ffi::c_char;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::guard::{
-    array_argument, flag, guard, guard_or, optional_text, read_struct, text_argument, with_nul,
-    GrowingStruct, Out,
+    array_argument, flag, guard, guard_or, guard_work, init_struct, optional_text, read_struct,
+    text_argument, with_nul, GrowingStruct, Out,
 };
 use super::handle::HandleTable;
 use super::model::{engine_of, xserv_model};
@@ -50,9 +50,12 @@ pub struct xserv_tokenize_options {
 
 // SAFETY: repr(C), struct_size first, integers only.
 unsafe impl GrowingStruct for xserv_tokenize_options {
-    const FIRST_SIZE: usize = 16;
+    const SIZES: &'static [usize] = &[16];
     const NAME: &'static str = "xserv_tokenize_options";
     const HOW: &'static str = "fill it with xserv_tokenize_options_default()";
+    fn is_reserved_zero(&self) -> bool {
+        self.reserved == [0; 6]
+    }
     fn defaults() -> Self {
         xserv_tokenize_options {
             struct_size: size_of::<Self>(),
@@ -62,7 +65,6 @@ unsafe impl GrowingStruct for xserv_tokenize_options {
         }
     }
 }
-const _: () = assert!(size_of::<xserv_tokenize_options>() == xserv_tokenize_options::FIRST_SIZE);
 
 /// A conversation to be rendered. Fill with xserv_chat_options_default(), then set messages_json.
 #[repr(C)]
@@ -86,9 +88,12 @@ pub struct xserv_chat_options {
 
 // SAFETY: repr(C), struct_size first, integers and pointers only.
 unsafe impl GrowingStruct for xserv_chat_options {
-    const FIRST_SIZE: usize = 40;
+    const SIZES: &'static [usize] = &[40];
     const NAME: &'static str = "xserv_chat_options";
     const HOW: &'static str = "fill it with xserv_chat_options_default()";
+    fn is_reserved_zero(&self) -> bool {
+        self.reserved == [0; 7]
+    }
     fn defaults() -> Self {
         xserv_chat_options {
             struct_size: size_of::<Self>(),
@@ -100,7 +105,6 @@ unsafe impl GrowingStruct for xserv_chat_options {
         }
     }
 }
-const _: () = assert!(size_of::<xserv_chat_options>() == xserv_chat_options::FIRST_SIZE);
 
 /// A text with its final NUL.
 struct TextObject(Vec<u8>);
@@ -117,15 +121,19 @@ static DETOKENIZERS: HandleTable<DetokenizerObject> = HandleTable::new(4, "detok
 
 /// Sets every option to its default.
 ///
+/// struct_size: sizeof(xserv_tokenize_options) of the header that the program is built with; no byte beyond it is
+/// written. xserv_tokenize_options_default() passes it. Does nothing if options is NULL.
+///
 /// # Safety
-/// `options` is NULL or writable for an xserv_tokenize_options.
+/// `options` is NULL or writable for `struct_size` bytes.
 #[no_mangle]
-pub unsafe extern "C" fn xserv_tokenize_options_default(
+pub unsafe extern "C" fn xserv_tokenize_options_init(
     options: *mut xserv_tokenize_options,
-) -> xserv_status {
-    guard(|| {
+    struct_size: usize,
+) {
+    guard_or((), || {
         // SAFETY: writable by contract.
-        unsafe { Out::new(options, "options") }?.set(xserv_tokenize_options::defaults());
+        unsafe { init_struct(options, struct_size) };
         Ok(())
     })
 }
@@ -137,7 +145,10 @@ pub unsafe extern "C" fn xserv_tokenize_options_default(
 /// xserv_tokens_free().
 ///
 /// Errors: XSERV_STATUS_INVALID_ARGUMENT (not UTF-8: the message gives the offset; too long),
-/// XSERV_STATUS_UNSUPPORTED (the model has no usable tokenizer: the message says why).
+/// XSERV_STATUS_UNSUPPORTED (the model has no usable tokenizer, or one that takes shorter texts only:
+/// the message says why), XSERV_STATUS_INVALID_FILE (tokenizer.json makes the text take more than a
+/// second of processor time and 4 microseconds a byte, as only one that means harm does),
+/// XSERV_STATUS_CANCELLED (the model was freed meanwhile).
 ///
 /// # Safety
 /// `text` is readable for `text_len` bytes or NUL-terminated; `options` is NULL or readable for its
@@ -151,7 +162,7 @@ pub unsafe extern "C" fn xserv_tokenize(
     options: *const xserv_tokenize_options,
     tokens: *mut *mut xserv_tokens,
 ) -> xserv_status {
-    guard(|| {
+    guard_work(|| {
         // SAFETY: by the contract above.
         let out = unsafe { Out::new(tokens, "tokens") }?;
         // SAFETY: as above.
@@ -160,7 +171,7 @@ pub unsafe extern "C" fn xserv_tokenize(
         let text = unsafe { text_argument(text, text_len, "text") }?;
         let add_special = flag(options.add_special_tokens, "options.add_special_tokens")?;
         let parse_special = flag(options.parse_special_tokens, "options.parse_special_tokens")?;
-        let ids = engine_of(model)?.tokenizer()?.encode(text, add_special, parse_special)?;
+        let ids = engine_of(model)?.tokenize(text, add_special, parse_special)?;
         out.set(TOKENS.insert(Arc::new(ids))?);
         Ok(())
     })
@@ -211,7 +222,7 @@ pub unsafe extern "C" fn xserv_detokenize(
     skip_special_tokens: bool,
     text: *mut *mut xserv_text,
 ) -> xserv_status {
-    guard(|| {
+    guard_work(|| {
         // SAFETY: by the contract above.
         let out = unsafe { Out::new(text, "text") }?;
         // SAFETY: as above.
@@ -267,7 +278,7 @@ pub unsafe extern "C" fn xserv_detokenizer_new(
     skip_special_tokens: bool,
     detokenizer: *mut *mut xserv_detokenizer,
 ) -> xserv_status {
-    guard(|| {
+    guard_work(|| {
         // SAFETY: by the contract above.
         let out = unsafe { Out::new(detokenizer, "detokenizer") }?;
         let engine = engine_of(model)?;
@@ -337,7 +348,11 @@ unsafe fn next_piece(
         object.engine.check_process()?;
         let mut state = object.state.lock().unwrap_or_else(PoisonError::into_inner);
         let (stream, kept) = &mut *state;
-        *kept = with_nul(&advance(&object.engine, stream)?)?;
+        let mut piece = advance(&object.engine, stream)?.into_bytes();
+        // Only an empty piece has no room, and is no loss: the stream has advanced.
+        piece.try_reserve_exact(1).map_err(|_| Error::out_of_memory("a piece of text", 1))?;
+        piece.push(0);
+        *kept = piece;
         if !len_bytes.is_null() {
             // SAFETY: by contract.
             unsafe { Out::new(len_bytes, "len_bytes") }?.set(kept.len() - 1);
@@ -355,15 +370,19 @@ pub extern "C" fn xserv_detokenizer_free(detokenizer: *mut xserv_detokenizer) {
 
 /// Sets every field to its default, which leaves messages_json to be set.
 ///
+/// struct_size: sizeof(xserv_chat_options) of the header that the program is built with; no byte beyond it is
+/// written. xserv_chat_options_default() passes it. Does nothing if options is NULL.
+///
 /// # Safety
-/// `options` is NULL or writable for an xserv_chat_options.
+/// `options` is NULL or writable for `struct_size` bytes.
 #[no_mangle]
-pub unsafe extern "C" fn xserv_chat_options_default(
+pub unsafe extern "C" fn xserv_chat_options_init(
     options: *mut xserv_chat_options,
-) -> xserv_status {
-    guard(|| {
+    struct_size: usize,
+) {
+    guard_or((), || {
         // SAFETY: writable by contract.
-        unsafe { Out::new(options, "options") }?.set(xserv_chat_options::defaults());
+        unsafe { init_struct(options, struct_size) };
         Ok(())
     })
 }
@@ -387,7 +406,7 @@ pub unsafe extern "C" fn xserv_apply_chat_template(
     options: *const xserv_chat_options,
     text: *mut *mut xserv_text,
 ) -> xserv_status {
-    guard(|| {
+    guard_work(|| {
         // SAFETY: by the contract above.
         let out = unsafe { Out::new(text, "text") }?;
         // SAFETY: as above.

@@ -1,5 +1,7 @@
 //! Constants and enums that several groups of functions share.
 
+use std::ffi::c_char;
+
 // cbindgen cannot print these two; cbindgen.toml has their C form, and tests/abi compares.
 /// Used as the length of a text: the text ends at its NUL.
 ///
@@ -87,4 +89,21 @@ pub enum xserv_finish_reason {
     XSERV_FINISH_CANCELLED = 5,
     /// The request's time limit (xserv_request.time_limit_ms) was reached.
     XSERV_FINISH_DEADLINE = 6,
+}
+
+/// Returns the name of an xserv_finish_reason, for example "XSERV_FINISH_MAX_TOKENS", as a static
+/// string; "unknown finish reason" for a value that this version does not have.
+#[no_mangle]
+pub extern "C" fn xserv_finish_reason_name(finish_reason: u32) -> *const c_char {
+    let name = match finish_reason {
+        0 => c"XSERV_FINISH_STOP_TOKEN",
+        1 => c"XSERV_FINISH_STOP_STRING",
+        2 => c"XSERV_FINISH_MAX_TOKENS",
+        3 => c"XSERV_FINISH_CONTEXT_FULL",
+        4 => c"XSERV_FINISH_CALLBACK",
+        5 => c"XSERV_FINISH_CANCELLED",
+        6 => c"XSERV_FINISH_DEADLINE",
+        _ => c"unknown finish reason",
+    };
+    name.as_ptr()
 }

@@ -13,6 +13,7 @@
 
 use crate::error::{Error, ErrorKind, Result};
 use std::collections::BTreeMap;
+use std::fmt::Write as _;
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -32,6 +33,11 @@ pub trait MemorySource: Send + Sync {
 
     /// Returns the kind of memory for messages, such as "device memory".
     fn name(&self) -> &'static str;
+
+    /// Returns how many bytes are free, and how many there are in all, where that is known.
+    fn free_and_total(&self) -> Option<(usize, usize)> {
+        None
+    }
 }
 
 /// The statistics of an allocator.
@@ -249,15 +255,20 @@ impl CachingAllocator {
             self.give_back(state);
         }
         let refused = |state: &State, why: &str| {
-            Error::new(
-                ErrorKind::OutOfMemory,
-                format!(
-                    "cannot allocate {len_bytes} bytes of {} for {what}: {why} ({} bytes are in use, the \
-                     budget is {budget})",
-                    self.source.name(),
-                    state.stats.allocated
-                ),
-            )
+            let mut message = format!(
+                "cannot allocate {len_bytes} bytes of {} for {what}: {why} ({} bytes are in use",
+                self.source.name(),
+                state.stats.allocated
+            );
+            // A failed `write!` leaves the message shorter.
+            if budget != usize::MAX {
+                let _ = write!(message, ", the budget is {budget}");
+            }
+            if let Some((free, total)) = self.source.free_and_total() {
+                let _ = write!(message, ", {free} of {total} are free");
+            }
+            message.push(')');
+            Error::new(ErrorKind::OutOfMemory, message)
         };
         if state.stats.reserved.saturating_add(class) > budget {
             return Err(refused(state, "the budget is exhausted"));
@@ -402,6 +413,11 @@ mod tests {
         fn name(&self) -> &'static str {
             "test memory"
         }
+
+        fn free_and_total(&self) -> Option<(usize, usize)> {
+            let free = self.limit - self.out.load(Ordering::Relaxed);
+            (self.limit != usize::MAX).then_some((free, self.limit))
+        }
     }
 
     fn allocator(limit: usize, budget: usize) -> (Arc<CachingAllocator>, Arc<AtomicUsize>) {
@@ -517,6 +533,10 @@ mod tests {
             assert_eq!(error.kind(), ErrorKind::OutOfMemory);
             let message = error.message();
             assert!(message.contains("4096 bytes of test memory for c"), "{message}");
+            // Only what is limited is said to be.
+            assert_eq!(message.contains("the budget is 10000"), budget == 10_000, "{message}");
+            assert_eq!(message.contains("10000 are free"), limit == 10_000, "{message}");
+            assert!(!message.contains(&usize::MAX.to_string()), "{message}");
             drop(b);
             drop(allocator);
             assert_eq!(out.load(Ordering::Relaxed), 0);

@@ -6,15 +6,12 @@ use std::fs::File;
 
 use super::folder::{shown_name, FileStamp, Folder};
 use super::safetensors::{compute_dtype, read_header, read_header_length, StoredDType, TensorInfo};
-use super::shard_index::{ShardIndex, INDEX_FILE, MAX_INDEX_BYTES};
+use super::shard_index::{ShardIndex, INDEX_FILE, MAX_INDEX_BYTES, MAX_TENSORS_IN_ALL};
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::DType;
 
 /// The file of a model that is not split.
 pub const SINGLE_FILE: &str = "model.safetensors";
-/// The maximum number of names in all shards together: twice the count of the largest published
-/// mixtures of experts, and few enough for their map to stay below 100 MiB.
-pub const MAX_TENSORS_IN_ALL: usize = 1 << 18;
 /// The maximum number of bytes of all headers together: their names stay in memory, and each takes
 /// time to parse.
 pub const MAX_HEADER_BYTES_IN_ALL: u64 = 32 << 20;
@@ -80,7 +77,7 @@ impl Checkpoint {
     ///
     /// As in Transformers, `model.safetensors` is preferred to an index beside it.
     pub fn open(folder: &Folder) -> Result<Self> {
-        if folder.contains(SINGLE_FILE) {
+        if folder.contains(SINGLE_FILE)? {
             let mut checkpoint = Checkpoint::default();
             checkpoint.add_shard(folder, SINGLE_FILE, None)?;
             return Ok(checkpoint);
@@ -89,7 +86,7 @@ impl Checkpoint {
             return Self::open_sharded(folder, &ShardIndex::parse(&json)?);
         }
         for other in ["pytorch_model.bin", "pytorch_model.bin.index.json", "tf_model.h5"] {
-            if folder.contains(other) {
+            if folder.contains(other)? {
                 return Err(Error::unsupported(format!(
                     "the folder has {other} but no {SINGLE_FILE}; only safetensors files are read"
                 )));
@@ -152,6 +149,9 @@ impl Checkpoint {
                     "the files have more than {MAX_TENSORS_IN_ALL} tensors in all"
                 )));
             }
+            self.tensors
+                .try_reserve(1)
+                .map_err(|_| Error::out_of_memory("the list of tensors", self.tensors.len()))?;
             match self.tensors.entry(tensor) {
                 Entry::Vacant(vacant) => drop(vacant.insert(TensorEntry { shard, info })),
                 Entry::Occupied(known) => {

@@ -12,7 +12,7 @@
 //! ```
 
 use std::ffi::OsString;
-use std::fs::{File, OpenOptions};
+use std::fs::{File, Metadata, OpenOptions};
 use std::io::{self, Read};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Component, Path, PathBuf};
@@ -44,19 +44,41 @@ pub struct FileStamp {
     modified_ns: i64,
 }
 
+impl FileStamp {
+    fn new(metadata: &Metadata) -> Self {
+        FileStamp {
+            len: metadata.len(),
+            device: metadata.dev(),
+            inode: metadata.ino(),
+            modified_s: metadata.mtime(),
+            modified_ns: metadata.mtime_nsec(),
+        }
+    }
+
+    /// Fails unless `file`, which is called `name`, is still in this state.
+    pub fn check(self, file: &File, name: &str) -> Result<()> {
+        let metadata = file.metadata().map_err(|e| io_error(&shown_name(name), &e))?;
+        if FileStamp::new(&metadata) == self {
+            return Ok(());
+        }
+        let message = format!("{} changed while it was read", shown_name(name));
+        Err(Error::new(ErrorKind::Io, message))
+    }
+}
+
 impl Folder {
     /// Opens the folder at `path`, which must exist.
     pub fn open(path: &Path) -> Result<Self> {
         let shown = path.display();
         let canonical =
             path.canonicalize().map_err(|e| io_error(&format!("folder {shown}"), &e))?;
-        if !canonical.is_dir() {
+        if !is_folder(&canonical)? {
             return Err(Error::invalid_argument(format!(
                 "{shown} is not a folder; pass the folder that holds config.json"
             )));
         }
         let mut roots = vec![canonical.clone()];
-        roots.extend(blob_folders(&canonical));
+        roots.extend(blob_folders(&canonical)?);
         Ok(Folder { path: path.to_path_buf(), roots })
     }
 
@@ -65,9 +87,13 @@ impl Folder {
         &self.path
     }
 
-    /// Whether there is something called `name` (of whatever kind) in the folder.
-    pub fn contains(&self, name: &str) -> bool {
-        check_file_name(name).is_ok() && self.path.join(name).symlink_metadata().is_ok()
+    /// Whether there is something called `name` (of whatever kind) in the folder. Fails where that
+    /// cannot be found out.
+    pub fn contains(&self, name: &str) -> Result<bool> {
+        if check_file_name(name).is_err() {
+            return Ok(false);
+        }
+        found(self.path.join(name).symlink_metadata(), &shown_name(name)).map(|is| is.is_some())
     }
 
     /// Opens the regular file `name` of this folder for reading.
@@ -102,14 +128,7 @@ impl Folder {
         if !metadata.is_file() {
             return Err(not_regular());
         }
-        let stamp = FileStamp {
-            len: metadata.len(),
-            device: metadata.dev(),
-            inode: metadata.ino(),
-            modified_s: metadata.mtime(),
-            modified_ns: metadata.mtime_nsec(),
-        };
-        Ok((file, stamp))
+        Ok((file, FileStamp::new(&metadata)))
     }
 
     /// Returns the whole content of the file `name`, which may have at most `limit_bytes`.
@@ -128,9 +147,12 @@ impl Folder {
         // One more byte of room, so that the read that meets the end does not grow the vector; a
         // file that grows meanwhile is cut off at that byte and refused below.
         let mut bytes: Vec<u8> = try_with_capacity(expected.saturating_add(1), name)?;
-        file.take(expected as u64 + 1)
+        (&file)
+            .take(expected as u64 + 1)
             .read_to_end(&mut bytes)
             .map_err(|e| io_error(&shown_name(name), &e))?;
+        // Bytes of two states of a file may look like those of one.
+        stamp.check(&file, name)?;
         if bytes.len() != expected {
             return Err(Error::new(
                 ErrorKind::Io,
@@ -142,7 +164,7 @@ impl Folder {
 
     /// Like [`Folder::read_small_file`], but `None` when there is no such file.
     pub fn read_optional_file(&self, name: &str, limit_bytes: usize) -> Result<Option<Vec<u8>>> {
-        if !self.contains(name) {
+        if !self.contains(name)? {
             return Ok(None);
         }
         match self.read_small_file(name, limit_bytes) {
@@ -176,16 +198,15 @@ pub fn resolve_with(path: &str, variable: &dyn Fn(&str) -> Option<OsString>) -> 
         return Err(Error::invalid_argument("the model path contains a NUL character"));
     }
     let direct = Path::new(path);
-    match direct.metadata() {
-        Ok(metadata) if metadata.is_dir() => return Ok(direct.to_path_buf()),
-        Ok(_) => {
+    match found(direct.metadata(), &shown_name(path))? {
+        Some(metadata) if metadata.is_dir() => return Ok(direct.to_path_buf()),
+        Some(_) => {
             return Err(Error::invalid_argument(format!(
                 "{} is a file; pass the folder that holds config.json",
                 shown_name(path)
             )))
         }
-        Err(e) if e.kind() == io::ErrorKind::NotFound => {}
-        Err(e) => return Err(io_error(&shown_name(path), &e)),
+        None => {}
     }
     let not_found = |also: &str| {
         Error::new(ErrorKind::NotFound, format!("no folder {}{also}", shown_name(path)))
@@ -199,10 +220,10 @@ pub fn resolve_with(path: &str, variable: &dyn Fn(&str) -> Option<OsString>) -> 
     let repo = cache.join(format!("models--{}", path.replace('/', "--")));
     let absent =
         || not_found(&format!(", and the local Hugging Face cache {} has none", cache.display()));
-    if !repo.is_dir() {
+    if !is_folder(&repo)? {
         return Err(absent());
     }
-    let repo_folder = Folder { path: repo.join("refs"), roots: canonical_folders(&[&repo]) };
+    let repo_folder = Folder { path: repo.join("refs"), roots: canonical_folders(&[&repo])? };
     let hash = repo_folder
         .read_optional_file("main", MAX_REF_BYTES)?
         .and_then(|bytes| String::from_utf8(bytes).ok())
@@ -210,7 +231,7 @@ pub fn resolve_with(path: &str, variable: &dyn Fn(&str) -> Option<OsString>) -> 
     if let Some(hash) = hash {
         if check_file_name(&hash).is_ok() {
             let snapshot = repo.join("snapshots").join(&hash);
-            if snapshot.is_dir() {
+            if is_folder(&snapshot)? {
                 return Ok(snapshot);
             }
         }
@@ -254,7 +275,7 @@ fn hub_cache(variable: &dyn Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
 }
 
 /// Returns the blob folders that belong to `canonical`, when it is a snapshot of the cache.
-fn blob_folders(canonical: &Path) -> Vec<PathBuf> {
+fn blob_folders(canonical: &Path) -> Result<Vec<PathBuf>> {
     let repo = canonical
         .parent()
         .filter(|parent| parent.file_name().is_some_and(|name| name == "snapshots"))
@@ -263,15 +284,36 @@ fn blob_folders(canonical: &Path) -> Vec<PathBuf> {
             repo.file_name().is_some_and(|name| name.to_string_lossy().starts_with("models--"))
         });
     let Some(repo) = repo else {
-        return Vec::new();
+        return Ok(Vec::new());
     };
     let mut blobs = vec![repo.join("blobs")];
     blobs.extend(repo.parent().map(|cache| cache.join("blobs")));
     canonical_folders(&blobs)
 }
 
-fn canonical_folders<P: AsRef<Path>>(folders: &[P]) -> Vec<PathBuf> {
-    folders.iter().filter_map(|folder| folder.as_ref().canonicalize().ok()).collect()
+/// Returns the canonical paths of those folders that exist.
+fn canonical_folders<P: AsRef<Path>>(folders: &[P]) -> Result<Vec<PathBuf>> {
+    let canonical = |folder: &P| {
+        let shown = folder.as_ref().display();
+        found(folder.as_ref().canonicalize(), &format!("folder {shown}")).transpose()
+    };
+    folders.iter().filter_map(canonical).collect()
+}
+
+/// Whether there is a folder at `path`.
+fn is_folder(path: &Path) -> Result<bool> {
+    let metadata = found(path.metadata(), &format!("folder {}", path.display()))?;
+    Ok(metadata.is_some_and(|metadata| metadata.is_dir()))
+}
+
+/// Returns what the operating system found at a path, `None` if it says that nothing is there. Any
+/// other failure says nothing about the path. `what` is for messages.
+fn found<T>(outcome: io::Result<T>, what: &str) -> Result<Option<T>> {
+    match outcome.map_err(|e| io_error(what, &e)) {
+        Ok(thing) => Ok(Some(thing)),
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(error),
+    }
 }
 
 /// Refuses everything but the plain name of a file in the folder.
@@ -298,10 +340,32 @@ pub fn check_file_name(name: &str) -> Result<()> {
     }
 }
 
+/// Whether an error of this kind says something about the files of a folder, so that reading them
+/// again would end the same way. Lack of memory or descriptors, a failing disk and missing
+/// permissions do not.
+pub fn is_lasting(kind: ErrorKind) -> bool {
+    matches!(
+        kind,
+        ErrorKind::InvalidFile
+            | ErrorKind::Unsupported
+            | ErrorKind::Template
+            | ErrorKind::NotFound
+            | ErrorKind::InvalidArgument
+    )
+}
+
 /// Turns an error of the operating system into one that names `what`.
 pub fn io_error(what: &str, error: &io::Error) -> Error {
+    if error.raw_os_error() == Some(libc::ELOOP) {
+        return Error::invalid_file(format!("{what} is a link that leads in a circle"));
+    }
     match error.kind() {
-        io::ErrorKind::NotFound => Error::new(ErrorKind::NotFound, format!("{what} is not there")),
+        io::ErrorKind::NotFound | io::ErrorKind::NotADirectory => {
+            Error::new(ErrorKind::NotFound, format!("{what} is not there"))
+        }
+        io::ErrorKind::OutOfMemory => {
+            Error::new(ErrorKind::OutOfMemory, format!("not enough memory to read {what}"))
+        }
         io::ErrorKind::PermissionDenied => {
             Error::new(ErrorKind::Io, format!("no permission to read {what}"))
         }

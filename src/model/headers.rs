@@ -10,7 +10,8 @@ use super::config::ModelConfig;
 use super::decoder::block::DecoderPlan;
 use super::folder::{self, resolve, Folder};
 use super::load::equal::are_equal;
-use super::load::plan::{MatrixPlan, PlannedDecoder};
+use super::load::plan::PlannedDecoder;
+use super::load::weights::MatrixPlan;
 use super::load::WeightFiles;
 use super::loaded::Model;
 use super::opened::ModelFolder;
@@ -95,16 +96,21 @@ impl Model {
         ModelHeaders::new(folder, config, checkpoint)
     }
 
-    /// Reads the configuration alone, and takes random numbers for the weights, whether there are files or not: to
-    /// time a shape without its files. Norms scale by 1, biases are 0. [`LoadOptions::dtype`](super::LoadOptions::dtype)
-    /// `None` stands for the element type that config.json names, or bf16. Loading on a device makes up the numbers
-    /// there and reads nothing.
+    /// Reads the configuration alone, and takes random numbers for the weights, whether there are
+    /// files or not: to time a shape without its files. Norms scale by 1, biases are 0.
+    /// [`LoadOptions::dtype`](super::LoadOptions::dtype) `None` stands for the element type that
+    /// config.json names, or bf16. Loading on a device makes up the numbers there and reads nothing.
     ///
     /// What is not supported is refused here, by name.
-    pub fn open_without_weights(path: &str) -> Result<ModelFolder> {
+    pub fn read_config_alone(path: &str) -> Result<ModelHeaders> {
         let folder = Folder::open(&resolve(path)?)?;
         let config = ModelConfig::read(&folder)?;
         let checkpoint = Checkpoint::random(config.declared_dtype.unwrap_or(DType::BF16));
-        ModelHeaders::new(folder, config, checkpoint)?.settle(None, &mut |_| true)
+        ModelHeaders::new(folder, config, checkpoint)
+    }
+
+    /// Opens a folder by [`Model::read_config_alone`].
+    pub fn open_without_weights(path: &str) -> Result<ModelFolder> {
+        Model::read_config_alone(path)?.settle(None, &mut |_| true)
     }
 }

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use super::checkpoint::Checkpoint;
 use super::config::ModelConfig;
 use super::config::{declared_architecture, CONFIG_FILE, MAX_CONFIG_BYTES};
-use super::folder::{resolve, Folder};
+use super::folder::{is_lasting, resolve, Folder};
 use super::headers::ModelHeaders;
 use super::opened::ModelFolder;
 use super::safetensors::compute_dtype;
@@ -41,16 +41,17 @@ pub struct Inspection {
 
 /// Reports on the folder (or cached repository) that `path` means.
 ///
-/// Fails only if there is no such folder; everything that is wrong inside is part of the report.
+/// Fails if there is no such folder, or if it could not be examined: for lack of memory, say.
+/// Everything that is wrong inside is part of the report.
 pub fn inspect(path: &str) -> Result<Inspection> {
     let folder = Folder::open(&resolve(path)?)?;
     let mut report = Inspection { path: folder.path().to_path_buf(), ..Inspection::default() };
-    if let Ok(json) = folder.read_small_file(CONFIG_FILE, MAX_CONFIG_BYTES) {
-        report.architecture = declared_architecture(&json);
+    if let Ok(json) = lasting(folder.read_small_file(CONFIG_FILE, MAX_CONFIG_BYTES))? {
+        report.architecture = declared_architecture(&json)?;
     }
     // An unsupported architecture still has files whose headers say how large it is.
-    let config = ModelConfig::read(&folder);
-    let checkpoint = Checkpoint::open(&folder);
+    let config = lasting(ModelConfig::read(&folder))?;
+    let checkpoint = lasting(Checkpoint::open(&folder))?;
     if let Ok(checkpoint) = &checkpoint {
         report.add_checkpoint(checkpoint);
     }
@@ -59,11 +60,19 @@ pub fn inspect(path: &str) -> Result<Inspection> {
         .and_then(|config| ModelHeaders::new(folder, config, checkpoint?))
         .and_then(|headers| headers.settle(None, &mut |_| true))
         .and_then(|model| report.add_model(&model));
-    match model {
+    match lasting(model)? {
         Ok(()) => report.supported = true,
         Err(error) => report.reason = Some(error.message().to_owned()),
     }
     Ok(report)
+}
+
+/// Fails if the outcome is a failure that says nothing about the files, and else returns it.
+fn lasting<T>(outcome: Result<T>) -> Result<Result<T>> {
+    match outcome {
+        Err(error) if !is_lasting(error.kind()) => Err(error),
+        outcome => Ok(outcome),
+    }
 }
 
 impl Inspection {

@@ -6,19 +6,17 @@
 //! begun before the copies, and before later ones.
 
 use std::sync::Arc;
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use super::kv_cache::KvCache;
 use super::loaded::{Compute, Model};
 use crate::backend::cuda::{CudaContext, Event};
 use crate::backend::{ComputeContext, PinnedBuffer};
-use crate::error::{check_room, Error, ErrorKind, Result};
+use crate::error::{check_room, Error, Result};
 use crate::memory::{HostBuffer, Pages};
-use crate::ops::kv_cache::cuda_swap::{kv_cache_swap, KvCopy, MOST_KV_COPIES};
+use crate::ops::kv_cache::cuda_swap::{kv_cache_swap, KvCopy, MAX_KV_COPIES};
 use crate::ops::kv_cache::layout::KvLayout;
-use crate::panic_guard;
-use crate::thread_state::SignalsBlocked;
+use crate::threads::{Thread, STACK_BYTES};
 
 /// The direction in which a block is copied.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -64,7 +62,7 @@ pub struct KvSwap {
 
 /// Pinned memory that a separate thread allocates, because a slab takes some time.
 struct Growing {
-    thread: JoinHandle<Result<PinnedBuffer>>,
+    thread: Thread<PinnedBuffer>,
     num_places: usize,
 }
 
@@ -143,8 +141,7 @@ impl KvSwap {
             None => self.growing = Some(Growing::start(context.clone(), num_places, bytes)?),
             Some(growing) if !growing.thread.is_finished() => self.growing = Some(growing),
             Some(Growing { thread, num_places }) => {
-                let died = |_| Error::internal("the thread that takes pinned memory died");
-                self.pinned.push(thread.join().map_err(died)??);
+                self.pinned.push(thread.join()?);
                 return Ok(Some(num_places));
             }
         }
@@ -170,7 +167,7 @@ impl KvSwap {
             begin.record(cuda)?;
         }
         let same_way = copies.chunk_by(|a, b| a.direction == b.direction);
-        let mut launches = same_way.flat_map(|copies| copies.chunks(MOST_KV_COPIES));
+        let mut launches = same_way.flat_map(|copies| copies.chunks(MAX_KV_COPIES));
         launches.try_for_each(|copies| self.queue(context, kv, copies))?;
         if let Some((begin, end)) = marks {
             end.record(cuda)?;
@@ -236,7 +233,7 @@ impl KvSwap {
         if parts.place_bytes() != self.place_bytes() {
             return Err(Error::internal("a place of another KV cache"));
         }
-        let mut places = [KvCopy { block: 0, buffer: 0, offset: 0 }; MOST_KV_COPIES];
+        let mut places = [KvCopy { block: 0, buffer: 0, offset: 0 }; MAX_KV_COPIES];
         for (place, copy) in places.iter_mut().zip(copies) {
             let (buffer, offset) = self.find(copy.place);
             *place = KvCopy { block: copy.block, buffer, offset };
@@ -253,13 +250,7 @@ const WHAT: &str = "preempted requests";
 impl Growing {
     fn start(context: Arc<ComputeContext>, num_places: usize, bytes: usize) -> Result<Self> {
         check_room(bytes, WHAT)?;
-        let _blocked = SignalsBlocked::new();
-        let thread = std::thread::Builder::new()
-            .name("xserv-swap".to_string())
-            .spawn(move || panic_guard::catch(|| pinned(&context, bytes)))
-            .map_err(|e| {
-                Error::new(ErrorKind::OutOfMemory, format!("cannot start a thread: {e}"))
-            })?;
+        let thread = Thread::start("xserv-swap", STACK_BYTES, move || pinned(&context, bytes))?;
         Ok(Growing { thread, num_places })
     }
 }

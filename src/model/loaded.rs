@@ -12,7 +12,7 @@ use super::workspace::Workspace;
 use crate::backend::cpu::CpuBackend;
 use crate::backend::ComputeContext;
 use crate::error::Result;
-use crate::memory::DType;
+use crate::memory::{DType, Device};
 use crate::ops::kv_cache::layout::KvLayout;
 use crate::ops::rope::cpu_table::RopeTable;
 
@@ -109,6 +109,14 @@ impl Model {
         match &self.compute {
             Compute::Cpu(cpu) => cpu.backend.name().to_string(),
             Compute::Device(cuda) => cuda.device_name(),
+        }
+    }
+
+    /// Returns the index of the GPU; `None` on the CPU.
+    pub fn device_index(&self) -> Option<i32> {
+        match self.compute_context()?.device() {
+            Device::Cuda(index) => Some(index),
+            Device::Cpu => None,
         }
     }
 

@@ -17,7 +17,6 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::memory::DType;
 use crate::ops::common::packed_matrix::PackedMatrix;
 use crate::ops::rope::cpu_table::RopeTable;
-use crate::thread_state::StandardFloats;
 
 /// A folder whose configuration and headers have been found in order, and of which it is known whether the
 /// embedding is the output matrix. No other weight has been read.
@@ -96,7 +95,6 @@ impl ModelFolder {
     ) -> Result<Model> {
         let totals = self.plan.totals()?;
         let dtype = options.dtype.unwrap_or(totals.stored_dtype());
-        let mode = StandardFloats::new();
         let rope = match &self.config.rope {
             Some(rope) => Some(RopeTable::new(
                 &rope.inv_freq(self.config.head_dim)?,
@@ -105,7 +103,6 @@ impl ModelFolder {
             )?),
             None => None,
         };
-        drop(mode);
         let (weights, weights_bytes) = load::load_weights(
             &self.plan,
             &self.folder,

@@ -10,6 +10,7 @@
 //! that occurs twice without a word. What is accepted here is a subset of what the crate accepts:
 //! the tensors must cover the data without hole, overlap or rest.
 
+use std::cell::Cell;
 use std::collections::hash_map::{Entry, HashMap};
 use std::fmt;
 use std::fs::File;
@@ -22,7 +23,7 @@ use serde::de::{
 use serde::{Deserialize, Deserializer};
 
 use super::folder::{io_error, shown_name, FileStamp};
-use crate::error::{try_filled, Context, Error, Result};
+use crate::error::{check_room, try_filled, Context, Error, Result};
 use crate::memory::DType;
 
 /// The maximum length of a header, in bytes.
@@ -100,11 +101,17 @@ pub fn read_header(name: &str, file: &File, stamp: FileStamp) -> Result<TensorMa
 pub fn parse_header(header: &[u8], data_len: u64) -> Result<TensorMap> {
     let text =
         std::str::from_utf8(header).map_err(|_| Error::invalid_file("the header is not UTF-8"))?;
+    // The parser's copy of a name, which grows by doubling.
+    check_room(header.len().saturating_mul(2), "a safetensors header")?;
     let mut deserializer = serde_json::Deserializer::from_str(text);
-    let raw = HeaderSeed
+    let no_memory = Cell::new(false);
+    let raw = HeaderSeed { no_memory: &no_memory }
         .deserialize(&mut deserializer)
         .and_then(|raw| deserializer.end().map(|()| raw))
-        .map_err(|e| Error::invalid_file(format!("bad header: {}", shown_name(&e.to_string()))))?;
+        .map_err(|e| match no_memory.get() {
+            true => Error::out_of_memory("a safetensors header", header.len()),
+            false => Error::invalid_file(format!("bad header: {}", shown_name(&e.to_string()))),
+        })?;
     place_tensors(raw, header.len() as u64, data_len)
 }
 
@@ -163,20 +170,22 @@ fn place_tensors(
     }
     drop(by_offset);
     let data_begin = LENGTH_BYTES + header_len;
-    Ok(raw
-        .into_iter()
-        .map(|(name, info)| {
-            let (begin, end) = info.data_offsets;
-            let placed = TensorInfo {
-                dtype: info.dtype,
-                shape: info.shape,
-                // Both are at most the file's length.
-                file_offset: data_begin + begin,
-                len_bytes: end - begin,
-            };
-            (name, placed)
-        })
-        .collect())
+    let mut tensors = TensorMap::new();
+    tensors
+        .try_reserve(raw.len())
+        .map_err(|_| Error::out_of_memory("a safetensors header", raw.len()))?;
+    tensors.extend(raw.into_iter().map(|(name, info)| {
+        let (begin, end) = info.data_offsets;
+        let placed = TensorInfo {
+            dtype: info.dtype,
+            shape: info.shape,
+            // Both are at most the file's length.
+            file_offset: data_begin + begin,
+            len_bytes: end - begin,
+        };
+        (name, placed)
+    }));
+    Ok(tensors)
 }
 
 /// The value of one entry of the header.
@@ -225,9 +234,12 @@ fn shape<'de, D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Vec<
 }
 
 /// Reads the header's object entry by entry, so that limits and duplicates are met at once.
-struct HeaderSeed;
+struct HeaderSeed<'a> {
+    /// Set when memory is short, which the error of a deserializer cannot tell.
+    no_memory: &'a Cell<bool>,
+}
 
-impl<'de> DeserializeSeed<'de> for HeaderSeed {
+impl<'de> DeserializeSeed<'de> for HeaderSeed<'_> {
     type Value = HashMap<String, RawInfo>;
 
     fn deserialize<D: Deserializer<'de>>(
@@ -238,7 +250,7 @@ impl<'de> DeserializeSeed<'de> for HeaderSeed {
     }
 }
 
-impl<'de> Visitor<'de> for HeaderSeed {
+impl<'de> Visitor<'de> for HeaderSeed<'_> {
     type Value = HashMap<String, RawInfo>;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -266,7 +278,10 @@ impl<'de> Visitor<'de> for HeaderSeed {
                 return Err(A::Error::custom(format_args!("more than {MAX_TENSORS} tensors")));
             }
             let info = map.next_value::<RawInfo>().map_err(in_tensor)?;
-            tensors.try_reserve(1).map_err(A::Error::custom)?;
+            tensors.try_reserve(1).map_err(|e| {
+                self.no_memory.set(true);
+                A::Error::custom(e)
+            })?;
             match tensors.entry(name) {
                 Entry::Vacant(vacant) => drop(vacant.insert(info)),
                 Entry::Occupied(known) => {

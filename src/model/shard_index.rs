@@ -4,21 +4,24 @@
 //! {"metadata": {...}, "weight_map": {"model.norm.weight": "model-00002-of-00002.safetensors", ...}}
 //! ```
 
+use std::cell::Cell;
 use std::collections::hash_map::{Entry, HashMap};
 use std::fmt;
 
 use serde::de::{DeserializeSeed, Error as _, IgnoredAny, MapAccess, Visitor};
 use serde::Deserializer;
 
-use super::checkpoint::MAX_TENSORS_IN_ALL;
 use super::folder::{check_file_name, shown_name};
-use crate::error::{Error, Result};
+use crate::error::{check_room, Error, Result};
 
 /// The name of the index file.
 pub const INDEX_FILE: &str = "model.safetensors.index.json";
 /// The maximum size of an index in bytes; those of the largest published models have some hundreds
 /// of kilobytes.
 pub const MAX_INDEX_BYTES: usize = 16 << 20;
+/// The maximum number of names in all shards together: twice the count of the largest published
+/// mixtures of experts, and few enough for their map to stay below 100 MiB.
+pub const MAX_TENSORS_IN_ALL: usize = 1 << 18;
 /// The maximum number of files that an index may name.
 const MAX_SHARDS: usize = 4096;
 
@@ -34,12 +37,18 @@ pub struct ShardIndex {
 impl ShardIndex {
     /// Checks the content of an index file.
     pub fn parse(json: &[u8]) -> Result<Self> {
+        // The parser's copy of a name, which grows by doubling.
+        check_room(json.len().saturating_mul(2), INDEX_FILE)?;
         let mut deserializer = serde_json::Deserializer::from_slice(json);
-        let index = Whole
+        let no_memory = Cell::new(false);
+        let index = Whole { no_memory: &no_memory }
             .deserialize(&mut deserializer)
             .and_then(|index| deserializer.end().map(|()| index))
-            .map_err(|e| {
-                Error::invalid_file(format!("{INDEX_FILE}: {}", shown_name(&e.to_string())))
+            .map_err(|e| match no_memory.get() {
+                true => Error::out_of_memory(INDEX_FILE, json.len()),
+                false => {
+                    Error::invalid_file(format!("{INDEX_FILE}: {}", shown_name(&e.to_string())))
+                }
             })?;
         let index = index
             .ok_or_else(|| Error::invalid_file(format!("{INDEX_FILE}: weight_map is missing")))?;
@@ -55,9 +64,13 @@ impl ShardIndex {
 }
 
 /// The outer object, of which `weight_map` alone is kept.
-struct Whole;
+#[derive(Clone, Copy)]
+struct Whole<'a> {
+    /// Set when memory is short, which the error of a deserializer cannot tell.
+    no_memory: &'a Cell<bool>,
+}
 
-impl<'de> DeserializeSeed<'de> for Whole {
+impl<'de> DeserializeSeed<'de> for Whole<'_> {
     type Value = Option<ShardIndex>;
 
     fn deserialize<D: Deserializer<'de>>(
@@ -68,7 +81,7 @@ impl<'de> DeserializeSeed<'de> for Whole {
     }
 }
 
-impl<'de> Visitor<'de> for Whole {
+impl<'de> Visitor<'de> for Whole<'_> {
     type Value = Option<ShardIndex>;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -86,16 +99,16 @@ impl<'de> Visitor<'de> for Whole {
             } else if index.is_some() {
                 return Err(A::Error::custom("weight_map occurs twice"));
             } else {
-                index = Some(map.next_value_seed(WeightMap)?);
+                index = Some(map.next_value_seed(WeightMap(self))?);
             }
         }
         Ok(index)
     }
 }
 
-struct WeightMap;
+struct WeightMap<'a>(Whole<'a>);
 
-impl<'de> DeserializeSeed<'de> for WeightMap {
+impl<'de> DeserializeSeed<'de> for WeightMap<'_> {
     type Value = ShardIndex;
 
     fn deserialize<D: Deserializer<'de>>(
@@ -106,7 +119,7 @@ impl<'de> DeserializeSeed<'de> for WeightMap {
     }
 }
 
-impl<'de> Visitor<'de> for WeightMap {
+impl<'de> Visitor<'de> for WeightMap<'_> {
     type Value = ShardIndex;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -136,7 +149,10 @@ impl<'de> Visitor<'de> for WeightMap {
                     index.shards.len() - 1
                 }
             };
-            index.tensors.try_reserve(1).map_err(A::Error::custom)?;
+            index.tensors.try_reserve(1).map_err(|e| {
+                self.0.no_memory.set(true);
+                A::Error::custom(e)
+            })?;
             match index.tensors.entry(tensor) {
                 Entry::Vacant(vacant) => drop(vacant.insert(position)),
                 Entry::Occupied(known) => {

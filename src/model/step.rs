@@ -5,24 +5,7 @@ use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use super::batch::ForwardBatch;
-
-/// How a token is drawn at random: from the logits divided by the temperature, after the filters
-/// top-k, top-p and min-p in this order.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Draw {
-    /// The temperature, above 0.
-    pub temperature: f32,
-    /// The number of the most likely tokens kept; 0 keeps all tokens.
-    pub top_k: u32,
-    /// The total probability of the tokens kept, above 0; 1 keeps all tokens.
-    pub top_p: f32,
-    /// The fraction of the top probability below which a token is dropped; 0 keeps all tokens.
-    pub min_p: f32,
-    /// The seed. The draw depends on seed and index alone.
-    pub seed: u64,
-    /// The number of the token in its sequence.
-    pub index: u64,
-}
+pub use crate::ops::sample::Draw;
 
 /// How the token that follows a row of logits is chosen.
 #[derive(Clone, Copy, Debug, PartialEq)]

@@ -1,7 +1,7 @@
 //! Turns token ids into text, one by one, in whole characters.
 
 use super::tokenizer::Tokenizer;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use std::sync::Arc;
 
 /// After this many tokens without a whole character, the bytes that a decoder not of the byte level
@@ -26,6 +26,15 @@ pub struct Detokenizer {
     num_shown: usize,
 }
 
+/// Returns an empty text with room for all that `num_bytes` bytes of tokens can become: at worst
+/// every byte is shown as U+FFFD.
+fn text_with_room(num_bytes: usize) -> Result<String> {
+    let most = num_bytes.saturating_mul(char::REPLACEMENT_CHARACTER.len_utf8()) + 1;
+    let mut text = String::new();
+    text.try_reserve(most).map_err(|_| Error::out_of_memory("the text of a token", most))?;
+    Ok(text)
+}
+
 impl Detokenizer {
     /// Makes a detokenizer at the beginning of a text.
     pub fn new(tokenizer: Arc<Tokenizer>, skip_special_tokens: bool) -> Self {
@@ -38,8 +47,9 @@ impl Detokenizer {
         }
     }
 
-    /// Takes the next token and returns the text that it completes, often empty. An id without a
-    /// token has no text.
+    /// Takes the next token and returns the text that it completes, often empty; otherwise there is
+    /// room for one more byte, for callers that need a NUL. An id without a token has no text. After
+    /// an error the token has not been taken.
     pub fn push(&mut self, id: u32) -> Result<String> {
         if self.skip_special_tokens && self.tokenizer.is_special(id) {
             return Ok(String::new());
@@ -47,8 +57,11 @@ impl Detokenizer {
         if !self.tokenizer.is_byte_level() {
             return self.push_by_difference(id);
         }
-        let mut text = String::new();
-        self.pending.extend_from_slice(self.tokenizer.token_bytes(id).unwrap_or_default());
+        let bytes = self.tokenizer.token_bytes(id).unwrap_or_default();
+        let no_memory = |_| Error::out_of_memory("the bytes of a token", bytes.len());
+        self.pending.try_reserve(bytes.len()).map_err(no_memory)?;
+        let mut text = text_with_room(self.pending.len() + bytes.len())?;
+        self.pending.extend_from_slice(bytes);
         let mut rest = self.pending.as_slice();
         loop {
             match std::str::from_utf8(rest) {
@@ -87,7 +100,13 @@ impl Detokenizer {
             self.num_shown = 0;
             return Ok(text);
         }
-        let text = String::from_utf8_lossy(&self.pending).into_owned();
+        let mut text = text_with_room(self.pending.len())?;
+        for chunk in self.pending.utf8_chunks() {
+            text.push_str(chunk.valid());
+            if !chunk.invalid().is_empty() {
+                text.push(char::REPLACEMENT_CHARACTER);
+            }
+        }
         self.pending.clear();
         Ok(text)
     }
@@ -97,18 +116,28 @@ impl Detokenizer {
         let shown = self.window.get(..self.num_shown).unwrap_or_default();
         let before = self.tokenizer.decode(shown, self.skip_special_tokens)?;
         let mut all = self.tokenizer.decode(&self.window, self.skip_special_tokens)?;
+        all.try_reserve(1).map_err(|_| Error::out_of_memory("the text of a token", 1))?;
         // If the decoder now gives other text for the shown tokens, nothing can be taken back.
         let common = all.bytes().zip(before.bytes()).take_while(|(a, b)| a == b).count();
         let mut cut = common.min(before.len());
         while !all.is_char_boundary(cut) {
             cut -= 1;
         }
-        Ok(all.split_off(cut))
+        all.drain(..cut);
+        Ok(all)
     }
 
     fn push_by_difference(&mut self, id: u32) -> Result<String> {
+        let size = size_of_val(self.window.as_slice());
+        self.window.try_reserve(1).map_err(|_| Error::out_of_memory("tokens", size))?;
         self.window.push(id);
-        let text = self.unshown()?;
+        let text = match self.unshown() {
+            Ok(text) => text,
+            Err(error) => {
+                self.window.pop();
+                return Err(error);
+            }
+        };
         let waiting = self.window.len() - self.num_shown;
         if text.ends_with(char::REPLACEMENT_CHARACTER) && waiting < MAX_PENDING_TOKENS {
             return Ok(String::new());

@@ -3,7 +3,7 @@
 //! Its values are counted before it is built: `[[],[],...]` takes three bytes of text and about a
 //! hundred of memory per element.
 
-use crate::error::{Error, Result};
+use crate::error::{check_room, Error, Result};
 use serde::de::{Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde_json::{Map, Value};
 use std::cell::Cell;
@@ -15,6 +15,10 @@ pub(super) const MAX_JSON_BYTES: usize = 16 << 20;
 /// The most values (strings, numbers, lists, ...) in a JSON argument: with about 150 bytes for
 /// each, serde_json's tree and the template's own stay well under 100 MiB.
 pub(super) const MAX_JSON_VALUES: usize = 250_000;
+
+/// The bytes that a value takes at most beside its text, while the lists and maps double that it is
+/// in.
+const ROOM_PER_VALUE: usize = 512;
 
 /// Parses the conversation, a JSON array of objects. Errors name the index of the bad message.
 pub fn parse_messages(json: &[u8]) -> Result<Value> {
@@ -89,12 +93,21 @@ fn parse(what: &str, json: &[u8]) -> Result<Value> {
     }
     let bad = |e: serde_json::Error| Error::invalid_argument(format!("{what} JSON: {e}"));
     let count = Cell::new(0);
+    // The parser's copy of a string, which grows by doubling.
+    check_room(json.len().saturating_mul(2), what)?;
     let mut counter = serde_json::Deserializer::from_slice(json);
     (Counter { count: &count }).count(&mut counter).map_err(bad)?;
+    check_room(room(count.get(), json.len()), what)?;
     serde_json::from_slice(json).map_err(bad)
 }
 
-/// Checks that a tree built already has no more values than [`parse_messages`] allows.
+/// Returns the bytes that a tree takes at most while it is built, serde_json's or the template's.
+fn room(num_values: usize, num_bytes: usize) -> usize {
+    num_values.saturating_mul(ROOM_PER_VALUE).saturating_add(num_bytes.saturating_mul(3))
+}
+
+/// Checks that a tree built already has no more values than [`parse_messages`] allows, and that
+/// there is memory for the template's copy of it.
 pub(super) fn check_size(what: &str, value: &Value) -> Result<()> {
     // An explicit stack, because the tree may come from a caller and be of any depth.
     let mut pending = vec![(value, 1usize)];
@@ -125,7 +138,7 @@ pub(super) fn check_size(what: &str, value: &Value) -> Result<()> {
             )));
         }
     }
-    Ok(())
+    check_room(room(count, bytes), what)
 }
 
 fn kind(value: &Value) -> &'static str {

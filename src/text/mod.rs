@@ -5,18 +5,23 @@
 //! So each call into them is [`guarded`], the files are checked for known-bad structures first
 //! (`tokenizer_file.rs`), and templates run under a budget (`template/`).
 //!
-//! This module uses only [`crate::error`] and [`crate::panic_guard`].
+//! This module uses only [`crate::error`], [`crate::panic_guard`], [`crate::thread_state`] and [`crate::threads`].
 
+mod bounded_regex;
 mod chat_template;
 mod cut;
 mod detokenizer;
+mod growth;
 mod json_input;
+mod pipeline;
 mod special_tokens;
 mod stop_strings;
 mod template;
 mod tokenizer;
 mod tokenizer_components;
 mod tokenizer_file;
+mod trial;
+mod watch;
 
 pub use chat_template::{ChatInput, ChatTemplate, MAX_TEMPLATE_BYTES};
 pub use detokenizer::Detokenizer;
@@ -25,6 +30,7 @@ pub use special_tokens::{SpecialTokens, MAX_TOKENIZER_CONFIG_BYTES};
 pub use stop_strings::{StopMatcher, StopOutput, MAX_STOP_STRINGS, MAX_STOP_STRING_BYTES};
 pub use tokenizer::{Tokenizer, MAX_TEXT_BYTES};
 pub use tokenizer_file::MAX_TOKENIZER_BYTES;
+pub use watch::ShouldStop;
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::panic_guard::catch_panic;
@@ -41,6 +47,14 @@ pub fn guarded<T>(
 ) -> Result<T> {
     catch_panic(body)
         .unwrap_or_else(|text| Err(Error::new(kind, format!("{what}: {}", shortened(&text)))))
+}
+
+/// Makes an error of one of the `tokenizers` crate, which may carry one of our own.
+fn crate_error(error: tokenizers::Error) -> Error {
+    match error.downcast::<Error>() {
+        Ok(own) => *own,
+        Err(error) => Error::invalid_file(shortened(&error.to_string())),
+    }
 }
 
 /// Returns the first 300 bytes of a message: file content must not flood an error sentence.

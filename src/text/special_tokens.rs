@@ -1,6 +1,6 @@
 //! The names of the special tokens, from `tokenizer_config.json`.
 
-use crate::error::{Error, Result};
+use crate::error::{check_room_for_json, Error, Result};
 use serde_json::Value;
 
 /// The largest `tokenizer_config.json`, in bytes. The published ones have about 10 KiB; some repeat
@@ -59,6 +59,7 @@ pub(super) fn parse_config(bytes: &[u8]) -> Result<Value> {
             bytes.len()
         )));
     }
+    check_room_for_json(bytes, "tokenizer_config.json")?;
     let config: Value = serde_json::from_slice(bytes)
         .map_err(|e| Error::invalid_file(format!("tokenizer_config.json: {e}")))?;
     if !config.is_object() {

@@ -9,7 +9,7 @@
 //! longest prefix that the text ends with. The longest of these states is what must be held back.
 //! Matching is by bytes; since all strings are UTF-8, matches begin and end at characters.
 
-use crate::error::{try_filled, Error, Result};
+use crate::error::{try_filled, try_with_capacity, Error, Result};
 
 /// The most stop strings of one request. Hosted services allow four; sixty-four leaves room and
 /// keeps the work per byte of text small.
@@ -44,7 +44,8 @@ struct Pattern {
 #[derive(Clone, Debug)]
 pub struct StopMatcher {
     patterns: Vec<Pattern>,
-    /// The suffix of the text so far that could still become a stop string.
+    /// The suffix of the text so far that could still become a stop string, so that it is shorter
+    /// than the longest.
     held: String,
     stopped: bool,
 }
@@ -63,7 +64,9 @@ impl Pattern {
             }
             fallback[i] = length as u16;
         }
-        Ok(Pattern { bytes: bytes.to_vec(), fallback, state: 0 })
+        let mut copy = try_with_capacity(bytes.len(), "a stop string")?;
+        copy.extend_from_slice(bytes);
+        Ok(Pattern { bytes: copy, fallback, state: 0 })
     }
 
     /// Takes one byte of text; returns whether it completes the string.
@@ -88,7 +91,7 @@ impl StopMatcher {
                 stop_strings.len()
             )));
         }
-        let mut patterns = Vec::new();
+        let mut patterns = try_with_capacity(stop_strings.len(), "stop strings")?;
         for (index, stop_string) in stop_strings.iter().enumerate() {
             let stop_string = stop_string.as_ref();
             if stop_string.is_empty() {
@@ -113,16 +116,23 @@ impl StopMatcher {
     /// Takes the next piece of text. If the text completes several stop strings, the one that is
     /// complete first counts, and of those the longest, so that nothing of either is shown. After a
     /// match everything is dropped.
-    pub fn push(&mut self, piece: &str) -> StopOutput {
+    ///
+    /// The error is [`crate::error::ErrorKind::OutOfMemory`], after which the piece has not been
+    /// taken.
+    pub fn push(&mut self, piece: &str) -> Result<StopOutput> {
         if self.stopped {
-            return StopOutput::default();
+            return Ok(StopOutput::default());
         }
-        if self.patterns.is_empty() {
-            return StopOutput { text: piece.to_owned(), matched: None };
-        }
-        let mut text = std::mem::take(&mut self.held);
-        let already_read = text.len();
+        let already_read = self.held.len();
+        let no_memory = |_| Error::out_of_memory("a piece of text", already_read + piece.len());
+        let longest = self.patterns.iter().map(|p| p.bytes.len()).max().unwrap_or(0);
+        self.held.try_reserve(longest.saturating_sub(already_read)).map_err(no_memory)?;
+        let mut text = String::new();
+        text.try_reserve(already_read + piece.len()).map_err(no_memory)?;
+        // From here on nothing is allocated.
+        text.push_str(&self.held);
         text.push_str(piece);
+        self.held.clear();
         for (index, &byte) in text.as_bytes().iter().enumerate().skip(already_read) {
             let mut complete: Option<(usize, usize)> = None;
             for (number, pattern) in self.patterns.iter_mut().enumerate() {
@@ -134,12 +144,14 @@ impl StopMatcher {
             if let Some((number, length)) = complete {
                 text.truncate((index + 1).saturating_sub(length));
                 self.stopped = true;
-                return StopOutput { text, matched: Some(number) };
+                return Ok(StopOutput { text, matched: Some(number) });
             }
         }
         let hold = self.patterns.iter().map(|p| p.state).max().unwrap_or(0);
-        self.held = text.split_off(text.len().saturating_sub(hold));
-        StopOutput { text, matched: None }
+        let shown = text.len().saturating_sub(hold);
+        self.held.push_str(text.get(shown..).unwrap_or_default());
+        text.truncate(shown);
+        Ok(StopOutput { text, matched: None })
     }
 
     /// Returns the text that was held back, once it is certain that nothing follows. Empty after a

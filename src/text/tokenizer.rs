@@ -6,20 +6,21 @@
 //! uses. Other vocabularies go through the crate's decoder.
 
 use super::cut::CutRules;
+use super::pipeline::{self, Pipeline};
 use super::special_tokens::SpecialTokens;
 use super::tokenizer_components::{check, Findings, Place};
 use super::tokenizer_file::{AddedTokenEntry, TokenizerFile, Vocab};
-use super::{guarded, shortened};
+use super::trial::trial_texts;
+use super::watch::{ShouldStop, Watch};
+use super::{crate_error, guarded, shortened};
 use crate::error::{check_room, try_with_capacity, Context, Error, ErrorKind, Result};
-use crate::thread_state::thread_cpu_time;
 use serde_json::Value;
 use std::collections::HashSet;
-use std::sync::OnceLock;
 use std::time::Duration;
 use tokenizers::models::bpe::BPE;
 use tokenizers::{
-    AddedToken, DecoderWrapper, Model, NormalizerWrapper, PostProcessorWrapper,
-    PreTokenizerWrapper, TokenizerImpl,
+    AddedToken, AddedVocabulary, Decoder, DecoderWrapper, Encoding, Model, PostProcessor,
+    PostProcessorWrapper,
 };
 
 /// The longest text that is encoded at once, in bytes.
@@ -32,25 +33,19 @@ const MAX_UNCUT_BYTES: usize = 1 << 20;
 /// the like too.
 const ROOM_PER_FILE_BYTE: usize = 4;
 const ROOM_FOR_PARTS: usize = 8 << 20;
-/// Bytes reserved for each byte of a text: more than the crate takes to encode it (`cut.rs`), and
-/// for a short one.
-const ROOM_PER_TEXT_BYTE: usize = 400;
-const ROOM_FOR_TEXT: usize = 64 << 10;
-
-type Inner = TokenizerImpl<
-    BPE,
-    NormalizerWrapper,
-    PreTokenizerWrapper,
-    PostProcessorWrapper,
-    DecoderWrapper,
->;
+/// Bytes that the crate takes for each token that it decodes, and for each byte of its text.
+const ROOM_PER_DECODED_TOKEN: usize = 256;
+const ROOM_PER_DECODED_BYTE: usize = 8;
 
 /// A model's tokenizer. Calls take `&self`, change nothing and may come from several threads.
 pub struct Tokenizer {
-    inner: Inner,
-    /// `inner` without its added tokens, for texts in which they are not to be recognised. Made
-    /// when it is first needed: a second copy of a large vocabulary takes some tens of MB.
-    plain: OnceLock<Inner>,
+    model: BPE,
+    added: AddedVocabulary,
+    /// No tokens, for texts in which the added ones are not to be recognised.
+    none_added: AddedVocabulary,
+    pipeline: Pipeline,
+    post_processor: Option<PostProcessorWrapper>,
+    decoder: Option<DecoderWrapper>,
     /// The highest id plus one.
     vocab_size: usize,
     special_ids: HashSet<u32>,
@@ -85,16 +80,6 @@ fn with_misplaced_tokens(mut vocab: Vocab, added: &[AddedTokenEntry]) -> Result<
         }
     }
     Ok(vocab)
-}
-
-/// Returns the same pipeline without added tokens to look for.
-fn without_added_tokens(inner: &Inner) -> Result<Inner> {
-    let mut plain = TokenizerImpl::new(inner.get_model().clone());
-    plain.with_normalizer(inner.get_normalizer().cloned()).map_err(crate_error)?;
-    plain.with_pre_tokenizer(inner.get_pre_tokenizer().cloned());
-    plain.with_post_processor(inner.get_post_processor().cloned());
-    plain.with_decoder(inner.get_decoder().cloned());
-    Ok(plain)
 }
 
 /// Replaces each maximal part that is not UTF-8 by U+FFFD, in memory that is reserved first.
@@ -164,18 +149,10 @@ impl Tokenizer {
         if let Some(suffix) = options.end_of_word_suffix {
             model = model.end_of_word_suffix(suffix);
         }
-        let mut inner = Inner::new(model.build().map_err(crate_error)?);
-        inner
-            .with_normalizer(part::<NormalizerWrapper>("normalizer", &file.normalizer)?)
-            .map_err(crate_error)?;
-        inner
-            .with_pre_tokenizer(part::<PreTokenizerWrapper>("pre_tokenizer", &file.pre_tokenizer)?);
-        inner.with_post_processor(part::<PostProcessorWrapper>(
-            "post_processor",
-            &file.post_processor,
-        )?);
-        inner.with_decoder(part::<DecoderWrapper>("decoder", &file.decoder)?);
-        let added = file.added_tokens.iter().map(|token| AddedToken {
+        let model = model.build().map_err(crate_error)?;
+        let growth = findings.pre_tokenizer_growth;
+        let pipeline = Pipeline::build(&file.normalizer, &file.pre_tokenizer, growth)?;
+        let tokens = file.added_tokens.iter().map(|token| AddedToken {
             content: token.content.clone(),
             single_word: token.single_word,
             lstrip: token.lstrip,
@@ -183,9 +160,16 @@ impl Tokenizer {
             normalized: token.normalized,
             special: token.special,
         });
-        inner.add_tokens(added).map_err(crate_error)?;
+        let mut added = AddedVocabulary::new();
+        // Tokens that are looked for in the normalized text are normalized themselves.
+        let bytes = file.added_tokens.iter().map(|token| token.content.len()).sum();
+        let watch = Watch::over_text(bytes, &|| false);
+        added
+            .add_tokens(tokens, &model, Some(&pipeline.normalizer(&watch, 0)))
+            .map_err(crate_error)?;
+        watch.check()?;
         for token in &file.added_tokens {
-            let id = inner.token_to_id(&token.content);
+            let id = added.token_to_id(&token.content, &model);
             if id != Some(token.id) {
                 return Err(Error::invalid_file(format!(
                     "the added token \"{}\" has id {}, but the vocabulary before it leads to {}",
@@ -197,10 +181,14 @@ impl Tokenizer {
         }
         let special_ids = file.added_tokens.iter().filter(|t| t.special).map(|t| t.id).collect();
         let token_bytes =
-            if is_byte_level { Some(TokenBytes::new(&inner, vocab_size)?) } else { None };
+            if is_byte_level { Some(TokenBytes::new(&added, &model, vocab_size)?) } else { None };
         let tokenizer = Tokenizer {
-            inner,
-            plain: OnceLock::new(),
+            model,
+            added,
+            none_added: AddedVocabulary::new(),
+            pipeline,
+            post_processor: part("post_processor", &file.post_processor)?,
+            decoder: part("decoder", &file.decoder)?,
             vocab_size,
             special_ids,
             special_tokens,
@@ -208,10 +196,24 @@ impl Tokenizer {
             cut_rules,
             has_template,
         };
-        if findings.untrusted_pattern {
-            tokenizer.try_patterns()?;
+        if !findings.untrusted_patterns.is_empty() {
+            tokenizer.try_patterns(&findings.untrusted_patterns)?;
+        }
+        if has_template {
+            tokenizer.check_template()?;
         }
         Ok(tokenizer)
+    }
+
+    /// Refuses a post-processor that adds ids which the vocabulary does not have.
+    fn check_template(&self) -> Result<()> {
+        let added = self.encode("", true, false)?;
+        match added.into_iter().find(|id| self.id_to_token(*id).is_none()) {
+            None => Ok(()),
+            Some(id) => Err(Error::invalid_file(format!(
+                "post_processor adds the token id {id}, which the vocabulary does not have"
+            ))),
+        }
     }
 
     /// Returns the tokens of `text`. With `parse_special_tokens`, added tokens (special ones and
@@ -219,7 +221,8 @@ impl Tokenizer {
     /// ordinary text. `add_special_tokens` lets the post-processor add its own (none for Qwen3 and
     /// GPT-2).
     ///
-    /// Time is linear in the text, about half a second per megabyte. With the patterns of Qwen3 and
+    /// Time is linear in the text, about half a second per megabyte; a file with which it is not is
+    /// given up with [`ErrorKind::InvalidFile`] after a time that follows from the text's length. With the patterns of Qwen3 and
     /// GPT-2, texts are encoded in pieces, so that memory stays small; a run of more than 512 KiB
     /// without a place to cut is cut all the same, and its tokens may differ there (see `cut.rs`).
     pub fn encode(
@@ -229,18 +232,21 @@ impl Tokenizer {
         parse_special_tokens: bool,
     ) -> Result<Vec<u32>> {
         let all = usize::MAX;
-        Ok(self.encode_beginning(text, add_special_tokens, parse_special_tokens, all)?.0)
+        let go_on = &|| false;
+        Ok(self.encode_beginning(text, add_special_tokens, parse_special_tokens, all, go_on)?.0)
     }
 
     /// As [`Tokenizer::encode`], for a text of which more than `enough` tokens are of no use: stops
     /// after the piece that exceeds them. Also returns whether the tokens are those of the whole
-    /// text.
+    /// text. `should_stop` is asked every few milliseconds, and ends the work with
+    /// [`ErrorKind::Cancelled`] by returning true.
     pub fn encode_beginning(
         &self,
         text: &str,
         add_special_tokens: bool,
         parse_special_tokens: bool,
         enough: usize,
+        should_stop: &ShouldStop<'_>,
     ) -> Result<(Vec<u32>, bool)> {
         if text.len() > MAX_TEXT_BYTES {
             return Err(Error::invalid_argument(format!(
@@ -258,19 +264,25 @@ impl Tokenizer {
                     text.len()
                 )));
             }
-            let inner = if parse_special_tokens { &self.inner } else { self.plain()? };
+            let added = if parse_special_tokens { &self.added } else { &self.none_added };
+            let watch = Watch::over_text(text.len(), should_stop);
             let mut ids = Vec::new();
             let mut rest = text;
             // Runs once for the empty text as well: the post-processor may have tokens for it.
             loop {
                 let cut = cut_rules.map_or(rest.len(), |rules| rules.first_piece(rest));
                 let (piece, after) = rest.split_at(cut);
-                let room = piece.len().saturating_mul(ROOM_PER_TEXT_BYTE);
-                check_room(room.saturating_add(ROOM_FOR_TEXT), "encoding a text")?;
-                let encoding = inner
-                    .encode_fast(piece, add_special_tokens)
-                    .map_err(crate_error)
-                    .context(|| "tokenizer.json fails on a text")?;
+                let encoding = self
+                    .encode_piece(piece, added, add_special_tokens, &watch)
+                    .map_err(|error| match error.kind() {
+                        ErrorKind::InvalidFile => {
+                            let message = error.message();
+                            Error::invalid_file(format!(
+                                "tokenizer.json fails on a text: {message}"
+                            ))
+                        }
+                        _ => error,
+                    })?;
                 let new = encoding.get_ids();
                 ids.try_reserve(new.len())
                     .map_err(|_| Error::out_of_memory("token ids", new.len() * 4))?;
@@ -283,13 +295,20 @@ impl Tokenizer {
         })
     }
 
-    fn plain(&self) -> Result<&Inner> {
-        match self.plain.get() {
-            Some(plain) => Ok(plain),
-            None => {
-                let made = without_added_tokens(&self.inner)?;
-                Ok(self.plain.get_or_init(|| made))
+    /// Encodes a text in one piece.
+    fn encode_piece(
+        &self,
+        piece: &str,
+        added: &AddedVocabulary,
+        add_special_tokens: bool,
+        watch: &Watch<'_>,
+    ) -> Result<Encoding> {
+        let encoding = self.pipeline.encode(piece, added, &self.model, watch)?;
+        match &self.post_processor {
+            Some(processor) => {
+                processor.process(encoding, None, add_special_tokens).map_err(crate_error)
             }
+            None => Ok(encoding),
         }
     }
 
@@ -312,7 +331,18 @@ impl Tokenizer {
             };
         }
         guarded(ErrorKind::InvalidFile, "tokenizer.json makes the decoder fail", || {
-            self.inner.decode(ids, skip_special_tokens).map_err(crate_error)
+            let shown =
+                |token: &String| !skip_special_tokens || !self.added.is_special_token(token);
+            let shown = || ids.iter().filter_map(|id| self.id_to_token(*id).filter(shown));
+            let length = shown().fold(0usize, |sum, token| sum.saturating_add(token.len()));
+            let room = ids.len().saturating_mul(ROOM_PER_DECODED_TOKEN);
+            let room = room.saturating_add(length.saturating_mul(ROOM_PER_DECODED_BYTE));
+            check_room(room, "decoding")?;
+            let tokens: Vec<String> = shown().collect();
+            match &self.decoder {
+                Some(decoder) => decoder.decode(tokens).map_err(crate_error),
+                None => Ok(tokens.join(" ")),
+            }
         })
     }
 
@@ -324,12 +354,12 @@ impl Tokenizer {
 
     /// Returns the id of a token, as it is written in the vocabulary or added.
     pub fn token_to_id(&self, token: &str) -> Option<u32> {
-        self.inner.token_to_id(token)
+        self.added.token_to_id(token, &self.model)
     }
 
     /// Returns a token as the vocabulary writes it (byte level: `Ġ` for a space).
     pub fn id_to_token(&self, id: u32) -> Option<String> {
-        self.inner.id_to_token(id)
+        self.added.simple_id_to_token(id).or_else(|| self.model.id_to_token(id))
     }
 
     /// Returns the bytes that a token stands for. `None` for an unknown id, and for all ids of a
@@ -359,40 +389,30 @@ impl Tokenizer {
     }
 
     /// Runs unknown expressions over texts that expose bad ones. Lengths grow slowly, so that
-    /// exponential time shows before it hurts; fancy-regex gives up after a million steps, which
-    /// bounds each match. Those steps take 20 ms and more, an ordinary expression takes well under
-    /// one: the limit is far from both, and counts this thread's processor time, so that the
-    /// verdict does not depend on what else the machine does.
-    fn try_patterns(&self) -> Result<()> {
-        const LENGTHS: [usize; 12] = [8, 12, 16, 20, 24, 32, 48, 64, 128, 512, 1024, 2048];
+    /// exponential time shows before it hurts. The steps that a single search may take come to some
+    /// milliseconds, an ordinary expression takes well under one: the limit is far from both, and
+    /// counts this thread's processor time, so that the verdict does not depend on what else the
+    /// machine does.
+    fn try_patterns(&self, patterns: &[String]) -> Result<()> {
         const LIMIT: Duration = Duration::from_millis(5);
-        for length in LENGTHS {
-            for (unit, end) in [
-                ("a", ""),
-                ("a", "!"),
-                ("ab", ""),
-                ("ab", "!"),
-                ("ab ", "\n"),
-                (" ", ""),
-                (" ", "a"),
-                ("1", "a"),
-                ("!", ""),
-                ("\n", "a"),
-            ] {
-                let mut text = unit.repeat(length / unit.len());
-                text.push_str(end);
-                let time = |text: &str| {
-                    let begin = thread_cpu_time();
-                    self.inner.encode_fast(text, false).map_err(crate_error)?;
-                    Ok::<_, Error>(thread_cpu_time().saturating_sub(begin))
-                };
-                // Tried twice: the first run may have met cold caches or a busy machine.
-                if time(&text)? > LIMIT && time(&text)? > LIMIT {
-                    return Err(Error::invalid_file(format!(
-                        "its regular expressions take more than {} ms on {length} characters",
-                        LIMIT.as_millis()
-                    )));
+        for text in trial_texts(patterns) {
+            let is_slow = || {
+                let watch = Watch::with_limit(2 * LIMIT, &|| false);
+                // A search that gives up is slow, and so is a text that the watch ends.
+                let outcome = self.pipeline.encode(&text, &self.added, &self.model, &watch);
+                match outcome {
+                    Ok(_) => Ok(watch.elapsed() > LIMIT),
+                    Err(error) if error.kind() == ErrorKind::InvalidFile => Ok(true),
+                    Err(error) => Err(error),
                 }
+            };
+            // Tried twice: the first run may have met cold caches or a busy machine.
+            if is_slow()? && is_slow()? {
+                return Err(Error::invalid_file(format!(
+                    "its regular expressions take more than {} ms on {} characters",
+                    LIMIT.as_millis(),
+                    text.chars().count()
+                )));
             }
         }
         Ok(())
@@ -406,14 +426,14 @@ impl std::fmt::Debug for Tokenizer {
 }
 
 impl TokenBytes {
-    fn new(inner: &Inner, vocab_size: usize) -> Result<Self> {
+    fn new(tokens: &AddedVocabulary, model: &BPE, vocab_size: usize) -> Result<Self> {
         let alphabet = byte_alphabet();
         let mut starts = try_with_capacity(vocab_size + 1, "the token table")?;
         let mut bytes: Vec<u8> = Vec::new();
         for id in 0..vocab_size as u32 {
             starts.push(bytes.len() as u32);
-            let added = inner.get_added_vocabulary().simple_id_to_token(id);
-            let Some(token) = added.or_else(|| inner.get_model().id_to_token(id)) else { continue };
+            let added = tokens.simple_id_to_token(id);
+            let Some(token) = added.or_else(|| model.id_to_token(id)) else { continue };
             bytes
                 .try_reserve(token.len())
                 .map_err(|_| Error::out_of_memory("the token table", bytes.len()))?;
@@ -466,15 +486,10 @@ fn component_type(value: &Value) -> Option<&str> {
     value.get("type").and_then(Value::as_str)
 }
 
+/// Reads a part of the file that may be missing.
 fn part<T: serde::de::DeserializeOwned>(name: &str, value: &Value) -> Result<Option<T>> {
     if value.is_null() {
         return Ok(None);
     }
-    serde_json::from_value(value.clone())
-        .map(Some)
-        .map_err(|e| Error::invalid_file(format!("{name}: {}", shortened(&e.to_string()))))
-}
-
-fn crate_error(error: impl std::fmt::Display) -> Error {
-    Error::invalid_file(shortened(&error.to_string()))
+    pipeline::read(name, value).map(Some)
 }

@@ -15,8 +15,9 @@ const MAX_PARTS: usize = 32;
 const MAX_DEPTH: usize = 4;
 /// The longest regular expression (Qwen3: 128 bytes), string pattern or replacement, in bytes.
 const MAX_PATTERN_BYTES: usize = 2048;
-/// The factor by which all parts of one place together may lengthen a text.
-const MAX_GROWTH: u64 = 64;
+/// The factor by which all parts of one place together may lengthen a text: published ones put
+/// three bytes in place of one, and one beside each.
+const MAX_GROWTH: u64 = 4;
 
 /// The patterns that Qwen3 and Qwen2.5 publish, known to take linear time.
 pub(super) const TRUSTED_PATTERNS: [&str; 1] = [concat!(
@@ -36,8 +37,10 @@ pub(super) enum Place {
 /// The findings of the checks.
 #[derive(Default)]
 pub(super) struct Findings {
-    /// Whether a regular expression other than [`TRUSTED_PATTERNS`] is used.
-    pub untrusted_pattern: bool,
+    /// The regular expressions other than [`TRUSTED_PATTERNS`].
+    pub untrusted_patterns: Vec<String>,
+    /// The factor by which the pre-tokenizers can lengthen a text; 0 if there are none.
+    pub pre_tokenizer_growth: u64,
     parts: usize,
 }
 
@@ -119,6 +122,9 @@ pub(super) fn check(place: Place, value: &Value, findings: &mut Findings) -> Res
             place.name()
         )));
     }
+    if place == Place::PreTokenizer {
+        findings.pre_tokenizer_growth = growth;
+    }
     Ok(())
 }
 
@@ -165,10 +171,21 @@ fn check_part(place: Place, value: &Value, depth: usize, findings: &mut Findings
             check_pattern(place, value, findings)?;
             1
         }
-        "Prepend" => bounded_text(place, value, "prepend")?.max(1),
-        // At most three bytes for one; the byte-level alphabet has two-byte characters.
-        "Metaspace" => bounded_text(place, value, "replacement")?.max(1),
-        "ByteLevel" if place != Place::Decoder => 2,
+        // A few bytes for each part of a text, which are counted when they are added.
+        "Prepend" => {
+            bounded_text(place, value, "prepend")?;
+            1
+        }
+        // At most three bytes for one, and before each word.
+        "Metaspace" if place == Place::PreTokenizer => {
+            1 + bounded_text(place, value, "replacement")?
+        }
+        // The byte-level alphabet has two-byte characters; one of them can go before each word.
+        "ByteLevel" if place == Place::PreTokenizer => match value.get("add_prefix_space") {
+            Some(Value::Bool(false)) => 2,
+            _ => 4,
+        },
+        "ByteLevel" if place == Place::Normalizer => 2,
         "FixedLength" => {
             if value.get("length").is_some_and(|length| length.as_u64() == Some(0)) {
                 return Err(Error::invalid_file(format!("{name}: FixedLength has length 0")));
@@ -198,9 +215,12 @@ fn check_pattern(place: Place, value: &Value, findings: &mut Findings) -> Result
     let pattern = value.get("pattern").unwrap_or(&Value::Null);
     let (text, shortest) = match (pattern.get("String"), pattern.get("Regex")) {
         (Some(Value::String(text)), None) => (text, Some(text.len())),
+        (None, Some(Value::String(_))) if place == Place::Decoder => {
+            return Err(Error::unsupported("decoder: a regular expression is not supported"));
+        }
         (None, Some(Value::String(text))) => {
             if !TRUSTED_PATTERNS.contains(&text.as_str()) {
-                findings.untrusted_pattern = true;
+                findings.untrusted_patterns.push(text.clone());
             }
             (text, None)
         }

@@ -6,7 +6,7 @@
 //! and `padding` are ignored, as Transformers ignores them unless asked.
 
 use super::shortened;
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use serde::de::{Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde::Deserialize;
 use serde_json::value::RawValue;
@@ -144,7 +144,7 @@ impl TokenizerFile {
             post_processor: component("post_processor", layout.post_processor)?,
             decoder: component("decoder", layout.decoder)?,
             vocab: model.vocab.entries,
-            merges: model.merges.0,
+            merges: model.merges.merges,
             options: BpeOptions {
                 unk_token: model.unk_token,
                 end_of_word_suffix: model.end_of_word_suffix.filter(|s| !s.is_empty()),
@@ -162,6 +162,9 @@ fn check_model(model: &ModelLayout) -> Result<()> {
             "model.type is \"{}\", only \"BPE\" is supported",
             shortened(kind)
         )));
+    }
+    if model.vocab.no_memory || model.merges.no_memory {
+        return Err(Error::new(ErrorKind::OutOfMemory, "cannot allocate the vocabulary"));
     }
     if model.vocab.is_list {
         return Err(Error::unsupported("model.vocab is a list; only BPE models are supported"));
@@ -186,7 +189,7 @@ fn check_model(model: &ModelLayout) -> Result<()> {
         }
     }
     let mut whole = String::new();
-    for (number, (left, right)) in model.merges.0.iter().enumerate() {
+    for (number, (left, right)) in model.merges.merges.iter().enumerate() {
         whole.clear();
         whole.push_str(left);
         whole.push_str(right);
@@ -293,6 +296,8 @@ impl<'de> Deserialize<'de> for AddedTokens {
 struct VocabLayout {
     entries: Vocab,
     is_list: bool,
+    /// Whether memory was short, which the error of a deserializer cannot tell.
+    no_memory: bool,
 }
 
 impl<'de> Deserialize<'de> for VocabLayout {
@@ -310,7 +315,7 @@ impl<'de> Deserialize<'de> for VocabLayout {
                 mut seq: A,
             ) -> std::result::Result<VocabLayout, A::Error> {
                 while seq.next_element::<IgnoredAny>()?.is_some() {}
-                Ok(VocabLayout { entries: Vocab::new(), is_list: true })
+                Ok(VocabLayout { is_list: true, ..VocabLayout::default() })
             }
 
             fn visit_map<A: MapAccess<'de>>(
@@ -342,12 +347,13 @@ impl<'de> Deserialize<'de> for VocabLayout {
                             "token {id} of model.vocab is longer than {MAX_TOKEN_BYTES} bytes"
                         )));
                     }
-                    entries
-                        .try_reserve(1)
-                        .map_err(|_| A::Error::custom("out of memory for model.vocab"))?;
+                    if entries.try_reserve(1).is_err() {
+                        while map.next_entry::<IgnoredAny, IgnoredAny>()?.is_some() {}
+                        return Ok(VocabLayout { no_memory: true, ..VocabLayout::default() });
+                    }
                     entries.insert(token, id);
                 }
-                Ok(VocabLayout { entries, is_list: false })
+                Ok(VocabLayout { entries, ..VocabLayout::default() })
             }
         }
         deserializer.deserialize_any(Table)
@@ -356,7 +362,11 @@ impl<'de> Deserialize<'de> for VocabLayout {
 
 /// `model.merges`: each `"left right"` or `["left", "right"]`.
 #[derive(Default)]
-struct MergesLayout(Vec<(String, String)>);
+struct MergesLayout {
+    merges: Vec<(String, String)>,
+    /// As in [`VocabLayout`].
+    no_memory: bool,
+}
 
 impl<'de> Deserialize<'de> for MergesLayout {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
@@ -380,12 +390,13 @@ impl<'de> Deserialize<'de> for MergesLayout {
                             "model.merges has more than {MAX_ENTRIES} entries"
                         )));
                     }
-                    merges
-                        .try_reserve(1)
-                        .map_err(|_| A::Error::custom("out of memory for model.merges"))?;
+                    if merges.try_reserve(1).is_err() {
+                        while seq.next_element::<IgnoredAny>()?.is_some() {}
+                        return Ok(MergesLayout { no_memory: true, ..MergesLayout::default() });
+                    }
                     merges.push((left, right));
                 }
-                Ok(MergesLayout(merges))
+                Ok(MergesLayout { merges, no_memory: false })
             }
         }
         deserializer.deserialize_seq(List)

@@ -3,6 +3,7 @@
 
 use std::ffi::{c_char, c_void, CString};
 use std::ptr;
+use std::sync::Mutex;
 
 use xserv::ffi::xserv_status::*;
 use xserv::ffi::*;
@@ -40,10 +41,10 @@ fn pointers_that_are_null_or_misaligned() {
         );
         fails(xserv_load(text.as_ptr(), ptr::null(), misaligned()), bad, "model is misaligned");
         assert!(out_model.is_null());
-        fails(xserv_load_options_default(ptr::null_mut()), bad, "options is NULL");
-        fails(xserv_request_default(ptr::null_mut()), bad, "request is NULL");
-        fails(xserv_chat_options_default(misaligned()), bad, "options is misaligned");
-        fails(xserv_tokenize_options_default(ptr::null_mut()), bad, "options is NULL");
+        // Nothing is written, and nothing can fail.
+        xserv_load_options_init(ptr::null_mut(), 104);
+        xserv_request_init(ptr::null_mut(), 0);
+        xserv_chat_options_init(misaligned(), 40);
         fails(xserv_model_get_info(m, ptr::null_mut()), bad, "info is NULL");
         fails(xserv_model_get_info(ptr::null(), ptr::null_mut()), bad, "model is NULL");
         let mut tokens = ptr::null_mut();
@@ -70,10 +71,11 @@ fn pointers_that_are_null_or_misaligned() {
         fails(xserv_detokenizer_new(m, true, ptr::null_mut()), bad, "detokenizer is NULL");
         fails(xserv_apply_chat_template(m, ptr::null(), &mut out), bad, "messages_json is NULL");
         let mut logits = [0f32; 4];
-        let all = xserv_logits_rows::XSERV_LOGITS_ALL as u32;
+        let rows = logits_options(xserv_logits_rows::XSERV_LOGITS_ALL as u32);
+        let all: *const xserv_logits_options = &rows;
         let p = logits.as_mut_ptr();
         fails(xserv_logits(m, ids.as_ptr(), 2, all, p, 4), bad, "num_logits is 4");
-        fails(xserv_logits(m, ids.as_ptr(), 2, 9, p, 4), bad, "rows is 9");
+        fails(xserv_logits(m, ids.as_ptr(), 2, &logits_options(9), p, 4), bad, "options.rows is 9");
         fails(xserv_logits(m, ids.as_ptr(), usize::MAX, all, p, 4), bad, "");
         let n = 2 * model.info().vocab_size as usize;
         fails(xserv_logits(m, ids.as_ptr(), 2, all, ptr::null_mut(), n), bad, "logits is NULL");
@@ -165,9 +167,9 @@ fn options_of_load() {
     };
     let bad = XSERV_STATUS_INVALID_ARGUMENT;
     let base = load_options();
-    fails_with(xserv_load_options { device: 77, ..base }, bad, "options.device is 77");
+    fails_with(xserv_load_options { device_kind: 77, ..base }, bad, "options.device_kind is 77");
     if xserv::backend::cuda::available().is_err() {
-        fails_with(xserv_load_options { device: 1, ..base }, XSERV_STATUS_NO_DEVICE, "CUDA");
+        fails_with(xserv_load_options { device_kind: 1, ..base }, XSERV_STATUS_NO_DEVICE, "CUDA");
     }
     fails_with(xserv_load_options { dtype: 9, ..base }, bad, "options.dtype is 9");
     fails_with(xserv_load_options { num_threads: 5000, ..base }, bad, "num_threads is 5000");
@@ -206,23 +208,70 @@ fn a_load_can_be_cancelled_and_reports_progress() {
     assert_eq!(seen.last(), Some(&1.0));
 }
 
+type Logged = Mutex<Vec<(u32, String, String)>>;
+
+unsafe extern "C" fn note_log(
+    level: u32,
+    target: *const c_char,
+    message: *const c_char,
+    seen: *mut c_void,
+) {
+    let text = |p| unsafe { std::ffi::CStr::from_ptr(p) }.to_str().unwrap().to_string();
+    let seen = unsafe { &*(seen as *const Logged) };
+    seen.lock().unwrap().push((level, text(target), text(message)));
+}
+
 #[test]
 fn the_log_goes_to_the_callback() {
-    unsafe extern "C" fn note(level: u32, message: *const c_char, seen: *mut c_void) {
-        let message = unsafe { std::ffi::CStr::from_ptr(message) }.to_str().unwrap();
-        unsafe { &mut *(seen as *mut Vec<(u32, String)>) }.push((level, message.to_string()));
-    }
-    let mut seen: Vec<(u32, String)> = Vec::new();
+    let seen = Logged::default();
     let options = xserv_load_options {
-        log: Some(note),
-        log_user_data: &raw mut seen as *mut c_void,
+        log: Some(note_log),
+        log_user_data: &raw const seen as *mut c_void,
         ..load_options()
     };
     drop(Model::load(&tiny(), &options).unwrap());
-    let loaded = seen.iter().any(|(level, message)| {
-        *level == xserv_log_level::XSERV_LOG_INFO as u32 && message.contains("Qwen3ForCausalLM")
+    let seen = seen.into_inner().unwrap();
+    let loaded = seen.iter().any(|(level, target, message)| {
+        let is_info = *level == xserv_log_level::XSERV_LOG_INFO as u32;
+        is_info && target == "load" && message.contains("Qwen3ForCausalLM")
     });
     assert!(loaded, "{seen:?}");
+}
+
+#[test]
+fn the_log_goes_on_after_the_load_and_ends_with_the_model() {
+    let seen = Logged::default();
+    let options = xserv_load_options {
+        log: Some(note_log),
+        log_user_data: &raw const seen as *mut c_void,
+        max_context_tokens: 96,
+        kv_cache_tokens: 128,
+        ..load_options()
+    };
+    let model = Model::load(&tiny(), &options).unwrap();
+    seen.lock().unwrap().clear();
+    // Each fits alone, and two do not fit together.
+    std::thread::scope(|scope| {
+        for first in [5_u32, 9, 13] {
+            let model = &model;
+            scope.spawn(move || {
+                let ids = [first, 6, 7];
+                let request = xserv_request { ignore_eos: 1, ..greedy(&ids, 85) };
+                assert_eq!(model.generate(&request).unwrap().ids.len(), 85);
+            });
+        }
+    });
+    let preempted = |seen: &Logged| {
+        let seen = seen.lock().unwrap();
+        let found = seen.iter().find(|(_, target, message)| {
+            target == "scheduler" && message.contains("were preempted")
+        });
+        assert!(found.is_some(), "{seen:?}");
+        seen.len()
+    };
+    let num_messages = preempted(&seen);
+    drop(model);
+    assert_eq!(seen.into_inner().unwrap().len(), num_messages);
 }
 
 #[test]
@@ -296,7 +345,7 @@ fn special_tokens_in_text_can_be_kept_as_text() {
     let model = Model::open(&tiny());
     let tokenize = |parse: u8| {
         let mut options = unsafe { std::mem::zeroed() };
-        check(unsafe { xserv_tokenize_options_default(&mut options) }).unwrap();
+        unsafe { xserv_tokenize_options_init(&mut options, size_of_val(&options)) };
         options.parse_special_tokens = parse;
         let mut tokens = ptr::null_mut();
         let text = c"<|im_end|>";

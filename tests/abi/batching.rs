@@ -397,7 +397,7 @@ fn waiting_is_woken_by_a_descriptor_and_by_a_callback() {
     }
     let calls = AtomicU32::new(0);
     let mut options: xserv_submit_options = unsafe { std::mem::zeroed() };
-    check(unsafe { xserv_submit_options_default(&mut options) }).unwrap();
+    unsafe { xserv_submit_options_init(&mut options, size_of_val(&options)) };
     assert_eq!(options.wake_fd, -1);
     options.wake_fd = fd;
     options.wake = Some(count);
@@ -431,8 +431,12 @@ fn waiting_is_woken_by_a_descriptor_and_by_a_callback() {
     let at_once = xserv_request { max_tokens: 0, ..mixed(&ids, 3) };
     let before = calls.load(Ordering::Acquire);
     let submission = Submission::new(&model, &at_once, &options).unwrap();
-    assert!(calls.load(Ordering::Acquire) > before);
     assert_eq!(submission.finish(1)[0].2, XSERV_FINISH_MAX_TOKENS as u32);
+    let begin = Instant::now();
+    while calls.load(Ordering::Acquire) == before {
+        assert!(begin.elapsed() < PATIENCE, "nobody was woken");
+        std::thread::yield_now();
+    }
     drop(submission);
     unsafe { libc::close(fd) };
     // Neither a descriptor that is closed nor one that blocks is taken.
@@ -462,7 +466,14 @@ fn a_waker_cannot_wait() {
             unsafe { xserv_generate(inside.model.0, &request, None, ptr::null_mut(), &mut result) };
         let mut logits = vec![0f32; inside.model.info().vocab_size as usize];
         let logits = unsafe {
-            xserv_logits(inside.model.0, ids.as_ptr(), 3, 0, logits.as_mut_ptr(), logits.len())
+            xserv_logits(
+                inside.model.0,
+                ids.as_ptr(),
+                3,
+                ptr::null(),
+                logits.as_mut_ptr(),
+                logits.len(),
+            )
         };
         inside.statuses.lock().unwrap().push((generate, logits));
         inside.seen.notify_all();
@@ -473,7 +484,7 @@ fn a_waker_cannot_wait() {
         seen: Default::default(),
     };
     let mut options: xserv_submit_options = unsafe { std::mem::zeroed() };
-    check(unsafe { xserv_submit_options_default(&mut options) }).unwrap();
+    unsafe { xserv_submit_options_init(&mut options, size_of_val(&options)) };
     options.wake = Some(wake);
     options.wake_user_data = &raw const inside as *mut c_void;
     let ids = tokens(10, 1);
@@ -590,4 +601,40 @@ fn time_without_requests_is_not_idle_time_of_steps() {
     assert!(stats.device_busy_seconds > 0.0 && stats.device_idle_seconds > 0.0);
     let counted = stats.device_busy_seconds + stats.device_idle_seconds;
     assert!(counted <= working.as_secs_f64(), "{counted} s in {working:?} of requests");
+}
+
+#[test]
+fn only_the_events_that_were_asked_for_are_told() {
+    let model = Model::open(&tiny());
+    let ids = [5_u32, 6, 7];
+    let request = xserv_request { ignore_eos: 1, num_samples: 2, ..greedy(&ids, 6) };
+    let kinds_of = |events: u32| {
+        let mut options: xserv_submit_options = unsafe { std::mem::zeroed() };
+        unsafe { xserv_submit_options_init(&mut options, size_of_val(&options)) };
+        options.events = events;
+        let mut submission = ptr::null_mut();
+        check(unsafe { xserv_submit(model.0, &request, &options, &mut submission) })?;
+        let mut kinds = std::collections::BTreeMap::new();
+        let mut event: xserv_event = unsafe { std::mem::zeroed() };
+        event.struct_size = size_of::<xserv_event>();
+        while event.kind != xserv_event_kind::XSERV_EVENT_DONE as u32 {
+            check(unsafe { xserv_next(submission, XSERV_WAIT_FOREVER, &mut event) })?;
+            *kinds.entry(event.kind).or_insert(0) += 1;
+        }
+        let mut result = ptr::null_mut();
+        check(unsafe { xserv_submission_take_result(submission, &mut result) })?;
+        assert_eq!(take_result(result).ids.len(), 6);
+        xserv_submission_free(submission);
+        Ok::<_, Failure>(kinds)
+    };
+    let [_, token, text, end, done] = [0, 1, 2, 3, 4_u32];
+    let all = kinds_of(0).unwrap();
+    assert_eq!((all[&token], all[&end], all[&done]), (12, 2, 1));
+    assert_eq!(kinds_of(1 << token | 1 << text | 1 << end | 1 << done).unwrap(), all);
+    assert_eq!(kinds_of(1 << end).unwrap(), [(end, 2), (done, 1)].into());
+    assert_eq!(kinds_of(1 << done).unwrap(), [(done, 1)].into());
+    for unknown in [1, 1 << 5, u32::MAX] {
+        let failure = kinds_of(unknown).unwrap_err();
+        assert_eq!(failure.status, xserv_status::XSERV_STATUS_INVALID_ARGUMENT);
+    }
 }

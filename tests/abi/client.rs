@@ -58,15 +58,22 @@ pub fn shared_golden() -> Option<PathBuf> {
 /// The defaults, but for the device: what is tested is the CPU, on machines with a GPU too.
 pub fn load_options() -> xserv_load_options {
     let mut options: xserv_load_options = unsafe { std::mem::zeroed() };
-    check(unsafe { xserv_load_options_default(&mut options) }).unwrap();
-    assert_eq!(options.device, xserv_device_kind::XSERV_DEVICE_AUTO as u32);
-    options.device = xserv_device_kind::XSERV_DEVICE_CPU as u32;
+    unsafe { xserv_load_options_init(&mut options, size_of_val(&options)) };
+    assert_eq!(options.device_kind, xserv_device_kind::XSERV_DEVICE_AUTO as u32);
+    options.device_kind = xserv_device_kind::XSERV_DEVICE_CPU as u32;
+    options
+}
+
+pub fn logits_options(rows: u32) -> xserv_logits_options {
+    let mut options: xserv_logits_options = unsafe { std::mem::zeroed() };
+    unsafe { xserv_logits_options_init(&mut options, size_of_val(&options)) };
+    options.rows = rows;
     options
 }
 
 pub fn request() -> xserv_request {
     let mut request = unsafe { std::mem::zeroed() };
-    check(unsafe { xserv_request_default(&mut request) }).unwrap();
+    unsafe { xserv_request_init(&mut request, size_of_val(&request)) };
     request
 }
 
@@ -92,6 +99,41 @@ impl Drop for Model {
     }
 }
 
+/// A context on the CPU.
+pub struct Context(pub *mut xserv_context);
+
+impl Context {
+    pub fn new(num_threads: u32) -> Context {
+        let mut options: xserv_context_options = unsafe { std::mem::zeroed() };
+        unsafe { xserv_context_options_init(&mut options, size_of_val(&options)) };
+        options.device_kind = xserv_device_kind::XSERV_DEVICE_CPU as u32;
+        options.num_threads = num_threads;
+        let mut context = ptr::null_mut();
+        check(unsafe { xserv_context_new(&options, &mut context) }).unwrap();
+        Context(context)
+    }
+}
+
+impl Drop for Context {
+    fn drop(&mut self) {
+        xserv_context_free(self.0);
+    }
+}
+
+/// The descriptor of these values, contiguous, in this shape.
+pub fn tensor(values: &mut [f32], shape: &mut [i64]) -> xserv_tensor {
+    assert_eq!(values.len() as i64, shape.iter().product::<i64>());
+    xserv_tensor {
+        data: values.as_mut_ptr().cast(),
+        device: xserv_tensor_device { device_type: 1, device_id: 0 },
+        ndim: shape.len() as i32,
+        dtype: xserv_tensor_dtype { code: 2, bits: 32, lanes: 1 },
+        shape: shape.as_mut_ptr(),
+        strides: ptr::null_mut(),
+        byte_offset: 0,
+    }
+}
+
 /// What a generation gave.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Output {
@@ -108,6 +150,21 @@ pub struct Event {
     pub id: u32,
     pub text: String,
     pub num_tokens: u32,
+}
+
+/// What `xserv_plan` tells, if its numbers agree with each other.
+pub fn plan(path: &Path, options: &xserv_load_options) -> Outcome<xserv_memory_plan> {
+    let path = c_string(path.to_str().unwrap());
+    let mut plan: xserv_memory_plan = unsafe { std::mem::zeroed() };
+    plan.struct_size = size_of::<xserv_memory_plan>();
+    check(unsafe { xserv_plan(path.as_ptr(), options, &mut plan) })?;
+    let kv_bytes = plan.kv_cache_tokens * plan.kv_bytes_per_token;
+    if plan.kv_cache_tokens > 0 {
+        assert_eq!(plan.total_bytes, plan.weights_bytes + plan.workspace_bytes + kv_bytes);
+    }
+    assert!(plan.minimum_bytes <= plan.total_bytes);
+    assert_eq!(plan.fits == 1, plan.memory_bytes == 0 || plan.total_bytes <= plan.memory_bytes);
+    Ok(plan)
 }
 
 type OnEvent<'a> = &'a mut dyn FnMut(Event) -> bool;
@@ -166,7 +223,8 @@ impl Model {
             false => xserv_logits_rows::XSERV_LOGITS_LAST,
         };
         check(unsafe {
-            xserv_logits(self.0, ids.as_ptr(), ids.len(), code as u32, out.as_mut_ptr(), out.len())
+            let options = logits_options(code as u32);
+            xserv_logits(self.0, ids.as_ptr(), ids.len(), &options, out.as_mut_ptr(), out.len())
         })?;
         Ok(out)
     }
@@ -219,7 +277,7 @@ impl Model {
         add_generation_prompt: bool,
     ) -> Outcome<String> {
         let mut options = unsafe { std::mem::zeroed() };
-        check(unsafe { xserv_chat_options_default(&mut options) }).unwrap();
+        unsafe { xserv_chat_options_init(&mut options, size_of_val(&options)) };
         let messages = c_string(messages);
         let tools = tools.map(c_string);
         let variables = variables.map(c_string);
@@ -243,7 +301,7 @@ fn take_text(text: *mut xserv_text) -> String {
     out
 }
 
-fn take_result(result: *mut xserv_result) -> Output {
+pub fn take_result(result: *mut xserv_result) -> Output {
     let mut info: xserv_result_info = unsafe { std::mem::zeroed() };
     info.struct_size = size_of::<xserv_result_info>();
     check(unsafe { xserv_result_get_info(result, &mut info) }).unwrap();

@@ -34,7 +34,7 @@ pub fn whole_cuda() -> Option<RwLockWriteGuard<'static, ()>> {
 
 pub fn on_cuda(dtype: xserv_dtype) -> xserv_load_options {
     let device = XSERV_DEVICE_CUDA as u32;
-    xserv_load_options { device, dtype: dtype as u32, ..load_options() }
+    xserv_load_options { device_kind: device, dtype: dtype as u32, ..load_options() }
 }
 
 /// The prompts and greedy tokens of a reference folder.
@@ -88,7 +88,7 @@ fn greedy_tokens_on_cuda_are_the_reference_and_do_not_depend_on_neighbours() {
 #[test]
 fn the_best_device_is_the_gpu_where_the_model_runs() {
     let (Some(golden), Some(_device)) = (shared_golden(), shared_cuda()) else { return };
-    let auto = xserv_load_options { device: XSERV_DEVICE_AUTO as u32, ..load_options() };
+    let auto = xserv_load_options { device_kind: XSERV_DEVICE_AUTO as u32, ..load_options() };
     for name in ["qwen3-tiny-tied", "gpt2-tiny"] {
         let model = Model::load(&golden.join("models").join(name), &auto).unwrap();
         let device = unsafe { std::ffi::CStr::from_ptr(model.info().device) };

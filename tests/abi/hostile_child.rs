@@ -1,4 +1,4 @@
-//! Bad input in a process of its own: what the modules `hostile_*` share.
+//! Bad input in a process of its own: what the tests of bad input share, here and in `tests/trust`.
 //!
 //! A test names a group of cases; the group runs in a child (this test binary, started again), case
 //! by case. A case damages a copy of the repository's model, calls the library as a program would, on
@@ -20,7 +20,6 @@ use xserv::ffi::xserv_status::*;
 use xserv::ffi::*;
 
 use crate::client::*;
-use crate::plan::plan;
 
 /// The bars for every hostile case.
 pub const MAX_CPU_SECONDS: f64 = 2.0;
@@ -137,6 +136,8 @@ impl Copy {
 pub enum Expect {
     /// xserv_load refuses with this status and these words.
     Refused(xserv_status, &'static str),
+    /// xserv_load refuses, as damaged or as not supported.
+    NotLoaded,
     /// Everything works, and the model gives the tokens of the undamaged one.
     Same,
     /// Everything works.
@@ -163,6 +164,16 @@ pub fn status_bytes(field: &str) -> u64 {
     let text = std::fs::read_to_string("/proc/self/status").unwrap();
     let line = text.lines().find(|line| line.starts_with(field)).unwrap();
     line.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap() * 1024
+}
+
+/// Sets a soft limit of this process, and returns what it was.
+pub fn limit(resource: libc::__rlimit_resource_t, soft: u64) -> u64 {
+    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    assert_eq!(unsafe { libc::getrlimit(resource, &mut limit) }, 0);
+    let before = limit.rlim_cur;
+    limit.rlim_cur = soft.min(limit.rlim_max);
+    assert_eq!(unsafe { libc::setrlimit(resource, &limit) }, 0);
+    before
 }
 
 /// Runs `body` on a thread with a small stack and gives its result.
@@ -365,7 +376,7 @@ fn exercise(
         check_failure(failure)?;
     }
     let model = match (loaded, expect) {
-        (Ok(model), Expect::Refused(..)) => {
+        (Ok(model), Expect::Refused(..) | Expect::NotLoaded) => {
             drop(model);
             return Err("was accepted".to_string());
         }
@@ -377,6 +388,13 @@ fn exercise(
                     expect_failure::<()>(Err(failure), *status, words)?
                 }
                 Expect::Answers => check_failure(&failure)?,
+                Expect::NotLoaded => {
+                    check_failure(&failure)?;
+                    let about_files = [XSERV_STATUS_INVALID_FILE, XSERV_STATUS_UNSUPPORTED];
+                    if !about_files.contains(&failure.status) {
+                        return Err(format!("was refused as something else: {said}"));
+                    }
+                }
                 _ => return Err(format!("was refused: {said}")),
             }
             return Ok(said);
@@ -423,7 +441,7 @@ fn exercise(
             }
             all_fine(answers.tokens, "tokenize")?;
         }
-        Expect::Answers | Expect::Refused(..) => {
+        Expect::Answers | Expect::Refused(..) | Expect::NotLoaded => {
             for outcome in [
                 answers.ids.map(drop),
                 answers.tokens.map(drop),
@@ -521,17 +539,12 @@ impl Bench {
 
 /// The groups, by name.
 fn group(name: &str) -> fn(&mut Bench) {
-    let all = [
-        crate::hostile_files::GROUPS,
-        crate::hostile_requests::GROUPS,
-        crate::hostile_surroundings::GROUPS,
-    ];
-    let found = all.iter().copied().flatten().find(|(group, _)| *group == name);
+    let found = crate::GROUPS.iter().copied().flatten().find(|(group, _)| *group == name);
     found.unwrap_or_else(|| panic!("no group {name}")).1
 }
 
 #[test]
-#[ignore = "run by the tests of the modules hostile_*, as a child process"]
+#[ignore = "run by the tests of bad input, as a child process"]
 fn child() {
     let Ok(name) = std::env::var("XSERV_HOSTILE_GROUP") else { return };
     let folder = PathBuf::from(std::env::var("XSERV_HOSTILE_FOLDER").unwrap());
@@ -624,6 +637,17 @@ fn run_child(name: &str, skip: usize, environment: &[(&str, &str)]) -> Result<Ve
         Some(_) => return Ok(lines),
     };
     Err(Died { how, lines, printed })
+}
+
+/// The number of cases of a group, none of which is run.
+#[allow(dead_code)]
+pub fn count_cases(name: &str) -> usize {
+    let lines = match run_child(name, usize::MAX, &[]) {
+        Ok(lines) => lines,
+        Err(died) => panic!("{name}: counting {}: {}", died.how, died.printed),
+    };
+    let done = lines.iter().find_map(|line| line["done"].as_u64());
+    done.unwrap_or_else(|| panic!("{name} was not counted")) as usize
 }
 
 /// Runs a group in children; fails with all that was not as expected.

@@ -16,17 +16,25 @@ mod client;
 mod cuda;
 mod deterministic;
 mod dlpack;
+mod floating_point;
+mod forks;
 mod generation;
 mod golden;
 mod guide;
 mod header;
+#[allow(dead_code)] // the battery uses the rest
 mod hostile_child;
-mod hostile_files;
-mod hostile_requests;
-mod hostile_surroundings;
 mod house;
 mod layering;
+mod load_options;
 mod memory;
 mod plan;
 mod soak;
+mod structs;
 mod symbols;
+mod threads;
+mod wakers;
+
+/// The groups of cases that [`hostile_child`] runs in children of this test binary.
+const GROUPS: &[&[hostile_child::Group]] =
+    &[floating_point::GROUPS, forks::GROUPS, threads::GROUPS];

@@ -109,7 +109,7 @@ fn child_cuda() {
 fn loads_on_cuda_that_run_out_of_memory_can_be_repeated() {
     let Some(_device) = whole_cuda() else { return };
     let base = on_cuda(xserv_dtype::XSERV_DTYPE_AUTO);
-    let found = crate::plan::plan(&tiny(), &base).unwrap();
+    let found = plan(&tiny(), &base).unwrap();
     // No room for the weights, for one block of the KV cache, for the cache that is asked for.
     let cases = [
         xserv_load_options { max_memory_bytes: found.weights_bytes / 2, ..base },
@@ -165,7 +165,7 @@ fn child_full_device() {
     drop(taken);
     context.trim();
     assert_eq!(some_tokens(&model).unwrap().len(), 10);
-    let on_cpu = xserv_load_options { device: XSERV_DEVICE_CPU as u32, ..load_options() };
+    let on_cpu = xserv_load_options { device_kind: XSERV_DEVICE_CPU as u32, ..load_options() };
     Model::load(&tiny(), &on_cpu).unwrap();
 }
 

@@ -12,20 +12,6 @@ use crate::client::*;
 use crate::files::{Store, TestModel};
 use crate::hostile_child::{inspect, Copy};
 
-pub fn plan(path: &Path, options: &xserv_load_options) -> Outcome<xserv_memory_plan> {
-    let path = c_string(path.to_str().unwrap());
-    let mut plan: xserv_memory_plan = unsafe { std::mem::zeroed() };
-    plan.struct_size = size_of::<xserv_memory_plan>();
-    check(unsafe { xserv_plan(path.as_ptr(), options, &mut plan) })?;
-    let kv_bytes = plan.kv_cache_tokens * plan.kv_bytes_per_token;
-    if plan.kv_cache_tokens > 0 {
-        assert_eq!(plan.total_bytes, plan.weights_bytes + plan.workspace_bytes + kv_bytes);
-    }
-    assert!(plan.minimum_bytes <= plan.total_bytes);
-    assert_eq!(plan.fits == 1, plan.memory_bytes == 0 || plan.total_bytes <= plan.memory_bytes);
-    Ok(plan)
-}
-
 /// Asserts that a load is what was planned.
 #[track_caller]
 pub fn assert_as_planned(info: &xserv_model_info, plan: &xserv_memory_plan) {
@@ -59,7 +45,7 @@ fn the_plan_is_what_load_does() {
             {
                 let options = xserv_load_options { max_context_tokens, kv_cache_tokens, ..base };
                 let found = plan(&path, &options).unwrap();
-                assert_eq!((found.device, found.fits), (XSERV_DEVICE_CPU as u32, 1));
+                assert_eq!((found.device_kind, found.fits), (XSERV_DEVICE_CPU as u32, 1));
                 assert_ne!(found.dtype, XSERV_DTYPE_AUTO as u32);
                 let model = Model::load(&path, &options).unwrap();
                 assert_as_planned(&model.info(), &found);
@@ -149,9 +135,9 @@ fn a_gpu_is_planned_where_there_is_none() {
 
 fn a_gpu_is_planned(path: &Path) {
     let device = XSERV_DEVICE_CUDA as u32;
-    let base = xserv_load_options { device, ..load_options() };
+    let base = xserv_load_options { device_kind: device, ..load_options() };
     let roomy = plan(path, &xserv_load_options { kv_cache_tokens: 4096, ..base }).unwrap();
-    assert_eq!((roomy.device, roomy.kv_cache_tokens), (device, 4096));
+    assert_eq!((roomy.device_kind, roomy.kv_cache_tokens), (device, 4096));
     assert!(roomy.weights_bytes > 0 && roomy.workspace_bytes > 0);
     for budget in [256 << 20, 512 << 20] {
         let options = xserv_load_options { max_memory_bytes: budget, ..base };
@@ -254,7 +240,7 @@ fn what_cannot_be_loaded_cannot_be_planned() {
     };
     let bad = XSERV_STATUS_INVALID_ARGUMENT;
     fails(Path::new("/no/such/folder"), base, XSERV_STATUS_NOT_FOUND, "/no/such/folder");
-    fails(&tiny(), xserv_load_options { device: 9, ..base }, bad, "options.device is 9");
+    fails(&tiny(), xserv_load_options { device_kind: 9, ..base }, bad, "options.device_kind is 9");
     fails(&tiny(), xserv_load_options { num_threads: 5000, ..base }, bad, "num_threads");
     let too_long = xserv_load_options { max_context_tokens: 1 << 40, ..base };
     fails(&tiny(), too_long, bad, "max_context_tokens");

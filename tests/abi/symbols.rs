@@ -25,13 +25,16 @@ fn exports_equal_the_header() {
     let nm = run(Command::new("nm").args(["-D", "--defined-only"]).arg(shared_object()));
     let exported: BTreeSet<String> =
         nm.lines().filter_map(|line| line.split_whitespace().nth(2)).map(str::to_string).collect();
-    let header =
-        std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("include/xserv.h"))
-            .unwrap();
-    // A declaration: a name that begins with xserv_, then a parenthesis, outside comments.
+    let include = Path::new(env!("CARGO_MANIFEST_DIR")).join("include");
+    let header = ["xserv.h", "xserv_ops.h"]
+        .map(|name| std::fs::read_to_string(include.join(name)).unwrap())
+        .join("\n");
+    // A declaration: a name that begins with xserv_, then a parenthesis, outside comments. Inline
+    // functions are compiled into the caller.
     let code: String = header
         .lines()
         .filter(|l| !l.trim_start().starts_with(['*', '/', '#']) && !l.contains("typedef"))
+        .filter(|l| !l.starts_with("static inline"))
         .collect::<Vec<_>>()
         .join("\n");
     let mut declared = BTreeSet::new();
@@ -44,6 +47,19 @@ fn exports_equal_the_header() {
     }
     assert!(declared.len() >= 30, "{declared:?}");
     assert_eq!(exported, declared);
+}
+
+/// The C library's function ends the process where memory is short: see src/thread_exit.rs.
+#[test]
+#[cfg(all(
+    target_os = "linux",
+    target_env = "gnu",
+    any(target_arch = "x86_64", target_arch = "aarch64")
+))]
+fn destructors_of_threads_are_registered_here() {
+    let nm = run(Command::new("nm").args(["-D", "--undefined-only"]).arg(shared_object()));
+    assert!(nm.contains("pthread_setspecific"), "{nm}");
+    assert!(!nm.contains("__cxa_thread_atexit_impl"), "{nm}");
 }
 
 #[test]

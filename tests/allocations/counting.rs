@@ -1,9 +1,9 @@
-//! An allocator that counts.
+//! An allocator that counts, and fails when it is told to.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::backtrace::Backtrace;
 use std::cell::Cell;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 struct Counting;
@@ -19,6 +19,39 @@ static FIRST: Mutex<Option<String>> = Mutex::new(None);
 
 thread_local! {
     static IS_EXEMPT: Cell<bool> = const { Cell::new(false) };
+    /// Allocations of this thread until one fails; 0: none does.
+    static UNTIL_FAILURE: Cell<u64> = const { Cell::new(0) };
+}
+
+/// Allocations of this size fail on threads that are not exempt; 0: none does.
+static FAILING_SIZE: AtomicUsize = AtomicUsize::new(0);
+/// Allocations that failed.
+static FAILURES: AtomicU64 = AtomicU64::new(0);
+
+/// Lets the allocation of this thread with this number fail while `body` runs, from 1. Returns whether there was one.
+pub fn fail_nth<T>(number: u64, body: impl FnOnce() -> T) -> (T, bool) {
+    UNTIL_FAILURE.set(number);
+    let result = body();
+    (result, UNTIL_FAILURE.replace(0) == 0)
+}
+
+/// Lets all allocations of `size` bytes fail on threads that are not exempt while `body` runs. Returns their number.
+pub fn fail_size(size: usize, body: impl FnOnce()) -> u64 {
+    FAILURES.store(0, Ordering::SeqCst);
+    FAILING_SIZE.store(size, Ordering::SeqCst);
+    body();
+    FAILING_SIZE.store(0, Ordering::SeqCst);
+    FAILURES.load(Ordering::SeqCst)
+}
+
+fn is_to_fail(size: usize) -> bool {
+    let left = UNTIL_FAILURE.get();
+    UNTIL_FAILURE.set(left.saturating_sub(1));
+    let by_size = size > 0 && FAILING_SIZE.load(Ordering::Relaxed) == size && !IS_EXEMPT.get();
+    if by_size {
+        FAILURES.fetch_add(1, Ordering::SeqCst);
+    }
+    left == 1 || by_size
 }
 
 /// What threads that are not exempt did.
@@ -73,18 +106,27 @@ fn note(counter: &AtomicU64) {
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         note(&ALLOCATIONS);
+        if is_to_fail(layout.size()) {
+            return std::ptr::null_mut();
+        }
         // SAFETY: the caller's promises.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
         note(&ALLOCATIONS);
+        if is_to_fail(layout.size()) {
+            return std::ptr::null_mut();
+        }
         // SAFETY: the caller's promises.
         unsafe { System.alloc_zeroed(layout) }
     }
 
     unsafe fn realloc(&self, ptr: *mut u8, layout: Layout, new_size: usize) -> *mut u8 {
         note(&ALLOCATIONS);
+        if is_to_fail(new_size) {
+            return std::ptr::null_mut();
+        }
         // SAFETY: the caller's promises.
         unsafe { System.realloc(ptr, layout, new_size) }
     }

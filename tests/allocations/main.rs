@@ -1,8 +1,16 @@
 //! Steady decoding allocates nothing: not on the scheduler's thread, not on the threads of the kernels; on a GPU it
 //! asks the driver for no memory either. The allocator of this program counts what any thread but those of the tests
-//! does.
+//! does. It can also fail, to show whom that befalls.
+//!
+//! A program has one allocator, so these tests are of the library without its own:
+//! `cargo test --no-default-features --test allocations`.
 
+#![cfg(not(feature = "reserve"))]
+
+mod callers;
 mod counting;
+#[path = "../support/model_files.rs"]
+mod files;
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -10,17 +18,22 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use xserv::engine::harness::{Harness, HarnessOptions, HarnessRequest, StepModel};
-use xserv::engine::scheduler::Limits;
+use xserv::engine::scheduler::{Entry, Limits};
 use xserv::engine::{
     DeviceChoice, Engine, EngineOptions, Event, Logger, Prompt, Request, SamplingOverrides, Ticket,
 };
-use xserv::error::Result;
+use xserv::error::{ErrorKind, Result};
+use xserv::ffi::{
+    xserv_device_kind, xserv_event, xserv_event_kind, xserv_load, xserv_load_options,
+    xserv_load_options_init, xserv_model_free, xserv_next, xserv_request, xserv_request_init,
+    xserv_status, xserv_submission_free, xserv_submit, XSERV_WAIT_FOREVER,
+};
 use xserv::memory::DType;
 use xserv::model::{
     BlockCopy, KvCache, KvSwap, Step, StepResult, TokenChoice, Workspace, NO_TOKEN,
 };
 
-use counting::{count, exempt_this_thread, Counts};
+use counting::{count, exempt_this_thread, fail_nth, fail_size, Counts};
 
 /// For what takes milliseconds.
 const PATIENCE: Duration = Duration::from_secs(120);
@@ -31,6 +44,11 @@ static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 
 fn begin() -> MutexGuard<'static, ()> {
     exempt_this_thread();
+    lock()
+}
+
+/// As `begin`, for a thread that is counted itself.
+fn lock() -> MutexGuard<'static, ()> {
     ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -193,7 +211,7 @@ fn check_model(options: &EngineOptions) {
     let engine = Engine::load(
         tiny().to_str().unwrap(),
         &EngineOptions { kv_cache_tokens: 3 * 2048, num_threads: 2, ..options.clone() },
-        Logger::silent(),
+        std::sync::Arc::new(Logger::silent()),
         &mut |_| true,
     )
     .unwrap();
@@ -276,6 +294,167 @@ fn ten_thousand_steps_of_a_model_on_cuda_ask_the_device_for_nothing() {
         dtype: Some(DType::BF16),
         ..EngineOptions::default()
     });
+}
+
+/// The room of a plan is there from the start: planning ends nobody for want of memory.
+#[test]
+fn planning_finds_its_memory_whatever_the_allocator_says() {
+    let _one = begin();
+    for (depth, by_model) in [(1, false), (2, false), (2, true)] {
+        let model = Arc::new(Instant {
+            depth,
+            vocab_size: 64,
+            steps: Mutex::default(),
+            begun: AtomicUsize::new(0),
+            chosen: AtomicUsize::new(0),
+            // It waits for nobody.
+            taken: AtomicUsize::new(usize::MAX / 2),
+        });
+        // A size that nothing else has.
+        let limits = Limits { max_sequences: 59, max_prefill_tokens: 64 };
+        let options =
+            HarnessOptions { num_blocks: 256, limits, prefix_cache: true, max_swapped: 0 };
+        let engine = Harness::new(model, &options).unwrap();
+        let size = limits.max_sequences * size_of::<Entry>();
+        let failures = fail_size(size, || {
+            let submit = |index: u32| {
+                engine.submit(HarnessRequest {
+                    token_ids: (0..10 + index).collect(),
+                    max_new: 40,
+                    by_model,
+                    ..HarnessRequest::default()
+                })
+            };
+            let tickets: Vec<Ticket> = (0..70).map(|index| submit(index).unwrap()).collect();
+            for mut ticket in tickets {
+                let mut tokens = 0;
+                while let Some(Event::Token { .. }) = ticket.next(Some(PATIENCE)).unwrap() {
+                    tokens += 1;
+                }
+                assert_eq!(tokens, 40);
+            }
+        });
+        assert_eq!(failures, 0);
+    }
+}
+
+/// A request that loses a token to a failed allocation ends with the error.
+#[test]
+fn no_token_is_lost_for_want_of_memory_on_the_callers_thread() {
+    const TOKENS: usize = 40;
+    let _one = begin();
+    let model = Arc::new(Instant {
+        depth: 1,
+        vocab_size: 64,
+        steps: Mutex::default(),
+        begun: AtomicUsize::new(0),
+        chosen: AtomicUsize::new(0),
+        taken: AtomicUsize::new(usize::MAX / 2),
+    });
+    let options = HarnessOptions {
+        num_blocks: 256,
+        limits: Limits { max_sequences: 4, max_prefill_tokens: 64 },
+        prefix_cache: true,
+        max_swapped: 0,
+    };
+    let engine = Harness::new(model, &options).unwrap();
+    for number in 1.. {
+        let mut ticket = engine
+            .submit(HarnessRequest {
+                token_ids: vec![1, 2, 3],
+                max_new: TOKENS,
+                ..HarnessRequest::default()
+            })
+            .unwrap();
+        let (told, failed) = fail_nth(number, || {
+            let mut told = 0;
+            loop {
+                match ticket.next(Some(PATIENCE)) {
+                    Ok(Some(Event::Token { num_tokens, .. })) => {
+                        told += 1;
+                        assert_eq!(num_tokens, told);
+                    }
+                    Ok(Some(Event::End { .. })) => break Ok(told),
+                    Ok(other) => panic!("{other:?}"),
+                    Err(error) => break Err(error.kind()),
+                }
+            }
+        });
+        assert_eq!(ticket.next(Some(PATIENCE)).unwrap(), Some(Event::Done));
+        if !failed {
+            assert_eq!(told, Ok(TOKENS));
+            assert!(number > 1, "nothing was tried");
+            break;
+        }
+        assert_eq!(told, Err(ErrorKind::OutOfMemory));
+    }
+}
+
+/// The same through the C interface, with a model that has no tokenizer: its pieces of text are empty.
+#[test]
+fn xserv_next_loses_no_event_for_want_of_memory() {
+    const TOKENS: u32 = 20;
+    let _one = begin();
+    let folder = files::TempDir::new();
+    for name in ["config.json", "generation_config.json", "model.safetensors"] {
+        folder.write(name, std::fs::read(tiny().join(name)).unwrap());
+    }
+    let path = std::ffi::CString::new(folder.str()).unwrap();
+    let mut model = std::ptr::null_mut();
+    // SAFETY: the structs and the paths live longer than the calls.
+    unsafe {
+        let mut options: xserv_load_options = std::mem::zeroed();
+        xserv_load_options_init(&mut options, size_of_val(&options));
+        options.device_kind = xserv_device_kind::XSERV_DEVICE_CPU as u32;
+        let loaded = xserv_load(path.as_ptr(), &options, &mut model);
+        assert_eq!(loaded, xserv_status::XSERV_STATUS_OK);
+    }
+    let ids = [5u32, 6, 7];
+    // SAFETY: a struct of integers and pointers, filled by the library.
+    let mut request: xserv_request = unsafe { std::mem::zeroed() };
+    // SAFETY: as above.
+    unsafe { xserv_request_init(&mut request, size_of_val(&request)) };
+    request.prompt_tokens = ids.as_ptr();
+    request.num_prompt_tokens = ids.len();
+    (request.max_tokens, request.ignore_eos) = (TOKENS, 1);
+    for number in 1.. {
+        let mut submission = std::ptr::null_mut();
+        // SAFETY: the request is complete, the model has not been freed.
+        let status = unsafe { xserv_submit(model, &request, std::ptr::null(), &mut submission) };
+        assert_eq!(status, xserv_status::XSERV_STATUS_OK);
+        // SAFETY: as above.
+        let mut event: xserv_event = unsafe { std::mem::zeroed() };
+        event.struct_size = size_of::<xserv_event>();
+        // SAFETY: the event is writable.
+        let mut next =
+            || unsafe { (xserv_next(submission, XSERV_WAIT_FOREVER, &mut event), event) };
+        let (ended, failed) = fail_nth(number, || {
+            let mut told = 0;
+            loop {
+                let (status, event) = next();
+                if status != xserv_status::XSERV_STATUS_OK {
+                    break Err(status);
+                }
+                if event.kind != xserv_event_kind::XSERV_EVENT_TOKEN as u32 {
+                    assert_eq!(event.kind, xserv_event_kind::XSERV_EVENT_END as u32);
+                    break Ok(told);
+                }
+                told += 1;
+                assert_eq!(event.num_tokens, told);
+            }
+        });
+        let (status, event) = next();
+        assert_eq!(status, xserv_status::XSERV_STATUS_OK);
+        assert_eq!(event.kind, xserv_event_kind::XSERV_EVENT_DONE as u32);
+        xserv_submission_free(submission);
+        if !failed {
+            assert_eq!(ended, Ok(TOKENS));
+            assert!(number > 2, "too little was tried");
+            break;
+        }
+        assert_eq!(ended, Err(xserv_status::XSERV_STATUS_OUT_OF_MEMORY));
+    }
+    xserv_model_free(model);
 }
 
 #[test]

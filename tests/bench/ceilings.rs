@@ -129,7 +129,7 @@ unsafe fn multiply(context: &Context, [a, b, c]: &[xserv_tensor; 3]) {
     // caller.
     unsafe {
         let mut options: xserv_gemm_options = std::mem::zeroed();
-        ok(xserv_gemm_options_default(&mut options));
+        xserv_gemm_options_init(&mut options, size_of_val(&options));
         options.transpose_b = 1;
         ok(xserv_op_gemm(context.handle, &options, a, b, c));
     }

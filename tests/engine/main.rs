@@ -4,4 +4,5 @@
 mod failing_steps;
 mod sampler;
 mod scheduler;
+mod service;
 mod toy_model;

@@ -179,11 +179,6 @@ impl StepModel for Toy {
         let attempt = Attempt { number: state.num_tried, token_ids: step.batch.token_ids.to_vec() };
         state.num_tried += 1;
         let fault = (self.decide.lock().unwrap_or_else(PoisonError::into_inner))(&attempt);
-        let kept = match &fault {
-            // The tokens of the step before are still there for another try.
-            Some(Fault::Begin(_)) => Some(state.last.clone()),
-            _ => None,
-        };
         let result = compute(state, step, fault.is_some());
         match fault {
             None => {
@@ -191,7 +186,8 @@ impl StepModel for Toy {
                 state.pending.push_back(Ok(result));
             }
             Some(Fault::Begin(kind)) => {
-                state.last = kept.unwrap_or_default();
+                // The tokens of the step before are overwritten.
+                state.last.clear();
                 return Err(injected(kind));
             }
             Some(Fault::Finish(kind)) => state.pending.push_back(Err(injected(kind))),

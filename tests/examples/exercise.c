@@ -31,8 +31,8 @@ static bool cancel_load(float fraction, void *user_data) {
   return false;
 }
 
-static void on_log(uint32_t level, const char *message, void *user_data) {
-  (void)level;
+static void on_log(uint32_t level, const char *target, const char *message, void *user_data) {
+  (void)level, (void)target;
   *(size_t *)user_data += strlen(message);
 }
 
@@ -46,7 +46,7 @@ static void exercise_text(const xserv_model *model) {
   xserv_tokenize_options options;
   xserv_tokens *tokens = NULL;
   xserv_text *text = NULL;
-  OK(xserv_tokenize_options_default(&options));
+  xserv_tokenize_options_default(&options);
   OK(xserv_tokenize(model, words, XSERV_NUL_TERMINATED, &options, &tokens));
   size_t count = 0, len = 0;
   const uint32_t *ids = xserv_tokens_data(tokens, &count);
@@ -71,7 +71,7 @@ static void exercise_text(const xserv_model *model) {
   xserv_tokens_free(tokens);
 
   xserv_chat_options chat;
-  OK(xserv_chat_options_default(&chat));
+  xserv_chat_options_default(&chat);
   REFUSED(xserv_apply_chat_template(model, &chat, &text));
   chat.messages_json = "[{\"role\": \"user\", \"content\": \"Hello!\"}]";
   chat.tools_json = "[{\"type\": \"function\", \"function\": {\"name\": \"f\"}}]";
@@ -86,17 +86,20 @@ static void exercise_logits(const xserv_model *model) {
   const uint32_t ids[] = {1, 2, 3};
   float *logits = malloc(3 * info.vocab_size * sizeof *logits);
   REQUIRE(logits != NULL);
-  OK(xserv_logits(model, ids, 3, XSERV_LOGITS_ALL, logits, 3 * (size_t)info.vocab_size));
-  OK(xserv_logits(model, ids, 3, XSERV_LOGITS_LAST, logits, info.vocab_size));
-  REFUSED(xserv_logits(model, ids, 3, XSERV_LOGITS_LAST, logits, 5));
-  REFUSED(xserv_logits(model, ids, 0, XSERV_LOGITS_LAST, logits, info.vocab_size));
+  xserv_logits_options rows;
+  xserv_logits_options_default(&rows);
+  rows.rows = XSERV_LOGITS_ALL;
+  OK(xserv_logits(model, ids, 3, &rows, logits, 3 * (size_t)info.vocab_size));
+  OK(xserv_logits(model, ids, 3, NULL, logits, info.vocab_size));
+  REFUSED(xserv_logits(model, ids, 3, NULL, logits, 5));
+  REFUSED(xserv_logits(model, ids, 0, NULL, logits, info.vocab_size));
   free(logits);
 }
 
 static void exercise_generate(const xserv_model *model) {
   xserv_request request;
   xserv_result *result = NULL;
-  OK(xserv_request_default(&request));
+  xserv_request_default(&request);
   REFUSED(xserv_generate(model, &request, NULL, NULL, &result));
   request.prompt = "Once upon a time";
   request.max_tokens = 6;
@@ -147,7 +150,7 @@ static void exercise_everything(const char *path) {
   size_t logged = 0;
   xserv_model *model = NULL;
   xserv_load_options options;
-  OK(xserv_load_options_default(&options));
+  xserv_load_options_default(&options);
   options.num_threads = 2;
   options.progress = cancel_load;
   REFUSED(xserv_load(path, &options, &model));

@@ -37,7 +37,8 @@ fn use_pkg_config(prefix: &Path, libdir: &str) {
         let path = prefix.join(libdir).join("pkgconfig");
         run(command("pkg-config").args(arguments).arg("xserv").env("PKG_CONFIG_PATH", path)).stdout
     };
-    assert_eq!(pkg_config(&["--modversion"]).trim(), env!("CARGO_PKG_VERSION"));
+    let version = env!("CARGO_PKG_VERSION").trim_end_matches("-dev");
+    assert_eq!(pkg_config(&["--modversion"]).trim(), version);
     let source = prefix.with_extension("c");
     let program = prefix.with_extension("program");
     fs::write(&source, PROGRAM).expect("a source file");
@@ -70,7 +71,7 @@ fn use_find_package(prefix: &Path) {
 fn an_installed_tree_serves_programs_and_can_be_moved() {
     let prefix = install("install", "lib");
     let lib = prefix.join("lib");
-    for (link, target) in [("libxserv.so", "libxserv.so.0"), ("libxserv.so.0", "libxserv.so.0.1.0")]
+    for (link, target) in [("libxserv.so", "libxserv.so.1"), ("libxserv.so.1", "libxserv.so.0.2.0")]
     {
         assert_eq!(fs::read_link(lib.join(link)).expect("a link"), Path::new(target));
     }
@@ -114,7 +115,7 @@ fn destdir_goes_before_the_prefix() {
         .arg(&destination)
         .arg("--library")
         .arg(library_folder().join("libxserv.so")));
-    assert!(destination.join("opt/xserv/lib/libxserv.so.0").is_file());
+    assert!(destination.join("opt/xserv/lib/libxserv.so.1").is_file());
 }
 
 #[test]
@@ -143,9 +144,10 @@ fn find_package_knows_versions() {
             == Some(0)
     };
     assert!(configure("any", ""));
-    assert!(configure("same", "0.1"));
-    assert!(configure("exact", "0.1.0 EXACT"));
-    assert!(!configure("newer", "0.2"));
+    assert!(configure("same", "0.2"));
+    assert!(configure("exact", "0.2.0 EXACT"));
+    assert!(!configure("older", "0.1"));
+    assert!(!configure("newer", "0.3"));
     assert!(!configure("major", "1.0"));
-    assert!(!configure("patch", "0.1.1"));
+    assert!(!configure("patch", "0.2.1"));
 }

@@ -214,9 +214,9 @@ pub fn staged_library() -> PathBuf {
     FOLDER
         .get_or_init(|| {
             let folder = work_folder("library");
-            fs::copy(library_folder().join("libxserv.so"), folder.join("libxserv.so.0"))
+            fs::copy(library_folder().join("libxserv.so"), folder.join("libxserv.so.1"))
                 .expect("the library can be copied");
-            std::os::unix::fs::symlink("libxserv.so.0", folder.join("libxserv.so"))
+            std::os::unix::fs::symlink("libxserv.so.1", folder.join("libxserv.so"))
                 .expect("a link");
             folder
         })

@@ -68,7 +68,7 @@ static void check_loading(const std::string &path) {
     last = fraction;
     return true;
   });
-  options.log([](xserv_log_level, const char *) { throw std::runtime_error("dropped"); });
+  options.log([](xserv_log_level, const char *, const char *) { throw std::runtime_error("dropped"); });
   xserv::Model model(path, options);
   REQUIRE(last == 1.0f);
   REQUIRE(model.info().num_threads == 1 && model.info().dtype == XSERV_DTYPE_F32);

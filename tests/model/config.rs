@@ -52,7 +52,7 @@ fn refused(config: &Value, kind: ErrorKind, named: &str) {
 #[test]
 fn the_fields_of_qwen3_are_taken() {
     let config = parse(&qwen3()).expect("valid");
-    assert_eq!(config.family.name, "Qwen3ForCausalLM");
+    assert_eq!(config.architecture, "Qwen3ForCausalLM");
     assert_eq!((config.hidden_size, config.intermediate_size, config.vocab_size), (96, 208, 1280));
     assert_eq!((config.num_layers, config.num_heads, config.num_kv_heads), (2, 4, 2));
     assert_eq!((config.head_dim, config.max_context_tokens), (32, 2048));
@@ -65,7 +65,7 @@ fn the_fields_of_qwen3_are_taken() {
 #[test]
 fn the_fields_of_gpt2_are_taken_under_both_names() {
     let config = parse(&gpt2()).expect("valid");
-    assert_eq!(config.family.name, "GPT2LMHeadModel");
+    assert_eq!(config.architecture, "GPT2LMHeadModel");
     assert_eq!((config.hidden_size, config.intermediate_size, config.head_dim), (96, 384, 24));
     assert_eq!((config.num_layers, config.num_heads, config.num_kv_heads), (3, 4, 4));
     assert_eq!((config.max_context_tokens, config.rope.is_none()), (512, true));

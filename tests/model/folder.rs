@@ -2,10 +2,10 @@
 
 use std::ffi::OsString;
 use std::os::unix::fs::symlink;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use xserv::error::{Error, ErrorKind};
-use xserv::model::folder::{check_file_name, resolve_with, Folder};
+use xserv::model::folder::{check_file_name, io_error, is_lasting, resolve_with, Folder};
 use xserv::model::Model;
 
 use crate::files::{Store, TempDir, TestModel};
@@ -154,5 +154,36 @@ fn small_files_stay_small() {
     assert!(folder.read_small_file("sparse", 1 << 20).is_err());
     for name in ["config.json", "a b", "..a", "a..", "模型"] {
         check_file_name(name).expect(name);
+    }
+}
+
+/// What the system cannot find out is not taken for absent, and lack of memory is told as such.
+#[test]
+fn failures_are_told_from_missing_files() {
+    let dir = TempDir::new();
+    dir.write("config.json", "{}");
+    let longest = libc::PATH_MAX as usize - 1 - "config.json".len();
+    let path = format!("{}{}", dir.str(), "/".repeat(longest - dir.str().len()));
+    let folder = Folder::open(Path::new(&path)).expect("a folder");
+    assert!(folder.contains("config.json").expect("a short name"));
+    assert!(!folder.contains("a.json").expect("a short name"));
+    assert_eq!(folder.contains("chat_template.jinja").unwrap_err().kind(), ErrorKind::Io);
+    let error = folder.read_optional_file("generation_config.json", 100).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Io, "{error}");
+
+    for (code, kind) in [
+        (libc::ENOENT, ErrorKind::NotFound),
+        (libc::ENOTDIR, ErrorKind::NotFound),
+        (libc::ENOMEM, ErrorKind::OutOfMemory),
+        (libc::ELOOP, ErrorKind::InvalidFile),
+        (libc::EIO, ErrorKind::Io),
+        (libc::EMFILE, ErrorKind::Io),
+        (libc::EACCES, ErrorKind::Io),
+    ] {
+        let error = io_error("config.json", &std::io::Error::from_raw_os_error(code));
+        assert_eq!(error.kind(), kind, "{error}");
+        assert!(error.message().contains("config.json"), "{error}");
+        let is_about_files = matches!(kind, ErrorKind::NotFound | ErrorKind::InvalidFile);
+        assert_eq!(is_lasting(kind), is_about_files, "{kind:?}");
     }
 }

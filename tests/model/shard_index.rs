@@ -125,8 +125,8 @@ fn things_in_the_folder_that_are_no_files_of_it() {
         (
             "a link to itself",
             &|path| symlink(path, path).expect("link"),
-            ErrorKind::Io,
-            "cannot read",
+            ErrorKind::InvalidFile,
+            "circle",
         ),
         (
             "a link to nothing",

@@ -10,7 +10,7 @@ use crate::support::{
 use xserv::ffi::*;
 use xserv::ops::common::packed_matrix::PackedMatrix;
 use xserv::ops::common::storage::Storage;
-use xserv::ops::embedding::cuda_chosen::embedding_step;
+use xserv::ops::embedding::cuda_chosen::embedding_chosen;
 use xserv::ops::embedding::{cpu, cpu_packed};
 
 for_storage!(slices);
@@ -270,7 +270,8 @@ fn chosen_tokens_on_cuda() {
             let sources = bench.ids(&[FROM_BATCH, FROM_BATCH, 3, 0, FROM_BATCH, 2]);
             let chosen = bench.ids(&[55, 1, NO_TOKEN, 130]);
             let out = bench.poisoned(&[6, width]);
-            embedding_step(&context, &table, &ids, &sources, &chosen, &out).expect("the operator");
+            embedding_chosen(&context, &table, &ids, &sources, &chosen, &out)
+                .expect("the operator");
             context.synchronize().expect("no fault");
             let want = reference::embedding(&values, width, &[130, 0, 130, 55, 7, 0]);
             assert_eq!(bench.read(&out), want, "{dtype} rows of {width}");
@@ -291,7 +292,8 @@ fn chosen_tokens_outside_the_table_on_cuda() {
             let sources = bench.ids(&[-1, source, -1]);
             let chosen = bench.ids(&[2, token]);
             let out = bench.poisoned(&[3, 64]);
-            embedding_step(&context, &table, &ids, &sources, &chosen, &out).expect("the operator");
+            embedding_chosen(&context, &table, &ids, &sources, &chosen, &out)
+                .expect("the operator");
             let what = format!("{dtype} id {id}, source {source}, token {token}");
             assert!(context.synchronize().is_err(), "{what}: not reported");
             context.synchronize().expect("reported once");

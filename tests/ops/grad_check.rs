@@ -16,7 +16,7 @@ fn options() -> xserv_grad_check_options {
     // SAFETY: filled by the call.
     unsafe {
         let mut options = std::mem::zeroed();
-        ok(xserv_grad_check_options_default(&mut options));
+        xserv_grad_check_options_init(&mut options, size_of_val(&options));
         options
     }
 }

@@ -7,7 +7,7 @@ use xserv::backend::cpu::CpuBackend;
 use xserv::backend::{Arena, PinnedBuffer};
 use xserv::memory::{DType, ElementType, HostBuffer, Pages};
 use xserv::ops::kv_cache::cpu::kv_cache_append;
-use xserv::ops::kv_cache::cuda_swap::{kv_cache_swap, KvCopy, KvParts, MOST_KV_COPIES};
+use xserv::ops::kv_cache::cuda_swap::{kv_cache_swap, KvCopy, KvParts, MAX_KV_COPIES};
 use xserv::ops::kv_cache::layout::{KvBlocks, KvLayout, BLOCK_SIZE};
 use xserv::ops::kv_cache::{cuda, KvSlots};
 
@@ -240,6 +240,6 @@ fn blocks_on_cuda_go_to_the_host_and_back_bit_for_bit() {
         refused(&[copy(0, 0, 3)]);
         refused(&[KvCopy { block: 0, buffer: 0, offset: 8 }]);
         refused(&[KvCopy { block: 0, buffer: 0, offset: 1 << 60 }]);
-        refused(&vec![copy(0, 0, 0); MOST_KV_COPIES + 1]);
+        refused(&vec![copy(0, 0, 0); MAX_KV_COPIES + 1]);
     }
 }

@@ -16,7 +16,7 @@ use xserv::ffi::*;
 use xserv::ops::common::storage::Storage;
 use xserv::ops::rms_norm::cpu;
 use xserv::ops::rms_norm::cpu_heads::rms_norm_heads;
-use xserv::ops::rms_norm::cuda_rounded::{self, rms_norm_step};
+use xserv::ops::rms_norm::cuda_rounded::{self, rms_norm_rounded};
 
 const WIDTHS: [usize; 14] = [1, 2, 15, 16, 17, 31, 32, 33, 64, 128, 257, 1000, 1024, 2049];
 const ROWS: [usize; 9] = [0, 1, 2, 3, 5, 31, 33, 130, 300];
@@ -457,12 +457,12 @@ fn in_front_of_a_linear_layer_on_cuda_it_is_rounded_after_each_step() {
     let Some(context) = cuda_context() else { return };
     for dtype in HALVES {
         for (rows, width) in [(1, 8), (3, 264), (70, 1024), (2, 4096), (3, 2560), (5, 16_384)] {
-            let what = format!("{dtype} rms_norm_step {rows}x{width}");
+            let what = format!("{dtype} rms_norm_rounded {rows}x{width}");
             let mut bench = Bench::new(&context, dtype, (rows * width) as u64);
             let (x, values) = bench.filled(&[rows, width], 3.0, 0.25);
             let (weight, weight_values) = bench.filled(&[width], 0.5, 1.0);
             let [out, other] = [(); 2].map(|()| bench.poisoned(&[rows, width]));
-            rms_norm_step(&context, &x, &weight, EPS, &out).expect("the operator");
+            rms_norm_rounded(&context, &x, &weight, EPS, &out).expect("the operator");
             let got = bench.read(&out);
             let want = rounded_rows(&bench, &values, &weight_values);
             assert_rounded(&what, dtype, &got, &want, 0.01);
@@ -478,7 +478,7 @@ fn in_front_of_a_linear_layer_on_cuda_it_is_rounded_after_each_step() {
             let (x, _) = bench.filled(&[1, width], 1.0, 0.0);
             let (weight, _) = bench.filled(&[width], 1.0, 0.0);
             let out = bench.poisoned(&[1, width]);
-            assert!(rms_norm_step(&context, &x, &weight, EPS, &out).is_err(), "{width}");
+            assert!(rms_norm_rounded(&context, &x, &weight, EPS, &out).is_err(), "{width}");
         }
     }
 }

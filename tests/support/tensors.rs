@@ -123,7 +123,7 @@ pub fn context(kind: xserv_device_kind) -> Option<Context> {
     // SAFETY: plain out-pointers and a filled struct.
     let status = unsafe {
         let mut options = std::mem::zeroed();
-        ok(xserv_context_options_default(&mut options));
+        xserv_context_options_init(&mut options, size_of_val(&options));
         options.device_kind = kind as u32;
         options.num_threads = 2;
         xserv_context_new(&options, &mut handle)

@@ -7,10 +7,10 @@ fn run(stops: &[&str], pieces: &[&str]) -> (String, Option<usize>) {
     let mut matcher = StopMatcher::new(stops).unwrap();
     let mut text = String::new();
     for piece in pieces {
-        let output = matcher.push(piece);
+        let output = matcher.push(piece).unwrap();
         text.push_str(&output.text);
         if output.matched.is_some() {
-            assert_eq!(matcher.push("more").text, "");
+            assert_eq!(matcher.push("more").unwrap().text, "");
             assert_eq!(matcher.finish(), "");
             return (text, output.matched);
         }
@@ -66,14 +66,14 @@ fn every_cut_of_every_text() {
 #[test]
 fn text_is_released_as_soon_as_it_can_be() {
     let mut matcher = StopMatcher::new(&["aab"]).unwrap();
-    assert_eq!(matcher.push("xa").text, "x");
-    assert_eq!(matcher.push("a").text, "");
-    assert_eq!(matcher.push("a").text, "a");
-    assert_eq!(matcher.push("c").text, "aac");
+    assert_eq!(matcher.push("xa").unwrap().text, "x");
+    assert_eq!(matcher.push("a").unwrap().text, "");
+    assert_eq!(matcher.push("a").unwrap().text, "a");
+    assert_eq!(matcher.push("c").unwrap().text, "aac");
     assert_eq!(matcher.finish(), "");
     let mut without = StopMatcher::new::<&str>(&[]).unwrap();
     assert!(without.is_empty());
-    assert_eq!(without.push("abc").text, "abc");
+    assert_eq!(without.push("abc").unwrap().text, "abc");
 }
 
 #[test]
@@ -115,7 +115,7 @@ fn time_is_linear() {
     let mut matcher = StopMatcher::new(&stops).unwrap();
     let begin = std::time::Instant::now();
     for _ in 0..20_000 {
-        matcher.push("aaaaa");
+        matcher.push("aaaaa").unwrap();
     }
     assert!(begin.elapsed().as_secs() < 5, "{:?}", begin.elapsed());
 }

@@ -4,6 +4,7 @@
 use super::support::own;
 use serde_json::{json, Value};
 use std::time::{Duration, Instant};
+use xserv::error::ErrorKind;
 use xserv::text::Tokenizer;
 
 /// A small valid file to break.
@@ -194,6 +195,18 @@ fn known_panics() {
                        {"Sequence": {"id": "A", "type_id": 0}}],
             "pair": [], "special_tokens": {}});
     });
+    for id in [9_999, u32::MAX] {
+        refused("template with an id of no token", "post_processor adds the token id", |f| {
+            f["post_processor"] = json!({"type": "TemplateProcessing",
+                "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}},
+                           {"Sequence": {"id": "A", "type_id": 0}}], "pair": [],
+                "special_tokens": {"<s>": {"id": "<s>", "ids": [id], "tokens": ["<s>"]}}});
+        });
+        refused("a frame with an id of no token", "post_processor adds the token id", |f| {
+            f["post_processor"] = json!({"type": "RobertaProcessing", "sep": ["</s>", id],
+                "cls": ["<s>", 0], "trim_offsets": true, "add_prefix_space": false});
+        });
+    }
     refused("template that repeats", "repeats sequence A", |f| {
         let once = json!({"Sequence": {"id": "A", "type_id": 0}});
         f["post_processor"] = json!({"type": "TemplateProcessing", "single": vec![once; 100],
@@ -241,6 +254,10 @@ fn growth_and_depth() {
         f["normalizer"] = json!({"type": "Replace", "pattern": {"String": "a"},
                                  "content": "a".repeat(1_000)});
     });
+    refused("eight bytes for one", "at most 4 times is allowed", |f| {
+        f["normalizer"] = json!({"type": "Replace", "pattern": {"String": "a"},
+                                 "content": "b".repeat(8)});
+    });
     refused("many doublings", "times longer", |f| {
         let double = json!({"type": "Replace", "pattern": {"String": "a"}, "content": "aa"});
         f["normalizer"] = sequence(vec![double; 20]);
@@ -267,11 +284,6 @@ fn growth_and_depth() {
 
 #[test]
 fn regular_expressions() {
-    let split = |pattern: &str| {
-        json!({"type": "Sequence", "pretokenizers": [
-            {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": false},
-            {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": false}]})
-    };
     for pattern in [
         r"(a+)+(?!a)$b",
         r"(?=(a|aa)+(?!a)b)",
@@ -299,6 +311,131 @@ fn regular_expressions() {
             r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
         );
     });
+}
+
+/// An expression that takes two to the power of `exponent` steps for each `unit`.
+fn branching(unit: &str, exponent: u32) -> Value {
+    let branch = format!("(?:(?={unit}){unit}|(?={unit}){unit}){{{exponent}}}");
+    split(&format!("(?:(?={branch}!)|){unit}|[^é]+|."))
+}
+
+fn split(pattern: &str) -> Value {
+    json!({"type": "Sequence", "pretokenizers": [
+        {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": false},
+        {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": false}]})
+}
+
+/// Expressions are tried on the letters that they name, written as themselves or by number.
+#[test]
+fn slow_expressions_show_at_load() {
+    for unit in ["é", r"\x{e9}", r"\u00e9", r"\xe9"] {
+        refused(unit, "regular expressions take more", |f| {
+            f["pre_tokenizer"] = branching(unit, 18)
+        });
+    }
+}
+
+/// An expression that is slow on two letters together is not found at load.
+#[test]
+fn a_text_is_given_up_when_it_takes_too_long() {
+    let mut file = valid();
+    file["pre_tokenizer"] = branching("éü", 16);
+    let tokenizer = load(&file).unwrap();
+    assert!(tokenizer.encode("the quick brown fox", false, true).is_ok());
+    let text = "éü".repeat(20_000);
+    let begin = Instant::now();
+    let error = tokenizer.encode(&text, false, true).map(|ids| ids.len()).unwrap_err();
+    assert!(error.message().contains("ms of processor time"), "{error}");
+    assert_eq!(error.kind(), ErrorKind::InvalidFile);
+    // A second and a third of one, by its length.
+    assert!(begin.elapsed() < Duration::from_secs(8), "{:?}", begin.elapsed());
+
+    let begin = Instant::now();
+    let is_late = || begin.elapsed() > Duration::from_millis(50);
+    let error = tokenizer.encode_beginning(&text, false, true, usize::MAX, &is_late).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Cancelled);
+    assert!(begin.elapsed() < Duration::from_millis(900), "{:?}", begin.elapsed());
+}
+
+/// A search that looks to the end of the text from each place sees only a part of it.
+#[test]
+fn quadratic_searches_are_given_up() {
+    for pattern in ["(?=[^é]*é)x", "(?:[^é](?=[^é]*é)|[^é](?=[^é]*é|))*é"] {
+        let mut file = valid();
+        file["pre_tokenizer"] = split(pattern);
+        let begin = Instant::now();
+        match load(&file) {
+            Ok(tokenizer) => {
+                let outcome = tokenizer.encode(&"ab ".repeat(300_000), false, true);
+                println!("{pattern}: {:?}", outcome.map(|ids| ids.len()));
+            }
+            Err(error) => assert!(error.message().contains("regular expressions take"), "{error}"),
+        }
+        assert!(begin.elapsed() < Duration::from_secs(15), "{pattern}: {:?}", begin.elapsed());
+    }
+}
+
+/// Searches in windows find what searches in the whole text find.
+#[test]
+fn windows_do_not_change_tokens() {
+    let patterns = [
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+        r"\d{1,3}(?=(?:\d{3}){0,5}\b)",
+        r"\p{N}",
+        r"q*",
+        r"(?<=b)a|\bthe\b",
+    ];
+    let text = |seed: u64| {
+        let units = ["the ", "a", "b", "  ", "\n", "1", "日本", "q", "é!", "'s"];
+        let mut state = seed;
+        let mut text = String::new();
+        while text.len() < 30_000 {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            let unit = units[(state >> 33) as usize % units.len()];
+            // Some runs are longer than a window, some places without a match too.
+            let count = if (state >> 50).is_multiple_of(60) { 7_000 } else { 1 };
+            text.push_str(&unit.repeat(count));
+        }
+        text
+    };
+    for pattern in patterns {
+        let mut file = valid();
+        file["pre_tokenizer"] = split(pattern);
+        let tokenizer = load(&file).unwrap();
+        let whole = tokenizers::Tokenizer::from_bytes(serde_json::to_vec(&file).unwrap()).unwrap();
+        for seed in 1..6 {
+            let text = text(seed);
+            let expected = whole.encode_fast(text.as_str(), false).unwrap();
+            let ids = tokenizer.encode(&text, false, true).unwrap();
+            assert!(ids == expected.get_ids(), "{pattern}, text {seed}");
+        }
+    }
+}
+
+/// A few characters grow to many times their length under compatibility forms.
+#[test]
+fn texts_that_normalizers_make_are_bounded() {
+    let mut file = valid();
+    file["normalizer"] = json!({"type": "NFKD"});
+    let tokenizer = load(&file).unwrap();
+    assert!(tokenizer.encode("\u{fdfa}", false, true).unwrap().len() > 18);
+    let error = tokenizer
+        .encode(&"\u{fdfa}".repeat(100_000), false, true)
+        .map(|ids| ids.len())
+        .unwrap_err();
+    assert!(error.message().contains("longer than 2097152 bytes"), "{error}");
+    let text = "the quick brown fox ".repeat(50_000);
+    assert!(tokenizer.encode(&text, false, true).is_ok());
+
+    let mut file = valid();
+    file["normalizer"] = json!({"type": "Sequence", "normalizers": [
+        {"type": "Prepend", "prepend": "▁"},
+        {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]});
+    let tokenizer = load(&file).unwrap();
+    assert!(tokenizer.encode(&text, false, true).is_ok());
+    let error =
+        tokenizer.encode(&" ".repeat(1_000_000), false, true).map(|ids| ids.len()).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
 }
 
 /// A file cut anywhere, and with any byte changed, is an error or a tokenizer, never a panic.

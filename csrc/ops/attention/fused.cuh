@@ -43,7 +43,7 @@ XSERV_LAYOUT_FusedArgs;
 
 constexpr int kBlockSize = kBlockTokens;  // keys of a cache block
 constexpr int kTileKeys = 16;
-constexpr int kMostBlocks = 16;  // the largest cluster
+constexpr int kMaxBlocks = 16;  // the largest cluster
 
 // Pairs of T in a register: conversions of pairs are single instructions of full rate, other
 // conversions are not.

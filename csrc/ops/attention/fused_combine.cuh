@@ -25,11 +25,11 @@ __device__ __forceinline__ void combine_slice(T* out, int receive_at, int receiv
   for (int begin = warp * 32; begin < slice * 16; begin += kThreads) {
     const int index = min((begin + lane) >> 2, slice * 4 - 1), part = lane & 3;
     mbarrier_wait_bounded(barrier, 0);
-    float2 stat[kMostBlocks / 4];
-    float value[kMostBlocks / 4];
+    float2 stat[kMaxBlocks / 4];
+    float value[kMaxBlocks / 4];
     float m = kMinusInfinity;
 #pragma unroll
-    for (int j = 0; j < kMostBlocks / 4; ++j) {
+    for (int j = 0; j < kMaxBlocks / 4; ++j) {
       const int from = min(j * 4 + part, num_partials - 1) * (slice + kReceivePad);
       stat[j] = received_stats[from + (index >> 2)];
       value[j] = received[from * 4 + index];
@@ -40,7 +40,7 @@ __device__ __forceinline__ void combine_slice(T* out, int receive_at, int receiv
     const float shift = m == kMinusInfinity ? 0.0f : m;
     float l = 0.0f, total = 0.0f;
 #pragma unroll
-    for (int j = 0; j < kMostBlocks / 4; ++j) {
+    for (int j = 0; j < kMaxBlocks / 4; ++j) {
       const float weight = j * 4 + part < num_partials ? exp2_approx(stat[j].x - shift) : 0.0f;
       l += weight * stat[j].y;
       total += j * 4 + part < num_partials ? weight * value[j] : 0.0f;

@@ -17,14 +17,14 @@ namespace xserv {
 struct OutputProjection {
   const void* weight;  // [hidden_size, num_heads * head_dim]
   float* sums;         // [num_kv_heads, hidden_size]
-  int hidden_size;     // a multiple of 16 kRanks, at most kRanks * kMostRows
+  int hidden_size;     // a multiple of 16 kRanks, at most kRanks * kMaxRows
   int padding;
 };
 XSERV_LAYOUT_OutputProjection;
 
 template <typename T, int kHeadDim, int kWarps>
 struct ProjectedHeads {
-  static constexpr int kHeads = 2, kRanks = 8, kMostRows = kWarps * 16;
+  static constexpr int kHeads = 2, kRanks = 8, kMaxRows = kWarps * 16;
   // The output of the heads has one element for each thread.
   static constexpr int kThreads = kWarps * 32, kWidth = kHeads * kHeadDim;
   static constexpr int kVectors = kWidth / 4;                // float4 in the partial result of a block
@@ -37,7 +37,7 @@ struct ProjectedHeads {
   static constexpr int kBarrierAt = kStatsAt + kRanks * kHeads * 8;
   static constexpr int kOutAt = kBarrierAt + 16;  // the output of the heads, in T
   static constexpr int kWeightAt = kOutAt + kWidth * 2;
-  static constexpr int kSharedBytes = kWeightAt + kMostRows * kPitch;
+  static constexpr int kSharedBytes = kWeightAt + kMaxRows * kPitch;
 
   __device__ __forceinline__ static int num_rows(const OutputProjection& p) { return p.hidden_size / kRanks; }
 

@@ -32,10 +32,10 @@ struct DecodeAttention {
   static constexpr int kRowBytes = kHeadDim * 2 + 16;
   static constexpr int kNewK = kGroupHeads, kNewV = kGroupHeads + 1;
   static constexpr int kRowsAt = kWarps * kRingBytes > kMergeBytes ? kWarps * kRingBytes : kMergeBytes;
-  static constexpr int kMostReceived = kProjects ? 0 : kGroupHeads * kVectors + kMostBlocks * kReceivePad;
+  static constexpr int kMaxReceived = kProjects ? 0 : kGroupHeads * kVectors + kMaxBlocks * kReceivePad;
   static constexpr int kReceiveAt = kRowsAt + (kGroupHeads + 2) * kRowBytes;
-  static constexpr int kReceiveStatsAt = kReceiveAt + (kCluster ? kMostReceived * 16 : 0);
-  static constexpr int kBarrierAt = kReceiveStatsAt + (kCluster ? kMostReceived * 8 : 0);
+  static constexpr int kReceiveStatsAt = kReceiveAt + (kCluster ? kMaxReceived * 16 : 0);
+  static constexpr int kBarrierAt = kReceiveStatsAt + (kCluster ? kMaxReceived * 8 : 0);
   static constexpr int kProjectedAt = kBarrierAt + 16;
   static constexpr int kSharedBytes = kProjectedAt + (kProjects ? Projected::kSharedBytes : 0);
   // A warp or half a warp prepares a head: each lane has kPairs neighbouring pairs of the first half

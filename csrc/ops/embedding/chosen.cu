@@ -14,7 +14,7 @@ namespace xserv {
 constexpr unsigned kFromBatch = 0xffffffffu, kNoToken = 0xffffffffu;
 
 template <typename Unit>
-__device__ __forceinline__ void embedding_step(Unit* hidden, const Unit* table, const unsigned* ids,
+__device__ __forceinline__ void embedding_chosen(Unit* hidden, const Unit* table, const unsigned* ids,
                                                const unsigned* sources, const unsigned* chosen,
                                                FaultRecord* fault, unsigned vocab_size, int width) {
   dependency_launch();
@@ -35,7 +35,7 @@ __device__ __forceinline__ void embedding_step(Unit* hidden, const Unit* table, 
   extern "C" __global__ void __launch_bounds__(512) xserv_embedding_chosen_##NAME(                            \
       Unit* hidden, const Unit* table, const unsigned* ids, const unsigned* sources, const unsigned* chosen, \
       xserv::FaultRecord* fault, unsigned vocab_size, int width) {                                          \
-    xserv::embedding_step<Unit>(hidden, table, ids, sources, chosen, fault, vocab_size, width);             \
+    xserv::embedding_chosen<Unit>(hidden, table, ids, sources, chosen, fault, vocab_size, width);             \
   }
 XSERV_EMBEDDING_STEP(b16, uint4)
 XSERV_EMBEDDING_STEP(b2, uint16_t)

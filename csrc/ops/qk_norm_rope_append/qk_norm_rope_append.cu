@@ -47,7 +47,7 @@ struct QkNormRopeAppendArgs {
 XSERV_LAYOUT_QkNormRopeAppendArgs;
 
 // The number of pairs of the longest head.
-constexpr int kMostPairs = kMaxNormedHeadDim / 2;
+constexpr int kMaxPairs = kMaxNormedHeadDim / 2;
 
 template <typename T>
 __device__ __forceinline__ float rounded(float value) {
@@ -58,7 +58,7 @@ template <typename T, int PAIRS, int LANES>
 __device__ __forceinline__ void qk_norm_rope_append(const QkNormRopeAppendArgs& args) {
   using V = Vec<T, PAIRS>;
   constexpr bool kIsWhole = LANES < 32;  // the lanes hold exactly a head
-  constexpr int kSteps = kIsWhole ? 1 : kMostPairs / (32 * PAIRS);
+  constexpr int kSteps = kIsWhole ? 1 : kMaxPairs / (32 * PAIRS);
   const int lane = threadIdx.x % LANES;
   const int head = blockIdx.y * (blockDim.x / LANES) + threadIdx.x / LANES;
   const int num_heads = args.num_heads, num_kv_heads = args.num_kv_heads;

@@ -16,17 +16,17 @@
 
 namespace xserv {
 
-struct RmsNormStepParams {
+struct RmsNormRoundedParams {
   const void* x;
   const void* weight;
   void* out;
   int width;
   float eps;
 };
-XSERV_LAYOUT_RmsNormStepParams;
+XSERV_LAYOUT_RmsNormRoundedParams;
 
 template <typename T, int kMaxVectors>
-__device__ __forceinline__ void rms_norm_step(const RmsNormStepParams& p) {
+__device__ __forceinline__ void rms_norm_rounded(const RmsNormRoundedParams& p) {
   using V = Vec<T, 8>;
   __shared__ float scratch[32];
   const int num_vectors = p.width / 8;
@@ -74,8 +74,8 @@ __device__ __forceinline__ void rms_norm_step(const RmsNormStepParams& p) {
 
 #define XSERV_KERNEL(SUFFIX, T)                                              \
   extern "C" __global__ void __launch_bounds__(1024)                         \
-      xserv_rms_norm_rounded_##SUFFIX(const __grid_constant__ xserv::RmsNormStepParams params) { \
-    xserv::rms_norm_step<T, 2>(params);                                      \
+      xserv_rms_norm_rounded_##SUFFIX(const __grid_constant__ xserv::RmsNormRoundedParams params) { \
+    xserv::rms_norm_rounded<T, 2>(params);                                      \
   }
 XSERV_KERNEL(f16, __half)
 XSERV_KERNEL(bf16, __nv_bfloat16)

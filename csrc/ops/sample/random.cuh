@@ -34,6 +34,6 @@ __device__ __forceinline__ float gumbel(uint32_t bits) {
 }
 
 // The noise is never above this value.
-constexpr float kMostGumbel = 23.0f;
+constexpr float kMaxGumbel = 23.0f;
 
 }  // namespace xserv

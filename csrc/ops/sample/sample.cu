@@ -70,7 +70,7 @@ XSERV_LAYOUT_SampleArgs;
 constexpr unsigned kNoToken = 0xffffffffu;
 constexpr uint64_t kNotFinite = ~0ull;
 constexpr int kThreads = 512;
-constexpr int kTopPTokens = 256, kMostTokens = 512;  // needed without top-k; the most that a bound serves
+constexpr int kTopPTokens = 256, kMaxTokens = 512;  // needed without top-k; the most that a bound serves
 constexpr int kBinBits = 11, kBins = 1 << kBinBits;
 // A weight of 1 in fixed point; the sum of 2^20 of them fits 64 bits.
 constexpr float kOne = 0x1p40f;
@@ -158,7 +158,7 @@ struct BoundRanks {
 
   __device__ __forceinline__ BoundRanks(const SampleRow& how, const SampleArgs& args) {
     const int needed = how.top_k > 0 && how.top_k < args.vocab_size ? how.top_k : kTopPTokens;
-    if (needed > kMostTokens) return;
+    if (needed > kMaxTokens) return;
     // `parts` becomes about half of all parts: few tokens more than needed reach a bound that lies in
     // the middle.
     rank = max(2, (2 * needed + args.parts - 1) / args.parts);
@@ -241,7 +241,7 @@ __device__ __forceinline__ uint64_t best_score(const LogitsRow<T>& row, const Sa
       needed[i] = lowest - (values[i] - maximum) * per_temperature;
       least = fminf(least, needed[i]);
     }
-    if (count > 0 && least <= kMostGumbel + 0.1f) {
+    if (count > 0 && least <= kMaxGumbel + 0.1f) {
       const uint4 bits = noise_bits(how, group);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {

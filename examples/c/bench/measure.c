@@ -40,10 +40,8 @@ static bool note_time(const xserv_token_event *event, void *user_data) {
 }
 
 /* Greedy, and without an end before max_tokens. */
-static xserv_status make_request(const uint32_t *prompt, uint32_t prompt_len, uint32_t max_tokens,
-                                 xserv_request *request) {
-  xserv_status status = xserv_request_default(request);
-  if (status != XSERV_STATUS_OK) return status;
+static void make_request(const uint32_t *prompt, uint32_t prompt_len, uint32_t max_tokens, xserv_request *request) {
+  xserv_request_default(request);
   request->prompt_tokens = prompt;
   request->num_prompt_tokens = prompt_len;
   request->max_tokens = max_tokens;
@@ -51,16 +49,13 @@ static xserv_status make_request(const uint32_t *prompt, uint32_t prompt_len, ui
   request->repetition_penalty = 1.0f;
   request->presence_penalty = request->frequency_penalty = 0.0f;
   request->ignore_eos = 1;
-  return status;
 }
 
 static xserv_status generate(job *self) {
   xserv_request request;
-  xserv_status status = make_request(self->prompt, self->prompt_len, self->num_steps, &request);
-  if (status != XSERV_STATUS_OK) return status;
-
+  make_request(self->prompt, self->prompt_len, self->num_steps, &request);
   xserv_result *result = NULL;
-  status = xserv_generate(self->work->model, &request, note_time, self, &result);
+  xserv_status status = xserv_generate(self->work->model, &request, note_time, self, &result);
   if (status != XSERV_STATUS_OK) return status;
   xserv_result_info info = {.struct_size = sizeof info};
   status = xserv_result_get_info(result, &info);
@@ -76,7 +71,7 @@ static void *run_job(void *argument) {
   self->began = instant_now();
   xserv_status status = self->num_steps > 0
                             ? generate(self)
-                            : xserv_logits(work->model, self->prompt, self->prompt_len, XSERV_LOGITS_LAST,
+                            : xserv_logits(work->model, self->prompt, self->prompt_len, NULL,
                                            self->logits, work->vocab_size);
   self->ended = instant_now();
   self->failed = status != XSERV_STATUS_OK;
@@ -248,9 +243,9 @@ bool measure_idle_request(workload *work, uint32_t num_tokens, double *seconds) 
   xserv_request request;
   xserv_submission *submission = NULL;
   xserv_event event = {.struct_size = sizeof event};
-  xserv_status status = make_request(prompt, num_tokens, 8, &request);
+  make_request(prompt, num_tokens, 8, &request);
   double began = seconds_of(CLOCK_MONOTONIC);
-  if (status == XSERV_STATUS_OK) status = xserv_submit(work->model, &request, NULL, &submission);
+  xserv_status status = xserv_submit(work->model, &request, NULL, &submission);
   *seconds = 0;
   while (status == XSERV_STATUS_OK && event.kind != XSERV_EVENT_DONE) {
     status = xserv_next(submission, XSERV_WAIT_FOREVER, &event);

@@ -54,9 +54,8 @@ static xserv_status submit(const workload *work, const load *load, dice *dice, i
                            slot *self) {
   xserv_request request;
   xserv_submit_options options;
-  xserv_status status = xserv_request_default(&request);
-  if (status == XSERV_STATUS_OK) status = xserv_submit_options_default(&options);
-  if (status != XSERV_STATUS_OK) return status;
+  xserv_request_default(&request);
+  xserv_submit_options_default(&options);
   request.num_prompt_tokens = draw(&dice->lengths, load->least_prompt, load->most_prompt);
   request.max_tokens = draw(&dice->lengths, load->least_tokens, load->most_tokens);
   for (size_t i = 0; i < request.num_prompt_tokens; i++) prompt[i] = draw(&dice->tokens, 0, work->vocab_size - 1);

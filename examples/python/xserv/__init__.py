@@ -9,7 +9,7 @@ from ._library import Error, library as _loaded
 from ._model import Inspection, Logits, MemoryPlan, Model, ModelInfo, inspect, plan
 from ._stream import Piece, Result, TextStream
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 #: The version of the library that was loaded.
 library_version: str = _loaded.xserv_version().decode()

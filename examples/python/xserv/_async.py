@@ -27,7 +27,7 @@ class AsyncTextStream(AsyncIterator[Piece]):
             os.set_blocking(self._read_fd, False)
             os.set_blocking(self._write_fd, False)
             options = c.SubmitOptions()
-            check(library.xserv_submit_options_default(byref(options)))
+            library.xserv_submit_options_init(byref(options), sizeof(options))
             options.wake_fd = self._write_fd
             handle = c_void_p()
             check(library.xserv_submit(model.handle, byref(request), byref(options), byref(handle)))

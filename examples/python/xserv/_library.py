@@ -22,7 +22,7 @@ from ctypes import (
 from pathlib import Path
 from typing import Any, List, Optional
 
-ABI_VERSION = 0
+ABI_VERSION = 1
 UNSET_INT = 0xFFFFFFFF
 UNSET_FLOAT = -3.402823466e38
 SEED_RANDOM = 0xFFFFFFFFFFFFFFFF
@@ -46,30 +46,30 @@ STEP_BUCKETS = 20
 
 # Callbacks return C's bool. Each catches its exceptions, because ctypes would return garbage.
 ProgressCallback = CFUNCTYPE(c_bool, c_float, c_void_p)
-LogCallback = CFUNCTYPE(None, c_uint32, c_char_p, c_void_p)
+LogCallback = CFUNCTYPE(None, c_uint32, c_char_p, c_char_p, c_void_p)
 
 
 class LoadOptions(Structure):
     _fields_ = [
         ("struct_size", c_size_t),
-        ("device", c_uint32),
+        ("device_kind", c_uint32),
+        ("device_index", c_uint32),
         ("dtype", c_uint32),
         ("num_threads", c_uint32),
-        ("map_files", c_uint8),
-        ("reserved", c_uint8 * 3),
         ("max_context_tokens", c_uint64),
         ("kv_cache_tokens", c_uint64),
         ("max_memory_bytes", c_uint64),
+        ("max_swap_bytes", c_uint64),
+        ("max_prefill_tokens", c_uint64),
+        ("max_batch_size", c_uint32),
+        ("prefix_cache", c_uint8),
+        ("deterministic", c_uint8),
+        ("map_files", c_uint8),
+        ("random_weights", c_uint8),
         ("progress", ProgressCallback),
         ("progress_user_data", c_void_p),
         ("log", LogCallback),
         ("log_user_data", c_void_p),
-        ("max_batch_size", c_uint32),
-        ("prefix_cache", c_uint8),
-        ("deterministic", c_uint8),
-        ("reserved2", c_uint8 * 2),
-        ("max_prefill_tokens", c_uint64),
-        ("max_swap_bytes", c_uint64),
     ]
 
 
@@ -79,6 +79,8 @@ class ModelInfo(Structure):
         ("architecture", c_char_p),
         ("path", c_char_p),
         ("device", c_char_p),
+        ("device_kind", c_uint32),
+        ("device_index", c_uint32),
         ("dtype", c_uint32),
         ("num_threads", c_uint32),
         ("num_parameters", c_uint64),
@@ -132,8 +134,12 @@ class InspectionInfo(Structure):
 class MemoryPlan(Structure):
     _fields_ = [
         ("struct_size", c_size_t),
-        ("device", c_uint32),
+        ("device_kind", c_uint32),
+        ("device_index", c_uint32),
         ("dtype", c_uint32),
+        ("fits", c_uint8),
+        ("has_tokenizer", c_uint8),
+        ("reserved", c_uint8 * 2),
         ("weights_bytes", c_uint64),
         ("workspace_bytes", c_uint64),
         ("kv_bytes_per_token", c_uint64),
@@ -142,10 +148,11 @@ class MemoryPlan(Structure):
         ("total_bytes", c_uint64),
         ("minimum_bytes", c_uint64),
         ("memory_bytes", c_uint64),
-        ("fits", c_uint8),
-        ("has_tokenizer", c_uint8),
-        ("reserved", c_uint8 * 6),
     ]
+
+
+class LogitsOptions(Structure):
+    _fields_ = [("struct_size", c_size_t), ("rows", c_uint32), ("reserved", c_uint32), ("cancel", c_void_p)]
 
 
 class TokenizeOptions(Structure):
@@ -247,7 +254,7 @@ class SubmitOptions(Structure):
         ("wake", WakeCallback),
         ("wake_user_data", c_void_p),
         ("wake_fd", c_int32),
-        ("reserved", c_uint32),
+        ("events", c_uint32),
     ]
 
 
@@ -308,7 +315,7 @@ _FUNCTIONS = {
     "xserv_abi_version": (c_uint32, []),
     "xserv_last_error": (c_char_p, []),
     "xserv_status_name": (c_char_p, [c_uint32]),
-    "xserv_load_options_default": (c_uint32, [POINTER(LoadOptions)]),
+    "xserv_load_options_init": (None, [POINTER(LoadOptions), c_size_t]),
     "xserv_load": (c_uint32, [c_char_p, POINTER(LoadOptions), _HANDLE]),
     "xserv_model_free": (None, [c_void_p]),
     "xserv_model_get_info": (c_uint32, [c_void_p, POINTER(ModelInfo)]),
@@ -316,17 +323,18 @@ _FUNCTIONS = {
     "xserv_inspection_get_info": (c_uint32, [c_void_p, POINTER(InspectionInfo)]),
     "xserv_inspection_free": (None, [c_void_p]),
     "xserv_plan": (c_uint32, [c_char_p, POINTER(LoadOptions), POINTER(MemoryPlan)]),
-    "xserv_tokenize_options_default": (c_uint32, [POINTER(TokenizeOptions)]),
+    "xserv_tokenize_options_init": (None, [POINTER(TokenizeOptions), c_size_t]),
     "xserv_tokenize": (c_uint32, [c_void_p, c_char_p, c_size_t, POINTER(TokenizeOptions), _HANDLE]),
     "xserv_tokens_data": (POINTER(c_uint32), [c_void_p, _SIZE]),
     "xserv_tokens_free": (None, [c_void_p]),
     "xserv_detokenize": (c_uint32, [c_void_p, POINTER(c_uint32), c_size_t, c_bool, _HANDLE]),
     "xserv_text_data": (c_void_p, [c_void_p, _SIZE]),
     "xserv_text_free": (None, [c_void_p]),
-    "xserv_chat_options_default": (c_uint32, [POINTER(ChatOptions)]),
+    "xserv_chat_options_init": (None, [POINTER(ChatOptions), c_size_t]),
     "xserv_apply_chat_template": (c_uint32, [c_void_p, POINTER(ChatOptions), _HANDLE]),
-    "xserv_logits": (c_uint32, [c_void_p, POINTER(c_uint32), c_size_t, c_uint32, POINTER(c_float), c_size_t]),
-    "xserv_request_default": (c_uint32, [POINTER(Request)]),
+    "xserv_logits_options_init": (None, [POINTER(LogitsOptions), c_size_t]),
+    "xserv_logits": (c_uint32, [c_void_p, POINTER(c_uint32), c_size_t, POINTER(LogitsOptions), POINTER(c_float), c_size_t]),
+    "xserv_request_init": (None, [POINTER(Request), c_size_t]),
     "xserv_cancel_token_new": (c_uint32, [_HANDLE]),
     "xserv_cancel_token_cancel": (c_uint32, [c_void_p]),
     "xserv_cancel_token_free": (None, [c_void_p]),
@@ -334,7 +342,7 @@ _FUNCTIONS = {
     "xserv_result_get_info": (c_uint32, [c_void_p, POINTER(ResultInfo)]),
     "xserv_result_get_sample": (c_uint32, [c_void_p, c_size_t, POINTER(ResultInfo)]),
     "xserv_result_free": (None, [c_void_p]),
-    "xserv_submit_options_default": (c_uint32, [POINTER(SubmitOptions)]),
+    "xserv_submit_options_init": (None, [POINTER(SubmitOptions), c_size_t]),
     "xserv_submit": (c_uint32, [c_void_p, POINTER(Request), POINTER(SubmitOptions), _HANDLE]),
     "xserv_next": (c_uint32, [c_void_p, c_uint32, POINTER(Event)]),
     "xserv_cancel": (c_uint32, [c_void_p]),
@@ -362,11 +370,11 @@ def _candidates() -> List[str]:
     if chosen:
         return [chosen]
     here = Path(__file__).resolve().parent
-    files = [here / "libxserv.so", here / "libxserv.so.0"]
+    files = [here / "libxserv.so", here / "libxserv.so.1"]
     repository = here.parents[2] if len(here.parents) > 2 else here
     if (repository / "include" / "xserv.h").is_file():
         files += [repository / "target" / profile / "libxserv.so" for profile in ("release", "debug")]
-    return [str(file) for file in files if file.is_file()] + ["libxserv.so.0"]
+    return [str(file) for file in files if file.is_file()] + ["libxserv.so.1"]
 
 
 def _open() -> ctypes.CDLL:

@@ -47,6 +47,7 @@ class ModelInfo:
     architecture: str
     path: str
     device: str
+    device_index: int
     dtype: str
     num_threads: int
     num_parameters: int
@@ -98,6 +99,7 @@ class MemoryPlan:
     """The memory that loading a model would take. The fields are those of xserv_memory_plan in xserv.h."""
 
     device: str
+    device_index: int
     dtype: str
     weights_bytes: int
     workspace_bytes: int
@@ -115,11 +117,12 @@ def _dataclass_from(kind: Type[_T], info: Structure) -> _T:
     """Copies the fields that a struct and a dataclass both have."""
     values: Dict[str, Any] = {}
     for name in kind.__dataclass_fields__:  # type: ignore[attr-defined]
-        value = getattr(info, name)
+        if name == "device" and not hasattr(info, name):
+            value: Any = _DEVICE_NAMES.get(info.device_kind, "unknown")
+        else:
+            value = getattr(info, name)
         if name == "dtype":
             value = _DTYPE_NAMES.get(value, "unknown")
-        elif name == "device" and isinstance(value, int):
-            value = _DEVICE_NAMES.get(value, "unknown")
         elif name == "eos_token_ids":
             value = value[: info.num_eos_token_ids] if info.num_eos_token_ids else []
         elif name in ("supported", "fits") or name.startswith("has_"):
@@ -150,28 +153,15 @@ def inspect(path: Path) -> Inspection:
         library.xserv_inspection_free(handle)
 
 
-def _load_options(
-    device: str,
-    dtype: str,
-    num_threads: int,
-    map_files: bool,
-    max_context_tokens: int,
-    kv_cache_tokens: int,
-    max_memory_bytes: int,
-    max_prefill_tokens: int,
-) -> c.LoadOptions:
+def _load_options(device: str, dtype: str, flags: Mapping[str, bool], numbers: Mapping[str, int]) -> c.LoadOptions:
     options = c.LoadOptions()
-    check(library.xserv_load_options_default(byref(options)))
-    options.device, options.dtype = choice(c.DEVICES, device, "device"), choice(c.DTYPES, dtype, "dtype")
-    options.map_files = map_files
-    for name, value in (
-        ("num_threads", num_threads),
-        ("max_context_tokens", max_context_tokens),
-        ("kv_cache_tokens", kv_cache_tokens),
-        ("max_memory_bytes", max_memory_bytes),
-        ("max_prefill_tokens", max_prefill_tokens),
-    ):
-        set_number(options, name, value)
+    library.xserv_load_options_init(byref(options), sizeof(options))
+    options.device_kind = choice(c.DEVICES, device, "device")
+    options.dtype = choice(c.DTYPES, dtype, "dtype")
+    for name, flag in flags.items():
+        setattr(options, name, flag)
+    for name, number in numbers.items():
+        set_number(options, name, number)
     return options
 
 
@@ -179,6 +169,7 @@ def plan(
     path: Path,
     *,
     device: str = "auto",
+    device_index: int = 0,
     dtype: str = "auto",
     num_threads: int = 0,
     max_context_tokens: int = 0,
@@ -187,17 +178,44 @@ def plan(
     max_prefill_tokens: int = 0,
     max_batch_size: int = 0,
     deterministic: bool = False,
+    random_weights: bool = False,
 ) -> MemoryPlan:
     """Returns the memory that Model() would take with the same options, without reading the weights
     and without a GPU. A model that does not fit is not an error: `fits` is then False."""
-    options = _load_options(
-        device, dtype, num_threads, False, max_context_tokens, kv_cache_tokens, max_memory_bytes, max_prefill_tokens
-    )
-    options.deterministic = deterministic
-    set_number(options, "max_batch_size", max_batch_size)
+    flags = dict(deterministic=deterministic, random_weights=random_weights)
+    numbers = dict(
+        device_index=device_index, num_threads=num_threads, max_context_tokens=max_context_tokens,
+        kv_cache_tokens=kv_cache_tokens, max_memory_bytes=max_memory_bytes,
+        max_prefill_tokens=max_prefill_tokens, max_batch_size=max_batch_size,
+    )  # fmt: skip
+    options = _load_options(device, dtype, flags, numbers)
     found = c.MemoryPlan(struct_size=sizeof(c.MemoryPlan))
     check(library.xserv_plan(_path(path), byref(options), byref(found)))
     return _dataclass_from(MemoryPlan, found)
+
+
+def _run_interruptibly(name: str, work: Callable[[], None], interrupt: Callable[[], None]) -> None:
+    """Runs work() on a thread of its own and raises what it raises. An exception that reaches this
+    thread meanwhile (Ctrl-C, which comes to the main thread only, and only between two bytecodes of
+    Python) calls interrupt(), waits for the end of the work, and goes on."""
+    raised: List[BaseException] = []
+
+    def body() -> None:
+        try:
+            work()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=body, name=name)
+    try:
+        thread.start()
+        thread.join()
+    except BaseException:
+        interrupt()
+        thread.join()
+        raise
+    if raised:
+        raise raised[0]
 
 
 class Logits:
@@ -252,9 +270,9 @@ class Model:
     """A loaded model. Use it as a context manager, or call close(); any thread may use it.
 
     Options, all optional: device ("auto", "cpu", "cuda"), dtype ("auto", "f32", "f16", "bf16"),
-    num_threads, map_files, max_context_tokens, kv_cache_tokens, max_memory_bytes, max_batch_size,
-    max_prefill_tokens, max_swap_bytes, prefix_cache, deterministic; and two callables: progress(fraction), which may
-    return False to cancel the load, and log(level, message). Their meaning is that of xserv_load_options in xserv.h.
+    device_index, num_threads, map_files, max_context_tokens, kv_cache_tokens, max_memory_bytes, max_batch_size,
+    max_prefill_tokens, max_swap_bytes, prefix_cache, deterministic, random_weights; and two callables: progress(fraction), which may
+    return False to cancel the load, and log(level, target, message), which is also called on another thread later. Their meaning is that of xserv_load_options in xserv.h.
     """
 
     def __init__(
@@ -262,6 +280,7 @@ class Model:
         path: Path,
         *,
         device: str = "auto",
+        device_index: int = 0,
         dtype: str = "auto",
         num_threads: int = 0,
         map_files: bool = False,
@@ -273,17 +292,20 @@ class Model:
         max_swap_bytes: int = 0,
         prefix_cache: bool = True,
         deterministic: bool = False,
+        random_weights: bool = False,
         progress: Optional[Callable[[float], Optional[bool]]] = None,
-        log: Optional[Callable[[str, str], None]] = None,
+        log: Optional[Callable[[str, str, str], None]] = None,
     ) -> None:
         self.handle: Optional[c_void_p] = None
-        options = _load_options(
-            device, dtype, num_threads, map_files, max_context_tokens, kv_cache_tokens, max_memory_bytes,
-            max_prefill_tokens,
+        flags = dict(
+            map_files=map_files, prefix_cache=prefix_cache, deterministic=deterministic, random_weights=random_weights
+        )
+        numbers = dict(
+            device_index=device_index, num_threads=num_threads, max_context_tokens=max_context_tokens,
+            kv_cache_tokens=kv_cache_tokens, max_memory_bytes=max_memory_bytes, max_batch_size=max_batch_size,
+            max_prefill_tokens=max_prefill_tokens, max_swap_bytes=max_swap_bytes,
         )  # fmt: skip
-        options.prefix_cache, options.deterministic = prefix_cache, deterministic
-        set_number(options, "max_batch_size", max_batch_size)
-        set_number(options, "max_swap_bytes", max_swap_bytes)
+        options = _load_options(device, dtype, flags, numbers)
 
         raised: List[BaseException] = []
         interrupted = threading.Event()
@@ -295,36 +317,34 @@ class Model:
                 raised.append(error)
                 return False
 
-        def on_log(level: int, message: bytes, _: Any) -> None:
+        loaded = threading.Event()
+
+        def on_log(level: int, target: bytes, message: bytes, _: Any) -> None:
             try:
                 if log is not None:
-                    log(c.LOG_LEVELS.get(level, str(level)), message.decode())
+                    log(c.LOG_LEVELS.get(level, str(level)), target.decode(), message.decode())
             except BaseException as error:
+                if loaded.is_set():
+                    raise  # ctypes tells sys.unraisablehook
                 raised.append(error)
 
         options.progress = c.ProgressCallback(on_progress)
         if log is not None:
             options.log = c.LogCallback(on_log)
+        self._log_callback = options.log  # called until the model is closed
         encoded_path = _path(path)
         self.handle = handle = c_void_p()
 
         def load() -> None:
-            try:
-                check(library.xserv_load(encoded_path, byref(options), byref(handle)))
-            except BaseException as error:
-                raised.append(error)
+            check(library.xserv_load(encoded_path, byref(options), byref(handle)))
 
-        # Runs on a thread of its own, so that Ctrl-C ends a load: it reaches only the main thread,
-        # and there only between two bytecodes of Python.
-        thread = threading.Thread(target=load, name="xserv-load")
         try:
-            thread.start()
-            thread.join()
-        except BaseException:
-            interrupted.set()
-            thread.join()
+            _run_interruptibly("xserv-load", load, interrupted.set)
+        except BaseException as error:
             self.close()
-            raise
+            # What a callback raised is the reason why the load was cancelled.
+            raise raised[0] if raised and isinstance(error, c.Error) else error
+        loaded.set()
         if raised:
             self.close()
             raise raised[0]
@@ -354,7 +374,7 @@ class Model:
     def tokenize(self, text: str, *, add_special_tokens: bool = True, parse_special_tokens: bool = True) -> List[int]:
         """Turns text into token ids."""
         options = c.TokenizeOptions()
-        check(library.xserv_tokenize_options_default(byref(options)))
+        library.xserv_tokenize_options_init(byref(options), sizeof(options))
         options.add_special_tokens, options.parse_special_tokens = add_special_tokens, parse_special_tokens
         data = text.encode()
         handle = c_void_p()
@@ -384,7 +404,7 @@ class Model:
         """Renders a conversation with the model's template. Further keywords are variables of the
         template, such as enable_thinking=False."""
         options = c.ChatOptions()
-        check(library.xserv_chat_options_default(byref(options)))
+        library.xserv_chat_options_init(byref(options), sizeof(options))
         options.messages_json = json_bytes(messages)
         options.tools_json = None if tools is None else json_bytes(tools)
         options.template_variables_json = json_bytes(variables) if variables else None
@@ -398,9 +418,22 @@ class Model:
         ids = token_array(tokens)
         rows = 1 if last_only else len(ids)
         logits = Logits(rows, self.info.vocab_size)
-        which = c.LOGITS_LAST if last_only else c.LOGITS_ALL
-        count = len(logits._values)
-        check(library.xserv_logits(self.handle, ids, len(ids), which, logits._values, count))
+        options = c.LogitsOptions()
+        library.xserv_logits_options_init(byref(options), sizeof(options))
+        options.rows = c.LOGITS_LAST if last_only else c.LOGITS_ALL
+        cancel = c_void_p()
+        check(library.xserv_cancel_token_new(byref(cancel)))
+        options.cancel = cancel
+
+        def compute() -> None:
+            values = logits._values
+            check(library.xserv_logits(self.handle, ids, len(ids), byref(options), values, len(values)))
+
+        try:
+            # So that Ctrl-C ends it.
+            _run_interruptibly("xserv-logits", compute, lambda: library.xserv_cancel_token_cancel(cancel))
+        finally:
+            library.xserv_cancel_token_free(cancel)
         return logits
 
     @overload

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from ctypes import Structure, byref, c_char_p, c_float, c_uint32
+from ctypes import Structure, byref, c_char_p, c_float, c_uint32, sizeof
 from typing import Any, Mapping, Optional, Sequence, TypedDict, Union
 
 from . import _library as c
@@ -72,7 +72,7 @@ def build_request(prompt: Optional[str], **options: Any) -> c.Request:
     if unknown:
         raise TypeError(f"generate() has no argument {', '.join(sorted(unknown))}")
     request = c.Request()
-    check(library.xserv_request_default(byref(request)))
+    library.xserv_request_init(byref(request), sizeof(request))
     if prompt is not None:
         data = prompt.encode()
         request.prompt, request.prompt_len = data, len(data)

@@ -33,14 +33,14 @@ class ContextOptions(Structure):
         ("use_stream", c_uint32),
         ("num_threads", c_uint32),
         ("stream", c_void_p),
-        ("memory_budget", c_uint64),
+        ("max_memory_bytes", c_uint64),
     ]
 
 
 class MemoryStats(Structure):
     _fields_ = [("struct_size", c_size_t)] + [
         (name, c_uint64)
-        for name in ("allocated", "reserved", "peak", "budget", "num_driver_calls", "num_allocations")
+        for name in ("allocated", "reserved", "peak", "max_memory_bytes", "num_driver_calls", "num_allocations")
     ]
 
 
@@ -114,15 +114,18 @@ _KINDS = {"t": c_void_p, "f": c_float, "u": c_uint32, "p": c_void_p}
 
 
 def _declare() -> None:
-    library.xserv_context_options_default.argtypes = [POINTER(ContextOptions)]
+    library.xserv_context_options_init.argtypes = [POINTER(ContextOptions), c_size_t]
+    library.xserv_context_options_init.restype = None
     library.xserv_context_new.argtypes = [POINTER(ContextOptions), POINTER(c_void_p)]
     library.xserv_context_get_device.argtypes = [c_void_p, POINTER(c_uint32)]
     library.xserv_context_get_memory_stats.argtypes = [c_void_p, POINTER(MemoryStats)]
     library.xserv_cuda_device_get_info.argtypes = [c_uint32, POINTER(DeviceInfo)]
     for name in ("synchronize", "trim"):
         getattr(library, f"xserv_context_{name}").argtypes = [c_void_p]
-    library.xserv_gemm_options_default.argtypes = [POINTER(GemmOptions)]
-    library.xserv_attention_options_default.argtypes = [POINTER(AttentionOptions)]
+    library.xserv_gemm_options_init.argtypes = [POINTER(GemmOptions), c_size_t]
+    library.xserv_gemm_options_init.restype = None
+    library.xserv_attention_options_init.argtypes = [POINTER(AttentionOptions), c_size_t]
+    library.xserv_attention_options_init.restype = None
     library.xserv_context_free.argtypes, library.xserv_context_free.restype = [c_void_p], None
     for name, arguments in _OPERATORS.items():
         getattr(library, f"xserv_op_{name}").argtypes = [c_void_p, *(_KINDS[kind] for kind in arguments)]
@@ -172,19 +175,17 @@ class Context:
         *,
         device_index: int = 0,
         stream: Optional[int] = None,
-        num_threads: Optional[int] = None,
-        memory_budget: Optional[int] = None,
+        num_threads: int = 0,
+        max_memory_bytes: int = 0,
     ) -> None:
         options = ContextOptions()
-        check(library.xserv_context_options_default(byref(options)))
+        library.xserv_context_options_init(byref(options), ctypes.sizeof(options))
         options.device_kind = DEVICES[device]
         options.device_index = device_index
         if stream is not None:
             options.use_stream, options.stream = 1, stream
-        if num_threads is not None:
-            options.num_threads = num_threads
-        if memory_budget is not None:
-            options.memory_budget = memory_budget
+        options.num_threads = num_threads
+        options.max_memory_bytes = max_memory_bytes
         self._handle: Optional[c_void_p] = None
         handle = c_void_p()
         check(library.xserv_context_new(byref(options), byref(handle)))
@@ -301,7 +302,7 @@ class Context:
         backend: str = "auto",
     ) -> None:
         options = GemmOptions()
-        check(library.xserv_gemm_options_default(byref(options)))
+        library.xserv_gemm_options_init(byref(options), ctypes.sizeof(options))
         options.transpose_a, options.transpose_b = transpose_a, transpose_b
         options.alpha, options.beta = alpha, beta
         options.backend = GEMM_BACKENDS[backend]
@@ -329,7 +330,7 @@ class Context:
         max_kv_len: Optional[int] = None,
     ) -> None:
         options, views = AttentionOptions(), _Views()
-        check(library.xserv_attention_options_default(byref(options)))
+        library.xserv_attention_options_init(byref(options), ctypes.sizeof(options))
         options.causal, options.backend = causal, ATTENTION_BACKENDS[backend]
         if scale is not None:
             options.scale = scale

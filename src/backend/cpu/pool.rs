@@ -9,13 +9,13 @@
 //! yet seen by incrementing `active` while the job is open; the caller closes the job when no task
 //! is left and returns once `active` is zero, so no worker can touch a job that is over.
 
-use crate::error::{Error, Result};
+use crate::error::{try_with_capacity, Context, Error, Result};
 use crate::panic_guard::catch_panic;
-use crate::thread_state::{SignalsBlocked, StandardFloats};
+use crate::process::Process;
+use crate::threads::{Thread, STACK_BYTES};
 use std::cell::{Cell, UnsafeCell};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// How long an idle worker spins before it sleeps. Longer than the gaps between the operators of
@@ -68,9 +68,9 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 pub(super) struct Pool {
     shared: Arc<Shared>,
     submit: Mutex<()>,
-    workers: Vec<JoinHandle<()>>,
+    workers: Vec<Thread<()>>,
     /// The process in which the workers run.
-    process_id: u32,
+    process: Process,
 }
 
 impl Pool {
@@ -92,21 +92,17 @@ impl Pool {
         let mut pool = Pool {
             shared,
             submit: Mutex::new(()),
-            workers: Vec::with_capacity(num_threads - 1),
-            process_id: std::process::id(),
+            workers: try_with_capacity(num_threads - 1, "threads")?,
+            process: Process::current(),
         };
-        let _blocked = SignalsBlocked::new();
         for n in 1..num_threads {
             let shared = Arc::clone(&pool.shared);
-            let worker = std::thread::Builder::new()
-                .name(format!("xserv-cpu-{n}"))
-                .spawn(move || work(&shared))
-                .map_err(|e| {
-                    Error::new(
-                        crate::error::ErrorKind::OutOfMemory,
-                        format!("cannot start thread {n} of {num_threads}: {e}"),
-                    )
-                })?;
+            let body = move || {
+                work(&shared);
+                Ok(())
+            };
+            let worker = Thread::start(&format!("xserv-cpu-{n}"), STACK_BYTES, body)
+                .context(|| format!("thread {n} of {num_threads}"))?;
             pool.workers.push(worker);
         }
         Ok(pool)
@@ -187,7 +183,7 @@ impl Pool {
 
 impl Drop for Pool {
     fn drop(&mut self) {
-        if std::process::id() != self.process_id {
+        if !self.process.is_current() {
             // In a forked child the workers do not exist: waiting for them would never end.
             self.workers.drain(..).for_each(std::mem::forget);
             return;
@@ -227,7 +223,6 @@ impl Shared {
 
 /// The main loop of a worker.
 fn work(shared: &Shared) {
-    let _mode = StandardFloats::new();
     let mut seen_epoch = 0;
     loop {
         let Some(state) = wait_for_epoch(shared, seen_epoch) else { return };

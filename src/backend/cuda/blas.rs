@@ -11,7 +11,7 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 
 /// The largest workspace of cuBLAS, for split sums, in bytes. cuBLAS recommends 32 MiB for Hopper;
 /// earlier chips need less.
-pub(crate) const MOST_CUBLAS_WORKSPACE_BYTES: usize = 32 << 20;
+pub(crate) const MAX_CUBLAS_WORKSPACE_BYTES: usize = 32 << 20;
 /// The most plans kept; when a program uses more shapes, all plans are dropped and made again.
 const MAX_PLANS: usize = 4096;
 

@@ -1,8 +1,8 @@
 //! A stream of work on one GPU, with its allocator.
 
-use super::blas::{Blas, MOST_CUBLAS_WORKSPACE_BYTES};
+use super::blas::{Blas, MAX_CUBLAS_WORKSPACE_BYTES};
 use super::device::{CudaDevice, Current};
-use super::driver::{check, is_lost};
+use super::driver::is_lost;
 use super::kernels::Kernel;
 use super::layout::kernel_struct;
 use super::memory::{DeviceMemory, PinnedMemory};
@@ -45,7 +45,6 @@ pub struct CudaContext {
     stream: CUstream,
     /// Whether the context owns the stream; false for a stream of the caller's.
     owns_stream: bool,
-    is_lost: AtomicBool,
     allocator: Arc<CachingAllocator>,
     pinned: Arc<CachingAllocator>,
     /// A [`FaultRecord`], shared with the GPU.
@@ -69,7 +68,7 @@ unsafe impl Send for CudaContext {}
 unsafe impl Sync for CudaContext {}
 
 /// The number of words of [`CudaContext::counters`].
-pub(crate) const MOST_COUNTERS: usize = 1 << 14;
+pub(crate) const MAX_COUNTERS: usize = 1 << 14;
 
 /// The stream that a context works on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -159,6 +158,11 @@ impl<'a> Arguments<'a> {
     }
 }
 
+/// Whether a failure of this kind says nothing about what the device can do.
+fn is_passing(kind: ErrorKind) -> bool {
+    matches!(kind, ErrorKind::OutOfMemory | ErrorKind::DeviceLost)
+}
+
 impl CudaContext {
     /// Makes a context on device `index`, taking at most `memory_budget` bytes of its memory.
     pub fn new(index: i32, stream: StreamChoice, memory_budget: usize) -> Result<Self> {
@@ -169,7 +173,8 @@ impl CudaContext {
             StreamChoice::Own => {
                 let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
                 // SAFETY: a context is current; one handle is written.
-                check(unsafe { sys::cuStreamCreate(&mut handle, flags) }, "making a CUDA stream")?;
+                let status = unsafe { sys::cuStreamCreate(&mut handle, flags) };
+                device.check(status, "making a CUDA stream")?;
             }
             StreamChoice::Callers(number) => {
                 handle = number as CUstream;
@@ -177,7 +182,8 @@ impl CudaContext {
                 // SAFETY: the caller vouches that the handle is a stream or 0; one handle is
                 // written.
                 let status = unsafe { sys::cuStreamGetCtx(handle, &mut its_context) };
-                check(status, "asking the caller's stream for its context")
+                device
+                    .check(status, "asking the caller's stream for its context")
                     .map_err(|e| Error::invalid_argument(format!("stream: {}", e.message())))?;
                 if handle as usize > 2 && its_context != device.raw_context() {
                     return Err(Error::invalid_argument(format!(
@@ -212,7 +218,6 @@ impl CudaContext {
             device: device.clone(),
             stream,
             owns_stream,
-            is_lost: AtomicBool::new(false),
             allocator,
             pinned,
             faults,
@@ -295,26 +300,12 @@ impl CudaContext {
 
     /// Fails if the device was lost earlier.
     pub(crate) fn check_alive(&self) -> Result<()> {
-        if self.is_lost.load(Ordering::Relaxed) {
-            Err(Error::new(
-                ErrorKind::DeviceLost,
-                format!(
-                    "{} was lost by an earlier fault; only a new process can use it",
-                    self.place()
-                ),
-            ))
-        } else {
-            Ok(())
-        }
+        self.device.check_alive()
     }
 
     /// Turns a driver status into an error, and remembers the loss of the device.
     pub(crate) fn check(&self, status: CUresult, what: &str) -> Result<()> {
-        let checked = check(status, what);
-        if matches!(&checked, Err(error) if error.kind() == ErrorKind::DeviceLost) {
-            self.is_lost.store(true, Ordering::Relaxed);
-        }
-        checked
+        self.device.check(status, what)
     }
 
     /// Runs `body` with this device's context current.
@@ -330,10 +321,10 @@ impl CudaContext {
     }
 
     /// Returns `count` zero words of device memory, in which kernels count to find out which of
-    /// their blocks is the last, and which they leave zero; `None` for more than [`MOST_COUNTERS`].
+    /// their blocks is the last, and which they leave zero; `None` for more than [`MAX_COUNTERS`].
     /// Launches of one stream follow each other, so all kernels share them.
     pub(crate) fn counters(&self, count: usize) -> Result<Option<*mut u8>> {
-        if count > MOST_COUNTERS {
+        if count > MAX_COUNTERS {
             return Ok(None);
         }
         if let Some(counters) = self.counters.get() {
@@ -346,16 +337,16 @@ impl CudaContext {
     }
 
     /// The size of [`CudaContext::counters`] in bytes.
-    pub(crate) const COUNTERS_BYTES: usize = MOST_COUNTERS * 4;
+    pub(crate) const COUNTERS_BYTES: usize = MAX_COUNTERS * 4;
 
-    /// From now on cuBLAS gets a workspace of so many bytes, no more than [`MOST_CUBLAS_WORKSPACE_BYTES`]: what the context
+    /// From now on cuBLAS gets a workspace of so many bytes, no more than [`MAX_CUBLAS_WORKSPACE_BYTES`]: what the context
     /// is used for needs no more. The first limit holds, unless products came before it.
     pub(crate) fn limit_library_workspace(&self, bytes: usize) {
-        let _ = self.cublas_workspace_bytes.set(bytes.min(MOST_CUBLAS_WORKSPACE_BYTES));
+        let _ = self.cublas_workspace_bytes.set(bytes.min(MAX_CUBLAS_WORKSPACE_BYTES));
     }
 
     pub(super) fn cublas_workspace_bytes(&self) -> usize {
-        *self.cublas_workspace_bytes.get_or_init(|| MOST_CUBLAS_WORKSPACE_BYTES)
+        *self.cublas_workspace_bytes.get_or_init(|| MAX_CUBLAS_WORKSPACE_BYTES)
     }
 
     /// Queues kernel `name` of `csrc/ops/<source>.cu`.
@@ -414,9 +405,13 @@ impl CudaContext {
     }
 
     /// Returns whether a kernel is built in for this device: some exist only for the chips that have their
-    /// instructions.
-    pub(crate) fn has_kernel(&self, kernel: Kernel) -> bool {
-        self.device.function(kernel).is_ok()
+    /// instructions. Fails if that could not be found out, for want of memory or of the device.
+    pub(crate) fn has_kernel(&self, kernel: Kernel) -> Result<bool> {
+        match self.device.function(kernel) {
+            Ok(_) => Ok(true),
+            Err(error) if is_passing(error.kind()) => Err(error),
+            Err(_) => Ok(false),
+        }
     }
 
     /// # Safety

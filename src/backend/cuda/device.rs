@@ -5,9 +5,14 @@ use super::driver::{available, check, count_devices};
 use super::fatbins;
 use super::kernels::Kernel;
 use crate::error::{Error, ErrorKind, Result};
-use cudarc::driver::sys::{self, CUcontext, CUdevice, CUdevice_attribute, CUfunction, CUmodule};
+use crate::memory::Device;
+use crate::process::Process;
+use cudarc::driver::sys::{
+    self, CUcontext, CUdevice, CUdevice_attribute, CUfunction, CUmodule, CUresult,
+};
 use std::collections::HashMap;
 use std::ffi::CString;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
 
 /// The properties of a GPU.
@@ -31,7 +36,12 @@ pub struct CudaDeviceInfo {
 pub struct CudaDevice {
     index: i32,
     info: CudaDeviceInfo,
+    /// The process that started it: the driver must not be called in forked children.
+    process: Process,
     context: CUcontext,
+    /// Whether a fault has ended all work on the device in this process: that of every context, because
+    /// all share the primary one of the driver.
+    is_lost: AtomicBool,
     loaded: RwLock<Loaded>,
 }
 
@@ -148,6 +158,7 @@ impl CudaDevice {
         let mut devices =
             DEVICES.get_or_init(Mutex::default).lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(device) = devices.get(&index) {
+            device.check_alive()?;
             return Ok(device.clone());
         }
         let info = CudaDeviceInfo::of(index)?;
@@ -162,7 +173,14 @@ impl CudaDevice {
         // SAFETY: a valid device; one handle is written, retained until the process ends.
         let status = unsafe { sys::cuDevicePrimaryCtxRetain(&mut context, device) };
         check(status, "starting the CUDA device")?;
-        let made = Arc::new(CudaDevice { index, info, context, loaded: RwLock::default() });
+        let made = Arc::new(CudaDevice {
+            index,
+            info,
+            process: Process::current(),
+            context,
+            is_lost: AtomicBool::new(false),
+            loaded: RwLock::default(),
+        });
         devices.insert(index, made.clone());
         Ok(made)
     }
@@ -179,27 +197,58 @@ impl CudaDevice {
 
     /// Returns the bytes of device memory that nobody uses at the moment.
     pub fn free_memory_bytes(&self) -> Result<usize> {
+        self.memory_info().map(|(free, _)| free)
+    }
+
+    /// Returns the bytes of device memory that nobody uses at the moment, and those of all.
+    pub(super) fn memory_info(&self) -> Result<(usize, usize)> {
         let _current = self.enter()?;
         let (mut free, mut total) = (0, 0);
         // SAFETY: a context is current; two sizes are written.
-        check(unsafe { sys::cuMemGetInfo_v2(&mut free, &mut total) }, "asking for free memory")?;
-        Ok(free)
+        let status = unsafe { sys::cuMemGetInfo_v2(&mut free, &mut total) };
+        self.check(status, "asking for free memory")?;
+        Ok((free, total))
+    }
+
+    /// Fails if the device was lost earlier.
+    pub(super) fn check_alive(&self) -> Result<()> {
+        if !self.is_lost.load(Ordering::Relaxed) {
+            return Ok(());
+        }
+        let place = Device::Cuda(self.index);
+        let message =
+            format!("{place} was lost by an earlier fault; only a new process can use it");
+        Err(Error::new(ErrorKind::DeviceLost, message))
+    }
+
+    /// Turns a driver status into an error, and remembers the loss of the device.
+    pub(super) fn check(&self, status: CUresult, what: &str) -> Result<()> {
+        let checked = check(status, what);
+        if matches!(&checked, Err(error) if error.kind() == ErrorKind::DeviceLost) {
+            self.is_lost.store(true, Ordering::Relaxed);
+        }
+        checked
     }
 
     pub(super) fn raw_context(&self) -> CUcontext {
         self.context
     }
 
+    /// Makes the device current on this thread until the result is dropped. Fails in a forked
+    /// child, so that what a child drops is left to its parent.
     pub(super) fn enter(&self) -> Result<Current> {
+        if !self.process.is_current() {
+            return available().and_then(|()| Err(Error::internal("a device of another process")));
+        }
         let mut current = std::ptr::null_mut();
         // SAFETY: one handle is written.
         let status = unsafe { sys::cuCtxGetCurrent(&mut current) };
-        if status == sys::CUresult::CUDA_SUCCESS && current == self.context {
+        if status == CUresult::CUDA_SUCCESS && current == self.context {
             return Ok(Current { was_pushed: false });
         }
         // SAFETY: the context is retained for the lifetime of the process.
         let status = unsafe { sys::cuCtxPushCurrent_v2(self.context) };
-        check(status, "making the CUDA context current")?;
+        self.check(status, "making the CUDA context current")?;
         Ok(Current { was_pushed: true })
     }
 
@@ -217,7 +266,7 @@ impl CudaDevice {
         let module = match loaded.modules.get(source) {
             Some(module) => *module,
             None => {
-                let module = load(source)?;
+                let module = self.load(source)?;
                 loaded.modules.insert(source, module);
                 module
             }
@@ -226,7 +275,7 @@ impl CudaDevice {
         let mut function = std::ptr::null_mut();
         // SAFETY: a loaded module; one handle is written.
         let status = unsafe { sys::cuModuleGetFunction(&mut function, module.0, c_name.as_ptr()) };
-        check(status, &format!("finding the kernel {name}"))?;
+        self.check(status, &format!("finding the kernel {name}"))?;
         self.allow_shared_memory(function);
         loaded.functions.insert(name, Function(function));
         Ok(Function(function))
@@ -256,15 +305,15 @@ impl CudaDevice {
             }
         }
     }
-}
 
-/// Loads the kernels of a source into the current context.
-fn load(source: &'static str) -> Result<Module> {
-    let fatbin = fatbins::find(source)
-        .ok_or_else(|| Error::internal(format!("the kernels of {source} are not built in")))?;
-    let mut module = std::ptr::null_mut();
-    // SAFETY: the fatbin is a whole, aligned, static image; one handle is written.
-    let status = unsafe { sys::cuModuleLoadData(&mut module, fatbin.as_ptr().cast()) };
-    check(status, &format!("loading the kernels of {source}"))?;
-    Ok(Module(module))
+    /// Loads the kernels of a source into the current context.
+    fn load(&self, source: &'static str) -> Result<Module> {
+        let fatbin = fatbins::find(source)
+            .ok_or_else(|| Error::internal(format!("the kernels of {source} are not built in")))?;
+        let mut module = std::ptr::null_mut();
+        // SAFETY: the fatbin is a whole, aligned, static image; one handle is written.
+        let status = unsafe { sys::cuModuleLoadData(&mut module, fatbin.as_ptr().cast()) };
+        self.check(status, &format!("loading the kernels of {source}"))?;
+        Ok(Module(module))
+    }
 }

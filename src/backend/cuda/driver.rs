@@ -1,6 +1,7 @@
 //! The CUDA driver: whether it is installed, and its status codes as errors.
 
 use crate::error::{Error, ErrorKind, Result};
+use crate::process::{NoFork, Process};
 use cudarc::driver::sys::{self, CUresult};
 use std::ffi::CStr;
 use std::sync::OnceLock;
@@ -8,20 +9,55 @@ use std::sync::OnceLock;
 /// The oldest driver interface that reads what nvcc 13.0 writes (CUDA 13.0, driver 580).
 const OLDEST_VERSION: i32 = 13_000;
 
+/// The process that was the first to initialise the driver, or tried to.
+static STARTED: OnceLock<Process> = OnceLock::new();
+
+/// What the driver said to its initialisation.
+static INITIALISED: OnceLock<std::result::Result<(), String>> = OnceLock::new();
+
+const FORKED: &str =
+    "the process was forked after CUDA had been started, and a child cannot use what its parent \
+     started: start a new process";
+
 /// Fails, saying why, if CUDA cannot be used. Nothing else of cudarc may be called before this has
 /// returned `Ok`: its functions panic where the driver is missing.
 pub fn available() -> Result<()> {
-    static FOUND: OnceLock<std::result::Result<(), String>> = OnceLock::new();
-    FOUND.get_or_init(find).clone().map_err(|why| Error::new(ErrorKind::NoDevice, why))
+    let found = present().and_then(|()| {
+        let started = {
+            // A child that is forked meanwhile would wait for ever for a value that is half set.
+            let _no_fork = NoFork::new();
+            *STARTED.get_or_init(Process::current)
+        };
+        if started.is_current() {
+            INITIALISED.get_or_init(initialise).clone()
+        } else {
+            after_fork()
+        }
+    });
+    found.map_err(|why| Error::new(ErrorKind::NoDevice, why))
 }
 
 /// Whether there is a driver that may be usable. The check is fast and starts nothing.
 pub fn is_present() -> bool {
-    present().is_ok()
+    present().is_ok() && STARTED.get().is_none_or(|started| started.is_current())
+}
+
+/// Returns why a child cannot use the driver, whose initialisation its parent has begun. Does not
+/// wait for the end of that: the thread that did it does not exist in the child.
+fn after_fork() -> std::result::Result<(), String> {
+    match INITIALISED.get() {
+        Some(Err(why)) => Err(why.clone()),
+        Some(Ok(())) | None => Err(FORKED.into()),
+    }
 }
 
 fn present() -> std::result::Result<(), String> {
     static FOUND: OnceLock<std::result::Result<(), String>> = OnceLock::new();
+    if let Some(found) = FOUND.get() {
+        return found.clone();
+    }
+    // As for `STARTED`.
+    let _no_fork = NoFork::new();
     FOUND.get_or_init(look).clone()
 }
 
@@ -48,10 +84,13 @@ fn look() -> std::result::Result<(), String> {
     Ok(())
 }
 
-fn find() -> std::result::Result<(), String> {
-    present()?;
+fn initialise() -> std::result::Result<(), String> {
     // SAFETY: the library was found.
     let status = unsafe { sys::cuInit(0) };
+    if status == CUresult::CUDA_ERROR_NOT_INITIALIZED {
+        // The driver's answer in a child of a process that started CUDA without this library.
+        return Err(FORKED.into());
+    }
     if status != CUresult::CUDA_SUCCESS {
         return Err(format!("the CUDA driver could not be initialised: {}", describe(status)));
     }

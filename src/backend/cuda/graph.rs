@@ -3,7 +3,6 @@
 
 use super::context::CudaContext;
 use super::device::CudaDevice;
-use super::driver::check;
 use crate::error::{Error, Result};
 use cudarc::driver::sys::{self, CUgraph, CUgraphExec};
 use std::sync::Arc;
@@ -41,7 +40,7 @@ impl Graph {
                 }
                 // SAFETY: a whole graph; one handle is written.
                 let status = unsafe { sys::cuGraphInstantiateWithFlags(&mut executable, graph, 0) };
-                check(status, "making a CUDA graph")
+                context.check(status, "making a CUDA graph")
             });
             if !graph.is_null() {
                 // SAFETY: made above; the executable is independent of it.

@@ -1,7 +1,6 @@
 //! Device memory and pinned host memory as sources of a caching allocator.
 
 use super::device::CudaDevice;
-use super::driver::check;
 use crate::error::{Error, Result};
 use crate::memory::MemorySource;
 use cudarc::driver::sys;
@@ -18,7 +17,8 @@ impl MemorySource for DeviceMemory {
         let _current = self.device.enter()?;
         let mut start = 0;
         // SAFETY: a context is current; one address is written.
-        check(unsafe { sys::cuMemAlloc_v2(&mut start, bytes) }, "allocating device memory")?;
+        let status = unsafe { sys::cuMemAlloc_v2(&mut start, bytes) };
+        self.device.check(status, "allocating device memory")?;
         NonNull::new(start as *mut u8).ok_or_else(|| Error::out_of_memory("device memory", bytes))
     }
 
@@ -32,6 +32,10 @@ impl MemorySource for DeviceMemory {
 
     fn name(&self) -> &'static str {
         "device memory"
+    }
+
+    fn free_and_total(&self) -> Option<(usize, usize)> {
+        self.device.memory_info().ok()
     }
 }
 
@@ -47,7 +51,7 @@ impl MemorySource for PinnedMemory {
         let flags = sys::CU_MEMHOSTALLOC_PORTABLE | sys::CU_MEMHOSTALLOC_DEVICEMAP;
         // SAFETY: a context is current; one address is written.
         let status = unsafe { sys::cuMemHostAlloc(&mut start, bytes, flags) };
-        check(status, "allocating pinned memory")?;
+        self.device.check(status, "allocating pinned memory")?;
         NonNull::new(start.cast()).ok_or_else(|| Error::out_of_memory("pinned memory", bytes))
     }
 

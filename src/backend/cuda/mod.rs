@@ -14,10 +14,10 @@ mod profile;
 mod registered;
 mod tensor_map;
 
-pub(crate) use blas::{is_present as is_cublas_present, MatmulShape, MOST_CUBLAS_WORKSPACE_BYTES};
+pub(crate) use blas::{is_present as is_cublas_present, MatmulShape, MAX_CUBLAS_WORKSPACE_BYTES};
 #[cfg(test)]
 pub(crate) use context::FaultRecord;
-pub(crate) use context::{Arguments, Launch, MOST_COUNTERS};
+pub(crate) use context::{Arguments, Launch, MAX_COUNTERS};
 pub use context::{CudaContext, StreamChoice};
 pub use device::{num_cuda_devices, CudaDevice, CudaDeviceInfo};
 pub use driver::{available, is_present};

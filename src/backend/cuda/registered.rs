@@ -2,7 +2,6 @@
 
 use super::context::CudaContext;
 use super::device::CudaDevice;
-use super::driver::check;
 use crate::memory::HostBuffer;
 use cudarc::driver::sys;
 use std::mem::ManuallyDrop;
@@ -34,7 +33,7 @@ impl RegisteredBuffer {
             // SAFETY: a context is current; the memory is ours and stays mapped until it is
             // unregistered.
             let status = unsafe { sys::cuMemHostRegister_v2(start.cast(), len, flags) };
-            check(status, "pinning host memory")
+            device.check(status, "pinning host memory")
         });
         registered.ok()?;
         let memory = ManuallyDrop::new(memory);
@@ -51,7 +50,7 @@ impl RegisteredBuffer {
             // written.
             let status =
                 unsafe { sys::cuMemHostGetDevicePointer_v2(&mut there, self.start.cast(), 0) };
-            check(status, "finding pinned memory on the device")
+            self.device.check(status, "finding pinned memory on the device")
         });
         told.is_ok() && there == self.start as sys::CUdeviceptr
     }

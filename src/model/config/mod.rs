@@ -10,11 +10,10 @@ mod rope;
 
 use serde_json::Value;
 
-use super::decoder::family::Family;
 use super::load::heads::HeadSpacing;
-use crate::error::{Error, Result};
+use crate::error::{check_room_for_json, Error, Result};
 use crate::memory::DType;
-use crate::model::folder::{shown_name, Folder};
+use crate::model::folder::shown_name;
 use crate::ops::kv_cache::layout::KvLayout;
 use fields::Fields;
 pub use rope::{RopeConfig, YarnConfig};
@@ -64,8 +63,9 @@ pub enum MlpKind {
 /// `num_heads` is a multiple of `num_kv_heads`; `head_dim` is even.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelConfig {
-    /// The family, which names the tensors.
-    pub family: &'static Family,
+    /// The name in `architectures` of config.json, by which the family is known that names the
+    /// tensors.
+    pub architecture: &'static str,
     /// The number of rows of the embedding; token ids are below it.
     pub vocab_size: usize,
     /// The width of the residual stream.
@@ -105,31 +105,8 @@ pub struct ModelConfig {
 }
 
 impl ModelConfig {
-    /// Reads and checks `config.json` of `folder`.
-    pub fn read(folder: &Folder) -> Result<Self> {
-        Self::parse(&folder.read_small_file(CONFIG_FILE, MAX_CONFIG_BYTES)?)
-    }
-
-    /// Checks the content of a `config.json`.
-    pub fn parse(json: &[u8]) -> Result<Self> {
-        let value: Value = serde_json::from_slice(json).map_err(|e| {
-            Error::invalid_file(format!(
-                "{CONFIG_FILE} is not valid JSON: {}",
-                shown_name(&e.to_string())
-            ))
-        })?;
-        let Value::Object(map) = value else {
-            return Err(Error::invalid_file(format!("{CONFIG_FILE} is not a JSON object")));
-        };
-        let fields = Fields::new(&map, CONFIG_FILE);
-        let family = Family::named_by(fields)?;
-        refuse_what_changes_every_model(fields)?;
-        let config = (family.parse)(family, fields)?;
-        config.check_heads()?;
-        Ok(config)
-    }
-
-    fn check_heads(&self) -> Result<()> {
+    /// Refuses numbers of heads that no family can mean.
+    pub(super) fn check_heads(&self) -> Result<()> {
         if !self.num_heads.is_multiple_of(self.num_kv_heads) {
             return Err(Error::invalid_file(format!(
                 "{CONFIG_FILE}: num_attention_heads {} is not a multiple of num_key_value_heads {}",
@@ -196,17 +173,18 @@ impl ModelConfig {
 }
 
 /// Returns the architecture that a `config.json` names, supported or not, for a report. `None` if
-/// it cannot be determined.
-pub fn declared_architecture(json: &[u8]) -> Option<String> {
-    let value: Value = serde_json::from_slice(json).ok()?;
+/// it names none. Fails for lack of memory alone.
+pub fn declared_architecture(json: &[u8]) -> Result<Option<String>> {
+    check_room_for_json(json, CONFIG_FILE)?;
+    let value: Value = serde_json::from_slice(json).unwrap_or_default();
     let named = value.get("architectures").and_then(|names| names.get(0)).and_then(Value::as_str);
-    let name = named.or_else(|| value.get("model_type").and_then(Value::as_str))?;
-    Some(shown_name(name))
+    let name = named.or_else(|| value.get("model_type").and_then(Value::as_str));
+    Ok(name.map(shown_name))
 }
 
 /// Refuses fields that any Transformers configuration may carry and that would change the
 /// computation.
-fn refuse_what_changes_every_model(fields: Fields<'_>) -> Result<()> {
+pub(super) fn refuse_what_changes_every_model(fields: Fields<'_>) -> Result<()> {
     for name in ["quantization_config", "quantization", "compression_config"] {
         if let Some(value) = fields.get(name) {
             let method = value.get("quant_method").and_then(Value::as_str);

@@ -14,7 +14,7 @@
 //! ```
 
 use crate::error::{try_with_capacity, Result};
-use crate::model::load::plan::{MatrixPlan, VectorPlan, WeightReader};
+use crate::model::load::weights::{MatrixPlan, VectorPlan, WeightReader};
 
 /// The weights of the whole model.
 #[derive(Debug)]

@@ -17,7 +17,7 @@ use crate::ops::activation::cpu::Activation;
 use crate::ops::activation::cuda_rounded::gelu_tanh;
 use crate::ops::attention::{attention, AttentionOptions, AttentionPlan, DecodeSequences};
 use crate::ops::elementwise::add;
-use crate::ops::embedding::cuda_chosen::embedding_step;
+use crate::ops::embedding::cuda_chosen::embedding_chosen;
 use crate::ops::embedding::embedding;
 use crate::ops::kv_cache::cuda::kv_cache_append;
 use crate::ops::kv_cache::KvSlots;
@@ -221,7 +221,14 @@ impl DevicePass<'_> {
         let DeviceRecord { token_ids, token_sources, .. } = self.record;
         let chosen = &workspace.steps.chosen;
         self.cuda.begin_marks()?;
-        embedding_step(self.context, table, token_ids, token_sources, chosen, &act.stream.hidden)?;
+        embedding_chosen(
+            self.context,
+            table,
+            token_ids,
+            token_sources,
+            chosen,
+            &act.stream.hidden,
+        )?;
         self.cuda.mark("embedding", 0, 0.0)
     }
 

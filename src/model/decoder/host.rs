@@ -20,7 +20,6 @@ use crate::ops::rms_norm::cpu_heads::rms_norm_heads;
 use crate::ops::rope::cpu_table::{rope, RopeTable};
 use crate::ops::rope::RopePairing;
 use crate::ops::silu_mul::cpu_stacked::silu_mul;
-use crate::thread_state::StandardFloats;
 
 /// One forward pass in progress: what each layer needs besides its weights.
 struct Pass<'a> {
@@ -55,7 +54,6 @@ impl Model {
         logits: &mut [f32],
         should_stop: &dyn Fn() -> bool,
     ) -> Result<()> {
-        let _mode = StandardFloats::new();
         let config = self.config();
         if kv.layout() != self.kv_layout() {
             return Err(Error::internal("the KV cache was made for another model"));

@@ -82,14 +82,15 @@ impl<'a> DeviceModelLoad<'a> {
                 None => None,
             };
             let sizes = attention_sizes(config, spacing);
-            let attention = AttentionPlan::find(&context, sizes, dtype, is_deterministic);
+            let attention = AttentionPlan::find(&context, sizes, dtype, is_deterministic)?;
             let sizes = DecoderSizes {
                 hidden_size: config.hidden_size,
                 intermediate_size: config.intermediate_size,
                 has_rms_norms: config.norm == NormKind::Rms,
             };
             let products = all_products(config, weights);
-            let linear = LinearPlan::find(&context, &attention, &sizes, products, is_deterministic);
+            let linear =
+                LinearPlan::find(&context, &attention, &sizes, products, is_deterministic)?;
             Ok((rope, attention, linear))
         })?;
         let model = DeviceModel {

@@ -135,14 +135,7 @@ fn sample_row(choice: &TokenChoice) -> SampleRow {
     match choice {
         TokenChoice::Greedy => greedy,
         TokenChoice::Caller => SampleRow { temperature: -1.0, ..greedy },
-        TokenChoice::Draw(draw) => SampleRow {
-            seed: draw.seed,
-            index: draw.index,
-            temperature: draw.temperature,
-            top_p: draw.top_p,
-            min_p: draw.min_p,
-            top_k: i32::try_from(draw.top_k).unwrap_or(i32::MAX),
-        },
+        TokenChoice::Draw(draw) => (*draw).into(),
     }
 }
 

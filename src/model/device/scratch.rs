@@ -8,7 +8,7 @@ use crate::model::config::ModelConfig;
 use crate::model::decoder::block::DecoderPlan;
 use crate::model::load::device::matrix_geometry;
 use crate::model::load::heads::HeadSpacing;
-use crate::model::load::plan::{MatrixPlan, VectorPlan, WeightReader};
+use crate::model::load::weights::{MatrixPlan, VectorPlan, WeightReader};
 use crate::ops::attention::AttentionSizes;
 use crate::ops::gemm::WeightShape;
 use crate::ops::kv_cache::layout::BLOCK_SIZE;

@@ -8,9 +8,9 @@ use std::sync::Arc;
 
 use super::geometry::Geometry;
 use super::heads::HeadSpacing;
-use super::plan::{MatrixPlan, VectorPlan, WeightReader};
 use super::random::WeightNoise;
 use super::transfer::{Sink, Transfer};
+use super::weights::{MatrixPlan, VectorPlan, WeightReader};
 use super::Loader;
 use crate::backend::{Arena, ComputeContext, DeviceTensor, PinnedBuffer};
 use crate::error::{Error, Result};

@@ -4,8 +4,8 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-use super::plan::MatrixPlan;
-use super::{WeightFiles, PIECES_PER_REPORT, PIECE_BYTES};
+use super::files::{WeightFiles, PIECES_PER_REPORT, PIECE_BYTES};
+use super::weights::MatrixPlan;
 use crate::backend::cpu::CpuBackend;
 use crate::error::{Error, ErrorKind, Result};
 

@@ -11,76 +11,8 @@ use crate::memory::DType;
 use crate::model::checkpoint::{Checkpoint, Tensor};
 use crate::model::config::ModelConfig;
 use crate::model::decoder::block::{DecoderPlan, TokenMatrices};
+use crate::model::load::weights::{MatrixPart, MatrixPlan, VectorPlan, WeightReader};
 use crate::ops::linear::{MatrixLayout, ShardAxis};
-
-/// A tensor of a matrix, and how many of its output features it gives.
-#[derive(Clone, Debug, PartialEq)]
-pub struct MatrixPart {
-    /// Where the numbers lie.
-    pub tensor: Tensor,
-    /// Rows of this part.
-    pub out_features: usize,
-}
-
-/// A matrix `[out_features, in_features]` made of one tensor, or of several stacked by rows.
-#[derive(Clone, Debug, PartialEq)]
-pub struct MatrixPlan {
-    /// From the first row on.
-    pub parts: Vec<MatrixPart>,
-    /// Sum of the parts' rows.
-    pub out_features: usize,
-    /// Columns.
-    pub in_features: usize,
-    /// Of all parts.
-    pub layout: MatrixLayout,
-    /// The axis along which devices divide it.
-    pub shard: ShardAxis,
-}
-
-/// A vector made of one tensor, or of several one after the other; kept in f32.
-#[derive(Clone, Debug, PartialEq)]
-pub struct VectorPlan {
-    /// From the first element on.
-    pub parts: Vec<Tensor>,
-    /// Sum of the parts' lengths.
-    pub len: usize,
-    /// [`ShardAxis::Out`] if it belongs to output features that devices divide.
-    pub shard: ShardAxis,
-}
-
-impl MatrixPlan {
-    /// The same, divided along an axis.
-    pub fn sharded(self, shard: ShardAxis) -> Self {
-        MatrixPlan { shard, ..self }
-    }
-}
-
-impl VectorPlan {
-    /// The same, divided along an axis.
-    pub fn sharded(self, shard: ShardAxis) -> Self {
-        VectorPlan { shard, ..self }
-    }
-}
-
-/// Turns plans into something.
-pub trait WeightReader {
-    /// What a matrix becomes.
-    type Matrix;
-    /// What a vector becomes.
-    type Vector;
-    /// Called once for each matrix, in the order of the forward pass.
-    fn matrix(&mut self, plan: &MatrixPlan) -> Result<Self::Matrix>;
-    /// Called once for each vector that is of neither kind below (a bias), in the order of the forward pass.
-    fn vector(&mut self, plan: &VectorPlan) -> Result<Self::Vector>;
-    /// Called instead of `vector` for the factors of a norm. Only a reader that makes up numbers tells them apart.
-    fn norm_weight(&mut self, plan: &VectorPlan) -> Result<Self::Vector> {
-        self.vector(plan)
-    }
-    /// Called instead of `vector` for a table, such as embeddings of positions.
-    fn table(&mut self, plan: &VectorPlan) -> Result<Self::Vector> {
-        self.vector(plan)
-    }
-}
 
 /// What the headers say of a decoder.
 pub struct PlannedDecoder {
@@ -94,20 +26,6 @@ pub struct PlannedDecoder {
 }
 
 impl DecoderPlan {
-    /// Finds every tensor that the model needs.
-    pub fn of(config: &ModelConfig, checkpoint: &Checkpoint) -> Result<PlannedDecoder> {
-        let mut planner = Planner { checkpoint, used: HashSet::new(), stored_output: None };
-        let plan = (config.family.plan)(config, &mut planner)?;
-        let mut unused: Vec<String> = checkpoint
-            .tensors
-            .keys()
-            .filter(|name| !planner.used.contains(*name) && !is_harmless(name))
-            .cloned()
-            .collect();
-        unused.sort_unstable();
-        Ok(PlannedDecoder { plan, stored_output: planner.stored_output, unused })
-    }
-
     /// Counts what the plan would load.
     pub fn totals(&self) -> Result<Totals> {
         let mut totals = Totals::default();
@@ -131,7 +49,25 @@ pub struct Planner<'a> {
     stored_output: Option<MatrixPlan>,
 }
 
-impl Planner<'_> {
+impl<'a> Planner<'a> {
+    /// Makes a planner that has not been asked for anything.
+    pub fn new(checkpoint: &'a Checkpoint) -> Self {
+        Planner { checkpoint, used: HashSet::new(), stored_output: None }
+    }
+
+    /// Returns the plan that was made, with the tensors that it leaves over.
+    pub fn finish(self, plan: DecoderPlan) -> PlannedDecoder {
+        let mut unused: Vec<String> = self
+            .checkpoint
+            .tensors
+            .keys()
+            .filter(|name| !self.used.contains(*name) && !is_harmless(name))
+            .cloned()
+            .collect();
+        unused.sort_unstable();
+        PlannedDecoder { plan, stored_output: self.stored_output, unused }
+    }
+
     /// The prefix of all names: `with` if the tensor `<with><probe>` exists, nothing if `<probe>`
     /// does; otherwise `with`, so that the message about the missing tensor has the usual name.
     pub fn prefix(&self, with: &'static str, probe: &str) -> &'static str {

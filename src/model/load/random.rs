@@ -2,8 +2,8 @@
 //! which for 32 billion numbers would take 60 GB. The numbers are the same on the CPU and on a device, but for the
 //! rounding to another element type.
 
-use super::plan::{MatrixPlan, VectorPlan, WeightReader};
-use super::{piece_rows, Loader};
+use super::loader::{piece_rows, Loader};
+use super::weights::{MatrixPlan, VectorPlan, WeightReader};
 use crate::error::{try_filled, Result};
 use crate::ops::common::packed_matrix::PackedMatrix;
 use crate::ops::fill::cpu::mix;

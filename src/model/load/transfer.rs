@@ -22,7 +22,8 @@ use crate::backend::cpu::CpuBackend;
 use crate::error::{Error, Result};
 use crate::memory::{DType, HostBuffer, Pages};
 use crate::model::checkpoint::Tensor;
-use crate::model::load::{Loader, WeightFiles};
+use crate::model::load::files::WeightFiles;
+use crate::model::load::loader::Loader;
 
 /// The size of a slot in bytes: large enough for copies at the full speed of the bus, small enough
 /// for a read to end in the caches of the core.

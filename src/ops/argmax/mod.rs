@@ -1,9 +1,8 @@
-//! The largest elements along the last dimension. NaN counts as larger than every number, -0 equals
-//! +0, and among equal elements the one with the lowest index comes first, as in PyTorch (which
-//! does not specify the last).
+//! The index of the largest element along the last dimension. NaN counts as larger than every
+//! number, -0 equals +0, and among equal elements the one with the lowest index is taken, as in
+//! PyTorch (which does not specify the last).
 //!
-//! x [..., width] f32, f16 or bf16. argmax: out [...] i32 or i64. top_k: values [..., k] of the
-//! type of x, indices [..., k] i32, from the largest down; k is at most width and [`MAX_K`].
+//! x [..., width] f32, f16 or bf16; out [...] i32 or i64.
 
 pub mod cpu;
 pub mod cpu_checked;

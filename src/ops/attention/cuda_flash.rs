@@ -5,7 +5,7 @@ use crate::error::{Error, Result};
 use crate::memory::DType;
 #[cfg(test)]
 use crate::ops::attention::choice::KERNEL_HEAD_DIMS;
-use crate::ops::attention::cuda::{grid_extent, AttentionParams};
+use crate::ops::attention::cuda_params::{grid_extent, AttentionParams};
 use crate::ops::attention::Problem;
 
 /// A kernel and the launch parameters that it needs.

@@ -6,7 +6,7 @@ use crate::backend::cuda::{
 };
 use crate::error::{Error, Result};
 use crate::memory::{Block, DType};
-use crate::ops::attention::cuda::{grid_extent, AttentionParams};
+use crate::ops::attention::cuda_params::{grid_extent, AttentionParams};
 use crate::ops::attention::{size, Form, Problem};
 use crate::ops::kv_cache::layout;
 
@@ -45,9 +45,9 @@ const BLOCK_SIZE: i64 = layout::BLOCK_SIZE as i64;
 /// The number of dims of a box: 128 bytes.
 const BOX_DIMS: u32 = 64;
 /// The most heads that form the rows of an item together.
-const MOST_PACKED_HEADS: i64 = 64;
+const MAX_PACKED_HEADS: i64 = 64;
 /// The most keys with which it pays to read the index arrays early.
-const MOST_EARLY_KEYS: i64 = 1024;
+const MAX_EARLY_KEYS: i64 = 1024;
 /// The number of keys of a segment; the kernel takes it from here.
 pub(in crate::ops) const SEGMENT_KEYS: u64 = 1024;
 /// The bytes that a group of consumers keeps between segments: 64 queries in f32.
@@ -56,12 +56,12 @@ const RUNNING_BYTES: usize = 64 * 128 * 4;
 const PARTIAL_BYTES: usize = (128 + 2) * 4;
 
 /// The most multiprocessors of a chip that these kernels run on, which are Hopper's.
-const MOST_MULTIPROCESSORS: usize = 144;
+const MAX_MULTIPROCESSORS: usize = 144;
 
 /// Returns the device memory that attention in segments takes on any chip while it is queued.
 pub(super) fn scratch_bytes(dtype: DType, head_dim: usize) -> usize {
     if dtype != DType::F32 && head_dim as i64 == HEAD_DIM {
-        running_bytes(MOST_MULTIPROCESSORS)
+        running_bytes(MAX_MULTIPROCESSORS)
     } else {
         0
     }
@@ -148,7 +148,7 @@ pub(super) fn try_launch(
     // The heads of a kv head of one query share their keys. The bits are the same, and there are
     // that many times fewer items.
     let heads_per_kv = num_heads.checked_div(problem.num_kv_heads).unwrap_or(0);
-    let is_packed = max_q_len == 1 && (2..=MOST_PACKED_HEADS).contains(&heads_per_kv);
+    let is_packed = max_q_len == 1 && (2..=MAX_PACKED_HEADS).contains(&heads_per_kv);
     let heads = if is_packed { problem.num_kv_heads } else { num_heads };
     let pairs = heads.saturating_mul(num_seqs);
     let tiles = |queries: u64| (max_q_len as u64).div_ceil(queries) as i64;
@@ -158,9 +158,9 @@ pub(super) fn try_launch(
         Groups::choose(tiles(128).saturating_mul(pairs), processors)
     };
     let in_segments = problem.options.in_segments;
-    let is_early = problem.options.has_settled_indices && problem.max_kv_len <= MOST_EARLY_KEYS;
+    let is_early = problem.options.has_settled_indices && problem.max_kv_len <= MAX_EARLY_KEYS;
     let Some(kernel) = groups.kernel(dtype, in_segments, is_early) else { return Ok(false) };
-    if !cuda.has_kernel(kernel) {
+    if !cuda.has_kernel(kernel)? {
         return Ok(false);
     }
     let extents = [1, BLOCK_SIZE as u32, 1, BOX_DIMS];

@@ -5,7 +5,7 @@ use crate::backend::cuda::{kernel_struct, kernels, Arguments, Launch};
 use crate::backend::{Arena, ComputeContext, DeviceTensor};
 use crate::error::{Error, Result};
 use crate::memory::{DType, ElementType, Tensor};
-use crate::ops::attention::cuda::GROUP_HEADS;
+use crate::ops::attention::cuda_params::GROUP_HEADS;
 use crate::ops::common::contiguous::{check, cuda, float};
 use crate::ops::kv_cache::{layout, KvSlots};
 use crate::ops::qk_norm_rope_append::QkNormRope;
@@ -48,7 +48,7 @@ kernel_struct! {
 /// The number of tokens of a block of the cache.
 const BLOCK_SIZE: i64 = layout::BLOCK_SIZE as i64;
 /// The most chunks of a sequence: longer sequences have longer chunks.
-const MOST_CHUNKS: i64 = 16;
+const MAX_CHUNKS: i64 = 16;
 
 /// Where the sequences lie, and how their scores are scaled.
 #[derive(Clone, Copy, Debug)]
@@ -72,7 +72,7 @@ pub struct DecodeScratch {
 impl DecodeScratch {
     /// Returns the number of partial results for `num_seqs` sequences in chunks.
     fn rows(num_seqs: usize, num_heads: usize) -> usize {
-        num_seqs.saturating_mul(num_heads).saturating_mul(MOST_CHUNKS as usize)
+        num_seqs.saturating_mul(num_heads).saturating_mul(MAX_CHUNKS as usize)
     }
 
     /// Returns the bytes of device memory for batches of up to `num_seqs` sequences.
@@ -178,14 +178,13 @@ pub(super) fn is_fused_head_dim(head_dim: usize) -> bool {
 }
 
 /// Whether the chip and the build have the kernel, and it serves heads of `head_dim` elements.
-pub fn has_decode_attention(context: &ComputeContext, head_dim: usize) -> bool {
-    is_fused_head_dim(head_dim)
-        && cuda(context).is_ok_and(|cuda| {
-            let info = cuda.device().info();
-            info.compute_capability.0 >= 9
-                && info.shared_memory_bytes >= SHARED_BYTES as usize
-                && cuda.has_kernel(kernels::ATTENTION_FUSED_CLUSTER_D128.bf16)
-        })
+pub fn has_attention_fused(context: &ComputeContext, head_dim: usize) -> Result<bool> {
+    let Ok(cuda) = cuda(context) else { return Ok(false) };
+    let info = cuda.device().info();
+    Ok(is_fused_head_dim(head_dim)
+        && info.compute_capability.0 >= 9
+        && info.shared_memory_bytes >= SHARED_BYTES as usize
+        && cuda.has_kernel(kernels::ATTENTION_FUSED_CLUSTER_D128.bf16)?)
 }
 
 pub(super) fn size(tensor: &Tensor, dimension: usize) -> i64 {
@@ -278,7 +277,7 @@ pub(super) fn arguments(
 ///
 /// Block tables, lengths, positions and slots, and whatever wrote the cache before, must be
 /// separated from this kernel by one that does not overlap with those before it.
-pub fn decode_attention(
+pub fn attention_fused(
     context: &ComputeContext,
     qkv: &Tensor,
     how: &QkNormRope<'_>,
@@ -300,7 +299,7 @@ pub fn decode_attention(
         Division::Cluster(blocks) => (blocks, 0, 0),
         Division::Chunks(len) => {
             let mut len = len;
-            while max_kv_len > len * MOST_CHUNKS {
+            while max_kv_len > len * MAX_CHUNKS {
                 len *= 2;
             }
             (1, len, (max_kv_len as u64).div_ceil(len as u64) as i64)

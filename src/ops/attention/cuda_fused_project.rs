@@ -37,7 +37,7 @@ const HEAD_DIM: usize = 128;
 const CLUSTER: u32 = 8;
 /// Rows of the weight that a block has are 16 for each of up to 8 warps.
 const ROW_UNIT: usize = 16 * CLUSTER as usize;
-const MOST_ROWS: usize = 8 * ROW_UNIT;
+const MAX_ROWS: usize = 8 * ROW_UNIT;
 const THREADS: u32 = 256;
 
 /// The longest context for which less shared memory is faster (H200).
@@ -54,33 +54,33 @@ pub(in crate::ops) fn shared_bytes() -> Vec<(String, u32)> {
 }
 
 /// Whether the chip and the build have the kernel, and it serves a projection of such heads.
-pub fn has_decode_attention_o(
+pub fn has_attention_fused_project(
     context: &ComputeContext,
     num_heads: usize,
     num_kv_heads: usize,
     head_dim: usize,
     hidden_size: usize,
-) -> bool {
+) -> Result<bool> {
+    let Ok(cuda) = cuda(context) else { return Ok(false) };
+    let info = cuda.device().info();
     let fits = head_dim == HEAD_DIM
         && num_kv_heads > 0
         && num_heads == num_kv_heads.saturating_mul(HEADS_PER_KV)
-        && (ROW_UNIT..=MOST_ROWS).contains(&hidden_size)
+        && (ROW_UNIT..=MAX_ROWS).contains(&hidden_size)
         && hidden_size.is_multiple_of(ROW_UNIT);
-    fits && cuda(context).is_ok_and(|cuda| {
-        let info = cuda.device().info();
-        info.compute_capability.0 >= 9
-            && info.shared_memory_bytes >= LONG_SHARED_BYTES as usize
-            && cuda.has_kernel(kernels::ATTENTION_FUSED_PROJECT_3.bf16)
-    })
+    Ok(fits
+        && info.compute_capability.0 >= 9
+        && info.shared_memory_bytes >= LONG_SHARED_BYTES as usize
+        && cuda.has_kernel(kernels::ATTENTION_FUSED_PROJECT_3.bf16)?)
 }
 
-/// Computes the attention of [`super::decode_attention()`] for one sequence, and for each kv head
+/// Computes the attention of [`super::attention_fused()`] for one sequence, and for each kv head
 /// the part of the output projection that belongs to its query heads:
 /// `sums[g] = W_o[:, heads over g] round(attention)[heads over g]`.
 ///
 /// weight [hidden_size, num_heads * head_dim]; sums f32 [num_kv_heads, hidden_size]; shapes as
-/// [`has_decode_attention_o`] requires them.
-pub fn decode_attention_o(
+/// [`has_attention_fused_project`] requires them.
+pub fn attention_fused_project(
     context: &ComputeContext,
     qkv: &Tensor,
     how: &QkNormRope<'_>,
@@ -94,13 +94,13 @@ pub fn decode_attention_o(
     let hidden_size = size(weight, 0);
     check("the weight", weight, qkv.element(), &[hidden_size, num_heads * head_dim])?;
     check("sums", sums, ElementType::Float(DType::F32), &[num_kv_heads, hidden_size])?;
-    let fits = has_decode_attention_o(
+    let fits = has_attention_fused_project(
         context,
         num_heads as usize,
         num_kv_heads as usize,
         head_dim as usize,
         hidden_size as usize,
-    );
+    )?;
     if !fits || num_seqs != 1 || !(weight.data() as usize).is_multiple_of(16) {
         let message = format!("{num_seqs} x attention of {num_heads} heads, {hidden_size} wide");
         return Err(Error::internal(message));

@@ -3,7 +3,7 @@
 use crate::backend::cuda::{kernels, Arguments, CudaContext, Launch};
 use crate::backend::ComputeContext;
 use crate::error::{Error, Result};
-use crate::ops::attention::cuda::{count, AttentionParams};
+use crate::ops::attention::cuda_params::{count, AttentionParams};
 use crate::ops::attention::Problem;
 
 /// The rows and columns that a block computes.

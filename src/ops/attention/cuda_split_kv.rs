@@ -1,15 +1,15 @@
 //! `csrc/ops/attention/split_kv.cu`: one query per sequence, its keys split among blocks.
 
 use crate::backend::cuda::{
-    kernel_struct, kernels, Arguments, CudaContext, Kernel, Launch, MOST_COUNTERS,
+    kernel_struct, kernels, Arguments, CudaContext, Kernel, Launch, MAX_COUNTERS,
 };
 use crate::backend::ComputeContext;
 use crate::error::{Error, Result};
 use crate::memory::DType;
 #[cfg(test)]
 use crate::ops::attention::choice::KERNEL_HEAD_DIMS;
-use crate::ops::attention::cuda::{count, grid_extent, AttentionParams, GROUP_HEADS};
 use crate::ops::attention::cuda_flash::tile_stride;
+use crate::ops::attention::cuda_params::{count, grid_extent, AttentionParams, GROUP_HEADS};
 use crate::ops::attention::{Form, Problem};
 
 kernel_struct! {
@@ -81,7 +81,7 @@ pub(in crate::ops) fn shared_bytes() -> Vec<(String, u32)> {
 
 /// The most memory for partial results where sequences lie in a block cache: enough for all
 /// multiprocessors several times over. More sequences take several launches.
-const MOST_PARTIAL_BYTES: i64 = 32 << 20;
+const MAX_PARTIAL_BYTES: i64 = 32 << 20;
 
 /// Returns the bytes of partial results of a sequence of up to `max_kv_len` keys.
 fn partial_bytes(num_heads: i64, head_dim: i64, max_kv_len: i64) -> i64 {
@@ -103,8 +103,8 @@ pub(super) fn scratch_bytes(
     let partial = of_a_sequence.saturating_mul(num_seqs as i64);
     let counters = num_seqs.saturating_mul(num_heads).saturating_mul(4);
     // There are two arrays and, if they are many, counters, each rounded up.
-    (partial.min(MOST_PARTIAL_BYTES.max(of_a_sequence)) as usize)
-        .saturating_add(if counters > MOST_COUNTERS * 4 { counters } else { 0 })
+    (partial.min(MAX_PARTIAL_BYTES.max(of_a_sequence)) as usize)
+        .saturating_add(if counters > MAX_COUNTERS * 4 { counters } else { 0 })
         .saturating_add(3 * 512)
 }
 
@@ -119,7 +119,7 @@ pub(super) fn launch(
     let is_cached = problem.form == Form::Paged && !params.cu_seqlens_q.is_null();
     let of_a_sequence = partial_bytes(num_heads, head_dim, max_kv_len);
     let group = if is_cached && of_a_sequence > 0 {
-        (MOST_PARTIAL_BYTES / of_a_sequence).max(1)
+        (MAX_PARTIAL_BYTES / of_a_sequence).max(1)
     } else {
         num_seqs
     };

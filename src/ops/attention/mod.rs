@@ -29,6 +29,7 @@ mod cuda;
 mod cuda_flash;
 mod cuda_flash_wgmma;
 mod cuda_naive;
+mod cuda_params;
 #[cfg(test)]
 pub(in crate::ops) mod layouts;
 mod plan;

@@ -10,9 +10,9 @@
 
 use super::choice::AttentionBackend;
 use super::cuda_fused::{
-    decode_attention, has_decode_attention, is_fused_head_dim, DecodeScratch, DecodeSequences,
+    attention_fused, has_attention_fused, is_fused_head_dim, DecodeScratch, DecodeSequences,
 };
-use super::cuda_fused_project::{decode_attention_o, has_decode_attention_o};
+use super::cuda_fused_project::{attention_fused_project, has_attention_fused_project};
 use super::{attention_scratch_bytes, AttentionOptions};
 use crate::backend::{ComputeContext, DeviceTensor};
 use crate::error::{Error, Result};
@@ -89,14 +89,14 @@ impl AttentionPlan {
         sizes: AttentionSizes,
         dtype: DType,
         is_deterministic: bool,
-    ) -> Self {
+    ) -> Result<Self> {
         let is_portable = std::env::var_os("XSERV_CUDA_PORTABLE").is_some_and(|value| value == "1");
         let has_fused = !is_portable
             && sizes.has_qk_norm_and_rope
             && dtype != DType::F32
             && sizes.head_dim == sizes.head_stride
-            && has_decode_attention(context, sizes.head_dim);
-        AttentionPlan { sizes, has_fused, is_deterministic }
+            && has_attention_fused(context, sizes.head_dim)?;
+        Ok(AttentionPlan { sizes, has_fused, is_deterministic })
     }
 
     /// Whether the chip and the build have the kernels for one new token per sequence, whatever the
@@ -110,10 +110,12 @@ impl AttentionPlan {
         &self,
         context: &ComputeContext,
         hidden_size: usize,
-    ) -> bool {
+    ) -> Result<bool> {
         let AttentionSizes { num_heads, num_kv_heads, head_dim, .. } = self.sizes;
-        self.is_fused()
-            && has_decode_attention_o(context, num_heads, num_kv_heads, head_dim, hidden_size)
+        let has = |hidden_size| {
+            has_attention_fused_project(context, num_heads, num_kv_heads, head_dim, hidden_size)
+        };
+        Ok(self.is_fused() && has(hidden_size)?)
     }
 
     pub(in crate::ops) fn num_kv_heads(&self) -> usize {
@@ -158,7 +160,7 @@ impl AttentionPlan {
         let qkv = qkv.view(0, &[num_seqs, self.all_heads(), head_dim], None)?;
         let out = out.view(0, &[num_seqs, num_heads, head_dim], None)?;
         let scratch = scratch.ok_or_else(no_scratch)?;
-        decode_attention(context, &qkv, how, slots, sequences, scratch, &out)
+        attention_fused(context, &qkv, how, slots, sequences, scratch, &out)
     }
 
     /// Does the same for one sequence, and computes for each kv head its part of the output
@@ -179,7 +181,7 @@ impl AttentionPlan {
         let sums = scratch.ok_or_else(no_scratch)?;
         let sums = sums.as_matrix(self.sizes.num_kv_heads, hidden_size)?;
         let qkv = qkv.view(0, &[1, self.all_heads(), self.sizes.head_dim], None)?;
-        decode_attention_o(context, &qkv, how, slots, sequences, weight, &sums)?;
+        attention_fused_project(context, &qkv, how, slots, sequences, weight, &sums)?;
         Ok(sums)
     }
 

@@ -57,7 +57,7 @@ pub(in crate::ops) unsafe fn turn_on_cuda(
     target: *mut u8,
 ) -> Result<()> {
     const TILE: i64 = 64;
-    const MOST_MATRICES: i64 = 65535;
+    const MAX_MATRICES: i64 = 65535;
     let Turn { batch, rows, columns, batch_strides, row_strides } = *turn;
     // Two 16-bit elements are moved at once where everything is even.
     let even = [rows, columns].iter().chain(&batch_strides).chain(&row_strides).all(|n| n % 2 == 0)
@@ -70,7 +70,7 @@ pub(in crate::ops) unsafe fn turn_on_cuda(
     };
     let mut first = 0;
     while first < batch {
-        let matrices = MOST_MATRICES.min(batch - first);
+        let matrices = MAX_MATRICES.min(batch - first);
         let grid = (
             (columns as u64).div_ceil(TILE as u64) as u32,
             (rows as u64).div_ceil(TILE as u64) as u32,

@@ -1,6 +1,6 @@
 //! The CUDA half.
 
-use super::Binary;
+use super::binary::Binary;
 use crate::backend::cuda::{kernels, Arguments, CudaContext, Launch};
 use crate::error::{Error, Result};
 use crate::memory::{DType, Tensor};

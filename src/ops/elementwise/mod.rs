@@ -3,9 +3,11 @@
 //!
 //! All tensors have one shape and any strides; a stride of 0 repeats an operand along an axis.
 
+mod binary;
 pub mod cpu;
 mod cuda;
 
+use self::binary::Binary;
 use self::cuda::binary_on_cuda;
 use self::cuda::cast_on_cuda;
 use crate::backend::cpu::simd::{Kernel, Simd};
@@ -19,12 +21,6 @@ use crate::ops::common::launch::with_storage;
 use crate::ops::common::storage::Storage;
 use crate::ops::common::strided::Axes;
 use std::marker::PhantomData;
-
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Binary {
-    Add,
-    Mul,
-}
 
 /// Computes `out = a + b`. `out` may be the same view as `a` or `b`.
 pub fn add(context: &ComputeContext, a: &Tensor, b: &Tensor, out: &Tensor) -> Result<()> {

@@ -12,7 +12,7 @@ use crate::ops::common::contiguous::{check, cuda, float, matrix_size};
 ///
 /// ids, sources [num_tokens], chosen [max_rows], all of 32 bits; table [vocab_size, width], out
 /// [num_tokens, width] of one type. Sources name rows of `chosen`.
-pub fn embedding_step(
+pub fn embedding_chosen(
     context: &ComputeContext,
     table: &Tensor,
     ids: &Tensor,

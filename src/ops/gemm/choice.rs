@@ -3,7 +3,7 @@
 
 use crate::error::{Error, Result};
 use crate::memory::DType;
-use crate::ops::gemm::{GemmBackend, SumOrder};
+use crate::ops::gemm::options::{GemmBackend, SumOrder};
 
 /// The facts that the choice depends on.
 #[derive(Clone, Copy, Debug)]
@@ -228,7 +228,7 @@ fn many_rows(facts: &Facts) -> Choice {
 }
 
 /// An upper bound of the number of multiprocessors of any chip.
-const MOST_MULTIPROCESSORS: usize = 256;
+const MAX_MULTIPROCESSORS: usize = 256;
 
 /// Returns the most bytes of partial sums, on any chip, of a product whose result takes `results`
 /// bytes in f32 and which sums over `k`: those of [`tensor_core`].
@@ -239,7 +239,7 @@ pub(super) fn most_partial_bytes(dtype: DType, results: usize, k: usize) -> usiz
     }
     // Split products have no more tiles than there are multiprocessors, or three times as many if
     // the tiles are small.
-    let tiles = MOST_MULTIPROCESSORS * 128 * 256 * 4;
+    let tiles = MAX_MULTIPROCESSORS * 128 * 256 * 4;
     // Rows that do not exist are not part of it.
     results.saturating_mul(splits).min(tiles)
 }

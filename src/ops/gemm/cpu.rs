@@ -15,6 +15,7 @@ use crate::ops::common::panel_product::{
 };
 use crate::ops::common::storage::Storage;
 use crate::ops::gemm::cpu_gemv::{skinny, Skinny, MAX_VECTORS};
+use crate::ops::gemm::cpu_scale::Scale;
 use std::marker::PhantomData;
 
 /// The shape and factors of a product.
@@ -96,21 +97,6 @@ impl GemmScratch {
     /// Makes empty buffers.
     pub fn new() -> Self {
         Self::default()
-    }
-}
-
-/// How one sum becomes an element of C.
-#[derive(Clone, Copy)]
-pub(crate) struct Scale {
-    pub alpha: f32,
-    pub beta: f32,
-}
-
-impl Scale {
-    #[inline(always)]
-    pub fn store<T: Storage>(self, sum: f32, c: &mut T) {
-        let old = if self.beta == 0.0 { 0.0 } else { self.beta * c.to_f32() };
-        *c = T::from_f32(self.alpha * sum + old);
     }
 }
 

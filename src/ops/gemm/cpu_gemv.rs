@@ -6,7 +6,7 @@ use crate::backend::cpu::tile::{prefetch, tile_rows, Element, Operands, MAX_ROWS
 use crate::backend::cpu::{CpuBackend, SendPointer};
 use crate::error::Result;
 use crate::ops::common::storage::Storage;
-use crate::ops::gemm::cpu::Scale;
+use crate::ops::gemm::cpu_scale::Scale;
 use std::ops::Range;
 
 /// The most vectors for which this is worth it; with more the matrix is packed.

@@ -10,19 +10,22 @@
 
 pub mod cpu;
 mod cpu_gemv;
+mod cpu_scale;
 mod cuda;
 
 mod backward;
 mod choice;
 mod layout;
+mod options;
 
 pub use backward::gemm_backward;
 #[cfg(test)]
 pub(in crate::ops) use choice::shared_bytes as tile_shared_bytes;
 #[cfg(test)]
 pub(in crate::ops) use cuda::{simt_shared_bytes, GemmParams, GemvParams, SimtGemmParams};
+pub use options::{GemmBackend, GemmOptions, SumOrder};
 
-use crate::backend::cuda::{is_cublas_present, CudaContext, MOST_CUBLAS_WORKSPACE_BYTES};
+use crate::backend::cuda::{is_cublas_present, CudaContext, MAX_CUBLAS_WORKSPACE_BYTES};
 use crate::backend::{ComputeContext, ContextBackend};
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::{DType, Tensor};
@@ -32,67 +35,6 @@ use crate::ops::common::storage::Storage;
 use crate::ops::gemm::choice::{choose, choose_ordered, Choice, Facts};
 use crate::ops::gemm::cpu::GemmScratch;
 use crate::ops::gemm::layout::{batch_size, matrix_sizes, Operand, Place, Product, Staged};
-
-/// The implementation that computes a product.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum GemmBackend {
-    /// The fastest one that serves the call.
-    Auto,
-    /// The plain triple loop.
-    Naive,
-    /// CUDA: tiles in shared memory, any type and layout.
-    Tiled,
-    /// CUDA: cuBLASLt, where it is installed.
-    Cublas,
-    /// CUDA: this library's kernels for the tensor cores, f16 and bf16.
-    TensorCore,
-    /// CPU: packed panels and SIMD.
-    Blocked,
-}
-
-/// The order in which the products along k are added up.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum SumOrder {
-    /// Whichever order is fastest for the sizes.
-    #[default]
-    Fastest,
-    /// CUDA: an order that depends on n and k alone. A row of C has the same bits whatever the
-    /// other rows of A are, and however many there are.
-    ByRow,
-    /// Hopper, f16 and bf16, B stored [n, k]: such an order, by wgmma, with k in this number of
-    /// parts, as [`skinny_gemm`](crate::ops::linear::cuda_skinny::skinny_gemm) adds them up.
-    Parts(u32),
-}
-
-/// How to multiply.
-#[derive(Clone, Copy, Debug)]
-pub struct GemmOptions {
-    /// Whether A is stored [k, m].
-    pub transpose_a: bool,
-    /// Whether B is stored [n, k].
-    pub transpose_b: bool,
-    /// The factor of the product.
-    pub alpha: f32,
-    /// The factor of the previous contents of C.
-    pub beta: f32,
-    /// The implementation that computes it.
-    pub backend: GemmBackend,
-    /// The order of the sums; on CUDA any order other than `Fastest` decides the implementation.
-    pub order: SumOrder,
-}
-
-impl Default for GemmOptions {
-    fn default() -> Self {
-        GemmOptions {
-            transpose_a: false,
-            transpose_b: false,
-            alpha: 1.0,
-            beta: 0.0,
-            backend: GemmBackend::Auto,
-            order: SumOrder::Fastest,
-        }
-    }
-}
 
 /// Computes the product; see the head of the file. C overlaps neither A nor B.
 pub fn gemm(
@@ -156,7 +98,7 @@ pub fn gemm_scratch_bytes(
 /// Returns the workspace of cuBLAS for products of up to `results` bytes in f32: room to sum them
 /// up in two parts, and no more than it can use.
 fn cublas_workspace_bytes(results: usize) -> usize {
-    results.saturating_mul(2).clamp(1 << 20, MOST_CUBLAS_WORKSPACE_BYTES)
+    results.saturating_mul(2).clamp(1 << 20, MAX_CUBLAS_WORKSPACE_BYTES)
 }
 
 /// Returns the workspace of cuBLAS for products with weights of up to `out_features`, for up to

@@ -9,7 +9,7 @@ use crate::ops::common::contiguous::{check, cuda};
 /// The number of threads of a block of the kernel.
 const THREADS: u32 = 256;
 /// The most copies of a launch: kernels take 4 KiB of arguments.
-pub const MOST_KV_COPIES: usize = 240;
+pub const MAX_KV_COPIES: usize = 240;
 /// The number of bytes of an access.
 const UNIT_BYTES: usize = 16;
 
@@ -30,7 +30,7 @@ kernel_struct! {
         part_units: i64,
         block_units: i32,
         to_host: i32,
-        copies: [KvSwapCopy; MOST_KV_COPIES],
+        copies: [KvSwapCopy; MAX_KV_COPIES],
     }
 }
 
@@ -84,7 +84,7 @@ pub struct KvCopy {
     pub offset: usize,
 }
 
-/// Queues the copies of up to [`MOST_KV_COPIES`] blocks to or from their places in `buffers`, in no
+/// Queues the copies of up to [`MAX_KV_COPIES`] blocks to or from their places in `buffers`, in no
 /// order: a place that is written twice may end up with either.
 pub fn kv_cache_swap(
     context: &ComputeContext,
@@ -98,7 +98,7 @@ pub fn kv_cache_swap(
     let block_units = i32::try_from(parts.block_bytes / UNIT_BYTES).map_err(|_| wrong())?;
     let start = parts.first.data();
     let are_units = (start as usize | parts.block_bytes).is_multiple_of(UNIT_BYTES);
-    if copies.len() > MOST_KV_COPIES || !are_units {
+    if copies.len() > MAX_KV_COPIES || !are_units {
         return Err(wrong());
     }
     if copies.is_empty() || block_units == 0 {
@@ -109,7 +109,7 @@ pub fn kv_cache_swap(
         part_units: (parts.num_blocks * parts.block_bytes / UNIT_BYTES) as i64,
         block_units,
         to_host: i32::from(to_host),
-        copies: [KvSwapCopy { host: 0, block: 0, padding: 0 }; MOST_KV_COPIES],
+        copies: [KvSwapCopy { host: 0, block: 0, padding: 0 }; MAX_KV_COPIES],
     };
     for (slot, copy) in params.copies.iter_mut().zip(copies) {
         let buffer = buffers.get_mut(copy.buffer).ok_or_else(wrong)?;

@@ -100,11 +100,10 @@ impl Kernel {
 }
 
 /// Whether the chip and the build have the kernels of this file.
-pub fn has_decode_gemv(context: &ComputeContext) -> bool {
-    cuda(context).is_ok_and(|cuda| {
-        cuda.device().info().compute_capability.0 >= 9
-            && cuda.has_kernel(kernels::LINEAR_GEMV_NORM_1_1.bf16)
-    })
+pub fn has_linear_gemv(context: &ComputeContext) -> Result<bool> {
+    let Ok(cuda) = cuda(context) else { return Ok(false) };
+    Ok(cuda.device().info().compute_capability.0 >= 9
+        && cuda.has_kernel(kernels::LINEAR_GEMV_NORM_1_1.bf16)?)
 }
 
 /// Whether the kernels of this file can multiply by a weight of `[out_features, in_features]`.
@@ -127,7 +126,7 @@ pub fn is_gemv_weight(weight: &Tensor, result: Epilogue) -> bool {
 ///
 /// x [num_tokens, in_features], weight [out_features, in_features] (twice the rows of out with
 /// SwiGlu), out [num_tokens, out_features], of f16 or bf16; at most [`GEMV_TOKENS`] tokens.
-pub fn decode_gemv(
+pub fn linear_gemv(
     context: &ComputeContext,
     x: &Tensor,
     norm: Option<(&Tensor, f32)>,

@@ -1,4 +1,4 @@
-//! The linear layers around [`super::decode_attention_o()`] for one token of a small model:
+//! The linear layers around [`super::attention_fused_project()`] for one token of a small model:
 //! `csrc/ops/linear/gemv_mma.cu`.
 
 use crate::backend::cuda::{kernel_struct, kernels, Arguments, Kernel, Launch};
@@ -77,24 +77,23 @@ impl OneTokenLinear<'_> {
 }
 
 /// Whether the chip and the build have the kernels, and they serve layers of these sizes.
-pub fn has_decode_gemv_mma(
+pub fn has_linear_gemv_mma(
     context: &ComputeContext,
     hidden_size: usize,
     intermediate_size: usize,
     num_kv_heads: usize,
-) -> bool {
-    (hidden_size, intermediate_size, num_kv_heads) == (1024, 3072, NUM_SUMS)
-        && cuda(context).is_ok_and(|cuda| {
-            cuda.device().info().compute_capability.0 >= 9
-                && cuda.has_kernel(kernels::LINEAR_GEMV_MMA_NORM.bf16)
-        })
+) -> Result<bool> {
+    let Ok(cuda) = cuda(context) else { return Ok(false) };
+    Ok((hidden_size, intermediate_size, num_kv_heads) == (1024, 3072, NUM_SUMS)
+        && cuda.device().info().compute_capability.0 >= 9
+        && cuda.has_kernel(kernels::LINEAR_GEMV_MMA_NORM.bf16)?)
 }
 
 /// Computes a layer for one token: x [1, in_features], weight [out_features, in_features] (twice
 /// the rows with [`OneTokenLinear::SumsSwiGlu`]), out [1, out_features], of f16 or bf16.
 /// in_features is 1024, or 3072 with [`OneTokenLinear::Residual`]; out_features is a multiple of
 /// 32.
-pub fn decode_gemv_mma(
+pub fn linear_gemv_mma(
     context: &ComputeContext,
     x: &Tensor,
     layer: OneTokenLinear<'_>,

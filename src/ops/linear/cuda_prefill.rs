@@ -1,4 +1,4 @@
-//! Linear layers for more tokens than [`super::skinny_gemm()`] takes, on Hopper:
+//! Linear layers for more tokens than [`super::linear_skinny()`] takes, on Hopper:
 //! `csrc/ops/linear/prefill.cu`.
 
 use crate::backend::cuda::{
@@ -192,7 +192,7 @@ pub(in crate::ops) fn shared_bytes() -> Vec<(String, u32)> {
     shapes.map(|shape| (format!("linear_prefill_{}", shape.name), shape.shared_bytes())).collect()
 }
 
-/// Whether [`prefill_gemm`] is faster than cuBLAS (which needs another kernel to compute the gate,
+/// Whether [`linear_prefill`] is faster than cuBLAS (which needs another kernel to compute the gate,
 /// and begins only when the preceding kernel has ended), or cuBLAS is not there. Measured on an
 /// H200 and an H100 with the layers of Qwen3-0.6B, 1.7B and 8B.
 pub fn is_prefill_faster(num_tokens: usize, weight: &Tensor, result: Epilogue) -> bool {
@@ -203,7 +203,7 @@ pub fn is_prefill_faster(num_tokens: usize, weight: &Tensor, result: Epilogue) -
     match result {
         Epilogue::Store if rows > k => rows >= 4096 && (k <= 2048 || num_tokens >= 384),
         Epilogue::Store => {
-            num_tokens <= MOST_NARROW_TOKENS
+            num_tokens <= MAX_NARROW_TOKENS
                 && Shape::narrow(num_tokens as i64, rows, k, MULTIPROCESSORS).is_some()
         }
         Epilogue::SwiGlu => k <= 2048 || (384..=1024).contains(&num_tokens),
@@ -213,15 +213,14 @@ pub fn is_prefill_faster(num_tokens: usize, weight: &Tensor, result: Epilogue) -
 
 /// The most tokens with which the shapes for weights with few rows are faster than cuBLAS, and the
 /// number of multiprocessors of the chips on which that was measured.
-const MOST_NARROW_TOKENS: usize = 448;
+const MAX_NARROW_TOKENS: usize = 448;
 const MULTIPROCESSORS: i64 = 132;
 
 /// Whether the chip and the build have the kernels of this file.
-pub fn has_prefill_gemm(context: &ComputeContext) -> bool {
-    cuda(context).is_ok_and(|cuda| {
-        cuda.device().info().compute_capability == (9, 0)
-            && cuda.has_kernel(kernels::LINEAR_PREFILL_PLAIN_128X128_M.bf16)
-    })
+pub fn has_linear_prefill(context: &ComputeContext) -> Result<bool> {
+    let Ok(cuda) = cuda(context) else { return Ok(false) };
+    Ok(cuda.device().info().compute_capability == (9, 0)
+        && cuda.has_kernel(kernels::LINEAR_PREFILL_PLAIN_128X128_M.bf16)?)
 }
 
 /// Computes the product of x [num_tokens, in_features] and `weight` [out_features, in_features]
@@ -229,7 +228,7 @@ pub fn has_prefill_gemm(context: &ComputeContext) -> bool {
 /// [num_tokens, out_features], of f16 or bf16. The weight is one that [`is_skinny_weight`] accepts.
 /// A token's bits depend only on the token, the weight and, where the weight has few rows, the
 /// number of tokens.
-pub fn prefill_gemm(
+pub fn linear_prefill(
     context: &ComputeContext,
     x: &Tensor,
     weight: &DeviceTensor,

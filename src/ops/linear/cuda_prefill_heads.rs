@@ -1,5 +1,5 @@
 //! The projection to queries, keys and values for prompts on Hopper, fused with what Qwen3 does to
-//! the heads next: the product of [`super::prefill_gemm`], whose sums are treated as by
+//! the heads next: the product of [`super::linear_prefill`], whose sums are treated as by
 //! [`super::qk_norm_rope_append()`].
 
 use crate::backend::cuda::{kernel_struct, kernels, Arguments, Kernel, Launch, TensorMap};
@@ -54,7 +54,7 @@ fn kernel(shape: Shape, dtype: DType) -> Option<Kernel> {
     }
 }
 
-/// Whether [`prefill_heads`] serves this number of tokens, the weight and heads of `head_dim`
+/// Whether [`linear_prefill_heads`] serves this number of tokens, the weight and heads of `head_dim`
 /// elements, `head_stride` apart, and is faster than the product and the rest as separate kernels.
 /// Measured on an H100 with the layers of Qwen3-0.6B.
 pub fn is_prefill_heads_faster(
@@ -77,7 +77,7 @@ pub fn is_prefill_heads_faster(
 /// normalised and rotated queries go to qkv [num_tokens, num_heads + 2 num_kv_heads, 128], the rest
 /// of which stays as it is; normalised and rotated keys, and values, go to the cache. All are of
 /// f16 or bf16. A token's bits depend only on the token, its position and the weights.
-pub fn prefill_heads(
+pub fn linear_prefill_heads(
     context: &ComputeContext,
     x: &Tensor,
     weight: &DeviceTensor,

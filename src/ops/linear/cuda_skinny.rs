@@ -167,11 +167,10 @@ pub(in crate::ops) fn shared_bytes() -> Vec<(String, u32)> {
 }
 
 /// Whether the chip and the build have the kernels of this file.
-pub fn has_skinny_gemm(context: &ComputeContext) -> bool {
-    cuda(context).is_ok_and(|cuda| {
-        cuda.device().info().compute_capability == (9, 0)
-            && cuda.has_kernel(kernels::LINEAR_SKINNY_PLAIN_64X16.bf16)
-    })
+pub fn has_linear_skinny(context: &ComputeContext) -> Result<bool> {
+    let Ok(cuda) = cuda(context) else { return Ok(false) };
+    Ok(cuda.device().info().compute_capability == (9, 0)
+        && cuda.has_kernel(kernels::LINEAR_SKINNY_PLAIN_64X16.bf16)?)
 }
 
 /// Whether the kernels of this file can multiply by a weight of `[out_features, in_features]`.
@@ -186,7 +185,7 @@ pub fn is_skinny_weight(weight: &Tensor, result: Epilogue) -> bool {
         && (weight.data() as usize).is_multiple_of(16)
 }
 
-/// Returns the number of parts of k whose sums [`skinny_gemm`] adds up where its order is fixed; it
+/// Returns the number of parts of k whose sums [`linear_skinny`] adds up where its order is fixed; it
 /// depends on the shape of a weight alone.
 pub fn num_fixed_parts(weight: &Tensor, result: Epilogue) -> u32 {
     let [rows, k] = [0, 1].map(|i| weight.shape().get(i).copied().unwrap_or(0));
@@ -197,7 +196,7 @@ pub fn num_fixed_parts(weight: &Tensor, result: Epilogue) -> u32 {
 /// (twice the rows of `out` with [`Epilogue::SwiGlu`]) into out [num_tokens, out_features], of f16
 /// or bf16, for up to [`SKINNY_TOKENS`] tokens. With `is_fixed` a token's bits depend only on the
 /// token and the weight.
-pub fn skinny_gemm(
+pub fn linear_skinny(
     context: &ComputeContext,
     x: &Tensor,
     weight: &DeviceTensor,

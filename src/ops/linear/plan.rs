@@ -19,12 +19,12 @@
 //! [`SumOrder::Parts`]; both add up k by wgmma, 16 at a time from the first to the last, in the
 //! number of parts that the shape of the weight gives. Other weights take [`SumOrder::ByRow`].
 
-use super::cuda_gemv::{decode_gemv, has_decode_gemv, is_gemv_weight, GEMV_TOKENS};
-use super::cuda_gemv_mma::{decode_gemv_mma, has_decode_gemv_mma, OneTokenLinear};
-use super::cuda_prefill::{has_prefill_gemm, is_prefill_faster, prefill_gemm};
-use super::cuda_prefill_heads::{is_prefill_heads_faster, prefill_heads};
+use super::cuda_gemv::{has_linear_gemv, is_gemv_weight, linear_gemv, GEMV_TOKENS};
+use super::cuda_gemv_mma::{has_linear_gemv_mma, linear_gemv_mma, OneTokenLinear};
+use super::cuda_prefill::{has_linear_prefill, is_prefill_faster, linear_prefill};
+use super::cuda_prefill_heads::{is_prefill_heads_faster, linear_prefill_heads};
 use super::cuda_skinny::{
-    has_skinny_gemm, is_skinny_weight, num_fixed_parts, skinny_gemm, SKINNY_TOKENS,
+    has_linear_skinny, is_skinny_weight, linear_skinny, num_fixed_parts, SKINNY_TOKENS,
 };
 use super::matrix::{Matrix, MatrixLayout};
 use super::residual::{Norm, Pending, ResidualStream};
@@ -136,7 +136,7 @@ impl LinearPlan {
         sizes: &DecoderSizes,
         products: impl Iterator<Item = Product<'a>>,
         is_deterministic: bool,
-    ) -> Self {
+    ) -> Result<Self> {
         let (mut suit_chain, mut suit_gemv) = (true, true);
         for Product { weight, has_bias, epilogue } in products {
             suit_chain &= !has_bias
@@ -147,20 +147,20 @@ impl LinearPlan {
         let has_chain = suit_chain
             && attention.has_fused_kernels()
             && sizes.has_rms_norms
-            && has_skinny_gemm(context)
+            && has_linear_skinny(context)?
             && sizes.hidden_size <= MAX_CHAIN_WIDTH;
-        let has_gemv = has_chain && suit_gemv && has_decode_gemv(context) && !is_deterministic;
+        let has_gemv = has_chain && suit_gemv && has_linear_gemv(context)? && !is_deterministic;
         let DecoderSizes { hidden_size, intermediate_size, .. } = *sizes;
         let has_one_token = has_gemv
-            && attention.has_fused_projection(context, hidden_size)
-            && has_decode_gemv_mma(
+            && attention.has_fused_projection(context, hidden_size)?
+            && has_linear_gemv_mma(
                 context,
                 hidden_size,
                 intermediate_size,
                 attention.num_kv_heads(),
-            );
-        let has_prefill = has_chain && has_prefill_gemm(context);
-        LinearPlan { has_chain, has_gemv, has_one_token, has_prefill, is_deterministic }
+            )?;
+        let has_prefill = has_chain && has_linear_prefill(context)?;
+        Ok(LinearPlan { has_chain, has_gemv, has_one_token, has_prefill, is_deterministic })
     }
 
     /// Returns the most rows of a decoding step for which the layers are a chain; `None` if they
@@ -292,7 +292,7 @@ impl LinearPass<'_> {
             Links::OneToken => {
                 let (norm, eps) = rms(norm)?;
                 let x = OneTokenLinear::Norm { norm, eps };
-                decode_gemv_mma(self.context, &stream.hidden, x, layer.weight, out)?;
+                linear_gemv_mma(self.context, &stream.hidden, x, layer.weight, out)?;
             }
         }
         self.mark(layer, stream.num_rows())
@@ -335,7 +335,7 @@ impl LinearPass<'_> {
             return Ok(false);
         };
         self.normalise(stream, norm)?;
-        prefill_heads(self.context, &stream.normed, layer.weight, how, slots, out)?;
+        linear_prefill_heads(self.context, &stream.normed, layer.weight, how, slots, out)?;
         self.mark(layer, num_rows)?;
         Ok(true)
     }
@@ -375,7 +375,7 @@ impl LinearPass<'_> {
                 if layer.bias.is_none() && self.takes_skinny(rows) {
                     self.skinny(x, layer, epilogue, out)?;
                 } else if layer.bias.is_none() && self.takes_prefill(rows, layer, epilogue) {
-                    prefill_gemm(self.context, x, layer.weight, epilogue, out)?;
+                    linear_prefill(self.context, x, layer.weight, epilogue, out)?;
                 } else {
                     self.by_gemm(x, layer, epilogue, gate_up)?;
                     silu_mul(self.context, gate_up, out)?;
@@ -390,7 +390,7 @@ impl LinearPass<'_> {
                 let (norm, eps) = rms(norm)?;
                 let (sums, hidden) = (&**sums, &*stream.projected);
                 let gated = OneTokenLinear::SumsSwiGlu { norm, eps, sums, hidden };
-                decode_gemv_mma(self.context, &stream.hidden, gated, layer.weight, out)?;
+                linear_gemv_mma(self.context, &stream.hidden, gated, layer.weight, out)?;
             }
         }
         self.mark(layer, stream.num_rows())
@@ -412,12 +412,12 @@ impl LinearPass<'_> {
             }
             Links::Chain => self.skinny(x, layer, epilogue, &stream.hidden)?,
             Links::Gemv => {
-                decode_gemv(self.context, x, None, layer.weight, epilogue, &stream.hidden)?
+                linear_gemv(self.context, x, None, layer.weight, epilogue, &stream.hidden)?
             }
             Links::OneToken => {
                 // What was pending went into `projected` on the way to x.
                 let added = OneTokenLinear::Residual { residual: &stream.projected };
-                decode_gemv_mma(self.context, x, added, layer.weight, &stream.hidden)?;
+                linear_gemv_mma(self.context, x, added, layer.weight, &stream.hidden)?;
                 stream.pending = Pending::Nothing;
             }
         }
@@ -442,7 +442,7 @@ impl LinearPass<'_> {
         if layer.bias.is_none() && self.takes_skinny(rows) {
             self.skinny(x, layer, epilogue, out)?;
         } else if layer.bias.is_none() && self.takes_prefill(rows, layer, epilogue) {
-            prefill_gemm(self.context, x, layer.weight, epilogue, out)?;
+            linear_prefill(self.context, x, layer.weight, epilogue, out)?;
         } else {
             self.by_gemm(x, layer, epilogue, out)?;
         }
@@ -469,7 +469,7 @@ impl LinearPass<'_> {
         out: &DeviceTensor,
     ) -> Result<()> {
         let is_fixed = self.plan.is_deterministic;
-        skinny_gemm(self.context, x, layer.weight, epilogue, is_fixed, out)
+        linear_skinny(self.context, x, layer.weight, epilogue, is_fixed, out)
     }
 
     fn in_chain(
@@ -494,7 +494,7 @@ impl LinearPass<'_> {
         out: &DeviceTensor,
     ) -> Result<()> {
         let norm = Some(rms(norm)?);
-        decode_gemv(self.context, &stream.hidden, norm, layer.weight, epilogue, out)
+        linear_gemv(self.context, &stream.hidden, norm, layer.weight, epilogue, out)
     }
 
     /// Computes the product. A bias is written to every row of `out` first, and the product is

@@ -11,7 +11,7 @@ use crate::error::Result;
 use crate::memory::Tensor;
 use crate::ops::elementwise::add;
 use crate::ops::layer_norm::layer_norm;
-use crate::ops::rms_norm::cuda_rounded::{add_rms_norm, rms_norm_step};
+use crate::ops::rms_norm::cuda_rounded::{add_rms_norm, rms_norm_rounded};
 
 /// A norm with its weights, which have the element type of the stream.
 #[derive(Clone, Copy, Debug)]
@@ -100,7 +100,7 @@ impl ResidualStream {
     ) -> Result<()> {
         match *norm {
             Norm::Rms { weight, eps } => {
-                rms_norm_step(context, &self.hidden, weight, eps, &self.normed)
+                rms_norm_rounded(context, &self.hidden, weight, eps, &self.normed)
             }
             Norm::Layer { .. } => {
                 Err(crate::error::Error::internal("the chain of kernels with a LayerNorm"))

@@ -1,6 +1,6 @@
 //! The CUDA half, rounded once.
 
-use super::AddRmsNorm;
+use super::tensors::AddRmsNorm;
 use crate::backend::cuda::{kernels, Arguments, CudaContext, Launch};
 use crate::error::{Error, Result};
 use crate::memory::{DType, Tensor};

@@ -55,7 +55,7 @@ pub fn add_rms_norm(
 
 kernel_struct! {
     #[derive(Clone, Copy)]
-    pub(in crate::ops) struct RmsNormStepParams {
+    pub(in crate::ops) struct RmsNormRoundedParams {
         x: *mut u8,
         weight: *mut u8,
         out: *mut u8,
@@ -66,7 +66,7 @@ kernel_struct! {
 
 /// Computes `out = round(weight * round(x / sqrt(mean(x^2) + eps)))`, row by row. x, out [num_rows,
 /// width], of f16 or bf16; width a multiple of 8, at most 16384.
-pub fn rms_norm_step(
+pub fn rms_norm_rounded(
     context: &ComputeContext,
     x: &Tensor,
     weight: &Tensor,
@@ -78,13 +78,13 @@ pub fn rms_norm_step(
     check("weight", weight, out.element(), &[width.into()])?;
     let kernel = kernels::RMS_NORM_ROUNDED.of_half(dtype)?;
     if width % 8 != 0 || width > 16384 {
-        return Err(Error::internal(format!("rms_norm_step of rows of {width}")));
+        return Err(Error::internal(format!("rms_norm_rounded of rows of {width}")));
     }
     if out.is_empty() {
         return Ok(());
     }
     let params =
-        RmsNormStepParams { x: x.data(), weight: weight.data(), out: out.data(), width, eps };
+        RmsNormRoundedParams { x: x.data(), weight: weight.data(), out: out.data(), width, eps };
     // A thread takes a vector of eight elements, two in the widest rows.
     let block = (width as u32 / 8).clamp(32, 1024).next_multiple_of(32);
     let arguments = Arguments::new().value(&params);

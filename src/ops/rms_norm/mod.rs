@@ -10,6 +10,9 @@ pub mod cpu;
 pub mod cpu_heads;
 mod cuda;
 pub mod cuda_rounded;
+mod tensors;
+
+pub use self::tensors::AddRmsNorm;
 
 use self::cuda::add_on_cuda;
 use self::cuda::on_cuda;
@@ -70,22 +73,6 @@ pub fn rms_norm(
             place.finish(context)
         }
     }
-}
-
-/// The tensors of [`add_rms_norm`]. `residual_out` may be the same view as `residual` or `x`, and
-/// `out` as `x`.
-#[derive(Clone, Copy, Debug)]
-pub struct AddRmsNorm<'a> {
-    /// The output of the preceding layer.
-    pub x: &'a Tensor,
-    /// The tensor that it is added to.
-    pub residual: &'a Tensor,
-    /// The weight of the norm, [width].
-    pub weight: &'a Tensor,
-    /// The sum, rounded to the element type.
-    pub residual_out: &'a Tensor,
-    /// The norm of the sum.
-    pub out: &'a Tensor,
 }
 
 /// Adds and normalises; see the head of the file.

@@ -6,7 +6,7 @@ use crate::backend::cpu::{CpuBackend, SendPointer};
 use crate::error::{Error, Result};
 use crate::ops::common::index::Index;
 use crate::ops::common::storage::{Storage, CHUNK};
-use crate::ops::rope::RopePairing;
+use crate::ops::rope::angles::RopePairing;
 
 /// Rotates in place x [num_tokens, num_heads, head_dim], token rows `row_stride` elements apart, by
 /// the angles of `positions` [num_tokens]. `cos` and `sin` are [num_positions, head_dim / 2].

@@ -3,8 +3,8 @@
 
 use crate::backend::cpu::{CpuBackend, SendPointer};
 use crate::error::{try_with_capacity, Error, Result};
+use crate::ops::rope::angles::RopePairing;
 use crate::ops::rope::cpu::Rotate;
-use crate::ops::rope::RopePairing;
 use std::sync::OnceLock;
 
 /// The number of positions whose angles are computed together.

@@ -1,12 +1,10 @@
 //! The CUDA half.
 
-use super::head_strides;
-use super::Angles;
+use super::angles::{head_strides, Angles, RopePairing};
 use crate::backend::cuda::{kernel_struct, kernels, Arguments, CudaContext, Launch};
 use crate::error::{Error, Result};
 use crate::memory::{DType, Tensor};
 use crate::ops::common::launch::num_blocks;
-use crate::ops::rope::RopePairing;
 
 kernel_struct! {
     /// `csrc/ops/rope/rope.cu` has the same struct and documents its fields.

@@ -9,11 +9,14 @@
 //! q [num_tokens, num_heads, head_dim], k [num_tokens, num_kv_heads, head_dim] f32, f16 or bf16,
 //! positions [num_tokens] i32 or i64, cos and sin [max_position, head_dim / 2] f32.
 
+mod angles;
 pub mod cpu;
 pub mod cpu_table;
 mod cuda;
 pub mod cuda_rounded;
 
+pub use self::angles::RopePairing;
+use self::angles::{head_strides, Angles};
 use self::cuda::on_cuda;
 #[cfg(test)]
 pub(in crate::ops) use self::cuda::RopeArgs;
@@ -24,7 +27,6 @@ use crate::error::{Error, Result};
 use crate::memory::{DType, Device, ElementType, Tensor};
 use crate::ops::common::check::{self, InPlace, Named};
 use crate::ops::common::copy::copy_unchecked;
-use crate::ops::common::index::Index;
 use crate::ops::common::launch::{num_blocks, with_storage};
 use crate::ops::common::staging::{contiguous, host_slice, host_slice_mut, input, output, Output};
 use crate::ops::common::storage::Storage;
@@ -215,71 +217,6 @@ pub fn rope(
     }
 }
 
-/// The positions and tables to rotate by.
-struct Angles<'a> {
-    positions: &'a Tensor,
-    positions_are_i64: bool,
-    cos: &'a Tensor,
-    sin: &'a Tensor,
-    pairing: RopePairing,
-}
-
-impl Angles<'_> {
-    fn max_position(&self) -> usize {
-        self.cos.shape().first().map_or(0, |&size| size as usize)
-    }
-
-    /// # Safety
-    /// The positions are contiguous, on the host, of the type that the flag says.
-    unsafe fn position(&self, token: usize) -> Option<usize> {
-        // SAFETY: by contract.
-        unsafe {
-            if self.positions_are_i64 {
-                host_slice::<i64>(self.positions).get(token)?.to_index(self.max_position())
-            } else {
-                host_slice::<i32>(self.positions).get(token)?.to_index(self.max_position())
-            }
-        }
-    }
-
-    /// Fails if a position is outside the table.
-    ///
-    /// # Safety
-    /// The requirements are those of [`Angles::position`].
-    unsafe fn check_positions(&self) -> Result<()> {
-        for token in 0..self.positions.num_elements() as usize {
-            // SAFETY: by contract.
-            if unsafe { self.position(token) }.is_some() {
-                continue;
-            }
-            // SAFETY: by contract.
-            let position = unsafe {
-                if self.positions_are_i64 {
-                    host_slice::<i64>(self.positions).get(token).copied()
-                } else {
-                    host_slice::<i32>(self.positions).get(token).copied().map(i64::from)
-                }
-            };
-            return Err(Error::invalid_argument(format!(
-                "positions: position {} of token {token} is outside the table of {} positions",
-                position.unwrap_or_default(),
-                self.max_position()
-            )));
-        }
-        Ok(())
-    }
-}
-
-/// Returns the strides of tokens and of heads, if the elements of each head lie one after another.
-fn head_strides(tensor: &Tensor) -> Option<(i64, i64)> {
-    match (&**tensor.shape(), &**tensor.strides()) {
-        (&[_, _, head_dim], &[token, head, step]) if step == 1 || head_dim == 1 => {
-            Some((token, head))
-        }
-        _ => None,
-    }
-}
-
 /// Whether the heads of each token also lie one after another.
 fn heads_lie_together(tensor: &Tensor) -> bool {
     let num_heads = tensor.shape().get(1).copied().unwrap_or(0);
@@ -323,13 +260,4 @@ unsafe fn rotate_on_host<T: Storage>(
             }
         }
     })
-}
-
-/// Which values of a head form pair i of `head_dim / 2`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum RopePairing {
-    /// `(x[i], x[i + head_dim / 2])`, which Hugging Face checkpoints of Qwen3 and Llama use.
-    SplitHalf,
-    /// `(x[2i], x[2i + 1])`, as in the paper.
-    Interleaved,
 }

@@ -6,6 +6,24 @@ use crate::error::{Error, Result};
 use crate::memory::{ElementType, Tensor};
 use crate::ops::common::contiguous::{check, cuda, float, matrix_size};
 
+/// How a token is drawn at random: from the logits divided by the temperature, after the filters
+/// top-k, top-p and min-p in this order.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Draw {
+    /// The temperature, above 0.
+    pub temperature: f32,
+    /// The number of the most likely tokens kept; 0 keeps all tokens.
+    pub top_k: u32,
+    /// The total probability of the tokens kept, above 0; 1 keeps all tokens.
+    pub top_p: f32,
+    /// The fraction of the top probability below which a token is dropped; 0 keeps all tokens.
+    pub min_p: f32,
+    /// The seed. The draw depends on seed and index alone.
+    pub seed: u64,
+    /// The number of the token in its sequence.
+    pub index: u64,
+}
+
 kernel_struct! {
     /// How a row's token is chosen; `csrc/ops/sample/sample.cu` has the same struct and documents
     /// its fields.
@@ -34,6 +52,19 @@ const _: () = assert!(size_of::<SampleRow>() == 32);
 /// to be finite; below this value the likeliest token is chosen all the same.
 const LEAST_TEMPERATURE: f32 = 1e-30;
 
+impl From<Draw> for SampleRow {
+    fn from(draw: Draw) -> Self {
+        SampleRow {
+            seed: draw.seed,
+            index: draw.index,
+            temperature: draw.temperature,
+            top_p: draw.top_p,
+            min_p: draw.min_p,
+            top_k: i32::try_from(draw.top_k).unwrap_or(i32::MAX),
+        }
+    }
+}
+
 impl SampleRow {
     /// Returns the struct as words of 32 bits.
     pub fn words(&self) -> [u32; SAMPLE_ROW_WORDS] {
@@ -57,12 +88,12 @@ impl SampleRow {
 }
 
 /// The most blocks that share a row; `csrc/ops/sample/sample.cu` takes it from here.
-pub(in crate::ops) const MOST_PARTS: usize = 64;
+pub(in crate::ops) const MAX_PARTS: usize = 64;
 /// The number of tokens that the filters of a row are applied to; `csrc/ops/sample/sample.cu` takes
 /// it from here.
-pub(in crate::ops) const MOST_CANDIDATES: usize = 1024;
+pub(in crate::ops) const MAX_CANDIDATES: usize = 1024;
 /// The numbers of [`SampleBuffers::partials`] per row.
-pub const SAMPLE_PARTIALS: usize = 2 * MOST_PARTS + MOST_CANDIDATES;
+pub const SAMPLE_PARTIALS: usize = 2 * MAX_PARTS + MAX_CANDIDATES;
 /// The numbers of [`SampleBuffers::counters`] per row.
 pub const SAMPLE_COUNTERS: usize = 4;
 
@@ -102,7 +133,7 @@ const THREADS: u32 = 512;
 /// it.
 fn parts(num_rows: u32) -> u32 {
     match num_rows {
-        0..=4 => MOST_PARTS as u32,
+        0..=4 => MAX_PARTS as u32,
         5..=8 => 32,
         9..=64 => 16,
         _ => 8,

@@ -17,6 +17,7 @@ use std::time::{Duration, Instant};
 
 use super::functions::Namespace;
 use super::MAX_OUTPUT_BYTES;
+use crate::error::check_room;
 
 /// Bytes of strings alive at the same time.
 const MAX_STRING_BYTES: usize = 48 << 20;
@@ -24,6 +25,8 @@ const MAX_STRING_BYTES: usize = 48 << 20;
 const MAX_STRUCTURE_BYTES: u64 = 48 << 20;
 /// Bytes written over the whole rendering, into captures and into the result.
 const MAX_WRITTEN_BYTES: u64 = 24 << 20;
+/// Text that is written and shorter than this is not checked to find memory.
+const CHECKED_BYTES: usize = 64 << 10;
 /// Units of work over the whole rendering.
 const MAX_WORK: u64 = 1_000_000_000;
 /// The time limit.
@@ -54,6 +57,23 @@ struct Strings {
 /// Makes an error that the template caused.
 pub(super) fn fail(message: impl Into<std::borrow::Cow<'static, str>>) -> Error {
     Error::new(ErrorKind::InvalidOperation, message)
+}
+
+/// Marks an error that lack of memory caused, as its source.
+#[derive(Debug)]
+pub(super) struct NoMemory;
+
+impl std::fmt::Display for NoMemory {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("out of memory")
+    }
+}
+
+impl std::error::Error for NoMemory {}
+
+/// Makes an error that lack of memory caused.
+pub(super) fn no_memory() -> Error {
+    Error::from(ErrorKind::InvalidOperation).with_source(NoMemory)
 }
 
 impl Budget {
@@ -117,6 +137,12 @@ impl Budget {
         if before.saturating_add(bytes as u64) > MAX_WRITTEN_BYTES {
             return Err(fail(format!("it writes more than {MAX_WRITTEN_BYTES} bytes")));
         }
+        // minijinja's own string, which doubles when it is full: asked for in good time.
+        let (before, after) = (before as usize, before as usize + bytes);
+        let room = after.next_power_of_two().saturating_mul(2);
+        if room > CHECKED_BYTES && before.next_power_of_two() != after.next_power_of_two() {
+            check_room(room, "the chat template's text").map_err(|_| no_memory())?;
+        }
         self.bytes(bytes)
     }
 
@@ -166,7 +192,7 @@ impl Budget {
             }
         }
         strings.bytes += shared.len();
-        strings.watched.try_reserve(1).map_err(|_| fail("out of memory"))?;
+        strings.watched.try_reserve(1).map_err(|_| no_memory())?;
         strings.watched.push(Arc::downgrade(shared));
         Ok(())
     }
@@ -236,7 +262,7 @@ pub(super) struct Text {
 impl Text {
     pub fn push(&mut self, piece: &str) -> Result<(), Error> {
         check_length(self.text.len().saturating_add(piece.len()))?;
-        self.text.try_reserve(piece.len()).map_err(|_| fail("out of memory"))?;
+        self.text.try_reserve(piece.len()).map_err(|_| no_memory())?;
         self.text.push_str(piece);
         Ok(())
     }
@@ -249,7 +275,7 @@ impl Text {
     pub fn push_repeated(&mut self, piece: &str, count: usize) -> Result<(), Error> {
         let bytes = piece.len().saturating_mul(count);
         check_length(self.text.len().saturating_add(bytes))?;
-        self.text.try_reserve(bytes).map_err(|_| fail("out of memory"))?;
+        self.text.try_reserve(bytes).map_err(|_| no_memory())?;
         for _ in 0..count {
             self.text.push_str(piece);
         }

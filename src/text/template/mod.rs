@@ -21,9 +21,9 @@ mod rewrite;
 mod values;
 
 use super::{guarded, shortened};
-use crate::error::{Error, ErrorKind, Result};
-use crate::thread_state::SignalsBlocked;
-use budget::Budget;
+use crate::error::{check_room, Error, ErrorKind, Result};
+use crate::threads::run_apart;
+use budget::{Budget, NoMemory};
 use minijinja::machinery::{eval, make_string_output, parse, CodeGenerator};
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::Value;
@@ -32,13 +32,18 @@ use std::sync::Arc;
 
 /// The longest template source, in bytes. The longest published ones have about 20 KiB.
 pub(super) const MAX_SOURCE_BYTES: usize = 64 << 10;
+/// The bytes of memory that syntax trees and instructions take for each byte of the source, at most.
+const ROOM_PER_SOURCE_BYTE: usize = 512;
 /// The longest rendered text, and the longest intermediate string, in bytes.
 pub(super) const MAX_OUTPUT_BYTES: usize = 16 << 20;
 /// The limit of minijinja's instructions. The rewriting adds up to one for each of the template's.
 const FUEL: u64 = 2_000_000;
-/// The stack of the thread, enough for the deepest chain that fits into [`MAX_SOURCE_BYTES`];
-/// committed as it is used.
-const STACK_BYTES: usize = 256 << 20;
+/// The stack of a thread that renders, enough for the deepest chain that fits into
+/// [`MAX_SOURCE_BYTES`] and for the deepest value that the budget pays for; committed as it is used.
+const RENDER_STACK_BYTES: usize = 256 << 20;
+/// The stack of a thread that only compiles: for each byte of the source, and for short ones.
+const CHECK_STACK_PER_BYTE: usize = RENDER_STACK_BYTES / MAX_SOURCE_BYTES;
+const CHECK_STACK_BYTES: usize = 1 << 20;
 
 /// The variables that a template sees: names and JSON values.
 pub(super) type Variables<'a> = Vec<(&'a str, Variable<'a>)>;
@@ -52,12 +57,13 @@ pub(super) enum Variable<'a> {
 
 /// Checks that a template can be compiled.
 pub(super) fn check(source: &str) -> Result<()> {
-    on_own_thread(|| compile_and(source, |_, _| Ok(())))
+    let per_source = source.len().min(MAX_SOURCE_BYTES) * CHECK_STACK_PER_BYTE;
+    on_own_thread(per_source + CHECK_STACK_BYTES, || compile_and(source, |_, _| Ok(())))
 }
 
 /// Renders a template.
 pub(super) fn render(source: &str, variables: &Variables<'_>) -> Result<String> {
-    on_own_thread(|| {
+    on_own_thread(RENDER_STACK_BYTES, || {
         compile_and(source, |generator, budget| {
             let (instructions, blocks) = generator.finish();
             let env = environment(budget);
@@ -102,6 +108,7 @@ fn compile_and<T>(
             ),
         ));
     }
+    check_room(source.len().saturating_mul(ROOM_PER_SOURCE_BYTE), "the chat template")?;
     let budget = Arc::new(Budget::new());
     let source = rewrite::without_generation_tags(source);
     // These are the settings of Transformers' `_compile_jinja_template`
@@ -128,21 +135,13 @@ fn environment(budget: &Arc<Budget>) -> Environment<'static> {
     env
 }
 
-/// Runs `body` on a fresh thread with a deep stack.
-fn on_own_thread<T: Send>(body: impl FnOnce() -> Result<T> + Send) -> Result<T> {
-    std::thread::scope(|scope| {
-        let _blocked = SignalsBlocked::new();
-        let thread = std::thread::Builder::new()
-            .name("xserv-template".to_owned())
-            .stack_size(STACK_BYTES)
-            .spawn_scoped(scope, || guarded(ErrorKind::Template, "the chat template fails", body))
-            .map_err(|e| {
-                Error::new(
-                    ErrorKind::OutOfMemory,
-                    format!("cannot start a thread with {STACK_BYTES} bytes of stack for the chat template: {e}"),
-                )
-            })?;
-        thread.join().unwrap_or_else(|_| Err(Error::internal("the template thread panicked")))
+/// Runs `body` on a fresh thread with a stack of its own.
+fn on_own_thread<T: Send>(
+    stack_bytes: usize,
+    body: impl FnOnce() -> Result<T> + Send,
+) -> Result<T> {
+    run_apart("xserv-template", stack_bytes, || {
+        guarded(ErrorKind::Template, "the chat template fails", body)
     })
 }
 
@@ -150,9 +149,11 @@ fn on_own_thread<T: Send>(body: impl FnOnce() -> Result<T> + Send) -> Result<T> 
 fn template_error(error: &minijinja::Error) -> Error {
     use std::fmt::Write as _;
     let mut innermost = error;
-    while let Some(cause) =
-        std::error::Error::source(innermost).and_then(|e| e.downcast_ref::<minijinja::Error>())
-    {
+    while let Some(cause) = std::error::Error::source(innermost) {
+        if cause.is::<NoMemory>() {
+            return Error::new(ErrorKind::OutOfMemory, "out of memory for the chat template");
+        }
+        let Some(cause) = cause.downcast_ref::<minijinja::Error>() else { break };
         innermost = cause;
     }
     let mut sentence = "chat template".to_owned();
@@ -168,4 +169,25 @@ fn template_error(error: &minijinja::Error) -> Error {
     };
     let _ = write!(sentence, ": {what}");
     Error::new(ErrorKind::Template, sentence)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{budget, template_error};
+    use crate::error::ErrorKind;
+
+    #[test]
+    fn lack_of_memory_is_not_the_templates_fault() {
+        let outer = |cause| {
+            minijinja::Error::new(minijinja::ErrorKind::BadInclude, "outer").with_source(cause)
+        };
+        for error in [budget::no_memory(), outer(budget::no_memory())] {
+            assert_eq!(template_error(&error).kind(), ErrorKind::OutOfMemory, "{error}");
+        }
+        for error in [budget::fail("too long"), outer(budget::fail("too long"))] {
+            let told = template_error(&error);
+            assert_eq!(told.kind(), ErrorKind::Template);
+            assert!(told.message().contains("too long"), "{told}");
+        }
+    }
 }

@@ -3,7 +3,7 @@
 //! Operators have Python's meaning, as Jinja templates expect: `+` on strings and lists, `*`
 //! repeats, slices with any step, `str()` around the operands of `~`.
 
-use super::budget::{fail, Budget, Text};
+use super::budget::{fail, no_memory, Budget, Text};
 use super::functions::Namespace;
 use super::values::{to_text, write_text};
 use minijinja::value::{Kwargs, Rest, Value, ValueKind, ValueOrKwargs};
@@ -118,7 +118,7 @@ pub(super) fn to_list(budget: &Budget, value: &Value) -> Result<Vec<Value>, Erro
     };
     budget.list(len)?;
     let mut list = Vec::new();
-    list.try_reserve_exact(len).map_err(|_| fail("out of memory"))?;
+    list.try_reserve_exact(len).map_err(|_| no_memory())?;
     for item in value.try_iter()? {
         if list.len() >= len {
             budget.list(1)?;

@@ -10,9 +10,11 @@ use crate::support::{reference, rounded};
 use xserv::backend::{ComputeContext, DeviceTensor};
 use xserv::memory::DType;
 use xserv::ops::attention::cuda_fused::{
-    decode_attention, has_decode_attention, DecodeScratch, DecodeSequences,
+    attention_fused, has_attention_fused, DecodeScratch, DecodeSequences,
 };
-use xserv::ops::attention::cuda_fused_project::{decode_attention_o, has_decode_attention_o};
+use xserv::ops::attention::cuda_fused_project::{
+    attention_fused_project, has_attention_fused_project,
+};
 use xserv::ops::kv_cache::KvSlots;
 use xserv::ops::qk_norm_rope_append::QkNormRope;
 
@@ -254,7 +256,7 @@ fn check_fused(
     let scratch = DecodeScratch::new(context, lens.len(), num_heads, head_dim).expect("memory");
     let run = || {
         let (how, kv, sequences) = (all.how(), all.kv(), all.sequences());
-        decode_attention(context, &all.qkv.0, &how, &kv, &sequences, &scratch, &out)
+        attention_fused(context, &all.qkv.0, &how, &kv, &sequences, &scratch, &out)
             .expect("the operator");
         let reported = context.synchronize();
         assert_eq!(reported.is_err(), fault != Fault::None, "{what}: {reported:?}");
@@ -281,7 +283,7 @@ fn check_fused(
 #[test]
 fn attention_of_new_tokens_on_cuda_is_rounded_after_each_step() {
     let Some(context) = cuda_context() else { return };
-    if !has_decode_attention(&context, 64) || !has_decode_attention(&context, 128) {
+    if !has_attention_fused(&context, 64).unwrap() || !has_attention_fused(&context, 128).unwrap() {
         println!("skipped: not a Hopper GPU");
         return;
     }
@@ -317,7 +319,7 @@ fn attention_of_new_tokens_on_cuda_is_rounded_after_each_step() {
 #[test]
 fn attention_of_new_tokens_on_cuda_follows_no_bad_index() {
     let Some(context) = cuda_context() else { return };
-    if !has_decode_attention(&context, 128) {
+    if !has_attention_fused(&context, 128).unwrap() {
         println!("skipped: not a Hopper GPU");
         return;
     }
@@ -335,7 +337,7 @@ const HEADS: Heads = (16, 8, 128);
 /// A context on a GPU that has the kernel with the output projection.
 fn with_projection() -> Option<Arc<ComputeContext>> {
     let context = cuda_context()?;
-    let has_it = has_decode_attention_o(&context, HEADS.0, HEADS.1, HEADS.2, HIDDEN);
+    let has_it = has_attention_fused_project(&context, HEADS.0, HEADS.1, HEADS.2, HIDDEN).unwrap();
     if !has_it {
         println!("skipped: not a Hopper GPU");
     }
@@ -350,7 +352,7 @@ fn check_projected(context: &Arc<ComputeContext>, dtype: DType, len: usize, faul
     let (weight, weight_values) = all.bench.filled(&[HIDDEN, num_heads * head_dim], 0.05, 0.0);
     let sums = all.bench.f32s(&[num_kv_heads, HIDDEN], &vec![f64::NAN; num_kv_heads * HIDDEN]);
     let (how, kv, sequences) = (all.how(), all.kv(), all.sequences());
-    decode_attention_o(context, &all.qkv.0, &how, &kv, &sequences, &weight, &sums)
+    attention_fused_project(context, &all.qkv.0, &how, &kv, &sequences, &weight, &sums)
         .expect("the operator");
     let reported = context.synchronize();
     assert_eq!(reported.is_err(), fault != Fault::None, "{what}: {reported:?}");

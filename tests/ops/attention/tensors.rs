@@ -17,7 +17,7 @@ fn options(causal: bool, backend: xserv_attention_backend) -> xserv_attention_op
     // SAFETY: plain numbers and pointers, filled by the call.
     let mut options = unsafe {
         let mut options = std::mem::zeroed();
-        ok(xserv_attention_options_default(&mut options));
+        xserv_attention_options_init(&mut options, size_of_val(&options));
         options
     };
     options.causal = causal.into();
@@ -800,9 +800,9 @@ fn memory_on_cuda() {
     // SAFETY: plain out-pointers and a filled struct.
     unsafe {
         let mut options = std::mem::zeroed();
-        ok(xserv_context_options_default(&mut options));
+        xserv_context_options_init(&mut options, size_of_val(&options));
         options.device_kind = xserv_device_kind::XSERV_DEVICE_CUDA as u32;
-        options.memory_budget = 1 << 30;
+        options.max_memory_bytes = 1 << 30;
         ok(xserv_context_new(&options, &mut handle));
     }
     let small = Context { handle, name: "cuda" };

@@ -67,7 +67,7 @@ impl Case {
         // SAFETY: filled by the call.
         let mut options = unsafe {
             let mut options = std::mem::zeroed();
-            ok(xserv_gemm_options_default(&mut options));
+            xserv_gemm_options_init(&mut options, size_of_val(&options));
             options
         };
         assert_eq!((options.alpha, options.beta, options.backend), (1.0, 0.0, 0));

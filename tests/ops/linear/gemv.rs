@@ -7,7 +7,7 @@ use crate::support::device::{assert_near, cuda_context, product, round, unit, Be
 use crate::support::rounded;
 use xserv::backend::ComputeContext;
 use xserv::memory::DType;
-use xserv::ops::linear::cuda_gemv::{decode_gemv, has_decode_gemv, is_gemv_weight, GEMV_TOKENS};
+use xserv::ops::linear::cuda_gemv::{has_linear_gemv, is_gemv_weight, linear_gemv, GEMV_TOKENS};
 use xserv::ops::linear::Epilogue;
 
 const EPS: f32 = 1e-6;
@@ -43,7 +43,7 @@ fn check(
         let all = bench.of(&[num_tokens + 1, n], &[before, &guard].concat());
         let out = all.view(0, &[num_tokens, n], None).expect("a view");
         let norm = has_norm.then_some((&*norm, EPS));
-        decode_gemv(context, &x, norm, &weight, result, &out).expect("the operator");
+        linear_gemv(context, &x, norm, &weight, result, &out).expect("the operator");
         let mut got = bench.read(&all);
         assert_eq!(got.split_off(num_tokens * n), guard, "{what}: the row behind the result");
         got
@@ -83,7 +83,7 @@ fn check(
 #[test]
 fn products_of_few_tokens_on_cuda() {
     let Some(context) = cuda_context() else { return };
-    if !has_decode_gemv(&context) {
+    if !has_linear_gemv(&context).unwrap() {
         println!("skipped: not a Hopper GPU");
         return;
     }
@@ -105,7 +105,7 @@ fn products_of_few_tokens_on_cuda() {
             let (weight, _) = bench.filled(&[32, k], 1.0, 0.0);
             let out = bench.poisoned(&[num_tokens, 32]);
             let norm = has_norm.then_some((&*norm, EPS));
-            decode_gemv(&context, &x, norm, &weight, result, &out).is_ok()
+            linear_gemv(&context, &x, norm, &weight, result, &out).is_ok()
         };
         assert!(is_served(1, 1024, true, Epilogue::Store));
         assert!(!is_served(3, 1024, true, Epilogue::Store));

@@ -3,7 +3,7 @@
 use crate::support::device::{assert_near, cuda_context, product, round, unit, Bench, HALVES};
 use crate::support::rounded;
 use xserv::ops::linear::cuda_gemv_mma::{
-    decode_gemv_mma, has_decode_gemv_mma, OneTokenLinear, NUM_SUMS,
+    has_linear_gemv_mma, linear_gemv_mma, OneTokenLinear, NUM_SUMS,
 };
 
 const HIDDEN: usize = 1024;
@@ -14,7 +14,7 @@ const EPS: f32 = 1e-6;
 #[test]
 fn layers_of_one_token_on_cuda_are_products() {
     let Some(context) = cuda_context() else { return };
-    if !has_decode_gemv_mma(&context, HIDDEN, INTERMEDIATE, NUM_KV_HEADS) {
+    if !has_linear_gemv_mma(&context, HIDDEN, INTERMEDIATE, NUM_KV_HEADS).unwrap() {
         println!("skipped: not a Hopper GPU");
         return;
     }
@@ -28,7 +28,7 @@ fn layers_of_one_token_on_cuda_are_products() {
             let (weight, values) = bench.filled(&[num_outs, HIDDEN], 0.05, 0.0);
             let out = bench.poisoned(&[1, num_outs]);
             let layer = OneTokenLinear::Norm { norm: &norm, eps: EPS };
-            decode_gemv_mma(&context, &x, layer, &weight, &out).expect("the operator");
+            linear_gemv_mma(&context, &x, layer, &weight, &out).expect("the operator");
             let h = rounded::rms_norm(dtype, &x_values, &norm_values, EPS);
             let want: Vec<f64> = (0..num_outs).map(|row| product(&values, row, &h)).collect();
             let got = bench.read(&out);
@@ -43,7 +43,7 @@ fn layers_of_one_token_on_cuda_are_products() {
         let out = bench.poisoned(&[1, INTERMEDIATE]);
         let layer =
             OneTokenLinear::SumsSwiGlu { norm: &norm, eps: EPS, sums: &sums, hidden: &hidden };
-        decode_gemv_mma(&context, &x, layer, &weight, &out).expect("the operator");
+        linear_gemv_mma(&context, &x, layer, &weight, &out).expect("the operator");
         let mid: Vec<f64> = (0..HIDDEN)
             .map(|i| {
                 let sum: f64 = (0..NUM_SUMS).map(|g| parts[g * HIDDEN + i]).sum();
@@ -67,7 +67,7 @@ fn layers_of_one_token_on_cuda_are_products() {
         let (weight, values) = bench.filled(&[HIDDEN, INTERMEDIATE], 0.05, 0.0);
         let out = bench.poisoned(&[1, HIDDEN]);
         let layer = OneTokenLinear::Residual { residual: &x };
-        decode_gemv_mma(&context, &act, layer, &weight, &out).expect("the operator");
+        linear_gemv_mma(&context, &act, layer, &weight, &out).expect("the operator");
         let want: Vec<f64> = (0..HIDDEN)
             .map(|row| x_values[row] + round(dtype, product(&values, row, &act_values)))
             .collect();
@@ -78,6 +78,6 @@ fn layers_of_one_token_on_cuda_are_products() {
         let odd = bench.poisoned(&[1, 24]);
         let (weight, _) = bench.filled(&[24, HIDDEN], 0.05, 0.0);
         let layer = OneTokenLinear::Norm { norm: &norm, eps: EPS };
-        assert!(decode_gemv_mma(&context, &x, layer, &weight, &odd).is_err());
+        assert!(linear_gemv_mma(&context, &x, layer, &weight, &odd).is_err());
     }
 }

@@ -8,7 +8,7 @@ use crate::support::device::{
 use crate::support::{rounded, Random};
 use xserv::backend::{Arena, ComputeContext, DeviceTensor};
 use xserv::memory::{DType, ElementType};
-use xserv::ops::linear::cuda_prefill::{has_prefill_gemm, prefill_gemm};
+use xserv::ops::linear::cuda_prefill::{has_linear_prefill, linear_prefill};
 use xserv::ops::linear::Epilogue;
 
 /// Rows of x repeat with this period, which no tile has: every element of the result is known from
@@ -53,7 +53,7 @@ impl Case {
         upload(context, &self.x, x);
         upload(context, &self.all_out, &vec![0xee; self.all_out.size_bytes()]);
         let out = self.all_out.view(0, &[self.num_tokens, self.n], None).expect("a view");
-        prefill_gemm(context, &self.x, &self.weight, self.result, &out).expect("the operator");
+        linear_prefill(context, &self.x, &self.weight, self.result, &out).expect("the operator");
         context.synchronize().expect("no fault");
         let mut bytes = download(context, &self.all_out);
         let guard = bytes.split_off(self.num_tokens * self.n * 2);
@@ -172,7 +172,7 @@ fn check(
 #[test]
 fn products_of_prompts_on_cuda_are_rounded_as_in_transformers() {
     let Some(context) = cuda_context() else { return };
-    if !has_prefill_gemm(&context) {
+    if !has_linear_prefill(&context).unwrap() {
         println!("skipped: not a Hopper GPU");
         return;
     }

@@ -9,8 +9,8 @@ use crate::support::Random;
 use xserv::backend::{Arena, ComputeContext};
 use xserv::memory::{DType, ElementType};
 use xserv::ops::kv_cache::KvSlots;
-use xserv::ops::linear::cuda_prefill::has_prefill_gemm;
-use xserv::ops::linear::cuda_prefill_heads::{is_prefill_heads_faster, prefill_heads};
+use xserv::ops::linear::cuda_prefill::has_linear_prefill;
+use xserv::ops::linear::cuda_prefill_heads::{is_prefill_heads_faster, linear_prefill_heads};
 use xserv::ops::qk_norm_rope_append::QkNormRope;
 
 const HEAD_DIM: usize = 128;
@@ -94,7 +94,7 @@ fn check(context: &Arc<ComputeContext>, dtype: DType, num_tokens: usize, k: usiz
     let kv = KvSlots { k: &caches[0], v: &caches[1], slots: &slot_tensor };
     let mut results = Vec::new();
     for _ in 0..2 {
-        prefill_heads(context, &x, &weight, &how, &kv, &qkv).expect("the operator");
+        linear_prefill_heads(context, &x, &weight, &how, &kv, &qkv).expect("the operator");
         let reported = context.synchronize();
         assert_eq!(reported.is_err(), has_faults, "{name}: {reported:?}");
         results.push([&qkv, &caches[0], &caches[1]].map(|tensor| download(context, tensor)));
@@ -172,7 +172,7 @@ fn check(context: &Arc<ComputeContext>, dtype: DType, num_tokens: usize, k: usiz
 #[test]
 fn heads_of_prompts_on_cuda_are_rounded_as_in_transformers() {
     let Some(context) = cuda_context() else { return };
-    if !has_prefill_gemm(&context) {
+    if !has_linear_prefill(&context).unwrap() {
         println!("skipped: not a Hopper GPU");
         return;
     }

@@ -7,7 +7,7 @@ use crate::support::rounded;
 use xserv::backend::ComputeContext;
 use xserv::memory::DType;
 use xserv::ops::linear::cuda_skinny::{
-    has_skinny_gemm, is_skinny_weight, skinny_gemm, SKINNY_TOKENS,
+    has_linear_skinny, is_skinny_weight, linear_skinny, SKINNY_TOKENS,
 };
 use xserv::ops::linear::Epilogue;
 
@@ -87,7 +87,7 @@ fn check(
             start.resize((num_tokens + 16) * n, 7.0);
             let all = bench.of(&[num_tokens + 16, n], &start);
             let out = all.view(0, &[num_tokens, n], None).expect("a view");
-            skinny_gemm(context, &x, &weight, result, is_fixed, &out).expect("the operator");
+            linear_skinny(context, &x, &weight, result, is_fixed, &out).expect("the operator");
             context.synchronize().expect("no fault");
             let mut got = bench.read(&all);
             let guard = got.split_off(num_tokens * n);
@@ -106,7 +106,7 @@ fn check(
 #[test]
 fn products_of_up_to_128_tokens_on_cuda_are_rounded_as_in_transformers() {
     let Some(context) = cuda_context() else { return };
-    if !has_skinny_gemm(&context) {
+    if !has_linear_skinny(&context).unwrap() {
         println!("skipped: not a Hopper GPU");
         return;
     }
@@ -126,7 +126,7 @@ fn products_of_up_to_128_tokens_on_cuda_are_rounded_as_in_transformers() {
 #[test]
 fn what_no_kernel_serves_is_refused_on_cuda() {
     let Some(context) = cuda_context() else { return };
-    if !has_skinny_gemm(&context) {
+    if !has_linear_skinny(&context).unwrap() {
         println!("skipped: not a Hopper GPU");
         return;
     }
@@ -135,7 +135,7 @@ fn what_no_kernel_serves_is_refused_on_cuda() {
         let (x, _) = bench.filled(&[num_tokens, k], 1.0, 0.0);
         let (weight, _) = bench.filled(&[n, k], 1.0, 0.0);
         let out = bench.poisoned(&[num_tokens, n]);
-        skinny_gemm(&context, &x, &weight, Epilogue::Store, false, &out).is_ok()
+        linear_skinny(&context, &x, &weight, Epilogue::Store, false, &out).is_ok()
     };
     assert!(is_served(2, 64, 128));
     assert!(!is_served(SKINNY_TOKENS + 1, 64, 128));

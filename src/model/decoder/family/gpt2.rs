@@ -2,7 +2,6 @@
 //! Transformers 5.17 `configuration_gpt2.py`, whose fields have two names each, and
 //! `modeling_gpt2.py`).
 
-use super::Family;
 use crate::error::{try_with_capacity, Error, Result};
 use crate::model::config::fields::Fields;
 use crate::model::config::{
@@ -11,15 +10,19 @@ use crate::model::config::{
 use crate::model::decoder::block::{
     AttentionWeights, Block, Decoder, DecoderPlan, LinearWeights, MlpWeights, NormWeights,
 };
-use crate::model::load::plan::{MatrixPlan, Planner, VectorPlan};
+use crate::model::load::plan::Planner;
+use crate::model::load::weights::{MatrixPlan, VectorPlan};
 use crate::ops::linear::{ShardAxis, ShardUnit};
 
-pub(super) static FAMILY: Family =
-    Family { name: "GPT2LMHeadModel", model_type: "gpt2", parse, plan };
+/// The name in `architectures` of config.json.
+pub(super) const ARCHITECTURE: &str = "GPT2LMHeadModel";
+/// The name in `model_type` of config.json.
+pub(super) const MODEL_TYPE: &str = "gpt2";
 
 const DEFAULT_LAYER_NORM_EPSILON: f64 = 1e-5;
 
-fn parse(family: &'static Family, fields: Fields<'_>) -> Result<ModelConfig> {
+/// Reads the sizes and kinds that config.json names.
+pub(super) fn parse(fields: Fields<'_>) -> Result<ModelConfig> {
     // All three compute the tanh form (Transformers: activations.py).
     check_activation(
         fields,
@@ -55,7 +58,7 @@ fn parse(family: &'static Family, fields: Fields<'_>) -> Result<ModelConfig> {
     let intermediate_size =
         fields.optional_count("n_inner", limits::INTERMEDIATE_SIZE)?.unwrap_or(4 * hidden_size);
     Ok(ModelConfig {
-        family,
+        architecture: ARCHITECTURE,
         vocab_size: fields.count("vocab_size", limits::VOCAB_SIZE)?,
         hidden_size,
         intermediate_size,
@@ -79,7 +82,7 @@ fn parse(family: &'static Family, fields: Fields<'_>) -> Result<ModelConfig> {
 
 /// Finds the tensors. Their names begin with `transformer.`, except in the files of the original
 /// release.
-fn plan(config: &ModelConfig, planner: &mut Planner<'_>) -> Result<DecoderPlan> {
+pub(super) fn plan(config: &ModelConfig, planner: &mut Planner<'_>) -> Result<DecoderPlan> {
     let prefix = planner.prefix("transformer.", "wte.weight");
     let tokens = planner.token_matrices(config, &format!("{prefix}wte.weight"))?;
     let position_embedding = planner.table(

@@ -5,51 +5,92 @@
 mod gpt2;
 mod qwen3;
 
-use std::fmt;
-
 use serde_json::Value;
 
 use super::block::DecoderPlan;
-use crate::error::{Error, Result};
+use crate::error::{check_room_for_json, Error, Result};
+use crate::model::checkpoint::Checkpoint;
 use crate::model::config::fields::Fields;
-use crate::model::config::ModelConfig;
-use crate::model::folder::shown_name;
-use crate::model::load::plan::Planner;
+use crate::model::config::{
+    refuse_what_changes_every_model, ModelConfig, CONFIG_FILE, MAX_CONFIG_BYTES,
+};
+use crate::model::folder::{shown_name, Folder};
+use crate::model::load::plan::{PlannedDecoder, Planner};
 
 /// The supported families.
-const FAMILIES: [&Family; 2] = [&qwen3::FAMILY, &gpt2::FAMILY];
+static FAMILIES: [Family; 2] = [
+    Family {
+        name: qwen3::ARCHITECTURE,
+        model_type: qwen3::MODEL_TYPE,
+        parse: qwen3::parse,
+        plan: qwen3::plan,
+    },
+    Family {
+        name: gpt2::ARCHITECTURE,
+        model_type: gpt2::MODEL_TYPE,
+        parse: gpt2::parse,
+        plan: gpt2::plan,
+    },
+];
 
 /// A family of models.
-pub struct Family {
+struct Family {
     /// The name in `architectures` of config.json.
-    pub name: &'static str,
+    name: &'static str,
     /// The name in `model_type` of config.json.
-    pub(in crate::model) model_type: &'static str,
+    model_type: &'static str,
     /// Returns the sizes and kinds that config.json names, and refuses, by name, what would change
-    /// the computation and is not implemented. The first argument is the family itself.
-    pub(in crate::model) parse: fn(&'static Family, Fields<'_>) -> Result<ModelConfig>,
+    /// the computation and is not implemented.
+    parse: fn(Fields<'_>) -> Result<ModelConfig>,
     /// Finds the tensors of the weights.
-    pub(in crate::model) plan: fn(&ModelConfig, &mut Planner<'_>) -> Result<DecoderPlan>,
+    plan: fn(&ModelConfig, &mut Planner<'_>) -> Result<DecoderPlan>,
 }
 
-impl fmt::Debug for Family {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name)
+impl ModelConfig {
+    /// Reads and checks `config.json` of `folder`.
+    pub fn read(folder: &Folder) -> Result<Self> {
+        Self::parse(&folder.read_small_file(CONFIG_FILE, MAX_CONFIG_BYTES)?)
+    }
+
+    /// Checks the content of a `config.json`.
+    pub fn parse(json: &[u8]) -> Result<Self> {
+        check_room_for_json(json, CONFIG_FILE)?;
+        let value: Value = serde_json::from_slice(json).map_err(|e| {
+            Error::invalid_file(format!(
+                "{CONFIG_FILE} is not valid JSON: {}",
+                shown_name(&e.to_string())
+            ))
+        })?;
+        let Value::Object(map) = value else {
+            return Err(Error::invalid_file(format!("{CONFIG_FILE} is not a JSON object")));
+        };
+        let fields = Fields::new(&map, CONFIG_FILE);
+        let family = Family::named_by(fields)?;
+        refuse_what_changes_every_model(fields)?;
+        let config = (family.parse)(fields)?;
+        config.check_heads()?;
+        Ok(config)
     }
 }
 
-impl PartialEq for Family {
-    fn eq(&self, other: &Self) -> bool {
-        self.name == other.name
+impl DecoderPlan {
+    /// Finds every tensor that the model needs.
+    pub fn of(config: &ModelConfig, checkpoint: &Checkpoint) -> Result<PlannedDecoder> {
+        let family = FAMILIES.iter().find(|family| family.name == config.architecture);
+        let family = family.ok_or_else(|| {
+            Error::internal(format!("the architecture {} has no family", config.architecture))
+        })?;
+        let mut planner = Planner::new(checkpoint);
+        let plan = (family.plan)(config, &mut planner)?;
+        Ok(planner.finish(plan))
     }
 }
 
 impl Family {
     /// Returns the family that config.json names, in `architectures` or, without it, in
     /// `model_type`.
-    pub(in crate::model) fn named_by(fields: Fields<'_>) -> Result<&'static Family> {
-        let find =
-            |is_it: &dyn Fn(&Family) -> bool| FAMILIES.into_iter().find(|family| is_it(family));
+    fn named_by(fields: Fields<'_>) -> Result<&'static Family> {
+        let find = |is_it: &dyn Fn(&Family) -> bool| FAMILIES.iter().find(|family| is_it(family));
         let model_type = fields.optional_string("model_type")?;
         let by_model_type =
             model_type.and_then(|model_type| find(&|family| family.model_type == model_type));
@@ -57,7 +98,7 @@ impl Family {
             Err(Error::unsupported(format!(
                 "architecture {} is not supported (supported: {})",
                 shown_name(name),
-                FAMILIES.map(|family| family.name).join(", ")
+                FAMILIES.each_ref().map(|family| family.name).join(", ")
             )))
         };
         let named = match fields.get("architectures") {
@@ -84,10 +125,12 @@ impl Family {
             (None, None, None) => return Err(fields.missing("architectures")),
         };
         match model_type {
-            Some(model_type) if by_model_type != Some(family) => Err(fields.wrong(
-                "model_type",
-                &format!("the one of {} (found {})", family.name, shown_name(model_type)),
-            )),
+            Some(model_type) if by_model_type.is_none_or(|other| other.name != family.name) => {
+                Err(fields.wrong(
+                    "model_type",
+                    &format!("the one of {} (found {})", family.name, shown_name(model_type)),
+                ))
+            }
             _ => Ok(family),
         }
     }

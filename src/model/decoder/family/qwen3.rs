@@ -3,7 +3,6 @@
 
 use serde_json::Value;
 
-use super::Family;
 use crate::error::{try_with_capacity, Error, Result};
 use crate::model::config::fields::Fields;
 use crate::model::config::{
@@ -15,11 +14,14 @@ use crate::model::decoder::block::{
     QkNormWeights,
 };
 use crate::model::folder::shown_name;
-use crate::model::load::plan::{MatrixPlan, Planner, VectorPlan};
+use crate::model::load::plan::Planner;
+use crate::model::load::weights::{MatrixPlan, VectorPlan};
 use crate::ops::linear::{ShardAxis, ShardUnit};
 
-pub(super) static FAMILY: Family =
-    Family { name: "Qwen3ForCausalLM", model_type: "qwen3", parse, plan };
+/// The name in `architectures` of config.json.
+pub(super) const ARCHITECTURE: &str = "Qwen3ForCausalLM";
+/// The name in `model_type` of config.json.
+pub(super) const MODEL_TYPE: &str = "qwen3";
 
 /// Transformers' default where config.json has no `head_dim`. An explicit `null` means
 /// `hidden_size / num_attention_heads` instead.
@@ -27,7 +29,8 @@ const DEFAULT_HEAD_DIM: usize = 128;
 const DEFAULT_MAX_POSITION_EMBEDDINGS: usize = 32_768;
 const DEFAULT_RMS_NORM_EPS: f64 = 1e-6;
 
-fn parse(family: &'static Family, fields: Fields<'_>) -> Result<ModelConfig> {
+/// Reads the sizes and kinds that config.json names.
+pub(super) fn parse(fields: Fields<'_>) -> Result<ModelConfig> {
     check_activation(fields, "hidden_act", &["silu", "swish"])?;
     let hidden_size = fields.count("hidden_size", limits::HIDDEN_SIZE)?;
     let num_layers = fields.count("num_hidden_layers", limits::NUM_LAYERS)?;
@@ -50,7 +53,7 @@ fn parse(family: &'static Family, fields: Fields<'_>) -> Result<ModelConfig> {
     let norm_eps =
         fields.optional_number("rms_norm_eps", 0.0, 1.0)?.unwrap_or(DEFAULT_RMS_NORM_EPS);
     Ok(ModelConfig {
-        family,
+        architecture: ARCHITECTURE,
         vocab_size: fields.count("vocab_size", limits::VOCAB_SIZE)?,
         hidden_size,
         intermediate_size: fields.count("intermediate_size", limits::INTERMEDIATE_SIZE)?,
@@ -136,7 +139,7 @@ fn refuse_sliding_window(fields: Fields<'_>, num_layers: usize) -> Result<()> {
 
 /// Finds the tensors. Their names begin with `model.`, unless the model was saved without its
 /// output matrix.
-fn plan(config: &ModelConfig, planner: &mut Planner<'_>) -> Result<DecoderPlan> {
+pub(super) fn plan(config: &ModelConfig, planner: &mut Planner<'_>) -> Result<DecoderPlan> {
     let prefix = planner.prefix("model.", "embed_tokens.weight");
     let tokens = planner.token_matrices(config, &format!("{prefix}embed_tokens.weight"))?;
     let mut blocks = try_with_capacity(config.num_layers, "layers")?;

@@ -4,8 +4,10 @@ use std::ffi::c_void;
 use std::fs::File;
 use std::os::unix::fs::{symlink, FileExt};
 use std::path::Path;
+use std::time::{Duration, Instant};
 
 use serde_json::{json, Value};
+use xserv::ffi::xserv_finish_reason::{XSERV_FINISH_CANCELLED, XSERV_FINISH_DEADLINE};
 use xserv::ffi::xserv_status::*;
 use xserv::ffi::*;
 
@@ -25,6 +27,9 @@ pub const GROUPS: &[Group] = &[
     ("things in place of files", things_in_place_of_files),
     ("changes during the load", changes_during_the_load),
     ("paths", paths),
+    ("reads that fail", reads_that_fail),
+    ("slow tokenizers", slow_tokenizers),
+    ("little memory for files", little_memory_for_files),
 ];
 
 #[test]
@@ -55,6 +60,21 @@ fn folders_are_checked() {
     run_group("things in place of files");
     run_group("changes during the load");
     run_group("paths");
+}
+
+#[test]
+fn failing_reads_are_not_missing_files() {
+    run_group("reads that fail");
+}
+
+#[test]
+fn slow_tokenizers_can_be_stopped() {
+    run_group("slow tokenizers");
+}
+
+#[test]
+fn lack_of_memory_is_not_a_damaged_file() {
+    run_group("little memory for files");
 }
 
 const BAD: xserv_status = XSERV_STATUS_INVALID_FILE;
@@ -195,6 +215,7 @@ fn generation_defaults(bench: &mut Bench) {
         ("a list", "[]".to_string()),
         ("nothing", String::new()),
         ("a nest", "[".repeat(100_000)),
+        ("a long text", format!("\"{}\"", "x".repeat(10_000))),
         ("1e309", "{\"temperature\": 1e309}".to_string()),
         ("too many bytes", " ".repeat((1 << 20) + 1)),
     ] {
@@ -268,6 +289,13 @@ fn tokenizers(bench: &mut Bench) {
         }),
         ("a repetition of repetitions", "repetitions", |f| {
             f["pre_tokenizer"] = split(r"(?:\p{L}{1000}){1000}")
+        }),
+        ("eight bytes for one", "at most 4 times", |f| {
+            f["normalizer"] =
+                json!({"type": "Replace", "pattern": {"String": "a"}, "content": "bbbbbbbb"})
+        }),
+        ("a slow expression for one letter", "regular expressions take more", |f| {
+            f["pre_tokenizer"] = split("(?:(?=(?:(?=é)é|(?=é)é){18}!)|)é|[^é]+")
         }),
         ("doublings", "times longer", |f| {
             let double = json!({"type": "Replace", "pattern": {"String": "a"}, "content": "aa"});
@@ -602,7 +630,7 @@ fn things_in_place_of_files(bench: &mut Bench) {
             ("a socket", BAD, "not a regular file", |p| {
                 drop(std::os::unix::net::UnixListener::bind(p).unwrap())
             }),
-            ("a link to itself", XSERV_STATUS_IO, "", |p| symlink(p, p).unwrap()),
+            ("a link to itself", BAD, "circle", |p| symlink(p, p).unwrap()),
             ("a link to a device", BAD, "leads out", |p| symlink("/dev/zero", p).unwrap()),
             ("a link out", BAD, "leads out", |p| {
                 symlink(tiny().join(p.file_name().unwrap()), p).unwrap()
@@ -788,4 +816,167 @@ fn paths(bench: &mut Bench) {
             Ok(String::new())
         });
     }
+}
+
+/// Reads that the system refuses for reasons that say nothing about the files: here names that are
+/// too long, which a disk that fails looks like.
+fn reads_that_fail(bench: &mut Bench) {
+    for file in [
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+        "model.safetensors",
+    ] {
+        bench.case(format!("{file} cannot be opened"), move |_| {
+            let copy = Copy::new();
+            copy.remove(file);
+            symlink("a".repeat(300), copy.file(file)).unwrap();
+            expect_failure(inspect(copy.path()).map(|i| i.supported), XSERV_STATUS_IO, file)?;
+            let loaded = Model::load(copy.path(), &load_options());
+            expect_failure(loaded.map(|_| ()), XSERV_STATUS_IO, file)?;
+            Ok(String::new())
+        });
+    }
+    // The files with longer names cannot even be looked for.
+    bench.case("a path that is almost too long", |_| {
+        let copy = Copy::new();
+        let mut path = copy.path().to_str().unwrap().to_string();
+        let longest = libc::PATH_MAX as usize - 1 - "model.safetensors".len();
+        path.push_str(&"/".repeat(longest - path.len()));
+        let path = Path::new(&path);
+        expect_failure(inspect(path).map(|i| i.supported), XSERV_STATUS_IO, "name too long")?;
+        let loaded = Model::load(path, &load_options());
+        expect_failure(loaded.map(|_| ()), XSERV_STATUS_IO, "name too long")?;
+        Ok(String::new())
+    });
+}
+
+/// A tokenizer that takes some milliseconds for each `éü`, which its load cannot find out.
+fn slow_tokenizer() -> (Copy, String) {
+    let copy = Copy::new();
+    let branch = "(?:(?=éü)éü|(?=éü)éü){16}";
+    copy.edit("tokenizer.json", |f| {
+        f["pre_tokenizer"] = json!({"type": "Sequence", "pretokenizers": [
+            {"type": "Split", "pattern": {"Regex": format!("(?:(?={branch}!)|)éü|[^é]+|.")},
+             "behavior": "Isolated", "invert": false},
+            {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false,
+             "use_regex": false}]})
+    });
+    (copy, "éü".repeat(5000))
+}
+
+fn slow_tokenizers(bench: &mut Bench) {
+    let soon = |begin: Instant| match begin.elapsed() {
+        elapsed if elapsed < Duration::from_millis(700) => Ok(()),
+        elapsed => Err(format!("took {elapsed:?}")),
+    };
+    bench.case("a text that takes too long", |meter| {
+        let (copy, text) = slow_tokenizer();
+        let model = Model::open(copy.path());
+        let tokens = meter.time("tokenize", || model.tokenize(&text));
+        expect_failure(tokens, BAD, "ms of processor time")?;
+        let prompt = c_string(text);
+        let request = xserv_request { prompt: prompt.as_ptr(), max_tokens: 1, ..request() };
+        let output = meter.time("generate", || model.generate(&request));
+        expect_failure(output, BAD, "ms of processor time")?;
+        all_well(&model)
+    });
+    bench.case("a time limit", move |_| {
+        let (copy, text) = slow_tokenizer();
+        let model = Model::open(copy.path());
+        let prompt = c_string(text);
+        let request = xserv_request {
+            prompt: prompt.as_ptr(),
+            time_limit_ms: 100,
+            max_tokens: 1,
+            ..request()
+        };
+        let begin = Instant::now();
+        let output = model.generate(&request).map_err(|failure| failure.message)?;
+        soon(begin)?;
+        if output.finish_reason != XSERV_FINISH_DEADLINE as u32 || !output.ids.is_empty() {
+            return Err(format!("{output:?}"));
+        }
+        all_well(&model)
+    });
+    bench.case("a cancel token", move |_| {
+        let (copy, text) = slow_tokenizer();
+        let model = Model::open(copy.path());
+        let prompt = c_string(text);
+        let mut token = std::ptr::null_mut();
+        check(unsafe { xserv_cancel_token_new(&mut token) }).unwrap();
+        let thrown = token as usize;
+        let cancel = std::thread::spawn(move || {
+            std::thread::sleep(Duration::from_millis(100));
+            check(xserv_cancel_token_cancel(thrown as *const _)).unwrap();
+        });
+        let request =
+            xserv_request { prompt: prompt.as_ptr(), cancel: token, max_tokens: 1, ..request() };
+        let begin = Instant::now();
+        let output = model.generate(&request).map_err(|failure| failure.message)?;
+        soon(begin)?;
+        cancel.join().unwrap();
+        xserv_cancel_token_free(token);
+        if output.finish_reason != XSERV_FINISH_CANCELLED as u32 {
+            return Err(format!("{output:?}"));
+        }
+        all_well(&model)
+    });
+}
+
+/// Whether the model generates after all.
+fn all_well(model: &Model) -> Result<String, String> {
+    model.generate(&greedy(&PROMPT, 3)).map_err(|failure| failure.message)?;
+    Ok(String::new())
+}
+
+/// Runs `body` with so much more address space than the process has.
+fn with_room<T>(room: u64, body: impl FnOnce() -> T) -> T {
+    unsafe { libc::malloc_trim(0) };
+    let before = limit(libc::RLIMIT_AS, status_bytes("VmSize") + room);
+    let out = body();
+    limit(libc::RLIMIT_AS, before);
+    out
+}
+
+fn little_memory_for_files(bench: &mut Bench) {
+    for mib in [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64] {
+        bench.case(format!("an inspection with {mib} MiB"), move |_| {
+            match with_room(mib << 20, || inspect(tiny().as_path())) {
+                Ok(found) if found.supported && found.has_tokenizer && found.has_chat_template => {
+                    Ok("supported".to_string())
+                }
+                Ok(found) => Err(format!("not supported: {:?}", found.reason)),
+                Err(failure) if failure.status == XSERV_STATUS_OUT_OF_MEMORY => Ok(failure.message),
+                Err(failure) => Err(format!("{:?}: {}", failure.status, failure.message)),
+            }
+        });
+    }
+    // The stack of a thread for a template of the longest kind would not fit.
+    bench.case("a load with 128 MiB", |_| {
+        let options = xserv_load_options { num_threads: 2, kv_cache_tokens: 256, ..load_options() };
+        let loaded = with_room(128 << 20, || Model::load(tiny().as_path(), &options));
+        let model = loaded.map_err(|failure| failure.message)?;
+        match model.info().has_chat_template {
+            1 => all_well(&model),
+            _ => Err("has no chat template".to_string()),
+        }
+    });
+    bench.case("a text that grows", |_| {
+        let copy = Copy::new();
+        copy.edit("tokenizer.json", |f| {
+            f["normalizer"] =
+                json!({"type": "Replace", "pattern": {"String": "a"}, "content": "bbbb"})
+        });
+        let model = Model::open(copy.path());
+        let text = "a".repeat(400 << 10);
+        let tokens = with_room(256 << 20, || model.tokenize(&text));
+        expect_failure(tokens, XSERV_STATUS_OUT_OF_MEMORY, "")?;
+        if model.tokenize("a").map_err(|failure| failure.message)?.is_empty() {
+            return Err("no tokens".to_string());
+        }
+        all_well(&model)
+    });
 }

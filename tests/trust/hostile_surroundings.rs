@@ -3,8 +3,6 @@
 
 use std::collections::BTreeMap;
 use std::ffi::{c_void, CStr};
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
 
 use xserv::ffi::xserv_status::*;
 use xserv::ffi::*;
@@ -18,14 +16,16 @@ pub const GROUPS: &[Group] = &[
     ("no descriptors", no_descriptors),
     ("closed standard files", closed_standard_files),
     ("nothing is changed", nothing_is_changed),
-    ("forks", forks),
     ("system calls", system_calls),
 ];
+
+/// The number of runs of [`little_memory_is_an_error`].
+pub const NUM_STEPS: usize = 48;
 
 #[test]
 fn little_memory_is_an_error() {
     for template in ["no", "yes"] {
-        for step in 0..24 {
+        for step in 0..NUM_STEPS / 2 {
             let environment = [
                 ("XSERV_HOSTILE_STEP", step.to_string()),
                 ("XSERV_HOSTILE_TEMPLATE", template.to_string()),
@@ -49,11 +49,6 @@ fn without_descriptors_loading_is_an_error() {
 #[test]
 fn the_process_is_left_as_it_was() {
     run_group("nothing is changed");
-}
-
-#[test]
-fn forked_children_get_an_answer() {
-    run_group("forks");
 }
 
 /// Needs strace; without it `files that are opened` looks at the descriptors alone.
@@ -86,19 +81,12 @@ fn no_socket_and_no_file_for_writing() {
     assert!(opened > 6, "only {opened} files were opened:\n{text}");
 }
 
-fn limit(resource: libc::__rlimit_resource_t, soft: u64) -> u64 {
-    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
-    assert_eq!(unsafe { libc::getrlimit(resource, &mut limit) }, 0);
-    let before = limit.rlim_cur;
-    limit.rlim_cur = soft.min(limit.rlim_max);
-    assert_eq!(unsafe { libc::setrlimit(resource, &limit) }, 0);
-    before
-}
-
 /// Address space for the process as it is and about 2^(step / 2) times 128 KiB more. Without a chat
 /// template, whose thread asks for 256 MiB of it, the rest of the load is reached.
 fn little_memory(bench: &mut Bench) {
-    let step: u32 = std::env::var("XSERV_HOSTILE_STEP").unwrap().parse().unwrap();
+    // Not set where the cases are counted only.
+    let step = std::env::var("XSERV_HOSTILE_STEP").unwrap_or_default();
+    let step: u32 = step.parse().unwrap_or_default();
     let mut room = (128u64 << 10) << (step / 2);
     if step % 2 == 1 {
         room += room / 2;
@@ -427,199 +415,6 @@ fn nothing_is_changed(bench: &mut Bench) {
             n => Err(format!("{n} threads of the library, 3 expected")),
         }
     });
-}
-
-/// Calls everything as a forked child does, and gives the statuses of the calls that need the model.
-fn call_everything(model: *mut xserv_model) -> Vec<xserv_status> {
-    let mut statuses = Vec::new();
-    unsafe {
-        let mut info: xserv_model_info = std::mem::zeroed();
-        info.struct_size = size_of::<xserv_model_info>();
-        let _ = xserv_model_get_info(model, &mut info);
-        let mut tokens = std::ptr::null_mut();
-        statuses.push(xserv_tokenize(
-            model,
-            c"some text".as_ptr(),
-            9,
-            std::ptr::null(),
-            &mut tokens,
-        ));
-        let mut text = std::ptr::null_mut();
-        statuses.push(xserv_detokenize(model, PROMPT.as_ptr(), 4, true, &mut text));
-        let mut detokenizer = std::ptr::null_mut();
-        statuses.push(xserv_detokenizer_new(model, true, &mut detokenizer));
-        let mut chat = std::mem::zeroed();
-        let _ = xserv_chat_options_default(&mut chat);
-        chat.messages_json = c"[{\"role\": \"user\", \"content\": \"a\"}]".as_ptr();
-        statuses.push(xserv_apply_chat_template(model, &chat, &mut text));
-        let mut logits = vec![0f32; 2048];
-        statuses.push(xserv_logits(model, PROMPT.as_ptr(), 4, 0, logits.as_mut_ptr(), 2048));
-        let request = greedy(&PROMPT, 2);
-        let mut result = std::ptr::null_mut();
-        statuses.push(xserv_generate(model, &request, None, std::ptr::null_mut(), &mut result));
-        let mut cancel = std::ptr::null_mut();
-        if xserv_cancel_token_new(&mut cancel) == XSERV_STATUS_OK {
-            let _ = xserv_cancel_token_cancel(cancel);
-            xserv_cancel_token_free(cancel);
-        }
-        let _ = (xserv_version(), xserv_abi_version(), xserv_last_error(), xserv_status_name(12));
-        xserv_tokens_free(tokens);
-        xserv_text_free(text);
-        xserv_detokenizer_free(detokenizer);
-        xserv_result_free(result);
-    }
-    statuses
-}
-
-/// What a forked child came to: its exit code, or what else.
-fn fork_and(body: impl FnOnce() -> i32) -> Result<i32, String> {
-    let child = unsafe { libc::fork() };
-    assert!(child >= 0, "fork");
-    if child == 0 {
-        // A panic of the test must not go on as a second test process.
-        let code = std::panic::catch_unwind(std::panic::AssertUnwindSafe(body)).unwrap_or(99);
-        unsafe { libc::_exit(code) };
-    }
-    let deadline = Instant::now() + Duration::from_secs(10);
-    loop {
-        let mut status = 0;
-        match unsafe { libc::waitpid(child, &mut status, libc::WNOHANG) } {
-            0 if Instant::now() > deadline => {
-                unsafe { libc::kill(child, libc::SIGKILL) };
-                unsafe { libc::waitpid(child, &mut status, 0) };
-                return Err("the forked child hung".to_string());
-            }
-            0 => std::thread::sleep(Duration::from_millis(1)),
-            _ if libc::WIFEXITED(status) => return Ok(libc::WEXITSTATUS(status)),
-            _ => return Err(format!("the forked child died of {status:#x}")),
-        }
-    }
-}
-
-/// All calls on a model of the parent are FORKED.
-fn all_forked(model: &Model) -> i32 {
-    let statuses = call_everything(model.0);
-    let wrong = statuses.iter().position(|status| *status != XSERV_STATUS_FORKED);
-    let code = wrong.map_or(0, |at| 10 + at as i32);
-    xserv_model_free(model.0);
-    code
-}
-
-fn zero(code: i32) -> Result<(), String> {
-    match code {
-        0 => Ok(()),
-        code => Err(format!("the forked child says {code}")),
-    }
-}
-
-fn forks(bench: &mut Bench) {
-    let reference = bench.reference.clone();
-    bench.case("while nothing runs", |_| {
-        let model = Model::open(&tiny());
-        for _ in 0..20 {
-            zero(fork_and(|| all_forked(&model))?)?;
-        }
-        match model.generate(&greedy(&PROMPT, 3)) {
-            Ok(output) if output.ids == reference => Ok(String::new()),
-            other => Err(format!("{other:?}")),
-        }
-    });
-    bench.case("the child loads for itself", |_| {
-        // Of this thread: the stacks of the others are used again in the child.
-        let reference = reference.clone();
-        let model = Model::open(&tiny());
-        let code = fork_and(|| {
-            let own = Model::open(&tiny());
-            let same = own.generate(&greedy(&PROMPT, 3)).is_ok_and(|o| o.ids == reference);
-            let chat = own.apply_chat_template(MESSAGES, None, None, true).is_ok();
-            let forked = call_everything(model.0).iter().all(|s| *s == XSERV_STATUS_FORKED);
-            drop(own);
-            i32::from(!same) + 2 * i32::from(!chat) + 4 * i32::from(!forked)
-        })?;
-        zero(code)?;
-        Ok(String::new())
-    });
-    bench.case("inside the token callback", |_| {
-        let model = Model::open(&tiny());
-        let mut inside = Ok(());
-        let output = model.stream(&greedy(&PROMPT, 3), &mut |_| {
-            if inside.is_ok() {
-                inside = fork_and(|| all_forked(&model)).and_then(zero);
-            }
-            true
-        });
-        inside?;
-        match output {
-            Ok(output) if output.ids == reference => Ok(String::new()),
-            other => Err(format!("{other:?}")),
-        }
-    });
-    bench.case("things of the parent that need no model", |_| {
-        let model = Model::open(&tiny());
-        let ids = model.tokenize("hello").map_err(|f| f.message)?;
-        let mut tokens = std::ptr::null_mut();
-        let made =
-            unsafe { xserv_tokenize(model.0, c"hello".as_ptr(), 5, std::ptr::null(), &mut tokens) };
-        check(made).map_err(|f| f.message)?;
-        let code = fork_and(|| {
-            let mut count = 0;
-            let data = unsafe { xserv_tokens_data(tokens, &mut count) };
-            let same = !data.is_null() && count == ids.len();
-            let inspected = inspect(&tiny()).is_ok_and(|found| found.supported);
-            let missing = Model::load(&tiny().join("none"), &load_options()).is_err();
-            i32::from(!(same && inspected && missing))
-        })?;
-        zero(code)?;
-        xserv_tokens_free(tokens);
-        Ok(String::new())
-    });
-    bench.case("the last of a model is freed in the child", |_| {
-        let model = Model::open(&tiny());
-        let mut detokenizer = std::ptr::null_mut();
-        check(unsafe { xserv_detokenizer_new(model.0, true, &mut detokenizer) })
-            .map_err(|f| f.message)?;
-        // The detokenizer keeps what it needs.
-        drop(model);
-        zero(fork_and(|| {
-            xserv_detokenizer_free(detokenizer);
-            0
-        })?)?;
-        xserv_detokenizer_free(detokenizer);
-        Ok(String::new())
-    });
-    // Locks that another thread holds at the moment of the fork stay locked in the child.
-    type Busy = fn(&Model);
-    let busy: [(&str, Busy); 4] = [
-        ("another thread makes and frees handles", |_| {
-            let mut cancel = std::ptr::null_mut();
-            check(unsafe { xserv_cancel_token_new(&mut cancel) }).unwrap();
-            xserv_cancel_token_free(cancel);
-        }),
-        ("another thread tokenizes", |model| drop(model.tokenize("hello").unwrap())),
-        ("another thread generates", |model| drop(model.generate(&greedy(&PROMPT, 4)).unwrap())),
-        ("another thread loads", |_| drop(Model::open(&tiny()))),
-    ];
-    for (name, work) in busy {
-        bench.case(format!("while {name}"), move |_| {
-            let model = Model::open(&tiny());
-            let stop = AtomicBool::new(false);
-            std::thread::scope(|scope| {
-                let other = scope.spawn(|| {
-                    while !stop.load(Ordering::Relaxed) {
-                        work(&model);
-                    }
-                });
-                let outcome = (0..60).try_for_each(|round| {
-                    std::thread::sleep(Duration::from_micros(137 * (round % 7)));
-                    zero(fork_and(|| all_forked(&model))?)
-                });
-                stop.store(true, Ordering::Relaxed);
-                other.join().unwrap();
-                outcome
-            })?;
-            Ok(String::new())
-        });
-    }
 }
 
 /// Traced by `no_socket_and_no_file_for_writing`.

@@ -1,0 +1,74 @@
+//! Which tensors make one weight, and what turns that into a weight.
+
+use crate::error::Result;
+use crate::model::checkpoint::Tensor;
+use crate::ops::linear::{MatrixLayout, ShardAxis};
+
+/// A tensor of a matrix, and how many of its output features it gives.
+#[derive(Clone, Debug, PartialEq)]
+pub struct MatrixPart {
+    /// Where the numbers lie.
+    pub tensor: Tensor,
+    /// Rows of this part.
+    pub out_features: usize,
+}
+
+/// A matrix `[out_features, in_features]` made of one tensor, or of several stacked by rows.
+#[derive(Clone, Debug, PartialEq)]
+pub struct MatrixPlan {
+    /// From the first row on.
+    pub parts: Vec<MatrixPart>,
+    /// Sum of the parts' rows.
+    pub out_features: usize,
+    /// Columns.
+    pub in_features: usize,
+    /// Of all parts.
+    pub layout: MatrixLayout,
+    /// The axis along which devices divide it.
+    pub shard: ShardAxis,
+}
+
+/// A vector made of one tensor, or of several one after the other; kept in f32.
+#[derive(Clone, Debug, PartialEq)]
+pub struct VectorPlan {
+    /// From the first element on.
+    pub parts: Vec<Tensor>,
+    /// Sum of the parts' lengths.
+    pub len: usize,
+    /// [`ShardAxis::Out`] if it belongs to output features that devices divide.
+    pub shard: ShardAxis,
+}
+
+impl MatrixPlan {
+    /// The same, divided along an axis.
+    pub fn sharded(self, shard: ShardAxis) -> Self {
+        MatrixPlan { shard, ..self }
+    }
+}
+
+impl VectorPlan {
+    /// The same, divided along an axis.
+    pub fn sharded(self, shard: ShardAxis) -> Self {
+        VectorPlan { shard, ..self }
+    }
+}
+
+/// Turns plans into something.
+pub trait WeightReader {
+    /// What a matrix becomes.
+    type Matrix;
+    /// What a vector becomes.
+    type Vector;
+    /// Called once for each matrix, in the order of the forward pass.
+    fn matrix(&mut self, plan: &MatrixPlan) -> Result<Self::Matrix>;
+    /// Called once for each vector that is of neither kind below (a bias), in the order of the forward pass.
+    fn vector(&mut self, plan: &VectorPlan) -> Result<Self::Vector>;
+    /// Called instead of `vector` for the factors of a norm. Only a reader that makes up numbers tells them apart.
+    fn norm_weight(&mut self, plan: &VectorPlan) -> Result<Self::Vector> {
+        self.vector(plan)
+    }
+    /// Called instead of `vector` for a table, such as embeddings of positions.
+    fn table(&mut self, plan: &VectorPlan) -> Result<Self::Vector> {
+        self.vector(plan)
+    }
+}

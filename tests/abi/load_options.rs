@@ -1,0 +1,139 @@
+//! The options of a load that say where the weights come from and where they go.
+
+use std::ffi::CString;
+use std::path::Path;
+use std::ptr;
+
+use xserv::ffi::*;
+
+use crate::client::*;
+use crate::files::TempDir;
+
+fn load(path: &Path, options: &xserv_load_options) -> Result<Model, xserv_status> {
+    Model::load(path, options).map_err(|failure| failure.status)
+}
+
+/// A folder with the tiny model's config.json, changed by `edit`, and nothing else.
+fn config_alone(edit: impl Fn(&mut serde_json::Value)) -> TempDir {
+    let dir = TempDir::new();
+    let text = std::fs::read_to_string(tiny().join("config.json")).unwrap();
+    let mut config: serde_json::Value = serde_json::from_str(&text).unwrap();
+    edit(&mut config);
+    std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
+    dir
+}
+
+#[test]
+fn random_weights_need_a_config_alone() {
+    let dir = config_alone(|_| {});
+    assert_eq!(
+        load(dir.path(), &load_options()).err(),
+        Some(xserv_status::XSERV_STATUS_NOT_FOUND),
+        "{}",
+        last_error()
+    );
+    let options = xserv_load_options { random_weights: 1, ..load_options() };
+    let model = load(dir.path(), &options).expect("a model");
+    let (random, real) = (model.info(), Model::open(&tiny()).info());
+    assert_eq!((random.num_parameters, random.has_tokenizer), (real.num_parameters, 0));
+    let ids = [1_u32, 2, 3];
+    let request = xserv_request { ignore_eos: 1, ..greedy(&ids, 5) };
+    let tokens = model.generate(&request).unwrap().ids;
+    assert_eq!(tokens.len(), 5);
+    // The numbers are the same each time.
+    let again = load(dir.path(), &options).expect("a model");
+    assert_eq!(again.generate(&request).unwrap().ids, tokens);
+
+    let mut plan: xserv_memory_plan = unsafe { std::mem::zeroed() };
+    plan.struct_size = size_of::<xserv_memory_plan>();
+    let path = CString::new(dir.str()).unwrap();
+    check(unsafe { xserv_plan(path.as_ptr(), &options, &mut plan) }).unwrap();
+    assert_eq!(plan.weights_bytes, random.weights_bytes);
+    let wrong = xserv_load_options { random_weights: 2, ..load_options() };
+    assert_eq!(load(dir.path(), &wrong).err(), Some(xserv_status::XSERV_STATUS_INVALID_ARGUMENT));
+}
+
+#[test]
+fn devices_that_are_not_there_are_refused() {
+    let none = Some(xserv_status::XSERV_STATUS_NO_DEVICE);
+    let cpu = xserv_load_options { device_index: 1, ..load_options() };
+    assert_eq!(load(&tiny(), &cpu).err(), none);
+    assert!(last_error().contains("no CPU device 1"), "{}", last_error());
+    for device_index in [xserv_cuda_device_count(), 1000, u32::MAX] {
+        let device_kind = xserv_device_kind::XSERV_DEVICE_CUDA as u32;
+        let options = xserv_load_options { device_kind, device_index, ..load_options() };
+        assert_eq!(load(&tiny(), &options).err(), none, "{}", last_error());
+        // The best device is then the CPU.
+        let device_kind = xserv_device_kind::XSERV_DEVICE_AUTO as u32;
+        let options = xserv_load_options { device_kind, device_index, ..load_options() };
+        let model = load(&tiny(), &options).expect("a model on the CPU");
+        let info = model.info();
+        assert_eq!((info.device_kind, info.device_index), (0, 0));
+    }
+}
+
+/// A model whose logits of thousands of tokens take seconds.
+fn slow_model() -> Model {
+    let dir = config_alone(|config| {
+        config["hidden_size"] = 512.into();
+        config["intermediate_size"] = 2048.into();
+        config["num_hidden_layers"] = 24.into();
+        config["max_position_embeddings"] = 8192.into();
+        config["max_window_layers"] = 24.into();
+        config.as_object_mut().unwrap().remove("layer_types");
+    });
+    let options = xserv_load_options { random_weights: 1, ..load_options() };
+    load(dir.path(), &options).expect("a model")
+}
+
+#[test]
+fn logits_are_cancelled_while_they_are_computed_and_while_they_wait() {
+    let model = slow_model();
+    let ids: Vec<u32> = (0..8000).map(|i| i % 100).collect();
+    let mut tokens = [ptr::null_mut(); 2];
+    for token in &mut tokens {
+        check(unsafe { xserv_cancel_token_new(token) }).unwrap();
+    }
+    let [first, second] = tokens.map(|token| token as usize);
+    let compute = |cancel: usize| {
+        let mut logits = vec![0_f32; model.info().vocab_size as usize];
+        let options = xserv_logits_options {
+            cancel: cancel as *const xserv_cancel_token,
+            ..logits_options(0)
+        };
+        let begin = std::time::Instant::now();
+        let status = unsafe {
+            xserv_logits(
+                model.0,
+                ids.as_ptr(),
+                ids.len(),
+                &options,
+                logits.as_mut_ptr(),
+                logits.len(),
+            )
+        };
+        (status, begin.elapsed())
+    };
+    let throw = |cancel: usize| {
+        check(xserv_cancel_token_cancel(cancel as *const xserv_cancel_token)).unwrap()
+    };
+    let pause = || std::thread::sleep(std::time::Duration::from_millis(300));
+    let cancelled = xserv_status::XSERV_STATUS_CANCELLED;
+    std::thread::scope(|scope| {
+        let running = scope.spawn(|| compute(first));
+        pause();
+        let waiting = scope.spawn(|| compute(second));
+        pause();
+        throw(second);
+        let (status, _) = waiting.join().unwrap();
+        assert_eq!(status, cancelled);
+        assert!(!running.is_finished(), "the model is too fast for this test");
+        throw(first);
+        assert_eq!(running.join().unwrap().0, cancelled);
+    });
+    // A token that was thrown before ends the call at once, and the model goes on.
+    assert_eq!(compute(first).0, cancelled);
+    let request = xserv_request { ignore_eos: 1, ..greedy(&ids[..4], 3) };
+    assert_eq!(model.generate(&request).unwrap().ids.len(), 3);
+    tokens.into_iter().for_each(|token| xserv_cancel_token_free(token));
+}

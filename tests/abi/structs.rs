@@ -1,0 +1,259 @@
+//! Structs whose size the caller knows: nothing beyond it is read or written, whatever the library
+//! knows today, and programs that were built with an older header of this ABI version go on.
+
+use std::collections::BTreeMap;
+use std::ffi::c_void;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::ptr;
+
+use xserv::ffi::*;
+
+use crate::client::*;
+use crate::files::TempDir;
+use crate::symbols::shared_object;
+
+fn root() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+}
+
+/// Each struct of options with the function that fills it, its size, and its defaults.
+fn option_structs() -> Vec<(&'static str, unsafe fn(*mut c_void, usize), usize)> {
+    macro_rules! all {
+        ($($name:ident $init:ident),*) => {
+            vec![$((
+                stringify!($name),
+                |to: *mut c_void, size: usize| unsafe { $init(to.cast::<$name>(), size) },
+                size_of::<$name>(),
+            )),*]
+        };
+    }
+    all![
+        xserv_load_options xserv_load_options_init,
+        xserv_tokenize_options xserv_tokenize_options_init,
+        xserv_chat_options xserv_chat_options_init,
+        xserv_request xserv_request_init,
+        xserv_submit_options xserv_submit_options_init,
+        xserv_logits_options xserv_logits_options_init,
+        xserv_context_options xserv_context_options_init,
+        xserv_gemm_options xserv_gemm_options_init,
+        xserv_grad_check_options xserv_grad_check_options_init,
+        xserv_attention_options xserv_attention_options_init
+    ]
+}
+
+const UNTOUCHED: u8 = 0xa5;
+
+/// The bytes of a struct that was filled for a caller who knows `size` bytes of it, and what follows.
+fn filled(init: unsafe fn(*mut c_void, usize), size: usize) -> Vec<u8> {
+    let mut space = vec![u64::from_ne_bytes([UNTOUCHED; 8]); 64];
+    unsafe { init(space.as_mut_ptr().cast(), size) };
+    space.iter().flat_map(|word| word.to_ne_bytes()).collect()
+}
+
+#[test]
+fn no_byte_beyond_the_callers_struct_is_written() {
+    for (name, init, whole) in option_structs() {
+        let defaults = filled(init, whole);
+        for size in (8..whole + 64).step_by(4) {
+            let found = filled(init, size);
+            assert_eq!(found[..8], size.to_ne_bytes(), "{name}: struct_size for {size}");
+            let known = size.min(whole);
+            assert_eq!(found[8..known], defaults[8..known], "{name}: the defaults for {size}");
+            assert!(found[known..size].iter().all(|b| *b == 0), "{name}: unknown bytes for {size}");
+            assert!(found[size..].iter().all(|b| *b == UNTOUCHED), "{name}: beyond {size} bytes");
+        }
+        for size in 0..8 {
+            assert!(filled(init, size).iter().all(|b| *b == UNTOUCHED), "{name}: {size} bytes");
+        }
+        unsafe { init(ptr::null_mut(), whole) };
+    }
+}
+
+#[test]
+fn every_option_struct_of_the_headers_is_tested_here() {
+    let tested: Vec<&str> = option_structs().iter().map(|(name, _, _)| *name).collect();
+    for header in ["include/xserv.h", "include/xserv_ops.h"] {
+        let text = std::fs::read_to_string(root().join(header)).unwrap();
+        for line in text.lines().filter(|line| line.starts_with("static inline void ")) {
+            let name = line.split(['(', ' ']).nth(4).unwrap();
+            assert!(tested.contains(&name), "{name} of {header} is not tested here");
+        }
+    }
+    assert!(tested.len() > 9);
+}
+
+#[test]
+fn sizes_that_no_version_has_are_refused() {
+    let path = std::ffi::CString::new(tiny().to_str().unwrap()).unwrap();
+    let whole = size_of::<xserv_load_options>();
+    for struct_size in (0..whole + 64).filter(|size| *size != whole) {
+        let options = xserv_load_options { struct_size, ..load_options() };
+        let mut model = ptr::null_mut();
+        let status = unsafe { xserv_load(path.as_ptr(), &options, &mut model) };
+        assert_eq!(status, xserv_status::XSERV_STATUS_INVALID_ARGUMENT, "{struct_size}");
+        assert!(last_error().contains(&format!("struct_size is {struct_size}")));
+    }
+}
+
+#[test]
+fn reserved_fields_must_be_zero() {
+    let model = Model::open(&tiny());
+    let ids = [1_u32, 2];
+    let bad = |status: xserv_status| {
+        assert_eq!(status, xserv_status::XSERV_STATUS_INVALID_ARGUMENT);
+        assert!(last_error().contains("reserved"), "{}", last_error());
+    };
+    unsafe {
+        let request = xserv_request { reserved: [0, 1, 0], ..greedy(&ids, 1) };
+        bad(xserv_generate(model.0, &request, None, ptr::null_mut(), ptr::null_mut()));
+        let mut tokenize: xserv_tokenize_options = std::mem::zeroed();
+        xserv_tokenize_options_init(&mut tokenize, size_of_val(&tokenize));
+        tokenize.reserved[5] = 1;
+        let mut tokens = ptr::null_mut();
+        bad(xserv_tokenize(model.0, c"a".as_ptr(), 1, &tokenize, &mut tokens));
+        let mut chat: xserv_chat_options = std::mem::zeroed();
+        xserv_chat_options_init(&mut chat, size_of_val(&chat));
+        (chat.messages_json, chat.reserved[0]) = (c"[]".as_ptr(), 1);
+        let mut text = ptr::null_mut();
+        bad(xserv_apply_chat_template(model.0, &chat, &mut text));
+        let rows = xserv_logits_options { reserved: 1, ..logits_options(0) };
+        let mut logits = [0_f32; 8];
+        bad(xserv_logits(model.0, ids.as_ptr(), 2, &rows, logits.as_mut_ptr(), 8));
+    }
+}
+
+/// Runs a command and returns what it prints.
+fn run(command: &mut Command) -> String {
+    let output = command.output().unwrap_or_else(|e| panic!("{command:?}: {e}"));
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{command:?}: {} {errors}", output.status);
+    String::from_utf8(output.stdout).unwrap()
+}
+
+/// Compiles a C program against the headers in a folder and the library of this test.
+fn compile(dir: &TempDir, source: &Path, include: &Path, name: &str) -> PathBuf {
+    let program = dir.path().join(name);
+    let soname = dir.path().join(format!("libxserv.so.{XSERV_ABI_VERSION}"));
+    if !soname.exists() {
+        std::os::unix::fs::symlink(shared_object(), &soname).unwrap();
+    }
+    run(Command::new("cc")
+        .args(["-std=c11", "-Wall", "-Wextra", "-Werror", "-fstack-protector-all", "-I"])
+        .args([include, source, &soname])
+        .arg(format!("-Wl,-rpath,{}", dir.path().display()))
+        .arg("-o")
+        .arg(&program));
+    program
+}
+
+/// The folders with the headers of all versions of this ABI.
+fn kept_headers() -> Vec<PathBuf> {
+    let folder = root().join("tests/abi/headers");
+    let mut found: Vec<PathBuf> = std::fs::read_dir(&folder)
+        .unwrap()
+        .map(|entry| entry.unwrap().path())
+        .filter(|path| path.is_dir())
+        .collect();
+    found.sort();
+    assert!(!found.is_empty(), "no headers in {}", folder.display());
+    found
+}
+
+/// A header stays as it was released. Until then the copy follows the header of today.
+#[test]
+fn todays_headers_are_kept() {
+    let version = env!("CARGO_PKG_VERSION");
+    let folder = root().join("tests/abi/headers").join(version.trim_end_matches("-dev"));
+    let is_blessed = std::env::var_os("XSERV_BLESS").is_some() && version.ends_with("-dev");
+    for name in ["xserv.h", "xserv_ops.h"] {
+        let today = std::fs::read_to_string(root().join("include").join(name)).unwrap();
+        if is_blessed {
+            std::fs::create_dir_all(&folder).unwrap();
+            std::fs::write(folder.join(name), &today).unwrap();
+        }
+        let kept = std::fs::read_to_string(folder.join(name)).unwrap_or_default();
+        assert!(
+            kept == today,
+            "{} is not {name} of today: XSERV_BLESS=1 cargo test --test abi structs",
+            folder.join(name).display()
+        );
+    }
+}
+
+#[test]
+fn programs_built_with_kept_headers_run() {
+    let source = root().join("tests/abi/headers/client.c");
+    for include in kept_headers() {
+        let dir = TempDir::new();
+        let program = compile(&dir, &source, &include, "client");
+        let said = run(Command::new(&program).arg(tiny()));
+        assert!(said.ends_with("16 tokens\n"), "{}: {said}", include.display());
+    }
+}
+
+/// The structs of a header: each with its fields.
+fn structs(header: &str) -> Vec<(String, Vec<String>)> {
+    let mut found = Vec::new();
+    for part in header.split("typedef struct ").skip(1) {
+        let Some((name, rest)) = part.split_once(" {\n") else { continue };
+        if name.contains(['*', ';', '\n']) {
+            continue;
+        }
+        let body = rest.split("\n}").next().unwrap();
+        let lines = body.lines().map(str::trim);
+        let code = lines.filter(|line| line.ends_with(';') && !line.starts_with(['*', '/']));
+        let field = |line: &str| {
+            let end = line.trim_end_matches(';').split('[').next().unwrap().to_string();
+            end.rsplit([' ', '*']).next().unwrap().to_string()
+        };
+        found.push((name.to_string(), code.map(field).collect()));
+    }
+    found
+}
+
+/// Where the fields of all structs are: name -> (size, offset), as a C compiler has them.
+fn layout(include: &Path) -> BTreeMap<String, (usize, usize)> {
+    let mut source =
+        "#include <stddef.h>\n#include <stdio.h>\n#include <xserv.h>\nint main(void) {\n"
+            .to_string();
+    for name in ["xserv.h", "xserv_ops.h"] {
+        let header = std::fs::read_to_string(include.join(name)).unwrap();
+        for (name, fields) in structs(&header) {
+            source += &format!("  printf(\"{name} %zu 0\\n\", sizeof({name}));\n");
+            for field in fields {
+                source += &format!(
+                    "  printf(\"{name}.{field} %zu %zu\\n\", sizeof((({name} *)0)->{field}), \
+                     offsetof({name}, {field}));\n"
+                );
+            }
+        }
+    }
+    let dir = TempDir::new();
+    let file = dir.path().join("layout.c");
+    std::fs::write(&file, source + "}\n").unwrap();
+    let said = run(&mut Command::new(compile(&dir, &file, include, "layout")));
+    let lines = said.lines().map(|line| {
+        let parts: Vec<&str> = line.split(' ').collect();
+        (parts[0].to_string(), (parts[1].parse().unwrap(), parts[2].parse().unwrap()))
+    });
+    lines.collect()
+}
+
+#[test]
+fn structs_only_grow_at_their_end() {
+    let today = layout(&root().join("include"));
+    assert!(today.len() > 150, "only {} fields", today.len());
+    for include in kept_headers() {
+        for (name, (size, offset)) in layout(&include) {
+            let (size_now, offset_now) =
+                *today.get(&name).unwrap_or_else(|| panic!("{name} is gone"));
+            assert_eq!(offset, offset_now, "{name} of {} has moved", include.display());
+            if name.contains('.') {
+                assert_eq!(size, size_now, "{name} of {} has another size", include.display());
+            } else {
+                assert!(size <= size_now, "{name} of {} has shrunk", include.display());
+            }
+        }
+    }
+}

@@ -1,0 +1,39 @@
+//! How much is run, and what ends a test that hangs.
+
+use std::sync::mpsc;
+use std::time::Duration;
+
+/// The number for this run: `gate` at every change, `full` with `XSERV_TRUST=full`.
+pub fn scaled(gate: usize, full: usize) -> usize {
+    match std::env::var("XSERV_TRUST").as_deref() {
+        Ok("full") => full,
+        Ok("gate") | Err(_) => gate,
+        Ok(other) => panic!("XSERV_TRUST is {other:?}, but must be \"gate\" or \"full\""),
+    }
+}
+
+/// For what takes milliseconds, on a machine that is busy with other things.
+pub const PATIENCE: Duration = Duration::from_secs(30);
+
+/// Runs `body` on a thread of its own, and gives its result or that of its panic. A body that has not
+/// ended after `limit` has hung: the process is ended, since its threads could not be.
+pub fn watched<T: Send + 'static>(
+    what: &str,
+    limit: Duration,
+    body: impl FnOnce() -> T + Send + 'static,
+) -> T {
+    let (done, wait) = mpsc::channel();
+    let thread = std::thread::spawn(move || {
+        let out = body();
+        let _ = done.send(());
+        out
+    });
+    if wait.recv_timeout(limit) == Err(mpsc::RecvTimeoutError::Timeout) {
+        eprintln!("{what}: hung for {} s", limit.as_secs());
+        std::process::abort();
+    }
+    match thread.join() {
+        Ok(out) => out,
+        Err(panic) => std::panic::resume_unwind(panic),
+    }
+}
