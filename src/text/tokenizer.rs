@@ -394,24 +394,27 @@ impl Tokenizer {
     /// counts this thread's processor time, so that the verdict does not depend on what else the
     /// machine does.
     fn try_patterns(&self, patterns: &[String]) -> Result<()> {
+        /// What any text may take, and what each of its characters adds.
         const LIMIT: Duration = Duration::from_millis(5);
+        const LIMIT_PER_CHARACTER: Duration = Duration::from_micros(10);
         for text in trial_texts(patterns) {
+            let length = text.chars().count();
+            let limit = LIMIT + LIMIT_PER_CHARACTER * u32::try_from(length).unwrap_or(u32::MAX);
             let is_slow = || {
-                let watch = Watch::with_limit(2 * LIMIT, &|| false);
+                let watch = Watch::with_limit(2 * limit, &|| false);
                 // A search that gives up is slow, and so is a text that the watch ends.
                 let outcome = self.pipeline.encode(&text, &self.added, &self.model, &watch);
                 match outcome {
-                    Ok(_) => Ok(watch.elapsed() > LIMIT),
+                    Ok(_) => Ok(watch.elapsed() > limit),
                     Err(error) if error.kind() == ErrorKind::InvalidFile => Ok(true),
                     Err(error) => Err(error),
                 }
             };
-            // Tried twice: the first run may have met cold caches or a busy machine.
-            if is_slow()? && is_slow()? {
+            // Tried three times: a run may have met cold caches or a busy machine.
+            if is_slow()? && is_slow()? && is_slow()? {
                 return Err(Error::invalid_file(format!(
-                    "its regular expressions take more than {} ms on {} characters",
-                    LIMIT.as_millis(),
-                    text.chars().count()
+                    "its regular expressions take more than {} ms on {length} characters",
+                    limit.as_millis()
                 )));
             }
         }
