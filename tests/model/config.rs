@@ -3,7 +3,7 @@
 use serde_json::{json, Value};
 use xserv::error::{Error, ErrorKind};
 use xserv::memory::DType;
-use xserv::model::ModelConfig;
+use xserv::model::{Biases, ModelConfig, RopeScaling};
 
 fn qwen3() -> Value {
     json!({
@@ -59,7 +59,7 @@ fn the_fields_of_qwen3_are_taken() {
     assert_eq!((config.norm_eps, config.tie_word_embeddings), (1e-6, true));
     assert_eq!(config.declared_dtype, Some(DType::BF16));
     let rope = config.rope.expect("Qwen3 has rotary positions");
-    assert_eq!((rope.theta, rope.yarn), (1e6, None));
+    assert_eq!((rope.theta, rope.scaling), (1e6, RopeScaling::None));
 }
 
 #[test]
@@ -123,7 +123,7 @@ fn what_transformers_takes_for_absent_fields() {
     let config = parse(&bare).expect("valid");
     assert_eq!((config.head_dim, config.max_context_tokens), (128, 32768));
     assert_eq!((config.norm_eps, config.rope.expect("rope").theta), (1e-6, 10000.0));
-    assert!(!config.tie_word_embeddings && !config.attention_bias);
+    assert!(!config.tie_word_embeddings && config.biases == Biases::default());
     // An explicit null is something else than an absent field for these two.
     let config = parse(&with(qwen3(), "head_dim", Value::Null)).expect("valid");
     assert_eq!(config.head_dim, 24);

@@ -2,7 +2,7 @@
 
 use serde_json::{json, Value};
 use xserv::error::ErrorKind;
-use xserv::model::{ModelConfig, RopeConfig};
+use xserv::model::{ModelConfig, RopeConfig, RopeScaling};
 
 fn rope(rope_scaling: Value) -> Result<(RopeConfig, usize), xserv::error::Error> {
     let config = json!({
@@ -72,7 +72,7 @@ fn plain_frequencies() {
 /// The values that PyTorch 2.11 computes for head_dim 8, theta 10000, bit for bit.
 #[test]
 fn plain_frequencies_have_the_bits_of_pytorch() {
-    let rope = RopeConfig { theta: 10_000.0, yarn: None };
+    let rope = RopeConfig { theta: 10_000.0, scaling: RopeScaling::None };
     assert_eq!(rope.inv_freq(8).expect("room"), [1.0, 0.1, 0.01, 0.001]);
 }
 

@@ -16,7 +16,7 @@ use crate::memory::DType;
 use crate::model::folder::shown_name;
 use crate::ops::kv_cache::layout::KvLayout;
 use fields::Fields;
-pub use rope::{RopeConfig, YarnConfig};
+pub use rope::{Llama3Config, RopeConfig, RopeScaling, YarnConfig};
 
 /// The name of the configuration file.
 pub const CONFIG_FILE: &str = "config.json";
@@ -59,6 +59,17 @@ pub enum MlpKind {
     Plain,
 }
 
+/// Which linear layers of a block have biases.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Biases {
+    /// The projections to queries, keys and values.
+    pub qkv: bool,
+    /// The projection of the attention back into the residual stream.
+    pub attention_output: bool,
+    /// Those of the MLP.
+    pub mlp: bool,
+}
+
 /// The structure of a model, whatever its family. All counts are at least 1 and within [`limits`];
 /// `num_heads` is a multiple of `num_kv_heads`; `head_dim` is even.
 #[derive(Clone, Debug, PartialEq)]
@@ -80,7 +91,8 @@ pub struct ModelConfig {
     pub num_kv_heads: usize,
     /// The dimension of one head; `num_heads * head_dim` need not be `hidden_size`.
     pub head_dim: usize,
-    /// The longest sequence, in tokens, YaRN's extension included.
+    /// The longest sequence, in tokens, YaRN's extension included. At most the length of a sliding
+    /// window: up to it a window hides nothing.
     pub max_context_tokens: usize,
     /// The kind of the norms.
     pub norm: NormKind,
@@ -92,8 +104,8 @@ pub struct ModelConfig {
     pub mlp: MlpKind,
     /// Whether the output matrix is the embedding.
     pub tie_word_embeddings: bool,
-    /// Whether q, k, v and the output projection have biases.
-    pub attention_bias: bool,
+    /// Which linear layers have biases.
+    pub biases: Biases,
     /// Rotary embedding; `None` with learned positions.
     pub rope: Option<RopeConfig>,
     /// Whether Transformers computes GELU step by step, which bf16 and f16 round each time
@@ -195,6 +207,8 @@ pub(super) fn refuse_what_changes_every_model(fields: Fields<'_>) -> Result<()> 
         }
     }
     fields.refuse_flag("is_encoder_decoder")?;
+    // Llama 4 scales queries by their position.
+    fields.refuse_flag("attn_temperature_tuning")?;
     fields.refuse_flag("add_cross_attention")?;
     if !fields.flag("is_causal", true)? {
         return Err(Error::unsupported(format!(

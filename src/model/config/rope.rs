@@ -8,6 +8,11 @@
 //! pairs that turn less than once are slowed by `factor`, and a linear ramp over the pair index
 //! joins the two; cos and sin are scaled by `0.1 ln(factor) + 1`. The ramp's ends, their rounding
 //! (`truncate`) and the order of the fields follow Transformers 5.17 (`modeling_rope_utils.py`).
+//!
+//! Llama 3.1 stretches by wavelength (`_compute_llama3_parameters` there): pairs whose wavelength is
+//! short beside the original context keep their frequency, long ones are slowed by `factor`, and
+//! between them the two are mixed by how often a pair turns within the original context. Linear
+//! scaling (Chen et al. 2023, arXiv 2306.15595) slows all pairs by `factor`.
 
 use serde_json::Map;
 
@@ -27,8 +32,34 @@ const DEFAULT_BETA_SLOW: f64 = 1.0;
 pub struct RopeConfig {
     /// The base of the frequencies.
     pub theta: f64,
-    /// The context extension, if any.
-    pub yarn: Option<YarnConfig>,
+    /// How a longer context than that of the pretraining is reached.
+    pub scaling: RopeScaling,
+}
+
+/// How the frequencies are stretched.
+#[derive(Clone, Debug, PartialEq)]
+pub enum RopeScaling {
+    /// Not at all.
+    None,
+    /// All are divided by this factor, at least 1.
+    Linear(f64),
+    /// YaRN.
+    Yarn(YarnConfig),
+    /// Llama 3.1's way.
+    Llama3(Llama3Config),
+}
+
+/// The parameters of Llama 3.1's scaling.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Llama3Config {
+    /// The factor by which slow pairs are slowed further, at least 1.
+    pub factor: f64,
+    /// Pairs that turn less often than this within the original context are slowed in full.
+    pub low_freq_factor: f64,
+    /// Pairs that turn more often than this keep their frequency; more than `low_freq_factor`.
+    pub high_freq_factor: f64,
+    /// The context length of the pretraining, in tokens.
+    pub original_max_position_embeddings: usize,
 }
 
 /// The parameters of YaRN.
@@ -93,19 +124,29 @@ impl RopeConfig {
             Some(rope_type) => rope_type,
             None => rope.optional_string("type")?.unwrap_or("default"),
         };
-        let yarn = match rope_type {
-            "default" => None,
-            "yarn" => {
-                Some(YarnConfig::parse(config, rope, max_position_embeddings, max_positions)?)
-            }
+        if rope.has("llama_4_scaling_beta") {
+            return Err(Error::unsupported(format!(
+                "{place}: llama_4_scaling_beta (queries scaled by their position) is not supported"
+            )));
+        }
+        let scaling = match rope_type {
+            "default" => RopeScaling::None,
+            "linear" => RopeScaling::Linear(factor(rope)?.ok_or_else(|| rope.missing("factor"))?),
+            "yarn" => RopeScaling::Yarn(YarnConfig::parse(
+                config,
+                rope,
+                max_position_embeddings,
+                max_positions,
+            )?),
+            "llama3" => RopeScaling::Llama3(Llama3Config::parse(rope, max_positions)?),
             other => {
                 return Err(Error::unsupported(format!(
-                    "{place}: rope type \"{}\" is not supported (supported: default, yarn)",
+                    "{place}: rope type \"{}\" is not supported (supported: default, linear, llama3, yarn)",
                     crate::model::folder::shown_name(other)
                 )))
             }
         };
-        Ok(RopeConfig { theta, yarn })
+        Ok(RopeConfig { theta, scaling })
     }
 
     /// Returns the angle per position of each pair, `[head_dim / 2]`, in the precision of
@@ -113,19 +154,25 @@ impl RopeConfig {
     pub fn inv_freq(&self, head_dim: usize) -> Result<Vec<f32>> {
         let num_pairs = head_dim / 2;
         let mut inv_freq = crate::error::try_with_capacity(num_pairs, "rotary frequencies")?;
-        let ramp = self.yarn.as_ref().map(|yarn| yarn.ramp(head_dim, self.theta));
+        let ramp = match &self.scaling {
+            RopeScaling::Yarn(yarn) => yarn.ramp(head_dim, self.theta),
+            _ => (0.0, 0.0),
+        };
         for pair in 0..num_pairs {
             let exponent = (2 * pair) as f32 / head_dim as f32;
             let wavelength = self.theta.powf(f64::from(exponent)) as f32;
             let unscaled = 1.0 / wavelength;
-            inv_freq.push(match (&self.yarn, ramp) {
-                (Some(yarn), Some((low, high))) => {
+            inv_freq.push(match &self.scaling {
+                RopeScaling::None => unscaled,
+                RopeScaling::Linear(factor) => unscaled / *factor as f32,
+                RopeScaling::Llama3(llama3) => llama3.scaled(unscaled),
+                RopeScaling::Yarn(yarn) => {
+                    let (low, high) = ramp;
                     let interpolated = 1.0 / (yarn.factor as f32 * wavelength);
                     let slowed = ((pair as f32 - low) / (high - low)).clamp(0.0, 1.0);
                     let kept = 1.0 - slowed;
                     interpolated * (1.0 - kept) + unscaled * kept
                 }
-                _ => unscaled,
             });
         }
         Ok(inv_freq)
@@ -133,7 +180,53 @@ impl RopeConfig {
 
     /// Returns the scale of cos and sin; 1 without YaRN.
     pub fn attention_scaling(&self) -> f32 {
-        self.yarn.as_ref().map_or(1.0, |yarn| yarn.attention_factor as f32)
+        match &self.scaling {
+            RopeScaling::Yarn(yarn) => yarn.attention_factor as f32,
+            _ => 1.0,
+        }
+    }
+}
+
+/// Reads `factor`, a number of at least 1; `None` if it is absent or `null`.
+fn factor(rope: Fields<'_>) -> Result<Option<f64>> {
+    match rope.optional_number("factor", 0.0, 65_536.0)? {
+        Some(factor) if factor < 1.0 => Err(rope.wrong("factor", "a number of at least 1")),
+        factor => Ok(factor),
+    }
+}
+
+impl Llama3Config {
+    fn parse(rope: Fields<'_>, max_positions: usize) -> Result<Self> {
+        const ORIGINAL: &str = "original_max_position_embeddings";
+        let number = |name: &str| {
+            rope.optional_number(name, 0.0, 65_536.0)?.ok_or_else(|| rope.missing(name))
+        };
+        let parsed = Llama3Config {
+            factor: factor(rope)?.ok_or_else(|| rope.missing("factor"))?,
+            low_freq_factor: number("low_freq_factor")?,
+            high_freq_factor: number("high_freq_factor")?,
+            original_max_position_embeddings: rope.count(ORIGINAL, max_positions)?,
+        };
+        if parsed.high_freq_factor <= parsed.low_freq_factor {
+            let expected = format!("more than low_freq_factor ({})", parsed.low_freq_factor);
+            return Err(rope.wrong("high_freq_factor", &expected));
+        }
+        Ok(parsed)
+    }
+
+    /// Returns the frequency that a pair of frequency `inv_freq` has after scaling.
+    fn scaled(&self, inv_freq: f32) -> f32 {
+        let original = self.original_max_position_embeddings as f32;
+        let (low, high) = (self.low_freq_factor as f32, self.high_freq_factor as f32);
+        let wavelength = std::f32::consts::TAU / inv_freq;
+        if wavelength > original / low {
+            inv_freq / self.factor as f32
+        } else if wavelength < original / high {
+            inv_freq
+        } else {
+            let kept = (original / wavelength - low) / (high - low);
+            (1.0 - kept) * inv_freq / self.factor as f32 + kept * inv_freq
+        }
     }
 }
 
@@ -149,10 +242,7 @@ impl YarnConfig {
             Some(n) => n,
             None => rope.optional_count(NAME, max_positions)?.unwrap_or(max_position_embeddings),
         };
-        let factor = match rope.optional_number("factor", 0.0, 65_536.0)? {
-            Some(factor) if factor < 1.0 => {
-                return Err(rope.wrong("factor", "a number of at least 1"))
-            }
+        let factor = match factor(rope)? {
             Some(factor) => factor,
             // Transformers treats an explicit null this way; an absent factor is an error there.
             None if rope.has("factor") => {

@@ -5,7 +5,7 @@
 use crate::error::{try_with_capacity, Error, Result};
 use crate::model::config::fields::Fields;
 use crate::model::config::{
-    check_activation, declared_dtype, limits, MlpKind, ModelConfig, NormKind, CONFIG_FILE,
+    check_activation, declared_dtype, limits, Biases, MlpKind, ModelConfig, NormKind, CONFIG_FILE,
 };
 use crate::model::decoder::block::{
     AttentionWeights, Block, Decoder, DecoderPlan, LinearWeights, MlpWeights, NormWeights,
@@ -73,7 +73,7 @@ pub(super) fn parse(fields: Fields<'_>) -> Result<ModelConfig> {
         has_qk_norm: false,
         mlp: MlpKind::Plain,
         tie_word_embeddings: fields.flag("tie_word_embeddings", true)?,
-        attention_bias: true,
+        biases: Biases { qkv: true, attention_output: true, mlp: true },
         rope: None,
         gelu_in_steps: activation != Some("gelu_pytorch_tanh"),
         declared_dtype: declared_dtype(fields),

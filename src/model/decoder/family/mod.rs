@@ -3,6 +3,10 @@
 //! which tensors make which weight of the decoder. Nothing outside this folder names a family.
 
 mod gpt2;
+mod llama;
+mod llama_like;
+mod mistral;
+mod qwen2;
 mod qwen3;
 
 use serde_json::Value;
@@ -18,12 +22,30 @@ use crate::model::folder::{shown_name, Folder};
 use crate::model::load::plan::{PlannedDecoder, Planner};
 
 /// The supported families.
-static FAMILIES: [Family; 2] = [
+static FAMILIES: [Family; 5] = [
     Family {
         name: qwen3::ARCHITECTURE,
         model_type: qwen3::MODEL_TYPE,
         parse: qwen3::parse,
-        plan: qwen3::plan,
+        plan: llama_like::plan,
+    },
+    Family {
+        name: qwen2::ARCHITECTURE,
+        model_type: qwen2::MODEL_TYPE,
+        parse: qwen2::parse,
+        plan: llama_like::plan,
+    },
+    Family {
+        name: llama::ARCHITECTURE,
+        model_type: llama::MODEL_TYPE,
+        parse: llama::parse,
+        plan: llama_like::plan,
+    },
+    Family {
+        name: mistral::ARCHITECTURE,
+        model_type: mistral::MODEL_TYPE,
+        parse: mistral::parse,
+        plan: llama_like::plan,
     },
     Family {
         name: gpt2::ARCHITECTURE,
