@@ -10,6 +10,7 @@ mod golden;
 mod driver;
 
 mod config;
+mod config_families;
 mod cuda;
 mod deterministic;
 mod folder;

@@ -135,15 +135,16 @@ fn absurd_scalings_are_refused_by_name() {
         ),
         (json!({"rope_type": "default", "rope_theta": 0}), "rope_theta"),
         (json!({"rope_type": 7}), "rope_type"),
+        (json!({"rope_type": "linear"}), "factor"),
+        (json!({"rope_type": "llama3", "factor": 2.0}), "low_freq_factor"),
     ] {
         let error = rope(scaling.clone()).expect_err("must be refused");
         assert_eq!(error.kind(), ErrorKind::InvalidFile, "{scaling}: {error}");
         assert!(error.message().contains(named), "{scaling}: {error}");
     }
     for (scaling, named) in [
-        (json!({"rope_type": "linear", "factor": 2.0}), "linear"),
+        (json!({"rope_type": "longrope", "factor": 2.0}), "longrope"),
         (json!({"type": "dynamic", "factor": 2.0}), "dynamic"),
-        (json!({"rope_type": "llama3", "factor": 2.0}), "llama3"),
         (json!({"full_attention": {"rope_type": "default"}}), "full_attention"),
     ] {
         let error = rope(scaling.clone()).expect_err("must be refused");

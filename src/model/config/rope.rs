@@ -138,7 +138,12 @@ impl RopeConfig {
                 max_position_embeddings,
                 max_positions,
             )?),
-            "llama3" => RopeScaling::Llama3(Llama3Config::parse(rope, max_positions)?),
+            "llama3" => RopeScaling::Llama3(Llama3Config::parse(
+                config,
+                rope,
+                max_position_embeddings,
+                max_positions,
+            )?),
             other => {
                 return Err(Error::unsupported(format!(
                     "{place}: rope type \"{}\" is not supported (supported: default, linear, llama3, yarn)",
@@ -195,9 +200,29 @@ fn factor(rope: Fields<'_>) -> Result<Option<f64>> {
     }
 }
 
+/// Reads the context length of the pretraining. As in Transformers the one beside `rope` wins, and
+/// where there is none it is `max_position_embeddings`.
+fn original_context(
+    config: Fields<'_>,
+    rope: Fields<'_>,
+    max_position_embeddings: usize,
+    max_positions: usize,
+) -> Result<usize> {
+    const NAME: &str = "original_max_position_embeddings";
+    match config.optional_count(NAME, max_positions)? {
+        Some(n) => Ok(n),
+        None => Ok(rope.optional_count(NAME, max_positions)?.unwrap_or(max_position_embeddings)),
+    }
+}
+
 impl Llama3Config {
-    fn parse(rope: Fields<'_>, max_positions: usize) -> Result<Self> {
-        const ORIGINAL: &str = "original_max_position_embeddings";
+    fn parse(
+        config: Fields<'_>,
+        rope: Fields<'_>,
+        max_position_embeddings: usize,
+        max_positions: usize,
+    ) -> Result<Self> {
+        let original = original_context(config, rope, max_position_embeddings, max_positions)?;
         let number = |name: &str| {
             rope.optional_number(name, 0.0, 65_536.0)?.ok_or_else(|| rope.missing(name))
         };
@@ -205,7 +230,7 @@ impl Llama3Config {
             factor: factor(rope)?.ok_or_else(|| rope.missing("factor"))?,
             low_freq_factor: number("low_freq_factor")?,
             high_freq_factor: number("high_freq_factor")?,
-            original_max_position_embeddings: rope.count(ORIGINAL, max_positions)?,
+            original_max_position_embeddings: original,
         };
         if parsed.high_freq_factor <= parsed.low_freq_factor {
             let expected = format!("more than low_freq_factor ({})", parsed.low_freq_factor);
@@ -237,11 +262,7 @@ impl YarnConfig {
         max_position_embeddings: usize,
         max_positions: usize,
     ) -> Result<Self> {
-        const NAME: &str = "original_max_position_embeddings";
-        let original = match config.optional_count(NAME, max_positions)? {
-            Some(n) => n,
-            None => rope.optional_count(NAME, max_positions)?.unwrap_or(max_position_embeddings),
-        };
+        let original = original_context(config, rope, max_position_embeddings, max_positions)?;
         let factor = match factor(rope)? {
             Some(factor) => factor,
             // Transformers treats an explicit null this way; an absent factor is an error there.
