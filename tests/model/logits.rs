@@ -40,13 +40,13 @@ fn blocks_for(golden: &Golden) -> usize {
 
 #[test]
 fn f32_logits_are_those_of_transformers() {
-    for golden in golden::all() {
+    for golden in golden::every_seed() {
         let model = load(golden.model_path(), Some(DType::F32), 2);
         let mut driver = Driver::new(&model, blocks_for(&golden));
         let mut worst = 0.0_f64;
         for prompt in &golden.prompts {
             let want = &golden.logits[&prompt.name];
-            let got = driver.logits(&prompt.ids, usize::MAX);
+            let got = golden.kept(prompt, &driver.logits(&prompt.ids, usize::MAX));
             let over_std = difference(&got, want).max / std_of(want);
             worst = worst.max(over_std);
             assert!(
@@ -65,13 +65,13 @@ fn f32_logits_are_those_of_transformers() {
 
 #[test]
 fn bf16_logits_lose_no_more_than_transformers_own() {
-    for golden in golden::all() {
+    for golden in golden::every_seed() {
         let model = load(golden.model_path(), Some(DType::BF16), 2);
         let mut driver = Driver::new(&model, blocks_for(&golden));
         let (mut worst_rms, mut worst_max) = (0.0_f64, 0.0_f64);
         for prompt in &golden.prompts {
             let Some(loss) = golden.bf16.get(&prompt.name) else { continue };
-            let got = driver.logits(&prompt.ids, usize::MAX);
+            let got = golden.kept(prompt, &driver.logits(&prompt.ids, usize::MAX));
             let own = difference(&got, &golden.logits[&prompt.name]);
             let rms_bar = (BF16_RMS_FACTOR * loss.rms_diff).max(BF16_RMS_FLOOR * loss.logits_std);
             let max_bar =
@@ -99,18 +99,23 @@ fn bf16_logits_lose_no_more_than_transformers_own() {
 /// must come much closer.
 #[test]
 fn f16_logits_are_between_f32_and_bf16() {
-    for golden in golden::all() {
+    for golden in golden::every_seed() {
         let model = load(golden.model_path(), Some(DType::F16), 2);
         let mut driver = Driver::new(&model, blocks_for(&golden));
         let mut worst = 0.0_f64;
         for prompt in &golden.prompts {
             let want = &golden.logits[&prompt.name];
-            let got = driver.logits(&prompt.ids, usize::MAX);
+            let got = golden.kept(prompt, &driver.logits(&prompt.ids, usize::MAX));
             let own = difference(&got, want);
             worst = worst.max(own.rms / std_of(want));
+            // No more than twice what Transformers loses, where that was measured.
+            let (rms_bar, max_bar) = match golden.f16.get(&prompt.name) {
+                Some(loss) => (2.0 * loss.rms_diff, 2.0 * loss.max_abs_diff),
+                None => (2e-3 * std_of(want), 2e-2 * std_of(want)),
+            };
             assert!(
-                own.rms <= 2e-3 * std_of(want) && own.max <= 2e-2 * std_of(want),
-                "{} {}: rms {:.2e}, max {:.2e}",
+                own.rms <= rms_bar && own.max <= max_bar,
+                "{} {}: rms {:.2e} (bar {rms_bar:.2e}), max {:.2e} (bar {max_bar:.2e})",
                 golden.name,
                 prompt.name,
                 own.rms,
@@ -123,7 +128,7 @@ fn f16_logits_are_between_f32_and_bf16() {
 
 #[test]
 fn f32_greedy_tokens_are_those_of_transformers() {
-    for golden in golden::all() {
+    for golden in golden::every_seed() {
         let model = load(golden.model_path(), Some(DType::F32), 2);
         let mut driver = Driver::new(&model, blocks_for(&golden));
         for greedy in &golden.greedy {
@@ -241,7 +246,7 @@ fn every_instruction_set() {
                     let same = bits(&got) == bits(&driver.logits(&prompt.ids, 7));
                     assert!(same, "{what}: pieces of 7 differ");
                     let want = &golden.logits[&prompt.name];
-                    let own = difference(&got, want);
+                    let own = difference(&golden.kept(prompt, &got), want);
                     let max_bar = match (dtype, golden.bf16.get(&prompt.name)) {
                         (DType::F32, _) => F32_MAX_OVER_STD * std_of(want),
                         (_, Some(loss)) => (BF16_MAX_FACTOR * loss.max_abs_diff)

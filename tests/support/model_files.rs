@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use serde_json::{json, Map, Value};
 
 /// A folder that is removed at the end of the test.
+#[derive(Debug)]
 pub struct TempDir(PathBuf);
 
 impl TempDir {
@@ -88,6 +89,23 @@ impl Store {
             Store::F32 => "F32",
             Store::F16 => "F16",
             Store::BF16 => "BF16",
+        }
+    }
+
+    /// The type of a safetensors file's name.
+    pub fn named(name: &str) -> Store {
+        [Store::F32, Store::F16, Store::BF16]
+            .into_iter()
+            .find(|store| store.name() == name)
+            .unwrap_or_else(|| panic!("no type {name}"))
+    }
+
+    /// The name in config.json.
+    pub fn long_name(self) -> &'static str {
+        match self {
+            Store::F32 => "float32",
+            Store::F16 => "float16",
+            Store::BF16 => "bfloat16",
         }
     }
 

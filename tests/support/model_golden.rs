@@ -1,18 +1,24 @@
-//! Reads the reference data of a model: the formats are described in the README beside the data.
+//! Reads the reference data of models: the formats are described in the README beside the shared data, and in
+//! tests/golden/families/generate.py.
 
 #![allow(dead_code)] // each test binary uses its part
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 
 use safetensors::{Dtype, SafeTensors};
-use serde_json::Value;
+use serde_json::{json, Value};
+
+use crate::files::{safetensors_bytes, Random, Store, TempDir, TestTensor};
 
 /// A prompt of `prompts.json`.
 #[derive(Clone, Debug)]
 pub struct Prompt {
     pub name: String,
     pub ids: Vec<u32>,
+    /// The positions that there are logits of, in ascending order.
+    pub rows: Vec<usize>,
 }
 
 /// An entry of `generate.json`.
@@ -26,9 +32,9 @@ pub struct Greedy {
     pub margins: Vec<f32>,
 }
 
-/// An entry of `bf16.json`: what Transformers loses in bfloat16.
+/// An entry of `bf16.json`: what Transformers loses in bfloat16, or in float16.
 #[derive(Clone, Copy, Debug)]
-pub struct Bf16Loss {
+pub struct Loss {
     pub logits_std: f64,
     pub max_abs_diff: f64,
     pub rms_diff: f64,
@@ -38,13 +44,37 @@ pub struct Bf16Loss {
 #[derive(Debug)]
 pub struct Golden {
     pub name: String,
-    pub model_dir: PathBuf,
+    model: ModelSource,
     pub refs_dir: PathBuf,
     pub prompts: Vec<Prompt>,
     pub greedy: Vec<Greedy>,
-    pub bf16: HashMap<String, Bf16Loss>,
-    /// f32 `[T, vocab_size]` by the prompt's name.
+    pub bf16: HashMap<String, Loss>,
+    /// What Transformers loses in float16, where it was measured.
+    pub f16: HashMap<String, Loss>,
+    /// f32 `[rows, vocab_size]` by the prompt's name.
     pub logits: HashMap<String, Vec<f32>>,
+}
+
+/// Where a model's folder comes from.
+#[derive(Debug)]
+enum ModelSource {
+    Folder(PathBuf),
+    /// Written when it is first asked for.
+    Made(Box<FamilyModel>, OnceLock<TempDir>),
+}
+
+/// A model of tests/golden/families, whose weights follow from its seed.
+#[derive(Debug)]
+struct FamilyModel {
+    config: Value,
+    generation_config: Option<Value>,
+    /// `{name, shape, scale, offset}` of every tensor.
+    tensors: Vec<Value>,
+    num_shards: usize,
+    seed: u64,
+    store: Store,
+    /// Of the stored bits, by which the weights are known to be those of the references.
+    checksum: String,
 }
 
 /// A tensor of a reference file.
@@ -67,8 +97,39 @@ pub fn shared_golden() -> Option<PathBuf> {
     None
 }
 
-/// The models with references that this machine has: the shared ones, and the repository's own.
+/// The models with references that this machine has: the shared ones, the repository's own, and one seed of each
+/// configuration of the families Llama, Mistral and Qwen2.
 pub fn all() -> Vec<Golden> {
+    let mut found = trained();
+    // Another seed for each: weights that are stored as bf16, f16 and f32.
+    for (index, folder) in family_folders().iter().enumerate() {
+        let mut seeds = read_family(folder);
+        let chosen = index % seeds.len();
+        found.push(seeds.swap_remove(chosen));
+    }
+    found
+}
+
+/// The same with every seed.
+pub fn every_seed() -> Vec<Golden> {
+    let mut found = trained();
+    found.extend(family_folders().iter().flat_map(|folder| read_family(folder)));
+    found
+}
+
+/// Where the repository is.
+fn repository() -> &'static Path {
+    // A test that was built elsewhere runs in the repository's folder.
+    let built_in = Path::new(env!("CARGO_MANIFEST_DIR"));
+    if built_in.is_dir() {
+        built_in
+    } else {
+        Path::new(".")
+    }
+}
+
+/// Those whose weights were trained: the shared ones, and the repository's own.
+fn trained() -> Vec<Golden> {
     let mut found = Vec::new();
     if let Some(dir) = shared_golden() {
         for name in ["qwen3-tiny-tied", "qwen3-tiny-untied", "qwen3-tiny-mha", "gpt2-tiny"] {
@@ -80,11 +141,10 @@ pub fn all() -> Vec<Golden> {
         let refs = dir.join("refs/gpt2-tiny");
         found.push(Golden::read(name, &dir.join("models").join(name), &refs));
     }
-    // A test that was built elsewhere runs in the repository's folder.
-    let built_in = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let repository = if built_in.is_dir() { built_in } else { Path::new(".") };
-    let (model, refs) =
-        (repository.join("examples/models/tiny-qwen3"), repository.join("tests/golden/tiny-qwen3"));
+    let (model, refs) = (
+        repository().join("examples/models/tiny-qwen3"),
+        repository().join("tests/golden/tiny-qwen3"),
+    );
     if model.is_dir() && refs.is_dir() {
         found.push(Golden::read("tiny-qwen3", &model, &refs));
     } else {
@@ -98,7 +158,10 @@ impl Golden {
     pub fn read(name: &str, model_dir: &Path, refs_dir: &Path) -> Golden {
         let prompts: Vec<Prompt> = list(&json(&refs_dir.join("prompts.json")))
             .iter()
-            .map(|entry| Prompt { name: string(&entry["name"]), ids: ids(&entry["ids"]) })
+            .map(|entry| {
+                let ids = ids(&entry["ids"]);
+                Prompt { name: string(&entry["name"]), rows: (0..ids.len()).collect(), ids }
+            })
             .collect();
         let greedy = list(&json(&refs_dir.join("generate.json")))
             .iter()
@@ -113,14 +176,7 @@ impl Golden {
         let bf16 = if bf16_file.is_file() {
             list(&json(&bf16_file))
                 .iter()
-                .map(|entry| {
-                    let loss = Bf16Loss {
-                        logits_std: number(&entry["logits_std"]),
-                        max_abs_diff: number(&entry["max_abs_diff"]),
-                        rms_diff: number(&entry["rms_diff"]),
-                    };
-                    (string(&entry["name"]), loss)
-                })
+                .map(|entry| (string(&entry["name"]), loss(entry)))
                 .collect()
         } else {
             eprintln!("skipped: {name} has no bf16.json");
@@ -132,17 +188,174 @@ impl Golden {
             .collect();
         Golden {
             name: name.to_owned(),
-            model_dir: model_dir.to_path_buf(),
+            model: ModelSource::Folder(model_dir.to_path_buf()),
             refs_dir: refs_dir.to_path_buf(),
             prompts,
             greedy,
             bf16,
+            f16: HashMap::new(),
             logits,
         }
     }
 
     pub fn model_path(&self) -> &str {
-        self.model_dir.to_str().expect("a UTF-8 path")
+        match &self.model {
+            ModelSource::Folder(path) => path.to_str().expect("a UTF-8 path"),
+            ModelSource::Made(model, folder) => {
+                folder.get_or_init(|| model.write(&self.name)).str()
+            }
+        }
+    }
+
+    /// The rows that there are references of, out of those of all positions of a prompt.
+    pub fn kept(&self, prompt: &Prompt, logits: &[f32]) -> Vec<f32> {
+        let vocab_size = logits.len() / prompt.ids.len();
+        let rows = prompt.rows.iter().map(|row| &logits[row * vocab_size..][..vocab_size]);
+        rows.collect::<Vec<_>>().concat()
+    }
+}
+
+/// The folders of tests/golden/families, in the order of their names.
+fn family_folders() -> Vec<PathBuf> {
+    let dir = repository().join("tests/golden/families");
+    let Ok(entries) = std::fs::read_dir(&dir) else {
+        eprintln!("skipped: no {}", dir.display());
+        return Vec::new();
+    };
+    let paths = entries.map(|entry| entry.expect("an entry").path());
+    let mut found: Vec<PathBuf> = paths.filter(|path| path.join("config.json").is_file()).collect();
+    found.sort();
+    assert!(found.len() >= 12, "only {} models in {}", found.len(), dir.display());
+    found
+}
+
+/// Every seed of a configuration.
+fn read_family(folder: &Path) -> Vec<Golden> {
+    let name = folder.file_name().and_then(|name| name.to_str()).expect("a UTF-8 name");
+    let references = json(&folder.join("references.json"));
+    let logits = tensors(&folder.join("logits.safetensors"));
+    let generation_config = folder.join("generation_config.json");
+    let models = list(&references["models"]);
+    assert!(!models.is_empty(), "{name}: no models");
+    let read = |model: &Value| {
+        let seed = model["seed"].as_u64().expect("a seed");
+        let mut golden = Golden {
+            name: format!("{name} seed {seed}"),
+            model: ModelSource::Made(
+                Box::new(FamilyModel {
+                    config: json(&folder.join("config.json")),
+                    generation_config: generation_config
+                        .is_file()
+                        .then(|| json(&generation_config)),
+                    tensors: list(&references["tensors"]),
+                    num_shards: number(&references["shards"]) as usize,
+                    seed,
+                    store: Store::named(&string(&model["store"])),
+                    checksum: string(&model["checksum"]),
+                }),
+                OnceLock::new(),
+            ),
+            refs_dir: folder.to_path_buf(),
+            prompts: Vec::new(),
+            greedy: Vec::new(),
+            bf16: HashMap::new(),
+            f16: HashMap::new(),
+            logits: HashMap::new(),
+        };
+        for entry in list(&model["prompts"]) {
+            let (name, prompt_ids) = (string(&entry["name"]), ids(&entry["ids"]));
+            let rows = ids(&entry["rows"]).iter().map(|&row| row as usize).collect();
+            let kept = logits[&format!("{seed}.{name}")].f32s.clone();
+            golden.prompts.push(Prompt { name: name.clone(), ids: prompt_ids.clone(), rows });
+            golden.greedy.push(Greedy {
+                name: name.clone(),
+                prompt_ids,
+                ids: ids(&entry["greedy_ids"]),
+                margins: list(&entry["margins"]).iter().map(|m| number(m) as f32).collect(),
+            });
+            golden.bf16.insert(name.clone(), loss(&entry["bf16"]));
+            golden.f16.insert(name.clone(), loss(&entry["f16"]));
+            golden.logits.insert(name, kept);
+        }
+        golden
+    };
+    models.iter().map(read).collect()
+}
+
+impl FamilyModel {
+    /// The weights that generate.py makes of the seed.
+    fn weights(&self) -> Vec<TestTensor> {
+        let made = |tensor: &Value| {
+            let name = string(&tensor["name"]);
+            let shape: Vec<usize> = ids(&tensor["shape"]).iter().map(|&n| n as usize).collect();
+            let (scale, offset) = (number(&tensor["scale"]), number(&tensor["offset"]));
+            let mut random = Random(fnv1a(format!("{}/{name}", self.seed).as_bytes()));
+            let len = shape.iter().product();
+            let values = (0..len).map(|_| (offset + scale * random.signed()) as f32).collect();
+            TestTensor { name, shape, values }
+        };
+        self.tensors.iter().map(made).collect()
+    }
+
+    /// Writes the folder of the model `name`.
+    fn write(&self, name: &str) -> TempDir {
+        let tensors = self.weights();
+        assert_eq!(checksum(&tensors, self.store), self.checksum, "{name}: other weights");
+        let mut config = self.config.clone();
+        for field in ["dtype", "torch_dtype"] {
+            if config.get(field).is_some() {
+                config[field] = self.store.long_name().into();
+            }
+        }
+        let dir = TempDir::new();
+        dir.write("config.json", config.to_string());
+        if let Some(generation_config) = &self.generation_config {
+            dir.write("generation_config.json", generation_config.to_string());
+        }
+        if self.num_shards == 1 {
+            dir.write("model.safetensors", safetensors_bytes(&tensors, self.store));
+            return dir;
+        }
+        let mut weight_map = serde_json::Map::new();
+        let per_shard = tensors.len().div_ceil(self.num_shards);
+        for (index, part) in tensors.chunks(per_shard).enumerate() {
+            let file = format!("model-{:05}-of-{:05}.safetensors", index + 1, self.num_shards);
+            dir.write(&file, safetensors_bytes(part, self.store));
+            for tensor in part {
+                weight_map.insert(tensor.name.clone(), file.as_str().into());
+            }
+        }
+        let total: usize = tensors.iter().map(|t| self.store.bytes(&t.values).len()).sum();
+        let index = json!({"metadata": {"total_size": total}, "weight_map": weight_map});
+        dir.write("model.safetensors.index.json", index.to_string());
+        dir
+    }
+}
+
+fn fnv1a(bytes: &[u8]) -> u64 {
+    let start = 0xcbf2_9ce4_8422_2325_u64;
+    bytes.iter().fold(start, |h, &byte| (h ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3))
+}
+
+/// The checksum of generate.py: of the stored bits, in the order of the tensors.
+fn checksum(tensors: &[TestTensor], store: Store) -> String {
+    let mut total = 0_u64;
+    for tensor in tensors {
+        let bytes = store.bytes(&tensor.values);
+        let word = |bytes: &[u8]| bytes.iter().rev().fold(0, |w, &b| w << 8 | u64::from(b));
+        let words = bytes.chunks_exact(bytes.len() / tensor.values.len()).map(word);
+        let sum =
+            words.zip(1_u64..).fold(0_u64, |sum, (word, i)| sum.wrapping_add(word.wrapping_mul(i)));
+        total = total.wrapping_mul(31).wrapping_add(sum);
+    }
+    format!("{total:016x}")
+}
+
+fn loss(entry: &Value) -> Loss {
+    Loss {
+        logits_std: number(&entry["logits_std"]),
+        max_abs_diff: number(&entry["max_abs_diff"]),
+        rms_diff: number(&entry["rms_diff"]),
     }
 }
 
