@@ -1,6 +1,6 @@
 //! # xserv
 //!
-//! Embeddable LLM inference: opens a Hugging Face folder of Qwen3 or GPT-2 and generates text,
+//! Embeddable LLM inference: opens a Hugging Face folder of Qwen3, Qwen2.5, Llama, Mistral or GPT-2 and generates text,
 //! through the C interface of `include/xserv.h`.
 //!
 //! ## Layers

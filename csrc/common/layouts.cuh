@@ -323,17 +323,18 @@ constexpr int linear_skinny_192x128 = 204880;
   XSERV_FIELD(LinearGemvParams, x, 0, 8); \
   XSERV_FIELD(LinearGemvParams, norm_weight, 8, 8); \
   XSERV_FIELD(LinearGemvParams, weight, 16, 8); \
-  XSERV_FIELD(LinearGemvParams, out, 24, 8); \
-  XSERV_FIELD(LinearGemvParams, ldx, 32, 8); \
-  XSERV_FIELD(LinearGemvParams, ldw, 40, 8); \
-  XSERV_FIELD(LinearGemvParams, ldo, 48, 8); \
-  XSERV_FIELD(LinearGemvParams, num_tokens, 56, 4); \
-  XSERV_FIELD(LinearGemvParams, out_features, 60, 4); \
-  XSERV_FIELD(LinearGemvParams, in_features, 64, 4); \
-  XSERV_FIELD(LinearGemvParams, prefetch_blocks, 68, 4); \
-  XSERV_FIELD(LinearGemvParams, prefetch_rows, 72, 4); \
-  XSERV_FIELD(LinearGemvParams, eps, 76, 4); \
-  static_assert(sizeof(LinearGemvParams) == 80, "LinearGemvParams has another size in Rust")
+  XSERV_FIELD(LinearGemvParams, bias, 24, 8); \
+  XSERV_FIELD(LinearGemvParams, out, 32, 8); \
+  XSERV_FIELD(LinearGemvParams, ldx, 40, 8); \
+  XSERV_FIELD(LinearGemvParams, ldw, 48, 8); \
+  XSERV_FIELD(LinearGemvParams, ldo, 56, 8); \
+  XSERV_FIELD(LinearGemvParams, num_tokens, 64, 4); \
+  XSERV_FIELD(LinearGemvParams, out_features, 68, 4); \
+  XSERV_FIELD(LinearGemvParams, in_features, 72, 4); \
+  XSERV_FIELD(LinearGemvParams, prefetch_blocks, 76, 4); \
+  XSERV_FIELD(LinearGemvParams, prefetch_rows, 80, 4); \
+  XSERV_FIELD(LinearGemvParams, eps, 84, 4); \
+  static_assert(sizeof(LinearGemvParams) == 88, "LinearGemvParams has another size in Rust")
 
 #define XSERV_LAYOUT_GemvMmaParams \
   XSERV_FIELD(GemvMmaParams, x, 0, 8); \
@@ -368,24 +369,26 @@ constexpr int linear_skinny_192x128 = 204880;
   XSERV_FIELD(PrefillHeadsParams, slots, 360, 8); \
   XSERV_FIELD(PrefillHeadsParams, k_cache, 368, 8); \
   XSERV_FIELD(PrefillHeadsParams, v_cache, 376, 8); \
-  XSERV_FIELD(PrefillHeadsParams, fault, 384, 8); \
-  XSERV_FIELD(PrefillHeadsParams, num_slots, 392, 8); \
-  XSERV_FIELD(PrefillHeadsParams, num_heads, 400, 4); \
-  XSERV_FIELD(PrefillHeadsParams, num_kv_heads, 404, 4); \
-  XSERV_FIELD(PrefillHeadsParams, max_position, 408, 4); \
-  XSERV_FIELD(PrefillHeadsParams, eps, 412, 4); \
-  XSERV_FIELD(PrefillHeadsParams, padding, 416, 32); \
+  XSERV_FIELD(PrefillHeadsParams, bias, 384, 8); \
+  XSERV_FIELD(PrefillHeadsParams, fault, 392, 8); \
+  XSERV_FIELD(PrefillHeadsParams, num_slots, 400, 8); \
+  XSERV_FIELD(PrefillHeadsParams, num_heads, 408, 4); \
+  XSERV_FIELD(PrefillHeadsParams, num_kv_heads, 412, 4); \
+  XSERV_FIELD(PrefillHeadsParams, max_position, 416, 4); \
+  XSERV_FIELD(PrefillHeadsParams, eps, 420, 4); \
+  XSERV_FIELD(PrefillHeadsParams, padding, 424, 24); \
   static_assert(sizeof(PrefillHeadsParams) == 448, "PrefillHeadsParams has another size in Rust")
 
 #define XSERV_LAYOUT_SkinnyParams \
   XSERV_FIELD(SkinnyParams, weight, 0, 128); \
   XSERV_FIELD(SkinnyParams, x, 128, 128); \
   XSERV_FIELD(SkinnyParams, out, 256, 8); \
-  XSERV_FIELD(SkinnyParams, ldo, 264, 8); \
-  XSERV_FIELD(SkinnyParams, num_tokens, 272, 4); \
-  XSERV_FIELD(SkinnyParams, n, 276, 4); \
-  XSERV_FIELD(SkinnyParams, k, 280, 4); \
-  XSERV_FIELD(SkinnyParams, padding, 284, 28); \
+  XSERV_FIELD(SkinnyParams, bias, 264, 8); \
+  XSERV_FIELD(SkinnyParams, ldo, 272, 8); \
+  XSERV_FIELD(SkinnyParams, num_tokens, 280, 4); \
+  XSERV_FIELD(SkinnyParams, n, 284, 4); \
+  XSERV_FIELD(SkinnyParams, k, 288, 4); \
+  XSERV_FIELD(SkinnyParams, padding, 292, 20); \
   static_assert(sizeof(SkinnyParams) == 320, "SkinnyParams has another size in Rust")
 
 #define XSERV_LAYOUT_QkNormRopeAppendArgs \

@@ -9,10 +9,20 @@ use crate::text::{
     ChatTemplate, Tokenizer, MAX_TEMPLATE_BYTES, MAX_TOKENIZER_BYTES, MAX_TOKENIZER_CONFIG_BYTES,
 };
 
-/// The folder's tokenizer. [`ErrorKind::NotFound`] if it has no tokenizer.json.
+/// Mistral's own form of a tokenizer, which some of its folders have alone.
+const TEKKEN_FILE: &str = "tekken.json";
+
+/// The folder's tokenizer. [`ErrorKind::NotFound`] if it has no tokenizer.json;
+/// [`ErrorKind::Unsupported`] if it has the tokenizer in another form.
 pub(super) fn read_tokenizer(folder: &Folder) -> Result<Tokenizer> {
     let json = folder.read_optional_file("tokenizer.json", MAX_TOKENIZER_BYTES)?;
     let Some(json) = json else {
+        if folder.contains(TEKKEN_FILE)? {
+            return Err(Error::unsupported(format!(
+                "the folder has {TEKKEN_FILE} and no tokenizer.json: tekken is not supported; take \
+                 tokenizer.json from the model's Transformers release"
+            )));
+        }
         return Err(Error::new(ErrorKind::NotFound, "the folder has no tokenizer.json"));
     };
     let config = folder.read_optional_file("tokenizer_config.json", MAX_TOKENIZER_CONFIG_BYTES)?;

@@ -35,7 +35,7 @@ pub mod step;
 pub mod workspace;
 
 pub use batch::ForwardBatch;
-pub use config::{Biases, Llama3Config, ModelConfig, RopeConfig, RopeScaling, YarnConfig};
+pub use config::{Biases, ByWavelength, ModelConfig, RopeConfig, RopeScaling, YarnConfig};
 pub use device::limits::PassLimits;
 pub use headers::ModelHeaders;
 pub use inspect::{inspect, Inspection};

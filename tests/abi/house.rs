@@ -108,13 +108,16 @@ fn threads_are_begun_in_one_way() {
 #[test]
 fn a_family_is_named_in_its_folder_alone() {
     let names = ["qwen", "gpt2", "llama", "mistral"];
+    // Of config.json: a kind of rotary scaling, and a field that is refused.
+    let spellings = ["\"llama3\"", "llama_4_scaling_beta"];
     let mut wrong = Vec::new();
     for (file, text) in sources("") {
         if file.starts_with("model/decoder/family/") {
             continue;
         }
         for (number, line) in code(&text) {
-            let lower = line.to_lowercase();
+            let mut lower = line.to_lowercase();
+            spellings.iter().for_each(|spelling| lower = lower.replace(spelling, ""));
             let found = names.iter().filter(|name| lower.contains(**name));
             wrong.extend(found.map(|name| format!("{file}:{number}: {name}")));
         }

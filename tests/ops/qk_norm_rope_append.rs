@@ -1,15 +1,15 @@
-//! Between the projection and the attention of Qwen3: heads normalised, rotated and put into the
-//! cache, on a GPU.
+//! Between the projection and the attention: heads normalised or not, rotated and put into the cache,
+//! on a GPU.
 
 use std::sync::Arc;
 
 use crate::support::device::{assert_rounded, cuda_context, Bench};
-use crate::support::rounded::norm_rope;
+use crate::support::rounded::{norm_rope, turned_only};
 use crate::support::DTYPES;
 use xserv::backend::ComputeContext;
 use xserv::memory::DType;
 use xserv::ops::kv_cache::KvSlots;
-use xserv::ops::qk_norm_rope_append::{qk_norm_rope_append, QkNormRope};
+use xserv::ops::qk_norm_rope_append::{qk_norm_rope_append, QkNormRope, QkNorms};
 
 const BLOCK_SIZE: usize = 16;
 const MAX_POSITION: usize = 300;
@@ -25,10 +25,11 @@ fn check(
     dtype: DType,
     heads: Heads,
     num_tokens: usize,
-    is_wrong: bool,
+    (has_norms, is_wrong): (bool, bool),
 ) {
     let (num_heads, num_kv_heads, head_dim, stride) = heads;
-    let what = format!("{dtype} {num_tokens} tokens of {heads:?}, wrong: {is_wrong}");
+    let what =
+        format!("{dtype} {num_tokens} tokens of {heads:?}, norms: {has_norms}, wrong: {is_wrong}");
     let mut bench = Bench::new(context, dtype, (num_tokens + head_dim) as u64);
     let (total_heads, half) = (num_heads + 2 * num_kv_heads, head_dim / 2);
     let num_blocks = num_tokens / BLOCK_SIZE + 2;
@@ -61,9 +62,7 @@ fn check(
     let caches = [(); 2].map(|()| bench.poisoned(&cache_shape));
 
     let how = QkNormRope {
-        q_norm: &q_norm,
-        k_norm: &k_norm,
-        eps: EPS,
+        norms: has_norms.then_some(QkNorms { q: &q_norm, k: &k_norm, eps: EPS }),
         cos: &cos,
         sin: &sin,
         positions: &position_tensor,
@@ -94,7 +93,10 @@ fn check(
             let at = (token * total_heads + index) * stride;
             let before = &heads_before[at..at + stride];
             let after = &heads_after[at..at + stride];
-            let turned = |weight| norm_rope(dtype, &before[..head_dim], weight, (&cos, &sin), EPS);
+            let turned = |weight| match has_norms {
+                true => norm_rope(dtype, &before[..head_dim], weight, (&cos, &sin), EPS),
+                false => turned_only(dtype, &before[..head_dim], (&cos, &sin)),
+            };
             if index < num_heads {
                 got.extend(&after[..head_dim]);
                 want.extend(turned(&q_weight));
@@ -145,7 +147,8 @@ fn heads_on_cuda_are_rounded_after_each_step() {
     for dtype in DTYPES {
         for heads in HEADS {
             for num_tokens in [1, 5, 33] {
-                check(&context, dtype, heads, num_tokens, false);
+                check(&context, dtype, heads, num_tokens, (true, false));
+                check(&context, dtype, heads, num_tokens, (false, false));
             }
         }
     }
@@ -156,7 +159,8 @@ fn wrong_slots_and_positions_on_cuda_are_reported_and_not_followed() {
     let Some(context) = cuda_context() else { return };
     for dtype in DTYPES {
         for heads in HEADS {
-            check(&context, dtype, heads, 9, true);
+            check(&context, dtype, heads, 9, (true, true));
+            check(&context, dtype, heads, 9, (false, true));
         }
     }
 }

@@ -40,13 +40,17 @@ pub fn norm_rope(
     (cos, sin): (&[f64], &[f64]),
     eps: f32,
 ) -> Vec<(f64, f64)> {
-    let normed = rms_norm(dtype, head, weight, eps);
-    let half = head.len() / 2;
-    let rotated = rope(dtype, &normed, cos, sin);
+    turned_only(dtype, &rms_norm(dtype, head, weight, eps), (cos, sin))
+}
+
+/// A head rotated, and how far each element may be off.
+pub fn turned_only(dtype: DType, normed: &[f64], (cos, sin): (&[f64], &[f64])) -> Vec<(f64, f64)> {
+    let half = normed.len() / 2;
+    let rotated = rope(dtype, normed, cos, sin);
     let rotated = rotated.into_iter().enumerate();
     rotated
         .map(|(i, want)| {
-            let (own, other) = (normed[i], normed[(i + half) % head.len()]);
+            let (own, other) = (normed[i], normed[(i + half) % normed.len()]);
             let terms = (own * cos[i % half]).abs() + (other * sin[i % half]).abs();
             let size = (own.abs() + other.abs()).max(terms);
             (want, 3.0 * last_place(dtype) * size + 1e-6)

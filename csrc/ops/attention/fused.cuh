@@ -16,7 +16,7 @@ namespace xserv {
 
 struct FusedArgs {
   const void* qkv;
-  const void* q_norm;
+  const void* q_norm;  // null, with k_norm: heads are not normalised
   const void* k_norm;
   const void* cos;
   const void* sin;

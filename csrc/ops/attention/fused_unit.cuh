@@ -123,7 +123,14 @@ struct DecodeAttention {
                                   : new_tile >= begin_tile && new_tile < end_tile;
     const int num_rows = num_group_heads + (has_new ? 2 : 0);  // the query heads, the new key, the new value
     constexpr int kHalf = kHeadDim / 2;
+    const bool is_normed = p.q_norm != nullptr;
     const auto load_weight = [&](int row, Pairs& a, Pairs& b) {
+      // Without norms heads are multiplied by 1 twice, which changes none of their bits.
+      if (!is_normed) {
+#pragma unroll
+        for (int j = 0; j < kPairs; ++j) a[j] = b[j] = pack_pair<T>(1.0f, 1.0f);
+        return;
+      }
       const void* norm = row < num_group_heads ? p.q_norm : p.k_norm;
       const T* weight = static_cast<const T*>(norm) + head_lane * kPairs * 2;
       a = load_here(reinterpret_cast<const Pairs*>(weight));
@@ -251,7 +258,7 @@ struct DecodeAttention {
       for (int offset = kHeadLanes / 2; offset > 0; offset >>= 1) {
         sum += __shfl_xor_sync(kFullWarp, sum, offset);
       }
-      const float rstd = rsqrtf(sum / kHeadDim + p.eps);
+      const float rstd = is_normed ? rsqrtf(sum / kHeadDim + p.eps) : 1.0f;
 #pragma unroll
       for (int j = 0; j < kPairs; ++j) {
         const auto normalize = [&](uint32_t pair, uint32_t weight_pair) {

@@ -3,11 +3,11 @@
 // W is [out_features, in_features] (a weight of torch.nn.Linear), ldw; round() is to T.
 //
 //   residual     out = round(out + round(W x))           in place: out is the residual stream
-//   norm         out = round(W h)                        h = round(norm_weight * round(x * rstd)), RMSNorm
+//   norm         out = round(W h + bias)                 h = round(norm_weight * round(x * rstd)), RMSNorm
 //   norm_swiglu  out = round(round(silu(round(G h))) * round(U h))     G the first out_features rows of W,
 //                                                                      U the others
 //
-//   x    [num_tokens, in_features], ldx        norm_weight [in_features]
+//   x    [num_tokens, in_features], ldx        norm_weight [in_features]       bias [out_features] or null
 //   out  [num_tokens, out_features], ldo
 //
 // The threads of a block lie side by side along in_features: a warp has kSteps * 256 elements of every
@@ -25,7 +25,7 @@
 // kSteps, where the number of threads is a multiple of 32, at most 640 and at least the outputs of a
 // tile; out_features >= the rows (of out) of a tile; 1 <= grid <= tiles. The blocks need not be
 // resident together: none waits for another. Dynamic shared memory in rows of in_features * 2 bytes:
-// one with a norm, and kTokens more where kTokens * kSteps > 8. The shared-memory carveout must leave
+// one with a norm, and kTokens more where kTokens * kSteps >= 8. The shared-memory carveout must leave
 // room for the L1, because loads under way live there (100 % of shared memory costs 4 % of a step of
 // Qwen3-8B).
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
@@ -41,6 +41,7 @@ struct LinearGemvParams {
   const void* x;
   const void* norm_weight;  // unused without a norm
   const void* weight;
+  const void* bias;  // norm only
   void* out;
   int64_t ldx, ldw, ldo;
   int num_tokens, out_features, in_features;
@@ -81,7 +82,7 @@ __device__ __forceinline__ void gemv(const LinearGemvParams& p) {
   constexpr bool kIsGated = kMode == Gemv::kNormSwiglu;
   constexpr bool kHasNorm = kIsGated || kMode == Gemv::kNorm;
   constexpr int kOuts = kIsGated ? kRows / 2 : kRows, kSums = kRows * kTokens;
-  constexpr bool kInRegisters = kTokens * kSteps <= 8;
+  constexpr bool kInRegisters = kTokens * kSteps < 8;
   static_assert(kSums <= 32, "reduce_many");
   extern __shared__ __align__(16) uint4 shared_h[];  // [kTokens][kSteps][threads]
   __shared__ float partials[2][kGemvMaxWarps][kSums];
@@ -193,6 +194,8 @@ __device__ __forceinline__ void gemv(const LinearGemvParams& p) {
     if (kMode == Gemv::kResidual && writes) {
       asm volatile("ld.global.u16 %0, [%1];" : "=h"(residual) : "l"(out) : "memory");
     }
+    float bias = 0.0f;
+    if (kMode == Gemv::kNorm && writes && p.bias != nullptr) bias = to_float(static_cast<const T*>(p.bias)[row]);
     float sums[kSums];
 #pragma unroll
     for (int i = 0; i < kSums; ++i) sums[i] = 0.0f;
@@ -230,6 +233,7 @@ __device__ __forceinline__ void gemv(const LinearGemvParams& p) {
         float total = 0.0f;
 #pragma unroll 4
         for (int w = 0; w < num_threads / 32; ++w) total += partials[parity][w][row * kTokens + out_token];
+        if (kMode == Gemv::kNorm && p.bias != nullptr) total += bias;
         return to_float(from_float<T>(total));
       };
       float value = total_of(out_row);
@@ -245,7 +249,7 @@ __device__ __forceinline__ void gemv(const LinearGemvParams& p) {
 
 // The number of registers that a thread may have, for weights in flight, h, sums, and the rest.
 constexpr int gemv_registers(int tokens, int rows, int steps) {
-  const int h = tokens * steps <= 8 ? tokens * steps * 4 : 0;
+  const int h = tokens * steps < 8 ? tokens * steps * 4 : 0;
   const int n = rows * steps * 4 + h + rows * tokens + (tokens - 1) * 8 + 44;
   if (rows * steps >= 32) return 248;
   const int cap = steps == 3 ? 128 : 248;
@@ -267,13 +271,15 @@ constexpr int gemv_registers(int tokens, int rows, int steps) {
   XSERV_DECODE_GEMV(swiglu, kNormSwiglu, 1, 16, 1, SUFFIX, T)    \
   XSERV_DECODE_GEMV(residual, kResidual, 1, 16, 1, SUFFIX, T)    \
   XSERV_DECODE_GEMV(residual, kResidual, 1, 4, 3, SUFFIX, T)     \
+  XSERV_DECODE_GEMV(residual, kResidual, 1, 4, 4, SUFFIX, T)     \
   XSERV_DECODE_GEMV(norm, kNorm, 1, 8, 2, SUFFIX, T)             \
   XSERV_DECODE_GEMV(swiglu, kNormSwiglu, 1, 8, 2, SUFFIX, T)     \
   XSERV_DECODE_GEMV(residual, kResidual, 1, 8, 2, SUFFIX, T)     \
   XSERV_DECODE_GEMV(norm, kNorm, 2, 8, 1, SUFFIX, T)             \
   XSERV_DECODE_GEMV(swiglu, kNormSwiglu, 2, 8, 1, SUFFIX, T)     \
   XSERV_DECODE_GEMV(residual, kResidual, 2, 8, 1, SUFFIX, T)     \
-  XSERV_DECODE_GEMV(residual, kResidual, 2, 4, 3, SUFFIX, T)
+  XSERV_DECODE_GEMV(residual, kResidual, 2, 4, 3, SUFFIX, T)     \
+  XSERV_DECODE_GEMV(residual, kResidual, 2, 4, 4, SUFFIX, T)
 XSERV_DECODE_GEMV_ALL(f16, __half)
 XSERV_DECODE_GEMV_ALL(bf16, __nv_bfloat16)
 #endif

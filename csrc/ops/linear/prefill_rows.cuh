@@ -29,7 +29,7 @@ XSERV_LAYOUT_PrefillParams;
 // The operands for the heads of q, k and v; see qk_norm_rope_append.cu.
 struct PrefillHeadsParams {
   PrefillParams gemm;  // out: [num_tokens, ldo]; only the queries are written there
-  const void* q_norm;      // [128]
+  const void* q_norm;      // [128]; null, with k_norm: heads are not normalised
   const void* k_norm;      // [128]
   const void* cos;         // [max_position, 64]
   const void* sin;         // [max_position, 64]
@@ -37,13 +37,14 @@ struct PrefillHeadsParams {
   const unsigned* slots;   // [num_tokens]
   void* k_cache;           // [num_slots, num_kv_heads, 128]
   void* v_cache;
+  const void* bias;        // [num_heads + 2 num_kv_heads, 128], or null; only without norms
   FaultRecord* fault;
   int64_t num_slots;
   int num_heads;
   int num_kv_heads;
   int max_position;
   float eps;
-  int padding[8];
+  int padding[6];
 };
 XSERV_LAYOUT_PrefillHeadsParams;
 
@@ -183,7 +184,8 @@ struct HeadWriter {
   int row;      // the first of the four rows, four apart, that this lane stores
   int sum_row;  // the first row of this lane's sums; the other is 8 further
   bool is_valid[2];
-  uint32_t cos[2][8], sin[2][8], weight[16];
+  uint32_t cos[2][8], sin[2][8];
+  uint32_t operand[16];  // of the columns of the head: the norm's weight, or the bias
   unsigned slots[4];
 
   __device__ __forceinline__ explicit HeadWriter(const PrefillHeadsParams& params) : h(params) {}
@@ -195,9 +197,13 @@ struct HeadWriter {
   __device__ __forceinline__ void load(int token, int head) {
     const int lane = threadIdx.x & 31, num_tokens = h.gemm.num_tokens;
     row = token + lane / 8, sum_row = token + lane / 4;
-    const T* norm = static_cast<const T*>(is_query(head) ? h.q_norm : h.k_norm) + lane % 4 * 2;
+    const int last_head = h.num_heads + 2 * h.num_kv_heads - 1;
+    const T* source = h.bias != nullptr ? static_cast<const T*>(h.bias) + min(head, last_head) * kDim
+                                        : static_cast<const T*>(is_query(head) ? h.q_norm : h.k_norm);
+    if (source != nullptr) {
 #pragma unroll
-    for (int i = 0; i < 16; ++i) weight[i] = *reinterpret_cast<const uint32_t*>(norm + i * 8);
+      for (int i = 0; i < 16; ++i) operand[i] = *reinterpret_cast<const uint32_t*>(source + lane % 4 * 2 + i * 8);
+    }
 #pragma unroll
     for (int pass = 0; pass < 4; ++pass) {
       slots[pass] = row + pass * 4 < num_tokens ? h.slots[row + pass * 4] : 0;
@@ -226,7 +232,15 @@ struct HeadWriter {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
 #pragma unroll
-      for (int i = 0; i < 16; ++i) packed[r][i] = pack_pair<T>(sums[i * 4 + r * 2], sums[i * 4 + r * 2 + 1]);
+      for (int i = 0; i < 16; ++i) {
+        float2 sum = make_float2(sums[i * 4 + r * 2], sums[i * 4 + r * 2 + 1]);
+        if (h.bias != nullptr) {
+          const float2 bias = P::floats(operand[i]);
+          sum.x += bias.x;
+          sum.y += bias.y;
+        }
+        packed[r][i] = pack_pair<T>(sum.x, sum.y);
+      }
     }
     if (!is_value(head)) {
 #pragma unroll
@@ -245,10 +259,12 @@ struct HeadWriter {
         if (head == 0 && lane % 4 == 0 && !is_valid[r]) {
           report_fault(h.fault, kFaultPosition, sum_row + r * 8, h.positions[sum_row + r * 8]);
         }
+        if (h.q_norm != nullptr) {
 #pragma unroll
-        for (int i = 0; i < 16; ++i) {
-          const float2 v = P::floats(packed[r][i]);
-          packed[r][i] = P::multiply(pack_pair<T>(v.x * scale, v.y * scale), weight[i]);
+          for (int i = 0; i < 16; ++i) {
+            const float2 v = P::floats(packed[r][i]);
+            packed[r][i] = P::multiply(pack_pair<T>(v.x * scale, v.y * scale), operand[i]);
+          }
         }
         if (is_valid[r]) {
 #pragma unroll

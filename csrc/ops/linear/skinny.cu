@@ -1,11 +1,11 @@
 // Linear layers for few tokens (up to 128) on Hopper: the weights stream, the tokens stay.
-//   out[t, i] = round(sum_k x[t, k] * weight[i, k])                                            plain
+//   out[t, i] = round(sum_k x[t, k] * weight[i, k] + bias[i])                                  plain
 //   out[t, i] = round(out[t, i] + round(sum_k ...))                                            residual
 //   out[t, i] = round(round(silu(round(gate[t, i]))) * round(up[t, i]))                        swiglu
 // where round() is to T, sums in f32, silu(g) = g / (1 + e^-g), and gate and up are the products with rows i
 // and intermediate_size + i of weight [2 * intermediate_size, k]. The roundings are those of Transformers.
 //
-// x: [num_tokens, k]; weight: [n, k], row-major as the checkpoint has it; out: [num_tokens, n].
+// x: [num_tokens, k]; weight: [n, k], row-major as the checkpoint has it; bias: [n] or null; out: [num_tokens, n].
 //
 // The kernel computes the transpose, D^T = weight * x^T: with the weights as the A operand of wgmma (64
 // rows per warpgroup) and the tokens as B, a tile of 16 tokens has no unused rows, and a stage of
@@ -41,11 +41,12 @@ struct SkinnyParams {
   TensorMap weight;
   TensorMap x;
   void* out;   // residual: read and written
+  const void* bias;  // plain only
   int64_t ldo;  // elements from token to token of out
   int num_tokens;
   int n;       // columns of out; swiglu: intermediate_size
   int k;
-  int padding[7];
+  int padding[5];
 };
 XSERV_LAYOUT_SkinnyParams;
 
@@ -72,6 +73,8 @@ template <typename T, Epilogue kEpilogue>
 struct Fragment {
   T* out;
   int num_columns;  // how many of the two groups of columns exist (0 to 2)
+  const T* bias;    // that of row lane / 4, or null
+  int num_biases;   // how many of the rows lane / 4 and lane / 4 + 8 exist
 
   __device__ __forceinline__ Fragment(const SkinnyParams& p, int row, int token) {
     const int lane = threadIdx.x & 31;
@@ -79,6 +82,9 @@ struct Fragment {
     token += lane >> 2;
     out = static_cast<T*>(p.out) + token * p.ldo + column;
     num_columns = token < p.num_tokens ? (column < p.n) + (column + 8 < p.n) : 0;
+    row += lane >> 2;
+    bias = kEpilogue == Epilogue::kPlain && p.bias != nullptr ? static_cast<const T*>(p.bias) + row : nullptr;
+    num_biases = (row < p.n) + (row + 8 < p.n);
   }
 
   __device__ __forceinline__ uint2 load() const {
@@ -107,6 +113,11 @@ struct Fragment {
       const uint32_t value = transposed(pack_pair<T>(gated(sum.x, sum.z), gated(sum.y, sum.w)));
       if (num_columns > 0) *reinterpret_cast<uint32_t*>(out) = value;
     } else {
+      if (kEpilogue == Epilogue::kPlain && bias != nullptr) {
+        const float first = num_biases > 0 ? to_float(bias[0]) : 0.0f;
+        const float second = num_biases > 1 ? to_float(bias[8]) : 0.0f;
+        sum = make_float4(sum.x + first, sum.y + first, sum.z + second, sum.w + second);
+      }
       uint32_t low = transposed(pack_pair<T>(sum.x, sum.y)), high = transposed(pack_pair<T>(sum.z, sum.w));
       if constexpr (kEpilogue == Epilogue::kResidual) {
         low = add(old.x, low);

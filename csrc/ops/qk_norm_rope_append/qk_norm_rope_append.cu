@@ -1,6 +1,7 @@
-// The operations of Qwen3 between the projection and the attention, with the roundings of Transformers:
+// The operations between the projection and the attention, with the roundings of Transformers:
 //   q, k = rope(rms_norm(q)), rope(rms_norm(k))     each head by itself; q in place, k into the cache
 //   v                                               into the cache as it is
+// or without the norms, where q_norm and k_norm are null;
 //   rms_norm(x) = round(weight * round(x / sqrt(mean(x^2) + eps)))
 //   rope(x)     = round(round(x * cos) + round(rotate_half(x) * sin))      Su et al. 2021, split-half pairs
 // where round() is to T, and cos and sin are of type T. In f32 the roundings do nothing.
@@ -77,11 +78,14 @@ __device__ __forceinline__ void qk_norm_rope_append(const QkNormRopeAppendArgs& 
   const T* weight = static_cast<const T*>(is_query ? args.q_norm : args.k_norm);
   const T* cos_row = static_cast<const T*>(args.cos) + row;
   const T* sin_row = static_cast<const T*>(args.sin) + row;
+  const bool is_normed = weight != nullptr;
   // Operands that no kernel writes are read while the preceding kernels are still at work.
   V weight_a{}, weight_b{}, cos{}, sin{};
   const auto load_factors = [&](int i) {
-    weight_a = *reinterpret_cast<const V*>(weight + i);
-    weight_b = *reinterpret_cast<const V*>(weight + half + i);
+    if (is_normed) {
+      weight_a = *reinterpret_cast<const V*>(weight + i);
+      weight_b = *reinterpret_cast<const V*>(weight + half + i);
+    }
     cos = *reinterpret_cast<const V*>(cos_row + i);
     sin = *reinterpret_cast<const V*>(sin_row + i);
   };
@@ -139,8 +143,11 @@ __device__ __forceinline__ void qk_norm_rope_append(const QkNormRopeAppendArgs& 
     V left_out, right_out;
 #pragma unroll
     for (int j = 0; j < PAIRS; j++) {
-      const float left = rounded<T>(rounded<T>(to_float(a[step][j]) * scale) * to_float(weight_a[j]));
-      const float right = rounded<T>(rounded<T>(to_float(b[step][j]) * scale) * to_float(weight_b[j]));
+      float left = to_float(a[step][j]), right = to_float(b[step][j]);
+      if (is_normed) {
+        left = rounded<T>(rounded<T>(left * scale) * to_float(weight_a[j]));
+        right = rounded<T>(rounded<T>(right * scale) * to_float(weight_b[j]));
+      }
       const float c = is_valid ? to_float(cos[j]) : 1.0f, s = is_valid ? to_float(sin[j]) : 0.0f;
       left_out[j] = from_float<T>(rounded<T>(left * c) - rounded<T>(right * s));
       right_out[j] = from_float<T>(rounded<T>(right * c) + rounded<T>(left * s));

@@ -273,8 +273,10 @@ kernels! {
         LINEAR_GEMV_RESIDUAL_1_1 "xserv_linear_gemv_residual_1_1" f16 bf16;
         LINEAR_GEMV_RESIDUAL_1_2 "xserv_linear_gemv_residual_1_2" f16 bf16;
         LINEAR_GEMV_RESIDUAL_1_3 "xserv_linear_gemv_residual_1_3" f16 bf16;
+        LINEAR_GEMV_RESIDUAL_1_4 "xserv_linear_gemv_residual_1_4" f16 bf16;
         LINEAR_GEMV_RESIDUAL_2_1 "xserv_linear_gemv_residual_2_1" f16 bf16;
         LINEAR_GEMV_RESIDUAL_2_3 "xserv_linear_gemv_residual_2_3" f16 bf16;
+        LINEAR_GEMV_RESIDUAL_2_4 "xserv_linear_gemv_residual_2_4" f16 bf16;
         LINEAR_GEMV_SWIGLU_1_1 "xserv_linear_gemv_swiglu_1_1" f16 bf16;
         LINEAR_GEMV_SWIGLU_1_2 "xserv_linear_gemv_swiglu_1_2" f16 bf16;
         LINEAR_GEMV_SWIGLU_2_1 "xserv_linear_gemv_swiglu_2_1" f16 bf16;

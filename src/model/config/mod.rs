@@ -16,7 +16,7 @@ use crate::memory::DType;
 use crate::model::folder::shown_name;
 use crate::ops::kv_cache::layout::KvLayout;
 use fields::Fields;
-pub use rope::{Llama3Config, RopeConfig, RopeScaling, YarnConfig};
+pub use rope::{ByWavelength, RopeConfig, RopeScaling, YarnConfig};
 
 /// The name of the configuration file.
 pub const CONFIG_FILE: &str = "config.json";
@@ -94,6 +94,8 @@ pub struct ModelConfig {
     /// The longest sequence, in tokens, YaRN's extension included. At most the length of a sliding
     /// window: up to it a window hides nothing.
     pub max_context_tokens: usize,
+    /// The length of the sliding window, if that is what ends the context.
+    pub window: Option<usize>,
     /// The kind of the norms.
     pub norm: NormKind,
     /// The epsilon of the norms.

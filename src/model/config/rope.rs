@@ -27,6 +27,9 @@ const DEFAULT_BETA_FAST: f64 = 32.0;
 /// The number of turns below which a pair is fully interpolated (YaRN's alpha).
 const DEFAULT_BETA_SLOW: f64 = 1.0;
 
+/// The supported kinds of scaling, as config.json spells them.
+const SUPPORTED: [&str; 4] = ["default", "linear", "llama3", "yarn"];
+
 /// How positions turn the heads of q and k.
 #[derive(Clone, Debug, PartialEq)]
 pub struct RopeConfig {
@@ -46,12 +49,12 @@ pub enum RopeScaling {
     /// YaRN.
     Yarn(YarnConfig),
     /// Llama 3.1's way.
-    Llama3(Llama3Config),
+    ByWavelength(ByWavelength),
 }
 
 /// The parameters of Llama 3.1's scaling.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Llama3Config {
+pub struct ByWavelength {
     /// The factor by which slow pairs are slowed further, at least 1.
     pub factor: f64,
     /// Pairs that turn less often than this within the original context are slowed in full.
@@ -138,7 +141,7 @@ impl RopeConfig {
                 max_position_embeddings,
                 max_positions,
             )?),
-            "llama3" => RopeScaling::Llama3(Llama3Config::parse(
+            "llama3" => RopeScaling::ByWavelength(ByWavelength::parse(
                 config,
                 rope,
                 max_position_embeddings,
@@ -146,8 +149,9 @@ impl RopeConfig {
             )?),
             other => {
                 return Err(Error::unsupported(format!(
-                    "{place}: rope type \"{}\" is not supported (supported: default, linear, llama3, yarn)",
-                    crate::model::folder::shown_name(other)
+                    "{place}: rope type \"{}\" is not supported (supported: {})",
+                    crate::model::folder::shown_name(other),
+                    SUPPORTED.join(", ")
                 )))
             }
         };
@@ -170,7 +174,7 @@ impl RopeConfig {
             inv_freq.push(match &self.scaling {
                 RopeScaling::None => unscaled,
                 RopeScaling::Linear(factor) => unscaled / *factor as f32,
-                RopeScaling::Llama3(llama3) => llama3.scaled(unscaled),
+                RopeScaling::ByWavelength(scaling) => scaling.scaled(unscaled),
                 RopeScaling::Yarn(yarn) => {
                     let (low, high) = ramp;
                     let interpolated = 1.0 / (yarn.factor as f32 * wavelength);
@@ -215,7 +219,7 @@ fn original_context(
     }
 }
 
-impl Llama3Config {
+impl ByWavelength {
     fn parse(
         config: Fields<'_>,
         rope: Fields<'_>,
@@ -226,7 +230,7 @@ impl Llama3Config {
         let number = |name: &str| {
             rope.optional_number(name, 0.0, 65_536.0)?.ok_or_else(|| rope.missing(name))
         };
-        let parsed = Llama3Config {
+        let parsed = ByWavelength {
             factor: factor(rope)?.ok_or_else(|| rope.missing("factor"))?,
             low_freq_factor: number("low_freq_factor")?,
             high_freq_factor: number("high_freq_factor")?,

@@ -22,7 +22,7 @@ use crate::ops::embedding::embedding;
 use crate::ops::kv_cache::cuda::kv_cache_append;
 use crate::ops::kv_cache::KvSlots;
 use crate::ops::linear::{Layer, LinearPass, Matrix, Norm, ResidualStream};
-use crate::ops::qk_norm_rope_append::{qk_norm_rope_append, QkNormRope};
+use crate::ops::qk_norm_rope_append::{qk_norm_rope_append, QkNormRope, QkNorms};
 
 type DeviceBlock = Block<Matrix, DeviceTensor>;
 
@@ -250,21 +250,21 @@ impl DevicePass<'_> {
         kv: &'b DeviceKvLayer,
     ) -> Result<(Option<QkNormRope<'b>>, KvSlots<'b>)> {
         let slots = KvSlots { k: &kv.k, v: &kv.v, slots: &self.record.slots };
-        let how = match (&block.attention.qk_norm, &self.model.rope) {
-            (Some(norm), Some(rope)) => Some(QkNormRope {
-                q_norm: &norm.q,
-                k_norm: &norm.k,
-                eps: self.config.norm_eps,
-                cos: &rope.cos,
-                sin: &rope.sin,
-                positions: &self.record.positions,
-            }),
-            (None, None) => None,
-            _ => {
-                return Err(Error::unsupported("rotary positions without norms of q and k on CUDA"))
+        let norms = block.attention.qk_norm.as_ref().map(|norm| QkNorms {
+            q: &norm.q,
+            k: &norm.k,
+            eps: self.config.norm_eps,
+        });
+        match (&self.model.rope, norms) {
+            (Some(rope), norms) => {
+                let (cos, sin, positions) = (&*rope.cos, &*rope.sin, &*self.record.positions);
+                Ok((Some(QkNormRope { norms, cos, sin, positions }), slots))
             }
-        };
-        Ok((how, slots))
+            (None, None) => Ok((None, slots)),
+            (None, Some(_)) => {
+                Err(Error::unsupported("norms of q and k without rotary positions on CUDA"))
+            }
+        }
     }
 
     /// Computes the attention of a block.

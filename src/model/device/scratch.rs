@@ -110,6 +110,6 @@ pub(super) fn attention_sizes(config: &ModelConfig, spacing: HeadSpacing) -> Att
         num_kv_heads: config.num_kv_heads,
         head_dim: spacing.head_dim,
         head_stride: spacing.stride,
-        has_qk_norm_and_rope: config.has_qk_norm && config.rope.is_some(),
+        has_rope: config.rope.is_some(),
     }
 }

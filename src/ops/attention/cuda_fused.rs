@@ -222,11 +222,7 @@ pub(super) fn arguments(
     let max_position = size(how.cos, 0);
     let blocks_per_seq = size(sequences.block_tables, 1);
     check("qkv", qkv, element, &[num_seqs, total_heads, head_dim])?;
-    check("q_norm", how.q_norm, element, &[head_dim])?;
-    check("k_norm", how.k_norm, element, &[head_dim])?;
-    check("cos", how.cos, element, &[max_position, head_dim / 2])?;
-    check("sin", how.sin, element, &[max_position, head_dim / 2])?;
-    check("positions", how.positions, ElementType::I32, &[num_seqs])?;
+    let norms = how.check(element, num_seqs, head_dim)?;
     check("slots", kv.slots, ElementType::I32, &[num_seqs])?;
     let cache_shape = [num_blocks, BLOCK_SIZE, num_kv_heads, head_dim];
     check("the key cache", kv.k, element, &cache_shape)?;
@@ -239,8 +235,8 @@ pub(super) fn arguments(
     }
     let arguments = FusedArgs {
         qkv: qkv.data(),
-        q_norm: how.q_norm.data(),
-        k_norm: how.k_norm.data(),
+        q_norm: norms.q,
+        k_norm: norms.k,
         cos: how.cos.data(),
         sin: how.sin.data(),
         positions: how.positions.data(),
@@ -264,7 +260,7 @@ pub(super) fn arguments(
         max_chunks: 0,
         chunk_len: 0,
         wait_first: 0,
-        eps: how.eps,
+        eps: norms.eps,
         scale: sequences.scale,
     };
     let max_kv_len = blocks_per_seq.saturating_mul(BLOCK_SIZE);

@@ -31,8 +31,8 @@ pub struct AttentionSizes {
     pub head_dim: usize,
     /// The distance in elements from one head to the next.
     pub head_stride: usize,
-    /// Whether queries and keys are normalised per head and then rotated.
-    pub has_qk_norm_and_rope: bool,
+    /// Whether queries and keys are rotated, and normalised per head before that or not.
+    pub has_rope: bool,
 }
 
 /// The plan for the attention of a model; see the head of the file.
@@ -59,8 +59,8 @@ pub fn scratch_bytes(
 /// Returns the bytes of the partial results of up to `num_seqs` sequences with one new token each,
 /// on any device; 0 where no kernel leaves any.
 pub fn partial_bytes(sizes: &AttentionSizes, dtype: DType, num_seqs: usize) -> Result<usize> {
-    let AttentionSizes { num_heads, head_dim, has_qk_norm_and_rope, .. } = *sizes;
-    if has_qk_norm_and_rope && dtype != DType::F32 && is_fused_head_dim(head_dim) {
+    let AttentionSizes { num_heads, head_dim, has_rope, .. } = *sizes;
+    if has_rope && dtype != DType::F32 && is_fused_head_dim(head_dim) {
         DecodeScratch::device_bytes(num_seqs, num_heads, head_dim)
     } else {
         Ok(0)
@@ -92,7 +92,7 @@ impl AttentionPlan {
     ) -> Result<Self> {
         let is_portable = std::env::var_os("XSERV_CUDA_PORTABLE").is_some_and(|value| value == "1");
         let has_fused = !is_portable
-            && sizes.has_qk_norm_and_rope
+            && sizes.has_rope
             && dtype != DType::F32
             && sizes.head_dim == sizes.head_stride
             && has_attention_fused(context, sizes.head_dim)?;

@@ -1,5 +1,5 @@
-//! The projection to queries, keys and values for prompts on Hopper, fused with what Qwen3 does to
-//! the heads next: the product of [`super::linear_prefill`], whose sums are treated as by
+//! The projection to queries, keys and values for prompts on Hopper, fused with what is done to the
+//! heads next: the product of [`super::linear_prefill`], whose sums are treated as by
 //! [`super::qk_norm_rope_append()`].
 
 use crate::backend::cuda::{kernel_struct, kernels, Arguments, Kernel, Launch, TensorMap};
@@ -26,13 +26,14 @@ kernel_struct! {
         slots: *mut u8,
         k_cache: *mut u8,
         v_cache: *mut u8,
+        bias: *mut u8,
         fault: *mut u8,
         num_slots: i64,
         num_heads: i32,
         num_kv_heads: i32,
         max_position: i32,
         eps: f32,
-        padding: [i32; 8],
+        padding: [i32; 6],
     }
 }
 
@@ -73,7 +74,8 @@ pub fn is_prefill_heads_faster(
 }
 
 /// Computes the product of x [num_tokens, in_features] and `weight` [(num_heads + 2 num_kv_heads) *
-/// 128, in_features], rounded, and treats its heads as [`super::qk_norm_rope_append()`] does:
+/// 128, in_features], with `bias` [out_features] added where heads have one and no norms, rounded, and
+/// treats its heads as [`super::qk_norm_rope_append()`] does:
 /// normalised and rotated queries go to qkv [num_tokens, num_heads + 2 num_kv_heads, 128], the rest
 /// of which stays as it is; normalised and rotated keys, and values, go to the cache. All are of
 /// f16 or bf16. A token's bits depend only on the token, its position and the weights.
@@ -81,6 +83,7 @@ pub fn linear_prefill_heads(
     context: &ComputeContext,
     x: &Tensor,
     weight: &DeviceTensor,
+    bias: Option<&Tensor>,
     how: &QkNormRope<'_>,
     kv: &KvSlots<'_>,
     qkv: &Tensor,
@@ -95,11 +98,13 @@ pub fn linear_prefill_heads(
     check("x", x, element, &[num_tokens.into(), k.into()])?;
     check("weight", weight, element, &[total_heads * HEAD_DIM, k.into()])?;
     check("qkv", qkv, element, &[num_tokens.into(), total_heads, HEAD_DIM])?;
-    check("q_norm", how.q_norm, element, &[HEAD_DIM])?;
-    check("k_norm", how.k_norm, element, &[HEAD_DIM])?;
-    check("cos", how.cos, element, &[max_position, HEAD_DIM / 2])?;
-    check("sin", how.sin, element, &[max_position, HEAD_DIM / 2])?;
-    check("positions", how.positions, ElementType::I32, &[num_tokens.into()])?;
+    let norms = how.check(element, num_tokens.into(), HEAD_DIM)?;
+    if let Some(bias) = bias {
+        check("bias", bias, element, &[n.into()])?;
+        if how.norms.is_some() {
+            return Err(Error::internal("a bias of heads that are normalised"));
+        }
+    }
     check("slots", kv.slots, ElementType::I32, &[num_tokens.into()])?;
     let cache_shape = [num_blocks, block_size, num_kv_heads, HEAD_DIM];
     check("the key cache", kv.k, element, &cache_shape)?;
@@ -132,21 +137,22 @@ pub fn linear_prefill_heads(
             k,
             padding: [0; 7],
         },
-        q_norm: how.q_norm.data(),
-        k_norm: how.k_norm.data(),
+        q_norm: norms.q,
+        k_norm: norms.k,
         cos: how.cos.data(),
         sin: how.sin.data(),
         positions: how.positions.data(),
         slots: kv.slots.data(),
         k_cache: kv.k.data(),
         v_cache: kv.v.data(),
+        bias: bias.map_or(std::ptr::null_mut(), |bias| bias.data()),
         fault: cuda.faults(),
         num_slots: num_blocks * block_size,
         num_heads,
         num_kv_heads,
         max_position,
-        eps: how.eps,
-        padding: [0; 8],
+        eps: norms.eps,
+        padding: [0; 6],
     };
     let launch: Launch = shape.launch(num_tokens.into(), n.into(), processors);
     let arguments = Arguments::new().value(&params);

@@ -18,11 +18,12 @@ kernel_struct! {
         weight: TensorMap,
         x: TensorMap,
         out: *mut u8,
+        bias: *mut u8,
         ldo: i64,
         num_tokens: i32,
         n: i32,
         k: i32,
-        padding: [i32; 7],
+        padding: [i32; 5],
     }
 }
 
@@ -194,12 +195,14 @@ pub fn num_fixed_parts(weight: &Tensor, result: Epilogue) -> u32 {
 
 /// Computes the product of x [num_tokens, in_features] and `weight` [out_features, in_features]
 /// (twice the rows of `out` with [`Epilogue::SwiGlu`]) into out [num_tokens, out_features], of f16
-/// or bf16, for up to [`SKINNY_TOKENS`] tokens. With `is_fixed` a token's bits depend only on the
+/// or bf16, for up to [`SKINNY_TOKENS`] tokens. `bias` [out_features] is added before the rounding; only
+/// with [`Epilogue::Store`]. With `is_fixed` a token's bits depend only on the
 /// token and the weight.
 pub fn linear_skinny(
     context: &ComputeContext,
     x: &Tensor,
     weight: &DeviceTensor,
+    bias: Option<&Tensor>,
     result: Epilogue,
     is_fixed: bool,
     out: &Tensor,
@@ -210,6 +213,12 @@ pub fn linear_skinny(
     let is_gated = result == Epilogue::SwiGlu;
     let expected = if is_gated { 2 * i64::from(n) } else { i64::from(n) };
     check("weight", weight, out.element(), &[expected, k.into()])?;
+    if let Some(bias) = bias {
+        check("bias", bias, out.element(), &[n.into()])?;
+        if result != Epilogue::Store {
+            return Err(Error::internal("a bias of a skinny product that does not store"));
+        }
+    }
     if out.is_empty() {
         return Ok(());
     }
@@ -225,11 +234,12 @@ pub fn linear_skinny(
         weight: weight_map(cuda, weight, n as usize, k as usize, is_gated)?,
         x: TensorMap::new(cuda, x, &[division.tokens as u32, 64])?,
         out: out.data(),
+        bias: bias.map_or(std::ptr::null_mut(), |bias| bias.data()),
         ldo: n.into(),
         num_tokens: num_tokens as i32,
         n,
         k,
-        padding: [0; 7],
+        padding: [0; 5],
     };
     let tiles =
         i64::from(rows).div_euclid(division.rows) + i64::from(i64::from(rows) % division.rows != 0);

@@ -137,9 +137,10 @@ impl LinearPlan {
         products: impl Iterator<Item = Product<'a>>,
         is_deterministic: bool,
     ) -> Result<Self> {
-        let (mut suit_chain, mut suit_gemv) = (true, true);
+        let (mut suit_chain, mut suit_gemv, mut has_biases) = (true, true, false);
         for Product { weight, has_bias, epilogue } in products {
-            suit_chain &= !has_bias
+            has_biases |= has_bias;
+            suit_chain &= (!has_bias || epilogue == Epilogue::Store)
                 && weight.layout() == MatrixLayout::Rows
                 && is_skinny_weight(weight, epilogue);
             suit_gemv &= is_gemv_weight(weight, epilogue);
@@ -152,6 +153,7 @@ impl LinearPlan {
         let has_gemv = has_chain && suit_gemv && has_linear_gemv(context)? && !is_deterministic;
         let DecoderSizes { hidden_size, intermediate_size, .. } = *sizes;
         let has_one_token = has_gemv
+            && !has_biases
             && attention.has_fused_projection(context, hidden_size)?
             && has_linear_gemv_mma(
                 context,
@@ -335,7 +337,8 @@ impl LinearPass<'_> {
             return Ok(false);
         };
         self.normalise(stream, norm)?;
-        linear_prefill_heads(self.context, &stream.normed, layer.weight, how, slots, out)?;
+        let bias = layer.bias.map(|bias| &**bias);
+        linear_prefill_heads(self.context, &stream.normed, layer.weight, bias, how, slots, out)?;
         self.mark(layer, num_rows)?;
         Ok(true)
     }
@@ -349,8 +352,8 @@ impl LinearPass<'_> {
         how: &QkNormRope<'_>,
         out: &Tensor,
     ) -> bool {
-        let (head_dim, stride) = (how.q_norm.width() as usize, out.width() as usize);
-        layer.bias.is_none()
+        let (head_dim, stride) = (how.head_dim() as usize, out.width() as usize);
+        (layer.bias.is_none() || how.norms.is_none())
             && !self.takes_skinny(num_rows)
             && self.takes_prefill(num_rows, layer, Epilogue::Store)
             && is_prefill_heads_faster(self.context, num_rows, layer.weight, head_dim, stride)
@@ -412,7 +415,7 @@ impl LinearPass<'_> {
             }
             Links::Chain => self.skinny(x, layer, epilogue, &stream.hidden)?,
             Links::Gemv => {
-                linear_gemv(self.context, x, None, layer.weight, epilogue, &stream.hidden)?
+                linear_gemv(self.context, x, None, layer.weight, None, epilogue, &stream.hidden)?
             }
             Links::OneToken => {
                 // What was pending went into `projected` on the way to x.
@@ -439,7 +442,7 @@ impl LinearPass<'_> {
     /// Computes `out = x W^T + b`. x [num_rows, in_features], out [num_rows, out_features].
     pub fn plain(&self, x: &DeviceTensor, layer: &Layer<'_>, out: &DeviceTensor) -> Result<()> {
         let (epilogue, rows) = (Epilogue::Store, num_rows(x));
-        if layer.bias.is_none() && self.takes_skinny(rows) {
+        if self.takes_skinny(rows) {
             self.skinny(x, layer, epilogue, out)?;
         } else if layer.bias.is_none() && self.takes_prefill(rows, layer, epilogue) {
             linear_prefill(self.context, x, layer.weight, epilogue, out)?;
@@ -469,7 +472,8 @@ impl LinearPass<'_> {
         out: &DeviceTensor,
     ) -> Result<()> {
         let is_fixed = self.plan.is_deterministic;
-        linear_skinny(self.context, x, layer.weight, epilogue, is_fixed, out)
+        let bias = layer.bias.map(|bias| &**bias);
+        linear_skinny(self.context, x, layer.weight, bias, epilogue, is_fixed, out)
     }
 
     fn in_chain(
@@ -494,7 +498,8 @@ impl LinearPass<'_> {
         out: &DeviceTensor,
     ) -> Result<()> {
         let norm = Some(rms(norm)?);
-        linear_gemv(self.context, &stream.hidden, norm, layer.weight, epilogue, out)
+        let bias = layer.bias.map(|bias| &**bias);
+        linear_gemv(self.context, &stream.hidden, norm, layer.weight, bias, epilogue, out)
     }
 
     /// Computes the product. A bias is written to every row of `out` first, and the product is

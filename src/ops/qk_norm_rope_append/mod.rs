@@ -1,6 +1,6 @@
-//! The steps of Qwen3 between the projection and the attention, rounded after each: RMSNorm of each
-//! head of q and k, rotary embedding (Su et al., 2021, split-half pairs), and keys and values into
-//! the cache.
+//! The steps between the projection and the attention, rounded after each: RMSNorm of each head of q
+//! and k where a model has it, rotary embedding (Su et al., 2021, split-half pairs), and keys and
+//! values into the cache.
 
 use crate::backend::cuda::{kernel_struct, kernels, Arguments, Launch};
 use crate::backend::ComputeContext;
@@ -12,12 +12,8 @@ use crate::ops::kv_cache::KvSlots;
 /// How heads are normalised and rotated. All tensors but the positions have the heads' type.
 #[derive(Clone, Copy, Debug)]
 pub struct QkNormRope<'a> {
-    /// The weight of the norm of q, [head_dim].
-    pub q_norm: &'a Tensor,
-    /// The weight of the norm of k, [head_dim].
-    pub k_norm: &'a Tensor,
-    /// The epsilon of the norms, inside the root.
-    pub eps: f32,
+    /// The norms; without them heads are only rotated.
+    pub norms: Option<QkNorms<'a>>,
     /// The cosines, [max_position, head_dim / 2], from [`rope_tables`].
     pub cos: &'a Tensor,
     /// The sines, of the same shape.
@@ -25,6 +21,53 @@ pub struct QkNormRope<'a> {
     /// The position of each token, i32 [num_tokens], copied from the host: they are read while
     /// preceding kernels are still running.
     pub positions: &'a Tensor,
+}
+
+/// The RMSNorms of heads.
+#[derive(Clone, Copy, Debug)]
+pub struct QkNorms<'a> {
+    /// The weight of the norm of q, [head_dim].
+    pub q: &'a Tensor,
+    /// The weight of the norm of k, [head_dim].
+    pub k: &'a Tensor,
+    /// The epsilon, inside the root.
+    pub eps: f32,
+}
+
+/// The norms as kernels take them: null where there are none.
+#[derive(Clone, Copy)]
+pub(in crate::ops) struct NormPointers {
+    pub q: *mut u8,
+    pub k: *mut u8,
+    pub eps: f32,
+}
+
+impl QkNormRope<'_> {
+    /// Returns the number of elements of a head.
+    pub(in crate::ops) fn head_dim(&self) -> i64 {
+        2 * self.cos.width()
+    }
+
+    /// Checks the tensors against heads of `element` for `num_tokens` tokens, and returns the norms
+    /// as kernels take them.
+    pub(in crate::ops) fn check(
+        &self,
+        element: ElementType,
+        num_tokens: i64,
+        head_dim: i64,
+    ) -> Result<NormPointers> {
+        let max_position = size(self.cos, 0);
+        check("cos", self.cos, element, &[max_position, head_dim / 2])?;
+        check("sin", self.sin, element, &[max_position, head_dim / 2])?;
+        check("positions", self.positions, ElementType::I32, &[num_tokens])?;
+        let Some(QkNorms { q, k, eps }) = self.norms else {
+            let none = std::ptr::null_mut();
+            return Ok(NormPointers { q: none, k: none, eps: 0.0 });
+        };
+        check("q_norm", q, element, &[head_dim])?;
+        check("k_norm", k, element, &[head_dim])?;
+        Ok(NormPointers { q: q.data(), k: k.data(), eps })
+    }
 }
 
 kernel_struct! {
@@ -61,7 +104,8 @@ fn size(tensor: &Tensor, dimension: usize) -> i64 {
     tensor.shape().get(dimension).copied().unwrap_or(0)
 }
 
-/// Normalises and rotates the heads and appends to the cache; see the head of the file. qkv
+/// Normalises (where there are norms) and rotates the heads and appends to the cache; see the head of
+/// the file. qkv
 /// [num_tokens, num_heads + 2 num_kv_heads, head_stride] is contiguous: q becomes the rotated
 /// queries, k and v stay. Only the first head_dim elements of each head are in use, the others are
 /// zero.
@@ -73,15 +117,11 @@ pub fn qk_norm_rope_append(
 ) -> Result<()> {
     let (element, dtype) = (qkv.element(), float("qkv", qkv)?);
     let (num_tokens, total_heads, stride) = (size(qkv, 0), size(qkv, 1), size(qkv, 2));
-    let (head_dim, max_position) = (how.q_norm.width(), size(how.cos, 0));
+    let (head_dim, max_position) = (how.head_dim(), size(how.cos, 0));
     let (num_blocks, block_size, num_kv_heads) = (size(kv.k, 0), size(kv.k, 1), size(kv.k, 2));
     let num_heads = total_heads - 2 * num_kv_heads;
     check("qkv", qkv, element, &[num_tokens, total_heads, stride])?;
-    check("q_norm", how.q_norm, element, &[head_dim])?;
-    check("k_norm", how.k_norm, element, &[head_dim])?;
-    check("cos", how.cos, element, &[max_position, head_dim / 2])?;
-    check("sin", how.sin, element, &[max_position, head_dim / 2])?;
-    check("positions", how.positions, ElementType::I32, &[num_tokens])?;
+    let norms = how.check(element, num_tokens, head_dim)?;
     check("slots", kv.slots, ElementType::I32, &[num_tokens])?;
     let cache_shape = [num_blocks, block_size, num_kv_heads, stride];
     check("the key cache", kv.k, element, &cache_shape)?;
@@ -99,8 +139,8 @@ pub fn qk_norm_rope_append(
     let cuda = cuda(context)?;
     let arguments = QkNormRopeAppendArgs {
         qkv: qkv.data(),
-        q_norm: how.q_norm.data(),
-        k_norm: how.k_norm.data(),
+        q_norm: norms.q,
+        k_norm: norms.k,
         cos: how.cos.data(),
         sin: how.sin.data(),
         positions: how.positions.data(),
@@ -114,7 +154,7 @@ pub fn qk_norm_rope_append(
         head_dim: int(head_dim)?,
         head_stride: int(stride)?,
         max_position: int(max_position)?,
-        eps: how.eps,
+        eps: norms.eps,
     };
     let (kernel, lanes) = match head_dim {
         128 if stride == 128 => (kernels::QK_NORM_ROPE_APPEND_128, 16),

@@ -16,7 +16,7 @@ use xserv::ops::attention::cuda_fused_project::{
     attention_fused_project, has_attention_fused_project,
 };
 use xserv::ops::kv_cache::KvSlots;
-use xserv::ops::qk_norm_rope_append::QkNormRope;
+use xserv::ops::qk_norm_rope_append::{QkNormRope, QkNorms};
 
 const BLOCK_SIZE: usize = 32;
 const MAX_POSITION: usize = 4200;
@@ -38,6 +38,8 @@ type Both = (DeviceTensor, Vec<f64>);
 
 /// Sequences in a cache, the heads of one new token of each, and all that the kernels need besides.
 struct Sequences {
+    /// Whether heads are normalised before they are rotated.
+    has_norms: bool,
     bench: Bench,
     heads: Heads,
     lens: Vec<usize>,
@@ -127,6 +129,7 @@ impl Sequences {
         let positions: Vec<i32> = lens.iter().map(|&len| position_of(len) as i32).collect();
         let told_lens: Vec<i32> = lens.iter().map(|&len| len as i32).collect();
         Sequences {
+            has_norms: true,
             heads,
             lens: lens.to_vec(),
             slots_of,
@@ -151,9 +154,11 @@ impl Sequences {
 
     fn how(&self) -> QkNormRope<'_> {
         QkNormRope {
-            q_norm: &self.q_norm.0,
-            k_norm: &self.k_norm.0,
-            eps: EPS,
+            norms: self.has_norms.then_some(QkNorms {
+                q: &self.q_norm.0,
+                k: &self.k_norm.0,
+                eps: EPS,
+            }),
             cos: &self.cos.0,
             sin: &self.sin.0,
             positions: &self.positions,
@@ -187,7 +192,10 @@ impl Sequences {
         let heads = self.raw(seq, first, count).chunks_exact(2 * half);
         heads
             .flat_map(|head| {
-                let normed = rounded::rms_norm(dtype, head, weight, EPS);
+                let normed = match self.has_norms {
+                    true => rounded::rms_norm(dtype, head, weight, EPS),
+                    false => head.to_vec(),
+                };
                 rounded::rope(dtype, &normed, cos, sin)
             })
             .collect()
@@ -247,11 +255,14 @@ fn check_fused(
     dtype: DType,
     heads: Heads,
     (lens, table_len): (&[usize], usize),
-    fault: Fault,
+    (has_norms, fault): (bool, Fault),
 ) {
     let (num_heads, _, head_dim) = heads;
-    let what = format!("{dtype} {heads:?} over {lens:?} keys, {table_len} blocks, {fault:?}");
+    let what = format!(
+        "{dtype} {heads:?} over {lens:?} keys, {table_len} blocks, norms: {has_norms}, {fault:?}"
+    );
     let mut all = Sequences::new(context, dtype, heads, (lens, table_len), fault);
+    all.has_norms = has_norms;
     let out = all.bench.poisoned(&[lens.len(), num_heads, head_dim]);
     let scratch = DecodeScratch::new(context, lens.len(), num_heads, head_dim).expect("memory");
     let run = || {
@@ -310,7 +321,8 @@ fn attention_of_new_tokens_on_cuda_is_rounded_after_each_step() {
     for dtype in HALVES {
         for heads in [(16, 8, 128), (8, 2, 128), (8, 8, 64), (14, 2, 64), (12, 1, 64)] {
             for batch in batches {
-                check_fused(&context, dtype, heads, batch, Fault::None);
+                check_fused(&context, dtype, heads, batch, (true, Fault::None));
+                check_fused(&context, dtype, heads, batch, (false, Fault::None));
             }
         }
     }
@@ -325,7 +337,7 @@ fn attention_of_new_tokens_on_cuda_follows_no_bad_index() {
     }
     for fault in [Fault::Slot, Fault::Block, Fault::None] {
         for batch in [(&[700, 40][..], 32), (&[700, 40, 1, 2, 33], 66)] {
-            check_fused(&context, DType::BF16, (16, 8, 128), batch, fault);
+            check_fused(&context, DType::BF16, (16, 8, 128), batch, (true, fault));
         }
     }
 }
@@ -344,11 +356,17 @@ fn with_projection() -> Option<Arc<ComputeContext>> {
     has_it.then_some(context)
 }
 
-fn check_projected(context: &Arc<ComputeContext>, dtype: DType, len: usize, fault: Fault) {
+fn check_projected(
+    context: &Arc<ComputeContext>,
+    dtype: DType,
+    len: usize,
+    (has_norms, fault): (bool, Fault),
+) {
     let (num_heads, num_kv_heads, head_dim) = HEADS;
-    let what = format!("{dtype} attention over {len} keys, {fault:?}");
+    let what = format!("{dtype} attention over {len} keys, norms: {has_norms}, {fault:?}");
     let table_len = len.div_ceil(BLOCK_SIZE).max(4).next_power_of_two();
     let mut all = Sequences::new(context, dtype, HEADS, (&[len], table_len), fault);
+    all.has_norms = has_norms;
     let (weight, weight_values) = all.bench.filled(&[HIDDEN, num_heads * head_dim], 0.05, 0.0);
     let sums = all.bench.f32s(&[num_kv_heads, HIDDEN], &vec![f64::NAN; num_kv_heads * HIDDEN]);
     let (how, kv, sequences) = (all.how(), all.kv(), all.sequences());
@@ -382,7 +400,8 @@ fn attention_with_the_output_projection_on_cuda_is_both() {
         // One key, tiles and blocks that are full or not, fewer tiles than blocks of a cluster and
         // more, and tables for short and long contexts.
         for len in [0, 1, 2, 15, 16, 17, 32, 33, 127, 129, 512, 1000, 2048, 2049, 4133] {
-            check_projected(&context, dtype, len, Fault::None);
+            check_projected(&context, dtype, len, (true, Fault::None));
+            check_projected(&context, dtype, len, (false, Fault::None));
         }
     }
 }
@@ -391,8 +410,8 @@ fn attention_with_the_output_projection_on_cuda_is_both() {
 fn attention_with_the_output_projection_on_cuda_follows_no_bad_index() {
     let Some(context) = with_projection() else { return };
     for len in [33, 700, 3000] {
-        check_projected(&context, DType::BF16, len, Fault::Slot);
-        check_projected(&context, DType::BF16, len, Fault::Block);
+        check_projected(&context, DType::BF16, len, (true, Fault::Slot));
+        check_projected(&context, DType::BF16, len, (true, Fault::Block));
     }
-    check_projected(&context, DType::BF16, 33, Fault::None);
+    check_projected(&context, DType::BF16, 33, (true, Fault::None));
 }

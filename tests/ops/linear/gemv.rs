@@ -12,25 +12,33 @@ use xserv::ops::linear::Epilogue;
 
 const EPS: f32 = 1e-6;
 
-/// out_features and in_features. Rows that a thread has in one, two or three steps; fewer outputs
+/// out_features and in_features. Rows that a thread has in one, two, three or four steps; fewer outputs
 /// than a chip has blocks and more; a last tile that is not whole.
 const NORMED: [(usize, usize); 5] =
     [(72, 1024), (4104, 1024), (1000, 2560), (200, 4096), (2052, 512)];
-const ADDED: [(usize, usize); 5] =
-    [(72, 2048), (1024, 3072), (4100, 1024), (200, 4608), (100, 12_288)];
+const ADDED: [(usize, usize); 7] = [
+    (72, 2048),
+    (1024, 3072),
+    (4100, 1024),
+    (200, 4608),
+    (200, 8192),
+    (100, 12_288),
+    (100, 14_336),
+];
 
 fn check(
     context: &Arc<ComputeContext>,
     dtype: DType,
     num_tokens: usize,
-    result: Epilogue,
+    (result, has_bias): (Epilogue, bool),
     (n, k): (usize, usize),
 ) {
-    let what = format!("{dtype} {result:?} {num_tokens} x {n} x {k}");
+    let what = format!("{dtype} {result:?} {num_tokens} x {n} x {k}, bias: {has_bias}");
     let mut bench = Bench::new(context, dtype, (n + k) as u64);
     let rows = if result == Epilogue::SwiGlu { 2 * n } else { n };
     let (norm, norm_values) = bench.filled(&[k], 0.3, 1.0);
     let (weight, weight_values) = bench.filled(&[rows, k], 0.05, 0.0);
+    let (bias, bias_values) = bench.filled(&[n], 2.0, 0.0);
     let has_norm = result != Epilogue::AddResidual;
     let (_, x_values) = bench.filled(&[num_tokens, k], if has_norm { 3.0 } else { 1.0 }, 0.0);
     let (_, before) = bench.filled(&[num_tokens, n], 1.0, 0.0);
@@ -43,7 +51,8 @@ fn check(
         let all = bench.of(&[num_tokens + 1, n], &[before, &guard].concat());
         let out = all.view(0, &[num_tokens, n], None).expect("a view");
         let norm = has_norm.then_some((&*norm, EPS));
-        linear_gemv(context, &x, norm, &weight, result, &out).expect("the operator");
+        let bias = has_bias.then_some(&*bias);
+        linear_gemv(context, &x, norm, &weight, bias, result, &out).expect("the operator");
         let mut got = bench.read(&all);
         assert_eq!(got.split_off(num_tokens * n), guard, "{what}: the row behind the result");
         got
@@ -58,6 +67,7 @@ fn check(
         want.extend((0..n).map(|i| {
             let value = product(&weight_values, i, &h);
             match result {
+                Epilogue::Store if has_bias => value + bias_values[i],
                 Epilogue::Store => value,
                 Epilogue::AddResidual => before[i] + round(dtype, value),
                 Epilogue::SwiGlu => {
@@ -90,28 +100,34 @@ fn products_of_few_tokens_on_cuda() {
     for dtype in HALVES {
         for num_tokens in 1..=GEMV_TOKENS {
             for sizes in NORMED {
-                check(&context, dtype, num_tokens, Epilogue::Store, sizes);
-                check(&context, dtype, num_tokens, Epilogue::SwiGlu, sizes);
+                for has_bias in [false, true] {
+                    check(&context, dtype, num_tokens, (Epilogue::Store, has_bias), sizes);
+                }
+                check(&context, dtype, num_tokens, (Epilogue::SwiGlu, false), sizes);
             }
             for sizes in ADDED {
-                check(&context, dtype, num_tokens, Epilogue::AddResidual, sizes);
+                check(&context, dtype, num_tokens, (Epilogue::AddResidual, false), sizes);
             }
         }
         // What no kernel serves is refused.
         let mut bench = Bench::new(&context, dtype, 1);
-        let mut is_served = |num_tokens, k, has_norm: bool, result| {
+        let mut is_served = |num_tokens, k, has_norm: bool, result, has_bias: bool| {
             let (x, _) = bench.filled(&[num_tokens, k], 1.0, 0.0);
             let (norm, _) = bench.filled(&[k], 1.0, 0.0);
             let (weight, _) = bench.filled(&[32, k], 1.0, 0.0);
             let out = bench.poisoned(&[num_tokens, 32]);
             let norm = has_norm.then_some((&*norm, EPS));
-            linear_gemv(&context, &x, norm, &weight, result, &out).is_ok()
+            let (bias, _) = bench.filled(&[32], 1.0, 0.0);
+            let bias = has_bias.then_some(&*bias);
+            linear_gemv(&context, &x, norm, &weight, bias, result, &out).is_ok()
         };
-        assert!(is_served(1, 1024, true, Epilogue::Store));
-        assert!(!is_served(3, 1024, true, Epilogue::Store));
-        assert!(!is_served(1, 1000, true, Epilogue::Store));
-        assert!(!is_served(1, 1024, false, Epilogue::Store));
-        assert!(!is_served(1, 1024, true, Epilogue::AddResidual));
+        assert!(is_served(1, 1024, true, Epilogue::Store, true));
+        assert!(!is_served(3, 1024, true, Epilogue::Store, false));
+        assert!(!is_served(1, 1000, true, Epilogue::Store, false));
+        assert!(!is_served(1, 1024, false, Epilogue::Store, false));
+        assert!(!is_served(1, 1024, true, Epilogue::AddResidual, false));
+        assert!(is_served(1, 1024, false, Epilogue::AddResidual, false));
+        assert!(!is_served(1, 1024, false, Epilogue::AddResidual, true));
         context.synchronize().expect("no fault");
     }
 }

@@ -4,14 +4,14 @@
 use std::sync::Arc;
 
 use crate::support::device::{cuda_context, decode, download, encode, round, upload, HALVES};
-use crate::support::rounded::norm_rope;
+use crate::support::rounded::{norm_rope, turned_only};
 use crate::support::Random;
 use xserv::backend::{Arena, ComputeContext};
 use xserv::memory::{DType, ElementType};
 use xserv::ops::kv_cache::KvSlots;
 use xserv::ops::linear::cuda_prefill::has_linear_prefill;
 use xserv::ops::linear::cuda_prefill_heads::{is_prefill_heads_faster, linear_prefill_heads};
-use xserv::ops::qk_norm_rope_append::QkNormRope;
+use xserv::ops::qk_norm_rope_append::{QkNormRope, QkNorms};
 
 const HEAD_DIM: usize = 128;
 const BLOCK_SIZE: usize = 32;
@@ -21,13 +21,26 @@ const EPS: f32 = 1e-6;
 const PERIOD: usize = 37;
 const UNTOUCHED: u8 = 0xee;
 
-fn check(context: &Arc<ComputeContext>, dtype: DType, num_tokens: usize, k: usize) {
+/// What is done to heads beside rotating them.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Heads {
+    Normed,
+    Plain,
+    Biased,
+}
+
+fn check(
+    context: &Arc<ComputeContext>,
+    dtype: DType,
+    (num_tokens, k): (usize, usize),
+    heads: Heads,
+) {
     let (num_heads, num_kv_heads) = (16, 8);
     let total_heads = num_heads + 2 * num_kv_heads;
     let rows = total_heads * HEAD_DIM;
     let num_blocks = num_tokens / BLOCK_SIZE + 3;
     let num_slots = num_blocks * BLOCK_SIZE;
-    let name = format!("{dtype} heads of {num_tokens} x {k}");
+    let name = format!("{dtype} {heads:?} heads of {num_tokens} x {k}");
     let mut random = Random::new((num_tokens + k) as u64);
     let mut values = |len: usize, scale: f64, offset: f64| {
         let values: Vec<f64> = (0..len).map(|_| offset + scale * random.signed()).collect();
@@ -36,6 +49,7 @@ fn check(context: &Arc<ComputeContext>, dtype: DType, num_tokens: usize, k: usiz
     let weight_bytes = values(rows * k, 3.0 / (k as f64).sqrt(), 0.0);
     let period_bytes = values(PERIOD * k, 1.0, 0.0);
     let norm_bytes = [0.9, 1.1].map(|offset| values(HEAD_DIM, 0.3, offset));
+    let bias_bytes = values(rows, 1.0, 0.0);
     let table_bytes = [0, 1].map(|_| values(MAX_POSITION * HEAD_DIM / 2, 1.0, 0.0));
     let x_bytes: Vec<u8> = (0..num_tokens)
         .flat_map(|row| &period_bytes[row % PERIOD * k * 2..][..k * 2])
@@ -69,6 +83,7 @@ fn check(context: &Arc<ComputeContext>, dtype: DType, num_tokens: usize, k: usiz
     let x = tensor(element, &[num_tokens, k], &x_bytes);
     let weight = tensor(element, &[rows, k], &weight_bytes);
     let [q_norm, k_norm] = [0, 1].map(|i| tensor(element, &[HEAD_DIM], &norm_bytes[i]));
+    let bias = tensor(element, &[rows], &bias_bytes);
     let table_shape = [MAX_POSITION, HEAD_DIM / 2];
     let [cos, sin] = [0, 1].map(|i| tensor(element, &table_shape, &table_bytes[i]));
     let position_tensor = tensor(ElementType::I32, &[num_tokens], &words(&positions));
@@ -84,9 +99,7 @@ fn check(context: &Arc<ComputeContext>, dtype: DType, num_tokens: usize, k: usiz
         "{name}: not what it is for"
     );
     let how = QkNormRope {
-        q_norm: &q_norm,
-        k_norm: &k_norm,
-        eps: EPS,
+        norms: (heads == Heads::Normed).then_some(QkNorms { q: &q_norm, k: &k_norm, eps: EPS }),
         cos: &cos,
         sin: &sin,
         positions: &position_tensor,
@@ -94,7 +107,8 @@ fn check(context: &Arc<ComputeContext>, dtype: DType, num_tokens: usize, k: usiz
     let kv = KvSlots { k: &caches[0], v: &caches[1], slots: &slot_tensor };
     let mut results = Vec::new();
     for _ in 0..2 {
-        linear_prefill_heads(context, &x, &weight, &how, &kv, &qkv).expect("the operator");
+        let bias = (heads == Heads::Biased).then_some(&*bias);
+        linear_prefill_heads(context, &x, &weight, bias, &how, &kv, &qkv).expect("the operator");
         let reported = context.synchronize();
         assert_eq!(reported.is_err(), has_faults, "{name}: {reported:?}");
         results.push([&qkv, &caches[0], &caches[1]].map(|tensor| download(context, tensor)));
@@ -103,11 +117,13 @@ fn check(context: &Arc<ComputeContext>, dtype: DType, num_tokens: usize, k: usiz
     let [got_qkv, got_k, got_v] = &results[0];
 
     let (xs, weights) = (decode(dtype, &period_bytes), decode(dtype, &weight_bytes));
+    let biases = decode(dtype, &bias_bytes);
     let mut products = Vec::new();
     for row in xs.chunks_exact(k) {
-        for column in weights.chunks_exact(k) {
+        for (column, bias) in weights.chunks_exact(k).zip(&biases) {
             let sum: f64 = row.iter().zip(column).map(|(a, b)| a * b).sum();
-            products.push(round(dtype, sum));
+            let bias = if heads == Heads::Biased { *bias } else { 0.0 };
+            products.push(round(dtype, sum + bias));
         }
     }
     let norms = [0, 1].map(|i| decode(dtype, &norm_bytes[i]));
@@ -122,6 +138,16 @@ fn check(context: &Arc<ComputeContext>, dtype: DType, num_tokens: usize, k: usiz
             false => vec![otherwise; half],
         };
         let (cos, sin) = (row(&tables[0], 1.0), row(&tables[1], 0.0));
+        let turned = |raw: &[f64], norm: &[f64]| match heads {
+            Heads::Normed => norm_rope(dtype, raw, norm, (&cos, &sin), EPS),
+            // The reference of the product may be rounded the other way.
+            Heads::Plain | Heads::Biased => {
+                let place = |i: usize| 0.01 * raw[i].abs() + 1e-4;
+                let far = |i: usize| place(i) + place((i + HEAD_DIM / 2) % HEAD_DIM);
+                let all = turned_only(dtype, raw, (&cos, &sin)).into_iter().enumerate();
+                all.map(|(i, (want, most))| (want, most + far(i))).collect()
+            }
+        };
         if let Some(slot) = written.get_mut(slot) {
             *slot = true;
         }
@@ -129,7 +155,7 @@ fn check(context: &Arc<ComputeContext>, dtype: DType, num_tokens: usize, k: usiz
             let raw = &products[(token % PERIOD * total_heads + index) * HEAD_DIM..][..HEAD_DIM];
             let in_qkv = (token * total_heads + index) * HEAD_DIM * 2;
             let (bytes, first, want) = if index < num_heads {
-                (got_qkv, in_qkv, norm_rope(dtype, raw, &norms[0], (&cos, &sin), EPS))
+                (got_qkv, in_qkv, turned(raw, &norms[0]))
             } else {
                 let stays = &got_qkv[in_qkv..][..HEAD_DIM * 2];
                 assert!(stays.iter().all(|&b| b == UNTOUCHED), "{name}: keys, values of {token}");
@@ -144,7 +170,7 @@ fn check(context: &Arc<ComputeContext>, dtype: DType, num_tokens: usize, k: usiz
                     true => {
                         (got_v, place, raw.iter().map(|&v| (v, 0.01 * v.abs() + 1e-4)).collect())
                     }
-                    false => (got_k, place, norm_rope(dtype, raw, &norms[1], (&cos, &sin), EPS)),
+                    false => (got_k, place, turned(raw, &norms[1])),
                 }
             };
             let got = decode(dtype, &bytes[first..][..HEAD_DIM * 2]);
@@ -178,7 +204,9 @@ fn heads_of_prompts_on_cuda_are_rounded_as_in_transformers() {
     }
     for dtype in HALVES {
         for (num_tokens, k) in [(129, 256), (161, 320), (384, 192), (500, 512)] {
-            check(&context, dtype, num_tokens, k);
+            for heads in [Heads::Normed, Heads::Plain, Heads::Biased] {
+                check(&context, dtype, (num_tokens, k), heads);
+            }
         }
     }
 }

@@ -22,6 +22,7 @@ const TOKENS: [usize; 9] = [1, 5, 16, 17, 33, 64, 70, 97, SKINNY_TOKENS];
 fn reference(
     (dtype, result): (DType, Epilogue),
     weight: &[f64],
+    bias: Option<&[f64]>,
     x: &[f64],
     before: &[f64],
 ) -> Vec<(f64, f64)> {
@@ -35,6 +36,7 @@ fn reference(
     let place = |value: f64| last_place(dtype) * value.abs() + 1e-7;
     let one = |i: usize| {
         let (value, error) = product(i);
+        let value = value + bias.map_or(0.0, |bias| bias[i]);
         match result {
             Epilogue::Store => (round(value), error + place(value)),
             Epilogue::AddResidual => {
@@ -61,13 +63,15 @@ fn reference(
 fn check(
     context: &Arc<ComputeContext>,
     dtype: DType,
-    result: Epilogue,
+    (result, has_bias): (Epilogue, bool),
     (n, k): (usize, usize),
     tokens: &[usize],
 ) {
     let mut bench = Bench::with_room(context, dtype, (n + k) as u64, 256 << 20);
     let rows = if result == Epilogue::SwiGlu { 2 * n } else { n };
     let (weight, weight_values) = bench.filled(&[rows, k], 3.0 / (k as f64).sqrt(), 0.0);
+    let (bias, bias_values) = bench.filled(&[n], 2.0, 0.0);
+    let biases = has_bias.then_some(&bias_values[..]);
     let most = tokens.iter().copied().max().expect("one");
     let (_, x_values) = bench.filled(&[most, k], 1.0, 0.0);
     let (_, before) = bench.filled(&[most, n], 1.0, 0.0);
@@ -75,19 +79,23 @@ fn check(
     let want: Vec<(f64, f64)> = x_values
         .chunks_exact(k)
         .zip(before.chunks_exact(n))
-        .flat_map(|(x, before)| reference((dtype, result), &weight_values, x, before))
+        .flat_map(|(x, before)| reference((dtype, result), &weight_values, biases, x, before))
         .collect();
     let mut alone = Vec::new();
     for &num_tokens in tokens {
         for is_fixed in [false, true] {
-            let what = format!("{dtype} {result:?} {num_tokens} x {n} x {k}, fixed: {is_fixed}");
+            let what = format!(
+                "{dtype} {result:?} {num_tokens} x {n} x {k}, bias: {has_bias}, fixed: {is_fixed}"
+            );
             let x = bench.of(&[num_tokens, k], &x_values[..num_tokens * k]);
             // Rows behind the result, which stay as they are.
             let mut start = before[..num_tokens * n].to_vec();
             start.resize((num_tokens + 16) * n, 7.0);
             let all = bench.of(&[num_tokens + 16, n], &start);
             let out = all.view(0, &[num_tokens, n], None).expect("a view");
-            linear_skinny(context, &x, &weight, result, is_fixed, &out).expect("the operator");
+            let bias = has_bias.then_some(&*bias);
+            linear_skinny(context, &x, &weight, bias, result, is_fixed, &out)
+                .expect("the operator");
             context.synchronize().expect("no fault");
             let mut got = bench.read(&all);
             let guard = got.split_off(num_tokens * n);
@@ -113,13 +121,16 @@ fn products_of_up_to_128_tokens_on_cuda_are_rounded_as_in_transformers() {
     for dtype in HALVES {
         for result in [Epilogue::Store, Epilogue::AddResidual, Epilogue::SwiGlu] {
             for sizes in SIZES {
-                check(&context, dtype, result, sizes, &TOKENS);
+                check(&context, dtype, (result, false), sizes, &TOKENS);
             }
+        }
+        for sizes in SIZES {
+            check(&context, dtype, (Epilogue::Store, true), sizes, &TOKENS);
         }
         // Long rows, whose parts many tokens divide otherwise, and as many rows as a vocabulary
         // has.
-        check(&context, dtype, Epilogue::AddResidual, (72, 8192), &[1, 16, SKINNY_TOKENS]);
-        check(&context, dtype, Epilogue::Store, (98_312, 64), &[1, 17, SKINNY_TOKENS]);
+        check(&context, dtype, (Epilogue::AddResidual, false), (72, 8192), &[1, 16, SKINNY_TOKENS]);
+        check(&context, dtype, (Epilogue::Store, true), (98_312, 64), &[1, 17, SKINNY_TOKENS]);
     }
 }
 
@@ -135,7 +146,7 @@ fn what_no_kernel_serves_is_refused_on_cuda() {
         let (x, _) = bench.filled(&[num_tokens, k], 1.0, 0.0);
         let (weight, _) = bench.filled(&[n, k], 1.0, 0.0);
         let out = bench.poisoned(&[num_tokens, n]);
-        linear_skinny(&context, &x, &weight, Epilogue::Store, false, &out).is_ok()
+        linear_skinny(&context, &x, &weight, None, Epilogue::Store, false, &out).is_ok()
     };
     assert!(is_served(2, 64, 128));
     assert!(!is_served(SKINNY_TOKENS + 1, 64, 128));

@@ -68,6 +68,7 @@ pub(super) fn parse(fields: Fields<'_>) -> Result<ModelConfig> {
         head_dim,
         max_context_tokens: fields
             .count_of(&["n_positions", "max_position_embeddings"], limits::POSITIONS)?,
+        window: None,
         norm: NormKind::Layer,
         norm_eps: norm_eps as f32,
         has_qk_norm: false,

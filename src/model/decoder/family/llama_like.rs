@@ -77,6 +77,7 @@ pub(super) fn parse(fields: Fields<'_>, family: &Differences) -> Result<ModelCon
         .unwrap_or(family.default_positions);
     let rope = RopeConfig::parse(fields, max_position_embeddings, limits::POSITIONS)?;
     let context_tokens = context_tokens(max_position_embeddings, &rope);
+    let window = family.window.filter(|&window| window < context_tokens);
     let norm_eps =
         fields.optional_number("rms_norm_eps", 0.0, 1.0)?.unwrap_or(DEFAULT_RMS_NORM_EPS);
     Ok(ModelConfig {
@@ -88,7 +89,8 @@ pub(super) fn parse(fields: Fields<'_>, family: &Differences) -> Result<ModelCon
         num_heads,
         num_kv_heads,
         head_dim,
-        max_context_tokens: family.window.map_or(context_tokens, |n| n.min(context_tokens)),
+        max_context_tokens: window.unwrap_or(context_tokens),
+        window,
         norm: NormKind::Rms,
         norm_eps: norm_eps as f32,
         has_qk_norm: family.has_qk_norm,

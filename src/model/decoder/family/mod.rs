@@ -21,6 +21,9 @@ use crate::model::config::{
 use crate::model::folder::{shown_name, Folder};
 use crate::model::load::plan::{PlannedDecoder, Planner};
 
+/// The configuration in Mistral's own form of a checkpoint.
+const MISTRAL_FILE: &str = "params.json";
+
 /// The supported families.
 static FAMILIES: [Family; 5] = [
     Family {
@@ -71,6 +74,12 @@ struct Family {
 impl ModelConfig {
     /// Reads and checks `config.json` of `folder`.
     pub fn read(folder: &Folder) -> Result<Self> {
+        if !folder.contains(CONFIG_FILE)? && folder.contains(MISTRAL_FILE)? {
+            return Err(Error::unsupported(format!(
+                "the folder has {MISTRAL_FILE} and no {CONFIG_FILE}: Mistral's own form of a checkpoint is \
+                 not supported; take the model's Transformers release"
+            )));
+        }
         Self::parse(&folder.read_small_file(CONFIG_FILE, MAX_CONFIG_BYTES)?)
     }
 
