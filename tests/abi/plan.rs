@@ -253,6 +253,13 @@ fn what_cannot_be_loaded_cannot_be_planned() {
     let of_another_version = Copy::new();
     of_another_version.edit("tokenizer.json", |tokenizer| tokenizer["version"] = "9.0".into());
     fails(of_another_version.path(), base, XSERV_STATUS_UNSUPPORTED, "tokenizer.json");
+    // Mistral's own forms of a tokenizer and of a checkpoint.
+    for (file, other) in [("tokenizer.json", "tekken.json"), ("config.json", "params.json")] {
+        let copy = Copy::new();
+        copy.remove(file);
+        copy.write(other, "{}");
+        fails(copy.path(), base, XSERV_STATUS_UNSUPPORTED, other);
+    }
     for name in ["tokenizer.json", "tokenizer_config.json", "generation_config.json"] {
         let copy = Copy::new();
         copy.write(name, "[");

@@ -70,11 +70,11 @@ fn check(
     let mut bench = Bench::with_room(context, dtype, (n + k) as u64, 256 << 20);
     let rows = if result == Epilogue::SwiGlu { 2 * n } else { n };
     let (weight, weight_values) = bench.filled(&[rows, k], 3.0 / (k as f64).sqrt(), 0.0);
-    let (bias, bias_values) = bench.filled(&[n], 2.0, 0.0);
-    let biases = has_bias.then_some(&bias_values[..]);
     let most = tokens.iter().copied().max().expect("one");
     let (_, x_values) = bench.filled(&[most, k], 1.0, 0.0);
     let (_, before) = bench.filled(&[most, n], 1.0, 0.0);
+    let (bias, bias_values) = bench.filled(&[n], 2.0, 0.0);
+    let biases = has_bias.then_some(&bias_values[..]);
     assert!(is_skinny_weight(&weight, result), "{n} x {k}: not what it is for");
     let want: Vec<(f64, f64)> = x_values
         .chunks_exact(k)
