@@ -29,6 +29,10 @@ kernel_struct! {
 
 /// The largest number of tokens.
 pub const SKINNY_TOKENS: usize = 128;
+/// The number of multiprocessors of the chips for which tiles are chosen (H100, H200).
+const MULTIPROCESSORS: u64 = 132;
+/// Matrices with more rows than this have one for each token of a vocabulary.
+const VOCABULARY_ROWS: i64 = 192 * 512;
 /// in_features is a multiple of this.
 const UNIT: i64 = 64;
 
@@ -55,12 +59,13 @@ impl Division {
             65..=96 => 96,
             _ => 128,
         };
-        let whole = Division { rows: 192, tokens, splits: 1 };
-        if rows >= 192 * 512 {
-            return Division { rows: if tokens == 128 { 128 } else { 192 }, ..whole };
+        let whole = Division { rows: 64, tokens, splits: 1 };
+        let is_wide = rows >= VOCABULARY_ROWS || (result == Epilogue::SwiGlu && rows >= 192 * 100);
+        if is_wide {
+            return Division { rows: Self::rows_of_tiles(rows, tokens), ..whole };
         }
         if result == Epilogue::SwiGlu {
-            return Division { rows: if rows >= 192 * 100 { 192 } else { 64 }, ..whole };
+            return whole;
         }
         let tiles = (rows as u64).div_ceil(64) as i64;
         let mut splits = 1;
@@ -74,6 +79,35 @@ impl Division {
             return Division { rows: 128, splits: 3, ..whole };
         }
         Division { rows: 64, splits, ..whole }
+    }
+
+    /// Returns the rows of a tile with which the busiest multiprocessor has the fewest rows of a
+    /// weight with many. A last wave of few large tiles leaves most of the chip idle: the 28672 rows
+    /// of Llama-3.1-8B's gate and up take 150 tiles of 192, and the 18 of the second wave took as
+    /// long as the 132 of the first. Small tiles read the tokens again for each, which does not pay
+    /// where these are many.
+    fn rows_of_tiles(rows: i64, tokens: i64) -> i64 {
+        let candidates: &[i64] = match tokens {
+            ..=32 => &[192, 64],
+            128 if rows >= VOCABULARY_ROWS => &[128],
+            128 => &[192, 128],
+            _ => &[192],
+        };
+        let most_rows = |tile: i64| {
+            let tiles = (rows as u64).div_ceil(tile as u64);
+            tiles.div_ceil(MULTIPROCESSORS) as i64 * tile
+        };
+        let (mut best, others) = match candidates {
+            [first, others @ ..] => (*first, others),
+            [] => (64, candidates),
+        };
+        for &tile in others {
+            // Large tiles are the better ones where it makes little difference.
+            if most_rows(tile) * 20 < most_rows(best) * 19 {
+                best = tile;
+            }
+        }
+        best
     }
 
     /// Returns the bytes of shared memory: boxes of 64 of k for `stages` of weights and of tokens,
@@ -278,12 +312,36 @@ mod tests {
     use super::*;
 
     #[test]
+    fn tiles_fill_the_chip() {
+        for (rows, tokens, tile) in [
+            // The gate and up of Qwen3-8B fill one wave, those of Llama-3.1-8B and Qwen3-14B and -32B do
+            // not.
+            (24_576, 16, 192),
+            (24_576, 128, 192),
+            (28_672, 1, 64),
+            (28_672, 32, 64),
+            (28_672, 64, 192),
+            (28_672, 128, 128),
+            (34_816, 8, 64),
+            (51_200, 8, 64),
+            // Vocabularies.
+            (151_936, 8, 192),
+            (128_256, 8, 64),
+        ] {
+            let division = Division::choose(tokens, rows, 4096, Epilogue::SwiGlu, false);
+            assert_eq!(division.rows, tile, "{rows} rows, {tokens} tokens");
+        }
+    }
+
+    #[test]
     fn every_division_has_a_kernel_that_fits() {
         for result in [Epilogue::Store, Epilogue::AddResidual, Epilogue::SwiGlu] {
             for (rows, k) in [
                 (6144, 4096),
                 (4096, 4096),
                 (24576, 4096),
+                (28672, 4096),
+                (128_256, 4096),
                 (4096, 12288),
                 (151_936, 4096),
                 (4096, 1024),
