@@ -4,7 +4,7 @@ use xserv::memory::DType;
 use xserv::model::{BlockCopy, CopyDirection, KvSwap, Model, TokenChoice};
 
 use crate::driver::{bits, cuda_context, load, load_on_cuda, Driver, Sequence};
-use crate::files::{Random, Store, TestModel};
+use crate::files::{Family, Random, Store, TestModel};
 
 const NUM_BLOCKS: usize = 40;
 
@@ -87,8 +87,15 @@ fn check_order(model: &Model) {
 
 #[test]
 fn sequences_that_were_on_the_host_go_on_as_if_they_had_stayed() {
-    for head_dim in [64, 128] {
-        let mut files = TestModel::long_qwen3(21, head_dim);
+    for (head_dim, family) in [
+        (64, Family::Qwen3),
+        (128, Family::Qwen3),
+        (64, Family::Llama),
+        (128, Family::Llama),
+        (64, Family::Qwen2),
+        (128, Family::Qwen2),
+    ] {
+        let mut files = TestModel::long_qwen3(21, head_dim).of(family);
         files.config["max_position_embeddings"] = 2048.into();
         let dir = files.write(Store::BF16);
         let path = dir.path().to_str().unwrap();
