@@ -7,7 +7,7 @@ use xserv::ffi::*;
 use crate::batching::idle;
 use crate::client::*;
 use crate::cuda::{on_cuda, shared_cuda};
-use crate::files::{Random, Store, TestModel};
+use crate::files::{Family, Random, Store, TestModel};
 
 fn request_of(prompt: &[u32], index: usize) -> xserv_request {
     xserv_request {
@@ -72,8 +72,8 @@ fn different_outputs(
     (different, stats)
 }
 
-fn test_model(head_dim: usize) -> crate::files::TempDir {
-    let mut model = TestModel::long_qwen3(21, head_dim);
+fn test_model(head_dim: usize, family: Family) -> crate::files::TempDir {
+    let mut model = TestModel::long_qwen3(21, head_dim).of(family);
     model.config["max_position_embeddings"] = 512.into();
     model.write(Store::BF16)
 }
@@ -81,23 +81,31 @@ fn test_model(head_dim: usize) -> crate::files::TempDir {
 #[test]
 fn requests_on_cuda_do_not_depend_on_others() {
     let Some(_device) = shared_cuda() else { return };
-    for (head_dim, dtype) in
-        [(128, XSERV_DTYPE_BF16), (128, XSERV_DTYPE_F32), (64, XSERV_DTYPE_F16)]
-    {
-        let dir = test_model(head_dim);
+    for (head_dim, dtype, family) in [
+        (128, XSERV_DTYPE_BF16, Family::Qwen3),
+        (128, XSERV_DTYPE_F32, Family::Qwen3),
+        (64, XSERV_DTYPE_F16, Family::Qwen3),
+        (128, XSERV_DTYPE_BF16, Family::Llama),
+        (64, XSERV_DTYPE_BF16, Family::Llama),
+        (128, XSERV_DTYPE_F16, Family::Qwen2),
+        (64, XSERV_DTYPE_F32, Family::Qwen2),
+    ] {
+        let dir = test_model(head_dim, family);
         let options = on_cuda(dtype);
         let (without, _) = different_outputs(dir.path(), &options);
         let options = xserv_load_options { deterministic: 1, ..options };
         let (with, _) = different_outputs(dir.path(), &options);
         println!("{with} of 56 outputs differ; without the option {without}");
-        assert_eq!(with, 0, "heads of {head_dim}");
+        assert_eq!(with, 0, "{family:?}, heads of {head_dim}");
     }
 }
 
 #[test]
 fn requests_on_the_cpu_do_not_depend_on_others() {
-    let dir = test_model(64);
-    for deterministic in [0, 1] {
+    for (family, deterministic) in
+        [(Family::Qwen3, 0), (Family::Qwen3, 1), (Family::Llama, 0), (Family::Qwen2, 1)]
+    {
+        let dir = test_model(64, family);
         let options = xserv_load_options { deterministic, num_threads: 2, ..load_options() };
         let (different, stats) = different_outputs(dir.path(), &options);
         // Nothing is kept on the host unless it is asked for: the KV cache lies there.
@@ -107,8 +115,10 @@ fn requests_on_the_cpu_do_not_depend_on_others() {
 
 /// Requests that were preempted go on with what was kept on the host, as if nothing had been.
 fn check_swapping(options: &xserv_load_options) {
-    let dir = test_model(64);
-    for prefix_cache in [0, 1] {
+    for (family, prefix_cache) in
+        [(Family::Qwen3, 0), (Family::Qwen3, 1), (Family::Llama, 1), (Family::Qwen2, 0)]
+    {
+        let dir = test_model(64, family);
         let options = xserv_load_options {
             prefix_cache,
             max_swap_bytes: 4 << 20,
@@ -116,10 +126,11 @@ fn check_swapping(options: &xserv_load_options) {
             ..*options
         };
         let (different, stats) = different_outputs(dir.path(), &options);
-        assert_eq!(different, 0);
+        assert_eq!(different, 0, "{family:?}");
         let moved = [stats.total_swapped_out_blocks, stats.total_swapped_in_blocks];
         assert!(stats.num_swap_blocks > 0 && moved.iter().all(|blocks| *blocks > 0), "{moved:?}");
     }
+    let dir = test_model(64, Family::Qwen3);
     // No limit takes nothing by itself.
     let unlimited = xserv_load_options { max_swap_bytes: u64::MAX, ..*options };
     assert_eq!(idle(&Model::load(dir.path(), &unlimited).unwrap()).num_swap_blocks, 0);

@@ -7,6 +7,8 @@
 // Tables of cases read better with their tuples written out.
 #![allow(clippy::type_complexity)]
 
+#[path = "../support/model_golden.rs"]
+mod family_models;
 #[path = "../support/model_files.rs"]
 mod files;
 
@@ -16,6 +18,7 @@ mod client;
 mod cuda;
 mod deterministic;
 mod dlpack;
+mod families;
 mod floating_point;
 mod forks;
 mod generation;

@@ -6,7 +6,7 @@ use xserv::memory::DType;
 use xserv::model::{ForwardBatch, MemoryNeeds, Model, ModelFolder, PassLimits, Workspace};
 
 use crate::driver::{bits, cuda_context, load, load_on_cuda, Driver, Sequence};
-use crate::files::{Random, Store, TestModel};
+use crate::files::{Family, Random, Store, TestModel};
 use crate::golden::{self, std_of, Golden};
 
 /// Bars as those of the CPU in `logits.rs`.
@@ -252,6 +252,10 @@ fn cuda_and_the_cpu_agree() {
         models.push((seed, model));
     }
     models.push((6, TestModel::wide_gpt2(6)));
+    for (seed, family) in [(7, Family::Llama), (8, Family::Qwen2)] {
+        models.push((seed, TestModel::qwen3(seed).of(family)));
+        models.push((seed, TestModel::wide_qwen3(seed).of(family)));
+    }
     for (seed, model) in models {
         let mut random = Random(seed + 100);
         let ids: Vec<u32> = (0..100).map(|_| random.below(70) as u32).collect();
@@ -278,7 +282,9 @@ fn cuda_and_the_cpu_agree() {
 
 #[test]
 fn any_rows_can_be_wanted_on_cuda() {
-    any_rows_can_be_wanted(TestModel::qwen3(2));
+    for family in Family::ALL {
+        any_rows_can_be_wanted(TestModel::qwen3(2).of(family));
+    }
     any_rows_can_be_wanted(TestModel::gpt2(2));
 }
 

@@ -5,7 +5,7 @@ use xserv::memory::DType;
 use xserv::model::{Model, TokenChoice};
 
 use crate::driver::{bits, cuda_context, load_deterministic, load_on_cuda, Driver, Sequence};
-use crate::files::{Random, Store, TempDir, TestModel};
+use crate::files::{Family, Random, Store, TempDir, TestModel};
 use crate::golden;
 
 /// The longest context of a test.
@@ -241,6 +241,20 @@ fn narrow_heads_on_cuda_have_the_same_bits_in_any_batch() {
 fn odd_models_on_cuda_have_the_same_bits_in_any_batch() {
     let dir = write(TestModel::qwen3(13));
     check(&dir, "heads of 10", &[DType::BF16, DType::F16, DType::F32], 700);
+}
+
+/// The other families, with heads of 64 and 128, and with biases everywhere and sizes that no vector divides.
+#[test]
+fn families_on_cuda_have_the_same_bits_in_any_batch() {
+    for family in [Family::Llama, Family::Qwen2] {
+        for head_dim in [64, 128] {
+            let dir = write(TestModel::long_qwen3(11, head_dim).of(family));
+            let name = format!("{family:?}, heads of {head_dim}");
+            check(&dir, &name, &[DType::BF16, DType::F16], 700);
+        }
+        let dir = write(TestModel::qwen3(13).of(family));
+        check(&dir, &format!("{family:?}, heads of 10"), &[DType::BF16, DType::F32], 500);
+    }
 }
 
 /// GPT-2, with heads of 64 and with sizes that no vector divides.

@@ -6,7 +6,7 @@ use xserv::memory::DType;
 use xserv::model::{ForwardBatch, KvCache, Model, Workspace};
 
 use crate::driver::{argmax, bits, load, Driver, Sequence};
-use crate::files::{Random, Store, TestModel};
+use crate::files::{Family, Random, Store, TestModel};
 use crate::golden;
 use crate::rope::yarn_f64;
 
@@ -115,8 +115,8 @@ fn bits_do_not_depend_on_neighbours() {
 /// Any choice of rows gives the bits that all rows together give: none, some, in any order.
 #[test]
 fn bits_do_not_depend_on_the_rows_wanted() {
-    let dir = TestModel::qwen3(2).write(Store::BF16);
-    for dtype in DTYPES {
+    for (family, dtype) in Family::ALL.map(|family| DTYPES.map(|dtype| (family, dtype))).concat() {
+        let dir = TestModel::qwen3(2).of(family).write(Store::BF16);
         let model = load(dir.str(), Some(dtype), 2);
         let mut kv = KvCache::new(model.kv_layout(), 2).expect("a cache");
         let mut workspace = Workspace::new();
@@ -147,7 +147,7 @@ fn bits_do_not_depend_on_the_rows_wanted() {
                 .iter()
                 .flat_map(|&row| all[row as usize * 70..(row as usize + 1) * 70].to_vec())
                 .collect();
-            assert!(run(rows) == want, "{dtype}: rows {rows:?}");
+            assert!(run(rows) == want, "{family:?} {dtype}: rows {rows:?}");
         }
     }
 }

@@ -4,7 +4,7 @@ use xserv::memory::DType;
 use xserv::model::{BlockCopy, CopyDirection, KvSwap, Model, TokenChoice};
 
 use crate::driver::{bits, cuda_context, load, load_on_cuda, Driver, Sequence};
-use crate::files::{Random, Store, TestModel};
+use crate::files::{Family, Random, Store, TestModel};
 
 const NUM_BLOCKS: usize = 40;
 
@@ -87,18 +87,23 @@ fn check_order(model: &Model) {
 
 #[test]
 fn sequences_that_were_on_the_host_go_on_as_if_they_had_stayed() {
-    for head_dim in [64, 128] {
-        let mut files = TestModel::long_qwen3(21, head_dim);
+    for (head_dim, family, dtype) in [
+        (64, Family::Qwen3, DType::F32),
+        (64, Family::Qwen3, DType::BF16),
+        (128, Family::Qwen3, DType::F32),
+        (128, Family::Qwen3, DType::BF16),
+        (128, Family::Llama, DType::BF16),
+        (64, Family::Qwen2, DType::F32),
+    ] {
+        let mut files = TestModel::long_qwen3(21, head_dim).of(family);
         files.config["max_position_embeddings"] = 2048.into();
         let dir = files.write(Store::BF16);
         let path = dir.path().to_str().unwrap();
-        for dtype in [DType::F32, DType::BF16] {
-            check_turns(&load(path, Some(dtype), 2));
-            let Some(context) = cuda_context() else { continue };
-            let model = load_on_cuda(path, Some(dtype), context).expect("a model");
-            check_turns(&model);
-            check_order(&model);
-        }
+        check_turns(&load(path, Some(dtype), 2));
+        let Some(context) = cuda_context() else { continue };
+        let model = load_on_cuda(path, Some(dtype), context).expect("a model");
+        check_turns(&model);
+        check_order(&model);
     }
 }
 

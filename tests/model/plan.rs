@@ -4,13 +4,13 @@ use xserv::memory::DType;
 use xserv::model::{Model, PassLimits};
 
 use crate::driver::{cuda_context, load, load_on_cuda, Driver, Sequence};
-use crate::files::{Random, Store, TempDir, TestModel, TestTensor};
+use crate::files::{Family, Random, Store, TempDir, TestModel, TestTensor};
 
 /// The bar: planned sizes are within 2 % of what is used.
 const TOLERANCE: f64 = 0.02;
 
 /// A model whose feed-forward part is wide enough for sums in stretches.
-fn wide_model() -> TempDir {
+fn wide_model(family: Family) -> TempDir {
     const INTERMEDIATE: usize = 3200;
     let mut model = TestModel::qwen3(7);
     model.config["intermediate_size"] = INTERMEDIATE.into();
@@ -25,7 +25,7 @@ fn wide_model() -> TempDir {
         *shape = size.to_vec();
         *values = (0..size[0] * size[1]).map(|_| 0.1 * random.signed() as f32).collect();
     }
-    model.write(Store::BF16)
+    model.of(family).write(Store::BF16)
 }
 
 fn assert_close(what: &str, planned: u64, used: u64) {
@@ -50,9 +50,11 @@ fn run(driver: &mut Driver<'_>, num_tokens: usize, chunk: usize) {
 #[test]
 fn the_work_space_of_the_host_is_what_was_planned() {
     const CHUNK: usize = 512;
-    let dir = wide_model();
-    for dtype in [DType::F32, DType::F16, DType::BF16] {
-        for num_threads in [1, 2, 3] {
+    for family in Family::ALL {
+        let dir = wide_model(family);
+        let threads_of = |dtype| [1, 2, 3].map(|num_threads| (dtype, num_threads));
+        let settings = [DType::F32, DType::F16, DType::BF16].map(threads_of).concat();
+        for (dtype, num_threads) in settings {
             let folder = Model::open(dir.str()).expect("a folder");
             let plan = folder.host_plan(dtype, num_threads, CHUNK, 1).expect("a plan");
             let model = load(dir.str(), Some(dtype), num_threads);
@@ -61,7 +63,7 @@ fn the_work_space_of_the_host_is_what_was_planned() {
             assert_eq!(plan.kv_bytes_per_token, per_token as u64);
             let mut driver = Driver::new(&model, 64);
             run(&mut driver, 3 * CHUNK + 100, CHUNK);
-            let what = format!("work space, {dtype}, {num_threads} threads");
+            let what = format!("work space of {family:?}, {dtype}, {num_threads} threads");
             assert_close(&what, plan.workspace_bytes, driver.workspace_bytes() as u64);
         }
     }
@@ -73,8 +75,11 @@ fn the_memory_of_a_device_is_what_was_planned() {
     const CHUNK: usize = 2048;
     const NUM_BLOCKS: usize = 4096;
     for (dir, dtype) in [
-        (wide_model(), DType::F32),
-        (wide_model(), DType::BF16),
+        (wide_model(Family::Qwen3), DType::F32),
+        (wide_model(Family::Qwen3), DType::BF16),
+        (wide_model(Family::Llama), DType::F32),
+        (wide_model(Family::Llama), DType::BF16),
+        (wide_model(Family::Qwen2), DType::BF16),
         (TestModel::wide_gpt2(7).write(Store::BF16), DType::F32),
         (TestModel::wide_gpt2(7).write(Store::BF16), DType::BF16),
     ] {

@@ -3,13 +3,18 @@
 use xserv::memory::DType;
 
 use crate::driver::{cuda_context, load, load_on_cuda, Driver};
-use crate::files::{Random, Store, TestModel};
+use crate::files::{Family, Random, Store, TestModel};
 
 /// Through the kernels for linear layers of prompts and the attention behind them, with lengths
 /// that are no whole tiles.
 #[test]
 fn prompts_in_one_piece_on_cuda_are_those_of_the_cpu() {
-    let mut model = TestModel::long_qwen3(9, 128);
+    for family in Family::ALL {
+        prompts_in_one_piece(TestModel::long_qwen3(9, 128).of(family), &format!("{family:?}"));
+    }
+}
+
+fn prompts_in_one_piece(mut model: TestModel, name: &str) {
     model.config["max_position_embeddings"] = 1024.into();
     let dir = model.write(Store::F32);
     for (dtype, bar) in [(DType::F16, 2e-2), (DType::BF16, 0.15)] {
@@ -27,8 +32,8 @@ fn prompts_in_one_piece_on_cuda_are_those_of_the_cpu() {
             let error = (squares(&mut both().map(|(a, b)| a - b))
                 / squares(&mut both().map(|(_, b)| b)))
             .sqrt();
-            println!("{dtype} {len} tokens: rms difference {error:.2e} of the logits");
-            assert!(error <= bar, "{dtype} {len} tokens: {error:e} of the logits");
+            println!("{name} {dtype} {len} tokens: rms difference {error:.2e} of the logits");
+            assert!(error <= bar, "{name} {dtype} {len} tokens: {error:e} of the logits");
         }
     }
 }

@@ -10,7 +10,7 @@ use xserv::memory::DType;
 use xserv::model::{LoadOptions, Model, PassLimits};
 
 use crate::driver::{bits, cuda_context, load, load_on_cuda, Driver};
-use crate::files::{Store, TempDir, TestModel};
+use crate::files::{Family, Store, TempDir, TestModel};
 
 const IDS: [u32; 6] = [1, 5, 9, 13, 60, 2];
 
@@ -25,6 +25,10 @@ fn shapes() -> Vec<(&'static str, TestModel)> {
         ("qwen3", TestModel::qwen3(1)),
         ("tied qwen3", tied(TestModel::qwen3(1))),
         ("small qwen3", TestModel::small_qwen3(1)),
+        ("llama", TestModel::qwen3(1).of(Family::Llama)),
+        ("tied llama", tied(TestModel::wide_qwen3(1).of(Family::Llama))),
+        ("qwen2", TestModel::qwen3(1).of(Family::Qwen2)),
+        ("tied qwen2", tied(TestModel::wide_qwen3(1).of(Family::Qwen2))),
         ("gpt2", TestModel::gpt2(1)),
         ("tied gpt2", tied(TestModel::gpt2(1))),
     ]

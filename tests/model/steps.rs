@@ -7,7 +7,7 @@ use xserv::memory::DType;
 use xserv::model::{Draw, Model, TokenChoice, FROM_BATCH, NO_TOKEN};
 
 use crate::driver::{cuda_context, load, load_on_cuda, Driver, Sequence};
-use crate::files::{Random, Store, TestModel};
+use crate::files::{Family, Random, Store, TestModel};
 use crate::golden::{self, Golden};
 
 fn argmax(logits: &[f32]) -> u32 {
@@ -15,13 +15,20 @@ fn argmax(logits: &[f32]) -> u32 {
     best.expect("a row").0 as u32
 }
 
-/// The first model of each architecture that this machine has.
+/// The first model of each architecture that this machine has, a Qwen3 in front.
 fn golden_models() -> Vec<Golden> {
+    let mut models: Vec<Golden> = Vec::new();
     let mut all = golden::all();
-    let is_gpt2 = |golden: &Golden| golden.name.starts_with("gpt2");
-    let first = all.iter().position(|golden| !is_gpt2(golden)).expect("a Qwen3");
-    let mut models = vec![all.remove(first)];
-    models.extend(all.into_iter().find(is_gpt2));
+    all.sort_by_key(|golden| !golden.name.contains("qwen3"));
+    assert!(all[0].name.contains("qwen3"), "a Qwen3");
+    let family = |golden: &Golden| {
+        golden.name.chars().take_while(char::is_ascii_alphanumeric).collect::<String>()
+    };
+    for golden in all {
+        if models.iter().all(|other| family(other) != family(&golden)) {
+            models.push(golden);
+        }
+    }
     models
 }
 
@@ -195,8 +202,9 @@ fn steps_in_flight_follow_each_other(golden: &Golden) {
 /// sequences of different lengths, several steps on, as graphs too.
 #[test]
 fn decoding_in_chains_on_cuda_is_the_forward_pass() {
-    for dtype in [DType::BF16, DType::F16] {
-        let dir = TestModel::wide_qwen3(5).write(Store::BF16);
+    let settings = Family::ALL.map(|family| [(family, DType::BF16), (family, DType::F16)]).concat();
+    for (family, dtype) in settings {
+        let dir = TestModel::wide_qwen3(5).of(family).write(Store::BF16);
         let Some(context) = cuda_context() else { return };
         let model = load_on_cuda(dir.str(), Some(dtype), context).expect("a model");
         for batch in [1, 2, 3, 5, 8, 9, 17, 33, 70, 100, 130] {
@@ -208,9 +216,15 @@ fn decoding_in_chains_on_cuda_is_the_forward_pass() {
 /// The same with rows as long as those of large models, which other kernels serve.
 #[test]
 fn decoding_long_rows_in_chains_on_cuda_is_the_forward_pass() {
-    for (hidden, intermediate) in [(4096, 512), (512, 4096), (512, 6144)] {
+    for (hidden, intermediate, family) in [
+        (4096, 512, Family::Qwen3),
+        (512, 4096, Family::Qwen3),
+        (512, 6144, Family::Qwen3),
+        (4096, 512, Family::Qwen2),
+        (512, 6144, Family::Llama),
+    ] {
         let Some(context) = cuda_context() else { return };
-        let dir = TestModel::qwen3_of(6, hidden, intermediate).write(Store::BF16);
+        let dir = TestModel::qwen3_of(6, hidden, intermediate).of(family).write(Store::BF16);
         let model = load_on_cuda(dir.str(), Some(DType::BF16), context).expect("a model");
         for batch in [1, 2, 3] {
             compare_chain(&model, batch, 1..151);

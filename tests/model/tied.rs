@@ -8,7 +8,7 @@ use xserv::memory::DType;
 use xserv::model::{inspect, MemoryNeeds, Model, PassLimits};
 
 use crate::driver::{cuda_context, load, load_on_cuda};
-use crate::files::{cpu_seconds, raw_safetensors, Random, Store, TempDir, TestModel};
+use crate::files::{cpu_seconds, raw_safetensors, Family, Random, Store, TempDir, TestModel};
 
 /// Entries of the vocabulary of [`declared_tied`]: an embedding of two pieces, `[70_001, 24]` in f32.
 const NUM_TOKENS: usize = 70_001;
@@ -60,6 +60,8 @@ fn counts(dir: &TempDir) -> (u64, MemoryNeeds, MemoryNeeds) {
 fn what_is_counted_is_what_is_loaded() {
     for (model, embedding) in [
         (TestModel::qwen3(1), "model.embed_tokens.weight"),
+        (TestModel::qwen3(1).of(Family::Llama), "model.embed_tokens.weight"),
+        (TestModel::qwen3(1).of(Family::Qwen2), "model.embed_tokens.weight"),
         (TestModel::gpt2(1), "transformer.wte.weight"),
     ] {
         let (absent, numbers) = declared_tied(model.clone(), embedding, Output::Absent);

@@ -154,6 +154,21 @@ pub fn raw_safetensors(header: &str, data: &[u8]) -> Vec<u8> {
     bytes
 }
 
+/// A family of the shape of Llama.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Family {
+    Qwen3,
+    /// Without norms of heads; with frequencies scaled as Llama 3.1's, and biases of the MLP where the attention has
+    /// them.
+    Llama,
+    /// Without norms of heads, with biases of q, k and v.
+    Qwen2,
+}
+
+impl Family {
+    pub const ALL: [Family; 3] = [Family::Qwen3, Family::Llama, Family::Qwen2];
+}
+
 /// A model with random weights.
 #[derive(Clone, Debug)]
 pub struct TestModel {
@@ -248,6 +263,53 @@ impl TestModel {
             "hidden_act": "silu",
         });
         TestModel { config, tensors }
+    }
+
+    /// A Qwen3's sizes and weights as a model of another family.
+    pub fn of(mut self, family: Family) -> Self {
+        assert_eq!(self.config["model_type"], "qwen3");
+        if family == Family::Qwen3 {
+            return self;
+        }
+        let had_biases = self.config["attention_bias"] == true;
+        self.config.as_object_mut().expect("an object").remove("attention_bias");
+        self.tensors.retain(|tensor| !tensor.name.contains("self_attn.q_norm"));
+        self.tensors.retain(|tensor| !tensor.name.contains("self_attn.k_norm"));
+        let with_biases = match family {
+            Family::Qwen3 => unreachable!("returned above"),
+            Family::Llama => {
+                self.config["architectures"] = json!(["LlamaForCausalLM"]);
+                self.config["model_type"] = json!("llama");
+                self.config["attention_bias"] = json!(had_biases);
+                self.config["mlp_bias"] = json!(had_biases);
+                self.config["rope_scaling"] = json!({
+                    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+                });
+                // Those of the attention are there already.
+                ["gate_proj", "up_proj", "down_proj"].as_slice()
+            }
+            Family::Qwen2 => {
+                self.config["architectures"] = json!(["Qwen2ForCausalLM"]);
+                self.config["model_type"] = json!("qwen2");
+                self.tensors.retain(|tensor| !tensor.name.ends_with(".bias"));
+                ["q_proj", "k_proj", "v_proj"].as_slice()
+            }
+        };
+        if family == Family::Qwen2 || had_biases {
+            let mut random = Random(family as u64);
+            let is_of = |name: &str| with_biases.iter().any(|part| name.contains(part));
+            let weights = self.tensors.iter().filter(|t| is_of(&t.name)).cloned();
+            for weight in weights.collect::<Vec<_>>() {
+                let len = weight.shape[0];
+                self.tensors.push(TestTensor {
+                    name: weight.name.replace(".weight", ".bias"),
+                    shape: vec![len],
+                    values: (0..len).map(|_| (0.5 * random.signed()) as f32).collect(),
+                });
+            }
+        }
+        self
     }
 
     /// A GPT-2 of two layers, 3 heads of dimension 10, hidden size 30, with an output matrix of its own: rows that

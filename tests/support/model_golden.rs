@@ -101,13 +101,20 @@ pub fn shared_golden() -> Option<PathBuf> {
 /// configuration of the families Llama, Mistral and Qwen2.
 pub fn all() -> Vec<Golden> {
     let mut found = trained();
-    // Another seed for each: weights that are stored as bf16, f16 and f32.
-    for (index, folder) in family_folders().iter().enumerate() {
-        let mut seeds = read_family(folder);
-        let chosen = index % seeds.len();
-        found.push(seeds.swap_remove(chosen));
-    }
+    found.extend(families());
     found
+}
+
+/// One seed of each configuration of the families Llama, Mistral and Qwen2. They lie on disk for as long as they are
+/// kept.
+pub fn families() -> Vec<Golden> {
+    let one_of = |(index, folder): (usize, &PathBuf)| {
+        let mut seeds = read_family(folder);
+        // Another seed for each: weights that are stored as bf16, f16 and f32.
+        let chosen = index % seeds.len();
+        seeds.swap_remove(chosen)
+    };
+    family_folders().iter().enumerate().map(one_of).collect()
 }
 
 /// The same with every seed.

@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use xserv::ffi::*;
 
 use crate::client::*;
-use crate::files::{Random, Store, TestModel};
+use crate::files::{Family, Random, Store, TestModel};
 use crate::scale::{scaled, watched, PATIENCE};
 
 /// The longest context.
@@ -150,14 +150,20 @@ fn every_prompt_has_one_output_whatever_the_setting() {
     watched("bit identity", PATIENCE * (20 + count as u32), move || {
         let (mut outputs, mut settings_used) = (0, 0);
         let (mut preemptions, mut hits) = (0, 0);
-        for store in [Store::BF16, Store::F32] {
-            let mut model = TestModel::wide_qwen3(17);
+        for (family, store) in [
+            (Family::Qwen3, Store::BF16),
+            (Family::Qwen3, Store::F32),
+            (Family::Llama, Store::BF16),
+            (Family::Qwen2, Store::BF16),
+        ] {
+            let mut model = TestModel::wide_qwen3(17).of(family);
             model.config["max_position_embeddings"] = CONTEXT.into();
             let folder = model.write(store);
             let prompts = prompts(count);
             let expected = ask_all(&ALONE.load(folder.path()), &prompts, &ALONE);
             // Steps that divide nothing of the list's order, so that all kinds are met.
-            let every = if store == Store::F32 { every * every } else { every };
+            let is_first = (family, store) == (Family::Qwen3, Store::BF16);
+            let every = if is_first { every } else { every * every };
             for setting in settings().into_iter().step_by(every) {
                 let model = setting.load(folder.path());
                 let given = ask_all(&model, &prompts, &setting);
@@ -165,7 +171,7 @@ fn every_prompt_has_one_output_whatever_the_setting() {
                 for (i, (given, expected)) in given.iter().zip(&expected).enumerate() {
                     assert!(
                         given == expected,
-                        "prompt {i} of {} tokens differs with {setting:?}, {}: tokens {:?} and {:?}, not {:?} and {:?}",
+                        "prompt {i} of {} tokens differs with {setting:?}, {family:?}, {}: tokens {:?} and {:?}, not {:?} and {:?}",
                         prompts[i].len(),
                         store.name(),
                         given.greedy,
