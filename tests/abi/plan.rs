@@ -9,6 +9,7 @@ use xserv::ffi::xserv_status::*;
 use xserv::ffi::*;
 
 use crate::client::*;
+use crate::family_models::{families, Golden};
 use crate::files::{Store, TestModel};
 use crate::hostile_child::{inspect, Copy};
 
@@ -24,9 +25,19 @@ pub fn assert_as_planned(info: &xserv_model_info, plan: &xserv_memory_plan) {
     assert_eq!(info.max_context_tokens, plan.max_context_tokens);
 }
 
-/// The models to try: those of the shared data, where they are, and the repository's own.
-fn models() -> Vec<std::path::PathBuf> {
+/// Some of the models of [`families`]: in several files, with a window, with biases.
+fn some_families() -> Vec<Golden> {
+    let names = ["llama-3.1-8b", "llama-3.2-1b", "mistral-7b-v0.1", "qwen2.5-0.5b"];
+    let is_one = |golden: &Golden| names.iter().any(|name| golden.name.starts_with(name));
+    let some: Vec<Golden> = families().into_iter().filter(is_one).collect();
+    assert_eq!(some.len(), names.len());
+    some
+}
+
+/// The models to try: those of the shared data, where they are, the repository's own, and `families`.
+fn models(families: &[Golden]) -> Vec<std::path::PathBuf> {
     let mut models = vec![tiny()];
+    models.extend(families.iter().map(|golden| golden.model_path().into()));
     if let Some(golden) = shared_golden() {
         let names = ["qwen3-tiny-tied", "qwen3-tiny-untied", "qwen3-tiny-mha", "gpt2-tiny"];
         models.extend(names.map(|name| golden.join("models").join(name)));
@@ -36,7 +47,7 @@ fn models() -> Vec<std::path::PathBuf> {
 
 #[test]
 fn the_plan_is_what_load_does() {
-    for path in models() {
+    for path in models(&some_families()) {
         for dtype in [XSERV_DTYPE_AUTO, XSERV_DTYPE_F32, XSERV_DTYPE_F16, XSERV_DTYPE_BF16] {
             let base = xserv_load_options { dtype: dtype as u32, num_threads: 2, ..load_options() };
             let context = plan(&path, &base).unwrap().max_context_tokens;
@@ -56,7 +67,7 @@ fn the_plan_is_what_load_does() {
 
 #[test]
 fn a_budget_is_planned_as_it_is_used() {
-    for path in models() {
+    for path in models(&some_families()) {
         let base = xserv_load_options { num_threads: 2, ..load_options() };
         let least = plan(&path, &base).unwrap().minimum_bytes;
         let mut last_tokens = 0;
@@ -130,7 +141,7 @@ fn a_folder_without_a_tokenizer_is_planned_for_token_ids() {
 /// Without a GPU and without a driver.
 #[test]
 fn a_gpu_is_planned_where_there_is_none() {
-    models().iter().for_each(|path| a_gpu_is_planned(path));
+    models(&some_families()).iter().for_each(|path| a_gpu_is_planned(path));
 }
 
 fn a_gpu_is_planned(path: &Path) {
@@ -193,7 +204,7 @@ fn run_everything(model: &Model) {
 #[test]
 fn the_plan_of_a_gpu_is_what_a_run_takes() {
     let Some(_device) = crate::cuda::whole_cuda() else { return };
-    for path in models() {
+    for path in models(&some_families()) {
         for dtype in [XSERV_DTYPE_F32, XSERV_DTYPE_F16, XSERV_DTYPE_BF16] {
             let base = crate::cuda::on_cuda(dtype);
             let deterministic = xserv_load_options { deterministic: 1, ..base };
