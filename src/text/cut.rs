@@ -14,7 +14,7 @@
 //! A run without any such place (a megabyte of one letter) is cut after [`MAX_PIECE_BYTES`] anyway,
 //! and only there can the tokens differ from those of the whole text.
 
-use super::tokenizer_components::{LLAMA3_PATTERN, QWEN_PATTERN};
+use super::tokenizer_components::{ONE_DIGIT_PATTERN, THREE_DIGITS_PATTERN};
 use super::tokenizer_file::TokenizerFile;
 use serde_json::Value;
 
@@ -43,8 +43,8 @@ impl CutRules {
             "ByteLevel" if is_byte_level(&file.pre_tokenizer, true) => false,
             "Sequence" => match file.pre_tokenizer.get("pretokenizers")?.as_array()?.as_slice() {
                 [split, bytes] if is_byte_level(bytes, false) => match known_pattern(split)? {
-                    QWEN_PATTERN => true,
-                    LLAMA3_PATTERN => false,
+                    ONE_DIGIT_PATTERN => true,
+                    THREE_DIGITS_PATTERN => false,
                     _ => return None,
                 },
                 _ => return None,

@@ -36,6 +36,15 @@ const ROOM_FOR_PARTS: usize = 8 << 20;
 const ROOM_PER_DECODED_TOKEN: usize = 256;
 const ROOM_PER_DECODED_BYTE: usize = 8;
 
+/// What happens to special tokens that are to be added before a text which begins with them.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum WhenWritten {
+    /// They are added again, as in Transformers.
+    Again,
+    /// The text is left as it is.
+    Leave,
+}
+
 /// A model's tokenizer. Calls take `&self`, change nothing and may come from several threads.
 pub struct Tokenizer {
     model: BPE,
@@ -226,17 +235,32 @@ impl Tokenizer {
     ) -> Result<Vec<u32>> {
         let all = usize::MAX;
         let go_on = &|| false;
-        Ok(self.encode_beginning(text, add_special_tokens, parse_special_tokens, all, go_on)?.0)
+        let frame = add_special_tokens.then_some(WhenWritten::Again);
+        Ok(self.encode_until(text, frame, parse_special_tokens, all, go_on)?.0)
     }
 
-    /// As [`Tokenizer::encode`], for a text of which more than `enough` tokens are of no use: stops
-    /// after the piece that exceeds them. Also returns whether the tokens are those of the whole
-    /// text. `should_stop` is asked every few milliseconds, and ends the work with
+    /// As [`Tokenizer::encode`], for the prompt of a model: where the text begins with the special
+    /// tokens that are to be added before it (a rendered conversation of Llama does), they are not
+    /// added again, because no model knows texts that begin twice. More than `enough` tokens are of
+    /// no use: stops after the piece that exceeds them. Also returns whether the tokens are those of
+    /// the whole text. `should_stop` is asked every few milliseconds, and ends the work with
     /// [`ErrorKind::Cancelled`] by returning true.
-    pub fn encode_beginning(
+    pub fn encode_prompt(
         &self,
         text: &str,
         add_special_tokens: bool,
+        parse_special_tokens: bool,
+        enough: usize,
+        should_stop: &ShouldStop<'_>,
+    ) -> Result<(Vec<u32>, bool)> {
+        let frame = add_special_tokens.then_some(WhenWritten::Leave);
+        self.encode_until(text, frame, parse_special_tokens, enough, should_stop)
+    }
+
+    fn encode_until(
+        &self,
+        text: &str,
+        add_special_tokens: Option<WhenWritten>,
         parse_special_tokens: bool,
         enough: usize,
         should_stop: &ShouldStop<'_>,
@@ -259,9 +283,8 @@ impl Tokenizer {
             let added = if parse_special_tokens { &self.added } else { &self.none_added };
             let watch = Watch::over_text(text.len(), should_stop);
             let none = Frame::default();
-            let frame = if add_special_tokens { &self.frame } else { &none };
+            let frame = if add_special_tokens.is_some() { &self.frame } else { &none };
             let mut ids = Vec::new();
-            append(&mut ids, &frame.before)?;
             let mut rest = text;
             // Runs once for the empty text as well: the normalizer may make something of it.
             loop {
@@ -279,7 +302,14 @@ impl Tokenizer {
                             _ => error,
                         }
                     })?;
-                append(&mut ids, encoding.get_ids())?;
+                let new = encoding.get_ids();
+                let is_first = rest.len() == text.len();
+                let is_written = add_special_tokens == Some(WhenWritten::Leave)
+                    && new.starts_with(&frame.before);
+                if is_first && !is_written {
+                    append(&mut ids, &frame.before)?;
+                }
+                append(&mut ids, new)?;
                 rest = after;
                 if rest.is_empty() {
                     append(&mut ids, &frame.after)?;

@@ -137,8 +137,16 @@ fn the_token_that_begins_a_text() {
         // A rendered conversation is encoded so.
         let text = format!("{written}{text}");
         assert_eq!(count(tokenizer.encode(&text, false, true).unwrap()), 1, "{name}");
+        // Transformers adds it to such a text all the same; a prompt does not begin twice.
+        let prompt = |parse| tokenizer.encode_prompt(&text, true, parse, usize::MAX, &|| false);
+        assert_eq!(count(tokenizer.encode(&text, true, true).unwrap()), 2, "{name}");
+        assert_eq!(count(prompt(true).unwrap().0), 1, "{name}");
         // In a text that is not trusted it is text.
         assert_eq!(count(tokenizer.encode(&text, true, false).unwrap()), 1, "{name}");
+        assert_eq!(prompt(false).unwrap().0, tokenizer.encode(&text, true, false).unwrap());
+        // What is enough: the beginning, and that it is not the whole.
+        let (ids, is_whole) = tokenizer.encode_prompt("the fox", true, true, 1, &|| false).unwrap();
+        assert!(is_whole && ids.len() > 1, "{name}");
     }
 }
 
