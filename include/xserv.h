@@ -1047,8 +1047,9 @@ typedef struct xserv_tokenize_options {
    */
   size_t struct_size;
   /**
-   * 1 (default): add the special tokens that the tokenizer adds around a text (Qwen3 and GPT-2:
-   * none). 0: the text alone.
+   * 1 (default): add the special tokens that the tokenizer adds around a text (Qwen and GPT-2:
+   * none; Llama and Mistral: the one that begins a text, unless the text begins with it, as a
+   * rendered conversation does). 0: the text alone.
    */
   uint8_t add_special_tokens;
   /**
@@ -1395,8 +1396,9 @@ typedef struct xserv_request {
    */
   uint8_t add_generation_prompt;
   /**
-   * With prompt: 1 (default) adds the special tokens that the tokenizer adds to a text (Qwen3
-   * and GPT-2: none).
+   * With prompt: 1 (default) adds the special tokens that the tokenizer adds to a text (Qwen and
+   * GPT-2: none; Llama and Mistral: the one that begins a text, unless the prompt begins with it,
+   * as a rendered conversation does).
    */
   uint8_t add_special_tokens;
   /**

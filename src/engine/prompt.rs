@@ -6,13 +6,13 @@ use crate::error::{try_with_capacity, Error, ErrorKind, Result};
 use crate::text::{parse_messages, parse_tools, parse_variables, ChatInput, ShouldStop};
 
 impl Engine {
-    /// Returns the token ids of a text. Ends with [`ErrorKind::Cancelled`] if the model is freed
+    /// Returns the token ids of a text, as of a prompt. Ends with [`ErrorKind::Cancelled`] if the model is freed
     /// meanwhile.
     pub fn tokenize(&self, text: &str, add_special: bool, parse_special: bool) -> Result<Vec<u32>> {
         let is_freed = || self.is_closed();
         let all = usize::MAX;
         let tokenizer = self.tokenizer()?;
-        Ok(tokenizer.encode_beginning(text, add_special, parse_special, all, &is_freed)?.0)
+        Ok(tokenizer.encode_prompt(text, add_special, parse_special, all, &is_freed)?.0)
     }
 
     /// Renders a conversation with the model's template.
@@ -68,7 +68,7 @@ impl Engine {
         let limit = self.max_context_tokens() as usize;
         let tokenizer = self.tokenizer()?;
         let (ids, whole) =
-            tokenizer.encode_beginning(text, add_special, parse_special, limit, should_stop)?;
+            tokenizer.encode_prompt(text, add_special, parse_special, limit, should_stop)?;
         if whole {
             return Ok(ids);
         }

@@ -92,8 +92,9 @@ pub struct xserv_request {
     pub seed: u64,
     /// With messages_json: 1 (default) opens the assistant's turn.
     pub add_generation_prompt: u8,
-    /// With prompt: 1 (default) adds the special tokens that the tokenizer adds to a text (Qwen3
-    /// and GPT-2: none).
+    /// With prompt: 1 (default) adds the special tokens that the tokenizer adds to a text (Qwen and
+    /// GPT-2: none; Llama and Mistral: the one that begins a text, unless the prompt begins with it,
+    /// as a rendered conversation does).
     pub add_special_tokens: u8,
     /// With prompt: 1 (default) turns special tokens written in the text into their ids. 0: they
     /// are ordinary text.

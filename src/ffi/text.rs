@@ -38,8 +38,9 @@ pub struct xserv_detokenizer {
 pub struct xserv_tokenize_options {
     /// sizeof(xserv_tokenize_options).
     pub struct_size: usize,
-    /// 1 (default): add the special tokens that the tokenizer adds around a text (Qwen3 and GPT-2:
-    /// none). 0: the text alone.
+    /// 1 (default): add the special tokens that the tokenizer adds around a text (Qwen and GPT-2:
+    /// none; Llama and Mistral: the one that begins a text, unless the text begins with it, as a
+    /// rendered conversation does). 0: the text alone.
     pub add_special_tokens: u8,
     /// 1 (default): special tokens written in the text, such as <|im_end|>, become their ids. 0:
     /// they are ordinary text; use this for text that you do not trust.

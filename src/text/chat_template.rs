@@ -10,6 +10,7 @@ use super::special_tokens::{parse_config, SpecialTokens};
 use super::template::{self, Variable, Variables, MAX_SOURCE_BYTES};
 use crate::error::{Context, Error, Result};
 use serde_json::{Map, Value};
+use std::time::SystemTime;
 
 /// A compiled-and-checked chat template, or the pair of them that some models have.
 ///
@@ -100,6 +101,12 @@ impl ChatTemplate {
     /// [`InvalidArgument`](crate::error::ErrorKind::InvalidArgument) if they are the input's. Takes
     /// at most two seconds and 256 MiB beyond the input, whatever the template does.
     pub fn render(&self, input: &ChatInput<'_>) -> Result<String> {
+        self.render_at(input, SystemTime::now())
+    }
+
+    /// As [`ChatTemplate::render`], with another time than now for `strftime_now`, which tells the
+    /// date in UTC: for prompts that are to be the same tomorrow.
+    pub fn render_at(&self, input: &ChatInput<'_>, now: SystemTime) -> Result<String> {
         let messages = input
             .messages
             .as_array()
@@ -144,7 +151,7 @@ impl ChatTemplate {
             variables.push((name, Variable::Json(value)));
         }
         let source = self.tool_use.as_deref().filter(|_| tools.is_some()).unwrap_or(&self.default);
-        template::render(source, &variables)
+        template::render(source, &variables, now)
     }
 }
 

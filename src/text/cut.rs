@@ -2,19 +2,19 @@
 //!
 //! The `tokenizers` crate takes 100 to 400 bytes of memory per byte of text while it works: ten
 //! megabytes of digits took 3.6 GB. So long texts are encoded in pieces, cut where the patterns of
-//! Qwen3 and GPT-2 begin a new word in any context: no match of theirs contains both sides, and
-//! none looks back.
+//! Qwen, Llama 3 and GPT-2 begin a new word in any context: no match of theirs contains both sides,
+//! and none looks back.
 //!
 //! | before the cut | after the cut |
 //! | --- | --- |
 //! | anything but white space | a space and then no white space |
 //! | an ASCII letter or digit, an ideograph, kana, a Hangul syllable | punctuation |
-//! | anything but white space | an ASCII digit, where each digit is a word (Qwen3) |
+//! | anything but white space | an ASCII digit, where each digit is a word (Qwen) |
 //!
 //! A run without any such place (a megabyte of one letter) is cut after [`MAX_PIECE_BYTES`] anyway,
 //! and only there can the tokens differ from those of the whole text.
 
-use super::tokenizer_components::TRUSTED_PATTERNS;
+use super::tokenizer_components::{ONE_DIGIT_PATTERN, THREE_DIGITS_PATTERN};
 use super::tokenizer_file::TokenizerFile;
 use serde_json::Value;
 
@@ -42,7 +42,11 @@ impl CutRules {
         let single_digits = match kind(&file.pre_tokenizer)? {
             "ByteLevel" if is_byte_level(&file.pre_tokenizer, true) => false,
             "Sequence" => match file.pre_tokenizer.get("pretokenizers")?.as_array()?.as_slice() {
-                [split, bytes] if is_known_split(split) && is_byte_level(bytes, false) => true,
+                [split, bytes] if is_byte_level(bytes, false) => match known_pattern(split)? {
+                    ONE_DIGIT_PATTERN => true,
+                    THREE_DIGITS_PATTERN => false,
+                    _ => return None,
+                },
                 _ => return None,
             },
             _ => return None,
@@ -133,10 +137,11 @@ fn is_byte_level(value: &Value, use_regex: bool) -> bool {
         && value.get("use_regex").and_then(Value::as_bool).unwrap_or(true) == use_regex
 }
 
-fn is_known_split(value: &Value) -> bool {
-    let pattern = value.get("pattern").and_then(|p| p.get("Regex")).and_then(Value::as_str);
-    kind(value) == Some("Split")
-        && pattern.is_some_and(|pattern| TRUSTED_PATTERNS.contains(&pattern))
+/// Returns the pattern of a `Split` whose matches are the words.
+fn known_pattern(value: &Value) -> Option<&str> {
+    let pattern = value.get("pattern")?.get("Regex")?.as_str()?;
+    let is_plain = kind(value) == Some("Split")
         && value.get("behavior").and_then(Value::as_str) == Some("Isolated")
-        && value.get("invert") == Some(&Value::Bool(false))
+        && value.get("invert") == Some(&Value::Bool(false));
+    is_plain.then_some(pattern)
 }

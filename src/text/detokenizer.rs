@@ -1,24 +1,25 @@
 //! Turns token ids into text, one by one, in whole characters.
 
+use super::token_bytes::ByteText;
 use super::tokenizer::Tokenizer;
 use crate::error::{Error, Result};
 use std::sync::Arc;
 
-/// After this many tokens without a whole character, the bytes that a decoder not of the byte level
-/// calls invalid are accepted as invalid. A character has at most four.
+/// After this many tokens without a whole character, the bytes that a decoder without a table of
+/// bytes calls invalid are accepted as invalid. A character has at most four.
 const MAX_PENDING_TOKENS: usize = 16;
 
 /// Turns the tokens of one generation into pieces of text.
 ///
 /// Each piece is valid UTF-8: a character whose bytes are spread over several tokens appears with
-/// the last of them. Bytes that can no longer become a character appear at once as U+FFFD, one for
-/// each maximal ill-formed part. All pieces together are the text that [`Tokenizer::decode`] gives
-/// for all tokens together.
+/// the last of them. Bytes that can no longer become a character appear at once as U+FFFD, as in
+/// [`Tokenizer::decode`]. All pieces together are the text that it gives for all tokens together; so
+/// with the vocabularies of Llama 2 and Mistral the first word comes without the space before it.
 pub struct Detokenizer {
     tokenizer: Arc<Tokenizer>,
     skip_special_tokens: bool,
-    /// For byte-level vocabularies: the bytes of an unfinished character, at most three.
-    pending: Vec<u8>,
+    /// For vocabularies whose tokens stand for bytes.
+    text: ByteText,
     /// For other vocabularies: the tokens whose text is still needed to decode the next one. Their
     /// decoders look at neighbours (whether a space is kept depends on what precedes it).
     window: Vec<u32>,
@@ -26,10 +27,9 @@ pub struct Detokenizer {
     num_shown: usize,
 }
 
-/// Returns an empty text with room for all that `num_bytes` bytes of tokens can become: at worst
-/// every byte is shown as U+FFFD.
-fn text_with_room(num_bytes: usize) -> Result<String> {
-    let most = num_bytes.saturating_mul(char::REPLACEMENT_CHARACTER.len_utf8()) + 1;
+/// Returns an empty text with room for `len` bytes and one more.
+fn text_with_room(len: usize) -> Result<String> {
+    let most = len.saturating_add(1);
     let mut text = String::new();
     text.try_reserve(most).map_err(|_| Error::out_of_memory("the text of a token", most))?;
     Ok(text)
@@ -41,7 +41,7 @@ impl Detokenizer {
         Detokenizer {
             tokenizer,
             skip_special_tokens,
-            pending: Vec::new(),
+            text: ByteText::default(),
             window: Vec::new(),
             num_shown: 0,
         }
@@ -54,60 +54,23 @@ impl Detokenizer {
         if self.skip_special_tokens && self.tokenizer.is_special(id) {
             return Ok(String::new());
         }
-        if !self.tokenizer.is_byte_level() {
-            return self.push_by_difference(id);
-        }
-        let bytes = self.tokenizer.token_bytes(id).unwrap_or_default();
-        let no_memory = |_| Error::out_of_memory("the bytes of a token", bytes.len());
-        self.pending.try_reserve(bytes.len()).map_err(no_memory)?;
-        let mut text = text_with_room(self.pending.len() + bytes.len())?;
-        self.pending.extend_from_slice(bytes);
-        let mut rest = self.pending.as_slice();
-        loop {
-            match std::str::from_utf8(rest) {
-                Ok(valid) => {
-                    text.push_str(valid);
-                    rest = &[];
-                    break;
-                }
-                Err(error) => {
-                    let (valid, after) = rest.split_at(error.valid_up_to());
-                    text.push_str(std::str::from_utf8(valid).unwrap_or_default());
-                    rest = after;
-                    // None means that the end of the input cuts a character in two.
-                    let Some(bad) = error.error_len() else { break };
-                    // Half a surrogate cannot become a character, but is held back all the same, as
-                    // by Python's incremental decoder and the streams made with it.
-                    if matches!(rest, [0xed, 0xa0..=0xbf]) {
-                        break;
-                    }
-                    text.push(char::REPLACEMENT_CHARACTER);
-                    rest = rest.get(bad..).unwrap_or_default();
-                }
-            }
-        }
-        let kept = rest.len();
-        self.pending.drain(..self.pending.len() - kept);
+        let Some(table) = self.tokenizer.byte_table() else { return self.push_by_difference(id) };
+        let mut text = text_with_room(self.text.reserve(table, id)?)?;
+        self.text.push(table, id, &mut text);
         Ok(text)
     }
 
     /// Returns the rest of the text when no token follows: an unfinished character becomes U+FFFD.
     /// The detokenizer is then at the beginning of a text again.
     pub fn finish(&mut self) -> Result<String> {
-        if !self.tokenizer.is_byte_level() {
+        let Some(table) = self.tokenizer.byte_table() else {
             let text = self.unshown()?;
             self.window.clear();
             self.num_shown = 0;
             return Ok(text);
-        }
-        let mut text = text_with_room(self.pending.len())?;
-        for chunk in self.pending.utf8_chunks() {
-            text.push_str(chunk.valid());
-            if !chunk.invalid().is_empty() {
-                text.push(char::REPLACEMENT_CHARACTER);
-            }
-        }
-        self.pending.clear();
+        };
+        let mut text = text_with_room(self.text.most_left())?;
+        self.text.finish(table, &mut text);
         Ok(text)
     }
 

@@ -223,7 +223,7 @@ impl PreTokenizerStep {
 
 /// Returns the parts of a place of the file, in order, without the sequences around them. `key`:
 /// where a sequence has its parts.
-fn leaves<'a>(value: &'a Value, key: &str) -> Vec<&'a Value> {
+pub(super) fn leaves<'a>(value: &'a Value, key: &str) -> Vec<&'a Value> {
     if value.is_null() {
         return Vec::new();
     }

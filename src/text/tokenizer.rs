@@ -1,13 +1,15 @@
 //! Turns text into token ids and back, by the `tokenizer.json` of a model.
 //!
 //! Encoding is done by the `tokenizers` crate; reading the file is our own code
-//! (`tokenizer_file.rs`). Decoding is our own as well where the vocabulary is of the byte level, as
-//! those of Qwen3 and GPT-2 are: a table from ids to bytes, which the streaming detokenizer also
-//! uses. Other vocabularies go through the crate's decoder.
+//! (`tokenizer_file.rs`). Decoding is our own as well where tokens stand for bytes (`token_bytes.rs`),
+//! as those of all supported families do: a table from ids to bytes, which the streaming detokenizer
+//! also uses. Other vocabularies go through the crate's decoder.
 
 use super::cut::CutRules;
+use super::frame::Frame;
 use super::pipeline::{self, Pipeline};
 use super::special_tokens::SpecialTokens;
+use super::token_bytes::{ByteDecoder, ByteText, TokenBytes, MAX_GROWTH};
 use super::tokenizer_components::{check, Findings, Place};
 use super::tokenizer_file::{AddedTokenEntry, TokenizerFile, Vocab};
 use super::trial::trial_texts;
@@ -18,10 +20,7 @@ use serde_json::Value;
 use std::collections::HashSet;
 use std::time::Duration;
 use tokenizers::models::bpe::BPE;
-use tokenizers::{
-    AddedToken, AddedVocabulary, Decoder, DecoderWrapper, Encoding, Model, PostProcessor,
-    PostProcessorWrapper,
-};
+use tokenizers::{AddedToken, AddedVocabulary, Decoder, DecoderWrapper, Model};
 
 /// The longest text that is encoded at once, in bytes.
 pub const MAX_TEXT_BYTES: usize = 16 << 20;
@@ -37,6 +36,15 @@ const ROOM_FOR_PARTS: usize = 8 << 20;
 const ROOM_PER_DECODED_TOKEN: usize = 256;
 const ROOM_PER_DECODED_BYTE: usize = 8;
 
+/// What happens to special tokens that are to be added before a text which begins with them.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum WhenWritten {
+    /// They are added again, as in Transformers.
+    Again,
+    /// The text is left as it is.
+    Leave,
+}
+
 /// A model's tokenizer. Calls take `&self`, change nothing and may come from several threads.
 pub struct Tokenizer {
     model: BPE,
@@ -44,18 +52,17 @@ pub struct Tokenizer {
     /// No tokens, for texts in which the added ones are not to be recognised.
     none_added: AddedVocabulary,
     pipeline: Pipeline,
-    post_processor: Option<PostProcessorWrapper>,
+    /// The tokens around a text for which special tokens are asked.
+    frame: Frame,
     decoder: Option<DecoderWrapper>,
     /// The highest id plus one.
     vocab_size: usize,
     special_ids: HashSet<u32>,
     special_tokens: SpecialTokens,
-    /// Set if the vocabulary is of the byte level.
+    /// Set if tokens stand for bytes.
     token_bytes: Option<TokenBytes>,
     /// The rules by which long texts may be cut, if they may.
     cut_rules: Option<CutRules>,
-    /// Whether the post-processor adds tokens of its own if asked for special tokens.
-    has_template: bool,
 }
 
 /// Makes the crate give added tokens the ids of the file. It numbers those that are not in the
@@ -97,14 +104,6 @@ fn replace_invalid(bytes: &[u8]) -> Result<String> {
     Ok(text)
 }
 
-/// The bytes of all tokens, concatenated.
-struct TokenBytes {
-    bytes: Vec<u8>,
-    /// `[vocab_size + 1]`: the offset at which each token begins. Ids without a token have no
-    /// bytes.
-    starts: Vec<u32>,
-}
-
 impl Tokenizer {
     /// Builds a tokenizer from the contents of `tokenizer.json` and, for the names of the special
     /// tokens, `tokenizer_config.json`.
@@ -128,9 +127,7 @@ impl Tokenizer {
         check(Place::PostProcessor, &file.post_processor, &mut findings)?;
         check(Place::Decoder, &file.decoder, &mut findings)?;
         let cut_rules = CutRules::of(&file);
-        let has_template =
-            !matches!(component_type(&file.post_processor), None | Some("ByteLevel"));
-        let is_byte_level = component_type(&file.decoder) == Some("ByteLevel");
+        let byte_decoder = ByteDecoder::of(&file.decoder);
 
         let highest = file.vocab.values().chain(file.added_tokens.iter().map(|t| &t.id)).max();
         let vocab_size = highest.map_or(0, |id| *id as usize + 1);
@@ -180,35 +177,38 @@ impl Tokenizer {
             }
         }
         let special_ids = file.added_tokens.iter().filter(|t| t.special).map(|t| t.id).collect();
-        let token_bytes =
-            if is_byte_level { Some(TokenBytes::new(&added, &model, vocab_size)?) } else { None };
+        let token_bytes = match byte_decoder {
+            Some(decoder) => Some(TokenBytes::new(&decoder, &added, &model, vocab_size)?),
+            None => None,
+        };
+        let decoder = match &file.decoder {
+            Value::Null => None,
+            decoder => Some(pipeline::read("decoder", decoder)?),
+        };
         let tokenizer = Tokenizer {
             model,
             added,
             none_added: AddedVocabulary::new(),
             pipeline,
-            post_processor: part("post_processor", &file.post_processor)?,
-            decoder: part("decoder", &file.decoder)?,
+            frame: Frame::of(&file.post_processor)?,
+            decoder,
             vocab_size,
             special_ids,
             special_tokens,
             token_bytes,
             cut_rules,
-            has_template,
         };
         if !findings.untrusted_patterns.is_empty() {
             tokenizer.try_patterns(&findings.untrusted_patterns)?;
         }
-        if has_template {
-            tokenizer.check_template()?;
-        }
+        tokenizer.check_frame()?;
         Ok(tokenizer)
     }
 
     /// Refuses a post-processor that adds ids which the vocabulary does not have.
-    fn check_template(&self) -> Result<()> {
-        let added = self.encode("", true, false)?;
-        match added.into_iter().find(|id| self.id_to_token(*id).is_none()) {
+    fn check_frame(&self) -> Result<()> {
+        let Frame { before, after } = &self.frame;
+        match before.iter().chain(after).find(|id| self.id_to_token(**id).is_none()) {
             None => Ok(()),
             Some(id) => Err(Error::invalid_file(format!(
                 "post_processor adds the token id {id}, which the vocabulary does not have"
@@ -218,13 +218,15 @@ impl Tokenizer {
 
     /// Returns the tokens of `text`. With `parse_special_tokens`, added tokens (special ones and
     /// others, such as `<think>`) that are written in the text become their ids; else they are
-    /// ordinary text. `add_special_tokens` lets the post-processor add its own (none for Qwen3 and
-    /// GPT-2).
+    /// ordinary text. `add_special_tokens` lets the post-processor add its own (none for Qwen and
+    /// GPT-2, the token that begins a text for Llama and Mistral), as in Transformers whether or not
+    /// the text begins with them; a rendered conversation has them already.
     ///
     /// Time is linear in the text, about half a second per megabyte; a file with which it is not is
-    /// given up with [`ErrorKind::InvalidFile`] after a time that follows from the text's length. With the patterns of Qwen3 and
-    /// GPT-2, texts are encoded in pieces, so that memory stays small; a run of more than 512 KiB
-    /// without a place to cut is cut all the same, and its tokens may differ there (see `cut.rs`).
+    /// given up with [`ErrorKind::InvalidFile`] after a time that follows from the text's length.
+    /// With the patterns of Qwen, Llama 3 and GPT-2, texts are encoded in pieces, so that memory
+    /// stays small; a run of more than 512 KiB without a place to cut is cut all the same, and its
+    /// tokens may differ there (see `cut.rs`).
     pub fn encode(
         &self,
         text: &str,
@@ -233,17 +235,32 @@ impl Tokenizer {
     ) -> Result<Vec<u32>> {
         let all = usize::MAX;
         let go_on = &|| false;
-        Ok(self.encode_beginning(text, add_special_tokens, parse_special_tokens, all, go_on)?.0)
+        let frame = add_special_tokens.then_some(WhenWritten::Again);
+        Ok(self.encode_until(text, frame, parse_special_tokens, all, go_on)?.0)
     }
 
-    /// As [`Tokenizer::encode`], for a text of which more than `enough` tokens are of no use: stops
-    /// after the piece that exceeds them. Also returns whether the tokens are those of the whole
-    /// text. `should_stop` is asked every few milliseconds, and ends the work with
+    /// As [`Tokenizer::encode`], for the prompt of a model: where the text begins with the special
+    /// tokens that are to be added before it (a rendered conversation of Llama does), they are not
+    /// added again, because no model knows texts that begin twice. More than `enough` tokens are of
+    /// no use: stops after the piece that exceeds them. Also returns whether the tokens are those of
+    /// the whole text. `should_stop` is asked every few milliseconds, and ends the work with
     /// [`ErrorKind::Cancelled`] by returning true.
-    pub fn encode_beginning(
+    pub fn encode_prompt(
         &self,
         text: &str,
         add_special_tokens: bool,
+        parse_special_tokens: bool,
+        enough: usize,
+        should_stop: &ShouldStop<'_>,
+    ) -> Result<(Vec<u32>, bool)> {
+        let frame = add_special_tokens.then_some(WhenWritten::Leave);
+        self.encode_until(text, frame, parse_special_tokens, enough, should_stop)
+    }
+
+    fn encode_until(
+        &self,
+        text: &str,
+        add_special_tokens: Option<WhenWritten>,
         parse_special_tokens: bool,
         enough: usize,
         should_stop: &ShouldStop<'_>,
@@ -255,8 +272,7 @@ impl Tokenizer {
             )));
         }
         guarded(ErrorKind::InvalidFile, "tokenizer.json makes the tokenizer fail on a text", || {
-            let is_framed = add_special_tokens && self.has_template;
-            let cut_rules = self.cut_rules.as_ref().filter(|_| !is_framed);
+            let cut_rules = self.cut_rules.as_ref();
             if cut_rules.is_none() && text.len() > MAX_UNCUT_BYTES {
                 return Err(Error::unsupported(format!(
                     "the text has {} bytes, but this tokenizer can encode {MAX_UNCUT_BYTES} at most: how to \
@@ -266,65 +282,71 @@ impl Tokenizer {
             }
             let added = if parse_special_tokens { &self.added } else { &self.none_added };
             let watch = Watch::over_text(text.len(), should_stop);
+            let none = Frame::default();
+            let frame = if add_special_tokens.is_some() { &self.frame } else { &none };
             let mut ids = Vec::new();
             let mut rest = text;
-            // Runs once for the empty text as well: the post-processor may have tokens for it.
+            // Runs once for the empty text as well: the normalizer may make something of it.
             loop {
                 let cut = cut_rules.map_or(rest.len(), |rules| rules.first_piece(rest));
                 let (piece, after) = rest.split_at(cut);
-                let encoding = self
-                    .encode_piece(piece, added, add_special_tokens, &watch)
-                    .map_err(|error| match error.kind() {
-                        ErrorKind::InvalidFile => {
-                            let message = error.message();
-                            Error::invalid_file(format!(
-                                "tokenizer.json fails on a text: {message}"
-                            ))
+                let encoding =
+                    self.pipeline.encode(piece, added, &self.model, &watch).map_err(|error| {
+                        match error.kind() {
+                            ErrorKind::InvalidFile => {
+                                let message = error.message();
+                                Error::invalid_file(format!(
+                                    "tokenizer.json fails on a text: {message}"
+                                ))
+                            }
+                            _ => error,
                         }
-                        _ => error,
                     })?;
                 let new = encoding.get_ids();
-                ids.try_reserve(new.len())
-                    .map_err(|_| Error::out_of_memory("token ids", new.len() * 4))?;
-                ids.extend_from_slice(new);
+                let is_first = rest.len() == text.len();
+                let is_written = add_special_tokens == Some(WhenWritten::Leave)
+                    && new.starts_with(&frame.before);
+                if is_first && !is_written {
+                    append(&mut ids, &frame.before)?;
+                }
+                append(&mut ids, new)?;
                 rest = after;
-                if rest.is_empty() || ids.len() > enough {
-                    return Ok((ids, rest.is_empty()));
+                if rest.is_empty() {
+                    append(&mut ids, &frame.after)?;
+                    return Ok((ids, true));
+                }
+                if ids.len() > enough {
+                    return Ok((ids, false));
                 }
             }
         })
     }
 
-    /// Encodes a text in one piece.
-    fn encode_piece(
-        &self,
-        piece: &str,
-        added: &AddedVocabulary,
-        add_special_tokens: bool,
-        watch: &Watch<'_>,
-    ) -> Result<Encoding> {
-        let encoding = self.pipeline.encode(piece, added, &self.model, watch)?;
-        match &self.post_processor {
-            Some(processor) => {
-                processor.process(encoding, None, add_special_tokens).map_err(crate_error)
-            }
-            None => Ok(encoding),
-        }
-    }
-
-    /// Returns the text of `ids`; bytes that are not UTF-8 become U+FFFD, one for each maximal
-    /// part. Ids without a token have no text, as in Transformers (models round their vocabulary
+    /// Returns the text of `ids`. Bytes that are not UTF-8 become U+FFFD: at the byte level one for
+    /// each maximal part; where tokens such as `<0xE2>` stand for single bytes, one for each byte, as
+    /// in SentencePiece (the `tokenizers` package replaces all bytes of a run of such tokens if one
+    /// is bad). Ids without a token have no text, as in Transformers (models round their vocabulary
     /// up).
     pub fn decode(&self, ids: &[u32], skip_special_tokens: bool) -> Result<String> {
         if let Some(table) = &self.token_bytes {
-            let shown = || {
-                ids.iter()
-                    .filter(|id| !(skip_special_tokens && self.is_special(**id)))
-                    .map(|id| table.get(*id).unwrap_or_default())
-            };
-            let length = shown().fold(0usize, |sum, bytes| sum.saturating_add(bytes.len()));
-            let mut bytes: Vec<u8> = try_with_capacity(length, "decoded text")?;
-            shown().for_each(|token| bytes.extend_from_slice(token));
+            let shown = || ids.iter().filter(|id| !(skip_special_tokens && self.is_special(**id)));
+            let bytes = || shown().map(|id| table.get(*id).unwrap_or_default());
+            let length = bytes().fold(0usize, |sum, token| sum.saturating_add(token.len()));
+            if !table.is_byte_level() {
+                let most = length.saturating_mul(MAX_GROWTH);
+                let mut text = String::new();
+                text.try_reserve(most).map_err(|_| Error::out_of_memory("decoded text", most))?;
+                let mut stream = ByteText::default();
+                for id in shown() {
+                    stream.reserve(table, *id)?;
+                    stream.push(table, *id, &mut text);
+                }
+                stream.finish(table, &mut text);
+                return Ok(text);
+            }
+            let mut joined: Vec<u8> = try_with_capacity(length, "decoded text")?;
+            bytes().for_each(|token| joined.extend_from_slice(token));
+            let bytes = joined;
             return match String::from_utf8(bytes) {
                 Ok(text) => Ok(text),
                 Err(e) => replace_invalid(e.as_bytes()),
@@ -362,15 +384,21 @@ impl Tokenizer {
         self.added.simple_id_to_token(id).or_else(|| self.model.id_to_token(id))
     }
 
-    /// Returns the bytes that a token stands for. `None` for an unknown id, and for all ids of a
-    /// vocabulary that is not of the byte level, whose tokens have no bytes of their own.
+    /// Returns the bytes that a token stands for within a text; the decoder of Llama 2 and Mistral
+    /// leaves out one space at the beginning of a text. `None` for an unknown id, and for all ids of
+    /// a vocabulary whose tokens have no bytes of their own.
     pub fn token_bytes(&self, id: u32) -> Option<&[u8]> {
         self.token_bytes.as_ref()?.get(id)
     }
 
-    /// Whether tokens stand for bytes, so that [`Tokenizer::token_bytes`] has an answer.
-    pub fn is_byte_level(&self) -> bool {
+    /// Whether tokens stand for bytes, so that [`Tokenizer::token_bytes`] has an answer: the
+    /// vocabulary is of the byte level, or has tokens such as `<0xE2>` for single bytes.
+    pub fn has_token_bytes(&self) -> bool {
         self.token_bytes.is_some()
+    }
+
+    pub(super) fn byte_table(&self) -> Option<&TokenBytes> {
+        self.token_bytes.as_ref()
     }
 
     /// Whether `skip_special_tokens` leaves this token out.
@@ -428,71 +456,9 @@ impl std::fmt::Debug for Tokenizer {
     }
 }
 
-impl TokenBytes {
-    fn new(tokens: &AddedVocabulary, model: &BPE, vocab_size: usize) -> Result<Self> {
-        let alphabet = byte_alphabet();
-        let mut starts = try_with_capacity(vocab_size + 1, "the token table")?;
-        let mut bytes: Vec<u8> = Vec::new();
-        for id in 0..vocab_size as u32 {
-            starts.push(bytes.len() as u32);
-            let added = tokens.simple_id_to_token(id);
-            let Some(token) = added.or_else(|| model.id_to_token(id)) else { continue };
-            bytes
-                .try_reserve(token.len())
-                .map_err(|_| Error::out_of_memory("the token table", bytes.len()))?;
-            let start = bytes.len();
-            // The crate's rule: a token with a character outside the alphabet stands for itself.
-            for character in token.chars() {
-                match alphabet.get(character as usize).copied().flatten() {
-                    Some(byte) => bytes.push(byte),
-                    None => {
-                        bytes.truncate(start);
-                        bytes.extend_from_slice(token.as_bytes());
-                        break;
-                    }
-                }
-            }
-        }
-        starts.push(bytes.len() as u32);
-        Ok(TokenBytes { bytes, starts })
-    }
-
-    fn get(&self, id: u32) -> Option<&[u8]> {
-        let begin = *self.starts.get(id as usize)?;
-        let end = *self.starts.get(id as usize + 1)?;
-        self.bytes.get(begin as usize..end as usize)
-    }
-}
-
-/// Returns the byte that each character stands for in byte-level vocabularies: printable Latin-1
-/// stands for itself, U+0100 and following for the other bytes (GPT-2, `bytes_to_unicode` in
-/// encoder.py).
-fn byte_alphabet() -> [Option<u8>; 512] {
-    let mut alphabet = [None; 512];
-    let mut next = 256;
-    for byte in 0..=255u8 {
-        let character = match byte {
-            0x21..=0x7e | 0xa1..=0xac | 0xae..=0xff => usize::from(byte),
-            _ => {
-                next += 1;
-                next - 1
-            }
-        };
-        if let Some(entry) = alphabet.get_mut(character) {
-            *entry = Some(byte);
-        }
-    }
-    alphabet
-}
-
-fn component_type(value: &Value) -> Option<&str> {
-    value.get("type").and_then(Value::as_str)
-}
-
-/// Reads a part of the file that may be missing.
-fn part<T: serde::de::DeserializeOwned>(name: &str, value: &Value) -> Result<Option<T>> {
-    if value.is_null() {
-        return Ok(None);
-    }
-    pipeline::read(name, value).map(Some)
+/// Appends ids, in memory that is reserved first.
+fn append(ids: &mut Vec<u32>, new: &[u32]) -> Result<()> {
+    ids.try_reserve(new.len()).map_err(|_| Error::out_of_memory("token ids", new.len() * 4))?;
+    ids.extend_from_slice(new);
+    Ok(())
 }

@@ -19,11 +19,20 @@ const MAX_PATTERN_BYTES: usize = 2048;
 /// three bytes in place of one, and one beside each.
 const MAX_GROWTH: u64 = 4;
 
-/// The patterns that Qwen3 and Qwen2.5 publish, known to take linear time.
-pub(super) const TRUSTED_PATTERNS: [&str; 1] = [concat!(
+/// The pattern that Qwen3 and Qwen2.5 publish.
+pub(super) const ONE_DIGIT_PATTERN: &str = concat!(
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|",
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)];
+);
+/// The pattern that Llama 3 publishes: up to three digits are a word.
+pub(super) const THREE_DIGITS_PATTERN: &str = concat!(
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|",
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+);
+/// The patterns that are known to take linear time. An alternative fails after a bounded number of
+/// characters or, at a run of white space, after reading that run, which is then a match as a whole
+/// or but for its last character: so no character is read more than a few times.
+pub(super) const TRUSTED_PATTERNS: [&str; 2] = [ONE_DIGIT_PATTERN, THREE_DIGITS_PATTERN];
 
 /// The four places of `tokenizer.json`.
 #[derive(Clone, Copy, PartialEq, Eq)]

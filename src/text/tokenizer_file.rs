@@ -2,7 +2,7 @@
 //!
 //! That crate's own reader is not used: it panics on crafted files, builds the vocabulary twice,
 //! silently gives added tokens other ids than the file says, and keeps a cache per thread that is
-//! never freed. Only byte-pair encoding is read, which is what Qwen3 and GPT-2 use. `truncation`
+//! never freed. Only byte-pair encoding is read, which is what all supported families use. `truncation`
 //! and `padding` are ignored, as Transformers ignores them unless asked.
 
 use super::shortened;

@@ -14,6 +14,7 @@ mod files;
 
 mod arguments;
 mod batching;
+mod begin_token;
 mod client;
 mod cuda;
 mod deterministic;

@@ -39,7 +39,7 @@ fn tokens_survive_failed_allocations() {
     let _one = crate::begin();
     let file = std::fs::read(model().join("tokenizer.json")).unwrap();
     let tokenizer = Arc::new(Tokenizer::from_bytes(&file, None).unwrap());
-    assert!(tokenizer.is_byte_level());
+    assert!(tokenizer.has_token_bytes());
     let text = "One 日本 🎉 and STOP more. The STOP";
     let ids = tokenizer.encode(text, false, true).unwrap();
     let mut detokenizer = Detokenizer::new(tokenizer.clone(), true);

@@ -3,6 +3,7 @@
 use super::support::{golden, ids, json, own, real_tokenizers, special_tokens, tokenizer};
 use serde_json::{json, Map, Value};
 use std::path::Path;
+use std::time::{Duration, UNIX_EPOCH};
 use xserv::text::{ChatInput, ChatTemplate, SpecialTokens};
 
 fn template(folder: &Path) -> ChatTemplate {
@@ -71,6 +72,62 @@ fn own_vectors() {
         }
     }
     assert!(failures.is_empty(), "{}", failures.join("\n"));
+}
+
+/// Templates as Llama, Mistral and Qwen2.5 have them, at a fixed time; `make_families.py` beside the
+/// data wrote them. `XSERV_CHAT_CASES` names another file of this form.
+#[test]
+fn templates_of_families() {
+    let file = match std::env::var_os("XSERV_CHAT_CASES") {
+        Some(file) => json(Path::new(&file)),
+        None => json(&own("chat_template/families.json")),
+    };
+    let now = UNIX_EPOCH + Duration::from_secs(file["now"].as_u64().unwrap());
+    let mut failures = Vec::new();
+    let mut num_rendered = 0;
+    for (name, entry) in file["templates"].as_object().unwrap() {
+        let special_tokens = SpecialTokens {
+            bos: entry["bos"].as_str().map(str::to_owned),
+            eos: entry["eos"].as_str().map(str::to_owned),
+            ..SpecialTokens::default()
+        };
+        let template = match ChatTemplate::compile(entry["source"].as_str().unwrap()) {
+            Ok(template) => template,
+            Err(error) => {
+                failures.push(format!("{name}: {error}"));
+                continue;
+            }
+        };
+        for (number, case) in file["cases"].as_array().unwrap().iter().enumerate() {
+            if case["template"] != **name {
+                continue;
+            }
+            let got = template.render_at(
+                &ChatInput {
+                    messages: &file["conversations"]
+                        [case["conversation"].as_u64().unwrap() as usize],
+                    tools: case["has_tools"].as_bool().unwrap().then_some(&file["tools"]),
+                    variables: case["variables"].as_object(),
+                    add_generation_prompt: case["add_generation_prompt"].as_bool().unwrap(),
+                    special_tokens: &special_tokens,
+                },
+                now,
+            );
+            match (&case["rendered"], &case["error"], got) {
+                (Value::String(expected), _, Ok(got)) if *expected == got => num_rendered += 1,
+                // What the template raises is told; other errors have words of their own.
+                (Value::Null, Value::String(raised), Err(error))
+                    if error.message().contains(&format!("raise_exception: {raised}")) => {}
+                (Value::Null, Value::Null, Err(_)) => {}
+                (expected, error, got) => failures.push(format!(
+                    "{name}, case {number}: expected {expected} or error {error}, got {got:?}"
+                )),
+            }
+        }
+    }
+    assert!(failures.is_empty(), "{}", failures.join("\n"));
+    println!("{num_rendered} renderings");
+    assert!(num_rendered > 50);
 }
 
 /// The published template of Qwen3, against a rendering by Transformers.

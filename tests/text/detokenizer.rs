@@ -3,10 +3,10 @@
 use super::support::{own, tokenizer};
 use serde_json::json;
 use std::sync::Arc;
-use xserv::text::{Detokenizer, Tokenizer};
+use xserv::text::{Detokenizer, StopMatcher, Tokenizer};
 
 /// A vocabulary in the manner of SentencePiece: `▁` for spaces, bytes as `<0xE2>`.
-fn metaspace() -> Arc<Tokenizer> {
+fn sentence_pieces(decoder: serde_json::Value) -> Arc<Tokenizer> {
     let mut vocab = serde_json::Map::new();
     vocab.insert("<unk>".to_owned(), json!(0));
     for byte in 0..=255u32 {
@@ -23,33 +23,99 @@ fn metaspace() -> Arc<Tokenizer> {
             {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]},
         "pre_tokenizer": null,
         "post_processor": null,
-        "decoder": {"type": "Sequence", "decoders": [
-            {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
-            {"type": "ByteFallback"}, {"type": "Fuse"},
-            {"type": "Strip", "content": " ", "start": 1, "stop": 0}]},
+        "decoder": decoder,
         "model": {"type": "BPE", "vocab": vocab, "merges": [["h", "i"], ["▁", "hi"]],
                   "unk_token": "<unk>", "fuse_unk": true, "byte_fallback": true},
     });
     Arc::new(Tokenizer::from_bytes(&serde_json::to_vec(&file).unwrap(), None).unwrap())
 }
 
+fn byte_fallback() -> Arc<Tokenizer> {
+    sentence_pieces(json!({"type": "Sequence", "decoders": [
+        {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+        {"type": "ByteFallback"}, {"type": "Fuse"},
+        {"type": "Strip", "content": " ", "start": 1, "stop": 0}]}))
+}
+
+fn pieces(tokenizer: &Arc<Tokenizer>, ids: &[u32]) -> Vec<String> {
+    let mut detokenizer = Detokenizer::new(Arc::clone(tokenizer), false);
+    let mut pieces: Vec<_> = ids.iter().map(|id| detokenizer.push(*id).unwrap()).collect();
+    pieces.push(detokenizer.finish().unwrap());
+    pieces
+}
+
+/// The ids of `<0x00>` and following begin at 1.
+fn bytes(text: &[u8]) -> Vec<u32> {
+    text.iter().map(|byte| u32::from(*byte) + 1).collect()
+}
+
+#[test]
+fn characters_of_byte_tokens_come_whole() {
+    let tokenizer = byte_fallback();
+    assert_eq!(tokenizer.token_bytes(300), Some(" ".as_bytes()));
+    assert_eq!(tokenizer.token_bytes(304), Some(" hi".as_bytes()));
+    assert_eq!(tokenizer.token_bytes(0xe3), Some(&[0xe2][..]));
+    assert_eq!(tokenizer.token_bytes(299), Some(&[][..]));
+    assert_eq!(pieces(&tokenizer, &bytes("€".as_bytes())), ["", "", "€", ""]);
+    assert_eq!(pieces(&tokenizer, &bytes(b"\n\n")), ["\n", "\n", ""]);
+    // A character that nothing finishes.
+    assert_eq!(
+        pieces(&tokenizer, &[bytes(b"\xe2\x82"), vec![303]].concat()),
+        ["", "", "\u{fffd}\u{fffd}hi", ""]
+    );
+    assert_eq!(pieces(&tokenizer, &bytes(b"\xe2\x82")), ["", "", "\u{fffd}\u{fffd}"]);
+}
+
+/// One space is left out at the beginning of a text and nowhere else.
+#[test]
+fn the_first_space_is_left_out_once() {
+    let tokenizer = byte_fallback();
+    assert_eq!(pieces(&tokenizer, &[304, 304]), ["hi", " hi", ""]);
+    assert_eq!(pieces(&tokenizer, &[300, 304]), ["", " hi", ""]);
+    assert_eq!(pieces(&tokenizer, &[303, 304]), ["hi", " hi", ""]);
+    assert_eq!(pieces(&tokenizer, &bytes(b"  a")), ["", " ", "a", ""]);
+    // A text begins anew after its end.
+    let mut detokenizer = Detokenizer::new(Arc::clone(&tokenizer), false);
+    for _ in 0..2 {
+        assert_eq!(detokenizer.push(304).unwrap(), "hi");
+        assert_eq!(detokenizer.push(304).unwrap(), " hi");
+        assert_eq!(detokenizer.finish().unwrap(), "");
+    }
+}
+
+/// A stop string that begins in the middle of a token and ends in byte tokens.
+#[test]
+fn stop_strings_of_byte_tokens() {
+    let tokenizer = byte_fallback();
+    let ids = [vec![304, 304], bytes("\n€".as_bytes()), vec![304]].concat();
+    for (stop, shown, num_pushed) in
+        [("i\n", "hi h", 3), ("\n", "hi hi", 3), ("€", "hi hi\n", 6), ("€ hi", "hi hi\n", 7)]
+    {
+        let mut detokenizer = Detokenizer::new(Arc::clone(&tokenizer), true);
+        let mut matcher = StopMatcher::new(&[stop]).unwrap();
+        let mut text = String::new();
+        let matched = ids.iter().position(|id| {
+            let output = matcher.push(&detokenizer.push(*id).unwrap()).unwrap();
+            text.push_str(&output.text);
+            output.matched.is_some()
+        });
+        assert_eq!((text.as_str(), matched), (shown, Some(num_pushed - 1)), "{stop:?}");
+    }
+}
+
 #[test]
 fn other_vocabularies_stream_by_difference() {
-    let tokenizer = metaspace();
-    assert!(!tokenizer.is_byte_level());
+    let tokenizer = sentence_pieces(json!({"type": "Sequence", "decoders": [
+        {"type": "ByteFallback"},
+        {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": false}]}));
+    assert!(!tokenizer.has_token_bytes());
     assert_eq!(tokenizer.token_bytes(300), None);
     for text in ["hi hi", "hit hi", "hi €🎉 hi", "🎉", "日本 hi"] {
         let ids = tokenizer.encode(text, false, true).unwrap();
         assert_eq!(tokenizer.decode(&ids, false).unwrap(), text);
-        let mut detokenizer = Detokenizer::new(Arc::clone(&tokenizer), false);
-        let mut streamed = String::new();
-        for id in &ids {
-            let piece = detokenizer.push(*id).unwrap();
-            assert!(!piece.contains('\u{fffd}'), "{text}: {piece:?}");
-            streamed.push_str(&piece);
-        }
-        streamed.push_str(&detokenizer.finish().unwrap());
-        assert_eq!(streamed, text);
+        let pieces = pieces(&tokenizer, &ids);
+        assert!(!pieces.iter().any(|piece| piece.contains('\u{fffd}')), "{text}: {pieces:?}");
+        assert_eq!(pieces.concat(), text);
     }
     // Bytes that never become a character are not held back for ever.
     let mut detokenizer = Detokenizer::new(Arc::clone(&tokenizer), false);

@@ -352,7 +352,7 @@ fn a_text_is_given_up_when_it_takes_too_long() {
 
     let begin = Instant::now();
     let is_late = || begin.elapsed() > Duration::from_millis(50);
-    let error = tokenizer.encode_beginning(&text, false, true, usize::MAX, &is_late).unwrap_err();
+    let error = tokenizer.encode_prompt(&text, false, true, usize::MAX, &is_late).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Cancelled);
     assert!(begin.elapsed() < Duration::from_millis(900), "{:?}", begin.elapsed());
 }

@@ -1,6 +1,6 @@
 //! Long texts: linear time, and the same tokens as in one piece.
 
-use super::support::{golden, real_tokenizers, tokenizer};
+use super::support::{golden, own, real_tokenizers, tokenizer};
 use std::time::Instant;
 use xserv::text::MAX_TEXT_BYTES;
 
@@ -46,6 +46,27 @@ fn ten_megabytes() {
     assert_eq!(tokenizer.decode(&ids, false).unwrap(), text);
     let error = tokenizer.encode(&"a".repeat(MAX_TEXT_BYTES + 1), false, true).unwrap_err();
     assert!(error.message().contains("at most 16777216"), "{error}");
+}
+
+/// Texts on which a pattern could go back and forth, 256 KiB of each: the library's own limit of
+/// time for a text, which grows with its length, would end a search that is not linear. At most a
+/// piece is searched at once, and Llama 2's normalizer makes three bytes of a space.
+#[test]
+fn long_texts_of_families() {
+    for name in ["llama3", "llama2", "mistral"] {
+        let tokenizer = tokenizer(&own("text").join(name));
+        for unit in [
+            "a", " ", "\n", "7", "!", "\t\n", " \n", "\n ", "  a", "'", "'s", "' ", "7 ", "77!",
+            "!\n", "\u{3000}", "é", "日本", "🎉", "\r", "\u{301}", "<|", "<s", "<unk>",
+        ] {
+            // Not a space first, which Mistral's form takes for the one that it adds itself.
+            let text = format!("x{}", unit.repeat((1 << 18) / unit.len()));
+            let ids = tokenizer
+                .encode(&text, true, true)
+                .unwrap_or_else(|error| panic!("{name}, {unit:?}: {error}"));
+            assert_eq!(tokenizer.decode(&ids[1..], false).unwrap(), text, "{name}, {unit:?}");
+        }
+    }
 }
 
 /// Cutting a long text does not change its tokens: the text is made of paragraphs shorter than a

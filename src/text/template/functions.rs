@@ -7,7 +7,7 @@ use minijinja::value::{Enumerator, Object, ObjectRepr, Rest, Value, ValueOrKwarg
 use minijinja::{Environment, Error, State};
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 /// The most entries of a namespace.
 const MAX_NAMESPACE_ENTRIES: usize = 1024;
@@ -59,21 +59,16 @@ impl Object for Namespace {
     }
 }
 
-pub(super) fn register(env: &mut Environment<'static>, budget: &Arc<Budget>) {
+/// `now`: the time of which `strftime_now` tells.
+pub(super) fn register(env: &mut Environment<'static>, budget: &Arc<Budget>, now: SystemTime) {
     type Global = fn(&Arc<Budget>, &[Value]) -> Result<Value, Error>;
-    let functions: [(&'static str, Global); 5] = [
+    let functions: [(&'static str, Global); 4] = [
         ("range", range),
         ("namespace", namespace),
         ("dict", dict),
         ("raise_exception", |budget, args| {
             let message = to_text(budget, arg(args, 0)?)?;
             Err(fail(format!("raise_exception: {}", crate::text::shortened(&message))))
-        }),
-        ("strftime_now", |budget, args| {
-            let format = arg(args, 0)?.as_str().unwrap_or_default();
-            budget.bytes(format.len().saturating_mul(16))?;
-            let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-            budget.string(strftime(format, since.as_secs())?)
         }),
     ];
     for (name, function) in functions {
@@ -84,6 +79,16 @@ pub(super) fn register(env: &mut Environment<'static>, budget: &Arc<Budget>) {
             function(&budget, &args)
         });
     }
+    let budget = Arc::clone(budget);
+    env.add_function("strftime_now", move |args: Rest<Value>| {
+        let format = arg(&args, 0)?;
+        let format =
+            format.as_str().ok_or_else(|| fail("strftime_now: the format must be a string"))?;
+        budget.work(60)?;
+        budget.bytes(format.len().saturating_mul(16))?;
+        let since = now.duration_since(UNIX_EPOCH).unwrap_or_default();
+        budget.string(strftime(format, since)?)
+    });
 }
 
 fn range(budget: &Arc<Budget>, args: &[Value]) -> Result<Value, Error> {
@@ -141,36 +146,66 @@ fn entries(args: &[Value]) -> Result<Vec<(Value, Value)>, Error> {
     Ok(entries)
 }
 
-/// Implements `strftime` in UTC, in English, for the directives that occur in dates of prompts;
-/// others stay as they are. The local time zone is not used: reading it is not safe while another
-/// thread of the host changes its environment.
-fn strftime(format: &str, unix_seconds: u64) -> Result<String, Error> {
-    const DAYS: [&str; 7] =
-        ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"];
-    const MONTHS: [&str; 12] = [
-        "January",
-        "February",
-        "March",
-        "April",
-        "May",
-        "June",
-        "July",
-        "August",
-        "September",
-        "October",
-        "November",
-        "December",
-    ];
+const DAYS: [&str; 7] =
+    ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"];
+const MONTHS: [&str; 12] = [
+    "January",
+    "February",
+    "March",
+    "April",
+    "May",
+    "June",
+    "July",
+    "August",
+    "September",
+    "October",
+    "November",
+    "December",
+];
+
+/// A flag between `%` and the letter of a directive, as glibc has them.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Flag {
+    None,
+    /// `-`: without leading zeros or blanks.
+    Plain,
+    /// `_`: blanks in front.
+    Blanks,
+    /// `0`: zeros in front.
+    Zeros,
+    /// `^`: in capitals.
+    Upper,
+}
+
+/// Implements Python's `datetime.strftime` of a time without a zone, in English, in UTC: the
+/// directives that Python documents and those that glibc adds. Others stay as they are. The local
+/// time zone is not used: reading it is not safe while another thread of the host changes its
+/// environment.
+fn strftime(format: &str, since_epoch: Duration) -> Result<String, Error> {
+    let mut text = super::budget::Text::default();
+    write_time(&mut text, format, since_epoch)?;
+    Ok(text.into_string())
+}
+
+fn write_time(
+    text: &mut super::budget::Text,
+    format: &str,
+    since_epoch: Duration,
+) -> Result<(), Error> {
+    let unix_seconds = since_epoch.as_secs();
     let days = unix_seconds / 86_400;
     let (hour, minute, second) =
         (unix_seconds / 3600 % 24, unix_seconds / 60 % 60, unix_seconds % 60);
     let (year, month, day, day_of_year) = civil_date(days);
-    let weekday = DAYS.get(((days + 3) % 7) as usize).copied().unwrap_or_default();
+    // Monday is 0.
+    let weekday = (days + 3) % 7;
+    let from_sunday = (weekday + 1) % 7;
+    let day_name = DAYS.get(weekday as usize).copied().unwrap_or_default();
     let month_name = MONTHS.get(month as usize - 1).copied().unwrap_or_default();
     let hour12 = if hour % 12 == 0 { 12 } else { hour % 12 };
-    let short = |name: &str| name.get(..3).unwrap_or_default().to_owned();
-
-    let mut text = super::budget::Text::default();
+    // In ISO 8601 a week belongs to the year of its Thursday, and the first week is number 1.
+    let (iso_year, _, _, thursday) = civil_date(days + 3 - weekday);
+    let iso_week = thursday.div_ceil(7);
     let mut characters = format.chars();
     while let Some(character) = characters.next() {
         if character != '%' {
@@ -178,46 +213,88 @@ fn strftime(format: &str, unix_seconds: u64) -> Result<String, Error> {
             continue;
         }
         let mut directive = characters.next();
-        // glibc's `%-d` leaves out the leading zero.
-        let plain = directive == Some('-');
-        if plain {
+        let flag = match directive {
+            Some('-') => Flag::Plain,
+            Some('_') => Flag::Blanks,
+            Some('0') => Flag::Zeros,
+            Some('^') => Flag::Upper,
+            _ => Flag::None,
+        };
+        if flag != Flag::None {
             directive = characters.next();
         }
-        let two = |number: u64| if plain { number.to_string() } else { format!("{number:02}") };
+        let padded = |number: u64, width: usize, flag: Flag| match flag {
+            Flag::Plain => number.to_string(),
+            Flag::Blanks => format!("{number:width$}"),
+            _ => format!("{number:0width$}"),
+        };
+        let two = |number: u64| padded(number, 2, flag);
+        // Padded with blanks unless a flag says otherwise.
+        let blank = |number: u64| match flag {
+            Flag::None => padded(number, 2, Flag::Blanks),
+            _ => padded(number, 2, flag),
+        };
+        let name = |name: &str, length: usize| {
+            let name = name.get(..length).unwrap_or(name);
+            if flag == Flag::Upper {
+                name.to_uppercase()
+            } else {
+                name.to_owned()
+            }
+        };
+        let half = if hour < 12 { "AM" } else { "PM" };
         let piece = match directive {
             Some('Y') => year.to_string(),
+            Some('C') => two(year / 100),
             Some('y') => two(year % 100),
+            Some('G') => iso_year.to_string(),
+            Some('g') => two(iso_year % 100),
             Some('m') => two(month),
             Some('d') => two(day),
-            Some('e') => format!("{day:2}"),
-            Some('j') => {
-                if plain {
-                    day_of_year.to_string()
-                } else {
-                    format!("{day_of_year:03}")
-                }
-            }
+            Some('e') => blank(day),
+            Some('j') => padded(day_of_year, 3, flag),
+            Some('U') => two((day_of_year + 6 - from_sunday) / 7),
+            Some('W') => two((day_of_year + 6 - weekday) / 7),
+            Some('V') => two(iso_week),
+            Some('u') => (weekday + 1).to_string(),
+            Some('w') => from_sunday.to_string(),
             Some('H') => two(hour),
             Some('I') => two(hour12),
+            Some('k') => blank(hour),
+            Some('l') => blank(hour12),
             Some('M') => two(minute),
             Some('S') => two(second),
-            Some('p') => if hour < 12 { "AM" } else { "PM" }.to_owned(),
-            Some('A') => weekday.to_owned(),
-            Some('a') => short(weekday),
-            Some('B') => month_name.to_owned(),
-            Some('b' | 'h') => short(month_name),
-            Some('F') => format!("{year}-{month:02}-{day:02}"),
-            Some('T') => format!("{hour:02}:{minute:02}:{second:02}"),
+            Some('f') => format!("{:06}", since_epoch.subsec_micros()),
+            Some('p') => half.to_owned(),
+            Some('P') => half.to_lowercase(),
+            Some('A') => name(day_name, usize::MAX),
+            Some('a') => name(day_name, 3),
+            Some('B') => name(month_name, usize::MAX),
+            Some('b' | 'h') => name(month_name, 3),
             Some('s') => unix_seconds.to_string(),
-            Some('Z') => "UTC".to_owned(),
-            Some('z') => "+0000".to_owned(),
+            // There is no zone.
+            Some('Z' | 'z') => String::new(),
+            Some('n') => "\n".to_owned(),
+            Some('t') => "\t".to_owned(),
             Some('%') => "%".to_owned(),
+            Some(letter @ ('c' | 'D' | 'x' | 'F' | 'T' | 'X' | 'R' | 'r')) => {
+                let expanded = match letter {
+                    'c' => "%a %b %e %H:%M:%S %Y",
+                    'D' | 'x' => "%m/%d/%y",
+                    'F' => "%Y-%m-%d",
+                    'R' => "%H:%M",
+                    'r' => "%I:%M:%S %p",
+                    _ => "%H:%M:%S",
+                };
+                write_time(text, expanded, since_epoch)?;
+                continue;
+            }
             Some(other) => format!("%{other}"),
             None => "%".to_owned(),
         };
         text.push(&piece)?;
     }
-    Ok(text.into_string())
+    Ok(())
 }
 
 /// Returns the year, month, day and day of the year of a day since 1970-01-01 (Howard Hinnant,
@@ -242,16 +319,42 @@ fn civil_date(days: u64) -> (u64, u64, u64, u64) {
 #[cfg(test)]
 mod tests {
     use super::strftime;
+    use std::time::Duration;
+
+    fn at(format: &str, unix_seconds: u64) -> String {
+        strftime(format, Duration::from_secs(unix_seconds)).unwrap()
+    }
 
     #[test]
     fn dates_are_those_of_the_calendar() {
         // 2024-02-29 13:05:09 UTC, a Thursday; `date -u -d @1709211909`.
         let format = "%Y-%m-%d %H:%M:%S %A %a %B %b %j %I %p %-m/%-d/%y %q %%";
         assert_eq!(
-            strftime(format, 1_709_211_909).unwrap(),
+            at(format, 1_709_211_909),
             "2024-02-29 13:05:09 Thursday Thu February Feb 060 01 PM 2/29/24 %q %"
         );
-        assert_eq!(strftime("%d %b %Y %A", 0).unwrap(), "01 Jan 1970 Thursday");
-        assert_eq!(strftime("%F %T %j", 1_735_689_599).unwrap(), "2024-12-31 23:59:59 366");
+        assert_eq!(at("%d %b %Y %A", 0), "01 Jan 1970 Thursday");
+        assert_eq!(at("%F %T %j", 1_735_689_599), "2024-12-31 23:59:59 366");
+    }
+
+    /// As Python 3.11 gives them for a datetime without a zone.
+    #[test]
+    fn directives_are_pythons() {
+        assert_eq!(
+            at("%c|%C|%D|%e|%g|%G|%k|%l|%P|%r|%R|%s|%u|%U|%V|%w|%W|%x|%X|%z%Z|", 1_709_211_909),
+            "Thu Feb 29 13:05:09 2024|20|02/29/24|29|24|2024|13| 1|pm|01:05:09 PM|13:05|1709211909|\
+             4|08|09|4|09|02/29/24|13:05:09||"
+        );
+        // 2024-02-03 04:05:09, a Saturday.
+        assert_eq!(
+            at("%-d|%_d|%0e|%^b|%^A|%-I|%_H|%-j|%_j|%-y|%_m|%-e|%", 1_706_933_109),
+            "3| 3|03|FEB|SATURDAY|4| 4|34| 34|24| 2|3|%"
+        );
+        // The ends of years: 2021-01-03, 2024-12-30, 2026-12-31.
+        assert_eq!(at("%G %V %U %W", 1_609_632_000), "2020 53 01 00");
+        assert_eq!(at("%G %V %g %u", 1_735_516_800), "2025 01 25 1");
+        assert_eq!(at("%G %V %U %W", 1_798_675_200), "2026 53 52 52");
+        let time = Duration::new(1, 42_000);
+        assert_eq!(strftime("%S.%f", time).unwrap(), "01.000042");
     }
 }

@@ -29,6 +29,7 @@ use minijinja::syntax::SyntaxConfig;
 use minijinja::value::Value;
 use minijinja::{AutoEscape, Environment};
 use std::sync::Arc;
+use std::time::SystemTime;
 
 /// The longest template source, in bytes. The longest published ones have about 20 KiB.
 pub(super) const MAX_SOURCE_BYTES: usize = 64 << 10;
@@ -61,12 +62,12 @@ pub(super) fn check(source: &str) -> Result<()> {
     on_own_thread(per_source + CHECK_STACK_BYTES, || compile_and(source, |_, _| Ok(())))
 }
 
-/// Renders a template.
-pub(super) fn render(source: &str, variables: &Variables<'_>) -> Result<String> {
+/// Renders a template. `now`: the time of which `strftime_now` tells.
+pub(super) fn render(source: &str, variables: &Variables<'_>, now: SystemTime) -> Result<String> {
     on_own_thread(RENDER_STACK_BYTES, || {
         compile_and(source, |generator, budget| {
             let (instructions, blocks) = generator.finish();
-            let env = environment(budget);
+            let env = environment(budget, now);
             let context = Value::from_pairs(variables.iter().map(|(name, variable)| {
                 let value = match variable {
                     Variable::Json(json) => values::from_json(json),
@@ -125,12 +126,12 @@ fn compile_and<T>(
     then(generator, &budget)
 }
 
-fn environment(budget: &Arc<Budget>) -> Environment<'static> {
+fn environment(budget: &Arc<Budget>, now: SystemTime) -> Environment<'static> {
     let mut env = Environment::empty();
     env.set_fuel(Some(FUEL));
     operators::register(&mut env, budget);
     filters::register(&mut env, budget);
-    functions::register(&mut env, budget);
+    functions::register(&mut env, budget, now);
     methods::register(&mut env, budget);
     env
 }
