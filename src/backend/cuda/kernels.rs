@@ -307,6 +307,8 @@ kernels! {
     }
     "linear/skinny" {
         LINEAR_SKINNY_PLAIN_128X128 "xserv_linear_skinny_plain_128x128" f16 bf16;
+        LINEAR_SKINNY_PLAIN_128X64 "xserv_linear_skinny_plain_128x64" f16 bf16;
+        LINEAR_SKINNY_PLAIN_128X96 "xserv_linear_skinny_plain_128x96" f16 bf16;
         LINEAR_SKINNY_PLAIN_192X128 "xserv_linear_skinny_plain_192x128" f16 bf16;
         LINEAR_SKINNY_PLAIN_192X16 "xserv_linear_skinny_plain_192x16" f16 bf16;
         LINEAR_SKINNY_PLAIN_192X32 "xserv_linear_skinny_plain_192x32" f16 bf16;
@@ -318,6 +320,8 @@ kernels! {
         LINEAR_SKINNY_PLAIN_64X64 "xserv_linear_skinny_plain_64x64" f16 bf16;
         LINEAR_SKINNY_PLAIN_64X96 "xserv_linear_skinny_plain_64x96" f16 bf16;
         LINEAR_SKINNY_RESIDUAL_128X128 "xserv_linear_skinny_residual_128x128" f16 bf16;
+        LINEAR_SKINNY_RESIDUAL_128X64 "xserv_linear_skinny_residual_128x64" f16 bf16;
+        LINEAR_SKINNY_RESIDUAL_128X96 "xserv_linear_skinny_residual_128x96" f16 bf16;
         LINEAR_SKINNY_RESIDUAL_192X128 "xserv_linear_skinny_residual_192x128" f16 bf16;
         LINEAR_SKINNY_RESIDUAL_192X16 "xserv_linear_skinny_residual_192x16" f16 bf16;
         LINEAR_SKINNY_RESIDUAL_192X32 "xserv_linear_skinny_residual_192x32" f16 bf16;
@@ -329,6 +333,8 @@ kernels! {
         LINEAR_SKINNY_RESIDUAL_64X64 "xserv_linear_skinny_residual_64x64" f16 bf16;
         LINEAR_SKINNY_RESIDUAL_64X96 "xserv_linear_skinny_residual_64x96" f16 bf16;
         LINEAR_SKINNY_SWIGLU_128X128 "xserv_linear_skinny_swiglu_128x128" f16 bf16;
+        LINEAR_SKINNY_SWIGLU_128X64 "xserv_linear_skinny_swiglu_128x64" f16 bf16;
+        LINEAR_SKINNY_SWIGLU_128X96 "xserv_linear_skinny_swiglu_128x96" f16 bf16;
         LINEAR_SKINNY_SWIGLU_192X128 "xserv_linear_skinny_swiglu_192x128" f16 bf16;
         LINEAR_SKINNY_SWIGLU_192X16 "xserv_linear_skinny_swiglu_192x16" f16 bf16;
         LINEAR_SKINNY_SWIGLU_192X32 "xserv_linear_skinny_swiglu_192x32" f16 bf16;

@@ -90,8 +90,7 @@ impl Division {
         let candidates: &[i64] = match tokens {
             ..=32 => &[192, 64],
             128 if rows >= VOCABULARY_ROWS => &[128],
-            128 => &[192, 128],
-            _ => &[192],
+            _ => &[192, 128],
         };
         let most_rows = |tile: i64| {
             let tiles = (rows as u64).div_ceil(tile as u64);
@@ -121,6 +120,8 @@ impl Division {
             (64, 64) => (2, 7, 6),
             (64, 96) => (2, 5, 5),
             (64, _) => (2, 4, 4),
+            (128, 64) => (2, 4, 4),
+            (128, 96) => (1, 8, 8),
             (128, _) => (1, 7, 7),
             (_, 16) => (2, 4, 4),
             (_, 32) => (2, 3, 3),
@@ -140,6 +141,8 @@ impl Division {
             (Store, 64, 64) => kernels::LINEAR_SKINNY_PLAIN_64X64,
             (Store, 64, 96) => kernels::LINEAR_SKINNY_PLAIN_64X96,
             (Store, 64, 128) => kernels::LINEAR_SKINNY_PLAIN_64X128,
+            (Store, 128, 64) => kernels::LINEAR_SKINNY_PLAIN_128X64,
+            (Store, 128, 96) => kernels::LINEAR_SKINNY_PLAIN_128X96,
             (Store, 128, 128) => kernels::LINEAR_SKINNY_PLAIN_128X128,
             (Store, 192, 16) => kernels::LINEAR_SKINNY_PLAIN_192X16,
             (Store, 192, 32) => kernels::LINEAR_SKINNY_PLAIN_192X32,
@@ -151,6 +154,8 @@ impl Division {
             (AddResidual, 64, 64) => kernels::LINEAR_SKINNY_RESIDUAL_64X64,
             (AddResidual, 64, 96) => kernels::LINEAR_SKINNY_RESIDUAL_64X96,
             (AddResidual, 64, 128) => kernels::LINEAR_SKINNY_RESIDUAL_64X128,
+            (AddResidual, 128, 64) => kernels::LINEAR_SKINNY_RESIDUAL_128X64,
+            (AddResidual, 128, 96) => kernels::LINEAR_SKINNY_RESIDUAL_128X96,
             (AddResidual, 128, 128) => kernels::LINEAR_SKINNY_RESIDUAL_128X128,
             (AddResidual, 192, 16) => kernels::LINEAR_SKINNY_RESIDUAL_192X16,
             (AddResidual, 192, 32) => kernels::LINEAR_SKINNY_RESIDUAL_192X32,
@@ -162,6 +167,8 @@ impl Division {
             (SwiGlu, 64, 64) => kernels::LINEAR_SKINNY_SWIGLU_64X64,
             (SwiGlu, 64, 96) => kernels::LINEAR_SKINNY_SWIGLU_64X96,
             (SwiGlu, 64, 128) => kernels::LINEAR_SKINNY_SWIGLU_64X128,
+            (SwiGlu, 128, 64) => kernels::LINEAR_SKINNY_SWIGLU_128X64,
+            (SwiGlu, 128, 96) => kernels::LINEAR_SKINNY_SWIGLU_128X96,
             (SwiGlu, 128, 128) => kernels::LINEAR_SKINNY_SWIGLU_128X128,
             (SwiGlu, 192, 16) => kernels::LINEAR_SKINNY_SWIGLU_192X16,
             (SwiGlu, 192, 32) => kernels::LINEAR_SKINNY_SWIGLU_192X32,
@@ -176,12 +183,14 @@ impl Division {
 
 /// The rows and tokens of a block of each kernel.
 #[cfg(test)]
-const VARIANTS: [(i64, i64); 11] = [
+const VARIANTS: [(i64, i64); 13] = [
     (64, 16),
     (64, 32),
     (64, 64),
     (64, 96),
     (64, 128),
+    (128, 64),
+    (128, 96),
     (128, 128),
     (192, 16),
     (192, 32),
@@ -320,7 +329,8 @@ mod tests {
             (24_576, 128, 192),
             (28_672, 1, 64),
             (28_672, 32, 64),
-            (28_672, 64, 192),
+            (28_672, 64, 128),
+            (24_576, 64, 192),
             (28_672, 128, 128),
             (34_816, 8, 64),
             (51_200, 8, 64),

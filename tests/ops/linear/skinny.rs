@@ -131,6 +131,9 @@ fn products_of_up_to_128_tokens_on_cuda_are_rounded_as_in_transformers() {
         // has.
         check(&context, dtype, (Epilogue::AddResidual, false), (72, 8192), &[1, 16, SKINNY_TOKENS]);
         check(&context, dtype, (Epilogue::Store, true), (98_312, 64), &[1, 17, SKINNY_TOKENS]);
+        // A gate and up whose last wave of large tiles would leave the chip idle.
+        let tokens = [5, 33, 64, 70, 96, SKINNY_TOKENS];
+        check(&context, dtype, (Epilogue::SwiGlu, false), (14_336, 64), &tokens);
     }
 }
 
