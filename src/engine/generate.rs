@@ -7,7 +7,7 @@ use super::batch_builder::Part;
 use super::engine::Engine;
 use super::inbox::{check_may_wait, Inbox, Waker};
 use super::lease::{Handoff, Lease};
-use super::request::{CancelToken, FinishReason, Request};
+use super::request::{CancelToken, FinishReason, Prompt, Request};
 use super::sampler::{Sampler, SamplingParams};
 use super::sequence::NewSequence;
 use super::submission::{SampleWork, Submission, Work};
@@ -103,6 +103,7 @@ impl Engine {
         let rules = TextRules {
             tokenizer,
             skip_special: request.skip_special,
+            continues: !matches!(&request.prompt, Prompt::Chat(_) | Prompt::Text { text: "", .. }),
             stop_strings: &request.stop_strings,
         };
         let deadline = request.time_limit.and_then(|limit| begin.checked_add(limit));

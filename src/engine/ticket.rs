@@ -79,6 +79,8 @@ pub(super) struct TextRules<'a> {
     /// `None`: there is no text.
     pub tokenizer: Option<&'a Arc<Tokenizer>>,
     pub skip_special: bool,
+    /// Whether the text goes on with that of the prompt, or is an answer of its own.
+    pub continues: bool,
     pub stop_strings: &'a [&'a str],
 }
 
@@ -92,7 +94,13 @@ struct TextOutput {
 impl TextOutput {
     fn new(rules: &TextRules<'_>) -> Result<Self> {
         let stop = StopMatcher::new(rules.stop_strings)?;
-        let new = |tokenizer: &Arc<_>| Detokenizer::new(Arc::clone(tokenizer), rules.skip_special);
+        let new = |tokenizer: &Arc<_>| {
+            let tokenizer = Arc::clone(tokenizer);
+            match rules.continues {
+                true => Detokenizer::continuing(tokenizer, rules.skip_special),
+                false => Detokenizer::new(tokenizer, rules.skip_special),
+            }
+        };
         Ok(TextOutput { detokenizer: rules.tokenizer.map(new), stop, text: String::new() })
     }
 

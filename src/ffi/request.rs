@@ -35,7 +35,9 @@ pub struct xserv_cancel_token {
 pub struct xserv_request {
     /// sizeof(xserv_request).
     pub struct_size: usize,
-    /// The prompt as text to be continued, UTF-8; or NULL.
+    /// The prompt as text to be continued, UTF-8; or NULL. The text that comes begins with the space
+    /// before its first word, so that both can be put together; an answer to messages_json does not,
+    /// with tokenizers that take such a space for the beginning of a text (Llama 2, Mistral).
     pub prompt: *const c_char,
     /// Bytes of prompt; default XSERV_NUL_TERMINATED.
     pub prompt_len: usize,

@@ -47,6 +47,13 @@ impl Detokenizer {
         }
     }
 
+    /// Makes a detokenizer for tokens that go on with a text, as those do that complete a prompt: where
+    /// [`Detokenizer::new`] leaves out the space before the first word of a text, this one keeps it.
+    /// Vocabularies that do not stand for bytes are treated alike.
+    pub fn continuing(tokenizer: Arc<Tokenizer>, skip_special_tokens: bool) -> Self {
+        Detokenizer { text: ByteText::continuing(), ..Self::new(tokenizer, skip_special_tokens) }
+    }
+
     /// Takes the next token and returns the text that it completes, often empty; otherwise there is
     /// room for one more byte, for callers that need a NUL. An id without a token has no text. After
     /// an error the token has not been taken.

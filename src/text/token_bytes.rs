@@ -240,6 +240,11 @@ pub(super) struct ByteText {
 }
 
 impl ByteText {
+    /// Makes text that goes on with another, of which nothing is to be stripped.
+    pub fn continuing() -> Self {
+        ByteText { is_stripped: true, ..ByteText::default() }
+    }
+
     /// Makes sure that [`ByteText::push`] needs no memory but that of the text; returns the most
     /// bytes that it can append.
     pub fn reserve(&mut self, table: &TokenBytes, id: u32) -> Result<usize> {

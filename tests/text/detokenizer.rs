@@ -83,6 +83,22 @@ fn the_first_space_is_left_out_once() {
     }
 }
 
+/// What completes a prompt keeps the space between its last word and the next.
+#[test]
+fn a_text_that_goes_on_keeps_its_first_space() {
+    let tokenizer = byte_fallback();
+    let mut detokenizer = Detokenizer::continuing(Arc::clone(&tokenizer), false);
+    assert_eq!(detokenizer.push(304).unwrap(), " hi");
+    assert_eq!(detokenizer.push(304).unwrap(), " hi");
+    assert_eq!(detokenizer.finish().unwrap(), "");
+    // Tokens of the byte level have no such space.
+    let bytes = super::support::tokenizer(&own("text"));
+    let ids = bytes.encode(" hi there", false, true).unwrap();
+    let mut detokenizer = Detokenizer::continuing(bytes, false);
+    let text: String = ids.iter().map(|id| detokenizer.push(*id).unwrap()).collect();
+    assert_eq!(text, " hi there");
+}
+
 /// A stop string that begins in the middle of a token and ends in byte tokens.
 #[test]
 fn stop_strings_of_byte_tokens() {

@@ -371,7 +371,8 @@ fn quadratic_searches_are_given_up() {
             }
             Err(error) => assert!(error.message().contains("regular expressions take"), "{error}"),
         }
-        assert!(begin.elapsed() < Duration::from_secs(15), "{pattern}: {:?}", begin.elapsed());
+        // Unbounded, one takes hours; a busy machine may make seconds of one a minute.
+        assert!(begin.elapsed() < Duration::from_secs(60), "{pattern}: {:?}", begin.elapsed());
     }
 }
 
