@@ -162,27 +162,31 @@ impl RopeConfig {
     /// Transformers: the exponent and the result are f32, the power itself is exact to f32.
     pub fn inv_freq(&self, head_dim: usize) -> Result<Vec<f32>> {
         let num_pairs = head_dim / 2;
-        let mut inv_freq = crate::error::try_with_capacity(num_pairs, "rotary frequencies")?;
-        let ramp = match &self.scaling {
-            RopeScaling::Yarn(yarn) => yarn.ramp(head_dim, self.theta),
-            _ => (0.0, 0.0),
-        };
+        let mut wavelengths = crate::error::try_with_capacity(num_pairs, "rotary frequencies")?;
         for pair in 0..num_pairs {
             let exponent = (2 * pair) as f32 / head_dim as f32;
-            let wavelength = self.theta.powf(f64::from(exponent)) as f32;
-            let unscaled = 1.0 / wavelength;
-            inv_freq.push(match &self.scaling {
-                RopeScaling::None => unscaled,
-                RopeScaling::Linear(factor) => unscaled / *factor as f32,
-                RopeScaling::ByWavelength(scaling) => scaling.scaled(unscaled),
-                RopeScaling::Yarn(yarn) => {
-                    let (low, high) = ramp;
-                    let interpolated = 1.0 / (yarn.factor as f32 * wavelength);
+            wavelengths.push(self.theta.powf(f64::from(exponent)) as f32);
+        }
+        // A loop for each kind: in one loop over all, the compiler looks at the parameters of every kind
+        // before it knows which there is, and reads memory that was never written.
+        let mut inv_freq = wavelengths;
+        match &self.scaling {
+            RopeScaling::None => inv_freq.iter_mut().for_each(|x| *x = 1.0 / *x),
+            RopeScaling::Linear(factor) => {
+                inv_freq.iter_mut().for_each(|x| *x = 1.0 / *x / *factor as f32);
+            }
+            RopeScaling::ByWavelength(scaling) => {
+                inv_freq.iter_mut().for_each(|x| *x = scaling.scaled(1.0 / *x));
+            }
+            RopeScaling::Yarn(yarn) => {
+                let (low, high) = yarn.ramp(head_dim, self.theta);
+                for (pair, x) in inv_freq.iter_mut().enumerate() {
+                    let interpolated = 1.0 / (yarn.factor as f32 * *x);
                     let slowed = ((pair as f32 - low) / (high - low)).clamp(0.0, 1.0);
                     let kept = 1.0 - slowed;
-                    interpolated * (1.0 - kept) + unscaled * kept
+                    *x = interpolated * (1.0 - kept) + 1.0 / *x * kept;
                 }
-            });
+            }
         }
         Ok(inv_freq)
     }
