@@ -11,7 +11,7 @@ use std::io::Write as _;
 use std::os::fd::AsRawFd;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
@@ -25,7 +25,7 @@ use crate::client::*;
 pub const MAX_CPU_SECONDS: f64 = 2.0;
 pub const MAX_EXTRA_BYTES: u64 = 256 << 20;
 /// No sign of life for so long counts as hung.
-const HANG: Duration = Duration::from_secs(30);
+pub const HANG: Duration = Duration::from_secs(30);
 /// What a host might give a thread that calls the library.
 pub const SMALL_STACK_BYTES: usize = 128 << 10;
 /// A prompt for the model whose continuation is compared.
@@ -579,6 +579,27 @@ struct Died {
     printed: String,
 }
 
+/// Waits for the end of a process that writes to `report`; ends it, and returns `None`, when it has
+/// written nothing for [`HANG`].
+pub fn wait_while_it_writes(child: &mut Child, report: &Path) -> Option<ExitStatus> {
+    let (mut seen, mut since) = (0, Instant::now());
+    loop {
+        if let Some(status) = child.try_wait().unwrap() {
+            return Some(status);
+        }
+        let length = std::fs::metadata(report).unwrap().len();
+        if length != seen {
+            (seen, since) = (length, Instant::now());
+        }
+        if since.elapsed() > HANG {
+            child.kill().unwrap();
+            child.wait().unwrap();
+            return None;
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
 fn run_child(name: &str, skip: usize, environment: &[(&str, &str)]) -> Result<Vec<Value>, Died> {
     let folder = TempDir::new();
     let report = folder.path().join("report");
@@ -607,22 +628,7 @@ fn run_child(name: &str, skip: usize, environment: &[(&str, &str)]) -> Result<Ve
         .stderr(Stdio::null())
         .spawn()
         .unwrap();
-    let (mut seen, mut since) = (0, Instant::now());
-    let status = loop {
-        if let Some(status) = child.try_wait().unwrap() {
-            break Some(status);
-        }
-        let length = std::fs::metadata(&report).unwrap().len();
-        if length != seen {
-            (seen, since) = (length, Instant::now());
-        }
-        if since.elapsed() > HANG {
-            child.kill().unwrap();
-            child.wait().unwrap();
-            break None;
-        }
-        std::thread::sleep(Duration::from_millis(10));
-    };
+    let status = wait_while_it_writes(&mut child, &report);
     let text = std::fs::read_to_string(&report).unwrap();
     let lines: Vec<Value> = text.lines().map(|l| serde_json::from_str(l).unwrap()).collect();
     let read = |file| std::fs::read_to_string(folder.path().join(file)).unwrap_or_default();

@@ -27,22 +27,22 @@ fn gpt2() -> Value {
     })
 }
 
-fn with(mut config: Value, field: &str, value: Value) -> Value {
+pub fn with(mut config: Value, field: &str, value: Value) -> Value {
     config[field] = value;
     config
 }
 
-fn without(mut config: Value, field: &str) -> Value {
+pub fn without(mut config: Value, field: &str) -> Value {
     config.as_object_mut().expect("an object").remove(field);
     config
 }
 
-fn parse(config: &Value) -> Result<ModelConfig, Error> {
+pub fn parse(config: &Value) -> Result<ModelConfig, Error> {
     ModelConfig::parse(config.to_string().as_bytes())
 }
 
 #[track_caller]
-fn refused(config: &Value, kind: ErrorKind, named: &str) {
+pub fn refused(config: &Value, kind: ErrorKind, named: &str) {
     let error = parse(config).expect_err("must be refused");
     assert_eq!(error.kind(), kind, "{error}");
     assert!(error.message().contains(named), "{error} does not name {named}");

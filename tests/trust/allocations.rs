@@ -17,16 +17,15 @@ use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::ptr;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use xserv::ffi::xserv_status::*;
 use xserv::ffi::*;
 use xserv::reserve;
 
 use crate::client::*;
+use crate::hostile_child::wait_while_it_writes;
 
-/// No sign of life for so long counts as hung.
-const HANG: Duration = Duration::from_secs(30);
 /// Allocations of a scenario that are tried at the gate, for each mode.
 const AT_THE_GATE: usize = 100;
 
@@ -621,22 +620,7 @@ fn run_child(
         .stderr(File::create(&printed).unwrap())
         .spawn()
         .unwrap();
-    let (mut seen, mut since) = (0, Instant::now());
-    let status = loop {
-        if let Some(status) = child.try_wait().unwrap() {
-            break Some(status);
-        }
-        let length = std::fs::metadata(&report).unwrap().len();
-        if length != seen {
-            (seen, since) = (length, Instant::now());
-        }
-        if since.elapsed() > HANG {
-            child.kill().unwrap();
-            child.wait().unwrap();
-            break None;
-        }
-        std::thread::sleep(Duration::from_millis(5));
-    };
+    let status = wait_while_it_writes(&mut child, &report);
     let text = std::fs::read_to_string(&report).unwrap();
     let said = std::fs::read_to_string(&printed).unwrap_or_default();
     let _ = std::fs::remove_file(&report);

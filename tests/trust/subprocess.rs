@@ -5,12 +5,9 @@ use std::fs::File;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::time::{Duration, Instant};
 
 use crate::files::TempDir;
-
-/// No line written for so long counts as hung.
-const HANG: Duration = Duration::from_secs(30);
+use crate::hostile_child::{wait_while_it_writes, HANG};
 
 /// Whether every fault is to be tried, instead of a sample.
 pub fn all() -> bool {
@@ -73,22 +70,7 @@ pub fn run(name: &str, environment: &[(&str, &OsStr)]) -> Ended {
         .stderr(file)
         .spawn()
         .unwrap();
-    let (mut seen, mut since) = (0, Instant::now());
-    let status = loop {
-        if let Some(status) = child.try_wait().unwrap() {
-            break Some(status);
-        }
-        let length = std::fs::metadata(&report).unwrap().len();
-        if length != seen {
-            (seen, since) = (length, Instant::now());
-        }
-        if since.elapsed() > HANG {
-            child.kill().unwrap();
-            child.wait().unwrap();
-            break None;
-        }
-        std::thread::sleep(Duration::from_millis(5));
-    };
+    let status = wait_while_it_writes(&mut child, &report);
     let text = String::from_utf8_lossy(&std::fs::read(&report).unwrap()).into_owned();
     let lines: Vec<String> = text.lines().map(str::to_string).collect();
     let at = lines.iter().rev().find_map(|line| line.strip_prefix("case: ")).unwrap_or("the start");
