@@ -132,21 +132,15 @@ impl RopeConfig {
                 "{place}: llama_4_scaling_beta (queries scaled by their position) is not supported"
             )));
         }
+        let original = || original_context(config, rope, max_position_embeddings, max_positions);
         let scaling = match rope_type {
             "default" => RopeScaling::None,
             "linear" => RopeScaling::Linear(factor(rope)?.ok_or_else(|| rope.missing("factor"))?),
-            "yarn" => RopeScaling::Yarn(YarnConfig::parse(
-                config,
-                rope,
-                max_position_embeddings,
-                max_positions,
-            )?),
-            "llama3" => RopeScaling::ByWavelength(ByWavelength::parse(
-                config,
-                rope,
-                max_position_embeddings,
-                max_positions,
-            )?),
+            "yarn" => {
+                let yarn = YarnConfig::parse(rope, max_position_embeddings, original()?)?;
+                RopeScaling::Yarn(yarn)
+            }
+            "llama3" => RopeScaling::ByWavelength(ByWavelength::parse(rope, original()?)?),
             other => {
                 return Err(Error::unsupported(format!(
                     "{place}: rope type \"{}\" is not supported (supported: {})",
@@ -162,14 +156,14 @@ impl RopeConfig {
     /// Transformers: the exponent and the result are f32, the power itself is exact to f32.
     pub fn inv_freq(&self, head_dim: usize) -> Result<Vec<f32>> {
         let num_pairs = head_dim / 2;
-        let mut wavelengths = crate::error::try_with_capacity(num_pairs, "rotary frequencies")?;
+        // First the wavelengths, in units of 2 pi.
+        let mut inv_freq = crate::error::try_with_capacity(num_pairs, "rotary frequencies")?;
         for pair in 0..num_pairs {
             let exponent = (2 * pair) as f32 / head_dim as f32;
-            wavelengths.push(self.theta.powf(f64::from(exponent)) as f32);
+            inv_freq.push(self.theta.powf(f64::from(exponent)) as f32);
         }
         // A loop for each kind: in one loop over all, the compiler looks at the parameters of every kind
         // before it knows which there is, and reads memory that was never written.
-        let mut inv_freq = wavelengths;
         match &self.scaling {
             RopeScaling::None => inv_freq.iter_mut().for_each(|x| *x = 1.0 / *x),
             RopeScaling::Linear(factor) => {
@@ -224,13 +218,7 @@ fn original_context(
 }
 
 impl ByWavelength {
-    fn parse(
-        config: Fields<'_>,
-        rope: Fields<'_>,
-        max_position_embeddings: usize,
-        max_positions: usize,
-    ) -> Result<Self> {
-        let original = original_context(config, rope, max_position_embeddings, max_positions)?;
+    fn parse(rope: Fields<'_>, original: usize) -> Result<Self> {
         let number = |name: &str| {
             rope.optional_number(name, 0.0, 65_536.0)?.ok_or_else(|| rope.missing(name))
         };
@@ -264,13 +252,7 @@ impl ByWavelength {
 }
 
 impl YarnConfig {
-    fn parse(
-        config: Fields<'_>,
-        rope: Fields<'_>,
-        max_position_embeddings: usize,
-        max_positions: usize,
-    ) -> Result<Self> {
-        let original = original_context(config, rope, max_position_embeddings, max_positions)?;
+    fn parse(rope: Fields<'_>, max_position_embeddings: usize, original: usize) -> Result<Self> {
         let factor = match factor(rope)? {
             Some(factor) => factor,
             // Transformers treats an explicit null this way; an absent factor is an error there.
