@@ -12,4 +12,5 @@ mod install;
 mod python;
 mod random_model;
 mod readme;
+mod rust;
 mod support;
