@@ -65,7 +65,7 @@ class Async(ModelTest):
             return await asyncio.gather(*(stream(prompt) for prompt in prompts))
 
         self.assertEqual(asyncio.run(everything()), [result.token_ids for result in alone])
-        self.assertGreater(self.model.stats()["total_generated_tokens"], 0)
+        self.assertGreater(self.model.stats().total_generated_tokens, 0)
 
     def test_a_cancelled_task_ends_its_generation(self):
         async def first_piece_then_cancel():
@@ -364,11 +364,11 @@ class Loading(unittest.TestCase):
         for pieces in (0, 50, 1 << 40):
             with xserv.Model(MODEL, device="cpu", max_prefill_tokens=pieces) as model:
                 tokens = model.generate(tokens=ids, max_tokens=3, temperature=0, ignore_eos=True).token_ids
-                while model.stats()["num_running"]:
+                while model.stats().num_running:
                     time.sleep(0.001)
                 stats = model.stats()
-                found[stats["total_steps"]] = tokens
-                self.assertGreater(stats["device_busy_seconds"], 0)
+                found[stats.total_steps] = tokens
+                self.assertGreater(stats.device_busy_seconds, 0)
                 self.assertEqual(xserv.plan(MODEL, device="cpu", max_prefill_tokens=pieces).workspace_bytes,
                                  model.info.workspace_bytes)
         self.assertEqual(list(found), [3, 6])
