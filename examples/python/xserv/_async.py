@@ -1,9 +1,10 @@
 """Generation for asyncio: the event loop waits for one file descriptor, whatever the number of streams.
 
 The library writes to an eventfd when a submission has events after it had none. All streams of an event loop share one
-(class Wakeups); when it can be read, the loop asks those streams that somebody waits for whether the news are theirs. (The
-library could call a Python function with the stream instead. But that would run on the thread that computes the model,
-which would have to wait for the interpreter's lock while all other requests stand still.)
+(class Wakeups); when it can be read, the loop asks streams that somebody waits for whether the news are theirs, until it
+has found as many as the eventfd has counted. (The library could call a Python function with the stream instead. But that
+would run on the thread that computes the model, which would have to wait for the interpreter's lock while all requests
+stand still.)
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import threading
 import weakref
 from collections import deque
 from ctypes import CDLL, addressof, byref, c_int, c_uint, c_uint8, c_void_p, get_errno, sizeof, string_at
-from typing import Any, AsyncIterator, Callable, Deque, Dict, Optional, Set
+from itertools import chain
+from typing import Any, AsyncIterator, Callable, Deque, Dict, List, Optional, Set
 
 from . import _library as c
 from ._errors import NotCopyable
@@ -68,11 +70,15 @@ class Wakeups:
         # A stream may be dropped on any thread, also by a garbage collection within one of the blocks that hold this lock.
         self._lock = threading.RLock()
         self._members: Set[Submission] = set()
-        # Who waits for events, by the handles of the submissions, the longest first.
-        self._waiting: Dict[int, "asyncio.Future[None]"] = {}
+        # Who waits for events, by the handles of the submissions, the longest first: those that have had some, which the
+        # model is computing, and those that may have to wait for others.
+        self._running: Dict[int, "asyncio.Future[None]"] = {}
+        self._queued: Dict[int, "asyncio.Future[None]"] = {}
         # Requests with long prompts and those after them, by the handle of their model; the first is being submitted.
         self._queues: Dict[int, Deque[Submission]] = {}
         self._ready = c_uint8()
+        self._has_asked_all = True
+        self._look_at_all = False
         self.fd = _new_eventfd()
         if loop is not None:
             try:
@@ -94,6 +100,8 @@ class Wakeups:
         self._members.discard(member)
         if not self._members:
             self.call_on_loop(self._shut)
+        elif not self._has_asked_all and self._forks == _forks:
+            self.call_on_loop(self._count_is_off)
 
     def call_on_loop(self, work: Callable[[], None]) -> None:
         """Calls work() now, or on the loop's thread if the loop is running on another one."""
@@ -137,26 +145,49 @@ class Wakeups:
         self.bind(loop)
         waiter = submission.waiter = loop.create_future()
         handle = submission.handle
+        waiting = self._running if submission.is_running else self._queued
         if handle is not None:
-            self._waiting[handle] = waiter
+            waiting[handle] = waiter
         try:
             await waiter
         finally:
             submission.waiter = None
             if handle is not None:
-                self._waiting.pop(handle, None)
+                waiting.pop(handle, None)
 
     def _on_wake(self) -> None:
         try:
             # Before the streams are asked: what comes after the question makes it readable again.
-            os.read(self.fd, 8)
+            num_news = int.from_bytes(os.read(self.fd, 8), sys.byteorder) if self.fd >= 0 else 0
         except BlockingIOError:
-            pass
+            num_news = 0
+        if self._look_at_all:
+            num_news = len(self._running) + len(self._queued)
+        self._look_at_all = False
+        if num_news == 0:
+            return
+        # Each submission with news has added one to the number, so that not all need be asked.
         ready, address = self._ready, addressof(self._ready)
-        # A failure is news as well: xserv_next() will tell it.
-        woken = [handle for handle in self._waiting if poll(handle, address) or ready.value]
+        woken: List[int] = []
+        for handle in chain(self._running, self._queued):
+            # A failure is news as well: xserv_next() will tell it.
+            if poll(handle, address) or ready.value:
+                woken.append(handle)
+                if len(woken) == num_news:
+                    self._has_asked_all = False
+                    break
+        else:
+            self._has_asked_all = True
         for handle in woken:
-            _wake(self._waiting.pop(handle))
+            _wake((self._running if handle in self._running else self._queued).pop(handle))
+
+    def _count_is_off(self) -> None:
+        """Has all streams asked. One that was found to have news may have been freed before it was counted, and another
+        one not have been found for it."""
+        if not self._has_asked_all and not self._look_at_all:
+            if self._loop is not None and not self._loop.is_closed():
+                self._look_at_all = True
+                self._loop.call_soon(self._on_wake)
 
     def submit(self, submission: "Submission", prompt_bytes: int) -> None:
         """Submits at once, or on another thread if the prompt is long. Requests of a model keep their order."""
@@ -230,6 +261,7 @@ class Submission:
         self.error: Optional[BaseException] = None
         self.closed = False
         self.waiter: "Optional[asyncio.Future[None]]" = None
+        self.is_running = False
         self._request: Optional[c.Request] = request
         self._is_submitting = False
         # close() may come from a garbage collection within submit(), on its thread.
@@ -344,6 +376,7 @@ class AsyncTextStream(AsyncIterator[Piece], NotCopyable):
                 if event.kind == c.EVENT_NONE:
                     self._num_at_once = 0
                     await submission.wakeups.wait(submission)
+                    submission.is_running = True
                 elif event.kind == c.EVENT_DONE:
                     handle = c_void_p()
                     check(library.xserv_submission_take_result(submission.handle, byref(handle)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from typing import TYPE_CHECKING, Any, Dict, NoReturn, Tuple, Type
+from typing import TYPE_CHECKING, Any, Dict, NoReturn, Optional, Tuple, Type
 
 
 class Error(Exception):
@@ -40,6 +40,8 @@ class ClosedError(Error, ValueError):
 
 class NotFoundError(Error, FileNotFoundError):
     """A file or folder does not exist, or the local Hugging Face cache has no such model. `errno` is ENOENT."""
+
+    errno: Optional[int]
 
     def __init__(self, message: str, code: int, status: str) -> None:
         super().__init__(message, code, status)

@@ -737,8 +737,9 @@ class Model(NotCopyable):
 
 
 # What help() and editors show instead of **options.
-for _function in (Model.generate, Model.generate_async):
-    _function.__signature__ = signature_of(_function)  # type: ignore[attr-defined]
-    if _function.__doc__ and GenerateOptions.__doc__:  # there are none under python -OO
-        _options = "\n".join("    " + line if line else "" for line in GenerateOptions.__doc__.split("\n")[2:])
+_options = "\n".join("    " + line if line else "" for line in (GenerateOptions.__doc__ or "").split("\n")[2:])
+for _name in ("generate", "generate_async"):
+    _function: Any = getattr(Model, _name)
+    _function.__signature__ = signature_of(_function)
+    if _function.__doc__:  # there is none under python -OO
         _function.__doc__ = _function.__doc__.rstrip() + "\n\n" + _options
