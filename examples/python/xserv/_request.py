@@ -158,7 +158,7 @@ def build_request(prompt: Optional[str], options: Mapping[str, Any]) -> Tuple[c.
     stops = [_stop_bytes(text) for text in ([stop] if isinstance(stop, str) else stop)]
     request.stop_strings = (c_char_p * len(stops))(*stops)
     request.num_stop_strings = len(stops)
-    stop_ids = token_array(options.get("stop_token_ids") or ())
+    stop_ids = token_array(options.get("stop_token_ids") or (), "stop_token_ids")
     request.stop_token_ids = stop_ids
     request.num_stop_token_ids = len(stop_ids)
 
@@ -196,7 +196,7 @@ def _check_names(prompt: object, options: Mapping[str, Any]) -> None:
 
 def _stop_bytes(text: object) -> bytes:
     if not isinstance(text, str):
-        raise TypeError(f"stop is a string or a sequence of strings; {text!r} is not a string")
+        raise TypeError(f"stop must be a string or a sequence of strings; {text!r} is not a string")
     return without_nul(text.encode(), "a stop string")
 
 
@@ -212,14 +212,16 @@ def json_bytes(value: Any, what: str) -> bytes:
     return without_nul(text.encode(), f"the JSON of {what}")
 
 
-def token_array(tokens: Iterable[int]) -> Any:
+def token_array(tokens: Iterable[int], what: str = "tokens") -> Any:
     """The ids as a C array of uint32_t. Integers of NumPy are taken as well."""
     if isinstance(tokens, (str, bytes)):
-        raise TypeError(f"token ids are a sequence of integers, not a {type(tokens).__name__}")
+        raise TypeError(f"{what} must be a sequence of integers, not a {type(tokens).__name__}")
     ids = array("I")
     for token in tokens:
         try:
             ids.append(token)
+        except TypeError:
+            raise TypeError(f"{what} must be integers; {token!r} is none") from None
         except OverflowError:
             raise ValueError(f"{token} is not a token id") from None
     return (c_uint32 * len(ids)).from_buffer(ids) if ids else (c_uint32 * 0)()
