@@ -33,13 +33,14 @@ def run(coroutine):
     return asyncio.run(limited())
 
 
-def run_program(program, *arguments, **options):
+def run_program(program):
     """Runs a Python program in a process of its own, and returns what it prints."""
     package = os.path.dirname(os.path.dirname(os.path.abspath(xserv.__file__)))
     path = os.pathsep.join([package, os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-W", "error", "-c", program, MODEL, *arguments]
+    command = [sys.executable, "-W", "error", "-c", program, MODEL]
     environment = dict(os.environ, PYTHONPATH=path)
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, timeout=NEVER, **options)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    done = subprocess.run(command, env=environment, timeout=NEVER, **pipes)
     if done.returncode or done.stderr:
         raise AssertionError(f"exit status {done.returncode}: {done.stderr.decode()}")
     return done.stdout.decode()
@@ -222,8 +223,10 @@ class Descriptors(AsyncTest):
             with self.assertRaises(xserv.InvalidArgumentError):
                 self.model.generate_async("Once", stop=[""])
             # The reader learns it where the prompt is long.
-            refusals = (LONG_PROMPT, {"stop": [""]}, xserv.InvalidArgumentError), (LONG_PROMPT * 5, {}, xserv.ContextFullError)
-            for prompt, options, error in refusals:
+            for prompt, options, error in (
+                (LONG_PROMPT, {"stop": [""]}, xserv.InvalidArgumentError),
+                (LONG_PROMPT * 5, {}, xserv.ContextFullError),
+            ):
                 stream = self.model.generate_async(prompt, **options)
                 with self.assertRaises(error):
                     await stream.wait()
@@ -452,8 +455,8 @@ class LongPrompts(AsyncTest):
 
 class Counting(unittest.TestCase):
     def test_who_was_passed_over_is_found_when_another_leaves(self):
-        """The eventfd counts the submissions with news, so that not all are asked. One may have been found before it was
-        counted, and then be freed, so that it never is: somebody else was passed over for it."""
+        """The eventfd counts the submissions that have events, so that not all are asked. One may have been found
+        before it was counted, and be freed then, so that it never is: another one was passed over for it."""
 
         async def count():
             loop = asyncio.get_running_loop()

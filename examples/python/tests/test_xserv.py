@@ -596,7 +596,9 @@ class Documentation(unittest.TestCase):
 
     def test_everything_public_has_a_docstring(self):
         things = [(name, getattr(xserv, name)) for name in xserv.__all__ if name != "library_version"]
-        things += [(name, thing) for name, thing in vars(ops).items() if getattr(thing, "__module__", "") == ops.__name__]
+        for name, thing in vars(ops).items():
+            if getattr(thing, "__module__", "") == ops.__name__:
+                things.append((name, thing))
         things = [(name, thing) for name, thing in things if not name.startswith("_")]
         for kind in [thing for _, thing in things if isinstance(thing, type)]:
             for name, member in vars(kind).items():

@@ -1,10 +1,10 @@
 """Generation for asyncio: the event loop waits for one file descriptor, whatever the number of streams.
 
-The library writes to an eventfd when a submission has events after it had none. All streams of an event loop share one
-(class Wakeups); when it can be read, the loop asks streams that somebody waits for whether the news are theirs, until it
-has found as many as the eventfd has counted. (The library could call a Python function with the stream instead. But that
-would run on the thread that computes the model, which would have to wait for the interpreter's lock while all requests
-stand still.)
+The library writes to an eventfd when a submission has events after it had none. All streams of an event loop
+share one (class Wakeups). When it can be read, the loop asks the streams that somebody waits for whether they
+have events, until it has found as many as the eventfd has counted. (The library could call a Python function for
+each stream instead. But that would run on the thread that computes the model, which would have to wait for the
+interpreter's lock while all requests stand still.)
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ from ._errors import NotCopyable
 from ._library import check, library, next_event, poll
 from ._stream import Piece, Result, describe, take_result
 
-#: Prompts of up to this many bytes are tokenized by the caller, in a millisecond or two; longer ones on another thread.
+#: Prompts of up to this many bytes are tokenized on the loop's thread, in a millisecond or two, longer ones on
+#: another.
 LONG_PROMPT_BYTES = 4096
 
 #: A stream that is behind gives this many pieces without a wait; then other tasks have their turn.
 PIECES_AT_ONCE = 32
 
-# The number of forks that led to this process. A child shares its parent's epoll descriptors: it must leave them alone.
+# The number of forks that led to this process. A child shares its parent's epoll descriptors: it must leave
+# them alone.
 _forks = 0
 
 
@@ -60,21 +62,23 @@ def _wake(waiter: "asyncio.Future[None]") -> None:
 class Wakeups:
     """The eventfd of an event loop. It exists while there are submissions that may write to it.
 
-    Everything but leave() and call_on_loop() is called on the loop's thread. A stream that is made while no loop runs has one of its own,
-    for the loop that awaits it first.
+    Everything but leave() and call_on_loop() is called on the loop's thread. A stream that is made while no
+    loop runs has one of its own, for the loop that awaits it first.
     """
 
     def __init__(self, loop: Optional[asyncio.AbstractEventLoop]) -> None:
         self._loop = loop
         self._forks = _forks
-        # A stream may be dropped on any thread, also by a garbage collection within one of the blocks that hold this lock.
+        # A stream may be dropped on any thread, also by a garbage collection within one of the blocks that hold
+        # this lock.
         self._lock = threading.RLock()
         self._members: Set[Submission] = set()
-        # Who waits for events, by the handles of the submissions, the longest first: those that have had some, which the
-        # model is computing, and those that may have to wait for others.
+        # Who waits for events, by the handles of the submissions, the longest first: those that have had some,
+        # which the model is computing, and those that may have to wait for others.
         self._running: Dict[int, "asyncio.Future[None]"] = {}
         self._queued: Dict[int, "asyncio.Future[None]"] = {}
-        # Requests with long prompts and those after them, by the handle of their model; the first is being submitted.
+        # Requests with long prompts and those after them, by the handle of their model; the first is being
+        # submitted.
         self._queues: Dict[int, Deque[Submission]] = {}
         self._ready = c_uint8()
         self._has_asked_all = True
@@ -96,7 +100,7 @@ class Wakeups:
             return self.fd >= 0
 
     def leave(self, member: "Submission") -> None:
-        """Closes the descriptor behind the last member. Any thread may call it."""
+        """Closes the descriptor after the last member. Any thread may call it."""
         self._members.discard(member)
         if not self._members:
             self.call_on_loop(self._shut)
@@ -157,23 +161,23 @@ class Wakeups:
 
     def _on_wake(self) -> None:
         try:
-            # Before the streams are asked: what comes after the question makes it readable again.
-            num_news = int.from_bytes(os.read(self.fd, 8), sys.byteorder) if self.fd >= 0 else 0
+            # Before the streams are asked: an event that comes later makes it readable again.
+            num_ready = int.from_bytes(os.read(self.fd, 8), sys.byteorder) if self.fd >= 0 else 0
         except BlockingIOError:
-            num_news = 0
+            num_ready = 0
         if self._look_at_all:
-            num_news = len(self._running) + len(self._queued)
+            num_ready = len(self._running) + len(self._queued)
         self._look_at_all = False
-        if num_news == 0:
+        if num_ready == 0:
             return
-        # Each submission with news has added one to the number, so that not all need be asked.
+        # Each submission that has events has added one to the number, so that not all need be asked.
         ready, address = self._ready, addressof(self._ready)
         woken: List[int] = []
         for handle in chain(self._running, self._queued):
-            # A failure is news as well: xserv_next() will tell it.
+            # A failure wakes its reader as well, to whom xserv_next() will tell it.
             if poll(handle, address) or ready.value:
                 woken.append(handle)
-                if len(woken) == num_news:
+                if len(woken) == num_ready:
                     self._has_asked_all = False
                     break
         else:
@@ -182,8 +186,8 @@ class Wakeups:
             _wake((self._running if handle in self._running else self._queued).pop(handle))
 
     def _count_is_off(self) -> None:
-        """Has all streams asked. One that was found to have news may have been freed before it was counted, and another
-        one not have been found for it."""
+        """Asks all streams once more. A stream may have been found before the library counted it, and freed, so
+        that it never was; then another one, which had been counted, was not looked for."""
         if not self._has_asked_all and not self._look_at_all:
             if self._loop is not None and not self._loop.is_closed():
                 self._look_at_all = True
@@ -292,7 +296,7 @@ class Submission:
             self._end()
 
     def close(self) -> None:
-        """Cancels the request, wherever it is, and ends the wait of a task. Any thread may call it."""
+        """Cancels the request, wherever it is. Any thread may call it."""
         if self._forks == _forks:
             with self._lock:
                 closed, self.closed = self.closed, True
@@ -319,12 +323,12 @@ class Submission:
 class AsyncTextStream(AsyncIterator[Piece], NotCopyable):
     """The pieces of a text, as they are generated: strings, each with the number of its `sample`.
 
-    Any number of streams run at once on one model, and are computed together. One task at a time can read a stream:
-    another one that tries meanwhile gets a RuntimeError. The stream belongs to the event loop in which it was made (or, if
-    none was running, to the one that awaits it first), and is used in that loop's thread.
+    Any number of streams run at once on one model, and are computed together. One task at a time can read a
+    stream: another one that tries meanwhile gets a RuntimeError. The stream belongs to the event loop in which
+    it was made (or, if none was running, to the one that awaits it first), and is used in that loop's thread.
 
-    close(), the end of an async with block, or dropping the stream stops a generation that still runs; so does cancelling
-    the task that waits. All streams of an event loop share one file descriptor.
+    close(), the end of an async with block, or dropping the stream stops a generation that still runs; so does
+    cancelling the task that waits. All streams of an event loop share one file descriptor.
 
     `result` is the Result once all pieces have been read; None before, and if the stream was closed before its end.
     """
@@ -402,8 +406,8 @@ class AsyncTextStream(AsyncIterator[Piece], NotCopyable):
         return self.result
 
     def close(self) -> None:
-        """Stops the generation if it still runs, and returns at once. A task that waits for a piece gets the end of the
-        stream. In another thread than the event loop's this is done a little later."""
+        """Stops the generation if it still runs, and returns at once. A task that waits for a piece gets the
+        end of the stream. In another thread than the event loop's this is done a little later."""
         self._submission.wakeups.call_on_loop(self._close)
 
     def _close(self) -> None:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Dict, NoReturn, Optional, Tuple, Type
 class Error(Exception):
     """A call of the library has failed; the subclasses say in which way.
 
-    `str(error)` is one sentence that says what was wrong with what, `code` the number of the status, and `status` its
-    name in C, such as "XSERV_STATUS_NOT_FOUND". Where Python has an exception for the same thing the subclass is one of
-    those too, so that `except FileNotFoundError` catches a NotFoundError.
+    `str(error)` is one sentence that says what was wrong with what, `code` the number of the status, and
+    `status` its name in C, such as "XSERV_STATUS_NOT_FOUND". Where Python has an exception for the same thing
+    the subclass is one of those too, so that `except FileNotFoundError` catches a NotFoundError.
     """
 
     code: int

@@ -390,8 +390,9 @@ def _open() -> ctypes.CDLL:
 
 library = _open()
 
-# xserv_poll() and xserv_next() without a wait take less than a microsecond. Here they keep the interpreter's lock: to give
-# it up and get it back takes milliseconds where another thread computes, and an event loop calls them for every stream.
+# xserv_poll() and xserv_next() without a wait take less than a microsecond. Here they keep the interpreter's
+# lock: to give it up and get it back takes milliseconds where another thread computes, and an event loop calls
+# them for every stream.
 _quick = ctypes.PyDLL(library._name, handle=library._handle)
 poll = _quick.xserv_poll
 poll.restype, poll.argtypes = c_uint32, [c_void_p, c_void_p]

@@ -118,11 +118,12 @@ class Inspection:
     supported: whether Model() accepts the folder, memory permitting.
     unsupported_reason: a sentence that says why not; empty if it does.
     has_tokenizer: whether text can be tokenized.
-    tokenizer_problem: why not; empty if it can. A missing tokenizer.json does not keep a model from being loaded, one that
-        is damaged or not supported does.
+    tokenizer_problem: why not; empty if it can. A missing tokenizer.json does not keep a model from being
+        loaded, one that is damaged or not supported does.
     has_chat_template: whether messages can be rendered.
     chat_template_problem: why not; empty if they can. This never keeps a model from being loaded.
-    stored_dtypes: the stored element types and their bytes, for example "bf16: 1192099840"; several are separated by ", ".
+    stored_dtypes: the stored element types and their bytes, for example "bf16: 1192099840"; several are
+        separated by ", ".
     dtype: the type that dtype="auto" would choose: "f32", "f16" or "bf16".
     num_parameters: the number of weights; tied embeddings count once.
     weights_bytes: bytes that the weights take when loaded with dtype="auto".
@@ -168,14 +169,14 @@ class MemoryPlan:
     weights_bytes: bytes of the weights.
     workspace_bytes: the most bytes that activations and scratch memory take while requests run.
     kv_bytes_per_token: bytes of KV cache for one token.
-    kv_cache_tokens: the number of tokens that the KV cache would hold, of all requests together; 0 if the model does not
-        fit.
+    kv_cache_tokens: the number of tokens that the KV cache would hold, of all requests together; 0 if the model
+        does not fit.
     max_context_tokens: the longest context of one request, in tokens; 0 if the model does not fit.
-    total_bytes: weights_bytes + workspace_bytes + kv_cache_tokens * kv_bytes_per_token; if the model does not fit, with
-        the smallest KV cache that the options allow.
+    total_bytes: weights_bytes + workspace_bytes + kv_cache_tokens * kv_bytes_per_token; if the model does not
+        fit, with the smallest KV cache that the options allow.
     minimum_bytes: the smallest max_memory_bytes that Model() would accept with these options.
-    memory_bytes: the bytes that are available: max_memory_bytes or the free memory, whichever is less; 0 if neither is
-        known.
+    memory_bytes: the bytes that are available: max_memory_bytes or the free memory, whichever is less; 0 if
+        neither is known.
     fits: whether total_bytes is no more than memory_bytes, or the available memory is unknown.
     has_tokenizer: whether text could be tokenized; if not, only token ids would work.
     """
@@ -197,8 +198,9 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class ModelStats:
-    """The state of a model's requests at one moment, and totals since it was loaded. A sample is one continuation of a
-    request (num_samples); one that makes room for others is preempted and waits. The KV cache has blocks of 32 tokens.
+    """The state of a model's requests at one moment, and totals since it was loaded. A sample is one
+    continuation of a request (num_samples); one that makes room for others is preempted and waits. The KV cache
+    has blocks of 32 tokens.
 
     num_running: samples that are running, which each step computes.
     num_waiting: samples that wait for room, preempted ones included.
@@ -218,10 +220,10 @@ class ModelStats:
     num_used_kv_blocks: blocks that requests use.
     num_cached_kv_blocks: unused blocks whose content is kept for prompts with the same prefix.
     peak_used_kv_blocks: the largest value that num_used_kv_blocks has had.
-    peak_memory_bytes: the most bytes that weights, work space and KV cache have taken: on a GPU as its allocator counts
-        them, on the CPU with the blocks that have been used.
-    step_counts: a histogram of step times: entry i counts the steps shorter than step_bucket_us[i] that are in no earlier
-        entry.
+    peak_memory_bytes: the most bytes that weights, work space and KV cache have taken: on a GPU as its
+        allocator counts them, on the CPU with the blocks that have been used.
+    step_counts: a histogram of step times: entry i counts the steps shorter than step_bucket_us[i] that are in
+        no earlier entry.
     step_bucket_us: the upper bounds of the histogram in microseconds; the last is 2**64 - 1.
     device_busy_seconds: seconds from the beginnings to the ends of steps, by the device's clock.
     device_idle_seconds: seconds between steps in which the device waited for the host although there were requests.
@@ -287,12 +289,13 @@ def _path(path: Path) -> bytes:
 
 
 def inspect(path: Path) -> Inspection:
-    """Describes a model folder (or repo id in the local Hugging Face cache) without loading it: reads the configs, the
-    tokenizer and the headers of the weight files. (Only weights that are declared the same and stored twice are compared.)
-    A folder that cannot be loaded is not an error: `supported` is then False and `unsupported_reason` says why.
+    """Describes a model folder (or repo id in the local Hugging Face cache) without loading it: reads the
+    configs, the tokenizer and the headers of the weight files. (Only weights that are declared the same and
+    stored twice are compared.) A folder that cannot be loaded is not an error: `supported` is then False and
+    `unsupported_reason` says why.
 
-    Raises NotFoundError (there is no such folder or cached repo), InvalidArgumentError (the path is no folder), FileError
-    and OutOfMemoryError. Any thread may call it.
+    Raises NotFoundError (there is no such folder or cached repo), InvalidArgumentError (the path is no folder),
+    FileError and OutOfMemoryError. Any thread may call it.
     """
     handle = c_void_p()
     check(library.xserv_inspect(_path(path), byref(handle)))
@@ -331,9 +334,9 @@ def plan(
     deterministic: bool = False,
     random_weights: bool = False,
 ) -> MemoryPlan:
-    """Returns the memory that Model() would take with the same options (see there), without reading the weights and
-    without a GPU. It is the computation by which Model() sizes the KV cache. A model that does not fit is not an error:
-    `fits` is then False.
+    """Returns the memory that Model() would take with the same options (see there), without reading the weights
+    and without a GPU. It is the computation by which Model() sizes the KV cache. A model that does not fit is
+    not an error: `fits` is then False.
 
     To plan for a GPU of a given size, pass device="cuda" and its memory, less some hundred MB for the driver, as
     max_memory_bytes. Where there is a GPU it is asked for its free memory, which starts it in this process.
@@ -379,8 +382,9 @@ def _run_interruptibly(name: str, work: Callable[[], None], interrupt: Callable[
 class Logits:
     """Scores before softmax: float32 [positions][vocab_size], in the object's own memory.
 
-    logits[i] is a row (a memoryview), logits[i, j] a number; negative positions count from the end. numpy.asarray(logits)
-    and logits.as_memoryview() share the memory, without a copy, and keep it alive. `shape` is (positions, vocab_size).
+    logits[i] is a row (a memoryview), logits[i, j] a number; negative positions count from the end.
+    numpy.asarray(logits) and logits.as_memoryview() share the memory, without a copy, and keep it alive.
+    `shape` is (positions, vocab_size).
     """
 
     def __init__(self, rows: int, vocab_size: int) -> None:
@@ -441,47 +445,48 @@ def _take_text(handle: c_void_p) -> str:
 class Model(NotCopyable):
     """A loaded model: weights, tokenizer, chat template, KV cache and threads.
 
-    Use it as a context manager, or call close(); a model that is dropped is closed. Any thread and any event loop may use
-    it, several at once: their requests are computed together. After os.fork() it can be used in the parent only.
+    Use it as a context manager, or call close(); a model that is dropped is closed. Any thread and any event
+    loop may use it, several at once: their requests are computed together. After os.fork() it can be used in
+    the parent only.
 
-    path: a folder as Hugging Face publishes it, or a repo id such as "Qwen/Qwen3-0.6B" that is in the local Hugging Face
-        cache. The network is never used. The folder is not needed after the load.
-    device: "cpu", "cuda" (an NVIDIA GPU), or "auto" (default): a GPU where it can be used and the model runs and fits
-        there, else the CPU.
+    path: a folder as Hugging Face publishes it, or a repo id such as "Qwen/Qwen3-0.6B" that is in the local
+        Hugging Face cache. The network is never used. The folder is not needed after the load.
+    device: "cpu", "cuda" (an NVIDIA GPU), or "auto" (default): a GPU where it can be used and the model runs
+        and fits there, else the CPU.
     device_index: the index of the GPU, from 0 (default); 0 on the CPU.
-    dtype: the type of weights, KV cache and matrix products: "f32", "f16", "bf16", or "auto" (default), the type that is
-        stored.
-    num_threads: threads of the CPU's kernels, at most 1024; 0 (default): one for each core that the process may run on.
-        Results do not depend on it.
-    map_files: map the weight files while they are read, instead of reading them. A file that another process truncates
-        meanwhile then kills this one. Default False.
-    max_context_tokens: the longest context of one request, prompt and generated tokens; 0 (default): the limit of the
-        model's config.
+    dtype: the type of weights, KV cache and matrix products: "f32", "f16", "bf16", or "auto" (default), the
+        type that is stored.
+    num_threads: threads of the CPU's kernels, at most 1024; 0 (default): one for each core that the process may
+        run on. Results do not depend on it.
+    map_files: map the weight files while they are read, instead of reading them. A file that another process
+        truncates meanwhile then kills this one. Default False.
+    max_context_tokens: the longest context of one request, prompt and generated tokens; 0 (default): the limit
+        of the model's config.
     kv_cache_tokens: the number of tokens that the KV cache holds for all requests together; 0 (default): what
-        max_memory_bytes leaves room for, or without such a limit nine tenths of a GPU's free memory, and on the CPU up to
-        four longest contexts in a quarter of the memory that is left, or one in half of it.
-    max_memory_bytes: a limit for weights, work space and KV cache together, in bytes; 0 (default): none. A model that does
-        not fit is refused before its weights are read.
-    max_batch_size: the most sequences that are computed together in one step, up to 4096; 0 (default): 64 on the CPU, 256
-        on a GPU.
-    max_prefill_tokens: the most prompt tokens in one step, of all requests together; 0 (default): 512 on the CPU, 2048 on a
-        GPU. Longer prompts are computed in pieces.
-    max_swap_bytes: the most bytes of host memory for the keys and values of preempted requests; 0 (default): on a GPU an
-        eighth of the available memory, 4 GiB at most, on the CPU none.
+        max_memory_bytes leaves room for, or without such a limit nine tenths of a GPU's free memory, and on the
+        CPU up to four longest contexts in a quarter of the memory that is left, or one in half of it.
+    max_memory_bytes: a limit for weights, work space and KV cache together, in bytes; 0 (default): none. A
+        model that does not fit is refused before its weights are read.
+    max_batch_size: the most sequences that are computed together in one step, up to 4096; 0 (default): 64 on
+        the CPU, 256 on a GPU.
+    max_prefill_tokens: the most prompt tokens in one step, of all requests together; 0 (default): 512 on the
+        CPU, 2048 on a GPU. Longer prompts are computed in pieces.
+    max_swap_bytes: the most bytes of host memory for the keys and values of preempted requests; 0 (default): on
+        a GPU an eighth of the available memory, 4 GiB at most, on the CPU none.
     prefix_cache: whether requests share the keys and values of common prefixes. Default True.
-    deterministic: whether the output of a request on a GPU depends on the request alone, to the last bit, as on the CPU it
-        always does. It costs speed. Default False.
-    random_weights: make up the weights, of which only config.json is read: to time a shape without its files. Default
-        False.
-    progress: called with the fraction of the load, from 0 to 1; may return False to cancel it. What it raises cancels it as
-        well, and is raised here.
-    log: called with a level ("warning", "info" or "debug"), the part of the library ("load", "scheduler", "device") and a
-        line of text; later also on a thread of the model's, until close() has returned. There it must be quick, as
-        requests wait for it.
+    deterministic: whether the output of a request on a GPU depends on the request alone, to the last bit, as on
+        the CPU it always does. It costs speed. Default False.
+    random_weights: make up the weights, of which only config.json is read: to time a shape without its files.
+        Default False.
+    progress: called with the fraction of the load, from 0 to 1; may return False to cancel it. What it raises
+        cancels it as well, and is raised here.
+    log: called with a level ("warning", "info" or "debug"), the part of the library ("load", "scheduler",
+        "device") and a line of text; later also on a thread of the model's, until close() has returned. There
+        it must be quick, as requests wait for it.
 
-    `info` is the ModelInfo. Ctrl-C ends a load. Raises NotFoundError, FileError, InvalidArgumentError (an option; a path
-    that is no folder), InvalidFileError, UnsupportedError (by name), OutOfMemoryError, NoDeviceError and CancelledError,
-    which are all Errors.
+    `info` is the ModelInfo. Ctrl-C ends a load. Raises NotFoundError, FileError, InvalidArgumentError (an
+    option; a path that is no folder), InvalidFileError, UnsupportedError (by name), OutOfMemoryError,
+    NoDeviceError and CancelledError, which are all Errors.
     """
 
     _instead = "share it between threads as it is, and load it again in another process"
@@ -572,7 +577,8 @@ class Model(NotCopyable):
         info = self.info
         if self.handle is None:
             return f"<xserv.Model {info.path!r}, closed>"
-        size = f"{info.num_parameters / 1e6:.1f} M" if info.num_parameters < 1e9 else f"{info.num_parameters / 1e9:.1f} B"
+        millions = info.num_parameters / 1e6
+        size = f"{millions:.1f} M" if millions < 1000 else f"{millions / 1000:.1f} B"
         return f"<xserv.Model {info.path!r}: {info.architecture}, {size} parameters, {info.dtype}, {info.device}>"
 
     def close(self) -> None:
@@ -600,10 +606,10 @@ class Model(NotCopyable):
     def tokenize(self, text: str, *, add_special_tokens: bool = True, parse_special_tokens: bool = True) -> List[int]:
         """Returns the token ids of a text of at most 16 MiB.
 
-        add_special_tokens: add the special tokens that the tokenizer adds around a text (Qwen and GPT-2: none; Llama and
-            Mistral: the one that begins a text, unless the text begins with it).
-        parse_special_tokens: turn special tokens written in the text, such as <|im_end|>, into their ids. False treats
-            them as ordinary text: use it for text that you do not trust.
+        add_special_tokens: add the special tokens that the tokenizer adds around a text (Qwen and GPT-2: none;
+            Llama and Mistral: the one that begins a text, unless the text begins with it).
+        parse_special_tokens: turn special tokens written in the text, such as <|im_end|>, into their ids. False
+            treats them as ordinary text: use it for text that you do not trust.
 
         Raises InvalidArgumentError, UnsupportedError (the model has no usable tokenizer) and ClosedError.
         """
@@ -647,8 +653,8 @@ class Model(NotCopyable):
         add_generation_prompt: end with the opening of the assistant's turn.
         variables: further keywords are variables of the template, such as enable_thinking=False.
 
-        Raises InvalidArgumentError, TemplateError (the template failed or refused the messages), UnsupportedError (the
-        model has no usable template) and ClosedError.
+        Raises InvalidArgumentError, TemplateError (the template failed or refused the messages),
+        UnsupportedError (the model has no usable template) and ClosedError.
         """
         options = c.ChatOptions()
         library.xserv_chat_options_init(byref(options), sizeof(options))
@@ -661,11 +667,12 @@ class Model(NotCopyable):
         return _take_text(handle)
 
     def logits(self, tokens: Sequence[int], *, last_only: bool = False) -> Logits:
-        """Returns the scores, before softmax, of the token that follows each of `tokens`: [len(tokens)][vocab_size] in
-        float32, or [1][vocab_size] with last_only, for the token that follows the last one.
+        """Returns the scores, before softmax, of the token that follows each of `tokens`:
+        [len(tokens)][vocab_size] in float32, or [1][vocab_size] with last_only, for the token that follows the
+        last one.
 
-        Ctrl-C ends the call. Raises InvalidArgumentError (no token, or an id outside the vocabulary), ContextFullError,
-        OutOfMemoryError, CancelledError (the model was closed meanwhile) and ClosedError.
+        Ctrl-C ends the call. Raises InvalidArgumentError (no token, or an id outside the vocabulary),
+        ContextFullError, OutOfMemoryError, CancelledError (the model was closed meanwhile) and ClosedError.
         """
         ids = token_array(tokens)
         handle = self._live_handle()
@@ -706,13 +713,13 @@ class Model(NotCopyable):
     ) -> Union[Result, TextStream]:
         """Generates from exactly one of a prompt (the text to be continued), tokens and messages.
 
-        Returns a Result; with stream=True at once a TextStream, an iterator over the pieces of text whose `result` is set
-        when it has ended. Any number of threads may call it; Ctrl-C ends it. A prompt that does not leave room for
-        max_tokens is no error: generation then ends with "context_full".
+        Returns a Result; with stream=True at once a TextStream, an iterator over the pieces of text whose
+        `result` is set when it has ended. Any number of threads may call it; Ctrl-C ends it. A prompt that does
+        not leave room for max_tokens is no error: generation then ends with "context_full".
 
-        Raises InvalidArgumentError (the sentence names the option), ContextFullError (the prompt alone is too long),
-        TemplateError, UnsupportedError, OutOfMemoryError and ClosedError; with stream=True, what the library refuses is
-        raised to whoever reads the stream.
+        Raises InvalidArgumentError (the sentence names the option), ContextFullError (the prompt alone is too
+        long), TemplateError, UnsupportedError, OutOfMemoryError and ClosedError; with stream=True, what the
+        library refuses is raised to whoever reads the stream.
         """
         request, _ = build_request(prompt, options)
         running = TextStream(self, self._live_handle(), request, want_text=stream)
@@ -721,10 +728,10 @@ class Model(NotCopyable):
     def generate_async(self, prompt: Optional[str] = None, **options: Unpack[GenerateOptions]) -> AsyncTextStream:
         """Generates for asyncio: `async for piece in stream`, or `await stream.wait()` for the Result.
 
-        The request begins with this call, which returns at once. A text of up to 4096 bytes is tokenized here; a longer
-        one on a thread of the loop's default executor, together with the requests for the same model that come after it
-        meanwhile, in their order. What the library refuses is raised here, or in the second case to the task that reads
-        the stream. Errors and options are those of generate().
+        The request begins with this call, which returns at once. A text of up to 4096 bytes is tokenized here;
+        a longer one on a thread of the loop's default executor, together with the requests for the same model
+        that come after it meanwhile, in their order. What the library refuses is raised here, or in the second
+        case to the task that reads the stream. Errors and options are those of generate().
         """
         request, text_bytes = build_request(prompt, options)
         return AsyncTextStream(self, self._live_handle(), request, text_bytes)

@@ -20,60 +20,64 @@ Tools = Union[str, Sequence[Mapping[str, Any]]]
 
 
 class GenerateOptions(TypedDict, total=False):
-    """The keywords of Model.generate() and Model.generate_async(). All may be left out; None is the same as leaving out.
+    """The keywords of Model.generate() and Model.generate_async(). All may be left out; None is the same as
+    leaving out.
 
     What to continue, besides a text as `prompt`:
 
     tokens: the prompt as token ids, each below ModelInfo.vocab_size; nothing is added to them.
-    messages: the prompt as a conversation, a list of {"role": ..., "content": ...} or the same as JSON, which is rendered
-        with the model's chat template.
+    messages: the prompt as a conversation, a list of {"role": ..., "content": ...} or the same as JSON, which
+        is rendered with the model's chat template.
     tools: with messages: a list of tool descriptions for the template, or the same as JSON.
     variables: with messages: further variables of the template, such as {"enable_thinking": False}.
     add_generation_prompt: with messages: whether to open the assistant's turn. Default True.
-    add_special_tokens: with a text: whether to add the special tokens that the tokenizer adds around a text (Qwen and
-        GPT-2: none; Llama and Mistral: the one that begins a text, unless the text begins with it). Default True.
-    parse_special_tokens: with a text: whether special tokens written in it, such as <|im_end|>, become their ids. Default
-        True; False treats them as ordinary text: use it for text that you do not trust.
+    add_special_tokens: with a text: whether to add the special tokens that the tokenizer adds around a text
+        (Qwen and GPT-2: none; Llama and Mistral: the one that begins a text, unless the text begins with it).
+        Default True.
+    parse_special_tokens: with a text: whether special tokens written in it, such as <|im_end|>, become their
+        ids. Default True; False treats them as ordinary text: use it for text that you do not trust.
 
-    How to choose tokens. What is left out comes from the model's generation_config.json or, if that has nothing, is the
-    neutral value. The options mean what they mean in Transformers, and are applied in its order: repetition, presence and
-    frequency penalty, temperature, top_k, top_p, min_p.
+    How to choose tokens. What is left out comes from the model's generation_config.json or, if that has
+    nothing, is the neutral value. The options mean what they mean in Transformers, and are applied in its
+    order: repetition, presence and frequency penalty, temperature, top_k, top_p, min_p.
 
-    temperature: the logits are divided by it; at least 0, and 0 always takes the most likely token (greedy). If left out,
-        generation is greedy unless generation_config.json has do_sample.
+    temperature: the logits are divided by it; at least 0, and 0 always takes the most likely token (greedy). If
+        left out, generation is greedy unless generation_config.json has do_sample.
     top_k: keep the k most likely tokens; 0 (neutral) keeps all.
     top_p: keep the most likely tokens that together have this probability; above 0, at most 1 (neutral).
     min_p: drop tokens less likely than this fraction of the most likely one; 0 (neutral) to 1.
     repetition_penalty: divides positive and multiplies negative logits of tokens that are in the prompt or were
         generated; 0.001 to 1000, 1 is neutral.
     presence_penalty: subtracted from the logits of tokens that were generated; -10000 to 10000, 0 is neutral.
-    frequency_penalty: subtracted from the logits of tokens once for each time they were generated; -10000 to 10000, 0 is
-        neutral.
-    seed: of the random draws, 0 to 2**64 - 2. The same seed gives the same tokens, whatever else runs on the model (on a
-        GPU up to rounding, unless the model was loaded with deterministic=True). Default: a fresh one, which
-        Result.seed tells.
-    num_samples: the number of independent continuations of the prompt, which is computed once for all; 1 (default) to
-        256. Sample i draws with seed + i. Result.samples has them all, and Piece.sample tells whose a piece is.
+    frequency_penalty: subtracted from the logits of tokens once for each time they were generated; -10000 to
+        10000, 0 is neutral.
+    seed: of the random draws, 0 to 2**64 - 2. The same seed gives the same tokens, whatever else runs on the
+        model (on a GPU up to rounding, unless the model was loaded with deterministic=True). Default: a fresh
+        one, which Result.seed tells.
+    num_samples: the number of independent continuations of the prompt, which is computed once for all; 1
+        (default) to 256. Sample i draws with seed + i. Result.samples has them all, and Piece.sample tells
+        whose a piece is.
 
     When to stop:
 
-    max_tokens: the largest number of tokens to generate. Default: max_new_tokens of generation_config.json, else until
-        the context is full. 0 generates nothing.
-    stop: a string or several, at most 64 of 1 to 1024 bytes: the text ends before the first one that appears, and no part
-        of it is given out.
-    stop_token_ids: tokens that end the generation, in addition to the model's own end tokens (ModelInfo.eos_token_ids).
+    max_tokens: the largest number of tokens to generate. Default: max_new_tokens of generation_config.json,
+        else until the context is full. 0 generates nothing.
+    stop: a string or several, at most 64 of 1 to 1024 bytes: the text ends before the first one that appears,
+        and no part of it is given out.
+    stop_token_ids: tokens that end the generation, in addition to the model's own end tokens
+        (ModelInfo.eos_token_ids).
     ignore_eos: whether to go on after the model's own end tokens. Default False.
     time_limit_ms: milliseconds from the call after which the request ends with what it has; 0 (default): no limit.
 
     And:
 
-    skip_special_tokens: whether special tokens are left out of the text. Default True. (A token that ends the generation
-        is never in it.)
-    priority: when requests compete for room, those with the higher number go first; among equal ones (default 0) the one
-        that was submitted first. A 32-bit integer.
-    cache_key: requests share the keys and values of common prefixes only with requests of the same number, 0 (default)
-        to 2**64 - 1. Their text does not depend on it, but the time that they take does: users who must not learn of each
-        other's prompts get a number each.
+    skip_special_tokens: whether special tokens are left out of the text. Default True. (A token that ends the
+        generation is never in it.)
+    priority: when requests compete for room, those with the higher number go first; among equal ones (default
+        0) the one that was submitted first. A 32-bit integer.
+    cache_key: requests share the keys and values of common prefixes only with requests of the same number, 0
+        (default) to 2**64 - 1. Their text does not depend on it, but the time that they take does: users who
+        must not learn of each other's prompts get a number each.
     """
 
     tokens: Optional[Sequence[int]]
@@ -240,7 +244,8 @@ def set_number(struct: Structure, name: str, value: Union[int, float]) -> None:
         # Integers of NumPy are no ints, but have an index.
         number = float(value) if kind is c_float else operator.index(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
-        raise TypeError(f"{name} is {value!r}, but must be {'a number' if kind is c_float else 'an integer'}") from None
+        wanted = "a number" if kind is c_float else "an integer"
+        raise TypeError(f"{name} is {value!r}, but must be {wanted}") from None
     setattr(struct, name, number)
     if kind is not c_float and getattr(struct, name) != number:
         raise ValueError(f"{name} cannot be {number}")

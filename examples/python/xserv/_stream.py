@@ -27,8 +27,8 @@ class Result:
         "stop_string" (one of stop), "max_tokens", "context_full" (the longest context is reached), "deadline"
         (time_limit_ms), "cancelled" or "callback" (the stream or the model was closed).
     seed: the seed that was used, with which the request can be repeated.
-    time_to_first_token_seconds: from the request to its first token, waiting for other requests included; 0 if there was
-        none.
+    time_to_first_token_seconds: from the request to its first token, waiting for other requests included; 0 if
+        there was none.
     total_seconds: from the request to its end.
     prompt_tokens_per_second: prompt tokens computed per second; 0 if none was computed.
     tokens_per_second: tokens generated per second after the first one; 0 with fewer than two.
@@ -60,8 +60,8 @@ class Result:
 
 
 class Piece(str):
-    """A piece of text: a string of whole characters, never empty. `sample` is the index of the sample of the request
-    that it continues, from 0; always 0 without num_samples."""
+    """A piece of text: a string of whole characters, never empty. `sample` is the index of the sample of the
+    request that it continues, from 0; always 0 without num_samples."""
 
     sample: int
 
@@ -167,7 +167,8 @@ class _Job:
         handle = c_void_p()
         try:
             try:
-                check(library.xserv_generate(self.model_handle, byref(self.request), self.callback, None, byref(handle)))
+                request = byref(self.request)
+                check(library.xserv_generate(self.model_handle, request, self.callback, None, byref(handle)))
                 result = take_result(handle)
                 if self.failure is not None:
                     raise self.failure
@@ -187,7 +188,8 @@ _running: Set[_Job] = set()
 
 @atexit.register
 def _stop_all() -> None:
-    """Ends generations that still run: a thread must not return from the library into an interpreter that is gone."""
+    """Ends generations that still run: a thread must not return from the library into an interpreter that is
+    gone."""
     for job in list(_running):
         job.stop()
         job.thread.join()
@@ -196,9 +198,9 @@ def _stop_all() -> None:
 class TextStream(Iterator[Piece], NotCopyable):
     """The pieces of a text, as they are generated: strings, each with the number of its `sample`.
 
-    close(), the end of a with block, or dropping the stream stops a generation that still runs. A reader that is slower
-    than the model makes the request wait, not the others. Several threads may read one stream: each piece goes to one of
-    them. The errors of the request are raised to whoever reads.
+    close(), the end of a with block, or dropping the stream stops a generation that still runs. A reader that
+    is slower than the model makes the request wait, not the others. Several threads may read one stream: each
+    piece goes to one of them. The errors of the request are raised to whoever reads.
 
     `result` is the Result once the stream has ended or was closed, and None before.
     """
@@ -240,8 +242,8 @@ class TextStream(Iterator[Piece], NotCopyable):
         raise StopIteration
 
     def wait(self) -> Result:
-        """Reads to the end and returns the Result. If it is interrupted, the generation stops. ValueError if the stream
-        was closed before its end."""
+        """Reads to the end and returns the Result. If it is interrupted, the generation stops. ValueError if
+        the stream was closed before its end."""
         try:
             for _ in self:
                 pass
@@ -253,8 +255,8 @@ class TextStream(Iterator[Piece], NotCopyable):
         return self.result
 
     def close(self) -> None:
-        """Stops the generation if it still runs, waits until it has stopped, and sets `result` to what there is. Any
-        thread may call it; one that is reading gets the end of the stream."""
+        """Stops the generation if it still runs, waits until it has stopped, and sets `result` to what there
+        is. Any thread may call it; one that is reading gets the end of the stream."""
         job = self._job
         if job is None:
             return

@@ -6,14 +6,14 @@
         context.rms_norm(x, weight, 1e-6, out)  # out is written; nothing is copied or allocated
         context.synchronize()
 
-A tensor is whatever has __dlpack__: f32, f16 or bf16, i32 or i64 for indices, at most 8 dimensions, any strides that are
-not negative, in memory of the context's device. Its memory belongs to the caller; results go into tensors that the caller
-has made, and share no memory with the inputs unless the operator says that they may be the same view. Sums are in f32 and
-rounded once.
+A tensor is whatever has __dlpack__: f32, f16 or bf16, i32 or i64 for indices, at most 8 dimensions, any strides
+that are not negative, in memory of the context's device. Its memory belongs to the caller; results go into
+tensors that the caller has made, and share no memory with the inputs unless the operator says that they may be
+the same view. Sums are in f32 and rounded once.
 
-On the CPU an operator has finished when its method returns. On CUDA it has queued its work on the context's stream, and
-the tensors must live until that is done: pass `stream=torch.cuda.current_stream().cuda_stream` to have it ordered with
-PyTorch's, and call synchronize() to wait for it.
+On the CPU an operator has finished when its method returns. On CUDA it has queued its work on the context's
+stream, and the tensors must live until that is done: pass `stream=torch.cuda.current_stream().cuda_stream` to
+have it ordered with PyTorch's, and call synchronize() to wait for it.
 
 Every operator raises InvalidArgumentError (the sentence names the tensor and the shapes), OutOfMemoryError,
 DeviceLostError and ClosedError, and TypeError for what is no tensor.
@@ -64,8 +64,9 @@ class MemoryStats(Structure):
 
 
 class DeviceInfo(Structure):
-    """The properties of a CUDA device: memory_bytes, l2_bytes (of its second-level cache), compute_capability_major and
-    _minor, num_multiprocessors, and name, bytes that end in a 0: bytes(info.name).rstrip(b"\\0").decode()."""
+    """The properties of a CUDA device: memory_bytes, l2_bytes (of its second-level cache),
+    compute_capability_major and _minor, num_multiprocessors, and name, bytes that end in a 0:
+    bytes(info.name).rstrip(b"\\0").decode()."""
 
     _fields_ = [
         ("struct_size", c_size_t),
@@ -184,12 +185,14 @@ class _Views:
 
 
 def cuda_device_count() -> int:
-    """Returns the number of usable CUDA devices: 0 without a driver, and in a library built without CUDA kernels."""
+    """Returns the number of usable CUDA devices: 0 without a driver, and in a library built without CUDA
+    kernels."""
     return int(library.xserv_cuda_device_count())
 
 
 def cuda_device_info(device_index: int = 0) -> DeviceInfo:
-    """Describes a CUDA device, without starting anything on it. Raises NoDeviceError, which says what is missing."""
+    """Describes a CUDA device, without starting anything on it. Raises NoDeviceError, which says what is
+    missing."""
     info = DeviceInfo(struct_size=ctypes.sizeof(DeviceInfo))
     check(library.xserv_cuda_device_get_info(device_index, byref(info)))
     return info
@@ -198,21 +201,21 @@ def cuda_device_info(device_index: int = 0) -> DeviceInfo:
 class Context(NotCopyable):
     """A device, a stream of work on it, and the memory that the work uses.
 
-    Any thread may use it; calls from several queue in the order of their arrival, and contexts are independent of each
-    other. Use it as a context manager, or call close(); a context that is dropped is closed.
+    Any thread may use it; calls from several queue in the order of their arrival, and contexts are independent
+    of each other. Use it as a context manager, or call close(); a context that is dropped is closed.
 
     device: "cpu", "cuda", or "auto" (default): CUDA where it can be used, else the CPU.
     device_index: the index among the devices of that kind, from 0 (default).
-    stream: on CUDA, the number of a cudaStream_t of the device's primary context (the one that PyTorch and CuPy use), on
-        which the work is queued; 0 is the default stream. It must outlive the context. None (default): a stream of the
-        context's own.
-    num_threads: on the CPU, the number of threads, at most 1024; 0 (default): one for each core that the process may run
-        on.
-    max_memory_bytes: the most bytes of device memory that the context may hold for work spaces; 0 (default): no limit but
-        that of the device.
+    stream: on CUDA, the number of a cudaStream_t of the device's primary context (the one that PyTorch and CuPy
+        use), on which the work is queued; 0 is the default stream. It must outlive the context. None (default):
+        a stream of the context's own.
+    num_threads: on the CPU, the number of threads, at most 1024; 0 (default): one for each core that the
+        process may run on.
+    max_memory_bytes: the most bytes of device memory that the context may hold for work spaces; 0 (default): no
+        limit but that of the device.
 
-    Raises NoDeviceError (the sentence says what is missing), UnsupportedError (a GPU before compute capability 8.0),
-    InvalidArgumentError and OutOfMemoryError.
+    Raises NoDeviceError (the sentence says what is missing), UnsupportedError (a GPU before compute capability
+    8.0), InvalidArgumentError and OutOfMemoryError.
     """
 
     _instead = "share it between threads as it is, or make another one"
@@ -255,18 +258,18 @@ class Context(NotCopyable):
         return next(name for name, number in DEVICES.items() if number == kind.value)
 
     def memory_stats(self) -> Dict[str, int]:
-        """Returns statistics of the context's allocator of device memory, in bytes: "allocated" (in use), "reserved"
-        (taken from the driver or the system), "peak" (the most that "allocated" has been), "max_memory_bytes" (the most
-        that "reserved" may become; 0: no limit); and the numbers "num_driver_calls" (which took memory from the driver or
-        gave it back) and "num_allocations"."""
+        """Returns statistics of the context's allocator of device memory, in bytes: "allocated" (in use),
+        "reserved" (taken from the driver or the system), "peak" (the most that "allocated" has been),
+        "max_memory_bytes" (the most that "reserved" may become; 0: no limit); and the numbers
+        "num_driver_calls" (which took memory from the driver or gave it back) and "num_allocations"."""
         stats = MemoryStats(struct_size=ctypes.sizeof(MemoryStats))
         check(library.xserv_context_get_memory_stats(self._live_handle(), byref(stats)))
         return {field[0]: int(getattr(stats, field[0])) for field in MemoryStats._fields_[1:]}
 
     def synchronize(self) -> None:
-        """Waits for all queued work. Raises what went wrong in it: DeviceLostError or, once, InvalidArgumentError for an
-        index that a kernel met and did not follow (a token id outside the table, a position outside the table of angles, a
-        block outside the cache)."""
+        """Waits for all queued work. Raises what went wrong in it: DeviceLostError or, once,
+        InvalidArgumentError for an index that a kernel met and did not follow (a token id outside the table, a
+        position outside the table of angles, a block outside the cache)."""
         check(library.xserv_context_synchronize(self._live_handle()))
 
     def trim(self) -> None:
@@ -295,15 +298,16 @@ class Context(NotCopyable):
         check(getattr(library, f"xserv_op_{name}")(self._live_handle(), *given))
 
     def copy(self, source: Any, target: Any) -> None:
-        """Copies bit for bit, between layouts and, on a CUDA context, between host and device in either direction. A copy
-        from or to the host has finished when the call returns.
+        """Copies bit for bit, between layouts and, on a CUDA context, between host and device in either
+        direction. A copy from or to the host has finished when the call returns.
 
         source, target: the same shape and dtype.
         """
         self._call("copy", source, target)
 
     def cast(self, source: Any, target: Any) -> None:
-        """Converts to the element type of target, rounded to nearest even; values too large for f16 become infinite.
+        """Converts to the element type of target, rounded to nearest even; values too large for f16 become
+        infinite.
 
         source, target: the same shape; f32, f16 or bf16 each.
         """
@@ -312,23 +316,25 @@ class Context(NotCopyable):
     def rms_norm(self, x: Any, weight: Any, eps: float, out: Any) -> None:
         """out = x / sqrt(mean(x^2) + eps) * weight, over the last dimension.
 
-        x, out: [..., width]; weight: [width]; all f32, all f16 or all bf16. eps: at least 0. out may be the same view as x.
+        x, out: [..., width]; weight: [width]; all f32, all f16 or all bf16. eps: at least 0. out may be the
+        same view as x.
         """
         self._call("rms_norm", x, weight, eps, out)
 
     def add_rms_norm(self, x: Any, residual: Any, weight: Any, eps: float, residual_out: Any, out: Any) -> None:
         """residual_out = x + residual, and out = rms_norm(residual_out), in one pass.
 
-        x, residual, residual_out, out: [..., width]; weight: [width]; all of one type. residual_out may be the same view as
-        residual or x; out may be the same view as x, if residual_out is not.
+        x, residual, residual_out, out: [..., width]; weight: [width]; all of one type. residual_out may be the
+        same view as residual or x; out may be the same view as x, if residual_out is not.
         """
         self._call("add_rms_norm", x, residual, weight, eps, residual_out, out)
 
     def layer_norm(self, x: Any, weight: Any, bias: Any, eps: float, out: Any) -> None:
-        """out = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias, over the last dimension, with the population variance.
+        """out = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias, over the last dimension, with the
+        population variance.
 
-        x, out: [..., width]; weight, bias: [width], bias may be None; all of one type. eps: at least 0. out may be the same
-        view as x.
+        x, out: [..., width]; weight, bias: [width], bias may be None; all of one type. eps: at least 0. out may
+        be the same view as x.
         """
         self._call("layer_norm", x, weight, bias, eps, out)
 
@@ -363,8 +369,8 @@ class Context(NotCopyable):
     def silu_mul(self, gate: Any, up: Any, out: Any) -> None:
         """out = silu(gate) * up, the gated activation of SwiGLU.
 
-        gate, up, out: [..., width], of one type. gate and up may be the halves of one tensor [..., 2 * width]. out may be
-        the same view as gate or as up.
+        gate, up, out: [..., width], of one type. gate and up may be the halves of one tensor [..., 2 * width].
+        out may be the same view as gate or as up.
         """
         self._call("silu_mul", gate, up, out)
 
@@ -392,16 +398,17 @@ class Context(NotCopyable):
     def embedding(self, table: Any, ids: Any, out: Any) -> None:
         """out[i] = table[ids[i]], bit for bit.
 
-        table: [vocab_size, width]; ids: [...], i32 or i64; out: [..., width], of the table's type. An id outside the table
-        is refused on the CPU; on CUDA it gives zeros, and synchronize() reports it.
+        table: [vocab_size, width]; ids: [...], i32 or i64; out: [..., width], of the table's type. An id
+        outside the table is refused on the CPU; on CUDA it gives zeros, and synchronize() reports it.
         """
         self._call("embedding", table, ids, out)
 
     def rope_table(self, inv_freq: Any, attention_scale: float, cos: Any, sin: Any) -> None:
-        """Computes the table of rope(): cos[p, i] = attention_scale * cos(p * inv_freq[i]), sin likewise, exact to f32.
+        """Computes the table of rope(): cos[p, i] = attention_scale * cos(p * inv_freq[i]), sin likewise, exact
+        to f32.
 
-        inv_freq: [head_dim / 2]; cos, sin: [max_position, head_dim / 2]; all f32. attention_scale: 1 unless the model
-        scales its rotary embeddings (YaRN).
+        inv_freq: [head_dim / 2]; cos, sin: [max_position, head_dim / 2]; all f32. attention_scale: 1 unless the
+        model scales its rotary embeddings (YaRN).
         """
         self._call("rope_table", inv_freq, attention_scale, cos, sin)
 
@@ -416,19 +423,22 @@ class Context(NotCopyable):
         k_out: Any,
         pairing: RopePairing = "split_half",
     ) -> None:
-        """Applies rotary position embeddings: rotates pair i of every head of a token at position p by the angle of the
-        table's entry [p, i].
+        """Applies rotary position embeddings: rotates pair i of every head of a token at position p by the
+        angle of the table's entry [p, i].
 
-        q, q_out: [num_tokens, num_heads, head_dim]; k, k_out: [num_tokens, num_kv_heads, head_dim], or both None; all of
-        one type. positions: [num_tokens], i32 or i64. cos, sin: [max_position, head_dim / 2], f32, see rope_table().
-        pairing: which elements form pair i: "split_half" (default), i and i + head_dim / 2, as in checkpoints of Hugging
-        Face; or "interleaved", 2i and 2i + 1. q_out may be the same view as q, k_out as k. A position outside the table is
-        refused on the CPU; on CUDA the token is copied unrotated, and synchronize() reports it.
+        q, q_out: [num_tokens, num_heads, head_dim]; k, k_out: [num_tokens, num_kv_heads, head_dim], or both
+        None; all of one type. positions: [num_tokens], i32 or i64. cos, sin: [max_position, head_dim / 2], f32,
+        see rope_table().
+        pairing: which elements form pair i: "split_half" (default), i and i + head_dim / 2, as in checkpoints
+        of Hugging Face; or "interleaved", 2i and 2i + 1. q_out may be the same view as q, k_out as k. A
+        position outside the table is refused on the CPU; on CUDA the token is copied unrotated, and
+        synchronize() reports it.
         """
         self._call("rope", q, k, positions, cos, sin, choice(ROPE_PAIRINGS, pairing, "pairing"), q_out, k_out)
 
     def argmax(self, x: Any, out: Any) -> None:
-        """Finds the index of the largest element along the last dimension; among equal ones the lowest. NaN is the largest.
+        """Finds the index of the largest element along the last dimension; among equal ones the lowest. NaN is
+        the largest.
 
         x: [..., width], width at least 1; out: [...], i32 or i64.
         """
@@ -437,7 +447,8 @@ class Context(NotCopyable):
     def top_k(self, x: Any, values: Any, indices: Any) -> None:
         """Finds the k largest elements along the last dimension, in descending order, and their indices.
 
-        x: [..., width]; values: [..., k], of the type of x; indices: [..., k], i32; k is at most width and at most 1024.
+        x: [..., width]; values: [..., k], of the type of x; indices: [..., k], i32; k is at most width and at
+        most 1024.
         """
         self._call("top_k", x, values, indices)
 
@@ -459,8 +470,9 @@ class Context(NotCopyable):
         dimensions with the same batch, or of two for one matrix that is used in all products.
         transpose_a, transpose_b: a holds the transpose of A, b that of B (as a weight of torch.nn.Linear does).
         alpha, beta: with 0, a and b, or c, are not read.
-        backend: "auto" (default) takes the fastest; "naive"; on the CPU "blocked"; on CUDA "tiled", "cublas" (where it is
-        installed) and "tensor_core" (f16 and bf16). One that is not there for the device or type raises UnsupportedError.
+        backend: "auto" (default) takes the fastest; "naive"; on the CPU "blocked"; on CUDA "tiled", "cublas"
+        (where it is installed) and "tensor_core" (f16 and bf16). One that is not there for the device or type
+        raises UnsupportedError.
         """
         options = GemmOptions()
         library.xserv_gemm_options_init(byref(options), ctypes.sizeof(options))
@@ -472,9 +484,10 @@ class Context(NotCopyable):
     def gemm_backward(self, a: Any, b: Any, dc: Any, da: Any, db: Any, transpose_kernels: bool = False) -> None:
         """The gradients of C = A B: da = dc B^T and db = A^T dc.
 
-        a, da: [m, k]; b, db: [k, n]; dc: [m, n], the gradient of the loss with respect to C; or all with the same leading
-        batch dimension; all of one type. da or db may be None if it is not wanted. transpose_kernels: write transposes to
-        memory first, instead of reading the operands transposed; the results are the same up to rounding.
+        a, da: [m, k]; b, db: [k, n]; dc: [m, n], the gradient of the loss with respect to C; or all with the
+        same leading batch dimension; all of one type. da or db may be None if it is not wanted.
+        transpose_kernels: write transposes to memory first, instead of reading the operands transposed; the
+        results are the same up to rounding.
         """
         self._call("gemm_backward", a, b, dc, int(transpose_kernels), da, db)
 
@@ -502,14 +515,14 @@ class Context(NotCopyable):
         - batched: q [batch, q_len, num_heads, head_dim], k and v [batch, kv_len, num_kv_heads, head_dim].
         - packed, with cu_seqlens_q and cu_seqlens_k: q [num_tokens, num_heads, head_dim], k and v [num_kv_tokens,
           num_kv_heads, head_dim], sequence after sequence.
-        - paged, with block_tables and context_lens: k and v [num_blocks, block_size, num_kv_heads, head_dim], q packed with
-          cu_seqlens_q, or [num_seqs, q_len, num_heads, head_dim] without.
+        - paged, with block_tables and context_lens: k and v [num_blocks, block_size, num_kv_heads, head_dim], q
+          packed with cu_seqlens_q, or [num_seqs, q_len, num_heads, head_dim] without.
 
-        causal: query i of a sequence sees keys 0 to kv_len - q_len + i; otherwise all of them. A query that sees no key
-        gives zeros.
+        causal: query i of a sequence sees keys 0 to kv_len - q_len + i; otherwise all of them. A query that
+        sees no key gives zeros.
         scale: the factor of the scores; None (default): 1 / sqrt(head_dim).
-        backend: "auto" (default); "naive" (batched form only), "flash", or "split_kv" (for one query per sequence). One that
-        does not support the form, head_dim or block size raises UnsupportedError.
+        backend: "auto" (default); "naive" (batched form only), "flash", or "split_kv" (for one query per
+        sequence). One that does not support the form, head_dim or block size raises UnsupportedError.
         cu_seqlens_q, cu_seqlens_k: i32 [num_seqs + 1], the first token of each sequence and the end of the last.
         block_tables: i32 [num_seqs, max_blocks_per_seq], the blocks of each sequence in order.
         context_lens: i32 [num_seqs], the number of keys of each sequence.
