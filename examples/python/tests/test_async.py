@@ -15,7 +15,7 @@ import xserv
 from xserv import _async
 from test_xserv import LONG, MODEL
 
-LONG_PROMPT = "Once upon a time " * 400  # longer than LONG_PROMPT_BYTES, shorter than the context
+LONG_PROMPT = "Once upon a time " * 250  # longer than LONG_PROMPT_BYTES, shorter than the context
 SHORT = {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
 #: Nothing here takes as long; a test that hangs ends with this.
 NEVER = 300
@@ -82,22 +82,40 @@ class Readers(AsyncTest):
 
     def test_close_ends_the_wait_of_a_task(self):
         async def closed_by(close):
-            stream = self.model.generate_async("Once", **LONG)
-            task = asyncio.ensure_future(stream.wait())
-            await asyncio.sleep(0)
-            close(stream)
-            with self.assertRaisesRegex(ValueError, "closed before its end"):
-                await task
-            self.assertEqual([piece async for piece in stream], [])
-            self.assertIn("closed after", repr(stream))
+            with xserv.Model(MODEL, max_batch_size=1) as model:
+                # The model computes the other one, which nobody reads: the event loop sleeps.
+                other = model.generate_async("Once", **LONG)
+                stream = model.generate_async("Once", **LONG)
+                task = asyncio.ensure_future(stream.wait())
+                await asyncio.sleep(0)
+                close(stream)
+                with self.assertRaisesRegex(ValueError, "closed before its end"):
+                    await task
+                self.assertEqual([piece async for piece in stream], [])
+                self.assertIn("closed after", repr(stream))
+                other.close()
 
         def in_a_thread(stream):
-            thread = threading.Thread(target=stream.close)
-            thread.start()
-            thread.join()
+            threading.Timer(0.05, stream.close).start()  # while the loop sleeps
+
+        real, threads = _async.AsyncTextStream._close, []
+
+        def close_and_tell(stream):
+            threads.append(threading.get_ident())
+            real(stream)
 
         run(closed_by(lambda stream: stream.close()))
-        run(closed_by(in_a_thread))
+        with mock.patch.object(_async.AsyncTextStream, "_close", close_and_tell):
+            run(closed_by(in_a_thread))
+        self.assertEqual(set(threads), {threading.get_ident()}, "only there does it end the sleep of the loop")
+
+    def test_a_stream_keeps_its_model(self):
+        async def model_is_dropped():
+            stream = xserv.Model(MODEL).generate_async("Once", **SHORT)
+            gc.collect()
+            return await stream.wait()
+
+        self.assertEqual(run(model_is_dropped()).finish_reason, "max_tokens")
 
     def test_closing_the_model_ends_the_wait_of_a_task(self):
         async def closed():
@@ -225,7 +243,7 @@ class Descriptors(AsyncTest):
             # The reader learns it where the prompt is long.
             for prompt, options, error in (
                 (LONG_PROMPT, {"stop": [""]}, xserv.InvalidArgumentError),
-                (LONG_PROMPT * 5, {}, xserv.ContextFullError),
+                (LONG_PROMPT * 8, {}, xserv.ContextFullError),
             ):
                 stream = self.model.generate_async(prompt, **options)
                 with self.assertRaises(error):
@@ -263,6 +281,8 @@ async def parent():
                 stream.close()
             del streams, stream
             gc.collect()
+            links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+            assert not [link for link in links if os.path.exists(link) and "eventfd" in os.readlink(link)]
             child()
             status = 0
         finally:
@@ -341,16 +361,20 @@ class Loops(AsyncTest):
 class LongPrompts(AsyncTest):
     """They are tokenized on another thread."""
 
-    def submitted(self, before_submit=lambda submission: None):
-        """Records on which thread each request is submitted."""
-        real, calls = _async.Submission.submit, []
+    def submitted(self, before_submit=lambda: None):
+        """Records on which thread the library is given each request, after a call of before_submit()."""
+        real, calls = _async.library, []
 
-        def submit(submission):
-            before_submit(submission)
-            calls.append((submission, threading.get_ident()))
-            real(submission)
+        class Library:
+            def __getattr__(self, name):
+                return getattr(real, name)
 
-        patch = mock.patch.object(_async.Submission, "submit", submit)
+            def xserv_submit(self, model, request, options, submission):
+                before_submit()
+                calls.append((request._obj.max_tokens, threading.get_ident()))
+                return real.xserv_submit(model, request, options, submission)
+
+        patch = mock.patch.object(_async, "library", Library())
         patch.start()
         self.addCleanup(patch.stop)
         return calls
@@ -360,19 +384,19 @@ class LongPrompts(AsyncTest):
 
         async def in_order():
             prompts = ["Once", LONG_PROMPT, "Once", LONG_PROMPT, "Once"]
-            streams = [self.model.generate_async(prompt, **SHORT) for prompt in prompts]
+            options = [dict(SHORT, max_tokens=4 + i) for i in range(5)]
+            streams = [self.model.generate_async(prompt, **given) for prompt, given in zip(prompts, options)]
             results = await asyncio.gather(*(stream.wait() for stream in streams))
-            self.assertEqual([call[0] for call in calls], [stream._submission for stream in streams])
-            after = self.model.generate_async("Once", **SHORT)
-            await after.wait()
-            return [result.text for result in results]
+            await self.model.generate_async("Once", **dict(SHORT, max_tokens=9)).wait()
+            return [result.token_ids for result in results]
 
-        texts = run(in_order())
-        self.assertEqual([texts[0], texts[2], texts[4]], [self.expected] * 3)
-        self.assertEqual(texts[1], self.model.generate(LONG_PROMPT, **SHORT).text)
+        found = run(in_order())
+        expected = self.model.generate("Once", **dict(SHORT, max_tokens=8)).token_ids
+        self.assertEqual([found[0], found[2], found[4]], [expected[:4], expected[:6], expected])
+        self.assertEqual(found[3], self.model.generate(LONG_PROMPT, **dict(SHORT, max_tokens=7)).token_ids)
         here = threading.get_ident()
-        self.assertEqual([ident == here for _, ident in calls], [True, False, False, False, False, True])
-        calls.clear()
+        self.assertEqual([(number, ident == here) for number, ident in calls],
+                         [(4, True), (5, False), (6, False), (7, False), (8, False), (9, True)])
 
     def test_messages_count_as_text(self):
         calls = self.submitted()
@@ -383,7 +407,6 @@ class LongPrompts(AsyncTest):
 
         self.assertEqual(len(run(answer()).token_ids), 4)
         self.assertNotEqual(calls[0][1], threading.get_ident())
-        calls.clear()
 
     def test_cancelled_while_it_is_tokenized(self):
         """Also where others come after it: each stays in its place, and none is lost."""
@@ -391,13 +414,13 @@ class LongPrompts(AsyncTest):
             with self.subTest(leave):
                 is_there, may_go_on = threading.Event(), threading.Event()
 
-                def stop_long_ones(submission):
+                def stop_the_first():
                     if threading.get_ident() != here and not is_there.is_set():
                         is_there.set()
                         may_go_on.wait(NEVER)
 
                 here = threading.get_ident()
-                calls = self.submitted(stop_long_ones)
+                self.submitted(stop_the_first)
 
                 async def left():
                     streams = [self.model.generate_async(LONG_PROMPT, **LONG)]
@@ -422,17 +445,17 @@ class LongPrompts(AsyncTest):
                     return (await after.wait()).text
 
                 self.assertEqual(run(left()), self.expected)
-                calls.clear()
                 mock.patch.stopall()
 
     def test_the_loop_ends_while_it_is_tokenized(self):
         is_there, may_go_on = threading.Event(), threading.Event()
 
-        def stop(_):
+        def stop():
             is_there.set()
             may_go_on.wait(NEVER)
 
-        calls = self.submitted(stop)
+        self.submitted(stop)
+        before = self.model.stats()
         loop = asyncio.new_event_loop()
 
         async def start():
@@ -444,13 +467,16 @@ class LongPrompts(AsyncTest):
         streams = [loop.run_until_complete(start())]
         streams.clear()
         loop.close()
+        # The library is about to be told the descriptor: it must not become another file's.
+        self.assertEqual(num_descriptors(), self.before + 1)
         may_go_on.set()
-        while not calls:
-            time.sleep(0.001)
-        calls.clear()
         deadline = time.monotonic() + NEVER
-        while num_descriptors() > self.before and time.monotonic() < deadline:
+        while time.monotonic() < deadline:
+            stats = self.model.stats()
+            if stats.total_submitted > before.total_submitted and stats.total_submitted == stats.total_ended:
+                break
             time.sleep(0.001)
+        self.assertLess(stats.total_generated_tokens, before.total_generated_tokens + 200, "it was not cancelled")
 
 
 class Counting(unittest.TestCase):
