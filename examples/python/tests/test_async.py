@@ -473,7 +473,7 @@ class LongPrompts(AsyncTest):
         deadline = time.monotonic() + NEVER
         while time.monotonic() < deadline:
             stats = self.model.stats()
-            if stats.total_submitted > before.total_submitted and stats.total_submitted == stats.total_ended:
+            if stats.total_submitted == stats.total_ended > before.total_ended and num_descriptors() == self.before:
                 break
             time.sleep(0.001)
         self.assertLess(stats.total_generated_tokens, before.total_generated_tokens + 200, "it was not cancelled")

@@ -575,9 +575,9 @@ class Documentation(unittest.TestCase):
     def test_every_field_is_described(self):
         for kind in (xserv.Result, xserv.ModelInfo, xserv.ModelStats, xserv.Inspection, xserv.MemoryPlan):
             for field in dataclasses.fields(kind):
-                self.assertRegex(kind.__doc__, rf"(?m)^ +{field.name}: .", kind.__name__)
+                self.assertRegex(inspect.getdoc(kind), rf"(?m)^{field.name}: .", kind.__name__)
         for name in xserv.GenerateOptions.__annotations__:
-            self.assertRegex(xserv.GenerateOptions.__doc__, rf"(?m)^ +{name}: .")
+            self.assertRegex(inspect.getdoc(xserv.GenerateOptions), rf"(?m)^{name}: .")
 
     def test_every_option_is_described_and_in_the_signature(self):
         for function in (xserv.Model.generate, xserv.Model.generate_async):
@@ -585,10 +585,10 @@ class Documentation(unittest.TestCase):
             self.assertNotIn("options", parameters)
             for name in xserv.GenerateOptions.__annotations__:
                 self.assertEqual(parameters[name].kind, inspect.Parameter.KEYWORD_ONLY)
-                self.assertRegex(function.__doc__, rf"(?m)^ +{name}: .")
+                self.assertRegex(inspect.getdoc(function), rf"(?m)^{name}: .")
         for kind in (xserv.Model, ops.Context):
             for name in list(inspect.signature(kind).parameters):
-                self.assertRegex(kind.__doc__, rf"(?m)^ +{name}: .")
+                self.assertRegex(inspect.getdoc(kind), rf"(?m)^{name}: .")
         for name in inspect.signature(xserv.plan).parameters:
             self.assertIn(name, inspect.signature(xserv.Model).parameters)
         for name in inspect.signature(ops.Context.attention).parameters:

@@ -37,7 +37,7 @@ from ._request import (
     choice,
     json_bytes,
     set_number,
-    signature_of,
+    show_options,
     token_array,
     without_nul,
 )
@@ -743,10 +743,5 @@ class Model(NotCopyable):
         return _dataclass_from(ModelStats, stats)
 
 
-# What help() and editors show instead of **options.
-_options = "\n".join("    " + line if line else "" for line in (GenerateOptions.__doc__ or "").split("\n")[2:])
-for _name in ("generate", "generate_async"):
-    _function: Any = getattr(Model, _name)
-    _function.__signature__ = signature_of(_function)
-    if _function.__doc__:  # there is none under python -OO
-        _function.__doc__ = _function.__doc__.rstrip() + "\n\n" + _options
+show_options(Model.generate)
+show_options(Model.generate_async)

@@ -8,7 +8,7 @@ import json
 import operator
 from array import array
 from ctypes import Structure, byref, c_char_p, c_float, c_uint32, sizeof
-from typing import Any, Callable, Iterable, Mapping, Optional, Sequence, Tuple, TypedDict, Union
+from typing import Any, Iterable, Mapping, Optional, Sequence, Tuple, TypedDict, Union
 
 from . import _library as c
 from ._errors import invalid_argument
@@ -251,11 +251,15 @@ def set_number(struct: Structure, name: str, value: Union[int, float]) -> None:
         raise ValueError(f"{name} cannot be {number}")
 
 
-def signature_of(function: Callable[..., Any]) -> inspect.Signature:
-    """The signature of a function that takes GenerateOptions, with a keyword for each, for help() and editors."""
+def show_options(function: Any) -> None:
+    """Has help() and editors show the GenerateOptions of a function, instead of **options."""
     signature = inspect.signature(function)
     parameters = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
     for name, annotation in GenerateOptions.__annotations__.items():
         text = getattr(annotation, "__forward_arg__", annotation)
         parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=text))
-    return signature.replace(parameters=parameters)
+    function.__signature__ = signature.replace(parameters=parameters)
+    own, options = function.__doc__, GenerateOptions.__doc__
+    if own and options:  # python -OO leaves them out
+        _, _, described = inspect.cleandoc(options).partition("\n\n")
+        function.__doc__ = f"{inspect.cleandoc(own)}\n\n{described}\n"
