@@ -347,6 +347,7 @@ _FUNCTIONS = {
     "xserv_submit_options_init": (None, [POINTER(SubmitOptions), c_size_t]),
     "xserv_submit": (c_uint32, [c_void_p, POINTER(Request), POINTER(SubmitOptions), _HANDLE]),
     "xserv_next": (c_uint32, [c_void_p, c_uint32, POINTER(Event)]),
+    "xserv_poll": (c_uint32, [c_void_p, POINTER(c_uint8)]),
     "xserv_cancel": (c_uint32, [c_void_p]),
     "xserv_submission_take_result": (c_uint32, [c_void_p, _HANDLE]),
     "xserv_submission_free": (None, [c_void_p]),
