@@ -57,7 +57,8 @@ fn a_typed_program_runs_and_is_clean() {
     // .ci/run puts them there.
     let tools = repository().join("target/tools/python-types");
     let is_there = |module: &str| {
-        outcome(python().args(["-m", module, "--version"]).env("PYTHONPATH", &tools)).code == Some(0)
+        outcome(python().args(["-m", module, "--version"]).env("PYTHONPATH", &tools)).code
+            == Some(0)
     };
     if !["mypy", "pyright"].into_iter().all(is_there) {
         assert!(std::env::var_os("XSERV_REQUIRE_TOOLS").is_none(), "mypy or pyright is missing");
