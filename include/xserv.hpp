@@ -14,6 +14,10 @@
 #ifndef XSERV_HPP
 #define XSERV_HPP
 
+#if __cplusplus < 201703L
+#error "xserv.hpp needs C++17: compile with -std=c++17 (in CMake: set CMAKE_CXX_STANDARD to 17)"
+#else
+
 #include <chrono>
 #include <cstdint>
 #include <exception>
@@ -591,5 +595,7 @@ class Model {
 };
 
 }  // namespace xserv
+
+#endif /* C++17 */
 
 #endif
