@@ -1101,7 +1101,17 @@ class ConstTensorView {
     for (std::size_t i = 0; i < ndim(); i++) product *= static_cast<std::uint64_t>(shape_[i]);
     return product;
   }
-  xserv_tensor_dtype dtype() const noexcept { return raw_.dtype; }
+  Dims shape() const { return Dims(std::vector<std::int64_t>(shape_, shape_ + ndim())); }
+  /* XSERV_DTYPE_AUTO: a type that the library does not have. */
+  xserv_dtype dtype() const noexcept {
+    for (const xserv_dtype type :
+         {XSERV_DTYPE_F32, XSERV_DTYPE_F16, XSERV_DTYPE_BF16, XSERV_DTYPE_I32, XSERV_DTYPE_I64}) {
+      const xserv_tensor_dtype other = xserv_tensor_dtype_of(static_cast<std::uint32_t>(type));
+      if (raw_.dtype.code == other.code && raw_.dtype.bits == other.bits && raw_.dtype.lanes == other.lanes)
+        return type;
+    }
+    return XSERV_DTYPE_AUTO;
+  }
   xserv_tensor_device device() const noexcept { return raw_.device; }
   /* The first element. */
   const void *data() const noexcept { return static_cast<const char *>(raw_.data) + raw_.byte_offset; }
@@ -1355,7 +1365,7 @@ class AttentionOptions {
  *
  * On the CPU an operator has finished when its function returns. On CUDA it has queued its work on
  * the context's stream: synchronize() waits for it, and throws what went wrong in it; the memory of
- * the views must live until then. Nothing else here waits or copies. Calls from several threads are
+ * the views must live until then. Only copies from and to the host wait. Calls from several threads are
  * safe and queue in the order of their arrival. Destroying a context waits for its work. */
 class Context {
  public:
@@ -1410,6 +1420,22 @@ class Context {
     const auto type = static_cast<std::uint32_t>(dtype), ndim = static_cast<std::uint32_t>(shape.size());
     detail::check(xserv_owned_tensor_new_pinned(need(), type, ndim, shape.begin(), &raw));
     return Tensor(raw);
+  }
+
+  /* Makes a contiguous tensor in the device's memory with the shape, the type and the elements of
+   * another, which may be on the host. */
+  Tensor copy_of(const ConstTensorView &source) const {
+    Tensor made = tensor(source.dtype(), source.shape());
+    copy(source, made);
+    return made;
+  }
+  /* Returns the elements of a tensor, which may be on the device, row by row; waits for the work that
+   * computes them. */
+  template <typename Element>
+  std::vector<Element> to_vector(const ConstTensorView &source) const {
+    std::vector<Element> values(static_cast<std::size_t>(source.num_elements()));
+    copy(source, {values, source.shape()});
+    return values;
   }
 
   /* target = source, the same shape and type, any strides, between host and device too. A copy from

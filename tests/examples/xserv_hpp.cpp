@@ -466,14 +466,14 @@ static void check_views() {
   const float *pointer = constant.data();
   std::array<std::int64_t, 2> ids{1, 2};
   std::vector<xserv::TokenId> tokens{1, 2, 3};
-  REQUIRE(xserv::TensorView(array, {2, 3}).dtype().code == 2 &&
+  REQUIRE(xserv::TensorView(array, {2, 3}).dtype() == XSERV_DTYPE_F32 &&
           xserv::ConstTensorView(pointer, {2, 3}).data() == pointer);
-  REQUIRE(xserv::ConstTensorView(constant).shape(0) == 24 && xserv::TensorView(ids).dtype().bits == 64);
-  REQUIRE(xserv::TensorView(tokens).dtype().code == 0 && xserv::TensorView(tokens).dtype().bits == 32);
+  REQUIRE(xserv::ConstTensorView(constant).shape(0) == 24 && xserv::TensorView(ids).dtype() == XSERV_DTYPE_I64);
+  REQUIRE(xserv::TensorView(tokens).dtype() == XSERV_DTYPE_I32);
   std::vector<xserv::Half> halves(2);
   std::vector<xserv::BFloat16> brains(2);
-  REQUIRE(xserv::TensorView(halves).dtype().code == 2 && xserv::TensorView(halves).dtype().bits == 16);
-  REQUIRE(xserv::TensorView(brains).dtype().code == 4 && xserv::TensorView(brains).dtype().bits == 16);
+  REQUIRE(xserv::TensorView(halves).dtype() == XSERV_DTYPE_F16);
+  REQUIRE(xserv::TensorView(brains).dtype() == XSERV_DTYPE_BF16);
   REQUIRE(xserv::TensorView(static_cast<void *>(array), XSERV_DTYPE_F32, {6}).shape(0) == 6);
   REQUIRE(xserv::TensorView(array, {6}, {}, {XSERV_DEVICE_CUDA, 1}).device().device_type == 2);
   REQUIRE(xserv::TensorView(array, {}).ndim() == 0 && xserv::TensorView(array, {}).num_elements() == 1);
@@ -502,6 +502,9 @@ static void check_views() {
 }
 
 static void check_contexts() {
+  static_assert(!std::is_copy_constructible_v<xserv::Context> && std::is_nothrow_move_constructible_v<xserv::Context>);
+  static_assert(!std::is_copy_constructible_v<xserv::Tensor> && !std::is_copy_assignable_v<xserv::Tensor>);
+  static_assert(std::is_copy_constructible_v<xserv::TensorView> && std::is_copy_assignable_v<xserv::TensorView>);
   REQUIRE(thrown_by([] { xserv::cuda_device_info(xserv::cuda_device_count()); }) != XSERV_STATUS_OK);
   if (xserv::cuda_device_count() > 0) REQUIRE(!xserv::cuda_device_info().name.empty());
   REQUIRE(thrown_by([] { xserv::Context nowhere(XSERV_DEVICE_CPU, 7); }) == XSERV_STATUS_NO_DEVICE);
@@ -524,6 +527,11 @@ static void check_contexts() {
   REQUIRE(says_moved_from("Context", [&] { context.softmax(pinned, other_tensor); }));
   other.copy(pinned.view().slice(1, 0, 3), {out, {2, 3}});
   REQUIRE(out == x);
+  const auto half = other.copy_of(xserv::ConstTensorView(x, {2, 3}).slice(1, 1, 3));
+  REQUIRE(half.view().shape(1) == 2 && half.view().dtype() == XSERV_DTYPE_F32);
+  REQUIRE(other.to_vector<float>(half) == Floats({x[1], x[2], x[4], x[5]}));
+  REQUIRE(other.to_vector<float>(half.view().permute({1, 0})) == Floats({x[1], x[4], x[2], x[5]}));
+  REQUIRE(thrown_by([&] { other.to_vector<xserv::Half>(half); }) == XSERV_STATUS_INVALID_ARGUMENT);
   REQUIRE(thrown_by([&] { other.copy(x, tensor = other.tensor<xserv::Half>({6})); }) == XSERV_STATUS_INVALID_ARGUMENT);
   other.trim();
   { auto gone = std::move(other); }
