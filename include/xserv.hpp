@@ -9,21 +9,21 @@
  *     std::vector<float> x{1, 2, 3, 4}, weight{1, 1}, out(4);
  *     context.rms_norm({x, {2, 2}}, weight, 1e-6f, {out, {2, 2}});
  *
- * Each function here is one function of xserv.h or xserv_ops.h, which say in full what it does. What
- * is added is only this, and is the same everywhere:
+ * A function here is one of xserv.h or xserv_ops.h, which say in full what it does. What is added is
+ * the same everywhere:
  *
  * - Ownership. A handle belongs to its object, which frees it. Such objects can be moved, and cannot
- *   be copied. One that was moved from may be assigned to or destroyed; every other use throws
- *   xserv::Error with the status XSERV_STATUS_BAD_HANDLE and says so. What a handle needs stays alive
- *   with it, so that objects may be destroyed in any order.
- * - Failure. A call that fails throws xserv::Error, which has the status and the library's sentence.
+ *   be copied. One that was moved from may be assigned to or destroyed; every other use throws an
+ *   xserv::Error with XSERV_STATUS_BAD_HANDLE that says so. What a handle needs stays alive with it,
+ *   so that objects may be destroyed in any order.
+ * - Failure. A call that fails throws an xserv::Error, with the status and the library's sentence.
  *   Where memory for a std type is lacking, std::bad_alloc is thrown.
  * - Lifetime. Functions that return a view or a pointer into an object cannot be called on a
  *   temporary, where the result would dangle: `model.generate(request).info()` does not compile.
  * - Callbacks may return nothing, or a bool: true to continue, false to stop. An exception from a
  *   callback stops the call and is thrown by it; it never crosses the C code.
- * - Threads. Several threads may use the same object at once, unless its class says otherwise. While
- *   an object is assigned to, moved from or destroyed, no other thread may use it. Options, requests
+ * - Threads. Several threads may use one object at once, unless its class says otherwise. While an
+ *   object is assigned to, moved from or destroyed, no other thread may use it. Options, requests
  *   and views are plain values without locks.
  */
 
@@ -49,8 +49,8 @@
 
 namespace xserv {
 
-/* A failed call. what() is the library's sentence, status() its status code. A value like any other
- * exception: it can be copied, and outlives what failed. */
+/* A failed call. what() is the library's sentence, status() its status code. It is a value
+ * like any other exception, which can be copied and outlives what failed. */
 class Error : public std::runtime_error {
  public:
   Error(xserv_status status, const std::string &message) : std::runtime_error(message), status_(status) {}
@@ -89,8 +89,8 @@ struct TokenEvent {
   std::uint32_t sample = 0;             /* which sample of the request, from 0 */
 };
 
-/* A std::string that refuses to become a std::string_view while it is a temporary, since such a view
- * dangles as soon as it is made. text() of a temporary Result returns it; keep it as auto or
+/* A std::string that refuses to become a std::string_view while it is a temporary, since such a
+ * view dangles as soon as it is made. text() of a temporary Result returns it; keep it as auto or
  * std::string. */
 class Text : public std::string {
  public:
@@ -236,7 +236,8 @@ struct Guarded {
 }  // namespace detail
 
 /* How to load a model. Setters can be chained; unset options have the library's defaults. Each has
- * the meaning of the field of xserv_load_options. A value: it can be copied and used again. */
+ * the meaning of the field of xserv_load_options. It is a value, which can be copied and used
+ * again. */
 class LoadOptions {
  public:
   LoadOptions() { xserv_load_options_default(&raw_); }
@@ -255,8 +256,8 @@ class LoadOptions {
   LoadOptions &max_prefill_tokens(std::uint64_t count) { return raw_.max_prefill_tokens = count, *this; }
   LoadOptions &max_swap_bytes(std::uint64_t bytes) { return raw_.max_swap_bytes = bytes, *this; }
   LoadOptions &prefix_cache(bool on) { return raw_.prefix_cache = on, *this; }
-  /* Called as f(float fraction) with the progress of the load, from 0 to 1, on the thread that loads;
-   * returns nothing, or false to cancel. nullptr: nobody is told. */
+  /* Called as f(float fraction) with the progress of the load, from 0 to 1, on the thread that
+   * loads; returns nothing, or false to cancel. With nullptr nobody is told. */
   template <typename Function>
   LoadOptions &progress(Function f) {
     if constexpr (std::is_null_pointer_v<Function>) {
@@ -273,9 +274,10 @@ class LoadOptions {
     }
     return *this;
   }
-  /* Called as f(xserv_log_level level, const char *target, const char *message), on this thread while
-   * the model is loaded and then on a thread of the model's, until it is freed; see
-   * xserv_log_callback for what it may do. Exceptions from it are dropped. nullptr: silence. */
+  /* Called as f(xserv_log_level level, const char *target, const char *message), on this thread
+   * while the model is loaded and then on a thread of the model's, until it is freed; see
+   * xserv_log_callback for what it may do. Exceptions from it are dropped. With nullptr nothing is
+   * logged. */
   template <typename Function>
   LoadOptions &log(Function f) {
     constexpr bool is_right = std::is_copy_constructible_v<Function> &&
@@ -320,12 +322,19 @@ class CancelToken {
 };
 
 /* A conversation: messages in the order in which they were said, and the JSON that a chat template
- * takes. It does the quoting, so that a content may be any UTF-8 text. A value: it can be copied. */
+ * takes. It does the quoting, so that a content may be any UTF-8 text. It is a value,
+ * which can be copied.
+ *
+ *     xserv::Messages messages;
+ *     messages.system("You are brief.").user("Hello!");
+ *     auto result = model.generate(xserv::Request::from_messages(messages));
+ *     messages.assistant(result.text()).user("Tell me more."); */
 class Messages {
  public:
   Messages &system(std::string_view content) { return add("system", content); }
   Messages &user(std::string_view content) { return add("user", content); }
   Messages &assistant(std::string_view content) { return add("assistant", content); }
+  Messages &assistant(const Text &content) { return assistant(std::string_view(content)); } /* of a temporary Result */
   Messages &add(std::string_view role, std::string_view content) {
     return add_json("{\"role\": " + quoted(role) + ", \"content\": " + quoted(content) + "}");
   }
@@ -373,8 +382,9 @@ class Messages {
 };
 
 /* A request to generate. Setters can be chained; unset values come from the model's
- * generation_config.json. Each has the meaning of the field of xserv_request. A value: it can be
- * copied, and used for any number of calls. */
+ * generation_config.json. Each has the meaning of the field of xserv_request. It is a value, which
+ * can be copied and used for any number of calls. A chain of setters returns a reference to the
+ * object that it begins with: keep it as `auto request = ...`, not as `auto &`. */
 class Request {
  public:
   static Request from_prompt(std::string text) {
@@ -526,8 +536,8 @@ class Result {
   ResultInfo info_{};
 };
 
-/* An event of a submission: kind says which of the other fields are set, as in xserv_event. A value,
- * which outlives the submission. */
+/* An event of a submission: kind says which of the other fields are set, as in xserv_event. It is
+ * a value, which outlives the submission. */
 struct Event {
   xserv_event_kind kind = XSERV_EVENT_NONE;
   std::uint32_t sample = 0;
@@ -538,14 +548,14 @@ struct Event {
 };
 
 /* How to be notified of a submission's events. A notification is given once: take events until
- * there are none before waiting again. A value: it can be copied and used again. */
+ * there are none before waiting again. It is a value, which can be copied and used again. */
 class SubmitOptions {
  public:
   SubmitOptions() { xserv_submit_options_default(&raw_); }
 
   /* Called as f() when there are events, on one of the library's threads: it must be quick, and may
-   * do what does not wait for the model: submit, poll, take events with a timeout of zero, cancel and
-   * destroy. Exceptions from it are dropped. nullptr: nobody is called. */
+   * do what does not wait for the model: submit, poll, take events with a timeout of zero, cancel
+   * and destroy. Exceptions from it are dropped. With nullptr nobody is called. */
   template <typename Function>
   SubmitOptions &wake(Function f) {
     constexpr bool is_right = std::is_copy_constructible_v<Function> &&
@@ -554,8 +564,8 @@ class SubmitOptions {
     if constexpr (is_right) wake_ = std::move(f);
     return *this;
   }
-  /* A non-blocking descriptor, such as an eventfd; the caller owns it, and closes it no earlier than
-   * the submission is destroyed. */
+  /* A non-blocking descriptor, such as an eventfd; the caller owns it, and closes it no earlier
+   * than the submission is destroyed. */
   SubmitOptions &wake_fd(int descriptor) { return raw_.wake_fd = descriptor, *this; }
   /* The kinds of events to be told; XSERV_EVENT_DONE is told in any case. */
   SubmitOptions &events(std::initializer_list<xserv_event_kind> kinds) {
@@ -570,8 +580,14 @@ class SubmitOptions {
   std::function<void()> wake_;
 };
 
-/* A submitted request. Destroying it cancels the request if it still runs, and waits for a wake
- * callback that runs on another thread. Each event is given once, to one of the threads that ask. */
+/* A submitted request, of which next() gives the events.
+ *
+ *     for (auto event = submission.next(); event.kind != XSERV_EVENT_DONE; event = submission.next())
+ *       std::cout << event.text;
+ *
+ * Any thread may use it; each event is given once, to one of the threads that ask. Destroying it
+ * cancels the request if it still runs, and waits for a wake callback that runs on another
+ * thread. */
 class Submission {
  public:
   Submission(Submission &&) noexcept = default;
@@ -816,9 +832,10 @@ class Model {
     });
   }
 
-  /* Streaming: `callback` receives each piece of text (std::string_view or std::string), or the whole
-   * event (const TokenEvent &), as it comes, on this thread. It returns nothing, or a bool: true to
-   * continue, false to stop. With several samples take the event, which says of which one it is. */
+  /* Streaming: `callback` receives each piece of text (std::string_view or std::string), or the
+   * whole event (const TokenEvent &), as it comes, on this thread. It returns nothing, or a bool:
+   * true to continue, false to stop. With several samples take the event, which says of which one
+   * it is. */
   template <typename Callback>
   Result generate(const Request &request, Callback &&callback) const {
     using Function = std::remove_reference_t<Callback>;
@@ -1015,8 +1032,9 @@ constexpr void check_element() {
                 "xserv: a tensor has elements of float, xserv::Half, xserv::BFloat16, or integers of 32 or 64 bits");
 }
 
-/* What a tensor's memory may be given as: a pointer, an array, or a container with its elements side
- * by side. Element is void for everything else. */
+/* What a tensor's memory may be given as: a pointer, an array, or a container with its elements
+ * side by side. Element is void for everything else. `dangles`: whether the elements end with a
+ * temporary of that type. */
 template <typename Memory, typename = void>
 struct MemoryOf {
   using Element = void;
@@ -1030,7 +1048,7 @@ struct MemoryOf<T *, void> {
 template <typename T, std::size_t Size>
 struct MemoryOf<T[Size], void> {
   using Element = T;
-  static constexpr bool has_size = true, dangles = false;
+  static constexpr bool has_size = true, dangles = true;
 };
 template <typename Container>
 struct MemoryOf<Container, std::enable_if_t<std::is_class_v<std::remove_cv_t<Container>> &&
@@ -1038,7 +1056,8 @@ struct MemoryOf<Container, std::enable_if_t<std::is_class_v<std::remove_cv_t<Con
                                             std::is_integral_v<decltype(std::size(std::declval<Container &>()))>>> {
   using Element = std::remove_pointer_t<decltype(std::data(std::declval<Container &>()))>;
   static constexpr bool has_size = true;
-  /* A container owns its elements, and a span does not: its being const says nothing of them. */
+  /* A container owns its elements; a span does not, so that it gives the same pointer when
+   * const. */
   static constexpr bool dangles = !std::is_same_v<decltype(std::data(std::declval<std::remove_cv_t<Container> &>())),
                                                   decltype(std::data(std::declval<const Container &>()))>;
 };
@@ -1052,7 +1071,8 @@ using EnableSized = std::enable_if_t<MemoryFor<Memory>::has_size>;
 
 }  // namespace detail
 
-/* A view of elements that belong to somebody else, for tensors that are only read. See TensorView. */
+/* A view of elements that belong to somebody else, for tensors that are only read. See
+ * TensorView. */
 class ConstTensorView {
  public:
   template <typename Memory, typename = detail::EnableMemory<Memory>>
@@ -1125,7 +1145,8 @@ class ConstTensorView {
     view.cut(dim, begin, end);
     return view;
   }
-  /* Returns the same elements with the dimensions in another order: dimension i is order[i] of now. */
+  /* Returns the same elements with the dimensions in another order: dimension i is order[i] of
+   * now. */
   ConstTensorView permute(const Dims &order) const {
     ConstTensorView view(*this);
     view.reorder(order);
@@ -1227,12 +1248,13 @@ class ConstTensorView {
  *
  *     std::vector<float> x(12);
  *     xserv::TensorView rows(x, {3, 4}), columns(x, {4, 3}, {1, 4});
+ *     xserv::TensorView on_gpu(pointer, {3, 4}, {}, {XSERV_DEVICE_CUDA, 0});
  *
- * The memory may be a pointer, an array or a container, whose size is then checked; a container alone
- * is a tensor of one dimension. The view copies neither the elements nor keeps them alive, and must
- * not outlive them. Shape and strides are its own. A value: it can be copied. Operators take a
- * ConstTensorView for what they read, which every TensorView is, and a TensorView for what they
- * write. */
+ * The memory may be a pointer, an array or a container, whose size is then checked; a container
+ * alone is a tensor of one dimension, and converts to it where a view is wanted. The view neither
+ * copies the elements nor keeps them alive, and must not outlive them. Shape and strides are its
+ * own, so that it can be copied. Operators take a ConstTensorView for what they read, which every
+ * TensorView is, and a TensorView for what they write. */
 class TensorView : public ConstTensorView {
  public:
   template <typename Memory, typename = detail::EnableMemory<Memory>>
@@ -1275,10 +1297,10 @@ class TensorView : public ConstTensorView {
   explicit TensorView(const xserv_tensor &raw) : ConstTensorView(raw) {}
 };
 
-/* A contiguous tensor in memory of a context's device, made by Context::tensor(). It owns its memory
- * and returns it when it is destroyed; work that was queued with it is not disturbed, and it may
- * outlive its context. It becomes a view wherever one is wanted; like a pointer, a const one can be
- * written through. Any number of threads may use it. */
+/* A contiguous tensor in memory of a context's device, made by Context::tensor(). It owns its
+ * memory and returns it when it is destroyed; work that was queued with it is not disturbed, and it
+ * may outlive its context. It becomes a view wherever one is wanted; like a pointer, a const one
+ * can be written through. Any number of threads may use it. */
 class Tensor {
  public:
   TensorView view() const & { return need(); }
@@ -1301,8 +1323,9 @@ class Tensor {
   TensorView view_;
 };
 
-/* How to make a context. Setters can be chained; unset options have the library's defaults. Each has
- * the meaning of the field of xserv_context_options. A value: it can be copied and used again. */
+/* How to make a context. Setters can be chained; unset options have the library's defaults. Each
+ * has the meaning of the field of xserv_context_options. It is a value, which can be copied and
+ * used again. */
 class ContextOptions {
  public:
   ContextOptions() { xserv_context_options_default(&raw_); }
@@ -1320,7 +1343,8 @@ class ContextOptions {
   xserv_context_options raw_;
 };
 
-/* How Context::gemm() multiplies. Each setter has the meaning of the field of xserv_gemm_options. */
+/* How Context::gemm() multiplies. Each setter has the meaning of the field of
+ * xserv_gemm_options. */
 class GemmOptions {
  public:
   GemmOptions() { xserv_gemm_options_default(&raw_); }
@@ -1365,8 +1389,8 @@ class AttentionOptions {
  *
  * On the CPU an operator has finished when its function returns. On CUDA it has queued its work on
  * the context's stream: synchronize() waits for it, and throws what went wrong in it; the memory of
- * the views must live until then. Only copies from and to the host wait. Calls from several threads are
- * safe and queue in the order of their arrival. Destroying a context waits for its work. */
+ * the views must live until then. Only copies from and to the host wait. Calls from several threads
+ * are safe and queue in the order of their arrival. Destroying a context waits for its work. */
 class Context {
  public:
   /* On CUDA where it can be used, else on the CPU. */
@@ -1429,8 +1453,8 @@ class Context {
     copy(source, made);
     return made;
   }
-  /* Returns the elements of a tensor, which may be on the device, row by row; waits for the work that
-   * computes them. */
+  /* Returns the elements of a tensor, which may be on the device, row by row; waits for the work
+   * that computes them. */
   template <typename Element>
   std::vector<Element> to_vector(const ConstTensorView &source) const {
     std::vector<Element> values(static_cast<std::size_t>(source.num_elements()));
@@ -1465,12 +1489,13 @@ class Context {
     detail::check(xserv_op_softmax(need(), x.get(), out.get()));
   }
 
-  /* out[i] = table[ids[i]].  table: [vocab_size, width]; ids: [...], i32 or i64; out: [..., width]. */
+  /* out[i] = table[ids[i]].  table: [vocab_size, width]; ids: [...], i32 or i64; out: [...,
+   * width]. */
   void embedding(const ConstTensorView &table, const ConstTensorView &ids, const TensorView &out) const {
     detail::check(xserv_op_embedding(need(), table.get(), ids.get(), out.get()));
   }
-  /* cos[p, i] = attention_scale * cos(p * inv_freq[i]), sin likewise.  inv_freq: [head_dim / 2]; cos,
-   * sin: [max_position, head_dim / 2]; all f32. */
+  /* cos[p, i] = attention_scale * cos(p * inv_freq[i]), sin likewise.  inv_freq: [head_dim / 2];
+   * cos, sin: [max_position, head_dim / 2]; all f32. */
   void rope_table(const ConstTensorView &inv_freq, float attention_scale, const TensorView &cos,
                   const TensorView &sin) const {
     detail::check(xserv_op_rope_table(need(), inv_freq.get(), attention_scale, cos.get(), sin.get()));
@@ -1491,7 +1516,8 @@ class Context {
     detail::check(xserv_op_rope(need(), q.get(), nullptr, positions.get(), cos.get(), sin.get(),
                                 static_cast<std::uint32_t>(pairing), q_out.get(), nullptr));
   }
-  /* out = the index of the largest element of each row.  x: [..., width]; out: [...], i32 or i64. */
+  /* out = the index of the largest element of each row.  x: [..., width]; out: [...], i32 or
+   * i64. */
   void argmax(const ConstTensorView &x, const TensorView &out) const {
     detail::check(xserv_op_argmax(need(), x.get(), out.get()));
   }
@@ -1513,8 +1539,8 @@ class Context {
   void silu(const ConstTensorView &x, const TensorView &out) const {
     detail::check(xserv_op_silu(need(), x.get(), out.get()));
   }
-  /* out = silu(gate) * up.  gate, up, out: the same shape [..., width]; gate and up may be slices of
-   * one tensor. */
+  /* out = silu(gate) * up.  gate, up, out: the same shape [..., width]; gate and up may be slices
+   * of one tensor. */
   void silu_mul(const ConstTensorView &gate, const ConstTensorView &up, const TensorView &out) const {
     detail::check(xserv_op_silu_mul(need(), gate.get(), up.get(), out.get()));
   }
@@ -1526,8 +1552,8 @@ class Context {
   void mul(const ConstTensorView &a, const ConstTensorView &b, const TensorView &out) const {
     detail::check(xserv_op_mul(need(), a.get(), b.get(), out.get()));
   }
-  /* target = source in the target's type, rounded to nearest even.  The same shape; f32, f16 or bf16
-   * each. */
+  /* target = source in the target's type, rounded to nearest even.  The same shape; f32, f16 or
+   * bf16 each. */
   void cast(const ConstTensorView &source, const TensorView &target) const {
     detail::check(xserv_op_cast(need(), source.get(), target.get()));
   }
@@ -1542,8 +1568,8 @@ class Context {
             const GemmOptions &options = GemmOptions()) const {
     detail::check(xserv_op_gemm(need(), &options.raw_, a.get(), b.get(), c.get()));
   }
-  /* da = dc * b^T, db = a^T * dc.  a, da: [m, k]; b, db: [k, n]; dc: [m, n]; or batches of them. One
-   * that is not wanted, da or db, may be std::nullopt. */
+  /* da = dc * b^T, db = a^T * dc.  a, da: [m, k]; b, db: [k, n]; dc: [m, n]; or batches of them.
+   * One that is not wanted, da or db, may be std::nullopt. */
   void gemm_backward(const ConstTensorView &a, const ConstTensorView &b, const ConstTensorView &dc,
                      const std::optional<TensorView> &da, const std::optional<TensorView> &db,
                      bool transpose_kernels = false) const {
@@ -1551,8 +1577,9 @@ class Context {
                                          get_or_null(db)));
   }
 
-  /* out = softmax(scale * q k^T) v.  q, out: [batch, q_len, num_heads, head_dim]; k, v: [batch, kv_len,
-   * num_kv_heads, head_dim]; with index arrays in the options also the packed and the paged form. */
+  /* out = softmax(scale * q k^T) v.  q, out: [batch, q_len, num_heads, head_dim]; k, v: [batch,
+   * kv_len, num_kv_heads, head_dim]; with index arrays in the options also the packed and the paged
+   * form. */
   void attention(const ConstTensorView &q, const ConstTensorView &k, const ConstTensorView &v, const TensorView &out,
                  const AttentionOptions &options = AttentionOptions()) const {
     xserv_attention_options raw = options.raw_;
@@ -1570,7 +1597,8 @@ class Context {
   detail::ContextHandle handle_;
 };
 
-/* How grad_check() compares. Each setter has the meaning of the field of xserv_grad_check_options. */
+/* How grad_check() compares. Each setter has the meaning of the field of
+ * xserv_grad_check_options. */
 class GradCheckOptions {
  public:
   GradCheckOptions() { xserv_grad_check_options_default(&raw_); }

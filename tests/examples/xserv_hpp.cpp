@@ -153,6 +153,9 @@ static void check_messages(const xserv::Model &model) {
   messages.add_json(R"({"role": "assistant", "content": "x"})");
   REQUIRE(messages.size() == 3 && messages.json().find("Hi.") == std::string::npos);
   REQUIRE(thrown_by([&] { messages.erase(2, 2); }) == XSERV_STATUS_INVALID_ARGUMENT);
+  const auto answer = model.generate(request);
+  messages.assistant(model.generate(request).text()).assistant(answer.text());
+  REQUIRE(messages.size() == 5);
   messages.clear();
   REQUIRE(messages.empty() && messages.json() == "[]");
 }
