@@ -12,10 +12,21 @@ const STRICT: [&str; 5] =
 /// C++17, 20 and 23.
 const STANDARDS: [&str; 3] = ["-std=c++17", "-std=c++20", "-std=c++2b"];
 
-/// The C++ compilers that are installed; one at least.
-fn compilers() -> BTreeSet<String> {
-    let others = ["g++", "clang++"].into_iter().filter(|name| have(name));
-    std::iter::once(cxx()).chain(others.map(String::from)).collect()
+/// The C++ compilers that are installed, each once, whatever names it has.
+fn compilers() -> Vec<String> {
+    let file = |name: &str| {
+        let path = std::env::var_os("PATH").unwrap_or_default();
+        let named = std::env::split_paths(&path).map(|folder| folder.join(name));
+        let file = named.into_iter().find(|file| file.is_file())?;
+        std::fs::canonicalize(file).ok()
+    };
+    let mut found = vec![cxx()];
+    for name in ["g++", "clang++"].into_iter().filter(|name| have(name)) {
+        if found.iter().all(|other| file(other) != file(name)) {
+            found.push(name.to_string());
+        }
+    }
+    found
 }
 
 fn compiles_without_warnings(source: &Path) {
