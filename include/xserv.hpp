@@ -93,28 +93,6 @@ struct TokenEvent {
   std::uint32_t sample = 0;             /* which sample of the request, from 0 */
 };
 
-/* A std::string that refuses to become a std::string_view while it is a temporary, since such a
- * view dangles as soon as it is made. text() of a temporary Result returns it; keep it as auto or
- * std::string. */
-class Text : public std::string {
- public:
-  explicit Text(std::string_view text) : std::string(text) {}
-  operator std::string_view() const & noexcept { return {data(), size()}; }
-  operator std::string_view() const && = delete; /* the view would dangle: keep the text as a std::string */
-
-  /* With whatever is text, temporary or not. */
-  friend bool operator==(const Text &a, const Text &b) noexcept { return a.compare(b) == 0; }
-  friend bool operator!=(const Text &a, const Text &b) noexcept { return a.compare(b) != 0; }
-  template <typename Other, typename = std::enable_if_t<std::is_convertible_v<const Other &, std::string_view>>>
-  friend bool operator==(const Text &a, const Other &b) noexcept { return a.compare(b) == 0; }
-  template <typename Other, typename = std::enable_if_t<std::is_convertible_v<const Other &, std::string_view>>>
-  friend bool operator==(const Other &a, const Text &b) noexcept { return b.compare(a) == 0; }
-  template <typename Other, typename = std::enable_if_t<std::is_convertible_v<const Other &, std::string_view>>>
-  friend bool operator!=(const Text &a, const Other &b) noexcept { return a.compare(b) != 0; }
-  template <typename Other, typename = std::enable_if_t<std::is_convertible_v<const Other &, std::string_view>>>
-  friend bool operator!=(const Other &a, const Text &b) noexcept { return b.compare(a) != 0; }
-};
-
 namespace detail {
 
 inline void check(xserv_status status) {
@@ -335,54 +313,59 @@ class CancelToken {
  *     messages.assistant(result.text()).user("Tell me more."); */
 class Messages {
  public:
+  Messages() : handle_(made()) {}
+  Messages(const Messages &other) : Messages() { add_json(other.json()); }
+  Messages(Messages &&) noexcept = default;
+  Messages &operator=(const Messages &other) { return *this = Messages(other); }
+  Messages &operator=(Messages &&) noexcept = default;
+
   Messages &system(std::string_view content) { return add("system", content); }
   Messages &user(std::string_view content) { return add("user", content); }
   Messages &assistant(std::string_view content) { return add("assistant", content); }
-  Messages &assistant(const Text &content) { return assistant(std::string_view(content)); } /* of a temporary Result */
   Messages &add(std::string_view role, std::string_view content) {
-    return add_json("{\"role\": " + quoted(role) + ", \"content\": " + quoted(content) + "}");
+    const std::string role_text(role), content_text(content);
+    detail::check(xserv_messages_add(need(), detail::c_string(role_text, "the role"),
+                                     detail::c_string(content_text, "the content")));
+    return *this;
   }
-  /* Adds a message that is a JSON object already, for example one with tool calls. */
-  Messages &add_json(std::string object) { return objects_.push_back(std::move(object)), *this; }
+  /* Adds the result of a tool call; an empty id or name is left out. */
+  Messages &tool_result(std::string_view call_id, std::string_view name, std::string_view content) {
+    const std::string id_text(call_id), name_text(name), content_text(content);
+    const char *id = detail::c_string(id_text, "the id of the call"), *tool = detail::c_string(name_text, "the name");
+    detail::check(xserv_messages_add_tool_result(need(), *id ? id : nullptr, *tool ? tool : nullptr,
+                                                 detail::c_string(content_text, "the content")));
+    return *this;
+  }
+  /* Adds a message that is JSON already, for example one with tool calls, or an array of them. */
+  Messages &add_json(const std::string &json) {
+    detail::check(xserv_messages_add_json(need(), detail::c_string(json, "the JSON")));
+    return *this;
+  }
 
-  std::size_t size() const noexcept { return objects_.size(); }
-  bool empty() const noexcept { return objects_.empty(); }
+  std::size_t size() const { return xserv_messages_count(need()); }
+  bool empty() const { return size() == 0; }
   /* Forgets `count` messages from number `first` on, to make room in the context. */
   void erase(std::size_t first, std::size_t count = 1) {
-    if (first > size() || count > size() - first)
-      detail::invalid("the conversation has " + std::to_string(size()) + " messages, not " +
-                      std::to_string(count) + " from number " + std::to_string(first) + " on");
-    const auto begin = objects_.begin() + static_cast<std::ptrdiff_t>(first);
-    objects_.erase(begin, begin + static_cast<std::ptrdiff_t>(count));
+    const std::size_t all = size();
+    if (first > all || count > all - first)
+      detail::invalid("the conversation has " + std::to_string(all) + " messages, not " + std::to_string(count) +
+                      " from number " + std::to_string(first) + " on");
+    for (; count > 0; count--) detail::check(xserv_messages_remove(need(), first));
   }
-  void clear() noexcept { objects_.clear(); }
-  std::string json() const {
-    std::string array = "[";
-    for (const std::string &object : objects_) {
-      if (array.size() > 1) array += ", ";
-      array += object;
-    }
-    return array + "]";
+  void clear() {
+    for (std::size_t left = size(); left > 0; left--) erase(left - 1);
   }
+  std::string json() const { return detail::check(xserv_messages_json(need())); }
+  const xserv_messages *get() const noexcept { return handle_.get(); }
 
  private:
-  static std::string quoted(std::string_view text) {
-    constexpr const char *digits = "0123456789abcdef";
-    std::string json = "\"";
-    for (const char c : text) {
-      const auto byte = static_cast<unsigned char>(c);
-      if (byte < 0x20) {
-        json += "\\u00";
-        json += digits[byte >> 4];
-        json += digits[byte & 15];
-      } else {
-        if (c == '"' || c == '\\') json += '\\';
-        json += c;
-      }
-    }
-    return json + '"';
+  static xserv_messages *made() {
+    xserv_messages *raw = nullptr;
+    detail::check(xserv_messages_new(&raw));
+    return raw;
   }
-  std::vector<std::string> objects_;
+  xserv_messages *need() const { return handle_.need("Messages"); }
+  detail::Handle<xserv_messages, xserv_messages_free> handle_;
 };
 
 /* A request to generate. Setters can be chained; unset values come from the model's
@@ -500,7 +483,7 @@ class Result {
   const ResultInfo &info() const & { return need(), info_; }
   const ResultInfo &info() const && = delete; /* its pointers would dangle: keep the Result */
   std::string_view text() const & { return {info().text, info_.text_len}; }
-  Text text() const && { return Text(text()); } /* of a temporary: a string of its own */
+  std::string text() const && { return std::string(text()); } /* of a temporary: a string of its own; keep it as one */
   std::vector<TokenId> token_ids() const { return ids_of((need(), info_)); }
   xserv_finish_reason finish_reason() const { return static_cast<xserv_finish_reason>((need(), info_.finish_reason)); }
 
@@ -511,7 +494,7 @@ class Result {
     const ResultInfo info = info_of(sample);
     return {info.text, info.text_len};
   }
-  Text text(std::size_t sample) const && { return Text(text(sample)); }
+  std::string text(std::size_t sample) const && { return std::string(text(sample)); }
   std::vector<TokenId> token_ids(std::size_t sample) const { return ids_of(info_of(sample)); }
   xserv_finish_reason finish_reason(std::size_t sample) const {
     return static_cast<xserv_finish_reason>(info_of(sample).finish_reason);

@@ -140,9 +140,15 @@ static void check_messages(const xserv::Model &model) {
   xserv::Messages messages;
   messages.system("You are \"brief\".\n\\").user("Hello!\t\x01 naïve 🙂").assistant("Hi.").add("user", "");
   REQUIRE(messages.size() == 4 && messages.json() ==
-      R"([{"role": "system", "content": "You are \"brief\".\u000a\\"}, )"
-      R"({"role": "user", "content": "Hello!\u0009\u0001 naïve 🙂"}, )"
-      R"({"role": "assistant", "content": "Hi."}, {"role": "user", "content": ""}])");
+      R"([{"role":"system","content":"You are \"brief\".\n\\"},)"
+      R"({"role":"user","content":"Hello!\t\u0001 naïve 🙂"},)"
+      R"({"role":"assistant","content":"Hi."},{"role":"user","content":""}])");
+  auto copy = messages;
+  REQUIRE(copy.tool_result("", "get_weather", "sunny").size() == 5 && messages.size() == 4);
+  REQUIRE(copy.json().find(R"({"role":"tool","name":"get_weather","content":"sunny"}])") != std::string::npos);
+  const auto moved = std::move(copy);
+  REQUIRE(thrown_by([&] { copy.user("x"); }) == XSERV_STATUS_BAD_HANDLE && moved.size() == 5);
+  REQUIRE(thrown_by([&] { messages.add_json("[5]"); }) == XSERV_STATUS_INVALID_ARGUMENT && messages.size() == 4);
   const auto rendered = model.apply_chat_template(messages);
   REQUIRE(rendered.find("You are \"brief\".\n\\") != rendered.npos);
   REQUIRE(rendered.find("Hello!\t\x01 naïve 🙂") != rendered.npos);
@@ -191,9 +197,7 @@ static void check_text(const xserv::Model &model) {
 
   // Of a temporary the text is a string of its own.
   static_assert(std::is_same_v<decltype(from_prompt.text()), std::string_view>);
-  static_assert(std::is_base_of_v<std::string, decltype(model.generate(greedy()).text())>);
-  static_assert(!std::is_convertible_v<xserv::Text, std::string_view> &&
-                std::is_convertible_v<xserv::Text &, std::string_view>);
+  static_assert(std::is_same_v<decltype(model.generate(greedy()).text()), std::string>);
   auto kept = model.generate(greedy()).text();
   std::string string = model.generate(greedy()).text(0);
   std::ostringstream stream;
