@@ -49,26 +49,33 @@ find_zigbuild() {
     "cargo-zigbuild==$cargo_zigbuild_version" "ziglang==$zig_version" > "$tools_folder/zigbuild.log" 2>&1
 }
 
-# Sets `library` to a libxserv.so that is built now, and `triple` to the target that it was built for if Zig
-# linked it.
+# Sets `library` to a libxserv.so that is built now; `build_library static` makes the static library beside it, and has
+# CC compile programs for the same C library.
 build_library() {
   find_cargo
-  local target=${CARGO_TARGET_DIR:-$repository/target}
+  local target=${CARGO_TARGET_DIR:-$repository/target} triple folder
   triple=$(rustc -vV | sed -n 's/^host: //p')
   case "$triple" in *-linux-gnu) ;; *) fail "wheels and tarballs are made on Linux with glibc, not on $triple" ;; esac
   if find_zigbuild; then
     # Kernels that cargo build has compiled for this machine need not be compiled again.
     mkdir -p "$target/kernels" "$target/$triple"
     [ -e "$target/$triple/kernels" ] || ln -s ../kernels "$target/$triple/kernels"
-    CARGO_ZIGBUILD_ZIG_PATH=$repository/csrc/packaging/zig \
+    # It would prefer the Zig of a Python that has one.
+    CARGO_ZIGBUILD_PYTHON_PATH=false CARGO_ZIGBUILD_ZIG_PATH=$repository/csrc/packaging/zig \
       "$zigbuild/bin/cargo-zigbuild" zigbuild --release --locked --lib --target "$triple.$oldest_glibc" --target-dir "$target" >&2
-    library=$target/$triple/release/libxserv.so
+    folder=$target/$triple/release
+    [ "${1:-}" != static ] || csrc/packaging/static "$folder" "$folder/libxserv.a" --target "$triple" >&2
+    printf '#!/bin/sh\nexec "%s" cc -fno-sanitize=all -target %s "$@"\n' "$zigbuild/ziglang/zig" \
+      "${triple/-unknown/}.$oldest_glibc" > "$zigbuild/cc"
+    chmod +x "$zigbuild/cc"
+    export CC=$zigbuild/cc
   else
     tools_say "Zig can't be installed (see target/tools/zigbuild.log): the library will need the C library of this machine."
     env -u CARGO_BUILD_TARGET cargo build --release --locked --lib --target-dir "$target" >&2
-    library=$target/release/libxserv.so
-    triple=""
+    folder=$target/release
+    [ "${1:-}" != static ] || csrc/packaging/static "$folder" "$folder/libxserv.a" >&2
   fi
+  library=$folder/libxserv.so
 }
 
 # Stops unless the library is of this version, exports what the headers declare and nothing else, and keeps

@@ -84,7 +84,7 @@ def platform_of(library: Path) -> str:
     """Returns the platform tag of a library: manylinux_2_17_x86_64 and its like, or linux_x86_64 if it needs
     more than the C library, so that it runs where it was built but should not be passed on."""
     machine, needed, versions = read_elf(library)
-    glibc = OLDEST_GLIBC
+    glibc: Tuple[int, ...] = OLDEST_GLIBC
     for version in versions:
         kind, _, number = version.partition("_")
         if kind == "GLIBC" and re.fullmatch(r"[\d.]+", number):

@@ -6,10 +6,10 @@ import ctypes
 import os
 import sys
 from pathlib import Path
-from typing import Any, Dict, List, Tuple
+from typing import Any, List, Mapping, Tuple
 
 #: For each function its result and its arguments.
-Functions = Dict[str, Tuple[Any, List[Any]]]
+Functions = Mapping[str, Tuple[Any, Any]]
 
 
 def places(abi_version: int) -> List[str]:
