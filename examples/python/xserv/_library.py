@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from ctypes import (
     CFUNCTYPE,
     POINTER,
@@ -364,7 +365,7 @@ class Error(Exception):
         return (Error, (str(self), self.code, self.status))
 
 
-library = load(ABI_VERSION, _FUNCTIONS)
+library: ctypes.CDLL = load(ABI_VERSION, _FUNCTIONS)
 
 
 def check(code: int) -> None:
