@@ -5,11 +5,22 @@ use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::OnceLock;
 
 use crate::support::*;
 
+/// The library of this test run, without what debuggers need: it is copied and packed many times.
 fn library() -> PathBuf {
-    library_folder().join("libxserv.so")
+    static FILE: OnceLock<PathBuf> = OnceLock::new();
+    FILE.get_or_init(|| {
+        let file = work_folder("packaging-library").join("libxserv.so");
+        fs::copy(library_folder().join("libxserv.so"), &file).expect("the library can be copied");
+        if have("strip") {
+            run(command("strip").arg("--strip-debug").arg(&file));
+        }
+        file
+    })
+    .clone()
 }
 
 /// A program that sees none of this machine's libraries, and none of the settings that name one.
