@@ -38,7 +38,10 @@ const PARALLEL_COMPILATIONS: usize = 2;
 const KERNEL_LIST: &str = "src/backend/cuda/kernels.rs";
 
 fn main() {
-    println!("cargo:rerun-if-changed=csrc");
+    // Not all of csrc: what is packed and installed makes no other library.
+    for part in ["backend", "common", "ops", "build.rs", "kernel_list.rs", "layout_table.rs"] {
+        println!("cargo:rerun-if-changed=csrc/{part}");
+    }
     println!("cargo:rerun-if-changed={KERNEL_LIST}");
     for name in [
         "NVCC",

@@ -18,7 +18,7 @@ async def serve(path: str, questions: list) -> None:
         for question, text in zip(questions, answers):
             print(f"> {question}\n{text}")
         stats = model.stats()
-        print(f"{stats['total_generated_tokens']} tokens in {stats['total_steps']} steps", file=sys.stderr)
+        print(f"{stats.total_generated_tokens} tokens in {stats.total_steps} steps", file=sys.stderr)
 
 
 def main() -> int:

@@ -45,7 +45,9 @@ pub struct xserv_token_event {
 
 /// Called for every generated token, on the thread that called xserv_generate, with no lock held:
 /// it may call any function of the library, also on the same model. Returns true to continue, false
-/// to stop, after which it is not called again.
+/// to stop, after which it is not called again. It is not called while the prompt is computed, which
+/// can take seconds: to stop that as well, cancel the request (cancel of xserv_request) from another
+/// thread, or submit it and call xserv_cancel(), as a program does on Ctrl-C.
 pub type xserv_token_callback =
     Option<unsafe extern "C" fn(event: *const xserv_token_event, user_data: *mut c_void) -> bool>;
 

@@ -9,6 +9,7 @@ mod context;
 mod evaluate;
 mod generate;
 mod inspect;
+mod messages;
 mod model;
 mod ops_attention;
 mod ops_copy;
@@ -33,6 +34,7 @@ pub use generate::*;
 #[doc(hidden)]
 pub use guard::test_panic;
 pub use inspect::*;
+pub use messages::*;
 pub use model::*;
 pub use ops_attention::*;
 pub use ops_copy::*;

@@ -63,6 +63,12 @@ fn call_everything(model: *mut xserv_model) -> Vec<xserv_status> {
         xserv_chat_options_init(&mut chat, size_of_val(&chat));
         chat.messages_json = c"[{\"role\": \"user\", \"content\": \"a\"}]".as_ptr();
         statuses.push(xserv_apply_chat_template(model, &chat, &mut text));
+        let mut messages = std::ptr::null_mut();
+        if xserv_messages_new(&mut messages) == XSERV_STATUS_OK {
+            let _ = xserv_messages_add(messages, c"user".as_ptr(), c"a".as_ptr());
+            let _ = (xserv_messages_json(messages), xserv_messages_count(messages));
+            xserv_messages_free(messages);
+        }
         let mut logits = vec![0f32; 2048];
         statuses.push(xserv_logits(
             model,

@@ -10,9 +10,9 @@ fn root() -> &'static Path {
 }
 
 /// The files that speak to C through xserv.h, in the order of the manual.
-const MODEL_SOURCES: [&str; 12] = [
-    "version", "types", "status", "model", "inspect", "plan", "text", "request", "generate",
-    "submit", "evaluate", "stats",
+const MODEL_SOURCES: [&str; 13] = [
+    "version", "types", "status", "model", "inspect", "plan", "text", "messages", "request",
+    "generate", "submit", "evaluate", "stats",
 ];
 
 /// The files that speak to C through xserv_ops.h.

@@ -32,6 +32,8 @@ mod house;
 mod layering;
 mod load_options;
 mod memory;
+mod messages;
+mod over_llama;
 mod plan;
 mod soak;
 mod structs;

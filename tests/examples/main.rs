@@ -13,4 +13,5 @@ mod packaging;
 mod python;
 mod random_model;
 mod readme;
+mod rust;
 mod support;

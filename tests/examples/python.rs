@@ -1,4 +1,4 @@
-//! The Python package: its structs against the header's, its own tests, its example, and pip.
+//! The Python package: its structs against the header's, its own tests, its types, its example, and pip.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -45,6 +45,39 @@ fn its_own_tests_pass() {
     let outcome = run(python().current_dir(package()).args(tests).env("PYTHONPATH", numpy));
     eprintln!("{}", outcome.stderr);
     assert!(outcome.stderr.contains("\nOK"), "{}", outcome.stderr);
+}
+
+/// A program as a user writes it runs, and mypy and pyright find nothing in it nor in the package.
+#[test]
+fn a_typed_program_runs_and_is_clean() {
+    let program = package().join("tests/typed_program.py");
+    let said = run(python().arg(&program).arg(model()).env("PYTHONPATH", package())).stdout;
+    assert!(said.starts_with("Once upon a time") && said.ends_with("cpu 0\n"), "{said}");
+
+    // .ci/run puts them there.
+    let tools = repository().join("target/tools/python-types");
+    let is_there = |module: &str| {
+        outcome(python().args(["-m", module, "--version"]).env("PYTHONPATH", &tools)).code
+            == Some(0)
+    };
+    if !["mypy", "pyright"].into_iter().all(is_there) {
+        assert!(std::env::var_os("XSERV_REQUIRE_TOOLS").is_none(), "mypy or pyright is missing");
+        return skip("a_typed_program_runs_and_is_clean", "mypy or pyright is not installed");
+    }
+    let cache = work_folder("python-mypy");
+    let mypy = ["-m", "mypy", "--strict", "--no-error-summary", "xserv", "tests/typed_program.py"];
+    let pyright = ["-m", "pyright", "xserv", "tests/typed_program.py"];
+    for arguments in [&mypy[..], &pyright[..]] {
+        let found = outcome(
+            python()
+                .current_dir(package())
+                .args(arguments)
+                .env("PYTHONPATH", &tools)
+                .env("MYPYPATH", package())
+                .env("MYPY_CACHE_DIR", &cache),
+        );
+        assert_eq!(found.code, Some(0), "{}{}", found.stdout, found.stderr);
+    }
 }
 
 #[test]

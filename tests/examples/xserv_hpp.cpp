@@ -1,9 +1,12 @@
 // Tries everything that xserv.hpp has: xserv_hpp MODEL. Ends with 0 if all of it is right.
 
+#include <array>
 #include <atomic>
 #include <chrono>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <string_view>
@@ -33,6 +36,18 @@ static xserv_status thrown_by(Function &&f) {
   return XSERV_STATUS_OK;
 }
 
+// Whether f says that an object is moved-from, and of which class.
+template <typename Function>
+static bool says_moved_from(const std::string &type, Function &&f) {
+  try {
+    f();
+  } catch (const xserv::Error &error) {
+    const std::string what = error.what();
+    return error.status() == XSERV_STATUS_BAD_HANDLE && what.find("xserv::" + type + " is moved-from") != what.npos;
+  }
+  return false;
+}
+
 static void check_ownership(const std::string &path) {
   static_assert(!std::is_copy_constructible_v<xserv::Model> && !std::is_copy_assignable_v<xserv::Model>);
   static_assert(!std::is_copy_constructible_v<xserv::Result> && !std::is_copy_constructible_v<xserv::Detokenizer>);
@@ -40,7 +55,9 @@ static void check_ownership(const std::string &path) {
 
   xserv::Model one(path), two = std::move(one);
   REQUIRE(one.get() == nullptr && two.get() != nullptr);
-  REQUIRE(thrown_by([&] { one.tokenize("x"); }) != XSERV_STATUS_OK);
+  REQUIRE(says_moved_from("Model", [&] { one.tokenize("x"); }));
+  REQUIRE(says_moved_from("Model", [&] { one.generate(xserv::Request::from_prompt("x")); }));
+  REQUIRE(says_moved_from("Model", [&] { one.submit(xserv::Request::from_prompt("x")); }));
   one = std::move(two);
   REQUIRE(!one.tokenize("x").empty());
 
@@ -50,9 +67,29 @@ static void check_ownership(const std::string &path) {
   auto ids = one.tokenize("naïve 🙂");
   { auto gone = std::move(one); }
   REQUIRE(result.token_ids().size() == 4);
+  auto other_result = std::move(result);
+  REQUIRE(says_moved_from("Result", [&] { result.text(); }));
+  REQUIRE(says_moved_from("Result", [&] { result.info(); }));
+  REQUIRE(says_moved_from("Result", [&] { result.token_ids(0); }));
+  REQUIRE(says_moved_from("Result", [&] { result.num_samples(); }));
+  result = std::move(other_result);
+  REQUIRE(result.finish_reason() == XSERV_FINISH_MAX_TOKENS && result.finish_reason(0) == XSERV_FINISH_MAX_TOKENS);
   std::string text;
   for (auto id : ids) text += detokenizer.push(id);
   REQUIRE(text + detokenizer.finish() == "naïve 🙂");
+  auto other_detokenizer = std::move(detokenizer);
+  REQUIRE(says_moved_from("Detokenizer", [&] { detokenizer.push(1); }));
+  auto found = xserv::inspect(path), other_found = std::move(found);
+  REQUIRE(says_moved_from("Inspection", [&] { found.info(); }) && other_found.supported());
+  xserv::CancelToken token, other_token = std::move(token);
+  REQUIRE(says_moved_from("CancelToken", [&] { token.cancel(); }));
+  REQUIRE(says_moved_from("CancelToken", [&] { xserv::Request::from_prompt("x").cancel(token); }));
+}
+
+static void check_versions() {
+  REQUIRE(std::string(xserv::version()) == xserv_version() && xserv::abi_version() == XSERV_ABI_VERSION);
+  REQUIRE(std::string(xserv::finish_reason_name(XSERV_FINISH_DEADLINE)) == "XSERV_FINISH_DEADLINE");
+  REQUIRE(std::string(xserv::Error(XSERV_STATUS_IO, "x").status_name()) == "XSERV_STATUS_IO");
 }
 
 static void check_loading(const std::string &path) {
@@ -85,6 +122,48 @@ static void check_loading(const std::string &path) {
     mine = true;
   }
   REQUIRE(mine);
+
+  // One that returns nothing goes on; none is none; a path with a NUL is not cut there.
+  int calls = 0;
+  options.progress([&](float) { calls++; }).log(nullptr);
+  { xserv::Model again(path, options); }
+  REQUIRE(calls > 0);
+  calls = 0;
+  options.progress(nullptr);
+  { xserv::Model again(path, options.progress(std::function<bool(float)>())); }
+  REQUIRE(calls == 0);
+  REQUIRE(thrown_by([&] { xserv::Model(path + std::string("\0x", 2)); }) == XSERV_STATUS_INVALID_ARGUMENT);
+  REQUIRE(xserv::plan(path, options).max_context_tokens == 128);
+}
+
+static void check_messages(const xserv::Model &model) {
+  xserv::Messages messages;
+  messages.system("You are \"brief\".\n\\").user("Hello!\t\x01 naïve 🙂").assistant("Hi.").add("user", "");
+  REQUIRE(messages.size() == 4 && messages.json() ==
+      R"([{"role":"system","content":"You are \"brief\".\n\\"},)"
+      R"({"role":"user","content":"Hello!\t\u0001 naïve 🙂"},)"
+      R"({"role":"assistant","content":"Hi."},{"role":"user","content":""}])");
+  auto copy = messages;
+  REQUIRE(copy.tool_result("", "get_weather", "sunny").size() == 5 && messages.size() == 4);
+  REQUIRE(copy.json().find(R"({"role":"tool","name":"get_weather","content":"sunny"}])") != std::string::npos);
+  const auto moved = std::move(copy);
+  REQUIRE(thrown_by([&] { copy.user("x"); }) == XSERV_STATUS_BAD_HANDLE && moved.size() == 5);
+  REQUIRE(thrown_by([&] { messages.add_json("[5]"); }) == XSERV_STATUS_INVALID_ARGUMENT && messages.size() == 4);
+  const auto rendered = model.apply_chat_template(messages);
+  REQUIRE(rendered.find("You are \"brief\".\n\\") != rendered.npos);
+  REQUIRE(rendered.find("Hello!\t\x01 naïve 🙂") != rendered.npos);
+  const auto request = xserv::Request::from_messages(messages).max_tokens(1);
+  REQUIRE(model.generate(request).token_ids() ==
+          model.generate(xserv::Request::from_messages(messages.json()).max_tokens(1)).token_ids());
+  messages.erase(1, 2);
+  messages.add_json(R"({"role": "assistant", "content": "x"})");
+  REQUIRE(messages.size() == 3 && messages.json().find("Hi.") == std::string::npos);
+  REQUIRE(thrown_by([&] { messages.erase(2, 2); }) == XSERV_STATUS_INVALID_ARGUMENT);
+  const auto answer = model.generate(request);
+  messages.assistant(model.generate(request).text()).assistant(answer.text());
+  REQUIRE(messages.size() == 5);
+  messages.clear();
+  REQUIRE(messages.empty() && messages.json() == "[]");
 }
 
 static void check_text(const xserv::Model &model) {
@@ -115,6 +194,34 @@ static void check_text(const xserv::Model &model) {
   REQUIRE(thrown_by([&] { model.generate(xserv::Request::from_tokens({})); }) == XSERV_STATUS_INVALID_ARGUMENT);
   auto drawn = model.generate(greedy().temperature(1.2f).top_k(0).min_p(0.01f).repetition_penalty(1.1f).seed(9));
   REQUIRE(drawn.info().seed == 9);
+
+  // Of a temporary the text is a string of its own.
+  static_assert(std::is_same_v<decltype(from_prompt.text()), std::string_view>);
+  static_assert(std::is_same_v<decltype(model.generate(greedy()).text()), std::string>);
+  auto kept = model.generate(greedy()).text();
+  std::string string = model.generate(greedy()).text(0);
+  std::ostringstream stream;
+  stream << model.generate(greedy()).text();
+  const std::string_view view = kept;
+  REQUIRE(model.generate(greedy()).text() == model.generate(greedy()).text() && !(kept != string));
+  REQUIRE(model.generate(greedy()).text() != "x" && "x" != model.generate(greedy()).text() && string == kept &&
+          view == kept);
+  REQUIRE(kept == from_prompt.text() && string == kept && stream.str() == kept && view == from_prompt.text(0));
+
+  // Lists of stops.
+  const std::string piece(from_prompt.text().substr(3, 4));
+  REQUIRE(model.generate(greedy().stop({"nowhere", piece})).text() == stopped.text());
+  REQUIRE(model.generate(greedy().stop(std::vector<std::string>{"nowhere", piece})).text() == stopped.text());
+  REQUIRE(model.generate(greedy().stop({})).text() == kept);
+  REQUIRE(thrown_by([&] { model.generate(greedy().stop(std::string("a\0b", 3))); }) == XSERV_STATUS_INVALID_ARGUMENT);
+  const auto generated = from_prompt.token_ids();
+  auto by_token = model.generate(greedy().stop_tokens({generated[2], generated[4]}));
+  REQUIRE(by_token.finish_reason() == XSERV_FINISH_STOP_TOKEN && by_token.token_ids().size() <= 3);
+
+  // A cancelled logits call.
+  xserv::CancelToken token;
+  token.cancel();
+  REQUIRE(thrown_by([&] { model.logits(ids, XSERV_LOGITS_ALL, &token); }) == XSERV_STATUS_CANCELLED);
 }
 
 static void check_streaming(const xserv::Model &model) {
@@ -125,6 +232,17 @@ static void check_streaming(const xserv::Model &model) {
     return true;
   });
   REQUIRE(text == result.text() && result.finish_reason() == XSERV_FINISH_MAX_TOKENS);
+
+  // Callbacks that return nothing, or take a string, or anything.
+  std::string again, copied, any;
+  model.generate(request, [&](std::string_view piece) { again += piece; });
+  model.generate(request, [&](const std::string &piece) { copied += piece; });
+  model.generate(request, [&](auto piece) { any += piece; });
+  REQUIRE(again == text && copied == text && any == text);
+  std::string in_events;
+  std::uint32_t last = 0;
+  model.generate(request, [&](const xserv::TokenEvent &event) { in_events += event.text, last = event.num_tokens; });
+  REQUIRE(in_events == text && last == 400);
 
   std::size_t events = 0;
   result = model.generate(request, [&](const xserv::TokenEvent &event) {
@@ -152,6 +270,16 @@ static void check_streaming(const xserv::Model &model) {
   canceller.join();
   REQUIRE(result.finish_reason() == XSERV_FINISH_CANCELLED || result.finish_reason() == XSERV_FINISH_MAX_TOKENS);
   REQUIRE(model.generate(request).finish_reason() == XSERV_FINISH_CANCELLED);
+
+  // A request shares the switch, which may go before it.
+  {
+    xserv::CancelToken original, copy = original;
+    request.cancel(copy);
+    original.cancel();
+  }
+  REQUIRE(model.generate(request).finish_reason() == XSERV_FINISH_CANCELLED);
+  request.cancel(xserv::CancelToken());
+  REQUIRE(model.generate(request.max_tokens(3)).finish_reason() == XSERV_FINISH_MAX_TOKENS);
 }
 
 // The tokens of each sample, from a submission that is taken to its end.
@@ -190,8 +318,16 @@ static void check_submitting(const std::string &path, xserv::Model &model) {
       REQUIRE(std::vector<xserv::TokenId>(info.token_ids, info.token_ids + info.num_tokens) == tokens[i]);
       REQUIRE(info.seed == 7 + i && std::string_view(info.text, info.text_len) == alone.text());
     }
+    REQUIRE(result.text(i) == alone.text() && result.token_ids(i) == tokens[i]);
+    REQUIRE(result.finish_reason(i) == XSERV_FINISH_MAX_TOKENS);
   }
   REQUIRE(model.stats().num_running == 0 && model.stats().total_generated_tokens >= 180);
+
+  // Only the events that are wanted.
+  auto quiet = model.submit(request.num_samples(1), xserv::SubmitOptions().events({XSERV_EVENT_END}));
+  REQUIRE(quiet.next().kind == XSERV_EVENT_END && quiet.next().kind == XSERV_EVENT_DONE);
+  auto silent = model.submit(request, xserv::SubmitOptions().events({}));
+  REQUIRE(silent.next().kind == XSERV_EVENT_DONE && silent.take_result().token_ids().size() == 20);
 
   // What a waker throws goes nowhere; it is not called once the submission is gone.
   auto calls = std::make_shared<std::atomic<int>>(0);
@@ -202,10 +338,11 @@ static void check_submitting(const std::string &path, xserv::Model &model) {
   });
   request.num_samples(1).max_tokens(XSERV_UNSET_INT);
   auto running = model.submit(request, options);
-  while (!running.poll()) std::this_thread::yield();
-  REQUIRE(*calls >= 1 && running.next().kind == XSERV_EVENT_TOKEN);
+  while (!running.poll() || *calls == 0) std::this_thread::yield(); // the event is there before the call
+  REQUIRE(running.next().kind == XSERV_EVENT_TOKEN);
   auto moved = std::move(running);
-  REQUIRE(thrown_by([&] { running.next(); }) != XSERV_STATUS_OK);
+  REQUIRE(says_moved_from("Submission", [&] { running.next(); }) &&
+          says_moved_from("Submission", [&] { running.cancel(); }));
   std::thread canceller([&] { moved.cancel(); });
   canceller.join();
   auto end = moved.next();
@@ -253,12 +390,415 @@ static void check_submitting(const std::string &path, xserv::Model &model) {
   }
 }
 
+// Operators, against plain loops.
+
+using Floats = std::vector<float>;
+
+// Numbers between -1 and 1 that look random.
+static Floats some(std::size_t count) {
+  static std::uint32_t state = 1;
+  Floats values(count);
+  for (float &value : values) {
+    state = state * 1664525u + 1013904223u;
+    value = static_cast<float>(state >> 8) / static_cast<float>(1 << 23) - 1.0f;
+  }
+  return values;
+}
+
+template <typename Got>
+static bool near(const Got &got, const std::vector<double> &want) {
+  if (got.size() != want.size()) return false;
+  for (std::size_t i = 0; i < want.size(); i++)
+    if (!(std::fabs(static_cast<double>(got[i]) - want[i]) <= 2e-5 * (1 + std::fabs(want[i])))) return false;
+  return true;
+}
+
+// f of each element.
+template <typename Function>
+static std::vector<double> each(const Floats &x, Function &&f) {
+  std::vector<double> values;
+  for (float value : x) values.push_back(f(static_cast<double>(value)));
+  return values;
+}
+
+static std::vector<double> rms_norm_of(const Floats &x, const Floats &weight, double eps) {
+  const std::size_t width = weight.size();
+  std::vector<double> out(x.size());
+  for (std::size_t row = 0; row < x.size(); row += width) {
+    double sum = 0;
+    for (std::size_t i = 0; i < width; i++) sum += static_cast<double>(x[row + i]) * static_cast<double>(x[row + i]);
+    const double scale = 1 / std::sqrt(sum / static_cast<double>(width) + eps);
+    for (std::size_t i = 0; i < width; i++)
+      out[row + i] = static_cast<double>(x[row + i]) * scale * static_cast<double>(weight[i]);
+  }
+  return out;
+}
+
+// a [m, k] times b [k, n].
+static std::vector<double> product_of(const Floats &a, const Floats &b, std::size_t m, std::size_t k, std::size_t n) {
+  std::vector<double> c(m * n);
+  for (std::size_t i = 0; i < m; i++)
+    for (std::size_t j = 0; j < n; j++)
+      for (std::size_t l = 0; l < k; l++)
+        c[i * n + j] += static_cast<double>(a[i * k + l]) * static_cast<double>(b[l * n + j]);
+  return c;
+}
+
+static Floats transposed(const Floats &x, std::size_t rows, std::size_t columns) {
+  Floats out(x.size());
+  for (std::size_t r = 0; r < rows; r++)
+    for (std::size_t c = 0; c < columns; c++) out[c * rows + r] = x[r * columns + c];
+  return out;
+}
+
+static void check_views() {
+  Floats x = some(24);
+  const Floats constant = x;
+  xserv::TensorView view(x, {2, 3, 4});
+  REQUIRE(view.ndim() == 3 && view.shape(1) == 3 && view.stride(0) == 12 && view.stride(2) == 1);
+  REQUIRE(view.num_elements() == 24 && view.data() == x.data() && view.get()->strides == nullptr);
+  const auto permuted = view.permute({2, 0, 1});
+  REQUIRE(permuted.shape(0) == 4 && permuted.stride(0) == 1 && permuted.stride(1) == 12 && permuted.stride(2) == 4);
+  const auto slice = view.slice(1, 1, 3).slice(2, 2, 4);
+  REQUIRE(slice.data() == &x[6] && slice.shape(1) == 2 && slice.shape(2) == 2 && slice.stride(0) == 12);
+
+  // A copy has a shape and strides of its own, and the descriptor points to those.
+  auto copy = std::make_unique<xserv::ConstTensorView>(permuted);
+  const xserv::ConstTensorView second = *copy;
+  copy.reset();
+  REQUIRE(second.get()->shape[0] == 4 && second.get()->strides[1] == 12);
+
+  // What memory may be given as.
+  float array[6] = {};
+  const float *pointer = constant.data();
+  std::array<std::int64_t, 2> ids{1, 2};
+  std::vector<xserv::TokenId> tokens{1, 2, 3};
+  REQUIRE(xserv::TensorView(array, {2, 3}).dtype() == XSERV_DTYPE_F32 &&
+          xserv::ConstTensorView(pointer, {2, 3}).data() == pointer);
+  REQUIRE(xserv::ConstTensorView(constant).shape(0) == 24 && xserv::TensorView(ids).dtype() == XSERV_DTYPE_I64);
+  REQUIRE(xserv::TensorView(tokens).dtype() == XSERV_DTYPE_I32);
+  std::vector<xserv::Half> halves(2);
+  std::vector<xserv::BFloat16> brains(2);
+  REQUIRE(xserv::TensorView(halves).dtype() == XSERV_DTYPE_F16);
+  REQUIRE(xserv::TensorView(brains).dtype() == XSERV_DTYPE_BF16);
+  REQUIRE(xserv::TensorView(static_cast<void *>(array), XSERV_DTYPE_F32, {6}).shape(0) == 6);
+  REQUIRE(xserv::TensorView(array, {6}, {}, {XSERV_DEVICE_CUDA, 1}).device().device_type == 2);
+  REQUIRE(xserv::TensorView(array, {}).ndim() == 0 && xserv::TensorView(array, {}).num_elements() == 1);
+  auto from_c = xserv::TensorView::from_dlpack(*permuted.get());
+  REQUIRE(from_c.shape(0) == 4 && from_c.stride(2) == 4 && from_c.data() == x.data() &&
+          from_c.get()->shape != permuted.get()->shape);
+  const std::vector<int> shape{4, 6};
+  REQUIRE(xserv::TensorView(x, shape).shape(1) == 6);
+  static_assert(!std::is_constructible_v<xserv::TensorView, xserv::ConstTensorView &>);
+
+  // Shapes that reach beyond a container are refused, others are not.
+  const auto refused = [&](const xserv::Dims &sizes, const xserv::Dims &strides) {
+    return thrown_by([&] { xserv::TensorView(x, sizes, strides); }) == XSERV_STATUS_INVALID_ARGUMENT;
+  };
+  REQUIRE(refused({25}, {}) && refused({5, 5}, {}) && refused({2, 12}, {13, 1}) && refused({3}, {12}) &&
+          refused({2}, {1, 1}));
+  REQUIRE(refused({INT64_MAX, 2}, {}) && refused({2, 2}, {INT64_MAX, INT64_MAX}) && refused({INT64_MAX}, {INT64_MAX}));
+  REQUIRE(!refused({24}, {}) && !refused({2, 12}, {12, 1}) && !refused({5}, {0}) && !refused({0, 99}, {}) &&
+          !refused({}, {}));
+  REQUIRE(thrown_by([] { Floats none; xserv::TensorView scalar(none, {}); }) == XSERV_STATUS_INVALID_ARGUMENT);
+  REQUIRE(thrown_by([&] { view.slice(1, 2, 4); }) == XSERV_STATUS_INVALID_ARGUMENT);
+  REQUIRE(thrown_by([&] { view.slice(3, 0, 0); }) == XSERV_STATUS_INVALID_ARGUMENT);
+  REQUIRE(thrown_by([&] { view.permute({0, 0, 1}); }) == XSERV_STATUS_INVALID_ARGUMENT);
+  REQUIRE(thrown_by([&] { view.permute({0, 1}); }) == XSERV_STATUS_INVALID_ARGUMENT);
+  REQUIRE(thrown_by([&] { xserv::TensorView(x, {1, 1, 1, 1, 1, 1, 1, 1, 1}); }) == XSERV_STATUS_INVALID_ARGUMENT);
+}
+
+static void check_contexts() {
+  static_assert(!std::is_copy_constructible_v<xserv::Context> && std::is_nothrow_move_constructible_v<xserv::Context>);
+  static_assert(!std::is_copy_constructible_v<xserv::Tensor> && !std::is_copy_assignable_v<xserv::Tensor>);
+  static_assert(std::is_copy_constructible_v<xserv::TensorView> && std::is_copy_assignable_v<xserv::TensorView>);
+  REQUIRE(thrown_by([] { xserv::cuda_device_info(xserv::cuda_device_count()); }) != XSERV_STATUS_OK);
+  if (xserv::cuda_device_count() > 0) REQUIRE(!xserv::cuda_device_info().name.empty());
+  REQUIRE(thrown_by([] { xserv::Context nowhere(XSERV_DEVICE_CPU, 7); }) == XSERV_STATUS_NO_DEVICE);
+  xserv::Context anywhere;
+  REQUIRE(anywhere.device_kind() != XSERV_DEVICE_AUTO);
+
+  xserv::Context context(xserv::ContextOptions().device(XSERV_DEVICE_CPU).num_threads(1).max_memory_bytes(1 << 20));
+  REQUIRE(context.device_kind() == XSERV_DEVICE_CPU && context.memory_stats().max_memory_bytes == 1 << 20);
+  REQUIRE(thrown_by([&] { context.tensor<float>({1 << 20}); }) == XSERV_STATUS_OUT_OF_MEMORY);
+  Floats x = some(6), out(6);
+  auto tensor = context.tensor<float>({2, 3});
+  auto pinned = context.pinned_tensor<float>({2, 3});
+  REQUIRE(context.memory_stats().allocated >= 24);
+  context.copy({x, {2, 3}}, tensor);
+  context.copy(tensor, pinned);
+  auto other_tensor = std::move(tensor);
+  REQUIRE(says_moved_from("Tensor", [&] { context.copy(tensor, pinned); }));
+  auto other = std::move(context);
+  REQUIRE(says_moved_from("Context", [&] { context.synchronize(); }));
+  REQUIRE(says_moved_from("Context", [&] { context.softmax(pinned, other_tensor); }));
+  other.copy(pinned.view().slice(1, 0, 3), {out, {2, 3}});
+  REQUIRE(out == x);
+  const auto half = other.copy_of(xserv::ConstTensorView(x, {2, 3}).slice(1, 1, 3));
+  REQUIRE(half.view().shape(1) == 2 && half.view().dtype() == XSERV_DTYPE_F32);
+  REQUIRE(other.to_vector<float>(half) == Floats({x[1], x[2], x[4], x[5]}));
+  REQUIRE(other.to_vector<float>(half.view().permute({1, 0})) == Floats({x[1], x[4], x[2], x[5]}));
+  REQUIRE(thrown_by([&] { other.to_vector<xserv::Half>(half); }) == XSERV_STATUS_INVALID_ARGUMENT);
+  REQUIRE(thrown_by([&] { other.copy(x, tensor = other.tensor<xserv::Half>({6})); }) == XSERV_STATUS_INVALID_ARGUMENT);
+  other.trim();
+  { auto gone = std::move(other); }
+  REQUIRE(other_tensor.view().shape(0) == 2); // it outlives its context
+}
+
+// Six tokens, four heads that share two heads of keys and values: batched, packed and paged.
+static void check_attention(const xserv::Context &context) {
+  constexpr std::size_t tokens = 6, heads = 4, kv_heads = 2, width = 8, block = 2;
+  const Floats q = some(tokens * heads * width), k = some(tokens * kv_heads * width),
+               v = some(tokens * kv_heads * width);
+  // Token t sees those from the first of its sequence to itself, or to the last.
+  const auto attend = [&](auto &&first, auto &&last) {
+    std::vector<double> out(q.size());
+    for (std::size_t t = 0; t < tokens; t++)
+      for (std::size_t h = 0; h < heads; h++) {
+        double sum = 0;
+        std::vector<double> mixed(width);
+        for (std::size_t j = first(t); j <= last(t); j++) {
+          const std::size_t kv = (j * kv_heads + h / 2) * width;
+          double dot = 0;
+          for (std::size_t d = 0; d < width; d++)
+            dot += static_cast<double>(q[(t * heads + h) * width + d]) * static_cast<double>(k[kv + d]);
+          const double share = std::exp(dot * 0.5);
+          sum += share;
+          for (std::size_t d = 0; d < width; d++) mixed[d] += share * static_cast<double>(v[kv + d]);
+        }
+        for (std::size_t d = 0; d < width; d++) out[(t * heads + h) * width + d] = mixed[d] / sum;
+      }
+    return out;
+  };
+  const auto options = xserv::AttentionOptions().scale(0.5f);
+  auto causal = xserv::AttentionOptions().scale(0.5f).causal();
+  const auto zero = [](std::size_t) { return std::size_t{0}; };
+  const auto same = [](std::size_t t) { return t; };
+  const auto end = [](std::size_t) { return tokens - 1; };
+  Floats out(q.size());
+
+  const xserv::Dims q_shape{1, tokens, heads, width}, kv_shape{1, tokens, kv_heads, width};
+  context.attention({q, q_shape}, {k, kv_shape}, {v, kv_shape}, {out, q_shape}, options);
+  REQUIRE(near(out, attend(zero, end)));
+  context.attention({q, q_shape}, {k, kv_shape}, {v, kv_shape}, {out, q_shape}, causal.backend(XSERV_ATTENTION_NAIVE));
+  REQUIRE(near(out, attend(zero, same)));
+
+  // Sequences of two tokens and four.
+  const std::vector<std::int32_t> starts{0, 2, 6};
+  const xserv::Dims q_packed{tokens, heads, width}, kv_packed{tokens, kv_heads, width};
+  causal.backend(XSERV_ATTENTION_AUTO).cu_seqlens_q(starts).cu_seqlens_k(starts).max_q_len(4).max_kv_len(4);
+  const auto copied = causal;
+  causal = xserv::AttentionOptions();
+  context.attention({q, q_packed}, {k, kv_packed}, {v, kv_packed}, {out, q_packed}, copied);
+  const auto want = attend([](std::size_t t) { return t < 2 ? std::size_t{0} : std::size_t{2}; }, same);
+  REQUIRE(near(out, want));
+
+  // The same from a cache of three blocks of two, in another order.
+  const std::vector<std::int32_t> tables{2, -1, 0, 1}, lengths{2, 4};
+  Floats k_cache(k.size()), v_cache(v.size());
+  const std::size_t block_size = block * kv_heads * width;
+  const std::size_t places[] = {2, 0, 1};
+  for (std::size_t b = 0; b < 3; b++)
+    for (std::size_t i = 0; i < block_size; i++) {
+      k_cache[places[b] * block_size + i] = k[b * block_size + i];
+      v_cache[places[b] * block_size + i] = v[b * block_size + i];
+    }
+  const xserv::Dims cache{3, block, kv_heads, width};
+  out.assign(out.size(), 0);
+  context.attention({q, q_packed}, {k_cache, cache}, {v_cache, cache}, {out, q_packed},
+                    xserv::AttentionOptions()
+                        .scale(0.5f)
+                        .causal()
+                        .cu_seqlens_q(starts)
+                        .block_tables({tables, {2, 2}})
+                        .context_lens(lengths));
+  REQUIRE(near(out, want));
+}
+
+static void check_operators(const xserv::Context &context) {
+  constexpr std::size_t rows = 3, width = 8;
+  const xserv::Dims shape{rows, width};
+  const Floats x = some(rows * width), y = some(rows * width), weight = some(width), bias = some(width);
+  Floats out(rows * width), sum(rows * width);
+  const auto at = [](const Floats &values, std::size_t i) { return static_cast<double>(values[i]); };
+
+  context.copy(x, out);
+  REQUIRE(out == x);
+  context.rms_norm({x, shape}, weight, 1e-3f, {out, shape});
+  REQUIRE(near(out, rms_norm_of(x, weight, 1e-3)));
+  context.add_rms_norm({x, shape}, {y, shape}, weight, 1e-3f, {sum, shape}, {out, shape});
+  std::vector<double> want(rows * width);
+  for (std::size_t i = 0; i < want.size(); i++) want[i] = at(x, i) + at(y, i);
+  REQUIRE(near(sum, want) && near(out, rms_norm_of(sum, weight, 1e-3)));
+  for (const bool has_bias : {false, true}) {
+    const auto optional = has_bias ? std::optional<xserv::ConstTensorView>(bias) : std::nullopt;
+    context.layer_norm({x, shape}, weight, optional, 1e-3f, {out, shape});
+    for (std::size_t row = 0; row < want.size(); row += width) {
+      double mean = 0, variance = 0;
+      for (std::size_t i = 0; i < width; i++) mean += at(x, row + i) / width;
+      for (std::size_t i = 0; i < width; i++) variance += (at(x, row + i) - mean) * (at(x, row + i) - mean) / width;
+      for (std::size_t i = 0; i < width; i++)
+        want[row + i] =
+            (at(x, row + i) - mean) / std::sqrt(variance + 1e-3) * at(weight, i) + (has_bias ? at(bias, i) : 0);
+    }
+    REQUIRE(near(out, want));
+  }
+  context.layer_norm({x, shape}, weight, bias, 1e-3f, {sum, shape});
+  REQUIRE(sum == out);
+  context.softmax({x, shape}, {out, shape});
+  for (std::size_t row = 0; row < want.size(); row += width) {
+    double total = 0;
+    for (std::size_t i = 0; i < width; i++) total += std::exp(at(x, row + i));
+    for (std::size_t i = 0; i < width; i++) want[row + i] = std::exp(at(x, row + i)) / total;
+  }
+  REQUIRE(near(out, want));
+
+  const std::vector<xserv::TokenId> ids{2, 0, 2, 1};
+  Floats looked_up(ids.size() * width);
+  context.embedding({x, shape}, ids, {looked_up, {ids.size(), width}});
+  for (std::size_t i = 0; i < looked_up.size(); i++) REQUIRE(looked_up[i] == x[ids[i / width] * width + i % width]);
+  const std::vector<std::int32_t> outside{99};
+  REQUIRE(thrown_by([&] { context.embedding({x, shape}, outside, {out, {1, width}}); }) ==
+          XSERV_STATUS_INVALID_ARGUMENT);
+
+  // Three tokens, of one head each.
+  const Floats inv_freq{1.0f, 0.5f, 0.25f, 0.125f};
+  Floats cos(5 * 4), sin(5 * 4), k_out(rows * width);
+  context.rope_table(inv_freq, 2.0f, {cos, {5, 4}}, {sin, {5, 4}});
+  for (std::size_t i = 0; i < cos.size(); i++) {
+    const double angle = static_cast<double>(i / 4) * at(inv_freq, i % 4);
+    REQUIRE(std::fabs(at(cos, i) - 2 * std::cos(angle)) < 1e-6 && std::fabs(at(sin, i) - 2 * std::sin(angle)) < 1e-6);
+  }
+  const std::vector<std::int64_t> positions{4, 0, 2};
+  const xserv::Dims heads{rows, 1, width};
+  for (const auto pairing : {XSERV_ROPE_SPLIT_HALF, XSERV_ROPE_INTERLEAVED}) {
+    for (std::size_t t = 0; t < rows; t++)
+      for (std::size_t i = 0; i < width / 2; i++) {
+        const std::size_t entry = static_cast<std::size_t>(positions[t]) * 4 + i, row = t * width;
+        const bool is_split = pairing == XSERV_ROPE_SPLIT_HALF;
+        const std::size_t first = row + (is_split ? i : 2 * i), second = is_split ? first + width / 2 : first + 1;
+        want[first] = at(x, first) * at(cos, entry) - at(x, second) * at(sin, entry);
+        want[second] = at(x, second) * at(cos, entry) + at(x, first) * at(sin, entry);
+      }
+    context.rope({x, heads}, {x, heads}, positions, {cos, {5, 4}}, {sin, {5, 4}}, {out, heads}, {k_out, heads},
+                 pairing);
+    REQUIRE(near(out, want) && k_out == out);
+    context.rope({x, heads}, positions, {cos, {5, 4}}, {sin, {5, 4}}, {sum, heads}, pairing);
+    REQUIRE(sum == out);
+  }
+
+  std::vector<std::int64_t> largest(rows);
+  Floats values(rows * 2);
+  std::vector<std::int32_t> indices(rows * 2);
+  context.argmax({x, shape}, largest);
+  context.top_k({x, shape}, {values, {rows, 2}}, {indices, {rows, 2}});
+  for (std::size_t row = 0; row < rows; row++) {
+    std::size_t best = 0;
+    for (std::size_t i = 1; i < width; i++) best = x[row * width + i] > x[row * width + best] ? i : best;
+    std::size_t second = best == 0;
+    for (std::size_t i = 0; i < width; i++)
+      second = i != best && x[row * width + i] > x[row * width + second] ? i : second;
+    REQUIRE(largest[row] == static_cast<std::int64_t>(best) && indices[2 * row] == static_cast<std::int32_t>(best));
+    REQUIRE(indices[2 * row + 1] == static_cast<std::int32_t>(second) &&
+            values[2 * row + 1] == x[row * width + second]);
+  }
+
+  const auto silu = [](double v) { return v / (1 + std::exp(-v)); };
+  context.gelu(x, out);
+  REQUIRE(near(out, each(x, [](double v) { return v / 2 * (1 + std::erf(v / std::sqrt(2.0))); })));
+  context.gelu_tanh(x, out);
+  REQUIRE(near(out, each(x, [](double v) {
+                 return v / 2 * (1 + std::tanh(std::sqrt(2 / M_PI) * (v + 0.044715 * v * v * v)));
+               })));
+  context.silu(x, out);
+  REQUIRE(near(out, each(x, silu)));
+  // Gate and up are the halves of one tensor.
+  const xserv::ConstTensorView fused(x, shape);
+  Floats gated(rows * width / 2);
+  context.silu_mul(fused.slice(1, 0, width / 2), fused.slice(1, width / 2, width), {gated, {rows, width / 2}});
+  for (std::size_t i = 0; i < gated.size(); i++) {
+    const std::size_t from = i / 4 * width + i % 4;
+    REQUIRE(std::fabs(at(gated, i) - silu(at(x, from)) * at(x, from + 4)) < 1e-6);
+  }
+  // The weight is broadcast to all rows.
+  context.add({x, shape}, {weight, shape, {0, 1}}, {out, shape});
+  for (std::size_t i = 0; i < out.size(); i++) REQUIRE(out[i] == x[i] + weight[i % width]);
+  context.mul({x, shape}, {weight, shape, {0, 1}}, {out, shape});
+  for (std::size_t i = 0; i < out.size(); i++) REQUIRE(out[i] == x[i] * weight[i % width]);
+  std::vector<xserv::BFloat16> brains(x.size());
+  std::vector<xserv::Half> halves(x.size());
+  context.cast(x, brains);
+  context.cast(brains, out);
+  for (std::size_t i = 0; i < out.size(); i++)
+    REQUIRE(std::fabs(out[i] - x[i]) <= std::fabs(x[i]) / 256 && out[i] != 0);
+  context.cast(x, halves);
+  context.cast(halves, out);
+  for (std::size_t i = 0; i < out.size(); i++) REQUIRE(std::fabs(out[i] - x[i]) <= std::fabs(x[i]) / 1024);
+  context.transpose({x, shape}, {out, {width, rows}});
+  REQUIRE(out == transposed(x, rows, width));
+
+  // x [3, 8] times w [8, 3], in each way of giving it.
+  const Floats w = some(width * rows), turned = transposed(w, width, rows);
+  const std::vector<double> product = product_of(x, w, rows, width, rows);
+  Floats c(rows * rows, NAN);
+  context.gemm({x, shape}, {w, {width, rows}}, {c, {rows, rows}});
+  REQUIRE(near(c, product));
+  context.gemm({x, shape}, {turned, {rows, width}}, {c, {rows, rows}},
+               xserv::GemmOptions().transpose_b().alpha(2).beta(1));
+  std::vector<double> tripled = product;
+  for (double &value : tripled) value *= 3;
+  REQUIRE(near(c, tripled));
+  const Floats x_turned = transposed(x, rows, width);
+  context.gemm({x_turned, {width, rows}}, {w, {width, rows}}, {c, {rows, rows}},
+               xserv::GemmOptions().transpose_a().backend(XSERV_GEMM_NAIVE));
+  REQUIRE(near(c, product));
+  REQUIRE(thrown_by([&] { context.gemm({x, shape}, {x, shape}, {c, {rows, rows}}); }) == XSERV_STATUS_INVALID_ARGUMENT);
+  const Floats dc = some(rows * rows);
+  Floats da(rows * width), db(width * rows);
+  context.gemm_backward({x, shape}, {w, {width, rows}}, {dc, {rows, rows}}, xserv::TensorView(da, shape),
+                        xserv::TensorView(db, {width, rows}));
+  REQUIRE(near(da, product_of(dc, turned, rows, rows, width)) && near(db, product_of(x_turned, dc, width, rows, rows)));
+  db.assign(db.size(), 0);
+  context.gemm_backward({x, shape}, {w, {width, rows}}, {dc, {rows, rows}}, std::nullopt,
+                        xserv::TensorView(db, {width, rows}), true);
+  REQUIRE(near(db, product_of(x_turned, dc, width, rows, rows)));
+
+  check_attention(context);
+
+  // The gradient of the sum of squares.
+  const Floats point{0.5f, -1.0f, 2.0f}, slope{1.0f, -2.0f, 4.0f}, wrong{1.0f, -2.0f, 5.0f};
+  const auto squares = [](const float *at_values, std::size_t count) {
+    double loss = 0;
+    for (std::size_t i = 0; i < count; i++)
+      loss += static_cast<double>(at_values[i]) * static_cast<double>(at_values[i]);
+    return loss;
+  };
+  REQUIRE(xserv::grad_check(point, slope, squares).passed == 1);
+  const auto found =
+      xserv::grad_check(point, wrong, squares, xserv::GradCheckOptions().eps(1e-2).rel_tol(1e-2).atol(1e-3));
+  REQUIRE(found.passed == 0 && found.num_failed == 1 && found.worst_index == 2);
+  REQUIRE(xserv::grad_check(point, wrong, squares, xserv::GradCheckOptions().rel_tol(0.5)).passed == 1);
+  REQUIRE(thrown_by([&] { xserv::grad_check(point, Floats(2), squares); }) == XSERV_STATUS_INVALID_ARGUMENT);
+  bool mine = false;
+  try {
+    xserv::grad_check(point, slope, [](const float *, std::size_t) -> double { throw std::out_of_range("mine"); });
+  } catch (const std::out_of_range &) {
+    mine = true;
+  }
+  REQUIRE(mine);
+}
+
 int main(int argc, char **argv) {
   if (argc != 2) return 2;
+  check_versions();
+  check_views();
+  check_contexts();
+  check_operators(xserv::Context(XSERV_DEVICE_CPU));
   check_ownership(argv[1]);
   check_loading(argv[1]);
   xserv::Model model(argv[1]);
   check_text(model);
+  check_messages(model);
   check_streaming(model);
   check_submitting(argv[1], model);
 }

@@ -47,12 +47,13 @@ impl Function {
 }
 
 /// The kinds of handles.
-pub const HANDLES: [&str; 10] = [
+pub const HANDLES: [&str; 11] = [
     "xserv_model",
     "xserv_inspection",
     "xserv_detokenizer",
     "xserv_text",
     "xserv_tokens",
+    "xserv_messages",
     "xserv_cancel_token",
     "xserv_result",
     "xserv_submission",
@@ -138,6 +139,9 @@ fn addresses() -> &'static [(&'static str, usize)] {
             xserv_tokens_free xserv_detokenize xserv_text_data xserv_text_free
             xserv_detokenizer_new xserv_detokenizer_push xserv_detokenizer_finish
             xserv_detokenizer_free xserv_chat_options_init xserv_apply_chat_template
+            xserv_messages_new xserv_messages_add xserv_messages_add_tool_result
+            xserv_messages_add_json xserv_messages_remove xserv_messages_count
+            xserv_messages_json xserv_messages_free
             xserv_request_init xserv_cancel_token_new xserv_cancel_token_cancel
             xserv_cancel_token_free xserv_generate xserv_result_get_info xserv_result_get_sample
             xserv_result_text xserv_result_free xserv_submit_options_init xserv_submit xserv_next

@@ -253,8 +253,13 @@ impl Calls {
         self.world.timeout_ms = u32::from(flags & 1);
         let returned = call(&function, &arguments);
         let name = function.name.as_str();
-        let may_fail = ["xserv_cuda_device_get_info", "xserv_owned_tensor_new_pinned"]
-            .contains(&name)
+        // There may be no GPU, and no message left.
+        let may_fail = [
+            "xserv_cuda_device_get_info",
+            "xserv_owned_tensor_new_pinned",
+            "xserv_messages_remove",
+        ]
+        .contains(&name)
             || name == "xserv_submission_take_result" && self.is_result_taken;
         match returned {
             Returned::Status(status) if !all_live => {

@@ -16,6 +16,7 @@ use crate::functions::{Function, Parameter, HANDLES};
 pub static IDS: [u32; 4] = [10, 20, 30, 40];
 /// A path, text and messages that are valid.
 const TEXT: &std::ffi::CStr = c"Once";
+const MESSAGE: &std::ffi::CStr = c"{\"role\": \"user\", \"content\": \"Once\"}";
 static SHAPE: [i64; 2] = [4, 4];
 /// Largest alignment of what a parameter points to.
 const WORD: usize = 8;
@@ -123,7 +124,7 @@ pub fn call(function: &Function, arguments: &Arguments) -> Returned {
         "xserv_status" => Returned::Status(value as u32),
         "void" => Returned::Nothing,
         "uint32_t" | "xserv_tensor_dtype" => Returned::Number(u64::from(value as u32)),
-        "xserv_tensor_device" => Returned::Number(value),
+        "xserv_tensor_device" | "size_t" => Returned::Number(value),
         kind if kind.ends_with('*') => Returned::Pointer(value),
         other => panic!("{}: a result of type {other}", function.name),
     }
@@ -255,6 +256,12 @@ impl World {
             "xserv_tokens" => {
                 made!(|out| xserv_tokenize(model, TEXT.as_ptr(), 4, ptr::null(), out))
             }
+            "xserv_messages" => {
+                made!(|out| xserv_messages_new(out));
+                let message = (TEXT.as_ptr(), TEXT.as_ptr());
+                let messages = self.handle(kind);
+                check(unsafe { xserv_messages_add(messages, message.0, message.1) }).unwrap();
+            }
             "xserv_cancel_token" => made!(|out| xserv_cancel_token_new(out)),
             "xserv_result" => {
                 let request = greedy(&IDS, 2);
@@ -307,7 +314,10 @@ impl World {
         }
         let place = match (p.kind.as_str(), p.name.as_str()) {
             ("char *", "path") => self.path.as_ptr() as *mut u8,
-            ("char *", "text") => TEXT.as_ptr() as *mut u8,
+            ("char *", "json") => MESSAGE.as_ptr() as *mut u8,
+            ("char *", "text" | "role" | "content" | "tool_call_id" | "name") => {
+                TEXT.as_ptr() as *mut u8
+            }
             ("uint32_t *", "token_ids") => IDS.as_ptr() as *mut u8,
             ("int64_t *", "shape") => SHAPE.as_ptr() as *mut u8,
             ("float *", "logits") => memory.allocate(self.vocab_size * 4),
@@ -326,7 +336,7 @@ impl World {
                 return size_of_struct(name).unwrap() as u64;
             }
             ("size_t", "num_logits") => return self.vocab_size as u64,
-            ("size_t", "sample") => return 0,
+            ("size_t", "sample" | "index") => return 0,
             ("size_t", _) => return 4,
             ("uint32_t", "timeout_ms") => return u64::from(self.timeout_ms),
             ("uint32_t", "dtype") => return 1,
@@ -483,6 +493,7 @@ pub fn free(kind: &str, handle: u64) {
         "xserv_detokenizer" => end!(xserv_detokenizer_free),
         "xserv_text" => end!(xserv_text_free),
         "xserv_tokens" => end!(xserv_tokens_free),
+        "xserv_messages" => end!(xserv_messages_free),
         "xserv_cancel_token" => end!(xserv_cancel_token_free),
         "xserv_result" => end!(xserv_result_free),
         "xserv_submission" => end!(xserv_submission_free),
@@ -552,6 +563,7 @@ pub fn renew_used(world: &mut World, function: &Function) {
     let used = match function.name.as_str() {
         "xserv_submission_take_result" => Some("xserv_submission"),
         "xserv_cancel_token_cancel" => Some("xserv_cancel_token"),
+        "xserv_messages_remove" => Some("xserv_messages"),
         _ => function.frees(),
     };
     let kinds: Vec<&str> = kinds.collect();

@@ -4,7 +4,10 @@
 """
 
 import asyncio
+import copy
+import dataclasses
 import gc
+import inspect
 import json
 import os
 import pickle
@@ -20,6 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import xserv
+from xserv import ops
 
 MODEL = os.environ.get("XSERV_TEST_MODEL") or str(Path(__file__).resolve().parents[2] / "models" / "tiny-qwen3")
 MESSAGES = [{"role": "user", "content": "Tell me a story."}]
@@ -65,7 +69,7 @@ class Async(ModelTest):
             return await asyncio.gather(*(stream(prompt) for prompt in prompts))
 
         self.assertEqual(asyncio.run(everything()), [result.token_ids for result in alone])
-        self.assertGreater(self.model.stats()["total_generated_tokens"], 0)
+        self.assertGreater(self.model.stats().total_generated_tokens, 0)
 
     def test_a_cancelled_task_ends_its_generation(self):
         async def first_piece_then_cancel():
@@ -364,11 +368,11 @@ class Loading(unittest.TestCase):
         for pieces in (0, 50, 1 << 40):
             with xserv.Model(MODEL, device="cpu", max_prefill_tokens=pieces) as model:
                 tokens = model.generate(tokens=ids, max_tokens=3, temperature=0, ignore_eos=True).token_ids
-                while model.stats()["num_running"]:
+                while model.stats().num_running:
                     time.sleep(0.001)
                 stats = model.stats()
-                found[stats["total_steps"]] = tokens
-                self.assertGreater(stats["device_busy_seconds"], 0)
+                found[stats.total_steps] = tokens
+                self.assertGreater(stats.device_busy_seconds, 0)
                 self.assertEqual(xserv.plan(MODEL, device="cpu", max_prefill_tokens=pieces).workspace_bytes,
                                  model.info.workspace_bytes)
         self.assertEqual(list(found), [3, 6])
@@ -403,8 +407,8 @@ class Errors(ModelTest):
         error = self.refuses(xserv.Error, xserv.Model, "/no/such/folder")
         self.assertEqual((error.code, error.status), (3, "XSERV_STATUS_NOT_FOUND"))
         self.assertIn("/no/such/folder", str(error))
-        copy = pickle.loads(pickle.dumps(error))
-        self.assertEqual((str(copy), copy.code), (str(error), error.code))
+        again = pickle.loads(pickle.dumps(error))
+        self.assertEqual((type(again), str(again), again.code), (type(error), str(error), error.code))
         self.refuses(xserv.Error, xserv.inspect, "/no/such/folder")
         for options in (
             {"prompt": "x", "temperature": -1},
@@ -421,14 +425,189 @@ class Errors(ModelTest):
             self.assertTrue(str(error), options)
 
     def test_python_errors(self):
-        self.refuses(TypeError, self.model.generate, "x", temprature=0)
+        error = self.refuses(TypeError, self.model.generate, "x", temprature=0)
+        self.assertIn("did you mean temperature?", str(error))
         self.refuses(ValueError, self.model.generate, "x", max_tokens=-1)
         self.refuses(ValueError, self.model.generate, "x", seed=2**64)
         self.refuses(ValueError, self.model.generate, tokens=[2**32 + 5])
+        self.refuses(ValueError, self.model.generate, tokens=[-1])
         self.refuses(ValueError, self.model.generate, "x", stop="a\0b")
         self.refuses(ValueError, xserv.Model, MODEL, dtype="int3")
         self.refuses(ValueError, xserv.Model, "a\0b")
         self.refuses(TypeError, xserv.Model, MODEL, threads=3)
+        for prompt in ([1, 2], b"text", 5):
+            error = self.refuses(TypeError, self.model.generate, prompt)
+            self.assertRegex(str(error), "must be a string; token ids are given as tokens=")
+        for options in (
+            {"max_tokens": "3"},
+            {"top_k": 1.5},
+            {"temperature": "hot"},
+            {"stop": [1]},
+            {"stop_token_ids": "1"},
+            {"stop_token_ids": [1.5]},
+        ):
+            error = self.refuses(TypeError, self.model.generate, "x", **options)
+            self.assertRegex(str(error), rf"^{list(options)[0]} .*must be", options)
+        self.refuses(ValueError, self.model.generate, messages=MESSAGES, variables={"x": float("nan")})
+        self.refuses(ValueError, ops.Context, "gpu")
+
+    def test_the_names_in_sentences_are_pythons(self):
+        for options, words in (
+            ({}, "not none of them"),
+            ({"prompt": "x", "tokens": [1]}, "not a prompt and tokens"),
+            ({"prompt": "x", "tools": []}, "tools can be given with messages only"),
+            ({"tokens": [1], "variables": {}}, "variables can be given with messages only"),
+        ):
+            error = self.refuses(xserv.InvalidArgumentError, self.model.generate, **options)
+            self.assertIn(words, str(error))
+            self.assertNotRegex(str(error), "json|prompt_tokens")
+            self.assertEqual(error.status, "XSERV_STATUS_INVALID_ARGUMENT")
+
+    def test_errors_are_pythons_as_well(self):
+        error = self.refuses(FileNotFoundError, xserv.Model, "/no/such/folder")
+        self.assertIsInstance(error, xserv.NotFoundError)
+        self.assertEqual(error.errno, 2)
+        self.assertEqual(str(error), error.args[0])
+        self.refuses(MemoryError, xserv.Model, MODEL, device="cpu", max_memory_bytes=1000)
+        self.refuses(ValueError, self.model.generate, "x", temperature=-1)
+        self.refuses(ValueError, self.model.generate, tokens=[1] * 3000)
+        kinds = [kind for kind in vars(xserv).values() if isinstance(kind, type) and issubclass(kind, xserv.Error)]
+        self.assertGreater(len(kinds), 12)
+        for kind in kinds:
+            error = kind("a sentence", 99, "XSERV_STATUS_TEST")
+            for copied in (error, copy.copy(error), copy.deepcopy(error), pickle.loads(pickle.dumps(error))):
+                self.assertEqual((type(copied), str(copied)), (kind, "a sentence"))
+                self.assertEqual((copied.code, copied.status), (99, "XSERV_STATUS_TEST"))
+            self.assertIn(kind.__name__, xserv.__all__)
+
+    def test_a_closed_object_says_so(self):
+        model = xserv.Model(MODEL)
+        context = ops.Context("cpu")
+        for opened, what in ((model, "model"), (context, "context")):
+            self.assertNotIn("closed", repr(opened))
+            opened.close()
+            opened.close()
+            self.assertIn("closed", repr(opened))
+        calls = [
+            lambda: model.tokenize("x"),
+            lambda: model.detokenize([1]),
+            lambda: model.apply_chat_template(MESSAGES),
+            lambda: model.logits([1]),
+            lambda: model.generate("x"),
+            lambda: model.generate("x", stream=True),
+            lambda: model.generate_async("x"),
+            lambda: model.stats(),
+        ]
+        for call in calls:
+            error = self.refuses(xserv.ClosedError, call)
+            self.assertEqual((str(error), error.status), ("the model has been closed", "XSERV_STATUS_BAD_HANDLE"))
+        for call in (context.synchronize, context.trim, context.memory_stats, lambda: context.device):
+            self.assertEqual(str(self.refuses(xserv.ClosedError, call)), "the context has been closed")
+
+
+class Objects(ModelTest):
+    """What objects say of themselves, and whether they can be copied."""
+
+    def test_owners_refuse_copies(self):
+        with self.model.generate("x", stream=True, max_tokens=1) as stream, ops.Context("cpu") as context:
+            submitted = self.model.generate_async("x", max_tokens=1)
+            for owner in (self.model, stream, submitted, context):
+                for copy_it in (copy.copy, copy.deepcopy, pickle.dumps):
+                    with self.assertRaisesRegex(TypeError, f"a {type(owner).__name__} cannot be copied or pickled; "):
+                        copy_it(owner)
+            submitted.close()
+        self.assertEqual(len(self.model.generate("x", max_tokens=1, ignore_eos=True).token_ids), 1)
+
+    def test_values_are_copied(self):
+        result = self.model.generate("Once", max_tokens=3, num_samples=2)
+        logits = self.model.logits([1, 2, 3])
+        for copy_it in (copy.copy, copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))):
+            again = copy_it(logits)
+            self.assertEqual((again.shape, again[-1].tolist()), (logits.shape, logits[-1].tolist()))
+            again[0][0] += 1
+            self.assertNotEqual(again[0, 0], logits[0, 0])
+            piece = copy_it(xserv.Piece("text", 5))
+            self.assertEqual((type(piece), piece, piece.sample), (xserv.Piece, "text", 5))
+            for value in (result, self.model.info, self.model.stats(), xserv.inspect(MODEL), xserv.plan(MODEL)):
+                self.assertEqual(copy_it(value), value)
+
+    def test_repr(self):
+        self.assertIn("Qwen3ForCausalLM", repr(self.model))
+        self.assertIn(f"float32 [1, {self.model.info.vocab_size}]", repr(self.model.logits([1])))
+        result = self.model.generate("Once", max_tokens=60, ignore_eos=True, num_samples=2)
+        self.assertIn("60 tokens after 1, max_tokens", repr(result))
+        self.assertIn("2 samples", repr(result))
+        self.assertLess(len(repr(result)), 200)
+        stream = self.model.generate("Once", stream=True, **LONG)
+        self.assertIn("running, 0 pieces read", repr(stream))
+        next(stream)
+        self.assertIn("running, 1 piece read", repr(stream))
+        stream.close()
+        self.assertRegex(repr(stream), "ended by .* after [0-9]+ tokens")
+
+    def test_stats(self):
+        stats = self.model.stats()
+        self.assertIsInstance(stats, xserv.ModelStats)
+        self.assertEqual(len(stats.step_counts), len(stats.step_bucket_us))
+        self.assertEqual(stats.step_bucket_us[-1], 2**64 - 1)
+        with self.assertRaises(dataclasses.FrozenInstanceError):
+            stats.num_running = 1
+
+    def test_integers_of_other_libraries(self):
+        class Number:
+            def __init__(self, value):
+                self.value = value
+
+            def __index__(self):
+                return self.value
+
+        expected = self.model.generate(tokens=[1, 2, 3], max_tokens=3, temperature=0)
+        found = self.model.generate(tokens=[Number(i) for i in (1, 2, 3)], max_tokens=Number(3), temperature=0)
+        self.assertEqual(found, dataclasses.replace(found, token_ids=expected.token_ids, text=expected.text))
+        nothing_given = {name: None for name in xserv.GenerateOptions.__annotations__}
+        again = self.model.generate(**dict(nothing_given, tokens=[1, 2, 3], max_tokens=3, temperature=0))
+        self.assertEqual(again.token_ids, expected.token_ids)
+
+
+class Documentation(unittest.TestCase):
+    """Who has the wheel has no header: all must be said here."""
+
+    def test_every_field_is_described(self):
+        for kind in (xserv.Result, xserv.ModelInfo, xserv.ModelStats, xserv.Inspection, xserv.MemoryPlan):
+            for field in dataclasses.fields(kind):
+                self.assertRegex(inspect.getdoc(kind), rf"(?m)^{field.name}: .", kind.__name__)
+        for name in xserv.GenerateOptions.__annotations__:
+            self.assertRegex(inspect.getdoc(xserv.GenerateOptions), rf"(?m)^{name}: .")
+
+    def test_every_option_is_described_and_in_the_signature(self):
+        for function in (xserv.Model.generate, xserv.Model.generate_async):
+            parameters = inspect.signature(function).parameters
+            self.assertNotIn("options", parameters)
+            for name in xserv.GenerateOptions.__annotations__:
+                self.assertEqual(parameters[name].kind, inspect.Parameter.KEYWORD_ONLY)
+                self.assertRegex(inspect.getdoc(function), rf"(?m)^{name}: .")
+        for kind in (xserv.Model, ops.Context):
+            for name in list(inspect.signature(kind).parameters):
+                self.assertRegex(inspect.getdoc(kind), rf"(?m)^{name}: .")
+        for name in inspect.signature(xserv.plan).parameters:
+            self.assertIn(name, inspect.signature(xserv.Model).parameters)
+        for name in inspect.signature(ops.Context.attention).parameters:
+            self.assertIn(name, "self" + ops.Context.attention.__doc__)
+
+    def test_everything_public_has_a_docstring(self):
+        things = [(name, getattr(xserv, name)) for name in xserv.__all__ if name != "library_version"]
+        for name, thing in vars(ops).items():
+            if getattr(thing, "__module__", "") == ops.__name__:
+                things.append((name, thing))
+        things = [(name, thing) for name, thing in things if not name.startswith("_")]
+        for kind in [thing for _, thing in things if isinstance(thing, type)]:
+            for name, member in vars(kind).items():
+                if not name.startswith("_") and (callable(member) or isinstance(member, property)):
+                    things.append((f"{kind.__name__}.{name}", member))
+        self.assertGreater(len(things), 70)
+        for name, thing in things:
+            self.assertTrue((thing.__doc__ or "").strip(), f"{name} has no docstring")
+            self.assertNotIn("xserv.h", thing.__doc__, name)
 
 
 if __name__ == "__main__":

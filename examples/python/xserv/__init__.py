@@ -5,8 +5,26 @@
 """
 
 from ._async import AsyncTextStream
-from ._library import Error, library as _loaded
-from ._model import Inspection, Logits, MemoryPlan, Model, ModelInfo, inspect, plan
+from ._errors import (
+    CancelledError,
+    ClosedError,
+    ContextFullError,
+    DeviceLostError,
+    Error,
+    FileError,
+    ForkedError,
+    InternalError,
+    InvalidArgumentError,
+    InvalidFileError,
+    NoDeviceError,
+    NotFoundError,
+    OutOfMemoryError,
+    TemplateError,
+    UnsupportedError,
+)
+from ._library import library as _loaded
+from ._model import Inspection, Logits, MemoryPlan, Model, ModelInfo, ModelStats, inspect, plan
+from ._request import GenerateOptions
 from ._stream import Piece, Result, TextStream
 
 __version__ = "0.2.0.dev0"
@@ -16,15 +34,31 @@ library_version: str = _loaded.xserv_version().decode()
 
 __all__ = [
     "AsyncTextStream",
+    "CancelledError",
+    "ClosedError",
+    "ContextFullError",
+    "DeviceLostError",
     "Error",
+    "FileError",
+    "ForkedError",
+    "GenerateOptions",
     "Inspection",
+    "InternalError",
+    "InvalidArgumentError",
+    "InvalidFileError",
     "Logits",
     "MemoryPlan",
     "Model",
     "ModelInfo",
+    "ModelStats",
+    "NoDeviceError",
+    "NotFoundError",
+    "OutOfMemoryError",
     "Piece",
     "Result",
+    "TemplateError",
     "TextStream",
+    "UnsupportedError",
     "inspect",
     "library_version",
     "plan",

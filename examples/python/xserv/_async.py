@@ -1,82 +1,404 @@
-"""Generation for asyncio, without threads: the event loop waits for a file descriptor."""
+"""Generation for asyncio: the event loop waits for one file descriptor, whatever the number of streams.
+
+The library writes to an eventfd when a submission has events after it had none. All streams of an event loop
+share one (class Wakeups). When it can be read, the loop asks the streams that somebody waits for whether they
+have events, until it has found as many as the eventfd has counted. (The library could call a Python function for
+each stream instead. But that would run on the thread that computes the model, which would have to wait for the
+interpreter's lock while all requests stand still.)
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
-from ctypes import byref, c_void_p, sizeof, string_at
-from typing import Any, AsyncIterator, Optional
+import sys
+import threading
+import weakref
+from collections import deque
+from ctypes import CDLL, addressof, byref, c_int, c_uint, c_uint8, c_void_p, get_errno, sizeof, string_at
+from itertools import chain
+from typing import Any, AsyncIterator, Callable, Deque, Dict, List, Optional, Set
 
 from . import _library as c
-from ._library import check, library
-from ._stream import Piece, Result, take_result
+from ._errors import NotCopyable
+from ._library import check, library, next_event, poll
+from ._stream import Piece, Result, describe, take_result
+
+#: Prompts of up to this many bytes are tokenized on the loop's thread, in a millisecond or two, longer ones on
+#: another.
+LONG_PROMPT_BYTES = 4096
+
+#: A stream that is behind gives this many pieces without a wait; then other tasks have their turn.
+PIECES_AT_ONCE = 32
+
+# The number of forks that led to this process. A child shares its parent's epoll descriptors: it must leave
+# them alone.
+_forks = 0
 
 
-class AsyncTextStream(AsyncIterator[Piece]):
-    """The pieces of a text, as they are generated. `result` is the Result once it has ended.
+def _new_eventfd() -> int:
+    if sys.version_info >= (3, 10):
+        return os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+    eventfd = CDLL(None, use_errno=True).eventfd
+    eventfd.restype, eventfd.argtypes = c_int, [c_uint, c_int]
+    fd = int(eventfd(0, os.O_NONBLOCK | os.O_CLOEXEC))
+    if fd < 0:
+        raise OSError(get_errno(), os.strerror(get_errno()))
+    return fd
 
-    Any number of streams run at once on one model, and are computed together. close(), the end of an async with
-    block, or dropping the stream stops a generation that still runs; so does cancelling the task that waits.
+
+def _running_loop() -> Optional[asyncio.AbstractEventLoop]:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
+
+
+def _wake(waiter: "asyncio.Future[None]") -> None:
+    if not waiter.done():
+        waiter.set_result(None)
+
+
+class Wakeups:
+    """The eventfd of an event loop. It exists while there are submissions that may write to it.
+
+    Everything but leave() and call_on_loop() is called on the loop's thread. A stream that is made while no
+    loop runs has one of its own, for the loop that awaits it first.
     """
 
-    def __init__(self, model: Any, request: c.Request) -> None:
-        self._submission: Optional[c_void_p] = None
-        self.result: Optional[Result] = None
-        self._read_fd, self._write_fd = os.pipe()
+    def __init__(self, loop: Optional[asyncio.AbstractEventLoop]) -> None:
+        self._loop = loop
+        self._forks = _forks
+        # A stream may be dropped on any thread, also by a garbage collection within one of the blocks that hold
+        # this lock.
+        self._lock = threading.RLock()
+        self._members: Set[Submission] = set()
+        # Who waits for events, by the handles of the submissions, the longest first: those that have had some,
+        # which the model is computing, and those that may have to wait for others.
+        self._running: Dict[int, "asyncio.Future[None]"] = {}
+        self._queued: Dict[int, "asyncio.Future[None]"] = {}
+        # Requests with long prompts and those after them, by the handle of their model; the first is being
+        # submitted.
+        self._queues: Dict[int, Deque[Submission]] = {}
+        self._ready = c_uint8()
+        self._has_asked_all = True
+        self._look_at_all = False
+        self.fd = _new_eventfd()
+        if loop is not None:
+            try:
+                loop.add_reader(self.fd, self._on_wake)
+            except BaseException:
+                self._loop = None
+                self._shut()
+                raise
+
+    def join(self, member: "Submission") -> bool:
+        """Keeps the descriptor open until `member` leaves. False if it has been closed already."""
+        with self._lock:
+            if self.fd >= 0:
+                self._members.add(member)
+            return self.fd >= 0
+
+    def leave(self, member: "Submission") -> None:
+        """Closes the descriptor after the last member. Any thread may call it."""
+        self._members.discard(member)
+        if not self._members:
+            self.call_on_loop(self._shut)
+        elif not self._has_asked_all and self._forks == _forks:
+            self.call_on_loop(self._count_is_off)
+
+    def call_on_loop(self, work: Callable[[], None]) -> None:
+        """Calls work() now, or on the loop's thread if the loop is running on another one."""
+        loop = self._loop
+        if loop is not None and self._forks == _forks and loop.is_running() and loop is not _running_loop():
+            try:
+                loop.call_soon_threadsafe(work)
+                return
+            except RuntimeError:  # it has been closed in the meantime
+                pass
+        work()
+
+    def _shut(self) -> None:
+        if self._forks == _forks:
+            with self._lock:
+                if self._members:
+                    return
+                fd, self.fd = self.fd, -1
+            if fd >= 0 and self._loop is not None and not self._loop.is_closed():
+                self._loop.remove_reader(fd)
+        else:  # another thread of the parent may have held the lock
+            fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        # Where the loop ended before it came to _shut().
+        if getattr(self, "fd", -1) >= 0:
+            os.close(self.fd)
+
+    def bind(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._loop is None:
+            loop.add_reader(self.fd, self._on_wake)
+            self._loop = loop
+        elif self._loop is not loop:
+            raise RuntimeError("the stream belongs to another event loop, and can be awaited only there")
+
+    async def wait(self, submission: "Submission") -> None:
+        """Waits until the submission has been handed over, or may have events, or is closed."""
+        loop = asyncio.get_running_loop()
+        self.bind(loop)
+        waiter = submission.waiter = loop.create_future()
+        handle = submission.handle
+        waiting = self._running if submission.is_running else self._queued
+        if handle is not None:
+            waiting[handle] = waiter
         try:
-            os.set_blocking(self._read_fd, False)
-            os.set_blocking(self._write_fd, False)
+            await waiter
+        finally:
+            submission.waiter = None
+            if handle is not None:
+                waiting.pop(handle, None)
+
+    def _on_wake(self) -> None:
+        try:
+            # Before the streams are asked: an event that comes later makes it readable again.
+            num_ready = int.from_bytes(os.read(self.fd, 8), sys.byteorder) if self.fd >= 0 else 0
+        except BlockingIOError:
+            num_ready = 0
+        if self._look_at_all:
+            num_ready = len(self._running) + len(self._queued)
+        self._look_at_all = False
+        if num_ready == 0:
+            return
+        # Each submission that has events has added one to the number, so that not all need be asked.
+        ready, address = self._ready, addressof(self._ready)
+        woken: List[int] = []
+        for handle in chain(self._running, self._queued):
+            # A failure wakes its reader as well, to whom xserv_next() will tell it.
+            if poll(handle, address) or ready.value:
+                woken.append(handle)
+                if len(woken) == num_ready:
+                    self._has_asked_all = False
+                    break
+        else:
+            self._has_asked_all = True
+        for handle in woken:
+            _wake((self._running if handle in self._running else self._queued).pop(handle))
+
+    def _count_is_off(self) -> None:
+        """Asks all streams once more. A stream may have been found before the library counted it, and freed, so
+        that it never was; then another one, which had been counted, was not looked for."""
+        if not self._has_asked_all and not self._look_at_all:
+            if self._loop is not None and not self._loop.is_closed():
+                self._look_at_all = True
+                self._loop.call_soon(self._on_wake)
+
+    def submit(self, submission: "Submission", prompt_bytes: int) -> None:
+        """Submits at once, or on another thread if the prompt is long. Requests of a model keep their order."""
+        queue = self._queues.get(submission.model)
+        if self._loop is None or (queue is None and prompt_bytes <= LONG_PROMPT_BYTES):
+            submission.submit()
+            if submission.error is not None:
+                raise submission.error
+        elif queue is not None:
+            queue.append(submission)
+        else:
+            self._queues[submission.model] = deque([submission])
+            try:
+                self._submit_next(submission.model)
+            except BaseException:
+                del self._queues[submission.model]
+                raise
+
+    def _submit_next(self, model: int) -> None:
+        assert self._loop is not None
+        job = self._loop.run_in_executor(None, self._queues[model][0].submit)
+        job.add_done_callback(lambda _: self._submitted(model))
+
+    def _submitted(self, model: int) -> None:
+        queue = self._queues[model]
+        queue.popleft().wake()
+        while queue and queue[0].closed:
+            queue.popleft()
+        if not queue:
+            del self._queues[model]
+            return
+        try:
+            self._submit_next(model)
+        except RuntimeError as error:  # the loop's executor has been shut down
+            del self._queues[model]
+            for submission in queue:
+                submission.error = error
+                submission.wake()
+
+
+# The Wakeups of the event loops, by their ids: a Wakeups keeps its loop alive.
+_of_loops: "weakref.WeakValueDictionary[int, Wakeups]" = weakref.WeakValueDictionary()
+
+
+def _after_fork_in_child() -> None:
+    global _forks
+    _forks += 1
+    _of_loops.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def _join(member: "Submission") -> Wakeups:
+    loop = _running_loop()
+    found = None if loop is None else _of_loops.get(id(loop))
+    if found is None or not found.join(member):
+        found = Wakeups(loop)
+        found.join(member)
+        if loop is not None:
+            _of_loops[id(loop)] = found
+    return found
+
+
+class Submission:
+    """A request on its way to the library, and then its handle there."""
+
+    def __init__(self, model: int, request: c.Request) -> None:
+        self.model = model
+        self.handle: Optional[int] = None
+        self.error: Optional[BaseException] = None
+        self.closed = False
+        self.waiter: "Optional[asyncio.Future[None]]" = None
+        self.is_running = False
+        self._request: Optional[c.Request] = request
+        self._is_submitting = False
+        # close() may come from a garbage collection within submit(), on its thread.
+        self._lock = threading.RLock()
+        self._forks = _forks
+        self.wakeups = _join(self)
+
+    def submit(self) -> None:
+        """Hands the request over; `handle` or `error` is the outcome. May run on another thread, beside close()."""
+        with self._lock:
+            request, self._request = self._request, None
+            if self.closed or request is None:
+                return
+            self._is_submitting = True  # the descriptor must stay open
+        handle = c_void_p()
+        try:
             options = c.SubmitOptions()
             library.xserv_submit_options_init(byref(options), sizeof(options))
-            options.wake_fd = self._write_fd
-            handle = c_void_p()
-            check(library.xserv_submit(model.handle, byref(request), byref(options), byref(handle)))
-            self._submission = handle
+            options.wake_fd = self.wakeups.fd
+            check(library.xserv_submit(self.model, byref(request), byref(options), byref(handle)))
+        except BaseException as error:
+            self.error = error
+        with self._lock:
+            self._is_submitting = False
+            self.handle = handle.value
+            closed = self.closed
+        if closed:
+            self._end()
+
+    def close(self) -> None:
+        """Cancels the request, wherever it is. Any thread may call it."""
+        if self._forks == _forks:
+            with self._lock:
+                closed, self.closed = self.closed, True
+                if closed or self._is_submitting:
+                    return
+        else:  # another thread of the parent may have held the lock
+            closed, self.closed = self.closed, True
+            if closed:
+                return
+        self._end()
+
+    def _end(self) -> None:
+        handle, self.handle = self.handle, None
+        if handle is not None:
+            # Nothing is written to the descriptor after this.
+            library.xserv_submission_free(handle)
+        self.wakeups.leave(self)
+
+    def wake(self) -> None:
+        if self.waiter is not None:
+            _wake(self.waiter)
+
+
+class AsyncTextStream(AsyncIterator[Piece], NotCopyable):
+    """The pieces of a text, as they are generated: strings, each with the number of its `sample`.
+
+    Any number of streams run at once on one model, and are computed together. One task at a time can read a
+    stream: another one that tries meanwhile gets a RuntimeError. The stream belongs to the event loop in which
+    it was made (or, if none was running, to the one that awaits it first), and is used in that loop's thread.
+
+    close(), the end of an async with block, or dropping the stream stops a generation that still runs; so does
+    cancelling the task that waits. All streams of an event loop share one file descriptor.
+
+    `result` is the Result once all pieces have been read; None before, and if the stream was closed before its end.
+    """
+
+    _instead = "give each task a stream of its own"
+
+    result: Optional[Result]
+
+    def __init__(self, model: Any, model_handle: int, request: c.Request, prompt_bytes: int) -> None:
+        self.result = None
+        self._model = model  # a model is closed when it is dropped
+        self._is_awaited = False
+        self._num_pieces = 0
+        self._num_at_once = 0
+        self._event = c.Event(struct_size=sizeof(c.Event))
+        self._submission = Submission(model_handle, request)
+        try:
+            self._submission.wakeups.submit(self._submission, prompt_bytes)
         except BaseException:
-            self._close_pipe()
+            self._submission.close()
             raise
+
+    def __repr__(self) -> str:
+        return f"<xserv.AsyncTextStream: {describe(self.result, self._submission.closed, self._num_pieces)}>"
 
     def __aiter__(self) -> "AsyncTextStream":
         return self
 
     async def __anext__(self) -> Piece:
-        while self._submission is not None:
-            event = c.Event(struct_size=sizeof(c.Event))
-            try:
-                check(library.xserv_next(self._submission, 0, byref(event)))
-            except BaseException:
-                self.close()
-                raise
-            if event.kind == c.EVENT_NONE:
-                await self._news()
-            elif event.kind == c.EVENT_DONE:
-                handle = c_void_p()
-                check(library.xserv_submission_take_result(self._submission, byref(handle)))
-                self.result = take_result(handle)
-                self.close()
-            elif event.text_len:
-                return Piece(string_at(event.text, event.text_len).decode(), event.sample)
+        submission = self._submission
+        if self._is_awaited:
+            raise RuntimeError("another task is reading this stream; give each task a stream of its own")
+        if not submission.closed:
+            submission.wakeups.bind(asyncio.get_running_loop())
+        self._is_awaited = True
+        try:
+            while not submission.closed:
+                if self._num_at_once >= PIECES_AT_ONCE:
+                    self._num_at_once = 0
+                    await asyncio.sleep(0)
+                    continue
+                if submission.error is not None:
+                    raise submission.error
+                if submission.handle is None:  # another thread is submitting it
+                    await submission.wakeups.wait(submission)
+                    continue
+                event = self._event
+                check(next_event(submission.handle, 0, addressof(event)))
+                if event.kind == c.EVENT_NONE:
+                    self._num_at_once = 0
+                    await submission.wakeups.wait(submission)
+                    submission.is_running = True
+                elif event.kind == c.EVENT_DONE:
+                    handle = c_void_p()
+                    check(library.xserv_submission_take_result(submission.handle, byref(handle)))
+                    self.result = take_result(handle)
+                    submission.close()
+                elif event.text_len:
+                    self._num_pieces += 1
+                    self._num_at_once += 1
+                    return Piece(string_at(event.text, event.text_len).decode(), event.sample)
+        except BaseException:
+            submission.close()
+            raise
+        finally:
+            self._is_awaited = False
         raise StopAsyncIteration
 
-    async def _news(self) -> None:
-        """Waits until the library has written into the pipe."""
-        loop = asyncio.get_running_loop()
-        news = loop.create_future()
-        loop.add_reader(self._read_fd, lambda: news.done() or news.set_result(None))
-        try:
-            await news
-        except BaseException:
-            loop.remove_reader(self._read_fd)
-            self.close()
-            raise
-        loop.remove_reader(self._read_fd)
-        try:
-            os.read(self._read_fd, 4096)
-        except BlockingIOError:
-            pass
-
     async def wait(self) -> Result:
-        """Reads to the end and returns the result."""
+        """Reads to the end and returns the Result. ValueError if the stream was closed before its end."""
         async for _ in self:
             pass
         if self.result is None:
@@ -84,16 +406,17 @@ class AsyncTextStream(AsyncIterator[Piece]):
         return self.result
 
     def close(self) -> None:
-        """Stops the generation if it still runs."""
-        submission, self._submission = self._submission, None
-        if submission is not None:
-            # Nothing is written into the pipe after this.
-            library.xserv_submission_free(submission)
-            self._close_pipe()
+        """Stops the generation if it still runs, and returns at once. A task that waits for a piece gets the
+        end of the stream. In another thread than the event loop's this is done a little later."""
+        self._submission.wakeups.call_on_loop(self._close)
 
-    def _close_pipe(self) -> None:
-        os.close(self._read_fd)
-        os.close(self._write_fd)
+    def _close(self) -> None:
+        self._submission.close()
+        self._submission.wake()
+
+    async def aclose(self) -> None:
+        """As close(), for contextlib.aclosing()."""
+        self.close()
 
     async def __aenter__(self) -> "AsyncTextStream":
         return self
@@ -102,5 +425,6 @@ class AsyncTextStream(AsyncIterator[Piece]):
         self.close()
 
     def __del__(self) -> None:
-        if getattr(self, "_submission", None) is not None:
-            self.close()
+        submission = getattr(self, "_submission", None)
+        if submission is not None:
+            submission.close()

@@ -18,8 +18,8 @@ from ctypes import (
     c_uint64,
     c_void_p,
 )
-from typing import Any
 
+from ._errors import error_of
 from ._find import load
 
 ABI_VERSION = 1
@@ -345,6 +345,7 @@ _FUNCTIONS = {
     "xserv_submit_options_init": (None, [POINTER(SubmitOptions), c_size_t]),
     "xserv_submit": (c_uint32, [c_void_p, POINTER(Request), POINTER(SubmitOptions), _HANDLE]),
     "xserv_next": (c_uint32, [c_void_p, c_uint32, POINTER(Event)]),
+    "xserv_poll": (c_uint32, [c_void_p, POINTER(c_uint8)]),
     "xserv_cancel": (c_uint32, [c_void_p]),
     "xserv_submission_take_result": (c_uint32, [c_void_p, _HANDLE]),
     "xserv_submission_free": (None, [c_void_p]),
@@ -352,24 +353,19 @@ _FUNCTIONS = {
 }
 
 
-class Error(Exception):
-    """A call of the library that failed. `str(error)` is the library's sentence, `code` the number of
-    the status and `status` its name, such as "XSERV_STATUS_NOT_FOUND"."""
-
-    def __init__(self, message: str, code: int, status: str) -> None:
-        super().__init__(message)
-        self.code = code
-        self.status = status
-
-    def __reduce__(self) -> Any:
-        return (Error, (str(self), self.code, self.status))
-
-
 library: ctypes.CDLL = load(ABI_VERSION, _FUNCTIONS)
+
+# xserv_poll() and xserv_next() without a wait take less than a microsecond. Here they keep the interpreter's
+# lock: to give it up and get it back takes milliseconds where another thread computes, and an event loop calls
+# them for every stream.
+_quick = ctypes.PyDLL(library._name, handle=library._handle)
+poll = _quick.xserv_poll
+poll.restype, poll.argtypes = c_uint32, [c_void_p, c_void_p]
+next_event = _quick.xserv_next
+next_event.restype, next_event.argtypes = c_uint32, [c_void_p, c_uint32, c_void_p]
 
 
 def check(code: int) -> None:
-    """Raises Error if a call failed. Must run on the thread that made the call."""
+    """Raises the Error of a call that failed. Must run on the thread that made the call."""
     if code != 0:
-        message = library.xserv_last_error().decode()
-        raise Error(message, code, library.xserv_status_name(code).decode())
+        raise error_of(library.xserv_last_error().decode(), code, library.xserv_status_name(code).decode())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 import threading
 from ctypes import Structure, byref, c_float, c_size_t, c_void_p, sizeof, string_at
 from dataclasses import dataclass
@@ -25,15 +26,31 @@ from typing import (
 )
 
 from . import _library as c
-from ._library import check, library
-from ._request import GenerateOptions, Messages, build_request, choice, json_bytes, set_number, token_array
 from ._async import AsyncTextStream
+from ._errors import Error, NotCopyable, closed
+from ._library import check, library
+from ._request import (
+    GenerateOptions,
+    Messages,
+    Tools,
+    build_request,
+    choice,
+    json_bytes,
+    set_number,
+    show_options,
+    token_array,
+    without_nul,
+)
 from ._stream import Result, TextStream
 
-if TYPE_CHECKING:
+if sys.version_info >= (3, 11):
+    from typing import Unpack
+elif TYPE_CHECKING:
     from typing_extensions import Unpack  # type checkers know it; nothing is to be installed
 
 Path = Union[str, "os.PathLike[str]"]
+Device = Literal["auto", "cpu", "cuda"]
+Dtype = Literal["auto", "f32", "f16", "bf16"]
 _T = TypeVar("_T")
 
 _DEVICE_NAMES = {number: name for name, number in c.DEVICES.items()}
@@ -42,7 +59,31 @@ _DTYPE_NAMES = {number: name for name, number in c.DTYPES.items()}
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """The description of a loaded model. The fields are those of xserv_model_info in xserv.h."""
+    """The description of a loaded model. It stays valid when the model is closed.
+
+    architecture: for example "Qwen3ForCausalLM".
+    path: the folder that was opened; for a repo id its snapshot in the local Hugging Face cache.
+    device: for example "cpu (avx512-bf16, 2 threads)" or "cuda (NVIDIA H200)".
+    device_index: the index of the GPU; 0 on the CPU.
+    dtype: the type of weights, KV cache and matrix products: "f32", "f16" or "bf16".
+    num_threads: the number of threads that the CPU's kernels use; 0 on a GPU.
+    num_parameters: the number of weights; tied embeddings count once.
+    weights_bytes: bytes that the weights take in memory.
+    kv_bytes_per_token: bytes of KV cache for one token.
+    kv_cache_tokens: the number of tokens that the KV cache holds, of all requests together.
+    max_context_tokens: the longest context of one request, in tokens: prompt and generated.
+    vocab_size: the length of a row of logits; may be larger than the number of tokens that the tokenizer knows.
+    hidden_size: the width of the residual stream.
+    num_layers: the number of transformer layers.
+    num_heads: the number of query heads.
+    num_kv_heads: the number of key/value heads.
+    head_dim: the width of one head.
+    has_tokenizer: whether text can be tokenized; if not, only token ids work.
+    has_chat_template: whether messages can be rendered.
+    eos_token_ids: tokens that end a generation, from generation_config.json or config.json.
+    load_seconds: seconds that the load took.
+    workspace_bytes: the most bytes that activations and scratch memory take, as planned at load.
+    """
 
     architecture: str
     path: str
@@ -70,7 +111,31 @@ class ModelInfo:
 
 @dataclass(frozen=True)
 class Inspection:
-    """The description of a model folder. The fields are those of xserv_inspection_info in xserv.h."""
+    """The description of a model folder. Numbers that are not known are 0.
+
+    path: the folder.
+    architecture: as config.json names it, for example "Qwen3ForCausalLM"; empty if it does not.
+    supported: whether Model() accepts the folder, memory permitting.
+    unsupported_reason: a sentence that says why not; empty if it does.
+    has_tokenizer: whether text can be tokenized.
+    tokenizer_problem: why not; empty if it can. A missing tokenizer.json does not keep a model from being
+        loaded, one that is damaged or not supported does.
+    has_chat_template: whether messages can be rendered.
+    chat_template_problem: why not; empty if they can. This never keeps a model from being loaded.
+    stored_dtypes: the stored element types and their bytes, for example "bf16: 1192099840"; several are
+        separated by ", ".
+    dtype: the type that dtype="auto" would choose: "f32", "f16" or "bf16".
+    num_parameters: the number of weights; tied embeddings count once.
+    weights_bytes: bytes that the weights take when loaded with dtype="auto".
+    kv_bytes_per_token: bytes of KV cache for one token, likewise.
+    max_context_tokens: the longest context that the config allows, in tokens.
+    vocab_size: the length of a row of logits.
+    hidden_size: the width of the residual stream.
+    num_layers: the number of transformer layers.
+    num_heads: the number of query heads.
+    num_kv_heads: the number of key/value heads.
+    head_dim: the width of one head.
+    """
 
     path: str
     architecture: str
@@ -96,7 +161,25 @@ class Inspection:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The memory that loading a model would take. The fields are those of xserv_memory_plan in xserv.h."""
+    """The memory that loading a model would take, of its device: the GPU's for a model on a GPU, else the host's.
+
+    device: the device on which the model would run, "cpu" or "cuda".
+    device_index: the index of the GPU; 0 on the CPU.
+    dtype: the type of weights and KV cache: "f32", "f16" or "bf16".
+    weights_bytes: bytes of the weights.
+    workspace_bytes: the most bytes that activations and scratch memory take while requests run.
+    kv_bytes_per_token: bytes of KV cache for one token.
+    kv_cache_tokens: the number of tokens that the KV cache would hold, of all requests together; 0 if the model
+        does not fit.
+    max_context_tokens: the longest context of one request, in tokens; 0 if the model does not fit.
+    total_bytes: weights_bytes + workspace_bytes + kv_cache_tokens * kv_bytes_per_token; if the model does not
+        fit, with the smallest KV cache that the options allow.
+    minimum_bytes: the smallest max_memory_bytes that Model() would accept with these options.
+    memory_bytes: the bytes that are available: max_memory_bytes or the free memory, whichever is less; 0 if
+        neither is known.
+    fits: whether total_bytes is no more than memory_bytes, or the available memory is unknown.
+    has_tokenizer: whether text could be tokenized; if not, only token ids would work.
+    """
 
     device: str
     device_index: int
@@ -113,6 +196,72 @@ class MemoryPlan:
     has_tokenizer: bool
 
 
+@dataclass(frozen=True)
+class ModelStats:
+    """The state of a model's requests at one moment, and totals since it was loaded. A sample is one
+    continuation of a request (num_samples); one that makes room for others is preempted and waits. The KV cache
+    has blocks of 32 tokens.
+
+    num_running: samples that are running, which each step computes.
+    num_waiting: samples that wait for room, preempted ones included.
+    num_preempted: waiting samples that were preempted.
+    total_submitted: samples submitted; a call of Model.logits() counts as one.
+    total_ended: samples ended, for whatever reason.
+    total_preemptions: the number of preemptions.
+    total_steps: the number of forward passes.
+    total_prompt_tokens: prompt tokens computed, including those computed again after a preemption.
+    total_generated_tokens: tokens generated.
+    total_looked_up_tokens: prompt tokens of admitted requests, all looked up in the prefix cache.
+    total_cached_tokens: looked-up tokens whose keys and values were found.
+    cache_hit_rate: total_cached_tokens / total_looked_up_tokens, from 0 to 1; 0 at first.
+    tokens_per_second: tokens generated per second by all requests together, over the last second or two of work.
+    busy_seconds: seconds spent on steps.
+    num_kv_blocks: blocks of the KV cache.
+    num_used_kv_blocks: blocks that requests use.
+    num_cached_kv_blocks: unused blocks whose content is kept for prompts with the same prefix.
+    peak_used_kv_blocks: the largest value that num_used_kv_blocks has had.
+    peak_memory_bytes: the most bytes that weights, work space and KV cache have taken: on a GPU as its
+        allocator counts them, on the CPU with the blocks that have been used.
+    step_counts: a histogram of step times: entry i counts the steps shorter than step_bucket_us[i] that are in
+        no earlier entry.
+    step_bucket_us: the upper bounds of the histogram in microseconds; the last is 2**64 - 1.
+    device_busy_seconds: seconds from the beginnings to the ends of steps, by the device's clock.
+    device_idle_seconds: seconds between steps in which the device waited for the host although there were requests.
+    num_swap_blocks: blocks that the host memory taken for swapping has room for (max_swap_bytes of Model()).
+    num_used_swap_blocks: swap blocks in use by preempted requests.
+    total_swapped_out_blocks: blocks copied to the host.
+    total_swapped_in_blocks: blocks copied back.
+    """
+
+    num_running: int
+    num_waiting: int
+    num_preempted: int
+    total_submitted: int
+    total_ended: int
+    total_preemptions: int
+    total_steps: int
+    total_prompt_tokens: int
+    total_generated_tokens: int
+    total_looked_up_tokens: int
+    total_cached_tokens: int
+    cache_hit_rate: float
+    tokens_per_second: float
+    busy_seconds: float
+    num_kv_blocks: int
+    num_used_kv_blocks: int
+    num_cached_kv_blocks: int
+    peak_used_kv_blocks: int
+    peak_memory_bytes: int
+    step_counts: Tuple[int, ...]
+    step_bucket_us: Tuple[int, ...]
+    device_busy_seconds: float
+    device_idle_seconds: float
+    num_swap_blocks: int
+    num_used_swap_blocks: int
+    total_swapped_out_blocks: int
+    total_swapped_in_blocks: int
+
+
 def _dataclass_from(kind: Type[_T], info: Structure) -> _T:
     """Copies the fields that a struct and a dataclass both have."""
     values: Dict[str, Any] = {}
@@ -127,6 +276,8 @@ def _dataclass_from(kind: Type[_T], info: Structure) -> _T:
             value = value[: info.num_eos_token_ids] if info.num_eos_token_ids else []
         elif name in ("supported", "fits") or name.startswith("has_"):
             value = bool(value)
+        elif isinstance(value, ctypes.Array):
+            value = tuple(value)
         elif isinstance(value, bytes):
             value = value.decode()
         values[name] = value
@@ -134,15 +285,18 @@ def _dataclass_from(kind: Type[_T], info: Structure) -> _T:
 
 
 def _path(path: Path) -> bytes:
-    text = os.fspath(path)
-    if "\0" in text:
-        raise ValueError("a path cannot contain a NUL character")
-    return text.encode()
+    return without_nul(os.fspath(path).encode(), "a path")
 
 
 def inspect(path: Path) -> Inspection:
-    """Inspects a model folder without reading its weights. A folder that cannot be loaded is not an
-    error: `supported` is then False and `unsupported_reason` says why."""
+    """Describes a model folder (or repo id in the local Hugging Face cache) without loading it: reads the
+    configs, the tokenizer and the headers of the weight files. (Only weights that are declared the same and
+    stored twice are compared.) A folder that cannot be loaded is not an error: `supported` is then False and
+    `unsupported_reason` says why.
+
+    Raises NotFoundError (there is no such folder or cached repo), InvalidArgumentError (the path is no folder),
+    FileError and OutOfMemoryError. Any thread may call it.
+    """
     handle = c_void_p()
     check(library.xserv_inspect(_path(path), byref(handle)))
     try:
@@ -168,9 +322,9 @@ def _load_options(device: str, dtype: str, flags: Mapping[str, bool], numbers: M
 def plan(
     path: Path,
     *,
-    device: str = "auto",
+    device: Device = "auto",
     device_index: int = 0,
-    dtype: str = "auto",
+    dtype: Dtype = "auto",
     num_threads: int = 0,
     max_context_tokens: int = 0,
     kv_cache_tokens: int = 0,
@@ -180,8 +334,15 @@ def plan(
     deterministic: bool = False,
     random_weights: bool = False,
 ) -> MemoryPlan:
-    """Returns the memory that Model() would take with the same options, without reading the weights
-    and without a GPU. A model that does not fit is not an error: `fits` is then False."""
+    """Returns the memory that Model() would take with the same options (see there), without reading the weights
+    and without a GPU. It is the computation by which Model() sizes the KV cache. A model that does not fit is
+    not an error: `fits` is then False.
+
+    To plan for a GPU of a given size, pass device="cuda" and its memory, less some hundred MB for the driver, as
+    max_memory_bytes. Where there is a GPU it is asked for its free memory, which starts it in this process.
+
+    Raises what Model() raises for a folder or options that it refuses regardless of memory. Any thread may call it.
+    """
     flags = dict(deterministic=deterministic, random_weights=random_weights)
     numbers = dict(
         device_index=device_index, num_threads=num_threads, max_context_tokens=max_context_tokens,
@@ -219,17 +380,26 @@ def _run_interruptibly(name: str, work: Callable[[], None], interrupt: Callable[
 
 
 class Logits:
-    """Scores before softmax, float32 [positions][vocab].
+    """Scores before softmax: float32 [positions][vocab_size], in the object's own memory.
 
-    logits[i] is a row (a memoryview), logits[i, j] a number. numpy.asarray(logits) and
-    logits.as_memoryview() share the memory, without a copy.
+    logits[i] is a row (a memoryview), logits[i, j] a number; negative positions count from the end.
+    numpy.asarray(logits) and logits.as_memoryview() share the memory, without a copy, and keep it alive.
+    `shape` is (positions, vocab_size).
     """
 
     def __init__(self, rows: int, vocab_size: int) -> None:
         self.shape: Tuple[int, int] = (rows, vocab_size)
         self._values = (c_float * (rows * vocab_size))()
 
+    def __repr__(self) -> str:
+        return f"<xserv.Logits: float32 [{self.shape[0]}, {self.shape[1]}]>"
+
+    # For copy and pickle; the array of ctypes has a type that neither can name.
+    def __reduce__(self) -> Tuple[Any, ...]:
+        return (_logits_from, (*self.shape, bytes(self._values)))
+
     def as_memoryview(self) -> memoryview[float]:
+        """The scores as a writable memoryview of format "f" and two dimensions, which shares the memory."""
         return memoryview(self._values).cast("B").cast("f", self.shape)
 
     def __len__(self) -> int:
@@ -257,6 +427,12 @@ class Logits:
         return memoryview(self._values).cast("B").cast("f", self.shape)
 
 
+def _logits_from(rows: int, vocab_size: int, values: bytes) -> Logits:
+    logits = Logits(rows, vocab_size)
+    ctypes.memmove(logits._values, values, len(values))
+    return logits
+
+
 def _take_text(handle: c_void_p) -> str:
     try:
         length = c_size_t()
@@ -266,22 +442,62 @@ def _take_text(handle: c_void_p) -> str:
         library.xserv_text_free(handle)
 
 
-class Model:
-    """A loaded model. Use it as a context manager, or call close(); any thread may use it.
+class Model(NotCopyable):
+    """A loaded model: weights, tokenizer, chat template, KV cache and threads.
 
-    Options, all optional: device ("auto", "cpu", "cuda"), dtype ("auto", "f32", "f16", "bf16"),
-    device_index, num_threads, map_files, max_context_tokens, kv_cache_tokens, max_memory_bytes, max_batch_size,
-    max_prefill_tokens, max_swap_bytes, prefix_cache, deterministic, random_weights; and two callables: progress(fraction), which may
-    return False to cancel the load, and log(level, target, message), which is also called on another thread later. Their meaning is that of xserv_load_options in xserv.h.
+    Use it as a context manager, or call close(); a model that is dropped is closed. Any thread and any event
+    loop may use it, several at once: their requests are computed together. After os.fork() it can be used in
+    the parent only.
+
+    path: a folder as Hugging Face publishes it, or a repo id such as "Qwen/Qwen3-0.6B" that is in the local
+        Hugging Face cache. The network is never used. The folder is not needed after the load.
+    device: "cpu", "cuda" (an NVIDIA GPU), or "auto" (default): a GPU where it can be used and the model runs
+        and fits there, else the CPU.
+    device_index: the index of the GPU, from 0 (default); 0 on the CPU.
+    dtype: the type of weights, KV cache and matrix products: "f32", "f16", "bf16", or "auto" (default), the
+        type that is stored.
+    num_threads: threads of the CPU's kernels, at most 1024; 0 (default): one for each core that the process may
+        run on. Results do not depend on it.
+    map_files: map the weight files while they are read, instead of reading them. A file that another process
+        truncates meanwhile then kills this one. Default False.
+    max_context_tokens: the longest context of one request, prompt and generated tokens; 0 (default): the limit
+        of the model's config.
+    kv_cache_tokens: the number of tokens that the KV cache holds for all requests together; 0 (default): what
+        max_memory_bytes leaves room for, or without such a limit nine tenths of a GPU's free memory, and on the
+        CPU up to four longest contexts in a quarter of the memory that is left, or one in half of it.
+    max_memory_bytes: a limit for weights, work space and KV cache together, in bytes; 0 (default): none. A
+        model that does not fit is refused before its weights are read.
+    max_batch_size: the most sequences that are computed together in one step, up to 4096; 0 (default): 64 on
+        the CPU, 256 on a GPU.
+    max_prefill_tokens: the most prompt tokens in one step, of all requests together; 0 (default): 512 on the
+        CPU, 2048 on a GPU. Longer prompts are computed in pieces.
+    max_swap_bytes: the most bytes of host memory for the keys and values of preempted requests; 0 (default): on
+        a GPU an eighth of the available memory, 4 GiB at most, on the CPU none.
+    prefix_cache: whether requests share the keys and values of common prefixes. Default True.
+    deterministic: whether the output of a request on a GPU depends on the request alone, to the last bit, as on
+        the CPU it always does. It costs speed. Default False.
+    random_weights: make up the weights, of which only config.json is read: to time a shape without its files.
+        Default False.
+    progress: called with the fraction of the load, from 0 to 1; may return False to cancel it. What it raises
+        cancels it as well, and is raised here.
+    log: called with a level ("warning", "info" or "debug"), the part of the library ("load", "scheduler",
+        "device") and a line of text; later also on a thread of the model's, until close() has returned. There
+        it must be quick, as requests wait for it.
+
+    `info` is the ModelInfo. Ctrl-C ends a load. Raises NotFoundError, FileError, InvalidArgumentError (an
+    option; a path that is no folder), InvalidFileError, UnsupportedError (by name), OutOfMemoryError,
+    NoDeviceError and CancelledError, which are all Errors.
     """
+
+    _instead = "share it between threads as it is, and load it again in another process"
 
     def __init__(
         self,
         path: Path,
         *,
-        device: str = "auto",
+        device: Device = "auto",
         device_index: int = 0,
-        dtype: str = "auto",
+        dtype: Dtype = "auto",
         num_threads: int = 0,
         map_files: bool = False,
         max_context_tokens: int = 0,
@@ -343,15 +559,31 @@ class Model:
         except BaseException as error:
             self.close()
             # What a callback raised is the reason why the load was cancelled.
-            raise raised[0] if raised and isinstance(error, c.Error) else error
+            raise raised[0] if raised and isinstance(error, Error) else error
         loaded.set()
         if raised:
             self.close()
             raise raised[0]
         self.info: ModelInfo = self._get_info()
 
+    def _live_handle(self) -> int:
+        """The handle, for a call of the library."""
+        handle = self.handle
+        if handle is None or handle.value is None:
+            raise closed("model")
+        return handle.value
+
+    def __repr__(self) -> str:
+        info = self.info
+        if self.handle is None:
+            return f"<xserv.Model {info.path!r}, closed>"
+        millions = info.num_parameters / 1e6
+        size = f"{millions:.1f} M" if millions < 1000 else f"{millions / 1000:.1f} B"
+        return f"<xserv.Model {info.path!r}: {info.architecture}, {size} parameters, {info.dtype}, {info.device}>"
+
     def close(self) -> None:
-        """Frees the model. Calls that still run in other threads end as cancelled."""
+        """Frees the model; a second call does nothing. Calls and streams that still run, in whatever thread, end as
+        cancelled. Later calls raise ClosedError; Results and Logits stay valid."""
         handle, self.handle = self.handle, None
         if handle is not None:
             library.xserv_model_free(handle)
@@ -372,13 +604,21 @@ class Model:
         return _dataclass_from(ModelInfo, info)
 
     def tokenize(self, text: str, *, add_special_tokens: bool = True, parse_special_tokens: bool = True) -> List[int]:
-        """Turns text into token ids."""
+        """Returns the token ids of a text of at most 16 MiB.
+
+        add_special_tokens: add the special tokens that the tokenizer adds around a text (Qwen and GPT-2: none;
+            Llama and Mistral: the one that begins a text, unless the text begins with it).
+        parse_special_tokens: turn special tokens written in the text, such as <|im_end|>, into their ids. False
+            treats them as ordinary text: use it for text that you do not trust.
+
+        Raises InvalidArgumentError, UnsupportedError (the model has no usable tokenizer) and ClosedError.
+        """
         options = c.TokenizeOptions()
         library.xserv_tokenize_options_init(byref(options), sizeof(options))
         options.add_special_tokens, options.parse_special_tokens = add_special_tokens, parse_special_tokens
         data = text.encode()
         handle = c_void_p()
-        check(library.xserv_tokenize(self.handle, data, len(data), byref(options), byref(handle)))
+        check(library.xserv_tokenize(self._live_handle(), data, len(data), byref(options), byref(handle)))
         try:
             count = c_size_t()
             ids = library.xserv_tokens_data(handle, byref(count))
@@ -387,35 +627,55 @@ class Model:
             library.xserv_tokens_free(handle)
 
     def detokenize(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Turns token ids into text."""
+        """Returns the text of token ids. Bytes that are not UTF-8 become U+FFFD.
+
+        skip_special_tokens: leave special tokens such as <|im_end|> out.
+
+        Raises InvalidArgumentError (an id at or above ModelInfo.vocab_size) and ClosedError.
+        """
         handle = c_void_p()
         ids = token_array(tokens)
-        check(library.xserv_detokenize(self.handle, ids, len(ids), skip_special_tokens, byref(handle)))
+        check(library.xserv_detokenize(self._live_handle(), ids, len(ids), skip_special_tokens, byref(handle)))
         return _take_text(handle)
 
     def apply_chat_template(
         self,
         messages: Messages,
-        tools: Optional[Sequence[Mapping[str, Any]]] = None,
+        tools: Optional[Tools] = None,
         *,
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        """Renders a conversation with the model's template. Further keywords are variables of the
-        template, such as enable_thinking=False."""
+        """Renders a conversation with the model's own chat template, as Transformers does.
+
+        messages: a list of {"role": ..., "content": ...}, or the same as JSON.
+        tools: a list of tool descriptions, or the same as JSON.
+        add_generation_prompt: end with the opening of the assistant's turn.
+        variables: further keywords are variables of the template, such as enable_thinking=False.
+
+        Raises InvalidArgumentError, TemplateError (the template failed or refused the messages),
+        UnsupportedError (the model has no usable template) and ClosedError.
+        """
         options = c.ChatOptions()
         library.xserv_chat_options_init(byref(options), sizeof(options))
-        options.messages_json = json_bytes(messages)
-        options.tools_json = None if tools is None else json_bytes(tools)
-        options.template_variables_json = json_bytes(variables) if variables else None
+        options.messages_json = json_bytes(messages, "messages")
+        options.tools_json = None if tools is None else json_bytes(tools, "tools")
+        options.template_variables_json = json_bytes(variables, "the variables") if variables else None
         options.add_generation_prompt = add_generation_prompt
         handle = c_void_p()
-        check(library.xserv_apply_chat_template(self.handle, byref(options), byref(handle)))
+        check(library.xserv_apply_chat_template(self._live_handle(), byref(options), byref(handle)))
         return _take_text(handle)
 
     def logits(self, tokens: Sequence[int], *, last_only: bool = False) -> Logits:
-        """Returns the scores of the token that follows each of `tokens`, or only the last of them."""
+        """Returns the scores, before softmax, of the token that follows each of `tokens`:
+        [len(tokens)][vocab_size] in float32, or [1][vocab_size] with last_only, for the token that follows the
+        last one.
+
+        Ctrl-C ends the call. Raises InvalidArgumentError (no token, or an id outside the vocabulary),
+        ContextFullError, OutOfMemoryError, CancelledError (the model was closed meanwhile) and ClosedError.
+        """
         ids = token_array(tokens)
+        handle = self._live_handle()
         rows = 1 if last_only else len(ids)
         logits = Logits(rows, self.info.vocab_size)
         options = c.LogitsOptions()
@@ -427,7 +687,7 @@ class Model:
 
         def compute() -> None:
             values = logits._values
-            check(library.xserv_logits(self.handle, ids, len(ids), byref(options), values, len(values)))
+            check(library.xserv_logits(handle, ids, len(ids), byref(options), values, len(values)))
 
         try:
             # So that Ctrl-C ends it.
@@ -444,29 +704,44 @@ class Model:
     def generate(
         self, prompt: Optional[str] = None, *, stream: Literal[True], **options: Unpack[GenerateOptions]
     ) -> TextStream: ...
+    @overload
+    def generate(
+        self, prompt: Optional[str] = None, *, stream: bool, **options: Unpack[GenerateOptions]
+    ) -> Union[Result, TextStream]: ...
     def generate(
         self, prompt: Optional[str] = None, *, stream: bool = False, **options: Unpack[GenerateOptions]
     ) -> Union[Result, TextStream]:
-        """Generates from exactly one of a prompt, tokens= and messages=.
+        """Generates from exactly one of a prompt (the text to be continued), tokens and messages.
 
-        Returns a Result; with stream=True an iterator over the pieces of text, whose `result` is set
-        when it has ended. Further keywords: tools, variables (of the chat template), max_tokens,
-        temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty,
-        seed, stop (a string or several), stop_token_ids, ignore_eos, skip_special_tokens,
-        add_generation_prompt, add_special_tokens, parse_special_tokens, priority, time_limit_ms,
-        cache_key, num_samples (result.samples has them all, piece.sample tells whose a piece is). They mean what
-        xserv_request in xserv.h says; what is not given comes from the model's generation_config.json.
+        Returns a Result; with stream=True at once a TextStream, an iterator over the pieces of text whose
+        `result` is set when it has ended. Any number of threads may call it; Ctrl-C ends it. A prompt that does
+        not leave room for max_tokens is no error: generation then ends with "context_full".
+
+        Raises InvalidArgumentError (the sentence names the option), ContextFullError (the prompt alone is too
+        long), TemplateError, UnsupportedError, OutOfMemoryError and ClosedError; with stream=True, what the
+        library refuses is raised to whoever reads the stream.
         """
-        running = TextStream(self, build_request(prompt, **options), want_text=stream)
+        request, _ = build_request(prompt, options)
+        running = TextStream(self, self._live_handle(), request, want_text=stream)
         return running if stream else running.wait()
 
     def generate_async(self, prompt: Optional[str] = None, **options: Unpack[GenerateOptions]) -> AsyncTextStream:
-        """As generate(), for asyncio: `async for piece in stream`, or `await stream.wait()` for the Result."""
-        return AsyncTextStream(self, build_request(prompt, **options))
+        """Generates for asyncio: `async for piece in stream`, or `await stream.wait()` for the Result.
 
-    def stats(self) -> Dict[str, Any]:
-        """Returns the state of the model's requests; the keys are the fields of xserv_model_stats in xserv.h."""
+        The request begins with this call, which returns at once. A text of up to 4096 bytes is tokenized here;
+        a longer one on a thread of the loop's default executor, together with the requests for the same model
+        that come after it meanwhile, in their order. What the library refuses is raised here, or in the second
+        case to the task that reads the stream. Errors and options are those of generate().
+        """
+        request, text_bytes = build_request(prompt, options)
+        return AsyncTextStream(self, self._live_handle(), request, text_bytes)
+
+    def stats(self) -> ModelStats:
+        """Returns the state of the model's requests. The call is cheap; any thread may make it at any time."""
         stats = c.ModelStats(struct_size=sizeof(c.ModelStats))
-        check(library.xserv_model_get_stats(self.handle, byref(stats)))
-        values = {name: getattr(stats, name) for name, *_ in stats._fields_ if name != "struct_size"}
-        return {name: list(value) if name.startswith("step_") else value for name, value in values.items()}
+        check(library.xserv_model_get_stats(self._live_handle(), byref(stats)))
+        return _dataclass_from(ModelStats, stats)
+
+
+show_options(Model.generate)
+show_options(Model.generate_async)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import json
+import operator
+from array import array
 from ctypes import Structure, byref, c_char_p, c_float, c_uint32, sizeof
-from typing import Any, Mapping, Optional, Sequence, TypedDict, Union
+from typing import Any, Iterable, Mapping, Optional, Sequence, Tuple, TypedDict, Union
 
 from . import _library as c
-from ._library import check, library
+from ._errors import invalid_argument
+from ._library import library
 
 #: A list of {"role": ..., "content": ...}, or such a list as JSON.
 Messages = Union[str, Sequence[Mapping[str, Any]]]
@@ -15,6 +20,66 @@ Tools = Union[str, Sequence[Mapping[str, Any]]]
 
 
 class GenerateOptions(TypedDict, total=False):
+    """The keywords of Model.generate() and Model.generate_async(). All may be left out; None is the same as
+    leaving out.
+
+    What to continue, besides a text as `prompt`:
+
+    tokens: the prompt as token ids, each below ModelInfo.vocab_size; nothing is added to them.
+    messages: the prompt as a conversation, a list of {"role": ..., "content": ...} or the same as JSON, which
+        is rendered with the model's chat template.
+    tools: with messages: a list of tool descriptions for the template, or the same as JSON.
+    variables: with messages: further variables of the template, such as {"enable_thinking": False}.
+    add_generation_prompt: with messages: whether to open the assistant's turn. Default True.
+    add_special_tokens: with a text: whether to add the special tokens that the tokenizer adds around a text
+        (Qwen and GPT-2: none; Llama and Mistral: the one that begins a text, unless the text begins with it).
+        Default True.
+    parse_special_tokens: with a text: whether special tokens written in it, such as <|im_end|>, become their
+        ids. Default True; False treats them as ordinary text: use it for text that you do not trust.
+
+    How to choose tokens. What is left out comes from the model's generation_config.json or, if that has
+    nothing, is the neutral value. The options mean what they mean in Transformers, and are applied in its
+    order: repetition, presence and frequency penalty, temperature, top_k, top_p, min_p.
+
+    temperature: the logits are divided by it; at least 0, and 0 always takes the most likely token (greedy). If
+        left out, generation is greedy unless generation_config.json has do_sample.
+    top_k: keep the k most likely tokens; 0 (neutral) keeps all.
+    top_p: keep the most likely tokens that together have this probability; above 0, at most 1 (neutral).
+    min_p: drop tokens less likely than this fraction of the most likely one; 0 (neutral) to 1.
+    repetition_penalty: divides positive and multiplies negative logits of tokens that are in the prompt or were
+        generated; 0.001 to 1000, 1 is neutral.
+    presence_penalty: subtracted from the logits of tokens that were generated; -10000 to 10000, 0 is neutral.
+    frequency_penalty: subtracted from the logits of tokens once for each time they were generated; -10000 to
+        10000, 0 is neutral.
+    seed: of the random draws, 0 to 2**64 - 2. The same seed gives the same tokens, whatever else runs on the
+        model (on a GPU up to rounding, unless the model was loaded with deterministic=True). Default: a fresh
+        one, which Result.seed tells.
+    num_samples: the number of independent continuations of the prompt, which is computed once for all; 1
+        (default) to 256. Sample i draws with seed + i. Result.samples has them all, and Piece.sample tells
+        whose a piece is.
+
+    When to stop:
+
+    max_tokens: the largest number of tokens to generate. Default: max_new_tokens of generation_config.json,
+        else until the context is full. 0 generates nothing.
+    stop: a string or several, at most 64 of 1 to 1024 bytes: the text ends before the first one that appears,
+        and no part of it is given out.
+    stop_token_ids: tokens that end the generation, in addition to the model's own end tokens
+        (ModelInfo.eos_token_ids).
+    ignore_eos: whether to go on after the model's own end tokens. Default False.
+    time_limit_ms: milliseconds from the call after which the request ends with what it has; 0 (default): no limit.
+
+    And:
+
+    skip_special_tokens: whether special tokens are left out of the text. Default True. (A token that ends the
+        generation is never in it.)
+    priority: when requests compete for room, those with the higher number go first; among equal ones (default
+        0) the one that was submitted first. A 32-bit integer.
+    cache_key: requests share the keys and values of common prefixes only with requests of the same number, 0
+        (default) to 2**64 - 1. Their text does not depend on it, but the time that they take does: users who
+        must not learn of each other's prompts get a number each.
+    """
+
     tokens: Optional[Sequence[int]]
     messages: Optional[Messages]
     tools: Optional[Tools]
@@ -29,16 +94,16 @@ class GenerateOptions(TypedDict, total=False):
     frequency_penalty: Optional[float]
     seed: Optional[int]
     stop: Union[None, str, Sequence[str]]
-    stop_token_ids: Sequence[int]
-    add_generation_prompt: bool
-    add_special_tokens: bool
-    parse_special_tokens: bool
-    skip_special_tokens: bool
-    ignore_eos: bool
-    priority: int
-    time_limit_ms: int
-    cache_key: int
-    num_samples: int
+    stop_token_ids: Optional[Sequence[int]]
+    add_generation_prompt: Optional[bool]
+    add_special_tokens: Optional[bool]
+    parse_special_tokens: Optional[bool]
+    skip_special_tokens: Optional[bool]
+    ignore_eos: Optional[bool]
+    priority: Optional[int]
+    time_limit_ms: Optional[int]
+    cache_key: Optional[int]
+    num_samples: Optional[int]
 
 
 # Fields of xserv_request that are numbers, and those that are switches, by the same names.
@@ -66,58 +131,104 @@ _SWITCHES = (
 )
 
 
-def build_request(prompt: Optional[str], **options: Any) -> c.Request:
-    """Fills an xserv_request. ctypes keeps alive what its pointers point to."""
-    unknown = set(options) - set(GenerateOptions.__annotations__)
-    if unknown:
-        raise TypeError(f"generate() has no argument {', '.join(sorted(unknown))}")
+def build_request(prompt: Optional[str], options: Mapping[str, Any]) -> Tuple[c.Request, int]:
+    """Fills an xserv_request, and tells how many bytes of it are text to be tokenized. ctypes keeps alive what its
+    pointers point to."""
+    _check_names(prompt, options)
     request = c.Request()
     library.xserv_request_init(byref(request), sizeof(request))
+    text_bytes = 0
     if prompt is not None:
         data = prompt.encode()
         request.prompt, request.prompt_len = data, len(data)
+        text_bytes += len(data)
     tokens = options.get("tokens")
     if tokens is not None:
+        ids = token_array(tokens)
         # An empty array would be a NULL pointer: no prompt at all.
-        request.prompt_tokens = token_array(tokens) if len(tokens) else (c_uint32 * 1)()
-        request.num_prompt_tokens = len(tokens)
+        request.prompt_tokens = ids if len(ids) else (c_uint32 * 1)()
+        request.num_prompt_tokens = len(ids)
     for name, field in (
         ("messages", "messages_json"),
         ("tools", "tools_json"),
         ("variables", "template_variables_json"),
     ):
         if options.get(name) is not None:
-            setattr(request, field, json_bytes(options[name]))
+            data = json_bytes(options[name], name)
+            setattr(request, field, data)
+            text_bytes += len(data)
 
     stop = options.get("stop") or ()
-    stops = [text.encode() for text in ([stop] if isinstance(stop, str) else stop)]
-    if any(b"\0" in text for text in stops):
-        raise ValueError("a stop string cannot contain a NUL character")
+    stops = [_stop_bytes(text) for text in ([stop] if isinstance(stop, str) else stop)]
     request.stop_strings = (c_char_p * len(stops))(*stops)
     request.num_stop_strings = len(stops)
-    stop_ids = options.get("stop_token_ids", ())
-    request.stop_token_ids = token_array(stop_ids)
+    stop_ids = token_array(options.get("stop_token_ids") or (), "stop_token_ids")
+    request.stop_token_ids = stop_ids
     request.num_stop_token_ids = len(stop_ids)
 
     for name in _NUMBERS:
         if options.get(name) is not None:
             set_number(request, name, options[name])
     for name in _SWITCHES:
-        if name in options:
+        if options.get(name) is not None:
             setattr(request, name, bool(options[name]))
-    return request
+    return request, text_bytes
 
 
-def json_bytes(value: Any) -> bytes:
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return text.encode()
+def _check_names(prompt: object, options: Mapping[str, Any]) -> None:
+    """What the library would refuse with the names of C's fields."""
+    names = GenerateOptions.__annotations__
+    for name in options:
+        if name not in names:
+            close = difflib.get_close_matches(name, names, 1)
+            raise TypeError(f"generate() has no option {name}" + (f"; did you mean {close[0]}?" if close else ""))
+    if prompt is not None and not isinstance(prompt, str):
+        raise TypeError(
+            f"the prompt is a {type(prompt).__name__}, but must be a string; "
+            "token ids are given as tokens=, a conversation as messages="
+        )
+    given = [name for name in ("tokens", "messages") if options.get(name) is not None]
+    if prompt is not None:
+        given.insert(0, "a prompt")
+    if len(given) != 1:
+        what = " and ".join(given) if given else "none of them"
+        raise invalid_argument(f"exactly one of a prompt, tokens and messages must be given, not {what}")
+    for name in ("tools", "variables"):
+        if options.get(name) is not None and options.get("messages") is None:
+            raise invalid_argument(f"{name} can be given with messages only")
 
 
-def token_array(tokens: Sequence[int]) -> Any:
-    for token in tokens:  # ctypes would take 2**32 + 5 for 5
-        if not 0 <= token < 2**32:
-            raise ValueError(f"{token} is not a token id")
-    return (c_uint32 * len(tokens))(*tokens)
+def _stop_bytes(text: object) -> bytes:
+    if not isinstance(text, str):
+        raise TypeError(f"stop must be a string or a sequence of strings; {text!r} is not a string")
+    return without_nul(text.encode(), "a stop string")
+
+
+def without_nul(data: bytes, what: str) -> bytes:
+    """Refuses what C would take for the end of a string."""
+    if b"\0" in data:
+        raise ValueError(f"{what} cannot contain a NUL character")
+    return data
+
+
+def json_bytes(value: Any, what: str) -> bytes:
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return without_nul(text.encode(), f"the JSON of {what}")
+
+
+def token_array(tokens: Iterable[int], what: str = "tokens") -> Any:
+    """The ids as a C array of uint32_t. Integers of NumPy are taken as well."""
+    if isinstance(tokens, (str, bytes)):
+        raise TypeError(f"{what} must be a sequence of integers, not a {type(tokens).__name__}")
+    ids = array("I")
+    for token in tokens:
+        try:
+            ids.append(token)
+        except TypeError:
+            raise TypeError(f"{what} must be integers; {token!r} is none") from None
+        except OverflowError:
+            raise ValueError(f"{token} is not a token id") from None
+    return (c_uint32 * len(ids)).from_buffer(ids) if ids else (c_uint32 * 0)()
 
 
 def choice(choices: Mapping[str, int], name: str, what: str) -> int:
@@ -128,7 +239,27 @@ def choice(choices: Mapping[str, int], name: str, what: str) -> int:
 
 def set_number(struct: Structure, name: str, value: Union[int, float]) -> None:
     """Sets a field, and refuses values that it cannot hold; ctypes would drop the upper bits of an integer."""
-    setattr(struct, name, value)
     kind = {field[0]: field[1] for field in struct._fields_}[name]
-    if kind is not c_float and getattr(struct, name) != value:
-        raise ValueError(f"{name} cannot be {value}")
+    try:
+        # Integers of NumPy are no ints, but have an index.
+        number = float(value) if kind is c_float else operator.index(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        wanted = "a number" if kind is c_float else "an integer"
+        raise TypeError(f"{name} is {value!r}, but must be {wanted}") from None
+    setattr(struct, name, number)
+    if kind is not c_float and getattr(struct, name) != number:
+        raise ValueError(f"{name} cannot be {number}")
+
+
+def show_options(function: Any) -> None:
+    """Has help() and editors show the GenerateOptions of a function, instead of **options."""
+    signature = inspect.signature(function)
+    parameters = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    for name, annotation in GenerateOptions.__annotations__.items():
+        text = getattr(annotation, "__forward_arg__", annotation)
+        parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=text))
+    function.__signature__ = signature.replace(parameters=parameters)
+    own, options = function.__doc__, GenerateOptions.__doc__
+    if own and options:  # python -OO leaves them out
+        _, _, described = inspect.cleandoc(options).partition("\n\n")
+        function.__doc__ = f"{inspect.cleandoc(own)}\n\n{described}\n"

@@ -10,34 +10,58 @@ from dataclasses import dataclass, field
 from typing import Any, Iterator, List, Optional, Set, Tuple
 
 from . import _library as c
+from ._errors import NotCopyable
 from ._library import check, library
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Result:
-    """The result of a generation."""
+    """The result of a generation, or of one sample of it: a copy, which stays valid when the model is closed.
+    str(result) is its text.
+
+    text: the generated text; empty if the model has no tokenizer.
+    token_ids: the generated token ids, a stop token included.
+    num_prompt_tokens: the number of tokens of the prompt.
+    num_cached_tokens: the number of prompt tokens whose keys and values were in the prefix cache, and cost nothing.
+    finish_reason: why the generation ended: "stop_token" (the model's end token, or one of stop_token_ids),
+        "stop_string" (one of stop), "max_tokens", "context_full" (the longest context is reached), "deadline"
+        (time_limit_ms), "cancelled" or "callback" (the stream or the model was closed).
+    seed: the seed that was used, with which the request can be repeated.
+    time_to_first_token_seconds: from the request to its first token, waiting for other requests included; 0 if
+        there was none.
+    total_seconds: from the request to its end.
+    prompt_tokens_per_second: prompt tokens computed per second; 0 if none was computed.
+    tokens_per_second: tokens generated per second after the first one; 0 with fewer than two.
+    samples: all samples of the request (num_samples), of which this is the first; empty in the samples themselves.
+    """
 
     text: str
     token_ids: List[int]
     num_prompt_tokens: int
-    #: The prompt tokens whose keys and values were found in the prefix cache.
     num_cached_tokens: int
-    #: "stop_token", "stop_string", "max_tokens", "context_full", "callback", "cancelled" or "deadline".
     finish_reason: str
     seed: int
     time_to_first_token_seconds: float
     total_seconds: float
     prompt_tokens_per_second: float
     tokens_per_second: float
-    #: All samples of the request (num_samples), of which this is the first.
-    samples: "List[Result]" = field(default_factory=list, repr=False, compare=False)
+    samples: "List[Result]" = field(default_factory=list, compare=False)
 
     def __str__(self) -> str:
         return self.text
 
+    def __repr__(self) -> str:
+        text = self.text if len(self.text) <= 60 else self.text[:57] + "..."
+        samples = f", {len(self.samples)} samples" if len(self.samples) > 1 else ""
+        return (
+            f"<xserv.Result {text!r}: {len(self.token_ids)} tokens after {self.num_prompt_tokens}, "
+            f"{self.finish_reason}, {self.tokens_per_second:.1f} tokens/s{samples}>"
+        )
+
 
 class Piece(str):
-    """A piece of text, and which sample of the request it continues."""
+    """A piece of text: a string of whole characters, never empty. `sample` is the index of the sample of the
+    request that it continues, from 0; always 0 without num_samples."""
 
     sample: int
 
@@ -45,6 +69,17 @@ class Piece(str):
         piece = super().__new__(cls, text)
         piece.sample = sample
         return piece
+
+    def __getnewargs__(self) -> Tuple[str, int]:  # type: ignore[override]  # copy and pickle call __new__ with them
+        return (str(self), self.sample)
+
+
+def describe(result: Optional[Result], closed: bool, num_pieces: int) -> str:
+    """The state of a stream, for its repr()."""
+    if result is not None:
+        return f"ended by {result.finish_reason} after {len(result.token_ids)} tokens"
+    pieces = "1 piece" if num_pieces == 1 else f"{num_pieces} pieces"
+    return f"closed after {pieces}" if closed else f"running, {pieces} read"
 
 
 def _result_from(info: Any) -> Result:
@@ -82,8 +117,8 @@ _Item = Tuple[str, Any]
 class _Job:
     """The thread that makes the blocking call, and what the reader shares with it."""
 
-    def __init__(self, model: Any, request: c.Request, want_text: bool) -> None:
-        self.model, self.request = model, request
+    def __init__(self, model: Any, model_handle: int, request: c.Request, want_text: bool) -> None:
+        self.model, self.model_handle, self.request = model, model_handle, request
         # Bounded: a reader that is slower than the model makes the model wait.
         self.items: "queue.Queue[_Item]" = queue.Queue(maxsize=64)
         self.stopped = threading.Event()
@@ -132,7 +167,8 @@ class _Job:
         handle = c_void_p()
         try:
             try:
-                check(library.xserv_generate(self.model.handle, byref(self.request), self.callback, None, byref(handle)))
+                request = byref(self.request)
+                check(library.xserv_generate(self.model_handle, request, self.callback, None, byref(handle)))
                 result = take_result(handle)
                 if self.failure is not None:
                     raise self.failure
@@ -152,23 +188,35 @@ _running: Set[_Job] = set()
 
 @atexit.register
 def _stop_all() -> None:
-    """Ends generations that still run: a thread must not return from the library into an interpreter that is gone."""
+    """Ends generations that still run: a thread must not return from the library into an interpreter that is
+    gone."""
     for job in list(_running):
         job.stop()
         job.thread.join()
 
 
-class TextStream(Iterator[Piece]):
-    """The pieces of a text, as they are generated: strings, each with the number of its `sample`. `result` is the
-    Result once it has ended.
+class TextStream(Iterator[Piece], NotCopyable):
+    """The pieces of a text, as they are generated: strings, each with the number of its `sample`.
 
-    close(), the end of a with block, or dropping the stream stops a generation that still runs.
+    close(), the end of a with block, or dropping the stream stops a generation that still runs. A reader that
+    is slower than the model makes the request wait, not the others. Several threads may read one stream: each
+    piece goes to one of them. The errors of the request are raised to whoever reads.
+
+    `result` is the Result once the stream has ended or was closed, and None before.
     """
 
-    def __init__(self, model: Any, request: c.Request, want_text: bool = True) -> None:
-        self._job: Optional[_Job] = _Job(model, request, want_text)
-        self.result: Optional[Result] = None
+    _instead = "make a stream for each reader"
+
+    result: Optional[Result]
+
+    def __init__(self, model: Any, model_handle: int, request: c.Request, want_text: bool = True) -> None:
+        self._job: Optional[_Job] = _Job(model, model_handle, request, want_text)
+        self._num_pieces = 0
+        self.result = None
         self._job.start()
+
+    def __repr__(self) -> str:
+        return f"<xserv.TextStream: {describe(self.result, self._job is None, self._num_pieces)}>"
 
     def __iter__(self) -> "TextStream":
         return self
@@ -181,6 +229,7 @@ class TextStream(Iterator[Piece]):
         kind, value = job.items.get()
         if kind == "text":
             assert isinstance(value, Piece)
+            self._num_pieces += 1
             return value
         # The end is put back, because another thread may be waiting for it as well.
         job.items.put((kind, value))
@@ -193,7 +242,8 @@ class TextStream(Iterator[Piece]):
         raise StopIteration
 
     def wait(self) -> Result:
-        """Reads to the end and returns the result. If it is interrupted, the generation stops."""
+        """Reads to the end and returns the Result. If it is interrupted, the generation stops. ValueError if
+        the stream was closed before its end."""
         try:
             for _ in self:
                 pass
@@ -205,7 +255,8 @@ class TextStream(Iterator[Piece]):
         return self.result
 
     def close(self) -> None:
-        """Stops the generation if it still runs, and waits until it has stopped."""
+        """Stops the generation if it still runs, waits until it has stopped, and sets `result` to what there
+        is. Any thread may call it; one that is reading gets the end of the stream."""
         job = self._job
         if job is None:
             return
