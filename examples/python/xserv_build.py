@@ -156,10 +156,12 @@ def _read_elf(content: bytes) -> Tuple[str, List[str], List[str]]:
 
 
 def _project() -> Dict[str, str]:
-    """Returns the strings of [project] in pyproject.toml. (Python reads TOML from 3.11 on only.)"""
+    """Returns the strings of [project] in pyproject.toml (Python reads TOML from 3.11 on only), and the package's version."""
     text = (HERE / "pyproject.toml").read_text(encoding="utf-8")
     section = text.split("\n[project]\n")[1].split("\n[")[0]
-    return dict(re.findall(r'^([a-z-]+) = "(.*)"$', section, re.MULTILINE))
+    package = (HERE / "xserv" / "__init__.py").read_text(encoding="utf-8")
+    (version,) = re.findall(r'^__version__ = "(.*)"$', package, re.MULTILINE)
+    return {**dict(re.findall(r'^([a-z-]+) = "(.*)"$', section, re.MULTILINE)), "version": version}
 
 
 def _write(folder: Path, tag: str, files: Dict[str, bytes], texts: Dict[str, bytes]) -> str:
