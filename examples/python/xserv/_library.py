@@ -1,9 +1,8 @@
-"""Finds and loads libxserv.so, and declares its C functions: include/xserv.h in ctypes."""
+"""Declares the C functions of libxserv.so: include/xserv.h in ctypes."""
 
 from __future__ import annotations
 
 import ctypes
-import os
 from ctypes import (
     CFUNCTYPE,
     POINTER,
@@ -19,10 +18,9 @@ from ctypes import (
     c_uint64,
     c_void_p,
 )
-from pathlib import Path
-from typing import List, Optional
 
 from ._errors import error_of
+from ._find import load
 
 ABI_VERSION = 1
 UNSET_INT = 0xFFFFFFFF
@@ -355,41 +353,7 @@ _FUNCTIONS = {
 }
 
 
-def _candidates() -> List[str]:
-    chosen = os.environ.get("XSERV_LIBRARY")
-    if chosen:
-        return [chosen]
-    here = Path(__file__).resolve().parent
-    files = [here / "libxserv.so", here / "libxserv.so.1"]
-    repository = here.parents[2] if len(here.parents) > 2 else here
-    if (repository / "include" / "xserv.h").is_file():
-        files += [repository / "target" / profile / "libxserv.so" for profile in ("release", "debug")]
-    return [str(file) for file in files if file.is_file()] + ["libxserv.so.1"]
-
-
-def _open() -> ctypes.CDLL:
-    problem: Optional[OSError] = None
-    for name in _candidates():
-        try:
-            # CDLL releases the interpreter's lock during calls, so that other threads can run.
-            library = ctypes.CDLL(name)
-        except OSError as error:
-            problem = error
-            continue
-        for function, (result, arguments) in _FUNCTIONS.items():
-            declared = getattr(library, function, None)
-            if declared is None:
-                raise ImportError(f"{name} has no function {function}: it does not fit this package")
-            declared.restype, declared.argtypes = result, arguments
-        if library.xserv_abi_version() != ABI_VERSION:
-            raise ImportError(f"{name} has ABI version {library.xserv_abi_version()}, not {ABI_VERSION}")
-        return library
-    raise ImportError(
-        f"libxserv.so was not found ({problem}). Build it with cargo build --release, or set XSERV_LIBRARY to the file."
-    )
-
-
-library = _open()
+library: ctypes.CDLL = load(ABI_VERSION, _FUNCTIONS)
 
 # xserv_poll() and xserv_next() without a wait take less than a microsecond. Here they keep the interpreter's
 # lock: to give it up and get it back takes milliseconds where another thread computes, and an event loop calls
