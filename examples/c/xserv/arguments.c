@@ -18,6 +18,7 @@ void load_arguments_begin(load_arguments *self) {
       {"--max-batch-size", "N", OPTION_UINT32, &options->max_batch_size, "sequences in one step (0: 64, 256 on a GPU)", 0, 4096},
       {"--deterministic", NULL, OPTION_FLAG, &self->deterministic, "the same tokens to the last bit, on a GPU too", 0, 0},
       {"--no-prefix-cache", NULL, OPTION_FLAG, &self->no_prefix_cache, "compute every prompt whole", 0, 0},
+      {"--random", NULL, OPTION_FLAG, &self->random, "random weights: MODEL needs no weights, to time its shape", 0, 0},
       {"--verbose", NULL, OPTION_FLAG, &self->verbose, "print the library's log", 0, 0},
       {0},
   };
@@ -26,6 +27,7 @@ void load_arguments_begin(load_arguments *self) {
 
 void load_arguments_end(load_arguments *self) {
   if (self->no_prefix_cache) self->options.prefix_cache = 0;
+  if (self->random) self->options.random_weights = 1;
   if (self->deterministic) self->options.deterministic = 1;
 }
 

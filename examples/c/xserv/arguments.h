@@ -12,7 +12,7 @@ enum { MAX_OPTIONS = 16 };
 /* How to load a model. */
 typedef struct load_arguments {
   xserv_load_options options;
-  bool no_prefix_cache, deterministic, verbose;
+  bool no_prefix_cache, deterministic, random, verbose;
   command_option rows[MAX_OPTIONS];
 } load_arguments;
 

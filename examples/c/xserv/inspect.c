@@ -28,14 +28,14 @@ int run_inspect(int argc, char **argv) {
   xserv_status status = xserv_inspect(path, &inspection);
   if (status == XSERV_STATUS_OK) status = xserv_inspection_get_info(inspection, &info);
   if (status == XSERV_STATUS_OK) {
-    const field fields[] = {
+    field fields[] = {
         text_field("path", info.path),
         text_field("architecture", info.architecture),
         truth_field("supported", info.supported),
         text_field("unsupported_reason", info.unsupported_reason),
         number_field("num_parameters", info.num_parameters),
         text_field("stored_dtypes", info.stored_dtypes),
-        text_field("dtype", dtype_name(info.dtype)),
+        text_field("dtype", info.dtype == XSERV_DTYPE_AUTO ? "" : dtype_name(info.dtype)),
         bytes_field("weights_bytes", info.weights_bytes),
         bytes_field("kv_bytes_per_token", info.kv_bytes_per_token),
         number_field("max_context_tokens", info.max_context_tokens),
@@ -50,6 +50,10 @@ int run_inspect(int argc, char **argv) {
         truth_field("has_chat_template", info.has_chat_template),
         text_field("chat_template_problem", info.chat_template_problem),
     };
+    /* A table leaves out what is not known. */
+    for (size_t i = 0; i < sizeof fields / sizeof *fields && !json; i++)
+      if (fields[i].kind != FIELD_TRUTH && fields[i].kind != FIELD_TEXT && fields[i].number == 0)
+        fields[i] = text_field(fields[i].name, "");
     print_fields(fields, sizeof fields / sizeof *fields, json);
   }
   xserv_inspection_free(inspection);

@@ -134,7 +134,7 @@ static void write_screen(const text_buffer *out) {
 
 static void draw(line_editor *self) {
   size_t columns, rows;
-  terminal_size(&columns, &rows);
+  terminal_size(STDOUT_FILENO, &columns, &rows);
   const size_t indent = strlen(self->prompt);
   columns = columns > indent + 3 ? columns - indent - 1 : 2;
 
@@ -368,7 +368,6 @@ edit_result line_editor_read(line_editor *self, const char *prompt, text_buffer 
   self->pasting = false;
   self->entry = self->history.len;
   outcome outcome = GO_ON;
-  draw(self);
   while (outcome == GO_ON) {
     if (self->next_key < self->num_keys) outcome = press(self, self->keys[self->next_key++]);
     else outcome = read_keys(self);

@@ -22,17 +22,29 @@ static void wipe(void) {
   loading.shown = -1;
 }
 
+/* "Loading NAME [#####     ]  50 %", in one row. */
+static void draw_bar(float fraction, int percent) {
+  size_t columns, rows;
+  terminal_size(STDERR_FILENO, &columns, &rows);
+  const char *path = loading.path;
+  size_t len = strlen(path);
+  const size_t others = sizeof "Loading  [] 100 % " - 1 + BAR_WIDTH;
+  const size_t most = columns > others + 8 ? columns - others : 0; /* of the name, its end */
+  if (len > most) path += len - most;
+  char bar[BAR_WIDTH + 1];
+  const size_t filled = (size_t)(BAR_WIDTH * fraction);
+  memset(bar, ' ', BAR_WIDTH);
+  memset(bar, '#', filled < BAR_WIDTH ? filled : BAR_WIDTH);
+  bar[BAR_WIDTH] = '\0';
+  if (columns > others) fprintf(stderr, "\r\033[KLoading %s%s[%s] %3d %%", path, most > 0 ? " " : "", bar, percent);
+  else fprintf(stderr, "\r\033[K%3d %%", percent);
+}
+
 static bool on_progress(float fraction, void *user_data) {
   (void)user_data;
   const int percent = (int)(100 * fraction);
   if (loading.draws && percent != loading.shown) {
-    char bar[BAR_WIDTH + 1];
-    const size_t filled = (size_t)(BAR_WIDTH * fraction);
-    memset(bar, ' ', BAR_WIDTH);
-    memset(bar, '#', filled < BAR_WIDTH ? filled : BAR_WIDTH);
-    bar[BAR_WIDTH] = '\0';
-    const size_t len = strlen(loading.path), most = 30;
-    fprintf(stderr, "\rLoading %s [%s] %3d %%", loading.path + (len > most ? len - most : 0), bar, percent);
+    draw_bar(fraction, percent);
     loading.shown = percent;
   }
   return !interrupt_pending();

@@ -131,9 +131,9 @@ bool terminal_was_resumed(void) {
   return was;
 }
 
-void terminal_size(size_t *columns, size_t *rows) {
+void terminal_size(int fd, size_t *columns, size_t *rows) {
   struct winsize size;
-  const bool known = ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) == 0 && size.ws_col > 0 && size.ws_row > 0;
+  const bool known = ioctl(fd, TIOCGWINSZ, &size) == 0 && size.ws_col > 0 && size.ws_row > 0;
   *columns = known ? size.ws_col : 80;
   *rows = known ? size.ws_row : 24;
 }

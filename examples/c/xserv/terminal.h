@@ -29,8 +29,8 @@ void terminal_suspend(void);
  * changed. */
 bool terminal_was_resumed(void);
 
-/* The size in characters; 80 by 24 if it is unknown. */
-void terminal_size(size_t *columns, size_t *rows);
+/* The size of the terminal in characters; 80 by 24 if it is unknown. */
+void terminal_size(int fd, size_t *columns, size_t *rows);
 
 /* Whether a stream shows colours and can be drawn on: a terminal, where TERM is not "dumb". */
 bool terminal_is_drawable(int fd);
