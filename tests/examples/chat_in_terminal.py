@@ -143,16 +143,16 @@ def test_example(chat, model):
 
 def long_text():
     """Some 12,000 tokens, which take seconds on any machine with the slow model."""
-    return " ".join(f"word{i}" for i in range(5000))
+    return " ".join(f"word{i}" for i in range(3000))
 
 
 def test_example_prompt(chat, model):
-    """Ctrl-C stops a prompt. Lines of a plain terminal are shorter than 4096 bytes."""
+    """Ctrl-C stops a prompt: no token comes. Lines of a plain terminal are shorter than 4096 bytes."""
     terminal = Terminal(chat, model)
     terminal.wait_for("> ")
     terminal.press(long_text()[:4000] + "\n")
     terminal.press_until(CTRL_C, "[stopped]")
-    terminal.wait_for("> ")
+    terminal.wait_for("\r\n> ")
     terminal.press("/exit\n")
     assert terminal.exit_status() == 0
 
@@ -268,11 +268,14 @@ def test_interrupt(xserv, model):
 
 def test_prompt(xserv, model):
     """Ctrl-C stops a prompt: no token of an answer comes."""
-    terminal = Terminal(xserv, "chat", model, "--random", "--context", "16384").start()
+    terminal = Terminal(xserv, "chat", model, "--context", "16384").start()
     terminal.press(pasted(long_text()) + "\r")
     terminal.press_until(CTRL_C, "[stopped]")
-    assert "there is no answer" in terminal.wait_for(PROMPT)
-    assert "0 turns;" in terminal.say("/stats")
+    terminal.wait_for("there is no answer")
+    # It may have been pressed more often than it takes; at the prompt that does nothing.
+    terminal.press("/stats\r")
+    terminal.wait_for("0 turns;")
+    terminal.wait_for(PROMPT)
     terminal.leave()
 
 

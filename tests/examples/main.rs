@@ -9,6 +9,7 @@ mod bench_parts;
 mod c;
 mod cpp;
 mod install;
+mod program;
 mod python;
 mod random_model;
 mod readme;
