@@ -143,10 +143,8 @@ pub fn slow_model() -> PathBuf {
     static MADE: OnceLock<PathBuf> = OnceLock::new();
     let make = || {
         let sizes = ["--vocab", "2048", "--layers", "6", "--positions", "32768"];
-        let folder = crate::random_model::random_model(
-            "slow",
-            &[&["qwen3-0.6b"][..], &sizes].concat(),
-        );
+        let folder =
+            crate::random_model::random_model("slow", &[&["qwen3-0.6b"][..], &sizes].concat());
         for file in ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"] {
             std::fs::copy(model().join(file), folder.join(file)).expect("a copy");
         }

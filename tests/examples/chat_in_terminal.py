@@ -210,7 +210,7 @@ def test_paste(xserv, model):
     terminal.wait_for("three")
     terminal.say(" and more")
     shown = terminal.say("/stats")
-    assert "1 turns;" in shown, f"the pasted text was {shown!r}"
+    assert "turns: 1\r" in shown, f"the pasted text was {shown!r}"
     # More than a terminal's line can hold, and taller than its window.
     long = "\n".join(str(i) for i in range(3000))
     terminal.say(pasted("/system " + long))
@@ -222,19 +222,19 @@ def test_commands(xserv, model):
     terminal = Terminal(xserv, "chat", model, "--temperature", "0").start()
     for command in ["/fooo", "/think", "/no_think hello"]:
         assert f"there is no command {command.split()[0]}" in terminal.say(command)
-    assert " 0 prompt tokens computed" in terminal.say("/stats"), "a command went to the model"
+    assert "prompt tokens: 0 computed" in terminal.say("/stats"), "a command went to the model"
     assert "/clear" in terminal.say("/help")
     first = terminal.say("Hello!")
     assert "per second" in first
-    assert "1 turns;" in terminal.say("/stats")
+    assert "turns: 1\r" in terminal.say("/stats")
     assert "starts over" in terminal.say("/clear")
-    assert "0 turns;" in terminal.say("/stats")
+    assert "turns: 0\r" in terminal.say("/stats")
     # A path is no command, nor is a command after a space.
     terminal.say("/usr/bin/xserv")
     terminal.say(" /clear")
-    assert "2 turns;" in terminal.say("/stats")
+    assert "turns: 2\r" in terminal.say("/stats")
     terminal.say("")  # an empty line does nothing
-    assert "2 turns;" in terminal.say("/stats")
+    assert "turns: 2\r" in terminal.say("/stats")
     terminal.press(CTRL_C)
     terminal.wait_for("(Ctrl-D or /exit leaves)")
     terminal.wait_for(PROMPT)
@@ -259,7 +259,7 @@ def test_interrupt(xserv, model):
             terminal.read()
         terminal.press(CTRL_C)
         stopped = "[stopped]" in terminal.wait_for(PROMPT)
-        assert "1 turns;" in terminal.say("/stats")  # as far as it was printed
+        assert "turns: 1\r" in terminal.say("/stats")  # as far as it was printed
         terminal.leave()
         return stopped
 
@@ -274,7 +274,7 @@ def test_prompt(xserv, model):
     terminal.wait_for("there is no answer")
     # It may have been pressed more often than it takes; at the prompt that does nothing.
     terminal.press("/stats\r")
-    terminal.wait_for("0 turns;")
+    terminal.wait_for("turns: 0\r")
     terminal.wait_for(PROMPT)
     terminal.leave()
 
@@ -286,12 +286,12 @@ def test_context(xserv, model):
     for turn in range(12):
         shown = terminal.say(f"What is {turn} plus 3?")
         assert "per second" in shown, f"turn {turn}: {shown!r}"
-        dropped += "of the conversation" in shown and "dropped" in shown
+        dropped += "[the context is full: the oldest turn" in shown
     assert dropped > 0, "12 turns fit into 160 tokens?"
-    before = terminal.say("/stats").split(" turns;")[0]
+    before = terminal.say("/stats").split("turns: ")[1].split("\r")[0]
     shown = terminal.say("too long " * 200)
     assert "it is not sent" in shown and "holds 160" in shown, shown
-    assert terminal.say("/stats").split(" turns;")[0] == before, "a question that is not sent drops no turns"
+    assert terminal.say("/stats").split("turns: ")[1].split("\r")[0] == before, "a question that is not sent drops no turns"
     assert "per second" in terminal.say("Hello!")
     terminal.leave()
 

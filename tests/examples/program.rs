@@ -144,7 +144,10 @@ fn inspect_and_plan_tell_what_the_folder_says() {
     assert_eq!(tight["max_context_tokens"], 1024);
     let total = tight["total_bytes"].as_u64().expect("a number");
     let parts = ["weights_bytes", "workspace_bytes", "kv_cache_bytes"];
-    assert_eq!(parts.map(|part| tight[part].as_u64().expect("a number")).iter().sum::<u64>(), total);
+    assert_eq!(
+        parts.map(|part| tight[part].as_u64().expect("a number")).iter().sum::<u64>(),
+        total
+    );
     let minimum = tight["minimum_bytes"].to_string();
     assert_eq!(plan(&["--max-memory", &minimum, "--context", "1024"])["fits"], true);
     assert_eq!(plan(&["--max-memory", "1MB"])["fits"], false);

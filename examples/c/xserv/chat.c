@@ -99,8 +99,8 @@ static fit make_prompt(chat *self, const text_buffer *question, size_t *num_toke
   if (*num_tokens > context) return TOO_LONG;
   conversation_drop(&self->conversation, first);
   if (first > 0)
-    note(self, "[the context is full: the oldest %zu turn%s of the conversation %s dropped]", first,
-         first == 1 ? "" : "s", first == 1 ? "is" : "are");
+    note(self, first == 1 ? "[the context is full: the oldest turn is dropped]"
+                          : "[the context is full: the oldest %zu turns are dropped]", first);
   return FITS;
 }
 
@@ -147,7 +147,7 @@ static void note_end(const chat *self, const answer *answer, const xserv_result_
     note(self, "[--max-tokens ends the answer here]");
   if (answer->text.len == 0) note(self, "[there is no answer, so this turn is not kept]");
   if (!stopped && self->is_styled)
-    note(self, "[%zu tokens, %.1f per second, the first after %.2f s; %zu of %llu tokens of context]", info->num_tokens,
+    note(self, "[%zu tokens, %.1f per second, the first after %.2f s; context %zu of %llu]", info->num_tokens,
          info->tokens_per_second, info->time_to_first_token_seconds, num_tokens + info->num_tokens,
          (unsigned long long)self->info.max_context_tokens);
 }
@@ -200,13 +200,13 @@ static void answer_question(chat *self, const text_buffer *question) {
 static void print_commands(const chat *self) {
   note(self,
        "/clear            start over\n"
-       "/system TEXT      set the system message, for the turns from here on (-: none); alone it shows it\n"
-       "/thinking on|off  whether to think first, where the model can (auto: as it does by itself)\n"
+       "/system TEXT      set the system message from here on; - for none; alone: show it\n"
+       "/thinking on|off  whether to think first, where the model can; auto: as it likes\n"
        "/stats            tokens and memory\n"
        "/exit             leave, as Ctrl-D does\n"
-       "A line that begins with a slash and a word is a command; with a space before it, it is sent.\n"
-       "Ctrl-C stops an answer or its prompt. Up and Down go through what you said; Alt-Enter begins\n"
-       "another line, and a text that is pasted keeps its lines.");
+       "A line that begins with a slash and a word is a command; put a space before it to\n"
+       "send it. Ctrl-C stops an answer or its prompt. Up and Down go through what you\n"
+       "said; Alt-Enter begins another line, and a pasted text keeps its lines.");
 }
 
 static void print_stats(const chat *self) {
@@ -217,8 +217,11 @@ static void print_stats(const chat *self) {
     return;
   }
   note(self,
-       "%zu turns; %llu prompt tokens computed, %llu found in the prefix cache, %llu tokens generated\n"
-       "%s of memory at most; KV cache of %llu tokens, contexts of %llu",
+       "turns: %zu\n"
+       "prompt tokens: %llu computed, %llu found in the prefix cache\n"
+       "generated tokens: %llu\n"
+       "memory: %s at most\n"
+       "KV cache: %llu tokens, contexts of %llu",
        self->conversation.num_turns, (unsigned long long)stats.total_prompt_tokens,
        (unsigned long long)stats.total_cached_tokens, (unsigned long long)stats.total_generated_tokens,
        describe_bytes(stats.peak_memory_bytes, bytes), (unsigned long long)self->info.kv_cache_tokens,
