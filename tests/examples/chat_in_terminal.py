@@ -11,6 +11,7 @@ import pty
 import select
 import signal
 import sys
+import tempfile
 import termios
 import time
 
@@ -266,6 +267,45 @@ def test_interrupt(xserv, model):
     assert any(stop(seed) for seed in range(10)), "Ctrl-C never stopped an answer"
 
 
+def test_loading(xserv, model):
+    """Ctrl-C ends a load, and with it the program."""
+
+    def stop():
+        terminal = Terminal(xserv, "chat", model)
+        before = terminal.get_modes()
+        terminal.wait_for("Loading ")
+        terminal.press(CTRL_C)
+        while "interrupted while the model was loading" not in terminal.seen:
+            if "Ctrl-D leaves" in terminal.seen:  # the model was there before the key
+                terminal.wait_for(PROMPT)
+                terminal.leave()
+                return False
+            assert terminal.read(), f"ended with {terminal.seen!r}"
+        assert terminal.exit_status() == 130
+        assert terminal.get_modes() == before
+        return True
+
+    assert any(stop() for _ in range(10)), "Ctrl-C never stopped a load"
+
+
+def test_plain(xserv, model):
+    """A terminal that cannot be drawn on."""
+    terminal = Terminal(xserv, "chat", model, "--temperature", "0", TERM="dumb")
+    before = terminal.get_modes()
+    terminal.wait_for("\n> ")
+    terminal.press("Hello!\n")
+    terminal.wait_for("Hello!\r\n")
+    assert len(terminal.wait_for("\r\n> ")) > 5
+    terminal.press_until("half a line" + CTRL_C, "(Ctrl-D or /exit leaves)")
+    terminal.wait_for("\r\n> ")
+    terminal.press("/stats\n")
+    assert "turns: 1\r" in terminal.wait_for("\r\n> ")
+    assert "\x1b" not in terminal.seen
+    terminal.press(CTRL_D)
+    assert terminal.exit_status() == 0
+    assert terminal.get_modes() == before
+
+
 def test_prompt(xserv, model):
     """Ctrl-C stops a prompt: no token of an answer comes."""
     terminal = Terminal(xserv, "chat", model, "--context", "16384").start()
@@ -277,6 +317,20 @@ def test_prompt(xserv, model):
     terminal.wait_for("turns: 0\r")
     terminal.wait_for(PROMPT)
     terminal.leave()
+
+
+def test_generate(xserv, model):
+    """Ctrl-C stops the prompt of xserv generate."""
+    with tempfile.NamedTemporaryFile("w") as file:
+        file.write(long_text())
+        file.flush()
+        terminal = Terminal(xserv, "generate", model, "--file", file.name, "--context", "16384")
+        terminal.wait_for("100 %")
+        terminal.wait_for("\r\x1b[K")
+        time.sleep(0.1)
+        terminal.press(CTRL_C)
+        assert terminal.exit_status() == 130
+        assert terminal.seen.replace("^C", "").strip() == "", terminal.seen  # no token came
 
 
 def test_context(xserv, model):

@@ -264,9 +264,12 @@ in_terminal! {
     pasted_text_is_one_turn: "paste", model();
     commands_do_not_go_to_the_model: "commands", model();
     ctrl_c_stops_an_answer: "interrupt", model();
+    ctrl_c_stops_a_load: "loading", slow_model();
     ctrl_c_stops_a_prompt: "prompt", slow_model();
+    ctrl_c_stops_a_prompt_of_generate: "generate", slow_model();
     old_turns_are_dropped_when_the_context_is_full: "context", model();
     the_terminal_is_left_as_it_was: "modes", model();
+    a_terminal_without_drawing_gives_lines: "plain", model();
     ctrl_z_suspends_and_fg_continues: "suspend", model();
 }
 

@@ -21,7 +21,10 @@ static void on_interrupt(int signal_number) {
 }
 
 int interrupt_begin(bool once) {
+  static bool is_ignored; /* by whoever started the program, a shell in the background for example */
+  struct sigaction action = {.sa_handler = on_interrupt}, found;
   if (ends[0] < 0) {
+    is_ignored = sigaction(SIGINT, NULL, &found) == 0 && found.sa_handler == SIG_IGN;
     if (pipe(ends) != 0) {
       perror("pipe");
       exit(1);
@@ -31,10 +34,9 @@ int interrupt_begin(bool once) {
       fcntl(ends[i], F_SETFD, FD_CLOEXEC);
     }
   }
-  struct sigaction action = {.sa_handler = on_interrupt};
   action.sa_flags = SA_RESTART | (once ? (int)SA_RESETHAND : 0);
   sigemptyset(&action.sa_mask);
-  sigaction(SIGINT, &action, NULL);
+  if (!is_ignored) sigaction(SIGINT, &action, NULL);
   return ends[0];
 }
 
