@@ -144,7 +144,7 @@ static void note_end(const chat *self, const answer *answer, const xserv_result_
   if (!stopped && info->finish_reason == XSERV_FINISH_CONTEXT_FULL)
     note(self, "[the context is full, so the answer ends here]");
   if (!stopped && info->finish_reason == XSERV_FINISH_MAX_TOKENS && self->is_styled)
-    note(self, "[--max-tokens ends the answer here]");
+    note(self, "[the answer has reached its limit of tokens]");
   if (answer->text.len == 0) note(self, "[there is no answer, so this turn is not kept]");
   if (!stopped && self->is_styled)
     note(self, "[%zu tokens, %.1f per second, the first after %.2f s; context %zu of %llu]", info->num_tokens,
