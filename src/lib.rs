@@ -1,13 +1,14 @@
 //! # xserv
 //!
 //! Embeddable LLM inference: opens a Hugging Face folder of Qwen3, Qwen2.5, Llama, Mistral or GPT-2
-//! and generates text, through the C interface of `include/xserv.h`.
+//! and generates text, through the C interface of `include/xserv.h`, or from Rust: see [`api`], whose names are also those
+//! of the crate ([`Model`], [`Request`], [`Message`]).
 //!
 //! ## Layers
 //!
 //! ```text
-//! ffi  ->  engine  ->  model  ->  ops  ->  backend/{cpu,cuda}  ->  memory
-//!             \->  text
+//! ffi, api  ->  engine  ->  model  ->  ops  ->  backend/{cpu,cuda}  ->  memory
+//!                  \->  text
 //! ```
 //!
 //! An arrow means "may use"; nothing points back (`tests/abi/layering.rs` holds the code to it).
@@ -34,6 +35,7 @@
 //! template runs on a thread of its own, for its large stack. A load has a thread for the tokenizer
 //! and one that starts the GPU, both of which end before it returns.
 
+pub mod api;
 pub mod backend;
 pub mod engine;
 pub mod error;
@@ -55,3 +57,8 @@ pub mod text;
 mod thread_exit;
 pub mod thread_state;
 pub mod threads;
+
+pub use api::{
+    CancelToken, DType, DeviceChoice, Error, ErrorKind, Event, FinishReason, Generation,
+    LoadOptions, Message, Model, Request, Result, Sampling, Stream,
+};

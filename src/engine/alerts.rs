@@ -1,4 +1,4 @@
-//! Messages about a model that runs: a lost device, preempted requests, steps that take long.
+//! Messages about a model that runs: a lost device, odd or preempted requests, steps that take long.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -45,6 +45,7 @@ pub(super) struct Alerts {
     slow_said: Option<Instant>,
     num_preemptions: u64,
     preemptions_said: Option<Instant>,
+    remark_said: Option<Instant>,
 }
 
 fn is_due(said: &mut Option<Instant>) -> bool {
@@ -67,6 +68,7 @@ impl Alerts {
             slow_said: None,
             num_preemptions: 0,
             preemptions_said: None,
+            remark_said: None,
         }
     }
 
@@ -91,6 +93,13 @@ impl Alerts {
                     time.as_secs_f64()
                 )
             });
+        }
+    }
+
+    /// Something about a request is odd.
+    pub fn remark(&mut self, sentence: &str) {
+        if is_due(&mut self.remark_said) {
+            self.log.log(LogLevel::Warning, LogTarget::Scheduler, || sentence.to_owned());
         }
     }
 

@@ -12,11 +12,16 @@ use crate::error::Error;
 #[derive(Default)]
 pub(super) struct Intake {
     pub submissions: VecDeque<Submission>,
+    /// What is odd about requests, for the log, which only the thread writes to.
+    pub remarks: Vec<String>,
     /// Whether the thread is to end.
     pub shutdown: bool,
     /// The reason why no request is taken any more.
     pub failed: Option<Error>,
 }
+
+/// The most remarks that wait for the thread; further ones are dropped.
+pub(super) const MAX_REMARKS: usize = 16;
 
 /// The state that the thread and its users share.
 pub(super) struct Shared {

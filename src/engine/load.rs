@@ -141,9 +141,15 @@ impl Engine {
         let KvSize { max_context_tokens, kv_cache_tokens } = size;
         if max_context_tokens < planned.max_context {
             log.log(LogLevel::Warning, LogTarget::Load, || {
+                let why = match (options.kv_cache_tokens, options.max_memory_bytes) {
+                    (0, 0) => "there is not memory for a larger KV cache".to_owned(),
+                    (0, limit) => format!(
+                        "max_memory_bytes is {limit}, which leaves no room for a larger KV cache"
+                    ),
+                    (tokens, _) => format!("kv_cache_tokens is {tokens}"),
+                };
                 format!(
-                    "the context is {max_context_tokens} tokens instead of {}: there is not memory for a \
-                     larger KV cache",
+                    "the context is {max_context_tokens} tokens instead of {}: {why}",
                     planned.max_context
                 )
             });

@@ -3,7 +3,9 @@
 use super::engine::Engine;
 use super::request::{ChatPrompt, Prompt};
 use crate::error::{try_with_capacity, Error, ErrorKind, Result};
-use crate::text::{parse_messages, parse_tools, parse_variables, ChatInput, ShouldStop};
+use crate::text::{
+    parse_messages, parse_tools, parse_variables, what_was_left_out, ChatInput, ShouldStop,
+};
 
 impl Engine {
     /// Returns the token ids of a text, as of a prompt. Ends with [`ErrorKind::Cancelled`] if the model is freed
@@ -21,13 +23,17 @@ impl Engine {
         let messages = parse_messages(chat.messages.as_bytes())?;
         let tools = chat.tools.map(|json| parse_tools(json.as_bytes())).transpose()?;
         let variables = chat.variables.map(|json| parse_variables(json.as_bytes())).transpose()?;
-        template.render(&ChatInput {
+        let text = template.render(&ChatInput {
             messages: &messages,
             tools: tools.as_ref(),
             variables: variables.as_ref(),
             add_generation_prompt: chat.add_generation_prompt,
             special_tokens: self.special_tokens(),
-        })
+        })?;
+        if let Some(remark) = what_was_left_out(&messages, &text) {
+            self.service().remark(remark);
+        }
+        Ok(text)
     }
 
     /// The token ids of a prompt, checked against the vocabulary and the context. `should_stop` ends

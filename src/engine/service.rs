@@ -5,7 +5,7 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 
 use super::inbox::is_scheduler_thread;
-use super::intake::{lock, Shared};
+use super::intake::{lock, Shared, MAX_REMARKS};
 use super::log::Logger;
 use super::scheduler::Scheduler;
 use super::stats::{EngineStats, Recorder};
@@ -64,6 +64,14 @@ impl Service {
         drop(intake);
         self.shared.arrived.notify_one();
         Ok(())
+    }
+
+    /// Leaves a sentence for the log, to be written when the next request is taken.
+    pub fn remark(&self, sentence: String) {
+        let remarks = &mut lock(&self.shared.intake).remarks;
+        if remarks.len() < MAX_REMARKS && remarks.try_reserve(1).is_ok() {
+            remarks.push(sentence);
+        }
     }
 
     /// Starts the thread, unless that has been done.

@@ -160,7 +160,9 @@ impl Worker {
         // The lock is released first: a caller that is told of an end meanwhile may submit its next
         // request.
         std::mem::swap(&mut intake.submissions, &mut self.arriving);
+        let remarks = std::mem::take(&mut intake.remarks);
         drop(intake);
+        remarks.iter().for_each(|sentence| self.alerts.remark(sentence));
         while let Some(submission) = self.arriving.pop_front() {
             match submission {
                 Submission::Run { sequence, work } => {

@@ -25,6 +25,10 @@ const MAX_FILE_NAME_BYTES: usize = 255;
 /// ref.
 const MAX_REF_BYTES: usize = 256;
 
+/// The beginning of the text that Git LFS leaves in place of a large file
+/// (<https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md>).
+pub(super) const LFS_POINTER: &[u8] = b"version https://git-lfs.github.com/spec/";
+
 /// The folder of a model and the places that its files may link to.
 #[derive(Clone, Debug)]
 pub struct Folder {
@@ -96,6 +100,16 @@ impl Folder {
         found(self.path.join(name).symlink_metadata(), &shown_name(name)).map(|is| is.is_some())
     }
 
+    /// Returns the names in the folder that are UTF-8, in order, at most `limit` of them: for messages. None where the
+    /// folder cannot be listed.
+    pub fn some_names(&self, limit: usize) -> Vec<String> {
+        let entries = std::fs::read_dir(&self.path).into_iter().flatten().take(limit);
+        let mut names: Vec<String> =
+            entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok()).collect();
+        names.sort_unstable();
+        names
+    }
+
     /// Opens the regular file `name` of this folder for reading.
     ///
     /// `name` is a plain file name. Links are followed and must end inside the folder (or the
@@ -159,6 +173,7 @@ impl Folder {
                 format!("{} changed while it was read", shown_name(name)),
             ));
         }
+        refuse_lfs_pointer(name, &bytes)?;
         Ok(bytes)
     }
 
@@ -176,6 +191,30 @@ impl Folder {
             other => other.map(Some),
         }
     }
+}
+
+/// Refuses the content of the file `name`, or its beginning, if that is a Git LFS pointer.
+pub fn refuse_lfs_pointer(name: &str, content: &[u8]) -> Result<()> {
+    if !content.starts_with(LFS_POINTER) {
+        return Ok(());
+    }
+    Err(Error::invalid_file(format!(
+        "{} is a Git LFS pointer, not the file itself: run `git lfs pull` in its folder, or fetch the model with \
+         `hf download`",
+        shown_name(name)
+    )))
+}
+
+/// The refusal of a model path that names a file.
+fn is_a_file(path: &str) -> Error {
+    let shown = shown_name(path);
+    if Path::new(path).extension().is_some_and(|ending| ending.eq_ignore_ascii_case("gguf")) {
+        return Error::unsupported(format!(
+            "{shown} is a GGUF file, which is not supported; pass the folder of the model's repository with \
+             config.json and safetensors files"
+        ));
+    }
+    Error::invalid_argument(format!("{shown} is a file; pass the folder that holds config.json"))
 }
 
 /// Finds the folder that `path` means: a folder, or the id of a repository (`org/name`) that the
@@ -200,12 +239,7 @@ pub fn resolve_with(path: &str, variable: &dyn Fn(&str) -> Option<OsString>) -> 
     let direct = Path::new(path);
     match found(direct.metadata(), &shown_name(path))? {
         Some(metadata) if metadata.is_dir() => return Ok(direct.to_path_buf()),
-        Some(_) => {
-            return Err(Error::invalid_argument(format!(
-                "{} is a file; pass the folder that holds config.json",
-                shown_name(path)
-            )))
-        }
+        Some(_) => return Err(is_a_file(path)),
         None => {}
     }
     let not_found = |also: &str| {
@@ -218,8 +252,14 @@ pub fn resolve_with(path: &str, variable: &dyn Fn(&str) -> Option<OsString>) -> 
         return Err(not_found(", and no local Hugging Face cache to look for it"));
     };
     let repo = cache.join(format!("models--{}", path.replace('/', "--")));
-    let absent =
-        || not_found(&format!(", and the local Hugging Face cache {} has none", cache.display()));
+    let absent = || {
+        let cache = cache.display();
+        let cure = match path.contains('/') {
+            true => format!("; `hf download {path}` fetches it"),
+            false => String::new(),
+        };
+        not_found(&format!(", and the local Hugging Face cache {cache} has none{cure}"))
+    };
     if !is_folder(&repo)? {
         return Err(absent());
     }
@@ -237,7 +277,8 @@ pub fn resolve_with(path: &str, variable: &dyn Fn(&str) -> Option<OsString>) -> 
         }
     }
     Err(not_found(&format!(
-        ", and {} has no snapshot that its refs/main names; was the download completed?",
+        ", and {} has no snapshot that its refs/main names: the download was not completed; `hf download {path}` \
+         goes on with it",
         repo.display()
     )))
 }

@@ -8,6 +8,7 @@
 //! device                                                 a model on a device: its memory, its steps
 //! batch, kv_cache, workspace                             what a forward pass needs besides the weights
 //! kv_swap                                                blocks of the KV cache that wait on the host
+//! other_formats                                          folders that are no models of this kind
 //! opened, loaded                                         a folder in order, a model in memory
 //! step, run                                              a forward pass and the choice of the next tokens
 //! memory_needs                                           what a model takes
@@ -28,6 +29,7 @@ pub mod load;
 mod loaded;
 mod memory_needs;
 mod opened;
+mod other_formats;
 mod run;
 pub mod safetensors;
 pub mod shard_index;

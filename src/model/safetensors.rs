@@ -22,7 +22,7 @@ use serde::de::{
 };
 use serde::{Deserialize, Deserializer};
 
-use super::folder::{io_error, shown_name, FileStamp};
+use super::folder::{io_error, refuse_lfs_pointer, shown_name, FileStamp, LFS_POINTER};
 use crate::error::{check_room, try_filled, Context, Error, Result};
 use crate::memory::DType;
 
@@ -75,6 +75,10 @@ pub fn read_header_length(name: &str, file: &File, stamp: FileStamp) -> Result<u
     file.read_exact_at(&mut length, 0).map_err(|e| io_error(name, &e))?;
     let header_len = u64::from_le_bytes(length);
     if header_len > MAX_HEADER_BYTES {
+        let mut beginning = [0_u8; LFS_POINTER.len()];
+        if file.read_exact_at(&mut beginning, 0).is_ok() {
+            refuse_lfs_pointer(name, &beginning)?;
+        }
         return Err(Error::invalid_file(format!(
             "{name}: the header claims {header_len} bytes, more than the {MAX_HEADER_BYTES} that are accepted"
         )));

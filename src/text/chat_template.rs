@@ -8,7 +8,7 @@
 use super::json_input::{check_messages, check_size, check_tools};
 use super::special_tokens::{parse_config, SpecialTokens};
 use super::template::{self, Variable, Variables, MAX_SOURCE_BYTES};
-use crate::error::{Context, Error, Result};
+use crate::error::{Context, Error, ErrorKind, Result};
 use serde_json::{Map, Value};
 use std::time::SystemTime;
 
@@ -151,8 +151,69 @@ impl ChatTemplate {
             variables.push((name, Variable::Json(value)));
         }
         let source = self.tool_use.as_deref().filter(|_| tools.is_some()).unwrap_or(&self.default);
-        template::render(source, &variables, now)
+        match template::render(source, &variables, now) {
+            Err(error) if error.kind() == ErrorKind::Template => {
+                // "+ is not defined for string and sequence" says little: if the template takes the same conversation
+                // with plain contents, these are what is wrong with it.
+                if messages.is_empty() {
+                    let what = format!("messages is empty ({})", error.message());
+                    return Err(Error::invalid_argument(what));
+                }
+                check_size("messages", input.messages)?;
+                let Some((plain, what)) = with_plain_contents(messages) else { return Err(error) };
+                let others = variables.into_iter().filter(|(name, _)| *name != "messages");
+                let plain = ("messages", Variable::Json(&plain));
+                let variables = others.chain([plain]).collect();
+                Err(match template::render(source, &variables, now) {
+                    Ok(_) => Error::invalid_argument(what),
+                    Err(_) => error,
+                })
+            }
+            outcome => outcome,
+        }
     }
+}
+
+/// The roles that conversations have everywhere. A template may still ignore one of them on purpose.
+const COMMON_ROLES: [&str; 5] = ["system", "developer", "user", "assistant", "tool"];
+
+/// Returns the conversation with a string for every content, and a sentence about the first one that is none.
+fn with_plain_contents(messages: &[Value]) -> Option<(Value, String)> {
+    let mut plain = messages.to_vec();
+    let mut first = None;
+    for (index, message) in plain.iter_mut().enumerate() {
+        let Value::Object(message) = message else { continue };
+        let what = match message.get("content") {
+            Some(Value::String(_)) => continue,
+            Some(Value::Array(_)) => {
+                "is a list, and this model's template takes a string: join the texts of its parts"
+            }
+            None | Some(Value::Null) => "is missing, and this model's template takes a string",
+            Some(_) => "is not a string",
+        };
+        message.insert("content".to_owned(), Value::String(String::new()));
+        first.get_or_insert_with(|| format!("messages[{index}].content {what}"));
+    }
+    first.map(|what| (Value::Array(plain), what))
+}
+
+/// Returns a sentence about a message of which the rendered `text` says nothing though it should: templates skip roles that
+/// they do not know ("usr") and write nothing for a content that is missing, and the model answers to half a conversation.
+/// Transformers renders such conversations without a word, so they are no errors.
+pub fn what_was_left_out(messages: &Value, text: &str) -> Option<String> {
+    let messages = messages.as_array()?;
+    messages.iter().enumerate().find_map(|(index, message)| {
+        let string = |name: &str| message.get(name).and_then(Value::as_str).unwrap_or_default();
+        let (role, content) = (string("role"), string("content").trim());
+        if role == "user" && message.get("content").is_none() {
+            return Some(format!("messages[{index}] has no \"content\""));
+        }
+        let is_missing = !content.is_empty() && !text.contains(content);
+        (is_missing && !COMMON_ROLES.contains(&role)).then(|| {
+            let role = super::shortened(role);
+            format!("messages[{index}] has the role \"{role}\", which the model's chat template leaves out")
+        })
+    })
 }
 
 fn is_identifier(name: &str) -> bool {

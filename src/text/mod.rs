@@ -25,7 +25,7 @@ mod tokenizer_file;
 mod trial;
 mod watch;
 
-pub use chat_template::{ChatInput, ChatTemplate, MAX_TEMPLATE_BYTES};
+pub use chat_template::{what_was_left_out, ChatInput, ChatTemplate, MAX_TEMPLATE_BYTES};
 pub use detokenizer::Detokenizer;
 pub use json_input::{parse_messages, parse_tools, parse_variables};
 pub use special_tokens::{SpecialTokens, MAX_TOKENIZER_CONFIG_BYTES};

@@ -233,7 +233,7 @@ fn the_log_goes_to_the_callback() {
     let seen = seen.into_inner().unwrap();
     let loaded = seen.iter().any(|(level, target, message)| {
         let is_info = *level == xserv_log_level::XSERV_LOG_INFO as u32;
-        is_info && target == "load" && message.contains("Qwen3ForCausalLM")
+        is_info && target == "load" && message.contains("ForCausalLM")
     });
     assert!(loaded, "{seen:?}");
 }
@@ -244,11 +244,19 @@ fn the_log_goes_on_after_the_load_and_ends_with_the_model() {
     let options = xserv_load_options {
         log: Some(note_log),
         log_user_data: &raw const seen as *mut c_void,
-        max_context_tokens: 96,
-        kv_cache_tokens: 128,
+        kv_cache_tokens: 96,
         ..load_options()
     };
     let model = Model::load(&tiny(), &options).unwrap();
+    let says = |words: &str| {
+        let seen = seen.lock().unwrap();
+        assert!(seen.iter().any(|(.., message)| message.contains(words)), "{seen:?}");
+    };
+    says("the context is 96 tokens instead of 2048: kv_cache_tokens is 96");
+    let odd = c_string(r#"[{"role": "user"}]"#);
+    let request = xserv_request { messages_json: odd.as_ptr(), max_tokens: 1, ..request() };
+    model.generate(&request).unwrap();
+    says("messages[0] has no \"content\"");
     seen.lock().unwrap().clear();
     // Each fits alone, and two do not fit together.
     std::thread::scope(|scope| {

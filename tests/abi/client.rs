@@ -37,9 +37,16 @@ pub fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
 }
 
-/// The repository's own model.
+/// Names another folder for [`tiny`].
+pub const TEST_MODEL: &str = "XSERV_TEST_MODEL";
+
+/// The model that tests load: the repository's own, a Qwen3, unless the environment names another folder with the same
+/// tokenizer and texts (over_llama.rs does).
 pub fn tiny() -> PathBuf {
-    root().join("examples/models/tiny-qwen3")
+    match std::env::var_os(TEST_MODEL) {
+        Some(folder) => folder.into(),
+        None => root().join("examples/models/tiny-qwen3"),
+    }
 }
 
 /// The shared golden data, where it exists.

@@ -48,6 +48,7 @@ fn allowed() -> BTreeMap<&'static str, &'static [&'static str]> {
                 "text",
             ],
         ),
+        ("api", &["error", "memory", "engine"]),
         (
             "ffi",
             &[

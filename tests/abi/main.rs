@@ -32,6 +32,7 @@ mod house;
 mod layering;
 mod load_options;
 mod memory;
+mod over_llama;
 mod plan;
 mod soak;
 mod structs;

@@ -13,4 +13,5 @@ mod program;
 mod python;
 mod random_model;
 mod readme;
+mod rust;
 mod support;

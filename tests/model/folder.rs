@@ -111,6 +111,51 @@ fn what_is_not_in_the_cache() {
     std::fs::remove_file(dir.path().join("hub/models--acme--tiny/refs/main")).expect("remove");
     let error = find("acme/tiny", &home).expect_err("no ref");
     assert!(error.message().contains("refs/main"), "{error}");
+    assert!(error.message().contains("`hf download acme/tiny`"), "{error}");
+    let error = find("acme/other", &home).expect_err("another");
+    assert!(error.message().ends_with("; `hf download acme/other` fetches it"), "{error}");
+}
+
+/// What people pass that is a model, but not a folder that can be read.
+#[test]
+fn other_formats_are_named() {
+    let dir = TempDir::new();
+    dir.write("tiny.Q4_K_M.GGUF", "GGUF");
+    let error = find(&format!("{}/tiny.Q4_K_M.GGUF", dir.str()), &[]).expect_err("a file");
+    assert_eq!(error.kind(), ErrorKind::Unsupported);
+    assert!(error.message().contains("is a GGUF file"), "{error}");
+    let unsupported = ErrorKind::Unsupported;
+    for (files, kind, what) in [
+        (&["model-00001.gguf", "README.md"][..], unsupported, "model-00001.gguf: GGUF"),
+        (&["adapter_config.json", "adapter_model.safetensors"], unsupported, "adapters (LoRA)"),
+        (&["params.json", "consolidated.safetensors"], unsupported, "params.json"),
+        (&["model_index.json"], unsupported, "model_index.json"),
+        (&["pytorch_model.bin"], unsupported, "pytorch_model.bin"),
+        (&["model.safetensors"], ErrorKind::NotFound, " has no config.json"),
+        (&[], ErrorKind::NotFound, "it is empty"),
+    ] {
+        let dir = TempDir::new();
+        files.iter().for_each(|file| dir.write(file, "{}"));
+        let error = Model::open(dir.str()).expect_err(what);
+        assert_eq!(error.kind(), kind, "{error}");
+        assert!(error.message().contains(what), "{error}");
+        assert!(error.message().contains(&format!("the folder {} has no config", dir.str())));
+    }
+}
+
+/// A clone without Git LFS holds a note in place of each large file.
+#[test]
+fn git_lfs_pointers_are_named() {
+    let pointer = "version https://git-lfs.github.com/spec/v1\n\
+        oid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393\nsize 12345\n";
+    for name in ["config.json", "model.safetensors"] {
+        let dir = TestModel::qwen3(1).write(Store::F32);
+        dir.write(name, pointer);
+        let error = Model::open(dir.str()).expect_err(name);
+        assert_eq!(error.kind(), ErrorKind::InvalidFile);
+        let said = format!("{name} is a Git LFS pointer, not the file itself: run `git lfs pull`");
+        assert!(error.message().starts_with(&said), "{error}");
+    }
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 use serde_json::json;
 use xserv::error::ErrorKind;
-use xserv::text::{ChatInput, ChatTemplate, SpecialTokens};
+use xserv::text::{what_was_left_out, ChatInput, ChatTemplate, SpecialTokens};
 
 fn render_with(template: &ChatTemplate, tools: Option<&serde_json::Value>) -> String {
     let messages = json!([{"role": "user", "content": "Hi"}]);
@@ -159,4 +159,65 @@ fn all_types_may_cross_threads() {
     check::<xserv::text::Detokenizer>();
     check::<xserv::text::StopMatcher>();
     check::<ChatTemplate>();
+}
+
+/// What a template cannot say itself, because the conversation is not what it expects.
+#[test]
+fn conversations_that_a_template_does_not_expect() {
+    let chatml = "{% for m in messages %}{% if m.role in ['user', 'assistant', 'tool'] %}\
+        {{ '<' + m.role + '>' + m.content }}{% endif %}{% endfor %}";
+    let first = "{{ messages[0].content + '!' }}";
+    let message = |source: &str, messages: serde_json::Value| {
+        let input = ChatInput {
+            messages: &messages,
+            tools: None,
+            variables: None,
+            add_generation_prompt: false,
+            special_tokens: &SpecialTokens::default(),
+        };
+        let error = ChatTemplate::compile(source).unwrap().render(&input);
+        error.map_err(|error| (error.kind(), error.message().to_owned()))
+    };
+    let refused = |source: &str, messages: serde_json::Value| {
+        let (kind, text) = message(source, messages).expect_err("a refusal");
+        assert_eq!(kind, ErrorKind::InvalidArgument, "{text}");
+        text
+    };
+    let user = |content: serde_json::Value| json!({"role": "user", "content": content});
+
+    assert!(refused(first, json!([])).starts_with("messages is empty (chat template, line 1: "));
+    // A template that needs no message gets none.
+    assert_eq!(message(chatml, json!([])).unwrap(), "");
+    let parts = json!([{"type": "text", "text": "Hi"}]);
+    assert_eq!(
+        refused(chatml, json!([user(json!("a")), user(parts.clone())])),
+        "messages[1].content is a list, and this model's template takes a string: join the texts of its parts"
+    );
+    assert_eq!(
+        refused(chatml, json!([{"role": "assistant"}])),
+        "messages[0].content is missing, and this model's template takes a string"
+    );
+    // One that takes parts takes them, and what it raises is its own.
+    let with_parts = "{{ messages[0].content[0].text }}{{ raise_exception('no') if messages[1] }}";
+    assert_eq!(message(with_parts, json!([user(parts.clone())])).unwrap(), "Hi");
+    let (kind, text) = message(with_parts, json!([user(parts), user(json!("b"))])).unwrap_err();
+    assert_eq!(kind, ErrorKind::Template);
+    assert!(text.ends_with("raise_exception: no"), "{text}");
+
+    // What a template leaves out is no error, and is remarked upon.
+    let remark = |source: &str, messages: serde_json::Value| {
+        what_was_left_out(&messages, &message(source, messages.clone()).unwrap())
+    };
+    let misspelt = json!([user(json!("a")), {"role": "usr", "content": "Is anybody there?"}]);
+    assert_eq!(
+        remark(chatml, misspelt).unwrap(),
+        "messages[1] has the role \"usr\", which the model's chat template leaves out"
+    );
+    let tolerant = "{% for m in messages %}{{ m.content }}{% endfor %}";
+    let missing = json!([{"role": "user"}]);
+    assert_eq!(remark(tolerant, missing).unwrap(), "messages[0] has no \"content\"");
+    // A role of the template's own, and one of everybody's that this template ignores.
+    let own = json!([{"role": "critic", "content": " well "}]);
+    assert_eq!(remark("{{ messages[0].content | trim }}", own), None);
+    assert_eq!(remark(chatml, json!([{"role": "system", "content": "x"}])), None);
 }

@@ -20,9 +20,7 @@ use crate::model::config::{
 };
 use crate::model::folder::{shown_name, Folder};
 use crate::model::load::plan::{PlannedDecoder, Planner};
-
-/// The configuration in Mistral's own form of a checkpoint.
-const MISTRAL_FILE: &str = "params.json";
+use crate::model::other_formats::has_no_config;
 
 /// The supported families.
 static FAMILIES: [Family; 5] = [
@@ -74,11 +72,8 @@ struct Family {
 impl ModelConfig {
     /// Reads and checks `config.json` of `folder`.
     pub fn read(folder: &Folder) -> Result<Self> {
-        if !folder.contains(CONFIG_FILE)? && folder.contains(MISTRAL_FILE)? {
-            return Err(Error::unsupported(format!(
-                "the folder has {MISTRAL_FILE} and no {CONFIG_FILE}: Mistral's own form of a checkpoint is \
-                 not supported; take the model's Transformers release"
-            )));
+        if !folder.contains(CONFIG_FILE)? {
+            return Err(has_no_config(folder));
         }
         Self::parse(&folder.read_small_file(CONFIG_FILE, MAX_CONFIG_BYTES)?)
     }

@@ -1,0 +1,262 @@
+//! Requests that own what they say.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use serde_json::{json, Value};
+
+use crate::engine::{self, CancelToken, ChatPrompt, SamplingOverrides};
+
+/// One turn of a conversation.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Message(Value);
+
+impl Message {
+    /// A message of any role: "system", "user", "assistant", "tool", or what else the model's chat template knows.
+    pub fn new(role: &str, content: &str) -> Self {
+        Message(json!({"role": role, "content": content}))
+    }
+
+    /// What the user says.
+    pub fn user(content: &str) -> Self {
+        Message::new("user", content)
+    }
+
+    /// What the model has answered.
+    pub fn assistant(content: &str) -> Self {
+        Message::new("assistant", content)
+    }
+
+    /// Instructions for the whole conversation.
+    pub fn system(content: &str) -> Self {
+        Message::new("system", content)
+    }
+
+    /// A message with further fields, such as `tool_calls`: a JSON object with a `role`, as the chat completion format of
+    /// hosted services has it. It is checked when the request is made.
+    pub fn from_json(message: Value) -> Self {
+        Message(message)
+    }
+
+    pub(super) fn json(&self) -> &Value {
+        &self.0
+    }
+}
+
+#[derive(Clone, Debug)]
+enum Source {
+    Text(String),
+    Tokens(Vec<u32>),
+    Chat(String),
+}
+
+/// What a model is to generate: a prompt, and settings that otherwise are the model's own (its
+/// generation_config.json). The setters take the request and return it.
+///
+/// ```
+/// use xserv::{Message, Request};
+///
+/// let plain = Request::text("Once upon a time").max_tokens(32).temperature(0.0);
+/// let chat = Request::chat(&[Message::system("Be brief."), Message::user("What is 27 plus 58?")])
+///     .stop("\n")
+///     .seed(7);
+/// # drop((plain, chat));
+/// ```
+#[derive(Clone)]
+pub struct Request {
+    source: Source,
+    tools: Option<String>,
+    variables: Option<String>,
+    parse_special: bool,
+    sampling: SamplingOverrides,
+    seed: Option<u64>,
+    max_tokens: Option<u32>,
+    stop_strings: Vec<String>,
+    stop_token_ids: Vec<u32>,
+    skip_special: bool,
+    ignore_eos: bool,
+    cancel: Option<Arc<CancelToken>>,
+    priority: i32,
+    num_samples: u32,
+    time_limit: Option<Duration>,
+    cache_key: u64,
+}
+
+impl Request {
+    fn new(source: Source) -> Self {
+        Request {
+            source,
+            tools: None,
+            variables: None,
+            parse_special: true,
+            sampling: SamplingOverrides::default(),
+            seed: None,
+            max_tokens: None,
+            stop_strings: Vec::new(),
+            stop_token_ids: Vec::new(),
+            skip_special: true,
+            ignore_eos: false,
+            cancel: None,
+            priority: 0,
+            num_samples: 1,
+            time_limit: None,
+            cache_key: 0,
+        }
+    }
+
+    /// The continuation of a text.
+    pub fn text(prompt: impl Into<String>) -> Self {
+        Request::new(Source::Text(prompt.into()))
+    }
+
+    /// The continuation of token ids.
+    pub fn tokens(prompt: impl Into<Vec<u32>>) -> Self {
+        Request::new(Source::Tokens(prompt.into()))
+    }
+
+    /// The next turn of a conversation, rendered with the model's chat template.
+    pub fn chat(messages: &[Message]) -> Self {
+        let messages = messages.iter().map(|message| message.0.clone()).collect();
+        Request::new(Source::Chat(Value::Array(messages).to_string()))
+    }
+
+    /// Tools that the model may call: a JSON array in the chat completion format of hosted services. For chats only.
+    pub fn tools(mut self, tools: &Value) -> Self {
+        self.tools = Some(tools.to_string());
+        self
+    }
+
+    /// Further variables of the chat template, such as `{"enable_thinking": false}`: a JSON object. For chats only.
+    pub fn template_variables(mut self, variables: &Value) -> Self {
+        self.variables = Some(variables.to_string());
+        self
+    }
+
+    /// Whether special tokens that are written in a text prompt become their ids. Default: true.
+    pub fn parse_special_tokens(mut self, parse: bool) -> Self {
+        self.parse_special = parse;
+        self
+    }
+
+    /// The most tokens to generate. Default: the model's own setting, else until the context is full.
+    pub fn max_tokens(mut self, max_tokens: u32) -> Self {
+        self.max_tokens = Some(max_tokens);
+        self
+    }
+
+    /// All sampling settings at once; `None` in a field leaves it to the model.
+    pub fn sampling(mut self, sampling: SamplingOverrides) -> Self {
+        self.sampling = sampling;
+        self
+    }
+
+    /// The temperature; 0 takes the most likely token.
+    pub fn temperature(mut self, temperature: f32) -> Self {
+        self.sampling.temperature = Some(temperature);
+        self
+    }
+
+    /// Keeps the `top_k` most likely tokens; 0 keeps all.
+    pub fn top_k(mut self, top_k: u32) -> Self {
+        self.sampling.top_k = Some(top_k);
+        self
+    }
+
+    /// Keeps the most likely tokens whose probabilities reach this sum: above 0, at most 1.
+    pub fn top_p(mut self, top_p: f32) -> Self {
+        self.sampling.top_p = Some(top_p);
+        self
+    }
+
+    /// The seed of the random draws. The same seed gives the same text. Default: drawn from the operating system.
+    pub fn seed(mut self, seed: u64) -> Self {
+        self.seed = Some(seed);
+        self
+    }
+
+    /// The text ends before this string. May be called several times.
+    pub fn stop(mut self, stop: impl Into<String>) -> Self {
+        self.stop_strings.push(stop.into());
+        self
+    }
+
+    /// Tokens that end the text, besides the model's own.
+    pub fn stop_token_ids(mut self, ids: impl Into<Vec<u32>>) -> Self {
+        self.stop_token_ids = ids.into();
+        self
+    }
+
+    /// Whether special tokens are left out of the text. Default: true.
+    pub fn skip_special_tokens(mut self, skip: bool) -> Self {
+        self.skip_special = skip;
+        self
+    }
+
+    /// Goes on after the model's own end tokens. Default: false.
+    pub fn ignore_eos(mut self, ignore: bool) -> Self {
+        self.ignore_eos = ignore;
+        self
+    }
+
+    /// A switch with which another thread stops the request, the computation of its prompt included.
+    pub fn cancel_with(mut self, token: Arc<CancelToken>) -> Self {
+        self.cancel = Some(token);
+        self
+    }
+
+    /// Higher goes first. Default: 0.
+    pub fn priority(mut self, priority: i32) -> Self {
+        self.priority = priority;
+        self
+    }
+
+    /// Independent continuations of the prompt, which is computed once. Sample `i` draws with the seed plus `i`. Default: 1.
+    pub fn num_samples(mut self, num_samples: u32) -> Self {
+        self.num_samples = num_samples;
+        self
+    }
+
+    /// The time from the call after which the request ends with the tokens that it has.
+    pub fn time_limit(mut self, limit: Duration) -> Self {
+        self.time_limit = Some(limit);
+        self
+    }
+
+    /// Requests with different keys share no keys and values, so that users cannot learn from times what others ask.
+    /// Default: 0.
+    pub fn cache_key(mut self, key: u64) -> Self {
+        self.cache_key = key;
+        self
+    }
+
+    /// The request as the engine takes it.
+    pub(super) fn as_engine(&self) -> engine::Request<'_> {
+        let prompt = match &self.source {
+            Source::Text(text) => {
+                engine::Prompt::Text { text, add_special: true, parse_special: self.parse_special }
+            }
+            Source::Tokens(ids) => engine::Prompt::TokenIds(ids),
+            Source::Chat(messages) => engine::Prompt::Chat(ChatPrompt {
+                messages,
+                tools: self.tools.as_deref(),
+                variables: self.variables.as_deref(),
+                add_generation_prompt: true,
+            }),
+        };
+        engine::Request {
+            prompt,
+            sampling: self.sampling,
+            seed: self.seed,
+            max_tokens: self.max_tokens,
+            stop_strings: self.stop_strings.iter().map(String::as_str).collect(),
+            stop_token_ids: &self.stop_token_ids,
+            skip_special: self.skip_special,
+            ignore_eos: self.ignore_eos,
+            cancel: self.cancel.clone(),
+            priority: self.priority,
+            num_samples: self.num_samples,
+            time_limit: self.time_limit,
+            cache_key: self.cache_key,
+        }
+    }
+}

@@ -1,0 +1,145 @@
+//! The library from Rust, without C.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use xserv::{
+    CancelToken, DeviceChoice, ErrorKind, Event, FinishReason, LoadOptions, Message, Model, Request,
+};
+
+fn tiny() -> Model {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/models/tiny-qwen3");
+    let options = LoadOptions { device: DeviceChoice::Cpu, ..LoadOptions::default() };
+    Model::load(path.as_ref(), &options).expect("a model")
+}
+
+fn sum() -> Request {
+    Request::chat(&[Message::user("What is 27 plus 58?")]).temperature(0.0)
+}
+
+#[test]
+fn a_stream_tells_what_generate_returns() {
+    let model = tiny();
+    let whole = model.generate(&sum()).expect("an answer");
+    assert_eq!(whole.text, "27 plus 58 is 85.");
+    assert_eq!(whole.finish_reason, FinishReason::StopToken);
+
+    let mut stream = model.stream(&sum()).expect("a stream");
+    let (mut ids, mut text, mut ends) = (Vec::new(), String::new(), 0);
+    for event in &mut stream {
+        match event.expect("an event") {
+            Event::Token { token, text: piece, .. } => {
+                ids.push(token);
+                text.push_str(&piece);
+            }
+            Event::Text { text: piece, .. } => text.push_str(&piece),
+            Event::End { reason, .. } => {
+                assert_eq!(reason, FinishReason::StopToken);
+                ends += 1;
+            }
+            Event::Done => {}
+        }
+    }
+    assert!(stream.is_over() && stream.next().is_none() && ends == 1);
+    assert_eq!((&ids, &text), (&whole.token_ids, &whole.text));
+    assert_eq!(stream.finish().expect("the outcome")[0].text, whole.text);
+
+    let pieces: Result<String, _> = model.stream(&sum()).expect("a stream").text().collect();
+    assert_eq!(pieces.expect("pieces"), whole.text);
+}
+
+#[test]
+fn settings_reach_the_engine() {
+    let model = tiny();
+    let story = Request::text("Once upon a time").temperature(0.0).max_tokens(20);
+    let twenty = model.generate(&story).expect("a text");
+    assert_eq!((twenty.token_ids.len(), twenty.finish_reason), (20, FinishReason::MaxTokens));
+    let stop = twenty.text.split(' ').nth(4).expect("words").to_owned();
+    let stopped = model.generate(&story.clone().stop(&stop)).expect("a text");
+    assert_eq!(stopped.finish_reason, FinishReason::StopString);
+    assert_eq!(stopped.text, twenty.text.split(&stop).next().expect("a beginning"));
+
+    let drawn = || story.clone().temperature(1.5).seed(5).num_samples(3);
+    let all = model.generate_all(&drawn()).expect("samples");
+    assert_eq!(all.iter().map(|sample| sample.seed).collect::<Vec<_>>(), [5, 6, 7]);
+    let again = model.generate(&drawn().num_samples(1).seed(6)).expect("a sample");
+    assert_eq!(again.token_ids, all[1].token_ids);
+    let error = model.generate(&drawn()).expect_err("three samples");
+    assert!(error.message().contains("3 samples"), "{error}");
+
+    let ids = model.tokenize("Once upon a time").expect("ids");
+    assert_eq!(
+        model
+            .generate(&Request::tokens(ids.clone()).temperature(0.0).max_tokens(20))
+            .expect("a text")
+            .token_ids,
+        twenty.token_ids
+    );
+    assert_eq!(model.detokenize(&ids, true).expect("a text"), "Once upon a time");
+    let logits = model.logits(&ids).expect("logits");
+    let best = (0..logits.len()).max_by(|&a, &b| logits[a].total_cmp(&logits[b]));
+    assert_eq!(best, Some(twenty.token_ids[0] as usize));
+    let tools = serde_json::json!([{"type": "function", "function": {"name": "get_weather",
+        "description": "", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}}]);
+    let weather = [Message::user("What is the weather in Lisbon?")];
+    let call = model.generate(&Request::chat(&weather).tools(&tools).temperature(0.0));
+    assert!(call.expect("a call").text.contains(r#"{"city": "Lisbon"}"#));
+    assert!(model.render_chat(&weather).expect("a prompt").ends_with("<|im_start|>assistant\n"));
+    assert!(format!("{model:?}").contains("Qwen3ForCausalLM"));
+}
+
+#[test]
+fn requests_are_stopped_from_other_threads_and_by_being_dropped() {
+    let model = tiny();
+    let endless = Request::text("Once upon a time").ignore_eos(true);
+    let token = Arc::new(CancelToken::default());
+    let mut stream = model.stream(&endless.clone().cancel_with(token.clone())).expect("a stream");
+    assert!(matches!(stream.next(), Some(Ok(Event::Token { .. }))));
+    std::thread::spawn(move || token.cancel()).join().expect("a thread");
+    let outcome = stream.finish().expect("an outcome");
+    assert_eq!(outcome[0].finish_reason, FinishReason::Cancelled);
+
+    let stream = model.stream(&endless).expect("a stream");
+    let cancel = stream.canceller();
+    std::thread::spawn(move || cancel()).join().expect("a thread");
+    assert_eq!(stream.finish().expect("an outcome")[0].finish_reason, FinishReason::Cancelled);
+
+    drop(model.stream(&endless).expect("a stream"));
+    let mut stream = model.stream(&endless).expect("a stream");
+    stream.stop();
+    assert!(stream.next_within(Duration::from_secs(60)).expect("an event").is_some());
+    while model.stats().scheduler.running + model.stats().scheduler.waiting > 0 {
+        std::thread::yield_now();
+    }
+
+    // A stream outlives its model, and says that the request has ended.
+    let mut stream = model.stream(&endless).expect("a stream");
+    drop(model);
+    let last = std::iter::from_fn(|| stream.next()).last().expect("events").expect("no error");
+    assert_eq!(last, Event::Done);
+}
+
+#[test]
+fn threads_share_a_model() {
+    let model = tiny();
+    std::thread::scope(|scope| {
+        let ask =
+            || assert_eq!(model.generate(&sum()).expect("an answer").text, "27 plus 58 is 85.");
+        (0..8).for_each(|_| {
+            scope.spawn(ask);
+        });
+    });
+}
+
+#[test]
+fn errors_have_a_kind_and_a_sentence() {
+    let error = Model::open("/nowhere/at/all").expect_err("no model");
+    assert_eq!(error.kind(), ErrorKind::NotFound);
+    assert!(error.to_string().contains("/nowhere/at/all"));
+    let model = tiny();
+    let error = model.generate(&Request::text("x").temperature(-1.0)).expect_err("refused");
+    assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+    assert!(error.message().contains("temperature is -1"), "{error}");
+    let error = model.generate(&Request::chat(&[Message::from_json(serde_json::json!(5))]));
+    assert!(error.expect_err("refused").message().contains("messages[0]"));
+}
