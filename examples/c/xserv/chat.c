@@ -159,7 +159,9 @@ static void answer_question(chat *self, const text_buffer *question) {
   interrupt_take(); /* a Ctrl-C from before is not about this answer */
   const fit fit = make_prompt(self, question, &num_tokens, &opens_thinking);
   if (fit == TOO_LONG)
-    fprintf(stderr, "%s: this makes a prompt of %zu tokens without any earlier turn, but the context holds %llu: it is not sent\n",
+    fprintf(stderr,
+            "%s: this makes a prompt of %zu tokens without any earlier turn, but the context holds %llu: "
+            "it is not sent\n",
             name, num_tokens, (unsigned long long)self->info.max_context_tokens);
   if (fit == REFUSED) report_error(name);
   if (fit != FITS) {

@@ -105,7 +105,8 @@ int run_generate(int argc, char **argv) {
   load_arguments_begin(&load);
   sampling_arguments_begin(&sampling);
   const command_option options[] = {
-      {"--chat", NULL, OPTION_FLAG, &chat, "answer the prompt, through the model's chat template,\ninstead of continuing it", 0, 0},
+      {"--chat", NULL, OPTION_FLAG, &chat,
+       "answer the prompt, through the model's chat template,\ninstead of continuing it", 0, 0},
       {"--system", "TEXT", OPTION_TEXT, &system_text, "with --chat: a system message before it", 0, 0},
       {"--file", "FILE", OPTION_TEXT, &file, "read the prompt from a file; -: from standard input", 0, 0},
       {"--json", NULL, OPTION_FLAG, &json, "print a JSON object when the text is complete", 0, 0},
@@ -119,7 +120,8 @@ int run_generate(int argc, char **argv) {
                            {{"Options", options}, {"Sampling", sampling.rows}, {"Model", load.rows}}};
   const size_t num_operands = parse_command(&command, argc, argv, operands, 2);
   if (num_operands == 0) refuse(&command, "the folder of a model is missing; --help tells more");
-  if (num_operands == 2 && file != NULL) refuse(&command, "PROMPT and --file are given, but only one prompt is possible");
+  if (num_operands == 2 && file != NULL)
+    refuse(&command, "PROMPT and --file are given, but only one prompt is possible");
   if (system_text != NULL && !chat) refuse(&command, "--system needs --chat");
   if (sampling.thinking != 0 && !chat) refuse(&command, "--thinking needs --chat");
   if (num_operands == 1 && file == NULL && isatty(STDIN_FILENO))

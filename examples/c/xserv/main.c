@@ -28,8 +28,12 @@ static const struct {
 enum { NUM_COMMANDS = sizeof commands / sizeof *commands };
 
 static void print_help(void) {
-  puts("usage: xserv COMMAND MODEL [OPTIONS]\n\nRuns language models. MODEL is a folder as Hugging Face publishes it, or the name of a\n"
-       "repository in the local Hugging Face cache, such as Qwen/Qwen3-0.6B.\n\nCommands:");
+  puts("usage: xserv COMMAND MODEL [OPTIONS]\n"
+       "\n"
+       "Runs language models. MODEL is a folder as Hugging Face publishes it, or the name of a\n"
+       "repository in the local Hugging Face cache, such as Qwen/Qwen3-0.6B.\n"
+       "\n"
+       "Commands:");
   for (size_t i = 0; i < NUM_COMMANDS; i++) printf("  %-12s %s\n", commands[i].name, commands[i].help);
   puts("\n  xserv COMMAND --help lists the options of a command\n  xserv --version prints the version");
 }
@@ -62,7 +66,8 @@ int main(int argc, char **argv) {
   } else if (strcmp(argv[1], "--version") == 0) {
     print_version();
   } else {
-    fprintf(stderr, "xserv: unknown %s %s; xserv --help lists the commands\n", argv[1][0] == '-' ? "option" : "command", argv[1]);
+    const char *what = argv[1][0] == '-' ? "option" : "command";
+    fprintf(stderr, "xserv: unknown %s %s; xserv --help lists the commands\n", what, argv[1]);
     return 2;
   }
   return finish(0);
