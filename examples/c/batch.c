@@ -2,7 +2,7 @@
  * Answers many questions at once from one thread, as a server's event loop would: submits them all,
  * sleeps until there are events, and prints each answer when it is complete.
  *
- *     batch MODEL [QUESTION...] [--max-tokens N] [--samples N] [--temperature T]
+ *     batch MODEL [QUESTION...] [OPTIONS]
  *
  * Without questions on the command line they are read from standard input, one per line.
  */
@@ -94,32 +94,24 @@ static xserv_status run(const xserv_model *model, job *jobs, size_t num_jobs, xs
 
 int main(int argc, char **argv) {
   static job jobs[MAX_QUESTIONS];
-  size_t num_jobs = 0;
-  const char *model_path = NULL;
+  static const char *operands[1 + MAX_QUESTIONS]; /* the model, then questions */
   xserv_request request;
   xserv_request_default(&request);
   request.max_tokens = 128;
-  for (int i = 1; i < argc; i++) {
-    uint64_t number = 0;
-    if (option_number(argc, argv, &i, "--max-tokens", UINT32_MAX - 1, &number)) {
-      request.max_tokens = (uint32_t)number;
-    } else if (option_number(argc, argv, &i, "--samples", 256, &number)) {
-      request.num_samples = (uint32_t)number;
-    } else if (option_float(argc, argv, &i, "--temperature", &request.temperature)) {
-      /* stored */
-    } else if (argv[i][0] == '-') {
-      fprintf(stderr, "batch: unknown option %s\n", argv[i]);
-      return 2;
-    } else if (model_path == NULL) {
-      model_path = argv[i];
-    } else if (num_jobs < MAX_QUESTIONS) {
-      jobs[num_jobs++].question = argv[i];
-    }
-  }
-  if (model_path == NULL) {
-    fprintf(stderr, "usage: batch MODEL [QUESTION...] [--max-tokens N] [--samples N] [--temperature T]\n");
-    return 2;
-  }
+  const command_option options[] = {
+      {"--max-tokens", "N", OPTION_UINT32, &request.max_tokens, "end answers after N tokens (128)", 0, UINT32_MAX - 1},
+      {"--samples", "N", OPTION_UINT32, &request.num_samples, "give N answers to each question", 1, 256},
+      {"--temperature", "T", OPTION_FLOAT, &request.temperature, "0: always the most likely token", 0, 0},
+      {0},
+  };
+  const command command = {"batch", "MODEL [QUESTION...]",
+                           "Answers many questions at once. Without questions on the command line they are read\n"
+                           "from standard input, one per line.",
+                           {{"Options", options}}};
+  const size_t num_operands = parse_command(&command, argc, argv, operands, 1 + MAX_QUESTIONS);
+  if (num_operands == 0) refuse(&command, "no model; --help tells more");
+  size_t num_jobs = num_operands - 1;
+  for (size_t i = 0; i < num_jobs; i++) jobs[i].question = operands[1 + i];
   char *lines[MAX_QUESTIONS] = {NULL};
   if (num_jobs == 0) {
     size_t room = 0;
@@ -134,7 +126,7 @@ int main(int argc, char **argv) {
 
   xserv_model *model = NULL;
   int exit_code = 0, fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
-  xserv_status status = xserv_load(model_path, NULL, &model);
+  xserv_status status = xserv_load(operands[0], NULL, &model);
   if (status != XSERV_STATUS_OK) {
     exit_code = report("load", status);
   } else {

@@ -1,17 +1,16 @@
 /*
  * A conversation in the terminal.
  *
- *     chat MODEL [--system TEXT] [--max-tokens N] [--temperature T] [--seed N] [--threads N]
- *                [--no-thinking]
+ *     chat MODEL [--system TEXT] [OPTIONS]
  *
- * Ctrl-C stops an answer, not the program; Ctrl-D or /exit leaves, /clear starts over. Lines may
- * also come from a pipe.
+ * Ctrl-C stops an answer, also while its prompt is computed, and not the program; Ctrl-D or /exit
+ * leaves, /clear starts over. Lines may also come from a pipe. It is short, to be read; `xserv chat`
+ * (the folder xserv) edits lines, shows progress and forgets old turns when the context is full.
  */
 
-#define _POSIX_C_SOURCE 200809L /* getline, sigaction, isatty */
+#define _POSIX_C_SOURCE 200809L /* getline, isatty */
 
-#include <errno.h>
-#include <signal.h>
+#include <poll.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -19,28 +18,22 @@
 
 #include <xserv.h>
 
+#include "common/interrupt.h"
 #include "common/options.h"
+#include "common/stream.h"
 #include "common/text_buffer.h"
 
-/* A signal handler may do little more than set this. The token callback checks it. */
-static volatile sig_atomic_t interrupted;
-
-static void on_interrupt(int signal_number) {
-  (void)signal_number;
-  interrupted = 1;
-}
-
-static bool print_text(const xserv_token_event *event, void *user_data) {
-  (void)user_data;
-  if (fwrite(event->text, 1, event->text_len, stdout) != event->text_len) return false;
-  return fflush(stdout) == 0 && !interrupted;
+/* Prints a piece of the answer, and keeps it. */
+static bool take_text(const char *text, size_t len, void *answer) {
+  text_append_bytes(answer, text, len);
+  return fwrite(text, 1, len, stdout) == len && fflush(stdout) == 0;
 }
 
 /*
  * One turn: adds the user's message and the model's answer to `messages`, which is a JSON array
  * without its closing bracket. A turn that fails leaves it as it was. Returns false if it failed.
  */
-static bool answer(const xserv_model *model, xserv_request *request, text_buffer *messages,
+static bool answer(const xserv_model *model, xserv_request *request, int interrupt_fd, text_buffer *messages,
                    const char *line, size_t line_len) {
   size_t before = messages->len;
   if (before > 1) text_append(messages, ", ");
@@ -49,25 +42,28 @@ static bool answer(const xserv_model *model, xserv_request *request, text_buffer
   text_append(messages, "]");
   request->messages_json = messages->data;
 
-  interrupted = 0;
-  xserv_result *result = NULL;
-  xserv_status status = xserv_generate(model, request, print_text, NULL, &result);
+  text_buffer text = {0};
+  xserv_result *result = NULL; /* stays NULL if the answer is stopped */
   xserv_result_info info = {.struct_size = sizeof info};
-  if (status == XSERV_STATUS_OK) status = xserv_result_get_info(result, &info);
+  interrupt_take(); /* a Ctrl-C from before is not about this answer */
+  xserv_status status = stream(model, request, interrupt_fd, take_text, &text, &result);
+  if (status == XSERV_STATUS_OK && result != NULL) status = xserv_result_get_info(result, &info);
   if (status != XSERV_STATUS_OK) {
-    fprintf(stderr, "chat: %s\n", xserv_last_error());
+    fprintf(stderr, "chat: %s%s\n", xserv_last_error(),
+            status == XSERV_STATUS_CONTEXT_FULL && before > 1 ? "; /clear starts over" : "");
     text_truncate(messages, before);
   } else {
     /* An answer that was stopped is remembered as far as it was printed. */
     text_truncate(messages, open);
     text_append(messages, ", ");
-    text_append_message(messages, "assistant", info.text, info.text_len);
-    puts(info.finish_reason == XSERV_FINISH_CALLBACK       ? " [stopped]"
+    text_append_message(messages, "assistant", text.len > 0 ? text.data : "", text.len);
+    puts(result == NULL                                       ? " [stopped]"
          : info.finish_reason == XSERV_FINISH_CONTEXT_FULL ? " [the context is full; /clear starts over]"
                                                            : "");
   }
   fflush(stdout);
   xserv_result_free(result);
+  text_free(&text);
   return status == XSERV_STATUS_OK;
 }
 
@@ -77,8 +73,16 @@ static void start_over(text_buffer *messages, const char *system_text) {
   if (system_text != NULL) text_append_message(messages, "system", system_text, strlen(system_text));
 }
 
+/* Waits for a line from the terminal. Returns false if Ctrl-C comes first: then the terminal has
+ * dropped what was typed. */
+static bool wait_for_line(int interrupt_fd) {
+  struct pollfd news[] = {{.fd = STDIN_FILENO, .events = POLLIN}, {.fd = interrupt_fd, .events = POLLIN}};
+  while (poll(news, 2, -1) < 0) continue; /* a signal */
+  return !interrupt_take();
+}
+
 /* Reads lines and answers them until the input ends. Returns the number of turns that failed. */
-static int converse(const xserv_model *model, xserv_request *request, const char *system_text) {
+static int converse(const xserv_model *model, xserv_request *request, int interrupt_fd, const char *system_text) {
   const bool terminal = isatty(STDIN_FILENO);
   text_buffer messages = {0};
   start_over(&messages, system_text);
@@ -90,22 +94,21 @@ static int converse(const xserv_model *model, xserv_request *request, const char
     if (terminal) {
       fputs("> ", stdout);
       fflush(stdout);
+      if (!wait_for_line(interrupt_fd)) {
+        fputs("\n(Ctrl-D or /exit leaves)\n", stdout);
+        continue;
+      }
     }
-    errno = 0;
     ssize_t len = getline(&line, &capacity, stdin);
-    if (len < 0 && errno == EINTR) { /* Ctrl-C at the prompt: the terminal has dropped the line */
-      clearerr(stdin);
-      fputs("\n(Ctrl-D or /exit leaves)\n", stdout);
-      continue;
-    }
     if (len < 0) break;
     while (len > 0 && (line[len - 1] == '\n' || line[len - 1] == '\r')) line[--len] = '\0';
     if (strcmp(line, "/exit") == 0) break;
     if (strcmp(line, "/clear") == 0) {
       start_over(&messages, system_text);
-    } else if (len > 0 && !answer(model, request, &messages, line, (size_t)len)) {
+    } else if (len > 0 && !answer(model, request, interrupt_fd, &messages, line, (size_t)len)) {
       failures++;
     }
+    if (!terminal && interrupt_pending()) break;
   }
   if (terminal) putchar('\n');
   free(line);
@@ -115,51 +118,34 @@ static int converse(const xserv_model *model, xserv_request *request, const char
 
 int main(int argc, char **argv) {
   const char *model_path = NULL, *system_text = NULL;
+  bool no_thinking = false;
   xserv_load_options load_options;
   xserv_request request;
   xserv_load_options_default(&load_options);
   xserv_request_default(&request);
-
-  for (int i = 1; i < argc; i++) {
-    uint64_t number = 0;
-    if (option_text(argc, argv, &i, "--system", &system_text)) {
-      /* stored */
-    } else if (option_number(argc, argv, &i, "--max-tokens", UINT32_MAX - 1, &number)) {
-      request.max_tokens = (uint32_t)number;
-    } else if (option_number(argc, argv, &i, "--seed", UINT64_MAX - 1, &number)) {
-      request.seed = number;
-    } else if (option_number(argc, argv, &i, "--threads", 1024, &number)) {
-      load_options.num_threads = (uint32_t)number;
-    } else if (option_float(argc, argv, &i, "--temperature", &request.temperature)) {
-      /* stored */
-    } else if (strcmp(argv[i], "--no-thinking") == 0) {
-      request.template_variables_json = "{\"enable_thinking\": false}"; /* Qwen3's template reads it */
-    } else if (argv[i][0] != '-' && model_path == NULL) {
-      model_path = argv[i];
-    } else {
-      fprintf(stderr, "chat: unknown argument %s\n", argv[i]);
-      return 2;
-    }
-  }
-  if (model_path == NULL) {
-    fprintf(stderr, "usage: chat MODEL [--system TEXT] [--max-tokens N] [--temperature T] [--seed N] "
-                    "[--threads N] [--no-thinking]\n");
-    return 2;
-  }
-
-  /* The library installs no signal handlers; this one is ours. It is set without SA_RESTART, so
-   * that getline returns when Ctrl-C is pressed at the prompt. */
-  struct sigaction action = {0};
-  action.sa_handler = on_interrupt;
-  sigemptyset(&action.sa_mask);
+  const command_option options[] = {
+      {"--system", "TEXT", OPTION_TEXT, &system_text, "a system message before the conversation", 0, 0},
+      {"--max-tokens", "N", OPTION_UINT32, &request.max_tokens, "end answers after N tokens", 0, UINT32_MAX - 1},
+      {"--temperature", "T", OPTION_FLOAT, &request.temperature, "0: always the most likely token", 0, 0},
+      {"--seed", "N", OPTION_UINT64, &request.seed, "draw the same tokens every time", 0, UINT64_MAX - 1},
+      {"--threads", "N", OPTION_UINT32, &load_options.num_threads, "on the CPU; 0: one for each core", 0, 1024},
+      {"--no-thinking", NULL, OPTION_FLAG, &no_thinking, "answer at once, where the model can be told so", 0, 0},
+      {0},
+  };
+  const command command = {"chat", "MODEL",
+                           "A conversation in the terminal. Ctrl-C stops an answer, Ctrl-D or /exit leaves, /clear\n"
+                           "starts over.",
+                           {{"Options", options}}};
+  if (parse_command(&command, argc, argv, &model_path, 1) == 0) refuse(&command, "no model; --help tells more");
+  if (no_thinking) request.template_variables_json = "{\"enable_thinking\": false}"; /* Qwen3's template reads it */
 
   xserv_model *model = NULL;
   if (xserv_load(model_path, &load_options, &model) != XSERV_STATUS_OK) {
     fprintf(stderr, "chat: %s\n", xserv_last_error());
     return 1;
   }
-  sigaction(SIGINT, &action, NULL);
-  int failures = converse(model, &request, system_text);
+  /* The library installs no signal handlers; this one is ours. */
+  int failures = converse(model, &request, interrupt_begin(false), system_text);
   xserv_model_free(model);
   return failures == 0 ? 0 : 1;
 }

@@ -1,7 +1,7 @@
 /*
  * Continues a prompt and prints the text as it is generated.
  *
- *     generate MODEL [PROMPT] [--chat] [--max-tokens N] [--temperature T] [--seed N] [--threads N]
+ *     generate MODEL [PROMPT] [--chat] [OPTIONS]
  *
  * MODEL is a folder as Hugging Face publishes it. With --chat the prompt is sent as a user's
  * message, through the model's own chat template. The text goes to stdout, the rest to stderr.
@@ -44,46 +44,29 @@ static int generate(const xserv_model *model, const xserv_request *request) {
 }
 
 int main(int argc, char **argv) {
-  const char *model_path = NULL, *prompt = NULL;
   bool chat = false;
   xserv_load_options load_options;
   xserv_request request;
   xserv_load_options_default(&load_options);
   xserv_request_default(&request);
-
-  for (int i = 1; i < argc; i++) {
-    uint64_t number = 0;
-    if (strcmp(argv[i], "--chat") == 0) {
-      chat = true;
-    } else if (option_number(argc, argv, &i, "--max-tokens", UINT32_MAX - 1, &number)) {
-      request.max_tokens = (uint32_t)number;
-    } else if (option_number(argc, argv, &i, "--seed", UINT64_MAX - 1, &number)) {
-      request.seed = number;
-    } else if (option_number(argc, argv, &i, "--threads", 1024, &number)) {
-      load_options.num_threads = (uint32_t)number;
-    } else if (option_float(argc, argv, &i, "--temperature", &request.temperature)) {
-      /* stored */
-    } else if (argv[i][0] == '-' && argv[i][1] != '\0') {
-      fprintf(stderr, "generate: unknown option %s\n", argv[i]);
-      return 2;
-    } else if (model_path == NULL) {
-      model_path = argv[i];
-    } else if (prompt == NULL) {
-      prompt = argv[i];
-    } else {
-      fprintf(stderr, "generate: more than one prompt; put it in quotes\n");
-      return 2;
-    }
-  }
-  if (model_path == NULL) {
-    fprintf(stderr, "usage: generate MODEL [PROMPT] [--chat] [--max-tokens N] [--temperature T] "
-                    "[--seed N] [--threads N]\n");
-    return 2;
-  }
-  if (prompt == NULL) prompt = "Once upon a time";
+  const command_option options[] = {
+      {"--chat", NULL, OPTION_FLAG, &chat, "send the prompt as a user's message", 0, 0},
+      {"--max-tokens", "N", OPTION_UINT32, &request.max_tokens, "end after N tokens", 0, UINT32_MAX - 1},
+      {"--temperature", "T", OPTION_FLOAT, &request.temperature, "0: always the most likely token", 0, 0},
+      {"--seed", "N", OPTION_UINT64, &request.seed, "draw the same tokens every time", 0, UINT64_MAX - 1},
+      {"--threads", "N", OPTION_UINT32, &load_options.num_threads, "on the CPU; 0: one for each core", 0, 1024},
+      {0},
+  };
+  const command command = {"generate", "MODEL [PROMPT]",
+                           "Continues a prompt and prints the text as it is generated. MODEL is a folder as\n"
+                           "Hugging Face publishes it.",
+                           {{"Options", options}}};
+  const char *operands[2] = {NULL, "Once upon a time"};
+  if (parse_command(&command, argc, argv, operands, 2) == 0) refuse(&command, "no model; --help tells more");
+  const char *prompt = operands[1];
 
   xserv_model *model = NULL;
-  xserv_status status = xserv_load(model_path, &load_options, &model);
+  xserv_status status = xserv_load(operands[0], &load_options, &model);
   if (status != XSERV_STATUS_OK) return report("load", status);
 
   text_buffer messages = {0}; /* must outlive the call that reads it */

@@ -9,6 +9,8 @@
 #include <string.h>
 #include <xserv.h>
 
+#include "common/options.h"
+
 enum { TOKENS = 12, HEADS = 4, KV_HEADS = 2, HEAD_DIM = 64, HIDDEN = HEADS * HEAD_DIM, VOCAB = 100 };
 
 static xserv_context *context;
@@ -89,7 +91,16 @@ static void compare(const char *name, tensor *got, const double *want) {
 int main(int argc, char **argv) {
   xserv_context_options options;
   xserv_context_options_default(&options);
-  if (argc > 1) options.device_kind = strcmp(argv[1], "cuda") ? XSERV_DEVICE_CPU : XSERV_DEVICE_CUDA;
+  const command command = {"kernels", "[cpu|cuda]",
+                           "Computes one layer of a transformer, in miniature, with the library's operators, and\n"
+                           "compares the results with plain loops.", {{0}}};
+  const char *device = NULL;
+  parse_command(&command, argc, argv, &device, 1);
+  if (device != NULL) {
+    const bool cuda = strcmp(device, "cuda") == 0;
+    if (!cuda && strcmp(device, "cpu") != 0) refuse(&command, "the device must be cpu or cuda, not \"%s\"", device);
+    options.device_kind = cuda ? XSERV_DEVICE_CUDA : XSERV_DEVICE_CPU;
+  }
   check(xserv_context_new(&options, &context), "xserv_context_new");
   uint32_t kind;
   check(xserv_context_get_device(context, &kind), "xserv_context_get_device");

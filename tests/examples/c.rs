@@ -118,10 +118,51 @@ fn chat_answers_lines_from_a_pipe() {
 }
 
 #[test]
+fn every_program_tells_how_to_use_it() {
+    let Some(programs) = programs() else { return };
+    for name in ["generate", "chat", "batch", "kernels", "bench"] {
+        let help = run(command(programs.join(name)).arg("--help"));
+        assert!(help.stdout.starts_with(&format!("usage: {name} ")), "{}", help.stdout);
+        assert_eq!(help.stderr, "");
+        let refused = outcome(command(programs.join(name)).arg("--what"));
+        assert_eq!(refused.code, Some(2));
+        let sentence = format!("{name}: unknown option --what; --help lists the options\n");
+        assert_eq!(refused.stderr, sentence);
+    }
+}
+
+/// Runs a test of tests/examples/chat_in_terminal.py.
+pub fn in_terminal(test: &str, program: PathBuf, model: PathBuf) {
+    let script = repository().join("tests/examples/chat_in_terminal.py");
+    run(command("python3").arg(script).arg(test).arg(program).arg(model));
+}
+
+/// A model with the words of the small one, and 30 times its weights, which are random: a long
+/// prompt takes it seconds.
+pub fn slow_model() -> PathBuf {
+    static MADE: OnceLock<PathBuf> = OnceLock::new();
+    let make = || {
+        let sizes = ["--vocab", "2048", "--layers", "6", "--positions", "32768"];
+        let folder =
+            crate::random_model::random_model("slow", &[&["qwen3-0.6b"][..], &sizes].concat());
+        for file in ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"] {
+            std::fs::copy(model().join(file), folder.join(file)).expect("a copy");
+        }
+        folder
+    };
+    MADE.get_or_init(make).clone()
+}
+
+#[test]
 fn ctrl_c_stops_the_answer_and_not_the_program() {
     let Some(programs) = programs() else { return };
-    let script = repository().join("tests/examples/chat_in_terminal.py");
-    run(command("python3").arg(script).arg(programs.join("chat")).arg(model()));
+    in_terminal("example", programs.join("chat"), model());
+}
+
+#[test]
+fn ctrl_c_stops_a_prompt() {
+    let Some(programs) = programs() else { return };
+    in_terminal("example_prompt", programs.join("chat"), slow_model());
 }
 
 #[test]
