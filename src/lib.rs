@@ -62,3 +62,8 @@ pub use api::{
     CancelToken, DType, DeviceChoice, Error, ErrorKind, Event, FinishReason, Generation,
     LoadOptions, Message, Model, Request, Result, Sampling, Stream,
 };
+
+/// The Rust program of README.md is run as a test.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+mod readme {}

@@ -207,8 +207,9 @@ pub unsafe extern "C" fn xserv_cancel_token_new(
 
 /// Stops every request that carries this token: running ones end with XSERV_FINISH_CANCELLED at the
 /// next layer of the forward pass, those that start later end at once. Any thread may call it, any
-/// number of times. It takes a lock, so it must not be called from a signal handler; set a flag
-/// there that the token callback checks.
+/// number of times. It takes a lock, so it must not be called from a signal handler; write a byte to
+/// a pipe there, for which a thread polls. (A flag that the token callback checks is not seen while a
+/// prompt is computed.)
 #[no_mangle]
 pub extern "C" fn xserv_cancel_token_cancel(
     cancel_token: *const xserv_cancel_token,

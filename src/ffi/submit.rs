@@ -550,7 +550,8 @@ pub unsafe extern "C" fn xserv_submission_take_result(
     })
 }
 
-/// Frees a submission; a request that still runs is cancelled. If its wake-up callback is running
+/// Frees a submission; a request that still runs is cancelled, and the call does not wait for the step
+/// that is being computed. If its wake-up callback is running
 /// on another thread, the call waits for it; it is not called again afterwards. (Two callbacks of
 /// different models that free each other's submission at the same time would wait for ever, so they
 /// must not.) NULL is allowed.

@@ -71,7 +71,8 @@ fn names_are_plain_when_one_thread_count_and_batch_is_asked_for() {
     let arguments =
         ["--prompts", "16", "--gen", "6", "--depths", "0,8", "--reps", "1", "--serve", "3"];
     let table = run(command(programs.join("bench")).arg(model).args(arguments)).stdout;
-    let names = ["load_s", "ttft128_cold_s", "pp16_tok_s", "tg6_tok_s", "tg6_d8_tok_s", "peak_rss_mib"];
+    let names =
+        ["load_s", "ttft128_cold_s", "pp16_tok_s", "tg6_tok_s", "tg6_d8_tok_s", "peak_rss_mib"];
     let serving = ["serve3_tok_s", "serve3_first_p95_s", "serve3_next_p50_s"];
     for name in names.iter().chain(&serving) {
         assert!(table.contains(&format!("| {name} ")), "no {name} in\n{table}");

@@ -101,7 +101,7 @@ fn requests_are_stopped_from_other_threads_and_by_being_dropped() {
 
     let stream = model.stream(&endless).expect("a stream");
     let cancel = stream.canceller();
-    std::thread::spawn(move || cancel()).join().expect("a thread");
+    std::thread::spawn(cancel).join().expect("a thread");
     assert_eq!(stream.finish().expect("an outcome")[0].finish_reason, FinishReason::Cancelled);
 
     drop(model.stream(&endless).expect("a stream"));

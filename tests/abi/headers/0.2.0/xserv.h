@@ -1576,8 +1576,9 @@ XSERV_MUST_USE enum xserv_status xserv_cancel_token_new(struct xserv_cancel_toke
 /**
  * Stops every request that carries this token: running ones end with XSERV_FINISH_CANCELLED at the
  * next layer of the forward pass, those that start later end at once. Any thread may call it, any
- * number of times. It takes a lock, so it must not be called from a signal handler; set a flag
- * there that the token callback checks.
+ * number of times. It takes a lock, so it must not be called from a signal handler; write a byte to
+ * a pipe there, for which a thread polls. (A flag that the token callback checks is not seen while a
+ * prompt is computed.)
  */
 enum xserv_status xserv_cancel_token_cancel(const struct xserv_cancel_token *cancel_token);
 
@@ -1999,7 +2000,8 @@ enum xserv_status xserv_submission_take_result(const struct xserv_submission *su
                                                struct xserv_result **result);
 
 /**
- * Frees a submission; a request that still runs is cancelled. If its wake-up callback is running
+ * Frees a submission; a request that still runs is cancelled, and the call does not wait for the step
+ * that is being computed. If its wake-up callback is running
  * on another thread, the call waits for it; it is not called again afterwards. (Two callbacks of
  * different models that free each other's submission at the same time would wait for ever, so they
  * must not.) NULL is allowed.
