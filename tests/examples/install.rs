@@ -608,7 +608,7 @@ fn cmake_projects_build_it_with_cargo() {
     let shared = folder.join("shared");
     let text = lists("");
     let files = [("CMakeLists.txt", text.as_str()), ("main.c", PROGRAM)];
-    assert_success(&configure(cmake, &shared, &files, &[cargo.clone()]));
+    assert_success(&configure(cmake, &shared, &files, std::slice::from_ref(&cargo)));
     build(&shared, "all");
     runs(shared.join("build/program"));
     let arguments = fs::read_to_string(tools.join("arguments")).expect("the arguments of cargo");
