@@ -50,11 +50,12 @@ find_zigbuild() {
 }
 
 # Sets `library` to a libxserv.so that is built now; `build_library static` makes the static library beside it, and has
-# CC compile programs for the same C library.
+# CC compile programs for the same C library. `build_library "" TRIPLE` builds for another machine.
 build_library() {
   find_cargo
-  local target=${CARGO_TARGET_DIR:-$repository/target} triple folder
-  triple=$(rustc -vV | sed -n 's/^host: //p')
+  local target=${CARGO_TARGET_DIR:-$repository/target} triple host folder
+  host=$(rustc -vV | sed -n 's/^host: //p')
+  triple=${2:-$host}
   case "$triple" in *-linux-gnu) ;; *) fail "wheels and tarballs are made on Linux with glibc, not on $triple" ;; esac
   if find_zigbuild; then
     # Kernels that cargo build has compiled for this machine need not be compiled again.
@@ -69,6 +70,8 @@ build_library() {
       "${triple/-unknown/}.$oldest_glibc" > "$zigbuild/cc"
     chmod +x "$zigbuild/cc"
     export CC=$zigbuild/cc
+  elif [ "$triple" != "$host" ]; then
+    fail "Zig can't be installed (see target/tools/zigbuild.log), which links for other machines"
   else
     tools_say "Zig can't be installed (see target/tools/zigbuild.log): the library will need the C library of this machine."
     env -u CARGO_BUILD_TARGET cargo build --release --locked --lib --target-dir "$target" >&2
@@ -91,6 +94,8 @@ check_library() {
   if nm -D --undefined-only "$library" | grep -q __cxa_thread_atexit_impl; then
     fail "$library uses __cxa_thread_atexit_impl, which ends the process where memory is short"
   fi
+  # The ELF header's machine; a library for another one can't be asked.
+  [ "$(od -An -tx1 -j18 -N2 "$library")" = "$(od -An -tx1 -j18 -N2 "$(readlink -f "$(command -v python3)")")" ] || return 0
   found=$(python3 -c 'import ctypes, sys
 version = ctypes.CDLL(sys.argv[1]).xserv_version
 version.restype = ctypes.c_char_p
