@@ -93,6 +93,28 @@ struct TokenEvent {
   std::uint32_t sample = 0;             /* which sample of the request, from 0 */
 };
 
+/* A std::string that refuses to become a std::string_view while it is a temporary, since such a
+ * view dangles as soon as it is made. text() of a temporary Result returns it; keep it as auto or
+ * std::string. */
+class Text : public std::string {
+ public:
+  explicit Text(std::string_view text) : std::string(text) {}
+  operator std::string_view() const & noexcept { return {data(), size()}; }
+  operator std::string_view() const && = delete; /* the view would dangle: keep the text as a std::string */
+
+  /* With whatever is text, temporary or not. */
+  friend bool operator==(const Text &a, const Text &b) noexcept { return a.compare(b) == 0; }
+  friend bool operator!=(const Text &a, const Text &b) noexcept { return a.compare(b) != 0; }
+  template <typename Other, typename = std::enable_if_t<std::is_convertible_v<const Other &, std::string_view>>>
+  friend bool operator==(const Text &a, const Other &b) noexcept { return a.compare(b) == 0; }
+  template <typename Other, typename = std::enable_if_t<std::is_convertible_v<const Other &, std::string_view>>>
+  friend bool operator==(const Other &a, const Text &b) noexcept { return b.compare(a) == 0; }
+  template <typename Other, typename = std::enable_if_t<std::is_convertible_v<const Other &, std::string_view>>>
+  friend bool operator!=(const Text &a, const Other &b) noexcept { return a.compare(b) != 0; }
+  template <typename Other, typename = std::enable_if_t<std::is_convertible_v<const Other &, std::string_view>>>
+  friend bool operator!=(const Other &a, const Text &b) noexcept { return b.compare(a) != 0; }
+};
+
 namespace detail {
 
 inline void check(xserv_status status) {
@@ -322,6 +344,7 @@ class Messages {
   Messages &system(std::string_view content) { return add("system", content); }
   Messages &user(std::string_view content) { return add("user", content); }
   Messages &assistant(std::string_view content) { return add("assistant", content); }
+  Messages &assistant(const Text &content) { return assistant(std::string_view(content)); } /* of a temporary Result */
   Messages &add(std::string_view role, std::string_view content) {
     const std::string role_text(role), content_text(content);
     detail::check(xserv_messages_add(need(), detail::c_string(role_text, "the role"),
@@ -483,7 +506,7 @@ class Result {
   const ResultInfo &info() const & { return need(), info_; }
   const ResultInfo &info() const && = delete; /* its pointers would dangle: keep the Result */
   std::string_view text() const & { return {info().text, info_.text_len}; }
-  std::string text() const && { return std::string(text()); } /* of a temporary: a string of its own; keep it as one */
+  Text text() const && { return Text(text()); } /* of a temporary: a string of its own */
   std::vector<TokenId> token_ids() const { return ids_of((need(), info_)); }
   xserv_finish_reason finish_reason() const { return static_cast<xserv_finish_reason>((need(), info_.finish_reason)); }
 
@@ -494,7 +517,7 @@ class Result {
     const ResultInfo info = info_of(sample);
     return {info.text, info.text_len};
   }
-  std::string text(std::size_t sample) const && { return std::string(text(sample)); }
+  Text text(std::size_t sample) const && { return Text(text(sample)); }
   std::vector<TokenId> token_ids(std::size_t sample) const { return ids_of(info_of(sample)); }
   xserv_finish_reason finish_reason(std::size_t sample) const {
     return static_cast<xserv_finish_reason>(info_of(sample).finish_reason);

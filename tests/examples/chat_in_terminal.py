@@ -36,6 +36,9 @@ class Terminal:
         if self.pid == 0:
             os.environ.update({"TERM": "xterm", **environment})
             os.environ.pop("NO_COLOR", None)
+            # Whoever starts the tests may have some ignored, as nohup does, and shells for what runs in the background.
+            for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_DFL)
             os.execv(command[0], command)
         self.seen = ""
         self.modes = None

@@ -201,6 +201,8 @@ const REFUSED: &[(&str, &str)] = &[
     ("xserv::SubmitOptions().wake([](int) {});", "xserv: wake() takes"),
     ("xserv::grad_check(values, values, [](float) { return 1.0; });", "xserv: the loss of grad_check() takes"),
     // What would dangle.
+    ("std::string_view text = model.generate(request).text();", "deleted"),
+    ("std::string_view text(model.generate(request).text(1));", "deleted"),
     ("const auto &info = model.generate(request).info();", "deleted"),
     ("auto sample = model.generate(request).sample(0);", "deleted"),
     ("auto info = xserv::inspect(\"x\").info();", "deleted"),

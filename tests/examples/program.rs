@@ -110,8 +110,13 @@ fn mistakes_are_answered_in_a_sentence() {
         assert!(failed.stderr.contains("/no/such/folder"), "{name}: {}", failed.stderr);
     }
     // What cannot be written is a failure.
-    let script = format!("{} plan {small} > /dev/full", program.display());
-    assert_eq!(outcome(command("bash").args(["-c", &script])).code, Some(1));
+    for words in ["plan SMALL", "generate SMALL Once --max-tokens 4"] {
+        let words = words.replace("SMALL", small);
+        let script = format!("{} {words} > /dev/full", program.display());
+        let failed = outcome(command("bash").args(["-c", &script]));
+        assert_eq!(failed.code, Some(1), "{words}");
+        assert!(failed.stderr.contains("standard output"), "{words}: {}", failed.stderr);
+    }
 }
 
 #[test]
@@ -154,6 +159,10 @@ fn inspect_and_plan_tell_what_the_folder_says() {
     assert_eq!(plan(&["--dtype", "f32"])["dtype"], "f32");
     let gpu = ["plan", &small, "--device", "cuda", "--max-memory", "8GB", "--json"];
     assert_eq!(json(&run(&mut xserv(&program, &gpu)).stdout)["device"], "cuda");
+    // Where there is no GPU, nobody knows what fits.
+    let mut nowhere = xserv(&program, &["plan", &small, "--device", "cuda", "--json"]);
+    let found = json(&run(nowhere.env("CUDA_VISIBLE_DEVICES", "")).stdout);
+    assert_eq!((&found["fits"], &found["memory_bytes"]), (&Value::Null, &Value::Null));
 }
 
 #[test]

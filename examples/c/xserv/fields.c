@@ -24,6 +24,10 @@ field truth_field(const char *name, bool is_true) {
   return (field){.name = name, .kind = FIELD_TRUTH, .number = is_true};
 }
 
+field unknown_field(const char *name, const char *why) {
+  return (field){.name = name, .kind = FIELD_UNKNOWN, .text = why, .number = strlen(why)};
+}
+
 const char *describe_bytes(uint64_t bytes, char buffer[32]) {
   static const char *const units[] = {"bytes", "KiB", "MiB", "GiB", "TiB"};
   double number = (double)bytes;
@@ -50,6 +54,7 @@ static void print_json(const field *fields, size_t num_fields) {
     case FIELD_NUMBER:
     case FIELD_BYTES: snprintf(number, sizeof number, "%llu", (unsigned long long)of->number); break;
     case FIELD_REAL: snprintf(number, sizeof number, "%.9g", of->real); break;
+    case FIELD_UNKNOWN: text_append(&out, "null"); break;
     case FIELD_TRUTH: text_append(&out, of->number != 0 ? "true" : "false"); break;
     case FIELD_IDS:
       text_append(&out, "[");
@@ -82,7 +87,8 @@ void print_fields(const field *fields, size_t num_fields, bool json) {
       if (*at == '_') *at = ' ';
     printf("%-24s", label);
     switch (of->kind) {
-    case FIELD_TEXT: puts(of->text); break;
+    case FIELD_TEXT:
+    case FIELD_UNKNOWN: puts(of->text); break;
     case FIELD_NUMBER: printf("%llu\n", (unsigned long long)of->number); break;
     case FIELD_BYTES:
       if (of->number < 1024) printf("%llu\n", (unsigned long long)of->number);

@@ -7,12 +7,20 @@
 #include <stddef.h>
 #include <stdint.h>
 
-typedef enum field_kind { FIELD_TEXT, FIELD_NUMBER, FIELD_BYTES, FIELD_REAL, FIELD_TRUTH, FIELD_IDS } field_kind;
+typedef enum field_kind {
+  FIELD_TEXT,
+  FIELD_NUMBER,
+  FIELD_BYTES,
+  FIELD_REAL,
+  FIELD_TRUTH,
+  FIELD_IDS,
+  FIELD_UNKNOWN /* null, or why in a table */
+} field_kind;
 
 typedef struct field {
   const char *name; /* of the JSON object's member; the table has spaces for underscores */
   field_kind kind;
-  const char *text;    /* FIELD_TEXT; a table leaves empty ones out */
+  const char *text;    /* FIELD_TEXT, FIELD_UNKNOWN; a table leaves empty ones out */
   uint64_t number;     /* FIELD_NUMBER, FIELD_BYTES, FIELD_TRUTH; the length of the other two */
   double real;         /* FIELD_REAL */
   const uint32_t *ids; /* FIELD_IDS, which only JSON has */
@@ -23,6 +31,7 @@ field number_field(const char *name, uint64_t number);
 field bytes_field(const char *name, uint64_t bytes);
 field real_field(const char *name, double real);
 field truth_field(const char *name, bool is_true);
+field unknown_field(const char *name, const char *why);
 
 /* Prints them to standard output, as one JSON object or as a table. */
 void print_fields(const field *fields, size_t num_fields, bool json);

@@ -77,6 +77,7 @@ static int run(const xserv_model *model, const xserv_request *request, bool json
   if (status == XSERV_STATUS_OK && result != NULL) status = xserv_result_get_info(result, &info);
   if (status == XSERV_STATUS_OK && result == NULL) {
     exit_code = out.failed ? 1 : EXIT_INTERRUPTED;
+    if (out.failed) fprintf(stderr, "%s: standard output cannot be written\n", name);
     if (json) fprintf(stderr, "%s: interrupted\n", name);
     else if (!out.failed) putchar('\n');
   } else if (status == XSERV_STATUS_OK && json) {

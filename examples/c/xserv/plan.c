@@ -29,11 +29,12 @@ int run_plan(int argc, char **argv) {
 
   xserv_memory_plan plan = {.struct_size = sizeof plan};
   if (xserv_plan(path, &load.options, &plan) != XSERV_STATUS_OK) return report_error(command.name);
+  const bool is_known = plan.memory_bytes > 0;
   const field fields[] = {
       text_field("device", device_name(plan.device_kind)),
       number_field("device_index", plan.device_index),
       text_field("dtype", dtype_name(plan.dtype)),
-      truth_field("fits", plan.fits),
+      is_known ? truth_field("fits", plan.fits) : unknown_field("fits", "unknown: there is no GPU here; give --max-memory"),
       bytes_field("total_bytes", plan.total_bytes),
       bytes_field("weights_bytes", plan.weights_bytes),
       bytes_field("workspace_bytes", plan.workspace_bytes),
@@ -42,7 +43,7 @@ int run_plan(int argc, char **argv) {
       number_field("kv_cache_tokens", plan.kv_cache_tokens),
       number_field("max_context_tokens", plan.max_context_tokens),
       bytes_field("minimum_bytes", plan.minimum_bytes),
-      bytes_field("memory_bytes", plan.memory_bytes),
+      is_known ? bytes_field("memory_bytes", plan.memory_bytes) : unknown_field("memory_bytes", "unknown"),
       truth_field("has_tokenizer", plan.has_tokenizer),
   };
   print_fields(fields, sizeof fields / sizeof *fields, json);

@@ -13,6 +13,7 @@ import os
 import pickle
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -254,6 +255,55 @@ class Stopping(ModelTest):
             finally:
                 timer.join()
         self.assertEqual(len(self.model.generate("Once", max_tokens=2, ignore_eos=True).token_ids), 2)
+
+    def test_the_program_ends_while_a_model_is_loaded(self):
+        """No call into Python is under way when the interpreter goes down: it would end a thread within the library."""
+        at_once = "import os, signal, threading, time, xserv\n"
+        ends = [
+            # Ctrl-C in the load, once and again.
+            """
+def stop():
+    time.sleep({after})
+    os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), signal.SIGINT)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+def slowly(fraction):
+    time.sleep(0.01)
+threading.Thread(target=stop).start()
+try:
+    while True:
+        xserv.Model({model!r}, progress=slowly, device="cpu").close()
+except KeyboardInterrupt:
+    pass
+while True:
+    try:
+        time.sleep(0.05)
+        break
+    except KeyboardInterrupt:
+        pass
+""",
+            # Another thread loads, and logs.
+            """
+def load():
+    while True:
+        xserv.Model({model!r}, log=lambda *message: time.sleep(0.005), progress=lambda f: time.sleep(0.01), device="cpu")
+threading.Thread(target=load, daemon=True).start()
+time.sleep({after})
+""",
+        ]
+        for program in ends:
+            for after in (0.02, 0.05, 0.1, 0.2, 0.3):
+                text = at_once + program.format(after=after, model=MODEL)
+                ended = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=120)
+                self.assertEqual(ended.returncode, 0, f"{ended.returncode} {ended.stderr}")
+
+    def test_the_operators_need_no_import(self):
+        text = "import xserv; print(xserv.ops.Context.__name__, 'ops' in dir(xserv))"
+        ended = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True)
+        self.assertEqual(ended.stdout, "Context True\n", ended.stderr)
+
+    def test_paths_of_bytes(self):
+        xserv.Model(os.fsencode(MODEL)).close()
 
     def test_freeing_the_model_stops(self):
         model = xserv.Model(MODEL)

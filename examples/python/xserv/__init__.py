@@ -4,6 +4,8 @@
         print(model.generate("Once upon a time", max_tokens=64).text)
 """
 
+from typing import Any, List
+
 from ._async import AsyncTextStream
 from ._errors import (
     CancelledError,
@@ -63,3 +65,16 @@ __all__ = [
     "library_version",
     "plan",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # The operators are read when they are used.
+    if name == "ops":
+        from importlib import import_module
+
+        return import_module("xserv.ops")
+    raise AttributeError(f"module 'xserv' has no attribute {name!r}")
+
+
+def __dir__() -> List[str]:
+    return sorted([*globals(), "ops"])

@@ -17,7 +17,7 @@ import weakref
 from collections import deque
 from ctypes import CDLL, addressof, byref, c_int, c_uint, c_uint8, c_void_p, get_errno, sizeof, string_at
 from itertools import chain
-from typing import Any, AsyncIterator, Callable, Deque, Dict, List, Optional, Set
+from typing import Any, AsyncIterator, Callable, Deque, Dict, Generator, List, Optional, Set
 
 from . import _library as c
 from ._errors import NotCopyable
@@ -404,6 +404,10 @@ class AsyncTextStream(AsyncIterator[Piece], NotCopyable):
         if self.result is None:
             raise ValueError("the stream was closed before its end")
         return self.result
+
+    def __await__(self) -> Generator[Any, None, Result]:
+        """`await model.generate_async(...)` is the same as `await stream.wait()`."""
+        return self.wait().__await__()
 
     def close(self) -> None:
         """Stops the generation if it still runs, and returns at once. A task that waits for a piece gets the

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import sys
 import threading
+import weakref
 from ctypes import Structure, byref, c_float, c_size_t, c_void_p, sizeof, string_at
 from dataclasses import dataclass
 from typing import (
@@ -285,7 +287,7 @@ def _dataclass_from(kind: Type[_T], info: Structure) -> _T:
 
 
 def _path(path: Path) -> bytes:
-    return without_nul(os.fspath(path).encode(), "a path")
+    return without_nul(os.fsencode(path), "a path")
 
 
 def inspect(path: Path) -> Inspection:
@@ -355,25 +357,55 @@ def plan(
     return _dataclass_from(MemoryPlan, found)
 
 
+# What runs in the library and may call Python, and how it is interrupted; and the models that log. A call into
+# Python from another thread ends that thread once the interpreter is going down, in the middle of the library.
+_under_way: Dict[threading.Event, Callable[[], None]] = {}
+_that_log: "weakref.WeakSet[Model]" = weakref.WeakSet()
+
+
+def _before_exit() -> None:
+    for done, interrupt in list(_under_way.items()):
+        interrupt()
+        done.wait()
+    for model in list(_that_log):
+        model.close()
+
+
+atexit.register(_before_exit)
+# The threads do not exist in a child, so it must not wait for them.
+os.register_at_fork(after_in_child=_under_way.clear)
+
+
 def _run_interruptibly(name: str, work: Callable[[], None], interrupt: Callable[[], None]) -> None:
     """Runs work() on a thread of its own and raises what it raises. An exception that reaches this
     thread meanwhile (Ctrl-C, which comes to the main thread only, and only between two bytecodes of
-    Python) calls interrupt(), waits for the end of the work, and goes on."""
+    Python) calls interrupt(), waits for the end of the work, and goes on. So does the end of the program."""
     raised: List[BaseException] = []
+    # Not Thread.join(): after an exception in it, a second one may return at once (CPython issue 89437).
+    done = threading.Event()
 
     def body() -> None:
         try:
             work()
         except BaseException as error:
             raised.append(error)
+        finally:
+            _under_way.pop(done, None)
+            done.set()
 
     thread = threading.Thread(target=body, name=name)
+    _under_way[done] = interrupt
     try:
         thread.start()
-        thread.join()
+        done.wait()
     except BaseException:
         interrupt()
-        thread.join()
+        while thread.ident is not None and not done.is_set():
+            try:
+                done.wait()
+            except BaseException:  # another Ctrl-C changes nothing: it ends soon
+                continue
+        _under_way.pop(done, None)
         raise
     if raised:
         raise raised[0]
@@ -547,6 +579,7 @@ class Model(NotCopyable):
         options.progress = c.ProgressCallback(on_progress)
         if log is not None:
             options.log = c.LogCallback(on_log)
+            _that_log.add(self)
         self._log_callback = options.log  # called until the model is closed
         encoded_path = _path(path)
         self.handle = handle = c_void_p()
@@ -583,7 +616,8 @@ class Model(NotCopyable):
 
     def close(self) -> None:
         """Frees the model; a second call does nothing. Calls and streams that still run, in whatever thread, end as
-        cancelled. Later calls raise ClosedError; Results and Logits stay valid."""
+        cancelled: a stream then ends as if it were over, and its result's finish_reason is "cancelled". Later calls
+        raise ClosedError; Results and Logits stay valid. A model with a log is closed at the end of the program."""
         handle, self.handle = self.handle, None
         if handle is not None:
             library.xserv_model_free(handle)
