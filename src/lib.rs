@@ -1,8 +1,19 @@
 //! # xserv
 //!
 //! Embeddable LLM inference: opens a Hugging Face folder of Qwen3, Qwen2.5, Llama, Mistral or GPT-2
-//! and generates text, through the C interface of `include/xserv.h`, or from Rust: see [`api`], whose names are also those
-//! of the crate ([`Model`], [`Request`], [`Message`]).
+//! and generates text, through the C interface of `include/xserv.h`, or from Rust:
+//!
+//! ```
+//! # fn main() -> xserv::Result<()> {
+//! let model = xserv::Model::open("examples/models/tiny-qwen3")?;
+//! let answer = model.generate(&xserv::Request::text("Once upon a time").max_tokens(32))?;
+//! println!("{}", answer.text);
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! The face for Rust is [`api`], whose names are also those of the crate. All that follows is for those who work on the
+//! library.
 //!
 //! ## Layers
 //!
