@@ -131,7 +131,7 @@ fn serving_is_measured_alone_and_at_a_rate() {
             .map(|wait| format!("{what}_{wait}"))
     };
     let common = [model, "--no-speed", "--reps", "3"];
-    for extra in [&[][..], &["--no-chunked-prefill"], &["--max-prefill", "64"]] {
+    for extra in [&[][..], &["--no-chunked-prefill"], &["--max-prefill-tokens", "64"]] {
         // The offline run, which tells the rate, comes by itself.
         let serving = [
             "--ttft",
@@ -169,7 +169,7 @@ fn serving_is_measured_alone_and_at_a_rate() {
     assert!(!found.contains_key("offline10_req_s"), "{found:?}");
     // Room for one long request or two short ones, and a place for the others on the host or not.
     for (bytes, swaps) in [("100000000", true), ("1", false)] {
-        let tight = ["--offline", "6", "--kv-tokens", "2048", "--max-swap-bytes", bytes];
+        let tight = ["--offline", "6", "--kv-cache-tokens", "2048", "--max-swap-bytes", bytes];
         let found = metrics(&[&common[..], &tight].concat());
         assert!(found["offline6_preempted"] > 0.0, "{found:?}");
         assert_eq!(found["offline6_swapped"] > 0.0, swaps, "{found:?}");
@@ -187,7 +187,7 @@ fn refuses_what_it_cannot_measure() {
         &["--untied"],
         &["--poisson", "0"],
         &["--offline-rate", "-1"],
-        &["--max-prefill", "x"],
+        &["--max-prefill-tokens", "x"],
     ] {
         let refused = outcome(command(programs.join("bench")).arg(model()).args(wrong));
         assert_eq!(refused.code, Some(2), "{wrong:?}: {}", refused.stderr);

@@ -25,8 +25,8 @@
  * of --offline-rate, or of the rate that an offline run of them reached before. first is the time
  * from arrival to the first token, next that between tokens, idle the share of time in which the
  * device waits although there is work. --no-chunked-prefill computes every prompt in one step,
- * --max-prefill sets the number of prompt tokens in a step. --kv-tokens makes the KV cache small,
- * so that requests are preempted; --max-swap-bytes is the host memory in which they then wait (1:
+ * --max-prefill-tokens sets the number of prompt tokens in a step. --kv-cache-tokens makes the KV
+ * cache small, so that requests are preempted; --max-swap-bytes is the host memory in which they then wait (1:
  * none, they are recomputed). preempted counts preemptions, swapped the blocks of 32 tokens that
  * were copied to the host and back.
  */
@@ -335,12 +335,11 @@ int run_bench(const char *name, int argc, char **argv) {
       {"--max-memory", "SIZE", OPTION_SIZE, &load->max_memory_bytes,
        "weights, work space and KV cache take no more", 0, 0},
       {"--context", "N", OPTION_UINT64, &load->max_context_tokens, "longest context of a request", 1, UINT64_MAX},
-      {"--kv-tokens", "N", OPTION_UINT64, &load->kv_cache_tokens,
+      {"--kv-cache-tokens", "N", OPTION_UINT64, &load->kv_cache_tokens,
        "tokens in the KV cache; if few, requests are preempted", 0, UINT64_MAX},
-      {"--kv-cache-tokens", "N", OPTION_UINT64, &load->kv_cache_tokens, "the same", 0, UINT64_MAX},
       {"--max-swap-bytes", "SIZE", OPTION_SIZE, &load->max_swap_bytes,
        "host memory for preempted requests; 1: none", 0, 0},
-      {"--max-prefill", "N", OPTION_UINT64, &load->max_prefill_tokens, "prompt tokens in a step", 0, UINT64_MAX},
+      {"--max-prefill-tokens", "N", OPTION_UINT64, &load->max_prefill_tokens, "prompt tokens in a step", 0, UINT64_MAX},
       {"--no-chunked-prefill", NULL, OPTION_FLAG, &whole_prompts, "compute every prompt in one step", 0, 0},
       {"--deterministic", NULL, OPTION_FLAG, &all.deterministic,
        "the same tokens to the last bit, on a GPU too", 0, 0},
