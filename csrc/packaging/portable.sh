@@ -23,7 +23,7 @@ export SOURCE_DATE_EPOCH=${SOURCE_DATE_EPOCH:-$(git log -1 --format=%ct 2> /dev/
 # usage: prints the comment at the beginning of the script.
 usage() { sed -n '2,/^$/s/^# \{0,1\}//p' "$0"; }
 
-# options NAMES ARGUMENTS...: sets a variable for each `--name value`; paths become absolute.
+# options NAMES ARGUMENTS...: sets a variable for each `--name value`; the paths of `library` and `out` become absolute.
 options() {
   local known=$1 name value
   shift
@@ -33,7 +33,10 @@ options() {
     case " $known " in *" $name "*) ;; *) echo "$me: unknown argument $1" >&2; usage >&2; exit 2 ;; esac
     [ $# -ge 2 ] || { echo "$me: $1 needs a value" >&2; exit 2; }
     value=$2
-    [ "${value#/}" != "$value" ] || value=$started_in/$value
+    case "$name:$value" in
+      library:/* | out:/*) ;;
+      library:* | out:*) value=$started_in/$value ;;
+    esac
     declare -g "$name=$value"
     shift 2
   done
