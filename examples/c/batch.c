@@ -19,13 +19,11 @@
 #include <xserv.h>
 
 #include "common/options.h"
-#include "common/text_buffer.h"
 
 enum { MAX_QUESTIONS = 1024 };
 
 typedef struct job {
   const char *question;
-  text_buffer messages;
   xserv_submission *submission;
   bool done;
 } job;
@@ -73,11 +71,14 @@ static xserv_status run(const xserv_model *model, job *jobs, size_t num_jobs, xs
   xserv_submit_options_default(&options);
   options.wake_fd = fd;
   for (size_t i = 0; i < num_jobs && status == XSERV_STATUS_OK; i++) {
-    text_append(&jobs[i].messages, "[");
-    text_append_message(&jobs[i].messages, "user", jobs[i].question, strlen(jobs[i].question));
-    text_append(&jobs[i].messages, "]");
-    request.messages_json = jobs[i].messages.data;
-    status = xserv_submit(model, &request, &options, &jobs[i].submission);
+    xserv_messages *messages = NULL;
+    status = xserv_messages_new(&messages);
+    if (status == XSERV_STATUS_OK) status = xserv_messages_add(messages, "user", jobs[i].question);
+    if (status == XSERV_STATUS_OK) {
+      request.messages_json = xserv_messages_json(messages);
+      status = xserv_submit(model, &request, &options, &jobs[i].submission);
+    }
+    xserv_messages_free(messages); /* the library has its copy */
   }
   for (size_t num_done = 0; num_done < num_jobs && status == XSERV_STATUS_OK;) {
     struct pollfd wait = {.fd = fd, .events = POLLIN};
@@ -133,10 +134,7 @@ int main(int argc, char **argv) {
     status = run(model, jobs, num_jobs, request, fd);
     if (status != XSERV_STATUS_OK) exit_code = report("run", status);
   }
-  for (size_t i = 0; i < num_jobs; i++) {
-    xserv_submission_free(jobs[i].submission);
-    text_free(&jobs[i].messages);
-  }
+  for (size_t i = 0; i < num_jobs; i++) xserv_submission_free(jobs[i].submission);
   for (size_t i = 0; i < MAX_QUESTIONS; i++) free(lines[i]);
   xserv_model_free(model);
   close(fd);

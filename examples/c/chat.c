@@ -29,34 +29,36 @@ static bool take_text(const char *text, size_t len, void *answer) {
   return fwrite(text, 1, len, stdout) == len && fflush(stdout) == 0;
 }
 
-/*
- * One turn: adds the user's message and the model's answer to `messages`, which is a JSON array
- * without its closing bracket. A turn that fails leaves it as it was. Returns false if it failed.
- */
-static bool answer(const xserv_model *model, xserv_request *request, int interrupt_fd, text_buffer *messages,
-                   const char *line, size_t line_len) {
-  size_t before = messages->len;
-  if (before > 1) text_append(messages, ", ");
-  text_append_message(messages, "user", line, line_len);
-  size_t open = messages->len;
-  text_append(messages, "]");
-  request->messages_json = messages->data;
+/* Forgets all messages but the first `count`. */
+static void forget(xserv_messages *messages, size_t count) {
+  for (size_t left = xserv_messages_count(messages); left > count; left--)
+    if (xserv_messages_remove(messages, left - 1) != XSERV_STATUS_OK) return;
+}
 
+/*
+ * One turn: adds the user's message and the model's answer to `messages`. A turn that fails leaves
+ * them as they were. Returns false if it failed.
+ */
+static bool answer(const xserv_model *model, xserv_request *request, int interrupt_fd, xserv_messages *messages,
+                   const char *line) {
+  const size_t before = xserv_messages_count(messages);
   text_buffer text = {0};
   xserv_result *result = NULL; /* stays NULL if the answer is stopped */
   xserv_result_info info = {.struct_size = sizeof info};
   interrupt_take(); /* a Ctrl-C from before is not about this answer */
-  xserv_status status = stream(model, request, interrupt_fd, take_text, &text, &result);
+  xserv_status status = xserv_messages_add(messages, "user", line);
+  if (status == XSERV_STATUS_OK) {
+    request->messages_json = xserv_messages_json(messages);
+    status = stream(model, request, interrupt_fd, take_text, &text, &result);
+  }
   if (status == XSERV_STATUS_OK && result != NULL) status = xserv_result_get_info(result, &info);
+  /* An answer that was stopped is remembered as far as it was printed. */
+  if (status == XSERV_STATUS_OK) status = xserv_messages_add(messages, "assistant", text.len > 0 ? text.data : "");
   if (status != XSERV_STATUS_OK) {
     fprintf(stderr, "chat: %s%s\n", xserv_last_error(),
-            status == XSERV_STATUS_CONTEXT_FULL && before > 1 ? "; /clear starts over" : "");
-    text_truncate(messages, before);
+            status == XSERV_STATUS_CONTEXT_FULL && before > 0 ? "; /clear starts over" : "");
+    forget(messages, before);
   } else {
-    /* An answer that was stopped is remembered as far as it was printed. */
-    text_truncate(messages, open);
-    text_append(messages, ", ");
-    text_append_message(messages, "assistant", text.len > 0 ? text.data : "", text.len);
     puts(result == NULL                                       ? " [stopped]"
          : info.finish_reason == XSERV_FINISH_CONTEXT_FULL ? " [the context is full; /clear starts over]"
                                                            : "");
@@ -67,10 +69,11 @@ static bool answer(const xserv_model *model, xserv_request *request, int interru
   return status == XSERV_STATUS_OK;
 }
 
-static void start_over(text_buffer *messages, const char *system_text) {
-  text_truncate(messages, 0);
-  text_append(messages, "[");
-  if (system_text != NULL) text_append_message(messages, "system", system_text, strlen(system_text));
+static bool start_over(xserv_messages *messages, const char *system_text) {
+  forget(messages, 0);
+  if (system_text == NULL || xserv_messages_add(messages, "system", system_text) == XSERV_STATUS_OK) return true;
+  fprintf(stderr, "chat: %s\n", xserv_last_error());
+  return false;
 }
 
 /* Waits for a line from the terminal. Returns false if Ctrl-C comes first: then the terminal has
@@ -84,11 +87,14 @@ static bool wait_for_line(int interrupt_fd) {
 /* Reads lines and answers them until the input ends. Returns the number of turns that failed. */
 static int converse(const xserv_model *model, xserv_request *request, int interrupt_fd, const char *system_text) {
   const bool terminal = isatty(STDIN_FILENO);
-  text_buffer messages = {0};
-  start_over(&messages, system_text);
+  xserv_messages *messages;
+  if (xserv_messages_new(&messages) != XSERV_STATUS_OK) {
+    fprintf(stderr, "chat: %s\n", xserv_last_error());
+    return 1;
+  }
   char *line = NULL;
   size_t capacity = 0;
-  int failures = 0;
+  int failures = start_over(messages, system_text) ? 0 : 1;
 
   for (;;) {
     if (terminal) {
@@ -104,15 +110,15 @@ static int converse(const xserv_model *model, xserv_request *request, int interr
     while (len > 0 && (line[len - 1] == '\n' || line[len - 1] == '\r')) line[--len] = '\0';
     if (strcmp(line, "/exit") == 0) break;
     if (strcmp(line, "/clear") == 0) {
-      start_over(&messages, system_text);
-    } else if (len > 0 && !answer(model, request, interrupt_fd, &messages, line, (size_t)len)) {
+      failures += !start_over(messages, system_text);
+    } else if (len > 0 && !answer(model, request, interrupt_fd, messages, line)) {
       failures++;
     }
     if (!terminal && interrupt_pending()) break;
   }
   if (terminal) putchar('\n');
   free(line);
-  text_free(&messages);
+  xserv_messages_free(messages);
   return failures;
 }
 

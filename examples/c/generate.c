@@ -8,12 +8,10 @@
  */
 
 #include <stdio.h>
-#include <string.h>
 
 #include <xserv.h>
 
 #include "common/options.h"
-#include "common/text_buffer.h"
 
 /* Called for every token. Returning false would stop the generation. */
 static bool print_text(const xserv_token_event *event, void *user_data) {
@@ -69,18 +67,17 @@ int main(int argc, char **argv) {
   xserv_status status = xserv_load(operands[0], &load_options, &model);
   if (status != XSERV_STATUS_OK) return report("load", status);
 
-  text_buffer messages = {0}; /* must outlive the call that reads it */
+  xserv_messages *messages = NULL; /* must outlive the call that reads it */
   if (chat) {
-    text_append(&messages, "[");
-    text_append_message(&messages, "user", prompt, strlen(prompt));
-    text_append(&messages, "]");
-    request.messages_json = messages.data;
+    status = xserv_messages_new(&messages);
+    if (status == XSERV_STATUS_OK) status = xserv_messages_add(messages, "user", prompt);
+    if (status == XSERV_STATUS_OK) request.messages_json = xserv_messages_json(messages);
   } else {
     request.prompt = prompt;
   }
-  int exit_code = generate(model, &request);
+  int exit_code = status == XSERV_STATUS_OK ? generate(model, &request) : report("messages", status);
 
-  text_free(&messages);
+  xserv_messages_free(messages);
   xserv_model_free(model);
   return exit_code;
 }

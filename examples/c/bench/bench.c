@@ -26,9 +26,9 @@
  * from arrival to the first token, next that between tokens, idle the share of time in which the
  * device waits although there is work. --no-chunked-prefill computes every prompt in one step,
  * --max-prefill-tokens sets the number of prompt tokens in a step. --kv-cache-tokens makes the KV
- * cache small, so that requests are preempted; --max-swap-bytes is the host memory in which they then wait (1:
- * none, they are recomputed). preempted counts preemptions, swapped the blocks of 32 tokens that
- * were copied to the host and back.
+ * cache small, so that requests are preempted; --max-swap-bytes is the host memory in which they
+ * then wait (1: none, they are recomputed). preempted counts preemptions, swapped the blocks of 32
+ * tokens that were copied to the host and back.
  */
 
 #define _DEFAULT_SOURCE /* getrusage */

@@ -1923,8 +1923,8 @@ static inline void xserv_submit_options_default(xserv_submit_options *options) {
 /**
  * Submits a request and returns at once; xserv_next() delivers what is generated.
  *
- * Tokenizing (and rendering of messages) is done in this call, and takes about half a microsecond for
- * each byte of the prompt. The request's cancel token, stop
+ * Tokenizing (and rendering of messages) is done in this call, and takes milliseconds for a long
+ * prompt. The request's cancel token, stop
  * strings and everything else may be freed when it returns. Freeing the model ends the request as
  * cancelled.
  *
