@@ -257,6 +257,9 @@ impl Request {
             num_samples: self.num_samples,
             time_limit: self.time_limit,
             cache_key: self.cache_key,
+            logit_bias: Vec::new(),
+            min_tokens: 0,
+            log_probs: None,
         }
     }
 }

@@ -50,7 +50,7 @@ impl Engine {
         let mut ticket = self.submit(request, None)?;
         loop {
             let goes_on = match ticket.next(None)? {
-                Some(Event::Token { sample, token, text, num_tokens }) => {
+                Some(Event::Token { sample, token, text, num_tokens, .. }) => {
                     on_token(sample, Some(token), &text, num_tokens)?
                 }
                 Some(Event::Text { sample, text, num_tokens }) => {

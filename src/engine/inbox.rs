@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use super::host_call::HostCall;
 use super::request::{CancelToken, FinishReason};
 use crate::error::{try_with_capacity, Error, Result};
+use crate::model::LogProbs;
 
 /// Called on the scheduler's thread, with no lock held, when an inbox is not empty any more. It may
 /// do everything that does not wait.
@@ -18,8 +19,8 @@ pub type Waker = Box<dyn Fn() + Send + Sync>;
 /// News of a sample from the scheduler.
 #[derive(Clone, Debug)]
 pub(super) enum Message {
-    /// A token, and whether it ends the sample.
-    Token { sample: u32, token: u32, is_stop: bool },
+    /// A token, whether it ends the sample, and its log-probabilities if the request wants them.
+    Token { sample: u32, token: u32, is_stop: bool, log_probs: Option<Box<LogProbs>> },
     /// The sample has ended.
     End { sample: u32, reason: FinishReason },
     /// The sample has failed.

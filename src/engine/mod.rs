@@ -74,7 +74,10 @@ pub use inspect::{inspect, Inspection};
 pub use log::{LogLevel, LogTarget, Logger};
 pub use options::{DeviceChoice, EngineOptions};
 pub use plan::{plan, Plan};
-pub use request::{CancelToken, ChatPrompt, FinishReason, Prompt, Request};
+pub use request::{
+    CancelToken, ChatPrompt, FinishReason, LogProbsWanted, LogitBias, Prompt, Request,
+    MAX_LOGIT_BIAS,
+};
 pub use sampler::{Sampler, SamplingOverrides, SamplingParams};
 pub use scheduler::Scheduler;
 pub use stats::{EngineStats, FIRST_BUCKET_US, NUM_STEP_BUCKETS};

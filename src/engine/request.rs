@@ -55,6 +55,29 @@ pub enum Prompt<'a> {
     Chat(ChatPrompt<'a>),
 }
 
+/// A number that is added to the logit of a token.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct LogitBias {
+    /// The token.
+    pub token_id: u32,
+    /// At most [`MAX_LOGIT_BIAS`] either way; minus infinity bans the token.
+    pub bias: f32,
+}
+
+/// The largest bias, either way.
+pub const MAX_LOGIT_BIAS: f32 = 1e4;
+
+/// The log-probabilities that come with every generated token.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LogProbsWanted {
+    /// The number of the most likely tokens that are told besides the chosen one, at most
+    /// [`MAX_TOP_LOG_PROBS`](crate::model::MAX_TOP_LOG_PROBS).
+    pub num_top: u32,
+    /// Whether biases, penalties and the temperature count. (The filters top-k, top-p and min-p
+    /// never do.)
+    pub processed: bool,
+}
+
 /// One generation to be done. Fields that are `None` come from the model's generation_config.json.
 pub struct Request<'a> {
     /// The prompt.
@@ -85,6 +108,12 @@ pub struct Request<'a> {
     pub time_limit: Option<Duration>,
     /// Requests with different numbers share no keys and values.
     pub cache_key: u64,
+    /// What is added to logits before everything else, each token at most once.
+    pub logit_bias: Vec<LogitBias>,
+    /// The number of tokens before which no end token is chosen.
+    pub min_tokens: u32,
+    /// `None`: no log-probabilities.
+    pub log_probs: Option<LogProbsWanted>,
 }
 
 /// Why a generation ended.

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use super::inbox::{Inbox, Message, Progress};
 use super::request::FinishReason;
 use crate::error::{try_with_capacity, Error, ErrorKind, Result};
+use crate::model::{LogProbs, TokenLogProb};
 use crate::process::Process;
 use crate::text::{Detokenizer, StopMatcher, Tokenizer};
 
@@ -36,6 +37,8 @@ pub struct Generation {
     pub prompt_tokens_per_second: f64,
     /// Tokens per second after the first.
     pub tokens_per_second: f64,
+    /// The log-probabilities of each of `token_ids`; empty unless the request wanted them.
+    pub log_probs: Vec<LogProbs>,
 }
 
 /// News of a request for its caller.
@@ -51,6 +54,8 @@ pub enum Event {
         text: String,
         /// Tokens of the sample so far.
         num_tokens: usize,
+        /// The token's log-probabilities, if the request wanted them.
+        log_probs: Option<Box<LogProbs>>,
     },
     /// Text that was held back; at most once, after the last token.
     Text {
@@ -141,6 +146,8 @@ struct Sample {
     seed: u64,
     output: TextOutput,
     token_ids: Vec<u32>,
+    /// One for each token, if the request wants them.
+    log_probs: Vec<LogProbs>,
     /// Why it ends, once that is decided; later tokens are dropped.
     reason: Option<FinishReason>,
     /// Whether the text that was held back has been told.
@@ -229,6 +236,7 @@ impl Ticket {
                 seed,
                 output: TextOutput::new(rules)?,
                 token_ids: Vec::new(),
+                log_probs: Vec::new(),
                 reason: None,
                 is_flushed: false,
                 is_over: false,
@@ -331,8 +339,8 @@ impl Ticket {
         if sample.is_over || sample.reason.is_some() || cancelled {
             return Ok(None);
         }
-        let (token, is_stop) = match message {
-            Message::Token { token, is_stop, .. } => (token, is_stop),
+        let (token, is_stop, log_probs) = match message {
+            Message::Token { token, is_stop, log_probs, .. } => (token, is_stop, log_probs),
             Message::End { reason, .. } => {
                 sample.reason = Some(reason);
                 return Ok(None);
@@ -342,6 +350,14 @@ impl Ticket {
         let ids = &mut sample.token_ids;
         ids.try_reserve(1).map_err(|_| Error::out_of_memory("token ids", size_of::<u32>()))?;
         let num_tokens = ids.len() + 1;
+        if let Some(log_probs) = &log_probs {
+            let bytes = size_of::<LogProbs>() + log_probs.top.len() * size_of::<TokenLogProb>();
+            let no_memory = |_| Error::out_of_memory("log-probabilities", bytes);
+            let mut top = try_with_capacity(log_probs.top.len(), "log-probabilities")?;
+            top.extend_from_slice(&log_probs.top);
+            sample.log_probs.try_reserve(1).map_err(no_memory)?;
+            sample.log_probs.push(LogProbs { chosen: log_probs.chosen, top });
+        }
         if is_stop {
             ids.push(token);
             sample.reason = Some(FinishReason::StopToken);
@@ -350,6 +366,7 @@ impl Ticket {
                 token,
                 text: String::new(),
                 num_tokens,
+                log_probs,
             }));
         }
         let (text, stopped) = sample.output.push(token)?;
@@ -358,7 +375,7 @@ impl Ticket {
             sample.reason = Some(FinishReason::StopString);
             inbox.stop(index);
         }
-        Ok(Some(Event::Token { sample: index, token, text, num_tokens }))
+        Ok(Some(Event::Token { sample: index, token, text, num_tokens, log_probs }))
     }
 
     /// Tells the end of a sample: first the text that was held back, then the end itself.
@@ -415,6 +432,7 @@ impl Ticket {
             prompt_tokens_per_second: rate(computed, prompt_seconds),
             tokens_per_second: rate(sample.token_ids.len().saturating_sub(1), after_first),
             token_ids: sample.token_ids,
+            log_probs: sample.log_probs,
         }
     }
 }

@@ -571,7 +571,7 @@ impl Worker {
             (len >= work.max_tokens).then_some(work.reason_at_max)
         };
         let (inbox, sample) = (work.inbox.clone(), work.sample);
-        if let Err(error) = inbox.push(Message::Token { sample, token, is_stop }) {
+        if let Err(error) = inbox.push(Message::Token { sample, token, is_stop, log_probs: None }) {
             return self.end(entry.key, Err(error));
         }
         if let Some(reason) = end {

@@ -333,5 +333,8 @@ pub(super) unsafe fn request_of<'a>(c: &xserv_request) -> Result<Request<'a>> {
         num_samples: c.num_samples,
         time_limit: (c.time_limit_ms > 0).then(|| Duration::from_millis(c.time_limit_ms)),
         cache_key: c.cache_key,
+        logit_bias: Vec::new(),
+        min_tokens: 0,
+        log_probs: None,
     })
 }

@@ -448,7 +448,7 @@ fn describe(event: &Event, text: &mut Vec<u8>) -> Result<xserv_event> {
         Ok((text.as_ptr() as *const c_char, piece.len()))
     };
     Ok(match *event {
-        Event::Token { sample, token, ref text, num_tokens } => {
+        Event::Token { sample, token, ref text, num_tokens, .. } => {
             let (text, text_len) = keep(text)?;
             xserv_event {
                 kind: xserv_event_kind::XSERV_EVENT_TOKEN as u32,

@@ -47,5 +47,8 @@ pub use load::LoadOptions;
 pub use loaded::Model;
 pub use memory_needs::MemoryNeeds;
 pub use opened::{DeviceLoad, ModelFolder};
-pub use step::{Draw, Step, StepResult, StepTime, TokenChoice, FROM_BATCH, NO_TOKEN};
+pub use step::{
+    Draw, LogProbs, Step, StepResult, StepTime, TokenChoice, TokenLogProb, FROM_BATCH,
+    MAX_TOP_LOG_PROBS, NO_TOKEN,
+};
 pub use workspace::Workspace;

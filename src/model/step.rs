@@ -38,6 +38,27 @@ pub struct Step<'a> {
     pub choices: &'a [TokenChoice],
 }
 
+/// The most tokens whose log-probabilities a row gives besides that of the chosen one.
+pub const MAX_TOP_LOG_PROBS: u32 = 20;
+
+/// The log-probability of a token: the logarithm of its softmax.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct TokenLogProb {
+    /// The token.
+    pub token_id: u32,
+    /// Its natural logarithm, at most 0.
+    pub log_prob: f32,
+}
+
+/// The log-probabilities of a row of logits.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct LogProbs {
+    /// That of the chosen token.
+    pub chosen: f32,
+    /// Those of the most likely tokens, the likeliest first.
+    pub top: Vec<TokenLogProb>,
+}
+
 /// The result of a step.
 #[derive(Clone, Debug, Default)]
 pub struct StepResult {

@@ -29,7 +29,7 @@ from ._model import Inspection, Logits, MemoryPlan, Model, ModelInfo, ModelStats
 from ._request import GenerateOptions
 from ._stream import Piece, Result, TextStream
 
-__version__ = "0.2.0"
+__version__ = "0.3.0.dev0"
 
 #: The version of the library that was loaded.
 library_version: str = _loaded.xserv_version().decode()
