@@ -1381,14 +1381,28 @@ void xserv_messages_free(struct xserv_messages *messages);
 /* Requests and the tokens that cancel them. */
 
 /**
+ * A number that is added to the logit of a token, for xserv_request.logit_bias.
+ */
+typedef struct xserv_logit_bias {
+  /**
+   * The token, below the model's vocab_size.
+   */
+  uint32_t token_id;
+  /**
+   * -10000 to 10000; or minus infinity, which bans the token.
+   */
+  float bias;
+} xserv_logit_bias;
+
+/**
  * A request to generate. Fill with xserv_request_default(), then set exactly one of prompt,
  * prompt_tokens and messages_json, and whatever else you need. The library copies what it needs
  * during the call.
  *
  * Sampling fields left unset take the value of the model's generation_config.json, or if that has
  * none the neutral value given below. Parameters have the meaning that they have in Transformers,
- * and are applied in its order: repetition, presence and frequency penalty, temperature, top_k,
- * top_p, min_p.
+ * and are applied in its order: logit_bias, repetition, presence and frequency penalty, temperature,
+ * top_k, top_p, min_p.
  */
 typedef struct xserv_request {
   /**
@@ -1519,9 +1533,15 @@ typedef struct xserv_request {
    */
   uint8_t ignore_eos;
   /**
+   * With num_log_probs: 0 (default): log-probabilities of the model's own logits; 1: of the logits
+   * after logit_bias, min_tokens, penalties and temperature (which does not count if it is 0). The
+   * filters top_k, top_p and min_p never count.
+   */
+  uint8_t processed_log_probs;
+  /**
    * Unused, 0.
    */
-  uint8_t reserved[3];
+  uint8_t reserved[2];
   /**
    * When requests compete, those with the higher number go first; among equal ones (default 0)
    * the one that was submitted first.
@@ -1544,6 +1564,28 @@ typedef struct xserv_request {
    * whose users must not learn of each other's prompts gives each a number of their own.
    */
   uint64_t cache_key;
+  /**
+   * Numbers that are added to logits before anything else is applied to them, each token at most
+   * once; or NULL.
+   */
+  const struct xserv_logit_bias *logit_bias;
+  /**
+   * Number of biases.
+   */
+  size_t num_logit_bias;
+  /**
+   * Until so many tokens are generated, no token that ends the generation is chosen: neither the
+   * model's own end tokens (unless ignore_eos is 1, where they end nothing) nor stop_token_ids. Their
+   * logits are minus infinity until then. Stop strings end the text all the same. Default 0.
+   */
+  uint32_t min_tokens;
+  /**
+   * Tells the log-probability of every generated token, and of so many of the most likely tokens in
+   * its place, at most 20; 0: of the generated token alone. Default XSERV_UNSET_INT: none. They are
+   * natural logarithms of the softmax over the whole vocabulary, computed in f32, and come with the
+   * events of a submission (xserv_event) and with the result (xserv_result_info).
+   */
+  uint32_t num_log_probs;
 } xserv_request;
 
 /**
@@ -1637,6 +1679,20 @@ typedef struct xserv_token_event {
 typedef bool (*xserv_token_callback)(const struct xserv_token_event *event, void *user_data);
 
 /**
+ * The log-probability of a token: the natural logarithm of its probability.
+ */
+typedef struct xserv_log_prob {
+  /**
+   * The token.
+   */
+  uint32_t token_id;
+  /**
+   * At most 0; minus infinity for a token that is banned.
+   */
+  float log_prob;
+} xserv_log_prob;
+
+/**
  * A description of a result. Set struct_size, then call xserv_result_get_info(). Pointers belong
  * to the result and are valid until it is freed.
  */
@@ -1706,6 +1762,22 @@ typedef struct xserv_result_info {
    * Number of samples in the result.
    */
   uint32_t num_samples;
+  /**
+   * The log-probabilities of the generated ids, num_tokens of them. NULL if the request has no
+   * num_log_probs, or nothing was generated.
+   */
+  const float *log_probs;
+  /**
+   * The most likely tokens in the place of each generated one, which may or may not be among them:
+   * num_top_log_probs for each of num_tokens, the likeliest first, of equals the one with the lower
+   * id first. NULL if there are none.
+   */
+  const struct xserv_log_prob *top_log_probs;
+  /**
+   * Number of top_log_probs of a generated id: num_log_probs of the request, or the size of the
+   * vocabulary if that is less; 0 if there are none.
+   */
+  size_t num_top_log_probs;
 } xserv_result_info;
 
 /**
@@ -1899,6 +1971,21 @@ typedef struct xserv_event {
    * Unused, 0.
    */
   uint32_t reserved;
+  /**
+   * XSERV_EVENT_TOKEN: the log-probability of the token, if the request has num_log_probs; else
+   * NaN.
+   */
+  float log_prob;
+  /**
+   * XSERV_EVENT_TOKEN: number of top_log_probs: num_log_probs of the request, or the size of the
+   * vocabulary if that is less; else 0.
+   */
+  uint32_t num_top_log_probs;
+  /**
+   * The most likely tokens in the place of this one, which may or may not be among them: the
+   * likeliest first, of equals the one with the lower id first; or NULL. Valid as long as text.
+   */
+  const struct xserv_log_prob *top_log_probs;
 } xserv_event;
 
 /**

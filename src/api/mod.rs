@@ -27,7 +27,7 @@ mod stream;
 
 pub use crate::engine::{
     CancelToken, DeviceChoice, EngineOptions as LoadOptions, EngineStats, Event, FinishReason,
-    Generation, LogLevel, LogTarget, Logger, SamplingOverrides as Sampling,
+    Generation, LogLevel, LogProbs, LogTarget, Logger, SamplingOverrides as Sampling, TokenLogProb,
 };
 pub use crate::error::{Error, ErrorKind, Result};
 pub use crate::memory::DType;

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use serde_json::{json, Value};
 
-use crate::engine::{self, CancelToken, ChatPrompt, SamplingOverrides};
+use crate::engine::{self, CancelToken, ChatPrompt, LogProbsWanted, LogitBias, SamplingOverrides};
 
 /// One turn of a conversation.
 #[derive(Clone, Debug, PartialEq)]
@@ -80,6 +80,9 @@ pub struct Request {
     num_samples: u32,
     time_limit: Option<Duration>,
     cache_key: u64,
+    logit_bias: Vec<LogitBias>,
+    min_tokens: u32,
+    log_probs: Option<LogProbsWanted>,
 }
 
 impl Request {
@@ -101,6 +104,9 @@ impl Request {
             num_samples: 1,
             time_limit: None,
             cache_key: 0,
+            logit_bias: Vec::new(),
+            min_tokens: 0,
+            log_probs: None,
         }
     }
 
@@ -165,6 +171,34 @@ impl Request {
     /// Keeps the most likely tokens whose probabilities reach this sum: above 0, at most 1.
     pub fn top_p(mut self, top_p: f32) -> Self {
         self.sampling.top_p = Some(top_p);
+        self
+    }
+
+    /// Adds a number to the logit of a token before anything else is applied to it: -10000 to 10000, or minus infinity,
+    /// which bans the token. May be called several times, for different tokens.
+    pub fn logit_bias(mut self, token_id: u32, bias: f32) -> Self {
+        self.logit_bias.push(LogitBias { token_id, bias });
+        self
+    }
+
+    /// Until so many tokens are generated, none that ends the generation is chosen: neither the model's own end tokens
+    /// (unless they are ignored) nor those of [`stop_token_ids`](Request::stop_token_ids). Default: 0.
+    pub fn min_tokens(mut self, min_tokens: u32) -> Self {
+        self.min_tokens = min_tokens;
+        self
+    }
+
+    /// Tells the log-probability of every generated token, and of the `num_top` most likely ones in its place, at most 20,
+    /// by the model's own logits: see [`Event::Token`](super::Event::Token) and [`Generation`](super::Generation).
+    pub fn log_probs(mut self, num_top: u32) -> Self {
+        self.log_probs = Some(LogProbsWanted { num_top, processed: false });
+        self
+    }
+
+    /// As [`log_probs`](Request::log_probs), by the logits after biases, penalties and the temperature. The filters top-k,
+    /// top-p and min-p do not count.
+    pub fn processed_log_probs(mut self, num_top: u32) -> Self {
+        self.log_probs = Some(LogProbsWanted { num_top, processed: true });
         self
     }
 
@@ -257,9 +291,9 @@ impl Request {
             num_samples: self.num_samples,
             time_limit: self.time_limit,
             cache_key: self.cache_key,
-            logit_bias: Vec::new(),
-            min_tokens: 0,
-            log_probs: None,
+            logit_bias: self.logit_bias.clone(),
+            min_tokens: self.min_tokens,
+            log_probs: self.log_probs,
         }
     }
 }

@@ -83,3 +83,5 @@ pub use scheduler::Scheduler;
 pub use stats::{EngineStats, FIRST_BUCKET_US, NUM_STEP_BUCKETS};
 pub use swap::{SwapCosts, SwapCounts};
 pub use ticket::{Event, Generation, Ticket, TicketHandle};
+
+pub use crate::model::{LogProbs, TokenLogProb, MAX_TOP_LOG_PROBS};

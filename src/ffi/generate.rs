@@ -13,7 +13,7 @@ use super::model::{engine_of, xserv_model};
 use super::request::{request_of, xserv_request};
 use super::status::xserv_status;
 use super::types::{xserv_finish_reason, XSERV_NO_TOKEN};
-use crate::engine::{FinishReason, Generation};
+use crate::engine::{FinishReason, Generation, LogProbs};
 use crate::error::{try_with_capacity, Error, Result};
 
 /// The result of a generation. It is immutable; any number of threads may read it.
@@ -50,6 +50,16 @@ pub struct xserv_token_event {
 /// thread, or submit it and call xserv_cancel(), as a program does on Ctrl-C.
 pub type xserv_token_callback =
     Option<unsafe extern "C" fn(event: *const xserv_token_event, user_data: *mut c_void) -> bool>;
+
+/// The log-probability of a token: the natural logarithm of its probability.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct xserv_log_prob {
+    /// The token.
+    pub token_id: u32,
+    /// At most 0; minus infinity for a token that is banned.
+    pub log_prob: f32,
+}
 
 /// A description of a result. Set struct_size, then call xserv_result_get_info(). Pointers belong
 /// to the result and are valid until it is freed.
@@ -89,11 +99,21 @@ pub struct xserv_result_info {
     pub num_preemptions: u32,
     /// Number of samples in the result.
     pub num_samples: u32,
+    /// The log-probabilities of the generated ids, num_tokens of them. NULL if the request has no
+    /// num_log_probs, or nothing was generated.
+    pub log_probs: *const f32,
+    /// The most likely tokens in the place of each generated one, which may or may not be among them:
+    /// num_top_log_probs for each of num_tokens, the likeliest first, of equals the one with the lower
+    /// id first. NULL if there are none.
+    pub top_log_probs: *const xserv_log_prob,
+    /// Number of top_log_probs of a generated id: num_log_probs of the request, or the size of the
+    /// vocabulary if that is less; 0 if there are none.
+    pub num_top_log_probs: usize,
 }
 
 // SAFETY: repr(C), struct_size first, integers, floats and pointers only.
 unsafe impl GrowingStruct for xserv_result_info {
-    const SIZES: &'static [usize] = &[112];
+    const SIZES: &'static [usize] = &[112, 136];
     const NAME: &'static str = "xserv_result_info";
     const HOW: &'static str = "set it to sizeof(xserv_result_info)";
     fn defaults() -> Self {
@@ -114,17 +134,72 @@ unsafe impl GrowingStruct for xserv_result_info {
             num_cached_tokens: 0,
             num_preemptions: 0,
             num_samples: 0,
+            log_probs: std::ptr::null(),
+            top_log_probs: std::ptr::null(),
+            num_top_log_probs: 0,
         }
     }
 }
 
+/// What a sample of a result points to for C.
+struct Described {
+    /// The text and the final NUL.
+    text: Vec<u8>,
+    /// The log-probability of each token, if the request wanted them.
+    log_probs: Vec<f32>,
+    /// The most likely tokens in the place of each token, one after the other.
+    top: Vec<xserv_log_prob>,
+    /// How many of `top` a token has.
+    num_top: usize,
+}
+
+impl Described {
+    fn new(generation: &Generation) -> Result<Self> {
+        let all = &generation.log_probs;
+        let num_top = all.first().map_or(0, |first| first.top.len());
+        let is_whole = all.is_empty() || all.len() == generation.token_ids.len();
+        if !is_whole || all.iter().any(|one| one.top.len() != num_top) {
+            return Err(Error::internal("a token lacks log-probabilities"));
+        }
+        let mut log_probs = try_with_capacity(all.len(), "log-probabilities")?;
+        log_probs.extend(all.iter().map(|one| one.chosen));
+        let mut top = try_with_capacity(all.len().saturating_mul(num_top), "log-probabilities")?;
+        for one in all {
+            append_top(&mut top, one)?;
+        }
+        Ok(Described { text: with_nul(&generation.text)?, log_probs, top, num_top })
+    }
+}
+
+/// Appends the most likely tokens in the place of a token, as C has them.
+pub(super) fn append_top(to: &mut Vec<xserv_log_prob>, log_probs: &LogProbs) -> Result<()> {
+    let bytes = size_of_val(log_probs.top.as_slice());
+    let no_memory = |_| Error::out_of_memory("log-probabilities", bytes);
+    to.try_reserve(log_probs.top.len()).map_err(no_memory)?;
+    to.extend(
+        log_probs
+            .top
+            .iter()
+            .map(|one| xserv_log_prob { token_id: one.token_id, log_prob: one.log_prob }),
+    );
+    Ok(())
+}
+
+/// Returns where the elements are; NULL if there are none.
+pub(super) fn pointer_to<T>(elements: &[T]) -> *const T {
+    if elements.is_empty() {
+        std::ptr::null()
+    } else {
+        elements.as_ptr()
+    }
+}
+
 struct ResultObject {
-    /// Each sample, with its text and the final NUL.
-    samples: Vec<(Generation, Vec<u8>)>,
+    samples: Vec<(Generation, Described)>,
 }
 
 impl ResultObject {
-    fn sample(&self, sample: usize) -> Result<&(Generation, Vec<u8>)> {
+    fn sample(&self, sample: usize) -> Result<&(Generation, Described)> {
         self.samples.get(sample).ok_or_else(|| {
             let count = self.samples.len();
             Error::invalid_argument(format!("sample is {sample}, but the result has {count}"))
@@ -135,11 +210,11 @@ impl ResultObject {
 /// Makes a handle for the samples of a request, which it takes; on failure it leaves them.
 pub(super) fn new_result(generations: &mut Vec<Generation>) -> Result<*mut xserv_result> {
     let mut samples = try_with_capacity(generations.len(), "results")?;
-    let mut texts = try_with_capacity(generations.len(), "results")?;
+    let mut described = try_with_capacity(generations.len(), "results")?;
     for generation in generations.iter() {
-        texts.push(with_nul(&generation.text)?);
+        described.push(Described::new(generation)?);
     }
-    samples.extend(generations.drain(..).zip(texts));
+    samples.extend(generations.drain(..).zip(described));
     let object = Arc::new(ResultObject { samples });
     RESULTS.insert(object.clone()).inspect_err(|_| {
         if let Some(object) = Arc::into_inner(object) {
@@ -266,11 +341,11 @@ unsafe fn describe(
     info: *mut xserv_result_info,
 ) -> Result<()> {
     let object = RESULTS.get(result)?;
-    let (g, text) = object.sample(sample)?;
+    let (g, described) = object.sample(sample)?;
     let value = xserv_result_info {
         struct_size: size_of::<xserv_result_info>(),
-        text: text.as_ptr() as *const c_char,
-        text_len: text.len() - 1,
+        text: described.text.as_ptr() as *const c_char,
+        text_len: described.text.len() - 1,
         token_ids: g.token_ids.as_ptr(),
         num_tokens: g.token_ids.len(),
         num_prompt_tokens: g.num_prompt_tokens,
@@ -284,6 +359,9 @@ unsafe fn describe(
         num_cached_tokens: g.num_cached_tokens,
         num_preemptions: g.num_preemptions,
         num_samples: object.samples.len() as u32,
+        log_probs: pointer_to(&described.log_probs),
+        top_log_probs: pointer_to(&described.top),
+        num_top_log_probs: described.num_top,
     };
     // SAFETY: by contract.
     unsafe { write_struct(info, "info", &value) }
@@ -306,7 +384,9 @@ pub(super) fn finish_code(reason: FinishReason) -> xserv_finish_reason {
 /// the handle is bad (see xserv_last_error()).
 #[no_mangle]
 pub extern "C" fn xserv_result_text(result: *const xserv_result) -> *const c_char {
-    guard_or(std::ptr::null(), || Ok(RESULTS.get(result)?.sample(0)?.1.as_ptr() as *const c_char))
+    guard_or(std::ptr::null(), || {
+        Ok(RESULTS.get(result)?.sample(0)?.1.text.as_ptr() as *const c_char)
+    })
 }
 
 /// Frees a result; NULL is allowed.

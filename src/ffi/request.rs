@@ -14,12 +14,22 @@ use super::handle::HandleTable;
 use super::status::xserv_status;
 use super::text::chat_prompt;
 use super::types::{XSERV_NUL_TERMINATED, XSERV_SEED_RANDOM, XSERV_UNSET_FLOAT, XSERV_UNSET_INT};
-use crate::engine::{CancelToken, Prompt, Request, SamplingOverrides};
+use crate::engine::{CancelToken, LogProbsWanted, LogitBias, Prompt, Request, SamplingOverrides};
 use crate::error::{try_with_capacity, Error, Result};
 
 /// A switch that stops requests from another thread. Several requests may share one.
 pub struct xserv_cancel_token {
     _opaque: [u8; 0],
+}
+
+/// A number that is added to the logit of a token, for xserv_request.logit_bias.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct xserv_logit_bias {
+    /// The token, below the model's vocab_size.
+    pub token_id: u32,
+    /// -10000 to 10000; or minus infinity, which bans the token.
+    pub bias: f32,
 }
 
 /// A request to generate. Fill with xserv_request_default(), then set exactly one of prompt,
@@ -28,8 +38,8 @@ pub struct xserv_cancel_token {
 ///
 /// Sampling fields left unset take the value of the model's generation_config.json, or if that has
 /// none the neutral value given below. Parameters have the meaning that they have in Transformers,
-/// and are applied in its order: repetition, presence and frequency penalty, temperature, top_k,
-/// top_p, min_p.
+/// and are applied in its order: logit_bias, repetition, presence and frequency penalty, temperature,
+/// top_k, top_p, min_p.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct xserv_request {
@@ -106,8 +116,12 @@ pub struct xserv_request {
     pub skip_special_tokens: u8,
     /// 1: the model's own end tokens do not end the generation. Default 0.
     pub ignore_eos: u8,
+    /// With num_log_probs: 0 (default): log-probabilities of the model's own logits; 1: of the logits
+    /// after logit_bias, min_tokens, penalties and temperature (which does not count if it is 0). The
+    /// filters top_k, top_p and min_p never count.
+    pub processed_log_probs: u8,
     /// Unused, 0.
-    pub reserved: [u8; 3],
+    pub reserved: [u8; 2],
     /// When requests compete, those with the higher number go first; among equal ones (default 0)
     /// the one that was submitted first.
     pub priority: i32,
@@ -122,15 +136,29 @@ pub struct xserv_request {
     /// (their output does not depend on it, but the time that they take does). Default 0. A host
     /// whose users must not learn of each other's prompts gives each a number of their own.
     pub cache_key: u64,
+    /// Numbers that are added to logits before anything else is applied to them, each token at most
+    /// once; or NULL.
+    pub logit_bias: *const xserv_logit_bias,
+    /// Number of biases.
+    pub num_logit_bias: usize,
+    /// Until so many tokens are generated, no token that ends the generation is chosen: neither the
+    /// model's own end tokens (unless ignore_eos is 1, where they end nothing) nor stop_token_ids. Their
+    /// logits are minus infinity until then. Stop strings end the text all the same. Default 0.
+    pub min_tokens: u32,
+    /// Tells the log-probability of every generated token, and of so many of the most likely tokens in
+    /// its place, at most 20; 0: of the generated token alone. Default XSERV_UNSET_INT: none. They are
+    /// natural logarithms of the softmax over the whole vocabulary, computed in f32, and come with the
+    /// events of a submission (xserv_event) and with the result (xserv_result_info).
+    pub num_log_probs: u32,
 }
 
 // SAFETY: repr(C), struct_size first, integers, floats and pointers only.
 unsafe impl GrowingStruct for xserv_request {
-    const SIZES: &'static [usize] = &[176];
+    const SIZES: &'static [usize] = &[176, 200];
     const NAME: &'static str = "xserv_request";
     const HOW: &'static str = "fill it with xserv_request_default()";
     fn is_reserved_zero(&self) -> bool {
-        self.reserved == [0; 3]
+        self.reserved == [0; 2]
     }
     fn defaults() -> Self {
         xserv_request {
@@ -161,11 +189,16 @@ unsafe impl GrowingStruct for xserv_request {
             parse_special_tokens: 1,
             skip_special_tokens: 1,
             ignore_eos: 0,
-            reserved: [0; 3],
+            processed_log_probs: 0,
+            reserved: [0; 2],
             priority: 0,
             num_samples: 1,
             time_limit_ms: 0,
             cache_key: 0,
+            logit_bias: std::ptr::null(),
+            num_logit_bias: 0,
+            min_tokens: 0,
+            num_log_probs: XSERV_UNSET_INT,
         }
     }
 }
@@ -286,6 +319,25 @@ unsafe fn prompt_of<'a>(c: &xserv_request) -> Result<Prompt<'a>> {
 }
 
 /// # Safety
+/// The pointer `logit_bias` of `c` obeys the contract of its field.
+unsafe fn logit_bias_of(c: &xserv_request) -> Result<Vec<LogitBias>> {
+    // SAFETY: by contract.
+    let given = unsafe { array_argument(c.logit_bias, c.num_logit_bias, "request.logit_bias") }?;
+    let mut biases = try_with_capacity(given.len(), "biases")?;
+    biases.extend(given.iter().map(|b| LogitBias { token_id: b.token_id, bias: b.bias }));
+    Ok(biases)
+}
+
+fn log_probs_of(c: &xserv_request) -> Result<Option<LogProbsWanted>> {
+    let processed = flag(c.processed_log_probs, "request.processed_log_probs")?;
+    let wanted = unset_int(c.num_log_probs).map(|num_top| LogProbsWanted { num_top, processed });
+    if processed && wanted.is_none() {
+        return Err(Error::invalid_argument("request: processed_log_probs needs num_log_probs"));
+    }
+    Ok(wanted)
+}
+
+/// # Safety
 /// The pointers of `c` obey the contracts of their fields for `'a`.
 pub(super) unsafe fn request_of<'a>(c: &xserv_request) -> Result<Request<'a>> {
     // SAFETY: by contract, here and below.
@@ -333,8 +385,9 @@ pub(super) unsafe fn request_of<'a>(c: &xserv_request) -> Result<Request<'a>> {
         num_samples: c.num_samples,
         time_limit: (c.time_limit_ms > 0).then(|| Duration::from_millis(c.time_limit_ms)),
         cache_key: c.cache_key,
-        logit_bias: Vec::new(),
-        min_tokens: 0,
-        log_probs: None,
+        // SAFETY: as above.
+        logit_bias: unsafe { logit_bias_of(c) }?,
+        min_tokens: c.min_tokens,
+        log_probs: log_probs_of(c)?,
     })
 }

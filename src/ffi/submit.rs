@@ -6,7 +6,9 @@ use std::ffi::{c_char, c_int, c_void};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use super::generate::{finish_code, new_result, xserv_result};
+use super::generate::{
+    append_top, finish_code, new_result, pointer_to, xserv_log_prob, xserv_result,
+};
 use super::guard::{
     call_host, guard, guard_or, guard_work, init_struct, read_struct, write_struct, GrowingStruct,
     Out,
@@ -120,11 +122,20 @@ pub struct xserv_event {
     pub finish_reason: u32,
     /// Unused, 0.
     pub reserved: u32,
+    /// XSERV_EVENT_TOKEN: the log-probability of the token, if the request has num_log_probs; else
+    /// NaN.
+    pub log_prob: f32,
+    /// XSERV_EVENT_TOKEN: number of top_log_probs: num_log_probs of the request, or the size of the
+    /// vocabulary if that is less; else 0.
+    pub num_top_log_probs: u32,
+    /// The most likely tokens in the place of this one, which may or may not be among them: the
+    /// likeliest first, of equals the one with the lower id first; or NULL. Valid as long as text.
+    pub top_log_probs: *const xserv_log_prob,
 }
 
-// SAFETY: repr(C), struct_size first, integers and pointers only.
+// SAFETY: repr(C), struct_size first, integers, floats and pointers only.
 unsafe impl GrowingStruct for xserv_event {
-    const SIZES: &'static [usize] = &[48];
+    const SIZES: &'static [usize] = &[48, 64];
     const NAME: &'static str = "xserv_event";
     const HOW: &'static str = "set it to sizeof(xserv_event)";
     fn defaults() -> Self {
@@ -138,6 +149,9 @@ unsafe impl GrowingStruct for xserv_event {
             num_tokens: 0,
             finish_reason: 0,
             reserved: 0,
+            log_prob: f32::NAN,
+            num_top_log_probs: 0,
+            top_log_probs: std::ptr::null(),
         }
     }
 }
@@ -147,6 +161,8 @@ struct Taker {
     ticket: Ticket,
     /// The text of the last event, with its NUL.
     text: Vec<u8>,
+    /// The most likely tokens of the last event.
+    top: Vec<xserv_log_prob>,
     /// The samples, after an attempt to make a result of them has failed.
     generations: Vec<Generation>,
 }
@@ -194,10 +210,10 @@ impl Submission {
     /// Takes the next event that the caller wants, if there is one.
     fn try_next(&self) -> Result<Option<xserv_event>> {
         let mut taker = self.taker()?;
-        let Taker { ticket, text, .. } = &mut *taker;
+        let Taker { ticket, text, top, .. } = &mut *taker;
         loop {
             let Some(event) = ticket.try_next()? else { return Ok(None) };
-            let described = describe(&event, text);
+            let described = describe(&event, text, top);
             if let (Err(_), Event::Token { sample, .. } | Event::Text { sample, .. }) =
                 (&described, event)
             {
@@ -383,7 +399,12 @@ pub unsafe extern "C" fn xserv_submit(
         let engine = engine_of(model)?;
         let (ticket, prepared) = engine.prepare(&request, waker_of(&options)?)?;
         let handle = ticket.handle();
-        let taker = Mutex::new(Taker { ticket, text: Vec::new(), generations: Vec::new() });
+        let taker = Mutex::new(Taker {
+            ticket,
+            text: Vec::new(),
+            top: Vec::new(),
+            generations: Vec::new(),
+        });
         // The handle comes first: nothing fails once the callback may run, so this call never has
         // to wait for it.
         let submission: *mut xserv_submission =
@@ -437,7 +458,12 @@ pub unsafe extern "C" fn xserv_next(
     })
 }
 
-fn describe(event: &Event, text: &mut Vec<u8>) -> Result<xserv_event> {
+/// Describes an event for C; `text` and `top` keep what it points to.
+fn describe(
+    event: &Event,
+    text: &mut Vec<u8>,
+    top: &mut Vec<xserv_log_prob>,
+) -> Result<xserv_event> {
     let none = xserv_event::defaults();
     let mut keep = |piece: &str| -> Result<(*const c_char, usize)> {
         text.clear();
@@ -448,9 +474,9 @@ fn describe(event: &Event, text: &mut Vec<u8>) -> Result<xserv_event> {
         Ok((text.as_ptr() as *const c_char, piece.len()))
     };
     Ok(match *event {
-        Event::Token { sample, token, ref text, num_tokens, .. } => {
+        Event::Token { sample, token, ref text, num_tokens, ref log_probs } => {
             let (text, text_len) = keep(text)?;
-            xserv_event {
+            let event = xserv_event {
                 kind: xserv_event_kind::XSERV_EVENT_TOKEN as u32,
                 sample: sample as u32,
                 text,
@@ -458,6 +484,15 @@ fn describe(event: &Event, text: &mut Vec<u8>) -> Result<xserv_event> {
                 token_id: token,
                 num_tokens: num_tokens as u32,
                 ..none
+            };
+            let Some(log_probs) = log_probs else { return Ok(event) };
+            top.clear();
+            append_top(top, log_probs)?;
+            xserv_event {
+                log_prob: log_probs.chosen,
+                num_top_log_probs: top.len() as u32,
+                top_log_probs: pointer_to(top),
+                ..event
             }
         }
         Event::Text { sample, ref text, num_tokens } => {
