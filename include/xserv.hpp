@@ -40,6 +40,7 @@
 #include <functional>
 #include <initializer_list>
 #include <iterator>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <stdexcept>
@@ -76,6 +77,8 @@ inline const char *finish_reason_name(xserv_finish_reason reason) noexcept {
 }
 
 using TokenId = std::uint32_t;
+using LogitBias = xserv_logit_bias;
+using LogProb = xserv_log_prob;
 using ModelInfo = xserv_model_info;
 using InspectionInfo = xserv_inspection_info;
 using MemoryPlan = xserv_memory_plan;
@@ -426,9 +429,21 @@ class Request {
   Request &stop_tokens(const std::vector<TokenId> &ids) {
     return stop_tokens_.insert(stop_tokens_.end(), ids.begin(), ids.end()), *this;
   }
+  /* Adds a number to the logit of a token, or to those of several: a list of {id, bias}, or any
+   * container of pairs, such as a std::map<xserv::TokenId, float>. */
+  Request &logit_bias(TokenId id, float bias) { return biases_.push_back(LogitBias{id, bias}), *this; }
+  Request &logit_bias(std::initializer_list<LogitBias> biases) {
+    return biases_.insert(biases_.end(), biases.begin(), biases.end()), *this;
+  }
+  template <typename Pairs>
+  Request &logit_bias(const Pairs &biases) {
+    for (const auto &[id, bias] : biases) biases_.push_back(LogitBias{id, bias});
+    return *this;
+  }
   /* The request shares the token's switch. */
   Request &cancel(const CancelToken &token) { return cancel_ = token.need(), *this; }
   Request &max_tokens(std::uint32_t count) { return raw_.max_tokens = count, *this; }
+  Request &min_tokens(std::uint32_t count) { return raw_.min_tokens = count, *this; }
   Request &temperature(float value) { return raw_.temperature = value, *this; }
   Request &top_k(std::uint32_t count) { return raw_.top_k = count, *this; }
   Request &top_p(float value) { return raw_.top_p = value, *this; }
@@ -441,6 +456,10 @@ class Request {
   Request &add_special_tokens(bool on) { return raw_.add_special_tokens = on, *this; }
   Request &parse_special_tokens(bool on) { return raw_.parse_special_tokens = on, *this; }
   Request &skip_special_tokens(bool on) { return raw_.skip_special_tokens = on, *this; }
+  /* Tells the log-probability of every token, and of `num_top` of the most likely ones in its
+   * place: see Event and Result. */
+  Request &log_probs(std::uint32_t num_top = 0) { return raw_.num_log_probs = num_top, *this; }
+  Request &processed_log_probs(bool on) { return raw_.processed_log_probs = on, *this; }
   Request &ignore_eos(bool on) { return raw_.ignore_eos = on, *this; }
   Request &num_samples(std::uint32_t count) { return raw_.num_samples = count, *this; }
   Request &priority(std::int32_t value) { return raw_.priority = value, *this; }
@@ -487,6 +506,7 @@ class Request {
       raw.template_variables_json = detail::c_string(variables_, "the JSON of template variables");
     raw.stop_strings = stops.data(), raw.num_stop_strings = stops.size();
     raw.stop_token_ids = stop_tokens_.data(), raw.num_stop_token_ids = stop_tokens_.size();
+    raw.logit_bias = biases_.data(), raw.num_logit_bias = biases_.size();
     raw.cancel = cancel_.get();
     return f(raw);
   }
@@ -495,6 +515,7 @@ class Request {
   Kind kind_ = Kind::prompt;
   std::string text_, tools_, variables_;
   std::vector<TokenId> tokens_, stop_tokens_;
+  std::vector<LogitBias> biases_;
   std::vector<std::string> stop_strings_;
   std::shared_ptr<xserv_cancel_token> cancel_;
 };
@@ -510,6 +531,11 @@ class Result {
   std::vector<TokenId> token_ids() const { return ids_of((need(), info_)); }
   xserv_finish_reason finish_reason() const { return static_cast<xserv_finish_reason>((need(), info_.finish_reason)); }
 
+  /* The log-probability of each token, and the most likely tokens in its place, the likeliest
+   * first, if the request asks for them: else there are none. */
+  std::vector<float> log_probs() const { return log_probs_of((need(), info_)); }
+  std::vector<std::vector<LogProb>> top_log_probs() const { return top_log_probs_of((need(), info_)); }
+
   std::size_t num_samples() const { return need(), info_.num_samples; }
   ResultInfo sample(std::size_t index) const & { return info_of(index); }
   ResultInfo sample(std::size_t index) const && = delete; /* its pointers would dangle: keep the Result */
@@ -519,6 +545,10 @@ class Result {
   }
   Text text(std::size_t sample) const && { return Text(text(sample)); }
   std::vector<TokenId> token_ids(std::size_t sample) const { return ids_of(info_of(sample)); }
+  std::vector<float> log_probs(std::size_t sample) const { return log_probs_of(info_of(sample)); }
+  std::vector<std::vector<LogProb>> top_log_probs(std::size_t sample) const {
+    return top_log_probs_of(info_of(sample));
+  }
   xserv_finish_reason finish_reason(std::size_t sample) const {
     return static_cast<xserv_finish_reason>(info_of(sample).finish_reason);
   }
@@ -542,6 +572,18 @@ class Result {
     if (info.num_tokens == 0) return {};
     return {info.token_ids, info.token_ids + info.num_tokens};
   }
+  static std::vector<float> log_probs_of(const ResultInfo &info) {
+    if (info.log_probs == nullptr) return {};
+    return {info.log_probs, info.log_probs + info.num_tokens};
+  }
+  static std::vector<std::vector<LogProb>> top_log_probs_of(const ResultInfo &info) {
+    std::vector<std::vector<LogProb>> all;
+    if (info.log_probs == nullptr) return all;
+    const LogProb *first = info.top_log_probs;
+    for (std::size_t i = 0; i < info.num_tokens; i++, first += info.num_top_log_probs)
+      all.emplace_back(first, first + info.num_top_log_probs);
+    return all;
+  }
   detail::ResultHandle handle_;
   ResultInfo info_{};
 };
@@ -555,6 +597,8 @@ struct Event {
   TokenId token_id = XSERV_NO_TOKEN;
   std::uint32_t num_tokens = 0;
   xserv_finish_reason finish_reason{};
+  float log_prob = std::numeric_limits<float>::quiet_NaN(); /* of the token, if the request asks for it */
+  std::vector<LogProb> top_log_probs;                       /* the likeliest in its place, the likeliest first */
 };
 
 /* How to be notified of a submission's events. A notification is given once: take events until
@@ -659,6 +703,9 @@ class Submission {
     event.text.assign(raw.text, raw.text_len);
     event.token_id = raw.token_id, event.num_tokens = raw.num_tokens;
     event.finish_reason = static_cast<xserv_finish_reason>(raw.finish_reason);
+    event.log_prob = raw.log_prob;
+    if (raw.top_log_probs != nullptr)
+      event.top_log_probs.assign(raw.top_log_probs, raw.top_log_probs + raw.num_top_log_probs);
     return event;
   }
 

@@ -1,11 +1,14 @@
 // Tries everything that xserv.hpp has: xserv_hpp MODEL. Ends with 0 if all of it is right.
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <chrono>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <limits>
+#include <map>
 #include <sstream>
 #include <stdexcept>
 #include <string>
@@ -282,6 +285,58 @@ static void check_streaming(const xserv::Model &model) {
   REQUIRE(model.generate(request).finish_reason() == XSERV_FINISH_CANCELLED);
   request.cancel(xserv::CancelToken());
   REQUIRE(model.generate(request.max_tokens(3)).finish_reason() == XSERV_FINISH_MAX_TOKENS);
+}
+
+// The tokens that are chosen, and what is told of the choice.
+static void check_choosing(const xserv::Model &model) {
+  const auto greedy = [] { return xserv::Request::from_prompt("Once upon a time").temperature(0).max_tokens(8); };
+  constexpr float never = -std::numeric_limits<float>::infinity();
+  const auto usual = model.generate(greedy()).token_ids();
+  const auto forced = model.generate(greedy().logit_bias(7, 1e4f)).token_ids();
+  REQUIRE(forced == std::vector<xserv::TokenId>(8, 7));
+  const std::map<xserv::TokenId, float> biases{{usual[0], never}, {9, 1e4f}};
+  const std::vector<xserv::LogitBias> list{{usual[0], never}, {9, 1e4f}};
+  for (const auto &request : {greedy().logit_bias(biases), greedy().logit_bias(list),
+                              greedy().logit_bias({{usual[0], never}, {9, 1e4f}}),
+                              greedy().logit_bias(usual[0], never).logit_bias(9, 1e4f)})
+    REQUIRE(model.generate(request).token_ids() == std::vector<xserv::TokenId>(8, 9));
+  REQUIRE(thrown_by([&] { model.generate(greedy().logit_bias(7, 2e4f)); }) == XSERV_STATUS_INVALID_ARGUMENT);
+
+  const auto short_one = model.generate(greedy().stop_token(usual[2])).token_ids();
+  const auto long_one = model.generate(greedy().stop_token(usual[2]).min_tokens(6)).token_ids();
+  REQUIRE(short_one.size() <= 3 && long_one.size() >= 6);
+
+  const auto request = greedy().log_probs(3).num_samples(2);
+  auto submission = model.submit(request);
+  std::vector<float> log_probs;
+  std::vector<std::vector<xserv::LogProb>> top;
+  for (auto event = submission.next(); event.kind != XSERV_EVENT_DONE; event = submission.next()) {
+    REQUIRE((event.kind == XSERV_EVENT_TOKEN) == (event.log_prob == event.log_prob)); // else it is NaN
+    REQUIRE(event.top_log_probs.size() == (event.kind == XSERV_EVENT_TOKEN ? 3 : 0));
+    if (event.kind != XSERV_EVENT_TOKEN || event.sample != 1) continue;
+    log_probs.push_back(event.log_prob), top.push_back(event.top_log_probs);
+  }
+  const auto result = submission.take_result();
+  const auto ids = result.token_ids(1);
+  REQUIRE(result.log_probs(1) == log_probs && result.log_probs() == log_probs && log_probs.size() == ids.size());
+  const auto same = [](const xserv::LogProb &a, const xserv::LogProb &b) {
+    return a.token_id == b.token_id && a.log_prob == b.log_prob;
+  };
+  REQUIRE(result.top_log_probs(1).size() == top.size() && result.top_log_probs().size() == top.size());
+  for (std::size_t i = 0; i < top.size(); i++) {
+    const auto found = result.top_log_probs(1)[i];
+    REQUIRE(std::equal(found.begin(), found.end(), top[i].begin(), top[i].end(), same));
+    REQUIRE(found[0].token_id == ids[i] && found[0].log_prob == log_probs[i] && log_probs[i] <= 0);
+    REQUIRE(found[0].log_prob >= found[1].log_prob && found[1].log_prob >= found[2].log_prob);
+  }
+  const auto alone = model.generate(greedy().log_probs());
+  REQUIRE(alone.log_probs().size() == alone.token_ids().size() && alone.top_log_probs()[0].empty());
+  REQUIRE(model.generate(greedy()).log_probs().empty() && model.generate(greedy()).top_log_probs().empty());
+  // After a bias that decides, nothing else is likely.
+  const auto processed = model.generate(greedy().logit_bias(7, 1e4f).log_probs(1).processed_log_probs(true));
+  const auto raw = model.generate(greedy().logit_bias(7, 1e4f).log_probs(1));
+  REQUIRE(processed.log_probs()[0] == 0 && raw.log_probs()[0] < -0.1f);
+  REQUIRE(thrown_by([&] { model.generate(greedy().processed_log_probs(true)); }) == XSERV_STATUS_INVALID_ARGUMENT);
 }
 
 // The tokens of each sample, from a submission that is taken to its end.
@@ -801,6 +856,7 @@ int main(int argc, char **argv) {
   xserv::Model model(argv[1]);
   check_text(model);
   check_messages(model);
+  check_choosing(model);
   check_streaming(model);
   check_submitting(argv[1], model);
 }

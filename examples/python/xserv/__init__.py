@@ -27,7 +27,7 @@ from ._errors import (
 from ._library import library as _loaded
 from ._model import Inspection, Logits, MemoryPlan, Model, ModelInfo, ModelStats, inspect, plan
 from ._request import GenerateOptions
-from ._stream import Piece, Result, TextStream
+from ._stream import Piece, Result, TextStream, TokenEvent, TokenLogProb
 
 __version__ = "0.3.0.dev0"
 
@@ -60,6 +60,8 @@ __all__ = [
     "Result",
     "TemplateError",
     "TextStream",
+    "TokenEvent",
+    "TokenLogProb",
     "UnsupportedError",
     "inspect",
     "library_version",

@@ -17,12 +17,14 @@ import weakref
 from collections import deque
 from ctypes import CDLL, addressof, byref, c_int, c_uint, c_uint8, c_void_p, get_errno, sizeof, string_at
 from itertools import chain
-from typing import Any, AsyncIterator, Callable, Deque, Dict, Generator, List, Optional, Set
+from typing import Any, AsyncIterator, Callable, Deque, Dict, Generator, List, Optional, Set, TypeVar
 
 from . import _library as c
 from ._errors import NotCopyable
 from ._library import check, library, next_event, poll
-from ._stream import Piece, Result, describe, take_result
+from ._stream import Piece, Result, TokenEvent, describe, event_from, take_result, wants_logprobs
+
+_T = TypeVar("_T")
 
 #: Prompts of up to this many bytes are tokenized on the loop's thread, in a millisecond or two, longer ones on
 #: another.
@@ -320,8 +322,30 @@ class Submission:
             _wake(self.waiter)
 
 
+def _piece_from(event: c.Event) -> Optional[Piece]:
+    return Piece(string_at(event.text, event.text_len).decode(), event.sample) if event.text_len else None
+
+
+class _Events(AsyncIterator[TokenEvent]):
+    """The events of a stream."""
+
+    def __init__(self, stream: "AsyncTextStream") -> None:
+        self._stream = stream
+
+    def __aiter__(self) -> "_Events":
+        return self
+
+    async def __anext__(self) -> TokenEvent:
+        stream = self._stream
+        event = await stream._take(lambda event: event_from(event, stream._wants_logprobs))
+        if event is None:
+            raise StopAsyncIteration
+        return event
+
+
 class AsyncTextStream(AsyncIterator[Piece], NotCopyable):
-    """The pieces of a text, as they are generated: strings, each with the number of its `sample`.
+    """The pieces of a text, as they are generated: strings, each with the number of its `sample`. events() has the
+    tokens as well.
 
     Any number of streams run at once on one model, and are computed together. One task at a time can read a
     stream: another one that tries meanwhile gets a RuntimeError. The stream belongs to the event loop in which
@@ -344,6 +368,7 @@ class AsyncTextStream(AsyncIterator[Piece], NotCopyable):
         self._num_pieces = 0
         self._num_at_once = 0
         self._event = c.Event(struct_size=sizeof(c.Event))
+        self._wants_logprobs = wants_logprobs(request)
         self._submission = Submission(model_handle, request)
         try:
             self._submission.wakeups.submit(self._submission, prompt_bytes)
@@ -358,6 +383,18 @@ class AsyncTextStream(AsyncIterator[Piece], NotCopyable):
         return self
 
     async def __anext__(self) -> Piece:
+        piece = await self._take(_piece_from)
+        if piece is None:
+            raise StopAsyncIteration
+        return piece
+
+    def events(self) -> AsyncIterator[TokenEvent]:
+        """Iterates over the events instead of the pieces of text: every token with its id and, if the request asks
+        for them, its log-probabilities, and the end of every sample. An event is given once, here or as a piece."""
+        return _Events(self)
+
+    async def _take(self, make: Callable[[c.Event], Optional[_T]]) -> Optional[_T]:
+        """Waits for the next event of which make() makes something, and returns that. None after the last one."""
         submission = self._submission
         if self._is_awaited:
             raise RuntimeError("another task is reading this stream; give each task a stream of its own")
@@ -384,18 +421,20 @@ class AsyncTextStream(AsyncIterator[Piece], NotCopyable):
                 elif event.kind == c.EVENT_DONE:
                     handle = c_void_p()
                     check(library.xserv_submission_take_result(submission.handle, byref(handle)))
-                    self.result = take_result(handle)
+                    self.result = take_result(handle, self._wants_logprobs)
                     submission.close()
-                elif event.text_len:
-                    self._num_pieces += 1
-                    self._num_at_once += 1
-                    return Piece(string_at(event.text, event.text_len).decode(), event.sample)
+                else:
+                    made = make(event)
+                    if made is not None:
+                        self._num_pieces += bool(event.text_len)
+                        self._num_at_once += 1
+                        return made
         except BaseException:
             submission.close()
             raise
         finally:
             self._is_awaited = False
-        raise StopAsyncIteration
+        return None
 
     async def wait(self) -> Result:
         """Reads to the end and returns the Result. ValueError if the stream was closed before its end."""

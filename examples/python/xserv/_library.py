@@ -175,6 +175,14 @@ class ChatOptions(Structure):
     ]
 
 
+class LogitBias(Structure):
+    _fields_ = [("token_id", c_uint32), ("bias", c_float)]
+
+
+class LogProb(Structure):
+    _fields_ = [("token_id", c_uint32), ("log_prob", c_float)]
+
+
 class Request(Structure):
     _fields_ = [
         ("struct_size", c_size_t),
@@ -204,11 +212,16 @@ class Request(Structure):
         ("parse_special_tokens", c_uint8),
         ("skip_special_tokens", c_uint8),
         ("ignore_eos", c_uint8),
-        ("reserved", c_uint8 * 3),
+        ("processed_log_probs", c_uint8),
+        ("reserved", c_uint8 * 2),
         ("priority", c_int32),
         ("num_samples", c_uint32),
         ("time_limit_ms", c_uint64),
         ("cache_key", c_uint64),
+        ("logit_bias", POINTER(LogitBias)),
+        ("num_logit_bias", c_size_t),
+        ("min_tokens", c_uint32),
+        ("num_log_probs", c_uint32),
     ]
 
 
@@ -242,6 +255,9 @@ class ResultInfo(Structure):
         ("num_cached_tokens", c_size_t),
         ("num_preemptions", c_uint32),
         ("num_samples", c_uint32),
+        ("log_probs", POINTER(c_float)),
+        ("top_log_probs", POINTER(LogProb)),
+        ("num_top_log_probs", c_size_t),
     ]
 
 
@@ -269,6 +285,9 @@ class Event(Structure):
         ("num_tokens", c_uint32),
         ("finish_reason", c_uint32),
         ("reserved", c_uint32),
+        ("log_prob", c_float),
+        ("num_top_log_probs", c_uint32),
+        ("top_log_probs", POINTER(LogProb)),
     ]
 
 

@@ -756,7 +756,7 @@ class Model(NotCopyable):
         library refuses is raised to whoever reads the stream.
         """
         request, _ = build_request(prompt, options)
-        running = TextStream(self, self._live_handle(), request, want_text=stream)
+        running = TextStream(self, self._live_handle(), request, want_events=stream)
         return running if stream else running.wait()
 
     def generate_async(self, prompt: Optional[str] = None, **options: Unpack[GenerateOptions]) -> AsyncTextStream:

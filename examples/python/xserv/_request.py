@@ -7,6 +7,7 @@ import inspect
 import json
 import operator
 from array import array
+from collections.abc import Mapping as MappingType
 from ctypes import Structure, byref, c_char_p, c_float, c_uint32, sizeof
 from typing import Any, Iterable, Mapping, Optional, Sequence, Tuple, TypedDict, Union
 
@@ -39,7 +40,7 @@ class GenerateOptions(TypedDict, total=False):
 
     How to choose tokens. What is left out comes from the model's generation_config.json or, if that has
     nothing, is the neutral value. The options mean what they mean in Transformers, and are applied in its
-    order: repetition, presence and frequency penalty, temperature, top_k, top_p, min_p.
+    order: logit_bias, repetition, presence and frequency penalty, temperature, top_k, top_p, min_p.
 
     temperature: the logits are divided by it; at least 0, and 0 always takes the most likely token (greedy). If
         left out, generation is greedy unless generation_config.json has do_sample.
@@ -51,6 +52,8 @@ class GenerateOptions(TypedDict, total=False):
     presence_penalty: subtracted from the logits of tokens that were generated; -10000 to 10000, 0 is neutral.
     frequency_penalty: subtracted from the logits of tokens once for each time they were generated; -10000 to
         10000, 0 is neutral.
+    logit_bias: numbers that are added to the logits of tokens before everything else, by token id; -10000 to
+        10000, or -math.inf, which bans the token.
     seed: of the random draws, 0 to 2**64 - 2. The same seed gives the same tokens, whatever else runs on the
         model (on a GPU up to rounding, unless the model was loaded with deterministic=True). Default: a fresh
         one, which Result.seed tells.
@@ -58,8 +61,19 @@ class GenerateOptions(TypedDict, total=False):
         (default) to 256. Sample i draws with seed + i. Result.samples has them all, and Piece.sample tells
         whose a piece is.
 
+    What to tell of the choice:
+
+    logprobs: tells the log-probability of each generated token, and of this many of the most likely tokens in its
+        place, 0 to 20: natural logarithms of the softmax over the whole vocabulary. Result.logprobs and
+        Result.top_logprobs have them, and the events of a stream. Default: none.
+    processed_logprobs: with logprobs: whether they are those of the logits after logit_bias, min_tokens, penalties
+        and temperature, instead of the model's own. (top_k, top_p and min_p never count.) Default False.
+
     When to stop:
 
+    min_tokens: until so many tokens are generated, no token that ends the generation is chosen: neither the
+        model's own end tokens (unless ignore_eos) nor stop_token_ids. A string of stop ends the text all the
+        same. Default 0.
     max_tokens: the largest number of tokens to generate. Default: max_new_tokens of generation_config.json,
         else until the context is full. 0 generates nothing.
     stop: a string or several, at most 64 of 1 to 1024 bytes: the text ends before the first one that appears,
@@ -104,11 +118,19 @@ class GenerateOptions(TypedDict, total=False):
     time_limit_ms: Optional[int]
     cache_key: Optional[int]
     num_samples: Optional[int]
+    logit_bias: Optional[Mapping[int, float]]
+    min_tokens: Optional[int]
+    logprobs: Optional[int]
+    processed_logprobs: Optional[bool]
 
+
+#: The largest `logprobs`.
+MAX_LOGPROBS = 20
 
 # Fields of xserv_request that are numbers, and those that are switches, by the same names.
 _NUMBERS = (
     "max_tokens",
+    "min_tokens",
     "temperature",
     "top_k",
     "top_p",
@@ -172,6 +194,13 @@ def build_request(prompt: Optional[str], options: Mapping[str, Any]) -> Tuple[c.
     for name in _SWITCHES:
         if options.get(name) is not None:
             setattr(request, name, bool(options[name]))
+
+    biases = _bias_array(options.get("logit_bias") or {})
+    request.logit_bias = biases
+    request.num_logit_bias = len(biases)
+    if options.get("logprobs") is not None:
+        request.num_log_probs = _num_logprobs(options["logprobs"])
+        request.processed_log_probs = bool(options.get("processed_logprobs"))
     return request, text_bytes
 
 
@@ -196,6 +225,8 @@ def _check_names(prompt: object, options: Mapping[str, Any]) -> None:
     for name in ("tools", "variables"):
         if options.get(name) is not None and options.get("messages") is None:
             raise invalid_argument(f"{name} can be given with messages only")
+    if options.get("processed_logprobs") and options.get("logprobs") is None:
+        raise invalid_argument("processed_logprobs can be given with logprobs only")
 
 
 def _stop_bytes(text: object) -> bytes:
@@ -229,6 +260,30 @@ def token_array(tokens: Iterable[int], what: str = "tokens") -> Any:
         except OverflowError:
             raise ValueError(f"{token} is not a token id") from None
     return (c_uint32 * len(ids)).from_buffer(ids) if ids else (c_uint32 * 0)()
+
+
+def _bias_array(biases: Mapping[int, float]) -> Any:
+    if not isinstance(biases, MappingType):
+        raise TypeError(f"logit_bias is a {type(biases).__name__}, but must be a mapping from token ids to numbers")
+    ids = token_array(biases, "the token ids of logit_bias")
+    values = (c.LogitBias * len(ids))()
+    for place, token, bias in zip(values, ids, biases.values()):
+        try:
+            place.token_id, place.bias = token, float(bias)
+        except (TypeError, ValueError):
+            raise TypeError(f"logit_bias of token {token} is {bias!r}, but must be a number") from None
+    return values
+
+
+def _num_logprobs(value: Any) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"logprobs is {value!r}, but must be an integer") from None
+    # Beyond them there is the number that stands for none.
+    if not 0 <= number <= MAX_LOGPROBS:
+        raise invalid_argument(f"logprobs is {number}, but must be from 0 to {MAX_LOGPROBS}")
+    return number
 
 
 def choice(choices: Mapping[str, int], name: str, what: str) -> int:

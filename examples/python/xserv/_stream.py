@@ -7,11 +7,18 @@ import queue
 import threading
 from ctypes import byref, c_void_p, sizeof, string_at
 from dataclasses import dataclass, field
-from typing import Any, Iterator, List, Optional, Set, Tuple
+from typing import Any, Iterator, List, NamedTuple, Optional, Set, Tuple
 
 from . import _library as c
 from ._errors import NotCopyable
 from ._library import check, library
+
+
+class TokenLogProb(NamedTuple):
+    """The log-probability of a token: the natural logarithm of its probability, at most 0."""
+
+    token_id: int
+    logprob: float
 
 
 @dataclass(frozen=True, repr=False)
@@ -25,7 +32,7 @@ class Result:
     num_cached_tokens: the number of prompt tokens whose keys and values were in the prefix cache, and cost nothing.
     finish_reason: why the generation ended: "stop_token" (the model's end token, or one of stop_token_ids),
         "stop_string" (one of stop), "max_tokens", "context_full" (the longest context is reached), "deadline"
-        (time_limit_ms), "cancelled" or "callback" (the stream or the model was closed).
+        (time_limit_ms), "cancelled" (the stream or the model was closed).
     seed: the seed that was used, with which the request can be repeated.
     time_to_first_token_seconds: from the request to its first token, waiting for other requests included; 0 if
         there was none.
@@ -33,6 +40,9 @@ class Result:
     prompt_tokens_per_second: prompt tokens computed per second; 0 if none was computed.
     tokens_per_second: tokens generated per second after the first one; 0 with fewer than two.
     samples: all samples of the request (num_samples), of which this is the first; empty in the samples themselves.
+    logprobs: the log-probability of each of token_ids; None if the request did not ask for them (logprobs).
+    top_logprobs: for each of token_ids the most likely tokens in its place, the likeliest first, as many as logprobs
+        asked for; the token itself may or may not be among them. None if logprobs was not given.
     """
 
     text: str
@@ -46,6 +56,8 @@ class Result:
     prompt_tokens_per_second: float
     tokens_per_second: float
     samples: "List[Result]" = field(default_factory=list, compare=False)
+    logprobs: Optional[List[float]] = None
+    top_logprobs: Optional[List[List[TokenLogProb]]] = None
 
     def __str__(self) -> str:
         return self.text
@@ -74,6 +86,50 @@ class Piece(str):
         return (str(self), self.sample)
 
 
+@dataclass(frozen=True)
+class TokenEvent:
+    """A step of a generation: a token, text that was held back until the end, or the end of a sample.
+
+    token_id: the token that was generated; None if the event is none of a token.
+    text: the text that became final with it: whole characters, and often none, because a character may span
+        tokens and what may be the beginning of a stop string is held back.
+    logprob: the log-probability of the token; None if the request did not ask for it (logprobs), or without a token.
+    top_logprobs: the most likely tokens in the place of this one, the likeliest first; None where logprob is.
+    sample: the index of the sample of the request, from 0; always 0 without num_samples.
+    finish_reason: why the sample has ended, as in Result; only the last event of a sample has one, and nothing else.
+    """
+
+    token_id: Optional[int]
+    text: str
+    logprob: Optional[float] = None
+    top_logprobs: Optional[List[TokenLogProb]] = None
+    sample: int = 0
+    finish_reason: Optional[str] = None
+
+
+def event_from(event: Any, wants_logprobs: bool) -> TokenEvent:
+    """Copies an event of the library's, which is not EVENT_NONE or EVENT_DONE."""
+    logprob, top = None, None
+    if wants_logprobs and event.kind == c.EVENT_TOKEN:
+        logprob, top = event.log_prob, _top_from(event.top_log_probs, 0, event.num_top_log_probs)
+    return TokenEvent(
+        token_id=event.token_id if event.kind == c.EVENT_TOKEN else None,
+        text=string_at(event.text, event.text_len).decode() if event.text_len else "",
+        logprob=logprob,
+        top_logprobs=top,
+        sample=event.sample,
+        finish_reason=c.FINISH_REASONS.get(event.finish_reason, "unknown") if event.kind == c.EVENT_END else None,
+    )
+
+
+def _top_from(log_probs: Any, start: int, count: int) -> List[TokenLogProb]:
+    return [TokenLogProb(log_probs[i].token_id, log_probs[i].log_prob) for i in range(start, start + count)]
+
+
+def wants_logprobs(request: c.Request) -> bool:
+    return bool(request.num_log_probs != c.UNSET_INT)
+
+
 def describe(result: Optional[Result], closed: bool, num_pieces: int) -> str:
     """The state of a stream, for its repr()."""
     if result is not None:
@@ -82,7 +138,9 @@ def describe(result: Optional[Result], closed: bool, num_pieces: int) -> str:
     return f"closed after {pieces}" if closed else f"running, {pieces} read"
 
 
-def _result_from(info: Any) -> Result:
+def _result_from(info: Any, wants_logprobs: bool) -> Result:
+    num_top = info.num_top_log_probs
+    starts = [index * num_top for index in range(info.num_tokens)]
     return Result(
         text=string_at(info.text, info.text_len).decode(),
         token_ids=info.token_ids[: info.num_tokens] if info.num_tokens else [],
@@ -94,36 +152,38 @@ def _result_from(info: Any) -> Result:
         total_seconds=info.total_seconds,
         prompt_tokens_per_second=info.prompt_tokens_per_second,
         tokens_per_second=info.tokens_per_second,
+        logprobs=(info.log_probs[: info.num_tokens] if info.num_tokens else []) if wants_logprobs else None,
+        top_logprobs=[_top_from(info.top_log_probs, i, num_top) for i in starts] if wants_logprobs else None,
     )
 
 
-def take_result(handle: c_void_p) -> Result:
+def take_result(handle: c_void_p, wants_logprobs: bool) -> Result:
+    """Copies a result and frees its handle."""
     try:
         info = c.ResultInfo(struct_size=sizeof(c.ResultInfo))
         check(library.xserv_result_get_info(handle, byref(info)))
-        result = _result_from(info)
+        result = _result_from(info, wants_logprobs)
         for index in range(info.num_samples):
             check(library.xserv_result_get_sample(handle, index, byref(info)))
-            result.samples.append(_result_from(info))
+            result.samples.append(_result_from(info, wants_logprobs))
         return result
     finally:
         library.xserv_result_free(handle)
 
 
-# An item of a job's queue: ("text", Piece), then once ("result", Result) or ("error", exception).
+# An item of a job's queue: ("event", TokenEvent), then once ("result", Result) or ("error", exception).
 _Item = Tuple[str, Any]
 
 
 class _Job:
-    """The thread that makes the blocking call, and what the reader shares with it."""
+    """The thread that waits for the library, and what the reader shares with it."""
 
-    def __init__(self, model: Any, model_handle: int, request: c.Request, want_text: bool) -> None:
+    def __init__(self, model: Any, model_handle: int, request: c.Request, want_events: bool) -> None:
         self.model, self.model_handle, self.request = model, model_handle, request
-        # Bounded: a reader that is slower than the model makes the model wait.
+        self.want_events, self.wants_logprobs = want_events, wants_logprobs(request)
+        # Bounded: what the reader is behind with stays in the library, which needs less memory for it.
         self.items: "queue.Queue[_Item]" = queue.Queue(maxsize=64)
         self.stopped = threading.Event()
-        self.failure: Optional[BaseException] = None
-        self.callback = c.TokenCallback(self._on_token) if want_text else c.TokenCallback()
         self.cancel = c_void_p()
         check(library.xserv_cancel_token_new(byref(self.cancel)))
         request.cancel = self.cancel
@@ -141,15 +201,6 @@ class _Job:
         self.stopped.set()
         check(library.xserv_cancel_token_cancel(self.cancel))
 
-    def _on_token(self, event: Any, _: Any) -> bool:
-        try:
-            if event.contents.text_len:
-                text = string_at(event.contents.text, event.contents.text_len).decode()
-                self._put(("text", Piece(text, event.contents.sample)))
-        except BaseException as error:  # must not cross the C code
-            self.failure = error
-        return self.failure is None and not self.stopped.is_set()
-
     def _put(self, item: _Item) -> None:
         while True:
             try:
@@ -164,20 +215,35 @@ class _Job:
                 pass
 
     def _run(self) -> None:
-        handle = c_void_p()
         try:
             try:
-                request = byref(self.request)
-                check(library.xserv_generate(self.model_handle, request, self.callback, None, byref(handle)))
-                result = take_result(handle)
-                if self.failure is not None:
-                    raise self.failure
-                self._put(("result", result))
+                self._put(("result", self._follow() if self.want_events else self._generate()))
             except BaseException as error:
                 self._put(("error", error))
         finally:
-            self.callback = c.TokenCallback()  # it refers to this object, which would never be freed
             _running.discard(self)
+
+    def _generate(self) -> Result:
+        handle = c_void_p()
+        no_callback = c.TokenCallback()
+        check(library.xserv_generate(self.model_handle, byref(self.request), no_callback, None, byref(handle)))
+        return take_result(handle, self.wants_logprobs)
+
+    def _follow(self) -> Result:
+        """Puts every event into the queue. (The callback of xserv_generate() is told no log-probabilities.)"""
+        submission = c_void_p()
+        check(library.xserv_submit(self.model_handle, byref(self.request), None, byref(submission)))
+        try:
+            event = c.Event(struct_size=sizeof(c.Event))
+            while event.kind != c.EVENT_DONE:
+                check(library.xserv_next(submission, c.WAIT_FOREVER, byref(event)))
+                if event.kind not in (c.EVENT_NONE, c.EVENT_DONE):
+                    self._put(("event", event_from(event, self.wants_logprobs)))
+            handle = c_void_p()
+            check(library.xserv_submission_take_result(submission, byref(handle)))
+            return take_result(handle, self.wants_logprobs)
+        finally:
+            library.xserv_submission_free(submission)
 
     def __del__(self) -> None:
         library.xserv_cancel_token_free(self.cancel)
@@ -196,10 +262,11 @@ def _stop_all() -> None:
 
 
 class TextStream(Iterator[Piece], NotCopyable):
-    """The pieces of a text, as they are generated: strings, each with the number of its `sample`.
+    """The pieces of a text, as they are generated: strings, each with the number of its `sample`. events() has the
+    tokens as well.
 
-    close(), the end of a with block, or dropping the stream stops a generation that still runs. A reader that
-    is slower than the model makes the request wait, not the others. Several threads may read one stream: each
+    close(), the end of a with block, or dropping the stream stops a generation that still runs. What a reader that
+    is slower than the model has not read yet is kept for it. Several threads may read one stream: each
     piece goes to one of them. The errors of the request are raised to whoever reads.
 
     `result` is the Result once the stream has ended or was closed, and None before.
@@ -209,8 +276,8 @@ class TextStream(Iterator[Piece], NotCopyable):
 
     result: Optional[Result]
 
-    def __init__(self, model: Any, model_handle: int, request: c.Request, want_text: bool = True) -> None:
-        self._job: Optional[_Job] = _Job(model, model_handle, request, want_text)
+    def __init__(self, model: Any, model_handle: int, request: c.Request, want_events: bool = True) -> None:
+        self._job: Optional[_Job] = _Job(model, model_handle, request, want_events)
         self._num_pieces = 0
         self.result = None
         self._job.start()
@@ -222,14 +289,31 @@ class TextStream(Iterator[Piece], NotCopyable):
         return self
 
     def __next__(self) -> Piece:
+        event = self._take()
+        while event is not None:
+            if event.text:
+                return Piece(event.text, event.sample)
+            event = self._take()
+        raise StopIteration
+
+    def events(self) -> Iterator[TokenEvent]:
+        """Iterates over the events instead of the pieces of text: every token with its id and, if the request asks
+        for them, its log-probabilities, and the end of every sample. An event is given once, here or as a piece."""
+        event = self._take()
+        while event is not None:
+            yield event
+            event = self._take()
+
+    def _take(self) -> Optional[TokenEvent]:
+        """Waits for the next event. None after the last one."""
         job = self._job
         if job is None:
-            raise StopIteration
+            return None
         # Waiting for a queue can be interrupted by Ctrl-C; waiting inside the library could not.
         kind, value = job.items.get()
-        if kind == "text":
-            assert isinstance(value, Piece)
-            self._num_pieces += 1
+        if kind == "event":
+            assert isinstance(value, TokenEvent)
+            self._num_pieces += bool(value.text)
             return value
         # The end is put back, because another thread may be waiting for it as well.
         job.items.put((kind, value))
@@ -239,7 +323,7 @@ class TextStream(Iterator[Piece], NotCopyable):
             raise value
         if value is not None:
             self.result = value
-        raise StopIteration
+        return None
 
     def wait(self) -> Result:
         """Reads to the end and returns the Result. If it is interrupted, the generation stops. ValueError if
@@ -266,7 +350,7 @@ class TextStream(Iterator[Piece], NotCopyable):
         try:
             while True:
                 item = job.items.get_nowait()
-                if item[0] != "text":
+                if item[0] != "event":
                     end = item
         except queue.Empty:
             pass
