@@ -67,7 +67,7 @@ class Error : public std::runtime_error {
   xserv_status status_;
 };
 
-/* The version of the library that is loaded, for example "0.2.0": a static string. */
+/* The version of the library that is loaded, for example "0.3.0": a static string. */
 inline const char *version() noexcept { return xserv_version(); }
 /* The ABI version of the library that is loaded, which should equal XSERV_ABI_VERSION. */
 inline std::uint32_t abi_version() noexcept { return xserv_abi_version(); }

@@ -5,7 +5,7 @@ use std::ffi::c_char;
 /// The major version of the header. Compare with xserv_version() at run time if it matters.
 pub const XSERV_VERSION_MAJOR: u32 = 0;
 /// The minor version of the header.
-pub const XSERV_VERSION_MINOR: u32 = 2;
+pub const XSERV_VERSION_MINOR: u32 = 3;
 /// The patch version of the header.
 pub const XSERV_VERSION_PATCH: u32 = 0;
 
@@ -14,7 +14,7 @@ pub const XSERV_VERSION_PATCH: u32 = 0;
 /// of that version.
 pub const XSERV_ABI_VERSION: u32 = 1;
 
-/// Returns the version of the library that is loaded, for example "0.2.0", as a static string.
+/// Returns the version of the library that is loaded, for example "0.3.0", as a static string.
 #[no_mangle]
 pub extern "C" fn xserv_version() -> *const c_char {
     concat!(env!("CARGO_PKG_VERSION"), "\0").as_ptr() as *const c_char

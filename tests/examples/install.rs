@@ -44,6 +44,17 @@ fn install_command(prefix: &Path) -> Command {
     install
 }
 
+/// The version as the header has it, which says nothing of a development version.
+fn header_version() -> &'static str {
+    env!("CARGO_PKG_VERSION").trim_end_matches("-dev")
+}
+
+/// Major, minor and patch version.
+fn version_parts() -> [u32; 3] {
+    let mut parts = header_version().split('.').map(|part| part.parse().expect("a number"));
+    std::array::from_fn(|_| parts.next().expect("three numbers"))
+}
+
 fn install(name: &str, libdir: &str) -> PathBuf {
     let prefix = work_folder(name).join("prefix");
     run(install_command(&prefix).args(["--no-program", "--libdir", libdir]));
@@ -82,8 +93,7 @@ fn use_pkg_config(prefix: &Path, libdir: &str) {
         let path = prefix.join(libdir).join("pkgconfig");
         run(command("pkg-config").args(arguments).env("PKG_CONFIG_PATH", path)).stdout
     };
-    let version = env!("CARGO_PKG_VERSION").trim_end_matches("-dev");
-    assert_eq!(pkg_config(&["--modversion", "xserv"]).trim(), version);
+    assert_eq!(pkg_config(&["--modversion", "xserv"]).trim(), header_version());
     let source = prefix.with_extension("c");
     fs::write(&source, PROGRAM).expect("a source file");
     let build = |kind: &str, arguments: &[&str], flags: &[&str]| {
@@ -134,8 +144,8 @@ fn use_find_package(prefix: &Path) {
 fn an_installed_tree_serves_programs_and_can_be_moved() {
     let prefix = install("install", "lib");
     let lib = prefix.join("lib");
-    for (link, target) in [("libxserv.so", "libxserv.so.1"), ("libxserv.so.1", "libxserv.so.0.2.0")]
-    {
+    let own_name = format!("libxserv.so.{}", header_version());
+    for (link, target) in [("libxserv.so", "libxserv.so.1"), ("libxserv.so.1", own_name.as_str())] {
         assert_eq!(fs::read_link(lib.join(link)).expect("a link"), Path::new(target));
     }
     for file in ["include/xserv.h", "include/xserv.hpp", "lib/cmake/xserv/xservConfig.cmake"] {
@@ -209,12 +219,13 @@ fn find_package_knows_versions() {
             == Some(0)
     };
     assert!(configure("any", ""));
-    assert!(configure("same", "0.2"));
-    assert!(configure("exact", "0.2.0 EXACT"));
-    assert!(!configure("older", "0.1"));
-    assert!(!configure("newer", "0.3"));
-    assert!(!configure("major", "1.0"));
-    assert!(!configure("patch", "0.2.1"));
+    let [major, minor, patch] = version_parts();
+    assert!(configure("same", &format!("{major}.{minor}")));
+    assert!(configure("exact", &format!("{major}.{minor}.{patch} EXACT")));
+    assert!(!configure("older", &format!("{major}.{}", minor - 1)));
+    assert!(!configure("newer", &format!("{major}.{}", minor + 1)));
+    assert!(!configure("major", &format!("{}.0", major + 1)));
+    assert!(!configure("patch", &format!("{major}.{minor}.{}", patch + 1)));
 }
 
 /// Writes a CMake project with these files and configures it for a tree.
@@ -238,14 +249,17 @@ fn cmake_links_the_static_library_into_c_programs() {
     let prefix = install("install-cmake-static", "lib");
     let folder = prefix.with_file_name("project");
     // No C++ here: nothing may ask for its compiler.
-    let lists = "cmake_minimum_required(VERSION 3.16)\nproject(p C)\n\
-                 find_package(xserv 0.2 CONFIG REQUIRED COMPONENTS shared static)\n\
-                 add_executable(program main.c)\n\
-                 target_link_libraries(program PRIVATE xserv::static)\n\
-                 add_executable(other main.c)\n\
-                 target_link_libraries(other PRIVATE xserv::xserv)\n";
+    let [major, minor, _] = version_parts();
+    let lists = format!(
+        "cmake_minimum_required(VERSION 3.16)\nproject(p C)\n\
+         find_package(xserv {major}.{minor} CONFIG REQUIRED COMPONENTS shared static)\n\
+         add_executable(program main.c)\n\
+         target_link_libraries(program PRIVATE xserv::static)\n\
+         add_executable(other main.c)\n\
+         target_link_libraries(other PRIVATE xserv::xserv)\n"
+    );
     let definition = format!("-DCMAKE_PREFIX_PATH={}", prefix.display());
-    let files = [("CMakeLists.txt", lists), ("main.c", PROGRAM)];
+    let files = [("CMakeLists.txt", lists.as_str()), ("main.c", PROGRAM)];
     assert_success(&configure(cmake, &folder, &files, &[definition]));
     run(command(cmake).arg("--build").arg(folder.join("build")));
     let shared = run(command(folder.join("build/other")).arg(model())).stdout;
