@@ -203,7 +203,7 @@ typedef struct xserv_submission xserv_submission;
 /**
  * The minor version of the header.
  */
-#define XSERV_VERSION_MINOR 2
+#define XSERV_VERSION_MINOR 3
 
 /**
  * The patch version of the header.
@@ -218,7 +218,7 @@ typedef struct xserv_submission xserv_submission;
 #define XSERV_ABI_VERSION 1
 
 /**
- * Returns the version of the library that is loaded, for example "0.2.0", as a static string.
+ * Returns the version of the library that is loaded, for example "0.3.0", as a static string.
  */
 const char *xserv_version(void);
 

@@ -71,7 +71,7 @@ pub mod threads;
 
 pub use api::{
     CancelToken, DType, DeviceChoice, Error, ErrorKind, Event, FinishReason, Generation,
-    LoadOptions, Message, Model, Request, Result, Sampling, Stream,
+    LoadOptions, LogProbs, Message, Model, Request, Result, Sampling, Stream, TokenLogProb,
 };
 
 /// The Rust program of README.md is run as a test.

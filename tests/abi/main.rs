@@ -15,6 +15,7 @@ mod files;
 mod arguments;
 mod batching;
 mod begin_token;
+mod choosing;
 mod client;
 mod cuda;
 mod deterministic;

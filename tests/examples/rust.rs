@@ -18,6 +18,43 @@ fn sum() -> Request {
 }
 
 #[test]
+fn biases_and_log_probabilities() {
+    let model = tiny();
+    let usual = model.generate(&sum()).expect("an answer");
+    assert!(usual.log_probs.is_empty());
+
+    let asked = model.generate(&sum().log_probs(2)).expect("an answer");
+    assert_eq!(
+        (asked.token_ids, asked.log_probs.len()),
+        (usual.token_ids.clone(), usual.token_ids.len())
+    );
+    let mut told = Vec::new();
+    for event in model.stream(&sum().log_probs(2)).expect("a stream") {
+        if let Event::Token { log_probs, .. } = event.expect("an event") {
+            told.push(*log_probs.expect("log-probabilities"));
+        }
+    }
+    assert_eq!(told, asked.log_probs);
+    for (id, one) in usual.token_ids.iter().zip(&told) {
+        assert_eq!((one.top.len(), one.top[0].token_id, one.top[0].log_prob), (2, *id, one.chosen));
+        assert!(one.chosen <= 0.0 && one.top[1].log_prob <= one.chosen);
+    }
+
+    let first = usual.token_ids[0];
+    let forced = sum().logit_bias(first, f32::NEG_INFINITY).logit_bias(7, 1e4).max_tokens(4);
+    let processed = model.generate(&forced.clone().processed_log_probs(0)).expect("an answer");
+    assert_eq!(processed.token_ids, [7; 4]);
+    assert!(processed.log_probs.iter().all(|one| one.chosen == 0.0 && one.top.is_empty()));
+    let own = model.generate(&forced.log_probs(0)).expect("an answer");
+    assert!(own.log_probs.iter().all(|one| one.chosen < -0.1));
+
+    let long = model.generate(&sum().min_tokens(40).max_tokens(50)).expect("an answer");
+    assert!(usual.token_ids.len() < 40 && long.token_ids.len() >= 40);
+    let refused = model.generate(&sum().logit_bias(3, f32::NAN)).expect_err("a refusal");
+    assert_eq!(refused.kind(), ErrorKind::InvalidArgument);
+}
+
+#[test]
 fn a_stream_tells_what_generate_returns() {
     let model = tiny();
     let whole = model.generate(&sum()).expect("an answer");

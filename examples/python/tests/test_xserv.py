@@ -9,6 +9,7 @@ import dataclasses
 import gc
 import inspect
 import json
+import math
 import os
 import pickle
 import shutil
@@ -199,6 +200,123 @@ class Generate(ModelTest):
         for thread in threads:
             thread.join()
         self.assertEqual(texts, [expected] * 8)
+
+
+def log_softmax(row):
+    largest = max(row)
+    sum_of_all = math.fsum(math.exp(x - largest) for x in row)
+    return [x - largest - math.log(sum_of_all) for x in row]
+
+
+class Choosing(ModelTest):
+    """Biases, the least number of tokens, and what is told of the choice."""
+
+    GREEDY = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
+
+    def test_biases(self):
+        usual = self.model.generate("Once", **self.GREEDY).token_ids
+        self.assertEqual(self.model.generate("Once", logit_bias={7: 100}, **self.GREEDY).token_ids, [7] * 8)
+        banned = {token: -math.inf for token in usual}
+        found = self.model.generate("Once", logit_bias=banned, **self.GREEDY).token_ids
+        self.assertTrue(found and not set(found) & set(usual), found)
+        self.assertEqual(self.model.generate("Once", logit_bias={}, **self.GREEDY).token_ids, usual)
+        self.assertEqual(self.model.generate("Once", logit_bias={3: 0.0}, **self.GREEDY).token_ids, usual)
+
+    def test_min_tokens(self):
+        end = self.model.info.eos_token_ids[0]
+        options = {"logit_bias": {end: 100}, "temperature": 0, "max_tokens": 8}
+        self.assertEqual(self.model.generate("Once", **options).token_ids, [end])
+        found = self.model.generate("Once", min_tokens=5, **options)
+        self.assertEqual((len(found.token_ids), found.token_ids[-1]), (6, end))
+        self.assertEqual(found.finish_reason, "stop_token")
+
+    def test_logprobs_are_those_of_the_logits(self):
+        prompt = self.model.tokenize("Once upon a time")
+        for options in ({}, {"temperature": 1.2, "seed": 3}, {"logit_bias": {9: 2.0}}):
+            result = self.model.generate(tokens=prompt, logprobs=4, **dict(self.GREEDY, **options))
+            self.assertEqual(len(result.logprobs), 8)
+            self.assertEqual([len(top) for top in result.top_logprobs], [4] * 8)
+            logits = self.model.logits(prompt + result.token_ids[:-1])
+            for i, token in enumerate(result.token_ids):
+                expected = log_softmax(logits[len(prompt) - 1 + i].tolist())
+                self.assertAlmostEqual(result.logprobs[i], expected[token], 3)
+                likeliest = sorted(expected, reverse=True)
+                for place, (other, logprob) in enumerate(result.top_logprobs[i]):
+                    self.assertAlmostEqual(logprob, expected[other], 3)
+                    self.assertAlmostEqual(logprob, likeliest[place], 3)
+                self.assertIsInstance(result.top_logprobs[i][0], xserv.TokenLogProb)
+
+    def test_what_was_not_asked_for_is_none(self):
+        plain = self.model.generate("Once", **self.GREEDY)
+        self.assertEqual((plain.logprobs, plain.top_logprobs), (None, None))
+        own = self.model.generate("Once", logprobs=0, **self.GREEDY)
+        self.assertEqual((len(own.logprobs), own.top_logprobs), (8, [[]] * 8))
+        nothing = self.model.generate("Once", logprobs=2, max_tokens=0)
+        self.assertEqual((nothing.logprobs, nothing.top_logprobs), ([], []))
+
+    def test_processed(self):
+        forced = {"logit_bias": {7: 1e4}, "logprobs": 1}
+        processed = self.model.generate("Once", processed_logprobs=True, **forced, **self.GREEDY)
+        self.assertEqual(processed.logprobs, [0.0] * 8)
+        self.assertEqual([top[0] for top in processed.top_logprobs], [(7, 0.0)] * 8)
+        own = self.model.generate("Once", **forced, **self.GREEDY)
+        self.assertTrue(all(logprob < -0.1 for logprob in own.logprobs), own.logprobs)
+
+    def assert_events(self, events, result):
+        """That the events of one or more samples have all that the result has."""
+        for index, sample in enumerate(result.samples):
+            own = [event for event in events if event.sample == index]
+            tokens = [event for event in own if event.token_id is not None]
+            self.assertEqual([event.token_id for event in tokens], sample.token_ids)
+            self.assertEqual([event.logprob for event in tokens], sample.logprobs or [None] * len(tokens))
+            self.assertEqual([event.top_logprobs for event in tokens], sample.top_logprobs or [None] * len(tokens))
+            self.assertEqual("".join(event.text for event in own), sample.text)
+            self.assertEqual([event.finish_reason for event in own[:-1]], [None] * (len(own) - 1))
+            self.assertEqual((own[-1].finish_reason, own[-1].token_id), (sample.finish_reason, None))
+
+    def test_events(self):
+        for options in ({}, {"logprobs": 3, "num_samples": 3, "temperature": 1.0, "seed": 5}, {"stop": "e"}):
+            options = dict(self.GREEDY, max_tokens=20, **options) if "seed" not in options else dict(options, max_tokens=20)
+            stream = self.model.generate("Once upon a time", stream=True, **options)
+            self.assert_events(list(stream.events()), stream.result)
+            self.assertEqual((list(stream.events()), list(stream)), ([], []))
+
+            async def follow(options=options):
+                async with self.model.generate_async("Once upon a time", **options) as stream:
+                    events = [event async for event in stream.events()]
+                return events, stream.result
+
+            self.assert_events(*asyncio.run(follow()))
+
+    def test_pieces_and_events_of_one_stream(self):
+        whole = self.model.generate("Once upon a time", **self.GREEDY).text
+        stream = self.model.generate("Once upon a time", stream=True, **self.GREEDY)
+        first = next(stream)
+        events = stream.events()
+        second = next(event for event in events if event.text)
+        self.assertTrue(whole.startswith(first + second.text))
+        self.assertEqual(first + second.text + "".join(stream), whole)
+        with self.assertRaises(dataclasses.FrozenInstanceError):
+            second.text = ""
+
+    def test_refused(self):
+        for options, kind, words in (
+            ({"logit_bias": [1, 2]}, TypeError, "logit_bias is a list, but must be a mapping"),
+            ({"logit_bias": {"a": 1}}, TypeError, "token ids of logit_bias must be integers"),
+            ({"logit_bias": {1: "x"}}, TypeError, "logit_bias of token 1 is 'x', but must be a number"),
+            ({"logit_bias": {-1: 1}}, ValueError, "-1 is not a token id"),
+            ({"logit_bias": {5000: 1}}, xserv.InvalidArgumentError, "logit_bias.*5000"),
+            ({"logit_bias": {1: math.nan}}, xserv.InvalidArgumentError, "logit_bias"),
+            ({"logit_bias": {1: 1e5}}, xserv.InvalidArgumentError, "logit_bias"),
+            ({"logprobs": 21}, xserv.InvalidArgumentError, "logprobs is 21, but must be from 0 to 20"),
+            ({"logprobs": -1}, xserv.InvalidArgumentError, "logprobs is -1"),
+            ({"logprobs": 2**32 - 1}, xserv.InvalidArgumentError, "logprobs is 4294967295"),
+            ({"logprobs": 1.5}, TypeError, "logprobs is 1.5, but must be an integer"),
+            ({"processed_logprobs": True}, xserv.InvalidArgumentError, "can be given with logprobs only"),
+            ({"min_tokens": -1}, ValueError, "min_tokens"),
+        ):
+            with self.assertRaisesRegex(kind, words):
+                self.model.generate("x", max_tokens=1, **options)
 
 
 class Stopping(ModelTest):
@@ -623,7 +741,7 @@ class Documentation(unittest.TestCase):
     """Who has the wheel has no header: all must be said here."""
 
     def test_every_field_is_described(self):
-        for kind in (xserv.Result, xserv.ModelInfo, xserv.ModelStats, xserv.Inspection, xserv.MemoryPlan):
+        for kind in (xserv.Result, xserv.TokenEvent, xserv.ModelInfo, xserv.ModelStats, xserv.Inspection, xserv.MemoryPlan):
             for field in dataclasses.fields(kind):
                 self.assertRegex(inspect.getdoc(kind), rf"(?m)^{field.name}: .", kind.__name__)
         for name in xserv.GenerateOptions.__annotations__:

@@ -42,6 +42,21 @@ class Storyteller:
         some: Union[xserv.Result, xserv.TextStream] = self.model.generate("Once", stream=stream, max_tokens=2)
         return some.text if isinstance(some, xserv.Result) else some.wait().text
 
+    def weigh(self, beginning: str) -> List[float]:
+        weights: List[float] = []
+        stream = self.model.generate(beginning, stream=True, max_tokens=4, logprobs=2, logit_bias={5: -1.5})
+        for event in stream.events():
+            if event.logprob is not None and event.top_logprobs is not None:
+                best: xserv.TokenLogProb = event.top_logprobs[0]
+                weights.append(event.logprob - best.logprob)
+        return weights
+
+    async def follow(self, beginning: str) -> int:
+        count = 0
+        async for event in self.model.generate_async(beginning, max_tokens=4).events():
+            count += event.token_id is not None
+        return count
+
     async def tell_many(self, beginnings: List[str]) -> List[str]:
         async def tell(beginning: str) -> str:
             async with self.model.generate_async(beginning, max_tokens=8) as stream:
@@ -72,6 +87,7 @@ def main() -> int:
         print(teller.answer("What is 2 plus 3?"))
         print(teller.either(True) == teller.either(False))
         print(asyncio.run(teller.tell_many(["Once", "One day"])))
+        print(max(teller.weigh("Once")) <= 0, asyncio.run(teller.follow("Once")) > 0)
         logits = model.logits(model.tokenize("Once"), last_only=True)
         best = max(range(model.info.vocab_size), key=lambda token: logits[0, token])
         print(model.detokenize([best]), logits.shape, model.stats().total_steps)
