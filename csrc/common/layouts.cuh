@@ -448,6 +448,24 @@ constexpr int linear_skinny_192x128 = 204880;
   XSERV_FIELD(RopeArgs, padding, 156, 4); \
   static_assert(sizeof(RopeArgs) == 160, "RopeArgs has another size in Rust")
 
+#define XSERV_LAYOUT_Adjustment \
+  XSERV_FIELD(Adjustment, token_id, 0, 4); \
+  XSERV_FIELD(Adjustment, num_generated, 4, 4); \
+  XSERV_FIELD(Adjustment, flags, 8, 4); \
+  XSERV_FIELD(Adjustment, bias, 12, 4); \
+  static_assert(sizeof(Adjustment) == 16, "Adjustment has another size in Rust")
+
+#define XSERV_LAYOUT_AdjustedRow \
+  XSERV_FIELD(AdjustedRow, first, 0, 4); \
+  XSERV_FIELD(AdjustedRow, count, 4, 4); \
+  XSERV_FIELD(AdjustedRow, pending, 8, 4); \
+  XSERV_FIELD(AdjustedRow, bans_ends, 12, 4); \
+  XSERV_FIELD(AdjustedRow, repetition_penalty, 16, 4); \
+  XSERV_FIELD(AdjustedRow, presence_penalty, 20, 4); \
+  XSERV_FIELD(AdjustedRow, frequency_penalty, 24, 4); \
+  XSERV_FIELD(AdjustedRow, reserved, 28, 4); \
+  static_assert(sizeof(AdjustedRow) == 32, "AdjustedRow has another size in Rust")
+
 #define XSERV_LAYOUT_SampleRow \
   XSERV_FIELD(SampleRow, seed, 0, 8); \
   XSERV_FIELD(SampleRow, index, 8, 8); \

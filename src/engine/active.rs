@@ -4,6 +4,7 @@ use std::sync::{Mutex, PoisonError};
 
 use super::inbox::Progress;
 use super::intake::lock;
+use super::sampler::Chosen;
 use super::sequence::SequenceKey;
 use super::submission::Work;
 use crate::error::{Error, Result};
@@ -14,7 +15,7 @@ pub(super) struct Active {
     pub work: Work,
     pub progress: Progress,
     /// The token that was chosen on the host.
-    pub chosen: Option<Result<u32>>,
+    pub chosen: Option<Result<Chosen>>,
 }
 
 /// All of them. (The locks are for choosing tokens on several threads.)

@@ -2,7 +2,8 @@
 
 use super::step_size::Limits;
 use crate::error::{try_with_capacity, Error, Result};
-use crate::model::{ForwardBatch, Step, TokenChoice, FROM_BATCH};
+use crate::model::{ForwardBatch, LogProbsWanted, Step, TokenChoice, FROM_BATCH};
+use crate::ops::adjust_logits::{AdjustedRow, Adjustment};
 use crate::ops::kv_cache::layout::BLOCK_SIZE;
 
 /// A sequence's part of a step.
@@ -32,6 +33,9 @@ pub(super) struct BatchBuilder {
     max_blocks_per_seq: usize,
     logits_rows: Vec<u32>,
     choices: Vec<TokenChoice>,
+    adjusted_rows: Vec<AdjustedRow>,
+    adjustments: Vec<Adjustment>,
+    log_probs: Vec<Option<LogProbsWanted>>,
 }
 
 impl BatchBuilder {
@@ -71,6 +75,9 @@ impl BatchBuilder {
         self.max_blocks_per_seq = max_blocks_per_seq;
         self.logits_rows.clear();
         self.choices.clear();
+        self.adjusted_rows.clear();
+        self.adjustments.clear();
+        self.log_probs.clear();
         room(&mut self.cu_seqlens_q, 1)?;
         self.cu_seqlens_q.push(0);
         Ok(())
@@ -120,6 +127,34 @@ impl BatchBuilder {
         Ok(())
     }
 
+    /// Has the model change the logits of the row that was added last, before it chooses the token.
+    pub fn adjust(&mut self, row: AdjustedRow, adjustments: &[Adjustment]) -> Result<()> {
+        let (num_rows, first) = (self.logits_rows.len(), self.adjustments.len());
+        let missing = num_rows.saturating_sub(self.adjusted_rows.len());
+        let no_memory = |_| Error::out_of_memory("batch metadata", size_of_val(adjustments));
+        self.adjusted_rows.try_reserve(missing).map_err(no_memory)?;
+        self.adjustments.try_reserve(adjustments.len()).map_err(no_memory)?;
+        self.adjustments.extend_from_slice(adjustments);
+        self.adjusted_rows.resize(num_rows, AdjustedRow::default());
+        if let Some(last) = self.adjusted_rows.last_mut() {
+            *last = AdjustedRow { first: first as u32, count: adjustments.len() as u32, ..row };
+        }
+        Ok(())
+    }
+
+    /// Asks for log-probabilities of the row that was added last.
+    pub fn want_log_probs(&mut self, wanted: LogProbsWanted) -> Result<()> {
+        let num_rows = self.logits_rows.len();
+        let missing = num_rows.saturating_sub(self.log_probs.len());
+        let no_memory = |_| Error::out_of_memory("batch metadata", missing * 16);
+        self.log_probs.try_reserve(missing).map_err(no_memory)?;
+        self.log_probs.resize(num_rows, None);
+        if let Some(last) = self.log_probs.last_mut() {
+            *last = Some(wanted);
+        }
+        Ok(())
+    }
+
     /// Asks for the logits of every token that was added.
     pub fn want_all(&mut self) -> Result<()> {
         self.logits_rows.clear();
@@ -143,6 +178,9 @@ impl BatchBuilder {
             },
             token_sources: if self.any_source { &self.token_sources } else { &[] },
             choices: &self.choices,
+            adjusted_rows: &self.adjusted_rows,
+            adjustments: &self.adjustments,
+            log_probs: &self.log_probs,
         }
     }
 }

@@ -7,13 +7,14 @@ use super::batch_builder::Part;
 use super::engine::Engine;
 use super::inbox::{check_may_wait, Inbox, Waker};
 use super::lease::{Handoff, Lease};
+use super::logit_changes::check_biases;
 use super::request::{CancelToken, FinishReason, Prompt, Request};
 use super::sampler::{Sampler, SamplingParams};
 use super::sequence::NewSequence;
 use super::submission::{SampleWork, Submission, Work};
 use super::ticket::{Event, Generation, TextRules, Ticket};
 use crate::error::{try_with_capacity, Error, ErrorKind, Result};
-use crate::model::{Model, TokenChoice};
+use crate::model::{Model, TokenChoice, MAX_TOP_LOG_PROBS};
 
 /// Most samples of one request.
 pub const MAX_SAMPLES: u32 = 256;
@@ -92,6 +93,13 @@ impl Engine {
                 "num_samples is {num_samples}, but must be from 1 to {MAX_SAMPLES}"
             )));
         }
+        check_biases(&request.logit_bias, self.shape().vocab_size)?;
+        if let Some(wanted) = request.log_probs.filter(|it| it.num_top > MAX_TOP_LOG_PROBS) {
+            return Err(Error::invalid_argument(format!(
+                "num_log_probs is {}, but at most {MAX_TOP_LOG_PROBS} are given",
+                wanted.num_top
+            )));
+        }
         let first_seed = request.seed.unwrap_or_else(random_seed);
         let seed_of = |sample: u32| first_seed.wrapping_add(u64::from(sample));
         let tokenizer = match self.tokenizer() {
@@ -126,6 +134,12 @@ impl Engine {
             },
         };
         let max_new = request.max_tokens.or(config.max_new_tokens).unwrap_or(u32::MAX) as usize;
+        if request.min_tokens as usize > max_new {
+            return Err(Error::invalid_argument(format!(
+                "min_tokens is {}, but max_tokens is {max_new}",
+                request.min_tokens
+            )));
+        }
         // The last token of a full context is generated but never computed.
         let full = self.max_context_tokens() as usize + 1;
         let by_request = ids.len().saturating_add(max_new);
@@ -161,12 +175,16 @@ impl Engine {
         let mut submissions = try_with_capacity(num_samples as usize, "samples")?;
         for sample in 0..num_samples {
             let seed = seed_of(sample);
-            let choice = params.model_choice(seed).filter(|c| self.model().can_choose(c));
+            let choice =
+                Some(params.model_choice(seed)).filter(|choice| self.model().can_choose(choice));
             let capacity = max_tokens.min(ids.len().saturating_add(USUAL_TOKENS)).max(ids.len());
             let mut token_ids = try_with_capacity(capacity, "token ids")?;
             token_ids.extend_from_slice(&ids);
             let mut sampler = Sampler::new(params, seed, &ids)?;
-            sampler.reserve((capacity - ids.len()).min(self.shape().vocab_size))?;
+            let changes = sampler.changes_mut();
+            changes.add_biases(&request.logit_bias)?;
+            changes.ban_ends(request.min_tokens, &stop_token_ids)?;
+            changes.reserve((capacity - ids.len()).min(self.shape().vocab_size))?;
             let work = SampleWork {
                 inbox: inbox.clone(),
                 sample,
@@ -176,6 +194,7 @@ impl Engine {
                 max_tokens,
                 reason_at_max,
                 choice: choice.unwrap_or(TokenChoice::Caller),
+                log_probs: request.log_probs,
             };
             let sequence = NewSequence {
                 token_ids,

@@ -121,6 +121,7 @@ impl Harness {
             max_tokens,
             reason_at_max: FinishReason::MaxTokens,
             choice: if request.by_model { TokenChoice::Greedy } else { TokenChoice::Caller },
+            log_probs: None,
         };
         let mut token_ids = request.token_ids;
         token_ids.reserve(request.max_new);

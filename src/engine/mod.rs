@@ -41,6 +41,7 @@ mod intake;
 mod lease;
 mod load;
 mod log;
+mod logit_changes;
 mod memory_plan;
 mod options;
 mod pace;
@@ -72,6 +73,7 @@ pub use generation_config::GenerationConfig;
 pub use inbox::Waker;
 pub use inspect::{inspect, Inspection};
 pub use log::{LogLevel, LogTarget, Logger};
+pub use logit_changes::MAX_LOGIT_BIASES;
 pub use options::{DeviceChoice, EngineOptions};
 pub use plan::{plan, Plan};
 pub use request::{

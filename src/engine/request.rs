@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::sampler::SamplingOverrides;
+pub use crate::model::LogProbsWanted;
 
 /// A switch with which other threads stop requests.
 #[derive(Default)]
@@ -66,17 +67,6 @@ pub struct LogitBias {
 
 /// The largest bias, either way.
 pub const MAX_LOGIT_BIAS: f32 = 1e4;
-
-/// The log-probabilities that come with every generated token.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct LogProbsWanted {
-    /// The number of the most likely tokens that are told besides the chosen one, at most
-    /// [`MAX_TOP_LOG_PROBS`](crate::model::MAX_TOP_LOG_PROBS).
-    pub num_top: u32,
-    /// Whether biases, penalties and the temperature count. (The filters top-k, top-p and min-p
-    /// never do.)
-    pub processed: bool,
-}
 
 /// One generation to be done. Fields that are `None` come from the model's generation_config.json.
 pub struct Request<'a> {

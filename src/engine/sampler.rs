@@ -1,17 +1,18 @@
 //! Chooses a token from logits.
 //!
 //! Parameters mean what they mean in Transformers (`generation/logits_process.py`), and are applied
-//! in its order: repetition, presence and frequency penalty, temperature, top_k, top_p, min_p.
+//! in its order: biases, repetition, presence and frequency penalty, temperature, top_k, top_p, min_p.
 //! Presence and frequency penalty, which Transformers does not have, count generated tokens as the
 //! OpenAI interface does. Random numbers come from a counter: the draw of step n depends on the
 //! seed and n alone.
 
 use std::cmp::Ordering;
-use std::collections::HashMap;
 
 use super::generation_config::GenerationConfig;
-use crate::error::{Error, Result};
-use crate::model::{Draw, TokenChoice};
+use super::logit_changes::{LogitChanges, Penalties};
+use crate::error::{try_with_capacity, Error, Result};
+use crate::model::{Draw, LogProbs, LogProbsWanted, TokenChoice, TokenLogProb};
+use crate::ops::log_probs::cpu::LogSum;
 use crate::ops::top_k::cpu::select;
 
 /// The settings of a caller; `None` leaves one to the model's generation_config.json.
@@ -115,30 +116,27 @@ impl SamplingParams {
 }
 
 impl SamplingParams {
-    /// Whether logits depend on the tokens before them.
-    fn penalises(&self) -> bool {
-        self.repetition_penalty != 1.0
-            || self.presence_penalty != 0.0
-            || self.frequency_penalty != 0.0
+    fn penalties(&self) -> Penalties {
+        Penalties {
+            repetition: self.repetition_penalty,
+            presence: self.presence_penalty,
+            frequency: self.frequency_penalty,
+        }
     }
 
-    /// The way in which a model can choose the tokens of a sequence by itself, if there are no
-    /// penalties.
-    pub(super) fn model_choice(&self, seed: u64) -> Option<TokenChoice> {
-        if self.penalises() {
-            return None;
-        }
+    /// The way in which a model can choose the tokens of a sequence by itself.
+    pub(super) fn model_choice(&self, seed: u64) -> TokenChoice {
         if self.temperature == 0.0 {
-            return Some(TokenChoice::Greedy);
+            return TokenChoice::Greedy;
         }
-        Some(TokenChoice::Draw(Draw {
+        TokenChoice::Draw(Draw {
             temperature: self.temperature,
             top_k: u32::try_from(self.top_k).unwrap_or(0),
             top_p: self.top_p,
             min_p: self.min_p,
             seed,
             index: 0,
-        }))
+        })
     }
 }
 
@@ -156,82 +154,122 @@ fn by_weight(a: &Candidate, b: &Candidate) -> Ordering {
     b.weight.total_cmp(&a.weight).then(a.token_id.cmp(&b.token_id))
 }
 
+/// A chosen token.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Chosen {
+    /// The token.
+    pub token: u32,
+    /// Its log-probabilities, where they were asked for.
+    pub log_probs: Option<Box<LogProbs>>,
+}
+
 /// Chooses the tokens of one sequence.
 pub struct Sampler {
     params: SamplingParams,
     seed: u64,
-    /// The tokens that were in the prompt or generated, with the number of times that each was
-    /// generated.
-    seen: HashMap<u32, u32>,
+    changes: LogitChanges,
     candidates: Vec<Candidate>,
     /// The top-k logits and their tokens.
     largest: Vec<(f32, usize)>,
+    /// The logits that changed, as they were.
+    before: Vec<f32>,
 }
 
 impl Sampler {
     /// A sampler for a sequence that begins with `prompt`.
     pub fn new(params: SamplingParams, seed: u64, prompt: &[u32]) -> Result<Self> {
-        let mut seen = HashMap::new();
-        if params.repetition_penalty != 1.0 {
-            seen.try_reserve(prompt.len())
-                .map_err(|_| Error::out_of_memory("the tokens of the prompt", prompt.len() * 8))?;
-            seen.extend(prompt.iter().map(|id| (*id, 0)));
-        }
-        Ok(Sampler { params, seed, seen, candidates: Vec::new(), largest: Vec::new() })
+        Ok(Sampler {
+            params,
+            seed,
+            changes: LogitChanges::new(params.penalties(), prompt)?,
+            candidates: Vec::new(),
+            largest: Vec::new(),
+            before: Vec::new(),
+        })
     }
 
-    /// Makes room to remember `num_tokens` tokens besides the prompt, so that choosing these
-    /// allocates nothing.
-    pub(super) fn reserve(&mut self, num_tokens: usize) -> Result<()> {
-        if !self.params.penalises() {
-            return Ok(());
-        }
-        let no_memory = |_| Error::out_of_memory("the tokens of a sequence", num_tokens * 8);
-        self.seen.try_reserve(num_tokens).map_err(no_memory)
+    /// The changes to the logits that come before the choice.
+    pub(super) fn changes(&self) -> &LogitChanges {
+        &self.changes
+    }
+
+    /// As [`Sampler::changes`].
+    pub(super) fn changes_mut(&mut self) -> &mut LogitChanges {
+        &mut self.changes
     }
 
     /// Chooses the token number `step` of the sequence, and remembers it.
     ///
     /// `logits`: [vocab_size]; changed by the penalties.
     pub fn sample(&mut self, logits: &mut [f32], step: u64) -> Result<u32> {
-        self.apply_penalties(logits);
+        let chosen = self.choose(logits, step, None)?;
+        self.changes.remember(chosen.token)?;
+        Ok(chosen.token)
+    }
+
+    /// Chooses the token number `step` of the sequence; it is not remembered yet.
+    ///
+    /// `logits`: [vocab_size]; changed by biases and penalties.
+    pub fn choose(
+        &mut self,
+        logits: &mut [f32],
+        step: u64,
+        wanted: Option<LogProbsWanted>,
+    ) -> Result<Chosen> {
+        let raw = match wanted {
+            Some(wanted) if !wanted.processed => Some(self.log_probs(logits, wanted)?),
+            _ => None,
+        };
+        self.changes.apply(step, logits, &mut self.before)?;
         let token = if self.params.temperature == 0.0 {
             most_likely(logits)?
         } else {
             self.fill_candidates(logits)?;
             self.draw(uniform(self.seed, step))?
         };
-        if self.params.penalises() {
-            *self.seen.entry(token).or_insert(0) += 1;
+        let logit = logits.get(token as usize).copied().unwrap_or(0.0);
+        let (logit, found) = match (wanted, raw) {
+            (None, _) => return Ok(Chosen { token, log_probs: None }),
+            (_, Some(raw)) => (self.changes.before(token, &self.before).unwrap_or(logit), raw),
+            (Some(wanted), None) => (logit, self.log_probs(logits, wanted)?),
+        };
+        let (sum, mut log_probs) = found;
+        log_probs.chosen = sum.log_prob(logit);
+        Ok(Chosen { token, log_probs: Some(log_probs) })
+    }
+
+    /// The log-probabilities of the likeliest tokens, and what gives that of the chosen one.
+    fn log_probs(
+        &mut self,
+        logits: &[f32],
+        wanted: LogProbsWanted,
+    ) -> Result<(LogSum, Box<LogProbs>)> {
+        let is_scaled = wanted.processed && self.params.temperature > 0.0;
+        let sum = LogSum::of(logits, if is_scaled { self.params.temperature } else { 1.0 });
+        let count = (wanted.num_top as usize).min(logits.len());
+        let mut top = try_with_capacity(count, "log-probabilities")?;
+        if count > 0 {
+            self.largest.clear();
+            self.largest
+                .try_reserve(2 * count)
+                .map_err(|_| Error::out_of_memory("log-probabilities", 32 * count))?;
+            select(logits, count, &mut self.largest);
+            top.extend(self.largest.iter().map(|&(logit, id)| TokenLogProb {
+                token_id: id as u32,
+                log_prob: sum.log_prob(logit),
+            }));
         }
-        Ok(token)
+        Ok((sum, Box::new(LogProbs { chosen: 0.0, top })))
     }
 
     /// The tokens that can be chosen and their probabilities, which add up to 1. For tests and
     /// inspection: [`Sampler::sample`] without the draw.
     pub fn candidates(&mut self, logits: &mut [f32]) -> Result<&[Candidate]> {
-        self.apply_penalties(logits);
+        self.changes.apply(0, logits, &mut self.before)?;
         self.fill_candidates(logits)?;
         let sum: f64 = self.candidates.iter().map(|c| c.weight).sum();
         self.candidates.iter_mut().for_each(|c| c.weight /= sum);
         Ok(&self.candidates)
-    }
-
-    fn apply_penalties(&self, logits: &mut [f32]) {
-        let p = &self.params;
-        for (token, generated) in &self.seen {
-            let Some(logit) = logits.get_mut(*token as usize) else { continue };
-            if p.repetition_penalty != 1.0 {
-                *logit = if *logit < 0.0 {
-                    *logit * p.repetition_penalty
-                } else {
-                    *logit / p.repetition_penalty
-                };
-            }
-            if *generated > 0 {
-                *logit -= p.presence_penalty + p.frequency_penalty * *generated as f32;
-            }
-        }
     }
 
     /// Leaves the surviving tokens with unnormalised probabilities (the most likely has 1).

@@ -7,7 +7,7 @@ use super::lease::Handoff;
 use super::request::FinishReason;
 use super::sampler::Sampler;
 use super::sequence::NewSequence;
-use crate::model::TokenChoice;
+use crate::model::{LogProbsWanted, TokenChoice};
 
 /// The way in which the tokens of a sample are chosen, and the place where they go.
 pub(super) struct SampleWork {
@@ -24,6 +24,8 @@ pub(super) struct SampleWork {
     pub reason_at_max: FinishReason,
     /// How the model chooses, if it can; the worker fills in the index of the token.
     pub choice: TokenChoice,
+    /// The log-probabilities that come with each token.
+    pub log_probs: Option<LogProbsWanted>,
 }
 
 /// The work that is done with a sequence.

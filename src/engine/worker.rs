@@ -26,7 +26,7 @@ use super::lease::Lease;
 use super::log::Logger;
 use super::pace::Pace;
 use super::request::FinishReason;
-use super::sampler::not_finite;
+use super::sampler::{not_finite, Chosen};
 use super::scheduler::Scheduler;
 use super::sequence::{Entry, SequenceKey};
 use super::stats::Recorder;
@@ -36,6 +36,7 @@ use super::submission::{Submission, Work};
 use crate::backend::cpu::CpuBackend;
 use crate::error::{try_with_capacity, Error, ErrorKind, Result};
 use crate::model::{Draw, StepResult, StepTime, TokenChoice, NO_TOKEN};
+use crate::ops::adjust_logits::AdjustedRow;
 use crate::panic_guard;
 
 /// A step under way.
@@ -450,6 +451,17 @@ impl Worker {
                 source: entry.source,
             };
             builder.push(&part, entry.row.map(|_| choice))?;
+            if entry.row.is_none() || choice == TokenChoice::Caller {
+                continue;
+            }
+            let changes = work.sampler.changes();
+            if let Some(row) = changes.row(index) {
+                let pending = entry.source.unwrap_or(AdjustedRow::NONE_PENDING);
+                builder.adjust(AdjustedRow { pending, ..row }, changes.adjustments())?;
+            }
+            if let Some(wanted) = work.log_probs {
+                builder.want_log_probs(wanted)?;
+            }
         }
         // A step whose sequences were all stopped ends between layers.
         let should_stop = || {
@@ -528,7 +540,8 @@ impl Worker {
                 works.with(entry.key, |active| {
                     let Work::Sample(work) = &mut active.work else { return };
                     let index = sequence.token_ids().len().saturating_sub(work.num_prompt_tokens);
-                    active.chosen = Some(work.sampler.sample(row, index as u64));
+                    let chosen = work.sampler.choose(row, index as u64, work.log_probs);
+                    active.chosen = Some(chosen);
                 });
             }
         })
@@ -541,17 +554,26 @@ impl Worker {
             // The sequence has ended meanwhile.
             return;
         };
-        let token = match (entry.row, active.chosen.take(), by_model) {
+        let chosen = match (entry.row, active.chosen.take(), by_model) {
             (None, ..) => None,
-            (_, Some(Ok(token)), _) => Some(token),
+            (_, Some(Ok(chosen)), _) => Some(chosen),
             (_, Some(Err(error)), _) => return self.end(entry.key, Err(error)),
-            (_, None, Some(token)) if token != NO_TOKEN => Some(token),
+            (Some(row), None, Some(token)) if token != NO_TOKEN => {
+                let log_probs = self.result.log_probs.get_mut(row as usize).and_then(Option::take);
+                Some(Chosen { token, log_probs })
+            }
             _ => return self.end(entry.key, Err(not_finite())),
         };
+        let token = chosen.as_ref().map(|chosen| chosen.token);
+        if let (Some(token), Work::Sample(work)) = (token, &mut active.work) {
+            if let Err(error) = work.sampler.changes_mut().remember(token) {
+                return self.end(entry.key, Err(error));
+            }
+        }
         if let Err(error) = self.scheduler.finished(entry, token) {
             return self.end(entry.key, Err(error));
         }
-        let Some(token) = token else { return };
+        let Some(Chosen { token, log_probs }) = chosen else { return };
         let Some(sequence) = self.scheduler.sequence(entry.key) else { return };
         let (len, num_cached, num_preemptions) =
             (sequence.token_ids().len(), sequence.num_cached(), sequence.num_preemptions());
@@ -571,7 +593,7 @@ impl Worker {
             (len >= work.max_tokens).then_some(work.reason_at_max)
         };
         let (inbox, sample) = (work.inbox.clone(), work.sample);
-        if let Err(error) = inbox.push(Message::Token { sample, token, is_stop, log_probs: None }) {
+        if let Err(error) = inbox.push(Message::Token { sample, token, is_stop, log_probs }) {
             return self.end(entry.key, Err(error));
         }
         if let Some(reason) = end {

@@ -5,6 +5,7 @@ use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use super::batch::ForwardBatch;
+use crate::ops::adjust_logits::{AdjustedRow, Adjustment};
 pub use crate::ops::sample::Draw;
 
 /// How the token that follows a row of logits is chosen.
@@ -36,10 +37,29 @@ pub struct Step<'a> {
     pub token_sources: &'a [u32],
     /// How the token of each row is chosen, `[num_logits_rows]`.
     pub choices: &'a [TokenChoice],
+    /// How the logits of each row change before its token is chosen, `[num_logits_rows]`; those of
+    /// missing rows stay as they are. Where the caller chooses, nothing changes.
+    pub adjusted_rows: &'a [AdjustedRow],
+    /// The adjustments of all rows. (A pending token is one of the step begun before this one.)
+    pub adjustments: &'a [Adjustment],
+    /// The log-probabilities that are wanted of each row, `[num_logits_rows]`; missing rows want
+    /// none. Where the caller chooses, there are none.
+    pub log_probs: &'a [Option<LogProbsWanted>],
 }
 
 /// The most tokens whose log-probabilities a row gives besides that of the chosen one.
 pub const MAX_TOP_LOG_PROBS: u32 = 20;
+
+/// The log-probabilities that come with every generated token.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LogProbsWanted {
+    /// The number of the most likely tokens that are told besides the chosen one, at most
+    /// [`MAX_TOP_LOG_PROBS`].
+    pub num_top: u32,
+    /// Whether biases, penalties and the temperature count. (The filters top-k, top-p and min-p
+    /// never do.)
+    pub processed: bool,
+}
 
 /// The log-probability of a token: the logarithm of its softmax.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -66,6 +86,8 @@ pub struct StepResult {
     pub tokens: Vec<u32>,
     /// The logits of the rows with [`TokenChoice::Caller`], in their order, `[rows, vocab_size]`.
     pub logits: Vec<f32>,
+    /// The log-probabilities of the rows that want them, `[num_logits_rows]`, or empty if none does.
+    pub log_probs: Vec<Option<Box<LogProbs>>>,
     /// The time that the step took.
     pub time: StepTime,
 }

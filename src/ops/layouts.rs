@@ -7,7 +7,7 @@ use crate::ops::attention::layouts as attention;
 use crate::ops::common::launch::KernelRows;
 use crate::ops::common::strided::StridedLayout;
 use crate::ops::linear::{cuda_gemv, cuda_gemv_mma, cuda_prefill, cuda_prefill_heads, cuda_skinny};
-use crate::ops::{gemm, kv_cache, qk_norm_rope_append, rms_norm, rope, sample};
+use crate::ops::{adjust_logits, gemm, kv_cache, qk_norm_rope_append, rms_norm, rope, sample};
 use std::fmt::Write as _;
 use std::path::Path;
 
@@ -47,6 +47,8 @@ fn layouts() -> Vec<Layout> {
         qk_norm_rope_append::QkNormRopeAppendArgs::layout(),
         rms_norm::cuda_rounded::RmsNormRoundedParams::layout(),
         rope::RopeArgs::layout(),
+        adjust_logits::Adjustment::layout(),
+        adjust_logits::AdjustedRow::layout(),
         sample::SampleRow::layout(),
         sample::SampleArgs::layout(),
     ]

@@ -10,6 +10,7 @@
 //! | operator | forms (files) | C functions | test |
 //! |---|---|---|---|
 //! | [`activation`] | `cpu` typed slices; `cuda` tensors; `cuda_rounded` GELU rounded after each step | `xserv_op_gelu`, `xserv_op_gelu_tanh`, `xserv_op_silu` | `tests/ops/activation.rs` |
+//! | [`adjust_logits`] | `cpu` a row of f32; `cuda` rows of f32 |  | `tests/ops/adjust_logits.rs` |
 //! | [`argmax`] | `cpu` typed slices; `cpu_checked` f32 rows that must be numbers; `cuda` tensors | `xserv_op_argmax` | `tests/ops/argmax.rs` |
 //! | [`attention`] | `cpu_naive`, `cpu_flash` typed slices, through `cpu`; `cpu_paged` the paged cache of the CPU, both with `cpu_online_softmax`; `cuda_naive`, `cuda_flash`, `cuda_flash_wgmma`, `cuda_split_kv` tensors, through `choice` and `cuda`, with `cuda_params`; `cuda_fused`, `cuda_fused_project` one new token a sequence, rounded after each step; `plan` which of them serve a model; `layouts` the structs of the kernels, for the tests | `xserv_op_attention` | `tests/ops/attention/` |
 //! | [`copy`] | `mod` both devices | `xserv_op_copy` | `tests/ops/copy.rs` |
@@ -21,6 +22,7 @@
 //! | [`kv_cache`] | `layout` the blocks of the CPU; `cpu` appends to them; `cuda` appends; `cuda_swap` blocks to the host and back |  | `tests/ops/kv_cache.rs` |
 //! | [`layer_norm`] | `cpu` typed slices; `cuda` tensors | `xserv_op_layer_norm` | `tests/ops/layer_norm.rs` |
 //! | [`linear`] | `cpu` packed weights; `cuda_gemv`, `cuda_gemv_mma` one or two tokens; `cuda_skinny` up to 128 tokens; `cuda_prefill`, `cuda_prefill_heads` more; all of these rounded after each step; `plan` which of them serve a model, with `matrix` and `residual` |  | `tests/ops/linear/` |
+//! | [`log_probs`] | `cpu` a row of f32; `cuda` tensors |  | `tests/ops/log_probs.rs` |
 //! | [`qk_norm_rope_append`] | `mod` on a GPU, rounded after each step |  | `tests/ops/qk_norm_rope_append.rs` |
 //! | [`rms_norm`] | `cpu` typed slices; `cpu_heads` heads inside rows; `cuda` tensors; `cuda_rounded` rounded after each step; `tensors` the parameters of the sum with a residual | `xserv_op_rms_norm`, `xserv_op_add_rms_norm` | `tests/ops/rms_norm.rs` |
 //! | [`rope`] | `cpu` typed slices; `angles` positions, tables and pairs; `cpu_table` a model's table on the CPU; `cuda` tensors; `cuda_rounded` a model's table on a GPU | `xserv_op_rope`, `xserv_op_rope_table` | `tests/ops/rope.rs` |
@@ -36,6 +38,7 @@
 //! the imports between operators to this.
 
 pub mod activation;
+pub mod adjust_logits;
 pub mod argmax;
 pub mod attention;
 pub mod common;
@@ -50,6 +53,7 @@ pub mod layer_norm;
 #[cfg(test)]
 mod layouts;
 pub mod linear;
+pub mod log_probs;
 pub mod qk_norm_rope_append;
 pub mod rms_norm;
 pub mod rope;

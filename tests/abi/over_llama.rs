@@ -10,6 +10,7 @@ use std::process::Command;
 use serde_json::{json, Value};
 
 use crate::client::{root, TEST_MODEL};
+use crate::cuda::whole_cuda;
 use crate::files::{raw_safetensors, TempDir};
 
 /// 1 / rms of the projections' outputs for each head of queries and of keys, by layer: the geometric mean over the
@@ -120,11 +121,14 @@ fn tiny_llama() -> TempDir {
 #[test]
 fn every_test_of_the_engine_runs_over_a_llama_too() {
     let folder = tiny_llama();
+    // Some of those tests look at all memory of a GPU, and so do some of this process.
+    let device = whole_cuda();
     let mut tests = Command::new(std::env::current_exe().expect("this binary has a path"));
     OTHERS.iter().for_each(|module| {
         tests.args(["--skip", module]);
     });
     let output = tests.env(TEST_MODEL, folder.path()).output().expect("this binary runs");
+    drop(device);
     let text = String::from_utf8_lossy(&output.stdout);
     let errors = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{text}{errors}");

@@ -5,6 +5,7 @@
 mod support;
 
 mod activation;
+mod adjust_logits;
 mod argmax;
 mod attention;
 mod compute_context;
@@ -18,6 +19,7 @@ mod grad_check;
 mod kv_cache;
 mod layer_norm;
 mod linear;
+mod log_probs;
 mod pool;
 mod qk_norm_rope_append;
 mod rms_norm;

@@ -171,7 +171,14 @@ impl<'m> Driver<'m> {
         choices: &[TokenChoice],
     ) -> Result<()> {
         let described = self.describe(parts, false);
-        let step = Step { batch: described.batch(), token_sources, choices };
+        let step = Step {
+            batch: described.batch(),
+            token_sources,
+            choices,
+            adjusted_rows: &[],
+            adjustments: &[],
+            log_probs: &[],
+        };
         self.model.begin_step(&step, &mut self.kv, &mut self.workspace, &|| false)
     }
 

@@ -112,6 +112,9 @@ kernels! {
         GELU_TANH_ROUNDED_SCALAR "xserv_gelu_tanh_rounded_scalar" f32 f16 bf16;
         GELU_TANH_ROUNDED_VEC "xserv_gelu_tanh_rounded_vec" f32 f16 bf16;
     }
+    "adjust_logits/adjust_logits" {
+        ADJUST_LOGITS "xserv_adjust_logits";
+    }
     "argmax/argmax" {
         ARGMAX_I32 "xserv_argmax_i32" f32 f16 bf16;
         ARGMAX_I64 "xserv_argmax_i64" f32 f16 bf16;
@@ -345,6 +348,9 @@ kernels! {
         LINEAR_SKINNY_SWIGLU_64X32 "xserv_linear_skinny_swiglu_64x32" f16 bf16;
         LINEAR_SKINNY_SWIGLU_64X64 "xserv_linear_skinny_swiglu_64x64" f16 bf16;
         LINEAR_SKINNY_SWIGLU_64X96 "xserv_linear_skinny_swiglu_64x96" f16 bf16;
+    }
+    "log_probs/log_probs" {
+        LOG_PROBS "xserv_log_probs" f32 f16 bf16;
     }
     "qk_norm_rope_append/qk_norm_rope_append" {
         QK_NORM_ROPE_APPEND_128 "xserv_qk_norm_rope_append_128" f32 f16 bf16;

@@ -9,6 +9,8 @@ pub(super) struct GraphKey {
     pub shape: RecordShape,
     /// The address at which the KV cache begins.
     pub cache: usize,
+    /// Whether it chooses the tokens, or ends with the logits.
+    pub chooses: bool,
     /// The profile that the graph belongs to; 0 if none.
     pub profile: u64,
 }

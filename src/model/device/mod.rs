@@ -5,6 +5,7 @@
 //! limits       limits on the size of passes
 //! scratch      temporary memory of operators
 //! record       the inputs of a step, as the host sends them
+//! choice_extras  changed logits and log-probabilities of steps
 //! step_memory  the inputs of steps, and where their results arrive
 //! workspace    activations, and the memory of steps
 //! model        a model's state on a device
@@ -14,6 +15,7 @@
 //! steps        steps
 //! ```
 
+mod choice_extras;
 mod graphs;
 pub(super) mod lead;
 pub(super) mod limits;

@@ -9,11 +9,12 @@ use crate::model::decoder::block::DecoderPlan;
 use crate::model::load::device::matrix_geometry;
 use crate::model::load::heads::HeadSpacing;
 use crate::model::load::weights::{MatrixPlan, VectorPlan, WeightReader};
+use crate::model::step::MAX_TOP_LOG_PROBS;
 use crate::ops::attention::AttentionSizes;
 use crate::ops::gemm::WeightShape;
 use crate::ops::kv_cache::layout::BLOCK_SIZE;
 use crate::ops::linear::MatrixLayout;
-use crate::ops::{attention, linear};
+use crate::ops::{attention, linear, top_k};
 
 /// The weights of a model as the matrix products see them, each shape once.
 #[derive(Clone, Debug, Default)]
@@ -99,7 +100,10 @@ impl Scratch {
         let sizes = attention_sizes(config, spacing);
         let attention =
             attention::scratch_bytes(&sizes, dtype, limits.rows(), max_keys, is_deterministic);
-        Scratch { bytes: most(&product).max(attention), library_bytes: most(&library) }
+        let rows = limits.num_tokens.clamp(1, MAX_STEP_ROWS);
+        let log_probs = top_k::scratch_bytes(rows, config.vocab_size, MAX_TOP_LOG_PROBS as usize);
+        let bytes = most(&product).max(attention).max(log_probs);
+        Scratch { bytes, library_bytes: most(&library) }
     }
 }
 

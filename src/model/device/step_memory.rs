@@ -3,6 +3,7 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
+use super::choice_extras::{ChoiceExtras, LogProbsSlot};
 use super::graphs::StepGraphs;
 use super::lead::Lead;
 use super::limits::{PassLimits, MAX_STEP_ROWS, STEPS_IN_FLIGHT};
@@ -10,7 +11,7 @@ use super::record::{DeviceRecord, RecordExtras, RecordMemory, RecordShape};
 use super::step_clock::StepClock;
 use crate::backend::{Arena, ComputeContext, ContextBackend, DeviceTensor, PinnedBuffer};
 use crate::error::{try_with_capacity, Error, Result};
-use crate::memory::ElementType;
+use crate::memory::{DType, ElementType};
 use crate::model::batch::ForwardBatch;
 use crate::model::step::{Step, FROM_BATCH};
 use crate::ops::sample::{SampleBuffers, SAMPLE_COUNTERS, SAMPLE_PARTIALS};
@@ -25,6 +26,8 @@ pub(in crate::model) struct DeviceSteps {
     pub(super) partials: DeviceTensor,
     /// `[COUNTERS]`, zero.
     pub(super) counters: DeviceTensor,
+    /// What is needed outside the graphs: changed logits and log-probabilities.
+    pub(super) extras: ChoiceExtras,
     /// One slot for each step that may be in flight.
     pub(super) results: Vec<ResultSlot>,
     /// The slot of the next step.
@@ -46,6 +49,8 @@ pub(super) struct ResultSlot {
     pub(super) logits: Option<PinnedBuffer>,
     pub(super) num_rows: usize,
     pub(super) num_copied: usize,
+    /// The log-probabilities of its rows.
+    pub(super) log_probs: LogProbsSlot,
 }
 
 /// Returns the length of the record of the largest steps, in numbers.
@@ -67,11 +72,11 @@ impl DeviceSteps {
     /// Returns the bytes of device memory for passes within `limits`.
     pub fn device_bytes(limits: &PassLimits) -> Result<usize> {
         let record = Arena::bytes_for(ElementType::I32, &[record_len(limits)?])?;
-        Ok(record.saturating_add(choice_bytes()?))
+        Ok(record.saturating_add(choice_bytes()?).saturating_add(ChoiceExtras::device_bytes()?))
     }
 
     /// Allocates memory for steps within `limits`.
-    pub fn new(context: &Arc<ComputeContext>, limits: &PassLimits) -> Result<Self> {
+    pub fn new(context: &Arc<ComputeContext>, limits: &PassLimits, dtype: DType) -> Result<Self> {
         let record = RecordMemory::new(context, record_len(limits)?, STEPS_IN_FLIGHT)?;
         let mut arena = Arena::new(context, choice_bytes()?, "the choice of tokens")?;
         let chosen = arena.tensor(ElementType::I32, &[MAX_STEP_ROWS])?;
@@ -88,7 +93,13 @@ impl DeviceSteps {
         let mut results = try_with_capacity(STEPS_IN_FLIGHT, "steps")?;
         for _ in 0..STEPS_IN_FLIGHT {
             let tokens = PinnedBuffer::new(context, MAX_STEP_ROWS * 4, "tokens")?;
-            results.push(ResultSlot { tokens, logits: None, num_rows: 0, num_copied: 0 });
+            results.push(ResultSlot {
+                tokens,
+                logits: None,
+                num_rows: 0,
+                num_copied: 0,
+                log_probs: LogProbsSlot::default(),
+            });
         }
         Ok(DeviceSteps {
             context: context.clone(),
@@ -96,6 +107,7 @@ impl DeviceSteps {
             chosen,
             partials,
             counters,
+            extras: ChoiceExtras::new(context, dtype)?,
             results,
             next: 0,
             pending: VecDeque::with_capacity(STEPS_IN_FLIGHT),

@@ -1,10 +1,11 @@
 //! The steps of a model on a device, which are begun, computed and finished in the same order.
 
+use super::choice_extras::needs_f32;
 use super::graphs::GraphKey;
 use super::limits::{row_bucket, table_bucket, COPIED_ROWS, STEPS_IN_FLIGHT};
 use super::model::DeviceModel;
 use super::record::{RecordExtras, RecordShape};
-use super::step_memory::no_slot;
+use super::step_memory::{no_slot, DeviceSteps};
 use super::workspace::{copy_floats, DeviceWorkspace};
 use crate::backend::PinnedBuffer;
 use crate::error::{Error, Result};
@@ -14,6 +15,7 @@ use crate::model::config::ModelConfig;
 use crate::model::decoder::device::{rows_of, DevicePass, Wanted};
 use crate::model::kv_cache::KvCache;
 use crate::model::step::{Step, StepResult, TokenChoice, NO_TOKEN};
+use crate::ops::adjust_logits::cuda::adjust_logits;
 use crate::ops::attention::DecodeScratch;
 use crate::ops::copy::copy;
 use crate::ops::elementwise::cast;
@@ -57,7 +59,8 @@ impl DeviceModel {
         };
         let entered = self.cuda()?.enter()?;
         let queued = self
-            .queue_step(config, batch, &extras, kv, workspace, should_stop)
+            .queue_step(config, batch, &extras, kv, workspace, !needs_f32(step), should_stop)
+            .and_then(|()| self.queue_extras(config, step, slot, workspace))
             .and_then(|()| self.queue_copies(config, step.choices, slot, workspace));
         let steps = &mut workspace.steps;
         let result = steps.results.get_mut(slot).ok_or_else(no_slot)?;
@@ -75,7 +78,8 @@ impl DeviceModel {
         Ok(())
     }
 
-    /// Queues the forward pass and the choice of tokens.
+    /// Queues the forward pass and, if it `chooses`, the choice of tokens.
+    #[allow(clippy::too_many_arguments)] // the parts of one step
     fn queue_step(
         &self,
         config: &ModelConfig,
@@ -83,6 +87,7 @@ impl DeviceModel {
         extras: &RecordExtras<'_>,
         kv: &KvCache,
         workspace: &mut DeviceWorkspace,
+        chooses: bool,
         should_stop: &dyn Fn() -> bool,
     ) -> Result<()> {
         let num_rows = batch.logits_rows.len();
@@ -96,7 +101,7 @@ impl DeviceModel {
             };
             let linear = self.linear.apart(&self.context)?;
             let pass = self.pass(config, &record, &wanted, linear, workspace, should_stop)?;
-            return self.choose(&pass, kv, workspace);
+            return self.choose(&pass, kv, workspace, chooses);
         }
         // Steps of about the same size share a graph.
         let rows = row_bucket(num_rows).min(workspace.step_rows());
@@ -110,6 +115,7 @@ impl DeviceModel {
         let key = GraphKey {
             shape,
             cache: kv.device_layer(0)?.k.data() as usize,
+            chooses,
             profile: self.cuda()?.profile_generation(),
         };
         let mut graphs = std::mem::take(&mut workspace.steps.graphs);
@@ -117,7 +123,7 @@ impl DeviceModel {
             let wanted = Wanted::of_decode(config, &record, &self.attention);
             let linear = self.linear.chain(&self.context, rows)?;
             let pass = self.pass(config, &record, &wanted, linear, workspace, &|| false)?;
-            let queue = || self.choose(&pass, kv, workspace);
+            let queue = || self.choose(&pass, kv, workspace, chooses);
             linear.with_memory_divided(config.hidden_size, rows, queue)
         };
         // Each stands for the allocation that it is a part of. (One may occur several times: this
@@ -144,18 +150,68 @@ impl DeviceModel {
         self.linear.max_chain_rows().unwrap_or(MAX_PORTABLE_GRAPH_ROWS)
     }
 
-    /// Queues a pass, the logits of the wanted rows, and the choice of their tokens.
+    /// Queues a pass, the logits of the wanted rows, and if it `chooses`, the choice of their tokens.
     fn choose(
         &self,
         pass: &DevicePass<'_>,
         kv: &KvCache,
         workspace: &DeviceWorkspace,
+        chooses: bool,
     ) -> Result<()> {
         let Some(mut act) = pass.run(kv, workspace)? else { return Ok(()) };
         let logits = rows_of(&workspace.logits, act.stream.num_rows())?;
         pass.logits(&mut act, &logits)?;
+        if !chooses {
+            return Ok(());
+        }
         sample(&self.context, &logits, &workspace.steps.buffers(pass.record))?;
         pass.cuda.mark("sample", 0, 0.0)
+    }
+
+    /// Queues what a step needs besides: the choice of tokens from changed logits, and
+    /// log-probabilities.
+    fn queue_extras(
+        &self,
+        config: &ModelConfig,
+        step: &Step<'_>,
+        slot: usize,
+        workspace: &mut DeviceWorkspace,
+    ) -> Result<()> {
+        let num_rows = step.choices.len();
+        workspace.steps.results.get_mut(slot).ok_or_else(no_slot)?.log_probs.forget();
+        let (is_changed, has_log_probs) =
+            (needs_f32(step), step.log_probs.iter().any(Option::is_some));
+        if num_rows == 0 || !(is_changed || has_log_probs) {
+            return Ok(());
+        }
+        let (context, cuda) = (&*self.context, self.cuda()?);
+        let shape = [num_rows, config.vocab_size];
+        let logits = workspace.logits.view(0, &shape, None)?;
+        let changed = match is_changed {
+            true => workspace.logits_f32.view(0, &shape, None)?,
+            false => logits.view(0, &shape, None)?,
+        };
+        if is_changed {
+            match self.dtype() {
+                DType::F32 => copy(context, &logits, &changed)?,
+                _ => cast(context, &logits, &changed)?,
+            }
+            let steps = &mut workspace.steps;
+            let uploaded = steps.extras.upload(step)?;
+            let (rows, adjustments) = (&uploaded.rows, &uploaded.adjustments);
+            adjust_logits(context, &changed, rows, adjustments, &steps.chosen)?;
+            cuda.mark("adjust", 0, 0.0)?;
+            let record = steps.record.arrays(&RecordShape::of(&step.batch))?;
+            sample(context, &changed, &steps.buffers(&record))?;
+            cuda.mark("sample", 0, 0.0)?;
+        }
+        if has_log_probs {
+            let DeviceSteps { extras, chosen, results, .. } = &mut workspace.steps;
+            let slot = &mut results.get_mut(slot).ok_or_else(no_slot)?.log_probs;
+            extras.queue_log_probs(step, &logits, &changed, chosen, slot)?;
+            cuda.mark("log_probs", 0, 0.0)?;
+        }
+        Ok(())
     }
 
     /// Queues the copies to the host of the logits that the caller asks for.
@@ -221,6 +277,7 @@ impl DeviceModel {
             [a, b, c, d] => u32::from_ne_bytes([a, b, c, d]),
             _ => NO_TOKEN,
         }));
+        result.log_probs.take(&mut out.log_probs)?;
         let len = result.num_copied.saturating_mul(config.vocab_size);
         out.logits.clear();
         if let (Some(host), true) = (&mut result.logits, len > 0) {

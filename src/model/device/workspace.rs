@@ -34,7 +34,8 @@ pub(in crate::model) struct DeviceWorkspace {
     pub mlp_act: DeviceTensor,
     /// `[min(num_tokens, MAX_STEP_ROWS), vocab_size]`
     pub logits: DeviceTensor,
-    /// `[min(num_tokens, COPIED_ROWS), vocab_size]` of f32.
+    /// Logits as f32, `[rows, vocab_size]`: those that are copied to the host, at most COPIED_ROWS, or
+    /// those of a step that change before tokens are chosen.
     pub logits_f32: DeviceTensor,
     logits_host: Option<PinnedBuffer>,
     /// Partial results of decode attention, if there are kernels that write any.
@@ -49,11 +50,13 @@ pub(in crate::model) struct DeviceWorkspace {
 fn shapes(
     config: &ModelConfig,
     spacing: HeadSpacing,
-    num_tokens: usize,
+    limits: &PassLimits,
 ) -> [(usize, usize, bool); 10] {
+    let num_tokens = limits.num_tokens.max(1);
     let hidden = config.hidden_size;
     let (heads, kv_heads) = (config.num_heads, config.num_kv_heads);
-    let (step_rows, copied_rows) = (num_tokens.min(MAX_STEP_ROWS), num_tokens.min(COPIED_ROWS));
+    let step_rows = num_tokens.min(MAX_STEP_ROWS);
+    let f32_rows = num_tokens.min(limits.rows().max(COPIED_ROWS));
     [
         (num_tokens, hidden, false),
         (num_tokens, hidden, false),
@@ -64,7 +67,7 @@ fn shapes(
         (num_tokens, config.mlp_up_size(), false),
         (num_tokens, config.mlp_act_size(), false),
         (step_rows, config.vocab_size, false),
-        (copied_rows, config.vocab_size, true),
+        (f32_rows, config.vocab_size, true),
     ]
 }
 
@@ -92,7 +95,7 @@ pub(super) fn device_bytes(
     let num_tokens = limits.num_tokens.max(1);
     let mut sum = DeviceSteps::device_bytes(limits)?
         .saturating_add(partials_bytes(config, dtype, spacing, num_tokens)?);
-    for (rows, columns, is_f32) in shapes(config, spacing, num_tokens) {
+    for (rows, columns, is_f32) in shapes(config, spacing, limits) {
         let bytes = Arena::bytes_for(element_of(dtype, is_f32), &[rows, columns])?;
         let next = sum.checked_add(bytes);
         sum = next.ok_or_else(|| Error::out_of_memory("activations", usize::MAX))?;
@@ -115,7 +118,7 @@ impl DeviceWorkspace {
             .saturating_add(partials_bytes(config, dtype, spacing, num_tokens)?);
         let bytes = device_bytes(config, dtype, spacing, limits)?.saturating_sub(others);
         let mut arena = Arena::new(context, bytes, "activations")?;
-        let mut shapes = shapes(config, spacing, num_tokens).into_iter();
+        let mut shapes = shapes(config, spacing, limits).into_iter();
         let mut next = || {
             let shape = shapes.next().ok_or_else(|| Error::internal("a buffer too many"))?;
             arena.tensor(element_of(dtype, shape.2), &[shape.0, shape.1])
@@ -147,7 +150,7 @@ impl DeviceWorkspace {
             logits_f32,
             logits_host: None,
             attention_partials,
-            steps: DeviceSteps::new(context, limits)?,
+            steps: DeviceSteps::new(context, limits, dtype)?,
             _scratch: context.set_apart(scratch.bytes, "the scratch of operators")?,
         })
     }
@@ -176,7 +179,10 @@ impl DeviceWorkspace {
     ) -> Result<()> {
         let mut host = match self.logits_host.take() {
             Some(host) => host,
-            None => PinnedBuffer::new(context, self.logits_f32.size_bytes(), "logits")?,
+            None => {
+                let vocab_size = self.logits_f32.width() as usize;
+                PinnedBuffer::new(context, self.copied_rows() * vocab_size * 4, "logits")?
+            }
         };
         host.download(source, 0)?;
         copy_floats(host.bytes()?, out);

@@ -18,6 +18,27 @@ fn top_k_parts(width: i64) -> (i64, i64) {
     ((width as u64).div_ceil(chunk) as i64, chunk as i64)
 }
 
+/// The bytes of candidates that one round of launches may use.
+const WORKSPACE: i64 = 64 << 20;
+
+/// Returns the number of parts that one block selects from the candidates of `parts`.
+fn groups(parts: i64, k: i64) -> i64 {
+    ((parts * k) as u64).div_ceil(HELD as u64) as i64
+}
+
+/// Returns the largest number of bytes that selecting the `k` largest of rows of `width` takes
+/// temporarily, for `num_rows` of them.
+pub fn scratch_bytes(num_rows: usize, width: usize, k: usize) -> usize {
+    if width as i64 <= HELD || num_rows == 0 || k == 0 {
+        return 0;
+    }
+    let ((parts, _), k) = (top_k_parts(width as i64), k as i64);
+    let rows = (WORKSPACE / (8 * parts * k)).clamp(1, num_rows as i64);
+    let reduced = if groups(parts, k) > 1 { groups(parts, k) } else { 0 };
+    // Each block of memory begins at a multiple of 512 bytes.
+    (8 * rows * (parts + reduced) * k + 1024) as usize
+}
+
 pub(in crate::ops) fn top_k_on_cuda(
     context: &ComputeContext,
     cuda: &CudaContext,
@@ -27,8 +48,6 @@ pub(in crate::ops) fn top_k_on_cuda(
     values: &Tensor,
     indices: &Tensor,
 ) -> Result<()> {
-    /// The bytes of candidates that one round of launches may use.
-    const WORKSPACE: i64 = 64 << 20;
     const BLOCK: u32 = 1024;
     let k = values.width();
     let num_rows = values.num_elements() / k;
@@ -63,7 +82,7 @@ pub(in crate::ops) fn top_k_on_cuda(
     let allocate = |parts: i64| {
         context.allocate((8 * rows_at_a_time * parts * k) as usize, "the candidates of top_k")
     };
-    let groups_of = |parts: i64| ((parts * k) as u64).div_ceil(HELD as u64) as i64;
+    let groups_of = |parts: i64| groups(parts, k);
     let candidates = allocate(parts)?;
     let reduced = if groups_of(parts) > 1 { Some(allocate(groups_of(parts))?) } else { None };
     let parts_kernel =

@@ -8,6 +8,7 @@
 pub mod cpu;
 mod cuda;
 
+pub use self::cuda::scratch_bytes;
 use self::cuda::top_k_on_cuda;
 use crate::backend::{ComputeContext, ContextBackend};
 use crate::error::{Error, Result};
