@@ -1,5 +1,7 @@
 //! The index arrays of a step, whose memory is kept from one step to the next.
 
+use std::ops::Range;
+
 use super::step_size::Limits;
 use crate::error::{try_with_capacity, Error, Result};
 use crate::model::{ForwardBatch, LogProbsWanted, Step, TokenChoice, FROM_BATCH};
@@ -155,11 +157,11 @@ impl BatchBuilder {
         Ok(())
     }
 
-    /// Asks for the logits of every token that was added.
-    pub fn want_all(&mut self) -> Result<()> {
+    /// Asks for the logits of these tokens alone, which are numbered from the first one added.
+    pub fn want_rows(&mut self, rows: Range<usize>) -> Result<()> {
         self.logits_rows.clear();
-        room(&mut self.logits_rows, self.token_ids.len())?;
-        self.logits_rows.extend(0..self.token_ids.len() as u32);
+        room(&mut self.logits_rows, rows.len())?;
+        self.logits_rows.extend(rows.start as u32..rows.end as u32);
         Ok(())
     }
 

@@ -49,6 +49,6 @@ pub use memory_needs::MemoryNeeds;
 pub use opened::{DeviceLoad, ModelFolder};
 pub use step::{
     Draw, LogProbs, LogProbsWanted, Step, StepResult, StepTime, TokenChoice, TokenLogProb,
-    FROM_BATCH, MAX_TOP_LOG_PROBS, NO_TOKEN,
+    TokenScore, FROM_BATCH, MAX_TOP_LOG_PROBS, NO_TOKEN,
 };
 pub use workspace::Workspace;

@@ -61,6 +61,29 @@ pub struct LogProbsWanted {
     pub processed: bool,
 }
 
+/// How likely a given token was after those before it.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct TokenScore {
+    /// The logarithm of its softmax.
+    pub log_prob: f32,
+    /// Whether no other token was likelier, nor as likely with a lower id.
+    pub is_likeliest: bool,
+}
+
+/// What becomes of the logits of a pass.
+#[derive(Debug)]
+pub(super) enum RowsOut<'a> {
+    /// They are written here, `[num_logits_rows, vocab_size]`.
+    Logits(&'a mut [f32]),
+    /// They say how likely a token is, for each row.
+    Scores {
+        /// `[num_logits_rows]`, in the vocabulary.
+        tokens: &'a [u32],
+        /// `[num_logits_rows]`
+        scores: &'a mut [TokenScore],
+    },
+}
+
 /// The log-probability of a token: the logarithm of its softmax.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct TokenLogProb {

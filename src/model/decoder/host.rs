@@ -2,11 +2,12 @@
 
 use super::block::{Block, Decoder, LinearWeights, MlpWeights, NormWeights};
 use crate::backend::cpu::CpuBackend;
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{try_filled, Error, ErrorKind, Result};
 use crate::model::batch::ForwardBatch;
 use crate::model::config::{ModelConfig, NormKind};
 use crate::model::kv_cache::KvCache;
 use crate::model::loaded::{Compute, Model};
+use crate::model::step::{RowsOut, TokenScore};
 use crate::model::workspace::{Activations, Workspace};
 use crate::ops::activation::cpu::{activation_in_place, Activation};
 use crate::ops::attention::cpu_paged::{attention, AttentionBatch};
@@ -15,11 +16,32 @@ use crate::ops::embedding::cpu_packed::embedding;
 use crate::ops::kv_cache::cpu::kv_cache_append;
 use crate::ops::layer_norm::cpu::layer_norm;
 use crate::ops::linear::cpu::{linear, LinearScratch, Store};
+use crate::ops::log_probs::cpu::LogSum;
 use crate::ops::rms_norm::cpu::rms_norm;
 use crate::ops::rms_norm::cpu_heads::rms_norm_heads;
 use crate::ops::rope::cpu_table::{rope, RopeTable};
 use crate::ops::rope::RopePairing;
 use crate::ops::silu_mul::cpu_stacked::silu_mul;
+
+/// The logits that are computed at a time where tokens are scored: 16 MB.
+const SCORED_LOGITS: usize = 4 << 20;
+
+/// Returns the score of a token in a row of logits.
+fn score_of(logits: &[f32], token: u32) -> TokenScore {
+    let Some((before, [logit, after @ ..])) = logits.split_at_checked(token as usize) else {
+        return TokenScore::default();
+    };
+    // In this way NaN is never the likeliest.
+    let is_below = |other: &f32| other < logit;
+    TokenScore {
+        log_prob: LogSum::of(logits, 1.0).log_prob(*logit),
+        is_likeliest: before.iter().all(is_below) && after.iter().all(|other| other <= logit),
+    }
+}
+
+fn cancelled() -> Error {
+    Error::new(ErrorKind::Cancelled, "the forward pass was cancelled")
+}
 
 /// One forward pass in progress: what each layer needs besides its weights.
 struct Pass<'a> {
@@ -55,10 +77,6 @@ impl Model {
         should_stop: &dyn Fn() -> bool,
     ) -> Result<()> {
         let config = self.config();
-        if kv.layout() != self.kv_layout() {
-            return Err(Error::internal("the KV cache was made for another model"));
-        }
-        batch.validate(config, kv)?;
         let num_logits = batch.logits_rows.len().checked_mul(config.vocab_size);
         if num_logits != Some(logits.len()) {
             return Err(Error::invalid_argument(format!(
@@ -68,6 +86,46 @@ impl Model {
                 config.vocab_size
             )));
         }
+        self.forward_into(batch, kv, workspace, RowsOut::Logits(logits), should_stop)
+    }
+
+    /// Runs the tokens of `batch` as [`Model::forward`] does, and scores one token for each row of
+    /// `batch.logits_rows`. The logits stay where they are computed.
+    ///
+    /// tokens, scores: `[num_logits_rows]`.
+    pub fn score(
+        &self,
+        batch: &ForwardBatch<'_>,
+        kv: &mut KvCache,
+        workspace: &mut Workspace,
+        tokens: &[u32],
+        scores: &mut [TokenScore],
+        should_stop: &dyn Fn() -> bool,
+    ) -> Result<()> {
+        let num_rows = batch.logits_rows.len();
+        if tokens.len() != num_rows || scores.len() != num_rows {
+            return Err(Error::internal("scores of other rows than are wanted"));
+        }
+        if tokens.iter().any(|&token| token as usize >= self.config().vocab_size) {
+            return Err(Error::internal("the score of a token that is not in the vocabulary"));
+        }
+        let out = RowsOut::Scores { tokens, scores };
+        self.forward_into(batch, kv, workspace, out, should_stop)
+    }
+
+    fn forward_into(
+        &self,
+        batch: &ForwardBatch<'_>,
+        kv: &mut KvCache,
+        workspace: &mut Workspace,
+        out: RowsOut<'_>,
+        should_stop: &dyn Fn() -> bool,
+    ) -> Result<()> {
+        let config = self.config();
+        if kv.layout() != self.kv_layout() {
+            return Err(Error::internal("the KV cache was made for another model"));
+        }
+        batch.validate(config, kv)?;
         if batch.num_tokens() == 0 {
             return Ok(());
         }
@@ -76,7 +134,7 @@ impl Model {
             Compute::Device(cuda) => {
                 let most_rows = batch.num_tokens().max(batch.logits_rows.len());
                 let workspace = workspace.on_device(cuda, config, most_rows)?;
-                return cuda.forward(config, batch, kv, workspace, logits, should_stop);
+                return cuda.forward(config, batch, kv, workspace, out, should_stop);
             }
         };
         let act = workspace.activations(config, batch.num_tokens(), batch.logits_rows.len())?;
@@ -91,7 +149,7 @@ impl Model {
             only_wanted_rows: false,
             should_stop,
         };
-        cpu.weights.forward(&mut pass, cpu.rope.as_ref(), logits)
+        cpu.weights.forward(&mut pass, cpu.rope.as_ref(), out)
     }
 }
 
@@ -101,7 +159,7 @@ impl Decoder<PackedMatrix, Vec<f32>> {
         &self,
         pass: &mut Pass<'_>,
         rope_table: Option<&RopeTable>,
-        logits: &mut [f32],
+        out: RowsOut<'_>,
     ) -> Result<()> {
         embedding(pass.backend, &self.tokens.embedding, pass.batch.token_ids, pass.act.hidden)?;
         if let Some(table) = &self.position_embedding {
@@ -111,7 +169,7 @@ impl Decoder<PackedMatrix, Vec<f32>> {
             pass.check_stop()?;
             block.forward(pass, index, rope_table)?;
         }
-        pass.logits(self.tokens.output(), &self.final_norm, logits)
+        pass.logits(self.tokens.output(), &self.final_norm, out)
     }
 }
 
@@ -187,7 +245,7 @@ impl Pass<'_> {
     /// Ends the pass if the caller asks for it. Called before each layer.
     fn check_stop(&self) -> Result<()> {
         if (self.should_stop)() {
-            return Err(Error::new(ErrorKind::Cancelled, "the forward pass was cancelled"));
+            return Err(cancelled());
         }
         Ok(())
     }
@@ -300,14 +358,15 @@ impl Pass<'_> {
         self.only_wanted_rows = true;
     }
 
-    /// Computes the logits of the wanted rows: normalises them and multiplies with the output
-    /// matrix.
+    /// Computes the logits of the wanted rows, or scores from them: normalises the rows and
+    /// multiplies them with the output matrix.
     fn logits(
         &mut self,
         output: &PackedMatrix,
         final_norm: &NormWeights<Vec<f32>>,
-        logits: &mut [f32],
+        out: RowsOut<'_>,
     ) -> Result<()> {
+        let should_stop = self.should_stop;
         let (config, backend, act) = (self.config, self.backend, &mut self.act);
         let norm = |x: &[f32], out: &mut [f32]| normalise(backend, config, final_norm, x, out);
         let hidden_size = config.hidden_size;
@@ -325,6 +384,30 @@ impl Pass<'_> {
             norm(wanted, normed)?;
             &*normed
         };
-        linear(backend, normed, rows.len(), output, None, logits, Store::Overwrite, act.linear)
+        let mut linear = |x: &[f32], num_rows: usize, logits: &mut [f32]| {
+            linear(backend, x, num_rows, output, None, logits, Store::Overwrite, act.linear)
+        };
+        let (tokens, scores) = match out {
+            RowsOut::Logits(logits) => return linear(normed, rows.len(), logits),
+            RowsOut::Scores { tokens, scores } => (tokens, scores),
+        };
+        let at_a_time = (SCORED_LOGITS / config.vocab_size.max(1)).clamp(1, rows.len().max(1));
+        let len = at_a_time.saturating_mul(config.vocab_size);
+        let mut logits = try_filled(len, 0.0f32, "the logits of scored tokens")?;
+        let pieces = normed.chunks(at_a_time * hidden_size).zip(tokens.chunks(at_a_time));
+        for ((x, tokens), scores) in pieces.zip(scores.chunks_mut(at_a_time)) {
+            if should_stop() {
+                return Err(cancelled());
+            }
+            let logits = logits.get_mut(..tokens.len() * config.vocab_size).unwrap_or_default();
+            linear(x, tokens.len(), logits)?;
+            backend.parallel_rows(scores, 1, |first, scores| {
+                let rows = logits.chunks_exact(config.vocab_size).zip(tokens).skip(first);
+                for (score, (logits, &token)) in scores.iter_mut().zip(rows) {
+                    *score = score_of(logits, token);
+                }
+            })?;
+        }
+        Ok(())
     }
 }

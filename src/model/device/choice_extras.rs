@@ -8,9 +8,10 @@ use crate::backend::{Arena, ComputeContext, DeviceTensor, PinnedBuffer};
 use crate::error::{try_with_capacity, Error, Result};
 use crate::memory::{DType, ElementType};
 use crate::model::step::{
-    LogProbs, LogProbsWanted, Step, TokenChoice, TokenLogProb, MAX_TOP_LOG_PROBS,
+    LogProbs, LogProbsWanted, Step, TokenChoice, TokenLogProb, TokenScore, MAX_TOP_LOG_PROBS,
 };
 use crate::ops::adjust_logits::{AdjustedRow, ADJUSTED_ROW_WORDS, ADJUSTMENT_WORDS};
+use crate::ops::argmax::argmax;
 use crate::ops::log_probs::cuda::log_probs;
 use crate::ops::top_k::top_k;
 
@@ -220,6 +221,42 @@ impl ChoiceExtras {
         host.fence()?;
         slot.host = Some(host);
         slot.wanted.extend_from_slice(step.log_probs);
+        Ok(())
+    }
+
+    /// Scores one token for each row of `logits` `[num_rows, vocab_size]`, at most MAX_STEP_ROWS of
+    /// them, and waits for the scores.
+    pub fn read_scores(
+        &mut self,
+        logits: &DeviceTensor,
+        tokens: &[u32],
+        scores: &mut [TokenScore],
+    ) -> Result<()> {
+        let num_rows = tokens.len();
+        let host = self.host.get_mut(self.next);
+        let host = host.ok_or_else(|| Error::internal("no memory for scores"))?;
+        let words = host.bytes()?;
+        put(words, tokens.iter().copied());
+        host.upload(0..num_rows * 4, &self.words, 0)?;
+        let ids = self.words.view(0, &[num_rows, 1], None)?;
+        let likeliest = self.top_ids.view(0, &[num_rows], None)?;
+        let out = self.chosen_log_probs.view(0, &[num_rows, 1], None)?;
+        log_probs(&self.context, logits, &ids, None, &out)?;
+        argmax(&self.context, logits, &likeliest)?;
+        let log_probs_at = MAX_STEP_ROWS * 4;
+        host.download(&likeliest, 0)?;
+        host.download(&out, log_probs_at)?;
+        host.fence()?;
+        let (ids, log_probs) = host.bytes()?.split_at_checked(log_probs_at).unwrap_or_default();
+        let found = ids.chunks_exact(4).zip(log_probs.chunks_exact(4));
+        for ((score, &token), found) in scores.iter_mut().zip(tokens).zip(found) {
+            if let (&[a, b, c, d], &[e, f, g, h]) = found {
+                *score = TokenScore {
+                    log_prob: f32::from_ne_bytes([e, f, g, h]),
+                    is_likeliest: u32::from_ne_bytes([a, b, c, d]) == token,
+                };
+            }
+        }
         Ok(())
     }
 }

@@ -1,4 +1,4 @@
-//! Passes of a model on a device, and the logits that the host asks for.
+//! Passes of a model on a device, and the logits or scores that the host asks for.
 
 use super::lead::layers_ahead;
 use super::model::DeviceModel;
@@ -11,19 +11,20 @@ use crate::model::batch::ForwardBatch;
 use crate::model::config::ModelConfig;
 use crate::model::decoder::device::{rows_of, DevicePass, Wanted};
 use crate::model::kv_cache::KvCache;
+use crate::model::step::{RowsOut, TokenScore};
 use crate::ops::elementwise::cast;
 use crate::ops::linear::{Layer, LinearPass};
 
 impl DeviceModel {
-    /// Runs the whole pass over a validated batch: writes keys and values to `kv`, and the logits
-    /// of the wanted rows to `logits` `[num_logits_rows, vocab_size]`. All work is done on return.
+    /// Runs the whole pass over a validated batch: writes keys and values to `kv`, and what becomes
+    /// of the logits of the wanted rows to `out`. All work is done on return.
     pub fn forward(
         &self,
         config: &ModelConfig,
         batch: &ForwardBatch<'_>,
         kv: &KvCache,
         workspace: &mut DeviceWorkspace,
-        logits: &mut [f32],
+        out: RowsOut<'_>,
         should_stop: &dyn Fn() -> bool,
     ) -> Result<()> {
         let extras = RecordExtras {
@@ -44,7 +45,14 @@ impl DeviceModel {
             None => None,
         };
         if let Some(normed) = normed {
-            self.read_logits(config, linear, &normed, workspace, logits)?;
+            match out {
+                RowsOut::Logits(logits) => {
+                    self.read_logits(config, linear, &normed, workspace, logits)?;
+                }
+                RowsOut::Scores { tokens, scores } => {
+                    self.read_scores(config, linear, &normed, workspace, tokens, scores)?;
+                }
+            }
         }
         self.context.synchronize()
     }
@@ -109,6 +117,29 @@ impl DeviceModel {
                 cast(&self.context, &rounded, &f32s)?;
             }
             workspace.read_logits(&self.context, &f32s, out)?;
+        }
+        Ok(())
+    }
+
+    /// Computes the scores of one token for each row of `normed`, as many rows at a time as have room
+    /// for their logits.
+    fn read_scores(
+        &self,
+        config: &ModelConfig,
+        linear: LinearPass<'_>,
+        normed: &DeviceTensor,
+        workspace: &mut DeviceWorkspace,
+        tokens: &[u32],
+        scores: &mut [TokenScore],
+    ) -> Result<()> {
+        let (hidden_size, max_rows) = (config.hidden_size, workspace.step_rows());
+        let pieces = tokens.chunks(max_rows).zip(scores.chunks_mut(max_rows));
+        for (index, (tokens, scores)) in pieces.enumerate() {
+            let x =
+                normed.view(index * max_rows * hidden_size, &[tokens.len(), hidden_size], None)?;
+            let logits = rows_of(&workspace.logits, tokens.len())?;
+            linear.plain(&x, &self.output(), &logits)?;
+            workspace.steps.extras.read_scores(&logits, tokens, scores)?;
         }
         Ok(())
     }
