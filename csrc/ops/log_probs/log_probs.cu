@@ -11,12 +11,15 @@
 namespace xserv {
 
 constexpr int kThreads = 1024;
+// The lowest f32: what ops/adjust_logits makes of a banned token, which has minus infinity here.
+constexpr float kBanned = -3.4028234663852886e38f;
 
 struct LogSum {
   float max = -__builtin_huge_valf();
   float sum = 0.0f;  // of exp((x - max) * per_temperature)
 
   __device__ __forceinline__ void add(float x, float per_temperature) {
+    if (x == -__builtin_huge_valf()) return;
     if (x > max) {
       sum = sum * expf((max - x) * per_temperature) + 1.0f;
       max = x;
@@ -61,9 +64,12 @@ __device__ __forceinline__ void log_probs(float* out, const T* logits, const int
   const float log_sum = logf(block_reduce<Sum>(own, scratch[1]));
   for (int i = threadIdx.x; i < count; i += kThreads) {
     const unsigned id = ids[row * count + i];
-    out[row * count + i] = id < static_cast<unsigned>(vocab_size)
-                               ? (to_float(logits[id]) - max) * per_temperature - log_sum
-                               : __int_as_float(0x7fffffff);
+    float result = __int_as_float(0x7fffffff);
+    if (id < static_cast<unsigned>(vocab_size)) {
+      const float x = to_float(logits[id]);
+      result = x == kBanned ? -__builtin_huge_valf() : (x - max) * per_temperature - log_sum;
+    }
+    out[row * count + i] = result;
   }
 }
 

@@ -36,8 +36,11 @@ impl LogSum {
         LogSum { max, temperature: f64::from(temperature), log_sum: sum.ln() }
     }
 
-    /// Returns the log-probability of a token with this logit.
+    /// Returns the log-probability of a token with this logit; minus infinity for a banned token.
     pub fn log_prob(&self, logit: f32) -> f32 {
+        if logit == f32::MIN {
+            return f32::NEG_INFINITY;
+        }
         ((f64::from(logit) - f64::from(self.max)) / self.temperature - self.log_sum) as f32
     }
 }
