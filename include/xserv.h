@@ -1565,18 +1565,19 @@ typedef struct xserv_request {
    */
   uint64_t cache_key;
   /**
-   * Numbers that are added to logits before anything else is applied to them, each token at most
-   * once; or NULL.
+   * Numbers that are added to logits before anything else is applied to them, for each token at
+   * most one; or NULL.
    */
   const struct xserv_logit_bias *logit_bias;
   /**
-   * Number of biases.
+   * Number of biases, at most 16384.
    */
   size_t num_logit_bias;
   /**
    * Until so many tokens are generated, no token that ends the generation is chosen: neither the
    * model's own end tokens (unless ignore_eos is 1, where they end nothing) nor stop_token_ids. Their
-   * logits are minus infinity until then. Stop strings end the text all the same. Default 0.
+   * logits are minus infinity until then. Stop strings end the text all the same. At most
+   * max_tokens; default 0.
    */
   uint32_t min_tokens;
   /**
@@ -1687,7 +1688,7 @@ typedef struct xserv_log_prob {
    */
   uint32_t token_id;
   /**
-   * At most 0; minus infinity for a token that is banned.
+   * At most 0; less than -1e38 for a token that is banned.
    */
   float log_prob;
 } xserv_log_prob;

@@ -175,14 +175,14 @@ impl Request {
     }
 
     /// Adds a number to the logit of a token before anything else is applied to it: -10000 to 10000, or minus infinity,
-    /// which bans the token. May be called several times, for different tokens.
+    /// which bans the token. May be called for up to 16384 tokens, once each.
     pub fn logit_bias(mut self, token_id: u32, bias: f32) -> Self {
         self.logit_bias.push(LogitBias { token_id, bias });
         self
     }
 
     /// Until so many tokens are generated, none that ends the generation is chosen: neither the model's own end tokens
-    /// (unless they are ignored) nor those of [`stop_token_ids`](Request::stop_token_ids). Default: 0.
+    /// (unless they are ignored) nor those of [`stop_token_ids`](Request::stop_token_ids). At most the largest number of tokens; default: 0.
     pub fn min_tokens(mut self, min_tokens: u32) -> Self {
         self.min_tokens = min_tokens;
         self

@@ -14,7 +14,9 @@ use super::handle::HandleTable;
 use super::status::xserv_status;
 use super::text::chat_prompt;
 use super::types::{XSERV_NUL_TERMINATED, XSERV_SEED_RANDOM, XSERV_UNSET_FLOAT, XSERV_UNSET_INT};
-use crate::engine::{CancelToken, LogProbsWanted, LogitBias, Prompt, Request, SamplingOverrides};
+use crate::engine::{
+    CancelToken, LogProbsWanted, LogitBias, Prompt, Request, SamplingOverrides, MAX_LOGIT_BIASES,
+};
 use crate::error::{try_with_capacity, Error, Result};
 
 /// A switch that stops requests from another thread. Several requests may share one.
@@ -136,14 +138,15 @@ pub struct xserv_request {
     /// (their output does not depend on it, but the time that they take does). Default 0. A host
     /// whose users must not learn of each other's prompts gives each a number of their own.
     pub cache_key: u64,
-    /// Numbers that are added to logits before anything else is applied to them, each token at most
-    /// once; or NULL.
+    /// Numbers that are added to logits before anything else is applied to them, for each token at
+    /// most one; or NULL.
     pub logit_bias: *const xserv_logit_bias,
-    /// Number of biases.
+    /// Number of biases, at most 16384.
     pub num_logit_bias: usize,
     /// Until so many tokens are generated, no token that ends the generation is chosen: neither the
     /// model's own end tokens (unless ignore_eos is 1, where they end nothing) nor stop_token_ids. Their
-    /// logits are minus infinity until then. Stop strings end the text all the same. Default 0.
+    /// logits are minus infinity until then. Stop strings end the text all the same. At most
+    /// max_tokens; default 0.
     pub min_tokens: u32,
     /// Tells the log-probability of every generated token, and of so many of the most likely tokens in
     /// its place, at most 20; 0: of the generated token alone. Default XSERV_UNSET_INT: none. They are
@@ -323,6 +326,12 @@ unsafe fn prompt_of<'a>(c: &xserv_request) -> Result<Prompt<'a>> {
 unsafe fn logit_bias_of(c: &xserv_request) -> Result<Vec<LogitBias>> {
     // SAFETY: by contract.
     let given = unsafe { array_argument(c.logit_bias, c.num_logit_bias, "request.logit_bias") }?;
+    if given.len() > MAX_LOGIT_BIASES {
+        return Err(Error::invalid_argument(format!(
+            "request.num_logit_bias is {}, but at most {MAX_LOGIT_BIASES} are allowed",
+            given.len()
+        )));
+    }
     let mut biases = try_with_capacity(given.len(), "biases")?;
     biases.extend(given.iter().map(|b| LogitBias { token_id: b.token_id, bias: b.bias }));
     Ok(biases)

@@ -52,8 +52,8 @@ class GenerateOptions(TypedDict, total=False):
     presence_penalty: subtracted from the logits of tokens that were generated; -10000 to 10000, 0 is neutral.
     frequency_penalty: subtracted from the logits of tokens once for each time they were generated; -10000 to
         10000, 0 is neutral.
-    logit_bias: numbers that are added to the logits of tokens before everything else, by token id; -10000 to
-        10000, or -math.inf, which bans the token.
+    logit_bias: numbers that are added to the logits of tokens before everything else, by token id, at most 16384;
+        -10000 to 10000, or -math.inf, which bans the token.
     seed: of the random draws, 0 to 2**64 - 2. The same seed gives the same tokens, whatever else runs on the
         model (on a GPU up to rounding, unless the model was loaded with deterministic=True). Default: a fresh
         one, which Result.seed tells.
@@ -73,7 +73,7 @@ class GenerateOptions(TypedDict, total=False):
 
     min_tokens: until so many tokens are generated, no token that ends the generation is chosen: neither the
         model's own end tokens (unless ignore_eos) nor stop_token_ids. A string of stop ends the text all the
-        same. Default 0.
+        same. At most max_tokens; default 0.
     max_tokens: the largest number of tokens to generate. Default: max_new_tokens of generation_config.json,
         else until the context is full. 0 generates nothing.
     stop: a string or several, at most 64 of 1 to 1024 bytes: the text ends before the first one that appears,
