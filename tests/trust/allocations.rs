@@ -184,6 +184,13 @@ fn result_of(shim: &Shim, handle: *mut xserv_result) -> Outcome<String> {
         let ids = unsafe { std::slice::from_raw_parts(info.token_ids, info.num_tokens) };
         let text = unsafe { CStr::from_ptr(info.text) }.to_str().unwrap();
         said += &format!("{ids:?} {text:?} {}; ", info.finish_reason);
+        if !info.log_probs.is_null() {
+            let own = unsafe { std::slice::from_raw_parts(info.log_probs, ids.len()) };
+            let count = ids.len() * info.num_top_log_probs;
+            let top = unsafe { std::slice::from_raw_parts(info.top_log_probs, count) };
+            let top: Vec<u32> = top.iter().map(|one| one.token_id).collect();
+            said += &format!("{} of {} likely, {top:?}; ", own.len(), top.len());
+        }
         sample += 1;
         if sample == info.num_samples as usize {
             return Ok(said);
@@ -196,13 +203,22 @@ unsafe extern "C" fn count_tokens(_: *const xserv_token_event, count: *mut c_voi
     true
 }
 
-/// Two samples of a chat.
+static BIASES: [xserv_logit_bias; 2] = [
+    xserv_logit_bias { token_id: 11, bias: 0.5 },
+    xserv_logit_bias { token_id: 900, bias: f32::NEG_INFINITY },
+];
+
+/// Two samples of a chat, with all that can be told of them.
 fn chat_request() -> xserv_request {
     xserv_request {
         messages_json: MESSAGES.as_ptr(),
         max_tokens: 12,
         num_samples: 2,
         seed: 7,
+        logit_bias: BIASES.as_ptr(),
+        num_logit_bias: BIASES.len(),
+        min_tokens: 3,
+        num_log_probs: 2,
         ..request()
     }
 }
@@ -260,6 +276,10 @@ fn submit_and_next(world: &World) -> Outcome<String> {
             told[event.sample as usize] += 1;
             if event.num_tokens != told[event.sample as usize] {
                 let message = format!("token {} is told as {told:?}", event.num_tokens);
+                return Err(Failure { status: XSERV_STATUS_INTERNAL, message });
+            }
+            if event.log_prob.is_nan() || event.num_top_log_probs != 2 {
+                let message = format!("token {} lacks log-probabilities", event.num_tokens);
                 return Err(Failure { status: XSERV_STATUS_INTERNAL, message });
             }
         }

@@ -274,8 +274,97 @@ fn sampling(bench: &mut Bench) {
             model.generate(&request).map(|o| o.ids.len().to_string()).map_err(|f| f.message)
         });
     }
+    for value in values {
+        for token_id in [0, 2047] {
+            bench.case(format!("a bias of {value:e} for {token_id}"), move |_| {
+                let biases = [xserv_logit_bias { token_id, bias: value }];
+                let request = xserv_request {
+                    logit_bias: biases.as_ptr(),
+                    num_logit_bias: 1,
+                    num_log_probs: 2,
+                    processed_log_probs: 1,
+                    ..greedy(&PROMPT, 3)
+                };
+                let outcome = model.generate(&request);
+                if value.abs() <= 1e4 || value == f32::NEG_INFINITY {
+                    return outcome.map(|o| format!("{:?}", o.ids)).map_err(|f| f.message);
+                }
+                expect_failure(outcome, WRONG, "logit_bias[0].bias")?;
+                Ok(last_error())
+            });
+        }
+    }
+    for token_id in [2048, 1 << 31, u32::MAX] {
+        bench.case(format!("a bias for the token {token_id}"), move |_| {
+            let biases = [xserv_logit_bias { token_id, bias: 1.0 }];
+            let request = xserv_request {
+                logit_bias: biases.as_ptr(),
+                num_logit_bias: 1,
+                ..greedy(&PROMPT, 2)
+            };
+            expect_failure(model.generate(&request), WRONG, "logit_bias[0].token_id")?;
+            Ok(last_error())
+        });
+    }
+    bench.case("a token that has two biases", |_| {
+        let biases = [xserv_logit_bias { token_id: 5, bias: 1.0 }; 2];
+        let request =
+            xserv_request { logit_bias: biases.as_ptr(), num_logit_bias: 2, ..greedy(&PROMPT, 2) };
+        expect_failure(model.generate(&request), WRONG, "logit_bias[1].token_id")?;
+        Ok(last_error())
+    });
+    for (what, count, words) in [
+        ("a million biases", 1_000_000, "num_logit_bias"),
+        ("every token banned", 2048, "every token"),
+    ] {
+        bench.case(what, move |meter| {
+            let ban = |token_id| xserv_logit_bias { token_id, bias: f32::NEG_INFINITY };
+            let biases: Vec<_> = (0..count).map(ban).collect();
+            let request = xserv_request {
+                logit_bias: biases.as_ptr(),
+                num_logit_bias: biases.len(),
+                ..greedy(&PROMPT, 2)
+            };
+            let outcome = meter.time("generate", || model.generate(&request));
+            expect_failure(outcome, WRONG, words)?;
+            Ok(last_error())
+        });
+    }
+    for count in [usize::MAX, usize::MAX / 8, 1 << 60] {
+        bench.case(format!("{count} biases"), move |_| {
+            let biases = [xserv_logit_bias { token_id: 5, bias: 1.0 }];
+            let request = xserv_request {
+                logit_bias: biases.as_ptr(),
+                num_logit_bias: count,
+                ..greedy(&PROMPT, 2)
+            };
+            expect_failure(model.generate(&request), WRONG, "logit_bias")?;
+            Ok(last_error())
+        });
+    }
+    for min_tokens in [3, 1 << 31, u32::MAX] {
+        bench.case(format!("min_tokens = {min_tokens}"), move |_| {
+            let request = xserv_request { min_tokens, ..greedy(&PROMPT, 2) };
+            expect_failure(model.generate(&request), WRONG, "min_tokens")?;
+            Ok(last_error())
+        });
+    }
+    for num_log_probs in [21, 2048, 1 << 31, u32::MAX - 1] {
+        bench.case(format!("num_log_probs = {num_log_probs}"), move |_| {
+            let request = xserv_request { num_log_probs, ..greedy(&PROMPT, 2) };
+            expect_failure(model.generate(&request), WRONG, "num_log_probs")?;
+            Ok(last_error())
+        });
+    }
     type Flag = fn(&mut xserv_request);
-    let flags: [(&str, Flag); 5] = [
+    let flags: [(&str, Flag); 9] = [
+        ("logit_bias", |r| r.num_logit_bias = 1),
+        ("logit_bias", |r| {
+            r.logit_bias = std::ptr::without_provenance(PROMPT.as_ptr().addr() + 1);
+            r.num_logit_bias = 1
+        }),
+        ("processed_log_probs", |r| (r.num_log_probs, r.processed_log_probs) = (1, 2)),
+        ("processed_log_probs", |r| r.processed_log_probs = 1),
         ("ignore_eos", |r| r.ignore_eos = 2),
         ("skip_special_tokens", |r| r.skip_special_tokens = 255),
         ("struct_size", |r| r.struct_size = 0),
