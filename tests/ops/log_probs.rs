@@ -7,7 +7,7 @@ use crate::support::random::Random;
 use xserv::backend::{Arena, ComputeContext, DeviceTensor, PinnedBuffer};
 use xserv::memory::{DType, ElementType};
 use xserv::ops::log_probs::cpu::LogSum;
-use xserv::ops::log_probs::cuda::log_probs;
+use xserv::ops::log_probs::cuda::{log_probs, LogProbsList};
 
 /// The bar for log-probabilities.
 const TOLERANCE: f64 = 1e-4;
@@ -111,12 +111,28 @@ impl Device {
             self.upload(&mut arena, f32s, &[values.len()], &bytes)
         });
         let out = arena.tensor(f32s, &shape).expect("room");
-        log_probs(&self.context, &x, &ids, temperatures.as_deref(), &out).expect("a launch");
-        let mut host = PinnedBuffer::new(&self.context, out.size_bytes(), "a test").expect("room");
-        host.download(&out, 0).expect("a copy");
-        let words = host.bytes().expect("results").chunks_exact(4);
-        words.map(|b| f32::from_ne_bytes(b.try_into().expect("four"))).collect()
+        let list = LogProbsList { ids: &ids, out: &out };
+        let temperatures = temperatures.as_deref();
+        log_probs(&self.context, &x, temperatures, list, None).expect("a launch");
+        // As the second list it is the same.
+        let again = arena.tensor(f32s, &shape).expect("room");
+        let other = LogProbsList { ids: &ids, out: &again };
+        log_probs(&self.context, &x, temperatures, list, Some(other)).expect("a launch");
+        assert_eq!(words(&self.read(&out)), words(&self.read(&again)));
+        self.read(&out)
     }
+
+    fn read(&self, out: &DeviceTensor) -> Vec<f32> {
+        let mut host = PinnedBuffer::new(&self.context, out.size_bytes(), "a test").expect("room");
+        host.download(out, 0).expect("a copy");
+        let found = host.bytes().expect("results").chunks_exact(4);
+        found.map(|b| f32::from_ne_bytes(b.try_into().expect("four"))).collect()
+    }
+}
+
+/// NaN is not equal to itself, its bits are.
+fn words(values: &[f32]) -> Vec<u32> {
+    values.iter().map(|x| x.to_bits()).collect()
 }
 
 fn rounded(dtype: DType, x: f32) -> f32 {

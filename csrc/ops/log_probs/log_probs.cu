@@ -1,6 +1,7 @@
 // Log-probabilities of some tokens of each row: out = (x[id] - m) / t - log(sum(exp((x - m) / t))), m = max(x).
 //
-//   logits: [num_rows, vocab_size]; ids, out: [num_rows, count]; temperatures: [num_rows], or null for 1
+//   logits: [num_rows, vocab_size]; temperatures: [num_rows], or null for 1
+//   ids, out: [num_rows, count], two lists of them, so that the sum is done once
 //
 // One block a row, so that a row's sum has one order whatever else is in the batch. Threads work against their
 // own maximum and correct at the end (Milakov & Gimelshein 2018, arXiv:1805.02867). An id beyond the vocabulary
@@ -50,9 +51,15 @@ __device__ __forceinline__ LogSum sum_of_thread(const T* row, int vocab_size, fl
   return part;
 }
 
+struct LogProbsList {
+  float* out;
+  const int* ids;
+  int count;
+};
+
 template <typename T>
-__device__ __forceinline__ void log_probs(float* out, const T* logits, const int* ids, const float* temperatures,
-                                          int vocab_size, int count) {
+__device__ __forceinline__ void log_probs(const T* logits, const float* temperatures, int vocab_size,
+                                          const LogProbsList (&lists)[2]) {
   __shared__ float scratch[2][32];
   const int64_t row = blockIdx.x;
   logits += row * vocab_size;
@@ -62,23 +69,28 @@ __device__ __forceinline__ void log_probs(float* out, const T* logits, const int
   // A thread without tokens has minus infinity as its maximum and no sum.
   const float own = part.sum == 0.0f ? 0.0f : part.sum * expf((part.max - max) * per_temperature);
   const float log_sum = logf(block_reduce<Sum>(own, scratch[1]));
-  for (int i = threadIdx.x; i < count; i += kThreads) {
-    const unsigned id = ids[row * count + i];
-    float result = __int_as_float(0x7fffffff);
-    if (id < static_cast<unsigned>(vocab_size)) {
-      const float x = to_float(logits[id]);
-      result = x == kBanned ? -__builtin_huge_valf() : (x - max) * per_temperature - log_sum;
+#pragma unroll
+  for (int list = 0; list < 2; ++list) {
+    const int count = lists[list].count;
+    for (int i = threadIdx.x; i < count; i += kThreads) {
+      const unsigned id = lists[list].ids[row * count + i];
+      float result = __int_as_float(0x7fffffff);
+      if (id < static_cast<unsigned>(vocab_size)) {
+        const float x = to_float(logits[id]);
+        result = x == kBanned ? -__builtin_huge_valf() : (x - max) * per_temperature - log_sum;
+      }
+      lists[list].out[row * count + i] = result;
     }
-    out[row * count + i] = result;
   }
 }
 
 }  // namespace xserv
 
-#define XSERV_LOG_PROBS(SUFFIX, T)                                                                        \
-  extern "C" __global__ void __launch_bounds__(xserv::kThreads)                                           \
-      xserv_log_probs_##SUFFIX(float* out, const T* logits, const int* ids, const float* temperatures,    \
-                               int vocab_size, int count) {                                               \
-    xserv::log_probs<T>(out, logits, ids, temperatures, vocab_size, count);                               \
+#define XSERV_LOG_PROBS(SUFFIX, T)                                                                            \
+  extern "C" __global__ void __launch_bounds__(xserv::kThreads)                                               \
+      xserv_log_probs_##SUFFIX(const T* logits, const float* temperatures, int vocab_size, float* out,        \
+                               const int* ids, int count, float* out_b, const int* ids_b, int count_b) {      \
+    const xserv::LogProbsList lists[2] = {{out, ids, count}, {out_b, ids_b, count_b}};                        \
+    xserv::log_probs<T>(logits, temperatures, vocab_size, lists);                                             \
   }
 XSERV_FOR_EACH_DTYPE(XSERV_LOG_PROBS)

@@ -12,7 +12,7 @@ use crate::model::step::{
 };
 use crate::ops::adjust_logits::{AdjustedRow, ADJUSTED_ROW_WORDS, ADJUSTMENT_WORDS};
 use crate::ops::argmax::argmax;
-use crate::ops::log_probs::cuda::log_probs;
+use crate::ops::log_probs::cuda::{log_probs, LogProbsList};
 use crate::ops::top_k::top_k;
 
 /// The number of adjustments that there is room for from the start; it grows for more.
@@ -197,26 +197,29 @@ impl ChoiceExtras {
                 false => (logits, None),
             };
             let temperatures = temperatures.as_deref();
+            let at = kind * KIND_BYTES;
             let ids = chosen.view(0, &[num_rows, 1], None)?;
             let out = self.chosen_log_probs.view(0, &[num_rows, 1], None)?;
-            log_probs(&self.context, source, &ids, temperatures, &out)?;
-            let at = kind * KIND_BYTES;
-            host.download(&out, at)?;
+            let list = LogProbsList { ids: &ids, out: &out };
             if let Some(place) = slot.counts.get_mut(kind) {
                 *place = count;
             }
             if count == 0 {
+                log_probs(&self.context, source, temperatures, list, None)?;
+                host.download(&out, at)?;
                 continue;
             }
             let values = self.top_values.get(usize::from(processed));
             let values = values.ok_or_else(|| Error::internal("no memory for logits"))?;
             let values = values.view(0, &[num_rows, count], None)?;
-            let ids = self.top_ids.view(0, &[num_rows, count], None)?;
-            let out = self.top_log_probs.view(0, &[num_rows, count], None)?;
-            top_k(&self.context, source, &values, &ids)?;
-            log_probs(&self.context, source, &ids, temperatures, &out)?;
-            host.download(&ids, at + MAX_STEP_ROWS * 4)?;
-            host.download(&out, at + (MAX_STEP_ROWS + TOP_LEN) * 4)?;
+            let top_ids = self.top_ids.view(0, &[num_rows, count], None)?;
+            let top_out = self.top_log_probs.view(0, &[num_rows, count], None)?;
+            top_k(&self.context, source, &values, &top_ids)?;
+            let top = LogProbsList { ids: &top_ids, out: &top_out };
+            log_probs(&self.context, source, temperatures, list, Some(top))?;
+            host.download(&out, at)?;
+            host.download(&top_ids, at + MAX_STEP_ROWS * 4)?;
+            host.download(&top_out, at + (MAX_STEP_ROWS + TOP_LEN) * 4)?;
         }
         host.fence()?;
         slot.host = Some(host);
@@ -241,7 +244,8 @@ impl ChoiceExtras {
         let ids = self.words.view(0, &[num_rows, 1], None)?;
         let likeliest = self.top_ids.view(0, &[num_rows], None)?;
         let out = self.chosen_log_probs.view(0, &[num_rows, 1], None)?;
-        log_probs(&self.context, logits, &ids, None, &out)?;
+        let list = LogProbsList { ids: &ids, out: &out };
+        log_probs(&self.context, logits, None, list, None)?;
         argmax(&self.context, logits, &likeliest)?;
         let log_probs_at = MAX_STEP_ROWS * 4;
         host.download(&likeliest, 0)?;
