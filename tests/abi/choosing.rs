@@ -2,6 +2,7 @@
 //! expected is computed here, in f64, from the logits that xserv_logits gives.
 
 use std::ffi::{c_char, c_void, CString};
+use std::process::Command;
 use std::ptr;
 
 use xserv::ffi::xserv_event_kind::*;
@@ -10,6 +11,7 @@ use xserv::ffi::*;
 
 use crate::batching::{idle, tokens, Submission};
 use crate::client::*;
+use crate::cuda::{on_cuda, shared_cuda, whole_cuda};
 
 const BANNED: f32 = f32::NEG_INFINITY;
 
@@ -533,4 +535,78 @@ fn the_blocking_call_has_log_probabilities_in_its_result() {
     let told = told_by(result, 1).remove(0);
     assert_eq!(told.ids.len(), 3);
     assert_told(&told, &own_rows(&model, &ids, &told.ids), 2);
+}
+
+/// The tests of this file once more, over a model on a GPU: it changes logits and adds up by kernels of its own.
+#[test]
+fn all_of_it_holds_on_cuda() {
+    let Some(_device) = whole_cuda() else { return };
+    let output = Command::new(std::env::current_exe().unwrap())
+        .args(["choosing::", "--skip", "choosing::all_of_it_holds_on_cuda"])
+        .env(TEST_ON_CUDA, "1")
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&output.stdout);
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success() && text.contains("test result: ok. 1"), "{text}{errors}");
+}
+
+/// All penalties, biases and an end that may not come yet, in f32: the GPU chooses what the CPU chooses, alone and
+/// beside others that want other things.
+#[test]
+fn cuda_chooses_what_the_cpu_chooses() {
+    let Some(_device) = shared_cuda() else { return };
+    let on_cpu = Model::load(
+        &tiny(),
+        &xserv_load_options { dtype: xserv_dtype::XSERV_DTYPE_F32 as u32, ..load_options() },
+    )
+    .unwrap();
+    let gpu = Model::load(&tiny(), &on_cuda(xserv_dtype::XSERV_DTYPE_F32)).unwrap();
+    let biases: Vec<_> = (0..40).map(|i| bias(i * 37, (i % 7) as f32 - 3.0)).collect();
+    let prompts: Vec<Vec<u32>> = (0..6).map(|salt| tokens(20 + 5 * salt as usize, salt)).collect();
+    let requests: Vec<xserv_request> = prompts
+        .iter()
+        .enumerate()
+        .map(|(index, prompt)| {
+            let request = greedy(prompt, 48);
+            match index {
+                0 => request,
+                1 => xserv_request { repetition_penalty: 1.4, ..request },
+                2 => xserv_request { presence_penalty: 1.5, frequency_penalty: 0.3, ..request },
+                3 => biased(request, &biases),
+                4 => xserv_request { min_tokens: 40, num_log_probs: 5, ..request },
+                _ => xserv_request {
+                    repetition_penalty: 1.2,
+                    presence_penalty: -0.4,
+                    frequency_penalty: 0.2,
+                    min_tokens: 30,
+                    num_log_probs: 20,
+                    processed_log_probs: 1,
+                    ..biased(request, &biases)
+                },
+            }
+        })
+        .collect();
+    let expected: Vec<Told> =
+        requests.iter().map(|request| generate(&on_cpu, request).remove(0)).collect();
+    let compare = |found: &Told, expected: &Told| {
+        assert_eq!(found.ids, expected.ids);
+        assert_eq!(found.log_probs.len(), expected.log_probs.len());
+        for (found, expected) in found.log_probs.iter().zip(&expected.log_probs) {
+            assert!((found - expected).abs() <= 2e-4, "{found} instead of {expected}");
+        }
+    };
+    for (request, expected) in requests.iter().zip(&expected) {
+        compare(&generate(&gpu, request).remove(0), expected);
+    }
+    let together: Vec<Submission> = requests
+        .iter()
+        .map(|request| Submission::new(&gpu, request, ptr::null()).unwrap())
+        .collect();
+    for (submission, expected) in together.iter().zip(&expected) {
+        submission.finish(1);
+        let mut result = ptr::null_mut();
+        check(unsafe { xserv_submission_take_result(submission.0, &mut result) }).unwrap();
+        compare(&told_by(result, 1)[0], expected);
+    }
 }

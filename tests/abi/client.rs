@@ -62,12 +62,21 @@ pub fn shared_golden() -> Option<PathBuf> {
     Some(path)
 }
 
-/// The defaults, but for the device: what is tested is the CPU, on machines with a GPU too.
+/// Set where tests of the CPU are to run on a GPU, in f32, where results depend on the request alone as on the CPU.
+pub const TEST_ON_CUDA: &str = "XSERV_TEST_ON_CUDA";
+
+/// The defaults, but for the device: what is tested is the CPU, on machines with a GPU too, unless the environment asks
+/// for a GPU (choosing.rs does).
 pub fn load_options() -> xserv_load_options {
     let mut options: xserv_load_options = unsafe { std::mem::zeroed() };
     unsafe { xserv_load_options_init(&mut options, size_of_val(&options)) };
     assert_eq!(options.device_kind, xserv_device_kind::XSERV_DEVICE_AUTO as u32);
     options.device_kind = xserv_device_kind::XSERV_DEVICE_CPU as u32;
+    if std::env::var_os(TEST_ON_CUDA).is_some() {
+        options.device_kind = xserv_device_kind::XSERV_DEVICE_CUDA as u32;
+        options.dtype = xserv_dtype::XSERV_DTYPE_F32 as u32;
+        options.deterministic = 1;
+    }
     options
 }
 

@@ -19,9 +19,10 @@
 // k tokens of the row reach the `parts`-th largest of these keys. _choose collects the tokens that
 // reach it, and the last block of the row sorts them and applies the filters. Probabilities are in
 // fixed point, because sums of integers do not depend on the order. Where the collected tokens are not
-// enough (large k, flat distributions, very many ties), the last block goes over the whole row, with
-// thresholds from histograms of the order-preserving keys, 11 bits at a time. Both ways keep the same
-// tokens.
+// enough (large k, flat distributions), the last block goes over the whole row: a histogram of the distances
+// from the likeliest token says in which bin the threshold lies, and the tokens of that bin are sorted. Where
+// they are too many or too distant, the thresholds come from histograms of the order-preserving keys, 11 bits
+// at a time. All ways keep the same tokens.
 #include "common/dtype.cuh"
 #include "common/layouts.cuh"
 #include "common/order.cuh"
@@ -337,8 +338,115 @@ __device__ __forceinline__ unsigned long long weight_of(const SampleRow& how, fl
   return static_cast<unsigned long long>(expf((value - maximum) / how.temperature) * kOne);
 }
 
+// Sorts the first `size` (a power of two) pairs in shared memory, the largest first, by a bitonic network.
+__device__ void sort_pairs(uint64_t* pairs, int size) {
+  for (int run = 2; run <= size; run *= 2) {
+    for (int distance = run / 2; distance > 0; distance /= 2) {
+      __syncthreads();
+      for (int i = threadIdx.x; i < size / 2; i += kThreads) {
+        const int low = i / distance * 2 * distance + i % distance, high = low + distance;
+        const bool is_descending = (low & run) == 0;
+        const uint64_t a = pairs[low], b = pairs[high];
+        if ((a < b) == is_descending) pairs[low] = b, pairs[high] = a;
+      }
+    }
+  }
+  __syncthreads();
+}
+
+// The bins for a first look at a row: by the distance from the likeliest token, in units of the temperature.
+// Unlike the leading bits of the keys they spread the tokens out, so that threads rarely add to the same one.
+constexpr float kBinsPerUnit = 128.0f;
+
+__device__ __forceinline__ int distance_bin(const SampleRow& how, float value, float maximum) {
+  const float distance = (maximum - value) * (kBinsPerUnit / how.temperature);
+  return kBins - 1 - static_cast<int>(fminf(distance, kBins - 1.0f));
+}
+
+// Finds the cut of top-p (kByMass) or of top-k among the tokens with keys of at least `lowest`: the bin in which it
+// lies, and then the token among those of the bin, in order. Returns false if that takes more room than there is, or
+// if the bin is the one of all distant tokens. All threads of the block call it; `pairs` has room for kMaxCandidates.
+template <bool kByMass, typename T>
+__device__ bool find_cut_in_bins(const LogitsRow<T>& row, const SampleRow& how, float maximum, uint32_t lowest,
+                                 Histogram& histogram, uint64_t* pairs, Cut& cut) {
+  __shared__ int num_pairs;
+  __shared__ unsigned long long total;
+  __shared__ Cut found;
+  __syncthreads();
+  for (int bin = threadIdx.x; bin < kBins; bin += kThreads) histogram.count[bin] = 0, histogram.mass[bin] = 0;
+  if (threadIdx.x == 0) num_pairs = 0, total = 0;
+  __syncthreads();
+  row.template for_each_group<4>(threadIdx.x, kThreads, [&](int, const float (&values)[4], int present) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i >= present || order_key(values[i]) < lowest) continue;
+      const int bin = distance_bin(how, values[i], maximum);
+      if (kByMass) {
+        atomicAdd(&histogram.mass[bin], weight_of(how, values[i], maximum));
+      } else {
+        atomicAdd(&histogram.count[bin], 1u);
+      }
+    }
+  });
+  __syncthreads();
+  unsigned long long goal = how.top_k;
+  if (kByMass) {
+    unsigned long long own = 0;
+    for (int bin = threadIdx.x; bin < kBins; bin += kThreads) own += histogram.mass[bin];
+    atomicAdd(&total, own);
+    __syncthreads();
+    goal = static_cast<unsigned long long>(ceil(static_cast<double>(how.top_p) * static_cast<double>(total)));
+    if (goal < 1) goal = 1;
+  }
+  const Crossing at = kByMass ? find_crossing(histogram.mass, goal) : find_crossing(histogram.count, goal);
+  if (at.bin == 0) return false;
+
+  row.template for_each_group<4>(threadIdx.x, kThreads, [&](int group, const float (&values)[4], int present) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i >= present || order_key(values[i]) < lowest) continue;
+      if (distance_bin(how, values[i], maximum) != at.bin) continue;
+      const int place = atomicAdd(&num_pairs, 1);
+      if (place < kMaxCandidates) pairs[place] = pair_key(values[i], group * 4 + i);
+    }
+  });
+  __syncthreads();
+  const int count = num_pairs;
+  if (count > kMaxCandidates) return false;
+  int size = 2;
+  while (size < count) size *= 2;
+  for (int i = count + static_cast<int>(threadIdx.x); i < size; i += kThreads) pairs[i] = 0;
+  sort_pairs(pairs, size);
+
+  constexpr int kEach = kMaxCandidates / kThreads;  // neighbouring tokens for each thread
+  const int first = threadIdx.x * kEach;
+  unsigned long long each[kEach], own = 0;
+#pragma unroll
+  for (int k = 0; k < kEach; ++k) {
+    each[k] = 0;
+    if (first + k < count) {
+      const float value = value_of_key(static_cast<uint32_t>(pairs[first + k] >> 32));
+      each[k] = kByMass ? weight_of(how, value, maximum) : 1;
+    }
+    own += each[k];
+  }
+  unsigned long long before = at.above + sum_before(own);
+#pragma unroll
+  for (int k = 0; k < kEach; ++k) {
+    // The last token that is needed; with top-k the ties with it stay.
+    if (before < goal && before + each[k] >= goal) {
+      const uint64_t pair = pairs[first + k];
+      found = {static_cast<uint32_t>(pair >> 32), kByMass ? static_cast<int>(index_of_pair(pair)) : row.vocab_size};
+    }
+    before += each[k];
+  }
+  __syncthreads();
+  cut = found;
+  return true;
+}
+
 template <typename T>
-__device__ Cut find_cut(const LogitsRow<T>& row, const SampleRow& how, float maximum) {
+__device__ Cut find_cut(const LogitsRow<T>& row, const SampleRow& how, float maximum, uint64_t* pairs) {
   __shared__ Histogram histogram;
   // Counts the keys that begin with the `prefix_bits` of `prefix` and are at least `lowest`, and sums
   // up their weights.
@@ -366,8 +474,12 @@ __device__ Cut find_cut(const LogitsRow<T>& row, const SampleRow& how, float max
   constexpr int kShifts[3] = {21, 10, 0};
   constexpr int kPrefixBits[3] = {0, 11, 22};
 
+  Cut cut;
   uint32_t lowest = 0;  // the lowest key that top-k keeps
-  if (how.top_k > 0 && how.top_k < row.vocab_size) {
+  const bool has_top_k = how.top_k > 0 && how.top_k < row.vocab_size;
+  if (has_top_k && find_cut_in_bins<false>(row, how, maximum, 0, histogram, pairs, cut)) {
+    lowest = cut.key;
+  } else if (has_top_k) {
     unsigned long long goal = how.top_k;
     uint32_t prefix = 0;
 #pragma unroll
@@ -380,6 +492,7 @@ __device__ Cut find_cut(const LogitsRow<T>& row, const SampleRow& how, float max
     lowest = prefix;
   }
   if (!(how.top_p < 1.0f)) return {lowest, row.vocab_size};
+  if (find_cut_in_bins<true>(row, how, maximum, lowest, histogram, pairs, cut)) return cut;
 
   __shared__ unsigned long long total;
   unsigned long long goal = 0;
@@ -408,7 +521,7 @@ __device__ Cut find_cut(const LogitsRow<T>& row, const SampleRow& how, float max
   // All ties have the same weight; a tie stays while the tokens before it do not reach the goal.
   const unsigned long long each = ties > 0 ? tie_mass / ties : 0;
   const unsigned long long needed = each > 0 ? (goal + each - 1) / each : ties;
-  Cut cut = {prefix > lowest ? prefix : lowest, row.vocab_size};
+  cut = {prefix > lowest ? prefix : lowest, row.vocab_size};
   if (needed >= ties) return cut;
 
   // Finds the id of the last tie that is needed. Each thread counts a run of neighbouring groups.
@@ -507,22 +620,6 @@ __device__ void collect(const SampleArgs& args, const LogitsRow<T>& row, const S
   }
 }
 
-// Sorts the first `size` (a power of two) pairs in shared memory, the largest first, by a bitonic network.
-__device__ void sort_pairs(uint64_t* pairs, int size) {
-  for (int run = 2; run <= size; run *= 2) {
-    for (int distance = run / 2; distance > 0; distance /= 2) {
-      __syncthreads();
-      for (int i = threadIdx.x; i < size / 2; i += kThreads) {
-        const int low = i / distance * 2 * distance + i % distance, high = low + distance;
-        const bool is_descending = (low & run) == 0;
-        const uint64_t a = pairs[low], b = pairs[high];
-        if ((a < b) == is_descending) pairs[low] = b, pairs[high] = a;
-      }
-    }
-  }
-  __syncthreads();
-}
-
 constexpr unsigned kUndecided = 0xfffffffeu;
 
 // Returns the token drawn among the candidates that pass the filters, or kUndecided if tokens that are
@@ -585,8 +682,9 @@ __device__ unsigned choose_candidate(const SampleArgs& args, const SampleRow& ho
 
 // Draws as choose_candidate does, but over the whole row.
 template <typename T>
-__device__ unsigned choose_filtered(const LogitsRow<T>& row, const SampleRow& how, float maximum, int likeliest) {
-  const Cut cut = find_cut(row, how, maximum);
+__device__ unsigned choose_filtered(const LogitsRow<T>& row, const SampleRow& how, float maximum, int likeliest,
+                                    uint64_t* pairs) {
+  const Cut cut = find_cut(row, how, maximum, pairs);
   const auto is_left = [&](float value, int id) {
     return is_kept(cut, order_key(value), id) && passes_min_p(how, value, maximum);
   };
@@ -643,7 +741,7 @@ __device__ __forceinline__ void sample_choose(const SampleArgs& args) {
     if (has_bound) {
       token = choose_candidate(args, how, maximum, __ldcg(&counters.num_candidates), __ldcg(&counters.mass), pairs);
     }
-    if (token == kUndecided) token = choose_filtered(row, how, maximum, likeliest);
+    if (token == kUndecided) token = choose_filtered(row, how, maximum, likeliest, pairs);
     if (threadIdx.x == 0) {
       counters = SampleCounters();
       write_token(args, token);
