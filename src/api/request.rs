@@ -182,7 +182,7 @@ impl Request {
     }
 
     /// Until so many tokens are generated, none that ends the generation is chosen: neither the model's own end tokens
-    /// (unless they are ignored) nor those of [`stop_token_ids`](Request::stop_token_ids). At most the largest number of tokens; default: 0.
+    /// (unless they are ignored) nor those of [`stop_token_ids`](Request::stop_token_ids). At most `max_tokens`; default: 0.
     pub fn min_tokens(mut self, min_tokens: u32) -> Self {
         self.min_tokens = min_tokens;
         self

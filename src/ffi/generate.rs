@@ -57,7 +57,7 @@ pub type xserv_token_callback =
 pub struct xserv_log_prob {
     /// The token.
     pub token_id: u32,
-    /// At most 0; less than -1e38 for a token that is banned.
+    /// At most 0; minus infinity for a token that is banned.
     pub log_prob: f32,
 }
 

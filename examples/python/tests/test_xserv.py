@@ -276,7 +276,9 @@ class Choosing(ModelTest):
 
     def test_events(self):
         for options in ({}, {"logprobs": 3, "num_samples": 3, "temperature": 1.0, "seed": 5}, {"stop": "e"}):
-            options = dict(self.GREEDY, max_tokens=20, **options) if "seed" not in options else dict(options, max_tokens=20)
+            if "seed" not in options:
+                options = dict(self.GREEDY, **options)
+            options = dict(options, max_tokens=20)
             stream = self.model.generate("Once upon a time", stream=True, **options)
             self.assert_events(list(stream.events()), stream.result)
             self.assertEqual((list(stream.events()), list(stream)), ([], []))

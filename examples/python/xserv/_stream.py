@@ -15,8 +15,8 @@ from ._library import check, library
 
 
 class TokenLogProb(NamedTuple):
-    """The log-probability of a token: the natural logarithm of its probability, at most 0; less than -1e38 for a token
-    that is banned."""
+    """The log-probability of a token: the natural logarithm of its probability, at most 0; minus infinity for a
+    token that is banned."""
 
     token_id: int
     logprob: float

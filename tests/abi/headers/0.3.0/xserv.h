@@ -1688,7 +1688,7 @@ typedef struct xserv_log_prob {
    */
   uint32_t token_id;
   /**
-   * At most 0; less than -1e38 for a token that is banned.
+   * At most 0; minus infinity for a token that is banned.
    */
   float log_prob;
 } xserv_log_prob;
