@@ -4,10 +4,21 @@
 
 use std::collections::{HashMap, HashSet};
 
-use super::request::{LogitBias, MAX_LOGIT_BIAS};
 use crate::error::{Error, Result};
 use crate::ops::adjust_logits::cpu::adjust_logits;
 use crate::ops::adjust_logits::{AdjustedRow, Adjustment};
+
+/// A number that is added to the logit of a token.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct LogitBias {
+    /// The token.
+    pub token_id: u32,
+    /// At most [`MAX_LOGIT_BIAS`] either way; minus infinity bans the token.
+    pub bias: f32,
+}
+
+/// The largest bias, either way.
+pub const MAX_LOGIT_BIAS: f32 = 1e4;
 
 /// The most biases of a request: they go to the device with every token.
 pub const MAX_LOGIT_BIASES: usize = 16_384;

@@ -73,13 +73,10 @@ pub use generation_config::GenerationConfig;
 pub use inbox::Waker;
 pub use inspect::{inspect, Inspection};
 pub use log::{LogLevel, LogTarget, Logger};
-pub use logit_changes::MAX_LOGIT_BIASES;
+pub use logit_changes::{LogitBias, MAX_LOGIT_BIAS, MAX_LOGIT_BIASES};
 pub use options::{DeviceChoice, EngineOptions};
 pub use plan::{plan, Plan};
-pub use request::{
-    CancelToken, ChatPrompt, FinishReason, LogProbsWanted, LogitBias, Prompt, Request,
-    MAX_LOGIT_BIAS,
-};
+pub use request::{CancelToken, ChatPrompt, FinishReason, LogProbsWanted, Prompt, Request};
 pub use sampler::{Sampler, SamplingOverrides, SamplingParams};
 pub use scheduler::Scheduler;
 pub use stats::{EngineStats, FIRST_BUCKET_US, NUM_STEP_BUCKETS};

@@ -4,6 +4,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::logit_changes::LogitBias;
 use super::sampler::SamplingOverrides;
 pub use crate::model::LogProbsWanted;
 
@@ -55,18 +56,6 @@ pub enum Prompt<'a> {
     /// A conversation, to be rendered and tokenized.
     Chat(ChatPrompt<'a>),
 }
-
-/// A number that is added to the logit of a token.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct LogitBias {
-    /// The token.
-    pub token_id: u32,
-    /// At most [`MAX_LOGIT_BIAS`] either way; minus infinity bans the token.
-    pub bias: f32,
-}
-
-/// The largest bias, either way.
-pub const MAX_LOGIT_BIAS: f32 = 1e4;
 
 /// One generation to be done. Fields that are `None` come from the model's generation_config.json.
 pub struct Request<'a> {

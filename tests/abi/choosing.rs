@@ -429,7 +429,7 @@ fn requests_of_one_step_keep_their_own() {
     let request = |i: usize| xserv_request {
         ignore_eos: (i % 2) as u8,
         min_tokens: i as u32 * 3,
-        num_log_probs: if i % 3 == 0 { XSERV_UNSET_INT } else { i as u32 },
+        num_log_probs: if i.is_multiple_of(3) { XSERV_UNSET_INT } else { i as u32 },
         processed_log_probs: u8::from(i % 3 == 2),
         temperature: [0.0, 1.0][i / 2 % 2],
         seed: i as u64,
@@ -439,7 +439,7 @@ fn requests_of_one_step_keep_their_own() {
     let all: Vec<Submission> =
         (0..8).map(|i| Submission::new(&model, &request(i), ptr::null()).unwrap()).collect();
     for (i, (submission, alone)) in all.iter().zip(&alone).enumerate() {
-        assert_eq!(alone.log_probs.len(), if i % 3 == 0 { 0 } else { alone.ids.len() });
+        assert_eq!(alone.log_probs.len(), if i.is_multiple_of(3) { 0 } else { alone.ids.len() });
         submission.finish(1);
         let mut result = ptr::null_mut();
         check(unsafe { xserv_submission_take_result(submission.0, &mut result) }).unwrap();
