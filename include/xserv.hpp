@@ -444,6 +444,10 @@ class Request {
   Request &cancel(const CancelToken &token) { return cancel_ = token.need(), *this; }
   Request &max_tokens(std::uint32_t count) { return raw_.max_tokens = count, *this; }
   Request &min_tokens(std::uint32_t count) { return raw_.min_tokens = count, *this; }
+  Request &typical_p(float value) { return raw_.typical_p = value, *this; }
+  Request &no_repeat_ngram_size(std::uint32_t size) { return raw_.no_repeat_ngram_size = size, *this; }
+  /* The tokens with which the answer begins, whatever is likely. */
+  Request &first_tokens(std::vector<TokenId> ids) { return first_tokens_ = std::move(ids), *this; }
   Request &temperature(float value) { return raw_.temperature = value, *this; }
   Request &top_k(std::uint32_t count) { return raw_.top_k = count, *this; }
   Request &top_p(float value) { return raw_.top_p = value, *this; }
@@ -506,6 +510,7 @@ class Request {
       raw.template_variables_json = detail::c_string(variables_, "the JSON of template variables");
     raw.stop_strings = stops.data(), raw.num_stop_strings = stops.size();
     raw.stop_token_ids = stop_tokens_.data(), raw.num_stop_token_ids = stop_tokens_.size();
+    raw.first_tokens = first_tokens_.data(), raw.num_first_tokens = first_tokens_.size();
     raw.logit_bias = biases_.data(), raw.num_logit_bias = biases_.size();
     raw.cancel = cancel_.get();
     return f(raw);
@@ -514,7 +519,7 @@ class Request {
   xserv_request raw_;
   Kind kind_ = Kind::prompt;
   std::string text_, tools_, variables_;
-  std::vector<TokenId> tokens_, stop_tokens_;
+  std::vector<TokenId> tokens_, stop_tokens_, first_tokens_;
   std::vector<LogitBias> biases_;
   std::vector<std::string> stop_strings_;
   std::shared_ptr<xserv_cancel_token> cancel_;

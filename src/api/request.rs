@@ -82,6 +82,7 @@ pub struct Request {
     cache_key: u64,
     logit_bias: Vec<LogitBias>,
     min_tokens: u32,
+    first_tokens: Vec<u32>,
     log_probs: Option<LogProbsWanted>,
 }
 
@@ -106,6 +107,7 @@ impl Request {
             cache_key: 0,
             logit_bias: Vec::new(),
             min_tokens: 0,
+            first_tokens: Vec::new(),
             log_probs: None,
         }
     }
@@ -178,6 +180,25 @@ impl Request {
     /// which bans the token. May be called for up to 16384 tokens, once each.
     pub fn logit_bias(mut self, token_id: u32, bias: f32) -> Self {
         self.logit_bias.push(LogitBias { token_id, bias });
+        self
+    }
+
+    /// Keeps the tokens whose information content is nearest to the entropy and that together have this probability
+    /// (locally typical sampling); above 0, at most 1, which keeps all.
+    pub fn typical_p(mut self, typical_p: f32) -> Self {
+        self.sampling.typical_p = Some(typical_p);
+        self
+    }
+
+    /// Bans tokens that would repeat a sequence of so many tokens of the prompt or the answer; 0 allows all.
+    pub fn no_repeat_ngram_size(mut self, size: u32) -> Self {
+        self.sampling.no_repeat_ngram_size = Some(size);
+        self
+    }
+
+    /// The tokens with which the answer begins, whatever is likely. They count as generated.
+    pub fn first_tokens(mut self, ids: impl Into<Vec<u32>>) -> Self {
+        self.first_tokens = ids.into();
         self
     }
 
@@ -293,6 +314,7 @@ impl Request {
             cache_key: self.cache_key,
             logit_bias: self.logit_bias.clone(),
             min_tokens: self.min_tokens,
+            first_tokens: &self.first_tokens,
             log_probs: self.log_probs,
         }
     }

@@ -95,6 +95,20 @@ impl Engine {
             )));
         }
         check_biases(&request.logit_bias, self.shape().vocab_size)?;
+        let vocab_size = self.shape().vocab_size;
+        let wrong = request.first_tokens.iter().position(|&id| id as usize >= vocab_size);
+        if let Some((place, id)) = wrong.and_then(|at| Some((at, request.first_tokens.get(at)?))) {
+            return Err(Error::invalid_argument(format!(
+                "first_tokens[{place}] is {id}, but the vocabulary has {vocab_size} tokens"
+            )));
+        }
+        let most = self.max_context_tokens() as usize;
+        if request.first_tokens.len() > most {
+            return Err(Error::invalid_argument(format!(
+                "first_tokens has {} tokens, but the context has {most}",
+                request.first_tokens.len()
+            )));
+        }
         if let Some(wanted) = request.log_probs.filter(|it| it.num_top > MAX_TOP_LOG_PROBS) {
             return Err(Error::invalid_argument(format!(
                 "num_log_probs is {}, but at most {MAX_TOP_LOG_PROBS} are given",
@@ -176,8 +190,7 @@ impl Engine {
         let mut submissions = try_with_capacity(num_samples as usize, "samples")?;
         for sample in 0..num_samples {
             let seed = seed_of(sample);
-            let choice =
-                Some(params.model_choice(seed)).filter(|choice| self.model().can_choose(choice));
+            let choice = params.model_choice(seed).filter(|c| self.model().can_choose(c));
             let capacity = max_tokens.min(ids.len().saturating_add(USUAL_TOKENS)).max(ids.len());
             let mut token_ids = try_with_capacity(capacity, "token ids")?;
             token_ids.extend_from_slice(&ids);
@@ -185,6 +198,7 @@ impl Engine {
             let changes = sampler.changes_mut();
             changes.add_biases(&request.logit_bias)?;
             changes.ban_ends(request.min_tokens, &stop_token_ids)?;
+            changes.begin_with(request.first_tokens)?;
             changes.reserve((capacity - ids.len()).min(self.shape().vocab_size))?;
             let work = SampleWork {
                 inbox: inbox.clone(),

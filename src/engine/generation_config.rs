@@ -21,6 +21,10 @@ pub struct GenerationConfig {
     pub min_p: Option<f32>,
     /// Penalty for tokens of prompt and output.
     pub repetition_penalty: Option<f32>,
+    /// Share of the probability that the most typical tokens have.
+    pub typical_p: Option<f32>,
+    /// No sequence of so many tokens comes twice; 0: any may.
+    pub no_repeat_ngram_size: Option<u32>,
     /// Most tokens to generate.
     pub max_new_tokens: Option<u32>,
     /// Tokens that end a generation.
@@ -31,13 +35,11 @@ pub struct GenerationConfig {
 }
 
 /// Fields of Transformers that change the output, and the values of them that change nothing.
-const NOT_IMPLEMENTED: [(&str, &[&str]); 12] = [
+const NOT_IMPLEMENTED: [(&str, &[&str]); 10] = [
     ("num_beams", &["1"]),
     ("min_length", &["0"]),
     ("min_new_tokens", &["0"]),
-    ("no_repeat_ngram_size", &["0"]),
     ("encoder_no_repeat_ngram_size", &["0"]),
-    ("typical_p", &["1.0", "1"]),
     ("epsilon_cutoff", &["0.0", "0"]),
     ("eta_cutoff", &["0.0", "0"]),
     ("suppress_tokens", &["[]"]),
@@ -82,6 +84,8 @@ impl GenerationConfig {
         self.min_p = float(json, "min_p", |v| (0.0..=1.0).contains(&v), "0 to 1")?;
         self.repetition_penalty =
             float(json, "repetition_penalty", |v| (1e-3..=1e3).contains(&v), "from 0.001 to 1000")?;
+        self.typical_p = float(json, "typical_p", |v| v > 0.0 && v <= 1.0, "above 0, at most 1")?;
+        self.no_repeat_ngram_size = count(json, "no_repeat_ngram_size")?;
         self.max_new_tokens = count(json, "max_new_tokens")?;
         self.eos_token_ids = token_ids(json, "eos_token_id", vocab_size)?;
         let is_set = |(key, neutral): &(&'static str, &[&str])| match json.get(*key) {

@@ -81,7 +81,17 @@ pub(super) struct LogitChanges {
     adjustments: Vec<Adjustment>,
     /// The place of each token in `adjustments`.
     places: HashMap<u32, u32>,
+    /// One for each of the first tokens, which nothing else decides.
+    first_tokens: Vec<Adjustment>,
+    /// No sequence of so many tokens comes twice; 0: any may.
+    no_repeat_ngram: usize,
+    /// The adjustments that were applied last, and the logits that they changed, as they were.
+    applied: Vec<Adjustment>,
+    before: Vec<f32>,
 }
+
+/// The bias of a token that must be chosen: larger than all other logits together.
+const MUST: f32 = 1e30;
 
 impl LogitChanges {
     /// The changes of a sequence that begins with `prompt`.
@@ -92,6 +102,10 @@ impl LogitChanges {
             has_biases: false,
             adjustments: Vec::new(),
             places: HashMap::new(),
+            first_tokens: Vec::new(),
+            no_repeat_ngram: 0,
+            applied: Vec::new(),
+            before: Vec::new(),
         };
         if penalties.repetition != 1.0 {
             for &token_id in prompt {
@@ -120,6 +134,22 @@ impl LogitChanges {
         }
         self.min_tokens = if ends.is_empty() { 0 } else { min_tokens.into() };
         Ok(())
+    }
+
+    /// Makes the sequence begin with `tokens`.
+    pub fn begin_with(&mut self, tokens: &[u32]) -> Result<()> {
+        let no_memory = |_| Error::out_of_memory("the first tokens", size_of_val(tokens));
+        self.first_tokens.try_reserve(tokens.len()).map_err(no_memory)?;
+        let must = |&token_id: &u32| Adjustment { token_id, bias: MUST, ..Adjustment::default() };
+        self.first_tokens.extend(tokens.iter().map(must));
+        Ok(())
+    }
+
+    /// Bans tokens that would repeat a sequence of `size` tokens of the prompt or the answer, as
+    /// Transformers' `NoRepeatNGramLogitsProcessor` does; 0 bans none. That needs to know all tokens
+    /// before, so such a sequence cannot run ahead.
+    pub fn ban_repeated(&mut self, size: u32) {
+        self.no_repeat_ngram = size as usize;
     }
 
     /// Makes room for `num_tokens` generated tokens, so that remembering them allocates nothing.
@@ -158,44 +188,84 @@ impl LogitChanges {
         Ok(())
     }
 
-    /// What changes for the token number `index` of the sequence; `None` if nothing does.
-    pub fn row(&self, index: u64) -> Option<AdjustedRow> {
+    /// What changes for the token number `index` of the sequence, but for repeated sequences; `None` if
+    /// nothing does.
+    pub fn row(&self, index: u64) -> Option<(AdjustedRow, &[Adjustment])> {
+        let first = usize::try_from(index).ok().and_then(|index| self.first_tokens.get(index));
+        if let Some(first) = first {
+            let row = AdjustedRow { count: 1, ..AdjustedRow::default() };
+            return Some((row, std::slice::from_ref(first)));
+        }
         let bans_ends = index < self.min_tokens;
         if self.penalties.is_neutral() && !self.has_biases && !bans_ends {
             return None;
         }
-        Some(AdjustedRow {
+        let row = AdjustedRow {
             count: self.adjustments.len() as u32,
             bans_ends: bans_ends.into(),
             repetition_penalty: self.penalties.repetition,
             presence_penalty: self.penalties.presence,
             frequency_penalty: self.penalties.frequency,
             ..AdjustedRow::default()
-        })
+        };
+        Some((row, &self.adjustments))
     }
 
-    /// The tokens whose logits change.
-    pub fn adjustments(&self) -> &[Adjustment] {
-        &self.adjustments
-    }
-
-    /// Changes the logits for the token number `index`. The logits that change are kept in `before`
-    /// as they were, in the order of the adjustments.
-    pub fn apply(&self, index: u64, logits: &mut [f32], before: &mut Vec<f32>) -> Result<()> {
-        before.clear();
-        let Some(row) = self.row(index) else { return Ok(()) };
-        before
-            .try_reserve(self.adjustments.len())
-            .map_err(|_| Error::out_of_memory("logits", self.adjustments.len() * 4))?;
+    /// Changes the logits for the token number `index`, which comes after `tokens`: prompt and answer so
+    /// far.
+    pub fn apply(&mut self, index: u64, tokens: &[u32], logits: &mut [f32]) -> Result<()> {
+        let mut applied = std::mem::take(&mut self.applied);
+        applied.clear();
+        self.before.clear();
+        let found = self.row(index);
+        let (row, adjustments) = found.unwrap_or((AdjustedRow::UNCHANGED, &[]));
+        let is_first = (index as usize) < self.first_tokens.len();
+        let no_memory = |_| Error::out_of_memory("logits", size_of_val(adjustments));
+        applied.try_reserve(adjustments.len()).map_err(no_memory)?;
+        applied.extend_from_slice(adjustments);
+        if !is_first {
+            self.add_repeated(tokens, &mut applied)?;
+        }
+        let no_memory = |_| Error::out_of_memory("logits", applied.len() * 4);
+        self.before.try_reserve(applied.len()).map_err(no_memory)?;
         let logit = |change: &Adjustment| logits.get(change.token_id as usize).copied();
-        before.extend(self.adjustments.iter().map(|change| logit(change).unwrap_or(0.0)));
-        adjust_logits(logits, &row, &self.adjustments);
+        self.before.extend(applied.iter().map(|change| logit(change).unwrap_or(0.0)));
+        adjust_logits(logits, &row, &applied);
+        self.applied = applied;
         Ok(())
     }
 
-    /// The logit that a token had before the change that left `before`; `None` if it did not change.
-    pub fn before(&self, token_id: u32, before: &[f32]) -> Option<f32> {
-        before.get(*self.places.get(&token_id)? as usize).copied()
+    /// Bans each token after which the last tokens would be a repeated sequence.
+    fn add_repeated(&self, tokens: &[u32], applied: &mut Vec<Adjustment>) -> Result<()> {
+        let Some(kept) = self.no_repeat_ngram.checked_sub(1) else { return Ok(()) };
+        let Some(last) = tokens.len().checked_sub(kept).and_then(|at| tokens.get(at..)) else {
+            return Ok(());
+        };
+        let num_known = applied.len();
+        for window in tokens.windows(self.no_repeat_ngram) {
+            let Some((&token_id, before)) = window.split_last() else { continue };
+            if before != last {
+                continue;
+            }
+            let known = self.places.get(&token_id).filter(|_| num_known > 0);
+            match known.and_then(|&place| applied.get_mut(place as usize)) {
+                Some(adjustment) => adjustment.bias = f32::NEG_INFINITY,
+                None => {
+                    let no_memory = |_| Error::out_of_memory("logits", size_of::<Adjustment>());
+                    applied.try_reserve(1).map_err(no_memory)?;
+                    let bias = f32::NEG_INFINITY;
+                    applied.push(Adjustment { token_id, bias, ..Adjustment::default() });
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The logit that a token had before [`LogitChanges::apply`] changed it; `None` if it did not.
+    pub fn before(&self, token_id: u32) -> Option<f32> {
+        // A token that was banned twice was changed in the first place.
+        let place = self.applied.iter().position(|change| change.token_id == token_id)?;
+        self.before.get(place).copied()
     }
 }
 
@@ -231,7 +301,7 @@ mod tests {
         let mut changes = LogitChanges::new(NEUTRAL, &[1, 2]).unwrap();
         changes.remember(3).unwrap();
         changes.ban_ends(5, &[]).unwrap();
-        assert!(changes.row(0).is_none() && changes.adjustments().is_empty());
+        assert!(changes.row(0).is_none() && changes.adjustments.is_empty());
         changes.ban_ends(2, &[7]).unwrap();
         assert!(changes.row(1).is_some() && changes.row(2).is_none());
     }
@@ -245,10 +315,47 @@ mod tests {
         changes.remember(2).unwrap();
         changes.remember(2).unwrap();
         let mut logits = [4.0, 1.0, 3.0, 5.0, 9.0];
-        let mut before = Vec::new();
-        changes.apply(0, &mut logits, &mut before).unwrap();
+        changes.apply(0, &[], &mut logits).unwrap();
         assert_eq!(logits, [2.0, -2.0, 1.5 - 0.5 - 2.0 * 0.25, 5.0, f32::MIN]);
-        let old: Vec<_> = (0..5).map(|id| changes.before(id, &before)).collect();
+        let old: Vec<_> = (0..5).map(|id| changes.before(id)).collect();
         assert_eq!(old, [Some(4.0), Some(1.0), Some(3.0), None, Some(9.0)]);
+    }
+
+    #[test]
+    fn no_sequence_comes_twice() {
+        let banned = |size: u32, tokens: &[u32]| {
+            let mut changes = LogitChanges::new(NEUTRAL, &[]).unwrap();
+            changes.add_biases(&[LogitBias { token_id: 2, bias: 1.0 }]).unwrap();
+            changes.ban_repeated(size);
+            let mut logits = [0.0; 6];
+            changes.apply(9, tokens, &mut logits).unwrap();
+            let ids = (0..6u32).filter(|&id| logits[id as usize] == f32::MIN);
+            ids.collect::<Vec<_>>()
+        };
+        let tokens = [1, 2, 3, 1, 2, 4, 5, 1, 2];
+        assert_eq!(banned(3, &tokens), [3, 4]);
+        assert_eq!(banned(2, &tokens), [3, 4]);
+        assert_eq!(banned(4, &tokens), [0u32; 0]);
+        assert_eq!(banned(1, &tokens), [1, 2, 3, 4, 5]);
+        assert_eq!(banned(0, &tokens), [0u32; 0]);
+        assert_eq!(banned(2, &[1, 2, 1]), [2]);
+        assert_eq!(banned(3, &[1]), [0u32; 0]);
+        assert_eq!(banned(9, &tokens), [0u32; 0]);
+        assert_eq!(banned(10, &tokens), [0u32; 0]);
+    }
+
+    #[test]
+    fn the_first_tokens_are_decided() {
+        let penalties = Penalties { repetition: 2.0, presence: 0.5, frequency: 0.25 };
+        let mut changes = LogitChanges::new(penalties, &[1, 2]).unwrap();
+        changes.begin_with(&[2, 0]).unwrap();
+        changes.ban_repeated(1);
+        let mut logits = [3.0, 2.0, -5.0];
+        changes.apply(0, &[1, 2], &mut logits).unwrap();
+        assert_eq!(logits, [3.0, 2.0, 1e30]);
+        assert_eq!((changes.before(2), changes.before(1)), (Some(-5.0), None));
+        let mut logits = [3.0, 2.0, -5.0];
+        changes.apply(2, &[1, 2, 2, 0], &mut logits).unwrap();
+        assert_eq!(logits, [f32::MIN; 3]);
     }
 }

@@ -91,6 +91,8 @@ pub struct Request<'a> {
     pub logit_bias: Vec<LogitBias>,
     /// The number of tokens before which no end token is chosen.
     pub min_tokens: u32,
+    /// The tokens with which the answer begins, whatever is likely.
+    pub first_tokens: &'a [u32],
     /// `None`: no log-probabilities.
     pub log_probs: Option<LogProbsWanted>,
 }

@@ -1,7 +1,8 @@
 //! Chooses a token from logits.
 //!
 //! Parameters mean what they mean in Transformers (`generation/logits_process.py`), and are applied
-//! in its order: biases, repetition, presence and frequency penalty, temperature, top_k, top_p, min_p.
+//! in its order: biases, repetition, presence and frequency penalty, repeated sequences, temperature, top_k,
+//! top_p, min_p, typical_p.
 //! Presence and frequency penalty, which Transformers does not have, count generated tokens as the
 //! OpenAI interface does. Random numbers come from a counter: the draw of step n depends on the
 //! seed and n alone.
@@ -9,7 +10,7 @@
 use std::cmp::Ordering;
 
 use super::generation_config::GenerationConfig;
-use super::logit_changes::{LogitChanges, Penalties};
+use super::logit_changes::{LogitBias, LogitChanges, Penalties};
 use crate::error::{try_with_capacity, Error, Result};
 use crate::model::{Draw, LogProbs, LogProbsWanted, TokenChoice, TokenLogProb};
 use crate::ops::log_probs::cpu::LogSum;
@@ -32,6 +33,10 @@ pub struct SamplingOverrides {
     pub presence_penalty: Option<f32>,
     /// Any finite number; 0 is neutral.
     pub frequency_penalty: Option<f32>,
+    /// Above 0; 1 keeps all.
+    pub typical_p: Option<f32>,
+    /// 0 allows all repetitions.
+    pub no_repeat_ngram_size: Option<u32>,
 }
 
 /// Sampling parameters, resolved and checked.
@@ -44,6 +49,8 @@ pub struct SamplingParams {
     repetition_penalty: f32,
     presence_penalty: f32,
     frequency_penalty: f32,
+    typical_p: f32,
+    no_repeat_ngram_size: u32,
 }
 
 fn checked(
@@ -111,6 +118,17 @@ impl SamplingParams {
                 additive,
                 "from -10000 to 10000",
             )?,
+            typical_p: checked(
+                caller.typical_p.or(model.typical_p),
+                1.0,
+                "typical_p",
+                |v| v > 0.0 && v <= 1.0,
+                "above 0 and at most 1",
+            )?,
+            no_repeat_ngram_size: caller
+                .no_repeat_ngram_size
+                .or(model.no_repeat_ngram_size)
+                .unwrap_or(0),
         })
     }
 }
@@ -124,19 +142,23 @@ impl SamplingParams {
         }
     }
 
-    /// The way in which a model can choose the tokens of a sequence by itself.
-    pub(super) fn model_choice(&self, seed: u64) -> TokenChoice {
-        if self.temperature == 0.0 {
-            return TokenChoice::Greedy;
+    /// The way in which a model can choose the tokens of a sequence by itself; `None` where it cannot:
+    /// what the logits need to know of the tokens before, or of all others, is known here only.
+    pub(super) fn model_choice(&self, seed: u64) -> Option<TokenChoice> {
+        if self.no_repeat_ngram_size > 0 {
+            return None;
         }
-        TokenChoice::Draw(Draw {
+        if self.temperature == 0.0 {
+            return Some(TokenChoice::Greedy);
+        }
+        (self.typical_p == 1.0).then_some(TokenChoice::Draw(Draw {
             temperature: self.temperature,
             top_k: u32::try_from(self.top_k).unwrap_or(0),
             top_p: self.top_p,
             min_p: self.min_p,
             seed,
             index: 0,
-        })
+        }))
     }
 }
 
@@ -171,21 +193,14 @@ pub struct Sampler {
     candidates: Vec<Candidate>,
     /// The top-k logits and their tokens.
     largest: Vec<(f32, usize)>,
-    /// The logits that changed, as they were.
-    before: Vec<f32>,
 }
 
 impl Sampler {
     /// A sampler for a sequence that begins with `prompt`.
     pub fn new(params: SamplingParams, seed: u64, prompt: &[u32]) -> Result<Self> {
-        Ok(Sampler {
-            params,
-            seed,
-            changes: LogitChanges::new(params.penalties(), prompt)?,
-            candidates: Vec::new(),
-            largest: Vec::new(),
-            before: Vec::new(),
-        })
+        let mut changes = LogitChanges::new(params.penalties(), prompt)?;
+        changes.ban_repeated(params.no_repeat_ngram_size);
+        Ok(Sampler { params, seed, changes, candidates: Vec::new(), largest: Vec::new() })
     }
 
     /// The changes to the logits that come before the choice.
@@ -198,29 +213,37 @@ impl Sampler {
         &mut self.changes
     }
 
-    /// Chooses the token number `step` of the sequence, and remembers it.
+    /// Adds biases to those that change the logits.
+    pub fn add_biases(&mut self, biases: &[LogitBias]) -> Result<()> {
+        self.changes.add_biases(biases)
+    }
+
+    /// Chooses the token number `step` of the sequence, and remembers it. Sequences of tokens may be
+    /// repeated.
     ///
     /// `logits`: [vocab_size]; changed by the penalties.
     pub fn sample(&mut self, logits: &mut [f32], step: u64) -> Result<u32> {
-        let chosen = self.choose(logits, step, None)?;
+        let chosen = self.choose(logits, step, &[], None)?;
         self.changes.remember(chosen.token)?;
         Ok(chosen.token)
     }
 
-    /// Chooses the token number `step` of the sequence; it is not remembered yet.
+    /// Chooses the token number `step` of the sequence, after `tokens`: prompt and answer so far. It is
+    /// not remembered yet.
     ///
     /// `logits`: [vocab_size]; changed by biases and penalties.
     pub fn choose(
         &mut self,
         logits: &mut [f32],
         step: u64,
+        tokens: &[u32],
         wanted: Option<LogProbsWanted>,
     ) -> Result<Chosen> {
         let raw = match wanted {
             Some(wanted) if !wanted.processed => Some(self.log_probs(logits, wanted)?),
             _ => None,
         };
-        self.changes.apply(step, logits, &mut self.before)?;
+        self.changes.apply(step, tokens, logits)?;
         let token = if self.params.temperature == 0.0 {
             most_likely(logits)?
         } else {
@@ -230,7 +253,7 @@ impl Sampler {
         let logit = logits.get(token as usize).copied().unwrap_or(0.0);
         let (logit, found) = match (wanted, raw) {
             (None, _) => return Ok(Chosen { token, log_probs: None }),
-            (_, Some(raw)) => (self.changes.before(token, &self.before).unwrap_or(logit), raw),
+            (_, Some(raw)) => (self.changes.before(token).unwrap_or(logit), raw),
             (Some(wanted), None) => (logit, self.log_probs(logits, wanted)?),
         };
         let (sum, mut log_probs) = found;
@@ -265,7 +288,12 @@ impl Sampler {
     /// The tokens that can be chosen and their probabilities, which add up to 1. For tests and
     /// inspection: [`Sampler::sample`] without the draw.
     pub fn candidates(&mut self, logits: &mut [f32]) -> Result<&[Candidate]> {
-        self.changes.apply(0, logits, &mut self.before)?;
+        self.candidates_after(logits, &[])
+    }
+
+    /// As [`Sampler::candidates`], after `tokens`: prompt and answer so far.
+    pub fn candidates_after(&mut self, logits: &mut [f32], tokens: &[u32]) -> Result<&[Candidate]> {
+        self.changes.apply(0, tokens, logits)?;
         self.fill_candidates(logits)?;
         let sum: f64 = self.candidates.iter().map(|c| c.weight).sum();
         self.candidates.iter_mut().for_each(|c| c.weight /= sum);
@@ -307,6 +335,9 @@ impl Sampler {
         }
         if p.min_p > 0.0 {
             candidates.retain(|c| c.weight >= f64::from(p.min_p));
+        }
+        if p.typical_p < 1.0 {
+            keep_typical(candidates, f64::from(p.typical_p));
         }
         // The draw goes over the candidates in a fixed order, whatever order selection left.
         candidates.sort_unstable_by_key(|c| c.token_id);
@@ -358,6 +389,30 @@ fn keep_nucleus(candidates: &mut Vec<Candidate>, top_p: f64) {
             return;
         }
     }
+}
+
+/// Keeps the candidates whose information content is nearest to the entropy, until they have the share
+/// `typical_p` of all probability (Meister et al. 2022, "Locally typical sampling", arXiv:2202.00666;
+/// Transformers' `TypicalLogitsWarper`). Ties with the last one stay.
+fn keep_typical(candidates: &mut Vec<Candidate>, typical_p: f64) {
+    candidates.retain(|c| c.weight > 0.0);
+    let sum: f64 = candidates.iter().map(|c| c.weight).sum();
+    let information = |c: &Candidate| -(c.weight / sum).ln();
+    let entropy: f64 = candidates.iter().map(|c| c.weight / sum * information(c)).sum();
+    let distance = |c: &Candidate| (information(c) - entropy).abs();
+    candidates.sort_unstable_by(|a, b| {
+        distance(a).total_cmp(&distance(b)).then(a.token_id.cmp(&b.token_id))
+    });
+    let mut before = 0.0;
+    let mut last = f64::INFINITY;
+    for candidate in candidates.iter() {
+        before += candidate.weight / sum;
+        if before >= typical_p {
+            last = distance(candidate);
+            break;
+        }
+    }
+    candidates.retain(|c| distance(c) <= last);
 }
 
 /// Values that a loop handles at once, so that it is compiled to vector instructions.

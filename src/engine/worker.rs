@@ -455,9 +455,9 @@ impl Worker {
                 continue;
             }
             let changes = work.sampler.changes();
-            if let Some(row) = changes.row(index) {
+            if let Some((row, adjustments)) = changes.row(index) {
                 let pending = entry.source.unwrap_or(AdjustedRow::NONE_PENDING);
-                builder.adjust(AdjustedRow { pending, ..row }, changes.adjustments())?;
+                builder.adjust(AdjustedRow { pending, ..row }, adjustments)?;
             }
             if let Some(wanted) = work.log_probs {
                 builder.want_log_probs(wanted)?;
@@ -540,7 +540,8 @@ impl Worker {
                 works.with(entry.key, |active| {
                     let Work::Sample(work) = &mut active.work else { return };
                     let index = sequence.token_ids().len().saturating_sub(work.num_prompt_tokens);
-                    let chosen = work.sampler.choose(row, index as u64, work.log_probs);
+                    let (index, tokens) = (index as u64, sequence.token_ids());
+                    let chosen = work.sampler.choose(row, index, tokens, work.log_probs);
                     active.chosen = Some(chosen);
                 });
             }

@@ -40,7 +40,8 @@ pub struct xserv_logit_bias {
 ///
 /// Sampling fields left unset take the value of the model's generation_config.json, or if that has
 /// none the neutral value given below. Parameters have the meaning that they have in Transformers,
-/// and are applied in its order: logit_bias, repetition, presence and frequency penalty, temperature,
+/// and are applied in its order: logit_bias, repetition, presence and frequency penalty,
+/// no_repeat_ngram_size, temperature,
 /// top_k, top_p, min_p.
 #[repr(C)]
 #[derive(Clone, Copy)]
@@ -153,11 +154,24 @@ pub struct xserv_request {
     /// natural logarithms of the softmax over the whole vocabulary, computed in f32, and come with the
     /// events of a submission (xserv_event) and with the result (xserv_result_info).
     pub num_log_probs: u32,
+    /// Keep the tokens whose information content is nearest to the entropy and that together have this
+    /// probability (locally typical sampling, Meister et al. 2022); above 0, at most 1. Default
+    /// XSERV_UNSET_FLOAT; neutral: 1. On a GPU such a request's logits are brought to the host, so it is
+    /// slower than others.
+    pub typical_p: f32,
+    /// Bans tokens that would repeat a sequence of so many tokens of the prompt or the answer. Default
+    /// XSERV_UNSET_INT; neutral: 0. On a GPU as typical_p.
+    pub no_repeat_ngram_size: u32,
+    /// The tokens with which the answer begins, whatever is likely: they are neither banned nor
+    /// penalised, count as generated, and may end the answer. Or NULL.
+    pub first_tokens: *const u32,
+    /// Number of first_tokens, at most the context.
+    pub num_first_tokens: usize,
 }
 
 // SAFETY: repr(C), struct_size first, integers, floats and pointers only.
 unsafe impl GrowingStruct for xserv_request {
-    const SIZES: &'static [usize] = &[176, 200];
+    const SIZES: &'static [usize] = &[176, 224];
     const NAME: &'static str = "xserv_request";
     const HOW: &'static str = "fill it with xserv_request_default()";
     fn is_reserved_zero(&self) -> bool {
@@ -202,6 +216,10 @@ unsafe impl GrowingStruct for xserv_request {
             num_logit_bias: 0,
             min_tokens: 0,
             num_log_probs: XSERV_UNSET_INT,
+            typical_p: XSERV_UNSET_FLOAT,
+            no_repeat_ngram_size: XSERV_UNSET_INT,
+            first_tokens: std::ptr::null(),
+            num_first_tokens: 0,
         }
     }
 }
@@ -377,6 +395,8 @@ pub(super) unsafe fn request_of<'a>(c: &xserv_request) -> Result<Request<'a>> {
             repetition_penalty: unset_float(c.repetition_penalty),
             presence_penalty: unset_float(c.presence_penalty),
             frequency_penalty: unset_float(c.frequency_penalty),
+            typical_p: unset_float(c.typical_p),
+            no_repeat_ngram_size: unset_int(c.no_repeat_ngram_size),
         },
         seed: (c.seed != XSERV_SEED_RANDOM).then_some(c.seed),
         max_tokens: unset_int(c.max_tokens),
@@ -397,6 +417,10 @@ pub(super) unsafe fn request_of<'a>(c: &xserv_request) -> Result<Request<'a>> {
         // SAFETY: as above.
         logit_bias: unsafe { logit_bias_of(c) }?,
         min_tokens: c.min_tokens,
+        // SAFETY: as above.
+        first_tokens: unsafe {
+            array_argument(c.first_tokens, c.num_first_tokens, "request.first_tokens")
+        }?,
         log_probs: log_probs_of(c)?,
     })
 }

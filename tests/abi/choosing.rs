@@ -11,7 +11,7 @@ use xserv::ffi::*;
 
 use crate::batching::{idle, tokens, Submission};
 use crate::client::*;
-use crate::cuda::{on_cuda, shared_cuda, whole_cuda};
+use crate::cuda::{on_cuda, shared_cuda};
 
 const BANNED: f32 = f32::NEG_INFINITY;
 
@@ -535,10 +535,126 @@ fn the_blocking_call_has_log_probabilities_in_its_result() {
     assert_told(&told, &own_rows(&model, &ids, &told.ids), 2);
 }
 
+#[test]
+fn an_answer_begins_with_the_first_tokens() {
+    let model = Model::open(&tiny());
+    let ids = tokens(30, 2);
+    let first = [1234, 7, 7, 40];
+    let after = [&ids[..], &first].concat();
+    for temperature in [0.0, 1.0] {
+        let request = xserv_request {
+            first_tokens: first.as_ptr(),
+            num_first_tokens: first.len(),
+            temperature,
+            ignore_eos: 1,
+            ..greedy(&ids, 20)
+        };
+        let got = model.generate(&request).unwrap().ids;
+        assert_eq!((&got[..4], got.len()), (&first[..], 20));
+        if temperature == 0.0 {
+            let usual = xserv_request { ignore_eos: 1, ..greedy(&after, 16) };
+            assert_eq!(got[4..], model.generate(&usual).unwrap().ids);
+        }
+        // Nothing else decides, and the log-probabilities are those of the model.
+        let biases: Vec<_> = first.iter().take(2).map(|id| bias(*id, BANNED)).collect();
+        let others = xserv_request {
+            repetition_penalty: 5.0,
+            min_tokens: 4,
+            num_log_probs: 3,
+            max_tokens: 4,
+            ..biased(request, &biases)
+        };
+        let told = generate(&model, &others).remove(0);
+        assert_eq!(told.ids, first);
+        assert_told(&told, &own_rows(&model, &ids, &told.ids), 3);
+    }
+    // One that ends the answer ends it.
+    let ending = [first[0], end_tokens(&model)[0], first[1]];
+    let request =
+        xserv_request { first_tokens: ending.as_ptr(), num_first_tokens: 3, ..greedy(&ids, 20) };
+    let got = model.generate(&request).unwrap();
+    assert_eq!(got.ids, ending[..2]);
+    assert_eq!(got.finish_reason, XSERV_FINISH_STOP_TOKEN as u32);
+}
+
+#[test]
+fn no_sequence_of_tokens_comes_twice() {
+    let model = Model::open(&tiny());
+    let ids = tokens(40, 2);
+    for size in [1, 2, 3] {
+        let request = xserv_request { no_repeat_ngram_size: size, ..greedy(&ids, 120) };
+        for temperature in [0.0, 1.0] {
+            let request = xserv_request { temperature, ignore_eos: 1, ..request };
+            let got = model.generate(&request).unwrap().ids;
+            assert_eq!(got.len(), 120);
+            let all = [&ids[..], &got].concat();
+            let windows: Vec<&[u32]> = all.windows(size as usize).collect();
+            // Only those that end within the answer are its own.
+            for (at, window) in windows.iter().enumerate().skip(ids.len() - size as usize + 1) {
+                assert!(!windows[..at].contains(window), "{window:?} comes twice");
+            }
+        }
+    }
+    let usual = model.generate(&xserv_request { ignore_eos: 1, ..greedy(&ids, 120) }).unwrap().ids;
+    let repeats = usual
+        .windows(2)
+        .enumerate()
+        .any(|(at, pair)| usual[..at + 1].windows(2).any(|other| other == pair));
+    assert!(repeats, "without it there would be nothing to ban");
+}
+
+#[test]
+fn typical_tokens_are_not_the_likeliest() {
+    let model = Model::open(&tiny());
+    let ids = tokens(30, 2);
+    // In f64, from the model's own logits: the token whose information is nearest to the entropy.
+    let rows = own_rows(&model, &ids, &[0]);
+    let log_probs = log_softmax(&rows[0]);
+    let entropy: f64 = log_probs.iter().map(|x| -x * x.exp()).sum();
+    let distance = |id: &usize| (-log_probs[*id] - entropy).abs();
+    let most_typical = (0..log_probs.len()).min_by(|a, b| distance(a).total_cmp(&distance(b)));
+    let most_typical = most_typical.unwrap() as u32;
+    let request = xserv_request { temperature: 1.0, typical_p: 1e-6, ..greedy(&ids, 1) };
+    for seed in 0..5 {
+        let got = model.generate(&xserv_request { seed, ..request }).unwrap().ids;
+        assert_eq!(got, [most_typical]);
+    }
+    // All of it is kept.
+    let drawn = xserv_request { temperature: 1.0, seed: 8, max_tokens: 20, ..greedy(&ids, 20) };
+    let usual = model.generate(&drawn).unwrap().ids;
+    assert_eq!(model.generate(&xserv_request { typical_p: 1.0, ..drawn }).unwrap().ids, usual);
+}
+
+#[test]
+fn wrong_sequences_and_shares_are_refused_by_name() {
+    let model = Model::open(&tiny());
+    let ids = tokens(10, 1);
+    let vocab_size = model.info().vocab_size;
+    let refused = |request: xserv_request, words: &str| {
+        let failure = model.generate(&request).err().unwrap();
+        assert_eq!(failure.status, xserv_status::XSERV_STATUS_INVALID_ARGUMENT);
+        assert!(failure.message.contains(words), "{}", failure.message);
+    };
+    for typical_p in [0.0, -0.5, 1.01, f32::NAN, f32::INFINITY] {
+        refused(xserv_request { typical_p, ..greedy(&ids, 2) }, "typical_p");
+    }
+    let first = [3, vocab_size];
+    let wrong =
+        xserv_request { first_tokens: first.as_ptr(), num_first_tokens: 2, ..greedy(&ids, 2) };
+    refused(wrong, "first_tokens[1]");
+    refused(xserv_request { first_tokens: ptr::null(), ..wrong }, "first_tokens");
+    let many = vec![3; 1 << 20];
+    let num_first_tokens = many.len();
+    refused(
+        xserv_request { first_tokens: many.as_ptr(), num_first_tokens, ..wrong },
+        "first_tokens",
+    );
+}
+
 /// The tests of this file once more, over a model on a GPU: it changes logits and adds up by kernels of its own.
 #[test]
 fn all_of_it_holds_on_cuda() {
-    let Some(_device) = whole_cuda() else { return };
+    let Some(_device) = shared_cuda() else { return };
     let output = Command::new(std::env::current_exe().unwrap())
         .args(["choosing::", "--skip", "choosing::all_of_it_holds_on_cuda"])
         .env(TEST_ON_CUDA, "1")

@@ -1,6 +1,7 @@
 //! Models of the families Llama, Mistral and Qwen2 through the C functions, against Transformers.
 
 use std::path::Path;
+use std::sync::RwLockReadGuard;
 
 use serde_json::json;
 use xserv::ffi::xserv_dtype::XSERV_DTYPE_F32;
@@ -11,8 +12,8 @@ use crate::client::*;
 use crate::cuda::{on_cuda, shared_cuda};
 use crate::family_models::{families, std_of, Golden};
 
-/// Loads a model in f32 on the CPU, and on the GPU of this machine.
-fn on_all_devices(path: &Path) -> Vec<Model> {
+/// Loads a model in f32 on the CPU, and on the GPU of this machine, which `device` keeps for as long as it is used.
+fn on_all_devices(path: &Path, device: &Option<RwLockReadGuard<'_, ()>>) -> Vec<Model> {
     let cpu = xserv_load_options {
         dtype: XSERV_DTYPE_F32 as u32,
         num_threads: 2,
@@ -20,7 +21,7 @@ fn on_all_devices(path: &Path) -> Vec<Model> {
         ..load_options()
     };
     let mut models = vec![Model::load(path, &cpu).unwrap()];
-    if shared_cuda().is_some() {
+    if device.is_some() {
         let cuda = xserv_load_options { prefix_cache: 1, ..on_cuda(XSERV_DTYPE_F32) };
         models.push(Model::load(path, &cuda).unwrap());
     }
@@ -43,8 +44,9 @@ fn check_logits(golden: &Golden, model: &Model) {
 /// Logits and greedy tokens; then the same requests again from threads of their own, whose beginnings are in the cache.
 #[test]
 fn logits_and_greedy_tokens_in_f32() {
+    let device = shared_cuda();
     for golden in families() {
-        for model in on_all_devices(Path::new(golden.model_path())) {
+        for model in on_all_devices(Path::new(golden.model_path()), &device) {
             check_logits(&golden, &model);
             let generate = |index: usize| {
                 let want = &golden.greedy[index];
@@ -68,6 +70,7 @@ fn logits_and_greedy_tokens_in_f32() {
 /// Llama 3.1's generation_config.json has three end tokens; any of them ends the text.
 #[test]
 fn any_of_several_end_tokens_ends_a_text() {
+    let device = shared_cuda();
     let mut tried = 0;
     for golden in families() {
         for want in &golden.greedy {
@@ -78,7 +81,7 @@ fn any_of_several_end_tokens_ends_a_text() {
             let folder = Path::new(golden.model_path());
             let settings = json!({ "eos_token_id": end_ids, "temperature": 0.6, "top_p": 0.9 });
             std::fs::write(folder.join("generation_config.json"), settings.to_string()).unwrap();
-            for model in on_all_devices(folder) {
+            for model in on_all_devices(folder, &device) {
                 let place = format!("{} {}", golden.name, want.name);
                 let got = model.generate(&greedy(&want.prompt_ids, 24)).unwrap();
                 assert_eq!(got.ids, want.ids[..=first], "{place}");
@@ -94,9 +97,10 @@ fn any_of_several_end_tokens_ends_a_text() {
 /// What Mistral's window leaves of the context bounds requests, and says so.
 #[test]
 fn the_context_of_a_model_with_a_window_ends_with_it() {
+    let device = shared_cuda();
     let golden = families().into_iter().find(|golden| golden.name.starts_with("mistral-7b-v0.1"));
     let golden = golden.expect("the first Mistral");
-    for model in on_all_devices(Path::new(golden.model_path())) {
+    for model in on_all_devices(Path::new(golden.model_path()), &device) {
         assert_eq!(model.info().max_context_tokens, 128);
         let prompt: Vec<u32> = (0..129).map(|i| i % 250).collect();
         let request = xserv_request { ignore_eos: 1, ..greedy(&prompt[..100], 1000) };

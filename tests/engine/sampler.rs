@@ -4,7 +4,7 @@
 use std::path::{Path, PathBuf};
 
 use safetensors::SafeTensors;
-use xserv::engine::{GenerationConfig, Sampler, SamplingOverrides, SamplingParams};
+use xserv::engine::{GenerationConfig, LogitBias, Sampler, SamplingOverrides, SamplingParams};
 
 fn golden() -> Option<PathBuf> {
     let path = match std::env::var_os("XSERV_GOLDEN") {
@@ -161,4 +161,54 @@ fn probabilities_of_random_logits() {
             }
         }
     }
+}
+
+/// The processors of `tests/golden/sampling`, one by one and together.
+#[test]
+fn processors_leave_what_those_of_transformers_leave() {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/sampling/processors.json");
+    let golden: serde_json::Value = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
+    let numbers = |value: &serde_json::Value| -> Vec<f64> {
+        value.as_array().unwrap().iter().map(|v| v.as_f64().unwrap()).collect()
+    };
+    let before: Vec<u32> = numbers(&golden["before"]).iter().map(|&id| id as u32).collect();
+    let cases = golden["cases"].as_array().unwrap();
+    for case in cases {
+        let number = |key: &str| case[key].as_f64().map(|v| v as f32);
+        let caller = SamplingOverrides {
+            temperature: Some(number("temperature").unwrap_or(1.0)),
+            top_k: case["top_k"].as_u64().map(|k| k as u32),
+            top_p: number("top_p"),
+            min_p: number("min_p"),
+            repetition_penalty: number("repetition_penalty"),
+            typical_p: number("typical_p"),
+            no_repeat_ngram_size: case["no_repeat_ngram_size"].as_u64().map(|n| n as u32),
+            ..Default::default()
+        };
+        let biases = case["logit_bias"].as_array().cloned().unwrap_or_default();
+        let biases: Vec<LogitBias> = biases
+            .iter()
+            .map(|pair| LogitBias {
+                token_id: pair[0].as_u64().unwrap() as u32,
+                bias: pair[1].as_f64().unwrap() as f32,
+            })
+            .collect();
+        let mut sampler = Sampler::new(params(&caller), 0, &before).unwrap();
+        sampler.add_biases(&biases).unwrap();
+        let row = case["row"].as_u64().unwrap() as usize;
+        let mut logits: Vec<f32> =
+            numbers(&golden["logits"][row]).iter().map(|&x| x as f32).collect();
+        let mut found = vec![0.0; logits.len()];
+        for candidate in sampler.candidates_after(&mut logits, &before).unwrap() {
+            found[candidate.token_id as usize] = candidate.weight;
+        }
+        let mut shown = case.clone();
+        shown.as_object_mut().unwrap().remove("probabilities");
+        for (id, (found, expected)) in found.iter().zip(numbers(&case["probabilities"])).enumerate()
+        {
+            let is_close = (found - expected).abs() <= 1e-6 + 1e-5 * expected;
+            assert!(is_close, "{shown}: token {id} has {found}, not {expected}");
+        }
+    }
+    assert!(cases.len() >= 60);
 }

@@ -222,6 +222,10 @@ class Request(Structure):
         ("num_logit_bias", c_size_t),
         ("min_tokens", c_uint32),
         ("num_log_probs", c_uint32),
+        ("typical_p", c_float),
+        ("no_repeat_ngram_size", c_uint32),
+        ("first_tokens", POINTER(c_uint32)),
+        ("num_first_tokens", c_size_t),
     ]
 
 

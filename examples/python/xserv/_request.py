@@ -40,7 +40,8 @@ class GenerateOptions(TypedDict, total=False):
 
     How to choose tokens. What is left out comes from the model's generation_config.json or, if that has
     nothing, is the neutral value. The options mean what they mean in Transformers, and are applied in its
-    order: logit_bias, repetition, presence and frequency penalty, temperature, top_k, top_p, min_p.
+    order: logit_bias, repetition, presence and frequency penalty, no_repeat_ngram_size, temperature,
+    top_k, top_p, min_p, typical_p.
 
     temperature: the logits are divided by it; at least 0, and 0 always takes the most likely token (greedy). If
         left out, generation is greedy unless generation_config.json has do_sample.
@@ -52,6 +53,11 @@ class GenerateOptions(TypedDict, total=False):
     presence_penalty: subtracted from the logits of tokens that were generated; -10000 to 10000, 0 is neutral.
     frequency_penalty: subtracted from the logits of tokens once for each time they were generated; -10000 to
         10000, 0 is neutral.
+    typical_p: keep the tokens whose information content is nearest to the entropy and that together have this
+        probability (locally typical sampling); above 0, at most 1 (neutral). Slower than the others on a GPU.
+    no_repeat_ngram_size: bans tokens that would repeat a sequence of so many tokens of the prompt or the answer;
+        0 (neutral) allows all. Slower than the others on a GPU.
+    first_tokens: the token ids with which the answer begins, whatever is likely. They count as generated.
     logit_bias: numbers that are added to the logits of tokens before everything else, by token id, at most 16384;
         -10000 to 10000, or -math.inf, which bans the token.
     seed: of the random draws, 0 to 2**64 - 2. The same seed gives the same tokens, whatever else runs on the
@@ -106,6 +112,9 @@ class GenerateOptions(TypedDict, total=False):
     repetition_penalty: Optional[float]
     presence_penalty: Optional[float]
     frequency_penalty: Optional[float]
+    typical_p: Optional[float]
+    no_repeat_ngram_size: Optional[int]
+    first_tokens: Optional[Sequence[int]]
     seed: Optional[int]
     stop: Union[None, str, Sequence[str]]
     stop_token_ids: Optional[Sequence[int]]
@@ -138,6 +147,8 @@ _NUMBERS = (
     "repetition_penalty",
     "presence_penalty",
     "frequency_penalty",
+    "typical_p",
+    "no_repeat_ngram_size",
     "seed",
     "priority",
     "time_limit_ms",
@@ -187,6 +198,10 @@ def build_request(prompt: Optional[str], options: Mapping[str, Any]) -> Tuple[c.
     stop_ids = token_array(options.get("stop_token_ids") or (), "stop_token_ids")
     request.stop_token_ids = stop_ids
     request.num_stop_token_ids = len(stop_ids)
+
+    first = token_array(options.get("first_tokens") or (), "first_tokens")
+    request.first_tokens = first
+    request.num_first_tokens = len(first)
 
     for name in _NUMBERS:
         if options.get(name) is not None:

@@ -1401,7 +1401,8 @@ typedef struct xserv_logit_bias {
  *
  * Sampling fields left unset take the value of the model's generation_config.json, or if that has
  * none the neutral value given below. Parameters have the meaning that they have in Transformers,
- * and are applied in its order: logit_bias, repetition, presence and frequency penalty, temperature,
+ * and are applied in its order: logit_bias, repetition, presence and frequency penalty,
+ * no_repeat_ngram_size, temperature,
  * top_k, top_p, min_p.
  */
 typedef struct xserv_request {
@@ -1587,6 +1588,27 @@ typedef struct xserv_request {
    * events of a submission (xserv_event) and with the result (xserv_result_info).
    */
   uint32_t num_log_probs;
+  /**
+   * Keep the tokens whose information content is nearest to the entropy and that together have this
+   * probability (locally typical sampling, Meister et al. 2022); above 0, at most 1. Default
+   * XSERV_UNSET_FLOAT; neutral: 1. On a GPU such a request's logits are brought to the host, so it is
+   * slower than others.
+   */
+  float typical_p;
+  /**
+   * Bans tokens that would repeat a sequence of so many tokens of the prompt or the answer. Default
+   * XSERV_UNSET_INT; neutral: 0. On a GPU as typical_p.
+   */
+  uint32_t no_repeat_ngram_size;
+  /**
+   * The tokens with which the answer begins, whatever is likely: they are neither banned nor
+   * penalised, count as generated, and may end the answer. Or NULL.
+   */
+  const uint32_t *first_tokens;
+  /**
+   * Number of first_tokens, at most the context.
+   */
+  size_t num_first_tokens;
 } xserv_request;
 
 /**
