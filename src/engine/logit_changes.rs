@@ -41,7 +41,7 @@ pub(super) fn check_biases(biases: &[LogitBias], vocab_size: usize) -> Result<()
             )));
         }
         let is_ban = *bias == f32::NEG_INFINITY;
-        if !is_ban && !(bias.abs() <= MAX_LOGIT_BIAS) {
+        if !is_ban && (bias.is_nan() || bias.abs() > MAX_LOGIT_BIAS) {
             return Err(Error::invalid_argument(format!(
                 "logit_bias[{place}].bias is {bias}, but must be from -{MAX_LOGIT_BIAS} to {MAX_LOGIT_BIAS}, or minus infinity"
             )));

@@ -212,3 +212,74 @@ fn processors_leave_what_those_of_transformers_leave() {
     }
     assert!(cases.len() >= 60);
 }
+
+/// The quantile of the chi-square distribution that is exceeded once in a million times, by the approximation of
+/// Wilson and Hilferty (1931).
+fn chi_square_bar(degrees: usize) -> f64 {
+    let (k, normal) = (degrees as f64, 4.753);
+    let part = 2.0 / (9.0 * k);
+    k * (1.0 - part + normal * part.sqrt()).powi(3)
+}
+
+/// The tokens of 10^5 draws occur as often as Transformers' processors say.
+#[test]
+fn draws_have_the_probabilities_of_transformers() {
+    const DRAWS: u64 = 100_000;
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/sampling/processors.json");
+    let golden: serde_json::Value = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
+    let numbers = |value: &serde_json::Value| -> Vec<f64> {
+        value.as_array().unwrap().iter().map(|v| v.as_f64().unwrap()).collect()
+    };
+    let cases = golden["cases"].as_array().unwrap();
+    let is_plain = |case: &&serde_json::Value| {
+        ["logit_bias", "repetition_penalty", "no_repeat_ngram_size"]
+            .iter()
+            .all(|key| case[key].is_null())
+    };
+    let mut tested = 0;
+    for (index, case) in cases.iter().filter(is_plain).enumerate() {
+        let number = |key: &str| case[key].as_f64().map(|v| v as f32);
+        let caller = SamplingOverrides {
+            temperature: Some(number("temperature").unwrap_or(1.0)),
+            top_k: case["top_k"].as_u64().map(|k| k as u32),
+            top_p: number("top_p"),
+            min_p: number("min_p"),
+            typical_p: number("typical_p"),
+            ..Default::default()
+        };
+        let row = case["row"].as_u64().unwrap() as usize;
+        let logits: Vec<f32> = numbers(&golden["logits"][row]).iter().map(|&x| x as f32).collect();
+        let mut sampler = Sampler::new(params(&caller), 1000 + index as u64, &[]).unwrap();
+        let mut counts = vec![0u64; logits.len()];
+        for step in 0..DRAWS {
+            let chosen = sampler.choose(&mut logits.clone(), step, &[], None).unwrap();
+            counts[chosen.token as usize] += 1;
+        }
+        // Rare tokens count together.
+        let (mut sum, mut bins, mut rare) = (0.0, 0, (0.0, 0.0));
+        for (&count, p) in counts.iter().zip(numbers(&case["probabilities"])) {
+            let expected = p * DRAWS as f64;
+            assert!(p > 0.0 || count == 0, "a token that is out was drawn");
+            if expected < 10.0 {
+                rare = (rare.0 + count as f64, rare.1 + expected);
+            } else {
+                sum += (count as f64 - expected).powi(2) / expected;
+                bins += 1;
+            }
+        }
+        if rare.1 >= 10.0 {
+            sum += (rare.0 - rare.1).powi(2) / rare.1;
+            bins += 1;
+        }
+        if bins > 1 {
+            let bar = chi_square_bar(bins - 1);
+            assert!(
+                sum <= bar,
+                "case {index}: chi-square {sum} with {} degrees, at most {bar}",
+                bins - 1
+            );
+            tested += 1;
+        }
+    }
+    assert!(tested >= 25, "{tested}");
+}

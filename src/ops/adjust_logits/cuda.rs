@@ -42,7 +42,7 @@ pub fn adjust_logits(
         .tensor(rows)
         .tensor(adjustments)
         .tensor(chosen)
-        .i32(vocab_size as i32);
+        .i32(vocab_size);
     let launch = Launch::linear(num_rows, BLOCK);
     // SAFETY: the arguments of the kernel, checked above; it compares tokens with the vocabulary.
     unsafe { cuda(context)?.launch(kernels::ADJUST_LOGITS, launch, arguments) }

@@ -36,7 +36,7 @@ pub fn log_probs(
     }
     let temperatures = temperatures.map_or(std::ptr::null_mut(), |tensor| tensor.data());
     let mut arguments =
-        Arguments::new().tensor(logits).pointer(temperatures).i32(vocab_size as i32);
+        Arguments::new().tensor(logits).pointer(temperatures).i32(vocab_size);
     for list in [Some(list), other] {
         let Some(LogProbsList { ids, out }) = list else {
             arguments =
@@ -47,7 +47,7 @@ pub fn log_probs(
         let shape = [num_rows.into(), count.into()];
         check("ids", ids, ElementType::I32, &shape)?;
         check("out", out, f32s, &shape)?;
-        arguments = arguments.tensor(out).tensor(ids).i32(count as i32);
+        arguments = arguments.tensor(out).tensor(ids).i32(count);
     }
     if logits.is_empty() {
         return Ok(());
