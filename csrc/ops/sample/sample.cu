@@ -290,6 +290,16 @@ struct Histogram {
   unsigned long long mass[kBins];
 };
 
+// Adds to a sum in shared memory. Additions of 64 bits there are loops that try until no other thread came between;
+// the upper half changes rarely.
+__device__ __forceinline__ void add_mass(unsigned long long& sum, unsigned long long weight) {
+  if (weight == 0) return;
+  unsigned* halves = reinterpret_cast<unsigned*>(&sum);
+  const unsigned low = static_cast<unsigned>(weight), before = atomicAdd(halves, low);
+  const unsigned high = static_cast<unsigned>(weight >> 32) + (before + low < before ? 1 : 0);
+  if (high != 0) atomicAdd(halves + 1, high);
+}
+
 // Where a walk down the bins from the highest reaches `goal`.
 struct Crossing {
   int bin;
@@ -382,7 +392,7 @@ __device__ bool find_cut_in_bins(const LogitsRow<T>& row, const SampleRow& how, 
       if (i >= present || order_key(values[i]) < lowest) continue;
       const int bin = distance_bin(how, values[i], maximum);
       if (kByMass) {
-        atomicAdd(&histogram.mass[bin], weight_of(how, values[i], maximum));
+        add_mass(histogram.mass[bin], weight_of(how, values[i], maximum));
       } else {
         atomicAdd(&histogram.count[bin], 1u);
       }
@@ -464,7 +474,7 @@ __device__ Cut find_cut(const LogitsRow<T>& row, const SampleRow& how, float max
         if (prefix_bits > 0 && (key >> (32 - prefix_bits)) != prefix) continue;
         const uint32_t bin = key >> shift & (kBins - 1);
         atomicAdd(&histogram.count[bin], 1u);
-        atomicAdd(&histogram.mass[bin], weight_of(how, values[i], maximum));
+        add_mass(histogram.mass[bin], weight_of(how, values[i], maximum));
       }
     }
     __syncthreads();
@@ -606,7 +616,7 @@ __device__ void collect(const SampleArgs& args, const LogitsRow<T>& row, const S
       if (at < kMaxCandidates) collected[at] = pair_key(values[i], group * 4 + i);
     }
   };
-  row.template for_each_group<4>(blockIdx.x * kThreads + threadIdx.x, args.parts * kThreads, look_at);
+  row.template for_each_group<2>(blockIdx.x * kThreads + threadIdx.x, args.parts * kThreads, look_at);
   SampleCounters& counters = args.counters[blockIdx.y];
   if (has_mass) {
     mass = block_sum(mass);
@@ -682,8 +692,13 @@ __device__ unsigned choose_candidate(const SampleArgs& args, const SampleRow& ho
 
 // Draws as choose_candidate does, but over the whole row.
 template <typename T>
-__device__ unsigned choose_filtered(const LogitsRow<T>& row, const SampleRow& how, float maximum, int likeliest,
+__device__ unsigned choose_filtered(const LogitsRow<T>& row, const SampleRow& given, float maximum, int likeliest,
                                     uint64_t* pairs) {
+  // In shared memory, because registers are short here: what does not fit goes to local memory, for which a device
+  // that is full has no room.
+  __shared__ SampleRow how;
+  if (threadIdx.x == 0) how = given;
+  __syncthreads();
   const Cut cut = find_cut(row, how, maximum, pairs);
   const auto is_left = [&](float value, int id) {
     return is_kept(cut, order_key(value), id) && passes_min_p(how, value, maximum);
