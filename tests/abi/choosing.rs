@@ -612,12 +612,13 @@ fn typical_tokens_are_not_the_likeliest() {
     let log_probs = log_softmax(&rows[0]);
     let entropy: f64 = log_probs.iter().map(|x| -x * x.exp()).sum();
     let distance = |id: &usize| (-log_probs[*id] - entropy).abs();
-    let most_typical = (0..log_probs.len()).min_by(|a, b| distance(a).total_cmp(&distance(b)));
-    let most_typical = most_typical.unwrap() as u32;
-    let request = xserv_request { temperature: 1.0, typical_p: 1e-30, ..greedy(&ids, 1) };
+    let nearest = (0..log_probs.len()).map(|id| distance(&id)).fold(f64::INFINITY, f64::min);
+    let all = xserv_request { top_k: 0, top_p: 1.0, min_p: 0.0, ..greedy(&ids, 1) };
+    let request = xserv_request { temperature: 1.0, typical_p: 1e-30, ..all };
     for seed in 0..5 {
         let got = model.generate(&xserv_request { seed, ..request }).unwrap().ids;
-        assert_eq!(got, [most_typical]);
+        // Others may be as near.
+        assert!(distance(&(got[0] as usize)) <= nearest + 1e-5, "{got:?}");
     }
     // All of it is kept.
     let drawn = xserv_request { temperature: 1.0, seed: 8, max_tokens: 20, ..greedy(&ids, 20) };

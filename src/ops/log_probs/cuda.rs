@@ -35,8 +35,7 @@ pub fn log_probs(
         check("temperatures", temperatures, f32s, &[num_rows.into()])?;
     }
     let temperatures = temperatures.map_or(std::ptr::null_mut(), |tensor| tensor.data());
-    let mut arguments =
-        Arguments::new().tensor(logits).pointer(temperatures).i32(vocab_size);
+    let mut arguments = Arguments::new().tensor(logits).pointer(temperatures).i32(vocab_size);
     for list in [Some(list), other] {
         let Some(LogProbsList { ids, out }) = list else {
             arguments =
