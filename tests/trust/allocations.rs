@@ -422,7 +422,7 @@ fn error_text(world: &World) -> Outcome<String> {
 
 type Scenario = fn(&World) -> Outcome<String>;
 
-const SCENARIOS: [(&str, Scenario); 12] = [
+const SCENARIOS: [(&str, Scenario); 13] = [
     ("load", load),
     ("tokenize", tokenize),
     ("detokenize", detokenize),
