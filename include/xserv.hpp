@@ -79,6 +79,7 @@ inline const char *finish_reason_name(xserv_finish_reason reason) noexcept {
 using TokenId = std::uint32_t;
 using LogitBias = xserv_logit_bias;
 using LogProb = xserv_log_prob;
+using TokenScore = xserv_token_score;
 using ModelInfo = xserv_model_info;
 using InspectionInfo = xserv_inspection_info;
 using MemoryPlan = xserv_memory_plan;
@@ -304,8 +305,8 @@ class LoadOptions {
   std::function<void(xserv_log_level, const char *, const char *)> log_;
 };
 
-/* A switch that stops requests, and calls of Model::logits(), from another thread. Copies share the
- * switch, and so do the requests that carry it, so that it may be destroyed before them. Once
+/* A switch that stops requests, and calls of Model::logits() and score(), from another thread. Copies
+ * share the switch, and so do the requests that carry it, so that it may be destroyed before them. Once
  * cancelled it stays so. */
 class CancelToken {
  public:
@@ -321,6 +322,7 @@ class CancelToken {
  private:
   friend class Model;
   friend class Request;
+  friend class ScoreOptions;
   const std::shared_ptr<xserv_cancel_token> &need() const {
     if (!handle_) detail::moved_from("CancelToken");
     return handle_;
@@ -639,6 +641,26 @@ class SubmitOptions {
   std::function<void()> wake_;
 };
 
+/* How Model::score() scores tokens. It is a value, which can be copied and used again. */
+class ScoreOptions {
+ public:
+  ScoreOptions() { xserv_score_options_default(&raw_); }
+  /* The options share the token's switch. */
+  ScoreOptions &cancel(const CancelToken &token) {
+    cancel_ = token.need();
+    raw_.cancel = cancel_.get();
+    return *this;
+  }
+  /* Calls and requests share the keys and values of common prefixes only with those of the same
+   * number. */
+  ScoreOptions &cache_key(std::uint64_t key) { return raw_.cache_key = key, *this; }
+
+ private:
+  friend class Model;
+  xserv_score_options raw_;
+  std::shared_ptr<xserv_cancel_token> cancel_;
+};
+
 /* A submitted request, of which next() gives the events.
  *
  *     for (auto event = submission.next(); event.kind != XSERV_EVENT_DONE; event = submission.next())
@@ -882,6 +904,17 @@ class Model {
     options.rows = static_cast<std::uint32_t>(rows);
     if (cancel != nullptr) options.cancel = cancel->need().get();
     detail::check(xserv_logits(need(), ids.data(), ids.size(), &options, scores.data(), scores.size()));
+    return scores;
+  }
+
+  /* Returns how likely the model holds the tokens from index num_given (at least 1) on, each after
+   * all those before it. The sum of log_prob is their log-likelihood, exp(-sum / size) their
+   * perplexity. */
+  std::vector<TokenScore> score(const std::vector<TokenId> &ids, std::size_t num_given,
+                                const ScoreOptions &options = ScoreOptions()) const {
+    std::vector<TokenScore> scores(num_given < ids.size() ? ids.size() - num_given : 0);
+    detail::check(
+        xserv_score(need(), ids.data(), ids.size(), num_given, &options.raw_, scores.data(), scores.size()));
     return scores;
   }
 

@@ -72,6 +72,7 @@ pub mod threads;
 pub use api::{
     CancelToken, DType, DeviceChoice, Error, ErrorKind, Event, FinishReason, Generation,
     LoadOptions, LogProbs, Message, Model, Request, Result, Sampling, Stream, TokenLogProb,
+    TokenScore,
 };
 
 /// The Rust program of README.md is run as a test.

@@ -28,6 +28,7 @@ mod stream;
 pub use crate::engine::{
     CancelToken, DeviceChoice, EngineOptions as LoadOptions, EngineStats, Event, FinishReason,
     Generation, LogLevel, LogProbs, LogTarget, Logger, SamplingOverrides as Sampling, TokenLogProb,
+    TokenScore,
 };
 pub use crate::error::{Error, ErrorKind, Result};
 pub use crate::memory::DType;

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use super::{LoadOptions, Logger, Message, Request, Stream};
-use crate::engine::{ChatPrompt, Engine, EngineStats, Generation, ModelShape};
+use crate::engine::{ChatPrompt, Engine, EngineStats, Generation, ModelShape, TokenScore};
 use crate::error::{try_filled, Error, Result};
 use serde_json::Value;
 
@@ -108,6 +108,17 @@ impl Model {
         let mut logits = try_filled(self.shape().vocab_size, 0.0, "logits")?;
         self.engine.logits(ids, false, None, &mut logits)?;
         Ok(logits)
+    }
+
+    /// How likely the model holds the tokens of `ids` from index `num_given` (at least 1) on, each after all those before
+    /// it. The sum of their `log_prob` is the log-likelihood, `exp` of minus the mean the perplexity. Calls and requests
+    /// with the same `cache_key` (0 is the usual one) share the keys and values of the tokens before `num_given`.
+    pub fn score(&self, ids: &[u32], num_given: usize, cache_key: u64) -> Result<Vec<TokenScore>> {
+        self.engine.check_process()?;
+        let count = ids.len().saturating_sub(num_given);
+        let mut scores = try_filled(count, TokenScore::default(), "scores")?;
+        self.engine.score(ids, num_given, cache_key, None, &mut scores)?;
+        Ok(scores)
     }
 
     /// Statistics of what the model has done and is doing.

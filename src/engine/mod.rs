@@ -83,4 +83,4 @@ pub use stats::{EngineStats, FIRST_BUCKET_US, NUM_STEP_BUCKETS};
 pub use swap::{SwapCosts, SwapCounts};
 pub use ticket::{Event, Generation, Ticket, TicketHandle};
 
-pub use crate::model::{LogProbs, TokenLogProb, MAX_TOP_LOG_PROBS};
+pub use crate::model::{LogProbs, TokenLogProb, TokenScore, MAX_TOP_LOG_PROBS};

@@ -1,4 +1,4 @@
-//! Evaluation: the logits of given tokens.
+//! Evaluation: the logits of given tokens, and how likely they are.
 
 #![allow(non_camel_case_types)]
 
@@ -9,7 +9,8 @@ use super::guard::{
 use super::model::{engine_of, xserv_model};
 use super::request::{cancel_token, xserv_cancel_token};
 use super::status::xserv_status;
-use crate::error::{Error, Result};
+use crate::engine::TokenScore;
+use crate::error::{try_filled, Error, Result};
 
 /// Which rows of logits to compute.
 #[repr(C)]
@@ -129,4 +130,124 @@ fn check_size(vocab_size: usize, num_tokens: usize, all: bool) -> Result<usize> 
     let rows = if all { num_tokens } else { 1 };
     rows.checked_mul(vocab_size)
         .ok_or_else(|| Error::invalid_argument(format!("num_tokens {num_tokens} is impossible")))
+}
+
+/// How likely a given token was after those before it.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct xserv_token_score {
+    /// The natural logarithm of the token's softmax over the whole vocabulary, at most 0.
+    pub log_prob: f32,
+    /// 1 if no other token was likelier, nor as likely with a lower id; else 0.
+    pub is_likeliest: u32,
+}
+
+/// How to score tokens. Fill with xserv_score_options_default(), then change what you need.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct xserv_score_options {
+    /// sizeof(xserv_score_options), set by xserv_score_options_default().
+    pub struct_size: usize,
+    /// Stops the call from another thread, at the next layer of the forward pass or while it waits
+    /// for its turn; NULL (default): nothing does.
+    pub cancel: *const xserv_cancel_token,
+    /// Calls and requests share the keys and values of common prefixes only with those of the same
+    /// number. Default 0.
+    pub cache_key: u64,
+}
+
+// SAFETY: repr(C), struct_size first, integers and a handle, which is not followed.
+unsafe impl GrowingStruct for xserv_score_options {
+    const SIZES: &'static [usize] = &[24];
+    const NAME: &'static str = "xserv_score_options";
+    const HOW: &'static str = "fill it with xserv_score_options_default()";
+    fn defaults() -> Self {
+        xserv_score_options {
+            struct_size: size_of::<Self>(),
+            cancel: std::ptr::null(),
+            cache_key: 0,
+        }
+    }
+}
+
+/// Sets every option to its default.
+///
+/// struct_size: sizeof(xserv_score_options) of the header that the program is built with; no byte
+/// beyond it is written. xserv_score_options_default() passes it. Does nothing if options is NULL.
+///
+/// # Safety
+/// `options` is NULL or writable for `struct_size` bytes.
+#[no_mangle]
+pub unsafe extern "C" fn xserv_score_options_init(
+    options: *mut xserv_score_options,
+    struct_size: usize,
+) {
+    guard_or((), || {
+        // SAFETY: writable by contract.
+        unsafe { init_struct(options, struct_size) };
+        Ok(())
+    })
+}
+
+/// Computes how likely the model holds given tokens, each after all those before it, by the model's
+/// own logits.
+///
+/// token_ids: num_tokens ids, at least one and no more than the context. num_given: from 1 to
+/// num_tokens; the tokens from this index on are scored. options: NULL for the defaults. scores:
+/// receives one for each of them; num_scores is its size in elements and must be exactly
+/// num_tokens - num_given, which may be 0. On failure its content is undefined.
+///
+/// The sum of log_prob is the log-likelihood of the scored tokens, and exp(-sum / num_scores) their
+/// perplexity. If every is_likeliest is 1, they are what the model generates with temperature 0 and
+/// no penalties. The keys and values of tokens before num_given may come from the prefix cache, so
+/// that many continuations of one prompt compute most of the prompt once.
+///
+/// Errors: XSERV_STATUS_INVALID_ARGUMENT (an id outside the vocabulary, a wrong size),
+/// XSERV_STATUS_CONTEXT_FULL, XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_CANCELLED (by the options'
+/// cancel token, or because the model was freed).
+///
+/// # Safety
+/// `token_ids` is readable for `num_tokens` ids, `options` is NULL or readable for its struct_size,
+/// `scores` is writable for `num_scores` scores and overlaps neither.
+#[must_use]
+#[no_mangle]
+pub unsafe extern "C" fn xserv_score(
+    model: *const xserv_model,
+    token_ids: *const u32,
+    num_tokens: usize,
+    num_given: usize,
+    options: *const xserv_score_options,
+    scores: *mut xserv_token_score,
+    num_scores: usize,
+) -> xserv_status {
+    guard_work(|| {
+        let engine = engine_of(model)?;
+        // SAFETY: by the contract above.
+        let options = unsafe { read_struct(options, "options") }?;
+        let cancel = cancel_token(options.cancel)?;
+        let wanted = num_tokens.checked_sub(num_given).filter(|_| num_given > 0);
+        let Some(wanted) = wanted else {
+            return Err(Error::invalid_argument(format!(
+                "num_given is {num_given}, but must be from 1 to num_tokens, which is {num_tokens}"
+            )));
+        };
+        if num_scores != wanted {
+            return Err(Error::invalid_argument(format!(
+                "num_scores is {num_scores}, but num_tokens - num_given is {wanted}"
+            )));
+        }
+        // SAFETY: by the contract above.
+        let ids = unsafe { array_argument(token_ids, num_tokens, "token_ids") }?;
+        // SAFETY: as above.
+        let out = unsafe { array_argument_mut(scores, num_scores, "scores") }?;
+        let mut found = try_filled(num_scores, TokenScore::default(), "scores")?;
+        engine.score(ids, num_given, options.cache_key, cancel.as_deref(), &mut found)?;
+        for (to, score) in out.iter_mut().zip(&found) {
+            *to = xserv_token_score {
+                log_prob: score.log_prob,
+                is_likeliest: u32::from(score.is_likeliest),
+            };
+        }
+        Ok(())
+    })
 }

@@ -25,7 +25,7 @@ pub struct xserv_model_stats {
     pub num_waiting: u64,
     /// Number of waiting samples that were preempted.
     pub num_preempted: u64,
-    /// Number of samples submitted. A call of xserv_logits() counts as one.
+    /// Number of samples submitted. A call of xserv_logits() or xserv_score() counts as one.
     pub total_submitted: u64,
     /// Number of samples ended, for whatever reason.
     pub total_ended: u64,
@@ -69,7 +69,7 @@ pub struct xserv_model_stats {
     pub device_busy_seconds: f64,
     /// Seconds between steps in which the device waited for the host although there were requests
     /// to compute. A GPU's waits for the next kernel within a step, and its work for
-    /// xserv_logits(), count as busy.
+    /// xserv_logits() and xserv_score(), count as busy.
     pub device_idle_seconds: f64,
     /// Number of KV blocks that the host memory taken for swapping has room for (see
     /// xserv_load_options.max_swap_bytes).

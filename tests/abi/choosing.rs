@@ -189,7 +189,7 @@ fn generate(model: &Model, request: &xserv_request) -> Vec<Told> {
 }
 
 /// The log-softmax of a row in f64.
-fn log_softmax(row: &[f64]) -> Vec<f64> {
+pub fn log_softmax(row: &[f64]) -> Vec<f64> {
     let largest = row.iter().copied().fold(f64::NEG_INFINITY, f64::max);
     let sum: f64 = row.iter().map(|x| (x - largest).exp()).sum();
     row.iter().map(|x| x - largest - sum.ln()).collect()

@@ -73,7 +73,7 @@ fn devices_that_are_not_there_are_refused() {
 }
 
 /// A model whose logits of thousands of tokens take seconds.
-fn slow_model() -> Model {
+pub fn slow_model() -> Model {
     let dir = config_alone(|config| {
         config["hidden_size"] = 512.into();
         config["intermediate_size"] = 2048.into();

@@ -36,6 +36,7 @@ mod memory;
 mod messages;
 mod over_llama;
 mod plan;
+mod scoring;
 mod soak;
 mod structs;
 mod symbols;

@@ -35,6 +35,7 @@ fn option_structs() -> Vec<(&'static str, unsafe fn(*mut c_void, usize), usize)>
         xserv_request xserv_request_init,
         xserv_submit_options xserv_submit_options_init,
         xserv_logits_options xserv_logits_options_init,
+        xserv_score_options xserv_score_options_init,
         xserv_context_options xserv_context_options_init,
         xserv_gemm_options xserv_gemm_options_init,
         xserv_grad_check_options xserv_grad_check_options_init,

@@ -153,6 +153,7 @@ fn every_option_can_be_set_in_cpp() {
         ("request", "class Request"),
         ("submit_options", "class SubmitOptions"),
         ("logits_options", "class Model"),
+        ("score_options", "class ScoreOptions"),
         ("tokenize_options", "class Model"),
         ("chat_options", "class Model"),
         ("context_options", "class ContextOptions"),

@@ -94,6 +94,16 @@ static void exercise_logits(const xserv_model *model) {
   REFUSED(xserv_logits(model, ids, 3, NULL, logits, 5));
   REFUSED(xserv_logits(model, ids, 0, NULL, logits, info.vocab_size));
   free(logits);
+
+  xserv_score_options scoring;
+  xserv_score_options_default(&scoring);
+  scoring.cache_key = 7;
+  xserv_token_score scores[2];
+  OK(xserv_score(model, ids, 3, 1, &scoring, scores, 2));
+  REQUIRE(scores[0].log_prob <= 0 && scores[1].is_likeliest <= 1);
+  OK(xserv_score(model, ids, 3, 3, NULL, NULL, 0));
+  REFUSED(xserv_score(model, ids, 3, 0, NULL, scores, 2));
+  REFUSED(xserv_score(model, ids, 3, 1, NULL, scores, 3));
 }
 
 static void exercise_generate(const xserv_model *model) {

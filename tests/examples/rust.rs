@@ -126,6 +126,25 @@ fn settings_reach_the_engine() {
 }
 
 #[test]
+fn given_tokens_are_scored() {
+    let model = tiny();
+    let prompt = model.tokenize("Once upon a time").expect("ids");
+    let story = Request::tokens(prompt.clone()).temperature(0.0).max_tokens(9).log_probs(0);
+    let told = model.generate(&story).expect("a text");
+    let ids = [&prompt[..], &told.token_ids].concat();
+    let scores = model.score(&ids, prompt.len(), 0).expect("scores");
+    assert_eq!((scores.len(), told.log_probs.len()), (9, 9));
+    for (score, told) in scores.iter().zip(&told.log_probs) {
+        assert!(score.is_likeliest && (score.log_prob - told.chosen).abs() < 1e-4);
+    }
+    assert!(model.score(&ids, ids.len(), 3).expect("no scores").is_empty());
+    for num_given in [0, ids.len() + 1] {
+        let error = model.score(&ids, num_given, 0).expect_err("a refusal");
+        assert!(error.message().contains(&format!("num_given is {num_given}")), "{error}");
+    }
+}
+
+#[test]
 fn requests_are_stopped_from_other_threads_and_by_being_dropped() {
     let model = tiny();
     let endless = Request::text("Once upon a time").ignore_eos(true);

@@ -184,6 +184,21 @@ static void check_text(const xserv::Model &model) {
   REQUIRE(all.size() == ids.size() * model.info().vocab_size && last.size() == model.info().vocab_size);
   REQUIRE(std::vector<float>(all.end() - static_cast<std::ptrdiff_t>(last.size()), all.end()) == last);
 
+  const auto scores = model.score(ids, 1);
+  REQUIRE(scores.size() == ids.size() - 1 && model.score(ids, ids.size()).empty());
+  for (std::size_t i = 0; i < scores.size(); i++) {
+    const float *row = all.data() + i * last.size();
+    double sum = 0;
+    for (std::size_t j = 0; j < last.size(); j++) sum += std::exp(static_cast<double>(row[j]));
+    const double expected = static_cast<double>(row[ids[i + 1]]) - std::log(sum);
+    REQUIRE(std::abs(static_cast<double>(scores[i].log_prob) - expected) < 1e-3);
+    const bool is_likeliest = std::max_element(row, row + last.size()) == row + ids[i + 1];
+    REQUIRE(scores[i].is_likeliest == (is_likeliest ? 1 : 0));
+  }
+  REQUIRE(thrown_by([&] { model.score(ids, 0); }) == XSERV_STATUS_INVALID_ARGUMENT);
+  REQUIRE(thrown_by([&] { model.score(ids, ids.size() + 1); }) == XSERV_STATUS_INVALID_ARGUMENT);
+  REQUIRE(thrown_by([&] { model.score({}, 1); }) == XSERV_STATUS_INVALID_ARGUMENT);
+
   const auto greedy = [] { return xserv::Request::from_prompt("Once upon a time").temperature(0).max_tokens(16); };
   auto from_prompt = model.generate(greedy());
   auto from_ids = model.generate(xserv::Request::from_tokens(ids).temperature(0).max_tokens(16));
@@ -223,10 +238,19 @@ static void check_text(const xserv::Model &model) {
   auto by_token = model.generate(greedy().stop_tokens({generated[2], generated[4]}));
   REQUIRE(by_token.finish_reason() == XSERV_FINISH_STOP_TOKEN && by_token.token_ids().size() <= 3);
 
-  // A cancelled logits call.
+  // Cancelled calls of logits() and score().
   xserv::CancelToken token;
   token.cancel();
   REQUIRE(thrown_by([&] { model.logits(ids, XSERV_LOGITS_ALL, &token); }) == XSERV_STATUS_CANCELLED);
+  // The options keep the switch, and can be copied.
+  auto scoring = xserv::ScoreOptions().cache_key(5);
+  REQUIRE(model.score(ids, 1, scoring).size() == ids.size() - 1);
+  {
+    const auto copy = xserv::ScoreOptions().cancel(token);
+    scoring = copy;
+    token = xserv::CancelToken();
+  }
+  REQUIRE(thrown_by([&] { model.score(ids, 1, scoring); }) == XSERV_STATUS_CANCELLED);
 }
 
 static void check_streaming(const xserv::Model &model) {

@@ -319,6 +319,19 @@ fn logits(world: &World) -> Outcome<String> {
     Ok(format!("{sum:x}"))
 }
 
+fn scores(world: &World) -> Outcome<String> {
+    let ids: Vec<u32> = (400..440).collect();
+    let mut out = [xserv_token_score { log_prob: f32::NAN, is_likeliest: 7 }; 37];
+    world.shim.call(|| unsafe {
+        let out = (out.as_mut_ptr(), out.len());
+        xserv_score(world.model.0, ids.as_ptr(), ids.len(), 3, ptr::null(), out.0, out.1)
+    })?;
+    let sum = out.iter().fold(0u64, |sum, one| {
+        sum.rotate_left(5) ^ u64::from(one.log_prob.to_bits()) ^ u64::from(one.is_likeliest)
+    });
+    Ok(format!("{sum:x}"))
+}
+
 /// A context of several threads, a tensor, and operators that take scratch memory.
 fn operators(world: &World) -> Outcome<String> {
     let shim = &world.shim;
@@ -409,7 +422,7 @@ fn error_text(world: &World) -> Outcome<String> {
 
 type Scenario = fn(&World) -> Outcome<String>;
 
-const SCENARIOS: [(&str, Scenario); 12] = [
+const SCENARIOS: [(&str, Scenario); 13] = [
     ("load", load),
     ("tokenize", tokenize),
     ("detokenize", detokenize),
@@ -418,6 +431,7 @@ const SCENARIOS: [(&str, Scenario); 12] = [
     ("first request", first_request),
     ("submit and next", submit_and_next),
     ("logits", logits),
+    ("scores", scores),
     ("operators", operators),
     ("inspect", inspect),
     ("plan", plan),

@@ -217,9 +217,10 @@ fn pointers_and_numbers(bench: &mut Bench) {
                 set("NULL", if is_optional { Works } else { Refused }, 0);
                 set("not UTF-8", Refused, c"a\xff\xfe\x80".as_ptr() as u64);
             }
-            ("char **" | "uint8_t *" | "uint32_t *" | "xserv_tensor *", name)
-                if !p.is_const || name == "text" =>
-            {
+            (
+                "char **" | "uint8_t *" | "uint32_t *" | "xserv_tensor *" | "xserv_token_score *",
+                name,
+            ) if !p.is_const || name == "text" => {
                 set("NULL", Refused, 0);
                 if p.kind != "uint8_t *" {
                     case(bench, world, f, i, "misaligned", Refused, |a| *a.word(i) += 1);
@@ -269,7 +270,13 @@ fn pointers_and_numbers(bench: &mut Bench) {
                         set(&size.to_string(), Refused, size);
                     }
                 }
-                let empty = if f.name == "xserv_logits" { Refused } else { Answered };
+                if ["num_given", "num_scores"].contains(&name) {
+                    for size in [2, 5, 1 << 32] {
+                        set(&size.to_string(), Refused, size);
+                    }
+                }
+                let evaluates = ["xserv_logits", "xserv_score"].contains(&f.name.as_str());
+                let empty = if evaluates { Refused } else { Answered };
                 set("0", empty, 0);
             }
             ("uint32_t", name) => {

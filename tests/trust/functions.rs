@@ -146,7 +146,8 @@ fn addresses() -> &'static [(&'static str, usize)] {
             xserv_cancel_token_free xserv_generate xserv_result_get_info xserv_result_get_sample
             xserv_result_text xserv_result_free xserv_submit_options_init xserv_submit xserv_next
             xserv_poll xserv_cancel xserv_submission_take_result xserv_submission_free
-            xserv_logits_options_init xserv_logits xserv_model_get_stats xserv_cuda_device_count
+            xserv_logits_options_init xserv_logits xserv_score_options_init xserv_score
+            xserv_model_get_stats xserv_cuda_device_count
             xserv_cuda_device_get_info xserv_context_options_init xserv_context_new
             xserv_context_get_device xserv_context_synchronize xserv_context_trim
             xserv_context_get_memory_stats xserv_context_free xserv_tensor_dtype_of

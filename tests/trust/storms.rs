@@ -98,7 +98,14 @@ impl Shared {
     /// One call of a random function, on random handles.
     fn call(&self, world: &mut World, random: &mut Random) {
         let reads_files = ["xserv_load", "xserv_inspect", "xserv_plan"];
-        let busy = ["xserv_generate", "xserv_submit", "xserv_next", "xserv_cancel", "xserv_logits"];
+        let busy = [
+            "xserv_generate",
+            "xserv_submit",
+            "xserv_next",
+            "xserv_cancel",
+            "xserv_logits",
+            "xserv_score",
+        ];
         let function = loop {
             let function = &self.functions[random.below(self.functions.len())];
             let name = function.name.as_str();

@@ -36,8 +36,8 @@ macro_rules! sizes {
 sizes! {
     xserv_load_options xserv_model_info xserv_inspection_info xserv_memory_plan
     xserv_tokenize_options xserv_chat_options xserv_request xserv_result_info xserv_submit_options
-    xserv_event xserv_logits_options xserv_model_stats xserv_device_info xserv_context_options
-    xserv_memory_stats xserv_gemm_options xserv_grad_check_options xserv_grad_check_result
+    xserv_event xserv_logits_options xserv_score_options xserv_model_stats xserv_device_info
+    xserv_context_options xserv_memory_stats xserv_gemm_options xserv_grad_check_options xserv_grad_check_result
     xserv_attention_options
 }
 
@@ -321,6 +321,7 @@ impl World {
             ("uint32_t *", "token_ids") => IDS.as_ptr() as *mut u8,
             ("int64_t *", "shape") => SHAPE.as_ptr() as *mut u8,
             ("float *", "logits") => memory.allocate(self.vocab_size * 4),
+            ("xserv_token_score *", _) => memory.allocate(3 * size_of::<xserv_token_score>()),
             ("float *", "values") => memory.store([1f32; 4]).cast(),
             ("float *", "gradient") => memory.store([1f32; 4]).cast(),
             ("xserv_tensor *", "view") => memory.allocate(size_of::<xserv_tensor>()),
@@ -336,6 +337,8 @@ impl World {
                 return size_of_struct(name).unwrap() as u64;
             }
             ("size_t", "num_logits") => return self.vocab_size as u64,
+            ("size_t", "num_given") => return 1,
+            ("size_t", "num_scores") => return 3,
             ("size_t", "sample" | "index") => return 0,
             ("size_t", _) => return 4,
             ("uint32_t", "timeout_ms") => return u64::from(self.timeout_ms),
@@ -365,6 +368,7 @@ impl World {
             "xserv_tokenize_options" => memory.store(defaults!(xserv_tokenize_options_init)).cast(),
             "xserv_request" => memory.store(greedy(&IDS, 2)).cast(),
             "xserv_logits_options" => memory.store(logits_options(0)).cast(),
+            "xserv_score_options" => memory.store(defaults!(xserv_score_options_init)).cast(),
             "xserv_submit_options" => memory.store(defaults!(xserv_submit_options_init)).cast(),
             "xserv_gemm_options" => memory.store(defaults!(xserv_gemm_options_init)).cast(),
             "xserv_grad_check_options" => {

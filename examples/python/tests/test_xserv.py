@@ -474,6 +474,126 @@ class LogitsTest(ModelTest):
         self.assertEqual(matrix[0].tolist(), array("f", logits[0]).tolist())
 
 
+class ScoreTest(ModelTest):
+    def by_logits(self, tokens, num_given):
+        """The log-probability of each token from num_given on, and whether each is the likeliest, from the logits."""
+        logits = self.model.logits(tokens[:-1])
+        logprobs, greedy = [], []
+        for place in range(num_given, len(tokens)):
+            row = logits[place - 1].tolist()
+            highest = max(row)
+            logprobs.append(row[tokens[place]] - highest - math.log(math.fsum(math.exp(x - highest) for x in row)))
+            greedy.append(row.index(highest) == tokens[place])
+        return logprobs, greedy
+
+    def assertScore(self, score, tokens, num_given):
+        logprobs, greedy = self.by_logits(tokens, num_given)
+        self.assertEqual(score.token_ids, tuple(tokens[num_given:]))
+        self.assertEqual(len(score.logprobs), len(logprobs))
+        for found, expected in zip(score.logprobs, logprobs):
+            self.assertAlmostEqual(found, expected, delta=1e-3)
+        self.assertEqual(score.sum, math.fsum(score.logprobs))
+        self.assertEqual(score.is_greedy, all(greedy))
+
+    def test_texts_and_tokens(self):
+        prompt, text = "Once upon a time", " there was a little"
+        given, both = self.model.tokenize(prompt), self.model.tokenize(prompt + text)
+        self.assertEqual(both[: len(given)], given)
+        generated = self.model.generate(prompt, max_tokens=5, temperature=0, repetition_penalty=1, ignore_eos=True)
+        tokens = both[len(given) :]
+        scores = self.model.score(prompt, [text, tokens, generated.token_ids, [7, 8, 9], "", []])
+        self.assertEqual([len(score.token_ids) for score in scores[2:]], [5, 3, 0, 0])
+        self.assertScore(scores[0], both, len(given))
+        self.assertEqual(scores[1], scores[0])
+        self.assertScore(scores[2], given + generated.token_ids, len(given))
+        self.assertScore(scores[3], [*given, 7, 8, 9], len(given))
+        self.assertTrue(scores[2].is_greedy)
+        self.assertFalse(scores[3].is_greedy)
+        self.assertEqual(scores[4], xserv.Score((), (), 0.0, True))
+        self.assertEqual(scores[5], scores[4])
+        self.assertEqual(self.model.score(given, [text, tokens]), scores[:2])
+        self.assertEqual(self.model.score(prompt, []), [])
+
+    def test_a_text_that_changes_the_tokens_before_it(self):
+        prompt, text = "Once upon a ti", "me there was"
+        given, both = self.model.tokenize(prompt), self.model.tokenize(prompt + text)
+        num_given = next(i for i, (one, other) in enumerate(zip(given, both)) if one != other)
+        self.assertLess(num_given, len(given))
+        self.assertScore(self.model.score(prompt, [text])[0], both, num_given)
+        # After token ids it is tokenized by itself.
+        alone = self.model.tokenize(text, add_special_tokens=False)
+        self.assertScore(self.model.score(given, [text])[0], given + alone, len(given))
+
+    def test_the_prompt_is_computed_once(self):
+        prompt = [(i * 11) % 900 for i in range(320)]
+        before = self.model.stats()
+        self.model.score(prompt, [[i, i + 1] for i in range(8)], cache_key=77)
+        after = self.model.stats()
+        self.assertEqual(after.total_submitted - before.total_submitted, 8)
+        self.assertLess(after.total_prompt_tokens - before.total_prompt_tokens, 2 * len(prompt))
+
+    def test_perplexity(self):
+        text = "Once upon a time there was a little dog who liked to play in the garden with his friend."
+        tokens = self.model.tokenize(text)
+        logprobs, _ = self.by_logits(tokens, 1)
+        expected = math.exp(-math.fsum(logprobs) / len(logprobs))
+        self.assertAlmostEqual(self.model.perplexity(text) / expected, 1, delta=1e-3)
+        self.assertEqual(self.model.perplexity(tokens), self.model.perplexity(text))
+
+    def test_perplexity_in_windows(self):
+        tokens = [(i * 37) % 900 for i in range(150)]
+        with xserv.Model(MODEL, device="cpu", dtype="f32", max_context_tokens=64) as model:
+            for stride in (None, 1, 20, 63):
+                step = 32 if stride is None else stride
+                total, count, previous = 0.0, 0, 0
+                # As in Transformers' guide.
+                for begin in range(0, len(tokens), step):
+                    end = min(begin + 64, len(tokens))
+                    window, new = tokens[begin:end], end - previous
+                    num_given = max(len(window) - new, 1)
+                    score = model.score(window[:num_given], [window[num_given:]])[0]
+                    total, count, previous = total + score.sum, count + len(score.logprobs), end
+                    if end == len(tokens):
+                        break
+                self.assertEqual(count, len(tokens) - 1)
+                found = model.perplexity(tokens, stride=stride)
+                self.assertAlmostEqual(found / math.exp(-total / count), 1, delta=1e-6)
+            for stride in (0, 64, -1):
+                with self.assertRaisesRegex(xserv.InvalidArgumentError, f"stride is {stride}, .* from 1 to 63"):
+                    model.perplexity(tokens, stride=stride)
+            with self.assertRaises(xserv.ContextFullError):
+                model.score(tokens[:60], [[1, 2, 3, 4, 5]])
+            self.assertEqual(len(model.score(tokens[:60], [[1, 2, 3, 4]])[0].logprobs), 4)
+
+    def test_mistakes_are_told(self):
+        for prompt in ("", []):
+            with self.assertRaisesRegex(xserv.InvalidArgumentError, "continuation 0 has no token before it"):
+                self.model.score(prompt, ["Once"])
+        for text in ("", [], [5]):
+            with self.assertRaisesRegex(xserv.InvalidArgumentError, "at least 2 tokens"):
+                self.model.perplexity(text)
+        with self.assertRaisesRegex(TypeError, "continuations must be a sequence"):
+            self.model.score("Once", " upon")
+        with self.assertRaisesRegex(TypeError, "continuation 1 must be integers"):
+            self.model.score("Once", [[1], [1.5]])
+        with self.assertRaisesRegex(xserv.InvalidArgumentError, "outside the vocabulary"):
+            self.model.score("Once", [[self.model.info.vocab_size]])
+
+    def test_keyboard_interrupt(self):
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        self.addCleanup(signal.signal, signal.SIGINT, before)
+        prompt = [(i * 11) % 900 for i in range(300)]
+        timer = threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT))
+        timer.start()
+        try:
+            with self.assertRaises(KeyboardInterrupt):
+                while True:  # until the signal comes, however fast the machine is
+                    self.model.score(prompt, [[i] for i in range(900)])
+        finally:
+            timer.join()
+        self.assertEqual(len(self.model.score([1], [[2]])), 1)
+
+
 class Loading(unittest.TestCase):
     def test_info(self):
         with xserv.Model(Path(MODEL), num_threads=1, max_context_tokens=64, dtype="f32") as model:
@@ -663,6 +783,8 @@ class Errors(ModelTest):
             lambda: model.detokenize([1]),
             lambda: model.apply_chat_template(MESSAGES),
             lambda: model.logits([1]),
+            lambda: model.score([1], [[2]]),
+            lambda: model.perplexity([1, 2]),
             lambda: model.generate("x"),
             lambda: model.generate("x", stream=True),
             lambda: model.generate_async("x"),
@@ -698,7 +820,8 @@ class Objects(ModelTest):
             self.assertNotEqual(again[0, 0], logits[0, 0])
             piece = copy_it(xserv.Piece("text", 5))
             self.assertEqual((type(piece), piece, piece.sample), (xserv.Piece, "text", 5))
-            for value in (result, self.model.info, self.model.stats(), xserv.inspect(MODEL), xserv.plan(MODEL)):
+            score = self.model.score([1], [[2, 3]])[0]
+            for value in (result, score, self.model.info, self.model.stats(), xserv.inspect(MODEL), xserv.plan(MODEL)):
                 self.assertEqual(copy_it(value), value)
 
     def test_repr(self):

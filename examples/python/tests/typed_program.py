@@ -91,6 +91,9 @@ def main() -> int:
         logits = model.logits(model.tokenize("Once"), last_only=True)
         best = max(range(model.info.vocab_size), key=lambda token: logits[0, token])
         print(model.detokenize([best]), logits.shape, model.stats().total_steps)
+        one, other = model.score("Once upon a", [" time", model.tokenize(" car")])
+        best_score: float = max(one.sum, other.sum)
+        print(best_score == one.sum, one.is_greedy, other.logprobs[0] < 0, model.perplexity("Once upon a time") > 1)
     with ops.Context("cpu", num_threads=1) as context:
         print(context.device, context.memory_stats()["allocated"])
     return 0

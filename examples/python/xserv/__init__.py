@@ -25,7 +25,7 @@ from ._errors import (
     UnsupportedError,
 )
 from ._library import library as _loaded
-from ._model import Inspection, Logits, MemoryPlan, Model, ModelInfo, ModelStats, inspect, plan
+from ._model import Inspection, Logits, MemoryPlan, Model, ModelInfo, ModelStats, Score, inspect, plan
 from ._request import GenerateOptions
 from ._stream import Piece, Result, TextStream, TokenEvent, TokenLogProb
 
@@ -58,6 +58,7 @@ __all__ = [
     "OutOfMemoryError",
     "Piece",
     "Result",
+    "Score",
     "TemplateError",
     "TextStream",
     "TokenEvent",

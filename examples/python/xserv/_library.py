@@ -155,6 +155,14 @@ class LogitsOptions(Structure):
     _fields_ = [("struct_size", c_size_t), ("rows", c_uint32), ("reserved", c_uint32), ("cancel", c_void_p)]
 
 
+class TokenScore(Structure):
+    _fields_ = [("log_prob", c_float), ("is_likeliest", c_uint32)]
+
+
+class ScoreOptions(Structure):
+    _fields_ = [("struct_size", c_size_t), ("cancel", c_void_p), ("cache_key", c_uint64)]
+
+
 class TokenizeOptions(Structure):
     _fields_ = [
         ("struct_size", c_size_t),
@@ -357,6 +365,11 @@ _FUNCTIONS = {
     "xserv_apply_chat_template": (c_uint32, [c_void_p, POINTER(ChatOptions), _HANDLE]),
     "xserv_logits_options_init": (None, [POINTER(LogitsOptions), c_size_t]),
     "xserv_logits": (c_uint32, [c_void_p, POINTER(c_uint32), c_size_t, POINTER(LogitsOptions), POINTER(c_float), c_size_t]),
+    "xserv_score_options_init": (None, [POINTER(ScoreOptions), c_size_t]),
+    "xserv_score": (
+        c_uint32,
+        [c_void_p, POINTER(c_uint32), c_size_t, c_size_t, POINTER(ScoreOptions), POINTER(TokenScore), c_size_t],
+    ),
     "xserv_request_init": (None, [POINTER(Request), c_size_t]),
     "xserv_cancel_token_new": (c_uint32, [_HANDLE]),
     "xserv_cancel_token_cancel": (c_uint32, [c_void_p]),

@@ -1,9 +1,10 @@
-"""Model, Logits, inspect() and plan()."""
+"""Model, Logits, Score, inspect() and plan()."""
 
 from __future__ import annotations
 
 import atexit
 import ctypes
+import math
 import os
 import sys
 import threading
@@ -29,7 +30,7 @@ from typing import (
 
 from . import _library as c
 from ._async import AsyncTextStream
-from ._errors import Error, NotCopyable, closed
+from ._errors import Error, NotCopyable, closed, invalid_argument
 from ._library import check, library
 from ._request import (
     GenerateOptions,
@@ -207,7 +208,8 @@ class ModelStats:
     num_running: samples that are running, which each step computes.
     num_waiting: samples that wait for room, preempted ones included.
     num_preempted: waiting samples that were preempted.
-    total_submitted: samples submitted; a call of Model.logits() counts as one.
+    total_submitted: samples submitted; a call of Model.logits() counts as one, and of Model.score() as one for
+        each continuation.
     total_ended: samples ended, for whatever reason.
     total_preemptions: the number of preemptions.
     total_steps: the number of forward passes.
@@ -463,6 +465,29 @@ def _logits_from(rows: int, vocab_size: int, values: bytes) -> Logits:
     logits = Logits(rows, vocab_size)
     ctypes.memmove(logits._values, values, len(values))
     return logits
+
+
+@dataclass(frozen=True)
+class Score:
+    """How likely the model holds a continuation.
+
+    token_ids: the tokens that were scored.
+    logprobs: the natural logarithm of the probability of each, after all the tokens before it.
+    sum: their sum, the log-likelihood of the continuation.
+    is_greedy: whether each token is the likeliest in its place, so that generation with temperature 0 and without
+        penalties gives the continuation.
+    """
+
+    token_ids: Tuple[int, ...]
+    logprobs: Tuple[float, ...]
+    sum: float
+    is_greedy: bool
+
+
+def _score_from(ids: Sequence[int], scores: Any) -> Score:
+    logprobs = tuple(score.log_prob for score in scores)
+    is_greedy = all(score.is_likeliest == 1 for score in scores)
+    return Score(tuple(ids), logprobs, math.fsum(logprobs), is_greedy)
 
 
 def _take_text(handle: c_void_p) -> str:
@@ -729,6 +754,108 @@ class Model(NotCopyable):
         finally:
             library.xserv_cancel_token_free(cancel)
         return logits
+
+    def score(
+        self,
+        prompt: Union[str, Sequence[int]],
+        continuations: Sequence[Union[str, Sequence[int]]],
+        *,
+        cache_key: int = 0,
+    ) -> List[Score]:
+        """Returns how likely the model holds each of the continuations of a prompt: a Score for each, in their order.
+
+        prompt: a text, tokenized as by tokenize(), or token ids. There must be at least one token.
+        continuations: texts or token ids, in any mixture. A text after a text is tokenized together with the prompt,
+            as evaluation harnesses do: the tokens of tokenize(prompt + continuation) are scored from where they
+            part from those of tokenize(prompt). So where the continuation changes the last tokens of the prompt
+            (a blank at the end of a prompt becomes part of the next word), those that take their place are scored
+            too. A text after token ids is tokenized by itself, without the special tokens that begin a text, and
+            token ids are taken as they are.
+        cache_key: keys and values of common prefixes are shared only with calls and requests of the same number.
+
+        The prompt's keys and values may come from the prefix cache: with many continuations most of it is computed
+        once. With the prompt, a continuation may be as long as the context (ModelInfo.max_context_tokens).
+
+        Ctrl-C ends the call. Raises InvalidArgumentError (no token before the continuation, or an id outside the
+        vocabulary), ContextFullError, OutOfMemoryError, UnsupportedError (a text, and the model has no usable
+        tokenizer), CancelledError (the model was closed meanwhile) and ClosedError.
+        """
+        if isinstance(continuations, (str, bytes)):
+            kind = type(continuations).__name__
+            raise TypeError(f"continuations must be a sequence of texts or token ids, not a {kind}")
+        given = self.tokenize(prompt) if isinstance(prompt, str) else list(token_array(prompt, "the prompt"))
+        texts: List[Tuple[Any, int]] = []
+        for number, continuation in enumerate(continuations):
+            num_given = len(given)
+            if not isinstance(continuation, str):
+                ids = given + list(token_array(continuation, f"continuation {number}"))
+            elif isinstance(prompt, str):
+                ids = self.tokenize(prompt + continuation)
+                num_given = len(os.path.commonprefix([given, ids]))
+            else:
+                ids = given + self.tokenize(continuation, add_special_tokens=False)
+            if num_given == 0:
+                raise invalid_argument(
+                    f"continuation {number} has no token before it: the prompt must begin with one that stays as it is"
+                )
+            texts.append((token_array(ids), num_given))
+        found = self._score_all(texts, cache_key)
+        return [_score_from(ids[num_given:], scores) for (ids, num_given), scores in zip(texts, found)]
+
+    def perplexity(self, text: Union[str, Sequence[int]], *, stride: Optional[int] = None) -> float:
+        """Returns the perplexity of a text, or of token ids: exp of minus the mean log-probability of all its tokens
+        but the first, which has none before it.
+
+        stride: a text that is longer than the context (ModelInfo.max_context_tokens) is computed in windows as long as
+            the context, of which each begins `stride` tokens after the one before and scores the tokens that are new in
+            it, as Transformers' guide to perplexity does. Fewer give each token more text before it, and take
+            longer. From 1 to one less than the context; None (the default) stands for half of it.
+
+        Ctrl-C ends the call. Raises InvalidArgumentError (fewer than two tokens, an id outside the vocabulary, or a
+        stride out of range) and what else score() raises.
+        """
+        ids = token_array(self.tokenize(text) if isinstance(text, str) else text, "text")
+        window = self.info.max_context_tokens
+        if stride is None:
+            stride = max(window // 2, 1)
+        if not 1 <= stride < window:
+            raise invalid_argument(f"stride is {stride}, but must be from 1 to {window - 1}")
+        if len(ids) < 2:
+            raise invalid_argument(f"a perplexity needs at least 2 tokens, but the text has {len(ids)}")
+        texts: List[Tuple[Any, int]] = []
+        begin, end = 0, 1
+        while end < len(ids):
+            # Of each window the tokens are scored that no window before it had.
+            num_given, end = end - begin, min(begin + window, len(ids))
+            texts.append((token_array(ids[begin:end]), num_given))
+            begin += stride
+        logprobs = [score.log_prob for scores in self._score_all(texts, 0) for score in scores]
+        try:
+            return math.exp(-math.fsum(logprobs) / len(logprobs))
+        except OverflowError:
+            return math.inf
+
+    def _score_all(self, texts: Sequence[Tuple[Any, int]], cache_key: int) -> List[Any]:
+        """The scores of each of the texts, arrays of ids, from the index on that stands beside it."""
+        handle = self._live_handle()
+        options = c.ScoreOptions()
+        library.xserv_score_options_init(byref(options), sizeof(options))
+        set_number(options, "cache_key", cache_key)
+        all_scores = [(c.TokenScore * (len(ids) - num_given))() for ids, num_given in texts]
+        cancel = c_void_p()
+        check(library.xserv_cancel_token_new(byref(cancel)))
+        options.cancel = cancel
+
+        def compute() -> None:
+            for (ids, num_given), scores in zip(texts, all_scores):
+                check(library.xserv_score(handle, ids, len(ids), num_given, byref(options), scores, len(scores)))
+
+        try:
+            # So that Ctrl-C ends it.
+            _run_interruptibly("xserv-score", compute, lambda: library.xserv_cancel_token_cancel(cancel))
+        finally:
+            library.xserv_cancel_token_free(cancel)
+        return all_scores
 
     @overload
     def generate(

@@ -101,8 +101,8 @@
  * Requests for event loops: submitted, then polled for events without blocking.
  *   xserv_submit_options_default xserv_submit xserv_next xserv_poll xserv_cancel
  *   xserv_submission_take_result xserv_submission_free
- * Evaluation: the logits of given tokens.
- *   xserv_logits_options_default xserv_logits
+ * Evaluation: the logits of given tokens, and how likely they are.
+ *   xserv_logits_options_default xserv_logits xserv_score_options_default xserv_score
  * Statistics of a model: the state of its requests, and totals.
  *   xserv_model_get_stats
  */
@@ -2120,7 +2120,7 @@ void xserv_submission_free(struct xserv_submission *submission);
 
 /* ---------------------------------------------------------------------- */
 
-/* Evaluation: the logits of given tokens. */
+/* Evaluation: the logits of given tokens, and how likely they are. */
 
 /**
  * Which rows of logits to compute.
@@ -2158,6 +2158,40 @@ typedef struct xserv_logits_options {
    */
   const struct xserv_cancel_token *cancel;
 } xserv_logits_options;
+
+/**
+ * How to score tokens. Fill with xserv_score_options_default(), then change what you need.
+ */
+typedef struct xserv_score_options {
+  /**
+   * sizeof(xserv_score_options), set by xserv_score_options_default().
+   */
+  size_t struct_size;
+  /**
+   * Stops the call from another thread, at the next layer of the forward pass or while it waits
+   * for its turn; NULL (default): nothing does.
+   */
+  const struct xserv_cancel_token *cancel;
+  /**
+   * Calls and requests share the keys and values of common prefixes only with those of the same
+   * number. Default 0.
+   */
+  uint64_t cache_key;
+} xserv_score_options;
+
+/**
+ * How likely a given token was after those before it.
+ */
+typedef struct xserv_token_score {
+  /**
+   * The natural logarithm of the token's softmax over the whole vocabulary, at most 0.
+   */
+  float log_prob;
+  /**
+   * 1 if no other token was likelier, nor as likely with a lower id; else 0.
+   */
+  uint32_t is_likeliest;
+} xserv_token_score;
 
 /**
  * Sets every option to its default.
@@ -2201,6 +2235,55 @@ enum xserv_status xserv_logits(const struct xserv_model *model,
                                float *logits,
                                size_t num_logits);
 
+/**
+ * Sets every option to its default.
+ *
+ * struct_size: sizeof(xserv_score_options) of the header that the program is built with; no byte
+ * beyond it is written. xserv_score_options_default() passes it. Does nothing if options is NULL.
+ *
+ * # Safety
+ * `options` is NULL or writable for `struct_size` bytes.
+ */
+void xserv_score_options_init(struct xserv_score_options *options, size_t struct_size);
+
+/**
+ * Sets every field to its default, by xserv_score_options_init() with the size that this header knows.
+ */
+static inline void xserv_score_options_default(xserv_score_options *options) {
+  xserv_score_options_init(options, sizeof(*options));
+}
+
+/**
+ * Computes how likely the model holds given tokens, each after all those before it, by the model's
+ * own logits.
+ *
+ * token_ids: num_tokens ids, at least one and no more than the context. num_given: from 1 to
+ * num_tokens; the tokens from this index on are scored. options: NULL for the defaults. scores:
+ * receives one for each of them; num_scores is its size in elements and must be exactly
+ * num_tokens - num_given, which may be 0. On failure its content is undefined.
+ *
+ * The sum of log_prob is the log-likelihood of the scored tokens, and exp(-sum / num_scores) their
+ * perplexity. If every is_likeliest is 1, they are what the model generates with temperature 0 and
+ * no penalties. The keys and values of tokens before num_given may come from the prefix cache, so
+ * that many continuations of one prompt compute most of the prompt once.
+ *
+ * Errors: XSERV_STATUS_INVALID_ARGUMENT (an id outside the vocabulary, a wrong size),
+ * XSERV_STATUS_CONTEXT_FULL, XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_CANCELLED (by the options'
+ * cancel token, or because the model was freed).
+ *
+ * # Safety
+ * `token_ids` is readable for `num_tokens` ids, `options` is NULL or readable for its struct_size,
+ * `scores` is writable for `num_scores` scores and overlaps neither.
+ */
+XSERV_MUST_USE
+enum xserv_status xserv_score(const struct xserv_model *model,
+                              const uint32_t *token_ids,
+                              size_t num_tokens,
+                              size_t num_given,
+                              const struct xserv_score_options *options,
+                              struct xserv_token_score *scores,
+                              size_t num_scores);
+
 /* ---------------------------------------------------------------------- */
 
 /* Statistics of a model: the state of its requests, and totals. */
@@ -2233,7 +2316,7 @@ typedef struct xserv_model_stats {
    */
   uint64_t num_preempted;
   /**
-   * Number of samples submitted. A call of xserv_logits() counts as one.
+   * Number of samples submitted. A call of xserv_logits() or xserv_score() counts as one.
    */
   uint64_t total_submitted;
   /**
@@ -2315,7 +2398,7 @@ typedef struct xserv_model_stats {
   /**
    * Seconds between steps in which the device waited for the host although there were requests
    * to compute. A GPU's waits for the next kernel within a step, and its work for
-   * xserv_logits(), count as busy.
+   * xserv_logits() and xserv_score(), count as busy.
    */
   double device_idle_seconds;
   /**
