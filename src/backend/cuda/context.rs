@@ -483,7 +483,11 @@ impl CudaContext {
                     std::ptr::null_mut(),
                 )
             };
-            self.check(status, kernel.name())
+            let launched = self.check(status, kernel.name());
+            if matches!(&launched, Err(error) if error.kind() == ErrorKind::OutOfMemory) {
+                self.device.found_no_memory(kernel);
+            }
+            launched
         })
     }
 

@@ -1,7 +1,7 @@
 //! A GPU: its properties, its primary context, and the kernels loaded into it. There is one object
 //! per device, which lives as long as the process: other libraries use the same primary context.
 
-use super::driver::{available, check, count_devices};
+use super::driver::{available, check, count_devices, shortage};
 use super::fatbins;
 use super::kernels::Kernel;
 use crate::error::{Error, ErrorKind, Result};
@@ -10,7 +10,7 @@ use crate::process::Process;
 use cudarc::driver::sys::{
     self, CUcontext, CUdevice, CUdevice_attribute, CUfunction, CUmodule, CUresult,
 };
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::ffi::CString;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
@@ -50,8 +50,10 @@ pub struct CudaDevice {
 struct Loaded {
     /// The modules, by name of the source.
     modules: HashMap<&'static str, Module>,
-    /// By name of the kernel: no two sources share one.
-    functions: HashMap<&'static str, Function>,
+    /// By name of the kernel: no two sources share one. Each with its source.
+    functions: HashMap<&'static str, (Function, &'static str)>,
+    /// The sources of kernels that found no memory for their first launch.
+    failed: HashSet<&'static str>,
 }
 
 /// The kernels of one source.
@@ -257,12 +259,24 @@ impl CudaDevice {
     pub(super) fn function(&self, kernel: Kernel) -> Result<Function> {
         let (source, name) = (kernel.source(), kernel.name());
         let loaded = self.loaded.read().unwrap_or_else(PoisonError::into_inner);
-        if let Some(function) = loaded.functions.get(name) {
-            return Ok(*function);
+        if let Some((function, _)) = loaded.functions.get(name) {
+            if !loaded.failed.contains(source) {
+                return Ok(*function);
+            }
         }
         drop(loaded);
         let mut loaded = self.loaded.write().unwrap_or_else(PoisonError::into_inner);
         let _current = self.enter()?;
+        if loaded.failed.contains(source) && shortage().is_none() {
+            // A kernel that found no memory for its code never runs again (seen with 13.0), so there
+            // are new ones. The old ones stay where they are: they may be in graphs.
+            loaded.failed.remove(source);
+            loaded.modules.remove(source);
+            loaded.functions.retain(|_, (_, from)| *from != source);
+        }
+        if let Some((function, _)) = loaded.functions.get(name) {
+            return Ok(*function);
+        }
         let module = match loaded.modules.get(source) {
             Some(module) => *module,
             None => {
@@ -277,8 +291,14 @@ impl CudaDevice {
         let status = unsafe { sys::cuModuleGetFunction(&mut function, module.0, c_name.as_ptr()) };
         self.check(status, &format!("finding the kernel {name}"))?;
         self.allow_shared_memory(function);
-        loaded.functions.insert(name, Function(function));
+        loaded.functions.insert(name, (Function(function), source));
         Ok(Function(function))
+    }
+
+    /// Notes that a launch of a kernel found no memory: it is loaded anew once there is some.
+    pub(super) fn found_no_memory(&self, kernel: Kernel) {
+        let mut loaded = self.loaded.write().unwrap_or_else(PoisonError::into_inner);
+        loaded.failed.insert(kernel.source());
     }
 
     fn allow_shared_memory(&self, function: CUfunction) {

@@ -159,7 +159,7 @@ const DRIVER_NEEDS_BYTES: usize = 64 << 20;
 /// Returns the free bytes of the current context's device, if they are nearly exhausted. With none
 /// left the driver may fail a launch with CUDA_ERROR_UNKNOWN (seen with 13.0), which leaves
 /// everything as it was.
-fn shortage() -> Option<usize> {
+pub(super) fn shortage() -> Option<usize> {
     let (mut free, mut total) = (0, 0);
     // SAFETY: two numbers are written. Fails where there is no context, or a lost one.
     let known = unsafe { sys::cuMemGetInfo_v2(&mut free, &mut total) } == CUresult::CUDA_SUCCESS;
