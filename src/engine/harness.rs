@@ -112,10 +112,12 @@ impl Harness {
         let seeds = std::iter::once(0);
         let ticket = Ticket::new(inbox.clone(), &rules, seeds, num_prompt_tokens, begin)?;
         let params = SamplingParams::resolve(&request.sampling, &GenerationConfig::default())?;
+        let mut sampler = Sampler::new(params, 0, &request.token_ids)?;
+        sampler.changes_mut().reserve(request.max_new)?;
         let work = SampleWork {
             inbox,
             sample: 0,
-            sampler: Sampler::new(params, 0, &request.token_ids)?,
+            sampler,
             stop_token_ids: Arc::default(),
             num_prompt_tokens,
             max_tokens,

@@ -152,15 +152,17 @@ impl LogitChanges {
         self.no_repeat_ngram = size as usize;
     }
 
-    /// Makes room for `num_tokens` generated tokens, so that remembering them allocates nothing.
+    /// Makes room for `num_tokens` generated tokens, so that choosing and remembering them allocates
+    /// nothing, but for sequences that must not be repeated.
     pub fn reserve(&mut self, num_tokens: usize) -> Result<()> {
-        if self.penalties.is_neutral() {
-            return Ok(());
-        }
-        let bytes = num_tokens.saturating_mul(size_of::<Adjustment>() + 8);
-        let no_memory = || Error::out_of_memory("the tokens of a sequence", bytes);
-        self.adjustments.try_reserve(num_tokens).map_err(|_| no_memory())?;
-        self.places.try_reserve(num_tokens).map_err(|_| no_memory())
+        let more = if self.penalties.is_neutral() { 0 } else { num_tokens };
+        let len = self.adjustments.len().saturating_add(more).saturating_add(1);
+        let bytes = len.saturating_mul(2 * size_of::<Adjustment>() + 12);
+        let no_memory = |_| Error::out_of_memory("the tokens of a sequence", bytes);
+        self.adjustments.try_reserve(more).map_err(no_memory)?;
+        self.places.try_reserve(more).map_err(no_memory)?;
+        self.applied.try_reserve(len).map_err(no_memory)?;
+        self.before.try_reserve(len).map_err(no_memory)
     }
 
     /// The adjustment of a token, which is new if there was none.

@@ -235,6 +235,10 @@ fn check_model(options: &EngineOptions) {
                 num_samples: 1,
                 time_limit: None,
                 cache_key: 0,
+                logit_bias: Vec::new(),
+                min_tokens: 0,
+                first_tokens: &[],
+                log_probs: None,
             };
             engine.submit(&request, None).unwrap()
         };
