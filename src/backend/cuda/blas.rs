@@ -36,16 +36,44 @@ pub(crate) struct MatmulShape {
     pub alignment: u32,
 }
 
-/// A cuBLASLt handle and the plans made so far. Each context has one.
+/// A cuBLASLt handle.
+#[derive(Clone, Copy)]
+struct Handle(sys::cublasLtHandle_t);
+
+// SAFETY: a cuBLASLt handle may be used by several threads at the same time, and is never destroyed.
+unsafe impl Send for Handle {}
+// SAFETY: as above.
+unsafe impl Sync for Handle {}
+
+/// The handle of each device, by its index. All contexts of a device share it, and it lives as long as
+/// the process: destroying one synchronises everything on the device, and has crashed in the driver
+/// (seen with 13.0) while other threads worked on it.
+static HANDLES: Mutex<Vec<(i32, Handle)>> = Mutex::new(Vec::new());
+
+fn handle_of(context: &CudaContext) -> Result<Handle> {
+    let index = context.device().index();
+    let mut handles = HANDLES.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some((_, handle)) = handles.iter().find(|(of, _)| *of == index) {
+        return Ok(*handle);
+    }
+    let no_memory = |_| Error::out_of_memory("a handle of cuBLASLt", size_of::<(i32, Handle)>());
+    handles.try_reserve(1).map_err(no_memory)?;
+    // If the installed version lacks a function that we need, the bindings panic.
+    let make = || result::create_handle().map_err(failed("making a handle"));
+    let handle = Handle(context.with_current(|| panic_guard::catch(make))?);
+    handles.push((index, handle));
+    Ok(handle)
+}
+
+/// The device's cuBLASLt handle and the plans made so far. Each context has one.
 pub(crate) struct Blas {
-    handle: sys::cublasLtHandle_t,
+    handle: Handle,
     /// The bytes of workspace that a product may use.
     workspace_bytes: usize,
     plans: Mutex<HashMap<MatmulShape, Plan>>,
 }
 
-// SAFETY: a cuBLASLt handle may be used by several threads at the same time; plans are guarded by a
-// lock.
+// SAFETY: the plans, which hold pointers, are guarded by a lock.
 unsafe impl Send for Blas {}
 // SAFETY: as above.
 unsafe impl Sync for Blas {}
@@ -97,9 +125,7 @@ impl Blas {
                 "cuBLASLt is not installed (libcublasLt.so was not found)",
             ));
         }
-        // If the installed version lacks a function that we need, the bindings panic.
-        let make = || result::create_handle().map_err(failed("making a handle"));
-        let handle = context.with_current(|| panic_guard::catch(make))?;
+        let handle = handle_of(context)?;
         let workspace_bytes = context.cublas_workspace_bytes();
         Ok(Blas { handle, workspace_bytes, plans: Mutex::default() })
     }
@@ -130,7 +156,7 @@ impl Blas {
         let workspace = context.allocator().allocate(bytes, "the workspace of cuBLASLt")?;
         context.with_current(|| {
             if !plans.contains_key(shape) {
-                let plan = Plan::new(self.handle, shape, self.workspace_bytes)?;
+                let plan = Plan::new(self.handle.0, shape, self.workspace_bytes)?;
                 plans.insert(*shape, plan);
             }
             let plan = plans.get(shape).ok_or_else(|| Error::internal("a plan was lost"))?;
@@ -139,7 +165,7 @@ impl Blas {
             // lock is held; the workspace belongs to this context, whose stream orders its uses.
             unsafe {
                 result::matmul(
-                    self.handle,
+                    self.handle.0,
                     plan.description,
                     (&raw const alpha).cast(),
                     (&raw const beta).cast(),
@@ -159,14 +185,6 @@ impl Blas {
             }
             .map_err(failed("a product"))
         })
-    }
-}
-
-impl Drop for Blas {
-    fn drop(&mut self) {
-        self.plans.lock().unwrap_or_else(PoisonError::into_inner).clear();
-        // SAFETY: made by `new`; nobody uses it any more. The context has waited for its stream.
-        let _ = unsafe { result::destroy_handle(self.handle) };
     }
 }
 
