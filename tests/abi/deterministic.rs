@@ -125,10 +125,16 @@ fn check_swapping(options: &xserv_load_options) {
             deterministic: 1,
             ..*options
         };
-        let (different, stats) = different_outputs(dir.path(), &options);
-        assert_eq!(different, 0, "{family:?}");
-        let moved = [stats.total_swapped_out_blocks, stats.total_swapped_in_blocks];
-        assert!(stats.num_swap_blocks > 0 && moved.iter().all(|blocks| *blocks > 0), "{moved:?}");
+        // Whether blocks are kept or computed anew is decided by measured times, so on a loaded machine it may take
+        // several runs until some come back.
+        let has_moved = (0..5).any(|_| {
+            let (different, stats) = different_outputs(dir.path(), &options);
+            assert_eq!(different, 0, "{family:?}");
+            let moved = [stats.total_swapped_out_blocks, stats.total_swapped_in_blocks];
+            println!("{family:?}: {moved:?} blocks out and in, {} places", stats.num_swap_blocks);
+            stats.num_swap_blocks > 0 && moved.iter().all(|blocks| *blocks > 0)
+        });
+        assert!(has_moved, "{family:?}: no block was kept on the host and came back");
     }
     let dir = test_model(64, Family::Qwen3);
     // No limit takes nothing by itself.
