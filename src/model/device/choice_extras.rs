@@ -13,6 +13,7 @@ use crate::model::step::{
 use crate::ops::adjust_logits::{AdjustedRow, ADJUSTED_ROW_WORDS, ADJUSTMENT_WORDS};
 use crate::ops::argmax::argmax;
 use crate::ops::log_probs::cuda::{log_probs, LogProbsList};
+use crate::ops::sample::LEAST_TEMPERATURE;
 use crate::ops::top_k::top_k;
 
 /// The number of adjustments that there is room for from the start; it grows for more.
@@ -310,9 +311,6 @@ impl LogProbsSlot {
 
 /// The purpose of the memory, for error messages.
 const WHAT: &str = "log-probabilities and changed logits";
-
-/// As in [`crate::ops::sample`]: below it, 1 divided by the temperature would not be finite.
-const LEAST_TEMPERATURE: f32 = 1e-30;
 
 /// Writes numbers to bytes, as far as there is room.
 fn put(bytes: &mut [u8], values: impl Iterator<Item = u32>) {

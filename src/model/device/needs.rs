@@ -13,9 +13,9 @@ use crate::model::load::heads::HeadSpacing;
 use crate::model::memory_needs::MemoryNeeds;
 use crate::model::opened::ModelFolder;
 
-/// The maximum number of bytes lost to rounding: a model has nine allocations, and each is rounded
+/// The maximum number of bytes lost to rounding: a model has ten allocations, and each is rounded
 /// up to a multiple of 512 bytes.
-const ROUNDING_BYTES: usize = 9 * 512;
+const ROUNDING_BYTES: usize = 10 * 512;
 
 impl ModelFolder {
     /// Returns the memory that the model takes on a CUDA device as `dtype`, for passes within

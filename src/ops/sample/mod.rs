@@ -50,7 +50,7 @@ const _: () = assert!(size_of::<SampleRow>() == 32);
 
 /// The smallest temperature. The kernel also multiplies by 1 divided by the temperature, which has
 /// to be finite; below this value the likeliest token is chosen all the same.
-const LEAST_TEMPERATURE: f32 = 1e-30;
+pub const LEAST_TEMPERATURE: f32 = 1e-30;
 
 impl From<Draw> for SampleRow {
     fn from(draw: Draw) -> Self {
