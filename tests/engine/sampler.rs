@@ -69,15 +69,7 @@ fn probabilities_are_those_of_transformers() {
     let rows = logits.len() / vocab_size;
     let mut tested = 0;
     for case in cases["cases"].as_array().unwrap() {
-        let number = |key: &str| case[key].as_f64().map(|v| v as f32);
-        let caller = SamplingOverrides {
-            temperature: Some(number("temperature").unwrap_or(1.0)),
-            top_k: case["top_k"].as_u64().map(|k| k as u32),
-            top_p: number("top_p"),
-            min_p: number("min_p"),
-            repetition_penalty: number("repetition_penalty"),
-            ..Default::default()
-        };
+        let caller = overrides(case);
         let expected = floats(case["key"].as_str().unwrap());
         assert_eq!(expected.len(), logits.len(), "{case}");
         for row in 0..rows {
@@ -163,28 +155,57 @@ fn probabilities_of_random_logits() {
     }
 }
 
-/// The processors of `tests/golden/sampling`, one by one and together.
+/// The cases of `tests/golden/sampling`: what Transformers' processors leave of given logits.
+struct Cases {
+    golden: serde_json::Value,
+}
+
+fn numbers(value: &serde_json::Value) -> Vec<f64> {
+    value.as_array().unwrap().iter().map(|v| v.as_f64().unwrap()).collect()
+}
+
+impl Cases {
+    fn read() -> Cases {
+        let path =
+            Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/sampling/processors.json");
+        Cases { golden: serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap() }
+    }
+
+    fn all(&self) -> &[serde_json::Value] {
+        self.golden["cases"].as_array().unwrap()
+    }
+
+    /// The tokens before.
+    fn before(&self) -> Vec<u32> {
+        numbers(&self.golden["before"]).iter().map(|&id| id as u32).collect()
+    }
+
+    fn logits(&self, case: &serde_json::Value) -> Vec<f32> {
+        let row = case["row"].as_u64().unwrap() as usize;
+        numbers(&self.golden["logits"][row]).iter().map(|&x| x as f32).collect()
+    }
+}
+
+fn overrides(case: &serde_json::Value) -> SamplingOverrides {
+    let number = |key: &str| case[key].as_f64().map(|v| v as f32);
+    SamplingOverrides {
+        temperature: Some(number("temperature").unwrap_or(1.0)),
+        top_k: case["top_k"].as_u64().map(|k| k as u32),
+        top_p: number("top_p"),
+        min_p: number("min_p"),
+        repetition_penalty: number("repetition_penalty"),
+        typical_p: number("typical_p"),
+        no_repeat_ngram_size: case["no_repeat_ngram_size"].as_u64().map(|n| n as u32),
+        ..Default::default()
+    }
+}
+
+/// One by one and together.
 #[test]
 fn processors_leave_what_those_of_transformers_leave() {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/sampling/processors.json");
-    let golden: serde_json::Value = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
-    let numbers = |value: &serde_json::Value| -> Vec<f64> {
-        value.as_array().unwrap().iter().map(|v| v.as_f64().unwrap()).collect()
-    };
-    let before: Vec<u32> = numbers(&golden["before"]).iter().map(|&id| id as u32).collect();
-    let cases = golden["cases"].as_array().unwrap();
-    for case in cases {
-        let number = |key: &str| case[key].as_f64().map(|v| v as f32);
-        let caller = SamplingOverrides {
-            temperature: Some(number("temperature").unwrap_or(1.0)),
-            top_k: case["top_k"].as_u64().map(|k| k as u32),
-            top_p: number("top_p"),
-            min_p: number("min_p"),
-            repetition_penalty: number("repetition_penalty"),
-            typical_p: number("typical_p"),
-            no_repeat_ngram_size: case["no_repeat_ngram_size"].as_u64().map(|n| n as u32),
-            ..Default::default()
-        };
+    let cases = Cases::read();
+    let before = cases.before();
+    for case in cases.all() {
         let biases = case["logit_bias"].as_array().cloned().unwrap_or_default();
         let biases: Vec<LogitBias> = biases
             .iter()
@@ -193,11 +214,9 @@ fn processors_leave_what_those_of_transformers_leave() {
                 bias: pair[1].as_f64().unwrap() as f32,
             })
             .collect();
-        let mut sampler = Sampler::new(params(&caller), 0, &before).unwrap();
+        let mut sampler = Sampler::new(params(&overrides(case)), 0, &before).unwrap();
         sampler.add_biases(&biases).unwrap();
-        let row = case["row"].as_u64().unwrap() as usize;
-        let mut logits: Vec<f32> =
-            numbers(&golden["logits"][row]).iter().map(|&x| x as f32).collect();
+        let mut logits = cases.logits(case);
         let mut found = vec![0.0; logits.len()];
         for candidate in sampler.candidates_after(&mut logits, &before).unwrap() {
             found[candidate.token_id as usize] = candidate.weight;
@@ -210,7 +229,7 @@ fn processors_leave_what_those_of_transformers_leave() {
             assert!(is_close, "{shown}: token {id} has {found}, not {expected}");
         }
     }
-    assert!(cases.len() >= 60);
+    assert!(cases.all().len() >= 60);
 }
 
 /// The quantile of the chi-square distribution that is exceeded once in a million times, by the approximation of
@@ -225,31 +244,17 @@ fn chi_square_bar(degrees: usize) -> f64 {
 #[test]
 fn draws_have_the_probabilities_of_transformers() {
     const DRAWS: u64 = 100_000;
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/sampling/processors.json");
-    let golden: serde_json::Value = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
-    let numbers = |value: &serde_json::Value| -> Vec<f64> {
-        value.as_array().unwrap().iter().map(|v| v.as_f64().unwrap()).collect()
-    };
-    let cases = golden["cases"].as_array().unwrap();
+    let cases = Cases::read();
     let is_plain = |case: &&serde_json::Value| {
         ["logit_bias", "repetition_penalty", "no_repeat_ngram_size"]
             .iter()
             .all(|key| case[key].is_null())
     };
     let mut tested = 0;
-    for (index, case) in cases.iter().filter(is_plain).enumerate() {
-        let number = |key: &str| case[key].as_f64().map(|v| v as f32);
-        let caller = SamplingOverrides {
-            temperature: Some(number("temperature").unwrap_or(1.0)),
-            top_k: case["top_k"].as_u64().map(|k| k as u32),
-            top_p: number("top_p"),
-            min_p: number("min_p"),
-            typical_p: number("typical_p"),
-            ..Default::default()
-        };
-        let row = case["row"].as_u64().unwrap() as usize;
-        let logits: Vec<f32> = numbers(&golden["logits"][row]).iter().map(|&x| x as f32).collect();
-        let mut sampler = Sampler::new(params(&caller), 1000 + index as u64, &[]).unwrap();
+    for (index, case) in cases.all().iter().filter(is_plain).enumerate() {
+        let logits = cases.logits(case);
+        let seed = 1000 + index as u64;
+        let mut sampler = Sampler::new(params(&overrides(case)), seed, &[]).unwrap();
         let mut counts = vec![0u64; logits.len()];
         for step in 0..DRAWS {
             let chosen = sampler.choose(&mut logits.clone(), step, &[], None).unwrap();
