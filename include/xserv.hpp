@@ -79,6 +79,7 @@ inline const char *finish_reason_name(xserv_finish_reason reason) noexcept {
 using TokenId = std::uint32_t;
 using LogitBias = xserv_logit_bias;
 using LogProb = xserv_log_prob;
+using LogitsEvent = xserv_logits_event;
 using TokenScore = xserv_token_score;
 using ModelInfo = xserv_model_info;
 using InspectionInfo = xserv_inspection_info;
@@ -466,6 +467,26 @@ class Request {
    * place: see Event and Result. */
   Request &log_probs(std::uint32_t num_top = 0) { return raw_.num_log_probs = num_top, *this; }
   Request &processed_log_probs(bool on) { return raw_.processed_log_probs = on, *this; }
+  /* Tells the log-probability of every token of the prompt, and of `num_top` of the most likely ones
+   * in its place: see Result, and XSERV_EVENT_PROMPT, which SubmitOptions::events() must ask for. */
+  Request &prompt_log_probs(std::uint32_t num_top = 0) { return raw_.num_prompt_log_probs = num_top, *this; }
+  /* Called as f(const LogitsEvent &) before every choice of a token, on the thread in generate(), to
+   * change event.logits[0] to [event.vocab_size - 1]; returns nothing, or false to stop. Exceptions
+   * from it end generate(). submit() refuses such a request. With nullptr nobody is called. */
+  template <typename Function>
+  Request &on_logits(Function f) {
+    if constexpr (std::is_null_pointer_v<Function>) {
+      on_logits_ = nullptr;
+    } else {
+      constexpr bool is_right =
+          std::is_copy_constructible_v<Function> && detail::is_callback<Function, const LogitsEvent &>();
+      static_assert(is_right, "xserv: on_logits() takes a copyable function of const xserv::LogitsEvent &, which "
+                              "returns bool (true to continue) or void");
+      if constexpr (is_right)
+        on_logits_ = [f = std::move(f)](const LogitsEvent &event) mutable { return detail::goes_on(f, event); };
+    }
+    return *this;
+  }
   Request &ignore_eos(bool on) { return raw_.ignore_eos = on, *this; }
   Request &num_samples(std::uint32_t count) { return raw_.num_samples = count, *this; }
   Request &priority(std::int32_t value) { return raw_.priority = value, *this; }
@@ -515,9 +536,25 @@ class Request {
     raw.first_tokens = first_tokens_.data(), raw.num_first_tokens = first_tokens_.size();
     raw.logit_bias = biases_.data(), raw.num_logit_bias = biases_.size();
     raw.cancel = cancel_.get();
-    return f(raw);
+    if (!on_logits_) return f(raw);
+    LogitsFunction function = on_logits_;
+    detail::Guarded<LogitsFunction> guarded{function, nullptr};
+    raw.logits_user_data = &guarded;
+    raw.logits_callback = [](const xserv_logits_event *event, void *self) {
+      return static_cast<detail::Guarded<LogitsFunction> *>(self)->call(*event);
+    };
+    if constexpr (std::is_void_v<decltype(f(raw))>) {
+      f(raw);
+      guarded.rethrow();
+    } else {
+      auto result = f(raw);
+      guarded.rethrow();
+      return result;
+    }
   }
 
+  using LogitsFunction = std::function<bool(const LogitsEvent &)>;
+  LogitsFunction on_logits_;
   xserv_request raw_;
   Kind kind_ = Kind::prompt;
   std::string text_, tools_, variables_;
@@ -542,6 +579,26 @@ class Result {
    * first, if the request asks for them: else there are none. */
   std::vector<float> log_probs() const { return log_probs_of((need(), info_)); }
   std::vector<std::vector<LogProb>> top_log_probs() const { return top_log_probs_of((need(), info_)); }
+
+  /* The ids of the prompt, the log-probability of each after those before it (NaN for the first), and
+   * the most likely tokens in its place, if the request asks for them: else there are none. */
+  std::vector<TokenId> prompt_token_ids() const {
+    if ((need(), info_.prompt_tokens) == nullptr) return {};
+    return {info_.prompt_tokens, info_.prompt_tokens + info_.num_prompt_tokens};
+  }
+  std::vector<float> prompt_log_probs() const {
+    if ((need(), info_.prompt_log_probs) == nullptr) return {};
+    return {info_.prompt_log_probs, info_.prompt_log_probs + info_.num_prompt_tokens};
+  }
+  std::vector<std::vector<LogProb>> prompt_top_log_probs() const {
+    std::vector<std::vector<LogProb>> all;
+    if ((need(), info_.prompt_log_probs) == nullptr) return all;
+    const LogProb *first = info_.prompt_top_log_probs;
+    const std::size_t count = info_.num_prompt_top_log_probs;
+    for (std::size_t i = 0; i < info_.num_prompt_tokens; i++, first += count)
+      all.emplace_back(i == 0 ? first + count : first, first + count); /* the first has none */
+    return all;
+  }
 
   std::size_t num_samples() const { return need(), info_.num_samples; }
   ResultInfo sample(std::size_t index) const & { return info_of(index); }

@@ -71,8 +71,8 @@ pub mod threads;
 
 pub use api::{
     CancelToken, DType, DeviceChoice, Error, ErrorKind, Event, FinishReason, Generation,
-    LoadOptions, LogProbs, Message, Model, Request, Result, Sampling, Stream, TokenLogProb,
-    TokenScore,
+    LoadOptions, LogProbs, LogitsEvent, Message, Model, PromptLogProbs, Request, Result, Sampling,
+    Stream, TokenLogProb, TokenScore,
 };
 
 /// The Rust program of README.md is run as a test.

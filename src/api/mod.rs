@@ -27,8 +27,8 @@ mod stream;
 
 pub use crate::engine::{
     CancelToken, DeviceChoice, EngineOptions as LoadOptions, EngineStats, Event, FinishReason,
-    Generation, LogLevel, LogProbs, LogTarget, Logger, SamplingOverrides as Sampling, TokenLogProb,
-    TokenScore,
+    Generation, LogLevel, LogProbs, LogTarget, Logger, LogitsEvent, PromptLogProbs,
+    SamplingOverrides as Sampling, TokenLogProb, TokenScore,
 };
 pub use crate::error::{Error, ErrorKind, Result};
 pub use crate::memory::DType;

@@ -4,7 +4,9 @@ use std::path::Path;
 use std::sync::Arc;
 
 use super::{LoadOptions, Logger, Message, Request, Stream};
-use crate::engine::{ChatPrompt, Engine, EngineStats, Generation, ModelShape, TokenScore};
+use crate::engine::{
+    ChatPrompt, Engine, EngineStats, Generation, LogitsEvent, ModelShape, TokenScore,
+};
 use crate::error::{try_filled, Error, Result};
 use serde_json::Value;
 
@@ -72,6 +74,19 @@ impl Model {
     /// Runs a request to its end and returns each sample's outcome.
     pub fn generate_all(&self, request: &Request) -> Result<Vec<Generation>> {
         self.stream(request)?.finish()
+    }
+
+    /// As [`generate_all`](Model::generate_all), and calls `change` on this thread before every choice of a token, with the
+    /// model's logits: `vocab_size` numbers, which it may change before biases, penalties and filters are applied; minus
+    /// infinity bans a token. It returns false to stop the request. The request's samples wait for it, others do not.
+    pub fn generate_with_logits(
+        &self,
+        request: &Request,
+        mut change: impl FnMut(&LogitsEvent<'_>, &mut [f32]) -> Result<bool>,
+    ) -> Result<Vec<Generation>> {
+        self.engine.check_process()?;
+        let request = request.as_engine();
+        self.engine.generate_with(&request, &mut |_, _, _, _| Ok(true), &mut change)
     }
 
     /// Begins a request and returns its events as they come. Tokenizes the prompt on this thread.

@@ -84,6 +84,7 @@ pub struct Request {
     min_tokens: u32,
     first_tokens: Vec<u32>,
     log_probs: Option<LogProbsWanted>,
+    prompt_log_probs: Option<u32>,
 }
 
 impl Request {
@@ -109,6 +110,7 @@ impl Request {
             min_tokens: 0,
             first_tokens: Vec::new(),
             log_probs: None,
+            prompt_log_probs: None,
         }
     }
 
@@ -216,6 +218,14 @@ impl Request {
         self
     }
 
+    /// Tells how likely each token of the prompt was, and the `num_top` most likely ones in its place, at most 20: see
+    /// [`Event::Prompt`](super::Event::Prompt) and [`Generation`](super::Generation). The prompt is then computed by itself
+    /// first, whole.
+    pub fn prompt_log_probs(mut self, num_top: u32) -> Self {
+        self.prompt_log_probs = Some(num_top);
+        self
+    }
+
     /// As [`log_probs`](Request::log_probs), by the logits after biases, penalties and the temperature. The filters top-k,
     /// top-p and min-p do not count.
     pub fn processed_log_probs(mut self, num_top: u32) -> Self {
@@ -316,6 +326,7 @@ impl Request {
             min_tokens: self.min_tokens,
             first_tokens: &self.first_tokens,
             log_probs: self.log_probs,
+            prompt_log_probs: self.prompt_log_probs,
         }
     }
 }

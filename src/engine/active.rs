@@ -16,6 +16,8 @@ pub(super) struct Active {
     pub progress: Progress,
     /// The token that was chosen on the host.
     pub chosen: Option<Result<Chosen>>,
+    /// Logits on their way to the host, or the memory of those that came back.
+    pub row: Vec<f32>,
 }
 
 /// All of them. (The locks are for choosing tokens on several threads.)
@@ -42,7 +44,8 @@ impl ActiveTable {
             self.slots.push(Mutex::new(None));
         }
         if let Some(place) = self.place(key.slot()) {
-            *place = Some(Active { key, work, progress: Progress::default(), chosen: None });
+            let progress = Progress::default();
+            *place = Some(Active { key, work, progress, chosen: None, row: Vec::new() });
         }
     }
 

@@ -1,21 +1,19 @@
 //! Requests on their way in: from prompt and parameters to sequences of the scheduler.
 
-use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::batch_builder::Part;
 use super::engine::Engine;
+use super::host_logits::{check_changed, LogitsEvent, OnLogits};
 use super::inbox::{check_may_wait, Inbox, Waker};
-use super::lease::{Handoff, Lease};
 use super::logit_changes::check_biases;
-use super::request::{CancelToken, FinishReason, Prompt, Request};
+use super::request::{FinishReason, Prompt, Request};
 use super::sampler::{Sampler, SamplingParams};
 use super::sequence::NewSequence;
-use super::submission::{SampleWork, Submission, Work};
-use super::ticket::{Event, Generation, TextRules, Ticket};
+use super::submission::{PromptWork, SampleWork, Submission, Work};
+use super::ticket::{Event, Generation, LogitsTurn, TextRules, Ticket};
 use crate::error::{try_with_capacity, Error, ErrorKind, Result};
-use crate::model::{Model, TokenChoice, TokenScore, MAX_TOP_LOG_PROBS};
+use crate::model::{TokenChoice, MAX_TOP_LOG_PROBS};
 
 /// Most samples of one request.
 pub const MAX_SAMPLES: u32 = 256;
@@ -50,6 +48,47 @@ impl Engine {
     ) -> Result<Vec<Generation>> {
         check_may_wait()?;
         let mut ticket = self.submit(request, None)?;
+        let unasked = |_: &Ticket, _| Err(Error::internal("logits that nobody asked for"));
+        self.run(&mut ticket, on_token, &mut { unasked })
+    }
+
+    /// As [`Engine::generate`]; before every choice of a token this thread calls `on_logits`.
+    pub fn generate_with(
+        &self,
+        request: &Request<'_>,
+        on_token: &mut OnToken<'_>,
+        on_logits: &mut OnLogits<'_>,
+    ) -> Result<Vec<Generation>> {
+        check_may_wait()?;
+        let (mut ticket, prepared, prompt) = self.prepare_with(request, None, true)?;
+        self.hand_over(prepared)?;
+        self.run(&mut ticket, on_token, &mut |ticket, turn| {
+            let LogitsTurn { sample, key, mut logits } = turn;
+            let event = LogitsEvent {
+                sample,
+                prompt_token_ids: &prompt,
+                token_ids: ticket.token_ids(sample),
+            };
+            let goes_on = on_logits(&event, &mut logits)?;
+            // The callback may have forked.
+            self.check_process()?;
+            if goes_on {
+                check_changed(&mut logits)?;
+                let mut answer = try_with_capacity(1, "a request")?;
+                answer.push(Submission::Answer { key, logits });
+                self.service().submit(answer)?;
+            }
+            Ok(goes_on)
+        })
+    }
+
+    /// Takes the events of a request to its end. `on_turn` is called for logits.
+    fn run(
+        &self,
+        ticket: &mut Ticket,
+        on_token: &mut OnToken<'_>,
+        on_turn: &mut dyn FnMut(&Ticket, LogitsTurn) -> Result<bool>,
+    ) -> Result<Vec<Generation>> {
         loop {
             let goes_on = match ticket.next(None)? {
                 Some(Event::Token { sample, token, text, num_tokens, .. }) => {
@@ -58,7 +97,8 @@ impl Engine {
                 Some(Event::Text { sample, text, num_tokens }) => {
                     on_token(sample, None, &text, num_tokens)?
                 }
-                Some(Event::End { .. }) => continue,
+                Some(Event::Logits(turn)) => on_turn(ticket, turn)?,
+                Some(Event::End { .. } | Event::Prompt { .. }) => continue,
                 Some(Event::Done) | None => break,
             };
             // The callback may have forked.
@@ -85,6 +125,18 @@ impl Engine {
         request: &Request<'_>,
         waker: Option<Waker>,
     ) -> Result<(Ticket, Prepared)> {
+        let (ticket, prepared, _) = self.prepare_with(request, waker, false)?;
+        Ok((ticket, prepared))
+    }
+
+    /// As [`Engine::prepare`], and returns the ids of the prompt. With `asks_host` the ticket's events
+    /// contain logits, to be answered.
+    fn prepare_with(
+        &self,
+        request: &Request<'_>,
+        waker: Option<Waker>,
+        asks_host: bool,
+    ) -> Result<(Ticket, Prepared, Vec<u32>)> {
         let begin = Instant::now();
         let config = self.generation_config();
         let params = SamplingParams::resolve(&request.sampling, config)?;
@@ -109,11 +161,14 @@ impl Engine {
                 request.first_tokens.len()
             )));
         }
-        if let Some(wanted) = request.log_probs.filter(|it| it.num_top > MAX_TOP_LOG_PROBS) {
-            return Err(Error::invalid_argument(format!(
-                "num_log_probs is {}, but at most {MAX_TOP_LOG_PROBS} are given",
-                wanted.num_top
-            )));
+        let num_top = request.log_probs.map(|wanted| wanted.num_top);
+        let names = ["num_log_probs", "num_prompt_log_probs"];
+        for (name, wanted) in names.into_iter().zip([num_top, request.prompt_log_probs]) {
+            if let Some(wanted) = wanted.filter(|&wanted| wanted > MAX_TOP_LOG_PROBS) {
+                return Err(Error::invalid_argument(format!(
+                    "{name} is {wanted}, but at most {MAX_TOP_LOG_PROBS} are given"
+                )));
+            }
         }
         let first_seed = request.seed.unwrap_or_else(random_seed);
         let seed_of = |sample: u32| first_seed.wrapping_add(u64::from(sample));
@@ -173,13 +228,29 @@ impl Engine {
         )?);
         let seeds = (0..num_samples).map(seed_of);
         let mut ticket = Ticket::new(inbox.clone(), &rules, seeds, ids.len(), begin)?;
+        let num_top = request.prompt_log_probs.map(|it| vocab_size.min(it as usize));
+        if let Some(num_top) = num_top {
+            ticket.expect_prompt(&ids, num_top)?;
+        }
+        let begins_with_prompt = num_top.filter(|_| stopped.is_none() && ids.len() > 1);
+        let after_prompt = |then: Vec<Submission>| {
+            let Some(num_top) = begins_with_prompt else { return Ok(then) };
+            let (inbox, priority) = (inbox.clone(), request.priority);
+            let mut first = try_with_capacity(1, "a request")?;
+            let cache_key = request.cache_key;
+            first.push(PromptWork::submission(inbox, &ids, num_top, priority, cache_key, then)?);
+            Ok::<_, Error>(first)
+        };
         let over = stopped.or((max_new == 0).then_some(FinishReason::MaxTokens));
         if let Some(reason) = over {
-            // The caller need not wait for the scheduler, which calls the waker and counts the end.
-            ticket.stop(reason);
+            if begins_with_prompt.is_none() {
+                // The caller need not wait for the scheduler, which calls the waker and counts the
+                // end.
+                ticket.stop(reason);
+            }
             let mut submissions = try_with_capacity(1, "a request")?;
-            submissions.push(Submission::End { inbox, num_samples, reason });
-            return Ok((ticket, Prepared(submissions)));
+            submissions.push(Submission::End { inbox: inbox.clone(), num_samples, reason });
+            return Ok((ticket, Prepared(after_prompt(submissions)?), ids));
         }
         let mut stop_token_ids = try_with_capacity(request.stop_token_ids.len(), "stop tokens")?;
         stop_token_ids.extend_from_slice(request.stop_token_ids);
@@ -190,7 +261,8 @@ impl Engine {
         let mut submissions = try_with_capacity(num_samples as usize, "samples")?;
         for sample in 0..num_samples {
             let seed = seed_of(sample);
-            let choice = params.model_choice(seed).filter(|c| self.model().can_choose(c));
+            let choice = params.model_choice(seed);
+            let choice = choice.filter(|choice| !asks_host && self.model().can_choose(choice));
             let capacity = max_tokens.min(ids.len().saturating_add(USUAL_TOKENS)).max(ids.len());
             let mut token_ids = try_with_capacity(capacity, "token ids")?;
             token_ids.extend_from_slice(&ids);
@@ -210,6 +282,7 @@ impl Engine {
                 reason_at_max,
                 choice: choice.unwrap_or(TokenChoice::Caller),
                 log_probs: request.log_probs,
+                asks_host,
             };
             let sequence = NewSequence {
                 token_ids,
@@ -222,158 +295,11 @@ impl Engine {
             };
             submissions.push(Submission::Run { sequence, work: Work::Sample(Box::new(work)) });
         }
-        Ok((ticket, Prepared(submissions)))
+        Ok((ticket, Prepared(after_prompt(submissions)?), ids))
     }
 
     /// Hands a request to the scheduler. From now on its waker is called.
     pub fn hand_over(&self, prepared: Prepared) -> Result<()> {
         self.service().submit(prepared.0)
-    }
-
-    /// The logits after the last token, or after every token, of `ids`.
-    ///
-    /// `out`: [rows, vocab_size] with 1 or `ids.len()` rows.
-    pub fn logits(
-        &self,
-        ids: &[u32],
-        all: bool,
-        cancel: Option<&CancelToken>,
-        out: &mut [f32],
-    ) -> Result<()> {
-        // Tokens that are not computed have no logits.
-        let first_row = if all { 0 } else { ids.len().saturating_sub(1) };
-        let vocab_size = self.shape().vocab_size;
-        self.evaluate(ids, first_row, 0, cancel, RowsOut::Logits(out, vocab_size))
-    }
-
-    /// How likely the tokens of `ids` from number `num_given` on are, each after those before it.
-    /// Requests with other numbers than `cache_key` share no keys and values.
-    ///
-    /// `num_given`: from 1 to `ids.len()`; `scores`: `[ids.len() - num_given]`.
-    pub fn score(
-        &self,
-        ids: &[u32],
-        num_given: usize,
-        cache_key: u64,
-        cancel: Option<&CancelToken>,
-        scores: &mut [TokenScore],
-    ) -> Result<()> {
-        if num_given == 0 || num_given.checked_add(scores.len()) != Some(ids.len()) {
-            return Err(Error::invalid_argument(format!(
-                "num_given is {num_given}, but must be from 1 to the {} tokens, and the rest get scores",
-                ids.len()
-            )));
-        }
-        // The last token is scored, but nothing comes after it.
-        self.check_tokens(ids)?;
-        let (Some(computed), Some(scored)) = (ids.get(..ids.len() - 1), ids.get(num_given..))
-        else {
-            return Err(Error::internal("scores of no tokens"));
-        };
-        if scored.is_empty() {
-            return check_may_wait();
-        }
-        let out = RowsOut::Scores(scored, scores);
-        self.evaluate(computed, num_given - 1, cache_key, cancel, out)
-    }
-
-    /// Computes the rows of logits from number `first_row` on of `ids`, a piece at a time, alone in
-    /// the step. What becomes of them goes to `out`, whose rows count from `first_row`.
-    fn evaluate(
-        &self,
-        ids: &[u32],
-        first_row: usize,
-        cache_key: u64,
-        cancel: Option<&CancelToken>,
-        mut out: RowsOut<'_>,
-    ) -> Result<()> {
-        check_may_wait()?;
-        self.check_tokens(ids)?;
-        let mut token_ids = try_with_capacity(ids.len(), "token ids")?;
-        token_ids.extend_from_slice(ids);
-        let handoff = Arc::new(Handoff::default());
-        let sequence = NewSequence {
-            token_ids,
-            max_tokens: ids.len().saturating_add(1),
-            priority: 0,
-            isolation: cache_key,
-            max_cached_tokens: first_row,
-            runs_ahead: false,
-            alone: true,
-        };
-        let mut submissions = try_with_capacity(1, "a request")?;
-        submissions.push(Submission::Run { sequence, work: Work::Logits(handoff.clone()) });
-        self.service().submit(submissions)?;
-        loop {
-            let mut borrowed = handoff.borrow(cancel)?;
-            let lease = borrowed.lease()?;
-            let (start, end) = (lease.start, lease.start + lease.num_new);
-            let should_stop = || self.is_closed() || cancel.is_some_and(CancelToken::is_cancelled);
-            let rows = start.max(first_row)..end.max(first_row);
-            let outcome = out
-                .piece(rows.start - first_row..rows.end - first_row)
-                .and_then(|out| compute_piece(self.model(), lease, ids, rows, out, &should_stop));
-            borrowed.give_back(&outcome);
-            outcome?;
-            if end >= ids.len() {
-                return Ok(());
-            }
-        }
-    }
-}
-
-/// Where the wanted rows go.
-enum RowsOut<'a> {
-    /// Logits `[rows, vocab_size]`, and the size of the vocabulary.
-    Logits(&'a mut [f32], usize),
-    /// The tokens to score, and their scores.
-    Scores(&'a [u32], &'a mut [TokenScore]),
-}
-
-impl RowsOut<'_> {
-    /// Where some of the rows go.
-    fn piece(&mut self, rows: Range<usize>) -> Result<RowsOut<'_>> {
-        let too_small = || Error::internal("the room for logits or scores is too small");
-        match self {
-            RowsOut::Logits(logits, vocab_size) => {
-                let range = rows.start * *vocab_size..rows.end * *vocab_size;
-                let logits = logits.get_mut(range).ok_or_else(too_small)?;
-                Ok(RowsOut::Logits(logits, *vocab_size))
-            }
-            RowsOut::Scores(tokens, scores) => {
-                let tokens = tokens.get(rows.clone()).ok_or_else(too_small)?;
-                Ok(RowsOut::Scores(tokens, scores.get_mut(rows).ok_or_else(too_small)?))
-            }
-        }
-    }
-}
-
-/// Computes the leased piece of `ids`, and those rows of logits of it that are wanted.
-fn compute_piece(
-    model: &Model,
-    lease: &mut Lease,
-    ids: &[u32],
-    rows: Range<usize>,
-    out: RowsOut<'_>,
-    should_stop: &dyn Fn() -> bool,
-) -> Result<()> {
-    let (start, end) = (lease.start, lease.start + lease.num_new);
-    let resources = &mut *lease.resources;
-    let part = Part {
-        token_ids: ids.get(start..end).ok_or_else(|| Error::internal("a piece out of range"))?,
-        start,
-        blocks: &lease.blocks,
-        source: None,
-    };
-    resources.builder.clear(lease.blocks.len())?;
-    resources.builder.push(&part, None)?;
-    resources.builder.want_rows(rows.start - start..rows.end - start)?;
-    let batch = resources.builder.step().batch;
-    let (kv, workspace) = (&mut resources.kv, &mut resources.workspace);
-    match out {
-        RowsOut::Logits(logits, _) => model.forward(&batch, kv, workspace, logits, should_stop),
-        RowsOut::Scores(tokens, scores) => {
-            model.score(&batch, kv, workspace, tokens, scores, should_stop)
-        }
     }
 }

@@ -124,6 +124,7 @@ impl Harness {
             reason_at_max: FinishReason::MaxTokens,
             choice: if request.by_model { TokenChoice::Greedy } else { TokenChoice::Caller },
             log_probs: None,
+            asks_host: false,
         };
         let mut token_ids = request.token_ids;
         token_ids.reserve(request.max_new);

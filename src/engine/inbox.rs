@@ -8,7 +8,9 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::host_call::HostCall;
+use super::prompt_log_probs::PromptPiece;
 use super::request::{CancelToken, FinishReason};
+use super::sequence::SequenceKey;
 use crate::error::{try_with_capacity, Error, Result};
 use crate::model::LogProbs;
 
@@ -21,6 +23,10 @@ pub type Waker = Box<dyn Fn() + Send + Sync>;
 pub(super) enum Message {
     /// A token, whether it ends the sample, and its log-probabilities if the request wants them.
     Token { sample: u32, token: u32, is_stop: bool, log_probs: Option<Box<LogProbs>> },
+    /// Log-probabilities of the prompt.
+    Prompt(Box<PromptPiece>),
+    /// Logits that the host changes before a token is chosen.
+    Logits { sample: u32, key: SequenceKey, logits: Vec<f32> },
     /// The sample has ended.
     End { sample: u32, reason: FinishReason },
     /// The sample has failed.
@@ -142,12 +148,13 @@ impl Inbox {
     }
 
     /// Adds a message, and calls the waker if there was none: only the scheduler's thread does this.
-    /// A token for which there is no memory is an error; room for the end is found in any case.
+    /// News for which there is no memory is an error; room for the end is found in any case.
     pub fn push(&self, message: Message) -> Result<()> {
         let mut queue = self.queue();
         // One place more for the end of each sample.
         let spare = 1 + self.stopped.len();
-        if matches!(message, Message::Token { .. }) && queue.messages.try_reserve(spare).is_err() {
+        let is_end = matches!(message, Message::End { .. } | Message::Failed { .. });
+        if !is_end && queue.messages.try_reserve(spare).is_err() {
             return Err(Error::out_of_memory("waiting tokens", size_of::<Message>()));
         }
         let was_empty = queue.messages.is_empty();

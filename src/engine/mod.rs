@@ -12,29 +12,34 @@
 //! options     the options of a load
 //! load        the act of loading; placement, memory_plan, step_limits: what it decides first
 //! engine      the handle of a loaded model; prompt and generate: requests on their way in
+//! evaluate    logits and scores of given tokens; prompt_work: those of a request's prompt
 //! scheduler   who takes part in a step (policy, no model)
 //! preemption  who loses its blocks, and how it gets on; swap: blocks that wait on the host
 //! block_pool  the blocks of the KV cache and the prefix cache
 //! service     the scheduler's thread from outside; submission: a request for it
 //! intake      the state that the thread shares with others
 //! worker      the thread; active: the work of each sequence; pace: when steps begin
+//! alone       sequences that are computed alone; host_logits: logits that the host changes
 //! lease       logits, computed by the thread that wants them
 //! inbox       from the worker to a caller; ticket: the caller's side
 //! ```
 
 mod active;
 mod alerts;
+mod alone;
 mod batch_builder;
 pub mod block_pool;
 mod device_starter;
 // The file is named after its type, `Engine`.
 #[allow(clippy::module_inception)]
 mod engine;
+mod evaluate;
 mod generate;
 mod generation_config;
 #[doc(hidden)]
 pub mod harness;
 mod host_call;
+mod host_logits;
 mod inbox;
 mod inspect;
 mod intake;
@@ -50,6 +55,8 @@ mod plan;
 mod planned_copies;
 mod preemption;
 mod prompt;
+mod prompt_log_probs;
+mod prompt_work;
 mod request;
 mod sampler;
 pub mod scheduler;
@@ -70,12 +77,14 @@ mod worker;
 pub use engine::{Engine, ModelShape};
 pub use generate::MAX_SAMPLES;
 pub use generation_config::GenerationConfig;
+pub use host_logits::{LogitsEvent, OnLogits};
 pub use inbox::Waker;
 pub use inspect::{inspect, Inspection};
 pub use log::{LogLevel, LogTarget, Logger};
 pub use logit_changes::{LogitBias, MAX_LOGIT_BIAS, MAX_LOGIT_BIASES};
 pub use options::{DeviceChoice, EngineOptions};
 pub use plan::{plan, Plan};
+pub use prompt_log_probs::PromptLogProbs;
 pub use request::{CancelToken, ChatPrompt, FinishReason, LogProbsWanted, Prompt, Request};
 pub use sampler::{Sampler, SamplingOverrides, SamplingParams};
 pub use scheduler::Scheduler;

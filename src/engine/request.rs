@@ -95,6 +95,9 @@ pub struct Request<'a> {
     pub first_tokens: &'a [u32],
     /// `None`: no log-probabilities.
     pub log_probs: Option<LogProbsWanted>,
+    /// The number of likeliest tokens in the place of each token of the prompt that are told with its
+    /// own log-probability; `None`: nothing is.
+    pub prompt_log_probs: Option<u32>,
 }
 
 /// Why a generation ended.

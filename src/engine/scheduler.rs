@@ -70,6 +70,8 @@ pub struct Scheduler {
     pub(super) preemptions: u64,
     looked_up_tokens: u64,
     cached_tokens: u64,
+    /// Sequences that wait for their hosts.
+    num_awaiting: usize,
     pub(super) swap: SwapSpace,
     pub(super) copies: PlannedCopies,
 }
@@ -98,6 +100,7 @@ impl Scheduler {
             preemptions: 0,
             looked_up_tokens: 0,
             cached_tokens: 0,
+            num_awaiting: 0,
             swap: SwapSpace::default(),
             copies: PlannedCopies::default(),
         })
@@ -148,6 +151,7 @@ impl Scheduler {
             saved: Saved::default(),
             epoch: 0,
             num_cached: None,
+            awaits_host: false,
         };
         if let Some(place) = self.slots.get_mut(slot as usize) {
             *place = Some(sequence);
@@ -164,6 +168,7 @@ impl Scheduler {
             return;
         }
         if let Some(mut sequence) = place.take() {
+            self.num_awaiting = self.num_awaiting.saturating_sub(sequence.awaits_host.into());
             self.pool.release(&mut sequence.blocks);
             self.swap.give_back(&mut sequence.saved.places);
         }
@@ -320,6 +325,10 @@ impl Scheduler {
         let (mut at, mut held) = (0, 0);
         while let Some(&slot) = self.waiting.get(at) {
             let Some(sequence) = self.at(slot) else { break };
+            if sequence.awaits_host {
+                at += 1;
+                continue;
+            }
             if (left.for_long() == 0 && !sequence.spec.alone) || sequence.num_pending > 0 {
                 break;
             }
@@ -494,27 +503,51 @@ impl Scheduler {
 
     /// The sequence of an entry, if it has not ended.
     fn alive(&mut self, entry: &Entry) -> Option<&mut Sequence> {
-        self.at_mut(entry.key.slot).filter(|sequence| sequence.serial == entry.key.serial)
+        self.alive_at(entry.key)
     }
 
-    /// Tells that an entry of a step was computed and, if it has a row, which token was chosen.
-    /// False if the sequence has ended meanwhile. Steps are finished in the order in which they
-    /// began.
-    pub fn finished(&mut self, entry: &Entry, token: Option<u32>) -> Result<bool> {
-        let Some(sequence) = self.alive(entry) else { return Ok(false) };
+    fn alive_at(&mut self, key: SequenceKey) -> Option<&mut Sequence> {
+        self.at_mut(key.slot).filter(|sequence| sequence.serial == key.serial)
+    }
+
+    /// Tells that an entry of a step was computed. If it has a row, [`Scheduler::chosen`] comes next,
+    /// or the sequence waits for its host. Steps are finished in the order in which they began.
+    pub fn finished(&mut self, entry: &Entry) {
+        let Some(sequence) = self.alive(entry) else { return };
         if entry.row.is_some() {
             sequence.num_pending = sequence.num_pending.saturating_sub(1);
-        }
-        if let Some(token) = token {
-            let ids = &mut sequence.spec.token_ids;
-            ids.try_reserve(1).map_err(|_| Error::out_of_memory("token ids", 4 * ids.len()))?;
-            ids.push(token);
         }
         if sequence.epoch == entry.epoch {
             sequence.num_computed = sequence.num_computed.max(entry.start + entry.num_new);
             self.enter_blocks(entry.key.slot);
         }
+    }
+
+    /// Tells which token comes next in a sequence. False if the sequence has ended meanwhile.
+    pub fn chosen(&mut self, key: SequenceKey, token: u32) -> Result<bool> {
+        let Some(sequence) = self.alive_at(key) else { return Ok(false) };
+        let ids = &mut sequence.spec.token_ids;
+        ids.try_reserve(1).map_err(|_| Error::out_of_memory("token ids", 4 * ids.len()))?;
+        ids.push(token);
         Ok(true)
+    }
+
+    /// Tells that the host chooses the next token of a sequence, which takes part in no step until
+    /// that is done; or that it is.
+    pub fn set_awaits_host(&mut self, key: SequenceKey, awaits: bool) {
+        let Some(sequence) = self.alive_at(key) else { return };
+        if sequence.awaits_host != awaits {
+            sequence.awaits_host = awaits;
+            self.num_awaiting = match awaits {
+                true => self.num_awaiting + 1,
+                false => self.num_awaiting.saturating_sub(1),
+            };
+        }
+    }
+
+    /// Whether a sequence waits for its host.
+    pub fn awaits_hosts(&self) -> bool {
+        self.num_awaiting > 0
     }
 
     /// Enters the blocks that are full now into the prefix cache.
@@ -542,6 +575,10 @@ impl Scheduler {
         }
         if self.running.len() > self.limits.max_sequences {
             return wrong("too many sequences run");
+        }
+        let live = self.slots.iter().flatten();
+        if live.filter(|sequence| sequence.awaits_host).count() != self.num_awaiting {
+            return wrong("the sequences that wait for their hosts were miscounted");
         }
         let rank = |slot: &u32| self.at(*slot).map(Sequence::rank);
         if !self.running.is_sorted_by_key(rank) || !self.waiting.iter().is_sorted_by_key(rank) {

@@ -68,6 +68,8 @@ pub struct Sequence {
     pub(super) epoch: u32,
     /// Tokens that were there when it was first admitted; `None` before that.
     pub(super) num_cached: Option<usize>,
+    /// Whether its host chooses the next token; until then there is nothing to compute.
+    pub(super) awaits_host: bool,
 }
 
 impl Sequence {
@@ -103,7 +105,8 @@ impl Sequence {
 
     /// The number of tokens that could be computed now, in pieces or all at once.
     pub(super) fn num_ready(&self) -> usize {
-        if self.num_tokens() >= self.spec.max_tokens && !self.spec.alone {
+        let is_full = self.num_tokens() >= self.spec.max_tokens && !self.spec.alone;
+        if is_full || self.awaits_host {
             // The last token is not computed.
             return 0;
         }

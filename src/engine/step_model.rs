@@ -2,7 +2,9 @@
 //! own in its place.
 
 use crate::error::Result;
-use crate::model::{BlockCopy, KvCache, KvSwap, Model, Step, StepResult, Workspace};
+use crate::model::{
+    BlockCopy, ForwardBatch, KvCache, KvSwap, Model, ScoresOut, Step, StepResult, Workspace,
+};
 
 /// Something that computes steps, which are finished in the order in which they were begun.
 pub trait StepModel: Send + Sync {
@@ -29,6 +31,16 @@ pub trait StepModel: Send + Sync {
 
     /// Waits for the oldest step, which is over after this even if its result is an error.
     fn finish_step(&self, workspace: &mut Workspace, result: &mut StepResult) -> Result<()>;
+
+    /// Runs tokens, and says how likely given ones are after some of them. No step may be under way.
+    fn score(
+        &self,
+        batch: &ForwardBatch<'_>,
+        kv: &mut KvCache,
+        workspace: &mut Workspace,
+        out: ScoresOut<'_>,
+        should_stop: &dyn Fn() -> bool,
+    ) -> Result<()>;
 }
 
 impl StepModel for Model {
@@ -56,5 +68,16 @@ impl StepModel for Model {
 
     fn finish_step(&self, workspace: &mut Workspace, result: &mut StepResult) -> Result<()> {
         Model::finish_step(self, workspace, result)
+    }
+
+    fn score(
+        &self,
+        batch: &ForwardBatch<'_>,
+        kv: &mut KvCache,
+        workspace: &mut Workspace,
+        out: ScoresOut<'_>,
+        should_stop: &dyn Fn() -> bool,
+    ) -> Result<()> {
+        Model::score(self, batch, kv, workspace, out, should_stop)
     }
 }

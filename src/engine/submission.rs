@@ -6,7 +6,7 @@ use super::inbox::Inbox;
 use super::lease::Handoff;
 use super::request::FinishReason;
 use super::sampler::Sampler;
-use super::sequence::NewSequence;
+use super::sequence::{NewSequence, SequenceKey};
 use crate::model::{LogProbsWanted, TokenChoice};
 
 /// The way in which the tokens of a sample are chosen, and the place where they go.
@@ -26,6 +26,19 @@ pub(super) struct SampleWork {
     pub choice: TokenChoice,
     /// The log-probabilities that come with each token.
     pub log_probs: Option<LogProbsWanted>,
+    /// Whether the host changes the logits before each choice.
+    pub asks_host: bool,
+}
+
+/// The computation of a prompt whose tokens get log-probabilities.
+pub(super) struct PromptWork {
+    pub inbox: Arc<Inbox>,
+    /// All its tokens.
+    pub token_ids: Vec<u32>,
+    /// The number of likeliest tokens that are told in the place of each.
+    pub num_top: usize,
+    /// What is begun when it is done.
+    pub then: Vec<Submission>,
 }
 
 /// The work that is done with a sequence.
@@ -34,6 +47,8 @@ pub(super) enum Work {
     Sample(Box<SampleWork>),
     /// Its logits are computed by the thread that wants them.
     Logits(Arc<Handoff>),
+    /// A prompt gets log-probabilities, before its samples begin.
+    Prompt(Box<PromptWork>),
 }
 
 /// A request for the scheduler.
@@ -43,4 +58,6 @@ pub(super) enum Submission {
     /// There is nothing to compute: all samples of the request end for this reason. It comes here
     /// because only the scheduler's thread calls wakers.
     End { inbox: Arc<Inbox>, num_samples: u32, reason: FinishReason },
+    /// Logits of a sequence, as its host has changed them.
+    Answer { key: SequenceKey, logits: Vec<f32> },
 }

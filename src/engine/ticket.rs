@@ -6,7 +6,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::inbox::{Inbox, Message, Progress};
+use super::prompt_log_probs::PromptLogProbs;
 use super::request::FinishReason;
+use super::sequence::SequenceKey;
 use crate::error::{try_with_capacity, Error, ErrorKind, Result};
 use crate::model::{LogProbs, TokenLogProb};
 use crate::process::Process;
@@ -39,11 +41,26 @@ pub struct Generation {
     pub tokens_per_second: f64,
     /// The log-probabilities of each of `token_ids`; empty unless the request wanted them.
     pub log_probs: Vec<LogProbs>,
+    /// Those of the prompt, if the request wanted them; all samples share them.
+    pub prompt_log_probs: Option<Arc<PromptLogProbs>>,
 }
 
 /// News of a request for its caller.
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub enum Event {
+    /// How likely a token of the prompt was, from the second one on, if the request wanted to know.
+    Prompt {
+        /// Its index in the prompt.
+        index: usize,
+        /// The token.
+        token: u32,
+        /// Its log-probability, and the likeliest tokens in its place.
+        log_probs: LogProbs,
+    },
+    /// The next token of a sample is to be chosen, after the host has changed the logits.
+    #[doc(hidden)]
+    Logits(LogitsTurn),
     /// A token, and the text that became certain with it.
     Token {
         /// Which sample.
@@ -77,6 +94,14 @@ pub enum Event {
     },
     /// All samples have ended.
     Done,
+}
+
+/// Logits that a host changes.
+#[derive(Clone, Debug, PartialEq)]
+pub struct LogitsTurn {
+    pub(super) sample: usize,
+    pub(super) key: SequenceKey,
+    pub(super) logits: Vec<f32>,
 }
 
 /// The rules by which a ticket's text is made.
@@ -160,11 +185,20 @@ struct Sample {
     progress: Progress,
 }
 
+/// The log-probabilities of a prompt.
+struct Prompt {
+    log_probs: PromptLogProbs,
+    /// The token that is told next, and the first one of which nothing has come yet.
+    next: usize,
+    end: usize,
+}
+
 /// A request under way. Dropping it cancels the rest of it.
 pub struct Ticket {
     inbox: Arc<Inbox>,
     samples: Vec<Sample>,
     num_prompt_tokens: usize,
+    prompt: Option<Prompt>,
     begin: Instant,
     process: Process,
 }
@@ -246,7 +280,19 @@ impl Ticket {
             });
         }
         let process = Process::current();
-        Ok(Ticket { inbox, samples, num_prompt_tokens, begin, process })
+        Ok(Ticket { inbox, samples, num_prompt_tokens, prompt: None, begin, process })
+    }
+
+    /// Makes room for the log-probabilities of the prompt, of `num_top` tokens for each of its own.
+    pub(super) fn expect_prompt(&mut self, token_ids: &[u32], num_top: usize) -> Result<()> {
+        let log_probs = PromptLogProbs::new(token_ids, num_top)?;
+        self.prompt = Some(Prompt { log_probs, next: 1, end: 1 });
+        Ok(())
+    }
+
+    /// The ids that a sample has so far.
+    pub(super) fn token_ids(&self, sample: usize) -> &[u32] {
+        self.samples.get(sample).map_or(&[], |sample| &sample.token_ids)
     }
 
     /// A handle to cancel it with.
@@ -263,6 +309,7 @@ impl Ticket {
     pub fn has_event(&self) -> bool {
         self.is_done()
             || self.samples.iter().any(|sample| sample.reason.is_some() && !sample.is_over)
+            || self.prompt.as_ref().is_some_and(|prompt| prompt.next < prompt.end)
             || !self.inbox.is_empty()
             || self.inbox.is_cancelled()
     }
@@ -310,11 +357,23 @@ impl Ticket {
             if self.is_done() {
                 return Ok(Some(Event::Done));
             }
+            if let Some(event) = self.prompt.as_mut().map_or(Ok(None), Prompt::next)? {
+                return Ok(Some(event));
+            }
             let Some(message) = self.inbox.pop() else { return Ok(None) };
-            let (Message::Token { sample, .. }
-            | Message::End { sample, .. }
-            | Message::Failed { sample, .. }) = message;
-            let index = sample as usize;
+            let index = match &message {
+                Message::Prompt(piece) => {
+                    if let Some(prompt) = &mut self.prompt {
+                        prompt.log_probs.put(piece);
+                        prompt.end = piece.first + piece.log_probs.len();
+                    }
+                    continue;
+                }
+                Message::Token { sample, .. }
+                | Message::Logits { sample, .. }
+                | Message::End { sample, .. }
+                | Message::Failed { sample, .. } => *sample as usize,
+            };
             let event = self.take(index, message).inspect_err(|_| self.fail(index))?;
             if event.is_some() {
                 return Ok(event);
@@ -332,6 +391,11 @@ impl Ticket {
         self.inbox.stop(index);
     }
 
+    /// As [`Ticket::fail`], for all samples.
+    pub fn fail_all(&mut self) {
+        (0..self.samples.len()).for_each(|index| self.fail(index));
+    }
+
     fn take(&mut self, index: usize, message: Message) -> Result<Option<Event>> {
         let inbox = &self.inbox;
         let cancelled = inbox.is_cancelled();
@@ -346,6 +410,10 @@ impl Ticket {
                 return Ok(None);
             }
             Message::Failed { error, .. } => return Err(error),
+            Message::Logits { key, logits, .. } => {
+                return Ok(Some(Event::Logits(LogitsTurn { sample: index, key, logits })));
+            }
+            Message::Prompt(_) => return Ok(None),
         };
         let ids = &mut sample.token_ids;
         ids.try_reserve(1).map_err(|_| Error::out_of_memory("token ids", size_of::<u32>()))?;
@@ -404,8 +472,11 @@ impl Ticket {
     /// Takes the outcomes of all samples. To be called when all have ended.
     pub fn take_generations(&mut self) -> Result<Vec<Generation>> {
         let mut generations = try_with_capacity(self.samples.len(), "results")?;
+        let prompt = self.prompt.take().map(|prompt| Arc::new(prompt.log_probs));
         for sample in std::mem::take(&mut self.samples) {
-            generations.push(self.generation(sample));
+            let mut generation = self.generation(sample);
+            generation.prompt_log_probs = prompt.clone();
+            generations.push(generation);
         }
         Ok(generations)
     }
@@ -433,7 +504,28 @@ impl Ticket {
             tokens_per_second: rate(sample.token_ids.len().saturating_sub(1), after_first),
             token_ids: sample.token_ids,
             log_probs: sample.log_probs,
+            prompt_log_probs: None,
         }
+    }
+}
+
+impl Prompt {
+    /// The next token that is told.
+    fn next(&mut self) -> Result<Option<Event>> {
+        let (index, all) = (self.next, &self.log_probs);
+        if index >= self.end {
+            return Ok(None);
+        }
+        let (Some(&token), Some(&chosen)) = (all.token_ids.get(index), all.log_probs.get(index))
+        else {
+            return Ok(None);
+        };
+        let found = all.top.get(index * all.num_top..(index + 1) * all.num_top);
+        let found = found.unwrap_or_default();
+        let mut top = try_with_capacity(found.len(), "log-probabilities")?;
+        top.extend_from_slice(found);
+        self.next += 1;
+        Ok(Some(Event::Prompt { index, token, log_probs: LogProbs { chosen, top } }))
     }
 }
 

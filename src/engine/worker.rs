@@ -22,7 +22,6 @@ use super::alerts::Alerts;
 use super::batch_builder::Part;
 use super::inbox::{mark_scheduler_thread, Inbox, Message};
 use super::intake::{lock, Shared};
-use super::lease::Lease;
 use super::log::Logger;
 use super::pace::Pace;
 use super::request::FinishReason;
@@ -34,8 +33,8 @@ use super::step_model::StepModel;
 use super::step_resources::StepResources;
 use super::submission::{Submission, Work};
 use crate::backend::cpu::CpuBackend;
-use crate::error::{try_with_capacity, Error, ErrorKind, Result};
-use crate::model::{Draw, StepResult, StepTime, TokenChoice, NO_TOKEN};
+use crate::error::{Error, ErrorKind, Result};
+use crate::model::{Draw, StepResult, TokenChoice, NO_TOKEN};
 use crate::ops::adjust_logits::AdjustedRow;
 use crate::panic_guard;
 
@@ -53,29 +52,31 @@ struct Flight {
 
 /// The thread's own state.
 pub(super) struct Worker {
-    model: Arc<dyn StepModel>,
-    backend: Arc<CpuBackend>,
-    shared: Arc<Shared>,
-    scheduler: Scheduler,
+    pub(super) model: Arc<dyn StepModel>,
+    pub(super) backend: Arc<CpuBackend>,
+    pub(super) shared: Arc<Shared>,
+    pub(super) scheduler: Scheduler,
     /// `None` while they are lent.
-    resources: Option<Box<StepResources>>,
-    works: ActiveTable,
+    pub(super) resources: Option<Box<StepResources>>,
+    pub(super) works: ActiveTable,
     flights: VecDeque<Flight>,
     /// Submissions that are being taken in.
     arriving: VecDeque<Submission>,
     result: StepResult,
-    recorder: Recorder,
+    pub(super) recorder: Recorder,
     alerts: Alerts,
     closed: Arc<AtomicBool>,
     /// Whether a sequence that is computed alone has the next turn.
-    alone_next: bool,
+    pub(super) alone_next: bool,
     /// Whether there has been something to do, and no other use of the resources, since the last
     /// step was begun.
-    follows: bool,
+    pub(super) follows: bool,
+    /// Whether the last turn found nothing to do but to wait for hosts that change logits.
+    awaits_hosts: bool,
     pace: Pace,
 }
 
-fn no_resources() -> Error {
+pub(super) fn no_resources() -> Error {
     Error::internal("the engine's KV cache was lent and not given back")
 }
 
@@ -106,6 +107,7 @@ impl Worker {
             closed,
             alone_next: false,
             follows: false,
+            awaits_hosts: false,
             pace: Pace::default(),
         }
     }
@@ -146,11 +148,13 @@ impl Worker {
             if !(idle && self.flights.is_empty()) {
                 let left = match (intake.submissions.is_empty(), next_begin) {
                     (true, Some(at)) => at.saturating_duration_since(Instant::now()),
+                    (true, None) if self.awaits_hosts => LOOK_AT_HOSTS_EVERY,
                     _ => Duration::ZERO,
                 };
                 if left.is_zero() {
                     break;
                 }
+                self.awaits_hosts = false;
                 let waited = shared.arrived.wait_timeout(intake, left);
                 intake = waited.unwrap_or_else(PoisonError::into_inner).0;
                 continue;
@@ -165,46 +169,75 @@ impl Worker {
         drop(intake);
         remarks.iter().for_each(|sentence| self.alerts.remark(sentence));
         while let Some(submission) = self.arriving.pop_front() {
-            match submission {
-                Submission::Run { sequence, work } => {
-                    self.recorder.stats.submitted += 1;
-                    let added = self.works.reserve().and_then(|()| self.scheduler.add(sequence));
-                    match added {
-                        Ok(key) => self.works.insert(key, work),
-                        Err(error) => self.tell_end(&work, Err(error)),
-                    }
-                }
-                Submission::End { inbox, num_samples, reason } => {
-                    self.end_at_once(&inbox, num_samples, reason);
-                }
-            }
+            self.take_in(submission);
         }
         true
     }
 
+    /// Begins what was submitted.
+    pub(super) fn take_in(&mut self, submission: Submission) {
+        match submission {
+            Submission::Run { sequence, work } => {
+                self.count_submitted(&work);
+                let added = self.works.reserve().and_then(|()| self.scheduler.add(sequence));
+                match added {
+                    Ok(key) => self.works.insert(key, work),
+                    Err(error) => self.tell_end(&work, Err(error)),
+                }
+            }
+            Submission::End { inbox, num_samples, reason } => {
+                self.end_at_once(&inbox, num_samples, Ok(reason));
+            }
+            Submission::Answer { key, logits } => self.take_answer(key, logits),
+        }
+    }
+
+    /// Ends what was submitted and not begun.
+    fn refuse(&mut self, submission: &Submission, outcome: Result<FinishReason>) {
+        match submission {
+            Submission::Run { work, .. } => {
+                self.count_submitted(work);
+                self.tell_end(work, outcome);
+            }
+            Submission::End { inbox, num_samples, .. } => {
+                self.end_at_once(inbox, *num_samples, outcome);
+            }
+            // Its sequence is ended for itself.
+            Submission::Answer { .. } => {}
+        }
+    }
+
+    /// Counts a sequence that was submitted; those that come after a prompt count when they do.
+    fn count_submitted(&mut self, work: &Work) {
+        self.recorder.stats.submitted += u64::from(!matches!(work, Work::Prompt(_)));
+    }
+
     /// Tells the ends of a request that was over when it came.
-    fn end_at_once(&mut self, inbox: &Inbox, num_samples: u32, reason: FinishReason) {
+    fn end_at_once(&mut self, inbox: &Inbox, num_samples: u32, outcome: Result<FinishReason>) {
         self.recorder.stats.submitted += u64::from(num_samples);
         for sample in 0..num_samples {
-            self.tell_end_of_sample(inbox, sample, Ok(reason));
+            self.tell_end_of_sample(inbox, sample, outcome.clone());
         }
     }
 
     /// Ends a sequence and tells its caller.
-    fn end(&mut self, key: SequenceKey, outcome: Result<FinishReason>) {
+    pub(super) fn end(&mut self, key: SequenceKey, outcome: Result<FinishReason>) {
         self.scheduler.remove(key);
         if let Some(active) = self.works.remove(key) {
             self.tell_end(&active.work, outcome);
         }
     }
 
-    fn tell_end(&mut self, work: &Work, outcome: Result<FinishReason>) {
+    pub(super) fn tell_end(&mut self, work: &Work, outcome: Result<FinishReason>) {
         match work {
             Work::Logits(handoff) => {
                 self.count_end();
                 handoff.end(outcome.and(Err(cancelled())));
             }
             Work::Sample(work) => self.tell_end_of_sample(&work.inbox, work.sample, outcome),
+            Work::Prompt(work) => {
+                work.then.iter().for_each(|submission| self.refuse(submission, outcome.clone()));
+            }
         }
     }
 
@@ -234,15 +267,7 @@ impl Worker {
         }
         let submissions = std::mem::take(&mut lock(&self.shared.intake).submissions);
         for submission in submissions {
-            match submission {
-                Submission::Run { work, .. } => {
-                    self.recorder.stats.submitted += 1;
-                    self.tell_end(&work, outcome());
-                }
-                Submission::End { inbox, num_samples, reason } => {
-                    self.end_at_once(&inbox, num_samples, reason);
-                }
-            }
+            self.refuse(&submission, outcome());
         }
     }
 
@@ -270,6 +295,7 @@ impl Worker {
     fn turn(&mut self) -> Result<()> {
         self.end_stopped();
         let depth = self.model.max_steps_in_flight().clamp(1, 2);
+        self.awaits_hosts = false;
         let alone = if self.alone_next { self.scheduler.plan_alone() } else { None };
         let mut begun = false;
         if alone.is_none() && self.flights.len() < depth {
@@ -281,8 +307,9 @@ impl Worker {
             match self.scheduler.plan_alone() {
                 Some(entry) => {
                     self.alone_next = false;
-                    return self.lend(entry);
+                    return self.compute_alone(entry);
                 }
+                None if self.scheduler.awaits_hosts() => self.awaits_hosts = alone.is_none(),
                 None if !self.scheduler.is_empty() && alone.is_none() => {
                     self.check_progress()?;
                 }
@@ -315,11 +342,12 @@ impl Worker {
 
     /// Ends sequences that were cancelled or stopped by their caller, or whose time limit has
     /// passed.
-    fn end_stopped(&mut self) {
+    pub(super) fn end_stopped(&mut self) {
         for slot in 0..self.works.num_slots() {
             let Some(active) = self.works.at_mut(slot) else { continue };
             let reason = match &active.work {
                 Work::Sample(work) => work.inbox.stop_reason(work.sample as usize),
+                Work::Prompt(work) => work.inbox.stop_reason(0),
                 Work::Logits(_) => {
                     self.closed.load(Ordering::Acquire).then_some(FinishReason::Cancelled)
                 }
@@ -468,7 +496,7 @@ impl Worker {
             entries.iter().all(|entry| {
                 let stopped = works.with(entry.key, |active| match &active.work {
                     Work::Sample(work) => work.inbox.stop_reason(work.sample as usize).is_some(),
-                    Work::Logits(_) => true,
+                    Work::Logits(_) | Work::Prompt(_) => true,
                 });
                 stopped.unwrap_or(true)
             })
@@ -541,6 +569,15 @@ impl Worker {
                     let Work::Sample(work) = &mut active.work else { return };
                     let index = sequence.token_ids().len().saturating_sub(work.num_prompt_tokens);
                     let (index, tokens) = (index as u64, sequence.token_ids());
+                    if work.asks_host {
+                        active.row.clear();
+                        let room = active.row.try_reserve_exact(row.len());
+                        match room {
+                            Ok(()) => active.row.extend_from_slice(row),
+                            Err(_) => active.chosen = Some(Err(no_row(row.len()))),
+                        }
+                        return;
+                    }
                     let chosen = work.sampler.choose(row, index, tokens, work.log_probs);
                     active.chosen = Some(chosen);
                 });
@@ -555,30 +592,43 @@ impl Worker {
             // The sequence has ended meanwhile.
             return;
         };
+        let asks_host =
+            entry.row.is_some() && matches!(&active.work, Work::Sample(work) if work.asks_host);
         let chosen = match (entry.row, active.chosen.take(), by_model) {
             (None, ..) => None,
             (_, Some(Ok(chosen)), _) => Some(chosen),
             (_, Some(Err(error)), _) => return self.end(entry.key, Err(error)),
+            (Some(_), None, _) if asks_host => None,
             (Some(row), None, Some(token)) if token != NO_TOKEN => {
                 let log_probs = self.result.log_probs.get_mut(row as usize).and_then(Option::take);
                 Some(Chosen { token, log_probs })
             }
             _ => return self.end(entry.key, Err(not_finite())),
         };
-        let token = chosen.as_ref().map(|chosen| chosen.token);
-        if let (Some(token), Work::Sample(work)) = (token, &mut active.work) {
+        self.scheduler.finished(entry);
+        match chosen {
+            Some(chosen) => self.hand_out(entry.key, chosen),
+            None if asks_host => self.ask_host(entry.key),
+            None => {}
+        }
+    }
+
+    /// Hands out the token that was chosen for a sequence.
+    pub(super) fn hand_out(&mut self, key: SequenceKey, chosen: Chosen) {
+        let Chosen { token, log_probs } = chosen;
+        let Some(active) = self.works.get_mut(key) else { return };
+        if let Work::Sample(work) = &mut active.work {
             if let Err(error) = work.sampler.changes_mut().remember(token) {
-                return self.end(entry.key, Err(error));
+                return self.end(key, Err(error));
             }
         }
-        if let Err(error) = self.scheduler.finished(entry, token) {
-            return self.end(entry.key, Err(error));
+        if let Err(error) = self.scheduler.chosen(key, token) {
+            return self.end(key, Err(error));
         }
-        let Some(Chosen { token, log_probs }) = chosen else { return };
-        let Some(sequence) = self.scheduler.sequence(entry.key) else { return };
+        let Some(sequence) = self.scheduler.sequence(key) else { return };
         let (len, num_cached, num_preemptions) =
             (sequence.token_ids().len(), sequence.num_cached(), sequence.num_preemptions());
-        let Some(active) = self.works.get_mut(entry.key) else { return };
+        let Some(active) = self.works.get_mut(key) else { return };
         let Work::Sample(work) = &active.work else { return };
         let is_first = active.progress.first_token.is_none();
         if is_first || num_preemptions != active.progress.num_preemptions {
@@ -595,57 +645,19 @@ impl Worker {
         };
         let (inbox, sample) = (work.inbox.clone(), work.sample);
         if let Err(error) = inbox.push(Message::Token { sample, token, is_stop, log_probs }) {
-            return self.end(entry.key, Err(error));
+            return self.end(key, Err(error));
         }
         if let Some(reason) = end {
-            self.end(entry.key, Ok(reason));
+            self.end(key, Ok(reason));
         }
     }
+}
 
-    /// Lets the thread that wants logits compute a piece of them.
-    fn lend(&mut self, entry: Entry) -> Result<()> {
-        let begun = Instant::now();
-        let gone = || Error::internal("a planned sequence is gone");
-        let resources = self.resources.take().ok_or_else(no_resources)?;
-        let sequence = self.scheduler.sequence(entry.key).ok_or_else(gone);
-        let is_last =
-            sequence.as_ref().is_ok_and(|s| entry.start + entry.num_new >= s.token_ids().len());
-        let handoff = self.works.get_mut(entry.key).and_then(|active| match &active.work {
-            Work::Logits(handoff) => Some(handoff.clone()),
-            Work::Sample(_) => None,
-        });
-        let (Ok(sequence), Some(handoff)) = (sequence, handoff) else {
-            self.resources = Some(resources);
-            return Err(gone());
-        };
-        let (start, num_new) = (entry.start, entry.num_new);
-        let mut blocks = match try_with_capacity(sequence.blocks().len(), "a block table") {
-            Ok(blocks) => blocks,
-            Err(error) => {
-                self.resources = Some(resources);
-                self.end(entry.key, Err(error));
-                return Ok(());
-            }
-        };
-        blocks.extend_from_slice(sequence.blocks());
-        self.follows = false;
-        let (resources, outcome) = handoff.lend(Lease { resources, blocks, start, num_new });
-        self.resources = Some(resources);
-        match outcome {
-            Ok(()) => {
-                let time = StepTime { busy: begun.elapsed(), idle: Duration::ZERO };
-                self.recorder.step(begun, time, false, num_new, 0);
-                self.scheduler.begun(&[entry]);
-                self.scheduler.finished(&entry, None)?;
-                if is_last {
-                    // The caller knows that this was the last piece.
-                    self.end(entry.key, Ok(FinishReason::MaxTokens));
-                }
-            }
-            Err(error) => self.end(entry.key, Err(error)),
-        }
-        Ok(())
-    }
+/// How often the thread looks whether hosts that it waits for have given up.
+const LOOK_AT_HOSTS_EVERY: Duration = Duration::from_millis(20);
+
+fn no_row(len: usize) -> Error {
+    Error::out_of_memory("logits for a callback", len * size_of::<f32>())
 }
 
 fn cancelled() -> Error {

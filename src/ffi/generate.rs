@@ -10,10 +10,10 @@ use super::guard::{
 };
 use super::handle::HandleTable;
 use super::model::{engine_of, xserv_model};
-use super::request::{request_of, xserv_request};
+use super::request::{request_of, xserv_logits_event, xserv_request};
 use super::status::xserv_status;
 use super::types::{xserv_finish_reason, XSERV_NO_TOKEN};
-use crate::engine::{FinishReason, Generation, LogProbs};
+use crate::engine::{FinishReason, Generation, LogitsEvent, TokenLogProb};
 use crate::error::{try_with_capacity, Error, Result};
 
 /// The result of a generation. It is immutable; any number of threads may read it.
@@ -109,11 +109,25 @@ pub struct xserv_result_info {
     /// Number of top_log_probs of a generated id: num_log_probs of the request, or the size of the
     /// vocabulary if that is less; 0 if there are none.
     pub num_top_log_probs: usize,
+    /// The ids of the prompt, num_prompt_tokens of them. NULL if the request has no
+    /// num_prompt_log_probs.
+    pub prompt_tokens: *const u32,
+    /// The log-probabilities of the ids of the prompt, num_prompt_tokens of them, each after those before
+    /// it; that of the first, which comes after nothing, is NaN, and so are those that were not computed
+    /// before the request was stopped. NULL if the request has no num_prompt_log_probs.
+    pub prompt_log_probs: *const f32,
+    /// The most likely tokens in the place of each id of the prompt: num_prompt_top_log_probs for each of
+    /// num_prompt_tokens, in the order of top_log_probs; token 0 with NaN where there are none. NULL if
+    /// there are none at all.
+    pub prompt_top_log_probs: *const xserv_log_prob,
+    /// Number of prompt_top_log_probs of an id: num_prompt_log_probs of the request, or the size of the
+    /// vocabulary if that is less; 0 if there are none.
+    pub num_prompt_top_log_probs: usize,
 }
 
 // SAFETY: repr(C), struct_size first, integers, floats and pointers only.
 unsafe impl GrowingStruct for xserv_result_info {
-    const SIZES: &'static [usize] = &[112, 136];
+    const SIZES: &'static [usize] = &[112, 168];
     const NAME: &'static str = "xserv_result_info";
     const HOW: &'static str = "set it to sizeof(xserv_result_info)";
     fn defaults() -> Self {
@@ -137,6 +151,10 @@ unsafe impl GrowingStruct for xserv_result_info {
             log_probs: std::ptr::null(),
             top_log_probs: std::ptr::null(),
             num_top_log_probs: 0,
+            prompt_tokens: std::ptr::null(),
+            prompt_log_probs: std::ptr::null(),
+            prompt_top_log_probs: std::ptr::null(),
+            num_prompt_top_log_probs: 0,
         }
     }
 }
@@ -165,22 +183,18 @@ impl Described {
         log_probs.extend(all.iter().map(|one| one.chosen));
         let mut top = try_with_capacity(all.len().saturating_mul(num_top), "log-probabilities")?;
         for one in all {
-            append_top(&mut top, one)?;
+            append_top(&mut top, &one.top)?;
         }
         Ok(Described { text: with_nul(&generation.text)?, log_probs, top, num_top })
     }
 }
 
 /// Appends the most likely tokens in the place of a token, as C has them.
-pub(super) fn append_top(to: &mut Vec<xserv_log_prob>, log_probs: &LogProbs) -> Result<()> {
-    let bytes = size_of_val(log_probs.top.as_slice());
-    let no_memory = |_| Error::out_of_memory("log-probabilities", bytes);
-    to.try_reserve(log_probs.top.len()).map_err(no_memory)?;
+pub(super) fn append_top(to: &mut Vec<xserv_log_prob>, top: &[TokenLogProb]) -> Result<()> {
+    let no_memory = |_| Error::out_of_memory("log-probabilities", size_of_val(top));
+    to.try_reserve(top.len()).map_err(no_memory)?;
     to.extend(
-        log_probs
-            .top
-            .iter()
-            .map(|one| xserv_log_prob { token_id: one.token_id, log_prob: one.log_prob }),
+        top.iter().map(|one| xserv_log_prob { token_id: one.token_id, log_prob: one.log_prob }),
     );
     Ok(())
 }
@@ -196,6 +210,8 @@ pub(super) fn pointer_to<T>(elements: &[T]) -> *const T {
 
 struct ResultObject {
     samples: Vec<(Generation, Described)>,
+    /// The most likely tokens in the place of those of the prompt.
+    prompt_top: Vec<xserv_log_prob>,
 }
 
 impl ResultObject {
@@ -214,8 +230,12 @@ pub(super) fn new_result(generations: &mut Vec<Generation>) -> Result<*mut xserv
     for generation in generations.iter() {
         described.push(Described::new(generation)?);
     }
+    let mut prompt_top = Vec::new();
+    if let Some(prompt) = generations.first().and_then(|it| it.prompt_log_probs.as_ref()) {
+        append_top(&mut prompt_top, &prompt.top)?;
+    }
     samples.extend(generations.drain(..).zip(described));
-    let object = Arc::new(ResultObject { samples });
+    let object = Arc::new(ResultObject { samples, prompt_top });
     RESULTS.insert(object.clone()).inspect_err(|_| {
         if let Some(object) = Arc::into_inner(object) {
             generations.extend(object.samples.into_iter().map(|(generation, _)| generation));
@@ -290,7 +310,28 @@ pub unsafe extern "C" fn xserv_generate(
                 // event lives until it returns.
                 Ok(call_host(|| unsafe { callback(&event, user_data) }))
             };
-        let mut generations = engine.generate(&request, &mut on_token)?;
+        let mut generations = match c_request.logits_callback {
+            None => engine.generate(&request, &mut on_token)?,
+            Some(change) => {
+                let mut on_logits = |event: &LogitsEvent<'_>, logits: &mut [f32]| {
+                    let event = xserv_logits_event {
+                        struct_size: size_of::<xserv_logits_event>(),
+                        logits: logits.as_mut_ptr(),
+                        vocab_size: logits.len(),
+                        prompt_tokens: event.prompt_token_ids.as_ptr(),
+                        num_prompt_tokens: event.prompt_token_ids.len(),
+                        token_ids: event.token_ids.as_ptr(),
+                        num_tokens: event.token_ids.len() as u32,
+                        sample: event.sample as u32,
+                    };
+                    let user_data = c_request.logits_user_data;
+                    // SAFETY: the caller's function with the caller's data, on the caller's thread;
+                    // the event and its logits live until it returns.
+                    Ok(call_host(|| unsafe { change(&event, user_data) }))
+                };
+                engine.generate_with(&request, &mut on_token, &mut on_logits)?
+            }
+        };
         if let Some(out) = out {
             out.set(new_result(&mut generations)?);
         }
@@ -342,6 +383,7 @@ unsafe fn describe(
 ) -> Result<()> {
     let object = RESULTS.get(result)?;
     let (g, described) = object.sample(sample)?;
+    let prompt = g.prompt_log_probs.as_deref();
     let value = xserv_result_info {
         struct_size: size_of::<xserv_result_info>(),
         text: described.text.as_ptr() as *const c_char,
@@ -362,6 +404,10 @@ unsafe fn describe(
         log_probs: pointer_to(&described.log_probs),
         top_log_probs: pointer_to(&described.top),
         num_top_log_probs: described.num_top,
+        prompt_tokens: prompt.map_or(std::ptr::null(), |it| it.token_ids.as_ptr()),
+        prompt_log_probs: prompt.map_or(std::ptr::null(), |it| it.log_probs.as_ptr()),
+        prompt_top_log_probs: pointer_to(&object.prompt_top),
+        num_prompt_top_log_probs: prompt.map_or(0, |it| it.num_top),
     };
     // SAFETY: by contract.
     unsafe { write_struct(info, "info", &value) }

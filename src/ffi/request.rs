@@ -2,7 +2,7 @@
 
 #![allow(non_camel_case_types)]
 
-use std::ffi::c_char;
+use std::ffi::{c_char, c_void};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -33,6 +33,40 @@ pub struct xserv_logit_bias {
     /// -10000 to 10000; or minus infinity, which bans the token.
     pub bias: f32,
 }
+
+/// Logits from which a token is to be chosen, as passed to the callback. It is valid during the callback
+/// only.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct xserv_logits_event {
+    /// sizeof(xserv_logits_event) in the library; fields beyond it do not exist.
+    pub struct_size: usize,
+    /// The model's own logits, one for each token of the vocabulary. The callback may change them:
+    /// everything else (logit_bias, min_tokens, penalties, first_tokens, temperature and filters) is
+    /// applied to what it leaves. Minus infinity bans a token; NaN, plus infinity, and the ban of all
+    /// tokens end the request with XSERV_STATUS_INVALID_ARGUMENT. num_log_probs without
+    /// processed_log_probs are those of what it leaves.
+    pub logits: *mut f32,
+    /// Number of logits.
+    pub vocab_size: usize,
+    /// The ids of the prompt.
+    pub prompt_tokens: *const u32,
+    /// Number of ids of the prompt.
+    pub num_prompt_tokens: usize,
+    /// The ids that the sample has so far; not NULL even if there are none.
+    pub token_ids: *const u32,
+    /// Number of token_ids.
+    pub num_tokens: u32,
+    /// Which sample of the request, from 0.
+    pub sample: u32,
+}
+
+/// Called before every choice of a token, on the thread that called xserv_generate, with no lock held: it
+/// may call any function of the library, also on the same model. Returns true to continue, false to stop
+/// the request as xserv_token_callback does. Of a request with several samples, one is asked about at a
+/// time.
+pub type xserv_logits_callback =
+    Option<unsafe extern "C" fn(event: *const xserv_logits_event, user_data: *mut c_void) -> bool>;
 
 /// A request to generate. Fill with xserv_request_default(), then set exactly one of prompt,
 /// prompt_tokens and messages_json, and whatever else you need. The library copies what it needs
@@ -167,15 +201,31 @@ pub struct xserv_request {
     pub first_tokens: *const u32,
     /// Number of first_tokens, at most the context.
     pub num_first_tokens: usize,
+    /// For xserv_generate() only, xserv_submit() refuses it: called before every choice of a token, to
+    /// change the logits; or NULL. While it runs the request's sample waits, and nothing else does. It
+    /// costs a copy of the logits to the calling thread and back with every token (0.6 MB each way for a
+    /// vocabulary of 151,936), and on a GPU the request cannot be computed ahead of it.
+    pub logits_callback: xserv_logits_callback,
+    /// Passed to logits_callback.
+    pub logits_user_data: *mut c_void,
+    /// Tells the log-probability of every token of the prompt after those before it, and of so many of
+    /// the most likely tokens in its place, at most 20; 0: of the token alone. Default XSERV_UNSET_INT:
+    /// none. They are those of the model's own logits, and come with XSERV_EVENT_PROMPT events and with
+    /// the result. The prompt is computed by itself first, whole, with nothing taken from the prefix
+    /// cache, in which the samples then find it.
+    pub num_prompt_log_probs: u32,
+    /// Unused, 0.
+    pub reserved2: u32,
 }
 
-// SAFETY: repr(C), struct_size first, integers, floats and pointers only.
+// SAFETY: repr(C), struct_size first, integers, floats, pointers and a nullable function pointer; a caller
+// who passes one that is none breaks the contract of that field.
 unsafe impl GrowingStruct for xserv_request {
-    const SIZES: &'static [usize] = &[176, 224];
+    const SIZES: &'static [usize] = &[176, 248];
     const NAME: &'static str = "xserv_request";
     const HOW: &'static str = "fill it with xserv_request_default()";
     fn is_reserved_zero(&self) -> bool {
-        self.reserved == [0; 2]
+        self.reserved == [0; 2] && self.reserved2 == 0
     }
     fn defaults() -> Self {
         xserv_request {
@@ -220,6 +270,10 @@ unsafe impl GrowingStruct for xserv_request {
             no_repeat_ngram_size: XSERV_UNSET_INT,
             first_tokens: std::ptr::null(),
             num_first_tokens: 0,
+            logits_callback: None,
+            logits_user_data: std::ptr::null_mut(),
+            num_prompt_log_probs: XSERV_UNSET_INT,
+            reserved2: 0,
         }
     }
 }
@@ -422,5 +476,6 @@ pub(super) unsafe fn request_of<'a>(c: &xserv_request) -> Result<Request<'a>> {
             array_argument(c.first_tokens, c.num_first_tokens, "request.first_tokens")
         }?,
         log_probs: log_probs_of(c)?,
+        prompt_log_probs: unset_int(c.num_prompt_log_probs),
     })
 }

@@ -97,6 +97,9 @@ pub enum xserv_event_kind {
     XSERV_EVENT_END = 3,
     /// All samples have ended; there will be no more events.
     XSERV_EVENT_DONE = 4,
+    /// How likely a token of the prompt was, in the order of the prompt and from its second token on, for
+    /// a request with num_prompt_log_probs; only told if xserv_submit_options.events asks for it.
+    XSERV_EVENT_PROMPT = 5,
 }
 
 /// An event of a submission. Set struct_size, then call xserv_next().
@@ -114,19 +117,20 @@ pub struct xserv_event {
     pub text: *const c_char,
     /// Bytes of text without the NUL.
     pub text_len: usize,
-    /// XSERV_EVENT_TOKEN: the token; else XSERV_NO_TOKEN.
+    /// XSERV_EVENT_TOKEN, XSERV_EVENT_PROMPT: the token; else XSERV_NO_TOKEN.
     pub token_id: u32,
-    /// Number of tokens of the sample so far.
+    /// Number of tokens of the sample so far; XSERV_EVENT_PROMPT: those of the prompt, this one
+    /// included.
     pub num_tokens: u32,
     /// XSERV_EVENT_END: an xserv_finish_reason.
     pub finish_reason: u32,
     /// Unused, 0.
     pub reserved: u32,
-    /// XSERV_EVENT_TOKEN: the log-probability of the token, if the request has num_log_probs; else
-    /// NaN.
+    /// XSERV_EVENT_TOKEN: the log-probability of the token, if the request has num_log_probs;
+    /// XSERV_EVENT_PROMPT: that of the token of the prompt; else NaN.
     pub log_prob: f32,
-    /// XSERV_EVENT_TOKEN: number of top_log_probs: num_log_probs of the request, or the size of the
-    /// vocabulary if that is less; else 0.
+    /// Number of top_log_probs: num_log_probs of the request (XSERV_EVENT_PROMPT: num_prompt_log_probs),
+    /// or the size of the vocabulary if that is less; 0 if there are none.
     pub num_top_log_probs: u32,
     /// The most likely tokens in the place of this one, which may or may not be among them: the
     /// likeliest first, of equals the one with the lower id first; or NULL. Valid as long as text.
@@ -186,13 +190,14 @@ const USUAL_EVENTS: u32 = bit(xserv_event_kind::XSERV_EVENT_TOKEN)
     | bit(xserv_event_kind::XSERV_EVENT_END)
     | bit(xserv_event_kind::XSERV_EVENT_DONE);
 
+/// The events that a caller may ask for.
+const ALL_EVENTS: u32 = USUAL_EVENTS | bit(xserv_event_kind::XSERV_EVENT_PROMPT);
+
 /// Returns the events that a caller wants, as bits.
 fn wanted_events(options: &xserv_submit_options) -> Result<u32> {
     match options.events {
         0 => Ok(USUAL_EVENTS),
-        events if events & !USUAL_EVENTS == 0 => {
-            Ok(events | bit(xserv_event_kind::XSERV_EVENT_DONE))
-        }
+        events if events & !ALL_EVENTS == 0 => Ok(events | bit(xserv_event_kind::XSERV_EVENT_DONE)),
         events => Err(Error::invalid_argument(format!(
             "options.events is {events:#x}, which has bits of no xserv_event_kind of this version"
         ))),
@@ -214,12 +219,14 @@ impl Submission {
         loop {
             let Some(event) = ticket.try_next()? else { return Ok(None) };
             let described = describe(&event, text, top);
-            if let (Err(_), Event::Token { sample, .. } | Event::Text { sample, .. }) =
-                (&described, event)
-            {
+            if described.is_err() {
                 // The caller does not get this event, so it must not take those after it for the
                 // next.
-                ticket.fail(sample);
+                match event {
+                    Event::Token { sample, .. } | Event::Text { sample, .. } => ticket.fail(sample),
+                    Event::Prompt { .. } => ticket.fail_all(),
+                    _ => {}
+                }
             }
             let described = described?;
             if self.events & (1 << described.kind) != 0 {
@@ -391,6 +398,11 @@ pub unsafe extern "C" fn xserv_submit(
         }
         // SAFETY: as above.
         let c_request = unsafe { read_struct(request, "request") }?;
+        if c_request.logits_callback.is_some() {
+            return Err(Error::invalid_argument(
+                "request.logits_callback is for xserv_generate(): a submission has no thread to call it on",
+            ));
+        }
         // SAFETY: as above.
         let request = unsafe { request_of(&c_request) }?;
         // SAFETY: as above.
@@ -474,6 +486,20 @@ fn describe(
         Ok((text.as_ptr() as *const c_char, piece.len()))
     };
     Ok(match *event {
+        Event::Prompt { index, token, ref log_probs } => {
+            top.clear();
+            append_top(top, &log_probs.top)?;
+            xserv_event {
+                kind: xserv_event_kind::XSERV_EVENT_PROMPT as u32,
+                token_id: token,
+                num_tokens: index as u32 + 1,
+                log_prob: log_probs.chosen,
+                num_top_log_probs: top.len() as u32,
+                top_log_probs: pointer_to(top),
+                ..none
+            }
+        }
+        Event::Logits(_) => return Err(Error::internal("logits that nobody asked for")),
         Event::Token { sample, token, ref text, num_tokens, ref log_probs } => {
             let (text, text_len) = keep(text)?;
             let event = xserv_event {
@@ -487,7 +513,7 @@ fn describe(
             };
             let Some(log_probs) = log_probs else { return Ok(event) };
             top.clear();
-            append_top(top, log_probs)?;
+            append_top(top, &log_probs.top)?;
             xserv_event {
                 log_prob: log_probs.chosen,
                 num_top_log_probs: top.len() as u32,

@@ -75,17 +75,31 @@ pub struct TokenScore {
 pub(super) enum RowsOut<'a> {
     /// They are written here, `[num_logits_rows, vocab_size]`.
     Logits(&'a mut [f32]),
-    /// They say how likely a token is, for each row.
-    Scores {
-        /// `[num_logits_rows]`, in the vocabulary.
-        tokens: &'a [u32],
-        /// `[num_logits_rows]`
-        scores: &'a mut [TokenScore],
-    },
+    /// They say how likely tokens are.
+    Scores(ScoresOut<'a>),
+}
+
+/// The scores of one token for each row of logits, and the likeliest ones.
+#[derive(Debug)]
+pub struct ScoresOut<'a> {
+    /// `[num_logits_rows]`, in the vocabulary.
+    pub tokens: &'a [u32],
+    /// `[num_logits_rows]`
+    pub scores: &'a mut [TokenScore],
+    /// `[num_logits_rows, num_top]`: the likeliest tokens of each row, in order; of equals the one with
+    /// the lower id first. At most [`MAX_TOP_LOG_PROBS`] for a row, and no more than the vocabulary has.
+    pub top: &'a mut [TokenLogProb],
+}
+
+impl ScoresOut<'_> {
+    /// The number of likeliest tokens of a row.
+    pub(super) fn num_top(&self) -> usize {
+        self.top.len().checked_div(self.tokens.len()).unwrap_or(0)
+    }
 }
 
 /// The log-probability of a token: the logarithm of its softmax.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct TokenLogProb {
     /// The token.
     pub token_id: u32,

@@ -30,7 +30,8 @@ use xserv::ffi::{
 };
 use xserv::memory::DType;
 use xserv::model::{
-    BlockCopy, KvCache, KvSwap, Step, StepResult, TokenChoice, Workspace, NO_TOKEN,
+    BlockCopy, ForwardBatch, KvCache, KvSwap, ScoresOut, Step, StepResult, TokenChoice, Workspace,
+    NO_TOKEN,
 };
 
 use counting::{count, exempt_this_thread, fail_nth, fail_size, Counts};
@@ -133,6 +134,17 @@ impl StepModel for Instant {
         *used = 0;
         std::mem::swap(out, result);
         Ok(())
+    }
+
+    fn score(
+        &self,
+        _: &ForwardBatch<'_>,
+        _: &mut KvCache,
+        _: &mut Workspace,
+        _: ScoresOut<'_>,
+        _: &dyn Fn() -> bool,
+    ) -> Result<()> {
+        unreachable!("nobody asks for scores")
     }
 }
 

@@ -275,8 +275,9 @@ fn run(setting: Setting, requests: &[Request]) {
         if toy.flights.len() >= setting.depth || !begun {
             if let Some((entries, rows)) = toy.flights.pop_front() {
                 for entry in &entries {
-                    let token = entry.row.map(|row| rows[row as usize]);
-                    if !toy.scheduler.finished(entry, token).unwrap() || token.is_none() {
+                    toy.scheduler.finished(entry);
+                    let Some(row) = entry.row else { continue };
+                    if !toy.scheduler.chosen(entry.key, rows[row as usize]).unwrap() {
                         continue;
                     }
                     let live = &toy.live[&entry.key];
@@ -294,7 +295,7 @@ fn run(setting: Setting, requests: &[Request]) {
                 entry.row = None;
                 toy.compute(&entry);
                 toy.scheduler.begun(&[entry]);
-                toy.scheduler.finished(&entry, None).unwrap();
+                toy.scheduler.finished(&entry);
                 if entry.start + entry.num_new == toy.tokens[&entry.key].len() {
                     finished[toy.live.remove(&entry.key).unwrap().index] = true;
                     toy.scheduler.remove(entry.key);
@@ -357,7 +358,10 @@ fn step(scheduler: &mut Scheduler) -> Vec<Entry> {
     scheduler.plan(&mut entries).unwrap();
     scheduler.begun(&entries);
     for entry in &entries {
-        scheduler.finished(entry, entry.row.map(|_| 5)).unwrap();
+        scheduler.finished(entry);
+        if entry.row.is_some() {
+            scheduler.chosen(entry.key, 5).unwrap();
+        }
     }
     entries
 }

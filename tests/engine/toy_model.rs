@@ -9,8 +9,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use xserv::engine::harness::StepModel;
 use xserv::error::{Error, ErrorKind, Result};
 use xserv::model::{
-    BlockCopy, CopyDirection, KvCache, KvSwap, Step, StepResult, TokenChoice, Workspace,
-    FROM_BATCH, NO_TOKEN,
+    BlockCopy, CopyDirection, ForwardBatch, KvCache, KvSwap, ScoresOut, Step, StepResult,
+    TokenChoice, Workspace, FROM_BATCH, NO_TOKEN,
 };
 
 /// Tokens are below this.
@@ -221,5 +221,16 @@ impl StepModel for Toy {
     fn finish_step(&self, _: &mut Workspace, result: &mut StepResult) -> Result<()> {
         *result = self.state().pending.pop_front().expect("a step is under way")?;
         Ok(())
+    }
+
+    fn score(
+        &self,
+        _: &ForwardBatch<'_>,
+        _: &mut KvCache,
+        _: &mut Workspace,
+        _: ScoresOut<'_>,
+        _: &dyn Fn() -> bool,
+    ) -> Result<()> {
+        unreachable!("nobody asks for scores")
     }
 }

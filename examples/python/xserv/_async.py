@@ -22,7 +22,16 @@ from typing import Any, AsyncIterator, Callable, Deque, Dict, Generator, List, O
 from . import _library as c
 from ._errors import NotCopyable
 from ._library import check, library, next_event, poll
-from ._stream import Piece, Result, TokenEvent, describe, event_from, take_result, wants_logprobs
+from ._stream import (
+    Piece,
+    Result,
+    TokenEvent,
+    describe,
+    event_from,
+    submit_options,
+    take_result,
+    wants_logprobs,
+)
 
 _T = TypeVar("_T")
 
@@ -284,8 +293,7 @@ class Submission:
             self._is_submitting = True  # the descriptor must stay open
         handle = c_void_p()
         try:
-            options = c.SubmitOptions()
-            library.xserv_submit_options_init(byref(options), sizeof(options))
+            options = submit_options(request)
             options.wake_fd = self.wakeups.fd
             check(library.xserv_submit(self.model, byref(request), byref(options), byref(handle)))
         except BaseException as error:

@@ -40,7 +40,7 @@ FINISH_REASONS = {
     5: "cancelled",
     6: "deadline",
 }
-EVENT_NONE, EVENT_TOKEN, EVENT_TEXT, EVENT_END, EVENT_DONE = range(5)
+EVENT_NONE, EVENT_TOKEN, EVENT_TEXT, EVENT_END, EVENT_DONE, EVENT_PROMPT = range(6)
 WAIT_FOREVER = 0xFFFFFFFF
 STEP_BUCKETS = 20
 
@@ -191,7 +191,25 @@ class LogProb(Structure):
     _fields_ = [("token_id", c_uint32), ("log_prob", c_float)]
 
 
+class LogitsEvent(Structure):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("logits", c_void_p),
+        ("vocab_size", c_size_t),
+        ("prompt_tokens", POINTER(c_uint32)),
+        ("num_prompt_tokens", c_size_t),
+        ("token_ids", POINTER(c_uint32)),
+        ("num_tokens", c_uint32),
+        ("sample", c_uint32),
+    ]
+
+
+LogitsCallback = CFUNCTYPE(c_bool, POINTER(LogitsEvent), c_void_p)
+
+
 class Request(Structure):
+    #: What logits_callback calls.
+    processor: Any = None
     _fields_ = [
         ("struct_size", c_size_t),
         ("prompt", c_char_p),
@@ -234,6 +252,10 @@ class Request(Structure):
         ("no_repeat_ngram_size", c_uint32),
         ("first_tokens", POINTER(c_uint32)),
         ("num_first_tokens", c_size_t),
+        ("logits_callback", LogitsCallback),
+        ("logits_user_data", c_void_p),
+        ("num_prompt_log_probs", c_uint32),
+        ("reserved2", c_uint32),
     ]
 
 
@@ -270,6 +292,10 @@ class ResultInfo(Structure):
         ("log_probs", POINTER(c_float)),
         ("top_log_probs", POINTER(LogProb)),
         ("num_top_log_probs", c_size_t),
+        ("prompt_tokens", POINTER(c_uint32)),
+        ("prompt_log_probs", POINTER(c_float)),
+        ("prompt_top_log_probs", POINTER(LogProb)),
+        ("num_prompt_top_log_probs", c_size_t),
     ]
 
 

@@ -39,6 +39,7 @@ from ._request import (
     build_request,
     choice,
     json_bytes,
+    refuse_processor,
     set_number,
     show_options,
     token_array,
@@ -883,6 +884,8 @@ class Model(NotCopyable):
         library refuses is raised to whoever reads the stream.
         """
         request, _ = build_request(prompt, options)
+        if stream:
+            refuse_processor(request)
         running = TextStream(self, self._live_handle(), request, want_events=stream)
         return running if stream else running.wait()
 
@@ -895,6 +898,7 @@ class Model(NotCopyable):
         case to the task that reads the stream. Errors and options are those of generate().
         """
         request, text_bytes = build_request(prompt, options)
+        refuse_processor(request)
         return AsyncTextStream(self, self._live_handle(), request, text_bytes)
 
     def stats(self) -> ModelStats:

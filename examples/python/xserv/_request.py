@@ -8,8 +8,8 @@ import json
 import operator
 from array import array
 from collections.abc import Mapping as MappingType
-from ctypes import Structure, byref, c_char_p, c_float, c_uint32, sizeof
-from typing import Any, Iterable, Mapping, Optional, Sequence, Tuple, TypedDict, Union
+from ctypes import Structure, byref, c_char, c_char_p, c_float, c_uint32, memmove, sizeof, string_at
+from typing import Any, Callable, Iterable, List, Mapping, Optional, Sequence, Tuple, TypedDict, Union
 
 from . import _library as c
 from ._errors import invalid_argument
@@ -18,6 +18,10 @@ from ._library import library
 #: A list of {"role": ..., "content": ...}, or such a list as JSON.
 Messages = Union[str, Sequence[Mapping[str, Any]]]
 Tools = Union[str, Sequence[Mapping[str, Any]]]
+
+
+#: Called with the ids of the prompt, the ids generated so far and the logits, which it may change.
+LogitsProcessor = Callable[[List[int], List[int], "memoryview[float]"], Optional[bool]]
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -60,6 +64,11 @@ class GenerateOptions(TypedDict, total=False):
     first_tokens: the token ids with which the answer begins, whatever is likely. They count as generated.
     logit_bias: numbers that are added to the logits of tokens before everything else, by token id, at most 16384;
         -10000 to 10000, or -math.inf, which bans the token.
+    logits_processor: a function that changes the logits before every choice of a token, and before everything else is
+        applied to them: called with the ids of the prompt, the ids generated so far, and the logits, a writable
+        memoryview of floats (numpy.asarray() and torch.frombuffer() take it without a copy). -math.inf bans a token.
+        It returns None, or False to stop. It runs on a thread of its own, and costs a copy of the logits to the host
+        and back with every token. For generate() without stream only.
     seed: of the random draws, 0 to 2**64 - 2. The same seed gives the same tokens, whatever else runs on the
         model (on a GPU up to rounding, unless the model was loaded with deterministic=True). Default: a fresh
         one, which Result.seed tells.
@@ -72,6 +81,9 @@ class GenerateOptions(TypedDict, total=False):
     logprobs: tells the log-probability of each generated token, and of this many of the most likely tokens in its
         place, 0 to 20: natural logarithms of the softmax over the whole vocabulary. Result.logprobs and
         Result.top_logprobs have them, and the events of a stream. Default: none.
+    prompt_logprobs: tells the log-probability of each token of the prompt after those before it, and of this many of
+        the most likely tokens in its place, 0 to 20: Result.prompt_logprobs and Result.prompt_top_logprobs have them,
+        and the events of a stream. The prompt is then computed by itself first, whole. Default: none.
     processed_logprobs: with logprobs: whether they are those of the logits after logit_bias, min_tokens, penalties
         and temperature, instead of the model's own. (top_k, top_p and min_p never count.) Default False.
 
@@ -131,6 +143,8 @@ class GenerateOptions(TypedDict, total=False):
     min_tokens: Optional[int]
     logprobs: Optional[int]
     processed_logprobs: Optional[bool]
+    prompt_logprobs: Optional[int]
+    logits_processor: Optional[LogitsProcessor]
 
 
 #: The largest `logprobs`.
@@ -214,9 +228,46 @@ def build_request(prompt: Optional[str], options: Mapping[str, Any]) -> Tuple[c.
     request.logit_bias = biases
     request.num_logit_bias = len(biases)
     if options.get("logprobs") is not None:
-        request.num_log_probs = _num_logprobs(options["logprobs"])
+        request.num_log_probs = _num_logprobs(options["logprobs"], "logprobs")
         request.processed_log_probs = bool(options.get("processed_logprobs"))
+    if options.get("prompt_logprobs") is not None:
+        request.num_prompt_log_probs = _num_logprobs(options["prompt_logprobs"], "prompt_logprobs")
+    if options.get("logits_processor") is not None:
+        if not callable(options["logits_processor"]):
+            raise TypeError(f"logits_processor is {options['logits_processor']!r}, but must be a function")
+        request.processor = GuardedProcessor(options["logits_processor"])
+        request.logits_callback = c.LogitsCallback(request.processor)
     return request, text_bytes
+
+
+def refuse_processor(request: c.Request) -> None:
+    """Refuses a logits_processor where the library has no thread to call it on."""
+    if request.processor is not None:
+        raise invalid_argument("logits_processor can be given to generate() without stream only")
+
+
+class GuardedProcessor:
+    """Calls a logits_processor for the library. `error` is what it raised."""
+
+    def __init__(self, function: LogitsProcessor) -> None:
+        self._function = function
+        self.error: Optional[BaseException] = None
+
+    def __call__(self, pointer: Any, user_data: Optional[int]) -> bool:
+        if self.error is not None:
+            return False
+        try:
+            event = pointer.contents
+            # A copy: the function may keep it for longer than the library keeps its logits.
+            logits = bytearray(string_at(event.logits, event.vocab_size * sizeof(c_float)))
+            prompt = event.prompt_tokens[: event.num_prompt_tokens]
+            generated = event.token_ids[: event.num_tokens] if event.num_tokens else []
+            goes_on = self._function(prompt, generated, memoryview(logits).cast("f"))
+            memmove(event.logits, (c_char * len(logits)).from_buffer(logits), len(logits))
+            return goes_on is None or bool(goes_on)
+        except BaseException as error:
+            self.error = error
+            return False
 
 
 def _check_names(prompt: object, options: Mapping[str, Any]) -> None:
@@ -290,14 +341,14 @@ def _bias_array(biases: Mapping[int, float]) -> Any:
     return values
 
 
-def _num_logprobs(value: Any) -> int:
+def _num_logprobs(value: Any, name: str) -> int:
     try:
         number = operator.index(value)
     except TypeError:
-        raise TypeError(f"logprobs is {value!r}, but must be an integer") from None
+        raise TypeError(f"{name} is {value!r}, but must be an integer") from None
     # Beyond them there is the number that stands for none.
     if not 0 <= number <= MAX_LOGPROBS:
-        raise invalid_argument(f"logprobs is {number}, but must be from 0 to {MAX_LOGPROBS}")
+        raise invalid_argument(f"{name} is {number}, but must be from 0 to {MAX_LOGPROBS}")
     return number
 
 

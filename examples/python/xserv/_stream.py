@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import math
 import queue
 import threading
 from ctypes import byref, c_void_p, sizeof, string_at
 from dataclasses import dataclass, field
-from typing import Any, Iterator, List, NamedTuple, Optional, Set, Tuple
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Set, Tuple
 
 from . import _library as c
 from ._errors import NotCopyable
@@ -44,6 +45,10 @@ class Result:
     logprobs: the log-probability of each of token_ids; None if the request did not ask for them (logprobs).
     top_logprobs: for each of token_ids the most likely tokens in its place, the likeliest first, as many as logprobs
         asked for; the token itself may or may not be among them. None if logprobs was not given.
+    prompt_token_ids: the ids of the prompt; None if the request did not ask for prompt_logprobs.
+    prompt_logprobs: the log-probability of each of prompt_token_ids after those before it: None for the first, and for
+        all that were not computed when the request was stopped. None if prompt_logprobs was not given.
+    prompt_top_logprobs: for each of prompt_token_ids the most likely tokens in its place; None where prompt_logprobs is.
     """
 
     text: str
@@ -59,6 +64,9 @@ class Result:
     samples: "List[Result]" = field(default_factory=list, compare=False)
     logprobs: Optional[List[float]] = None
     top_logprobs: Optional[List[List[TokenLogProb]]] = None
+    prompt_token_ids: Optional[List[int]] = None
+    prompt_logprobs: Optional[List[Optional[float]]] = None
+    prompt_top_logprobs: Optional[List[Optional[List[TokenLogProb]]]] = None
 
     def __str__(self) -> str:
         return self.text
@@ -89,15 +97,18 @@ class Piece(str):
 
 @dataclass(frozen=True)
 class TokenEvent:
-    """A step of a generation: a token, text that was held back until the end, or the end of a sample.
+    """A step of a generation: a token, text that was held back until the end, or the end of a sample; or a token of
+    the prompt (prompt_logprobs).
 
-    token_id: the token that was generated; None if the event is none of a token.
+    token_id: the token that was generated, or that of the prompt; None if the event is none of a token.
     text: the text that became final with it: whole characters, and often none, because a character may span
         tokens and what may be the beginning of a stop string is held back.
     logprob: the log-probability of the token; None if the request did not ask for it (logprobs), or without a token.
     top_logprobs: the most likely tokens in the place of this one, the likeliest first; None where logprob is.
     sample: the index of the sample of the request, from 0; always 0 without num_samples.
     finish_reason: why the sample has ended, as in Result; only the last event of a sample has one, and nothing else.
+    is_prompt: whether the token is one of the prompt: they come first, from the second one on, without text, and only
+        if the request asks for them (prompt_logprobs).
     """
 
     token_id: Optional[int]
@@ -106,15 +117,18 @@ class TokenEvent:
     top_logprobs: Optional[List[TokenLogProb]] = None
     sample: int = 0
     finish_reason: Optional[str] = None
+    is_prompt: bool = False
 
 
 def event_from(event: Any, wants_logprobs: bool) -> TokenEvent:
     """Copies an event of the library's, which is not EVENT_NONE or EVENT_DONE."""
     logprob, top = None, None
-    if wants_logprobs and event.kind == c.EVENT_TOKEN:
+    is_prompt = event.kind == c.EVENT_PROMPT
+    if is_prompt or (wants_logprobs and event.kind == c.EVENT_TOKEN):
         logprob, top = event.log_prob, _top_from(event.top_log_probs, 0, event.num_top_log_probs)
     return TokenEvent(
-        token_id=event.token_id if event.kind == c.EVENT_TOKEN else None,
+        is_prompt=is_prompt,
+        token_id=event.token_id if is_prompt or event.kind == c.EVENT_TOKEN else None,
         text=string_at(event.text, event.text_len).decode() if event.text_len else "",
         logprob=logprob,
         top_logprobs=top,
@@ -129,6 +143,16 @@ def _top_from(log_probs: Any, start: int, count: int) -> List[TokenLogProb]:
 
 def wants_logprobs(request: c.Request) -> bool:
     return bool(request.num_log_probs != c.UNSET_INT)
+
+
+def submit_options(request: c.Request) -> c.SubmitOptions:
+    """The options that ask for the events of a request."""
+    options = c.SubmitOptions()
+    library.xserv_submit_options_init(byref(options), sizeof(options))
+    if request.num_prompt_log_probs != c.UNSET_INT:
+        kinds = (c.EVENT_TOKEN, c.EVENT_TEXT, c.EVENT_END, c.EVENT_PROMPT)
+        options.events = sum(1 << kind for kind in kinds)
+    return options
 
 
 def describe(result: Optional[Result], closed: bool, num_pieces: int) -> str:
@@ -155,7 +179,25 @@ def _result_from(info: Any, wants_logprobs: bool) -> Result:
         tokens_per_second=info.tokens_per_second,
         logprobs=(info.log_probs[: info.num_tokens] if info.num_tokens else []) if wants_logprobs else None,
         top_logprobs=[_top_from(info.top_log_probs, i, num_top) for i in starts] if wants_logprobs else None,
+        **_prompt_from(info),
     )
+
+
+def _prompt_from(info: Any) -> Dict[str, Any]:
+    """The fields of a Result that tell of the prompt's tokens."""
+    if not info.prompt_log_probs:
+        return {}
+    count, num_top = info.num_prompt_tokens, info.num_prompt_top_log_probs
+    logprobs = [None if math.isnan(value) else value for value in info.prompt_log_probs[:count]]
+    tops = [
+        None if logprob is None else _top_from(info.prompt_top_log_probs, index * num_top, num_top)
+        for index, logprob in enumerate(logprobs)
+    ]
+    return {
+        "prompt_token_ids": info.prompt_tokens[:count],
+        "prompt_logprobs": logprobs,
+        "prompt_top_logprobs": tops,
+    }
 
 
 def take_result(handle: c_void_p, wants_logprobs: bool) -> Result:
@@ -228,12 +270,16 @@ class _Job:
         handle = c_void_p()
         no_callback = c.TokenCallback()
         check(library.xserv_generate(self.model_handle, byref(self.request), no_callback, None, byref(handle)))
+        if self.request.processor is not None and self.request.processor.error is not None:
+            library.xserv_result_free(handle)
+            raise self.request.processor.error
         return take_result(handle, self.wants_logprobs)
 
     def _follow(self) -> Result:
         """Puts every event into the queue. (The callback of xserv_generate() is told no log-probabilities.)"""
         submission = c_void_p()
-        check(library.xserv_submit(self.model_handle, byref(self.request), None, byref(submission)))
+        options = submit_options(self.request)
+        check(library.xserv_submit(self.model_handle, byref(self.request), byref(options), byref(submission)))
         try:
             event = c.Event(struct_size=sizeof(c.Event))
             while event.kind != c.EVENT_DONE:

@@ -7,7 +7,7 @@ use crate::model::batch::ForwardBatch;
 use crate::model::config::{ModelConfig, NormKind};
 use crate::model::kv_cache::KvCache;
 use crate::model::loaded::{Compute, Model};
-use crate::model::step::{RowsOut, TokenScore};
+use crate::model::step::{RowsOut, ScoresOut, TokenLogProb, TokenScore, MAX_TOP_LOG_PROBS};
 use crate::model::workspace::{Activations, Workspace};
 use crate::ops::activation::cpu::{activation_in_place, Activation};
 use crate::ops::attention::cpu_paged::{attention, AttentionBatch};
@@ -22,6 +22,7 @@ use crate::ops::rms_norm::cpu_heads::rms_norm_heads;
 use crate::ops::rope::cpu_table::{rope, RopeTable};
 use crate::ops::rope::RopePairing;
 use crate::ops::silu_mul::cpu_stacked::silu_mul;
+use crate::ops::top_k::cpu::top_k;
 
 /// The logits that are computed at a time where tokens are scored: 16 MB.
 const SCORED_LOGITS: usize = 4 << 20;
@@ -37,6 +38,32 @@ fn score_of(logits: &[f32], token: u32) -> TokenScore {
         log_prob: LogSum::of(logits, 1.0).log_prob(*logit),
         is_likeliest: before.iter().all(is_below) && after.iter().all(|other| other <= logit),
     }
+}
+
+/// Writes the `num_top` likeliest tokens of each row of logits to `top` `[num_rows, num_top]`.
+fn likeliest(
+    backend: &CpuBackend,
+    logits: &[f32],
+    vocab_size: usize,
+    num_top: usize,
+    top: &mut [TokenLogProb],
+) -> Result<()> {
+    if num_top == 0 {
+        return Ok(());
+    }
+    let mut values = try_filled(top.len(), 0.0f32, "log-probabilities")?;
+    let mut ids = try_filled(top.len(), 0i32, "log-probabilities")?;
+    top_k(backend, logits, vocab_size, num_top, &mut values, &mut ids)?;
+    backend.parallel_rows(top, num_top, |first, rows| {
+        let found = values.chunks_exact(num_top).zip(ids.chunks_exact(num_top));
+        let found = found.zip(logits.chunks_exact(vocab_size)).skip(first);
+        for (row, ((values, ids), logits)) in rows.chunks_exact_mut(num_top).zip(found) {
+            let sum = LogSum::of(logits, 1.0);
+            for (to, (&value, &id)) in row.iter_mut().zip(values.iter().zip(ids)) {
+                *to = TokenLogProb { token_id: id as u32, log_prob: sum.log_prob(value) };
+            }
+        }
+    })
 }
 
 fn cancelled() -> Error {
@@ -92,25 +119,29 @@ impl Model {
     /// Runs the tokens of `batch` as [`Model::forward`] does, and scores one token for each row of
     /// `batch.logits_rows`. The logits stay where they are computed.
     ///
-    /// tokens, scores: `[num_logits_rows]`.
     pub fn score(
         &self,
         batch: &ForwardBatch<'_>,
         kv: &mut KvCache,
         workspace: &mut Workspace,
-        tokens: &[u32],
-        scores: &mut [TokenScore],
+        out: ScoresOut<'_>,
         should_stop: &dyn Fn() -> bool,
     ) -> Result<()> {
-        let num_rows = batch.logits_rows.len();
-        if tokens.len() != num_rows || scores.len() != num_rows {
+        let (num_rows, num_top) = (batch.logits_rows.len(), out.num_top());
+        let vocab_size = self.config().vocab_size;
+        let is_whole = out.tokens.len() == num_rows
+            && out.scores.len() == num_rows
+            && out.top.len() == num_rows * num_top;
+        if !is_whole {
             return Err(Error::internal("scores of other rows than are wanted"));
         }
-        if tokens.iter().any(|&token| token as usize >= self.config().vocab_size) {
+        if num_top > vocab_size.min(MAX_TOP_LOG_PROBS as usize) {
+            return Err(Error::internal("more of the likeliest tokens than are told"));
+        }
+        if out.tokens.iter().any(|&token| token as usize >= vocab_size) {
             return Err(Error::internal("the score of a token that is not in the vocabulary"));
         }
-        let out = RowsOut::Scores { tokens, scores };
-        self.forward_into(batch, kv, workspace, out, should_stop)
+        self.forward_into(batch, kv, workspace, RowsOut::Scores(out), should_stop)
     }
 
     fn forward_into(
@@ -387,10 +418,12 @@ impl Pass<'_> {
         let mut linear = |x: &[f32], num_rows: usize, logits: &mut [f32]| {
             linear(backend, x, num_rows, output, None, logits, Store::Overwrite, act.linear)
         };
-        let (tokens, scores) = match out {
+        let out = match out {
             RowsOut::Logits(logits) => return linear(normed, rows.len(), logits),
-            RowsOut::Scores { tokens, scores } => (tokens, scores),
+            RowsOut::Scores(out) => out,
         };
+        let num_top = out.num_top();
+        let ScoresOut { tokens, scores, mut top } = out;
         let at_a_time = (SCORED_LOGITS / config.vocab_size.max(1)).clamp(1, rows.len().max(1));
         let len = at_a_time.saturating_mul(config.vocab_size);
         let mut logits = try_filled(len, 0.0f32, "the logits of scored tokens")?;
@@ -407,6 +440,9 @@ impl Pass<'_> {
                     *score = score_of(logits, token);
                 }
             })?;
+            let (piece, rest) = top.split_at_mut(tokens.len() * num_top);
+            top = rest;
+            likeliest(backend, logits, config.vocab_size, num_top, piece)?;
         }
         Ok(())
     }

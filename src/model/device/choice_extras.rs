@@ -8,7 +8,8 @@ use crate::backend::{Arena, ComputeContext, DeviceTensor, PinnedBuffer};
 use crate::error::{try_with_capacity, Error, Result};
 use crate::memory::{DType, ElementType};
 use crate::model::step::{
-    LogProbs, LogProbsWanted, Step, TokenChoice, TokenLogProb, TokenScore, MAX_TOP_LOG_PROBS,
+    LogProbs, LogProbsWanted, ScoresOut, Step, TokenChoice, TokenLogProb, TokenScore,
+    MAX_TOP_LOG_PROBS,
 };
 use crate::ops::adjust_logits::{AdjustedRow, ADJUSTED_ROW_WORDS, ADJUSTMENT_WORDS};
 use crate::ops::argmax::argmax;
@@ -230,37 +231,57 @@ impl ChoiceExtras {
 
     /// Scores one token for each row of `logits` `[num_rows, vocab_size]`, at most MAX_STEP_ROWS of
     /// them, and waits for the scores.
-    pub fn read_scores(
-        &mut self,
-        logits: &DeviceTensor,
-        tokens: &[u32],
-        scores: &mut [TokenScore],
-    ) -> Result<()> {
+    pub fn read_scores(&mut self, logits: &DeviceTensor, out: ScoresOut<'_>) -> Result<()> {
+        const LOG_PROBS_AT: usize = MAX_STEP_ROWS * 4;
+        const TOP_AT: usize = 2 * MAX_STEP_ROWS * 4;
+        let num_top = out.num_top();
+        let ScoresOut { tokens, scores, top } = out;
         let num_rows = tokens.len();
+        let bytes = TOP_AT + 2 * top.len() * 4;
         let host = self.host.get_mut(self.next);
         let host = host.ok_or_else(|| Error::internal("no memory for scores"))?;
-        let words = host.bytes()?;
-        put(words, tokens.iter().copied());
+        if bytes > host.len_bytes() {
+            *host = PinnedBuffer::new(&self.context, bytes.next_power_of_two(), WHAT)?;
+        }
+        put(host.bytes()?, tokens.iter().copied());
         host.upload(0..num_rows * 4, &self.words, 0)?;
         let ids = self.words.view(0, &[num_rows, 1], None)?;
-        let likeliest = self.top_ids.view(0, &[num_rows], None)?;
-        let out = self.chosen_log_probs.view(0, &[num_rows, 1], None)?;
-        let list = LogProbsList { ids: &ids, out: &out };
-        log_probs(&self.context, logits, None, list, None)?;
+        let likeliest = self.words.view(MAX_STEP_ROWS, &[num_rows], None)?;
+        let chosen = self.chosen_log_probs.view(0, &[num_rows, 1], None)?;
+        let list = LogProbsList { ids: &ids, out: &chosen };
         argmax(&self.context, logits, &likeliest)?;
-        let log_probs_at = MAX_STEP_ROWS * 4;
+        if num_top == 0 {
+            log_probs(&self.context, logits, None, list, None)?;
+        } else {
+            let shape = [num_rows, num_top];
+            let of_type = |values: &&DeviceTensor| values.element() == logits.element();
+            let values = self.top_values.iter().find(of_type);
+            let values = values.ok_or_else(|| Error::internal("no memory for logits"))?;
+            let values = values.view(0, &shape, None)?;
+            let top_ids = self.top_ids.view(0, &shape, None)?;
+            let top_out = self.top_log_probs.view(0, &shape, None)?;
+            top_k(&self.context, logits, &values, &top_ids)?;
+            let list_of_top = LogProbsList { ids: &top_ids, out: &top_out };
+            log_probs(&self.context, logits, None, list, Some(list_of_top))?;
+            host.download(&top_ids, TOP_AT)?;
+            host.download(&top_out, TOP_AT + top.len() * 4)?;
+        }
         host.download(&likeliest, 0)?;
-        host.download(&out, log_probs_at)?;
+        host.download(&chosen, LOG_PROBS_AT)?;
         host.fence()?;
-        let (ids, log_probs) = host.bytes()?.split_at_checked(log_probs_at).unwrap_or_default();
-        let found = ids.chunks_exact(4).zip(log_probs.chunks_exact(4));
-        for ((score, &token), found) in scores.iter_mut().zip(tokens).zip(found) {
-            if let (&[a, b, c, d], &[e, f, g, h]) = found {
-                *score = TokenScore {
-                    log_prob: f32::from_ne_bytes([e, f, g, h]),
-                    is_likeliest: u32::from_ne_bytes([a, b, c, d]) == token,
-                };
-            }
+        let bytes = host.bytes()?;
+        for (row, (score, &token)) in scores.iter_mut().zip(tokens).enumerate() {
+            *score = TokenScore {
+                log_prob: f32::from_bits(word(bytes, LOG_PROBS_AT + row * 4)),
+                is_likeliest: word(bytes, row * 4) == token,
+            };
+        }
+        let log_probs_at = TOP_AT + top.len() * 4;
+        for (place, to) in top.iter_mut().enumerate() {
+            *to = TokenLogProb {
+                token_id: word(bytes, TOP_AT + place * 4),
+                log_prob: f32::from_bits(word(bytes, log_probs_at + place * 4)),
+            };
         }
         Ok(())
     }
@@ -280,10 +301,7 @@ impl LogProbsSlot {
             return Ok(());
         };
         let bytes = host.bytes()?;
-        let word = |at: usize| match bytes.get(at..at.saturating_add(4)) {
-            Some(&[a, b, c, d]) => u32::from_ne_bytes([a, b, c, d]),
-            _ => 0,
-        };
+        let word = |at: usize| word(bytes, at);
         let no_memory = |_| Error::out_of_memory(WHAT, self.wanted.len() * 8);
         out.try_reserve(self.wanted.len()).map_err(no_memory)?;
         for (row, wanted) in self.wanted.iter().enumerate() {
@@ -311,6 +329,14 @@ impl LogProbsSlot {
 
 /// The purpose of the memory, for error messages.
 const WHAT: &str = "log-probabilities and changed logits";
+
+/// Returns the number at a place of some bytes.
+fn word(bytes: &[u8], at: usize) -> u32 {
+    match bytes.get(at..at.saturating_add(4)) {
+        Some(&[a, b, c, d]) => u32::from_ne_bytes([a, b, c, d]),
+        _ => 0,
+    }
+}
 
 /// Writes numbers to bytes, as far as there is room.
 fn put(bytes: &mut [u8], values: impl Iterator<Item = u32>) {

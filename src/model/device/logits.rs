@@ -11,7 +11,7 @@ use crate::model::batch::ForwardBatch;
 use crate::model::config::ModelConfig;
 use crate::model::decoder::device::{rows_of, DevicePass, Wanted};
 use crate::model::kv_cache::KvCache;
-use crate::model::step::{RowsOut, TokenScore};
+use crate::model::step::{RowsOut, ScoresOut};
 use crate::ops::elementwise::cast;
 use crate::ops::linear::{Layer, LinearPass};
 
@@ -49,8 +49,8 @@ impl DeviceModel {
                 RowsOut::Logits(logits) => {
                     self.read_logits(config, linear, &normed, workspace, logits)?;
                 }
-                RowsOut::Scores { tokens, scores } => {
-                    self.read_scores(config, linear, &normed, workspace, tokens, scores)?;
+                RowsOut::Scores(out) => {
+                    self.read_scores(config, linear, &normed, workspace, out)?;
                 }
             }
         }
@@ -121,25 +121,29 @@ impl DeviceModel {
         Ok(())
     }
 
-    /// Computes the scores of one token for each row of `normed`, as many rows at a time as have room
-    /// for their logits.
+    /// Computes the scores of one token for each row of `normed`, and the likeliest ones, as many rows at
+    /// a time as have room for their logits.
     fn read_scores(
         &self,
         config: &ModelConfig,
         linear: LinearPass<'_>,
         normed: &DeviceTensor,
         workspace: &mut DeviceWorkspace,
-        tokens: &[u32],
-        scores: &mut [TokenScore],
+        out: ScoresOut<'_>,
     ) -> Result<()> {
         let (hidden_size, max_rows) = (config.hidden_size, workspace.step_rows());
+        let num_top = out.num_top();
+        let ScoresOut { tokens, scores, top: mut left } = out;
         let pieces = tokens.chunks(max_rows).zip(scores.chunks_mut(max_rows));
         for (index, (tokens, scores)) in pieces.enumerate() {
+            let (top, rest) = left.split_at_mut(tokens.len() * num_top);
+            left = rest;
             let x =
                 normed.view(index * max_rows * hidden_size, &[tokens.len(), hidden_size], None)?;
             let logits = rows_of(&workspace.logits, tokens.len())?;
             linear.plain(&x, &self.output(), &logits)?;
-            workspace.steps.extras.read_scores(&logits, tokens, scores)?;
+            let piece = ScoresOut { tokens, scores, top };
+            workspace.steps.extras.read_scores(&logits, piece)?;
         }
         Ok(())
     }

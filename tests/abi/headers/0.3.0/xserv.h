@@ -1395,6 +1395,57 @@ typedef struct xserv_logit_bias {
 } xserv_logit_bias;
 
 /**
+ * Logits from which a token is to be chosen, as passed to the callback. It is valid during the callback
+ * only.
+ */
+typedef struct xserv_logits_event {
+  /**
+   * sizeof(xserv_logits_event) in the library; fields beyond it do not exist.
+   */
+  size_t struct_size;
+  /**
+   * The model's own logits, one for each token of the vocabulary. The callback may change them:
+   * everything else (logit_bias, min_tokens, penalties, first_tokens, temperature and filters) is
+   * applied to what it leaves. Minus infinity bans a token; NaN, plus infinity, and the ban of all
+   * tokens end the request with XSERV_STATUS_INVALID_ARGUMENT. num_log_probs without
+   * processed_log_probs are those of what it leaves.
+   */
+  float *logits;
+  /**
+   * Number of logits.
+   */
+  size_t vocab_size;
+  /**
+   * The ids of the prompt.
+   */
+  const uint32_t *prompt_tokens;
+  /**
+   * Number of ids of the prompt.
+   */
+  size_t num_prompt_tokens;
+  /**
+   * The ids that the sample has so far; not NULL even if there are none.
+   */
+  const uint32_t *token_ids;
+  /**
+   * Number of token_ids.
+   */
+  uint32_t num_tokens;
+  /**
+   * Which sample of the request, from 0.
+   */
+  uint32_t sample;
+} xserv_logits_event;
+
+/**
+ * Called before every choice of a token, on the thread that called xserv_generate, with no lock held: it
+ * may call any function of the library, also on the same model. Returns true to continue, false to stop
+ * the request as xserv_token_callback does. Of a request with several samples, one is asked about at a
+ * time.
+ */
+typedef bool (*xserv_logits_callback)(const struct xserv_logits_event *event, void *user_data);
+
+/**
  * A request to generate. Fill with xserv_request_default(), then set exactly one of prompt,
  * prompt_tokens and messages_json, and whatever else you need. The library copies what it needs
  * during the call.
@@ -1609,6 +1660,29 @@ typedef struct xserv_request {
    * Number of first_tokens, at most the context.
    */
   size_t num_first_tokens;
+  /**
+   * For xserv_generate() only, xserv_submit() refuses it: called before every choice of a token, to
+   * change the logits; or NULL. While it runs the request's sample waits, and nothing else does. It
+   * costs a copy of the logits to the calling thread and back with every token (0.6 MB each way for a
+   * vocabulary of 151,936), and on a GPU the request cannot be computed ahead of it.
+   */
+  xserv_logits_callback logits_callback;
+  /**
+   * Passed to logits_callback.
+   */
+  void *logits_user_data;
+  /**
+   * Tells the log-probability of every token of the prompt after those before it, and of so many of
+   * the most likely tokens in its place, at most 20; 0: of the token alone. Default XSERV_UNSET_INT:
+   * none. They are those of the model's own logits, and come with XSERV_EVENT_PROMPT events and with
+   * the result. The prompt is computed by itself first, whole, with nothing taken from the prefix
+   * cache, in which the samples then find it.
+   */
+  uint32_t num_prompt_log_probs;
+  /**
+   * Unused, 0.
+   */
+  uint32_t reserved2;
 } xserv_request;
 
 /**
@@ -1801,6 +1875,28 @@ typedef struct xserv_result_info {
    * vocabulary if that is less; 0 if there are none.
    */
   size_t num_top_log_probs;
+  /**
+   * The ids of the prompt, num_prompt_tokens of them. NULL if the request has no
+   * num_prompt_log_probs.
+   */
+  const uint32_t *prompt_tokens;
+  /**
+   * The log-probabilities of the ids of the prompt, num_prompt_tokens of them, each after those before
+   * it; that of the first, which comes after nothing, is NaN, and so are those that were not computed
+   * before the request was stopped. NULL if the request has no num_prompt_log_probs.
+   */
+  const float *prompt_log_probs;
+  /**
+   * The most likely tokens in the place of each id of the prompt: num_prompt_top_log_probs for each of
+   * num_prompt_tokens, in the order of top_log_probs; token 0 with NaN where there are none. NULL if
+   * there are none at all.
+   */
+  const struct xserv_log_prob *prompt_top_log_probs;
+  /**
+   * Number of prompt_top_log_probs of an id: num_prompt_log_probs of the request, or the size of the
+   * vocabulary if that is less; 0 if there are none.
+   */
+  size_t num_prompt_top_log_probs;
 } xserv_result_info;
 
 /**
@@ -1903,6 +1999,11 @@ typedef enum xserv_event_kind {
    * All samples have ended; there will be no more events.
    */
   XSERV_EVENT_DONE = 4,
+  /**
+   * How likely a token of the prompt was, in the order of the prompt and from its second token on, for
+   * a request with num_prompt_log_probs; only told if xserv_submit_options.events asks for it.
+   */
+  XSERV_EVENT_PROMPT = 5,
 } xserv_event_kind;
 
 /**
@@ -1979,11 +2080,12 @@ typedef struct xserv_event {
    */
   size_t text_len;
   /**
-   * XSERV_EVENT_TOKEN: the token; else XSERV_NO_TOKEN.
+   * XSERV_EVENT_TOKEN, XSERV_EVENT_PROMPT: the token; else XSERV_NO_TOKEN.
    */
   uint32_t token_id;
   /**
-   * Number of tokens of the sample so far.
+   * Number of tokens of the sample so far; XSERV_EVENT_PROMPT: those of the prompt, this one
+   * included.
    */
   uint32_t num_tokens;
   /**
@@ -1995,13 +2097,13 @@ typedef struct xserv_event {
    */
   uint32_t reserved;
   /**
-   * XSERV_EVENT_TOKEN: the log-probability of the token, if the request has num_log_probs; else
-   * NaN.
+   * XSERV_EVENT_TOKEN: the log-probability of the token, if the request has num_log_probs;
+   * XSERV_EVENT_PROMPT: that of the token of the prompt; else NaN.
    */
   float log_prob;
   /**
-   * XSERV_EVENT_TOKEN: number of top_log_probs: num_log_probs of the request, or the size of the
-   * vocabulary if that is less; else 0.
+   * Number of top_log_probs: num_log_probs of the request (XSERV_EVENT_PROMPT: num_prompt_log_probs),
+   * or the size of the vocabulary if that is less; 0 if there are none.
    */
   uint32_t num_top_log_probs;
   /**

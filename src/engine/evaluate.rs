@@ -1,0 +1,165 @@
+//! Logits and scores of given tokens, computed by the thread that wants them, a piece at a time
+//! ([`lease`](super::lease)).
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use super::batch_builder::Part;
+use super::engine::Engine;
+use super::inbox::check_may_wait;
+use super::lease::{Handoff, Lease};
+use super::request::CancelToken;
+use super::sequence::NewSequence;
+use super::submission::{Submission, Work};
+use crate::error::{try_with_capacity, Error, Result};
+use crate::model::{Model, ScoresOut, TokenScore};
+
+impl Engine {
+    /// The logits after the last token, or after every token, of `ids`.
+    ///
+    /// `out`: [rows, vocab_size] with 1 or `ids.len()` rows.
+    pub fn logits(
+        &self,
+        ids: &[u32],
+        all: bool,
+        cancel: Option<&CancelToken>,
+        out: &mut [f32],
+    ) -> Result<()> {
+        // Tokens that are not computed have no logits.
+        let first_row = if all { 0 } else { ids.len().saturating_sub(1) };
+        let vocab_size = self.shape().vocab_size;
+        self.evaluate(ids, first_row, 0, cancel, RowsOut::Logits(out, vocab_size))
+    }
+
+    /// How likely the tokens of `ids` from number `num_given` on are, each after those before it.
+    /// Requests with other numbers than `cache_key` share no keys and values.
+    ///
+    /// `num_given`: from 1 to `ids.len()`; `scores`: `[ids.len() - num_given]`.
+    pub fn score(
+        &self,
+        ids: &[u32],
+        num_given: usize,
+        cache_key: u64,
+        cancel: Option<&CancelToken>,
+        scores: &mut [TokenScore],
+    ) -> Result<()> {
+        if num_given == 0 || num_given.checked_add(scores.len()) != Some(ids.len()) {
+            return Err(Error::invalid_argument(format!(
+                "num_given is {num_given}, but must be from 1 to the {} tokens, and the rest get scores",
+                ids.len()
+            )));
+        }
+        // The last token is scored, but nothing comes after it.
+        self.check_tokens(ids)?;
+        let (Some(computed), Some(scored)) = (ids.get(..ids.len() - 1), ids.get(num_given..))
+        else {
+            return Err(Error::internal("scores of no tokens"));
+        };
+        if scored.is_empty() {
+            return check_may_wait();
+        }
+        let out = RowsOut::Scores(scored, scores);
+        self.evaluate(computed, num_given - 1, cache_key, cancel, out)
+    }
+
+    /// Computes the rows of logits from number `first_row` on of `ids`, a piece at a time, alone in
+    /// the step. What becomes of them goes to `out`, whose rows count from `first_row`.
+    fn evaluate(
+        &self,
+        ids: &[u32],
+        first_row: usize,
+        cache_key: u64,
+        cancel: Option<&CancelToken>,
+        mut out: RowsOut<'_>,
+    ) -> Result<()> {
+        check_may_wait()?;
+        self.check_tokens(ids)?;
+        let mut token_ids = try_with_capacity(ids.len(), "token ids")?;
+        token_ids.extend_from_slice(ids);
+        let handoff = Arc::new(Handoff::default());
+        let sequence = NewSequence {
+            token_ids,
+            max_tokens: ids.len().saturating_add(1),
+            priority: 0,
+            isolation: cache_key,
+            max_cached_tokens: first_row,
+            runs_ahead: false,
+            alone: true,
+        };
+        let mut submissions = try_with_capacity(1, "a request")?;
+        submissions.push(Submission::Run { sequence, work: Work::Logits(handoff.clone()) });
+        self.service().submit(submissions)?;
+        loop {
+            let mut borrowed = handoff.borrow(cancel)?;
+            let lease = borrowed.lease()?;
+            let (start, end) = (lease.start, lease.start + lease.num_new);
+            let should_stop = || self.is_closed() || cancel.is_some_and(CancelToken::is_cancelled);
+            let rows = start.max(first_row)..end.max(first_row);
+            let outcome = out
+                .piece(rows.start - first_row..rows.end - first_row)
+                .and_then(|out| compute_piece(self.model(), lease, ids, rows, out, &should_stop));
+            borrowed.give_back(&outcome);
+            outcome?;
+            if end >= ids.len() {
+                return Ok(());
+            }
+        }
+    }
+}
+
+/// Where the wanted rows go.
+enum RowsOut<'a> {
+    /// Logits `[rows, vocab_size]`, and the size of the vocabulary.
+    Logits(&'a mut [f32], usize),
+    /// The tokens to score, and their scores.
+    Scores(&'a [u32], &'a mut [TokenScore]),
+}
+
+impl RowsOut<'_> {
+    /// Where some of the rows go.
+    fn piece(&mut self, rows: Range<usize>) -> Result<RowsOut<'_>> {
+        let too_small = || Error::internal("the room for logits or scores is too small");
+        match self {
+            RowsOut::Logits(logits, vocab_size) => {
+                let range = rows.start * *vocab_size..rows.end * *vocab_size;
+                let logits = logits.get_mut(range).ok_or_else(too_small)?;
+                Ok(RowsOut::Logits(logits, *vocab_size))
+            }
+            RowsOut::Scores(tokens, scores) => {
+                let tokens = tokens.get(rows.clone()).ok_or_else(too_small)?;
+                Ok(RowsOut::Scores(tokens, scores.get_mut(rows).ok_or_else(too_small)?))
+            }
+        }
+    }
+}
+
+/// Computes the leased piece of `ids`, and those rows of logits of it that are wanted.
+fn compute_piece(
+    model: &Model,
+    lease: &mut Lease,
+    ids: &[u32],
+    rows: Range<usize>,
+    out: RowsOut<'_>,
+    should_stop: &dyn Fn() -> bool,
+) -> Result<()> {
+    let (start, end) = (lease.start, lease.start + lease.num_new);
+    let resources = &mut *lease.resources;
+    let part = Part {
+        token_ids: ids.get(start..end).ok_or_else(|| Error::internal("a piece out of range"))?,
+        start,
+        blocks: &lease.blocks,
+        source: None,
+    };
+    resources.builder.clear(lease.blocks.len())?;
+    resources.builder.push(&part, None)?;
+    resources.builder.want_rows(rows.start - start..rows.end - start)?;
+    let batch = resources.builder.step().batch;
+    let (kv, workspace) = (&mut resources.kv, &mut resources.workspace);
+    match out {
+        RowsOut::Logits(logits, _) => model.forward(&batch, kv, workspace, logits, should_stop),
+        RowsOut::Scores(tokens, scores) => {
+            let out = ScoresOut { tokens, scores, top: &mut [] };
+            model.score(&batch, kv, workspace, out, should_stop)
+        }
+    }
+}
