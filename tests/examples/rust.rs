@@ -42,6 +42,28 @@ fn biases_and_log_probabilities() {
 
     let first = usual.token_ids[0];
     let forced = sum().logit_bias(first, f32::NEG_INFINITY).logit_bias(7, 1e4).max_tokens(4);
+    // The prompt's.
+    let asked = model.generate(&sum().prompt_log_probs(2)).expect("an answer");
+    let prompt = asked.prompt_log_probs.expect("those of the prompt");
+    let told =
+        model.stream(&sum().prompt_log_probs(2)).expect("a stream").filter_map(|event| match event
+            .expect("an event")
+        {
+            Event::Prompt { index, token, log_probs } => Some((index, token, log_probs.chosen)),
+            _ => None,
+        });
+    let expected = (1..prompt.token_ids.len())
+        .map(|index| (index, prompt.token_ids[index], prompt.log_probs[index]));
+    assert_eq!(told.collect::<Vec<_>>(), expected.collect::<Vec<_>>());
+    assert_eq!((prompt.num_top, prompt.top.len()), (2, 2 * prompt.token_ids.len()));
+    assert!(prompt.token_ids.len() > 3 && prompt.log_probs[1] < 0.0);
+    // A rule of one's own.
+    let ruled = model.generate_with_logits(&sum(), |event, logits| {
+        assert_eq!(event.prompt_token_ids, prompt.token_ids);
+        logits[9] = 1e6;
+        Ok(event.token_ids.len() < 2)
+    });
+    assert_eq!(ruled.expect("an answer")[0].token_ids, [9, 9]);
     let processed = model.generate(&forced.clone().processed_log_probs(0)).expect("an answer");
     assert_eq!(processed.token_ids, [7; 4]);
     assert!(processed.log_probs.iter().all(|one| one.chosen == 0.0 && one.top.is_empty()));
@@ -75,6 +97,7 @@ fn a_stream_tells_what_generate_returns() {
                 ends += 1;
             }
             Event::Done => {}
+            event => panic!("{event:?}, which nobody asked for"),
         }
     }
     assert!(stream.is_over() && stream.next().is_none() && ends == 1);

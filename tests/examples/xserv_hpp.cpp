@@ -356,6 +356,42 @@ static void check_choosing(const xserv::Model &model) {
   const auto alone = model.generate(greedy().log_probs());
   REQUIRE(alone.log_probs().size() == alone.token_ids().size() && alone.top_log_probs()[0].empty());
   REQUIRE(model.generate(greedy()).log_probs().empty() && model.generate(greedy()).top_log_probs().empty());
+  // Those of the prompt, which only events that were asked for tell.
+  const auto of_prompt = greedy().prompt_log_probs(2);
+  auto asking = model.submit(of_prompt, xserv::SubmitOptions().events({XSERV_EVENT_PROMPT}));
+  std::vector<float> prompt_log_probs;
+  for (auto event = asking.next(); event.kind != XSERV_EVENT_DONE; event = asking.next()) {
+    REQUIRE(event.kind == XSERV_EVENT_PROMPT && event.top_log_probs.size() == 2);
+    prompt_log_probs.push_back(event.log_prob);
+  }
+  const auto told = asking.take_result();
+  REQUIRE(told.prompt_token_ids().size() == prompt_log_probs.size() + 1);
+  REQUIRE(told.prompt_log_probs().size() == told.prompt_token_ids().size() && told.prompt_log_probs()[0] != 0);
+  REQUIRE(std::equal(prompt_log_probs.begin(), prompt_log_probs.end(), told.prompt_log_probs().begin() + 1));
+  REQUIRE(told.prompt_top_log_probs()[0].empty() && told.prompt_top_log_probs()[1].size() == 2);
+  REQUIRE(alone.prompt_log_probs().empty() && alone.prompt_token_ids().empty() && alone.prompt_top_log_probs().empty());
+
+  // A host's own rules.
+  std::uint32_t num_calls = 0;
+  auto ruled = greedy().on_logits([&](const xserv::LogitsEvent &event) {
+    REQUIRE(event.num_tokens == num_calls && event.vocab_size == model.info().vocab_size);
+    event.logits[9] = 1e6f;
+    num_calls++;
+  });
+  REQUIRE(model.generate(ruled).token_ids() == std::vector<xserv::TokenId>(8, 9) && num_calls == 8);
+  ruled.on_logits([](const xserv::LogitsEvent &event) { return event.num_tokens < 3; });
+  REQUIRE(model.generate(ruled).token_ids().size() == 3);
+  REQUIRE(thrown_by([&] { model.submit(ruled); }) == XSERV_STATUS_INVALID_ARGUMENT);
+  ruled.on_logits([](const xserv::LogitsEvent &) { throw std::runtime_error("a rule"); });
+  std::string rule;
+  try {
+    model.generate(ruled);
+  } catch (const std::runtime_error &error) {
+    rule = error.what();
+  }
+  REQUIRE(rule == "a rule");
+  REQUIRE(model.generate(ruled.on_logits(nullptr)).token_ids() == usual);
+
   // After a bias that decides, nothing else is likely.
   const auto processed = model.generate(greedy().logit_bias(7, 1e4f).log_probs(1).processed_log_probs(true));
   const auto raw = model.generate(greedy().logit_bias(7, 1e4f).log_probs(1));

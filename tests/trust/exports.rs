@@ -107,6 +107,11 @@ unsafe extern "C" fn on_token(_: *const xserv_token_event, inside: *mut c_void) 
     true
 }
 
+unsafe extern "C" fn on_logits(_: *const xserv_logits_event, inside: *mut c_void) -> bool {
+    unsafe { Inside::at(inside) }.happen();
+    true
+}
+
 unsafe extern "C" fn on_progress(_: f32, inside: *mut c_void) -> bool {
     unsafe { Inside::at(inside) }.happen();
     true
@@ -176,6 +181,28 @@ fn every_function_may_be_called_in_a_token_callback() {
             let data = std::ptr::from_ref(inside) as *mut c_void;
             check(unsafe {
                 xserv_generate(world.model(), &request, Some(on_token), data, &mut result)
+            })
+            .unwrap();
+            xserv_result_free(result);
+        },
+        works,
+    );
+}
+
+#[test]
+fn every_function_may_be_called_in_a_logits_callback() {
+    from_inside(
+        "a logits callback",
+        |world, inside| {
+            let mut result = std::ptr::null_mut();
+            let data = std::ptr::from_ref(inside) as *mut c_void;
+            let request = xserv_request {
+                logits_callback: Some(on_logits),
+                logits_user_data: data,
+                ..greedy(&IDS, 3)
+            };
+            check(unsafe {
+                xserv_generate(world.model(), &request, None, std::ptr::null_mut(), &mut result)
             })
             .unwrap();
             xserv_result_free(result);

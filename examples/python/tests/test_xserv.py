@@ -230,6 +230,62 @@ class Choosing(ModelTest):
         self.assertEqual((len(found.token_ids), found.token_ids[-1]), (6, end))
         self.assertEqual(found.finish_reason, "stop_token")
 
+    def test_prompt_logprobs_are_those_of_the_logits(self):
+        prompt = self.model.tokenize("Once upon a time")
+        asked = dict(self.GREEDY, tokens=prompt, prompt_logprobs=3)
+        result = self.model.generate(**asked)
+        self.assertEqual(result.prompt_token_ids, prompt)
+        self.assertEqual((result.prompt_logprobs[0], result.prompt_top_logprobs[0]), (None, None))
+        rows = self.model.logits(prompt)
+        for i, token in enumerate(prompt[1:]):
+            expected = log_softmax(rows[i].tolist())
+            self.assertAlmostEqual(result.prompt_logprobs[i + 1], expected[token], 3)
+            top = result.prompt_top_logprobs[i + 1]
+            self.assertEqual(len(top), 3)
+            self.assertAlmostEqual(top[0].logprob, max(expected), 3)
+        stream = self.model.generate(stream=True, **asked)
+        events = [event for event in stream.events() if event.is_prompt]
+        self.assertEqual([event.token_id for event in events], prompt[1:])
+        self.assertEqual([event.logprob for event in events], result.prompt_logprobs[1:])
+        self.assertEqual([event.top_logprobs for event in events], result.prompt_top_logprobs[1:])
+        self.assertEqual(stream.result.token_ids, result.token_ids)
+        alone = self.model.generate(**dict(asked, max_tokens=0))
+        self.assertEqual((alone.token_ids, alone.prompt_logprobs), ([], result.prompt_logprobs))
+        with self.assertRaisesRegex(ValueError, "prompt_logprobs is 21"):
+            self.model.generate("Once", prompt_logprobs=21)
+
+    def test_a_logits_processor_decides(self):
+        seen = []
+
+        def prefer_nine(prompt, generated, logits):
+            seen.append((prompt, generated, len(logits)))
+            logits[9] = 1e6
+
+        prompt = self.model.tokenize("Once upon a time")
+        result = self.model.generate(tokens=prompt, logits_processor=prefer_nine, **self.GREEDY)
+        self.assertEqual(result.token_ids, [9] * 8)
+        self.assertEqual(seen, [(prompt, [9] * i, self.model.info.vocab_size) for i in range(8)])
+        stopped = self.model.generate(
+            tokens=prompt, logits_processor=lambda prompt, generated, logits: len(generated) < 3, **self.GREEDY
+        )
+        self.assertEqual((len(stopped.token_ids), stopped.finish_reason), (3, "callback"))
+
+        def fail(prompt, generated, logits):
+            raise KeyError("a rule")
+
+        with self.assertRaisesRegex(KeyError, "a rule"):
+            self.model.generate(tokens=prompt, logits_processor=fail, **self.GREEDY)
+
+        def break_it(prompt, generated, logits):
+            logits[5] = math.nan
+
+        with self.assertRaisesRegex(ValueError, "left NaN for token 5"):
+            self.model.generate(tokens=prompt, logits_processor=break_it, **self.GREEDY)
+        with self.assertRaisesRegex(ValueError, "without stream only"):
+            self.model.generate("Once", stream=True, logits_processor=prefer_nine)
+        with self.assertRaises(TypeError):
+            self.model.generate("Once", logits_processor=7)
+
     def test_logprobs_are_those_of_the_logits(self):
         prompt = self.model.tokenize("Once upon a time")
         for options in ({}, {"temperature": 1.2, "seed": 3}, {"logit_bias": {9: 2.0}}):
@@ -249,6 +305,7 @@ class Choosing(ModelTest):
     def test_what_was_not_asked_for_is_none(self):
         plain = self.model.generate("Once", **self.GREEDY)
         self.assertEqual((plain.logprobs, plain.top_logprobs), (None, None))
+        self.assertEqual((plain.prompt_logprobs, plain.prompt_token_ids), (None, None))
         own = self.model.generate("Once", logprobs=0, **self.GREEDY)
         self.assertEqual((len(own.logprobs), own.top_logprobs), (8, [[]] * 8))
         nothing = self.model.generate("Once", logprobs=2, max_tokens=0)
