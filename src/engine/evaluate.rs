@@ -84,6 +84,7 @@ impl Engine {
             isolation: cache_key,
             max_cached_tokens: first_row,
             runs_ahead: false,
+            by_model: false,
             alone: true,
         };
         let mut submissions = try_with_capacity(1, "a request")?;

@@ -290,7 +290,8 @@ impl Engine {
                 priority: request.priority,
                 isolation: request.cache_key,
                 max_cached_tokens: usize::MAX,
-                runs_ahead: choice.is_some(),
+                runs_ahead: choice.is_some() && !params.looks_back(),
+                by_model: choice.is_some(),
                 alone: false,
             };
             submissions.push(Submission::Run { sequence, work: Work::Sample(Box::new(work)) });

@@ -134,6 +134,7 @@ impl Harness {
             priority: request.priority,
             max_cached_tokens: usize::MAX,
             runs_ahead: request.by_model,
+            by_model: request.by_model,
             ..NewSequence::default()
         };
         let work = Work::Sample(Box::new(work));

@@ -213,12 +213,25 @@ impl LogitChanges {
         Some((row, &self.adjustments))
     }
 
-    /// Changes the logits for the token number `index`, which comes after `tokens`: prompt and answer so
-    /// far.
-    pub fn apply(&mut self, index: u64, tokens: &[u32], logits: &mut [f32]) -> Result<()> {
+    /// What changes for the token number `index` of the sequence, which comes after `tokens`: prompt and
+    /// answer so far, of which the last may still be missing where no repetition is banned. `None` if
+    /// nothing does.
+    pub fn row_after(
+        &mut self,
+        index: u64,
+        tokens: &[u32],
+    ) -> Result<Option<(AdjustedRow, &[Adjustment])>> {
+        if self.no_repeat_ngram == 0 {
+            return Ok(self.row(index));
+        }
+        let row = self.collect(index, tokens)?;
+        Ok((!self.applied.is_empty()).then_some((row, &self.applied)))
+    }
+
+    /// Puts together the adjustments for the token number `index`, which comes after `tokens`.
+    fn collect(&mut self, index: u64, tokens: &[u32]) -> Result<AdjustedRow> {
         let mut applied = std::mem::take(&mut self.applied);
         applied.clear();
-        self.before.clear();
         let found = self.row(index);
         let (row, adjustments) = found.unwrap_or((AdjustedRow::UNCHANGED, &[]));
         let is_first = (index as usize) < self.first_tokens.len();
@@ -228,12 +241,21 @@ impl LogitChanges {
         if !is_first {
             self.add_repeated(tokens, &mut applied)?;
         }
+        self.applied = applied;
+        Ok(row)
+    }
+
+    /// Changes the logits for the token number `index`, which comes after `tokens`: prompt and answer so
+    /// far.
+    pub fn apply(&mut self, index: u64, tokens: &[u32], logits: &mut [f32]) -> Result<()> {
+        let row = self.collect(index, tokens)?;
+        let applied = &self.applied;
+        self.before.clear();
         let no_memory = |_| Error::out_of_memory("logits", applied.len() * 4);
         self.before.try_reserve(applied.len()).map_err(no_memory)?;
         let logit = |change: &Adjustment| logits.get(change.token_id as usize).copied();
         self.before.extend(applied.iter().map(|change| logit(change).unwrap_or(0.0)));
-        adjust_logits(logits, &row, &applied);
-        self.applied = applied;
+        adjust_logits(logits, &row, applied);
         Ok(())
     }
 

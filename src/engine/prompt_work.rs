@@ -37,6 +37,7 @@ impl PromptWork {
             // The logits of all its tokens are needed.
             max_cached_tokens: 0,
             runs_ahead: false,
+            by_model: false,
             alone: true,
         };
         let work = PromptWork { inbox, token_ids: ids, num_top, then };

@@ -142,12 +142,13 @@ impl SamplingParams {
         }
     }
 
-    /// The way in which a model can choose the tokens of a sequence by itself; `None` where it cannot:
-    /// what the logits need to know of the tokens before, or of all others, is known here only.
+    /// Whether the choice of a token needs to know the one before, so that it cannot be planned ahead.
+    pub(super) fn looks_back(&self) -> bool {
+        self.no_repeat_ngram_size > 0
+    }
+
+    /// The way in which a model can choose the tokens of a sequence by itself; `None` where it cannot.
     pub(super) fn model_choice(&self, seed: u64) -> Option<TokenChoice> {
-        if self.no_repeat_ngram_size > 0 {
-            return None;
-        }
         if self.temperature == 0.0 {
             return Some(TokenChoice::Greedy);
         }
@@ -204,11 +205,6 @@ impl Sampler {
     }
 
     /// The changes to the logits that come before the choice.
-    pub(super) fn changes(&self) -> &LogitChanges {
-        &self.changes
-    }
-
-    /// As [`Sampler::changes`].
     pub(super) fn changes_mut(&mut self) -> &mut LogitChanges {
         &mut self.changes
     }

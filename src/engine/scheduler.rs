@@ -315,7 +315,7 @@ impl Scheduler {
             num_new,
             source: (!is_known).then_some(sequence.pending_row),
             row: None,
-            by_model: sequence.spec.runs_ahead,
+            by_model: sequence.spec.by_model,
             epoch: sequence.epoch,
         });
     }

@@ -41,6 +41,8 @@ pub struct NewSequence {
     pub max_cached_tokens: usize,
     /// Whether steps can be planned with its next token before that is known.
     pub runs_ahead: bool,
+    /// Whether the model chooses its tokens; one that runs ahead has them chosen so.
+    pub by_model: bool,
     /// Whether it takes part in no step with others: the scheduler's `plan_alone` plans it.
     pub alone: bool,
 }
@@ -142,7 +144,7 @@ pub struct Entry {
     /// The row of logits, in the order of the entries, that gives the sequence's next token, if one
     /// does.
     pub row: Option<u32>,
-    /// Whether the model chooses the token of that row ([`NewSequence::runs_ahead`]).
+    /// Whether the model chooses the token of that row ([`NewSequence::by_model`]).
     pub by_model: bool,
     /// The sequence's epoch at the time: if it differs, the blocks were taken since.
     pub(super) epoch: u32,

@@ -461,7 +461,7 @@ impl Worker {
             let sequence = scheduler.sequence(entry.key).ok_or_else(gone)?;
             let active = works.get_mut(entry.key).ok_or_else(gone)?;
             active.progress.started.get_or_insert(now);
-            let Work::Sample(work) = &active.work else { return Err(gone()) };
+            let Work::Sample(work) = &mut active.work else { return Err(gone()) };
             let token_ids = match entry.source {
                 // Any valid id stands for the one that is being chosen.
                 Some(_) => sequence.token_ids().get(..1),
@@ -482,8 +482,8 @@ impl Worker {
             if entry.row.is_none() || choice == TokenChoice::Caller {
                 continue;
             }
-            let changes = work.sampler.changes();
-            if let Some((row, adjustments)) = changes.row(index) {
+            let changes = work.sampler.changes_mut();
+            if let Some((row, adjustments)) = changes.row_after(index, sequence.token_ids())? {
                 let pending = entry.source.unwrap_or(AdjustedRow::NONE_PENDING);
                 builder.adjust(AdjustedRow { pending, ..row }, adjustments)?;
             }

@@ -247,6 +247,7 @@ fn run(setting: Setting, requests: &[Request]) {
                     isolation: request.isolation,
                     max_cached_tokens: if request.alone { 0 } else { usize::MAX },
                     runs_ahead: setting.runs_ahead && !request.alone,
+                    by_model: setting.runs_ahead && !request.alone,
                     alone: request.alone,
                 })
                 .unwrap();

@@ -60,7 +60,7 @@ class GenerateOptions(TypedDict, total=False):
     typical_p: keep the tokens whose information content is nearest to the entropy and that together have this
         probability (locally typical sampling); above 0, at most 1 (neutral). Slower than the others on a GPU.
     no_repeat_ngram_size: bans tokens that would repeat a sequence of so many tokens of the prompt or the answer;
-        0 (neutral) allows all. Slower than the others on a GPU.
+        0 (neutral) allows all. On a GPU such a request is not computed ahead of its tokens.
     first_tokens: the token ids with which the answer begins, whatever is likely. They count as generated.
     logit_bias: numbers that are added to the logits of tokens before everything else, by token id, at most 16384;
         -10000 to 10000, or -math.inf, which bans the token.
