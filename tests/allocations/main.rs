@@ -251,6 +251,7 @@ fn check_model(options: &EngineOptions) {
                 min_tokens: 0,
                 first_tokens: &[],
                 log_probs: None,
+                prompt_log_probs: None,
             };
             engine.submit(&request, None).unwrap()
         };
