@@ -11,11 +11,17 @@ pub enum Isa {
     Avx512,
     /// [`Isa::Avx512`] and the bf16 dot product.
     Avx512Bf16,
+    /// The tiles of AMX in plain Rust, and [`Isa::Portable`] for all else: for tests, on any
+    /// machine.
+    EmulatedAmx,
+    /// [`Isa::Avx512`], conversions to bf16, and the bf16 tiles of AMX.
+    Avx512Amx,
 }
 
 impl Isa {
     /// All instruction sets, in ascending order.
-    pub const ALL: [Isa; 4] = [Isa::Portable, Isa::Avx2, Isa::Avx512, Isa::Avx512Bf16];
+    pub const ALL: [Isa; 6] =
+        [Isa::Portable, Isa::Avx2, Isa::Avx512, Isa::Avx512Bf16, Isa::EmulatedAmx, Isa::Avx512Amx];
 
     /// Returns the fastest that this machine supports.
     ///
@@ -25,7 +31,11 @@ impl Isa {
     /// choice decides the last bits of results and must be the same in every run.
     pub fn detect() -> Isa {
         let supported = Self::ALL.iter().rev().copied().filter(|isa| isa.is_supported());
-        let fast = |isa: &Isa| *isa != Isa::Avx512Bf16 || has_fast_bf16_dot();
+        let fast = |isa: &Isa| match isa {
+            Isa::Avx512Bf16 => has_fast_bf16_dot(),
+            Isa::EmulatedAmx => false,
+            _ => true,
+        };
         supported.into_iter().find(fast).unwrap_or(Isa::Portable)
     }
 
@@ -45,17 +55,20 @@ impl Isa {
                 && is_x86_feature_detected!("avx512vl")
         };
         match self {
-            Isa::Portable => true,
+            Isa::Portable | Isa::EmulatedAmx => true,
             Isa::Avx2 => avx2(),
             Isa::Avx512 => avx512(),
             Isa::Avx512Bf16 => avx512() && is_x86_feature_detected!("avx512bf16"),
+            Isa::Avx512Amx => {
+                avx512() && is_x86_feature_detected!("avx512bf16") && super::amx::is_available()
+            }
         }
     }
 
     /// Whether this machine can run kernels compiled for this set.
     #[cfg(not(target_arch = "x86_64"))]
     pub fn is_supported(self) -> bool {
-        self == Isa::Portable
+        matches!(self, Isa::Portable | Isa::EmulatedAmx)
     }
 
     /// Whether bf16 is multiplied by bf16 instructions rather than widened to f32.
@@ -63,13 +76,21 @@ impl Isa {
         self == Isa::Avx512Bf16
     }
 
-    /// Returns the short name: `portable`, `avx2`, `avx512`, `avx512-bf16`.
+    /// Whether bf16 is multiplied in tiles of 16 rows by 16 columns.
+    pub(crate) fn has_tiles(self) -> bool {
+        matches!(self, Isa::EmulatedAmx | Isa::Avx512Amx)
+    }
+
+    /// Returns the short name: `portable`, `avx2`, `avx512`, `avx512-bf16`, `emulated-amx`,
+    /// `avx512-amx`.
     pub const fn name(self) -> &'static str {
         match self {
             Isa::Portable => "portable",
             Isa::Avx2 => "avx2",
             Isa::Avx512 => "avx512",
             Isa::Avx512Bf16 => "avx512-bf16",
+            Isa::EmulatedAmx => "emulated-amx",
+            Isa::Avx512Amx => "avx512-amx",
         }
     }
 }

@@ -1,17 +1,22 @@
 //! The CPU: its instruction set, chosen at run time, and the thread pool.
 
+#[cfg(target_arch = "x86_64")]
+mod amx;
+#[cfg(target_arch = "x86_64")]
+mod amx_rows;
 mod isa;
 pub(crate) mod math;
 mod pool;
 pub(crate) mod simd;
 pub(crate) mod tile;
+pub(crate) mod tiles;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
 use crate::error::{Error, Result};
 pub use isa::Isa;
 pub use pool::MAX_THREADS;
-use simd::{Kernel, Portable};
+use simd::{Emulated, Kernel, Portable};
 
 /// Below this many elements an elementwise operator stays on the calling thread: waking another
 /// core and moving the lines there costs more than the work.
@@ -58,6 +63,11 @@ impl CpuBackend {
     /// Whether bf16 is multiplied by bf16 instructions rather than widened to f32.
     pub(crate) fn has_native_bf16(&self) -> bool {
         self.isa.has_native_bf16()
+    }
+
+    /// Whether bf16 is multiplied in tiles of 16 rows by 16 columns.
+    pub(crate) fn has_tiles(&self) -> bool {
+        self.isa.has_tiles()
     }
 
     /// Returns a name for people, such as `cpu (avx512-bf16, 2 threads)`.
@@ -152,6 +162,10 @@ impl CpuBackend {
             // SAFETY: as above.
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512Bf16 => unsafe { x86::run_avx512_bf16(kernel) },
+            // SAFETY: as above.
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512Amx => unsafe { x86::run_avx512_amx(kernel) },
+            Isa::EmulatedAmx => kernel.run::<Emulated>(),
             #[cfg(not(target_arch = "x86_64"))]
             _ => kernel.run::<Portable>(),
         }

@@ -9,6 +9,7 @@
 
 use super::math;
 use super::tile::{tile, Element, Operands};
+use super::tiles::{EmulatedTiles, NoTiles, TileUnit};
 
 /// An instruction set, as types.
 pub trait Simd: Copy + Send + Sync + 'static {
@@ -16,8 +17,21 @@ pub trait Simd: Copy + Send + Sync + 'static {
     type Vector: Vector16;
     /// The element type by which a bf16 weight matrix is multiplied.
     type Bf16: Element;
+    /// The unit that multiplies tiles of bf16.
+    type Tiles: TileUnit;
     /// Returns `a * b + c`: fused where that is one instruction, else rounded twice.
     fn mul_add(a: f32, b: f32, c: f32) -> f32;
+    /// Writes 32 values as bf16 for [`Simd::Tiles`], rounded to nearest even; NaN stays NaN.
+    /// # Safety
+    /// The instruction set is there, and `target` is writable for 32 elements.
+    #[inline(always)]
+    unsafe fn store_bf16(low: Self::Vector, high: Self::Vector, target: *mut u16) {
+        // SAFETY: passed on to the caller.
+        unsafe {
+            low.round_to_bf16().store_high_halves(target);
+            high.round_to_bf16().store_high_halves(target.add(16));
+        }
+    }
 }
 
 /// A body to be compiled for each instruction set.
@@ -128,6 +142,7 @@ const FUSED_BASELINE: bool = cfg!(target_arch = "aarch64");
 impl Simd for Portable {
     type Vector = [f32; 16];
     type Bf16 = super::tile::Bf16<[f32; 16]>;
+    type Tiles = NoTiles;
 
     #[inline(always)]
     fn mul_add(a: f32, b: f32, c: f32) -> f32 {
@@ -136,6 +151,21 @@ impl Simd for Portable {
         } else {
             a * b + c
         }
+    }
+}
+
+/// [`Portable`] with tiles in plain Rust.
+#[derive(Clone, Copy)]
+pub struct Emulated;
+
+impl Simd for Emulated {
+    type Vector = [f32; 16];
+    type Bf16 = super::tile::Bf16<[f32; 16]>;
+    type Tiles = EmulatedTiles;
+
+    #[inline(always)]
+    fn mul_add(a: f32, b: f32, c: f32) -> f32 {
+        Portable::mul_add(a, b, c)
     }
 }
 

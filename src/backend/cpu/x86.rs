@@ -1,8 +1,10 @@
 //! The x86-64 instruction sets of [`super::simd`].
 
-use super::math::EXP2_TERMS;
+use super::amx::Amx;
+use super::math::{EXP2_FRACTION_TERMS, EXP2_TERMS};
 use super::simd::{Kernel, Simd, Vector16};
 use super::tile::{tile, Bf16, Element, Operands};
+use super::tiles::NoTiles;
 use std::arch::x86_64::*;
 
 /// AVX2, FMA and F16C.
@@ -16,6 +18,10 @@ pub struct Avx512;
 /// [`Avx512`] with bf16 dot products.
 #[derive(Clone, Copy)]
 pub struct Avx512Bf16;
+
+/// [`Avx512`] with the bf16 tiles of AMX.
+#[derive(Clone, Copy)]
+pub struct Avx512Amx;
 
 /// # Safety
 /// The machine has AVX2, FMA and F16C.
@@ -36,6 +42,13 @@ pub unsafe fn run_avx512<K: Kernel>(kernel: K) -> K::Output {
 #[target_feature(enable = "avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
 pub unsafe fn run_avx512_bf16<K: Kernel>(kernel: K) -> K::Output {
     kernel.run::<Avx512Bf16>()
+}
+
+/// # Safety
+/// [`super::amx::is_available`], and the machine has what [`run_avx512_bf16`] needs.
+#[target_feature(enable = "avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
+pub unsafe fn run_avx512_amx<K: Kernel>(kernel: K) -> K::Output {
+    kernel.run::<Avx512Amx>()
 }
 
 /// # Safety
@@ -68,10 +81,11 @@ unsafe fn tile_avx512_bf16<E: Element, const ROWS: usize, const GROUPS: usize>(
 }
 
 macro_rules! fused {
-    ($isa:ty, $vector:ty, $bf16:ty) => {
+    ($isa:ty, $vector:ty, $bf16:ty, $tiles:ty) => {
         impl Simd for $isa {
             type Vector = $vector;
             type Bf16 = $bf16;
+            type Tiles = $tiles;
 
             #[inline(always)]
             fn mul_add(a: f32, b: f32, c: f32) -> f32 {
@@ -80,9 +94,30 @@ macro_rules! fused {
         }
     };
 }
-fused!(Avx2, [__m256; 2], Bf16<[__m256; 2]>);
-fused!(Avx512, __m512, Bf16<__m512>);
-fused!(Avx512Bf16, __m512, Bf16Dot);
+fused!(Avx2, [__m256; 2], Bf16<[__m256; 2]>, NoTiles);
+fused!(Avx512, __m512, Bf16<__m512>, NoTiles);
+fused!(Avx512Bf16, __m512, Bf16Dot, NoTiles);
+
+impl Simd for Avx512Amx {
+    type Vector = __m512;
+    type Bf16 = Bf16<__m512>;
+    type Tiles = Amx;
+
+    #[inline(always)]
+    fn mul_add(a: f32, b: f32, c: f32) -> f32 {
+        Avx512::mul_add(a, b, c)
+    }
+
+    #[inline(always)]
+    unsafe fn store_bf16(low: __m512, high: __m512, target: *mut u16) {
+        // SAFETY: the caller has AVX-512 BF16 and 32 writable elements.
+        unsafe {
+            // Subnormal numbers become zeros, as which tiles take them anyway.
+            let both = _mm512_cvtne2ps_pbh(high, low);
+            _mm512_storeu_si512(target.cast(), std::mem::transmute::<__m512bh, __m512i>(both));
+        }
+    }
+}
 
 /// # Safety
 /// The machine has AVX2.
@@ -487,15 +522,13 @@ unsafe impl Vector16 for __m512 {
         unsafe {
             let lowest = _mm512_set1_ps(-126.0);
             let in_range = _mm512_cmp_ps_mask::<_CMP_NLT_UQ>(self, lowest);
-            // max returns its second operand when one is NaN.
-            let clamped = _mm512_max_ps(lowest, self);
-            let whole = _mm512_roundscale_ps::<0>(clamped);
-            let f = _mm512_sub_ps(clamped, whole);
-            let mut p = _mm512_set1_ps(EXP2_TERMS[0]);
-            for term in &EXP2_TERMS[1..] {
+            // What is above the next whole number below, to which scalef rounds too.
+            let f = _mm512_reduce_ps::<{ _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC }>(self);
+            let mut p = _mm512_set1_ps(EXP2_FRACTION_TERMS[0]);
+            for term in &EXP2_FRACTION_TERMS[1..] {
                 p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(*term));
             }
-            _mm512_maskz_scalef_ps(in_range, p, whole)
+            _mm512_maskz_scalef_ps(in_range, p, self)
         }
     }
 

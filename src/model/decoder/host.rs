@@ -15,13 +15,12 @@ use crate::ops::common::packed_matrix::PackedMatrix;
 use crate::ops::embedding::cpu_packed::embedding;
 use crate::ops::kv_cache::cpu::kv_cache_append;
 use crate::ops::layer_norm::cpu::layer_norm;
-use crate::ops::linear::cpu::{linear, LinearScratch, Store};
+use crate::ops::linear::cpu::{linear, linear_silu_mul, LinearScratch, Store};
 use crate::ops::log_probs::cpu::LogSum;
 use crate::ops::rms_norm::cpu::rms_norm;
 use crate::ops::rms_norm::cpu_heads::rms_norm_heads;
 use crate::ops::rope::cpu_table::{rope, RopeTable};
 use crate::ops::rope::RopePairing;
-use crate::ops::silu_mul::cpu_stacked::silu_mul;
 use crate::ops::top_k::cpu::top_k;
 
 /// The logits that are computed at a time where tokens are scored: 16 MB.
@@ -225,15 +224,22 @@ impl Block<PackedMatrix, Vec<f32>> {
         let output = &self.attention.output;
         output.forward(backend, act.attn_out, num_rows, act.hidden, Store::Add, act.linear)?;
         pass.norm(&self.mlp_norm)?;
-        let (width, act) = (pass.config.intermediate_size, &mut pass.act);
+        let act = &mut pass.act;
         let (up, down) = self.mlp.layers();
-        up.forward(backend, act.normed, num_rows, act.mlp_up, Store::Overwrite, act.linear)?;
         let x = match &self.mlp {
             MlpWeights::Gated { .. } => {
-                silu_mul(backend, act.mlp_up, width, act.mlp_act)?;
+                up.forward_silu_mul(backend, act, num_rows)?;
                 &*act.mlp_act
             }
             MlpWeights::Plain { .. } => {
+                up.forward(
+                    backend,
+                    act.normed,
+                    num_rows,
+                    act.mlp_up,
+                    Store::Overwrite,
+                    act.linear,
+                )?;
                 activation_in_place(backend, Activation::GeluTanh, act.mlp_up)?;
                 &*act.mlp_up
             }
@@ -254,6 +260,18 @@ impl LinearWeights<PackedMatrix, Vec<f32>> {
     ) -> Result<()> {
         let bias = self.bias.as_deref();
         linear(backend, x, num_tokens, &self.weight, bias, out, store, scratch)
+    }
+
+    /// Computes `act.mlp_act` of `act.normed`, where these are the weights of gate and up.
+    fn forward_silu_mul(
+        &self,
+        backend: &CpuBackend,
+        act: &mut Activations<'_>,
+        num_rows: usize,
+    ) -> Result<()> {
+        let (weight, bias) = (&self.weight, self.bias.as_deref());
+        let (products, out) = (&mut *act.mlp_up, &mut *act.mlp_act);
+        linear_silu_mul(backend, act.normed, num_rows, weight, bias, products, out, act.linear)
     }
 }
 

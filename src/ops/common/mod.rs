@@ -14,4 +14,5 @@ pub(in crate::ops) mod selection;
 pub(in crate::ops) mod staging;
 pub mod storage;
 pub(in crate::ops) mod strided;
+pub(in crate::ops) mod tile_product;
 pub(in crate::ops) mod turn;

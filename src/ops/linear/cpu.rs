@@ -15,6 +15,9 @@ use crate::ops::common::packed_matrix::{k_step, PackedMatrix, PANEL_COLUMNS};
 use crate::ops::common::panel_product::{
     grow, multiply, Epilogue, Packed, ProductNeeds, ProductScratch, Rows, Weight,
 };
+use crate::ops::common::tile_product::{self, EachPanel, TileEpilogue};
+use crate::ops::silu_mul::cpu::silu_mul_row;
+use crate::ops::silu_mul::cpu_stacked::silu_mul;
 
 /// What [`linear`] does with the contents of `out`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -28,14 +31,20 @@ pub enum Store {
 /// Buffers that [`linear`] needs; they grow to the largest call and are then reused.
 #[derive(Debug)]
 pub struct LinearScratch {
-    /// x in the form that the kernels take: [num_tokens, in_features rounded up to even].
+    /// x in the form that the kernels take: [num_tokens, in_features rounded up to even], or tiles.
     activations: HostBuffer,
     product: ProductScratch,
+    /// The sums of a product in tiles.
+    tile_sums: HostBuffer,
 }
 
 impl Default for LinearScratch {
     fn default() -> Self {
-        LinearScratch { activations: HostBuffer::empty(), product: ProductScratch::new() }
+        LinearScratch {
+            activations: HostBuffer::empty(),
+            product: ProductScratch::new(),
+            tile_sums: HostBuffer::empty(),
+        }
     }
 }
 
@@ -47,7 +56,7 @@ impl LinearScratch {
 
     /// Returns the number of bytes held.
     pub fn size_bytes(&self) -> usize {
-        self.activations.len_bytes() + self.product.size_bytes()
+        self.activations.len_bytes() + self.product.size_bytes() + self.tile_sums.len_bytes()
     }
 
     /// Returns the bytes held after calls with each of `calls`, `(num_tokens, in_features)`, on
@@ -59,7 +68,13 @@ impl LinearScratch {
         calls: impl Iterator<Item = (usize, usize)>,
     ) -> usize {
         let (mut activations, mut product) = (0, ProductNeeds::default());
+        let mut tile_sums = 0;
         for (num_tokens, in_features) in calls {
+            if dtype == DType::BF16 && isa.has_tiles() {
+                activations = tile_product::tiles_bytes(num_tokens, in_features).max(activations);
+                tile_sums = tile_product::sums_bytes(num_threads, num_tokens).max(tile_sums);
+                continue;
+            }
             if dtype == DType::BF16 {
                 let stride = in_features.saturating_add(in_features % k_step(dtype));
                 activations = num_tokens.saturating_mul(stride).saturating_mul(4).max(activations);
@@ -68,7 +83,7 @@ impl LinearScratch {
             let needs = ProductNeeds::new(dtype, native, num_threads, num_tokens, in_features);
             product = product.max(needs);
         }
-        product.size_bytes().saturating_add(activations)
+        product.size_bytes().saturating_add(activations).saturating_add(tile_sums)
     }
 }
 
@@ -100,9 +115,20 @@ pub fn linear(
     if out.is_empty() {
         return Ok(());
     }
+    let epilogue = Finish { bias, store, out: SendPointer(out.as_mut_ptr()), out_features };
     let is_bf16 = weight.dtype() == DType::BF16;
+    if is_bf16 && backend.has_tiles() && in_features > 0 {
+        let LinearScratch { activations, tile_sums, .. } = scratch;
+        tile_product::make_tiles(backend, x, in_features, activations)?;
+        let epilogue = EachPanel(epilogue);
+        // SAFETY: the backend has tiles, the weight is bf16, and neither its inputs nor the rows
+        // are none.
+        return unsafe {
+            tile_product::multiply(backend, activations, num_tokens, weight, &epilogue, tile_sums)
+        };
+    }
     let a_stride = in_features.next_multiple_of(k_step(weight.dtype()));
-    let LinearScratch { activations, product } = scratch;
+    let LinearScratch { activations, product, .. } = scratch;
     if is_bf16 {
         grow::<f32>(activations, num_tokens * a_stride, "activations")?;
         let target = SendPointer(activations.as_mut_slice::<f32>().as_mut_ptr());
@@ -114,10 +140,76 @@ pub fn linear(
         })?;
     }
     let a: *const u8 = if is_bf16 { activations.as_bytes().as_ptr() } else { x.as_ptr().cast() };
-    let epilogue = Finish { bias, store, out: SendPointer(out.as_mut_ptr()), out_features };
     let rows = Rows { a: SendPointer(a.cast_mut()), a_stride, num_rows: num_tokens };
     // SAFETY: `a` holds num_tokens rows of a_stride activations: f32, or what `RoundRows` wrote.
     unsafe { multiply(backend, &rows, &Weight::<Packed>::Packed(weight), &epilogue, product) }
+}
+
+/// Computes `out = silu(x G^T) * (x U^T)`, where `weight` is G on top of U, with their bias. x is
+/// [num_tokens, in_features], out [num_tokens, out_features / 2]; `products`, [num_tokens,
+/// out_features], may be used for x W^T.
+#[allow(clippy::too_many_arguments)]
+pub fn linear_silu_mul(
+    backend: &CpuBackend,
+    x: &[f32],
+    num_tokens: usize,
+    weight: &PackedMatrix,
+    bias: Option<&[f32]>,
+    products: &mut [f32],
+    out: &mut [f32],
+    scratch: &mut LinearScratch,
+) -> Result<()> {
+    let (width, in_features) = (weight.out_features() / 2, weight.in_features());
+    let in_tiles = weight.dtype() == DType::BF16 && backend.has_tiles() && bias.is_none();
+    let is_whole = weight.out_features() == 2 * width
+        && width.is_multiple_of(PANEL_COLUMNS)
+        && num_tokens.checked_mul(in_features) == Some(x.len())
+        && num_tokens.checked_mul(width) == Some(out.len());
+    if !in_tiles || !is_whole || x.is_empty() || out.is_empty() {
+        linear(backend, x, num_tokens, weight, bias, products, Store::Overwrite, scratch)?;
+        return silu_mul(backend, products, width, out);
+    }
+    let LinearScratch { activations, tile_sums, .. } = scratch;
+    tile_product::make_tiles(backend, x, in_features, activations)?;
+    let epilogue = SiluMul { out: SendPointer(out.as_mut_ptr()), width };
+    // SAFETY: the backend has tiles, the weight is bf16, neither its inputs nor the rows are none,
+    // and both halves are whole panels.
+    unsafe {
+        tile_product::multiply(backend, activations, num_tokens, weight, &epilogue, tile_sums)
+    }
+}
+
+/// Writes `silu(gate) * up` to `out`, [num_tokens, width].
+struct SiluMul {
+    out: SendPointer<f32>,
+    width: usize,
+}
+
+impl TileEpilogue for SiluMul {
+    const IS_GATED: bool = true;
+
+    #[inline(always)]
+    fn store<S: Simd>(
+        &self,
+        gate: &[f32],
+        up: &[f32],
+        first_row: usize,
+        num_rows: usize,
+        columns: std::ops::Range<usize>,
+    ) {
+        let rows = gate.chunks_exact(PANEL_COLUMNS).zip(up.chunks_exact(PANEL_COLUMNS));
+        for (row, (gate, up)) in rows.take(num_rows).enumerate() {
+            // SAFETY: first_row + row < num_tokens and the columns are below width, so this lies in
+            // `out`; each row and column is given out once.
+            let out = unsafe {
+                std::slice::from_raw_parts_mut(
+                    self.out.get().add((first_row + row) * self.width + columns.start),
+                    columns.len(),
+                )
+            };
+            silu_mul_row::<S, f32>(&gate[..columns.len()], &up[..columns.len()], out);
+        }
+    }
 }
 
 /// Adds the bias to finished sums and writes them, or adds them, to `out`.

@@ -59,7 +59,13 @@ impl<T: Storage> Kernel for SiluMul<'_, T> {
             let row = self.first + row;
             let gate = &self.gate[row * self.gate_stride..][..self.width];
             let up = &self.up[row * self.up_stride..][..self.width];
-            map2::<S, T>(gate, up, out, |g, u| silu_value::<S>(g) * u);
+            silu_mul_row::<S, T>(gate, up, out);
         }
     }
+}
+
+/// Computes `out = silu(gate) * up` of one row.
+#[inline(always)]
+pub(in crate::ops) fn silu_mul_row<S: Simd, T: Storage>(gate: &[T], up: &[T], out: &mut [T]) {
+    map2::<S, T>(gate, up, out, |g, u| silu_value::<S>(g) * u);
 }

@@ -7,7 +7,7 @@ use crate::support::{
 use xserv::backend::cpu::CpuBackend;
 use xserv::memory::DType;
 use xserv::ops::common::packed_matrix::PackedMatrix;
-use xserv::ops::linear::cpu::{linear, LinearScratch, Store};
+use xserv::ops::linear::cpu::{linear, linear_silu_mul, LinearScratch, Store};
 
 fn packed(weight: &[f32], n: usize, k: usize, dtype: DType) -> PackedMatrix {
     let mut matrix = PackedMatrix::zeroed(n, k, dtype).unwrap();
@@ -62,6 +62,42 @@ fn awkward_shapes() {
                     let sums: Vec<f64> =
                         biased.iter().zip(&before).map(|(&r, &b)| r + f64::from(b)).collect();
                     assert_close(&what, out.checked(&what), &sums, Tolerance::Rms(2e-5));
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn gated_products() {
+    let mut random = Random::new(8);
+    let backends = backends(&[1, 3]);
+    let silu = |x: f64| x / (1.0 + (-x).exp());
+    for dtype in DTYPES {
+        for (k, width) in [(33, 64), (64, 65), (96, 320), (40, 1)] {
+            let n = 2 * width;
+            let weight = rounded_all(&random.normals(k * n), dtype);
+            let matrix = packed(&weight, n, k, dtype);
+            let bias = random.normals(n);
+            for (num_tokens, bias) in
+                [(0, None), (1, None), (3, Some(&bias)), (16, None), (17, None), (70, None)]
+            {
+                let x = random.normals(num_tokens * k);
+                let bias = bias.map(|bias| &bias[..]);
+                let exact = reference::linear(&activations(&x, dtype), &weight, bias, k, n);
+                let expected: Vec<f64> = (0..num_tokens * width)
+                    .map(|i| (i / width * n, i % width))
+                    .map(|(row, column)| silu(exact[row + column]) * exact[row + width + column])
+                    .collect();
+                for backend in &backends {
+                    let what = format!("{dtype} {num_tokens}x{k}x{width} on {}", backend.name());
+                    let (mut products, mut out) =
+                        (vec![0.0; num_tokens * n], Guarded::new(num_tokens * width));
+                    let scratch = &mut LinearScratch::new();
+                    let (products, to) = (&mut products[..], out.get());
+                    linear_silu_mul(backend, &x, num_tokens, &matrix, bias, products, to, scratch)
+                        .unwrap();
+                    assert_close(&what, out.checked(&what), &expected, Tolerance::Rms(4e-5));
                 }
             }
         }

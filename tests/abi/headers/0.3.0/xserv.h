@@ -58,6 +58,10 @@
  * - A thread that is cancelled (pthread_cancel) in a call or its callbacks finishes the call first.
  *   The thread's cancelability type must be the default, PTHREAD_CANCEL_DEFERRED.
  * - Process-wide state (environment, locale, signal handlers, current directory) is left as it is.
+ *   With one exception: on x86-64 Linux with AMX the first CPU context or model asks the system to
+ *   keep AMX state for the process. Signal frames of threads that compute then take 8 KB more, and
+ *   the system refuses alternative signal stacks that are too small for that; where a thread has
+ *   such a stack already, AMX is not used. XSERV_AMX=0 in the environment turns it off.
  *   Results do not depend on the floating-point mode (rounding, flushing of subnormal numbers,
  *   unmasked exceptions) of the thread that calls. The mode is the thread's own again in callbacks
  *   and after the call.

@@ -1,0 +1,498 @@
+//! Rows times the panels of a bf16 [`PackedMatrix`] on a unit that multiplies tiles: the
+//! counterpart of [`super::panel_product`] for instruction sets that have one.
+//!
+//! Up to 16 rows are one row of tiles: each panel passes by once, and the time is that of reading
+//! it. More rows are taken in blocks of 32 by 32, four tiles of sums at a time, so that each tile
+//! that is loaded is used twice. Over these, sums are taken in stretches of k for a few panels at a
+//! time: the stretch of the 32 rows stays in the first-level cache while the panels pass by, the
+//! panels' in the second-level cache while the rows do. An element is summed in steps of 32 values
+//! of k from the first to the last in every case, and sums are kept in f32 in between, so that its
+//! bits depend on its own row and column alone.
+
+use crate::backend::cpu::simd::{Kernel, Simd, Vector16};
+use crate::backend::cpu::tiles::{TileOperands, TileUnit, TILE_K, TILE_LEN, TILE_ROWS};
+use crate::backend::cpu::{CpuBackend, SendPointer};
+use crate::error::Result;
+use crate::memory::HostBuffer;
+use crate::ops::common::packed_matrix::{PackedMatrix, PANEL_COLUMNS};
+use crate::ops::common::panel_product::{grow, Epilogue};
+use std::ops::Range;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// The number of rows that are multiplied at a time where there are more than one row of tiles.
+const PAIR_ROWS: usize = 2 * TILE_ROWS;
+/// The most rows of a unit of work. Their part of a stretch of k is 256 KiB, their sums are 512.
+const MAX_UNIT_ROWS: usize = 512;
+/// The most panels of a unit of work. Each reads the rows anew.
+const MAX_UNIT_PANELS: usize = 4;
+/// The steps of k of a stretch.
+const STRETCH_STEPS: usize = 8;
+/// The bytes of a panel in one step.
+const STEP_BYTES: usize = PANEL_COLUMNS * TILE_K * 2;
+/// Bytes from pair to pair of a panel.
+const PAIR_STRIDE: usize = PANEL_COLUMNS * 4;
+/// Bytes from row to row of the sums of a panel.
+const SUMS_STRIDE: usize = PANEL_COLUMNS * 4;
+const LINE_BYTES: usize = 64;
+
+/// Takes the finished sums of a panel of the result.
+pub(crate) trait TileEpilogue: Sync {
+    /// Whether a panel of the result is made of two panels of the weight: the one in its place in
+    /// the upper half of the rows and the one in its place in the lower half, which begins with a
+    /// panel.
+    const IS_GATED: bool;
+
+    /// `sums` is [num_rows, 64] of the one panel; `lower` that of the second, or empty. The first
+    /// `columns.len()` of each are columns `columns` of the result, and the rows are those from
+    /// `first_row` on. Each element is given out once; calls for different ones come from several
+    /// threads.
+    fn store<S: Simd>(
+        &self,
+        sums: &[f32],
+        lower: &[f32],
+        first_row: usize,
+        num_rows: usize,
+        columns: Range<usize>,
+    );
+}
+
+/// An [`Epilogue`] of single panels.
+pub(crate) struct EachPanel<P>(pub P);
+
+impl<P: Epilogue> TileEpilogue for EachPanel<P> {
+    const IS_GATED: bool = false;
+
+    #[inline(always)]
+    fn store<S: Simd>(
+        &self,
+        sums: &[f32],
+        _lower: &[f32],
+        first_row: usize,
+        num_rows: usize,
+        columns: Range<usize>,
+    ) {
+        self.0.store::<S>(sums, first_row, num_rows, columns);
+    }
+}
+
+/// Returns the bytes of the tiles of `num_rows` rows of `in_features` values.
+pub(crate) fn tiles_bytes(num_rows: usize, in_features: usize) -> usize {
+    let rows = num_rows.div_ceil(TILE_ROWS).saturating_mul(TILE_ROWS);
+    let columns = in_features.div_ceil(TILE_K).saturating_mul(TILE_K);
+    rows.saturating_mul(columns).saturating_mul(size_of::<u16>())
+}
+
+/// Returns the number of f32 that one thread needs for the sums of `num_rows` rows.
+fn lane_sums_len(num_rows: usize) -> usize {
+    if num_rows <= TILE_ROWS {
+        return 0;
+    }
+    let rows = num_rows.min(MAX_UNIT_ROWS).next_multiple_of(PAIR_ROWS);
+    MAX_UNIT_PANELS * rows * PANEL_COLUMNS
+}
+
+/// Returns the bytes of scratch that `num_lanes` threads need for the sums of `num_rows` rows.
+pub(crate) fn sums_bytes(num_lanes: usize, num_rows: usize) -> usize {
+    num_lanes.saturating_mul(lane_sums_len(num_rows)).saturating_mul(size_of::<f32>())
+}
+
+/// Rounds rows of `in_features` values to bf16 and arranges them in tiles, [rows of tiles][steps of
+/// k], filled up with zeros.
+pub(crate) fn make_tiles(
+    backend: &CpuBackend,
+    x: &[f32],
+    in_features: usize,
+    tiles: &mut HostBuffer,
+) -> Result<()> {
+    let num_rows = x.len().checked_div(in_features).unwrap_or(0);
+    grow::<u16>(tiles, tiles_bytes(num_rows, in_features) / size_of::<u16>(), "activations")?;
+    let num_steps = in_features.div_ceil(TILE_K);
+    let target = SendPointer(tiles.as_mut_slice::<u16>().as_mut_ptr());
+    let row_len = TILE_ROWS * in_features;
+    backend.parallel_tokens(num_rows.div_ceil(TILE_ROWS), row_len, |row_tiles| {
+        for row_tile in row_tiles {
+            let rows = &x[row_tile * row_len..x.len().min((row_tile + 1) * row_len)];
+            // SAFETY: `tiles` has num_steps tiles for each row of tiles, which is given out once.
+            let tiles = unsafe {
+                let start = target.get().add(row_tile * num_steps * TILE_LEN);
+                std::slice::from_raw_parts_mut(start, num_steps * TILE_LEN)
+            };
+            backend.run(RowOfTiles { rows, in_features, tiles });
+        }
+    })
+}
+
+/// Up to 16 rows on their way into a row of tiles.
+struct RowOfTiles<'a> {
+    rows: &'a [f32],
+    in_features: usize,
+    tiles: &'a mut [u16],
+}
+
+impl Kernel for RowOfTiles<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self) {
+        let num_rows = self.rows.len() / self.in_features;
+        if num_rows < TILE_ROWS || !self.in_features.is_multiple_of(TILE_K) {
+            self.tiles.fill(0);
+        }
+        for (row, x) in self.rows.chunks_exact(self.in_features).enumerate() {
+            let places = self.tiles[row * TILE_K..].chunks_mut(TILE_LEN);
+            for (x, place) in x.chunks(TILE_K).zip(places) {
+                // SAFETY: `run` is called for an instruction set that is there; 32 values are read
+                // and written, of a copy where there are fewer.
+                unsafe {
+                    let mut filled = [0.0; TILE_K];
+                    let x = if x.len() < TILE_K {
+                        filled[..x.len()].copy_from_slice(x);
+                        &filled
+                    } else {
+                        x
+                    };
+                    let low = S::Vector::load(x.as_ptr());
+                    let high = S::Vector::load(x.as_ptr().add(TILE_K / 2));
+                    S::store_bf16(low, high, place[..TILE_K].as_mut_ptr());
+                }
+            }
+        }
+    }
+}
+
+/// Passes all sums of `num_rows` rows, arranged in tiles, times `weight` to `epilogue`.
+///
+/// # Safety
+/// The backend has tiles, `weight` is bf16, and `tiles` has been filled by [`make_tiles`] with
+/// `num_rows` rows of its `in_features`, at least one of each. For a gated epilogue, half its
+/// `out_features` are whole panels.
+pub(crate) unsafe fn multiply<P: TileEpilogue>(
+    backend: &CpuBackend,
+    tiles: &HostBuffer,
+    num_rows: usize,
+    weight: &PackedMatrix,
+    epilogue: &P,
+    sums: &mut HostBuffer,
+) -> Result<()> {
+    let num_lanes = backend.num_threads();
+    let lane_len = lane_sums_len(num_rows);
+    grow::<f32>(sums, num_lanes.saturating_mul(lane_len), "sums of panels")?;
+    let sums = SendPointer(sums.as_mut_slice::<f32>().as_mut_ptr());
+    let panels_of_each = if P::IS_GATED { 2 } else { 1 };
+    let out_features = weight.out_features() / panels_of_each;
+    let max_panels = MAX_UNIT_PANELS / panels_of_each;
+    let num_panels = out_features.div_ceil(PANEL_COLUMNS);
+    let units = Units::new(num_panels, max_panels, num_rows, num_lanes);
+    let next_unit = AtomicUsize::new(0);
+    backend.parallel_for(num_lanes.min(units.len()), &|lane| {
+        backend.run(Lane {
+            a: tiles.as_slice::<u16>().as_ptr(),
+            num_rows,
+            weight,
+            out_features,
+            epilogue,
+            // SAFETY: the buffer has lane_len places for each of num_lanes > lane.
+            sums: unsafe { sums.get().add(lane * lane_len) },
+            units: &units,
+            next_unit: &next_unit,
+        });
+    })
+}
+
+/// How a call is cut up: runs of panels of the result, and blocks of whole pairs of rows of tiles.
+struct Units {
+    num_panels: usize,
+    panel_runs: usize,
+    num_pairs: usize,
+    row_blocks: usize,
+}
+
+impl Units {
+    fn new(num_panels: usize, max_panels: usize, num_rows: usize, num_lanes: usize) -> Self {
+        // Four units per thread even out cores that are slowed by others.
+        let wanted = if num_lanes == 1 { 1 } else { 4 * num_lanes };
+        let num_pairs = num_rows.div_ceil(PAIR_ROWS);
+        if num_rows <= TILE_ROWS {
+            let panel_runs = num_panels.min(wanted);
+            return Units { num_panels, panel_runs, num_pairs, row_blocks: 1 };
+        }
+        let row_blocks =
+            num_rows.div_ceil(MAX_UNIT_ROWS).max(wanted.div_ceil(num_panels.max(1))).min(num_pairs);
+        let panels = (num_panels * row_blocks / wanted).clamp(1, max_panels);
+        Units { num_panels, panel_runs: num_panels.div_ceil(panels), num_pairs, row_blocks }
+    }
+
+    fn len(&self) -> usize {
+        self.panel_runs * self.row_blocks
+    }
+
+    /// Returns the panels of the result and the pairs of rows of tiles of unit `unit`.
+    #[inline(always)]
+    fn get(&self, unit: usize) -> (Range<usize>, Range<usize>) {
+        let (run, block) = (unit / self.row_blocks, unit % self.row_blocks);
+        let cut = |n: usize, part: usize, parts: usize| n * part / parts;
+        (
+            cut(self.num_panels, run, self.panel_runs)
+                ..cut(self.num_panels, run + 1, self.panel_runs),
+            cut(self.num_pairs, block, self.row_blocks)
+                ..cut(self.num_pairs, block + 1, self.row_blocks),
+        )
+    }
+}
+
+/// The work of one thread: claims units until none is left.
+struct Lane<'a, P> {
+    /// The rows, [rows of tiles][steps] tiles.
+    a: *const u16,
+    num_rows: usize,
+    weight: &'a PackedMatrix,
+    /// The columns of the result.
+    out_features: usize,
+    epilogue: &'a P,
+    /// The sums of this lane alone, [panels of the weight in a unit][rows of a unit, in pairs][64].
+    sums: *mut f32,
+    units: &'a Units,
+    next_unit: &'a AtomicUsize,
+}
+
+/// The last step of a panel whose k is no multiple of 32, filled up with zeros.
+#[repr(align(64))]
+struct LastStep([u16; STEP_BYTES / 2]);
+
+/// The sums of one row of tiles and one panel.
+#[repr(align(64))]
+struct OneTileRow([f32; TILE_ROWS * PANEL_COLUMNS]);
+
+impl<P: TileEpilogue> Kernel for Lane<'_, P> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self) {
+        // SAFETY: `run` is called for an instruction set that is there, and this lane is the only
+        // user of the unit on this thread.
+        let Some(mut tiles) = (unsafe { S::Tiles::ready() }) else { return };
+        loop {
+            let unit = self.next_unit.fetch_add(1, Ordering::Relaxed);
+            if unit >= self.units.len() {
+                return;
+            }
+            let (panels, pairs) = self.units.get(unit);
+            // SAFETY: passed on to the caller of `multiply`.
+            unsafe {
+                if self.num_rows <= TILE_ROWS {
+                    panels.for_each(|panel| self.one_tile_row::<S>(&mut tiles, panel));
+                } else {
+                    self.pairs::<S>(&mut tiles, panels, pairs);
+                }
+            }
+        }
+    }
+}
+
+impl<P: TileEpilogue> Lane<'_, P> {
+    /// The number of whole steps of k, and of all.
+    #[inline(always)]
+    fn steps(&self) -> (usize, usize) {
+        let in_features = self.weight.in_features();
+        (in_features / TILE_K, in_features.div_ceil(TILE_K))
+    }
+
+    /// Returns the elements of a panel.
+    #[inline(always)]
+    fn panel(&self, panel: usize) -> &[u16] {
+        let len = self.weight.panel_len();
+        &self.weight.panels::<u16>()[panel * len..(panel + 1) * len]
+    }
+
+    /// Returns the columns of the result that a panel makes.
+    #[inline(always)]
+    fn columns(&self, panel: usize) -> Range<usize> {
+        let first = panel * PANEL_COLUMNS;
+        first..self.out_features.min(first + PANEL_COLUMNS)
+    }
+
+    /// Returns the panel of the weight that is the second one of a panel of the result.
+    #[inline(always)]
+    fn lower(&self, panel: usize) -> usize {
+        self.out_features / PANEL_COLUMNS + panel
+    }
+
+    /// Copies what is left of a panel after its whole steps.
+    #[inline(always)]
+    fn last_step(&self, panel: &[u16], last: &mut LastStep) {
+        let left = &panel[self.steps().0 * STEP_BYTES / 2..];
+        last.0[..left.len()].copy_from_slice(left);
+        last.0[left.len()..].fill(0);
+    }
+
+    /// Returns where a panel goes on at `step`, or, if that is its end, the panel after
+    /// `num_panels` others: what a unit, or the next one, is likely to need next.
+    #[inline(always)]
+    fn after(&self, panel: usize, num_panels: usize, step: usize) -> *const u8 {
+        let (panel, step) =
+            if step < self.steps().0 { (panel, step) } else { (panel + num_panels, 0) };
+        let element = panel * self.weight.panel_len() + step * STEP_BYTES / 2;
+        self.weight.panels::<u16>().as_ptr().wrapping_add(element).cast()
+    }
+
+    /// Makes a panel of the result for up to 16 rows.
+    ///
+    /// # Safety
+    /// As for [`multiply`].
+    #[inline(always)]
+    unsafe fn one_tile_row<S: Simd>(&self, tiles: &mut S::Tiles, panel: usize) {
+        let mut sums = OneTileRow([0.0; TILE_ROWS * PANEL_COLUMNS]);
+        let mut lower = OneTileRow([0.0; TILE_ROWS * PANEL_COLUMNS]);
+        // SAFETY: passed on to the caller.
+        unsafe { self.times_panel::<S>(tiles, panel, &mut sums) };
+        let columns = self.columns(panel);
+        if P::IS_GATED {
+            // SAFETY: as above.
+            unsafe { self.times_panel::<S>(tiles, self.lower(panel), &mut lower) };
+            self.epilogue.store::<S>(&sums.0, &lower.0, 0, self.num_rows, columns);
+        } else {
+            self.epilogue.store::<S>(&sums.0, &[], 0, self.num_rows, columns);
+        }
+    }
+
+    /// Multiplies up to 16 rows by a panel of the weight.
+    ///
+    /// # Safety
+    /// As for [`multiply`].
+    #[inline(always)]
+    unsafe fn times_panel<S: Simd>(
+        &self,
+        tiles: &mut S::Tiles,
+        panel: usize,
+        sums: &mut OneTileRow,
+    ) {
+        let (whole_steps, num_steps) = self.steps();
+        let b = self.panel(panel);
+        let mut operands = TileOperands {
+            a: self.a,
+            a_stride: 0,
+            b: b.as_ptr(),
+            b_stride: PAIR_STRIDE,
+            num_steps: whole_steps,
+            out: sums.0.as_mut_ptr(),
+            out_stride: SUMS_STRIDE,
+            accumulate: 0,
+            // A tile takes every fourth line of a panel, which the prefetchers of the processor do
+            // not follow well. Touching the lines in order just before is 25 percent faster.
+            prefetch: b.as_ptr().cast(),
+            prefetch_lines: STEP_BYTES / LINE_BYTES,
+        };
+        // SAFETY: a row of num_steps tiles, and a panel of whole_steps steps and what `last` holds.
+        unsafe {
+            if whole_steps > 0 {
+                tiles.few_rows(self.num_rows, &operands);
+            }
+            if whole_steps < num_steps {
+                let mut last = LastStep([0; STEP_BYTES / 2]);
+                self.last_step(b, &mut last);
+                operands.a = self.a.add(whole_steps * TILE_LEN);
+                operands.b = last.0.as_ptr();
+                operands.num_steps = 1;
+                operands.accumulate = usize::from(whole_steps > 0);
+                operands.prefetch_lines = 0;
+                tiles.few_rows(self.num_rows, &operands);
+            }
+        }
+    }
+
+    /// Makes some panels of the result for pairs of rows of tiles.
+    ///
+    /// # Safety
+    /// As for [`multiply`].
+    #[inline(always)]
+    unsafe fn pairs<S: Simd>(
+        &self,
+        tiles: &mut S::Tiles,
+        panels: Range<usize>,
+        pairs: Range<usize>,
+    ) {
+        let (whole_steps, num_steps) = self.steps();
+        let panel_sums = pairs.len() * PAIR_ROWS * PANEL_COLUMNS;
+        let num_panels = panels.len();
+        let lower = panels.clone().map(|panel| self.lower(panel)).filter(|_| P::IS_GATED);
+        let all_panels = panels.clone().chain(lower);
+        let mut last = LastStep([0; STEP_BYTES / 2]);
+        // The two blocks of every pair fetch their share of the panels' next stretch meanwhile.
+        let prefetch_lines = (STEP_BYTES / LINE_BYTES).div_ceil(2 * pairs.len());
+        let mut first_step = 0;
+        while first_step < num_steps {
+            // What is left after the whole steps is a stretch of its own.
+            let stretch = if first_step < whole_steps {
+                (whole_steps - first_step).min(STRETCH_STEPS)
+            } else {
+                1
+            };
+            for pair in pairs.clone() {
+                for (place, panel) in all_panels.clone().enumerate() {
+                    let b = if first_step < whole_steps {
+                        self.panel(panel)[first_step * STEP_BYTES / 2..].as_ptr()
+                    } else {
+                        self.last_step(self.panel(panel), &mut last);
+                        last.0.as_ptr()
+                    };
+                    let offset =
+                        place * panel_sums + (pair - pairs.start) * PAIR_ROWS * PANEL_COLUMNS;
+                    let operands = TileOperands {
+                        a: self.a.wrapping_add((2 * pair * num_steps + first_step) * TILE_LEN),
+                        a_stride: num_steps * TILE_LEN * size_of::<u16>(),
+                        b,
+                        b_stride: PAIR_STRIDE,
+                        num_steps: stretch,
+                        out: self.sums.wrapping_add(offset),
+                        out_stride: SUMS_STRIDE,
+                        accumulate: usize::from(first_step > 0),
+                        prefetch: self.after(panel, num_panels, first_step + stretch).wrapping_add(
+                            2 * (pair - pairs.start) * stretch * prefetch_lines * LINE_BYTES,
+                        ),
+                        prefetch_lines,
+                    };
+                    // SAFETY: the pair has one or two rows of tiles of num_steps steps; the panel,
+                    // or `last`, has the steps of the stretch; the sums have a place for each panel
+                    // and pair of a unit.
+                    unsafe { self.pair::<S>(tiles, pair, &operands) };
+                }
+            }
+            first_step += stretch;
+        }
+        let first_row = pairs.start * PAIR_ROWS;
+        let num_rows = self.num_rows.min(pairs.end * PAIR_ROWS) - first_row;
+        // SAFETY: as above; all these rows have been written.
+        let sums_of = |place: usize| unsafe {
+            let start = self.sums.add(place * panel_sums);
+            std::slice::from_raw_parts(start, num_rows * PANEL_COLUMNS)
+        };
+        for (place, panel) in panels.enumerate() {
+            let lower = if P::IS_GATED { sums_of(num_panels + place) } else { &[] };
+            let columns = self.columns(panel);
+            self.epilogue.store::<S>(sums_of(place), lower, first_row, num_rows, columns);
+        }
+    }
+
+    /// Multiplies a pair of rows of tiles, or the last one that is alone, by a stretch of a panel.
+    ///
+    /// # Safety
+    /// `operands` covers the rows and 64 columns.
+    #[inline(always)]
+    unsafe fn pair<S: Simd>(&self, tiles: &mut S::Tiles, pair: usize, operands: &TileOperands) {
+        // SAFETY: passed on to the caller.
+        unsafe {
+            if pair * PAIR_ROWS + TILE_ROWS >= self.num_rows {
+                tiles.block::<1, 4>(operands);
+                return;
+            }
+            tiles.block::<2, 2>(operands);
+            let fetched = operands.num_steps * operands.prefetch_lines * LINE_BYTES;
+            tiles.block::<2, 2>(&TileOperands {
+                b: operands.b.wrapping_add(2 * PAIR_ROWS),
+                out: operands.out.wrapping_add(PAIR_ROWS),
+                prefetch: operands.prefetch.wrapping_add(fetched),
+                ..*operands
+            });
+        }
+    }
+}
