@@ -6,6 +6,9 @@
 //!
 //! The softmax is computed online in blocks of 32 keys; see [`super::cpu_online_softmax`].
 //!
+//! Where an instruction set multiplies tiles of bf16 it is computed in stretches of 128 keys; see
+//! [`super::cpu_online_tiles`].
+//!
 //! Blocks begin at absolute positions and a row goes through the same steps whatever rows are
 //! beside it, so its bits do not depend on the batch, on how a prompt is cut into chunks, or on
 //! threads. With a bf16 cache q and p are rounded to bf16 for the two products; sums are always
@@ -13,10 +16,12 @@
 
 use crate::backend::cpu::simd::{Kernel, Simd};
 use crate::backend::cpu::tile::{Element, F16, F32, MAX_ROWS};
+use crate::backend::cpu::tiles::TileUnit;
 use crate::backend::cpu::{CpuBackend, SendPointer};
 use crate::error::{Error, Result};
 use crate::memory::{DType, HostBuffer};
 use crate::ops::attention::cpu_online_softmax::{KeyPanel, Memory, Online, TILE_ROWS};
+use crate::ops::attention::cpu_online_tiles::{OnlineTiles, TileMemory};
 use crate::ops::common::panel_product::grow;
 use crate::ops::kv_cache::layout::{KvBlocks, BLOCK_SIZE};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -115,23 +120,33 @@ pub fn attention(
     let memory = SendPointer(lanes.as_bytes_mut().as_mut_ptr().cast::<Memory>());
     let out_pointer = SendPointer(out.as_mut_ptr());
     let next_task = AtomicUsize::new(0);
+    let work = Work {
+        q,
+        q_stride,
+        cache,
+        batch,
+        num_heads,
+        group,
+        out: out_pointer,
+        first_tiles,
+        next_task: &next_task,
+        num_tasks,
+    };
+    let in_tiles = layout.dtype == DType::BF16 && backend.has_tiles();
     backend.parallel_for(num_lanes, &|lane| {
-        let lane = Lane {
-            q,
-            q_stride,
-            cache,
-            batch,
-            num_heads,
-            group,
-            out: out_pointer.get(),
-            // SAFETY: `lanes` holds num_lanes of them, 64-byte aligned and zeroed at first (any
-            // bits are floats); lane numbers are given out once, so this is the only reference.
-            online: Online::new(unsafe { &mut *memory.get().add(lane) }, layout.head_dim, scale),
-            first_tiles,
-            next_task: &next_task,
-            num_tasks,
-        };
-        backend.run(lane);
+        // SAFETY: `lanes` holds num_lanes of them, 64-byte aligned; lane numbers are given out once.
+        let memory = unsafe { memory.get().add(lane) };
+        if in_tiles {
+            // SAFETY: a TileMemory is no larger and no more aligned, and any bits are numbers; this
+            // is the only reference.
+            let memory = unsafe { &mut *memory.cast::<TileMemory>() };
+            backend.run(TileLane { work: &work, tiles: OnlineTiles::new(memory, layout, scale) });
+        } else {
+            // SAFETY: the memory is zeroed at first, and any bits are floats; this is the only
+            // reference.
+            let memory = unsafe { &mut *memory };
+            backend.run(Lane { work: &work, online: Online::new(memory, layout.head_dim, scale) });
+        }
     })
 }
 
@@ -189,16 +204,15 @@ fn check(
     Ok(num_tokens)
 }
 
-/// The work of one thread: claims tiles until none is left.
-struct Lane<'a, 'b> {
+/// What all threads work on: tiles, which they claim until none is left.
+struct Work<'a, 'b> {
     q: &'a [f32],
     q_stride: usize,
     cache: &'a KvBlocks<'b>,
     batch: &'a AttentionBatch<'a>,
     num_heads: usize,
     group: usize,
-    out: *mut f32,
-    online: Online<'a>,
+    out: SendPointer<f32>,
     first_tiles: &'a [usize],
     next_task: &'a AtomicUsize,
     num_tasks: usize,
@@ -219,33 +233,16 @@ struct Tile<'a> {
     block_table: &'a [u32],
 }
 
-impl Kernel for Lane<'_, '_> {
-    type Output = ();
-
+impl<'a> Work<'a, '_> {
+    /// Claims a tile.
     #[inline(always)]
-    fn run<S: Simd>(mut self) {
-        loop {
-            let task = self.next_task.fetch_add(1, Ordering::Relaxed);
-            if task >= self.num_tasks {
-                return;
-            }
-            // The order is from the last to the first: late tiles see more keys, and small ones
-            // shall end the call.
-            let tile = self.tile(self.num_tasks - 1 - task);
-            // SAFETY: the element is that of the cache's type, and `run` is called for an
-            // instruction set that is there.
-            unsafe {
-                match self.cache.layout().dtype {
-                    DType::F32 => self.attend::<S, F32<S::Vector>>(tile),
-                    DType::F16 => self.attend::<S, F16<S::Vector>>(tile),
-                    DType::BF16 => self.attend::<S, S::Bf16>(tile),
-                }
-            }
-        }
+    fn next(&self) -> Option<Tile<'a>> {
+        let task = self.next_task.fetch_add(1, Ordering::Relaxed);
+        // The order is from the last to the first: late tiles see more keys, and small ones shall
+        // end the call.
+        (task < self.num_tasks).then(|| self.tile(self.num_tasks - 1 - task))
     }
-}
 
-impl<'a> Lane<'a, '_> {
     fn tile(&self, task: usize) -> Tile<'a> {
         let num_kv_heads = self.cache.layout().num_kv_heads;
         let (tile, kv_head) = (task / num_kv_heads, task % num_kv_heads);
@@ -266,17 +263,77 @@ impl<'a> Lane<'a, '_> {
         }
     }
 
+    /// Returns the token in the batch and the head of a row.
+    #[inline(always)]
+    fn place(&self, tile: Tile<'_>, row: usize) -> (usize, usize) {
+        let row = tile.first_row + row;
+        (tile.first_token + row / self.group, tile.kv_head * self.group + row % self.group)
+    }
+
+    /// Returns the query of a row, and the number of keys that it sees.
+    #[inline(always)]
+    fn query(&self, tile: Tile<'_>, row: usize) -> (&'a [f32], usize) {
+        let head_dim = self.cache.layout().head_dim;
+        let (token, head) = self.place(tile, row);
+        let query = &self.q[token * self.q_stride + head * head_dim..][..head_dim];
+        (query, tile.first_position + token - tile.first_token + 1)
+    }
+
+    /// Writes the result of a row: `sums` times `scale`.
+    #[inline(always)]
+    fn finish(&self, tile: Tile<'_>, row: usize, (sums, scale): (&[f32], f32)) {
+        let head_dim = self.cache.layout().head_dim;
+        let (token, head) = self.place(tile, row);
+        // SAFETY: token < num_tokens and head < num_heads, so this lies in `out`; no other tile has
+        // this token and head, and a tile is claimed once.
+        let out = unsafe {
+            std::slice::from_raw_parts_mut(
+                self.out.get().add((token * self.num_heads + head) * head_dim),
+                head_dim,
+            )
+        };
+        for (o, &sum) in out.iter_mut().zip(sums) {
+            *o = sum * scale;
+        }
+    }
+}
+
+/// One thread.
+struct Lane<'a, 'b> {
+    work: &'a Work<'a, 'b>,
+    online: Online<'a>,
+}
+
+impl Kernel for Lane<'_, '_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(mut self) {
+        while let Some(tile) = self.work.next() {
+            // SAFETY: the element is that of the cache's type, and `run` is called for an
+            // instruction set that is there.
+            unsafe {
+                match self.work.cache.layout().dtype {
+                    DType::F32 => self.attend::<S, F32<S::Vector>>(tile),
+                    DType::F16 => self.attend::<S, F16<S::Vector>>(tile),
+                    DType::BF16 => self.attend::<S, S::Bf16>(tile),
+                }
+            }
+        }
+    }
+}
+
+impl Lane<'_, '_> {
     /// # Safety
     /// `E` is the element of the cache's type; its instruction set is there.
     #[inline(always)]
     unsafe fn attend<S: Simd, E: Element>(&mut self, tile: Tile<'_>) {
-        let head_dim = self.cache.layout().head_dim;
-        let value_columns = self.cache.layout().value_columns();
+        let head_dim = self.work.cache.layout().head_dim;
+        let value_columns = self.work.cache.layout().value_columns();
         let queries = self.online.memory.queries.as_mut_ptr().cast::<E::Activation>();
         for row in 0..tile.num_rows {
-            let (token, head) = self.place(tile, row);
-            self.online.memory.visible[row] = tile.first_position + token - tile.first_token + 1;
-            let q = &self.q[token * self.q_stride + head * head_dim..][..head_dim];
+            let (q, visible) = self.work.query(tile, row);
+            self.online.memory.visible[row] = visible;
             // SAFETY: row < TILE_ROWS and head_dim <= MAX_HEAD_DIM; activations take up to 4 bytes.
             let to =
                 unsafe { std::slice::from_raw_parts_mut(queries.add(row * head_dim), head_dim) };
@@ -290,7 +347,7 @@ impl<'a> Lane<'a, '_> {
             E::IS_F32_MATH && size_of::<E::Weight>() == 2 && tile.num_rows >= WIDEN_FROM_ROWS;
         for block in 0..self.online.memory.visible[tile.num_rows - 1].div_ceil(BLOCK_SIZE) {
             let (keys, values) =
-                self.cache.panels::<E::Weight>(tile.block_table[block] as usize, tile.kv_head);
+                self.work.cache.panels::<E::Weight>(tile.block_table[block] as usize, tile.kv_head);
             let first_key = block * BLOCK_SIZE;
             // SAFETY: panels are those of `E` (or widened from them); `memory` has room for both.
             unsafe {
@@ -311,27 +368,40 @@ impl<'a> Lane<'a, '_> {
         }
 
         for row in 0..tile.num_rows {
-            let (token, head) = self.place(tile, row);
-            let (sums, scale) = self.online.finished(row);
-            // SAFETY: token < num_tokens and head < num_heads, so this lies in `out`; no other tile
-            // has this token and head.
-            let out = unsafe {
-                std::slice::from_raw_parts_mut(
-                    self.out.add((token * self.num_heads + head) * head_dim),
-                    head_dim,
-                )
-            };
-            for (o, &sum) in out.iter_mut().zip(sums) {
-                *o = sum * scale;
-            }
+            self.work.finish(tile, row, self.online.finished(row));
         }
     }
+}
 
-    /// Returns the token in the batch and the head of a row.
+/// One thread, with a unit that multiplies tiles.
+struct TileLane<'a, 'b> {
+    work: &'a Work<'a, 'b>,
+    tiles: OnlineTiles<'a>,
+}
+
+impl Kernel for TileLane<'_, '_> {
+    type Output = ();
+
     #[inline(always)]
-    fn place(&self, tile: Tile<'_>, row: usize) -> (usize, usize) {
-        let row = tile.first_row + row;
-        (tile.first_token + row / self.group, tile.kv_head * self.group + row % self.group)
+    fn run<S: Simd>(mut self) {
+        // SAFETY: `run` is called for an instruction set that is there, and this lane is the only
+        // user of the unit on this thread.
+        let Some(mut unit) = (unsafe { S::Tiles::ready() }) else { return };
+        while let Some(tile) = self.work.next() {
+            for row in 0..tile.num_rows {
+                let (query, visible) = self.work.query(tile, row);
+                self.tiles.set_query::<S>(row, query, visible);
+            }
+            self.tiles.start(tile.num_rows);
+            let panels = |block: usize| {
+                self.work.cache.panels::<u16>(tile.block_table[block] as usize, tile.kv_head)
+            };
+            // SAFETY: the unit is ready; the panels are bf16 of the layout that `tiles` has.
+            unsafe { self.tiles.attend::<S>(&mut unit, tile.context_len, panels) };
+            for row in 0..tile.num_rows {
+                self.work.finish(tile, row, self.tiles.finished(row));
+            }
+        }
     }
 }
 

@@ -18,6 +18,7 @@
 pub mod cpu_flash;
 pub mod cpu_naive;
 mod cpu_online_softmax;
+mod cpu_online_tiles;
 pub mod cpu_paged;
 pub mod cuda_fused;
 pub mod cuda_fused_project;
