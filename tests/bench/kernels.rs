@@ -136,6 +136,12 @@ fn ceilings(bench: &Bench, backend: &CpuBackend) {
                 backend.parallel_for(threads, &|_| x86::bf16_dot(steps)).unwrap();
             });
         }
+        if Isa::Avx512Amx.is_supported() {
+            let flops = (steps * 4 * threads as u64) as f64 * 2.0 * 16.0 * 16.0 * 32.0;
+            bench.run(backend, "peak_tdpbf16ps", 0.5, Work::Flops(flops), || {
+                backend.parallel_for(threads, &|_| x86::tiles(steps)).unwrap();
+            });
+        }
     }
 }
 
@@ -215,6 +221,42 @@ mod x86 {
     }
     peak!(fma, "vfmadd231ps");
     peak!(bf16_dot, "vdpbf16ps");
+
+    #[repr(C, align(64))]
+    struct TileConfig {
+        palette: u8,
+        reserved: [u8; 15],
+        bytes_per_row: [u16; 16],
+        rows: [u8; 16],
+    }
+
+    /// Four sums in tiles.
+    pub fn tiles(steps: u64) {
+        let mut config =
+            TileConfig { palette: 1, reserved: [0; 15], bytes_per_row: [0; 16], rows: [0; 16] };
+        config.bytes_per_row[..8].fill(64);
+        config.rows[..8].fill(16);
+        // SAFETY: the caller has found the instructions and the permission; the tiles are released at
+        // the end.
+        unsafe {
+            asm!(
+                "ldtilecfg [{config}]",
+                "2:",
+                "tdpbf16ps tmm0, tmm4, tmm6",
+                "tdpbf16ps tmm1, tmm4, tmm7",
+                "tdpbf16ps tmm2, tmm5, tmm6",
+                "tdpbf16ps tmm3, tmm5, tmm7",
+                "dec {steps}",
+                "jnz 2b",
+                "tilerelease",
+                config = in(reg) &config,
+                steps = inout(reg) steps => _,
+                out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+                out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+                options(nostack)
+            );
+        }
+    }
 }
 
 /// Small numbers with all mantissa bits in use.

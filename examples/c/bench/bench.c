@@ -15,7 +15,10 @@
  * measured in the same run: memory_gb_s, at which a kernel that does little else reads 4 GiB, and
  * gemm_tflop_s, of products of matrices of 8192 rows and columns in the model's type
  * (ceilings.h). --read-gbs and --tflops set them instead; on a CPU there are limits only if
- * both are given. ttft128_cold_s is the time to the first token of the first prompt after loading,
+ * both are given. On a CPU fma_tflop_s is what its f32 multiply-adds reach on registers alone and, for
+ * bf16 where the library uses AMX, amx_tflop_s what its tiles do; _multiply_share is what a prompt's
+ * products would take at the rate of the latter, else the former, as a share of the prompt's time.
+ * ttft128_cold_s is the time to the first token of the first prompt after loading,
  * which finds caches and clocks cold.
  *
  * Waiting and serving, in seconds, from one event loop (--no-speed leaves out the above): ttft<N>
@@ -45,6 +48,7 @@
 #include "ceilings.h"
 #include "limits.h"
 #include "measure.h"
+#include "multiply.h"
 #include "report.h"
 #include "serve.h"
 #include "tied.h"
@@ -67,6 +71,7 @@ typedef struct subject {
   const xserv_model_info *info;
   model_work work;
   ceilings ceilings;
+  double multiply_tflops; /* of the CPU's fastest instructions for the model's type; 0: not known */
   double best_single; /* tokens per second of the fastest generation without a batch */
 } subject;
 
@@ -102,6 +107,10 @@ static bool measure_row(const subject *of, const row *row, workload *work, uint3
     const double limit_ms =
         prompt ? prompt_limit_ms(&of->ceilings, &of->work, work->batch, num_tokens)
                : decode_limit_ms(&of->ceilings, &of->work, work->batch, depth + 0.5 * num_tokens);
+    /* On a CPU, what the multiplications alone would take. */
+    const ceilings only_multiply = {1e30, of->multiply_tflops};
+    const double multiply_ms =
+        prompt ? prompt_limit_ms(&only_multiply, &of->work, work->batch, num_tokens) : 0;
     const struct {
       const char *name, *unit, *better;
       double value;
@@ -112,6 +121,7 @@ static bool measure_row(const subject *of, const row *row, workload *work, uint3
         {"ms", "ms", "lower", ms, true},
         {"limit_ms", "ms", "lower", limit_ms, limit_ms > 0},
         {"share", "of 1", "higher", limit_ms / ms, limit_ms > 0},
+        {"multiply_share", "of 1", "higher", multiply_ms / ms, multiply_ms > 0},
         {"idle", "of 1", "lower", idle_share(from, to), !prompt},
     };
     for (size_t i = 0; i < sizeof lines / sizeof *lines; i++) {
@@ -201,6 +211,23 @@ static bool measure_loads(const subject *of, const row *row, workload *work) {
 
 static bool is_on_gpu(const xserv_model_info *info) { return info->num_threads == 0; }
 
+/* Whether the library multiplies in tiles of AMX. */
+static bool has_amx(const xserv_model_info *info) { return strstr(info->device, "avx512-amx") != NULL; }
+
+/* Measures how fast the processor multiplies the model's numbers. The read rate is measured when the
+ * model is gone. */
+static void measure_cpu(subject *of, const row *row) {
+  const xserv_model_info *info = of->info;
+  if (of->all->prompts.len == 0) return;
+  double rate = multiply_add_rate(info->num_threads) * 1e-12;
+  if (rate > 0) print_value(row, "fma_tflop_s", "TFLOP/s", "higher", rate);
+  if (info->dtype == XSERV_DTYPE_BF16 && has_amx(info)) {
+    rate = amx_rate(info->num_threads) * 1e-12;
+    print_value(row, "amx_tflop_s", "TFLOP/s", "higher", rate);
+  }
+  of->multiply_tflops = rate;
+}
+
 /* Measures the rates of the GPU while the model is on it: loading and the first token are over by
  * then, and later measurements find the GPU at its steady temperature. If this fails there are no
  * limits. */
@@ -231,7 +258,11 @@ static bool measure_model(subject *of, bool first) {
   double first_token;
   if (!measure_first_token(&work, 128, &first_token)) return false;
   print_value(&row, "ttft128_cold_s", "s", "lower", first_token);
-  if (is_on_gpu(of->info)) measure_gpu(of, &row);
+  if (is_on_gpu(of->info)) {
+    measure_gpu(of, &row);
+  } else {
+    measure_cpu(of, &row);
+  }
 
   for (size_t b = 0; b < all->batch.len; b++) {
     work.batch = row.batch = all->batch.values[b];
