@@ -25,6 +25,14 @@ __device__ __forceinline__ uint32_t cluster_address(uint32_t address, int rank) 
   return mapped;
 }
 
+// The same for a pointer, which plain loads and stores follow.
+template <typename T>
+__device__ __forceinline__ T* cluster_pointer(T* own, int rank) {
+  uint64_t mapped;
+  asm("mapa.u64 %0, %1, %2;" : "=l"(mapped) : "l"(own), "r"(rank));
+  return reinterpret_cast<T*>(mapped);
+}
+
 __device__ __forceinline__ float4 cluster_load(uint32_t address) {
   float4 v;
   asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"

@@ -16,7 +16,8 @@ constexpr int kMaxRank = 8;  // axes of a tensor
 constexpr int kMaxNormedHeadDim = 256;  // of q and k
 constexpr int kMaxSampleParts = 64;  // blocks that share a row of logits
 constexpr int kMaxCandidates = 1024;  // of a row of logits
-constexpr int kSampleCounterWords = 4;  // of 32 bits, of a row of logits
+constexpr int kMaxTeamBlocks = 8;  // that search a row of logits together
+constexpr int kSampleCounterWords = 8;  // of 32 bits, of a row of logits
 
 // Dynamic shared memory that the library asks for, by kernel.
 namespace shared_bytes {

@@ -66,6 +66,7 @@ fn numbers() -> Vec<(&'static str, usize, &'static str)> {
         ("kMaxNormedHeadDim", qk_norm_rope_append::MAX_HEAD_DIM as usize, "of q and k"),
         ("kMaxSampleParts", sample::MAX_PARTS, "blocks that share a row of logits"),
         ("kMaxCandidates", sample::MAX_CANDIDATES, "of a row of logits"),
+        ("kMaxTeamBlocks", sample::MAX_TEAM_BLOCKS, "that search a row of logits together"),
         ("kSampleCounterWords", sample::SAMPLE_COUNTERS, "of 32 bits, of a row of logits"),
     ]
 }

@@ -3,6 +3,7 @@
 
 use std::path::{Path, PathBuf};
 
+use crate::chi_square::assert_fits;
 use safetensors::SafeTensors;
 use xserv::engine::{GenerationConfig, LogitBias, Sampler, SamplingOverrides, SamplingParams};
 
@@ -232,14 +233,6 @@ fn processors_leave_what_those_of_transformers_leave() {
     assert!(cases.all().len() >= 60);
 }
 
-/// The quantile of the chi-square distribution that is exceeded once in a million times, by the approximation of
-/// Wilson and Hilferty (1931).
-fn chi_square_bar(degrees: usize) -> f64 {
-    let (k, normal) = (degrees as f64, 4.753);
-    let part = 2.0 / (9.0 * k);
-    k * (1.0 - part + normal * part.sqrt()).powi(3)
-}
-
 /// The tokens of 10^5 draws occur as often as Transformers' processors say.
 #[test]
 fn draws_have_the_probabilities_of_transformers() {
@@ -260,29 +253,8 @@ fn draws_have_the_probabilities_of_transformers() {
             let chosen = sampler.choose(&mut logits.clone(), step, &[], None).unwrap();
             counts[chosen.token as usize] += 1;
         }
-        // Rare tokens count together.
-        let (mut sum, mut bins, mut rare) = (0.0, 0, (0.0, 0.0));
-        for (&count, p) in counts.iter().zip(numbers(&case["probabilities"])) {
-            let expected = p * DRAWS as f64;
-            assert!(p > 0.0 || count == 0, "a token that is out was drawn");
-            if expected < 10.0 {
-                rare = (rare.0 + count as f64, rare.1 + expected);
-            } else {
-                sum += (count as f64 - expected).powi(2) / expected;
-                bins += 1;
-            }
-        }
-        if rare.1 >= 10.0 {
-            sum += (rare.0 - rare.1).powi(2) / rare.1;
-            bins += 1;
-        }
-        if bins > 1 {
-            let bar = chi_square_bar(bins - 1);
-            assert!(
-                sum <= bar,
-                "case {index}: chi-square {sum} with {} degrees, at most {bar}",
-                bins - 1
-            );
+        let probabilities = numbers(&case["probabilities"]);
+        if assert_fits(&counts, &probabilities, &format!("case {index}")) > 0 {
             tested += 1;
         }
     }

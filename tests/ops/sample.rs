@@ -2,8 +2,10 @@
 
 use std::sync::Arc;
 
-use crate::support::device::cuda_context;
-use xserv::backend::{Arena, ComputeContext, PinnedBuffer};
+use crate::support::chi_square::assert_fits;
+use crate::support::device::{cuda_context, upload};
+use crate::support::{rounded, to_bytes};
+use xserv::backend::{Arena, ComputeContext, DeviceTensor, PinnedBuffer};
 use xserv::engine::{GenerationConfig, Sampler, SamplingOverrides, SamplingParams};
 use xserv::memory::{DType, ElementType};
 use xserv::model::NO_TOKEN;
@@ -16,57 +18,99 @@ fn argmax(logits: &[f32]) -> u32 {
     best.expect("a row").0 as u32
 }
 
-/// Rows of logits and how to choose behind them, on the device.
+/// Rows of logits on the device, and memory for choosing from them.
+struct Rows {
+    context: Arc<ComputeContext>,
+    logits: DeviceTensor,
+    rows: DeviceTensor,
+    tokens: DeviceTensor,
+    host_tokens: DeviceTensor,
+    partials: DeviceTensor,
+    counters: DeviceTensor,
+    host: PinnedBuffer,
+}
+
+fn le(words: impl IntoIterator<Item = u32>) -> Vec<u8> {
+    words.into_iter().flat_map(u32::to_ne_bytes).collect()
+}
+
+impl Rows {
+    fn new(context: &Arc<ComputeContext>, dtype: DType, logits: &[Vec<f32>]) -> Self {
+        let (num_rows, vocab_size) = (logits.len(), logits[0].len());
+        let mut arena = Arena::new(context, 192 << 20, "a test").expect("memory");
+        let mut tensor = |element, shape: &[usize], bytes: Vec<u8>| {
+            let tensor = arena.tensor(element, shape).expect("room");
+            upload(context, &tensor, &bytes);
+            tensor
+        };
+        let host = PinnedBuffer::new(context, num_rows * 4, "tokens").expect("room");
+        let address = host.device_address(0);
+        let values: Vec<u8> = logits.iter().flat_map(|row| to_bytes(row, dtype)).collect();
+        let (len, num_partials) = (num_rows * SAMPLE_COUNTERS, num_rows * SAMPLE_PARTIALS);
+        Rows {
+            context: context.clone(),
+            logits: tensor(ElementType::Float(dtype), &[num_rows, vocab_size], values),
+            rows: tensor(
+                ElementType::I32,
+                &[num_rows, SAMPLE_ROW_WORDS],
+                vec![0; num_rows * SAMPLE_ROW_WORDS * 4],
+            ),
+            tokens: tensor(ElementType::I32, &[num_rows], vec![0; num_rows * 4]),
+            host_tokens: tensor(
+                ElementType::I32,
+                &[2],
+                le([address as u32, (address >> 32) as u32]),
+            ),
+            partials: tensor(ElementType::I64, &[num_partials], vec![0xee; num_partials * 8]),
+            counters: tensor(ElementType::I32, &[len], vec![0; len * 4]),
+            host,
+        }
+    }
+
+    fn choose(&mut self, how: &[SampleRow]) -> Vec<u32> {
+        upload(&self.context, &self.rows, &le(how.iter().flat_map(SampleRow::words)));
+        let buffers = SampleBuffers {
+            rows: &self.rows,
+            tokens: &self.tokens,
+            host_tokens: &self.host_tokens,
+            partials: &self.partials,
+            counters: &self.counters,
+        };
+        let is_filtered = how.iter().any(|how| how.top_k > 0 || how.top_p < 1.0);
+        sample(&self.context, &self.logits, &buffers, is_filtered).expect("a choice");
+        self.host.set_in_use().expect("an event");
+        let words = self.host.bytes().expect("tokens").chunks(4);
+        words.map(|b| u32::from_ne_bytes(b.try_into().expect("four"))).collect()
+    }
+}
+
+/// Chooses from new rows.
 struct Chooser {
     context: Arc<ComputeContext>,
 }
 
 impl Chooser {
-    fn run(&self, logits: &[Vec<f32>], rows: &[SampleRow]) -> Vec<u32> {
-        let (num_rows, vocab_size) = (logits.len(), logits[0].len());
-        let float = ElementType::Float(DType::F32);
-        let mut arena = Arena::new(&self.context, 192 << 20, "a test").expect("memory");
-        let mut upload = |element, shape: &[usize], bytes: Vec<u8>| {
-            let tensor = arena.tensor(element, shape).expect("room");
-            let mut host = PinnedBuffer::new(&self.context, bytes.len(), "a test").expect("room");
-            host.bytes().expect("bytes").copy_from_slice(&bytes);
-            host.upload(0..bytes.len(), &tensor, 0).expect("a copy");
-            host.wait().expect("the copy");
-            tensor
-        };
-        let le = |words: Vec<u32>| words.iter().flat_map(|w| w.to_ne_bytes()).collect::<Vec<u8>>();
-        let values = logits.concat().iter().map(|x| x.to_bits()).collect();
-        let logits = upload(float, &[num_rows, vocab_size], le(values));
-        let words = rows.iter().flat_map(|row| row.words()).collect();
-        let rows = upload(ElementType::I32, &[num_rows, SAMPLE_ROW_WORDS], le(words));
-        let mut host = PinnedBuffer::new(&self.context, num_rows * 4, "tokens").expect("room");
-        let address = host.device_address(0);
-        let address = le(vec![address as u32, (address >> 32) as u32]);
-        let host_tokens = upload(ElementType::I32, &[2], address);
-        let tokens = upload(ElementType::I32, &[num_rows], vec![0; num_rows * 4]);
-        let len = num_rows * SAMPLE_COUNTERS;
-        let counters = upload(ElementType::I32, &[len], vec![0; len * 4]);
-        let len = num_rows * SAMPLE_PARTIALS;
-        let partials = upload(ElementType::I64, &[len], vec![0xee; len * 8]);
-        let buffers = SampleBuffers {
-            rows: &rows,
-            tokens: &tokens,
-            host_tokens: &host_tokens,
-            partials: &partials,
-            counters: &counters,
-        };
-        for _ in 0..2 {
-            // Twice: the counters are left as they were.
-            sample(&self.context, &logits, &buffers).expect("a choice");
-        }
-        host.set_in_use().expect("an event");
-        let words = host.bytes().expect("tokens").chunks(4);
-        words.map(|b| u32::from_ne_bytes(b.try_into().expect("four"))).collect()
+    fn run(&self, logits: &[Vec<f32>], how: &[SampleRow]) -> Vec<u32> {
+        let mut rows = Rows::new(&self.context, DType::F32, logits);
+        let tokens = rows.choose(how);
+        assert_eq!(rows.choose(how), tokens, "the counters are left as they should be");
+        tokens
     }
 }
 
 fn chooser() -> Option<Chooser> {
     Some(Chooser { context: cuda_context()? })
+}
+
+/// The probabilities of the tokens by the CPU's sampler.
+fn probabilities(overrides: &SamplingOverrides, logits: &[f32]) -> Vec<f64> {
+    let params = SamplingParams::resolve(overrides, &GenerationConfig::default()).expect("valid");
+    let mut sampler = Sampler::new(params, 0, &[]).expect("a sampler");
+    let mut out = vec![0.0; logits.len()];
+    for candidate in sampler.candidates(&mut logits.to_vec()).expect("candidates") {
+        out[candidate.token_id as usize] = candidate.weight;
+    }
+    out
 }
 
 fn noise(seed: u64, len: usize) -> Vec<f32> {
@@ -140,12 +184,7 @@ fn draws_on_cuda_have_the_distribution_of_the_host() {
             min_p,
             ..SamplingOverrides::default()
         };
-        let params = SamplingParams::resolve(&caller, &GenerationConfig::default()).expect("valid");
-        let mut sampler = Sampler::new(params, 0, &[]).expect("a sampler");
-        let mut want = vec![0.0; logits.len()];
-        for candidate in sampler.candidates(&mut logits.clone()).expect("candidates") {
-            want[candidate.token_id as usize] = candidate.weight;
-        }
+        let want = probabilities(&caller, &logits);
         let how = |index: usize| SampleRow {
             seed: 1 << 40 | case as u64,
             index: index as u64,
@@ -235,5 +274,68 @@ fn filters_on_cuda_leave_what_they_leave_on_the_host() {
         }
         let has_last = last.len() < 10 || tokens.iter().any(|token| last.contains(token));
         assert!(has_last, "{top_k:?} {top_p:?} {spread}: none of the last of {}", kept.len());
+    }
+}
+
+/// The tokens of 10^5 draws occur as often as the CPU's sampler says: where the largest tokens decide,
+/// and where the filters leave many, with and without equals. Of a whole vocabulary, tokens with about
+/// the same probability count together.
+#[test]
+fn draws_on_cuda_fit_the_probabilities_of_the_host() {
+    const DRAWS: usize = 100_000;
+    const CLASSES: usize = 200;
+    let Some(chooser) = chooser() else { return };
+    let sizes = [(2000, 512), (151_936, 64)];
+    let filters = [
+        (1.0, None, None, None),
+        (0.7, Some(20), Some(0.95), None),
+        (1.0, None, Some(0.9), None),
+        (1.4, None, Some(0.99), Some(0.001)),
+        (1.0, Some(600), None, None),
+        (2.0, Some(1500), Some(0.9), None),
+    ];
+    let cases = sizes.iter().flat_map(|size| filters.iter().map(move |filter| (*size, *filter)));
+    for (case, ((vocab_size, num_rows), (temperature, top_k, top_p, min_p))) in cases.enumerate() {
+        // All three: single precision has no equals, bf16 a great many.
+        let dtype = [DType::F32, DType::BF16, DType::F16][case % 3];
+        let mut logits = noise(case as u64 + 300, vocab_size);
+        logits.iter_mut().for_each(|x| *x = rounded(*x * 0.7 + 9.0, dtype));
+        let overrides = SamplingOverrides {
+            temperature: Some(temperature),
+            top_k,
+            top_p,
+            min_p,
+            ..SamplingOverrides::default()
+        };
+        let want = probabilities(&overrides, &logits);
+        let mut ids: Vec<usize> = (0..vocab_size).filter(|&id| want[id] > 0.0).collect();
+        ids.sort_unstable_by(|&a, &b| want[b].total_cmp(&want[a]));
+        let per_class = if vocab_size > 2000 { ids.len().div_ceil(CLASSES) } else { 1 };
+        let mut class_of = vec![None; vocab_size];
+        let mut classes = vec![0.0; ids.len().div_ceil(per_class)];
+        for (place, &id) in ids.iter().enumerate() {
+            class_of[id] = Some(place / per_class);
+            classes[place / per_class] += want[id];
+        }
+
+        let mut rows = Rows::new(&chooser.context, dtype, &vec![logits; num_rows]);
+        let mut counts = vec![0; classes.len()];
+        for first in (0..DRAWS).step_by(num_rows) {
+            let how: Vec<SampleRow> = (first..first + num_rows)
+                .map(|index| SampleRow {
+                    seed: 77 + case as u64,
+                    index: index as u64,
+                    temperature,
+                    top_p: top_p.unwrap_or(1.0),
+                    min_p: min_p.unwrap_or(0.0),
+                    top_k: top_k.unwrap_or(0) as i32,
+                })
+                .collect();
+            for token in rows.choose(&how) {
+                let class = class_of.get(token as usize).copied().flatten();
+                counts[class.unwrap_or_else(|| panic!("case {case}: {token} is out"))] += 1;
+            }
+        }
+        assert!(assert_fits(&counts, &classes, &format!("case {case}")) > 0, "case {case}");
     }
 }

@@ -1,6 +1,7 @@
 //! What all tests share: seeds, references in f64, tolerances, guarded buffers, golden vectors.
 #![allow(dead_code)]
 
+pub mod chi_square;
 pub mod cuda_context;
 pub mod device;
 pub mod golden;

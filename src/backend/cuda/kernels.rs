@@ -392,6 +392,7 @@ kernels! {
     }
     "sample/sample" {
         SAMPLE_CHOOSE "xserv_sample_choose" f32 f16 bf16;
+        SAMPLE_CUT "xserv_sample_cut" f32 f16 bf16;
         SAMPLE_SCAN "xserv_sample_scan" f32 f16 bf16;
     }
     "silu_mul/rounded" {

@@ -1,7 +1,7 @@
 //! The steps of a model on a device, which are begun, computed and finished in the same order.
 
 use super::choice_extras::needs_f32;
-use super::graphs::GraphKey;
+use super::graphs::{is_filtered, Ending, GraphKey};
 use super::limits::{row_bucket, table_bucket, COPIED_ROWS, STEPS_IN_FLIGHT};
 use super::model::DeviceModel;
 use super::record::{RecordExtras, RecordShape};
@@ -57,9 +57,13 @@ impl DeviceModel {
             host_tokens: result.tokens.device_address(0),
             spare_block: kv.spare_block(),
         };
+        let ending = match needs_f32(step) {
+            true => Ending::Logits,
+            false => Ending::Tokens { is_filtered: is_filtered(step.choices) },
+        };
         let entered = self.cuda()?.enter()?;
         let queued = self
-            .queue_step(config, batch, &extras, kv, workspace, !needs_f32(step), should_stop)
+            .queue_step(config, batch, &extras, kv, workspace, ending, should_stop)
             .and_then(|()| self.queue_extras(config, step, slot, workspace))
             .and_then(|()| self.queue_copies(config, step.choices, slot, workspace));
         let steps = &mut workspace.steps;
@@ -78,7 +82,7 @@ impl DeviceModel {
         Ok(())
     }
 
-    /// Queues the forward pass and, if it `chooses`, the choice of tokens.
+    /// Queues the forward pass and its `ending`.
     #[allow(clippy::too_many_arguments)] // the parts of one step
     fn queue_step(
         &self,
@@ -87,7 +91,7 @@ impl DeviceModel {
         extras: &RecordExtras<'_>,
         kv: &KvCache,
         workspace: &mut DeviceWorkspace,
-        chooses: bool,
+        ending: Ending,
         should_stop: &dyn Fn() -> bool,
     ) -> Result<()> {
         let num_rows = batch.logits_rows.len();
@@ -101,7 +105,7 @@ impl DeviceModel {
             };
             let linear = self.linear.apart(&self.context)?;
             let pass = self.pass(config, &record, &wanted, linear, workspace, should_stop)?;
-            return self.choose(&pass, kv, workspace, chooses);
+            return self.finish_pass(&pass, kv, workspace, ending);
         }
         // Steps of about the same size share a graph.
         let rows = row_bucket(num_rows).min(workspace.step_rows());
@@ -115,7 +119,7 @@ impl DeviceModel {
         let key = GraphKey {
             shape,
             cache: kv.device_layer(0)?.k.data() as usize,
-            chooses,
+            ending,
             profile: self.cuda()?.profile_generation(),
         };
         let mut graphs = std::mem::take(&mut workspace.steps.graphs);
@@ -123,7 +127,7 @@ impl DeviceModel {
             let wanted = Wanted::of_decode(config, &record, &self.attention);
             let linear = self.linear.chain(&self.context, rows)?;
             let pass = self.pass(config, &record, &wanted, linear, workspace, &|| false)?;
-            let queue = || self.choose(&pass, kv, workspace, chooses);
+            let queue = || self.finish_pass(&pass, kv, workspace, ending);
             linear.with_memory_divided(config.hidden_size, rows, queue)
         };
         // Each stands for the allocation that it is a part of. (One may occur several times: this
@@ -150,21 +154,19 @@ impl DeviceModel {
         self.linear.max_chain_rows().unwrap_or(MAX_PORTABLE_GRAPH_ROWS)
     }
 
-    /// Queues a pass, the logits of the wanted rows, and if it `chooses`, the choice of their tokens.
-    fn choose(
+    /// Queues a pass, the logits of the wanted rows and the `ending`.
+    fn finish_pass(
         &self,
         pass: &DevicePass<'_>,
         kv: &KvCache,
         workspace: &DeviceWorkspace,
-        chooses: bool,
+        ending: Ending,
     ) -> Result<()> {
         let Some(mut act) = pass.run(kv, workspace)? else { return Ok(()) };
         let logits = rows_of(&workspace.logits, act.stream.num_rows())?;
         pass.logits(&mut act, &logits)?;
-        if !chooses {
-            return Ok(());
-        }
-        sample(&self.context, &logits, &workspace.steps.buffers(pass.record))?;
+        let Ending::Tokens { is_filtered } = ending else { return Ok(()) };
+        sample(&self.context, &logits, &workspace.steps.buffers(pass.record), is_filtered)?;
         pass.cuda.mark("sample", 0, 0.0)
     }
 
@@ -202,7 +204,7 @@ impl DeviceModel {
             adjust_logits(context, &changed, rows, adjustments, &steps.chosen)?;
             cuda.mark("adjust", 0, 0.0)?;
             let record = steps.record.arrays(&RecordShape::of(&step.batch))?;
-            sample(context, &changed, &steps.buffers(&record))?;
+            sample(context, &changed, &steps.buffers(&record), is_filtered(step.choices))?;
             cuda.mark("sample", 0, 0.0)?;
         }
         if has_log_probs {

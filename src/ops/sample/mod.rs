@@ -65,6 +65,13 @@ impl From<Draw> for SampleRow {
     }
 }
 
+impl Draw {
+    /// Whether top-k or top-p may remove tokens.
+    pub fn is_filtered(&self) -> bool {
+        self.top_k > 0 || self.top_p < 1.0
+    }
+}
+
 impl SampleRow {
     /// Returns the struct as words of 32 bits.
     pub fn words(&self) -> [u32; SAMPLE_ROW_WORDS] {
@@ -92,10 +99,12 @@ pub(in crate::ops) const MAX_PARTS: usize = 64;
 /// The number of tokens that the filters of a row are applied to; `csrc/ops/sample/sample.cu` takes
 /// it from here.
 pub(in crate::ops) const MAX_CANDIDATES: usize = 1024;
+/// The most blocks that search a row together; `csrc/ops/sample/cut.cuh` takes it from here.
+pub(in crate::ops) const MAX_TEAM_BLOCKS: usize = 8;
 /// The numbers of [`SampleBuffers::partials`] per row.
 pub const SAMPLE_PARTIALS: usize = 2 * MAX_PARTS + MAX_CANDIDATES;
 /// The numbers of [`SampleBuffers::counters`] per row.
-pub const SAMPLE_COUNTERS: usize = 4;
+pub const SAMPLE_COUNTERS: usize = 8;
 
 /// Where the tokens go, and memory for choosing them.
 #[derive(Clone, Copy, Debug)]
@@ -108,7 +117,8 @@ pub struct SampleBuffers<'a> {
     pub host_tokens: &'a Tensor,
     /// Partial results, i64 [at least num_rows * SAMPLE_PARTIALS].
     pub partials: &'a Tensor,
-    /// Counters, i32 [at least num_rows * SAMPLE_COUNTERS], zero before and after.
+    /// Counters, i32 [at least num_rows * SAMPLE_COUNTERS], zero before the first use; nothing else
+    /// writes there.
     pub counters: &'a Tensor,
 }
 
@@ -128,6 +138,8 @@ kernel_struct! {
 }
 
 const THREADS: u32 = 512;
+/// Their registers leave room for this many.
+const BLOCKS_PER_MULTIPROCESSOR: u32 = 2;
 
 /// Returns how many blocks share a row: few rows leave room for many. The choice does not depend on
 /// it.
@@ -140,11 +152,24 @@ fn parts(num_rows: u32) -> u32 {
     }
 }
 
-/// Chooses a token from each row of `logits` [num_rows, vocab_size].
+/// Returns how many blocks search a row together where the largest tokens do not decide what its
+/// filters keep. What they exchange takes time from other rows, if there are many.
+fn team_blocks(num_rows: u32, has_clusters: bool) -> u32 {
+    match num_rows {
+        _ if !has_clusters => 1,
+        0..=16 => MAX_TEAM_BLOCKS as u32,
+        17..=64 => 4,
+        _ => 2,
+    }
+}
+
+/// Chooses a token from each row of `logits` [num_rows, vocab_size]. `is_filtered` says whether
+/// top-k or top-p may remove tokens of any row; without it such a row may get no token.
 pub fn sample(
     context: &ComputeContext,
     logits: &Tensor,
     buffers: &SampleBuffers<'_>,
+    is_filtered: bool,
 ) -> Result<()> {
     let (dtype, (num_rows, vocab_size)) =
         (float("logits", logits)?, matrix_size("logits", logits)?);
@@ -183,7 +208,18 @@ pub fn sample(
         // and the address in `host_tokens` is the caller's to keep alive.
         unsafe { cuda.launch_overlapping(kernel.of(dtype), launch, arguments) }?;
     }
-    Ok(())
+    if !is_filtered {
+        return Ok(());
+    }
+    // As many teams as there is room for take the rows that are left, one after another.
+    let info = cuda.device().info();
+    let blocks = team_blocks(num_rows, info.compute_capability.0 >= 9);
+    let room = info.num_multiprocessors.unsigned_abs() * BLOCKS_PER_MULTIPROCESSOR / blocks;
+    let grid = (blocks, num_rows.min(room.max(1)), 1);
+    let launch = Launch { grid, block: THREADS, shared_bytes: 0 };
+    let arguments = Arguments::new().value(&arguments);
+    // SAFETY: as above.
+    unsafe { cuda.launch_clusters(kernels::SAMPLE_CUT.of(dtype), launch, blocks, arguments) }
 }
 
 #[cfg(test)]

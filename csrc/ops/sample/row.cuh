@@ -1,0 +1,154 @@
+// A row of logits, and what the threads of a block do with it together: sums, maxima, sorts and the weights of tokens.
+#pragma once
+
+#include "common/dtype.cuh"
+#include "common/layouts.cuh"
+#include "common/order.cuh"
+#include "common/reduce.cuh"
+
+namespace xserv {
+
+// The host uploads these with every step (src/ops/sample/mod.rs has the same layout).
+struct SampleRow {
+  uint64_t seed, index;
+  float temperature;  // 0: greedy; negative: the caller chooses
+  float top_p, min_p;
+  int top_k;  // 0: all
+};
+XSERV_LAYOUT_SampleRow;
+
+constexpr int kThreads = 512;
+// A weight of 1 in fixed point; the sum of 2^20 of them fits 64 bits.
+constexpr float kOne = 0x1p40f;
+
+// Tokens come in groups of four; one call of the generator makes the noise of a group.
+template <typename T>
+struct LogitsRow {
+  const T* row;
+  int vocab_size;
+  bool is_aligned;
+
+  __device__ __forceinline__ LogitsRow(const void* logits, int vocab_size, int index)
+      : row(static_cast<const T*>(logits) + static_cast<int64_t>(index) * vocab_size),
+        vocab_size(vocab_size),
+        is_aligned(reinterpret_cast<uintptr_t>(row) % sizeof(Vec<T, 4>) == 0) {}
+
+  __device__ __forceinline__ int num_groups() const { return (vocab_size + 3) / 4; }
+
+  // Returns how many of the group's four tokens exist.
+  __device__ __forceinline__ int load(int group, float (&values)[4]) const {
+    const int first = group * 4, count = min(4, vocab_size - first);
+    if (is_aligned && count == 4) {
+      const Vec<T, 4> v = *reinterpret_cast<const Vec<T, 4>*>(row + first);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) values[i] = to_float(v[i]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) values[i] = i < count ? to_float(row[first + i]) : -__builtin_huge_valf();
+    }
+    return count;
+  }
+
+  // Calls visit(group, values, count) for the groups first, first + step, ... in all lanes of a warp,
+  // with a count of 0 past the end of the row. Tokens that do not exist are minus infinity. kAhead
+  // groups are loaded at a time.
+  template <int kAhead, typename Visit>
+  __device__ __forceinline__ void for_each_group(int first, int step, const Visit& visit) const {
+    const int lane = threadIdx.x & 31;
+    for (; first - lane < num_groups(); first += step * kAhead) {
+      float values[kAhead][4];
+      int counts[kAhead];
+#pragma unroll
+      for (int u = 0; u < kAhead; ++u) {
+        const int group = first + u * step;
+        if (group < num_groups()) {
+          counts[u] = load(group, values[u]);
+        } else {
+          counts[u] = 0;
+#pragma unroll
+          for (int i = 0; i < 4; ++i) values[u][i] = -__builtin_huge_valf();
+        }
+      }
+#pragma unroll
+      for (int u = 0; u < kAhead; ++u) {
+        if (first - lane + u * step < num_groups()) visit(first + u * step, values[u], counts[u]);
+      }
+    }
+  }
+};
+
+__device__ __forceinline__ uint64_t larger(uint64_t a, uint64_t b) { return a > b ? a : b; }
+
+// Returns the maximum over the block to all threads.
+__device__ __forceinline__ uint64_t block_max(uint64_t best) {
+  __shared__ uint64_t scratch[kThreads / 32];
+#pragma unroll
+  for (int offset = 16; offset > 0; offset >>= 1) best = larger(best, __shfl_xor_sync(kFullWarp, best, offset));
+  __syncthreads();
+  if ((threadIdx.x & 31) == 0) scratch[threadIdx.x >> 5] = best;
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < kThreads / 32; ++i) best = larger(best, scratch[i]);
+  return best;
+}
+
+// Returns the sum over the block to all threads.
+__device__ __forceinline__ unsigned long long block_sum(unsigned long long own) {
+  __shared__ unsigned long long scratch[kThreads / 32];
+#pragma unroll
+  for (int offset = 16; offset > 0; offset >>= 1) own += __shfl_xor_sync(kFullWarp, own, offset);
+  __syncthreads();
+  if ((threadIdx.x & 31) == 0) scratch[threadIdx.x >> 5] = own;
+  __syncthreads();
+  unsigned long long sum = 0;
+#pragma unroll
+  for (int i = 0; i < kThreads / 32; ++i) sum += scratch[i];
+  return sum;
+}
+
+// Returns the sum of the values of all threads before this one.
+__device__ unsigned long long sum_before(unsigned long long own) {
+  __shared__ unsigned long long warps[kThreads / 32];
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  unsigned long long sum = own;
+#pragma unroll
+  for (int offset = 1; offset < 32; offset *= 2) {
+    const unsigned long long before = __shfl_up_sync(kFullWarp, sum, offset);
+    if (lane >= offset) sum += before;
+  }
+  __syncthreads();
+  if (lane == 31) warps[warp] = sum;
+  __syncthreads();
+  for (int i = 0; i < warp; ++i) sum += warps[i];
+  return sum - own;
+}
+
+// A weight in fixed point; the most likely token has kOne.
+__device__ __forceinline__ unsigned long long weight_of(const SampleRow& how, float value, float maximum) {
+  // Often the temperature is 1, and a division takes as long as the exponential.
+  const float distance = value - maximum;
+  return static_cast<unsigned long long>(
+      expf(how.temperature == 1.0f ? distance : distance / how.temperature) * kOne);
+}
+
+// Sorts the first `size` (a power of two) pairs in shared memory, the largest first, by a bitonic network.
+__device__ void sort_pairs(uint64_t* pairs, int size) {
+  for (int run = 2; run <= size; run *= 2) {
+    for (int distance = run / 2; distance > 0; distance /= 2) {
+      __syncthreads();
+      for (int i = threadIdx.x; i < size / 2; i += kThreads) {
+        const int low = 2 * i - (i & (distance - 1)), high = low + distance;
+        const bool is_descending = (low & run) == 0;
+        const uint64_t a = pairs[low], b = pairs[high];
+        if ((a < b) == is_descending) pairs[low] = b, pairs[high] = a;
+      }
+    }
+  }
+  __syncthreads();
+}
+
+__device__ __forceinline__ bool passes_min_p(const SampleRow& how, float value, float maximum) {
+  return how.min_p <= 0.0f || expf((value - maximum) / how.temperature) >= how.min_p;
+}
+
+}  // namespace xserv
