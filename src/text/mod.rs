@@ -7,6 +7,7 @@
 //!
 //! This module uses only [`crate::error`], [`crate::panic_guard`], [`crate::thread_state`] and [`crate::threads`].
 
+mod answer;
 mod bounded_regex;
 mod chat_template;
 mod cut;
@@ -26,6 +27,9 @@ mod tokenizer_file;
 mod trial;
 mod watch;
 
+pub use answer::{
+    format_of, start_of, Answer, AnswerParser, AnswerPart, AnswerRules, AnswerStart, ToolCall, ToolForm, ToolTypes,
+};
 pub use chat_template::{what_was_left_out, ChatInput, ChatTemplate, MAX_TEMPLATE_BYTES};
 pub use detokenizer::Detokenizer;
 pub use json_input::{parse_messages, parse_tools, parse_variables};

@@ -1,6 +1,7 @@
 //! Tokenizer, detokenizer, stop strings and chat template, against vectors made with Transformers
 //! and against files that mean harm.
 
+mod answers;
 mod chat_bombs;
 mod chat_golden;
 mod chat_semantics;

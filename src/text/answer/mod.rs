@@ -1,0 +1,20 @@
+//! What a model means by the text that it writes: thoughts, an answer, calls of tools.
+//!
+//! An [`AnswerParser`] takes the text in pieces, as it is generated, and tells what is certain: text
+//! that may become a tag is held back. However a text is cut into pieces, the parts that are told are
+//! the same when they are put together. Everything takes time in proportion to the text and no
+//! recursion, and no text is an error: a call that is none is content.
+
+mod call_object;
+mod detect;
+mod event;
+mod json;
+mod parser;
+mod tag;
+mod types;
+mod xml;
+
+pub use detect::{format_of, start_of};
+pub use event::{Answer, AnswerPart, ToolCall};
+pub use parser::{AnswerParser, AnswerRules, AnswerStart, ToolForm};
+pub use types::ToolTypes;
