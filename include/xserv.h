@@ -93,10 +93,11 @@
  *   xserv_tokenize_options_default xserv_tokenize xserv_tokens_data xserv_tokens_free
  *   xserv_detokenize xserv_text_data xserv_text_free xserv_detokenizer_new xserv_detokenizer_push
  *   xserv_detokenizer_finish xserv_detokenizer_free xserv_chat_options_default
- *   xserv_apply_chat_template
+ *   xserv_apply_chat_template xserv_tokenize_chat
  * Conversations, built without writing JSON.
  *   xserv_messages_new xserv_messages_add xserv_messages_add_tool_result xserv_messages_add_json
  *   xserv_messages_remove xserv_messages_count xserv_messages_json xserv_messages_free
+ * Answers taken apart: thoughts, content, calls of tools.
  * Requests and the tokens that cancel them.
  *   xserv_request_default xserv_cancel_token_new xserv_cancel_token_cancel xserv_cancel_token_free
  * Generation: the blocking call, its callback, results.
@@ -105,6 +106,8 @@
  * Requests for event loops: submitted, then polled for events without blocking.
  *   xserv_submit_options_default xserv_submit xserv_next xserv_poll xserv_cancel
  *   xserv_submission_take_result xserv_submission_free
+ * Texts of models that a program has: taking answers apart.
+ *   xserv_parse_options_default xserv_parse_response
  * Evaluation: the logits of given tokens, and how likely they are.
  *   xserv_logits_options_default xserv_logits xserv_score_options_default xserv_score
  * Statistics of a model: the state of its requests, and totals.
@@ -1104,9 +1107,14 @@ typedef struct xserv_chat_options {
    */
   uint8_t add_generation_prompt;
   /**
+   * As in xserv_request. Only xserv_tokenize_chat() looks at it: the text of a conversation does not show what
+   * its special tokens are.
+   */
+  uint8_t parse_special_in_messages;
+  /**
    * Unused, 0.
    */
-  uint8_t reserved[7];
+  uint8_t reserved[6];
 } xserv_chat_options;
 
 /**
@@ -1289,6 +1297,23 @@ enum xserv_status xserv_apply_chat_template(const struct xserv_model *model,
                                             const struct xserv_chat_options *options,
                                             struct xserv_text **text);
 
+/**
+ * Renders a conversation and turns it into token ids, as a request with these messages does: for programs that
+ * count tokens. (To tokenize the text of xserv_apply_chat_template() gives other ids where contents have special tokens
+ * written in them.)
+ *
+ * tokens: receives a list that the caller frees with xserv_tokens_free().
+ *
+ * Errors: as xserv_apply_chat_template() and xserv_tokenize().
+ *
+ * # Safety
+ * `options` is readable for its struct_size and its strings end in NULs; `tokens` is writable.
+ */
+XSERV_MUST_USE
+enum xserv_status xserv_tokenize_chat(const struct xserv_model *model,
+                                      const struct xserv_chat_options *options,
+                                      struct xserv_tokens **tokens);
+
 /* ---------------------------------------------------------------------- */
 
 /* Conversations, built without writing JSON. */
@@ -1308,8 +1333,7 @@ XSERV_MUST_USE enum xserv_status xserv_messages_new(struct xserv_messages **mess
  *
  * role: "system", "user", "assistant", or what else the model's chat template knows. content: any
  * text; it is copied, and nothing in it needs escaping. Special tokens written in it, such as
- * <|im_end|>, become their ids as everywhere in a conversation: do not pass text that you do not
- * trust.
+ * <|im_end|>, stay ordinary text in requests (see parse_special_in_messages of xserv_request).
  *
  * Errors: XSERV_STATUS_INVALID_ARGUMENT (not UTF-8; more than 16 MiB of messages).
  *
@@ -1340,7 +1364,9 @@ enum xserv_status xserv_messages_add_tool_result(struct xserv_messages *messages
 
 /**
  * Adds messages that are JSON already: one object with a "role", or an array of them. For fields
- * that the other functions do not have, such as "tool_calls".
+ * that the other functions do not have, and for an answer of the model with calls of tools
+ * (message_json of xserv_result_info). A "content" that is a list of texts, [{"type": "text", "text": "..."}],
+ * becomes one string with line breaks between them when it is rendered by a template that takes strings alone.
  *
  * Errors: XSERV_STATUS_INVALID_ARGUMENT (no JSON; no objects; no role; more than 16 MiB of
  * messages); then none is added.
@@ -1379,6 +1405,81 @@ const char *xserv_messages_json(const struct xserv_messages *messages);
  * Frees a conversation; NULL is allowed.
  */
 void xserv_messages_free(struct xserv_messages *messages);
+
+/* ---------------------------------------------------------------------- */
+
+/* Answers taken apart: thoughts, content, calls of tools. */
+
+/**
+ * How the text of an answer is taken apart: into what the model thinks (between `<think>` tags), what
+ * it says, and the tools that it calls. Thoughts are found in all formats but NONE, and begin where
+ * the prompt says: some templates open one.
+ */
+typedef enum xserv_answer_format {
+  /**
+   * Not at all.
+   */
+  XSERV_ANSWER_NONE = 0,
+  /**
+   * As the model's chat template writes calls. A request of messages without tools_json has no calls,
+   * whatever the model writes.
+   */
+  XSERV_ANSWER_AUTO = 1,
+  /**
+   * Thoughts and content alone.
+   */
+  XSERV_ANSWER_THINKING = 2,
+  /**
+   * Calls are written `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (Hermes, Qwen2.5, Qwen3).
+   */
+  XSERV_ANSWER_JSON_TAGS = 3,
+  /**
+   * Calls are written `<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>`
+   * (Qwen3-Coder, Qwen3.5). Values become JSON by the types in tools_json; without one they are strings.
+   */
+  XSERV_ANSWER_XML_TAGS = 4,
+  /**
+   * Calls are written `{"name": ..., "parameters": {...}}`, perhaps after `<|python_tag|>` (Llama 3). They are
+   * told when they are complete.
+   */
+  XSERV_ANSWER_BARE_JSON = 5,
+  /**
+   * Calls are written `[TOOL_CALLS]` and a list of such objects, or `[TOOL_CALLS]NAME{...}` (Mistral).
+   */
+  XSERV_ANSWER_MARKED_JSON = 6,
+} xserv_answer_format;
+
+/**
+ * A call of a tool in an answer. Pointers belong to the result.
+ */
+typedef struct xserv_tool_call {
+  /**
+   * Made up by the library, for xserv_messages_add_tool_result(). NUL-terminated.
+   */
+  const char *id;
+  /**
+   * The name of the tool, NUL-terminated. The model may have invented it.
+   */
+  const char *name;
+  /**
+   * The arguments as JSON, NUL-terminated: an object, unless the model has written something else. Check
+   * them before you act on them: a model writes what it likes.
+   */
+  const char *arguments_json;
+  /**
+   * Bytes of arguments_json without the NUL.
+   */
+  size_t arguments_len;
+  /**
+   * 1: the model has written the call to its end. 0: it was cut, or went wrong; do not act on it,
+   * even if the arguments are JSON by chance.
+   */
+  uint32_t is_complete;
+  /**
+   * Unused, 0.
+   */
+  uint32_t reserved;
+} xserv_tool_call;
 
 /* ---------------------------------------------------------------------- */
 
@@ -1595,9 +1696,16 @@ typedef struct xserv_request {
    */
   uint8_t processed_log_probs;
   /**
+   * With messages_json: 0 (default): special tokens written in messages and tools, such as <|im_end|>, are
+   * ordinary text, so that no text can pretend to be another turn (in messages of the assistant, tags
+   * such as <think> keep their meaning; template_variables_json always do). 1: they become their ids, as in
+   * Transformers; only for text that you trust.
+   */
+  uint8_t parse_special_in_messages;
+  /**
    * Unused, 0.
    */
-  uint8_t reserved[2];
+  uint8_t reserved[1];
   /**
    * When requests compete, those with the higher number go first; among equal ones (default 0)
    * the one that was submitted first.
@@ -1685,9 +1793,11 @@ typedef struct xserv_request {
    */
   uint32_t num_prompt_log_probs;
   /**
-   * Unused, 0.
+   * An xserv_answer_format: whether and how the text is taken apart, into reasoning, content and
+   * tool_calls of xserv_result_info and the kinds of xserv_event that tell them as they come. Default
+   * XSERV_ANSWER_NONE. What else the request gives does not change. Needs a tokenizer.
    */
-  uint32_t reserved2;
+  uint32_t answer_format;
 } xserv_request;
 
 /**
@@ -1902,6 +2012,38 @@ typedef struct xserv_result_info {
    * vocabulary if that is less; 0 if there are none.
    */
   size_t num_prompt_top_log_probs;
+  /**
+   * What the model thought, without the tags and the white space next to them: UTF-8, NUL-terminated,
+   * possibly empty. NULL if the request has no answer_format.
+   */
+  const char *reasoning;
+  /**
+   * Bytes of reasoning without the NUL.
+   */
+  size_t reasoning_len;
+  /**
+   * What it says: the text without thoughts and calls, and without the white space next to those. NULL if the
+   * request has no answer_format.
+   */
+  const char *content;
+  /**
+   * Bytes of content without the NUL.
+   */
+  size_t content_len;
+  /**
+   * The tools that it calls, in order; NULL if there are none.
+   */
+  const struct xserv_tool_call *tool_calls;
+  /**
+   * Number of tool_calls.
+   */
+  size_t num_tool_calls;
+  /**
+   * The answer as a message of a conversation, for xserv_messages_add_json(): NUL-terminated JSON with role and
+   * content, and reasoning_content and tool_calls where there are some, in the form that chat templates take
+   * (arguments are objects, calls that are not complete are left out). NULL if the request has no answer_format.
+   */
+  const char *message_json;
 } xserv_result_info;
 
 /**
@@ -2009,6 +2151,29 @@ typedef enum xserv_event_kind {
    * a request with num_prompt_log_probs; only told if xserv_submit_options.events asks for it.
    */
   XSERV_EVENT_PROMPT = 5,
+  /**
+   * More of what the model thinks. This kind and those after it are told to those who ask for them
+   * (events of xserv_submit_options), if the request has an answer_format. They come after the token
+   * that made them certain and before the end of the sample, and repeat the text of tokens: a program that shows
+   * them does not show that of XSERV_EVENT_TOKEN.
+   */
+  XSERV_EVENT_REASONING = 6,
+  /**
+   * More of what the model says.
+   */
+  XSERV_EVENT_CONTENT = 7,
+  /**
+   * The model begins to call a tool: tool_call_index, tool_call_id and tool_name.
+   */
+  XSERV_EVENT_TOOL_CALL_BEGIN = 8,
+  /**
+   * More of the JSON text of its arguments.
+   */
+  XSERV_EVENT_TOOL_CALL_ARGUMENTS = 9,
+  /**
+   * The call has ended: tool_call_is_complete.
+   */
+  XSERV_EVENT_TOOL_CALL_END = 10,
 } xserv_event_kind;
 
 /**
@@ -2116,6 +2281,24 @@ typedef struct xserv_event {
    * likeliest first, of equals the one with the lower id first; or NULL. Valid as long as text.
    */
   const struct xserv_log_prob *top_log_probs;
+  /**
+   * XSERV_EVENT_TOOL_CALL_BEGIN: the id of the call, made up by the library; else NULL. Valid as long as
+   * text.
+   */
+  const char *tool_call_id;
+  /**
+   * XSERV_EVENT_TOOL_CALL_BEGIN: the name of the tool, which the model may have invented; else NULL. Valid
+   * as long as text.
+   */
+  const char *tool_name;
+  /**
+   * XSERV_EVENT_TOOL_CALL_...: the number of the call in the sample, from 0.
+   */
+  uint32_t tool_call_index;
+  /**
+   * XSERV_EVENT_TOOL_CALL_END: as is_complete of xserv_tool_call.
+   */
+  uint32_t tool_call_is_complete;
 } xserv_event;
 
 /**
@@ -2224,6 +2407,80 @@ enum xserv_status xserv_submission_take_result(const struct xserv_submission *su
  * must not.) NULL is allowed.
  */
 void xserv_submission_free(struct xserv_submission *submission);
+
+/* ---------------------------------------------------------------------- */
+
+/* Texts of models that a program has: taking answers apart. */
+
+/**
+ * How to take a text apart. Fill with xserv_parse_options_default().
+ */
+typedef struct xserv_parse_options {
+  /**
+   * sizeof(xserv_parse_options).
+   */
+  size_t struct_size;
+  /**
+   * The prompt that the text goes on with, or the end of it, NUL-terminated; or NULL (default). It says
+   * whether the text begins in a thought. Without it, a text does that has the end of a thought
+   * and not the beginning.
+   */
+  const char *prompt;
+  /**
+   * NUL-terminated JSON array of tools, for the types of parameters; or NULL (default).
+   */
+  const char *tools_json;
+  /**
+   * An xserv_answer_format other than XSERV_ANSWER_NONE; default XSERV_ANSWER_AUTO.
+   */
+  uint32_t answer_format;
+  /**
+   * Unused, 0.
+   */
+  uint32_t reserved;
+} xserv_parse_options;
+
+/**
+ * Sets every option to its default.
+ *
+ * struct_size: sizeof(xserv_parse_options) of the header that the program is built with; no byte beyond it is
+ * written. xserv_parse_options_default() passes it. Does nothing if options is NULL.
+ *
+ * # Safety
+ * `options` is NULL or writable for `struct_size` bytes.
+ */
+void xserv_parse_options_init(struct xserv_parse_options *options,
+                              size_t struct_size);
+
+/**
+ * Sets every field to its default, by xserv_parse_options_init() with the size that this header knows.
+ */
+static inline void xserv_parse_options_default(xserv_parse_options *options) {
+  xserv_parse_options_init(options, sizeof(*options));
+}
+
+/**
+ * Takes a text that a model has generated apart, as answer_format of a request does: for programs
+ * that have only the text. Nothing is computed, and no text is an error: what is no call is content.
+ *
+ * model: whose text it is; NULL if options names the format. text: UTF-8 of text_len bytes, or up to
+ * its NUL with XSERV_NUL_TERMINATED; at most 16 MiB; best with special tokens in it, as some models write calls
+ * between them. options: NULL for the defaults. result: receives a result whose reasoning, content, tool_calls and
+ * message_json are what was found, whose text is the text, and which has no tokens and no times. The caller frees it
+ * with xserv_result_free().
+ *
+ * Errors: XSERV_STATUS_INVALID_ARGUMENT (not UTF-8; too long; tools_json is no array; no format).
+ *
+ * # Safety
+ * `text` is readable for `text_len` bytes or NUL-terminated; `options` is NULL or readable for its
+ * struct_size, and its strings end in NULs; `result` is writable.
+ */
+XSERV_MUST_USE
+enum xserv_status xserv_parse_response(const struct xserv_model *model,
+                                       const char *text,
+                                       size_t text_len,
+                                       const struct xserv_parse_options *options,
+                                       struct xserv_result **result);
 
 /* ---------------------------------------------------------------------- */
 

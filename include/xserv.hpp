@@ -85,6 +85,7 @@ using ModelInfo = xserv_model_info;
 using InspectionInfo = xserv_inspection_info;
 using MemoryPlan = xserv_memory_plan;
 using ResultInfo = xserv_result_info;
+using RawToolCall = xserv_tool_call;
 using ModelStats = xserv_model_stats;
 using MemoryStats = xserv_memory_stats;
 using GradCheckResult = xserv_grad_check_result;
@@ -96,6 +97,13 @@ struct TokenEvent {
   TokenId token_id = XSERV_NO_TOKEN;    /* XSERV_NO_TOKEN: text that was held back, and no new token */
   std::uint32_t num_tokens = 0;         /* of the sample so far, this one included */
   std::uint32_t sample = 0;             /* which sample of the request, from 0 */
+};
+
+/* A call of a tool in an answer, as in xserv_tool_call. */
+struct ToolCall {
+  std::string id, name;
+  std::string arguments_json;
+  bool is_complete = false; /* false: it was cut, or went wrong; do not act on it */
 };
 
 /* A std::string that refuses to become a std::string_view while it is a temporary, since such a
@@ -182,6 +190,13 @@ inline std::string take_text(xserv_text *raw) {
   std::size_t len = 0;
   const char *bytes = check(xserv_text_data(text.get(), &len));
   return std::string(bytes, len);
+}
+
+inline std::vector<TokenId> take_tokens(xserv_tokens *raw) {
+  TokensHandle tokens(raw);
+  std::size_t count = 0;
+  const TokenId *ids = xserv_tokens_data(raw, &count);
+  return count == 0 ? std::vector<TokenId>() : std::vector<TokenId>(ids, ids + count);
 }
 
 /* Whether Function can be called with Arguments, and returns nothing or a bool. Other results, such
@@ -487,6 +502,12 @@ class Request {
     }
     return *this;
   }
+  /* Takes the answer apart: see reasoning(), content() and tool_calls() of Result, and Event. */
+  Request &answer_format(xserv_answer_format format) {
+    return raw_.answer_format = static_cast<std::uint32_t>(format), *this;
+  }
+  /* Special tokens written in messages and tools become their ids: only for text that you trust. */
+  Request &parse_special_in_messages(bool on) { return raw_.parse_special_in_messages = on, *this; }
   Request &ignore_eos(bool on) { return raw_.ignore_eos = on, *this; }
   Request &num_samples(std::uint32_t count) { return raw_.num_samples = count, *this; }
   Request &priority(std::int32_t value) { return raw_.priority = value, *this; }
@@ -599,6 +620,14 @@ class Result {
       all.emplace_back(i == 0 ? first + count : first, first + count); /* the first has none */
     return all;
   }
+  /* The parts of the answer, if the request has an answer_format; else there are none. */
+  std::string_view reasoning() const & { return reasoning_of(info()); }
+  Text reasoning() const && { return Text(reasoning_of((need(), info_))); }
+  std::string_view content() const & { return content_of(info()); }
+  Text content() const && { return Text(content_of((need(), info_))); }
+  std::vector<ToolCall> tool_calls() const { return tool_calls_of((need(), info_)); }
+  /* The answer as a message, for Messages::add_json(); empty without an answer_format. */
+  std::string message_json() const { return message_of((need(), info_)); }
 
   std::size_t num_samples() const { return need(), info_.num_samples; }
   ResultInfo sample(std::size_t index) const & { return info_of(index); }
@@ -613,6 +642,10 @@ class Result {
   std::vector<std::vector<LogProb>> top_log_probs(std::size_t sample) const {
     return top_log_probs_of(info_of(sample));
   }
+  std::string reasoning(std::size_t sample) const { return std::string(reasoning_of(info_of(sample))); }
+  std::string content(std::size_t sample) const { return std::string(content_of(info_of(sample))); }
+  std::vector<ToolCall> tool_calls(std::size_t sample) const { return tool_calls_of(info_of(sample)); }
+  std::string message_json(std::size_t sample) const { return message_of(info_of(sample)); }
   xserv_finish_reason finish_reason(std::size_t sample) const {
     return static_cast<xserv_finish_reason>(info_of(sample).finish_reason);
   }
@@ -620,6 +653,7 @@ class Result {
 
  private:
   friend class Model;
+  friend class ParseOptions;
   friend class Submission;
   explicit Result(xserv_result *raw) : handle_(raw) {
     info_.struct_size = sizeof info_;
@@ -635,6 +669,23 @@ class Result {
   static std::vector<TokenId> ids_of(const ResultInfo &info) {
     if (info.num_tokens == 0) return {};
     return {info.token_ids, info.token_ids + info.num_tokens};
+  }
+  static std::string_view reasoning_of(const ResultInfo &info) noexcept {
+    return info.reasoning == nullptr ? std::string_view() : std::string_view(info.reasoning, info.reasoning_len);
+  }
+  static std::string_view content_of(const ResultInfo &info) noexcept {
+    return info.content == nullptr ? std::string_view() : std::string_view(info.content, info.content_len);
+  }
+  static std::vector<ToolCall> tool_calls_of(const ResultInfo &info) {
+    std::vector<ToolCall> calls;
+    for (std::size_t i = 0; i < info.num_tool_calls; i++) {
+      const RawToolCall &raw = info.tool_calls[i];
+      calls.push_back({raw.id, raw.name, {raw.arguments_json, raw.arguments_len}, raw.is_complete != 0});
+    }
+    return calls;
+  }
+  static std::string message_of(const ResultInfo &info) {
+    return info.message_json == nullptr ? std::string() : info.message_json;
   }
   static std::vector<float> log_probs_of(const ResultInfo &info) {
     if (info.log_probs == nullptr) return {};
@@ -663,7 +714,45 @@ struct Event {
   xserv_finish_reason finish_reason{};
   float log_prob = std::numeric_limits<float>::quiet_NaN(); /* of the token, if the request asks for it */
   std::vector<LogProb> top_log_probs;                       /* the likeliest in its place, the likeliest first */
+  std::string tool_call_id, tool_name;                      /* XSERV_EVENT_TOOL_CALL_BEGIN */
+  std::uint32_t tool_call_index = 0;                        /* XSERV_EVENT_TOOL_CALL_...: the number of the call */
+  bool tool_call_is_complete = false;                       /* XSERV_EVENT_TOOL_CALL_END */
 };
+
+/* How to take a text apart that a model has generated, as in xserv_parse_options. It is a value,
+ * which can be copied and used again. */
+class ParseOptions {
+ public:
+  ParseOptions() { xserv_parse_options_default(&raw_); }
+  /* The prompt that the text goes on with, or the end of it. */
+  ParseOptions &prompt(std::string text) { return prompt_ = std::move(text), has_prompt_ = true, *this; }
+  /* JSON, for the types of parameters. */
+  ParseOptions &tools(std::string json) { return tools_ = std::move(json), *this; }
+  ParseOptions &answer_format(xserv_answer_format format) {
+    return raw_.answer_format = static_cast<std::uint32_t>(format), *this;
+  }
+
+ private:
+  friend class Model;
+  friend Result parse_response(std::string_view text, const ParseOptions &options);
+  Result parse(const xserv_model *model, std::string_view text) const {
+    xserv_parse_options raw = raw_;
+    if (has_prompt_) raw.prompt = detail::c_string(prompt_, "the prompt");
+    if (!tools_.empty()) raw.tools_json = detail::c_string(tools_, "the JSON of tools");
+    xserv_result *result = nullptr;
+    const char *bytes = text.data() != nullptr ? text.data() : "";
+    detail::check(xserv_parse_response(model, bytes, text.size(), &raw, &result));
+    return Result(result);
+  }
+  xserv_parse_options raw_;
+  std::string prompt_, tools_;
+  bool has_prompt_ = false;
+};
+
+/* Takes a text apart; the options name its format. */
+inline Result parse_response(std::string_view text, const ParseOptions &options) {
+  return options.parse(nullptr, text);
+}
 
 /* How to be notified of a submission's events. A notification is given once: take events until
  * there are none before waiting again. It is a value, which can be copied and used again. */
@@ -685,7 +774,8 @@ class SubmitOptions {
   /* A non-blocking descriptor, such as an eventfd; the caller owns it, and closes it no earlier
    * than the submission is destroyed. */
   SubmitOptions &wake_fd(int descriptor) { return raw_.wake_fd = descriptor, *this; }
-  /* The kinds of events to be told; XSERV_EVENT_DONE is told in any case. */
+  /* The kinds of events to be told; XSERV_EVENT_DONE is told in any case. Without this call, those
+   * up to DONE. */
   SubmitOptions &events(std::initializer_list<xserv_event_kind> kinds) {
     raw_.events = 1u << XSERV_EVENT_DONE; /* 0 would mean all of them */
     for (const xserv_event_kind kind : kinds) raw_.events |= 1u << kind;
@@ -790,6 +880,9 @@ class Submission {
     event.log_prob = raw.log_prob;
     if (raw.top_log_probs != nullptr)
       event.top_log_probs.assign(raw.top_log_probs, raw.top_log_probs + raw.num_top_log_probs);
+    if (raw.tool_call_id != nullptr) event.tool_call_id = raw.tool_call_id;
+    if (raw.tool_name != nullptr) event.tool_name = raw.tool_name;
+    event.tool_call_index = raw.tool_call_index, event.tool_call_is_complete = raw.tool_call_is_complete != 0;
     return event;
   }
 
@@ -913,10 +1006,7 @@ class Model {
     xserv_tokens *raw = nullptr;
     const char *bytes = text.data() != nullptr ? text.data() : "";
     detail::check(xserv_tokenize(need(), bytes, text.size(), &options, &raw));
-    detail::TokensHandle tokens(raw);
-    std::size_t count = 0;
-    const TokenId *ids = xserv_tokens_data(raw, &count);
-    return count == 0 ? std::vector<TokenId>() : std::vector<TokenId>(ids, ids + count);
+    return detail::take_tokens(raw);
   }
 
   std::string detokenize(const std::vector<TokenId> &ids, bool skip_special_tokens = true) const {
@@ -948,6 +1038,34 @@ class Model {
   std::string apply_chat_template(const Messages &messages, bool add_generation_prompt = true,
                                   const std::string &tools = "", const std::string &variables = "") const {
     return apply_chat_template(messages.json(), add_generation_prompt, tools, variables);
+  }
+
+  /* The tokens of a conversation as a request has them. Messages, tools and variables are JSON; the
+   * latter two may be empty. */
+  std::vector<TokenId> tokenize_chat(const std::string &messages, bool add_generation_prompt = true,
+                                     const std::string &tools = "", const std::string &variables = "",
+                                     bool parse_special_in_messages = false) const {
+    xserv_chat_options options;
+    xserv_chat_options_default(&options);
+    options.messages_json = detail::c_string(messages, "the JSON of messages");
+    options.add_generation_prompt = add_generation_prompt;
+    options.parse_special_in_messages = parse_special_in_messages;
+    if (!tools.empty()) options.tools_json = detail::c_string(tools, "the JSON of tools");
+    if (!variables.empty())
+      options.template_variables_json = detail::c_string(variables, "the JSON of template variables");
+    xserv_tokens *raw = nullptr;
+    detail::check(xserv_tokenize_chat(need(), &options, &raw));
+    return detail::take_tokens(raw);
+  }
+  std::vector<TokenId> tokenize_chat(const Messages &messages, bool add_generation_prompt = true,
+                                     const std::string &tools = "", const std::string &variables = "",
+                                     bool parse_special_in_messages = false) const {
+    return tokenize_chat(messages.json(), add_generation_prompt, tools, variables, parse_special_in_messages);
+  }
+
+  /* Takes a text apart that the model has generated. */
+  Result parse_response(std::string_view text, const ParseOptions &options = ParseOptions()) const {
+    return options.parse(need(), text);
   }
 
   /* Returns scores before softmax, [rows, vocab_size] row-major: one row per token, or of the last

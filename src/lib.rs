@@ -70,9 +70,10 @@ pub mod thread_state;
 pub mod threads;
 
 pub use api::{
-    CancelToken, DType, DeviceChoice, Error, ErrorKind, Event, FinishReason, Generation,
-    LoadOptions, LogProbs, LogitsEvent, Message, Model, PromptLogProbs, Request, Result, Sampling,
-    Stream, TokenLogProb, TokenScore,
+    parse_response, Answer, AnswerFormat, AnswerPart, CancelToken, DType, DeviceChoice, Error,
+    ErrorKind, Event, FinishReason, Generation, LoadOptions, LogProbs, LogitsEvent, Message, Model,
+    PromptLogProbs, Request, Response, Result, Sampling, Stream, TokenLogProb, TokenScore,
+    ToolCall, ToolForm,
 };
 
 /// The Rust program of README.md is run as a test.

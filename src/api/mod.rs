@@ -26,9 +26,10 @@ mod request;
 mod stream;
 
 pub use crate::engine::{
-    CancelToken, DeviceChoice, EngineOptions as LoadOptions, EngineStats, Event, FinishReason,
-    Generation, LogLevel, LogProbs, LogTarget, Logger, LogitsEvent, PromptLogProbs,
-    SamplingOverrides as Sampling, TokenLogProb, TokenScore,
+    parse_response, Answer, AnswerFormat, AnswerPart, CancelToken, DeviceChoice,
+    EngineOptions as LoadOptions, EngineStats, Event, FinishReason, Generation, LogLevel, LogProbs,
+    LogTarget, Logger, LogitsEvent, PromptLogProbs, Response, SamplingOverrides as Sampling,
+    TokenLogProb, TokenScore, ToolCall, ToolForm,
 };
 pub use crate::error::{Error, ErrorKind, Result};
 pub use crate::memory::DType;

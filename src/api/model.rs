@@ -5,7 +5,8 @@ use std::sync::Arc;
 
 use super::{LoadOptions, Logger, Message, Request, Stream};
 use crate::engine::{
-    ChatPrompt, Engine, EngineStats, Generation, LogitsEvent, ModelShape, TokenScore,
+    parse_response, Answer, ChatPrompt, Engine, EngineStats, Generation, LogitsEvent, ModelShape,
+    Response, TokenScore,
 };
 use crate::error::{try_filled, Error, Result};
 use serde_json::Value;
@@ -114,7 +115,13 @@ impl Model {
             tools: None,
             variables: None,
             add_generation_prompt: true,
+            parse_special: true,
         })
+    }
+
+    /// Takes a text apart that the model has generated, into thoughts, content and calls of tools.
+    pub fn parse_response(&self, response: &Response<'_>) -> Result<Answer> {
+        parse_response(Some(&self.engine), response)
     }
 
     /// The logits after the last token of `ids`: `vocab_size` numbers.

@@ -5,7 +5,9 @@ use std::time::Duration;
 
 use serde_json::{json, Value};
 
-use crate::engine::{self, CancelToken, ChatPrompt, LogProbsWanted, LogitBias, SamplingOverrides};
+use crate::engine::{
+    self, AnswerFormat, CancelToken, ChatPrompt, LogProbsWanted, LogitBias, SamplingOverrides,
+};
 
 /// One turn of a conversation.
 #[derive(Clone, Debug, PartialEq)]
@@ -85,6 +87,8 @@ pub struct Request {
     first_tokens: Vec<u32>,
     log_probs: Option<LogProbsWanted>,
     prompt_log_probs: Option<u32>,
+    answer_format: Option<AnswerFormat>,
+    parse_special_in_messages: bool,
 }
 
 impl Request {
@@ -111,6 +115,8 @@ impl Request {
             first_tokens: Vec::new(),
             log_probs: None,
             prompt_log_probs: None,
+            answer_format: None,
+            parse_special_in_messages: false,
         }
     }
 
@@ -233,6 +239,20 @@ impl Request {
         self
     }
 
+    /// Takes the answer apart into thoughts, content and calls of tools: see [`Event::Answer`](super::Event::Answer) and
+    /// [`Generation::answer`](super::Generation::answer).
+    pub fn answer_format(mut self, format: AnswerFormat) -> Self {
+        self.answer_format = Some(format);
+        self
+    }
+
+    /// Whether special tokens that are written in messages and tools become their ids, as in Transformers. Default: false,
+    /// so that no text can pretend to be another turn.
+    pub fn parse_special_in_messages(mut self, parse: bool) -> Self {
+        self.parse_special_in_messages = parse;
+        self
+    }
+
     /// The seed of the random draws. The same seed gives the same text. Default: drawn from the operating system.
     pub fn seed(mut self, seed: u64) -> Self {
         self.seed = Some(seed);
@@ -306,6 +326,7 @@ impl Request {
                 tools: self.tools.as_deref(),
                 variables: self.variables.as_deref(),
                 add_generation_prompt: true,
+                parse_special: self.parse_special_in_messages,
             }),
         };
         engine::Request {
@@ -327,6 +348,7 @@ impl Request {
             first_tokens: &self.first_tokens,
             log_probs: self.log_probs,
             prompt_log_probs: self.prompt_log_probs,
+            answer_format: self.answer_format,
         }
     }
 }

@@ -27,7 +27,7 @@ pub type OnToken<'a> = dyn FnMut(usize, Option<u32>, &str, usize) -> Result<bool
 const USUAL_TOKENS: usize = 16384;
 
 /// A seed from the operating system's random numbers.
-fn random_seed() -> u64 {
+pub(super) fn random_seed() -> u64 {
     use std::hash::{BuildHasher, Hasher};
     // The standard library keys each `RandomState` from them.
     let seed = std::collections::hash_map::RandomState::new().build_hasher().finish();
@@ -98,7 +98,7 @@ impl Engine {
                     on_token(sample, None, &text, num_tokens)?
                 }
                 Some(Event::Logits(turn)) => on_turn(ticket, turn)?,
-                Some(Event::End { .. } | Event::Prompt { .. }) => continue,
+                Some(Event::End { .. } | Event::Prompt { .. } | Event::Answer { .. }) => continue,
                 Some(Event::Done) | None => break,
             };
             // The callback may have forked.
@@ -175,14 +175,15 @@ impl Engine {
         let tokenizer = match self.tokenizer() {
             Ok(tokenizer) => Some(tokenizer),
             // Ids alone need no tokenizer; stop strings do.
-            Err(_) if request.stop_strings.is_empty() => None,
+            Err(_) if request.stop_strings.is_empty() && request.answer_format.is_none() => None,
             Err(error) => return Err(error),
         };
-        let rules = TextRules {
+        let mut rules = TextRules {
             tokenizer,
             skip_special: request.skip_special,
             continues: !matches!(&request.prompt, Prompt::Chat(_) | Prompt::Text { text: "", .. }),
             stop_strings: &request.stop_strings,
+            answer: None,
         };
         let deadline = request.time_limit.and_then(|limit| begin.checked_add(limit));
         let stopped = || {
@@ -203,6 +204,7 @@ impl Engine {
                 ids => (ids?, None),
             },
         };
+        rules.answer = self.answer_rules(request, &ids)?;
         let max_new = request.max_tokens.or(config.max_new_tokens).unwrap_or(u32::MAX) as usize;
         if request.min_tokens as usize > max_new {
             return Err(Error::invalid_argument(format!(

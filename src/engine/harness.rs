@@ -107,8 +107,13 @@ impl Harness {
             request.time_limit.and_then(|limit| begin.checked_add(limit)),
             request.waker,
         )?);
-        let rules =
-            TextRules { tokenizer: None, skip_special: true, continues: false, stop_strings: &[] };
+        let rules = TextRules {
+            tokenizer: None,
+            skip_special: true,
+            continues: false,
+            stop_strings: &[],
+            answer: None,
+        };
         let seeds = std::iter::once(0);
         let ticket = Ticket::new(inbox.clone(), &rules, seeds, num_prompt_tokens, begin)?;
         let params = SamplingParams::resolve(&request.sampling, &GenerationConfig::default())?;

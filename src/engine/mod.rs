@@ -22,11 +22,14 @@
 //! alone       sequences that are computed alone; host_logits: logits that the host changes
 //! lease       logits, computed by the thread that wants them
 //! inbox       from the worker to a caller; ticket: the caller's side
+//! answer      what answers consist of; answer_output: those of a sample
 //! ```
 
 mod active;
 mod alerts;
 mod alone;
+mod answer;
+mod answer_output;
 mod batch_builder;
 pub mod block_pool;
 mod device_starter;
@@ -74,6 +77,7 @@ mod ticket;
 mod tokenizer_reader;
 mod worker;
 
+pub use answer::{parse_response, Response};
 pub use engine::{Engine, ModelShape};
 pub use generate::MAX_SAMPLES;
 pub use generation_config::GenerationConfig;
@@ -85,7 +89,9 @@ pub use logit_changes::{LogitBias, MAX_LOGIT_BIAS, MAX_LOGIT_BIASES};
 pub use options::{DeviceChoice, EngineOptions};
 pub use plan::{plan, Plan};
 pub use prompt_log_probs::PromptLogProbs;
-pub use request::{CancelToken, ChatPrompt, FinishReason, LogProbsWanted, Prompt, Request};
+pub use request::{
+    AnswerFormat, CancelToken, ChatPrompt, FinishReason, LogProbsWanted, Prompt, Request,
+};
 pub use sampler::{Sampler, SamplingOverrides, SamplingParams};
 pub use scheduler::Scheduler;
 pub use stats::{EngineStats, FIRST_BUCKET_US, NUM_STEP_BUCKETS};
@@ -93,3 +99,4 @@ pub use swap::{SwapCosts, SwapCounts};
 pub use ticket::{Event, Generation, Ticket, TicketHandle};
 
 pub use crate::model::{LogProbs, TokenLogProb, TokenScore, MAX_TOP_LOG_PROBS};
+pub use crate::text::{Answer, AnswerPart, ToolCall, ToolForm};

@@ -4,8 +4,17 @@ use super::engine::Engine;
 use super::request::{ChatPrompt, Prompt};
 use crate::error::{try_with_capacity, Error, ErrorKind, Result};
 use crate::text::{
-    parse_messages, parse_tools, parse_variables, what_was_left_out, ChatInput, ShouldStop,
+    parse_messages, parse_tools, parse_variables, what_was_left_out, ChatInput, Conversation,
+    Marks, ShouldStop,
 };
+
+/// Refuses a prompt of which so many tokens were counted before its end.
+fn too_long(num_tokens: usize, limit: usize) -> Error {
+    Error::new(
+        ErrorKind::ContextFull,
+        format!("the prompt has more than {num_tokens} tokens, but the context holds {limit}"),
+    )
+}
 
 impl Engine {
     /// Returns the token ids of a text, as of a prompt. Ends with [`ErrorKind::Cancelled`] if the model is freed
@@ -19,18 +28,28 @@ impl Engine {
 
     /// Renders a conversation with the model's template.
     pub fn apply_chat_template(&self, chat: &ChatPrompt<'_>) -> Result<String> {
+        self.render_chat(&self.read_chat(chat)?, chat.add_generation_prompt)
+    }
+
+    /// Reads the JSON of a conversation.
+    fn read_chat(&self, chat: &ChatPrompt<'_>) -> Result<Conversation> {
         let template = self.chat_template()?;
-        let messages = parse_messages(chat.messages.as_bytes())?;
+        let mut messages = parse_messages(chat.messages.as_bytes())?;
+        template.join_parts(&mut messages, self.special_tokens())?;
         let tools = chat.tools.map(|json| parse_tools(json.as_bytes())).transpose()?;
         let variables = chat.variables.map(|json| parse_variables(json.as_bytes())).transpose()?;
-        let text = template.render(&ChatInput {
-            messages: &messages,
-            tools: tools.as_ref(),
-            variables: variables.as_ref(),
-            add_generation_prompt: chat.add_generation_prompt,
+        Ok(Conversation { messages, tools, variables })
+    }
+
+    fn render_chat(&self, input: &Conversation, add_generation_prompt: bool) -> Result<String> {
+        let text = self.chat_template()?.render(&ChatInput {
+            messages: &input.messages,
+            tools: input.tools.as_ref(),
+            variables: input.variables.as_ref(),
+            add_generation_prompt,
             special_tokens: self.special_tokens(),
         })?;
-        if let Some(remark) = what_was_left_out(&messages, &text) {
+        if let Some(remark) = what_was_left_out(&input.messages, &text) {
             self.service().remark(remark);
         }
         Ok(text)
@@ -53,13 +72,39 @@ impl Engine {
                 ids.extend_from_slice(given);
                 ids
             }
-            // The template writes the special tokens itself.
             Prompt::Chat(chat) => {
-                self.encode_prompt(&self.apply_chat_template(chat)?, false, true, should_stop)?
+                self.encode_chat(chat, self.max_context_tokens() as usize, should_stop)?
             }
         };
         self.check_tokens(&ids)?;
         Ok(ids)
+    }
+
+    /// The token ids of a conversation, as of a prompt.
+    pub fn tokenize_chat(&self, chat: &ChatPrompt<'_>) -> Result<Vec<u32>> {
+        self.encode_chat(chat, usize::MAX, &|| self.is_closed())
+    }
+
+    fn encode_chat(
+        &self,
+        chat: &ChatPrompt<'_>,
+        limit: usize,
+        should_stop: &ShouldStop<'_>,
+    ) -> Result<Vec<u32>> {
+        let tokenizer = self.tokenizer()?;
+        let mut input = self.read_chat(chat)?;
+        // Without a single spelling of a special token in it, the conversation is rendered as it is.
+        let marks = match chat.parse_special {
+            true => Marks::default(),
+            false => tokenizer.mark(&mut input)?,
+        };
+        let text = self.render_chat(&input, chat.add_generation_prompt)?;
+        // The template writes the special tokens itself.
+        let (ids, is_whole) = tokenizer.encode_marked(&text, &marks, limit, should_stop)?;
+        if is_whole {
+            return Ok(ids);
+        }
+        Err(too_long(ids.len(), limit))
     }
 
     /// The tokens of a text. Stops as soon as the text is known not to fit into the context, so
@@ -78,10 +123,7 @@ impl Engine {
         if whole {
             return Ok(ids);
         }
-        Err(Error::new(
-            ErrorKind::ContextFull,
-            format!("the prompt has more than {} tokens, but the context holds {limit}", ids.len()),
-        ))
+        Err(too_long(ids.len(), limit))
     }
 
     /// Checks that there is at least one id, that all are in the vocabulary, and that they fit into

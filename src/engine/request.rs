@@ -7,6 +7,7 @@ use std::time::Duration;
 use super::logit_changes::LogitBias;
 use super::sampler::SamplingOverrides;
 pub use crate::model::LogProbsWanted;
+use crate::text::ToolForm;
 
 /// A switch with which other threads stop requests.
 #[derive(Default)]
@@ -37,6 +38,18 @@ pub struct ChatPrompt<'a> {
     pub variables: Option<&'a str>,
     /// End with the opening of the assistant's turn.
     pub add_generation_prompt: bool,
+    /// Special tokens written in messages and tools become their ids. (It does not matter where the text is wanted
+    /// alone.)
+    pub parse_special: bool,
+}
+
+/// How the text of an answer is taken apart into thoughts, content and calls.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum AnswerFormat {
+    /// As the model's chat template and the request say: without tools there are no calls.
+    Auto,
+    /// With calls of this form.
+    Named(ToolForm),
 }
 
 /// The prompt that a generation continues.
@@ -98,6 +111,8 @@ pub struct Request<'a> {
     /// The number of likeliest tokens in the place of each token of the prompt that are told with its
     /// own log-probability; `None`: nothing is.
     pub prompt_log_probs: Option<u32>,
+    /// `None`: the text is not taken apart.
+    pub answer_format: Option<AnswerFormat>,
 }
 
 /// Why a generation ended.

@@ -1,10 +1,12 @@
 //! The caller's side of a request: takes tokens from the inbox, turns them into text, looks for
-//! stop strings. All of this happens on the caller's thread, so that a slow caller delays nobody
+//! stop strings, takes answers apart. All of this happens on the caller's thread, so that a slow caller delays nobody
 //! else.
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use super::answer_output::AnswerOutput;
 use super::inbox::{Inbox, Message, Progress};
 use super::prompt_log_probs::PromptLogProbs;
 use super::request::FinishReason;
@@ -12,7 +14,7 @@ use super::sequence::SequenceKey;
 use crate::error::{try_with_capacity, Error, ErrorKind, Result};
 use crate::model::{LogProbs, TokenLogProb};
 use crate::process::Process;
-use crate::text::{Detokenizer, StopMatcher, Tokenizer};
+use crate::text::{Answer, AnswerPart, AnswerRules, Detokenizer, StopMatcher, Tokenizer};
 
 /// The outcome of a sample of a request.
 #[derive(Clone, Debug)]
@@ -43,6 +45,8 @@ pub struct Generation {
     pub log_probs: Vec<LogProbs>,
     /// Those of the prompt, if the request wanted them; all samples share them.
     pub prompt_log_probs: Option<Arc<PromptLogProbs>>,
+    /// The parts of the text, if the request has an [`AnswerFormat`](super::AnswerFormat).
+    pub answer: Option<Answer>,
 }
 
 /// News of a request for its caller.
@@ -83,6 +87,16 @@ pub enum Event {
         /// Tokens of the sample.
         num_tokens: usize,
     },
+    /// A part of the answer became certain, if the request has an [`AnswerFormat`](super::AnswerFormat). It comes
+    /// after the token that made it so, and has the text of that token and those before it once more.
+    Answer {
+        /// Which sample.
+        sample: usize,
+        /// What it is.
+        part: AnswerPart,
+        /// Tokens of the sample so far.
+        num_tokens: usize,
+    },
     /// A sample has ended.
     End {
         /// Which sample.
@@ -112,6 +126,8 @@ pub(super) struct TextRules<'a> {
     /// Whether the text goes on with that of the prompt, or is an answer of its own.
     pub continues: bool,
     pub stop_strings: &'a [&'a str],
+    /// How answers are taken apart, if they are.
+    pub answer: Option<AnswerRules>,
 }
 
 /// The text side of a sample: ids to text, stop strings. Without a tokenizer there is no text.
@@ -119,10 +135,11 @@ struct TextOutput {
     detokenizer: Option<Detokenizer>,
     stop: StopMatcher,
     text: String,
+    answer: Option<AnswerOutput>,
 }
 
 impl TextOutput {
-    fn new(rules: &TextRules<'_>) -> Result<Self> {
+    fn new(rules: &TextRules<'_>, sample: usize) -> Result<Self> {
         let stop = StopMatcher::new(rules.stop_strings)?;
         let new = |tokenizer: &Arc<_>| {
             let tokenizer = Arc::clone(tokenizer);
@@ -131,7 +148,17 @@ impl TextOutput {
                 false => Detokenizer::new(tokenizer, rules.skip_special),
             }
         };
-        Ok(TextOutput { detokenizer: rules.tokenizer.map(new), stop, text: String::new() })
+        let answer = match (&rules.answer, rules.tokenizer) {
+            (Some(answer), Some(tokenizer)) => {
+                // Calls of other samples have other ids.
+                let id_seed = answer.id_seed.wrapping_add(sample as u64);
+                let answer = AnswerRules { id_seed, ..answer.clone() };
+                let detokenizer = Detokenizer::new(tokenizer.clone(), false);
+                Some(AnswerOutput::new(answer, detokenizer, stop.clone(), rules.skip_special))
+            }
+            _ => None,
+        };
+        Ok(TextOutput { detokenizer: rules.tokenizer.map(new), stop, text: String::new(), answer })
     }
 
     fn append(&mut self, piece: &str) -> Result<()> {
@@ -141,13 +168,25 @@ impl TextOutput {
         Ok(())
     }
 
-    /// Takes a token; returns the text that may be shown, and whether a stop string came.
-    fn push(&mut self, token: u32) -> Result<(String, bool)> {
+    /// Takes a token; returns the text that may be shown, and whether a stop string came. Appends
+    /// what became certain of the answer.
+    fn push(&mut self, token: u32, parts: &mut Vec<AnswerPart>) -> Result<(String, bool)> {
         let Some(detokenizer) = &mut self.detokenizer else { return Ok((String::new(), false)) };
         let piece = detokenizer.push(token)?;
         let output = self.stop.push(&piece)?;
         self.append(&output.text)?;
+        if let Some(answer) = &mut self.answer {
+            answer.push(token, parts)?;
+        }
         Ok((output.text, output.matched.is_some()))
+    }
+
+    /// Ends the answer, and appends what was held back of it.
+    fn finish_answer(&mut self, is_stopped: bool, parts: &mut Vec<AnswerPart>) -> Result<()> {
+        match &mut self.answer {
+            Some(answer) => answer.finish(is_stopped, parts),
+            None => Ok(()),
+        }
     }
 
     /// Ends the stream; returns the text that was held back, and whether a stop string came in it.
@@ -177,6 +216,8 @@ struct Sample {
     reason: Option<FinishReason>,
     /// Whether the text that was held back has been told.
     is_flushed: bool,
+    /// Whether what was held back of the answer has been told.
+    is_answered: bool,
     /// Whether its end has been told.
     is_over: bool,
     /// Whether the caller wants to hear more.
@@ -197,6 +238,8 @@ struct Prompt {
 pub struct Ticket {
     inbox: Arc<Inbox>,
     samples: Vec<Sample>,
+    /// Parts of answers that are told before anything else.
+    parts: VecDeque<Event>,
     num_prompt_tokens: usize,
     prompt: Option<Prompt>,
     begin: Instant,
@@ -265,14 +308,15 @@ impl Ticket {
         begin: Instant,
     ) -> Result<Self> {
         let mut samples = try_with_capacity(seeds.len(), "samples")?;
-        for seed in seeds {
+        for (index, seed) in seeds.enumerate() {
             samples.push(Sample {
                 seed,
-                output: TextOutput::new(rules)?,
+                output: TextOutput::new(rules, index)?,
                 token_ids: Vec::new(),
                 log_probs: Vec::new(),
                 reason: None,
                 is_flushed: false,
+                is_answered: false,
                 is_over: false,
                 listening: true,
                 ended: None,
@@ -280,7 +324,8 @@ impl Ticket {
             });
         }
         let process = Process::current();
-        Ok(Ticket { inbox, samples, num_prompt_tokens, prompt: None, begin, process })
+        let parts = VecDeque::new();
+        Ok(Ticket { inbox, samples, parts, num_prompt_tokens, prompt: None, begin, process })
     }
 
     /// Makes room for the log-probabilities of the prompt, of `num_top` tokens for each of its own.
@@ -308,6 +353,7 @@ impl Ticket {
     /// Whether there is an event that needs no waiting.
     pub fn has_event(&self) -> bool {
         self.is_done()
+            || !self.parts.is_empty()
             || self.samples.iter().any(|sample| sample.reason.is_some() && !sample.is_over)
             || self.prompt.as_ref().is_some_and(|prompt| prompt.next < prompt.end)
             || !self.inbox.is_empty()
@@ -316,6 +362,7 @@ impl Ticket {
 
     /// Decides that all samples end now, with the tokens that were told so far.
     pub fn stop(&mut self, reason: FinishReason) {
+        self.parts.clear();
         for (index, sample) in self.samples.iter_mut().enumerate() {
             sample.listening = false;
             if sample.reason.is_none() {
@@ -349,10 +396,16 @@ impl Ticket {
                     sample.reason.get_or_insert(FinishReason::Cancelled);
                 }
             }
+            if let Some(part) = self.parts.pop_front() {
+                return Ok(Some(part));
+            }
             let ending = |sample: &Sample| sample.reason.is_some() && !sample.is_over;
             if let Some(index) = self.samples.iter().position(ending) {
-                let event = self.end(index);
-                return event.inspect_err(|_| self.fail(index)).map(Some);
+                let event = self.end(index).inspect_err(|_| self.fail(index))?;
+                if event.is_none() {
+                    continue;
+                }
+                return Ok(event);
             }
             if self.is_done() {
                 return Ok(Some(Event::Done));
@@ -384,6 +437,8 @@ impl Ticket {
     /// Ends a sample whose failure is told instead of its end: a token of it could not be taken or
     /// told, so those that follow would be wrong.
     pub fn fail(&mut self, index: usize) {
+        self.parts
+            .retain(|event| !matches!(event, Event::Answer { sample, .. } if *sample == index));
         if let Some(sample) = self.samples.get_mut(index) {
             sample.is_over = true;
             sample.ended.get_or_insert_with(Instant::now);
@@ -437,8 +492,12 @@ impl Ticket {
                 log_probs,
             }));
         }
-        let (text, stopped) = sample.output.push(token)?;
+        let mut parts = Vec::new();
+        let (text, stopped) = sample.output.push(token, &mut parts)?;
         ids.push(token);
+        let answers =
+            parts.into_iter().map(|part| Event::Answer { sample: index, part, num_tokens });
+        self.parts.extend(answers);
         if stopped {
             sample.reason = Some(FinishReason::StopString);
             inbox.stop(index);
@@ -446,10 +505,11 @@ impl Ticket {
         Ok(Some(Event::Token { sample: index, token, text, num_tokens, log_probs }))
     }
 
-    /// Tells the end of a sample: first the text that was held back, then the end itself.
-    fn end(&mut self, index: usize) -> Result<Event> {
+    /// Tells the end of a sample: first the text that was held back, then, by way of `parts`, what was held back of the
+    /// answer, then the end itself.
+    fn end(&mut self, index: usize) -> Result<Option<Event>> {
         let progress = self.inbox.progress(index);
-        let Some(sample) = self.samples.get_mut(index) else { return Ok(Event::Done) };
+        let Some(sample) = self.samples.get_mut(index) else { return Ok(Some(Event::Done)) };
         sample.progress = progress;
         let num_tokens = sample.token_ids.len();
         let mut reason = sample.reason.unwrap_or(FinishReason::Cancelled);
@@ -461,12 +521,22 @@ impl Ticket {
                 sample.reason = Some(reason);
             }
             if sample.listening && !text.is_empty() {
-                return Ok(Event::Text { sample: index, text, num_tokens });
+                return Ok(Some(Event::Text { sample: index, text, num_tokens }));
+            }
+        }
+        if !sample.is_answered {
+            sample.is_answered = true;
+            let mut parts = Vec::new();
+            sample.output.finish_answer(reason == FinishReason::StopString, &mut parts)?;
+            if sample.listening && !parts.is_empty() {
+                let answer = |part| Event::Answer { sample: index, part, num_tokens };
+                self.parts.extend(parts.into_iter().map(answer));
+                return Ok(None);
             }
         }
         sample.is_over = true;
         sample.ended = Some(Instant::now());
-        Ok(Event::End { sample: index, reason, num_tokens })
+        Ok(Some(Event::End { sample: index, reason, num_tokens }))
     }
 
     /// Takes the outcomes of all samples. To be called when all have ended.
@@ -505,6 +575,7 @@ impl Ticket {
             token_ids: sample.token_ids,
             log_probs: sample.log_probs,
             prompt_log_probs: None,
+            answer: sample.output.answer.map(AnswerOutput::into_answer),
         }
     }
 }

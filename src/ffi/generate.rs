@@ -5,6 +5,7 @@
 use std::ffi::{c_char, c_void};
 use std::sync::Arc;
 
+use super::answer::{xserv_tool_call, DescribedAnswer};
 use super::guard::{
     call_host, guard, guard_or, guard_work, read_struct, with_nul, write_struct, GrowingStruct, Out,
 };
@@ -123,11 +124,29 @@ pub struct xserv_result_info {
     /// Number of prompt_top_log_probs of an id: num_prompt_log_probs of the request, or the size of the
     /// vocabulary if that is less; 0 if there are none.
     pub num_prompt_top_log_probs: usize,
+    /// What the model thought, without the tags and the white space next to them: UTF-8, NUL-terminated,
+    /// possibly empty. NULL if the request has no answer_format.
+    pub reasoning: *const c_char,
+    /// Bytes of reasoning without the NUL.
+    pub reasoning_len: usize,
+    /// What it says: the text without thoughts and calls, and without the white space next to those. NULL if the
+    /// request has no answer_format.
+    pub content: *const c_char,
+    /// Bytes of content without the NUL.
+    pub content_len: usize,
+    /// The tools that it calls, in order; NULL if there are none.
+    pub tool_calls: *const xserv_tool_call,
+    /// Number of tool_calls.
+    pub num_tool_calls: usize,
+    /// The answer as a message of a conversation, for xserv_messages_add_json(): NUL-terminated JSON with role and
+    /// content, and reasoning_content and tool_calls where there are some, in the form that chat templates take
+    /// (arguments are objects, calls that are not complete are left out). NULL if the request has no answer_format.
+    pub message_json: *const c_char,
 }
 
 // SAFETY: repr(C), struct_size first, integers, floats and pointers only.
 unsafe impl GrowingStruct for xserv_result_info {
-    const SIZES: &'static [usize] = &[112, 168];
+    const SIZES: &'static [usize] = &[112, 224];
     const NAME: &'static str = "xserv_result_info";
     const HOW: &'static str = "set it to sizeof(xserv_result_info)";
     fn defaults() -> Self {
@@ -155,6 +174,13 @@ unsafe impl GrowingStruct for xserv_result_info {
             prompt_log_probs: std::ptr::null(),
             prompt_top_log_probs: std::ptr::null(),
             num_prompt_top_log_probs: 0,
+            reasoning: std::ptr::null(),
+            reasoning_len: 0,
+            content: std::ptr::null(),
+            content_len: 0,
+            tool_calls: std::ptr::null(),
+            num_tool_calls: 0,
+            message_json: std::ptr::null(),
         }
     }
 }
@@ -169,6 +195,8 @@ struct Described {
     top: Vec<xserv_log_prob>,
     /// How many of `top` a token has.
     num_top: usize,
+    /// The parts of the text, if the request wanted them.
+    answer: Option<DescribedAnswer>,
 }
 
 impl Described {
@@ -185,7 +213,8 @@ impl Described {
         for one in all {
             append_top(&mut top, &one.top)?;
         }
-        Ok(Described { text: with_nul(&generation.text)?, log_probs, top, num_top })
+        let answer = generation.answer.as_ref().map(DescribedAnswer::new).transpose()?;
+        Ok(Described { text: with_nul(&generation.text)?, log_probs, top, num_top, answer })
     }
 }
 
@@ -385,14 +414,12 @@ unsafe fn describe(
     let (g, described) = object.sample(sample)?;
     let prompt = g.prompt_log_probs.as_deref();
     let value = xserv_result_info {
-        struct_size: size_of::<xserv_result_info>(),
         text: described.text.as_ptr() as *const c_char,
         text_len: described.text.len() - 1,
         token_ids: g.token_ids.as_ptr(),
         num_tokens: g.token_ids.len(),
         num_prompt_tokens: g.num_prompt_tokens,
         finish_reason: finish_code(g.finish_reason) as u32,
-        reserved: 0,
         seed: g.seed,
         time_to_first_token_seconds: g.time_to_first_token_seconds,
         total_seconds: g.total_seconds,
@@ -408,6 +435,20 @@ unsafe fn describe(
         prompt_log_probs: prompt.map_or(std::ptr::null(), |it| it.log_probs.as_ptr()),
         prompt_top_log_probs: pointer_to(&object.prompt_top),
         num_prompt_top_log_probs: prompt.map_or(0, |it| it.num_top),
+        ..xserv_result_info::defaults()
+    };
+    let value = match &described.answer {
+        None => value,
+        Some(answer) => xserv_result_info {
+            reasoning: answer.reasoning.as_ptr() as *const c_char,
+            reasoning_len: answer.reasoning.len() - 1,
+            content: answer.content.as_ptr() as *const c_char,
+            content_len: answer.content.len() - 1,
+            tool_calls: pointer_to(&answer.calls),
+            num_tool_calls: answer.calls.len(),
+            message_json: answer.message.as_ptr() as *const c_char,
+            ..value
+        },
     };
     // SAFETY: by contract.
     unsafe { write_struct(info, "info", &value) }

@@ -60,8 +60,7 @@ pub unsafe extern "C" fn xserv_messages_new(messages: *mut *mut xserv_messages) 
 ///
 /// role: "system", "user", "assistant", or what else the model's chat template knows. content: any
 /// text; it is copied, and nothing in it needs escaping. Special tokens written in it, such as
-/// <|im_end|>, become their ids as everywhere in a conversation: do not pass text that you do not
-/// trust.
+/// <|im_end|>, stay ordinary text in requests (see parse_special_in_messages of xserv_request).
 ///
 /// Errors: XSERV_STATUS_INVALID_ARGUMENT (not UTF-8; more than 16 MiB of messages).
 ///
@@ -112,7 +111,9 @@ pub unsafe extern "C" fn xserv_messages_add_tool_result(
 }
 
 /// Adds messages that are JSON already: one object with a "role", or an array of them. For fields
-/// that the other functions do not have, such as "tool_calls".
+/// that the other functions do not have, and for an answer of the model with calls of tools
+/// (message_json of xserv_result_info). A "content" that is a list of texts, [{"type": "text", "text": "..."}],
+/// becomes one string with line breaks between them when it is rendered by a template that takes strings alone.
 ///
 /// Errors: XSERV_STATUS_INVALID_ARGUMENT (no JSON; no objects; no role; more than 16 MiB of
 /// messages); then none is added.

@@ -5,6 +5,7 @@
 mod guard;
 mod handle;
 
+mod answer;
 mod context;
 mod evaluate;
 mod generate;
@@ -17,6 +18,7 @@ mod ops_elementwise;
 mod ops_gemm;
 mod ops_index;
 mod ops_rows;
+mod parse;
 mod plan;
 mod request;
 mod stats;
@@ -27,6 +29,7 @@ mod text;
 mod types;
 mod version;
 
+pub use answer::*;
 pub use context::*;
 pub use evaluate::*;
 pub use generate::*;
@@ -42,6 +45,7 @@ pub use ops_elementwise::*;
 pub use ops_gemm::*;
 pub use ops_index::*;
 pub use ops_rows::*;
+pub use parse::*;
 pub use plan::*;
 pub use request::*;
 pub use stats::*;

@@ -6,6 +6,7 @@ use std::ffi::{c_char, c_void};
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::answer::answer_format;
 use super::guard::{
     array_argument, flag, guard, guard_or, guard_work, init_struct, text_argument, GrowingStruct,
     Out, NUL_TERMINATED,
@@ -157,8 +158,13 @@ pub struct xserv_request {
     /// after logit_bias, min_tokens, penalties and temperature (which does not count if it is 0). The
     /// filters top_k, top_p and min_p never count.
     pub processed_log_probs: u8,
+    /// With messages_json: 0 (default): special tokens written in messages and tools, such as <|im_end|>, are
+    /// ordinary text, so that no text can pretend to be another turn (in messages of the assistant, tags
+    /// such as <think> keep their meaning; template_variables_json always do). 1: they become their ids, as in
+    /// Transformers; only for text that you trust.
+    pub parse_special_in_messages: u8,
     /// Unused, 0.
-    pub reserved: [u8; 2],
+    pub reserved: [u8; 1],
     /// When requests compete, those with the higher number go first; among equal ones (default 0)
     /// the one that was submitted first.
     pub priority: i32,
@@ -215,8 +221,10 @@ pub struct xserv_request {
     /// the result. The prompt is computed by itself first, whole, with nothing taken from the prefix
     /// cache, in which the samples then find it.
     pub num_prompt_log_probs: u32,
-    /// Unused, 0.
-    pub reserved2: u32,
+    /// An xserv_answer_format: whether and how the text is taken apart, into reasoning, content and
+    /// tool_calls of xserv_result_info and the kinds of xserv_event that tell them as they come. Default
+    /// XSERV_ANSWER_NONE. What else the request gives does not change. Needs a tokenizer.
+    pub answer_format: u32,
 }
 
 // SAFETY: repr(C), struct_size first, integers, floats, pointers and a nullable function pointer; a caller
@@ -226,7 +234,7 @@ unsafe impl GrowingStruct for xserv_request {
     const NAME: &'static str = "xserv_request";
     const HOW: &'static str = "fill it with xserv_request_default()";
     fn is_reserved_zero(&self) -> bool {
-        self.reserved == [0; 2] && self.reserved2 == 0
+        self.reserved == [0; 1]
     }
     fn defaults() -> Self {
         xserv_request {
@@ -258,7 +266,8 @@ unsafe impl GrowingStruct for xserv_request {
             skip_special_tokens: 1,
             ignore_eos: 0,
             processed_log_probs: 0,
-            reserved: [0; 2],
+            parse_special_in_messages: 0,
+            reserved: [0; 1],
             priority: 0,
             num_samples: 1,
             time_limit_ms: 0,
@@ -274,7 +283,7 @@ unsafe impl GrowingStruct for xserv_request {
             logits_callback: None,
             logits_user_data: std::ptr::null_mut(),
             num_prompt_log_probs: XSERV_UNSET_INT,
-            reserved2: 0,
+            answer_format: 0,
         }
     }
 }
@@ -374,6 +383,7 @@ unsafe fn prompt_of<'a>(c: &xserv_request) -> Result<Prompt<'a>> {
             c.tools_json,
             c.template_variables_json,
             c.add_generation_prompt,
+            c.parse_special_in_messages,
         )
     }?;
     if let Some(chat) = chat {
@@ -478,5 +488,6 @@ pub(super) unsafe fn request_of<'a>(c: &xserv_request) -> Result<Request<'a>> {
         }?,
         log_probs: log_probs_of(c)?,
         prompt_log_probs: unset_int(c.num_prompt_log_probs),
+        answer_format: answer_format(c.answer_format, "request.answer_format")?,
     })
 }

@@ -10,15 +10,15 @@ use super::generate::{
     append_top, finish_code, new_result, pointer_to, xserv_log_prob, xserv_result,
 };
 use super::guard::{
-    call_host, guard, guard_or, guard_work, init_struct, read_struct, write_struct, GrowingStruct,
-    Out,
+    call_host, guard, guard_or, guard_work, init_struct, read_struct, with_nul, write_struct,
+    GrowingStruct, Out,
 };
 use super::handle::HandleTable;
 use super::model::{engine_of, xserv_model};
 use super::request::{request_of, xserv_request};
 use super::status::xserv_status;
 use super::types::XSERV_NO_TOKEN;
-use crate::engine::{Event, Generation, Ticket, TicketHandle, Waker};
+use crate::engine::{AnswerPart, Event, Generation, Ticket, TicketHandle, Waker};
 use crate::error::{Error, Result};
 
 /// Used for the timeout of xserv_next(): wait as long as it takes.
@@ -100,6 +100,19 @@ pub enum xserv_event_kind {
     /// How likely a token of the prompt was, in the order of the prompt and from its second token on, for
     /// a request with num_prompt_log_probs; only told if xserv_submit_options.events asks for it.
     XSERV_EVENT_PROMPT = 5,
+    /// More of what the model thinks. This kind and those after it are told to those who ask for them
+    /// (events of xserv_submit_options), if the request has an answer_format. They come after the token
+    /// that made them certain and before the end of the sample, and repeat the text of tokens: a program that shows
+    /// them does not show that of XSERV_EVENT_TOKEN.
+    XSERV_EVENT_REASONING = 6,
+    /// More of what the model says.
+    XSERV_EVENT_CONTENT = 7,
+    /// The model begins to call a tool: tool_call_index, tool_call_id and tool_name.
+    XSERV_EVENT_TOOL_CALL_BEGIN = 8,
+    /// More of the JSON text of its arguments.
+    XSERV_EVENT_TOOL_CALL_ARGUMENTS = 9,
+    /// The call has ended: tool_call_is_complete.
+    XSERV_EVENT_TOOL_CALL_END = 10,
 }
 
 /// An event of a submission. Set struct_size, then call xserv_next().
@@ -135,11 +148,21 @@ pub struct xserv_event {
     /// The most likely tokens in the place of this one, which may or may not be among them: the
     /// likeliest first, of equals the one with the lower id first; or NULL. Valid as long as text.
     pub top_log_probs: *const xserv_log_prob,
+    /// XSERV_EVENT_TOOL_CALL_BEGIN: the id of the call, made up by the library; else NULL. Valid as long as
+    /// text.
+    pub tool_call_id: *const c_char,
+    /// XSERV_EVENT_TOOL_CALL_BEGIN: the name of the tool, which the model may have invented; else NULL. Valid
+    /// as long as text.
+    pub tool_name: *const c_char,
+    /// XSERV_EVENT_TOOL_CALL_...: the number of the call in the sample, from 0.
+    pub tool_call_index: u32,
+    /// XSERV_EVENT_TOOL_CALL_END: as is_complete of xserv_tool_call.
+    pub tool_call_is_complete: u32,
 }
 
 // SAFETY: repr(C), struct_size first, integers, floats and pointers only.
 unsafe impl GrowingStruct for xserv_event {
-    const SIZES: &'static [usize] = &[48, 64];
+    const SIZES: &'static [usize] = &[48, 88];
     const NAME: &'static str = "xserv_event";
     const HOW: &'static str = "set it to sizeof(xserv_event)";
     fn defaults() -> Self {
@@ -156,6 +179,10 @@ unsafe impl GrowingStruct for xserv_event {
             log_prob: f32::NAN,
             num_top_log_probs: 0,
             top_log_probs: std::ptr::null(),
+            tool_call_id: std::ptr::null(),
+            tool_name: std::ptr::null(),
+            tool_call_index: 0,
+            tool_call_is_complete: 0,
         }
     }
 }
@@ -165,6 +192,8 @@ struct Taker {
     ticket: Ticket,
     /// The text of the last event, with its NUL.
     text: Vec<u8>,
+    /// The id and the name of the call that begins with it, with their NULs.
+    call: [Vec<u8>; 2],
     /// The most likely tokens of the last event.
     top: Vec<xserv_log_prob>,
     /// The samples, after an attempt to make a result of them has failed.
@@ -190,8 +219,15 @@ const USUAL_EVENTS: u32 = bit(xserv_event_kind::XSERV_EVENT_TOKEN)
     | bit(xserv_event_kind::XSERV_EVENT_END)
     | bit(xserv_event_kind::XSERV_EVENT_DONE);
 
+/// The events that tell the parts of answers.
+const ANSWER_EVENTS: u32 = bit(xserv_event_kind::XSERV_EVENT_REASONING)
+    | bit(xserv_event_kind::XSERV_EVENT_CONTENT)
+    | bit(xserv_event_kind::XSERV_EVENT_TOOL_CALL_BEGIN)
+    | bit(xserv_event_kind::XSERV_EVENT_TOOL_CALL_ARGUMENTS)
+    | bit(xserv_event_kind::XSERV_EVENT_TOOL_CALL_END);
+
 /// The events that a caller may ask for.
-const ALL_EVENTS: u32 = USUAL_EVENTS | bit(xserv_event_kind::XSERV_EVENT_PROMPT);
+const ALL_EVENTS: u32 = USUAL_EVENTS | bit(xserv_event_kind::XSERV_EVENT_PROMPT) | ANSWER_EVENTS;
 
 /// Returns the events that a caller wants, as bits.
 fn wanted_events(options: &xserv_submit_options) -> Result<u32> {
@@ -215,15 +251,20 @@ impl Submission {
     /// Takes the next event that the caller wants, if there is one.
     fn try_next(&self) -> Result<Option<xserv_event>> {
         let mut taker = self.taker()?;
-        let Taker { ticket, text, top, .. } = &mut *taker;
+        let Taker { ticket, text, call, top, .. } = &mut *taker;
         loop {
             let Some(event) = ticket.try_next()? else { return Ok(None) };
-            let described = describe(&event, text, top);
+            if matches!(event, Event::Answer { .. }) && self.events & ANSWER_EVENTS == 0 {
+                continue;
+            }
+            let described = describe(&event, text, call, top);
             if described.is_err() {
                 // The caller does not get this event, so it must not take those after it for the
                 // next.
                 match event {
-                    Event::Token { sample, .. } | Event::Text { sample, .. } => ticket.fail(sample),
+                    Event::Token { sample, .. }
+                    | Event::Text { sample, .. }
+                    | Event::Answer { sample, .. } => ticket.fail(sample),
                     Event::Prompt { .. } => ticket.fail_all(),
                     _ => {}
                 }
@@ -414,6 +455,7 @@ pub unsafe extern "C" fn xserv_submit(
         let taker = Mutex::new(Taker {
             ticket,
             text: Vec::new(),
+            call: Default::default(),
             top: Vec::new(),
             generations: Vec::new(),
         });
@@ -470,10 +512,11 @@ pub unsafe extern "C" fn xserv_next(
     })
 }
 
-/// Describes an event for C; `text` and `top` keep what it points to.
+/// Describes an event for C; `text`, `call` and `top` keep what it points to.
 fn describe(
     event: &Event,
     text: &mut Vec<u8>,
+    call: &mut [Vec<u8>; 2],
     top: &mut Vec<xserv_log_prob>,
 ) -> Result<xserv_event> {
     let none = xserv_event::defaults();
@@ -539,7 +582,50 @@ fn describe(
             finish_reason: finish_code(reason) as u32,
             ..none
         },
+        Event::Answer { sample, ref part, num_tokens } => {
+            let event =
+                xserv_event { sample: sample as u32, num_tokens: num_tokens as u32, ..none };
+            describe_part(event, part, &mut keep, call)?
+        }
         Event::Done => xserv_event { kind: xserv_event_kind::XSERV_EVENT_DONE as u32, ..none },
+    })
+}
+
+/// Describes a part of an answer. `keep` keeps its text, `call` the id and the name of a call.
+fn describe_part(
+    event: xserv_event,
+    part: &AnswerPart,
+    keep: &mut dyn FnMut(&str) -> Result<(*const c_char, usize)>,
+    call: &mut [Vec<u8>; 2],
+) -> Result<xserv_event> {
+    let mut of_text = |kind: xserv_event_kind, piece: &str| -> Result<xserv_event> {
+        let (text, text_len) = keep(piece)?;
+        Ok(xserv_event { kind: kind as u32, text, text_len, ..event })
+    };
+    Ok(match part {
+        AnswerPart::Reasoning(piece) => of_text(xserv_event_kind::XSERV_EVENT_REASONING, piece)?,
+        AnswerPart::Content(piece) => of_text(xserv_event_kind::XSERV_EVENT_CONTENT, piece)?,
+        AnswerPart::Arguments { index, piece } => xserv_event {
+            tool_call_index: *index as u32,
+            ..of_text(xserv_event_kind::XSERV_EVENT_TOOL_CALL_ARGUMENTS, piece)?
+        },
+        AnswerPart::CallBegin { index, id, name } => {
+            *call = [with_nul(id)?, with_nul(name)?];
+            let [id, name] = call;
+            xserv_event {
+                kind: xserv_event_kind::XSERV_EVENT_TOOL_CALL_BEGIN as u32,
+                tool_call_index: *index as u32,
+                tool_call_id: id.as_ptr() as *const c_char,
+                tool_name: name.as_ptr() as *const c_char,
+                ..event
+            }
+        }
+        AnswerPart::CallEnd { index, is_complete } => xserv_event {
+            kind: xserv_event_kind::XSERV_EVENT_TOOL_CALL_END as u32,
+            tool_call_index: *index as u32,
+            tool_call_is_complete: u32::from(*is_complete),
+            ..event
+        },
     })
 }
 

@@ -83,8 +83,11 @@ pub struct xserv_chat_options {
     pub template_variables_json: *const c_char,
     /// 1 (default): end with the opening of the assistant's turn. 0: end after the last message.
     pub add_generation_prompt: u8,
+    /// As in xserv_request. Only xserv_tokenize_chat() looks at it: the text of a conversation does not show what
+    /// its special tokens are.
+    pub parse_special_in_messages: u8,
     /// Unused, 0.
-    pub reserved: [u8; 7],
+    pub reserved: [u8; 6],
 }
 
 // SAFETY: repr(C), struct_size first, integers and pointers only.
@@ -93,7 +96,7 @@ unsafe impl GrowingStruct for xserv_chat_options {
     const NAME: &'static str = "xserv_chat_options";
     const HOW: &'static str = "fill it with xserv_chat_options_default()";
     fn is_reserved_zero(&self) -> bool {
-        self.reserved == [0; 7]
+        self.reserved == [0; 6]
     }
     fn defaults() -> Self {
         xserv_chat_options {
@@ -102,7 +105,8 @@ unsafe impl GrowingStruct for xserv_chat_options {
             tools_json: std::ptr::null(),
             template_variables_json: std::ptr::null(),
             add_generation_prompt: 1,
-            reserved: [0; 7],
+            parse_special_in_messages: 0,
+            reserved: [0; 6],
         }
     }
 }
@@ -419,10 +423,50 @@ pub unsafe extern "C" fn xserv_apply_chat_template(
                 options.tools_json,
                 options.template_variables_json,
                 options.add_generation_prompt,
+                options.parse_special_in_messages,
             )
         }?
         .ok_or_else(|| Error::invalid_argument("options.messages_json is NULL"))?;
         out.set(new_text(&engine_of(model)?.apply_chat_template(&prompt)?)?);
+        Ok(())
+    })
+}
+
+/// Renders a conversation and turns it into token ids, as a request with these messages does: for programs that
+/// count tokens. (To tokenize the text of xserv_apply_chat_template() gives other ids where contents have special tokens
+/// written in them.)
+///
+/// tokens: receives a list that the caller frees with xserv_tokens_free().
+///
+/// Errors: as xserv_apply_chat_template() and xserv_tokenize().
+///
+/// # Safety
+/// `options` is readable for its struct_size and its strings end in NULs; `tokens` is writable.
+#[must_use]
+#[no_mangle]
+pub unsafe extern "C" fn xserv_tokenize_chat(
+    model: *const xserv_model,
+    options: *const xserv_chat_options,
+    tokens: *mut *mut xserv_tokens,
+) -> xserv_status {
+    guard_work(|| {
+        // SAFETY: by the contract above.
+        let out = unsafe { Out::new(tokens, "tokens") }?;
+        // SAFETY: as above.
+        let options = unsafe { read_struct(options, "options") }?;
+        // SAFETY: as above.
+        let prompt = unsafe {
+            chat_prompt(
+                options.messages_json,
+                options.tools_json,
+                options.template_variables_json,
+                options.add_generation_prompt,
+                options.parse_special_in_messages,
+            )
+        }?
+        .ok_or_else(|| Error::invalid_argument("options.messages_json is NULL"))?;
+        let ids = engine_of(model)?.tokenize_chat(&prompt)?;
+        out.set(TOKENS.insert(Arc::new(ids))?);
         Ok(())
     })
 }
@@ -436,6 +480,7 @@ pub(super) unsafe fn chat_prompt<'a>(
     tools_json: *const c_char,
     template_variables_json: *const c_char,
     add_generation_prompt: u8,
+    parse_special_in_messages: u8,
 ) -> Result<Option<ChatPrompt<'a>>> {
     // SAFETY: by contract, here and below.
     let Some(messages) = unsafe { optional_text(messages_json, "messages_json") }? else {
@@ -448,5 +493,6 @@ pub(super) unsafe fn chat_prompt<'a>(
         // SAFETY: as above.
         variables: unsafe { optional_text(template_variables_json, "template_variables_json") }?,
         add_generation_prompt: flag(add_generation_prompt, "add_generation_prompt")?,
+        parse_special: flag(parse_special_in_messages, "parse_special_in_messages")?,
     }))
 }

@@ -95,6 +95,52 @@ impl ChatTemplate {
         Ok(Some(compiled))
     }
 
+    /// Puts a string in place of each content that is a list of texts (`[{"type": "text", "text": ...}]`, as hosted
+    /// services take it), with line breaks between them, where the template takes strings alone: many drop
+    /// a list without a word. A template that goes through lists gets them.
+    pub fn join_parts(&self, messages: &mut Value, special_tokens: &SpecialTokens) -> Result<()> {
+        let contents = || {
+            messages.as_array().into_iter().flatten().filter_map(|message| message.get("content"))
+        };
+        if !contents().any(|content| texts_of(content).is_some())
+            || self.takes_parts(special_tokens)
+        {
+            return Ok(());
+        }
+        check_size("messages", messages)?;
+        for message in messages.as_array_mut().into_iter().flatten() {
+            let Some(content) = message.get_mut("content") else { continue };
+            if let Some(texts) = texts_of(content) {
+                *content = Value::String(texts.join("\n"));
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether the template finds the text in a content that is a list.
+    fn takes_parts(&self, special_tokens: &SpecialTokens) -> bool {
+        const PROBE: &str = "a text that no template has";
+        let messages = serde_json::json!(
+            [{"role": "user", "content": [{"type": "text", "text": PROBE}]}]
+        );
+        let input = ChatInput {
+            messages: &messages,
+            tools: None,
+            variables: None,
+            add_generation_prompt: false,
+            special_tokens,
+        };
+        // One that prints the list as it is has the names in it too.
+        self.render(&input).is_ok_and(|text| {
+            text.contains(PROBE) && !text.contains("'type'") && !text.contains("\"type\"")
+        })
+    }
+
+    /// Returns the source, the one for tools if there is one.
+    pub fn source(&self) -> &str {
+        self.tool_use.as_deref().unwrap_or(&self.default)
+    }
+
     /// Returns the text of a conversation. Errors are of kind
     /// [`Template`](crate::error::ErrorKind::Template) if they are the template's
     /// (`raise_exception` included), of kind
@@ -214,6 +260,16 @@ pub fn what_was_left_out(messages: &Value, text: &str) -> Option<String> {
             format!("messages[{index}] has the role \"{role}\", which the model's chat template leaves out")
         })
     })
+}
+
+/// Returns the texts of a content that is a list of nothing else.
+fn texts_of(content: &Value) -> Option<Vec<&str>> {
+    let parts = content.as_array().filter(|parts| !parts.is_empty())?;
+    let text = |part: &'_ Value| part.get("type").and_then(Value::as_str) == Some("text");
+    parts
+        .iter()
+        .map(|part| part.get("text").and_then(Value::as_str).filter(|_| text(part)))
+        .collect()
 }
 
 fn is_identifier(name: &str) -> bool {

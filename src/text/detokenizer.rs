@@ -54,6 +54,11 @@ impl Detokenizer {
         Detokenizer { text: ByteText::continuing(), ..Self::new(tokenizer, skip_special_tokens) }
     }
 
+    /// The tokenizer.
+    pub fn tokenizer(&self) -> &Tokenizer {
+        &self.tokenizer
+    }
+
     /// Takes the next token and returns the text that it completes, often empty; otherwise there is
     /// room for one more byte, for callers that need a NUL. An id without a token has no text. After
     /// an error the token has not been taken.

@@ -15,6 +15,7 @@ mod detokenizer;
 mod frame;
 mod growth;
 mod json_input;
+mod marks;
 mod messages;
 mod pipeline;
 mod special_tokens;
@@ -28,11 +29,13 @@ mod trial;
 mod watch;
 
 pub use answer::{
-    format_of, start_of, Answer, AnswerParser, AnswerPart, AnswerRules, AnswerStart, ToolCall, ToolForm, ToolTypes,
+    format_of, start_of, Answer, AnswerParser, AnswerPart, AnswerRules, AnswerStart, ToolCall,
+    ToolForm, ToolTypes,
 };
 pub use chat_template::{what_was_left_out, ChatInput, ChatTemplate, MAX_TEMPLATE_BYTES};
 pub use detokenizer::Detokenizer;
 pub use json_input::{parse_messages, parse_tools, parse_variables};
+pub use marks::{Conversation, Marks};
 pub use messages::Messages;
 pub use special_tokens::{SpecialTokens, MAX_TOKENIZER_CONFIG_BYTES};
 pub use stop_strings::{StopMatcher, StopOutput, MAX_STOP_STRINGS, MAX_STOP_STRING_BYTES};

@@ -6,6 +6,7 @@
 
 use super::bounded_regex::BoundedRegex;
 use super::growth::most_bytes;
+use super::marks::Marks;
 use super::tokenizer_components::TRUSTED_PATTERNS;
 use super::watch::Watch;
 use super::{crate_error, shortened};
@@ -112,10 +113,11 @@ impl Pipeline {
     }
 
     /// Returns the tokens of a text, without those that a post-processor adds. `added` are the
-    /// tokens to be found in the text before anything else.
+    /// tokens to be found in the text before anything else; after that, `marks` are taken out of it.
     pub fn encode(
         &self,
         text: &str,
+        marks: &Marks,
         added: &AddedVocabulary,
         model: &BPE,
         watch: &Watch<'_>,
@@ -131,6 +133,10 @@ impl Pipeline {
         if made > text.len() {
             let room = made.saturating_mul(self.room_per_byte);
             check_room(room.saturating_add(ROOM_FOR_TEXT), "encoding a text")?;
+        }
+        for (mark, text) in marks.replacements() {
+            parts.normalize(|part| part.replace(mark, text)).map_err(crate_error)?;
+            watch.check()?;
         }
         for step in &self.pre_tokenizers {
             step.apply(&mut parts, watch)?;

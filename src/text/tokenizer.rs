@@ -7,6 +7,7 @@
 
 use super::cut::CutRules;
 use super::frame::Frame;
+use super::marks::{Conversation, Marks, Spellings};
 use super::pipeline::{self, Pipeline};
 use super::special_tokens::SpecialTokens;
 use super::token_bytes::{ByteDecoder, ByteText, TokenBytes, MAX_GROWTH};
@@ -59,6 +60,8 @@ pub struct Tokenizer {
     vocab_size: usize,
     special_ids: HashSet<u32>,
     special_tokens: SpecialTokens,
+    /// What is not to be taken for a special token in the contents of messages.
+    spellings: Spellings,
     /// Set if tokens stand for bytes.
     token_bytes: Option<TokenBytes>,
     /// The rules by which long texts may be cut, if they may.
@@ -176,6 +179,7 @@ impl Tokenizer {
                 )));
             }
         }
+        let spellings = Spellings::of(&file.added_tokens)?;
         let special_ids = file.added_tokens.iter().filter(|t| t.special).map(|t| t.id).collect();
         let token_bytes = match byte_decoder {
             Some(decoder) => Some(TokenBytes::new(&decoder, &added, &model, vocab_size)?),
@@ -195,6 +199,7 @@ impl Tokenizer {
             vocab_size,
             special_ids,
             special_tokens,
+            spellings,
             token_bytes,
             cut_rules,
         };
@@ -236,7 +241,8 @@ impl Tokenizer {
         let all = usize::MAX;
         let go_on = &|| false;
         let frame = add_special_tokens.then_some(WhenWritten::Again);
-        Ok(self.encode_until(text, frame, parse_special_tokens, all, go_on)?.0)
+        let marks = Marks::default();
+        Ok(self.encode_until(text, &marks, frame, parse_special_tokens, all, go_on)?.0)
     }
 
     /// As [`Tokenizer::encode`], for the prompt of a model: where the text begins with the special
@@ -254,12 +260,32 @@ impl Tokenizer {
         should_stop: &ShouldStop<'_>,
     ) -> Result<(Vec<u32>, bool)> {
         let frame = add_special_tokens.then_some(WhenWritten::Leave);
-        self.encode_until(text, frame, parse_special_tokens, enough, should_stop)
+        let marks = Marks::default();
+        self.encode_until(text, &marks, frame, parse_special_tokens, enough, should_stop)
+    }
+
+    /// Puts marks into a conversation, with which the special tokens that are written in it stay plain
+    /// text in [`Tokenizer::encode_marked`]. Without such spellings the conversation stays as it is.
+    pub fn mark(&self, conversation: &mut Conversation) -> Result<Marks> {
+        self.spellings.mark(conversation)
+    }
+
+    /// As [`Tokenizer::encode_prompt`], for a rendered conversation with marks in it: special tokens without
+    /// a mark become their ids, and none are added.
+    pub fn encode_marked(
+        &self,
+        text: &str,
+        marks: &Marks,
+        enough: usize,
+        should_stop: &ShouldStop<'_>,
+    ) -> Result<(Vec<u32>, bool)> {
+        self.encode_until(text, marks, None, true, enough, should_stop)
     }
 
     fn encode_until(
         &self,
         text: &str,
+        marks: &Marks,
         add_special_tokens: Option<WhenWritten>,
         parse_special_tokens: bool,
         enough: usize,
@@ -290,18 +316,14 @@ impl Tokenizer {
             loop {
                 let cut = cut_rules.map_or(rest.len(), |rules| rules.first_piece(rest));
                 let (piece, after) = rest.split_at(cut);
-                let encoding =
-                    self.pipeline.encode(piece, added, &self.model, &watch).map_err(|error| {
-                        match error.kind() {
-                            ErrorKind::InvalidFile => {
-                                let message = error.message();
-                                Error::invalid_file(format!(
-                                    "tokenizer.json fails on a text: {message}"
-                                ))
-                            }
-                            _ => error,
-                        }
-                    })?;
+                let encoding = self.pipeline.encode(piece, marks, added, &self.model, &watch);
+                let encoding = encoding.map_err(|error| match error.kind() {
+                    ErrorKind::InvalidFile => {
+                        let message = error.message();
+                        Error::invalid_file(format!("tokenizer.json fails on a text: {message}"))
+                    }
+                    _ => error,
+                })?;
                 let new = encoding.get_ids();
                 let is_first = rest.len() == text.len();
                 let is_written = add_special_tokens == Some(WhenWritten::Leave)
@@ -431,7 +453,8 @@ impl Tokenizer {
             let is_slow = || {
                 let watch = Watch::with_limit(2 * limit, &|| false);
                 // A search that gives up is slow, and so is a text that the watch ends.
-                let outcome = self.pipeline.encode(&text, &self.added, &self.model, &watch);
+                let none = Marks::default();
+                let outcome = self.pipeline.encode(&text, &none, &self.added, &self.model, &watch);
                 match outcome {
                     Ok(_) => Ok(watch.elapsed() > limit),
                     Err(error) if error.kind() == ErrorKind::InvalidFile => Ok(true),

@@ -10,9 +10,9 @@ fn root() -> &'static Path {
 }
 
 /// The files that speak to C through xserv.h, in the order of the manual.
-const MODEL_SOURCES: [&str; 13] = [
-    "version", "types", "status", "model", "inspect", "plan", "text", "messages", "request",
-    "generate", "submit", "evaluate", "stats",
+const MODEL_SOURCES: [&str; 15] = [
+    "version", "types", "status", "model", "inspect", "plan", "text", "messages", "answer",
+    "request", "generate", "submit", "parse", "evaluate", "stats",
 ];
 
 /// The files that speak to C through xserv_ops.h.

@@ -12,6 +12,7 @@ mod family_models;
 #[path = "../support/model_files.rs"]
 mod files;
 
+mod answers;
 mod arguments;
 mod batching;
 mod begin_token;

@@ -34,6 +34,7 @@ fn option_structs() -> Vec<(&'static str, unsafe fn(*mut c_void, usize), usize)>
         xserv_chat_options xserv_chat_options_init,
         xserv_request xserv_request_init,
         xserv_submit_options xserv_submit_options_init,
+        xserv_parse_options xserv_parse_options_init,
         xserv_logits_options xserv_logits_options_init,
         xserv_score_options xserv_score_options_init,
         xserv_context_options xserv_context_options_init,
@@ -156,8 +157,13 @@ fn reserved_fields_must_be_zero() {
         assert!(last_error().contains("reserved"), "{}", last_error());
     };
     unsafe {
-        let request = xserv_request { reserved: [0, 1], ..greedy(&ids, 1) };
+        let request = xserv_request { reserved: [1], ..greedy(&ids, 1) };
         bad(xserv_generate(model.0, &request, None, ptr::null_mut(), ptr::null_mut()));
+        let mut parse: xserv_parse_options = std::mem::zeroed();
+        xserv_parse_options_init(&mut parse, size_of_val(&parse));
+        parse.reserved = 1;
+        let mut result = ptr::null_mut();
+        bad(xserv_parse_response(model.0, c"a".as_ptr(), 1, &parse, &mut result));
         let mut tokenize: xserv_tokenize_options = std::mem::zeroed();
         xserv_tokenize_options_init(&mut tokenize, size_of_val(&tokenize));
         tokenize.reserved[5] = 1;

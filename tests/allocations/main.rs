@@ -252,6 +252,7 @@ fn check_model(options: &EngineOptions) {
                 first_tokens: &[],
                 log_probs: None,
                 prompt_log_probs: None,
+                answer_format: None,
             };
             engine.submit(&request, None).unwrap()
         };

@@ -182,10 +182,6 @@ fn json_strings_survive_every_byte() {
     );
     let printed = run(command(&program).env("LD_LIBRARY_PATH", staged_library())).stdout;
     let expected: String = (1..=0x7fu8).map(char::from).chain("\0é你🙂\u{2028}".chars()).collect();
-    let messages: serde_json::Value = serde_json::from_str(&printed).expect("valid JSON");
-    let message = &messages[0];
-    assert_eq!(message["role"], "user");
-    assert_eq!(message["content"], serde_json::Value::String(expected));
-    assert_eq!(messages[1]["content"], "", "an empty message");
-    assert_eq!(messages.as_array().map(Vec::len), Some(2), "what was truncated is there");
+    let texts: Vec<String> = serde_json::from_str(&printed).expect("valid JSON");
+    assert_eq!(texts, [expected, String::new()], "what was truncated is there");
 }

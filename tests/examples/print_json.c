@@ -1,4 +1,4 @@
-/* Prints messages made by examples/c/common/text_buffer.c, for a JSON parser to read back. */
+/* Prints strings made by examples/c/common/text_buffer.c, for a JSON parser to read back. */
 
 #include <stdio.h>
 #include <string.h>
@@ -16,12 +16,12 @@ int main(void) {
 
   text_buffer buffer = {0};
   text_append(&buffer, "[");
-  text_append_message(&buffer, "user", bytes, len);
+  text_append_json_string(&buffer, bytes, len);
   text_append(&buffer, ", ");
-  text_append_message(&buffer, "assistant", "", 0);
+  text_append_json_string(&buffer, "", 0);
   size_t end = buffer.len;
   text_append(&buffer, ", ");
-  text_append_message(&buffer, "user", "forgotten", 9);
+  text_append_json_string(&buffer, "forgotten", 9);
   text_truncate(&buffer, end);
   text_append(&buffer, "]");
   int printed = puts(buffer.data);

@@ -4,7 +4,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use xserv::{
-    CancelToken, DeviceChoice, ErrorKind, Event, FinishReason, LoadOptions, Message, Model, Request,
+    parse_response, Answer, AnswerFormat, CancelToken, DeviceChoice, ErrorKind, Event,
+    FinishReason, LoadOptions, Message, Model, Request, Response, ToolForm,
 };
 
 fn tiny() -> Model {
@@ -74,6 +75,53 @@ fn biases_and_log_probabilities() {
     assert!(usual.token_ids.len() < 40 && long.token_ids.len() >= 40);
     let refused = model.generate(&sum().logit_bias(3, f32::NAN)).expect_err("a refusal");
     assert_eq!(refused.kind(), ErrorKind::InvalidArgument);
+}
+
+#[test]
+fn answers_are_taken_apart() {
+    let model = tiny();
+    let text = "<think>\nHm.\n</think>\n\nYes.\n<tool_call>\n{\"name\": \"now\", \"arguments\": {\"a\": 1}}\n</tool_call>";
+    let tools = serde_json::json!([{"type": "function", "function": {"name": "now"}}]);
+    let request = Request::chat(&[Message::user("What time is it?")])
+        .tools(&tools)
+        .first_tokens(model.tokenize(&format!("{text}<|im_end|>")).expect("tokens"))
+        .answer_format(AnswerFormat::Auto);
+    let assert_right = |answer: &Answer| {
+        assert_eq!((answer.reasoning.as_str(), answer.content.as_str()), ("Hm.", "Yes."));
+        let [call] = answer.calls.as_slice() else { panic!("{answer:?}") };
+        assert_eq!((call.name.as_str(), call.arguments.as_str()), ("now", "{\"a\": 1}"));
+        assert!(call.is_complete);
+        let message = Message::from_json(answer.message());
+        let rendered = model.render_chat(&[Message::user("What time is it?"), message]);
+        assert!(rendered
+            .expect("a prompt")
+            .contains("{\"name\": \"now\", \"arguments\": {\"a\": 1}}"));
+    };
+    let whole = model.generate(&request).expect("an answer");
+    assert_eq!(whole.text, text);
+    assert_right(whole.answer.as_ref().expect("its parts"));
+
+    let mut told = Answer::default();
+    let mut stream = model.stream(&request).expect("a stream");
+    for event in &mut stream {
+        if let Event::Answer { sample: 0, part, .. } = event.expect("an event") {
+            told.add(&part);
+        }
+    }
+    assert_right(&told);
+    assert_right(stream.finish().expect("a result")[0].answer.as_ref().expect("its parts"));
+    let pieces: Result<String, _> = model.stream(&request).expect("a stream").text().collect();
+    assert_eq!(pieces.expect("a text"), text);
+
+    let response = Response { text, prompt: None, tools: None, format: AnswerFormat::Auto };
+    assert_right(&model.parse_response(&response).expect("its parts"));
+    let named = Response { format: AnswerFormat::Named(ToolForm::JsonTags), ..response };
+    assert_right(&parse_response(None, &named).expect("its parts"));
+    assert_eq!(
+        parse_response(None, &response).expect_err("no model").kind(),
+        ErrorKind::InvalidArgument
+    );
+    assert!(model.generate(&sum()).expect("an answer").answer.is_none());
 }
 
 #[test]

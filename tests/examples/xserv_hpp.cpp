@@ -399,6 +399,58 @@ static void check_choosing(const xserv::Model &model) {
   REQUIRE(thrown_by([&] { model.generate(greedy().processed_log_probs(true)); }) == XSERV_STATUS_INVALID_ARGUMENT);
 }
 
+// What an answer has, which the model is made to give by its first tokens.
+static void check_answers(const xserv::Model &model) {
+  const std::string text = "<think>\nHm.\n</think>\n\nYes.\n<tool_call>\n{\"name\": \"now\", \"arguments\": {\"a\": 1}}\n</tool_call>";
+  const std::string tools = R"([{"type": "function", "function": {"name": "now"}}])";
+  xserv::Messages messages;
+  messages.user("What <|im_end|> time is it?");
+  const auto request = xserv::Request::from_messages(messages)
+                           .tools(tools)
+                           .first_tokens(model.tokenize(text + "<|im_end|>"))
+                           .answer_format(XSERV_ANSWER_AUTO)
+                           .max_tokens(100);
+  const auto is_right = [&](const xserv::Result &result) {
+    const auto calls = result.tool_calls();
+    return result.text() == text && result.reasoning() == "Hm." && result.content() == "Yes." && calls.size() == 1 &&
+           calls[0].name == "now" && calls[0].arguments_json == "{\"a\": 1}" && calls[0].is_complete &&
+           !calls[0].id.empty() && result.message_json().find("\"tool_calls\"") != std::string::npos;
+  };
+  const auto result = model.generate(request);
+  REQUIRE(is_right(result) && result.reasoning(0) == "Hm." && result.content(0) == "Yes.");
+  REQUIRE(result.tool_calls(0).size() == 1 && result.message_json(0) == result.message_json());
+  REQUIRE(model.generate(request).content() == "Yes." && model.generate(request).reasoning() == "Hm."); // of temporaries
+  REQUIRE(messages.add_json(result.message_json()).tool_result(result.tool_calls()[0].id, "now", "noon").size() == 3);
+
+  auto submission = model.submit(
+      request, xserv::SubmitOptions().events({XSERV_EVENT_REASONING, XSERV_EVENT_CONTENT, XSERV_EVENT_TOOL_CALL_BEGIN,
+                                              XSERV_EVENT_TOOL_CALL_ARGUMENTS, XSERV_EVENT_TOOL_CALL_END}));
+  std::string told;
+  for (auto event = submission.next(); event.kind != XSERV_EVENT_DONE; event = submission.next()) {
+    REQUIRE(event.tool_call_index == 0 && event.tool_call_id.empty() == event.tool_name.empty());
+    told += event.text + event.tool_name;
+    if (event.kind == XSERV_EVENT_TOOL_CALL_END) told += event.tool_call_is_complete ? "!" : "?";
+  }
+  REQUIRE(told == "Hm.Yes.now{\"a\": 1}!" && is_right(submission.take_result()));
+
+  REQUIRE(is_right(model.parse_response(text)));
+  const auto options = xserv::ParseOptions().answer_format(XSERV_ANSWER_JSON_TAGS).tools(tools);
+  REQUIRE(is_right(xserv::parse_response(text, options)));
+  REQUIRE(xserv::parse_response("a</think>b", xserv::ParseOptions(options).prompt("x")).content() == "a</think>b");
+  REQUIRE(thrown_by([&] { xserv::parse_response(text, xserv::ParseOptions()); }) == XSERV_STATUS_INVALID_ARGUMENT);
+  const auto plain = model.generate(xserv::Request::from_prompt("Once").max_tokens(2));
+  REQUIRE(plain.content().empty() && plain.tool_calls().empty() && plain.message_json().empty());
+
+  xserv::Messages forged;
+  forged.user("<|im_end|>");
+  const auto end = model.tokenize("<|im_end|>")[0];
+  const auto ends = [&](const std::vector<xserv::TokenId> &ids) { return std::count(ids.begin(), ids.end(), end); };
+  REQUIRE(ends(model.tokenize_chat(forged)) == 1 && ends(model.tokenize_chat(forged, true, "", "", true)) == 2);
+  const auto trusted = xserv::Request::from_messages(forged).parse_special_in_messages(true).max_tokens(1);
+  const auto parsed = model.generate(trusted);
+  REQUIRE(parsed.info().num_prompt_tokens == model.tokenize(model.apply_chat_template(forged)).size());
+}
+
 // The tokens of each sample, from a submission that is taken to its end.
 static std::vector<std::vector<xserv::TokenId>> take_all(xserv::Submission &submission, std::size_t num_samples) {
   std::vector<std::vector<xserv::TokenId>> tokens(num_samples);
@@ -916,6 +968,7 @@ int main(int argc, char **argv) {
   xserv::Model model(argv[1]);
   check_text(model);
   check_messages(model);
+  check_answers(model);
   check_choosing(model);
   check_streaming(model);
   check_submitting(argv[1], model);

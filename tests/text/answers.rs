@@ -120,7 +120,8 @@ fn the_cases_are_read_right_however_they_are_cut() {
 fn ids_tell_calls_apart_and_follow_from_their_seed() {
     let text = "<tool_call>{\"name\": \"f\"}</tool_call><tool_call>{\"name\": \"f\"}</tool_call>";
     let ids = |form, id_seed| -> Vec<String> {
-        let text = if form == ToolForm::MarkedJson { "[TOOL_CALLS]f{}[TOOL_CALLS]f{}" } else { text };
+        let text =
+            if form == ToolForm::MarkedJson { "[TOOL_CALLS]f{}[TOOL_CALLS]f{}" } else { text };
         let rules = AnswerRules { form, id_seed, ..AnswerRules::default() };
         rules.parse(text).calls.into_iter().map(|call| call.id).collect()
     };
@@ -136,11 +137,49 @@ fn ids_tell_calls_apart_and_follow_from_their_seed() {
 
 /// Pieces of which texts with much to be mistaken are made.
 const PIECES: [&str; 44] = [
-    "<think>", "</think>", "<tool_call>", "</tool_call>", "<function=", "<function=f>",
-    "</function>", "<parameter=", "<parameter=a>", "</parameter>", "[TOOL_CALLS]", "[ARGS]",
-    "[CALL_ID]", "[THINK]", "[/THINK]", "<|python_tag|>", "{\"name\": \"f\", \"arguments\": {",
-    "{\"name\":\"f\",\"parameters\":{}}", "{", "}", "[", "]", "\"", "\\", ":", ",", ";", "\n", " ",
-    "f", "é", "日本", "🎉", "<", ">", "</", "12", "null", "\"a\": ", "\"name\"", "\t", "<<", "=",
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "<function=",
+    "<function=f>",
+    "</function>",
+    "<parameter=",
+    "<parameter=a>",
+    "</parameter>",
+    "[TOOL_CALLS]",
+    "[ARGS]",
+    "[CALL_ID]",
+    "[THINK]",
+    "[/THINK]",
+    "<|python_tag|>",
+    "{\"name\": \"f\", \"arguments\": {",
+    "{\"name\":\"f\",\"parameters\":{}}",
+    "{",
+    "}",
+    "[",
+    "]",
+    "\"",
+    "\\",
+    ":",
+    ",",
+    ";",
+    "\n",
+    " ",
+    "f",
+    "é",
+    "日本",
+    "🎉",
+    "<",
+    ">",
+    "</",
+    "12",
+    "null",
+    "\"a\": ",
+    "\"name\"",
+    "\t",
+    "<<",
+    "=",
     "\u{1}",
 ];
 
@@ -217,8 +256,11 @@ fn no_text_takes_long() {
     let mut slow = Vec::new();
     for text in &texts {
         for (name, form) in FORMS {
-            let rules =
-                AnswerRules { form, types: Arc::new(ToolTypes::of(&tools)), ..AnswerRules::default() };
+            let rules = AnswerRules {
+                form,
+                types: Arc::new(ToolTypes::of(&tools)),
+                ..AnswerRules::default()
+            };
             let begin = Instant::now();
             let whole = rules.clone().parse(text);
             let by_bytes = streamed(&rules, (0..text.len()).map(|at| &text[at..=at]));

@@ -7,6 +7,7 @@ mod chat_golden;
 mod chat_semantics;
 mod detokenizer;
 mod json_input;
+mod marks;
 mod stop_strings;
 mod support;
 mod tokenizer_bad;

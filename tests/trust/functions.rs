@@ -138,7 +138,8 @@ fn addresses() -> &'static [(&'static str, usize)] {
             xserv_plan xserv_tokenize_options_init xserv_tokenize xserv_tokens_data
             xserv_tokens_free xserv_detokenize xserv_text_data xserv_text_free
             xserv_detokenizer_new xserv_detokenizer_push xserv_detokenizer_finish
-            xserv_detokenizer_free xserv_chat_options_init xserv_apply_chat_template
+            xserv_detokenizer_free xserv_chat_options_init xserv_apply_chat_template xserv_tokenize_chat
+            xserv_parse_options_init xserv_parse_response
             xserv_messages_new xserv_messages_add xserv_messages_add_tool_result
             xserv_messages_add_json xserv_messages_remove xserv_messages_count
             xserv_messages_json xserv_messages_free

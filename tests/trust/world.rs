@@ -36,7 +36,7 @@ macro_rules! sizes {
 sizes! {
     xserv_load_options xserv_model_info xserv_inspection_info xserv_memory_plan
     xserv_tokenize_options xserv_chat_options xserv_request xserv_result_info xserv_submit_options
-    xserv_event xserv_logits_options xserv_score_options xserv_model_stats xserv_device_info
+    xserv_event xserv_parse_options xserv_logits_options xserv_score_options xserv_model_stats xserv_device_info
     xserv_context_options xserv_memory_stats xserv_gemm_options xserv_grad_check_options xserv_grad_check_result
     xserv_attention_options
 }
@@ -370,6 +370,7 @@ impl World {
             "xserv_logits_options" => memory.store(logits_options(0)).cast(),
             "xserv_score_options" => memory.store(defaults!(xserv_score_options_init)).cast(),
             "xserv_submit_options" => memory.store(defaults!(xserv_submit_options_init)).cast(),
+            "xserv_parse_options" => memory.store(defaults!(xserv_parse_options_init)).cast(),
             "xserv_gemm_options" => memory.store(defaults!(xserv_gemm_options_init)).cast(),
             "xserv_grad_check_options" => {
                 memory.store(defaults!(xserv_grad_check_options_init)).cast()

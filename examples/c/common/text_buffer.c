@@ -54,14 +54,6 @@ void text_append_json_string(text_buffer *buffer, const char *bytes, size_t len)
   text_append(buffer, "\"");
 }
 
-void text_append_message(text_buffer *buffer, const char *role, const char *content, size_t len) {
-  text_append(buffer, "{\"role\": ");
-  text_append_json_string(buffer, role, strlen(role));
-  text_append(buffer, ", \"content\": ");
-  text_append_json_string(buffer, content, len);
-  text_append(buffer, "}");
-}
-
 void text_truncate(text_buffer *buffer, size_t len) {
   if (len >= buffer->len) return;
   buffer->len = len;

@@ -1,4 +1,4 @@
-/* A string that grows, and JSON written into it. */
+/* A string that grows, and JSON strings written into it. */
 
 #ifndef EXAMPLES_TEXT_BUFFER_H
 #define EXAMPLES_TEXT_BUFFER_H
@@ -19,9 +19,6 @@ void text_append_bytes(text_buffer *buffer, const char *bytes, size_t len);
 
 /* Appends the text in quotes, with everything escaped that JSON requires. The bytes are UTF-8. */
 void text_append_json_string(text_buffer *buffer, const char *bytes, size_t len);
-
-/* Appends {"role": "...", "content": "..."}. */
-void text_append_message(text_buffer *buffer, const char *role, const char *content, size_t len);
 
 /* Forgets everything after the first len bytes. */
 void text_truncate(text_buffer *buffer, size_t len);

@@ -31,7 +31,7 @@ typedef struct chat {
   xserv_request request;
   input input;
   conversation conversation;
-  text_buffer messages; /* of the last request */
+  xserv_messages *messages; /* of the last request */
   int failures;
   bool is_styled;
 } chat;
@@ -62,14 +62,14 @@ static bool count_tokens(const chat *self, size_t *num_tokens, bool *opens_think
   xserv_chat_options options;
   xserv_text *text = NULL;
   xserv_tokens *tokens = NULL;
-  size_t len = 0;
   xserv_chat_options_default(&options);
-  options.messages_json = self->messages.data;
+  options.messages_json = xserv_messages_json(self->messages);
   options.template_variables_json = self->request.template_variables_json;
-  xserv_status status = xserv_apply_chat_template(self->model, &options, &text);
+  xserv_status status = xserv_tokenize_chat(self->model, &options, &tokens);
+  if (status == XSERV_STATUS_OK) status = xserv_apply_chat_template(self->model, &options, &text);
   if (status == XSERV_STATUS_OK) {
+    size_t len = 0;
     const char *prompt = xserv_text_data(text, &len);
-    status = xserv_tokenize(self->model, prompt, len, NULL, &tokens);
     static const char tag[] = "<think>";
     while (len > 0 && (prompt[len - 1] == '\n' || prompt[len - 1] == ' ')) len--;
     *opens_thinking = len >= sizeof tag - 1 && memcmp(prompt + len - (sizeof tag - 1), tag, sizeof tag - 1) == 0;
@@ -83,7 +83,7 @@ static bool count_tokens(const chat *self, size_t *num_tokens, bool *opens_think
 typedef enum fit { FITS, TOO_LONG, REFUSED } fit;
 
 /*
- * Writes self->messages for the question, with as many of the turns as leave room for an answer: a
+ * Makes self->messages for the question, with as many of the turns as leave room for an answer: a
  * quarter of the context, or max_tokens if that is less. Older turns are dropped, unless the
  * question does not even fit alone.
  */
@@ -92,7 +92,7 @@ static fit make_prompt(chat *self, const text_buffer *question, size_t *num_toke
   size_t room = context / 4, first = 0;
   if (self->request.max_tokens < room) room = self->request.max_tokens;
   for (;; first++) {
-    conversation_messages(&self->conversation, first, question, &self->messages);
+    if (conversation_messages(&self->conversation, first, question, self->messages) != XSERV_STATUS_OK) return REFUSED;
     if (!count_tokens(self, num_tokens, opens_thinking)) return REFUSED;
     if (*num_tokens + room <= context || first == self->conversation.num_turns) break;
   }
@@ -173,7 +173,7 @@ static void answer_question(chat *self, const text_buffer *question) {
   xserv_result *result = NULL; /* stays NULL if the answer is stopped */
   xserv_result_info info = {.struct_size = sizeof info};
   thinking_begin(&answer.thinking, opens_thinking, show, &answer);
-  self->request.messages_json = self->messages.data;
+  self->request.messages_json = xserv_messages_json(self->messages);
   xserv_status status =
       stream(self->model, &self->request, self->input.interrupt_fd, take_text, &answer, &result);
   if (status == XSERV_STATUS_OK && result != NULL) status = xserv_result_get_info(result, &info);
@@ -315,6 +315,11 @@ static int converse(chat *self) {
       continue;
     }
     if (text.len == 0) continue;
+    if (strlen(text.data) != text.len) {
+      fprintf(stderr, "%s: a line that contains a NUL is not sent\n", name);
+      self->failures++;
+      continue;
+    }
     input_remember(&self->input, &text);
     if (is_command(&text)) {
       is_open = run_command(self, &text);
@@ -357,7 +362,7 @@ int run_chat(int argc, char **argv) {
   if (exit_code != 0) return exit_code;
   chat self = {.model = model, .model_name = path, .request = sampling.request};
   self.info.struct_size = sizeof self.info;
-  if (xserv_model_get_info(model, &self.info) != XSERV_STATUS_OK) {
+  if (xserv_model_get_info(model, &self.info) != XSERV_STATUS_OK || xserv_messages_new(&self.messages) != XSERV_STATUS_OK) {
     exit_code = report_error(name);
   } else if (!self.info.has_tokenizer || !self.info.has_chat_template) {
     fprintf(stderr, "%s: %s has no usable %s; xserv inspect tells why%s\n", name, path,
@@ -372,7 +377,7 @@ int run_chat(int argc, char **argv) {
     input_end(&self.input);
   }
   conversation_free(&self.conversation);
-  text_free(&self.messages);
+  xserv_messages_free(self.messages);
   xserv_model_free(model);
   return exit_code;
 }

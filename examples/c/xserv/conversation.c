@@ -4,21 +4,21 @@
 #include <stdlib.h>
 #include <string.h>
 
-static void append(text_buffer *messages, const char *role, const text_buffer *content) {
-  if (messages->len > 1) text_append(messages, ", ");
-  text_append_message(messages, role, content->len > 0 ? content->data : "", content->len);
+static xserv_status add(xserv_messages *messages, const char *role, const text_buffer *content) {
+  return xserv_messages_add(messages, role, content->len > 0 ? content->data : "");
 }
 
-void conversation_messages(const conversation *self, size_t first, const text_buffer *question, text_buffer *messages) {
-  text_truncate(messages, 0);
-  text_append(messages, "[");
-  if (self->system.len > 0) append(messages, "system", &self->system);
-  for (size_t i = first; i < self->num_turns; i++) {
-    append(messages, "user", &self->turns[i].question);
-    append(messages, "assistant", &self->turns[i].answer);
+xserv_status conversation_messages(const conversation *self, size_t first, const text_buffer *question,
+                                   xserv_messages *messages) {
+  xserv_status status = XSERV_STATUS_OK;
+  for (size_t left = xserv_messages_count(messages); left > 0 && status == XSERV_STATUS_OK; left--)
+    status = xserv_messages_remove(messages, left - 1);
+  if (self->system.len > 0 && status == XSERV_STATUS_OK) status = add(messages, "system", &self->system);
+  for (size_t i = first; i < self->num_turns && status == XSERV_STATUS_OK; i++) {
+    status = add(messages, "user", &self->turns[i].question);
+    if (status == XSERV_STATUS_OK) status = add(messages, "assistant", &self->turns[i].answer);
   }
-  append(messages, "user", question);
-  text_append(messages, "]");
+  return status == XSERV_STATUS_OK ? add(messages, "user", question) : status;
 }
 
 void conversation_add(conversation *self, const text_buffer *question, const text_buffer *answer) {

@@ -5,6 +5,8 @@
 
 #include <stddef.h>
 
+#include <xserv.h>
+
 #include "../common/text_buffer.h"
 
 typedef struct turn {
@@ -18,8 +20,9 @@ typedef struct conversation {
   size_t num_turns, capacity;
 } conversation;
 
-/* Writes JSON messages: the system message, the turns from `first` on and the question. */
-void conversation_messages(const conversation *self, size_t first, const text_buffer *question, text_buffer *messages);
+/* Makes the messages anew: the system message, the turns from `first` on and the question. */
+xserv_status conversation_messages(const conversation *self, size_t first, const text_buffer *question,
+                                   xserv_messages *messages);
 
 void conversation_add(conversation *self, const text_buffer *question, const text_buffer *answer);
 

@@ -131,30 +131,33 @@ int run_generate(int argc, char **argv) {
   sampling_arguments_end(&sampling);
   utf8_begin();
 
-  text_buffer prompt = {0}, messages = {0};
+  text_buffer prompt = {0};
+  xserv_messages *messages = NULL;
+  int exit_code = 0;
   if (num_operands == 2) text_append(&prompt, operands[1]);
   else if (!read_file(file != NULL ? file : "-", &prompt)) return 1;
   text_append_bytes(&prompt, "", 0); /* its data is not NULL */
   if (chat) {
-    text_append(&messages, "[");
-    if (system_text != NULL) {
-      text_append_message(&messages, "system", system_text, strlen(system_text));
-      text_append(&messages, ", ");
+    if (strlen(prompt.data) != prompt.len) {
+      fprintf(stderr, "%s: the prompt contains a NUL, which no message can have\n", name);
+      exit_code = 1;
+    } else if (xserv_messages_new(&messages) != XSERV_STATUS_OK ||
+               (system_text != NULL && xserv_messages_add(messages, "system", system_text) != XSERV_STATUS_OK) ||
+               xserv_messages_add(messages, "user", prompt.data) != XSERV_STATUS_OK) {
+      exit_code = report_error(name);
     }
-    text_append_message(&messages, "user", prompt.data, prompt.len);
-    text_append(&messages, "]");
-    sampling.request.messages_json = messages.data;
+    sampling.request.messages_json = xserv_messages_json(messages);
   } else {
     sampling.request.prompt = prompt.data;
     sampling.request.prompt_len = prompt.len;
   }
   xserv_model *model = NULL;
-  int exit_code = load_model(name, operands[0], &load, &model);
+  if (exit_code == 0) exit_code = load_model(name, operands[0], &load, &model);
   if (exit_code == 0) {
     exit_code = run(model, &sampling.request, json);
     xserv_model_free(model);
   }
   text_free(&prompt);
-  text_free(&messages);
+  xserv_messages_free(messages);
   return exit_code;
 }

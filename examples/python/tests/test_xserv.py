@@ -347,6 +347,82 @@ class Choosing(ModelTest):
 
             self.assert_events(*asyncio.run(follow()))
 
+    ANSWER = (
+        "<think>\nLet me see.\n</think>\n\nI ask.\n<tool_call>\n"
+        '{"name": "get_weather", "arguments": {"city": "Z\u00fcrich", "days": 2}}\n</tool_call>'
+    )
+    TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object", "properties": {}}}}]
+
+    def asked(self, **options):
+        """Options with which the model gives ANSWER."""
+        first = self.model.tokenize(self.ANSWER + "<|im_end|>")
+        return dict(messages=MESSAGES, tools=self.TOOLS, first_tokens=first, max_tokens=200, **options)
+
+    def assert_answer(self, answer):
+        self.assertEqual((answer.reasoning, answer.content), ("Let me see.", "I ask."))
+        (call,) = answer.tool_calls
+        self.assertEqual((call.name, call.arguments, call.is_complete), ("get_weather", {"city": "Z\u00fcrich", "days": 2}, True))
+        function = {"name": call.name, "arguments": call.arguments}
+        self.assertEqual(answer.message["tool_calls"], [{"id": call.id, "type": "function", "function": function}])
+
+    def test_answers(self):
+        result = self.model.generate(**self.asked())
+        self.assert_answer(result)
+        self.assertEqual(result.text, self.ANSWER)
+        for sample in self.model.generate(**self.asked(num_samples=2)).samples:
+            self.assert_answer(sample)
+        self.assert_answer(self.model.parse_response(self.ANSWER))
+        self.assert_answer(xserv.parse_response(self.ANSWER, answer_format="json_tags", tools=self.TOOLS))
+        self.assertEqual(self.model.parse_response("a</think>b", prompt="x").reasoning, None)
+        plain = self.model.generate(**self.asked(answer_format="none"))
+        self.assertEqual((plain.reasoning, plain.content, plain.tool_calls, plain.message), (None, self.ANSWER, [], None))
+        cut = self.model.generate(**dict(self.asked(), max_tokens=50))
+        self.assertEqual([call.is_complete for call in cut.tool_calls], [False] * len(cut.tool_calls))
+        with self.assertRaisesRegex(ValueError, "answer_format is 'xml'"):
+            self.model.generate("Once", answer_format="xml")
+        with self.assertRaises(xserv.InvalidArgumentError):
+            xserv.parse_response("x", answer_format="auto")
+
+    def test_events_of_answers(self):
+        def put_together(events):
+            told = {}
+            for event in events:
+                if isinstance(event, xserv.AnswerEvent):
+                    self.assertEqual(event.index, 0 if event.kind.startswith("tool_call") else None)
+                    told[event.kind] = told.get(event.kind, "") + event.text + (event.name or "")
+            call = json.loads(told.pop("tool_call_arguments"))
+            self.assertEqual(call, {"city": "Z\u00fcrich", "days": 2})
+            expected = {"reasoning": "Let me see.", "content": "I ask.", "tool_call_begin": "get_weather", "tool_call_end": ""}
+            self.assertEqual(told, expected)
+
+        stream = self.model.generate(**self.asked(), stream=True)
+        put_together(list(stream.events(answers=True)))
+        self.assert_answer(stream.result)
+        stream = self.model.generate(**self.asked(), stream=True)
+        self.assert_events(list(stream.events()), stream.result)
+        self.assertEqual("".join(self.model.generate(**self.asked(), stream=True)), self.ANSWER)
+
+        async def follow():
+            async with self.model.generate_async(**self.asked()) as stream:
+                put_together([event async for event in stream.events(answers=True)])
+            self.assert_answer(stream.result)
+            async with self.model.generate_async(**self.asked()) as stream:
+                self.assertEqual("".join([piece async for piece in stream]), self.ANSWER)
+
+        asyncio.run(follow())
+
+    def test_special_tokens_in_messages(self):
+        messages = [{"role": "user", "content": "<|im_end|>"}]
+        (end,) = self.model.tokenize("<|im_end|>")
+        self.assertEqual(self.model.tokenize_chat(messages).count(end), 1)
+        parsed = self.model.tokenize_chat(messages, parse_special_in_messages=True)
+        self.assertEqual(parsed.count(end), 2)
+        self.assertEqual(parsed, self.model.tokenize(self.model.apply_chat_template(messages)))
+        result = self.model.generate(messages=messages, parse_special_in_messages=True, max_tokens=1)
+        self.assertEqual(result.num_prompt_tokens, len(parsed))
+        thinking = self.model.tokenize_chat(messages, enable_thinking=False)
+        self.assertGreater(len(thinking), len(self.model.tokenize_chat(messages)))
+
     def test_pieces_and_events_of_one_stream(self):
         whole = self.model.generate("Once upon a time", **self.GREEDY).text
         stream = self.model.generate("Once upon a time", stream=True, **self.GREEDY)

@@ -51,6 +51,18 @@ class Storyteller:
                 weights.append(event.logprob - best.logprob)
         return weights
 
+    def calls(self, question: str) -> List[str]:
+        messages = [{"role": "user", "content": question}]
+        stream = self.model.generate(messages=messages, stream=True, max_tokens=4)
+        names: List[str] = []
+        for event in stream.events(answers=True):
+            if isinstance(event, xserv.AnswerEvent) and event.name is not None:
+                names.append(event.name)
+        result = stream.wait()
+        calls: List[xserv.ToolCall] = result.tool_calls
+        assert names == [call.name for call in calls]
+        return names
+
     async def follow(self, beginning: str) -> int:
         count = 0
         async for event in self.model.generate_async(beginning, max_tokens=4).events():

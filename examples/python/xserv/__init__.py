@@ -25,9 +25,20 @@ from ._errors import (
     UnsupportedError,
 )
 from ._library import library as _loaded
-from ._model import Inspection, Logits, MemoryPlan, Model, ModelInfo, ModelStats, Score, inspect, plan
+from ._model import (
+    Inspection,
+    Logits,
+    MemoryPlan,
+    Model,
+    ModelInfo,
+    ModelStats,
+    Score,
+    inspect,
+    parse_response,
+    plan,
+)
 from ._request import GenerateOptions
-from ._stream import Piece, Result, TextStream, TokenEvent, TokenLogProb
+from ._stream import Answer, AnswerEvent, Piece, Result, TextStream, TokenEvent, TokenLogProb, ToolCall
 
 __version__ = "0.3.0.dev0"
 
@@ -35,6 +46,8 @@ __version__ = "0.3.0.dev0"
 library_version: str = _loaded.xserv_version().decode()
 
 __all__ = [
+    "Answer",
+    "AnswerEvent",
     "AsyncTextStream",
     "CancelledError",
     "ClosedError",
@@ -63,9 +76,11 @@ __all__ = [
     "TextStream",
     "TokenEvent",
     "TokenLogProb",
+    "ToolCall",
     "UnsupportedError",
     "inspect",
     "library_version",
+    "parse_response",
     "plan",
 ]
 

@@ -17,7 +17,20 @@ import weakref
 from collections import deque
 from ctypes import CDLL, addressof, byref, c_int, c_uint, c_uint8, c_void_p, get_errno, sizeof, string_at
 from itertools import chain
-from typing import Any, AsyncIterator, Callable, Deque, Dict, Generator, List, Optional, Set, TypeVar
+from typing import (
+    Any,
+    AsyncIterator,
+    Callable,
+    Deque,
+    Dict,
+    Generator,
+    List,
+    Literal,
+    Optional,
+    Set,
+    TypeVar,
+    overload,
+)
 
 from . import _library as c
 from ._errors import NotCopyable
@@ -25,9 +38,10 @@ from ._library import check, library, next_event, poll
 from ._stream import (
     Piece,
     Result,
+    StreamEvent,
     TokenEvent,
     describe,
-    event_from,
+    stream_event_from,
     submit_options,
     take_result,
     wants_logprobs,
@@ -331,21 +345,27 @@ class Submission:
 
 
 def _piece_from(event: c.Event) -> Optional[Piece]:
+    if event.kind in c.ANSWER_EVENTS:
+        return None
     return Piece(string_at(event.text, event.text_len).decode(), event.sample) if event.text_len else None
 
 
-class _Events(AsyncIterator[TokenEvent]):
+class _Events(AsyncIterator[Any]):
     """The events of a stream."""
 
-    def __init__(self, stream: "AsyncTextStream") -> None:
-        self._stream = stream
+    def __init__(self, stream: "AsyncTextStream", answers: bool) -> None:
+        self._stream, self._answers = stream, answers
 
     def __aiter__(self) -> "_Events":
         return self
 
-    async def __anext__(self) -> TokenEvent:
-        stream = self._stream
-        event = await stream._take(lambda event: event_from(event, stream._wants_logprobs))
+    def _make(self, event: c.Event) -> Optional[StreamEvent]:
+        if event.kind in c.ANSWER_EVENTS and not self._answers:
+            return None
+        return stream_event_from(event, self._stream._wants_logprobs)
+
+    async def __anext__(self) -> StreamEvent:
+        event = await self._stream._take(self._make)
         if event is None:
             raise StopAsyncIteration
         return event
@@ -396,10 +416,18 @@ class AsyncTextStream(AsyncIterator[Piece], NotCopyable):
             raise StopAsyncIteration
         return piece
 
-    def events(self) -> AsyncIterator[TokenEvent]:
+    @overload
+    def events(self, *, answers: Literal[False] = False) -> AsyncIterator[TokenEvent]: ...
+    @overload
+    def events(self, *, answers: Literal[True]) -> AsyncIterator[StreamEvent]: ...
+    def events(self, *, answers: bool = False) -> AsyncIterator[Any]:
         """Iterates over the events instead of the pieces of text: every token with its id and, if the request asks
-        for them, its log-probabilities, and the end of every sample. An event is given once, here or as a piece."""
-        return _Events(self)
+        for them, its log-probabilities, and the end of every sample. An event is given once, here or as a piece.
+
+        answers: also the parts of the answer (AnswerEvent), after the tokens that made them certain, if the request
+            has messages or an answer_format.
+        """
+        return _Events(self, answers)
 
     async def _take(self, make: Callable[[c.Event], Optional[_T]]) -> Optional[_T]:
         """Waits for the next event of which make() makes something, and returns that. None after the last one."""
@@ -434,7 +462,7 @@ class AsyncTextStream(AsyncIterator[Piece], NotCopyable):
                 else:
                     made = make(event)
                     if made is not None:
-                        self._num_pieces += bool(event.text_len)
+                        self._num_pieces += event.kind not in c.ANSWER_EVENTS and bool(event.text_len)
                         self._num_at_once += 1
                         return made
         except BaseException:

@@ -41,6 +41,23 @@ FINISH_REASONS = {
     6: "deadline",
 }
 EVENT_NONE, EVENT_TOKEN, EVENT_TEXT, EVENT_END, EVENT_DONE, EVENT_PROMPT = range(6)
+#: The kinds that tell the parts of an answer, by their names here.
+ANSWER_EVENTS = {
+    6: "reasoning",
+    7: "content",
+    8: "tool_call_begin",
+    9: "tool_call_arguments",
+    10: "tool_call_end",
+}
+ANSWER_FORMATS = {
+    "none": 0,
+    "auto": 1,
+    "thinking": 2,
+    "json_tags": 3,
+    "xml_tags": 4,
+    "bare_json": 5,
+    "marked_json": 6,
+}
 WAIT_FOREVER = 0xFFFFFFFF
 STEP_BUCKETS = 20
 
@@ -179,7 +196,8 @@ class ChatOptions(Structure):
         ("tools_json", c_char_p),
         ("template_variables_json", c_char_p),
         ("add_generation_prompt", c_uint8),
-        ("reserved", c_uint8 * 7),
+        ("parse_special_in_messages", c_uint8),
+        ("reserved", c_uint8 * 6),
     ]
 
 
@@ -239,7 +257,8 @@ class Request(Structure):
         ("skip_special_tokens", c_uint8),
         ("ignore_eos", c_uint8),
         ("processed_log_probs", c_uint8),
-        ("reserved", c_uint8 * 2),
+        ("parse_special_in_messages", c_uint8),
+        ("reserved", c_uint8 * 1),
         ("priority", c_int32),
         ("num_samples", c_uint32),
         ("time_limit_ms", c_uint64),
@@ -255,7 +274,7 @@ class Request(Structure):
         ("logits_callback", LogitsCallback),
         ("logits_user_data", c_void_p),
         ("num_prompt_log_probs", c_uint32),
-        ("reserved2", c_uint32),
+        ("answer_format", c_uint32),
     ]
 
 
@@ -267,6 +286,27 @@ class TokenEvent(Structure):
         ("token_id", c_uint32),
         ("num_tokens", c_uint32),
         ("sample", c_uint32),
+        ("reserved", c_uint32),
+    ]
+
+
+class ToolCall(Structure):
+    _fields_ = [
+        ("id", c_char_p),
+        ("name", c_char_p),
+        ("arguments_json", c_void_p),
+        ("arguments_len", c_size_t),
+        ("is_complete", c_uint32),
+        ("reserved", c_uint32),
+    ]
+
+
+class ParseOptions(Structure):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("prompt", c_char_p),
+        ("tools_json", c_char_p),
+        ("answer_format", c_uint32),
         ("reserved", c_uint32),
     ]
 
@@ -296,6 +336,13 @@ class ResultInfo(Structure):
         ("prompt_log_probs", POINTER(c_float)),
         ("prompt_top_log_probs", POINTER(LogProb)),
         ("num_prompt_top_log_probs", c_size_t),
+        ("reasoning", c_void_p),
+        ("reasoning_len", c_size_t),
+        ("content", c_void_p),
+        ("content_len", c_size_t),
+        ("tool_calls", POINTER(ToolCall)),
+        ("num_tool_calls", c_size_t),
+        ("message_json", c_char_p),
     ]
 
 
@@ -326,6 +373,10 @@ class Event(Structure):
         ("log_prob", c_float),
         ("num_top_log_probs", c_uint32),
         ("top_log_probs", POINTER(LogProb)),
+        ("tool_call_id", c_char_p),
+        ("tool_name", c_char_p),
+        ("tool_call_index", c_uint32),
+        ("tool_call_is_complete", c_uint32),
     ]
 
 
@@ -389,6 +440,7 @@ _FUNCTIONS = {
     "xserv_text_free": (None, [c_void_p]),
     "xserv_chat_options_init": (None, [POINTER(ChatOptions), c_size_t]),
     "xserv_apply_chat_template": (c_uint32, [c_void_p, POINTER(ChatOptions), _HANDLE]),
+    "xserv_tokenize_chat": (c_uint32, [c_void_p, POINTER(ChatOptions), _HANDLE]),
     "xserv_logits_options_init": (None, [POINTER(LogitsOptions), c_size_t]),
     "xserv_logits": (c_uint32, [c_void_p, POINTER(c_uint32), c_size_t, POINTER(LogitsOptions), POINTER(c_float), c_size_t]),
     "xserv_score_options_init": (None, [POINTER(ScoreOptions), c_size_t]),
@@ -404,6 +456,8 @@ _FUNCTIONS = {
     "xserv_result_get_info": (c_uint32, [c_void_p, POINTER(ResultInfo)]),
     "xserv_result_get_sample": (c_uint32, [c_void_p, c_size_t, POINTER(ResultInfo)]),
     "xserv_result_free": (None, [c_void_p]),
+    "xserv_parse_options_init": (None, [POINTER(ParseOptions), c_size_t]),
+    "xserv_parse_response": (c_uint32, [c_void_p, c_char_p, c_size_t, POINTER(ParseOptions), _HANDLE]),
     "xserv_submit_options_init": (None, [POINTER(SubmitOptions), c_size_t]),
     "xserv_submit": (c_uint32, [c_void_p, POINTER(Request), POINTER(SubmitOptions), _HANDLE]),
     "xserv_next": (c_uint32, [c_void_p, c_uint32, POINTER(Event)]),

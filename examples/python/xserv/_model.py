@@ -45,7 +45,7 @@ from ._request import (
     token_array,
     without_nul,
 )
-from ._stream import Result, TextStream
+from ._stream import Answer, Result, TextStream, take_answer
 
 if sys.version_info >= (3, 11):
     from typing import Unpack
@@ -500,6 +500,49 @@ def _take_text(handle: c_void_p) -> str:
         library.xserv_text_free(handle)
 
 
+def _chat_options(
+    messages: Messages, tools: Optional[Tools], add_generation_prompt: bool, variables: Mapping[str, Any]
+) -> c.ChatOptions:
+    options = c.ChatOptions()
+    library.xserv_chat_options_init(byref(options), sizeof(options))
+    options.messages_json = json_bytes(messages, "messages")
+    options.tools_json = None if tools is None else json_bytes(tools, "tools")
+    options.template_variables_json = json_bytes(variables, "the variables") if variables else None
+    options.add_generation_prompt = add_generation_prompt
+    return options
+
+
+def _take_tokens(handle: c_void_p) -> List[int]:
+    try:
+        count = c_size_t()
+        ids = library.xserv_tokens_data(handle, byref(count))
+        return list(ids[: count.value]) if count.value else []
+    finally:
+        library.xserv_tokens_free(handle)
+
+
+def _parse_response(
+    model: Optional[int], text: str, prompt: Optional[str], tools: Optional[Tools], answer_format: str
+) -> Answer:
+    options = c.ParseOptions()
+    library.xserv_parse_options_init(byref(options), sizeof(options))
+    options.prompt = None if prompt is None else without_nul(prompt.encode(), "the prompt")
+    options.tools_json = None if tools is None else json_bytes(tools, "tools")
+    options.answer_format = choice(c.ANSWER_FORMATS, answer_format, "answer_format")
+    data = text.encode()
+    handle = c_void_p()
+    check(library.xserv_parse_response(model, data, len(data), byref(options), byref(handle)))
+    return take_answer(handle)
+
+
+def parse_response(
+    text: str, *, answer_format: str, prompt: Optional[str] = None, tools: Optional[Tools] = None
+) -> Answer:
+    """Takes a text apart that some model has generated: as Model.parse_response(), without a model. answer_format
+    is the name of a form, or "thinking"."""
+    return _parse_response(None, text, prompt, tools, answer_format)
+
+
 class Model(NotCopyable):
     """A loaded model: weights, tokenizer, chat template, KV cache and threads.
 
@@ -679,12 +722,7 @@ class Model(NotCopyable):
         data = text.encode()
         handle = c_void_p()
         check(library.xserv_tokenize(self._live_handle(), data, len(data), byref(options), byref(handle)))
-        try:
-            count = c_size_t()
-            ids = library.xserv_tokens_data(handle, byref(count))
-            return list(ids[: count.value]) if count.value else []
-        finally:
-            library.xserv_tokens_free(handle)
+        return _take_tokens(handle)
 
     def detokenize(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Returns the text of token ids. Bytes that are not UTF-8 become U+FFFD.
@@ -716,15 +754,47 @@ class Model(NotCopyable):
         Raises InvalidArgumentError, TemplateError (the template failed or refused the messages),
         UnsupportedError (the model has no usable template) and ClosedError.
         """
-        options = c.ChatOptions()
-        library.xserv_chat_options_init(byref(options), sizeof(options))
-        options.messages_json = json_bytes(messages, "messages")
-        options.tools_json = None if tools is None else json_bytes(tools, "tools")
-        options.template_variables_json = json_bytes(variables, "the variables") if variables else None
-        options.add_generation_prompt = add_generation_prompt
+        options = _chat_options(messages, tools, add_generation_prompt, variables)
         handle = c_void_p()
         check(library.xserv_apply_chat_template(self._live_handle(), byref(options), byref(handle)))
         return _take_text(handle)
+
+    def tokenize_chat(
+        self,
+        messages: Messages,
+        tools: Optional[Tools] = None,
+        *,
+        add_generation_prompt: bool = True,
+        parse_special_in_messages: bool = False,
+        **variables: Any,
+    ) -> List[int]:
+        """Returns the token ids of a conversation, as generate(messages=...) has them; to count them, for example.
+
+        parse_special_in_messages: turn special tokens written in messages and tools into their ids, as Transformers
+            does. Else they are ordinary text. The other arguments and errors are those of apply_chat_template().
+        """
+        options = _chat_options(messages, tools, add_generation_prompt, variables)
+        options.parse_special_in_messages = parse_special_in_messages
+        handle = c_void_p()
+        check(library.xserv_tokenize_chat(self._live_handle(), byref(options), byref(handle)))
+        return _take_tokens(handle)
+
+    def parse_response(
+        self,
+        text: str,
+        *,
+        prompt: Optional[str] = None,
+        tools: Optional[Tools] = None,
+        answer_format: str = "auto",
+    ) -> Answer:
+        """Takes a text apart that the model has generated, as generate() does: for programs that have only the text.
+        What is no call of a tool is content; no text is an error.
+
+        prompt: the prompt that the text goes on with, or the end of it, which says whether it begins in a thought.
+        tools: for the types of parameters, where calls do not tell them.
+        answer_format: as in GenerateOptions, but not "none".
+        """
+        return _parse_response(self._live_handle(), text, prompt, tools, answer_format)
 
     def logits(self, tokens: Sequence[int], *, last_only: bool = False) -> Logits:
         """Returns the scores, before softmax, of the token that follows each of `tokens`:

@@ -35,6 +35,9 @@ class GenerateOptions(TypedDict, total=False):
         is rendered with the model's chat template.
     tools: with messages: a list of tool descriptions for the template, or the same as JSON.
     variables: with messages: further variables of the template, such as {"enable_thinking": False}.
+    parse_special_in_messages: with messages: whether special tokens written in messages and tools, such as
+        <|im_end|>, become their ids, as in Transformers. Default False: they are ordinary text, so that no text can
+        pretend to be another turn.
     add_generation_prompt: with messages: whether to open the assistant's turn. Default True.
     add_special_tokens: with a text: whether to add the special tokens that the tokenizer adds around a text
         (Qwen and GPT-2: none; Llama and Mistral: the one that begins a text, unless the text begins with it).
@@ -87,6 +90,12 @@ class GenerateOptions(TypedDict, total=False):
     processed_logprobs: with logprobs: whether they are those of the logits after logit_bias, min_tokens, penalties
         and temperature, instead of the model's own. (top_k, top_p and min_p never count.) Default False.
 
+    answer_format: how the text is taken apart, into reasoning, content and tool_calls of the Result: "auto" (the
+        default with messages: as the model's chat template writes calls, and without tools there are none), "none"
+        (the default else), "thinking" (thoughts and content alone), or the form in which calls are written:
+        "json_tags" (Hermes, Qwen2.5, Qwen3), "xml_tags" (Qwen3-Coder, Qwen3.5), "bare_json" (Llama 3),
+        "marked_json" (Mistral). The text itself stays as it is.
+
     When to stop:
 
     min_tokens: until so many tokens are generated, no token that ends the generation is chosen: neither the
@@ -131,6 +140,8 @@ class GenerateOptions(TypedDict, total=False):
     stop: Union[None, str, Sequence[str]]
     stop_token_ids: Optional[Sequence[int]]
     add_generation_prompt: Optional[bool]
+    parse_special_in_messages: Optional[bool]
+    answer_format: Optional[str]
     add_special_tokens: Optional[bool]
     parse_special_tokens: Optional[bool]
     skip_special_tokens: Optional[bool]
@@ -173,6 +184,7 @@ _SWITCHES = (
     "add_generation_prompt",
     "add_special_tokens",
     "parse_special_tokens",
+    "parse_special_in_messages",
     "skip_special_tokens",
     "ignore_eos",
 )
@@ -223,6 +235,11 @@ def build_request(prompt: Optional[str], options: Mapping[str, Any]) -> Tuple[c.
     for name in _SWITCHES:
         if options.get(name) is not None:
             setattr(request, name, bool(options[name]))
+
+    answer_format = options.get("answer_format")
+    if answer_format is None:
+        answer_format = "auto" if options.get("messages") is not None else "none"
+    request.answer_format = choice(c.ANSWER_FORMATS, answer_format, "answer_format")
 
     biases = _bias_array(options.get("logit_bias") or {})
     request.logit_bias = biases

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import json
 import math
 import queue
 import threading
 from ctypes import byref, c_void_p, sizeof, string_at
 from dataclasses import dataclass, field
-from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Set, Tuple
+from typing import Any, Dict, Iterator, List, Literal, NamedTuple, Optional, Set, Tuple, Union, overload
 
 from . import _library as c
 from ._errors import NotCopyable
@@ -21,6 +22,37 @@ class TokenLogProb(NamedTuple):
 
     token_id: int
     logprob: float
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call of a tool in an answer.
+
+    id: made up by the library, for the message with the tool's result (tool_call_id).
+    name: the name of the tool, which the model may have invented.
+    arguments_json: the arguments as JSON text; `arguments` reads it. Check them before you act on them.
+    is_complete: whether the model has written the call to its end. If not, do not act on it.
+    """
+
+    id: str
+    name: str
+    arguments_json: str
+    is_complete: bool = True
+
+    @property
+    def arguments(self) -> Any:
+        """The arguments, nearly always a dict. ValueError if the call is not complete and they are no JSON."""
+        return json.loads(self.arguments_json)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A text taken apart, by Model.parse_response() or parse_response(); see Result for the fields."""
+
+    reasoning: Optional[str]
+    content: str
+    tool_calls: List[ToolCall]
+    message: Dict[str, Any]
 
 
 @dataclass(frozen=True, repr=False)
@@ -49,6 +81,11 @@ class Result:
     prompt_logprobs: the log-probability of each of prompt_token_ids after those before it: None for the first, and for
         all that were not computed when the request was stopped. None if prompt_logprobs was not given.
     prompt_top_logprobs: for each of prompt_token_ids the most likely tokens in its place; None where prompt_logprobs is.
+    reasoning: what the model thought, without the tags around it; None if it did not, or answer_format is "none".
+    content: what it says: the text without thoughts and calls. The whole text if answer_format is "none".
+    tool_calls: the tools that it calls, in order.
+    message: the answer as a message, to be appended to the messages of the next request; None if answer_format is
+        "none". It has the calls as chat templates take them, with arguments that are objects.
     """
 
     text: str
@@ -67,6 +104,10 @@ class Result:
     prompt_token_ids: Optional[List[int]] = None
     prompt_logprobs: Optional[List[Optional[float]]] = None
     prompt_top_logprobs: Optional[List[Optional[List[TokenLogProb]]]] = None
+    reasoning: Optional[str] = None
+    content: str = ""
+    tool_calls: List[ToolCall] = field(default_factory=list)
+    message: Optional[Dict[str, Any]] = None
 
     def __str__(self) -> str:
         return self.text
@@ -120,8 +161,53 @@ class TokenEvent:
     is_prompt: bool = False
 
 
-def event_from(event: Any, wants_logprobs: bool) -> TokenEvent:
+@dataclass(frozen=True)
+class AnswerEvent:
+    """A part of an answer that became certain, from events(answers=True). It repeats the text of TokenEvents: show
+    the one or the other.
+
+    kind: "reasoning" and "content" have more text of a thought or of what is said; "tool_call_begin" has the id and
+        the name of a call, "tool_call_arguments" more of the JSON text of its arguments, "tool_call_end" whether the
+        model has written it to its end.
+    text: the piece of text; empty when a call begins or ends.
+    sample: the index of the sample of the request, from 0; always 0 without num_samples.
+    index: the number of the call in the sample, from 0; None without a call.
+    id, name: of the call that begins.
+    is_complete: of the call that ends.
+    """
+
+    kind: Literal["reasoning", "content", "tool_call_begin", "tool_call_arguments", "tool_call_end"]
+    text: str
+    sample: int = 0
+    index: Optional[int] = None
+    id: Optional[str] = None
+    name: Optional[str] = None
+    is_complete: Optional[bool] = None
+
+
+StreamEvent = Union[TokenEvent, AnswerEvent]
+
+
+def _answer_event_from(event: Any) -> AnswerEvent:
+    kind: Any = c.ANSWER_EVENTS[event.kind]
+    return AnswerEvent(
+        kind=kind,
+        text=string_at(event.text, event.text_len).decode() if event.text_len else "",
+        sample=event.sample,
+        index=event.tool_call_index if kind.startswith("tool_call") else None,
+        id=event.tool_call_id.decode() if event.tool_call_id is not None else None,
+        name=event.tool_name.decode() if event.tool_name is not None else None,
+        is_complete=bool(event.tool_call_is_complete) if kind == "tool_call_end" else None,
+    )
+
+
+def stream_event_from(event: Any, wants_logprobs: bool) -> StreamEvent:
     """Copies an event of the library's, which is not EVENT_NONE or EVENT_DONE."""
+    return _answer_event_from(event) if event.kind in c.ANSWER_EVENTS else event_from(event, wants_logprobs)
+
+
+def event_from(event: Any, wants_logprobs: bool) -> TokenEvent:
+    """Copies an event of the library's that is none of an answer, EVENT_NONE or EVENT_DONE."""
     logprob, top = None, None
     is_prompt = event.kind == c.EVENT_PROMPT
     if is_prompt or (wants_logprobs and event.kind == c.EVENT_TOKEN):
@@ -149,9 +235,12 @@ def submit_options(request: c.Request) -> c.SubmitOptions:
     """The options that ask for the events of a request."""
     options = c.SubmitOptions()
     library.xserv_submit_options_init(byref(options), sizeof(options))
+    kinds = [c.EVENT_TOKEN, c.EVENT_TEXT, c.EVENT_END]
     if request.num_prompt_log_probs != c.UNSET_INT:
-        kinds = (c.EVENT_TOKEN, c.EVENT_TEXT, c.EVENT_END, c.EVENT_PROMPT)
-        options.events = sum(1 << kind for kind in kinds)
+        kinds.append(c.EVENT_PROMPT)
+    if request.answer_format:
+        kinds += c.ANSWER_EVENTS
+    options.events = sum(1 << kind for kind in kinds)
     return options
 
 
@@ -163,11 +252,41 @@ def describe(result: Optional[Result], closed: bool, num_pieces: int) -> str:
     return f"closed after {pieces}" if closed else f"running, {pieces} read"
 
 
+def _answer_from(info: Any) -> Answer:
+    calls = [info.tool_calls[index] for index in range(info.num_tool_calls)]
+    return Answer(
+        reasoning=string_at(info.reasoning, info.reasoning_len).decode() or None,
+        content=string_at(info.content, info.content_len).decode(),
+        tool_calls=[
+            ToolCall(
+                id=call.id.decode(),
+                name=call.name.decode(),
+                arguments_json=string_at(call.arguments_json, call.arguments_len).decode(),
+                is_complete=bool(call.is_complete),
+            )
+            for call in calls
+        ],
+        message=json.loads(info.message_json),
+    )
+
+
+def take_answer(handle: c_void_p) -> Answer:
+    """Copies the answer of a result and frees its handle."""
+    try:
+        info = c.ResultInfo(struct_size=sizeof(c.ResultInfo))
+        check(library.xserv_result_get_info(handle, byref(info)))
+        return _answer_from(info)
+    finally:
+        library.xserv_result_free(handle)
+
+
 def _result_from(info: Any, wants_logprobs: bool) -> Result:
+    text = string_at(info.text, info.text_len).decode()
+    answer = _answer_from(info) if info.message_json is not None else None
     num_top = info.num_top_log_probs
     starts = [index * num_top for index in range(info.num_tokens)]
     return Result(
-        text=string_at(info.text, info.text_len).decode(),
+        text=text,
         token_ids=info.token_ids[: info.num_tokens] if info.num_tokens else [],
         num_prompt_tokens=info.num_prompt_tokens,
         num_cached_tokens=info.num_cached_tokens,
@@ -180,6 +299,10 @@ def _result_from(info: Any, wants_logprobs: bool) -> Result:
         logprobs=(info.log_probs[: info.num_tokens] if info.num_tokens else []) if wants_logprobs else None,
         top_logprobs=[_top_from(info.top_log_probs, i, num_top) for i in starts] if wants_logprobs else None,
         **_prompt_from(info),
+        reasoning=answer.reasoning if answer else None,
+        content=answer.content if answer else text,
+        tool_calls=answer.tool_calls if answer else [],
+        message=answer.message if answer else None,
     )
 
 
@@ -214,7 +337,7 @@ def take_result(handle: c_void_p, wants_logprobs: bool) -> Result:
         library.xserv_result_free(handle)
 
 
-# An item of a job's queue: ("event", TokenEvent), then once ("result", Result) or ("error", exception).
+# An item of a job's queue: ("event", StreamEvent), then once ("result", Result) or ("error", exception).
 _Item = Tuple[str, Any]
 
 
@@ -285,7 +408,7 @@ class _Job:
             while event.kind != c.EVENT_DONE:
                 check(library.xserv_next(submission, c.WAIT_FOREVER, byref(event)))
                 if event.kind not in (c.EVENT_NONE, c.EVENT_DONE):
-                    self._put(("event", event_from(event, self.wants_logprobs)))
+                    self._put(("event", stream_event_from(event, self.wants_logprobs)))
             handle = c_void_p()
             check(library.xserv_submission_take_result(submission, byref(handle)))
             return take_result(handle, self.wants_logprobs)
@@ -338,20 +461,29 @@ class TextStream(Iterator[Piece], NotCopyable):
     def __next__(self) -> Piece:
         event = self._take()
         while event is not None:
-            if event.text:
+            if isinstance(event, TokenEvent) and event.text:
                 return Piece(event.text, event.sample)
             event = self._take()
         raise StopIteration
 
-    def events(self) -> Iterator[TokenEvent]:
+    @overload
+    def events(self, *, answers: Literal[False] = False) -> Iterator[TokenEvent]: ...
+    @overload
+    def events(self, *, answers: Literal[True]) -> Iterator[StreamEvent]: ...
+    def events(self, *, answers: bool = False) -> Iterator[Any]:
         """Iterates over the events instead of the pieces of text: every token with its id and, if the request asks
-        for them, its log-probabilities, and the end of every sample. An event is given once, here or as a piece."""
+        for them, its log-probabilities, and the end of every sample. An event is given once, here or as a piece.
+
+        answers: also the parts of the answer (AnswerEvent), after the tokens that made them certain, if the request
+            has messages or an answer_format.
+        """
         event = self._take()
         while event is not None:
-            yield event
+            if answers or isinstance(event, TokenEvent):
+                yield event
             event = self._take()
 
-    def _take(self) -> Optional[TokenEvent]:
+    def _take(self) -> Optional[StreamEvent]:
         """Waits for the next event. None after the last one."""
         job = self._job
         if job is None:
@@ -359,8 +491,8 @@ class TextStream(Iterator[Piece], NotCopyable):
         # Waiting for a queue can be interrupted by Ctrl-C; waiting inside the library could not.
         kind, value = job.items.get()
         if kind == "event":
-            assert isinstance(value, TokenEvent)
-            self._num_pieces += bool(value.text)
+            assert isinstance(value, (TokenEvent, AnswerEvent))
+            self._num_pieces += isinstance(value, TokenEvent) and bool(value.text)
             return value
         # The end is put back, because another thread may be waiting for it as well.
         job.items.put((kind, value))

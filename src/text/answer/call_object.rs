@@ -239,7 +239,11 @@ impl CallObject {
             return Outcome::More;
         }
         match (self.key, text) {
-            (Key::Name, Some(name)) if !name.trim().is_empty() => self.name = Some(name),
+            (Key::Name, Some(name))
+                if !name.trim().is_empty() && !name.contains(char::is_control) =>
+            {
+                self.name = Some(name);
+            }
             (Key::Name, _) => return Outcome::Bad,
             // Some models write the object into a string.
             (_, Some(inside)) if inside.trim_start().starts_with('{') && is_json(&inside) => {

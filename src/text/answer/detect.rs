@@ -1,10 +1,7 @@
 //! Which form a model's answers have, and where one begins.
 
 use super::parser::{AnswerStart, ToolForm};
-
-/// The spellings of the tags around thoughts.
-pub(super) const THINK_TAGS: [(&str, &str); 2] =
-    [("<think>", "</think>"), ("[THINK]", "[/THINK]")];
+use super::tag::THINK_TAGS;
 
 /// The beginnings of an assistant's turn: what is before the last one is not the model's.
 const TURNS: [&str; 6] = [
@@ -32,7 +29,7 @@ pub fn format_of(template: Option<&str>, has_token: impl Fn(&str) -> bool) -> To
         ToolForm::MarkedJson
     } else if is_known("<|python_tag|>")
         || template.is_some_and(|source| {
-            source.contains("<|start_header_id|>") && source.contains("\"parameters\"")
+            source.contains("<|start_header_id|>") && source.contains("parameters")
         })
     {
         ToolForm::BareJson

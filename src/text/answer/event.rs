@@ -1,5 +1,7 @@
 //! The parts of an answer, one by one and put together.
 
+use serde_json::{json, Value};
+
 /// A call of a tool.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ToolCall {
@@ -57,6 +59,31 @@ pub struct Answer {
 }
 
 impl Answer {
+    /// The answer as a message of a conversation, as chat templates take it: JSON with `content`, and
+    /// `reasoning_content` and `tool_calls` where there are some. Calls that are not complete are left out.
+    pub fn message(&self) -> Value {
+        let mut message = json!({"role": "assistant", "content": self.content});
+        if !self.reasoning.is_empty() {
+            message["reasoning_content"] = json!(self.reasoning);
+        }
+        let complete = self.calls.iter().filter(|call| call.is_complete);
+        let calls: Vec<Value> = complete
+            .map(|call| {
+                // Templates go through an object; hosted services have its text.
+                let arguments = serde_json::from_str(&call.arguments)
+                    .ok()
+                    .filter(Value::is_object)
+                    .unwrap_or_else(|| Value::from(call.arguments.as_str()));
+                let function = json!({"name": call.name, "arguments": arguments});
+                json!({"id": call.id, "type": "function", "function": function})
+            })
+            .collect();
+        if !calls.is_empty() {
+            message["tool_calls"] = Value::from(calls);
+        }
+        message
+    }
+
     /// Adds a part to those before it.
     pub fn add(&mut self, part: &AnswerPart) {
         match part {

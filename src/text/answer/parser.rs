@@ -3,10 +3,9 @@
 use std::sync::Arc;
 
 use super::call_object::{CallObject, News, Outcome};
-use super::detect::THINK_TAGS;
 use super::event::{append, Answer, AnswerPart};
 use super::json::{is_blank, push_control, Scanner, Step};
-use super::tag::{begins, find, Found};
+use super::tag::{begins, find, Found, THINK_TAGS};
 use super::types::ToolTypes;
 use super::xml::{key_of, Progress, XmlCall};
 
@@ -85,12 +84,18 @@ impl AnswerRules {
             || THINK_TAGS.iter().any(|(open, close)| [*open, *close].contains(&token))
     }
 
+    /// Whether a text ends a thought that it has not begun.
+    pub fn closes_a_thought(text: &str) -> bool {
+        THINK_TAGS.iter().any(|(open, close)| {
+            text.find(close).is_some_and(|end| !text.get(..end).unwrap_or_default().contains(open))
+        })
+    }
+
     fn id_of(&self, index: usize) -> String {
         const LETTERS: &[u8; 62] =
             b"0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz";
         // The templates of models with this form take ids of nine letters and digits only.
-        let (prefix, len) =
-            if self.form == ToolForm::MarkedJson { ("", 9) } else { ("call_", 16) };
+        let (prefix, len) = if self.form == ToolForm::MarkedJson { ("", 9) } else { ("call_", 16) };
         let mut state = self.id_seed ^ (index as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         let letters = (0..len).map(|_| {
             // SplitMix64 (Steele, Lea and Flood 2014).
@@ -129,7 +134,11 @@ enum State {
     Object(Box<CallObject>, After),
     /// In an object that is no call: how many braces are open, and whether this is in a string,
     /// after a backslash.
-    Passing { open: usize, in_string: bool, escaped: bool },
+    Passing {
+        open: usize,
+        in_string: bool,
+        escaped: bool,
+    },
     /// In what is left of a call that is damaged.
     Skipping,
     Ended(After),
@@ -459,7 +468,7 @@ impl AnswerParser {
                 self.state = State::FunctionName;
                 (0, false)
             }
-            Some(name) if name.trim().is_empty() => {
+            Some(name) if name.trim().is_empty() || name.contains(char::is_control) => {
                 self.give_back(parts);
                 (0, true)
             }
@@ -517,8 +526,7 @@ impl AnswerParser {
             }
             Outcome::Bad | Outcome::Foreign if object.has_begun() => {
                 self.end_call(false, parts);
-                self.state =
-                    if after == After::Tag { State::Skipping } else { State::Content };
+                self.state = if after == After::Tag { State::Skipping } else { State::Content };
             }
             Outcome::Bad => {
                 self.aside.push_str(&object.into_text());
@@ -590,7 +598,8 @@ impl AnswerParser {
         if rest.is_empty() {
             return (skipped, false);
         }
-        let tag = if after == After::Tag { begins(rest, END_OF_CALL, is_whole) } else { Some(false) };
+        let tag =
+            if after == After::Tag { begins(rest, END_OF_CALL, is_whole) } else { Some(false) };
         let Some(is_closed) = tag else { return (skipped, false) };
         self.state = State::Content;
         (skipped + if is_closed { END_OF_CALL.len() } else { 0 }, true)

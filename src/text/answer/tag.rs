@@ -1,5 +1,8 @@
 //! Finds tags in a text of which more may come.
 
+/// The spellings of the tags around thoughts.
+pub(super) const THINK_TAGS: [(&str, &str); 2] = [("<think>", "</think>"), ("[THINK]", "[/THINK]")];
+
 /// Where one of several tags is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Found {

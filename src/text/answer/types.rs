@@ -138,9 +138,8 @@ impl Kinds {
             return to.push_str("null");
         }
         for kind in &self.0 {
-            let is_number = || {
-                bare.starts_with(|c: char| c == '-' || c.is_ascii_digit()) && is_json(bare)
-            };
+            let is_number =
+                || bare.starts_with(|c: char| c == '-' || c.is_ascii_digit()) && is_json(bare);
             match kind {
                 Kind::Text => break,
                 Kind::Integer if is_number() && !bare.contains(['.', 'e', 'E']) => {

@@ -128,12 +128,7 @@ impl XmlCall {
         }
     }
 
-    fn take_key(
-        &mut self,
-        text: &str,
-        is_whole: bool,
-        out: &mut String,
-    ) -> (usize, Progress) {
+    fn take_key(&mut self, text: &str, is_whole: bool, out: &mut String) -> (usize, Progress) {
         match key_of(text, is_whole) {
             None => (0, Progress::More),
             Some("") => {
