@@ -466,6 +466,19 @@ class Request {
   Request &no_repeat_ngram_size(std::uint32_t size) { return raw_.no_repeat_ngram_size = size, *this; }
   /* The tokens with which the answer begins, whatever is likely. */
   Request &first_tokens(std::vector<TokenId> ids) { return first_tokens_ = std::move(ids), *this; }
+  /* The form of the answer's text, of which the last one that is asked for counts: a JSON value that a
+   * JSON schema allows, any JSON object, what a regular expression matches as a whole, a text of a
+   * context-free grammar (EBNF of Lark), or one of several texts. See xserv_constraint_kind. */
+  Request &json_schema(std::string schema) {
+    return constrain(XSERV_CONSTRAINT_JSON_SCHEMA, std::move(schema));
+  }
+  Request &json_object() { return constrain(XSERV_CONSTRAINT_JSON_OBJECT, {}); }
+  Request &regex(std::string expression) { return constrain(XSERV_CONSTRAINT_REGEX, std::move(expression)); }
+  Request &grammar(std::string grammar) { return constrain(XSERV_CONSTRAINT_GRAMMAR, std::move(grammar)); }
+  Request &choice(std::vector<std::string> texts) {
+    constrain(XSERV_CONSTRAINT_CHOICE, {});
+    return choices_ = std::move(texts), *this;
+  }
   Request &temperature(float value) { return raw_.temperature = value, *this; }
   Request &top_k(std::uint32_t count) { return raw_.top_k = count, *this; }
   Request &top_p(float value) { return raw_.top_p = value, *this; }
@@ -523,6 +536,12 @@ class Request {
 
   Request() { xserv_request_default(&raw_); }
 
+  Request &constrain(xserv_constraint_kind kind, std::string text) {
+    raw_.constraint_kind = static_cast<std::uint32_t>(kind);
+    choices_.clear();
+    return constraint_ = std::move(text), *this;
+  }
+
   template <typename Texts>
   Request &add_stops(const Texts &texts) {
     for (const auto &text : texts) stop_strings_.emplace_back(text);
@@ -533,7 +552,8 @@ class Request {
   template <typename Function>
   auto with_raw(Function &&f) const {
     xserv_request raw = raw_;
-    std::vector<const char *> stops;
+    std::vector<const char *> stops, choices;
+    for (const std::string &text : choices_) choices.push_back(detail::c_string(text, "a choice"));
     for (const std::string &stop : stop_strings_) stops.push_back(detail::c_string(stop, "a stop string"));
     switch (kind_) {
       case Kind::prompt:
@@ -555,6 +575,16 @@ class Request {
     raw.stop_strings = stops.data(), raw.num_stop_strings = stops.size();
     raw.stop_token_ids = stop_tokens_.data(), raw.num_stop_token_ids = stop_tokens_.size();
     raw.first_tokens = first_tokens_.data(), raw.num_first_tokens = first_tokens_.size();
+    switch (raw.constraint_kind) {
+      case XSERV_CONSTRAINT_JSON_SCHEMA:
+      case XSERV_CONSTRAINT_REGEX:
+      case XSERV_CONSTRAINT_GRAMMAR:
+        raw.constraint = constraint_.data(), raw.constraint_len = constraint_.size();
+        break;
+      case XSERV_CONSTRAINT_CHOICE:
+        raw.choices = choices.data(), raw.num_choices = choices.size();
+        break;
+    }
     raw.logit_bias = biases_.data(), raw.num_logit_bias = biases_.size();
     raw.cancel = cancel_.get();
     if (!on_logits_) return f(raw);
@@ -578,10 +608,10 @@ class Request {
   LogitsFunction on_logits_;
   xserv_request raw_;
   Kind kind_ = Kind::prompt;
-  std::string text_, tools_, variables_;
+  std::string text_, tools_, variables_, constraint_;
   std::vector<TokenId> tokens_, stop_tokens_, first_tokens_;
   std::vector<LogitBias> biases_;
-  std::vector<std::string> stop_strings_;
+  std::vector<std::string> stop_strings_, choices_;
   std::shared_ptr<xserv_cancel_token> cancel_;
 };
 

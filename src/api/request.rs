@@ -6,7 +6,8 @@ use std::time::Duration;
 use serde_json::{json, Value};
 
 use crate::engine::{
-    self, AnswerFormat, CancelToken, ChatPrompt, LogProbsWanted, LogitBias, SamplingOverrides,
+    self, AnswerFormat, CancelToken, ChatPrompt, Constraint, LogProbsWanted, LogitBias,
+    SamplingOverrides,
 };
 
 /// One turn of a conversation.
@@ -52,6 +53,28 @@ enum Source {
     Chat(String),
 }
 
+/// The form of an answer; [`engine::Constraint`] with texts of its own.
+#[derive(Clone, Debug)]
+enum Form {
+    JsonSchema(String),
+    JsonObject,
+    Regex(String),
+    Grammar(String),
+    Choice(Vec<String>),
+}
+
+impl Form {
+    fn as_engine(&self) -> Constraint<'_> {
+        match self {
+            Form::JsonSchema(schema) => Constraint::JsonSchema(schema),
+            Form::JsonObject => Constraint::JsonObject,
+            Form::Regex(regex) => Constraint::Regex(regex),
+            Form::Grammar(grammar) => Constraint::Grammar(grammar),
+            Form::Choice(texts) => Constraint::Choice(texts.iter().map(String::as_str).collect()),
+        }
+    }
+}
+
 /// What a model is to generate: a prompt, and settings that otherwise are the model's own (its
 /// generation_config.json). The setters take the request and return it.
 ///
@@ -85,6 +108,7 @@ pub struct Request {
     logit_bias: Vec<LogitBias>,
     min_tokens: u32,
     first_tokens: Vec<u32>,
+    form: Option<Form>,
     log_probs: Option<LogProbsWanted>,
     prompt_log_probs: Option<u32>,
     answer_format: Option<AnswerFormat>,
@@ -113,6 +137,7 @@ impl Request {
             logit_bias: Vec::new(),
             min_tokens: 0,
             first_tokens: Vec::new(),
+            form: None,
             log_probs: None,
             prompt_log_probs: None,
             answer_format: None,
@@ -201,6 +226,41 @@ impl Request {
     /// Bans tokens that would repeat a sequence of so many tokens of the prompt or the answer; 0 allows all.
     pub fn no_repeat_ngram_size(mut self, size: u32) -> Self {
         self.sampling.no_repeat_ngram_size = Some(size);
+        self
+    }
+
+    /// The text of the answer is a JSON value that this schema allows, its properties in the order of the schema. What
+    /// cannot be followed to the letter is refused, by its path, when the request is made. The last form that is asked for
+    /// counts. An answer whose text is complete, and that nothing can follow, ends as
+    /// [`FinishReason::Complete`](super::FinishReason::Complete).
+    pub fn json_schema(mut self, schema: &Value) -> Self {
+        self.form = Some(Form::JsonSchema(schema.to_string()));
+        self
+    }
+
+    /// The text of the answer is a JSON object. See [`json_schema`](Request::json_schema).
+    pub fn json_object(mut self) -> Self {
+        self.form = Some(Form::JsonObject);
+        self
+    }
+
+    /// The text of the answer is one that a regular expression matches as a whole. See
+    /// [`json_schema`](Request::json_schema).
+    pub fn regex(mut self, regex: impl Into<String>) -> Self {
+        self.form = Some(Form::Regex(regex.into()));
+        self
+    }
+
+    /// The text of the answer is one of a context-free grammar, in the EBNF of Lark. See
+    /// [`json_schema`](Request::json_schema).
+    pub fn grammar(mut self, grammar: impl Into<String>) -> Self {
+        self.form = Some(Form::Grammar(grammar.into()));
+        self
+    }
+
+    /// The text of the answer is one of these. See [`json_schema`](Request::json_schema).
+    pub fn choice<T: Into<String>>(mut self, texts: impl IntoIterator<Item = T>) -> Self {
+        self.form = Some(Form::Choice(texts.into_iter().map(Into::into).collect()));
         self
     }
 
@@ -346,6 +406,7 @@ impl Request {
             logit_bias: self.logit_bias.clone(),
             min_tokens: self.min_tokens,
             first_tokens: &self.first_tokens,
+            constraint: self.form.as_ref().map(Form::as_engine),
             log_probs: self.log_probs,
             prompt_log_probs: self.prompt_log_probs,
             answer_format: self.answer_format,

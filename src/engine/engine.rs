@@ -4,6 +4,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::Arc;
 
+use super::constrained::LazyCompiler;
 use super::generation_config::GenerationConfig;
 use super::log::Logger;
 use super::service::Service;
@@ -55,6 +56,7 @@ pub struct Engine {
     pub(super) tokenizer: Result<Arc<Tokenizer>>,
     pub(super) chat_template: Result<ChatTemplate>,
     pub(super) no_special_tokens: SpecialTokens,
+    pub(super) constraints: LazyCompiler,
     pub(super) generation_config: GenerationConfig,
     pub(super) service: Service,
     pub(super) max_context_tokens: u64,

@@ -220,6 +220,17 @@ impl Engine {
         } else {
             (full, FinishReason::ContextFull)
         };
+        let mut stop_token_ids = try_with_capacity(request.stop_token_ids.len(), "stop tokens")?;
+        stop_token_ids.extend_from_slice(request.stop_token_ids);
+        if !request.ignore_eos {
+            stop_token_ids.extend_from_slice(self.eos_token_ids());
+        }
+        let stop_token_ids = Arc::new(stop_token_ids);
+        // A request that is over already has no answer.
+        let constrained = match stopped {
+            Some(_) => None,
+            None => self.constrain(request, &stop_token_ids)?,
+        };
         let inbox = Arc::new(Inbox::new(
             num_samples as usize,
             max_tokens.saturating_sub(ids.len()),
@@ -254,17 +265,17 @@ impl Engine {
             submissions.push(Submission::End { inbox: inbox.clone(), num_samples, reason });
             return Ok((ticket, Prepared(after_prompt(submissions)?), ids));
         }
-        let mut stop_token_ids = try_with_capacity(request.stop_token_ids.len(), "stop tokens")?;
-        stop_token_ids.extend_from_slice(request.stop_token_ids);
-        if !request.ignore_eos {
-            stop_token_ids.extend_from_slice(self.eos_token_ids());
-        }
-        let stop_token_ids = Arc::new(stop_token_ids);
         let mut submissions = try_with_capacity(num_samples as usize, "samples")?;
         for sample in 0..num_samples {
             let seed = seed_of(sample);
+            let constrained = match &constrained {
+                Some(constrained) => Some(Box::new(constrained.try_clone()?)),
+                None => None,
+            };
+            // A mask is on the host.
+            let by_host = asks_host || constrained.is_some();
             let choice = params.model_choice(seed);
-            let choice = choice.filter(|choice| !asks_host && self.model().can_choose(choice));
+            let choice = choice.filter(|choice| !by_host && self.model().can_choose(choice));
             let capacity = max_tokens.min(ids.len().saturating_add(USUAL_TOKENS)).max(ids.len());
             let mut token_ids = try_with_capacity(capacity, "token ids")?;
             token_ids.extend_from_slice(&ids);
@@ -278,6 +289,7 @@ impl Engine {
                 inbox: inbox.clone(),
                 sample,
                 sampler,
+                constrained,
                 stop_token_ids: stop_token_ids.clone(),
                 num_prompt_tokens: ids.len(),
                 max_tokens,

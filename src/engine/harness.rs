@@ -123,6 +123,7 @@ impl Harness {
             inbox,
             sample: 0,
             sampler,
+            constrained: None,
             stop_token_ids: Arc::default(),
             num_prompt_tokens,
             max_tokens,

@@ -64,7 +64,7 @@ impl Worker {
         let Work::Sample(work) = &mut active.work else { return };
         let tokens = sequence.token_ids();
         let index = tokens.len().saturating_sub(work.num_prompt_tokens) as u64;
-        let chosen = work.sampler.choose(&mut logits, index, tokens, work.log_probs);
+        let chosen = work.choose(&mut logits, index, tokens);
         active.row = logits;
         match chosen {
             Ok(chosen) => self.hand_out(key, chosen),

@@ -6,6 +6,7 @@ use std::time::Instant;
 
 use super::batch_builder::BatchBuilder;
 use super::block_pool::BlockPool;
+use super::constrained::LazyCompiler;
 use super::device_starter::DeviceStarter;
 use super::engine::Engine;
 use super::log::{LogLevel, LogTarget, Logger};
@@ -184,6 +185,7 @@ impl Engine {
             tokenizer,
             chat_template,
             no_special_tokens: SpecialTokens::default(),
+            constraints: LazyCompiler::default(),
             generation_config,
             service,
             max_context_tokens,

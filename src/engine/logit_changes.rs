@@ -213,6 +213,11 @@ impl LogitChanges {
         Some((row, &self.adjustments))
     }
 
+    /// Whether the token number `index` is one of the first ones, which nothing else decides.
+    pub fn is_decided(&self, index: u64) -> bool {
+        usize::try_from(index).is_ok_and(|index| index < self.first_tokens.len())
+    }
+
     /// What changes for the token number `index` of the sequence, which comes after `tokens`: prompt and
     /// answer so far, of which the last may still be missing where no repetition is banned. `None` if
     /// nothing does.

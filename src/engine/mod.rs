@@ -13,6 +13,7 @@
 //! load        the act of loading; placement, memory_plan, step_limits: what it decides first
 //! engine      the handle of a loaded model; prompt and generate: requests on their way in
 //! evaluate    logits and scores of given tokens; prompt_work: those of a request's prompt
+//! constraint  the constraint of a request on its way in; constrained: what keeps a sequence to it
 //! scheduler   who takes part in a step (policy, no model)
 //! preemption  who loses its blocks, and how it gets on; swap: blocks that wait on the host
 //! block_pool  the blocks of the KV cache and the prefix cache
@@ -32,6 +33,8 @@ mod answer;
 mod answer_output;
 mod batch_builder;
 pub mod block_pool;
+mod constrained;
+mod constraint;
 mod device_starter;
 // The file is named after its type, `Engine`.
 #[allow(clippy::module_inception)]
@@ -97,6 +100,8 @@ pub use scheduler::Scheduler;
 pub use stats::{EngineStats, FIRST_BUCKET_US, NUM_STEP_BUCKETS};
 pub use swap::{SwapCosts, SwapCounts};
 pub use ticket::{Event, Generation, Ticket, TicketHandle};
+
+pub use crate::text::Constraint;
 
 pub use crate::model::{LogProbs, TokenLogProb, TokenScore, MAX_TOP_LOG_PROBS};
 pub use crate::text::{Answer, AnswerPart, ToolCall, ToolForm};

@@ -7,7 +7,7 @@ use std::time::Duration;
 use super::logit_changes::LogitBias;
 use super::sampler::SamplingOverrides;
 pub use crate::model::LogProbsWanted;
-use crate::text::ToolForm;
+use crate::text::{Constraint, ToolForm};
 
 /// A switch with which other threads stop requests.
 #[derive(Default)]
@@ -106,6 +106,8 @@ pub struct Request<'a> {
     pub min_tokens: u32,
     /// The tokens with which the answer begins, whatever is likely.
     pub first_tokens: &'a [u32],
+    /// The form that the text of the answer takes.
+    pub constraint: Option<Constraint<'a>>,
     /// `None`: no log-probabilities.
     pub log_probs: Option<LogProbsWanted>,
     /// The number of likeliest tokens in the place of each token of the prompt that are told with its
@@ -132,4 +134,6 @@ pub enum FinishReason {
     Cancelled,
     /// Its time limit has passed.
     Deadline,
+    /// The constraint is fulfilled, and nothing can follow.
+    Complete,
 }

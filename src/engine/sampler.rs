@@ -13,8 +13,10 @@ use super::generation_config::GenerationConfig;
 use super::logit_changes::{LogitBias, LogitChanges, Penalties};
 use crate::error::{try_with_capacity, Error, Result};
 use crate::model::{Draw, LogProbs, LogProbsWanted, TokenChoice, TokenLogProb};
+use crate::ops::adjust_logits::cpu::mask_logits;
 use crate::ops::log_probs::cpu::LogSum;
 use crate::ops::top_k::cpu::select;
+use crate::text::TokenMask;
 
 /// The settings of a caller; `None` leaves one to the model's generation_config.json.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -219,20 +221,21 @@ impl Sampler {
     ///
     /// `logits`: [vocab_size]; changed by the penalties.
     pub fn sample(&mut self, logits: &mut [f32], step: u64) -> Result<u32> {
-        let chosen = self.choose(logits, step, &[], None)?;
+        let chosen = self.choose(logits, step, &[], None, None)?;
         self.changes.remember(chosen.token)?;
         Ok(chosen.token)
     }
 
     /// Chooses the token number `step` of the sequence, after `tokens`: prompt and answer so far. It is
-    /// not remembered yet.
+    /// not remembered yet. It is one that `mask` allows.
     ///
-    /// `logits`: [vocab_size]; changed by biases and penalties.
+    /// `logits`: [vocab_size]; changed by biases, penalties and the mask.
     pub fn choose(
         &mut self,
         logits: &mut [f32],
         step: u64,
         tokens: &[u32],
+        mask: Option<TokenMask<'_>>,
         wanted: Option<LogProbsWanted>,
     ) -> Result<Chosen> {
         let raw = match wanted {
@@ -240,12 +243,18 @@ impl Sampler {
             _ => None,
         };
         self.changes.apply(step, tokens, logits)?;
+        if let Some(mask) = mask {
+            mask_logits(logits, mask.words);
+        }
         let token = if self.params.temperature == 0.0 {
             most_likely(logits)?
         } else {
             self.fill_candidates(logits)?;
             self.draw(uniform(self.seed, step))?
         };
+        if mask.is_some_and(|mask| !mask.allows(token)) {
+            return Err(none_left());
+        }
         let logit = logits.get(token as usize).copied().unwrap_or(0.0);
         let (logit, found) = match (wanted, raw) {
             (None, _) => return Ok(Chosen { token, log_probs: None }),
@@ -318,11 +327,13 @@ impl Sampler {
             select(logits, p.top_k, &mut self.largest);
             lowest = self.largest.last().map_or(lowest, |last| last.0);
         }
+        // However high the temperature is, a banned token is not drawn.
+        let is_all_banned = highest == f32::MIN;
         candidates.extend(
             logits
                 .iter()
                 .enumerate()
-                .filter(|(_, logit)| **logit >= lowest)
+                .filter(|(_, logit)| **logit >= lowest && (**logit > f32::MIN || is_all_banned))
                 .map(|(id, logit)| Candidate { token_id: id as u32, weight: scaled(*logit) }),
         );
         candidates.iter_mut().for_each(|c| c.weight = c.weight.exp());
@@ -447,6 +458,13 @@ fn most_likely(logits: &[f32]) -> Result<u32> {
 pub(super) fn not_finite() -> Error {
     Error::invalid_file(
         "the model's logits are not finite numbers: its weights are damaged, or too large for its dtype",
+    )
+}
+
+/// The error of a sequence for which nothing is left.
+fn none_left() -> Error {
+    Error::invalid_argument(
+        "no token is left to choose: logit_bias, min_tokens or no_repeat_ngram_size ban all that the constraint allows",
     )
 }
 

@@ -2,11 +2,13 @@
 
 use std::sync::Arc;
 
+use super::constrained::Constrained;
 use super::inbox::Inbox;
 use super::lease::Handoff;
 use super::request::FinishReason;
-use super::sampler::Sampler;
+use super::sampler::{Chosen, Sampler};
 use super::sequence::{NewSequence, SequenceKey};
+use crate::error::Result;
 use crate::model::{LogProbsWanted, TokenChoice};
 
 /// The way in which the tokens of a sample are chosen, and the place where they go.
@@ -15,6 +17,8 @@ pub(super) struct SampleWork {
     /// Its number in the request.
     pub sample: u32,
     pub sampler: Sampler,
+    /// What its text follows.
+    pub constrained: Option<Box<Constrained>>,
     /// Tokens that end it.
     pub stop_token_ids: Arc<Vec<u32>>,
     pub num_prompt_tokens: usize,
@@ -39,6 +43,17 @@ pub(super) struct PromptWork {
     pub num_top: usize,
     /// What is begun when it is done.
     pub then: Vec<Submission>,
+}
+
+impl SampleWork {
+    /// Chooses the token number `index`, after `tokens`: prompt and answer so far.
+    pub fn choose(&mut self, logits: &mut [f32], index: u64, tokens: &[u32]) -> Result<Chosen> {
+        let Self { sampler, constrained, log_probs, .. } = self;
+        // The first tokens fit; that was checked.
+        let constrained = constrained.as_mut().filter(|_| !sampler.changes_mut().is_decided(index));
+        let mask = constrained.map(|constrained| constrained.mask()).transpose()?;
+        sampler.choose(logits, index, tokens, mask, *log_probs)
+    }
 }
 
 /// The work that is done with a sequence.

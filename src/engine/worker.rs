@@ -37,6 +37,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::model::{Draw, StepResult, TokenChoice, NO_TOKEN};
 use crate::ops::adjust_logits::AdjustedRow;
 use crate::panic_guard;
+use crate::text::Progress;
 
 /// A step under way.
 struct Flight {
@@ -578,8 +579,7 @@ impl Worker {
                         }
                         return;
                     }
-                    let chosen = work.sampler.choose(row, index, tokens, work.log_probs);
-                    active.chosen = Some(chosen);
+                    active.chosen = Some(work.choose(row, index, tokens));
                 });
             }
         })
@@ -617,9 +617,14 @@ impl Worker {
     pub(super) fn hand_out(&mut self, key: SequenceKey, chosen: Chosen) {
         let Chosen { token, log_probs } = chosen;
         let Some(active) = self.works.get_mut(key) else { return };
+        let mut is_complete = false;
         if let Work::Sample(work) = &mut active.work {
             if let Err(error) = work.sampler.changes_mut().remember(token) {
                 return self.end(key, Err(error));
+            }
+            match work.constrained.as_mut().map(|it| it.consume(token)).transpose() {
+                Ok(progress) => is_complete = progress == Some(Progress::Complete),
+                Err(error) => return self.end(key, Err(error)),
             }
         }
         if let Err(error) = self.scheduler.chosen(key, token) {
@@ -640,6 +645,8 @@ impl Worker {
         let is_stop = work.stop_token_ids.contains(&token);
         let end = if is_stop {
             Some(FinishReason::StopToken)
+        } else if is_complete {
+            Some(FinishReason::Complete)
         } else {
             (len >= work.max_tokens).then_some(work.reason_at_max)
         };

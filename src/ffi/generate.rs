@@ -463,6 +463,7 @@ pub(super) fn finish_code(reason: FinishReason) -> xserv_finish_reason {
         FinishReason::Callback => xserv_finish_reason::XSERV_FINISH_CALLBACK,
         FinishReason::Cancelled => xserv_finish_reason::XSERV_FINISH_CANCELLED,
         FinishReason::Deadline => xserv_finish_reason::XSERV_FINISH_DEADLINE,
+        FinishReason::Complete => xserv_finish_reason::XSERV_FINISH_COMPLETE,
     }
 }
 

@@ -16,9 +16,11 @@ use super::status::xserv_status;
 use super::text::chat_prompt;
 use super::types::{XSERV_NUL_TERMINATED, XSERV_SEED_RANDOM, XSERV_UNSET_FLOAT, XSERV_UNSET_INT};
 use crate::engine::{
-    CancelToken, LogProbsWanted, LogitBias, Prompt, Request, SamplingOverrides, MAX_LOGIT_BIASES,
+    CancelToken, Constraint, LogProbsWanted, LogitBias, Prompt, Request, SamplingOverrides,
+    MAX_LOGIT_BIASES,
 };
 use crate::error::{try_with_capacity, Error, Result};
+use crate::text::MAX_CHOICES;
 
 /// A switch that stops requests from another thread. Several requests may share one.
 pub struct xserv_cancel_token {
@@ -68,6 +70,33 @@ pub struct xserv_logits_event {
 /// time.
 pub type xserv_logits_callback =
     Option<unsafe extern "C" fn(event: *const xserv_logits_event, user_data: *mut c_void) -> bool>;
+
+/// The forms that the text of an answer can be made to take (xserv_request.constraint_kind).
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum xserv_constraint_kind {
+    /// Any text.
+    XSERV_CONSTRAINT_NONE = 0,
+    /// A JSON value that the JSON schema in xserv_request.constraint allows (drafts 4 to 2020-12), its
+    /// properties in the order of the schema. References lead to places within the schema only. Keywords:
+    /// type, enum, const, anyOf, oneOf (of alternatives that exclude each other), allOf, $ref, properties,
+    /// patternProperties, additionalProperties, required, minProperties, maxProperties, items, prefixItems,
+    /// additionalItems, minItems, maxItems, minLength, maxLength, pattern, format, minimum, maximum,
+    /// exclusiveMinimum, exclusiveMaximum, multipleOf. Annotations count for nothing; any other keyword is
+    /// refused.
+    XSERV_CONSTRAINT_JSON_SCHEMA = 1,
+    /// Any JSON object.
+    XSERV_CONSTRAINT_JSON_OBJECT = 2,
+    /// A text that the regular expression in xserv_request.constraint matches as a whole; in the syntax of
+    /// Rust's regex crate, without anchors and word boundaries.
+    XSERV_CONSTRAINT_REGEX = 3,
+    /// A text of the context-free grammar in xserv_request.constraint, in the EBNF of Lark with the
+    /// extensions of llguidance: it begins with the rule start; rules have lower-case names, terminals
+    /// upper-case ones; %json { ... } stands for a value of a JSON schema.
+    XSERV_CONSTRAINT_GRAMMAR = 4,
+    /// One of the texts in xserv_request.choices.
+    XSERV_CONSTRAINT_CHOICE = 5,
+}
 
 /// A request to generate. Fill with xserv_request_default(), then set exactly one of prompt,
 /// prompt_tokens and messages_json, and whatever else you need. The library copies what it needs
@@ -225,16 +254,37 @@ pub struct xserv_request {
     /// tool_calls of xserv_result_info and the kinds of xserv_event that tell them as they come. Default
     /// XSERV_ANSWER_NONE. What else the request gives does not change. Needs a tokenizer.
     pub answer_format: u32,
+    /// An xserv_constraint_kind: the form that the text of the answer takes. Default
+    /// XSERV_CONSTRAINT_NONE. A token that ends the answer (min_tokens) comes only where the text is
+    /// complete; where nothing else can follow, the answer ends as XSERV_FINISH_COMPLETE. It may also end
+    /// incomplete, for another reason: at max_tokens, say, or before a stop string. Special tokens are no
+    /// text. first_tokens must fit. What cannot be followed to the letter is refused, in two seconds at
+    /// most; of a JSON schema the message names the path. A constraint that becomes too complex on the way
+    /// ends the answer with XSERV_STATUS_UNSUPPORTED, and one that leaves no token because others are
+    /// banned (logit_bias, min_tokens, no_repeat_ngram_size) with XSERV_STATUS_INVALID_ARGUMENT. On a GPU
+    /// as typical_p.
+    pub constraint_kind: u32,
+    /// Unused, 0.
+    pub reserved2: u32,
+    /// The JSON schema, regular expression or grammar, UTF-8, at most 2 MiB; or NULL, for kinds that have
+    /// none.
+    pub constraint: *const c_char,
+    /// Bytes of constraint; default XSERV_NUL_TERMINATED.
+    pub constraint_len: usize,
+    /// For XSERV_CONSTRAINT_CHOICE: NUL-terminated UTF-8 texts, not empty, together at most 2 MiB; or NULL.
+    pub choices: *const *const c_char,
+    /// Number of choices, at most 4096.
+    pub num_choices: usize,
 }
 
 // SAFETY: repr(C), struct_size first, integers, floats, pointers and a nullable function pointer; a caller
 // who passes one that is none breaks the contract of that field.
 unsafe impl GrowingStruct for xserv_request {
-    const SIZES: &'static [usize] = &[176, 248];
+    const SIZES: &'static [usize] = &[176, 288];
     const NAME: &'static str = "xserv_request";
     const HOW: &'static str = "fill it with xserv_request_default()";
     fn is_reserved_zero(&self) -> bool {
-        self.reserved == [0; 1]
+        self.reserved == [0; 1] && self.reserved2 == 0
     }
     fn defaults() -> Self {
         xserv_request {
@@ -284,6 +334,12 @@ unsafe impl GrowingStruct for xserv_request {
             logits_user_data: std::ptr::null_mut(),
             num_prompt_log_probs: XSERV_UNSET_INT,
             answer_format: 0,
+            constraint_kind: xserv_constraint_kind::XSERV_CONSTRAINT_NONE as u32,
+            reserved2: 0,
+            constraint: std::ptr::null(),
+            constraint_len: XSERV_NUL_TERMINATED,
+            choices: std::ptr::null(),
+            num_choices: 0,
         }
     }
 }
@@ -420,6 +476,66 @@ unsafe fn logit_bias_of(c: &xserv_request) -> Result<Vec<LogitBias>> {
     Ok(biases)
 }
 
+/// # Safety
+/// The pointers `constraint` and `choices` of `c` obey the contracts of their fields for `'a`.
+unsafe fn constraint_of<'a>(c: &xserv_request) -> Result<Option<Constraint<'a>>> {
+    use xserv_constraint_kind as kind;
+    const TEXTS: [u32; 3] = [
+        kind::XSERV_CONSTRAINT_JSON_SCHEMA as u32,
+        kind::XSERV_CONSTRAINT_REGEX as u32,
+        kind::XSERV_CONSTRAINT_GRAMMAR as u32,
+    ];
+    let wants_text = TEXTS.contains(&c.constraint_kind);
+    let wants_choices = c.constraint_kind == kind::XSERV_CONSTRAINT_CHOICE as u32;
+    if c.constraint_kind > kind::XSERV_CONSTRAINT_CHOICE as u32 {
+        return Err(Error::invalid_argument(format!(
+            "request.constraint_kind is {}, which is no xserv_constraint_kind",
+            c.constraint_kind
+        )));
+    }
+    if c.constraint.is_null() == wants_text {
+        return Err(Error::invalid_argument(match wants_text {
+            true => "request.constraint is NULL, but its kind needs a text",
+            false => "request.constraint is set, but its kind has no text",
+        }));
+    }
+    if (!c.choices.is_null() || c.num_choices > 0) && !wants_choices {
+        return Err(Error::invalid_argument(
+            "request.choices needs the constraint_kind XSERV_CONSTRAINT_CHOICE",
+        ));
+    }
+    let text = match wants_text {
+        // SAFETY: by contract, here and below.
+        true => unsafe { text_argument(c.constraint, c.constraint_len, "request.constraint") }?,
+        false => "",
+    };
+    Ok(match c.constraint_kind {
+        k if k == kind::XSERV_CONSTRAINT_JSON_SCHEMA as u32 => Some(Constraint::JsonSchema(text)),
+        k if k == kind::XSERV_CONSTRAINT_JSON_OBJECT as u32 => Some(Constraint::JsonObject),
+        k if k == kind::XSERV_CONSTRAINT_REGEX as u32 => Some(Constraint::Regex(text)),
+        k if k == kind::XSERV_CONSTRAINT_GRAMMAR as u32 => Some(Constraint::Grammar(text)),
+        k if k == kind::XSERV_CONSTRAINT_CHOICE as u32 => {
+            let pointers =
+                // SAFETY: as above.
+                unsafe { array_argument(c.choices, c.num_choices, "request.choices") }?;
+            if pointers.len() > MAX_CHOICES {
+                return Err(Error::invalid_argument(format!(
+                    "request.num_choices is {}, but at most {MAX_CHOICES} are allowed",
+                    pointers.len()
+                )));
+            }
+            let mut choices = try_with_capacity(pointers.len(), "choices")?;
+            for (i, pointer) in pointers.iter().enumerate() {
+                let name = format!("request.choices[{i}]");
+                // SAFETY: as above.
+                choices.push(unsafe { text_argument(*pointer, NUL_TERMINATED, &name) }?);
+            }
+            Some(Constraint::Choice(choices))
+        }
+        _ => None,
+    })
+}
+
 fn log_probs_of(c: &xserv_request) -> Result<Option<LogProbsWanted>> {
     let processed = flag(c.processed_log_probs, "request.processed_log_probs")?;
     let wanted = unset_int(c.num_log_probs).map(|num_top| LogProbsWanted { num_top, processed });
@@ -486,6 +602,8 @@ pub(super) unsafe fn request_of<'a>(c: &xserv_request) -> Result<Request<'a>> {
         first_tokens: unsafe {
             array_argument(c.first_tokens, c.num_first_tokens, "request.first_tokens")
         }?,
+        // SAFETY: as above.
+        constraint: unsafe { constraint_of(c) }?,
         log_probs: log_probs_of(c)?,
         prompt_log_probs: unset_int(c.num_prompt_log_probs),
         answer_format: answer_format(c.answer_format, "request.answer_format")?,

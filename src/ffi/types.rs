@@ -89,6 +89,9 @@ pub enum xserv_finish_reason {
     XSERV_FINISH_CANCELLED = 5,
     /// The request's time limit (xserv_request.time_limit_ms) was reached.
     XSERV_FINISH_DEADLINE = 6,
+    /// The text is all that the request's constraint (xserv_request.constraint_kind) asks for, and nothing
+    /// can follow.
+    XSERV_FINISH_COMPLETE = 7,
 }
 
 /// Returns the name of an xserv_finish_reason, for example "XSERV_FINISH_MAX_TOKENS", as a static
@@ -103,6 +106,7 @@ pub extern "C" fn xserv_finish_reason_name(finish_reason: u32) -> *const c_char 
         4 => c"XSERV_FINISH_CALLBACK",
         5 => c"XSERV_FINISH_CANCELLED",
         6 => c"XSERV_FINISH_DEADLINE",
+        7 => c"XSERV_FINISH_COMPLETE",
         _ => c"unknown finish reason",
     };
     name.as_ptr()

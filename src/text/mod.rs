@@ -10,6 +10,7 @@
 mod answer;
 mod bounded_regex;
 mod chat_template;
+mod constraint;
 mod cut;
 mod detokenizer;
 mod frame;
@@ -33,6 +34,10 @@ pub use answer::{
     ToolForm, ToolTypes,
 };
 pub use chat_template::{what_was_left_out, ChatInput, ChatTemplate, MAX_TEMPLATE_BYTES};
+pub use constraint::{
+    Constraint, GrammarCompiler, GrammarMatcher, Progress, TokenMask, MAX_CHOICES,
+    MAX_CONSTRAINT_BYTES,
+};
 pub use detokenizer::Detokenizer;
 pub use json_input::{parse_messages, parse_tools, parse_variables};
 pub use marks::{Conversation, Marks};

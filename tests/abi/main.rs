@@ -18,6 +18,7 @@ mod batching;
 mod begin_token;
 mod choosing;
 mod client;
+mod constraints;
 mod cuda;
 mod deterministic;
 mod dlpack;

@@ -250,7 +250,7 @@ fn draws_have_the_probabilities_of_transformers() {
         let mut sampler = Sampler::new(params(&overrides(case)), seed, &[]).unwrap();
         let mut counts = vec![0u64; logits.len()];
         for step in 0..DRAWS {
-            let chosen = sampler.choose(&mut logits.clone(), step, &[], None).unwrap();
+            let chosen = sampler.choose(&mut logits.clone(), step, &[], None, None).unwrap();
             counts[chosen.token as usize] += 1;
         }
         let probabilities = numbers(&case["probabilities"]);

@@ -451,6 +451,21 @@ static void check_answers(const xserv::Model &model) {
   REQUIRE(parsed.info().num_prompt_tokens == model.tokenize(model.apply_chat_template(forged)).size());
 }
 
+// Each form of an answer, and that the last one asked for counts.
+static void check_forms(const xserv::Model &model) {
+  const auto drawn = [] { return xserv::Request::from_prompt("Once").temperature(1).seed(3).max_tokens(80); };
+  const auto yes_or_no = model.generate(drawn().json_object().choice({"yes", "no"}));
+  REQUIRE(yes_or_no.text() == "yes" || yes_or_no.text() == "no");
+  REQUIRE(yes_or_no.finish_reason() == XSERV_FINISH_COMPLETE);
+  REQUIRE(std::string(model.generate(drawn().regex("ab{3}c")).text()) == "abbbc");
+  REQUIRE(std::string(model.generate(drawn().grammar("start: \"x\" y\ny: \"z\"")).text()) == "xz");
+  REQUIRE(std::string(model.generate(drawn().choice({"a"}).json_schema("{\"const\": 17}")).text()) == "17");
+  REQUIRE(std::string(model.generate(drawn().json_object()).text())[0] == '{');
+  REQUIRE(thrown_by([&] { model.generate(drawn().json_schema("{\"not\": {}}")); }) == XSERV_STATUS_INVALID_ARGUMENT);
+  REQUIRE(thrown_by([&] { model.generate(drawn().choice({})); }) == XSERV_STATUS_INVALID_ARGUMENT);
+  REQUIRE(thrown_by([&] { model.generate(drawn().regex("")); }) == XSERV_STATUS_INVALID_ARGUMENT);
+}
+
 // The tokens of each sample, from a submission that is taken to its end.
 static std::vector<std::vector<xserv::TokenId>> take_all(xserv::Submission &submission, std::size_t num_samples) {
   std::vector<std::vector<xserv::TokenId>> tokens(num_samples);
@@ -970,6 +985,7 @@ int main(int argc, char **argv) {
   check_messages(model);
   check_answers(model);
   check_choosing(model);
+  check_forms(model);
   check_streaming(model);
   check_submitting(argv[1], model);
 }

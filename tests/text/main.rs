@@ -5,6 +5,7 @@ mod answers;
 mod chat_bombs;
 mod chat_golden;
 mod chat_semantics;
+mod constraints;
 mod detokenizer;
 mod json_input;
 mod marks;

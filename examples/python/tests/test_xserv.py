@@ -202,6 +202,10 @@ class Generate(ModelTest):
         self.assertEqual(texts, [expected] * 8)
 
 
+def json_schema(schema):
+    return {"type": "json_schema", "json_schema": {"schema": schema}}
+
+
 def log_softmax(row):
     largest = max(row)
     sum_of_all = math.fsum(math.exp(x - largest) for x in row)
@@ -285,6 +289,36 @@ class Choosing(ModelTest):
             self.model.generate("Once", stream=True, logits_processor=prefer_nine)
         with self.assertRaises(TypeError):
             self.model.generate("Once", logits_processor=7)
+
+    def test_forms(self):
+        drawn = {"temperature": 1.0, "seed": 3, "max_tokens": 120}
+        found = self.model.generate("Once", choice=["yes", "no"], **drawn)
+        self.assertIn((found.text, found.finish_reason), [("yes", "complete"), ("no", "complete")])
+        self.assertEqual(self.model.generate("Once", regex="ab{3}c", **drawn).text, "abbbc")
+        self.assertEqual(self.model.generate("Once", grammar='start: "x" y\ny: "z"', **drawn).text, "xz")
+        for schema in ({"const": {"a": [1, "\u00e9"]}}, json.dumps({"const": {"a": [1, "\u00e9"]}})):
+            form = {"type": "json_schema", "json_schema": {"name": "it", "strict": True, "schema": schema}}
+            found = self.model.generate("Once", response_format=form, temperature=0, max_tokens=300)
+            if found.finish_reason == "complete":
+                self.assertEqual(json.loads(found.text), {"a": [1, "\u00e9"]})
+        self.assertEqual(self.model.generate("Once", response_format={"type": "json_object"}, **drawn).text[0], "{")
+        usual = self.model.generate("Once", **drawn).text
+        self.assertEqual(self.model.generate("Once", response_format={"type": "text"}, **drawn).text, usual)
+
+    def test_wrong_forms_are_refused(self):
+        for error, words, options in (
+            (ValueError, "#/items/contains", {"response_format": json_schema({"items": {"contains": True}})}),
+            (ValueError, "json_schema", {"response_format": {"type": "json_schema"}}),
+            (ValueError, "xml", {"response_format": {"type": "xml"}}),
+            (TypeError, "mapping", {"response_format": "json"}),
+            (ValueError, "no choices", {"choice": []}),
+            (TypeError, "sequence", {"choice": "yes"}),
+            (TypeError, "string", {"choice": ["yes", 1]}),
+            (TypeError, "string", {"regex": 5}),
+            (ValueError, "regex and choice", {"regex": "a", "choice": ["a"]}),
+        ):
+            with self.subTest(options=options), self.assertRaisesRegex(error, words):
+                self.model.generate("Once", max_tokens=4, **options)
 
     def test_logprobs_are_those_of_the_logits(self):
         prompt = self.model.tokenize("Once upon a time")

@@ -39,7 +39,16 @@ FINISH_REASONS = {
     4: "callback",
     5: "cancelled",
     6: "deadline",
+    7: "complete",
 }
+(
+    CONSTRAINT_NONE,
+    CONSTRAINT_JSON_SCHEMA,
+    CONSTRAINT_JSON_OBJECT,
+    CONSTRAINT_REGEX,
+    CONSTRAINT_GRAMMAR,
+    CONSTRAINT_CHOICE,
+) = range(6)
 EVENT_NONE, EVENT_TOKEN, EVENT_TEXT, EVENT_END, EVENT_DONE, EVENT_PROMPT = range(6)
 #: The kinds that tell the parts of an answer, by their names here.
 ANSWER_EVENTS = {
@@ -275,6 +284,12 @@ class Request(Structure):
         ("logits_user_data", c_void_p),
         ("num_prompt_log_probs", c_uint32),
         ("answer_format", c_uint32),
+        ("constraint_kind", c_uint32),
+        ("reserved2", c_uint32),
+        ("constraint", c_char_p),
+        ("constraint_len", c_size_t),
+        ("choices", POINTER(c_char_p)),
+        ("num_choices", c_size_t),
     ]
 
 

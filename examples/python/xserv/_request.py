@@ -96,6 +96,17 @@ class GenerateOptions(TypedDict, total=False):
         "json_tags" (Hermes, Qwen2.5, Qwen3), "xml_tags" (Qwen3-Coder, Qwen3.5), "bare_json" (Llama 3),
         "marked_json" (Mistral). The text itself stays as it is.
 
+    The form of the answer's text, at most one of these. What cannot be followed to the letter is refused at once. A
+    text that is complete, and that nothing can follow, ends as "complete"; at max_tokens it may end incomplete.
+
+    response_format: as OpenAI's interface has it: {"type": "json_schema", "json_schema": {"schema": ...}}, a JSON
+        value that the JSON schema allows, its properties in the order of the schema; {"type": "json_object"}, any JSON
+        object; or {"type": "text"}. "name", "description" and "strict" beside "schema" count for nothing: the schema is
+        always followed strictly.
+    regex: a regular expression, in the syntax of Rust's regex crate, that matches the text as a whole.
+    grammar: a context-free grammar in the EBNF of Lark.
+    choice: texts, of which the answer is one.
+
     When to stop:
 
     min_tokens: until so many tokens are generated, no token that ends the generation is chosen: neither the
@@ -152,6 +163,10 @@ class GenerateOptions(TypedDict, total=False):
     num_samples: Optional[int]
     logit_bias: Optional[Mapping[int, float]]
     min_tokens: Optional[int]
+    response_format: Optional[Mapping[str, Any]]
+    regex: Optional[str]
+    grammar: Optional[str]
+    choice: Optional[Sequence[str]]
     logprobs: Optional[int]
     processed_logprobs: Optional[bool]
     prompt_logprobs: Optional[int]
@@ -188,6 +203,10 @@ _SWITCHES = (
     "skip_special_tokens",
     "ignore_eos",
 )
+
+
+# Of these at most one is given.
+_FORMS = ("response_format", "regex", "grammar", "choice")
 
 
 def build_request(prompt: Optional[str], options: Mapping[str, Any]) -> Tuple[c.Request, int]:
@@ -240,7 +259,7 @@ def build_request(prompt: Optional[str], options: Mapping[str, Any]) -> Tuple[c.
     if answer_format is None:
         answer_format = "auto" if options.get("messages") is not None else "none"
     request.answer_format = choice(c.ANSWER_FORMATS, answer_format, "answer_format")
-
+    _set_constraint(request, options)
     biases = _bias_array(options.get("logit_bias") or {})
     request.logit_bias = biases
     request.num_logit_bias = len(biases)
@@ -308,8 +327,57 @@ def _check_names(prompt: object, options: Mapping[str, Any]) -> None:
     for name in ("tools", "variables"):
         if options.get(name) is not None and options.get("messages") is None:
             raise invalid_argument(f"{name} can be given with messages only")
+    forms = [name for name in _FORMS if options.get(name) is not None]
+    if len(forms) > 1:
+        raise invalid_argument(f"{' and '.join(forms)} cannot be given together")
     if options.get("processed_logprobs") and options.get("logprobs") is None:
         raise invalid_argument("processed_logprobs can be given with logprobs only")
+
+
+def _set_constraint(request: c.Request, options: Mapping[str, Any]) -> None:
+    """The form of the answer, of which at most one is given."""
+    if options.get("response_format") is not None:
+        kind, text = _response_format(options["response_format"])
+    elif options.get("regex") is not None:
+        kind, text = c.CONSTRAINT_REGEX, _form_text(options["regex"], "regex")
+    elif options.get("grammar") is not None:
+        kind, text = c.CONSTRAINT_GRAMMAR, _form_text(options["grammar"], "grammar")
+    elif options.get("choice") is not None:
+        texts = options["choice"]
+        if isinstance(texts, (str, bytes)):
+            raise TypeError(f"choice must be a sequence of strings, not a {type(texts).__name__}")
+        data = [without_nul(_form_text(text, "each choice"), "a choice") for text in texts]
+        # An empty array would be a NULL pointer.
+        request.choices = (c_char_p * max(len(data), 1))(*data)
+        request.num_choices = len(data)
+        kind, text = c.CONSTRAINT_CHOICE, None
+    else:
+        return
+    request.constraint_kind = kind
+    if text is not None:
+        request.constraint, request.constraint_len = text, len(text)
+
+
+def _form_text(text: object, what: str) -> bytes:
+    if not isinstance(text, str):
+        raise TypeError(f"{what} must be a string, not a {type(text).__name__}")
+    return text.encode()
+
+
+def _response_format(form: object) -> Tuple[int, Optional[bytes]]:
+    if not isinstance(form, MappingType):
+        raise TypeError(f"response_format is a {type(form).__name__}, but must be a mapping with a type")
+    kind = form.get("type")
+    if kind == "text":
+        return c.CONSTRAINT_NONE, None
+    if kind == "json_object":
+        return c.CONSTRAINT_JSON_OBJECT, None
+    if kind != "json_schema":
+        raise invalid_argument(f"response_format's type is {kind!r}; it can be text, json_object or json_schema")
+    wrapper = form.get("json_schema")
+    if not isinstance(wrapper, MappingType) or wrapper.get("schema") is None:
+        raise invalid_argument('response_format needs a schema: {"type": "json_schema", "json_schema": {"schema": ...}}')
+    return c.CONSTRAINT_JSON_SCHEMA, json_bytes(wrapper["schema"], "the schema")
 
 
 def _stop_bytes(text: object) -> bytes:

@@ -66,7 +66,8 @@ class Result:
     num_cached_tokens: the number of prompt tokens whose keys and values were in the prefix cache, and cost nothing.
     finish_reason: why the generation ended: "stop_token" (the model's end token, or one of stop_token_ids),
         "stop_string" (one of stop), "max_tokens", "context_full" (the longest context is reached), "deadline"
-        (time_limit_ms), "cancelled" (the stream or the model was closed).
+        (time_limit_ms), "cancelled" (the stream or the model was closed), "complete" (the text is all that
+        response_format, regex, grammar or choice asks for, and nothing can follow).
     seed: the seed that was used, with which the request can be repeated.
     time_to_first_token_seconds: from the request to its first token, waiting for other requests included; 0 if
         there was none.

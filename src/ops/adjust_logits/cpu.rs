@@ -12,6 +12,23 @@ pub fn adjust_logits(logits: &mut [f32], row: &AdjustedRow, adjustments: &[Adjus
     }
 }
 
+/// Bans the tokens of a row of logits whose bits are not set: the bit `id % 32` of the word `id / 32`.
+/// Tokens beyond the words are banned too. What is not a number stays so.
+pub fn mask_logits(logits: &mut [f32], mask: &[u32]) {
+    let words = mask.iter().copied().chain(std::iter::repeat(0));
+    for (logits, word) in logits.chunks_mut(32).zip(words) {
+        if word == u32::MAX {
+            continue;
+        }
+        for (bit, logit) in logits.iter_mut().enumerate() {
+            // An infinity of damaged weights stays to be found.
+            if word >> bit & 1 == 0 && logit.is_finite() {
+                *logit = f32::MIN;
+            }
+        }
+    }
+}
+
 fn adjusted(logit: f32, row: &AdjustedRow, adjustment: &Adjustment) -> f32 {
     if logit.is_nan() {
         return logit;

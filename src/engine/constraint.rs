@@ -1,0 +1,58 @@
+//! The constraints of requests on their way in.
+
+use std::sync::Arc;
+
+use super::constrained::Constrained;
+use super::engine::Engine;
+use super::request::Request;
+use crate::error::{Context, Error, ErrorKind, Result};
+use crate::text::{GrammarMatcher, Progress};
+
+impl Engine {
+    /// Compiles the constraint of a request, if it has one; `ends` are the tokens that end it. The first
+    /// tokens of the request must fit.
+    pub(super) fn constrain(
+        &self,
+        request: &Request<'_>,
+        ends: &Arc<Vec<u32>>,
+    ) -> Result<Option<Constrained>> {
+        let Some(constraint) = &request.constraint else { return Ok(None) };
+        let tokenizer = self.tokenizer()?;
+        let compiler = self.constraints.get(tokenizer, self.shape().vocab_size)?;
+        let matcher = compiler.compile(constraint)?;
+        if !request.first_tokens.is_empty() {
+            follow(matcher.try_clone()?, request.first_tokens, ends)?;
+        }
+        Ok(Some(Constrained::new(matcher, tokenizer.clone(), ends.clone())))
+    }
+}
+
+/// Refuses first tokens that a constraint does not allow.
+fn follow(mut matcher: GrammarMatcher, tokens: &[u32], ends: &[u32]) -> Result<()> {
+    let mut progress = Progress::Open;
+    for (place, &id) in tokens.iter().enumerate() {
+        let refused = |why: &str| {
+            Err(Error::invalid_argument(format!(
+                "first_tokens[{place}] is {id}, which the constraint does not allow there{why}"
+            )))
+        };
+        if ends.contains(&id) {
+            // Nothing comes after it.
+            return match progress == Progress::Complete || matcher.is_complete()? {
+                true => Ok(()),
+                false => refused(": the text is not complete"),
+            };
+        }
+        if progress == Progress::Complete {
+            return refused(": the text is complete");
+        }
+        progress = match matcher.consume(id) {
+            Ok(progress) => progress,
+            Err(error) if error.kind() == ErrorKind::InvalidArgument => {
+                return refused("");
+            }
+            error => error.context(|| format!("first_tokens[{place}] is {id}"))?,
+        };
+    }
+    Ok(())
+}

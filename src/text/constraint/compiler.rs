@@ -1,0 +1,185 @@
+//! From constraints to matchers, within limits of time and memory.
+
+use llguidance::api::TopLevelGrammar;
+use llguidance::earley::SlicedBiasComputer;
+use llguidance::toktrie::InferenceCapabilities;
+use llguidance::{Matcher, ParserFactory};
+use serde_json::json;
+
+use super::limits::{check_depth, check_repetitions, num_repetitions};
+use super::matcher::GrammarMatcher;
+use super::schema;
+use super::sentence::sentence;
+use super::vocabulary::vocabulary;
+use super::Constraint;
+use crate::error::{check_room, Context, Error, ErrorKind, Result};
+use crate::text::{guarded, Tokenizer};
+use crate::threads;
+
+/// The longest constraint, in bytes; of choices all of them together.
+pub const MAX_CONSTRAINT_BYTES: usize = 2 << 20;
+/// The most choices.
+pub const MAX_CHOICES: usize = 4096;
+
+/// Work and sizes beyond which a constraint is refused, or a matcher ends with an error. The crate
+/// itself allows some more by default; these keep compiling within two seconds and 256 MiB.
+const INITIAL_FUEL: u64 = 1_000_000;
+const STEP_FUEL: u64 = 200_000;
+const STEP_ITEMS: usize = 50_000;
+const MAX_LEXER_STATES: usize = 50_000;
+const MAX_GRAMMAR_SIZE: usize = 300_000;
+
+/// Bytes that compiling takes at most, and those beside for each byte of the constraint.
+const ROOM: usize = 64 << 20;
+const ROOM_PER_BYTE: usize = 64;
+
+/// The stack on which constraints are compiled: the crate calls itself for everything that is nested.
+const STACK_BYTES: usize = 16 << 20;
+
+/// Compiles constraints for one vocabulary. Calls take `&self` and may come from several threads.
+pub struct GrammarCompiler {
+    factory: ParserFactory,
+    vocab_size: usize,
+}
+
+impl GrammarCompiler {
+    /// A compiler for the tokens of a model with `vocab_size` rows of logits. Takes less than
+    /// a second for the tokens of Qwen3.
+    pub fn new(tokenizer: &Tokenizer, vocab_size: usize) -> Result<Self> {
+        guarded(ErrorKind::Unsupported, "constraints cannot be used with this tokenizer", || {
+            let env = vocabulary(tokenizer, vocab_size)?;
+            let slices = SlicedBiasComputer::general_slices();
+            let mut factory = ParserFactory::new(&env, InferenceCapabilities::default(), &slices)
+                .map_err(|error| Error::unsupported(sentence(&error.to_string())))?;
+            factory.quiet();
+            let limits = factory.limits_mut();
+            limits.initial_lexer_fuel = INITIAL_FUEL;
+            limits.step_lexer_fuel = STEP_FUEL;
+            limits.step_max_items = STEP_ITEMS;
+            limits.max_lexer_states = MAX_LEXER_STATES;
+            limits.max_grammar_size = MAX_GRAMMAR_SIZE;
+            limits.precompute_large_lexemes = true;
+            limits.verbose_errors = false;
+            Ok(GrammarCompiler { factory, vocab_size })
+        })
+    }
+
+    /// Compiles a constraint. It takes milliseconds as a rule and at most two seconds; what the crate
+    /// does not implement is refused with a sentence that says where it is.
+    pub fn compile(&self, constraint: &Constraint<'_>) -> Result<GrammarMatcher> {
+        let len = checked_len(constraint)?;
+        check_room(ROOM.saturating_add(len.saturating_mul(ROOM_PER_BYTE)), "a constraint")?;
+        threads::run_apart("xserv-grammar", STACK_BYTES, || {
+            let name = constraint.name();
+            guarded(ErrorKind::Unsupported, name, || self.compile_here(constraint)).context(|| name)
+        })
+    }
+
+    fn compile_here(&self, constraint: &Constraint<'_>) -> Result<GrammarMatcher> {
+        let mut given = None;
+        let grammar = match constraint {
+            Constraint::JsonSchema(text) => {
+                let schema = given.insert(schema::parse(text)?);
+                check_repetitions("its patterns", schema::num_repetitions(schema))?;
+                TopLevelGrammar::from_json_schema(schema.clone())
+            }
+            Constraint::JsonObject => {
+                TopLevelGrammar::from_json_schema(json!({ "type": "object" }))
+            }
+            Constraint::Regex(regex) => TopLevelGrammar::from_regex(regex),
+            Constraint::Grammar(grammar) => TopLevelGrammar::from_lark((*grammar).to_owned()),
+            Constraint::Choice(choices) => TopLevelGrammar::from_regex(&any_of(choices)),
+        };
+        let mut matcher = Matcher::new(self.factory.create_parser(grammar));
+        let Some(message) = matcher.get_error() else {
+            // Whether anything fits is known with the first mask only.
+            return match matcher.compute_mask() {
+                Ok(_) => Ok(GrammarMatcher::new(matcher, self.vocab_size)),
+                Err(error) => Err(refused(&error.to_string())),
+            };
+        };
+        Err(match &given {
+            Some(schema) => refused(&schema::located(schema, &message)),
+            None => refused(&message),
+        })
+    }
+}
+
+fn refused(message: &str) -> Error {
+    Error::invalid_argument(sentence(message))
+}
+
+/// Returns the length of a constraint, which is checked against the limits.
+fn checked_len(constraint: &Constraint<'_>) -> Result<usize> {
+    let name = constraint.name();
+    let len = match constraint {
+        Constraint::JsonObject => 0,
+        Constraint::JsonSchema(text) | Constraint::Regex(text) | Constraint::Grammar(text) => {
+            if text.trim().is_empty() {
+                return Err(Error::invalid_argument(format!("{name} is empty")));
+            }
+            text.len()
+        }
+        Constraint::Choice(choices) => {
+            if choices.is_empty() {
+                return Err(Error::invalid_argument("there are no choices"));
+            }
+            if choices.len() > MAX_CHOICES {
+                return Err(Error::invalid_argument(format!(
+                    "there are {} choices, but at most {MAX_CHOICES} are allowed",
+                    choices.len()
+                )));
+            }
+            if let Some(place) = choices.iter().position(|choice| choice.is_empty()) {
+                return Err(Error::invalid_argument(format!("choice {place} is empty")));
+            }
+            choices.iter().map(|choice| choice.len()).sum()
+        }
+    };
+    if len > MAX_CONSTRAINT_BYTES {
+        return Err(Error::invalid_argument(format!(
+            "{name}: {len} bytes, but at most {MAX_CONSTRAINT_BYTES} are allowed"
+        )));
+    }
+    match constraint {
+        Constraint::Regex(text) => {
+            check_depth(name, text)?;
+            check_repetitions(name, num_repetitions(text))?;
+        }
+        Constraint::Grammar(text) => {
+            check_depth(name, text)?;
+            check_repetitions(name, num_repetitions(text))?;
+            schema::check_grammar(text)?;
+        }
+        Constraint::JsonSchema(_) | Constraint::JsonObject | Constraint::Choice(_) => {}
+    }
+    Ok(len)
+}
+
+/// The regular expression that matches each of these texts, and nothing else.
+fn any_of(choices: &[&str]) -> String {
+    let mut regex = String::from("(?:");
+    for (place, choice) in choices.iter().enumerate() {
+        if place > 0 {
+            regex.push('|');
+        }
+        for character in choice.chars() {
+            if r"\.+*?()|[]{}^$#&-~".contains(character) {
+                regex.push('\\');
+            }
+            regex.push(character);
+        }
+    }
+    regex.push(')');
+    regex
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn choices_are_escaped() {
+        assert_eq!(any_of(&["a.b", "(c|d)", "é\n"]), "(?:a\\.b|\\(c\\|d\\)|é\n)");
+    }
+}

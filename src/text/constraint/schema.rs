@@ -1,0 +1,224 @@
+//! JSON schemas before the crate reads them, and the places of what it refuses in them.
+
+use serde_json::{Map, Value};
+
+use super::limits;
+use crate::error::{check_room_for_json, Error, Result};
+
+/// The key under which a schema could tell the crate to leave out what it does not implement.
+const SWITCHES: &str = "x-guidance";
+
+/// Parses a schema, and refuses one that would change how it is read.
+pub(super) fn parse(text: &str) -> Result<Value> {
+    check_room_for_json(text.as_bytes(), "a JSON schema")?;
+    let schema: Value = serde_json::from_str(text)
+        .map_err(|error| Error::invalid_argument(format!("it is not JSON: {error}")))?;
+    if !schema.is_object() && !schema.is_boolean() {
+        return Err(Error::invalid_argument("it is neither an object nor a boolean"));
+    }
+    if schema.get(SWITCHES).is_some() {
+        return Err(Error::invalid_argument(format!("#/{SWITCHES} is not allowed")));
+    }
+    Ok(schema)
+}
+
+/// Refuses a grammar whose JSON schemas could switch checks off. The name may be written with escapes.
+pub(super) fn check_grammar(grammar: &str) -> Result<()> {
+    let mut plain = String::new();
+    let mut rest = grammar;
+    while let Some((before, after)) = rest.split_once("\\u") {
+        plain.push_str(before);
+        let hex = after.get(..4).and_then(|hex| u32::from_str_radix(hex, 16).ok());
+        rest = match hex.and_then(char::from_u32) {
+            Some(character) => {
+                plain.push(character);
+                after.get(4..).unwrap_or_default()
+            }
+            None => after,
+        };
+    }
+    plain.push_str(rest);
+    match plain.contains(SWITCHES) {
+        true => Err(Error::invalid_argument(format!("the grammar: {SWITCHES} is not allowed"))),
+        false => Ok(()),
+    }
+}
+
+/// Adds the place in the schema to a message of the crate, if it can be found.
+pub(super) fn located(schema: &Value, message: &str) -> String {
+    if message.contains("oneOf constraints are not supported") {
+        let why = "oneOf is supported where no value can be of two of its alternatives, which must show in their types, in \
+                   constants or in required properties";
+        return match find(schema, &|key, _| key == "oneOf") {
+            Some(path) => format!("{path}: {why}"),
+            None => why.to_owned(),
+        };
+    }
+    let quoted = |text: &str| {
+        let mut parts = text.split('"');
+        parts.next();
+        parts.next().map(str::to_owned)
+    };
+    let after = |mark: &str| message.split_once(mark).map(|(_, rest)| rest);
+    let is_wanted: Box<dyn Fn(&str, &Value) -> bool> = if let Some(rest) =
+        after("Unimplemented keys: ")
+    {
+        let Some(name) = quoted(rest) else { return message.to_owned() };
+        let Some(path) = find(schema, &|key, _| key == name) else {
+            return format!("the keyword {name} is not supported");
+        };
+        return format!("{path} is not supported");
+    } else if let Some(rest) = after("Unknown format: ") {
+        let name = rest.lines().next().unwrap_or_default().trim().to_owned();
+        Box::new(move |key, value| key == "format" && value.as_str() == Some(&name))
+    } else if let Some(name) = after("Invalid type: ").and_then(|rest| rest.lines().next()) {
+        let name = name.trim().to_owned();
+        Box::new(move |key, value| key == "type" && value.to_string().contains(&name))
+    } else {
+        // A keyword in quotation marks, of a value that is not as it should be; or a reference.
+        let is_named = |key: &str| {
+            message.contains(&format!("'{key}'")) || message.starts_with(&format!("{key} must be"))
+        };
+        let names: Vec<String> = keywords(schema).into_iter().filter(|key| is_named(key)).collect();
+        let message = message.to_owned();
+        Box::new(move |key, value| {
+            let target = value.as_str().filter(|_| key == "$ref").unwrap_or_default();
+            let target = target.trim_matches(['#', '/']);
+            names.iter().any(|name| name == key) || !target.is_empty() && message.contains(target)
+        })
+    };
+    let message = message.lines().next().unwrap_or_default();
+    match find(schema, &*is_wanted) {
+        Some(path) => format!("{path}: {message}"),
+        None => message.to_owned(),
+    }
+}
+
+/// Returns the number of repetitions in all patterns.
+pub(super) fn num_repetitions(schema: &Value) -> usize {
+    let mut count = 0usize;
+    each_keyword(schema, &mut String::from("#"), &mut |_, key, value| match (key, value) {
+        ("pattern", Value::String(pattern)) => count += limits::num_repetitions(pattern),
+        ("patternProperties", Value::Object(named)) => {
+            count += named.keys().map(|key| limits::num_repetitions(key)).sum::<usize>();
+        }
+        _ => {}
+    });
+    count
+}
+
+/// Keywords whose values are schemas by name, lists of schemas, and schemas (or lists of them).
+const BY_NAME: [&str; 5] =
+    ["properties", "patternProperties", "$defs", "definitions", "dependentSchemas"];
+const SCHEMAS: [&str; 12] = [
+    "items",
+    "prefixItems",
+    "additionalItems",
+    "additionalProperties",
+    "anyOf",
+    "oneOf",
+    "allOf",
+    "not",
+    "if",
+    "then",
+    "else",
+    "contains",
+];
+
+/// The path of the first keyword for which `is_wanted` says so: places that are in use come before
+/// definitions.
+fn find(schema: &Value, is_wanted: &dyn Fn(&str, &Value) -> bool) -> Option<String> {
+    let mut path = String::from("#");
+    let mut found = None;
+    each_keyword(schema, &mut path, &mut |path, key, value| {
+        if found.is_none() && is_wanted(key, value) {
+            found = Some(format!("{path}/{}", escaped(key)));
+        }
+    });
+    found
+}
+
+/// The names of all keywords.
+fn keywords(schema: &Value) -> Vec<String> {
+    let mut names = Vec::new();
+    each_keyword(schema, &mut String::from("#"), &mut |_, key, _| names.push(key.to_owned()));
+    names.sort();
+    names.dedup();
+    names
+}
+
+/// Calls `body` with the path of each schema, and a keyword of it and its value.
+fn each_keyword(schema: &Value, path: &mut String, body: &mut dyn FnMut(&str, &str, &Value)) {
+    let Value::Object(schema) = schema else { return };
+    for (key, value) in schema {
+        body(path, key, value);
+    }
+    let (later, first): (Vec<_>, Vec<_>) =
+        schema.iter().partition(|(key, _)| *key == "$defs" || *key == "definitions");
+    for (key, value) in first.into_iter().chain(later) {
+        let len = path.len();
+        path.push('/');
+        path.push_str(&escaped(key));
+        match value {
+            Value::Object(named) if BY_NAME.contains(&key.as_str()) => each_of(named, path, body),
+            Value::Object(_) if SCHEMAS.contains(&key.as_str()) => each_keyword(value, path, body),
+            Value::Array(list) if SCHEMAS.contains(&key.as_str()) => {
+                for (place, value) in list.iter().enumerate() {
+                    let len = path.len();
+                    path.push_str(&format!("/{place}"));
+                    each_keyword(value, path, body);
+                    path.truncate(len);
+                }
+            }
+            _ => {}
+        }
+        path.truncate(len);
+    }
+}
+
+fn each_of(
+    named: &Map<String, Value>,
+    path: &mut String,
+    body: &mut dyn FnMut(&str, &str, &Value),
+) {
+    for (name, value) in named {
+        let len = path.len();
+        path.push('/');
+        path.push_str(&escaped(name));
+        each_keyword(value, path, body);
+        path.truncate(len);
+    }
+}
+
+/// A key as a part of a JSON pointer (RFC 6901).
+fn escaped(key: &str) -> String {
+    key.replace('~', "~0").replace('/', "~1")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn switches_are_refused() {
+        assert!(parse(r#"{"x-guidance": {"lenient": true}}"#).is_err());
+        assert!(parse(r#"{"x-guidanc\u0065": {"lenient": true}}"#).is_err());
+        assert!(check_grammar(r#"start: %json {"x-guidance": {}}"#).is_err());
+        assert!(check_grammar(r#"start: %json {"\u0078-guidanc\u0065": {}}"#).is_err());
+        assert!(check_grammar(r#"start: "\u" "\u00e9" "\ud800" /x/"#).is_ok());
+    }
+
+    #[test]
+    fn refusals_say_where() {
+        let schema = json!({
+            "$defs": { "a": { "not": {} } },
+            "properties": { "x/y": { "anyOf": [true, { "uniqueItems": true }] }, "not": {} },
+        });
+        let message = |text: &str| located(&schema, text);
+        let expected = "#/properties/x~1y/anyOf/1/uniqueItems is not supported";
+        assert_eq!(message("Unimplemented keys: [\"uniqueItems\"]"), expected);
+        assert_eq!(message("Unimplemented keys: [\"not\"]"), "#/$defs/a/not is not supported");
+        assert_eq!(message("anything else\n  while"), "anything else");
+    }
+}
