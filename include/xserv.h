@@ -359,6 +359,11 @@ typedef enum xserv_finish_reason {
    * The request's time limit (xserv_request.time_limit_ms) was reached.
    */
   XSERV_FINISH_DEADLINE = 6,
+  /**
+   * The text is all that the request's constraint (xserv_request.constraint_kind) asks for, and nothing
+   * can follow.
+   */
+  XSERV_FINISH_COMPLETE = 7,
 } xserv_finish_reason;
 
 /**
@@ -1486,6 +1491,45 @@ typedef struct xserv_tool_call {
 /* Requests and the tokens that cancel them. */
 
 /**
+ * The forms that the text of an answer can be made to take (xserv_request.constraint_kind).
+ */
+typedef enum xserv_constraint_kind {
+  /**
+   * Any text.
+   */
+  XSERV_CONSTRAINT_NONE = 0,
+  /**
+   * A JSON value that the JSON schema in xserv_request.constraint allows (drafts 4 to 2020-12), its
+   * properties in the order of the schema. References lead to places within the schema only. Keywords:
+   * type, enum, const, anyOf, oneOf (of alternatives that exclude each other), allOf, $ref, properties,
+   * patternProperties, additionalProperties, required, minProperties, maxProperties, items, prefixItems,
+   * additionalItems, minItems, maxItems, minLength, maxLength, pattern, format, minimum, maximum,
+   * exclusiveMinimum, exclusiveMaximum, multipleOf. Annotations count for nothing; any other keyword is
+   * refused.
+   */
+  XSERV_CONSTRAINT_JSON_SCHEMA = 1,
+  /**
+   * Any JSON object.
+   */
+  XSERV_CONSTRAINT_JSON_OBJECT = 2,
+  /**
+   * A text that the regular expression in xserv_request.constraint matches as a whole; in the syntax of
+   * Rust's regex crate, without anchors and word boundaries.
+   */
+  XSERV_CONSTRAINT_REGEX = 3,
+  /**
+   * A text of the context-free grammar in xserv_request.constraint, in the EBNF of Lark with the
+   * extensions of llguidance: it begins with the rule start; rules have lower-case names, terminals
+   * upper-case ones; %json { ... } stands for a value of a JSON schema.
+   */
+  XSERV_CONSTRAINT_GRAMMAR = 4,
+  /**
+   * One of the texts in xserv_request.choices.
+   */
+  XSERV_CONSTRAINT_CHOICE = 5,
+} xserv_constraint_kind;
+
+/**
  * A number that is added to the logit of a token, for xserv_request.logit_bias.
  */
 typedef struct xserv_logit_bias {
@@ -1798,6 +1842,39 @@ typedef struct xserv_request {
    * XSERV_ANSWER_NONE. What else the request gives does not change. Needs a tokenizer.
    */
   uint32_t answer_format;
+  /**
+   * An xserv_constraint_kind: the form that the text of the answer takes. Default
+   * XSERV_CONSTRAINT_NONE. A token that ends the answer (min_tokens) comes only where the text is
+   * complete; where nothing else can follow, the answer ends as XSERV_FINISH_COMPLETE. It may also end
+   * incomplete, for another reason: at max_tokens, say, or before a stop string. Special tokens are no
+   * text. first_tokens must fit. What cannot be followed to the letter is refused, in two seconds at
+   * most; of a JSON schema the message names the path. A constraint that becomes too complex on the way
+   * ends the answer with XSERV_STATUS_UNSUPPORTED, and one that leaves no token because others are
+   * banned (logit_bias, min_tokens, no_repeat_ngram_size) with XSERV_STATUS_INVALID_ARGUMENT. On a GPU
+   * as typical_p.
+   */
+  uint32_t constraint_kind;
+  /**
+   * Unused, 0.
+   */
+  uint32_t reserved2;
+  /**
+   * The JSON schema, regular expression or grammar, UTF-8, at most 2 MiB; or NULL, for kinds that have
+   * none.
+   */
+  const char *constraint;
+  /**
+   * Bytes of constraint; default XSERV_NUL_TERMINATED.
+   */
+  size_t constraint_len;
+  /**
+   * For XSERV_CONSTRAINT_CHOICE: NUL-terminated UTF-8 texts, not empty, together at most 2 MiB; or NULL.
+   */
+  const char *const *choices;
+  /**
+   * Number of choices, at most 4096.
+   */
+  size_t num_choices;
 } xserv_request;
 
 /**
