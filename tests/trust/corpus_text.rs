@@ -320,7 +320,7 @@ fn sampling(bench: &mut Bench) {
     let refused: Vec<(&str, &str, fn(&mut xserv_request))> = vec![
         ("four billion samples", "num_samples", |r| r.num_samples = u32::MAX),
         ("a million samples", "num_samples", |r| r.num_samples = 1_000_000),
-        ("a reserved byte", "reserved", |r| r.reserved[1] = 1),
+        ("a reserved byte", "reserved", |r| r.reserved[0] = 1),
         ("add_generation_prompt of 2", "add_generation_prompt", |r| {
             (r.prompt, r.messages_json) = (std::ptr::null(), c"[]".as_ptr());
             r.add_generation_prompt = 2;

@@ -44,7 +44,8 @@ impl ToolTypes {
             let properties = schema.get("properties").and_then(Value::as_object);
             let kinds = properties.into_iter().flatten().map(|(key, property)| {
                 let mut kinds = Kinds::default();
-                kinds.add(property, schema, &mut MAX_ALTERNATIVES.clone());
+                let mut left = MAX_ALTERNATIVES;
+                kinds.add(property, schema, &mut left);
                 (key.clone(), kinds)
             });
             found.tools.insert(name.to_owned(), kinds.collect());
