@@ -8,6 +8,9 @@ use crate::error::{check_room_for_json, Error, Result};
 /// The key under which a schema could tell the crate to leave out what it does not implement.
 const SWITCHES: &str = "x-guidance";
 
+/// Says which entry of a schema is looked for, by its key and its value.
+type IsWanted<'a> = dyn Fn(&str, &Value) -> bool + 'a;
+
 /// Parses a schema, and refuses one that would change how it is read.
 pub(super) fn parse(text: &str) -> Result<Value> {
     check_room_for_json(text.as_bytes(), "a JSON schema")?;
@@ -60,9 +63,7 @@ pub(super) fn located(schema: &Value, message: &str) -> String {
         parts.next().map(str::to_owned)
     };
     let after = |mark: &str| message.split_once(mark).map(|(_, rest)| rest);
-    let is_wanted: Box<dyn Fn(&str, &Value) -> bool> = if let Some(rest) =
-        after("Unimplemented keys: ")
-    {
+    let is_wanted: Box<IsWanted<'_>> = if let Some(rest) = after("Unimplemented keys: ") {
         let Some(name) = quoted(rest) else { return message.to_owned() };
         let Some(path) = find(schema, &|key, _| key == name) else {
             return format!("the keyword {name} is not supported");
@@ -127,7 +128,7 @@ const SCHEMAS: [&str; 12] = [
 
 /// The path of the first keyword for which `is_wanted` says so: places that are in use come before
 /// definitions.
-fn find(schema: &Value, is_wanted: &dyn Fn(&str, &Value) -> bool) -> Option<String> {
+fn find(schema: &Value, is_wanted: &IsWanted<'_>) -> Option<String> {
     let mut path = String::from("#");
     let mut found = None;
     each_keyword(schema, &mut path, &mut |path, key, value| {
