@@ -77,7 +77,7 @@ impl Worker {
         let Some(active) = self.works.remove(entry.key) else { return };
         match active.work {
             Work::Prompt(work) => {
-                work.then.into_iter().for_each(|submission| self.take_in(submission));
+                work.then.into_iter().for_each(|submission| self.start(submission));
             }
             // The caller knows that this was the last piece.
             work => self.tell_end(&work, Ok(FinishReason::MaxTokens)),

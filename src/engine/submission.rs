@@ -76,3 +76,17 @@ pub(super) enum Submission {
     /// Logits of a sequence, as its host has changed them.
     Answer { key: SequenceKey, logits: Vec<f32> },
 }
+
+impl Submission {
+    /// The number of samples that it ends, for statistics.
+    pub fn num_samples(&self) -> u64 {
+        match self {
+            Submission::Run { work: Work::Prompt(work), .. } => {
+                work.then.iter().map(Submission::num_samples).sum()
+            }
+            Submission::Run { .. } => 1,
+            Submission::End { num_samples, .. } => (*num_samples).into(),
+            Submission::Answer { .. } => 0,
+        }
+    }
+}

@@ -175,11 +175,16 @@ impl Worker {
         true
     }
 
-    /// Begins what was submitted.
-    pub(super) fn take_in(&mut self, submission: Submission) {
+    /// Counts what was submitted, and begins it.
+    fn take_in(&mut self, submission: Submission) {
+        self.recorder.stats.submitted += submission.num_samples();
+        self.start(submission);
+    }
+
+    /// Begins what was submitted and counted.
+    pub(super) fn start(&mut self, submission: Submission) {
         match submission {
             Submission::Run { sequence, work } => {
-                self.count_submitted(&work);
                 let added = self.works.reserve().and_then(|()| self.scheduler.add(sequence));
                 match added {
                     Ok(key) => self.works.insert(key, work),
@@ -193,13 +198,10 @@ impl Worker {
         }
     }
 
-    /// Ends what was submitted and not begun.
+    /// Ends what was submitted, counted and not begun.
     fn refuse(&mut self, submission: &Submission, outcome: Result<FinishReason>) {
         match submission {
-            Submission::Run { work, .. } => {
-                self.count_submitted(work);
-                self.tell_end(work, outcome);
-            }
+            Submission::Run { work, .. } => self.tell_end(work, outcome),
             Submission::End { inbox, num_samples, .. } => {
                 self.end_at_once(inbox, *num_samples, outcome);
             }
@@ -208,14 +210,8 @@ impl Worker {
         }
     }
 
-    /// Counts a sequence that was submitted; those that come after a prompt count when they do.
-    fn count_submitted(&mut self, work: &Work) {
-        self.recorder.stats.submitted += u64::from(!matches!(work, Work::Prompt(_)));
-    }
-
     /// Tells the ends of a request that was over when it came.
     fn end_at_once(&mut self, inbox: &Inbox, num_samples: u32, outcome: Result<FinishReason>) {
-        self.recorder.stats.submitted += u64::from(num_samples);
         for sample in 0..num_samples {
             self.tell_end_of_sample(inbox, sample, outcome.clone());
         }
@@ -268,6 +264,7 @@ impl Worker {
         }
         let submissions = std::mem::take(&mut lock(&self.shared.intake).submissions);
         for submission in submissions {
+            self.recorder.stats.submitted += submission.num_samples();
             self.refuse(&submission, outcome());
         }
     }

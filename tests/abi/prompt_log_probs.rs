@@ -8,7 +8,7 @@ use xserv::ffi::xserv_event_kind::*;
 use xserv::ffi::xserv_finish_reason::*;
 use xserv::ffi::*;
 
-use crate::batching::{idle, tokens, Submission};
+use crate::batching::{idle, stats, tokens, Submission};
 use crate::choosing::log_softmax;
 use crate::client::*;
 use crate::cuda::whole_cuda;
@@ -224,6 +224,14 @@ fn a_stopped_prompt_ends_its_request() {
         let known = log_probs.iter().skip(1).take_while(|it| !it.is_nan()).count();
         assert!(log_probs.iter().skip(1 + known).all(|it| it.is_nan()));
     }
+    // Its samples count from the beginning, while only the prompt is there.
+    let before = idle(&model).total_submitted;
+    let submission = Submission::new(&model, &request_of(&ids), ptr::null()).unwrap();
+    while stats(&model).total_submitted == before {
+        std::thread::yield_now();
+    }
+    assert_eq!(stats(&model).total_submitted, before + 2);
+    submission.finish(2);
     // One that is dropped at once, many times.
     for _ in 0..30 {
         drop(Submission::new(&model, &request_of(&ids), ptr::null()).unwrap());
