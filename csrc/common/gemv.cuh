@@ -15,6 +15,21 @@ __device__ __forceinline__ uint4 load_weight(const char* source, uint64_t policy
                : "l"(source), "l"(policy));
   return v;
 }
+// The same if row < num_rows and chunk < num_chunks; else zero. This does not use the read-only path:
+// ptxas (13.0) may move such reads behind a wait, to their first use, as it cannot know that they belong
+// before it for speed.
+__device__ __forceinline__ uint4 load_weight_within(int row, int num_rows, int chunk, int num_chunks,
+                                                    const char* source, uint64_t policy) {
+  uint4 v;
+  asm volatile(
+      "{.reg .pred p, q; setp.lt.s32 q, %6, %7; setp.lt.and.s32 p, %8, %9, q;"
+      "@!p mov.b32 %0, 0; @!p mov.b32 %1, 0; @!p mov.b32 %2, 0; @!p mov.b32 %3, 0;"
+      "@p ld.global.L1::no_allocate.L2::cache_hint.v4.u32 {%0,%1,%2,%3}, [%4], %5;}"
+      : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+      : "l"(source), "l"(policy), "r"(row), "r"(num_rows), "r"(chunk), "r"(num_chunks)
+      : "memory");
+  return v;
+}
 // Reads what an earlier kernel of the chain wrote: not through the read-only path, whose data may be
 // older than the wait.
 __device__ __forceinline__ uint4 load_activations(const void* source) {

@@ -391,7 +391,8 @@ constexpr int linear_skinny_192x128 = 204880;
   XSERV_FIELD(SkinnyParams, num_tokens, 280, 4); \
   XSERV_FIELD(SkinnyParams, n, 284, 4); \
   XSERV_FIELD(SkinnyParams, k, 288, 4); \
-  XSERV_FIELD(SkinnyParams, padding, 292, 20); \
+  XSERV_FIELD(SkinnyParams, tile_rows, 292, 4); \
+  XSERV_FIELD(SkinnyParams, padding, 296, 16); \
   static_assert(sizeof(SkinnyParams) == 320, "SkinnyParams has another size in Rust")
 
 #define XSERV_LAYOUT_QkNormRopeAppendArgs \

@@ -21,13 +21,18 @@
 // The order of a sum depends on in_features and kSteps alone, not on the number of tokens, kRows, the
 // grid or the block that took the tile.
 //
+// The bounded kernels, for one token, take any in_features up to threads * 8 * kSteps and give each block
+// its share of the rows, of which the last tile has what is left: so the multiprocessors have equal work
+// whatever out_features is. What is beyond a row counts as zero, and what is beyond the last row is not
+// read.
+//
 // Needs: x, W, norm_weight 16-byte aligned; ldx, ldw multiples of 8; in_features = threads * 8 *
-// kSteps, where the number of threads is a multiple of 32, at most 640 and at least the outputs of a
-// tile; out_features >= the rows (of out) of a tile; 1 <= grid <= tiles. The blocks need not be
-// resident together: none waits for another. Dynamic shared memory in rows of in_features * 2 bytes:
-// one with a norm, and kTokens more where kTokens * kSteps >= 8. The shared-memory carveout must leave
-// room for the L1, because loads under way live there (100 % of shared memory costs 4 % of a step of
-// Qwen3-8B).
+// kSteps (bounded: a multiple of 8, at most that), where the number of threads is a multiple of 32, at
+// most 640 and at least the outputs of a tile; out_features >= the rows (of out) of a tile; 1 <= grid <=
+// tiles (bounded: out_features). The blocks need not be resident together: none waits for another. Dynamic
+// shared memory in rows of threads * kSteps * 16 bytes: one with a norm, and kTokens more where kTokens *
+// kSteps >= 8. The shared-memory carveout must leave room for the L1, because loads under way live there
+// (100 % of shared memory costs 4 % of a step of Qwen3-8B).
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
 #include "common/gemv.cuh"
 #include "common/layouts.cuh"
@@ -77,7 +82,7 @@ __device__ __forceinline__ float reduce_many(float* values, int lane) {
   }
 }
 
-template <typename T, Gemv kMode, int kTokens, int kRows, int kSteps>
+template <typename T, Gemv kMode, int kTokens, int kRows, int kSteps, bool kIsBounded>
 __device__ __forceinline__ void gemv(const LinearGemvParams& p) {
   constexpr bool kIsGated = kMode == Gemv::kNormSwiglu;
   constexpr bool kHasNorm = kIsGated || kMode == Gemv::kNorm;
@@ -90,43 +95,71 @@ __device__ __forceinline__ void gemv(const LinearGemvParams& p) {
   dependency_launch();
 
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, num_threads = blockDim.x;
-  const int num_tiles = (p.out_features + kOuts - 1) / kOuts;
+  // The outputs of this block: tiles from `place` on, `stride` apart, up to `end`.
+  const auto share = [&](int block) {
+    return static_cast<int>(static_cast<int64_t>(p.out_features) * block / gridDim.x);
+  };
+  const int end = kIsBounded ? share(blockIdx.x + 1) : p.out_features;
+  const int stride = kIsBounded ? kOuts : static_cast<int>(gridDim.x) * kOuts;
+  int place = kIsBounded ? share(blockIdx.x) : static_cast<int>(blockIdx.x) * kOuts;
   // The offset of this thread's first chunk in a row; the next chunks are 512 bytes apart.
   const int offset = (warp * kSteps * 32 + lane) * 16;
+  // How many chunks of a row there are from this thread's first one on, and whether the warp has its
+  // whole share of a row.
+  const int rest = p.in_features / 8 - (warp * kSteps * 32 + lane);
+  const bool is_inside = (warp + 1) * kSteps * 256 <= p.in_features;
   const uint64_t policy = weight_policy();
   const int64_t row_bytes = p.ldw * 2;
-  // The last tile begins earlier where out_features is not a multiple of kOuts: it computes some rows
-  // again, but writes only its own.
-  const auto first_row = [&](int tile) { return min(tile * kOuts, p.out_features - kOuts); };
+  // Where sizes are not bounded, the last tile begins earlier if out_features is not a multiple of kOuts:
+  // it computes some rows again, but writes only its own.
+  const auto first_row = [&](int place) { return kIsBounded ? place : min(place, p.out_features - kOuts); };
 
   uint4 weights[kRows][kSteps];
-  const auto load_tile = [&](int tile) {
-    const char* source = static_cast<const char*>(p.weight) + first_row(tile) * row_bytes + offset;
+  const auto load_tile = [&](int place) {
+    const char* source = static_cast<const char*>(p.weight) + first_row(place) * row_bytes + offset;
+    // Both ways together take too many registers with a gate and few steps.
+    constexpr bool kHasFastWay = !kIsGated || kSteps >= 4;
+    if (!kIsBounded || (kHasFastWay && is_inside && end - place >= kOuts)) {
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      if (kIsGated && r == kOuts) source += (p.out_features - kOuts) * row_bytes;
+      for (int r = 0; r < kRows; ++r) {
+        if (kIsGated && r == kOuts) source += (p.out_features - kOuts) * row_bytes;
 #pragma unroll
-      for (int c = 0; c < kSteps; ++c) weights[r][c] = load_weight(source + c * 512, policy);
-      source += row_bytes;
+        for (int c = 0; c < kSteps; ++c) weights[r][c] = load_weight(source + c * 512, policy);
+        source += row_bytes;
+      }
+    } else {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        if (kIsGated && r == kOuts) source += (p.out_features - kOuts) * row_bytes;
+#pragma unroll
+        for (int c = 0; c < kSteps; ++c) {
+          weights[r][c] = load_weight_within(r % kOuts, end - place, c * 32, rest, source + c * 512, policy);
+        }
+        source += row_bytes;
+      }
     }
   };
-  load_tile(blockIdx.x);
+  load_tile(place);
   uint4* factors = shared_h + (kInRegisters ? 0 : kTokens * kSteps * num_threads) + threadIdx.x;
   if (kHasNorm) {
     // The copy goes through shared memory, so that it takes no registers while the loads are under way.
     // A thread reads only what it copied itself.
 #pragma unroll
     for (int c = 0; c < kSteps; ++c) {
-      cp_async_16(shared_address(factors + c * num_threads),
-                  static_cast<const char*>(p.norm_weight) + offset + c * 512);
+      if (!kIsBounded || c * 32 < rest) {
+        cp_async_16(shared_address(factors + c * num_threads),
+                    static_cast<const char*>(p.norm_weight) + offset + c * 512);
+      } else {
+        factors[c * num_threads] = make_uint4(0, 0, 0, 0);
+      }
     }
     cp_async_commit();
   }
 #if __CUDA_ARCH__ >= 900
-  const int block = blockIdx.x, thread = threadIdx.x;
-  if (block < p.prefetch_blocks && thread < min(kRows, p.prefetch_rows)) {
-    int64_t row = (block + static_cast<int>(gridDim.x)) * kOuts + thread % kOuts;
-    if (row < p.out_features) {
+  const int thread = threadIdx.x;
+  if (static_cast<int>(blockIdx.x) < p.prefetch_blocks && thread < min(kRows, p.prefetch_rows)) {
+    int64_t row = place + stride + thread % kOuts;
+    if (row < end) {
       if (thread >= kOuts) row += p.out_features;
       const char* source = static_cast<const char*>(p.weight) + row * row_bytes;
       asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(p.in_features * 2) : "memory");
@@ -146,7 +179,13 @@ __device__ __forceinline__ void gemv(const LinearGemvParams& p) {
     const char* x = static_cast<const char*>(p.x) + min(token, p.num_tokens - 1) * p.ldx * 2;
     uint4 values[kSteps];
 #pragma unroll
-    for (int c = 0; c < kSteps; ++c) values[c] = load_activations(x + offset + c * 512);
+    for (int c = 0; c < kSteps; ++c) {
+      if (!kIsBounded || c * 32 < rest) {
+        values[c] = load_activations(x + offset + c * 512);
+      } else {
+        values[c] = make_uint4(0, 0, 0, 0);
+      }
+    }
 #pragma unroll
     for (int c = 0; c < kSteps; ++c) h(token, c) = values[c];
   }
@@ -185,10 +224,10 @@ __device__ __forceinline__ void gemv(const LinearGemvParams& p) {
   // Each of kOuts * kTokens threads writes one output.
   const int out_row = threadIdx.x % kOuts, out_token = threadIdx.x / kOuts;
   const bool is_writer = out_token < min(kTokens, p.num_tokens);
-  int parity = 0, tile = blockIdx.x, next = tile + gridDim.x;
-  while (tile < num_tiles) {
-    const int row = first_row(tile) + out_row;
-    const bool writes = is_writer && row >= tile * kOuts;
+  int parity = 0;
+  for (; place < end; place += stride) {
+    const int row = first_row(place) + out_row;
+    const bool writes = is_writer && (kIsBounded ? row < end : row >= place);
     T* out = static_cast<T*>(p.out) + (writes ? out_token * p.ldo + row : 0);
     uint16_t residual = 0;
     if (kMode == Gemv::kResidual && writes) {
@@ -223,7 +262,7 @@ __device__ __forceinline__ void gemv(const LinearGemvParams& p) {
         }
       }
     }
-    if (next < num_tiles) load_tile(next);
+    if (place + stride < end) load_tile(place + stride);
 
     const float sum = reduce_many<kSums>(sums, lane);
     if (lane % (32 / kSums) == 0) partials[parity][warp][lane / (32 / kSums)] = sum;
@@ -241,8 +280,6 @@ __device__ __forceinline__ void gemv(const LinearGemvParams& p) {
       if (kIsGated) value = to_float(from_float<T>(value / (1.0f + __expf(-value)))) * total_of(kOuts + out_row);
       *out = from_float<T>(value);
     }
-    tile = next;
-    next += static_cast<int>(gridDim.x);
     parity ^= 1;
   }
 }
@@ -260,26 +297,49 @@ constexpr int gemv_registers(int tokens, int rows, int steps) {
 
 // xserv_linear_gemv_<mode>_<most tokens>_<steps of in_features>_<dtype>. The rows of a tile and the
 // steps are the fastest for the layers of Qwen3-0.6B and 8B on an H200.
-#define XSERV_DECODE_GEMV(NAME, MODE, TOKENS, ROWS, STEPS, SUFFIX, T)                       \
-  extern "C" __global__ void __maxnreg__(xserv::gemv_registers(TOKENS, ROWS, STEPS))        \
-      xserv_linear_gemv_##NAME##_##TOKENS##_##STEPS##_##SUFFIX(                             \
-          const __grid_constant__ xserv::LinearGemvParams params) {                         \
-    xserv::gemv<T, xserv::Gemv::MODE, TOKENS, ROWS, STEPS>(params);            \
+#define XSERV_DECODE_GEMV_KERNEL(NAME, REGISTERS, SUFFIX, ...)                           \
+  extern "C" __global__ void __maxnreg__(REGISTERS) xserv_linear_gemv_##NAME##_##SUFFIX( \
+      const __grid_constant__ xserv::LinearGemvParams params) {                          \
+    xserv::gemv<__VA_ARGS__>(params);                                                    \
   }
-#define XSERV_DECODE_GEMV_ALL(SUFFIX, T)                         \
-  XSERV_DECODE_GEMV(norm, kNorm, 1, 16, 1, SUFFIX, T)            \
-  XSERV_DECODE_GEMV(swiglu, kNormSwiglu, 1, 16, 1, SUFFIX, T)    \
-  XSERV_DECODE_GEMV(residual, kResidual, 1, 16, 1, SUFFIX, T)    \
-  XSERV_DECODE_GEMV(residual, kResidual, 1, 4, 3, SUFFIX, T)     \
-  XSERV_DECODE_GEMV(residual, kResidual, 1, 4, 4, SUFFIX, T)     \
-  XSERV_DECODE_GEMV(norm, kNorm, 1, 8, 2, SUFFIX, T)             \
-  XSERV_DECODE_GEMV(swiglu, kNormSwiglu, 1, 8, 2, SUFFIX, T)     \
-  XSERV_DECODE_GEMV(residual, kResidual, 1, 8, 2, SUFFIX, T)     \
-  XSERV_DECODE_GEMV(norm, kNorm, 2, 8, 1, SUFFIX, T)             \
-  XSERV_DECODE_GEMV(swiglu, kNormSwiglu, 2, 8, 1, SUFFIX, T)     \
-  XSERV_DECODE_GEMV(residual, kResidual, 2, 8, 1, SUFFIX, T)     \
-  XSERV_DECODE_GEMV(residual, kResidual, 2, 4, 3, SUFFIX, T)     \
+#define XSERV_DECODE_GEMV(NAME, MODE, TOKENS, ROWS, STEPS, SUFFIX, T)                                        \
+  XSERV_DECODE_GEMV_KERNEL(NAME##_##TOKENS##_##STEPS, xserv::gemv_registers(TOKENS, ROWS, STEPS), SUFFIX, T, \
+                           xserv::Gemv::MODE, TOKENS, ROWS, STEPS, false)
+#define XSERV_DECODE_GEMV_ALL(SUFFIX, T)                      \
+  XSERV_DECODE_GEMV(norm, kNorm, 1, 16, 1, SUFFIX, T)         \
+  XSERV_DECODE_GEMV(swiglu, kNormSwiglu, 1, 16, 1, SUFFIX, T) \
+  XSERV_DECODE_GEMV(residual, kResidual, 1, 16, 1, SUFFIX, T) \
+  XSERV_DECODE_GEMV(residual, kResidual, 1, 4, 3, SUFFIX, T)  \
+  XSERV_DECODE_GEMV(residual, kResidual, 1, 4, 4, SUFFIX, T)  \
+  XSERV_DECODE_GEMV(norm, kNorm, 1, 8, 2, SUFFIX, T)          \
+  XSERV_DECODE_GEMV(swiglu, kNormSwiglu, 1, 8, 2, SUFFIX, T)  \
+  XSERV_DECODE_GEMV(residual, kResidual, 1, 8, 2, SUFFIX, T)  \
+  XSERV_DECODE_GEMV(norm, kNorm, 2, 8, 1, SUFFIX, T)          \
+  XSERV_DECODE_GEMV(swiglu, kNormSwiglu, 2, 8, 1, SUFFIX, T)  \
+  XSERV_DECODE_GEMV(residual, kResidual, 2, 8, 1, SUFFIX, T)  \
+  XSERV_DECODE_GEMV(residual, kResidual, 2, 4, 3, SUFFIX, T)  \
   XSERV_DECODE_GEMV(residual, kResidual, 2, 4, 4, SUFFIX, T)
 XSERV_DECODE_GEMV_ALL(f16, __half)
 XSERV_DECODE_GEMV_ALL(bf16, __nv_bfloat16)
+
+// xserv_linear_gemv_bounded_<mode>_<steps of in_features>_<dtype>: one token, any in_features. A tile
+// has 16 chunks of a thread whatever the steps.
+#define XSERV_DECODE_GEMV_BOUNDED(NAME, MODE, STEPS, SUFFIX, T)                                        \
+  XSERV_DECODE_GEMV_KERNEL(bounded_##NAME##_##STEPS, 128, SUFFIX, T, xserv::Gemv::MODE, 1, 16 / STEPS, \
+                           STEPS, true)
+#define XSERV_DECODE_GEMV_BOUNDED_ALL(SUFFIX, T)               \
+  XSERV_DECODE_GEMV_BOUNDED(norm, kNorm, 1, SUFFIX, T)         \
+  XSERV_DECODE_GEMV_BOUNDED(norm, kNorm, 2, SUFFIX, T)         \
+  XSERV_DECODE_GEMV_BOUNDED(norm, kNorm, 4, SUFFIX, T)         \
+  XSERV_DECODE_GEMV_BOUNDED(norm, kNorm, 8, SUFFIX, T)         \
+  XSERV_DECODE_GEMV_BOUNDED(swiglu, kNormSwiglu, 2, SUFFIX, T) \
+  XSERV_DECODE_GEMV_BOUNDED(swiglu, kNormSwiglu, 4, SUFFIX, T) \
+  XSERV_DECODE_GEMV_BOUNDED(swiglu, kNormSwiglu, 8, SUFFIX, T) \
+  XSERV_DECODE_GEMV_BOUNDED(residual, kResidual, 1, SUFFIX, T) \
+  XSERV_DECODE_GEMV_BOUNDED(residual, kResidual, 2, SUFFIX, T) \
+  XSERV_DECODE_GEMV_BOUNDED(residual, kResidual, 4, SUFFIX, T) \
+  XSERV_DECODE_GEMV_BOUNDED(residual, kResidual, 8, SUFFIX, T) \
+  XSERV_DECODE_GEMV_BOUNDED(residual, kResidual, 16, SUFFIX, T)
+XSERV_DECODE_GEMV_BOUNDED_ALL(f16, __half)
+XSERV_DECODE_GEMV_BOUNDED_ALL(bf16, __nv_bfloat16)
 #endif

@@ -21,6 +21,11 @@
 // and with the same number of splits a token's result depends neither on the other tokens nor on the
 // variant.
 //
+// A tile may have fewer rows than the variant (tile_rows), so that tiles can be made that divide the rows
+// of any weight evenly among the multiprocessors: the rest of the fragments is computed from what the ring
+// holds, and not stored. Tiles are fetched in boxes as large as they are: boxes of 8 rows are too many for
+// the copy engine (o and down of Qwen3-4B at 45 % of the memory's rate; H200).
+//
 // Without a split the grid may have fewer blocks than there are tiles of rows: a block then takes
 // several tiles in turn, and the ring runs on across the epilogue. blockIdx.y selects the group of
 // kTokens tokens.
@@ -46,7 +51,8 @@ struct SkinnyParams {
   int num_tokens;
   int n;       // columns of out; swiglu: intermediate_size
   int k;
-  int padding[5];
+  int tile_rows;  // of weight in a tile, and in a box of its map: at most kRows, a multiple of 8 (swiglu: of 16)
+  int padding[4];
 };
 XSERV_LAYOUT_SkinnyParams;
 
@@ -76,12 +82,16 @@ struct Fragment {
   const T* bias;    // that of row lane / 4, or null
   int num_biases;   // how many of the rows lane / 4 and lane / 4 + 8 exist
 
-  __device__ __forceinline__ Fragment(const SkinnyParams& p, int row, int token) {
+  // Of the tile that begins at row tile_row, row `row`.
+  __device__ __forceinline__ Fragment(const SkinnyParams& p, int tile_row, int row, int token) {
     const int lane = threadIdx.x & 31;
-    const int column = (kEpilogue == Epilogue::kSwiglu ? row / 2 : row) + (lane & 3) * 2;
+    constexpr int kRowsOfColumn = kEpilogue == Epilogue::kSwiglu ? 2 : 1;
+    const int end = min(p.n, (tile_row + p.tile_rows) / kRowsOfColumn);
+    row += tile_row;
+    const int column = row / kRowsOfColumn + (lane & 3) * 2;
     token += lane >> 2;
     out = static_cast<T*>(p.out) + token * p.ldo + column;
-    num_columns = token < p.num_tokens ? (column < p.n) + (column + 8 < p.n) : 0;
+    num_columns = token < p.num_tokens ? (column < end) + (column + 8 < end) : 0;
     row += lane >> 2;
     bias = kEpilogue == Epilogue::kPlain && p.bias != nullptr ? static_cast<const T*>(p.bias) + row : nullptr;
     num_biases = (row < p.n) + (row + 8 < p.n);
@@ -151,7 +161,7 @@ __device__ __forceinline__ void skinny(const SkinnyParams& p) {
   const int split = cluster_rank(), num_splits = cluster_size();
   const int first_tile = blockIdx.x / num_splits, tile_step = gridDim.x / num_splits;
   const int num_rows = kEpilogue == Epilogue::kSwiglu ? 2 * p.n : p.n;
-  const int num_tiles = (num_rows + kRows - 1) / kRows;
+  const int num_tiles = (num_rows + p.tile_rows - 1) / p.tile_rows;
   // The parts of k are whole units whatever the variant.
   constexpr int kUnit = kUnitK / (kBox * kBoxes);
   const int num_units = (p.k + kUnitK - 1) / kUnitK;
@@ -172,19 +182,16 @@ __device__ __forceinline__ void skinny(const SkinnyParams& p) {
   } next_tokens = {0, 0, 0};
   const auto load_weights = [&]() {
     const uint32_t barrier = full + next_weights.slot * 8, target = weight_ring + next_weights.slot * kWeightBytes;
-    mbarrier_arrive_expect(barrier, kWeightBytes);
+    mbarrier_arrive_expect(barrier, p.tile_rows * (kBox * 2 * kBoxes));
+    const int row = next_weights.tile * p.tile_rows;
 #pragma unroll
-    for (int rows = 0; rows < kRows; rows += 64) {
-#pragma unroll
-      for (int box = 0; box < kBoxes; ++box) {
-        const uint32_t place = target + box * kWeightBoxBytes + rows * 128;
-        const int column = ((chunk_begin + next_weights.chunk) * kBoxes + box) * kBox;
-        const int row = next_weights.tile * kRows + rows;
-        if constexpr (kEpilogue == Epilogue::kSwiglu) {
-          tma_load_4d(place, &p.weight, barrier, column, 0, 0, row / 16, stream);
-        } else {
-          tma_load_2d(place, &p.weight, barrier, column, row, stream);
-        }
+    for (int box = 0; box < kBoxes; ++box) {
+      const uint32_t place = target + box * kWeightBoxBytes;
+      const int column = ((chunk_begin + next_weights.chunk) * kBoxes + box) * kBox;
+      if constexpr (kEpilogue == Epilogue::kSwiglu) {
+        tma_load_4d(place, &p.weight, barrier, column, 0, 0, row / 16, stream);
+      } else {
+        tma_load_2d(place, &p.weight, barrier, column, row, stream);
       }
     }
     if (++next_weights.slot == kWeightStages) next_weights.slot = 0;
@@ -276,7 +283,7 @@ __device__ __forceinline__ void skinny(const SkinnyParams& p) {
     for (int i = 0; i < kTokens / 2; ++i) asm volatile("" : "+f"(sum[i])::"memory");  // not before the wait
     if (lane == 0) mbarrier_arrive(empty + previous * 8);
 
-    const int tile_row = tile * kRows;
+    const int tile_row = tile * p.tile_rows;
     if (num_splits == 1) {
       constexpr int kBatch = 4 < kFragments ? 4 : kFragments;
 #pragma unroll
@@ -284,12 +291,12 @@ __device__ __forceinline__ void skinny(const SkinnyParams& p) {
         uint2 old[kBatch];
 #pragma unroll
         for (int j = 0; j < kBatch; ++j) {
-          old[j] = Fragment<T, kEpilogue>(p, tile_row + warp * 16, first_token + (j0 + j) * 8).load();
+          old[j] = Fragment<T, kEpilogue>(p, tile_row, warp * 16, first_token + (j0 + j) * 8).load();
         }
 #pragma unroll
         for (int j = 0; j < kBatch; ++j) {
           const float* v = sum + (j0 + j) * 4;
-          Fragment<T, kEpilogue>(p, tile_row + warp * 16, first_token + (j0 + j) * 8)
+          Fragment<T, kEpilogue>(p, tile_row, warp * 16, first_token + (j0 + j) * 8)
               .store(make_float4(v[0], v[1], v[2], v[3]), old[j]);
         }
       }
@@ -301,7 +308,7 @@ __device__ __forceinline__ void skinny(const SkinnyParams& p) {
     constexpr int kMaxMine = (kFragments + 1) / 2;
     const auto mine = [&](int i) { return (i * num_splits + split) * kWarps + warp; };
     const auto fragment = [&](int index) {
-      return Fragment<T, kEpilogue>(p, tile_row + index / kFragments * 16,
+      return Fragment<T, kEpilogue>(p, tile_row, index / kFragments * 16,
                                     first_token + index % kFragments * 8);
     };
     asm volatile("bar.sync 1, %0;" ::"n"(kWarps * 32) : "memory");

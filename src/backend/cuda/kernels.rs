@@ -270,6 +270,18 @@ kernels! {
         LAYER_NORM_WALK "xserv_layer_norm_walk" f32 f16 bf16;
     }
     "linear/gemv" {
+        LINEAR_GEMV_BOUNDED_NORM_1 "xserv_linear_gemv_bounded_norm_1" f16 bf16;
+        LINEAR_GEMV_BOUNDED_NORM_2 "xserv_linear_gemv_bounded_norm_2" f16 bf16;
+        LINEAR_GEMV_BOUNDED_NORM_4 "xserv_linear_gemv_bounded_norm_4" f16 bf16;
+        LINEAR_GEMV_BOUNDED_NORM_8 "xserv_linear_gemv_bounded_norm_8" f16 bf16;
+        LINEAR_GEMV_BOUNDED_RESIDUAL_1 "xserv_linear_gemv_bounded_residual_1" f16 bf16;
+        LINEAR_GEMV_BOUNDED_RESIDUAL_16 "xserv_linear_gemv_bounded_residual_16" f16 bf16;
+        LINEAR_GEMV_BOUNDED_RESIDUAL_2 "xserv_linear_gemv_bounded_residual_2" f16 bf16;
+        LINEAR_GEMV_BOUNDED_RESIDUAL_4 "xserv_linear_gemv_bounded_residual_4" f16 bf16;
+        LINEAR_GEMV_BOUNDED_RESIDUAL_8 "xserv_linear_gemv_bounded_residual_8" f16 bf16;
+        LINEAR_GEMV_BOUNDED_SWIGLU_2 "xserv_linear_gemv_bounded_swiglu_2" f16 bf16;
+        LINEAR_GEMV_BOUNDED_SWIGLU_4 "xserv_linear_gemv_bounded_swiglu_4" f16 bf16;
+        LINEAR_GEMV_BOUNDED_SWIGLU_8 "xserv_linear_gemv_bounded_swiglu_8" f16 bf16;
         LINEAR_GEMV_NORM_1_1 "xserv_linear_gemv_norm_1_1" f16 bf16;
         LINEAR_GEMV_NORM_1_2 "xserv_linear_gemv_norm_1_2" f16 bf16;
         LINEAR_GEMV_NORM_2_1 "xserv_linear_gemv_norm_2_1" f16 bf16;

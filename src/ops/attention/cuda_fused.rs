@@ -47,8 +47,13 @@ kernel_struct! {
 
 /// The number of tokens of a block of the cache.
 const BLOCK_SIZE: i64 = layout::BLOCK_SIZE as i64;
-/// The most chunks of a sequence: longer sequences have longer chunks.
+/// The most chunks of one of many sequences: longer sequences have longer chunks.
 const MAX_CHUNKS: i64 = 16;
+/// The number of blocks among which the chunks of few sequences are divided: three on each
+/// multiprocessor of an H200.
+const MAX_BLOCKS: i64 = 3 * 132;
+/// The fewest keys of a chunk of few sequences.
+const MIN_CHUNK_LEN: i64 = 256;
 
 /// Where the sequences lie, and how their scores are scaled.
 #[derive(Clone, Copy, Debug)]
@@ -72,7 +77,8 @@ pub struct DecodeScratch {
 impl DecodeScratch {
     /// Returns the number of partial results for `num_seqs` sequences in chunks.
     fn rows(num_seqs: usize, num_heads: usize) -> usize {
-        num_seqs.saturating_mul(num_heads).saturating_mul(MAX_CHUNKS as usize)
+        let rows = num_seqs.saturating_mul(num_heads).saturating_mul(MAX_CHUNKS as usize);
+        rows.max((MAX_BLOCKS * GROUP_HEADS) as usize)
     }
 
     /// Returns the bytes of device memory for batches of up to `num_seqs` sequences.
@@ -125,30 +131,49 @@ impl DecodeScratch {
 enum Division {
     /// Among the blocks of a cluster, which exchange their results.
     Cluster(u32),
-    /// In chunks of this number of keys, through memory.
-    Chunks(i64),
+    /// In chunks, through memory.
+    Chunks {
+        /// The number of keys of a chunk, if `max_chunks` of them suffice for a sequence. The keys
+        /// of longer ones are divided evenly among so many.
+        len: i64,
+        max_chunks: i64,
+    },
 }
 
 /// The longest context of a sequence among many others with which one or two blocks for each of its
 /// heads keep up: with longer ones they would still be working when all others are done.
 const LONGEST_ALONE: i64 = 8192;
-
 impl Division {
-    /// Returns the fastest way on an H200 by the number of sequences, the longest possible context,
-    /// and the query heads of a kv head: between the large products of models with many of them,
-    /// clusters of 16 find no room.
-    fn choose(num_seqs: i64, max_kv_len: i64, heads_per_kv: i64) -> Self {
+    /// Returns the fastest way on an H200 by the number of sequences, of units of each, the longest
+    /// possible context, and the query heads of a kv head: between the large products of models
+    /// with many of them, clusters of 16 find no room.
+    fn choose(num_seqs: i64, units: i64, max_kv_len: i64, heads_per_kv: i64) -> Self {
         match num_seqs {
             ..=1 if max_kv_len > 2048 && heads_per_kv <= 2 => Division::Cluster(16),
             ..=2 => Division::Cluster(8),
+            3..=4 if max_kv_len > LONGEST_ALONE => Division::among_blocks(num_seqs * units),
             3..=4 => Division::Cluster(4),
-            5..=8 if max_kv_len > 2048 => Division::Chunks(1024),
+            5..=8 if max_kv_len > 2048 => Division::of_len(1024, max_kv_len),
             5..=8 => Division::Cluster(2),
             9..=31 if max_kv_len <= LONGEST_ALONE => Division::Cluster(2),
-            9..=31 => Division::Chunks(2048),
+            9..=31 => Division::of_len(2048, max_kv_len),
             _ if max_kv_len <= LONGEST_ALONE => Division::Cluster(1),
-            _ => Division::Chunks(4096),
+            _ => Division::of_len(4096, max_kv_len),
         }
+    }
+
+    /// Returns chunks that give every multiprocessor its share of few units.
+    fn among_blocks(units: i64) -> Self {
+        let max_chunks = MAX_BLOCKS.checked_div(units).unwrap_or(1).max(1);
+        Division::Chunks { len: MIN_CHUNK_LEN, max_chunks }
+    }
+
+    /// Returns chunks of `len` keys, or of longer ones where these are too many.
+    fn of_len(mut len: i64, max_kv_len: i64) -> Self {
+        while max_kv_len > len * MAX_CHUNKS {
+            len *= 2;
+        }
+        Division::Chunks { len, max_chunks: (max_kv_len as u64).div_ceil(len as u64) as i64 }
     }
 }
 
@@ -290,16 +315,10 @@ pub fn attention_fused(
     }
     let heads_per_kv = i64::from(arguments.heads_per_kv);
     let groups = (heads_per_kv as u64).div_ceil(GROUP_HEADS as u64) as i64;
-    let division = Division::choose(num_seqs, max_kv_len, heads_per_kv);
+    let division = Division::choose(num_seqs, num_kv_heads * groups, max_kv_len, heads_per_kv);
     let (cluster, chunk_len, max_chunks) = match division {
         Division::Cluster(blocks) => (blocks, 0, 0),
-        Division::Chunks(len) => {
-            let mut len = len;
-            while max_kv_len > len * MAX_CHUNKS {
-                len *= 2;
-            }
-            (1, len, (max_kv_len as u64).div_ceil(len as u64) as i64)
-        }
+        Division::Chunks { len, max_chunks } => (1, len, max_chunks),
     };
     let rows = num_seqs.saturating_mul(num_heads).saturating_mul(max_chunks);
     if rows > size(&scratch.partial_stats, 0) || num_seqs > size(&scratch.counters, 0) {
@@ -348,15 +367,36 @@ mod tests {
 
     #[test]
     fn few_sequences_have_many_blocks_each() {
-        assert_eq!(Division::choose(1, 512, 4), Division::Cluster(8));
-        assert_eq!(Division::choose(1, 4096, 4), Division::Cluster(8));
-        assert_eq!(Division::choose(1, 4096, 2), Division::Cluster(16));
-        assert_eq!(Division::choose(4, 4096, 4), Division::Cluster(4));
-        assert_eq!(Division::choose(8, 512, 4), Division::Cluster(2));
-        assert_eq!(Division::choose(8, 4096, 4), Division::Chunks(1024));
-        assert_eq!(Division::choose(16, 4096, 4), Division::Cluster(2));
-        assert_eq!(Division::choose(16, 32768, 4), Division::Chunks(2048));
-        assert_eq!(Division::choose(128, 8192, 4), Division::Cluster(1));
-        assert_eq!(Division::choose(128, 32768, 4), Division::Chunks(4096));
+        let chunks = |len, max_chunks| Division::Chunks { len, max_chunks };
+        assert_eq!(Division::choose(1, 8, 512, 4), Division::Cluster(8));
+        assert_eq!(Division::choose(1, 8, 4096, 4), Division::Cluster(8));
+        assert_eq!(Division::choose(1, 8, 4096, 2), Division::Cluster(16));
+        assert_eq!(Division::choose(1, 8, 32768, 4), Division::Cluster(8));
+        assert_eq!(Division::choose(4, 8, 32768, 4), chunks(256, 12));
+        assert_eq!(Division::choose(3, 1, 32768, 8), chunks(256, 132));
+        assert_eq!(Division::choose(4, 512, 32768, 1), chunks(256, 1));
+        assert_eq!(Division::choose(4, 8, 4096, 4), Division::Cluster(4));
+        assert_eq!(Division::choose(4, 8, 8192, 4), Division::Cluster(4));
+        assert_eq!(Division::choose(8, 8, 512, 4), Division::Cluster(2));
+        assert_eq!(Division::choose(8, 8, 4096, 4), chunks(1024, 4));
+        assert_eq!(Division::choose(16, 8, 4096, 4), Division::Cluster(2));
+        assert_eq!(Division::choose(16, 8, 32768, 4), chunks(2048, 16));
+        assert_eq!(Division::choose(128, 8, 8192, 4), Division::Cluster(1));
+        assert_eq!(Division::choose(128, 8, 32768, 4), chunks(4096, 8));
+    }
+
+    #[test]
+    fn the_partial_results_of_few_sequences_have_room() {
+        for (num_heads, num_kv_heads) in [(1, 1), (8, 8), (16, 1), (32, 8), (40, 8), (28, 4)] {
+            let groups = (num_heads as u64 / num_kv_heads).div_ceil(GROUP_HEADS as u64);
+            for num_seqs in 1..=4 {
+                let units = num_seqs as i64 * (num_kv_heads * groups) as i64;
+                let Division::Chunks { max_chunks, .. } = Division::among_blocks(units) else {
+                    panic!("chunks of few sequences");
+                };
+                let rows = num_seqs * num_heads * max_chunks as usize;
+                assert!(rows <= DecodeScratch::rows(num_seqs, num_heads));
+            }
+        }
     }
 }

@@ -23,14 +23,15 @@ kernel_struct! {
         num_tokens: i32,
         n: i32,
         k: i32,
-        padding: [i32; 5],
+        tile_rows: i32,
+        padding: [i32; 4],
     }
 }
 
 /// The largest number of tokens.
 pub const SKINNY_TOKENS: usize = 128;
 /// The number of multiprocessors of the chips for which tiles are chosen (H100, H200).
-const MULTIPROCESSORS: u64 = 132;
+const MULTIPROCESSORS: i64 = 132;
 /// Matrices with more rows than this have one for each token of a vocabulary.
 const VOCABULARY_ROWS: i64 = 192 * 512;
 /// in_features is a multiple of this.
@@ -39,18 +40,48 @@ const UNIT: i64 = 64;
 /// How a product is divided.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Division {
-    /// The rows of W that a block computes.
+    /// The most rows of W that a block of the kernel computes at a time.
     rows: i64,
     /// The tokens of a block.
     tokens: i64,
     /// The number of blocks that share k.
     splits: i64,
+    /// The rows of W that a block computes at a time, at most `rows`.
+    tile: i64,
+}
+
+/// Weights of fewer bytes are divided among fewer blocks than there are multiprocessors: the others
+/// are free for the kernels after. With blocks for all of them a step of 8 sequences of Qwen3-0.6B
+/// takes 15 % longer (H200).
+const SMALL_BYTES: i64 = 16 << 20;
+/// The least elements of k that a block has where two share it, and the least rows of W that one
+/// has by itself where two could share them. Larger clusters than pairs leave multiprocessors idle:
+/// 30 of four blocks are resident on an H200, and a 31st waits for one to end.
+const MIN_PART: i64 = 1024;
+const MIN_ROWS_ALONE: i64 = 40;
+/// The tokens of a block that cost as much as a row of W; they come from the L2.
+const TOKENS_PER_ROW: i64 = 4;
+/// The bytes that could be read while the blocks of a cluster add up their sums, on one
+/// multiprocessor.
+const EXCHANGE_BYTES: i64 = 24 << 10;
+
+/// The clusters of `splits` blocks that are resident at a time.
+fn slots(splits: i64) -> i64 {
+    MULTIPROCESSORS / splits
+}
+
+/// Returns value / divisor, rounded up.
+fn div_ceil(value: i64, divisor: i64) -> i64 {
+    (value as u64).div_ceil(divisor as u64) as i64
 }
 
 impl Division {
-    /// Returns the fastest division on an H200 for the layers of Qwen3, by the size of the product.
-    /// Apart from `tokens` it does not depend on the number of tokens up to 96, and with `is_fixed`
-    /// `splits` never does; nor, then, do a token's results.
+    /// Returns the division of a product, by its sizes: for most weights the one in which the
+    /// busiest multiprocessor reads the fewest bytes. No measurement is made, so it is the same on
+    /// every load.
+    ///
+    /// With `is_fixed`, `splits` does not depend on the number of tokens, nor then do a token's
+    /// results; the other numbers never change them.
     fn choose(num_tokens: i64, rows: i64, k: i64, result: Epilogue, is_fixed: bool) -> Self {
         let tokens = match num_tokens {
             ..=16 => 16,
@@ -59,26 +90,42 @@ impl Division {
             65..=96 => 96,
             _ => 128,
         };
-        let whole = Division { rows: 64, tokens, splits: 1 };
-        let is_wide = rows >= VOCABULARY_ROWS || (result == Epilogue::SwiGlu && rows >= 192 * 100);
-        if is_wide {
-            return Division { rows: Self::rows_of_tiles(rows, tokens), ..whole };
+        let has_few_rows = result != Epilogue::SwiGlu && rows <= 64 * MULTIPROCESSORS;
+        if tokens == 128 && k >= 8192 && has_few_rows && !is_fixed {
+            return Division { rows: 128, tokens, splits: 3, tile: 128 };
         }
-        if result == Epilogue::SwiGlu {
-            return whole;
+        if rows * k * 2 < SMALL_BYTES {
+            return Self::of_small_weight(tokens, rows, k, result);
         }
-        let tiles = (rows as u64).div_ceil(64) as i64;
+        let even = Self::even(tokens, rows, Self::splits(rows, k, result), result);
+        // More tokens leave less room for weights under way: where tiles are many, those that the
+        // kernels are made for are better than even ones.
+        if tokens > 16 && even.waves(rows) > 1 {
+            return Self::of_whole_tiles(tokens, rows, result);
+        }
+        even
+    }
+
+    /// Returns the division of a weight that is read in a few microseconds.
+    fn of_small_weight(tokens: i64, rows: i64, k: i64, result: Epilogue) -> Self {
+        let tiles = div_ceil(rows, 64);
         let mut splits = 1;
-        while splits < 4 && tiles * splits * 2 <= 128 && k / (splits * 2) >= 512 {
-            if tiles * splits * 2 > 64 && k < 2048 {
-                break;
-            }
+        while result != Epilogue::SwiGlu
+            && splits < 4
+            && tiles * splits * 2 <= 128
+            && k / (splits * 2) >= 512
+            && (tiles * splits * 2 <= 64 || k >= 2048)
+        {
             splits *= 2;
         }
-        if tokens == 128 && k >= 8192 && !is_fixed {
-            return Division { rows: 128, splits: 3, ..whole };
-        }
-        Division { rows: 64, splits, ..whole }
+        Division { rows: 64, tokens, splits, tile: 64 }
+    }
+
+    /// Returns the division of a weight with many rows into the tiles that kernels are made for.
+    fn of_whole_tiles(tokens: i64, rows: i64, result: Epilogue) -> Self {
+        let is_wide = rows >= VOCABULARY_ROWS || (result == Epilogue::SwiGlu && rows >= 192 * 100);
+        let tile = if is_wide { Self::rows_of_tiles(rows, tokens) } else { 64 };
+        Division { rows: tile, tokens, splits: 1, tile }
     }
 
     /// Returns the rows of a tile with which the busiest multiprocessor has the fewest rows of a
@@ -92,16 +139,58 @@ impl Division {
             128 if rows >= VOCABULARY_ROWS => return 128,
             _ => (192, 128),
         };
-        let most_rows = |tile: i64| {
-            let tiles = (rows as u64).div_ceil(tile as u64);
-            tiles.div_ceil(MULTIPROCESSORS) as i64 * tile
-        };
+        let most_rows = |tile: i64| div_ceil(div_ceil(rows, tile), MULTIPROCESSORS) * tile;
         // The large ones are better where it makes little difference.
         if most_rows(small) * 20 < most_rows(large) * 19 {
             small
         } else {
             large
         }
+    }
+
+    /// Returns the number of blocks that share k, by the sizes of a weight: two where one would
+    /// have too few rows to keep memory busy, or where the rows divide better among pairs.
+    fn splits(rows: i64, k: i64, result: Epilogue) -> i64 {
+        let [alone, pairs] = [1, 2].map(|splits| Self::even(16, rows, splits, result));
+        let is_possible = result != Epilogue::SwiGlu && k >= 2 * MIN_PART && pairs.waves(rows) == 1;
+        let alone_bytes = alone.busiest(rows) * k * 2;
+        let pairs_bytes = pairs.busiest(rows) * k + EXCHANGE_BYTES;
+        let is_faster = alone.tile < MIN_ROWS_ALONE || pairs_bytes * 100 < alone_bytes * 97;
+        if is_possible && is_faster {
+            2
+        } else {
+            1
+        }
+    }
+
+    /// Returns the number of tiles of the busiest multiprocessor.
+    fn waves(&self, rows: i64) -> i64 {
+        div_ceil(div_ceil(rows, self.tile), slots(self.splits))
+    }
+
+    /// Returns the rows that the busiest multiprocessor reads, the tokens counted in.
+    fn busiest(&self, rows: i64) -> i64 {
+        self.waves(rows) * (self.tile + self.tokens / TOKENS_PER_ROW)
+    }
+
+    /// Returns the division with `splits` in which the busiest multiprocessor has the fewest rows:
+    /// tiles as even as they can be with the fewest waves, or with one more.
+    fn even(tokens: i64, rows: i64, splits: i64, result: Epilogue) -> Self {
+        let unit = if result == Epilogue::SwiGlu { 16 } else { 8 };
+        let kernels: &[i64] = if tokens <= 32 { &[64, 192] } else { &[64, 128, 192] };
+        let mut best = Division { rows: 64, tokens, splits, tile: 64 };
+        for &most in kernels {
+            let least = div_ceil(rows, slots(splits) * most);
+            for waves in [least, least + 1] {
+                let share = div_ceil(rows, slots(splits) * waves);
+                let tile = (div_ceil(share, unit) * unit).min(most);
+                let division = Division { rows: most, tokens, splits, tile };
+                if division.busiest(rows) < best.busiest(rows) {
+                    best = division;
+                }
+            }
+        }
+        best
     }
 
     /// Returns the bytes of shared memory: boxes of 64 of k for `stages` of weights and of tokens,
@@ -199,7 +288,7 @@ const VARIANTS: [(i64, i64); 13] = [
 pub(in crate::ops) fn shared_bytes() -> Vec<(String, u32)> {
     VARIANTS
         .map(|(rows, tokens)| {
-            let bytes = Division { rows, tokens, splits: 1 }.shared_bytes();
+            let bytes = Division { rows, tokens, splits: 1, tile: rows }.shared_bytes();
             (format!("linear_skinny_{rows}x{tokens}"), bytes)
         })
         .into()
@@ -268,8 +357,9 @@ pub fn linear_skinny(
     let Some(kernel) = kernel else {
         return Err(Error::internal(format!("no skinny kernel for {num_tokens} x {rows} x {k}")));
     };
+    let tile = division.tile as u32;
     let params = SkinnyParams {
-        weight: weight_map(cuda, weight, n as usize, k as usize, is_gated)?,
+        weight: weight_map_of(cuda, weight, (n as usize, k as usize), is_gated, tile)?,
         x: TensorMap::new(cuda, x, &[division.tokens as u32, 64])?,
         out: out.data(),
         bias: bias.map_or(std::ptr::null_mut(), |bias| bias.data()),
@@ -277,10 +367,10 @@ pub fn linear_skinny(
         num_tokens: num_tokens as i32,
         n,
         k,
-        padding: [0; 5],
+        tile_rows: division.tile as i32,
+        padding: [0; 4],
     };
-    let tiles =
-        i64::from(rows).div_euclid(division.rows) + i64::from(i64::from(rows) % division.rows != 0);
+    let tiles = div_ceil(rows.into(), division.tile);
     // Without a split the blocks take several tiles in turn, and the ring of copies runs on.
     let processors = i64::from(cuda.device().info().num_multiprocessors);
     let clusters = if division.splits == 1 { tiles.min(processors) } else { tiles };
@@ -304,11 +394,22 @@ pub(super) fn weight_map(
     k: usize,
     is_gated: bool,
 ) -> Result<TensorMap> {
+    weight_map_of(cuda, weight, (n, k), is_gated, 64)
+}
+
+/// Returns the same map with boxes of `box_rows` rows.
+fn weight_map_of(
+    cuda: &CudaContext,
+    weight: &DeviceTensor,
+    (n, k): (usize, usize),
+    is_gated: bool,
+    box_rows: u32,
+) -> Result<TensorMap> {
     if !is_gated {
-        return TensorMap::streamed(cuda, weight, &[64, 64]);
+        return TensorMap::streamed(cuda, weight, &[box_rows, 64]);
     }
     let halves = weight.view(0, &[n / 8, 2, 8, k], Some(&[8 * k, n * k, k, 1]))?;
-    TensorMap::streamed(cuda, &halves, &[4, 2, 8, 64])
+    TensorMap::streamed(cuda, &halves, &[box_rows / 16, 2, 8, 64])
 }
 
 #[cfg(test)]
@@ -316,25 +417,67 @@ mod tests {
     use super::*;
 
     #[test]
-    fn tiles_fill_the_chip() {
+    fn the_busiest_multiprocessor_has_little_more_than_its_share() {
+        for (rows, k, result, parts) in [
+            // Q, k and v, output projection, gate and up, and down of Qwen3-4B, -8B, -14B and
+            // Qwen2.5-7B.
+            (6144, 2560, Epilogue::Store, 1),
+            (2560, 4096, Epilogue::AddResidual, 2),
+            (19_456, 2560, Epilogue::SwiGlu, 1),
+            (2560, 9728, Epilogue::AddResidual, 2),
+            (6144, 4096, Epilogue::Store, 1),
+            (4096, 4096, Epilogue::AddResidual, 2),
+            (24_576, 4096, Epilogue::SwiGlu, 1),
+            (4096, 12_288, Epilogue::AddResidual, 2),
+            (7168, 5120, Epilogue::Store, 1),
+            (5120, 5120, Epilogue::AddResidual, 1),
+            (34_816, 5120, Epilogue::SwiGlu, 1),
+            (5120, 17_408, Epilogue::AddResidual, 1),
+            (4608, 3584, Epilogue::Store, 2),
+            (3584, 18_944, Epilogue::AddResidual, 2),
+            (37_888, 3584, Epilogue::SwiGlu, 1),
+            // Vocabularies.
+            (151_936, 4096, Epilogue::Store, 1),
+            (128_256, 4096, Epilogue::Store, 1),
+            // What nobody published.
+            (7040, 1920, Epilogue::Store, 1),
+            (14_080, 1920, Epilogue::SwiGlu, 1),
+        ] {
+            for tokens in [1, 16] {
+                let division = Division::choose(tokens, rows, k, result, true);
+                assert_eq!(division.splits, parts, "{rows} x {k}: {division:?}");
+                let most = division.waves(rows) * division.tile * slots(parts);
+                assert!(most * 100 < rows * 113, "{rows} x {k}, {tokens}: {division:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn many_large_tiles_fill_the_chip() {
         for (rows, tokens, tile) in [
             // The gate and up of Qwen3-8B fill one wave, those of Llama-3.1-8B and Qwen3-14B and -32B do
             // not.
             (24_576, 16, 192),
             (24_576, 128, 192),
-            (28_672, 1, 64),
             (28_672, 32, 64),
             (28_672, 64, 128),
-            (24_576, 64, 192),
             (28_672, 128, 128),
-            (34_816, 8, 64),
-            (51_200, 8, 64),
+            (34_816, 32, 64),
+            (51_200, 32, 64),
             // Vocabularies.
-            (151_936, 8, 192),
-            (128_256, 8, 64),
+            (151_936, 32, 192),
+            (128_256, 32, 64),
         ] {
             let division = Division::choose(tokens, rows, 4096, Epilogue::SwiGlu, false);
-            assert_eq!(division.rows, tile, "{rows} rows, {tokens} tokens");
+            assert_eq!(division.tile, tile, "{rows} rows, {tokens} tokens");
+        }
+    }
+
+    #[test]
+    fn small_weights_leave_multiprocessors_free() {
+        for (rows, k, splits) in [(4096, 1024, 1), (1024, 2048, 4), (1024, 3072, 4)] {
+            let division = Division::choose(8, rows, k, Epilogue::Store, false);
+            assert_eq!(division, Division { rows: 64, tokens: 16, splits, tile: 64 });
         }
     }
 
@@ -361,6 +504,8 @@ mod tests {
                     assert!(division.kernel(DType::BF16, result).is_some(), "{division:?}");
                     assert!(division.shared_bytes() <= 227 * 1024, "{division:?}");
                     assert!(division.splits <= 8 && k / division.splits >= 128);
+                    assert!(division.tile <= division.rows);
+                    assert!(result != Epilogue::SwiGlu || division.tile % 16 == 0);
                     let of_one = Division::choose(1, rows, k, result, true);
                     assert!(!is_fixed || division.splits == of_one.splits);
                 }

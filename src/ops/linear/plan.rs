@@ -5,7 +5,8 @@
 //!   chain of kernels in which each begins to fetch its weights while those before it are still
 //!   running, so that the device memory is hardly ever idle. The products add to the residual
 //!   stream themselves.
-//! * One or two rows of such a chain: the norms are fused into the products.
+//! * One row of such a chain, or two where the sizes are multiples of 256: the norms are fused into
+//!   the products.
 //! * One row of a small model, whose step is a chain of trips to memory rather than a stream: the
 //!   products run on tensor cores, and the output projection is fused into the attention.
 //! * Everything else: separate norms, which add what is pending, and products. Up to
@@ -19,7 +20,7 @@
 //! [`SumOrder::Parts`]; both add up k by wgmma, 16 at a time from the first to the last, in the
 //! number of parts that the shape of the weight gives. Other weights take [`SumOrder::ByRow`].
 
-use super::cuda_gemv::{has_linear_gemv, is_gemv_weight, linear_gemv, GEMV_TOKENS};
+use super::cuda_gemv::{has_linear_gemv, linear_gemv, max_gemv_tokens, GEMV_TOKENS};
 use super::cuda_gemv_mma::{has_linear_gemv_mma, linear_gemv_mma, OneTokenLinear};
 use super::cuda_prefill::{has_linear_prefill, is_prefill_faster, linear_prefill};
 use super::cuda_prefill_heads::{is_prefill_heads_faster, linear_prefill_heads};
@@ -52,14 +53,12 @@ const MAX_CHAIN_WIDTH: usize = 16384;
 /// flight need the rest, which is the first-level cache; without it a step of Qwen3-8B takes 5 %
 /// longer (H200).
 const CHAIN_SHARED_PERCENT: i32 = 75;
-/// The percentage for small models, whose kernels wait for each other rather than for memory,
-/// unless the kernels are made for them.
-const SMALL_CHAIN_SHARED_PERCENT: i32 = 100;
-/// The percentage with the kernels for small models (H200; a step of Qwen3-0.6B after 512 tokens
-/// takes a quarter longer with 75).
-const ONE_TOKEN_SHARED_PERCENT: i32 = 50;
-/// Streams narrower than this are those of small models.
-const SMALL_WIDTH: usize = 2048;
+/// The percentage for one row, where streams are narrow or kernels have bounds: these have more loads
+/// under way. A step of Qwen3-1.7B, Llama-3.2-1B, Qwen3-4B and -14B takes 0.5 to 3 % less with it, one
+/// of Qwen3-8B 1.3 % more (H200; a step of Qwen3-0.6B after 512 tokens takes a quarter longer with 75).
+const ONE_ROW_SHARED_PERCENT: i32 = 50;
+/// Streams narrower than this are narrow.
+const WIDE: usize = 4096;
 
 /// A product of a model, as [`LinearPlan::find`] asks for it.
 #[derive(Clone, Copy, Debug)]
@@ -87,7 +86,8 @@ pub struct DecoderSizes {
 #[derive(Clone, Copy, Debug, Default)]
 pub struct LinearPlan {
     has_chain: bool,
-    has_gemv: bool,
+    /// The most rows of a chain of which the norms are fused into the products.
+    gemv_rows: usize,
     has_one_token: bool,
     has_prefill: bool,
     is_deterministic: bool,
@@ -137,22 +137,24 @@ impl LinearPlan {
         products: impl Iterator<Item = Product<'a>>,
         is_deterministic: bool,
     ) -> Result<Self> {
-        let (mut suit_chain, mut suit_gemv, mut has_biases) = (true, true, false);
+        let (mut suit_chain, mut gemv_rows, mut has_biases) = (true, GEMV_TOKENS, false);
         for Product { weight, has_bias, epilogue } in products {
             has_biases |= has_bias;
             suit_chain &= (!has_bias || epilogue == Epilogue::Store)
                 && weight.layout() == MatrixLayout::Rows
                 && is_skinny_weight(weight, epilogue);
-            suit_gemv &= is_gemv_weight(weight, epilogue);
+            gemv_rows = gemv_rows.min(max_gemv_tokens(weight, epilogue));
         }
         let has_chain = suit_chain
             && attention.has_fused_kernels()
             && sizes.has_rms_norms
             && has_linear_skinny(context)?
             && sizes.hidden_size <= MAX_CHAIN_WIDTH;
-        let has_gemv = has_chain && suit_gemv && has_linear_gemv(context)? && !is_deterministic;
+        if !has_chain || is_deterministic || !has_linear_gemv(context)? {
+            gemv_rows = 0;
+        }
         let DecoderSizes { hidden_size, intermediate_size, .. } = *sizes;
-        let has_one_token = has_gemv
+        let has_one_token = gemv_rows > 0
             && !has_biases
             && attention.has_fused_projection(context, hidden_size)?
             && has_linear_gemv_mma(
@@ -162,7 +164,7 @@ impl LinearPlan {
                 attention.num_kv_heads(),
             )?;
         let has_prefill = has_chain && has_linear_prefill(context)?;
-        Ok(LinearPlan { has_chain, has_gemv, has_one_token, has_prefill, is_deterministic })
+        Ok(LinearPlan { has_chain, gemv_rows, has_one_token, has_prefill, is_deterministic })
     }
 
     /// Returns the most rows of a decoding step for which the layers are a chain; `None` if they
@@ -185,7 +187,7 @@ impl LinearPlan {
     ) -> Result<LinearPass<'a>> {
         let links = if self.has_one_token && num_rows == 1 {
             Links::OneToken
-        } else if self.has_gemv && num_rows <= GEMV_TOKENS {
+        } else if num_rows <= self.gemv_rows {
             Links::Gemv
         } else if self.has_chain && num_rows <= MAX_CHAIN_ROWS {
             Links::Chain
@@ -253,8 +255,10 @@ impl LinearPass<'_> {
         queue: impl FnOnce() -> Result<T>,
     ) -> Result<T> {
         let percent = match self.links {
-            Links::OneToken => ONE_TOKEN_SHARED_PERCENT,
-            Links::Gemv if num_rows == 1 && hidden_size < SMALL_WIDTH => SMALL_CHAIN_SHARED_PERCENT,
+            Links::OneToken => ONE_ROW_SHARED_PERCENT,
+            Links::Gemv if num_rows == 1 && (hidden_size < WIDE || self.plan.gemv_rows == 1) => {
+                ONE_ROW_SHARED_PERCENT
+            }
             Links::Gemv => CHAIN_SHARED_PERCENT,
             Links::Apart | Links::Chain => return queue(),
         };

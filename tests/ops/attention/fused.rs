@@ -304,7 +304,7 @@ fn attention_of_new_tokens_on_cuda_is_rounded_after_each_step() {
     of_ten.extend(&of_nine);
     let mut of_forty_one = vec![4150];
     of_forty_one.extend(&of_forty);
-    let batches: [(&[usize], usize); 12] = [
+    let batches: [(&[usize], usize); 14] = [
         (&[1], 4),
         (&[33], 4),
         (&[1500], 64),
@@ -317,9 +317,13 @@ fn attention_of_new_tokens_on_cuda_is_rounded_after_each_step() {
         (&of_ten, 300),
         (&of_forty, 8),
         (&of_forty_one, 300),
+        // Few long ones, whose chunks are as many as the chip has room for.
+        (&[4150, 0, 90], 300),
+        (&[3100, 257, 1, 512], 512),
     ];
     for dtype in HALVES {
-        for heads in [(16, 8, 128), (8, 2, 128), (8, 8, 64), (14, 2, 64), (12, 1, 64)] {
+        for heads in [(16, 8, 128), (8, 2, 128), (7, 1, 128), (8, 8, 64), (14, 2, 64), (12, 1, 64)]
+        {
             for batch in batches {
                 check_fused(&context, dtype, heads, batch, (true, Fault::None));
                 check_fused(&context, dtype, heads, batch, (false, Fault::None));

@@ -15,6 +15,10 @@ use xserv::ops::linear::Epilogue;
 /// more tiles than a chip has blocks.
 const SIZES: [(usize, usize); 6] =
     [(72, 320), (200, 1088), (64, 2048), (1024, 2048), (8200, 128), (136, 64)];
+/// Weights that are large enough for tiles of any number of rows: with k in one part and in two, a
+/// stage that is not whole, and several tiles for each block.
+const LARGE: [(usize, usize); 6] =
+    [(1152, 8192), (2600, 4160), (4616, 2048), (7168, 1280), (10_240, 896), (35_000, 320)];
 /// For each number of columns of a tile one that fills it and one that does not.
 const TOKENS: [usize; 9] = [1, 5, 16, 17, 33, 64, 70, 97, SKINNY_TOKENS];
 
@@ -127,6 +131,15 @@ fn products_of_up_to_128_tokens_on_cuda_are_rounded_as_in_transformers() {
         for sizes in SIZES {
             check(&context, dtype, (Epilogue::Store, true), sizes, &TOKENS);
         }
+        for sizes in LARGE {
+            check(&context, dtype, (Epilogue::Store, true), sizes, &[1, 16, 20]);
+            check(&context, dtype, (Epilogue::AddResidual, false), sizes, &[1, 16, 20]);
+            // Sums of long rows fall to the other side of many of its three roundings.
+            if sizes.1 <= 1280 {
+                check(&context, dtype, (Epilogue::SwiGlu, false), sizes, &[1, 16, 20]);
+            }
+        }
+        check(&context, dtype, (Epilogue::AddResidual, false), (7168, 1280), &[40, 70, 100]);
         // Long rows, whose parts many tokens divide otherwise, and as many rows as a vocabulary
         // has.
         check(&context, dtype, (Epilogue::AddResidual, false), (72, 8192), &[1, 16, SKINNY_TOKENS]);
