@@ -251,6 +251,7 @@ fn check_model(options: &EngineOptions) {
                 min_tokens: 0,
                 first_tokens: &[],
                 log_probs: None,
+                constraint: None,
                 prompt_log_probs: None,
                 answer_format: None,
             };
