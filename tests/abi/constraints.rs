@@ -282,7 +282,7 @@ fn what_cannot_be_followed_is_refused_by_its_path() {
         (r#"{"oneOf": [{"type": "integer"}, {"minimum": 2}]}"#, "#/oneOf: "),
         (
             r#"{"properties": {"n": {"oneOf": [{"minimum": 2}, {"type": "number"}]}, "o": {"oneOf": [{"type": "null"}, {"type": "string"}]}}}"#,
-            "#/properties/n/oneOf: ",
+            "#/properties/n/oneOf, or another of 2 oneOf: ",
         ),
         (r#"{"x-guidance": {"lenient": true}, "not": {}}"#, "#/x-guidance is not allowed"),
         (r#"{"x-guidanc\u0065": {"coerce_one_of": true}}"#, "#/x-guidance is not allowed"),

@@ -365,7 +365,7 @@ class _Events(AsyncIterator[Any]):
         return stream_event_from(event, self._stream._wants_logprobs)
 
     async def __anext__(self) -> StreamEvent:
-        event = await self._stream._take(self._make)
+        event: Optional[StreamEvent] = await self._stream._take(self._make)
         if event is None:
             raise StopAsyncIteration
         return event

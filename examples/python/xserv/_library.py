@@ -18,6 +18,7 @@ from ctypes import (
     c_uint64,
     c_void_p,
 )
+from typing import Any
 
 from ._errors import error_of
 from ._find import load

@@ -52,8 +52,14 @@ pub(super) fn located(schema: &Value, message: &str) -> String {
     if message.contains("oneOf constraints are not supported") {
         let why = "oneOf is supported where no value can be of two of its alternatives, which must show in their types, in \
                    constants or in required properties";
+        let mut count = 0;
+        each_keyword(schema, &mut String::from("#"), &mut |_, key, _| {
+            count += usize::from(key == "oneOf");
+        });
         return match find(schema, &|key, _| key == "oneOf") {
-            Some(path) => format!("{path}: {why}"),
+            Some(path) if count == 1 => format!("{path}: {why}"),
+            // The crate does not say which.
+            Some(path) => format!("{path}, or another of {count} oneOf: {why}"),
             None => why.to_owned(),
         };
     }
@@ -72,6 +78,13 @@ pub(super) fn located(schema: &Value, message: &str) -> String {
     } else if let Some(rest) = after("Unknown format: ") {
         let name = rest.lines().next().unwrap_or_default().trim().to_owned();
         Box::new(move |key, value| key == "format" && value.as_str() == Some(&name))
+    } else if message.contains("patternProperty regexes") {
+        Box::new(|key, value| {
+            let names = value.as_object().filter(|_| key == "patternProperties");
+            names.is_some_and(|names| {
+                names.keys().filter(|name| message.contains(name.as_str())).count() > 1
+            })
+        })
     } else if let Some(name) = after("Invalid type: ").and_then(|rest| rest.lines().next()) {
         let name = name.trim().to_owned();
         Box::new(move |key, value| key == "type" && value.to_string().contains(&name))
