@@ -268,10 +268,11 @@ def build_request(prompt: Optional[str], options: Mapping[str, Any]) -> Tuple[c.
         request.processed_log_probs = bool(options.get("processed_logprobs"))
     if options.get("prompt_logprobs") is not None:
         request.num_prompt_log_probs = _num_logprobs(options["prompt_logprobs"], "prompt_logprobs")
-    if options.get("logits_processor") is not None:
-        if not callable(options["logits_processor"]):
-            raise TypeError(f"logits_processor is {options['logits_processor']!r}, but must be a function")
-        request.processor = GuardedProcessor(options["logits_processor"])
+    processor: Optional[LogitsProcessor] = options.get("logits_processor")
+    if processor is not None:
+        if not callable(processor):
+            raise TypeError(f"logits_processor is {processor!r}, but must be a function")
+        request.processor = GuardedProcessor(processor)
         request.logits_callback = c.LogitsCallback(request.processor)
     return request, text_bytes
 
