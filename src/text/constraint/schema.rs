@@ -97,7 +97,11 @@ pub(super) fn located(schema: &Value, message: &str) -> String {
         let message = message.to_owned();
         Box::new(move |key, value| {
             let target = value.as_str().filter(|_| key == "$ref").unwrap_or_default();
-            let target = target.trim_matches(['#', '/']);
+            // Of a reference to another file the message has the file.
+            let target = match target.split_once('#') {
+                Some((file, _)) if !file.is_empty() => file,
+                _ => target.trim_matches(['#', '/']),
+            };
             names.iter().any(|name| name == key) || !target.is_empty() && message.contains(target)
         })
     };
