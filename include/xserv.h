@@ -1804,8 +1804,8 @@ typedef struct xserv_request {
   float typical_p;
   /**
    * Bans tokens that would repeat a sequence of so many tokens of the prompt or the answer. Default
-   * XSERV_UNSET_INT; neutral: 0. On a GPU such a request is not computed ahead of its tokens, so it has
-   * about half the rate of others that run beside it.
+   * XSERV_UNSET_INT; neutral: 0. On a GPU such a request is not computed ahead of its tokens, so it is
+   * slower than others.
    */
   uint32_t no_repeat_ngram_size;
   /**

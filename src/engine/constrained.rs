@@ -4,20 +4,31 @@
 //! The matcher takes each token once, when it is handed out; a sequence that is preempted, or whose step
 //! is abandoned, goes on with the same matcher. The mask is computed when all tokens before are known.
 
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::text::{GrammarCompiler, GrammarMatcher, Progress, TokenMask, Tokenizer};
 
 /// The compiler of a model's constraints, which is made when the first request needs it.
 #[derive(Default)]
-pub(super) struct LazyCompiler(OnceLock<Result<GrammarCompiler>>);
+pub(super) struct LazyCompiler {
+    made: OnceLock<GrammarCompiler>,
+    /// Held by the thread that makes it.
+    making: Mutex<()>,
+}
 
 impl LazyCompiler {
-    /// The compiler, or the reason why there is none.
+    /// The compiler. After a failure, for want of memory say, the next request tries again.
     pub fn get(&self, tokenizer: &Tokenizer, vocab_size: usize) -> Result<&GrammarCompiler> {
-        let compiler = self.0.get_or_init(|| GrammarCompiler::new(tokenizer, vocab_size));
-        compiler.as_ref().map_err(Error::clone)
+        let _making = match self.made.get() {
+            Some(made) => return Ok(made),
+            None => self.making.lock().unwrap_or_else(PoisonError::into_inner),
+        };
+        if let Some(made) = self.made.get() {
+            return Ok(made);
+        }
+        let compiler = GrammarCompiler::new(tokenizer, vocab_size)?;
+        Ok(self.made.get_or_init(|| compiler))
     }
 }
 

@@ -239,11 +239,10 @@ impl LogitChanges {
         applied.clear();
         let found = self.row(index);
         let (row, adjustments) = found.unwrap_or((AdjustedRow::UNCHANGED, &[]));
-        let is_first = (index as usize) < self.first_tokens.len();
         let no_memory = |_| Error::out_of_memory("logits", size_of_val(adjustments));
         applied.try_reserve(adjustments.len()).map_err(no_memory)?;
         applied.extend_from_slice(adjustments);
-        if !is_first {
+        if !self.is_decided(index) {
             self.add_repeated(tokens, &mut applied)?;
         }
         self.applied = applied;

@@ -229,8 +229,8 @@ pub struct xserv_request {
     /// slower than others.
     pub typical_p: f32,
     /// Bans tokens that would repeat a sequence of so many tokens of the prompt or the answer. Default
-    /// XSERV_UNSET_INT; neutral: 0. On a GPU such a request is not computed ahead of its tokens, so it has
-    /// about half the rate of others that run beside it.
+    /// XSERV_UNSET_INT; neutral: 0. On a GPU such a request is not computed ahead of its tokens, so it is
+    /// slower than others.
     pub no_repeat_ngram_size: u32,
     /// The tokens with which the answer begins, whatever is likely: they are neither banned nor
     /// penalised, count as generated, and may end the answer. Or NULL.
