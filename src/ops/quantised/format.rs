@@ -1,0 +1,69 @@
+//! How the numbers of a quantised matrix are stored.
+
+use crate::memory::DType;
+
+/// What one number is stored as.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Code {
+    /// 4 bits: an integer from 0 to 15.
+    Int4,
+    /// 8 bits: an integer from 0 to 255.
+    Int8,
+    /// 8 bits: a float with 4 bits of exponent and 3 of mantissa, e4m3fn of the OCP standard (no
+    /// infinities; 0x7f and 0xff are no numbers).
+    Fp8,
+}
+
+impl Code {
+    /// The bits of a code.
+    pub const fn bits(self) -> usize {
+        match self {
+            Code::Int4 => 4,
+            Code::Int8 | Code::Fp8 => 8,
+        }
+    }
+
+    /// The zero of groups that state none: the middle of the integers.
+    pub const fn middle(self) -> u8 {
+        match self {
+            Code::Int4 => 8,
+            Code::Int8 => 128,
+            Code::Fp8 => 0,
+        }
+    }
+
+    /// The bytes of `len` codes in a row; a last half byte is filled with zeros.
+    pub const fn row_bytes(self, len: usize) -> usize {
+        match self {
+            Code::Int4 => len.div_ceil(2),
+            Code::Int8 | Code::Fp8 => len,
+        }
+    }
+}
+
+/// The format of a quantised matrix W `[out_features, in_features]`:
+///
+/// ```text
+/// W[o, i] = (code[o, i] - zero[o, i / group_size]) * scale[o, i / group_size]
+/// ```
+///
+/// A code of [`Code::Fp8`] stands for its value and has no zero. The values are exact; what rounds
+/// is the product with activations.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct QuantFormat {
+    /// What the numbers are stored as.
+    pub code: Code,
+    /// The inputs that share a scale, at least 1; in_features or more if a row has a single one.
+    pub group_size: usize,
+    /// Whether groups have zeros of their own; otherwise all zeros are [`Code::middle`].
+    pub has_zeros: bool,
+    /// The type that holds all scales without rounding.
+    pub scale: DType,
+}
+
+impl QuantFormat {
+    /// The groups of a row of `in_features` inputs; the last may be partial.
+    pub fn num_groups(&self, in_features: usize) -> usize {
+        in_features.div_ceil(self.group_size.max(1))
+    }
+}
