@@ -20,13 +20,27 @@ use super::text_files::{read_chat_template, read_generation_config};
 use super::tokenizer_reader::TokenizerReader;
 use crate::backend::cpu::CpuBackend;
 use crate::error::{check_room, Error, ErrorKind, Result};
-use crate::model::{LoadOptions, Model, Workspace};
+use crate::model::{LoadOptions, Model, ModelHeaders, Workspace};
 use crate::ops::kv_cache::layout::BLOCK_SIZE;
 use crate::process::Process;
 use crate::text::SpecialTokens;
 
 /// More than all the small allocations of a load together, which are not checked each.
 const SMALL_ALLOCATIONS_BYTES: usize = 2 << 20;
+
+/// Reads the headers of the model, with its weights as the options want them.
+pub(super) fn read_headers(path: &str, options: &EngineOptions) -> Result<ModelHeaders> {
+    let format = options.weights.format(options.weights_group_size)?;
+    let mut headers = if options.random_weights {
+        Model::read_config_alone(path)?
+    } else {
+        Model::read_headers(path)?
+    };
+    if let Some(format) = format {
+        headers.quantise(format);
+    }
+    Ok(headers)
+}
 
 fn lost<T>() -> Result<T> {
     Err(Error::internal("a load was given up for no reason"))
@@ -47,11 +61,7 @@ impl Engine {
             log.log(LogLevel::Debug, LogTarget::Load, || format!("{done} after {seconds:.3} s"));
         };
         check_room(SMALL_ALLOCATIONS_BYTES, "loading a model")?;
-        let headers = if options.random_weights {
-            Model::read_config_alone(path)?
-        } else {
-            Model::read_headers(path)?
-        };
+        let headers = read_headers(path, options)?;
         let presumed = headers.presumed();
         for warning in presumed.warnings() {
             log.log(LogLevel::Warning, LogTarget::Load, || warning.clone());

@@ -103,5 +103,5 @@ pub use ticket::{Event, Generation, Ticket, TicketHandle};
 
 pub use crate::text::Constraint;
 
-pub use crate::model::{LogProbs, TokenLogProb, TokenScore, MAX_TOP_LOG_PROBS};
+pub use crate::model::{LogProbs, TokenLogProb, TokenScore, WeightStorage, MAX_TOP_LOG_PROBS};
 pub use crate::text::{Answer, AnswerPart, ToolCall, ToolForm};

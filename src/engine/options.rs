@@ -3,7 +3,7 @@
 use crate::backend::cpu::MAX_THREADS;
 use crate::error::{Error, Result};
 use crate::memory::DType;
-use crate::model::ModelConfig;
+use crate::model::{ModelConfig, WeightStorage};
 
 /// The device that the caller wants for a model.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -26,6 +26,10 @@ pub struct EngineOptions {
     pub device_index: u32,
     /// Element type of weights and KV cache; `None`: that of the files.
     pub dtype: Option<DType>,
+    /// What the matrices of the layers are kept as.
+    pub weights: WeightStorage,
+    /// The inputs that share a scale in weights quantised at load; 0: 32 for 4 bits, 128 for 8.
+    pub weights_group_size: usize,
     /// Threads of the kernels; 0: one for each core.
     pub num_threads: usize,
     /// Map weight files instead of reading them.

@@ -1,6 +1,7 @@
 //! The memory that a load would take, planned from the model's headers: the same decision that a
 //! load makes, without the load. What a load refuses is refused here too, the small files included.
 
+use super::load::read_headers;
 use super::log::Logger;
 use super::memory_plan::KvSize;
 use super::options::{DeviceChoice, EngineOptions};
@@ -8,7 +9,6 @@ use super::placement::{place, Planned};
 use super::text_files::{has_tokenizer, read_chat_template, read_generation_config};
 use crate::error::{ErrorKind, Result};
 use crate::memory::DType;
-use crate::model::Model;
 
 /// The memory that a model would take, in the place where it would go.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -46,11 +46,7 @@ pub struct Plan {
 /// loaded with any amount of memory fails with the error of its load, which looks at the files in
 /// the same order.
 pub fn plan(path: &str, options: &EngineOptions) -> Result<Plan> {
-    let opened = if options.random_weights {
-        Model::open_without_weights(path)?
-    } else {
-        Model::open(path)?
-    };
+    let opened = read_headers(path, options)?.settle(None, &mut |_| true)?;
     // A template that cannot be used keeps no model from being loaded; one that cannot be read does.
     let _ = read_chat_template(opened.folder())?;
     read_generation_config(opened.folder(), opened.config())?;

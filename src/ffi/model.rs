@@ -11,8 +11,10 @@ use super::guard::{
 };
 use super::handle::HandleTable;
 use super::status::xserv_status;
-use super::types::{xserv_device_kind, xserv_dtype};
-use crate::engine::{DeviceChoice, Engine, EngineOptions, LogLevel, LogTarget, Logger};
+use super::types::{xserv_device_kind, xserv_dtype, xserv_weights};
+use crate::engine::{
+    DeviceChoice, Engine, EngineOptions, LogLevel, LogTarget, Logger, WeightStorage,
+};
 use crate::error::{Error, Result};
 use crate::memory::DType;
 use crate::reserve;
@@ -132,12 +134,20 @@ pub struct xserv_load_options {
     pub log: xserv_log_callback,
     /// Passed to log.
     pub log_user_data: *mut c_void,
+    /// An xserv_weights: whether the matrices of the layers are quantised while they are read; default
+    /// XSERV_WEIGHTS_AS_STORED. What is computed with is dtype as before. Folders whose weights are
+    /// quantised already keep them so.
+    pub weights: u32,
+    /// Inputs that share a scale in weights that are quantised at load: a multiple of 32; 0 (default): 32 with
+    /// XSERV_WEIGHTS_INT4, 128 with XSERV_WEIGHTS_INT8. Smaller groups are closer to the original and take
+    /// more memory.
+    pub weights_group_size: u32,
 }
 
 // SAFETY: repr(C), struct_size first, integers, pointers and nullable function pointers; a caller
 // who passes a function pointer that is none breaks the contract of that field.
 unsafe impl GrowingStruct for xserv_load_options {
-    const SIZES: &'static [usize] = &[104];
+    const SIZES: &'static [usize] = &[104, 112];
     const NAME: &'static str = "xserv_load_options";
     const HOW: &'static str = "fill it with xserv_load_options_default()";
     fn defaults() -> Self {
@@ -161,6 +171,8 @@ unsafe impl GrowingStruct for xserv_load_options {
             progress_user_data: std::ptr::null_mut(),
             log: None,
             log_user_data: std::ptr::null_mut(),
+            weights: xserv_weights::XSERV_WEIGHTS_AS_STORED as u32,
+            weights_group_size: 0,
         }
     }
 }
@@ -333,6 +345,15 @@ pub(super) fn dtype_code(dtype: DType) -> u32 {
     }
 }
 
+fn weights_option(value: u32) -> Result<WeightStorage> {
+    match value {
+        v if v == xserv_weights::XSERV_WEIGHTS_AS_STORED as u32 => Ok(WeightStorage::AsStored),
+        v if v == xserv_weights::XSERV_WEIGHTS_INT8 as u32 => Ok(WeightStorage::Int8),
+        v if v == xserv_weights::XSERV_WEIGHTS_INT4 as u32 => Ok(WeightStorage::Int4),
+        v => Err(Error::invalid_argument(format!("options.weights is {v}, not an xserv_weights"))),
+    }
+}
+
 fn device_option(value: u32) -> Result<DeviceChoice> {
     match value {
         v if v == xserv_device_kind::XSERV_DEVICE_CPU as u32 => Ok(DeviceChoice::Cpu),
@@ -351,6 +372,8 @@ pub(super) fn engine_options(options: &xserv_load_options) -> Result<EngineOptio
         device_index: options.device_index,
         dtype: dtype_option(options.dtype)?,
         num_threads: options.num_threads as usize,
+        weights: weights_option(options.weights)?,
+        weights_group_size: options.weights_group_size as usize,
         map_files: super::guard::flag(options.map_files, "options.map_files")?,
         max_context_tokens: options.max_context_tokens,
         kv_cache_tokens: options.kv_cache_tokens,

@@ -18,6 +18,7 @@ use super::opened::ModelFolder;
 use crate::backend::cpu::CpuBackend;
 use crate::error::Result;
 use crate::memory::DType;
+use crate::ops::quantised::QuantFormat;
 
 /// A folder whose configuration and headers have been found in order. No weight has been read.
 #[derive(Debug)]
@@ -40,6 +41,11 @@ impl ModelHeaders {
     /// a guess, such as where the model will go.
     pub fn presumed(&self) -> &ModelFolder {
         &self.presumed
+    }
+
+    /// Has the matrices of the layers quantised while they are read.
+    pub fn quantise(&mut self, format: QuantFormat) {
+        self.presumed.quantise(format);
     }
 
     /// Decides whether the embedding is the output matrix.

@@ -43,7 +43,7 @@ pub use headers::ModelHeaders;
 pub use inspect::{inspect, Inspection};
 pub use kv_cache::KvCache;
 pub use kv_swap::{BlockCopy, CopyDirection, KvSwap};
-pub use load::LoadOptions;
+pub use load::{LoadOptions, WeightStorage};
 pub use loaded::Model;
 pub use memory_needs::MemoryNeeds;
 pub use opened::{DeviceLoad, ModelFolder};

@@ -15,7 +15,10 @@ use crate::backend::cpu::CpuBackend;
 use crate::backend::ComputeContext;
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::DType;
+use crate::model::load::plan::MatrixSize;
 use crate::ops::common::packed_matrix::PackedMatrix;
+use crate::ops::linear::cpu::WeightForm;
+use crate::ops::quantised::{QuantFormat, QuantisedPanels};
 use crate::ops::rope::cpu_table::RopeTable;
 
 /// A folder whose configuration and headers have been found in order, and of which it is known whether the
@@ -45,6 +48,11 @@ impl ModelFolder {
         &self.warnings
     }
 
+    /// Has the matrices of the layers quantised while they are read.
+    pub(super) fn quantise(&mut self, format: QuantFormat) {
+        self.plan.quantise(format);
+    }
+
     /// The element type that [`LoadOptions::dtype`] `None` stands for.
     pub fn stored_dtype(&self) -> Result<DType> {
         Ok(self.plan.totals()?.stored_dtype())
@@ -54,9 +62,15 @@ impl ModelFolder {
     pub fn weights_bytes(&self, dtype: DType) -> Result<u64> {
         let totals = self.plan.totals()?;
         let mut sum = totals.vector_len.saturating_mul(size_of::<f32>() as u64);
-        for &(out_features, in_features) in &totals.matrices {
-            let bytes = PackedMatrix::bytes_for(out_features, in_features, dtype)
-                .ok_or_else(|| Error::out_of_memory("a weight matrix", usize::MAX))?;
+        for size in &totals.matrices {
+            let MatrixSize { out_features, in_features, quantised } = *size;
+            let bytes = match &quantised {
+                None => PackedMatrix::bytes_for(out_features, in_features, dtype),
+                Some(format) => {
+                    QuantisedPanels::bytes_for(out_features, in_features, format, false)
+                }
+            };
+            let bytes = bytes.ok_or_else(|| Error::out_of_memory("a weight matrix", usize::MAX))?;
             sum = sum.saturating_add(bytes as u64);
         }
         Ok(sum)
@@ -72,8 +86,12 @@ impl ModelFolder {
         num_logits_rows: usize,
     ) -> Result<MemoryNeeds> {
         let config = &self.config;
+        let form = match self.plan.is_quantised()? {
+            true => WeightForm::Quantised { is_ordered: false },
+            false => WeightForm::Dense,
+        };
         let workspace =
-            Workspace::bytes_for(config, dtype, num_threads, num_tokens, num_logits_rows);
+            Workspace::bytes_for(config, dtype, form, num_threads, num_tokens, num_logits_rows);
         Ok(MemoryNeeds {
             weights_bytes: self.weights_bytes(dtype)?,
             workspace_bytes: workspace as u64,

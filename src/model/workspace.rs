@@ -12,7 +12,7 @@ use crate::backend::cpu::Isa;
 use crate::error::{Error, Result};
 use crate::memory::DType;
 use crate::ops::attention::cpu_paged::AttentionScratch;
-use crate::ops::linear::cpu::LinearScratch;
+use crate::ops::linear::cpu::{LinearCall, LinearScratch, WeightForm};
 
 /// Buffers for one forward pass at a time.
 #[derive(Default)]
@@ -128,6 +128,7 @@ impl Workspace {
     pub fn bytes_for(
         config: &ModelConfig,
         dtype: DType,
+        form: WeightForm,
         num_threads: usize,
         num_tokens: usize,
         num_logits_rows: usize,
@@ -137,10 +138,15 @@ impl Workspace {
             .map(|(rows, columns)| rows.saturating_mul(*columns).saturating_mul(4))
             .fold(0, usize::saturating_add);
         let widest = [config.hidden_size, config.q_size(), config.intermediate_size];
-        let products = widest.into_iter().map(|in_features| (num_tokens, in_features));
-        let output = [(num_logits_rows, config.hidden_size)];
-        let linear =
-            LinearScratch::bytes_for(dtype, Isa::detect(), num_threads, products.chain(output));
+        let products =
+            widest.into_iter().map(|in_features| LinearCall { num_tokens, in_features, form });
+        let output = LinearCall {
+            num_tokens: num_logits_rows,
+            in_features: config.hidden_size,
+            form: WeightForm::Dense,
+        };
+        let calls = products.chain([output]);
+        let linear = LinearScratch::bytes_for(dtype, Isa::detect(), num_threads, calls);
         activations.saturating_add(linear).saturating_add(AttentionScratch::bytes_for(num_threads))
     }
 

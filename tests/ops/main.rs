@@ -22,6 +22,7 @@ mod linear;
 mod log_probs;
 mod pool;
 mod qk_norm_rope_append;
+mod quantised;
 mod rms_norm;
 mod rope;
 mod sample;

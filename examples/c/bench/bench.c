@@ -374,6 +374,10 @@ int run_bench(const char *name, int argc, char **argv) {
       {"--no-chunked-prefill", NULL, OPTION_FLAG, &whole_prompts, "compute every prompt in one step", 0, 0},
       {"--deterministic", NULL, OPTION_FLAG, &all.deterministic,
        "the same tokens to the last bit, on a GPU too", 0, 0},
+      {"--weights", "stored|int8|int4", OPTION_CHOICE, &load->weights,
+       "what the layers' matrices are kept as (stored)", 0, 0},
+      {"--group-size", "N", OPTION_UINT32, &load->weights_group_size,
+       "inputs that share a scale in weights quantised at load", 0, 1 << 20},
       {"--random", NULL, OPTION_FLAG, &all.random, "random weights: MODEL needs a config.json alone", 0, 0},
       {0},
   };

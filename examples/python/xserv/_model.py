@@ -55,6 +55,7 @@ elif TYPE_CHECKING:
 Path = Union[str, "os.PathLike[str]"]
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "f32", "f16", "bf16"]
+Weights = Literal["as stored", "int8", "int4"]
 _T = TypeVar("_T")
 
 _DEVICE_NAMES = {number: name for name, number in c.DEVICES.items()}
@@ -312,11 +313,14 @@ def inspect(path: Path) -> Inspection:
         library.xserv_inspection_free(handle)
 
 
-def _load_options(device: str, dtype: str, flags: Mapping[str, bool], numbers: Mapping[str, int]) -> c.LoadOptions:
+def _load_options(
+    device: str, dtype: str, weights: str, flags: Mapping[str, bool], numbers: Mapping[str, int]
+) -> c.LoadOptions:
     options = c.LoadOptions()
     library.xserv_load_options_init(byref(options), sizeof(options))
     options.device_kind = choice(c.DEVICES, device, "device")
     options.dtype = choice(c.DTYPES, dtype, "dtype")
+    options.weights = choice(c.WEIGHTS, weights, "weights")
     for name, flag in flags.items():
         setattr(options, name, flag)
     for name, number in numbers.items():
@@ -330,6 +334,8 @@ def plan(
     device: Device = "auto",
     device_index: int = 0,
     dtype: Dtype = "auto",
+    weights: Weights = "as stored",
+    weights_group_size: int = 0,
     num_threads: int = 0,
     max_context_tokens: int = 0,
     kv_cache_tokens: int = 0,
@@ -353,8 +359,9 @@ def plan(
         device_index=device_index, num_threads=num_threads, max_context_tokens=max_context_tokens,
         kv_cache_tokens=kv_cache_tokens, max_memory_bytes=max_memory_bytes,
         max_prefill_tokens=max_prefill_tokens, max_batch_size=max_batch_size,
+        weights_group_size=weights_group_size,
     )  # fmt: skip
-    options = _load_options(device, dtype, flags, numbers)
+    options = _load_options(device, dtype, weights, flags, numbers)
     found = c.MemoryPlan(struct_size=sizeof(c.MemoryPlan))
     check(library.xserv_plan(_path(path), byref(options), byref(found)))
     return _dataclass_from(MemoryPlan, found)
@@ -557,6 +564,11 @@ class Model(NotCopyable):
     device_index: the index of the GPU, from 0 (default); 0 on the CPU.
     dtype: the type of weights, KV cache and matrix products: "f32", "f16", "bf16", or "auto" (default), the
         type that is stored.
+    weights: what the matrices of the layers are kept as: "as stored" (default; folders whose weights are quantised
+        keep them so), or "int8" or "int4", to which numbers of 32 and 16 bits are brought while they are read.
+        Embeddings, the output matrix, norms and biases stay as stored.
+    weights_group_size: the inputs that share a scale in weights quantised at load, a multiple of 32; 0 (default):
+        32 with "int4", 128 with "int8".
     num_threads: threads of the CPU's kernels, at most 1024; 0 (default): one for each core that the process may
         run on. Results do not depend on it.
     map_files: map the weight files while they are read, instead of reading them. A file that another process
@@ -599,6 +611,8 @@ class Model(NotCopyable):
         device: Device = "auto",
         device_index: int = 0,
         dtype: Dtype = "auto",
+        weights: Weights = "as stored",
+        weights_group_size: int = 0,
         num_threads: int = 0,
         map_files: bool = False,
         max_context_tokens: int = 0,
@@ -621,8 +635,9 @@ class Model(NotCopyable):
             device_index=device_index, num_threads=num_threads, max_context_tokens=max_context_tokens,
             kv_cache_tokens=kv_cache_tokens, max_memory_bytes=max_memory_bytes, max_batch_size=max_batch_size,
             max_prefill_tokens=max_prefill_tokens, max_swap_bytes=max_swap_bytes,
+            weights_group_size=weights_group_size,
         )  # fmt: skip
-        options = _load_options(device, dtype, flags, numbers)
+        options = _load_options(device, dtype, weights, flags, numbers)
 
         raised: List[BaseException] = []
         interrupted = threading.Event()

@@ -108,6 +108,17 @@ pub fn bf16_to_f32(bits: u16) -> f32 {
     f32::from_bits(u32::from(bits) << 16)
 }
 
+/// Returns the value of an e4m3fn code (a float of the OCP standard with 4 bits of exponent and 3 of
+/// mantissa, without infinities). Its two codes that are no numbers become 480 and -480; whoever
+/// reads codes from outside refuses them.
+#[inline(always)]
+pub fn fp8_to_f32(code: u8) -> f32 {
+    let magnitude = u32::from(code & 0x7f) << 20;
+    let sign = u32::from(code & 0x80) << 24;
+    // 2^120 makes up for the difference of the two biases of exponents.
+    f32::from_bits(sign | magnitude) * f32::from_bits(247 << 23)
+}
+
 /// Converts f16 bits to f32, branch-free.
 #[inline(always)]
 pub fn f16_to_f32(bits: u16) -> f32 {

@@ -11,11 +11,11 @@ use crate::model::step::{RowsOut, ScoresOut, TokenLogProb, TokenScore, MAX_TOP_L
 use crate::model::workspace::{Activations, Workspace};
 use crate::ops::activation::cpu::{activation_in_place, Activation};
 use crate::ops::attention::cpu_paged::{attention, AttentionBatch};
-use crate::ops::common::packed_matrix::PackedMatrix;
 use crate::ops::embedding::cpu_packed::embedding;
 use crate::ops::kv_cache::cpu::kv_cache_append;
 use crate::ops::layer_norm::cpu::layer_norm;
 use crate::ops::linear::cpu::{linear, linear_silu_mul, LinearScratch, Store};
+use crate::ops::linear::HostMatrix;
 use crate::ops::log_probs::cpu::LogSum;
 use crate::ops::rms_norm::cpu::rms_norm;
 use crate::ops::rms_norm::cpu_heads::rms_norm_heads;
@@ -183,7 +183,7 @@ impl Model {
     }
 }
 
-impl Decoder<PackedMatrix, Vec<f32>> {
+impl Decoder<HostMatrix, Vec<f32>> {
     /// Runs the whole pass.
     fn forward(
         &self,
@@ -203,7 +203,7 @@ impl Decoder<PackedMatrix, Vec<f32>> {
     }
 }
 
-impl Block<PackedMatrix, Vec<f32>> {
+impl Block<HostMatrix, Vec<f32>> {
     /// Computes one layer, as described in [`super::block`].
     fn forward(
         &self,
@@ -248,7 +248,7 @@ impl Block<PackedMatrix, Vec<f32>> {
     }
 }
 
-impl LinearWeights<PackedMatrix, Vec<f32>> {
+impl LinearWeights<HostMatrix, Vec<f32>> {
     fn forward(
         &self,
         backend: &CpuBackend,
@@ -321,7 +321,7 @@ impl Pass<'_> {
     /// Normalises and rotates the heads of q and k in `act.qkv`, where the model does so.
     fn turn_heads(
         &mut self,
-        block: &Block<PackedMatrix, Vec<f32>>,
+        block: &Block<HostMatrix, Vec<f32>>,
         rope_table: Option<&RopeTable>,
     ) -> Result<()> {
         let (config, backend, qkv) = (self.config, self.backend, &mut *self.act.qkv);
@@ -411,7 +411,7 @@ impl Pass<'_> {
     /// multiplies them with the output matrix.
     fn logits(
         &mut self,
-        output: &PackedMatrix,
+        output: &HostMatrix,
         final_norm: &NormWeights<Vec<f32>>,
         out: RowsOut<'_>,
     ) -> Result<()> {

@@ -122,7 +122,7 @@ pub(in crate::model) fn convert(
 }
 
 /// Converts little-endian numbers to numbers of the machine.
-fn convert_run(bytes: &[u8], from: DType, out: &mut [u8], to: DType) {
+pub(super) fn convert_run(bytes: &[u8], from: DType, out: &mut [u8], to: DType) {
     if from == to && cfg!(target_endian = "little") {
         if let Some(out) = out.get_mut(..bytes.len()) {
             out.copy_from_slice(bytes);

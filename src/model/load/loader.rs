@@ -13,7 +13,8 @@ use crate::model::checkpoint::Checkpoint;
 use crate::model::folder::Folder;
 use crate::ops::common::packed_matrix::PANEL_COLUMNS;
 use crate::ops::common::packed_matrix::{PackedMatrix, PanelWriter};
-use crate::ops::linear::MatrixLayout;
+use crate::ops::linear::{HostMatrix, MatrixLayout};
+use crate::ops::quantised::{QuantisedMatrix, QuantisedPanels};
 
 /// The state of one load.
 pub(in crate::model) struct Loader<'a> {
@@ -160,6 +161,13 @@ impl<'a> Loader<'a> {
         self.report()
     }
 
+    /// Packs a matrix for the CPU.
+    pub(super) fn pack_quantised(&mut self, matrix: &QuantisedMatrix) -> Result<HostMatrix> {
+        let packed = QuantisedPanels::pack(self.backend, matrix)?;
+        self.weights_bytes += packed.size_bytes() as u64;
+        Ok(HostMatrix::Quantised(packed))
+    }
+
     /// Packs a part stored `[out_features, in_features]` from row `first_row` of the matrix on.
     fn pack_rows(
         &mut self,
@@ -198,10 +206,14 @@ impl<'a> Loader<'a> {
 }
 
 impl WeightReader for Loader<'_> {
-    type Matrix = PackedMatrix;
+    type Matrix = HostMatrix;
     type Vector = Vec<f32>;
 
-    fn matrix(&mut self, plan: &MatrixPlan) -> Result<PackedMatrix> {
+    fn matrix(&mut self, plan: &MatrixPlan) -> Result<HostMatrix> {
+        if let Some(format) = plan.quantised {
+            let matrix = self.quantised(plan, format)?;
+            return self.pack_quantised(&matrix);
+        }
         let mut matrix = PackedMatrix::zeroed(plan.out_features, plan.in_features, self.dtype)?;
         let writer = matrix.writer()?;
         let mut first = 0;
@@ -217,7 +229,7 @@ impl WeightReader for Loader<'_> {
         }
         drop(writer);
         self.weights_bytes += matrix.size_bytes() as u64;
-        Ok(matrix)
+        Ok(HostMatrix::Dense(matrix))
     }
 
     fn vector(&mut self, plan: &VectorPlan) -> Result<Vec<f32>> {

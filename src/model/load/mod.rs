@@ -14,13 +14,14 @@ mod loader;
 mod options;
 mod pieces;
 pub mod plan;
+mod quantised;
 mod random;
 mod transfer;
 pub mod weights;
 
 pub(super) use self::files::WeightFiles;
 pub(super) use self::loader::Loader;
-pub use self::options::LoadOptions;
+pub use self::options::{LoadOptions, WeightStorage};
 
 use self::random::RandomWeights;
 use super::checkpoint::Checkpoint;
@@ -28,10 +29,10 @@ use super::decoder::block::{Decoder, DecoderPlan};
 use super::folder::Folder;
 use crate::backend::cpu::CpuBackend;
 use crate::error::Result;
-use crate::ops::common::packed_matrix::PackedMatrix;
+use crate::ops::linear::HostMatrix;
 
 /// The weights of a model on the CPU.
-pub(super) type LoadedWeights = Decoder<PackedMatrix, Vec<f32>>;
+pub(super) type LoadedWeights = Decoder<HostMatrix, Vec<f32>>;
 
 /// Reads what `plan` names, or makes it up for a checkpoint without files. `progress` gets the
 /// fraction done, on this thread, and stops the load by returning false. Also returns the bytes of

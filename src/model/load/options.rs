@@ -1,6 +1,8 @@
 //! How a model is loaded.
 
+use crate::error::{Error, Result};
 use crate::memory::DType;
+use crate::ops::quantised::{quantised_format, Code, QuantFormat};
 
 /// How a model is loaded.
 #[derive(Clone, Debug, Default)]
@@ -14,4 +16,50 @@ pub struct LoadOptions {
     /// prompt is cut, and whether it is computed for the first time or again. On the CPU that is
     /// always so.
     pub deterministic: bool,
+}
+
+/// What the matrices of the layers are kept as. Embeddings, the output matrix, norms and biases stay
+/// as they are.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum WeightStorage {
+    /// As the files have them.
+    #[default]
+    AsStored,
+    /// Numbers of 32 and 16 bits become 8-bit integers while they are read.
+    Int8,
+    /// Numbers of 32 and 16 bits become 4-bit integers while they are read.
+    Int4,
+}
+
+impl WeightStorage {
+    /// The inputs that share a scale if the caller does not say.
+    const fn default_group_size(self) -> usize {
+        match self {
+            WeightStorage::Int4 => 32,
+            WeightStorage::AsStored | WeightStorage::Int8 => 128,
+        }
+    }
+
+    /// Returns the format of the matrices that are quantised; `None` if none is. `group_size` 0 leaves
+    /// the size to the library.
+    pub fn format(self, group_size: usize) -> Result<Option<QuantFormat>> {
+        let code = match self {
+            WeightStorage::AsStored if group_size == 0 => return Ok(None),
+            WeightStorage::AsStored => {
+                return Err(Error::invalid_argument(
+                    "a group size was given, but the weights are not quantised at load",
+                ))
+            }
+            WeightStorage::Int8 => Code::Int8,
+            WeightStorage::Int4 => Code::Int4,
+        };
+        let group_size = if group_size == 0 { self.default_group_size() } else { group_size };
+        if !group_size.is_multiple_of(32) || group_size > 1 << 20 {
+            return Err(Error::invalid_argument(format!(
+                "the group size is {group_size}, but must be a multiple of 32 up to {}",
+                1 << 20
+            )));
+        }
+        Ok(Some(quantised_format(code, group_size)))
+    }
 }

@@ -10,9 +10,10 @@ use crate::error::Result;
 use crate::memory::DType;
 use crate::model::checkpoint::{Checkpoint, Tensor};
 use crate::model::config::ModelConfig;
-use crate::model::decoder::block::{DecoderPlan, TokenMatrices};
+use crate::model::decoder::block::{DecoderPlan, MlpWeights, TokenMatrices};
 use crate::model::load::weights::{MatrixPart, MatrixPlan, VectorPlan, WeightReader};
 use crate::ops::linear::{MatrixLayout, ShardAxis};
+use crate::ops::quantised::QuantFormat;
 
 /// What the headers say of a decoder.
 pub struct PlannedDecoder {
@@ -31,6 +32,24 @@ impl DecoderPlan {
         let mut totals = Totals::default();
         self.read(&mut totals)?;
         Ok(totals)
+    }
+
+    /// Whether a matrix is quantised.
+    pub fn is_quantised(&self) -> Result<bool> {
+        Ok(self.totals()?.matrices.iter().any(|matrix| matrix.quantised.is_some()))
+    }
+
+    /// Has the matrices of the layers that are stored otherwise brought into `format`.
+    pub fn quantise(&mut self, format: QuantFormat) {
+        for block in &mut self.blocks {
+            let (up, down) = match &mut block.mlp {
+                MlpWeights::Gated { gate_up, down } => (gate_up, down),
+                MlpWeights::Plain { up, down } => (up, down),
+            };
+            for layer in [&mut block.attention.qkv, &mut block.attention.output, up, down] {
+                layer.weight.quantised.get_or_insert(format);
+            }
+        }
     }
 }
 
@@ -87,6 +106,7 @@ impl<'a> Planner<'a> {
             in_features,
             layout: MatrixLayout::Rows,
             shard: ShardAxis::None,
+            quantised: None,
         };
         for (name, out_features) in parts {
             let tensor = self.tensor(name, &[*out_features, in_features])?;
@@ -110,6 +130,7 @@ impl<'a> Planner<'a> {
             in_features,
             layout: MatrixLayout::Columns,
             shard: ShardAxis::None,
+            quantised: None,
         })
     }
 
@@ -161,13 +182,24 @@ impl<'a> Planner<'a> {
     }
 }
 
+/// The size and the format of a matrix.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct MatrixSize {
+    /// Rows.
+    pub out_features: usize,
+    /// Columns.
+    pub in_features: usize,
+    /// See [`MatrixPlan::quantised`].
+    pub quantised: Option<QuantFormat>,
+}
+
 /// What a plan amounts to.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Totals {
     /// Numbers in all weights, a tied output matrix counted once.
     pub num_parameters: u64,
-    /// `[out_features, in_features]` of every matrix.
-    pub matrices: Vec<(usize, usize)>,
+    /// Every matrix.
+    pub matrices: Vec<MatrixSize>,
     /// Numbers in all vectors.
     pub vector_len: u64,
     /// Bytes to read from the files.
@@ -206,7 +238,11 @@ impl WeightReader for Totals {
                 DType::BF16 => bf16_len,
             } += len;
         }
-        self.matrices.push((plan.out_features, plan.in_features));
+        self.matrices.push(MatrixSize {
+            out_features: plan.out_features,
+            in_features: plan.in_features,
+            quantised: plan.quantised,
+        });
         Ok(())
     }
 

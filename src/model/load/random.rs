@@ -8,7 +8,7 @@ use crate::error::{try_filled, Result};
 use crate::ops::common::packed_matrix::PackedMatrix;
 use crate::ops::fill::cpu::mix;
 use crate::ops::fill::{cpu, Noise};
-use crate::ops::linear::MatrixLayout;
+use crate::ops::linear::{HostMatrix, MatrixLayout};
 
 /// The seed from which all others follow.
 const SEED: u64 = 0x78_7365_7276;
@@ -72,11 +72,15 @@ impl<'l, 'a> RandomWeights<'l, 'a> {
 }
 
 impl WeightReader for RandomWeights<'_, '_> {
-    type Matrix = PackedMatrix;
+    type Matrix = HostMatrix;
     type Vector = Vec<f32>;
 
-    fn matrix(&mut self, plan: &MatrixPlan) -> Result<PackedMatrix> {
+    fn matrix(&mut self, plan: &MatrixPlan) -> Result<HostMatrix> {
         let noise = self.noise.matrix(plan);
+        if let Some(format) = plan.quantised {
+            let matrix = self.loader.random_quantised(plan, format, noise.seed)?;
+            return self.loader.pack_quantised(&matrix);
+        }
         let dtype = self.loader.dtype;
         let mut matrix = PackedMatrix::zeroed(plan.out_features, plan.in_features, dtype)?;
         let writer = matrix.writer()?;
@@ -105,7 +109,7 @@ impl WeightReader for RandomWeights<'_, '_> {
         )?;
         drop(writer);
         self.loader.weights_bytes += matrix.size_bytes() as u64;
-        Ok(matrix)
+        Ok(HostMatrix::Dense(matrix))
     }
 
     fn vector(&mut self, plan: &VectorPlan) -> Result<Vec<f32>> {

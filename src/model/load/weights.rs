@@ -3,6 +3,7 @@
 use crate::error::Result;
 use crate::model::checkpoint::Tensor;
 use crate::ops::linear::{MatrixLayout, ShardAxis};
+use crate::ops::quantised::QuantFormat;
 
 /// A tensor of a matrix, and how many of its output features it gives.
 #[derive(Clone, Debug, PartialEq)]
@@ -26,6 +27,8 @@ pub struct MatrixPlan {
     pub layout: MatrixLayout,
     /// The axis along which devices divide it.
     pub shard: ShardAxis,
+    /// The format that it is kept in; `None` keeps every number by itself, in the model's type.
+    pub quantised: Option<QuantFormat>,
 }
 
 /// A vector made of one tensor, or of several one after the other; kept in f32.

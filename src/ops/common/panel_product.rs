@@ -95,6 +95,11 @@ impl ProductNeeds {
         }
     }
 
+    /// Returns the needs with panels of at least `len` f32 in all.
+    pub fn with_panels(self, len: usize) -> Self {
+        ProductNeeds { panels_len: self.panels_len.max(len), ..self }
+    }
+
     /// Returns their size in bytes.
     pub fn size_bytes(&self) -> usize {
         self.panels_len.saturating_add(self.sums_len).saturating_mul(size_of::<f32>())

@@ -2,16 +2,17 @@
 
 use crate::backend::cpu::CpuBackend;
 use crate::error::{Error, Result};
-use crate::ops::common::packed_matrix::PackedMatrix;
+use crate::ops::linear::HostWeight;
 
 /// Writes row `token_ids[i]` of `table` [vocab_size, hidden_size] to row i of `out`
 /// [num_tokens, hidden_size].
-pub fn embedding(
+pub fn embedding<'a>(
     backend: &CpuBackend,
-    table: &PackedMatrix,
+    table: impl Into<HostWeight<'a>>,
     token_ids: &[u32],
     out: &mut [f32],
 ) -> Result<()> {
+    let table: HostWeight<'_> = table.into();
     let hidden_size = table.in_features();
     let vocab_size = table.out_features();
     if token_ids.len().checked_mul(hidden_size) != Some(out.len()) {

@@ -2,16 +2,18 @@
 //!
 //! x [num_tokens, in_features] f32, W [out_features, in_features] packed, bias [out_features] f32,
 //! out [num_tokens, out_features] f32; sums in f32. With bf16 weights x is rounded to bf16 first,
-//! on every instruction set; f32 and f16 weights take x as it is. An output element is summed over
+//! on every instruction set; f32, f16 and quantised weights take x as it is. An output element is summed over
 //! k in one order whatever `num_tokens` and the number of threads, so its bits depend on its row of
 //! x alone.
 
+use super::cpu_quantised::{multiply_quantised, QuantisedNeeds};
+use super::host_matrix::HostWeight;
 use crate::backend::cpu::simd::{Kernel, Simd};
 use crate::backend::cpu::tile::Element;
 use crate::backend::cpu::{CpuBackend, Isa, SendPointer};
 use crate::error::{Error, Result};
 use crate::memory::{DType, HostBuffer};
-use crate::ops::common::packed_matrix::{k_step, PackedMatrix, PANEL_COLUMNS};
+use crate::ops::common::packed_matrix::{k_step, PANEL_COLUMNS};
 use crate::ops::common::panel_product::{
     grow, multiply, Epilogue, Packed, ProductNeeds, ProductScratch, Rows, Weight,
 };
@@ -59,17 +61,25 @@ impl LinearScratch {
         self.activations.len_bytes() + self.product.size_bytes() + self.tile_sums.len_bytes()
     }
 
-    /// Returns the bytes held after calls with each of `calls`, `(num_tokens, in_features)`, on
-    /// `num_threads` threads.
+    /// Returns the bytes held after calls with each of `calls`, on `num_threads` threads.
     pub fn bytes_for(
         dtype: DType,
         isa: Isa,
         num_threads: usize,
-        calls: impl Iterator<Item = (usize, usize)>,
+        calls: impl Iterator<Item = LinearCall>,
     ) -> usize {
         let (mut activations, mut product) = (0, ProductNeeds::default());
         let mut tile_sums = 0;
-        for (num_tokens, in_features) in calls {
+        let mut quantised = QuantisedNeeds::default();
+        for LinearCall { num_tokens, in_features, form } in calls {
+            if let WeightForm::Quantised { is_ordered } = form {
+                let needs = QuantisedNeeds::new(num_threads, num_tokens, in_features, is_ordered);
+                quantised = quantised.max(needs);
+                let needs =
+                    ProductNeeds::new(DType::F32, false, num_threads, num_tokens, in_features);
+                product = product.max(needs);
+                continue;
+            }
             if dtype == DType::BF16 && isa.has_tiles() {
                 activations = tile_product::tiles_bytes(num_tokens, in_features).max(activations);
                 tile_sums = tile_product::sums_bytes(num_threads, num_tokens).max(tile_sums);
@@ -83,22 +93,51 @@ impl LinearScratch {
             let needs = ProductNeeds::new(dtype, native, num_threads, num_tokens, in_features);
             product = product.max(needs);
         }
-        product.size_bytes().saturating_add(activations).saturating_add(tile_sums)
+        let activations = activations.max(quantised.ordered_bytes());
+        product
+            .with_panels(quantised.panels_len())
+            .size_bytes()
+            .saturating_add(activations)
+            .saturating_add(tile_sums)
     }
+}
+
+/// How the weight of a call is stored, as far as [`LinearScratch`] depends on it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum WeightForm {
+    /// Every number is stored by itself.
+    Dense,
+    /// Numbers of few bits.
+    Quantised {
+        /// Whether its inputs are stored in another order.
+        is_ordered: bool,
+    },
+}
+
+/// A call of [`linear`], as far as [`LinearScratch`] depends on it.
+#[derive(Clone, Copy, Debug)]
+pub struct LinearCall {
+    /// The rows of x.
+    pub num_tokens: usize,
+    /// The columns of x.
+    pub in_features: usize,
+    /// How the weight is stored.
+    pub form: WeightForm,
 }
 
 /// Computes a linear layer; see the head of the file.
 #[allow(clippy::too_many_arguments)]
-pub fn linear(
+pub fn linear<'a>(
     backend: &CpuBackend,
     x: &[f32],
     num_tokens: usize,
-    weight: &PackedMatrix,
+    weight: impl Into<HostWeight<'a>>,
     bias: Option<&[f32]>,
     out: &mut [f32],
     store: Store,
     scratch: &mut LinearScratch,
 ) -> Result<()> {
+    let weight: HostWeight<'_> = weight.into();
     let (out_features, in_features) = (weight.out_features(), weight.in_features());
     if num_tokens.checked_mul(in_features) != Some(x.len())
         || num_tokens.checked_mul(out_features) != Some(out.len())
@@ -116,6 +155,21 @@ pub fn linear(
         return Ok(());
     }
     let epilogue = Finish { bias, store, out: SendPointer(out.as_mut_ptr()), out_features };
+    let weight = match weight {
+        HostWeight::Dense(weight) => weight,
+        HostWeight::Quantised(weight) => {
+            let LinearScratch { activations, product, .. } = scratch;
+            return multiply_quantised(
+                backend,
+                x,
+                num_tokens,
+                weight,
+                &epilogue,
+                activations,
+                product,
+            );
+        }
+    };
     let is_bf16 = weight.dtype() == DType::BF16;
     if is_bf16 && backend.has_tiles() && in_features > 0 {
         let LinearScratch { activations, tile_sums, .. } = scratch;
@@ -149,26 +203,33 @@ pub fn linear(
 /// [num_tokens, in_features], out [num_tokens, out_features / 2]; `products`, [num_tokens,
 /// out_features], may be used for x W^T.
 #[allow(clippy::too_many_arguments)]
-pub fn linear_silu_mul(
+pub fn linear_silu_mul<'a>(
     backend: &CpuBackend,
     x: &[f32],
     num_tokens: usize,
-    weight: &PackedMatrix,
+    weight: impl Into<HostWeight<'a>>,
     bias: Option<&[f32]>,
     products: &mut [f32],
     out: &mut [f32],
     scratch: &mut LinearScratch,
 ) -> Result<()> {
+    let weight: HostWeight<'_> = weight.into();
     let (width, in_features) = (weight.out_features() / 2, weight.in_features());
-    let in_tiles = weight.dtype() == DType::BF16 && backend.has_tiles() && bias.is_none();
     let is_whole = weight.out_features() == 2 * width
         && width.is_multiple_of(PANEL_COLUMNS)
         && num_tokens.checked_mul(in_features) == Some(x.len())
         && num_tokens.checked_mul(width) == Some(out.len());
-    if !in_tiles || !is_whole || x.is_empty() || out.is_empty() {
+    let tiles = match weight {
+        HostWeight::Dense(weight) if weight.dtype() == DType::BF16 && backend.has_tiles() => {
+            Some(weight)
+        }
+        _ => None,
+    };
+    let is_served = is_whole && bias.is_none() && !x.is_empty() && !out.is_empty();
+    let Some(weight) = tiles.filter(|_| is_served) else {
         linear(backend, x, num_tokens, weight, bias, products, Store::Overwrite, scratch)?;
         return silu_mul(backend, products, width, out);
-    }
+    };
     let LinearScratch { activations, tile_sums, .. } = scratch;
     tile_product::make_tiles(backend, x, in_features, activations)?;
     let epilogue = SiluMul { out: SendPointer(out.as_mut_ptr()), width };

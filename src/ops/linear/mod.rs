@@ -6,15 +6,18 @@
 //! the residual stream) are fused into one kernel.
 
 pub mod cpu;
+mod cpu_quantised;
 pub mod cuda_gemv;
 pub mod cuda_gemv_mma;
 pub mod cuda_prefill;
 pub mod cuda_prefill_heads;
 pub mod cuda_skinny;
+mod host_matrix;
 mod matrix;
 mod plan;
 mod residual;
 
+pub use host_matrix::{HostMatrix, HostWeight};
 pub use matrix::{Matrix, MatrixLayout, ShardAxis, ShardUnit, WeightFormat};
 pub use plan::{
     library_workspace_bytes, scratch_bytes, DecoderSizes, Layer, LinearPass, LinearPlan, Product,

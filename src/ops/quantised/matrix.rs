@@ -2,6 +2,7 @@
 //! what the layouts of the kernels are made from.
 
 use super::format::{Code, QuantFormat};
+use crate::backend::cpu::math::fp8_to_f32;
 use crate::error::{try_filled, Error, Result};
 
 /// A quantised matrix `[out_features, in_features]` on the host; see [`QuantFormat`].
@@ -99,20 +100,5 @@ impl QuantisedMatrix {
             }
         }
         Ok(())
-    }
-}
-
-/// The value of an e4m3fn code; the two codes that are no numbers become NaN.
-pub fn fp8_to_f32(code: u8) -> f32 {
-    let (exponent, mantissa) = (i32::from(code >> 3 & 15), f32::from(code & 7));
-    let magnitude = match (exponent, code & 7) {
-        (15, 7) => f32::NAN,
-        (0, _) => mantissa * (1.0 / 512.0),
-        _ => (1.0 + mantissa / 8.0) * ((exponent - 7) as f32).exp2(),
-    };
-    if code & 0x80 != 0 {
-        -magnitude
-    } else {
-        magnitude
     }
 }

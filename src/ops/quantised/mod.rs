@@ -1,9 +1,15 @@
 //! Matrices whose numbers are stored in 4 or 8 bits, with a scale for every group of inputs of a
-//! row: their [formats](QuantFormat) and their [numbers on the host](QuantisedMatrix). The products
-//! with them are those of [`linear`](super::linear).
+//! row: their [formats](QuantFormat), their [numbers on the host](QuantisedMatrix), and the layouts
+//! that kernels read. The products with them are those of [`linear`](super::linear).
 
 mod format;
 mod matrix;
+mod panels;
+mod quantise;
 
+pub use crate::backend::cpu::math::fp8_to_f32;
 pub use format::{Code, QuantFormat};
-pub use matrix::{fp8_to_f32, QuantisedMatrix};
+pub use matrix::QuantisedMatrix;
+pub use panels::QuantisedPanels;
+pub(crate) use panels::{vectors_of, Dequantise};
+pub use quantise::{quantise_row, quantised_format, RowOut};

@@ -1,6 +1,7 @@
 //! Linear layers, in each of their forms.
 
 mod cpu;
+mod cpu_quantised;
 mod gemv;
 mod gemv_mma;
 mod prefill;

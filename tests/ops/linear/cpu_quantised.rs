@@ -1,0 +1,184 @@
+//! Quantised weights on the CPU: every code, awkward shapes, and bits that depend on nothing but the
+//! row.
+
+use crate::support::{
+    assert_close, assert_same_bits, backends, reference, Guarded, Random, Tolerance,
+};
+use xserv::backend::cpu::CpuBackend;
+use xserv::memory::DType;
+use xserv::ops::linear::cpu::{linear, linear_silu_mul, LinearScratch, Store};
+use xserv::ops::quantised::{Code, QuantFormat, QuantisedMatrix, QuantisedPanels};
+
+const CODES: [Code; 3] = [Code::Int4, Code::Int8, Code::Fp8];
+
+/// A matrix of random codes; scales are numbers of the format's type.
+pub fn random_matrix(
+    random: &mut Random,
+    n: usize,
+    k: usize,
+    format: QuantFormat,
+) -> QuantisedMatrix {
+    let mut matrix = QuantisedMatrix::empty(n, k, format).unwrap();
+    let is_odd = |row: usize, byte: usize| (byte + 1) * 2 > k && row < n;
+    let row_bytes = format.code.row_bytes(k);
+    for (index, code) in matrix.codes.iter_mut().enumerate() {
+        *code = (random.next() >> 32) as u8;
+        match format.code {
+            Code::Int4 if is_odd(index / row_bytes, index % row_bytes) => *code &= 15,
+            Code::Fp8 if *code & 0x7f == 0x7f => *code = 0x7e,
+            _ => {}
+        }
+    }
+    for scale in &mut matrix.scales {
+        let number = random.normals(1)[0] * 0.02;
+        *scale = match format.scale {
+            DType::F32 => number,
+            DType::F16 => half::f16::from_f32(number).to_f32(),
+            DType::BF16 => half::bf16::from_f32(number).to_f32(),
+        };
+    }
+    for zero in &mut matrix.zeros {
+        let most = if format.code == Code::Int4 { 15 } else { 255 };
+        *zero = (random.next() >> 32) as u8 & most;
+    }
+    matrix
+}
+
+/// The numbers of a matrix, row after row.
+pub fn weights(matrix: &QuantisedMatrix) -> Vec<f32> {
+    let mut all = vec![0.0; matrix.out_features * matrix.in_features];
+    for (row, out) in all.chunks_exact_mut(matrix.in_features).enumerate() {
+        matrix.row_to_f32(row, out).unwrap();
+    }
+    all
+}
+
+/// All formats with zeros or without, in groups of these sizes.
+pub fn formats(group_sizes: &[usize]) -> Vec<QuantFormat> {
+    let mut all = Vec::new();
+    for code in CODES {
+        for &group_size in group_sizes {
+            for (has_zeros, scale) in
+                [(false, DType::F16), (false, DType::F32), (code != Code::Fp8, DType::BF16)]
+            {
+                all.push(QuantFormat { code, group_size, has_zeros, scale });
+            }
+        }
+    }
+    all
+}
+
+fn run(backend: &CpuBackend, x: &[f32], num_tokens: usize, weight: &QuantisedPanels) -> Vec<f32> {
+    let mut out = Guarded::new(num_tokens * weight.out_features());
+    let scratch = &mut LinearScratch::new();
+    linear(backend, x, num_tokens, weight, None, out.get(), Store::Overwrite, scratch).unwrap();
+    out.checked("linear").to_vec()
+}
+
+#[test]
+fn awkward_shapes_of_quantised_weights() {
+    let mut random = Random::new(21);
+    let backends = backends(&[1, 2]);
+    for format in formats(&[1, 32, 100]) {
+        for (k, n) in [(1, 1), (31, 64), (33, 65), (97, 130), (200, 31)] {
+            let matrix = random_matrix(&mut random, n, k, format);
+            let exact = weights(&matrix);
+            let bias = random.normals(n);
+            for num_tokens in [0, 1, 2, 3, 4, 5, 8, 9, 33] {
+                let x = random.normals(num_tokens * k);
+                let plain = reference::linear(&x, &exact, None, k, n);
+                let biased = reference::linear(&x, &exact, Some(&bias), k, n);
+                for backend in &backends {
+                    let packed = QuantisedPanels::pack(backend, &matrix).unwrap();
+                    let what = format!("{format:?} {num_tokens}x{k}x{n} on {}", backend.name());
+                    let out = run(backend, &x, num_tokens, &packed);
+                    assert_close(&what, &out, &plain, Tolerance::Rms(2e-5));
+                    let before = random.normals(num_tokens * n);
+                    let mut out = Guarded::of(&before);
+                    let (bias, scratch) = (Some(&bias[..]), &mut LinearScratch::new());
+                    linear(backend, &x, num_tokens, &packed, bias, out.get(), Store::Add, scratch)
+                        .unwrap();
+                    let sums: Vec<f64> =
+                        biased.iter().zip(&before).map(|(a, &b)| a + f64::from(b)).collect();
+                    assert_close(&what, out.checked(&what), &sums, Tolerance::Rms(2e-5));
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn packed_rows_are_the_rows() {
+    let mut random = Random::new(22);
+    for backend in backends(&[2]) {
+        for format in formats(&[1, 32, 100]) {
+            let (n, k) = (70, 103);
+            let mut matrix = random_matrix(&mut random, n, k, format);
+            if format.group_size == 32 {
+                matrix.order = (0..k as u32).map(|place| place * 7 % k as u32).collect();
+            }
+            let packed = QuantisedPanels::pack(&backend, &matrix).unwrap();
+            assert_eq!(
+                Some(packed.size_bytes()),
+                QuantisedPanels::bytes_for(n, k, &format, !matrix.order.is_empty())
+            );
+            let mut row_of_panels = vec![0.0; k];
+            let all = weights(&matrix);
+            for (row, expected) in all.chunks_exact(k).enumerate() {
+                packed.row_to_f32(row, &mut row_of_panels).unwrap();
+                assert_same_bits(&format!("{format:?} row {row}"), &row_of_panels, expected);
+            }
+            assert!(packed.row_to_f32(n, &mut row_of_panels).is_err());
+        }
+    }
+}
+
+#[test]
+fn a_row_of_quantised_weights_has_the_same_bits_alone_and_in_a_batch() {
+    let mut random = Random::new(23);
+    let (k, n) = (3000, 130);
+    for backend in backends(&[1, 3]) {
+        for format in formats(&[128, 3000]) {
+            let mut matrix = random_matrix(&mut random, n, k, format);
+            if format.scale == DType::F16 {
+                matrix.order = (0..k as u32).rev().collect();
+            }
+            let packed = QuantisedPanels::pack(&backend, &matrix).unwrap();
+            let x = random.normals(40 * k);
+            let alone = run(&backend, &x[..k], 1, &packed);
+            for num_tokens in [2, 3, 4, 7, 8, 9, 40] {
+                let batch = run(&backend, &x[..num_tokens * k], num_tokens, &packed);
+                let what = format!("{format:?} in {num_tokens} on {}", backend.name());
+                assert_same_bits(&what, &batch[..n], &alone);
+            }
+        }
+    }
+}
+
+#[test]
+fn gated_products_of_quantised_weights() {
+    let mut random = Random::new(24);
+    let format =
+        QuantFormat { code: Code::Int4, group_size: 32, has_zeros: true, scale: DType::BF16 };
+    let (k, width) = (96, 128);
+    let matrix = random_matrix(&mut random, 2 * width, k, format);
+    for backend in backends(&[2]) {
+        let packed = QuantisedPanels::pack(&backend, &matrix).unwrap();
+        for num_tokens in [1, 20] {
+            let x = random.normals(num_tokens * k);
+            let products = reference::linear(&x, &weights(&matrix), None, k, 2 * width);
+            let expected: Vec<f64> = products
+                .chunks_exact(2 * width)
+                .flat_map(|row| {
+                    (0..width).map(|i| row[i] / (1.0 + (-row[i]).exp()) * row[width + i])
+                })
+                .collect();
+            let (mut room, mut out) =
+                (vec![0.0; num_tokens * 2 * width], vec![0.0; num_tokens * width]);
+            let scratch = &mut LinearScratch::new();
+            linear_silu_mul(&backend, &x, num_tokens, &packed, None, &mut room, &mut out, scratch)
+                .unwrap();
+            assert_close("gated", &out, &expected, Tolerance::Rms(2e-5));
+        }
+    }
+}
