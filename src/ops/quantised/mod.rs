@@ -6,6 +6,7 @@ mod format;
 mod matrix;
 mod panels;
 mod quantise;
+pub mod tiles;
 
 pub use crate::backend::cpu::math::fp8_to_f32;
 pub use format::{Code, QuantFormat};
