@@ -47,6 +47,18 @@ fn dims(values: &[usize]) -> Result<([i64; MAX_RANK], usize)> {
 }
 
 impl DeviceTensor {
+    /// Allocates a contiguous tensor for work that is queued before it is dropped. Its content is
+    /// arbitrary.
+    pub fn temporary(
+        context: &ComputeContext,
+        element: ElementType,
+        shape: &[usize],
+        what: &str,
+    ) -> Result<DeviceTensor> {
+        let memory = Arc::new(context.allocate(Arena::bytes_for(element, shape)?, what)?);
+        place(&memory, 0, element, context.device(), shape, None)
+    }
+
     /// Returns a view of the same memory from element `offset` on, row-major contiguous without
     /// `strides`.
     pub fn view(

@@ -140,7 +140,7 @@ impl DevicePass<'_> {
     pub fn run(&self, kv: &KvCache, workspace: &DeviceWorkspace) -> Result<Option<Activations>> {
         let weights = &self.model.weights;
         let mut act = self.activations(workspace, self.num_tokens())?;
-        self.embed(weights.tokens.embedding.data(), workspace, &act)?;
+        self.embed(weights.tokens.embedding.dense_data()?, workspace, &act)?;
         if let Some(table) = &weights.position_embedding {
             self.add_positions(table, &act)?;
         }
@@ -332,7 +332,7 @@ impl DevicePass<'_> {
                 slots,
                 &sequences,
                 partials,
-                layer.weight,
+                layer.weight.dense_data()?,
             )?;
             return self.linear.add_sums(&mut act.stream, sums, &layer);
         }

@@ -7,6 +7,7 @@ use crate::memory::DType;
 use crate::model::config::ModelConfig;
 use crate::model::decoder::block::DecoderPlan;
 use crate::model::load::device::matrix_geometry;
+use crate::model::load::device_quantised::device_tiles;
 use crate::model::load::heads::HeadSpacing;
 use crate::model::load::weights::{MatrixPlan, VectorPlan, WeightReader};
 use crate::model::step::MAX_TOP_LOG_PROBS;
@@ -16,11 +17,18 @@ use crate::ops::kv_cache::layout::BLOCK_SIZE;
 use crate::ops::linear::MatrixLayout;
 use crate::ops::{attention, linear, top_k};
 
+/// The shape of a weight, and whether it is quantised on the device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct ProductShape {
+    weight: WeightShape,
+    is_quantised: bool,
+}
+
 /// The weights of a model as the matrix products see them, each shape once.
 #[derive(Clone, Debug, Default)]
 pub(super) struct ProductShapes {
     spacing: Option<HeadSpacing>,
-    shapes: Vec<WeightShape>,
+    shapes: Vec<ProductShape>,
 }
 
 impl ProductShapes {
@@ -48,6 +56,8 @@ impl WeightReader for ProductShapes {
                 WeightShape { out_features: columns, in_features: rows, transposed: false }
             }
         };
+        let is_quantised = device_tiles(plan, spacing)?.is_some();
+        let shape = ProductShape { weight: shape, is_quantised };
         if !self.shapes.contains(&shape) {
             let room = self.shapes.try_reserve(1);
             room.map_err(|_| Error::out_of_memory("the shapes of weights", 1))?;
@@ -87,14 +97,19 @@ impl Scratch {
                 limits.num_tokens
             }
         };
-        let most = |bytes: &dyn Fn(&WeightShape) -> usize| {
+        let most = |bytes: &dyn Fn(&ProductShape) -> usize| {
             products.shapes.iter().map(bytes).max().unwrap_or(0)
         };
-        let product = |shape: &WeightShape| {
-            linear::scratch_bytes(dtype, num_rows(shape), shape, is_deterministic)
+        let product = |shape: &ProductShape| {
+            let ProductShape { weight, is_quantised } = shape;
+            linear::scratch_bytes(dtype, num_rows(weight), weight, *is_quantised, is_deterministic)
         };
-        let library = |shape: &WeightShape| {
-            linear::library_workspace_bytes(num_rows(shape), shape, is_deterministic)
+        let library = |shape: &ProductShape| {
+            linear::library_workspace_bytes(
+                num_rows(&shape.weight),
+                &shape.weight,
+                is_deterministic,
+            )
         };
         let max_keys = limits.blocks().saturating_mul(BLOCK_SIZE);
         let sizes = attention_sizes(config, spacing);

@@ -6,6 +6,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use super::device_quantised::{device_tiles, Upload};
 use super::geometry::Geometry;
 use super::heads::HeadSpacing;
 use super::random::WeightNoise;
@@ -18,7 +19,8 @@ use crate::memory::{DType, ElementType, HostBuffer};
 use crate::model::checkpoint::Tensor;
 use crate::model::decoder::block::{Decoder, DecoderPlan};
 use crate::ops::fill::{fill, Noise};
-use crate::ops::linear::{Matrix, MatrixLayout};
+use crate::ops::linear::{Matrix, MatrixLayout, WeightFormat};
+use crate::ops::quantised::tiles::TileLayout;
 
 /// Matrices lie on the device as in their files.
 pub(in crate::model) fn matrix_geometry(plan: &MatrixPlan, spacing: HeadSpacing) -> Geometry {
@@ -37,6 +39,11 @@ fn vector_geometry(plan: &VectorPlan, spacing: HeadSpacing) -> Geometry {
     Geometry::new(plan.len, 1, plan.shard, spacing)
 }
 
+/// The 32-bit words that tiles take.
+fn words(layout: &TileLayout) -> usize {
+    layout.len_bytes().div_ceil(4)
+}
+
 /// Adds up the bytes of an arena that the weights take.
 struct DeviceBytes {
     element: ElementType,
@@ -46,7 +53,10 @@ struct DeviceBytes {
 
 impl DeviceBytes {
     fn add(&mut self, shape: &[usize]) -> Result<()> {
-        let bytes = Arena::bytes_for(self.element, shape)?;
+        self.add_bytes(Arena::bytes_for(self.element, shape)?)
+    }
+
+    fn add_bytes(&mut self, bytes: usize) -> Result<()> {
         let sum = self.bytes.checked_add(bytes);
         self.bytes = sum.ok_or_else(|| Error::out_of_memory("the weights", usize::MAX))?;
         Ok(())
@@ -58,6 +68,9 @@ impl WeightReader for DeviceBytes {
     type Vector = ();
 
     fn matrix(&mut self, plan: &MatrixPlan) -> Result<()> {
+        if let Some(layout) = device_tiles(plan, self.spacing)? {
+            return self.add_bytes(Arena::bytes_for(ElementType::I32, &[words(&layout)])?);
+        }
         let geometry = matrix_geometry(plan, self.spacing);
         self.add(&[geometry.device_rows(), geometry.device_columns()])
     }
@@ -118,6 +131,13 @@ struct Placing<'l, 'a> {
     loader: &'l mut Loader<'a>,
     taken: DeviceBytes,
     transfer: Transfer<usize>,
+    quantised: Vec<QuantisedJob>,
+}
+
+/// A quantised matrix and its place in the arena, in bytes.
+struct QuantisedJob {
+    plan: MatrixPlan,
+    place: usize,
 }
 
 impl Placing<'_, '_> {
@@ -144,6 +164,12 @@ impl WeightReader for Placing<'_, '_> {
         let geometry = matrix_geometry(plan, self.taken.spacing);
         let place = self.taken.bytes;
         self.taken.matrix(plan)?;
+        if device_tiles(plan, self.taken.spacing)?.is_some() {
+            let room = self.quantised.try_reserve(1);
+            room.map_err(|_| Error::out_of_memory("the list of weights", 1))?;
+            self.quantised.push(QuantisedJob { plan: plan.clone(), place });
+            return Ok(());
+        }
         let mut first = 0;
         for part in &plan.parts {
             let rows = match plan.layout {
@@ -187,6 +213,10 @@ impl WeightReader for Dividing {
     type Vector = DeviceTensor;
 
     fn matrix(&mut self, plan: &MatrixPlan) -> Result<Matrix> {
+        if let Some(layout) = device_tiles(plan, self.spacing)? {
+            let data = self.arena.tensor(ElementType::I32, &[words(&layout)])?;
+            return Ok(Matrix::quantised(data, layout, plan.shard));
+        }
         let geometry = matrix_geometry(plan, self.spacing);
         let shape = [geometry.device_rows(), geometry.device_columns()];
         let data = self.arena.tensor(ElementType::Float(self.dtype), &shape)?;
@@ -202,9 +232,10 @@ impl WeightReader for Dividing {
 /// Divides the arena among tensors, and has the device fill each with random numbers.
 struct Filling<'l, 'a> {
     dividing: Dividing,
-    context: &'l ComputeContext,
+    context: &'l Arc<ComputeContext>,
     loader: &'l mut Loader<'a>,
     noise: WeightNoise,
+    upload: Upload<'l>,
 }
 
 impl Filling<'_, '_> {
@@ -238,6 +269,11 @@ impl WeightReader for Filling<'_, '_> {
         let matrix = self.dividing.matrix(plan)?;
         let geometry = matrix_geometry(plan, self.dividing.spacing);
         let noise = self.noise.matrix(plan);
+        if let WeightFormat::Quantised(layout) = matrix.format() {
+            let made = self.loader.random_quantised(plan, layout.format(), noise.seed)?;
+            self.upload.tiles(self.loader, &made, &layout, matrix.data(), 0)?;
+            return Ok(matrix);
+        }
         let stored_bytes = plan.parts.iter().map(|part| part.tensor.len_bytes).sum();
         self.fill(matrix.data(), &geometry, &noise, stored_bytes)?;
         Ok(matrix)
@@ -264,6 +300,7 @@ pub(in crate::model) struct WeightsLoad<'a> {
     plan: &'a DecoderPlan,
     loader: Loader<'a>,
     transfer: Transfer<usize>,
+    quantised: Vec<QuantisedJob>,
     /// What they take there.
     bytes: usize,
     dtype: DType,
@@ -283,14 +320,15 @@ impl<'a> WeightsLoad<'a> {
             loader: &mut loader,
             taken: DeviceBytes { element, spacing, bytes: 0 },
             transfer: Transfer::new(dtype),
+            quantised: Vec::new(),
         };
         if placing.loader.files.are_random() {
             plan.read(&mut placing.taken)?;
         } else {
             plan.read(&mut placing)?;
         }
-        let Placing { taken: DeviceBytes { bytes, .. }, transfer, .. } = placing;
-        Ok(WeightsLoad { plan, loader, transfer, bytes, dtype, spacing })
+        let Placing { taken: DeviceBytes { bytes, .. }, transfer, quantised, .. } = placing;
+        Ok(WeightsLoad { plan, loader, transfer, quantised, bytes, dtype, spacing })
     }
 
     /// Bytes that they take on the device.
@@ -313,7 +351,7 @@ impl<'a> WeightsLoad<'a> {
         context: &Arc<ComputeContext>,
         beside: impl FnOnce(&Decoder<Matrix, DeviceTensor>) -> Result<T>,
     ) -> Result<(Decoder<Matrix, DeviceTensor>, T)> {
-        let WeightsLoad { plan, mut loader, transfer, bytes, dtype, spacing } = self;
+        let WeightsLoad { plan, mut loader, transfer, quantised, bytes, dtype, spacing } = self;
         let arena = Arena::new(context, bytes, "the weights")?;
         let whole = arena.whole(ElementType::Float(dtype))?;
         if spacing.is_spaced() {
@@ -323,8 +361,9 @@ impl<'a> WeightsLoad<'a> {
         let mut dividing = Dividing { arena, dtype, spacing };
         if loader.files.are_random() {
             let (loader, noise) = (&mut loader, WeightNoise::default());
+            let upload = Upload::new(context);
             let done = plan
-                .read(&mut Filling { dividing, context, loader, noise })
+                .read(&mut Filling { dividing, context, loader, noise, upload })
                 .and_then(|weights| beside(&weights).map(|made| (weights, made)));
             context.synchronize()?;
             let done = done?;
@@ -340,11 +379,29 @@ impl<'a> WeightsLoad<'a> {
             Ok(())
         };
         let sink = ToDevice { context, arena: whole };
-        let done = transfer.run(&mut loader, &sink, &mut before);
+        let done = transfer
+            .run(&mut loader, &sink, &mut before)
+            .and_then(|()| read_quantised(&mut loader, &quantised, spacing, &sink));
         context.synchronize()?;
         done?;
         loader.end()?;
         let made = made.ok_or_else(|| Error::internal("a load without an end"))?;
         Ok((weights, made))
     }
+}
+
+/// Reads quantised matrices, one after the other, to their places.
+fn read_quantised(
+    loader: &mut Loader<'_>,
+    jobs: &[QuantisedJob],
+    spacing: HeadSpacing,
+    sink: &ToDevice<'_>,
+) -> Result<()> {
+    let mut upload = Upload::new(sink.context);
+    for QuantisedJob { plan, place } in jobs {
+        let Some(layout) = device_tiles(plan, spacing)? else { continue };
+        let matrix = loader.quantised(plan, layout.format())?;
+        upload.tiles(loader, &matrix, &layout, &sink.arena, *place)?;
+    }
+    Ok(())
 }

@@ -6,6 +6,7 @@
 //! read is an error like any other.
 
 pub(super) mod device;
+pub(super) mod device_quantised;
 pub(super) mod equal;
 mod files;
 mod geometry;

@@ -107,6 +107,7 @@ impl<'a> Planner<'a> {
             layout: MatrixLayout::Rows,
             shard: ShardAxis::None,
             quantised: None,
+            is_gated: false,
         };
         for (name, out_features) in parts {
             let tensor = self.tensor(name, &[*out_features, in_features])?;
@@ -131,6 +132,7 @@ impl<'a> Planner<'a> {
             layout: MatrixLayout::Columns,
             shard: ShardAxis::None,
             quantised: None,
+            is_gated: false,
         })
     }
 

@@ -29,6 +29,8 @@ pub struct MatrixPlan {
     pub shard: ShardAxis,
     /// The format that it is kept in; `None` keeps every number by itself, in the model's type.
     pub quantised: Option<QuantFormat>,
+    /// Whether it is a gate on top of what the gate multiplies.
+    pub is_gated: bool,
 }
 
 /// A vector made of one tensor, or of several one after the other; kept in f32.
@@ -46,6 +48,11 @@ impl MatrixPlan {
     /// The same, divided along an axis.
     pub fn sharded(self, shard: ShardAxis) -> Self {
         MatrixPlan { shard, ..self }
+    }
+
+    /// The same, of a gate on top of what it multiplies.
+    pub fn gated(self) -> Self {
+        MatrixPlan { is_gated: true, ..self }
     }
 }
 

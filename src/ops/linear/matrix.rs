@@ -1,16 +1,18 @@
 //! The matrix of a linear layer on a device: its data, how they are stored, and along which axis
 //! devices could divide it.
 
-use std::ops::Deref;
-
 use crate::backend::DeviceTensor;
+use crate::error::{Error, Result};
 use crate::memory::DType;
+use crate::ops::quantised::tiles::TileLayout;
 
 /// How the numbers of a matrix are stored. The type that they are computed in is a [`DType`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WeightFormat {
     /// Every number is stored by itself.
     Dense(DType),
+    /// Numbers of few bits and scales for groups of them, in tiles.
+    Quantised(TileLayout),
 }
 
 /// The order of the two axes in memory.
@@ -71,9 +73,33 @@ impl Matrix {
         Matrix { data, format: WeightFormat::Dense(dtype), layout, shard }
     }
 
-    /// The numbers as they lie in memory.
+    /// Makes a quantised matrix; `data` are the bytes of its tiles.
+    pub fn quantised(data: DeviceTensor, layout: TileLayout, shard: ShardAxis) -> Self {
+        let format = WeightFormat::Quantised(layout);
+        Matrix { data, format, layout: MatrixLayout::Rows, shard }
+    }
+
+    /// The memory, whatever lies in it.
     pub fn data(&self) -> &DeviceTensor {
         &self.data
+    }
+
+    /// The numbers of a dense matrix, with the axes that its layout says.
+    pub fn dense_data(&self) -> Result<&DeviceTensor> {
+        match self.format {
+            WeightFormat::Dense(_) => Ok(&self.data),
+            WeightFormat::Quantised(_) => {
+                Err(Error::internal("a quantised matrix where a dense one is needed"))
+            }
+        }
+    }
+
+    /// How many numbers it has.
+    pub fn num_elements(&self) -> usize {
+        match self.format {
+            WeightFormat::Dense(_) => self.data.num_elements() as usize,
+            WeightFormat::Quantised(layout) => layout.out_features() * layout.in_features(),
+        }
     }
 
     /// How the numbers are stored.
@@ -89,13 +115,5 @@ impl Matrix {
     /// The axis along which devices divide it.
     pub fn shard(&self) -> ShardAxis {
         self.shard
-    }
-}
-
-impl Deref for Matrix {
-    type Target = DeviceTensor;
-
-    fn deref(&self) -> &DeviceTensor {
-        &self.data
     }
 }

@@ -13,6 +13,9 @@
 //!   [`MAX_CHAIN_ROWS`] rows are computed by the kernel of the chain where it serves the weights,
 //!   more by the kernel for prompts where that is the fastest, and otherwise by [`gemm`].
 //!
+//! Weights that are quantised have one kernel for few rows, whatever links them, on every device with
+//! tensor cores; for more rows their numbers are made for the time of a product.
+//!
 //! In a model that is to be deterministic, every row of a linear layer is summed in an order that
 //! follows from the shape of the weight alone. The other rows of a batch, the pieces that a prompt
 //! is cut into, a preemption or a warm prefix then change nothing. Where the weights suit the
@@ -24,10 +27,11 @@ use super::cuda_gemv::{has_linear_gemv, linear_gemv, max_gemv_tokens, GEMV_TOKEN
 use super::cuda_gemv_mma::{has_linear_gemv_mma, linear_gemv_mma, OneTokenLinear};
 use super::cuda_prefill::{has_linear_prefill, is_prefill_faster, linear_prefill};
 use super::cuda_prefill_heads::{is_prefill_heads_faster, linear_prefill_heads};
+use super::cuda_quantised::{has_linear_quantised, is_quantised_weight, linear_quantised};
 use super::cuda_skinny::{
     has_linear_skinny, is_skinny_weight, linear_skinny, num_fixed_parts, SKINNY_TOKENS,
 };
-use super::matrix::{Matrix, MatrixLayout};
+use super::matrix::{Matrix, MatrixLayout, WeightFormat};
 use super::residual::{Norm, Pending, ResidualStream};
 use super::Epilogue;
 use crate::backend::cuda::CudaContext;
@@ -41,10 +45,15 @@ use crate::ops::gemm::{
 };
 use crate::ops::kv_cache::KvSlots;
 use crate::ops::qk_norm_rope_append::QkNormRope;
+use crate::ops::quantised::cuda::{dequantise, QuantisedTiles};
 use crate::ops::silu_mul::cuda_rounded::silu_mul;
 
 /// The most rows of a chain.
 pub const MAX_CHAIN_ROWS: usize = SKINNY_TOKENS;
+
+/// The most rows that are multiplied by the codes of a quantised weight, each group of 64 of them by
+/// itself. For more, the numbers of the weight are made for the time of the product.
+const MAX_QUANTISED_ROWS: usize = 256;
 
 /// The widest stream that the norm of the chain takes.
 const MAX_CHAIN_WIDTH: usize = 16384;
@@ -90,6 +99,8 @@ pub struct LinearPlan {
     gemv_rows: usize,
     has_one_token: bool,
     has_prefill: bool,
+    /// Whether the device has the kernel for quantised weights.
+    has_quantised: bool,
     is_deterministic: bool,
 }
 
@@ -138,12 +149,28 @@ impl LinearPlan {
         is_deterministic: bool,
     ) -> Result<Self> {
         let (mut suit_chain, mut gemv_rows, mut has_biases) = (true, GEMV_TOKENS, false);
+        let mut has_quantised = has_linear_quantised(context)?;
+        let mut are_dense = true;
         for Product { weight, has_bias, epilogue } in products {
             has_biases |= has_bias;
-            suit_chain &= (!has_bias || epilogue == Epilogue::Store)
-                && weight.layout() == MatrixLayout::Rows
-                && is_skinny_weight(weight, epilogue);
-            gemv_rows = gemv_rows.min(max_gemv_tokens(weight, epilogue));
+            suit_chain &=
+                (!has_bias || epilogue == Epilogue::Store) && weight.layout() == MatrixLayout::Rows;
+            match weight.format() {
+                WeightFormat::Dense(dtype) => {
+                    // Embeddings are dense in the type that is computed with.
+                    has_quantised &= dtype != DType::F32;
+                    suit_chain &= is_skinny_weight(weight.data(), epilogue);
+                    gemv_rows = gemv_rows.min(max_gemv_tokens(weight.data(), epilogue));
+                }
+                WeightFormat::Quantised(layout) => {
+                    are_dense = false;
+                    suit_chain &= is_quantised_weight(&layout);
+                }
+            }
+        }
+        suit_chain &= are_dense || has_quantised;
+        if !are_dense {
+            gemv_rows = 0;
         }
         let has_chain = suit_chain
             && attention.has_fused_kernels()
@@ -164,7 +191,14 @@ impl LinearPlan {
                 attention.num_kv_heads(),
             )?;
         let has_prefill = has_chain && has_linear_prefill(context)?;
-        Ok(LinearPlan { has_chain, gemv_rows, has_one_token, has_prefill, is_deterministic })
+        Ok(LinearPlan {
+            has_chain,
+            gemv_rows,
+            has_one_token,
+            has_prefill,
+            has_quantised,
+            is_deterministic,
+        })
     }
 
     /// Returns the most rows of a decoding step for which the layers are a chain; `None` if they
@@ -220,9 +254,17 @@ pub fn scratch_bytes(
     dtype: DType,
     num_rows: usize,
     weight: &WeightShape,
+    is_quantised: bool,
     is_deterministic: bool,
 ) -> usize {
-    gemm_scratch_bytes(dtype, num_rows, weight, is_deterministic)
+    let numbers = if is_quantised { dequantised_bytes(dtype, weight) } else { 0 };
+    let product = gemm_scratch_bytes(dtype, num_rows, weight, is_deterministic);
+    numbers.saturating_add(product)
+}
+
+/// Returns the device memory of the numbers of a quantised weight while they are multiplied.
+fn dequantised_bytes(dtype: DType, weight: &WeightShape) -> usize {
+    weight.out_features.saturating_mul(weight.in_features).saturating_mul(dtype.size_bytes())
 }
 
 /// Returns the workspace that a library of products gets out of that: none where sums have a fixed
@@ -271,7 +313,7 @@ impl LinearPass<'_> {
     /// Marks the end of a product in a profile.
     fn mark(&self, layer: &Layer<'_>, num_rows: usize) -> Result<()> {
         let flops = 2.0 * layer.weight.num_elements() as f64 * num_rows as f64;
-        self.cuda.mark(layer.name, layer.weight.size_bytes() as u64, flops)
+        self.cuda.mark(layer.name, layer.weight.data().size_bytes() as u64, flops)
     }
 
     /// Computes `stream.normed = norm(stream)`, with what was pending added to the stream.
@@ -298,7 +340,7 @@ impl LinearPass<'_> {
             Links::OneToken => {
                 let (norm, eps) = rms(norm)?;
                 let x = OneTokenLinear::Norm { norm, eps };
-                linear_gemv_mma(self.context, &stream.hidden, x, layer.weight, out)?;
+                linear_gemv_mma(self.context, &stream.hidden, x, layer.weight.dense_data()?, out)?;
             }
         }
         self.mark(layer, stream.num_rows())
@@ -342,7 +384,8 @@ impl LinearPass<'_> {
         };
         self.normalise(stream, norm)?;
         let bias = layer.bias.map(|bias| &**bias);
-        linear_prefill_heads(self.context, &stream.normed, layer.weight, bias, how, slots, out)?;
+        let weight = layer.weight.dense_data()?;
+        linear_prefill_heads(self.context, &stream.normed, weight, bias, how, slots, out)?;
         self.mark(layer, num_rows)?;
         Ok(true)
     }
@@ -358,9 +401,15 @@ impl LinearPass<'_> {
     ) -> bool {
         let (head_dim, stride) = (how.head_dim() as usize, out.width() as usize);
         (layer.bias.is_none() || how.norms.is_none())
-            && !self.takes_skinny(num_rows)
+            && !self.takes_skinny(num_rows, layer)
             && self.takes_prefill(num_rows, layer, Epilogue::Store)
-            && is_prefill_heads_faster(self.context, num_rows, layer.weight, head_dim, stride)
+            && is_prefill_heads_faster(
+                self.context,
+                num_rows,
+                layer.weight.data(),
+                head_dim,
+                stride,
+            )
     }
 
     /// Computes `out = silu(gate) * up` of `norm(stream)`, where the rows of W are those of gate
@@ -379,10 +428,11 @@ impl LinearPass<'_> {
             Links::Apart => {
                 self.normalise(stream, norm)?;
                 let (x, rows) = (&stream.normed, stream.num_rows());
-                if layer.bias.is_none() && self.takes_skinny(rows) {
+                if layer.bias.is_none() && self.takes_skinny(rows, layer) {
                     self.skinny(x, layer, epilogue, out)?;
                 } else if layer.bias.is_none() && self.takes_prefill(rows, layer, epilogue) {
-                    linear_prefill(self.context, x, layer.weight, epilogue, out)?;
+                    let weight = layer.weight.dense_data()?;
+                    linear_prefill(self.context, x, weight, epilogue, out)?;
                 } else {
                     self.by_gemm(x, layer, epilogue, gate_up)?;
                     silu_mul(self.context, gate_up, out)?;
@@ -397,7 +447,8 @@ impl LinearPass<'_> {
                 let (norm, eps) = rms(norm)?;
                 let (sums, hidden) = (&**sums, &*stream.projected);
                 let gated = OneTokenLinear::SumsSwiGlu { norm, eps, sums, hidden };
-                linear_gemv_mma(self.context, &stream.hidden, gated, layer.weight, out)?;
+                let weight = layer.weight.dense_data()?;
+                linear_gemv_mma(self.context, &stream.hidden, gated, weight, out)?;
             }
         }
         self.mark(layer, stream.num_rows())
@@ -419,12 +470,14 @@ impl LinearPass<'_> {
             }
             Links::Chain => self.skinny(x, layer, epilogue, &stream.hidden)?,
             Links::Gemv => {
-                linear_gemv(self.context, x, None, layer.weight, None, epilogue, &stream.hidden)?
+                let weight = layer.weight.dense_data()?;
+                linear_gemv(self.context, x, None, weight, None, epilogue, &stream.hidden)?
             }
             Links::OneToken => {
                 // What was pending went into `projected` on the way to x.
                 let added = OneTokenLinear::Residual { residual: &stream.projected };
-                linear_gemv_mma(self.context, x, added, layer.weight, &stream.hidden)?;
+                let weight = layer.weight.dense_data()?;
+                linear_gemv_mma(self.context, x, added, weight, &stream.hidden)?;
                 stream.pending = Pending::Nothing;
             }
         }
@@ -446,26 +499,37 @@ impl LinearPass<'_> {
     /// Computes `out = x W^T + b`. x [num_rows, in_features], out [num_rows, out_features].
     pub fn plain(&self, x: &DeviceTensor, layer: &Layer<'_>, out: &DeviceTensor) -> Result<()> {
         let (epilogue, rows) = (Epilogue::Store, num_rows(x));
-        if self.takes_skinny(rows) {
+        if self.takes_skinny(rows, layer) {
             self.skinny(x, layer, epilogue, out)?;
         } else if layer.bias.is_none() && self.takes_prefill(rows, layer, epilogue) {
-            linear_prefill(self.context, x, layer.weight, epilogue, out)?;
+            linear_prefill(self.context, x, layer.weight.dense_data()?, epilogue, out)?;
         } else {
             self.by_gemm(x, layer, epilogue, out)?;
         }
         self.mark(layer, rows)
     }
 
-    /// Whether the kernel of the chain computes `num_rows` rows, those of prompts included.
-    fn takes_skinny(&self, num_rows: usize) -> bool {
-        self.plan.has_chain && num_rows <= MAX_CHAIN_ROWS
+    /// Whether the kernel of the chain for this weight computes `num_rows` rows, those of prompts
+    /// included. That for quantised weights also computes them outside of a chain, and where sums
+    /// have a fixed order any number.
+    fn takes_skinny(&self, num_rows: usize, layer: &Layer<'_>) -> bool {
+        match layer.weight.format() {
+            WeightFormat::Dense(_) => self.plan.has_chain && num_rows <= MAX_CHAIN_ROWS,
+            WeightFormat::Quantised(layout) => {
+                let is_few = num_rows <= MAX_QUANTISED_ROWS;
+                self.plan.has_quantised
+                    && (is_few || self.plan.is_deterministic)
+                    && is_quantised_weight(&layout)
+            }
+        }
     }
 
     /// Whether the kernel for prompts is the fastest for these rows.
     fn takes_prefill(&self, num_rows: usize, layer: &Layer<'_>, epilogue: Epilogue) -> bool {
         !self.plan.is_deterministic
             && self.plan.has_prefill
-            && is_prefill_faster(num_rows, layer.weight, epilogue)
+            && matches!(layer.weight.format(), WeightFormat::Dense(_))
+            && is_prefill_faster(num_rows, layer.weight.data(), epilogue)
     }
 
     fn skinny(
@@ -477,7 +541,16 @@ impl LinearPass<'_> {
     ) -> Result<()> {
         let is_fixed = self.plan.is_deterministic;
         let bias = layer.bias.map(|bias| &**bias);
-        linear_skinny(self.context, x, layer.weight, bias, epilogue, is_fixed, out)
+        match layer.weight.format() {
+            WeightFormat::Dense(_) => {
+                let weight = layer.weight.data();
+                linear_skinny(self.context, x, weight, bias, epilogue, is_fixed, out)
+            }
+            WeightFormat::Quantised(layout) => {
+                let tiles = QuantisedTiles::new(layout, layer.weight.data())?;
+                linear_quantised(self.context, x, &tiles, bias, epilogue, is_fixed, out)
+            }
+        }
     }
 
     fn in_chain(
@@ -503,7 +576,8 @@ impl LinearPass<'_> {
     ) -> Result<()> {
         let norm = Some(rms(norm)?);
         let bias = layer.bias.map(|bias| &**bias);
-        linear_gemv(self.context, &stream.hidden, norm, layer.weight, bias, epilogue, out)
+        let weight = layer.weight.dense_data()?;
+        linear_gemv(self.context, &stream.hidden, norm, weight, bias, epilogue, out)
     }
 
     /// Computes the product. A bias is written to every row of `out` first, and the product is
@@ -515,9 +589,21 @@ impl LinearPass<'_> {
         epilogue: Epilogue,
         out: &DeviceTensor,
     ) -> Result<()> {
+        let numbers;
+        let weight: &Tensor = match layer.weight.format() {
+            WeightFormat::Dense(_) => layer.weight.data(),
+            WeightFormat::Quantised(layout) => {
+                let shape = [layout.out_features(), layout.in_features()];
+                let what = "the numbers of a quantised weight";
+                numbers = DeviceTensor::temporary(self.context, x.element(), &shape, what)?;
+                let tiles = QuantisedTiles::new(layout, layer.weight.data())?;
+                dequantise(self.context, &tiles, 0..layout.out_features(), &numbers)?;
+                &numbers
+            }
+        };
         let mut options = GemmOptions {
             transpose_b: layer.weight.layout() == MatrixLayout::Rows,
-            order: self.plan.sum_order(layer.weight, epilogue),
+            order: self.plan.sum_order(weight, epilogue),
             ..GemmOptions::default()
         };
         if let Some(bias) = layer.bias {
@@ -525,7 +611,7 @@ impl LinearPass<'_> {
             copy(self.context, &*bias.view(0, &[rows, width], Some(&[0, 1]))?, out)?;
             options.beta = 1.0;
         }
-        gemm(self.context, &options, x, layer.weight, out)
+        gemm(self.context, &options, x, weight, out)
     }
 }
 

@@ -250,7 +250,7 @@ fn plan_block(
     let mlp_norm = norm(planner, weight("post_attention_layernorm"), hidden)?;
     let mlp = MlpWeights::Gated {
         gate_up: LinearWeights {
-            weight: planner.rows(&gate_up(&weight), hidden)?.sharded(features),
+            weight: planner.rows(&gate_up(&weight), hidden)?.sharded(features).gated(),
             bias: gate_up_bias,
         },
         down: LinearWeights {
