@@ -39,6 +39,7 @@
 #include "common/tma.cuh"
 #include "common/wgmma.cuh"
 #include "common/wgmma_n.cuh"
+#include "ops/linear/fragment.cuh"
 
 namespace xserv {
 
@@ -56,88 +57,8 @@ struct SkinnyParams {
 };
 XSERV_LAYOUT_SkinnyParams;
 
-enum class Epilogue { kPlain, kResidual, kSwiglu };
-
 constexpr int kBox = 64;     // of k: 128 bytes, the widest swizzle
 constexpr int kUnitK = 256;  // parts of k are multiples of this, whatever the variant
-
-// Transposes the 8x8 matrix whose row lane / 4 has `pair` at columns lane % 4 * 2.
-__device__ __forceinline__ uint32_t transposed(uint32_t pair) {
-  uint32_t result;
-  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(pair));
-  return result;
-}
-
-template <typename T>
-__device__ __forceinline__ float rounded(float value) {
-  return to_float(from_float<T>(value));
-}
-
-// Where a lane's part of a fragment of D^T (16 rows, 8 tokens) goes: after the transposition a lane has
-// one token and two neighbouring columns; for plain and residual also the two columns 8 further.
-template <typename T, Epilogue kEpilogue>
-struct Fragment {
-  T* out;
-  int num_columns;  // how many of the two groups of columns exist (0 to 2)
-  const T* bias;    // that of row lane / 4, or null
-  int num_biases;   // how many of the rows lane / 4 and lane / 4 + 8 exist
-
-  // Of the tile that begins at row tile_row, row `row`.
-  __device__ __forceinline__ Fragment(const SkinnyParams& p, int tile_row, int row, int token) {
-    const int lane = threadIdx.x & 31;
-    constexpr int kRowsOfColumn = kEpilogue == Epilogue::kSwiglu ? 2 : 1;
-    const int end = min(p.n, (tile_row + p.tile_rows) / kRowsOfColumn);
-    row += tile_row;
-    const int column = row / kRowsOfColumn + (lane & 3) * 2;
-    token += lane >> 2;
-    out = static_cast<T*>(p.out) + token * p.ldo + column;
-    num_columns = token < p.num_tokens ? (column < end) + (column + 8 < end) : 0;
-    row += lane >> 2;
-    bias = kEpilogue == Epilogue::kPlain && p.bias != nullptr ? static_cast<const T*>(p.bias) + row : nullptr;
-    num_biases = (row < p.n) + (row + 8 < p.n);
-  }
-
-  __device__ __forceinline__ uint2 load() const {
-    uint2 old = make_uint2(0, 0);
-    if constexpr (kEpilogue == Epilogue::kResidual) {
-      if (num_columns > 0) old.x = *reinterpret_cast<const uint32_t*>(out);
-      if (num_columns > 1) old.y = *reinterpret_cast<const uint32_t*>(out + 8);
-    }
-    return old;
-  }
-
-  __device__ __forceinline__ static uint32_t add(uint32_t old, uint32_t value) {
-    const Vec<T, 2> a = reinterpret_cast<const Vec<T, 2>&>(old);
-    const Vec<T, 2> b = reinterpret_cast<const Vec<T, 2>&>(value);
-    return pack_pair<T>(to_float(a[0]) + to_float(b[0]), to_float(a[1]) + to_float(b[1]));
-  }
-
-  __device__ __forceinline__ static float gated(float gate, float up) {
-    const float g = rounded<T>(gate);
-    return rounded<T>(g / (1.0f + expf(-g))) * rounded<T>(up);
-  }
-
-  // sum: rows lane / 4 (x, y) and lane / 4 + 8 (z, w), for tokens lane % 4 * 2 and the next.
-  __device__ __forceinline__ void store(float4 sum, uint2 old) const {
-    if constexpr (kEpilogue == Epilogue::kSwiglu) {
-      const uint32_t value = transposed(pack_pair<T>(gated(sum.x, sum.z), gated(sum.y, sum.w)));
-      if (num_columns > 0) *reinterpret_cast<uint32_t*>(out) = value;
-    } else {
-      if (kEpilogue == Epilogue::kPlain && bias != nullptr) {
-        const float first = num_biases > 0 ? to_float(bias[0]) : 0.0f;
-        const float second = num_biases > 1 ? to_float(bias[8]) : 0.0f;
-        sum = make_float4(sum.x + first, sum.y + first, sum.z + second, sum.w + second);
-      }
-      uint32_t low = transposed(pack_pair<T>(sum.x, sum.y)), high = transposed(pack_pair<T>(sum.z, sum.w));
-      if constexpr (kEpilogue == Epilogue::kResidual) {
-        low = add(old.x, low);
-        high = add(old.y, high);
-      }
-      if (num_columns > 0) *reinterpret_cast<uint32_t*>(out) = low;
-      if (num_columns > 1) *reinterpret_cast<uint32_t*>(out + 8) = high;
-    }
-  }
-};
 
 // The size of the dynamic shared memory in bytes.
 template <int kTokens, int kRows, int kBoxes, int kWeightStages, int kTokenStages>
