@@ -382,6 +382,26 @@ constexpr int linear_skinny_192x128 = 204880;
   XSERV_FIELD(PrefillHeadsParams, padding, 424, 24); \
   static_assert(sizeof(PrefillHeadsParams) == 448, "PrefillHeadsParams has another size in Rust")
 
+#define XSERV_LAYOUT_QuantisedParams \
+  XSERV_FIELD(QuantisedParams, x, 0, 8); \
+  XSERV_FIELD(QuantisedParams, codes, 8, 8); \
+  XSERV_FIELD(QuantisedParams, scales, 16, 8); \
+  XSERV_FIELD(QuantisedParams, zeros, 24, 8); \
+  XSERV_FIELD(QuantisedParams, out, 32, 8); \
+  XSERV_FIELD(QuantisedParams, bias, 40, 8); \
+  XSERV_FIELD(QuantisedParams, ldo, 48, 8); \
+  XSERV_FIELD(QuantisedParams, num_tokens, 56, 4); \
+  XSERV_FIELD(QuantisedParams, n, 60, 4); \
+  XSERV_FIELD(QuantisedParams, k, 64, 4); \
+  XSERV_FIELD(QuantisedParams, num_tiles, 68, 4); \
+  XSERV_FIELD(QuantisedParams, num_chunks, 72, 4); \
+  XSERV_FIELD(QuantisedParams, num_groups, 76, 4); \
+  XSERV_FIELD(QuantisedParams, group_factor, 80, 4); \
+  XSERV_FIELD(QuantisedParams, scale_type, 84, 4); \
+  XSERV_FIELD(QuantisedParams, epilogue, 88, 4); \
+  XSERV_FIELD(QuantisedParams, row_shift, 92, 4); \
+  static_assert(sizeof(QuantisedParams) == 96, "QuantisedParams has another size in Rust")
+
 #define XSERV_LAYOUT_SkinnyParams \
   XSERV_FIELD(SkinnyParams, weight, 0, 128); \
   XSERV_FIELD(SkinnyParams, x, 128, 128); \
@@ -414,6 +434,25 @@ constexpr int linear_skinny_192x128 = 204880;
   XSERV_FIELD(QkNormRopeAppendArgs, max_position, 104, 4); \
   XSERV_FIELD(QkNormRopeAppendArgs, eps, 108, 4); \
   static_assert(sizeof(QkNormRopeAppendArgs) == 112, "QkNormRopeAppendArgs has another size in Rust")
+
+#define XSERV_LAYOUT_DequantiseParams \
+  XSERV_FIELD(DequantiseParams, codes, 0, 8); \
+  XSERV_FIELD(DequantiseParams, scales, 8, 8); \
+  XSERV_FIELD(DequantiseParams, zeros, 16, 8); \
+  XSERV_FIELD(DequantiseParams, out, 24, 8); \
+  XSERV_FIELD(DequantiseParams, first_tile, 32, 4); \
+  XSERV_FIELD(DequantiseParams, first_row, 36, 4); \
+  XSERV_FIELD(DequantiseParams, num_rows, 40, 4); \
+  XSERV_FIELD(DequantiseParams, k, 44, 4); \
+  XSERV_FIELD(DequantiseParams, num_chunks, 48, 4); \
+  XSERV_FIELD(DequantiseParams, num_groups, 52, 4); \
+  XSERV_FIELD(DequantiseParams, group_size, 56, 4); \
+  XSERV_FIELD(DequantiseParams, tile_rows, 60, 4); \
+  XSERV_FIELD(DequantiseParams, pair_rows, 64, 4); \
+  XSERV_FIELD(DequantiseParams, pairs_end, 68, 4); \
+  XSERV_FIELD(DequantiseParams, code, 72, 4); \
+  XSERV_FIELD(DequantiseParams, scale_type, 76, 4); \
+  static_assert(sizeof(DequantiseParams) == 80, "DequantiseParams has another size in Rust")
 
 #define XSERV_LAYOUT_RmsNormRoundedParams \
   XSERV_FIELD(RmsNormRoundedParams, x, 0, 8); \

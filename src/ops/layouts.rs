@@ -6,8 +6,12 @@ use crate::backend::cuda::{FaultRecord, TensorMap};
 use crate::ops::attention::layouts as attention;
 use crate::ops::common::launch::KernelRows;
 use crate::ops::common::strided::StridedLayout;
-use crate::ops::linear::{cuda_gemv, cuda_gemv_mma, cuda_prefill, cuda_prefill_heads, cuda_skinny};
-use crate::ops::{adjust_logits, gemm, kv_cache, qk_norm_rope_append, rms_norm, rope, sample};
+use crate::ops::linear::{
+    cuda_gemv, cuda_gemv_mma, cuda_prefill, cuda_prefill_heads, cuda_quantised, cuda_skinny,
+};
+use crate::ops::{
+    adjust_logits, gemm, kv_cache, qk_norm_rope_append, quantised, rms_norm, rope, sample,
+};
 use std::fmt::Write as _;
 use std::path::Path;
 
@@ -43,8 +47,10 @@ fn layouts() -> Vec<Layout> {
         cuda_gemv_mma::GemvMmaParams::layout(),
         cuda_prefill::PrefillParams::layout(),
         cuda_prefill_heads::PrefillHeadsParams::layout(),
+        cuda_quantised::QuantisedParams::layout(),
         cuda_skinny::SkinnyParams::layout(),
         qk_norm_rope_append::QkNormRopeAppendArgs::layout(),
+        quantised::cuda::DequantiseParams::layout(),
         rms_norm::cuda_rounded::RmsNormRoundedParams::layout(),
         rope::RopeArgs::layout(),
         adjust_logits::Adjustment::layout(),

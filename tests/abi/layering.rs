@@ -164,7 +164,7 @@ fn only_the_fenced_layers_are_unsafe() {
 
 /// The imports between operators: the first uses something of the second. Keep the
 /// list short.
-const ARROWS: [(&str, &str); 15] = [
+const ARROWS: [(&str, &str); 16] = [
     ("argmax", "softmax"),
     ("attention", "kv_cache"),
     ("attention", "qk_norm_rope_append"),
@@ -176,6 +176,7 @@ const ARROWS: [(&str, &str); 15] = [
     ("linear", "kv_cache"),
     ("linear", "layer_norm"),
     ("linear", "qk_norm_rope_append"),
+    ("linear", "quantised"),
     ("linear", "rms_norm"),
     ("linear", "silu_mul"),
     ("qk_norm_rope_append", "kv_cache"),

@@ -320,6 +320,32 @@ kernels! {
         LINEAR_PREFILL_SWIGLU_128X256_M "xserv_linear_prefill_swiglu_128x256_m" f16 bf16;
         LINEAR_PREFILL_SWIGLU_128X256_N "xserv_linear_prefill_swiglu_128x256_n" f16 bf16;
     }
+    "linear/quantised" {
+        LINEAR_QUANTISED_FP8_1_16 "xserv_linear_quantised_fp8_1_16" f16 bf16;
+        LINEAR_QUANTISED_FP8_1_32 "xserv_linear_quantised_fp8_1_32" f16 bf16;
+        LINEAR_QUANTISED_FP8_1_64 "xserv_linear_quantised_fp8_1_64" f16 bf16;
+        LINEAR_QUANTISED_FP8_1_8 "xserv_linear_quantised_fp8_1_8" f16 bf16;
+        LINEAR_QUANTISED_FP8_2_16 "xserv_linear_quantised_fp8_2_16" f16 bf16;
+        LINEAR_QUANTISED_FP8_2_32 "xserv_linear_quantised_fp8_2_32" f16 bf16;
+        LINEAR_QUANTISED_FP8_2_64 "xserv_linear_quantised_fp8_2_64" f16 bf16;
+        LINEAR_QUANTISED_FP8_2_8 "xserv_linear_quantised_fp8_2_8" f16 bf16;
+        LINEAR_QUANTISED_INT4_1_16 "xserv_linear_quantised_int4_1_16" f16 bf16;
+        LINEAR_QUANTISED_INT4_1_32 "xserv_linear_quantised_int4_1_32" f16 bf16;
+        LINEAR_QUANTISED_INT4_1_64 "xserv_linear_quantised_int4_1_64" f16 bf16;
+        LINEAR_QUANTISED_INT4_1_8 "xserv_linear_quantised_int4_1_8" f16 bf16;
+        LINEAR_QUANTISED_INT4_2_16 "xserv_linear_quantised_int4_2_16" f16 bf16;
+        LINEAR_QUANTISED_INT4_2_32 "xserv_linear_quantised_int4_2_32" f16 bf16;
+        LINEAR_QUANTISED_INT4_2_64 "xserv_linear_quantised_int4_2_64" f16 bf16;
+        LINEAR_QUANTISED_INT4_2_8 "xserv_linear_quantised_int4_2_8" f16 bf16;
+        LINEAR_QUANTISED_INT8_1_16 "xserv_linear_quantised_int8_1_16" f16 bf16;
+        LINEAR_QUANTISED_INT8_1_32 "xserv_linear_quantised_int8_1_32" f16 bf16;
+        LINEAR_QUANTISED_INT8_1_64 "xserv_linear_quantised_int8_1_64" f16 bf16;
+        LINEAR_QUANTISED_INT8_1_8 "xserv_linear_quantised_int8_1_8" f16 bf16;
+        LINEAR_QUANTISED_INT8_2_16 "xserv_linear_quantised_int8_2_16" f16 bf16;
+        LINEAR_QUANTISED_INT8_2_32 "xserv_linear_quantised_int8_2_32" f16 bf16;
+        LINEAR_QUANTISED_INT8_2_64 "xserv_linear_quantised_int8_2_64" f16 bf16;
+        LINEAR_QUANTISED_INT8_2_8 "xserv_linear_quantised_int8_2_8" f16 bf16;
+    }
     "linear/skinny" {
         LINEAR_SKINNY_PLAIN_128X128 "xserv_linear_skinny_plain_128x128" f16 bf16;
         LINEAR_SKINNY_PLAIN_128X64 "xserv_linear_skinny_plain_128x64" f16 bf16;
@@ -370,6 +396,9 @@ kernels! {
         QK_NORM_ROPE_APPEND_SCALAR "xserv_qk_norm_rope_append_scalar" f32 f16 bf16;
         QK_NORM_ROPE_APPEND_VEC "xserv_qk_norm_rope_append_vec" f32 f16 bf16;
         QK_ROPE_TABLE "xserv_qk_rope_table" f32 f16 bf16;
+    }
+    "quantised/dequantise" {
+        DEQUANTISE "xserv_dequantise" f32 f16 bf16;
     }
     "rms_norm/add_rounded" {
         ADD_RMS_NORM_ROUNDED_SCALAR "xserv_add_rms_norm_rounded_scalar" f32 f16 bf16;

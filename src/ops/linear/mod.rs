@@ -11,6 +11,7 @@ pub mod cuda_gemv;
 pub mod cuda_gemv_mma;
 pub mod cuda_prefill;
 pub mod cuda_prefill_heads;
+pub mod cuda_quantised;
 pub mod cuda_skinny;
 mod host_matrix;
 mod matrix;

@@ -2,6 +2,7 @@
 //! row: their [formats](QuantFormat), their [numbers on the host](QuantisedMatrix), and the layouts
 //! that kernels read. The products with them are those of [`linear`](super::linear).
 
+pub mod cuda;
 mod format;
 mod matrix;
 mod panels;

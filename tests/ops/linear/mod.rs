@@ -6,4 +6,5 @@ mod gemv;
 mod gemv_mma;
 mod prefill;
 mod prefill_heads;
+mod quantised;
 mod skinny;

@@ -1,0 +1,169 @@
+// How codes of 4 and 8 bits become pairs of T in registers. The numbers are exact: integers less
+// their zero have at most eight significant bits, and floats of eight bits at most four. The layout is
+// that of src/ops/quantised/tiles.rs.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <stdint.h>
+
+namespace xserv {
+
+enum class Code { kInt4, kInt8, kFp8 };
+
+__device__ __forceinline__ uint32_t subtract_pairs(uint32_t a, uint32_t b, __nv_bfloat16) {
+  const __nv_bfloat162 c =
+      __hsub2_rn(reinterpret_cast<const __nv_bfloat162&>(a), reinterpret_cast<const __nv_bfloat162&>(b));
+  return reinterpret_cast<const uint32_t&>(c);
+}
+__device__ __forceinline__ uint32_t subtract_pairs(uint32_t a, uint32_t b, __half) {
+  const __half2 c = __hsub2_rn(reinterpret_cast<const __half2&>(a), reinterpret_cast<const __half2&>(b));
+  return reinterpret_cast<const uint32_t&>(c);
+}
+__device__ __forceinline__ uint32_t multiply_pairs(uint32_t a, uint32_t b, __nv_bfloat16) {
+  const __nv_bfloat162 c =
+      __hmul2_rn(reinterpret_cast<const __nv_bfloat162&>(a), reinterpret_cast<const __nv_bfloat162&>(b));
+  return reinterpret_cast<const uint32_t&>(c);
+}
+__device__ __forceinline__ uint32_t multiply_pairs(uint32_t a, uint32_t b, __half) {
+  const __half2 c = __hmul2_rn(reinterpret_cast<const __half2&>(a), reinterpret_cast<const __half2&>(b));
+  return reinterpret_cast<const uint32_t&>(c);
+}
+__device__ __forceinline__ uint32_t multiply_add_pairs(uint32_t a, uint32_t b, uint32_t c) {
+  const __half2 d = __hfma2(reinterpret_cast<const __half2&>(a), reinterpret_cast<const __half2&>(b),
+                            reinterpret_cast<const __half2&>(c));
+  return reinterpret_cast<const uint32_t&>(d);
+}
+
+// The zeros of the two rows of a lane in the form in which registers are decoded with them, from the bytes
+// of both: [0] for the even registers, [1] for the odd ones.
+template <typename T, Code kCode>
+struct Decoder;
+
+// A number from 0 to 127 in the last bits of 128 in bf16, and one from 0 to 1023 in those of 1024 in
+// f16, is added to it.
+template <>
+struct Decoder<__nv_bfloat16, Code::kInt4> {
+  uint32_t zeros[2];
+
+  __device__ __forceinline__ Decoder(uint32_t bytes, bool)
+      : zeros{__byte_perm(bytes, 0x43434343u, 0x4040), __byte_perm(bytes, 0x43434343u, 0x4141)} {}
+
+  // The four registers of a product.
+  __device__ __forceinline__ void decode(uint32_t word, uint32_t (&a)[4]) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t pair = (word >> (4 * i) & 0x000f000fu) | 0x43004300u;
+      a[i] = subtract_pairs(pair, zeros[i & 1], __nv_bfloat16());
+    }
+  }
+};
+
+template <>
+struct Decoder<__half, Code::kInt4> {
+  uint32_t zeros[2];  // 1024 + zero; -64 - zero
+
+  __device__ __forceinline__ Decoder(uint32_t bytes, bool)
+      : zeros{__byte_perm(bytes, 0x64646464u, 0x4040),
+              __byte_perm(bytes, 0, 0x4141) << 4 | 0xd400d400u} {}
+
+  // The nibbles of odd registers are read where they lie, as 16 times their value.
+  __device__ __forceinline__ void decode(uint32_t word, uint32_t (&a)[4]) const {
+    constexpr uint32_t kSixteenth = 0x2c002c00u;
+#pragma unroll
+    for (int i = 0; i < 4; i += 2) {
+      const uint32_t codes = word >> (4 * i);
+      a[i] = subtract_pairs((codes & 0x000f000fu) | 0x64006400u, zeros[0], __half());
+      a[i + 1] = multiply_add_pairs((codes & 0x00f000f0u) | 0x64006400u, kSixteenth, zeros[1]);
+    }
+  }
+};
+
+template <>
+struct Decoder<__nv_bfloat16, Code::kInt8> {
+  uint32_t zeros[2];  // zero - 128
+  bool has_zeros;
+
+  // Codes less 128: bf16 has room for seven bits, and the eighth chooses what is subtracted.
+  __device__ __forceinline__ static uint32_t centred(uint32_t codes) {
+    return subtract_pairs((codes & 0x007f007fu) | 0x43004300u, (codes & 0x00800080u) ^ 0x43804380u,
+                          __nv_bfloat16());
+  }
+
+  __device__ __forceinline__ Decoder(uint32_t bytes, bool has) : has_zeros(has) {
+    zeros[0] = centred(__byte_perm(bytes, 0, 0x4040));
+    zeros[1] = centred(__byte_perm(bytes, 0, 0x4141));
+  }
+
+  __device__ __forceinline__ void decode(uint32_t first, uint32_t second, uint32_t (&a)[4]) const {
+    a[0] = centred(first), a[1] = centred(first >> 8);
+    a[2] = centred(second), a[3] = centred(second >> 8);
+    if (has_zeros) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) a[i] = subtract_pairs(a[i], zeros[i & 1], __nv_bfloat16());
+    }
+  }
+};
+
+template <>
+struct Decoder<__half, Code::kInt8> {
+  uint32_t zeros[2];  // 1024 + zero
+
+  __device__ __forceinline__ Decoder(uint32_t bytes, bool)
+      : zeros{__byte_perm(bytes, 0x64646464u, 0x4040), __byte_perm(bytes, 0x64646464u, 0x4141)} {}
+
+  __device__ __forceinline__ void decode(uint32_t first, uint32_t second, uint32_t (&a)[4]) const {
+    const uint32_t words[2] = {first, second};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t pair = __byte_perm(words[i / 2], 0x64646464u, i & 1 ? 0x4341 : 0x4240);
+      a[i] = subtract_pairs(pair, zeros[i & 1], __half());
+    }
+  }
+};
+
+// The bits of an e4m3 number are those of a small number of T, subnormal ones included, which differs
+// by a power of 2. The two codes that stand for no number become 480 and -480.
+template <>
+struct Decoder<__nv_bfloat16, Code::kFp8> {
+  __device__ __forceinline__ Decoder(uint32_t, bool) {}
+
+  __device__ __forceinline__ void decode(uint32_t first, uint32_t second, uint32_t (&a)[4]) const {
+    constexpr uint32_t kScale = 0x7b807b80u;  // 2^120
+    const uint32_t words[2] = {first, second};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t word = words[i / 2];
+      const uint32_t rest = i & 1 ? word >> 4 : word << 4, sign = i & 1 ? word : word << 8;
+      a[i] = multiply_pairs((rest & 0x07f007f0u) | (sign & 0x80008000u), kScale, __nv_bfloat16());
+    }
+  }
+};
+
+template <>
+struct Decoder<__half, Code::kFp8> {
+  __device__ __forceinline__ Decoder(uint32_t, bool) {}
+
+  __device__ __forceinline__ void decode(uint32_t first, uint32_t second, uint32_t (&a)[4]) const {
+    constexpr uint32_t kScale = 0x5c005c00u;  // 2^8
+    const uint32_t words[2] = {first, second};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t word = words[i / 2];
+      const uint32_t rest = i & 1 ? word >> 1 : word << 7, sign = i & 1 ? word : word << 8;
+      a[i] = multiply_pairs((rest & 0x3f803f80u) | (sign & 0x80008000u), kScale, __half());
+    }
+  }
+};
+
+// How scales are stored.
+enum class ScaleType : int { kF32, kF16, kBf16 };
+
+// Two scales beside each other, from the one or two words that hold them.
+__device__ __forceinline__ float2 scale_pair(uint2 words, ScaleType type) {
+  if (type == ScaleType::kF32) return make_float2(__uint_as_float(words.x), __uint_as_float(words.y));
+  if (type == ScaleType::kF16) return __half22float2(reinterpret_cast<const __half2&>(words.x));
+  return make_float2(__uint_as_float(words.x << 16), __uint_as_float(words.x & 0xffff0000u));
+}
+
+}  // namespace xserv

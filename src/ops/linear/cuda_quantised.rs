@@ -1,0 +1,392 @@
+//! Linear layers with quantised weights on a GPU, for any number of tokens and best for few:
+//! `csrc/ops/linear/quantised.cu`.
+
+use crate::backend::cuda::{kernel_struct, kernels, Arguments, Kernel, Launch};
+use crate::backend::ComputeContext;
+use crate::error::{Error, Result};
+use crate::memory::{DType, Tensor};
+use crate::ops::common::contiguous::{check, cuda, float, matrix_size};
+use crate::ops::linear::Epilogue;
+use crate::ops::quantised::cuda::{scale_number, QuantisedTiles};
+use crate::ops::quantised::tiles::{TileLayout, CHUNK};
+use crate::ops::quantised::Code;
+
+kernel_struct! {
+    /// The kernel has the same struct.
+    #[derive(Clone, Copy)]
+    pub(in crate::ops) struct QuantisedParams {
+        x: *mut u8,
+        codes: *mut u8,
+        scales: *mut u8,
+        zeros: *mut u8,
+        out: *mut u8,
+        bias: *mut u8,
+        ldo: i64,
+        num_tokens: i32,
+        n: i32,
+        k: i32,
+        num_tiles: i32,
+        num_chunks: i32,
+        num_groups: i32,
+        group_factor: u32,
+        scale_type: i32,
+        epilogue: i32,
+        row_shift: i32,
+    }
+}
+
+/// The number of multiprocessors of the chips for which products are divided (H100, H200).
+const MULTIPROCESSORS: u64 = 132;
+/// The warps of a block, and log2 of them.
+const WARPS: u64 = 8;
+const WARPS_SHIFT: u32 = 3;
+/// The largest in_features that the kernel's 32-bit numbers have room for.
+const MAX_INPUTS: usize = 1 << 20;
+/// The bytes that a multiprocessor must have under way for the memory's full rate.
+const BYTES_UNDER_WAY: u64 = 32 << 10;
+/// The bytes that could be read while a block begins and ends, and while the blocks of a cluster add
+/// up their sums.
+const BLOCK_BYTES: u64 = 6 << 10;
+const EXCHANGE_BYTES: u64 = 10 << 10;
+/// Bytes of activations, which come from the L2, cost this fraction of bytes of weights.
+const ACTIVATIONS_COST: u64 = 3;
+
+/// How a product is divided.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Division {
+    /// The tokens of a block.
+    tokens: u64,
+    /// log2 of the warps of a block that have different rows; the others share k.
+    row_shift: u32,
+    /// The blocks of a cluster, which share k.
+    splits: u64,
+}
+
+/// The sizes of a product by which it is divided.
+#[derive(Clone, Copy, Debug)]
+struct Sizes {
+    num_tiles: u64,
+    num_chunks: u64,
+    chunk_bytes: u64,
+}
+
+impl Sizes {
+    fn of(layout: &TileLayout) -> Self {
+        Sizes {
+            num_tiles: layout.num_tiles() as u64,
+            num_chunks: layout.num_chunks() as u64,
+            chunk_bytes: 128 * layout.format().code.bits() as u64,
+        }
+    }
+}
+
+impl Division {
+    /// Returns the division of a product by its sizes: the one in which the busiest multiprocessor
+    /// has the least to do. No measurement is made, so it is the same on every load.
+    ///
+    /// With `is_fixed` neither the parts of k nor, then, a token's results depend on the number of
+    /// tokens; the other numbers never change them.
+    fn choose(num_tokens: u64, sizes: Sizes, has_clusters: bool, is_fixed: bool) -> Self {
+        let tokens = match num_tokens {
+            ..=8 => 8,
+            9..=16 => 16,
+            17..=32 => 32,
+            _ => 64,
+        };
+        let splits: &[u64] = if has_clusters { &[1, 2, 4] } else { &[1] };
+        // What is fixed is best for few tokens, and not bad for many.
+        let (row_shifts, counted) =
+            if is_fixed { (1..=1, 1) } else { (0..=WARPS_SHIFT, num_tokens.min(tokens)) };
+        let division = |row_shift, splits| Division { tokens, row_shift, splits };
+        let mut best = (u64::MAX, division(1, 1));
+        for row_shift in row_shifts {
+            for &splits in splits {
+                let candidate = division(row_shift, splits);
+                let model = if is_fixed { Division { tokens: 8, ..candidate } } else { candidate };
+                let cost = model.cost(counted, sizes);
+                if cost < best.0 {
+                    best = (cost, candidate);
+                }
+            }
+        }
+        best.1
+    }
+
+    /// The tiles of a warp, its chunks under way of each, and the blocks of a multiprocessor, as
+    /// instantiated at the end of the source.
+    fn variant(&self, chunk_bytes: u64) -> (u64, u64, u64) {
+        let is_int4 = chunk_bytes == 512;
+        match self.tokens {
+            ..=16 => (1, if is_int4 { 6 } else { 4 }, 2),
+            17..=32 => (2, if is_int4 { 4 } else { 2 }, 1),
+            _ => (2, 2, 1),
+        }
+    }
+
+    /// The tiles of a block.
+    fn tiles(&self) -> u64 {
+        self.variant(512).0 << self.row_shift
+    }
+
+    /// What the busiest multiprocessor has to do for one group of tokens, in bytes that it could
+    /// read from memory meanwhile.
+    fn cost(&self, num_tokens: u64, sizes: Sizes) -> u64 {
+        let (tiles, ahead, most_resident) = self.variant(sizes.chunk_bytes);
+        let input_warps = WARPS >> self.row_shift;
+        let warp_chunks = sizes.num_chunks.div_ceil(input_warps * self.splits);
+        let weights = self.tiles() * input_warps * warp_chunks * sizes.chunk_bytes;
+        let activations =
+            num_tokens * (sizes.num_chunks * CHUNK as u64 * 2) / self.splits / ACTIVATIONS_COST;
+        let blocks = sizes.num_tiles.div_ceil(self.tiles()) * self.splits;
+        // Clusters of four do not fill the chip.
+        let slots = if self.splits == 4 { MULTIPROCESSORS - 12 } else { MULTIPROCESSORS };
+        let busiest = blocks.div_ceil(slots);
+        let resident = busiest.min(most_resident);
+        let under_way = resident * WARPS * tiles * ahead.min(warp_chunks) * sizes.chunk_bytes;
+        let streamed = weights * BYTES_UNDER_WAY / under_way.clamp(1, BYTES_UNDER_WAY);
+        let exchange = if self.splits > 1 { EXCHANGE_BYTES } else { 0 };
+        busiest * (streamed.max(activations) + BLOCK_BYTES + exchange)
+    }
+
+    fn kernel(&self, code: Code, scales: usize, dtype: DType) -> Option<Kernel> {
+        let kernel = match (code, scales, self.tokens) {
+            (Code::Int4, 1, 8) => kernels::LINEAR_QUANTISED_INT4_1_8,
+            (Code::Int4, 1, 16) => kernels::LINEAR_QUANTISED_INT4_1_16,
+            (Code::Int4, 1, 32) => kernels::LINEAR_QUANTISED_INT4_1_32,
+            (Code::Int4, 1, 64) => kernels::LINEAR_QUANTISED_INT4_1_64,
+            (Code::Int4, 2, 8) => kernels::LINEAR_QUANTISED_INT4_2_8,
+            (Code::Int4, 2, 16) => kernels::LINEAR_QUANTISED_INT4_2_16,
+            (Code::Int4, 2, 32) => kernels::LINEAR_QUANTISED_INT4_2_32,
+            (Code::Int4, 2, 64) => kernels::LINEAR_QUANTISED_INT4_2_64,
+            (Code::Int8, 1, 8) => kernels::LINEAR_QUANTISED_INT8_1_8,
+            (Code::Int8, 1, 16) => kernels::LINEAR_QUANTISED_INT8_1_16,
+            (Code::Int8, 1, 32) => kernels::LINEAR_QUANTISED_INT8_1_32,
+            (Code::Int8, 1, 64) => kernels::LINEAR_QUANTISED_INT8_1_64,
+            (Code::Int8, 2, 8) => kernels::LINEAR_QUANTISED_INT8_2_8,
+            (Code::Int8, 2, 16) => kernels::LINEAR_QUANTISED_INT8_2_16,
+            (Code::Int8, 2, 32) => kernels::LINEAR_QUANTISED_INT8_2_32,
+            (Code::Int8, 2, 64) => kernels::LINEAR_QUANTISED_INT8_2_64,
+            (Code::Fp8, 1, 8) => kernels::LINEAR_QUANTISED_FP8_1_8,
+            (Code::Fp8, 1, 16) => kernels::LINEAR_QUANTISED_FP8_1_16,
+            (Code::Fp8, 1, 32) => kernels::LINEAR_QUANTISED_FP8_1_32,
+            (Code::Fp8, 1, 64) => kernels::LINEAR_QUANTISED_FP8_1_64,
+            (Code::Fp8, 2, 8) => kernels::LINEAR_QUANTISED_FP8_2_8,
+            (Code::Fp8, 2, 16) => kernels::LINEAR_QUANTISED_FP8_2_16,
+            (Code::Fp8, 2, 32) => kernels::LINEAR_QUANTISED_FP8_2_32,
+            (Code::Fp8, 2, 64) => kernels::LINEAR_QUANTISED_FP8_2_64,
+            _ => return None,
+        };
+        kernel.of(dtype)
+    }
+
+    fn launch(&self, num_tokens: u64, sizes: Sizes) -> Option<Launch> {
+        let blocks = sizes.num_tiles.div_ceil(self.tiles()).checked_mul(self.splits)?;
+        let token_groups = num_tokens.div_ceil(self.tokens);
+        let fragments = self.variant(512).0 * (self.tokens / 8);
+        Some(Launch {
+            grid: (
+                u32::try_from(blocks).ok().filter(|&blocks| blocks <= i32::MAX as u32)?,
+                u32::from(u16::try_from(token_groups).ok()?),
+                1,
+            ),
+            block: 32 * WARPS as u32,
+            // A fragment of f32 for each warp.
+            shared_bytes: (WARPS * fragments * 512) as u32,
+        })
+    }
+}
+
+/// Whether the chip and the build have the kernels of this file.
+pub fn has_linear_quantised(context: &ComputeContext) -> Result<bool> {
+    let Ok(cuda) = cuda(context) else { return Ok(false) };
+    Ok(cuda.device().info().compute_capability.0 >= 8
+        && cuda.has_kernel(kernels::LINEAR_QUANTISED_INT4_1_8.bf16)?)
+}
+
+/// Whether the kernels of this file can multiply by a weight: in_features and the columns of the
+/// result are multiples of 8, and groups are multiples of 32 inputs or whole rows.
+pub fn is_quantised_weight(layout: &TileLayout) -> bool {
+    let (rows, k) = (layout.out_features(), layout.in_features());
+    let columns = if layout.is_gated() { rows / 2 } else { rows };
+    let num_groups = layout.num_tiles().checked_mul(layout.num_groups());
+    rows > 0
+        && i32::try_from(rows).is_ok()
+        && columns.is_multiple_of(8)
+        && (8..=MAX_INPUTS).contains(&k)
+        && k.is_multiple_of(8)
+        && (layout.num_groups() == 1 || layout.group_size().is_multiple_of(CHUNK / 2))
+        && num_groups.is_some_and(|groups| i32::try_from(groups).is_ok())
+}
+
+/// Returns the scales that a chunk has in a row, and by what a unit of as many inputs as one of them
+/// has is multiplied to find its group: `group = (2 * unit * factor) >> 32`.
+fn units(layout: &TileLayout) -> (usize, u32) {
+    if layout.num_groups() == 1 {
+        return (1, 0);
+    }
+    let scales = if layout.group_size().is_multiple_of(CHUNK) { 1 } else { 2 };
+    let group_units = layout.group_size() / (CHUNK / scales);
+    (scales, (1u64 << 31).div_ceil(group_units.max(1) as u64) as u32)
+}
+
+/// Computes the product of x `[num_tokens, in_features]` and a quantised weight into out
+/// `[num_tokens, out_features]`, of f16 or bf16, for any number of tokens. With
+/// [`Epilogue::SwiGlu`] the weight is gated and has twice the rows; with the others it is not.
+/// `bias` `[out_features]` is added before the rounding; only with [`Epilogue::Store`]. Nothing but
+/// the result is rounded to the type of x. With `is_fixed` a token's bits depend only on the token and
+/// the weight.
+///
+/// The inputs of x are in the order of the places of the weight. The two codes of [`Code::Fp8`] that
+/// are no numbers count as 480 and -480.
+pub fn linear_quantised(
+    context: &ComputeContext,
+    x: &Tensor,
+    weight: &QuantisedTiles<'_>,
+    bias: Option<&Tensor>,
+    epilogue: Epilogue,
+    is_fixed: bool,
+    out: &Tensor,
+) -> Result<()> {
+    let (dtype, (num_tokens, n)) = (float("out", out)?, matrix_size("out", out)?);
+    let layout = weight.layout();
+    let (rows, k) = (layout.out_features(), layout.in_features());
+    check("x", x, out.element(), &[num_tokens.into(), k as i64])?;
+    let is_gated = epilogue == Epilogue::SwiGlu;
+    let expected = if is_gated { 2 * i64::from(n) } else { i64::from(n) };
+    if layout.is_gated() != is_gated || rows as i64 != expected {
+        return Err(Error::internal(format!(
+            "a quantised weight of {rows} x {k}, gated: {}, for {n} columns and {epilogue:?}",
+            layout.is_gated()
+        )));
+    }
+    if let Some(bias) = bias {
+        check("bias", bias, out.element(), &[n.into()])?;
+        if epilogue != Epilogue::Store {
+            return Err(Error::internal("a bias of a quantised product that does not store"));
+        }
+    }
+    if out.is_empty() {
+        return Ok(());
+    }
+    let cuda = cuda(context)?;
+    let sizes = Sizes::of(layout);
+    let capability = cuda.device().info().compute_capability.0;
+    let division = Division::choose(num_tokens.into(), sizes, capability >= 9, is_fixed);
+    let (scales, group_factor) = units(layout);
+    let kernel = division.kernel(layout.format().code, scales, dtype);
+    let launch = division.launch(num_tokens.into(), sizes);
+    let is_aligned = (x.data() as usize).is_multiple_of(16)
+        && (out.data() as usize).is_multiple_of(4)
+        && is_quantised_weight(layout)
+        && capability >= 8;
+    let (Some(kernel), Some(launch), true) = (kernel, launch, is_aligned) else {
+        return Err(Error::internal(format!(
+            "no quantised product of {num_tokens} tokens with {layout:?} in {dtype}"
+        )));
+    };
+    let regions = weight.regions();
+    let params = QuantisedParams {
+        x: x.data(),
+        codes: regions.codes,
+        scales: regions.scales,
+        zeros: regions.zeros,
+        out: out.data(),
+        bias: bias.map_or(std::ptr::null_mut(), |bias| bias.data()),
+        ldo: n.into(),
+        num_tokens: num_tokens as i32,
+        n,
+        k: k as i32,
+        num_tiles: layout.num_tiles() as i32,
+        num_chunks: layout.num_chunks() as i32,
+        num_groups: layout.num_groups() as i32,
+        group_factor,
+        scale_type: scale_number(layout.format().scale),
+        epilogue: match epilogue {
+            Epilogue::Store => 0,
+            Epilogue::AddResidual => 1,
+            Epilogue::SwiGlu => 2,
+        },
+        row_shift: division.row_shift as i32,
+    };
+    let arguments = Arguments::new().value(&params);
+    // SAFETY: the argument of the kernel; it reads the regions of the tiles and rows of x, and its stores
+    // are bounded by num_tokens and n.
+    unsafe { cuda.launch_clusters(kernel, launch, division.splits as u32, arguments) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ops::quantised::QuantFormat;
+
+    fn layout(rows: usize, k: usize, code: Code, group_size: usize) -> TileLayout {
+        let format = QuantFormat { code, group_size, has_zeros: false, scale: DType::F32 };
+        TileLayout::new(rows, k, format, false).unwrap()
+    }
+
+    #[test]
+    fn units_find_their_groups() {
+        for k in [64, 200, 4104, 65_536, MAX_INPUTS] {
+            for group_size in [32, 64, 96, 128, 160, 1024, 4096 + 32, 1 << 19, 1 << 20] {
+                let layout = layout(16, k, Code::Int4, group_size);
+                let (scales, factor) = units(&layout);
+                let unit_inputs = CHUNK / scales;
+                assert!(layout.num_groups() == 1 || layout.group_size() % unit_inputs == 0);
+                for unit in 0..layout.num_chunks() * scales {
+                    let group = (2 * unit as u64 * u64::from(factor)) >> 32;
+                    assert_eq!(group as usize, unit * unit_inputs / layout.group_size());
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn every_division_has_a_kernel_and_fills_the_chip() {
+        for (rows, k) in [
+            (6144, 4096),
+            (4096, 4096),
+            (24_576, 4096),
+            (4096, 12_288),
+            (151_936, 4096),
+            (4096, 1024),
+            (1024, 2048),
+            (6144, 1024),
+            (1024, 3072),
+            (51_200, 5120),
+            (5120, 25_600),
+            (8, 64),
+        ] {
+            for code in [Code::Int4, Code::Int8, Code::Fp8] {
+                let layout = layout(rows, k, code, 128);
+                let sizes = Sizes::of(&layout);
+                assert!(is_quantised_weight(&layout));
+                for num_tokens in 1..=130u64 {
+                    let fixed = Division::choose(num_tokens, sizes, true, true);
+                    let alone = Division::choose(1, sizes, true, true);
+                    let parts = |division: Division| (division.row_shift, division.splits);
+                    assert_eq!(parts(fixed), parts(alone));
+                    for division in [fixed, Division::choose(num_tokens, sizes, true, false)] {
+                        assert!(division.tokens >= num_tokens.min(64));
+                        assert!(division.kernel(code, 1, DType::BF16).is_some());
+                        assert!(division.kernel(code, 2, DType::F16).is_some());
+                        let launch = division.launch(num_tokens, sizes).unwrap();
+                        assert!(launch.shared_bytes <= 64 << 10);
+                        assert!(u64::from(launch.grid.0) % division.splits == 0);
+                    }
+                    let division = Division::choose(num_tokens, sizes, false, false);
+                    assert_eq!(division.splits, 1);
+                }
+                // What the busiest multiprocessor reads is little more than its share.
+                let division = Division::choose(1, sizes, true, false);
+                let bytes = (rows * k * code.bits() / 8) as u64;
+                let cost = division.cost(1, sizes);
+                let is_large = bytes > 8 << 20;
+                let share = bytes / MULTIPROCESSORS;
+                assert!(
+                    !is_large || cost < share * 2,
+                    "{rows} x {k} {code:?}: {division:?} {cost}"
+                );
+            }
+        }
+    }
+}

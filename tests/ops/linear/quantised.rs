@@ -1,0 +1,289 @@
+//! Linear layers with quantised weights on a GPU, against products in f64 with the exact numbers of the
+//! weights, rounded where Transformers rounds.
+
+use std::sync::Arc;
+
+use crate::quantised::{random_matrix, upload_tiles};
+use crate::support::device::{assert_rounded, cuda_context, last_place, round, Bench, HALVES};
+use crate::support::rounded;
+use xserv::backend::ComputeContext;
+use xserv::memory::DType;
+use xserv::ops::linear::cuda_quantised::{
+    has_linear_quantised, is_quantised_weight, linear_quantised,
+};
+use xserv::ops::linear::Epilogue;
+use xserv::ops::quantised::cuda::QuantisedTiles;
+use xserv::ops::quantised::tiles::TileLayout;
+use xserv::ops::quantised::{Code, QuantFormat};
+
+const EPILOGUES: [Epilogue; 3] = [Epilogue::Store, Epilogue::AddResidual, Epilogue::SwiGlu];
+/// For each number of columns of a fragment, of fragments of a block and of blocks, one that fills
+/// it and one that does not.
+const TOKENS: [usize; 11] = [1, 2, 3, 8, 9, 16, 17, 33, 64, 65, 130];
+const ROW: usize = usize::MAX;
+
+/// What a test varies.
+#[derive(Clone, Copy, Debug)]
+struct Case {
+    dtype: DType,
+    format: QuantFormat,
+    epilogue: Epilogue,
+    has_bias: bool,
+    /// Columns of the result, and in_features.
+    size: (usize, usize),
+}
+
+fn format(code: Code, group_size: usize, has_zeros: bool, scale: DType) -> QuantFormat {
+    QuantFormat { code, group_size, has_zeros, scale }
+}
+
+/// The result of one token, and how far each element may be off. `sums` are pairs of a product with a
+/// row of the weight and of the sum of the magnitudes of its terms.
+fn reference(
+    Case { dtype, epilogue, size: (n, k), .. }: Case,
+    sums: &[(f64, f64)],
+    bias: Option<&[f64]>,
+    before: &[f64],
+) -> Vec<(f64, f64)> {
+    let round = |value| round(dtype, value);
+    // What f32 may be off by before the roundings: tensor cores truncate the sums of a product.
+    let error = |row: usize| sums[row].1 * 2e-7 * (k as f64).log2();
+    let place = |value: f64| last_place(dtype) * value.abs() + 1e-7;
+    let one = |i: usize| {
+        let value = sums[i].0 + bias.map_or(0.0, |bias| bias[i]);
+        match epilogue {
+            Epilogue::Store => (round(value), error(i) + place(value)),
+            Epilogue::AddResidual => {
+                let sum = before[i] + round(value);
+                (round(sum), error(i) + place(value) + place(sum))
+            }
+            Epilogue::SwiGlu => {
+                let (gate, up) = (round(value), round(sums[n + i].0));
+                let want = rounded::silu_mul(dtype, gate, up);
+                let silu = gate / (1.0 + (-gate).exp());
+                // The slope of silu is at most 1.1, and three roundings may each fall the other way,
+                // that of the gate before it.
+                let off = 1.1 * (error(i) + place(gate)) * up.abs() + error(n + i) * silu.abs();
+                (want, off + 3.0 * place(want))
+            }
+        }
+    };
+    (0..n).map(one).collect()
+}
+
+fn check(context: &Arc<ComputeContext>, case: Case, tokens: &[usize]) {
+    let Case { dtype, format, epilogue, has_bias, size: (n, k) } = case;
+    let mut bench = Bench::with_room(context, dtype, (n + k) as u64, 192 << 20);
+    let is_gated = epilogue == Epilogue::SwiGlu;
+    let rows = if is_gated { 2 * n } else { n };
+    let matrix = random_matrix(&mut bench.random, rows, k, format, 1.5 / (k as f64).sqrt());
+    let layout = TileLayout::new(rows, k, format, is_gated).expect("a layout");
+    assert!(is_quantised_weight(&layout), "{case:?}: not what it is for");
+    let memory = upload_tiles(&mut bench, &layout, &matrix);
+    let weight = QuantisedTiles::new(layout, &memory).expect("tiles");
+
+    let most = tokens.iter().copied().max().expect("one");
+    let (_, x_values) = bench.filled(&[most, k], 1.0, 0.0);
+    let (_, before) = bench.filled(&[most, n], 1.0, 0.0);
+    let (bias, bias_values) = bench.filled(&[n], 2.0, 0.0);
+    let biases = has_bias.then_some(&bias_values[..]);
+    // Row after row of the weight, as it may be large.
+    let mut sums = vec![(0.0, 0.0); most * rows];
+    let mut numbers = vec![0.0; k];
+    for row in 0..rows {
+        matrix.row_to_f32(row, &mut numbers).expect("a row");
+        for (token, x) in x_values.chunks_exact(k).enumerate() {
+            let terms = || x.iter().zip(&numbers).map(|(x, &w)| x * f64::from(w));
+            let sum = terms().fold((0.0, 0.0), |(sum, size), term| (sum + term, size + term.abs()));
+            sums[token * rows + row] = sum;
+        }
+    }
+    let want: Vec<(f64, f64)> = sums
+        .chunks_exact(rows)
+        .zip(before.chunks_exact(n))
+        .flat_map(|(sums, before)| reference(case, sums, biases, before))
+        .collect();
+
+    let mut alone: Vec<f64> = Vec::new();
+    for &num_tokens in tokens {
+        let x = bench.of(&[num_tokens, k], &x_values[..num_tokens * k]);
+        for is_fixed in [false, true] {
+            let what = format!("{case:?}, {num_tokens} tokens, fixed: {is_fixed}");
+            // Rows behind the result, which stay as they are.
+            let mut start = before[..num_tokens * n].to_vec();
+            start.resize((num_tokens + 16) * n, 7.0);
+            let all = bench.of(&[num_tokens + 16, n], &start);
+            let out = all.view(0, &[num_tokens, n], None).expect("a view");
+            let bias = has_bias.then_some(&*bias);
+            linear_quantised(context, &x, &weight, bias, epilogue, is_fixed, &out)
+                .expect("the operator");
+            context.synchronize().expect("no fault");
+            let mut got = bench.read(&all);
+            let guard = got.split_off(num_tokens * n);
+            assert!(guard.iter().all(|&x| x == 7.0), "{what}: rows behind the result");
+            // Of few results one or two are a large share.
+            let most_flipped = 0.03f64.max(2.0 / got.len() as f64);
+            assert_rounded(&what, dtype, &got, &want[..num_tokens * n], most_flipped);
+            // Every token has the same bits beside any others.
+            if is_fixed {
+                let shared = alone.len().min(got.len());
+                assert!(alone[..shared] == got[..shared], "{what}: other bits than alone");
+                if got.len() > alone.len() {
+                    alone = got;
+                }
+            }
+        }
+    }
+}
+
+fn context() -> Option<Arc<ComputeContext>> {
+    let context = cuda_context()?;
+    if !has_linear_quantised(&context).unwrap() {
+        println!("skipped: no tensor cores, or a build without kernels");
+        return None;
+    }
+    Some(context)
+}
+
+/// Every format, with the type of the scales in turn.
+fn formats() -> Vec<QuantFormat> {
+    let scales = [DType::F16, DType::BF16, DType::F32];
+    let mut found = Vec::new();
+    for code in [Code::Int4, Code::Int8, Code::Fp8] {
+        for has_zeros in [false, true] {
+            for group_size in [32, 64, 128, ROW] {
+                if code != Code::Fp8 || !has_zeros {
+                    let scale = scales[found.len() % scales.len()];
+                    found.push(format(code, group_size, has_zeros, scale));
+                }
+            }
+        }
+    }
+    found
+}
+
+#[test]
+fn products_with_every_format_on_cuda_are_rounded_as_in_transformers() {
+    let Some(context) = context() else { return };
+    for dtype in HALVES {
+        for format in formats() {
+            for epilogue in EPILOGUES {
+                let case = Case { dtype, format, epilogue, has_bias: false, size: (24, 896) };
+                check(&context, case, &TOKENS);
+            }
+            let epilogue = Epilogue::Store;
+            let case = Case { dtype, format, epilogue, has_bias: true, size: (1000, 64) };
+            check(&context, case, &[1, 17, 65]);
+        }
+    }
+}
+
+#[test]
+fn quantised_products_of_any_size_on_cuda_are_rounded_as_in_transformers() {
+    let Some(context) = context() else { return };
+    for dtype in HALVES {
+        for (code, group_size) in [
+            (Code::Int4, 32),
+            (Code::Int4, 128),
+            (Code::Int4, 96),
+            (Code::Int8, 64),
+            (Code::Fp8, 128),
+            (Code::Fp8, ROW),
+        ] {
+            let has_zeros = code != Code::Fp8;
+            let format = format(code, group_size, has_zeros, dtype);
+            // k of one chunk and of many, whole and not; rows of less than a tile and of many.
+            for size in
+                [(8, 64), (8, 8), (24, 1536), (1000, 896), (40, 4104), (8, 12_288), (136, 200)]
+            {
+                for epilogue in EPILOGUES {
+                    let case = Case { dtype, format, epilogue, has_bias: false, size };
+                    check(&context, case, &[1, 9, 33, 70]);
+                }
+            }
+        }
+        // Weights that divide over the whole chip.
+        for code in [Code::Int4, Code::Fp8] {
+            let format = format(code, 128, code == Code::Int4, DType::BF16);
+            let case = |epilogue, size| Case { dtype, format, epilogue, has_bias: false, size };
+            check(&context, case(Epilogue::Store, (6144, 1024)), &[1, 3, 16, 64]);
+            check(&context, case(Epilogue::AddResidual, (1024, 4104)), &[1, 3, 16, 32]);
+            check(&context, case(Epilogue::SwiGlu, (3072, 1024)), &[1, 3, 16, 33]);
+        }
+    }
+}
+
+#[test]
+fn codes_are_decoded_exactly_on_cuda() {
+    let Some(context) = context() else { return };
+    // A row for every code, and tokens that are 1 at one input: the results are the numbers themselves.
+    for dtype in HALVES {
+        for (code, has_zeros) in [
+            (Code::Int4, false),
+            (Code::Int4, true),
+            (Code::Int8, false),
+            (Code::Int8, true),
+            (Code::Fp8, false),
+        ] {
+            let format = format(code, 32, has_zeros, DType::F32);
+            let (rows, k) = (256, 64);
+            let mut bench = Bench::new(&context, dtype, 1);
+            let mut matrix = random_matrix(&mut bench.random, rows, k, format, 1.0);
+            matrix.scales.fill(1.0);
+            let row_bytes = code.row_bytes(k);
+            for (row, codes) in matrix.codes.chunks_exact_mut(row_bytes).enumerate() {
+                // Not those that are no numbers.
+                let is_number = code != Code::Fp8 || row & 0x7f != 0x7f;
+                codes.fill(if is_number { row as u8 } else { 0 });
+            }
+            let layout = TileLayout::new(rows, k, format, false).expect("a layout");
+            let memory = upload_tiles(&mut bench, &layout, &matrix);
+            let weight = QuantisedTiles::new(layout, &memory).expect("tiles");
+            let ones: Vec<f64> =
+                (0..k * k).map(|i| if i / k == i % k { 1.0 } else { 0.0 }).collect();
+            let x = bench.of(&[k, k], &ones);
+            let out = bench.poisoned(&[k, rows]);
+            linear_quantised(&context, &x, &weight, None, Epilogue::Store, false, &out)
+                .expect("the operator");
+            let got = bench.read(&out);
+            let mut numbers = vec![0.0; k];
+            for row in 0..rows {
+                matrix.row_to_f32(row, &mut numbers).expect("a row");
+                for (input, &number) in numbers.iter().enumerate() {
+                    // -255 to 255 and the floats of 8 bits are numbers of both types.
+                    assert_eq!(
+                        got[input * rows + row],
+                        f64::from(number),
+                        "{dtype} {format:?}, row {row}, input {input}"
+                    );
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn quantised_products_that_no_kernel_serves_are_refused_on_cuda() {
+    let Some(context) = context() else { return };
+    let dtype = DType::BF16;
+    let mut bench = Bench::new(&context, dtype, 1);
+    let mut is_served = |n: usize, k: usize, group_size, is_gated: bool, epilogue| {
+        let rows = if is_gated { 2 * n } else { n };
+        let format = format(Code::Int4, group_size, false, DType::F16);
+        let matrix = random_matrix(&mut bench.random, rows, k, format, 1.0);
+        let layout = TileLayout::new(rows, k, format, is_gated).expect("a layout");
+        let memory = upload_tiles(&mut bench, &layout, &matrix);
+        let weight = QuantisedTiles::new(layout, &memory).expect("tiles");
+        let (x, _) = bench.filled(&[2, k], 1.0, 0.0);
+        let out = bench.poisoned(&[2, n]);
+        linear_quantised(&context, &x, &weight, None, epilogue, false, &out).is_ok()
+    };
+    assert!(is_served(64, 128, 32, false, Epilogue::Store));
+    assert!(is_served(64, 128, 32, true, Epilogue::SwiGlu));
+    assert!(!is_served(64, 128, 32, true, Epilogue::Store));
+    assert!(!is_served(64, 128, 32, false, Epilogue::SwiGlu));
+    assert!(!is_served(60, 128, 32, false, Epilogue::Store));
+    assert!(!is_served(64, 100, 32, false, Epilogue::Store));
+    assert!(!is_served(64, 128, 48, false, Epilogue::Store));
+    context.synchronize().expect("no fault");
+}

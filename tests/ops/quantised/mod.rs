@@ -1,0 +1,6 @@
+//! Quantised matrices: numbers quantised at load, and tiles on a GPU as dense rows.
+
+mod dequantise;
+mod quantise;
+
+pub use dequantise::*;
