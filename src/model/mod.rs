@@ -4,6 +4,7 @@
 //! folder, config, safetensors, shard_index, checkpoint   what is on disk; headers only
 //! decoder                                                the block, the families, the forward passes
 //! headers                                                whether tied matrices are: decided before anything is counted
+//! quantised                                              weights of 4 and 8 bits in files: configs, tensors, numbers
 //! load                                                   which tensors make which weight; reads and packs them, or makes them up
 //! device                                                 a model on a device: its memory, its steps
 //! batch, kv_cache, workspace                             what a forward pass needs besides the weights
@@ -30,6 +31,7 @@ mod loaded;
 mod memory_needs;
 mod opened;
 mod other_formats;
+pub mod quantised;
 mod run;
 pub mod safetensors;
 pub mod shard_index;

@@ -1,0 +1,402 @@
+//! `quantization_config` of config.json: how the weights were quantised.
+//!
+//! The keys and their defaults are those of Transformers 5.23, AutoAWQ 0.2.9, GPTQModel 7.7 and
+//! compressed-tensors 0.20. What would change the numbers and is not implemented is refused by name.
+
+use serde_json::{Map, Value};
+
+use super::compressed::{self, Groups};
+use super::pattern::{optional_names, Budget, Expression};
+use super::scheme::Scheme;
+use crate::error::{Error, Result};
+use crate::model::config::fields::Fields;
+use crate::model::config::CONFIG_FILE;
+use crate::model::folder::shown_name;
+
+/// The file in which older repositories say what `quantization_config` says in others.
+pub const QUANTIZE_CONFIG_FILE: &str = "quantize_config.json";
+
+/// The largest group or block; rows of weights are shorter.
+const MAX_GROUP_SIZE: usize = 1 << 20;
+/// The `quant_method`s that are read.
+const SUPPORTED: &str = "fp8, awq, gptq, compressed-tensors";
+
+/// How a model's weights are quantised, as its config says.
+#[derive(Clone, Debug, PartialEq)]
+pub struct QuantConfig {
+    /// Where it stands, for messages: `config.json: quantization_config`.
+    pub(super) place: String,
+    pub(super) method: Method,
+}
+
+/// What each method says.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) enum Method {
+    Fp8(Fp8),
+    Awq(Awq),
+    Gptq(Gptq),
+    CompressedTensors(Groups),
+}
+
+/// FP8 with a scale for each block or matrix.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Fp8 {
+    /// `[out, in]`.
+    pub block: Option<[usize; 2]>,
+    /// Modules that are not quantised: whole parts of their names, or ends of them.
+    pub skipped: Vec<String>,
+    /// The same as expressions.
+    pub skipped_expressions: Vec<Expression>,
+}
+
+/// AWQ's 4 bits.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Awq {
+    /// `None` is the whole row.
+    pub group_size: Option<usize>,
+    pub has_zeros: bool,
+    pub lm_head: bool,
+    /// Modules that are not quantised: what their names contain.
+    pub skipped: Vec<String>,
+}
+
+/// GPTQ's 4 or 8 bits.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Gptq {
+    pub default: GptqScheme,
+    pub lm_head: bool,
+    /// In the order of the config; the first that matches a module decides. `None` is a module that
+    /// is not quantised.
+    pub dynamic: Vec<(Expression, Option<GptqScheme>)>,
+}
+
+/// What GPTQ says of a module.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct GptqScheme {
+    pub bits: usize,
+    /// `None` is the whole row.
+    pub group_size: Option<usize>,
+    pub symmetric: bool,
+    pub desc_act: bool,
+    /// Whether zeros are stored as they are, and not less one.
+    pub is_v2: bool,
+}
+
+impl QuantConfig {
+    /// Reads what a model's `config.json` says of quantisation; `None` if nothing.
+    pub fn parse(config: &Value) -> Result<Option<Self>> {
+        let Some(map) = config.as_object() else { return Ok(None) };
+        let fields = Fields::new(map, CONFIG_FILE);
+        if fields.get("quantization").is_some() {
+            return Err(Error::unsupported(format!(
+                "{CONFIG_FILE}: quantization, as MLX writes it, is not supported; \
+                 quantization_config is read (supported methods: {SUPPORTED})"
+            )));
+        }
+        for key in ["quantization_config", "compression_config"] {
+            let Some(found) = fields.optional_object(key)? else { continue };
+            let place = format!("{CONFIG_FILE}: {key}");
+            // Older writers wrap it once more.
+            let inner = match found.get("quantization_config") {
+                Some(Value::Object(inner)) if key == "compression_config" => {
+                    compressed::refuse_sparsity(Fields::new(found, &place))?;
+                    inner
+                }
+                _ => found,
+            };
+            return Self::of(inner, place, None).map(Some);
+        }
+        Ok(None)
+    }
+
+    /// Reads a `quantize_config.json`, in which old GPTQ repositories say what others say in
+    /// config.json.
+    pub fn parse_quantize_config(json: &Value) -> Result<Self> {
+        let map = json.as_object().ok_or_else(|| {
+            Error::invalid_file(format!("{QUANTIZE_CONFIG_FILE} is not a JSON object"))
+        })?;
+        Self::of(map, QUANTIZE_CONFIG_FILE.to_owned(), Some("gptq"))
+    }
+
+    fn of(map: &Map<String, Value>, place: String, default: Option<&str>) -> Result<Self> {
+        let fields = Fields::new(map, &place);
+        let is_bitsandbytes =
+            fields.flag("load_in_4bit", false)? || fields.flag("load_in_8bit", false)?;
+        let method = match fields.optional_string("quant_method")?.or(default) {
+            Some(method) => method,
+            None if is_bitsandbytes => "bitsandbytes",
+            None => return Err(fields.missing("quant_method")),
+        };
+        let method = match method.to_ascii_lowercase().as_str() {
+            "fp8" => Method::Fp8(fp8(fields)?),
+            "awq" => Method::Awq(awq(fields)?),
+            "gptq" => Method::Gptq(gptq(fields)?),
+            "compressed-tensors" => Method::CompressedTensors(compressed::groups(fields)?),
+            _ => {
+                let algorithm = match fields.optional_string("quant_algo")? {
+                    Some(algorithm) => format!(" ({})", shown_name(algorithm)),
+                    None => String::new(),
+                };
+                return Err(Error::unsupported(format!(
+                    "{place}: quant_method \"{}\"{algorithm} is not supported (supported: {SUPPORTED})",
+                    shown_name(method)
+                )));
+            }
+        };
+        Ok(QuantConfig { place, method })
+    }
+
+    /// The method, as `quant_method` names it.
+    pub fn method_name(&self) -> &'static str {
+        match self.method {
+            Method::Fp8(_) => "fp8",
+            Method::Awq(_) => "awq",
+            Method::Gptq(_) => "gptq",
+            Method::CompressedTensors(_) => "compressed-tensors",
+        }
+    }
+
+    /// What the config says of a module, such as `model.layers.3.mlp.down_proj`; `None` if it is
+    /// not quantised.
+    pub fn scheme(&self, module: &str) -> Result<Option<Scheme>> {
+        match &self.method {
+            Method::Fp8(fp8) => fp8.scheme(module),
+            Method::Awq(awq) => Ok(awq.scheme(module)),
+            Method::Gptq(gptq) => gptq.scheme(module),
+            Method::CompressedTensors(groups) => groups.scheme(module),
+        }
+    }
+
+    /// Whether the config names all modules that are quantised, so that another is a damaged file.
+    /// The others quantise what their writers chose to, and leave routers or output matrices out
+    /// without a word.
+    pub(super) fn is_complete(&self) -> bool {
+        matches!(self.method, Method::CompressedTensors(_))
+    }
+}
+
+/// Refuses a string that is none of `supported`, without regard to case. Absent is the first.
+pub(super) fn one_of<'s>(
+    fields: Fields<'_>,
+    name: &str,
+    supported: &[&'s str],
+) -> Result<Option<&'s str>> {
+    let Some(found) = fields.optional_string(name)? else { return Ok(None) };
+    let known = supported.iter().find(|known| known.eq_ignore_ascii_case(found));
+    known.copied().map(Some).ok_or_else(|| {
+        Error::unsupported(format!(
+            "{}: {name} \"{}\" is not supported (supported: {})",
+            fields.place(),
+            shown_name(found),
+            supported.join(", ")
+        ))
+    })
+}
+
+/// Refuses a key that is set to anything but `null`, `false`, or nothing at all.
+pub(super) fn refuse_set(fields: Fields<'_>, name: &str) -> Result<()> {
+    let is_set = match fields.get(name) {
+        None | Some(Value::Bool(false)) => false,
+        Some(Value::Object(map)) => !map.is_empty(),
+        Some(Value::Array(list)) => !list.is_empty(),
+        Some(_) => true,
+    };
+    if is_set {
+        return Err(Error::unsupported(format!("{}: {name} is not supported", fields.place())));
+    }
+    Ok(())
+}
+
+/// Returns a group size, which is -1 for the whole row (`None`).
+pub(super) fn group_size(fields: Fields<'_>, name: &str, default: usize) -> Result<Option<usize>> {
+    if fields.get(name).and_then(Value::as_i64) == Some(-1) {
+        return Ok(None);
+    }
+    let wrong = || {
+        fields.wrong(
+            name,
+            &format!("-1 for the whole row, or a whole number from 1 to {MAX_GROUP_SIZE}"),
+        )
+    };
+    fields
+        .optional_count(name, MAX_GROUP_SIZE)
+        .map(|n| Some(n.unwrap_or(default)))
+        .map_err(|_| wrong())
+}
+
+/// Returns the sizes of a block, `[out, in]`, or `None` if they are absent.
+pub(super) fn block_sizes(fields: Fields<'_>, name: &str) -> Result<Option<[usize; 2]>> {
+    let size = |value: &Value| {
+        let size = value.as_u64().and_then(|size| usize::try_from(size).ok())?;
+        (1..=MAX_GROUP_SIZE).contains(&size).then_some(size)
+    };
+    let sizes = |value: &Value| match value.as_array()?.as_slice() {
+        [rows, columns] => Some([size(rows)?, size(columns)?]),
+        _ => None,
+    };
+    // Old versions of compressed-tensors write "128x128".
+    let from_text = |text: &str| {
+        let (rows, columns) = text.split_once('x')?;
+        sizes(&serde_json::json!([rows.parse::<u64>().ok()?, columns.parse::<u64>().ok()?]))
+    };
+    let Some(value) = fields.get(name) else { return Ok(None) };
+    value.as_str().map_or_else(|| sizes(value), from_text).map(Some).ok_or_else(|| {
+        let found = shown_name(&value.to_string());
+        Error::invalid_file(format!(
+            "{}: {name} is {found}, expected two whole numbers from 1 to {MAX_GROUP_SIZE}",
+            fields.place()
+        ))
+    })
+}
+
+fn fp8(fields: Fields<'_>) -> Result<Fp8> {
+    one_of(fields, "fmt", &["e4m3", "e4m3fn", "float8_e4m3fn"])?;
+    one_of(fields, "scale_fmt", &["float"])?;
+    one_of(fields, "expert_dtype", &["fp8"])?;
+    // Both are ways to compute with activations; the weights are the same.
+    one_of(fields, "activation_scheme", &["dynamic", "static"])?;
+    refuse_set(fields, "modules_to_convert")?;
+    let block = block_sizes(fields, "weight_block_size")?;
+    let key = match fields.get("modules_to_not_convert") {
+        Some(_) => "modules_to_not_convert",
+        None => "ignored_layers",
+    };
+    let skipped = optional_names(fields, key)?.unwrap_or_else(|| vec!["lm_head".to_owned()]);
+    let budget = Budget::default();
+    let place = format!("{}: {key}", fields.place());
+    let mut skipped_expressions = Vec::new();
+    for name in &skipped {
+        // Transformers takes each name for an expression; a dot that matches any character makes no
+        // difference to names of modules.
+        if name.contains(['*', '+', '?', '[', ']', '(', ')', '^', '$', '|', '\\', '{', '}']) {
+            // On its own first, so that it is whole.
+            Expression::new(&place, name, &Budget::default())?;
+            let bounded = format!(r"(?:{name})(?:(?<=\.)|(?=\.|$))");
+            skipped_expressions.push(Expression::new(&place, &bounded, &budget)?);
+        }
+    }
+    Ok(Fp8 { block, skipped, skipped_expressions })
+}
+
+fn awq(fields: Fields<'_>) -> Result<Awq> {
+    // The older of two spellings; both name the layout of the packed codes.
+    for key in ["version", "format", "checkpoint_format"] {
+        one_of(fields, key, &["gemm"])?;
+    }
+    if fields.optional_string("backend")? == Some("llm-awq") {
+        return Err(Error::unsupported(format!(
+            "{}: backend \"llm-awq\", whose weights are packed otherwise, is not supported",
+            fields.place()
+        )));
+    }
+    check_bits(fields, &[4])?;
+    check_pack_dtype(fields)?;
+    for key in ["rotation", "adapter"] {
+        refuse_set(fields, key)?;
+    }
+    Ok(Awq {
+        group_size: group_size(fields, "group_size", 128)?,
+        has_zeros: fields.flag("zero_point", true)?,
+        lm_head: fields.flag("lm_head", false)?,
+        skipped: optional_names(fields, "modules_to_not_convert")?.unwrap_or_default(),
+    })
+}
+
+fn gptq(fields: Fields<'_>) -> Result<Gptq> {
+    for key in ["rotation", "adapter", "is_marlin_format"] {
+        refuse_set(fields, key)?;
+    }
+    check_pack_dtype(fields)?;
+    let format = one_of(fields, "format", &["gptq", "gptq_v2"])?;
+    let stored = one_of(fields, "checkpoint_format", &["gptq", "gptq_v2"])?;
+    if let (Some(format), Some(stored)) = (format, stored) {
+        if format != stored {
+            return Err(Error::invalid_file(format!(
+                "{}: checkpoint_format is \"{stored}\", but format is \"{format}\"",
+                fields.place()
+            )));
+        }
+    }
+    let default = GptqScheme {
+        bits: check_bits(fields, &[4, 8])?.ok_or_else(|| fields.missing("bits"))?,
+        group_size: group_size(fields, "group_size", 128)?,
+        symmetric: fields.flag("sym", true)?,
+        desc_act: fields.flag("desc_act", false)?,
+        is_v2: stored.or(format) == Some("gptq_v2"),
+    };
+    let mut dynamic = Vec::new();
+    let budget = Budget::default();
+    for (key, overrides) in fields.optional_object("dynamic")?.into_iter().flatten() {
+        let place = format!("{}: dynamic", fields.place());
+        let is_skipped = key.starts_with("-:");
+        let text = key.strip_prefix("-:").or(key.strip_prefix("+:")).unwrap_or(key);
+        let expression = Expression::new(&place, text, &budget)?;
+        if is_skipped {
+            dynamic.push((expression, None));
+            continue;
+        }
+        let place = format!("{place}: {}", shown_name(key));
+        let Some(overrides) = overrides.as_object() else {
+            return Err(Error::invalid_file(format!("{place} is not an object")));
+        };
+        let fields = Fields::new(overrides, &place);
+        dynamic.push((expression, Some(overridden(fields, default)?)));
+    }
+    Ok(Gptq { default, lm_head: fields.flag("lm_head", false)?, dynamic })
+}
+
+/// What `dynamic` says of the modules of one expression.
+fn overridden(fields: Fields<'_>, default: GptqScheme) -> Result<GptqScheme> {
+    for key in ["rotation", "adapter"] {
+        refuse_set(fields, key)?;
+    }
+    check_pack_dtype(fields)?;
+    for key in ["format", "checkpoint_format", "method", "quant_method"] {
+        one_of(
+            fields,
+            key,
+            if key.ends_with("method") { &["gptq"] } else { &["gptq", "gptq_v2"] },
+        )?;
+        if key.ends_with("format") && fields.get(key).is_some() {
+            let is_v2 = one_of(fields, key, &["gptq", "gptq_v2"])? == Some("gptq_v2");
+            if is_v2 != default.is_v2 {
+                return Err(Error::unsupported(format!(
+                    "{}: a {key} other than that of the other modules is not supported",
+                    fields.place()
+                )));
+            }
+        }
+    }
+    let group_size = match fields.get("group_size") {
+        None => default.group_size,
+        Some(_) => group_size(fields, "group_size", 128)?,
+    };
+    Ok(GptqScheme {
+        bits: check_bits(fields, &[4, 8])?.unwrap_or(default.bits),
+        group_size,
+        symmetric: fields.flag("sym", default.symmetric)?,
+        desc_act: fields.flag("desc_act", default.desc_act)?,
+        is_v2: default.is_v2,
+    })
+}
+
+/// Returns `bits`, which must be one of `supported`, or `None` if it is absent.
+fn check_bits(fields: Fields<'_>, supported: &[usize]) -> Result<Option<usize>> {
+    let bits = fields.optional_count("bits", 64)?;
+    match bits {
+        Some(found) if !supported.contains(&found) => {
+            let supported: Vec<String> = supported.iter().map(usize::to_string).collect();
+            Err(Error::unsupported(format!(
+                "{}: bits {found} is not supported (supported: {})",
+                fields.place(),
+                supported.join(", ")
+            )))
+        }
+        _ => Ok(bits),
+    }
+}
+
+/// Refuses codes that are packed into words of another size.
+fn check_pack_dtype(fields: Fields<'_>) -> Result<()> {
+    one_of(fields, "pack_dtype", &["int32", "torch.int32"]).map(drop)
+}

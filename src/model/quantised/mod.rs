@@ -1,0 +1,20 @@
+//! Quantised weights in files: which formats there are, how they are recognised and what their
+//! numbers are.
+//!
+//! ```text
+//! config       quantization_config of config.json
+//! compressed   that of compressed-tensors, which has a scheme for each group of modules
+//! pattern      modules that a config names, by name or by regular expression
+//! scheme       what the config says of one module
+//! ```
+//!
+//! Which modules are quantised is said twice: by the config, and by the tensors that are there.
+//! Neither is believed alone.
+
+mod compressed;
+mod config;
+mod pattern;
+mod scheme;
+
+pub use config::{QuantConfig, QUANTIZE_CONFIG_FILE};
+pub use scheme::{ScaleShape, Scheme};

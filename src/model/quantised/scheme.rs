@@ -1,0 +1,387 @@
+//! What a config says of one module.
+
+use super::config::{Awq, Fp8, Gptq, GptqScheme};
+use super::pattern::has_parts;
+use crate::error::Result;
+
+/// What shares a scale.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ScaleShape {
+    /// The whole matrix.
+    Tensor,
+    /// A row.
+    Channel,
+    /// So many inputs of a row.
+    Group(usize),
+    /// So many rows and inputs.
+    Block([usize; 2]),
+}
+
+/// How a module is stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Scheme {
+    /// `weight` in FP8 with `weight_scale_inv`, or `weight_scale`.
+    Fp8 {
+        /// What shares a scale; `None` if whatever the file has is meant.
+        scales: Option<ScaleShape>,
+    },
+    /// `qweight`, `qzeros` and `scales` of AWQ: packed along the outputs.
+    Awq {
+        /// Inputs that share a scale; `None` is the whole row.
+        group_size: Option<usize>,
+        /// Whether there is `qzeros`.
+        has_zeros: bool,
+    },
+    /// `qweight`, `qzeros`, `scales` and `g_idx` of GPTQ: packed along the inputs.
+    Gptq {
+        /// 4 or 8.
+        bits: usize,
+        /// Inputs that share a scale; `None` is the whole row.
+        group_size: Option<usize>,
+        /// Whether all zeros are the middle.
+        symmetric: bool,
+        /// Whether inputs were quantised in the order of their size, so that groups are scattered.
+        desc_act: bool,
+        /// Whether zeros are stored as they are, and not less one.
+        is_v2: bool,
+    },
+    /// `weight_packed` of compressed-tensors: integers of 4 or 8 bits.
+    Packed {
+        /// 4 or 8.
+        bits: usize,
+        /// What shares a scale.
+        scales: ScaleShape,
+        /// Whether all zeros are the middle.
+        symmetric: bool,
+    },
+    /// `weight` of compressed-tensors in bytes.
+    Int8 {
+        /// What shares a scale.
+        scales: ScaleShape,
+        /// Whether all zeros are 0.
+        symmetric: bool,
+    },
+}
+
+/// Whether a module is the output matrix.
+fn is_output(module: &str) -> bool {
+    has_parts(module, "lm_head")
+}
+
+impl Fp8 {
+    pub(super) fn scheme(&self, module: &str) -> Result<Option<Scheme>> {
+        if self.skipped.iter().any(|key| has_parts(module, key) || ends_with(module, key)) {
+            return Ok(None);
+        }
+        for expression in &self.skipped_expressions {
+            if expression.matches(module)? {
+                return Ok(None);
+            }
+        }
+        Ok(Some(Scheme::Fp8 { scales: self.block.map(ScaleShape::Block) }))
+    }
+}
+
+/// Whether a name ends with a key that is not empty.
+fn ends_with(module: &str, key: &str) -> bool {
+    !key.is_empty() && module.ends_with(key)
+}
+
+impl Awq {
+    pub(super) fn scheme(&self, module: &str) -> Option<Scheme> {
+        let is_skipped = self.skipped.iter().any(|key| module.contains(key.as_str()));
+        if is_skipped || (is_output(module) && !self.lm_head) {
+            return None;
+        }
+        Some(Scheme::Awq { group_size: self.group_size, has_zeros: self.has_zeros })
+    }
+}
+
+impl Gptq {
+    pub(super) fn scheme(&self, module: &str) -> Result<Option<Scheme>> {
+        if is_output(module) && !self.lm_head {
+            return Ok(None);
+        }
+        for (expression, scheme) in &self.dynamic {
+            if expression.matches(module)? {
+                return Ok(scheme.map(GptqScheme::scheme));
+            }
+        }
+        Ok(Some(self.default.scheme()))
+    }
+}
+
+impl GptqScheme {
+    fn scheme(self) -> Scheme {
+        let GptqScheme { bits, group_size, symmetric, desc_act, is_v2 } = self;
+        Scheme::Gptq { bits, group_size, symmetric, desc_act, is_v2 }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{json, Value};
+
+    use super::*;
+    use crate::error::ErrorKind;
+    use crate::model::quantised::QuantConfig;
+
+    const DOWN: &str = "model.layers.3.mlp.down_proj";
+
+    fn config(quantization: Value) -> QuantConfig {
+        let config = json!({"quantization_config": quantization});
+        QuantConfig::parse(&config).expect("a good config").expect("a quantised model")
+    }
+
+    fn scheme(config: &QuantConfig, module: &str) -> Option<Scheme> {
+        config.scheme(module).expect("a scheme")
+    }
+
+    #[track_caller]
+    fn refused(quantization: Value, kind: ErrorKind, named: &[&str]) {
+        let config = json!({"quantization_config": quantization});
+        let error = QuantConfig::parse(&config).expect_err("must be refused");
+        assert_eq!(error.kind(), kind, "{error}");
+        for name in named.iter().chain(&["config.json: quantization_config"]) {
+            assert!(error.message().contains(name), "{error} does not name {name}");
+        }
+        assert!(error.message().len() < 500, "{error} is no sentence");
+    }
+
+    fn with(base: &Value, key: &str, value: Value) -> Value {
+        let mut changed = base.clone();
+        changed[key] = value;
+        changed
+    }
+
+    #[test]
+    fn a_config_without_quantisation() {
+        for config in [json!({}), json!({"quantization_config": null}), json!([])] {
+            assert_eq!(QuantConfig::parse(&config).expect("no error"), None);
+        }
+    }
+
+    #[test]
+    fn fp8() {
+        let qwen = json!({
+            "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
+            "weight_block_size": [128, 128],
+        });
+        let blocks = Some(Scheme::Fp8 { scales: Some(ScaleShape::Block([128, 128])) });
+        assert_eq!(scheme(&config(qwen.clone()), DOWN), blocks);
+        assert_eq!(scheme(&config(qwen.clone()), "lm_head"), None);
+        let listed = json!(["lm_head", "model.layers.3.mlp.gate", "model.layers.1", "re*.o_proj"]);
+        let config = config(with(&qwen, "modules_to_not_convert", listed));
+        assert_eq!(scheme(&config, "lm_head"), None);
+        assert_eq!(scheme(&config, "model.layers.3.mlp.gate"), None);
+        assert_eq!(scheme(&config, "model.layers.3.mlp.gate_proj"), blocks);
+        assert_eq!(scheme(&config, "model.layers.1.mlp.up_proj"), None);
+        assert_eq!(scheme(&config, "model.layers.11.mlp.up_proj"), blocks);
+
+        refused(with(&qwen, "fmt", json!("e5m2")), ErrorKind::Unsupported, &["fmt \"e5m2\""]);
+        refused(with(&qwen, "scale_fmt", json!("ue8m0")), ErrorKind::Unsupported, &["ue8m0"]);
+        refused(with(&qwen, "expert_dtype", json!("fp4")), ErrorKind::Unsupported, &["fp4"]);
+        for block in [json!([0, 128]), json!([128]), json!(128), json!([128, -1]), json!([1, 1e9])]
+        {
+            let key = "weight_block_size";
+            refused(with(&qwen, key, block), ErrorKind::InvalidFile, &[key, "expected"]);
+        }
+        let many: Vec<String> = (0..20_000).map(|i| i.to_string()).collect();
+        for list in [json!("lm_head"), json!([1]), json!(many)] {
+            let key = "modules_to_not_convert";
+            refused(with(&qwen, key, list), ErrorKind::InvalidFile, &[key, "a list of at most"]);
+        }
+        let key = "modules_to_not_convert";
+        refused(with(&qwen, key, json!(["a)|(?:"])), ErrorKind::InvalidFile, &[key, "a)|(?:"]);
+    }
+
+    #[test]
+    fn awq() {
+        let qwen = json!({
+            "quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": true,
+            "version": "gemm", "modules_to_not_convert": null, "backend": "autoawq",
+        });
+        let groups = Some(Scheme::Awq { group_size: Some(128), has_zeros: true });
+        assert_eq!(scheme(&config(qwen.clone()), DOWN), groups);
+        assert_eq!(scheme(&config(qwen.clone()), "lm_head"), None);
+        let gates = config(with(&qwen, "modules_to_not_convert", json!(["mlp.gate"])));
+        assert_eq!(scheme(&gates, "model.layers.0.mlp.gate_proj"), None);
+        assert_eq!(scheme(&gates, DOWN), groups);
+        let rows = config(with(&with(&qwen, "group_size", json!(-1)), "zero_point", json!(false)));
+        let expected = Scheme::Awq { group_size: None, has_zeros: false };
+        assert_eq!(scheme(&rows, DOWN), Some(expected));
+
+        for version in ["gemv", "gemv_fast", "llm-awq", "marlin", "exllama"] {
+            let named = &["version", version];
+            refused(with(&qwen, "version", json!(version)), ErrorKind::Unsupported, named);
+        }
+        refused(with(&qwen, "bits", json!(8)), ErrorKind::Unsupported, &["bits 8"]);
+        refused(with(&qwen, "backend", json!("llm-awq")), ErrorKind::Unsupported, &["llm-awq"]);
+        for size in [json!(0), json!(-2), json!("128"), json!(1.5), json!(1_u64 << 40)] {
+            let named = &["group_size", "expected -1 for the whole row"];
+            refused(with(&qwen, "group_size", size), ErrorKind::InvalidFile, named);
+        }
+    }
+
+    #[test]
+    fn gptq() {
+        let base = json!({
+            "quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": true, "sym": false,
+            "lm_head": false, "checkpoint_format": "gptq",
+            "dynamic": {
+                "-:.*self_attn": {},
+                r"+:.*\.3\..*down_proj": {"bits": 8, "group_size": 64, "sym": true},
+                ".*down_proj": {"desc_act": false},
+            },
+        });
+        let default = Scheme::Gptq {
+            bits: 4,
+            group_size: Some(128),
+            symmetric: false,
+            desc_act: true,
+            is_v2: false,
+        };
+        let read = config(base.clone());
+        assert_eq!(scheme(&read, "model.layers.3.mlp.up_proj"), Some(default));
+        assert_eq!(scheme(&read, "model.layers.3.self_attn.q_proj"), None);
+        assert_eq!(scheme(&read, "lm_head"), None);
+        let third = Scheme::Gptq {
+            bits: 8,
+            group_size: Some(64),
+            symmetric: true,
+            desc_act: true,
+            is_v2: false,
+        };
+        assert_eq!(scheme(&read, DOWN), Some(third));
+        let down = scheme(&read, "model.layers.4.mlp.down_proj");
+        assert!(matches!(down, Some(Scheme::Gptq { bits: 4, desc_act: false, .. })));
+        let v2 = config(with(&base, "checkpoint_format", json!("gptq_v2")));
+        assert!(matches!(scheme(&v2, "a"), Some(Scheme::Gptq { is_v2: true, .. })));
+        let output = config(with(&base, "lm_head", json!(true)));
+        assert_eq!(scheme(&output, "lm_head"), Some(default));
+
+        for bits in [2, 3, 5] {
+            refused(with(&base, "bits", json!(bits)), ErrorKind::Unsupported, &["bits"]);
+        }
+        for format in ["exl3", "marlin", "bitblas", "gptq_v3"] {
+            let key = "checkpoint_format";
+            refused(with(&base, key, json!(format)), ErrorKind::Unsupported, &[key, format]);
+        }
+        refused(with(&base, "pack_dtype", json!("int16")), ErrorKind::Unsupported, &["pack_dtype"]);
+        refused(with(&base, "format", json!("gptq_v2")), ErrorKind::InvalidFile, &["gptq_v2"]);
+        refused(with(&base, "is_marlin_format", json!(true)), ErrorKind::Unsupported, &["marlin"]);
+        for dynamic in [json!({"+:(": {}}), json!({"+:a": 1}), json!([1])] {
+            refused(with(&base, "dynamic", dynamic), ErrorKind::InvalidFile, &["dynamic"]);
+        }
+        let three = json!({"+:a": {"bits": 3}});
+        refused(with(&base, "dynamic", three), ErrorKind::Unsupported, &["+:a", "bits 3"]);
+        let mut no_bits = base;
+        no_bits.as_object_mut().expect("an object").remove("bits");
+        refused(no_bits, ErrorKind::InvalidFile, &["bits is missing"]);
+
+        let old = json!({"bits": 4, "group_size": -1, "sym": true, "desc_act": false});
+        let old = QuantConfig::parse_quantize_config(&old).expect("a good config");
+        assert!(matches!(scheme(&old, DOWN), Some(Scheme::Gptq { group_size: None, .. })));
+    }
+
+    #[test]
+    fn compressed_tensors() {
+        let int4 = json!({"num_bits": 4, "type": "int", "symmetric": true, "strategy": "group",
+            "group_size": 64, "dynamic": false, "actorder": null, "observer": "minmax"});
+        let fp8 = json!({"num_bits": 8, "type": "float", "symmetric": true, "strategy": "channel",
+            "dynamic": false, "group_size": null});
+        let base = json!({
+            "quant_method": "compressed-tensors", "format": "mixed-precision",
+            "quantization_status": "compressed", "kv_cache_scheme": null,
+            "sparsity_config": {}, "transform_config": {},
+            "ignore": ["lm_head", "re:.*mlp.gate$"],
+            "config_groups": {
+                "group_0": {"targets": ["Linear"], "weights": int4, "format": "pack-quantized"},
+                "group_1": {"targets": ["re:.*self_attn.*"], "weights": fp8,
+                    "format": "float-quantized", "input_activations": {"num_bits": 8}},
+                "group_2": {"targets": ["model.layers.0.self_attn.q_proj"], "weights": null},
+            },
+        });
+        let read = config(base.clone());
+        let packed = Scheme::Packed { bits: 4, scales: ScaleShape::Group(64), symmetric: true };
+        let channel = Scheme::Fp8 { scales: Some(ScaleShape::Channel) };
+        assert_eq!(scheme(&read, DOWN), Some(packed));
+        assert_eq!(scheme(&read, "model.layers.1.self_attn.q_proj"), Some(channel));
+        for dense in [
+            "model.layers.0.self_attn.q_proj",
+            "lm_head",
+            "model.layers.0.mlp.gate",
+            "model.embed_tokens",
+        ] {
+            assert_eq!(scheme(&read, dense), None, "{dense}");
+        }
+        let preset = json!({"quant_method": "compressed-tensors", "format": "float-quantized",
+            "config_groups": {"FP8_BLOCK": ["Linear"]}});
+        let blocks = Scheme::Fp8 { scales: Some(ScaleShape::Block([128, 128])) };
+        assert_eq!(scheme(&config(preset.clone()), DOWN), Some(blocks));
+        let older = json!({"compression_config": {"quantization_config": preset}});
+        assert!(QuantConfig::parse(&older).expect("a good config").is_some());
+
+        for format in [
+            "nvfp4-pack-quantized",
+            "mxfp4-pack-quantized",
+            "mxfp8-quantized",
+            "mxfp6-pack-quantized",
+            "marlin-24",
+            "sparse-24-bitmask",
+            "dense",
+        ] {
+            let named = &["format", format];
+            refused(with(&base, "format", json!(format)), ErrorKind::Unsupported, named);
+            let mut group = base.clone();
+            group["config_groups"]["group_0"]["format"] = json!(format);
+            refused(group, ErrorKind::Unsupported, &["group_0", format]);
+        }
+        let sparse = json!({"format": "sparse-24-bitmask"});
+        refused(
+            with(&base, "sparsity_config", sparse),
+            ErrorKind::Unsupported,
+            &["sparsity_config"],
+        );
+        let rotation = json!({"config_groups": {"u": {}}});
+        let key = "transform_config";
+        refused(with(&base, key, rotation), ErrorKind::Unsupported, &[key]);
+        for (key, value, kind) in [
+            ("num_bits", json!(3), ErrorKind::Unsupported),
+            ("type", json!("float"), ErrorKind::Unsupported),
+            ("strategy", json!("tensor_group"), ErrorKind::Unsupported),
+            ("strategy", json!("block"), ErrorKind::InvalidFile),
+            ("group_size", json!(0), ErrorKind::InvalidFile),
+            ("dynamic", json!(true), ErrorKind::InvalidFile),
+        ] {
+            let mut group = base.clone();
+            group["config_groups"]["group_0"]["weights"][key] = value;
+            refused(group, kind, &["config_groups: group_0: weights"]);
+        }
+        refused(with(&base, "ignore", json!(["re:("])), ErrorKind::InvalidFile, &["ignore"]);
+        refused(
+            with(&base, "config_groups", json!({})),
+            ErrorKind::InvalidFile,
+            &["config_groups"],
+        );
+        let unknown = json!({"NVFP4": ["Linear"]});
+        refused(with(&base, "config_groups", unknown), ErrorKind::Unsupported, &["NVFP4"]);
+    }
+
+    #[test]
+    fn other_methods_are_refused_by_name() {
+        for method in ["mxfp4", "modelopt", "bitsandbytes", "hqq", "exl3", "quark", "auto-round"] {
+            let quantization = json!({"quant_method": method});
+            refused(quantization, ErrorKind::Unsupported, &[method, "compressed-tensors"]);
+        }
+        let modelopt = json!({"quant_method": "modelopt", "quant_algo": "NVFP4"});
+        refused(modelopt, ErrorKind::Unsupported, &["modelopt", "NVFP4"]);
+        refused(json!({"load_in_4bit": true}), ErrorKind::Unsupported, &["bitsandbytes"]);
+        refused(json!({"bits": 4}), ErrorKind::InvalidFile, &["quant_method is missing"]);
+        let mlx = json!({"quantization": {"bits": 4}, "quantization_config": {"bits": 4}});
+        let error = QuantConfig::parse(&mlx).expect_err("must be refused");
+        assert!(error.message().contains("MLX"), "{error}");
+        let error = QuantConfig::parse(&json!({"quantization_config": 3})).expect_err("refused");
+        assert!(error.message().contains("quantization_config is 3"), "{error}");
+    }
+}
