@@ -49,6 +49,25 @@ pub struct Tensor {
     pub len_bytes: u64,
 }
 
+/// A tensor as a file holds it, of whatever type: a part of a quantised weight.
+#[derive(Clone, Debug, PartialEq)]
+pub struct RawTensor {
+    /// The name in the file.
+    pub name: String,
+    /// Position in [`Checkpoint::shards`].
+    pub shard: usize,
+    /// Plain name of the file.
+    pub file: String,
+    /// The element type in the file.
+    pub dtype: StoredDType,
+    /// The dimensions, outermost first.
+    pub shape: Vec<u64>,
+    /// The offset of the first byte in the file.
+    pub file_offset: u64,
+    /// The length in bytes.
+    pub len_bytes: u64,
+}
+
 /// All tensors of a folder.
 #[derive(Debug, Default)]
 pub struct Checkpoint {
@@ -176,6 +195,29 @@ impl Checkpoint {
         self.tensors.contains_key(name)
     }
 
+    /// Returns the tensor `name` as it is, if there is one.
+    pub fn raw(&self, name: &str) -> Option<RawTensor> {
+        let entry = self.tensors.get(name)?;
+        let file = self.shards.get(entry.shard).map_or("?", |shard| shard.name.as_str());
+        Some(RawTensor {
+            name: name.to_owned(),
+            shard: entry.shard,
+            file: file.to_owned(),
+            dtype: entry.info.dtype,
+            shape: entry.info.shape.clone(),
+            file_offset: entry.info.file_offset,
+            len_bytes: entry.info.len_bytes,
+        })
+    }
+
+    /// What messages about missing tensors call the files.
+    pub(super) fn files_name(&self) -> &str {
+        match self.shards.as_slice() {
+            [one] => one.name.as_str(),
+            _ => "the files of the model",
+        }
+    }
+
     /// Returns the tensor `name`, which must exist with this shape and a supported element type.
     pub fn tensor(&self, name: &str, shape: &[usize]) -> Result<Tensor> {
         if let Some(dtype) = self.random {
@@ -192,11 +234,7 @@ impl Checkpoint {
             });
         }
         let entry = self.tensors.get(name).ok_or_else(|| {
-            let files = match self.shards.as_slice() {
-                [one] => one.name.as_str(),
-                _ => "the files of the model",
-            };
-            Error::invalid_file(format!("tensor {name} is missing from {files}"))
+            Error::invalid_file(format!("tensor {name} is missing from {}", self.files_name()))
         })?;
         let file = self.shards.get(entry.shard).map_or("?", |shard| shard.name.as_str());
         let same = entry.info.shape.len() == shape.len()

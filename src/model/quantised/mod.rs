@@ -6,6 +6,8 @@
 //! compressed   that of compressed-tensors, which has a scheme for each group of modules
 //! pattern      modules that a config names, by name or by regular expression
 //! scheme       what the config says of one module
+//! module       the tensors of a module, checked against that
+//! decode       their bytes turned into a matrix: order of the inputs, packed words
 //! ```
 //!
 //! Which modules are quantised is said twice: by the config, and by the tensors that are there.
@@ -13,8 +15,14 @@
 
 mod compressed;
 mod config;
+mod decode;
+mod module;
+mod order;
 mod pattern;
 mod scheme;
+mod words;
 
 pub use config::{QuantConfig, QUANTIZE_CONFIG_FILE};
+pub use decode::{ModuleBytes, ROWS_AT_ONCE};
+pub use module::{is_harmless, QuantModule};
 pub use scheme::{ScaleShape, Scheme};
