@@ -49,6 +49,40 @@ pub struct Tensor {
     pub len_bytes: u64,
 }
 
+/// The place of a tensor in the files.
+pub trait InFile {
+    /// The name of the tensor.
+    fn name(&self) -> &str;
+    /// Position in [`Checkpoint::shards`].
+    fn shard(&self) -> usize;
+    /// The offset of the first byte in the file.
+    fn file_offset(&self) -> u64;
+}
+
+impl InFile for Tensor {
+    fn name(&self) -> &str {
+        &self.name
+    }
+    fn shard(&self) -> usize {
+        self.shard
+    }
+    fn file_offset(&self) -> u64 {
+        self.file_offset
+    }
+}
+
+impl InFile for RawTensor {
+    fn name(&self) -> &str {
+        &self.name
+    }
+    fn shard(&self) -> usize {
+        self.shard
+    }
+    fn file_offset(&self) -> u64 {
+        self.file_offset
+    }
+}
+
 /// A tensor as a file holds it, of whatever type: a part of a quantised weight.
 #[derive(Clone, Debug, PartialEq)]
 pub struct RawTensor {

@@ -63,11 +63,11 @@ impl ModelFolder {
         let totals = self.plan.totals()?;
         let mut sum = totals.vector_len.saturating_mul(size_of::<f32>() as u64);
         for size in &totals.matrices {
-            let MatrixSize { out_features, in_features, quantised } = *size;
+            let MatrixSize { out_features, in_features, quantised, may_be_ordered } = *size;
             let bytes = match &quantised {
                 None => PackedMatrix::bytes_for(out_features, in_features, dtype),
                 Some(format) => {
-                    QuantisedPanels::bytes_for(out_features, in_features, format, false)
+                    QuantisedPanels::bytes_for(out_features, in_features, format, may_be_ordered)
                 }
             };
             let bytes = bytes.ok_or_else(|| Error::out_of_memory("a weight matrix", usize::MAX))?;
@@ -87,7 +87,7 @@ impl ModelFolder {
     ) -> Result<MemoryNeeds> {
         let config = &self.config;
         let form = match self.plan.is_quantised()? {
-            true => WeightForm::Quantised { is_ordered: false },
+            true => WeightForm::Quantised { is_ordered: self.plan.may_be_ordered()? },
             false => WeightForm::Dense,
         };
         let workspace =

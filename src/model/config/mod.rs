@@ -14,6 +14,7 @@ use super::load::heads::HeadSpacing;
 use crate::error::{check_room_for_json, Error, Result};
 use crate::memory::DType;
 use crate::model::folder::shown_name;
+use crate::model::quantised::QuantConfig;
 use crate::ops::kv_cache::layout::KvLayout;
 use fields::Fields;
 pub use rope::{ByWavelength, RopeConfig, RopeScaling, YarnConfig};
@@ -116,6 +117,8 @@ pub struct ModelConfig {
     /// The `dtype` (or `torch_dtype`) entry, when it names one that is known. Informative: the
     /// tensors say themselves what they are. Random weights, which have no files, are of this type.
     pub declared_dtype: Option<DType>,
+    /// How weights are quantised in the files, if they are.
+    pub quantisation: Option<QuantConfig>,
 }
 
 impl ModelConfig {
@@ -199,15 +202,6 @@ pub fn declared_architecture(json: &[u8]) -> Result<Option<String>> {
 /// Refuses fields that any Transformers configuration may carry and that would change the
 /// computation.
 pub(super) fn refuse_what_changes_every_model(fields: Fields<'_>) -> Result<()> {
-    for name in ["quantization_config", "quantization", "compression_config"] {
-        if let Some(value) = fields.get(name) {
-            let method = value.get("quant_method").and_then(Value::as_str);
-            return Err(Error::unsupported(format!(
-                "{CONFIG_FILE}: {name}{} is not supported; only f32, f16 and bf16 weights are",
-                method.map(|m| format!(" ({})", shown_name(m))).unwrap_or_default()
-            )));
-        }
-    }
     fields.refuse_flag("is_encoder_decoder")?;
     // Llama 4 scales queries by their position.
     fields.refuse_flag("attn_temperature_tuning")?;

@@ -6,12 +6,12 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::device_quantised::{device_tiles, Upload};
+use super::device_quantised::{device_tiles, DenseRows, Upload};
 use super::geometry::Geometry;
 use super::heads::HeadSpacing;
 use super::random::WeightNoise;
 use super::transfer::{Sink, Transfer};
-use super::weights::{MatrixPlan, VectorPlan, WeightReader};
+use super::weights::{MatrixPlan, PartSource, VectorPlan, WeightReader};
 use super::Loader;
 use crate::backend::{Arena, ComputeContext, DeviceTensor, PinnedBuffer};
 use crate::error::{Error, Result};
@@ -164,7 +164,7 @@ impl WeightReader for Placing<'_, '_> {
         let geometry = matrix_geometry(plan, self.taken.spacing);
         let place = self.taken.bytes;
         self.taken.matrix(plan)?;
-        if device_tiles(plan, self.taken.spacing)?.is_some() {
+        if plan.is_stored_quantised() || device_tiles(plan, self.taken.spacing)?.is_some() {
             let room = self.quantised.try_reserve(1);
             room.map_err(|_| Error::out_of_memory("the list of weights", 1))?;
             self.quantised.push(QuantisedJob { plan: plan.clone(), place });
@@ -179,7 +179,7 @@ impl WeightReader for Placing<'_, '_> {
                     return Err(Error::internal("a matrix stored by columns in several tensors"));
                 }
             };
-            self.add(&part.tensor, rows, first, &geometry, place)?;
+            self.add(part.dense()?, rows, first, &geometry, place)?;
             first += rows;
         }
         Ok(())
@@ -274,7 +274,7 @@ impl WeightReader for Filling<'_, '_> {
             self.upload.tiles(self.loader, &made, &layout, matrix.data(), 0)?;
             return Ok(matrix);
         }
-        let stored_bytes = plan.parts.iter().map(|part| part.tensor.len_bytes).sum();
+        let stored_bytes = plan.stored_bytes();
         self.fill(matrix.data(), &geometry, &noise, stored_bytes)?;
         Ok(matrix)
     }
@@ -381,7 +381,7 @@ impl<'a> WeightsLoad<'a> {
         let sink = ToDevice { context, arena: whole };
         let done = transfer
             .run(&mut loader, &sink, &mut before)
-            .and_then(|()| read_quantised(&mut loader, &quantised, spacing, &sink));
+            .and_then(|()| read_quantised(&mut loader, &quantised, spacing, dtype, &sink));
         context.synchronize()?;
         done?;
         loader.end()?;
@@ -395,13 +395,30 @@ fn read_quantised(
     loader: &mut Loader<'_>,
     jobs: &[QuantisedJob],
     spacing: HeadSpacing,
+    dtype: DType,
     sink: &ToDevice<'_>,
 ) -> Result<()> {
     let mut upload = Upload::new(sink.context);
     for QuantisedJob { plan, place } in jobs {
-        let Some(layout) = device_tiles(plan, spacing)? else { continue };
-        let matrix = loader.quantised(plan, layout.format())?;
-        upload.tiles(loader, &matrix, &layout, &sink.arena, *place)?;
+        if let Some(layout) = device_tiles(plan, spacing)? {
+            let matrix = loader.quantised(plan, layout.format())?;
+            upload.tiles(loader, &matrix, &layout, &sink.arena, *place)?;
+            continue;
+        }
+        let dense = DenseRows { geometry: matrix_geometry(plan, spacing), dtype };
+        let mut first = 0;
+        for part in &plan.parts {
+            let matrix = match &part.source {
+                PartSource::Quantised(module) => loader.decode(module)?,
+                PartSource::Dense(_) => {
+                    return Err(Error::unsupported(
+                        "a weight of which one part is quantised and another is not, on CUDA",
+                    ))
+                }
+            };
+            upload.rows(loader, &matrix, &dense, first, &sink.arena, *place)?;
+            first += part.out_features;
+        }
     }
     Ok(())
 }

@@ -28,7 +28,7 @@ pub(in crate::model) fn device_tiles(
     let of_heads =
         matches!(plan.shard, ShardAxis::Out(ShardUnit::Head) | ShardAxis::In(ShardUnit::Head));
     match plan.quantised {
-        Some(format) if !(of_heads && spacing.is_spaced()) => {
+        Some(format) if !(of_heads && spacing.is_spaced()) && !plan.may_be_ordered() => {
             let layout =
                 TileLayout::new(plan.out_features, plan.in_features, format, plan.is_gated)?;
             Ok(Some(layout))
@@ -146,13 +146,14 @@ impl<'c> Upload<'c> {
         Ok(())
     }
 
-    /// Takes a matrix to `target`, from its byte `place` on, as dense rows of the model's type with
-    /// heads spaced.
+    /// Takes a matrix to the rows from `first_row` on of one in `target`, from its byte `place` on,
+    /// as dense rows of the model's type with heads spaced.
     pub fn rows(
         &mut self,
         loader: &Loader<'_>,
         matrix: &QuantisedMatrix,
         dense: &DenseRows,
+        first_row: usize,
         target: &DeviceTensor,
         place: usize,
     ) -> Result<()> {
@@ -162,8 +163,9 @@ impl<'c> Upload<'c> {
             let last = matrix.out_features.min(first + per_piece);
             let mut buffer = self.next((last - first) * row_bytes)?;
             dense.write(loader, matrix, first..last, buffer.bytes()?)?;
-            for (row, device_row, rows) in dense.geometry.runs(first, last) {
-                let from = (row - first) * row_bytes;
+            let (begin, end) = (first_row + first, first_row + last);
+            for (row, device_row, rows) in dense.geometry.runs(begin, end) {
+                let from = (row - begin) * row_bytes;
                 buffer.upload(
                     from..from + rows * row_bytes,
                     target,

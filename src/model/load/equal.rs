@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use super::files::{WeightFiles, PIECES_PER_REPORT, PIECE_BYTES};
-use super::weights::MatrixPlan;
+use super::weights::{MatrixPlan, PartSource};
 use crate::backend::cpu::CpuBackend;
 use crate::error::{Error, ErrorKind, Result};
 
@@ -29,7 +29,9 @@ pub(in crate::model) fn are_equal(
     let ([a], [b]) = (a.parts.as_slice(), b.parts.as_slice()) else {
         return Ok(false);
     };
-    let (a, b) = (&a.tensor, &b.tensor);
+    let (PartSource::Dense(a), PartSource::Dense(b)) = (&a.source, &b.source) else {
+        return Ok(false);
+    };
     if a.dtype != b.dtype || a.len_bytes != b.len_bytes || a.len_bytes > MAX_COMPARED_BYTES {
         return Ok(false);
     }

@@ -6,7 +6,7 @@ use std::os::unix::fs::FileExt;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::error::{try_filled, Error, ErrorKind, Result};
-use crate::model::checkpoint::{Checkpoint, Tensor};
+use crate::model::checkpoint::{Checkpoint, InFile};
 use crate::model::folder::{io_error, Folder};
 
 /// Bytes that one thread reads at once: large enough for a sequential read to run at the device's
@@ -96,8 +96,8 @@ impl<'a> WeightFiles<'a> {
     }
 
     /// Makes sure that the tensor's file is open.
-    pub(super) fn open(&mut self, tensor: &Tensor) -> Result<()> {
-        let shard = tensor.shard;
+    pub(super) fn open(&mut self, tensor: &impl InFile) -> Result<()> {
+        let shard = tensor.shard();
         if self.open.iter().any(|(open, _)| *open == shard) {
             return Ok(());
         }
@@ -132,7 +132,7 @@ impl<'a> WeightFiles<'a> {
     /// Calls `use_bytes` with `len` bytes of `tensor` from byte `begin` on.
     pub(super) fn with_bytes<T>(
         &self,
-        tensor: &Tensor,
+        tensor: &impl InFile,
         begin: usize,
         len: usize,
         use_bytes: impl FnOnce(&[u8]) -> Result<T>,
@@ -140,15 +140,20 @@ impl<'a> WeightFiles<'a> {
         let source = self.source(tensor)?;
         let mut buffer = self.lock_staging().pop().unwrap_or_default();
         let result = source
-            .bytes(tensor.file_offset.saturating_add(begin as u64), len, &mut buffer)
+            .bytes(tensor.file_offset().saturating_add(begin as u64), len, &mut buffer)
             .and_then(use_bytes);
         self.lock_staging().push(buffer);
         result
     }
 
     /// Reads bytes of `tensor` from byte `begin` on into `out`, which they fill.
-    pub(super) fn read_into(&self, tensor: &Tensor, begin: usize, out: &mut [u8]) -> Result<()> {
-        let offset = tensor.file_offset.saturating_add(begin as u64);
+    pub(super) fn read_into(
+        &self,
+        tensor: &impl InFile,
+        begin: usize,
+        out: &mut [u8],
+    ) -> Result<()> {
+        let offset = tensor.file_offset().saturating_add(begin as u64);
         match self.source(tensor)? {
             Source::File { file, name } => {
                 file.read_exact_at(out, offset).map_err(|e| read_error(name, &e))
@@ -160,11 +165,11 @@ impl<'a> WeightFiles<'a> {
         }
     }
 
-    fn source(&self, tensor: &Tensor) -> Result<&Source> {
-        let source = self.open.iter().find(|(open, _)| *open == tensor.shard);
+    fn source(&self, tensor: &impl InFile) -> Result<&Source> {
+        let source = self.open.iter().find(|(open, _)| *open == tensor.shard());
         source
             .map(|(_, source)| source)
-            .ok_or_else(|| Error::internal(format!("the file of {} is not open", tensor.name)))
+            .ok_or_else(|| Error::internal(format!("the file of {} is not open", tensor.name())))
     }
 
     fn lock_staging(&self) -> MutexGuard<'_, Vec<Vec<u8>>> {

@@ -5,9 +5,9 @@ use std::sync::{Mutex, PoisonError};
 
 use super::files::{WeightFiles, PIECES_PER_REPORT, PIECE_BYTES};
 use super::options::LoadOptions;
-use super::weights::{MatrixPart, MatrixPlan, VectorPlan, WeightReader};
+use super::weights::{MatrixPart, MatrixPlan, PartSource, VectorPlan, WeightReader};
 use crate::backend::cpu::CpuBackend;
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{try_filled, try_with_capacity, Error, ErrorKind, Result};
 use crate::memory::DType;
 use crate::model::checkpoint::Checkpoint;
 use crate::model::folder::Folder;
@@ -168,6 +168,28 @@ impl<'a> Loader<'a> {
         Ok(HostMatrix::Quantised(packed))
     }
 
+    /// Packs the numbers of a part that is stored quantised, from row `first_row` of the matrix on.
+    fn pack_numbers(
+        &mut self,
+        stored: &QuantisedMatrix,
+        first_row: usize,
+        writer: &PanelWriter<'_>,
+    ) -> Result<()> {
+        let in_features = stored.in_features;
+        // The bytes of the files have been counted.
+        self.in_pieces(stored.out_features, PANEL_COLUMNS, 0, &|_, first, last| {
+            let mut row = try_filled(in_features, 0.0_f32, "a row of a weight")?;
+            let mut bytes = try_with_capacity(in_features * size_of::<f32>(), "a row of a weight")?;
+            for index in first..last {
+                stored.row_to_f32(index, &mut row)?;
+                bytes.clear();
+                bytes.extend(row.iter().flat_map(|x| x.to_le_bytes()));
+                writer.pack_rows(first_row + index, &bytes, DType::F32)?;
+            }
+            Ok(())
+        })
+    }
+
     /// Packs a part stored `[out_features, in_features]` from row `first_row` of the matrix on.
     fn pack_rows(
         &mut self,
@@ -176,12 +198,13 @@ impl<'a> Loader<'a> {
         first_row: usize,
         writer: &PanelWriter<'_>,
     ) -> Result<()> {
-        let row_bytes = in_features * part.tensor.dtype.size_bytes();
+        let tensor = part.dense()?;
+        let row_bytes = in_features * tensor.dtype.size_bytes();
         let rows = piece_rows(MatrixLayout::Rows, row_bytes);
         self.in_pieces(part.out_features, rows, row_bytes, &|files, first, last| {
             let (begin, len) = (first * row_bytes, (last - first) * row_bytes);
-            files.with_bytes(&part.tensor, begin, len, |bytes| {
-                writer.pack_rows(first_row + first, bytes, part.tensor.dtype)
+            files.with_bytes(tensor, begin, len, |bytes| {
+                writer.pack_rows(first_row + first, bytes, tensor.dtype)
             })
         })
     }
@@ -194,12 +217,13 @@ impl<'a> Loader<'a> {
         first_column: usize,
         writer: &PanelWriter<'_>,
     ) -> Result<()> {
-        let row_bytes = part.out_features * part.tensor.dtype.size_bytes();
+        let tensor = part.dense()?;
+        let row_bytes = part.out_features * tensor.dtype.size_bytes();
         let rows = piece_rows(MatrixLayout::Columns, row_bytes);
         self.in_pieces(in_features, rows, row_bytes, &|files, first, last| {
             let (begin, num_k) = (first * row_bytes, last - first);
-            files.with_bytes(&part.tensor, begin, num_k * row_bytes, |bytes| {
-                writer.pack_columns(first, num_k, first_column, bytes, part.tensor.dtype)
+            files.with_bytes(tensor, begin, num_k * row_bytes, |bytes| {
+                writer.pack_columns(first, num_k, first_column, bytes, tensor.dtype)
             })
         })
     }
@@ -218,7 +242,13 @@ impl WeightReader for Loader<'_> {
         let writer = matrix.writer()?;
         let mut first = 0;
         for part in &plan.parts {
-            self.files.open(&part.tensor)?;
+            if let PartSource::Quantised(module) = &part.source {
+                let stored = self.decode(module)?;
+                self.pack_numbers(&stored, first, &writer)?;
+                first += part.out_features;
+                continue;
+            }
+            self.files.open(part.dense()?)?;
             match plan.layout {
                 MatrixLayout::Rows => self.pack_rows(part, plan.in_features, first, &writer)?,
                 MatrixLayout::Columns => {
@@ -233,7 +263,7 @@ impl WeightReader for Loader<'_> {
     }
 
     fn vector(&mut self, plan: &VectorPlan) -> Result<Vec<f32>> {
-        let mut vector = crate::error::try_with_capacity(plan.len, "a weight vector")?;
+        let mut vector = try_with_capacity(plan.len, "a weight vector")?;
         for tensor in &plan.parts {
             self.files.open(tensor)?;
             let len = usize::try_from(tensor.len_bytes)

@@ -11,7 +11,8 @@ use crate::memory::DType;
 use crate::model::checkpoint::{Checkpoint, Tensor};
 use crate::model::config::ModelConfig;
 use crate::model::decoder::block::{DecoderPlan, MlpWeights, TokenMatrices};
-use crate::model::load::weights::{MatrixPart, MatrixPlan, VectorPlan, WeightReader};
+use crate::model::load::weights::{MatrixPart, MatrixPlan, PartSource, VectorPlan, WeightReader};
+use crate::model::quantised::{self, QuantConfig, QuantModule};
 use crate::ops::linear::{MatrixLayout, ShardAxis};
 use crate::ops::quantised::QuantFormat;
 
@@ -39,6 +40,11 @@ impl DecoderPlan {
         Ok(self.totals()?.matrices.iter().any(|matrix| matrix.quantised.is_some()))
     }
 
+    /// Whether inputs of a matrix may be stored in another order than their own.
+    pub fn may_be_ordered(&self) -> Result<bool> {
+        Ok(self.totals()?.matrices.iter().any(|matrix| matrix.may_be_ordered))
+    }
+
     /// Has the matrices of the layers that are stored otherwise brought into `format`.
     pub fn quantise(&mut self, format: QuantFormat) {
         for block in &mut self.blocks {
@@ -47,7 +53,9 @@ impl DecoderPlan {
                 MlpWeights::Plain { up, down } => (up, down),
             };
             for layer in [&mut block.attention.qkv, &mut block.attention.output, up, down] {
-                layer.weight.quantised.get_or_insert(format);
+                if !layer.weight.is_stored_quantised() {
+                    layer.weight.quantised = Some(format);
+                }
             }
         }
     }
@@ -58,11 +66,13 @@ fn is_harmless(name: &str) -> bool {
     [".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq"]
         .iter()
         .any(|suffix| name.ends_with(suffix))
+        || quantised::is_harmless(name)
 }
 
 /// Finds tensors in a checkpoint and remembers which were asked for.
 pub struct Planner<'a> {
     checkpoint: &'a Checkpoint,
+    quantisation: Option<&'a QuantConfig>,
     used: HashSet<String>,
     /// See [`PlannedDecoder::stored_output`].
     stored_output: Option<MatrixPlan>,
@@ -70,8 +80,8 @@ pub struct Planner<'a> {
 
 impl<'a> Planner<'a> {
     /// Makes a planner that has not been asked for anything.
-    pub fn new(checkpoint: &'a Checkpoint) -> Self {
-        Planner { checkpoint, used: HashSet::new(), stored_output: None }
+    pub fn new(checkpoint: &'a Checkpoint, quantisation: Option<&'a QuantConfig>) -> Self {
+        Planner { checkpoint, quantisation, used: HashSet::new(), stored_output: None }
     }
 
     /// Returns the plan that was made, with the tensors that it leaves over.
@@ -110,10 +120,11 @@ impl<'a> Planner<'a> {
             is_gated: false,
         };
         for (name, out_features) in parts {
-            let tensor = self.tensor(name, &[*out_features, in_features])?;
-            plan.parts.push(MatrixPart { tensor, out_features: *out_features });
+            let source = self.source(name, *out_features, in_features)?;
+            plan.parts.push(MatrixPart { source, out_features: *out_features });
             plan.out_features += out_features;
         }
+        plan.quantised = self.common_format(&plan);
         Ok(plan)
     }
 
@@ -126,7 +137,7 @@ impl<'a> Planner<'a> {
     ) -> Result<MatrixPlan> {
         let tensor = self.tensor(name, &[in_features, out_features])?;
         Ok(MatrixPlan {
-            parts: vec![MatrixPart { tensor, out_features }],
+            parts: vec![MatrixPart { source: PartSource::Dense(tensor), out_features }],
             out_features,
             in_features,
             layout: MatrixLayout::Columns,
@@ -177,6 +188,39 @@ impl<'a> Planner<'a> {
         Ok(TokenMatrices { embedding, output })
     }
 
+    /// A part `[out_features, in_features]` whose weight would be called `name`.
+    fn source(
+        &mut self,
+        name: &str,
+        out_features: usize,
+        in_features: usize,
+    ) -> Result<PartSource> {
+        if let (Some(config), Some(module)) = (self.quantisation, name.strip_suffix(".weight")) {
+            let found =
+                QuantModule::find(self.checkpoint, config, module, out_features, in_features)?;
+            if let Some(found) = found {
+                self.used.extend(found.tensor_names().map(str::to_owned));
+                return Ok(PartSource::Quantised(Box::new(found)));
+            }
+        }
+        self.tensor(name, &[out_features, in_features]).map(PartSource::Dense)
+    }
+
+    /// The format in which a matrix is kept; `None` if any of its parts is dense, or if they differ in
+    /// more than the type of their scales and whether they have zeros: then all of them become dense.
+    fn common_format(&self, plan: &MatrixPlan) -> Option<QuantFormat> {
+        let mut common: Option<QuantFormat> = None;
+        for part in &plan.parts {
+            let PartSource::Quantised(module) = &part.source else { return None };
+            let format = module.format;
+            common = Some(match common {
+                None => format,
+                Some(other) => other.with(&format, plan.in_features)?,
+            });
+        }
+        common
+    }
+
     fn tensor(&mut self, name: &str, shape: &[usize]) -> Result<Tensor> {
         let tensor = self.checkpoint.tensor(name, shape)?;
         self.used.insert(name.to_owned());
@@ -187,6 +231,8 @@ impl<'a> Planner<'a> {
 /// The size and the format of a matrix.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct MatrixSize {
+    /// See [`MatrixPlan::may_be_ordered`].
+    pub may_be_ordered: bool,
     /// Rows.
     pub out_features: usize,
     /// Columns.
@@ -232,9 +278,10 @@ impl WeightReader for Totals {
         for part in &plan.parts {
             let len = part.out_features as u64 * plan.in_features as u64;
             self.num_parameters += len;
-            self.stored_bytes += part.tensor.len_bytes;
+            self.stored_bytes += part.stored_bytes();
+            let PartSource::Dense(tensor) = &part.source else { continue };
             let [f32_len, f16_len, bf16_len] = &mut self.stored;
-            *match part.tensor.dtype {
+            *match tensor.dtype {
                 DType::F32 => f32_len,
                 DType::F16 => f16_len,
                 DType::BF16 => bf16_len,
@@ -244,6 +291,7 @@ impl WeightReader for Totals {
             out_features: plan.out_features,
             in_features: plan.in_features,
             quantised: plan.quantised,
+            may_be_ordered: plan.may_be_ordered(),
         });
         Ok(())
     }

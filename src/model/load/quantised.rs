@@ -1,13 +1,15 @@
 //! Quantised matrices on the host, as they are read or quantised, before they take the layout of kernels.
 //! One matrix is there at a time.
 
-use super::files::WeightFiles;
+use super::files::{WeightFiles, PIECE_BYTES};
 use super::geometry::convert_run;
 use super::loader::{piece_rows, Loader};
-use super::weights::{MatrixPart, MatrixPlan};
+use super::weights::{MatrixPlan, PartSource};
 use crate::backend::cpu::SendPointer;
-use crate::error::{try_filled, Context, Result};
+use crate::error::{try_filled, try_with_capacity, Context, Error, Result};
 use crate::memory::DType;
+use crate::model::checkpoint::{RawTensor, Tensor};
+use crate::model::quantised::{QuantModule, ROWS_AT_ONCE};
 use crate::ops::fill::cpu::mix;
 use crate::ops::linear::MatrixLayout;
 use crate::ops::quantised::{quantise_row, Code, QuantFormat, QuantisedMatrix, RowOut};
@@ -74,40 +76,126 @@ impl Loader<'_> {
         let mut matrix = QuantisedMatrix::empty(plan.out_features, plan.in_features, format)?;
         let rows = Rows::of(&mut matrix);
         let mut first = 0;
+        let mut order: Option<Vec<u32>> = None;
         for part in &plan.parts {
-            self.files.open(&part.tensor)?;
-            match plan.layout {
-                MatrixLayout::Rows => self.quantise_rows(part, plan.in_features, first, &rows)?,
-                MatrixLayout::Columns => {
-                    self.quantise_columns(part, plan.in_features, first, &rows)?
+            match (&part.source, plan.layout) {
+                (PartSource::Quantised(module), _) => {
+                    let found = self.decode_rows(module, first, &rows)?;
+                    match &order {
+                        None => order = Some(found),
+                        Some(others) if *others == found => {}
+                        Some(_) => {
+                            return Err(Error::unsupported(format!(
+                                "{} has its inputs in another order (g_idx) than the weights that \
+                                 are multiplied by the same inputs",
+                                module.name
+                            )))
+                        }
+                    }
+                }
+                (PartSource::Dense(tensor), MatrixLayout::Rows) => {
+                    self.files.open(tensor)?;
+                    self.quantise_rows(tensor, part.out_features, plan.in_features, first, &rows)?;
+                }
+                (PartSource::Dense(tensor), MatrixLayout::Columns) => {
+                    self.files.open(tensor)?;
+                    self.quantise_columns(
+                        tensor,
+                        part.out_features,
+                        plan.in_features,
+                        first,
+                        &rows,
+                    )?;
                 }
             }
             first += part.out_features;
         }
+        matrix.order = order.unwrap_or_default();
         Ok(matrix)
+    }
+
+    /// Reads a part that is stored quantised.
+    pub(in crate::model) fn decode(&mut self, module: &QuantModule) -> Result<QuantisedMatrix> {
+        let (rows, columns) = (module.out_features, module.in_features);
+        let mut matrix = QuantisedMatrix::empty(rows, columns, module.format)?;
+        let target = Rows::of(&mut matrix);
+        matrix.order = self.decode_rows(module, 0, &target)?;
+        Ok(matrix)
+    }
+
+    /// Reads a part that is stored quantised to the rows from `first_row` on of a matrix whose format
+    /// holds the part's. Returns the order of its inputs.
+    fn decode_rows(
+        &mut self,
+        module: &QuantModule,
+        first_row: usize,
+        target: &Rows,
+    ) -> Result<Vec<u32>> {
+        let mut tensors = try_with_capacity(8, "the tensors of a weight")?;
+        for tensor in module.tensors() {
+            tensors.push((tensor, self.read_whole(tensor)?));
+        }
+        let bytes = module.bytes(|wanted| {
+            let found = tensors.iter().find(|(tensor, _)| tensor.name == wanted.name);
+            found
+                .map(|(_, bytes)| bytes.as_slice())
+                .ok_or_else(|| Error::internal(format!("tensor {} was not read", wanted.name)))
+        })?;
+        let (num_rows, groups) = (module.out_features, target.num_groups);
+        // A thread has some units of rows, so that words of several rows are read together.
+        let share = num_rows.div_ceil(4 * self.backend.num_threads());
+        let rows = share.next_multiple_of(ROWS_AT_ONCE).max(ROWS_AT_ONCE);
+        let has_zeros = module.format.has_zeros;
+        self.in_pieces(num_rows, rows, 0, &|_, first, last| {
+            // SAFETY: the matrix outlives this call, and pieces have rows of their own.
+            let out = unsafe { target.get(first_row + first, first_row + last) };
+            // Zeros of a matrix of which another part has them.
+            out.zeros.fill(module.format.code.middle());
+            let zeros = if has_zeros { out.zeros } else { &mut [] };
+            module.decode_rows(&bytes, first..last, out.codes, out.scales, zeros)
+        })?;
+        debug_assert_eq!(groups, module.format.num_groups(module.in_features));
+        Ok(bytes.order)
+    }
+
+    /// Reads all bytes of a tensor, on all threads.
+    fn read_whole(&mut self, tensor: &RawTensor) -> Result<Vec<u8>> {
+        self.files.open(tensor)?;
+        let len = usize::try_from(tensor.len_bytes)
+            .map_err(|_| Error::out_of_memory(&tensor.name, usize::MAX))?;
+        let mut bytes = try_filled(len, 0_u8, "a quantised weight")?;
+        let start = SendPointer(bytes.as_mut_ptr());
+        self.in_pieces(len, PIECE_BYTES, 1, &|files, first, last| {
+            // SAFETY: the vector has `len` bytes and outlives this call; pieces do not overlap.
+            let out =
+                unsafe { std::slice::from_raw_parts_mut(start.get().add(first), last - first) };
+            files.read_into(tensor, first, out)
+        })?;
+        Ok(bytes)
     }
 
     /// Quantises a part stored `[out_features, in_features]` to the rows from `first_row` on.
     fn quantise_rows(
         &mut self,
-        part: &MatrixPart,
+        tensor: &Tensor,
+        num_rows: usize,
         in_features: usize,
         first_row: usize,
         target: &Rows,
     ) -> Result<()> {
-        let row_bytes = in_features * part.tensor.dtype.size_bytes();
+        let row_bytes = in_features * tensor.dtype.size_bytes();
         // Not more than a thread's share of a matrix.
-        let share = part.out_features.div_ceil(self.backend.num_threads());
+        let share = num_rows.div_ceil(self.backend.num_threads());
         let rows = piece_rows(MatrixLayout::Rows, row_bytes).min(share).max(1);
         let backend = self.backend;
-        self.in_pieces(part.out_features, rows, row_bytes, &|files, first, last| {
+        self.in_pieces(num_rows, rows, row_bytes, &|files, first, last| {
             let (begin, len) = (first * row_bytes, (last - first) * row_bytes);
-            let numbers = floats(files, part, begin, len)?;
+            let numbers = floats(files, tensor, begin, len)?;
             for (row, numbers) in (first_row + first..).zip(numbers.chunks_exact(in_features)) {
                 // SAFETY: the matrix outlives this call, and pieces have rows of their own.
                 let out = unsafe { target.get(row, row + 1) };
                 quantise_row(backend, numbers, &target.format, out)
-                    .context(|| format!("tensor {}, row {}", part.tensor.name, row - first_row))?;
+                    .context(|| format!("tensor {}, row {}", tensor.name, row - first_row))?;
             }
             Ok(())
         })
@@ -116,20 +204,20 @@ impl Loader<'_> {
     /// Quantises a part stored `[in_features, out_features]`.
     fn quantise_columns(
         &mut self,
-        part: &MatrixPart,
+        tensor: &Tensor,
+        out_features: usize,
         in_features: usize,
         first_row: usize,
         target: &Rows,
     ) -> Result<()> {
-        let out_features = part.out_features;
-        let row_bytes = out_features * part.tensor.dtype.size_bytes();
-        let numbers = floats(&self.files, part, 0, in_features * row_bytes)?;
+        let row_bytes = out_features * tensor.dtype.size_bytes();
+        let numbers = floats(&self.files, tensor, 0, in_features * row_bytes)?;
         let backend = self.backend;
         let what = "a row of a weight";
         self.in_pieces(
             out_features,
             64,
-            in_features * part.tensor.dtype.size_bytes(),
+            in_features * tensor.dtype.size_bytes(),
             &|_, first, last| {
                 let mut row = try_filled(in_features, 0.0_f32, what)?;
                 for column in first..last {
@@ -138,7 +226,7 @@ impl Loader<'_> {
                     // SAFETY: the matrix outlives this call, and pieces have rows of their own.
                     let out = unsafe { target.get(first_row + column, first_row + column + 1) };
                     quantise_row(backend, &row, &target.format, out)
-                        .context(|| format!("tensor {}, column {column}", part.tensor.name))?;
+                        .context(|| format!("tensor {}, column {column}", tensor.name))?;
                 }
                 Ok(())
             },
@@ -173,27 +261,22 @@ impl Loader<'_> {
                 }
             }
         })?;
-        let stored: u64 = plan.parts.iter().map(|part| part.tensor.len_bytes).sum();
+        let stored = plan.stored_bytes();
         self.advance(stored as usize)?;
         Ok(matrix)
     }
 }
 
 /// Reads bytes of a part as f32.
-fn floats(
-    files: &WeightFiles<'_>,
-    part: &MatrixPart,
-    begin: usize,
-    len: usize,
-) -> Result<Vec<f32>> {
-    let num = len / part.tensor.dtype.size_bytes();
+fn floats(files: &WeightFiles<'_>, tensor: &Tensor, begin: usize, len: usize) -> Result<Vec<f32>> {
+    let num = len / tensor.dtype.size_bytes();
     let mut numbers = try_filled(num, 0.0_f32, "numbers to quantise")?;
     // SAFETY: f32 are bytes, any of which make an f32.
     let bytes = unsafe {
         std::slice::from_raw_parts_mut(numbers.as_mut_ptr().cast::<u8>(), num * size_of::<f32>())
     };
-    files.with_bytes(&part.tensor, begin, len, |stored| {
-        convert_run(stored, part.tensor.dtype, bytes, DType::F32);
+    files.with_bytes(tensor, begin, len, |stored| {
+        convert_run(stored, tensor.dtype, bytes, DType::F32);
         Ok(())
     })?;
     Ok(numbers)

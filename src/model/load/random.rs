@@ -89,7 +89,10 @@ impl WeightReader for RandomWeights<'_, '_> {
             MatrixLayout::Columns => (plan.in_features, plan.out_features),
         };
         let row_bytes = row_len * dtype.size_bytes();
-        let stored = plan.parts.first().map_or(dtype, |part| part.tensor.dtype);
+        let stored = match plan.parts.first() {
+            Some(part) => part.dense()?.dtype,
+            None => dtype,
+        };
         let rows = piece_rows(plan.layout, row_bytes);
         self.loader.in_pieces(
             num_rows,

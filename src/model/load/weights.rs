@@ -1,17 +1,47 @@
 //! Which tensors make one weight, and what turns that into a weight.
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::model::checkpoint::Tensor;
+use crate::model::quantised::QuantModule;
 use crate::ops::linear::{MatrixLayout, ShardAxis};
 use crate::ops::quantised::QuantFormat;
 
-/// A tensor of a matrix, and how many of its output features it gives.
+/// A part of a matrix, and how many of its output features it gives.
 #[derive(Clone, Debug, PartialEq)]
 pub struct MatrixPart {
     /// Where the numbers lie.
-    pub tensor: Tensor,
+    pub source: PartSource,
     /// Rows of this part.
     pub out_features: usize,
+}
+
+/// Where the numbers of a part lie.
+#[derive(Clone, Debug, PartialEq)]
+pub enum PartSource {
+    /// In a tensor, each by itself.
+    Dense(Tensor),
+    /// In the tensors of a quantised module.
+    Quantised(Box<QuantModule>),
+}
+
+impl MatrixPart {
+    /// The tensor of a part that is stored dense.
+    pub fn dense(&self) -> Result<&Tensor> {
+        match &self.source {
+            PartSource::Dense(tensor) => Ok(tensor),
+            PartSource::Quantised(module) => {
+                Err(Error::internal(format!("{} is not stored dense", module.name)))
+            }
+        }
+    }
+
+    /// The bytes to read from the files.
+    pub fn stored_bytes(&self) -> u64 {
+        match &self.source {
+            PartSource::Dense(tensor) => tensor.len_bytes,
+            PartSource::Quantised(module) => module.stored_bytes(),
+        }
+    }
 }
 
 /// A matrix `[out_features, in_features]` made of one tensor, or of several stacked by rows.
@@ -48,6 +78,24 @@ impl MatrixPlan {
     /// The same, divided along an axis.
     pub fn sharded(self, shard: ShardAxis) -> Self {
         MatrixPlan { shard, ..self }
+    }
+
+    /// Whether a part is stored quantised.
+    pub fn is_stored_quantised(&self) -> bool {
+        self.parts.iter().any(|part| matches!(part.source, PartSource::Quantised(_)))
+    }
+
+    /// Whether inputs may be stored in another order than their own.
+    pub fn may_be_ordered(&self) -> bool {
+        self.parts.iter().any(|part| match &part.source {
+            PartSource::Dense(_) => false,
+            PartSource::Quantised(module) => module.may_be_ordered(),
+        })
+    }
+
+    /// The bytes to read from the files.
+    pub fn stored_bytes(&self) -> u64 {
+        self.parts.iter().map(MatrixPart::stored_bytes).fold(0, u64::saturating_add)
     }
 
     /// The same, of a gate on top of what it multiplies.

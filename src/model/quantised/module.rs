@@ -182,6 +182,11 @@ impl QuantModule {
         used.chain(self.harmless.iter().map(String::as_str))
     }
 
+    /// Whether inputs may be stored in another order than their own.
+    pub fn may_be_ordered(&self) -> bool {
+        self.groups.is_some() && self.layout.groups_are_scattered
+    }
+
     /// The bytes of its tensors in the files.
     pub fn stored_bytes(&self) -> u64 {
         self.tensors().map(|tensor| tensor.len_bytes).fold(0, u64::saturating_add)

@@ -62,6 +62,15 @@ pub struct QuantFormat {
 }
 
 impl QuantFormat {
+    /// The format that holds matrices of both, of `in_features` inputs; `None` if there is none.
+    pub fn with(&self, other: &QuantFormat, in_features: usize) -> Option<QuantFormat> {
+        let whole = |format: &QuantFormat| format.group_size.min(in_features);
+        let is_one = self.code == other.code && whole(self) == whole(other);
+        let scale = if self.scale == other.scale { self.scale } else { DType::F32 };
+        let has_zeros = self.has_zeros || other.has_zeros;
+        is_one.then_some(QuantFormat { has_zeros, scale, ..*self })
+    }
+
     /// The groups of a row of `in_features` inputs; the last may be partial.
     pub fn num_groups(&self, in_features: usize) -> usize {
         in_features.div_ceil(self.group_size.max(1))

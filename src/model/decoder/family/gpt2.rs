@@ -78,6 +78,7 @@ pub(super) fn parse(fields: Fields<'_>) -> Result<ModelConfig> {
         rope: None,
         gelu_in_steps: activation != Some("gelu_pytorch_tanh"),
         declared_dtype: declared_dtype(fields),
+        quantisation: None,
     })
 }
 

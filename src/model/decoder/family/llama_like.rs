@@ -100,6 +100,7 @@ pub(super) fn parse(fields: Fields<'_>, family: &Differences) -> Result<ModelCon
         rope: Some(rope),
         gelu_in_steps: false,
         declared_dtype: declared_dtype(fields),
+        quantisation: None,
     })
 }
 

@@ -21,6 +21,7 @@ use crate::model::config::{
 use crate::model::folder::{shown_name, Folder};
 use crate::model::load::plan::{PlannedDecoder, Planner};
 use crate::model::other_formats::has_no_config;
+use crate::model::quantised::{QuantConfig, QUANTIZE_CONFIG_FILE};
 
 /// The supported families.
 static FAMILIES: [Family; 5] = [
@@ -75,7 +76,11 @@ impl ModelConfig {
         if !folder.contains(CONFIG_FILE)? {
             return Err(has_no_config(folder));
         }
-        Self::parse(&folder.read_small_file(CONFIG_FILE, MAX_CONFIG_BYTES)?)
+        let mut config = Self::parse(&folder.read_small_file(CONFIG_FILE, MAX_CONFIG_BYTES)?)?;
+        if config.quantisation.is_none() {
+            config.quantisation = quantize_config(folder)?;
+        }
+        Ok(config)
     }
 
     /// Checks the content of a `config.json`.
@@ -87,16 +92,33 @@ impl ModelConfig {
                 shown_name(&e.to_string())
             ))
         })?;
+        let quantisation = QuantConfig::parse(&value)?;
         let Value::Object(map) = value else {
             return Err(Error::invalid_file(format!("{CONFIG_FILE} is not a JSON object")));
         };
         let fields = Fields::new(&map, CONFIG_FILE);
         let family = Family::named_by(fields)?;
         refuse_what_changes_every_model(fields)?;
-        let config = (family.parse)(fields)?;
+        let mut config = (family.parse)(fields)?;
+        config.quantisation = quantisation;
         config.check_heads()?;
         Ok(config)
     }
+}
+
+/// Reads what old repositories say of quantisation beside config.json.
+fn quantize_config(folder: &Folder) -> Result<Option<QuantConfig>> {
+    let Some(json) = folder.read_optional_file(QUANTIZE_CONFIG_FILE, MAX_CONFIG_BYTES)? else {
+        return Ok(None);
+    };
+    check_room_for_json(&json, QUANTIZE_CONFIG_FILE)?;
+    let value: Value = serde_json::from_slice(&json).map_err(|e| {
+        Error::invalid_file(format!(
+            "{QUANTIZE_CONFIG_FILE} is not valid JSON: {}",
+            shown_name(&e.to_string())
+        ))
+    })?;
+    QuantConfig::parse_quantize_config(&value).map(Some)
 }
 
 impl DecoderPlan {
@@ -106,7 +128,7 @@ impl DecoderPlan {
         let family = family.ok_or_else(|| {
             Error::internal(format!("the architecture {} has no family", config.architecture))
         })?;
-        let mut planner = Planner::new(checkpoint);
+        let mut planner = Planner::new(checkpoint, config.quantisation.as_ref());
         let plan = (family.plan)(config, &mut planner)?;
         Ok(planner.finish(plan))
     }
