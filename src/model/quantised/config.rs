@@ -1,7 +1,8 @@
 //! `quantization_config` of config.json: how the weights were quantised.
 //!
-//! The keys and their defaults are those of Transformers 5.23, AutoAWQ 0.2.9, GPTQModel 7.7 and
-//! compressed-tensors 0.20. What would change the numbers and is not implemented is refused by name.
+//! The keys and their defaults are those of Transformers 5.23 and compressed-tensors 0.20. What would
+//! change the numbers and is not implemented is refused by name; keys that are not known are taken to
+//! be remarks.
 
 use serde_json::{Map, Value};
 

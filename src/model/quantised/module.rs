@@ -473,7 +473,7 @@ impl Finder<'_> {
             shape.len() == tensor.shape.len()
                 && shape.iter().zip(&tensor.shape).all(|(&wanted, &found)| wanted as u64 == found)
         };
-        if !shapes.iter().any(|shape| is(shape)) {
+        if !shapes.iter().any(is) {
             return Err(Error::invalid_file(format!(
                 "{file}: tensor {name} has shape {:?}, expected {:?} by {} for a matrix of {} x {}",
                 tensor.shape,
