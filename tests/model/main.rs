@@ -8,6 +8,8 @@ mod golden;
 
 #[path = "../support/model_driver.rs"]
 mod driver;
+#[path = "../support/model_quantised.rs"]
+mod quantised;
 
 mod config;
 mod config_families;
@@ -23,6 +25,7 @@ mod mutations;
 mod one_token;
 mod plan;
 mod prompts;
+mod quantised_formats;
 mod random;
 mod resources;
 mod rope;
