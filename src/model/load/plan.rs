@@ -54,7 +54,7 @@ impl DecoderPlan {
             };
             for layer in [&mut block.attention.qkv, &mut block.attention.output, up, down] {
                 if !layer.weight.is_stored_quantised() {
-                    layer.weight.quantised = Some(format);
+                    layer.weight.quantised.get_or_insert(format);
                 }
             }
         }
@@ -124,7 +124,13 @@ impl<'a> Planner<'a> {
             plan.parts.push(MatrixPart { source, out_features: *out_features });
             plan.out_features += out_features;
         }
-        plan.quantised = self.common_format(&plan);
+        plan.quantised = match (self.quantisation, parts) {
+            (Some(config), [(name, _), ..]) if self.checkpoint.is_random() => {
+                let module = name.strip_suffix(".weight").unwrap_or(name);
+                config.scheme(module)?.map(|scheme| scheme.usual_format())
+            }
+            _ => self.common_format(&plan),
+        };
         Ok(plan)
     }
 
@@ -178,7 +184,17 @@ impl<'a> Planner<'a> {
         let (vocab_size, hidden_size) = (config.vocab_size, config.hidden_size);
         let has_output = self.checkpoint.contains(OUTPUT);
         let swapped = tied && has_output && !self.checkpoint.contains(embedding_name);
-        let mut plan = |name: &str| self.rows(&[(name.to_owned(), vocab_size)], hidden_size);
+        // An embedding is no linear layer, whatever a config says of those, and is stored dense. The
+        // output matrix may be quantised, and becomes dense.
+        let mut plan = |name: &str| {
+            let quantisation = self.quantisation;
+            if name != OUTPUT {
+                self.quantisation = None;
+            }
+            let plan = self.rows(&[(name.to_owned(), vocab_size)], hidden_size);
+            self.quantisation = quantisation;
+            Ok(MatrixPlan { quantised: None, ..plan? })
+        };
         let embedding = plan(if swapped { OUTPUT } else { embedding_name })?;
         let output = if !tied || (has_output && !swapped) { Some(plan(OUTPUT)?) } else { None };
         if tied {

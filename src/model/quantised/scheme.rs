@@ -3,6 +3,8 @@
 use super::config::{Awq, Fp8, Gptq, GptqScheme};
 use super::pattern::has_parts;
 use crate::error::Result;
+use crate::memory::DType;
+use crate::ops::quantised::{Code, QuantFormat};
 
 /// What shares a scale.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -61,6 +63,33 @@ pub enum Scheme {
         /// Whether all zeros are 0.
         symmetric: bool,
     },
+}
+
+impl Scheme {
+    /// Returns the format that files of this scheme usually have, for random numbers in their place.
+    pub fn usual_format(&self) -> QuantFormat {
+        let inputs = |scales: Option<ScaleShape>| match scales {
+            Some(ScaleShape::Group(size) | ScaleShape::Block([_, size])) => size,
+            Some(ScaleShape::Tensor | ScaleShape::Channel) | None => usize::MAX,
+        };
+        let integers = |bits: usize| if bits == 4 { Code::Int4 } else { Code::Int8 };
+        let (code, group_size, has_zeros, scale) = match *self {
+            Scheme::Fp8 { scales } => (Code::Fp8, inputs(scales), false, DType::BF16),
+            Scheme::Awq { group_size, has_zeros } => {
+                (Code::Int4, group_size.unwrap_or(usize::MAX), has_zeros, DType::F16)
+            }
+            Scheme::Gptq { bits, group_size, symmetric, .. } => {
+                (integers(bits), group_size.unwrap_or(usize::MAX), !symmetric, DType::F16)
+            }
+            Scheme::Packed { bits, scales, symmetric } => {
+                (integers(bits), inputs(Some(scales)), !symmetric, DType::BF16)
+            }
+            Scheme::Int8 { scales, symmetric } => {
+                (Code::Int8, inputs(Some(scales)), !symmetric, DType::BF16)
+            }
+        };
+        QuantFormat { code, group_size, has_zeros, scale }
+    }
 }
 
 /// Whether a module is the output matrix.
