@@ -614,6 +614,18 @@ typedef struct xserv_load_options {
    * Passed to log.
    */
   void *log_user_data;
+  /**
+   * An xserv_weights: whether the matrices of the layers are quantised while they are read; default
+   * XSERV_WEIGHTS_AS_STORED. What is computed with is dtype as before. Folders whose weights are
+   * quantised already keep them so.
+   */
+  uint32_t weights;
+  /**
+   * Inputs that share a scale in weights that are quantised at load: a multiple of 32; 0 (default): 32 with
+   * XSERV_WEIGHTS_INT4, 128 with XSERV_WEIGHTS_INT8. Smaller groups are closer to the original and take
+   * more memory.
+   */
+  uint32_t weights_group_size;
 } xserv_load_options;
 
 /**
