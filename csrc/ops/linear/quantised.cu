@@ -143,16 +143,19 @@ __device__ __forceinline__ void quantised(const QuantisedParams& p) {
     uint32_t zeros[kTiles][kScales];
   };
   const auto scale_type = static_cast<ScaleType>(p.scale_type);
+  const int scale_shift = scale_type == ScaleType::kF32 ? 3 : 2;  // log2 of the bytes of a pair
   const bool is_f32 = scale_type == ScaleType::kF32, has_zeros = p.zeros != nullptr;
   const uint64_t policy = weight_policy();
   const char* codes[kTiles];
-  int groups[kTiles];  // the first of the tile
+  uint32_t pairs[kTiles];  // the first pair of scales of the lane's rows
 #pragma unroll
   for (int r = 0; r < kTiles; ++r) {
     // Tiles behind the last one are read as the last one, and not stored.
     const int tile = min(block_tile + row_warp * kTiles + r, p.num_tiles - 1);
     codes[r] = static_cast<const char*>(p.codes) + static_cast<int64_t>(tile) * p.num_chunks * kChunkBytes + lane * 16;
-    groups[r] = tile * p.num_groups;
+    pairs[r] = static_cast<uint32_t>(tile * p.num_groups) * 8 + row;
+    // Else the compiler (13.0) computes both anew for every chunk; where registers are short it should.
+    if constexpr (kTiles == 1) asm volatile("" : "+l"(codes[r]), "+r"(pairs[r]));
   }
   const auto load_weights = [&](Slot& slot, int chunk) {
 #pragma unroll
@@ -167,8 +170,8 @@ __device__ __forceinline__ void quantised(const QuantisedParams& p) {
       const int group = __umulhi(2 * (chunk * kScales + s), p.group_factor);
 #pragma unroll
       for (int r = 0; r < kTiles; ++r) {
-        const int64_t pair = static_cast<int64_t>(groups[r] + group) * 8 + row;
-        slot.scales[r][s] = load_scales(static_cast<const char*>(p.scales) + (is_f32 ? pair * 8 : pair * 4), is_f32);
+        const uint32_t pair = pairs[r] + group * 8;
+        slot.scales[r][s] = load_scales(static_cast<const char*>(p.scales) + (pair << scale_shift), is_f32);
         if constexpr (kCode != Code::kFp8) {
           constexpr uint32_t kMiddle = kCode == Code::kInt4 ? 0x0808 : 0x8080;
           slot.zeros[r][s] = load_zeros(static_cast<const char*>(p.zeros) + pair * 2, has_zeros, kMiddle);
@@ -193,7 +196,9 @@ __device__ __forceinline__ void quantised(const QuantisedParams& p) {
 #pragma unroll
   for (int j = 0; j < kFragments; ++j) {
     token_offsets[j] = min(j * 8 + row, p.num_tokens - 1 - first_token) * p.k * 2;
+    if constexpr (kTiles == 1) asm volatile("" : "+r"(token_offsets[j]));
   }
+  if constexpr (kTiles == 1) asm volatile("" : "+l"(x));
   uint4 numbers[2][kBatch][2];
   const auto load_x = [&](uint4 (&target)[kBatch][2], int chunk, int batch) {
 #pragma unroll
@@ -321,8 +326,8 @@ XSERV_QUANTISED_DTYPES(int4, kInt4, 1, 16, 1, 2, 6, 2)
 XSERV_QUANTISED_DTYPES(int4, kInt4, 1, 32, 2, 4, 4, 1)
 XSERV_QUANTISED_DTYPES(int4, kInt4, 1, 64, 2, 4, 2, 1)
 XSERV_QUANTISED_DTYPES(int4, kInt4, 2, 8, 1, 1, 6, 2)
-XSERV_QUANTISED_DTYPES(int4, kInt4, 2, 16, 1, 2, 6, 2)
-XSERV_QUANTISED_DTYPES(int4, kInt4, 2, 32, 2, 4, 4, 1)
+XSERV_QUANTISED_DTYPES(int4, kInt4, 2, 16, 1, 1, 6, 2)
+XSERV_QUANTISED_DTYPES(int4, kInt4, 2, 32, 2, 2, 4, 1)
 XSERV_QUANTISED_DTYPES(int4, kInt4, 2, 64, 2, 2, 2, 1)
 XSERV_QUANTISED_8_BITS(1, 8, 1, 1, 4, 2)
 XSERV_QUANTISED_8_BITS(1, 16, 1, 2, 4, 2)

@@ -11,6 +11,21 @@ namespace xserv {
 
 enum class Code { kInt4, kInt8, kFp8 };
 
+// (a & kMask) | bits and (a & kMask) ^ bits, in one instruction: of constants it has only one in itself, so
+// that the compiler takes two where both are written as such (13.0).
+template <uint32_t kMask>
+__device__ __forceinline__ uint32_t masked_or(uint32_t a, uint32_t bits) {
+  uint32_t result;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(result) : "r"(a), "n"(kMask), "r"(bits));
+  return result;
+}
+template <uint32_t kMask>
+__device__ __forceinline__ uint32_t masked_xor(uint32_t a, uint32_t bits) {
+  uint32_t result;
+  asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(result) : "r"(a), "n"(kMask), "r"(bits));
+  return result;
+}
+
 __device__ __forceinline__ uint32_t subtract_pairs(uint32_t a, uint32_t b, __nv_bfloat16) {
   const __nv_bfloat162 c =
       __hsub2_rn(reinterpret_cast<const __nv_bfloat162&>(a), reinterpret_cast<const __nv_bfloat162&>(b));
@@ -53,7 +68,7 @@ struct Decoder<__nv_bfloat16, Code::kInt4> {
   __device__ __forceinline__ void decode(uint32_t word, uint32_t (&a)[4]) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const uint32_t pair = (word >> (4 * i) & 0x000f000fu) | 0x43004300u;
+      const uint32_t pair = masked_or<0x000f000fu>(word >> (4 * i), 0x43004300u);
       a[i] = subtract_pairs(pair, zeros[i & 1], __nv_bfloat16());
     }
   }
@@ -73,8 +88,8 @@ struct Decoder<__half, Code::kInt4> {
 #pragma unroll
     for (int i = 0; i < 4; i += 2) {
       const uint32_t codes = word >> (4 * i);
-      a[i] = subtract_pairs((codes & 0x000f000fu) | 0x64006400u, zeros[0], __half());
-      a[i + 1] = multiply_add_pairs((codes & 0x00f000f0u) | 0x64006400u, kSixteenth, zeros[1]);
+      a[i] = subtract_pairs(masked_or<0x000f000fu>(codes, 0x64006400u), zeros[0], __half());
+      a[i + 1] = multiply_add_pairs(masked_or<0x00f000f0u>(codes, 0x64006400u), kSixteenth, zeros[1]);
     }
   }
 };
@@ -86,7 +101,7 @@ struct Decoder<__nv_bfloat16, Code::kInt8> {
 
   // Codes less 128: bf16 has room for seven bits, and the eighth chooses what is subtracted.
   __device__ __forceinline__ static uint32_t centred(uint32_t codes) {
-    return subtract_pairs((codes & 0x007f007fu) | 0x43004300u, (codes & 0x00800080u) ^ 0x43804380u,
+    return subtract_pairs(masked_or<0x007f007fu>(codes, 0x43004300u), masked_xor<0x00800080u>(codes, 0x43804380u),
                           __nv_bfloat16());
   }
 
@@ -135,7 +150,7 @@ struct Decoder<__nv_bfloat16, Code::kFp8> {
     for (int i = 0; i < 4; ++i) {
       const uint32_t word = words[i / 2];
       const uint32_t rest = i & 1 ? word >> 4 : word << 4, sign = i & 1 ? word : word << 8;
-      a[i] = multiply_pairs((rest & 0x07f007f0u) | (sign & 0x80008000u), kScale, __nv_bfloat16());
+      a[i] = multiply_pairs(masked_or<0x07f007f0u>(rest, sign & 0x80008000u), kScale, __nv_bfloat16());
     }
   }
 };
@@ -151,7 +166,7 @@ struct Decoder<__half, Code::kFp8> {
     for (int i = 0; i < 4; ++i) {
       const uint32_t word = words[i / 2];
       const uint32_t rest = i & 1 ? word >> 1 : word << 7, sign = i & 1 ? word : word << 8;
-      a[i] = multiply_pairs((rest & 0x3f803f80u) | (sign & 0x80008000u), kScale, __half());
+      a[i] = multiply_pairs(masked_or<0x3f803f80u>(rest, sign & 0x80008000u), kScale, __half());
     }
   }
 };

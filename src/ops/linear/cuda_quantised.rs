@@ -42,6 +42,8 @@ const WARPS: u64 = 8;
 const WARPS_SHIFT: u32 = 3;
 /// The largest in_features that the kernel's 32-bit numbers have room for.
 const MAX_INPUTS: usize = 1 << 20;
+/// The most groups of all tiles: their scales have at most 2 GB.
+const MAX_GROUPS: usize = 1 << 25;
 /// The bytes that a multiprocessor must have under way for the memory's full rate.
 const BYTES_UNDER_WAY: u64 = 32 << 10;
 /// The bytes that could be read while a block begins and ends, and while the blocks of a cluster add
@@ -215,7 +217,7 @@ pub fn is_quantised_weight(layout: &TileLayout) -> bool {
         && (8..=MAX_INPUTS).contains(&k)
         && k.is_multiple_of(8)
         && (layout.num_groups() == 1 || layout.group_size().is_multiple_of(CHUNK / 2))
-        && num_groups.is_some_and(|groups| i32::try_from(groups).is_ok())
+        && num_groups.is_some_and(|groups| groups <= MAX_GROUPS)
 }
 
 /// Returns the scales that a chunk has in a row, and by what a unit of as many inputs as one of them
