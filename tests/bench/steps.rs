@@ -3,7 +3,7 @@
 //! ```text
 //! cargo bench --bench steps -- FOLDER [--random] [--decode 1x512,32x4096] [--prefill 512,2048] [--steps 64]
 //!     [--profile] [--draw TEMPERATURE,TOP_K,TOP_P] [--deterministic] [--f16] [--cpu THREADS] [--read-gbs N]
-//!     [--tflops N] [--json]
+//!     [--tflops N] [--json] [--weights int8|int4] [--group-size N]
 //! ```
 //!
 //! `--random` reads config.json alone: the GPU fills its memory with random weights, so a shape of 32B is timed without
@@ -25,7 +25,7 @@ use xserv::backend::cpu::CpuBackend;
 use xserv::backend::cuda::ProfiledPart;
 use xserv::ffi::{xserv_device_kind, xserv_dtype};
 use xserv::memory::DType;
-use xserv::model::{Draw, LoadOptions, Model, TokenChoice};
+use xserv::model::{Draw, LoadOptions, Model, TokenChoice, WeightStorage};
 
 mod ceilings;
 #[path = "../support/model_driver.rs"]
@@ -46,6 +46,8 @@ use driver::{cuda_context, Driver, Sequence};
 struct Options {
     folder: String,
     random: bool,
+    weights: WeightStorage,
+    group_size: usize,
     /// Threads of the CPU, where the model is to be there.
     cpu_threads: Option<usize>,
     decode: Vec<(usize, usize)>,
@@ -68,6 +70,8 @@ fn options() -> Option<Options> {
     let mut options = Options {
         folder: String::new(),
         random: false,
+        weights: WeightStorage::AsStored,
+        group_size: 0,
         cpu_threads: None,
         decode: vec![(1, 512), (1, 4096)],
         prefill: vec![512, 2048],
@@ -102,6 +106,14 @@ fn options() -> Option<Options> {
                 });
             }
             "--f16" => options.dtype = DType::F16,
+            "--weights" => {
+                options.weights = match args.next()?.as_str() {
+                    "int8" => WeightStorage::Int8,
+                    "int4" => WeightStorage::Int4,
+                    _ => return None,
+                }
+            }
+            "--group-size" => options.group_size = args.next()?.parse().ok()?,
             "--decode" => {
                 let pair = |s: &str| {
                     let (b, c) = s.split_once('x')?;
@@ -172,8 +184,13 @@ fn main() {
 /// The model, or `None` where there is no GPU for it.
 fn load(options: &Options) -> Option<Model> {
     let path = &options.folder;
-    let folder = if options.random { Model::open_without_weights(path) } else { Model::open(path) };
-    let folder = folder.expect("a folder");
+    let headers =
+        if options.random { Model::read_config_alone(path) } else { Model::read_headers(path) };
+    let mut headers = headers.expect("a folder");
+    if let Some(format) = options.weights.format(options.group_size).expect("a group size") {
+        headers.quantise(format);
+    }
+    let folder = headers.settle(None, &mut |_| true).expect("a folder");
     let load_options = LoadOptions {
         dtype: Some(options.dtype),
         deterministic: options.deterministic,

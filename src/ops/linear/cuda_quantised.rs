@@ -119,7 +119,8 @@ impl Division {
     fn variant(&self, chunk_bytes: u64) -> (u64, u64, u64) {
         let is_int4 = chunk_bytes == 512;
         match self.tokens {
-            ..=16 => (1, if is_int4 { 6 } else { 4 }, 2),
+            ..=8 => (2, if is_int4 { 4 } else { 2 }, 2),
+            9..=16 => (1, if is_int4 { 6 } else { 4 }, 2),
             17..=32 => (2, if is_int4 { 4 } else { 2 }, 1),
             _ => (2, 2, 1),
         }
