@@ -11,7 +11,7 @@ use super::geometry::Geometry;
 use super::heads::HeadSpacing;
 use super::random::WeightNoise;
 use super::transfer::{Sink, Transfer};
-use super::weights::{MatrixPlan, PartSource, VectorPlan, WeightReader};
+use super::weights::{MatrixPlan, VectorPlan, WeightReader};
 use super::Loader;
 use crate::backend::{Arena, ComputeContext, DeviceTensor, PinnedBuffer};
 use crate::error::{Error, Result};
@@ -408,15 +408,8 @@ fn read_quantised(
         let dense = DenseRows { geometry: matrix_geometry(plan, spacing), dtype };
         let mut first = 0;
         for part in &plan.parts {
-            let matrix = match &part.source {
-                PartSource::Quantised(module) => loader.decode(module)?,
-                PartSource::Dense(_) => {
-                    return Err(Error::unsupported(
-                        "a weight of which one part is quantised and another is not, on CUDA",
-                    ))
-                }
-            };
-            upload.rows(loader, &matrix, &dense, first, &sink.arena, *place)?;
+            let rows = loader.part_rows(part, plan.in_features)?;
+            upload.rows(loader, &rows, &dense, first, &sink.arena, *place)?;
             first += part.out_features;
         }
     }

@@ -37,7 +37,51 @@ pub(in crate::model) fn device_tiles(
     }
 }
 
-/// Rows that are dense on a device although they are stored quantised.
+/// The rows of a part of a matrix, on the host.
+pub(super) enum PartRows {
+    /// Of a part that is stored quantised.
+    Quantised(QuantisedMatrix),
+    /// Of one that is not: `[rows, in_features]`.
+    Numbers {
+        /// Row after row.
+        numbers: Vec<f32>,
+        /// Of each row.
+        in_features: usize,
+    },
+}
+
+impl PartRows {
+    fn len(&self) -> usize {
+        match self {
+            PartRows::Quantised(matrix) => matrix.out_features,
+            PartRows::Numbers { numbers, in_features } => numbers.len() / (*in_features).max(1),
+        }
+    }
+
+    fn in_features(&self) -> usize {
+        match self {
+            PartRows::Quantised(matrix) => matrix.in_features,
+            PartRows::Numbers { in_features, .. } => *in_features,
+        }
+    }
+
+    /// Writes row `row`, `[in_features]`.
+    fn row_to_f32(&self, row: usize, out: &mut [f32]) -> Result<()> {
+        match self {
+            PartRows::Quantised(matrix) => matrix.row_to_f32(row, out),
+            PartRows::Numbers { numbers, in_features } => {
+                let begin = row.saturating_mul(*in_features);
+                let found = numbers.get(begin..begin.saturating_add(out.len()));
+                let found =
+                    found.ok_or_else(|| Error::internal("a row of a weight was not read"))?;
+                out.copy_from_slice(found);
+                Ok(())
+            }
+        }
+    }
+}
+
+/// Rows that are dense on a device although they, or those beside them, are stored quantised.
 pub(super) struct DenseRows {
     /// Of the matrix, stored as rows.
     pub geometry: Geometry,
@@ -54,20 +98,21 @@ impl DenseRows {
     fn write(
         &self,
         loader: &Loader<'_>,
-        matrix: &QuantisedMatrix,
+        part: &PartRows,
         rows: Range<usize>,
         out: &mut [u8],
     ) -> Result<()> {
+        let in_features = part.in_features();
         let row_bytes = self.row_bytes();
         let out = out.get_mut(..rows.len() * row_bytes).unwrap_or_default();
         let failure: Mutex<Option<Error>> = Mutex::new(None);
         loader.backend.parallel_rows(out, row_bytes, |first, out| {
             let mut write = || -> Result<()> {
-                let mut row = try_filled(matrix.in_features, 0.0_f32, "a row of a weight")?;
+                let mut row = try_filled(in_features, 0.0_f32, "a row of a weight")?;
                 let mut bytes =
-                    try_with_capacity(matrix.in_features * size_of::<f32>(), "a row of a weight")?;
+                    try_with_capacity(in_features * size_of::<f32>(), "a row of a weight")?;
                 for (index, out) in (rows.start + first..).zip(out.chunks_exact_mut(row_bytes)) {
-                    matrix.row_to_f32(index, &mut row)?;
+                    part.row_to_f32(index, &mut row)?;
                     bytes.clear();
                     bytes.extend(row.iter().flat_map(|x| x.to_le_bytes()));
                     convert(&bytes, DType::F32, out, self.dtype, &self.geometry);
@@ -146,12 +191,12 @@ impl<'c> Upload<'c> {
         Ok(())
     }
 
-    /// Takes a matrix to the rows from `first_row` on of one in `target`, from its byte `place` on,
+    /// Takes a part to the rows from `first_row` on of a matrix in `target`, from its byte `place` on,
     /// as dense rows of the model's type with heads spaced.
     pub fn rows(
         &mut self,
         loader: &Loader<'_>,
-        matrix: &QuantisedMatrix,
+        part: &PartRows,
         dense: &DenseRows,
         first_row: usize,
         target: &DeviceTensor,
@@ -159,10 +204,10 @@ impl<'c> Upload<'c> {
     ) -> Result<()> {
         let row_bytes = dense.row_bytes();
         let per_piece = (PIECE_BYTES / row_bytes.max(1)).max(1);
-        for first in (0..matrix.out_features).step_by(per_piece) {
-            let last = matrix.out_features.min(first + per_piece);
+        for first in (0..part.len()).step_by(per_piece) {
+            let last = part.len().min(first + per_piece);
             let mut buffer = self.next((last - first) * row_bytes)?;
-            dense.write(loader, matrix, first..last, buffer.bytes()?)?;
+            dense.write(loader, part, first..last, buffer.bytes()?)?;
             let (begin, end) = (first_row + first, first_row + last);
             for (row, device_row, rows) in dense.geometry.runs(begin, end) {
                 let from = (row - begin) * row_bytes;

@@ -1,10 +1,11 @@
 //! Quantised matrices on the host, as they are read or quantised, before they take the layout of kernels.
 //! One matrix is there at a time.
 
+use super::device_quantised::PartRows;
 use super::files::{WeightFiles, PIECE_BYTES};
 use super::geometry::convert_run;
 use super::loader::{piece_rows, Loader};
-use super::weights::{MatrixPlan, PartSource};
+use super::weights::{MatrixPart, MatrixPlan, PartSource};
 use crate::backend::cpu::SendPointer;
 use crate::error::{try_filled, try_with_capacity, Context, Error, Result};
 use crate::memory::DType;
@@ -121,6 +122,20 @@ impl Loader<'_> {
         let target = Rows::of(&mut matrix);
         matrix.order = self.decode_rows(module, 0, &target)?;
         Ok(matrix)
+    }
+
+    /// Reads a part of a matrix that is stored as rows, quantised or not.
+    pub(super) fn part_rows(&mut self, part: &MatrixPart, in_features: usize) -> Result<PartRows> {
+        match &part.source {
+            PartSource::Quantised(module) => self.decode(module).map(PartRows::Quantised),
+            PartSource::Dense(tensor) => {
+                self.files.open(tensor)?;
+                let len = part.out_features * in_features * tensor.dtype.size_bytes();
+                let numbers = floats(&self.files, tensor, 0, len)?;
+                self.advance(len)?;
+                Ok(PartRows::Numbers { numbers, in_features })
+            }
+        }
     }
 
     /// Reads a part that is stored quantised to the rows from `first_row` on of a matrix whose format
