@@ -296,7 +296,7 @@ fn other_architectures_are_refused_by_name() {
 fn what_would_change_the_computation_is_refused_by_name() {
     for (field, value) in [
         ("hidden_act", json!("gelu")),
-        ("quantization_config", json!({"quant_method": "gptq", "bits": 4})),
+        ("quantization_config", json!({"quant_method": "bitsandbytes", "load_in_4bit": true})),
         ("layer_types", json!(["full_attention", "sliding_attention"])),
         ("is_causal", json!(false)),
         ("is_encoder_decoder", json!(true)),
@@ -305,8 +305,8 @@ fn what_would_change_the_computation_is_refused_by_name() {
         let named = if field == "layer_types" { "sliding_attention" } else { field };
         refused(&with(qwen3(), field, value), ErrorKind::Unsupported, named);
     }
-    let quantised = with(qwen3(), "quantization_config", json!({"quant_method": "gptq"}));
-    refused(&quantised, ErrorKind::Unsupported, "gptq");
+    let quantised = with(qwen3(), "quantization_config", json!({"quant_method": "mxfp4"}));
+    refused(&quantised, ErrorKind::Unsupported, "mxfp4");
     for (field, value) in [
         ("activation_function", json!("gelu")),
         ("activation_function", json!("relu")),

@@ -215,7 +215,7 @@ fn what_would_change_the_computation_is_refused_by_name() {
     for family in families() {
         for (field, value) in [
             ("hidden_act", json!("gelu")),
-            ("quantization_config", json!({"quant_method": "awq", "bits": 4})),
+            ("quantization_config", json!({"quant_method": "awq", "bits": 3})),
             ("is_causal", json!(false)),
             ("partial_rotary_factor", json!(0.5)),
             ("attn_temperature_tuning", json!(true)),

@@ -134,7 +134,7 @@ fn configurations(bench: &mut Bench) {
     for (field, value, words) in [
         ("architectures", json!(["MixtralForCausalLM"]), "MixtralForCausalLM"),
         ("architectures", json!(["\u{1b}[2J".repeat(5000)]), "architecture"),
-        ("quantization_config", json!({"quant_method": "gptq"}), "gptq"),
+        ("quantization_config", json!({"quant_method": "bitsandbytes"}), "bitsandbytes"),
         ("hidden_act", json!("relu"), "hidden_act"),
         ("rope_scaling", json!({"rope_type": "longrope"}), "longrope"),
         ("head_dim", json!(47), "head_dim"),
