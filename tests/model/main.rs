@@ -5,6 +5,8 @@
 mod files;
 #[path = "../support/model_golden.rs"]
 mod golden;
+#[path = "../support/model_packing.rs"]
+mod packing;
 
 #[path = "../support/model_driver.rs"]
 mod driver;
@@ -25,7 +27,9 @@ mod mutations;
 mod one_token;
 mod plan;
 mod prompts;
+mod quantised_at_load;
 mod quantised_formats;
+mod quantised_models;
 mod random;
 mod resources;
 mod rope;

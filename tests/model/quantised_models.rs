@@ -1,0 +1,351 @@
+//! Whole models whose files are quantised, against the same models with every number written out.
+
+use serde_json::{json, Value};
+use xserv::error::ErrorKind;
+use xserv::memory::DType;
+use xserv::model::{Model, ModelFolder};
+
+use crate::driver::{argmax, cuda_context, load, load_on_cuda, Driver, Sequence};
+use crate::files::{Family, TempDir, TestModel};
+use crate::golden;
+use crate::packing::{self, file_bytes, folders, Folders, Form};
+use crate::quantised::Stored;
+
+/// Bar on the difference of f32 logits, relative to the root of their mean square. Only the order of sums differs.
+const F32_BAR: f64 = 1e-4;
+/// Bars of bf16 on what the numbers written out lose as bf16, and on the logits.
+const BF16_FACTOR: f64 = 2.0;
+const BF16_FLOOR: f64 = 0.01;
+/// Two tokens whose logits are closer may change places.
+const CLEAR_MARGIN: f32 = 2e-3;
+
+/// A model and how its layers are stored.
+struct Case {
+    name: &'static str,
+    config: Value,
+    form_of: fn(&str) -> Option<Form>,
+}
+
+fn awq(skipped: &[&str]) -> Value {
+    json!({"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": true,
+        "version": "gemm", "modules_to_not_convert": skipped})
+}
+
+fn gptq(desc_act: bool) -> Value {
+    json!({"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": true,
+        "desc_act": desc_act, "checkpoint_format": "gptq", "lm_head": false})
+}
+
+fn compressed(format: &str, ignored: &[&str], weights: Value) -> Value {
+    json!({"quant_method": "compressed-tensors", "format": format, "ignore": ignored,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}})
+}
+
+fn int4(symmetric: bool) -> Value {
+    json!({"num_bits": 4, "type": "int", "symmetric": symmetric, "strategy": "group",
+        "group_size": 32, "dynamic": false})
+}
+
+fn packed(bits: usize, group: usize, symmetric: bool) -> Form {
+    Form::Packed { bits, group, symmetric }
+}
+
+fn cases() -> Vec<Case> {
+    vec![
+        Case { name: "AWQ", config: awq(&[]), form_of: |_| Some(Form::Awq { group: 32 }) },
+        Case {
+            name: "GPTQ",
+            config: gptq(false),
+            form_of: |_| Some(Form::Gptq { group: 32, scattered: false }),
+        },
+        Case {
+            name: "GPTQ with scattered groups",
+            config: gptq(true),
+            form_of: |_| Some(Form::Gptq { group: 32, scattered: true }),
+        },
+        Case {
+            name: "FP8 in blocks",
+            config: json!({"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
+                "weight_block_size": [128, 128]}),
+            form_of: |_| Some(Form::Fp8Blocks),
+        },
+        Case {
+            name: "W4A16 with zeros",
+            config: compressed("pack-quantized", &["lm_head"], int4(false)),
+            form_of: |_| Some(packed(4, 32, false)),
+        },
+        Case {
+            name: "W8A16",
+            config: compressed(
+                "pack-quantized",
+                &["lm_head"],
+                json!({"num_bits": 8, "type": "int", "symmetric": true, "strategy": "group",
+                    "group_size": 32}),
+            ),
+            form_of: |_| Some(packed(8, 32, true)),
+        },
+        Case {
+            name: "W8A8",
+            config: compressed(
+                "int-quantized",
+                &["lm_head"],
+                json!({"num_bits": 8, "type": "int", "symmetric": true, "strategy": "channel"}),
+            ),
+            form_of: |_| Some(Form::Int8Channel),
+        },
+        Case {
+            name: "W4A16 but for some layers",
+            config: compressed(
+                "pack-quantized",
+                &[
+                    "lm_head",
+                    "re:.*layers\\.0\\.mlp\\.down_proj$",
+                    "model.layers.1.self_attn.o_proj",
+                ],
+                int4(true),
+            ),
+            form_of: |layer| {
+                let is_dense = ["model.layers.0.mlp.down_proj", "model.layers.1.self_attn.o_proj"];
+                (!is_dense.contains(&layer)).then_some(packed(4, 32, true))
+            },
+        },
+        Case {
+            name: "AWQ of the queries alone",
+            config: awq(&["k_proj", "v_proj", "mlp"]),
+            form_of: |layer| {
+                let is_dense = ["k_proj", "v_proj", "mlp"].iter().any(|part| layer.contains(part));
+                (!is_dense).then_some(Form::Awq { group: 32 })
+            },
+        },
+    ]
+}
+
+/// What is compared of a model.
+struct Run {
+    /// Of a prompt, fed whole and in pieces, and of batches.
+    logits: Vec<f32>,
+    greedy: Vec<u32>,
+    /// First minus second logit of each greedy step.
+    margins: Vec<f32>,
+}
+
+fn run(model: &Model, prompt: &[u32]) -> Run {
+    let mut driver = Driver::new(model, 256);
+    let mut logits = driver.logits(prompt, usize::MAX);
+    logits.extend(driver.logits(prompt, 1));
+    logits.extend(driver.logits(prompt, 7));
+    // Prompts of several lengths, then a token more of each.
+    for num_sequences in [1, 3, 40] {
+        let mut sequences: Vec<Sequence> =
+            (0..num_sequences).map(|_| Sequence::default()).collect();
+        for round in 0..3 {
+            let piece = |i: usize| match round {
+                0 => &prompt[..3 + i % 7],
+                _ => &prompt[10 + i % 7 + round..][..1],
+            };
+            let mut parts: Vec<(&mut Sequence, &[u32])> =
+                sequences.iter_mut().enumerate().map(|(i, s)| (s, piece(i))).collect();
+            logits.extend(driver.step(&mut parts, false).concat());
+        }
+        sequences.into_iter().for_each(|sequence| driver.free(sequence));
+    }
+    let (greedy, chosen_from) = driver.greedy(prompt, usize::MAX, 32);
+    let margins = chosen_from.chunks(chosen_from.len() / greedy.len()).map(margin).collect();
+    Run { logits, greedy, margins }
+}
+
+fn margin(logits: &[f32]) -> f32 {
+    let best = argmax(logits) as usize;
+    let others = logits.iter().enumerate().filter(|(i, _)| *i != best).map(|(_, &x)| x);
+    logits[best] - others.fold(f32::NEG_INFINITY, f32::max)
+}
+
+/// The root of the mean square of the difference over that of what is wanted.
+pub fn relative_rms(got: &[f32], want: &[f32]) -> f64 {
+    assert_eq!(got.len(), want.len());
+    let square = |x: f64| x * x;
+    let difference: f64 =
+        got.iter().zip(want).map(|(&g, &w)| square(f64::from(g) - f64::from(w))).sum();
+    let whole: f64 = want.iter().map(|&w| square(f64::from(w))).sum();
+    assert!(difference.is_finite(), "NaN among the logits");
+    (difference / whole).sqrt()
+}
+
+/// The first tokens that are the likeliest are the same, unless the margin is not clear.
+#[track_caller]
+fn assert_greedy(what: &str, got: &Run, want: &Run) {
+    let same = got.greedy.iter().zip(&want.greedy).take_while(|(a, b)| a == b).count();
+    if let Some(margin) = want.margins.get(same) {
+        assert!(*margin < CLEAR_MARGIN, "{what}: token {same} differs, margin {margin}");
+    }
+}
+
+/// The model of the repository, and made ones of other families (with biases, or untied).
+fn models() -> Vec<(&'static str, TestModel, Vec<u32>)> {
+    let mut found = Vec::new();
+    if let Some(golden) = golden::tiny_qwen3() {
+        let prompt = golden.prompts.iter().find(|p| p.name == "chat_story").expect("a prompt");
+        found.push(("tiny-qwen3", packing::read(golden.model_path()), prompt.ids.clone()));
+    }
+    let prompt: Vec<u32> = (0..32).map(|i| i * 37 % 1000).collect();
+    for (name, family) in [("Llama", Family::Llama), ("Qwen2", Family::Qwen2)] {
+        found.push((name, TestModel::wide_qwen3(5).of(family), prompt.clone()));
+    }
+    found
+}
+
+fn every_case(check: &dyn Fn(&str, &Folders, &[u32])) {
+    for (model_name, model, prompt) in models() {
+        for Case { name, config, form_of } in cases() {
+            let made = folders(&model, config, &form_of);
+            check(&format!("{model_name}, {name}"), &made, &prompt);
+        }
+    }
+}
+
+#[test]
+fn quantised_files_are_the_numbers_that_they_stand_for() {
+    every_case(&|what, made, prompt| {
+        let quantised = load(made.quantised.str(), Some(DType::F32), 2);
+        let dense = load(made.dense.str(), Some(DType::F32), 2);
+        assert_eq!(quantised.num_parameters(), dense.num_parameters(), "{what}");
+        assert!(quantised.weights_bytes() < dense.weights_bytes(), "{what}");
+        let (got, want) = (run(&quantised, prompt), run(&dense, prompt));
+        let off = relative_rms(&got.logits, &want.logits);
+        println!("{what}: f32 logits differ by {off:.1e}");
+        assert!(off <= F32_BAR, "{what}: f32 logits differ by {off:.1e}");
+        assert_greedy(what, &got, &want);
+    });
+}
+
+#[test]
+fn quantised_files_take_the_memory_that_was_planned() {
+    every_case(&|what, made, _| {
+        for dtype in [DType::F32, DType::BF16] {
+            let folder = Model::open(made.quantised.str()).expect("a folder");
+            assert!(folder.warnings().is_empty(), "{what}: {:?}", folder.warnings());
+            let planned = folder.weights_bytes(dtype).expect("a plan");
+            let model = load(made.quantised.str(), Some(dtype), 2);
+            assert_eq!(planned, model.weights_bytes(), "{what}, {dtype}");
+        }
+    });
+}
+
+#[test]
+fn quantised_files_as_bf16_lose_no_more_than_the_numbers() {
+    let (_, model, prompt) = models().remove(0);
+    for Case { name, config, form_of } in cases() {
+        let made = folders(&model, config, &form_of);
+        let of = |dir: &TempDir, dtype| run(&load(dir.str(), Some(dtype), 2), &prompt).logits;
+        let want = of(&made.dense, DType::F32);
+        let loss = relative_rms(&of(&made.dense, DType::BF16), &want);
+        let off = relative_rms(&of(&made.quantised, DType::BF16), &want);
+        println!("{name}: bf16 logits differ by {off:.1e}, those of the numbers by {loss:.1e}");
+        assert!(off <= (BF16_FACTOR * loss).max(BF16_FLOOR), "{name}: {off:.1e}, {loss:.1e}");
+    }
+}
+
+#[test]
+fn quantised_files_on_cuda_are_the_numbers_that_they_stand_for() {
+    if cuda_context().is_none() {
+        return;
+    }
+    every_case(&|what, made, prompt| {
+        let on_cuda = |dir: &TempDir, dtype| {
+            let context = cuda_context().expect("there is a device");
+            load_on_cuda(dir.str(), Some(dtype), context)
+                .unwrap_or_else(|e| panic!("{what}, {dtype}: {e}"))
+        };
+        let want = run(&load(made.dense.str(), Some(DType::F32), 2), prompt);
+        let loss =
+            relative_rms(&run(&on_cuda(&made.dense, DType::BF16), prompt).logits, &want.logits);
+        for (dtype, bar) in
+            [(DType::F32, F32_BAR), (DType::BF16, (BF16_FACTOR * loss).max(BF16_FLOOR))]
+        {
+            let got = run(&on_cuda(&made.quantised, dtype), prompt);
+            let off = relative_rms(&got.logits, &want.logits);
+            println!("{what} on CUDA: {dtype} logits differ by {off:.1e} (bar {bar:.1e})");
+            assert!(
+                off <= bar,
+                "{what} on CUDA: {dtype} logits differ by {off:.1e}, bar {bar:.1e}"
+            );
+            if dtype == DType::F32 {
+                assert_greedy(what, &got, &want);
+            }
+        }
+    });
+}
+
+const DOWN: &str = "model.layers.0.mlp.down_proj";
+
+/// A small AWQ model whose tensors or config a test may damage.
+fn damaged(damage: impl FnOnce(&mut Vec<(String, Stored)>, &mut Value)) -> TempDir {
+    let model = TestModel::wide_qwen3(6);
+    let (mut tensors, _) = packing::stored(&model, &|_| Some(Form::Awq { group: 32 }));
+    let mut config = model.config;
+    config["quantization_config"] = awq(&[]);
+    damage(&mut tensors, &mut config);
+    let dir = TempDir::new();
+    dir.write("config.json", config.to_string());
+    dir.write("model.safetensors", file_bytes(&tensors));
+    dir
+}
+
+#[track_caller]
+fn refused(found: xserv::error::Result<ModelFolder>, named: &[&str]) {
+    let error = found.expect_err("must be refused");
+    assert_eq!(error.kind(), ErrorKind::InvalidFile, "{error}");
+    for name in named {
+        assert!(error.message().contains(name), "{error} does not name {name}");
+    }
+    assert!(error.message().len() < 400, "{error} is no sentence");
+}
+
+#[test]
+fn files_that_are_not_what_the_config_says_are_refused() {
+    let whole = damaged(|_, _| {});
+    Model::open(whole.str()).expect("a folder in order");
+    let qweight = format!("{DOWN}.qweight");
+    let is = |name: &str| {
+        let wanted = format!("{DOWN}.{name}");
+        move |(found, _): &(String, Stored)| *found == wanted
+    };
+
+    let short = damaged(|tensors, _| {
+        let (_, tensor) = tensors.iter_mut().find(|t| is("qweight")(t)).expect("a tensor");
+        tensor.bytes.truncate(tensor.bytes.len() / 2);
+    });
+    refused(Model::open(short.str()), &["model.safetensors", &qweight]);
+    let flat = damaged(|tensors, _| {
+        let (_, tensor) = tensors.iter_mut().find(|t| is("qweight")(t)).expect("a tensor");
+        tensor.shape[0] /= 2;
+        tensor.bytes.truncate(tensor.bytes.len() / 2);
+    });
+    refused(Model::open(flat.str()), &["model.safetensors", &qweight, "shape"]);
+    // The file ends in the middle of its last tensor.
+    let cut = damaged(|_, _| {});
+    let mut bytes = std::fs::read(cut.path().join("model.safetensors")).expect("a file");
+    bytes.truncate(bytes.len() - 100);
+    cut.write("model.safetensors", bytes);
+    refused(Model::open(cut.str()), &["model.safetensors"]);
+
+    for name in ["qweight", "qzeros", "scales"] {
+        let missing = damaged(|tensors, _| tensors.retain(|t| !is(name)(t)));
+        let named = format!("{DOWN}.{name}");
+        refused(Model::open(missing.str()), &[&named, "missing"]);
+    }
+    let another = damaged(|_, config| {
+        config["quantization_config"]["quant_method"] = json!("gptq");
+    });
+    refused(Model::open(another.str()), &["qweight", "quantization_config"]);
+    let none = damaged(|_, config| {
+        config.as_object_mut().expect("an object").remove("quantization_config");
+    });
+    refused(Model::open(none.str()), &["_proj.weight"]);
+    // A config that says so of a model that is not.
+    let mut model = TestModel::wide_qwen3(6);
+    model.config["quantization_config"] = compressed("pack-quantized", &["lm_head"], int4(true));
+    let plain = model.write(crate::files::Store::BF16);
+    refused(Model::open(plain.str()), &["_proj.weight", "quantised"]);
+}
