@@ -8,7 +8,7 @@ use xserv::model::{Model, ModelFolder};
 use crate::driver::{argmax, cuda_context, load, load_on_cuda, Driver, Sequence};
 use crate::files::{Family, TempDir, TestModel};
 use crate::golden;
-use crate::packing::{self, file_bytes, folders, Folders, Form};
+use crate::packing::{self, file_bytes, folders, Folders, Form, OUTPUT};
 use crate::quantised::Stored;
 
 /// Bar on the difference of f32 logits, relative to the root of their mean square. Only the order of sums differs.
@@ -23,7 +23,19 @@ const CLEAR_MARGIN: f32 = 2e-3;
 struct Case {
     name: &'static str,
     config: Value,
+    /// Of the layers of the blocks.
     form_of: fn(&str) -> Option<Form>,
+    /// Of the output matrix.
+    output: Option<Form>,
+}
+
+impl Case {
+    fn folders(&self, model: &TestModel) -> Folders {
+        folders(model, self.config.clone(), &|layer| match layer {
+            OUTPUT => self.output,
+            _ => (self.form_of)(layer),
+        })
+    }
 }
 
 fn awq(skipped: &[&str]) -> Value {
@@ -53,27 +65,36 @@ fn packed(bits: usize, group: usize, symmetric: bool) -> Form {
 
 fn cases() -> Vec<Case> {
     vec![
-        Case { name: "AWQ", config: awq(&[]), form_of: |_| Some(Form::Awq { group: 32 }) },
+        Case {
+            name: "AWQ",
+            config: awq(&[]),
+            form_of: |_| Some(Form::Awq { group: 32 }),
+            output: None,
+        },
         Case {
             name: "GPTQ",
             config: gptq(false),
             form_of: |_| Some(Form::Gptq { group: 32, scattered: false }),
+            output: None,
         },
         Case {
             name: "GPTQ with scattered groups",
             config: gptq(true),
             form_of: |_| Some(Form::Gptq { group: 32, scattered: true }),
+            output: None,
         },
         Case {
             name: "FP8 in blocks",
             config: json!({"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
                 "weight_block_size": [128, 128]}),
             form_of: |_| Some(Form::Fp8Blocks),
+            output: None,
         },
         Case {
             name: "W4A16 with zeros",
             config: compressed("pack-quantized", &["lm_head"], int4(false)),
             form_of: |_| Some(packed(4, 32, false)),
+            output: None,
         },
         Case {
             name: "W8A16",
@@ -84,6 +105,7 @@ fn cases() -> Vec<Case> {
                     "group_size": 32}),
             ),
             form_of: |_| Some(packed(8, 32, true)),
+            output: None,
         },
         Case {
             name: "W8A8",
@@ -93,6 +115,7 @@ fn cases() -> Vec<Case> {
                 json!({"num_bits": 8, "type": "int", "symmetric": true, "strategy": "channel"}),
             ),
             form_of: |_| Some(Form::Int8Channel),
+            output: None,
         },
         Case {
             name: "W4A16 but for some layers",
@@ -109,6 +132,7 @@ fn cases() -> Vec<Case> {
                 let is_dense = ["model.layers.0.mlp.down_proj", "model.layers.1.self_attn.o_proj"];
                 (!is_dense.contains(&layer)).then_some(packed(4, 32, true))
             },
+            output: None,
         },
         Case {
             name: "AWQ of the queries alone",
@@ -117,6 +141,17 @@ fn cases() -> Vec<Case> {
                 let is_dense = ["k_proj", "v_proj", "mlp"].iter().any(|part| layer.contains(part));
                 (!is_dense).then_some(Form::Awq { group: 32 })
             },
+            output: None,
+        },
+        Case {
+            name: "GPTQ of the output matrix too",
+            config: {
+                let mut config = gptq(false);
+                config["lm_head"] = json!(true);
+                config
+            },
+            form_of: |_| Some(Form::Gptq { group: 32, scattered: false }),
+            output: Some(Form::Gptq { group: 32, scattered: false }),
         },
     ]
 }
@@ -197,9 +232,9 @@ fn models() -> Vec<(&'static str, TestModel, Vec<u32>)> {
 
 fn every_case(check: &dyn Fn(&str, &Folders, &[u32])) {
     for (model_name, model, prompt) in models() {
-        for Case { name, config, form_of } in cases() {
-            let made = folders(&model, config, &form_of);
-            check(&format!("{model_name}, {name}"), &made, &prompt);
+        for case in cases() {
+            let what = format!("{model_name}, {}", case.name);
+            check(&what, &case.folders(&model), &prompt);
         }
     }
 }
@@ -235,8 +270,8 @@ fn quantised_files_take_the_memory_that_was_planned() {
 #[test]
 fn quantised_files_as_bf16_lose_no_more_than_the_numbers() {
     let (_, model, prompt) = models().remove(0);
-    for Case { name, config, form_of } in cases() {
-        let made = folders(&model, config, &form_of);
+    for case in cases() {
+        let (name, made) = (case.name, case.folders(&model));
         let of = |dir: &TempDir, dtype| run(&load(dir.str(), Some(dtype), 2), &prompt).logits;
         let want = of(&made.dense, DType::F32);
         let loss = relative_rms(&of(&made.dense, DType::BF16), &want);
@@ -282,7 +317,8 @@ const DOWN: &str = "model.layers.0.mlp.down_proj";
 /// A small AWQ model whose tensors or config a test may damage.
 fn damaged(damage: impl FnOnce(&mut Vec<(String, Stored)>, &mut Value)) -> TempDir {
     let model = TestModel::wide_qwen3(6);
-    let (mut tensors, _) = packing::stored(&model, &|_| Some(Form::Awq { group: 32 }));
+    let (mut tensors, _) =
+        packing::stored(&model, &|layer| (layer != OUTPUT).then_some(Form::Awq { group: 32 }));
     let mut config = model.config;
     config["quantization_config"] = awq(&[]);
     damage(&mut tensors, &mut config);

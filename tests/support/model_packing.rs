@@ -8,6 +8,9 @@ use serde_json::{json, Map, Value};
 use crate::files::{raw_safetensors, Random, Store, TempDir, TestModel, TestTensor};
 use crate::quantised::Stored;
 
+/// The output matrix.
+pub const OUTPUT: &str = "lm_head";
+
 /// How the weight of a linear layer is stored.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Form {
@@ -43,9 +46,10 @@ pub fn file_bytes(tensors: &[(String, Stored)]) -> Vec<u8> {
     raw_safetensors(&Value::Object(header).to_string(), &data)
 }
 
-/// Whether a tensor is the weight of a linear layer of a block; returns the layer's name.
-pub fn linear_layer(name: &str) -> Option<&str> {
-    name.strip_suffix("_proj.weight").map(|_| name.trim_end_matches(".weight"))
+/// The name of a linear layer, of a block or the output matrix, of which a tensor is the weight.
+fn linear_layer(name: &str) -> Option<&str> {
+    let layer = name.strip_suffix(".weight")?;
+    (layer.ends_with("_proj") || layer == OUTPUT).then_some(layer)
 }
 
 /// Stores the layers that `form_of` has a form for, and all other numbers as bf16.
