@@ -40,6 +40,10 @@ const MULTIPROCESSORS: u64 = 132;
 /// The warps of a block, and log2 of them.
 const WARPS: u64 = 8;
 const WARPS_SHIFT: u32 = 3;
+/// The tiles of a warp.
+const TILES: u64 = 2;
+/// The bytes of the scales and zeros of a group of a tile in shared memory.
+const GROUP_BYTES: u64 = 80;
 /// The largest in_features that the kernel's 32-bit numbers have room for.
 const MAX_INPUTS: usize = 1 << 20;
 /// The most groups of all tiles: their scales have at most 2 GB.
@@ -118,17 +122,20 @@ impl Division {
     /// instantiated at the end of the source.
     fn variant(&self, chunk_bytes: u64) -> (u64, u64, u64) {
         let is_int4 = chunk_bytes == 512;
-        match self.tokens {
-            ..=8 => (2, if is_int4 { 4 } else { 2 }, 2),
-            9..=16 => (1, if is_int4 { 6 } else { 4 }, 2),
-            17..=32 => (2, if is_int4 { 4 } else { 2 }, 1),
-            _ => (2, 2, 1),
-        }
+        (TILES, if is_int4 { 6 } else { 4 }, if self.tokens <= 16 { 2 } else { 1 })
+    }
+
+    /// The bytes of shared memory: the rings of all warps, which take the sums at the end.
+    fn shared_bytes(&self, chunk_bytes: u64, scales: u64) -> u64 {
+        let (tiles, ahead, _) = self.variant(chunk_bytes);
+        let ring = ahead * tiles * (chunk_bytes + scales * GROUP_BYTES);
+        let sums = tiles * (self.tokens / 8) * 512;
+        WARPS * ring.max(sums)
     }
 
     /// The tiles of a block.
     fn tiles(&self) -> u64 {
-        self.variant(512).0 << self.row_shift
+        TILES << self.row_shift
     }
 
     /// What the busiest multiprocessor has to do for one group of tokens, in bytes that it could
@@ -182,10 +189,9 @@ impl Division {
         kernel.of(dtype)
     }
 
-    fn launch(&self, num_tokens: u64, sizes: Sizes) -> Option<Launch> {
+    fn launch(&self, num_tokens: u64, sizes: Sizes, scales: usize) -> Option<Launch> {
         let blocks = sizes.num_tiles.div_ceil(self.tiles()).checked_mul(self.splits)?;
         let token_groups = num_tokens.div_ceil(self.tokens);
-        let fragments = self.variant(512).0 * (self.tokens / 8);
         Some(Launch {
             grid: (
                 u32::try_from(blocks).ok().filter(|&blocks| blocks <= i32::MAX as u32)?,
@@ -193,8 +199,7 @@ impl Division {
                 1,
             ),
             block: 32 * WARPS as u32,
-            // A fragment of f32 for each warp.
-            shared_bytes: (WARPS * fragments * 512) as u32,
+            shared_bytes: self.shared_bytes(sizes.chunk_bytes, scales as u64) as u32,
         })
     }
 }
@@ -277,7 +282,7 @@ pub fn linear_quantised(
     let division = Division::choose(num_tokens.into(), sizes, capability >= 9, is_fixed);
     let (scales, group_factor) = units(layout);
     let kernel = division.kernel(layout.format().code, scales, dtype);
-    let launch = division.launch(num_tokens.into(), sizes);
+    let launch = division.launch(num_tokens.into(), sizes, scales);
     let is_aligned = (x.data() as usize).is_multiple_of(16)
         && (out.data() as usize).is_multiple_of(4)
         && is_quantised_weight(layout)
@@ -372,8 +377,8 @@ mod tests {
                         assert!(division.tokens >= num_tokens.min(64));
                         assert!(division.kernel(code, 1, DType::BF16).is_some());
                         assert!(division.kernel(code, 2, DType::F16).is_some());
-                        let launch = division.launch(num_tokens, sizes).unwrap();
-                        assert!(launch.shared_bytes <= 64 << 10);
+                        let launch = division.launch(num_tokens, sizes, 2).unwrap();
+                        assert!(launch.shared_bytes <= 80 << 10);
                         assert!(u64::from(launch.grid.0) % division.splits == 0);
                     }
                     let division = Division::choose(num_tokens, sizes, false, false);
