@@ -21,10 +21,10 @@
 //! | [`grad_check`] | `mod` on the host | `xserv_grad_check` | `tests/ops/grad_check.rs` |
 //! | [`kv_cache`] | `layout` the blocks of the CPU; `cpu` appends to them; `cuda` appends; `cuda_swap` blocks to the host and back |  | `tests/ops/kv_cache.rs` |
 //! | [`layer_norm`] | `cpu` typed slices; `cuda` tensors | `xserv_op_layer_norm` | `tests/ops/layer_norm.rs` |
-//! | [`linear`] | `cpu` packed weights; `cuda_gemv`, `cuda_gemv_mma` one or two tokens; `cuda_skinny` up to 128 tokens; `cuda_prefill`, `cuda_prefill_heads` more; `cuda_quantised` any number, with quantised weights; all of these rounded after each step; `plan` which of them serve a model, with `matrix` and `residual` |  | `tests/ops/linear/` |
+//! | [`linear`] | `cpu`, `cpu_quantised` packed weights, with `host_matrix`; `cuda_gemv`, `cuda_gemv_mma` one or two tokens; `cuda_skinny` up to 128 tokens; `cuda_prefill`, `cuda_prefill_heads` more; `cuda_quantised` any number, with quantised weights; all of these rounded after each step; `plan` which of them serve a model, with `matrix` and `residual` |  | `tests/ops/linear/` |
 //! | [`log_probs`] | `cpu` a row of f32; `cuda` tensors |  | `tests/ops/log_probs.rs` |
 //! | [`qk_norm_rope_append`] | `mod` on a GPU, rounded after each step |  | `tests/ops/qk_norm_rope_append.rs` |
-//! | [`quantised`] | `format` what is stored; `matrix` rows on the host; `tiles` the order in which kernels read them; `cuda` tiles on a GPU as dense rows |  | `tests/ops/quantised.rs` |
+//! | [`quantised`] | `format` what is stored; `matrix` rows on the host; `quantise` makes them; `panels` the order in which the CPU reads them; `tiles` the order in which kernels read them; `cuda` tiles on a GPU as dense rows |  | `tests/ops/quantised/` |
 //! | [`rms_norm`] | `cpu` typed slices; `cpu_heads` heads inside rows; `cuda` tensors; `cuda_rounded` rounded after each step; `tensors` the parameters of the sum with a residual | `xserv_op_rms_norm`, `xserv_op_add_rms_norm` | `tests/ops/rms_norm.rs` |
 //! | [`rope`] | `cpu` typed slices; `angles` positions, tables and pairs; `cpu_table` a model's table on the CPU; `cuda` tensors; `cuda_rounded` a model's table on a GPU | `xserv_op_rope`, `xserv_op_rope_table` | `tests/ops/rope.rs` |
 //! | [`sample`] | `mod` on a GPU |  | `tests/ops/sample.rs` |

@@ -191,7 +191,8 @@ impl Decoder<HostMatrix, Vec<f32>> {
         rope_table: Option<&RopeTable>,
         out: RowsOut<'_>,
     ) -> Result<()> {
-        embedding(pass.backend, &self.tokens.embedding, pass.batch.token_ids, pass.act.hidden)?;
+        let table = self.tokens.embedding.dense()?;
+        embedding(pass.backend, table, pass.batch.token_ids, pass.act.hidden)?;
         if let Some(table) = &self.position_embedding {
             pass.add_positions(table)?;
         }

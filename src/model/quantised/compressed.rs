@@ -4,9 +4,9 @@ use std::collections::HashSet;
 
 use serde_json::{Map, Value};
 
-use super::config::{block_sizes, group_size, one_of, refuse_set};
 use super::pattern::{names, names_of, optional_names, Budget, Expression};
 use super::scheme::{ScaleShape, Scheme};
+use super::values::{block_sizes, group_size, one_of, refuse_set};
 use crate::error::{Error, Result};
 use crate::model::config::fields::Fields;
 use crate::model::folder::shown_name;

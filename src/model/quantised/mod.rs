@@ -20,6 +20,7 @@ mod module;
 mod order;
 mod pattern;
 mod scheme;
+mod values;
 mod words;
 
 pub use config::{QuantConfig, QUANTIZE_CONFIG_FILE};

@@ -1,7 +1,6 @@
 //! What a config says of one module.
 
-use super::config::{Awq, Fp8, Gptq, GptqScheme};
-use super::pattern::has_parts;
+use super::pattern::{has_parts, Expression};
 use crate::error::Result;
 use crate::memory::DType;
 use crate::ops::quantised::{Code, QuantFormat};
@@ -95,6 +94,50 @@ impl Scheme {
 /// Whether a module is the output matrix.
 fn is_output(module: &str) -> bool {
     has_parts(module, "lm_head")
+}
+
+/// FP8 with a scale for each block or matrix.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Fp8 {
+    /// `[out, in]`.
+    pub block: Option<[usize; 2]>,
+    /// Modules that are not quantised: whole parts of their names, or ends of them.
+    pub skipped: Vec<String>,
+    /// The same as expressions.
+    pub skipped_expressions: Vec<Expression>,
+}
+
+/// AWQ's 4 bits.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Awq {
+    /// `None` is the whole row.
+    pub group_size: Option<usize>,
+    pub has_zeros: bool,
+    pub lm_head: bool,
+    /// Modules that are not quantised: what their names contain.
+    pub skipped: Vec<String>,
+}
+
+/// GPTQ's 4 or 8 bits.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Gptq {
+    pub default: GptqScheme,
+    pub lm_head: bool,
+    /// In the order of the config; the first that matches a module decides. `None` is a module that
+    /// is not quantised.
+    pub dynamic: Vec<(Expression, Option<GptqScheme>)>,
+}
+
+/// What GPTQ says of a module.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct GptqScheme {
+    pub bits: usize,
+    /// `None` is the whole row.
+    pub group_size: Option<usize>,
+    pub symmetric: bool,
+    pub desc_act: bool,
+    /// Whether zeros are stored as they are, and not less one.
+    pub is_v2: bool,
 }
 
 impl Fp8 {

@@ -2,17 +2,16 @@
 
 use crate::backend::cpu::CpuBackend;
 use crate::error::{Error, Result};
-use crate::ops::linear::HostWeight;
+use crate::ops::common::packed_matrix::PackedMatrix;
 
 /// Writes row `token_ids[i]` of `table` [vocab_size, hidden_size] to row i of `out`
 /// [num_tokens, hidden_size].
-pub fn embedding<'a>(
+pub fn embedding(
     backend: &CpuBackend,
-    table: impl Into<HostWeight<'a>>,
+    table: &PackedMatrix,
     token_ids: &[u32],
     out: &mut [f32],
 ) -> Result<()> {
-    let table: HostWeight<'_> = table.into();
     let hidden_size = table.in_features();
     let vocab_size = table.out_features();
     if token_ids.len().checked_mul(hidden_size) != Some(out.len()) {

@@ -1,6 +1,6 @@
 //! The matrix of a linear layer on the CPU.
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::ops::common::packed_matrix::PackedMatrix;
 use crate::ops::quantised::QuantisedPanels;
 
@@ -23,6 +23,16 @@ pub enum HostWeight<'a> {
 }
 
 impl HostMatrix {
+    /// The numbers of a dense matrix, as embeddings are.
+    pub fn dense(&self) -> Result<&PackedMatrix> {
+        match self {
+            HostMatrix::Dense(matrix) => Ok(matrix),
+            HostMatrix::Quantised(_) => {
+                Err(Error::internal("a quantised matrix where a dense one is needed"))
+            }
+        }
+    }
+
     /// Returns the bytes in memory, padding included.
     pub fn size_bytes(&self) -> usize {
         match self {
@@ -46,14 +56,6 @@ impl HostWeight<'_> {
         match self {
             HostWeight::Dense(matrix) => matrix.in_features(),
             HostWeight::Quantised(matrix) => matrix.in_features(),
-        }
-    }
-
-    /// Writes row `row` ([in_features]) to `out` as f32.
-    pub fn row_to_f32(&self, row: usize, out: &mut [f32]) -> Result<()> {
-        match self {
-            HostWeight::Dense(matrix) => matrix.row_to_f32(row, out),
-            HostWeight::Quantised(matrix) => matrix.row_to_f32(row, out),
         }
     }
 }
