@@ -28,7 +28,7 @@ pub(in crate::model) fn device_tiles(
     let of_heads =
         matches!(plan.shard, ShardAxis::Out(ShardUnit::Head) | ShardAxis::In(ShardUnit::Head));
     match plan.quantised {
-        Some(format) if !(of_heads && spacing.is_spaced()) && !plan.may_be_ordered() => {
+        Some(format) if !((of_heads && spacing.is_spaced()) || plan.may_be_ordered()) => {
             let layout =
                 TileLayout::new(plan.out_features, plan.in_features, format, plan.is_gated)?;
             Ok(Some(layout))

@@ -359,7 +359,9 @@ mod tests {
                 let layout = layout(16, k, Code::Int4, group_size);
                 let (scales, factor) = units(&layout);
                 let unit_inputs = CHUNK / scales;
-                assert!(layout.num_groups() == 1 || layout.group_size() % unit_inputs == 0);
+                assert!(
+                    layout.num_groups() == 1 || layout.group_size().is_multiple_of(unit_inputs)
+                );
                 for unit in 0..layout.num_chunks() * scales {
                     let group = (2 * unit as u64 * u64::from(factor)) >> 32;
                     assert_eq!(group as usize, unit * unit_inputs / layout.group_size());
@@ -399,7 +401,7 @@ mod tests {
                         assert!(division.kernel(code, 2, DType::F16).is_some());
                         let launch = division.launch(num_tokens, sizes, 2).unwrap();
                         assert!(launch.shared_bytes <= 96 << 10);
-                        assert!(u64::from(launch.grid.0) % division.splits == 0);
+                        assert!(u64::from(launch.grid.0).is_multiple_of(division.splits));
                     }
                     let division = Division::choose(num_tokens, sizes, false, false);
                     assert_eq!(division.splits, 1);
