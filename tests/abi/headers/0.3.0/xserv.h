@@ -309,6 +309,27 @@ typedef enum xserv_dtype {
 } xserv_dtype;
 
 /**
+ * What the matrices of a model's layers are kept as. Embeddings, the output matrix, norms and biases
+ * stay as they are stored.
+ */
+typedef enum xserv_weights {
+  /**
+   * As the files have them: also quantised ones, which are kept so.
+   */
+  XSERV_WEIGHTS_AS_STORED = 0,
+  /**
+   * Numbers of 32 and 16 bits become 8-bit integers while they are read, with a scale (bf16) for
+   * each group of inputs of a row: about 8.1 bits a number.
+   */
+  XSERV_WEIGHTS_INT8 = 1,
+  /**
+   * Numbers of 32 and 16 bits become 4-bit integers while they are read, with a scale (bf16) and a
+   * zero for each group of inputs of a row: 4.75 bits a number with groups of 32, 4.2 with 128.
+   */
+  XSERV_WEIGHTS_INT4 = 2,
+} xserv_weights;
+
+/**
  * The severity of a log message.
  */
 typedef enum xserv_log_level {
