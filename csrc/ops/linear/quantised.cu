@@ -126,8 +126,8 @@ template <typename T, Code kCode, int kScales, int kFragments, int kTiles, int k
 __device__ __forceinline__ void quantised(const QuantisedParams& p) {
   constexpr int kLoads = kCode == Code::kInt4 ? 1 : 2, kBatches = kFragments / kBatch;
   constexpr int kChunkBytes = kLoads * 512;
-  static_assert(kFragments % kBatch == 0 && (kBatches == 1 || kBatches % 2 == 0), "x alternates between two buffers");
-  extern __shared__ __align__(16) float4 shared[];
+  static_assert(kFragments % kBatch == 0 && (kBatches * kAhead) % 2 == 0, "x alternates between two buffers");
+  extern __shared__ __align__(16) float4 staging[];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, row = lane >> 2, quarter = lane & 3;
 #if __CUDA_ARCH__ >= 900
   const int split = cluster_rank(), num_splits = cluster_size();
@@ -138,9 +138,7 @@ __device__ __forceinline__ void quantised(const QuantisedParams& p) {
   const int row_warp = warp & (row_warps - 1), input_warp = warp >> p.row_shift;
   const int part = split * input_warps + input_warp, num_parts = num_splits * input_warps;
   const int begin = part * p.num_chunks / num_parts, end = (part + 1) * p.num_chunks / num_parts;
-  // The tiles of a block are a unit; a block of few tokens takes units in turn.
-  const int unit_tiles = row_warps * kTiles, num_units = (p.num_tiles + unit_tiles - 1) / unit_tiles;
-  const int first_unit = blockIdx.x / num_splits, unit_step = gridDim.x / num_splits;
+  const int block_tile = blockIdx.x / num_splits * row_warps * kTiles;
   const int first_token = blockIdx.y * (kFragments * 8);
 
   const auto scale_type = static_cast<ScaleType>(p.scale_type);
@@ -149,22 +147,16 @@ __device__ __forceinline__ void quantised(const QuantisedParams& p) {
   const uint64_t policy = weight_policy();
   const char* codes[kTiles];
   int first_groups[kTiles];
-  const auto point_to = [&](int unit) {
 #pragma unroll
-    for (int r = 0; r < kTiles; ++r) {
-      // Tiles behind the last one are read as the last one, and not stored.
-      const int tile = min(unit * unit_tiles + row_warp * kTiles + r, p.num_tiles - 1);
-      codes[r] = static_cast<const char*>(p.codes) + static_cast<int64_t>(tile) * p.num_chunks * kChunkBytes + lane * 16;
-      first_groups[r] = tile * p.num_groups;
-    }
-  };
+  for (int r = 0; r < kTiles; ++r) {
+    // Tiles behind the last one are read as the last one, and not stored.
+    const int tile = min(block_tile + row_warp * kTiles + r, p.num_tiles - 1);
+    codes[r] = static_cast<const char*>(p.codes) + static_cast<int64_t>(tile) * p.num_chunks * kChunkBytes + lane * 16;
+    first_groups[r] = tile * p.num_groups;
+  }
   // A slot of the ring: of each tile the codes, and the scales and zeros of each group of the chunk.
   constexpr int kGroupBytes = 80, kTileBytes = kChunkBytes + kScales * kGroupBytes;
-  constexpr int kRingBytes = kAhead * kTiles * kTileBytes;
-  const uint32_t ring = shared_address(shared) + warp * kRingBytes;
-  // Behind the rings, or, where a block has a single unit, in their place.
-  constexpr bool kTakesTurns = kFragments <= 2;
-  float4* staging = shared + (kTakesTurns ? kQuantisedWarps * kRingBytes / 16 : 0);
+  const uint32_t ring = shared_address(staging) + warp * (kAhead * kTiles * kTileBytes);
   const auto slot_of = [&](int i, int r) { return ring + (i * kTiles + r) * kTileBytes; };
   // Lanes 0 and 1 (of f32 to 3) copy the scales of a group, and lane 4 its zeros.
   const bool copies_scales = lane < (is_f32 ? 4 : 2), copies_zeros = has_zeros && lane == 4;
@@ -191,21 +183,11 @@ __device__ __forceinline__ void quantised(const QuantisedParams& p) {
     }
   };
 
-  // The next chunk to load.
-  int load_unit = first_unit, load_chunk = begin;
-  point_to(load_unit);
-  const auto load_next = [&](int slot) {
-    if (load_unit < num_units && begin < end) {
-      load_weights(slot, load_chunk);
-      if (++load_chunk == end) {
-        load_chunk = begin, load_unit += unit_step;
-        point_to(load_unit);
-      }
-    }
-    cp_async_commit();
-  };
 #pragma unroll
-  for (int slot = 0; slot < kAhead; ++slot) load_next(slot);
+  for (int i = 0; i < kAhead; ++i) {
+    if (begin + i < end) load_weights(i, begin + i);
+    cp_async_commit();
+  }
   dependency_launch();
   dependency_wait();
 
@@ -215,7 +197,9 @@ __device__ __forceinline__ void quantised(const QuantisedParams& p) {
 #pragma unroll
   for (int j = 0; j < kFragments; ++j) {
     token_offsets[j] = min(j * 8 + row, p.num_tokens - 1 - first_token) * p.k * 2;
+    if constexpr (kTiles == 1) asm volatile("" : "+r"(token_offsets[j]));
   }
+  if constexpr (kTiles == 1) asm volatile("" : "+l"(x));
   uint4 numbers[2][kBatch][2];
   const auto load_x = [&](uint4 (&target)[kBatch][2], int chunk, int batch) {
 #pragma unroll
@@ -228,23 +212,13 @@ __device__ __forceinline__ void quantised(const QuantisedParams& p) {
     }
   };
 
-  const int num_fragments = unit_tiles * kFragments;
-  const auto meet = [&]() {
-#if __CUDA_ARCH__ >= 900
-    if (num_splits > 1) {
-      cluster_arrive();
-      cluster_wait();
-      return;
-    }
-#endif
-    __syncthreads();
-  };
+  float sum[kTiles][kFragments][4] = {};
   if (begin < end) load_x(numbers[0], begin, 0);
-  int slot = 0;
-  for (int unit = first_unit; unit < num_units; unit += unit_step) {
-    float sum[kTiles][kFragments][4] = {};
-#pragma unroll 1
-    for (int chunk = begin; chunk < end; ++chunk) {
+  for (int first = begin; first < end; first += kAhead) {
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      const int chunk = first + i;
+      if (chunk >= end) break;
       cp_async_wait<kAhead - 1>();
       __syncwarp();
       uint32_t a[kTiles][4][4];
@@ -253,12 +227,12 @@ __device__ __forceinline__ void quantised(const QuantisedParams& p) {
       for (int r = 0; r < kTiles; ++r) {
         uint4 words[kLoads];
         uint32_t zeros[kScales];
-        const uint32_t place = slot_of(slot, r);
+        const uint32_t slot = slot_of(i, r);
 #pragma unroll
-        for (int load = 0; load < kLoads; ++load) words[load] = shared_words(place + load * 512 + lane * 16);
+        for (int load = 0; load < kLoads; ++load) words[load] = shared_words(slot + load * 512 + lane * 16);
 #pragma unroll
         for (int s = 0; s < kScales; ++s) {
-          const uint32_t group = place + kChunkBytes + s * kGroupBytes;
+          const uint32_t group = slot + kChunkBytes + s * kGroupBytes;
           scales[r][s] = scale_pair(shared_pair(group + (row << scale_shift), is_f32), scale_type);
           constexpr uint32_t kMiddle = kCode == Code::kInt4 ? 0x0808 : 0x8080;
           zeros[s] = kCode != Code::kFp8 && has_zeros ? shared_half(group + 64 + row * 2) : kMiddle;
@@ -275,16 +249,16 @@ __device__ __forceinline__ void quantised(const QuantisedParams& p) {
         }
       }
       __syncwarp();
-      load_next(slot);
-      if (++slot == kAhead) slot = 0;
+      if (chunk + kAhead < end) load_weights(i, chunk + kAhead);
+      cp_async_commit();
 #pragma unroll
       for (int batch = 0; batch < kBatches; ++batch) {
+        const int turn = i * kBatches + batch;
         const bool is_last = batch + 1 == kBatches;
-        load_x(numbers[(batch + 1) % 2], is_last ? (chunk + 1 < end ? chunk + 1 : begin) : chunk,
-               is_last ? 0 : batch + 1);
+        load_x(numbers[(turn + 1) % 2], is_last ? min(chunk + 1, end - 1) : chunk, is_last ? 0 : batch + 1);
 #pragma unroll
         for (int b = 0; b < kBatch; ++b) {
-          const uint4(&v)[2] = numbers[batch % 2][b];
+          const uint4(&v)[2] = numbers[turn % 2][b];
 #pragma unroll
           for (int r = 0; r < kTiles; ++r) {
             float products[kScales][4] = {};
@@ -305,40 +279,43 @@ __device__ __forceinline__ void quantised(const QuantisedParams& p) {
           }
         }
       }
-      if constexpr (kBatches == 1) {
-#pragma unroll
-        for (int b = 0; b < kBatch; ++b) {
-          numbers[0][b][0] = numbers[1][b][0];
-          numbers[0][b][1] = numbers[1][b][1];
-        }
-      }
     }
+  }
 
-    if (!kTakesTurns) cp_async_wait<0>();
-    // The sums of the unit before have been read, and so have the rings if sums take their place.
-    meet();
-    float4* own = staging + (warp * kTiles * kFragments) * 32 + lane;
+  // The sums take the place of all rings.
+  cp_async_wait<0>();
+  __syncthreads();
+  const int num_fragments = row_warps * kTiles * kFragments;
+  float4* own = staging + (warp * kTiles * kFragments) * 32 + lane;
 #pragma unroll
-    for (int i = 0; i < kTiles * kFragments; ++i) {
-      const float(&v)[4] = sum[i / kFragments][i % kFragments];
-      own[i * 32] = make_float4(v[0], v[1], v[2], v[3]);
+  for (int i = 0; i < kTiles * kFragments; ++i) {
+    const float(&v)[4] = sum[i / kFragments][i % kFragments];
+    own[i * 32] = make_float4(v[0], v[1], v[2], v[3]);
+  }
+  const auto meet = [&]() {
+#if __CUDA_ARCH__ >= 900
+    if (num_splits > 1) {
+      cluster_arrive();
+      cluster_wait();
+      return;
     }
-    meet();
-    const int tile = unit * unit_tiles;
-    switch (static_cast<Epilogue>(p.epilogue)) {
-      case Epilogue::kPlain:
-        store_quantised<T, Epilogue::kPlain, kFragments>(p, staging, tile, first_token, num_fragments, input_warps,
-                                                         split, num_splits);
-        break;
-      case Epilogue::kResidual:
-        store_quantised<T, Epilogue::kResidual, kFragments>(p, staging, tile, first_token, num_fragments,
-                                                            input_warps, split, num_splits);
-        break;
-      case Epilogue::kSwiglu:
-        store_quantised<T, Epilogue::kSwiglu, kFragments>(p, staging, tile, first_token, num_fragments,
+#endif
+    __syncthreads();
+  };
+  meet();
+  switch (static_cast<Epilogue>(p.epilogue)) {
+    case Epilogue::kPlain:
+      store_quantised<T, Epilogue::kPlain, kFragments>(p, staging, block_tile, first_token, num_fragments, input_warps,
+                                                       split, num_splits);
+      break;
+    case Epilogue::kResidual:
+      store_quantised<T, Epilogue::kResidual, kFragments>(p, staging, block_tile, first_token, num_fragments,
                                                           input_warps, split, num_splits);
-        break;
-    }
+      break;
+    case Epilogue::kSwiglu:
+      store_quantised<T, Epilogue::kSwiglu, kFragments>(p, staging, block_tile, first_token, num_fragments,
+                                                        input_warps, split, num_splits);
+      break;
   }
   // No block leaves while another may read its sums.
   if (num_splits > 1) meet();

@@ -54,8 +54,6 @@ const BYTES_UNDER_WAY: u64 = 32 << 10;
 /// up their sums.
 const BLOCK_BYTES: u64 = 6 << 10;
 const EXCHANGE_BYTES: u64 = 10 << 10;
-/// The same while a block that takes units in turn adds up the sums of one.
-const UNIT_BYTES: u64 = 2 << 10;
 /// Bytes of activations, which come from the L2, cost this fraction of bytes of weights.
 const ACTIVATIONS_COST: u64 = 3;
 
@@ -127,29 +125,17 @@ impl Division {
         (TILES, if is_int4 { 6 } else { 4 }, if self.tokens <= 16 { 2 } else { 1 })
     }
 
-    /// The bytes of shared memory: the rings of all warps, and behind them or in their place the sums.
+    /// The bytes of shared memory: the rings of all warps, which take the sums at the end.
     fn shared_bytes(&self, chunk_bytes: u64, scales: u64) -> u64 {
         let (tiles, ahead, _) = self.variant(chunk_bytes);
         let ring = ahead * tiles * (chunk_bytes + scales * GROUP_BYTES);
         let sums = tiles * (self.tokens / 8) * 512;
-        WARPS * if self.takes_turns() { ring + sums } else { ring.max(sums) }
+        WARPS * ring.max(sums)
     }
 
     /// The tiles of a block.
     fn tiles(&self) -> u64 {
         TILES << self.row_shift
-    }
-
-    /// Whether a block takes units of tiles in turn, so that the ring runs on while sums are added up.
-    fn takes_turns(&self) -> bool {
-        self.tokens <= 16
-    }
-
-    /// The clusters that are resident at a time.
-    fn slots(&self, resident: u64) -> u64 {
-        // Clusters of four do not fill the chip.
-        let blocks = MULTIPROCESSORS - if self.splits == 4 { 12 } else { 0 };
-        blocks * resident / self.splits
     }
 
     /// What the busiest multiprocessor has to do for one group of tokens, in bytes that it could
@@ -161,18 +147,15 @@ impl Division {
         let weights = self.tiles() * input_warps * warp_chunks * sizes.chunk_bytes;
         let activations =
             num_tokens * (sizes.num_chunks * CHUNK as u64 * 2) / self.splits / ACTIVATIONS_COST;
-        let units = sizes.num_tiles.div_ceil(self.tiles());
-        // The blocks of the busiest multiprocessor at a time, and how often each takes a unit.
-        let (resident, turns) = if units <= self.slots(1) {
-            (1, 1)
-        } else {
-            (most_resident, units.div_ceil(self.slots(most_resident)))
-        };
+        let blocks = sizes.num_tiles.div_ceil(self.tiles()) * self.splits;
+        // Clusters of four do not fill the chip.
+        let slots = if self.splits == 4 { MULTIPROCESSORS - 12 } else { MULTIPROCESSORS };
+        let busiest = blocks.div_ceil(slots);
+        let resident = busiest.min(most_resident);
         let under_way = resident * WARPS * tiles * ahead.min(warp_chunks) * sizes.chunk_bytes;
         let streamed = weights * BYTES_UNDER_WAY / under_way.clamp(1, BYTES_UNDER_WAY);
         let exchange = if self.splits > 1 { EXCHANGE_BYTES } else { 0 };
-        let each = if self.takes_turns() { UNIT_BYTES } else { BLOCK_BYTES };
-        resident * turns * (streamed.max(activations) + each + exchange) + BLOCK_BYTES
+        busiest * (streamed.max(activations) + BLOCK_BYTES + exchange)
     }
 
     fn kernel(&self, code: Code, scales: usize, dtype: DType) -> Option<Kernel> {
@@ -207,10 +190,7 @@ impl Division {
     }
 
     fn launch(&self, num_tokens: u64, sizes: Sizes, scales: usize) -> Option<Launch> {
-        let units = sizes.num_tiles.div_ceil(self.tiles());
-        let (_, _, resident) = self.variant(sizes.chunk_bytes);
-        let clusters = if self.takes_turns() { units.min(self.slots(resident)) } else { units };
-        let blocks = clusters.checked_mul(self.splits)?;
+        let blocks = sizes.num_tiles.div_ceil(self.tiles()).checked_mul(self.splits)?;
         let token_groups = num_tokens.div_ceil(self.tokens);
         Some(Launch {
             grid: (
@@ -400,7 +380,7 @@ mod tests {
                         assert!(division.kernel(code, 1, DType::BF16).is_some());
                         assert!(division.kernel(code, 2, DType::F16).is_some());
                         let launch = division.launch(num_tokens, sizes, 2).unwrap();
-                        assert!(launch.shared_bytes <= 96 << 10);
+                        assert!(launch.shared_bytes <= 80 << 10);
                         assert!(u64::from(launch.grid.0).is_multiple_of(division.splits));
                     }
                     let division = Division::choose(num_tokens, sizes, false, false);
