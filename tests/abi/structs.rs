@@ -89,7 +89,8 @@ fn every_option_struct_of_the_headers_is_tested_here() {
 fn sizes_that_no_version_has_are_refused() {
     let path = std::ffi::CString::new(tiny().to_str().unwrap()).unwrap();
     let whole = size_of::<xserv_load_options>();
-    for struct_size in (0..whole + 64).filter(|size| *size != whole) {
+    // 104 is the size of 0.2.0.
+    for struct_size in (0..whole + 64).filter(|size| ![104, whole].contains(size)) {
         let options = xserv_load_options { struct_size, ..load_options() };
         let mut model = ptr::null_mut();
         let status = unsafe { xserv_load(path.as_ptr(), &options, &mut model) };
