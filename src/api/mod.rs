@@ -29,7 +29,7 @@ pub use crate::engine::{
     parse_response, Answer, AnswerFormat, AnswerPart, CancelToken, DeviceChoice,
     EngineOptions as LoadOptions, EngineStats, Event, FinishReason, Generation, LogLevel, LogProbs,
     LogTarget, Logger, LogitsEvent, PromptLogProbs, Response, SamplingOverrides as Sampling,
-    TokenLogProb, TokenScore, ToolCall, ToolForm,
+    TokenLogProb, TokenScore, ToolCall, ToolForm, WeightStorage,
 };
 pub use crate::error::{Error, ErrorKind, Result};
 pub use crate::memory::DType;
