@@ -17,7 +17,6 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::memory::DType;
 use crate::model::load::plan::MatrixSize;
 use crate::ops::common::packed_matrix::PackedMatrix;
-use crate::ops::linear::cpu::WeightForm;
 use crate::ops::quantised::{QuantFormat, QuantisedPanels};
 use crate::ops::rope::cpu_table::RopeTable;
 
@@ -86,12 +85,9 @@ impl ModelFolder {
         num_logits_rows: usize,
     ) -> Result<MemoryNeeds> {
         let config = &self.config;
-        let form = match self.plan.is_quantised()? {
-            true => WeightForm::Quantised { is_ordered: self.plan.may_be_ordered()? },
-            false => WeightForm::Dense,
-        };
+        let forms = self.plan.weight_forms()?;
         let workspace =
-            Workspace::bytes_for(config, dtype, form, num_threads, num_tokens, num_logits_rows);
+            Workspace::bytes_for(config, dtype, &forms, num_threads, num_tokens, num_logits_rows);
         Ok(MemoryNeeds {
             weights_bytes: self.weights_bytes(dtype)?,
             workspace_bytes: workspace as u64,

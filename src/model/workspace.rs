@@ -128,7 +128,7 @@ impl Workspace {
     pub fn bytes_for(
         config: &ModelConfig,
         dtype: DType,
-        form: WeightForm,
+        forms: &[WeightForm],
         num_threads: usize,
         num_tokens: usize,
         num_logits_rows: usize,
@@ -138,8 +138,9 @@ impl Workspace {
             .map(|(rows, columns)| rows.saturating_mul(*columns).saturating_mul(4))
             .fold(0, usize::saturating_add);
         let widest = [config.hidden_size, config.q_size(), config.intermediate_size];
-        let products =
-            widest.into_iter().map(|in_features| LinearCall { num_tokens, in_features, form });
+        let products = forms.iter().flat_map(|&form| {
+            widest.map(|in_features| LinearCall { num_tokens, in_features, form })
+        });
         let output = LinearCall {
             num_tokens: num_logits_rows,
             in_features: config.hidden_size,

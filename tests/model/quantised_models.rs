@@ -256,13 +256,19 @@ fn quantised_files_are_the_numbers_that_they_stand_for() {
 
 #[test]
 fn quantised_files_take_the_memory_that_was_planned() {
-    every_case(&|what, made, _| {
+    every_case(&|what, made, prompt| {
         for dtype in [DType::F32, DType::BF16] {
             let folder = Model::open(made.quantised.str()).expect("a folder");
             assert!(folder.warnings().is_empty(), "{what}: {:?}", folder.warnings());
             let planned = folder.weights_bytes(dtype).expect("a plan");
             let model = load(made.quantised.str(), Some(dtype), 2);
             assert_eq!(planned, model.weights_bytes(), "{what}, {dtype}");
+            // Matrices of one model may be multiplied in several ways, each with scratch of its own.
+            let plan = folder.host_plan(dtype, 2, prompt.len(), prompt.len()).expect("a plan");
+            let mut driver = Driver::new(&model, 256);
+            driver.logits(prompt, usize::MAX);
+            let used = driver.workspace_bytes() as u64;
+            assert!(used <= plan.workspace_bytes, "{what}: {used} > {}", plan.workspace_bytes);
         }
     });
 }

@@ -6,13 +6,14 @@
 
 use std::collections::HashSet;
 
-use crate::error::Result;
+use crate::error::{try_with_capacity, Result};
 use crate::memory::DType;
 use crate::model::checkpoint::{Checkpoint, Tensor};
 use crate::model::config::ModelConfig;
 use crate::model::decoder::block::{DecoderPlan, MlpWeights, TokenMatrices};
 use crate::model::load::weights::{MatrixPart, MatrixPlan, PartSource, VectorPlan, WeightReader};
 use crate::model::quantised::{self, QuantConfig, QuantModule};
+use crate::ops::linear::cpu::WeightForm;
 use crate::ops::linear::{MatrixLayout, ShardAxis};
 use crate::ops::quantised::QuantFormat;
 
@@ -27,6 +28,9 @@ pub struct PlannedDecoder {
     pub unused: Vec<String>,
 }
 
+/// Dense, quantised, and quantised with inputs in another order.
+const MAX_FORMS: usize = 3;
+
 impl DecoderPlan {
     /// Counts what the plan would load.
     pub fn totals(&self) -> Result<Totals> {
@@ -35,14 +39,28 @@ impl DecoderPlan {
         Ok(totals)
     }
 
-    /// Whether a matrix is quantised.
-    pub fn is_quantised(&self) -> Result<bool> {
-        Ok(self.totals()?.matrices.iter().any(|matrix| matrix.quantised.is_some()))
+    /// The matrices of the layers, and not those of tokens.
+    fn layer_matrices(&self) -> impl Iterator<Item = &MatrixPlan> {
+        self.blocks.iter().flat_map(|block| {
+            let (up, down) = block.mlp.layers();
+            let layers = [&block.attention.qkv, &block.attention.output, up, down];
+            layers.map(|layer| &layer.weight)
+        })
     }
 
-    /// Whether inputs of a matrix may be stored in another order than their own.
-    pub fn may_be_ordered(&self) -> Result<bool> {
-        Ok(self.totals()?.matrices.iter().any(|matrix| matrix.may_be_ordered))
+    /// In what forms the matrices of the layers are multiplied on the CPU, each form once.
+    pub fn weight_forms(&self) -> Result<Vec<WeightForm>> {
+        let mut forms = try_with_capacity(MAX_FORMS, "the forms of weights")?;
+        for matrix in self.layer_matrices() {
+            let form = match matrix.quantised {
+                Some(_) => WeightForm::Quantised { is_ordered: matrix.may_be_ordered() },
+                None => WeightForm::Dense,
+            };
+            if !forms.contains(&form) {
+                forms.push(form);
+            }
+        }
+        Ok(forms)
     }
 
     /// Has the matrices of the layers that are stored otherwise brought into `format`.
@@ -108,8 +126,26 @@ impl<'a> Planner<'a> {
         }
     }
 
-    /// A matrix of tensors `[out_features, in_features]` stacked by rows.
+    /// A matrix of tensors `[out_features, in_features]` stacked by rows, which may be quantised.
     pub fn rows(&mut self, parts: &[(String, usize)], in_features: usize) -> Result<MatrixPlan> {
+        let mut plan = self.stacked(parts, in_features, self.quantisation)?;
+        plan.quantised = match (self.quantisation, parts) {
+            (Some(config), [(name, _), ..]) if self.checkpoint.is_random() => {
+                let module = name.strip_suffix(".weight").unwrap_or(name);
+                config.scheme(module)?.map(|scheme| scheme.usual_format())
+            }
+            _ => self.common_format(&plan),
+        };
+        Ok(plan)
+    }
+
+    /// The same, kept dense. Parts may be stored as `quantisation` says.
+    fn stacked(
+        &mut self,
+        parts: &[(String, usize)],
+        in_features: usize,
+        quantisation: Option<&QuantConfig>,
+    ) -> Result<MatrixPlan> {
         let mut plan = MatrixPlan {
             parts: Vec::new(),
             out_features: 0,
@@ -120,17 +156,10 @@ impl<'a> Planner<'a> {
             is_gated: false,
         };
         for (name, out_features) in parts {
-            let source = self.source(name, *out_features, in_features)?;
+            let source = self.source(name, *out_features, in_features, quantisation)?;
             plan.parts.push(MatrixPart { source, out_features: *out_features });
             plan.out_features += out_features;
         }
-        plan.quantised = match (self.quantisation, parts) {
-            (Some(config), [(name, _), ..]) if self.checkpoint.is_random() => {
-                let module = name.strip_suffix(".weight").unwrap_or(name);
-                config.scheme(module)?.map(|scheme| scheme.usual_format())
-            }
-            _ => self.common_format(&plan),
-        };
         Ok(plan)
     }
 
@@ -187,13 +216,8 @@ impl<'a> Planner<'a> {
         // An embedding is no linear layer, whatever a config says of those, and is stored dense. The
         // output matrix may be quantised, and becomes dense.
         let mut plan = |name: &str| {
-            let quantisation = self.quantisation;
-            if name != OUTPUT {
-                self.quantisation = None;
-            }
-            let plan = self.rows(&[(name.to_owned(), vocab_size)], hidden_size);
-            self.quantisation = quantisation;
-            Ok(MatrixPlan { quantised: None, ..plan? })
+            let quantisation = self.quantisation.filter(|_| name == OUTPUT);
+            self.stacked(&[(name.to_owned(), vocab_size)], hidden_size, quantisation)
         };
         let embedding = plan(if swapped { OUTPUT } else { embedding_name })?;
         let output = if !tied || (has_output && !swapped) { Some(plan(OUTPUT)?) } else { None };
@@ -210,8 +234,9 @@ impl<'a> Planner<'a> {
         name: &str,
         out_features: usize,
         in_features: usize,
+        quantisation: Option<&QuantConfig>,
     ) -> Result<PartSource> {
-        if let (Some(config), Some(module)) = (self.quantisation, name.strip_suffix(".weight")) {
+        if let (Some(config), Some(module)) = (quantisation, name.strip_suffix(".weight")) {
             let found =
                 QuantModule::find(self.checkpoint, config, module, out_features, in_features)?;
             if let Some(found) = found {

@@ -264,7 +264,9 @@ pub fn scratch_bytes(
 
 /// Returns the device memory of the numbers of a quantised weight while they are multiplied.
 fn dequantised_bytes(dtype: DType, weight: &WeightShape) -> usize {
-    weight.out_features.saturating_mul(weight.in_features).saturating_mul(dtype.size_bytes())
+    // The allocator rounds up to multiples of 512 bytes.
+    let numbers = weight.out_features.saturating_mul(weight.in_features);
+    numbers.saturating_mul(dtype.size_bytes()).saturating_add(512)
 }
 
 /// Returns the workspace that a library of products gets out of that: none where sums have a fixed
