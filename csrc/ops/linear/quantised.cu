@@ -197,9 +197,7 @@ __device__ __forceinline__ void quantised(const QuantisedParams& p) {
 #pragma unroll
   for (int j = 0; j < kFragments; ++j) {
     token_offsets[j] = min(j * 8 + row, p.num_tokens - 1 - first_token) * p.k * 2;
-    if constexpr (kTiles == 1) asm volatile("" : "+r"(token_offsets[j]));
   }
-  if constexpr (kTiles == 1) asm volatile("" : "+l"(x));
   uint4 numbers[2][kBatch][2];
   const auto load_x = [&](uint4 (&target)[kBatch][2], int chunk, int batch) {
 #pragma unroll

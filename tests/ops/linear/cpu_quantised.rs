@@ -1,6 +1,7 @@
 //! Quantised weights on the CPU: every code, awkward shapes, and bits that depend on nothing but the
 //! row.
 
+use crate::quantised::random_matrix;
 use crate::support::{
     assert_close, assert_same_bits, backends, reference, Guarded, Random, Tolerance,
 };
@@ -10,39 +11,8 @@ use xserv::ops::linear::cpu::{linear, linear_silu_mul, LinearScratch, Store};
 use xserv::ops::quantised::{Code, QuantFormat, QuantisedMatrix, QuantisedPanels};
 
 const CODES: [Code; 3] = [Code::Int4, Code::Int8, Code::Fp8];
-
-/// A matrix of random codes; scales are numbers of the format's type.
-pub fn random_matrix(
-    random: &mut Random,
-    n: usize,
-    k: usize,
-    format: QuantFormat,
-) -> QuantisedMatrix {
-    let mut matrix = QuantisedMatrix::empty(n, k, format).unwrap();
-    let is_odd = |row: usize, byte: usize| (byte + 1) * 2 > k && row < n;
-    let row_bytes = format.code.row_bytes(k);
-    for (index, code) in matrix.codes.iter_mut().enumerate() {
-        *code = (random.next() >> 32) as u8;
-        match format.code {
-            Code::Int4 if is_odd(index / row_bytes, index % row_bytes) => *code &= 15,
-            Code::Fp8 if *code & 0x7f == 0x7f => *code = 0x7e,
-            _ => {}
-        }
-    }
-    for scale in &mut matrix.scales {
-        let number = random.normals(1)[0] * 0.02;
-        *scale = match format.scale {
-            DType::F32 => number,
-            DType::F16 => half::f16::from_f32(number).to_f32(),
-            DType::BF16 => half::bf16::from_f32(number).to_f32(),
-        };
-    }
-    for zero in &mut matrix.zeros {
-        let most = if format.code == Code::Int4 { 15 } else { 255 };
-        *zero = (random.next() >> 32) as u8 & most;
-    }
-    matrix
-}
+/// About how large the numbers of a matrix are.
+const SIZE: f64 = 0.05;
 
 /// The numbers of a matrix, row after row.
 pub fn weights(matrix: &QuantisedMatrix) -> Vec<f32> {
@@ -81,7 +51,7 @@ fn awkward_shapes_of_quantised_weights() {
     let backends = backends(&[1, 2]);
     for format in formats(&[1, 32, 100]) {
         for (k, n) in [(1, 1), (31, 64), (33, 65), (97, 130), (200, 31)] {
-            let matrix = random_matrix(&mut random, n, k, format);
+            let matrix = random_matrix(&mut random, n, k, format, SIZE);
             let exact = weights(&matrix);
             let bias = random.normals(n);
             for num_tokens in [0, 1, 2, 3, 4, 5, 8, 9, 33] {
@@ -113,7 +83,7 @@ fn packed_rows_are_the_rows() {
     for backend in backends(&[2]) {
         for format in formats(&[1, 32, 100]) {
             let (n, k) = (70, 103);
-            let mut matrix = random_matrix(&mut random, n, k, format);
+            let mut matrix = random_matrix(&mut random, n, k, format, SIZE);
             if format.group_size == 32 {
                 matrix.order = (0..k as u32).map(|place| place * 7 % k as u32).collect();
             }
@@ -139,7 +109,7 @@ fn a_row_of_quantised_weights_has_the_same_bits_alone_and_in_a_batch() {
     let (k, n) = (3000, 130);
     for backend in backends(&[1, 3]) {
         for format in formats(&[128, 3000]) {
-            let mut matrix = random_matrix(&mut random, n, k, format);
+            let mut matrix = random_matrix(&mut random, n, k, format, SIZE);
             if format.scale == DType::F16 {
                 matrix.order = (0..k as u32).rev().collect();
             }
@@ -161,7 +131,7 @@ fn gated_products_of_quantised_weights() {
     let format =
         QuantFormat { code: Code::Int4, group_size: 32, has_zeros: true, scale: DType::BF16 };
     let (k, width) = (96, 128);
-    let matrix = random_matrix(&mut random, 2 * width, k, format);
+    let matrix = random_matrix(&mut random, 2 * width, k, format, SIZE);
     for backend in backends(&[2]) {
         let packed = QuantisedPanels::pack(&backend, &matrix).unwrap();
         for num_tokens in [1, 20] {
