@@ -1,8 +1,5 @@
-// Linear layers with quantised weights: W[i, k] = (code[i, k] - zero[i, group]) * scale[i, group], in the
-// tiles of src/ops/quantised/tiles.rs. What becomes of the sums is said in fragment.cuh.
-//
-// x: [num_tokens, k], row-major; codes, scales, zeros: the regions of the tiles; bias: [n] or null;
-// out: [num_tokens, n], n being half of the rows of W with swiglu. round() is to T, the type of x and out.
+// Linear layers with quantised weights (quantised.cuh), for any number of tokens; quantised_few.cu is faster for
+// up to 16.
 //
 // Codes become numbers of T in registers, exactly (decode.cuh), and are the A operand of mma.m16n8k16: 16
 // rows of W and 8 tokens have no unused rows even for one token. The products of a group are summed in
@@ -17,108 +14,13 @@
 // inputs, through shared memory. Which inputs are added up by whom depends on k and on those numbers alone.
 //
 // x is not read behind the end of a row: there, its last eight numbers meet codes that stand for 0.
-#include "common/dtype.cuh"
 #include "common/gemv.cuh"
-#include "common/layouts.cuh"
-#include "common/mma.cuh"
 #include "common/pdl.cuh"
-#include "ops/linear/fragment.cuh"
-#include "ops/quantised/decode.cuh"
-#if __CUDA_ARCH__ >= 900
-#include "common/cluster.cuh"
-#endif
+#include "ops/linear/quantised.cuh"
 
 namespace xserv {
 
-struct QuantisedParams {
-  const void* x;
-  const void* codes;
-  const void* scales;
-  const void* zeros;  // null: all are the middle of the codes
-  void* out;          // residual: read and written
-  const void* bias;   // plain only
-  int64_t ldo;        // elements from token to token of out
-  int num_tokens;
-  int n;              // columns of out
-  int k;              // a multiple of 8
-  int num_tiles;
-  int num_chunks;     // of a tile
-  int num_groups;     // of a row
-  uint32_t group_factor;  // the group of unit u is (2 * u * group_factor) >> 32; a chunk has kScales units
-  int scale_type;     // a ScaleType
-  int epilogue;       // an Epilogue
-  int row_shift;      // log2 of the warps with different rows
-  static constexpr int tile_rows = 16;
-};
-XSERV_LAYOUT_QuantisedParams;
-
-constexpr int kQuantisedWarps = 8;
 constexpr int kChunk = 64;
-
-// Copies 16 bytes of weights to shared memory if `is_wanted`; they are the first to leave the L2.
-__device__ __forceinline__ void copy_weights(uint32_t target, const char* source, bool is_wanted, uint64_t policy) {
-  asm volatile(
-      "{.reg .pred p; setp.ne.s32 p, %2, 0;"
-      "@p cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %3;}" ::"r"(target),
-      "l"(source), "r"(static_cast<int>(is_wanted)), "l"(policy)
-      : "memory");
-}
-
-// Adds up the sums that all warps of the cluster have left in shared memory, and stores the results.
-// staging: [warps along the inputs][all fragments of the block][lane].
-template <typename T, Epilogue kEpilogue, int kFragments>
-__device__ __forceinline__ void store_quantised(const QuantisedParams& p, const float4* staging, int first_tile,
-                                                int first_token, int num_fragments, int input_warps, int split,
-                                                int num_splits) {
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  for (int i = split * kQuantisedWarps + warp; i < num_fragments; i += num_splits * kQuantisedWarps) {
-    const Fragment<T, kEpilogue> fragment(p, (first_tile + i / kFragments) * QuantisedParams::tile_rows, 0,
-                                          first_token + i % kFragments * 8);
-    const uint2 old = fragment.load();
-    float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    const auto add = [&](float4 part) {
-      total.x += part.x, total.y += part.y, total.z += part.z, total.w += part.w;
-    };
-    const float4* own = staging + i * 32 + lane;
-    for (int s = 0; s < num_splits; ++s) {
-      for (int w = 0; w < input_warps; ++w) {
-        const float4* place = own + w * num_fragments * 32;
-#if __CUDA_ARCH__ >= 900
-        if (num_splits > 1) {
-          add(cluster_load(cluster_address(shared_address(place), s)));
-          continue;
-        }
-#endif
-        add(*place);
-      }
-    }
-    fragment.store(total, old);
-  }
-}
-
-__device__ __forceinline__ uint4 shared_words(uint32_t address) {
-  uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "r"(address)
-               : "memory");
-  return v;
-}
-// Two scales: two words of f32, or one of 16-bit numbers.
-__device__ __forceinline__ uint2 shared_pair(uint32_t address, bool is_f32) {
-  uint2 v = make_uint2(0, 0);
-  if (is_f32) {
-    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address) : "memory");
-  } else {
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v.x) : "r"(address) : "memory");
-  }
-  return v;
-}
-__device__ __forceinline__ uint32_t shared_half(uint32_t address) {
-  uint16_t v;
-  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(address) : "memory");
-  return v;
-}
 
 // kScales: of a chunk and row; kFragments: of 8 tokens; kTiles: of a warp; kBatch: fragments whose x is loaded
 // together, while those before are multiplied.
@@ -129,11 +31,7 @@ __device__ __forceinline__ void quantised(const QuantisedParams& p) {
   static_assert(kFragments % kBatch == 0 && (kBatches * kAhead) % 2 == 0, "x alternates between two buffers");
   extern __shared__ __align__(16) float4 staging[];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, row = lane >> 2, quarter = lane & 3;
-#if __CUDA_ARCH__ >= 900
-  const int split = cluster_rank(), num_splits = cluster_size();
-#else
-  const int split = 0, num_splits = 1;
-#endif
+  const int split = split_rank(), num_splits = split_count();
   const int row_warps = 1 << p.row_shift, input_warps = kQuantisedWarps >> p.row_shift;
   const int row_warp = warp & (row_warps - 1), input_warp = warp >> p.row_shift;
   const int part = split * input_warps + input_warp, num_parts = num_splits * input_warps;
@@ -283,40 +181,7 @@ __device__ __forceinline__ void quantised(const QuantisedParams& p) {
   // The sums take the place of all rings.
   cp_async_wait<0>();
   __syncthreads();
-  const int num_fragments = row_warps * kTiles * kFragments;
-  float4* own = staging + (warp * kTiles * kFragments) * 32 + lane;
-#pragma unroll
-  for (int i = 0; i < kTiles * kFragments; ++i) {
-    const float(&v)[4] = sum[i / kFragments][i % kFragments];
-    own[i * 32] = make_float4(v[0], v[1], v[2], v[3]);
-  }
-  const auto meet = [&]() {
-#if __CUDA_ARCH__ >= 900
-    if (num_splits > 1) {
-      cluster_arrive();
-      cluster_wait();
-      return;
-    }
-#endif
-    __syncthreads();
-  };
-  meet();
-  switch (static_cast<Epilogue>(p.epilogue)) {
-    case Epilogue::kPlain:
-      store_quantised<T, Epilogue::kPlain, kFragments>(p, staging, block_tile, first_token, num_fragments, input_warps,
-                                                       split, num_splits);
-      break;
-    case Epilogue::kResidual:
-      store_quantised<T, Epilogue::kResidual, kFragments>(p, staging, block_tile, first_token, num_fragments,
-                                                          input_warps, split, num_splits);
-      break;
-    case Epilogue::kSwiglu:
-      store_quantised<T, Epilogue::kSwiglu, kFragments>(p, staging, block_tile, first_token, num_fragments,
-                                                        input_warps, split, num_splits);
-      break;
-  }
-  // No block leaves while another may read its sums.
-  if (num_splits > 1) meet();
+  finish_quantised<T, kTiles, kFragments>(p, staging, sum, block_tile, first_token);
 }
 
 }  // namespace xserv

@@ -171,6 +171,27 @@ struct Decoder<__half, Code::kFp8> {
   }
 };
 
+// Numbers 1 + code / 16 from the word of a product: with codes where T has its highest bits after the point,
+// they take two instructions each, and what is too much can be subtracted from sums. A sum loses two bits
+// by that, of the 24 of f32.
+__device__ __forceinline__ void decode_raised(uint32_t word, uint32_t (&a)[4], __nv_bfloat16) {
+  a[0] = masked_or<0x00780078u>(word << 3, 0x3f803f80u);
+  a[1] = masked_or<0x00780078u>(word >> 1, 0x3f803f80u);
+  a[2] = masked_or<0x00780078u>(word >> 5, 0x3f803f80u);
+  a[3] = masked_or<0x00780078u>(word >> 9, 0x3f803f80u);
+}
+__device__ __forceinline__ void decode_raised(uint32_t word, uint32_t (&a)[4], __half) {
+  a[0] = masked_or<0x03c003c0u>(word << 6, 0x3c003c00u);
+  a[1] = masked_or<0x03c003c0u>(word << 2, 0x3c003c00u);
+  a[2] = masked_or<0x03c003c0u>(word >> 2, 0x3c003c00u);
+  a[3] = masked_or<0x03c003c0u>(word >> 6, 0x3c003c00u);
+}
+// 1 + zero / 16 of each of the two rows of a lane, from the bytes of both.
+__device__ __forceinline__ float2 raised_zeros(uint32_t bytes) {
+  return make_float2(__uint_as_float(0x3f800000u | (bytes & 15) << 19),
+                     __uint_as_float(0x3f800000u | (bytes >> 8) << 19));
+}
+
 // How scales are stored.
 enum class ScaleType : int { kF32, kF16, kBf16 };
 

@@ -346,6 +346,22 @@ kernels! {
         LINEAR_QUANTISED_INT8_2_64 "xserv_linear_quantised_int8_2_64" f16 bf16;
         LINEAR_QUANTISED_INT8_2_8 "xserv_linear_quantised_int8_2_8" f16 bf16;
     }
+    "linear/quantised_few" {
+        LINEAR_QUANTISED_FEW_FP8_1_16 "xserv_linear_quantised_few_fp8_1_16" f16 bf16;
+        LINEAR_QUANTISED_FEW_FP8_1_8 "xserv_linear_quantised_few_fp8_1_8" f16 bf16;
+        LINEAR_QUANTISED_FEW_FP8_2_16 "xserv_linear_quantised_few_fp8_2_16" f16 bf16;
+        LINEAR_QUANTISED_FEW_FP8_2_8 "xserv_linear_quantised_few_fp8_2_8" f16 bf16;
+        LINEAR_QUANTISED_FEW_INT4_1_16 "xserv_linear_quantised_few_int4_1_16" f16 bf16;
+        LINEAR_QUANTISED_FEW_INT4_1_8 "xserv_linear_quantised_few_int4_1_8" f16 bf16;
+        LINEAR_QUANTISED_FEW_INT4_2_16 "xserv_linear_quantised_few_int4_2_16" f16 bf16;
+        LINEAR_QUANTISED_FEW_INT4_2_8 "xserv_linear_quantised_few_int4_2_8" f16 bf16;
+        LINEAR_QUANTISED_FEW_INT4_4_16 "xserv_linear_quantised_few_int4_4_16" f16 bf16;
+        LINEAR_QUANTISED_FEW_INT4_4_8 "xserv_linear_quantised_few_int4_4_8" f16 bf16;
+        LINEAR_QUANTISED_FEW_INT8_1_16 "xserv_linear_quantised_few_int8_1_16" f16 bf16;
+        LINEAR_QUANTISED_FEW_INT8_1_8 "xserv_linear_quantised_few_int8_1_8" f16 bf16;
+        LINEAR_QUANTISED_FEW_INT8_2_16 "xserv_linear_quantised_few_int8_2_16" f16 bf16;
+        LINEAR_QUANTISED_FEW_INT8_2_8 "xserv_linear_quantised_few_int8_2_8" f16 bf16;
+    }
     "linear/skinny" {
         LINEAR_SKINNY_PLAIN_128X128 "xserv_linear_skinny_plain_128x128" f16 bf16;
         LINEAR_SKINNY_PLAIN_128X64 "xserv_linear_skinny_plain_128x64" f16 bf16;

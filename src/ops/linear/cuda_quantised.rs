@@ -1,11 +1,12 @@
 //! Linear layers with quantised weights on a GPU, for any number of tokens and best for few:
-//! `csrc/ops/linear/quantised.cu`.
+//! `csrc/ops/linear/quantised.cu`, and for up to 16 tokens `quantised_few.cu`.
 
 use crate::backend::cuda::{kernel_struct, kernels, Arguments, Kernel, Launch};
 use crate::backend::ComputeContext;
 use crate::error::{Error, Result};
 use crate::memory::{DType, Tensor};
 use crate::ops::common::contiguous::{check, cuda, float, matrix_size};
+use crate::ops::linear::cuda_quantised_few::{Chip, FewDivision};
 use crate::ops::linear::Epilogue;
 use crate::ops::quantised::cuda::{scale_number, QuantisedTiles};
 use crate::ops::quantised::tiles::{TileLayout, CHUNK};
@@ -36,14 +37,14 @@ kernel_struct! {
 }
 
 /// The number of multiprocessors of the chips for which products are divided (H100, H200).
-const MULTIPROCESSORS: u64 = 132;
+pub(super) const MULTIPROCESSORS: u64 = 132;
 /// The warps of a block, and log2 of them.
-const WARPS: u64 = 8;
-const WARPS_SHIFT: u32 = 3;
+pub(super) const WARPS: u64 = 8;
+pub(super) const WARPS_SHIFT: u32 = 3;
 /// The tiles of a warp.
-const TILES: u64 = 2;
+pub(super) const TILES: u64 = 2;
 /// The bytes of the scales and zeros of a group of a tile in shared memory.
-const GROUP_BYTES: u64 = 80;
+pub(super) const GROUP_BYTES: u64 = 80;
 /// The largest in_features that the kernel's 32-bit numbers have room for.
 const MAX_INPUTS: usize = 1 << 20;
 /// The most groups of all tiles: their scales have at most 2 GB.
@@ -191,17 +192,45 @@ impl Division {
 
     fn launch(&self, num_tokens: u64, sizes: Sizes, scales: usize) -> Option<Launch> {
         let blocks = sizes.num_tiles.div_ceil(self.tiles()).checked_mul(self.splits)?;
-        let token_groups = num_tokens.div_ceil(self.tokens);
-        Some(Launch {
-            grid: (
-                u32::try_from(blocks).ok().filter(|&blocks| blocks <= i32::MAX as u32)?,
-                u32::from(u16::try_from(token_groups).ok()?),
-                1,
-            ),
-            block: 32 * WARPS as u32,
-            shared_bytes: self.shared_bytes(sizes.chunk_bytes, scales as u64) as u32,
+        let shared_bytes = self.shared_bytes(sizes.chunk_bytes, scales as u64);
+        launch(blocks, num_tokens.div_ceil(self.tokens), shared_bytes)
+    }
+
+    fn chosen(&self, num_tokens: u64, layout: &TileLayout, dtype: DType) -> Option<Chosen> {
+        let (scales, group_factor) = units(layout, CHUNK);
+        Some(Chosen {
+            kernel: self.kernel(layout.format().code, scales, dtype)?,
+            launch: self.launch(num_tokens, Sizes::of(layout), scales)?,
+            splits: self.splits,
+            row_shift: self.row_shift,
+            group_factor,
         })
     }
+}
+
+/// A launch of blocks of [`WARPS`] for groups of tokens.
+pub(super) fn launch(blocks: u64, token_groups: u64, shared_bytes: u64) -> Option<Launch> {
+    Some(Launch {
+        grid: (
+            u32::try_from(blocks).ok().filter(|&blocks| blocks <= i32::MAX as u32)?,
+            u32::from(u16::try_from(token_groups).ok()?),
+            1,
+        ),
+        block: 32 * WARPS as u32,
+        shared_bytes: shared_bytes as u32,
+    })
+}
+
+/// A kernel, and what it is told of the way in which a product is divided.
+pub(super) struct Chosen {
+    pub kernel: Kernel,
+    pub launch: Launch,
+    /// The blocks of a cluster.
+    pub splits: u64,
+    /// log2 of the warps of a block that have different rows.
+    pub row_shift: u32,
+    /// What [`units`] gives.
+    pub group_factor: u32,
 }
 
 /// Whether the chip and the build have the kernels of this file.
@@ -226,14 +255,17 @@ pub fn is_quantised_weight(layout: &TileLayout) -> bool {
         && num_groups.is_some_and(|groups| groups <= MAX_GROUPS)
 }
 
-/// Returns the scales that a chunk has in a row, and by what a unit of as many inputs as one of them
-/// has is multiplied to find its group: `group = (2 * unit * factor) >> 32`.
-fn units(layout: &TileLayout) -> (usize, u32) {
+/// Returns the scales that `inputs` have in a row, a power of 2, and by what a unit of as many inputs as one of
+/// them has is multiplied to find its group: `group = (2 * unit * factor) >> 32`.
+pub(super) fn units(layout: &TileLayout, inputs: usize) -> (usize, u32) {
     if layout.num_groups() == 1 {
         return (1, 0);
     }
-    let scales = if layout.group_size().is_multiple_of(CHUNK) { 1 } else { 2 };
-    let group_units = layout.group_size() / (CHUNK / scales);
+    let mut scales = 1;
+    while !layout.group_size().is_multiple_of(inputs / scales) && inputs / scales > CHUNK / 2 {
+        scales *= 2;
+    }
+    let group_units = layout.group_size() / (inputs / scales);
     (scales, (1u64 << 31).div_ceil(group_units.max(1) as u64) as u32)
 }
 
@@ -278,16 +310,26 @@ pub fn linear_quantised(
     }
     let cuda = cuda(context)?;
     let sizes = Sizes::of(layout);
-    let capability = cuda.device().info().compute_capability.0;
-    let division = Division::choose(num_tokens.into(), sizes, capability >= 9, is_fixed);
-    let (scales, group_factor) = units(layout);
-    let kernel = division.kernel(layout.format().code, scales, dtype);
-    let launch = division.launch(num_tokens.into(), sizes, scales);
+    let info = cuda.device().info();
+    let capability = info.compute_capability.0;
+    let chip =
+        Chip { has_clusters: capability >= 9, shared_memory_bytes: info.shared_memory_bytes };
+    // The sums of the kernel for few tokens are in another order.
+    let few = match is_fixed {
+        false => FewDivision::choose(num_tokens.into(), layout, chip),
+        true => None,
+    };
+    let chosen = few.map(|few| few.chosen(layout, dtype)).unwrap_or_else(|| {
+        let division = Division::choose(num_tokens.into(), sizes, capability >= 9, is_fixed);
+        division.chosen(num_tokens.into(), layout, dtype)
+    });
     let is_aligned = (x.data() as usize).is_multiple_of(16)
         && (out.data() as usize).is_multiple_of(4)
         && is_quantised_weight(layout)
         && capability >= 8;
-    let (Some(kernel), Some(launch), true) = (kernel, launch, is_aligned) else {
+    let (Some(Chosen { kernel, launch, splits, row_shift, group_factor }), true) =
+        (chosen, is_aligned)
+    else {
         return Err(Error::internal(format!(
             "no quantised product of {num_tokens} tokens with {layout:?} in {dtype}"
         )));
@@ -314,12 +356,12 @@ pub fn linear_quantised(
             Epilogue::AddResidual => 1,
             Epilogue::SwiGlu => 2,
         },
-        row_shift: division.row_shift as i32,
+        row_shift: row_shift as i32,
     };
     let arguments = Arguments::new().value(&params);
     // SAFETY: the argument of the kernel; it reads the regions of the tiles and rows of x, and its stores
     // are bounded by num_tokens and n.
-    unsafe { cuda.launch_clusters(kernel, launch, division.splits as u32, arguments) }
+    unsafe { cuda.launch_clusters(kernel, launch, splits as u32, arguments) }
 }
 
 #[cfg(test)]
@@ -337,14 +379,16 @@ mod tests {
         for k in [64, 200, 4104, 65_536, MAX_INPUTS] {
             for group_size in [32, 64, 96, 128, 160, 1024, 4096 + 32, 1 << 19, 1 << 20] {
                 let layout = layout(16, k, Code::Int4, group_size);
-                let (scales, factor) = units(&layout);
-                let unit_inputs = CHUNK / scales;
-                assert!(
-                    layout.num_groups() == 1 || layout.group_size().is_multiple_of(unit_inputs)
-                );
-                for unit in 0..layout.num_chunks() * scales {
-                    let group = (2 * unit as u64 * u64::from(factor)) >> 32;
-                    assert_eq!(group as usize, unit * unit_inputs / layout.group_size());
+                for inputs in [CHUNK, 2 * CHUNK] {
+                    let (scales, factor) = units(&layout, inputs);
+                    let unit_inputs = inputs / scales;
+                    assert!(
+                        layout.num_groups() == 1 || layout.group_size().is_multiple_of(unit_inputs)
+                    );
+                    for unit in 0..(layout.num_chunks() * CHUNK).div_ceil(inputs) * scales {
+                        let group = (2 * unit as u64 * u64::from(factor)) >> 32;
+                        assert_eq!(group as usize, unit * unit_inputs / layout.group_size());
+                    }
                 }
             }
         }

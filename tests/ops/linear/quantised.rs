@@ -241,21 +241,27 @@ fn codes_are_decoded_exactly_on_cuda() {
             let weight = QuantisedTiles::new(layout, &memory).expect("tiles");
             let ones: Vec<f64> =
                 (0..k * k).map(|i| if i / k == i % k { 1.0 } else { 0.0 }).collect();
-            let x = bench.of(&[k, k], &ones);
-            let out = bench.poisoned(&[k, rows]);
-            linear_quantised(&context, &x, &weight, None, Epilogue::Store, false, &out)
-                .expect("the operator");
-            let got = bench.read(&out);
-            let mut numbers = vec![0.0; k];
-            for row in 0..rows {
-                matrix.row_to_f32(row, &mut numbers).expect("a row");
-                for (input, &number) in numbers.iter().enumerate() {
-                    // -255 to 255 and the floats of 8 bits are numbers of both types.
-                    assert_eq!(
-                        got[input * rows + row],
-                        f64::from(number),
-                        "{dtype} {format:?}, row {row}, input {input}"
-                    );
+            // All at once and in parts, for the kernels for many and for few tokens.
+            for part in [k, 16, 8] {
+                let mut got = Vec::new();
+                for ones in ones.chunks(part * k) {
+                    let x = bench.of(&[part, k], ones);
+                    let out = bench.poisoned(&[part, rows]);
+                    linear_quantised(&context, &x, &weight, None, Epilogue::Store, false, &out)
+                        .expect("the operator");
+                    got.extend(bench.read(&out));
+                }
+                let mut numbers = vec![0.0; k];
+                for row in 0..rows {
+                    matrix.row_to_f32(row, &mut numbers).expect("a row");
+                    for (input, &number) in numbers.iter().enumerate() {
+                        // -255 to 255 and the floats of 8 bits are numbers of both types.
+                        assert_eq!(
+                            got[input * rows + row],
+                            f64::from(number),
+                            "{dtype} {format:?}, row {row}, input {input}, {part} tokens"
+                        );
+                    }
                 }
             }
         }
