@@ -80,10 +80,12 @@ impl FewDivision {
     /// fastest or within 6 % of it.
     fn cost(&self, layout: &TileLayout) -> u64 {
         let (begin, exchange, slot) = (340, 270, 100);
-        let slots = MULTIPROCESSORS * if self.tokens() == 8 { 2 } else { 1 };
+        // Registers leave room for one block with 16 tokens and 4 bits, and else for two.
+        let is_alone = self.tokens() > 8 && layout.format().code == Code::Int4;
+        let slots = MULTIPROCESSORS * if is_alone { 1 } else { 2 };
         let blocks = self.blocks(layout);
         let stages = num_stages(layout).div_ceil((WARPS >> self.row_shift) * self.splits);
-        // Two blocks of a multiprocessor slow each other down; so do fragments of 16 tokens.
+        // Two blocks of a multiprocessor slow each other down.
         let stage = if blocks > MULTIPROCESSORS { slot * 13 / 10 } else { slot };
         let exchange = if self.splits > 1 { exchange } else { 0 };
         blocks.div_ceil(slots) * (begin + stages * stage) + exchange
@@ -189,6 +191,9 @@ mod tests {
             (Code::Int4, 16, (24_576, 4096), (3, 1)),
             (Code::Fp8, 1, (24_576, 4096), (0, 1)),
             (Code::Fp8, 8, (4096, 12_288), (0, 2)),
+            (Code::Fp8, 16, (4096, 12_288), (0, 2)),
+            (Code::Fp8, 16, (4096, 4096), (0, 2)),
+            (Code::Fp8, 16, (6144, 4096), (0, 1)),
             (Code::Int4, 1, (6144, 1024), (0, 1)),
             (Code::Int4, 1, (1024, 3072), (0, 1)),
         ] {

@@ -53,7 +53,7 @@ pub const MAX_CHAIN_ROWS: usize = SKINNY_TOKENS;
 
 /// The most rows that are multiplied by the codes of a quantised weight, each group of 64 of them by
 /// itself. For more, the numbers of the weight are made for the time of the product.
-const MAX_QUANTISED_ROWS: usize = 256;
+const MAX_QUANTISED_ROWS: usize = 128;
 
 /// The widest stream that the norm of the chain takes.
 const MAX_CHAIN_WIDTH: usize = 16384;
