@@ -41,6 +41,67 @@ __device__ __forceinline__ float scale_at(const void* scales, int64_t index, Sca
   return to_float(static_cast<const __nv_bfloat16*>(scales)[index]);
 }
 
+// Stores eight numbers of a row, those that it has.
+template <typename T>
+__device__ __forceinline__ void store_eight(const DequantiseParams& p, int64_t out_row, int input,
+                                            const Vec<T, 16 / sizeof(T)> (&values)[8 * sizeof(T) / 16]) {
+  T* out = static_cast<T*>(p.out) + out_row * p.k + input;
+  if (p.k % 8 == 0) {
+    if (input >= p.k) return;
+#pragma unroll
+    for (int i = 0; i < 8 * static_cast<int>(sizeof(T)) / 16; ++i) {
+      reinterpret_cast<Vec<T, 16 / sizeof(T)>*>(out)[i] = values[i];
+    }
+  } else {
+#pragma unroll
+    for (int e = 0; e < 8; ++e) {
+      if (input + e < p.k) out[e] = values[e * sizeof(T) / 16][e % (16 / sizeof(T))];
+    }
+  }
+}
+
+// Whether a code of the word is none of a number.
+__device__ __forceinline__ bool has_no_number(uint32_t word) {
+  return (((word & 0x7f7f7f7fu) + 0x01010101u) & 0x80808080u) != 0;
+}
+
+// Eight inputs of each of a lane's two rows that share a group: decoded in pairs of bf16, exactly, as operands of
+// products are, so that a number takes four instructions and the memory is what limits.
+template <typename T, Code kCode>
+__device__ __forceinline__ void dequantise_group(const DequantiseParams& p, const uint32_t (&words)[4], int64_t tile,
+                                                 int row, int64_t first, int input) {
+  const int64_t index = (tile * p.num_groups + min(input / p.group_size, p.num_groups - 1)) * 16 + row * 2;
+  const auto type = static_cast<ScaleType>(p.scale_type);
+  const uint32_t* scale_words = static_cast<const uint32_t*>(p.scales) + (type == ScaleType::kF32 ? index : index / 2);
+  const float2 scale = scale_pair(
+      make_uint2(scale_words[0], type == ScaleType::kF32 ? scale_words[1] : 0), type);
+  const bool has_zeros = kCode != Code::kFp8 && p.zeros != nullptr;
+  constexpr uint32_t kMiddle = kCode == Code::kInt4 ? 0x0808 : 0x8080;
+  const uint32_t zeros =
+      has_zeros ? *reinterpret_cast<const uint16_t*>(static_cast<const char*>(p.zeros) + index) : kMiddle;
+  const Decoder<__nv_bfloat16, kCode> decoder(zeros, has_zeros);
+  uint32_t a[2][4];  // of two products: pairs of row g, of row g + 8, and both again
+  if constexpr (kCode == Code::kInt4) {
+    decoder.decode(words[0], a[0]), decoder.decode(words[1], a[1]);
+  } else {
+    decoder.decode(words[0], words[1], a[0]), decoder.decode(words[2], words[3], a[1]);
+  }
+#pragma unroll
+  for (int second = 0; second < 2; ++second) {
+    const int64_t out_row = first + second * static_cast<int64_t>(p.pair_rows) - p.first_row;
+    if (out_row < 0 || out_row >= p.num_rows) continue;
+    const float factor = second ? scale.y : scale.x;
+    Vec<T, 16 / sizeof(T)> values[8 * sizeof(T) / 16];
+#pragma unroll
+    for (int e = 0; e < 8; ++e) {
+      const uint32_t pair = a[e / 4][second + e % 4 / 2 * 2];
+      const float number = __uint_as_float(e % 2 ? pair & 0xffff0000u : pair << 16);
+      values[e * sizeof(T) / 16][e % (16 / sizeof(T))] = from_float<T>(__fmul_rn(number, factor));
+    }
+    store_eight(p, out_row, input, values);
+  }
+}
+
 template <typename T>
 __device__ __forceinline__ void dequantise(const DequantiseParams& p) {
   const int chunk = blockIdx.y * 4 + threadIdx.x / 64, lane = threadIdx.x & 31, half = threadIdx.x >> 5 & 1;
@@ -62,6 +123,14 @@ __device__ __forceinline__ void dequantise(const DequantiseParams& p) {
   const int input = chunk * 64 + half * 32 + (lane & 3) * 8;
   const int64_t first = tile * p.tile_rows + row;
   if (first >= p.pairs_end) return;
+  if (p.group_size % 8 == 0) {
+    if (is_int4) return dequantise_group<T, Code::kInt4>(p, words, tile, row, first, input);
+    if (code_type == Code::kInt8) return dequantise_group<T, Code::kInt8>(p, words, tile, row, first, input);
+    bool are_numbers = true;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) are_numbers &= !has_no_number(words[i]);
+    if (are_numbers) return dequantise_group<T, Code::kFp8>(p, words, tile, row, first, input);
+  }
 #pragma unroll
   for (int second = 0; second < 2; ++second) {
     const int64_t out_row = first + second * static_cast<int64_t>(p.pair_rows) - p.first_row;
@@ -84,19 +153,7 @@ __device__ __forceinline__ void dequantise(const DequantiseParams& p) {
       const float value = code_type == Code::kFp8 ? fp8_value(code) : static_cast<float>(static_cast<int>(code) - zero);
       values[e * sizeof(T) / 16][e % (16 / sizeof(T))] = from_float<T>(__fmul_rn(value, scale));
     }
-    T* out = static_cast<T*>(p.out) + out_row * p.k + input;
-    if (p.k % 8 == 0) {
-      if (input >= p.k) continue;
-#pragma unroll
-      for (int i = 0; i < 8 * static_cast<int>(sizeof(T)) / 16; ++i) {
-        reinterpret_cast<Vec<T, 16 / sizeof(T)>*>(out)[i] = values[i];
-      }
-    } else {
-#pragma unroll
-      for (int e = 0; e < 8; ++e) {
-        if (input + e < p.k) out[e] = values[e * sizeof(T) / 16][e % (16 / sizeof(T))];
-      }
-    }
+    store_eight(p, out_row, input, values);
   }
 }
 
