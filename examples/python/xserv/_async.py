@@ -41,6 +41,7 @@ from ._stream import (
     StreamEvent,
     TokenEvent,
     describe,
+    event_from,
     stream_event_from,
     submit_options,
     take_result,
@@ -218,9 +219,14 @@ class Wakeups:
                 self._look_at_all = True
                 self._loop.call_soon(self._on_wake)
 
-    def submit(self, submission: "Submission", prompt_bytes: int) -> None:
-        """Submits at once, or on another thread if the prompt is long. Requests of a model keep their order."""
+    def submit(self, submission: "Submission", prompt_bytes: int, has_form: bool) -> None:
+        """Submits at once, or on another thread if the prompt is long. Requests of a model keep their order, except
+        those with a form: a schema or grammar may take a second to compile, for which no other request waits."""
         queue = self._queues.get(submission.model)
+        if has_form and self._loop is not None:
+            compiling = self._loop.run_in_executor(None, submission.submit)
+            compiling.add_done_callback(lambda _: submission.wake())
+            return
         if self._loop is None or (queue is None and prompt_bytes <= LONG_PROMPT_BYTES):
             submission.submit()
             if submission.error is not None:
@@ -284,8 +290,9 @@ def _join(member: "Submission") -> Wakeups:
 class Submission:
     """A request on its way to the library, and then its handle there."""
 
-    def __init__(self, model: int, request: c.Request) -> None:
+    def __init__(self, model: int, request: c.Request, want_events: bool) -> None:
         self.model = model
+        self._want_events = want_events
         self.handle: Optional[int] = None
         self.error: Optional[BaseException] = None
         self.closed = False
@@ -307,7 +314,7 @@ class Submission:
             self._is_submitting = True  # the descriptor must stay open
         handle = c_void_p()
         try:
-            options = submit_options(request)
+            options = submit_options(request, self._want_events)
             options.wake_fd = self.wakeups.fd
             check(library.xserv_submit(self.model, byref(request), byref(options), byref(handle)))
         except BaseException as error:
@@ -371,6 +378,30 @@ class _Events(AsyncIterator[Any]):
         return event
 
 
+class _Batches(AsyncIterator[List[StreamEvent]]):
+    """The events of a stream, in lists of those that are there at once."""
+
+    def __init__(self, stream: "AsyncTextStream", answers: bool, tokens: bool) -> None:
+        self._stream, self._answers, self._tokens = stream, answers, tokens
+
+    def __aiter__(self) -> "_Batches":
+        return self
+
+    def _make(self, event: c.Event) -> Optional[StreamEvent]:
+        kind = event.kind
+        if kind in c.ANSWER_EVENTS:
+            return stream_event_from(event, False) if self._answers else None
+        if not self._tokens and kind != c.EVENT_END:
+            return None
+        return event_from(event, self._stream._wants_logprobs)
+
+    async def __anext__(self) -> List[StreamEvent]:
+        batch: List[StreamEvent] = await self._stream._take_batch(self._make)
+        if not batch:
+            raise StopAsyncIteration
+        return batch
+
+
 class AsyncTextStream(AsyncIterator[Piece], NotCopyable):
     """The pieces of a text, as they are generated: strings, each with the number of its `sample`. events() has the
     tokens as well.
@@ -389,7 +420,9 @@ class AsyncTextStream(AsyncIterator[Piece], NotCopyable):
 
     result: Optional[Result]
 
-    def __init__(self, model: Any, model_handle: int, request: c.Request, prompt_bytes: int) -> None:
+    def __init__(
+        self, model: Any, model_handle: int, request: c.Request, prompt_bytes: int, want_events: bool = True
+    ) -> None:
         self.result = None
         self._model = model  # a model is closed when it is dropped
         self._is_awaited = False
@@ -397,9 +430,10 @@ class AsyncTextStream(AsyncIterator[Piece], NotCopyable):
         self._num_at_once = 0
         self._event = c.Event(struct_size=sizeof(c.Event))
         self._wants_logprobs = wants_logprobs(request)
-        self._submission = Submission(model_handle, request)
+        has_form = request.constraint_kind != c.CONSTRAINT_NONE
+        self._submission = Submission(model_handle, request, want_events)
         try:
-            self._submission.wakeups.submit(self._submission, prompt_bytes)
+            self._submission.wakeups.submit(self._submission, prompt_bytes, has_form)
         except BaseException:
             self._submission.close()
             raise
@@ -428,6 +462,34 @@ class AsyncTextStream(AsyncIterator[Piece], NotCopyable):
             has messages or an answer_format.
         """
         return _Events(self, answers)
+
+    def batches(self, *, answers: bool = False, tokens: bool = True) -> AsyncIterator[List[StreamEvent]]:
+        """Iterates over lists of the events that are there at once, at least one and at most 32: for servers, which
+        write them together. An event is given once, here or by events() or as a piece.
+
+        answers: also the parts of the answer (AnswerEvent), as in events().
+        tokens: False leaves out the TokenEvents of tokens and texts, so that only the ends of samples are left of
+            them: for those who take the text from the parts of the answer.
+        """
+        return _Batches(self, answers, tokens)
+
+    async def _take_batch(self, make: Callable[[c.Event], Optional[_T]]) -> List[_T]:
+        """Waits for the next event of which make() makes something, and takes those that are there after it. Empty
+        after the last one."""
+        first = await self._take(make)
+        if first is None:
+            return []
+        batch, submission, event = [first], self._submission, self._event
+        address = addressof(event)
+        while len(batch) < PIECES_AT_ONCE and submission.handle is not None:
+            # The end, and a failure, are left to _take(): they come again.
+            if next_event(submission.handle, 0, address) or event.kind in (c.EVENT_NONE, c.EVENT_DONE):
+                break
+            made = make(event)
+            if made is not None:
+                batch.append(made)
+        self._num_at_once = len(batch)
+        return batch
 
     async def _take(self, make: Callable[[c.Event], Optional[_T]]) -> Optional[_T]:
         """Waits for the next event of which make() makes something, and returns that. None after the last one."""

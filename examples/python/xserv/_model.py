@@ -974,17 +974,21 @@ class Model(NotCopyable):
         running = TextStream(self, self._live_handle(), request, want_events=stream)
         return running if stream else running.wait()
 
-    def generate_async(self, prompt: Optional[str] = None, **options: Unpack[GenerateOptions]) -> AsyncTextStream:
-        """Generates for asyncio: `async for piece in stream`, or `await stream.wait()` for the Result.
+    def generate_async(
+        self, prompt: Optional[str] = None, *, stream: bool = True, **options: Unpack[GenerateOptions]
+    ) -> AsyncTextStream:
+        """Generates for asyncio: `async for piece in stream`, or `await stream.wait()` for the Result. With
+        stream=False there is only the Result: no pieces, for which the event loop would be woken.
 
         The request begins with this call, which returns at once. A text of up to 4096 bytes is tokenized here;
         a longer one on a thread of the loop's default executor, together with the requests for the same model
-        that come after it meanwhile, in their order. What the library refuses is raised here, or in the second
-        case to the task that reads the stream. Errors and options are those of generate().
+        that come after it meanwhile, in their order. So is the form of an answer (response_format, regex, grammar,
+        choice) compiled, for which no other request waits. What the library refuses is raised here, or where another
+        thread is at work to the task that reads the stream. Errors and options are those of generate().
         """
         request, text_bytes = build_request(prompt, options)
         refuse_processor(request)
-        return AsyncTextStream(self, self._live_handle(), request, text_bytes)
+        return AsyncTextStream(self, self._live_handle(), request, text_bytes, want_events=stream)
 
     def stats(self) -> ModelStats:
         """Returns the state of the model's requests. The call is cheap; any thread may make it at any time."""

@@ -232,10 +232,13 @@ def wants_logprobs(request: c.Request) -> bool:
     return bool(request.num_log_probs != c.UNSET_INT)
 
 
-def submit_options(request: c.Request) -> c.SubmitOptions:
-    """The options that ask for the events of a request."""
+def submit_options(request: c.Request, want_events: bool = True) -> c.SubmitOptions:
+    """The options that ask for the events of a request, or for the ends of its samples only."""
     options = c.SubmitOptions()
     library.xserv_submit_options_init(byref(options), sizeof(options))
+    if not want_events:
+        options.events = 1 << c.EVENT_END
+        return options
     kinds = [c.EVENT_TOKEN, c.EVENT_TEXT, c.EVENT_END]
     if request.num_prompt_log_probs != c.UNSET_INT:
         kinds.append(c.EVENT_PROMPT)

@@ -1,0 +1,8 @@
+"""python -m xserv_server MODEL"""
+
+import sys
+
+from .cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

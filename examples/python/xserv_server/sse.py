@@ -1,0 +1,118 @@
+"""Server-sent events: their bytes, and the response that sends them.
+
+Events that are there at once are sent at once: the cost of an event in Python is more that of sending it than that
+of making it.
+"""
+
+from __future__ import annotations
+
+from json.encoder import encode_basestring
+from typing import Any, AsyncGenerator, AsyncIterator, Dict, List, Optional, Tuple
+
+import asyncio
+
+import xserv
+from pydantic_core import to_json
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from .errors import ApiError
+from .state import Generation
+
+DONE = b"data: [DONE]\n\n"
+
+_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+
+
+def quoted(text: str) -> str:
+    """A text as JSON."""
+    return encode_basestring(text)
+
+
+def error_event(error: ApiError) -> bytes:
+    return b"data: " + to_json(error.body()) + b"\n\n"
+
+
+class ChunkWriter:
+    """Makes the events of an answer, of which all but the choice is the same."""
+
+    def __init__(self, fields: Dict[str, Any], with_usage: bool) -> None:
+        head = to_json(fields).decode()[:-1]
+        self._head = f'data: {head},"choices":[{{"index":'
+        self._end = "}],\"usage\":null}\n\n" if with_usage else "}]}\n\n"
+        self._fields = fields
+
+    def choice(self, index: int, rest: str) -> str:
+        """An event of a choice; `rest` is JSON from after its index."""
+        return f"{self._head}{index},{rest}{self._end}"
+
+    def usage(self, usage: Dict[str, Any]) -> bytes:
+        return b"data: " + to_json({**self._fields, "choices": [], "usage": usage}) + b"\n\n"
+
+
+async def merged(
+    streams: List[AsyncIterator[List[xserv.TokenEvent]]],
+) -> AsyncGenerator[Tuple[int, List[xserv.TokenEvent]], None]:
+    """The batches of several streams, each with the index of its stream, as they come."""
+    if len(streams) == 1:
+        async for batch in streams[0]:
+            yield 0, batch
+        return
+    # A reader that is behind keeps the tasks waiting, and the library keeps the events.
+    batches: "asyncio.Queue[Tuple[int, Any]]" = asyncio.Queue(len(streams))
+
+    async def read(index: int, stream: AsyncIterator[List[xserv.TokenEvent]]) -> None:
+        try:
+            async for batch in stream:
+                await batches.put((index, batch))
+            await batches.put((index, None))
+        except xserv.Error as error:
+            await batches.put((index, error))
+
+    tasks = [asyncio.ensure_future(read(index, stream)) for index, stream in enumerate(streams)]
+    try:
+        num_open = len(tasks)
+        while num_open:
+            index, batch = await batches.get()
+            if isinstance(batch, xserv.Error):
+                raise batch
+            if batch is None:
+                num_open -= 1
+            else:
+                yield index, batch
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+class EventStream(Response):
+    """Sends what a generator yields, and finishes the generation, whether or not it comes to its end."""
+
+    def __init__(self, generation: Generation, first: bytes, rest: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(None, 200, _HEADERS, media_type="text/event-stream; charset=utf-8")
+        del self.headers["content-length"]
+        self._generation, self._first, self._rest = generation, first, rest
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await send({"type": "http.response.body", "body": self._first, "more_body": True})
+            async for data in self._rest:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            await self._rest.aclose()
+            self._generation.finish()
+
+
+async def start(generation: Generation, chunks: AsyncGenerator[bytes, None]) -> Response:
+    """Waits for the first events, so that what is refused until then has a status of its own."""
+    first: Optional[bytes] = None
+    try:
+        first = await chunks.__anext__()
+    except StopAsyncIteration:
+        raise generation.error() from None
+    finally:
+        if first is None:
+            generation.finish()
+    return EventStream(generation, first, chunks)

@@ -1,0 +1,205 @@
+"""What the parts of an application share, and a request on its way through the library."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any, Dict, List, Optional, Set
+
+import xserv
+from starlette.requests import Request
+
+from .auth import Keys
+from .errors import ApiError, from_library, shutting_down, timed_out
+from .forms import CallForm, find_call_form
+from .limits import Admission
+from .logprobs import TokenTexts
+from .metrics import Metrics
+from .settings import Settings
+
+
+class State:
+    """A model and what is counted, limited and known about its requests."""
+
+    def __init__(self, model: xserv.Model, settings: Settings) -> None:
+        self.model, self.settings = model, settings
+        self.keys = Keys(settings.api_keys)
+        self.admission = Admission(settings.max_running, settings.max_queued)
+        self.metrics = Metrics(model, self.admission)
+        self.texts = TokenTexts(model)
+        self.created = int(time.time())
+        self.call_form: Optional[CallForm] = find_call_form(model) if model.info.has_chat_template else None
+        self.live: Set[Generation] = set()
+        end = model.tokenize("</think>", add_special_tokens=False) if model.info.has_tokenizer else []
+        self._end_of_thought = end[0] if len(end) == 1 else None
+
+    @property
+    def name(self) -> str:
+        """The name of the model in answers."""
+        return self.settings.model_names[0]
+
+    def count_reasoning(self, result: xserv.Result) -> int:
+        """The number of tokens of a sample's thought, its end included."""
+        if not result.reasoning:
+            return 0
+        if self._end_of_thought in result.token_ids:
+            return result.token_ids.index(self._end_of_thought) + 1
+        if not result.content and not result.tool_calls:
+            return len(result.token_ids)
+        return len(self.model.tokenize(result.reasoning, add_special_tokens=False, parse_special_tokens=False))
+
+    def refuse_new(self) -> None:
+        """From now on requests are refused; those that run go on."""
+        self.admission.close()
+
+    def end_all(self) -> None:
+        """Ends the requests that still run: each gets an error."""
+        for generation in list(self.live):
+            generation.stop("shutting_down")
+
+
+class Generation:
+    """A request from its admission to its end: its streams, its client, its figures.
+
+    finish() must be called, whatever happens after enter().
+    """
+
+    def __init__(self, state: State, request: Request, num_samples: int) -> None:
+        self._state, self._request = state, request
+        self._weight = min(num_samples, state.settings.max_running)
+        self._admitted = False
+        self._entering: "Optional[asyncio.Future[None]]" = None
+        self._watching: "Optional[asyncio.Task[None]]" = None
+        self.streams: List[xserv.AsyncTextStream] = []
+        self.entry: Dict[str, Any] = request.scope.get("xserv.log", {})
+        self.began = time.perf_counter()
+        self.first_token: Optional[float] = None
+        #: Why it was stopped, "disconnected" or "shutting_down"; None if it was not.
+        self.stopped: Optional[str] = None
+
+    async def enter(self) -> None:
+        """Waits for its turn, as long as the client does."""
+        state, seconds = self._state, self._state.settings.request_seconds
+        self._watching = asyncio.ensure_future(self._watch())
+        self._entering = asyncio.ensure_future(state.admission.enter(self._weight))
+        try:
+            await asyncio.wait((self._entering,), timeout=seconds or None)
+            if not self._entering.done():
+                raise timed_out(seconds)
+            if self._entering.cancelled():
+                raise self.error()
+            self._entering.result()
+        except BaseException:
+            if not self._entering.cancel() and self._entering.exception() is None:
+                state.admission.leave(self._weight)
+            self._watching.cancel()
+            raise
+        self._admitted = True
+        state.live.add(self)
+        state.metrics.waiting.observe(time.perf_counter() - self.began)
+
+    def submit(self, prompt: Optional[str], options: xserv.GenerateOptions, stream: bool) -> xserv.AsyncTextStream:
+        """Hands a prompt to the library. Raises ApiError for what it refuses at once."""
+        try:
+            submitted = self._state.model.generate_async(prompt, stream=stream, **options)
+        except Exception as error:
+            raise from_library(error) from error
+        self.streams.append(submitted)
+        if self.stopped is not None:
+            submitted.close()
+        return submitted
+
+    async def results(self) -> List[xserv.Result]:
+        """Waits for the results of all that was submitted. Raises ApiError."""
+        found = []
+        for stream in self.streams:
+            try:
+                async for _ in stream:
+                    pass
+            except xserv.Error as error:
+                raise from_library(error) from error
+            found.append(self.result_of(stream))
+        return found
+
+    def result_of(self, stream: xserv.AsyncTextStream) -> xserv.Result:
+        """The result of a stream that has ended. Raises ApiError if it did not come to its own end."""
+        result = stream.result
+        if result is None or self.stopped is not None:
+            raise self.error()
+        reasons = {sample.finish_reason for sample in result.samples}
+        if "cancelled" in reasons:
+            raise shutting_down()
+        if "deadline" in reasons:
+            raise timed_out(self._state.settings.request_seconds)
+        return result
+
+    def error(self) -> ApiError:
+        if self.stopped == "disconnected":
+            return ApiError(499, "the client has left", code="client_closed_request")
+        return shutting_down()
+
+    def stop(self, reason: str) -> None:
+        """Ends it, from whatever state it is in: the library computes no further step of it."""
+        if self.stopped is None:
+            self.stopped = reason
+        if self._entering is not None:
+            self._entering.cancel()
+        for stream in self.streams:
+            stream.close()
+
+    async def _watch(self) -> None:
+        while (await self._request.receive())["type"] != "http.disconnect":
+            pass
+        self.stop("disconnected")
+
+    def saw_token(self) -> None:
+        """Called with the first events of a stream."""
+        if self.first_token is None:
+            self.first_token = time.perf_counter() - self.began
+
+    def finish(self) -> None:
+        """Gives back its place, and counts what it has done."""
+        if not self._admitted:
+            return
+        self._admitted = False
+        state = self._state
+        if self._watching is not None:
+            self._watching.cancel()
+        for stream in self.streams:
+            stream.close()
+        state.live.discard(self)
+        state.admission.leave(self._weight)
+        self._count(time.perf_counter() - self.began)
+
+    def _count(self, seconds: float) -> None:
+        metrics, entry = self._state.metrics, self.entry
+        results = [stream.result for stream in self.streams if stream.result is not None]
+        samples = [sample for result in results for sample in result.samples]
+        prompt_tokens = sum(result.num_prompt_tokens for result in results)
+        cached_tokens = sum(result.num_cached_tokens for result in results)
+        num_tokens = sum(len(sample.token_ids) for sample in samples)
+        metrics.prompt_tokens.inc(prompt_tokens)
+        metrics.cached_tokens.inc(cached_tokens)
+        metrics.generated_tokens.inc(num_tokens)
+        metrics.whole.observe(seconds)
+        was_streaming = self.first_token is not None
+        for sample in samples:
+            metrics.ended.labels(sample.finish_reason).inc()
+            metrics.answer_tokens.observe(len(sample.token_ids))
+            if not was_streaming and sample.tokens_per_second > 0:
+                metrics.between_tokens.observe(1 / sample.tokens_per_second)
+        if not was_streaming and results and results[0].time_to_first_token_seconds > 0:
+            self.first_token = results[0].time_to_first_token_seconds
+        if self.first_token is not None:
+            metrics.first_token.observe(self.first_token)
+            entry["first_token_seconds"] = round(self.first_token, 6)
+        if self.stopped == "disconnected":
+            metrics.disconnected.inc()
+        entry.update(
+            prompt_tokens=prompt_tokens,
+            cached_tokens=cached_tokens,
+            completion_tokens=num_tokens,
+            finish_reasons=[sample.finish_reason for sample in samples],
+        )
+        if self.stopped is not None:
+            entry["stopped"] = self.stopped
