@@ -99,17 +99,17 @@ def memory_of(pid):
 
 
 def loop_seconds(pid):
-    """Processor time of the thread of the event loop."""
+    """Processor time of the thread of the event loop: in Python, and in the kernel."""
     with open(f"/proc/{pid}/task/{pid}/stat") as stat:
         fields = stat.read().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return [int(field) / os.sysconf("SC_CLK_TCK") for field in fields[11:13]]
 
 
 async def run(arguments, pid):
     warm = Counts()
     await asyncio.gather(*(ask(arguments, warm, number, None) for number in range(8)))
     counts = Counts()
-    began, memory, used = time.perf_counter(), memory_of(pid) if pid else 0, loop_seconds(pid) if pid else 0
+    began, memory, used = time.perf_counter(), memory_of(pid) if pid else 0, loop_seconds(pid) if pid else []
     halfway = asyncio.create_task(asyncio.sleep(arguments.seconds / 2))
     clients = [client(arguments, counts, began + arguments.seconds, seed) for seed in range(arguments.clients)]
     running = asyncio.gather(*clients)
@@ -129,7 +129,9 @@ async def run(arguments, pid):
         "tokens_per_second": round(counts.tokens / seconds),
         "first_token_p50_ms": round(statistics.median(counts.first) * 1000, 1) if counts.first else None,
         "memory_mb": [memory, middle, memory_of(pid) if pid else 0],
-        "loop_us_per_event": round((loop_seconds(pid) - used) / max(made, 1) * 1e6, 1) if pid else None,
+        "loop_us_per_event": [
+            round((now - before) / max(made, 1) * 1e6, 1) for now, before in zip(loop_seconds(pid) if pid else (), used)
+        ],
     }
 
 

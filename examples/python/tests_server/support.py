@@ -50,9 +50,10 @@ class Server:
     def _read(self, pipe, lines):
         for line in pipe:
             lines.append(line)
-            if pipe is self.process.stderr:
+            if line.startswith("xserv-server: http"):
                 self._ready.set()
-        self._ready.set()
+        if pipe is self.process.stderr:
+            self._ready.set()
 
     def client(self, api_key="none", **options):
         return openai.OpenAI(base_url=self.url + "/v1", api_key=api_key, max_retries=0, timeout=NEVER, **options)

@@ -13,6 +13,7 @@ import asyncio
 import os
 import sys
 import threading
+import time
 import weakref
 from collections import deque
 from ctypes import CDLL, addressof, byref, c_int, c_uint, c_uint8, c_void_p, get_errno, sizeof, string_at
@@ -53,6 +54,10 @@ _T = TypeVar("_T")
 #: Prompts of up to this many bytes are tokenized on the loop's thread, in a millisecond or two, longer ones on
 #: another.
 LONG_PROMPT_BYTES = 4096
+
+#: Who waits for the result alone need not be woken for every token: events are looked at after this share of the time
+#: that the request has taken, and this many seconds at most. Until they are, the library wakes nobody.
+RESULT_DELAY, LONGEST_DELAY = 0.01, 0.05
 
 #: A stream that is behind gives this many pieces without a wait; then other tasks have their turn.
 PIECES_AT_ONCE = 32
@@ -430,6 +435,7 @@ class AsyncTextStream(AsyncIterator[Piece], NotCopyable):
         self._num_at_once = 0
         self._event = c.Event(struct_size=sizeof(c.Event))
         self._wants_logprobs = wants_logprobs(request)
+        self._began = None if want_events else time.monotonic()
         has_form = request.constraint_kind != c.CONSTRAINT_NONE
         self._submission = Submission(model_handle, request, want_events)
         try:
@@ -516,6 +522,8 @@ class AsyncTextStream(AsyncIterator[Piece], NotCopyable):
                     self._num_at_once = 0
                     await submission.wakeups.wait(submission)
                     submission.is_running = True
+                    if self._began is not None:
+                        await asyncio.sleep(min((time.monotonic() - self._began) * RESULT_DELAY, LONGEST_DELAY))
                 elif event.kind == c.EVENT_DONE:
                     handle = c_void_p()
                     check(library.xserv_submission_take_result(submission.handle, byref(handle)))

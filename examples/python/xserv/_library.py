@@ -60,6 +60,8 @@ ANSWER_EVENTS = {
     9: "tool_call_arguments",
     10: "tool_call_end",
 }
+#: Those of them that tell of a call.
+CALL_EVENTS = frozenset((8, 9, 10))
 ANSWER_FORMATS = {
     "none": 0,
     "auto": 1,

@@ -94,6 +94,15 @@ class EventStream(Response):
         self._generation, self._first, self._rest = generation, first, rest
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # A task of its own is woken without the twenty coroutines around this one, of routes and layers.
+        sending = asyncio.ensure_future(self._send_all(send))
+        try:
+            await sending
+        finally:
+            sending.cancel()
+            self._generation.finish()
+
+    async def _send_all(self, send: Send) -> None:
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             await send({"type": "http.response.body", "body": self._first, "more_body": True})
@@ -102,7 +111,6 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             await self._rest.aclose()
-            self._generation.finish()
 
 
 async def start(generation: Generation, chunks: AsyncGenerator[bytes, None]) -> Response:

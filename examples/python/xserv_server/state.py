@@ -111,6 +111,10 @@ class Generation:
 
     async def results(self) -> List[xserv.Result]:
         """Waits for the results of all that was submitted. Raises ApiError."""
+        # In a task of its own, which is woken without the coroutines of routes and layers around this one.
+        return await asyncio.ensure_future(self._results())
+
+    async def _results(self) -> List[xserv.Result]:
         found = []
         for stream in self.streams:
             try:
