@@ -101,3 +101,13 @@ class Server:
 
     def __exit__(self, *exception):
         self.close()
+
+
+def story():
+    return [{"role": "user", "content": "Tell me a story."}]
+
+
+def text_of(chunks, index=0):
+    """The text of a choice of a streamed chat."""
+    choices = (choice for chunk in chunks for choice in chunk.choices if choice.index == index)
+    return "".join(choice.delta.content or "" for choice in choices)

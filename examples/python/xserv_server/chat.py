@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from typing import Any, AsyncGenerator, AsyncIterator, Dict, List, Optional, Sequence
+from typing import Any, AsyncGenerator, AsyncIterator, Dict, List, Optional, Sequence, Tuple
 
 import xserv
 from pydantic_core import to_json
@@ -37,8 +37,8 @@ async def chat_completions(state: State, request: Request, caller: Caller) -> Re
     """Answers a conversation."""
     body = await read_body(request, ChatRequest)
     check_model(body.model, state.settings.model_names)
-    options = chat_options(state, body, caller)
     generation = Generation(state, request, body.n or 1)
+    generation.form, options = chat_options(state, body, caller)
     generation.entry.update(model=body.model, stream=bool(body.stream), n=body.n or 1)
     await generation.enter()
     answer = _Answer(state, body, generation)
@@ -52,8 +52,10 @@ async def chat_completions(state: State, request: Request, caller: Caller) -> Re
         generation.finish()
 
 
-def chat_options(state: State, body: ChatRequest, caller: Caller) -> xserv.GenerateOptions:
-    """The options of the library for a request. Raises ApiError."""
+def chat_options(
+    state: State, body: ChatRequest, caller: Caller
+) -> Tuple[Optional[str], xserv.GenerateOptions]:
+    """The field that asks for the form of the answer, and the options of the library. Raises ApiError."""
     options = sampling_options(body, caller, state.settings.request_seconds)
     options["messages"] = template_messages(body.messages)
     options["variables"] = variables_of(body.chat_template_kwargs, body.reasoning_effort)
@@ -70,23 +72,22 @@ def chat_options(state: State, body: ChatRequest, caller: Caller) -> xserv.Gener
     if body.logprobs:
         options["logprobs"] = body.top_logprobs or 0
 
-    form = form_of(body)
+    name, form = form_of(body)
     tools = _callable_tools(body)
     if tools:
         options["tools"] = template_tools(tools)
     options["answer_format"] = "auto" if tools else "thinking"
     must_call = isinstance(body.tool_choice, NamedTool) or body.tool_choice == "required"
     if form and tools:
-        name = "response_format" if body.response_format is not None else "structured_outputs"
         raise invalid(name, f"{name} cannot be given with tools that may be called; tool_choice none forbids the calls")
     if form or must_call:
         prompt = _prompt_of(state, options)
         if must_call:
-            form = {"grammar": _call_grammar(state, body, tools, prompt)}
+            name, form = "tools", {"grammar": _call_grammar(state, body, tools, prompt)}
         elif is_thinking(prompt):
             form = after_thought(form)
     options.update(form)  # type: ignore[typeddict-item]
-    return options
+    return name, options
 
 
 def template_messages(messages: Sequence[ChatMessage]) -> List[Dict[str, Any]]:
@@ -261,7 +262,7 @@ class _Answer:
                 yield writer.usage(usage_of(self._state, [result]))
             yield DONE
         except (xserv.Error, ApiError) as error:
-            found = error if isinstance(error, ApiError) else from_library(error)
+            found = generation.failure(error)
             if not has_begun:
                 raise found from error
             if generation.stopped != "disconnected":

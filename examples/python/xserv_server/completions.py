@@ -48,12 +48,14 @@ async def completions(state: State, request: Request, caller: Caller) -> Respons
     options["logprobs"] = body.logprobs
     if body.echo and body.logprobs is not None:
         options["prompt_logprobs"] = body.logprobs
-    options.update(form_of(body))  # type: ignore[typeddict-item]
+    name, form = form_of(body)
+    options.update(form)  # type: ignore[typeddict-item]
     num_samples = len(prompts) * (body.n or 1)
     if num_samples > MAX_SAMPLES:
         raise invalid("prompt", f"{len(prompts)} prompts with n {body.n or 1} are more than {MAX_SAMPLES} samples")
 
     generation = Generation(state, request, num_samples)
+    generation.form = name
     generation.entry.update(model=body.model, stream=bool(body.stream), n=body.n or 1, prompts=len(prompts))
     await generation.enter()
     answer = _Answer(state, body, prompts, generation)
@@ -188,7 +190,7 @@ class _Answer:
                 yield writer.usage(usage_of(self._state, results))
             yield DONE
         except (xserv.Error, ApiError) as error:
-            found = error if isinstance(error, ApiError) else from_library(error)
+            found = generation.failure(error)
             if not has_begun:
                 raise found from error
             if generation.stopped != "disconnected":

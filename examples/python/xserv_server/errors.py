@@ -16,7 +16,6 @@ _PARAMETERS: Dict[str, str] = {
     "num_prompt_log_probs": "logprobs",
     "num_samples": "n",
     "stop_strings": "stop",
-    "constraint": "response_format",
 }
 
 
@@ -104,8 +103,6 @@ def _parameter(message: str) -> Optional[str]:
     found = re.match(r"(?:of )?([a-z_]+)(?=[\s\[.,:'])", message)
     if message.startswith(("the prompt ", "token id ")):
         return "prompt"
-    if message.startswith(("the schema", "the grammar", "the regular expression")):
-        return "response_format"
     if found is None:
         return None
     name = found.group(1)
@@ -114,9 +111,15 @@ def _parameter(message: str) -> Optional[str]:
     return name if name in xserv.GenerateOptions.__annotations__ else None
 
 
-def from_library(error: BaseException) -> ApiError:
-    """What an exception of the package means for whoever asked."""
+#: How sentences of the library's about the form of an answer begin.
+_ABOUT_FORMS = ("the JSON schema", "the regular expression", "the grammar", "there are no choices", "choice ")
+
+
+def from_library(error: BaseException, form: Optional[str] = None) -> ApiError:
+    """What an exception of the package means for whoever asked. `form`: the field that asks for the answer's form."""
     message = str(error)
+    if form is not None and message.startswith(_ABOUT_FORMS):
+        return invalid(form, message, "invalid_form")
     if isinstance(error, xserv.ContextFullError):
         return invalid("messages" if "messages" in message else "prompt", message, "context_length_exceeded")
     if isinstance(error, xserv.TemplateError):

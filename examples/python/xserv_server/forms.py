@@ -19,8 +19,8 @@ _MAY_THINK = 'think: "<think>" thought /\\n{0,2}/\n' + _THOUGHT
 _IS_THINKING = "think: thought /\\n{0,2}/\n" + _THOUGHT
 
 
-def form_of(body: Sampling) -> Dict[str, Any]:
-    """The form that a request asks for: at most one option of xserv.GenerateOptions."""
+def form_of(body: Sampling) -> Tuple[Optional[str], Dict[str, Any]]:
+    """The form that a request asks for: the field that does, and at most one option of xserv.GenerateOptions."""
     found: List[Tuple[str, str, Any]] = []
     response = body.response_format
     if response is not None and response.type == "json_object":
@@ -50,7 +50,10 @@ def form_of(body: Sampling) -> Dict[str, Any]:
     if len(found) > 1:
         names = " and ".join(name for name, _, _ in found)
         raise invalid(found[1][0], f"{names} cannot be given together")
-    return {option: value for _, option, value in found}
+    if not found:
+        return None, {}
+    name, option, value = found[0]
+    return name, {option: value}
 
 
 def _of_schema(schema: Any, param: str = "response_format") -> Dict[str, Any]:

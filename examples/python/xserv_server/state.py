@@ -72,6 +72,8 @@ class Generation:
         self._watching: "Optional[asyncio.Task[None]]" = None
         self.streams: List[xserv.AsyncTextStream] = []
         self.entry: Dict[str, Any] = request.scope.get("xserv.log", {})
+        #: The field of the request that asks for the form of its answer.
+        self.form: Optional[str] = None
         self.began = time.perf_counter()
         self.first_token: Optional[float] = None
         #: Why it was stopped, "disconnected" or "shutting_down"; None if it was not.
@@ -103,7 +105,7 @@ class Generation:
         try:
             submitted = self._state.model.generate_async(prompt, stream=stream, **options)
         except Exception as error:
-            raise from_library(error) from error
+            raise self.failure(error) from error
         self.streams.append(submitted)
         if self.stopped is not None:
             submitted.close()
@@ -121,7 +123,7 @@ class Generation:
                 async for _ in stream:
                     pass
             except xserv.Error as error:
-                raise from_library(error) from error
+                raise self.failure(error) from error
             found.append(self.result_of(stream))
         return found
 
@@ -137,7 +139,12 @@ class Generation:
             raise timed_out(self._state.settings.request_seconds)
         return result
 
+    def failure(self, error: BaseException) -> ApiError:
+        """What an exception means for the client."""
+        return error if isinstance(error, ApiError) else from_library(error, self.form)
+
     def error(self) -> ApiError:
+        """Why it was stopped."""
         if self.stopped == "disconnected":
             return ApiError(499, "the client has left", code="client_closed_request")
         return shutting_down()
