@@ -130,7 +130,7 @@ def main(argv: Optional[List[str]] = None) -> int:
         "device", "device_index", "dtype", "weights", "num_threads", "max_context_tokens", "kv_cache_tokens",
         "max_batch_size", "max_prefill_tokens", "max_memory_bytes", "deterministic", "random_weights",
     )  # fmt: skip
-    disable_created_metrics()
+    disable_created_metrics()  # type: ignore[no-untyped-call]
     try:
         settings = _settings(arguments)
         with xserv.Model(arguments.model, **{name: getattr(arguments, name) for name in names}) as model:
