@@ -1,4 +1,4 @@
-"""Builds the wheel of this package (PEP 517 and 660): copies xserv/ and the libxserv.so that was built.
+"""Builds the wheel of this package (PEP 517 and 660): copies xserv/, xserv_server/ and the libxserv.so that was built.
 
     pip install examples/python        takes the library along
     pip install -e examples/python     finds it when it is used
@@ -24,6 +24,9 @@ from typing import Any, Dict, Iterable, List, Optional, Tuple
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parent.parent
 
+PACKAGES = ("xserv", "xserv_server")
+SOURCES = ("*.py", "*.html", "py.typed")
+
 #: What the platform tags of PEP 600 let a library need, besides the C library's own parts: the unwinder.
 SYSTEM_LIBRARIES = re.compile(r"(libc|libm|libdl|libpthread|librt|libgcc_s|ld-linux-[a-z0-9-]+)\.so\.\d+$")
 MACHINES = {62: "x86_64", 183: "aarch64"}
@@ -48,9 +51,8 @@ def build_sdist(sdist_directory: str, config_settings: Any = None) -> str:
 
 def write_wheel(folder: Path, library: Path, texts: Dict[str, bytes]) -> str:
     """Makes a wheel of the package and this library, with these licence texts, and returns the name of its file."""
-    package = HERE / "xserv"
-    sources = sorted([*package.glob("*.py"), package / "py.typed"])
-    files = {f"xserv/{source.name}": source.read_bytes() for source in sources}
+    sources = sorted(source for package in PACKAGES for kind in SOURCES for source in (HERE / package).glob(kind))
+    files = {source.relative_to(HERE).as_posix(): source.read_bytes() for source in sources}
     files["xserv/libxserv.so"] = library.read_bytes()
     return _write(folder, f"py3-none-{platform_of(library)}", files, texts)
 
@@ -155,10 +157,30 @@ def _read_elf(content: bytes) -> Tuple[str, List[str], List[str]]:
     return MACHINES[machine], needed, versions
 
 
-def _project() -> Dict[str, str]:
-    """Returns the strings of [project] in pyproject.toml (Python reads TOML from 3.11 on only), and the package's version."""
+def _section(name: str) -> str:
+    """Returns a table of pyproject.toml: Python reads TOML from 3.11 on only."""
     text = (HERE / "pyproject.toml").read_text(encoding="utf-8")
-    section = text.split("\n[project]\n")[1].split("\n[")[0]
+    return text.split(f"\n[{name}]\n")[1].split("\n[")[0] + "\n"
+
+
+def _extras() -> List[str]:
+    """Returns the headers that name the optional requirements."""
+    headers = []
+    for extra, listed in re.findall(r"^([a-z-]+) = \[\n(.*?)^\]$", _section("project.optional-dependencies"), re.M | re.S):
+        headers.append(f"Provides-Extra: {extra}")
+        for requirement in re.findall(r'^ *"(.*)",$', listed, re.M):
+            headers.append(f'Requires-Dist: {requirement}; extra == "{extra}"')
+    return headers
+
+
+def _entry_points() -> bytes:
+    scripts = re.findall(r'^([a-z-]+) = "(.*)"$', _section("project.scripts"), re.M)
+    return "".join(["[console_scripts]\n", *(f"{name} = {function}\n" for name, function in scripts)]).encode()
+
+
+def _project() -> Dict[str, str]:
+    """Returns the strings of [project] in pyproject.toml, and the package's version."""
+    section = _section("project")
     package = (HERE / "xserv" / "__init__.py").read_text(encoding="utf-8")
     (version,) = re.findall(r'^__version__ = "(.*)"$', package, re.MULTILINE)
     return {**dict(re.findall(r'^([a-z-]+) = "(.*)"$', section, re.MULTILINE)), "version": version}
@@ -175,6 +197,7 @@ def _write(folder: Path, tag: str, files: Dict[str, bytes], texts: Dict[str, byt
         f"Requires-Python: {project['requires-python']}",
         f"License-Expression: {project['license']}",
         *(f"License-File: {name}" for name in texts),
+        *_extras(),
         "Description-Content-Type: text/markdown",
     ]
     readme = (HERE / project["readme"]).read_text(encoding="utf-8")
@@ -183,6 +206,7 @@ def _write(folder: Path, tag: str, files: Dict[str, bytes], texts: Dict[str, byt
         **files,
         **{f"{info}/licenses/{name}": text for name, text in texts.items()},
         f"{info}/METADATA": ("\n".join(headers) + "\n\n" + readme).encode(),
+        f"{info}/entry_points.txt": _entry_points(),
         f"{info}/WHEEL": f"Wheel-Version: 1.0\nGenerator: xserv_build\nRoot-Is-Purelib: {is_pure}\nTag: {tag}\n".encode(),
     }
     files[f"{info}/RECORD"] = _record(files.items(), f"{info}/RECORD")

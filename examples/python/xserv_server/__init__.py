@@ -6,7 +6,19 @@
 or create_app(), for an ASGI server of your own.
 """
 
-from .app import create_app
-from .settings import Settings
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .app import create_app
+    from .settings import Settings
 
 __all__ = ["Settings", "create_app"]
+
+
+def __getattr__(name: str) -> Any:
+    # They are read when they are used, so that the command can say which packages are missing.
+    if name not in __all__:
+        raise AttributeError(f"module 'xserv_server' has no attribute {name!r}")
+    from . import app
+
+    return getattr(app, name)
