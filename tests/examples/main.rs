@@ -15,4 +15,5 @@ mod python;
 mod random_model;
 mod readme;
 mod rust;
+mod server;
 mod support;

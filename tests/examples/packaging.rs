@@ -256,9 +256,19 @@ fn a_wheel_has_the_library_and_the_licences() {
     let program = "from importlib.metadata import files\n\
                    print(*(file for file in files('xserv')), sep='\\n')";
     let files = run(alone(&python, &folder).args(["-c", program])).stdout;
-    for file in ["xserv/libxserv.so", "xserv/py.typed"] {
+    for file in ["xserv/libxserv.so", "xserv/py.typed", "xserv_server/app.py"] {
         assert!(files.lines().any(|line| line == file), "no {file} in {files}");
     }
+    // The server's command and what it needs besides.
+    let program = "from importlib.metadata import metadata\n\
+                   print(metadata('xserv').get_all('Provides-Extra'))\n\
+                   print(*metadata('xserv').get_all('Requires-Dist'), sep='\\n')";
+    let described = run(alone(&python, &folder).args(["-c", program])).stdout;
+    assert!(described.starts_with("['server']\n"), "{described}");
+    assert!(described.contains("\nfastapi>="), "{described}");
+    assert!(described.lines().skip(1).all(|line| line.ends_with("; extra == \"server\"")));
+    let said = outcome(&mut alone(folder.join("venv/bin/xserv-server"), &folder));
+    assert!(said.stderr.contains("pip install 'xserv[server]'"), "{}", said.stderr);
     let read = "import sys; from importlib.metadata import distribution as d\n\
                 print(d('xserv').read_text('licenses/' + sys.argv[1]))";
     let text = |name: &str| run(alone(&python, &folder).args(["-c", read, name])).stdout;
