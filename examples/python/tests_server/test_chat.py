@@ -19,6 +19,10 @@ class Asking(unittest.TestCase):
         cls.client = cls.server.client()
         cls.addClassCleanup(cls.client.close)
 
+    def tearDown(self):
+        # Whoever reads to the end has not left.
+        self.assertEqual(self.server.metric("xserv_requests_disconnected_total"), 0)
+
     def chat(self, **options):
         options = {"model": NAME, "messages": story(), "max_tokens": 12, **options}
         return self.client.chat.completions.create(**options)

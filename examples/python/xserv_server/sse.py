@@ -7,7 +7,7 @@ of making it.
 from __future__ import annotations
 
 from json.encoder import encode_basestring
-from typing import Any, AsyncGenerator, AsyncIterator, Dict, List, Optional, Tuple
+from typing import Any, AsyncGenerator, AsyncIterator, Dict, List, Tuple
 
 import asyncio
 
@@ -108,6 +108,8 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": self._first, "more_body": True})
             async for data in self._rest:
                 await send({"type": "http.response.body", "body": data, "more_body": True})
+            # Before the end is sent: after it, the connection tells that it is over as if the client had left.
+            self._generation.finish()
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             await self._rest.aclose()
@@ -115,12 +117,12 @@ class EventStream(Response):
 
 async def start(generation: Generation, chunks: AsyncGenerator[bytes, None]) -> Response:
     """Waits for the first events, so that what is refused until then has a status of its own."""
-    first: Optional[bytes] = None
     try:
         first = await chunks.__anext__()
     except StopAsyncIteration:
+        generation.finish()
         raise generation.error() from None
-    finally:
-        if first is None:
-            generation.finish()
+    except BaseException:
+        generation.finish()
+        raise
     return EventStream(generation, first, chunks)
