@@ -16,7 +16,7 @@ from .auth import Caller
 from .errors import ApiError, from_library, invalid
 from .forms import after_thought, form_of, is_thinking
 from .logprobs import chat_entry
-from .requests import ChatMessage, ChatRequest, NamedTool, Tool, check_model, read_body
+from .requests import ChatMessage, ChatRequest, NamedTool, Tool, check_model, read_body, work_out
 from .sampling import sampling_options
 from .sse import DONE, ChunkWriter, error_event, quoted, start
 from .state import Generation, State
@@ -38,7 +38,7 @@ async def chat_completions(state: State, request: Request, caller: Caller) -> Re
     body = await read_body(request, ChatRequest)
     check_model(body.model, state.settings.model_names)
     generation = Generation(state, request, body.n or 1)
-    generation.form, options = chat_options(state, body, caller)
+    generation.form, options = await work_out(body, chat_options, state, body, caller)
     generation.entry.update(model=body.model, stream=bool(body.stream), n=body.n or 1)
     await generation.enter()
     answer = _Answer(state, body, generation)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from dataclasses import dataclass
@@ -17,8 +18,8 @@ from .chat import FINISH_REASONS, usage_of
 from .errors import ApiError, from_library, invalid
 from .forms import form_of
 from .logprobs import CompletionLogprobs
-from .requests import CompletionRequest, check_model, read_body
-from .sampling import check_token, sampling_options
+from .requests import CompletionRequest, check_model, read_body, work_out
+from .sampling import sampling_options
 from .sse import DONE, ChunkWriter, error_event, merged, quoted, start
 from .state import Generation, State
 
@@ -41,7 +42,7 @@ async def completions(state: State, request: Request, caller: Caller) -> Respons
     """Continues prompts."""
     body = await read_body(request, CompletionRequest)
     check_model(body.model, state.settings.model_names)
-    prompts = _prompts_of(state, body)
+    prompts = await work_out(body, _prompts_of, state, body)
     options = sampling_options(body, caller, state.settings.request_seconds)
     options["max_tokens"] = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     options["add_special_tokens"] = body.add_special_tokens
@@ -62,7 +63,7 @@ async def completions(state: State, request: Request, caller: Caller) -> Respons
     if body.stream:
         return await start(generation, answer.chunks(options))
     try:
-        answer.submit(options, stream=False)
+        await answer.submit(options, stream=False)
         results = await generation.results()
         return Response(to_json(answer.whole(results)), media_type="application/json")
     finally:
@@ -84,10 +85,9 @@ def _prompts_of(state: State, body: CompletionRequest) -> List[_Prompt]:
         place = "prompt" if len(prompts) == 1 else f"prompt[{index}]"
         if not prompt.text and not prompt.tokens:
             raise invalid(place, f"{place} is empty")
-        for token in prompt.tokens or ():
-            check_token(token, place)
-            if token >= vocab_size:
-                raise invalid(place, f"{place} has the token {token}, but the vocabulary has {vocab_size}")
+        if prompt.tokens and not 0 <= min(prompt.tokens) <= max(prompt.tokens) < vocab_size:
+            token = next(token for token in prompt.tokens if not 0 <= token < vocab_size)
+            raise invalid(place, f"{place} has the token {token}, but the vocabulary has {vocab_size}")
         if body.echo:
             prompt.shown = _shown(state, prompt)
             if prompt.tokens is None and body.logprobs is not None:
@@ -121,10 +121,12 @@ class _Answer:
     def _fields(self) -> Dict[str, Any]:
         return {"id": self._id, "object": "text_completion", "created": self._created, "model": self._state.name}
 
-    def submit(self, options: xserv.GenerateOptions, stream: bool) -> List[xserv.AsyncTextStream]:
-        """Hands all prompts over."""
+    async def submit(self, options: xserv.GenerateOptions, stream: bool) -> List[xserv.AsyncTextStream]:
+        """Hands all prompts over, and lets other tasks have their turn between them."""
         found = []
-        for prompt in self._prompts:
+        for index, prompt in enumerate(self._prompts):
+            if index % 16 == 15:
+                await asyncio.sleep(0)
             own: xserv.GenerateOptions = {**options}
             if prompt.tokens is not None:
                 own["tokens"], own["add_special_tokens"] = prompt.tokens, None
@@ -168,7 +170,7 @@ class _Answer:
         generation, body = self._generation, self._body
         has_begun = False
         try:
-            streams = self.submit(options, stream=True)
+            streams = await self.submit(options, stream=True)
             with_usage = bool(body.stream_options and body.stream_options.include_usage)
             writer = ChunkWriter(self._fields(), with_usage)
             writers = [self._writer_of(writer, number, prompt) for number, prompt in enumerate(self._prompts)]

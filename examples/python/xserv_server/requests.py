@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Dict, FrozenSet, List, Literal, Mapping, Optional, Type, TypeVar, Union
+from typing import Any, Callable, Dict, FrozenSet, List, Literal, Mapping, Optional, Type, TypeVar, Union
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 from starlette.requests import Request
 
 from .errors import ApiError, from_validation, invalid
 from .limits import check_is_json
 
 _Body = TypeVar("_Body", bound="Body")
+_Result = TypeVar("_Result")
 
 #: Bodies beyond this are read by another thread.
-LONG_BODY_BYTES = 256 << 10
+LONG_BODY_BYTES = 64 << 10
 
 #: What a client may send although it changes nothing here: accounting, routing, storage, and what is always so.
 HARMLESS: FrozenSet[str] = frozenset(
@@ -50,6 +51,9 @@ class Body(BaseModel):
     """A request. What it has beyond the fields is refused by name, unless it would change nothing."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+    #: Whether it takes so long to look at that another thread should.
+    _is_long: bool = PrivateAttr(default=False)
 
     def refuse_unknown(self) -> None:
         for name, value in (self.model_extra or {}).items():
@@ -224,12 +228,18 @@ async def read_body(request: Request, kind: Type[_Body]) -> _Body:
     try:
         if len(data) > LONG_BODY_BYTES:
             body = await asyncio.to_thread(kind.model_validate_json, data)
+            body._is_long = True
         else:
             body = kind.model_validate_json(data)
     except ValidationError as error:
         raise from_validation(error) from None
     body.refuse_unknown()
     return body
+
+
+async def work_out(body: Body, function: Callable[..., _Result], *arguments: Any) -> _Result:
+    """Calls a function that reads all of a body: here, or on another thread if that takes a while."""
+    return await asyncio.to_thread(function, *arguments) if body._is_long else function(*arguments)
 
 
 def check_model(name: Optional[str], names: Any) -> None:

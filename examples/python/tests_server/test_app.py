@@ -1,0 +1,183 @@
+"""The application in this process, and what it counts."""
+
+import asyncio
+import contextlib
+import io
+import sys
+import unittest
+from unittest import mock
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+from support import MODEL, NAME, PACKAGES, Server, story
+
+sys.path.insert(0, str(PACKAGES))
+import xserv
+from xserv_server import Settings, create_app
+from xserv_server.limits import Admission
+from xserv_server.logs import RequestLog
+
+
+def run(coroutine):
+    return asyncio.run(asyncio.wait_for(coroutine, 120))
+
+
+class Application(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        cls.model = xserv.Model(MODEL)
+        cls.addClassCleanup(cls.model.close)
+
+    def post(self, app, path, body):
+        async def send():
+            transport = httpx.ASGITransport(app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+                return await client.post(path, json=body)
+
+        return run(send())
+
+    def app(self, **settings):
+        return create_app(self.model, Settings([NAME], log_requests=False, **settings))
+
+    def test_any_server_can_run_it(self):
+        answer = self.post(self.app(), "/v1/completions", {"model": NAME, "prompt": "Once", "max_tokens": 3})
+        self.assertEqual(answer.json()["usage"]["completion_tokens"], 3)
+        body = {"model": NAME, "messages": story(), "max_tokens": 3, "stream": True}
+        self.assertTrue(self.post(self.app(), "/v1/chat/completions", body).text.endswith("data: [DONE]\n\n"))
+
+    def test_a_failure_of_the_server_itself(self):
+        async def fails(*_):
+            raise RuntimeError("a secret of the inside")
+
+        with mock.patch("xserv_server.app.completions", fails), self.assertLogs("xserv_server", "ERROR"):
+            answer = self.post(self.app(), "/v1/completions", {"model": NAME, "prompt": "Once"})
+        self.assertEqual((answer.status_code, answer.json()["error"]["type"]), (500, "server_error"))
+        self.assertNotIn("secret", answer.text)
+
+    def test_a_model_that_has_been_closed(self):
+        with xserv.Model(MODEL) as model:
+            app = create_app(model, Settings([NAME], log_requests=False))
+        for body in ({"prompt": "Once"}, {"prompt": "Once", "stream": True}, {"prompt": ["Once", "Twice"], "stream": True}):
+            answer = self.post(app, "/v1/completions", {"model": NAME, **body})
+            self.assertEqual((answer.status_code, answer.json()["error"]["code"]), (503, "shutting_down"))
+
+    def test_a_name_is_needed(self):
+        with self.assertRaises(ValueError):
+            create_app(self.model, Settings([]))
+
+    def test_a_model_without_a_chat_template(self):
+        app = self.app()
+        app.state.server.call_form = None
+        tools = [{"type": "function", "function": {"name": "f"}}]
+        body = {"model": NAME, "messages": story(), "tools": tools, "tool_choice": "required"}
+        error = self.post(app, "/v1/chat/completions", body).json()["error"]
+        self.assertEqual((error["param"], error["code"]), ("tool_choice", "unsupported"))
+
+    def test_a_prompt_that_has_begun_a_thought(self):
+        from xserv_server.chat import chat_options
+        from xserv_server.auth import Caller
+        from xserv_server.requests import ChatRequest
+
+        state = self.app().state.server
+        form = {"type": "json_schema", "json_schema": {"schema": {"type": "integer", "maximum": 9, "minimum": 0}}}
+        body = ChatRequest.model_validate({"model": NAME, "messages": story(), "response_format": form})
+        with mock.patch("xserv_server.chat._prompt_of", return_value="<|im_start|>assistant\n<think>\n"):
+            _, options = chat_options(state, body, Caller(None, b""))
+        # As the model would go on behind such a prompt.
+        prompt = self.model.apply_chat_template(story()) + "<think>\n"
+        likely = {self.model.tokenize("</think>")[0]: 30.0}
+        result = self.model.generate(
+            prompt, grammar=options["grammar"], answer_format="auto", max_tokens=60, logit_bias=likely
+        )
+        self.assertIn(result.content.strip(), "0123456789")
+        self.assertEqual(result.finish_reason, "complete")
+
+    def test_long_bodies_and_many_prompts(self):
+        long = "Once upon a time there was a dog. " * 3000
+        for body, status in (
+            ({"prompt": long, "echo": True, "logprobs": 1}, 400),
+            ({"prompt": ["Once"] * 700, "max_tokens": 1}, 200),
+            ({"prompt": ["Once"] * 5000, "max_tokens": 1}, 400),
+        ):
+            answer = self.post(self.app(), "/v1/completions", {"model": NAME, **body})
+            self.assertEqual(answer.status_code, status, answer.text[:300])
+        body = {"model": NAME, "messages": [{"role": "user", "content": long}], "response_format": {"type": "json_object"}}
+        error = self.post(self.app(), "/v1/chat/completions", body).json()["error"]
+        self.assertEqual(error["code"], "context_length_exceeded")
+
+
+class Counts(unittest.TestCase):
+    def test_what_metrics_tell(self):
+        with Server("--no-request-log") as server, server.client() as client:
+            usages = [client.completions.create(model=NAME, prompt="Once", max_tokens=5).usage for _ in range(3)]
+            stream = client.chat.completions.create(
+                model=NAME, messages=story(), stream=True, max_tokens=8, stream_options={"include_usage": True}
+            )
+            usages.append([chunk.usage for chunk in stream][-1])
+            with server.http() as http:
+                http.post("/v1/completions", content=b"{")
+                http.get("/never/seen/before")
+                text = http.get("/metrics").text
+            self.assertEqual(server.log, [])
+        found = {family.name: family for family in text_string_to_metric_families(text)}
+
+        def value(name, suffix="", **labels):
+            samples = [s for s in found[name].samples if s.name == name + suffix and s.labels == labels]
+            self.assertEqual(len(samples), 1, (name, suffix, labels))
+            return samples[0].value
+
+        self.assertEqual(value("xserv_prompt_tokens", "_total"), sum(usage.prompt_tokens for usage in usages))
+        self.assertEqual(value("xserv_generation_tokens", "_total"), sum(usage.completion_tokens for usage in usages))
+        self.assertEqual(value("xserv_http_responses", "_total", path="/v1/completions", status="200"), 3)
+        self.assertEqual(value("xserv_http_responses", "_total", path="/v1/completions", status="415"), 1)
+        self.assertEqual(value("xserv_http_responses", "_total", path="other", status="404"), 1)
+        for name in ("xserv_time_to_first_token_seconds", "xserv_e2e_request_latency_seconds"):
+            self.assertEqual(value(name, "_count"), 4)
+            self.assertEqual(value(name, "_bucket", le="+Inf"), 4)
+        self.assertGreaterEqual(value("xserv_inter_token_latency_seconds", "_count"), 3)
+        self.assertEqual(value("xserv_requests_queued"), 0)
+        self.assertGreater(value("xserv_kv_cache_blocks"), 0)
+        self.assertGreaterEqual(value("xserv_prefix_cache_queries", "_total"), value("xserv_prefix_cache_hits", "_total"))
+        steps = [sample.value for sample in found["xserv_step_seconds"].samples if sample.name.endswith("_bucket")]
+        self.assertEqual(steps, sorted(steps))
+        self.assertEqual(steps[-1], value("xserv_engine_steps", "_total"))
+
+
+class Parts(unittest.TestCase):
+    def test_turns_are_taken_in_order(self):
+        async def check():
+            admission, order = Admission(2, 10), []
+
+            async def ask(name, weight):
+                await admission.enter(weight)
+                order.append(name)
+
+            await admission.enter(2)
+            waiting = [asyncio.ensure_future(ask(*each)) for each in (("large", 2), ("small", 1), ("other", 1))]
+            await asyncio.sleep(0)
+            self.assertEqual(admission.num_queued, 3)
+            admission.leave(1)
+            await asyncio.sleep(0)
+            self.assertEqual(order, [])  # the small one does not overtake
+            waiting[0].cancel()
+            await asyncio.sleep(0.01)
+            self.assertEqual(order, ["small"])
+            admission.leave(1)
+            admission.leave(1)
+            await asyncio.gather(*waiting, return_exceptions=True)
+            self.assertEqual((order, admission.num_running), (["small", "other"], 1))
+
+        run(check())
+
+    def test_a_log_whose_reader_has_gone(self):
+        class Gone(io.StringIO):
+            def write(self, _):
+                raise BrokenPipeError
+
+        with contextlib.closing(RequestLog(Gone())) as log:
+            for _ in range(20000):
+                log.write({"a": 1})
+
+
+if __name__ == "__main__":
+    unittest.main()
