@@ -110,6 +110,12 @@ class Queues(unittest.TestCase):
             # More samples than there is room for have all of it.
             several = client.completions.create(model=NAME, prompt=["a", "b", "c"], n=2, max_tokens=2)
             self.assertEqual(len(several.choices), 6)
+            server.terminate()
+            self.assertEqual(server.wait(), 0)
+        lines = [json.loads(line) for line in server.log]
+        self.assertEqual(sorted(line["status"] for line in lines), [200, 200, 499])
+        self.assertEqual([line["error"] for line in lines if line["status"] == 499], ["client_closed_request"])
+        self.assertEqual([line for line in server.errors if "Traceback" in line], [])
 
     def test_a_request_that_takes_too_long(self):
         with Server("--request-seconds", "0.2") as server, server.client() as client:

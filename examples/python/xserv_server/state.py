@@ -92,7 +92,8 @@ class Generation:
                 raise self.error()
             self._entering.result()
         except BaseException:
-            if not self._entering.cancel() and self._entering.exception() is None:
+            entering = self._entering
+            if not entering.cancel() and not entering.cancelled() and entering.exception() is None:
                 state.admission.leave(self._weight)
             self._watching.cancel()
             raise
