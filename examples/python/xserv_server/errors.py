@@ -51,6 +51,11 @@ def server_error(message: str, status: int = 500, code: Optional[str] = None) ->
     return ApiError(status, message, code=code, kind="server_error")
 
 
+def client_has_left() -> ApiError:
+    """Nobody reads it but the log."""
+    return ApiError(499, "the client has left", code="client_closed_request")
+
+
 def shutting_down() -> ApiError:
     return server_error("the server is shutting down", 503, "shutting_down")
 

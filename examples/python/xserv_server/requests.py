@@ -6,9 +6,9 @@ import asyncio
 from typing import Any, Callable, Dict, FrozenSet, List, Literal, Mapping, Optional, Type, TypeVar, Union
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
-from .errors import ApiError, from_validation, invalid
+from .errors import ApiError, client_has_left, from_validation, invalid
 from .limits import check_is_json
 
 _Body = TypeVar("_Body", bound="Body")
@@ -224,7 +224,10 @@ class DetokenizeRequest(Body):
 async def read_body(request: Request, kind: Type[_Body]) -> _Body:
     """Reads the body of a request and checks its types. Raises ApiError."""
     check_is_json(request.headers.get("content-type", ""))
-    data = await request.body()
+    try:
+        data = await request.body()
+    except ClientDisconnect:
+        raise client_has_left() from None
     try:
         if len(data) > LONG_BODY_BYTES:
             body = await asyncio.to_thread(kind.model_validate_json, data)

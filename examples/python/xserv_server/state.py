@@ -10,7 +10,7 @@ import xserv
 from starlette.requests import Request
 
 from .auth import Keys
-from .errors import ApiError, from_library, shutting_down, timed_out
+from .errors import ApiError, client_has_left, from_library, shutting_down, timed_out
 from .forms import CallForm, find_call_form
 from .limits import Admission
 from .logprobs import TokenTexts
@@ -147,7 +147,7 @@ class Generation:
     def error(self) -> ApiError:
         """Why it was stopped."""
         if self.stopped == "disconnected":
-            return ApiError(499, "the client has left", code="client_closed_request")
+            return client_has_left()
         return shutting_down()
 
     def stop(self, reason: str) -> None:
