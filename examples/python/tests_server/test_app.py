@@ -3,8 +3,11 @@
 import asyncio
 import contextlib
 import io
+import shutil
 import sys
+import tempfile
 import unittest
+from pathlib import Path
 from unittest import mock
 
 import httpx
@@ -104,6 +107,61 @@ class Application(unittest.TestCase):
         body = {"model": NAME, "messages": [{"role": "user", "content": long}], "response_format": {"type": "json_object"}}
         error = self.post(self.app(), "/v1/chat/completions", body).json()["error"]
         self.assertEqual(error["code"], "context_length_exceeded")
+
+
+class CallForms(unittest.TestCase):
+    """How a model writes calls is found out from its chat template."""
+
+    TURNS = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}CALL{% endfor %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    JSON = '{"name": "{{ c.function.name }}", "KEY": {{ c.function.arguments | tojson }}}'
+
+    def find(self, call):
+        from xserv_server.forms import find_call_form
+
+        with tempfile.TemporaryDirectory() as folder:
+            for file in Path(MODEL).iterdir():
+                if file.name != "chat_template.jinja":
+                    shutil.copy(file, folder)
+            Path(folder, "chat_template.jinja").write_text(self.TURNS.replace("CALL", call))
+            with xserv.Model(folder) as model:
+                form = find_call_form(model)
+                if form is None:
+                    return None
+                return self.call_by(model, form)
+
+    def call_by(self, model, form):
+        """A call that is made by the form's grammar, where the prompt leaves no room for a thought."""
+        from xserv_server.requests import Tool
+
+        parameters = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 9}}, "required": ["n"]}
+        parameters["additionalProperties"] = False
+        tool = {"type": "function", "function": {"name": "count", "parameters": parameters}}
+        grammar = form.grammar([Tool.model_validate(tool)], "<think>\n\n</think>\n\n")
+        # So small a model may else go on with blanks, which JSON allows.
+        closing = {token: 20.0 for token in model.tokenize("}")}
+        result = model.generate(
+            messages=story(), tools=[tool], grammar=grammar, max_tokens=60, seed=1, logit_bias=closing
+        )
+        self.assertEqual(len(result.tool_calls), 1, result.text)
+        (call,) = result.tool_calls
+        self.assertEqual((call.name, set(call.arguments)), ("count", {"n"}))
+        return result.text.partition("{")[0]
+
+    def test_forms(self):
+        self.assertEqual(self.find("<tool_call>\n" + self.JSON.replace("KEY", "arguments") + "\n</tool_call>"), "<tool_call>\n")
+        # Bare JSON is a call for the library where the template is one of Llama 3.
+        self.assertEqual(self.find(self.JSON.replace("KEY", "parameters") + "{# <|start_header_id|> #}"), "")
+        self.assertIsNone(self.find(self.JSON.replace("KEY", "parameters")))
+
+    def test_what_no_grammar_has(self):
+        self.assertIsNone(self.find(""))
+        self.assertIsNone(self.find("[{{ c.function.name }}(1)]"))
+        # A special token is no text.
+        self.assertIsNone(self.find("<|box_start|>" + self.JSON.replace("KEY", "arguments")))
 
 
 class Counts(unittest.TestCase):

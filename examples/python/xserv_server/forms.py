@@ -87,8 +87,8 @@ def after_thought(form: Dict[str, Any]) -> Dict[str, Any]:
 class CallForm:
     """How a model writes the call of a tool, if it is JSON between fixed texts, as its chat template shows it."""
 
-    def __init__(self, before: str, name_key: str, arguments_key: str, after: str) -> None:
-        self._before, self._after = before, after
+    def __init__(self, before: str, name_key: str, arguments_key: str, after: str, may_think: bool) -> None:
+        self._before, self._after, self._may_think = before, after, may_think
         self._name_key, self._arguments_key = name_key, arguments_key
 
     def grammar(self, tools: List[Tool], prompt: str) -> str:
@@ -108,7 +108,9 @@ class CallForm:
         body = f"call: {before}( {' | '.join(f'call_{index}' for index in range(len(calls)))} ) {after}\n"
         if is_thinking(prompt):
             return f"start: think call\n{_IS_THINKING}{body}{rules}"
-        return f"start: think? call\n{_MAY_THINK}{body}{rules}"
+        if self._may_think and not prompt.rstrip().endswith("</think>"):
+            return f"start: think? call\n{_MAY_THINK}{body}{rules}"
+        return f"start: call\n{body}{rules}"
 
 
 def find_call_form(model: xserv.Model) -> Optional[CallForm]:
@@ -143,7 +145,9 @@ def find_call_form(model: xserv.Model) -> Optional[CallForm]:
     start = whole.rfind(turn, 0, begin) + len(turn) if turn else begin
     before = re.sub(r"^\s*<think>\s*</think>\s*", "", whole[start:begin]).lstrip()
     after = re.match(r"\s*(?:</[A-Za-z_]+>)?", whole[begin + length :])
-    form = CallForm(before, names[0], arguments[0], after.group().rstrip() if after else "")
+    # Models that think have a token for it.
+    may_think = len(model.tokenize("</think>", add_special_tokens=False)) == 1
+    form = CallForm(before, names[0], arguments[0], after.group().rstrip() if after else "", may_think)
     return form if _is_read_back(model, form) else None
 
 
