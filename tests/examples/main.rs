@@ -10,6 +10,7 @@ mod c;
 mod cpp;
 mod install;
 mod packaging;
+mod page;
 mod program;
 mod python;
 mod random_model;
