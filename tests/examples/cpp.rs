@@ -290,6 +290,14 @@ fn examples_run() {
     }
     let refused = outcome(command(build.join("kernels")).arg("tpu"));
     assert_eq!(refused.code, Some(2), "{}", refused.stderr);
+
+    let server = build.join("server");
+    if !server.is_file() {
+        return skip("the example server", "cpp-httplib or nlohmann-json is not installed");
+    }
+    let client = repository().join("tests/examples/cpp_server.py");
+    let said = run(command("python3").arg(client).arg(server).arg(model())).stdout;
+    assert_eq!(said.matches(" ok\n").count(), 5, "{said}");
 }
 
 #[test]
