@@ -345,6 +345,21 @@ fn what_cannot_be_followed_is_refused_by_its_path() {
 }
 
 /// Each is refused in one sentence, or taken, within two seconds.
+/// Words that no draft has are annotations, and those of the drafts that allow or forbid are refused.
+#[test]
+fn words_of_no_draft_count_for_nothing() {
+    let model = Model::open(&tiny());
+    let ids = tokens(2, 1);
+    for words in ["", r#", "chickenbutt": {"not": {}}"#, r#", "title": "t", "deprecated": true"#] {
+        let text = format!(r#"{{"type": "integer"{words}}}"#);
+        let request = schema(greedy(&ids, 1), &text);
+        assert!(fits(&model, request, "12"), "{text}");
+        assert!(!fits(&model, request, "\"a\""), "{text}");
+    }
+    let text = r#"{"type": "integer", "not": {}}"#;
+    assert!(model.generate(&schema(greedy(&ids, 1), text)).is_err());
+}
+
 #[test]
 fn constraints_that_mean_harm_cost_little() {
     let model = Model::open(&tiny());
