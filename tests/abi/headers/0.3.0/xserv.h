@@ -1537,8 +1537,8 @@ typedef enum xserv_constraint_kind {
    * type, enum, const, anyOf, oneOf (of alternatives that exclude each other), allOf, $ref, properties,
    * patternProperties, additionalProperties, required, minProperties, maxProperties, items, prefixItems,
    * additionalItems, minItems, maxItems, minLength, maxLength, pattern, format, minimum, maximum,
-   * exclusiveMinimum, exclusiveMaximum, multipleOf. Annotations count for nothing; any other keyword is
-   * refused.
+   * exclusiveMinimum, exclusiveMaximum, multipleOf. Other keywords of those drafts that allow or forbid
+   * something are refused; annotations and words that no draft has count for nothing, as the drafts say.
    */
   XSERV_CONSTRAINT_JSON_SCHEMA = 1,
   /**
