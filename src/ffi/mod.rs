@@ -28,6 +28,7 @@ mod tensor;
 mod text;
 mod types;
 mod version;
+mod wake;
 
 pub use answer::*;
 pub use context::*;

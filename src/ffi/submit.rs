@@ -2,7 +2,7 @@
 
 #![allow(non_camel_case_types)]
 
-use std::ffi::{c_char, c_int, c_void};
+use std::ffi::{c_char, c_void};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -10,15 +10,16 @@ use super::generate::{
     append_top, finish_code, new_result, pointer_to, xserv_log_prob, xserv_result,
 };
 use super::guard::{
-    call_host, guard, guard_or, guard_work, init_struct, read_struct, with_nul, write_struct,
-    GrowingStruct, Out,
+    guard, guard_or, guard_work, init_struct, read_struct, with_nul, write_struct, GrowingStruct,
+    Out,
 };
 use super::handle::HandleTable;
 use super::model::{engine_of, xserv_model};
 use super::request::{request_of, xserv_request};
 use super::status::xserv_status;
 use super::types::XSERV_NO_TOKEN;
-use crate::engine::{AnswerPart, Event, Generation, Ticket, TicketHandle, Waker};
+use super::wake::waker_of;
+use crate::engine::{AnswerPart, Event, Generation, Ticket, TicketHandle};
 use crate::error::{Error, Result};
 
 /// Used for the timeout of xserv_next(): wait as long as it takes.
@@ -284,110 +285,6 @@ impl Drop for Submission {
 }
 
 static SUBMISSIONS: HandleTable<Submission> = HandleTable::new(10, "submission");
-
-/// The caller's callback and descriptor to be notified by.
-struct WakeTarget {
-    callback: xserv_wake_callback,
-    user_data: *mut c_void,
-    fd: c_int,
-}
-
-// SAFETY: the pointer is only passed to the caller's function, which by contract may run on any
-// thread.
-unsafe impl Send for WakeTarget {}
-// SAFETY: as above.
-unsafe impl Sync for WakeTarget {}
-
-impl WakeTarget {
-    fn wake(&self) {
-        if self.fd >= 0 {
-            write_quietly(self.fd, &1u64.to_ne_bytes());
-        }
-        if let Some(callback) = self.callback {
-            // SAFETY: the caller's function with the caller's data, valid until the submission is
-            // freed, which waits for this call.
-            call_host(|| unsafe { callback(self.user_data) });
-        }
-    }
-}
-
-/// Consumes a signal that is pending for this thread and blocked, if there is one.
-///
-/// # Safety
-/// `signals` is a set of blocked signals.
-#[cfg(target_os = "linux")]
-unsafe fn take_pending(signals: &libc::sigset_t) {
-    let no_time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: both point to initialised values; no information on the signal is asked for.
-    unsafe { libc::sigtimedwait(signals, std::ptr::null_mut(), &no_time) };
-}
-
-/// Consumes a signal that is pending for this thread and blocked, if there is one.
-///
-/// # Safety
-/// `signals` is a set of blocked signals.
-#[cfg(not(target_os = "linux"))]
-unsafe fn take_pending(signals: &libc::sigset_t) {
-    // SAFETY: as on Linux. A signal that is pending does not make it wait.
-    unsafe {
-        let mut pending = std::mem::zeroed::<libc::sigset_t>();
-        let is_pending =
-            libc::sigpending(&mut pending) == 0 && libc::sigismember(&pending, libc::SIGPIPE) == 1;
-        if is_pending {
-            libc::sigwait(signals, &mut 0);
-        }
-    }
-}
-
-/// Writes to a descriptor of the caller's. The result is ignored: a descriptor that is full has been
-/// notified already, and one that nobody reads needs no notification.
-fn write_quietly(fd: c_int, bytes: &[u8]) {
-    // SAFETY: the sets and the bytes are on this stack or borrowed, of the sizes that are passed;
-    // the mask changed is that of this thread only. The descriptor is open by contract.
-    unsafe {
-        let mut pipe = std::mem::zeroed::<libc::sigset_t>();
-        let mut before = std::mem::zeroed::<libc::sigset_t>();
-        let mut mask = std::mem::zeroed::<libc::sigset_t>();
-        libc::sigemptyset(&mut pipe);
-        libc::sigaddset(&mut pipe, libc::SIGPIPE);
-        // The library's threads block it anyway, but a wake-up callback may have changed that.
-        if libc::pthread_sigmask(libc::SIG_BLOCK, &pipe, &mut mask) != 0 {
-            return;
-        }
-        let was_pending =
-            libc::sigpending(&mut before) == 0 && libc::sigismember(&before, libc::SIGPIPE) == 1;
-        let written = libc::write(fd, bytes.as_ptr() as *const c_void, bytes.len());
-        if written < 0 && !was_pending {
-            take_pending(&pipe);
-        }
-        libc::pthread_sigmask(libc::SIG_SETMASK, &mask, std::ptr::null_mut());
-    }
-}
-
-fn waker_of(options: &xserv_submit_options) -> Result<Option<Waker>> {
-    if options.wake.is_none() && options.wake_fd < 0 {
-        return Ok(None);
-    }
-    if options.wake_fd >= 0 {
-        // SAFETY: asks for the flags of a descriptor; a wrong number is an error.
-        let flags = unsafe { libc::fcntl(options.wake_fd, libc::F_GETFL) };
-        if flags < 0 || flags & libc::O_NONBLOCK == 0 {
-            return Err(Error::invalid_argument(format!(
-                "options.wake_fd is {}, which is not an open file descriptor that does not block (O_NONBLOCK)",
-                options.wake_fd
-            )));
-        }
-    }
-    let target = WakeTarget {
-        callback: options.wake,
-        user_data: options.wake_user_data,
-        fd: options.wake_fd,
-    };
-    Ok(Some(Box::new(move || {
-        let target = &target;
-        target.wake()
-    })))
-}
 
 /// Sets every option to its default.
 ///
