@@ -8,6 +8,7 @@ mod bench;
 mod bench_parts;
 mod c;
 mod cpp;
+mod docs;
 mod install;
 mod packaging;
 mod page;

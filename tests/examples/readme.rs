@@ -13,17 +13,7 @@ fn readme() -> String {
 
 /// The texts of the code blocks of a language.
 fn blocks(language: &str) -> Vec<String> {
-    let text = readme();
-    let mut found = Vec::new();
-    let mut parts = text.split("\n```");
-    parts.next();
-    while let (Some(block), Some(_prose)) = (parts.next(), parts.next()) {
-        let (name, body) = block.split_once('\n').expect("a block with lines");
-        if name == language {
-            found.push(body.to_string() + "\n");
-        }
-    }
-    found
+    code_blocks(&readme(), language)
 }
 
 fn only_block(language: &str) -> String {

@@ -121,6 +121,20 @@ pub fn run_with_input(command: &mut Command, input: &str) -> Outcome {
     outcome
 }
 
+/// The texts of the code blocks of a language in a Markdown text.
+pub fn code_blocks(text: &str, language: &str) -> Vec<String> {
+    let mut found = Vec::new();
+    let mut parts = text.split("\n```");
+    parts.next();
+    while let (Some(block), Some(_prose)) = (parts.next(), parts.next()) {
+        let (name, body) = block.split_once('\n').expect("a block with lines");
+        if name == language {
+            found.push(body.to_string() + "\n");
+        }
+    }
+    found
+}
+
 /// Says that a test, or a part of one, can't run here.
 pub fn skip(what: &str, reason: &str) {
     assert!(std::env::var_os("XSERV_REQUIRE_TOOLS").is_none(), "{what} can't run: {reason}");
