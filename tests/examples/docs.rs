@@ -39,8 +39,7 @@ fn programs_run(language: &str, compiler: &str, standard: &str) {
         let source = folder.join(format!("{name}.{language}"));
         fs::write(&source, snippet).expect("a source file");
         build_program(compiler, &[source], &[standard], &folder.join(&name));
-        let said =
-            run(command(folder.join(&name)).env("LD_LIBRARY_PATH", staged_library())).stdout;
+        let said = run(command(folder.join(&name)).env("LD_LIBRARY_PATH", staged_library())).stdout;
         assert!(!said.trim().is_empty(), "{name} says nothing");
     }
 }
