@@ -24,7 +24,6 @@ myst_heading_anchors = 3
 html_theme = "furo"
 html_show_copyright = False
 html_title = f"xserv {release}"
-exclude_patterns = ["README.md"]
 smartquotes = False
 nitpicky = True
 # Names of Python and of other packages have no page here.

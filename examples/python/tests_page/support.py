@@ -54,8 +54,16 @@ class PageTest(unittest.TestCase):
         page.on("console", lambda message: self.complaints.append(message.text))
         page.on("pageerror", lambda error: self.complaints.append(str(error)))
         page.goto(self.url)
-        expect(page.locator("#state[data-state]")).to_be_attached()
+        self.wait_for_the_model(page)
         return page
+
+    def wait_for_the_model(self, page: Page) -> None:
+        """Waits until the page knows the server's model, or says why not."""
+        expect(page.locator("#model option[value], #toast:not([hidden])").first).to_be_attached()
+
+    def reload(self) -> None:
+        self.page.reload()
+        self.wait_for_the_model(self.page)
 
     def send(self, text: str, page: Optional[Page] = None) -> None:
         page = page or self.page

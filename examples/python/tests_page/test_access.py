@@ -65,10 +65,15 @@ class Keyboard(PageTest):
         expect(self.page.locator("#input")).to_be_focused()
 
     def test_what_is_heard(self):
+        collect = "() => { window.heard = []; const said = document.getElementById('said');"
+        collect += "new MutationObserver(() => window.heard.push(said.textContent)).observe(said, {childList: true}); }"
+        self.page.evaluate(collect)
         self.server.answers["Hello"] = said("Good morning.", pause=0.1)
         self.send("Hello")
-        expect(self.page.locator("#said")).to_have_text("The model is answering.")
         expect(self.page.locator("#said")).to_have_text("The answer is complete. Good morning.")
+        # Once at the beginning and once at the end, and not with every token.
+        heard = self.page.evaluate("() => window.heard")
+        self.assertEqual(heard, ["The model is answering.", "The answer is complete. Good morning."])
         self.assertEqual(self.page.locator("#said").get_attribute("aria-live"), "polite")
         nameless = """() => [...document.querySelectorAll('button, input, textarea, select, [role=img], [role=meter]')]
             .filter((node) => !(node.ariaLabel || node.textContent.trim() || node.labels?.length)).map((node) => node.outerHTML)"""
@@ -85,10 +90,11 @@ class Looks(PageTest):
     def test_themes(self):
         self.assertLess(self.lightness(), 0.2)
         self.page.emulate_media(color_scheme="light")
+        expect(self.page.locator("html")).to_have_attribute("data-theme", "light")
         self.assertGreater(self.lightness(), 0.8)
         self.page.locator("#theme").click()
         self.assertLess(self.lightness(), 0.2)
-        self.page.reload()
+        self.reload()
         self.assertLess(self.lightness(), 0.2)
         self.assertEqual(self.page.locator("#theme").get_attribute("aria-pressed"), "true")
 

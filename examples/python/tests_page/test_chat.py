@@ -17,7 +17,7 @@ TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": 
 class Chat(PageTest):
     def test_text_comes_piece_by_piece(self):
         words = " ".join(f"word{number}" for number in range(60))
-        self.server.answers["Hello"] = said(words, pause=0.02)
+        self.server.answers["Hello"] = said(words, pause=0.05)
         self.page.locator("#input").press_sequentially("Hello")
         self.page.keyboard.press("Enter")
         expect(self.page.locator("article.user")).to_have_text("Hello")
@@ -64,8 +64,8 @@ class Chat(PageTest):
         self.assertTrue(self.server.requests[1]["messages"][1]["content"].startswith("so on and so on"))
 
     def test_thoughts_are_folded(self):
-        thought = [{"reasoning_content": f"thought {number} "} for number in range(20)]
-        self.server.answers["Think"] = Answer([*thought, {"content": "Done."}], pause=0.03)
+        thought = [{"reasoning_content": f"thought {number} "} for number in range(40)]
+        self.server.answers["Think"] = Answer([*thought, {"content": "Done."}], pause=0.05)
         self.send("Think")
         details = self.page.locator("details.thinking")
         expect(details.locator("summary")).to_have_text("Thinking …")
@@ -124,7 +124,7 @@ class Conversations(PageTest):
         self.page.locator("#chats .open", has_text=title).click()
 
     def test_two_at_once(self):
-        self.server.answers["Slow"] = said("alpha " * 100, size=6, pause=0.02)
+        self.server.answers["Slow"] = said("alpha " * 100, size=6, pause=0.05)
         self.send("Slow")
         expect(self.last_text()).to_contain_text("alpha alpha")
         self.page.locator("#new").click()
@@ -148,7 +148,7 @@ class Conversations(PageTest):
             self.page.locator("#new").click()
             self.send(text)
             self.wait_for_the_end()
-        self.page.reload()
+        self.reload()
         expect(self.page.locator("#chats .open")).to_have_text(["Second one", "First one"])
         expect(self.page.locator("article.user")).to_have_text("Second one")
         self.open_chat("First one")
@@ -158,7 +158,7 @@ class Conversations(PageTest):
         self.server.answers["Long"] = said("so on and " * 2000, pause=0.01)
         self.send("Long")
         expect(self.last_text()).to_contain_text("so on and so on")
-        self.page.reload()
+        self.reload()
         expect(self.last_text()).to_contain_text("so on and so on")
         expect(self.page.locator(".remark")).to_have_text("Stopped.")
 
@@ -170,7 +170,7 @@ class Conversations(PageTest):
         self.page.locator("text=Undo").click()
         expect(self.page.locator("article.user")).to_have_text("To be deleted")
         self.page.get_by_label("Delete To be deleted").click()
-        self.page.reload()
+        self.reload()
         expect(self.page.locator("#state[data-state=ok]")).to_be_attached()
         expect(self.page.locator("#chats li")).to_have_count(0)
 
@@ -184,7 +184,7 @@ class Conversations(PageTest):
             fill = "chats => { localStorage.clear(); for (const chat of chats) { try { "
             fill += "localStorage.setItem('xserv.chat.' + chat.id, JSON.stringify(chat)); } catch {} } }"
             self.page.evaluate(fill, chats)
-            self.page.reload()
+            self.reload()
             self.page.locator("#new").click()
             self.send("The newest")
             self.wait_for_the_end()
@@ -201,7 +201,7 @@ class Conversations(PageTest):
         for number, text in enumerate(damaged):
             self.page.evaluate("([key, text]) => localStorage.setItem(key, text)", [f"xserv.chat.{number}", text])
         self.page.evaluate("() => localStorage.setItem('xserv.settings', '[')")
-        self.page.reload()
+        self.reload()
         expect(self.page.locator("#chats .open")).to_have_count(2)
         for number in range(2):
             self.page.locator("#chats .open").nth(number).click()
@@ -234,7 +234,7 @@ class Settings(PageTest):
         self.assertEqual(request["messages"][0], {"role": "system", "content": "Be brief."})
         self.assertEqual((request["temperature"], request["top_p"], request["max_tokens"]), (0.5, 0.9, 64))
         self.assertEqual(request["chat_template_kwargs"], {"enable_thinking": False})
-        self.page.reload()
+        self.reload()
         self.page.locator("#settings").click()
         expect(self.page.locator("#temperature")).to_have_value("0.5")
 
@@ -259,7 +259,7 @@ class Settings(PageTest):
 
     def test_the_api_key_is_kept_for_the_tab_alone(self):
         self.server.api_key = "secret"
-        self.page.reload()
+        self.reload()
         expect(self.page.locator("#toast")).to_contain_text("wants an API key")
         self.page.locator("#toast button").click()
         self.page.locator("#key").fill("secret")
@@ -267,7 +267,7 @@ class Settings(PageTest):
         expect(self.page.locator("#model")).to_have_value("stand-in")
         self.send("Hello")
         expect(self.last_text()).to_have_text("Hello")
-        self.page.reload()
+        self.reload()
         expect(self.page.locator("#model")).to_have_value("stand-in")
         self.assertNotIn("secret", self.page.evaluate("() => JSON.stringify(localStorage)"))
 

@@ -70,7 +70,7 @@ class Safety(PageTest):
             self.send(attack)
             self.wait_for_the_end()
             self.page.locator("summary").click()
-        self.page.reload()
+        self.reload()
         for number in range(len(ATTACKS)):
             self.page.locator("#chats .open").nth(number).click()
             for node in self.page.locator("#log a").all():
