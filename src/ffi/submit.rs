@@ -347,7 +347,8 @@ pub unsafe extern "C" fn xserv_submit(
         let options = unsafe { read_struct(options, "options") }?;
         let events = wanted_events(&options)?;
         let engine = engine_of(model)?;
-        let (ticket, prepared) = engine.prepare(&request, waker_of(&options)?)?;
+        let (ticket, prepared) = engine
+            .prepare(&request, waker_of(options.wake, options.wake_user_data, options.wake_fd)?)?;
         let handle = ticket.handle();
         let taker = Mutex::new(Taker {
             ticket,

@@ -4,13 +4,15 @@ use std::ffi::{c_int, c_void};
 use std::mem::MaybeUninit;
 
 use super::guard::call_host;
-use super::submit::{xserv_submit_options, xserv_wake_callback};
 use crate::engine::Waker;
 use crate::error::{Error, Result};
 
+/// See `xserv_wake_callback`.
+type Callback = Option<unsafe extern "C" fn(*mut c_void)>;
+
 /// The caller's callback and descriptor to be notified by.
 struct WakeTarget {
-    callback: xserv_wake_callback,
+    callback: Callback,
     user_data: *mut c_void,
     fd: c_int,
     /// See [`may_raise`].
@@ -113,27 +115,26 @@ fn write_quietly(fd: c_int, bytes: &[u8]) {
     }
 }
 
-/// Returns what wakes the caller by the options, if anything does.
-pub(super) fn waker_of(options: &xserv_submit_options) -> Result<Option<Waker>> {
-    if options.wake.is_none() && options.wake_fd < 0 {
+/// Returns what wakes the caller by the fields of `xserv_submit_options`, if anything does.
+pub(super) fn waker_of(
+    callback: Callback,
+    user_data: *mut c_void,
+    fd: c_int,
+) -> Result<Option<Waker>> {
+    if callback.is_none() && fd < 0 {
         return Ok(None);
     }
-    if options.wake_fd >= 0 {
+    if fd >= 0 {
         // SAFETY: asks for the flags of a descriptor; a wrong number is an error.
-        let flags = unsafe { libc::fcntl(options.wake_fd, libc::F_GETFL) };
+        let flags = unsafe { libc::fcntl(fd, libc::F_GETFL) };
         if flags < 0 || flags & libc::O_NONBLOCK == 0 {
             return Err(Error::invalid_argument(format!(
-                "options.wake_fd is {}, which is not an open file descriptor that does not block (O_NONBLOCK)",
-                options.wake_fd
+                "options.wake_fd is {fd}, which is not an open file descriptor that does not block (O_NONBLOCK)"
             )));
         }
     }
-    let target = WakeTarget {
-        callback: options.wake,
-        user_data: options.wake_user_data,
-        fd: options.wake_fd,
-        may_raise: options.wake_fd >= 0 && may_raise(options.wake_fd),
-    };
+    let may_raise = fd >= 0 && may_raise(fd);
+    let target = WakeTarget { callback, user_data, fd, may_raise };
     Ok(Some(Box::new(move || {
         let target = &target;
         target.wake()

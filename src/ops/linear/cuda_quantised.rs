@@ -6,6 +6,9 @@ use crate::backend::ComputeContext;
 use crate::error::{Error, Result};
 use crate::memory::{DType, Tensor};
 use crate::ops::common::contiguous::{check, cuda, float, matrix_size};
+use crate::ops::linear::cuda_quantised_blocks::{
+    launch, units, Chosen, GROUP_BYTES, MULTIPROCESSORS, TILES, WARPS, WARPS_SHIFT,
+};
 use crate::ops::linear::cuda_quantised_few::{Chip, FewDivision};
 use crate::ops::linear::Epilogue;
 use crate::ops::quantised::cuda::{scale_number, QuantisedTiles};
@@ -36,15 +39,6 @@ kernel_struct! {
     }
 }
 
-/// The number of multiprocessors of the chips for which products are divided (H100, H200).
-pub(super) const MULTIPROCESSORS: u64 = 132;
-/// The warps of a block, and log2 of them.
-pub(super) const WARPS: u64 = 8;
-pub(super) const WARPS_SHIFT: u32 = 3;
-/// The tiles of a warp.
-pub(super) const TILES: u64 = 2;
-/// The bytes of the scales and zeros of a group of a tile in shared memory.
-pub(super) const GROUP_BYTES: u64 = 80;
 /// The largest in_features that the kernel's 32-bit numbers have room for.
 const MAX_INPUTS: usize = 1 << 20;
 /// The most groups of all tiles: their scales have at most 2 GB.
@@ -208,31 +202,6 @@ impl Division {
     }
 }
 
-/// A launch of blocks of [`WARPS`] for groups of tokens.
-pub(super) fn launch(blocks: u64, token_groups: u64, shared_bytes: u64) -> Option<Launch> {
-    Some(Launch {
-        grid: (
-            u32::try_from(blocks).ok().filter(|&blocks| blocks <= i32::MAX as u32)?,
-            u32::from(u16::try_from(token_groups).ok()?),
-            1,
-        ),
-        block: 32 * WARPS as u32,
-        shared_bytes: shared_bytes as u32,
-    })
-}
-
-/// A kernel, and what it is told of the way in which a product is divided.
-pub(super) struct Chosen {
-    pub kernel: Kernel,
-    pub launch: Launch,
-    /// The blocks of a cluster.
-    pub splits: u64,
-    /// log2 of the warps of a block that have different rows.
-    pub row_shift: u32,
-    /// What [`units`] gives.
-    pub group_factor: u32,
-}
-
 /// Whether the chip and the build have the kernels of this file.
 pub fn has_linear_quantised(context: &ComputeContext) -> Result<bool> {
     let Ok(cuda) = cuda(context) else { return Ok(false) };
@@ -253,20 +222,6 @@ pub fn is_quantised_weight(layout: &TileLayout) -> bool {
         && k.is_multiple_of(8)
         && (layout.num_groups() == 1 || layout.group_size().is_multiple_of(CHUNK / 2))
         && num_groups.is_some_and(|groups| groups <= MAX_GROUPS)
-}
-
-/// Returns the scales that `inputs` have in a row, a power of 2, and by what a unit of as many inputs as one of
-/// them has is multiplied to find its group: `group = (2 * unit * factor) >> 32`.
-pub(super) fn units(layout: &TileLayout, inputs: usize) -> (usize, u32) {
-    if layout.num_groups() == 1 {
-        return (1, 0);
-    }
-    let mut scales = 1;
-    while !layout.group_size().is_multiple_of(inputs / scales) && inputs / scales > CHUNK / 2 {
-        scales *= 2;
-    }
-    let group_units = layout.group_size() / (inputs / scales);
-    (scales, (1u64 << 31).div_ceil(group_units.max(1) as u64) as u32)
 }
 
 /// Computes the product of x `[num_tokens, in_features]` and a quantised weight into out

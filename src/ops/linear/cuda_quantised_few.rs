@@ -3,7 +3,7 @@
 
 use crate::backend::cuda::{kernels, Kernel};
 use crate::memory::DType;
-use crate::ops::linear::cuda_quantised::{
+use crate::ops::linear::cuda_quantised_blocks::{
     launch, units, Chosen, GROUP_BYTES, MULTIPROCESSORS, TILES, WARPS, WARPS_SHIFT,
 };
 use crate::ops::quantised::tiles::{TileLayout, CHUNK};

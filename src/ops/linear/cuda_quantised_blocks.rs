@@ -1,0 +1,53 @@
+//! What the kernels for quantised weights have in common on the host: their blocks, and how they find groups.
+
+use crate::backend::cuda::{Kernel, Launch};
+use crate::ops::quantised::tiles::{TileLayout, CHUNK};
+
+/// The number of multiprocessors of the chips for which products are divided (H100, H200).
+pub(super) const MULTIPROCESSORS: u64 = 132;
+/// The warps of a block, and log2 of them.
+pub(super) const WARPS: u64 = 8;
+pub(super) const WARPS_SHIFT: u32 = 3;
+/// The tiles of a warp.
+pub(super) const TILES: u64 = 2;
+/// The bytes of the scales and zeros of a group of a tile in shared memory.
+pub(super) const GROUP_BYTES: u64 = 80;
+
+/// A launch of blocks of [`WARPS`] for groups of tokens.
+pub(super) fn launch(blocks: u64, token_groups: u64, shared_bytes: u64) -> Option<Launch> {
+    Some(Launch {
+        grid: (
+            u32::try_from(blocks).ok().filter(|&blocks| blocks <= i32::MAX as u32)?,
+            u32::from(u16::try_from(token_groups).ok()?),
+            1,
+        ),
+        block: 32 * WARPS as u32,
+        shared_bytes: shared_bytes as u32,
+    })
+}
+
+/// A kernel, and what it is told of the way in which a product is divided.
+pub(super) struct Chosen {
+    pub kernel: Kernel,
+    pub launch: Launch,
+    /// The blocks of a cluster.
+    pub splits: u64,
+    /// log2 of the warps of a block that have different rows.
+    pub row_shift: u32,
+    /// What [`units`] gives.
+    pub group_factor: u32,
+}
+
+/// Returns the scales that `inputs` have in a row, a power of 2, and by what a unit of as many inputs as one of
+/// them has is multiplied to find its group: `group = (2 * unit * factor) >> 32`.
+pub(super) fn units(layout: &TileLayout, inputs: usize) -> (usize, u32) {
+    if layout.num_groups() == 1 {
+        return (1, 0);
+    }
+    let mut scales = 1;
+    while !layout.group_size().is_multiple_of(inputs / scales) && inputs / scales > CHUNK / 2 {
+        scales *= 2;
+    }
+    let group_units = layout.group_size() / (inputs / scales);
+    (scales, (1u64 << 31).div_ceil(group_units.max(1) as u64) as u32)
+}
