@@ -12,6 +12,9 @@ use crate::toy_model::Toy;
 
 const PATIENCE: Duration = Duration::from_secs(20);
 
+/// What a step of the slow model takes.
+const STEP: Duration = Duration::from_millis(5);
+
 #[test]
 fn what_was_submitted_ends_also_when_the_engine_goes_before_its_first_step() {
     let options = HarnessOptions {
@@ -21,7 +24,13 @@ fn what_was_submitted_ends_also_when_the_engine_goes_before_its_first_step() {
         max_swapped: 0,
     };
     for round in 0..100 {
-        let engine = Harness::new(Arc::new(Toy::new(1, |_| None)), &options).unwrap();
+        // A thousand steps take far longer than any pause between the calls below, so that no
+        // answer is complete when the engine goes.
+        let slow = Toy::new(1, |_| {
+            std::thread::sleep(STEP);
+            None
+        });
+        let engine = Harness::new(Arc::new(slow), &options).unwrap();
         let calls = Arc::new(AtomicUsize::new(0));
         let mut tickets: Vec<_> = (0..3)
             .map(|_| {
