@@ -74,7 +74,7 @@ class Cluster:
     def running(self):
         """How many replicas take requests."""
         deployment = serve.status().applications["default"].deployments["Engine"]
-        return sum(count for state, count in deployment.replica_states.items() if state.name == "RUNNING")
+        return sum(count for state, count in deployment.replica_states.items() if state == "RUNNING")
 
     def kill(self, name):
         """Ends the process of a replica at once, as a crash would."""

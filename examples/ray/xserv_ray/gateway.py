@@ -13,8 +13,8 @@ from typing import Any, AsyncIterator, Tuple
 from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
-from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError, RayError
-from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException, ReplicaUnavailableError
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -34,7 +34,9 @@ from .prefix import key_of
 MAX_TRIES = 4
 
 #: A replica that is gone, or that cannot be reached.
-LOST = (RayActorError, ActorDiedError, ActorUnavailableError, ReplicaUnavailableError)
+LOST = (RayActorError, ActorUnavailableError, ReplicaUnavailableError)
+#: Any way in which a call of a replica fails.
+FAILED = (RayError, RayServeException)
 
 _log = logging.getLogger("xserv_ray")
 
@@ -92,13 +94,13 @@ class Gateway:
             await send({"type": "http.response.start", "status": head.status, "headers": head.headers})
             await send({"type": "http.response.body", "body": head.body, "more_body": True})
             try:
-                async for data in answer:
+                async for data in answer.rest():
                     await send({"type": "http.response.body", "body": data, "more_body": True})
-            except LOST:
-                _log.warning("a replica was lost in the middle of an answer: %s", forwarded.tried)
+            except FAILED as error:
+                _log.warning("a replica was lost in the middle of an answer: %s, %r", forwarded.tried, error)
                 if not is_stream:
                     raise
-                lost = server_error("the replica that answered is gone; the answer is not complete", 503, "replica_lost")
+                lost = server_error("the replica that answered is gone: the answer is not complete", 503, "replica_lost")
                 await send({"type": "http.response.body", "body": error_event(lost) + DONE, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
@@ -118,7 +120,7 @@ class Gateway:
                 raise server_error("no replica can be started", 503, "unavailable") from error
             except LOST as error:
                 _log.warning("a replica was lost before its answer: %s, %s", forwarded.tried, type(error).__name__)
-            except RayError as error:
+            except FAILED as error:
                 _log.error("a replica failed: %s", forwarded.tried, exc_info=error)
                 raise server_error("the server has failed") from error
             else:
@@ -132,7 +134,7 @@ class Gateway:
         """The metrics of all replicas, each with its name."""
         try:
             texts = await self._engines.broadcast("metrics").results_async(timeout_s=10)
-        except (RayError, DeploymentUnavailableError, TimeoutError) as error:
+        except (*FAILED, TimeoutError) as error:
             raise server_error("the replicas give no metrics", 503, "unavailable") from error
         body = merged_metrics([(name, text.decode()) for name, text in texts])
         return Response(body, media_type="text/plain; version=0.0.4; charset=utf-8")
@@ -146,18 +148,32 @@ class _Answer:
 
     async def begin(self, parts: Any) -> Head:
         self._parts = parts
-        head: Head = await parts.__anext__()
+        try:
+            head: Head = await parts.__anext__()
+        except Exception:
+            # There is nothing to stop, and cancel() would raise the same again.
+            self._parts = None
+            raise
         return head
 
-    def __aiter__(self) -> AsyncIterator[bytes]:
-        parts: AsyncIterator[bytes] = self._parts
-        return parts
+    async def rest(self) -> AsyncIterator[bytes]:
+        try:
+            async for data in self._parts:
+                yield data
+        except Exception:
+            self._parts = None
+            raise
+        self._parts = None
 
     def close(self) -> None:
-        """The replica then stops to work on it, if it still does."""
-        if self._parts is not None:
-            self._parts.cancel()
-            self._parts = None
+        """The replica then stops working on it, if it still does."""
+        parts, self._parts = self._parts, None
+        if parts is None:
+            return
+        try:
+            parts.cancel()
+        except FAILED as error:
+            _log.debug("an answer that was left had failed: %r", error)
 
 
 async def _read(request: Request) -> Forwarded:
