@@ -100,7 +100,8 @@ def _keys(arguments: argparse.Namespace) -> Dict[str, str]:
     return keys
 
 
-def _allowed_hosts(arguments: argparse.Namespace) -> List[str]:
+def allowed_hosts_of(arguments: argparse.Namespace) -> List[str]:
+    """The names by which requests may call the server; empty: any."""
     names: List[str] = arguments.allowed_host
     if "*" in names:
         return []
@@ -115,7 +116,7 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
         model_names=arguments.served_model_name or [name or "model"],
         api_keys=_keys(arguments),
         cors_origins=arguments.cors_origin,
-        allowed_hosts=_allowed_hosts(arguments),
+        allowed_hosts=allowed_hosts_of(arguments),
         max_body_bytes=arguments.max_body_bytes,
         max_running=arguments.max_running,
         max_queued=arguments.max_queued,

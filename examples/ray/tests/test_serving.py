@@ -61,6 +61,7 @@ def test_errors_keep_their_shape(two):
             (http.get("/nothing"), 404, "not_found"),
             (http.get("/v1/completions"), 405, "method"),
             (http.get("/health", headers={"host": "evil.example"}), 403, "host"),
+            (http.get("/metrics", headers={"host": "evil.example"}), 403, "host"),
             (http.post("/v1/completions", content=b" " * (9 << 20)), 413, "request_too_large"),
         ):
             error = answer.json()["error"]

@@ -10,7 +10,7 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from starlette.types import ASGIApp
-from xserv_server.cli import options_parser
+from xserv_server.cli import allowed_hosts_of, options_parser
 
 from .engine import Engine
 from .gateway import gateway_app
@@ -89,7 +89,7 @@ def build(arguments: Union[Arguments, Dict[str, Any]]) -> Application:
     def build_gateway() -> ASGIApp:
         # As the server has it: so long in the queue, and as long for the answer.
         handle = serve.get_deployment_handle("Engine", app_name=serve.get_replica_context().app_name)
-        return gateway_app(handle, parsed.max_body_bytes, 2 * parsed.request_seconds)
+        return gateway_app(handle, parsed.max_body_bytes, allowed_hosts_of(parsed), 2 * parsed.request_seconds)
 
     gateways = serve.deployment(
         name="Gateway",

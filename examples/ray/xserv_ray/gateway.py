@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any, AsyncIterator, Tuple
+from typing import Any, AsyncIterator, Dict, List, Sequence, Tuple
 
 from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
@@ -41,9 +41,11 @@ FAILED = (RayError, RayServeException)
 _log = logging.getLogger("xserv_ray")
 
 
-def gateway_app(engines: DeploymentHandle[Any], max_body_bytes: int, seconds: float) -> ASGIApp:
+def gateway_app(
+    engines: DeploymentHandle[Any], max_body_bytes: int, allowed_hosts: Sequence[str], seconds: float
+) -> ASGIApp:
     """Makes the application. `seconds`: how long a request may wait for its answer to begin; 0: no limit."""
-    limits = Middleware(RequestLimits, max_body_bytes=max_body_bytes, allowed_hosts=())
+    limits = Middleware(RequestLimits, max_body_bytes=max_body_bytes, allowed_hosts=allowed_hosts)
     return Starlette(routes=[Route("/{path:path}", Gateway(engines, seconds))], middleware=[limits])
 
 
@@ -85,26 +87,26 @@ class Gateway:
                 head = await asyncio.wait_for(self._begin(forwarded, answer), self._seconds or None)
             except asyncio.TimeoutError:
                 raise timed_out(self._seconds) from None
+            await self._send(head, answer, send)
         except ApiError as error:
-            answer.close()
             await error.response()(scope, receive, send)
-            return
-        is_stream = any(name == b"content-type" and b"event-stream" in value for name, value in head.headers)
-        try:
-            await send({"type": "http.response.start", "status": head.status, "headers": head.headers})
-            await send({"type": "http.response.body", "body": head.body, "more_body": True})
-            try:
-                async for data in answer.rest():
-                    await send({"type": "http.response.body", "body": data, "more_body": True})
-            except FAILED as error:
-                _log.warning("a replica was lost in the middle of an answer: %s, %r", forwarded.tried, error)
-                if not is_stream:
-                    raise
-                lost = server_error("the replica that answered is gone: the answer is not complete", 503, "replica_lost")
-                await send({"type": "http.response.body", "body": error_event(lost) + DONE, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             answer.close()
+
+    async def _send(self, head: Head, answer: _Answer, send: Send) -> None:
+        is_stream = any(name == b"content-type" and b"event-stream" in value for name, value in head.headers)
+        await send({"type": "http.response.start", "status": head.status, "headers": head.headers})
+        await send({"type": "http.response.body", "body": head.body, "more_body": True})
+        try:
+            async for data in answer.rest():
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+        except FAILED as error:
+            _log.warning("a replica was lost in the middle of an answer: %r", error)
+            if not is_stream:
+                raise
+            lost = server_error("the replica that answered is gone: the answer is not complete", 503, "replica_lost")
+            await send({"type": "http.response.body", "body": error_event(lost) + DONE, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _begin(self, forwarded: Forwarded, answer: _Answer) -> Head:
         """Gets the beginning of an answer from the first replica that can give it. Raises ApiError."""
@@ -193,11 +195,11 @@ async def _disconnect(receive: Receive) -> None:
 
 
 class _Merged(Collector):
-    def __init__(self, texts: "list[Tuple[str, str]]") -> None:
+    def __init__(self, texts: List[Tuple[str, str]]) -> None:
         self._texts = texts
 
-    def collect(self) -> "list[Metric]":
-        families: "dict[str, Metric]" = {}
+    def collect(self) -> List[Metric]:
+        families: Dict[str, Metric] = {}
         for replica, text in self._texts:
             for family in text_string_to_metric_families(text):
                 known = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
@@ -206,7 +208,7 @@ class _Merged(Collector):
         return list(families.values())
 
 
-def merged_metrics(texts: "list[Tuple[str, str]]") -> bytes:
+def merged_metrics(texts: List[Tuple[str, str]]) -> bytes:
     """Texts of /metrics as one, whose samples have the label `replica`."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Merged(texts))
