@@ -2,8 +2,11 @@
 
 import os
 import re
+import secrets
+import shutil
 import socket
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -16,11 +19,13 @@ PATHS = [str(HERE.parent), str(HERE.parent.parent / "python")]
 MODEL = os.environ.get("XSERV_TEST_MODEL") or str(HERE.parent.parent / "models" / "tiny-qwen3")
 NAME = Path(MODEL).name
 #: Nothing here takes as long; a test that hangs ends with this.
-NEVER = 120
+NEVER = 300
 
 # Replicas are processes of their own, which find the packages by this.
 os.environ["PYTHONPATH"] = os.pathsep.join([*PATHS, *filter(None, [os.environ.get("PYTHONPATH")])])
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+# Ray's processes know each other by it; without one it would write one into the home folder.
+os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 sys.path[:0] = PATHS
 
 import ray  # noqa: E402
@@ -50,8 +55,12 @@ class Cluster:
     def __init__(self):
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
+        #: Sockets are in it, whose paths must be short.
+        self._folder = tempfile.mkdtemp(prefix="xserv-ray-")
         ray.init(
             address="local",
+            _temp_dir=self._folder,
+            _node_ip_address="127.0.0.1",
             num_cpus=8,
             num_gpus=2,  # Ray counts what it is told: no process here opens one
             include_dashboard=False,
@@ -59,6 +68,11 @@ class Cluster:
             log_to_driver=False,
         )
         serve.start(http_options={"host": "127.0.0.1", "port": self.port})
+
+    def close(self):
+        serve.shutdown()
+        ray.shutdown()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def deploy(self, **arguments):
         from xserv_ray import build
@@ -97,8 +111,7 @@ class Cluster:
 def cluster():
     made = Cluster()
     yield made
-    serve.shutdown()
-    ray.shutdown()
+    made.close()
 
 
 @pytest.fixture(scope="module")

@@ -105,7 +105,7 @@ def test_all_replicas_killed_at_once_are_waited_for(two):
 
 
 def test_more_than_can_wait_is_refused(cluster):
-    cluster.deploy(replicas=1, options="--max-running 2 --max-queued 2 --request-seconds 20")
+    cluster.deploy(replicas=1, options="--max-running 2 --max-queued 2")
     asked = {"model": NAME, "prompt": "Once", "max_tokens": 1500, "extra_body": {"ignore_eos": True}}
 
     async def run():

@@ -3,11 +3,13 @@
 import asyncio
 import json
 import os
+from pathlib import Path
 
 import httpx
 import openai
 import pytest
 import ray
+import yaml
 from conftest import MODEL, NAME, NEVER, until
 
 STORY = [{"role": "user", "content": "Tell me a story."}]
@@ -133,6 +135,16 @@ def test_each_replica_finds_its_gpu(cluster):
     assert ray.get(without.remote()) == 7
     for holder in holders:
         ray.kill(holder)
+
+
+def test_the_configuration_file_is_one():
+    from ray.serve.schema import ServeDeploySchema
+    from xserv_ray import build
+
+    text = (Path(__file__).parent.parent / "serve.yaml").read_text()
+    (application,) = ServeDeploySchema.model_validate(yaml.safe_load(text)).applications
+    assert application.import_path == "xserv_ray.app:build"
+    build(application.args)
 
 
 def test_options_that_there_are_not():
