@@ -166,7 +166,7 @@ def test_a_lost_device_fails_the_health_check():
         return replica, model
 
     # Memory that was short is there again, or not; the replica stays.
-    for errors in ((), (xserv.OutOfMemoryError("no memory", 9, "XSERV_STATUS_OUT_OF_MEMORY"),)):
+    for errors in ((), (xserv.OutOfMemoryError("no memory", 7, "XSERV_STATUS_OUT_OF_MEMORY"),)):
         replica, model = run(check(*errors))
         assert model.calls == 1
         run(replica.check_health())
