@@ -13,6 +13,8 @@
 // The blocks of a cluster share the tile and divide its inputs; their sums are added in the order of the inputs,
 // through shared memory. Tokens behind the last one are not read: what the ring has in their place goes into sums
 // that are not stored.
+#include <type_traits>
+
 #include "common/cluster.cuh"
 #include "common/mbarrier.cuh"
 #include "common/pdl.cuh"
@@ -22,12 +24,12 @@
 #include "common/wgmma_n.cuh"
 #include "ops/linear/quantised.cuh"
 
-#if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 namespace xserv {
 
 struct QuantisedManyParams {
-  TensorMap x;       // boxes of kManyTokenBox tokens and 64 inputs, swizzled
-  TensorMap codes;   // words [num_tiles, words of a tile]; boxes of the tiles of a block and a chunk
+  TensorMap x;       // boxes of token_box tokens and 64 inputs, swizzled
+  TensorMap codes;   // [num_tiles, bytes of a tile]; boxes of the tiles of a block and a stage
   TensorMap scales;  // [num_tiles, num_groups, 16]; boxes of the tiles of a block and a group
   TensorMap zeros;   // likewise, if there are any
   void* out;         // residual: read and written
@@ -35,34 +37,39 @@ struct QuantisedManyParams {
   int64_t ldo;       // elements from token to token of out
   int num_tokens;
   int n;              // columns of out
-  int num_chunks;     // of a tile
-  uint32_t group_factor;  // the group of unit u is (2 * u * group_factor) >> 32; a chunk has kUnits units
+  int num_stages;     // of a tile
+  int group_pieces;   // the pieces of a group, of which a stage has one or several
+  int unit_shift;     // log2 of the groups, or of the parts of them, whose scales are copied for a stage
+  int token_box;
   int scale_type;     // a ScaleType
   int epilogue;       // an Epilogue
   int has_zeros;
-  int padding[11];
+  int padding[17];
   static constexpr int tile_rows = 16;
 };
+XSERV_LAYOUT_QuantisedManyParams;
 
-constexpr int kManyTokenBox = 32;
+constexpr int kStageInputs = 128;
 
-// kUnits: scales of a chunk and row; kGroups: of four warps.
-template <Code kCode_, int kUnits_, int kTokens_, int kGroups_, int kStages_>
+// kPieceInputs: those of a stage that are multiplied at a time; kGroups: of four warps.
+template <Code kCode_, int kPieceInputs_, int kTokens_, int kGroups_>
 struct Many {
   static constexpr Code kCode = kCode_;
-  static constexpr int kUnits = kUnits_, kTokens = kTokens_, kGroups = kGroups_, kStages = kStages_;
+  static constexpr int kPieceInputs = kPieceInputs_, kTokens = kTokens_, kGroups = kGroups_;
+  static constexpr int kPieces = kStageInputs / kPieceInputs, kUnits = kPieceInputs == 64 ? 2 : 4;
   static constexpr int kWarps = kGroups * 4, kTiles = kWarps, kThreads = (kWarps + 4) * 32;
   // A group of four warps copies and needs few registers; the others divide what that gives back.
-  static constexpr int kOtherRegisters = kGroups == 2 ? 40 : 24;
+  static constexpr int kOtherRegisters = kGroups == 2 ? 40 : 32;
   static constexpr int kRegisters =
       (65536 / kThreads / 8 * 8 * (kGroups + 1) - kOtherRegisters) / kGroups / 8 * 8;
   static constexpr uint32_t kChunkBytes = kCode == Code::kInt4 ? 512 : 1024;
-  static constexpr uint32_t kTokenBytes = kTokens * 128, kCodeBytes = kTiles * kChunkBytes;
+  static constexpr uint32_t kBoxBytes = kTokens * 128, kCodeBytes = kTiles * kChunkBytes * 2;
   static constexpr uint32_t kScaleBytes = kTiles * 64, kZeroBytes = kTiles * 16;  // of a unit, at most
   static constexpr uint32_t kZeroPitch = (kZeroBytes + 127) / 128 * 128;
-  static constexpr uint32_t kCodes = kTokenBytes, kScales = kCodes + kCodeBytes;
+  static constexpr uint32_t kCodes = 2 * kBoxBytes, kScales = kCodes + kCodeBytes;
   static constexpr uint32_t kZeros = kScales + kUnits * kScaleBytes;
   static constexpr uint32_t kStageBytes = (kZeros + kUnits * kZeroPitch + 1023) / 1024 * 1024;
+  static constexpr int kMostStages = (226 * 1024) / kStageBytes, kStages = kMostStages < 10 ? kMostStages : 10;
   static constexpr uint32_t kRingBytes = kStages * kStageBytes, kSumBytes = kTiles * kTokens * 64;
   static constexpr uint32_t kBarriers = kRingBytes > kSumBytes ? kRingBytes : kSumBytes;
   static constexpr uint32_t kSharedBytes = kBarriers + kStages * 16;
@@ -92,28 +99,62 @@ struct Exchange {
   }
 
   // Of 8 bits: four words, each with two inputs of two rows.
-  __device__ __forceinline__ void operator()(uint4& w) const {
-    const uint32_t x = __shfl_xor_sync(kFullWarp, is_high ? w.x : w.z, 2);
-    const uint32_t y = __shfl_xor_sync(kFullWarp, is_high ? w.y : w.w, 2);
-    const uint32_t low[2] = {is_high ? x : w.x, is_high ? y : w.y};
-    const uint32_t high[2] = {is_high ? w.z : x, is_high ? w.w : y};
+  __device__ __forceinline__ void operator()(uint32_t* w) const {
+    const uint32_t x = __shfl_xor_sync(kFullWarp, is_high ? w[0] : w[2], 2);
+    const uint32_t y = __shfl_xor_sync(kFullWarp, is_high ? w[1] : w[3], 2);
+    const uint32_t low[2] = {is_high ? x : w[0], is_high ? y : w[1]};
+    const uint32_t high[2] = {is_high ? w[2] : x, is_high ? w[3] : y};
     const uint32_t a = __shfl_xor_sync(kFullWarp, is_odd ? low[0] : low[1], 1);
     const uint32_t b = __shfl_xor_sync(kFullWarp, is_odd ? high[0] : high[1], 1);
-    w = make_uint4(is_odd ? a : low[0], is_odd ? low[1] : a, is_odd ? b : high[0], is_odd ? high[1] : b);
+    w[0] = is_odd ? a : low[0], w[1] = is_odd ? low[1] : a;
+    w[2] = is_odd ? b : high[0], w[3] = is_odd ? high[1] : b;
+  }
+};
+
+// The zeros of codes without any of their own, and how codes become the operand: numbers that are kFirstFactor or
+// kSecondFactor times too small for the two rows of a lane.
+template <Code kCode>
+constexpr uint32_t kMiddleZeros = kCode == Code::kInt4 ? 0x0808 : 0x8080;
+
+template <typename T, Code kCode>
+struct ManyDecoder : Decoder<T, kCode> {
+  static constexpr float kFirstFactor = 1.0f, kSecondFactor = 1.0f;
+  using Decoder<T, kCode>::Decoder;
+};
+
+// Four bits at the end of a number of T, or before its last four, are a subnormal number (or the smallest normal ones), so
+// that one instruction brings them into range and subtracts the zero.
+template <typename T>
+struct ManyDecoder<T, Code::kInt4> {
+  static constexpr bool kIsHalf = std::is_same_v<T, __half>;
+  static constexpr float kFirstFactor = kIsHalf ? 512.0f : 64.0f, kSecondFactor = kFirstFactor / 16;
+  static constexpr uint32_t kScale = kIsHalf ? 0x78007800u : 0x7f007f00u;  // 2^15, 2^127
+  uint32_t zeros[2];
+
+  __device__ __forceinline__ ManyDecoder(uint32_t bytes, bool) {
+    zeros[0] = multiply_pairs(__byte_perm(bytes, 0, 0x4040), kScale ^ 0x80008000u, T());
+    zeros[1] = multiply_pairs(__byte_perm(bytes, 0, 0x4141) << 4, kScale ^ 0x80008000u, T());
+  }
+
+  __device__ __forceinline__ void decode(uint32_t word, uint32_t (&a)[4]) const {
+    const uint32_t high = word >> 8;
+    a[0] = multiply_add_pairs(word & 0x000f000fu, kScale, zeros[0], T());
+    a[1] = multiply_add_pairs(word & 0x00f000f0u, kScale, zeros[1], T());
+    a[2] = multiply_add_pairs(high & 0x000f000fu, kScale, zeros[0], T());
+    a[3] = multiply_add_pairs(high & 0x00f000f0u, kScale, zeros[1], T());
   }
 };
 
 template <typename T, typename S>
 __device__ __forceinline__ void quantised_many(const QuantisedManyParams& p) {
-  constexpr int kTokens = S::kTokens, kUnits = S::kUnits, kStages = S::kStages, kSums = kTokens / 2;
+  constexpr int kTokens = S::kTokens, kStages = S::kStages, kSums = kTokens / 2;
   constexpr bool kIsInt4 = S::kCode == Code::kInt4;
   extern __shared__ __align__(1024) unsigned char shared[];
   const uint32_t ring = shared_address(shared), full = ring + S::kBarriers, empty = full + kStages * 8;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const int split = cluster_rank(), num_splits = cluster_size();
-  const int begin = split * p.num_chunks / num_splits, end = (split + 1) * p.num_chunks / num_splits;
+  const int begin = split * p.num_stages / num_splits, end = (split + 1) * p.num_stages / num_splits;
   const int block_tile = blockIdx.x / num_splits * S::kTiles, first_token = blockIdx.y * kTokens;
-  const auto group_of = [&](int chunk, int unit) -> int { return __umulhi(2 * (chunk * kUnits + unit), p.group_factor); };
 
   if (threadIdx.x == S::kWarps * 32) {
     tensor_map_prefetch(&p.codes);
@@ -132,45 +173,37 @@ __device__ __forceinline__ void quantised_many(const QuantisedManyParams& p) {
   const bool is_f32 = scale_type == ScaleType::kF32;
   if (warp >= S::kWarps) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::kOtherRegisters));
-    if (threadIdx.x == S::kWarps * 32) {
-      const uint64_t first = l2_evict_first(), last = l2_evict_last();
-      // Codes are read by all groups of tokens.
-      const uint64_t policy = gridDim.y > 1 ? l2_evict_normal() : first;
+    // One thread copies weights and another one x.
+    const bool copies_weights = warp == S::kWarps;
+    if (lane == 0 && warp < S::kWarps + 2) {
+      // Codes are read again by other groups of tokens.
+      const uint64_t policy = !copies_weights ? l2_evict_last() : gridDim.y > 1 ? l2_evict_normal() : l2_evict_first();
+      const int num_units = 1 << p.unit_shift;
       const uint32_t scale_bytes = is_f32 ? S::kScaleBytes : S::kScaleBytes / 2;
-      const uint32_t weight_bytes = S::kCodeBytes + kUnits * (scale_bytes + (p.has_zeros ? S::kZeroBytes : 0));
-      const int num_boxes = min((p.num_tokens - first_token + kManyTokenBox - 1) / kManyTokenBox, kTokens / kManyTokenBox);
-      const auto load_weights = [&](int chunk, int slot) {
-        const uint32_t barrier = full + slot * 8, target = ring + slot * S::kStageBytes;
-        mbarrier_arrive_expect(barrier, weight_bytes);
-        tma_load_2d(target + S::kCodes, &p.codes, barrier, chunk * static_cast<int>(S::kChunkBytes / 4), block_tile, policy);
-#pragma unroll
-        for (int unit = 0; unit < kUnits; ++unit) {
-          const int group = group_of(chunk, unit);
-          tma_load_3d(target + S::kScales + unit * S::kScaleBytes, &p.scales, barrier, 0, group, block_tile, policy);
-          if (p.has_zeros) {
-            tma_load_3d(target + S::kZeros + unit * S::kZeroPitch, &p.zeros, barrier, 0, group, block_tile, policy);
-          }
-        }
-      };
-      const auto load_tokens = [&](int chunk, int slot) {
-        const uint32_t barrier = full + slot * 8, target = ring + slot * S::kStageBytes;
-        mbarrier_arrive_expect(barrier, num_boxes * (kManyTokenBox * 128));
-        for (int box = 0; box < num_boxes; ++box) {
-          tma_load_2d(target + box * (kManyTokenBox * 128), &p.x, barrier, chunk * 64, first_token + box * kManyTokenBox,
-                      last);
-        }
-      };
-      const int count = end - begin, ahead = min(count, kStages);
-      for (int i = 0; i < ahead; ++i) load_weights(begin + i, i);
-      dependency_launch();
-      dependency_wait();
-      for (int i = 0; i < ahead; ++i) load_tokens(begin + i, i);
+      const uint32_t weight_bytes = S::kCodeBytes + num_units * (scale_bytes + (p.has_zeros ? S::kZeroBytes : 0));
+      const uint32_t token_bytes = p.token_box * 256;
+      if (!copies_weights) dependency_wait();
       int slot = 0;
-      uint32_t parity = 0;
-      for (int i = ahead; i < count; ++i) {
+      uint32_t parity = 1;  // of slots that were never filled
+      for (int stage = begin; stage < end; ++stage) {
+        const uint32_t barrier = full + slot * 8, target = ring + slot * S::kStageBytes;
         mbarrier_wait(empty + slot * 8, parity);
-        load_weights(begin + i, slot);
-        load_tokens(begin + i, slot);
+        if (copies_weights) {
+          mbarrier_arrive_expect(barrier, weight_bytes);
+          tma_load_2d(target + S::kCodes, &p.codes, barrier, stage * 256, block_tile, policy);
+          for (int unit = 0; unit < num_units; ++unit) {
+            const int group = (stage * S::kPieces + unit * (S::kPieces >> p.unit_shift)) / p.group_pieces;
+            tma_load_3d(target + S::kScales + unit * S::kScaleBytes, &p.scales, barrier, 0, group, block_tile, policy);
+            if (p.has_zeros) {
+              tma_load_3d(target + S::kZeros + unit * S::kZeroPitch, &p.zeros, barrier, 0, group, block_tile, policy);
+            }
+          }
+          if (stage + 1 == min(end, begin + kStages)) dependency_launch();
+        } else {
+          mbarrier_arrive_expect(barrier, token_bytes);
+          tma_load_2d(target, &p.x, barrier, stage * kStageInputs, first_token, policy);
+          tma_load_2d(target + S::kBoxBytes, &p.x, barrier, stage * kStageInputs + 64, first_token, policy);
+        }
         if (++slot == kStages) slot = 0, parity ^= 1;
       }
     }
@@ -184,101 +217,119 @@ __device__ __forceinline__ void quantised_many(const QuantisedManyParams& p) {
     constexpr uint64_t kFixed = 1ull << 16 | static_cast<uint64_t>(1024 >> 4) << 32 | 1ull << 62;
     const Exchange exchange;
     const int row = lane >> 2;
-    // A piece is what has one scale: a chunk, or either half of one. Its numbers are made while the piece before is
-    // multiplied, in other registers; the branches in between are such that ptxas (13.0) sees no product under way
-    // in any of them, since otherwise it waits for each.
-    constexpr int kSteps = 4 / kUnits;
-    uint32_t numbers[2][kSteps][4];
-    float2 scales[2];
+    // While a piece is multiplied, the numbers of the next one are made in other registers, and then the codes of the
+    // one after that are fetched. (ptxas, 13.0, moves what follows the loop of a barrier behind the wait for the
+    // products, where nothing is multiplied; and it waits for each product where one is under way in a branch.)
+    constexpr int kPieces = S::kPieces, kSteps = S::kPieceInputs / 16, kWords = kIsInt4 ? kSteps : 2 * kSteps;
+    constexpr int kPieceShift = kPieces == 2 ? 1 : 2;
+    const int num_pieces = (end - begin) * kPieces;
+    const bool has_units = p.unit_shift > 0;
+    uint32_t numbers[2][kSteps][4], words[kWords];
+    uint2 scale, next_scale, fetched_scale;  // as they are stored
+    uint32_t zeros = kMiddleZeros<S::kCode>;
     float products[kSums], total[kSums] = {};
-    const auto decode = [&](int slot, uint32_t parity, int unit, uint32_t (&a)[kSteps][4], float2& scale) {
-      mbarrier_wait(full + slot * 8, parity);
-      const uint32_t stage = ring + slot * S::kStageBytes;
-      const uint32_t codes = stage + S::kCodes + warp * S::kChunkBytes + lane * 16;
-      const uint32_t pairs = stage + S::kScales + unit * S::kScaleBytes;
-      scale = scale_pair(shared_pair(pairs + ((warp * 8 + row) << (is_f32 ? 3 : 2)), is_f32), scale_type);
-      uint32_t zeros = kIsInt4 ? 0x0808 : 0x8080;
-      if (S::kCode != Code::kFp8 && p.has_zeros) {
-        zeros = shared_half(stage + S::kZeros + unit * S::kZeroPitch + warp * 16 + row * 2);
+    uint32_t fetched_stage = ring, fetched_barrier = full, fetched_parity = 0, fetched_place;
+    int fetched_turn = 0;
+    const uint32_t codes = S::kCodes + warp * 2 * S::kChunkBytes + lane * 16;
+    const uint32_t pairs = S::kScales + ((warp * 8 + row) << (is_f32 ? 3 : 2));
+    // Brings the codes, the scales and the zeros of a piece, and where its x lies. Behind the last piece it stays in
+    // the last stage. is_second: of the two pieces of a turn of the loop.
+    const auto fetch = [&](bool is_second) {
+      if (!is_second) mbarrier_wait(fetched_barrier, fetched_parity);
+      const int chunk = kPieces == 2 ? is_second : fetched_turn & 1, half = kPieces == 2 ? 0 : is_second;
+      fetched_place = fetched_stage + chunk * S::kBoxBytes + half * 64;
+      if (!is_second || has_units) {
+        const int unit = (kPieces == 2 ? is_second : (chunk * 2 + half)) >> (kPieceShift - p.unit_shift);
+        fetched_scale = shared_pair(fetched_stage + pairs + unit * S::kScaleBytes, is_f32);
+        if (S::kCode != Code::kFp8 && p.has_zeros) {
+          zeros = shared_half(fetched_stage + S::kZeros + unit * S::kZeroPitch + warp * 16 + row * 2);
+        }
       }
-      const Decoder<T, S::kCode> decoder(zeros, p.has_zeros);
-      uint4 words;
-      if constexpr (kIsInt4) words = shared_words(codes);
+      const uint32_t source = fetched_stage + codes + chunk * S::kChunkBytes;
+      const auto keep = [&](uint4 v, int place) {
+        words[place] = v.x, words[place + 1] = v.y, words[place + 2] = v.z, words[place + 3] = v.w;
+      };
+      if constexpr (kWords == 2) {
+        const uint2 v = shared_pair(source + half * 8, true);
+        words[0] = v.x, words[1] = v.y;
+      } else {
+        keep(shared_words(source + half * 512), 0);
+        if constexpr (kWords == 8) keep(shared_words(source + 512), 4);
+      }
+      if (is_second && fetched_turn + 1 < num_pieces / 2 && (kPieces == 2 || (fetched_turn & 1))) {
+        fetched_stage += S::kStageBytes, fetched_barrier += 8;
+        if (fetched_barrier == empty) fetched_stage = ring, fetched_barrier = full, fetched_parity ^= 1;
+      }
+      if (is_second) ++fetched_turn;
+    };
+    const auto decode = [&](uint32_t (&a)[kSteps][4]) {
+      const ManyDecoder<T, S::kCode> decoder(zeros, p.has_zeros);
 #pragma unroll
       for (int i = 0; i < kSteps; i += 2) {
-        const int half = unit + i / 2;
         if constexpr (kIsInt4) {
-          uint32_t w0 = half ? words.z : words.x, w1 = half ? words.w : words.y;
-          exchange(w0, w1);
-          decoder.decode(w0, a[i]);
-          decoder.decode(w1, a[i + 1]);
+          exchange(words[i], words[i + 1]);
+          decoder.decode(words[i], a[i]);
+          decoder.decode(words[i + 1], a[i + 1]);
         } else {
-          words = shared_words(codes + half * 512);
-          exchange(words);
-          decoder.decode(words.x, words.y, a[i]);
-          decoder.decode(words.z, words.w, a[i + 1]);
+          uint32_t* w = words + i * 2;
+          exchange(w);
+          decoder.decode(w[0], w[1], a[i]);
+          decoder.decode(w[2], w[3], a[i + 1]);
         }
       }
     };
-    const auto issue = [&](int slot, int unit, const uint32_t (&a)[kSteps][4]) {
-      const uint64_t tokens = ((ring + slot * S::kStageBytes) & 0x3ffff) >> 4 | kFixed;
+    bool is_fresh = true;
+    const auto issue = [&](uint32_t place, const uint32_t (&a)[kSteps][4]) {
+      const uint64_t tokens = (place & 0x3ffff) >> 4 | kFixed;
       wgmma_fence();
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
-        wgmma_registers<T, kTokens>(products, a[step], tokens + (unit * kSteps + step) * 2, step > 0);
+        wgmma_registers<T, kTokens>(products, a[step], tokens + step * 2, step > 0 || !is_fresh);
       }
       wgmma_commit();
     };
-    const auto finish = [&](float2 scale) {
+    // The pieces of a group that are still to come, the one at hand included.
+    int left = p.group_pieces - begin * kPieces % p.group_pieces;
+    const auto finish = [&](int piece) {
       wgmma_wait<0>();
 #pragma unroll
-      for (int i = 0; i < kSums; ++i) {
-        asm volatile("" : "+f"(products[i])::"memory");  // not before the wait
-        total[i] = fmaf(products[i], i & 2 ? scale.y : scale.x, total[i]);
+      for (int i = 0; i < kSums; ++i) asm volatile("" : "+f"(products[i])::"memory");  // not before the wait
+      is_fresh = --left == 0 || piece + 1 == num_pieces;
+      if (is_fresh) {
+        left = p.group_pieces;
+        float2 factor = scale_pair(scale, scale_type);
+        factor.x *= ManyDecoder<T, S::kCode>::kFirstFactor, factor.y *= ManyDecoder<T, S::kCode>::kSecondFactor;
+#pragma unroll
+        for (int i = 0; i < kSums; ++i) total[i] = fmaf(products[i], i & 2 ? factor.y : factor.x, total[i]);
       }
+      scale = next_scale, next_scale = fetched_scale;
     };
-    const auto release = [&](int slot) {
-      __syncwarp();
-      if (lane == 0) mbarrier_arrive(empty + slot * 8);
-    };
-    int slot = 0;
-    uint32_t parity = 0;
-    // The stage of the chunk after `chunk`; behind the last one that itself.
-    const auto next = [&](int chunk, int slot, uint32_t parity, int& next_slot, uint32_t& next_parity) {
-      const bool is_last = chunk + 1 >= end, wraps = slot + 1 == kStages;
-      next_slot = is_last ? slot : wraps ? 0 : slot + 1;
-      next_parity = is_last ? parity : wraps ? parity ^ 1 : parity;
-    };
-    if (begin < end) decode(slot, parity, 0, numbers[0], scales[0]);
-    if constexpr (kUnits == 1) {
-      for (int chunk = begin; chunk < end; chunk += 2) {
-        int other;
-        uint32_t other_parity;
-        next(chunk, slot, parity, other, other_parity);
-        issue(slot, 0, numbers[0]);
-        decode(other, other_parity, 0, numbers[1], scales[1]);
-        finish(scales[0]);
-        release(slot);
-        if (chunk + 1 >= end) break;
-        next(chunk + 1, other, other_parity, slot, parity);
-        issue(other, 0, numbers[1]);
-        decode(slot, parity, 0, numbers[0], scales[0]);
-        finish(scales[1]);
-        release(other);
-      }
-    } else {
-      for (int chunk = begin; chunk < end; ++chunk) {
-        issue(slot, 0, numbers[0]);
-        decode(slot, parity, 1, numbers[1], scales[1]);
-        finish(scales[0]);
-        int other;
-        uint32_t other_parity;
-        next(chunk, slot, parity, other, other_parity);
-        issue(slot, 1, numbers[1]);
-        decode(other, other_parity, 0, numbers[0], scales[0]);
-        finish(scales[1]);
-        release(slot);
-        slot = other, parity = other_parity;
+    if (begin < end) {
+      fetch(false);
+      uint32_t place = fetched_place;
+      scale = fetched_scale;
+      decode(numbers[0]);
+      fetch(true);
+      uint32_t next_place = fetched_place;
+      next_scale = fetched_scale;
+      uint32_t done = empty;
+      for (int piece = 0; piece < num_pieces; piece += 2) {
+        issue(place, numbers[0]);
+        decode(numbers[1]);
+        fetch(false);
+        finish(piece);
+        place = fetched_place;
+        issue(next_place, numbers[1]);
+        decode(numbers[0]);
+        fetch(true);
+        finish(piece + 1);
+        next_place = fetched_place;
+        if (kPieces == 2 || (piece & 2)) {
+          __syncwarp();
+          if (lane == 0) mbarrier_arrive(done);
+          done += 8;
+          if (done == empty + kStages * 8) done = empty;
+        }
       }
     }
     dependency_wait();
@@ -320,4 +371,29 @@ __device__ __forceinline__ void quantised_many(const QuantisedManyParams& p) {
 }
 
 }  // namespace xserv
+
+// xserv_linear_quantised_many_<code>_<inputs of a piece>_<tokens>x<groups of four warps>_<dtype>
+#define XSERV_MANY(CODE_NAME, CODE, INPUTS, TOKENS, GROUPS, SUFFIX, T)                                              \
+  extern "C" __global__ void __launch_bounds__((GROUPS + 1) * 128, 1)                                             \
+      xserv_linear_quantised_many_##CODE_NAME##_##INPUTS##_##TOKENS##x##GROUPS##_##SUFFIX(                        \
+          const __grid_constant__ xserv::QuantisedManyParams params) {                                            \
+    xserv::quantised_many<T, xserv::Many<xserv::Code::CODE, INPUTS, TOKENS, GROUPS>>(params);                     \
+  }
+#define XSERV_MANY_ALL(CODE_NAME, CODE, SUFFIX, T)            \
+  XSERV_MANY(CODE_NAME, CODE, 64, 32, 4, SUFFIX, T)           \
+  XSERV_MANY(CODE_NAME, CODE, 64, 32, 3, SUFFIX, T)           \
+  XSERV_MANY(CODE_NAME, CODE, 64, 32, 2, SUFFIX, T)           \
+  XSERV_MANY(CODE_NAME, CODE, 64, 64, 3, SUFFIX, T)           \
+  XSERV_MANY(CODE_NAME, CODE, 64, 64, 2, SUFFIX, T)           \
+  XSERV_MANY(CODE_NAME, CODE, 64, 96, 2, SUFFIX, T)           \
+  XSERV_MANY(CODE_NAME, CODE, 64, 128, 2, SUFFIX, T)          \
+  XSERV_MANY(CODE_NAME, CODE, 32, 32, 4, SUFFIX, T)           \
+  XSERV_MANY(CODE_NAME, CODE, 32, 64, 3, SUFFIX, T)           \
+  XSERV_MANY(CODE_NAME, CODE, 32, 128, 2, SUFFIX, T)
+#define XSERV_MANY_CODES(SUFFIX, T)          \
+  XSERV_MANY_ALL(int4, kInt4, SUFFIX, T)     \
+  XSERV_MANY_ALL(int8, kInt8, SUFFIX, T)     \
+  XSERV_MANY_ALL(fp8, kFp8, SUFFIX, T)
+XSERV_MANY_CODES(f16, __half)
+XSERV_MANY_CODES(bf16, __nv_bfloat16)
 #endif

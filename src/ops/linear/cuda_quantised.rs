@@ -1,5 +1,6 @@
-//! Linear layers with quantised weights on a GPU, for any number of tokens and best for few:
-//! `csrc/ops/linear/quantised.cu`, and for up to 16 tokens `quantised_few.cu`.
+//! Linear layers with quantised weights on a GPU, for any number of tokens:
+//! `csrc/ops/linear/quantised.cu`, for up to 16 tokens `quantised_few.cu`, and for more on Hopper
+//! `quantised_many.cu`.
 
 use crate::backend::cuda::{kernel_struct, kernels, Arguments, Kernel, Launch};
 use crate::backend::ComputeContext;
@@ -10,6 +11,7 @@ use crate::ops::linear::cuda_quantised_blocks::{
     launch, units, Chosen, GROUP_BYTES, MULTIPROCESSORS, TILES, WARPS, WARPS_SHIFT,
 };
 use crate::ops::linear::cuda_quantised_few::{Chip, FewDivision};
+use crate::ops::linear::cuda_quantised_many::{has_quantised_many, ManyDivision};
 use crate::ops::linear::Epilogue;
 use crate::ops::quantised::cuda::{scale_number, QuantisedTiles};
 use crate::ops::quantised::tiles::{TileLayout, CHUNK};
@@ -41,6 +43,10 @@ kernel_struct! {
 
 /// The largest in_features that the kernel's 32-bit numbers have room for.
 const MAX_INPUTS: usize = 1 << 20;
+/// See [`max_quantised_tokens`]; measured on an H200 with the layers of Qwen3-8B.
+const MAX_TOKENS: usize = 128;
+const MAX_MANY_TOKENS_OF_4_BITS: usize = 768;
+const MAX_MANY_TOKENS_OF_8_BITS: usize = 512;
 /// The most groups of all tiles: their scales have at most 2 GB.
 const MAX_GROUPS: usize = 1 << 25;
 /// The bytes that a multiprocessor must have under way for the memory's full rate.
@@ -202,11 +208,30 @@ impl Division {
     }
 }
 
+/// The number by which kernels know what becomes of sums.
+pub(super) fn epilogue_number(epilogue: Epilogue) -> i32 {
+    match epilogue {
+        Epilogue::Store => 0,
+        Epilogue::AddResidual => 1,
+        Epilogue::SwiGlu => 2,
+    }
+}
+
 /// Whether the chip and the build have the kernels of this file.
 pub fn has_linear_quantised(context: &ComputeContext) -> Result<bool> {
     let Ok(cuda) = cuda(context) else { return Ok(false) };
     Ok(cuda.device().info().compute_capability.0 >= 8
         && cuda.has_kernel(kernels::LINEAR_QUANTISED_INT4_1_8.bf16)?)
+}
+
+/// Returns the most tokens for which a product by the codes of a weight is faster than one by its
+/// numbers, which are made for the time of the product. `has_many`: what [`has_quantised_many`] says.
+pub fn max_quantised_tokens(has_many: bool, code: Code) -> usize {
+    match (has_many, code) {
+        (false, _) => MAX_TOKENS,
+        (true, Code::Int4) => MAX_MANY_TOKENS_OF_4_BITS,
+        (true, Code::Int8 | Code::Fp8) => MAX_MANY_TOKENS_OF_8_BITS,
+    }
 }
 
 /// Whether the kernels of this file can multiply by a weight: in_features and the columns of the
@@ -269,7 +294,16 @@ pub fn linear_quantised(
     let capability = info.compute_capability.0;
     let chip =
         Chip { has_clusters: capability >= 9, shared_memory_bytes: info.shared_memory_bytes };
-    // The sums of the kernel for few tokens are in another order.
+    let is_aligned = (x.data() as usize).is_multiple_of(16)
+        && (out.data() as usize).is_multiple_of(4)
+        && is_quantised_weight(layout)
+        && capability >= 8;
+    // The sums of the kernels for few and many tokens are in other orders.
+    if !is_fixed && is_aligned && has_quantised_many(context)? {
+        if let Some(many) = ManyDivision::choose(num_tokens as usize, layout) {
+            return many.launch(cuda, x, weight, bias, epilogue, out);
+        }
+    }
     let few = match is_fixed {
         false => FewDivision::choose(num_tokens.into(), layout, chip),
         true => None,
@@ -278,10 +312,6 @@ pub fn linear_quantised(
         let division = Division::choose(num_tokens.into(), sizes, capability >= 9, is_fixed);
         division.chosen(num_tokens.into(), layout, dtype)
     });
-    let is_aligned = (x.data() as usize).is_multiple_of(16)
-        && (out.data() as usize).is_multiple_of(4)
-        && is_quantised_weight(layout)
-        && capability >= 8;
     let (Some(Chosen { kernel, launch, splits, row_shift, group_factor }), true) =
         (chosen, is_aligned)
     else {
@@ -306,11 +336,7 @@ pub fn linear_quantised(
         num_groups: layout.num_groups() as i32,
         group_factor,
         scale_type: scale_number(layout.format().scale),
-        epilogue: match epilogue {
-            Epilogue::Store => 0,
-            Epilogue::AddResidual => 1,
-            Epilogue::SwiGlu => 2,
-        },
+        epilogue: epilogue_number(epilogue),
         row_shift: row_shift as i32,
     };
     let arguments = Arguments::new().value(&params);
