@@ -59,7 +59,7 @@ struct Many {
   static constexpr int kPieces = kStageInputs / kPieceInputs, kUnits = kPieceInputs == 64 ? 2 : 4;
   static constexpr int kWarps = kGroups * 4, kTiles = kWarps, kThreads = (kWarps + 4) * 32;
   // A group of four warps copies and needs few registers; the others divide what that gives back.
-  static constexpr int kOtherRegisters = kGroups == 2 ? 40 : 32;
+  static constexpr int kOtherRegisters = kGroups > 2 ? 32 : kTokens == 128 ? 24 : 40;
   static constexpr int kRegisters =
       (65536 / kThreads / 8 * 8 * (kGroups + 1) - kOtherRegisters) / kGroups / 8 * 8;
   static constexpr uint32_t kChunkBytes = kCode == Code::kInt4 ? 512 : 1024;
