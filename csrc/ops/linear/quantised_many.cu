@@ -122,26 +122,56 @@ struct ManyDecoder : Decoder<T, kCode> {
   using Decoder<T, kCode>::Decoder;
 };
 
-// Four bits at the end of a number of T, or before its last four, are a subnormal number (or the smallest normal ones), so
-// that one instruction brings them into range and subtracts the zero.
+// A number of T of which no bits but those of the mantissa and the last one before it are set is these bits times a power
+// of 2, be it subnormal or not. So a code need not be moved, and one instruction brings it into range and subtracts
+// the zero. kScale is 2^127 or 2^15, by which the last bit becomes 1 / kBit.
+template <typename T>
+struct SmallNumbers {
+  static constexpr bool kIsHalf = std::is_same_v<T, __half>;
+  static constexpr float kBit = kIsHalf ? 512.0f : 64.0f;
+  static constexpr uint32_t kScale = kIsHalf ? 0x78007800u : 0x7f007f00u;
+
+  __device__ __forceinline__ static uint32_t less(uint32_t codes, uint32_t zero) {
+    return multiply_add_pairs(codes, kScale, zero, T());
+  }
+  __device__ __forceinline__ static uint32_t negative(uint32_t codes) {
+    return multiply_pairs(codes, kScale ^ 0x80008000u, T());
+  }
+};
+
+// The codes of the second row are those before the last four bits, and 16 times as large.
 template <typename T>
 struct ManyDecoder<T, Code::kInt4> {
-  static constexpr bool kIsHalf = std::is_same_v<T, __half>;
-  static constexpr float kFirstFactor = kIsHalf ? 512.0f : 64.0f, kSecondFactor = kFirstFactor / 16;
-  static constexpr uint32_t kScale = kIsHalf ? 0x78007800u : 0x7f007f00u;  // 2^15, 2^127
+  using Numbers = SmallNumbers<T>;
+  static constexpr float kFirstFactor = Numbers::kBit, kSecondFactor = Numbers::kBit / 16;
   uint32_t zeros[2];
 
-  __device__ __forceinline__ ManyDecoder(uint32_t bytes, bool) {
-    zeros[0] = multiply_pairs(__byte_perm(bytes, 0, 0x4040), kScale ^ 0x80008000u, T());
-    zeros[1] = multiply_pairs(__byte_perm(bytes, 0, 0x4141) << 4, kScale ^ 0x80008000u, T());
-  }
+  __device__ __forceinline__ ManyDecoder(uint32_t bytes, bool)
+      : zeros{Numbers::negative(__byte_perm(bytes, 0, 0x4040)), Numbers::negative(__byte_perm(bytes, 0, 0x4141) << 4)} {}
 
   __device__ __forceinline__ void decode(uint32_t word, uint32_t (&a)[4]) const {
     const uint32_t high = word >> 8;
-    a[0] = multiply_add_pairs(word & 0x000f000fu, kScale, zeros[0], T());
-    a[1] = multiply_add_pairs(word & 0x00f000f0u, kScale, zeros[1], T());
-    a[2] = multiply_add_pairs(high & 0x000f000fu, kScale, zeros[0], T());
-    a[3] = multiply_add_pairs(high & 0x00f000f0u, kScale, zeros[1], T());
+    a[0] = Numbers::less(word & 0x000f000fu, zeros[0]);
+    a[1] = Numbers::less(word & 0x00f000f0u, zeros[1]);
+    a[2] = Numbers::less(high & 0x000f000fu, zeros[0]);
+    a[3] = Numbers::less(high & 0x00f000f0u, zeros[1]);
+  }
+};
+
+template <typename T>
+struct ManyDecoder<T, Code::kInt8> {
+  using Numbers = SmallNumbers<T>;
+  static constexpr float kFirstFactor = Numbers::kBit, kSecondFactor = Numbers::kBit;
+  uint32_t zeros[2];
+
+  __device__ __forceinline__ ManyDecoder(uint32_t bytes, bool)
+      : zeros{Numbers::negative(__byte_perm(bytes, 0, 0x4040)), Numbers::negative(__byte_perm(bytes, 0, 0x4141))} {}
+
+  __device__ __forceinline__ void decode(uint32_t first, uint32_t second, uint32_t (&a)[4]) const {
+    a[0] = Numbers::less(first & 0x00ff00ffu, zeros[0]);
+    a[1] = Numbers::less((first >> 8) & 0x00ff00ffu, zeros[1]);
+    a[2] = Numbers::less(second & 0x00ff00ffu, zeros[0]);
+    a[3] = Numbers::less((second >> 8) & 0x00ff00ffu, zeros[1]);
   }
 };
 
