@@ -414,12 +414,13 @@ constexpr int linear_skinny_192x128 = 204880;
   XSERV_FIELD(QuantisedManyParams, n, 540, 4); \
   XSERV_FIELD(QuantisedManyParams, num_stages, 544, 4); \
   XSERV_FIELD(QuantisedManyParams, group_pieces, 548, 4); \
-  XSERV_FIELD(QuantisedManyParams, unit_shift, 552, 4); \
-  XSERV_FIELD(QuantisedManyParams, token_box, 556, 4); \
-  XSERV_FIELD(QuantisedManyParams, scale_type, 560, 4); \
-  XSERV_FIELD(QuantisedManyParams, epilogue, 564, 4); \
-  XSERV_FIELD(QuantisedManyParams, has_zeros, 568, 4); \
-  XSERV_FIELD(QuantisedManyParams, padding, 572, 68); \
+  XSERV_FIELD(QuantisedManyParams, sum_pieces, 552, 4); \
+  XSERV_FIELD(QuantisedManyParams, unit_shift, 556, 4); \
+  XSERV_FIELD(QuantisedManyParams, token_box, 560, 4); \
+  XSERV_FIELD(QuantisedManyParams, scale_type, 564, 4); \
+  XSERV_FIELD(QuantisedManyParams, epilogue, 568, 4); \
+  XSERV_FIELD(QuantisedManyParams, has_zeros, 572, 4); \
+  XSERV_FIELD(QuantisedManyParams, padding, 576, 64); \
   static_assert(sizeof(QuantisedManyParams) == 640, "QuantisedManyParams has another size in Rust")
 
 #define XSERV_LAYOUT_SkinnyParams \

@@ -39,12 +39,13 @@ struct QuantisedManyParams {
   int n;              // columns of out
   int num_stages;     // of a tile
   int group_pieces;   // the pieces of a group, of which a stage has one or several
+  int sum_pieces;     // those that are summed by the tensor cores, which truncate: all or some of a group's
   int unit_shift;     // log2 of the groups, or of the parts of them, whose scales are copied for a stage
   int token_box;
   int scale_type;     // a ScaleType
   int epilogue;       // an Epilogue
   int has_zeros;
-  int padding[17];
+  int padding[16];
   static constexpr int tile_rows = 16;
 };
 XSERV_LAYOUT_QuantisedManyParams;
@@ -318,15 +319,15 @@ __device__ __forceinline__ void quantised_many(const QuantisedManyParams& p) {
       }
       wgmma_commit();
     };
-    // The pieces of a group that are still to come, the one at hand included.
-    int left = p.group_pieces - begin * kPieces % p.group_pieces;
+    // The pieces of a sum that are still to come, the one at hand included.
+    int left = p.sum_pieces - begin * kPieces % p.sum_pieces;
     const auto finish = [&](int piece) {
       wgmma_wait<0>();
 #pragma unroll
       for (int i = 0; i < kSums; ++i) asm volatile("" : "+f"(products[i])::"memory");  // not before the wait
       is_fresh = --left == 0 || piece + 1 == num_pieces;
       if (is_fresh) {
-        left = p.group_pieces;
+        left = p.sum_pieces;
         float2 factor = scale_pair(scale, scale_type);
         factor.x *= ManyDecoder<T, S::kCode>::kFirstFactor, factor.y *= ManyDecoder<T, S::kCode>::kSecondFactor;
 #pragma unroll

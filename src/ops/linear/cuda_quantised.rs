@@ -11,7 +11,7 @@ use crate::ops::linear::cuda_quantised_blocks::{
     launch, units, Chosen, GROUP_BYTES, MULTIPROCESSORS, TILES, WARPS, WARPS_SHIFT,
 };
 use crate::ops::linear::cuda_quantised_few::{Chip, FewDivision};
-use crate::ops::linear::cuda_quantised_many::{has_quantised_many, ManyDivision};
+use crate::ops::linear::cuda_quantised_many::{has_quantised_many, is_fine, ManyDivision};
 use crate::ops::linear::Epilogue;
 use crate::ops::quantised::cuda::{scale_number, QuantisedTiles};
 use crate::ops::quantised::tiles::{TileLayout, CHUNK};
@@ -43,10 +43,6 @@ kernel_struct! {
 
 /// The largest in_features that the kernel's 32-bit numbers have room for.
 const MAX_INPUTS: usize = 1 << 20;
-/// See [`max_quantised_tokens`]; measured on an H200 with the layers of Qwen3-8B.
-const MAX_TOKENS: usize = 128;
-const MAX_MANY_TOKENS_OF_4_BITS: usize = 768;
-const MAX_MANY_TOKENS_OF_8_BITS: usize = 512;
 /// The most groups of all tiles: their scales have at most 2 GB.
 const MAX_GROUPS: usize = 1 << 25;
 /// The bytes that a multiprocessor must have under way for the memory's full rate.
@@ -226,11 +222,13 @@ pub fn has_linear_quantised(context: &ComputeContext) -> Result<bool> {
 
 /// Returns the most tokens for which a product by the codes of a weight is faster than one by its
 /// numbers, which are made for the time of the product. `has_many`: what [`has_quantised_many`] says.
-pub fn max_quantised_tokens(has_many: bool, code: Code) -> usize {
-    match (has_many, code) {
-        (false, _) => MAX_TOKENS,
-        (true, Code::Int4) => MAX_MANY_TOKENS_OF_4_BITS,
-        (true, Code::Int8 | Code::Fp8) => MAX_MANY_TOKENS_OF_8_BITS,
+/// Measured on an H200 with the layers of Qwen3-8B.
+pub fn max_quantised_tokens(has_many: bool, layout: &TileLayout) -> usize {
+    match layout.format().code {
+        _ if !has_many => 128,
+        _ if is_fine(layout) => 256,
+        Code::Int4 => 640,
+        Code::Int8 | Code::Fp8 => 448,
     }
 }
 

@@ -30,12 +30,13 @@ kernel_struct! {
         n: i32,
         num_stages: i32,
         group_pieces: i32,
+        sum_pieces: i32,
         unit_shift: i32,
         token_box: i32,
         scale_type: i32,
         epilogue: i32,
         has_zeros: i32,
-        padding: [i32; 17],
+        padding: [i32; 16],
     }
 }
 
@@ -46,13 +47,20 @@ pub fn has_quantised_many(context: &ComputeContext) -> Result<bool> {
         && cuda.has_kernel(kernels::LINEAR_QUANTISED_MANY_INT4_64_32X4.bf16)?)
 }
 
+/// Whether pieces of 32 inputs have scales of their own, which takes longer.
+pub(super) fn is_fine(layout: &TileLayout) -> bool {
+    layout.num_groups() > 1 && !layout.group_size().is_multiple_of(CHUNK)
+}
+
 /// The fewest tokens for which these kernels are faster than those for few.
 const MIN_TOKENS: usize = 17;
 /// The inputs of a stage.
 const STAGE_INPUTS: usize = 2 * CHUNK;
 /// The elements of a tile's codes in a stage: words of 4 bits' codes, and pairs of words of 8 bits'.
 const STAGE_ELEMENTS: usize = 256;
-/// The groups of the longest row that count as one without end.
+/// The most pieces that the tensor cores sum: they truncate, which the sums of a row would show.
+const MOST_SUM_PIECES: usize = 4;
+/// The pieces of a group without end.
 const ENDLESS: usize = 1 << 24;
 
 /// The shapes whose pieces can also have 32 inputs.
@@ -76,7 +84,7 @@ const SHAPES: [Shape; 7] = {
         shape(32, 4, 84),
         shape(32, 3, 70),
         shape(32, 2, 51),
-        shape(64, 3, 90),
+        shape(64, 3, 93),
         shape(64, 2, 75),
         shape(96, 2, 79),
         shape(128, 2, 92),
@@ -168,6 +176,11 @@ fn num_stages(layout: &TileLayout) -> usize {
     (layout.num_chunks() * CHUNK).div_ceil(STAGE_INPUTS)
 }
 
+/// Returns into how many pieces at a time the pieces of a group are divided.
+fn sum_pieces(group_pieces: usize) -> usize {
+    (1..=MOST_SUM_PIECES).rev().find(|&pieces| group_pieces.is_multiple_of(pieces)).unwrap_or(1)
+}
+
 impl ManyDivision {
     /// Returns the division of a product by its sizes that takes the least time, or none where these
     /// kernels are not for so few tokens. No measurement is made, so it is the same on every load.
@@ -175,15 +188,15 @@ impl ManyDivision {
         if num_tokens < MIN_TOKENS {
             return None;
         }
-        let is_whole = layout.num_groups() == 1 || layout.group_size().is_multiple_of(CHUNK);
-        let piece_inputs = if is_whole { CHUNK } else { CHUNK / 2 };
+        let is_fine = is_fine(layout);
+        let piece_inputs = if is_fine { CHUNK / 2 } else { CHUNK };
         let splits = ROOM.iter().map(|&(splits, _)| splits);
         let all = splits.flat_map(|splits| {
             SHAPES.map(move |shape| ManyDivision { shape, splits, piece_inputs })
         });
         all.filter(|division| division.splits <= num_stages(layout))
             .filter(|&ManyDivision { shape, .. }| {
-                is_whole || FINE.contains(&(shape.tokens, shape.groups))
+                !is_fine || FINE.contains(&(shape.tokens, shape.groups))
             })
             .min_by_key(|division| division.cost(num_tokens, layout))
     }
@@ -278,12 +291,13 @@ impl ManyDivision {
             n: n as i32,
             num_stages: num_stages(layout) as i32,
             group_pieces: group_pieces as i32,
+            sum_pieces: sum_pieces(group_pieces) as i32,
             unit_shift: unit_shift as i32,
             token_box: token_box as i32,
             scale_type: scale_number(layout.format().scale),
             epilogue: epilogue_number(epilogue),
             has_zeros: layout.format().has_zeros.into(),
-            padding: [0; 17],
+            padding: [0; 16],
         };
         let arguments = Arguments::new().value(&params);
         // SAFETY: the argument of the kernel; the copy engine reads nothing outside the tensors of its
@@ -319,6 +333,7 @@ mod tests {
                             assert!(division.shape.kernel(code, piece, dtype).is_some());
                         }
                         let (group_pieces, _) = division.groups(&layout);
+                        assert!(group_pieces.is_multiple_of(sum_pieces(group_pieces)));
                         assert!(
                             layout.num_groups() == 1 || group_pieces * piece == layout.group_size()
                         );

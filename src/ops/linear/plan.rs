@@ -520,8 +520,8 @@ impl LinearPass<'_> {
         match layer.weight.format() {
             WeightFormat::Dense(_) => self.plan.has_chain && num_rows <= MAX_CHAIN_ROWS,
             WeightFormat::Quantised(layout) => {
-                let code = layout.format().code;
-                let is_few = num_rows <= max_quantised_tokens(self.plan.has_quantised_many, code);
+                let is_few =
+                    num_rows <= max_quantised_tokens(self.plan.has_quantised_many, &layout);
                 self.plan.has_quantised
                     && (is_few || self.plan.is_deterministic)
                     && is_quantised_weight(&layout)
