@@ -227,8 +227,8 @@ pub fn max_quantised_tokens(has_many: bool, layout: &TileLayout) -> usize {
     match layout.format().code {
         _ if !has_many => 128,
         _ if is_fine(layout) => 256,
-        Code::Int4 => 640,
-        Code::Int8 | Code::Fp8 => 448,
+        Code::Int4 => 512,
+        Code::Int8 | Code::Fp8 => 384,
     }
 }
 
