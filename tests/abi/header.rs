@@ -16,7 +16,7 @@ const MODEL_SOURCES: [&str; 15] = [
 ];
 
 /// The files that speak to C through xserv_ops.h.
-const OPS_SOURCES: [&str; 8] = [
+const OPS_SOURCES: [&str; 9] = [
     "context",
     "tensor",
     "ops_copy",
@@ -25,6 +25,7 @@ const OPS_SOURCES: [&str; 8] = [
     "ops_elementwise",
     "ops_gemm",
     "ops_attention",
+    "self_test",
 ];
 
 /// The head of xserv_ops.h; that of xserv.h is in cbindgen.toml.

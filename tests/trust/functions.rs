@@ -159,7 +159,7 @@ fn addresses() -> &'static [(&'static str, usize)] {
             xserv_op_gelu_tanh xserv_op_silu xserv_op_silu_mul xserv_op_add xserv_op_mul
             xserv_op_cast xserv_op_transpose xserv_gemm_options_init xserv_op_gemm
             xserv_op_gemm_backward xserv_grad_check_options_init xserv_grad_check
-            xserv_attention_options_init xserv_op_attention
+            xserv_attention_options_init xserv_op_attention xserv_self_test
         }
     })
 }

@@ -134,6 +134,10 @@ pub unsafe extern "C" fn go_on(_: *const xserv_token_event, _: *mut c_void) -> b
     true
 }
 
+unsafe extern "C" fn go_on_testing(_: *const xserv_self_test_line, _: *mut c_void) -> bool {
+    true
+}
+
 unsafe extern "C" fn loss(
     values: *const f32,
     count: usize,
@@ -332,6 +336,7 @@ impl World {
             ("void *", _) => ptr::null_mut(),
             ("xserv_token_callback", _) => go_on as *const () as *mut u8,
             ("xserv_loss_callback", _) => loss as *const () as *mut u8,
+            ("xserv_self_test_callback", _) => go_on_testing as *const () as *mut u8,
             ("size_t", "struct_size") => {
                 let name = function.parameters[0].pointee(1).unwrap();
                 return size_of_struct(name).unwrap() as u64;
