@@ -7,6 +7,7 @@ mod handle;
 
 mod answer;
 mod context;
+mod dlpack;
 mod evaluate;
 mod generate;
 mod inspect;
@@ -33,6 +34,7 @@ mod wake;
 
 pub use answer::*;
 pub use context::*;
+pub use dlpack::*;
 pub use evaluate::*;
 pub use generate::*;
 #[cfg(debug_assertions)]

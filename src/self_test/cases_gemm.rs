@@ -14,11 +14,8 @@ const ERROR: f64 = 1e-5;
 /// m, n and k: one row; rests on every side; tiles of every kernel, exactly.
 const SIZES: [[i64; 3]; 4] = [[1, 67, 129], [17, 33, 65], [129, 70, 71], [128, 128, 64]];
 
-const CPU: [(GemmBackend, &str); 3] = [
-    (GemmBackend::Auto, "auto"),
-    (GemmBackend::Naive, "naive"),
-    (GemmBackend::Blocked, "blocked"),
-];
+const CPU: [(GemmBackend, &str); 3] =
+    [(GemmBackend::Auto, "auto"), (GemmBackend::Naive, "naive"), (GemmBackend::Blocked, "blocked")];
 const CUDA: [(GemmBackend, &str); 5] = [
     (GemmBackend::Auto, "auto"),
     (GemmBackend::Naive, "naive"),

@@ -42,9 +42,7 @@ fn embedding(dtype: DType, index: ElementType) -> Case {
         inputs: vec![table, Values::integers(index, &[ids.len() as i64], &ids)],
         outputs: vec![Output::exact(ElementType::Float(dtype), &shape, expected)],
         is_optional: false,
-        compute: Box::new(|context, i, o| {
-            ops::embedding::embedding(context, &i[0], &i[1], &o[0])
-        }),
+        compute: Box::new(|context, i, o| ops::embedding::embedding(context, &i[0], &i[1], &o[0])),
     }
 }
 
@@ -57,9 +55,8 @@ fn frequencies(half: i64) -> Values {
 /// The cosines and sines of positions below `max_position`.
 fn angles(half: i64, max_position: i64, scale: f64) -> [Vec<f64>; 2] {
     let frequencies = frequencies(half).values;
-    let all = (0..max_position).flat_map(|position| {
-        frequencies.iter().map(move |frequency| position as f64 * frequency)
-    });
+    let all = (0..max_position)
+        .flat_map(|position| frequencies.iter().map(move |frequency| position as f64 * frequency));
     let all: Vec<f64> = all.collect();
     [all.iter().map(|a| a.cos() * scale).collect(), all.iter().map(|a| a.sin() * scale).collect()]
 }
@@ -86,7 +83,8 @@ fn rope(dtype: DType, index: ElementType, pairing: RopePairing, head_dim: i64) -
     let (num_heads, num_kv_heads, half, max_position) = (3, 1, head_dim / 2, 37);
     let positions = [0, 36, 5, 5, 11];
     let num_tokens = positions.len() as i64;
-    let (q_shape, k_shape) = ([num_tokens, num_heads, head_dim], [num_tokens, num_kv_heads, head_dim]);
+    let (q_shape, k_shape) =
+        ([num_tokens, num_heads, head_dim], [num_tokens, num_kv_heads, head_dim]);
     let (q, k) = (Values::random(dtype, &q_shape, 41), Values::random(dtype, &k_shape, 42));
     let [cos, sin] = angles(half, max_position, 1.0);
     let table = |values| Values::new(F32, &[max_position, half], values);

@@ -39,7 +39,9 @@ fn rms_norm(dtype: DType, shape: &[i64; 2]) -> Case {
         inputs: vec![x, weight],
         outputs: vec![Output::floats(dtype, shape, expected, bound(dtype, ERROR))],
         is_optional: false,
-        compute: Box::new(|context, i, o| ops::rms_norm::rms_norm(context, &i[0], &i[1], EPS, &o[0])),
+        compute: Box::new(|context, i, o| {
+            ops::rms_norm::rms_norm(context, &i[0], &i[1], EPS, &o[0])
+        }),
     }
 }
 

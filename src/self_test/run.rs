@@ -7,9 +7,7 @@ use crate::error::{check_room, Error, ErrorKind, Result};
 use crate::memory::{Device, ElementType, HostTensor, Tensor};
 use crate::ops::copy::copy;
 use crate::self_test::case::{decode, encode, Case, Emit};
-use crate::self_test::{
-    cases_attention, cases_elementwise, cases_gemm, cases_index, cases_rows,
-};
+use crate::self_test::{cases_attention, cases_elementwise, cases_gemm, cases_index, cases_rows};
 
 /// What a result is compared with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -83,14 +81,15 @@ pub fn self_test(
     context: &ComputeContext,
     report: &mut dyn FnMut(&Line<'_>) -> bool,
 ) -> Result<()> {
-    self_test_with(context, &|case, context, inputs, outputs| {
-        (case.compute)(context, inputs, outputs)
-    }, report)
+    self_test_with(
+        context,
+        &|case, context, inputs, outputs| (case.compute)(context, inputs, outputs),
+        report,
+    )
 }
 
 /// Computes a case on a context, from inputs to outputs.
-pub type Substitute<'a> =
-    dyn Fn(&Case, &ComputeContext, &[Tensor], &[Tensor]) -> Result<()> + 'a;
+pub type Substitute<'a> = dyn Fn(&Case, &ComputeContext, &[Tensor], &[Tensor]) -> Result<()> + 'a;
 
 /// As [`self_test`], with `compute` in place of the operators on the device (and not on the CPU that
 /// a GPU is compared with), so that tests can put in a wrong one.
@@ -117,7 +116,10 @@ pub fn self_test_with(
         if report(line) {
             Ok(())
         } else {
-            Err(Error::new(ErrorKind::Cancelled, "the report callback returned false, so the self-test ended"))
+            Err(Error::new(
+                ErrorKind::Cancelled,
+                "the report callback returned false, so the self-test ended",
+            ))
         }
     };
     let mut emit = |case: Case| run_case(&case, context, cpu.as_ref(), compute, &mut take);
@@ -165,7 +167,8 @@ fn run_case(
             };
             let message = error.message().to_string();
             let bound = case.outputs.iter().map(|output| output.bound).fold(0.0, f64::max);
-            return take(&line(Reference::Float64, outcome, f64::INFINITY, bound, message));
+            let max_error = if outcome == Outcome::Failed { f64::INFINITY } else { 0.0 };
+            return take(&line(Reference::Float64, outcome, max_error, bound, message));
         }
     };
     let expected: Vec<&[f64]> = case.outputs.iter().map(|output| &output.expected[..]).collect();
@@ -255,9 +258,10 @@ fn compute_on(
     context: &ComputeContext,
     compute: &dyn Fn(&ComputeContext, &[Tensor], &[Tensor]) -> Result<()>,
 ) -> Result<Found> {
-    let inputs = case.inputs.iter().map(|input| {
-        Guarded::new(context, input.element, &input.shape, Some(&input.values))
-    });
+    let inputs = case
+        .inputs
+        .iter()
+        .map(|input| Guarded::new(context, input.element, &input.shape, Some(&input.values)));
     let inputs = inputs.collect::<Result<Vec<_>>>()?;
     let outputs = case.outputs.iter().map(|output| {
         Guarded::new(context, output.element, &output.shape, output.initial.as_deref())
@@ -287,7 +291,8 @@ fn compare(case: &Case, found: &Found, expected: &[&[f64]], factor: f64) -> (f64
     let mut most_bounds = -1.0;
     for ((output, found), expected) in case.outputs.iter().zip(&found.outputs).zip(expected) {
         let (error, bound) = (largest_error(found, expected), factor * output.bound);
-        let bounds = if error <= bound { error / bound.max(f64::MIN_POSITIVE) } else { f64::INFINITY };
+        let bounds =
+            if error <= bound { error / bound.max(f64::MIN_POSITIVE) } else { f64::INFINITY };
         if bounds > most_bounds || (error > bound && error > worst.0) {
             (worst, most_bounds) = ((error, bound), bounds);
         }
@@ -303,9 +308,17 @@ fn largest_error(found: &[f64], expected: &[f64]) -> f64 {
             return 0.0;
         }
         let error = (found - expected).abs() / expected.abs().max(mean);
-        if error.is_nan() { f64::INFINITY } else { error }
+        if error.is_nan() {
+            f64::INFINITY
+        } else {
+            error
+        }
     };
     let lengths_differ = found.len() != expected.len();
     let worst = found.iter().zip(expected).map(error).fold(0.0, f64::max);
-    if lengths_differ { f64::INFINITY } else { worst }
+    if lengths_differ {
+        f64::INFINITY
+    } else {
+        worst
+    }
 }

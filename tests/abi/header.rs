@@ -16,9 +16,10 @@ const MODEL_SOURCES: [&str; 15] = [
 ];
 
 /// The files that speak to C through xserv_ops.h.
-const OPS_SOURCES: [&str; 9] = [
+const OPS_SOURCES: [&str; 10] = [
     "context",
     "tensor",
+    "dlpack",
     "ops_copy",
     "ops_rows",
     "ops_index",

@@ -351,6 +351,7 @@ impl World {
             ("uint32_t", "ndim") => return 2,
             ("uint32_t", "token_id") => return 5,
             ("uint32_t", _) => return 0,
+            ("uint64_t", "flags") => return XSERV_DLPACK_READ_ONLY,
             ("bool", _) => return 1,
             // What the call writes to.
             (kind, _) if kind.ends_with('*') => memory.allocate(WORD),
@@ -509,9 +510,21 @@ pub fn free(kind: &str, handle: u64) {
         "xserv_submission" => end!(xserv_submission_free),
         "xserv_context" => end!(xserv_context_free),
         "xserv_owned_tensor" => end!(xserv_owned_tensor_free),
+        "xserv_managed_tensor" => {
+            let managed: *mut xserv_managed_tensor = ptr::with_exposed_provenance_mut(handle);
+            unsafe { (*managed).deleter.unwrap()(managed) }
+        }
+        "xserv_managed_tensor_versioned" => {
+            let managed: *mut xserv_managed_tensor_versioned =
+                ptr::with_exposed_provenance_mut(handle);
+            unsafe { (*managed).deleter.unwrap()(managed) }
+        }
         _ => panic!("{kind}"),
     }
 }
+
+/// The kinds of structs that a call makes and their own deleter frees.
+const MANAGED: [&str; 2] = ["xserv_managed_tensor", "xserv_managed_tensor_versioned"];
 
 /// The handles that a successful call made, by kind.
 pub fn made<'a>(
@@ -523,7 +536,7 @@ pub fn made<'a>(
         return Vec::new();
     }
     let outs = function.parameters.iter().enumerate().filter_map(|(i, p)| {
-        let kind = p.pointee(2).filter(|kind| HANDLES.contains(kind))?;
+        let kind = p.pointee(2).filter(|kind| HANDLES.contains(kind) || MANAGED.contains(kind))?;
         // The result of a generation may be left out.
         (*arguments.word(i) != 0).then(|| (kind, *arguments.pointed::<u64>(i)))
     });
