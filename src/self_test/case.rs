@@ -5,7 +5,7 @@ use crate::error::Result;
 use crate::memory::{DType, ElementType, Tensor};
 
 /// Computes the outputs (the last argument) from the inputs on a context.
-pub type Compute = dyn Fn(&ComputeContext, &[Tensor], &[Tensor]) -> Result<()>;
+pub type Compute<'a> = dyn Fn(&ComputeContext, &[Tensor], &[Tensor]) -> Result<()> + 'a;
 
 /// The types with which operators compute.
 pub(super) const FLOATS: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
@@ -47,7 +47,7 @@ pub struct Case {
     /// Whether a device, a machine or a type may lack this variant of the operator.
     pub is_optional: bool,
     /// The call.
-    pub compute: Box<Compute>,
+    pub compute: Box<Compute<'static>>,
 }
 
 /// Takes the cases one by one; an error ends the test.

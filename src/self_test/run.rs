@@ -6,7 +6,7 @@ use crate::backend::{ComputeContext, DeviceTensor};
 use crate::error::{check_room, Error, ErrorKind, Result};
 use crate::memory::{Device, ElementType, HostTensor, Tensor};
 use crate::ops::copy::copy;
-use crate::self_test::case::{decode, encode, Case, Emit};
+use crate::self_test::case::{decode, encode, Case, Compute, Emit};
 use crate::self_test::{cases_attention, cases_elementwise, cases_gemm, cases_index, cases_rows};
 
 /// What a result is compared with.
@@ -253,11 +253,7 @@ impl Guarded {
     }
 }
 
-fn compute_on(
-    case: &Case,
-    context: &ComputeContext,
-    compute: &dyn Fn(&ComputeContext, &[Tensor], &[Tensor]) -> Result<()>,
-) -> Result<Found> {
+fn compute_on(case: &Case, context: &ComputeContext, compute: &Compute<'_>) -> Result<Found> {
     let inputs = case
         .inputs
         .iter()

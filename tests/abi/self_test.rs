@@ -29,7 +29,10 @@ unsafe extern "C" fn take(line: *const xserv_self_test_line, user_data: *mut c_v
     let whole = text(line.text);
     // Not every machine has every variant.
     if line.outcome == xserv_self_test_outcome::XSERV_SELF_TEST_UNSUPPORTED as u32 {
-        assert!(whole.starts_with("unsupported ") && whole.ends_with(&text(line.message)), "{whole}");
+        assert!(
+            whole.starts_with("unsupported ") && whole.ends_with(&text(line.message)),
+            "{whole}"
+        );
         return true;
     }
     assert_eq!(line.outcome, xserv_self_test_outcome::XSERV_SELF_TEST_PASSED as u32);

@@ -233,7 +233,7 @@ class Tensors(unittest.TestCase):
 class LogitsOut(unittest.TestCase):
     def test_logits_are_copied_out(self):
         with xserv.Model(MODEL, device="cpu") as model:
-            logits = model.logits("Once")
+            logits = model.logits([10, 20, 30])
         self.assertEqual(logits.__dlpack_device__(), (1, 0))
         with self.assertRaises(BufferError):
             logits.__dlpack__(copy=False)
