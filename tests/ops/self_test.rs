@@ -8,7 +8,7 @@ use xserv::backend::ComputeContext;
 use xserv::error::{Error, ErrorKind};
 use xserv::memory::{HostTensor, Tensor};
 use xserv::ops::copy::copy;
-use xserv::self_test::case::Case;
+use xserv::self_test::case::{Case, Compute};
 use xserv::self_test::{self_test, self_test_with, Line, Outcome, Reference};
 use xserv::Result;
 
@@ -94,7 +94,7 @@ fn a_wrong_operator_is_named_and_no_other() {
 }
 
 /// The outcomes of one case of the softmax of f32 with `compute` in its place.
-fn softmax_with(compute: &dyn Fn(&ComputeContext, &[Tensor], &[Tensor]) -> Result<()>) -> String {
+fn softmax_with(compute: &Compute) -> String {
     let context = ComputeContext::cpu(1, usize::MAX).unwrap();
     let found = RefCell::new(None);
     let is_it = |operator: &str, what: &str| operator == "softmax" && what == "f32 [5, 67]";
