@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 use crate::memory::{DType, Tensor};
 use crate::ops::common::contiguous::{check, cuda, float, matrix_size};
 use crate::ops::linear::cuda_quantised_blocks::{
-    launch, units, Chosen, GROUP_BYTES, MULTIPROCESSORS, TILES, WARPS, WARPS_SHIFT,
+    epilogue_number, launch, units, Chosen, GROUP_BYTES, MULTIPROCESSORS, TILES, WARPS, WARPS_SHIFT,
 };
 use crate::ops::linear::cuda_quantised_few::{Chip, FewDivision};
 use crate::ops::linear::cuda_quantised_many::{has_quantised_many, is_fine, ManyDivision};
@@ -201,15 +201,6 @@ impl Division {
             row_shift: self.row_shift,
             group_factor,
         })
-    }
-}
-
-/// The number by which kernels know what becomes of sums.
-pub(super) fn epilogue_number(epilogue: Epilogue) -> i32 {
-    match epilogue {
-        Epilogue::Store => 0,
-        Epilogue::AddResidual => 1,
-        Epilogue::SwiGlu => 2,
     }
 }
 
