@@ -89,6 +89,7 @@ using RawToolCall = xserv_tool_call;
 using ModelStats = xserv_model_stats;
 using MemoryStats = xserv_memory_stats;
 using GradCheckResult = xserv_grad_check_result;
+using SelfTestLine = xserv_self_test_line;
 
 /* One step of a generation, for callbacks that want more than the text. `text` is valid during the
  * callback only. */
@@ -1599,6 +1600,23 @@ class TensorView : public ConstTensorView {
   explicit TensorView(const xserv_tensor &raw) : ConstTensorView(raw) {}
 };
 
+namespace detail {
+
+/* DLPack's managed tensors bring their own deleter. */
+struct ManagedDeleter {
+  template <typename Managed>
+  void operator()(Managed *managed) const noexcept {
+    managed->deleter(managed);
+  }
+};
+
+}  // namespace detail
+
+/* A tensor for another library to keep, in the layouts of DLPack's DLManagedTensor and
+ * DLManagedTensorVersioned: a library that takes it over gets release(). */
+using ManagedTensor = std::unique_ptr<xserv_managed_tensor, detail::ManagedDeleter>;
+using ManagedTensorVersioned = std::unique_ptr<xserv_managed_tensor_versioned, detail::ManagedDeleter>;
+
 /* A contiguous tensor in memory of a context's device, made by Context::tensor(). It owns its
  * memory and returns it when it is destroyed; work that was queued with it is not disturbed, and it
  * may outlive its context. It becomes a view wherever one is wanted; like a pointer, a const one
@@ -1610,6 +1628,20 @@ class Tensor {
   operator const TensorView &() const & { return need(); }
   operator const TensorView &() const && = delete; /* it would dangle: keep the Tensor */
   const xserv_owned_tensor *get() const noexcept { return handle_.get(); }
+
+  /* Shares the memory with a library that speaks DLPack from version 1.0 on, without a copy, for as
+   * long as that keeps it, from any thread. flags: XSERV_DLPACK_READ_ONLY forbids writing. */
+  ManagedTensorVersioned to_dlpack(std::uint64_t flags = 0) const {
+    xserv_managed_tensor_versioned *managed = nullptr;
+    detail::check(xserv_owned_tensor_to_dlpack_versioned(handle_.need("Tensor"), flags, &managed));
+    return ManagedTensorVersioned(managed);
+  }
+  /* The same for a library that speaks an older DLPack. */
+  ManagedTensor to_old_dlpack() const {
+    xserv_managed_tensor *managed = nullptr;
+    detail::check(xserv_owned_tensor_to_dlpack(handle_.need("Tensor"), &managed));
+    return ManagedTensor(managed);
+  }
 
  private:
   friend class Context;
@@ -1639,6 +1671,8 @@ class ContextOptions {
    * context. */
   ContextOptions &stream(void *stream) { return raw_.use_stream = 1, raw_.stream = stream, *this; }
   ContextOptions &max_memory_bytes(std::uint64_t bytes) { return raw_.max_memory_bytes = bytes, *this; }
+
+  const xserv_context_options *get() const & noexcept { return &raw_; }
 
  private:
   friend class Context;
@@ -1945,6 +1979,31 @@ GradCheckResult grad_check(const std::vector<float> &values, const std::vector<f
     detail::check(status);
   }
   return result;
+}
+
+/* Tests the operators on a device, as xserv_self_test() does. `report` is called for each comparison as
+ * report(const SelfTestLine &line) on this thread; what it throws ends the test and is thrown here, and it
+ * may return false to end it (Error with XSERV_STATUS_CANCELLED). Throws Error with
+ * XSERV_STATUS_INTERNAL, which names the operators, if some failed. */
+template <typename Report>
+void self_test(const ContextOptions &options, Report &&report) {
+  using Function = std::remove_reference_t<Report>;
+  constexpr bool is_right = std::is_invocable_v<Function &, const SelfTestLine &>;
+  static_assert(is_right, "xserv: the report of self_test() takes (const xserv::SelfTestLine &line)");
+  if constexpr (is_right) {
+    detail::Guarded<Function> guarded{report, nullptr};
+    const xserv_status status = xserv_self_test(
+        options.get(),
+        [](const xserv_self_test_line *line, void *self) {
+          return static_cast<decltype(guarded) *>(self)->call(*line);
+        },
+        &guarded);
+    guarded.rethrow();
+    detail::check(status);
+  }
+}
+inline void self_test(const ContextOptions &options = ContextOptions()) {
+  detail::check(xserv_self_test(options.get(), nullptr, nullptr));
 }
 
 }  // namespace xserv

@@ -19,7 +19,8 @@
 //!
 //! ```text
 //! ffi, api  ->  engine  ->  model  ->  ops  ->  backend/{cpu,cuda}  ->  memory
-//!                  \->  text
+//!    |             \->  text            ^
+//!    \->  self_test  -------------------/
 //! ```
 //!
 //! An arrow means "may use"; nothing points back (`tests/abi/layering.rs` holds the code to it).
@@ -59,6 +60,7 @@ pub mod ops;
 pub mod panic_guard;
 pub mod process;
 pub mod reserve;
+pub mod self_test;
 pub mod text;
 #[cfg(all(
     target_os = "linux",

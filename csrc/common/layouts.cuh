@@ -402,6 +402,27 @@ constexpr int linear_skinny_192x128 = 204880;
   XSERV_FIELD(QuantisedParams, row_shift, 92, 4); \
   static_assert(sizeof(QuantisedParams) == 96, "QuantisedParams has another size in Rust")
 
+#define XSERV_LAYOUT_QuantisedManyParams \
+  XSERV_FIELD(QuantisedManyParams, x, 0, 128); \
+  XSERV_FIELD(QuantisedManyParams, codes, 128, 128); \
+  XSERV_FIELD(QuantisedManyParams, scales, 256, 128); \
+  XSERV_FIELD(QuantisedManyParams, zeros, 384, 128); \
+  XSERV_FIELD(QuantisedManyParams, out, 512, 8); \
+  XSERV_FIELD(QuantisedManyParams, bias, 520, 8); \
+  XSERV_FIELD(QuantisedManyParams, ldo, 528, 8); \
+  XSERV_FIELD(QuantisedManyParams, num_tokens, 536, 4); \
+  XSERV_FIELD(QuantisedManyParams, n, 540, 4); \
+  XSERV_FIELD(QuantisedManyParams, num_stages, 544, 4); \
+  XSERV_FIELD(QuantisedManyParams, group_pieces, 548, 4); \
+  XSERV_FIELD(QuantisedManyParams, sum_pieces, 552, 4); \
+  XSERV_FIELD(QuantisedManyParams, unit_shift, 556, 4); \
+  XSERV_FIELD(QuantisedManyParams, token_box, 560, 4); \
+  XSERV_FIELD(QuantisedManyParams, scale_type, 564, 4); \
+  XSERV_FIELD(QuantisedManyParams, epilogue, 568, 4); \
+  XSERV_FIELD(QuantisedManyParams, has_zeros, 572, 4); \
+  XSERV_FIELD(QuantisedManyParams, padding, 576, 64); \
+  static_assert(sizeof(QuantisedManyParams) == 640, "QuantisedManyParams has another size in Rust")
+
 #define XSERV_LAYOUT_SkinnyParams \
   XSERV_FIELD(SkinnyParams, weight, 0, 128); \
   XSERV_FIELD(SkinnyParams, x, 128, 128); \

@@ -67,6 +67,38 @@ __device__ __forceinline__ void wgmma_along_k(float (&d)[kN / 2], uint64_t a, ui
   }
 }
 
+// The same with A in registers, which a warp has as mma.m16n8k16 has them; they must not change before the wait.
+#define XSERV_WGMMA_R(N, TYPE, REGISTERS, A0, A1, A2, A3, B, PREDICATE, ...)                       \
+  asm volatile("{.reg .pred p; setp.ne.b32 p, %" PREDICATE ", 0;"                                  \
+               "wgmma.mma_async.sync.aligned.m64n" N "k16.f32." TYPE "." TYPE " {" REGISTERS "}, " \
+               "{%" A0 ", %" A1 ", %" A2 ", %" A3 "}, %" B ", p, 1, 1, 0;}"                        \
+               : __VA_ARGS__                                                                       \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate))
+#define XSERV_WGMMA_R_TYPES(...)                                         \
+  if constexpr (std::is_same_v<T, __half>) {                             \
+    XSERV_WGMMA_R_OF("f16", __VA_ARGS__);                                \
+  } else {                                                               \
+    XSERV_WGMMA_R_OF("bf16", __VA_ARGS__);                               \
+  }
+#define XSERV_WGMMA_R_OF(TYPE, N, ...) XSERV_WGMMA_R(N, TYPE, __VA_ARGS__)
+
+template <typename T, int kN>
+__device__ __forceinline__ void wgmma_registers(float (&d)[kN / 2], const uint32_t (&a)[4], uint64_t b, int accumulate) {
+  static_assert(kN == 32 || kN == 64 || kN == 96 || kN == 128, "columns for which the instruction is spelled out");
+  if constexpr (kN == 32) {
+    XSERV_WGMMA_R_TYPES("32", XSERV_R1, "16", "17", "18", "19", "20", "21", XSERV_D16(0))
+  } else if constexpr (kN == 64) {
+    XSERV_WGMMA_R_TYPES("64", XSERV_R3, "32", "33", "34", "35", "36", "37", XSERV_D32(0))
+  } else if constexpr (kN == 96) {
+    XSERV_WGMMA_R_TYPES("96", XSERV_R5, "48", "49", "50", "51", "52", "53", XSERV_D32(0), XSERV_D16(32))
+  } else {
+    XSERV_WGMMA_R_TYPES("128", XSERV_R7, "64", "65", "66", "67", "68", "69", XSERV_D32(0), XSERV_D32(32))
+  }
+}
+
+#undef XSERV_WGMMA_R_TYPES
+#undef XSERV_WGMMA_R_OF
+#undef XSERV_WGMMA_R
 #undef XSERV_WGMMA_TYPES
 #undef XSERV_WGMMA_N
 #undef XSERV_D32

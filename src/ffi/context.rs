@@ -257,7 +257,7 @@ pub unsafe extern "C" fn xserv_context_new(
         // SAFETY: by the contract above.
         let (options, out) =
             unsafe { (read_struct(options, "options")?, Out::new(context, "context")?) };
-        let made = make(&options)?;
+        let made = make_context(&options)?;
         out.set(
             CONTEXTS
                 .insert(Arc::new(ContextObject { context: made, process: Process::current() }))?,
@@ -266,7 +266,8 @@ pub unsafe extern "C" fn xserv_context_new(
     })
 }
 
-fn make(options: &xserv_context_options) -> Result<ComputeContext> {
+/// Makes the context that options describe.
+pub(super) fn make_context(options: &xserv_context_options) -> Result<ComputeContext> {
     let is = |kind: xserv_device_kind| options.device_kind == kind as u32;
     let wants_cuda = match () {
         _ if is(xserv_device_kind::XSERV_DEVICE_CPU) => false,

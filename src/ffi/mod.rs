@@ -7,6 +7,7 @@ mod handle;
 
 mod answer;
 mod context;
+mod dlpack;
 mod evaluate;
 mod generate;
 mod inspect;
@@ -21,6 +22,7 @@ mod ops_rows;
 mod parse;
 mod plan;
 mod request;
+mod self_test;
 mod stats;
 mod status;
 mod submit;
@@ -32,6 +34,7 @@ mod wake;
 
 pub use answer::*;
 pub use context::*;
+pub use dlpack::*;
 pub use evaluate::*;
 pub use generate::*;
 #[cfg(debug_assertions)]
@@ -49,6 +52,7 @@ pub use ops_rows::*;
 pub use parse::*;
 pub use plan::*;
 pub use request::*;
+pub use self_test::*;
 pub use stats::*;
 pub use status::*;
 pub use submit::*;

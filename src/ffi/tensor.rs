@@ -99,14 +99,46 @@ pub struct xserv_owned_tensor {
     _private: [u8; 0],
 }
 
-struct OwnedTensor {
+pub(super) struct OwnedTensor {
     element: ElementType,
     device: xserv_tensor_device,
     shape: Dims,
     strides: Dims,
     block: Option<Block>,
     /// Keeps alive the stream that orders the reuse of the block; dropped after the block.
-    _context: Arc<ContextObject>,
+    context: Arc<ContextObject>,
+}
+
+impl OwnedTensor {
+    /// Fails in a process that was forked after the tensor's context was made.
+    pub(super) fn check_process(&self) -> Result<()> {
+        self.context.get().map(drop)
+    }
+
+    /// Whether the process was forked after the tensor's context was made.
+    pub(super) fn is_forked(&self) -> bool {
+        self.check_process().is_err()
+    }
+}
+
+/// Returns the object of a handle.
+pub(super) fn owned_tensor(tensor: *const xserv_owned_tensor) -> Result<Arc<OwnedTensor>> {
+    TENSORS.get(tensor)
+}
+
+/// Returns the descriptor of an owned tensor, whose pointers are valid as long as the object.
+pub(super) fn view_of(object: &OwnedTensor) -> xserv_tensor {
+    let start = object.block.as_ref().map_or(std::ptr::null_mut(), Block::start);
+    xserv_tensor {
+        data: start.cast(),
+        device: object.device,
+        ndim: object.shape.len() as i32,
+        dtype: dtype_of(object.element),
+        // The object does not move until it is freed; nobody writes through these.
+        shape: object.shape.as_ptr().cast_mut(),
+        strides: object.strides.as_ptr().cast_mut(),
+        byte_offset: 0,
+    }
 }
 
 // The values of DLPack's DLDeviceType that are supported.
@@ -286,7 +318,7 @@ unsafe fn new_tensor(
         shape: *checked.shape(),
         strides: *checked.strides(),
         block,
-        _context: object.clone(),
+        context: object.clone(),
     };
     out.set(TENSORS.insert(Arc::new(made))?);
     Ok(())
@@ -332,18 +364,8 @@ pub unsafe extern "C" fn xserv_owned_tensor_view(
     guard(|| {
         // SAFETY: by the contract above.
         let out = unsafe { Out::new(view, "view") }?;
-        let object = TENSORS.get(tensor)?;
-        let start = object.block.as_ref().map_or(std::ptr::null_mut(), Block::start);
-        out.set(xserv_tensor {
-            data: start.cast(),
-            device: object.device,
-            ndim: object.shape.len() as i32,
-            dtype: dtype_of(object.element),
-            // The handle's object does not move until it is freed; nobody writes through these.
-            shape: object.shape.as_ptr().cast_mut(),
-            strides: object.strides.as_ptr().cast_mut(),
-            byte_offset: 0,
-        });
+        // The handle keeps the object.
+        out.set(view_of(&*owned_tensor(tensor)?));
         Ok(())
     })
 }

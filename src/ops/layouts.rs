@@ -7,7 +7,8 @@ use crate::ops::attention::layouts as attention;
 use crate::ops::common::launch::KernelRows;
 use crate::ops::common::strided::StridedLayout;
 use crate::ops::linear::{
-    cuda_gemv, cuda_gemv_mma, cuda_prefill, cuda_prefill_heads, cuda_quantised, cuda_skinny,
+    cuda_gemv, cuda_gemv_mma, cuda_prefill, cuda_prefill_heads, cuda_quantised,
+    cuda_quantised_many, cuda_skinny,
 };
 use crate::ops::{
     adjust_logits, gemm, kv_cache, qk_norm_rope_append, quantised, rms_norm, rope, sample,
@@ -48,6 +49,7 @@ fn layouts() -> Vec<Layout> {
         cuda_prefill::PrefillParams::layout(),
         cuda_prefill_heads::PrefillHeadsParams::layout(),
         cuda_quantised::QuantisedParams::layout(),
+        cuda_quantised_many::QuantisedManyParams::layout(),
         cuda_skinny::SkinnyParams::layout(),
         qk_norm_rope_append::QkNormRopeAppendArgs::layout(),
         quantised::cuda::DequantiseParams::layout(),

@@ -21,7 +21,7 @@
 //! | [`grad_check`] | `mod` on the host | `xserv_grad_check` | `tests/ops/grad_check.rs` |
 //! | [`kv_cache`] | `layout` the blocks of the CPU; `cpu` appends to them; `cuda` appends; `cuda_swap` blocks to the host and back |  | `tests/ops/kv_cache.rs` |
 //! | [`layer_norm`] | `cpu` typed slices; `cuda` tensors | `xserv_op_layer_norm` | `tests/ops/layer_norm.rs` |
-//! | [`linear`] | `cpu`, `cpu_quantised` packed weights, with `host_matrix`; `cuda_gemv`, `cuda_gemv_mma` one or two tokens; `cuda_skinny` up to 128 tokens; `cuda_prefill`, `cuda_prefill_heads` more; `cuda_quantised` any number with quantised weights, and `cuda_quantised_few` up to 16, with `cuda_quantised_blocks`; all of these rounded after each step; `plan` which of them serve a model, with `matrix` and `residual` |  | `tests/ops/linear/` |
+//! | [`linear`] | `cpu`, `cpu_quantised` packed weights, with `host_matrix`; `cuda_gemv`, `cuda_gemv_mma` one or two tokens; `cuda_skinny` up to 128 tokens; `cuda_prefill`, `cuda_prefill_heads` more; `cuda_quantised` any number with quantised weights, `cuda_quantised_few` up to 16 and `cuda_quantised_many` more on Hopper, with `cuda_quantised_blocks`; all of these rounded after each step; `plan` which of them serve a model, with `matrix` and `residual` |  | `tests/ops/linear/` |
 //! | [`log_probs`] | `cpu` a row of f32; `cuda` tensors |  | `tests/ops/log_probs.rs` |
 //! | [`qk_norm_rope_append`] | `mod` on a GPU, rounded after each step |  | `tests/ops/qk_norm_rope_append.rs` |
 //! | [`quantised`] | `format` what is stored; `matrix` rows on the host; `quantise` makes them; `panels` the order in which the CPU reads them; `tiles` the order in which kernels read them; `cuda` tiles on a GPU as dense rows |  | `tests/ops/quantised/` |

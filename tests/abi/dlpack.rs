@@ -39,6 +39,25 @@ fn the_descriptor_is_dlpacks() {
         same("xserv_tensor", "DLTensor", &names(&tensor)),
         same("xserv_tensor_device", "DLDevice", &names(&["device_type", "device_id"])),
         same("xserv_tensor_dtype", "DLDataType", &names(&["code", "bits", "lanes"])),
+        same(
+            "xserv_managed_tensor",
+            "DLManagedTensor",
+            &names(&["dl_tensor", "manager_ctx", "deleter"]),
+        ),
+        same(
+            "xserv_managed_tensor_versioned",
+            "DLManagedTensorVersioned",
+            &[
+                ("version_major", "version.major"),
+                ("version_minor", "version.minor"),
+                ("manager_ctx", "manager_ctx"),
+                ("deleter", "deleter"),
+                ("flags", "flags"),
+                ("dl_tensor", "dl_tensor"),
+            ],
+        ),
+        "_Static_assert(XSERV_DLPACK_READ_ONLY == DLPACK_FLAG_BITMASK_READ_ONLY, \"\");\n".into(),
+        "_Static_assert(XSERV_DLPACK_IS_COPIED == DLPACK_FLAG_BITMASK_IS_COPIED, \"\");\n".into(),
         "_Static_assert(kDLCPU == 1 && kDLCUDA == 2 && kDLCUDAHost == 3 && kDLCUDAManaged == 13, \"\");\n".into(),
         "_Static_assert(kDLInt == 0 && kDLFloat == 2 && kDLBfloat == 4, \"\");\n".into(),
     ]

@@ -16,15 +16,17 @@ const MODEL_SOURCES: [&str; 15] = [
 ];
 
 /// The files that speak to C through xserv_ops.h.
-const OPS_SOURCES: [&str; 8] = [
+const OPS_SOURCES: [&str; 10] = [
     "context",
     "tensor",
+    "dlpack",
     "ops_copy",
     "ops_rows",
     "ops_index",
     "ops_elementwise",
     "ops_gemm",
     "ops_attention",
+    "self_test",
 ];
 
 /// The head of xserv_ops.h; that of xserv.h is in cbindgen.toml.

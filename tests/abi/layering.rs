@@ -32,6 +32,7 @@ fn allowed() -> BTreeMap<&'static str, &'static [&'static str]> {
                 "ops",
             ],
         ),
+        ("self_test", &["error", "memory", "backend", "ops"]),
         ("text", &["error", "panic_guard", "thread_state", "threads"]),
         (
             "engine",
@@ -61,6 +62,7 @@ fn allowed() -> BTreeMap<&'static str, &'static [&'static str]> {
                 "memory",
                 "backend",
                 "ops",
+                "self_test",
                 "text",
                 "engine",
             ],

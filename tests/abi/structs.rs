@@ -262,6 +262,10 @@ fn structs(header: &str) -> Vec<(String, Vec<String>)> {
         let lines = body.lines().map(str::trim);
         let code = lines.filter(|line| line.ends_with(';') && !line.starts_with(['*', '/']));
         let field = |line: &str| {
+            // A pointer to a function: void (*name)(...).
+            if let Some((_, rest)) = line.split_once("(*") {
+                return rest.split(')').next().unwrap().to_string();
+            }
             let end = line.trim_end_matches(';').split('[').next().unwrap().to_string();
             end.rsplit([' ', '*']).next().unwrap().to_string()
         };

@@ -200,6 +200,7 @@ const REFUSED: &[(&str, &str)] = &[
     ("options.log([](const char *) {});", "xserv: log() takes"),
     ("options.log([own = std::make_unique<int>(1)](xserv_log_level, const char *, const char *) {});", "copyable"),
     ("xserv::SubmitOptions().wake([](int) {});", "xserv: wake() takes"),
+    ("xserv::self_test({}, [](int) {});", "xserv: the report of self_test() takes"),
     ("xserv::grad_check(values, values, [](float) { return 1.0; });", "xserv: the loss of grad_check() takes"),
     // What would dangle.
     ("std::string_view text = model.generate(request).text();", "deleted"),

@@ -9,12 +9,19 @@ import re
 import sys
 
 from xserv import _library as c
-from xserv import ops
+from xserv import _tensor, ops, self_test
 
 
 def structs():
     """(name as in C, struct) for every struct that the package declares."""
-    for name, value in sorted({**vars(c), **vars(ops)}.items()):
+    dlpack = {
+        "Tensor": _tensor.View,
+        "TensorDtype": _tensor.DataType,
+        "TensorDevice": _tensor.DeviceOf,
+        "ManagedTensor": _tensor.ManagedTensor,
+        "ManagedTensorVersioned": _tensor.ManagedTensorVersioned,
+    }
+    for name, value in sorted({**vars(c), **vars(ops), **vars(self_test), **dlpack}.items()):
         if isinstance(value, type) and issubclass(value, ctypes.Structure) and value is not ctypes.Structure:
             yield "xserv" + re.sub("[A-Z]", lambda letter: "_" + letter.group().lower(), name), value
 

@@ -64,6 +64,7 @@ fn every_command_tells_how_to_use_it() {
             assert!(help.contains(&format!("\n  {option} ")), "{name} has no {option}:\n{help}");
         }
     }
+    assert!(help.contains("\n  self-test "), "{help}");
     let version = run(&mut xserv(&program, &["--version"])).stdout;
     assert_eq!(version, format!("xserv {} (ABI 1)\n", env!("CARGO_PKG_VERSION")));
 }
@@ -117,6 +118,31 @@ fn mistakes_are_answered_in_a_sentence() {
         assert_eq!(failed.code, Some(1), "{words}");
         assert!(failed.stderr.contains("standard output"), "{words}: {}", failed.stderr);
     }
+}
+
+#[test]
+fn the_self_test_tells_of_every_operator() {
+    let Some(program) = program() else { return };
+    let help = run(&mut xserv(&program, &["self-test", "--help"])).stdout;
+    assert!(
+        help.starts_with("usage: xserv self-test ") && help.contains("\n  --device "),
+        "{help}"
+    );
+    assert!(help.lines().all(|line| line.len() <= 100), "{help}");
+    let short = run(&mut xserv(&program, &["self-test", "--device", "cpu"])).stdout;
+    let long = run(&mut xserv(&program, &["self-test", "--device", "cpu", "--verbose"])).stdout;
+    for name in ["rms_norm", "gemm", "attention", "top_k"] {
+        let line = short.lines().find(|line| line.starts_with(&format!("{name} ")));
+        let line = line.unwrap_or_else(|| panic!("{name} is missing in {short}"));
+        assert!(line.contains(" ok ") && line.contains("largest error"), "{line}");
+        assert!(long.contains(&format!("ok          {name} f32 ")), "{long}");
+    }
+    assert!(long.lines().count() > short.lines().count() + 200, "{long}");
+    let refused = outcome(&mut xserv(&program, &["self-test", "a-model"]));
+    assert_eq!(refused.code, Some(2), "{}", refused.stderr);
+    let failed = outcome(&mut xserv(&program, &["self-test", "--device-index", "999999"]));
+    assert_eq!(failed.code, Some(1), "{}", failed.stderr);
+    assert!(failed.stderr.starts_with("xserv self-test: "), "{}", failed.stderr);
 }
 
 #[test]

@@ -972,8 +972,51 @@ static void check_operators(const xserv::Context &context) {
   REQUIRE(mine);
 }
 
+void check_self_test() {
+  const auto on_cpu = xserv::ContextOptions().device(XSERV_DEVICE_CPU).num_threads(1);
+  std::size_t lines = 0;
+  xserv::self_test(on_cpu, [&](const xserv::SelfTestLine &line) {
+    if (line.outcome == XSERV_SELF_TEST_UNSUPPORTED) return;
+    REQUIRE(line.outcome == XSERV_SELF_TEST_PASSED && line.max_error <= line.bound);
+    REQUIRE(std::string_view(line.text).find(line.operator_name) != std::string_view::npos);
+    lines++;
+  });
+  REQUIRE(lines > 200);
+  REQUIRE(thrown_by([&] { xserv::self_test(on_cpu, [](const auto &) { return false; }); }) == XSERV_STATUS_CANCELLED);
+  bool mine = false;
+  try {
+    xserv::self_test(on_cpu, [](const xserv::SelfTestLine &) { throw std::out_of_range("mine"); });
+  } catch (const std::out_of_range &) {
+    mine = true;
+  }
+  REQUIRE(mine);
+  const auto elsewhere = xserv::ContextOptions(on_cpu).device_index(9);
+  REQUIRE(thrown_by([&] { xserv::self_test(elsewhere); }) == XSERV_STATUS_NO_DEVICE);
+}
+
+void check_dlpack() {
+  xserv::ManagedTensor old;
+  xserv::ManagedTensorVersioned versioned;
+  {
+    const xserv::Context context(XSERV_DEVICE_CPU);
+    const xserv::Tensor tensor = context.tensor<float>({2, 3});
+    for (int i = 0; i < 6; i++) static_cast<float *>(tensor.view().data())[i] = static_cast<float>(i);
+    old = tensor.to_old_dlpack();
+    versioned = tensor.to_dlpack(XSERV_DLPACK_READ_ONLY);
+    REQUIRE(thrown_by([&] { tensor.to_dlpack(8); }) == XSERV_STATUS_INVALID_ARGUMENT);
+  }
+  REQUIRE(versioned->version_major == 1 && versioned->flags == XSERV_DLPACK_READ_ONLY);
+  REQUIRE(old->dl_tensor.data == versioned->dl_tensor.data && old->dl_tensor.shape[1] == 3);
+  const auto view = xserv::TensorView::from_dlpack(versioned->dl_tensor);
+  REQUIRE(static_cast<const float *>(view.data())[5] == 5.0f);
+  old.reset();
+  std::thread([&] { versioned.reset(); }).join();
+}
+
 int main(int argc, char **argv) {
   if (argc != 2) return 2;
+  check_dlpack();
+  check_self_test();
   check_versions();
   check_views();
   check_contexts();

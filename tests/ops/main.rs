@@ -26,6 +26,7 @@ mod quantised;
 mod rms_norm;
 mod rope;
 mod sample;
+mod self_test;
 mod silu_mul;
 mod softmax;
 mod top_k;

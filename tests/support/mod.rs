@@ -7,7 +7,7 @@ pub mod device;
 pub mod golden;
 pub mod layouts;
 pub mod random;
-pub mod reference;
+pub use xserv::self_test::reference;
 pub mod rounded;
 pub mod tensors;
 pub mod typed;

@@ -153,13 +153,14 @@ fn addresses() -> &'static [(&'static str, usize)] {
             xserv_context_get_device xserv_context_synchronize xserv_context_trim
             xserv_context_get_memory_stats xserv_context_free xserv_tensor_dtype_of
             xserv_tensor_device_of xserv_owned_tensor_new xserv_owned_tensor_new_pinned
-            xserv_owned_tensor_view xserv_owned_tensor_free xserv_op_copy xserv_op_rms_norm
+            xserv_owned_tensor_view xserv_owned_tensor_to_dlpack
+            xserv_owned_tensor_to_dlpack_versioned xserv_owned_tensor_free xserv_op_copy xserv_op_rms_norm
             xserv_op_add_rms_norm xserv_op_layer_norm xserv_op_softmax xserv_op_embedding
             xserv_op_rope_table xserv_op_rope xserv_op_argmax xserv_op_top_k xserv_op_gelu
             xserv_op_gelu_tanh xserv_op_silu xserv_op_silu_mul xserv_op_add xserv_op_mul
             xserv_op_cast xserv_op_transpose xserv_gemm_options_init xserv_op_gemm
             xserv_op_gemm_backward xserv_grad_check_options_init xserv_grad_check
-            xserv_attention_options_init xserv_op_attention
+            xserv_attention_options_init xserv_op_attention xserv_self_test
         }
     })
 }

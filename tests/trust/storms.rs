@@ -151,6 +151,10 @@ impl Shared {
                     self.compared.fetch_add(1, Ordering::Relaxed);
                 }
             }
+            if !HANDLES.contains(&kind) {
+                free(kind, handle);
+                continue;
+            }
             let slot = self.slot(Self::kind(kind), random);
             // What was there may have been freed already, which is part of the storm.
             free(kind, slot.swap(handle as usize, Ordering::SeqCst) as u64);

@@ -134,6 +134,10 @@ pub unsafe extern "C" fn go_on(_: *const xserv_token_event, _: *mut c_void) -> b
     true
 }
 
+unsafe extern "C" fn go_on_testing(_: *const xserv_self_test_line, _: *mut c_void) -> bool {
+    true
+}
+
 unsafe extern "C" fn loss(
     values: *const f32,
     count: usize,
@@ -332,6 +336,7 @@ impl World {
             ("void *", _) => ptr::null_mut(),
             ("xserv_token_callback", _) => go_on as *const () as *mut u8,
             ("xserv_loss_callback", _) => loss as *const () as *mut u8,
+            ("xserv_self_test_callback", _) => go_on_testing as *const () as *mut u8,
             ("size_t", "struct_size") => {
                 let name = function.parameters[0].pointee(1).unwrap();
                 return size_of_struct(name).unwrap() as u64;
@@ -346,6 +351,7 @@ impl World {
             ("uint32_t", "ndim") => return 2,
             ("uint32_t", "token_id") => return 5,
             ("uint32_t", _) => return 0,
+            ("uint64_t", "flags") => return XSERV_DLPACK_READ_ONLY,
             ("bool", _) => return 1,
             // What the call writes to.
             (kind, _) if kind.ends_with('*') => memory.allocate(WORD),
@@ -504,9 +510,21 @@ pub fn free(kind: &str, handle: u64) {
         "xserv_submission" => end!(xserv_submission_free),
         "xserv_context" => end!(xserv_context_free),
         "xserv_owned_tensor" => end!(xserv_owned_tensor_free),
+        "xserv_managed_tensor" => {
+            let managed: *mut xserv_managed_tensor = ptr::with_exposed_provenance_mut(handle);
+            unsafe { (*managed).deleter.unwrap()(managed) }
+        }
+        "xserv_managed_tensor_versioned" => {
+            let managed: *mut xserv_managed_tensor_versioned =
+                ptr::with_exposed_provenance_mut(handle);
+            unsafe { (*managed).deleter.unwrap()(managed) }
+        }
         _ => panic!("{kind}"),
     }
 }
+
+/// The kinds of structs that a call makes and their own deleter frees.
+const MANAGED: [&str; 2] = ["xserv_managed_tensor", "xserv_managed_tensor_versioned"];
 
 /// The handles that a successful call made, by kind.
 pub fn made<'a>(
@@ -518,7 +536,7 @@ pub fn made<'a>(
         return Vec::new();
     }
     let outs = function.parameters.iter().enumerate().filter_map(|(i, p)| {
-        let kind = p.pointee(2).filter(|kind| HANDLES.contains(kind))?;
+        let kind = p.pointee(2).filter(|kind| HANDLES.contains(kind) || MANAGED.contains(kind))?;
         // The result of a generation may be left out.
         (*arguments.word(i) != 0).then(|| (kind, *arguments.pointed::<u64>(i)))
     });

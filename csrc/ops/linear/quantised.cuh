@@ -78,13 +78,13 @@ __device__ __forceinline__ void copy_weights(uint32_t target, const char* source
 
 // Adds up the sums that all warps of the cluster have left in shared memory, and stores the results.
 // staging: [warps along the inputs][all fragments of the block][lane].
-template <typename T, Epilogue kEpilogue, int kFragments>
-__device__ __forceinline__ void store_quantised(const QuantisedParams& p, const float4* staging, int first_tile,
+template <typename T, Epilogue kEpilogue, int kFragments, int kWarps = kQuantisedWarps, typename Params>
+__device__ __forceinline__ void store_quantised(const Params& p, const float4* staging, int first_tile,
                                                 int first_token, int num_fragments, int input_warps, int split,
                                                 int num_splits) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  for (int i = split * kQuantisedWarps + warp; i < num_fragments; i += num_splits * kQuantisedWarps) {
-    const Fragment<T, kEpilogue> fragment(p, (first_tile + i / kFragments) * QuantisedParams::tile_rows, 0,
+  for (int i = split * kWarps + warp; i < num_fragments; i += num_splits * kWarps) {
+    const Fragment<T, kEpilogue> fragment(p, (first_tile + i / kFragments) * Params::tile_rows, 0,
                                           first_token + i % kFragments * 8);
     const uint2 old = fragment.load();
     float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);

@@ -44,7 +44,12 @@ __device__ __forceinline__ uint32_t multiply_pairs(uint32_t a, uint32_t b, __hal
   const __half2 c = __hmul2_rn(reinterpret_cast<const __half2&>(a), reinterpret_cast<const __half2&>(b));
   return reinterpret_cast<const uint32_t&>(c);
 }
-__device__ __forceinline__ uint32_t multiply_add_pairs(uint32_t a, uint32_t b, uint32_t c) {
+__device__ __forceinline__ uint32_t multiply_add_pairs(uint32_t a, uint32_t b, uint32_t c, __nv_bfloat16) {
+  const __nv_bfloat162 d = __hfma2(reinterpret_cast<const __nv_bfloat162&>(a), reinterpret_cast<const __nv_bfloat162&>(b),
+                                   reinterpret_cast<const __nv_bfloat162&>(c));
+  return reinterpret_cast<const uint32_t&>(d);
+}
+__device__ __forceinline__ uint32_t multiply_add_pairs(uint32_t a, uint32_t b, uint32_t c, __half) {
   const __half2 d = __hfma2(reinterpret_cast<const __half2&>(a), reinterpret_cast<const __half2&>(b),
                             reinterpret_cast<const __half2&>(c));
   return reinterpret_cast<const uint32_t&>(d);
@@ -89,7 +94,7 @@ struct Decoder<__half, Code::kInt4> {
     for (int i = 0; i < 4; i += 2) {
       const uint32_t codes = word >> (4 * i);
       a[i] = subtract_pairs(masked_or<0x000f000fu>(codes, 0x64006400u), zeros[0], __half());
-      a[i + 1] = multiply_add_pairs(masked_or<0x00f000f0u>(codes, 0x64006400u), kSixteenth, zeros[1]);
+      a[i + 1] = multiply_add_pairs(masked_or<0x00f000f0u>(codes, 0x64006400u), kSixteenth, zeros[1], __half());
     }
   }
 };

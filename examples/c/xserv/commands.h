@@ -8,5 +8,6 @@ int run_chat(int argc, char **argv);
 int run_generate(int argc, char **argv);
 int run_inspect(int argc, char **argv);
 int run_plan(int argc, char **argv);
+int run_self_test(int argc, char **argv);
 
 #endif

@@ -3,6 +3,7 @@
  * library only.
  *
  *     xserv chat|generate|bench|inspect|plan [OPTIONS] MODEL
+ *     xserv self-test [OPTIONS]
  */
 
 #include <stdio.h>
@@ -24,11 +25,12 @@ static const struct {
     {"bench", "measure how fast a model is here", run_bench_command},
     {"inspect", "what a model folder holds, and whether it can be run", run_inspect},
     {"plan", "how much memory a model would take", run_plan},
+    {"self-test", "whether the operators compute right on this machine", run_self_test},
 };
 enum { NUM_COMMANDS = sizeof commands / sizeof *commands };
 
 static void print_help(void) {
-  puts("usage: xserv COMMAND MODEL [OPTIONS]\n"
+  puts("usage: xserv COMMAND [MODEL] [OPTIONS]\n"
        "\n"
        "Runs language models. MODEL is a folder as Hugging Face publishes it, or the name of a\n"
        "repository in the local Hugging Face cache, such as Qwen/Qwen3-0.6B.\n"

@@ -39,6 +39,7 @@ from ._model import (
 )
 from ._request import GenerateOptions
 from ._stream import Answer, AnswerEvent, Piece, Result, TextStream, TokenEvent, TokenLogProb, ToolCall
+from ._tensor import Tensor
 
 __version__ = "0.3.0.dev0"
 
@@ -73,6 +74,7 @@ __all__ = [
     "Result",
     "Score",
     "TemplateError",
+    "Tensor",
     "TextStream",
     "TokenEvent",
     "TokenLogProb",

@@ -46,6 +46,7 @@ from ._request import (
     without_nul,
 )
 from ._stream import Answer, Result, TextStream, take_answer
+from ._tensor import CPU, copied_capsule
 
 if sys.version_info >= (3, 11):
     from typing import Unpack
@@ -464,6 +465,23 @@ class Logits:
     def __array_interface__(self) -> Dict[str, Any]:
         data = (ctypes.addressof(self._values), False)
         return {"shape": self.shape, "typestr": "<f4", "data": data, "version": 3}
+
+    def __dlpack_device__(self) -> Tuple[int, int]:
+        return (CPU, 0)
+
+    def __dlpack__(
+        self,
+        *,
+        stream: Optional[int] = None,
+        max_version: Optional[Tuple[int, int]] = None,
+        dl_device: Optional[Tuple[int, int]] = None,
+        copy: Optional[bool] = None,
+    ) -> Any:
+        """Gives a copy of the scores to libraries that speak DLPack: torch.from_dlpack(logits). With copy=False it
+        raises BufferError; as_memoryview() shares the memory."""
+        if copy is False:
+            raise BufferError("logits go out through DLPack as a copy, which copy=False forbids")
+        return copied_capsule(self._values, "f32", self.shape, stream, max_version, dl_device)
 
     def __buffer__(self, flags: int) -> memoryview[Any]:  # Python 3.12 and later
         return memoryview(self._values).cast("B").cast("f", self.shape)

@@ -6,10 +6,10 @@
         context.rms_norm(x, weight, 1e-6, out)  # out is written; nothing is copied or allocated
         context.synchronize()
 
-A tensor is whatever has __dlpack__: f32, f16 or bf16, i32 or i64 for indices, at most 8 dimensions, any strides
-that are not negative, in memory of the context's device. Its memory belongs to the caller; results go into
-tensors that the caller has made, and share no memory with the inputs unless the operator says that they may be
-the same view. Sums are in f32 and rounded once.
+A tensor is an xserv.Tensor, made by Context.tensor(), or whatever has __dlpack__: f32, f16 or bf16, i32 or i64 for
+indices, at most 8 dimensions, any strides that are not negative, in memory of the context's device. Its memory belongs
+to the caller; results go into tensors that the caller has made, and share no memory with the inputs unless the operator
+says that they may be the same view. A read-only tensor is refused as a result. Sums are in f32 and rounded once.
 
 On the CPU an operator has finished when its method returns. On CUDA it has queued its work on the context's
 stream, and the tensors must live until that is done: pass `stream=torch.cuda.current_stream().cuda_stream` to
@@ -23,11 +23,12 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import POINTER, Structure, byref, c_float, c_size_t, c_uint8, c_uint32, c_uint64, c_void_p
-from typing import Any, Dict, List, Literal, Optional
+from typing import Any, Dict, List, Literal, Optional, Sequence
 
-from ._errors import NotCopyable, closed
+from ._errors import NotCopyable, closed, invalid_argument
 from ._library import DEVICES, check, library
 from ._request import choice, set_number
+from ._tensor import DTypeName, Tensor, take_view
 
 Device = Literal["auto", "cpu", "cuda"]
 GemmBackend = Literal["auto", "naive", "tiled", "cublas", "tensor_core", "blocked"]
@@ -37,7 +38,6 @@ RopePairing = Literal["split_half", "interleaved"]
 GEMM_BACKENDS = {"auto": 0, "naive": 1, "tiled": 2, "cublas": 3, "tensor_core": 4, "blocked": 5}
 ATTENTION_BACKENDS = {"auto": 0, "naive": 1, "flash": 2, "split_kv": 3}
 ROPE_PAIRINGS = {"split_half": 0, "interleaved": 1}
-_KDL_CUDA = 2
 
 
 class ContextOptions(Structure):
@@ -112,32 +112,43 @@ class AttentionOptions(Structure):
     ]
 
 
-# The arguments of xserv_op_<name> after the context. t: a tensor, f: a float, u: a uint32_t, p: a
-# struct.
+# The arguments of xserv_op_<name> after the context. t: a tensor that is read, o: one that is written,
+# f: a float, u: a uint32_t, p: a struct.
 _OPERATORS = {
-    "copy": "tt",
-    "cast": "tt",
-    "rms_norm": "ttft",
-    "add_rms_norm": "tttftt",
-    "layer_norm": "tttft",
-    "softmax": "tt",
-    "gelu": "tt",
-    "gelu_tanh": "tt",
-    "silu": "tt",
-    "silu_mul": "ttt",
-    "add": "ttt",
-    "mul": "ttt",
-    "transpose": "tt",
-    "embedding": "ttt",
-    "rope_table": "tftt",
-    "rope": "tttttutt",
-    "argmax": "tt",
-    "top_k": "ttt",
-    "gemm": "pttt",
-    "gemm_backward": "tttutt",
-    "attention": "ptttt",
+    "copy": "to",
+    "cast": "to",
+    "rms_norm": "ttfo",
+    "add_rms_norm": "tttfoo",
+    "layer_norm": "tttfo",
+    "softmax": "to",
+    "gelu": "to",
+    "gelu_tanh": "to",
+    "silu": "to",
+    "silu_mul": "tto",
+    "add": "tto",
+    "mul": "tto",
+    "transpose": "to",
+    "embedding": "tto",
+    "rope_table": "tfoo",
+    "rope": "tttttuoo",
+    "argmax": "to",
+    "top_k": "too",
+    "gemm": "ptto",
+    "gemm_backward": "tttuoo",
+    "attention": "pttto",
 }
-_KINDS = {"t": c_void_p, "f": c_float, "u": c_uint32, "p": c_void_p}
+# The names of the tensors that are written, where they are not "out".
+_RESULTS = {
+    "copy": ("target",),
+    "cast": ("target",),
+    "add_rms_norm": ("residual_out", "out"),
+    "rope_table": ("cos", "sin"),
+    "rope": ("q_out", "k_out"),
+    "top_k": ("values", "indices"),
+    "gemm": ("c",),
+    "gemm_backward": ("da", "db"),
+}
+_KINDS = {"t": c_void_p, "o": c_void_p, "f": c_float, "u": c_uint32, "p": c_void_p}
 
 
 def _declare() -> None:
@@ -160,27 +171,20 @@ def _declare() -> None:
 
 _declare()
 
-_capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
-_capsule_pointer.argtypes, _capsule_pointer.restype = [ctypes.py_object, ctypes.c_char_p], c_void_p
-
-
 class _Views:
-    """The DLPack capsules of a call's tensors: a DLManagedTensor begins with its DLTensor, which is an
-    xserv_tensor. They must live until the call returns."""
+    """The DLTensors of a call's tensors, which are xserv_tensors. They must live until the call returns."""
 
     def __init__(self) -> None:
-        self.capsules: List[Any] = []
+        self._kept: List[Any] = []
 
-    def of(self, tensor: Any) -> Optional[int]:
+    def of(self, tensor: Any, result: Optional[str] = None) -> Optional[int]:
+        """The address of a tensor's descriptor. result: the name of a tensor that is written to."""
         if tensor is None:
             return None
-        if not hasattr(tensor, "__dlpack__"):
-            raise TypeError(f"{type(tensor).__name__} does not speak DLPack")
-        # -1: the exporter need not wait for anything; the order of the streams is up to the caller.
-        on_cuda = tensor.__dlpack_device__()[0] == _KDL_CUDA
-        capsule = tensor.__dlpack__(stream=-1) if on_cuda else tensor.__dlpack__()
-        self.capsules.append(capsule)
-        address: Optional[int] = _capsule_pointer(capsule, b"dltensor")
+        address, is_read_only, kept = take_view(tensor)
+        self._kept.append(kept)
+        if is_read_only and result is not None:
+            raise invalid_argument(f"{result} is read-only, and cannot be written to")
         return address
 
 
@@ -266,6 +270,17 @@ class Context(NotCopyable):
         check(library.xserv_context_get_memory_stats(self._live_handle(), byref(stats)))
         return {field[0]: int(getattr(stats, field[0])) for field in MemoryStats._fields_[1:]}
 
+    def tensor(self, dtype: DTypeName, shape: Sequence[int]) -> Tensor:
+        """Makes a contiguous tensor in memory of the device, of "f32", "f16", "bf16", "i32" or "i64" and of at most 8
+        dimensions. Its content is arbitrary. Operators take it, and torch.from_dlpack() shares its memory; it may
+        outlive the context."""
+        return Tensor(self, dtype, shape)
+
+    def _settle(self) -> None:
+        """Waits for all queued work, also if the context was closed, which has waited."""
+        if self._handle is not None:
+            self.synchronize()
+
     def synchronize(self) -> None:
         """Waits for all queued work. Raises what went wrong in it: DeviceLostError or, once,
         InvalidArgumentError for an index that a kernel met and did not follow (a token id outside the table, a
@@ -293,8 +308,11 @@ class Context(NotCopyable):
             self.close()
 
     def _call(self, name: str, *arguments: Any) -> None:
-        views = _Views()
-        given = [views.of(value) if kind == "t" else value for kind, value in zip(_OPERATORS[name], arguments)]
+        views, results = _Views(), iter(_RESULTS.get(name, ("out",)))
+        given = [
+            views.of(value) if kind == "t" else views.of(value, next(results)) if kind == "o" else value
+            for kind, value in zip(_OPERATORS[name], arguments)
+        ]
         check(getattr(library, f"xserv_op_{name}")(self._live_handle(), *given))
 
     def copy(self, source: Any, target: Any) -> None:

@@ -362,6 +362,38 @@ kernels! {
         LINEAR_QUANTISED_FEW_INT8_2_16 "xserv_linear_quantised_few_int8_2_16" f16 bf16;
         LINEAR_QUANTISED_FEW_INT8_2_8 "xserv_linear_quantised_few_int8_2_8" f16 bf16;
     }
+    "linear/quantised_many" {
+        LINEAR_QUANTISED_MANY_FP8_32_128X2 "xserv_linear_quantised_many_fp8_32_128x2" f16 bf16;
+        LINEAR_QUANTISED_MANY_FP8_32_32X4 "xserv_linear_quantised_many_fp8_32_32x4" f16 bf16;
+        LINEAR_QUANTISED_MANY_FP8_32_64X3 "xserv_linear_quantised_many_fp8_32_64x3" f16 bf16;
+        LINEAR_QUANTISED_MANY_FP8_64_128X2 "xserv_linear_quantised_many_fp8_64_128x2" f16 bf16;
+        LINEAR_QUANTISED_MANY_FP8_64_32X2 "xserv_linear_quantised_many_fp8_64_32x2" f16 bf16;
+        LINEAR_QUANTISED_MANY_FP8_64_32X3 "xserv_linear_quantised_many_fp8_64_32x3" f16 bf16;
+        LINEAR_QUANTISED_MANY_FP8_64_32X4 "xserv_linear_quantised_many_fp8_64_32x4" f16 bf16;
+        LINEAR_QUANTISED_MANY_FP8_64_64X2 "xserv_linear_quantised_many_fp8_64_64x2" f16 bf16;
+        LINEAR_QUANTISED_MANY_FP8_64_64X3 "xserv_linear_quantised_many_fp8_64_64x3" f16 bf16;
+        LINEAR_QUANTISED_MANY_FP8_64_96X2 "xserv_linear_quantised_many_fp8_64_96x2" f16 bf16;
+        LINEAR_QUANTISED_MANY_INT4_32_128X2 "xserv_linear_quantised_many_int4_32_128x2" f16 bf16;
+        LINEAR_QUANTISED_MANY_INT4_32_32X4 "xserv_linear_quantised_many_int4_32_32x4" f16 bf16;
+        LINEAR_QUANTISED_MANY_INT4_32_64X3 "xserv_linear_quantised_many_int4_32_64x3" f16 bf16;
+        LINEAR_QUANTISED_MANY_INT4_64_128X2 "xserv_linear_quantised_many_int4_64_128x2" f16 bf16;
+        LINEAR_QUANTISED_MANY_INT4_64_32X2 "xserv_linear_quantised_many_int4_64_32x2" f16 bf16;
+        LINEAR_QUANTISED_MANY_INT4_64_32X3 "xserv_linear_quantised_many_int4_64_32x3" f16 bf16;
+        LINEAR_QUANTISED_MANY_INT4_64_32X4 "xserv_linear_quantised_many_int4_64_32x4" f16 bf16;
+        LINEAR_QUANTISED_MANY_INT4_64_64X2 "xserv_linear_quantised_many_int4_64_64x2" f16 bf16;
+        LINEAR_QUANTISED_MANY_INT4_64_64X3 "xserv_linear_quantised_many_int4_64_64x3" f16 bf16;
+        LINEAR_QUANTISED_MANY_INT4_64_96X2 "xserv_linear_quantised_many_int4_64_96x2" f16 bf16;
+        LINEAR_QUANTISED_MANY_INT8_32_128X2 "xserv_linear_quantised_many_int8_32_128x2" f16 bf16;
+        LINEAR_QUANTISED_MANY_INT8_32_32X4 "xserv_linear_quantised_many_int8_32_32x4" f16 bf16;
+        LINEAR_QUANTISED_MANY_INT8_32_64X3 "xserv_linear_quantised_many_int8_32_64x3" f16 bf16;
+        LINEAR_QUANTISED_MANY_INT8_64_128X2 "xserv_linear_quantised_many_int8_64_128x2" f16 bf16;
+        LINEAR_QUANTISED_MANY_INT8_64_32X2 "xserv_linear_quantised_many_int8_64_32x2" f16 bf16;
+        LINEAR_QUANTISED_MANY_INT8_64_32X3 "xserv_linear_quantised_many_int8_64_32x3" f16 bf16;
+        LINEAR_QUANTISED_MANY_INT8_64_32X4 "xserv_linear_quantised_many_int8_64_32x4" f16 bf16;
+        LINEAR_QUANTISED_MANY_INT8_64_64X2 "xserv_linear_quantised_many_int8_64_64x2" f16 bf16;
+        LINEAR_QUANTISED_MANY_INT8_64_64X3 "xserv_linear_quantised_many_int8_64_64x3" f16 bf16;
+        LINEAR_QUANTISED_MANY_INT8_64_96X2 "xserv_linear_quantised_many_int8_64_96x2" f16 bf16;
+    }
     "linear/skinny" {
         LINEAR_SKINNY_PLAIN_128X128 "xserv_linear_skinny_plain_128x128" f16 bf16;
         LINEAR_SKINNY_PLAIN_128X64 "xserv_linear_skinny_plain_128x64" f16 bf16;

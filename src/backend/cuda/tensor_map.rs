@@ -60,8 +60,6 @@ impl TensorMap {
         if rank == 0 || rank > MAX_RANK || box_shape.len() != rank || tensor.is_empty() {
             return Err(Error::internal(format!("a tensor map of shape {shape}")));
         }
-        // The driver counts dimensions from the innermost, and strides in bytes without the
-        // innermost.
         let (mut sizes, mut byte_strides, mut extents) =
             ([1u64; MAX_RANK], [0u64; MAX_RANK], [1u32; MAX_RANK]);
         let dimensions = shape.iter().zip(strides.iter()).zip(box_shape).rev().enumerate();
@@ -73,6 +71,66 @@ impl TensorMap {
                 *slot = stride as u64 * 2;
             }
         }
+        let swizzle = CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B;
+        let boxes = Boxes { data_type, rank, sizes, byte_strides, extents, swizzle, promotion };
+        boxes.describe(context, tensor.data())
+    }
+
+    /// Describes contiguous elements of `element_bytes` (1, 2, 4 or 8), `shape` in the order of their
+    /// dimensions, whose boxes are stored as they are. Their last dimension has a multiple of 16
+    /// bytes, and all begin at one.
+    ///
+    /// # Safety
+    ///
+    /// `data` is device memory with that many elements, for as long as copies of them are made.
+    pub(crate) unsafe fn packed<const N: usize>(
+        context: &CudaContext,
+        data: *mut u8,
+        element_bytes: usize,
+        shape: [usize; N],
+        box_shape: [usize; N],
+    ) -> Result<Self> {
+        use sys::*;
+        let data_type = match element_bytes {
+            1 => CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT8,
+            2 => CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT16,
+            4 => CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT32,
+            8 => CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT64,
+            other => return Err(Error::internal(format!("a tensor map of {other} bytes each"))),
+        };
+        let (mut sizes, mut byte_strides, mut extents) =
+            ([1u64; MAX_RANK], [0u64; MAX_RANK], [1u32; MAX_RANK]);
+        let mut stride = element_bytes as u64;
+        let slots = sizes.iter_mut().zip(&mut byte_strides).zip(&mut extents);
+        let dimensions = shape.iter().zip(&box_shape).rev();
+        for (((size, byte_stride), extent), (&elements, &of_box)) in slots.zip(dimensions) {
+            (*size, *extent) = (elements as u64, of_box as u32);
+            stride *= elements as u64;
+            *byte_stride = stride;
+        }
+        let swizzle = CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_NONE;
+        let promotion = CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_256B;
+        let rank = N.min(MAX_RANK);
+        let boxes = Boxes { data_type, rank, sizes, byte_strides, extents, swizzle, promotion };
+        boxes.describe(context, data)
+    }
+}
+
+/// A tensor as the driver describes it: dimensions from the innermost, strides in bytes without the
+/// innermost.
+struct Boxes {
+    data_type: sys::CUtensorMapDataType,
+    rank: usize,
+    sizes: [u64; MAX_RANK],
+    byte_strides: [u64; MAX_RANK],
+    extents: [u32; MAX_RANK],
+    swizzle: sys::CUtensorMapSwizzle,
+    promotion: sys::CUtensorMapL2promotion,
+}
+
+impl Boxes {
+    fn describe(&self, context: &CudaContext, data: *mut u8) -> Result<TensorMap> {
+        use sys::*;
         let steps = [1u32; MAX_RANK];
         let mut map = CUtensorMap { opaque: [0; 16] };
         context.with_current(|| {
@@ -81,16 +139,16 @@ impl TensorMap {
             let status = unsafe {
                 cuTensorMapEncodeTiled(
                     &mut map,
-                    data_type,
-                    rank as u32,
-                    tensor.data().cast(),
-                    sizes.as_ptr(),
-                    byte_strides.as_ptr(),
-                    extents.as_ptr(),
+                    self.data_type,
+                    self.rank as u32,
+                    data.cast(),
+                    self.sizes.as_ptr(),
+                    self.byte_strides.as_ptr(),
+                    self.extents.as_ptr(),
                     steps.as_ptr(),
                     CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
-                    CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
-                    promotion,
+                    self.swizzle,
+                    self.promotion,
                     CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
                 )
             };

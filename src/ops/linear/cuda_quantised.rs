@@ -1,5 +1,6 @@
-//! Linear layers with quantised weights on a GPU, for any number of tokens and best for few:
-//! `csrc/ops/linear/quantised.cu`, and for up to 16 tokens `quantised_few.cu`.
+//! Linear layers with quantised weights on a GPU, for any number of tokens:
+//! `csrc/ops/linear/quantised.cu`, for up to 16 tokens `quantised_few.cu`, and for more on Hopper
+//! `quantised_many.cu`.
 
 use crate::backend::cuda::{kernel_struct, kernels, Arguments, Kernel, Launch};
 use crate::backend::ComputeContext;
@@ -7,9 +8,10 @@ use crate::error::{Error, Result};
 use crate::memory::{DType, Tensor};
 use crate::ops::common::contiguous::{check, cuda, float, matrix_size};
 use crate::ops::linear::cuda_quantised_blocks::{
-    launch, units, Chosen, GROUP_BYTES, MULTIPROCESSORS, TILES, WARPS, WARPS_SHIFT,
+    epilogue_number, launch, units, Chosen, GROUP_BYTES, MULTIPROCESSORS, TILES, WARPS, WARPS_SHIFT,
 };
 use crate::ops::linear::cuda_quantised_few::{Chip, FewDivision};
+use crate::ops::linear::cuda_quantised_many::{has_quantised_many, is_fine, ManyDivision};
 use crate::ops::linear::Epilogue;
 use crate::ops::quantised::cuda::{scale_number, QuantisedTiles};
 use crate::ops::quantised::tiles::{TileLayout, CHUNK};
@@ -209,6 +211,18 @@ pub fn has_linear_quantised(context: &ComputeContext) -> Result<bool> {
         && cuda.has_kernel(kernels::LINEAR_QUANTISED_INT4_1_8.bf16)?)
 }
 
+/// Returns the most tokens for which a product by the codes of a weight is faster than one by its
+/// numbers, which are made for the time of the product. `has_many`: what [`has_quantised_many`] says.
+/// Measured on an H200 with the layers of Qwen3-8B.
+pub fn max_quantised_tokens(has_many: bool, layout: &TileLayout) -> usize {
+    match layout.format().code {
+        _ if !has_many => 128,
+        _ if is_fine(layout) => 256,
+        Code::Int4 => 512,
+        Code::Int8 | Code::Fp8 => 384,
+    }
+}
+
 /// Whether the kernels of this file can multiply by a weight: in_features and the columns of the
 /// result are multiples of 8, and groups are multiples of 32 inputs or whole rows.
 pub fn is_quantised_weight(layout: &TileLayout) -> bool {
@@ -269,7 +283,16 @@ pub fn linear_quantised(
     let capability = info.compute_capability.0;
     let chip =
         Chip { has_clusters: capability >= 9, shared_memory_bytes: info.shared_memory_bytes };
-    // The sums of the kernel for few tokens are in another order.
+    let is_aligned = (x.data() as usize).is_multiple_of(16)
+        && (out.data() as usize).is_multiple_of(4)
+        && is_quantised_weight(layout)
+        && capability >= 8;
+    // The sums of the kernels for few and many tokens are in other orders.
+    if !is_fixed && is_aligned && has_quantised_many(context)? {
+        if let Some(many) = ManyDivision::choose(num_tokens as usize, layout) {
+            return many.launch(cuda, x, weight, bias, epilogue, out);
+        }
+    }
     let few = match is_fixed {
         false => FewDivision::choose(num_tokens.into(), layout, chip),
         true => None,
@@ -278,10 +301,6 @@ pub fn linear_quantised(
         let division = Division::choose(num_tokens.into(), sizes, capability >= 9, is_fixed);
         division.chosen(num_tokens.into(), layout, dtype)
     });
-    let is_aligned = (x.data() as usize).is_multiple_of(16)
-        && (out.data() as usize).is_multiple_of(4)
-        && is_quantised_weight(layout)
-        && capability >= 8;
     let (Some(Chosen { kernel, launch, splits, row_shift, group_factor }), true) =
         (chosen, is_aligned)
     else {
@@ -306,11 +325,7 @@ pub fn linear_quantised(
         num_groups: layout.num_groups() as i32,
         group_factor,
         scale_type: scale_number(layout.format().scale),
-        epilogue: match epilogue {
-            Epilogue::Store => 0,
-            Epilogue::AddResidual => 1,
-            Epilogue::SwiGlu => 2,
-        },
+        epilogue: epilogue_number(epilogue),
         row_shift: row_shift as i32,
     };
     let arguments = Arguments::new().value(&params);

@@ -1,6 +1,8 @@
-//! What the kernels for quantised weights have in common on the host: their blocks, and how they find groups.
+//! What the kernels for quantised weights have in common on the host: their blocks, how they find
+//! groups, and what becomes of their sums.
 
 use crate::backend::cuda::{Kernel, Launch};
+use crate::ops::linear::Epilogue;
 use crate::ops::quantised::tiles::{TileLayout, CHUNK};
 
 /// The number of multiprocessors of the chips for which products are divided (H100, H200).
@@ -50,4 +52,13 @@ pub(super) fn units(layout: &TileLayout, inputs: usize) -> (usize, u32) {
     }
     let group_units = layout.group_size() / (inputs / scales);
     (scales, (1u64 << 31).div_ceil(group_units.max(1) as u64) as u32)
+}
+
+/// The number by which kernels know what becomes of sums.
+pub(super) fn epilogue_number(epilogue: Epilogue) -> i32 {
+    match epilogue {
+        Epilogue::Store => 0,
+        Epilogue::AddResidual => 1,
+        Epilogue::SwiGlu => 2,
+    }
 }

@@ -14,6 +14,7 @@ pub mod cuda_prefill_heads;
 pub mod cuda_quantised;
 mod cuda_quantised_blocks;
 mod cuda_quantised_few;
+pub mod cuda_quantised_many;
 pub mod cuda_skinny;
 mod host_matrix;
 mod matrix;

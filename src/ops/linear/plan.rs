@@ -27,7 +27,10 @@ use super::cuda_gemv::{has_linear_gemv, linear_gemv, max_gemv_tokens, GEMV_TOKEN
 use super::cuda_gemv_mma::{has_linear_gemv_mma, linear_gemv_mma, OneTokenLinear};
 use super::cuda_prefill::{has_linear_prefill, is_prefill_faster, linear_prefill};
 use super::cuda_prefill_heads::{is_prefill_heads_faster, linear_prefill_heads};
-use super::cuda_quantised::{has_linear_quantised, is_quantised_weight, linear_quantised};
+use super::cuda_quantised::{
+    has_linear_quantised, is_quantised_weight, linear_quantised, max_quantised_tokens,
+};
+use super::cuda_quantised_many::has_quantised_many;
 use super::cuda_skinny::{
     has_linear_skinny, is_skinny_weight, linear_skinny, num_fixed_parts, SKINNY_TOKENS,
 };
@@ -50,10 +53,6 @@ use crate::ops::silu_mul::cuda_rounded::silu_mul;
 
 /// The most rows of a chain.
 pub const MAX_CHAIN_ROWS: usize = SKINNY_TOKENS;
-
-/// The most rows that are multiplied by the codes of a quantised weight, each group of 64 of them by
-/// itself. For more, the numbers of the weight are made for the time of the product.
-const MAX_QUANTISED_ROWS: usize = 128;
 
 /// The widest stream that the norm of the chain takes.
 const MAX_CHAIN_WIDTH: usize = 16384;
@@ -101,6 +100,8 @@ pub struct LinearPlan {
     has_prefill: bool,
     /// Whether the device has the kernel for quantised weights.
     has_quantised: bool,
+    /// Whether it has those for many rows.
+    has_quantised_many: bool,
     is_deterministic: bool,
 }
 
@@ -197,6 +198,7 @@ impl LinearPlan {
             has_one_token,
             has_prefill,
             has_quantised,
+            has_quantised_many: has_quantised_many(context)?,
             is_deterministic,
         })
     }
@@ -518,7 +520,8 @@ impl LinearPass<'_> {
         match layer.weight.format() {
             WeightFormat::Dense(_) => self.plan.has_chain && num_rows <= MAX_CHAIN_ROWS,
             WeightFormat::Quantised(layout) => {
-                let is_few = num_rows <= MAX_QUANTISED_ROWS;
+                let is_few =
+                    num_rows <= max_quantised_tokens(self.plan.has_quantised_many, &layout);
                 self.plan.has_quantised
                     && (is_few || self.plan.is_deterministic)
                     && is_quantised_weight(&layout)

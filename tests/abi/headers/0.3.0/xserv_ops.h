@@ -16,6 +16,8 @@
  * Tensors: descriptors of the caller's memory, and tensors in the library's own memory.
  *   xserv_tensor_dtype_of xserv_tensor_device_of xserv_owned_tensor_new
  *   xserv_owned_tensor_new_pinned xserv_owned_tensor_view xserv_owned_tensor_free
+ * Owned tensors as DLPack managed tensors, for other libraries to keep.
+ *   xserv_owned_tensor_to_dlpack xserv_owned_tensor_to_dlpack_versioned
  * Copies between tensors, as a C function.
  *   xserv_op_copy
  * Operators on rows: norms and softmax, as C functions.
@@ -30,6 +32,8 @@
  *   xserv_grad_check
  * Attention, as C functions.
  *   xserv_attention_options_default xserv_op_attention
+ * The self-test of the operators, as a C function.
+ *   xserv_self_test
  */
 
 #ifndef XSERV_OPS_H
@@ -414,6 +418,109 @@ enum xserv_status xserv_owned_tensor_view(const struct xserv_owned_tensor *tenso
  * and uses it is not disturbed.
  */
 void xserv_owned_tensor_free(struct xserv_owned_tensor *tensor);
+
+/* ---------------------------------------------------------------------- */
+
+/* Owned tensors as DLPack managed tensors, for other libraries to keep. */
+
+/**
+ * Flag of xserv_managed_tensor_versioned: the tensor must not be written to.
+ */
+#define XSERV_DLPACK_READ_ONLY 1
+
+/**
+ * Flag of xserv_managed_tensor_versioned: the memory is a copy, which nobody else uses.
+ */
+#define XSERV_DLPACK_IS_COPIED 2
+
+/**
+ * A tensor that another library keeps, as DLPack had it before its version 1.0: the layout of
+ * DLManagedTensor. Whoever has it calls its deleter once, from any thread.
+ */
+typedef struct xserv_managed_tensor {
+  /**
+   * The tensor, whose shape and strides live as long as this struct.
+   */
+  struct xserv_tensor dl_tensor;
+  /**
+   * The library's own.
+   */
+  void *manager_ctx;
+  /**
+   * Frees this struct and gives back the memory, from any thread, also after the tensor's handle
+   * and its context were freed.
+   */
+  void (*deleter)(struct xserv_managed_tensor *managed);
+} xserv_managed_tensor;
+
+/**
+ * A tensor that another library keeps, as DLPack has it from its version 1.0 on: the layout of
+ * DLManagedTensorVersioned. Whoever has it calls its deleter once, from any thread.
+ */
+typedef struct xserv_managed_tensor_versioned {
+  /**
+   * DLPack's major version, 1. With another one only `deleter` may be used.
+   */
+  uint32_t version_major;
+  /**
+   * DLPack's minor version.
+   */
+  uint32_t version_minor;
+  /**
+   * The library's own.
+   */
+  void *manager_ctx;
+  /**
+   * Frees this struct and gives back the memory, from any thread, also after the tensor's handle
+   * and its context were freed.
+   */
+  void (*deleter)(struct xserv_managed_tensor_versioned *managed);
+  /**
+   * XSERV_DLPACK_READ_ONLY and XSERV_DLPACK_IS_COPIED, added up.
+   */
+  uint64_t flags;
+  /**
+   * The tensor, whose shape and strides live as long as this struct.
+   */
+  struct xserv_tensor dl_tensor;
+} xserv_managed_tensor_versioned;
+
+/**
+ * Shares the memory of an owned tensor with a library that speaks DLPack before version 1.0
+ * (DLManagedTensor, capsules named "dltensor"). Nothing is copied.
+ *
+ * managed: becomes a struct that belongs to the caller, or to whom it is passed on to, and is freed by
+ * its own deleter, once, from any thread. It keeps the memory alive: the handle and the context may be
+ * freed before it. Any number of them may be made of a tensor.
+ *
+ * Work that writes the tensor has to be done, or be ordered before the other library's work; on CUDA
+ * xserv_context_synchronize() waits for it.
+ *
+ * Errors: XSERV_STATUS_BAD_HANDLE, XSERV_STATUS_INVALID_ARGUMENT, XSERV_STATUS_FORKED.
+ *
+ * # Safety
+ * `managed` is writable.
+ */
+XSERV_MUST_USE
+enum xserv_status xserv_owned_tensor_to_dlpack(const struct xserv_owned_tensor *tensor,
+                                               struct xserv_managed_tensor **managed);
+
+/**
+ * Shares the memory of an owned tensor as xserv_owned_tensor_to_dlpack() does, with a library that
+ * speaks DLPack from version 1.0 on (DLManagedTensorVersioned, capsules named "dltensor_versioned").
+ *
+ * flags: 0; XSERV_DLPACK_READ_ONLY forbids writing, which the library that gets it has to heed;
+ * XSERV_DLPACK_IS_COPIED tells it that nobody else uses the memory; or both, added up.
+ *
+ * Errors: XSERV_STATUS_BAD_HANDLE, XSERV_STATUS_INVALID_ARGUMENT, XSERV_STATUS_FORKED.
+ *
+ * # Safety
+ * `managed` is writable.
+ */
+XSERV_MUST_USE
+enum xserv_status xserv_owned_tensor_to_dlpack_versioned(const struct xserv_owned_tensor *tensor,
+                                                         uint64_t flags,
+                                                         struct xserv_managed_tensor_versioned **managed);
 
 /* ---------------------------------------------------------------------- */
 
@@ -1195,6 +1302,121 @@ enum xserv_status xserv_op_attention(const struct xserv_context *context,
                                      const struct xserv_tensor *k,
                                      const struct xserv_tensor *v,
                                      const struct xserv_tensor *out);
+
+/* ---------------------------------------------------------------------- */
+
+/* The self-test of the operators, as a C function. */
+
+/**
+ * What the self-test compares a result with.
+ */
+typedef enum xserv_self_test_reference {
+  /**
+   * Plain loops in f64 on the CPU.
+   */
+  XSERV_REFERENCE_FLOAT64 = 0,
+  /**
+   * The same operator of this library on the CPU.
+   */
+  XSERV_REFERENCE_CPU = 1,
+} xserv_self_test_reference;
+
+/**
+ * How a comparison of the self-test ended.
+ */
+typedef enum xserv_self_test_outcome {
+  /**
+   * Every error is within the bound.
+   */
+  XSERV_SELF_TEST_PASSED = 0,
+  /**
+   * An error is beyond the bound, memory beside the result was written, or the call failed.
+   */
+  XSERV_SELF_TEST_FAILED = 1,
+  /**
+   * The device, the machine or the element type lacks this variant of the operator, which is no
+   * fault: cuBLAS may not be installed.
+   */
+  XSERV_SELF_TEST_UNSUPPORTED = 2,
+} xserv_self_test_outcome;
+
+/**
+ * One comparison of xserv_self_test(). Owned by the library, and valid during the callback only.
+ */
+typedef struct xserv_self_test_line {
+  /**
+   * sizeof(xserv_self_test_line) in the library; fields beyond it do not exist.
+   */
+  size_t struct_size;
+  /**
+   * The operator: its function without "xserv_op_", for example "rms_norm".
+   */
+  const char *operator_name;
+  /**
+   * What was computed: types, shapes and the variant, for people.
+   */
+  const char *what;
+  /**
+   * The whole line, for people, without a line end.
+   */
+  const char *text;
+  /**
+   * Why it failed or is unsupported; often empty, never NULL.
+   */
+  const char *message;
+  /**
+   * The largest error of an element: its distance from the reference, divided by the size of the
+   * reference or, where that is larger, by the mean size of the elements. Infinite where a result
+   * is not a number, or there is none.
+   */
+  double max_error;
+  /**
+   * The largest error that is no fault; 0 where every bit has to be right.
+   */
+  double bound;
+  /**
+   * An xserv_self_test_reference: what the result was compared with.
+   */
+  uint32_t reference;
+  /**
+   * An xserv_self_test_outcome.
+   */
+  uint32_t outcome;
+} xserv_self_test_line;
+
+/**
+ * Called for each comparison of xserv_self_test(), on the thread that called it, with no lock held.
+ * Returns true to continue, false to end the test.
+ */
+typedef bool (*xserv_self_test_callback)(const struct xserv_self_test_line *line, void *user_data);
+
+/**
+ * Tests the operators on a device of this machine: runs every xserv_op_* at small and odd sizes, in
+ * every element type and with every backend that it has there, and compares the results with plain
+ * loops in f64 and, on a GPU, also with the operators on the CPU. It needs no model, and takes a few
+ * seconds and some megabytes.
+ *
+ * options: NULL for the defaults; the device, and how a context is made there, as for
+ * xserv_context_new(). report: called for every comparison, or NULL; user_data is passed on to it.
+ * Any thread may run it, also while models are at work on the device, which does not change the
+ * result.
+ *
+ * Returns XSERV_STATUS_OK if every comparison passed or is unsupported.
+ *
+ * Errors: XSERV_STATUS_INTERNAL if some failed, after all were reported: xserv_last_error() names
+ * the operators. Then the driver, the hardware or the library is at fault, and what models generate
+ * on the device is not to be trusted. XSERV_STATUS_CANCELLED if report returned false;
+ * XSERV_STATUS_DEVICE_LOST and XSERV_STATUS_OUT_OF_MEMORY, at once; XSERV_STATUS_NO_DEVICE,
+ * XSERV_STATUS_UNSUPPORTED and XSERV_STATUS_INVALID_ARGUMENT as xserv_context_new().
+ *
+ * # Safety
+ * `options` is NULL or readable for its struct_size, and its stream is a stream; `report` is NULL or
+ * such a function, and does not unwind.
+ */
+XSERV_MUST_USE
+enum xserv_status xserv_self_test(const struct xserv_context_options *options,
+                                  xserv_self_test_callback report,
+                                  void *user_data);
 
 #ifdef __cplusplus
 }  // extern "C"

@@ -38,6 +38,7 @@ pub fn layer_norm<T: Copy + Into<f64>>(
     out
 }
 
+/// x / (1 + exp(-x)).
 pub fn silu(x: f64) -> f64 {
     x / (1.0 + (-x).exp())
 }
@@ -67,10 +68,12 @@ fn erfc(x: f64) -> f64 {
     }
 }
 
+/// The exact GELU.
 pub fn gelu(x: f64) -> f64 {
     0.5 * x * erfc(-x / 2f64.sqrt())
 }
 
+/// GPT-2's GELU.
 pub fn gelu_tanh(x: f64) -> f64 {
     let inner = (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044715 * x * x * x);
     x / (1.0 + (-2.0 * inner).exp())
