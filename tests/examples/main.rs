@@ -15,6 +15,7 @@ mod page;
 mod program;
 mod python;
 mod random_model;
+mod ray;
 mod readme;
 mod rust;
 mod server;

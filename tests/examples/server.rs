@@ -77,6 +77,18 @@ fn nothing_is_lost_under_load() {
     assert!(report["whole"].as_u64() > Some(0) && report["left"].as_u64() > Some(0), "{said}");
 }
 
+/// The soak, for a moment: whoever stays has the known answer, and nothing is left of those who leave.
+#[test]
+fn who_leaves_takes_nothing_from_others() {
+    let Some(mut python) = python("the server's soak") else { return };
+    let soak = package().join("tests_server/soak.py");
+    let options = ["--clients", "40", "--minutes", "0.1"];
+    let said = run(python.arg(soak).arg(model()).args(options)).stdout;
+    let report: serde_json::Value = serde_json::from_str(&said).expect("a line of JSON");
+    assert_eq!(report["lost"], 0, "{said}");
+    assert!(report["whole"].as_u64() > Some(0) && report["left"].as_u64() > Some(0), "{said}");
+}
+
 #[test]
 fn the_command_says_what_it_needs() {
     let mut bare = command("python3");

@@ -18,7 +18,7 @@ from .forms import after_thought, form_of, is_thinking
 from .logprobs import chat_entry
 from .requests import ChatMessage, ChatRequest, NamedTool, Tool, check_model, read_body, work_out
 from .sampling import sampling_options
-from .sse import DONE, ChunkWriter, error_event, quoted, start
+from .sse import DONE, ChunkWriter, last_events, quoted, start
 from .state import Generation, State
 
 FINISH_REASONS = {
@@ -262,13 +262,7 @@ class _Answer:
                 yield writer.usage(usage_of(self._state, [result]))
             yield DONE
         except (xserv.Error, ApiError) as error:
-            found = generation.failure(error)
-            if not has_begun:
-                raise found from error
-            if generation.stopped != "disconnected":
-                generation.entry["error"] = found.code or found.kind
-                yield error_event(found)
-                yield DONE
+            yield last_events(generation, error, has_begun)
 
 
 class _Deltas:

@@ -1,4 +1,4 @@
-"""The command xserv-server."""
+"""The command xserv-server, and its options for programs that serve the application themselves."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def _number_from(low: float, kind: Any) -> Any:
 _count, _size, _seconds = _number_from(1, int), _number_from(0, int), _number_from(0, float)
 
 
-def _parser() -> argparse.ArgumentParser:
+def options_parser() -> argparse.ArgumentParser:
+    """Reads the options of the command."""
     parser = argparse.ArgumentParser(
         prog="xserv-server", description="Serves a model over HTTP, as OpenAI's interface has it."
     )
@@ -99,7 +100,8 @@ def _keys(arguments: argparse.Namespace) -> Dict[str, str]:
     return keys
 
 
-def _allowed_hosts(arguments: argparse.Namespace) -> List[str]:
+def allowed_hosts_of(arguments: argparse.Namespace) -> List[str]:
+    """The names by which requests may call the server; empty: any."""
     names: List[str] = arguments.allowed_host
     if "*" in names:
         return []
@@ -107,13 +109,14 @@ def _allowed_hosts(arguments: argparse.Namespace) -> List[str]:
     return [*LOOPBACK_HOSTS, arguments.host, *names] if is_loopback else names
 
 
-def _settings(arguments: argparse.Namespace) -> Settings:
+def settings_of(arguments: argparse.Namespace) -> Settings:
+    """The settings that the options ask for. Raises ValueError or OSError for keys that cannot be read."""
     name = Path(arguments.model).name if os.path.isdir(arguments.model) else arguments.model
     return Settings(
         model_names=arguments.served_model_name or [name or "model"],
         api_keys=_keys(arguments),
         cors_origins=arguments.cors_origin,
-        allowed_hosts=_allowed_hosts(arguments),
+        allowed_hosts=allowed_hosts_of(arguments),
         max_body_bytes=arguments.max_body_bytes,
         max_running=arguments.max_running,
         max_queued=arguments.max_queued,
@@ -123,17 +126,22 @@ def _settings(arguments: argparse.Namespace) -> Settings:
     )
 
 
-def main(argv: Optional[List[str]] = None) -> int:
-    """Runs the command, and returns its exit status."""
-    arguments = _parser().parse_args(argv)
+def load_options_of(arguments: argparse.Namespace) -> Dict[str, Any]:
+    """The options of xserv.Model that the options ask for."""
     names = (
         "device", "device_index", "dtype", "weights", "num_threads", "max_context_tokens", "kv_cache_tokens",
         "max_batch_size", "max_prefill_tokens", "max_memory_bytes", "deterministic", "random_weights",
     )  # fmt: skip
+    return {name: getattr(arguments, name) for name in names}
+
+
+def main(argv: Optional[List[str]] = None) -> int:
+    """Runs the command, and returns its exit status."""
+    arguments = options_parser().parse_args(argv)
     disable_created_metrics()  # type: ignore[no-untyped-call]
     try:
-        settings = _settings(arguments)
-        with xserv.Model(arguments.model, **{name: getattr(arguments, name) for name in names}) as model:
+        settings = settings_of(arguments)
+        with xserv.Model(arguments.model, **load_options_of(arguments)) as model:
             limits = ConnectionLimits(
                 arguments.head_seconds, arguments.body_seconds, arguments.stall_seconds, arguments.max_connections
             )

@@ -20,7 +20,7 @@ from .forms import form_of
 from .logprobs import CompletionLogprobs
 from .requests import CompletionRequest, check_model, read_body, work_out
 from .sampling import sampling_options
-from .sse import DONE, ChunkWriter, error_event, merged, quoted, start
+from .sse import DONE, ChunkWriter, last_events, merged, quoted, start
 from .state import Generation, State
 
 #: The samples of all prompts of a request.
@@ -133,7 +133,7 @@ class _Answer:
             found.append(self._generation.submit(prompt.text if prompt.tokens is None else None, own, stream))
         return found
 
-    def _logprobs(self, prompt: _Prompt) -> CompletionLogprobs:
+    def _logprobs(self) -> CompletionLogprobs:
         return CompletionLogprobs(self._state.texts, self._body.logprobs or 0, 0)
 
     # Whole.
@@ -149,7 +149,7 @@ class _Answer:
     def _choice(self, prompt: _Prompt, result: xserv.Result, sample: xserv.Result, index: int) -> Dict[str, Any]:
         logprobs = None
         if self._body.logprobs is not None:
-            made = self._logprobs(prompt)
+            made = self._logprobs()
             if self._body.echo and result.prompt_logprobs is not None:
                 tops: Any = result.prompt_top_logprobs
                 for token, logprob, top in zip(result.prompt_token_ids or (), result.prompt_logprobs, tops):
@@ -192,18 +192,12 @@ class _Answer:
                 yield writer.usage(usage_of(self._state, results))
             yield DONE
         except (xserv.Error, ApiError) as error:
-            found = generation.failure(error)
-            if not has_begun:
-                raise found from error
-            if generation.stopped != "disconnected":
-                generation.entry["error"] = found.code or found.kind
-                yield error_event(found)
-                yield DONE
+            yield last_events(generation, error, has_begun)
 
     def _writer_of(self, writer: ChunkWriter, number: int, prompt: _Prompt) -> "_PromptWriter":
         made = None
         if self._body.logprobs is not None:
-            made = [self._logprobs(prompt) for _ in range(self._n)]
+            made = [self._logprobs() for _ in range(self._n)]
         return _PromptWriter(writer, prompt, number * self._n, self._n, bool(self._body.echo), made)
 
 

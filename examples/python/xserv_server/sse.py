@@ -33,6 +33,17 @@ def error_event(error: ApiError) -> bytes:
     return b"data: " + to_json(error.body()) + b"\n\n"
 
 
+def last_events(generation: Generation, error: BaseException, has_begun: bool) -> bytes:
+    """The end of a stream that fails. Raises the ApiError instead if nothing of the answer has been sent yet."""
+    found = generation.failure(error)
+    if not has_begun:
+        raise found from error
+    if generation.stopped == "disconnected":
+        return b""
+    generation.entry["error"] = found.code or found.kind
+    return error_event(found) + DONE
+
+
 class ChunkWriter:
     """Makes the events of an answer, of which all but the choice is the same."""
 
