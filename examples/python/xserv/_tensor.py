@@ -162,7 +162,7 @@ class Tensor(NotCopyable):
         array = (c_int64 * len(sizes))(*sizes)
         check(library.xserv_owned_tensor_new(context._live_handle(), element, len(sizes), array, byref(handle)))
         self._handle = handle
-        self._dtype = dtype
+        self._dtype: DTypeName = dtype
         self._shape = tuple(sizes)
 
     def as_read_only(self) -> "Tensor":

@@ -129,7 +129,7 @@ def self_test(
 def _main() -> int:
     import argparse
 
-    parser = argparse.ArgumentParser(prog="python3 -m xserv.self_test", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python3 -m xserv.self_test", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--device", choices=list(DEVICES), default="auto", help="where (auto: the GPU if there is one)")
     parser.add_argument("--device-index", type=int, default=0, metavar="N", help="which GPU, from 0")
     parser.add_argument("--verbose", action="store_true", help="print every comparison")

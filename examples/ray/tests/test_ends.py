@@ -78,7 +78,8 @@ def test_a_killed_replica_loses_nothing_that_had_not_begun(two):
     killed = []
 
     def script(load):
-        for _ in range(2):
+        # Which streams are in their middle at a replica's end is a matter of chance: some are after a few ends.
+        while len(killed) < 2 or (load.told == 0 and len(killed) < 8):
             # Answers have come to their end since the last time, and others are under way.
             until(lambda: load.whole >= 4 and load.open >= 4, "streams in their middle")
             name = two.engines()[0]
@@ -90,8 +91,8 @@ def test_a_killed_replica_loses_nothing_that_had_not_begun(two):
     load = Load(two, num_streaming=12, num_whole=8)
     asyncio.run(load.run(script))
     assert load.lost == []
-    assert len(set(killed)) == 2
-    # With streams of both replicas open, some were cut off, and said so.
+    assert len(set(killed)) == len(killed)
+    # Some streams were cut off, and said so.
     assert load.told > 0
     until(lambda: sum(two.metric("xserv_samples_admitted").values()) == 0, "the samples to end")
 

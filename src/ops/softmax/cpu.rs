@@ -9,7 +9,7 @@ use crate::ops::common::storage::{Storage, CHUNK};
 
 /// Rows longer than this are cut into parts of this length, which threads share. The cuts, and so
 /// the order of the sum, depend on the length alone.
-const PART: usize = 16 * 1024;
+const PART: usize = 8 * 1024;
 
 /// Rows up to this length are widened into a small buffer.
 const SHORT: usize = 1024;
