@@ -18,6 +18,7 @@ mod sealed {
     impl Sealed for u8 {}
     impl Sealed for u16 {}
     impl Sealed for u32 {}
+    impl Sealed for u64 {}
     impl Sealed for f32 {}
 }
 
@@ -26,6 +27,7 @@ pub trait Plain: sealed::Sealed + Copy + Send + Sync + 'static {}
 impl Plain for u8 {}
 impl Plain for u16 {}
 impl Plain for u32 {}
+impl Plain for u64 {}
 impl Plain for f32 {}
 
 const HUGE_PAGE_BYTES: usize = 2 << 20;

@@ -71,6 +71,24 @@ impl Isa {
         matches!(self, Isa::Portable | Isa::EmulatedAmx)
     }
 
+    /// Whether this machine adds the product of bytes that belongs to the set (VNNI).
+    #[cfg(target_arch = "x86_64")]
+    pub(super) fn has_byte_dot(self) -> bool {
+        match self {
+            Isa::Portable | Isa::EmulatedAmx => false,
+            Isa::Avx2 => is_x86_feature_detected!("avxvnni"),
+            Isa::Avx512 | Isa::Avx512Bf16 | Isa::Avx512Amx => {
+                is_x86_feature_detected!("avx512vnni")
+            }
+        }
+    }
+
+    /// Whether this machine adds the product of bytes that belongs to the set (VNNI).
+    #[cfg(not(target_arch = "x86_64"))]
+    pub(super) fn has_byte_dot(self) -> bool {
+        false
+    }
+
     /// Whether bf16 is multiplied by bf16 instructions rather than widened to f32.
     pub(crate) fn has_native_bf16(self) -> bool {
         self == Isa::Avx512Bf16

@@ -4,6 +4,7 @@
 mod amx;
 #[cfg(target_arch = "x86_64")]
 mod amx_rows;
+pub(crate) mod dot;
 mod isa;
 pub(crate) mod math;
 mod pool;
@@ -12,8 +13,11 @@ pub(crate) mod tile;
 pub(crate) mod tiles;
 #[cfg(target_arch = "x86_64")]
 mod x86;
+#[cfg(target_arch = "x86_64")]
+mod x86_dot;
 
 use crate::error::{Error, Result};
+use dot::DotKernel;
 pub use isa::Isa;
 pub use pool::MAX_THREADS;
 use simd::{Emulated, Kernel, Portable};
@@ -25,6 +29,7 @@ const PARALLEL_ELEMENTS: usize = 32 * 1024;
 /// Runs operators on this machine's cores. Everything that computes on them shares it.
 pub struct CpuBackend {
     isa: Isa,
+    has_byte_dot: bool,
     name: String,
     pool: pool::Pool,
 }
@@ -47,7 +52,13 @@ impl CpuBackend {
         let pool = pool::Pool::new(num_threads)?;
         let plural = if num_threads == 1 { "" } else { "s" };
         let name = format!("cpu ({}, {num_threads} thread{plural})", isa.name());
-        Ok(CpuBackend { isa, name, pool })
+        Ok(CpuBackend { isa, has_byte_dot: isa.has_byte_dot(), name, pool })
+    }
+
+    /// Returns the backend without the instructions that multiply bytes, which some machines add to
+    /// the instruction set. Results are the same.
+    pub fn without_byte_dot(self) -> Self {
+        CpuBackend { has_byte_dot: false, ..self }
     }
 
     /// Returns the number of threads that compute, the calling one included.
@@ -168,6 +179,31 @@ impl CpuBackend {
             Isa::EmulatedAmx => kernel.run::<Emulated>(),
             #[cfg(not(target_arch = "x86_64"))]
             _ => kernel.run::<Portable>(),
+        }
+    }
+
+    /// Runs a kernel of products of codes compiled for this backend's instruction set, on this
+    /// thread.
+    #[inline]
+    pub(crate) fn run_dots<K: DotKernel>(&self, kernel: K) {
+        match (self.isa, self.has_byte_dot) {
+            // SAFETY: `with_isa` has checked that the machine supports `self.isa`.
+            #[cfg(target_arch = "x86_64")]
+            (Isa::Avx2, false) => unsafe { x86_dot::run_avx2(kernel) },
+            // SAFETY: as above, and it has the product of bytes.
+            #[cfg(target_arch = "x86_64")]
+            (Isa::Avx2, true) => unsafe { x86_dot::run_avx2_vnni(kernel) },
+            // SAFETY: as above; those with more than AVX-512 have all of that too.
+            #[cfg(target_arch = "x86_64")]
+            (Isa::Avx512 | Isa::Avx512Bf16 | Isa::Avx512Amx, false) => unsafe {
+                x86_dot::run_avx512(kernel);
+            },
+            // SAFETY: as above, and it has the product of bytes.
+            #[cfg(target_arch = "x86_64")]
+            (Isa::Avx512 | Isa::Avx512Bf16 | Isa::Avx512Amx, true) => unsafe {
+                x86_dot::run_avx512_vnni(kernel);
+            },
+            _ => kernel.run::<Portable, [i32; 16]>(),
         }
     }
 }

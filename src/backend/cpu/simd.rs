@@ -81,30 +81,6 @@ pub unsafe trait Vector16: Copy {
     /// # Safety
     /// See the trait.
     unsafe fn load_bf16(source: *const u16) -> Self;
-    /// Reads 16 signed bytes.
-    /// # Safety
-    /// See the trait.
-    #[inline(always)]
-    unsafe fn load_i8(source: *const u8) -> Self {
-        // SAFETY: the caller passes a pointer valid for 16 reads, and has the instruction set.
-        unsafe {
-            let values = source.cast::<[i8; 16]>().read_unaligned().map(f32::from);
-            Self::load(values.as_ptr())
-        }
-    }
-    /// Reads 16 bytes: the values of their low halves and those of their high halves.
-    /// # Safety
-    /// See the trait.
-    #[inline(always)]
-    unsafe fn load_nibbles(source: *const u8) -> (Self, Self) {
-        // SAFETY: the caller passes a pointer valid for 16 reads, and has the instruction set.
-        unsafe {
-            let bytes = source.cast::<[u8; 16]>().read_unaligned();
-            let low = bytes.map(|byte| f32::from(byte & 15));
-            let high = bytes.map(|byte| f32::from(byte >> 4));
-            (Self::load(low.as_ptr()), Self::load(high.as_ptr()))
-        }
-    }
     /// Reads 16 floats of 8 bits, e4m3 as in [`math::fp8_to_f32`].
     /// # Safety
     /// See the trait.

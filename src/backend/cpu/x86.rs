@@ -223,33 +223,6 @@ unsafe impl Vector16 for [__m256; 2] {
     }
 
     #[inline(always)]
-    unsafe fn load_i8(source: *const u8) -> Self {
-        // SAFETY: the caller has AVX2 and 16 readable bytes.
-        unsafe {
-            let bytes = _mm_loadu_si128(source.cast());
-            [
-                _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)),
-                _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128::<8>(bytes))),
-            ]
-        }
-    }
-
-    #[inline(always)]
-    unsafe fn load_nibbles(source: *const u8) -> (Self, Self) {
-        // SAFETY: the caller has AVX2 and 16 readable bytes.
-        unsafe {
-            let bytes = _mm_loadu_si128(source.cast());
-            let values =
-                [_mm256_cvtepu8_epi32(bytes), _mm256_cvtepu8_epi32(_mm_srli_si128::<8>(bytes))];
-            let low = _mm256_set1_epi32(15);
-            (
-                values.map(|v| _mm256_cvtepi32_ps(_mm256_and_si256(v, low))),
-                values.map(|v| _mm256_cvtepi32_ps(_mm256_srli_epi32::<4>(v))),
-            )
-        }
-    }
-
-    #[inline(always)]
     unsafe fn load_fp8(source: *const u8) -> Self {
         // SAFETY: the caller has AVX2 and 16 readable bytes.
         unsafe {
@@ -465,24 +438,6 @@ unsafe impl Vector16 for __m512 {
         unsafe {
             let bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256(source.cast()));
             _mm512_castsi512_ps(_mm512_slli_epi32::<16>(bits))
-        }
-    }
-
-    #[inline(always)]
-    unsafe fn load_i8(source: *const u8) -> Self {
-        // SAFETY: the caller has AVX-512 F and 16 readable bytes.
-        unsafe { _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(source.cast()))) }
-    }
-
-    #[inline(always)]
-    unsafe fn load_nibbles(source: *const u8) -> (Self, Self) {
-        // SAFETY: the caller has AVX-512 F and 16 readable bytes.
-        unsafe {
-            let v = _mm512_cvtepu8_epi32(_mm_loadu_si128(source.cast()));
-            (
-                _mm512_cvtepi32_ps(_mm512_and_si512(v, _mm512_set1_epi32(15))),
-                _mm512_cvtepi32_ps(_mm512_srli_epi32::<4>(v)),
-            )
         }
     }
 

@@ -28,9 +28,6 @@ pub struct PlannedDecoder {
     pub unused: Vec<String>,
 }
 
-/// Dense, quantised, and quantised with inputs in another order.
-const MAX_FORMS: usize = 3;
-
 impl DecoderPlan {
     /// Counts what the plan would load.
     pub fn totals(&self) -> Result<Totals> {
@@ -50,10 +47,12 @@ impl DecoderPlan {
 
     /// In what forms the matrices of the layers are multiplied on the CPU, each form once.
     pub fn weight_forms(&self) -> Result<Vec<WeightForm>> {
-        let mut forms = try_with_capacity(MAX_FORMS, "the forms of weights")?;
+        let mut forms = try_with_capacity(self.layer_matrices().count(), "the forms of weights")?;
         for matrix in self.layer_matrices() {
             let form = match matrix.quantised {
-                Some(_) => WeightForm::Quantised { is_ordered: matrix.may_be_ordered() },
+                Some(format) => {
+                    WeightForm::Quantised { format, is_ordered: matrix.may_be_ordered() }
+                }
                 None => WeightForm::Dense,
             };
             if !forms.contains(&form) {

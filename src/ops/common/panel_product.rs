@@ -250,7 +250,7 @@ pub(crate) unsafe fn multiply<P: Epilogue, M: MakePanel>(
 }
 
 /// How a call is cut up: runs of whole panels, and runs of rows when there are too few panels.
-struct Units {
+pub(crate) struct Units {
     num_panels: usize,
     panel_runs: usize,
     num_rows: usize,
@@ -258,7 +258,7 @@ struct Units {
 }
 
 impl Units {
-    fn new(num_panels: usize, num_rows: usize, num_lanes: usize) -> Self {
+    pub fn new(num_panels: usize, num_rows: usize, num_lanes: usize) -> Self {
         // Four units per thread even out cores that are slowed by others; longer runs of panels are
         // one contiguous stream. A single thread needs no cuts.
         let wanted = if num_lanes == 1 { 1 } else { 4 * num_lanes };
@@ -267,13 +267,13 @@ impl Units {
         Units { num_panels, panel_runs, num_rows, row_runs }
     }
 
-    fn len(&self) -> usize {
+    pub fn len(&self) -> usize {
         self.panel_runs * self.row_runs
     }
 
     /// Returns the panels and the rows of unit `unit`.
     #[inline(always)]
-    fn get(&self, unit: usize) -> (std::ops::Range<usize>, std::ops::Range<usize>) {
+    pub fn get(&self, unit: usize) -> (std::ops::Range<usize>, std::ops::Range<usize>) {
         let (p, r) = (unit / self.row_runs, unit % self.row_runs);
         let cut = |n: usize, part: usize, parts: usize| n * part / parts;
         (

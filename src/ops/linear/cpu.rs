@@ -2,7 +2,8 @@
 //!
 //! x [num_tokens, in_features] f32, W [out_features, in_features] packed, bias [out_features] f32,
 //! out [num_tokens, out_features] f32; sums in f32. With bf16 weights x is rounded to bf16 first,
-//! on every instruction set; f32, f16 and quantised weights take x as it is. An output element is summed over
+//! on every instruction set, and with weights of integers to 16 bits of the largest one near it
+//! ([`cpu_integers`](super::cpu_integers)); f32, f16 and fp8 weights take x as it is. An output element is summed over
 //! k in one order whatever `num_tokens` and the number of threads, so its bits depend on its row of
 //! x alone.
 
@@ -18,6 +19,7 @@ use crate::ops::common::panel_product::{
     grow, multiply, Epilogue, Packed, ProductNeeds, ProductScratch, Rows, Weight,
 };
 use crate::ops::common::tile_product::{self, EachPanel, TileEpilogue};
+use crate::ops::quantised::{Code, QuantFormat};
 use crate::ops::silu_mul::cpu::silu_mul_row;
 use crate::ops::silu_mul::cpu_stacked::silu_mul;
 
@@ -72,9 +74,17 @@ impl LinearScratch {
         let mut tile_sums = 0;
         let mut quantised = QuantisedNeeds::default();
         for LinearCall { num_tokens, in_features, form } in calls {
-            if let WeightForm::Quantised { is_ordered } = form {
-                let needs = QuantisedNeeds::new(num_threads, num_tokens, in_features, is_ordered);
-                quantised = quantised.max(needs);
+            if let WeightForm::Quantised { format, is_ordered } = form {
+                quantised = quantised.max(QuantisedNeeds::new(
+                    num_threads,
+                    num_tokens,
+                    in_features,
+                    &format,
+                    is_ordered,
+                ));
+                if format.code != Code::Fp8 {
+                    continue;
+                }
                 let needs =
                     ProductNeeds::new(DType::F32, false, num_threads, num_tokens, in_features);
                 product = product.max(needs);
@@ -93,7 +103,7 @@ impl LinearScratch {
             let needs = ProductNeeds::new(dtype, native, num_threads, num_tokens, in_features);
             product = product.max(needs);
         }
-        let activations = activations.max(quantised.ordered_bytes());
+        let activations = activations.max(quantised.activations_bytes());
         product
             .with_panels(quantised.panels_len())
             .size_bytes()
@@ -109,6 +119,8 @@ pub enum WeightForm {
     Dense,
     /// Numbers of few bits.
     Quantised {
+        /// How.
+        format: QuantFormat,
         /// Whether its inputs are stored in another order.
         is_ordered: bool,
     },

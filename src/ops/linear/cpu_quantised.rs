@@ -1,11 +1,11 @@
-//! Products with quantised weights on the CPU: the weights become f32 in registers (few rows) or a
-//! panel at a time in the cache (many), exactly; activations stay f32.
+//! Products with quantised weights on the CPU. Weights of integers are multiplied as such
+//! ([`cpu_integers`](super::cpu_integers)). Those of 8-bit floats become f32 in registers (few rows)
+//! or a panel at a time in the cache (many), exactly, and activations stay f32.
 //!
 //! Both ways add up the same numbers in the same order, so the bits of a row do not depend on the
 //! number of rows.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
-
+use super::cpu_integers::{integers_bytes, multiply_integers};
 use crate::backend::cpu::simd::{Kernel, Simd, Vector16};
 use crate::backend::cpu::{CpuBackend, SendPointer};
 use crate::error::Result;
@@ -14,7 +14,8 @@ use crate::ops::common::packed_matrix::PANEL_COLUMNS;
 use crate::ops::common::panel_product::{
     grow, multiply, Epilogue, MakePanel, ProductScratch, Rows, Weight,
 };
-use crate::ops::quantised::{vectors_of, Code, Dequantise, QuantisedPanels};
+use crate::ops::quantised::{vectors_of, Code, Dequantise, Division, QuantFormat, QuantisedPanels};
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Up to this many rows the weights are decoded again for every [`BLOCK_ROWS`]; beyond that, a
 /// panel in the cache costs less.
@@ -25,30 +26,41 @@ const BLOCK_ROWS: usize = 4;
 /// The buffers that products of x [num_rows, in_features] need.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct QuantisedNeeds {
-    ordered_len: usize,
+    activations_bytes: usize,
     panels_len: usize,
 }
 
 impl QuantisedNeeds {
-    pub fn new(num_threads: usize, num_rows: usize, in_features: usize, is_ordered: bool) -> Self {
+    pub fn new(
+        num_threads: usize,
+        num_rows: usize,
+        in_features: usize,
+        format: &QuantFormat,
+        is_ordered: bool,
+    ) -> Self {
+        if format.code != Code::Fp8 {
+            let bytes = integers_bytes(num_rows, &Division::new(in_features, format));
+            return QuantisedNeeds { activations_bytes: bytes, panels_len: 0 };
+        }
+        let ordered = num_rows.saturating_mul(in_features).saturating_mul(size_of::<f32>());
         let has_panels = num_rows > FEW_ROWS;
         let panel_rows = num_threads.saturating_mul(PANEL_COLUMNS);
         QuantisedNeeds {
-            ordered_len: if is_ordered { num_rows.saturating_mul(in_features) } else { 0 },
+            activations_bytes: if is_ordered { ordered } else { 0 },
             panels_len: if has_panels { panel_rows.saturating_mul(in_features) } else { 0 },
         }
     }
 
     pub fn max(self, other: Self) -> Self {
         QuantisedNeeds {
-            ordered_len: self.ordered_len.max(other.ordered_len),
+            activations_bytes: self.activations_bytes.max(other.activations_bytes),
             panels_len: self.panels_len.max(other.panels_len),
         }
     }
 
-    /// The bytes of inputs in the order of a weight.
-    pub fn ordered_bytes(&self) -> usize {
-        self.ordered_len.saturating_mul(size_of::<f32>())
+    /// The bytes of activations as integers, or in the order of a weight.
+    pub fn activations_bytes(&self) -> usize {
+        self.activations_bytes
     }
 
     /// The f32 of the panels of all threads.
@@ -64,11 +76,16 @@ pub(super) fn multiply_quantised<P: Epilogue>(
     num_rows: usize,
     weight: &QuantisedPanels,
     epilogue: &P,
-    ordered: &mut HostBuffer,
+    activations: &mut HostBuffer,
     product: &mut ProductScratch,
 ) -> Result<()> {
-    let x =
-        if weight.order().is_empty() { x } else { gather(backend, x, weight.order(), ordered)? };
+    if weight.format().code != Code::Fp8 {
+        return multiply_integers(backend, x, num_rows, weight, epilogue, activations);
+    }
+    let x = match weight.order() {
+        [] => x,
+        order => gather(backend, x, order, activations)?,
+    };
     if num_rows > FEW_ROWS {
         let (out_features, in_features) = (weight.out_features(), weight.in_features());
         let a = SendPointer(x.as_ptr().cast_mut().cast());
@@ -137,11 +154,7 @@ impl<P: Epilogue> Kernel for FewRows<'_, P> {
                 let count = BLOCK_ROWS.min(self.num_rows - row);
                 let x = &self.x[row * in_features..(row + count) * in_features];
                 let mut sums = [0.0_f32; BLOCK_ROWS * PANEL_COLUMNS];
-                match self.weight.format().code {
-                    Code::Int4 => block::<S>(self.weight, panel, x, count, Code::Int4, &mut sums),
-                    Code::Int8 => block::<S>(self.weight, panel, x, count, Code::Int8, &mut sums),
-                    Code::Fp8 => block::<S>(self.weight, panel, x, count, Code::Fp8, &mut sums),
-                }
+                block::<S>(self.weight, panel, x, count, &mut sums);
                 self.epilogue.store::<S>(&sums, row, count, columns.clone());
             }
         }
@@ -155,14 +168,13 @@ fn block<S: Simd>(
     panel: usize,
     x: &[f32],
     count: usize,
-    code: Code,
     sums: &mut [f32; BLOCK_ROWS * PANEL_COLUMNS],
 ) {
     match count {
-        1 => rows::<S, 1>(weight, panel, x, code, sums),
-        2 => rows::<S, 2>(weight, panel, x, code, sums),
-        3 => rows::<S, 3>(weight, panel, x, code, sums),
-        _ => rows::<S, BLOCK_ROWS>(weight, panel, x, code, sums),
+        1 => rows::<S, 1>(weight, panel, x, sums),
+        2 => rows::<S, 2>(weight, panel, x, sums),
+        3 => rows::<S, 3>(weight, panel, x, sums),
+        _ => rows::<S, BLOCK_ROWS>(weight, panel, x, sums),
     }
 }
 
@@ -173,19 +185,17 @@ fn rows<S: Simd, const ROWS: usize>(
     weight: &QuantisedPanels,
     panel: usize,
     x: &[f32],
-    code: Code,
     sums: &mut [f32; BLOCK_ROWS * PANEL_COLUMNS],
 ) {
     let in_features = weight.in_features();
     for group in weight.groups(panel) {
         for pair in 0..2 {
-            let columns = vectors_of(code, pair).map(|vector| 16 * vector);
+            let columns = vectors_of(Code::Fp8, pair).map(|vector| 16 * vector);
             // SAFETY: `run` is called for an instruction set that is there; the vectors are 0 to 3, so
             // that rows of 64 sums have their columns; places are below in_features, the length of the
             // ROWS rows of x.
             unsafe {
-                let (scale_a, zero_a) = group.factors::<S::Vector>(columns[0] / 16);
-                let (scale_b, zero_b) = group.factors::<S::Vector>(columns[1] / 16);
+                let scales = columns.map(|column| group.scales::<S::Vector>(column / 16));
                 let mut held = [[S::Vector::zero(); 2]; ROWS];
                 for (row, held) in held.iter_mut().enumerate() {
                     let sums = sums.as_ptr().add(row * PANEL_COLUMNS);
@@ -194,10 +204,9 @@ fn rows<S: Simd, const ROWS: usize>(
                         S::Vector::load(sums.add(columns[1])),
                     ];
                 }
-                for place in group.places() {
-                    let (codes_a, codes_b) = group.codes::<S::Vector>(code, place, pair);
-                    let a = codes_a.sub(zero_a).mul(scale_a);
-                    let b = codes_b.sub(zero_b).mul(scale_b);
+                for place in group.places.clone() {
+                    let a = group.floats::<S::Vector>(place, columns[0] / 16).mul(scales[0]);
+                    let b = group.floats::<S::Vector>(place, columns[1] / 16).mul(scales[1]);
                     for (row, held) in held.iter_mut().enumerate() {
                         let value = S::Vector::splat(*x.as_ptr().add(row * in_features + place));
                         *held = [value.mul_add(a, held[0]), value.mul_add(b, held[1])];

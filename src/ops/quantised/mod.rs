@@ -13,5 +13,5 @@ pub use crate::backend::cpu::math::fp8_to_f32;
 pub use format::{Code, QuantFormat};
 pub use matrix::QuantisedMatrix;
 pub use panels::QuantisedPanels;
-pub(crate) use panels::{vectors_of, Dequantise};
+pub(crate) use panels::{unit_bytes, vectors_of, Dequantise, Division, PanelDivision};
 pub use quantise::{quantise_row, quantised_format, RowOut};

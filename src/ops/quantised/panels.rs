@@ -2,17 +2,21 @@
 //!
 //! As in a [`PackedMatrix`](crate::ops::common::packed_matrix::PackedMatrix), 64 output columns make
 //! a panel, one contiguous stretch. It consists of a block for each group of inputs, one after the
-//! other: 64 scales, 64 zeros as bytes where the format has them, and the codes of each input, 64
-//! in a row. Codes of 4 bits share bytes with those 32 columns further, which are the high halves;
-//! codes and zeros of 8-bit integers are kept less 128, as signed bytes.
+//! other: 64 scales, 64 zeros as bytes where the format has them, and the codes. Those of floats are
+//! 64 in a row for each input. Those of integers are taken four inputs at a time, a unit: the four
+//! codes of a column are neighbours, and the last unit of a group is filled up. Codes of 4 bits
+//! share bytes with those 32 columns further, which are the high halves.
 
 use super::format::{Code, QuantFormat};
 use super::matrix::QuantisedMatrix;
+use crate::backend::cpu::dot::{MAX_SUMMED, UNIT};
+use crate::backend::cpu::math::fp8_to_f32;
 use crate::backend::cpu::simd::{Kernel, Simd, Vector16};
 use crate::backend::cpu::{CpuBackend, SendPointer};
 use crate::error::{try_with_capacity, Error, Result};
 use crate::memory::{DType, HostBuffer, Pages};
 use crate::ops::common::packed_matrix::PANEL_COLUMNS;
+use std::ops::Range;
 
 /// A quantised weight matrix [out_features, in_features], packed in panels.
 #[derive(Debug)]
@@ -25,14 +29,120 @@ pub struct QuantisedPanels {
     buffer: HostBuffer,
 }
 
-/// The bytes of the codes of one input for all columns of a panel.
-const fn codes_bytes(code: Code) -> usize {
-    code.row_bytes(PANEL_COLUMNS)
+/// The inputs whose codes are stored together.
+const fn unit_places(code: Code) -> usize {
+    match code {
+        Code::Int4 | Code::Int8 => UNIT,
+        Code::Fp8 => 1,
+    }
+}
+
+/// The bytes of the codes of a unit of inputs for all columns of a panel.
+pub(crate) const fn unit_bytes(code: Code) -> usize {
+    code.row_bytes(PANEL_COLUMNS * unit_places(code))
+}
+
+/// How the inputs of a row are divided.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Division {
+    in_features: usize,
+    group_size: usize,
+    unit_places: usize,
+    /// The segments of each group but the last.
+    group_segments: usize,
+}
+
+impl Division {
+    /// The division of `in_features` inputs.
+    pub fn new(in_features: usize, format: &QuantFormat) -> Self {
+        let group_size = format.group_size.clamp(1, in_features.max(1));
+        let group_segments = group_size.div_ceil(MAX_SUMMED);
+        Division { in_features, group_size, unit_places: unit_places(format.code), group_segments }
+    }
+
+    /// The number of inputs.
+    pub fn in_features(&self) -> usize {
+        self.in_features
+    }
+
+    fn num_groups(&self) -> usize {
+        self.in_features.div_ceil(self.group_size)
+    }
+
+    /// The places of a group.
+    fn places(&self, group: usize) -> Range<usize> {
+        let first = group * self.group_size;
+        first..self.in_features.min(first + self.group_size)
+    }
+
+    fn group_units(&self) -> usize {
+        self.group_size.div_ceil(self.unit_places)
+    }
+
+    /// The units of a row.
+    pub fn num_units(&self) -> usize {
+        let (whole, rest) =
+            (self.in_features / self.group_size, self.in_features % self.group_size);
+        whole * self.group_units() + rest.div_ceil(self.unit_places)
+    }
+
+    /// The segments of a row: runs of inputs of one group that can be summed up as integers.
+    pub fn num_segments(&self) -> usize {
+        let (whole, rest) =
+            (self.in_features / self.group_size, self.in_features % self.group_size);
+        whole * self.group_segments + rest.div_ceil(MAX_SUMMED)
+    }
+
+    /// The group of a segment, and which of the group's segments it is.
+    #[inline(always)]
+    fn group_of(&self, segment: usize) -> (usize, usize) {
+        // Divisions take long, and most groups are a segment.
+        match self.group_segments {
+            1 => (segment, 0),
+            count => (segment / count, segment % count),
+        }
+    }
+
+    /// The places of a segment.
+    #[inline(always)]
+    pub fn segment_places(&self, segment: usize) -> Range<usize> {
+        let (group, part) = self.group_of(segment);
+        let group = self.places(group);
+        let first = group.start + part * MAX_SUMMED;
+        first..group.end.min(first + MAX_SUMMED)
+    }
+
+    /// The first unit of a segment.
+    #[inline(always)]
+    pub fn first_unit(&self, segment: usize) -> usize {
+        let (group, part) = self.group_of(segment);
+        group * self.group_units() + part * (MAX_SUMMED / UNIT)
+    }
+}
+
+/// How panels are divided: numbers that every segment needs.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct PanelDivision {
+    pub inputs: Division,
+    panel_bytes: usize,
+    head_bytes: usize,
+    /// The bytes of each group but the last.
+    group_bytes: usize,
+    scales_bytes: usize,
+    unit_bytes: usize,
 }
 
 /// The bytes before the codes of a group.
 fn head_bytes(format: &QuantFormat) -> usize {
     PANEL_COLUMNS * (format.scale.size_bytes() + usize::from(format.has_zeros))
+}
+
+/// The bytes of a panel; `None` on overflow.
+fn panel_bytes(division: &Division, format: &QuantFormat) -> Option<usize> {
+    // There are at most UNIT units for each input, in groups of one.
+    division.in_features.checked_mul(UNIT)?;
+    let codes = division.num_units().checked_mul(unit_bytes(format.code))?;
+    codes.checked_add(division.num_groups().checked_mul(head_bytes(format))?)
 }
 
 impl QuantisedPanels {
@@ -44,9 +154,8 @@ impl QuantisedPanels {
         format: &QuantFormat,
         is_ordered: bool,
     ) -> Option<usize> {
-        let codes = in_features.checked_mul(codes_bytes(format.code))?;
-        let heads = format.num_groups(in_features).checked_mul(head_bytes(format))?;
-        let panels = codes.checked_add(heads)?.checked_mul(out_features.div_ceil(PANEL_COLUMNS))?;
+        let panel = panel_bytes(&Division::new(in_features, format), format)?;
+        let panels = panel.checked_mul(out_features.div_ceil(PANEL_COLUMNS))?;
         panels.checked_add(if is_ordered { in_features.checked_mul(4)? } else { 0 })
     }
 
@@ -65,7 +174,8 @@ impl QuantisedPanels {
             order,
             buffer: HostBuffer::zeroed(bytes, Pages::Huge)?,
         };
-        let panel_bytes = panels.panel_bytes();
+        let division = panels.division();
+        let panel_bytes = division.panel_bytes;
         let num_panels = out_features.div_ceil(PANEL_COLUMNS);
         let start = SendPointer(panels.buffer.as_bytes_mut().as_mut_ptr());
         backend.parallel_for(num_panels, &|panel| {
@@ -74,7 +184,7 @@ impl QuantisedPanels {
             let bytes = unsafe {
                 std::slice::from_raw_parts_mut(start.get().add(panel * panel_bytes), panel_bytes)
             };
-            pack_panel(matrix, panel * PANEL_COLUMNS, bytes);
+            pack_panel(matrix, &division.inputs, panel * PANEL_COLUMNS, bytes);
         })?;
         Ok(panels)
     }
@@ -109,32 +219,61 @@ impl QuantisedPanels {
         self.out_features.div_ceil(PANEL_COLUMNS)
     }
 
-    fn panel_bytes(&self) -> usize {
-        self.format.num_groups(self.in_features) * head_bytes(&self.format)
-            + self.in_features * codes_bytes(self.format.code)
+    /// How the inputs of a row and the panels are divided.
+    pub(crate) fn division(&self) -> PanelDivision {
+        let format = &self.format;
+        let inputs = Division::new(self.in_features, format);
+        let (head_bytes, unit_bytes) = (head_bytes(format), unit_bytes(format.code));
+        PanelDivision {
+            panel_bytes: panel_bytes(&inputs, format).unwrap_or(0),
+            head_bytes,
+            group_bytes: head_bytes + inputs.group_units() * unit_bytes,
+            scales_bytes: PANEL_COLUMNS * format.scale.size_bytes(),
+            unit_bytes,
+            inputs,
+        }
+    }
+
+    /// Returns a group of a panel; `None` if there is none of that number.
+    #[inline(always)]
+    fn group(&self, division: &PanelDivision, panel: usize, group: usize) -> Option<Group<'_>> {
+        let inputs = &division.inputs;
+        let places = inputs.places(group);
+        if places.is_empty() {
+            return None;
+        }
+        let first = panel * division.panel_bytes + group * division.group_bytes;
+        let block = self.buffer.as_bytes().get(first..)?;
+        let (head, codes) = block.split_at_checked(division.head_bytes)?;
+        let (scales, zeros) = head.split_at_checked(division.scales_bytes)?;
+        let num_units = places.len().div_ceil(inputs.unit_places);
+        let codes = codes.get(..num_units * division.unit_bytes)?;
+        Some(Group { format: &self.format, head, scales, zeros, codes, places })
     }
 
     /// Returns the groups of a panel, from the first to the last.
     #[inline(always)]
     pub(crate) fn groups(&self, panel: usize) -> impl Iterator<Item = Group<'_>> {
-        let (len, head) = (self.panel_bytes(), head_bytes(&self.format));
-        let scales_bytes = PANEL_COLUMNS * self.format.scale.size_bytes();
-        let group_size = self.format.group_size.max(1);
-        let mut rest = self.buffer.as_bytes().get(panel * len..(panel + 1) * len).unwrap_or(&[]);
-        let mut first = 0;
-        std::iter::from_fn(move || {
-            let num_places = group_size.min(self.in_features - first);
-            let bytes = head + num_places * codes_bytes(self.format.code);
-            if num_places == 0 || rest.len() < bytes {
-                return None;
-            }
-            let (block, after) = rest.split_at(bytes);
-            let (head, codes) = block.split_at(head);
-            let (scales, zeros) = head.split_at(scales_bytes);
-            rest = after;
-            first += num_places;
-            Some(Group { format: &self.format, scales, zeros, codes, first: first - num_places })
-        })
+        let division = self.division();
+        (0..division.inputs.num_groups())
+            .map_while(move |group| self.group(&division, panel, group))
+    }
+
+    /// Returns a segment of a panel of integers, and its first unit; `None` if there is none of that
+    /// number.
+    #[inline(always)]
+    pub(crate) fn segment(
+        &self,
+        division: &PanelDivision,
+        panel: usize,
+        segment: usize,
+    ) -> Option<Segment<'_>> {
+        let (group, part) = division.inputs.group_of(segment);
+        let group = self.group(division, panel, group)?;
+        let codes = group.codes.get(part * (MAX_SUMMED / UNIT) * division.unit_bytes..)?;
+        let len = codes.len().min(MAX_SUMMED / UNIT * division.unit_bytes);
+        let first_unit = division.inputs.first_unit(segment);
+        Some(Segment { codes: codes.get(..len)?, group, first_unit })
     }
 
     /// Writes row `row` ([in_features]) to `out` as f32, in the order of the inputs.
@@ -148,15 +287,17 @@ impl QuantisedPanels {
             )));
         }
         let (panel, column) = (row / PANEL_COLUMNS, row % PANEL_COLUMNS);
-        let (vector, lane) = (column / 16, column % 16);
         for group in self.groups(panel) {
-            let mut values = [0.0_f32; 16];
-            for place in group.places() {
-                // SAFETY: plain Rust, and `values` has 16 elements.
-                unsafe { group.weights::<[f32; 16]>(place, vector).store(values.as_mut_ptr()) };
+            let (scale, zero) = group.factor(column);
+            for place in group.places.clone() {
+                let code = group.code(place, column);
+                let value = match self.format.code {
+                    Code::Int4 | Code::Int8 => f32::from(i16::from(code) - i16::from(zero)),
+                    Code::Fp8 => fp8_to_f32(code),
+                };
                 let input = self.order.get(place).map_or(place, |&input| input as usize);
                 if let Some(out) = out.get_mut(input) {
-                    *out = values[lane];
+                    *out = value * scale;
                 }
             }
         }
@@ -164,95 +305,114 @@ impl QuantisedPanels {
     }
 }
 
+/// The zeros of groups that state none.
+static MIDDLES: [[u8; PANEL_COLUMNS]; 2] =
+    [[Code::Int4.middle(); PANEL_COLUMNS], [Code::Int8.middle(); PANEL_COLUMNS]];
+
 /// A group of inputs of the 64 columns of a panel.
 pub(crate) struct Group<'a> {
     format: &'a QuantFormat,
+    head: &'a [u8],
     scales: &'a [u8],
     zeros: &'a [u8],
     codes: &'a [u8],
-    /// The first place of the group.
-    first: usize,
+    /// The places of the group in a row.
+    pub places: Range<usize>,
 }
 
 impl Group<'_> {
-    /// The places of the group in a row.
-    #[inline(always)]
-    pub fn places(&self) -> std::ops::Range<usize> {
-        self.first..self.first + self.codes.len() / codes_bytes(self.format.code)
-    }
-
-    /// The scales of columns `16 * vector..` and what is subtracted from their codes.
+    /// The scales of columns `16 * vector..`.
     ///
     /// # Safety
     /// The instruction set of `V` is there; `vector` is less than 4.
     #[inline(always)]
-    pub unsafe fn factors<V: Vector16>(&self, vector: usize) -> (V, V) {
+    pub unsafe fn scales<V: Vector16>(&self, vector: usize) -> V {
         let scales = self.scales.as_ptr();
-        // SAFETY: 64 scales of the type that the format says, and 64 zeros if it has any.
+        // SAFETY: there are 64 scales of the type that the format says.
         unsafe {
-            let scale = match self.format.scale {
+            match self.format.scale {
                 DType::F32 => V::load(scales.add(64 * vector).cast()),
                 DType::F16 => V::load_f16(scales.add(32 * vector).cast()),
                 DType::BF16 => V::load_bf16(scales.add(32 * vector).cast()),
-            };
-            let zero = match (self.format.has_zeros, self.format.code) {
-                (true, _) => V::load_i8(self.zeros.as_ptr().add(16 * vector)),
-                (false, Code::Int4) => V::splat(8.0),
-                (false, _) => V::zero(),
-            };
-            (scale, zero)
-        }
-    }
-
-    /// The codes at `place` of two runs of 16 columns: for 4 bits those from `16 * pair` and from
-    /// `32 + 16 * pair` on, for 8 bits those from `32 * pair` on.
-    ///
-    /// # Safety
-    /// The instruction set of `V` is there; `place` is one of [`Group::places`], `pair` less than 2.
-    #[inline(always)]
-    pub unsafe fn codes<V: Vector16>(&self, code: Code, place: usize, pair: usize) -> (V, V) {
-        // SAFETY: the place has 64 codes, which lie within `codes`.
-        unsafe {
-            let codes = self.codes.as_ptr().add((place - self.first) * codes_bytes(code));
-            match code {
-                Code::Int4 => V::load_nibbles(codes.add(16 * pair)),
-                Code::Int8 => {
-                    (V::load_i8(codes.add(32 * pair)), V::load_i8(codes.add(32 * pair + 16)))
-                }
-                Code::Fp8 => {
-                    (V::load_fp8(codes.add(32 * pair)), V::load_fp8(codes.add(32 * pair + 16)))
-                }
             }
         }
     }
 
-    /// The weights at `place` of columns `16 * vector..`.
+    /// What stands before the codes.
+    #[inline(always)]
+    pub fn head(&self) -> &[u8] {
+        self.head
+    }
+
+    /// The 64 zeros.
+    #[inline(always)]
+    pub fn zeros(&self) -> &[u8] {
+        match (self.format.has_zeros, self.format.code) {
+            (true, _) => self.zeros,
+            (false, Code::Int4) => &MIDDLES[0],
+            (false, _) => &MIDDLES[1],
+        }
+    }
+
+    /// The floats at `place` of columns `16 * vector..`.
     ///
     /// # Safety
-    /// As [`Group::factors`] and [`Group::codes`].
+    /// The instruction set of `V` is there; the codes are those of floats, `place` is one of `places`
+    /// and `vector` less than 4.
     #[inline(always)]
-    unsafe fn weights<V: Vector16>(&self, place: usize, vector: usize) -> V {
-        // SAFETY: passed on to the caller.
-        unsafe {
-            let (scale, zero) = self.factors::<V>(vector);
-            let code = self.format.code;
-            let (pair, is_second) = pair_of(code, vector);
-            let (first, second) = self.codes::<V>(code, place, pair);
-            (if is_second { second } else { first }).sub(zero).mul(scale)
+    pub unsafe fn floats<V: Vector16>(&self, place: usize, vector: usize) -> V {
+        let first = (place - self.places.start) * unit_bytes(Code::Fp8) + 16 * vector;
+        // SAFETY: each place has 64 codes, which lie within `codes`.
+        unsafe { V::load_fp8(self.codes.as_ptr().add(first)) }
+    }
+
+    /// The scale and the zero of a column.
+    fn factor(&self, column: usize) -> (f32, u8) {
+        let size = self.format.scale.size_bytes();
+        let bytes = self.scales.get(column * size..(column + 1) * size).unwrap_or_default();
+        let scale = match (self.format.scale, bytes) {
+            (DType::F32, &[a, b, c, d]) => f32::from_ne_bytes([a, b, c, d]),
+            (DType::F16, &[a, b]) => half::f16::from_ne_bytes([a, b]).to_f32(),
+            (DType::BF16, &[a, b]) => half::bf16::from_ne_bytes([a, b]).to_f32(),
+            _ => 0.0,
+        };
+        (scale, self.zeros().get(column).copied().unwrap_or(0))
+    }
+
+    /// The code at a place of a column.
+    fn code(&self, place: usize, column: usize) -> u8 {
+        let (byte, shift) = code_place(self.format.code, place - self.places.start, column);
+        let byte = self.codes.get(byte).copied().unwrap_or(0);
+        if self.format.code == Code::Int4 {
+            byte >> shift & 15
+        } else {
+            byte
         }
     }
 }
 
-/// Where the codes of columns `16 * vector..` are: the pair of runs, and whether they are its second.
+/// A run of inputs of a group that can be summed up as integers.
+pub(crate) struct Segment<'a> {
+    pub group: Group<'a>,
+    /// The codes, whole units.
+    pub codes: &'a [u8],
+    /// Its first unit in a row.
+    pub first_unit: usize,
+}
+
+/// Where the code of a column is among those of a group: the byte, and by how many bits it is moved up.
 #[inline(always)]
-pub(crate) const fn pair_of(code: Code, vector: usize) -> (usize, bool) {
+fn code_place(code: Code, place_in_group: usize, column: usize) -> (usize, u32) {
+    let (unit, place) = (place_in_group / UNIT * unit_bytes(code), place_in_group % UNIT);
     match code {
-        Code::Int4 => (vector % 2, vector / 2 == 1),
-        Code::Int8 | Code::Fp8 => (vector / 2, vector % 2 == 1),
+        Code::Int4 => (unit + column % 32 * UNIT + place, column as u32 / 32 * 4),
+        Code::Int8 => (unit + column * UNIT + place, 0),
+        Code::Fp8 => (place_in_group * unit_bytes(code) + column, 0),
     }
 }
 
-/// The runs of 16 columns that [`Group::codes`] gives for a pair.
+/// The runs of 16 columns whose codes are read together: for 4 bits those from `16 * pair` and from
+/// `32 + 16 * pair` on, for 8 bits those from `32 * pair` on.
 #[inline(always)]
 pub(crate) const fn vectors_of(code: Code, pair: usize) -> [usize; 2] {
     match code {
@@ -262,17 +422,21 @@ pub(crate) const fn vectors_of(code: Code, pair: usize) -> [usize; 2] {
 }
 
 /// Writes the panel of the rows of `matrix` from `first_row` on into zeroed bytes.
-fn pack_panel(matrix: &QuantisedMatrix, first_row: usize, mut panel: &mut [u8]) {
-    let format = &matrix.format;
-    let (head, codes_len) = (head_bytes(format), codes_bytes(format.code));
+fn pack_panel(
+    matrix: &QuantisedMatrix,
+    division: &Division,
+    first_row: usize,
+    mut panel: &mut [u8],
+) {
+    let (format, head) = (&matrix.format, head_bytes(&matrix.format));
+    let code = format.code;
     let scale_bytes = format.scale.size_bytes();
     let rows = first_row..matrix.out_features.min(first_row + PANEL_COLUMNS);
-    let group_size = format.group_size.max(1);
-    for group in 0..matrix.num_groups() {
-        let first = group * group_size;
-        let num_places = group_size.min(matrix.in_features - first);
+    for group in 0..division.num_groups() {
+        let places = division.places(group);
+        let codes_len = places.len().div_ceil(unit_places(code)) * unit_bytes(code);
         let taken = std::mem::take(&mut panel);
-        let Some((block, after)) = taken.split_at_mut_checked(head + num_places * codes_len) else {
+        let Some((block, after)) = taken.split_at_mut_checked(head + codes_len) else {
             return;
         };
         panel = after;
@@ -284,29 +448,17 @@ fn pack_panel(matrix: &QuantisedMatrix, first_row: usize, mut panel: &mut [u8]) 
                 store_scale(place, scale, format.scale);
             }
             if let Some(place) = zeros.get_mut(column) {
-                *place = if format.code == Code::Int8 { zero ^ 0x80 } else { zero };
+                *place = zero;
             }
             let row_codes = matrix.row_codes(row);
-            let columns = codes.chunks_exact_mut(codes_len);
-            match format.code {
-                Code::Int4 => {
-                    let (byte, shift) = (column % 32, column / 32 * 4);
-                    for (place, out) in (first..).zip(columns) {
-                        let code =
-                            row_codes.get(place / 2).map_or(0, |b| b >> (place % 2 * 4) & 15);
-                        if let Some(out) = out.get_mut(byte) {
-                            *out |= code << shift;
-                        }
-                    }
-                }
-                Code::Int8 | Code::Fp8 => {
-                    let flip = if format.code == Code::Int8 { 0x80 } else { 0 };
-                    let row_codes = row_codes.get(first..).unwrap_or_default();
-                    for (&code, out) in row_codes.iter().zip(columns) {
-                        if let Some(out) = out.get_mut(column) {
-                            *out = code ^ flip;
-                        }
-                    }
+            for place in places.clone() {
+                let (byte, shift) = code_place(code, place - places.start, column);
+                let stored = match code {
+                    Code::Int4 => row_codes.get(place / 2).map_or(0, |b| b >> (place % 2 * 4) & 15),
+                    Code::Int8 | Code::Fp8 => row_codes.get(place).copied().unwrap_or(0),
+                };
+                if let Some(out) = codes.get_mut(byte) {
+                    *out |= stored << shift;
                 }
             }
         }
@@ -322,7 +474,7 @@ pub(crate) fn store_scale(place: &mut [u8], scale: f32, dtype: DType) {
     }
 }
 
-/// Writes the weights of a panel as f32, [in_features][64], in the order of the places.
+/// Writes the weights of a panel of floats as f32, [in_features][64], in the order of the places.
 pub(crate) struct Dequantise<'a> {
     pub panels: &'a QuantisedPanels,
     pub panel: usize,
@@ -334,23 +486,17 @@ impl Kernel for Dequantise<'_> {
 
     #[inline(always)]
     fn run<S: Simd>(self) {
-        let code = self.panels.format.code;
         for group in self.panels.groups(self.panel) {
-            for pair in 0..2 {
-                // SAFETY: `run` is called for an instruction set that is there; pairs are 0 and 1, and
-                // vectors 0 to 3.
+            for vector in 0..PANEL_COLUMNS / 16 {
+                // SAFETY: `run` is called for an instruction set that is there; vectors are 0 to 3.
                 unsafe {
-                    let [a, b] = vectors_of(code, pair);
-                    let (scale_a, zero_a) = group.factors::<S::Vector>(a);
-                    let (scale_b, zero_b) = group.factors::<S::Vector>(b);
-                    let places = group.places();
+                    let scales = group.scales::<S::Vector>(vector);
+                    let places = group.places.clone();
                     let range = places.start * PANEL_COLUMNS..places.end * PANEL_COLUMNS;
                     let Some(to) = self.to.get_mut(range) else { return };
                     for (place, to) in places.zip(to.chunks_exact_mut(PANEL_COLUMNS)) {
-                        let (codes_a, codes_b) = group.codes::<S::Vector>(code, place, pair);
-                        let to = to.as_mut_ptr();
-                        codes_a.sub(zero_a).mul(scale_a).store(to.add(16 * a));
-                        codes_b.sub(zero_b).mul(scale_b).store(to.add(16 * b));
+                        let floats = group.floats::<S::Vector>(place, vector);
+                        floats.mul(scales).store(to.as_mut_ptr().add(16 * vector));
                     }
                 }
             }

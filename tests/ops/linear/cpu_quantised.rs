@@ -45,24 +45,53 @@ fn run(backend: &CpuBackend, x: &[f32], num_tokens: usize, weight: &QuantisedPan
     out.checked("linear").to_vec()
 }
 
+/// The backends of all instruction sets, with and without the product of bytes.
+fn all_backends(num_threads: &[usize]) -> Vec<CpuBackend> {
+    let without = backends(num_threads).into_iter().map(CpuBackend::without_byte_dot);
+    backends(num_threads).into_iter().chain(without).collect()
+}
+
+/// What becomes of rows of `k` activations before they are multiplied: with weights of integers 16
+/// bits, by the largest of up to 128 inputs of a group.
+fn rounded_rows(x: &[f32], k: usize, format: &QuantFormat) -> Vec<f32> {
+    if format.code == Code::Fp8 {
+        return x.to_vec();
+    }
+    let mut rounded = Vec::new();
+    for row in x.chunks_exact(k) {
+        for segment in row.chunks(format.group_size).flat_map(|group| group.chunks(128)) {
+            let largest = segment.iter().fold(0.0_f32, |largest, x| largest.max(x.abs()));
+            let inverse = 32512.0 / largest;
+            let scale = f64::from(largest) / 32512.0;
+            rounded.extend(
+                segment.iter().map(|x| (f64::from((x * inverse).round_ties_even()) * scale) as f32),
+            );
+        }
+    }
+    rounded
+}
+
 #[test]
 fn awkward_shapes_of_quantised_weights() {
     let mut random = Random::new(21);
-    let backends = backends(&[1, 2]);
-    for format in formats(&[1, 32, 100]) {
-        for (k, n) in [(1, 1), (31, 64), (33, 65), (97, 130), (200, 31)] {
+    let backends = all_backends(&[1, 2]);
+    for format in formats(&[1, 32, 100, 200]) {
+        for (k, n) in [(1, 1), (31, 64), (33, 65), (97, 130), (330, 31)] {
             let matrix = random_matrix(&mut random, n, k, format, SIZE);
             let exact = weights(&matrix);
             let bias = random.normals(n);
             for num_tokens in [0, 1, 2, 3, 4, 5, 8, 9, 33] {
                 let x = random.normals(num_tokens * k);
-                let plain = reference::linear(&x, &exact, None, k, n);
-                let biased = reference::linear(&x, &exact, Some(&bias), k, n);
+                let unrounded = reference::linear(&x, &exact, None, k, n);
+                let rounded = rounded_rows(&x, k, &format);
+                let plain = reference::linear(&rounded, &exact, None, k, n);
+                let biased = reference::linear(&rounded, &exact, Some(&bias), k, n);
                 for backend in &backends {
                     let packed = QuantisedPanels::pack(backend, &matrix).unwrap();
                     let what = format!("{format:?} {num_tokens}x{k}x{n} on {}", backend.name());
                     let out = run(backend, &x, num_tokens, &packed);
                     assert_close(&what, &out, &plain, Tolerance::Rms(2e-5));
+                    assert_close(&what, &out, &unrounded, Tolerance::Rms(2e-4));
                     let before = random.normals(num_tokens * n);
                     let mut out = Guarded::of(&before);
                     let (bias, scratch) = (Some(&bias[..]), &mut LinearScratch::new());
@@ -107,14 +136,14 @@ fn packed_rows_are_the_rows() {
 fn a_row_of_quantised_weights_has_the_same_bits_alone_and_in_a_batch() {
     let mut random = Random::new(23);
     let (k, n) = (3000, 130);
-    for backend in backends(&[1, 3]) {
-        for format in formats(&[128, 3000]) {
-            let mut matrix = random_matrix(&mut random, n, k, format, SIZE);
-            if format.scale == DType::F16 {
-                matrix.order = (0..k as u32).rev().collect();
-            }
+    for format in formats(&[128, 3000]) {
+        let mut matrix = random_matrix(&mut random, n, k, format, SIZE);
+        if format.scale == DType::F16 {
+            matrix.order = (0..k as u32).rev().collect();
+        }
+        let x = random.normals(40 * k);
+        for backend in all_backends(&[1, 3]) {
             let packed = QuantisedPanels::pack(&backend, &matrix).unwrap();
-            let x = random.normals(40 * k);
             let alone = run(&backend, &x[..k], 1, &packed);
             for num_tokens in [2, 3, 4, 7, 8, 9, 40] {
                 let batch = run(&backend, &x[..num_tokens * k], num_tokens, &packed);
@@ -136,7 +165,8 @@ fn gated_products_of_quantised_weights() {
         let packed = QuantisedPanels::pack(&backend, &matrix).unwrap();
         for num_tokens in [1, 20] {
             let x = random.normals(num_tokens * k);
-            let products = reference::linear(&x, &weights(&matrix), None, k, 2 * width);
+            let rounded = rounded_rows(&x, k, &format);
+            let products = reference::linear(&rounded, &weights(&matrix), None, k, 2 * width);
             let expected: Vec<f64> = products
                 .chunks_exact(2 * width)
                 .flat_map(|row| {
@@ -149,6 +179,69 @@ fn gated_products_of_quantised_weights() {
             linear_silu_mul(&backend, &x, num_tokens, &packed, None, &mut room, &mut out, scratch)
                 .unwrap();
             assert_close("gated", &out, &expected, Tolerance::Rms(2e-5));
+        }
+    }
+}
+
+#[test]
+fn integers_have_the_same_sums_with_and_without_the_product_of_bytes() {
+    let mut random = Random::new(25);
+    let (k, n, num_tokens) = (777, 130, 41);
+    for format in formats(&[32, 777]).into_iter().filter(|format| format.code != Code::Fp8) {
+        let matrix = random_matrix(&mut random, n, k, format, SIZE);
+        let x = random.normals(num_tokens * k);
+        for (backend, plain) in backends(&[1]).into_iter().zip(backends(&[2])) {
+            let plain = plain.without_byte_dot();
+            let packed = QuantisedPanels::pack(&backend, &matrix).unwrap();
+            let what = format!("{format:?} on {}", backend.name());
+            let out = run(&backend, &x, num_tokens, &packed);
+            assert_same_bits(&what, &out, &run(&plain, &x, num_tokens, &packed));
+        }
+    }
+}
+
+#[test]
+fn the_largest_codes_and_activations_do_not_overflow() {
+    let (k, n) = (256, 16);
+    for (code, largest) in [(Code::Int4, 15), (Code::Int8, 255)] {
+        for zero in [0, largest] {
+            let format = QuantFormat { code, group_size: 256, has_zeros: true, scale: DType::F32 };
+            let mut matrix = QuantisedMatrix::empty(n, k, format).unwrap();
+            matrix.codes.fill(if zero == 0 { 255 } else { 0 });
+            matrix.zeros.fill(zero);
+            matrix.scales.fill(1.0);
+            for sign in [1.0, -1.0] {
+                let x = vec![sign * 3.0; k];
+                let expected = reference::linear(&x, &weights(&matrix), None, k, n);
+                for backend in all_backends(&[1]) {
+                    let packed = QuantisedPanels::pack(&backend, &matrix).unwrap();
+                    let what = format!("{code:?} less {zero} times {sign} on {}", backend.name());
+                    let out = run(&backend, &x, 1, &packed);
+                    assert_close(&what, &out, &expected, Tolerance::Rms(1e-6));
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn activations_that_are_not_finite_are_not_hidden() {
+    let mut random = Random::new(26);
+    let (k, n) = (256, 64);
+    for format in formats(&[64]) {
+        let matrix = random_matrix(&mut random, n, k, format, SIZE);
+        for backend in all_backends(&[1]) {
+            let packed = QuantisedPanels::pack(&backend, &matrix).unwrap();
+            for wrong in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+                let mut x = random.normals(2 * k);
+                x[100] = wrong;
+                let out = run(&backend, &x, 2, &packed);
+                let what = format!("{format:?} {wrong} on {}", backend.name());
+                assert!(out[..n].iter().all(|sum| !sum.is_finite()), "{what}");
+                assert!(out[n..].iter().all(|sum| sum.is_finite()), "{what}");
+            }
+            let x = vec![1e-36; k];
+            assert!(run(&backend, &x, 1, &packed).iter().all(|sum| sum.abs() < 1e-30));
         }
     }
 }
