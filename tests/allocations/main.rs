@@ -13,7 +13,7 @@ mod counting;
 mod files;
 
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -77,6 +77,8 @@ struct Instant {
     /// Results of the steps under way, and memory of those before.
     steps: Mutex<[(usize, StepResult); 2]>,
     begun: AtomicUsize,
+    /// Whether all requests are submitted: before, one alone would get ahead of its users, who wait for the others.
+    is_open: AtomicBool,
     /// Tokens that were chosen, and those of them that were taken.
     chosen: AtomicUsize,
     taken: AtomicUsize,
@@ -103,7 +105,8 @@ impl StepModel for Instant {
     ) -> Result<()> {
         let begun = self.begun.fetch_add(1, Ordering::Relaxed);
         let chosen = self.chosen.fetch_add(step.choices.len(), Ordering::Relaxed);
-        while chosen > self.taken.load(Ordering::Acquire) + AHEAD {
+        let is_early = || !self.is_open.load(Ordering::Acquire);
+        while is_early() || chosen > self.taken.load(Ordering::Acquire) + AHEAD {
             std::thread::yield_now();
         }
         let steps = &mut *self.steps.lock().unwrap();
@@ -175,6 +178,7 @@ fn ten_thousand_steps_of_the_engine_allocate_nothing() {
             vocab_size: 64,
             steps: Mutex::default(),
             begun: AtomicUsize::new(0),
+            is_open: AtomicBool::new(false),
             chosen: AtomicUsize::new(0),
             taken: AtomicUsize::new(0),
         });
@@ -195,6 +199,7 @@ fn ten_thousand_steps_of_the_engine_allocate_nothing() {
             })
         };
         let mut tickets: Vec<Ticket> = (0..8).map(|index| submit(index).unwrap()).collect();
+        model.is_open.store(true, Ordering::Release);
         let mut take = |steps: u64| {
             for _ in 0..steps {
                 assert!(take_one_each(&mut tickets));
@@ -325,6 +330,7 @@ fn planning_finds_its_memory_whatever_the_allocator_says() {
             vocab_size: 64,
             steps: Mutex::default(),
             begun: AtomicUsize::new(0),
+            is_open: AtomicBool::new(true),
             chosen: AtomicUsize::new(0),
             // It waits for nobody.
             taken: AtomicUsize::new(usize::MAX / 2),
@@ -367,6 +373,7 @@ fn no_token_is_lost_for_want_of_memory_on_the_callers_thread() {
         vocab_size: 64,
         steps: Mutex::default(),
         begun: AtomicUsize::new(0),
+        is_open: AtomicBool::new(true),
         chosen: AtomicUsize::new(0),
         taken: AtomicUsize::new(usize::MAX / 2),
     });
