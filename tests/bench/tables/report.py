@@ -1,164 +1,145 @@
-"""A table: its rows, and the files that it becomes."""
+"""Tables and how they are written: Markdown for people, JSON for programs, SVG for both."""
 
 from __future__ import annotations
 
-import datetime
 import json
 import math
-import platform
-from html import escape
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Union
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
-import xserv
-from xserv import ops
+import plots
 
-Cell = Union[None, int, float, str]
-COLOURS = ["#226b58", "#d08a3c", "#5b7fa8", "#8a5a8c", "#a33f2f", "#777770"]
+Cell = Any
+Row = Dict[str, Cell]
 
 
-class Column(NamedTuple):
-    #: The key of the column in a row, and in JSON.
+@dataclass
+class Column:
+    """A column of a table: its key in the rows, its title, and how its numbers are written."""
+
     key: str
-    #: What stands over it.
     title: str
-    #: How a number is written, as in format().
-    form: str = ""
+    #: A format of numbers, as of format(); texts are written as they are.
+    form: str = ".3g"
 
 
-class Plot(NamedTuple):
-    """Lines over a column; each series is the rows that have one value in the column `by`."""
+@dataclass
+class Section:
+    """Rows with the same columns, under a heading of their own, with the plots that are drawn of them."""
 
-    x: str
-    y: str
-    by: str
-    x_title: str
-    y_title: str
-    log_x: bool = True
-    log_y: bool = True
-
-
-def processor() -> str:
-    """The name of the CPU."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    name: str
+    title: str
+    columns: List[Column]
+    rows: List[Row] = field(default_factory=list)
+    notes: List[str] = field(default_factory=list)
+    #: Names of files without their endings, and SVG documents.
+    plots: List[Tuple[str, str]] = field(default_factory=list)
 
 
+@dataclass
 class Table:
-    def __init__(self, name: str, title: str, columns: Sequence[Column], device: str, plot: Optional[Plot] = None) -> None:
-        self.name = name
-        self.title = title
-        self.columns = list(columns)
-        self.plot = plot
-        self.rows: List[Dict[str, Cell]] = []
-        self.notes: List[str] = []
-        self.settings: Dict[str, Any] = {
-            "date": datetime.date.today().isoformat(),
-            "device": device,
-            "card": ops.cuda_device_info().name.decode() if device == "cuda" else processor(),
-            "xserv": xserv.library_version(),
-        }
+    """What one run of a table has found."""
 
-    def add(self, **cells: Cell) -> None:
-        """Adds a row; columns that are not named stay empty."""
-        unknown = set(cells) - {column.key for column in self.columns}
-        if unknown:
-            raise ValueError(f"{self.name} has no column {sorted(unknown)}")
-        self.rows.append(cells)
+    name: str
+    title: str
+    settings: Dict[str, Any] = field(default_factory=dict)
+    sections: List[Section] = field(default_factory=list)
+    #: Why the table does not apply to this machine; None if it does.
+    skipped: Optional[str] = None
+    #: Why the table failed, one sentence each.
+    failures: List[str] = field(default_factory=list)
 
-    def write(self, folder: Path) -> None:
-        """Writes NAME-DEVICE.md, .json and, with a plot, .svg."""
-        folder.mkdir(parents=True, exist_ok=True)
-        stem = f"{self.name}-{self.settings['device']}"
-        (folder / f"{stem}.md").write_text(self.markdown(), encoding="utf-8")
-        kept = {"title": self.title, "settings": self.settings, "notes": self.notes, "rows": self.rows}
-        (folder / f"{stem}.json").write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
-        if self.plot is not None:
-            (folder / f"{stem}.svg").write_text(self.svg(self.plot), encoding="utf-8")
-
-    def markdown(self) -> str:
-        said = ", ".join(f"{key} {value}" for key, value in self.settings.items())
-        lines = [f"## {self.title}", "", said, ""]
-        lines.append("| " + " | ".join(column.title for column in self.columns) + " |")
-        lines.append("|" + "|".join("---" for _ in self.columns) + "|")
-        for row in self.rows:
-            lines.append("| " + " | ".join(self._text(column, row.get(column.key)) for column in self.columns) + " |")
-        return "\n".join(lines + [""] + [f"- {note}" for note in self.notes]) + "\n"
-
-    @staticmethod
-    def _text(column: Column, cell: Cell) -> str:
-        if cell is None:
-            return ""
-        return cell.replace("|", "\\|") if isinstance(cell, str) else format(cell, column.form)
-
-    def svg(self, plot: Plot) -> str:
-        """Lines and their points, with axes that are linear or logarithmic."""
-        series: Dict[str, List[List[float]]] = {}
-        for row in self.rows:
-            x, y = row.get(plot.x), row.get(plot.y)
-            if isinstance(x, (int, float)) and isinstance(y, (int, float)) and y > 0 and x > 0:
-                series.setdefault(str(row.get(plot.by)), []).append([float(x), float(y)])
-        width, height, left, top, right, bottom = 760, 420, 70, 40, 170, 50
-        points = [point for line in series.values() for point in line]
-        parts = [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="12">',
-            f'<rect width="{width}" height="{height}" fill="white"/>',
-            f'<text x="{left}" y="20" font-weight="bold">{escape(self.title)}</text>',
-        ]
-        if points:
-            axes = [
-                _Axis([p[0] for p in points], plot.log_x, left, width - right),
-                _Axis([p[1] for p in points], plot.log_y, height - bottom, top),
-            ]
-            for value in axes[0].ticks():
-                x = axes[0].place(value)
-                parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{height - bottom}" stroke="#ddd"/>')
-                parts.append(f'<text x="{x:.1f}" y="{height - bottom + 16}" text-anchor="middle">{value:g}</text>')
-            for value in axes[1].ticks():
-                y = axes[1].place(value)
-                parts.append(f'<line x1="{left}" x2="{width - right}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>')
-                parts.append(f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{value:g}</text>')
-            for index, (name, line) in enumerate(series.items()):
-                colour = COLOURS[index % len(COLOURS)]
-                dash = ' stroke-dasharray="5 3"' if index >= len(COLOURS) else ""
-                places = [(axes[0].place(x), axes[1].place(y)) for x, y in sorted(line)]
-                path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-                parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"{dash}/>')
-                parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in places]
-                y = top + 16 * index + 10
-                parts.append(f'<line x1="{width - right + 12}" x2="{width - right + 30}" y1="{y}" y2="{y}" stroke="{colour}" stroke-width="2"{dash}/>')
-                parts.append(f'<text x="{width - right + 36}" y="{y + 4}">{escape(name)}</text>')
-        parts.append(f'<text x="{(left + width - right) / 2}" y="{height - 12}" text-anchor="middle">{escape(plot.x_title)}</text>')
-        middle = (top + height - bottom) / 2
-        parts.append(f'<text x="16" y="{middle}" text-anchor="middle" transform="rotate(-90 16 {middle})">{escape(plot.y_title)}</text>')
-        return "\n".join(parts + ["</svg>"]) + "\n"
+    @property
+    def outcome(self) -> str:
+        """"passed", "failed" or "skipped"."""
+        if self.failures:
+            return "failed"
+        return "passed" if self.skipped is None else "skipped"
 
 
-class _Axis:
-    """Where numbers stand between two places."""
+def shown(cell: Cell, form: str) -> str:
+    """A cell of Markdown: empty for what was not measured."""
+    if cell is None:
+        return ""
+    if isinstance(cell, bool):
+        return "yes" if cell else "no"
+    if isinstance(cell, (int, float)):
+        return format(cell, form) if math.isfinite(cell) else str(cell)
+    return str(cell).replace("|", "\\|").replace("\n", " ")
 
-    def __init__(self, values: Sequence[float], is_log: bool, first: float, last: float) -> None:
-        self.is_log, self.first, self.last = is_log, first, last
-        self.low, self.high = (min(values), max(values)) if is_log else (0.0, max(values))
-        if self.low == self.high:
-            self.low, self.high = (self.low / 2, self.high * 2) if is_log else (self.low, self.high + 1)
 
-    def place(self, value: float) -> float:
-        if self.is_log:
-            share = math.log(value / self.low) / math.log(self.high / self.low)
-        else:
-            share = (value - self.low) / (self.high - self.low)
-        return self.first + share * (self.last - self.first)
+def _is_number(cell: Cell) -> bool:
+    return isinstance(cell, (int, float)) and not isinstance(cell, bool)
 
-    def ticks(self) -> List[float]:
-        if not self.is_log:
-            step = 10 ** math.floor(math.log10(self.high / 2))
-            step *= next(f for f in (1, 2, 5, 10) if self.high / (step * f) <= 8)
-            return [step * i for i in range(int(self.high / step) + 1)]
-        base = 10 if self.high / self.low > 300 else 2
-        first, last = math.ceil(math.log(self.low, base) - 1e-9), math.floor(math.log(self.high, base) + 1e-9)
-        return [float(base) ** i for i in range(first, last + 1)]
+
+def markdown_rows(columns: Sequence[Column], rows: Sequence[Row]) -> List[str]:
+    """The lines of a Markdown table; columns with numbers are aligned to the right."""
+    lines = ["| " + " | ".join(column.title for column in columns) + " |"]
+    rules = ["---:" if any(_is_number(row.get(column.key)) for row in rows) else "---" for column in columns]
+    lines.append("|" + "|".join(rules) + "|")
+    for row in rows:
+        lines.append("| " + " | ".join(shown(row.get(column.key), column.form) for column in columns) + " |")
+    return lines
+
+
+def to_markdown(table: Table, machine: Mapping[str, Any]) -> str:
+    """The table as a page."""
+    lines = [f"# {table.title}", ""]
+    lines += [f"- {key}: {value}" for key, value in {**machine, **table.settings}.items()]
+    lines.append("")
+    if table.skipped is not None:
+        lines += [f"Skipped: {table.skipped}", ""]
+    for failure in table.failures:
+        lines += [f"**Failed:** {failure}", ""]
+    for section in table.sections:
+        lines += [f"## {section.title}", ""]
+        for note in section.notes:
+            lines += [note, ""]
+        if section.rows:
+            lines += [*markdown_rows(section.columns, section.rows), ""]
+        for name, _ in section.plots:
+            lines += [f"![{section.title}]({name}.svg)", ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no infinities and no NaN: they are written as texts."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(one) for one in value]
+    if isinstance(value, (str, int, float)) or value is None:
+        return value
+    return str(value)
+
+
+def to_json(table: Table, machine: Mapping[str, Any]) -> str:
+    """The table for programs."""
+    sections = [dict(name=one.name, title=one.title, notes=one.notes, rows=one.rows) for one in table.sections]
+    whole = dict(
+        table=table.name, title=table.title, outcome=table.outcome, skipped=table.skipped, failures=table.failures,
+        machine=machine, settings=table.settings, sections=sections,
+    )  # fmt: skip
+    return json.dumps(_plain(whole), indent=1) + "\n"
+
+
+def _placeholder(table: Table) -> str:
+    """The plot of a table that has none, which says why."""
+    reason = table.failures[0] if table.failures else table.skipped or "no values"
+    return plots.bars(f"{table.title}: {table.outcome}. {reason}"[:110], "", [], [])
+
+
+def write(table: Table, machine: Mapping[str, Any], folder: Path) -> List[Path]:
+    """Writes NAME.md, NAME.json and an SVG file for every plot, at least NAME.svg. Returns the files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    drawn = dict(one for section in table.sections for one in section.plots)
+    if table.name not in drawn:
+        drawn[table.name] = next(iter(drawn.values()), _placeholder(table))
+    texts = {f"{table.name}.md": to_markdown(table, machine), f"{table.name}.json": to_json(table, machine)}
+    texts.update({f"{name}.svg": picture for name, picture in drawn.items()})
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    return [folder / name for name in texts]

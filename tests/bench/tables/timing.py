@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import importlib
 import statistics
-from typing import Any, Callable, List, Sequence
+from typing import Any, Callable, Dict, List, Sequence
 
 Call = Callable[[], Any]
+_STREAMS: Dict[str, Any] = {}
 
 
 def graph_time(calls: Sequence[Call], min_ms: float = 8.0, repetitions: int = 9, most: int = 400) -> float:
     """Median milliseconds of a call; `calls` has one for each buffer set, taken in turn in one CUDA graph, so that
     neither launches nor data in the cache count."""
     torch: Any = importlib.import_module("torch")
-    stream = torch.cuda.Stream()
+    # One for all: whoever computes has a context for each stream.
+    if "graphs" not in _STREAMS:
+        _STREAMS["graphs"] = torch.cuda.Stream()
+    stream = _STREAMS["graphs"]
     stream.wait_stream(torch.cuda.current_stream())
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     with torch.cuda.stream(stream):

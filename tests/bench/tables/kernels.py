@@ -1,0 +1,2 @@
+from typing import Any
+def run(*a: Any) -> Any: raise NotImplementedError
