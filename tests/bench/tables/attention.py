@@ -17,7 +17,7 @@ from tables.units import error_in_units
 #: Types of the timed tensors: those of models on the device.
 DTYPE = {"cpu": "f32", "cuda": "bf16"}
 #: Units of rounding that an element of flash may be off; weights of 16-bit types are rounded on CUDA.
-BOUNDS = {"f32": 64.0, "f16": 8.0, "bf16": 8.0}
+BOUNDS = {"f32": 128.0, "f16": 8.0, "bf16": 8.0}
 ACCURACY_GROUPS = (1, 4, 8)
 ACCURACY_HEADS = 8
 
