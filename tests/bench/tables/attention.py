@@ -77,7 +77,7 @@ class Measurer:
         def attend(q: Any, k: Any, v: Any, out: Any) -> None:
             device.context().attention(q, k, v, out, causal=causal, backend=backend)
 
-        calls = [lambda s=s: attend(*s) for s in sets]  # type: ignore[misc]
+        calls = [lambda s=s: attend(*s) for s in sets]
         milliseconds = device.milliseconds(calls, self.scale.budget_s)
         self.rates[kind] = work / milliseconds * 1e3
         return dict(ms=milliseconds, tflop_s=work / milliseconds / 1e9, workspace_mib=peak / MIB)
@@ -142,7 +142,8 @@ def accuracy(device: Device, scale: Scale, table: Table) -> Section:
                     if device.name == "cuda":
                         want = reference_on_gpu(device, q[0], k[0], v[0], causal)[rows]
                     else:
-                        want = reference(*(device.get(x)[0] for x in (q, k, v)), causal, rows)
+                        q64, k64, v64 = (device.get(x)[0] for x in (q, k, v))
+                        want = reference(q64, k64, v64, causal, rows)
                     found = error_in_units(got, want, dtype, "rms")
                     is_right = found.max_units <= BOUNDS[dtype]
                     section.rows.append(dict(

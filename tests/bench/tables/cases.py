@@ -63,7 +63,8 @@ class Numbers:
 
 def sigmoid(x: Floats) -> Floats:
     """1 / (1 + exp(-x)), without overflow."""
-    return np.exp(-np.logaddexp(0.0, -x))
+    found: Floats = np.exp(-np.logaddexp(0.0, -x))
+    return found
 
 
 _erf = np.vectorize(math.erf, otypes=[float])
@@ -90,7 +91,8 @@ def _of_rows(device: Device, dtype: str) -> Iterator[Case]:
     shape = f"{ROWS} x {WIDTH}"
 
     def rms(values: Floats) -> Floats:
-        return values / np.sqrt(np.mean(values**2, -1, keepdims=True) + EPS) * weight64
+        found: Floats = values / np.sqrt(np.mean(values**2, -1, keepdims=True) + EPS) * weight64
+        return found
 
     centred = x64 - x64.mean(-1, keepdims=True)
     layer = centred / np.sqrt(np.mean(centred**2, -1, keepdims=True) + EPS) * weight64 + bias64
@@ -203,8 +205,8 @@ def _rope(device: Device, dtype: str) -> Iterator[Case]:
 
     def rotate(pairing: Any, which: int) -> Outcome:
         cos, sin = tables()
-        outs = [device.empty(dtype, q64.shape), device.empty(dtype, k64.shape)]
-        context().rope(q, k, device.integers(positions), cos, sin, *outs, pairing=pairing)
+        outs = (device.empty(dtype, q64.shape), device.empty(dtype, k64.shape))
+        context().rope(q, k, device.integers(positions), cos, sin, outs[0], outs[1], pairing)
         return Outcome(device.get(outs[which]), rotated(pairing, (q64, k64)[which]))
 
     def at_zero(pairing: Any) -> Outcome:

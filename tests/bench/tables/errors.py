@@ -64,7 +64,7 @@ def _measured(device: Device, case: Case, table: Table) -> Row:
     if not found.max_units <= case.bound:
         row["outcome"] = "WRONG"
         table.failures.append(
-            f"{where}: element {found.index} is {got.flat[found.index]!r} and should be {want.flat[found.index]!r}: "
+            f"{where}: element {found.place} is {got.flat[found.place]!r} and should be {want.flat[found.place]!r}: "
             f"{found.max_units:.3g} units of rounding, of which {case.bound:g} are right"
         )
     return row

@@ -12,7 +12,7 @@ Event = Mapping[str, Any]
 class Multiprocessor(NamedTuple):
     """What blocks share on one multiprocessor, and how many of these a GPU has; the numbers are those of an H200."""
 
-    count: int = 132
+    number: int = 132
     registers: int = 65536
     shared_bytes: int = 228 << 10
     threads: int = 2048
@@ -24,7 +24,7 @@ class Multiprocessor(NamedTuple):
         usual = Multiprocessor()
         capability = (properties.major, properties.minor)
         return Multiprocessor(
-            count=properties.multi_processor_count,
+            number=properties.multi_processor_count,
             registers=getattr(properties, "regs_per_multiprocessor", usual.registers),
             shared_bytes=getattr(properties, "shared_memory_per_multiprocessor", usual.shared_bytes),
             threads=getattr(properties, "max_threads_per_multi_processor", usual.threads),
@@ -54,7 +54,7 @@ def occupancy(grid: Sequence[int], block: Sequence[int], registers: int, shared:
         "shared memory": chip.shared_bytes // (shared + RESERVED_SHARED_BYTES),
         "threads": chip.threads // (warps * 32),
         "blocks": chip.blocks,
-        "grid": -(-math.prod(grid) // chip.count),
+        "grid": -(-math.prod(grid) // chip.number),
     }
     # A grid that is too small limits only if nothing else does.
     limit = min(room, key=lambda name: (room[name], name == "grid"))

@@ -28,14 +28,15 @@ class Error(NamedTuple):
     rms_units: float
     max_error: float
     #: Where the largest error is.
-    index: int
+    place: int
 
 
 def units(size: Floats, dtype: str) -> Floats:
     """The distance between neighbouring numbers of the type at these sizes."""
     fraction, lowest = _FORMATS[dtype]
     _, exponent = np.frexp(np.abs(size))
-    return np.ldexp(1.0, np.maximum(exponent - 1, lowest) - fraction)
+    found: Floats = np.ldexp(1.0, np.maximum(exponent - 1, lowest) - fraction)
+    return found
 
 
 def error_in_units(got: Floats, want: Floats, dtype: str, measure: Measure) -> Error:
