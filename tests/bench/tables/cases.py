@@ -72,7 +72,8 @@ _erf = np.vectorize(math.erf, otypes=[float])
 
 def gelu_tanh(x: Floats) -> Floats:
     """GPT-2's GELU."""
-    return x / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+    found: Floats = x / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+    return found
 
 
 def _one(device: Device, dtype: str, want: Floats, call: Callable[[Any], None]) -> Outcome:

@@ -35,7 +35,8 @@ def units(size: Floats, dtype: str) -> Floats:
     """The distance between neighbouring numbers of the type at these sizes."""
     fraction, lowest = _FORMATS[dtype]
     _, exponent = np.frexp(np.abs(size))
-    found: Floats = np.ldexp(1.0, np.maximum(exponent - 1, lowest) - fraction)
+    exponent = np.where(size == 0, lowest, exponent - 1)
+    found: Floats = np.ldexp(1.0, np.maximum(exponent, lowest) - fraction)
     return found
 
 
