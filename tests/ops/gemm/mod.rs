@@ -212,9 +212,8 @@ fn cublas_at_1024() {
             let b_tensor = matrix(context, element, case.b_shape(), 0, 0, &b);
             let c = TestTensor::blank(context, element, &[size as i64, size as i64]);
             if case.run(context, XSERV_GEMM_CUBLAS, &a_tensor, &b_tensor, &c) {
-                let want = want.get_or_insert_with(|| {
-                    case.reference(&a, &b, &vec![f64::NAN; size * size])
-                });
+                let want = want
+                    .get_or_insert_with(|| case.reference(&a, &b, &vec![f64::NAN; size * size]));
                 case.close("cuBLAS at 1024", &c.read("cuBLAS at 1024"), want);
             }
         }
