@@ -1,18 +1,20 @@
 //! tests/bench/tables: its own tests, on the CPU and at the smallest size, and its types.
 
+use std::path::PathBuf;
 use std::process::Command;
 
 use crate::support::*;
 
+/// Where the modules are that the tables use.
+fn own_packages() -> [PathBuf; 2] {
+    ["examples/python", "examples/docs"].map(|folder| repository().join(folder))
+}
+
 /// Python with NumPy and mypy, where .ci/run puts them.
 fn python() -> Command {
     let tools = repository().join("target/tools");
-    let paths = [
-        repository().join("examples/python"),
-        repository().join("examples/docs"),
-        tools.join("numpy"),
-        tools.join("python-types"),
-    ];
+    let installed = [tools.join("numpy"), tools.join("python-types")];
+    let paths = own_packages().into_iter().chain(installed);
     let mut python = command("python3");
     python
         .env("XSERV_LIBRARY", library_folder().join("libxserv.so"))
@@ -42,6 +44,7 @@ fn it_is_typed() {
     let found = outcome(
         python()
             .current_dir(repository().join("tests/bench"))
+            .env("MYPYPATH", std::env::join_paths(own_packages()).expect("a path"))
             .env("MYPY_CACHE_DIR", work_folder("tables-mypy"))
             .args(["-m", "mypy", "--strict", "--no-error-summary", "tables"]),
     );
