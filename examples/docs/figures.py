@@ -7,10 +7,7 @@ import re
 from pathlib import Path
 from typing import List, NamedTuple
 
-import matplotlib
-
-matplotlib.use("svg")
-import matplotlib.pyplot as plt  # noqa: E402
+import plots
 
 Table = List[List[str]]
 
@@ -33,7 +30,6 @@ FIGURES = [
     Figure("deterministic", "| | 1 sequence | 8 | 32 |", "Steps with and without deterministic", "milliseconds (less is better)", [1, 2, 3, 4, 5]),
     Figure("quantised", "| `weights` | bits a number", "Quantised weights: KL divergence to bf16", "KL divergence", [3]),
 ]  # fmt: skip
-COLOURS = ["#226b58", "#c9c9c2", "#d08a3c", "#5b7fa8", "#8a5a8c", "#a33f2f"]
 
 
 def table_of(readme: str, header: str) -> Table:
@@ -62,29 +58,14 @@ def draw(figure: Figure, table: Table, folder: Path) -> None:
     with (folder / f"{figure.name}.csv").open("w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows([[table[0][0], *(table[0][c] for c in columns)], *([r[0], *(r[c] for c in columns)] for r in rows)])
 
-    names = [re.sub(r"[`*]", "", row[0]) for row in rows]
-    plt.rcParams.update({"svg.hashsalt": "xserv", "svg.fonttype": "none", "font.family": "sans-serif", "font.size": 10})
-    plot, axes = plt.subplots(figsize=(8, 0.6 + len(rows) * (0.2 + 0.2 * len(columns))))
-    height = 0.8 / len(columns)
-    for index, column in enumerate(columns):
-        values = [number(row[column]) for row in rows]
-        places = [place + (index - (len(columns) - 1) / 2) * height for place in range(len(rows))]
-        bars = axes.barh(places, values, height * 0.92, color=COLOURS[index % len(COLOURS)], label=table[0][column])
+    def series(column: int) -> plots.Series:
         labels = [re.split(r" \(", row[column])[0] for row in rows]
-        axes.bar_label(bars, labels=labels, padding=3, fontsize=8)
-    axes.set_yticks(range(len(rows)), names)
-    axes.invert_yaxis()
-    axes.set_xlabel(figure.unit)
-    axes.set_title(figure.title, loc="left", fontweight="bold")
-    if figure.name.startswith("h200"):  # from a token to a prompt of 8192 the times differ by hundreds
-        axes.set_xscale("log")
-    axes.margins(x=0.12)
-    axes.spines[["top", "right"]].set_visible(False)
-    if len(columns) > 1:
-        axes.legend(frameon=False, fontsize=9, loc="lower left", bbox_to_anchor=(0, 1), ncols=len(columns), borderaxespad=0.2)
-        axes.set_title(figure.title, loc="left", fontweight="bold", pad=24)
-    plot.savefig(folder / f"{figure.name}.svg", bbox_inches="tight", metadata={"Date": None})
-    plt.close(plot)
+        return plots.Series(table[0][column], [number(row[column]) for row in rows], labels)
+
+    names = [re.sub(r"[`*]", "", row[0]) for row in rows]
+    # From a token to a prompt of 8192 the times differ by hundreds.
+    picture = plots.bars(figure.title, figure.unit, names, [series(c) for c in columns], log=figure.name.startswith("h200"))
+    (folder / f"{figure.name}.svg").write_text(picture, encoding="utf-8")
 
 
 def draw_all(readme: Path, folder: Path) -> None:

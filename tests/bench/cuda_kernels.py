@@ -20,45 +20,13 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from tables.timing import graph_time
 from xserv import library_version, ops
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 NAMES = {BF16: "bf16", F16: "f16", F32: "f32"}
 ROWS = []
 CEILING = {}
-
-
-def graph_time(calls, min_ms=8.0, repetitions=9, most=400):
-    """Median milliseconds of a call; `calls` has one for each buffer set, taken in turn in one graph."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    with torch.cuda.stream(stream):
-        for call in calls + calls[:2]:
-            call()
-        begin.record()
-        for call in calls:
-            call()
-        end.record()
-        end.synchronize()
-    estimate = max(begin.elapsed_time(end) / len(calls), 1e-3)
-    torch.cuda.current_stream().wait_stream(stream)
-    rounds = max(1, min(int(min_ms / estimate / len(calls)) + 1, max(1, most // len(calls))))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for _ in range(rounds):
-            for call in calls:
-                call()
-    graph.replay()
-    torch.cuda.synchronize()
-    times = []
-    for _ in range(repetitions):
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / (rounds * len(calls)))
-    return statistics.median(times)
 
 
 class Bench:

@@ -20,3 +20,4 @@ mod readme;
 mod rust;
 mod server;
 mod support;
+mod tables;

@@ -197,6 +197,29 @@ fn backends_transposes_strides_and_factors() {
     }
 }
 
+/// A size at which cuBLASLt has kernels that the small shapes do not reach.
+#[test]
+fn cublas_at_1024() {
+    let size = 1024;
+    let mut random = Random::new(76);
+    for element in FLOATS {
+        let case = Case::new(element, size, size, size, 2);
+        let a = element.round_all(&random.normals(size * size));
+        let b = element.round_all(&random.normals(size * size));
+        let mut want = None;
+        for context in contexts().iter().filter(|context| context.name != "cpu") {
+            let a_tensor = matrix(context, element, case.a_shape(), 0, 0, &a);
+            let b_tensor = matrix(context, element, case.b_shape(), 0, 0, &b);
+            let c = TestTensor::blank(context, element, &[size as i64, size as i64]);
+            if case.run(context, XSERV_GEMM_CUBLAS, &a_tensor, &b_tensor, &c) {
+                let want = want
+                    .get_or_insert_with(|| case.reference(&a, &b, &vec![f64::NAN; size * size]));
+                case.close("cuBLAS at 1024", &c.read("cuBLAS at 1024"), want);
+            }
+        }
+    }
+}
+
 #[test]
 fn batches_and_shared_operands() {
     let mut random = Random::new(71);

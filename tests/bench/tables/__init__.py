@@ -1,0 +1,1 @@
+"""Tables of what the library does on this machine; see command.py."""
