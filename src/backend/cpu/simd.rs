@@ -92,17 +92,17 @@ pub unsafe trait Vector16: Copy {
             Self::load(values.as_ptr())
         }
     }
-    /// Reads 16 integers in two parts and returns `256 * upper + lower`, rounded once.
+    /// Reads 16 integers in two parts and returns `256 * upper + lower - less`, rounded once.
     /// # Safety
     /// See the trait.
     #[inline(always)]
-    unsafe fn load_parts(upper: *const i32, lower: *const i32) -> Self {
+    unsafe fn load_parts(upper: *const i32, lower: *const i32, less: i32) -> Self {
         // SAFETY: the caller passes pointers valid for 16 reads, and has the instruction set.
         unsafe {
             let upper = upper.cast::<[i32; 16]>().read_unaligned();
             let mut sums = lower.cast::<[i32; 16]>().read_unaligned();
             sums.iter_mut().zip(upper).for_each(|(sum, upper)| {
-                *sum = sum.wrapping_add(upper << 8);
+                *sum = sum.wrapping_add(upper << 8).wrapping_sub(less);
             });
             Self::load(sums.map(|sum| sum as f32).as_ptr())
         }
@@ -124,7 +124,7 @@ pub unsafe trait Vector16: Copy {
             sums.iter_mut().zip(others).for_each(|(sum, other)| {
                 *sum = sum.wrapping_sub(other.wrapping_mul(factor));
             });
-            Self::load_parts(upper, sums.as_ptr())
+            Self::load_parts(upper, sums.as_ptr(), 0)
         }
     }
     /// Writes 16 f16, rounded to nearest even.

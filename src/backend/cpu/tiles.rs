@@ -58,14 +58,14 @@ pub const TILE_BYTES_K: usize = 64;
 ///
 /// Activations are integers of 16 bits, `256 * upper + lower`, both of them signed bytes. A tile of
 /// the left operand is [16 rows][64 k] bytes, one kilobyte without gaps. A tile of the right operand
-/// is [16 fours of k][16 columns][4] signed bytes. Sums are exact, modulo 2^32.
+/// is [16 fours of k][16 columns][4] bytes without a sign. Sums are exact, modulo 2^32.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct IntegerOperands {
     /// [num_steps][upper, lower] tiles.
     pub a: *const i8,
     /// The two tiles of the first step, beside each other.
-    pub b: *const i8,
+    pub b: *const u8,
     /// Bytes from four to four of `b`; a step is 16 fours.
     pub b_stride: usize,
     /// Steps of 64 values of k: at least one.
@@ -189,7 +189,7 @@ unsafe impl TileUnit for EmulatedTiles {
                     let a = a.add((2 * step + part) * TILE_BYTES_K * TILE_ROWS);
                     let a = a.add(row * TILE_BYTES_K + 4 * four).cast::<[i8; 4]>().read_unaligned();
                     let b = b.add((step * TILE_ROWS + four) * b_stride);
-                    let b = b.cast::<[[i8; 4]; 2 * TILE_ROWS]>().read_unaligned();
+                    let b = b.cast::<[[u8; 4]; 2 * TILE_ROWS]>().read_unaligned();
                     for (sum, b) in sums.iter_mut().zip(b) {
                         for (a, b) in a.into_iter().zip(b) {
                             *sum = sum.wrapping_add(i32::from(a) * i32::from(b));
@@ -504,10 +504,13 @@ mod tests {
     }
 
     /// Computes a block of bytes of every value.
-    fn integers<T: TileUnit>(num_steps: usize, b_stride: usize) -> (Vec<i8>, Vec<i8>, Vec<i32>) {
-        let bytes = |len, seed| numbers(len, seed, &[]).iter().map(|n| (n >> 3) as i8).collect();
-        let a: Vec<i8> = bytes(num_steps * 2 * 16 * TILE_BYTES_K, 1);
-        let b: Vec<i8> = bytes(num_steps * 16 * b_stride, 2);
+    fn integers<T: TileUnit>(num_steps: usize, b_stride: usize) -> (Vec<i8>, Vec<u8>, Vec<i32>) {
+        let bytes = |len, seed| -> Vec<u8> {
+            numbers(len, seed, &[]).iter().map(|n| (n >> 3) as u8).collect()
+        };
+        let a: Vec<i8> =
+            bytes(num_steps * 2 * 16 * TILE_BYTES_K, 1).iter().map(|&b| b as i8).collect();
+        let b = bytes(num_steps * 16 * b_stride, 2);
         let mut out = vec![0; 2 * 16 * 32];
         let (a_start, b_start) = (a.as_ptr(), b.as_ptr());
         let operands =

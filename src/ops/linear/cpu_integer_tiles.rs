@@ -5,11 +5,13 @@
 //! all rows of a unit of work pass by them. A segment's sum is an integer that every way of adding
 //! finds exactly:
 //!
-//! * In bytes: codes less the middle of their range, times the upper and the lower bytes of the
-//!   activations, two sums of 32 bits.
-//! * In bf16, where a segment is so short that f32 holds its sum: codes less their zeros, times 256
-//!   times the upper bytes and the lower bytes, added up in one tile. That leaves less to do for each
-//!   sum, which is what costs most where segments are short.
+//! * In bytes: codes times the upper and the lower bytes of the activations, two sums of 32 bits, less
+//!   the zeros times the total of the activations. Codes of 8 bits are tiles as they are,
+//!   and few rows read them where they lie.
+//! * In bf16, for many rows where a segment is so short that f32 holds its sum: codes less their
+//!   zeros, times 256 times the upper bytes and the lower bytes, added up in one tile. Codes take
+//!   longer to decode, and there is less to do for each sum, which is what costs most where segments
+//!   are short.
 //!
 //! Sums are then scaled and added up in f32, from the first segment to the last.
 
@@ -33,7 +35,12 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// From this many rows on, tiles are faster than products of rows.
-const MIN_ROWS: usize = 4;
+const MIN_ROWS: usize = 8;
+/// The same for segments that leave half of a tile of bytes empty.
+const MIN_SHORT_ROWS: usize = 16;
+/// From this many rows on, it pays to bring codes into the form and the place that suit tiles best:
+/// bf16 for short segments, and a copy in the second-level cache for bytes.
+const MANY_ROWS: usize = 64;
 /// Segments of fewer inputs leave most of a tile empty.
 const MIN_SEGMENT: usize = 16;
 /// The rows that are multiplied by a stretch of a panel before the next panel's.
@@ -68,7 +75,8 @@ impl TileLayout {
     /// The layout for products of `num_rows` rows; `None` if tiles do not serve them.
     pub fn new(num_rows: usize, division: &Division, format: &QuantFormat) -> Option<Self> {
         let longest = division.segment_places(0).len();
-        if num_rows < MIN_ROWS || longest < MIN_SEGMENT {
+        let min_rows = if longest < TILE_BYTES_K { MIN_SHORT_ROWS } else { MIN_ROWS };
+        if num_rows < min_rows || longest < MIN_SEGMENT {
             return None;
         }
         // What f32 holds exactly, and so every part of the sum.
@@ -80,7 +88,8 @@ impl TileLayout {
             (Code::Fp8, _) => return None,
         };
         let most = longest * largest_code * usize::from(MAX_ACTIVATION.unsigned_abs());
-        let form = if most < MAX_EXACT { Form::Bf16 } else { Form::Bytes };
+        let is_bf16 = most < MAX_EXACT && num_rows >= MANY_ROWS;
+        let form = if is_bf16 { Form::Bf16 } else { Form::Bytes };
         let step = if form == Form::Bytes { TILE_BYTES_K } else { TILE_K };
         let segment_steps = longest.div_ceil(step);
         Some(TileLayout { form, num_segments: division.num_segments(), segment_steps })
@@ -113,17 +122,20 @@ fn sums_len(num_rows: usize) -> usize {
     num_rows.min(MAX_UNIT_ROWS).next_multiple_of(PAIR_ROWS) * MAX_UNIT_PANELS * PANEL_COLUMNS
 }
 
-/// What the sums of a segment of 16 rows are multiplied by, and the totals of their activations.
+/// What the sums of a segment of 16 rows are multiplied by, and the totals of their activations: times
+/// the middle of codes, where that is the zero of all columns.
 #[repr(C)]
 struct TileFactors {
     scales: [f32; TILE_ROWS],
     totals: [i32; TILE_ROWS],
 }
 
-/// A stretch of a panel: the codes of each step, and the scales and the zeros of each segment.
+/// A stretch of a panel: the codes of each step that had to be decoded, and where those of each segment
+/// are, its scales and its zeros.
 #[repr(C, align(64))]
 struct Stretch {
     codes: [[u8; CODES_BYTES]; STRETCH_STEPS],
+    places: [*const u8; STRETCH_STEPS],
     scales: [[f32; PANEL_COLUMNS]; STRETCH_STEPS],
     zeros: [[i32; PANEL_COLUMNS]; STRETCH_STEPS],
 }
@@ -159,6 +171,7 @@ pub(super) unsafe fn multiply_integer_tiles<P: TileEpilogue>(
             backend.run(RowOfTiles {
                 x: &x[tile * len..x.len().min((tile + 1) * len)],
                 order: weight.order(),
+                middle: if weight.format().has_zeros { 1 } else { weight.format().code.middle() },
                 division: &division.inputs,
                 layout: &layout,
                 // SAFETY: there are row_tiles > tile of both.
@@ -202,6 +215,8 @@ pub(super) unsafe fn multiply_integer_tiles<P: TileEpilogue>(
 struct RowOfTiles<'a> {
     x: &'a [f32],
     order: &'a [u32],
+    /// What totals are multiplied by.
+    middle: u8,
     division: &'a Division,
     layout: &'a TileLayout,
     /// [segments][steps][upper, lower] tiles.
@@ -235,7 +250,8 @@ impl Kernel for RowOfTiles<'_> {
             for (row, x) in self.x.chunks_exact(in_features.max(1)).enumerate() {
                 let values = segment_values(x, self.order, places.clone());
                 let (integers, Factor { scale, total }) = integers_of(&values);
-                (factors.scales[row], factors.totals[row]) = (scale, total);
+                factors.scales[row] = scale;
+                factors.totals[row] = total.wrapping_mul(i32::from(self.middle));
                 let to = tiles.chunks_exact_mut(STEP_BYTES);
                 match form {
                     Form::Bytes => {
@@ -418,8 +434,7 @@ impl<P: TileEpilogue> Lane<'_, P> {
                         // pairs of rows of tiles.
                         unsafe {
                             let stretch = &*self.stretches.add(place);
-                            let codes = stretch.codes.as_ptr().add(index * segment_steps);
-                            let codes = codes.cast::<u8>().add(half * CODES_STRIDE / 2);
+                            let codes = stretch.places[index].add(half * CODES_STRIDE / 2);
                             let a = self.a.add(tile * row_bytes);
                             let a = a.add(segment * segment_steps * STEP_BYTES);
                             let column = half * PANEL_COLUMNS / 2;
@@ -438,7 +453,7 @@ impl<P: TileEpilogue> Lane<'_, P> {
                                     let parts = blocks.add(turn).cast::<u8>();
                                     unit.integer_block(&IntegerOperands {
                                         a: a.add(i * row_bytes).cast(),
-                                        b: codes.cast(),
+                                        b: codes,
                                         b_stride: CODES_STRIDE,
                                         num_steps: segment_steps,
                                         out: parts.cast(),
@@ -508,19 +523,24 @@ impl<P: TileEpilogue> Lane<'_, P> {
                     scales.store(to.scales[index].as_mut_ptr().add(16 * vector));
                 }
             }
-            // What is subtracted of each code, and of each sum.
             let zeros: &[u8; PANEL_COLUMNS] = segment.group.zeros().try_into().unwrap_or(&[0; 64]);
             for (to, &zero) in to.zeros[index].iter_mut().zip(zeros) {
-                *to = i32::from(zero) - i32::from(code.middle());
+                *to = i32::from(zero);
             }
             let steps = index * segment_steps..(index + 1) * segment_steps;
             let Some(steps) = to.codes.get_mut(steps) else { return };
             let bytes = steps.as_flattened_mut();
+            to.places[index] = bytes.as_ptr();
             let units = segment.codes.chunks_exact(unit_bytes(code));
             let num_units = units.len();
             let ahead = segment.codes.len() * self.layout.stretch();
             for line in segment.codes.chunks(64) {
                 prefetch(line.as_ptr().wrapping_add(ahead));
+            }
+            let is_tiles = code == Code::Int8 && segment.codes.len() == bytes.len();
+            if is_tiles && self.num_rows < MANY_ROWS {
+                to.places[index] = segment.codes.as_ptr();
+                continue;
             }
             let unit_to = match self.layout.form {
                 Form::Bytes => CODES_STRIDE,
@@ -530,11 +550,7 @@ impl<P: TileEpilogue> Lane<'_, P> {
                 match (self.layout.form, code) {
                     (Form::Bf16, _) => nibbles_to_bf16(unit, zeros, to),
                     (Form::Bytes, Code::Int4) => nibbles_to_bytes(unit, to),
-                    (Form::Bytes, _) => {
-                        for (to, &from) in to.iter_mut().zip(unit) {
-                            *to = from ^ 0x80;
-                        }
-                    }
+                    (Form::Bytes, _) => to.copy_from_slice(unit),
                 }
             }
             // Zeros of activations times what is no number would not be zero.
@@ -546,13 +562,13 @@ impl<P: TileEpilogue> Lane<'_, P> {
 /// The most steps of a segment that is multiplied in bf16.
 const MAX_BF16_STEPS: usize = MAX_SUMMED / TILE_K;
 
-/// Decodes four inputs of a panel to bytes, less the middle.
+/// Decodes four inputs of a panel to bytes.
 #[inline(always)]
 fn nibbles_to_bytes(unit: &[u8], to: &mut [u8]) {
     let (low, high) = to.split_at_mut(UNIT * PANEL_COLUMNS / 2);
     for ((low, high), &codes) in low.iter_mut().zip(high).zip(unit) {
-        *low = (codes & 15).wrapping_sub(Code::Int4.middle());
-        *high = (codes >> 4).wrapping_sub(Code::Int4.middle());
+        *low = codes & 15;
+        *high = codes >> 4;
     }
 }
 
@@ -597,7 +613,8 @@ impl Pending {
                         let total = factors.totals[row];
                         S::Vector::load_parts_less(part.cast(), lower.cast(), zeros, total)
                     } else if BYTES {
-                        S::Vector::load_parts(part.cast(), part.add(BLOCK_BYTES / 2).cast())
+                        let lower = part.add(BLOCK_BYTES / 2);
+                        S::Vector::load_parts(part.cast(), lower.cast(), factors.totals[row])
                     } else {
                         S::Vector::load(part.cast())
                     };
