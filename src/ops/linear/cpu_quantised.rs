@@ -1,5 +1,5 @@
 //! Products with quantised weights on the CPU. Weights of integers are multiplied as such
-//! ([`cpu_integers`](super::cpu_integers)). Those of 8-bit floats become f32 in registers (few rows)
+//! ([`cpu_integers`](super::cpu_integers), [`cpu_integer_tiles`](super::cpu_integer_tiles)). Those of 8-bit floats become f32 in registers (few rows)
 //! or a panel at a time in the cache (many), exactly, and activations stay f32.
 //!
 //! Both ways add up the same numbers in the same order, so the bits of a row do not depend on the
