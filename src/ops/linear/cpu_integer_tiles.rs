@@ -5,8 +5,8 @@
 //! all rows of a unit of work pass by them. A segment's sum is an integer that every way of adding
 //! finds exactly:
 //!
-//! * In bytes: codes times the upper and the lower bytes of the activations, two sums of 32 bits, less
-//!   the zeros times the total of the activations. Codes of 8 bits are tiles as they are,
+//! * In bytes: codes times the upper and the lower bytes of the activations, two sums of 32 bits,
+//!   less the zeros times the total of the activations. Codes of 8 bits are tiles as they are,
 //!   and few rows read them where they lie.
 //! * In bf16, for many rows where a segment is so short that f32 holds its sum: codes less their
 //!   zeros, times 256 times the upper bytes and the lower bytes, added up in one tile. Codes take
@@ -15,40 +15,27 @@
 //!
 //! Sums are then scaled and added up in f32, from the first segment to the last.
 
-use super::cpu_integers::{integers_of, segment_values, Factor};
-use crate::backend::cpu::dot::{MAX_ACTIVATION, MAX_SUMMED, UNIT};
+use super::cpu_integer_rows::{
+    bf16_of, Form, RowOfTiles, TileFactors, TileLayout, MANY_ROWS, STEP_BYTES,
+};
+use crate::backend::cpu::dot::{MAX_SUMMED, UNIT};
 use crate::backend::cpu::simd::{Kernel, Simd, Vector16};
 use crate::backend::cpu::tile::prefetch;
-use crate::backend::cpu::tiles::{
-    IntegerOperands, TileOperands, TileUnit, TILE_BYTES_K, TILE_K, TILE_ROWS,
-};
+use crate::backend::cpu::tiles::{IntegerOperands, TileOperands, TileUnit, TILE_K, TILE_ROWS};
 use crate::backend::cpu::{CpuBackend, SendPointer};
 use crate::error::Result;
 use crate::memory::HostBuffer;
 use crate::ops::common::packed_matrix::PANEL_COLUMNS;
 use crate::ops::common::panel_product::grow;
 use crate::ops::common::tile_product::{TileEpilogue, Units, MAX_UNIT_PANELS, MAX_UNIT_ROWS};
-use crate::ops::quantised::{
-    unit_bytes, Code, Division, PanelDivision, QuantFormat, QuantisedPanels,
-};
+use crate::ops::quantised::{unit_bytes, Code, PanelDivision, QuantisedPanels};
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// From this many rows on, tiles are faster than products of rows.
-const MIN_ROWS: usize = 8;
-/// The same for segments that leave half of a tile of bytes empty.
-const MIN_SHORT_ROWS: usize = 16;
-/// From this many rows on, it pays to bring codes into the form and the place that suit tiles best:
-/// bf16 for short segments, and a copy in the second-level cache for bytes.
-const MANY_ROWS: usize = 64;
-/// Segments of fewer inputs leave most of a tile empty.
-const MIN_SEGMENT: usize = 16;
 /// The rows that are multiplied by a stretch of a panel before the next panel's.
 const PAIR_ROWS: usize = 2 * TILE_ROWS;
 /// The steps of a stretch: about what codes and rows take of the second-level cache.
 const STRETCH_STEPS: usize = 8;
-/// The bytes of two tiles, of the upper and of the lower bytes of activations.
-const STEP_BYTES: usize = 2048;
 /// The bytes of the codes of a panel in a step.
 const CODES_BYTES: usize = 4096;
 /// The bytes of a panel for four inputs in bytes, or two in bf16.
@@ -56,78 +43,19 @@ const CODES_STRIDE: usize = 4 * PANEL_COLUMNS;
 /// The bytes of the sums of a block: 16 rows by 32 columns in two parts, or 32 rows by 32 columns.
 const BLOCK_BYTES: usize = 4096;
 
-/// What the tiles hold.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Form {
-    Bytes,
-    Bf16,
+/// The bytes that products of `num_rows` rows on `num_threads` threads need beside activations.
+pub(super) fn scratch_bytes(num_threads: usize, num_rows: usize) -> usize {
+    num_threads.saturating_mul(size_of::<Stretches>() + sums_len(num_rows) * size_of::<f32>())
 }
 
-/// How rows of activations, and stretches of panels, are laid out in tiles.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct TileLayout {
-    form: Form,
-    num_segments: usize,
-    segment_steps: usize,
-}
-
-impl TileLayout {
-    /// The layout for products of `num_rows` rows; `None` if tiles do not serve them.
-    pub fn new(num_rows: usize, division: &Division, format: &QuantFormat) -> Option<Self> {
-        let longest = division.segment_places(0).len();
-        let min_rows = if longest < TILE_BYTES_K { MIN_SHORT_ROWS } else { MIN_ROWS };
-        if num_rows < min_rows || longest < MIN_SEGMENT {
-            return None;
-        }
-        // What f32 holds exactly, and so every part of the sum.
-        const MAX_EXACT: usize = 1 << 24;
-        let largest_code = match (format.code, format.has_zeros) {
-            (Code::Int4, true) => 15,
-            (Code::Int4, false) => 8,
-            (Code::Int8, _) => 255,
-            (Code::Fp8, _) => return None,
-        };
-        let most = longest * largest_code * usize::from(MAX_ACTIVATION.unsigned_abs());
-        let is_bf16 = most < MAX_EXACT && num_rows >= MANY_ROWS;
-        let form = if is_bf16 { Form::Bf16 } else { Form::Bytes };
-        let step = if form == Form::Bytes { TILE_BYTES_K } else { TILE_K };
-        let segment_steps = longest.div_ceil(step);
-        Some(TileLayout { form, num_segments: division.num_segments(), segment_steps })
-    }
-
-    /// The bytes of the tiles of 16 rows.
-    fn row_bytes(&self) -> usize {
-        self.num_segments.saturating_mul(self.segment_steps).saturating_mul(STEP_BYTES)
-    }
-
-    /// The bytes of the activations of `num_rows` rows.
-    pub fn activations_bytes(&self, num_rows: usize) -> usize {
-        let factors = self.num_segments.saturating_mul(size_of::<TileFactors>());
-        num_rows.div_ceil(TILE_ROWS).saturating_mul(self.row_bytes().saturating_add(factors))
-    }
-
-    /// The bytes that `num_threads` threads need beside them.
-    pub fn scratch_bytes(&self, num_threads: usize, num_rows: usize) -> usize {
-        num_threads.saturating_mul(size_of::<Stretches>() + sums_len(num_rows) * size_of::<f32>())
-    }
-
-    /// The segments of a stretch.
-    fn stretch(&self) -> usize {
-        (STRETCH_STEPS / self.segment_steps).max(1)
-    }
+/// The segments of a stretch.
+fn stretch_segments(layout: &TileLayout) -> usize {
+    (STRETCH_STEPS / layout.segment_steps).max(1)
 }
 
 /// The f32 of the sums of one thread.
 fn sums_len(num_rows: usize) -> usize {
     num_rows.min(MAX_UNIT_ROWS).next_multiple_of(PAIR_ROWS) * MAX_UNIT_PANELS * PANEL_COLUMNS
-}
-
-/// What the sums of a segment of 16 rows are multiplied by, and the totals of their activations: times
-/// the middle of codes, where that is the zero of all columns.
-#[repr(C)]
-struct TileFactors {
-    scales: [f32; TILE_ROWS],
-    totals: [i32; TILE_ROWS],
 }
 
 /// A stretch of a panel: the codes of each step that had to be decoded, and where those of each segment
@@ -147,6 +75,7 @@ type Stretches = [Stretch; MAX_UNIT_PANELS];
 /// # Safety
 /// The backend has tiles, and `layout` is that of `weight` for as many rows. For a gated epilogue,
 /// half the `out_features` are whole panels.
+#[allow(clippy::too_many_arguments)]
 pub(super) unsafe fn multiply_integer_tiles<P: TileEpilogue>(
     backend: &CpuBackend,
     x: &[f32],
@@ -181,8 +110,8 @@ pub(super) unsafe fn multiply_integer_tiles<P: TileEpilogue>(
         }
     })?;
     let num_lanes = backend.num_threads();
-    let lane_bytes = layout.scratch_bytes(1, num_rows);
-    grow::<u8>(scratch, layout.scratch_bytes(num_lanes, num_rows), "sums of panels")?;
+    let lane_bytes = scratch_bytes(1, num_rows);
+    grow::<u8>(scratch, scratch_bytes(num_lanes, num_rows), "sums of panels")?;
     let scratch = SendPointer(scratch.as_bytes_mut().as_mut_ptr());
     let panels_of_each = if P::IS_GATED { 2 } else { 1 };
     let out_features = weight.out_features() / panels_of_each;
@@ -209,92 +138,6 @@ pub(super) unsafe fn multiply_integer_tiles<P: TileEpilogue>(
             next_unit: &next_unit,
         });
     })
-}
-
-/// Up to 16 rows on their way into tiles.
-struct RowOfTiles<'a> {
-    x: &'a [f32],
-    order: &'a [u32],
-    /// What totals are multiplied by.
-    middle: u8,
-    division: &'a Division,
-    layout: &'a TileLayout,
-    /// [segments][steps][upper, lower] tiles.
-    tiles: *mut u8,
-    /// [segments].
-    factors: *mut TileFactors,
-}
-
-impl Kernel for RowOfTiles<'_> {
-    type Output = ();
-
-    #[inline(always)]
-    fn run<S: Simd>(self) {
-        let in_features = self.division.in_features();
-        let TileLayout { form, num_segments, segment_steps } = *self.layout;
-        let num_rows = self.x.len() / in_features.max(1);
-        let segment_bytes = segment_steps * STEP_BYTES;
-        for segment in 0..num_segments {
-            // SAFETY: there are tiles and factors for all segments.
-            let (tiles, factors) = unsafe {
-                let tiles = self.tiles.add(segment * segment_bytes);
-                let factors = &mut *self.factors.add(segment);
-                (std::slice::from_raw_parts_mut(tiles, segment_bytes), factors)
-            };
-            let places = self.division.segment_places(segment);
-            let step = if form == Form::Bytes { TILE_BYTES_K } else { TILE_K };
-            if num_rows < TILE_ROWS || places.len() < segment_steps * step {
-                tiles.fill(0);
-                *factors = TileFactors { scales: [0.0; TILE_ROWS], totals: [0; TILE_ROWS] };
-            }
-            for (row, x) in self.x.chunks_exact(in_features.max(1)).enumerate() {
-                let values = segment_values(x, self.order, places.clone());
-                let (integers, Factor { scale, total }) = integers_of(&values);
-                factors.scales[row] = scale;
-                factors.totals[row] = total.wrapping_mul(i32::from(self.middle));
-                let to = tiles.chunks_exact_mut(STEP_BYTES);
-                match form {
-                    Form::Bytes => {
-                        for (from, to) in integers.chunks_exact(TILE_BYTES_K).zip(to) {
-                            let (upper, lower) = to.split_at_mut(STEP_BYTES / 2);
-                            let upper = &mut upper[row * TILE_BYTES_K..][..TILE_BYTES_K];
-                            let lower = &mut lower[row * TILE_BYTES_K..][..TILE_BYTES_K];
-                            for ((upper, lower), &a) in upper.iter_mut().zip(lower).zip(from) {
-                                *upper = upper_byte(a) as u8;
-                                *lower = a as u8;
-                            }
-                        }
-                    }
-                    Form::Bf16 => {
-                        for (from, to) in integers.chunks_exact(TILE_K).zip(to) {
-                            let (upper, lower) = to.split_at_mut(STEP_BYTES / 2);
-                            let upper = &mut upper[row * 2 * TILE_K..][..2 * TILE_K];
-                            let lower = &mut lower[row * 2 * TILE_K..][..2 * TILE_K];
-                            let to = upper.chunks_exact_mut(2).zip(lower.chunks_exact_mut(2));
-                            for ((upper, lower), &a) in to.zip(from) {
-                                let bits = bf16_of(256 * i32::from(upper_byte(a)));
-                                upper.copy_from_slice(&(bits as u16).to_ne_bytes());
-                                let bits = bf16_of(i32::from(a as i8));
-                                lower.copy_from_slice(&(bits as u16).to_ne_bytes());
-                            }
-                        }
-                    }
-                }
-            }
-        }
-    }
-}
-
-/// What is left of an activation when its lower byte is a signed number.
-#[inline(always)]
-fn upper_byte(a: i16) -> i8 {
-    ((i32::from(a) - i32::from(a as i8)) >> 8) as i8
-}
-
-/// The bits of an integer that bf16 holds.
-#[inline(always)]
-fn bf16_of(integer: i32) -> u32 {
-    (integer as f32).to_bits() >> 16
 }
 
 /// The work of one thread: claims units until none is left.
@@ -379,8 +222,8 @@ impl<P: TileEpilogue> Lane<'_, P> {
         // no more than that; nobody else uses them.
         let sums = unsafe { std::slice::from_raw_parts_mut(self.sums, num_all * panel_sums) };
         let num_segments = self.layout.num_segments;
-        for first in (0..num_segments).step_by(self.layout.stretch()) {
-            let segments = first..num_segments.min(first + self.layout.stretch());
+        for first in (0..num_segments).step_by(stretch_segments(self.layout)) {
+            let segments = first..num_segments.min(first + stretch_segments(self.layout));
             for (place, panel) in all_panels.clone().enumerate() {
                 // SAFETY: as for the sums.
                 let stretch = unsafe { &mut *self.stretches.add(place) };
@@ -533,7 +376,7 @@ impl<P: TileEpilogue> Lane<'_, P> {
             to.places[index] = bytes.as_ptr();
             let units = segment.codes.chunks_exact(unit_bytes(code));
             let num_units = units.len();
-            let ahead = segment.codes.len() * self.layout.stretch();
+            let ahead = segment.codes.len() * stretch_segments(self.layout);
             for line in segment.codes.chunks(64) {
                 prefetch(line.as_ptr().wrapping_add(ahead));
             }

@@ -1,11 +1,13 @@
 //! Products with quantised weights on the CPU. Weights of integers are multiplied as such
-//! ([`cpu_integers`](super::cpu_integers), [`cpu_integer_tiles`](super::cpu_integer_tiles)). Those of 8-bit floats become f32 in registers (few rows)
-//! or a panel at a time in the cache (many), exactly, and activations stay f32.
+//! ([`cpu_integers`](super::cpu_integers), [`cpu_integer_tiles`](super::cpu_integer_tiles)). Those of
+//! 8-bit floats become f32 in registers (few rows) or a panel at a time in the cache (many), exactly,
+//! and activations stay f32.
 //!
 //! Both ways add up the same numbers in the same order, so the bits of a row do not depend on the
 //! number of rows.
 
-use super::cpu_integer_tiles::{multiply_integer_tiles, TileLayout};
+use super::cpu_integer_rows::TileLayout;
+use super::cpu_integer_tiles::{multiply_integer_tiles, scratch_bytes};
 use super::cpu_integers::{integers_bytes, multiply_integers};
 use crate::backend::cpu::simd::{Kernel, Simd, Vector16};
 use crate::backend::cpu::{CpuBackend, SendPointer};
@@ -49,7 +51,7 @@ impl QuantisedNeeds {
                 Some(layout) => layout.activations_bytes(num_rows),
                 None => integers_bytes(num_rows, &division),
             };
-            let tile_bytes = layout.map_or(0, |layout| layout.scratch_bytes(num_threads, num_rows));
+            let tile_bytes = layout.map_or(0, |_| scratch_bytes(num_threads, num_rows));
             return QuantisedNeeds { activations_bytes: bytes, panels_len: 0, tile_bytes };
         }
         let ordered = num_rows.saturating_mul(in_features).saturating_mul(size_of::<f32>());
@@ -98,6 +100,7 @@ pub(super) fn tile_layout(
 }
 
 /// Passes all sums of x [num_rows, in_features] times `weight` to `epilogue`.
+#[allow(clippy::too_many_arguments)]
 pub(super) fn multiply_quantised<P: Epilogue>(
     backend: &CpuBackend,
     x: &[f32],

@@ -6,6 +6,7 @@
 //! the residual stream) are fused into one kernel.
 
 pub mod cpu;
+mod cpu_integer_rows;
 mod cpu_integer_tiles;
 mod cpu_integers;
 mod cpu_quantised;
