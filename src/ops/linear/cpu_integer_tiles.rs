@@ -105,6 +105,7 @@ pub(super) unsafe fn multiply_integer_tiles<P: TileEpilogue>(
                 layout: &layout,
                 // SAFETY: there are row_tiles > tile of both.
                 tiles: unsafe { a.get().add(tile * row_bytes) },
+                // SAFETY: as above.
                 factors: unsafe { factors.get().add(tile * layout.num_segments) },
             });
         }
