@@ -7,7 +7,7 @@ use std::collections::HashMap;
 use serde_json::{Map, Value};
 
 use super::pattern::{optional_names, Budget, Expression, MAX_ENTRIES};
-use super::scheme::{GptqScheme, Scheme};
+use super::scheme::Scheme;
 use super::values::{group_size, one_of, refuse_set};
 use crate::error::{Error, Result};
 use crate::model::config::fields::Fields;
