@@ -462,7 +462,7 @@ pub(super) fn not_finite() -> Error {
 }
 
 /// The error of a sequence for which nothing is left.
-fn none_left() -> Error {
+pub(super) fn none_left() -> Error {
     Error::invalid_argument(
         "no token is left to choose: logit_bias, min_tokens or no_repeat_ngram_size ban all that the constraint allows",
     )
