@@ -273,7 +273,7 @@ impl Engine {
                 None => None,
             };
             let choice = params.model_choice(seed);
-            let choice = choice.filter(|choice| !asks_host && self.model().can_choose(choice));
+            let choice = Some(choice).filter(|it| !asks_host && self.model().can_choose(it));
             let capacity = max_tokens.min(ids.len().saturating_add(USUAL_TOKENS)).max(ids.len());
             let mut token_ids = try_with_capacity(capacity, "token ids")?;
             token_ids.extend_from_slice(&ids);
