@@ -94,7 +94,7 @@ fn jobs() -> Vec<Job> {
     let prompt = |i: usize| (0..10 + 3 * i).map(|k| ((k * k + 31 * i + 5) % 97) as u32).collect();
     let job = |i: usize| Job {
         prompt: prompt(i),
-        max_new: 30 + 15 * (i % 5),
+        max_new: 90 + 15 * (i % 5),
         form: FORMS.get(i % 4).cloned(),
     };
     (0..12).map(job).collect()
