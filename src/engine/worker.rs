@@ -586,18 +586,17 @@ impl Worker {
         let step = resources.builder.step();
         let (works, tokens) = (&*works, &result.tokens);
         let masked_rows = step.masked_rows;
-        let is_masked = |entry: &&Entry| {
-            entry.row.is_some_and(|row| masked_rows.binary_search(&row).is_ok())
-        };
+        let is_masked =
+            |entry: &&Entry| entry.row.is_some_and(|row| masked_rows.binary_search(&row).is_ok());
         let masked = flight.entries.iter().filter(is_masked);
         let mask_bytes = 4 * mask_words(model.vocab_size());
         let mut write = |masks: &mut [u8]| {
             backend.parallel_rows(masks, mask_bytes, |first, rows| {
                 let mine = masked.clone().skip(first);
                 for (entry, row) in mine.zip(rows.chunks_exact_mut(mask_bytes)) {
-                    let before = entry.source.map(|source| {
-                        tokens.get(source as usize).copied().unwrap_or(NO_TOKEN)
-                    });
+                    let before = entry
+                        .source
+                        .map(|source| tokens.get(source as usize).copied().unwrap_or(NO_TOKEN));
                     let written = works.with(entry.key, |active| active.write_mask(before, row));
                     if written != Some(true) {
                         // The sequence has ended, or ends with the token before.

@@ -681,13 +681,14 @@ fn cuda_chooses_what_the_cpu_chooses() {
     let biases: Vec<_> = (0..40).map(|i| bias(i * 37, (i % 7) as f32 - 3.0)).collect();
     let prompts: Vec<Vec<u32>> = (0..9).map(|salt| tokens(20 + 5 * salt as usize, salt)).collect();
     let schema = r#"{"type": "object", "properties": {"name": {"type": "string", "maxLength": 9}, "n": {"type": "integer"}}, "required": ["name", "n"], "additionalProperties": false}"#;
-    let constrained = |request: xserv_request, kind: xserv_constraint_kind, text: &str| xserv_request {
-        constraint_kind: kind as u32,
-        constraint: text.as_ptr().cast(),
-        constraint_len: text.len(),
-        num_log_probs: 5,
-        ..request
-    };
+    let constrained =
+        |request: xserv_request, kind: xserv_constraint_kind, text: &str| xserv_request {
+            constraint_kind: kind as u32,
+            constraint: text.as_ptr().cast(),
+            constraint_len: text.len(),
+            num_log_probs: 5,
+            ..request
+        };
     let first = on_cpu.tokenize("{\"name\": \"ab").unwrap();
     let requests: Vec<xserv_request> = prompts
         .iter()

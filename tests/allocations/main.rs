@@ -126,12 +126,7 @@ impl StepModel for Instant {
         Ok(())
     }
 
-    fn choose_masked(
-        &self,
-        _: &Step<'_>,
-        _: &mut Workspace,
-        _: &mut WriteMasks<'_>,
-    ) -> Result<()> {
+    fn choose_masked(&self, _: &Step<'_>, _: &mut Workspace, _: &mut WriteMasks<'_>) -> Result<()> {
         unreachable!("nobody has a constraint")
     }
 

@@ -77,8 +77,13 @@ impl Grammars {
             tokenizer: self.tokenizer.clone(),
         });
         let (token_ids, max_new) = (job.prompt.clone(), job.max_new);
-        let request =
-            HarnessRequest { token_ids, max_new, by_model, constraint, ..HarnessRequest::default() };
+        let request = HarnessRequest {
+            token_ids,
+            max_new,
+            by_model,
+            constraint,
+            ..HarnessRequest::default()
+        };
         engine.submit(request).unwrap()
     }
 }

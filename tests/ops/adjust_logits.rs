@@ -195,7 +195,8 @@ fn mask(random: &mut Random, vocab_size: usize, share: f64) -> Vec<u32> {
     let mut word = |_| match random.signed() {
         x if x < -0.6 => 0,
         x if x > 0.6 => u32::MAX,
-        _ => (0..32).fold(0, |word, bit| word | u32::from(random.signed() < 2.0 * share - 1.0) << bit),
+        _ => (0..32)
+            .fold(0, |word, bit| word | u32::from(random.signed() < 2.0 * share - 1.0) << bit),
     };
     (0..vocab_size.div_ceil(32)).map(&mut word).collect()
 }
@@ -283,13 +284,15 @@ fn masks_on_cuda_give_the_bits_of_the_cpu() {
             let shape = [masks.len(), vocab_size.div_ceil(32)];
             let masks = tensor(ElementType::I32, &shape, words);
             cuda::mask_logits(&context, &source, &target, &indices, &masks).expect("a launch");
-            let mut host = PinnedBuffer::new(&context, target.size_bytes(), "a test").expect("room");
+            let mut host =
+                PinnedBuffer::new(&context, target.size_bytes(), "a test").expect("room");
             host.download(&target, 0).expect("a copy");
             let bits = host.bytes().expect("logits").chunks_exact(4);
             let bits = bits.map(|b| u32::from_ne_bytes(b.try_into().expect("four")));
             // Which NaN it is does not matter.
             let differs = bits.zip(&expected).position(|(found, expected)| {
-                found != expected.to_bits() && !(f32::from_bits(found).is_nan() && expected.is_nan())
+                found != expected.to_bits()
+                    && !(f32::from_bits(found).is_nan() && expected.is_nan())
             });
             assert_eq!(differs, None, "{dtype}: {num_rows} rows of {vocab_size}, {in_place}");
         }

@@ -77,8 +77,7 @@ impl Rows {
             counters: &self.counters,
         };
         let is_typical = |how: &SampleRow| how.typical_p > 0.0 && how.typical_p < 1.0;
-        let is_filtered =
-            how.iter().any(|how| how.top_k > 0 || how.top_p < 1.0 || is_typical(how));
+        let is_filtered = how.iter().any(|how| how.top_k > 0 || how.top_p < 1.0 || is_typical(how));
         sample(&self.context, &self.logits, &buffers, is_filtered).expect("a choice");
         self.host.set_in_use().expect("an event");
         let words = self.host.bytes().expect("tokens").chunks(4);
@@ -286,10 +285,18 @@ fn filters_on_cuda_leave_what_they_leave_on_the_host() {
         let tokens = chooser.run(&vec![logits.clone(); DRAWS as usize], &rows);
         for token in &tokens {
             let is_kept = kept.iter().any(|(_, kept)| kept == token);
-            assert!(is_kept, "{top_k:?} {top_p:?} {typical_p:?} {spread}: {token} is not among {}", kept.len());
+            assert!(
+                is_kept,
+                "{top_k:?} {top_p:?} {typical_p:?} {spread}: {token} is not among {}",
+                kept.len()
+            );
         }
         let has_last = last.len() < 10 || tokens.iter().any(|token| last.contains(token));
-        assert!(has_last, "{top_k:?} {top_p:?} {typical_p:?} {spread}: none of the last of {}", kept.len());
+        assert!(
+            has_last,
+            "{top_k:?} {top_p:?} {typical_p:?} {spread}: none of the last of {}",
+            kept.len()
+        );
     }
 }
 

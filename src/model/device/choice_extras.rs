@@ -103,7 +103,9 @@ fn sizes(dtype: DType, vocab_size: usize) -> [(ElementType, usize); 8] {
 
 /// Whether a step's logits have to be there as f32 before its tokens are chosen.
 pub(super) fn needs_f32(step: &Step<'_>) -> bool {
-    !step.adjusted_rows.is_empty() || !step.masked_rows.is_empty() || step.log_probs.iter().flatten().any(|it| it.processed)
+    !step.adjusted_rows.is_empty()
+        || !step.masked_rows.is_empty()
+        || step.log_probs.iter().flatten().any(|it| it.processed)
 }
 
 impl ChoiceExtras {
