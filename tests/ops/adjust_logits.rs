@@ -252,7 +252,7 @@ fn masks_on_cuda_give_the_bits_of_the_cpu() {
             let masks: Vec<Vec<u32>> = (0..num_rows.div_ceil(2))
                 .map(|row| mask(&mut random, vocab_size, [0.01, 0.5, 0.99][row % 3]))
                 .collect();
-            let index = |row: usize| if row % 2 == 0 { row as i32 / 2 } else { -1 };
+            let index = |row: usize| if row.is_multiple_of(2) { row as i32 / 2 } else { -1 };
             let expected: Vec<f32> = logits
                 .chunks(vocab_size)
                 .enumerate()
