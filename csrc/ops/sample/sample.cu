@@ -364,7 +364,7 @@ __device__ __forceinline__ void sample_cut(const SampleArgs& args) {
       return !is_typical(how) || distance_from_mean(how, value, maximum, typical.mean) <= typical.distance;
     };
     const uint64_t own =
-        block_max(best_score(row, how, maximum, lowest, found.value, team_thread(), team_threads(), is_left));
+        block_max(best_score(row, how, maximum, lowest, cut.value, team_thread(), team_threads(), is_left));
     if (threadIdx.x == 0) {
       in_block(best, 0)[team_rank()] = own;
       if (team_rank() == 0) {
