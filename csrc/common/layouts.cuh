@@ -535,7 +535,9 @@ constexpr int linear_skinny_192x128 = 204880;
   XSERV_FIELD(SampleRow, top_p, 20, 4); \
   XSERV_FIELD(SampleRow, min_p, 24, 4); \
   XSERV_FIELD(SampleRow, top_k, 28, 4); \
-  static_assert(sizeof(SampleRow) == 32, "SampleRow has another size in Rust")
+  XSERV_FIELD(SampleRow, typical_p, 32, 4); \
+  XSERV_FIELD(SampleRow, reserved, 36, 4); \
+  static_assert(sizeof(SampleRow) == 40, "SampleRow has another size in Rust")
 
 #define XSERV_LAYOUT_SampleArgs \
   XSERV_FIELD(SampleArgs, logits, 0, 8); \

@@ -10,7 +10,7 @@
 //! | operator | forms (files) | C functions | test |
 //! |---|---|---|---|
 //! | [`activation`] | `cpu` typed slices; `cuda` tensors; `cuda_rounded` GELU rounded after each step | `xserv_op_gelu`, `xserv_op_gelu_tanh`, `xserv_op_silu` | `tests/ops/activation.rs` |
-//! | [`adjust_logits`] | `cpu` a row of f32; `cuda` rows of f32 |  | `tests/ops/adjust_logits.rs` |
+//! | [`adjust_logits`] | `cpu` a row of f32, changed or masked; `cuda` rows of f32, and masks while rows become f32 |  | `tests/ops/adjust_logits.rs` |
 //! | [`argmax`] | `cpu` typed slices; `cpu_checked` f32 rows that must be numbers; `cuda` tensors | `xserv_op_argmax` | `tests/ops/argmax.rs` |
 //! | [`attention`] | `cpu_naive`, `cpu_flash` typed slices, through `cpu`; `cpu_paged` the paged cache of the CPU, both with `cpu_online_softmax` or, in tiles, `cpu_online_tiles`; `cuda_naive`, `cuda_flash`, `cuda_flash_wgmma`, `cuda_split_kv` tensors, through `choice` and `cuda`, with `cuda_params`; `cuda_fused`, `cuda_fused_project` one new token a sequence, rounded after each step; `plan` which of them serve a model; `layouts` the structs of the kernels, for the tests | `xserv_op_attention` | `tests/ops/attention/` |
 //! | [`copy`] | `mod` both devices | `xserv_op_copy` | `tests/ops/copy.rs` |

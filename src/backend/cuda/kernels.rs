@@ -115,6 +115,9 @@ kernels! {
     "adjust_logits/adjust_logits" {
         ADJUST_LOGITS "xserv_adjust_logits";
     }
+    "adjust_logits/mask_logits" {
+        MASK_LOGITS "xserv_mask_logits" f32 f16 bf16;
+    }
     "argmax/argmax" {
         ARGMAX_I32 "xserv_argmax_i32" f32 f16 bf16;
         ARGMAX_I64 "xserv_argmax_i64" f32 f16 bf16;
