@@ -155,7 +155,7 @@ pub struct xserv_load_options {
 // SAFETY: repr(C), struct_size first, integers, pointers and nullable function pointers; a caller
 // who passes a function pointer that is none breaks the contract of that field.
 unsafe impl GrowingStruct for xserv_load_options {
-    const SIZES: &'static [usize] = &[104, 112, 120];
+    const SIZES: &'static [usize] = &[104, 120];
     const NAME: &'static str = "xserv_load_options";
     const HOW: &'static str = "fill it with xserv_load_options_default()";
     fn is_reserved_zero(&self) -> bool {

@@ -78,13 +78,8 @@ fn models() -> Vec<(&'static str, TempDir, Vec<u32>)> {
 }
 
 /// What is quantised: the layers, the matrices of tokens, and both.
-const CHOICES: [(WeightStorage, WeightStorage); 5] = [
-    (INT8, AS_STORED),
-    (INT4, AS_STORED),
-    (AS_STORED, INT8),
-    (INT8, INT8),
-    (INT4, INT8),
-];
+const CHOICES: [(WeightStorage, WeightStorage); 5] =
+    [(INT8, AS_STORED), (INT4, AS_STORED), (AS_STORED, INT8), (INT8, INT8), (INT4, INT8)];
 
 /// The bar on the difference of logits.
 fn bar_of(weights: WeightStorage, name: &str) -> f64 {
@@ -99,8 +94,7 @@ fn quantised_logits_are_close_to_those_of_the_numbers() {
         let want = logits(&load(dir.str(), Some(DType::F32), 2));
         for (weights, embeddings) in CHOICES {
             let bar = bar_of(weights, name);
-            let model =
-                quantised(dir.str(), DType::F32, weights, embeddings, 2).expect("a model");
+            let model = quantised(dir.str(), DType::F32, weights, embeddings, 2).expect("a model");
             let off = relative_rms(&logits(&model), &want);
             let what = format!("{name}, {weights:?}, embeddings {embeddings:?}");
             println!("{what}: logits differ by {:.2} %", 100.0 * off);
@@ -170,21 +164,20 @@ fn any_number_of_threads_makes_the_same_bits_in_the_memory_that_was_planned() {
 fn embeddings_are_quantised_once_if_they_are_tied() {
     let bytes = |folder: &ModelFolder| folder.weights_bytes(DType::F32).expect("a plan");
     let format = INT8.embeddings_format().expect("a format").expect("one");
-    for (is_declared, has_output, matrices) in
-        [(true, false, 1), (true, true, 2), (false, true, 2)]
+    for (is_declared, has_output, matrices) in [(true, false, 1), (true, true, 2), (false, true, 2)]
     {
         let mut model = TestModel::wide_qwen3(3);
         model.config["tie_word_embeddings"] = json!(is_declared);
         model.tensors.retain(|tensor| has_output || tensor.name != "lm_head.weight");
-        let &[vocab_size, width] = model.tensor("model.embed_tokens.weight").shape.as_slice() else {
+        let &[vocab_size, width] = model.tensor("model.embed_tokens.weight").shape.as_slice()
+        else {
             panic!("an embedding is a matrix");
         };
         let dir = model.write(Store::F32);
         let whole = open(dir.str(), AS_STORED, 0).expect("a folder");
         let small = open_both(dir.str(), AS_STORED, 0, INT8).expect("a folder");
         let dense = PackedMatrix::bytes_for(vocab_size, width, DType::F32).expect("a size");
-        let packed =
-            QuantisedPanels::bytes_for(vocab_size, width, &format, false).expect("a size");
+        let packed = QuantisedPanels::bytes_for(vocab_size, width, &format, false).expect("a size");
         let saved = (matrices * (dense - packed)) as u64;
         let what = format!("declared tied: {is_declared}, both stored: {has_output}");
         assert_eq!(bytes(&whole) - bytes(&small), saved, "{what}");

@@ -9,9 +9,9 @@ use crate::support::{
     assert_same_bits, backends, golden, reference, rounded_all, to_bytes, Guarded, Random, DTYPES,
 };
 use xserv::ffi::*;
+use xserv::memory::DType;
 use xserv::ops::common::packed_matrix::PackedMatrix;
 use xserv::ops::common::storage::Storage;
-use xserv::memory::DType;
 use xserv::ops::embedding::cuda_chosen::embedding_chosen;
 use xserv::ops::embedding::cuda_quantised::embedding_quantised;
 use xserv::ops::embedding::{cpu, cpu_packed};
@@ -138,8 +138,8 @@ fn packed_weights_that_are_quantised() {
                 }
                 let ids = [0, vocab_size as u32];
                 let mut out = vec![0.0; 2 * width];
-                let error = cpu_packed::embedding_quantised(&backend, &panels, &ids, &mut out)
-                    .unwrap_err();
+                let error =
+                    cpu_packed::embedding_quantised(&backend, &panels, &ids, &mut out).unwrap_err();
                 assert!(error.message().contains(&format!("id {vocab_size} ")), "{error}");
                 let mut short = vec![0.0; width + 1];
                 cpu_packed::embedding_quantised(&backend, &panels, &[0], &mut short)

@@ -214,12 +214,7 @@ impl DevicePass<'_> {
     }
 
     /// Copies the tokens' rows of `table` `[vocab_size, hidden_size]` to the residual stream.
-    fn embed(
-        &self,
-        table: &Matrix,
-        workspace: &DeviceWorkspace,
-        act: &Activations,
-    ) -> Result<()> {
+    fn embed(&self, table: &Matrix, workspace: &DeviceWorkspace, act: &Activations) -> Result<()> {
         let DeviceRecord { token_ids: ids, token_sources: sources, .. } = self.record;
         let (chosen, hidden) = (&workspace.steps.chosen, &act.stream.hidden);
         self.cuda.begin_marks()?;

@@ -27,8 +27,7 @@ pub use cuda_numbers::scratch_bytes;
 pub use host_matrix::{HostMatrix, HostWeight};
 pub use matrix::{Matrix, MatrixLayout, ShardAxis, ShardUnit, WeightFormat};
 pub use plan::{
-    library_workspace_bytes, DecoderSizes, Layer, LinearPass, LinearPlan, Product,
-    MAX_CHAIN_ROWS,
+    library_workspace_bytes, DecoderSizes, Layer, LinearPass, LinearPlan, Product, MAX_CHAIN_ROWS,
 };
 pub use residual::{Norm, ResidualStream};
 
