@@ -144,9 +144,9 @@ pub struct xserv_load_options {
     pub weights_group_size: u32,
     /// An xserv_weights: whether the embedding and the output matrix (lm_head) are quantised while they are
     /// read, whatever weights says of the layers; default XSERV_WEIGHTS_AS_STORED. XSERV_WEIGHTS_INT8 keeps
-    /// them in 8 bits with a scale for every 128 inputs of a row: half the memory of bf16, and on the CPU
-    /// tokens in about half the time where the layers have 4 bits. One matrix serves both where the two are
-    /// tied. An output matrix that is stored quantised is kept so. XSERV_WEIGHTS_INT4 is refused.
+    /// them in 8 bits with a scale for every 128 inputs of a row, in half the memory of bf16. One matrix
+    /// serves both where the two are tied. An output matrix that is stored quantised is kept so.
+    /// XSERV_WEIGHTS_INT4 is refused.
     pub embeddings: u32,
     /// Unused, 0.
     pub reserved: u32,
