@@ -647,6 +647,18 @@ typedef struct xserv_load_options {
    * more memory.
    */
   uint32_t weights_group_size;
+  /**
+   * An xserv_weights: whether the embedding and the output matrix (lm_head) are quantised while they are
+   * read, whatever weights says of the layers; default XSERV_WEIGHTS_AS_STORED. XSERV_WEIGHTS_INT8 keeps
+   * them in 8 bits with a scale for every 128 inputs of a row, in half the memory of bf16. One matrix
+   * serves both where the two are tied. An output matrix that is stored quantised is kept so.
+   * XSERV_WEIGHTS_INT4 is refused.
+   */
+  uint32_t embeddings;
+  /**
+   * Unused, 0.
+   */
+  uint32_t reserved;
 } xserv_load_options;
 
 /**

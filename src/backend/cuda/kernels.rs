@@ -210,6 +210,9 @@ kernels! {
         EMBEDDING_I64_B2 "xserv_embedding_i64_b2";
         EMBEDDING_I64_B4 "xserv_embedding_i64_b4";
     }
+    "embedding/quantised" {
+        EMBEDDING_QUANTISED "xserv_embedding_quantised" f32 f16 bf16;
+    }
     "fill/fill" {
         FILL "xserv_fill" f32 f16 bf16;
     }

@@ -14,7 +14,9 @@
 //!   more by the kernel for prompts where that is the fastest, and otherwise by [`gemm`].
 //!
 //! Weights that are quantised have one kernel for few rows, whatever links them, on every device with
-//! tensor cores; for more rows their numbers are made for the time of a product.
+//! tensor cores; for more rows their numbers are made for the time of a product. Those of a matrix as
+//! tall as a vocabulary are made in pieces, where its codes cannot be multiplied. An output matrix may
+//! be quantised beside layers that are not, and the other way round.
 //!
 //! In a model that is to be deterministic, every row of a linear layer is summed in an order that
 //! follows from the shape of the weight alone. The other rows of a batch, the pieces that a prompt
@@ -25,6 +27,7 @@
 
 use super::cuda_gemv::{has_linear_gemv, linear_gemv, max_gemv_tokens, GEMV_TOKENS};
 use super::cuda_gemv_mma::{has_linear_gemv_mma, linear_gemv_mma, OneTokenLinear};
+use super::cuda_numbers::{is_tall, linear_numbers};
 use super::cuda_prefill::{has_linear_prefill, is_prefill_faster, linear_prefill};
 use super::cuda_prefill_heads::{is_prefill_heads_faster, linear_prefill_heads};
 use super::cuda_quantised::{
@@ -43,12 +46,10 @@ use crate::error::{Error, Result};
 use crate::memory::{DType, Tensor};
 use crate::ops::attention::AttentionPlan;
 use crate::ops::copy::copy;
-use crate::ops::gemm::{
-    cublas_workspace_for, gemm, gemm_scratch_bytes, GemmOptions, SumOrder, WeightShape,
-};
+use crate::ops::gemm::{cublas_workspace_for, gemm, GemmOptions, SumOrder, WeightShape};
 use crate::ops::kv_cache::KvSlots;
 use crate::ops::qk_norm_rope_append::QkNormRope;
-use crate::ops::quantised::cuda::{dequantise, QuantisedTiles};
+use crate::ops::quantised::cuda::QuantisedTiles;
 use crate::ops::silu_mul::cuda_rounded::silu_mul;
 
 /// The most rows of a chain.
@@ -77,6 +78,8 @@ pub struct Product<'a> {
     pub has_bias: bool,
     /// What is done with the product.
     pub epilogue: Epilogue,
+    /// Whether it is that with the output matrix, the last of a pass.
+    pub is_output: bool,
 }
 
 /// The sizes of a decoder that kernels are made for.
@@ -88,6 +91,8 @@ pub struct DecoderSizes {
     pub intermediate_size: usize,
     /// Whether all norms are RMSNorms.
     pub has_rms_norms: bool,
+    /// The type that is computed in.
+    pub dtype: DType,
 }
 
 /// The plan for the linear layers of a model; see the head of the file.
@@ -150,28 +155,24 @@ impl LinearPlan {
         is_deterministic: bool,
     ) -> Result<Self> {
         let (mut suit_chain, mut gemv_rows, mut has_biases) = (true, GEMV_TOKENS, false);
-        let mut has_quantised = has_linear_quantised(context)?;
-        let mut are_dense = true;
-        for Product { weight, has_bias, epilogue } in products {
+        let has_quantised = sizes.dtype != DType::F32 && has_linear_quantised(context)?;
+        for Product { weight, has_bias, epilogue, is_output } in products {
             has_biases |= has_bias;
             suit_chain &=
                 (!has_bias || epilogue == Epilogue::Store) && weight.layout() == MatrixLayout::Rows;
             match weight.format() {
-                WeightFormat::Dense(dtype) => {
-                    // Embeddings are dense in the type that is computed with.
-                    has_quantised &= dtype != DType::F32;
+                WeightFormat::Dense(_) => {
                     suit_chain &= is_skinny_weight(weight.data(), epilogue);
                     gemv_rows = gemv_rows.min(max_gemv_tokens(weight.data(), epilogue));
                 }
                 WeightFormat::Quantised(layout) => {
-                    are_dense = false;
-                    suit_chain &= is_quantised_weight(&layout);
+                    suit_chain &= has_quantised && is_quantised_weight(&layout);
+                    // The norm before the output matrix can be a kernel of its own.
+                    if !is_output {
+                        gemv_rows = 0;
+                    }
                 }
             }
-        }
-        suit_chain &= are_dense || has_quantised;
-        if !are_dense {
-            gemv_rows = 0;
         }
         let has_chain = suit_chain
             && attention.has_fused_kernels()
@@ -248,27 +249,6 @@ impl LinearPlan {
             (true, true) => SumOrder::Parts(num_fixed_parts(weight, epilogue)),
         }
     }
-}
-
-/// Returns the most device memory that a layer takes while it is queued, on any chip and with any
-/// plan, for up to `num_rows` rows.
-pub fn scratch_bytes(
-    dtype: DType,
-    num_rows: usize,
-    weight: &WeightShape,
-    is_quantised: bool,
-    is_deterministic: bool,
-) -> usize {
-    let numbers = if is_quantised { dequantised_bytes(dtype, weight) } else { 0 };
-    let product = gemm_scratch_bytes(dtype, num_rows, weight, is_deterministic);
-    numbers.saturating_add(product)
-}
-
-/// Returns the device memory of the numbers of a quantised weight while they are multiplied.
-fn dequantised_bytes(dtype: DType, weight: &WeightShape) -> usize {
-    // The allocator rounds up to multiples of 512 bytes.
-    let numbers = weight.out_features.saturating_mul(weight.in_features);
-    numbers.saturating_mul(dtype.size_bytes()).saturating_add(512)
 }
 
 /// Returns the workspace that a library of products gets out of that: none where sums have a fixed
@@ -350,8 +330,9 @@ impl LinearPass<'_> {
         self.mark(layer, stream.num_rows())
     }
 
-    /// Does the same for the output matrix, which has one row per token of the vocabulary; the
-    /// kernels for one row of a small model are not made for it.
+    /// Does the same for the output matrix, which has one row per token of the vocabulary: the kernels
+    /// for one row of a small model are not made for it, and it may be quantised where the layers are
+    /// not.
     pub fn normed_output(
         &self,
         stream: &mut ResidualStream,
@@ -359,10 +340,16 @@ impl LinearPass<'_> {
         layer: &Layer<'_>,
         out: &DeviceTensor,
     ) -> Result<()> {
-        if self.links != Links::OneToken {
-            return self.normed(stream, norm, layer, out);
+        let epilogue = Epilogue::Store;
+        match (self.links, layer.weight.format()) {
+            (Links::Gemv | Links::OneToken, WeightFormat::Quantised(_)) => {
+                self.in_chain(stream, norm, layer, epilogue, out)?
+            }
+            (Links::OneToken, WeightFormat::Dense(_)) => {
+                self.in_gemv(stream, norm, layer, epilogue, out)?
+            }
+            _ => return self.normed(stream, norm, layer, out),
         }
-        self.in_gemv(stream, norm, layer, Epilogue::Store, out)?;
         self.mark(layer, stream.num_rows())
     }
 
@@ -523,7 +510,7 @@ impl LinearPass<'_> {
                 let is_few =
                     num_rows <= max_quantised_tokens(self.plan.has_quantised_many, &layout);
                 self.plan.has_quantised
-                    && (is_few || self.plan.is_deterministic)
+                    && (is_few || is_tall(&layout) || self.plan.is_deterministic)
                     && is_quantised_weight(&layout)
             }
         }
@@ -594,21 +581,8 @@ impl LinearPass<'_> {
         epilogue: Epilogue,
         out: &DeviceTensor,
     ) -> Result<()> {
-        let numbers;
-        let weight: &Tensor = match layer.weight.format() {
-            WeightFormat::Dense(_) => layer.weight.data(),
-            WeightFormat::Quantised(layout) => {
-                let shape = [layout.out_features(), layout.in_features()];
-                let what = "the numbers of a quantised weight";
-                numbers = DeviceTensor::temporary(self.context, x.element(), &shape, what)?;
-                let tiles = QuantisedTiles::new(layout, layer.weight.data())?;
-                dequantise(self.context, &tiles, 0..layout.out_features(), &numbers)?;
-                &numbers
-            }
-        };
         let mut options = GemmOptions {
             transpose_b: layer.weight.layout() == MatrixLayout::Rows,
-            order: self.plan.sum_order(weight, epilogue),
             ..GemmOptions::default()
         };
         if let Some(bias) = layer.bias {
@@ -616,7 +590,18 @@ impl LinearPass<'_> {
             copy(self.context, &*bias.view(0, &[rows, width], Some(&[0, 1]))?, out)?;
             options.beta = 1.0;
         }
-        gemm(self.context, &options, x, weight, out)
+        match layer.weight.format() {
+            WeightFormat::Dense(_) => {
+                let weight = layer.weight.data();
+                options.order = self.plan.sum_order(weight, epilogue);
+                gemm(self.context, &options, x, weight, out)
+            }
+            WeightFormat::Quantised(layout) => {
+                let tiles = QuantisedTiles::new(layout, layer.weight.data())?;
+                let order = |weight: &Tensor| self.plan.sum_order(weight, epilogue);
+                linear_numbers(self.context, x, &tiles, options, &order, out)
+            }
+        }
     }
 }
 
