@@ -1,8 +1,10 @@
-// Prefill attention on Hopper over a block cache: softmax(scale * Q K^T + mask) V, head_dim 128.
+// Prefill attention on Hopper: softmax(scale * Q K^T + mask) V, head_dim 128.
 //
-//   q, out: [num_tokens, num_heads, 128] by strides, packed by cu_seqlens_q [num_seqs + 1]
-//   k, v:   [num_blocks, 32, num_kv_heads, 128] as tensor maps, through block_tables
-//           [num_seqs, max_blocks_per_seq] with context_lens [num_seqs]
+//   q, out: [batch, q_len, num_heads, 128] by strides, or packed [num_tokens, num_heads, 128] by
+//           cu_seqlens_q [num_seqs + 1]
+//   k, v:   as tensor maps, [batch, kv_len, num_kv_heads, 128], or packed [1, num_tokens, num_kv_heads,
+//           128] by cu_seqlens_k [num_seqs + 1], or a cache [num_blocks, 32, num_kv_heads, 128] through
+//           block_tables [num_seqs, max_blocks_per_seq] with context_lens [num_seqs]
 // Head h reads kv head h / (num_heads / num_kv_heads). The queries are the last q_len tokens of a
 // sequence: causal, query i sees keys 0 .. context_len - q_len + i. A query that sees no key becomes
 // zeros; a block id outside the cache reads as zero keys and is reported. Products of f16 or bf16, sums
@@ -55,11 +57,12 @@ namespace xserv {
 
 // Strides count elements and are multiples of 8. Index arrays are not trusted, as in AttentionParams.
 struct AttentionFlashWgmmaParams {
-  const void* q;  // [num_tokens, num_heads, 128]
+  const void* q;  // [num_tokens, num_heads, 128], or with a batch before it
   void* out;      // as q
-  const int* cu_seqlens_q;  // [num_seqs + 1]
-  const int* block_tables;  // [num_seqs, max_blocks_per_seq]
-  const int* context_lens;  // [num_seqs]
+  const int* cu_seqlens_q;  // [num_seqs + 1], or null: then q is not packed
+  const int* cu_seqlens_k;  // [num_seqs + 1], or null: then k and v are not packed
+  const int* block_tables;  // [num_seqs, max_blocks_per_seq], or null: then k and v are no cache
+  const int* context_lens;  // [num_seqs], with block_tables
   FaultRecord* fault;       // may be null
   int* counter;             // [1], zero before the launch and after it
   // For the form with segments. If partial_out is not null (one query a sequence, packed heads),
@@ -69,10 +72,12 @@ struct AttentionFlashWgmmaParams {
   float* partial_out;
   float* partial_stats;
   float* running;  // [blocks, groups of consumers, 64, 128]
-  long long q_token_stride, q_head_stride, q_row_stride;  // between tokens, heads, rows of an item
-  long long o_token_stride, o_head_stride, o_row_stride;
+  // Between sequences that are not packed, tokens, heads, rows of an item.
+  long long q_batch_stride, q_token_stride, q_head_stride, q_row_stride;
+  long long o_batch_stride, o_token_stride, o_head_stride, o_row_stride;
   int num_heads, num_kv_heads;
-  int num_tokens, num_seqs;
+  int q_len, kv_len;  // of each sequence; tokens in all where packed
+  int num_seqs;
   int num_blocks, max_blocks_per_seq;
   int causal;
   float scale;  // above 0
@@ -81,16 +86,27 @@ struct AttentionFlashWgmmaParams {
   // strides are those of tokens.
   int packed_heads;
   int max_segments;  // segments in partial_out for each sequence and head
+  int padding;
 
   static constexpr int block_size_log2 = 5;
 };
 XSERV_LAYOUT_AttentionFlashWgmmaParams;
 static_assert(1 << AttentionFlashWgmmaParams::block_size_log2 == kBlockTokens);
 
+// The queries of a sequence: where they begin in packed tensors, and how many there are.
+__device__ __forceinline__ TokenRange query_range(const AttentionFlashWgmmaParams& p, int seq) {
+  return p.cu_seqlens_q == nullptr ? TokenRange{0, p.q_len} : token_range(p.cu_seqlens_q, seq, p.q_len);
+}
+// The keys of a sequence; those of a cache begin at 0.
+__device__ __forceinline__ TokenRange key_range(const AttentionFlashWgmmaParams& p, int seq) {
+  if (p.block_tables != nullptr) return {0, context_len(p, seq)};
+  return p.cu_seqlens_k == nullptr ? TokenRange{0, p.kv_len} : token_range(p.cu_seqlens_k, seq, p.kv_len);
+}
+
 // The work of a block: a tile of queries of one head.
 struct FlashItem {
   int head;       // negative: no more work
-  int token;      // of the first row, in the packed tensors
+  int token;      // of the first row, in the packed tensors or in its sequence
   int rows;       // at most kQueries
   int num_tiles;  // of 128 keys; the first is begin_tile
   int visible;    // keys that the first row sees; may be negative. Every row sees one more, at most kv_len
@@ -167,8 +183,8 @@ struct FlashSchedule {
       TokenRange range = {0, 0};
       int kv_len = 0;
       if (seq < p.num_seqs) {
-        range = token_range(p.cu_seqlens_q, seq, p.num_tokens);
-        kv_len = context_len(p, seq);  // here, for all: its latency is that of the others
+        range = query_range(p, seq);
+        kv_len = key_range(p, seq).len;  // here, for all: its latency is that of the others
       }
       const int q_rows = p.packed_heads == 0 ? range.len : (range.len > 0 ? p.packed_heads : 0);
       // Segments as items take the places of tiles of queries.
@@ -237,12 +253,14 @@ struct FlashWgmma {
            static_cast<uint64_t>(1024 >> 4) << 32 | 1ull << 62;
   }
 
-  // Ids of 32 cache blocks, one to a lane. Past the sequence, and for an id that must not be followed, the
-  // box outside the cache, which reads as zeros.
+  // Where 32 times 32 keys begin, one to a lane: the id of a cache block, or the token. Past the
+  // sequence, and for an id that must not be followed, a place outside the tensor, which reads as zeros.
   __device__ __forceinline__ static int load_ids(const AttentionFlashWgmmaParams& p, const FlashItem& item,
                                                  int chunk) {
     const int block = chunk * 32 + (threadIdx.x & 31);
-    if (block < 0 || block * 32 >= item.kv_len) return p.num_blocks;
+    const bool is_key = block >= 0 && block * 32 < item.kv_len;
+    if (p.block_tables == nullptr) return is_key ? key_range(p, item.seq).begin + block * 32 : p.kv_len;
+    if (!is_key) return p.num_blocks;
     const long long index = static_cast<long long>(item.seq) * p.max_blocks_per_seq + block;
     const int id = p.block_tables[index];
     if (static_cast<unsigned>(id) < static_cast<unsigned>(p.num_blocks)) return id;
@@ -250,16 +268,19 @@ struct FlashWgmma {
     return p.num_blocks;
   }
 
-  // The four cache blocks of a tile into a stage.
-  __device__ __forceinline__ static void copy_tile(uint32_t target, const TensorMap* map, uint32_t barrier,
-                                                   const int (&ids)[4], int kv_head) {
+  // The keys of a tile into a stage, 32 at a time.
+  __device__ __forceinline__ static void copy_tile(const AttentionFlashWgmmaParams& p, uint32_t target,
+                                                   const TensorMap* map, uint32_t barrier,
+                                                   const int (&ids)[4], int kv_head, int seq) {
+    const bool is_cache = p.block_tables != nullptr;
+    const int batch = p.cu_seqlens_k == nullptr ? seq : 0;
     mbarrier_arrive_expect(barrier, kTileBytes);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        tma_load_4d(target + half * (kTileBytes / 2) + i * 32 * 128, map, barrier, half * 64, kv_head, 0,
-                    ids[i]);
+        tma_load_4d(target + half * (kTileBytes / 2) + i * 32 * 128, map, barrier, half * 64, kv_head,
+                    is_cache ? 0 : ids[i], is_cache ? ids[i] : batch);
       }
     }
   }
@@ -315,11 +336,13 @@ struct FlashWgmma {
         ++count;
         mbarrier_wait(shared + kKEmpty + stage * 8, phase);
         if (lane == 0) {
-          copy_tile(shared + kK + stage * kTileBytes, k_map, shared + kKFull + stage * 8, tile_ids, kv_head);
+          copy_tile(p, shared + kK + stage * kTileBytes, k_map, shared + kKFull + stage * 8, tile_ids, kv_head,
+                    item.seq);
         }
         mbarrier_wait(shared + kVEmpty + stage * 8, phase);
         if (lane == 0) {
-          copy_tile(shared + kV + stage * kTileBytes, v_map, shared + kVFull + stage * 8, tile_ids, kv_head);
+          copy_tile(p, shared + kV + stage * kTileBytes, v_map, shared + kVFull + stage * 8, tile_ids, kv_head,
+                    item.seq);
         }
         __syncwarp();
       }
@@ -340,8 +363,8 @@ struct FlashWgmma {
       mbarrier_wait(shared + kItemFull + item_slot * 8, index / kItemSlots & 1);
       const FlashItem& item = items[item_slot];
       const int head = item.head, rows = item.rows;
-      const T* q = static_cast<const T*>(p.q) + item.token * p.q_token_stride + head * p.q_head_stride +
-                   chunk * 8;
+      const T* q = static_cast<const T*>(p.q) + item.seq * p.q_batch_stride + item.token * p.q_token_stride +
+                   head * p.q_head_stride + chunk * 8;
       mbarrier_wait(shared + kQEmpty + slot * 8, (index >> 1 & 1) ^ 1);
       if (head >= 0) {
         const uint32_t target = shared + slot * kQBytes + (chunk >> 3) * (kGroupBytes / 2);
@@ -495,8 +518,9 @@ struct FlashWgmma {
         for (int i = 0; i < 32; ++i) weights[i] = pack_pair<T>(s[2 * i], s[2 * i + 1]);
       };
 
-      // The rest of the last cache block may hold anything, and 0 * NaN would spoil the product. Every
-      // group clears it for itself: writing zeros over zeros does no harm.
+      // The rest of the last 32 keys may be anything, an unused part of a cache block or the next sequence,
+      // and 0 * NaN would spoil the product. Every group clears it for itself: writing zeros over zeros
+      // does no harm.
       const auto clear_rest = [&](int tile, uint32_t stage) {
         if ((tile + 1) * kKeys <= kv_len || (kv_len & 31) == 0) return;
         const int first = kv_len - tile * kKeys, num_rows = 32 - (kv_len & 31);
@@ -681,8 +705,8 @@ struct FlashWgmma {
       }
       __syncwarp();
       const int chunk = lane & 15;
-      T* out = static_cast<T*>(p.out) + item.token * p.o_token_stride + group * 64 * p.o_row_stride +
-               item.head * p.o_head_stride + chunk * 8;
+      T* out = static_cast<T*>(p.out) + item.seq * p.o_batch_stride + item.token * p.o_token_stride +
+               group * 64 * p.o_row_stride + item.head * p.o_head_stride + chunk * 8;
       uint4 values[8];  // all reads come before the first write, as the compiler keeps their order
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
@@ -755,8 +779,8 @@ struct FlashWgmma {
 template <typename T>
 __device__ __forceinline__ void merge_segments(const AttentionFlashWgmmaParams& p) {
   const int head = blockIdx.x, seq = blockIdx.y, dim = threadIdx.x;
-  const TokenRange range = token_range(p.cu_seqlens_q, seq, p.num_tokens);
-  const int num_segments = min(count_segments(context_len(p, seq)), p.max_segments);
+  const TokenRange range = query_range(p, seq);
+  const int num_segments = min(count_segments(key_range(p, seq).len), p.max_segments);
   if (range.len == 0 || num_segments == 1) return;
   const int64_t first = (static_cast<int64_t>(seq) * gridDim.x + head) * p.max_segments;
   const float scale = p.scale * kLog2E;
@@ -773,7 +797,8 @@ __device__ __forceinline__ void merge_segments(const AttentionFlashWgmmaParams& 
     o = factors.merge(o, partial[segment * 128]);
   }
   const float inverse = sum == 0.0f ? 0.0f : __frcp_rn(sum);
-  T* out = static_cast<T*>(p.out) + range.begin * p.o_token_stride + head * p.o_row_stride + dim;
+  T* out = static_cast<T*>(p.out) + seq * p.o_batch_stride + range.begin * p.o_token_stride +
+           head * p.o_row_stride + dim;
   *out = from_float<T>(o * inverse);
 }
 
