@@ -41,8 +41,8 @@ kernel_struct! {
     }
 }
 
-/// The head dim and block size that the kernel is compiled for.
-const HEAD_DIM: i64 = 128;
+/// The head dim of the form with segments, and the block size that the kernels are compiled for.
+const SEGMENTS_HEAD_DIM: i64 = 128;
 const BLOCK_SIZE: i64 = layout::BLOCK_SIZE as i64;
 /// Elements between neighbours along an axis that the copy engine cannot step over.
 const MAX_STEP: i64 = 1 << 39;
@@ -55,16 +55,16 @@ const MAX_EARLY_KEYS: i64 = 1024;
 /// The number of keys of a segment; the kernel takes it from here.
 pub(in crate::ops) const SEGMENT_KEYS: u64 = 1024;
 /// The bytes that a group of consumers keeps between segments: 64 queries in f32.
-const RUNNING_BYTES: usize = 64 * 128 * 4;
+const RUNNING_BYTES: usize = 64 * SEGMENTS_HEAD_DIM as usize * 4;
 /// The bytes that a segment leaves for a head: a query in f32, a maximum and a sum.
-const PARTIAL_BYTES: usize = (128 + 2) * 4;
+const PARTIAL_BYTES: usize = (SEGMENTS_HEAD_DIM as usize + 2) * 4;
 
 /// The most multiprocessors of a chip that these kernels run on, which are Hopper's.
 const MAX_MULTIPROCESSORS: usize = 144;
 
 /// Returns the device memory that attention in segments takes on any chip while it is queued.
 pub(super) fn scratch_bytes(dtype: DType, head_dim: usize) -> usize {
-    if dtype != DType::F32 && head_dim as i64 == HEAD_DIM {
+    if dtype != DType::F32 && head_dim as i64 == SEGMENTS_HEAD_DIM {
         running_bytes(MAX_MULTIPROCESSORS)
     } else {
         0
@@ -102,19 +102,29 @@ impl Groups {
 
     /// Returns the bytes for two buffers of queries, two tiles each of 128 keys and values,
     /// barriers and items.
-    fn shared_bytes(self) -> u32 {
-        2 * self.count() * 16384 + 4 * 32768 + 288
+    fn shared_bytes(self, head_dim: u32) -> u32 {
+        (2 * self.count() * 64 + 4 * 128) * head_dim * 2 + 288
     }
 
-    /// Returns the kernel. With `is_early` it reads the index arrays while the preceding kernels
-    /// are still running.
-    fn kernel(self, dtype: DType, in_segments: bool, is_early: bool) -> Option<Kernel> {
-        let kernel = match (self, in_segments) {
-            (Groups::Two, true) => kernels::ATTENTION_FLASH_WGMMA_SEGMENTS,
-            (Groups::One, true) => kernels::ATTENTION_FLASH_WGMMA_SEGMENTS_SHORT,
-            (Groups::Two, false) => kernels::ATTENTION_FLASH_WGMMA,
-            (Groups::One, false) if is_early => kernels::ATTENTION_FLASH_WGMMA_EARLY,
-            (Groups::One, false) => kernels::ATTENTION_FLASH_WGMMA_SHORT,
+    /// Returns the kernel, if there is one. With `is_early` it reads the index arrays while the
+    /// preceding kernels are still running.
+    fn kernel(
+        self,
+        dtype: DType,
+        head_dim: i64,
+        in_segments: bool,
+        is_early: bool,
+    ) -> Option<Kernel> {
+        let kernel = match (head_dim, self, in_segments) {
+            (SEGMENTS_HEAD_DIM, Groups::Two, true) => kernels::ATTENTION_FLASH_WGMMA_SEGMENTS,
+            (SEGMENTS_HEAD_DIM, Groups::One, true) => kernels::ATTENTION_FLASH_WGMMA_SEGMENTS_SHORT,
+            (128, Groups::Two, false) => kernels::ATTENTION_FLASH_WGMMA_128,
+            (128, Groups::One, false) if is_early => kernels::ATTENTION_FLASH_WGMMA_128_EARLY,
+            (128, Groups::One, false) => kernels::ATTENTION_FLASH_WGMMA_128_SHORT,
+            (64, Groups::Two, false) => kernels::ATTENTION_FLASH_WGMMA_64,
+            (64, Groups::One, false) if is_early => kernels::ATTENTION_FLASH_WGMMA_64_EARLY,
+            (64, Groups::One, false) => kernels::ATTENTION_FLASH_WGMMA_64_SHORT,
+            _ => return None,
         };
         kernel.of(dtype)
     }
@@ -123,13 +133,16 @@ impl Groups {
 /// The dynamic shared memory that `csrc/common/layouts.cuh` states for the kernels; they check it.
 #[cfg(test)]
 pub(in crate::ops) fn shared_bytes() -> Vec<(String, u32)> {
-    [Groups::One, Groups::Two]
-        .map(|groups| (format!("attention_flash_wgmma_{}", groups.count()), groups.shared_bytes()))
+    [(64, Groups::One), (64, Groups::Two), (128, Groups::One), (128, Groups::Two)]
+        .map(|(head_dim, groups)| {
+            let name = format!("attention_flash_wgmma_{head_dim}_{}", groups.count());
+            (name, groups.shared_bytes(head_dim))
+        })
         .into()
 }
 
-/// Returns keys or values as `[batch, kv_len, num_kv_heads, 128]`, where a block cache has its blocks for
-/// the batch and packed tensors have a batch of one; `None` if the copy engine cannot fetch them.
+/// Returns keys or values as `[batch, kv_len, num_kv_heads, head_dim]`, where a block cache has its blocks
+/// for the batch and packed tensors have a batch of one; `None` if the copy engine cannot fetch them.
 fn as_boxes(tensor: &Tensor) -> Result<Option<Tensor>> {
     let (packed, strides) = (tensor.shape().len() == 3, head_strides(tensor));
     let sizes = if packed {
@@ -137,8 +150,9 @@ fn as_boxes(tensor: &Tensor) -> Result<Option<Tensor>> {
     } else {
         [0, 1, 2].map(|axis| size(tensor, axis))
     };
-    let (mut shape, mut steps) = ([HEAD_DIM; 4], [1; 4]);
-    let mut dense = HEAD_DIM;
+    let head_dim = size(tensor, sizes.len() - usize::from(packed));
+    let (mut shape, mut steps) = ([head_dim; 4], [1; 4]);
+    let mut dense = head_dim;
     let axes = sizes.iter().zip(&strides).zip(shape.iter_mut().zip(&mut steps));
     for ((&size, &stride), (extent, step)) in axes.rev() {
         // Nobody steps along an axis of size one, but its step must be one that can be.
@@ -168,7 +182,6 @@ pub(super) fn try_launch(
     let Problem { dtype, head_dim, max_q_len, num_heads, num_seqs, .. } = *problem;
     let is_paged = problem.form == Form::Paged;
     let is_served = cuda.device().info().compute_capability == (9, 0)
-        && head_dim == HEAD_DIM
         && (!is_paged || size(k, 1) == BLOCK_SIZE)
         && problem.scale > 0.0;
     if !is_served || dtype == DType::F32 || max_q_len == 0 || num_seqs == 0 {
@@ -191,7 +204,8 @@ pub(super) fn try_launch(
     let in_segments = problem.options.in_segments;
     let has_settled_indices = problem.options.has_settled_indices || problem.form == Form::Batched;
     let is_early = has_settled_indices && problem.max_kv_len <= MAX_EARLY_KEYS;
-    let Some(kernel) = groups.kernel(dtype, in_segments, is_early) else { return Ok(false) };
+    let kernel = groups.kernel(dtype, head_dim, in_segments, is_early);
+    let Some(kernel) = kernel else { return Ok(false) };
     if !cuda.has_kernel(kernel)? {
         return Ok(false);
     }
@@ -234,7 +248,7 @@ pub(super) fn try_launch(
         fault: params.fault,
         counter,
         partial_out: if segments > 1 { scratch } else { std::ptr::null_mut() },
-        partial_stats: scratch.wrapping_add(partial_rows as usize * HEAD_DIM as usize * 4),
+        partial_stats: scratch.wrapping_add(partial_rows as usize * SEGMENTS_HEAD_DIM as usize * 4),
         running: scratch,
         q_strides: strides(params.q_strides),
         out_strides: strides(params.out_strides),
@@ -256,7 +270,7 @@ pub(super) fn try_launch(
     let launch = Launch {
         grid: (items.min(processors) as u32, 1, 1),
         block: 128 * (groups.count() + 1),
-        shared_bytes: groups.shared_bytes(),
+        shared_bytes: groups.shared_bytes(head_dim as u32),
     };
     let launched = Arguments::new().value(&arguments).value(&k_map).value(&v_map);
     // SAFETY: the arguments of the kernel; the strides span the tensors' elements, the contents of
@@ -265,7 +279,7 @@ pub(super) fn try_launch(
     if segments > 1 {
         let merge = kernels::ATTENTION_FLASH_WGMMA_MERGE.of_half(dtype)?;
         let grid = (num_heads as u32, grid_extent(num_seqs, "sequences")?, 1);
-        let launch = Launch { grid, block: HEAD_DIM as u32, shared_bytes: 0 };
+        let launch = Launch { grid, block: head_dim as u32, shared_bytes: 0 };
         let arguments = Arguments::new().value(&arguments);
         // SAFETY: the argument of the kernel, which reads what the preceding one has left.
         unsafe { cuda.launch(merge, launch, arguments) }?;

@@ -389,7 +389,13 @@ fn prompts() {
     let contexts = contexts();
     let ragged = ([300, 1, 515, 128], [300, 33, 700, 1000]);
     for (n, element) in [Type::F16, Type::BF16].into_iter().enumerate() {
-        for (heads, causal) in [((4, 2, 128), true), ((8, 1, 128), false), ((3, 3, 128), true)] {
+        for (heads, causal) in [
+            ((4, 2, 128), true),
+            ((8, 1, 128), false),
+            ((3, 3, 128), true),
+            ((4, 2, 64), true),
+            ((6, 1, 64), false),
+        ] {
             let even = Case::new(&mut random, element, heads, (&[333; 2], &[417; 2]), causal);
             let ragged = Case::new(&mut random, element, heads, (&ragged.0, &ragged.1), causal);
             let poisoned = ragged.poisoned(&[1, 3]);
@@ -837,7 +843,8 @@ fn memory_on_cuda() {
             (owned, view)
         }
     };
-    for tokens in [8192, 32768] {
+    // The first call brings what a context keeps for all that follow.
+    for tokens in [64, 8192, 32768] {
         let (q, k) = (owned(&context, [1, tokens, 8, 128]), owned(&context, [1, tokens, 2, 128]));
         let (v, out) = (owned(&context, [1, tokens, 2, 128]), owned(&context, [1, tokens, 8, 128]));
         let before = stats(&context);
@@ -846,8 +853,12 @@ fn memory_on_cuda() {
         ok(unsafe { xserv_op_attention(context.handle, &causal, &q.1, &k.1, &v.1, &out.1) });
         synchronize(&context);
         let after = stats(&context);
-        assert_eq!(after.num_allocations, before.num_allocations, "{tokens} tokens");
-        assert_eq!((after.allocated, after.peak), (before.allocated, before.peak));
+        if tokens > 64 {
+            assert_eq!(after.num_allocations, before.num_allocations, "{tokens} tokens");
+            assert_eq!((after.allocated, after.peak), (before.allocated, before.peak));
+        } else {
+            assert!(after.peak <= before.peak + (64 << 10), "{tokens} tokens");
+        }
         [q, k, v, out].into_iter().for_each(|tensor| xserv_owned_tensor_free(tensor.0));
     }
     // 32 GiB of scores under a budget of 1.
