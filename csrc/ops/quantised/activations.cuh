@@ -35,6 +35,13 @@ __device__ __forceinline__ uint32_t e4m3_pair(float first, float second) {
 #endif
 }
 
+// The number that a code stands for.
+__device__ __forceinline__ float e4m3_number(uint32_t code) {
+  const float size = __uint_as_float((code & 0x7f) << 20) * __uint_as_float(247u << 23);  // 2^120
+  const float number = (code & 0x7f) == 0x7f ? __uint_as_float(0x7fc00000u) : size;
+  return code & 0x80 ? -number : number;
+}
+
 // The codes and the scale of 128 inputs, of which each of 16 neighbouring lanes has eight.
 __device__ __forceinline__ float quantise_eight(const float (&x)[8], uint32_t (&words)[2]) {
   // As integers sizes have the order of the numbers, and what is no number is larger than all.
@@ -53,6 +60,15 @@ __device__ __forceinline__ float quantise_eight(const float (&x)[8], uint32_t (&
     words[i] = is_zero ? 0 : low | high << 16;
   }
   return scale;
+}
+
+// Stores what quantise_eight gives for the eight inputs `eight` of a group.
+__device__ __forceinline__ void store_eight(uint8_t* codes, float* scales, int token, int group, int eight,
+                                            int num_groups, int pitch, const uint32_t (&words)[2], float scale) {
+  uint8_t* target = codes + (static_cast<int64_t>(token) * num_groups + group) * 128 + eight / 4 * 32 + eight % 4 * 4;
+  *reinterpret_cast<uint32_t*>(target) = words[0];
+  *reinterpret_cast<uint32_t*>(target + 16) = words[1];
+  if (eight == 0) scales[static_cast<int64_t>(group) * pitch + token] = scale;
 }
 
 }  // namespace xserv

@@ -34,7 +34,7 @@ struct Case {
 }
 
 fn format(code: Code, group_size: usize, has_zeros: bool, scale: DType) -> QuantFormat {
-    QuantFormat { code, group_size, has_zeros, scale }
+    QuantFormat { code, group_size, has_zeros, scale, quantises_inputs: false }
 }
 
 /// The result of one token, and how far each element may be off. `sums` are pairs of a product with a

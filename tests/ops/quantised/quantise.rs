@@ -116,6 +116,6 @@ fn floats_of_eight_bits_are_those_of_the_standard() {
     }
     assert_eq!(fp8_to_f32(0x7e), 448.0);
     let format =
-        QuantFormat { code: Code::Fp8, group_size: 128, has_zeros: false, scale: DType::F32 };
+        QuantFormat { code: Code::Fp8, group_size: 128, has_zeros: false, scale: DType::F32, quantises_inputs: false };
     assert_eq!(format.num_groups(300), 3);
 }
