@@ -402,6 +402,8 @@ constexpr int linear_skinny_192x128 = 204880;
   XSERV_FIELD(QuantisedParams, row_shift, 92, 4); \
   static_assert(sizeof(QuantisedParams) == 96, "QuantisedParams has another size in Rust")
 
+#define XSERV_LAYOUT_Fp8Params static_assert(true)
+#define XSERV_LAYOUT_Fp8ManyParams static_assert(true)
 #define XSERV_LAYOUT_QuantisedManyParams \
   XSERV_FIELD(QuantisedManyParams, x, 0, 128); \
   XSERV_FIELD(QuantisedManyParams, codes, 128, 128); \

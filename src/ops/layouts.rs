@@ -48,6 +48,8 @@ fn layouts() -> Vec<Layout> {
         cuda_gemv_mma::GemvMmaParams::layout(),
         cuda_prefill::PrefillParams::layout(),
         cuda_prefill_heads::PrefillHeadsParams::layout(),
+        cuda_fp8::Fp8Params::layout(),
+        cuda_fp8_many::Fp8ManyParams::layout(),
         cuda_quantised::QuantisedParams::layout(),
         cuda_quantised_many::QuantisedManyParams::layout(),
         cuda_skinny::SkinnyParams::layout(),

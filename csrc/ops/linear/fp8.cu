@@ -38,11 +38,10 @@ XSERV_LAYOUT_Fp8Params;
 
 constexpr int kFp8Tiles = 2;  // of a warp
 
-#ifndef XSERV_FP8_MMA
+// Hopper has this instruction as several: it makes numbers of f16, as older chips are told to.
 #define XSERV_FP8_MMA (__CUDA_ARCH__ >= 890)
-#endif
 
-// d += a * b of 32 inputs: a is 16 x 32 (row), b 32 x 8 (column), of e4m3; d 16 x 8 in f32. words: of a tile's codes.
+// d += a * b of 32 inputs: a is 16 x 32 (row), b 32 x 8 (column), of e4m3; d 16 x 8 in f32.
 __device__ __forceinline__ void mma_e4m3(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   asm volatile(
       "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
@@ -70,11 +69,6 @@ __device__ __forceinline__ void copy_16(uint32_t target, const void* source, boo
 __device__ __forceinline__ uint32_t shared_word(uint32_t address) {
   uint32_t v;
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
-  return v;
-}
-__device__ __forceinline__ float2 shared_floats(uint32_t address) {
-  float2 v;
-  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
   return v;
 }
 
@@ -248,19 +242,17 @@ __device__ __forceinline__ void fp8_product(const Fp8Params& p) {
 
 }  // namespace xserv
 
-// xserv_linear_fp8_<tokens>_<stages>_<dtype>, for blocks of 256 threads.
-#define XSERV_FP8(TOKENS, STAGES, BLOCKS, SUFFIX, T)                                    \
-  extern "C" __global__ void __launch_bounds__(256, BLOCKS)                             \
-      xserv_linear_fp8_##TOKENS##_##STAGES##_##SUFFIX(                                  \
-          const __grid_constant__ xserv::Fp8Params params) {                            \
-    xserv::fp8_product<T, TOKENS / 8, STAGES>(params);                                  \
+// xserv_linear_fp8_<tokens>_<dtype>, for blocks of 256 threads.
+#define XSERV_FP8(TOKENS, STAGES, BLOCKS, SUFFIX, T)                                                              \
+  extern "C" __global__ void __launch_bounds__(256, BLOCKS)                                                       \
+      xserv_linear_fp8_##TOKENS##_##SUFFIX(const __grid_constant__ xserv::Fp8Params params) {                     \
+    xserv::fp8_product<T, TOKENS / 8, STAGES>(params);                                                            \
   }
-#ifndef XSERV_FP8_VARIANTS
-#define XSERV_FP8_VARIANTS(SUFFIX, T)  \
-  XSERV_FP8(8, 3, 2, SUFFIX, T)        \
-  XSERV_FP8(16, 3, 1, SUFFIX, T)       \
-  XSERV_FP8(32, 2, 1, SUFFIX, T)       \
+// Tokens, stages of a ring, blocks of a multiprocessor.
+#define XSERV_FP8_ALL(SUFFIX, T)  \
+  XSERV_FP8(8, 3, 2, SUFFIX, T)   \
+  XSERV_FP8(16, 2, 2, SUFFIX, T)  \
+  XSERV_FP8(32, 2, 1, SUFFIX, T)  \
   XSERV_FP8(64, 2, 1, SUFFIX, T)
-#endif
-XSERV_FP8_VARIANTS(f16, __half)
-XSERV_FP8_VARIANTS(bf16, __nv_bfloat16)
+XSERV_FP8_ALL(f16, __half)
+XSERV_FP8_ALL(bf16, __nv_bfloat16)

@@ -9,8 +9,9 @@
 // keep about 14 bits.
 //
 // There are two ways to divide a product. For few tokens the blocks of a cluster share a tile and divide its inputs;
-// their sums are added in the order of the inputs, through shared memory. For many, blocks stay for one tile after
-// the other, and the two of a cluster, which have the same tokens, each copy one half of x to both.
+// their sums are added in the order of the inputs, through shared memory. For many, a block by itself computes one
+// tile after the other, and copies those ahead while it stores. (On an H200 it does not help that two blocks with the same
+// tokens each copy one half of x to both.)
 //
 // Tokens behind the last one are not read: what the ring has in their place goes into sums that are not stored.
 #include "common/cluster.cuh"
@@ -39,18 +40,17 @@ struct Fp8ManyParams {
   int token_box;
   int scale_type;    // a ScaleType
   int epilogue;      // an Epilogue
-  int row_tiles;     // the tiles of blocks along the rows, of which the blocks of a cluster may have one each
+  int row_tiles;     // the tiles of blocks along the rows
   int token_tiles;   // likewise along the tokens
   int token_group;   // so many of these are computed before the next rows
   static constexpr int tile_rows = 16;
 };
 XSERV_LAYOUT_Fp8ManyParams;
 
-// kGroups: of four warps; kShares: whether the blocks of a cluster share x rather than the inputs.
-template <int kTokens_, int kGroups_, bool kShares_>
+// kGroups: of four warps.
+template <int kTokens_, int kGroups_>
 struct Fp8Many {
   static constexpr int kTokens = kTokens_, kGroups = kGroups_, kSums = kTokens / 2;
-  static constexpr bool kShares = kShares_;
   static constexpr int kWarps = kGroups * 4, kTiles = kWarps, kThreads = (kWarps + 4) * 32;
   // A group of four warps copies and needs few registers; the others divide what that gives back.
   static constexpr int kOtherRegisters = kGroups > 2 ? 32 : 24;
@@ -62,16 +62,10 @@ struct Fp8Many {
   static constexpr uint32_t kStageBytes = (kTokenScales + kTokens * 4 + 1023) / 1024 * 1024;
   static constexpr int kMostStages = (226 * 1024) / kStageBytes, kStages = kMostStages < 10 ? kMostStages : 10;
   static constexpr uint32_t kRingBytes = kStages * kStageBytes, kSumBytes = kTiles * kTokens * 64;
-  static constexpr uint32_t kBarriers = kShares || kRingBytes > kSumBytes ? kRingBytes : kSumBytes;
+  static constexpr uint32_t kBarriers = kRingBytes > kSumBytes ? kRingBytes : kSumBytes;
   static constexpr uint32_t kSharedBytes = kBarriers + kStages * 16;
   static_assert(kSharedBytes <= 227 * 1024);
 };
-
-__device__ __forceinline__ float2 shared_floats(uint32_t address) {
-  float2 v;
-  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
-  return v;
-}
 
 template <typename T, typename S>
 __device__ __forceinline__ void fp8_many(const Fp8ManyParams& p) {
@@ -79,17 +73,16 @@ __device__ __forceinline__ void fp8_many(const Fp8ManyParams& p) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const uint32_t ring = shared_address(shared), full = ring + S::kBarriers, empty = full + kStages * 8;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  const int rank = cluster_rank(), cluster_blocks = cluster_size();
-  const int num_splits = S::kShares ? 1 : cluster_blocks, row_blocks = S::kShares ? cluster_blocks : 1;
-  const int split = S::kShares ? 0 : rank;
+  const int split = cluster_rank(), num_splits = cluster_size();
   const int begin = split * p.num_stages / num_splits, end = (split + 1) * p.num_stages / num_splits;
-  const int cluster = blockIdx.x / cluster_blocks, num_clusters = gridDim.x / cluster_blocks;
-  const int row_units = (p.row_tiles + row_blocks - 1) / row_blocks, num_units = row_units * p.token_tiles;
+  const int cluster = blockIdx.x / num_splits, num_clusters = gridDim.x / num_splits;
+  // A cluster of several blocks has a single unit.
+  const int num_units = p.row_tiles * p.token_tiles;
   // The first tile (of 16 rows) and the first token of unit `unit` of the work.
   const auto place = [&](int unit, int& tile, int& token) {
-    const int group = unit / (row_units * p.token_group), first = group * p.token_group;
-    const int width = min(p.token_group, p.token_tiles - first), rest = unit - group * row_units * p.token_group;
-    tile = (rest / width * row_blocks + (S::kShares ? rank : 0)) * S::kTiles;
+    const int group = unit / (p.row_tiles * p.token_group), first = group * p.token_group;
+    const int width = min(p.token_group, p.token_tiles - first), rest = unit - p.row_tiles * first;
+    tile = rest / width * S::kTiles;
     token = (first + rest % width) * kTokens;
   };
 
@@ -101,16 +94,11 @@ __device__ __forceinline__ void fp8_many(const Fp8ManyParams& p) {
 #pragma unroll
     for (int slot = 0; slot < kStages; ++slot) {
       mbarrier_init(full + slot * 8, 2);
-      mbarrier_init(empty + slot * 8, S::kWarps * row_blocks);
+      mbarrier_init(empty + slot * 8, S::kWarps);
     }
     mbarrier_init_fence();
   }
-  if (S::kShares) {
-    // The other block must not write before the barriers are there.
-    meet(cluster_blocks);
-  } else {
-    __syncthreads();
-  }
+  __syncthreads();
 
   const auto scale_type = static_cast<ScaleType>(p.scale_type);
   const bool is_f32 = scale_type == ScaleType::kF32;
@@ -124,8 +112,6 @@ __device__ __forceinline__ void fp8_many(const Fp8ManyParams& p) {
           !copies_weights ? l2_evict_last() : p.token_tiles > 1 ? l2_evict_normal() : l2_evict_first();
       const uint32_t weight_bytes = S::kTiles * (S::kTileBytes + (is_f32 ? 64 : 32));
       const uint32_t token_bytes = p.token_box * (128 + 4);
-      const int part = kTokens / row_blocks * rank;  // of x, if it is shared
-      const uint16_t ranks = (1 << row_blocks) - 1;
       if (!copies_weights) dependency_wait();
       int slot = 0, filled = 0;
       uint32_t parity = 1;  // of slots that were never filled
@@ -140,11 +126,6 @@ __device__ __forceinline__ void fp8_many(const Fp8ManyParams& p) {
             tma_load_2d(target + S::kCodes, &p.codes, barrier, stage * 256, tile, policy);
             tma_load_3d(target + S::kScales, &p.scales, barrier, 0, stage / p.group_stages, tile, policy);
             if (++filled == min(end - begin, kStages)) dependency_launch();
-          } else if (S::kShares && row_blocks > 1) {
-            mbarrier_arrive_expect(barrier, kTokens * (128 + 4));
-            tma_multicast_2d(target + part * 128, &p.x, barrier, stage * 128, token + part, ranks, policy);
-            tma_multicast_2d(target + S::kTokenScales + part * 4, &p.x_scales, barrier, token + part, stage, ranks,
-                             policy);
           } else {
             mbarrier_arrive_expect(barrier, token_bytes);
             tma_load_2d(target, &p.x, barrier, stage * 128, token, policy);
@@ -155,15 +136,10 @@ __device__ __forceinline__ void fp8_many(const Fp8ManyParams& p) {
       }
     }
     // The barriers of the sums; these warps do not join the others, which have more registers.
-    if (S::kShares ? row_blocks == 1 : num_splits == 1) return;
-    __syncwarp();
-    if (S::kShares) {
-      meet(cluster_blocks);
-    } else {
-      __syncthreads();
-      meet(num_splits);
-      meet(num_splits);
-    }
+    if (num_splits == 1) return;
+    __syncthreads();
+    meet(num_splits);
+    meet(num_splits);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::kRegisters));
     constexpr uint64_t kFixed = 1ull << 16 | static_cast<uint64_t>(1024 >> 4) << 32 | 1ull << 62;
@@ -171,7 +147,6 @@ __device__ __forceinline__ void fp8_many(const Fp8ManyParams& p) {
     const uint32_t codes = S::kCodes + warp * S::kTileBytes + lane * 16;
     const uint32_t pairs = S::kScales + ((warp * 8 + row) << (is_f32 ? 3 : 2));
     const uint32_t token_scales = S::kTokenScales + (lane & 3) * 8;
-    const uint32_t other_empty = S::kShares && row_blocks > 1 ? cluster_address(empty, rank ^ 1) : 0;
     uint32_t numbers[2][4][4];
     float products[kSums], total[kSums];
     uint32_t next_stage = ring, next_barrier = full, next_parity = 0;  // of the stage that is read next
@@ -213,10 +188,7 @@ __device__ __forceinline__ void fp8_many(const Fp8ManyParams& p) {
       }
       __syncwarp();
       const uint32_t slot_bytes = (stage - ring) / S::kStageBytes * 8;
-      if (lane == 0) {
-        mbarrier_arrive(empty + slot_bytes);
-        if (S::kShares && row_blocks > 1) cluster_barrier_arrive(other_empty + slot_bytes);
-      }
+      if (lane == 0) mbarrier_arrive(empty + slot_bytes);
     };
     const auto with_epilogue = [&](auto store) {
       switch (static_cast<Epilogue>(p.epilogue)) {
@@ -266,48 +238,40 @@ __device__ __forceinline__ void fp8_many(const Fp8ManyParams& p) {
         });
       }
     }
-    if constexpr (S::kShares) {
-      // No block leaves while the other one may write to it.
-      if (row_blocks > 1) meet(cluster_blocks);
-    } else {
-      if (num_splits == 1) return;
-      // The sums take the place of the ring. No copy is under way: every stage has been waited for.
-      float4* staging = reinterpret_cast<float4*>(shared);
-      __syncthreads();
+    if (num_splits == 1) return;
+    // The sums take the place of the ring. No copy is under way: every stage has been waited for.
+    float4* staging = reinterpret_cast<float4*>(shared);
+    __syncthreads();
 #pragma unroll
-      for (int j = 0; j < kFragments; ++j) {
-        const float* v = total + j * 4;
-        staging[(warp * kFragments + j) * 32 + lane] = make_float4(v[0], v[1], v[2], v[3]);
-      }
-      meet(num_splits);
-      with_epilogue([&](auto epilogue) {
-        store_quantised<T, decltype(epilogue)::value, kFragments, S::kWarps>(p, staging, tile, token,
-                                                                            S::kTiles * kFragments, 1, split,
-                                                                            num_splits);
-      });
-      meet(num_splits);
+    for (int j = 0; j < kFragments; ++j) {
+      const float* v = total + j * 4;
+      staging[(warp * kFragments + j) * 32 + lane] = make_float4(v[0], v[1], v[2], v[3]);
     }
+    meet(num_splits);
+    with_epilogue([&](auto epilogue) {
+      store_quantised<T, decltype(epilogue)::value, kFragments, S::kWarps>(p, staging, tile, token,
+                                                                          S::kTiles * kFragments, 1, split, num_splits);
+    });
+    meet(num_splits);
   }
 }
 
 }  // namespace xserv
 
-// xserv_linear_fp8_many_<tokens>x<groups of four warps>_<dtype>, and ..._shared_... where clusters share x
-#define XSERV_FP8_MANY(NAME, TOKENS, GROUPS, SHARES, SUFFIX, T)                                                   \
-  extern "C" __global__ void __launch_bounds__((GROUPS + 1) * 128, 1)                                             \
-      xserv_linear_fp8_many_##NAME##_##SUFFIX(const __grid_constant__ xserv::Fp8ManyParams params) {              \
-    xserv::fp8_many<T, xserv::Fp8Many<TOKENS, GROUPS, SHARES>>(params);                                           \
+// xserv_linear_fp8_many_<tokens>x<groups of four warps>_<dtype>
+#define XSERV_FP8_MANY(TOKENS, GROUPS, SUFFIX, T)                                                     \
+  extern "C" __global__ void __launch_bounds__((GROUPS + 1) * 128, 1)                                 \
+      xserv_linear_fp8_many_##TOKENS##x##GROUPS##_##SUFFIX(                                           \
+          const __grid_constant__ xserv::Fp8ManyParams params) {                                      \
+    xserv::fp8_many<T, xserv::Fp8Many<TOKENS, GROUPS>>(params);                                       \
   }
-#ifndef XSERV_FP8_VARIANTS
-#define XSERV_FP8_VARIANTS(SUFFIX, T)                      \
-  XSERV_FP8_MANY(32x4, 32, 4, false, SUFFIX, T)            \
-  XSERV_FP8_MANY(32x3, 32, 3, false, SUFFIX, T)            \
-  XSERV_FP8_MANY(32x2, 32, 2, false, SUFFIX, T)            \
-  XSERV_FP8_MANY(64x3, 64, 3, false, SUFFIX, T)            \
-  XSERV_FP8_MANY(64x2, 64, 2, false, SUFFIX, T)            \
-  XSERV_FP8_MANY(128x2, 128, 2, false, SUFFIX, T)          \
-  XSERV_FP8_MANY(shared_128x2, 128, 2, true, SUFFIX, T)
-#endif
-XSERV_FP8_VARIANTS(f16, __half)
-XSERV_FP8_VARIANTS(bf16, __nv_bfloat16)
+#define XSERV_FP8_MANY_ALL(SUFFIX, T)  \
+  XSERV_FP8_MANY(32, 2, SUFFIX, T)     \
+  XSERV_FP8_MANY(32, 3, SUFFIX, T)     \
+  XSERV_FP8_MANY(64, 2, SUFFIX, T)     \
+  XSERV_FP8_MANY(64, 3, SUFFIX, T)     \
+  XSERV_FP8_MANY(128, 2, SUFFIX, T)    \
+  XSERV_FP8_MANY(192, 2, SUFFIX, T)
+XSERV_FP8_MANY_ALL(f16, __half)
+XSERV_FP8_MANY_ALL(bf16, __nv_bfloat16)
 #endif

@@ -161,6 +161,11 @@ __device__ __forceinline__ uint2 shared_pair(uint32_t address, bool is_f32) {
   }
   return v;
 }
+__device__ __forceinline__ float2 shared_floats(uint32_t address) {
+  float2 v;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
+  return v;
+}
 __device__ __forceinline__ uint32_t shared_half(uint32_t address) {
   uint16_t v;
   asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(address) : "memory");

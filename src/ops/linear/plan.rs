@@ -14,7 +14,9 @@
 //!   more by the kernel for prompts where that is the fastest, and otherwise by [`gemm`].
 //!
 //! Weights that are quantised have one kernel for few rows, whatever links them, on every device with
-//! tensor cores; for more rows their numbers are made for the time of a product.
+//! tensor cores; for more rows their numbers are made for the time of a product. Where the format of FP8
+//! weights says that activations are quantised, they are for any number of rows, and the products are
+//! those of FP8 with FP8.
 //!
 //! In a model that is to be deterministic, every row of a linear layer is summed in an order that
 //! follows from the shape of the weight alone. The other rows of a batch, the pieces that a prompt
@@ -23,6 +25,7 @@
 //! [`SumOrder::Parts`]; both add up k by wgmma, 16 at a time from the first to the last, in the
 //! number of parts that the shape of the weight gives. Other weights take [`SumOrder::ByRow`].
 
+use super::cuda_fp8::{has_linear_fp8, is_fp8_weight, linear_fp8};
 use super::cuda_gemv::{has_linear_gemv, linear_gemv, max_gemv_tokens, GEMV_TOKENS};
 use super::cuda_gemv_mma::{has_linear_gemv_mma, linear_gemv_mma, OneTokenLinear};
 use super::cuda_prefill::{has_linear_prefill, is_prefill_faster, linear_prefill};
@@ -49,6 +52,11 @@ use crate::ops::gemm::{
 use crate::ops::kv_cache::KvSlots;
 use crate::ops::qk_norm_rope_append::QkNormRope;
 use crate::ops::quantised::cuda::{dequantise, QuantisedTiles};
+use crate::ops::quantised::cuda_activations::{
+    quantise_inputs, quantised_inputs_bytes, round_inputs, QuantisedInputs,
+};
+use crate::ops::quantised::tiles::TileLayout;
+use crate::ops::quantised::QuantFormat;
 use crate::ops::silu_mul::cuda_rounded::silu_mul;
 
 /// The most rows of a chain.
@@ -102,6 +110,8 @@ pub struct LinearPlan {
     has_quantised: bool,
     /// Whether it has those for many rows.
     has_quantised_many: bool,
+    /// Whether it has those for activations in FP8.
+    has_fp8: bool,
     is_deterministic: bool,
 }
 
@@ -151,6 +161,7 @@ impl LinearPlan {
     ) -> Result<Self> {
         let (mut suit_chain, mut gemv_rows, mut has_biases) = (true, GEMV_TOKENS, false);
         let mut has_quantised = has_linear_quantised(context)?;
+        let has_fp8_kernels = has_linear_fp8(context)?;
         let mut are_dense = true;
         for Product { weight, has_bias, epilogue } in products {
             has_biases |= has_bias;
@@ -165,7 +176,9 @@ impl LinearPlan {
                 }
                 WeightFormat::Quantised(layout) => {
                     are_dense = false;
-                    suit_chain &= is_quantised_weight(&layout);
+                    suit_chain &= is_quantised_weight(&layout)
+                        && (!layout.format().quantises_inputs
+                            || (has_fp8_kernels && is_fp8_weight(&layout)));
                 }
             }
         }
@@ -192,6 +205,7 @@ impl LinearPlan {
                 attention.num_kv_heads(),
             )?;
         let has_prefill = has_chain && has_linear_prefill(context)?;
+        let has_fp8 = has_quantised && has_fp8_kernels;
         Ok(LinearPlan {
             has_chain,
             gemv_rows,
@@ -199,6 +213,7 @@ impl LinearPlan {
             has_prefill,
             has_quantised,
             has_quantised_many: has_quantised_many(context)?,
+            has_fp8,
             is_deterministic,
         })
     }
@@ -256,12 +271,20 @@ pub fn scratch_bytes(
     dtype: DType,
     num_rows: usize,
     weight: &WeightShape,
-    is_quantised: bool,
+    format: Option<&QuantFormat>,
     is_deterministic: bool,
 ) -> usize {
-    let numbers = if is_quantised { dequantised_bytes(dtype, weight) } else { 0 };
+    let numbers = if format.is_some() { dequantised_bytes(dtype, weight) } else { 0 };
     let product = gemm_scratch_bytes(dtype, num_rows, weight, is_deterministic);
-    numbers.saturating_add(product)
+    let by_gemm = numbers.saturating_add(product);
+    if !format.is_some_and(|format| format.quantises_inputs) {
+        return by_gemm;
+    }
+    let inputs = num_rows.saturating_mul(weight.in_features);
+    let rounded = inputs.saturating_mul(dtype.size_bytes()).saturating_add(512);
+    // The allocator rounds up to multiples of 512 bytes.
+    let quantised = quantised_inputs_bytes(num_rows, weight.in_features).saturating_add(512);
+    by_gemm.saturating_add(rounded).max(quantised)
 }
 
 /// Returns the device memory of the numbers of a quantised weight while they are multiplied.
@@ -519,14 +542,21 @@ impl LinearPass<'_> {
     fn takes_skinny(&self, num_rows: usize, layer: &Layer<'_>) -> bool {
         match layer.weight.format() {
             WeightFormat::Dense(_) => self.plan.has_chain && num_rows <= MAX_CHAIN_ROWS,
+            WeightFormat::Quantised(layout) if self.takes_fp8(&layout) => true,
             WeightFormat::Quantised(layout) => {
                 let is_few =
                     num_rows <= max_quantised_tokens(self.plan.has_quantised_many, &layout);
                 self.plan.has_quantised
+                    && !layout.format().quantises_inputs
                     && (is_few || self.plan.is_deterministic)
                     && is_quantised_weight(&layout)
             }
         }
+    }
+
+    /// Whether products with such a weight take their activations in FP8.
+    fn takes_fp8(&self, layout: &TileLayout) -> bool {
+        self.plan.has_fp8 && is_fp8_weight(layout)
     }
 
     /// Whether the kernel for prompts is the fastest for these rows.
@@ -553,6 +583,20 @@ impl LinearPass<'_> {
             }
             WeightFormat::Quantised(layout) => {
                 let tiles = QuantisedTiles::new(layout, layer.weight.data())?;
+                if self.takes_fp8(&layout) {
+                    let inputs =
+                        QuantisedInputs::new(self.context, num_rows(x), layout.in_features())?;
+                    quantise_inputs(self.context, x, &inputs)?;
+                    return linear_fp8(
+                        self.context,
+                        &inputs,
+                        &tiles,
+                        bias,
+                        epilogue,
+                        is_fixed,
+                        out,
+                    );
+                }
                 linear_quantised(self.context, x, &tiles, bias, epilogue, is_fixed, out)
             }
         }
@@ -594,7 +638,8 @@ impl LinearPass<'_> {
         epilogue: Epilogue,
         out: &DeviceTensor,
     ) -> Result<()> {
-        let numbers;
+        let (numbers, rounded);
+        let mut x = x;
         let weight: &Tensor = match layer.weight.format() {
             WeightFormat::Dense(_) => layer.weight.data(),
             WeightFormat::Quantised(layout) => {
@@ -603,6 +648,13 @@ impl LinearPass<'_> {
                 numbers = DeviceTensor::temporary(self.context, x.element(), &shape, what)?;
                 let tiles = QuantisedTiles::new(layout, layer.weight.data())?;
                 dequantise(self.context, &tiles, 0..layout.out_features(), &numbers)?;
+                if layout.format().quantises_inputs {
+                    let shape = [num_rows(x), layout.in_features()];
+                    let what = "activations in 8 bits";
+                    rounded = DeviceTensor::temporary(self.context, x.element(), &shape, what)?;
+                    round_inputs(self.context, x, &rounded)?;
+                    x = &rounded;
+                }
                 &numbers
             }
         };

@@ -96,9 +96,10 @@ mod tests {
                 let bound = (x.abs() / 16.0).max(largest / 448.0 / 1024.0) * 1.0001;
                 assert!((x - out).abs() <= bound, "{x} became {out}");
             }
-            let has_largest = group.iter().zip(out).any(|(x, out)| {
-                x.abs() == largest && (x - out).abs() <= largest * f32::EPSILON
-            });
+            let has_largest = group
+                .iter()
+                .zip(out)
+                .any(|(x, out)| x.abs() == largest && (x - out).abs() <= largest * f32::EPSILON);
             assert!(has_largest || largest == 0.0);
         }
         x[299] = f32::INFINITY;

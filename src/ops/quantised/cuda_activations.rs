@@ -144,7 +144,8 @@ pub fn round_inputs(context: &ComputeContext, x: &Tensor, out: &Tensor) -> Resul
     }
     let num_groups = (k as usize).div_ceil(INPUT_GROUP);
     let launch = launch(num_rows as usize, num_groups)?;
-    let arguments = Arguments::new().tensor(x).tensor(out).i32(num_rows).i32(k).i32(num_groups as i32);
+    let arguments =
+        Arguments::new().tensor(x).tensor(out).i32(num_rows as i32).i32(k).i32(num_groups as i32);
     let kernel = kernels::ROUND_ACTIVATIONS.of(dtype);
     // SAFETY: the arguments of the kernel; both tensors have these rows and columns.
     unsafe { cuda(context)?.launch_overlapping(kernel, launch, arguments) }

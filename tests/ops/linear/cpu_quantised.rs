@@ -31,7 +31,13 @@ pub fn formats(group_sizes: &[usize]) -> Vec<QuantFormat> {
             for (has_zeros, scale) in
                 [(false, DType::F16), (false, DType::F32), (code != Code::Fp8, DType::BF16)]
             {
-                all.push(QuantFormat { code, group_size, has_zeros, scale, quantises_inputs: false });
+                all.push(QuantFormat {
+                    code,
+                    group_size,
+                    has_zeros,
+                    scale,
+                    quantises_inputs: false,
+                });
             }
         }
     }
@@ -157,8 +163,13 @@ fn a_row_of_quantised_weights_has_the_same_bits_alone_and_in_a_batch() {
 #[test]
 fn gated_products_of_quantised_weights() {
     let mut random = Random::new(24);
-    let format =
-        QuantFormat { code: Code::Int4, group_size: 32, has_zeros: true, scale: DType::BF16, quantises_inputs: false };
+    let format = QuantFormat {
+        code: Code::Int4,
+        group_size: 32,
+        has_zeros: true,
+        scale: DType::BF16,
+        quantises_inputs: false,
+    };
     let (k, width) = (96, 128);
     let matrix = random_matrix(&mut random, 2 * width, k, format, SIZE);
     for backend in backends(&[2]) {
@@ -205,7 +216,13 @@ fn the_largest_codes_and_activations_do_not_overflow() {
     let (k, n) = (256, 16);
     for (code, largest) in [(Code::Int4, 15), (Code::Int8, 255)] {
         for zero in [0, largest] {
-            let format = QuantFormat { code, group_size: 256, has_zeros: true, scale: DType::F32, quantises_inputs: false };
+            let format = QuantFormat {
+                code,
+                group_size: 256,
+                has_zeros: true,
+                scale: DType::F32,
+                quantises_inputs: false,
+            };
             let mut matrix = QuantisedMatrix::empty(n, k, format).unwrap();
             matrix.codes.fill(if zero == 0 { 255 } else { 0 });
             matrix.zeros.fill(zero);
