@@ -85,7 +85,7 @@ fn cases() -> Vec<Case> {
         },
         Case {
             name: "FP8 in blocks",
-            config: json!({"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
+            config: json!({"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "static",
                 "weight_block_size": [128, 128]}),
             form_of: |_| Some(Form::Fp8Blocks),
             output: None,

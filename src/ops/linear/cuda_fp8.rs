@@ -15,7 +15,7 @@ use crate::ops::linear::Epilogue;
 use crate::ops::quantised::activations::INPUT_GROUP;
 use crate::ops::quantised::cuda::{scale_number, QuantisedTiles};
 use crate::ops::quantised::cuda_activations::QuantisedInputs;
-use crate::ops::quantised::tiles::{TileLayout, CHUNK, TILE_ROWS};
+use crate::ops::quantised::tiles::{TileLayout, TILE_ROWS};
 use crate::ops::quantised::Code;
 
 kernel_struct! {
@@ -326,6 +326,6 @@ mod tests {
         }
         assert_eq!(num_stages(&layout(64, 136, 128)), 2);
         assert_eq!(group_stages(&layout(64, 1024, 256)), 2);
-        assert_eq!(CHUNK * 2, INPUT_GROUP);
+        assert_eq!(crate::ops::quantised::tiles::CHUNK * 2, INPUT_GROUP);
     }
 }

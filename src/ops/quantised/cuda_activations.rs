@@ -28,9 +28,6 @@ pub struct QuantisedInputs {
 /// The sizes of such activations.
 #[derive(Clone, Copy, Debug)]
 struct Sizes {
-    num_groups: usize,
-    /// The scales of a group: those of the rows, and up to three more.
-    pitch: usize,
     first_scale: usize,
     bytes: usize,
 }
@@ -44,7 +41,7 @@ impl Sizes {
         let first_scale = codes.checked_next_multiple_of(ALIGNMENT)?;
         let scales = num_groups.checked_mul(pitch)?.checked_mul(size_of::<f32>())?;
         let bytes = first_scale.checked_add(scales)?.checked_next_multiple_of(ALIGNMENT)?;
-        Some(Sizes { num_groups, pitch, first_scale, bytes })
+        Some(Sizes { first_scale, bytes })
     }
 }
 
@@ -76,7 +73,7 @@ impl QuantisedInputs {
         self.in_features.div_ceil(INPUT_GROUP)
     }
 
-    /// The scales of a group.
+    /// The scales of a group: those of the rows, and up to three more.
     pub(in crate::ops) fn pitch(&self) -> usize {
         self.num_rows.next_multiple_of(4)
     }
@@ -99,7 +96,7 @@ fn launch(num_rows: usize, num_groups: usize) -> Result<Launch> {
     let blocks = groups.div_ceil(THREADS as usize / GROUP_THREADS);
     let blocks = i32::try_from(blocks)
         .map_err(|_| Error::unsupported(format!("{num_rows} rows of {num_groups} x 128 inputs")))?;
-    Ok(Launch::linear(blocks, THREADS))
+    Ok(Launch::linear(blocks as u32, THREADS))
 }
 
 /// Quantises x `[num_rows, in_features]`, of f16 or bf16, in_features a multiple of 8.
