@@ -9,7 +9,7 @@ pub mod cpu;
 mod cpu_integers;
 mod cpu_quantised;
 pub mod cuda_fp8;
-mod cuda_fp8_many;
+pub mod cuda_fp8_many;
 pub mod cuda_gemv;
 pub mod cuda_gemv_mma;
 pub mod cuda_prefill;
