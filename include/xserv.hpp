@@ -273,6 +273,7 @@ class LoadOptions {
   LoadOptions &num_threads(std::uint32_t count) { return raw_.num_threads = count, *this; }
   LoadOptions &weights(xserv_weights kind) { return raw_.weights = static_cast<std::uint32_t>(kind), *this; }
   LoadOptions &weights_group_size(std::uint32_t inputs) { return raw_.weights_group_size = inputs, *this; }
+  LoadOptions &embeddings(xserv_weights kind) { return raw_.embeddings = static_cast<std::uint32_t>(kind), *this; }
   LoadOptions &random_weights(bool on) { return raw_.random_weights = on, *this; }
   LoadOptions &map_files(bool on) { return raw_.map_files = on, *this; }
   LoadOptions &max_context_tokens(std::uint64_t count) { return raw_.max_context_tokens = count, *this; }

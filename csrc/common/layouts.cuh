@@ -256,6 +256,25 @@ constexpr int linear_skinny_192x128 = 204880;
   XSERV_FIELD(FusedProjectArgs, projection, 176, 24); \
   static_assert(sizeof(FusedProjectArgs) == 200, "FusedProjectArgs has another size in Rust")
 
+#define XSERV_LAYOUT_EmbeddingQuantisedParams \
+  XSERV_FIELD(EmbeddingQuantisedParams, hidden, 0, 8); \
+  XSERV_FIELD(EmbeddingQuantisedParams, codes, 8, 8); \
+  XSERV_FIELD(EmbeddingQuantisedParams, scales, 16, 8); \
+  XSERV_FIELD(EmbeddingQuantisedParams, zeros, 24, 8); \
+  XSERV_FIELD(EmbeddingQuantisedParams, ids, 32, 8); \
+  XSERV_FIELD(EmbeddingQuantisedParams, sources, 40, 8); \
+  XSERV_FIELD(EmbeddingQuantisedParams, chosen, 48, 8); \
+  XSERV_FIELD(EmbeddingQuantisedParams, fault, 56, 8); \
+  XSERV_FIELD(EmbeddingQuantisedParams, vocab_size, 64, 4); \
+  XSERV_FIELD(EmbeddingQuantisedParams, width, 68, 4); \
+  XSERV_FIELD(EmbeddingQuantisedParams, num_chunks, 72, 4); \
+  XSERV_FIELD(EmbeddingQuantisedParams, num_groups, 76, 4); \
+  XSERV_FIELD(EmbeddingQuantisedParams, group_size, 80, 4); \
+  XSERV_FIELD(EmbeddingQuantisedParams, code, 84, 4); \
+  XSERV_FIELD(EmbeddingQuantisedParams, scale_type, 88, 4); \
+  XSERV_FIELD(EmbeddingQuantisedParams, padding, 92, 4); \
+  static_assert(sizeof(EmbeddingQuantisedParams) == 96, "EmbeddingQuantisedParams has another size in Rust")
+
 #define XSERV_LAYOUT_GemmParams \
   XSERV_FIELD(GemmParams, a, 0, 8); \
   XSERV_FIELD(GemmParams, b, 8, 8); \
@@ -575,7 +594,9 @@ constexpr int linear_skinny_192x128 = 204880;
   XSERV_FIELD(SampleRow, top_p, 20, 4); \
   XSERV_FIELD(SampleRow, min_p, 24, 4); \
   XSERV_FIELD(SampleRow, top_k, 28, 4); \
-  static_assert(sizeof(SampleRow) == 32, "SampleRow has another size in Rust")
+  XSERV_FIELD(SampleRow, typical_p, 32, 4); \
+  XSERV_FIELD(SampleRow, reserved, 36, 4); \
+  static_assert(sizeof(SampleRow) == 40, "SampleRow has another size in Rust")
 
 #define XSERV_LAYOUT_SampleArgs \
   XSERV_FIELD(SampleArgs, logits, 0, 8); \

@@ -31,6 +31,7 @@ const SMALL_ALLOCATIONS_BYTES: usize = 2 << 20;
 /// Reads the headers of the model, with its weights as the options want them.
 pub(super) fn read_headers(path: &str, options: &EngineOptions) -> Result<ModelHeaders> {
     let format = options.weights.format(options.weights_group_size)?;
+    let embeddings = options.embeddings.embeddings_format()?;
     let mut headers = if options.random_weights {
         Model::read_config_alone(path)?
     } else {
@@ -38,6 +39,9 @@ pub(super) fn read_headers(path: &str, options: &EngineOptions) -> Result<ModelH
     };
     if let Some(format) = format {
         headers.quantise(format);
+    }
+    if let Some(format) = embeddings {
+        headers.quantise_tokens(format);
     }
     Ok(headers)
 }

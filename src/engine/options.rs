@@ -30,6 +30,8 @@ pub struct EngineOptions {
     pub weights: WeightStorage,
     /// The inputs that share a scale in weights quantised at load; 0: 32 for 4 bits, 128 for 8.
     pub weights_group_size: usize,
+    /// What the embedding and the output matrix are kept as: not as 4 bits.
+    pub embeddings: WeightStorage,
     /// Threads of the kernels; 0: one for each core.
     pub num_threads: usize,
     /// Map weight files instead of reading them.

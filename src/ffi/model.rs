@@ -142,14 +142,25 @@ pub struct xserv_load_options {
     /// XSERV_WEIGHTS_INT4, 128 with XSERV_WEIGHTS_INT8. Smaller groups are closer to the original and take
     /// more memory.
     pub weights_group_size: u32,
+    /// An xserv_weights: whether the embedding and the output matrix (lm_head) are quantised while they are
+    /// read, whatever weights says of the layers; default XSERV_WEIGHTS_AS_STORED. XSERV_WEIGHTS_INT8 keeps
+    /// them in 8 bits with a scale for every 128 inputs of a row, in half the memory of bf16. One matrix
+    /// serves both where the two are tied. An output matrix that is stored quantised is kept so.
+    /// XSERV_WEIGHTS_INT4 is refused.
+    pub embeddings: u32,
+    /// Unused, 0.
+    pub reserved: u32,
 }
 
 // SAFETY: repr(C), struct_size first, integers, pointers and nullable function pointers; a caller
 // who passes a function pointer that is none breaks the contract of that field.
 unsafe impl GrowingStruct for xserv_load_options {
-    const SIZES: &'static [usize] = &[104, 112];
+    const SIZES: &'static [usize] = &[104, 120];
     const NAME: &'static str = "xserv_load_options";
     const HOW: &'static str = "fill it with xserv_load_options_default()";
+    fn is_reserved_zero(&self) -> bool {
+        self.reserved == 0
+    }
     fn defaults() -> Self {
         xserv_load_options {
             struct_size: size_of::<Self>(),
@@ -173,6 +184,8 @@ unsafe impl GrowingStruct for xserv_load_options {
             log_user_data: std::ptr::null_mut(),
             weights: xserv_weights::XSERV_WEIGHTS_AS_STORED as u32,
             weights_group_size: 0,
+            embeddings: xserv_weights::XSERV_WEIGHTS_AS_STORED as u32,
+            reserved: 0,
         }
     }
 }
@@ -345,12 +358,12 @@ pub(super) fn dtype_code(dtype: DType) -> u32 {
     }
 }
 
-fn weights_option(value: u32) -> Result<WeightStorage> {
+fn weights_option(value: u32, name: &str) -> Result<WeightStorage> {
     match value {
         v if v == xserv_weights::XSERV_WEIGHTS_AS_STORED as u32 => Ok(WeightStorage::AsStored),
         v if v == xserv_weights::XSERV_WEIGHTS_INT8 as u32 => Ok(WeightStorage::Int8),
         v if v == xserv_weights::XSERV_WEIGHTS_INT4 as u32 => Ok(WeightStorage::Int4),
-        v => Err(Error::invalid_argument(format!("options.weights is {v}, not an xserv_weights"))),
+        v => Err(Error::invalid_argument(format!("options.{name} is {v}, not an xserv_weights"))),
     }
 }
 
@@ -372,8 +385,9 @@ pub(super) fn engine_options(options: &xserv_load_options) -> Result<EngineOptio
         device_index: options.device_index,
         dtype: dtype_option(options.dtype)?,
         num_threads: options.num_threads as usize,
-        weights: weights_option(options.weights)?,
+        weights: weights_option(options.weights, "weights")?,
         weights_group_size: options.weights_group_size as usize,
+        embeddings: weights_option(options.embeddings, "embeddings")?,
         map_files: super::guard::flag(options.map_files, "options.map_files")?,
         max_context_tokens: options.max_context_tokens,
         kv_cache_tokens: options.kv_cache_tokens,

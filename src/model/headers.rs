@@ -48,6 +48,14 @@ impl ModelHeaders {
         self.presumed.quantise(format);
     }
 
+    /// Has the embedding and the output matrix quantised while they are read, once if they are one.
+    pub fn quantise_tokens(&mut self, format: QuantFormat) {
+        self.presumed.quantise_tokens(format);
+        if let Some(output) = &mut self.stored_output {
+            output.quantise(format);
+        }
+    }
+
     /// Decides whether the embedding is the output matrix.
     ///
     /// Where both are stored although the config declares them tied, reads them up to the first difference (to

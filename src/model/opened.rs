@@ -10,7 +10,7 @@ use super::folder::Folder;
 use super::load::{self, LoadOptions, Loader};
 use super::loaded::{Compute, CpuModel, Model};
 use super::memory_needs::MemoryNeeds;
-use super::workspace::Workspace;
+use super::workspace::{WeightForms, Workspace};
 use crate::backend::cpu::CpuBackend;
 use crate::backend::ComputeContext;
 use crate::error::{Error, ErrorKind, Result};
@@ -52,6 +52,11 @@ impl ModelFolder {
         self.plan.quantise(format);
     }
 
+    /// Has the embedding and the output matrix quantised while they are read.
+    pub(super) fn quantise_tokens(&mut self, format: QuantFormat) {
+        self.plan.quantise_tokens(format);
+    }
+
     /// The element type that [`LoadOptions::dtype`] `None` stands for.
     pub fn stored_dtype(&self) -> Result<DType> {
         Ok(self.plan.totals()?.stored_dtype())
@@ -85,9 +90,12 @@ impl ModelFolder {
         num_logits_rows: usize,
     ) -> Result<MemoryNeeds> {
         let config = &self.config;
-        let forms = self.plan.weight_forms()?;
+        let forms = WeightForms {
+            layers: &self.plan.weight_forms()?,
+            output: self.plan.tokens.output().form(),
+        };
         let workspace =
-            Workspace::bytes_for(config, dtype, &forms, num_threads, num_tokens, num_logits_rows);
+            Workspace::bytes_for(config, dtype, forms, num_threads, num_tokens, num_logits_rows);
         Ok(MemoryNeeds {
             weights_bytes: self.weights_bytes(dtype)?,
             workspace_bytes: workspace as u64,

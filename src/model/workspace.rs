@@ -31,6 +31,15 @@ pub struct Workspace {
     host_steps: HostSteps,
 }
 
+/// In what forms the matrices of a model are multiplied on the CPU.
+#[derive(Clone, Copy, Debug)]
+pub struct WeightForms<'a> {
+    /// Those of the layers, each once.
+    pub layers: &'a [WeightForm],
+    /// That of the output matrix.
+    pub output: WeightForm,
+}
+
 /// The buffers cut to the size of one pass, all row-major.
 pub(super) struct Activations<'a> {
     /// `[num_tokens, hidden_size]`, the residual stream.
@@ -128,7 +137,7 @@ impl Workspace {
     pub fn bytes_for(
         config: &ModelConfig,
         dtype: DType,
-        forms: &[WeightForm],
+        forms: WeightForms<'_>,
         num_threads: usize,
         num_tokens: usize,
         num_logits_rows: usize,
@@ -138,13 +147,13 @@ impl Workspace {
             .map(|(rows, columns)| rows.saturating_mul(*columns).saturating_mul(4))
             .fold(0, usize::saturating_add);
         let widest = [config.hidden_size, config.q_size(), config.intermediate_size];
-        let products = forms.iter().flat_map(|&form| {
+        let products = forms.layers.iter().flat_map(|&form| {
             widest.map(|in_features| LinearCall { num_tokens, in_features, form })
         });
         let output = LinearCall {
             num_tokens: num_logits_rows,
             in_features: config.hidden_size,
-            form: WeightForm::Dense,
+            form: forms.output,
         };
         let calls = products.chain([output]);
         let linear = LinearScratch::bytes_for(dtype, Isa::detect(), num_threads, calls);

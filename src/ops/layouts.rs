@@ -11,7 +11,8 @@ use crate::ops::linear::{
     cuda_quantised_many, cuda_skinny,
 };
 use crate::ops::{
-    adjust_logits, gemm, kv_cache, qk_norm_rope_append, quantised, rms_norm, rope, sample,
+    adjust_logits, embedding, gemm, kv_cache, qk_norm_rope_append, quantised, rms_norm, rope,
+    sample,
 };
 use std::fmt::Write as _;
 use std::path::Path;
@@ -39,6 +40,7 @@ fn layouts() -> Vec<Layout> {
         attention::FusedArgs::layout(),
         attention::OutputProjection::layout(),
         attention::FusedProjectArgs::layout(),
+        embedding::cuda_quantised::EmbeddingQuantisedParams::layout(),
         gemm::GemmParams::layout(),
         gemm::GemvParams::layout(),
         gemm::SimtGemmParams::layout(),

@@ -10,18 +10,18 @@
 //! | operator | forms (files) | C functions | test |
 //! |---|---|---|---|
 //! | [`activation`] | `cpu` typed slices; `cuda` tensors; `cuda_rounded` GELU rounded after each step | `xserv_op_gelu`, `xserv_op_gelu_tanh`, `xserv_op_silu` | `tests/ops/activation.rs` |
-//! | [`adjust_logits`] | `cpu` a row of f32; `cuda` rows of f32 |  | `tests/ops/adjust_logits.rs` |
+//! | [`adjust_logits`] | `cpu` a row of f32, changed or masked; `cuda` rows of f32, and masks while rows become f32 |  | `tests/ops/adjust_logits.rs` |
 //! | [`argmax`] | `cpu` typed slices; `cpu_checked` f32 rows that must be numbers; `cuda` tensors | `xserv_op_argmax` | `tests/ops/argmax.rs` |
 //! | [`attention`] | `cpu_naive`, `cpu_flash` typed slices, through `cpu`; `cpu_paged` the paged cache of the CPU, both with `cpu_online_softmax` or, in tiles, `cpu_online_tiles`; `cuda_naive`, `cuda_flash`, `cuda_flash_wgmma`, `cuda_split_kv` tensors, through `choice` and `cuda`, with `cuda_params`; `cuda_fused`, `cuda_fused_project` one new token a sequence, rounded after each step; `plan` which of them serve a model; `layouts` the structs of the kernels, for the tests | `xserv_op_attention` | `tests/ops/attention/` |
 //! | [`copy`] | `mod` both devices | `xserv_op_copy` | `tests/ops/copy.rs` |
 //! | [`elementwise`] | `cpu` typed slices; `cuda` tensors; `binary` names the functions | `xserv_op_add`, `xserv_op_mul`, `xserv_op_cast` | `tests/ops/elementwise.rs` |
-//! | [`embedding`] | `cpu` typed slices; `cpu_packed` packed weights; `cuda` tensors; `cuda_chosen` tokens that the step before chose | `xserv_op_embedding` | `tests/ops/embedding.rs` |
+//! | [`embedding`] | `cpu` typed slices; `cpu_packed` packed weights; `cuda` tensors; `cuda_chosen` tokens that the step before chose, `cuda_quantised` in a quantised table | `xserv_op_embedding` | `tests/ops/embedding.rs` |
 //! | [`fill`] | `cpu` typed slices and bytes of files; `cuda` tensors |  | `tests/ops/fill.rs` |
 //! | [`gemm`] | `cpu`, `cpu_gemv` typed slices, with `cpu_scale`; `options` what a caller may ask for; `cuda` tensors, through `choice` and `layout`; `backward` gradients | `xserv_op_gemm`, `xserv_op_gemm_backward` | `tests/ops/gemm/` |
 //! | [`grad_check`] | `mod` on the host | `xserv_grad_check` | `tests/ops/grad_check.rs` |
 //! | [`kv_cache`] | `layout` the blocks of the CPU; `cpu` appends to them; `cuda` appends; `cuda_swap` blocks to the host and back |  | `tests/ops/kv_cache.rs` |
 //! | [`layer_norm`] | `cpu` typed slices; `cuda` tensors | `xserv_op_layer_norm` | `tests/ops/layer_norm.rs` |
-//! | [`linear`] | `cpu`, `cpu_quantised`, `cpu_integers` packed weights, with `host_matrix`; `cuda_gemv`, `cuda_gemv_mma` one or two tokens; `cuda_skinny` up to 128 tokens; `cuda_prefill`, `cuda_prefill_heads` more; `cuda_quantised` any number with quantised weights, `cuda_quantised_few` up to 16 and `cuda_quantised_many` more on Hopper, with `cuda_quantised_blocks`; `cuda_fp8` any number with activations in FP8, `cuda_fp8_many` many on Hopper; all of these rounded after each step; `plan` which of them serve a model, with `matrix` and `residual` |  | `tests/ops/linear/` |
+//! | [`linear`] | `cpu`, `cpu_quantised`, `cpu_integers`, `cpu_integer_rows`, `cpu_integer_tiles` packed weights, with `host_matrix`; `cuda_gemv`, `cuda_gemv_mma` one or two tokens; `cuda_skinny` up to 128 tokens; `cuda_prefill`, `cuda_prefill_heads` more; `cuda_quantised` any number with quantised weights, `cuda_quantised_few` up to 16 and `cuda_quantised_many` more on Hopper, with `cuda_quantised_blocks`, `cuda_numbers` by the numbers of such weights; `cuda_fp8` any number with activations in FP8, `cuda_fp8_many` many on Hopper; all of these rounded after each step; `plan` which of them serve a model, with `matrix` and `residual` |  | `tests/ops/linear/` |
 //! | [`log_probs`] | `cpu` a row of f32; `cuda` tensors |  | `tests/ops/log_probs.rs` |
 //! | [`qk_norm_rope_append`] | `mod` on a GPU, rounded after each step |  | `tests/ops/qk_norm_rope_append.rs` |
 //! | [`quantised`] | `format` what is stored; `matrix` rows on the host; `quantise` makes them; `panels` the order in which the CPU reads them; `tiles` the order in which kernels read them; `activations` activations in FP8, `cuda_activations` on a GPU; `cuda` tiles on a GPU as dense rows |  | `tests/ops/quantised/` |

@@ -53,6 +53,40 @@ fn random_weights_need_a_config_alone() {
     assert_eq!(load(dir.path(), &wrong).err(), Some(xserv_status::XSERV_STATUS_INVALID_ARGUMENT));
 }
 
+/// Whatever the layers are kept as: less memory, as planned, and tokens that are drawn from it.
+#[test]
+fn embeddings_in_8_bits_take_the_memory_that_was_planned() {
+    let bytes = |weights, embeddings| {
+        let options = xserv_load_options { weights, embeddings, ..load_options() };
+        let model = load(&tiny(), &options).expect("a model");
+        let mut plan: xserv_memory_plan = unsafe { std::mem::zeroed() };
+        plan.struct_size = size_of::<xserv_memory_plan>();
+        let path = CString::new(tiny().to_str().unwrap()).unwrap();
+        check(unsafe { xserv_plan(path.as_ptr(), &options, &mut plan) }).unwrap();
+        let info = model.info();
+        let planned = (plan.weights_bytes, plan.workspace_bytes);
+        assert_eq!((info.weights_bytes, info.workspace_bytes), planned);
+        let request = xserv_request { ignore_eos: 1, ..greedy(&[1, 2, 3], 5) };
+        assert_eq!(model.generate(&request).unwrap().ids.len(), 5);
+        info.weights_bytes
+    };
+    for weights in 0..3 {
+        assert!(bytes(weights, 1) < bytes(weights, 0), "weights {weights}");
+    }
+    let refused = |options| {
+        assert_eq!(
+            load(&tiny(), &options).err(),
+            Some(xserv_status::XSERV_STATUS_INVALID_ARGUMENT)
+        );
+        last_error()
+    };
+    for (embeddings, said) in [(2, "int8"), (3, "embeddings is 3"), (u32::MAX, "embeddings is 4")] {
+        let message = refused(xserv_load_options { embeddings, ..load_options() });
+        assert!(message.contains(said), "{message}");
+    }
+    refused(xserv_load_options { reserved: 1, ..load_options() });
+}
+
 #[test]
 fn devices_that_are_not_there_are_refused() {
     let none = Some(xserv_status::XSERV_STATUS_NO_DEVICE);

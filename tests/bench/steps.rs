@@ -3,7 +3,7 @@
 //! ```text
 //! cargo bench --bench steps -- FOLDER [--random] [--decode 1x512,32x4096] [--prefill 512,2048] [--steps 64]
 //!     [--profile] [--draw TEMPERATURE,TOP_K,TOP_P] [--deterministic] [--f16] [--cpu THREADS] [--read-gbs N]
-//!     [--tflops N] [--json] [--weights int8|int4] [--group-size N]
+//!     [--tflops N] [--json] [--weights int8|int4] [--group-size N] [--embeddings int8]
 //! ```
 //!
 //! `--random` reads config.json alone: the GPU fills its memory with random weights, so a shape of 32B is timed without
@@ -48,6 +48,7 @@ struct Options {
     random: bool,
     weights: WeightStorage,
     group_size: usize,
+    embeddings: WeightStorage,
     /// Threads of the CPU, where the model is to be there.
     cpu_threads: Option<usize>,
     decode: Vec<(usize, usize)>,
@@ -72,6 +73,7 @@ fn options() -> Option<Options> {
         random: false,
         weights: WeightStorage::AsStored,
         group_size: 0,
+        embeddings: WeightStorage::AsStored,
         cpu_threads: None,
         decode: vec![(1, 512), (1, 4096)],
         prefill: vec![512, 2048],
@@ -101,6 +103,7 @@ fn options() -> Option<Options> {
                     top_k: parts.next()?.parse().ok()?,
                     top_p: parts.next()?.parse().ok()?,
                     min_p: 0.0,
+                    typical_p: 1.0,
                     seed: 1,
                     index: 0,
                 });
@@ -110,6 +113,12 @@ fn options() -> Option<Options> {
                 options.weights = match args.next()?.as_str() {
                     "int8" => WeightStorage::Int8,
                     "int4" => WeightStorage::Int4,
+                    _ => return None,
+                }
+            }
+            "--embeddings" => {
+                options.embeddings = match args.next()?.as_str() {
+                    "int8" => WeightStorage::Int8,
                     _ => return None,
                 }
             }
@@ -189,6 +198,9 @@ fn load(options: &Options) -> Option<Model> {
     let mut headers = headers.expect("a folder");
     if let Some(format) = options.weights.format(options.group_size).expect("a group size") {
         headers.quantise(format);
+    }
+    if let Some(format) = options.embeddings.embeddings_format().expect("a format") {
+        headers.quantise_tokens(format);
     }
     let folder = headers.settle(None, &mut |_| true).expect("a folder");
     let load_options = LoadOptions {

@@ -563,7 +563,7 @@ static void check_submitting(const std::string &path, xserv::Model &model) {
   // Freeing the model ends what was submitted.
   std::vector<xserv::Submission> left;
   {
-    xserv::Model other(path, xserv::LoadOptions().max_batch_size(2).prefix_cache(false));
+    xserv::Model other(path, xserv::LoadOptions().max_batch_size(2).prefix_cache(false).embeddings(XSERV_WEIGHTS_INT8));
     auto open = xserv::Request::from_prompt("Once").ignore_eos(true);
     for (int i = 0; i < 5; i++) left.push_back(other.submit(open));
   }

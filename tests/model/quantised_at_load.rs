@@ -2,10 +2,13 @@
 
 use std::sync::Arc;
 
+use serde_json::json;
 use xserv::backend::cpu::CpuBackend;
 use xserv::error::{ErrorKind, Result};
 use xserv::memory::DType;
 use xserv::model::{LoadOptions, Model, ModelFolder, PassLimits, WeightStorage};
+use xserv::ops::common::packed_matrix::PackedMatrix;
+use xserv::ops::quantised::{Code, QuantisedPanels};
 
 use crate::driver::{argmax, bits, cuda_context, load, Driver};
 use crate::files::{Family, Store, TempDir, TestModel};
@@ -14,6 +17,7 @@ use crate::packing;
 use crate::quantised_models::relative_rms;
 
 const TRAINED: &str = "tiny-qwen3";
+const AS_STORED: WeightStorage = WeightStorage::AsStored;
 const INT8: WeightStorage = WeightStorage::Int8;
 const INT4: WeightStorage = WeightStorage::Int4;
 /// Bars on the difference of logits, relative to the root of their mean square: of a trained model, and of random
@@ -22,9 +26,22 @@ const INT8_BARS: [f64; 2] = [0.02, 0.02];
 const INT4_BARS: [f64; 2] = [0.15, 0.30];
 
 fn open(path: &str, weights: WeightStorage, group_size: usize) -> Result<ModelFolder> {
+    open_both(path, weights, group_size, WeightStorage::AsStored)
+}
+
+/// The same with the matrices of tokens as `embeddings` says.
+fn open_both(
+    path: &str,
+    weights: WeightStorage,
+    group_size: usize,
+    embeddings: WeightStorage,
+) -> Result<ModelFolder> {
     let mut headers = Model::read_headers(path)?;
     if let Some(format) = weights.format(group_size)? {
         headers.quantise(format);
+    }
+    if let Some(format) = embeddings.embeddings_format()? {
+        headers.quantise_tokens(format);
     }
     headers.settle(None, &mut |_| true)
 }
@@ -33,11 +50,12 @@ fn quantised(
     path: &str,
     dtype: DType,
     weights: WeightStorage,
+    embeddings: WeightStorage,
     num_threads: usize,
 ) -> Result<Model> {
     let backend = Arc::new(CpuBackend::new(num_threads)?);
     let options = LoadOptions { dtype: Some(dtype), ..LoadOptions::default() };
-    open(path, weights, 0)?.load(backend, &options, &mut |_| true)
+    open_both(path, weights, 0, embeddings)?.load(backend, &options, &mut |_| true)
 }
 
 /// The repository's model with a prompt of its kind, and made ones; two have rows that are no whole groups.
@@ -59,17 +77,28 @@ fn models() -> Vec<(&'static str, TempDir, Vec<u32>)> {
     found
 }
 
+/// What is quantised: the layers, the matrices of tokens, and both.
+const CHOICES: [(WeightStorage, WeightStorage); 5] =
+    [(INT8, AS_STORED), (INT4, AS_STORED), (AS_STORED, INT8), (INT8, INT8), (INT4, INT8)];
+
+/// The bar on the difference of logits.
+fn bar_of(weights: WeightStorage, name: &str) -> f64 {
+    let bars = if weights == INT4 { INT4_BARS } else { INT8_BARS };
+    bars[usize::from(name != TRAINED)]
+}
+
 #[test]
 fn quantised_logits_are_close_to_those_of_the_numbers() {
     for (name, dir, prompt) in models() {
         let logits = |model: &Model| Driver::new(model, 8).logits(&prompt, usize::MAX);
         let want = logits(&load(dir.str(), Some(DType::F32), 2));
-        for (weights, bars) in [(INT8, INT8_BARS), (INT4, INT4_BARS)] {
-            let bar = bars[usize::from(name != TRAINED)];
-            let model = quantised(dir.str(), DType::F32, weights, 2).expect("a model");
+        for (weights, embeddings) in CHOICES {
+            let bar = bar_of(weights, name);
+            let model = quantised(dir.str(), DType::F32, weights, embeddings, 2).expect("a model");
             let off = relative_rms(&logits(&model), &want);
-            println!("{name}, {weights:?}: logits differ by {:.2} %", 100.0 * off);
-            assert!(off > 1e-5 && off < bar, "{name}, {weights:?}: {off:.2e} (bar {bar})");
+            let what = format!("{name}, {weights:?}, embeddings {embeddings:?}");
+            println!("{what}: logits differ by {:.2} %", 100.0 * off);
+            assert!(off > 1e-5 && off < bar, "{what}: {off:.2e} (bar {bar})");
         }
     }
 }
@@ -82,30 +111,24 @@ fn quantised_logits_on_cuda_are_close_to_those_of_the_numbers() {
     for (name, dir, prompt) in models() {
         let logits = |model: &Model| Driver::new(model, 8).logits(&prompt, usize::MAX);
         let want = logits(&load(dir.str(), Some(DType::F32), 2));
-        for (weights, bars) in [(INT8, INT8_BARS), (INT4, INT4_BARS)] {
-            let bar = bars[usize::from(name != TRAINED)];
+        for (weights, embeddings) in CHOICES {
+            let bar = bar_of(weights, name);
             // What bf16 loses comes on top.
             for (dtype, more) in [(DType::F32, 0.0), (DType::BF16, 0.03)] {
+                let what = format!("{name}, {weights:?}, embeddings {embeddings:?}, {dtype}");
                 let context = cuda_context().expect("there is a device");
                 let options = LoadOptions { dtype: Some(dtype), ..LoadOptions::default() };
                 let backend = CpuBackend::new(2).expect("threads");
-                let folder = open(dir.str(), weights, 0).expect("a folder");
+                let folder = open_both(dir.str(), weights, 0, embeddings).expect("a folder");
                 let limits = PassLimits::of_tokens(folder.config(), 64);
                 let plan = folder.device_plan(dtype, &limits, false).expect("a plan");
                 let model = folder
                     .load_on_device(context, &backend, &options, &mut |_| true)
-                    .unwrap_or_else(|e| panic!("{name}, {weights:?}, {dtype}: {e}"));
-                assert_eq!(
-                    plan.weights_bytes,
-                    model.weights_bytes(),
-                    "{name}, {weights:?}, {dtype}"
-                );
+                    .unwrap_or_else(|e| panic!("{what}: {e}"));
+                assert_eq!(plan.weights_bytes, model.weights_bytes(), "{what}");
                 let off = relative_rms(&logits(&model), &want);
-                println!(
-                    "{name}, {weights:?} on CUDA, {dtype}: logits differ by {:.2} %",
-                    100.0 * off
-                );
-                assert!(off < bar + more, "{name}, {weights:?} on CUDA, {dtype}: {off:.2e}");
+                println!("{what} on CUDA: logits differ by {:.2} %", 100.0 * off);
+                assert!(off < bar + more, "{what} on CUDA: {off:.2e}");
             }
         }
     }
@@ -114,24 +137,61 @@ fn quantised_logits_on_cuda_are_close_to_those_of_the_numbers() {
 #[test]
 fn any_number_of_threads_makes_the_same_bits_in_the_memory_that_was_planned() {
     for (name, dir, prompt) in models() {
-        for weights in [INT8, INT4] {
-            let folder = open(dir.str(), weights, 0).expect("a folder");
+        for (weights, embeddings) in CHOICES {
+            let what = format!("{name}, {weights:?}, embeddings {embeddings:?}");
+            let folder = open_both(dir.str(), weights, 0, embeddings).expect("a folder");
             let planned = folder.weights_bytes(DType::F32).expect("a plan");
             let as_stored = Model::open(dir.str()).expect("a folder");
-            assert!(planned < as_stored.weights_bytes(DType::F32).expect("a plan"), "{name}");
+            assert!(planned < as_stored.weights_bytes(DType::F32).expect("a plan"), "{what}");
             let mut first = None;
             for num_threads in [1, 2, 5] {
-                let model =
-                    quantised(dir.str(), DType::F32, weights, num_threads).expect("a model");
-                assert_eq!(planned, model.weights_bytes(), "{name}, {weights:?}");
+                let model = quantised(dir.str(), DType::F32, weights, embeddings, num_threads)
+                    .expect("a model");
+                assert_eq!(planned, model.weights_bytes(), "{what}");
                 let got = bits(&Driver::new(&model, 8).logits(&prompt, usize::MAX));
                 assert!(
                     *first.get_or_insert_with(|| got.clone()) == got,
-                    "{name}, {weights:?}: other bits with {num_threads} threads"
+                    "{what}: other bits with {num_threads} threads"
                 );
             }
         }
     }
+}
+
+/// One matrix in 8 bits serves both where the two are tied, and two where they are not, also where the
+/// config says that they are tied and the files hold two that differ.
+#[test]
+fn embeddings_are_quantised_once_if_they_are_tied() {
+    let bytes = |folder: &ModelFolder| folder.weights_bytes(DType::F32).expect("a plan");
+    let format = INT8.embeddings_format().expect("a format").expect("one");
+    for (is_declared, has_output, matrices) in [(true, false, 1), (true, true, 2), (false, true, 2)]
+    {
+        let mut model = TestModel::wide_qwen3(3);
+        model.config["tie_word_embeddings"] = json!(is_declared);
+        model.tensors.retain(|tensor| has_output || tensor.name != "lm_head.weight");
+        let &[vocab_size, width] = model.tensor("model.embed_tokens.weight").shape.as_slice()
+        else {
+            panic!("an embedding is a matrix");
+        };
+        let dir = model.write(Store::F32);
+        let whole = open(dir.str(), AS_STORED, 0).expect("a folder");
+        let small = open_both(dir.str(), AS_STORED, 0, INT8).expect("a folder");
+        let dense = PackedMatrix::bytes_for(vocab_size, width, DType::F32).expect("a size");
+        let packed = QuantisedPanels::bytes_for(vocab_size, width, &format, false).expect("a size");
+        let saved = (matrices * (dense - packed)) as u64;
+        let what = format!("declared tied: {is_declared}, both stored: {has_output}");
+        assert_eq!(bytes(&whole) - bytes(&small), saved, "{what}");
+    }
+}
+
+#[test]
+fn embeddings_of_four_bits_are_refused() {
+    assert_eq!(AS_STORED.embeddings_format().expect("nothing to do"), None);
+    let format = INT8.embeddings_format().expect("a format").expect("one");
+    assert_eq!((format.code, format.group_size), (Code::Int8, 128));
+    let error = INT4.embeddings_format().expect_err("must be refused");
+    assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+    assert!(error.message().contains("int8"), "{error}");
 }
 
 #[test]
@@ -169,7 +229,7 @@ fn numbers_that_are_not_finite_are_refused() {
             let dir = model.write(Store::BF16);
             for weights in [INT8, INT4] {
                 let error =
-                    quantised(dir.str(), DType::F32, weights, 2).expect_err("must be refused");
+                    quantised(dir.str(), DType::F32, weights, AS_STORED, 2).expect_err("refused");
                 assert_eq!(error.kind(), ErrorKind::InvalidFile, "{error}");
                 for words in [name, "not finite"] {
                     assert!(error.message().contains(words), "{error} does not say {words}");
@@ -211,15 +271,18 @@ fn a_trained_model_keeps_its_tokens() {
         rows
     };
     let want = all(&load(path, Some(DType::BF16), 2));
-    for (weights, group_size, least_agreement, most_divergence) in [
-        (INT8, 128, 0.97, 1e-3),
-        (INT4, 32, 0.90, 0.05),
-        (INT4, 64, 0.88, 0.08),
-        (INT4, 128, 0.85, 0.1),
+    for (weights, group_size, embeddings, least_agreement, most_divergence) in [
+        (INT8, 128, AS_STORED, 0.97, 1e-3),
+        (INT4, 32, AS_STORED, 0.90, 0.05),
+        (INT4, 64, AS_STORED, 0.88, 0.08),
+        (INT4, 128, AS_STORED, 0.85, 0.1),
+        (AS_STORED, 0, INT8, 0.97, 1e-3),
+        (INT8, 128, INT8, 0.97, 1e-3),
+        (INT4, 32, INT8, 0.90, 0.05),
     ] {
         let backend = Arc::new(CpuBackend::new(2).expect("threads"));
         let options = LoadOptions { dtype: Some(DType::BF16), ..LoadOptions::default() };
-        let model = open(path, weights, group_size)
+        let model = open_both(path, weights, group_size, embeddings)
             .and_then(|folder| folder.load(backend, &options, &mut |_| true))
             .expect("a model");
         let got = all(&model);
@@ -235,7 +298,8 @@ fn a_trained_model_keeps_its_tokens() {
             / want.len() as f64;
         let agreement = agreed as f64 / want.len() as f64;
         println!(
-            "{weights:?} in groups of {group_size}: {agreed} of {} likeliest tokens ({:.1} %), KL {divergence:.5}",
+            "{weights:?} in groups of {group_size}, embeddings {embeddings:?}: {agreed} of {} likeliest tokens \
+             ({:.1} %), KL {divergence:.5}",
             want.len(),
             100.0 * agreement
         );

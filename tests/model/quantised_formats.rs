@@ -28,12 +28,14 @@ fn all_formats_are_what_their_writers_say() {
         group_size,
         has_zeros,
         scale,
+        quantises_inputs: false,
     };
     let int8 = |group_size, has_zeros, scale| QuantFormat {
         code: Code::Int8,
         group_size,
         has_zeros,
         scale,
+        quantises_inputs: false,
     };
     let fp8 = |group_size, scale| QuantFormat {
         code: Code::Fp8,

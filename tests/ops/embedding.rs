@@ -1,17 +1,23 @@
-//! Rows of a table: slices of all types, packed weights, tensors, and rows of tokens that a device
-//! has chosen.
+//! Rows of a table: slices of all types, packed weights, tensors, rows of tokens that a device has
+//! chosen, and tables that are quantised.
 
-use crate::support::device::{cuda_context, Bench};
+use crate::quantised::{random_matrix, upload_tiles};
+use crate::support::device::{cuda_context, round, Bench};
 use crate::support::tensors::*;
 use crate::support::typed::{for_storage, normals, values, Typed};
 use crate::support::{
     assert_same_bits, backends, golden, reference, rounded_all, to_bytes, Guarded, Random, DTYPES,
 };
 use xserv::ffi::*;
+use xserv::memory::DType;
 use xserv::ops::common::packed_matrix::PackedMatrix;
 use xserv::ops::common::storage::Storage;
 use xserv::ops::embedding::cuda_chosen::embedding_chosen;
+use xserv::ops::embedding::cuda_quantised::embedding_quantised;
 use xserv::ops::embedding::{cpu, cpu_packed};
+use xserv::ops::quantised::cuda::QuantisedTiles;
+use xserv::ops::quantised::tiles::TileLayout;
+use xserv::ops::quantised::{Code, QuantFormat, QuantisedMatrix, QuantisedPanels};
 
 for_storage!(slices);
 
@@ -62,6 +68,155 @@ fn packed_weights() {
                 cpu_packed::embedding(&backend, &matrix, &[3, 131], &mut vec![0.0; 2 * width])
                     .unwrap_err();
             assert!(error.message().contains("131"), "{error}");
+        }
+    }
+}
+
+/// Formats of tables, with groups that divide rows and that do not.
+fn table_formats() -> Vec<QuantFormat> {
+    let mut formats = Vec::new();
+    for code in [Code::Int4, Code::Int8, Code::Fp8] {
+        for (group_size, scale) in
+            [(32, DType::BF16), (128, DType::F16), (20, DType::F32), (usize::MAX, DType::F32)]
+        {
+            for has_zeros in [false, true] {
+                if !has_zeros || code != Code::Fp8 {
+                    formats.push(QuantFormat {
+                        code,
+                        group_size,
+                        has_zeros,
+                        scale,
+                        quantises_inputs: false,
+                    });
+                }
+            }
+        }
+    }
+    formats
+}
+
+/// The numbers of a table in f64: `(code - zero) * scale`, rounded to f32 as the operators say.
+fn table_numbers(matrix: &QuantisedMatrix) -> Vec<f64> {
+    let mut numbers = vec![0.0; matrix.out_features * matrix.in_features];
+    for (row, numbers) in numbers.chunks_exact_mut(matrix.in_features).enumerate() {
+        for (place, number) in numbers.iter_mut().enumerate() {
+            let (scale, zero) = matrix.group(row, place / matrix.format.group_size);
+            let code = matrix.code(row, place);
+            let value = match matrix.format.code {
+                Code::Int4 | Code::Int8 => f64::from(code) - f64::from(zero),
+                Code::Fp8 => {
+                    let (exponent, mantissa) = (i32::from(code >> 3 & 15), f64::from(code & 7));
+                    let size = match exponent {
+                        0 => mantissa / 8.0 * 2f64.powi(-6),
+                        _ => (1.0 + mantissa / 8.0) * 2f64.powi(exponent - 7),
+                    };
+                    if code & 0x80 != 0 {
+                        -size
+                    } else {
+                        size
+                    }
+                }
+            };
+            *number = f64::from((value * f64::from(scale)) as f32);
+        }
+    }
+    numbers
+}
+
+#[test]
+fn packed_weights_that_are_quantised() {
+    let mut random = Random::new(6);
+    for backend in backends(&[1, 2]) {
+        for format in table_formats() {
+            for (vocab_size, width) in [(131, 77), (3, 8), (200, 256)] {
+                let matrix = random_matrix(&mut random, vocab_size, width, format, 0.5);
+                let numbers = table_numbers(&matrix);
+                let panels = QuantisedPanels::pack(&backend, &matrix).expect("memory");
+                for num_tokens in [0, 1, 33, 300] {
+                    let ids: Vec<u32> =
+                        (0..num_tokens).map(|_| random.below(vocab_size) as u32).collect();
+                    let mut out = Guarded::new(num_tokens * width);
+                    cpu_packed::embedding_quantised(&backend, &panels, &ids, out.get()).unwrap();
+                    let places: Vec<usize> = ids.iter().map(|&id| id as usize).collect();
+                    let want = reference::embedding(&numbers, width, &places);
+                    let want: Vec<f32> = want.iter().map(|&x| x as f32).collect();
+                    assert_same_bits("embedding", out.checked("embedding"), &want);
+                }
+                let ids = [0, vocab_size as u32];
+                let mut out = vec![0.0; 2 * width];
+                let error =
+                    cpu_packed::embedding_quantised(&backend, &panels, &ids, &mut out).unwrap_err();
+                assert!(error.message().contains(&format!("id {vocab_size} ")), "{error}");
+                let mut short = vec![0.0; width + 1];
+                cpu_packed::embedding_quantised(&backend, &panels, &[0], &mut short)
+                    .expect_err("another length");
+            }
+        }
+    }
+}
+
+/// As `chosen_tokens_on_cuda`, in tables of every format; the last tile has rows that are none.
+#[test]
+fn chosen_tokens_in_a_quantised_table_on_cuda() {
+    let Some(context) = cuda_context() else { return };
+    for dtype in DTYPES {
+        for format in table_formats() {
+            for width in [8, 77, 200, 1024, 5120] {
+                let mut bench = Bench::with_room(&context, dtype, width as u64, 16 << 20);
+                let vocab_size = 131;
+                let matrix = random_matrix(&mut bench.random, vocab_size, width, format, 0.5);
+                let numbers: Vec<f64> =
+                    table_numbers(&matrix).iter().map(|&x| round(dtype, x)).collect();
+                let layout = TileLayout::new(vocab_size, width, format, false).expect("a layout");
+                let memory = upload_tiles(&mut bench, &layout, &matrix);
+                let table = QuantisedTiles::new(layout, &memory).expect("tiles");
+                let ids = bench.ids(&[130, 0, 7, 1 << 30, 8, 12, 16]);
+                let sources = bench.ids(&[-1, -1, 3, 0, -1, 2, -1]);
+                let chosen = bench.ids(&[55, 1, -1, 127]);
+                let out = bench.poisoned(&[7, width]);
+                embedding_quantised(&context, &table, &ids, &sources, &chosen, &out)
+                    .expect("the operator");
+                context.synchronize().expect("no fault");
+                let want = reference::embedding(&numbers, width, &[130, 0, 127, 55, 8, 0, 16]);
+                assert_eq!(bench.read(&out), want, "{dtype} {format:?} rows of {width}");
+            }
+        }
+    }
+}
+
+/// An id outside a quantised table is reported, and its row is zero.
+#[test]
+fn chosen_tokens_outside_a_quantised_table_on_cuda() {
+    let Some(context) = cuda_context() else { return };
+    let format = QuantFormat {
+        code: Code::Int8,
+        group_size: 128,
+        has_zeros: false,
+        scale: DType::BF16,
+        quantises_inputs: false,
+    };
+    for dtype in DTYPES {
+        for (id, source, token) in [(10, -1, 3), (-2, -1, 3), (0, 1, 10), (0, 1, i32::MAX)] {
+            let mut bench = Bench::new(&context, dtype, 1);
+            let matrix = random_matrix(&mut bench.random, 10, 64, format, 1.0);
+            let layout = TileLayout::new(10, 64, format, false).expect("a layout");
+            let memory = upload_tiles(&mut bench, &layout, &matrix);
+            let table = QuantisedTiles::new(layout, &memory).expect("tiles");
+            let ids = bench.ids(&[9, id, 4]);
+            let sources = bench.ids(&[-1, source, -1]);
+            let chosen = bench.ids(&[2, token]);
+            let out = bench.poisoned(&[3, 64]);
+            embedding_quantised(&context, &table, &ids, &sources, &chosen, &out)
+                .expect("the operator");
+            let what = format!("{dtype} id {id}, source {source}, token {token}");
+            assert!(context.synchronize().is_err(), "{what}: not reported");
+            context.synchronize().expect("reported once");
+            let got = bench.read(&out);
+            assert_eq!(&got[64..128], [0.0; 64], "{what}");
+            assert!(got[..64].iter().any(|&x| x != 0.0) && got[128..].iter().any(|&x| x != 0.0));
+            let other = bench.poisoned(&[3, 65]);
+            embedding_quantised(&context, &table, &ids, &sources, &chosen, &other)
+                .expect_err("another width");
         }
     }
 }

@@ -1,17 +1,15 @@
 // Makes the first rows of the residual stream of a step: hidden[t] = table[id(t)], where the host knows
 // the token already, or the step before has just chosen it.
-//   ids, sources: [num_tokens]; sources[t] is kFromBatch, or a row of `chosen`
+//   ids, sources: [num_tokens]: see chosen.cuh
 //   hidden: [num_tokens, width], table: [vocab_size, width], in units of 16 bytes or of two
-// An id outside the vocabulary is reported and gives zeros; a row without a token (its logits were not
-// finite; the host ends that sequence) takes token 0. One block per token.
+// An id outside the vocabulary is reported and gives zeros. One block per token.
 #include <stdint.h>
 
 #include "common/fault.cuh"
 #include "common/pdl.cuh"
+#include "ops/embedding/chosen.cuh"
 
 namespace xserv {
-
-constexpr unsigned kFromBatch = 0xffffffffu, kNoToken = 0xffffffffu;
 
 template <typename Unit>
 __device__ __forceinline__ void embedding_chosen(Unit* hidden, const Unit* table, const unsigned* ids,
@@ -20,9 +18,7 @@ __device__ __forceinline__ void embedding_chosen(Unit* hidden, const Unit* table
   dependency_launch();
   dependency_wait();
   const int64_t token = blockIdx.x;
-  const unsigned source = sources[token];
-  unsigned id = source == kFromBatch ? ids[token] : chosen[source];
-  if (source != kFromBatch && id == kNoToken) id = 0;
+  const unsigned id = chosen_id(ids, sources, chosen, token);
   const bool is_valid = id < vocab_size;
   if (!is_valid && threadIdx.x == 0) report_fault(fault, kFaultTokenId, token, id);
   const Unit* row = table + (is_valid ? static_cast<int64_t>(id) * width : 0);

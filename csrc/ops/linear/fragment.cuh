@@ -27,11 +27,13 @@ __device__ __forceinline__ float rounded(float value) {
 }
 
 // Where a lane's part of a fragment of D^T (16 rows, 8 tokens) goes: after the transposition a lane has
-// one token and two neighbouring columns; for plain and residual also the two columns 8 further.
+// one token and two neighbouring columns; for plain and residual also the two columns 8 further. Where rows of out
+// have an odd number of columns, they are stored one by one.
 template <typename T, Epilogue kEpilogue>
 struct Fragment {
   T* out;
-  int num_columns;  // how many of the two groups of columns exist (0 to 2)
+  int num_columns;  // how many columns exist from the first on; 0 or less: none
+  bool are_pairs;   // whether columns exist two at a time, and begin at multiples of two elements
   const T* bias;    // that of row lane / 4, or null
   int num_biases;   // how many of the rows lane / 4 and lane / 4 + 8 exist
 
@@ -46,18 +48,38 @@ struct Fragment {
     const int column = row / kRowsOfColumn + (lane & 3) * 2;
     token += lane >> 2;
     out = static_cast<T*>(p.out) + token * p.ldo + column;
-    num_columns = token < p.num_tokens ? (column < end) + (column + 8 < end) : 0;
+    num_columns = token < p.num_tokens ? end - column : 0;
+    are_pairs = ((p.n | p.ldo) & 1) == 0;
     row += lane >> 2;
     bias = kEpilogue == Epilogue::kPlain && p.bias != nullptr ? static_cast<const T*>(p.bias) + row : nullptr;
     num_biases = (row < p.n) + (row + 8 < p.n);
   }
 
+  // Two columns from `first` on.
+  __device__ __forceinline__ uint32_t load_pair(int first) const {
+    uint32_t pair = 0;
+    if (are_pairs) {
+      if (num_columns > first) pair = *reinterpret_cast<const uint32_t*>(out + first);
+    } else {
+      const uint16_t* columns = reinterpret_cast<const uint16_t*>(out + first);
+      if (num_columns > first) pair = columns[0];
+      if (num_columns > first + 1) pair |= static_cast<uint32_t>(columns[1]) << 16;
+    }
+    return pair;
+  }
+  __device__ __forceinline__ void store_pair(int first, uint32_t pair) const {
+    if (are_pairs) {
+      if (num_columns > first) *reinterpret_cast<uint32_t*>(out + first) = pair;
+    } else {
+      uint16_t* columns = reinterpret_cast<uint16_t*>(out + first);
+      if (num_columns > first) columns[0] = static_cast<uint16_t>(pair);
+      if (num_columns > first + 1) columns[1] = static_cast<uint16_t>(pair >> 16);
+    }
+  }
+
   __device__ __forceinline__ uint2 load() const {
     uint2 old = make_uint2(0, 0);
-    if constexpr (kEpilogue == Epilogue::kResidual) {
-      if (num_columns > 0) old.x = *reinterpret_cast<const uint32_t*>(out);
-      if (num_columns > 1) old.y = *reinterpret_cast<const uint32_t*>(out + 8);
-    }
+    if constexpr (kEpilogue == Epilogue::kResidual) old = make_uint2(load_pair(0), load_pair(8));
     return old;
   }
 
@@ -76,7 +98,7 @@ struct Fragment {
   __device__ __forceinline__ void store(float4 sum, uint2 old) const {
     if constexpr (kEpilogue == Epilogue::kSwiglu) {
       const uint32_t value = transposed(pack_pair<T>(gated(sum.x, sum.z), gated(sum.y, sum.w)));
-      if (num_columns > 0) *reinterpret_cast<uint32_t*>(out) = value;
+      store_pair(0, value);
     } else {
       if (kEpilogue == Epilogue::kPlain && bias != nullptr) {
         const float first = num_biases > 0 ? to_float(bias[0]) : 0.0f;
@@ -88,8 +110,8 @@ struct Fragment {
         low = add(old.x, low);
         high = add(old.y, high);
       }
-      if (num_columns > 0) *reinterpret_cast<uint32_t*>(out) = low;
-      if (num_columns > 1) *reinterpret_cast<uint32_t*>(out + 8) = high;
+      store_pair(0, low);
+      store_pair(8, high);
     }
   }
 };

@@ -4,7 +4,7 @@
 // to T.
 #include "common/dtype.cuh"
 #include "common/layouts.cuh"
-#include "ops/quantised/decode.cuh"
+#include "ops/quantised/number.cuh"
 
 namespace xserv {
 
@@ -28,34 +28,25 @@ struct DequantiseParams {
 };
 XSERV_LAYOUT_DequantiseParams;
 
-__device__ __forceinline__ float fp8_value(uint32_t code) {
-  // The bits of a small f32, which differs by a power of 2.
-  const float magnitude = (code & 0x7f) == 0x7f ? __uint_as_float(0x7fc00000u)
-                                                : __uint_as_float((code & 0x7f) << 20) * 0x1p120f;
-  return code & 0x80 ? -magnitude : magnitude;
-}
-
-__device__ __forceinline__ float scale_at(const void* scales, int64_t index, ScaleType type) {
-  if (type == ScaleType::kF32) return static_cast<const float*>(scales)[index];
-  if (type == ScaleType::kF16) return to_float(static_cast<const __half*>(scales)[index]);
-  return to_float(static_cast<const __nv_bfloat16*>(scales)[index]);
-}
-
 // Stores eight numbers of a row, those that it has.
 template <typename T>
 __device__ __forceinline__ void store_eight(const DequantiseParams& p, int64_t out_row, int input,
-                                            const Vec<T, 16 / sizeof(T)> (&values)[8 * sizeof(T) / 16]) {
+                                            const T (&values)[8]) {
   T* out = static_cast<T*>(p.out) + out_row * p.k + input;
+  constexpr int kVector = 16 / sizeof(T);
   if (p.k % 8 == 0) {
     if (input >= p.k) return;
 #pragma unroll
-    for (int i = 0; i < 8 * static_cast<int>(sizeof(T)) / 16; ++i) {
-      reinterpret_cast<Vec<T, 16 / sizeof(T)>*>(out)[i] = values[i];
+    for (int i = 0; i < 8 / kVector; ++i) {
+      Vec<T, kVector> vector;
+#pragma unroll
+      for (int e = 0; e < kVector; ++e) vector[e] = values[i * kVector + e];
+      reinterpret_cast<Vec<T, kVector>*>(out)[i] = vector;
     }
   } else {
 #pragma unroll
     for (int e = 0; e < 8; ++e) {
-      if (input + e < p.k) out[e] = values[e * sizeof(T) / 16][e % (16 / sizeof(T))];
+      if (input + e < p.k) out[e] = values[e];
     }
   }
 }
@@ -91,12 +82,12 @@ __device__ __forceinline__ void dequantise_group(const DequantiseParams& p, cons
     const int64_t out_row = first + second * static_cast<int64_t>(p.pair_rows) - p.first_row;
     if (out_row < 0 || out_row >= p.num_rows) continue;
     const float factor = second ? scale.y : scale.x;
-    Vec<T, 16 / sizeof(T)> values[8 * sizeof(T) / 16];
+    T values[8];
 #pragma unroll
     for (int e = 0; e < 8; ++e) {
       const uint32_t pair = a[e / 4][second + e % 4 / 2 * 2];
       const float number = __uint_as_float(e % 2 ? pair & 0xffff0000u : pair << 16);
-      values[e * sizeof(T) / 16][e % (16 / sizeof(T))] = from_float<T>(__fmul_rn(number, factor));
+      values[e] = from_float<T>(__fmul_rn(number, factor));
     }
     store_eight(p, out_row, input, values);
   }
@@ -112,14 +103,8 @@ __device__ __forceinline__ void dequantise(const DequantiseParams& p) {
   const int row = lane >> 2;
   const char* codes =
       static_cast<const char*>(p.codes) + (tile * p.num_chunks + chunk) * static_cast<int64_t>(is_int4 ? 512 : 1024);
-  uint32_t words[4] = {};
-  if (is_int4) {
-    const uint2 v = *reinterpret_cast<const uint2*>(codes + lane * 16 + half * 8);
-    words[0] = v.x, words[1] = v.y;
-  } else {
-    const uint4 v = *reinterpret_cast<const uint4*>(codes + half * 512 + lane * 16);
-    words[0] = v.x, words[1] = v.y, words[2] = v.z, words[3] = v.w;
-  }
+  uint32_t words[4];
+  load_eight(codes, lane, half, is_int4, words);
   const int input = chunk * 64 + half * 32 + (lane & 3) * 8;
   const int64_t first = tile * p.tile_rows + row;
   if (first >= p.pairs_end) return;
@@ -135,24 +120,9 @@ __device__ __forceinline__ void dequantise(const DequantiseParams& p) {
   for (int second = 0; second < 2; ++second) {
     const int64_t out_row = first + second * static_cast<int64_t>(p.pair_rows) - p.first_row;
     if (out_row < 0 || out_row >= p.num_rows) continue;
-    int group = input / p.group_size, left = p.group_size - input % p.group_size;
-    float scale = 0.0f;
-    int zero = 0;
-    Vec<T, 16 / sizeof(T)> values[8 * sizeof(T) / 16];
-#pragma unroll
-    for (int e = 0; e < 8; ++e) {
-      if (e == 0 || left == 0) {
-        if (left == 0) ++group, left = p.group_size;
-        const int64_t index = (tile * p.num_groups + min(group, p.num_groups - 1)) * 16 + row * 2 + second;
-        scale = scale_at(p.scales, index, static_cast<ScaleType>(p.scale_type));
-        zero = p.zeros != nullptr ? static_cast<const unsigned char*>(p.zeros)[index] : is_int4 ? 8 : 128;
-      }
-      --left;
-      const uint32_t code = is_int4 ? words[e / 4] >> (4 * (second + e % 4 / 2 * 2 + e % 2 * 4)) & 15
-                                    : words[e / 2] >> (8 * (second + e % 2 * 2)) & 255;
-      const float value = code_type == Code::kFp8 ? fp8_value(code) : static_cast<float>(static_cast<int>(code) - zero);
-      values[e * sizeof(T) / 16][e % (16 / sizeof(T))] = from_float<T>(__fmul_rn(value, scale));
-    }
+    T values[8];
+    eight_numbers(values, words, second, input, code_type, p.scales, static_cast<ScaleType>(p.scale_type), p.zeros,
+                  tile * p.num_groups * 16 + row * 2 + second, p.num_groups, p.group_size);
     store_eight(p, out_row, input, values);
   }
 }

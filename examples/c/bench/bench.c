@@ -378,6 +378,8 @@ int run_bench(const char *name, int argc, char **argv) {
        "what the layers' matrices are kept as (stored)", 0, 0},
       {"--group-size", "N", OPTION_UINT32, &load->weights_group_size,
        "inputs that share a scale in weights quantised at load", 0, 1 << 20},
+      {"--embeddings", "stored|int8", OPTION_CHOICE, &load->embeddings,
+       "what the embedding and the output matrix are kept as (stored)", 0, 0},
       {"--random", NULL, OPTION_FLAG, &all.random, "random weights: MODEL needs a config.json alone", 0, 0},
       {0},
   };

@@ -16,6 +16,8 @@ void load_arguments_begin(load_arguments *self) {
        "what the layers' matrices are kept as (stored: as the\nfiles have them; the others are quantised at load)", 0, 0},
       {"--group-size", "N", OPTION_UINT32, &options->weights_group_size,
        "inputs that share a scale in weights quantised at load\n(0: 32 with int4, 128 with int8)", 0, 1 << 20},
+      {"--embeddings", "stored|int8", OPTION_CHOICE, &options->embeddings,
+       "what the embedding and the output matrix are kept as\n(stored: as the files have them)", 0, 0},
       {"--threads", "N", OPTION_UINT32, &options->num_threads, "threads of the CPU (0: one for each core)", 0, 1024},
       {"--max-memory", "SIZE", OPTION_SIZE, &options->max_memory_bytes,
        "the most memory for weights, work space and KV cache:\n500M, 8G or 8GiB in units of 1024, 8GB of 1000", 0, 0},

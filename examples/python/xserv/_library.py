@@ -31,6 +31,7 @@ NO_TOKEN = 0xFFFFFFFF
 LOGITS_LAST, LOGITS_ALL = 0, 1
 DEVICES = {"cpu": 0, "cuda": 1, "auto": 2}
 WEIGHTS = {"as stored": 0, "int8": 1, "int4": 2}
+EMBEDDINGS = {"as stored": 0, "int8": 1}
 DTYPES = {"auto": 0, "f32": 1, "f16": 2, "bf16": 3}
 LOG_LEVELS = {1: "warning", 2: "info", 3: "debug"}
 FINISH_REASONS = {
@@ -102,6 +103,8 @@ class LoadOptions(Structure):
         ("log_user_data", c_void_p),
         ("weights", c_uint32),
         ("weights_group_size", c_uint32),
+        ("embeddings", c_uint32),
+        ("reserved", c_uint32),
     ]
 
 

@@ -57,6 +57,7 @@ Path = Union[str, "os.PathLike[str]"]
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "f32", "f16", "bf16"]
 Weights = Literal["as stored", "int8", "int4"]
+Embeddings = Literal["as stored", "int8"]
 _T = TypeVar("_T")
 
 _DEVICE_NAMES = {number: name for name, number in c.DEVICES.items()}
@@ -315,13 +316,19 @@ def inspect(path: Path) -> Inspection:
 
 
 def _load_options(
-    device: str, dtype: str, weights: str, flags: Mapping[str, bool], numbers: Mapping[str, int]
+    device: str,
+    dtype: str,
+    weights: str,
+    embeddings: str,
+    flags: Mapping[str, bool],
+    numbers: Mapping[str, int],
 ) -> c.LoadOptions:
     options = c.LoadOptions()
     library.xserv_load_options_init(byref(options), sizeof(options))
     options.device_kind = choice(c.DEVICES, device, "device")
     options.dtype = choice(c.DTYPES, dtype, "dtype")
     options.weights = choice(c.WEIGHTS, weights, "weights")
+    options.embeddings = choice(c.EMBEDDINGS, embeddings, "embeddings")
     for name, flag in flags.items():
         setattr(options, name, flag)
     for name, number in numbers.items():
@@ -337,6 +344,7 @@ def plan(
     dtype: Dtype = "auto",
     weights: Weights = "as stored",
     weights_group_size: int = 0,
+    embeddings: Embeddings = "as stored",
     num_threads: int = 0,
     max_context_tokens: int = 0,
     kv_cache_tokens: int = 0,
@@ -362,7 +370,7 @@ def plan(
         max_prefill_tokens=max_prefill_tokens, max_batch_size=max_batch_size,
         weights_group_size=weights_group_size,
     )  # fmt: skip
-    options = _load_options(device, dtype, weights, flags, numbers)
+    options = _load_options(device, dtype, weights, embeddings, flags, numbers)
     found = c.MemoryPlan(struct_size=sizeof(c.MemoryPlan))
     check(library.xserv_plan(_path(path), byref(options), byref(found)))
     return _dataclass_from(MemoryPlan, found)
@@ -584,9 +592,11 @@ class Model(NotCopyable):
         type that is stored.
     weights: what the matrices of the layers are kept as: "as stored" (default; folders whose weights are quantised
         keep them so), or "int8" or "int4", to which numbers of 32 and 16 bits are brought while they are read.
-        Embeddings, the output matrix, norms and biases stay as stored.
+        Norms and biases stay as stored.
     weights_group_size: the inputs that share a scale in weights quantised at load, a multiple of 32; 0 (default):
         32 with "int4", 128 with "int8".
+    embeddings: what the embedding and the output matrix are kept as, whatever weights says of the layers: "as stored"
+        (default), or "int8", with a scale for every 128 inputs.
     num_threads: threads of the CPU's kernels, at most 1024; 0 (default): one for each core that the process may
         run on. Results do not depend on it.
     map_files: map the weight files while they are read, instead of reading them. A file that another process
@@ -631,6 +641,7 @@ class Model(NotCopyable):
         dtype: Dtype = "auto",
         weights: Weights = "as stored",
         weights_group_size: int = 0,
+        embeddings: Embeddings = "as stored",
         num_threads: int = 0,
         map_files: bool = False,
         max_context_tokens: int = 0,
@@ -655,7 +666,7 @@ class Model(NotCopyable):
             max_prefill_tokens=max_prefill_tokens, max_swap_bytes=max_swap_bytes,
             weights_group_size=weights_group_size,
         )  # fmt: skip
-        options = _load_options(device, dtype, weights, flags, numbers)
+        options = _load_options(device, dtype, weights, embeddings, flags, numbers)
 
         raised: List[BaseException] = []
         interrupted = threading.Event()

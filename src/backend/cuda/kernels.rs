@@ -115,6 +115,9 @@ kernels! {
     "adjust_logits/adjust_logits" {
         ADJUST_LOGITS "xserv_adjust_logits";
     }
+    "adjust_logits/mask_logits" {
+        MASK_LOGITS "xserv_mask_logits" f32 f16 bf16;
+    }
     "argmax/argmax" {
         ARGMAX_I32 "xserv_argmax_i32" f32 f16 bf16;
         ARGMAX_I64 "xserv_argmax_i64" f32 f16 bf16;
@@ -206,6 +209,9 @@ kernels! {
         EMBEDDING_I64_B16 "xserv_embedding_i64_b16";
         EMBEDDING_I64_B2 "xserv_embedding_i64_b2";
         EMBEDDING_I64_B4 "xserv_embedding_i64_b4";
+    }
+    "embedding/quantised" {
+        EMBEDDING_QUANTISED "xserv_embedding_quantised" f32 f16 bf16;
     }
     "fill/fill" {
         FILL "xserv_fill" f32 f16 bf16;

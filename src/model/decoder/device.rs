@@ -18,11 +18,13 @@ use crate::ops::activation::cuda_rounded::gelu_tanh;
 use crate::ops::attention::{attention, AttentionOptions, AttentionPlan, DecodeSequences};
 use crate::ops::elementwise::add;
 use crate::ops::embedding::cuda_chosen::embedding_chosen;
+use crate::ops::embedding::cuda_quantised::embedding_quantised;
 use crate::ops::embedding::embedding;
 use crate::ops::kv_cache::cuda::kv_cache_append;
 use crate::ops::kv_cache::KvSlots;
-use crate::ops::linear::{Layer, LinearPass, Matrix, Norm, ResidualStream};
+use crate::ops::linear::{Layer, LinearPass, Matrix, Norm, ResidualStream, WeightFormat};
 use crate::ops::qk_norm_rope_append::{qk_norm_rope_append, QkNormRope, QkNorms};
+use crate::ops::quantised::cuda::QuantisedTiles;
 
 type DeviceBlock = Block<Matrix, DeviceTensor>;
 
@@ -140,7 +142,7 @@ impl DevicePass<'_> {
     pub fn run(&self, kv: &KvCache, workspace: &DeviceWorkspace) -> Result<Option<Activations>> {
         let weights = &self.model.weights;
         let mut act = self.activations(workspace, self.num_tokens())?;
-        self.embed(weights.tokens.embedding.dense_data()?, workspace, &act)?;
+        self.embed(&weights.tokens.embedding, workspace, &act)?;
         if let Some(table) = &weights.position_embedding {
             self.add_positions(table, &act)?;
         }
@@ -212,23 +214,19 @@ impl DevicePass<'_> {
     }
 
     /// Copies the tokens' rows of `table` `[vocab_size, hidden_size]` to the residual stream.
-    fn embed(
-        &self,
-        table: &DeviceTensor,
-        workspace: &DeviceWorkspace,
-        act: &Activations,
-    ) -> Result<()> {
-        let DeviceRecord { token_ids, token_sources, .. } = self.record;
-        let chosen = &workspace.steps.chosen;
+    fn embed(&self, table: &Matrix, workspace: &DeviceWorkspace, act: &Activations) -> Result<()> {
+        let DeviceRecord { token_ids: ids, token_sources: sources, .. } = self.record;
+        let (chosen, hidden) = (&workspace.steps.chosen, &act.stream.hidden);
         self.cuda.begin_marks()?;
-        embedding_chosen(
-            self.context,
-            table,
-            token_ids,
-            token_sources,
-            chosen,
-            &act.stream.hidden,
-        )?;
+        match table.format() {
+            WeightFormat::Dense(_) => {
+                embedding_chosen(self.context, table.dense_data()?, ids, sources, chosen, hidden)?
+            }
+            WeightFormat::Quantised(layout) => {
+                let tiles = QuantisedTiles::new(layout, table.data())?;
+                embedding_quantised(self.context, &tiles, ids, sources, chosen, hidden)?
+            }
+        }
         self.cuda.mark("embedding", 0, 0.0)
     }
 

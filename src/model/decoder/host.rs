@@ -11,7 +11,7 @@ use crate::model::step::{RowsOut, ScoresOut, TokenLogProb, TokenScore, MAX_TOP_L
 use crate::model::workspace::{Activations, Workspace};
 use crate::ops::activation::cpu::{activation_in_place, Activation};
 use crate::ops::attention::cpu_paged::{attention, AttentionBatch};
-use crate::ops::embedding::cpu_packed::embedding;
+use crate::ops::embedding::cpu_packed::{embedding, embedding_quantised};
 use crate::ops::kv_cache::cpu::kv_cache_append;
 use crate::ops::layer_norm::cpu::layer_norm;
 use crate::ops::linear::cpu::{linear, linear_silu_mul, LinearScratch, Store};
@@ -191,8 +191,13 @@ impl Decoder<HostMatrix, Vec<f32>> {
         rope_table: Option<&RopeTable>,
         out: RowsOut<'_>,
     ) -> Result<()> {
-        let table = self.tokens.embedding.dense()?;
-        embedding(pass.backend, table, pass.batch.token_ids, pass.act.hidden)?;
+        let (token_ids, hidden) = (pass.batch.token_ids, &mut *pass.act.hidden);
+        match &self.tokens.embedding {
+            HostMatrix::Dense(table) => embedding(pass.backend, table, token_ids, hidden)?,
+            HostMatrix::Quantised(table) => {
+                embedding_quantised(pass.backend, table, token_ids, hidden)?
+            }
+        }
         if let Some(table) = &self.position_embedding {
             pass.add_positions(table)?;
         }

@@ -24,8 +24,12 @@ fn all_products<'a>(
         MlpKind::Gated => Epilogue::SwiGlu,
         MlpKind::Plain => Epilogue::Store,
     };
-    let output =
-        Product { weight: weights.tokens.output(), has_bias: false, epilogue: Epilogue::Store };
+    let output = Product {
+        weight: weights.tokens.output(),
+        has_bias: false,
+        epilogue: Epilogue::Store,
+        is_output: true,
+    };
     let blocks = weights.blocks.iter().flat_map(move |block| {
         let (up, down) = block.mlp.layers();
         let products = [
@@ -38,6 +42,7 @@ fn all_products<'a>(
             weight: &layer.weight,
             has_bias: layer.bias.is_some(),
             epilogue,
+            is_output: false,
         })
     });
     std::iter::once(output).chain(blocks)
@@ -87,6 +92,7 @@ impl<'a> DeviceModelLoad<'a> {
                 hidden_size: config.hidden_size,
                 intermediate_size: config.intermediate_size,
                 has_rms_norms: config.norm == NormKind::Rms,
+                dtype,
             };
             let products = all_products(config, weights);
             let linear =

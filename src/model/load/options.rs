@@ -18,8 +18,8 @@ pub struct LoadOptions {
     pub deterministic: bool,
 }
 
-/// What the matrices of the layers are kept as. Embeddings, the output matrix, norms and biases stay
-/// as they are.
+/// What the matrices of the layers are kept as, or the embedding and the output matrix. Norms and
+/// biases stay as they are.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum WeightStorage {
     /// As the files have them.
@@ -61,5 +61,16 @@ impl WeightStorage {
             )));
         }
         Ok(Some(quantised_format(code, group_size)))
+    }
+
+    /// Returns the format of the embedding and the output matrix, if they are quantised: to 8 bits,
+    /// since 4 would cost more than they save.
+    pub fn embeddings_format(self) -> Result<Option<QuantFormat>> {
+        match self {
+            WeightStorage::AsStored | WeightStorage::Int8 => self.format(0),
+            WeightStorage::Int4 => Err(Error::invalid_argument(
+                "embeddings is int4, but embeddings are kept as stored or as int8",
+            )),
+        }
     }
 }

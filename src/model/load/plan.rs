@@ -49,12 +49,7 @@ impl DecoderPlan {
     pub fn weight_forms(&self) -> Result<Vec<WeightForm>> {
         let mut forms = try_with_capacity(self.layer_matrices().count(), "the forms of weights")?;
         for matrix in self.layer_matrices() {
-            let form = match matrix.quantised {
-                Some(format) => {
-                    WeightForm::Quantised { format, is_ordered: matrix.may_be_ordered() }
-                }
-                None => WeightForm::Dense,
-            };
+            let form = matrix.form();
             if !forms.contains(&form) {
                 forms.push(form);
             }
@@ -70,10 +65,17 @@ impl DecoderPlan {
                 MlpWeights::Plain { up, down } => (up, down),
             };
             for layer in [&mut block.attention.qkv, &mut block.attention.output, up, down] {
-                if !layer.weight.is_stored_quantised() {
-                    layer.weight.quantised.get_or_insert(format);
-                }
+                layer.weight.quantise(format);
             }
+        }
+    }
+
+    /// The same of the embedding and the output matrix.
+    pub fn quantise_tokens(&mut self, format: QuantFormat) {
+        let TokenMatrices { embedding, output } = &mut self.tokens;
+        embedding.quantise(format);
+        if let Some(output) = output {
+            output.quantise(format);
         }
     }
 }
@@ -127,18 +129,10 @@ impl<'a> Planner<'a> {
 
     /// A matrix of tensors `[out_features, in_features]` stacked by rows, which may be quantised.
     pub fn rows(&mut self, parts: &[(String, usize)], in_features: usize) -> Result<MatrixPlan> {
-        let mut plan = self.stacked(parts, in_features, self.quantisation)?;
-        plan.quantised = match (self.quantisation, parts) {
-            (Some(config), [(name, _), ..]) if self.checkpoint.is_random() => {
-                let module = name.strip_suffix(".weight").unwrap_or(name);
-                config.scheme(module)?.map(|scheme| scheme.usual_format())
-            }
-            _ => self.common_format(&plan),
-        };
-        Ok(plan)
+        self.stacked(parts, in_features, self.quantisation)
     }
 
-    /// The same, kept dense. Parts may be stored as `quantisation` says.
+    /// The same, where `quantisation` says what may be quantised.
     fn stacked(
         &mut self,
         parts: &[(String, usize)],
@@ -159,6 +153,13 @@ impl<'a> Planner<'a> {
             plan.parts.push(MatrixPart { source, out_features: *out_features });
             plan.out_features += out_features;
         }
+        plan.quantised = match (quantisation, parts) {
+            (Some(config), [(name, _), ..]) if self.checkpoint.is_random() => {
+                let module = name.strip_suffix(".weight").unwrap_or(name);
+                config.scheme(module)?.map(|scheme| scheme.usual_format())
+            }
+            _ => plan.stored_format(),
+        };
         Ok(plan)
     }
 
@@ -213,7 +214,7 @@ impl<'a> Planner<'a> {
         let has_output = self.checkpoint.contains(OUTPUT);
         let swapped = tied && has_output && !self.checkpoint.contains(embedding_name);
         // An embedding is no linear layer, whatever a config says of those, and is stored dense. The
-        // output matrix may be quantised, and becomes dense.
+        // output matrix may be quantised.
         let mut plan = |name: &str| {
             let quantisation = self.quantisation.filter(|_| name == OUTPUT);
             self.stacked(&[(name.to_owned(), vocab_size)], hidden_size, quantisation)
@@ -244,21 +245,6 @@ impl<'a> Planner<'a> {
             }
         }
         self.tensor(name, &[out_features, in_features]).map(PartSource::Dense)
-    }
-
-    /// The format in which a matrix is kept; `None` if any of its parts is dense, or if they differ in
-    /// more than the type of their scales and whether they have zeros: then all of them become dense.
-    fn common_format(&self, plan: &MatrixPlan) -> Option<QuantFormat> {
-        let mut common: Option<QuantFormat> = None;
-        for part in &plan.parts {
-            let PartSource::Quantised(module) = &part.source else { return None };
-            let format = module.format;
-            common = Some(match common {
-                None => format,
-                Some(other) => other.with(&format, plan.in_features)?,
-            });
-        }
-        common
     }
 
     fn tensor(&mut self, name: &str, shape: &[usize]) -> Result<Tensor> {

@@ -3,6 +3,7 @@
 use crate::error::{Error, Result};
 use crate::model::checkpoint::Tensor;
 use crate::model::quantised::QuantModule;
+use crate::ops::linear::cpu::WeightForm;
 use crate::ops::linear::{MatrixLayout, ShardAxis};
 use crate::ops::quantised::QuantFormat;
 
@@ -91,6 +92,36 @@ impl MatrixPlan {
             PartSource::Dense(_) => false,
             PartSource::Quantised(module) => module.may_be_ordered(),
         })
+    }
+
+    /// The format in which all parts are stored; `None` if any of them is dense, or if they differ in
+    /// more than the type of their scales and whether they have zeros: then all of them become dense.
+    pub fn stored_format(&self) -> Option<QuantFormat> {
+        let mut common: Option<QuantFormat> = None;
+        for part in &self.parts {
+            let PartSource::Quantised(module) = &part.source else { return None };
+            let format = module.format;
+            common = Some(match common {
+                None => format,
+                Some(other) => other.with(&format, self.in_features)?,
+            });
+        }
+        common
+    }
+
+    /// Has the matrix brought into `format`, unless it is stored quantised.
+    pub fn quantise(&mut self, format: QuantFormat) {
+        if !self.is_stored_quantised() {
+            self.quantised.get_or_insert(format);
+        }
+    }
+
+    /// In what form it is multiplied on the CPU.
+    pub fn form(&self) -> WeightForm {
+        match self.quantised {
+            Some(format) => WeightForm::Quantised { format, is_ordered: self.may_be_ordered() },
+            None => WeightForm::Dense,
+        }
     }
 
     /// The bytes to read from the files.

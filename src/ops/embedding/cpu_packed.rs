@@ -1,8 +1,9 @@
-//! Embedding lookup: `out[i] = table[token_ids[i]]`, exact.
+//! Embedding lookup: `out[i] = table[token_ids[i]]`, exact, from matrices in the layout of products.
 
 use crate::backend::cpu::CpuBackend;
 use crate::error::{Error, Result};
 use crate::ops::common::packed_matrix::PackedMatrix;
+use crate::ops::quantised::QuantisedPanels;
 
 /// Writes row `token_ids[i]` of `table` [vocab_size, hidden_size] to row i of `out`
 /// [num_tokens, hidden_size].
@@ -12,8 +13,31 @@ pub fn embedding(
     token_ids: &[u32],
     out: &mut [f32],
 ) -> Result<()> {
-    let hidden_size = table.in_features();
-    let vocab_size = table.out_features();
+    rows(backend, [table.out_features(), table.in_features()], token_ids, out, |id, row| {
+        table.row_to_f32(id, row)
+    })
+}
+
+/// The same with a table that is quantised.
+pub fn embedding_quantised(
+    backend: &CpuBackend,
+    table: &QuantisedPanels,
+    token_ids: &[u32],
+    out: &mut [f32],
+) -> Result<()> {
+    rows(backend, [table.out_features(), table.in_features()], token_ids, out, |id, row| {
+        table.row_to_f32(id, row)
+    })
+}
+
+/// Has `read` write row `token_ids[i]` of a table [vocab_size, hidden_size] to row i of `out`.
+fn rows(
+    backend: &CpuBackend,
+    [vocab_size, hidden_size]: [usize; 2],
+    token_ids: &[u32],
+    out: &mut [f32],
+    read: impl Fn(usize, &mut [f32]) -> Result<()> + Sync,
+) -> Result<()> {
     if token_ids.len().checked_mul(hidden_size) != Some(out.len()) {
         return Err(Error::internal(format!(
             "embedding: {} tokens of {hidden_size} values into {}",
@@ -29,7 +53,7 @@ pub fn embedding(
     backend.parallel_rows(out, hidden_size, |first, rows| {
         for (row, id) in rows.chunks_exact_mut(hidden_size).zip(&token_ids[first..]) {
             // This cannot fail: id and length were checked above.
-            let _ = table.row_to_f32(*id as usize, row);
+            let _ = read(*id as usize, row);
         }
     })
 }

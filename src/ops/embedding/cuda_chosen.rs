@@ -7,6 +7,18 @@ use crate::error::{Error, Result};
 use crate::memory::{ElementType, Tensor};
 use crate::ops::common::contiguous::{check, cuda, float, matrix_size};
 
+/// Checks what says which tokens these are; see [`embedding_chosen`].
+pub(super) fn check_tokens(
+    num_tokens: u32,
+    ids: &Tensor,
+    sources: &Tensor,
+    chosen: &Tensor,
+) -> Result<()> {
+    check("ids", ids, ElementType::I32, &[num_tokens.into()])?;
+    check("sources", sources, ElementType::I32, &[num_tokens.into()])?;
+    check("chosen", chosen, ElementType::I32, &[chosen.num_elements()])
+}
+
 /// Computes `out[t] = table[id(t)]`, where `id(t)` is the token `chosen[sources[t]]` where the
 /// source is not `u32::MAX`, and otherwise `ids[t]`. A token that was not chosen counts as 0.
 ///
@@ -23,9 +35,7 @@ pub fn embedding_chosen(
     let (dtype, (num_tokens, width)) = (float("out", out)?, matrix_size("out", out)?);
     let (vocab_size, _) = matrix_size("table", table)?;
     check("table", table, out.element(), &[vocab_size.into(), width.into()])?;
-    check("ids", ids, ElementType::I32, &[num_tokens.into()])?;
-    check("sources", sources, ElementType::I32, &[num_tokens.into()])?;
-    check("chosen", chosen, ElementType::I32, &[chosen.num_elements()])?;
+    check_tokens(num_tokens, ids, sources, chosen)?;
     if out.is_empty() {
         return Ok(());
     }

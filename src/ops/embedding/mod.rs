@@ -7,6 +7,7 @@ pub mod cpu;
 pub mod cpu_packed;
 mod cuda;
 pub mod cuda_chosen;
+pub mod cuda_quantised;
 
 use self::cuda::on_cuda;
 use crate::backend::{ComputeContext, ContextBackend};

@@ -223,15 +223,13 @@ pub fn max_quantised_tokens(has_many: bool, layout: &TileLayout) -> usize {
     }
 }
 
-/// Whether the kernels of this file can multiply by a weight: in_features and the columns of the
-/// result are multiples of 8, and groups are multiples of 32 inputs or whole rows.
+/// Whether the kernels of this file can multiply by a weight: in_features is a multiple of 8, and
+/// groups are multiples of 32 inputs or whole rows.
 pub fn is_quantised_weight(layout: &TileLayout) -> bool {
     let (rows, k) = (layout.out_features(), layout.in_features());
-    let columns = if layout.is_gated() { rows / 2 } else { rows };
     let num_groups = layout.num_tiles().checked_mul(layout.num_groups());
     rows > 0
         && i32::try_from(rows).is_ok()
-        && columns.is_multiple_of(8)
         && (8..=MAX_INPUTS).contains(&k)
         && k.is_multiple_of(8)
         && (layout.num_groups() == 1 || layout.group_size().is_multiple_of(CHUNK / 2))

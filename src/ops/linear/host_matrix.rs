@@ -1,6 +1,5 @@
 //! The matrix of a linear layer on the CPU.
 
-use crate::error::{Error, Result};
 use crate::ops::common::packed_matrix::PackedMatrix;
 use crate::ops::quantised::QuantisedPanels;
 
@@ -23,16 +22,6 @@ pub enum HostWeight<'a> {
 }
 
 impl HostMatrix {
-    /// The numbers of a dense matrix, as embeddings are.
-    pub fn dense(&self) -> Result<&PackedMatrix> {
-        match self {
-            HostMatrix::Dense(matrix) => Ok(matrix),
-            HostMatrix::Quantised(_) => {
-                Err(Error::internal("a quantised matrix where a dense one is needed"))
-            }
-        }
-    }
-
     /// Returns the bytes in memory, padding included.
     pub fn size_bytes(&self) -> usize {
         match self {

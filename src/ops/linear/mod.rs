@@ -6,12 +6,15 @@
 //! the residual stream) are fused into one kernel.
 
 pub mod cpu;
+mod cpu_integer_rows;
+mod cpu_integer_tiles;
 mod cpu_integers;
 mod cpu_quantised;
 pub mod cuda_fp8;
 pub mod cuda_fp8_many;
 pub mod cuda_gemv;
 pub mod cuda_gemv_mma;
+pub mod cuda_numbers;
 pub mod cuda_prefill;
 pub mod cuda_prefill_heads;
 pub mod cuda_quantised;
@@ -24,11 +27,11 @@ mod matrix;
 mod plan;
 mod residual;
 
+pub use cuda_numbers::scratch_bytes;
 pub use host_matrix::{HostMatrix, HostWeight};
 pub use matrix::{Matrix, MatrixLayout, ShardAxis, ShardUnit, WeightFormat};
 pub use plan::{
-    library_workspace_bytes, scratch_bytes, DecoderSizes, Layer, LinearPass, LinearPlan, Product,
-    MAX_CHAIN_ROWS,
+    library_workspace_bytes, DecoderSizes, Layer, LinearPass, LinearPlan, Product, MAX_CHAIN_ROWS,
 };
 pub use residual::{Norm, ResidualStream};
 

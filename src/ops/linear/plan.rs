@@ -14,9 +14,11 @@
 //!   more by the kernel for prompts where that is the fastest, and otherwise by [`gemm`].
 //!
 //! Weights that are quantised have one kernel for few rows, whatever links them, on every device with
-//! tensor cores; for more rows their numbers are made for the time of a product. Where the format of FP8
-//! weights says that activations are quantised, they are for any number of rows, and the products are
-//! those of FP8 with FP8.
+//! tensor cores; for more rows their numbers are made for the time of a product. Those of a matrix as
+//! tall as a vocabulary are made in pieces, where its codes cannot be multiplied. An output matrix may
+//! be quantised beside layers that are not, and the other way round. Where the format of FP8 weights
+//! says that activations are quantised, they are for any number of rows, and the products are those of
+//! FP8 with FP8.
 //!
 //! In a model that is to be deterministic, every row of a linear layer is summed in an order that
 //! follows from the shape of the weight alone. The other rows of a batch, the pieces that a prompt
@@ -28,6 +30,7 @@
 use super::cuda_fp8::{has_linear_fp8, is_fp8_weight, linear_fp8};
 use super::cuda_gemv::{has_linear_gemv, linear_gemv, max_gemv_tokens, GEMV_TOKENS};
 use super::cuda_gemv_mma::{has_linear_gemv_mma, linear_gemv_mma, OneTokenLinear};
+use super::cuda_numbers::{is_tall, linear_numbers};
 use super::cuda_prefill::{has_linear_prefill, is_prefill_faster, linear_prefill};
 use super::cuda_prefill_heads::{is_prefill_heads_faster, linear_prefill_heads};
 use super::cuda_quantised::{
@@ -46,17 +49,12 @@ use crate::error::{Error, Result};
 use crate::memory::{DType, Tensor};
 use crate::ops::attention::AttentionPlan;
 use crate::ops::copy::copy;
-use crate::ops::gemm::{
-    cublas_workspace_for, gemm, gemm_scratch_bytes, GemmOptions, SumOrder, WeightShape,
-};
+use crate::ops::gemm::{cublas_workspace_for, gemm, GemmOptions, SumOrder, WeightShape};
 use crate::ops::kv_cache::KvSlots;
 use crate::ops::qk_norm_rope_append::QkNormRope;
-use crate::ops::quantised::cuda::{dequantise, QuantisedTiles};
-use crate::ops::quantised::cuda_activations::{
-    quantise_inputs, quantised_inputs_bytes, round_inputs, QuantisedInputs,
-};
+use crate::ops::quantised::cuda::QuantisedTiles;
+use crate::ops::quantised::cuda_activations::{quantise_inputs, QuantisedInputs};
 use crate::ops::quantised::tiles::TileLayout;
-use crate::ops::quantised::QuantFormat;
 use crate::ops::silu_mul::cuda_rounded::silu_mul;
 
 /// The most rows of a chain.
@@ -85,6 +83,8 @@ pub struct Product<'a> {
     pub has_bias: bool,
     /// What is done with the product.
     pub epilogue: Epilogue,
+    /// Whether it is that with the output matrix, the last of a pass.
+    pub is_output: bool,
 }
 
 /// The sizes of a decoder that kernels are made for.
@@ -96,6 +96,8 @@ pub struct DecoderSizes {
     pub intermediate_size: usize,
     /// Whether all norms are RMSNorms.
     pub has_rms_norms: bool,
+    /// The type that is computed in.
+    pub dtype: DType,
 }
 
 /// The plan for the linear layers of a model; see the head of the file.
@@ -160,31 +162,28 @@ impl LinearPlan {
         is_deterministic: bool,
     ) -> Result<Self> {
         let (mut suit_chain, mut gemv_rows, mut has_biases) = (true, GEMV_TOKENS, false);
-        let mut has_quantised = has_linear_quantised(context)?;
-        let has_fp8_kernels = has_linear_fp8(context)?;
-        let mut are_dense = true;
-        for Product { weight, has_bias, epilogue } in products {
+        let has_quantised = sizes.dtype != DType::F32 && has_linear_quantised(context)?;
+        let has_fp8 = has_quantised && has_linear_fp8(context)?;
+        for Product { weight, has_bias, epilogue, is_output } in products {
             has_biases |= has_bias;
             suit_chain &=
                 (!has_bias || epilogue == Epilogue::Store) && weight.layout() == MatrixLayout::Rows;
             match weight.format() {
-                WeightFormat::Dense(dtype) => {
-                    // Embeddings are dense in the type that is computed with.
-                    has_quantised &= dtype != DType::F32;
+                WeightFormat::Dense(_) => {
                     suit_chain &= is_skinny_weight(weight.data(), epilogue);
                     gemv_rows = gemv_rows.min(max_gemv_tokens(weight.data(), epilogue));
                 }
                 WeightFormat::Quantised(layout) => {
-                    are_dense = false;
-                    suit_chain &= is_quantised_weight(&layout)
+                    suit_chain &= has_quantised
+                        && is_quantised_weight(&layout)
                         && (!layout.format().quantises_inputs
-                            || (has_fp8_kernels && is_fp8_weight(&layout)));
+                            || (has_fp8 && is_fp8_weight(&layout)));
+                    // The norm before the output matrix can be a kernel of its own.
+                    if !is_output {
+                        gemv_rows = 0;
+                    }
                 }
             }
-        }
-        suit_chain &= are_dense || has_quantised;
-        if !are_dense {
-            gemv_rows = 0;
         }
         let has_chain = suit_chain
             && attention.has_fused_kernels()
@@ -205,7 +204,6 @@ impl LinearPlan {
                 attention.num_kv_heads(),
             )?;
         let has_prefill = has_chain && has_linear_prefill(context)?;
-        let has_fp8 = has_quantised && has_fp8_kernels;
         Ok(LinearPlan {
             has_chain,
             gemv_rows,
@@ -263,35 +261,6 @@ impl LinearPlan {
             (true, true) => SumOrder::Parts(num_fixed_parts(weight, epilogue)),
         }
     }
-}
-
-/// Returns the most device memory that a layer takes while it is queued, on any chip and with any
-/// plan, for up to `num_rows` rows.
-pub fn scratch_bytes(
-    dtype: DType,
-    num_rows: usize,
-    weight: &WeightShape,
-    format: Option<&QuantFormat>,
-    is_deterministic: bool,
-) -> usize {
-    let numbers = if format.is_some() { dequantised_bytes(dtype, weight) } else { 0 };
-    let product = gemm_scratch_bytes(dtype, num_rows, weight, is_deterministic);
-    let by_gemm = numbers.saturating_add(product);
-    if !format.is_some_and(|format| format.quantises_inputs) {
-        return by_gemm;
-    }
-    let inputs = num_rows.saturating_mul(weight.in_features);
-    let rounded = inputs.saturating_mul(dtype.size_bytes()).saturating_add(512);
-    // The allocator rounds up to multiples of 512 bytes.
-    let quantised = quantised_inputs_bytes(num_rows, weight.in_features).saturating_add(512);
-    by_gemm.saturating_add(rounded).max(quantised)
-}
-
-/// Returns the device memory of the numbers of a quantised weight while they are multiplied.
-fn dequantised_bytes(dtype: DType, weight: &WeightShape) -> usize {
-    // The allocator rounds up to multiples of 512 bytes.
-    let numbers = weight.out_features.saturating_mul(weight.in_features);
-    numbers.saturating_mul(dtype.size_bytes()).saturating_add(512)
 }
 
 /// Returns the workspace that a library of products gets out of that: none where sums have a fixed
@@ -373,8 +342,9 @@ impl LinearPass<'_> {
         self.mark(layer, stream.num_rows())
     }
 
-    /// Does the same for the output matrix, which has one row per token of the vocabulary; the
-    /// kernels for one row of a small model are not made for it.
+    /// Does the same for the output matrix, which has one row per token of the vocabulary: the kernels
+    /// for one row of a small model are not made for it, and it may be quantised where the layers are
+    /// not.
     pub fn normed_output(
         &self,
         stream: &mut ResidualStream,
@@ -382,10 +352,16 @@ impl LinearPass<'_> {
         layer: &Layer<'_>,
         out: &DeviceTensor,
     ) -> Result<()> {
-        if self.links != Links::OneToken {
-            return self.normed(stream, norm, layer, out);
+        let epilogue = Epilogue::Store;
+        match (self.links, layer.weight.format()) {
+            (Links::Gemv | Links::OneToken, WeightFormat::Quantised(_)) => {
+                self.in_chain(stream, norm, layer, epilogue, out)?
+            }
+            (Links::OneToken, WeightFormat::Dense(_)) => {
+                self.in_gemv(stream, norm, layer, epilogue, out)?
+            }
+            _ => return self.normed(stream, norm, layer, out),
         }
-        self.in_gemv(stream, norm, layer, Epilogue::Store, out)?;
         self.mark(layer, stream.num_rows())
     }
 
@@ -548,7 +524,7 @@ impl LinearPass<'_> {
                     num_rows <= max_quantised_tokens(self.plan.has_quantised_many, &layout);
                 self.plan.has_quantised
                     && !layout.format().quantises_inputs
-                    && (is_few || self.plan.is_deterministic)
+                    && (is_few || is_tall(&layout) || self.plan.is_deterministic)
                     && is_quantised_weight(&layout)
             }
         }
@@ -638,29 +614,8 @@ impl LinearPass<'_> {
         epilogue: Epilogue,
         out: &DeviceTensor,
     ) -> Result<()> {
-        let (numbers, rounded);
-        let mut x = x;
-        let weight: &Tensor = match layer.weight.format() {
-            WeightFormat::Dense(_) => layer.weight.data(),
-            WeightFormat::Quantised(layout) => {
-                let shape = [layout.out_features(), layout.in_features()];
-                let what = "the numbers of a quantised weight";
-                numbers = DeviceTensor::temporary(self.context, x.element(), &shape, what)?;
-                let tiles = QuantisedTiles::new(layout, layer.weight.data())?;
-                dequantise(self.context, &tiles, 0..layout.out_features(), &numbers)?;
-                if layout.format().quantises_inputs {
-                    let shape = [num_rows(x), layout.in_features()];
-                    let what = "activations in 8 bits";
-                    rounded = DeviceTensor::temporary(self.context, x.element(), &shape, what)?;
-                    round_inputs(self.context, x, &rounded)?;
-                    x = &rounded;
-                }
-                &numbers
-            }
-        };
         let mut options = GemmOptions {
             transpose_b: layer.weight.layout() == MatrixLayout::Rows,
-            order: self.plan.sum_order(weight, epilogue),
             ..GemmOptions::default()
         };
         if let Some(bias) = layer.bias {
@@ -668,7 +623,18 @@ impl LinearPass<'_> {
             copy(self.context, &*bias.view(0, &[rows, width], Some(&[0, 1]))?, out)?;
             options.beta = 1.0;
         }
-        gemm(self.context, &options, x, weight, out)
+        match layer.weight.format() {
+            WeightFormat::Dense(_) => {
+                let weight = layer.weight.data();
+                options.order = self.plan.sum_order(weight, epilogue);
+                gemm(self.context, &options, x, weight, out)
+            }
+            WeightFormat::Quantised(layout) => {
+                let tiles = QuantisedTiles::new(layout, layer.weight.data())?;
+                let order = |weight: &Tensor| self.plan.sum_order(weight, epilogue);
+                linear_numbers(self.context, x, &tiles, options, &order, out)
+            }
+        }
     }
 }
 

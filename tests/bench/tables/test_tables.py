@@ -131,6 +131,15 @@ class Units(unittest.TestCase):
         found = error_in_units(np.array([np.inf, np.nan, np.nan]), want, "bf16", "rms")
         self.assertEqual((found.max_units, found.place), (np.inf, 2))
 
+    def test_the_size_of_a_row(self) -> None:
+        want = np.array([[8.0, 0.0], [0.125, 0.0]])
+        got = want + np.array([[0.0, 2.0**-21], [0.0, 2.0**-27]])
+        self.assertEqual(error_in_units(got, want, "f32", "row").max_units, 1.0)
+        # By the size of all elements, an error of the smaller row is a small part of a unit.
+        got[0] = want[0]
+        self.assertEqual(error_in_units(got, want, "f32", "row").max_units, 1.0)
+        self.assertLess(error_in_units(got, want, "f32", "rms").max_units, 0.1)
+
 
 class Kernels(unittest.TestCase):
     """Traces and marks."""

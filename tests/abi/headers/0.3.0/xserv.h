@@ -647,6 +647,18 @@ typedef struct xserv_load_options {
    * more memory.
    */
   uint32_t weights_group_size;
+  /**
+   * An xserv_weights: whether the embedding and the output matrix (lm_head) are quantised while they are
+   * read, whatever weights says of the layers; default XSERV_WEIGHTS_AS_STORED. XSERV_WEIGHTS_INT8 keeps
+   * them in 8 bits with a scale for every 128 inputs of a row, in half the memory of bf16. One matrix
+   * serves both where the two are tied. An output matrix that is stored quantised is kept so.
+   * XSERV_WEIGHTS_INT4 is refused.
+   */
+  uint32_t embeddings;
+  /**
+   * Unused, 0.
+   */
+  uint32_t reserved;
 } xserv_load_options;
 
 /**
@@ -1831,8 +1843,7 @@ typedef struct xserv_request {
   /**
    * Keep the tokens whose information content is nearest to the entropy and that together have this
    * probability (locally typical sampling, Meister et al. 2022); above 0, at most 1. Default
-   * XSERV_UNSET_FLOAT; neutral: 1. On a GPU such a request's logits are brought to the host, so it is
-   * slower than others.
+   * XSERV_UNSET_FLOAT; neutral: 1.
    */
   float typical_p;
   /**
@@ -1884,7 +1895,7 @@ typedef struct xserv_request {
    * most; of a JSON schema the message names the path. A constraint that becomes too complex on the way
    * ends the answer with XSERV_STATUS_UNSUPPORTED, and one that leaves no token because others are
    * banned (logit_bias, min_tokens, no_repeat_ngram_size) with XSERV_STATUS_INVALID_ARGUMENT. On a GPU
-   * as typical_p.
+   * the host computes which tokens may come while the device computes the logits.
    */
   uint32_t constraint_kind;
   /**
