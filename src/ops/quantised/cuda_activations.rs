@@ -68,6 +68,16 @@ impl QuantisedInputs {
         self.in_features
     }
 
+    /// All of the memory as words: the codes, four a word, and the scales.
+    pub fn words(&self) -> &DeviceTensor {
+        &self.memory
+    }
+
+    /// The byte at which the scales begin.
+    pub fn scales_start(&self) -> usize {
+        Sizes::of(self.num_rows, self.in_features).map_or(0, |sizes| sizes.first_scale)
+    }
+
     /// The groups of a row.
     pub(in crate::ops) fn num_groups(&self) -> usize {
         self.in_features.div_ceil(INPUT_GROUP)
@@ -85,8 +95,7 @@ impl QuantisedInputs {
 
     /// The scales.
     pub(in crate::ops) fn scales(&self) -> *mut u8 {
-        let start = Sizes::of(self.num_rows, self.in_features).map_or(0, |sizes| sizes.first_scale);
-        self.memory.data().wrapping_add(start)
+        self.memory.data().wrapping_add(self.scales_start())
     }
 }
 

@@ -1,7 +1,7 @@
 //! Quantised weights on the CPU: every code, awkward shapes, and bits that depend on nothing but the
 //! row.
 
-use crate::quantised::random_matrix;
+use crate::quantised::{in_e4m3, random_matrix};
 use crate::support::{
     assert_close, assert_same_bits, backends, reference, Guarded, Random, Tolerance,
 };
@@ -57,23 +57,13 @@ fn all_backends(num_threads: &[usize]) -> Vec<CpuBackend> {
     backends(num_threads).into_iter().chain(without).collect()
 }
 
-/// Inputs that share a scale as they are in e4m3, in float64 but for the two quotients.
-fn in_e4m3(x: &[f32]) -> Vec<f32> {
-    let scale = x.iter().fold(0.0_f32, |largest, x| largest.max(x.abs())) / 448.0;
-    let number = |x: f32| {
-        let value = f64::from(x / scale);
-        let step = 2.0_f64.powf(value.abs().log2().floor().max(-6.0) - 3.0);
-        let number = ((value / step).round_ties_even() * step).clamp(-448.0, 448.0);
-        (number * f64::from(scale)) as f32
-    };
-    x.iter().map(|&x| if scale == 0.0 { 0.0 } else { number(x) }).collect()
-}
-
 /// What becomes of rows of `k` activations before they are multiplied: with weights of integers 16
 /// bits, by the largest of up to 128 inputs of a group.
 fn rounded_rows(x: &[f32], k: usize, format: &QuantFormat) -> Vec<f32> {
     if format.quantises_inputs {
-        return x.chunks_exact(k).flat_map(|row| row.chunks(128).flat_map(in_e4m3)).collect();
+        let wide: Vec<f64> = x.iter().map(|&x| f64::from(x)).collect();
+        let groups = wide.chunks_exact(k).flat_map(|row| row.chunks(128));
+        return groups.flat_map(in_e4m3).map(|x| x as f32).collect();
     }
     if format.code == Code::Fp8 {
         return x.to_vec();
