@@ -246,11 +246,12 @@ __device__ __forceinline__ void fp8_product(const Fp8Params& p) {
 #define XSERV_FP8(TOKENS, STAGES, BLOCKS, SUFFIX, T)                                                              \
   extern "C" __global__ void __launch_bounds__(256, BLOCKS)                                                       \
       xserv_linear_fp8_##TOKENS##_##SUFFIX(const __grid_constant__ xserv::Fp8Params params) {                     \
-    xserv::fp8_product<T, TOKENS / 8, STAGES>(params);                                                            \
+    xserv::fp8_product<T, (TOKENS + 7) / 8, STAGES>(params);                                                            \
   }
-// Tokens, stages of a ring, blocks of a multiprocessor.
+// Tokens, stages of a ring, blocks of a multiprocessor, which has shared memory for so many. Fragments have 8 tokens.
 #define XSERV_FP8_ALL(SUFFIX, T)  \
-  XSERV_FP8(8, 3, 2, SUFFIX, T)   \
+  XSERV_FP8(4, 3, 2, SUFFIX, T)   \
+  XSERV_FP8(8, 2, 2, SUFFIX, T)   \
   XSERV_FP8(16, 2, 2, SUFFIX, T)  \
   XSERV_FP8(32, 2, 1, SUFFIX, T)  \
   XSERV_FP8(64, 2, 1, SUFFIX, T)

@@ -278,6 +278,7 @@ kernels! {
     "linear/fp8" {
         LINEAR_FP8_16 "xserv_linear_fp8_16" f16 bf16;
         LINEAR_FP8_32 "xserv_linear_fp8_32" f16 bf16;
+        LINEAR_FP8_4 "xserv_linear_fp8_4" f16 bf16;
         LINEAR_FP8_64 "xserv_linear_fp8_64" f16 bf16;
         LINEAR_FP8_8 "xserv_linear_fp8_8" f16 bf16;
     }

@@ -84,7 +84,8 @@ impl Division {
     fn choose(num_tokens: u64, layout: &TileLayout, chip: Chip, is_fixed: bool) -> Option<Self> {
         let splits: &[u64] = if chip.has_clusters { &[1, 2] } else { &[1] };
         let tokens = match num_tokens {
-            ..=8 => 8,
+            ..=4 => 4,
+            5..=8 => 8,
             9..=16 => 16,
             17..=32 => 32,
             _ => 64,
@@ -97,7 +98,7 @@ impl Division {
         };
         if is_fixed {
             // The best for one token.
-            let one = |division: Division| Division { tokens: 8, ..division };
+            let one = |division: Division| Division { tokens: 4, ..division };
             return all.min_by_key(|&division| one(division).cost(layout)).filter(fits);
         }
         all.filter(fits).min_by_key(|division| division.cost(layout))
@@ -111,8 +112,8 @@ impl Division {
     /// the source.
     fn variant(&self) -> (u64, u64) {
         match self.tokens {
-            ..=8 => (3, 2),
-            9..=16 => (2, 2),
+            ..=4 => (3, 2),
+            5..=16 => (2, 2),
             _ => (2, 1),
         }
     }
@@ -135,12 +136,13 @@ impl Division {
         let rows = num_tokens.min(self.tokens);
         let inputs = rows * INPUT_GROUP as u64 + rows.next_multiple_of(4) * 4;
         let ring = self.variant().0 * (TILES * TILE_BYTES + inputs);
-        let sums = TILES * (self.tokens / 8) * 512;
+        let sums = TILES * self.tokens.div_ceil(8) * 512;
         WARPS * ring.max(sums)
     }
 
     fn kernel(&self, dtype: DType) -> Option<Kernel> {
         let kernel = match self.tokens {
+            4 => kernels::LINEAR_FP8_4,
             8 => kernels::LINEAR_FP8_8,
             16 => kernels::LINEAR_FP8_16,
             32 => kernels::LINEAR_FP8_32,
