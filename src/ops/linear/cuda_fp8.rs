@@ -50,6 +50,9 @@ const TILE_BYTES: u64 = (TILE_ROWS * INPUT_GROUP + TILE_ROWS * 4) as u64;
 /// The most tokens for which the kernel for any number can be the fastest on Hopper.
 const FEW_TOKENS: u64 = 16;
 
+/// The tokens that a block may have, as instantiated at the end of the source.
+const TOKENS: [u64; 5] = [4, 8, 16, 32, 64];
+
 /// How a product is divided.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Division {
@@ -83,25 +86,21 @@ impl Division {
     /// number of tokens.
     fn choose(num_tokens: u64, layout: &TileLayout, chip: Chip, is_fixed: bool) -> Option<Self> {
         let splits: &[u64] = if chip.has_clusters { &[1, 2] } else { &[1] };
-        let tokens = match num_tokens {
-            ..=4 => 4,
-            5..=8 => 8,
-            9..=16 => 16,
-            17..=32 => 32,
-            _ => 64,
+        let has_room = |&tokens: &u64| {
+            let division = Division { tokens, row_shift: 0, splits: 1 };
+            division.shared_bytes(num_tokens) <= chip.shared_memory_bytes as u64
         };
+        let with_room = || TOKENS.into_iter().filter(has_room);
+        let tokens = with_room().find(|&tokens| tokens >= num_tokens).or(with_room().last())?;
         let all = (0..=WARPS_SHIFT).flat_map(|row_shift| {
             splits.iter().map(move |&splits| Division { tokens, row_shift, splits })
         });
-        let fits = |division: &Division| {
-            division.shared_bytes(num_tokens) <= chip.shared_memory_bytes as u64
-        };
         if is_fixed {
             // The best for one token.
             let one = |division: Division| Division { tokens: 4, ..division };
-            return all.min_by_key(|&division| one(division).cost(layout)).filter(fits);
+            return all.min_by_key(|&division| one(division).cost(layout));
         }
-        all.filter(fits).min_by_key(|division| division.cost(layout))
+        all.min_by_key(|division| division.cost(layout))
     }
 
     fn blocks(&self, layout: &TileLayout) -> u64 {

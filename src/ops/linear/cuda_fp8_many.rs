@@ -91,6 +91,8 @@ const ROOM: [(usize, usize); 6] = [
 const KERNEL_COST: usize = 180;
 const TILE_COST: usize = 220;
 const SUM_COST: usize = 50;
+/// What a cluster takes to follow another one, which blocks by themselves do not.
+const AGAIN_COST: usize = 510;
 
 impl Shape {
     fn tiles(self) -> usize {
@@ -151,7 +153,7 @@ impl Fp8ManyDivision {
         let stages = num_stages(layout).div_ceil(self.splits);
         let sum = if self.splits > 1 { SUM_COST } else { 0 };
         // Blocks by themselves stay for several tiles, clusters begin anew.
-        let again = if self.splits > 1 { KERNEL_COST } else { 0 };
+        let again = if self.splits > 1 { AGAIN_COST } else { 0 };
         let tile = TILE_COST + sum + stages * self.shape.stage_cost;
         let waves = blocks.div_ceil(room);
         KERNEL_COST + waves.saturating_mul(tile) + waves.saturating_sub(1) * again
