@@ -9,7 +9,8 @@ use crate::ops::common::contiguous::{check, cuda, float, matrix_size};
 use crate::ops::linear::cuda_fp8_many::{has_fp8_many, Fp8ManyDivision};
 use crate::ops::linear::cuda_quantised::is_quantised_weight;
 use crate::ops::linear::cuda_quantised_blocks::{
-    epilogue_number, launch, MULTIPROCESSORS, TILES, WARPS, WARPS_SHIFT,
+    epilogue_number, fp8_group_stages as group_stages, fp8_stages as num_stages, launch,
+    MULTIPROCESSORS, TILES, WARPS, WARPS_SHIFT,
 };
 use crate::ops::linear::Epilogue;
 use crate::ops::quantised::activations::INPUT_GROUP;
@@ -42,8 +43,6 @@ kernel_struct! {
     }
 }
 
-/// The stages of a group without end.
-const ENDLESS: usize = 1 << 24;
 /// The bytes of a tile in a stage: its codes, and its scales in f32.
 const TILE_BYTES: u64 = (TILE_ROWS * INPUT_GROUP + TILE_ROWS * 4) as u64;
 
@@ -64,20 +63,6 @@ struct Division {
     splits: u64,
 }
 
-/// The stages of a tile, each of 128 inputs.
-pub(super) fn num_stages(layout: &TileLayout) -> usize {
-    layout.in_features().div_ceil(INPUT_GROUP)
-}
-
-/// The stages of a group of inputs that share a scale of the weight.
-pub(super) fn group_stages(layout: &TileLayout) -> usize {
-    if layout.num_groups() == 1 {
-        ENDLESS
-    } else {
-        layout.group_size() / INPUT_GROUP
-    }
-}
-
 impl Division {
     /// Returns the division of a product by its sizes that takes the least time, or none where the
     /// chip has too little shared memory. No measurement is made, so it is the same on every load.
@@ -91,7 +76,7 @@ impl Division {
             division.shared_bytes(num_tokens) <= chip.shared_memory_bytes as u64
         };
         let with_room = || TOKENS.into_iter().filter(has_room);
-        let tokens = with_room().find(|&tokens| tokens >= num_tokens).or(with_room().last())?;
+        let tokens = with_room().find(|&tokens| tokens >= num_tokens).or(with_room().next_back())?;
         let all = (0..=WARPS_SHIFT).flat_map(|row_shift| {
             splits.iter().map(move |&splits| Division { tokens, row_shift, splits })
         });

@@ -8,8 +8,9 @@ use crate::backend::ComputeContext;
 use crate::error::{Error, Result};
 use crate::memory::{DType, Tensor};
 use crate::ops::common::contiguous::{cuda, float};
-use crate::ops::linear::cuda_fp8::{group_stages, num_stages};
-use crate::ops::linear::cuda_quantised_blocks::{epilogue_number, MULTIPROCESSORS};
+use crate::ops::linear::cuda_quantised_blocks::{
+    epilogue_number, fp8_group_stages as group_stages, fp8_stages as num_stages, MULTIPROCESSORS,
+};
 use crate::ops::linear::Epilogue;
 use crate::ops::quantised::activations::INPUT_GROUP;
 use crate::ops::quantised::cuda::{scale_number, QuantisedTiles};
@@ -159,7 +160,7 @@ impl Fp8ManyDivision {
         KERNEL_COST + waves.saturating_mul(tile) + waves.saturating_sub(1) * again
     }
 
-    /// Launches the product; [`super::cuda_fp8::linear_fp8`] has checked the operands.
+    /// Launches the product; the operator ([`cuda_fp8`](super::cuda_fp8)) has checked the operands.
     pub(super) fn launch(
         &self,
         cuda: &CudaContext,

@@ -36,6 +36,17 @@ pub struct Case {
     pub size: (usize, usize),
 }
 
+/// An operator, from x and the bias to the result; whether sums have a fixed order.
+pub type Multiply<'a> = dyn Fn(
+        &DeviceTensor,
+        &QuantisedTiles<'_>,
+        Option<&Tensor>,
+        Epilogue,
+        bool,
+        &DeviceTensor,
+    ) -> Result<()>
+    + 'a;
+
 /// How a product is computed, and by how much it may be off.
 pub struct Product<'a> {
     /// What becomes of activations before they are multiplied: rows of so many.
@@ -45,15 +56,8 @@ pub struct Product<'a> {
     pub error: &'a dyn Fn(usize, f64, f64) -> f64,
     /// The share of results of a type that may be rounded the other way.
     pub most_flipped: &'a dyn Fn(DType) -> f64,
-    /// The operator, from x and the bias to the result; whether sums have a fixed order.
-    pub multiply: &'a dyn Fn(
-        &DeviceTensor,
-        &QuantisedTiles<'_>,
-        Option<&Tensor>,
-        Epilogue,
-        bool,
-        &DeviceTensor,
-    ) -> Result<()>,
+    /// The operator.
+    pub multiply: &'a Multiply<'a>,
 }
 
 fn format(code: Code, group_size: usize, has_zeros: bool, scale: DType) -> QuantFormat {
