@@ -189,8 +189,10 @@ class Kernels(unittest.TestCase):
         )
         self.assertEqual(work_of("xserv_add_rms_norm_rounded_vec_bf16", 7, 5), (4 * (5 * 5 + 2) * 8 * 2, 0))
         self.assertEqual(work_of("xserv_sample_scan_bf16", 1, 1), (200, 0))
-        self.assertIsNone(work_of("xserv_linear_skinny_plain_64x16_bf16", 2, 5))
-        self.assertIsNone(work_of("nvjet_sm90_tst_64x64", 6, 5))
+        self.assertEqual(work_of("xserv_linear_skinny_plain_64x16_bf16", 2, 5), (60 * 2, 60 * 2))
+        self.assertEqual(work_of("xserv_linear_skinny_plain_192x16_bf16", 1, 5), (50 * 2, 50 * 2))
+        self.assertEqual(work_of("nvjet_sm90_tst_64x64", 4, 5), (2 * 60 * 2, 2 * 60 * 2 * 5))
+        self.assertIsNone(work_of("nvjet_sm90_tst_64x64", 5, 5))
 
     def test_figures_are_those_of_the_tables(self) -> None:
         with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()) as said:
