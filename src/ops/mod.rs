@@ -17,7 +17,7 @@
 //! | [`elementwise`] | `cpu` typed slices; `cuda` tensors; `binary` names the functions | `xserv_op_add`, `xserv_op_mul`, `xserv_op_cast` | `tests/ops/elementwise.rs` |
 //! | [`embedding`] | `cpu` typed slices; `cpu_packed` packed weights; `cuda` tensors; `cuda_chosen` tokens that the step before chose, `cuda_quantised` in a quantised table | `xserv_op_embedding` | `tests/ops/embedding.rs` |
 //! | [`fill`] | `cpu` typed slices and bytes of files; `cuda` tensors |  | `tests/ops/fill.rs` |
-//! | [`gemm`] | `cpu`, `cpu_gemv` typed slices, with `cpu_scale`, and `cpu_tiles` for bf16; `options` what a caller may ask for; `cuda` tensors, through `choice` and `layout`; `backward` gradients | `xserv_op_gemm`, `xserv_op_gemm_backward` | `tests/ops/gemm/` |
+//! | [`gemm`] | `cpu`, `cpu_gemv` typed slices, with `cpu_shape` and `cpu_scale`, and `cpu_tiles` for bf16; `options` what a caller may ask for; `cuda` tensors, through `choice` and `layout`; `backward` gradients | `xserv_op_gemm`, `xserv_op_gemm_backward` | `tests/ops/gemm/` |
 //! | [`grad_check`] | `mod` on the host | `xserv_grad_check` | `tests/ops/grad_check.rs` |
 //! | [`kv_cache`] | `layout` the blocks of the CPU; `cpu` appends to them; `cuda` appends; `cuda_swap` blocks to the host and back |  | `tests/ops/kv_cache.rs` |
 //! | [`layer_norm`] | `cpu` typed slices; `cuda` tensors | `xserv_op_layer_norm` | `tests/ops/layer_norm.rs` |

@@ -10,7 +10,7 @@ use crate::ops::common::cpu_turn::{Exact, Turn};
 use crate::ops::common::packed_matrix::{PackedMatrix, PANEL_COLUMNS};
 use crate::ops::common::panel_product::{grow, Epilogue};
 use crate::ops::common::tile_product::{multiply, tiles_bytes, EachPanel};
-use crate::ops::gemm::cpu::Gemm;
+use crate::ops::gemm::cpu_shape::Gemm;
 use half::bf16;
 use half::slice::HalfFloatSliceExt;
 use std::marker::PhantomData;
