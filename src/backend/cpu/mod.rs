@@ -118,33 +118,8 @@ impl CpuBackend {
         if row_len == 0 || data.is_empty() {
             return Ok(());
         }
-        let runs = (data.len() / PARALLEL_ELEMENTS).min(4 * self.num_threads());
-        self.parallel_runs(data, row_len, runs, task)
-    }
-
-    /// As [`CpuBackend::parallel_rows`], for work of which each row is worth a thread.
-    pub(crate) fn parallel_heavy_rows<T: Send>(
-        &self,
-        data: &mut [T],
-        row_len: usize,
-        task: impl Fn(usize, &mut [T]) + Sync,
-    ) -> Result<()> {
-        if row_len == 0 || data.is_empty() {
-            return Ok(());
-        }
-        self.parallel_runs(data, row_len, 8 * self.num_threads(), task)
-    }
-
-    /// Calls `task` with the first row's number and the rows of each of up to `runs` runs of rows.
-    fn parallel_runs<T: Send>(
-        &self,
-        data: &mut [T],
-        row_len: usize,
-        runs: usize,
-        task: impl Fn(usize, &mut [T]) + Sync,
-    ) -> Result<()> {
         let num_rows = data.len() / row_len;
-        let runs = runs.min(num_rows);
+        let runs = (data.len() / PARALLEL_ELEMENTS).min(num_rows).min(4 * self.num_threads());
         if runs <= 1 || self.num_threads() == 1 {
             task(0, data);
             return Ok(());
