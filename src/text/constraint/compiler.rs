@@ -1,12 +1,14 @@
 //! From constraints to matchers, within limits of time and memory.
 
+use std::sync::Arc;
+
 use llguidance::api::TopLevelGrammar;
 use llguidance::earley::SlicedBiasComputer;
 use llguidance::toktrie::InferenceCapabilities;
 use llguidance::{Matcher, ParserFactory};
 use serde_json::json;
 
-use super::kept::{KeptMatchers, Key};
+use super::kept::{Home, KeptParsers, Key};
 use super::limits::{check_depth, check_repetitions, num_repetitions};
 use super::matcher::GrammarMatcher;
 use super::schema;
@@ -41,7 +43,7 @@ const STACK_BYTES: usize = 16 << 20;
 pub struct GrammarCompiler {
     factory: ParserFactory,
     vocab_size: usize,
-    kept: KeptMatchers,
+    kept: Arc<KeptParsers>,
 }
 
 impl GrammarCompiler {
@@ -62,7 +64,7 @@ impl GrammarCompiler {
             limits.max_grammar_size = MAX_GRAMMAR_SIZE;
             limits.precompute_large_lexemes = true;
             limits.verbose_errors = false;
-            Ok(GrammarCompiler { factory, vocab_size, kept: KeptMatchers::default() })
+            Ok(GrammarCompiler { factory, vocab_size, kept: Arc::default() })
         })
     }
 
@@ -72,8 +74,9 @@ impl GrammarCompiler {
     pub fn compile(&self, constraint: &Constraint<'_>) -> Result<GrammarMatcher> {
         let len = checked_len(constraint)?;
         let key = Key::of(constraint);
-        if let Some(kept) = key.as_ref().and_then(|key| self.kept.get(key)) {
-            return kept;
+        let kept = key.as_ref().and_then(|key| self.kept.get(key, self.vocab_size));
+        if let Some(matcher) = kept {
+            return Ok(matcher);
         }
         check_room(ROOM.saturating_add(len.saturating_mul(ROOM_PER_BYTE)), "a constraint")?;
         threads::run_apart("xserv-grammar", STACK_BYTES, || {
@@ -102,23 +105,20 @@ impl GrammarCompiler {
             Constraint::Grammar(grammar) => TopLevelGrammar::from_lark((*grammar).to_owned()),
             Constraint::Choice(choices) => TopLevelGrammar::from_regex(&any_of(choices)),
         };
-        let parser = self.factory.create_parser(grammar);
-        let automaton_bytes =
-            parser.as_ref().map_or(0, |parser| parser.parser.lexer_stats().num_bytes);
-        let mut matcher = Matcher::new(parser);
-        if let Some(message) = matcher.get_error() {
-            return Err(match &given {
-                Some(schema) => refused(&schema::located(schema, &message)),
-                None => refused(&message),
-            });
-        }
-        // Whether anything fits is known with the first mask only.
-        matcher.compute_mask().map_err(|error| refused(&error.to_string()))?;
-        let made = GrammarMatcher::new(matcher, self.vocab_size);
-        if let (Some(key), Ok(copy)) = (key, made.try_clone()) {
-            self.kept.keep(key, copy, automaton_bytes);
-        }
-        Ok(made)
+        let mut start = self.factory.create_parser(grammar).map_err(|error| match &given {
+            Some(schema) => refused(&schema::located(schema, &error.to_string())),
+            None => refused(&error.to_string()),
+        })?;
+        start.start_without_prompt();
+        // Whether anything fits is known with the first mask only. The copy shares the automaton.
+        let first = Matcher::new(Ok(start.clone())).compute_mask();
+        first.map_err(|error| refused(&error.to_string()))?;
+        let home = key.map(|key| {
+            let key = Arc::new(key);
+            self.kept.keep(key.clone(), start.deep_clone());
+            Home::new(&self.kept, key, &start)
+        });
+        Ok(GrammarMatcher::new(start, self.vocab_size, home))
     }
 }
 

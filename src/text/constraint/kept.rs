@@ -1,34 +1,44 @@
 //! Compiled constraints that are kept, since many requests come with the same one.
+//!
+//! What is kept is a parser before the first token. Its automaton is made as texts need it, and a matcher
+//! that ends leaves its own in the place of the one it began with: the next request with the constraint
+//! finds the states that texts of its kind pass through.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
+use llguidance::TokenParser;
+
 use super::matcher::GrammarMatcher;
 use super::Constraint;
-use crate::error::{check_room, Result};
+use crate::error::{check_room, ErrorKind};
+use crate::text::guarded;
 
 /// The most constraints that are kept, and the most bytes of all of them together.
 const MAX_KEPT: usize = 64;
 const MAX_BYTES: usize = 32 << 20;
+/// The most bytes of an automaton, which is copied for each request.
+const MAX_AUTOMATON_BYTES: usize = 4 << 20;
+/// The most states of an automaton: a text needs most of those that one may have (`compiler.rs`) itself.
+const MAX_AUTOMATON_STATES: usize = 5_000;
 
-/// The longest text of a constraint that is kept, in bytes. What its grammar takes is some hundreds of
-/// bytes for each; only the automaton is counted as it is.
+/// The longest text of a constraint that is kept, in bytes, and what its grammar takes for each.
 const MAX_TEXT_BYTES: usize = 16 << 10;
 const GRAMMAR_BYTES: usize = 256;
 
-/// Matchers before the first token, those that were used last at the end.
+/// The kept constraints of a vocabulary, those that were used last at the end.
 #[derive(Default)]
-pub(super) struct KeptMatchers {
+pub(super) struct KeptParsers {
     kept: Mutex<Vec<Kept>>,
 }
 
 struct Kept {
-    key: Key,
-    matcher: Arc<GrammarMatcher>,
+    key: Arc<Key>,
+    start: Arc<TokenParser>,
     bytes: usize,
 }
 
 /// A constraint as it was given.
-#[derive(Clone, PartialEq, Eq)]
+#[derive(Debug, PartialEq, Eq)]
 pub(super) struct Key {
     name: &'static str,
     texts: Vec<String>,
@@ -56,42 +66,72 @@ impl Key {
     }
 }
 
-impl KeptMatchers {
-    /// A matcher of a constraint that was compiled before.
-    pub fn get(&self, key: &Key) -> Option<Result<GrammarMatcher>> {
-        let (matcher, bytes) = {
+/// Where a matcher came from, and what it leaves there.
+pub(super) struct Home {
+    kept: Arc<KeptParsers>,
+    key: Arc<Key>,
+    /// The parser before the first token, which shares its automaton with the matcher.
+    start: TokenParser,
+}
+
+impl Home {
+    pub fn new(kept: &Arc<KeptParsers>, key: Arc<Key>, start: &TokenParser) -> Self {
+        Home { kept: kept.clone(), key, start: start.clone() }
+    }
+
+    /// Leaves the automaton of a matcher that has not failed.
+    pub fn leave(self) {
+        let Home { kept, key, start } = self;
+        kept.keep(key, start);
+    }
+}
+
+impl KeptParsers {
+    /// A matcher of a constraint that is kept.
+    pub fn get(self: &Arc<Self>, key: &Key, vocab_size: usize) -> Option<GrammarMatcher> {
+        let (start, key, bytes) = {
             let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
-            let place = kept.iter().position(|it| it.key == *key)?;
+            let place = kept.iter().position(|it| *it.key == *key)?;
             let last = kept.remove(place);
-            let found = (last.matcher.clone(), last.bytes);
+            let found = (last.start.clone(), last.key.clone(), last.bytes);
             kept.push(last);
             found
         };
-        // The copy is made without the lock: others may have one meanwhile.
-        Some(check_room(2 * bytes, "a constraint").and_then(|()| matcher.try_clone()))
+        // The copy is made without the lock: others may have one meanwhile. Without memory for it there is
+        // none for another one either, which the caller is told when it is compiled.
+        check_room(2 * bytes, "a constraint").ok()?;
+        let copy = || Ok(start.deep_clone());
+        let start = guarded(ErrorKind::Internal, "the constraint", copy).ok()?;
+        let home = Home::new(self, key, &start);
+        Some(GrammarMatcher::new(start, vocab_size, Some(home)))
     }
 
-    /// Keeps a matcher that has taken no token, whose automaton takes `automaton_bytes`, in the place of
-    /// those that were not used for longest.
-    pub fn keep(&self, key: Key, matcher: GrammarMatcher, automaton_bytes: usize) {
-        let bytes = key.bytes().saturating_add(automaton_bytes);
-        if bytes > MAX_BYTES / 4 {
+    /// Keeps a parser that has taken no token, in the place of those that were not used for longest, unless
+    /// there is one of the same constraint with a larger automaton.
+    pub fn keep(&self, key: Arc<Key>, start: TokenParser) {
+        let stats = || Ok(start.parser.lexer_stats());
+        let Ok(stats) = guarded(ErrorKind::Internal, "the constraint", stats) else { return };
+        let bytes = key.bytes().saturating_add(stats.num_bytes);
+        let is_small =
+            stats.num_bytes <= MAX_AUTOMATON_BYTES && stats.num_states <= MAX_AUTOMATON_STATES;
+        if stats.error || !is_small || bytes > MAX_BYTES / 4 {
             return;
         }
         let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
-        kept.retain(|it| it.key != key);
+        let mut dropped = Vec::new();
+        if let Some(place) = kept.iter().position(|it| it.key == key) {
+            if kept.get(place).is_some_and(|it| it.bytes >= bytes) {
+                return;
+            }
+            dropped.push(kept.remove(place));
+        }
         let mut all = kept.iter().map(|it| it.bytes).sum::<usize>() + bytes;
-        let mut num_dropped = (kept.len() + 1).saturating_sub(MAX_KEPT);
-        all -= kept.iter().take(num_dropped).map(|it| it.bytes).sum::<usize>();
-        while let (true, Some(next)) = (all > MAX_BYTES, kept.get(num_dropped)) {
-            all -= next.bytes;
-            num_dropped += 1;
+        while !kept.is_empty() && (kept.len() >= MAX_KEPT || all > MAX_BYTES) {
+            let first = kept.remove(0);
+            all -= first.bytes;
+            dropped.push(first);
         }
-        let num_dropped = num_dropped.min(kept.len());
-        let dropped: Vec<Kept> = kept.drain(..num_dropped).collect();
-        if kept.try_reserve(1).is_ok() {
-            kept.push(Kept { key, matcher: Arc::new(matcher), bytes });
-        }
+        kept.push(Kept { key, start: Arc::new(start), bytes });
         drop(kept);
         // Others need not wait for their memory to be freed.
         drop(dropped);
@@ -101,77 +141,110 @@ impl KeptMatchers {
 #[cfg(test)]
 mod tests {
     use super::*;
-
     use llguidance::toktrie::{ApproximateTokEnv, InferenceCapabilities};
-    use llguidance::{api::TopLevelGrammar, Matcher, ParserFactory};
+    use llguidance::{api::TopLevelGrammar, ParserFactory};
 
-    fn matcher(regex: &str) -> GrammarMatcher {
+    fn parser(regex: &str) -> TokenParser {
         let env = ApproximateTokEnv::single_byte_env();
         let factory = ParserFactory::new(&env, InferenceCapabilities::default(), &[]);
         let parser = factory.expect("a factory").create_parser(TopLevelGrammar::from_regex(regex));
-        GrammarMatcher::new(Matcher::new(parser), 256)
+        let mut parser = parser.expect("a parser");
+        parser.start_without_prompt();
+        parser
     }
 
-    fn key(text: &str) -> Key {
-        Key::of(&Constraint::Regex(text)).expect("a short text")
+    fn key(text: &str) -> Arc<Key> {
+        Arc::new(Key::of(&Constraint::Regex(text)).expect("a short text"))
+    }
+
+    fn kept(texts: &[&str]) -> Arc<KeptParsers> {
+        let kept = Arc::new(KeptParsers::default());
+        texts.iter().for_each(|text| kept.keep(key(text), parser(text)));
+        kept
+    }
+
+    fn has(kept: &Arc<KeptParsers>, text: &str) -> bool {
+        kept.kept.lock().expect("no panic").iter().any(|it| it.key == key(text))
     }
 
     #[test]
     fn each_gets_a_matcher_before_the_first_token() {
-        let kept = KeptMatchers::default();
-        kept.keep(key("ab"), matcher("ab"), 0);
-        for _ in 0..2 {
-            let mut first = kept.get(&key("ab")).expect("kept").expect("a copy");
+        let kept = kept(&["ab"]);
+        for _ in 0..3 {
+            let mut first = kept.get(&key("ab"), 256).expect("kept");
+            let mut second = kept.get(&key("ab"), 256).expect("kept");
             assert!(first.consume(u32::from(b'a')).is_ok());
-            assert!(first.consume(u32::from(b'a')).is_err());
+            assert!(second.consume(u32::from(b'b')).is_err());
+            assert!(first.consume(u32::from(b'b')).is_ok());
         }
+    }
+
+    #[test]
+    fn matchers_leave_their_automata() {
+        let (kept, text) = (kept(&["(abc|abd)*x"]), "(abc|abd)*x");
+        let states = || {
+            let kept = kept.kept.lock().expect("no panic");
+            kept.first().map(|it| it.start.parser.lexer_stats().num_states).expect("kept")
+        };
+        let before = states();
+        let take = |tokens: &[u8]| {
+            let mut matcher = kept.get(&key(text), 256).expect("kept");
+            for &token in tokens {
+                let mask = matcher.mask(&[], |_| false).expect("a mask");
+                let is_allowed = mask.allows(token.into());
+                assert_eq!(matcher.consume(token.into()).is_ok(), is_allowed);
+            }
+        };
+        take(b"abdabcx");
+        let after = states();
+        assert!(after > before, "{before} {after}");
+        // One that has failed leaves nothing, and one that needs no more states than there are changes nothing.
+        take(b"abz");
+        take(b"ab");
+        assert_eq!(states(), after);
+        take(b"abcabdx");
     }
 
     #[test]
     fn constraints_of_another_kind_or_cut_are_others() {
-        let texts = ["ab"];
-        let kept = KeptMatchers::default();
-        kept.keep(key("ab"), matcher("ab"), 0);
+        let kept = kept(&["ab"]);
         for other in [
             Constraint::JsonSchema("ab"),
             Constraint::Grammar("ab"),
-            Constraint::Choice(texts.to_vec()),
+            Constraint::Choice(vec!["ab"]),
             Constraint::Regex("abc"),
             Constraint::JsonObject,
         ] {
-            assert!(kept.get(&Key::of(&other).expect("short")).is_none(), "{other:?}");
+            assert!(kept.get(&Key::of(&other).expect("short"), 256).is_none(), "{other:?}");
         }
         let choices = |all: &[&'static str]| Key::of(&Constraint::Choice(all.to_vec()));
-        assert!(choices(&["a", "b"]) != choices(&["ab"]));
+        assert_ne!(choices(&["a", "b"]), choices(&["ab"]));
     }
 
     #[test]
     fn those_not_used_for_longest_go_first() {
-        let kept = KeptMatchers::default();
         let numbers: Vec<String> = (0..=MAX_KEPT).map(|n| n.to_string()).collect();
-        for number in &numbers[..MAX_KEPT] {
-            kept.keep(key(number), matcher(number), 0);
-        }
-        assert!(kept.get(&key("0")).is_some());
-        kept.keep(key(&numbers[MAX_KEPT]), matcher("x"), 0);
-        assert!(kept.get(&key("1")).is_none());
-        assert!(kept.get(&key("0")).is_some() && kept.get(&key("2")).is_some());
+        let numbers: Vec<&str> = numbers.iter().map(String::as_str).collect();
+        let kept = kept(&numbers[..MAX_KEPT]);
+        assert!(kept.get(&key("0"), 256).is_some());
+        kept.keep(key(numbers[MAX_KEPT]), parser("x"));
+        assert!(!has(&kept, "1") && has(&kept, "0") && has(&kept, "2"));
+        assert!(has(&kept, numbers[MAX_KEPT]));
     }
 
     #[test]
     fn memory_is_bounded() {
-        let kept = KeptMatchers::default();
-        kept.keep(key("small"), matcher("x"), 0);
-        kept.keep(key("large"), matcher("x"), MAX_BYTES / 4 + 1);
-        assert!(kept.get(&key("large")).is_none());
-        for text in ["a", "b", "c", "d"] {
-            kept.keep(key(text), matcher("x"), MAX_BYTES / 4 - GRAMMAR_BYTES);
-        }
-        assert!(kept.get(&key("small")).is_none());
-        assert!(["a", "b", "c", "d"].iter().all(|text| kept.get(&key(text)).is_some()));
-        kept.keep(key("e"), matcher("x"), MAX_BYTES / 4 - GRAMMAR_BYTES);
-        assert!(kept.get(&key("a")).is_none() && kept.get(&key("e")).is_some());
         let long = "x".repeat(MAX_TEXT_BYTES);
         assert!(Key::of(&Constraint::Regex(&long)).is_none());
+        // Each grammar counts 2 MiB.
+        let texts: Vec<String> =
+            (0..20).map(|n| format!("{n:0width$}", width = (2 << 20) / GRAMMAR_BYTES)).collect();
+        let kept = kept(&[]);
+        for text in &texts {
+            kept.keep(key(text), parser("x"));
+        }
+        let all: usize = kept.kept.lock().expect("no panic").iter().map(|it| it.bytes).sum();
+        assert!(all <= MAX_BYTES && all > MAX_BYTES / 2, "{all}");
+        assert!(has(&kept, &texts[19]) && !has(&kept, &texts[0]));
     }
 }

@@ -2,8 +2,9 @@
 
 use llguidance::api::StopReason;
 use llguidance::toktrie::SimpleVob;
-use llguidance::Matcher;
+use llguidance::{Matcher, TokenParser};
 
+use super::kept::Home;
 use super::sentence::sentence;
 use crate::error::{Error, ErrorKind, Result};
 use crate::text::guarded;
@@ -38,11 +39,22 @@ pub struct GrammarMatcher {
     vocab_size: usize,
     /// The mask that was computed last.
     words: Vec<u32>,
+    /// Where its automaton goes in the end.
+    home: Option<Home>,
+}
+
+impl Drop for GrammarMatcher {
+    fn drop(&mut self) {
+        if let (Some(home), false) = (self.home.take(), self.matcher.is_error()) {
+            home.leave();
+        }
+    }
 }
 
 impl GrammarMatcher {
-    pub(super) fn new(matcher: Matcher, vocab_size: usize) -> Self {
-        GrammarMatcher { matcher, vocab_size, words: Vec::new() }
+    /// A matcher that begins with `start`, a parser that has begun and taken no token.
+    pub(super) fn new(start: TokenParser, vocab_size: usize, home: Option<Home>) -> Self {
+        GrammarMatcher { matcher: Matcher::new(Ok(start)), vocab_size, words: Vec::new(), home }
     }
 
     /// A matcher of its own in the same state.
@@ -52,6 +64,7 @@ impl GrammarMatcher {
                 matcher: self.matcher.deep_clone(),
                 vocab_size: self.vocab_size,
                 words: Vec::new(),
+                home: None,
             })
         })
     }
