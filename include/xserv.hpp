@@ -1864,6 +1864,33 @@ class Context {
     detail::check(xserv_op_top_k(need(), x.get(), values.get(), indices.get()));
   }
 
+  /* A matrix as codes of 4 or 8 bits.  x: [out_features, in_features]; codes: [out_features,
+   * in_features * bits / 32], i32; scales: [out_features, in_features / group_size], f32 or bf16; zeros: as
+   * scales, i32, with 4 bits. A group size of 0 is the whole row. */
+  void quantise(const ConstTensorView &x, xserv_quant_code code, std::uint32_t group_size, const TensorView &codes,
+                const TensorView &scales, const std::optional<TensorView> &zeros = std::nullopt) const {
+    detail::check(xserv_op_quantise(need(), x.get(), static_cast<std::uint32_t>(code), group_size, codes.get(),
+                                    scales.get(), get_or_null(zeros)));
+  }
+  /* out = (codes - zeros) * scales.  scales, zeros: [out_features / group_rows, in_features / group_size];
+   * out: [out_features, in_features]. */
+  void dequantise(xserv_quant_code code, std::uint32_t group_rows, std::uint32_t group_size, const ConstTensorView &codes,
+                  const ConstTensorView &scales, const std::optional<ConstTensorView> &zeros,
+                  const TensorView &out) const {
+    detail::check(xserv_op_dequantise(need(), static_cast<std::uint32_t>(code), group_rows, group_size, codes.get(),
+                                      scales.get(), get_or_null(zeros), out.get()));
+  }
+  /* out = x W^T + bias with the matrix W of dequantise().  x: [num_tokens, in_features]; bias:
+   * [out_features], and may be std::nullopt; out: [num_tokens, out_features]. */
+  void linear_quantised(const ConstTensorView &x, xserv_quant_code code, std::uint32_t group_rows,
+                        std::uint32_t group_size, const ConstTensorView &codes, const ConstTensorView &scales,
+                        const std::optional<ConstTensorView> &zeros, const std::optional<ConstTensorView> &bias,
+                        const TensorView &out) const {
+    detail::check(xserv_op_linear_quantised(need(), x.get(), static_cast<std::uint32_t>(code), group_rows, group_size,
+                                            codes.get(), scales.get(), get_or_null(zeros), get_or_null(bias),
+                                            out.get()));
+  }
+
   /* out = x/2 (1 + erf(x / sqrt(2))).  x, out: the same shape. */
   void gelu(const ConstTensorView &x, const TensorView &out) const {
     detail::check(xserv_op_gelu(need(), x.get(), out.get()));

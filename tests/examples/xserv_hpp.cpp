@@ -887,6 +887,19 @@ static void check_operators(const xserv::Context &context) {
             values[2 * row + 1] == x[row * width + second]);
   }
 
+  // One row of 8 numbers, which are multiples of 1/127 of the largest.
+  const Floats quantised{127, -64, 0, 1, 2, -127, 5, 100};
+  std::vector<std::int32_t> codes(2);
+  Floats scales(1), numbers(8), result(1);
+  context.quantise({quantised, {1, 8}}, XSERV_QUANT_INT8, 0, {codes, {1, 2}}, {scales, {1, 1}});
+  REQUIRE(scales[0] == 1.0f && (codes[0] & 255) == 255 && (codes[0] >> 8 & 255) == 64);
+  context.dequantise(XSERV_QUANT_INT8, 1, 0, {codes, {1, 2}}, {scales, {1, 1}}, std::nullopt, {numbers, {1, 8}});
+  REQUIRE(numbers == quantised);
+  const Floats eight_ones(8, 1.0f);
+  context.linear_quantised({eight_ones, {1, 8}}, XSERV_QUANT_INT8, 1, 0, {codes, {1, 2}}, {scales, {1, 1}},
+                           std::nullopt, std::nullopt, {result, {1, 1}});
+  REQUIRE(std::abs(result[0] - 44.0f) < 0.05f);
+
   const auto silu = [](double v) { return v / (1 + std::exp(-v)); };
   context.gelu(x, out);
   REQUIRE(near(out, each(x, [](double v) { return v / 2 * (1 + std::erf(v / std::sqrt(2.0))); })));

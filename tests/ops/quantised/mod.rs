@@ -2,5 +2,6 @@
 
 mod dequantise;
 mod quantise;
+mod tensors;
 
 pub use dequantise::*;
