@@ -1843,8 +1843,7 @@ typedef struct xserv_request {
   /**
    * Keep the tokens whose information content is nearest to the entropy and that together have this
    * probability (locally typical sampling, Meister et al. 2022); above 0, at most 1. Default
-   * XSERV_UNSET_FLOAT; neutral: 1. On a GPU such a request's logits are brought to the host, so it is
-   * slower than others.
+   * XSERV_UNSET_FLOAT; neutral: 1.
    */
   float typical_p;
   /**
@@ -1896,7 +1895,7 @@ typedef struct xserv_request {
    * most; of a JSON schema the message names the path. A constraint that becomes too complex on the way
    * ends the answer with XSERV_STATUS_UNSUPPORTED, and one that leaves no token because others are
    * banned (logit_bias, min_tokens, no_repeat_ngram_size) with XSERV_STATUS_INVALID_ARGUMENT. On a GPU
-   * as typical_p.
+   * the host computes which tokens may come while the device computes the logits.
    */
   uint32_t constraint_kind;
   /**

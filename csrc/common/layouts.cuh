@@ -38,8 +38,10 @@ constexpr int attention_split_kv_d80 = 90112;
 constexpr int attention_split_kv_d96 = 79872;
 constexpr int attention_split_kv_d128 = 65536;
 constexpr int attention_split_kv_d256 = 98304;
-constexpr int attention_flash_wgmma_1 = 164128;
-constexpr int attention_flash_wgmma_2 = 196896;
+constexpr int attention_flash_wgmma_64_1 = 82208;
+constexpr int attention_flash_wgmma_64_2 = 98592;
+constexpr int attention_flash_wgmma_128_1 = 164128;
+constexpr int attention_flash_wgmma_128_2 = 196896;
 constexpr int attention_fused_chunked_d64 = 34224;
 constexpr int attention_fused_chunked_d128 = 68272;
 constexpr int attention_fused_cluster_d64 = 54448;
@@ -188,30 +190,35 @@ constexpr int linear_skinny_192x128 = 204880;
   XSERV_FIELD(AttentionFlashWgmmaParams, q, 0, 8); \
   XSERV_FIELD(AttentionFlashWgmmaParams, out, 8, 8); \
   XSERV_FIELD(AttentionFlashWgmmaParams, cu_seqlens_q, 16, 8); \
-  XSERV_FIELD(AttentionFlashWgmmaParams, block_tables, 24, 8); \
-  XSERV_FIELD(AttentionFlashWgmmaParams, context_lens, 32, 8); \
-  XSERV_FIELD(AttentionFlashWgmmaParams, fault, 40, 8); \
-  XSERV_FIELD(AttentionFlashWgmmaParams, counter, 48, 8); \
-  XSERV_FIELD(AttentionFlashWgmmaParams, partial_out, 56, 8); \
-  XSERV_FIELD(AttentionFlashWgmmaParams, partial_stats, 64, 8); \
-  XSERV_FIELD(AttentionFlashWgmmaParams, running, 72, 8); \
-  XSERV_FIELD(AttentionFlashWgmmaParams, q_token_stride, 80, 8); \
-  XSERV_FIELD(AttentionFlashWgmmaParams, q_head_stride, 88, 8); \
-  XSERV_FIELD(AttentionFlashWgmmaParams, q_row_stride, 96, 8); \
-  XSERV_FIELD(AttentionFlashWgmmaParams, o_token_stride, 104, 8); \
-  XSERV_FIELD(AttentionFlashWgmmaParams, o_head_stride, 112, 8); \
-  XSERV_FIELD(AttentionFlashWgmmaParams, o_row_stride, 120, 8); \
-  XSERV_FIELD(AttentionFlashWgmmaParams, num_heads, 128, 4); \
-  XSERV_FIELD(AttentionFlashWgmmaParams, num_kv_heads, 132, 4); \
-  XSERV_FIELD(AttentionFlashWgmmaParams, num_tokens, 136, 4); \
-  XSERV_FIELD(AttentionFlashWgmmaParams, num_seqs, 140, 4); \
-  XSERV_FIELD(AttentionFlashWgmmaParams, num_blocks, 144, 4); \
-  XSERV_FIELD(AttentionFlashWgmmaParams, max_blocks_per_seq, 148, 4); \
-  XSERV_FIELD(AttentionFlashWgmmaParams, causal, 152, 4); \
-  XSERV_FIELD(AttentionFlashWgmmaParams, scale, 156, 4); \
-  XSERV_FIELD(AttentionFlashWgmmaParams, packed_heads, 160, 4); \
-  XSERV_FIELD(AttentionFlashWgmmaParams, max_segments, 164, 4); \
-  static_assert(sizeof(AttentionFlashWgmmaParams) == 168, "AttentionFlashWgmmaParams has another size in Rust")
+  XSERV_FIELD(AttentionFlashWgmmaParams, cu_seqlens_k, 24, 8); \
+  XSERV_FIELD(AttentionFlashWgmmaParams, block_tables, 32, 8); \
+  XSERV_FIELD(AttentionFlashWgmmaParams, context_lens, 40, 8); \
+  XSERV_FIELD(AttentionFlashWgmmaParams, fault, 48, 8); \
+  XSERV_FIELD(AttentionFlashWgmmaParams, counter, 56, 8); \
+  XSERV_FIELD(AttentionFlashWgmmaParams, partial_out, 64, 8); \
+  XSERV_FIELD(AttentionFlashWgmmaParams, partial_stats, 72, 8); \
+  XSERV_FIELD(AttentionFlashWgmmaParams, running, 80, 8); \
+  XSERV_FIELD(AttentionFlashWgmmaParams, q_batch_stride, 88, 8); \
+  XSERV_FIELD(AttentionFlashWgmmaParams, q_token_stride, 96, 8); \
+  XSERV_FIELD(AttentionFlashWgmmaParams, q_head_stride, 104, 8); \
+  XSERV_FIELD(AttentionFlashWgmmaParams, q_row_stride, 112, 8); \
+  XSERV_FIELD(AttentionFlashWgmmaParams, o_batch_stride, 120, 8); \
+  XSERV_FIELD(AttentionFlashWgmmaParams, o_token_stride, 128, 8); \
+  XSERV_FIELD(AttentionFlashWgmmaParams, o_head_stride, 136, 8); \
+  XSERV_FIELD(AttentionFlashWgmmaParams, o_row_stride, 144, 8); \
+  XSERV_FIELD(AttentionFlashWgmmaParams, num_heads, 152, 4); \
+  XSERV_FIELD(AttentionFlashWgmmaParams, num_kv_heads, 156, 4); \
+  XSERV_FIELD(AttentionFlashWgmmaParams, q_len, 160, 4); \
+  XSERV_FIELD(AttentionFlashWgmmaParams, kv_len, 164, 4); \
+  XSERV_FIELD(AttentionFlashWgmmaParams, num_seqs, 168, 4); \
+  XSERV_FIELD(AttentionFlashWgmmaParams, num_blocks, 172, 4); \
+  XSERV_FIELD(AttentionFlashWgmmaParams, max_blocks_per_seq, 176, 4); \
+  XSERV_FIELD(AttentionFlashWgmmaParams, causal, 180, 4); \
+  XSERV_FIELD(AttentionFlashWgmmaParams, scale, 184, 4); \
+  XSERV_FIELD(AttentionFlashWgmmaParams, packed_heads, 188, 4); \
+  XSERV_FIELD(AttentionFlashWgmmaParams, max_segments, 192, 4); \
+  XSERV_FIELD(AttentionFlashWgmmaParams, padding, 196, 4); \
+  static_assert(sizeof(AttentionFlashWgmmaParams) == 200, "AttentionFlashWgmmaParams has another size in Rust")
 
 #define XSERV_LAYOUT_FusedArgs \
   XSERV_FIELD(FusedArgs, qkv, 0, 8); \
@@ -554,7 +561,9 @@ constexpr int linear_skinny_192x128 = 204880;
   XSERV_FIELD(SampleRow, top_p, 20, 4); \
   XSERV_FIELD(SampleRow, min_p, 24, 4); \
   XSERV_FIELD(SampleRow, top_k, 28, 4); \
-  static_assert(sizeof(SampleRow) == 32, "SampleRow has another size in Rust")
+  XSERV_FIELD(SampleRow, typical_p, 32, 4); \
+  XSERV_FIELD(SampleRow, reserved, 36, 4); \
+  static_assert(sizeof(SampleRow) == 40, "SampleRow has another size in Rust")
 
 #define XSERV_LAYOUT_SampleArgs \
   XSERV_FIELD(SampleArgs, logits, 0, 8); \

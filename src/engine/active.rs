@@ -2,22 +2,48 @@
 
 use std::sync::{Mutex, PoisonError};
 
-use super::inbox::Progress;
+use super::inbox::Progress as InboxProgress;
 use super::intake::lock;
 use super::sampler::Chosen;
 use super::sequence::SequenceKey;
 use super::submission::Work;
 use crate::error::{Error, Result};
+use crate::model::NO_TOKEN;
+use crate::text::Progress;
 
 /// A sequence's work and state.
 pub(super) struct Active {
     pub key: SequenceKey,
     pub work: Work,
-    pub progress: Progress,
+    pub progress: InboxProgress,
     /// The token that was chosen on the host.
     pub chosen: Option<Result<Chosen>>,
+    /// What its constraint says to the token that is handed out next, if that was asked already.
+    pub followed: Option<Result<Progress>>,
     /// Logits on their way to the host, or the memory of those that came back.
     pub row: Vec<f32>,
+}
+
+impl Active {
+    /// Has the constraint take the token `before`, if it has not yet, and write the mask of the next one.
+    /// False if no token comes next.
+    pub fn write_mask(&mut self, before: Option<u32>, row: &mut [u8]) -> bool {
+        let Work::Sample(work) = &mut self.work else { return false };
+        let Some(constrained) = &mut work.constrained else { return false };
+        if let Some(token) = before {
+            if token == NO_TOKEN {
+                return false;
+            }
+            let followed = constrained.consume(token);
+            let goes_on = matches!(followed, Ok(Progress::Open)) && !constrained.is_end(token);
+            self.followed = Some(followed);
+            if !goes_on {
+                return false;
+            }
+        }
+        constrained.write_mask(row);
+        true
+    }
 }
 
 /// All of them. (The locks are for choosing tokens on several threads.)
@@ -44,8 +70,9 @@ impl ActiveTable {
             self.slots.push(Mutex::new(None));
         }
         if let Some(place) = self.place(key.slot()) {
-            let progress = Progress::default();
-            *place = Some(Active { key, work, progress, chosen: None, row: Vec::new() });
+            let progress = InboxProgress::default();
+            let row = Vec::new();
+            *place = Some(Active { key, work, progress, chosen: None, followed: None, row });
         }
     }
 

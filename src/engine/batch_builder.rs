@@ -38,6 +38,7 @@ pub(super) struct BatchBuilder {
     adjusted_rows: Vec<AdjustedRow>,
     adjustments: Vec<Adjustment>,
     log_probs: Vec<Option<LogProbsWanted>>,
+    masked_rows: Vec<u32>,
 }
 
 impl BatchBuilder {
@@ -80,6 +81,7 @@ impl BatchBuilder {
         self.adjusted_rows.clear();
         self.adjustments.clear();
         self.log_probs.clear();
+        self.masked_rows.clear();
         room(&mut self.cu_seqlens_q, 1)?;
         self.cu_seqlens_q.push(0);
         Ok(())
@@ -157,6 +159,13 @@ impl BatchBuilder {
         Ok(())
     }
 
+    /// Has the token of the row that was added last kept to a mask, which comes later.
+    pub fn mask(&mut self) -> Result<()> {
+        room(&mut self.masked_rows, 1)?;
+        self.masked_rows.extend((self.logits_rows.len() as u32).checked_sub(1));
+        Ok(())
+    }
+
     /// Asks for the logits of these tokens alone, which are numbered from the first one added.
     pub fn want_rows(&mut self, rows: Range<usize>) -> Result<()> {
         self.logits_rows.clear();
@@ -183,6 +192,7 @@ impl BatchBuilder {
             adjusted_rows: &self.adjusted_rows,
             adjustments: &self.adjustments,
             log_probs: &self.log_probs,
+            masked_rows: &self.masked_rows,
         }
     }
 }

@@ -1,12 +1,14 @@
 //! What keeps the text of a sequence to the constraint of its request: a matcher that follows the
 //! sequence's tokens, and the mask of the next one.
 //!
-//! The matcher takes each token once, when it is handed out; a sequence that is preempted, or whose step
-//! is abandoned, goes on with the same matcher. The mask is computed when all tokens before are known.
+//! The matcher takes each token once, when it is known; a sequence that is preempted, or whose step is
+//! abandoned, goes on with the same matcher. The mask is computed when all tokens before are known: on the
+//! CPU where the token is chosen, for a device beside the pass whose logits it masks.
 
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-use crate::error::Result;
+use super::sampler::none_left;
+use crate::error::{Error, Result};
 use crate::text::{GrammarCompiler, GrammarMatcher, Progress, TokenMask, Tokenizer};
 
 /// The compiler of a model's constraints, which is made when the first request needs it.
@@ -40,12 +42,14 @@ pub(super) struct Constrained {
     ends: Arc<Vec<u32>>,
     /// Whether `matcher` has the mask of the next token.
     has_mask: bool,
+    /// Why there is no mask of the next token, which cannot be taken then.
+    failed: Option<Error>,
 }
 
 impl Constrained {
     /// The constraint of a sequence that `ends` end, before its first token.
     pub fn new(matcher: GrammarMatcher, tokenizer: Arc<Tokenizer>, ends: Arc<Vec<u32>>) -> Self {
-        Constrained { matcher, tokenizer, ends, has_mask: false }
+        Constrained { matcher, tokenizer, ends, has_mask: false, failed: None }
     }
 
     /// Another sequence in the same state.
@@ -55,6 +59,7 @@ impl Constrained {
             tokenizer: self.tokenizer.clone(),
             ends: self.ends.clone(),
             has_mask: false,
+            failed: None,
         })
     }
 
@@ -67,10 +72,36 @@ impl Constrained {
         Ok(self.matcher.last_mask())
     }
 
+    /// Writes the mask of the next token to `row`, as words in the machine's byte order. If there is none,
+    /// all tokens may come, and whichever does is not taken.
+    pub fn write_mask(&mut self, row: &mut [u8]) {
+        match self.mask() {
+            Ok(mask) => {
+                for (bytes, word) in row.chunks_exact_mut(4).zip(mask.words) {
+                    bytes.copy_from_slice(&word.to_ne_bytes());
+                }
+            }
+            Err(error) => {
+                self.failed = Some(error);
+                row.fill(u8::MAX);
+            }
+        }
+    }
+
+    /// Whether a token ends the sequence.
+    pub fn is_end(&self, token: u32) -> bool {
+        self.ends.contains(&token)
+    }
+
     /// Takes the next token; an end says nothing about the text. Fails if it may not come.
     pub fn consume(&mut self, token: u32) -> Result<Progress> {
-        self.has_mask = false;
-        if self.ends.contains(&token) {
+        if let Some(error) = self.failed.take() {
+            return Err(error);
+        }
+        if std::mem::take(&mut self.has_mask) && !self.matcher.last_mask().allows(token) {
+            return Err(none_left());
+        }
+        if self.is_end(token) {
             return Ok(Progress::Open);
         }
         self.matcher.consume(token)

@@ -272,10 +272,8 @@ impl Engine {
                 Some(constrained) => Some(Box::new(constrained.try_clone()?)),
                 None => None,
             };
-            // A mask is on the host.
-            let by_host = asks_host || constrained.is_some();
             let choice = params.model_choice(seed);
-            let choice = choice.filter(|choice| !by_host && self.model().can_choose(choice));
+            let choice = Some(choice).filter(|it| !asks_host && self.model().can_choose(it));
             let capacity = max_tokens.min(ids.len().saturating_add(USUAL_TOKENS)).max(ids.len());
             let mut token_ids = try_with_capacity(capacity, "token ids")?;
             token_ids.extend_from_slice(&ids);

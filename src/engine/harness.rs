@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use super::batch_builder::BatchBuilder;
 use super::block_pool::BlockPool;
+use super::constrained::Constrained;
 use super::generation_config::GenerationConfig;
 use super::inbox::{Inbox, Waker};
 use super::log::Logger;
@@ -26,6 +27,7 @@ use crate::error::Result;
 use crate::memory::DType;
 use crate::model::{KvCache, KvSwap, TokenChoice, Workspace};
 use crate::ops::kv_cache::layout::KvLayout;
+use crate::text::{GrammarMatcher, Tokenizer};
 
 /// The sizes of an engine.
 #[derive(Clone, Copy, Debug)]
@@ -38,6 +40,14 @@ pub struct HarnessOptions {
     pub prefix_cache: bool,
     /// Blocks of preempted sequences that may be kept on the host.
     pub max_swapped: usize,
+}
+
+/// A constraint of a request, before its first token.
+pub struct HarnessConstraint {
+    /// The constraint, of a vocabulary as large as the model's.
+    pub matcher: GrammarMatcher,
+    /// The tokenizer that it was compiled for.
+    pub tokenizer: Arc<Tokenizer>,
 }
 
 /// A request of one sample.
@@ -54,6 +64,8 @@ pub struct HarnessRequest {
     pub by_model: bool,
     /// The settings with which the engine chooses.
     pub sampling: SamplingOverrides,
+    /// What its text must follow.
+    pub constraint: Option<HarnessConstraint>,
     /// Cancels it from anywhere.
     pub cancel: Option<Arc<CancelToken>>,
     /// The time after which it ends.
@@ -123,7 +135,9 @@ impl Harness {
             inbox,
             sample: 0,
             sampler,
-            constrained: None,
+            constrained: request.constraint.map(|HarnessConstraint { matcher, tokenizer }| {
+                Box::new(Constrained::new(matcher, tokenizer, Arc::default()))
+            }),
             stop_token_ids: Arc::default(),
             num_prompt_tokens,
             max_tokens,

@@ -149,19 +149,20 @@ impl SamplingParams {
         self.no_repeat_ngram_size > 0
     }
 
-    /// The way in which a model can choose the tokens of a sequence by itself; `None` where it cannot.
-    pub(super) fn model_choice(&self, seed: u64) -> Option<TokenChoice> {
+    /// The way in which a model chooses the tokens of a sequence by itself, if it can.
+    pub(super) fn model_choice(&self, seed: u64) -> TokenChoice {
         if self.temperature == 0.0 {
-            return Some(TokenChoice::Greedy);
+            return TokenChoice::Greedy;
         }
-        (self.typical_p == 1.0).then_some(TokenChoice::Draw(Draw {
+        TokenChoice::Draw(Draw {
             temperature: self.temperature,
             top_k: u32::try_from(self.top_k).unwrap_or(0),
             top_p: self.top_p,
             min_p: self.min_p,
+            typical_p: self.typical_p,
             seed,
             index: 0,
-        }))
+        })
     }
 }
 
@@ -462,7 +463,7 @@ pub(super) fn not_finite() -> Error {
 }
 
 /// The error of a sequence for which nothing is left.
-fn none_left() -> Error {
+pub(super) fn none_left() -> Error {
     Error::invalid_argument(
         "no token is left to choose: logit_bias, min_tokens or no_repeat_ngram_size ban all that the constraint allows",
     )

@@ -4,6 +4,7 @@
 use crate::error::Result;
 use crate::model::{
     BlockCopy, ForwardBatch, KvCache, KvSwap, Model, ScoresOut, Step, StepResult, Workspace,
+    WriteMasks,
 };
 
 /// Something that computes steps, which are finished in the order in which they were begun.
@@ -23,6 +24,16 @@ pub trait StepModel: Send + Sync {
         kv: &mut KvCache,
         workspace: &mut Workspace,
         should_stop: &dyn Fn() -> bool,
+    ) -> Result<()>;
+
+    /// Chooses the tokens of the step begun last, which has masked rows, before another one is begun.
+    /// After an error that step is still to be finished, and its tokens mean nothing. A step that is
+    /// finished without has no tokens.
+    fn choose_masked(
+        &self,
+        step: &Step<'_>,
+        workspace: &mut Workspace,
+        write_masks: &mut WriteMasks<'_>,
     ) -> Result<()>;
 
     /// Copies blocks between the KV cache and the host, in order, after the steps that were begun
@@ -60,6 +71,15 @@ impl StepModel for Model {
         should_stop: &dyn Fn() -> bool,
     ) -> Result<()> {
         Model::begin_step(self, step, kv, workspace, should_stop)
+    }
+
+    fn choose_masked(
+        &self,
+        step: &Step<'_>,
+        workspace: &mut Workspace,
+        write_masks: &mut WriteMasks<'_>,
+    ) -> Result<()> {
+        Model::choose_masked(self, step, workspace, write_masks)
     }
 
     fn copy_blocks(&self, kv: &mut KvCache, swap: &mut KvSwap, copies: &[BlockCopy]) -> Result<()> {

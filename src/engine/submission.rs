@@ -54,6 +54,11 @@ impl SampleWork {
         let mask = constrained.map(|constrained| constrained.mask()).transpose()?;
         sampler.choose(logits, index, tokens, mask, *log_probs)
     }
+
+    /// Whether a constraint, rather than a first token, decides the token number `index`.
+    pub fn is_masked(&mut self, index: u64) -> bool {
+        self.constrained.is_some() && !self.sampler.changes_mut().is_decided(index)
+    }
 }
 
 /// The work that is done with a sequence.

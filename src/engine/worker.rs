@@ -3,7 +3,9 @@
 //! Where the model takes several steps at a time (a device does, the CPU does not), a step is
 //! planned and begun while the one before is under way, and only then is that one finished: the
 //! host works while the device does. It is begun as late as that allows ([`Pace`]), so that
-//! requests that come meanwhile are in it. No callback of a request runs here; only wakers do,
+//! requests that come meanwhile are in it. Where constraints say which tokens may come, the choice of a
+//! step's tokens is queued apart from its pass: when the step before is finished, beside the pass, the
+//! constraints take its tokens and give the masks of the next ones. No callback of a request runs here; only wakers do,
 //! which are quick. They run on this thread only, from this loop only, and with no lock held: they
 //! may call what does not wait, also what ends the request that they wake for.
 //!
@@ -34,7 +36,7 @@ use super::step_resources::StepResources;
 use super::submission::{Submission, Work};
 use crate::backend::cpu::CpuBackend;
 use crate::error::{Error, ErrorKind, Result};
-use crate::model::{Draw, StepResult, TokenChoice, NO_TOKEN};
+use crate::model::{mask_words, Draw, StepResult, TokenChoice, NO_TOKEN};
 use crate::ops::adjust_logits::AdjustedRow;
 use crate::panic_guard;
 use crate::text::Progress;
@@ -49,6 +51,8 @@ struct Flight {
     num_decoding: Option<usize>,
     /// Whether blocks were copied before it: its time may be partly theirs.
     copied: bool,
+    /// Whether the choice of its tokens waits for masks.
+    awaits_masks: bool,
 }
 
 /// The thread's own state.
@@ -298,6 +302,8 @@ impl Worker {
         let mut begun = false;
         if alone.is_none() && self.flights.len() < depth {
             begun = self.begin()?;
+            let chosen = self.choose_masked();
+            self.fail_unchosen(chosen);
         }
         if self.flights.len() >= depth || (!begun && !self.flights.is_empty()) {
             self.finish();
@@ -414,7 +420,17 @@ impl Worker {
                 let is_decoding = entries.iter().all(|entry| entry.num_new == 1);
                 let num_decoding = is_decoding.then_some(entries.len());
                 self.pace.begun(num_decoding, start.elapsed());
-                self.flights.push_back(Flight { entries, begun, follows, num_decoding, copied });
+                let resources = self.resources.as_ref();
+                let awaits_masks =
+                    resources.is_some_and(|it| !it.builder.step().masked_rows.is_empty());
+                self.flights.push_back(Flight {
+                    entries,
+                    begun,
+                    follows,
+                    num_decoding,
+                    copied,
+                    awaits_masks,
+                });
                 self.grow_swap();
                 return Ok(true);
             };
@@ -488,6 +504,9 @@ impl Worker {
             if let Some(wanted) = work.log_probs {
                 builder.want_log_probs(wanted)?;
             }
+            if work.is_masked(index) {
+                builder.mask()?;
+            }
         }
         // A step whose sequences were all stopped ends between layers.
         let should_stop = || {
@@ -505,7 +524,7 @@ impl Worker {
     /// Waits for the oldest step under way, and hands out its tokens.
     fn finish(&mut self) {
         let Some(flight) = self.flights.pop_front() else { return };
-        let Flight { entries, begun, follows, num_decoding, copied } = flight;
+        let Flight { entries, begun, follows, num_decoding, copied, .. } = flight;
         let finished = match self.resources.as_deref_mut() {
             Some(resources) => self.model.finish_step(&mut resources.workspace, &mut self.result),
             None => Err(no_resources()),
@@ -521,8 +540,13 @@ impl Worker {
             return self.scheduler.give_back_plan_memory(entries);
         }
         let chosen = finished.and_then(|()| self.choose(&entries));
+        if let Err(error) = &chosen {
+            self.fail_entries(&entries, error);
+        }
+        // The device waits for this choice, nobody for the tokens.
+        let next_chosen = self.choose_masked();
         match chosen {
-            Err(error) => self.fail_entries(&entries, &error),
+            Err(_) => {}
             Ok(()) => {
                 let (mut num_prompt, mut num_chosen) = (0, 0);
                 for entry in &entries {
@@ -545,7 +569,54 @@ impl Worker {
                 }
             }
         }
+        self.fail_unchosen(next_chosen);
         self.scheduler.give_back_plan_memory(entries);
+    }
+
+    /// Has the model choose the tokens of the step under way, if that is the only one and masks say
+    /// which may come: the constraints first take the tokens of the step before, which was finished
+    /// last.
+    fn choose_masked(&mut self) -> Result<()> {
+        let Self { flights, works, resources, result, backend, model, .. } = self;
+        let [flight] = flights.make_contiguous() else { return Ok(()) };
+        if !std::mem::take(&mut flight.awaits_masks) {
+            return Ok(());
+        }
+        let resources = resources.as_deref_mut().ok_or_else(no_resources)?;
+        let step = resources.builder.step();
+        let (works, tokens) = (&*works, &result.tokens);
+        let masked_rows = step.masked_rows;
+        let is_masked =
+            |entry: &&Entry| entry.row.is_some_and(|row| masked_rows.binary_search(&row).is_ok());
+        let masked = flight.entries.iter().filter(is_masked);
+        let mask_bytes = 4 * mask_words(model.vocab_size());
+        let mut write = |masks: &mut [u8]| {
+            backend.parallel_rows(masks, mask_bytes, |first, rows| {
+                let mine = masked.clone().skip(first);
+                for (entry, row) in mine.zip(rows.chunks_exact_mut(mask_bytes)) {
+                    let before = entry
+                        .source
+                        .map(|source| tokens.get(source as usize).copied().unwrap_or(NO_TOKEN));
+                    let written = works.with(entry.key, |active| active.write_mask(before, row));
+                    if written != Some(true) {
+                        // The sequence has ended, or ends with the token before.
+                        row.fill(u8::MAX);
+                    }
+                }
+            })
+        };
+        model.choose_masked(&step, &mut resources.workspace, &mut write)
+    }
+
+    /// Ends those whose tokens could not be chosen, in the step under way.
+    fn fail_unchosen(&mut self, chosen: Result<()>) {
+        let Err(error) = chosen else { return };
+        let Some(flight) = self.flights.front_mut() else { return };
+        let entries = std::mem::take(&mut flight.entries);
+        self.fail_entries(&entries, &error);
+        if let Some(flight) = self.flights.front_mut() {
+            flight.entries = entries;
+        }
     }
 
     /// Chooses the tokens that the model leaves to the host, several at a time.
@@ -619,7 +690,11 @@ impl Worker {
             if let Err(error) = work.sampler.changes_mut().remember(token) {
                 return self.end(key, Err(error));
             }
-            match work.constrained.as_mut().map(|it| it.consume(token)).transpose() {
+            let followed = match active.followed.take() {
+                Some(followed) => Some(followed),
+                None => work.constrained.as_mut().map(|it| it.consume(token)),
+            };
+            match followed.transpose() {
                 Ok(progress) => is_complete = progress == Some(Progress::Complete),
                 Err(error) => return self.end(key, Err(error)),
             }

@@ -225,8 +225,7 @@ pub struct xserv_request {
     pub num_log_probs: u32,
     /// Keep the tokens whose information content is nearest to the entropy and that together have this
     /// probability (locally typical sampling, Meister et al. 2022); above 0, at most 1. Default
-    /// XSERV_UNSET_FLOAT; neutral: 1. On a GPU such a request's logits are brought to the host, so it is
-    /// slower than others.
+    /// XSERV_UNSET_FLOAT; neutral: 1.
     pub typical_p: f32,
     /// Bans tokens that would repeat a sequence of so many tokens of the prompt or the answer. Default
     /// XSERV_UNSET_INT; neutral: 0. On a GPU such a request is not computed ahead of its tokens, so it is
@@ -262,7 +261,7 @@ pub struct xserv_request {
     /// most; of a JSON schema the message names the path. A constraint that becomes too complex on the way
     /// ends the answer with XSERV_STATUS_UNSUPPORTED, and one that leaves no token because others are
     /// banned (logit_bias, min_tokens, no_repeat_ngram_size) with XSERV_STATUS_INVALID_ARGUMENT. On a GPU
-    /// as typical_p.
+    /// the host computes which tokens may come while the device computes the logits.
     pub constraint_kind: u32,
     /// Unused, 0.
     pub reserved2: u32,

@@ -50,7 +50,7 @@ pub use loaded::Model;
 pub use memory_needs::MemoryNeeds;
 pub use opened::{DeviceLoad, ModelFolder};
 pub use step::{
-    Draw, LogProbs, LogProbsWanted, ScoresOut, Step, StepResult, StepTime, TokenChoice,
-    TokenLogProb, TokenScore, FROM_BATCH, MAX_TOP_LOG_PROBS, NO_TOKEN,
+    mask_words, Draw, LogProbs, LogProbsWanted, ScoresOut, Step, StepResult, StepTime, TokenChoice,
+    TokenLogProb, TokenScore, WriteMasks, FROM_BATCH, MAX_TOP_LOG_PROBS, NO_TOKEN,
 };
 pub use workspace::Workspace;

@@ -5,7 +5,9 @@ use std::time::{Duration, Instant};
 use super::device::limits::STEPS_IN_FLIGHT;
 use super::kv_cache::KvCache;
 use super::loaded::{Compute, Model};
-use super::step::{HostSteps, Step, StepResult, StepTime, TokenChoice, FROM_BATCH, NO_TOKEN};
+use super::step::{
+    HostSteps, Step, StepResult, StepTime, TokenChoice, WriteMasks, FROM_BATCH, NO_TOKEN,
+};
 use super::workspace::Workspace;
 use crate::backend::cuda::ProfiledPart;
 use crate::error::{try_filled, Error, Result};
@@ -62,10 +64,27 @@ impl Model {
         if step.token_sources.iter().any(|&source| source != FROM_BATCH) {
             return Err(Error::internal("a token of the step before, which is finished"));
         }
+        if !step.masked_rows.is_empty() {
+            return Err(no_masks());
+        }
         let mut steps = std::mem::take(workspace.host_steps());
         let outcome = self.run_step(step, kv, workspace, &mut steps, should_stop);
         *workspace.host_steps() = steps;
         outcome
+    }
+
+    /// Chooses the tokens of the step begun last, which has masked rows: `write_masks` says what
+    /// may come there. Nothing else may have been begun since. Not on the CPU, where the caller
+    /// chooses. After an error the step is still to be finished, and its tokens mean nothing.
+    pub fn choose_masked(
+        &self,
+        step: &Step<'_>,
+        workspace: &mut Workspace,
+        write_masks: &mut WriteMasks<'_>,
+    ) -> Result<()> {
+        let Compute::Device(cuda) = &self.compute else { return Err(no_masks()) };
+        let workspace = workspace.on_device(cuda, self.config(), 1)?;
+        cuda.choose_masked(self.config(), step, workspace, write_masks)
     }
 
     fn run_step(
@@ -149,4 +168,8 @@ impl Model {
         steps.spare.push(std::mem::replace(result, done));
         Ok(())
     }
+}
+
+fn no_masks() -> Error {
+    Error::internal("masks for tokens that the caller chooses")
 }

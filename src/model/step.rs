@@ -5,6 +5,7 @@ use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use super::batch::ForwardBatch;
+use crate::error::Result;
 use crate::ops::adjust_logits::{AdjustedRow, Adjustment};
 pub use crate::ops::sample::Draw;
 
@@ -45,6 +46,18 @@ pub struct Step<'a> {
     /// The log-probabilities that are wanted of each row, `[num_logits_rows]`; missing rows want
     /// none. Where the caller chooses, there are none.
     pub log_probs: &'a [Option<LogProbsWanted>],
+    /// The rows, in order, whose tokens are kept to masks that are not known yet. If there are any,
+    /// the tokens of all rows are chosen by [`crate::model::Model::choose_masked`].
+    pub masked_rows: &'a [u32],
+}
+
+/// Writes the masks of a step: `[num_masked_rows, mask_words(vocab_size)]` words of 32 bits in the
+/// machine's byte order. The bit `id % 32` of the word `id / 32` says whether a token may come.
+pub type WriteMasks<'a> = dyn FnMut(&mut [u8]) -> Result<()> + 'a;
+
+/// The number of words of a mask.
+pub fn mask_words(vocab_size: usize) -> usize {
+    vocab_size.div_ceil(32)
 }
 
 /// The most tokens whose log-probabilities a row gives besides that of the chosen one.

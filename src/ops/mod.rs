@@ -10,7 +10,7 @@
 //! | operator | forms (files) | C functions | test |
 //! |---|---|---|---|
 //! | [`activation`] | `cpu` typed slices; `cuda` tensors; `cuda_rounded` GELU rounded after each step | `xserv_op_gelu`, `xserv_op_gelu_tanh`, `xserv_op_silu` | `tests/ops/activation.rs` |
-//! | [`adjust_logits`] | `cpu` a row of f32; `cuda` rows of f32 |  | `tests/ops/adjust_logits.rs` |
+//! | [`adjust_logits`] | `cpu` a row of f32, changed or masked; `cuda` rows of f32, and masks while rows become f32 |  | `tests/ops/adjust_logits.rs` |
 //! | [`argmax`] | `cpu` typed slices; `cpu_checked` f32 rows that must be numbers; `cuda` tensors | `xserv_op_argmax` | `tests/ops/argmax.rs` |
 //! | [`attention`] | `cpu_naive`, `cpu_flash` typed slices, through `cpu`; `cpu_paged` the paged cache of the CPU, both with `cpu_online_softmax` or, in tiles, `cpu_online_tiles`; `cuda_naive`, `cuda_flash`, `cuda_flash_wgmma`, `cuda_split_kv` tensors, through `choice` and `cuda`, with `cuda_params`; `cuda_fused`, `cuda_fused_project` one new token a sequence, rounded after each step; `plan` which of them serve a model; `layouts` the structs of the kernels, for the tests | `xserv_op_attention` | `tests/ops/attention/` |
 //! | [`copy`] | `mod` both devices | `xserv_op_copy` | `tests/ops/copy.rs` |
@@ -21,7 +21,7 @@
 //! | [`grad_check`] | `mod` on the host | `xserv_grad_check` | `tests/ops/grad_check.rs` |
 //! | [`kv_cache`] | `layout` the blocks of the CPU; `cpu` appends to them; `cuda` appends; `cuda_swap` blocks to the host and back |  | `tests/ops/kv_cache.rs` |
 //! | [`layer_norm`] | `cpu` typed slices; `cuda` tensors | `xserv_op_layer_norm` | `tests/ops/layer_norm.rs` |
-//! | [`linear`] | `cpu`, `cpu_quantised`, `cpu_integers` packed weights, with `host_matrix`; `cuda_gemv`, `cuda_gemv_mma` one or two tokens; `cuda_skinny` up to 128 tokens; `cuda_prefill`, `cuda_prefill_heads` more; `cuda_quantised` any number with quantised weights, `cuda_quantised_few` up to 16 and `cuda_quantised_many` more on Hopper, with `cuda_quantised_blocks`, `cuda_numbers` by the numbers of such weights; all of these rounded after each step; `plan` which of them serve a model, with `matrix` and `residual`; `tensors` a quantised weight of a caller's | `xserv_op_linear_quantised` | `tests/ops/linear/` |
+//! | [`linear`] | `cpu`, `cpu_quantised`, `cpu_integers`, `cpu_integer_rows`, `cpu_integer_tiles` packed weights, with `host_matrix`; `cuda_gemv`, `cuda_gemv_mma` one or two tokens; `cuda_skinny` up to 128 tokens; `cuda_prefill`, `cuda_prefill_heads` more; `cuda_quantised` any number with quantised weights, `cuda_quantised_few` up to 16 and `cuda_quantised_many` more on Hopper, with `cuda_quantised_blocks`, `cuda_numbers` by the numbers of such weights; all of these rounded after each step; `plan` which of them serve a model, with `matrix` and `residual`; `tensors` a quantised weight of a caller's | `xserv_op_linear_quantised` | `tests/ops/linear/` |
 //! | [`log_probs`] | `cpu` a row of f32; `cuda` tensors |  | `tests/ops/log_probs.rs` |
 //! | [`qk_norm_rope_append`] | `mod` on a GPU, rounded after each step |  | `tests/ops/qk_norm_rope_append.rs` |
 //! | [`quantised`] | `format` what is stored; `matrix` rows on the host; `quantise` makes them; `panels` the order in which the CPU reads them; `tiles` the order in which kernels read them; `cuda` tiles on a GPU as dense rows; `tensors` codes, scales and zeros of a caller's | `xserv_op_quantise`, `xserv_op_dequantise` | `tests/ops/quantised/` |

@@ -5,6 +5,7 @@ use std::ffi::{c_char, c_void, CString};
 use std::process::Command;
 use std::ptr;
 
+use xserv::ffi::xserv_constraint_kind::*;
 use xserv::ffi::xserv_event_kind::*;
 use xserv::ffi::xserv_finish_reason::*;
 use xserv::ffi::*;
@@ -666,8 +667,8 @@ fn all_of_it_holds_on_cuda() {
     assert!(output.status.success() && text.contains("test result: ok. 1"), "{text}{errors}");
 }
 
-/// All penalties, biases and an end that may not come yet, in f32: the GPU chooses what the CPU chooses, alone and
-/// beside others that want other things.
+/// All penalties, biases, constraints and an end that may not come yet, in f32: the GPU chooses what the CPU
+/// chooses, alone and beside others that want other things.
 #[test]
 fn cuda_chooses_what_the_cpu_chooses() {
     let Some(_device) = shared_cuda() else { return };
@@ -678,7 +679,17 @@ fn cuda_chooses_what_the_cpu_chooses() {
     .unwrap();
     let gpu = Model::load(&tiny(), &on_cuda(xserv_dtype::XSERV_DTYPE_F32)).unwrap();
     let biases: Vec<_> = (0..40).map(|i| bias(i * 37, (i % 7) as f32 - 3.0)).collect();
-    let prompts: Vec<Vec<u32>> = (0..6).map(|salt| tokens(20 + 5 * salt as usize, salt)).collect();
+    let prompts: Vec<Vec<u32>> = (0..9).map(|salt| tokens(20 + 5 * salt as usize, salt)).collect();
+    let schema = r#"{"type": "object", "properties": {"name": {"type": "string", "maxLength": 9}, "n": {"type": "integer"}}, "required": ["name", "n"], "additionalProperties": false}"#;
+    let constrained =
+        |request: xserv_request, kind: xserv_constraint_kind, text: &str| xserv_request {
+            constraint_kind: kind as u32,
+            constraint: text.as_ptr().cast(),
+            constraint_len: text.len(),
+            num_log_probs: 5,
+            ..request
+        };
+    let first = on_cpu.tokenize("{\"name\": \"ab").unwrap();
     let requests: Vec<xserv_request> = prompts
         .iter()
         .enumerate()
@@ -690,6 +701,25 @@ fn cuda_chooses_what_the_cpu_chooses() {
                 2 => xserv_request { presence_penalty: 1.5, frequency_penalty: 0.3, ..request },
                 3 => biased(request, &biases),
                 4 => xserv_request { min_tokens: 40, num_log_probs: 5, ..request },
+                5 => xserv_request {
+                    first_tokens: first.as_ptr(),
+                    num_first_tokens: first.len(),
+                    ..constrained(request, XSERV_CONSTRAINT_JSON_SCHEMA, schema)
+                },
+                6 => xserv_request {
+                    repetition_penalty: 1.2,
+                    presence_penalty: 0.3,
+                    processed_log_probs: 1,
+                    ..biased(
+                        constrained(request, XSERV_CONSTRAINT_REGEX, "([a-z]{2,8} ){3,20}[0-9]"),
+                        &biases,
+                    )
+                },
+                7 => xserv_request {
+                    no_repeat_ngram_size: 3,
+                    min_tokens: 12,
+                    ..constrained(request, XSERV_CONSTRAINT_REGEX, "[a-z ]{4,60}")
+                },
                 _ => xserv_request {
                     repetition_penalty: 1.2,
                     presence_penalty: -0.4,

@@ -31,7 +31,7 @@ use xserv::ffi::{
 use xserv::memory::DType;
 use xserv::model::{
     BlockCopy, ForwardBatch, KvCache, KvSwap, ScoresOut, Step, StepResult, TokenChoice, Workspace,
-    NO_TOKEN,
+    WriteMasks, NO_TOKEN,
 };
 
 use counting::{count, exempt_this_thread, fail_nth, fail_size, Counts};
@@ -124,6 +124,10 @@ impl StepModel for Instant {
             }
         }
         Ok(())
+    }
+
+    fn choose_masked(&self, _: &Step<'_>, _: &mut Workspace, _: &mut WriteMasks<'_>) -> Result<()> {
+        unreachable!("nobody has a constraint")
     }
 
     fn copy_blocks(&self, _: &mut KvCache, _: &mut KvSwap, _: &[BlockCopy]) -> Result<()> {

@@ -228,15 +228,32 @@ def attention(bench):
         return {name: one(back_end) for name, back_end in back_ends.items()}
 
     # [batch, heads, length, head_dim] in memory, as PyTorch likes it best; xserv takes the permuted view.
-    def tensors(batch, q_len, kv_len, heads):
-        make = lambda h, length: random(batch, h, length, 128).transpose(1, 2)
+    def tensors(batch, q_len, kv_len, heads, dim=128):
+        make = lambda h, length: random(batch, h, length, dim).transpose(1, 2)
         return lambda: (make(heads, q_len), make(8, kv_len), make(8, kv_len), make(heads, q_len))
 
-    for heads in (32, 16):
+    # The keys and values of a sequence in blocks of 32 tokens, in a shuffled order.
+    def paged(length, heads, dim):
+        def make():
+            q, cache = random(length, heads, dim), lambda: random(length // 32, 32, 8, dim)
+            table = torch.randperm(length // 32, device="cuda", dtype=torch.int32)[None]
+            index = lambda *values: torch.tensor(values, device="cuda", dtype=torch.int32)
+            return q, cache(), cache(), torch.empty_like(q), table, index(length), index(0, length)
+        return make
+
+    def paged_attention(c, q, k, v, o, table, lens, ends):
+        length = q.shape[0]
+        c.attention(q, k, v, o, causal=True, block_tables=table, context_lens=lens, cu_seqlens_q=ends,
+                    max_q_len=length, max_kv_len=length)
+
+    for heads, dim in ((32, 128), (16, 128), (32, 64)):
         for length in (512, 2048, 8192):
-            bench.run(f"attention prefill {heads}/8", f"{length}", BF16, tensors(1, length, length, heads),
-                      lambda c, q, k, v, o: c.attention(q, k, v, o, causal=True), peers(True),
-                      flops=4 * heads * 128 * length * (length + 1) / 2, set_bytes=(2 * heads + 16) * length * 256)
+            cost = {"flops": 4 * heads * dim * length * (length + 1) / 2,
+                    "set_bytes": (2 * heads + 16) * length * dim * 2}
+            bench.run(f"attention prefill {heads}/8 of {dim}", f"{length}", BF16, tensors(1, length, length, heads, dim),
+                      lambda c, q, k, v, o: c.attention(q, k, v, o, causal=True), peers(True), **cost)
+            bench.run(f"attention paged prefill {heads}/8 of {dim}", f"{length}", BF16, paged(length, heads, dim),
+                      paged_attention, {}, **cost)
     for batch, length in ((1, 512), (1, 4096), (1, 32768), (8, 4096), (32, 512), (32, 4096), (128, 4096)):
         bench.run("attention decode 32/8", f"{batch} x {length}", BF16, tensors(batch, 1, length, 32),
                   lambda c, q, k, v, o: c.attention(q, k, v, o), peers(False), num_bytes=batch * 8 * length * 512)

@@ -2,11 +2,13 @@
 """Measures what the settings of sampling cost: many requests at once, with settings that people use.
 
     PYTHONPATH=examples/python python3 tests/bench/sampling.py FOLDER [--requests 256] [--prompt 128] [--tokens 256]
-        [--repeats 3] [--device auto] [--random] [--json]
+        [--repeats 3] [--device auto] [--random] [--json] [--only WORDS]
 
 Each setting runs in turn, and all of them again for every repeat, so that a machine that changes its speed changes it
 for all. The rate is that of the fastest run, in generated tokens a second of the whole run; the ratio is to the rate
-of sampling with a temperature alone. --random makes up the weights, of which only config.json is read.
+of sampling with a temperature alone. --random makes up the weights, of which only config.json is read. --only keeps
+the settings whose names contain one of the words, which are separated by commas, beside the first. The answers of the
+constraints never end by themselves, so that all settings generate as many tokens.
 """
 
 import argparse
@@ -20,6 +22,17 @@ from xserv import _library as c
 
 CHAT = dict(temperature=0.7, top_k=20, top_p=0.95)
 PENALTIES = dict(repetition_penalty=1.1, presence_penalty=0.5, frequency_penalty=0.2)
+# Forms that have no end within any number of tokens that is measured.
+RECORD = dict(
+    type="object", additionalProperties=False, required=["name", "age", "tags", "kind", "score"],
+    properties=dict(
+        name=dict(type="string", maxLength=40), age=dict(type="integer", minimum=0, maximum=150),
+        tags=dict(type="array", items=dict(type="string", maxLength=12), maxItems=4),
+        kind=dict(enum=["person", "place", "thing"]), score=dict(type="number"),
+    ),
+)
+SCHEMA = json.dumps(dict(type="array", items=RECORD, minItems=10000))
+CHOICE = "((yes|no|perhaps|in the afternoon|never before)[,;] )+"
 SETTINGS = {
     "temperature": dict(temperature=0.7),
     "greedy": dict(),
@@ -33,6 +46,10 @@ SETTINGS = {
     "top-p 0.95": dict(temperature=1.0, top_p=0.95),
     "top-k 1000": dict(temperature=1.0, top_k=1000),
     "min-p 0.05": dict(temperature=1.0, min_p=0.05),
+    "typical-p 0.9": dict(temperature=1.0, typical_p=0.9),
+    "JSON schema": dict(temperature=0.7, constraint=(c.CONSTRAINT_JSON_SCHEMA, SCHEMA)),
+    "choice/regex": dict(temperature=0.7, constraint=(c.CONSTRAINT_REGEX, CHOICE)),
+    "JSON schema, half of the requests": dict(temperature=0.7, constraint=(c.CONSTRAINT_JSON_SCHEMA, SCHEMA), every=2),
 }
 
 
@@ -48,6 +65,10 @@ def request_with(setting, prompt, max_tokens, seed):
     values = dict(dict(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0), **setting)
     num_biases = values.pop("bias", 0)
     biases = (c.LogitBias * num_biases)(*[c.LogitBias(100 + 7 * i, -1.0) for i in range(num_biases)])
+    kind, text = values.pop("constraint", (0, ""))
+    text = text.encode()
+    if kind and seed % values.pop("every", 1) == 0:
+        request.constraint_kind, request.constraint, request.constraint_len = kind, text, len(text)
     for name, value in values.items():
         setattr(request, name, value)
     request.prompt_tokens, request.num_prompt_tokens = ctypes.cast(ids, type(request.prompt_tokens)), len(prompt)
@@ -55,7 +76,7 @@ def request_with(setting, prompt, max_tokens, seed):
         request.logit_bias = ctypes.cast(biases, type(request.logit_bias))
         request.num_logit_bias = num_biases
     request.max_tokens, request.ignore_eos, request.seed = max_tokens, 1, seed
-    return request, (ids, biases)  # which must live until the request is submitted
+    return request, (ids, biases, text)  # which must live until the request is submitted
 
 
 def run(handle, setting, num_requests, prompt_tokens, max_tokens):
@@ -93,16 +114,22 @@ def main():
     parser.add_argument("--device", default="auto")
     parser.add_argument("--random", action="store_true")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--only")
     arguments = parser.parse_args()
     model = xserv.Model(
         arguments.folder, device=arguments.device, random_weights=arguments.random,
         kv_cache_tokens=arguments.requests * (arguments.prompt + arguments.tokens + 64),
     )
     handle, sizes = model._live_handle(), (arguments.requests, arguments.prompt, arguments.tokens)
-    run(handle, {}, arguments.requests, arguments.prompt, 8)  # the first kernels are loaded
-    rates = {name: [] for name in SETTINGS}
+    words = (arguments.only or "").split(",")
+    settings = {name: setting for name, setting in SETTINGS.items() if any(word in name for word in words)}
+    settings = {"temperature": SETTINGS["temperature"], **settings}
+    # The first kernels are loaded, and the compiler of constraints is made.
+    run(handle, {}, arguments.requests, arguments.prompt, 8)
+    run(handle, SETTINGS["JSON schema"], arguments.requests, arguments.prompt, 8)
+    rates = {name: [] for name in settings}
     for _ in range(arguments.repeats):
-        for name, setting in SETTINGS.items():
+        for name, setting in settings.items():
             rates[name].append(run(handle, setting, *sizes))
     base = max(rates["temperature"])
     rows = [dict(setting=name, tokens_per_second=max(all_), ratio=max(all_) / base) for name, all_ in rates.items()]

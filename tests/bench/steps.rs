@@ -103,6 +103,7 @@ fn options() -> Option<Options> {
                     top_k: parts.next()?.parse().ok()?,
                     top_p: parts.next()?.parse().ok()?,
                     min_p: 0.0,
+                    typical_p: 1.0,
                     seed: 1,
                     index: 0,
                 });

@@ -4,6 +4,7 @@
 #[path = "../support/chi_square.rs"]
 mod chi_square;
 mod failing_steps;
+mod masked_steps;
 mod sampler;
 mod scheduler;
 mod service;

@@ -9,8 +9,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use xserv::engine::harness::StepModel;
 use xserv::error::{Error, ErrorKind, Result};
 use xserv::model::{
-    BlockCopy, CopyDirection, ForwardBatch, KvCache, KvSwap, ScoresOut, Step, StepResult,
-    TokenChoice, Workspace, FROM_BATCH, NO_TOKEN,
+    mask_words, BlockCopy, CopyDirection, ForwardBatch, KvCache, KvSwap, ScoresOut, Step,
+    StepResult, TokenChoice, Workspace, WriteMasks, FROM_BATCH, NO_TOKEN,
 };
 
 /// Tokens are below this.
@@ -25,6 +25,8 @@ pub enum Fault {
     Begin(ErrorKind),
     /// It has no result.
     Finish(ErrorKind),
+    /// Its tokens are not chosen, if that waits for masks.
+    Choose(ErrorKind),
     /// The model panics as it begins.
     Panic,
 }
@@ -49,6 +51,8 @@ struct State {
     pending: VecDeque<Result<StepResult>>,
     /// The tokens of the step begun last.
     last: Vec<u32>,
+    /// The pasts that its rows are chosen by, and what becomes of that, while the masks are missing.
+    unchosen: Option<(Vec<u64>, Option<ErrorKind>)>,
     num_tried: usize,
     /// The most tokens of a step that was computed.
     largest: usize,
@@ -56,6 +60,7 @@ struct State {
 
 pub struct Toy {
     depth: usize,
+    vocab_size: usize,
     decide: Mutex<Decide>,
     /// By the number of the copy.
     fails_copy: Mutex<Box<dyn Fn(usize) -> bool + Send + Sync>>,
@@ -69,19 +74,37 @@ fn behind(before: u64, token: u32) -> u64 {
     hasher.finish()
 }
 
-fn choose(past: u64) -> u32 {
-    (past % VOCAB as u64) as u32
+/// The token after a past, of those that may come: the first from a place on that the past decides.
+fn choose(past: u64, vocab_size: usize, is_allowed: impl Fn(u32) -> bool) -> u32 {
+    let from = (past % vocab_size as u64) as u32;
+    let mut all = (from..vocab_size as u32).chain(0..from);
+    all.find(|&id| is_allowed(id)).unwrap_or(from)
 }
 
 /// What a request alone gets.
 pub fn expected(prompt: &[u32], num_new: usize) -> Vec<u32> {
+    let mut tokens = Vec::new();
+    follow(prompt, VOCAB, |token| {
+        tokens.extend(token);
+        (tokens.len() < num_new).then_some(vec![u32::MAX; VOCAB])
+    });
+    tokens
+}
+
+/// Goes on as a request alone does: `next` gets each token, at first none, and says by words of bits which may
+/// come next, or that none does.
+pub fn follow(
+    prompt: &[u32],
+    vocab_size: usize,
+    mut next: impl FnMut(Option<u32>) -> Option<Vec<u32>>,
+) {
     let mut past = prompt.iter().fold(0, |past, token| behind(past, *token));
-    let mut next = || {
-        let token = choose(past);
-        past = behind(past, token);
-        token
-    };
-    (0..num_new).map(|_| next()).collect()
+    let mut token = None;
+    while let Some(mask) = next(token) {
+        let chosen = choose(past, vocab_size, |id| mask[id as usize / 32] >> (id % 32) & 1 == 1);
+        past = behind(past, chosen);
+        token = Some(chosen);
+    }
 }
 
 impl Toy {
@@ -90,7 +113,13 @@ impl Toy {
         decide: impl Fn(&Attempt) -> Option<Fault> + Send + Sync + 'static,
     ) -> Self {
         let fails_copy = Mutex::new(Box::new(|_| false) as _);
-        Toy { depth, decide: Mutex::new(Box::new(decide)), fails_copy, state: Mutex::default() }
+        let decide = Mutex::new(Box::new(decide) as _);
+        Toy { depth, vocab_size: VOCAB, decide, fails_copy, state: Mutex::default() }
+    }
+
+    /// The same with another vocabulary.
+    pub fn with_vocab_size(self, vocab_size: usize) -> Self {
+        Toy { vocab_size, ..self }
     }
 
     /// From now on nothing fails.
@@ -122,7 +151,13 @@ pub fn injected(kind: ErrorKind) -> Error {
 }
 
 /// Computes a step into the cache, or rubbish; gives what it comes to.
-fn compute(state: &mut State, step: &Step<'_>, rubbish: bool) -> StepResult {
+fn compute(
+    state: &mut State,
+    step: &Step<'_>,
+    vocab_size: usize,
+    fault: Option<&Fault>,
+) -> StepResult {
+    let rubbish = !matches!(fault, None | Some(Fault::Choose(_)));
     let batch = &step.batch;
     for (s, range) in batch.cu_seqlens_q.windows(2).enumerate() {
         let table = &batch.block_tables[s * batch.max_blocks_per_seq..][..batch.max_blocks_per_seq];
@@ -143,14 +178,26 @@ fn compute(state: &mut State, step: &Step<'_>, rubbish: bool) -> StepResult {
     }
     let mut result = StepResult::default();
     state.last.clear();
+    let past = |row: &u32| state.cache[&batch.slot_mapping[*row as usize]];
+    if !step.masked_rows.is_empty() {
+        let fails = match fault {
+            Some(Fault::Choose(kind)) => Some(*kind),
+            _ => None,
+        };
+        state.unchosen = Some((batch.logits_rows.iter().map(past).collect(), fails));
+        result.tokens = vec![NO_TOKEN; step.choices.len()];
+        assert!(!step.choices.contains(&TokenChoice::Caller), "the toy does not mix these");
+        return result;
+    }
     for (row, choice) in batch.logits_rows.iter().zip(step.choices) {
-        let token = choose(state.cache[&batch.slot_mapping[*row as usize]]);
+        let token = choose(past(row), vocab_size, |_| true);
         state.last.push(token);
         match choice {
             TokenChoice::Caller => {
                 result.tokens.push(NO_TOKEN);
-                let logit = |id| if id == token as usize { 1.0 } else { 0.0 };
-                result.logits.extend((0..VOCAB).map(logit));
+                // The tokens after it, in order: the likeliest that may come is the right one.
+                let after = |id| (id + vocab_size - token as usize) % vocab_size;
+                result.logits.extend((0..vocab_size).map(|id| -(after(id) as f32)));
             }
             _ => result.tokens.push(token),
         }
@@ -160,7 +207,7 @@ fn compute(state: &mut State, step: &Step<'_>, rubbish: bool) -> StepResult {
 
 impl StepModel for Toy {
     fn vocab_size(&self) -> usize {
-        VOCAB
+        self.vocab_size
     }
 
     fn max_steps_in_flight(&self) -> usize {
@@ -176,22 +223,51 @@ impl StepModel for Toy {
     ) -> Result<()> {
         let state = &mut *self.state();
         assert!(state.pending.len() < self.depth, "more steps than may be under way");
+        assert!(state.unchosen.is_none(), "the tokens of the step before are not chosen");
         let attempt = Attempt { number: state.num_tried, token_ids: step.batch.token_ids.to_vec() };
         state.num_tried += 1;
         let fault = (self.decide.lock().unwrap_or_else(PoisonError::into_inner))(&attempt);
-        let result = compute(state, step, fault.is_some());
+        let result = compute(state, step, self.vocab_size, fault.as_ref());
         match fault {
-            None => {
+            None | Some(Fault::Choose(_)) => {
                 state.largest = state.largest.max(step.batch.num_tokens());
                 state.pending.push_back(Ok(result));
             }
             Some(Fault::Begin(kind)) => {
                 // The tokens of the step before are overwritten.
                 state.last.clear();
+                state.unchosen = None;
                 return Err(injected(kind));
             }
             Some(Fault::Finish(kind)) => state.pending.push_back(Err(injected(kind))),
             Some(Fault::Panic) => panic!("the toy was told to panic"),
+        }
+        Ok(())
+    }
+
+    fn choose_masked(
+        &self,
+        step: &Step<'_>,
+        _: &mut Workspace,
+        write_masks: &mut WriteMasks<'_>,
+    ) -> Result<()> {
+        let state = &mut *self.state();
+        let (pasts, fails) = state.unchosen.take().expect("a step that waits for masks");
+        let words = mask_words(self.vocab_size);
+        let mut masks = vec![0xee; 4 * words * step.masked_rows.len()];
+        write_masks(&mut masks)?;
+        if let Some(kind) = fails {
+            return Err(injected(kind));
+        }
+        let allows = |row: u32, id: u32| match step.masked_rows.binary_search(&row) {
+            Ok(index) => masks[index * 4 * words + id as usize / 8] >> (id % 8) & 1 == 1,
+            Err(_) => true,
+        };
+        let rows = pasts.iter().zip(0..);
+        state.last =
+            rows.map(|(past, row)| choose(*past, self.vocab_size, |id| allows(row, id))).collect();
+        if let Some(Ok(result)) = state.pending.back_mut() {
+            result.tokens.clone_from(&state.last);
         }
         Ok(())
     }
@@ -219,7 +295,12 @@ impl StepModel for Toy {
     }
 
     fn finish_step(&self, _: &mut Workspace, result: &mut StepResult) -> Result<()> {
-        *result = self.state().pending.pop_front().expect("a step is under way")?;
+        let state = &mut *self.state();
+        let finished = state.pending.pop_front().expect("a step is under way");
+        if state.pending.is_empty() {
+            state.unchosen = None;
+        }
+        *result = finished?;
         Ok(())
     }
 

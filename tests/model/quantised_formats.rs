@@ -40,6 +40,9 @@ fn all_formats_are_what_their_writers_say() {
     use DType::{BF16, F16, F32};
     // Of up_proj, which has 64 inputs.
     let expected = [
+        ("auto-round", int4(32, true, F16)),
+        ("auto-round-awq", int4(32, true, F16)),
+        ("auto-round-gptq", int4(32, false, F16)),
         ("awq", int4(32, true, F16)),
         ("awq-rows", int4(64, true, F16)),
         ("fp8-block", fp8(32, BF16)),

@@ -2,8 +2,9 @@
 
 use std::sync::Arc;
 
-use crate::support::device::cuda_context;
+use crate::support::device::{cuda_context, upload};
 use crate::support::random::Random;
+use crate::support::{rounded, to_bytes};
 use xserv::backend::{Arena, ComputeContext, DeviceTensor, PinnedBuffer};
 use xserv::memory::{DType, ElementType};
 use xserv::ops::adjust_logits::{cpu, cuda, AdjustedRow, Adjustment};
@@ -187,4 +188,113 @@ fn a_pending_token_counts_on_cuda() {
     waiting.rows[3].pending = 3;
     assert!(known.of(&known.rows[0]).iter().any(|it| it.token_id == 3 && it.num_generated > 0));
     assert_eq!(waiting.on_cuda(&context), known.on_cpu());
+}
+
+/// Words of a mask in which about this share of the bits is set, some words wholly or not at all.
+fn mask(random: &mut Random, vocab_size: usize, share: f64) -> Vec<u32> {
+    let mut word = |_| match random.signed() {
+        x if x < -0.6 => 0,
+        x if x > 0.6 => u32::MAX,
+        _ => (0..32)
+            .fold(0, |word, bit| word | u32::from(random.signed() < 2.0 * share - 1.0) << bit),
+    };
+    (0..vocab_size.div_ceil(32)).map(&mut word).collect()
+}
+
+/// What a row becomes, token by token.
+fn masked(logits: &[f32], mask: &[u32]) -> Vec<f32> {
+    let is_allowed = |id: usize| (mask[id / 32] >> (id % 32)) & 1 == 1;
+    let banned = |x: f32| if x.is_nan() || x.is_infinite() { x } else { f32::MIN };
+    logits.iter().enumerate().map(|(id, &x)| if is_allowed(id) { x } else { banned(x) }).collect()
+}
+
+#[test]
+fn masks_ban_what_they_do_not_allow() {
+    let mut random = Random::new(9);
+    for vocab_size in [1, 31, 32, 33, 1000, 4097] {
+        for share in [0.0, 0.1, 0.9] {
+            let mut logits: Vec<f32> = (0..vocab_size).map(|_| random.signed() as f32).collect();
+            if vocab_size > 32 {
+                (logits[3], logits[17], logits[30]) = (f32::NAN, f32::INFINITY, f32::NEG_INFINITY);
+            }
+            let mask = mask(&mut random, vocab_size, share);
+            let expected = masked(&logits, &mask);
+            cpu::mask_logits(&mut logits, &mask);
+            let bits = |row: &[f32]| row.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+            assert_eq!(bits(&logits), bits(&expected), "{vocab_size} {share}");
+        }
+    }
+    // Tokens beyond the mask are banned.
+    let mut logits = vec![1.0; 70];
+    cpu::mask_logits(&mut logits, &[u32::MAX]);
+    assert!(logits[..32].iter().all(|&x| x == 1.0) && logits[32..].iter().all(|&x| x == f32::MIN));
+}
+
+/// Some rows of a batch have masks, from logits of every type and in place.
+#[test]
+fn masks_on_cuda_give_the_bits_of_the_cpu() {
+    let Some(context) = cuda_context() else { return };
+    let mut random = Random::new(11);
+    let sizes = [(1, 7), (5, 1000), (64, 151_936), (3, 151_937), (256, 2049)];
+    for (dtype, (num_rows, vocab_size)) in
+        [DType::F32, DType::F16, DType::BF16].into_iter().flat_map(|d| sizes.map(|s| (d, s)))
+    {
+        for in_place in [false, true] {
+            if in_place && dtype != DType::F32 {
+                continue;
+            }
+            let mut logits: Vec<f32> = (0..num_rows * vocab_size)
+                .map(|_| rounded(random.signed() as f32 * 20.0, dtype))
+                .collect();
+            if num_rows > 2 {
+                (logits[vocab_size], logits[2 * vocab_size - 1]) = (f32::NAN, f32::INFINITY);
+            }
+            let masks: Vec<Vec<u32>> = (0..num_rows.div_ceil(2))
+                .map(|row| mask(&mut random, vocab_size, [0.01, 0.5, 0.99][row % 3]))
+                .collect();
+            let index = |row: usize| if row.is_multiple_of(2) { row as i32 / 2 } else { -1 };
+            let expected: Vec<f32> = logits
+                .chunks(vocab_size)
+                .enumerate()
+                .flat_map(|(row, logits)| match row % 2 {
+                    0 => masked(logits, &masks[row / 2]),
+                    _ => logits.to_vec(),
+                })
+                .collect();
+
+            let mut arena = Arena::new(&context, 256 << 20, "a test").expect("memory");
+            let mut tensor = |element, shape: &[usize], bytes: Vec<u8>| {
+                let tensor = arena.tensor(element, shape).expect("room");
+                upload(&context, &tensor, &bytes);
+                tensor
+            };
+            let shape = [num_rows, vocab_size];
+            let source = tensor(ElementType::Float(dtype), &shape, to_bytes(&logits, dtype));
+            let target = match in_place {
+                true => source.clone(),
+                false => tensor(
+                    ElementType::Float(DType::F32),
+                    &shape,
+                    vec![0xee; num_rows * vocab_size * 4],
+                ),
+            };
+            let indices: Vec<u8> = (0..num_rows).flat_map(|row| index(row).to_ne_bytes()).collect();
+            let indices = tensor(ElementType::I32, &[num_rows], indices);
+            let words: Vec<u8> = masks.iter().flatten().flat_map(|w| w.to_ne_bytes()).collect();
+            let shape = [masks.len(), vocab_size.div_ceil(32)];
+            let masks = tensor(ElementType::I32, &shape, words);
+            cuda::mask_logits(&context, &source, &target, &indices, &masks).expect("a launch");
+            let mut host =
+                PinnedBuffer::new(&context, target.size_bytes(), "a test").expect("room");
+            host.download(&target, 0).expect("a copy");
+            let bits = host.bytes().expect("logits").chunks_exact(4);
+            let bits = bits.map(|b| u32::from_ne_bytes(b.try_into().expect("four")));
+            // Which NaN it is does not matter.
+            let differs = bits.zip(&expected).position(|(found, expected)| {
+                found != expected.to_bits()
+                    && !(f32::from_bits(found).is_nan() && expected.is_nan())
+            });
+            assert_eq!(differs, None, "{dtype}: {num_rows} rows of {vocab_size}, {in_place}");
+        }
+    }
 }

@@ -30,17 +30,28 @@ fn places(layout: &KvLayout, token: usize, i: usize) -> [usize; 2] {
 fn keys_and_values_go_to_their_slots() {
     let mut random = Random::new(6);
     for dtype in DTYPES {
-        for (num_kv_heads, head_dim, num_tokens) in
-            [(1, 2, 1), (2, 40, 33), (3, 80, 200), (8, 128, 70)]
-        {
+        for (num_kv_heads, head_dim, num_tokens, is_shuffled) in [
+            (1, 2, 1, true),
+            (2, 40, 33, true),
+            (3, 80, 200, true),
+            (8, 128, 70, true),
+            (2, 40, 70, false),
+            (3, 96, 70, false),
+            (8, 128, 200, false),
+        ] {
             let layout = KvLayout { dtype, num_layers: 2, num_kv_heads, head_dim };
             let (num_blocks, layer) = (9, 1);
             let row_stride = num_kv_heads * head_dim + 5;
             let k = random.normals(num_tokens * row_stride);
             let v = random.normals(num_tokens * row_stride);
             let mut slots: Vec<u32> = (0..(num_blocks * BLOCK_SIZE) as u32).collect();
-            for i in (1..slots.len()).rev() {
-                slots.swap(i, random.below(i + 1));
+            if is_shuffled {
+                for i in (1..slots.len()).rev() {
+                    slots.swap(i, random.below(i + 1));
+                }
+            } else {
+                // Side by side, as those of a prompt, but not from the first of a block on.
+                slots.drain(..7);
             }
             slots.truncate(num_tokens);
 

@@ -76,7 +76,8 @@ impl Rows {
             partials: &self.partials,
             counters: &self.counters,
         };
-        let is_filtered = how.iter().any(|how| how.top_k > 0 || how.top_p < 1.0);
+        let is_typical = |how: &SampleRow| how.typical_p > 0.0 && how.typical_p < 1.0;
+        let is_filtered = how.iter().any(|how| how.top_k > 0 || how.top_p < 1.0 || is_typical(how));
         sample(&self.context, &self.logits, &buffers, is_filtered).expect("a choice");
         self.host.set_in_use().expect("an event");
         let words = self.host.bytes().expect("tokens").chunks(4);
@@ -153,24 +154,29 @@ fn draws_on_cuda_have_the_distribution_of_the_host() {
     let Some(chooser) = chooser() else { return };
     const DRAWS: usize = 4000;
     let cases = [
-        (1.0, None, None, None),
-        (0.7, Some(5), None, None),
-        (1.0, None, Some(0.8), None),
-        (1.3, Some(40), Some(0.9), Some(0.02)),
-        (1.0, None, None, Some(0.1)),
-        (0.3, Some(1), None, None),
-        (1.0, Some(1000), Some(0.999), None),
-        (1e-6, None, None, None),
-        (1e-40, None, None, Some(0.1)),
+        (1.0, None, None, None, None),
+        (0.7, Some(5), None, None, None),
+        (1.0, None, Some(0.8), None, None),
+        (1.3, Some(40), Some(0.9), Some(0.02), None),
+        (1.0, None, None, Some(0.1), None),
+        (0.3, Some(1), None, None, None),
+        (1.0, Some(1000), Some(0.999), None, None),
+        (1e-6, None, None, None, None),
+        (1e-40, None, None, Some(0.1), None),
+        (1.0, None, None, None, Some(0.2)),
+        (0.7, Some(50), Some(0.95), Some(0.01), Some(0.7)),
+        (1.5, None, Some(0.9), None, Some(1e-20)),
+        (1e-6, None, None, None, Some(0.5)),
     ];
     // The last ones: more equals than are sorted, more of the likely tokens, and too large a k.
     let flat = [
-        (1.0, Some(5), Some(0.9), None),
-        (1.0, None, Some(0.7), None),
-        (0.8, Some(700), Some(0.9), Some(0.5)),
+        (1.0, Some(5), Some(0.9), None, None),
+        (1.0, None, Some(0.7), None, None),
+        (0.8, Some(700), Some(0.9), Some(0.5), None),
+        (1.0, None, Some(0.7), None, Some(0.6)),
     ];
     let cases = cases.map(|case| (case, false)).into_iter().chain(flat.map(|case| (case, true)));
-    for (case, ((temperature, top_k, top_p, min_p), is_flat)) in cases.enumerate() {
+    for (case, ((temperature, top_k, top_p, min_p, typical_p), is_flat)) in cases.enumerate() {
         let mut logits = noise(case as u64 + 10, if is_flat { 6000 } else { 203 });
         // Rounded, so that there are equals, at the borders of the filters too.
         match is_flat {
@@ -182,6 +188,7 @@ fn draws_on_cuda_have_the_distribution_of_the_host() {
             top_k,
             top_p,
             min_p,
+            typical_p,
             ..SamplingOverrides::default()
         };
         let want = probabilities(&caller, &logits);
@@ -192,6 +199,8 @@ fn draws_on_cuda_have_the_distribution_of_the_host() {
             top_p: top_p.unwrap_or(1.0),
             min_p: min_p.unwrap_or(0.0),
             top_k: top_k.unwrap_or(0) as i32,
+            typical_p: typical_p.unwrap_or(1.0),
+            reserved: 0,
         };
         let rows: Vec<SampleRow> = (0..DRAWS).map(how).collect();
         let tokens = chooser.run(&vec![logits.clone(); DRAWS], &rows);
@@ -219,23 +228,27 @@ fn filters_on_cuda_leave_what_they_leave_on_the_host() {
     const DRAWS: u64 = 256;
     let Some(chooser) = chooser() else { return };
     let filters = [
-        (Some(50), None),
-        (None, Some(0.5)),
-        (Some(20), Some(0.95)),
-        (None, Some(0.05)),
-        (Some(512), Some(0.3)),
-        (Some(513), None),
-        (Some(3000), Some(0.6)),
-        (None, Some(0.97)),
+        (Some(50), None, None),
+        (None, Some(0.5), None),
+        (Some(20), Some(0.95), None),
+        (None, Some(0.05), None),
+        (Some(512), Some(0.3), None),
+        (Some(513), None, None),
+        (Some(3000), Some(0.6), None),
+        (None, Some(0.97), None),
+        (None, None, Some(0.3)),
+        (None, None, Some(0.95)),
+        (Some(2000), Some(0.8), Some(0.5)),
     ];
     let cases = filters.iter().flat_map(|filter| [(*filter, 1.0), (*filter, 0.05), (*filter, 0.0)]);
-    for (case, ((top_k, top_p), spread)) in cases.enumerate() {
+    for (case, ((top_k, top_p, typical_p), spread)) in cases.enumerate() {
         let mut logits = noise(case as u64 + 90, 151_936);
         logits.iter_mut().for_each(|x| *x = half::bf16::from_f32(*x * spread).to_f32());
         let caller = SamplingOverrides {
             temperature: Some(0.6),
             top_k,
             top_p,
+            typical_p,
             ..SamplingOverrides::default()
         };
         let params = SamplingParams::resolve(&caller, &GenerationConfig::default()).expect("valid");
@@ -255,6 +268,8 @@ fn filters_on_cuda_leave_what_they_leave_on_the_host() {
                 top_p: top_p.unwrap_or(1.0),
                 min_p: 0.0,
                 top_k: top_k.unwrap_or(0) as i32,
+                typical_p: typical_p.unwrap_or(1.0),
+                reserved: 0,
             })
             .collect();
         // The tokens that come last among those that are kept, which have a tenth of the probability.
@@ -270,10 +285,18 @@ fn filters_on_cuda_leave_what_they_leave_on_the_host() {
         let tokens = chooser.run(&vec![logits.clone(); DRAWS as usize], &rows);
         for token in &tokens {
             let is_kept = kept.iter().any(|(_, kept)| kept == token);
-            assert!(is_kept, "{top_k:?} {top_p:?} {spread}: {token} is not among {}", kept.len());
+            assert!(
+                is_kept,
+                "{top_k:?} {top_p:?} {typical_p:?} {spread}: {token} is not among {}",
+                kept.len()
+            );
         }
         let has_last = last.len() < 10 || tokens.iter().any(|token| last.contains(token));
-        assert!(has_last, "{top_k:?} {top_p:?} {spread}: none of the last of {}", kept.len());
+        assert!(
+            has_last,
+            "{top_k:?} {top_p:?} {typical_p:?} {spread}: none of the last of {}",
+            kept.len()
+        );
     }
 }
 
@@ -287,15 +310,18 @@ fn draws_on_cuda_fit_the_probabilities_of_the_host() {
     let Some(chooser) = chooser() else { return };
     let sizes = [(2000, 512), (151_936, 64)];
     let filters = [
-        (1.0, None, None, None),
-        (0.7, Some(20), Some(0.95), None),
-        (1.0, None, Some(0.9), None),
-        (1.4, None, Some(0.99), Some(0.001)),
-        (1.0, Some(600), None, None),
-        (2.0, Some(1500), Some(0.9), None),
+        (1.0, None, None, None, None),
+        (0.7, Some(20), Some(0.95), None, None),
+        (1.0, None, Some(0.9), None, None),
+        (1.4, None, Some(0.99), Some(0.001), None),
+        (1.0, Some(600), None, None, None),
+        (2.0, Some(1500), Some(0.9), None, None),
+        (1.0, None, None, None, Some(0.5)),
+        (0.8, Some(1000), Some(0.95), None, Some(0.9)),
     ];
     let cases = sizes.iter().flat_map(|size| filters.iter().map(move |filter| (*size, *filter)));
-    for (case, ((vocab_size, num_rows), (temperature, top_k, top_p, min_p))) in cases.enumerate() {
+    for (case, ((vocab_size, num_rows), filter)) in cases.enumerate() {
+        let (temperature, top_k, top_p, min_p, typical_p) = filter;
         // All three: single precision has no equals, bf16 a great many.
         let dtype = [DType::F32, DType::BF16, DType::F16][case % 3];
         let mut logits = noise(case as u64 + 300, vocab_size);
@@ -305,6 +331,7 @@ fn draws_on_cuda_fit_the_probabilities_of_the_host() {
             top_k,
             top_p,
             min_p,
+            typical_p,
             ..SamplingOverrides::default()
         };
         let want = probabilities(&overrides, &logits);
@@ -329,6 +356,8 @@ fn draws_on_cuda_fit_the_probabilities_of_the_host() {
                     top_p: top_p.unwrap_or(1.0),
                     min_p: min_p.unwrap_or(0.0),
                     top_k: top_k.unwrap_or(0) as i32,
+                    typical_p: typical_p.unwrap_or(1.0),
+                    reserved: 0,
                 })
                 .collect();
             for token in rows.choose(&how) {

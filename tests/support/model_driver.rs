@@ -178,6 +178,7 @@ impl<'m> Driver<'m> {
             adjusted_rows: &[],
             adjustments: &[],
             log_probs: &[],
+            masked_rows: &[],
         };
         self.model.begin_step(&step, &mut self.kv, &mut self.workspace, &|| false)
     }

@@ -1,8 +1,10 @@
-// Prefill attention on Hopper over a block cache: softmax(scale * Q K^T + mask) V, head_dim 128.
+// Prefill attention on Hopper: softmax(scale * Q K^T + mask) V, with D = head_dim 64 or 128.
 //
-//   q, out: [num_tokens, num_heads, 128] by strides, packed by cu_seqlens_q [num_seqs + 1]
-//   k, v:   [num_blocks, 32, num_kv_heads, 128] as tensor maps, through block_tables
-//           [num_seqs, max_blocks_per_seq] with context_lens [num_seqs]
+//   q, out: [batch, q_len, num_heads, D] by strides, or packed [num_tokens, num_heads, D] by
+//           cu_seqlens_q [num_seqs + 1]
+//   k, v:   as tensor maps, [batch, kv_len, num_kv_heads, D], or packed [1, num_tokens, num_kv_heads, D]
+//           by cu_seqlens_k [num_seqs + 1], or a cache [num_blocks, 32, num_kv_heads, D] through
+//           block_tables [num_seqs, max_blocks_per_seq] with context_lens [num_seqs]
 // Head h reads kv head h / (num_heads / num_kv_heads). The queries are the last q_len tokens of a
 // sequence: causal, query i sees keys 0 .. context_len - q_len + i. A query that sees no key becomes
 // zeros; a block id outside the cache reads as zero keys and is reported. Products of f16 or bf16, sums
@@ -11,8 +13,8 @@
 //
 // The scheme is that of Shah et al. 2024 (FlashAttention-3), sections 3.1 and 3.2. A block is a
 // producer group of four warps and kGroups groups of consumers, each with 64 queries of the same head.
-// One producer warp chooses the items and copies tiles of 128 keys with the copy engine, as two boxes
-// of 64 dims for each cache block; the other three copy the queries of the next item. The scores of a
+// One producer warp chooses the items and copies tiles of 128 keys with the copy engine, as boxes of
+// 32 keys and 64 dims; the other three copy the queries of the next item. The scores of a
 // tile are queued before the product of the preceding tile with V, so that the softmax of one tile runs
 // under the product of the other, and two groups take turns in queueing (named barriers): while one
 // computes exponentials, the tensor cores belong to the other. Tiles run from the last key to the
@@ -34,10 +36,11 @@
 // With one query a sequence the segments can be items, whose (m, l, o) a second kernel merges in the
 // same order: the bits are the same, but few sequences with long contexts fill the device.
 //
-// H200, bf16, causal, TFLOP/s, 32 heads over 8: 650 at 8192 tokens, 530 at 2048, 180 at 512 (cuDNN 615,
-// 417, 159 in the same run). Without the turns it is 1 to 5 % slower, with the exact maximum 2 %. Two
-// things were tried without gain: to queue the next item's first scores before this item's output is
-// stored, and clusters of two heads that share K and V by multicast (a quarter slower).
+// H200, bf16, causal, TFLOP/s, 32 heads over 8 of 128: 560 to 630 at 8192 tokens, 490 at 2048, 175 at
+// 512 (cuDNN 550, 410, 152 in the same runs); of 64: 425, 335, 110 (cuDNN 415, 295, 101). Without the
+// turns it is 1 to 5 % slower, with the exact maximum 2 %. Two things were tried without gain: to queue
+// the next item's first scores before this item's output is stored, and clusters of two heads that
+// share K and V by multicast (a quarter slower).
 //
 // sm_90a has these instructions and no other target does: for the others the file is empty, and the
 // host takes flash.cu.
@@ -55,11 +58,12 @@ namespace xserv {
 
 // Strides count elements and are multiples of 8. Index arrays are not trusted, as in AttentionParams.
 struct AttentionFlashWgmmaParams {
-  const void* q;  // [num_tokens, num_heads, 128]
+  const void* q;  // [num_tokens, num_heads, D], or with a batch before it
   void* out;      // as q
-  const int* cu_seqlens_q;  // [num_seqs + 1]
-  const int* block_tables;  // [num_seqs, max_blocks_per_seq]
-  const int* context_lens;  // [num_seqs]
+  const int* cu_seqlens_q;  // [num_seqs + 1], or null: then q is not packed
+  const int* cu_seqlens_k;  // [num_seqs + 1], or null: then k and v are not packed
+  const int* block_tables;  // [num_seqs, max_blocks_per_seq], or null: then k and v are no cache
+  const int* context_lens;  // [num_seqs], with block_tables
   FaultRecord* fault;       // may be null
   int* counter;             // [1], zero before the launch and after it
   // For the form with segments. If partial_out is not null (one query a sequence, packed heads),
@@ -69,10 +73,12 @@ struct AttentionFlashWgmmaParams {
   float* partial_out;
   float* partial_stats;
   float* running;  // [blocks, groups of consumers, 64, 128]
-  long long q_token_stride, q_head_stride, q_row_stride;  // between tokens, heads, rows of an item
-  long long o_token_stride, o_head_stride, o_row_stride;
+  // Between sequences that are not packed, tokens, heads, rows of an item.
+  long long q_batch_stride, q_token_stride, q_head_stride, q_row_stride;
+  long long o_batch_stride, o_token_stride, o_head_stride, o_row_stride;
   int num_heads, num_kv_heads;
-  int num_tokens, num_seqs;
+  int q_len, kv_len;  // of each sequence; tokens in all where packed
+  int num_seqs;
   int num_blocks, max_blocks_per_seq;
   int causal;
   float scale;  // above 0
@@ -81,16 +87,27 @@ struct AttentionFlashWgmmaParams {
   // strides are those of tokens.
   int packed_heads;
   int max_segments;  // segments in partial_out for each sequence and head
+  int padding;
 
   static constexpr int block_size_log2 = 5;
 };
 XSERV_LAYOUT_AttentionFlashWgmmaParams;
 static_assert(1 << AttentionFlashWgmmaParams::block_size_log2 == kBlockTokens);
 
+// The queries of a sequence: where they begin in packed tensors, and how many there are.
+__device__ __forceinline__ TokenRange query_range(const AttentionFlashWgmmaParams& p, int seq) {
+  return p.cu_seqlens_q == nullptr ? TokenRange{0, p.q_len} : token_range(p.cu_seqlens_q, seq, p.q_len);
+}
+// The keys of a sequence; those of a cache begin at 0.
+__device__ __forceinline__ TokenRange key_range(const AttentionFlashWgmmaParams& p, int seq) {
+  if (p.block_tables != nullptr) return {0, context_len(p, seq)};
+  return p.cu_seqlens_k == nullptr ? TokenRange{0, p.kv_len} : token_range(p.cu_seqlens_k, seq, p.kv_len);
+}
+
 // The work of a block: a tile of queries of one head.
 struct FlashItem {
   int head;       // negative: no more work
-  int token;      // of the first row, in the packed tensors
+  int token;      // of the first row, in the packed tensors or in its sequence
   int rows;       // at most kQueries
   int num_tiles;  // of 128 keys; the first is begin_tile
   int visible;    // keys that the first row sees; may be negative. Every row sees one more, at most kv_len
@@ -167,8 +184,8 @@ struct FlashSchedule {
       TokenRange range = {0, 0};
       int kv_len = 0;
       if (seq < p.num_seqs) {
-        range = token_range(p.cu_seqlens_q, seq, p.num_tokens);
-        kv_len = context_len(p, seq);  // here, for all: its latency is that of the others
+        range = query_range(p, seq);
+        kv_len = key_range(p, seq).len;  // here, for all: its latency is that of the others
       }
       const int q_rows = p.packed_heads == 0 ? range.len : (range.len > 0 ? p.packed_heads : 0);
       // Segments as items take the places of tiles of queries.
@@ -213,13 +230,16 @@ struct FlashSchedule {
 // kIsEarly: no kernel that may still be at work writes the index arrays, so they are read before the
 // wait. This form is only for short contexts: the place of the wait makes ptxas order the consumers'
 // code differently, and at 8192 keys they then take 1.3 times as long (13.0, H200).
-template <typename T, int kGroups, bool kSegments, bool kIsEarly>
+template <typename T, int kDim, int kGroups, bool kSegments, bool kIsEarly>
 struct FlashWgmma {
+  static_assert(kDim == 64 || kDim == 128);
+  static constexpr int kBoxes = kDim / 64;  // of 64 dims, 128 bytes
   static constexpr int kThreads = 128 * (kGroups + 1);
   static constexpr int kQueries = 64 * kGroups, kKeys = 128, kStages = 2;
-  static constexpr int kGroupBytes = 64 * 256;  // queries of a group: [2 halves of 64 dims][64 rows][64]
+  static constexpr int kGroupBytes = 64 * kDim * 2;  // queries of a group: [kBoxes][64 rows][64]
   static constexpr int kQBytes = kGroups * kGroupBytes;
-  static constexpr int kTileBytes = kKeys * 256;  // [2 halves of 64 dims][128 keys][64]
+  static constexpr int kTileBytes = kKeys * kDim * 2;  // [kBoxes][128 keys][64]
+  static constexpr int kChunks = kDim / 8;             // of 16 bytes, in a row of queries
   static constexpr int kK = 2 * kQBytes, kV = kK + kStages * kTileBytes;
   static constexpr int kItems = kV + kStages * kTileBytes;
   static constexpr int kItemSlots = 4;
@@ -237,12 +257,14 @@ struct FlashWgmma {
            static_cast<uint64_t>(1024 >> 4) << 32 | 1ull << 62;
   }
 
-  // Ids of 32 cache blocks, one to a lane. Past the sequence, and for an id that must not be followed, the
-  // box outside the cache, which reads as zeros.
+  // Where 32 times 32 keys begin, one to a lane: the id of a cache block, or the token. Past the
+  // sequence, and for an id that must not be followed, a place outside the tensor, which reads as zeros.
   __device__ __forceinline__ static int load_ids(const AttentionFlashWgmmaParams& p, const FlashItem& item,
                                                  int chunk) {
     const int block = chunk * 32 + (threadIdx.x & 31);
-    if (block < 0 || block * 32 >= item.kv_len) return p.num_blocks;
+    const bool is_key = block >= 0 && block * 32 < item.kv_len;
+    if (p.block_tables == nullptr) return is_key ? key_range(p, item.seq).begin + block * 32 : p.kv_len;
+    if (!is_key) return p.num_blocks;
     const long long index = static_cast<long long>(item.seq) * p.max_blocks_per_seq + block;
     const int id = p.block_tables[index];
     if (static_cast<unsigned>(id) < static_cast<unsigned>(p.num_blocks)) return id;
@@ -250,16 +272,19 @@ struct FlashWgmma {
     return p.num_blocks;
   }
 
-  // The four cache blocks of a tile into a stage.
-  __device__ __forceinline__ static void copy_tile(uint32_t target, const TensorMap* map, uint32_t barrier,
-                                                   const int (&ids)[4], int kv_head) {
+  // The keys of a tile into a stage, 32 at a time.
+  __device__ __forceinline__ static void copy_tile(const AttentionFlashWgmmaParams& p, uint32_t target,
+                                                   const TensorMap* map, uint32_t barrier,
+                                                   const int (&ids)[4], int kv_head, int seq) {
+    const bool is_cache = p.block_tables != nullptr;
+    const int batch = p.cu_seqlens_k == nullptr ? seq : 0;
     mbarrier_arrive_expect(barrier, kTileBytes);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        tma_load_4d(target + half * (kTileBytes / 2) + i * 32 * 128, map, barrier, half * 64, kv_head, 0,
-                    ids[i]);
+      for (int box = 0; box < kBoxes; ++box) {
+        tma_load_4d(target + box * (kTileBytes / kBoxes) + i * 32 * 128, map, barrier, box * 64, kv_head,
+                    is_cache ? 0 : ids[i], is_cache ? ids[i] : batch);
       }
     }
   }
@@ -315,11 +340,13 @@ struct FlashWgmma {
         ++count;
         mbarrier_wait(shared + kKEmpty + stage * 8, phase);
         if (lane == 0) {
-          copy_tile(shared + kK + stage * kTileBytes, k_map, shared + kKFull + stage * 8, tile_ids, kv_head);
+          copy_tile(p, shared + kK + stage * kTileBytes, k_map, shared + kKFull + stage * 8, tile_ids, kv_head,
+                    item.seq);
         }
         mbarrier_wait(shared + kVEmpty + stage * 8, phase);
         if (lane == 0) {
-          copy_tile(shared + kV + stage * kTileBytes, v_map, shared + kVFull + stage * 8, tile_ids, kv_head);
+          copy_tile(p, shared + kV + stage * kTileBytes, v_map, shared + kVFull + stage * 8, tile_ids, kv_head,
+                    item.seq);
         }
         __syncwarp();
       }
@@ -333,20 +360,20 @@ struct FlashWgmma {
   // Three warps copy the queries of the items; rows past the sequence become zeros.
   __device__ __forceinline__ static void produce_queries(const AttentionFlashWgmmaParams& p, uint32_t shared,
                                                          const FlashItem* items) {
-    const int thread = (threadIdx.x & 127) - 32, chunk = thread & 15;
+    const int thread = (threadIdx.x & 127) - 32, chunk = thread & (kChunks - 1);
     if constexpr (kIsEarly) dependency_wait();
     for (uint32_t index = 0;; ++index) {
       const uint32_t slot = index & 1, item_slot = index % kItemSlots;
       mbarrier_wait(shared + kItemFull + item_slot * 8, index / kItemSlots & 1);
       const FlashItem& item = items[item_slot];
       const int head = item.head, rows = item.rows;
-      const T* q = static_cast<const T*>(p.q) + item.token * p.q_token_stride + head * p.q_head_stride +
-                   chunk * 8;
+      const T* q = static_cast<const T*>(p.q) + item.seq * p.q_batch_stride + item.token * p.q_token_stride +
+                   head * p.q_head_stride + chunk * 8;
       mbarrier_wait(shared + kQEmpty + slot * 8, (index >> 1 & 1) ^ 1);
       if (head >= 0) {
-        const uint32_t target = shared + slot * kQBytes + (chunk >> 3) * (kGroupBytes / 2);
+        const uint32_t target = shared + slot * kQBytes + (chunk >> 3) * (kGroupBytes / kBoxes);
 #pragma unroll 4
-        for (int row = thread >> 4; row < kQueries; row += 6) {
+        for (int row = thread / kChunks; row < kQueries; row += 96 / kChunks) {
           cp_async_16(target + (row >> 6) * kGroupBytes + (row & 63) * 128 + ((chunk ^ row) & 7) * 16,
                       q + (row < rows ? row : 0) * p.q_row_stride, row < rows);
         }
@@ -420,7 +447,7 @@ struct FlashWgmma {
     if (kGroups == 2 && group == 1) named_arrive(kTurn, kGroups * 128);
 
     uint32_t count = 0;  // the tiles whose scores were queued
-    float o[64], s[64];
+    float o[kDim / 2], s[64];
     const auto q_descriptor = [&](uint32_t slot) {
       return descriptor(shared + slot * kQBytes + group * kGroupBytes, 16);
     };
@@ -437,10 +464,10 @@ struct FlashWgmma {
       fence_registers(s);
       wgmma_fence();
 #pragma unroll
-      for (int step = 0; step < 8; ++step) {
-        const int half = step >> 2, offset = (step & 3) * 32;
-        wgmma<T, 0, 0>(s, q_desc + ((half * (kGroupBytes / 2) + offset) >> 4),
-                       k_desc + ((half * (kTileBytes / 2) + offset) >> 4), step > 0);
+      for (int step = 0; step < kDim / 16; ++step) {
+        const int box = step >> 2, offset = (step & 3) * 32;
+        wgmma<T, 0, 0>(s, q_desc + ((box * (kGroupBytes / kBoxes) + offset) >> 4),
+                       k_desc + ((box * (kTileBytes / kBoxes) + offset) >> 4), step > 0);
       }
       wgmma_commit();
     };
@@ -460,7 +487,7 @@ struct FlashWgmma {
       Rows rows = {};
 
       const auto queue_output = [&](uint32_t stage) {
-        const uint64_t v_desc = descriptor(shared + kV + stage * kTileBytes, kTileBytes / 2);
+        const uint64_t v_desc = descriptor(shared + kV + stage * kTileBytes, kTileBytes / kBoxes);
         fence_registers(o);
         fence_registers(weights);
         wgmma_fence();
@@ -495,15 +522,16 @@ struct FlashWgmma {
         for (int i = 0; i < 32; ++i) weights[i] = pack_pair<T>(s[2 * i], s[2 * i + 1]);
       };
 
-      // The rest of the last cache block may hold anything, and 0 * NaN would spoil the product. Every
-      // group clears it for itself: writing zeros over zeros does no harm.
+      // The rest of the last 32 keys may be anything, an unused part of a cache block or the next sequence,
+      // and 0 * NaN would spoil the product. Every group clears it for itself: writing zeros over zeros
+      // does no harm.
       const auto clear_rest = [&](int tile, uint32_t stage) {
         if ((tile + 1) * kKeys <= kv_len || (kv_len & 31) == 0) return;
         const int first = kv_len - tile * kKeys, num_rows = 32 - (kv_len & 31);
         const uint32_t v_shared = shared + kV + stage * kTileBytes;
-        for (int i = threadIdx.x & 127; i < num_rows * 16; i += 128) {
-          const uint32_t address =
-              v_shared + (i & 8 ? kTileBytes / 2 : 0) + (first + (i >> 4)) * 128 + (i & 7) * 16;
+        for (int i = threadIdx.x & 127; i < num_rows * kChunks; i += 128) {
+          const uint32_t address = v_shared + (i % kChunks >> 3) * (kTileBytes / kBoxes) +
+                                   (first + i / kChunks) * 128 + (i & 7) * 16;
           asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(address), "r"(0) : "memory");
         }
         fence_for_wgmma();
@@ -512,7 +540,7 @@ struct FlashWgmma {
       const auto rescale_output = [&]() {
         if (__any_sync(kFullWarp, rows.rescale[0] != 1.0f || rows.rescale[1] != 1.0f)) {
 #pragma unroll
-          for (int i = 0; i < 64; ++i) o[i] *= rows.rescale[i >> 1 & 1];
+          for (int i = 0; i < kDim / 2; ++i) o[i] *= rows.rescale[i >> 1 & 1];
         }
       };
 
@@ -524,7 +552,7 @@ struct FlashWgmma {
       const int first_tile = kSegments ? max(tile & ~(kSegmentTiles - 1), begin_tile) : 0;
       rows = {{kMinusInfinity, kMinusInfinity}, {0.0f, 0.0f}, {1.0f, 1.0f}};
 #pragma unroll
-      for (int i = 0; i < 64; ++i) o[i] = 0.0f;
+      for (int i = 0; i < kDim / 2; ++i) o[i] = 0.0f;
       // On the diagonal a group may see only the first half of a tile's keys: this half is computed by
       // itself.
       const bool is_half = tile > first_tile &&
@@ -538,10 +566,10 @@ struct FlashWgmma {
         fence_registers(s);
         wgmma_fence();
 #pragma unroll
-        for (int step = 0; step < 8; ++step) {
-          const int half = step >> 2, offset = (step & 3) * 32;
-          wgmma_n64<T>(s, q_desc + ((half * (kGroupBytes / 2) + offset) >> 4),
-                       k_desc + ((half * (kTileBytes / 2) + offset) >> 4), step > 0);
+        for (int step = 0; step < kDim / 16; ++step) {
+          const int box = step >> 2, offset = (step & 3) * 32;
+          wgmma_n64<T>(s, q_desc + ((box * (kGroupBytes / kBoxes) + offset) >> 4),
+                       k_desc + ((box * (kTileBytes / kBoxes) + offset) >> 4), step > 0);
         }
         wgmma_commit();
         if (kGroups == 2) named_arrive(kTurn + (group ^ 1), kGroups * 128);
@@ -554,7 +582,7 @@ struct FlashWgmma {
 #pragma unroll
         for (int i = 0; i < 16; ++i) weights[i] = pack_pair<T>(s[2 * i], s[2 * i + 1]);
         clear_rest(tile, stage);
-        const uint64_t v_desc = descriptor(shared + kV + stage * kTileBytes, kTileBytes / 2);
+        const uint64_t v_desc = descriptor(shared + kV + stage * kTileBytes, kTileBytes / kBoxes);
         fence_registers(o);
         fence_registers(weights);
         wgmma_fence();
@@ -618,7 +646,7 @@ struct FlashWgmma {
       if (!kSegments) break;
       const bool is_last = first_tile <= begin_tile;
       if (is_last && !is_merged) break;
-      float* running = p.running + (static_cast<int64_t>(blockIdx.x) * kGroups + group) * (64 * 128) +
+      float* running = p.running + (static_cast<int64_t>(blockIdx.x) * kGroups + group) * (64 * kDim) +
                        (threadIdx.x & 127);
       if (is_merged) {
         const MergeFactors factors[2] = {{merged_max[0], rows.maximum[0], scale},
@@ -626,7 +654,7 @@ struct FlashWgmma {
 #pragma unroll
         for (int r = 0; r < 2; ++r) merged_sum[r] = factors[r].merge(merged_sum[r], rows.sum[r]);
 #pragma unroll
-        for (int i = 0; i < 64; ++i) o[i] = factors[i >> 1 & 1].merge(running[i * 128], o[i]);
+        for (int i = 0; i < kDim / 2; ++i) o[i] = factors[i >> 1 & 1].merge(running[i * 128], o[i]);
       } else {
 #pragma unroll
         for (int r = 0; r < 2; ++r) merged_max[r] = rows.maximum[r], merged_sum[r] = rows.sum[r];
@@ -638,7 +666,7 @@ struct FlashWgmma {
       }
       is_merged = true;
 #pragma unroll
-      for (int i = 0; i < 64; ++i) running[i * 128] = o[i];
+      for (int i = 0; i < kDim / 2; ++i) running[i * 128] = o[i];
       }
 
       if (kSegments && p.partial_out != nullptr && count_segments(kv_len) > 1) {
@@ -650,9 +678,9 @@ struct FlashWgmma {
           const int target_row = group * 64 + row + r * 8;
           if (target_row >= item.rows) continue;
           const int64_t place = (first_head + target_row) * p.max_segments + begin_tile / kSegmentTiles;
-          float* target = p.partial_out + place * 128 + (lane & 3) * 2;
+          float* target = p.partial_out + place * kDim + (lane & 3) * 2;
 #pragma unroll
-          for (int n = 0; n < 16; ++n) {
+          for (int n = 0; n < kDim / 8; ++n) {
             *reinterpret_cast<float2*>(target + n * 8) = make_float2(o[n * 4 + r * 2], o[n * 4 + r * 2 + 1]);
           }
           if ((lane & 3) == 0) {
@@ -673,21 +701,22 @@ struct FlashWgmma {
         const float inverse = row_sum == 0.0f ? 0.0f : __frcp_rn(row_sum);
         const uint32_t target = q_shared + (row + r * 8) * 128 + (lane & 3) * 4;
 #pragma unroll
-        for (int n = 0; n < 16; ++n) {
+        for (int n = 0; n < kDim / 8; ++n) {
           const uint32_t pair = pack_pair<T>(o[n * 4 + r * 2] * inverse, o[n * 4 + r * 2 + 1] * inverse);
-          const uint32_t address = target + (n >> 3) * (kGroupBytes / 2) + ((n ^ row) & 7) * 16;
+          const uint32_t address = target + (n >> 3) * (kGroupBytes / kBoxes) + ((n ^ row) & 7) * 16;
           asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(pair) : "memory");
         }
       }
       __syncwarp();
-      const int chunk = lane & 15;
-      T* out = static_cast<T*>(p.out) + item.token * p.o_token_stride + group * 64 * p.o_row_stride +
-               item.head * p.o_head_stride + chunk * 8;
-      uint4 values[8];  // all reads come before the first write, as the compiler keeps their order
+      constexpr int kRows = 32 / kChunks;  // that a warp copies at once
+      const int chunk = lane & (kChunks - 1);
+      T* out = static_cast<T*>(p.out) + item.seq * p.o_batch_stride + item.token * p.o_token_stride +
+               group * 64 * p.o_row_stride + item.head * p.o_head_stride + chunk * 8;
+      uint4 values[16 / kRows];  // all reads come before the first write, as the compiler keeps their order
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const int target_row = warp * 16 + i * 2 + (lane >> 4);
-        const uint32_t address = q_shared + (chunk >> 3) * (kGroupBytes / 2) + target_row * 128 +
+      for (int i = 0; i < 16 / kRows; ++i) {
+        const int target_row = warp * 16 + i * kRows + lane / kChunks;
+        const uint32_t address = q_shared + (chunk >> 3) * (kGroupBytes / kBoxes) + target_row * 128 +
                                  ((chunk ^ target_row) & 7) * 16;
         asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                      : "=r"(values[i].x), "=r"(values[i].y), "=r"(values[i].z), "=r"(values[i].w)
@@ -696,8 +725,8 @@ struct FlashWgmma {
       }
       release(shared + kQEmpty + slot * 8);
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const int target_row = warp * 16 + i * 2 + (lane >> 4);
+      for (int i = 0; i < 16 / kRows; ++i) {
+        const int target_row = warp * 16 + i * kRows + lane / kChunks;
         if (group * 64 + target_row < item.rows) {
           *reinterpret_cast<uint4*>(out + target_row * p.o_row_stride) = values[i];
         }
@@ -751,12 +780,12 @@ struct FlashWgmma {
 };
 
 // Merges the results that the items of a sequence's segments have left, in the order in which a single
-// block merges. Grid (heads, sequences), with a thread for each dim.
+// block merges. Grid (heads, sequences), with a thread for each of 128 dims.
 template <typename T>
 __device__ __forceinline__ void merge_segments(const AttentionFlashWgmmaParams& p) {
   const int head = blockIdx.x, seq = blockIdx.y, dim = threadIdx.x;
-  const TokenRange range = token_range(p.cu_seqlens_q, seq, p.num_tokens);
-  const int num_segments = min(count_segments(context_len(p, seq)), p.max_segments);
+  const TokenRange range = query_range(p, seq);
+  const int num_segments = min(count_segments(key_range(p, seq).len), p.max_segments);
   if (range.len == 0 || num_segments == 1) return;
   const int64_t first = (static_cast<int64_t>(seq) * gridDim.x + head) * p.max_segments;
   const float scale = p.scale * kLog2E;
@@ -773,30 +802,34 @@ __device__ __forceinline__ void merge_segments(const AttentionFlashWgmmaParams& 
     o = factors.merge(o, partial[segment * 128]);
   }
   const float inverse = sum == 0.0f ? 0.0f : __frcp_rn(sum);
-  T* out = static_cast<T*>(p.out) + range.begin * p.o_token_stride + head * p.o_row_stride + dim;
+  T* out = static_cast<T*>(p.out) + seq * p.o_batch_stride + range.begin * p.o_token_stride +
+           head * p.o_row_stride + dim;
   *out = from_float<T>(o * inverse);
 }
 
 }  // namespace xserv
 
-#define XSERV_FLASH_WGMMA(variant, suffix, T, groups, segments, early) \
+#define XSERV_FLASH_WGMMA(variant, suffix, T, dim, groups, segments, early) \
   extern "C" __global__ void __launch_bounds__(128 * (groups + 1), 1) \
       xserv_attention_flash_wgmma##variant##_##suffix( \
           const __grid_constant__ xserv::AttentionFlashWgmmaParams p, \
           const __grid_constant__ xserv::TensorMap k_map, \
           const __grid_constant__ xserv::TensorMap v_map) { \
-    using Kernel = xserv::FlashWgmma<T, groups, segments, early>; \
-    static_assert(Kernel::kSharedBytes == xserv::shared_bytes::attention_flash_wgmma_##groups); \
+    using Kernel = xserv::FlashWgmma<T, dim, groups, segments, early>; \
+    static_assert(Kernel::kSharedBytes == xserv::shared_bytes::attention_flash_wgmma_##dim##_##groups); \
     Kernel::run(p, &k_map, &v_map); \
   }
 // The short form has half the queries in an item, for launches that would leave half the device idle.
-// The early form is the short one for short contexts.
+// The early form is the short one for short contexts. Segments have head_dim 128 alone.
 #define XSERV_FLASH_WGMMA_ALL(suffix, T) \
-  XSERV_FLASH_WGMMA(, suffix, T, 2, false, false) \
-  XSERV_FLASH_WGMMA(_short, suffix, T, 1, false, false) \
-  XSERV_FLASH_WGMMA(_early, suffix, T, 1, false, true) \
-  XSERV_FLASH_WGMMA(_segments, suffix, T, 2, true, false) \
-  XSERV_FLASH_WGMMA(_segments_short, suffix, T, 1, true, false) \
+  XSERV_FLASH_WGMMA(_128, suffix, T, 128, 2, false, false) \
+  XSERV_FLASH_WGMMA(_128_short, suffix, T, 128, 1, false, false) \
+  XSERV_FLASH_WGMMA(_128_early, suffix, T, 128, 1, false, true) \
+  XSERV_FLASH_WGMMA(_64, suffix, T, 64, 2, false, false) \
+  XSERV_FLASH_WGMMA(_64_short, suffix, T, 64, 1, false, false) \
+  XSERV_FLASH_WGMMA(_64_early, suffix, T, 64, 1, false, true) \
+  XSERV_FLASH_WGMMA(_segments, suffix, T, 128, 2, true, false) \
+  XSERV_FLASH_WGMMA(_segments_short, suffix, T, 128, 1, true, false) \
   extern "C" __global__ void __launch_bounds__(128) \
       xserv_attention_flash_wgmma_merge_##suffix( \
           const __grid_constant__ xserv::AttentionFlashWgmmaParams p) { \

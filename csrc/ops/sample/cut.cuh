@@ -92,10 +92,11 @@ struct CutMemory {
   uint64_t own[kMaxCandidates];             // the tokens of `part`
   uint64_t pairs[kMaxCandidates];           // those of all parts
   unsigned long long sums[kMaxTeamBlocks];  // of each block
+  unsigned long long moments[kMaxTeamBlocks];
   int last_id;
 };
 
-// Makes a histogram of the whole row in each block. `bin_of(value)` is the bin of a token, or negative if it has none;
+// Makes a histogram of the whole row in each block. `bin_of(value, id)` is the bin of a token, or negative if it has none;
 // kAhead as in for_each_group.
 template <int kAhead, bool kCounts, bool kMasses, typename T, typename BinOf>
 __device__ __forceinline__ void make_histogram(const LogitsRow<T>& row, const SampleRow& how, float maximum,
@@ -106,12 +107,13 @@ __device__ __forceinline__ void make_histogram(const LogitsRow<T>& row, const Sa
     histogram.set_mass(bin, 0);
   }
   __syncthreads();
-  row.template for_each_group<kAhead>(team_thread(), team_threads(), [&](int, const float (&values)[4], int present) {
+  row.template for_each_group<kAhead>(team_thread(), team_threads(), [&](int group, const float (&values)[4],
+                                                                         int present) {
     int bins[4];
     unsigned long long weights[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      bins[i] = i < present ? bin_of(values[i]) : -1;
+      bins[i] = i < present ? bin_of(values[i], group * 4 + i) : -1;
       weights[i] = kMasses ? weight_of(how, values[i], maximum) : 0;
     }
 #pragma unroll
@@ -178,12 +180,12 @@ __device__ Crossing find_crossing(const Value& value_of, unsigned long long goal
   return found;
 }
 
-// Returns the mass that top-p keeps of the tokens of a histogram.
-__device__ __forceinline__ unsigned long long mass_goal(const SampleRow& how, const Histogram& histogram) {
+// Returns the mass that is the share `share`, as top-p keeps it, of the tokens of a histogram.
+__device__ __forceinline__ unsigned long long mass_goal(float share, const Histogram& histogram) {
   unsigned long long own = 0;
   for (int bin = threadIdx.x; bin < kBins; bin += kThreads) own += histogram.mass(bin);
   const double total = static_cast<double>(block_sum(own));
-  const auto goal = static_cast<unsigned long long>(ceil(static_cast<double>(how.top_p) * total));
+  const auto goal = static_cast<unsigned long long>(ceil(static_cast<double>(share) * total));
   return goal < 1 ? 1 : goal;
 }
 
@@ -241,10 +243,10 @@ template <bool kByMass, typename T>
 __device__ bool find_cut_in_bins(const LogitsRow<T>& row, const SampleRow& how, float maximum, float lowest,
                                  CutMemory& memory, Cut& cut) {
   Histogram& histogram = memory.histogram;
-  make_histogram<4, !kByMass, kByMass>(row, how, maximum, histogram, [&](float value) {
+  make_histogram<4, !kByMass, kByMass>(row, how, maximum, histogram, [&](float value, int) {
     return value < lowest ? -1 : bin_of_distance(distance_of(how, value, maximum));
   });
-  const unsigned long long goal = kByMass ? mass_goal(how, histogram) : how.top_k;
+  const unsigned long long goal = kByMass ? mass_goal(how.top_p, histogram) : how.top_k;
   const Crossing at = find_crossing(
       [&](int bin) -> unsigned long long { return kByMass ? histogram.mass(bin) : histogram.counts[bin]; }, goal);
   if (at.bin == 0) return false;
@@ -329,13 +331,13 @@ __device__ Cut find_cut_in_keys(const LogitsRow<T>& row, const SampleRow& how, f
   int bin = 0;
 #pragma unroll
   for (int level = 0; level < 3; ++level) {
-    make_histogram<2, true, kByMass>(row, how, maximum, histogram, [&](float value) {
+    make_histogram<2, true, kByMass>(row, how, maximum, histogram, [&](float value, int) {
       const uint32_t key = order_key(value);
       if (value < lowest) return -1;
       if (level > 0 && key >> (32 - kPrefixBits[level]) != prefix) return -1;
       return static_cast<int>(key >> kShifts[level] & (kBins - 1));
     });
-    if (kByMass && level == 0) goal = mass_goal(how, histogram);
+    if (kByMass && level == 0) goal = mass_goal(how.top_p, histogram);
     const Crossing at = find_crossing(
         [&](int i) -> unsigned long long { return kByMass ? histogram.mass(i) : histogram.counts[i]; }, goal);
     goal -= at.above;
@@ -361,6 +363,68 @@ __device__ Cut find_cut(const LogitsRow<T>& row, const SampleRow& how, float max
   const float lowest = cut.value;
   if (find_cut_in_bins<true>(row, how, maximum, lowest, memory, cut)) return cut;
   return find_cut_in_keys<true>(row, how, maximum, lowest, memory);
+}
+
+// What typical-p keeps: the tokens whose information is nearest to the entropy, ties with the last one included. With
+// `fall` as in fall_of, the information of a token is its fall and the logarithm of the sum of all weights, and the
+// entropy is the mean fall and the same logarithm: the two are as far apart as the fall and its mean.
+struct Typical {
+  float mean;      // of the falls
+  float distance;  // at most so far from it
+};
+
+__device__ __forceinline__ float distance_from_mean(const SampleRow& how, float value, float maximum, float mean) {
+  return fabsf(fall_of(how, value, maximum) - mean);
+}
+
+// Finds it among the tokens that `is_left(value, id)` leaves, of which the likeliest is one. All threads of the team
+// call it.
+template <typename T, typename Left>
+__device__ Typical find_typical(const LogitsRow<T>& row, const SampleRow& how, float maximum, CutMemory& memory,
+                                const Left& is_left) {
+  unsigned long long mass = 0, moment = 0;
+  row.template for_each_group<4>(team_thread(), team_threads(), [&](int group, const float (&values)[4], int present) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i >= present || !is_left(values[i], group * 4 + i)) continue;
+      const unsigned long long weight = weight_of(how, values[i], maximum);
+      if (weight == 0) continue;
+      mass += weight;
+      // At most kOne / e: the sum of 2^20 fits as well.
+      moment += static_cast<unsigned long long>(fall_of(how, values[i], maximum) * static_cast<float>(weight));
+    }
+  });
+  mass = block_sum(mass);
+  moment = block_sum(moment);
+  if (static_cast<int>(threadIdx.x) < team_size()) {
+    in_block(memory.sums, threadIdx.x)[team_rank()] = mass;
+    in_block(memory.moments, threadIdx.x)[team_rank()] = moment;
+  }
+  team_sync();
+  mass = moment = 0;
+  for (int rank = 0; rank < team_size(); ++rank) mass += memory.sums[rank], moment += memory.moments[rank];
+  const float mean = static_cast<float>(static_cast<double>(moment) / static_cast<double>(mass));
+
+  // The nearest have the highest keys.
+  constexpr int kShifts[3] = {21, 10, 0};
+  constexpr int kPrefixBits[3] = {0, 11, 22};
+  Histogram& histogram = memory.histogram;
+  unsigned long long goal = 0;
+  uint32_t prefix = 0;
+#pragma unroll
+  for (int level = 0; level < 3; ++level) {
+    make_histogram<2, false, true>(row, how, maximum, histogram, [&](float value, int id) {
+      if (!is_left(value, id)) return -1;
+      const uint32_t key = order_key(-distance_from_mean(how, value, maximum, mean));
+      if (level > 0 && key >> (32 - kPrefixBits[level]) != prefix) return -1;
+      return static_cast<int>(key >> kShifts[level] & (kBins - 1));
+    });
+    if (level == 0) goal = mass_goal(how.typical_p, histogram);
+    const Crossing at = find_crossing([&](int i) -> unsigned long long { return histogram.mass(i); }, goal);
+    goal -= at.above;
+    prefix = level == 2 ? prefix << 10 | at.bin : prefix << kBinBits | at.bin;
+  }
+  return {mean, -value_of_key(prefix)};
 }
 
 }  // namespace xserv

@@ -13,9 +13,14 @@ struct SampleRow {
   uint64_t seed, index;
   float temperature;  // 0: greedy; negative: the caller chooses
   float top_p, min_p;
-  int top_k;  // 0: all
+  int top_k;          // 0: all
+  float typical_p;    // 0 or 1: all
+  uint32_t reserved;  // 0
 };
 XSERV_LAYOUT_SampleRow;
+
+// Whether typical-p removes tokens.
+__device__ __forceinline__ bool is_typical(const SampleRow& how) { return how.typical_p > 0.0f && how.typical_p < 1.0f; }
 
 constexpr int kThreads = 512;
 // A weight of 1 in fixed point; the sum of 2^20 of them fits 64 bits.
@@ -123,12 +128,16 @@ __device__ unsigned long long sum_before(unsigned long long own) {
   return sum - own;
 }
 
+// How far a token lies below the likeliest, in units of the temperature: minus the logarithm of its weight.
+__device__ __forceinline__ float fall_of(const SampleRow& how, float value, float maximum) {
+  // Often the temperature is 1, and a division takes as long as the exponential.
+  const float fall = maximum - value;
+  return how.temperature == 1.0f ? fall : fall / how.temperature;
+}
+
 // A weight in fixed point; the most likely token has kOne.
 __device__ __forceinline__ unsigned long long weight_of(const SampleRow& how, float value, float maximum) {
-  // Often the temperature is 1, and a division takes as long as the exponential.
-  const float distance = value - maximum;
-  return static_cast<unsigned long long>(
-      expf(how.temperature == 1.0f ? distance : distance / how.temperature) * kOne);
+  return static_cast<unsigned long long>(expf(-fall_of(how, value, maximum)) * kOne);
 }
 
 // Sorts the first `size` (a power of two) pairs in shared memory, the largest first, by a bitonic network.

@@ -3,8 +3,9 @@
 //   logits: [num_rows, vocab_size], contiguous; rows: [num_rows] how to choose; tokens: [num_rows]
 //   greedy       argmax; the lowest id wins a tie
 //   random       p = softmax(logits / temperature), filtered by top-k (ties with the k-th stay), top-p (the
-//                most likely tokens until they reach the share, ties in the order of their ids) and min-p
-//                (relative to the most likely token); the draw is argmax(log p + Gumbel noise), which has
+//                most likely tokens until they reach the share, ties in the order of their ids), min-p
+//                (relative to the most likely token) and typical-p (the tokens whose information is nearest to
+//                the entropy until they reach the share; Meister et al. 2022); the draw is argmax(log p + Gumbel noise), which has
 //                exactly the distribution p (Gumbel-max; Maddison et al. 2014). The noise of a token is a
 //                function of (seed, index, id): a row's token depends neither on its batch nor on the number
 //                of blocks.
@@ -12,7 +13,7 @@
 //
 // There are two launches of (parts, num_rows) blocks each. _scan leaves the maximum of each part of a
 // row; _choose draws among all tokens, in parts too, and the last block of a row to arrive finishes the
-// row. Where some row has top-k or top-p, a third launch, _cut, finishes the rows that _choose leaves.
+// row. Where some row has top-k, top-p or typical-p, a third launch, _cut, finishes the rows that _choose leaves.
 //
 // With top-k or top-p, the k largest tokens (kTopPTokens without top-k) and a few more are collected
 // first: each part's _scan leaves a key that `rank` of its threads reach, and at least rank * parts >=
@@ -20,7 +21,7 @@
 // reach it, and the last block of the row sorts them and applies the filters. Probabilities are in
 // fixed point, because sums of integers do not depend on the order. Where the collected tokens are not
 // enough (large k, flat distributions) or too many, the row is wide: _cut looks through all of it, with
-// several blocks at a time where there are clusters (cut.cuh). All ways keep the same tokens.
+// several blocks at a time where there are clusters (cut.cuh). With typical-p a row always is. All ways keep the same tokens.
 #include "common/pdl.cuh"
 #include "ops/sample/cut.cuh"
 #include "ops/sample/draw.cuh"
@@ -64,9 +65,9 @@ constexpr unsigned kNoToken = 0xffffffffu;
 constexpr uint64_t kNotFinite = ~0ull;
 constexpr int kTopPTokens = 256, kMaxTokens = 512;  // needed without top-k; the most that a bound serves
 
-// Whether top-k or top-p removes tokens.
+// Whether top-k, top-p or typical-p removes tokens.
 __device__ __forceinline__ bool is_filtered(const SampleRow& how, int vocab_size) {
-  return (how.top_k > 0 && how.top_k < vocab_size) || how.top_p < 1.0f;
+  return (how.top_k > 0 && how.top_k < vocab_size) || how.top_p < 1.0f || is_typical(how);
 }
 
 // How the bound for the filtered tokens is found: `rank` threads of a part reach the part's bound, and
@@ -75,6 +76,8 @@ struct BoundRanks {
   int rank = 0, parts = 0;
 
   __device__ __forceinline__ BoundRanks(const SampleRow& how, const SampleArgs& args) {
+    // The nearest to the entropy may be any.
+    if (is_typical(how)) return;
     const int needed = how.top_k > 0 && how.top_k < args.vocab_size ? how.top_k : kTopPTokens;
     if (needed > kMaxTokens) return;
     // `parts` becomes about half of all parts: few tokens more than needed reach a bound that lies in
@@ -330,6 +333,7 @@ __device__ __forceinline__ void sample_cut(const SampleArgs& args) {
   // that is full has no room.
   __shared__ SampleRow how;
   __shared__ Cut cut;
+  __shared__ Typical typical;
   __shared__ int index, likeliest, next;
   __shared__ uint64_t best[kMaxTeamBlocks];  // of each block
   for (int entry = blockIdx.y; entry < __ldcg(&args.counters->num_wide); entry = next) {
@@ -343,12 +347,24 @@ __device__ __forceinline__ void sample_cut(const SampleArgs& args) {
     const float maximum = to_float(row.row[likeliest]);
     const Cut found = find_cut(row, how, maximum, memory);
     if (threadIdx.x == 0) cut = found;
-    const float lowest = likeliest_score(how, likeliest);
-    const auto is_left = [&](float value, int id) {
+    __syncthreads();
+    const auto passes = [&](float value, int id) {
       return is_kept(cut, value, id) && passes_min_p(how, value, maximum);
     };
+    float lowest = -__builtin_huge_valf();
+    if (is_typical(how)) {
+      const Typical nearest = find_typical(row, how, maximum, memory, passes);
+      if (threadIdx.x == 0) typical = nearest;
+      __syncthreads();
+    } else {
+      lowest = likeliest_score(how, likeliest);
+    }
+    const auto is_left = [&](float value, int id) {
+      if (!passes(value, id)) return false;
+      return !is_typical(how) || distance_from_mean(how, value, maximum, typical.mean) <= typical.distance;
+    };
     const uint64_t own =
-        block_max(best_score(row, how, maximum, lowest, found.value, team_thread(), team_threads(), is_left));
+        block_max(best_score(row, how, maximum, lowest, cut.value, team_thread(), team_threads(), is_left));
     if (threadIdx.x == 0) {
       in_block(best, 0)[team_rank()] = own;
       if (team_rank() == 0) {

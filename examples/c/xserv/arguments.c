@@ -37,6 +37,7 @@ void load_arguments_begin(load_arguments *self) {
       {"--verbose", NULL, OPTION_FLAG, &self->verbose, "print the library's log", 0, 0},
       {0},
   };
+  _Static_assert(sizeof rows <= sizeof self->rows, "MAX_OPTIONS must grow");
   memcpy(self->rows, rows, sizeof rows);
 }
 
@@ -68,6 +69,7 @@ void sampling_arguments_begin(sampling_arguments *self) {
        "whether to think first, where the chat template\nhas the variable enable_thinking", 0, 0},
       {0},
   };
+  _Static_assert(sizeof rows <= sizeof self->rows, "MAX_OPTIONS must grow");
   memcpy(self->rows, rows, sizeof rows);
 }
 

@@ -7,7 +7,7 @@
 
 #include "../common/options.h"
 
-enum { MAX_OPTIONS = 16 };
+enum { MAX_OPTIONS = 24 }; /* rows of a table, with the one that ends it */
 
 /* How to load a model. */
 typedef struct load_arguments {

@@ -229,6 +229,62 @@ class Tensors(unittest.TestCase):
         self.assertEqual((half.dtype, tuple(half.shape)), (torch.bfloat16, (4,)))
 
 
+@unittest.skipIf(torch is None or not torch.cuda.is_available(), "there is no PyTorch with CUDA")
+class OnCuda(unittest.TestCase):
+    def setUp(self):
+        self.context = ops.Context("cuda")
+
+    def tearDown(self):
+        self.context.close()
+
+    def squares(self):
+        """A tensor whose numbers a queued product has just been asked to write."""
+        ones = torch.ones((2048, 2048), device="cuda")
+        torch.cuda.synchronize()
+        tensor = self.context.tensor("f32", (2048, 2048))
+        self.context.gemm(ones, ones, tensor)
+        return tensor
+
+    def test_torch_sees_what_was_queued(self):
+        tensor = self.squares()
+        taken = torch.from_dlpack(tensor)
+        self.assertEqual((taken.device.type, float(taken.min()), float(taken.max())), ("cuda", 2048, 2048))
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            taken = torch.from_dlpack(self.squares())
+            self.assertEqual((float(taken.min()), float(taken.max())), (2048, 2048))
+
+    def test_the_memory_outlives_tensor_and_context(self):
+        tensor = self.squares()
+        taken = torch.from_dlpack(tensor)
+        tensor.close()
+        self.context.close()
+        taken += 1
+        self.assertEqual(float(taken.sum()), 2049.0 * 2048 * 2048)
+
+    def test_a_copy_on_the_cpu(self):
+        tensor = self.squares()
+        self.assertEqual(tensor.__dlpack_device__()[0], 2)
+        with self.assertRaises(BufferError):
+            tensor.__dlpack__(dl_device=(1, 0), copy=False)
+
+        class OnTheCpu:
+            """Asks for the copy, as newer libraries do by themselves."""
+
+            def __dlpack_device__(self):
+                return (1, 0)
+
+            def __dlpack__(self, stream=None, max_version=None, **_):
+                return tensor.__dlpack__(dl_device=(1, 0), max_version=max_version)
+
+        taken = torch.from_dlpack(OnTheCpu())
+        self.assertEqual((taken.device.type, float(taken.min()), float(taken.max())), ("cpu", 2048, 2048))
+        copy = torch.from_dlpack(tensor).clone()
+        self.context.add(tensor, tensor, tensor)
+        self.context.synchronize()
+        self.assertEqual((float(taken.max()), float(copy.max())), (2048, 2048))
+
+
 @unittest.skipIf(not MODEL, "XSERV_TEST_MODEL is not set")
 class LogitsOut(unittest.TestCase):
     def test_logits_are_copied_out(self):

@@ -61,7 +61,7 @@ class GenerateOptions(TypedDict, total=False):
     frequency_penalty: subtracted from the logits of tokens once for each time they were generated; -10000 to
         10000, 0 is neutral.
     typical_p: keep the tokens whose information content is nearest to the entropy and that together have this
-        probability (locally typical sampling); above 0, at most 1 (neutral). Slower than the others on a GPU.
+        probability (locally typical sampling); above 0, at most 1 (neutral).
     no_repeat_ngram_size: bans tokens that would repeat a sequence of so many tokens of the prompt or the answer;
         0 (neutral) allows all. On a GPU such a request is not computed ahead of its tokens.
     first_tokens: the token ids with which the answer begins, whatever is likely. They count as generated.

@@ -12,7 +12,7 @@
 //! library's threads as on the host's.
 
 use super::amx_rows::few_rows;
-use super::tiles::{TileOperands, TileUnit};
+use super::tiles::{IntegerOperands, TileOperands, TileUnit};
 use std::arch::asm;
 use std::marker::PhantomData;
 use std::mem::offset_of;
@@ -27,16 +27,18 @@ pub fn is_available() -> bool {
     })
 }
 
-/// Whether the processor has tiles of bf16, of the sizes that this file takes for granted.
+/// Whether the processor has tiles of bf16 and of bytes, of the sizes that this file takes for granted.
 fn has_instructions() -> bool {
     use std::arch::x86_64::{__cpuid, __cpuid_count, __get_cpuid_max};
     const AMX_BF16: u32 = 1 << 22;
     const AMX_TILE: u32 = 1 << 24;
+    const AMX_INT8: u32 = 1 << 25;
+    const AMX: u32 = AMX_BF16 | AMX_TILE | AMX_INT8;
     const OSXSAVE: u32 = 1 << 27;
     if __get_cpuid_max(0).0 < 0x1e || __cpuid(1).ecx & OSXSAVE == 0 {
         return false;
     }
-    if __cpuid_count(7, 0).edx & (AMX_BF16 | AMX_TILE) != AMX_BF16 | AMX_TILE {
+    if __cpuid_count(7, 0).edx & AMX != AMX {
         return false;
     }
     // Palette 1: bytes of all tiles and of one; bytes of a row and the number of tiles; rows.
@@ -371,6 +373,47 @@ unsafe impl TileUnit for Amx {
                 ["mov {b}, [{f}]", "add {f}, 8"],
                 ["/* {b_step} */"]
             )
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn integer_block(&mut self, operands: &IntegerOperands) {
+        // SAFETY: as in `block`; the sums are in tmm0 and tmm1 (upper) and tmm2 and tmm3 (lower), the
+        // left operand in tmm4 and tmm5, the right one in tmm6 and tmm7.
+        unsafe {
+            asm!(
+                "tilezero tmm0",
+                "tilezero tmm1",
+                "tilezero tmm2",
+                "tilezero tmm3",
+                "2:",
+                "tileloadd tmm6, [{b} + {bs}*1]",
+                "tileloadd tmm4, [{a} + {row}*1]",
+                "tileloadd tmm7, [{b} + {bs}*1 + 64]",
+                "tileloadd tmm5, [{a} + {row}*1 + 1024]",
+                "tdpbsud tmm0, tmm4, tmm6",
+                "tdpbsud tmm1, tmm4, tmm7",
+                "tdpbsud tmm2, tmm5, tmm6",
+                "tdpbsud tmm3, tmm5, tmm7",
+                "add {a}, 2048",
+                "add {b}, {b_step}",
+                "dec {n}",
+                "jnz 2b",
+                "tilestored [{out} + {row}*2], tmm0",
+                "tilestored [{out} + {row}*2 + 64], tmm1",
+                "tilestored [{out} + {row}*2 + 2048], tmm2",
+                "tilestored [{out} + {row}*2 + 2112], tmm3",
+                a = inout(reg) operands.a => _,
+                b = inout(reg) operands.b => _,
+                bs = in(reg) operands.b_stride,
+                b_step = in(reg) operands.b_stride * 16,
+                n = inout(reg) operands.num_steps => _,
+                row = in(reg) 64usize,
+                out = in(reg) operands.out,
+                out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+                out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+                options(nostack)
+            );
         }
     }
 

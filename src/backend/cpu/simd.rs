@@ -92,6 +92,41 @@ pub unsafe trait Vector16: Copy {
             Self::load(values.as_ptr())
         }
     }
+    /// Reads 16 integers in two parts and returns `256 * upper + lower - less`, rounded once.
+    /// # Safety
+    /// See the trait.
+    #[inline(always)]
+    unsafe fn load_parts(upper: *const i32, lower: *const i32, less: i32) -> Self {
+        // SAFETY: the caller passes pointers valid for 16 reads, and has the instruction set.
+        unsafe {
+            let upper = upper.cast::<[i32; 16]>().read_unaligned();
+            let mut sums = lower.cast::<[i32; 16]>().read_unaligned();
+            sums.iter_mut().zip(upper).for_each(|(sum, upper)| {
+                *sum = sum.wrapping_add(upper << 8).wrapping_sub(less);
+            });
+            Self::load(sums.map(|sum| sum as f32).as_ptr())
+        }
+    }
+    /// Reads 16 integers as [`Vector16::load_parts`] does, less `factor` times each of `others`.
+    /// # Safety
+    /// See the trait.
+    #[inline(always)]
+    unsafe fn load_parts_less(
+        upper: *const i32,
+        lower: *const i32,
+        others: *const i32,
+        factor: i32,
+    ) -> Self {
+        // SAFETY: the caller passes pointers valid for 16 reads, and has the instruction set.
+        unsafe {
+            let others = others.cast::<[i32; 16]>().read_unaligned();
+            let mut sums = lower.cast::<[i32; 16]>().read_unaligned();
+            sums.iter_mut().zip(others).for_each(|(sum, other)| {
+                *sum = sum.wrapping_sub(other.wrapping_mul(factor));
+            });
+            Self::load_parts(upper, sums.as_ptr(), 0)
+        }
+    }
     /// Writes 16 f16, rounded to nearest even.
     /// # Safety
     /// See the trait.

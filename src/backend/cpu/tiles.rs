@@ -1,5 +1,6 @@
-//! Products of bf16 tiles: a unit that multiplies 16 rows by 16 columns over 32 values of k at once
-//! ([`super::amx`]), and its twin in plain Rust for machines without one.
+//! Products of tiles: a unit that multiplies 16 rows by 16 columns over 32 values of k in bf16 at once
+//! ([`super::amx`]), and its twin in plain Rust for machines without one. Of integers of 8 bits it
+//! takes 64 values of k at once; see [`IntegerOperands`].
 //!
 //! A tile of the left operand is [16 rows][32 k] bf16, one kilobyte without gaps. A tile of the
 //! right operand is [16 pairs of k][16 columns][2] bf16, its pairs `b_stride` bytes apart: a part
@@ -50,10 +51,34 @@ pub struct TileOperands {
     pub prefetch_lines: usize,
 }
 
+/// The number of values of k that one instruction adds up of integers of 8 bits.
+pub const TILE_BYTES_K: usize = 64;
+
+/// The operands of a block of 16 rows by 32 columns of sums of integers.
+///
+/// Activations are integers of 16 bits, `256 * upper + lower`, both of them signed bytes. A tile of
+/// the left operand is [16 rows][64 k] bytes, one kilobyte without gaps. A tile of the right operand
+/// is [16 fours of k][16 columns][4] bytes without a sign. Sums are exact, modulo 2^32.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub struct IntegerOperands {
+    /// [num_steps][upper, lower] tiles.
+    pub a: *const i8,
+    /// The two tiles of the first step, beside each other.
+    pub b: *const u8,
+    /// Bytes from four to four of `b`; a step is 16 fours.
+    pub b_stride: usize,
+    /// Steps of 64 values of k: at least one.
+    pub num_steps: usize,
+    /// The sums of the upper bytes and those of the lower ones, [2][16][32].
+    pub out: *mut i32,
+}
+
 /// A unit that multiplies tiles, ready for use by this thread until it is dropped.
 ///
 /// # Safety
-/// `block` writes all sums of its block and nothing else.
+/// `block` writes all sums of its block and nothing else, and so do `gathered_block` and
+/// `integer_block`.
 pub unsafe trait TileUnit: Sized {
     /// Makes the unit of this thread ready; None if the instruction set has none.
     /// # Safety
@@ -77,6 +102,11 @@ pub unsafe trait TileUnit: Sized {
         operands: &TileOperands,
         steps: &[*const u16],
     );
+
+    /// Computes a block of integers.
+    /// # Safety
+    /// The pointers of `operands` cover what its fields say.
+    unsafe fn integer_block(&mut self, operands: &IntegerOperands);
 
     /// Computes the first `num_rows` rows, at least one, of a block of one by four tiles, in the
     /// way that is fastest for so few where the right operand comes from memory; the other rows of
@@ -113,6 +143,11 @@ unsafe impl TileUnit for NoTiles {
     ) {
         match *self {}
     }
+
+    #[inline(always)]
+    unsafe fn integer_block(&mut self, _: &IntegerOperands) {
+        match *self {}
+    }
 }
 
 /// The twin in plain Rust: the same bits as the instruction's, on any machine.
@@ -138,6 +173,36 @@ unsafe impl TileUnit for EmulatedTiles {
     ) {
         // SAFETY: passed on to the caller.
         unsafe { emulate::<ROWS, COLUMNS>(operands, steps.len(), |step| steps[step]) }
+    }
+
+    unsafe fn integer_block(&mut self, operands: &IntegerOperands) {
+        let IntegerOperands { a, b, b_stride, num_steps, out } = *operands;
+        let columns = 2 * TILE_ROWS;
+        for (part, row) in (0..2).flat_map(|part| (0..TILE_ROWS).map(move |row| (part, row))) {
+            let mut sums = [0_i32; 2 * TILE_ROWS];
+            for (step, four) in
+                (0..num_steps).flat_map(|step| (0..TILE_ROWS).map(move |four| (step, four)))
+            {
+                // SAFETY: a step has two tiles of 16 rows on the left, and 16 fours of 32 columns on
+                // the right.
+                unsafe {
+                    let a = a.add((2 * step + part) * TILE_BYTES_K * TILE_ROWS);
+                    let a = a.add(row * TILE_BYTES_K + 4 * four).cast::<[i8; 4]>().read_unaligned();
+                    let b = b.add((step * TILE_ROWS + four) * b_stride);
+                    let b = b.cast::<[[u8; 4]; 2 * TILE_ROWS]>().read_unaligned();
+                    for (sum, b) in sums.iter_mut().zip(b) {
+                        for (a, b) in a.into_iter().zip(b) {
+                            *sum = sum.wrapping_add(i32::from(a) * i32::from(b));
+                        }
+                    }
+                }
+            }
+            // SAFETY: there are 16 rows of 32 sums for each of the two parts.
+            unsafe {
+                let out = out.add((part * TILE_ROWS + row) * columns);
+                out.cast::<[i32; 2 * TILE_ROWS]>().write_unaligned(sums);
+            }
+        }
     }
 }
 
@@ -438,12 +503,53 @@ mod tests {
         }
     }
 
+    /// Computes a block of bytes of every value.
+    fn integers<T: TileUnit>(num_steps: usize, b_stride: usize) -> (Vec<i8>, Vec<u8>, Vec<i32>) {
+        let bytes = |len, seed| -> Vec<u8> {
+            numbers(len, seed, &[]).iter().map(|n| (n >> 3) as u8).collect()
+        };
+        let a: Vec<i8> =
+            bytes(num_steps * 2 * 16 * TILE_BYTES_K, 1).iter().map(|&b| b as i8).collect();
+        let b = bytes(num_steps * 16 * b_stride, 2);
+        let mut out = vec![0; 2 * 16 * 32];
+        let (a_start, b_start) = (a.as_ptr(), b.as_ptr());
+        let operands =
+            IntegerOperands { a: a_start, b: b_start, b_stride, num_steps, out: out.as_mut_ptr() };
+        // SAFETY: the callers have found the instruction set; the operands are as large as they
+        // say.
+        unsafe { T::ready().unwrap().integer_block(&operands) };
+        (a, b, out)
+    }
+
+    #[test]
+    fn blocks_of_integers_are_products() {
+        for (num_steps, b_stride) in [(1, 128), (2, 256), (5, 131)] {
+            let (a, b, out) = integers::<EmulatedTiles>(num_steps, b_stride);
+            for (place, &got) in out.iter().enumerate() {
+                let (part, row, column) = (place / 512, place / 32 % 16, place % 32);
+                let mut sum = 0_i64;
+                for k in 0..num_steps * TILE_BYTES_K {
+                    let (step, k) = (k / TILE_BYTES_K, k % TILE_BYTES_K);
+                    let a = a[((2 * step + part) * 16 + row) * TILE_BYTES_K + k];
+                    let b = b[(16 * step + k / 4) * b_stride + 4 * column + k % 4];
+                    sum += i64::from(a) * i64::from(b);
+                }
+                assert_eq!(i64::from(got), sum, "{num_steps} steps, part {part} [{row}][{column}]");
+            }
+        }
+    }
+
     #[cfg(target_arch = "x86_64")]
     #[test]
     fn the_twin_has_the_bits_of_the_processor() {
         if !crate::backend::cpu::amx::is_available() {
             eprintln!("no AMX here");
             return;
+        }
+        use crate::backend::cpu::amx::Amx;
+        for (num_steps, b_stride) in [(1, 128), (2, 256), (5, 131)] {
+            let (_, _, emulated) = integers::<EmulatedTiles>(num_steps, b_stride);
+            assert_eq!(integers::<Amx>(num_steps, b_stride).2, emulated);
         }
         check_bits::<1, 1>();
         check_bits::<1, 2>();

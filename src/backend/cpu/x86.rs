@@ -414,6 +414,16 @@ unsafe impl Vector16 for __m512 {
     }
 
     #[inline(always)]
+    unsafe fn load_parts(upper: *const i32, lower: *const i32, less: i32) -> Self {
+        // SAFETY: the caller has AVX-512 F and 16 readable elements in both places.
+        unsafe {
+            let upper = _mm512_slli_epi32::<8>(_mm512_loadu_si512(upper.cast()));
+            let sums = _mm512_add_epi32(upper, _mm512_loadu_si512(lower.cast()));
+            _mm512_cvtepi32_ps(_mm512_sub_epi32(sums, _mm512_set1_epi32(less)))
+        }
+    }
+
+    #[inline(always)]
     unsafe fn load_f16(source: *const u16) -> Self {
         // SAFETY: the caller has AVX-512 F and 16 readable elements.
         unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(source.cast())) }

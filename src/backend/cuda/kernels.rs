@@ -115,6 +115,9 @@ kernels! {
     "adjust_logits/adjust_logits" {
         ADJUST_LOGITS "xserv_adjust_logits";
     }
+    "adjust_logits/mask_logits" {
+        MASK_LOGITS "xserv_mask_logits" f32 f16 bf16;
+    }
     "argmax/argmax" {
         ARGMAX_I32 "xserv_argmax_i32" f32 f16 bf16;
         ARGMAX_I64 "xserv_argmax_i64" f32 f16 bf16;
@@ -133,12 +136,15 @@ kernels! {
         ATTENTION_FLASH_D96 "xserv_attention_flash_d96" f32 f16 bf16;
     }
     "attention/flash_wgmma" {
-        ATTENTION_FLASH_WGMMA "xserv_attention_flash_wgmma" f16 bf16;
-        ATTENTION_FLASH_WGMMA_EARLY "xserv_attention_flash_wgmma_early" f16 bf16;
+        ATTENTION_FLASH_WGMMA_128 "xserv_attention_flash_wgmma_128" f16 bf16;
+        ATTENTION_FLASH_WGMMA_128_EARLY "xserv_attention_flash_wgmma_128_early" f16 bf16;
+        ATTENTION_FLASH_WGMMA_128_SHORT "xserv_attention_flash_wgmma_128_short" f16 bf16;
+        ATTENTION_FLASH_WGMMA_64 "xserv_attention_flash_wgmma_64" f16 bf16;
+        ATTENTION_FLASH_WGMMA_64_EARLY "xserv_attention_flash_wgmma_64_early" f16 bf16;
+        ATTENTION_FLASH_WGMMA_64_SHORT "xserv_attention_flash_wgmma_64_short" f16 bf16;
         ATTENTION_FLASH_WGMMA_MERGE "xserv_attention_flash_wgmma_merge" f16 bf16;
         ATTENTION_FLASH_WGMMA_SEGMENTS "xserv_attention_flash_wgmma_segments" f16 bf16;
         ATTENTION_FLASH_WGMMA_SEGMENTS_SHORT "xserv_attention_flash_wgmma_segments_short" f16 bf16;
-        ATTENTION_FLASH_WGMMA_SHORT "xserv_attention_flash_wgmma_short" f16 bf16;
     }
     "attention/fused" {
         ATTENTION_FUSED_CHUNKED_D128 "xserv_attention_fused_chunked_d128" f16 bf16;

@@ -20,11 +20,11 @@ pub(super) struct GraphKey {
 pub(super) enum Ending {
     /// Nothing: tokens are chosen from other logits, or by the caller.
     Logits,
-    /// The choice of tokens, with top-k or top-p for some of them if `is_filtered`.
+    /// The choice of tokens, with top-k, top-p or typical-p for some of them if `is_filtered`.
     Tokens { is_filtered: bool },
 }
 
-/// Whether top-k or top-p may remove tokens before one of these choices.
+/// Whether top-k, top-p or typical-p may remove tokens before one of these choices.
 pub(super) fn is_filtered(choices: &[TokenChoice]) -> bool {
     choices.iter().any(|choice| matches!(choice, TokenChoice::Draw(draw) if draw.is_filtered()))
 }

@@ -281,6 +281,7 @@ mod tests {
             top_k: 3,
             top_p: 0.75,
             min_p: 0.0,
+            typical_p: 0.5,
             seed: 1 << 32 | 7,
             index: 9,
         };
@@ -303,7 +304,8 @@ mod tests {
             &words[range.clone()]
         };
         assert_eq!(at(&places.host_tokens), [3, 2]);
-        let draw = [7, 1, 9, 0, 0.5f32.to_bits(), 0.75f32.to_bits(), 0, 3];
+        let [half, most] = [0.5f32, 0.75].map(f32::to_bits);
+        let draw = [7, 1, 9, 0, half, most, 0, 3, half, 0];
         assert_eq!(at(&places.sample_rows), draw);
         assert_eq!(at(&places.token_ids), [5, 6, 7]);
         assert_eq!(at(&places.token_sources), [FROM_BATCH, FROM_BATCH, 0]);

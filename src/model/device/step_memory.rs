@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use super::choice_extras::{ChoiceExtras, LogProbsSlot};
+use super::choice_extras::{ChoiceExtras, LogProbsSlot, UploadedChanges};
 use super::graphs::StepGraphs;
 use super::lead::Lead;
 use super::limits::{PassLimits, MAX_STEP_ROWS, STEPS_IN_FLIGHT};
@@ -34,11 +34,20 @@ pub(in crate::model) struct DeviceSteps {
     pub(super) next: usize,
     /// Slots of the steps in flight, the oldest first.
     pub(super) pending: VecDeque<usize>,
+    /// The step begun last, if the choice of its tokens is not queued yet.
+    pub(super) unchosen: Option<Unchosen>,
     /// Whether the device chooses the token, for each row of the step begun last.
     pub(super) last_rows: Vec<bool>,
     pub(super) graphs: StepGraphs,
     pub(super) lead: Lead,
     pub(super) clock: StepClock,
+}
+
+/// A step whose tokens wait for masks.
+pub(super) struct Unchosen {
+    pub slot: usize,
+    /// How its logits change before.
+    pub changes: UploadedChanges,
 }
 
 /// The host memory at which the results of a step arrive.
@@ -70,13 +79,19 @@ const COUNTERS: usize = MAX_STEP_ROWS * SAMPLE_COUNTERS;
 
 impl DeviceSteps {
     /// Returns the bytes of device memory for passes within `limits`.
-    pub fn device_bytes(limits: &PassLimits) -> Result<usize> {
+    pub fn device_bytes(limits: &PassLimits, vocab_size: usize) -> Result<usize> {
         let record = Arena::bytes_for(ElementType::I32, &[record_len(limits)?])?;
-        Ok(record.saturating_add(choice_bytes()?).saturating_add(ChoiceExtras::device_bytes()?))
+        let extras = ChoiceExtras::device_bytes(vocab_size)?;
+        Ok(record.saturating_add(choice_bytes()?).saturating_add(extras))
     }
 
     /// Allocates memory for steps within `limits`.
-    pub fn new(context: &Arc<ComputeContext>, limits: &PassLimits, dtype: DType) -> Result<Self> {
+    pub fn new(
+        context: &Arc<ComputeContext>,
+        limits: &PassLimits,
+        dtype: DType,
+        vocab_size: usize,
+    ) -> Result<Self> {
         let record = RecordMemory::new(context, record_len(limits)?, STEPS_IN_FLIGHT)?;
         let mut arena = Arena::new(context, choice_bytes()?, "the choice of tokens")?;
         let chosen = arena.tensor(ElementType::I32, &[MAX_STEP_ROWS])?;
@@ -107,10 +122,11 @@ impl DeviceSteps {
             chosen,
             partials,
             counters,
-            extras: ChoiceExtras::new(context, dtype)?,
+            extras: ChoiceExtras::new(context, dtype, vocab_size)?,
             results,
             next: 0,
             pending: VecDeque::with_capacity(STEPS_IN_FLIGHT),
+            unchosen: None,
             last_rows: try_with_capacity(MAX_STEP_ROWS, "steps")?,
             graphs: StepGraphs::default(),
             lead,

@@ -1,11 +1,11 @@
 //! The steps of a model on a device, which are begun, computed and finished in the same order.
 
-use super::choice_extras::needs_f32;
+use super::choice_extras::{needs_f32, UploadedChanges, UploadedMasks};
 use super::graphs::{is_filtered, Ending, GraphKey};
 use super::limits::{row_bucket, table_bucket, COPIED_ROWS, STEPS_IN_FLIGHT};
 use super::model::DeviceModel;
 use super::record::{RecordExtras, RecordShape};
-use super::step_memory::{no_slot, DeviceSteps};
+use super::step_memory::{no_slot, DeviceSteps, Unchosen};
 use super::workspace::{copy_floats, DeviceWorkspace};
 use crate::backend::PinnedBuffer;
 use crate::error::{Error, Result};
@@ -14,8 +14,8 @@ use crate::model::batch::ForwardBatch;
 use crate::model::config::ModelConfig;
 use crate::model::decoder::device::{rows_of, DevicePass, Wanted};
 use crate::model::kv_cache::KvCache;
-use crate::model::step::{Step, StepResult, TokenChoice, NO_TOKEN};
-use crate::ops::adjust_logits::cuda::adjust_logits;
+use crate::model::step::{Step, StepResult, TokenChoice, WriteMasks, NO_TOKEN};
+use crate::ops::adjust_logits::cuda::{adjust_logits, mask_logits};
 use crate::ops::attention::DecodeScratch;
 use crate::ops::copy::copy;
 use crate::ops::elementwise::cast;
@@ -47,6 +47,10 @@ impl DeviceModel {
         if steps.pending.len() >= STEPS_IN_FLIGHT {
             return Err(Error::internal("a step more than may be in flight"));
         }
+        if steps.unchosen.is_some() {
+            return Err(Error::internal("a step before the tokens of the last one are chosen"));
+        }
+        steps.extras.reserve_masks(step)?;
         let slot = steps.next;
         // Until the step has begun, no step may use its tokens, nor those that it overwrites.
         steps.last_rows.clear();
@@ -70,9 +74,14 @@ impl DeviceModel {
         let result = steps.results.get_mut(slot).ok_or_else(no_slot)?;
         // Kernels may write there even if only part of the step was queued.
         let marked = result.tokens.set_in_use();
-        queued.and(marked)?;
+        if let Err(error) = queued.and(marked) {
+            steps.unchosen = None;
+            return Err(error);
+        }
         result.num_rows = num_rows;
-        steps.clock.end(self.cuda()?)?;
+        if steps.unchosen.is_none() {
+            steps.clock.end(self.cuda()?)?;
+        }
         steps.pending.push_back(slot);
         steps.next = (slot + 1) % STEPS_IN_FLIGHT;
         steps.last_rows.clear();
@@ -179,41 +188,93 @@ impl DeviceModel {
         slot: usize,
         workspace: &mut DeviceWorkspace,
     ) -> Result<()> {
-        let num_rows = step.choices.len();
-        workspace.steps.results.get_mut(slot).ok_or_else(no_slot)?.log_probs.forget();
-        let (is_changed, has_log_probs) =
-            (needs_f32(step), step.log_probs.iter().any(Option::is_some));
-        if num_rows == 0 || !(is_changed || has_log_probs) {
+        let steps = &mut workspace.steps;
+        steps.results.get_mut(slot).ok_or_else(no_slot)?.log_probs.forget();
+        if step.choices.is_empty() {
             return Ok(());
         }
-        let (context, cuda) = (&*self.context, self.cuda()?);
-        let shape = [num_rows, config.vocab_size];
-        let logits = workspace.logits.view(0, &shape, None)?;
-        let changed = match is_changed {
-            true => workspace.logits_f32.view(0, &shape, None)?,
-            false => logits.view(0, &shape, None)?,
-        };
-        if is_changed {
-            match self.dtype() {
-                DType::F32 => copy(context, &logits, &changed)?,
-                _ => cast(context, &logits, &changed)?,
+        let changes = needs_f32(step).then(|| steps.extras.upload(step)).transpose()?;
+        match (changes, step.masked_rows) {
+            (Some(changes), [_, ..]) => {
+                steps.unchosen = Some(Unchosen { slot, changes });
+                Ok(())
             }
+            (changes, _) => self.queue_choice(config, step, slot, workspace, changes, None),
+        }
+    }
+
+    /// Queues the choice of tokens from logits that change, as `changes` and `masks` say, and
+    /// log-probabilities.
+    fn queue_choice(
+        &self,
+        config: &ModelConfig,
+        step: &Step<'_>,
+        slot: usize,
+        workspace: &mut DeviceWorkspace,
+        changes: Option<UploadedChanges>,
+        masks: Option<UploadedMasks>,
+    ) -> Result<()> {
+        let (context, cuda) = (&*self.context, self.cuda()?);
+        let shape = [step.choices.len(), config.vocab_size];
+        let logits = workspace.logits.view(0, &shape, None)?;
+        let changed = match &changes {
+            Some(_) => workspace.logits_f32.view(0, &shape, None)?,
+            None => logits.view(0, &shape, None)?,
+        };
+        if let Some(changes) = &changes {
             let steps = &mut workspace.steps;
-            let uploaded = steps.extras.upload(step)?;
-            let (rows, adjustments) = (&uploaded.rows, &uploaded.adjustments);
-            adjust_logits(context, &changed, rows, adjustments, &steps.chosen)?;
-            cuda.mark("adjust", 0, 0.0)?;
+            let mut source = &logits;
+            if !step.adjusted_rows.is_empty() || masks.is_none() {
+                match self.dtype() {
+                    DType::F32 => copy(context, &logits, &changed)?,
+                    _ => cast(context, &logits, &changed)?,
+                }
+                let (rows, adjustments) = (&changes.rows, &changes.adjustments);
+                adjust_logits(context, &changed, rows, adjustments, &steps.chosen)?;
+                cuda.mark("adjust", 0, 0.0)?;
+                source = &changed;
+            }
+            if let Some(UploadedMasks { indices, masks }) = &masks {
+                mask_logits(context, source, &changed, indices, masks)?;
+                cuda.mark("mask", 0, 0.0)?;
+            }
             let record = steps.record.arrays(&RecordShape::of(&step.batch))?;
             sample(context, &changed, &steps.buffers(&record), is_filtered(step.choices))?;
             cuda.mark("sample", 0, 0.0)?;
         }
-        if has_log_probs {
+        if step.log_probs.iter().any(Option::is_some) {
             let DeviceSteps { extras, chosen, results, .. } = &mut workspace.steps;
             let slot = &mut results.get_mut(slot).ok_or_else(no_slot)?.log_probs;
             extras.queue_log_probs(step, &logits, &changed, chosen, slot)?;
             cuda.mark("log_probs", 0, 0.0)?;
         }
         Ok(())
+    }
+
+    /// Chooses the tokens of a step with masked rows, as
+    /// [`crate::model::Model::choose_masked`] does.
+    pub fn choose_masked(
+        &self,
+        config: &ModelConfig,
+        step: &Step<'_>,
+        workspace: &mut DeviceWorkspace,
+        write_masks: &mut WriteMasks<'_>,
+    ) -> Result<()> {
+        let steps = &mut workspace.steps;
+        let unchosen = steps.unchosen.take();
+        let Unchosen { slot, changes } =
+            unchosen.ok_or_else(|| Error::internal("no step waits for masks"))?;
+        let _entered = self.cuda()?.enter()?;
+        let uploaded = steps.extras.upload_masks(step, write_masks);
+        let queued = uploaded.and_then(|masks| {
+            self.queue_choice(config, step, slot, workspace, Some(changes), Some(masks))
+        });
+        let steps = &mut workspace.steps;
+        let result = steps.results.get_mut(slot).ok_or_else(no_slot)?;
+        // Whatever was queued, kernels may write there, and the step ends here.
+        let marked = result.tokens.set_in_use();
+        let ended = steps.clock.end(self.cuda()?);
+        queued.and(marked).and(ended)
     }
 
     /// Queues the copies to the host of the logits that the caller asks for.
@@ -266,6 +327,11 @@ impl DeviceModel {
         let steps = &mut workspace.steps;
         let slot = steps.pending.pop_front();
         let slot = slot.ok_or_else(|| Error::internal("no step is under way"))?;
+        let was_chosen = steps.unchosen.take_if(|unchosen| unchosen.slot == slot).is_none();
+        if !was_chosen {
+            // Nobody wants its tokens any more.
+            steps.clock.end(self.cuda()?)?;
+        }
         let result = steps.results.get_mut(slot).ok_or_else(no_slot)?;
         let num_rows = result.num_rows;
         let no_memory = |_| Error::out_of_memory("the result of a step", num_rows * 4);
@@ -276,7 +342,7 @@ impl DeviceModel {
         self.cuda()?.take_fault()?;
         out.time = timed?;
         out.tokens.extend(bytes.chunks_exact(4).take(num_rows).map(|word| match *word {
-            [a, b, c, d] => u32::from_ne_bytes([a, b, c, d]),
+            [a, b, c, d] if was_chosen => u32::from_ne_bytes([a, b, c, d]),
             _ => NO_TOKEN,
         }));
         result.log_probs.take(&mut out.log_probs)?;

@@ -93,7 +93,7 @@ pub(super) fn device_bytes(
     limits: &PassLimits,
 ) -> Result<usize> {
     let num_tokens = limits.num_tokens.max(1);
-    let mut sum = DeviceSteps::device_bytes(limits)?
+    let mut sum = DeviceSteps::device_bytes(limits, config.vocab_size)?
         .saturating_add(partials_bytes(config, dtype, spacing, num_tokens)?);
     for (rows, columns, is_f32) in shapes(config, spacing, limits) {
         let bytes = Arena::bytes_for(element_of(dtype, is_f32), &[rows, columns])?;
@@ -114,7 +114,7 @@ impl DeviceWorkspace {
         scratch: Scratch,
     ) -> Result<Self> {
         let num_tokens = limits.num_tokens.max(1);
-        let others = DeviceSteps::device_bytes(limits)?
+        let others = DeviceSteps::device_bytes(limits, config.vocab_size)?
             .saturating_add(partials_bytes(config, dtype, spacing, num_tokens)?);
         let bytes = device_bytes(config, dtype, spacing, limits)?.saturating_sub(others);
         let mut arena = Arena::new(context, bytes, "activations")?;
@@ -150,7 +150,7 @@ impl DeviceWorkspace {
             logits_f32,
             logits_host: None,
             attention_partials,
-            steps: DeviceSteps::new(context, limits, dtype)?,
+            steps: DeviceSteps::new(context, limits, dtype, config.vocab_size)?,
             _scratch: context.set_apart(scratch.bytes, "the scratch of operators")?,
         })
     }

@@ -6,6 +6,7 @@
 
 use serde_json::{Map, Value};
 
+use super::auto_round::AutoRound;
 use super::compressed::{self, Groups};
 use super::pattern::{optional_names, Budget, Expression};
 use super::scheme::{Awq, Fp8, Gptq, GptqScheme, Scheme};
@@ -19,7 +20,7 @@ use crate::model::folder::shown_name;
 pub const QUANTIZE_CONFIG_FILE: &str = "quantize_config.json";
 
 /// The `quant_method`s that are read.
-const SUPPORTED: &str = "fp8, awq, gptq, compressed-tensors";
+const SUPPORTED: &str = "fp8, awq, gptq, auto-round, compressed-tensors";
 
 /// How a model's weights are quantised, as its config says.
 #[derive(Clone, Debug, PartialEq)]
@@ -35,6 +36,7 @@ pub(super) enum Method {
     Fp8(Fp8),
     Awq(Awq),
     Gptq(Gptq),
+    AutoRound(AutoRound),
     CompressedTensors(Groups),
 }
 
@@ -87,6 +89,8 @@ impl QuantConfig {
             "fp8" => Method::Fp8(fp8(fields)?),
             "awq" => Method::Awq(awq(fields)?),
             "gptq" => Method::Gptq(gptq(fields)?),
+            // The longer name is of older versions.
+            "auto-round" | "intel/auto-round" => Method::AutoRound(AutoRound::parse(fields)?),
             "compressed-tensors" => Method::CompressedTensors(compressed::groups(fields)?),
             _ => {
                 let algorithm = match fields.optional_string("quant_algo")? {
@@ -108,6 +112,7 @@ impl QuantConfig {
             Method::Fp8(_) => "fp8",
             Method::Awq(_) => "awq",
             Method::Gptq(_) => "gptq",
+            Method::AutoRound(_) => "auto-round",
             Method::CompressedTensors(_) => "compressed-tensors",
         }
     }
@@ -119,6 +124,7 @@ impl QuantConfig {
             Method::Fp8(fp8) => fp8.scheme(module),
             Method::Awq(awq) => Ok(awq.scheme(module)),
             Method::Gptq(gptq) => gptq.scheme(module),
+            Method::AutoRound(auto_round) => auto_round.scheme(module),
             Method::CompressedTensors(groups) => groups.scheme(module),
         }
     }

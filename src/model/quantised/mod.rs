@@ -3,6 +3,7 @@
 //!
 //! ```text
 //! config       quantization_config of config.json
+//! auto_round   that of auto-round, which has the layouts of GPTQ and AWQ
 //! compressed   that of compressed-tensors, which has a scheme for each group of modules
 //! pattern      modules that a config names, by name or by regular expression
 //! scheme       what the config says of one module
@@ -13,6 +14,7 @@
 //! Which modules are quantised is said twice: by the config, and by the tensors that are there.
 //! Neither is believed alone.
 
+mod auto_round;
 mod compressed;
 mod config;
 mod decode;

@@ -12,7 +12,7 @@ use crate::model::config::fields::Fields;
 use crate::model::folder::shown_name;
 
 /// The most entries of a list of modules; a model of a hundred layers has some hundred modules.
-const MAX_ENTRIES: usize = 1 << 14;
+pub(super) const MAX_ENTRIES: usize = 1 << 14;
 /// The most regular expressions of a config; published ones have a few.
 const MAX_EXPRESSIONS: usize = 512;
 /// The most of them that take more than a walk along a name: that repeat a counted number of times,
@@ -70,8 +70,7 @@ fn is_costly(text: &str) -> bool {
         })
 }
 
-/// A regular expression that modules match as by Python's `re.match`: from the first character of
-/// their names on, and not necessarily to the last.
+/// A regular expression for the names of modules.
 #[derive(Clone, Debug)]
 pub(super) struct Expression {
     /// Where the config has it, for messages.
@@ -112,10 +111,21 @@ impl Expression {
         Ok(Expression { place: place.to_owned(), text: text.to_owned(), regex })
     }
 
-    /// Whether the expression matches the beginning of the name.
+    /// Whether the expression matches the beginning of the name, as Python's `re.match` does: from the
+    /// first character on, and not necessarily to the last.
     pub fn matches(&self, module: &str) -> Result<bool> {
         // The first match of all begins at 0 if any does, so the expression need not be anchored,
         // which a stray parenthesis in it could undo.
+        Ok(self.first(module)? == Some(0))
+    }
+
+    /// Whether the expression matches anywhere in the name, as Python's `re.search` does.
+    pub fn is_in(&self, module: &str) -> Result<bool> {
+        Ok(self.first(module)?.is_some())
+    }
+
+    /// Where the first match begins.
+    fn first(&self, module: &str) -> Result<Option<usize>> {
         let found = self.regex.find(module).map_err(|_| {
             Error::invalid_file(format!(
                 "{}: the regular expression \"{}\" takes too long on {}",
@@ -124,7 +134,7 @@ impl Expression {
                 shown_name(module)
             ))
         })?;
-        Ok(found.is_some_and(|found| found.start() == 0))
+        Ok(found.map(|found| found.start()))
     }
 }
 

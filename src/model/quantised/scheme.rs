@@ -442,7 +442,7 @@ mod tests {
 
     #[test]
     fn other_methods_are_refused_by_name() {
-        for method in ["mxfp4", "modelopt", "bitsandbytes", "hqq", "exl3", "quark", "auto-round"] {
+        for method in ["mxfp4", "modelopt", "bitsandbytes", "hqq", "exl3", "quark", "torchao"] {
             let quantization = json!({"quant_method": method});
             refused(quantization, ErrorKind::Unsupported, &[method, "compressed-tensors"]);
         }

@@ -5,7 +5,7 @@ use crate::backend::cuda::{kernels, Arguments, Launch};
 use crate::backend::ComputeContext;
 use crate::error::{Error, Result};
 use crate::memory::{DType, ElementType, Tensor};
-use crate::ops::common::contiguous::{check, cuda, matrix_size};
+use crate::ops::common::contiguous::{check, cuda, float, matrix_size};
 
 /// Changes rows of `logits` in place.
 ///
@@ -22,8 +22,8 @@ pub fn adjust_logits(
 ) -> Result<()> {
     const BLOCK: u32 = 512;
     let (num_rows, vocab_size) = matrix_size("logits", logits)?;
-    let float = ElementType::Float(DType::F32);
-    check("logits", logits, float, &[num_rows.into(), vocab_size.into()])?;
+    let f32 = ElementType::Float(DType::F32);
+    check("logits", logits, f32, &[num_rows.into(), vocab_size.into()])?;
     check("rows", rows, ElementType::I32, &[num_rows.into(), ADJUSTED_ROW_WORDS as i64])?;
     let (num_adjustments, _) = matrix_size("adjustments", adjustments)?;
     let shape = [num_adjustments.into(), ADJUSTMENT_WORDS as i64];
@@ -46,4 +46,50 @@ pub fn adjust_logits(
     let launch = Launch::linear(num_rows, BLOCK);
     // SAFETY: the arguments of the kernel, checked above; it compares tokens with the vocabulary.
     unsafe { cuda(context)?.launch(kernels::ADJUST_LOGITS, launch, arguments) }
+}
+
+/// Copies rows of logits as f32 and bans in each row the tokens that its mask forbids, as
+/// [`super::cpu::mask_logits`] does.
+///
+/// source [num_rows, vocab_size]; target the same of f32, which may be `source` itself; indices
+/// [num_rows] the mask of each row, negative if it has none, and masks [num_masks, words] with a bit
+/// for each token of the vocabulary, both of i32. The indices lie within `masks`: that is the
+/// caller's to see to.
+pub fn mask_logits(
+    context: &ComputeContext,
+    source: &Tensor,
+    target: &Tensor,
+    indices: &Tensor,
+    masks: &Tensor,
+) -> Result<()> {
+    const BLOCK: u32 = 512;
+    /// Tokens of a thread.
+    const PER_THREAD: u32 = 16;
+    const MAX_ROWS: u32 = 65_535;
+    let (num_rows, vocab_size) = matrix_size("logits", source)?;
+    let shape = [num_rows.into(), vocab_size.into()];
+    check("logits as f32", target, ElementType::Float(DType::F32), &shape)?;
+    check("indices", indices, ElementType::I32, &[num_rows.into()])?;
+    let (num_masks, words) = matrix_size("masks", masks)?;
+    check("masks", masks, ElementType::I32, &[num_masks.into(), words.into()])?;
+    if vocab_size.div_euclid(32) + i32::from(vocab_size % 32 > 0) > words || num_rows > MAX_ROWS {
+        return Err(Error::internal(format!(
+            "masks of {words} words for {num_rows} rows of {vocab_size} logits"
+        )));
+    }
+    if source.is_empty() {
+        return Ok(());
+    }
+    let kernel = kernels::MASK_LOGITS.of(float("logits", source)?);
+    let arguments = Arguments::new()
+        .tensor(source)
+        .tensor(target)
+        .tensor(indices)
+        .tensor(masks)
+        .i32(vocab_size)
+        .i32(words);
+    let blocks = vocab_size.unsigned_abs().div_ceil(BLOCK * PER_THREAD);
+    let launch = Launch { grid: (blocks, num_rows, 1), block: BLOCK, shared_bytes: 0 };
+    // SAFETY: the arguments of the kernel, checked above; each thread reads what it writes before.
+    unsafe { cuda(context)?.launch(kernel, launch, arguments) }
 }

@@ -8,6 +8,8 @@
 //! and the frequency penalty once for each time, as the OpenAI interface does. All of it is in f32,
 //! each step rounded to nearest even, with the same bits on the CPU and on CUDA.
 //!
+//! After that, a mask may ban all tokens that cannot come next, as those of a constraint do.
+//!
 //! A logit that is a number stays one that is finite: a banned token gets the lowest one.
 
 pub mod cpu;

@@ -87,7 +87,7 @@ pub(super) fn run(
         AttentionBackend::Naive => cuda_naive::launch(context, cuda, problem, &params),
         AttentionBackend::SplitKv => cuda_split_kv::launch(context, cuda, problem, &params),
         _ => {
-            if cuda_flash_wgmma::try_launch(cuda, problem, &params)? {
+            if cuda_flash_wgmma::try_launch(cuda, problem, &params, &k.tensor, &v.tensor)? {
                 Ok(())
             } else {
                 cuda_flash::launch(cuda, problem, &params)

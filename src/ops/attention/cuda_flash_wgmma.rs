@@ -1,13 +1,12 @@
-//! `csrc/ops/attention/flash_wgmma.cu`: the algorithm of `cuda_flash` over a block cache, with the
-//! instructions of Hopper.
+//! `csrc/ops/attention/flash_wgmma.cu`: the algorithm of `cuda_flash` with the instructions of Hopper.
 
 use crate::backend::cuda::{
     kernel_struct, kernels, Arguments, CudaContext, Kernel, Launch, TensorMap,
 };
 use crate::error::{Error, Result};
-use crate::memory::{Block, DType};
+use crate::memory::{Block, DType, Tensor};
 use crate::ops::attention::cuda_params::{grid_extent, AttentionParams};
-use crate::ops::attention::{size, Form, Problem};
+use crate::ops::attention::{head_strides, size, Form, Problem};
 use crate::ops::kv_cache::layout;
 
 kernel_struct! {
@@ -17,6 +16,7 @@ kernel_struct! {
         q: *mut u8,
         out: *mut u8,
         cu_seqlens_q: *mut u8,
+        cu_seqlens_k: *mut u8,
         block_tables: *mut u8,
         context_lens: *mut u8,
         fault: *mut u8,
@@ -24,11 +24,12 @@ kernel_struct! {
         partial_out: *mut u8,
         partial_stats: *mut u8,
         running: *mut u8,
-        q_strides: [i64; 3] => [q_token_stride, q_head_stride, q_row_stride],
-        out_strides: [i64; 3] => [o_token_stride, o_head_stride, o_row_stride],
+        q_strides: [i64; 4] => [q_batch_stride, q_token_stride, q_head_stride, q_row_stride],
+        out_strides: [i64; 4] => [o_batch_stride, o_token_stride, o_head_stride, o_row_stride],
         num_heads: i32,
         num_kv_heads: i32,
-        num_tokens: i32,
+        q_len: i32,
+        kv_len: i32,
         num_seqs: i32,
         num_blocks: i32,
         max_blocks_per_seq: i32,
@@ -36,12 +37,15 @@ kernel_struct! {
         scale: f32,
         packed_heads: i32,
         max_segments: i32,
+        padding: i32,
     }
 }
 
-/// The head dim and block size that the kernel is compiled for.
-const HEAD_DIM: i64 = 128;
+/// The head dim of the form with segments, and the block size that the kernels are compiled for.
+const SEGMENTS_HEAD_DIM: i64 = 128;
 const BLOCK_SIZE: i64 = layout::BLOCK_SIZE as i64;
+/// Elements between neighbours along an axis that the copy engine cannot step over.
+const MAX_STEP: i64 = 1 << 39;
 /// The number of dims of a box: 128 bytes.
 const BOX_DIMS: u32 = 64;
 /// The most heads that form the rows of an item together.
@@ -51,16 +55,16 @@ const MAX_EARLY_KEYS: i64 = 1024;
 /// The number of keys of a segment; the kernel takes it from here.
 pub(in crate::ops) const SEGMENT_KEYS: u64 = 1024;
 /// The bytes that a group of consumers keeps between segments: 64 queries in f32.
-const RUNNING_BYTES: usize = 64 * 128 * 4;
+const RUNNING_BYTES: usize = 64 * SEGMENTS_HEAD_DIM as usize * 4;
 /// The bytes that a segment leaves for a head: a query in f32, a maximum and a sum.
-const PARTIAL_BYTES: usize = (128 + 2) * 4;
+const PARTIAL_BYTES: usize = (SEGMENTS_HEAD_DIM as usize + 2) * 4;
 
 /// The most multiprocessors of a chip that these kernels run on, which are Hopper's.
 const MAX_MULTIPROCESSORS: usize = 144;
 
 /// Returns the device memory that attention in segments takes on any chip while it is queued.
 pub(super) fn scratch_bytes(dtype: DType, head_dim: usize) -> usize {
-    if dtype != DType::F32 && head_dim as i64 == HEAD_DIM {
+    if dtype != DType::F32 && head_dim as i64 == SEGMENTS_HEAD_DIM {
         running_bytes(MAX_MULTIPROCESSORS)
     } else {
         0
@@ -98,19 +102,29 @@ impl Groups {
 
     /// Returns the bytes for two buffers of queries, two tiles each of 128 keys and values,
     /// barriers and items.
-    fn shared_bytes(self) -> u32 {
-        2 * self.count() * 16384 + 4 * 32768 + 288
+    fn shared_bytes(self, head_dim: u32) -> u32 {
+        (2 * self.count() * 64 + 4 * 128) * head_dim * 2 + 288
     }
 
-    /// Returns the kernel. With `is_early` it reads the index arrays while the preceding kernels
-    /// are still running.
-    fn kernel(self, dtype: DType, in_segments: bool, is_early: bool) -> Option<Kernel> {
-        let kernel = match (self, in_segments) {
-            (Groups::Two, true) => kernels::ATTENTION_FLASH_WGMMA_SEGMENTS,
-            (Groups::One, true) => kernels::ATTENTION_FLASH_WGMMA_SEGMENTS_SHORT,
-            (Groups::Two, false) => kernels::ATTENTION_FLASH_WGMMA,
-            (Groups::One, false) if is_early => kernels::ATTENTION_FLASH_WGMMA_EARLY,
-            (Groups::One, false) => kernels::ATTENTION_FLASH_WGMMA_SHORT,
+    /// Returns the kernel, if there is one. With `is_early` it reads the index arrays while the
+    /// preceding kernels are still running.
+    fn kernel(
+        self,
+        dtype: DType,
+        head_dim: i64,
+        in_segments: bool,
+        is_early: bool,
+    ) -> Option<Kernel> {
+        let kernel = match (head_dim, self, in_segments) {
+            (SEGMENTS_HEAD_DIM, Groups::Two, true) => kernels::ATTENTION_FLASH_WGMMA_SEGMENTS,
+            (SEGMENTS_HEAD_DIM, Groups::One, true) => kernels::ATTENTION_FLASH_WGMMA_SEGMENTS_SHORT,
+            (128, Groups::Two, false) => kernels::ATTENTION_FLASH_WGMMA_128,
+            (128, Groups::One, false) if is_early => kernels::ATTENTION_FLASH_WGMMA_128_EARLY,
+            (128, Groups::One, false) => kernels::ATTENTION_FLASH_WGMMA_128_SHORT,
+            (64, Groups::Two, false) => kernels::ATTENTION_FLASH_WGMMA_64,
+            (64, Groups::One, false) if is_early => kernels::ATTENTION_FLASH_WGMMA_64_EARLY,
+            (64, Groups::One, false) => kernels::ATTENTION_FLASH_WGMMA_64_SHORT,
+            _ => return None,
         };
         kernel.of(dtype)
     }
@@ -119,31 +133,61 @@ impl Groups {
 /// The dynamic shared memory that `csrc/common/layouts.cuh` states for the kernels; they check it.
 #[cfg(test)]
 pub(in crate::ops) fn shared_bytes() -> Vec<(String, u32)> {
-    [Groups::One, Groups::Two]
-        .map(|groups| (format!("attention_flash_wgmma_{}", groups.count()), groups.shared_bytes()))
+    [(64, Groups::One), (64, Groups::Two), (128, Groups::One), (128, Groups::Two)]
+        .map(|(head_dim, groups)| {
+            let name = format!("attention_flash_wgmma_{head_dim}_{}", groups.count());
+            (name, groups.shared_bytes(head_dim))
+        })
         .into()
 }
 
-/// Queues a call, unless only the portable kernel serves it; returns whether the call was queued.
+/// Returns keys or values as `[batch, kv_len, num_kv_heads, head_dim]`, where a block cache has its blocks
+/// for the batch and packed tensors have a batch of one; `None` if the copy engine cannot fetch them.
+fn as_boxes(tensor: &Tensor) -> Result<Option<Tensor>> {
+    let (packed, strides) = (tensor.shape().len() == 3, head_strides(tensor));
+    let sizes = if packed {
+        [1, size(tensor, 0), size(tensor, 1)]
+    } else {
+        [0, 1, 2].map(|axis| size(tensor, axis))
+    };
+    let head_dim = size(tensor, sizes.len() - usize::from(packed));
+    let (mut shape, mut steps) = ([head_dim; 4], [1; 4]);
+    let mut dense = head_dim;
+    let axes = sizes.iter().zip(&strides).zip(shape.iter_mut().zip(&mut steps));
+    for ((&size, &stride), (extent, step)) in axes.rev() {
+        // Nobody steps along an axis of size one, but its step must be one that can be.
+        (*extent, *step) = (size, if size > 1 { stride } else { dense });
+        dense = dense.saturating_mul(size.max(1));
+    }
+    let is_fetched = (tensor.data() as usize).is_multiple_of(16)
+        && !tensor.is_empty()
+        && steps.iter().take(3).all(|&step| (1..MAX_STEP).contains(&step) && step % 8 == 0);
+    if !is_fetched {
+        return Ok(None);
+    }
+    let (data, element, device) = (tensor.data(), tensor.element(), tensor.device());
+    // SAFETY: the elements of the tensor itself, with another axis of size one at most.
+    unsafe { Tensor::from_raw(data, element, device, &shape, Some(&steps), "k or v") }.map(Some)
+}
+
+/// Queues a call, unless only the portable kernel serves it; returns whether the call was queued. `k` and
+/// `v` are those of the problem, or copies of them.
 pub(super) fn try_launch(
     cuda: &CudaContext,
     problem: &Problem<'_>,
     params: &AttentionParams,
+    k: &Tensor,
+    v: &Tensor,
 ) -> Result<bool> {
     let Problem { dtype, head_dim, max_q_len, num_heads, num_seqs, .. } = *problem;
-    let is_served = problem.form == Form::Paged
-        && !params.cu_seqlens_q.is_null()
-        && cuda.device().info().compute_capability == (9, 0)
-        && head_dim == HEAD_DIM
-        && size(problem.k, 1) == BLOCK_SIZE
-        && problem.k.is_contiguous()
-        && problem.v.is_contiguous()
-        && [problem.k, problem.v].iter().all(|t| (t.data() as usize).is_multiple_of(16))
-        && !problem.k.is_empty()
+    let is_paged = problem.form == Form::Paged;
+    let is_served = cuda.device().info().compute_capability == (9, 0)
+        && (!is_paged || size(k, 1) == BLOCK_SIZE)
         && problem.scale > 0.0;
-    if !is_served || max_q_len == 0 || num_seqs == 0 {
+    if !is_served || dtype == DType::F32 || max_q_len == 0 || num_seqs == 0 {
         return Ok(false);
     }
+    let (Some(k), Some(v)) = (as_boxes(k)?, as_boxes(v)?) else { return Ok(false) };
     let processors = i64::from(cuda.device().info().num_multiprocessors);
     // The heads of a kv head of one query share their keys. The bits are the same, and there are
     // that many times fewer items.
@@ -158,14 +202,16 @@ pub(super) fn try_launch(
         Groups::choose(tiles(128).saturating_mul(pairs), processors)
     };
     let in_segments = problem.options.in_segments;
-    let is_early = problem.options.has_settled_indices && problem.max_kv_len <= MAX_EARLY_KEYS;
-    let Some(kernel) = groups.kernel(dtype, in_segments, is_early) else { return Ok(false) };
+    let has_settled_indices = problem.options.has_settled_indices || problem.form == Form::Batched;
+    let is_early = has_settled_indices && problem.max_kv_len <= MAX_EARLY_KEYS;
+    let kernel = groups.kernel(dtype, head_dim, in_segments, is_early);
+    let Some(kernel) = kernel else { return Ok(false) };
     if !cuda.has_kernel(kernel)? {
         return Ok(false);
     }
     let extents = [1, BLOCK_SIZE as u32, 1, BOX_DIMS];
-    let k_map = TensorMap::new(cuda, problem.k, &extents)?;
-    let v_map = TensorMap::new(cuda, problem.v, &extents)?;
+    let k_map = TensorMap::new(cuda, &k, &extents)?;
+    let v_map = TensorMap::new(cuda, &v, &extents)?;
     let counter = cuda.counters(1)?;
     let counter = counter.ok_or_else(|| Error::internal("no counter for attention"))?;
     // Segments of few sequences are items of their own, where there is room for their results.
@@ -184,30 +230,32 @@ pub(super) fn try_launch(
         None
     };
     let scratch = memory.as_ref().map_or(std::ptr::null_mut(), Block::start);
-    // The strides of tokens, of heads or groups of them, and of the rows of an item.
-    let strides = |[_, token, head]: [i64; 3]| {
+    // The strides of sequences, of tokens, of heads or groups of them, and of the rows of an item.
+    let strides = |[batch, token, head]: [i64; 3]| {
         if is_packed {
-            [token, heads_per_kv * head, head]
+            [batch, token, heads_per_kv * head, head]
         } else {
-            [token, head, token]
+            [batch, token, head, token]
         }
     };
     let arguments = AttentionFlashWgmmaParams {
         q: params.q,
         out: params.out,
         cu_seqlens_q: params.cu_seqlens_q,
+        cu_seqlens_k: params.cu_seqlens_k,
         block_tables: params.block_tables,
         context_lens: params.context_lens,
         fault: params.fault,
         counter,
         partial_out: if segments > 1 { scratch } else { std::ptr::null_mut() },
-        partial_stats: scratch.wrapping_add(partial_rows as usize * HEAD_DIM as usize * 4),
+        partial_stats: scratch.wrapping_add(partial_rows as usize * SEGMENTS_HEAD_DIM as usize * 4),
         running: scratch,
         q_strides: strides(params.q_strides),
         out_strides: strides(params.out_strides),
         num_heads: heads as i32,
         num_kv_heads: params.num_kv_heads,
-        num_tokens: params.q_len,
+        q_len: params.q_len,
+        kv_len: params.kv_len,
         num_seqs: grid_extent(num_seqs, "sequences")? as i32,
         num_blocks: params.num_blocks,
         max_blocks_per_seq: params.max_blocks_per_seq,
@@ -215,13 +263,14 @@ pub(super) fn try_launch(
         scale: params.scale,
         packed_heads: if is_packed { heads_per_kv as i32 } else { 0 },
         max_segments: segments as i32,
+        padding: 0,
     };
     let items =
         tiles(64 * u64::from(groups.count())).saturating_mul(pairs).saturating_mul(segments);
     let launch = Launch {
         grid: (items.min(processors) as u32, 1, 1),
         block: 128 * (groups.count() + 1),
-        shared_bytes: groups.shared_bytes(),
+        shared_bytes: groups.shared_bytes(head_dim as u32),
     };
     let launched = Arguments::new().value(&arguments).value(&k_map).value(&v_map);
     // SAFETY: the arguments of the kernel; the strides span the tensors' elements, the contents of
@@ -230,7 +279,7 @@ pub(super) fn try_launch(
     if segments > 1 {
         let merge = kernels::ATTENTION_FLASH_WGMMA_MERGE.of_half(dtype)?;
         let grid = (num_heads as u32, grid_extent(num_seqs, "sequences")?, 1);
-        let launch = Launch { grid, block: HEAD_DIM as u32, shared_bytes: 0 };
+        let launch = Launch { grid, block: head_dim as u32, shared_bytes: 0 };
         let arguments = Arguments::new().value(&arguments);
         // SAFETY: the argument of the kernel, which reads what the preceding one has left.
         unsafe { cuda.launch(merge, launch, arguments) }?;

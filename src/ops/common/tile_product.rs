@@ -22,9 +22,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 /// The number of rows that are multiplied at a time where there are more than one row of tiles.
 const PAIR_ROWS: usize = 2 * TILE_ROWS;
 /// The most rows of a unit of work. Their part of a stretch of k is 256 KiB, their sums are 512.
-const MAX_UNIT_ROWS: usize = 512;
+pub(crate) const MAX_UNIT_ROWS: usize = 512;
 /// The most panels of a unit of work. Each reads the rows anew.
-const MAX_UNIT_PANELS: usize = 4;
+pub(crate) const MAX_UNIT_PANELS: usize = 4;
 /// The steps of k of a stretch.
 const STRETCH_STEPS: usize = 8;
 /// The bytes of a panel in one step.
@@ -200,7 +200,7 @@ pub(crate) unsafe fn multiply<P: TileEpilogue>(
 }
 
 /// How a call is cut up: runs of panels of the result, and blocks of whole pairs of rows of tiles.
-struct Units {
+pub(crate) struct Units {
     num_panels: usize,
     panel_runs: usize,
     num_pairs: usize,
@@ -208,7 +208,7 @@ struct Units {
 }
 
 impl Units {
-    fn new(num_panels: usize, max_panels: usize, num_rows: usize, num_lanes: usize) -> Self {
+    pub fn new(num_panels: usize, max_panels: usize, num_rows: usize, num_lanes: usize) -> Self {
         // Four units per thread even out cores that are slowed by others.
         let wanted = if num_lanes == 1 { 1 } else { 4 * num_lanes };
         let num_pairs = num_rows.div_ceil(PAIR_ROWS);
@@ -222,13 +222,13 @@ impl Units {
         Units { num_panels, panel_runs: num_panels.div_ceil(panels), num_pairs, row_blocks }
     }
 
-    fn len(&self) -> usize {
+    pub fn len(&self) -> usize {
         self.panel_runs * self.row_blocks
     }
 
     /// Returns the panels of the result and the pairs of rows of tiles of unit `unit`.
     #[inline(always)]
-    fn get(&self, unit: usize) -> (Range<usize>, Range<usize>) {
+    pub fn get(&self, unit: usize) -> (Range<usize>, Range<usize>) {
         let (run, block) = (unit / self.row_blocks, unit % self.row_blocks);
         let cut = |n: usize, part: usize, parts: usize| n * part / parts;
         (

@@ -7,7 +7,8 @@
 //! k in one order whatever `num_tokens` and the number of threads, so its bits depend on its row of
 //! x alone.
 
-use super::cpu_quantised::{multiply_quantised, QuantisedNeeds};
+use super::cpu_integer_tiles::multiply_integer_tiles;
+use super::cpu_quantised::{multiply_quantised, tile_layout, QuantisedNeeds};
 use super::host_matrix::HostWeight;
 use crate::backend::cpu::simd::{Kernel, Simd};
 use crate::backend::cpu::tile::Element;
@@ -76,6 +77,7 @@ impl LinearScratch {
         for LinearCall { num_tokens, in_features, form } in calls {
             if let WeightForm::Quantised { format, is_ordered } = form {
                 quantised = quantised.max(QuantisedNeeds::new(
+                    isa.has_tiles(),
                     num_threads,
                     num_tokens,
                     in_features,
@@ -104,6 +106,7 @@ impl LinearScratch {
             product = product.max(needs);
         }
         let activations = activations.max(quantised.activations_bytes());
+        let tile_sums = tile_sums.max(quantised.tile_bytes());
         product
             .with_panels(quantised.panels_len())
             .size_bytes()
@@ -170,15 +173,16 @@ pub fn linear<'a>(
     let weight = match weight {
         HostWeight::Dense(weight) => weight,
         HostWeight::Quantised(weight) => {
-            let LinearScratch { activations, product, .. } = scratch;
+            let LinearScratch { activations, product, tile_sums } = scratch;
             return multiply_quantised(
                 backend,
                 x,
                 num_tokens,
                 weight,
-                &epilogue,
+                epilogue,
                 activations,
                 product,
+                tile_sums,
             );
         }
     };
@@ -231,25 +235,49 @@ pub fn linear_silu_mul<'a>(
         && width.is_multiple_of(PANEL_COLUMNS)
         && num_tokens.checked_mul(in_features) == Some(x.len())
         && num_tokens.checked_mul(width) == Some(out.len());
-    let tiles = match weight {
-        HostWeight::Dense(weight) if weight.dtype() == DType::BF16 && backend.has_tiles() => {
-            Some(weight)
-        }
-        _ => None,
-    };
     let is_served = is_whole && bias.is_none() && !x.is_empty() && !out.is_empty();
-    let Some(weight) = tiles.filter(|_| is_served) else {
-        linear(backend, x, num_tokens, weight, bias, products, Store::Overwrite, scratch)?;
-        return silu_mul(backend, products, width, out);
-    };
-    let LinearScratch { activations, tile_sums, .. } = scratch;
-    tile_product::make_tiles(backend, x, in_features, activations)?;
     let epilogue = SiluMul { out: SendPointer(out.as_mut_ptr()), width };
-    // SAFETY: the backend has tiles, the weight is bf16, neither its inputs nor the rows are none,
-    // and both halves are whole panels.
-    unsafe {
-        tile_product::multiply(backend, activations, num_tokens, weight, &epilogue, tile_sums)
+    let LinearScratch { activations, tile_sums, .. } = scratch;
+    match weight {
+        HostWeight::Dense(weight)
+            if is_served && weight.dtype() == DType::BF16 && backend.has_tiles() =>
+        {
+            tile_product::make_tiles(backend, x, in_features, activations)?;
+            // SAFETY: the backend has tiles, the weight is bf16, neither its inputs nor the rows
+            // are none, and both halves are whole panels.
+            return unsafe {
+                tile_product::multiply(
+                    backend,
+                    activations,
+                    num_tokens,
+                    weight,
+                    &epilogue,
+                    tile_sums,
+                )
+            };
+        }
+        HostWeight::Quantised(weight) if is_served => {
+            if let Some(layout) = tile_layout(backend, num_tokens, weight) {
+                // SAFETY: the backend has tiles, the layout is that of this product, and both
+                // halves are whole panels.
+                return unsafe {
+                    multiply_integer_tiles(
+                        backend,
+                        x,
+                        num_tokens,
+                        weight,
+                        layout,
+                        &epilogue,
+                        activations,
+                        tile_sums,
+                    )
+                };
+            }
+        }
+        _ => {}
     }
+    linear(backend, x, num_tokens, weight, bias, products, Store::Overwrite, scratch)?;
+    silu_mul(backend, products, width, out)
 }
 
 /// Writes `silu(gate) * up` to `out`, [num_tokens, width].

@@ -38,9 +38,9 @@ const MANY_ROWS: usize = 8;
 /// The scale of a segment's activations, and their sum.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
-struct Factor {
-    scale: f32,
-    total: i32,
+pub(super) struct Factor {
+    pub scale: f32,
+    pub total: i32,
 }
 
 /// The bytes of `num_rows` rows as integers.
@@ -124,16 +124,7 @@ impl DotKernel for MakeIntegers<'_> {
             for segment in 0..num_segments {
                 let places = division.segment_places(segment);
                 let segment_units = places.len().div_ceil(UNIT);
-                let mut values = [0.0_f32; MAX_SUMMED];
-                if self.order.is_empty() {
-                    let from = x.get(places).unwrap_or_default();
-                    values.iter_mut().zip(from).for_each(|(to, &value)| *to = value);
-                } else {
-                    let order = self.order.get(places).unwrap_or_default();
-                    for (to, &input) in values.iter_mut().zip(order) {
-                        *to = x.get(input as usize).copied().unwrap_or(0.0);
-                    }
-                }
+                let values = segment_values(x, self.order, places);
                 let (integers, factor) = integers_of(&values);
                 let first = row * num_units + division.first_unit(segment);
                 for (i, unit) in integers.chunks_exact(UNIT).take(segment_units).enumerate() {
@@ -149,10 +140,26 @@ impl DotKernel for MakeIntegers<'_> {
     }
 }
 
+/// Returns the activations of a segment of a row, in the order of the weight, and zeros after them.
+#[inline(always)]
+pub(super) fn segment_values(x: &[f32], order: &[u32], places: Range<usize>) -> [f32; MAX_SUMMED] {
+    let mut values = [0.0_f32; MAX_SUMMED];
+    if order.is_empty() {
+        let from = x.get(places).unwrap_or_default();
+        values.iter_mut().zip(from).for_each(|(to, &value)| *to = value);
+    } else {
+        let order = order.get(places).unwrap_or_default();
+        for (to, &input) in values.iter_mut().zip(order) {
+            *to = x.get(input as usize).copied().unwrap_or(0.0);
+        }
+    }
+    values
+}
+
 /// Makes the activations of a segment integers, to nearest even. Activations that are not finite make
 /// a scale that is none either; those below 1e-30 count as zeros.
 #[inline(always)]
-fn integers_of(values: &[f32; MAX_SUMMED]) -> ([i16; MAX_SUMMED], Factor) {
+pub(super) fn integers_of(values: &[f32; MAX_SUMMED]) -> ([i16; MAX_SUMMED], Factor) {
     // The bits of numbers that are not negative are in the order of the numbers, and NaN comes last.
     let largest = values.iter().fold(0, |largest: u32, v| largest.max(v.to_bits() & 0x7fff_ffff));
     let largest = f32::from_bits(largest);

@@ -1,10 +1,13 @@
 //! Products with quantised weights on the CPU. Weights of integers are multiplied as such
-//! ([`cpu_integers`](super::cpu_integers)). Those of 8-bit floats become f32 in registers (few rows)
-//! or a panel at a time in the cache (many), exactly, and activations stay f32.
+//! ([`cpu_integers`](super::cpu_integers), [`cpu_integer_tiles`](super::cpu_integer_tiles)). Those of
+//! 8-bit floats become f32 in registers (few rows) or a panel at a time in the cache (many), exactly,
+//! and activations stay f32.
 //!
 //! Both ways add up the same numbers in the same order, so the bits of a row do not depend on the
 //! number of rows.
 
+use super::cpu_integer_rows::TileLayout;
+use super::cpu_integer_tiles::{multiply_integer_tiles, scratch_bytes};
 use super::cpu_integers::{integers_bytes, multiply_integers};
 use crate::backend::cpu::simd::{Kernel, Simd, Vector16};
 use crate::backend::cpu::{CpuBackend, SendPointer};
@@ -14,6 +17,7 @@ use crate::ops::common::packed_matrix::PANEL_COLUMNS;
 use crate::ops::common::panel_product::{
     grow, multiply, Epilogue, MakePanel, ProductScratch, Rows, Weight,
 };
+use crate::ops::common::tile_product::EachPanel;
 use crate::ops::quantised::{vectors_of, Code, Dequantise, Division, QuantFormat, QuantisedPanels};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -28,10 +32,12 @@ const BLOCK_ROWS: usize = 4;
 pub(super) struct QuantisedNeeds {
     activations_bytes: usize,
     panels_len: usize,
+    tile_bytes: usize,
 }
 
 impl QuantisedNeeds {
     pub fn new(
+        has_tiles: bool,
         num_threads: usize,
         num_rows: usize,
         in_features: usize,
@@ -39,8 +45,14 @@ impl QuantisedNeeds {
         is_ordered: bool,
     ) -> Self {
         if format.code != Code::Fp8 {
-            let bytes = integers_bytes(num_rows, &Division::new(in_features, format));
-            return QuantisedNeeds { activations_bytes: bytes, panels_len: 0 };
+            let division = Division::new(in_features, format);
+            let layout = TileLayout::new(num_rows, &division, format).filter(|_| has_tiles);
+            let bytes = match layout {
+                Some(layout) => layout.activations_bytes(num_rows),
+                None => integers_bytes(num_rows, &division),
+            };
+            let tile_bytes = layout.map_or(0, |_| scratch_bytes(num_threads, num_rows));
+            return QuantisedNeeds { activations_bytes: bytes, panels_len: 0, tile_bytes };
         }
         let ordered = num_rows.saturating_mul(in_features).saturating_mul(size_of::<f32>());
         let has_panels = num_rows > FEW_ROWS;
@@ -48,6 +60,7 @@ impl QuantisedNeeds {
         QuantisedNeeds {
             activations_bytes: if is_ordered { ordered } else { 0 },
             panels_len: if has_panels { panel_rows.saturating_mul(in_features) } else { 0 },
+            tile_bytes: 0,
         }
     }
 
@@ -55,6 +68,7 @@ impl QuantisedNeeds {
         QuantisedNeeds {
             activations_bytes: self.activations_bytes.max(other.activations_bytes),
             panels_len: self.panels_len.max(other.panels_len),
+            tile_bytes: self.tile_bytes.max(other.tile_bytes),
         }
     }
 
@@ -63,22 +77,57 @@ impl QuantisedNeeds {
         self.activations_bytes
     }
 
+    /// The bytes that products in tiles need beside activations.
+    pub fn tile_bytes(&self) -> usize {
+        self.tile_bytes
+    }
+
     /// The f32 of the panels of all threads.
     pub fn panels_len(&self) -> usize {
         self.panels_len
     }
 }
 
+/// The layout in tiles of products of `num_rows` rows with a weight of integers; `None` where they are
+/// multiplied otherwise.
+pub(super) fn tile_layout(
+    backend: &CpuBackend,
+    num_rows: usize,
+    weight: &QuantisedPanels,
+) -> Option<TileLayout> {
+    let inputs = weight.division().inputs;
+    TileLayout::new(num_rows, &inputs, &weight.format()).filter(|_| backend.has_tiles())
+}
+
 /// Passes all sums of x [num_rows, in_features] times `weight` to `epilogue`.
+#[allow(clippy::too_many_arguments)]
 pub(super) fn multiply_quantised<P: Epilogue>(
     backend: &CpuBackend,
     x: &[f32],
     num_rows: usize,
     weight: &QuantisedPanels,
-    epilogue: &P,
+    epilogue: P,
     activations: &mut HostBuffer,
     product: &mut ProductScratch,
+    tiles: &mut HostBuffer,
 ) -> Result<()> {
+    if let Some(layout) = tile_layout(backend, num_rows, weight) {
+        let epilogue = &EachPanel(epilogue);
+        // SAFETY: the backend has tiles, and the layout is that of this product.
+        return unsafe {
+            multiply_integer_tiles(
+                backend,
+                x,
+                num_rows,
+                weight,
+                layout,
+                epilogue,
+                activations,
+                tiles,
+            )
+        };
+    }
+    let epilogue = &epilogue;
     if weight.format().code != Code::Fp8 {
         return multiply_integers(backend, x, num_rows, weight, epilogue, activations);
     }

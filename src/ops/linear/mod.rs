@@ -6,6 +6,8 @@
 //! the residual stream) are fused into one kernel.
 
 pub mod cpu;
+mod cpu_integer_rows;
+mod cpu_integer_tiles;
 mod cpu_integers;
 mod cpu_quantised;
 pub mod cuda_gemv;

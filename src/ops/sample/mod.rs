@@ -7,7 +7,7 @@ use crate::memory::{ElementType, Tensor};
 use crate::ops::common::contiguous::{check, cuda, float, matrix_size};
 
 /// How a token is drawn at random: from the logits divided by the temperature, after the filters
-/// top-k, top-p and min-p in this order.
+/// top-k, top-p, min-p and typical-p in this order.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Draw {
     /// The temperature, above 0.
@@ -18,6 +18,9 @@ pub struct Draw {
     pub top_p: f32,
     /// The fraction of the top probability below which a token is dropped; 0 keeps all tokens.
     pub min_p: f32,
+    /// The total probability of the tokens kept whose information is nearest to the entropy, above 0; 1
+    /// keeps all tokens.
+    pub typical_p: f32,
     /// The seed. The draw depends on seed and index alone.
     pub seed: u64,
     /// The number of the token in its sequence.
@@ -41,12 +44,16 @@ kernel_struct! {
         pub min_p: f32,
         /// The top-k count; 0 keeps all tokens.
         pub top_k: i32,
+        /// The typical-p threshold; 0 and 1 keep all tokens.
+        pub typical_p: f32,
+        /// Unused, 0.
+        pub reserved: u32,
     }
 }
 
 /// The number of 32-bit words of a [`SampleRow`].
 pub const SAMPLE_ROW_WORDS: usize = size_of::<SampleRow>() / 4;
-const _: () = assert!(size_of::<SampleRow>() == 32);
+const _: () = assert!(size_of::<SampleRow>() == 40);
 
 /// The smallest temperature. The kernel also multiplies by 1 divided by the temperature, which has
 /// to be finite; below this value the likeliest token is chosen all the same.
@@ -61,14 +68,16 @@ impl From<Draw> for SampleRow {
             top_p: draw.top_p,
             min_p: draw.min_p,
             top_k: i32::try_from(draw.top_k).unwrap_or(i32::MAX),
+            typical_p: draw.typical_p,
+            reserved: 0,
         }
     }
 }
 
 impl Draw {
-    /// Whether top-k or top-p may remove tokens.
+    /// Whether top-k, top-p or typical-p may remove tokens.
     pub fn is_filtered(&self) -> bool {
-        self.top_k > 0 || self.top_p < 1.0
+        self.top_k > 0 || self.top_p < 1.0 || self.typical_p < 1.0
     }
 }
 
@@ -90,6 +99,8 @@ impl SampleRow {
             self.top_p.to_bits(),
             self.min_p.to_bits(),
             self.top_k as u32,
+            self.typical_p.to_bits(),
+            self.reserved,
         ]
     }
 }
@@ -164,7 +175,7 @@ fn team_blocks(num_rows: u32, has_clusters: bool) -> u32 {
 }
 
 /// Chooses a token from each row of `logits` [num_rows, vocab_size]. `is_filtered` says whether
-/// top-k or top-p may remove tokens of any row; without it such a row may get no token.
+/// top-k, top-p or typical-p may remove tokens of any row; without it such a row may get no token.
 pub fn sample(
     context: &ComputeContext,
     logits: &Tensor,

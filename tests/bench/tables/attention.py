@@ -155,7 +155,7 @@ def accuracy(device: Device, scale: Scale, table: Table) -> Section:
                     else:
                         q64, k64, v64 = (device.get(x)[0] for x in (q, k, v))
                         want = reference(q64, k64, v64, causal, rows)
-                    found = error_in_units(got, want, dtype, "rms")
+                    found = error_in_units(got, want, dtype, "row")
                     is_right = found.max_units <= bound_of(dtype, length)
                     section.rows.append(dict(
                         queries=length, group=group, causal=causal, dtype=dtype, compared=got.size,
@@ -171,7 +171,7 @@ def accuracy(device: Device, scale: Scale, table: Table) -> Section:
     every = "every query" if scale.accuracy_stride == 1 else f"one of {scale.accuracy_stride} queries and the last one"
     section.notes.append(
         f"{ACCURACY_HEADS} query heads of {dim}; {every}. A unit is the distance of neighbouring numbers of the type at "
-        "the size of the reference, or of its root mean square where that is larger."
+        "the size of the reference, or of the root mean square of its row where that is larger."
     )
     groups = [f"{r['queries']}, {r['group']}:1, {'causal' if r['causal'] else 'all keys'}, {r['dtype']}" for r in section.rows]
     series = [plots.Series("max", [r["max_units"] for r in section.rows])]

@@ -2,7 +2,7 @@
 parts of steps as the library's own marks tell them.
 
 The profiler needs no root: it records when kernels ran and with what, and reads no counters. So the bytes of a kernel
-are not measured: they are those of the weights, keys and values that it has to read, where its name tells which.
+are not measured: they are those that it has to read and write, where its name tells which (`work`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import importlib
 import json
 import tempfile
 from pathlib import Path
-from typing import Any, Dict, List, NamedTuple, Optional
+from typing import Any, Dict, List, Optional
 
 import plots
 import xserv
@@ -21,16 +21,10 @@ from tables.device import Device
 from tables.report import Column, Row, Section, Table
 from tables.scale import Scale
 from tables.scheduling import open_model, prompt_of
+from tables.work import Ceilings, Shape, add_work
 
 #: Bars of a plot.
 MOST_BARS = 14
-
-
-class Ceilings(NamedTuple):
-    """The rates of the device, measured in this run."""
-
-    read_gb_s: float
-    tflop_s: float
 
 
 def measure_ceilings(device: Device, scale: Scale) -> Ceilings:
@@ -49,63 +43,6 @@ def measure_ceilings(device: Device, scale: Scale) -> Ceilings:
     del a, b, c
     device.release()
     return Ceilings(read, tflops)
-
-
-class Shape(NamedTuple):
-    """Elements of the weights of a layer, and of the output matrix; of Llama's family, which Qwen3 is of, too."""
-
-    layers: int
-    qkv: int
-    o: int
-    gate_up: int
-    down: int
-    lm_head: int
-
-    @staticmethod
-    def of(folder: Path, info: Any) -> Optional["Shape"]:
-        """The sizes that config.json tells; None for a family with other layers, such as GPT-2."""
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        if "intermediate_size" not in config:
-            return None
-        hidden, inner = info.hidden_size, config["intermediate_size"]
-        qkv = (info.num_heads + 2 * info.num_kv_heads) * info.head_dim * hidden
-        o = info.num_heads * info.head_dim * hidden
-        return Shape(info.num_layers, qkv, o, 2 * hidden * inner, hidden * inner, info.vocab_size * hidden)
-
-
-def elements_of(kernel: str, launches: float, shape: Shape) -> Optional[int]:
-    """The elements of weights that a kernel's launches of one step read together; None where its name and the number
-    of its launches do not tell."""
-    layers = shape.layers
-    if not kernel.startswith("xserv_linear_") or "quantised" in kernel:
-        return None
-    if "swiglu" in kernel and launches == layers:
-        return layers * shape.gate_up
-    if "_heads_" in kernel and launches == layers:
-        return layers * shape.qkv
-    if "residual" in kernel and launches == 2 * layers:
-        return layers * (shape.o + shape.down)
-    if "_norm_" in kernel and launches in (layers, layers + 1):
-        return layers * shape.qkv + (shape.lm_head if launches > layers else 0)
-    return None
-
-
-def add_work(rows: List[Row], shape: Optional[Shape], tokens: int, kv_bytes: float, ceilings: Ceilings, bytes_each: int) -> None:
-    """Adds bytes, and the share of what the device allows, to the rows of kernels of which they are known."""
-    attention = [row for row in rows if row["kernel"].startswith("xserv_attention_")]
-    for row in rows:
-        flops, num_bytes = 0.0, None
-        elements = elements_of(row["kernel"], row["launches"], shape) if shape else None
-        if elements is not None:
-            num_bytes, flops = float(elements * bytes_each), 2.0 * elements * tokens
-        elif tokens == 1 and shape and attention == [row] and row["launches"] == shape.layers:
-            num_bytes = kv_bytes
-            if "fused_project" in row["kernel"]:  # with the output projection
-                num_bytes += float(shape.layers * shape.o * bytes_each)
-        if num_bytes is not None:
-            row["mb"] = num_bytes / 1e6
-            limit_us = max(num_bytes / ceilings.read_gb_s / 1e3, flops / ceilings.tflop_s / 1e6)
-            row["of_ceiling"] = limit_us / row["us"]
 
 
 def _record(model: xserv.Model, torch: Any, prompt: List[int], count: int) -> List[trace.Event]:
@@ -163,7 +100,7 @@ def profiled(device: Any, scale: Scale, folder: Path, random_weights: bool, tabl
     prompt_rows = trace.rows_of(alone, 1, chip)
     kv_bytes = info.kv_bytes_per_token * (length + (steps + 1) / 2)
     add_work(decode_rows, shape, 1, kv_bytes, ceilings, bytes_each)
-    add_work(prompt_rows, shape, length, 0.0, ceilings, bytes_each)
+    add_work(prompt_rows, shape, length, float(info.kv_bytes_per_token * length), ceilings, bytes_each)
     table.settings.update(model=folder.resolve().name, runs_on=info.device, dtype=info.dtype)
     decoding = _section("decode", f"A step of decoding after {length} tokens", decode_rows)
     decoding.notes.append(f"Of one sequence; the mean of {steps} steps. Kernels that overlap count twice.")
@@ -173,8 +110,8 @@ def profiled(device: Any, scale: Scale, folder: Path, random_weights: bool, tabl
             "prompt's last kernels are among those of the steps."
         )
     decoding.notes.append(
-        "MB are weights, keys and values that the kernel has to read, where they are known; the ceiling is the time that "
-        "reading or multiplying takes at the rates above, whichever is longer."
+        "MB are what the kernel has to read of weights, keys and values, or to read and write where it has none of these; "
+        "the ceiling is the time that reading or multiplying takes at the rates above, whichever is longer."
     )
     return [decoding, _section("prompt", f"A prompt of {length} tokens", prompt_rows)]
 

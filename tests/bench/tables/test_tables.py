@@ -21,7 +21,7 @@ sys.path[0] = str(_HERE.parent)
 sys.path += [str(_HERE.parents[2] / "examples/python"), str(_HERE.parents[2] / "examples/docs")]
 
 import numpy as np  # noqa: E402
-from tables import command, kernels, trace  # noqa: E402
+from tables import command, figures, trace, work  # noqa: E402
 from tables.units import error_in_units  # noqa: E402
 from xserv import ops  # noqa: E402
 
@@ -131,6 +131,15 @@ class Units(unittest.TestCase):
         found = error_in_units(np.array([np.inf, np.nan, np.nan]), want, "bf16", "rms")
         self.assertEqual((found.max_units, found.place), (np.inf, 2))
 
+    def test_the_size_of_a_row(self) -> None:
+        want = np.array([[8.0, 0.0], [0.125, 0.0]])
+        got = want + np.array([[0.0, 2.0**-21], [0.0, 2.0**-27]])
+        self.assertEqual(error_in_units(got, want, "f32", "row").max_units, 1.0)
+        # By the size of all elements, an error of the smaller row is a small part of a unit.
+        got[0] = want[0]
+        self.assertEqual(error_in_units(got, want, "f32", "row").max_units, 1.0)
+        self.assertLess(error_in_units(got, want, "f32", "rms").max_units, 0.1)
+
 
 class Kernels(unittest.TestCase):
     """Traces and marks."""
@@ -161,9 +170,48 @@ class Kernels(unittest.TestCase):
         self.assertEqual(start, 1)
         rows = trace.rows_of(found[start:], 2, trace.Multiprocessor())
         self.assertEqual((rows[0]["us"], rows[0]["launches"], rows[0]["limit"]), (4.0, 1.0, "grid"))
-        shape = kernels.Shape(1, 10, 20, 1_000_000, 40, 50)
-        kernels.add_work(rows, shape, 1, 0.0, kernels.Ceilings(1000.0, 100.0), 2)
+        shape = work.Shape(1, 10, 20, 1_000_000, 40, 50, 8, 16, 100)
+        work.add_work(rows, shape, 1, 0.0, work.Ceilings(1000.0, 100.0), 2)
         self.assertEqual((rows[0]["mb"], rows[0]["of_ceiling"]), (2.0, 0.5))
+
+    def test_work_of_kernels(self) -> None:
+        # Layers, weights of one and of the output matrix, hidden size, width of the heads, vocabulary.
+        shape = work.Shape(3, 10, 20, 30, 40, 50, 8, 16, 100)
+        work_of = lambda name, launches, tokens: work.work_of(name, launches, shape, tokens, 1000.0, 2)  # noqa: E731
+        self.assertEqual(work_of("xserv_linear_gemv_mma_residual_bf16", 6, 1), (3 * 60 * 2, 3 * 60 * 2))
+        self.assertEqual(work_of("xserv_linear_gemv_mma_residual_bf16", 3, 1), (3 * 40 * 2, 3 * 40 * 2))
+        self.assertEqual(work_of("xserv_linear_gemv_norm_1_1_bf16", 1, 1), (100, 100))
+        self.assertEqual(work_of("xserv_linear_prefill_swiglu_128x192_m_bf16", 2, 5), (2 * 30 * 2, 2 * 30 * 2 * 5))
+        self.assertEqual(work_of("xserv_attention_fused_project_2_bf16", 3, 1), (1000 + 3 * 20 * 2, 3 * 20 * 2))
+        # 15 pairs of queries and keys, two products of 16 elements each.
+        self.assertEqual(
+            work_of("xserv_attention_flash_wgmma_128_bf16", 3, 5), (1000 + 2 * 16 * 5 * 3 * 2, 15 * 2 * 2 * 16 * 3)
+        )
+        self.assertEqual(work_of("xserv_add_rms_norm_rounded_vec_bf16", 7, 5), (4 * (5 * 5 + 2) * 8 * 2, 0))
+        self.assertEqual(work_of("xserv_sample_scan_bf16", 1, 1), (200, 0))
+        self.assertIsNone(work_of("xserv_linear_skinny_plain_64x16_bf16", 2, 5))
+        self.assertIsNone(work_of("nvjet_sm90_tst_64x64", 6, 5))
+
+    def test_figures_are_those_of_the_tables(self) -> None:
+        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()) as said:
+            with contextlib.redirect_stderr(io.StringIO()):
+                self.assertEqual(figures.main([folder]), 2)
+            machine = dict(date="2026-11-25T08:00:00+00:00", version="1.2.3", card="a card")
+            row = dict(dtype="bf16", m=4096, naive=0.5, tiled=12.34, cublas=1234.5, tensor_core="not for this type")
+            table = dict(machine=machine, sections=[dict(name="squares", rows=[row])])
+            Path(folder, "gemm.json").write_text(json.dumps(table), encoding="utf-8")
+            self.assertEqual(figures.main([folder, folder]), 0)
+        lines = said.getvalue().splitlines()
+        self.assertEqual(lines[0], "| | a card (2026-11-25, 1.2.3) | a card (2026-11-25, 1.2.3) |")
+        found = "naive 0.5, tiled 12.3, cublas 1,234"
+        self.assertEqual(lines[2], f"| product of 4096 x 4096 x 4096, bf16, TFLOP/s | {found} | {found} |")
+        self.assertEqual(lines[3], "| the same in f32 | - | - |")
+
+    def test_the_readme_has_the_figures(self) -> None:
+        root = _HERE.parents[2]
+        readme = (root / "README.md").read_text(encoding="utf-8")
+        folders = sorted(path for path in (_HERE / "results").iterdir() if path.is_dir())
+        self.assertIn(figures.markdown(folders), readme)
 
     def test_parts_by_marks(self) -> None:
         part = dict(metric="decode 1 x 512", part="down", count=28, us=20.0, bytes=4e7, flops=1e6, limit_us=10.0, queue_us=1)

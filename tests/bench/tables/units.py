@@ -2,8 +2,9 @@
 
 A unit is the distance between neighbouring numbers of the type (an ulp) at the size of the reference. Of an operator
 that adds numbers of both signs, results that happen to be small cannot be exact to their own size: there the unit is
-that at the root mean square of all references, where it is larger ("rms"; otherwise "element"). A result that is
-rounded correctly is off by at most half a unit.
+that at the root mean square of all references, where it is larger ("rms"; otherwise "element"). Where rows differ in
+size, as those of causal attention do, it is that of the row ("row"). A result that is rounded correctly is off by at
+most half a unit.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from tables.device import Floats
 #: Bits of the fraction, and the exponent of the smallest normal number.
 _FORMATS = {"f32": (23, -126), "f16": (10, -14), "bf16": (7, -126)}
 
-Measure = Literal["element", "rms"]
+Measure = Literal["element", "rms", "row"]
 
 
 class Error(NamedTuple):
@@ -54,6 +55,8 @@ def error_in_units(got: Floats, want: Floats, dtype: str, measure: Measure) -> E
     size = np.where(is_finite, np.abs(want), 0.0)
     if measure == "rms":
         size = np.maximum(size, math.sqrt(float(np.mean(size**2))))
+    elif measure == "row":
+        size = np.maximum(size, np.sqrt(np.mean(size**2, axis=-1, keepdims=True)))
     in_units = distance / units(size, dtype)
     index = int(np.argmax(in_units))
     rms = math.sqrt(float(np.mean(in_units**2)))

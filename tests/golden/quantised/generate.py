@@ -87,7 +87,7 @@ def linear(weight):
     return layer
 
 
-def awq(name, group, seed):
+def awq(name, group, seed, quantization=None):
     tensors, expected = {}, {}
     for module, weight in weights(seed).items():
         size = weight.shape[1] if group == -1 else group
@@ -101,8 +101,8 @@ def awq(name, group, seed):
             tensors[f"{module}.{key}"] = getattr(packed, key)
         expected[module] = dequantize_gemm(packed.qweight, packed.qzeros, packed.scales.float(), 4, size).t()
         assert torch.equal(expected[module], exact), name
-    quantization = {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemm", "modules_to_not_convert": None}
-    write(name, quantization, tensors, expected)
+    usual = {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemm", "modules_to_not_convert": None}
+    write(name, quantization or usual, tensors, expected)
 
 
 def gptq_config(bits, group, symmetric, desc_act=False, **more):
@@ -110,22 +110,46 @@ def gptq_config(bits, group, symmetric, desc_act=False, **more):
             **more}
 
 
+def pack_with(writer, module, weight, bits, group, symmetric, tensors, expected):
+    """Adds the tensors of a module as auto-round packs it, and what it makes of them."""
+    out, inputs = weight.shape
+    scales, zeros = ranges(weight, inputs if group == -1 else group, bits, symmetric)
+    layer = writer(bits, group, inputs, out, bias=False, g_idx=True)
+    layer.device = torch.device("cpu")
+    layer.pack(linear(weight), scales, int(zeros[0, 0]) if symmetric else zeros, None, device="cpu")
+    for key in ["qweight", "qzeros", "scales", "g_idx"]:
+        tensors[f"{module}.{key}"] = getattr(layer, key)
+    layer.scales = layer.scales.float()
+    layer.dequant_dtype = torch.int16
+    # With it the reference reads square matrices alone.
+    del layer.g_idx
+    # Each product with a row of the identity is one weight.
+    expected[module] = layer(torch.eye(inputs)).t()
+
+
+def auto_round_config(group, symmetric, packing, **more):
+    """As auto-round 0.16.1 writes it, of models that it has quantised."""
+    return {"autoround_version": "0.16.1", "bits": 4, "block_name_to_quantize": "model.layers", "data_type": "int", "enable_quanted_input": False,
+            **more, "group_size": group, "packing_format": packing, "quant_method": "auto-round", "sym": symmetric}
+
+
+def auto_round(name, writer, group, symmetric, packing, seed):
+    """The second module in 8 bits, which are always symmetric."""
+    tensors, expected = {}, {}
+    (_, last) = MODULES
+    for module, weight in weights(seed).items():
+        bits, is_symmetric = (8, True) if module == last else (4, symmetric)
+        pack_with(writer, module, weight, bits, group, is_symmetric, tensors, expected)
+        # It writes none in these formats.
+        del tensors[f"{module}.g_idx"]
+    extra = {last: {"bits": 8} if symmetric else {"bits": 8, "sym": True}}
+    write(name, auto_round_config(group, symmetric, packing, extra_config=extra), tensors, expected)
+
+
 def gptq(name, writer, bits, group, symmetric, seed, **more):
     tensors, expected = {}, {}
     for module, weight in weights(seed).items():
-        out, inputs = weight.shape
-        scales, zeros = ranges(weight, inputs if group == -1 else group, bits, symmetric)
-        layer = writer(bits, group, inputs, out, bias=False, g_idx=True)
-        layer.device = torch.device("cpu")
-        layer.pack(linear(weight), scales, int(zeros[0, 0]) if symmetric else zeros, None, device="cpu")
-        for key in ["qweight", "qzeros", "scales", "g_idx"]:
-            tensors[f"{module}.{key}"] = getattr(layer, key)
-        layer.scales = layer.scales.float()
-        layer.dequant_dtype = torch.int16
-        # With it the reference reads square matrices alone.
-        del layer.g_idx
-        # Each product with a row of the identity is one weight.
-        expected[module] = layer(torch.eye(inputs)).t()
+        pack_with(writer, module, weight, bits, group, symmetric, tensors, expected)
     write(name, gptq_config(bits, group, symmetric, **more), tensors, expected)
 
 
@@ -234,3 +258,6 @@ compressed("w8a8-asymmetric", IntQuantizationCompressor, 16, torch.bfloat16, num
 compressed("fp8-dynamic", FloatQuantizationCompressor, 17, torch.bfloat16, num_bits=8, type="float", strategy="channel")
 compressed("fp8-static", NaiveQuantizationCompressor, 18, torch.float32, num_bits=8, type="float", strategy="tensor")
 compressed("fp8-block", FloatQuantizationCompressor, 19, torch.bfloat16, num_bits=8, type="float", strategy="block", block_structure=[32, 32])
+auto_round("auto-round", GptqV2, 32, False, "auto_round", 20)
+auto_round("auto-round-gptq", GptqV1, 32, True, "auto_round:auto_gptq", 21)
+awq("auto-round-awq", 32, 22, auto_round_config(32, False, "auto_round:auto_awq"))

@@ -86,6 +86,33 @@ impl Case {
         want
     }
 
+    /// The case with NaN for the keys and values of some sequences, whose results alone become NaN.
+    fn poisoned(&self, seqs: &[usize]) -> Case {
+        let (num_heads, num_kv_heads, dim) = self.heads;
+        let Case { q_lens, kv_lens, heads, element, causal, q, k, v, want } = self;
+        let mut case = Case {
+            q_lens: q_lens.clone(),
+            kv_lens: kv_lens.clone(),
+            heads: *heads,
+            element: *element,
+            causal: *causal,
+            q: q.clone(),
+            k: k.clone(),
+            v: v.clone(),
+            want: want.clone(),
+        };
+        for &seq in seqs {
+            let range = |lens: &[usize], row: usize| {
+                let begin = lens[..seq].iter().sum::<usize>() * row;
+                begin..begin + lens[seq] * row
+            };
+            case.k[range(kv_lens, num_kv_heads * dim)].fill(f64::NAN);
+            case.v[range(kv_lens, num_kv_heads * dim)].fill(f64::NAN);
+            case.want[range(q_lens, num_heads * dim)].fill(f64::NAN);
+        }
+        case
+    }
+
     /// [seqs, tokens, heads, dim], or [tokens, heads, dim].
     fn shapes(&self, batched: bool) -> [Vec<i64>; 2] {
         let (num_heads, num_kv_heads, dim) = self.heads;
@@ -167,7 +194,9 @@ impl Case {
             let mut values = result.read(&what);
             assert!(values.split_off(self.q.len()).iter().all(|&x| x == 7.0), "{what}: the rest");
             compare(&what, &values, &self.want, self.bar());
-            assert!(found.is_empty() || found == values, "{what}: not the same twice");
+            let is_same = |(x, y): (&f64, &f64)| x == y || x.is_nan() && y.is_nan();
+            let is_again = found.is_empty() || found.iter().zip(&values).all(is_same);
+            assert!(is_again, "{what}: not the same twice");
             found = values;
         }
         found
@@ -342,10 +371,42 @@ fn sequences_of_many_lengths() {
             for causal in [false, true] {
                 let heads = [(4, 2, dim), (5, 1, dim)][n % 2];
                 let case = Case::new(&mut random, element, heads, (&q_lens, &kv_lens), causal);
+                let poisoned = case.poisoned(&[3, 7]);
                 for context in &contexts {
                     case.packed(context, XSERV_ATTENTION_AUTO);
+                    poisoned.packed(context, XSERV_ATTENTION_AUTO);
                     case.paged(context, &mut random, XSERV_ATTENTION_FLASH, (16, true));
                 }
+            }
+        }
+    }
+}
+
+/// Prompts of many tiles in every form, which Hopper computes with instructions of its own.
+#[test]
+fn prompts() {
+    let mut random = Random::new(88);
+    let contexts = contexts();
+    let ragged = ([300, 1, 515, 128], [300, 33, 700, 1000]);
+    for (n, element) in [Type::F16, Type::BF16].into_iter().enumerate() {
+        for (heads, causal) in [
+            ((4, 2, 128), true),
+            ((8, 1, 128), false),
+            ((3, 3, 128), true),
+            ((4, 2, 64), true),
+            ((6, 1, 64), false),
+        ] {
+            let even = Case::new(&mut random, element, heads, (&[333; 2], &[417; 2]), causal);
+            let ragged = Case::new(&mut random, element, heads, (&ragged.0, &ragged.1), causal);
+            let poisoned = ragged.poisoned(&[1, 3]);
+            for context in &contexts {
+                even.batched(context, XSERV_ATTENTION_AUTO, "batched", row_major, 0);
+                even.batched(context, XSERV_ATTENTION_AUTO, "by head", by_head, 0);
+                let packed_q = n == 0;
+                even.paged(context, &mut random, XSERV_ATTENTION_AUTO, (32, packed_q));
+                ragged.packed(context, XSERV_ATTENTION_AUTO);
+                poisoned.packed(context, XSERV_ATTENTION_AUTO);
+                ragged.paged(context, &mut random, XSERV_ATTENTION_AUTO, (32, true));
             }
         }
     }
@@ -782,7 +843,8 @@ fn memory_on_cuda() {
             (owned, view)
         }
     };
-    for tokens in [8192, 32768] {
+    // The first call brings what a context keeps for all that follow.
+    for tokens in [64, 8192, 32768] {
         let (q, k) = (owned(&context, [1, tokens, 8, 128]), owned(&context, [1, tokens, 2, 128]));
         let (v, out) = (owned(&context, [1, tokens, 2, 128]), owned(&context, [1, tokens, 8, 128]));
         let before = stats(&context);
@@ -791,8 +853,12 @@ fn memory_on_cuda() {
         ok(unsafe { xserv_op_attention(context.handle, &causal, &q.1, &k.1, &v.1, &out.1) });
         synchronize(&context);
         let after = stats(&context);
-        assert_eq!(after.num_allocations, before.num_allocations, "{tokens} tokens");
-        assert_eq!((after.allocated, after.peak), (before.allocated, before.peak));
+        if tokens > 64 {
+            assert_eq!(after.num_allocations, before.num_allocations, "{tokens} tokens");
+            assert_eq!((after.allocated, after.peak), (before.allocated, before.peak));
+        } else {
+            assert!(after.peak <= before.peak + (64 << 10), "{tokens} tokens");
+        }
         [q, k, v, out].into_iter().for_each(|tensor| xserv_owned_tensor_free(tensor.0));
     }
     // 32 GiB of scores under a budget of 1.

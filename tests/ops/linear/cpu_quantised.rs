@@ -80,7 +80,7 @@ fn awkward_shapes_of_quantised_weights() {
             let matrix = random_matrix(&mut random, n, k, format, SIZE);
             let exact = weights(&matrix);
             let bias = random.normals(n);
-            for num_tokens in [0, 1, 2, 3, 4, 5, 8, 9, 33] {
+            for num_tokens in [0, 1, 2, 3, 4, 5, 8, 9, 33, 66] {
                 let x = random.normals(num_tokens * k);
                 let unrounded = reference::linear(&x, &exact, None, k, n);
                 let rounded = rounded_rows(&x, k, &format);
@@ -136,16 +136,16 @@ fn packed_rows_are_the_rows() {
 fn a_row_of_quantised_weights_has_the_same_bits_alone_and_in_a_batch() {
     let mut random = Random::new(23);
     let (k, n) = (3000, 130);
-    for format in formats(&[128, 3000]) {
+    for format in formats(&[32, 128, 3000]) {
         let mut matrix = random_matrix(&mut random, n, k, format, SIZE);
         if format.scale == DType::F16 {
             matrix.order = (0..k as u32).rev().collect();
         }
-        let x = random.normals(40 * k);
+        let x = random.normals(70 * k);
         for backend in all_backends(&[1, 3]) {
             let packed = QuantisedPanels::pack(&backend, &matrix).unwrap();
             let alone = run(&backend, &x[..k], 1, &packed);
-            for num_tokens in [2, 3, 4, 7, 8, 9, 40] {
+            for num_tokens in [2, 3, 4, 7, 8, 9, 40, 70] {
                 let batch = run(&backend, &x[..num_tokens * k], num_tokens, &packed);
                 let what = format!("{format:?} in {num_tokens} on {}", backend.name());
                 assert_same_bits(&what, &batch[..n], &alone);
@@ -163,7 +163,7 @@ fn gated_products_of_quantised_weights() {
     let matrix = random_matrix(&mut random, 2 * width, k, format, SIZE);
     for backend in backends(&[2]) {
         let packed = QuantisedPanels::pack(&backend, &matrix).unwrap();
-        for num_tokens in [1, 20] {
+        for num_tokens in [1, 20, 70] {
             let x = random.normals(num_tokens * k);
             let rounded = rounded_rows(&x, k, &format);
             let products = reference::linear(&rounded, &weights(&matrix), None, k, 2 * width);
@@ -186,7 +186,7 @@ fn gated_products_of_quantised_weights() {
 #[test]
 fn integers_have_the_same_sums_with_and_without_the_product_of_bytes() {
     let mut random = Random::new(25);
-    let (k, n, num_tokens) = (777, 130, 41);
+    let (k, n, num_tokens) = (777, 130, 71);
     for format in formats(&[32, 777]).into_iter().filter(|format| format.code != Code::Fp8) {
         let matrix = random_matrix(&mut random, n, k, format, SIZE);
         let x = random.normals(num_tokens * k);
@@ -203,20 +203,22 @@ fn integers_have_the_same_sums_with_and_without_the_product_of_bytes() {
 #[test]
 fn the_largest_codes_and_activations_do_not_overflow() {
     let (k, n) = (256, 16);
-    for (code, largest) in [(Code::Int4, 15), (Code::Int8, 255)] {
+    for (code, largest, group_size) in
+        [(Code::Int4, 15, 256), (Code::Int4, 15, 32), (Code::Int8, 255, 256)]
+    {
         for zero in [0, largest] {
-            let format = QuantFormat { code, group_size: 256, has_zeros: true, scale: DType::F32 };
+            let format = QuantFormat { code, group_size, has_zeros: true, scale: DType::F32 };
             let mut matrix = QuantisedMatrix::empty(n, k, format).unwrap();
             matrix.codes.fill(if zero == 0 { 255 } else { 0 });
             matrix.zeros.fill(zero);
             matrix.scales.fill(1.0);
-            for sign in [1.0, -1.0] {
-                let x = vec![sign * 3.0; k];
+            for (sign, num_tokens) in [(1.0, 1), (-1.0, 1), (1.0, 70), (-1.0, 70)] {
+                let x = vec![sign * 3.0; num_tokens * k];
                 let expected = reference::linear(&x, &weights(&matrix), None, k, n);
                 for backend in all_backends(&[1]) {
                     let packed = QuantisedPanels::pack(&backend, &matrix).unwrap();
-                    let what = format!("{code:?} less {zero} times {sign} on {}", backend.name());
-                    let out = run(&backend, &x, 1, &packed);
+                    let what = format!("{format:?} less {zero} times {sign} on {}", backend.name());
+                    let out = run(&backend, &x, num_tokens, &packed);
                     assert_close(&what, &out, &expected, Tolerance::Rms(1e-6));
                 }
             }

@@ -1,0 +1,66 @@
+// Copies logits as f32 and bans the tokens that masks forbid (src/ops/adjust_logits/mod.rs).
+//
+//   source: [num_rows, vocab_size]; target: the same as f32, which may be the source itself;
+//   indices: [num_rows] the mask of each row, negative if it has none; masks: [_, words] whose bit id % 32 of the word
+//   id / 32 is set for a token that may come
+//
+// A token that is banned gets the lowest finite number, unless its logit is no finite number: damage stays to be found.
+#include <stdint.h>
+
+#include "common/dtype.cuh"
+
+namespace xserv {
+
+constexpr float kLowest = -3.4028234663852886e38f;
+
+template <typename T>
+__device__ __forceinline__ void mask_logits(const T* source, float* target, const int* indices, const uint32_t* masks,
+                                            int vocab_size, int words) {
+  const int index = indices[blockIdx.y];
+  const bool in_place = static_cast<const void*>(source) == static_cast<const void*>(target);
+  if (index < 0 && in_place) return;
+  const uint32_t* mask = index < 0 ? nullptr : masks + static_cast<int64_t>(index) * words;
+  const int64_t begin = static_cast<int64_t>(blockIdx.y) * vocab_size;
+  source += begin;
+  target += begin;
+  const bool is_aligned = reinterpret_cast<uintptr_t>(source) % sizeof(Vec<T, 4>) == 0 &&
+                          reinterpret_cast<uintptr_t>(target) % sizeof(Vec<float, 4>) == 0;
+  // Four tokens at a time, whose bits lie in one word.
+  const int num_groups = (vocab_size + 3) / 4;
+  for (int group = blockIdx.x * blockDim.x + threadIdx.x; group < num_groups; group += gridDim.x * blockDim.x) {
+    const uint32_t bits = mask == nullptr ? 0xf : mask[group / 8] >> (group % 8 * 4) & 0xf;
+    if (bits == 0xf && in_place) continue;
+    const int first = group * 4, count = min(4, vocab_size - first);
+    Vec<float, 4> values;
+    if (is_aligned && count == 4) {
+      const Vec<T, 4> loaded = *reinterpret_cast<const Vec<T, 4>*>(source + first);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) values[i] = to_float(loaded[i]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) values[i] = i < count ? to_float(source[first + i]) : 0.0f;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if ((bits >> i & 1) == 0 && fabsf(values[i]) <= -kLowest) values[i] = kLowest;
+    }
+    if (is_aligned && count == 4) {
+      *reinterpret_cast<Vec<float, 4>*>(target + first) = values;
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (i < count) target[first + i] = values[i];
+      }
+    }
+  }
+}
+
+}  // namespace xserv
+
+#define XSERV_MASK_LOGITS(SUFFIX, T)                                                                            \
+  extern "C" __global__ void __launch_bounds__(512)                                                             \
+      xserv_mask_logits_##SUFFIX(const T* source, float* target, const int* indices, const uint32_t* masks,     \
+                                 int vocab_size, int words) {                                                   \
+    xserv::mask_logits<T>(source, target, indices, masks, vocab_size, words);                                   \
+  }
+XSERV_FOR_EACH_DTYPE(XSERV_MASK_LOGITS)
