@@ -138,17 +138,18 @@ pub unsafe extern "C" fn xserv_op_dequantise(
 }
 
 /// Computes a linear layer with a quantised weight W: out = x W^T + bias, summed in f32 and rounded
-/// once. On the CPU, x is rounded to integers of 16 bits of its largest number near it where codes are
-/// integers; on CUDA it is taken as it is, and W is rounded to f16 or bf16 only where in_features is
-/// no multiple of 8 or group_size none of 32.
+/// once. On the CPU, where codes are integers, x is rounded to integers of 16 bits, with a scale for up
+/// to 128 of them. On CUDA x is taken as it is, and the numbers of W may be rounded to its type.
 ///
 /// x: [num_tokens, in_features]; bias: [out_features], or NULL for none; out: [num_tokens,
 /// out_features]; all f32, all f16 or all bf16. code, group_rows, group_size, codes, scales, zeros: W
 /// [out_features, in_features], as in xserv_op_dequantise(). Any strides; out shares no memory with
 /// the others.
 ///
-/// The weight is brought into the order of the kernels in every call, on CUDA by way of the host, so
-/// that the time of a call is that of reading it several times. A model does so once, at load.
+/// The weight is brought into the order of the kernels in every call. On CUDA this happens on the
+/// host, so each call reads the whole weight to the host, writes it back and waits for both: it costs
+/// far more than the product, and a stream that is being captured refuses it. It serves comparisons
+/// and rare products; a model brings its weights into this order once, at load.
 ///
 /// Errors: XSERV_STATUS_INVALID_ARGUMENT, XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST.
 ///
