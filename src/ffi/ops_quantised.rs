@@ -147,9 +147,9 @@ pub unsafe extern "C" fn xserv_op_dequantise(
 /// the others.
 ///
 /// The weight is brought into the order of the kernels in every call. On CUDA this happens on the
-/// host, so each call reads the whole weight to the host, writes it back and waits for both: it costs
-/// far more than the product, and a stream that is being captured refuses it. It serves comparisons
-/// and rare products; a model brings its weights into this order once, at load.
+/// host, so each call reads the whole weight to the host, writes it back and waits, which
+/// costs far more than the product itself. It serves comparisons and rare products; a model brings its
+/// weights into this order once, at load.
 ///
 /// Errors: XSERV_STATUS_INVALID_ARGUMENT, XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST.
 ///
