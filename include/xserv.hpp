@@ -1873,7 +1873,7 @@ class Context {
                                     scales.get(), get_or_null(zeros)));
   }
   /* out = (codes - zeros) * scales.  scales, zeros: [out_features / group_rows, in_features / group_size];
-   * out: [out_features, in_features]. */
+   * out: [out_features, in_features]. On CUDA the matrix goes by way of the host. */
   void dequantise(xserv_quant_code code, std::uint32_t group_rows, std::uint32_t group_size, const ConstTensorView &codes,
                   const ConstTensorView &scales, const std::optional<ConstTensorView> &zeros,
                   const TensorView &out) const {
@@ -1881,7 +1881,8 @@ class Context {
                                       scales.get(), get_or_null(zeros), out.get()));
   }
   /* out = x W^T + bias with the matrix W of dequantise().  x: [num_tokens, in_features]; bias:
-   * [out_features], and may be std::nullopt; out: [num_tokens, out_features]. */
+   * [out_features], and may be std::nullopt; out: [num_tokens, out_features]. Every call brings W into the
+   * order of the kernels, on CUDA by way of the host. */
   void linear_quantised(const ConstTensorView &x, xserv_quant_code code, std::uint32_t group_rows,
                         std::uint32_t group_size, const ConstTensorView &codes, const ConstTensorView &scales,
                         const std::optional<ConstTensorView> &zeros, const std::optional<ConstTensorView> &bias,

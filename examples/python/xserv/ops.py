@@ -22,6 +22,7 @@ DeviceLostError and ClosedError, and TypeError for what is no tensor.
 from __future__ import annotations
 
 import ctypes
+import operator
 from ctypes import POINTER, Structure, byref, c_float, c_size_t, c_uint8, c_uint32, c_uint64, c_void_p
 from typing import Any, Dict, List, Literal, Optional, Sequence
 
@@ -176,6 +177,18 @@ def _declare() -> None:
 
 
 _declare()
+
+
+def _group(name: str, size: int) -> int:
+    """Returns the size of a group, and refuses what is no uint32_t; ctypes would drop the upper bits."""
+    try:
+        number = operator.index(size)
+    except TypeError:
+        raise TypeError(f"{name} is {size!r}, but must be an integer") from None
+    if not 0 <= number < 1 << 32:
+        raise ValueError(f"{name} cannot be {number}")
+    return number
+
 
 class _Views:
     """The DLTensors of a call's tensors, which are xserv_tensors. They must live until the call returns."""
@@ -429,7 +442,8 @@ class Context(NotCopyable):
         first of a word in its lowest bits; scales: [out_features, in_features / group_size rounded up], f32 or
         bf16; zeros: as scales, i32, with "int4" alone. On CUDA the host does it.
         """
-        self._call("quantise", x, choice(QUANT_CODES, code, "code"), group_size, codes, scales, zeros)
+        number, size = choice(QUANT_CODES, code, "code"), _group("group_size", group_size)
+        self._call("quantise", x, number, size, codes, scales, zeros)
 
     def dequantise(
         self,
@@ -448,9 +462,12 @@ class Context(NotCopyable):
         row-major order may be passed as words. scales: [out_features / group_rows, in_features / group_size],
         both rounded up; zeros: as scales, i32, or None for 8 and 128. out: [out_features, in_features].
         group_rows: the rows that share a scale, 128 for blocks of 128 x 128; group_size: the inputs, 0 for all.
+        Scales that are not finite and codes of "fp8" that are no numbers are refused. On CUDA the matrix goes
+        by way of the host.
         """
         number = choice(QUANT_CODES, code, "code")
-        self._call("dequantise", number, group_rows, group_size, codes, scales, zeros, out)
+        rows, size = _group("group_rows", group_rows), _group("group_size", group_size)
+        self._call("dequantise", number, rows, size, codes, scales, zeros, out)
 
     def linear_quantised(
         self,
@@ -468,10 +485,12 @@ class Context(NotCopyable):
         """out = x W^T + bias with the quantised matrix W of dequantise().
 
         x: [num_tokens, in_features]; bias: [out_features] or None; out: [num_tokens, out_features]. The weight is
-        brought into the order of the kernels in every call.
+        brought into the order of the kernels in every call, on CUDA by way of the host, which costs far more
+        than the product: this is for comparisons and rare products.
         """
         number = choice(QUANT_CODES, code, "code")
-        self._call("linear_quantised", x, number, group_rows, group_size, codes, scales, zeros, bias, out)
+        rows, size = _group("group_rows", group_rows), _group("group_size", group_size)
+        self._call("linear_quantised", x, number, rows, size, codes, scales, zeros, bias, out)
 
     def embedding(self, table: Any, ids: Any, out: Any) -> None:
         """out[i] = table[ids[i]], bit for bit.

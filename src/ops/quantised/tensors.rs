@@ -105,10 +105,12 @@ impl QuantisedTensors<'_> {
             group_size: if self.group_size == 0 { in_features.max(1) } else { self.group_size },
             has_zeros: self.zeros.is_some(),
             scale: check::float(("scales", self.scales))?,
+            quantises_inputs: false,
         })
     }
 
-    /// Reads the matrix, whose tensors have been checked, to the host.
+    /// Reads the matrix, whose tensors have been checked, to the host. Scales that are not finite, zeros
+    /// that are no codes and codes of floats that are no numbers are refused, as they are in files.
     pub(in crate::ops) fn read(
         &self,
         context: &ComputeContext,
@@ -122,8 +124,19 @@ impl QuantisedTensors<'_> {
             let bytes = word.to_le_bytes();
             to.iter_mut().zip(bytes).for_each(|(to, from)| *to = from);
         }
-        let scales = floats(&on_host(context, self.scales)?, format.scale)?;
+        if self.code == Code::Fp8 {
+            if let Some(at) = matrix.codes.iter().position(|code| code & 0x7f == 0x7f) {
+                let place = [at / in_features.max(1), at % in_features.max(1)];
+                return wrong(format!("codes has no number (NaN) at {place:?} of the matrix"));
+            }
+        }
         let num_groups = matrix.num_groups().max(1);
+        let scales = floats(&on_host(context, self.scales)?, format.scale)?;
+        if let Some(at) = scales.iter().position(|scale| !scale.is_finite()) {
+            let (place, scale) = ([at / num_groups, at % num_groups], scales.get(at));
+            let scale = scale.copied().unwrap_or(f32::NAN);
+            return wrong(format!("scales has {scale} at {place:?}, but scales are finite"));
+        }
         let shared = |row: usize| row / self.group_rows.max(1) * num_groups;
         for (row, to) in matrix.scales.chunks_mut(num_groups).enumerate() {
             let from = scales.get(shared(row)..).unwrap_or_default();

@@ -2,7 +2,9 @@
 
 mod activations;
 mod dequantise;
+mod folders;
 mod quantise;
+mod refusals;
 mod tensors;
 
 pub use activations::in_e4m3;

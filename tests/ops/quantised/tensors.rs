@@ -9,7 +9,7 @@ use xserv::ops::quantised::{Code, QuantFormat, QuantisedMatrix};
 
 const CODES: [Code; 3] = [Code::Int4, Code::Int8, Code::Fp8];
 
-fn number_of(code: Code) -> u32 {
+pub fn number_of(code: Code) -> u32 {
     (match code {
         Code::Int4 => xserv_quant_code::XSERV_QUANT_INT4,
         Code::Int8 => xserv_quant_code::XSERV_QUANT_INT8,
@@ -111,7 +111,7 @@ impl Parts<'_> {
     }
 }
 
-fn or_null(view: &Option<xserv_tensor>) -> *const xserv_tensor {
+pub fn or_null(view: &Option<xserv_tensor>) -> *const xserv_tensor {
     view.as_ref().map_or(std::ptr::null(), |view| view)
 }
 
@@ -127,7 +127,11 @@ fn formats() -> Vec<(QuantFormat, usize)> {
         ] {
             for has_zeros in [false, true] {
                 if code != Code::Fp8 || !has_zeros {
-                    formats.push((QuantFormat { code, group_size, has_zeros, scale }, group_rows));
+                    let quantises_inputs = false;
+                    formats.push((
+                        QuantFormat { code, group_size, has_zeros, scale, quantises_inputs },
+                        group_rows,
+                    ));
                 }
             }
         }
@@ -285,74 +289,6 @@ fn quantised_numbers_come_back() {
                     assert!(off > 1e-4 && off < bar, "{code:?} {element:?} {n}x{k}: {off}");
                 }
             }
-        }
-    }
-}
-
-#[test]
-fn what_is_no_quantised_matrix_is_refused() {
-    for context in contexts() {
-        let c = context.handle;
-        let tensor = |element, shape: &[i64], value: f64| {
-            let len = shape.iter().product::<i64>() as usize;
-            TestTensor::new(&context, element, shape, &vec![value; len])
-        };
-        let owned = [
-            tensor(Type::I32, &[4, 8], 0.0),
-            tensor(Type::F32, &[4, 2], 1.0),
-            tensor(Type::I32, &[4, 2], 16.0),
-            tensor(Type::F32, &[4, 64], 1.0),
-            tensor(Type::F32, &[3, 64], f64::NAN),
-            tensor(Type::F32, &[3, 4], 0.0),
-            tensor(Type::F16, &[4, 2], 1.0),
-            tensor(Type::F32, &[4, 63], 1.0),
-        ];
-        let views = owned.each_ref().map(TestTensor::view);
-        let [codes, scales, zeros, out, nan, product, halves, odd] = &views;
-        let null = std::ptr::null();
-        // SAFETY: live tensors of the context, and NULL.
-        unsafe {
-            says(xserv_op_dequantise(c, 3, 1, 32, codes, scales, null, out), "code is 3", "quant");
-            says(xserv_op_dequantise(c, 0, 1, 32, null, scales, null, out), "codes", "NULL");
-            says(
-                xserv_op_dequantise(c, 1, 1, 32, codes, scales, null, out),
-                "codes has 8 words",
-                "32 codes",
-            );
-            says(
-                xserv_op_dequantise(c, 0, 1, 32, codes, scales, null, odd),
-                "codes has 8 words",
-                "63",
-            );
-            says(xserv_op_dequantise(c, 0, 1, 16, codes, scales, null, out), "scales", "[4, 4]");
-            says(xserv_op_dequantise(c, 0, 2, 32, codes, scales, null, out), "scales", "[2, 2]");
-            says(xserv_op_dequantise(c, 0, 1, 32, scales, scales, null, out), "codes", "i32");
-            says(xserv_op_dequantise(c, 0, 1, 32, codes, codes, null, out), "scales", "f32");
-            says(xserv_op_dequantise(c, 0, 1, 32, codes, scales, scales, out), "zeros", "i32");
-            says(xserv_op_dequantise(c, 0, 1, 32, codes, scales, zeros, out), "zeros has 16", "15");
-            says(xserv_op_dequantise(c, 0, 1, 32, codes, scales, null, codes), "out", "f32");
-            says(xserv_op_quantise(c, out, 0, 32, codes, scales, null), "zeros is NULL", "4 bits");
-            says(xserv_op_quantise(c, out, 0, 32, codes, halves, zeros), "scales", "bf16");
-            says(xserv_op_quantise(c, out, 0, 32, codes, scales, scales), "zeros", "i32");
-            says(
-                xserv_op_quantise(c, out, 0, 32, codes, scales, codes),
-                "zeros has shape",
-                "[4, 2]",
-            );
-            let three = slice(codes, Type::I32, &[3, 8], &[8, 1], 0);
-            let their = slice(scales, Type::F32, &[3, 2], &[2, 1], 0);
-            let zeros = slice(zeros, Type::I32, &[3, 2], &[2, 1], 0);
-            says(
-                xserv_op_quantise(c, nan, 0, 32, &three, &their, &zeros),
-                "x, row 0",
-                "not finite",
-            );
-            let linear = |bias, weight_scales, to| {
-                xserv_op_linear_quantised(c, nan, 0, 1, 32, codes, weight_scales, null, bias, to)
-            };
-            says(linear(scales, scales, product), "bias", "[4]");
-            says(linear(null, halves, scales), "out has shape", "[3, 2]");
-            says(linear(null, scales, nan), "codes has shape", "[64, 8]");
         }
     }
 }
