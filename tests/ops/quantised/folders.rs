@@ -248,7 +248,9 @@ fn operand(file: &SafeTensors<'_>, config: &serde_json::Value, module: usize) ->
     match Stored::find(file, name, "qweight") {
         Some(codes) if codes.shape[0] == inputs => awq(file, name, sizes, group_size(config)),
         Some(_) => {
-            let is_v2 = config["checkpoint_format"] == "gptq_v2";
+            // auto-round's own layout has the zeros as they are, too.
+            let is_v2 = config["checkpoint_format"] == "gptq_v2"
+                || config["packing_format"] == "auto_round";
             gptq(file, name, sizes, group_size(config), is_v2)
         }
         None => bytes(file, name, sizes, block(config)),
@@ -308,8 +310,10 @@ fn compare_operand(
     unsafe {
         ok(xserv_op_dequantise(c, code, rows, size, &codes, &scales, zeros, &numbers.view()));
     }
-    let bits = |values: &[f64]| values.iter().map(|&x| (x as f32).to_bits()).collect::<Vec<_>>();
-    assert_eq!(bits(&numbers.read(what)), bits(want), "{what}");
+    for (place, (got, want)) in numbers.read(what).iter().zip(want).enumerate() {
+        let [got_bits, want_bits] = [got, want].map(|&x| (x as f32).to_bits());
+        assert_eq!(got_bits, want_bits, "{what}: [{place}] is {got}, not {want}");
+    }
 
     let tokens = 3;
     let x = Type::F32.round_all(&random.normals(tokens * k as usize));
@@ -331,14 +335,15 @@ fn compare_operand(
             &product.view(),
         ));
     }
-    let rows_of = |values: &[f64]| values.chunks_exact(k as usize).map(<[f64]>::to_vec);
-    let exact = rows_of(&x).collect::<Vec<_>>();
-    let places = exact.iter().flat_map(|x| rows_of(want).map(move |w| (x, w)));
-    for (got, (x, w)) in product.read(what).iter().zip(places) {
-        let (sum, size) = x
-            .iter()
-            .zip(&w)
-            .fold((0.0, 0.0), |(sum, size), (x, w)| (sum + x * w, size + (x * w).abs()));
+    let width = k as usize;
+    let products = x.chunks_exact(width).flat_map(|x| {
+        want.chunks_exact(width).map(move |w| {
+            x.iter()
+                .zip(w)
+                .fold((0.0, 0.0), |(sum, size), (x, w)| (sum + x * w, size + (x * w).abs()))
+        })
+    });
+    for (got, (sum, size)) in product.read(what).iter().zip(products) {
         // The CPU rounds activations to 16 bits.
         assert!((got - sum).abs() <= 3e-4 * size, "{what}: {got}, not {sum}");
     }
