@@ -1369,8 +1369,16 @@ enum xserv_status xserv_op_quantise(const struct xserv_context *context,
  * scales, i32, from 0 to 15 or 255, or NULL for 8 or 128; NULL with XSERV_QUANT_FP8. out:
  * [out_features, in_features], f32, f16 or bf16. Any strides; out shares no memory with the others.
  *
- * On CUDA the call returns when the matrix has been read to the host, which brings it into the order
- * of the kernels.
+ * Scales may be 0 or negative. Those that are not finite, zeros out of range and codes of
+ * XSERV_QUANT_FP8 that are no numbers (0x7f, 0xff) are refused, and then nothing is written.
+ *
+ * Codes of checkpoints: compressed-tensors packs words as they are here, and has signed bytes with the
+ * highest bit flipped; FP8 is the same in all; GPTQ's qweight and scales are transposed, which swapped
+ * strides say. AWQ's words are packed along the other axis, and have to be packed anew. Zeros, which
+ * files pack, are a number each here.
+ *
+ * On CUDA the host brings the matrix into the order of the kernels: each call reads all of it to the
+ * host, writes it back and waits.
  *
  * Errors: XSERV_STATUS_INVALID_ARGUMENT, XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST.
  *
@@ -1394,13 +1402,13 @@ enum xserv_status xserv_op_dequantise(const struct xserv_context *context,
  *
  * x: [num_tokens, in_features]; bias: [out_features], or NULL for none; out: [num_tokens,
  * out_features]; all f32, all f16 or all bf16. code, group_rows, group_size, codes, scales, zeros: W
- * [out_features, in_features], as in xserv_op_dequantise(). Any strides; out shares no memory with
- * the others.
+ * [out_features, in_features], as in xserv_op_dequantise(), which says what is refused. Any strides;
+ * out shares no memory with the others.
  *
  * The weight is brought into the order of the kernels in every call. On CUDA this happens on the
- * host, so each call reads the whole weight to the host, writes it back and waits, which
- * costs far more than the product itself. It serves comparisons and rare products; a model brings its
- * weights into this order once, at load.
+ * host: each call reads the whole weight to the host, writes it back and waits, which costs far more
+ * than the product itself. It serves comparisons and rare products; a model brings its weights into
+ * this order once, at load.
  *
  * Errors: XSERV_STATUS_INVALID_ARGUMENT, XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST.
  *
