@@ -1935,9 +1935,9 @@ class Context {
   }
   /* out = (codes - zeros) * scales.  scales, zeros: [out_features / group_rows, in_features / group_size];
    * out: [out_features, in_features]. On CUDA the matrix goes by way of the host. */
-  void dequantise(xserv_quant_code code, std::uint32_t group_rows, std::uint32_t group_size, const ConstTensorView &codes,
-                  const ConstTensorView &scales, const std::optional<ConstTensorView> &zeros,
-                  const TensorView &out) const {
+  void dequantise(xserv_quant_code code, std::uint32_t group_rows, std::uint32_t group_size,
+                  const ConstTensorView &codes, const ConstTensorView &scales,
+                  const std::optional<ConstTensorView> &zeros, const TensorView &out) const {
     detail::check(xserv_op_dequantise(need(), static_cast<std::uint32_t>(code), group_rows, group_size, codes.get(),
                                       scales.get(), get_or_null(zeros), out.get()));
   }

@@ -185,8 +185,8 @@ fn linear(dtype: DType, code: Code, in_features: usize, has_bias: bool) -> Case 
         })
     });
     let expected: Vec<f64> = expected.collect();
-    // The CPU rounds activations, of at most 1, to integers of 16 bits with a sign: each is off by at
-    // most half of 1/32767, and a result by that times the numbers of its row.
+    // The CPU rounds activations, of at most 1, to integers of 16 bits with a sign: each is off by
+    // at most half of 1/32767, and a result by that times the numbers of its row.
     let sizes =
         numbers.chunks_exact(in_features).map(|row| row.iter().map(|w| w.abs()).sum::<f64>());
     let sizes: Vec<f64> = sizes.collect();

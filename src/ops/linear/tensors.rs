@@ -18,10 +18,10 @@ use crate::ops::quantised::tensors::{
 };
 use crate::ops::quantised::{QuantisedMatrix, QuantisedPanels};
 
-/// Computes `out = x W^T + bias`, summed in f32 and rounded once: x `[num_tokens, in_features]`, bias
-/// `[out_features]` or none, `out` `[num_tokens, out_features]`, all of one type. On the CPU, weights
-/// of integers are multiplied by activations of 16 bits (see [`cpu`](super::cpu)). On CUDA the call
-/// waits until the weight has been read to the host.
+/// Computes `out = x W^T + bias`, summed in f32 and rounded once: x `[num_tokens, in_features]`,
+/// bias `[out_features]` or none, `out` `[num_tokens, out_features]`, all of one type. On the CPU,
+/// weights of integers are multiplied by activations of 16 bits (see [`cpu`](super::cpu)). On CUDA
+/// the call waits until the weight has been read to the host.
 pub fn linear_tensors(
     context: &ComputeContext,
     x: &Tensor,
@@ -104,8 +104,8 @@ fn on_cuda(
             return place.finish(context);
         }
     }
-    // The numbers as a dense weight. A bias is written to every row first, and the product is added to
-    // it in f32.
+    // The numbers as a dense weight. A bias is written to every row first, and the product is added
+    // to it in f32.
     let what = "the numbers of a quantised weight";
     let numbers = DeviceTensor::temporary(context, x.element(), &[n, k], what)?;
     if k > 0 {

@@ -1,8 +1,8 @@
 //! Quantised matrices as tensors that a caller has, row after row: `quantise` and `dequantise`. The
 //! product with them is that of [`linear`](crate::ops::linear::tensors).
 //!
-//! Codes are words of 32 bits, little-endian, of which the first code has the lowest bits: what bytes
-//! in row-major order are as words, and as published checkpoints pack them.
+//! Codes are words of 32 bits, little-endian, of which the first code has the lowest bits: what
+//! bytes in row-major order are as words, and as published checkpoints pack them.
 
 use super::cuda::{dequantise as dequantise_on_cuda, QuantisedTiles};
 use super::format::{Code, QuantFormat};
@@ -109,8 +109,9 @@ impl QuantisedTensors<'_> {
         })
     }
 
-    /// Reads the matrix, whose tensors have been checked, to the host. Scales that are not finite, zeros
-    /// that are no codes and codes of floats that are no numbers are refused, as they are in files.
+    /// Reads the matrix, whose tensors have been checked, to the host. Scales that are not finite,
+    /// zeros that are no codes and codes of floats that are no numbers are refused, as they are in
+    /// files.
     pub(in crate::ops) fn read(
         &self,
         context: &ComputeContext,
@@ -223,8 +224,8 @@ pub(in crate::ops) fn to_tiles(
     Ok((layout, memory))
 }
 
-/// Computes the numbers of a quantised matrix: `out[o, i] = (code - zero) * scale` in f32, rounded once
-/// to the type of `out` `[out_features, in_features]`.
+/// Computes the numbers of a quantised matrix: `out[o, i] = (code - zero) * scale` in f32, rounded
+/// once to the type of `out` `[out_features, in_features]`.
 pub fn dequantise(
     context: &ComputeContext,
     matrix: &QuantisedTensors<'_>,
@@ -267,8 +268,8 @@ pub fn dequantise(
 }
 
 /// Quantises a matrix x `[out_features, in_features]` as [`quantise_row`] does, and writes codes,
-/// scales and, of 4 bits, zeros; `matrix.zeros` of 8 bits is `None`. Scales are f32 or bf16, and every
-/// row has its own. On CUDA the host does it, and the call returns when it is done.
+/// scales and, of 4 bits, zeros; `matrix.zeros` of 8 bits is `None`. Scales are f32 or bf16, and
+/// every row has its own. On CUDA the host does it, and the call returns when it is done.
 pub fn quantise(context: &ComputeContext, x: &Tensor, matrix: &QuantisedTensors<'_>) -> Result<()> {
     let dtype = check::float(("x", x))?;
     let [rows, columns] = matrix_sizes(("x", x))?;

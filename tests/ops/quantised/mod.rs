@@ -1,4 +1,5 @@
-//! Quantised matrices: numbers quantised at load, activations in 8 bits, and tiles on a GPU as dense rows.
+//! Quantised matrices: numbers quantised at load, activations in 8 bits, and tiles on a GPU as
+//! dense rows.
 
 mod activations;
 mod dequantise;

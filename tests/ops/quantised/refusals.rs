@@ -1,5 +1,5 @@
-//! What is no quantised matrix of a caller's: each is refused in a sentence, and nothing is written.
-//! Sizes of 0 and groups that do not divide are not refused.
+//! What is no quantised matrix of a caller's: each is refused in a sentence, and nothing is
+//! written. Sizes of 0 and groups that do not divide are not refused.
 
 use super::tensors::or_null;
 use crate::support::tensors::*;
@@ -119,8 +119,8 @@ impl Call<'_> {
         let [codes, scales, zeros, x, bias, out] = self.views.each_ref().map(or_null);
         let (c, code) = (self.context.handle, self.code);
         let (rows, size) = (self.group_rows, self.group_size);
-        // SAFETY: views of live tensors of the context, NULL, or descriptors that are refused before
-        // their memory is looked at.
+        // SAFETY: views of live tensors of the context, NULL, or descriptors that are refused
+        // before their memory is looked at.
         unsafe {
             match kind {
                 Kind::Quantise => xserv_op_quantise(c, x, code, size, codes, scales, zeros),

@@ -25,8 +25,8 @@ fn type_of(dtype: DType) -> Type {
     }
 }
 
-/// A number of f32 rounded to a type. Values of f64 would be cut before they are rounded by `half`, so
-/// that some just above the middle of two neighbours went to the even one.
+/// A number of f32 rounded to a type. Values of f64 would be cut before they are rounded by `half`,
+/// so that some just above the middle of two neighbours went to the even one.
 fn from_f32(element: Type, x: f64) -> f64 {
     match element {
         Type::F16 => half::f16::from_f32(x as f32).into(),
@@ -52,8 +52,8 @@ fn numbers(matrix: &QuantisedMatrix) -> Vec<f64> {
     all
 }
 
-/// The tensors of a matrix whose scales are those of each `group_rows`-th row; the scales and zeros of the
-/// others become equal.
+/// The tensors of a matrix whose scales are those of each `group_rows`-th row; the scales and zeros
+/// of the others become equal.
 struct Parts<'a> {
     codes: TestTensor<'a>,
     scales: TestTensor<'a>,
@@ -234,7 +234,8 @@ fn numbers_and_products_of_a_callers_matrix() {
     }
 }
 
-/// Codes, scales and zeros are those with which models are quantised, so that their numbers are as close.
+/// Codes, scales and zeros are those with which models are quantised, so that their numbers are as
+/// close.
 #[test]
 fn quantised_numbers_come_back() {
     let mut random = Random::new(9);

@@ -1370,7 +1370,8 @@ enum xserv_status xserv_op_quantise(const struct xserv_context *context,
  * [out_features, in_features], f32, f16 or bf16. Any strides; out shares no memory with the others.
  *
  * Scales may be 0 or negative. Those that are not finite, zeros out of range and codes of
- * XSERV_QUANT_FP8 that are no numbers (0x7f, 0xff) are refused, and then nothing is written.
+ * XSERV_QUANT_FP8 that are no numbers (0x7f, 0xff) are refused, and then nothing is written. The last
+ * group of rows or of inputs has what is left, and one that is larger than the matrix has all.
  *
  * Codes of checkpoints: compressed-tensors packs words as they are here, and has signed bytes with the
  * highest bit flipped; FP8 is the same in all; GPTQ's qweight and scales are transposed, which swapped
