@@ -1925,6 +1925,34 @@ class Context {
     detail::check(xserv_op_attention(need(), &raw, q.get(), k.get(), v.get(), out.get()));
   }
 
+  /* A matrix as codes of 4 or 8 bits.  x: [out_features, in_features]; codes: [out_features,
+   * in_features * bits / 32], i32; scales: [out_features, in_features / group_size], f32 or bf16; zeros: as
+   * scales, i32, with 4 bits. A group size of 0 is the whole row. */
+  void quantise(const ConstTensorView &x, xserv_quant_code code, std::uint32_t group_size, const TensorView &codes,
+                const TensorView &scales, const std::optional<TensorView> &zeros = std::nullopt) const {
+    detail::check(xserv_op_quantise(need(), x.get(), static_cast<std::uint32_t>(code), group_size, codes.get(),
+                                    scales.get(), get_or_null(zeros)));
+  }
+  /* out = (codes - zeros) * scales.  scales, zeros: [out_features / group_rows, in_features / group_size];
+   * out: [out_features, in_features]. On CUDA the matrix goes by way of the host. */
+  void dequantise(xserv_quant_code code, std::uint32_t group_rows, std::uint32_t group_size,
+                  const ConstTensorView &codes, const ConstTensorView &scales,
+                  const std::optional<ConstTensorView> &zeros, const TensorView &out) const {
+    detail::check(xserv_op_dequantise(need(), static_cast<std::uint32_t>(code), group_rows, group_size, codes.get(),
+                                      scales.get(), get_or_null(zeros), out.get()));
+  }
+  /* out = x W^T + bias with the matrix W of dequantise().  x: [num_tokens, in_features]; bias:
+   * [out_features], and may be std::nullopt; out: [num_tokens, out_features]. Every call brings W into the
+   * order of the kernels, on CUDA by way of the host. */
+  void linear_quantised(const ConstTensorView &x, xserv_quant_code code, std::uint32_t group_rows,
+                        std::uint32_t group_size, const ConstTensorView &codes, const ConstTensorView &scales,
+                        const std::optional<ConstTensorView> &zeros, const std::optional<ConstTensorView> &bias,
+                        const TensorView &out) const {
+    detail::check(xserv_op_linear_quantised(need(), x.get(), static_cast<std::uint32_t>(code), group_rows, group_size,
+                                            codes.get(), scales.get(), get_or_null(zeros), get_or_null(bias),
+                                            out.get()));
+  }
+
  private:
   const xserv_context *need() const { return handle_.need("Context"); }
   template <typename View>

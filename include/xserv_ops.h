@@ -32,6 +32,8 @@
  *   xserv_grad_check
  * Attention, as C functions.
  *   xserv_attention_options_default xserv_op_attention
+ * Operators with quantised matrices: to codes and back, and the product; as C functions.
+ *   xserv_op_quantise xserv_op_dequantise xserv_op_linear_quantised
  * The self-test of the operators, as a C function.
  *   xserv_self_test
  */
@@ -1302,6 +1304,133 @@ enum xserv_status xserv_op_attention(const struct xserv_context *context,
                                      const struct xserv_tensor *k,
                                      const struct xserv_tensor *v,
                                      const struct xserv_tensor *out);
+
+/* ---------------------------------------------------------------------- */
+
+/* Operators with quantised matrices: to codes and back, and the product; as C functions. */
+
+/**
+ * What the numbers of a quantised matrix are stored as. Number W[o, i] is (code - zero) * scale,
+ * with the zero and the scale of its group.
+ */
+typedef enum xserv_quant_code {
+  /**
+   * 4 bits: an integer from 0 to 15; 8 where no zeros are given.
+   */
+  XSERV_QUANT_INT4 = 0,
+  /**
+   * 8 bits: an integer from 0 to 255; the zero is 128 where none are given.
+   */
+  XSERV_QUANT_INT8 = 1,
+  /**
+   * 8 bits: a float, e4m3fn (torch.float8_e4m3fn). It stands for itself, and has no zero.
+   */
+  XSERV_QUANT_FP8 = 2,
+} xserv_quant_code;
+
+/**
+ * Quantises a matrix to integers, each group of inputs of a row by itself. With 8 bits the largest
+ * number of a group becomes 127 steps; with 4 bits the range is searched for that leaves the least
+ * sum of squared errors. It is what xserv_load() does with XSERV_WEIGHTS_INT8 and _INT4.
+ *
+ * x: [out_features, in_features], f32, f16 or bf16. code: XSERV_QUANT_INT4 or _INT8. group_size:
+ * the inputs that share a scale; 0: all. codes: [out_features, in_features * bits / 32], i32: in
+ * row-major order, of which each word has 8 codes of 4 bits or 4 of 8, the first in the lowest
+ * bits. scales: [out_features, in_features / group_size rounded up], f32 or bf16, which hold them
+ * without rounding. zeros: as scales, i32; NULL with 8 bits, where all are 128. Any strides;
+ * nothing shares memory.
+ *
+ * On CUDA the host does it, and the call returns when it is done. Numbers that are not finite are
+ * refused, and then nothing is written.
+ *
+ * Errors: XSERV_STATUS_INVALID_ARGUMENT, XSERV_STATUS_UNSUPPORTED (XSERV_QUANT_FP8),
+ * XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST.
+ *
+ * # Safety
+ * The descriptors are readable, and their memory is what they say.
+ */
+XSERV_MUST_USE
+enum xserv_status xserv_op_quantise(const struct xserv_context *context,
+                                    const struct xserv_tensor *x,
+                                    uint32_t code,
+                                    uint32_t group_size,
+                                    const struct xserv_tensor *codes,
+                                    const struct xserv_tensor *scales,
+                                    const struct xserv_tensor *zeros);
+
+/**
+ * Computes the numbers of a quantised matrix, out[o, i] = (code - zero) * scale in f32, rounded
+ * once.
+ *
+ * code: an xserv_quant_code. group_rows: the rows that share a scale; 0 or 1: every row has its
+ * own; 128 with scales for blocks of 128 x 128, out_features with one for all rows. group_size:
+ * the inputs that share a scale; 0: all. codes: [out_features, in_features * bits / 32], i32, as
+ * xserv_op_quantise() writes them: bytes of 8 bits in row-major order may be passed as words.
+ * scales: [out_features / group_rows, in_features / group_size], both rounded up, f32, f16 or
+ * bf16. zeros: as scales, i32, from 0 to 15 or 255, or NULL for 8 or 128; NULL with
+ * XSERV_QUANT_FP8. out: [out_features, in_features], f32, f16 or bf16. Any strides; out shares no
+ * memory with the others.
+ *
+ * Scales may be 0 or negative. Those that are not finite, zeros out of range and codes of
+ * XSERV_QUANT_FP8 that are no numbers (0x7f, 0xff) are refused, and then nothing is written. The
+ * last group of rows or of inputs has what is left, and one that is larger than the matrix has
+ * all.
+ *
+ * Codes of checkpoints: compressed-tensors packs words as they are here, and has signed bytes with
+ * the highest bit flipped; FP8 is the same in all; GPTQ's qweight and scales are transposed, which
+ * swapped strides say. AWQ's words are packed along the other axis, and have to be packed anew.
+ * Zeros, which files pack, are a number each here.
+ *
+ * On CUDA the host brings the matrix into the order of the kernels: each call reads all of it to
+ * the host, writes it back and waits.
+ *
+ * Errors: XSERV_STATUS_INVALID_ARGUMENT, XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST.
+ *
+ * # Safety
+ * The descriptors are readable, and their memory is what they say.
+ */
+XSERV_MUST_USE
+enum xserv_status xserv_op_dequantise(const struct xserv_context *context,
+                                      uint32_t code,
+                                      uint32_t group_rows,
+                                      uint32_t group_size,
+                                      const struct xserv_tensor *codes,
+                                      const struct xserv_tensor *scales,
+                                      const struct xserv_tensor *zeros,
+                                      const struct xserv_tensor *out);
+
+/**
+ * Computes a linear layer with a quantised weight W: out = x W^T + bias, summed in f32 and rounded
+ * once. On the CPU, where codes are integers, x is rounded to integers of 16 bits, with a scale
+ * for up to 128 of them. On CUDA x is taken as it is, and the numbers of W may be rounded to its
+ * type.
+ *
+ * x: [num_tokens, in_features]; bias: [out_features], or NULL for none; out: [num_tokens,
+ * out_features]; all f32, all f16 or all bf16. code, group_rows, group_size, codes, scales, zeros:
+ * W [out_features, in_features], as in xserv_op_dequantise(), which says what is refused. Any
+ * strides; out shares no memory with the others.
+ *
+ * The weight is brought into the order of the kernels in every call. On CUDA this happens on the
+ * host: each call reads the whole weight to the host, writes it back and waits, which costs far
+ * more than the product itself. It serves comparisons and rare products; a model brings its
+ * weights into this order once, at load.
+ *
+ * Errors: XSERV_STATUS_INVALID_ARGUMENT, XSERV_STATUS_OUT_OF_MEMORY, XSERV_STATUS_DEVICE_LOST.
+ *
+ * # Safety
+ * The descriptors are readable, and their memory is what they say.
+ */
+XSERV_MUST_USE
+enum xserv_status xserv_op_linear_quantised(const struct xserv_context *context,
+                                            const struct xserv_tensor *x,
+                                            uint32_t code,
+                                            uint32_t group_rows,
+                                            uint32_t group_size,
+                                            const struct xserv_tensor *codes,
+                                            const struct xserv_tensor *scales,
+                                            const struct xserv_tensor *zeros,
+                                            const struct xserv_tensor *bias,
+                                            const struct xserv_tensor *out);
 
 /* ---------------------------------------------------------------------- */
 

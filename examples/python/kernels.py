@@ -189,6 +189,21 @@ def run(context, arrays):
     context.gemm_backward(x, matrix, gradient, da, db)
     show("gemm_backward: dA", da, read(gradient) @ read(matrix).T, product_bar)
     show("gemm_backward: dB", db, X.T @ read(gradient), product_bar)
+    sums, addend = arrays.empty_like(x, (33, 33)), arrays.normal(33)
+    for code, bits, middle, error in (("int4", 4, 8, 0.3), ("int8", 8, 128, 0.03)):
+        codes, scales = arrays.empty_like(x, (33, 96 * bits // 32), np.int32), arrays.empty_like(x, (33, 3), np.float32)
+        zeros = arrays.empty_like(x, (33, 3), np.int32) if code == "int4" else None
+        numbers = arrays.empty_like(x, dtype=np.float32)
+        context.quantise(x, code, codes, scales, zeros, group_size=32)
+        context.dequantise(code, codes, scales, zeros, numbers, group_size=32)
+        show(f"quantise {code}", numbers, X, error)
+        words = read(codes).astype(np.int64)[..., None] >> np.arange(0, 32, bits)
+        steps = (words & (1 << bits) - 1).reshape(33, 3, 32) - (middle if zeros is None else read(zeros)[..., None])
+        values = (steps * read(scales)[..., None]).reshape(33, 96)
+        show(f"dequantise {code}", numbers, values, 1e-6)
+        context.linear_quantised(y, code, codes, scales, zeros, addend, sums, group_size=32)
+        # The CPU rounds the activations to 16 bits.
+        show(f"linear_quantised {code}", sums, Y @ values.T + read(addend), max(product_bar, 1e-4))
     mixed = arrays.empty_like(q)
     for causal in (False, True):
         context.attention(q, k, v, mixed, causal=causal)

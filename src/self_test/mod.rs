@@ -11,6 +11,7 @@ mod cases_attention;
 mod cases_elementwise;
 mod cases_gemm;
 mod cases_index;
+mod cases_quantised;
 mod cases_rows;
 pub mod reference;
 mod run;

@@ -7,7 +7,9 @@ use crate::error::{check_room, Error, ErrorKind, Result};
 use crate::memory::{Device, ElementType, HostTensor, Tensor};
 use crate::ops::copy::copy;
 use crate::self_test::case::{decode, encode, Case, Compute, Emit};
-use crate::self_test::{cases_attention, cases_elementwise, cases_gemm, cases_index, cases_rows};
+use crate::self_test::{
+    cases_attention, cases_elementwise, cases_gemm, cases_index, cases_quantised, cases_rows,
+};
 
 /// What a result is compared with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -126,6 +128,7 @@ pub fn self_test_with(
     let emit: &mut Emit<'_> = &mut emit;
     cases_rows::emit(emit)?;
     cases_index::emit(emit)?;
+    cases_quantised::emit(emit)?;
     cases_elementwise::emit(emit)?;
     cases_gemm::emit(context.device(), emit)?;
     cases_attention::emit(emit)?;

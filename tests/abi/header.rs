@@ -16,7 +16,7 @@ const MODEL_SOURCES: [&str; 15] = [
 ];
 
 /// The files that speak to C through xserv_ops.h.
-const OPS_SOURCES: [&str; 10] = [
+const OPS_SOURCES: [&str; 11] = [
     "context",
     "tensor",
     "dlpack",
@@ -26,6 +26,7 @@ const OPS_SOURCES: [&str; 10] = [
     "ops_elementwise",
     "ops_gemm",
     "ops_attention",
+    "ops_quantised",
     "self_test",
 ];
 

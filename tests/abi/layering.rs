@@ -168,7 +168,7 @@ fn only_the_fenced_layers_are_unsafe() {
 
 /// The imports between operators: the first uses something of the second. Keep the
 /// list short.
-const ARROWS: [(&str, &str); 17] = [
+const ARROWS: [(&str, &str); 19] = [
     ("argmax", "softmax"),
     ("attention", "kv_cache"),
     ("attention", "qk_norm_rope_append"),
@@ -185,6 +185,8 @@ const ARROWS: [(&str, &str); 17] = [
     ("linear", "rms_norm"),
     ("linear", "silu_mul"),
     ("qk_norm_rope_append", "kv_cache"),
+    ("quantised", "copy"),
+    ("quantised", "elementwise"),
     ("silu_mul", "activation"),
 ];
 

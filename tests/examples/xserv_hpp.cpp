@@ -799,6 +799,36 @@ static void check_attention(const xserv::Context &context) {
   REQUIRE(near(out, want));
 }
 
+static void check_quantised(const xserv::Context &context) {
+  // One row of 8 numbers, which are multiples of 1/127 of the largest.
+  const Floats quantised{127, -64, 0, 1, 2, -127, 5, 100};
+  std::vector<std::int32_t> codes(2);
+  Floats scales(1), numbers(8), result(1);
+  context.quantise({quantised, {1, 8}}, XSERV_QUANT_INT8, 0, {codes, {1, 2}}, {scales, {1, 1}});
+  REQUIRE(scales[0] == 1.0f && (codes[0] & 255) == 255 && (codes[0] >> 8 & 255) == 64);
+  context.dequantise(XSERV_QUANT_INT8, 1, 0, {codes, {1, 2}}, {scales, {1, 1}}, std::nullopt, {numbers, {1, 8}});
+  REQUIRE(numbers == quantised);
+  const Floats eight_ones(8, 1.0f);
+  context.linear_quantised({eight_ones, {1, 8}}, XSERV_QUANT_INT8, 1, 0, {codes, {1, 2}}, {scales, {1, 1}},
+                           std::nullopt, std::nullopt, {result, {1, 1}});
+  REQUIRE(std::abs(result[0] - 44.0f) < 0.05f);
+  // Two rows of 4 bits in blocks of 2 x 4 with zeros, and a bias.
+  const std::vector<std::int32_t> nibbles{0x76543210, 0x01234567}, middles{1, 2};
+  const Floats steps{0.5f, 2}, addend{1, -1};
+  Floats sums(2), rows_of(16);
+  context.dequantise(XSERV_QUANT_INT4, 2, 4, {nibbles, {2, 1}}, {steps, {1, 2}},
+                     xserv::ConstTensorView(middles, {1, 2}), {rows_of, {2, 8}});
+  REQUIRE(rows_of[0] == -0.5f && rows_of[3] == 1 && rows_of[4] == 4 && rows_of[8] == 3 && rows_of[15] == -4);
+  context.linear_quantised({eight_ones, {1, 8}}, XSERV_QUANT_INT4, 2, 4, {nibbles, {2, 1}}, {steps, {1, 2}},
+                           xserv::ConstTensorView(middles, {1, 2}), xserv::ConstTensorView(addend, {2}),
+                           {sums, {1, 2}});
+  REQUIRE(std::abs(sums[0] - 30) < 0.01f && std::abs(sums[1] - 4) < 0.01f);
+  REQUIRE(thrown_by([&] {
+            context.dequantise(XSERV_QUANT_INT4, 1, 0, {nibbles, {2, 1}}, {steps, {1, 2}}, std::nullopt,
+                               {rows_of, {2, 8}});
+          }) == XSERV_STATUS_INVALID_ARGUMENT);
+}
+
 static void check_operators(const xserv::Context &context) {
   constexpr std::size_t rows = 3, width = 8;
   const xserv::Dims shape{rows, width};
@@ -948,6 +978,7 @@ static void check_operators(const xserv::Context &context) {
   REQUIRE(near(db, product_of(x_turned, dc, width, rows, rows)));
 
   check_attention(context);
+  check_quantised(context);
 
   // The gradient of the sum of squares.
   const Floats point{0.5f, -1.0f, 2.0f}, slope{1.0f, -2.0f, 4.0f}, wrong{1.0f, -2.0f, 5.0f};

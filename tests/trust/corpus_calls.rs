@@ -284,6 +284,8 @@ fn pointers_and_numbers(bench: &mut Bench) {
                     ("timeout_ms", _) => continue,
                     (_, "xserv_tensor_dtype_of" | "xserv_tensor_device_of") => Answered,
                     (_, "xserv_status_name" | "xserv_finish_reason_name") => Answered,
+                    // Groups that are larger than a row are the row.
+                    ("group_size", _) => Answered,
                     _ => Refused,
                 };
                 let first = match name {
@@ -456,8 +458,9 @@ fn tensors(bench: &mut Bench) {
         if !is_tensor(p) {
             continue;
         }
-        // The bias of a norm and one of two gradients may be left out.
-        let is_optional = ["bias", "da", "db"].contains(&p.name.as_str());
+        // A bias and one of two gradients may be left out, and zeros that are read.
+        let is_optional = ["bias", "da", "db"].contains(&p.name.as_str())
+            || (p.name == "zeros" && f.name != "xserv_op_quantise");
         let null = if is_optional { Works } else { Refused };
         case(bench, world, f, i, "NULL", null, |a| *a.word(i) = 0);
         case(bench, world, f, i, "a misaligned descriptor", Refused, |a| *a.word(i) += 1);
@@ -483,8 +486,12 @@ fn overlaps(bench: &mut Bench) {
         if !is_tensor(p) || !f.name.starts_with("xserv_op_") {
             continue;
         }
-        let is_table = f.name == "xserv_op_rope_table" && ["cos", "sin"].contains(&p.name.as_str());
-        if !is_result(&p.name) && !is_table {
+        let own: &[&str] = match f.name.as_str() {
+            "xserv_op_rope_table" => &["cos", "sin"],
+            "xserv_op_quantise" => &["codes", "scales", "zeros"],
+            _ => &[],
+        };
+        if !is_result(&p.name) && !own.contains(&p.name.as_str()) {
             continue;
         }
         for (j, other) in f.parameters.iter().enumerate() {

@@ -158,7 +158,8 @@ fn addresses() -> &'static [(&'static str, usize)] {
             xserv_op_add_rms_norm xserv_op_layer_norm xserv_op_softmax xserv_op_embedding
             xserv_op_rope_table xserv_op_rope xserv_op_argmax xserv_op_top_k xserv_op_gelu
             xserv_op_gelu_tanh xserv_op_silu xserv_op_silu_mul xserv_op_add xserv_op_mul
-            xserv_op_cast xserv_op_transpose xserv_gemm_options_init xserv_op_gemm
+            xserv_op_cast xserv_op_transpose xserv_op_quantise
+            xserv_op_dequantise xserv_op_linear_quantised xserv_gemm_options_init xserv_op_gemm
             xserv_op_gemm_backward xserv_grad_check_options_init xserv_grad_check
             xserv_attention_options_init xserv_op_attention xserv_self_test
         }

@@ -98,12 +98,13 @@ impl Returned {
 
 /// Calls a function as C does.
 pub fn call(function: &Function, arguments: &Arguments) -> Returned {
-    assert!(arguments.words.len() <= 9 && arguments.floats.len() <= 2);
+    assert!(arguments.words.len() <= 10 && arguments.floats.len() <= 2);
     let word = |i: usize| arguments.words.get(i).copied().unwrap_or_default();
     let float = |i: usize| arguments.floats.get(i).copied().unwrap_or_default();
     // Arguments that are no floats go into registers, then onto the stack, in order; floats into
     // registers of their own. What a function does not take is not looked at.
-    type Any = unsafe extern "C" fn(u64, u64, u64, u64, u64, u64, u64, u64, u64, f32, f32) -> u64;
+    type Any =
+        unsafe extern "C" fn(u64, u64, u64, u64, u64, u64, u64, u64, u64, u64, f32, f32) -> u64;
     let any: Any = unsafe { std::mem::transmute(function.address) };
     let value = unsafe {
         any(
@@ -116,6 +117,7 @@ pub fn call(function: &Function, arguments: &Arguments) -> Returned {
             word(6),
             word(7),
             word(8),
+            word(9),
             float(0),
             float(1),
         )
@@ -175,6 +177,21 @@ fn tensor_shape(function: &str, name: &str, Sizes { rows, width }: Sizes) -> (Ve
         ("xserv_op_transpose", "out") => (vec![width, rows], false),
         ("xserv_op_gemm" | "xserv_op_gemm_backward", "b" | "db") => (vec![width, 5], false),
         ("xserv_op_gemm", "c") | ("xserv_op_gemm_backward", "dc") => (vec![rows, 5], false),
+        // Codes of 4 bits, of which all of a row share a scale.
+        ("xserv_op_quantise", "x") | ("xserv_op_dequantise", "out") => {
+            (vec![rows, 8 * width], false)
+        }
+        ("xserv_op_quantise" | "xserv_op_dequantise", "scales") => {
+            (vec![rows, width.min(1)], false)
+        }
+        ("xserv_op_quantise" | "xserv_op_dequantise", "zeros") => (vec![rows, width.min(1)], true),
+        ("xserv_op_quantise" | "xserv_op_dequantise", "codes") => (vec![rows, width], true),
+        ("xserv_op_linear_quantised", "x") => (vec![rows, 8 * width], false),
+        ("xserv_op_linear_quantised", "scales") => (vec![5, width.min(1)], false),
+        ("xserv_op_linear_quantised", "zeros") => (vec![5, width.min(1)], true),
+        ("xserv_op_linear_quantised", "codes") => (vec![5, width], true),
+        ("xserv_op_linear_quantised", "bias") => (vec![5], false),
+        ("xserv_op_linear_quantised", "out") => (vec![rows, 5], false),
         (_, "weight" | "bias") => (vec![width], false),
         _ => (vec![rows, width], false),
     }

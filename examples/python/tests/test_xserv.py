@@ -6,6 +6,7 @@
 import asyncio
 import copy
 import dataclasses
+import functools
 import gc
 import inspect
 import json
@@ -908,6 +909,19 @@ class Errors(ModelTest):
             self.assertRegex(str(error), rf"^{list(options)[0]} .*must be", options)
         self.refuses(ValueError, self.model.generate, messages=MESSAGES, variables={"x": float("nan")})
         self.refuses(ValueError, ops.Context, "gpu")
+        with ops.Context("cpu") as context:
+            some = context.tensor("i32", (1, 1))
+            for call in (
+                functools.partial(context.quantise, some, "int4", some, some, some),
+                functools.partial(context.dequantise, "int4", some, some, some, some),
+                functools.partial(context.linear_quantised, some, "int4", some, some, some, None, some),
+            ):
+                for size in (-1, 1 << 32):
+                    self.assertEqual(str(self.refuses(ValueError, call, group_size=size)), f"group_size cannot be {size}")
+                self.refuses(TypeError, call, group_size=1.5)
+            self.refuses(ValueError, context.dequantise, "int5", some, some, None, some)
+            error = self.refuses(xserv.InvalidArgumentError, context.quantise, some, "int8", some, some)
+            self.assertRegex(str(error), "^x has elements of i32")
 
     def test_the_names_in_sentences_are_pythons(self):
         for options, words in (

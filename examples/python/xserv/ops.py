@@ -22,6 +22,7 @@ DeviceLostError and ClosedError, and TypeError for what is no tensor.
 from __future__ import annotations
 
 import ctypes
+import operator
 from ctypes import POINTER, Structure, byref, c_float, c_size_t, c_uint8, c_uint32, c_uint64, c_void_p
 from typing import Any, Dict, List, Literal, Optional, Sequence
 
@@ -34,10 +35,12 @@ Device = Literal["auto", "cpu", "cuda"]
 GemmBackend = Literal["auto", "naive", "tiled", "cublas", "tensor_core", "blocked"]
 AttentionBackend = Literal["auto", "naive", "flash", "split_kv"]
 RopePairing = Literal["split_half", "interleaved"]
+QuantCode = Literal["int4", "int8", "fp8"]
 
 GEMM_BACKENDS = {"auto": 0, "naive": 1, "tiled": 2, "cublas": 3, "tensor_core": 4, "blocked": 5}
 ATTENTION_BACKENDS = {"auto": 0, "naive": 1, "flash": 2, "split_kv": 3}
 ROPE_PAIRINGS = {"split_half": 0, "interleaved": 1}
+QUANT_CODES = {"int4": 0, "int8": 1, "fp8": 2}
 
 
 class ContextOptions(Structure):
@@ -128,6 +131,9 @@ _OPERATORS = {
     "add": "tto",
     "mul": "tto",
     "transpose": "to",
+    "quantise": "tuuooo",
+    "dequantise": "uuuttto",
+    "linear_quantised": "tuuutttto",
     "embedding": "tto",
     "rope_table": "tfoo",
     "rope": "tttttuoo",
@@ -141,6 +147,7 @@ _OPERATORS = {
 _RESULTS = {
     "copy": ("target",),
     "cast": ("target",),
+    "quantise": ("codes", "scales", "zeros"),
     "add_rms_norm": ("residual_out", "out"),
     "rope_table": ("cos", "sin"),
     "rope": ("q_out", "k_out"),
@@ -170,6 +177,18 @@ def _declare() -> None:
 
 
 _declare()
+
+
+def _group(name: str, size: int) -> int:
+    """Returns the size of a group, and refuses what is no uint32_t; ctypes would drop the upper bits."""
+    try:
+        number = operator.index(size)
+    except TypeError:
+        raise TypeError(f"{name} is {size!r}, but must be an integer") from None
+    if not 0 <= number < 1 << 32:
+        raise ValueError(f"{name} cannot be {number}")
+    return number
+
 
 class _Views:
     """The DLTensors of a call's tensors, which are xserv_tensors. They must live until the call returns."""
@@ -412,6 +431,66 @@ class Context(NotCopyable):
         x: [..., rows, columns]; out: [..., columns, rows]; of any one type.
         """
         self._call("transpose", x, out)
+
+    def quantise(
+        self, x: Any, code: QuantCode, codes: Any, scales: Any, zeros: Any = None, *, group_size: int = 0
+    ) -> None:
+        """Quantises a matrix to integers, each group of inputs of a row by itself, as weights="int8" and "int4" do.
+
+        x: [out_features, in_features]; code: "int4" or "int8"; group_size: the inputs that share a scale, 0
+        (default) for all. codes: [out_features, in_features * bits / 32], i32, the codes in row-major order, the
+        first of a word in its lowest bits; scales: [out_features, in_features / group_size rounded up], f32 or
+        bf16; zeros: as scales, i32, with "int4" alone. On CUDA the host does it.
+        """
+        number, size = choice(QUANT_CODES, code, "code"), _group("group_size", group_size)
+        self._call("quantise", x, number, size, codes, scales, zeros)
+
+    def dequantise(
+        self,
+        code: QuantCode,
+        codes: Any,
+        scales: Any,
+        zeros: Any,
+        out: Any,
+        *,
+        group_rows: int = 1,
+        group_size: int = 0,
+    ) -> None:
+        """Computes the numbers of a quantised matrix: out[o, i] = (code - zero) * scale.
+
+        code: "int4", "int8" or "fp8" (e4m3fn, which has no zeros). codes: as quantise() writes them; bytes in
+        row-major order may be passed as words. scales: [out_features / group_rows, in_features / group_size],
+        both rounded up; zeros: as scales, i32, or None for 8 and 128. out: [out_features, in_features].
+        group_rows: the rows that share a scale, 128 for blocks of 128 x 128; group_size: the inputs, 0 for all.
+        Scales that are not finite and codes of "fp8" that are no numbers are refused. On CUDA the matrix goes
+        by way of the host.
+        """
+        number = choice(QUANT_CODES, code, "code")
+        rows, size = _group("group_rows", group_rows), _group("group_size", group_size)
+        self._call("dequantise", number, rows, size, codes, scales, zeros, out)
+
+    def linear_quantised(
+        self,
+        x: Any,
+        code: QuantCode,
+        codes: Any,
+        scales: Any,
+        zeros: Any,
+        bias: Any,
+        out: Any,
+        *,
+        group_rows: int = 1,
+        group_size: int = 0,
+    ) -> None:
+        """out = x W^T + bias with the quantised matrix W of dequantise().
+
+        x: [num_tokens, in_features]; bias: [out_features] or None; out: [num_tokens, out_features]. The weight is
+        brought into the order of the kernels in every call, on CUDA by way of the host, which costs far more
+        than the product: this is for comparisons and rare products.
+        """
+        number = choice(QUANT_CODES, code, "code")
+        rows, size = _group("group_rows", group_rows), _group("group_size", group_size)
+        self._call("linear_quantised", x, number, rows, size, codes, scales, zeros, bias, out)
 
     def embedding(self, table: Any, ids: Any, out: Any) -> None:
         """out[i] = table[ids[i]], bit for bit.

@@ -26,6 +26,7 @@ mod host_matrix;
 mod matrix;
 mod plan;
 mod residual;
+pub mod tensors;
 
 pub use cuda_numbers::scratch_bytes;
 pub use host_matrix::{HostMatrix, HostWeight};

@@ -9,6 +9,7 @@ mod format;
 mod matrix;
 mod panels;
 mod quantise;
+pub mod tensors;
 pub mod tiles;
 
 pub use crate::backend::cpu::math::fp8_to_f32;
