@@ -9,6 +9,7 @@ use super::generation_config::GenerationConfig;
 use super::log::Logger;
 use super::service::Service;
 use super::stats::EngineStats;
+use super::tool_choice::LazyCallForm;
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::{DType, MemoryStats};
 use crate::model::folder::Folder;
@@ -57,6 +58,7 @@ pub struct Engine {
     pub(super) chat_template: Result<ChatTemplate>,
     pub(super) no_special_tokens: SpecialTokens,
     pub(super) constraints: LazyCompiler,
+    pub(super) call_form: LazyCallForm,
     pub(super) generation_config: GenerationConfig,
     pub(super) service: Service,
     pub(super) max_context_tokens: u64,

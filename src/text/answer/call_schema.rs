@@ -63,9 +63,12 @@ pub(super) fn parameters_of(
 ) -> Result<String> {
     let cannot = |what: &str| {
         Error::unsupported(format!(
-            "the parameters of the tool {tool:?} have {what}, to which calls of this model's form cannot be kept"
+            "the tool {tool:?} has {what}, to which calls of this model's form cannot be kept"
         ))
     };
+    if tool.contains(['>', '\n']) {
+        return Err(cannot("such a name"));
+    }
     let (arguments, shared) = arguments_of(parameters);
     let object = arguments.as_object().cloned().unwrap_or_default();
     let known = ["type", "properties", "required", "additionalProperties", "strict"];
