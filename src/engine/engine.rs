@@ -2,21 +2,20 @@
 
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use super::constrained::LazyCompiler;
 use super::generation_config::GenerationConfig;
 use super::log::Logger;
 use super::service::Service;
 use super::stats::EngineStats;
-use super::tool_choice::LazyCallForm;
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::{DType, MemoryStats};
 use crate::model::folder::Folder;
 use crate::model::{Model, ModelConfig};
 use crate::ops::kv_cache::layout::BLOCK_SIZE;
 use crate::process::Process;
-use crate::text::{ChatTemplate, Detokenizer, SpecialTokens, Tokenizer};
+use crate::text::{CallForm, ChatTemplate, Detokenizer, SpecialTokens, Tokenizer};
 
 /// The sizes of a model that users ask for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -58,7 +57,8 @@ pub struct Engine {
     pub(super) chat_template: Result<ChatTemplate>,
     pub(super) no_special_tokens: SpecialTokens,
     pub(super) constraints: LazyCompiler,
-    pub(super) call_form: LazyCallForm,
+    /// How the model writes calls, once a request has asked; `None` in no form that is known.
+    pub(super) call_form: OnceLock<Option<CallForm>>,
     pub(super) generation_config: GenerationConfig,
     pub(super) service: Service,
     pub(super) max_context_tokens: u64,

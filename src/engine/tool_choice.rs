@@ -1,7 +1,5 @@
 //! Which tools an answer may, must or must not call.
 
-use std::sync::OnceLock;
-
 use super::engine::Engine;
 use super::request::{Prompt, Request, ToolChoice};
 use crate::error::{Error, Result};
@@ -9,10 +7,6 @@ use crate::text::{
     parse_tools, AnswerRules, AnswerStart, CallForm, ChatInput, Constraint, Probe, ToolTypes,
 };
 use serde_json::Value;
-
-/// How a model writes calls, which is found out when the first request needs it: `None` if calls of
-/// the model cannot be enforced.
-pub(super) type LazyCallForm = OnceLock<Option<CallForm>>;
 
 impl Request<'_> {
     /// The prompt of the request, which shows the model no tools that it must not call.
@@ -57,7 +51,14 @@ impl Engine {
             tools.into_iter().filter(|(name, _)| wanted.is_none_or(|it| it == *name)).collect();
         if let (Some(name), true) = (wanted, allowed.is_empty()) {
             return Err(Error::invalid_argument(format!(
-                "tool_choice names {name:?}, which is none of the tools"
+                "tool_choice names {:?}, which is none of the tools",
+                shortened(name)
+            )));
+        }
+        if let (None, Some(name)) = (wanted, repeated(&allowed)) {
+            return Err(Error::invalid_argument(format!(
+                "tool_choice says that a tool must be called, but two of them are called {:?}",
+                shortened(name)
             )));
         }
         if request.constraint.is_some() {
@@ -114,6 +115,21 @@ fn named_tools(tools: &Value) -> Vec<(&str, &Value)> {
         Some((name, function.get("parameters").unwrap_or(&Value::Null)))
     });
     described.collect()
+}
+
+/// A name that two tools have.
+fn repeated<'a>(tools: &[(&'a str, &Value)]) -> Option<&'a str> {
+    let mut names: Vec<&str> = tools.iter().map(|(name, _)| *name).collect();
+    names.sort_unstable();
+    names.windows(2).find_map(|pair| match pair {
+        [a, b] if a == b => Some(*a),
+        _ => None,
+    })
+}
+
+/// The beginning of a name, for a message.
+fn shortened(name: &str) -> String {
+    name.chars().take(128).collect()
 }
 
 /// The constraint that a request has itself, or the grammar of a call that it must be.

@@ -305,7 +305,7 @@ pub struct xserv_request {
 // SAFETY: repr(C), struct_size first, integers, floats, pointers and a nullable function pointer; a caller
 // who passes one that is none breaks the contract of that field.
 unsafe impl GrowingStruct for xserv_request {
-    const SIZES: &'static [usize] = &[176, 288];
+    const SIZES: &'static [usize] = &[176, 304];
     const NAME: &'static str = "xserv_request";
     const HOW: &'static str = "fill it with xserv_request_default()";
     fn is_reserved_zero(&self) -> bool {

@@ -5,7 +5,7 @@ use std::fmt::Write as _;
 
 use serde_json::{json, Map, Value};
 
-use super::call_schema::{arguments_of, parameters_of, rebase};
+use super::call_schema::{arguments_of, parameters_of, quoted, rebase};
 use super::parser::AnswerStart;
 use super::tag::THINK_TAGS;
 use crate::error::Result;
@@ -239,11 +239,6 @@ fn thought(start: AnswerStart, tokenizer: &Tokenizer, rules: &mut String) -> &'s
 /// Returns a key as a part of a JSON pointer.
 fn pointer(key: &str) -> String {
     key.replace('~', "~0").replace('/', "~1")
-}
-
-/// Returns a text as Lark writes it.
-pub(super) fn quoted(text: &str) -> String {
-    Value::from(text).to_string()
 }
 
 /// Returns a text as Lark writes it, with its special tokens by their ids; nothing of an empty one.

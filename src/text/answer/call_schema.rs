@@ -4,7 +4,6 @@ use std::fmt::Write as _;
 
 use serde_json::{json, Map, Value};
 
-use super::call_form::quoted;
 use crate::error::{Error, Result};
 
 /// Where schemas keep those that they refer to, which stay at the root.
@@ -12,6 +11,11 @@ const SHARED: [&str; 2] = ["$defs", "definitions"];
 /// Keywords that say nothing of what is allowed.
 const REMARKS: [&str; 8] =
     ["description", "title", "default", "examples", "$schema", "$comment", "$id", "deprecated"];
+
+/// Returns a text as Lark writes it.
+pub(super) fn quoted(text: &str) -> String {
+    Value::from(text).to_string()
+}
 
 /// Returns the schema of a tool's arguments, which are any object if there is none, and the schemas that
 /// it refers to from the root.
