@@ -408,6 +408,46 @@ constexpr int linear_skinny_192x128 = 204880;
   XSERV_FIELD(PrefillHeadsParams, padding, 424, 24); \
   static_assert(sizeof(PrefillHeadsParams) == 448, "PrefillHeadsParams has another size in Rust")
 
+#define XSERV_LAYOUT_Fp8Params \
+  XSERV_FIELD(Fp8Params, x, 0, 8); \
+  XSERV_FIELD(Fp8Params, x_scales, 8, 8); \
+  XSERV_FIELD(Fp8Params, codes, 16, 8); \
+  XSERV_FIELD(Fp8Params, scales, 24, 8); \
+  XSERV_FIELD(Fp8Params, out, 32, 8); \
+  XSERV_FIELD(Fp8Params, bias, 40, 8); \
+  XSERV_FIELD(Fp8Params, ldo, 48, 8); \
+  XSERV_FIELD(Fp8Params, num_tokens, 56, 4); \
+  XSERV_FIELD(Fp8Params, n, 60, 4); \
+  XSERV_FIELD(Fp8Params, num_tiles, 64, 4); \
+  XSERV_FIELD(Fp8Params, num_chunks, 68, 4); \
+  XSERV_FIELD(Fp8Params, num_groups, 72, 4); \
+  XSERV_FIELD(Fp8Params, group_stages, 76, 4); \
+  XSERV_FIELD(Fp8Params, x_pitch, 80, 4); \
+  XSERV_FIELD(Fp8Params, scale_type, 84, 4); \
+  XSERV_FIELD(Fp8Params, epilogue, 88, 4); \
+  XSERV_FIELD(Fp8Params, row_shift, 92, 4); \
+  static_assert(sizeof(Fp8Params) == 96, "Fp8Params has another size in Rust")
+
+#define XSERV_LAYOUT_Fp8ManyParams \
+  XSERV_FIELD(Fp8ManyParams, x, 0, 128); \
+  XSERV_FIELD(Fp8ManyParams, x_scales, 128, 128); \
+  XSERV_FIELD(Fp8ManyParams, codes, 256, 128); \
+  XSERV_FIELD(Fp8ManyParams, scales, 384, 128); \
+  XSERV_FIELD(Fp8ManyParams, out, 512, 8); \
+  XSERV_FIELD(Fp8ManyParams, bias, 520, 8); \
+  XSERV_FIELD(Fp8ManyParams, ldo, 528, 8); \
+  XSERV_FIELD(Fp8ManyParams, num_tokens, 536, 4); \
+  XSERV_FIELD(Fp8ManyParams, n, 540, 4); \
+  XSERV_FIELD(Fp8ManyParams, num_stages, 544, 4); \
+  XSERV_FIELD(Fp8ManyParams, group_stages, 548, 4); \
+  XSERV_FIELD(Fp8ManyParams, token_box, 552, 4); \
+  XSERV_FIELD(Fp8ManyParams, scale_type, 556, 4); \
+  XSERV_FIELD(Fp8ManyParams, epilogue, 560, 4); \
+  XSERV_FIELD(Fp8ManyParams, row_tiles, 564, 4); \
+  XSERV_FIELD(Fp8ManyParams, token_tiles, 568, 4); \
+  XSERV_FIELD(Fp8ManyParams, token_group, 572, 4); \
+  static_assert(sizeof(Fp8ManyParams) == 576, "Fp8ManyParams has another size in Rust")
+
 #define XSERV_LAYOUT_QuantisedParams \
   XSERV_FIELD(QuantisedParams, x, 0, 8); \
   XSERV_FIELD(QuantisedParams, codes, 8, 8); \

@@ -40,7 +40,9 @@ pub enum xserv_device_kind {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum xserv_weights {
-    /// As the files have them: also quantised ones, which are kept so.
+    /// As the files have them: also quantised ones, which are kept so. Products with FP8 weights in
+    /// blocks of 128 inputs quantise their activations too, where the config says that its
+    /// activation_scheme is dynamic.
     XSERV_WEIGHTS_AS_STORED = 0,
     /// Numbers of 32 and 16 bits become 8-bit integers while they are read, with a scale (bf16) for
     /// each group of inputs of a row: about 8.1 bits a number.

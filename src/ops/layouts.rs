@@ -50,6 +50,8 @@ fn layouts() -> Vec<Layout> {
         cuda_gemv_mma::GemvMmaParams::layout(),
         cuda_prefill::PrefillParams::layout(),
         cuda_prefill_heads::PrefillHeadsParams::layout(),
+        crate::ops::linear::cuda_fp8::Fp8Params::layout(),
+        crate::ops::linear::cuda_fp8_many::Fp8ManyParams::layout(),
         cuda_quantised::QuantisedParams::layout(),
         cuda_quantised_many::QuantisedManyParams::layout(),
         cuda_skinny::SkinnyParams::layout(),

@@ -28,15 +28,22 @@ fn all_formats_are_what_their_writers_say() {
         group_size,
         has_zeros,
         scale,
+        quantises_inputs: false,
     };
     let int8 = |group_size, has_zeros, scale| QuantFormat {
         code: Code::Int8,
         group_size,
         has_zeros,
         scale,
+        quantises_inputs: false,
     };
-    let fp8 =
-        |group_size, scale| QuantFormat { code: Code::Fp8, group_size, has_zeros: false, scale };
+    let fp8 = |group_size, scale| QuantFormat {
+        code: Code::Fp8,
+        group_size,
+        has_zeros: false,
+        scale,
+        quantises_inputs: false,
+    };
     use DType::{BF16, F16, F32};
     // Of up_proj, which has 64 inputs.
     let expected = [

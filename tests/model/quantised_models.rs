@@ -85,7 +85,7 @@ fn cases() -> Vec<Case> {
         },
         Case {
             name: "FP8 in blocks",
-            config: json!({"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
+            config: json!({"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "static",
                 "weight_block_size": [128, 128]}),
             form_of: |_| Some(Form::Fp8Blocks),
             output: None,
@@ -316,6 +316,49 @@ fn quantised_files_on_cuda_are_the_numbers_that_they_stand_for() {
             }
         }
     });
+}
+
+/// Activations in FP8 are the same numbers on the CPU and on a GPU. What falls on the other side of
+/// the middle of two codes changes by a step of FP8, and with it what later layers round: of f32 a few
+/// rows, of bf16 all, which are then as far from each other as two roundings to FP8 are.
+#[test]
+fn activations_in_fp8_are_the_same_on_every_device() {
+    let case = cases().into_iter().find(|case| case.name == "FP8 in blocks").expect("the case");
+    let config = json!({"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128]});
+    let dynamic = Case { config, ..case };
+    for (what, model, prompt) in models() {
+        let made = dynamic.folders(&model);
+        let whole = run(&load(made.dense.str(), Some(DType::F32), 2), &prompt);
+        let want = run(&load(made.quantised.str(), Some(DType::F32), 2), &prompt);
+        let loss = relative_rms(&want.logits, &whole.logits);
+        println!("{what}: activations in FP8 change logits by {loss:.1e}");
+        assert!((1e-3..0.15).contains(&loss), "{what}: FP8 changes logits by {loss:.1e}");
+        let folder = Model::open(made.quantised.str()).expect("a folder");
+        let plan = folder.host_plan(DType::F32, 2, prompt.len(), prompt.len()).expect("a plan");
+        let model = load(made.quantised.str(), Some(DType::F32), 2);
+        let mut driver = Driver::new(&model, 256);
+        driver.logits(&prompt, usize::MAX);
+        let used = driver.workspace_bytes() as u64;
+        assert!(used <= plan.workspace_bytes, "{what}: {used} > {}", plan.workspace_bytes);
+
+        let halved = run(&load(made.dense.str(), Some(DType::BF16), 2), &prompt);
+        let of_bf16 = relative_rms(&halved.logits, &whole.logits);
+        for (dtype, bar) in [
+            (DType::F32, 0.7 * loss),
+            (DType::BF16, (BF16_FACTOR * of_bf16).max(BF16_FLOOR) + 1.6 * loss),
+        ] {
+            // Where heads are padded, their matrices are dense on a GPU.
+            let (false, Some(context)) = (what == "tiny-qwen3", cuda_context()) else { break };
+            let got = load_on_cuda(made.quantised.str(), Some(dtype), context).expect("a model");
+            let off = relative_rms(&run(&got, &prompt).logits, &want.logits);
+            println!("{what} on CUDA: {dtype} logits differ by {off:.1e} (bar {bar:.1e})");
+            assert!(
+                off <= bar,
+                "{what} on CUDA: {dtype} logits differ by {off:.1e}, bar {bar:.1e}"
+            );
+        }
+    }
 }
 
 const DOWN: &str = "model.layers.0.mlp.down_proj";

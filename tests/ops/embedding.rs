@@ -81,7 +81,13 @@ fn table_formats() -> Vec<QuantFormat> {
         {
             for has_zeros in [false, true] {
                 if !has_zeros || code != Code::Fp8 {
-                    formats.push(QuantFormat { code, group_size, has_zeros, scale });
+                    formats.push(QuantFormat {
+                        code,
+                        group_size,
+                        has_zeros,
+                        scale,
+                        quantises_inputs: false,
+                    });
                 }
             }
         }
@@ -182,8 +188,13 @@ fn chosen_tokens_in_a_quantised_table_on_cuda() {
 #[test]
 fn chosen_tokens_outside_a_quantised_table_on_cuda() {
     let Some(context) = cuda_context() else { return };
-    let format =
-        QuantFormat { code: Code::Int8, group_size: 128, has_zeros: false, scale: DType::BF16 };
+    let format = QuantFormat {
+        code: Code::Int8,
+        group_size: 128,
+        has_zeros: false,
+        scale: DType::BF16,
+        quantises_inputs: false,
+    };
     for dtype in DTYPES {
         for (id, source, token) in [(10, -1, 3), (-2, -1, 3), (0, 1, 10), (0, 1, i32::MAX)] {
             let mut bench = Bench::new(&context, dtype, 1);

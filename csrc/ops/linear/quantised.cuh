@@ -115,8 +115,8 @@ struct EpilogueTag {
 
 // Adds up and stores the sums of all warps of the cluster. staging: where a warp leaves its sums, after
 // everyone has read what was there; each fragment is 512 bytes.
-template <typename T, int kTiles, int kFragments>
-__device__ __forceinline__ void finish_quantised(const QuantisedParams& p, float4* staging,
+template <typename T, int kTiles, int kFragments, typename Params>
+__device__ __forceinline__ void finish_quantised(const Params& p, float4* staging,
                                                  const float (&sum)[kTiles][kFragments][4], int first_tile,
                                                  int first_token) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
@@ -159,6 +159,11 @@ __device__ __forceinline__ uint2 shared_pair(uint32_t address, bool is_f32) {
   } else {
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v.x) : "r"(address) : "memory");
   }
+  return v;
+}
+__device__ __forceinline__ float2 shared_floats(uint32_t address) {
+  float2 v;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
   return v;
 }
 __device__ __forceinline__ uint32_t shared_half(uint32_t address) {

@@ -278,6 +278,21 @@ kernels! {
         LAYER_NORM_SCALAR "xserv_layer_norm_scalar" f32 f16 bf16;
         LAYER_NORM_WALK "xserv_layer_norm_walk" f32 f16 bf16;
     }
+    "linear/fp8" {
+        LINEAR_FP8_16 "xserv_linear_fp8_16" f16 bf16;
+        LINEAR_FP8_32 "xserv_linear_fp8_32" f16 bf16;
+        LINEAR_FP8_4 "xserv_linear_fp8_4" f16 bf16;
+        LINEAR_FP8_64 "xserv_linear_fp8_64" f16 bf16;
+        LINEAR_FP8_8 "xserv_linear_fp8_8" f16 bf16;
+    }
+    "linear/fp8_many" {
+        LINEAR_FP8_MANY_128X2 "xserv_linear_fp8_many_128x2" f16 bf16;
+        LINEAR_FP8_MANY_192X2 "xserv_linear_fp8_many_192x2" f16 bf16;
+        LINEAR_FP8_MANY_32X2 "xserv_linear_fp8_many_32x2" f16 bf16;
+        LINEAR_FP8_MANY_32X3 "xserv_linear_fp8_many_32x3" f16 bf16;
+        LINEAR_FP8_MANY_64X2 "xserv_linear_fp8_many_64x2" f16 bf16;
+        LINEAR_FP8_MANY_64X3 "xserv_linear_fp8_many_64x3" f16 bf16;
+    }
     "linear/gemv" {
         LINEAR_GEMV_BOUNDED_NORM_1 "xserv_linear_gemv_bounded_norm_1" f16 bf16;
         LINEAR_GEMV_BOUNDED_NORM_2 "xserv_linear_gemv_bounded_norm_2" f16 bf16;
@@ -453,6 +468,10 @@ kernels! {
         QK_NORM_ROPE_APPEND_SCALAR "xserv_qk_norm_rope_append_scalar" f32 f16 bf16;
         QK_NORM_ROPE_APPEND_VEC "xserv_qk_norm_rope_append_vec" f32 f16 bf16;
         QK_ROPE_TABLE "xserv_qk_rope_table" f32 f16 bf16;
+    }
+    "quantised/activations" {
+        QUANTISE_ACTIVATIONS "xserv_quantise_activations" f16 bf16;
+        ROUND_ACTIVATIONS "xserv_round_activations" f32 f16 bf16;
     }
     "quantised/dequantise" {
         DEQUANTISE "xserv_dequantise" f32 f16 bf16;

@@ -19,6 +19,8 @@ kernel_struct! {
 
 /// The most dimensions of a description.
 const MAX_RANK: usize = 5;
+/// The bytes of a row of a swizzled box.
+const SWIZZLED_BYTES: u32 = 128;
 
 impl TensorMap {
     /// Describes a tensor of 16-bit elements whose boxes, `box_shape` in the order of its
@@ -74,6 +76,35 @@ impl TensorMap {
         let swizzle = CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B;
         let boxes = Boxes { data_type, rank, sizes, byte_strides, extents, swizzle, promotion };
         boxes.describe(context, tensor.data())
+    }
+
+    /// Describes contiguous rows of bytes, `[rows, row_bytes]`, whose boxes of rows and 128 bytes are
+    /// stored in shared memory with the swizzle of 128 bytes. Rows have a multiple of 16 bytes, and
+    /// begin at one.
+    ///
+    /// # Safety
+    ///
+    /// As [`TensorMap::packed`].
+    pub(crate) unsafe fn swizzled_bytes(
+        context: &CudaContext,
+        data: *mut u8,
+        [rows, row_bytes]: [usize; 2],
+        box_rows: usize,
+    ) -> Result<Self> {
+        use sys::*;
+        let mut boxes = Boxes {
+            data_type: CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT8,
+            rank: 2,
+            sizes: [1; MAX_RANK],
+            byte_strides: [0; MAX_RANK],
+            extents: [1; MAX_RANK],
+            swizzle: CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
+            promotion: CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        };
+        [boxes.sizes[0], boxes.sizes[1]] = [row_bytes as u64, rows as u64];
+        boxes.byte_strides[0] = row_bytes as u64;
+        [boxes.extents[0], boxes.extents[1]] = [SWIZZLED_BYTES, box_rows as u32];
+        boxes.describe(context, data)
     }
 
     /// Describes contiguous elements of `element_bytes` (1, 2, 4 or 8), `shape` in the order of their

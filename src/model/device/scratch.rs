@@ -15,13 +15,14 @@ use crate::ops::attention::AttentionSizes;
 use crate::ops::gemm::WeightShape;
 use crate::ops::kv_cache::layout::BLOCK_SIZE;
 use crate::ops::linear::MatrixLayout;
+use crate::ops::quantised::QuantFormat;
 use crate::ops::{attention, linear, top_k};
 
-/// The shape of a weight, and whether it is quantised on the device.
+/// The shape of a weight, and how it is quantised on the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct ProductShape {
     weight: WeightShape,
-    is_quantised: bool,
+    format: Option<QuantFormat>,
 }
 
 /// The weights of a model as the matrix products see them, each shape once.
@@ -56,8 +57,8 @@ impl WeightReader for ProductShapes {
                 WeightShape { out_features: columns, in_features: rows, transposed: false }
             }
         };
-        let is_quantised = device_tiles(plan, spacing)?.is_some();
-        let shape = ProductShape { weight: shape, is_quantised };
+        let format = device_tiles(plan, spacing)?.map(|tiles| tiles.format());
+        let shape = ProductShape { weight: shape, format };
         if !self.shapes.contains(&shape) {
             let room = self.shapes.try_reserve(1);
             room.map_err(|_| Error::out_of_memory("the shapes of weights", 1))?;
@@ -101,8 +102,9 @@ impl Scratch {
             products.shapes.iter().map(bytes).max().unwrap_or(0)
         };
         let product = |shape: &ProductShape| {
-            let ProductShape { weight, is_quantised } = shape;
-            linear::scratch_bytes(dtype, num_rows(weight), weight, *is_quantised, is_deterministic)
+            let ProductShape { weight, format } = shape;
+            let format = format.as_ref();
+            linear::scratch_bytes(dtype, num_rows(weight), weight, format, is_deterministic)
         };
         let library = |shape: &ProductShape| {
             linear::library_workspace_bytes(

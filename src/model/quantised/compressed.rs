@@ -204,7 +204,7 @@ fn scheme_of(fields: Fields<'_>, format: &'static str) -> Result<Scheme> {
         (true, "int-quantized") => Err(unsupported("type \"float\"".to_owned())),
         (false, "float-quantized") => Err(unsupported("type \"int\"".to_owned())),
         (true, _) if !symmetric => Err(unsupported("symmetric = false".to_owned())),
-        (true, _) => Ok(Scheme::Fp8 { scales: Some(scales) }),
+        (true, _) => Ok(Scheme::Fp8 { scales: Some(scales), is_dynamic: false }),
         (false, _) => Ok(Scheme::Int8 { scales, symmetric }),
     }
 }

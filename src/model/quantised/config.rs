@@ -142,7 +142,7 @@ fn fp8(fields: Fields<'_>) -> Result<Fp8> {
     one_of(fields, "scale_fmt", &["float"])?;
     one_of(fields, "expert_dtype", &["fp8"])?;
     // Both are ways to compute with activations; the weights are the same.
-    one_of(fields, "activation_scheme", &["dynamic", "static"])?;
+    let scheme = one_of(fields, "activation_scheme", &["dynamic", "static"])?;
     refuse_set(fields, "modules_to_convert")?;
     let block = block_sizes(fields, "weight_block_size")?;
     let key = match fields.get("modules_to_not_convert") {
@@ -163,7 +163,8 @@ fn fp8(fields: Fields<'_>) -> Result<Fp8> {
             skipped_expressions.push(Expression::new(&place, &bounded, &budget)?);
         }
     }
-    Ok(Fp8 { block, skipped, skipped_expressions })
+    let is_dynamic = scheme == Some("dynamic");
+    Ok(Fp8 { block, is_dynamic, skipped, skipped_expressions })
 }
 
 fn awq(fields: Fields<'_>) -> Result<Awq> {

@@ -213,7 +213,11 @@ impl Finder<'_> {
             Scheme::Int8 { scales, symmetric } => {
                 self.bytes(Code::Int8, Some(scales), symmetric)?
             }
-            Scheme::Fp8 { scales } => self.bytes(Code::Fp8, scales, true)?,
+            Scheme::Fp8 { scales, .. } => {
+                let mut module = self.bytes(Code::Fp8, scales, true)?;
+                module.format.quantises_inputs = scheme.quantises_inputs();
+                module
+            }
         };
         let unexpected = ["weight"].iter().chain(&MARKERS).find_map(|marker| {
             let name = format!("{}.{marker}", self.module);
@@ -430,7 +434,7 @@ impl Finder<'_> {
             name: self.module.to_owned(),
             out_features: self.out_features,
             in_features: self.in_features,
-            format: QuantFormat { code, group_size, has_zeros, scale },
+            format: QuantFormat { code, group_size, has_zeros, scale, quantises_inputs: false },
             layout,
             codes,
             scales,

@@ -3,6 +3,7 @@
 use super::pattern::{has_parts, Expression};
 use crate::error::Result;
 use crate::memory::DType;
+use crate::ops::quantised::activations::INPUT_GROUP;
 use crate::ops::quantised::{Code, QuantFormat};
 
 /// What shares a scale.
@@ -25,6 +26,8 @@ pub enum Scheme {
     Fp8 {
         /// What shares a scale; `None` if whatever the file has is meant.
         scales: Option<ScaleShape>,
+        /// Whether activations are quantised as they come (`activation_scheme` is `dynamic`).
+        is_dynamic: bool,
     },
     /// `qweight`, `qzeros` and `scales` of AWQ: packed along the outputs.
     Awq {
@@ -65,6 +68,18 @@ pub enum Scheme {
 }
 
 impl Scheme {
+    /// Whether products quantise their activations: where weights are FP8 in blocks of 128 inputs and
+    /// the config says `dynamic`, as Transformers computes such layers. Other ways to quantise
+    /// activations would only lose accuracy here.
+    pub fn quantises_inputs(&self) -> bool {
+        match *self {
+            Scheme::Fp8 { scales: Some(ScaleShape::Block([_, inputs])), is_dynamic } => {
+                is_dynamic && inputs == INPUT_GROUP
+            }
+            _ => false,
+        }
+    }
+
     /// Returns the format that files of this scheme usually have, for random numbers in their place.
     pub fn usual_format(&self) -> QuantFormat {
         let inputs = |scales: Option<ScaleShape>| match scales {
@@ -72,8 +87,9 @@ impl Scheme {
             Some(ScaleShape::Tensor | ScaleShape::Channel) | None => usize::MAX,
         };
         let integers = |bits: usize| if bits == 4 { Code::Int4 } else { Code::Int8 };
+        let quantises_inputs = self.quantises_inputs();
         let (code, group_size, has_zeros, scale) = match *self {
-            Scheme::Fp8 { scales } => (Code::Fp8, inputs(scales), false, DType::BF16),
+            Scheme::Fp8 { scales, .. } => (Code::Fp8, inputs(scales), false, DType::BF16),
             Scheme::Awq { group_size, has_zeros } => {
                 (Code::Int4, group_size.unwrap_or(usize::MAX), has_zeros, DType::F16)
             }
@@ -87,7 +103,7 @@ impl Scheme {
                 (Code::Int8, inputs(Some(scales)), !symmetric, DType::BF16)
             }
         };
-        QuantFormat { code, group_size, has_zeros, scale }
+        QuantFormat { code, group_size, has_zeros, scale, quantises_inputs }
     }
 }
 
@@ -101,6 +117,8 @@ fn is_output(module: &str) -> bool {
 pub(super) struct Fp8 {
     /// `[out, in]`.
     pub block: Option<[usize; 2]>,
+    /// Whether activations are quantised as they come.
+    pub is_dynamic: bool,
     /// Modules that are not quantised: whole parts of their names, or ends of them.
     pub skipped: Vec<String>,
     /// The same as expressions.
@@ -150,7 +168,8 @@ impl Fp8 {
                 return Ok(None);
             }
         }
-        Ok(Some(Scheme::Fp8 { scales: self.block.map(ScaleShape::Block) }))
+        let scales = self.block.map(ScaleShape::Block);
+        Ok(Some(Scheme::Fp8 { scales, is_dynamic: self.is_dynamic }))
     }
 }
 
@@ -239,7 +258,8 @@ mod tests {
             "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
             "weight_block_size": [128, 128],
         });
-        let blocks = Some(Scheme::Fp8 { scales: Some(ScaleShape::Block([128, 128])) });
+        let scales = Some(ScaleShape::Block([128, 128]));
+        let blocks = Some(Scheme::Fp8 { scales, is_dynamic: true });
         assert_eq!(scheme(&config(qwen.clone()), DOWN), blocks);
         assert_eq!(scheme(&config(qwen.clone()), "lm_head"), None);
         let listed = json!(["lm_head", "model.layers.3.mlp.gate", "model.layers.1", "re*.o_proj"]);
@@ -376,7 +396,7 @@ mod tests {
         });
         let read = config(base.clone());
         let packed = Scheme::Packed { bits: 4, scales: ScaleShape::Group(64), symmetric: true };
-        let channel = Scheme::Fp8 { scales: Some(ScaleShape::Channel) };
+        let channel = Scheme::Fp8 { scales: Some(ScaleShape::Channel), is_dynamic: false };
         assert_eq!(scheme(&read, DOWN), Some(packed));
         assert_eq!(scheme(&read, "model.layers.1.self_attn.q_proj"), Some(channel));
         for dense in [
@@ -389,7 +409,8 @@ mod tests {
         }
         let preset = json!({"quant_method": "compressed-tensors", "format": "float-quantized",
             "config_groups": {"FP8_BLOCK": ["Linear"]}});
-        let blocks = Scheme::Fp8 { scales: Some(ScaleShape::Block([128, 128])) };
+        let scales = Some(ScaleShape::Block([128, 128]));
+        let blocks = Scheme::Fp8 { scales, is_dynamic: false };
         assert_eq!(scheme(&config(preset.clone()), DOWN), Some(blocks));
         let older = json!({"compression_config": {"quantization_config": preset}});
         assert!(QuantConfig::parse(&older).expect("a good config").is_some());

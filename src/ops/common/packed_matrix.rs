@@ -78,6 +78,18 @@ impl PackedMatrix {
         self.buffer.as_slice()
     }
 
+    /// Returns all panels for writing, as elements of the size of [`PackedMatrix::dtype`]; what pads
+    /// them must stay zero.
+    pub(crate) fn panels_mut<T: Plain>(&mut self) -> &mut [T] {
+        let len = self.num_panels() * self.panel_len();
+        &mut self.buffer.as_mut_slice()[..len]
+    }
+
+    /// Gives up the rows of the matrix past the first `out_features`, if there are more.
+    pub(crate) fn keep_rows(&mut self, out_features: usize) {
+        self.out_features = self.out_features.min(out_features);
+    }
+
     /// Returns the writer that fills the matrix; it may be shared by several threads.
     pub fn writer(&mut self) -> Result<PanelWriter<'_>> {
         let mut busy = crate::error::try_with_capacity(self.num_panels(), "panel locks")?;

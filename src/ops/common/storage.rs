@@ -42,6 +42,12 @@ pub trait Storage: sealed::Sealed + Copy + Default + Send + Sync + 'static {
     fn as_f32(_slice: &[Self]) -> Option<&[f32]> {
         None
     }
+    /// Returns the slice itself when it is bf16.
+    #[doc(hidden)]
+    #[inline(always)]
+    fn as_bf16(_slice: &[Self]) -> Option<&[half::bf16]> {
+        None
+    }
     /// Returns the slice itself for writing when it is f32 already.
     #[doc(hidden)]
     #[inline(always)]
@@ -121,6 +127,10 @@ impl Storage for bf16 {
     #[inline(always)]
     fn from_f32(x: f32) -> Self {
         bf16::from_bits(bf16_bits(x))
+    }
+    #[inline(always)]
+    fn as_bf16(slice: &[Self]) -> Option<&[half::bf16]> {
+        Some(slice)
     }
     #[inline(always)]
     fn widen<S: Simd>(from: &[Self], to: &mut [f32]) {

@@ -1,12 +1,14 @@
 //! Matrix product `C = alpha op(A) op(B) + beta C`, row-major, summed in f32 and rounded once.
 //!
-//! op(A) is [m, k], op(B) [k, n], C [m, n]. There are three ways, chosen by shape: op(B) in the
-//! panels of `linear`; few rows or columns against a matrix in place, bound by its bandwidth
-//! ([`super::gemv`]); and the plain triple loop.
+//! op(A) is [m, k], op(B) [k, n], C [m, n]. There are four ways, chosen by shape: op(B) in the
+//! panels of `linear`; the same of bf16 in tiles, where the processor has them
+//! ([`super::cpu_tiles`]); few rows or columns against a matrix in place, bound by its bandwidth
+//! ([`super::cpu_gemv`]); and the plain triple loop.
 
 use crate::backend::cpu::simd::{Kernel, Simd};
+use crate::backend::cpu::tiles::TILE_ROWS;
 use crate::backend::cpu::{CpuBackend, SendPointer};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::memory::{DType, HostBuffer};
 use crate::ops::common::cpu_turn::{Turn, Widen};
 use crate::ops::common::packed_matrix::PANEL_COLUMNS;
@@ -16,68 +18,9 @@ use crate::ops::common::panel_product::{
 use crate::ops::common::storage::Storage;
 use crate::ops::gemm::cpu_gemv::{skinny, Skinny, MAX_VECTORS};
 use crate::ops::gemm::cpu_scale::Scale;
+pub use crate::ops::gemm::cpu_shape::Gemm;
+use crate::ops::gemm::cpu_tiles::{product as product_in_tiles, TileScratch};
 use std::marker::PhantomData;
-
-/// The shape and factors of a product.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Gemm {
-    /// The number of rows of op(A) and C.
-    pub m: usize,
-    /// The number of columns of op(B) and C.
-    pub n: usize,
-    /// The number of columns of op(A) and rows of op(B).
-    pub k: usize,
-    /// Whether A is stored [k, m].
-    pub transpose_a: bool,
-    /// Whether B is stored [n, k].
-    pub transpose_b: bool,
-    /// The distance in elements from row to row of A as it is stored.
-    pub lda: usize,
-    /// The distance in elements from row to row of B as it is stored.
-    pub ldb: usize,
-    /// The distance in elements from row to row of C.
-    pub ldc: usize,
-    /// The factor of the product.
-    pub alpha: f32,
-    /// The factor of the previous contents of C. With 0 C is not read.
-    pub beta: f32,
-}
-
-impl Gemm {
-    /// Describes `C = op(A) op(B)` of matrices without gaps.
-    pub fn contiguous(m: usize, n: usize, k: usize, transpose_a: bool, transpose_b: bool) -> Self {
-        Gemm {
-            m,
-            n,
-            k,
-            transpose_a,
-            transpose_b,
-            lda: if transpose_a { m } else { k },
-            ldb: if transpose_b { k } else { n },
-            ldc: n,
-            alpha: 1.0,
-            beta: 0.0,
-        }
-    }
-
-    fn check(&self, a: usize, b: usize, c: usize) -> Result<()> {
-        let holds = |rows: usize, columns: usize, stride: usize, len: usize| {
-            let last = rows.saturating_sub(1).checked_mul(stride);
-            let end = last.and_then(|last| last.checked_add(columns));
-            rows == 0 || columns == 0 || columns <= stride && end.is_some_and(|end| end <= len)
-        };
-        let swap = |swap: bool, x: usize, y: usize| if swap { (y, x) } else { (x, y) };
-        let (a_rows, a_columns) = swap(self.transpose_a, self.m, self.k);
-        let (b_rows, b_columns) = swap(self.transpose_b, self.k, self.n);
-        if holds(a_rows, a_columns, self.lda, a)
-            && holds(b_rows, b_columns, self.ldb, b)
-            && holds(self.m, self.n, self.ldc, c)
-        {
-            return Ok(());
-        }
-        Err(Error::internal(format!("gemm: buffers of {a}, {b} and {c} values for {self:?}")))
-    }
-}
 
 /// Buffers that [`gemm`] needs; they grow to the largest call and are then reused.
 #[derive(Debug)]
@@ -85,11 +28,13 @@ pub struct GemmScratch {
     /// op(A) in f32, [m, k]; or the vectors of a skinny product.
     rows: HostBuffer,
     product: ProductScratch,
+    tiles: TileScratch,
 }
 
 impl Default for GemmScratch {
     fn default() -> Self {
-        GemmScratch { rows: HostBuffer::empty(), product: ProductScratch::new() }
+        let (rows, product) = (HostBuffer::empty(), ProductScratch::new());
+        GemmScratch { rows, product, tiles: TileScratch::default() }
     }
 }
 
@@ -149,7 +94,7 @@ pub fn gemm<T: Storage>(
         rows.flat_map(|row| row.iter_mut().take(n)).for_each(|c| scale.store(0.0, c));
         return Ok(());
     }
-    let GemmScratch { rows, product } = scratch;
+    let GemmScratch { rows, product, tiles } = scratch;
     if m.min(n) <= MAX_VECTORS {
         // The few rows of op(A) are multiplied by B, or the few columns of op(B) by A.
         let left = m <= MAX_VECTORS;
@@ -183,6 +128,14 @@ pub fn gemm<T: Storage>(
         };
         return skinny(backend, &product);
     }
+    let start = c.as_mut_ptr();
+    let finish = |first_column| Finish { c: SendPointer(start), first_column, ldc, scale };
+    // Up to a row of tiles, widening B costs less than arranging it.
+    let in_tiles = backend.has_tiles() && m > TILE_ROWS;
+    if let (true, Some(a), Some(b)) = (in_tiles, T::as_bf16(a), T::as_bf16(b)) {
+        // SAFETY: the backend has tiles, no size is zero, and `check` has found A and B long enough.
+        return unsafe { product_in_tiles(backend, gemm, a, b, finish, tiles) };
+    }
     let a: &[f32] = match T::as_f32(a) {
         Some(a) if !transpose_a => a,
         _ => {
@@ -198,10 +151,9 @@ pub fn gemm<T: Storage>(
     let rows = Rows { a: SendPointer(a.as_ptr().cast_mut().cast()), a_stride, num_rows: m };
     let maker = RightPanels { gemm, b };
     let right = Weight::Made { out_features: n, in_features: k, maker: &maker };
-    let finish = Finish { c: SendPointer(c.as_mut_ptr()), ldc, scale };
     // SAFETY: `a` is op(A) with rows of k values a_stride apart: `check` has found the last inside
     // the caller's A, and the packed copy is [m, k].
-    unsafe { multiply(backend, &rows, &right, &finish, product) }
+    unsafe { multiply(backend, &rows, &right, &finish(0), product) }
 }
 
 /// Makes op(B) in panels [k, 64]; what is past column n is zero.
@@ -274,9 +226,10 @@ impl<T: Storage> Kernel for PackLeft<'_, T> {
     }
 }
 
-/// Writes finished sums to C.
+/// Writes finished sums to C, from a column on.
 struct Finish<T> {
     c: SendPointer<T>,
+    first_column: usize,
     ldc: usize,
     scale: Scale,
 }
@@ -291,14 +244,14 @@ impl<T: Storage> Epilogue for Finish<T> {
         columns: std::ops::Range<usize>,
     ) {
         let Scale { alpha, beta } = self.scale;
-        let len = columns.len();
+        let (len, first_column) = (columns.len(), self.first_column + columns.start);
         let mut old = [0.0; PANEL_COLUMNS];
         for (row, sums) in sums.chunks_exact(PANEL_COLUMNS).take(num_rows).enumerate() {
             // SAFETY: row first_row + row < m and the columns are below n, so `check` has found
             // this inside c; each row and column is given out once.
             let c = unsafe {
                 std::slice::from_raw_parts_mut(
-                    self.c.get().add((first_row + row) * self.ldc + columns.start),
+                    self.c.get().add((first_row + row) * self.ldc + first_column),
                     len,
                 )
             };

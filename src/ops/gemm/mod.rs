@@ -11,6 +11,8 @@
 pub mod cpu;
 mod cpu_gemv;
 mod cpu_scale;
+mod cpu_shape;
+mod cpu_tiles;
 mod cuda;
 
 mod backward;

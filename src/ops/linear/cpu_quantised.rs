@@ -1,7 +1,8 @@
 //! Products with quantised weights on the CPU. Weights of integers are multiplied as such
 //! ([`cpu_integers`](super::cpu_integers), [`cpu_integer_tiles`](super::cpu_integer_tiles)). Those of
 //! 8-bit floats become f32 in registers (few rows) or a panel at a time in the cache (many), exactly,
-//! and activations stay f32.
+//! and activations stay f32; where a format says that they are quantised, they become what they are
+//! in e4m3 first.
 //!
 //! Both ways add up the same numbers in the same order, so the bits of a row do not depend on the
 //! number of rows.
@@ -18,6 +19,7 @@ use crate::ops::common::panel_product::{
     grow, multiply, Epilogue, MakePanel, ProductScratch, Rows, Weight,
 };
 use crate::ops::common::tile_product::EachPanel;
+use crate::ops::quantised::activations::{round_inputs, INPUT_GROUP};
 use crate::ops::quantised::{vectors_of, Code, Dequantise, Division, QuantFormat, QuantisedPanels};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -54,11 +56,12 @@ impl QuantisedNeeds {
             let tile_bytes = layout.map_or(0, |_| scratch_bytes(num_threads, num_rows));
             return QuantisedNeeds { activations_bytes: bytes, panels_len: 0, tile_bytes };
         }
-        let ordered = num_rows.saturating_mul(in_features).saturating_mul(size_of::<f32>());
+        let changed = num_rows.saturating_mul(in_features).saturating_mul(size_of::<f32>());
+        let is_changed = is_ordered || format.quantises_inputs;
         let has_panels = num_rows > FEW_ROWS;
         let panel_rows = num_threads.saturating_mul(PANEL_COLUMNS);
         QuantisedNeeds {
-            activations_bytes: if is_ordered { ordered } else { 0 },
+            activations_bytes: if is_changed { changed } else { 0 },
             panels_len: if has_panels { panel_rows.saturating_mul(in_features) } else { 0 },
             tile_bytes: 0,
         }
@@ -72,7 +75,7 @@ impl QuantisedNeeds {
         }
     }
 
-    /// The bytes of activations as integers, or in the order of a weight.
+    /// The bytes of activations as integers, in the order of a weight, or rounded to e4m3.
     pub fn activations_bytes(&self) -> usize {
         self.activations_bytes
     }
@@ -132,6 +135,9 @@ pub(super) fn multiply_quantised<P: Epilogue>(
         return multiply_integers(backend, x, num_rows, weight, epilogue, activations);
     }
     let x = match weight.order() {
+        [] if weight.format().quantises_inputs => {
+            round(backend, x, weight.in_features(), activations)?
+        }
         [] => x,
         order => gather(backend, x, order, activations)?,
     };
@@ -165,6 +171,27 @@ fn gather<'b>(
             for (to, &input) in row.iter_mut().zip(order) {
                 *to = from.get(input as usize).copied().unwrap_or(0.0);
             }
+        }
+    })?;
+    Ok(buffer.as_slice::<f32>().get(..x.len()).unwrap_or_default())
+}
+
+/// Rounds every row to e4m3 with a scale for each group of inputs.
+fn round<'b>(
+    backend: &CpuBackend,
+    x: &[f32],
+    in_features: usize,
+    buffer: &'b mut HostBuffer,
+) -> Result<&'b [f32]> {
+    grow::<f32>(buffer, x.len(), "activations in e4m3")?;
+    let to = buffer.as_mut_slice::<f32>().get_mut(..x.len()).unwrap_or_default();
+    // Rows of whole groups can be divided among threads, even a single one.
+    let is_whole = in_features.is_multiple_of(INPUT_GROUP);
+    let width = if is_whole { INPUT_GROUP } else { in_features };
+    backend.parallel_rows(to, width, |first, rows| {
+        let from = x.chunks_exact(width).skip(first);
+        for (row, from) in rows.chunks_exact_mut(width).zip(from) {
+            round_inputs(from, row);
         }
     })?;
     Ok(buffer.as_slice::<f32>().get(..x.len()).unwrap_or_default())

@@ -7,7 +7,9 @@ use crate::memory::{DType, Tensor};
 use crate::ops::common::contiguous::{check, matrix_size};
 use crate::ops::gemm::{gemm, gemm_scratch_bytes, GemmOptions, SumOrder, WeightShape};
 use crate::ops::quantised::cuda::{dequantise, QuantisedTiles};
+use crate::ops::quantised::cuda_activations::{quantised_inputs_bytes, round_inputs};
 use crate::ops::quantised::tiles::TileLayout;
+use crate::ops::quantised::QuantFormat;
 
 /// A weight with more rows than this is tall, as hardly any but output matrices are. Few tokens are
 /// multiplied by them, for which the numbers would take longer to make than the codes to read.
@@ -35,29 +37,35 @@ pub fn scratch_bytes(
     dtype: DType,
     num_rows: usize,
     weight: &WeightShape,
-    is_quantised: bool,
+    format: Option<&QuantFormat>,
     is_deterministic: bool,
 ) -> usize {
     let mut weight = *weight;
     let mut numbers = 0;
-    if is_quantised {
+    if format.is_some() {
         weight.out_features = piece_rows(weight.out_features);
-        numbers = dequantised_bytes(dtype, &weight);
+        numbers = dense_bytes(dtype, weight.out_features, weight.in_features);
     }
     let product = gemm_scratch_bytes(dtype, num_rows, &weight, is_deterministic);
-    numbers.saturating_add(product)
+    let by_gemm = numbers.saturating_add(product);
+    if !format.is_some_and(|format| format.quantises_inputs) {
+        return by_gemm;
+    }
+    let rounded = dense_bytes(dtype, num_rows, weight.in_features);
+    let quantised = quantised_inputs_bytes(num_rows, weight.in_features).saturating_add(512);
+    by_gemm.saturating_add(rounded).max(quantised)
 }
 
-/// Returns the device memory of the numbers of a quantised weight while they are multiplied.
-fn dequantised_bytes(dtype: DType, weight: &WeightShape) -> usize {
+/// Returns the device memory of a dense matrix for the time of a product.
+fn dense_bytes(dtype: DType, rows: usize, columns: usize) -> usize {
     // The allocator rounds up to multiples of 512 bytes.
-    let numbers = weight.out_features.saturating_mul(weight.in_features);
-    numbers.saturating_mul(dtype.size_bytes()).saturating_add(512)
+    rows.saturating_mul(columns).saturating_mul(dtype.size_bytes()).saturating_add(512)
 }
 
 /// Computes `out = x W^T` as [`gemm`] does with `options`, where W is quantised: x
 /// `[num_tokens, in_features]` and `out` `[num_tokens, out_features]` of one type. `order` says in
-/// which order the products with a dense weight are added up.
+/// which order the products with a dense weight are added up. Where the format of the weight says that
+/// activations are quantised, x is replaced by what it is in e4m3, rounded to its type.
 pub fn linear_numbers(
     context: &ComputeContext,
     x: &Tensor,
@@ -69,6 +77,14 @@ pub fn linear_numbers(
     let (n, k) = (weight.layout().out_features(), weight.layout().in_features());
     let (num_tokens, _) = matrix_size("out", out)?;
     check("out", out, x.element(), &[num_tokens.into(), n as i64])?;
+    let rounded;
+    let mut x = x;
+    if weight.layout().format().quantises_inputs {
+        let shape = [num_tokens as usize, k];
+        rounded = DeviceTensor::temporary(context, x.element(), &shape, "activations in 8 bits")?;
+        round_inputs(context, x, &rounded)?;
+        x = &rounded;
+    }
     let piece = piece_rows(n).min(n);
     let what = "the numbers of a quantised weight";
     let numbers = DeviceTensor::temporary(context, x.element(), &[piece, k], what)?;

@@ -3,6 +3,7 @@
 
 use crate::backend::cuda::{Kernel, Launch};
 use crate::ops::linear::Epilogue;
+use crate::ops::quantised::activations::INPUT_GROUP;
 use crate::ops::quantised::tiles::{TileLayout, CHUNK};
 
 /// The number of multiprocessors of the chips for which products are divided (H100, H200).
@@ -60,5 +61,22 @@ pub(super) fn epilogue_number(epilogue: Epilogue) -> i32 {
         Epilogue::Store => 0,
         Epilogue::AddResidual => 1,
         Epilogue::SwiGlu => 2,
+    }
+}
+
+/// The stages of a group without end.
+const ENDLESS: usize = 1 << 24;
+
+/// The stages of a tile of FP8 whose activations are FP8 too, each of 128 inputs.
+pub(super) fn fp8_stages(layout: &TileLayout) -> usize {
+    layout.in_features().div_ceil(INPUT_GROUP)
+}
+
+/// The stages of a group of inputs that share a scale of the weight.
+pub(super) fn fp8_group_stages(layout: &TileLayout) -> usize {
+    if layout.num_groups() == 1 {
+        ENDLESS
+    } else {
+        layout.group_size() / INPUT_GROUP
     }
 }

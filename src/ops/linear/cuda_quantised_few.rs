@@ -147,7 +147,13 @@ mod tests {
         (rows, k): (usize, usize),
         chip: Chip,
     ) -> (TileLayout, Option<FewDivision>) {
-        let format = QuantFormat { code, group_size: 128, has_zeros: true, scale: DType::F16 };
+        let format = QuantFormat {
+            code,
+            group_size: 128,
+            has_zeros: true,
+            scale: DType::F16,
+            quantises_inputs: false,
+        };
         let layout = TileLayout::new(rows, k, format, false).unwrap();
         let division = FewDivision::choose(num_tokens, &layout, chip);
         (layout, division)

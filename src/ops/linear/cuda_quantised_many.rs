@@ -311,7 +311,13 @@ mod tests {
     use crate::ops::quantised::QuantFormat;
 
     fn layout(rows: usize, k: usize, code: Code, group_size: usize) -> TileLayout {
-        let format = QuantFormat { code, group_size, has_zeros: true, scale: DType::F16 };
+        let format = QuantFormat {
+            code,
+            group_size,
+            has_zeros: true,
+            scale: DType::F16,
+            quantises_inputs: false,
+        };
         TileLayout::new(rows, k, format, false).unwrap()
     }
 

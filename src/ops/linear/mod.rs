@@ -10,6 +10,8 @@ mod cpu_integer_rows;
 mod cpu_integer_tiles;
 mod cpu_integers;
 mod cpu_quantised;
+pub mod cuda_fp8;
+pub mod cuda_fp8_many;
 pub mod cuda_gemv;
 pub mod cuda_gemv_mma;
 pub mod cuda_numbers;

@@ -16,7 +16,9 @@
 //! Weights that are quantised have one kernel for few rows, whatever links them, on every device with
 //! tensor cores; for more rows their numbers are made for the time of a product. Those of a matrix as
 //! tall as a vocabulary are made in pieces, where its codes cannot be multiplied. An output matrix may
-//! be quantised beside layers that are not, and the other way round.
+//! be quantised beside layers that are not, and the other way round. Where the format of FP8 weights
+//! says that activations are quantised, they are for any number of rows, and the products are those of
+//! FP8 with FP8.
 //!
 //! In a model that is to be deterministic, every row of a linear layer is summed in an order that
 //! follows from the shape of the weight alone. The other rows of a batch, the pieces that a prompt
@@ -25,6 +27,7 @@
 //! [`SumOrder::Parts`]; both add up k by wgmma, 16 at a time from the first to the last, in the
 //! number of parts that the shape of the weight gives. Other weights take [`SumOrder::ByRow`].
 
+use super::cuda_fp8::{has_linear_fp8, is_fp8_weight, linear_fp8};
 use super::cuda_gemv::{has_linear_gemv, linear_gemv, max_gemv_tokens, GEMV_TOKENS};
 use super::cuda_gemv_mma::{has_linear_gemv_mma, linear_gemv_mma, OneTokenLinear};
 use super::cuda_numbers::{is_tall, linear_numbers};
@@ -50,6 +53,8 @@ use crate::ops::gemm::{cublas_workspace_for, gemm, GemmOptions, SumOrder, Weight
 use crate::ops::kv_cache::KvSlots;
 use crate::ops::qk_norm_rope_append::QkNormRope;
 use crate::ops::quantised::cuda::QuantisedTiles;
+use crate::ops::quantised::cuda_activations::{quantise_inputs, QuantisedInputs};
+use crate::ops::quantised::tiles::TileLayout;
 use crate::ops::silu_mul::cuda_rounded::silu_mul;
 
 /// The most rows of a chain.
@@ -107,6 +112,8 @@ pub struct LinearPlan {
     has_quantised: bool,
     /// Whether it has those for many rows.
     has_quantised_many: bool,
+    /// Whether it has those for activations in FP8.
+    has_fp8: bool,
     is_deterministic: bool,
 }
 
@@ -156,6 +163,7 @@ impl LinearPlan {
     ) -> Result<Self> {
         let (mut suit_chain, mut gemv_rows, mut has_biases) = (true, GEMV_TOKENS, false);
         let has_quantised = sizes.dtype != DType::F32 && has_linear_quantised(context)?;
+        let has_fp8 = has_quantised && has_linear_fp8(context)?;
         for Product { weight, has_bias, epilogue, is_output } in products {
             has_biases |= has_bias;
             suit_chain &=
@@ -166,7 +174,10 @@ impl LinearPlan {
                     gemv_rows = gemv_rows.min(max_gemv_tokens(weight.data(), epilogue));
                 }
                 WeightFormat::Quantised(layout) => {
-                    suit_chain &= has_quantised && is_quantised_weight(&layout);
+                    suit_chain &= has_quantised
+                        && is_quantised_weight(&layout)
+                        && (!layout.format().quantises_inputs
+                            || (has_fp8 && is_fp8_weight(&layout)));
                     // The norm before the output matrix can be a kernel of its own.
                     if !is_output {
                         gemv_rows = 0;
@@ -200,6 +211,7 @@ impl LinearPlan {
             has_prefill,
             has_quantised,
             has_quantised_many: has_quantised_many(context)?,
+            has_fp8,
             is_deterministic,
         })
     }
@@ -506,14 +518,21 @@ impl LinearPass<'_> {
     fn takes_skinny(&self, num_rows: usize, layer: &Layer<'_>) -> bool {
         match layer.weight.format() {
             WeightFormat::Dense(_) => self.plan.has_chain && num_rows <= MAX_CHAIN_ROWS,
+            WeightFormat::Quantised(layout) if self.takes_fp8(&layout) => true,
             WeightFormat::Quantised(layout) => {
                 let is_few =
                     num_rows <= max_quantised_tokens(self.plan.has_quantised_many, &layout);
                 self.plan.has_quantised
+                    && !layout.format().quantises_inputs
                     && (is_few || is_tall(&layout) || self.plan.is_deterministic)
                     && is_quantised_weight(&layout)
             }
         }
+    }
+
+    /// Whether products with such a weight take their activations in FP8.
+    fn takes_fp8(&self, layout: &TileLayout) -> bool {
+        self.plan.has_fp8 && is_fp8_weight(layout)
     }
 
     /// Whether the kernel for prompts is the fastest for these rows.
@@ -540,6 +559,20 @@ impl LinearPass<'_> {
             }
             WeightFormat::Quantised(layout) => {
                 let tiles = QuantisedTiles::new(layout, layer.weight.data())?;
+                if self.takes_fp8(&layout) {
+                    let inputs =
+                        QuantisedInputs::new(self.context, num_rows(x), layout.in_features())?;
+                    quantise_inputs(self.context, x, &inputs)?;
+                    return linear_fp8(
+                        self.context,
+                        &inputs,
+                        &tiles,
+                        bias,
+                        epilogue,
+                        is_fixed,
+                        out,
+                    );
+                }
                 linear_quantised(self.context, x, &tiles, bias, epilogue, is_fixed, out)
             }
         }

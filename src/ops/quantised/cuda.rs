@@ -197,7 +197,13 @@ mod tests {
     #[test]
     fn the_tiles_of_rows_are_those_that_have_them() {
         let scale = DType::F32;
-        let format = QuantFormat { code: Code::Int8, group_size: 64, has_zeros: false, scale };
+        let format = QuantFormat {
+            code: Code::Int8,
+            group_size: 64,
+            has_zeros: false,
+            scale,
+            quantises_inputs: false,
+        };
         for (out_features, is_gated) in [(72, false), (72, true), (20, true)] {
             let layout = TileLayout::new(out_features, 64, format, is_gated).unwrap();
             for start in 0..out_features {

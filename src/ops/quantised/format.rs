@@ -48,7 +48,8 @@ impl Code {
 /// ```
 ///
 /// A code of [`Code::Fp8`] stands for its value and has no zero. The values are exact; what rounds
-/// is the product with activations.
+/// is the product with activations, and activations themselves with
+/// [`quantises_inputs`](QuantFormat::quantises_inputs).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct QuantFormat {
     /// What the numbers are stored as.
@@ -59,13 +60,18 @@ pub struct QuantFormat {
     pub has_zeros: bool,
     /// The type that holds all scales without rounding.
     pub scale: DType,
+    /// Whether products take their activations in e4m3 too, with a scale for each row and 128
+    /// inputs ([`activations`](super::activations)). [`Code::Fp8`] alone has this.
+    pub quantises_inputs: bool,
 }
 
 impl QuantFormat {
     /// The format that holds matrices of both, of `in_features` inputs; `None` if there is none.
     pub fn with(&self, other: &QuantFormat, in_features: usize) -> Option<QuantFormat> {
         let whole = |format: &QuantFormat| format.group_size.min(in_features);
-        let is_one = self.code == other.code && whole(self) == whole(other);
+        let is_one = self.code == other.code
+            && whole(self) == whole(other)
+            && self.quantises_inputs == other.quantises_inputs;
         let scale = if self.scale == other.scale { self.scale } else { DType::F32 };
         let has_zeros = self.has_zeros || other.has_zeros;
         is_one.then_some(QuantFormat { has_zeros, scale, ..*self })

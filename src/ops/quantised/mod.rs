@@ -2,7 +2,9 @@
 //! row: their [formats](QuantFormat), their [numbers on the host](QuantisedMatrix), and the layouts
 //! that kernels read. The products with them are those of [`linear`](super::linear).
 
+pub mod activations;
 pub mod cuda;
+pub mod cuda_activations;
 mod format;
 mod matrix;
 mod panels;

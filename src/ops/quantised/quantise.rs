@@ -22,7 +22,13 @@ const NUM_RANGES: usize = 11;
 
 /// Returns the format that [`quantise_row`] writes.
 pub fn quantised_format(code: Code, group_size: usize) -> QuantFormat {
-    QuantFormat { code, group_size, has_zeros: code == Code::Int4, scale: DType::BF16 }
+    QuantFormat {
+        code,
+        group_size,
+        has_zeros: code == Code::Int4,
+        scale: DType::BF16,
+        quantises_inputs: false,
+    }
 }
 
 /// Where a row is written: see [`super::QuantisedMatrix`].

@@ -454,7 +454,13 @@ mod tests {
                 {
                     for has_zeros in [false, true] {
                         let has_zeros = has_zeros && code != Code::Fp8;
-                        let format = QuantFormat { code, group_size, has_zeros, scale };
+                        let format = QuantFormat {
+                            code,
+                            group_size,
+                            has_zeros,
+                            scale,
+                            quantises_inputs: false,
+                        };
                         let mut matrix =
                             QuantisedMatrix::empty(out_features, in_features, format).unwrap();
                         let mask = if code == Code::Int4 { 15 } else { 255 };
@@ -476,7 +482,13 @@ mod tests {
     #[test]
     fn what_does_not_fit_is_refused() {
         let scale = DType::F32;
-        let format = QuantFormat { code: Code::Int8, group_size: 64, has_zeros: false, scale };
+        let format = QuantFormat {
+            code: Code::Int8,
+            group_size: 64,
+            has_zeros: false,
+            scale,
+            quantises_inputs: false,
+        };
         assert!(TileLayout::new(3, 64, format, true).is_err());
         assert!(TileLayout::new(usize::MAX / 64, 64, format, false).is_err());
         assert!(TileLayout::new(1, usize::MAX, format, false).is_err());

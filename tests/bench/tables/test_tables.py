@@ -14,7 +14,7 @@ import unittest
 import unittest.mock
 import xml.etree.ElementTree
 from pathlib import Path
-from typing import Any, Dict, Tuple
+from typing import Any, Dict, Optional, Tuple
 
 _HERE = Path(__file__).resolve().parent
 sys.path[0] = str(_HERE.parent)
@@ -177,7 +177,10 @@ class Kernels(unittest.TestCase):
     def test_work_of_kernels(self) -> None:
         # Layers, weights of one and of the output matrix, hidden size, width of the heads, vocabulary.
         shape = work.Shape(3, 10, 20, 30, 40, 50, 8, 16, 100)
-        work_of = lambda name, launches, tokens: work.work_of(name, launches, shape, tokens, 1000.0, 2)  # noqa: E731
+
+        def work_of(name: str, launches: int, tokens: int) -> Optional[work.Work]:
+            return work.work_of(name, launches, shape, tokens, 1000.0, 2)
+
         self.assertEqual(work_of("xserv_linear_gemv_mma_residual_bf16", 6, 1), (3 * 60 * 2, 3 * 60 * 2))
         self.assertEqual(work_of("xserv_linear_gemv_mma_residual_bf16", 3, 1), (3 * 40 * 2, 3 * 40 * 2))
         self.assertEqual(work_of("xserv_linear_gemv_norm_1_1_bf16", 1, 1), (100, 100))
@@ -189,8 +192,10 @@ class Kernels(unittest.TestCase):
         )
         self.assertEqual(work_of("xserv_add_rms_norm_rounded_vec_bf16", 7, 5), (4 * (5 * 5 + 2) * 8 * 2, 0))
         self.assertEqual(work_of("xserv_sample_scan_bf16", 1, 1), (200, 0))
-        self.assertIsNone(work_of("xserv_linear_skinny_plain_64x16_bf16", 2, 5))
-        self.assertIsNone(work_of("nvjet_sm90_tst_64x64", 6, 5))
+        self.assertEqual(work_of("xserv_linear_skinny_plain_64x16_bf16", 2, 5), (60 * 2, 60 * 2))
+        self.assertEqual(work_of("xserv_linear_skinny_plain_192x16_bf16", 1, 5), (50 * 2, 50 * 2))
+        self.assertEqual(work_of("nvjet_sm90_tst_64x64", 4, 5), (2 * 60 * 2, 2 * 60 * 2 * 5))
+        self.assertIsNone(work_of("nvjet_sm90_tst_64x64", 5, 5))
 
     def test_figures_are_those_of_the_tables(self) -> None:
         with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()) as said:

@@ -54,9 +54,11 @@ class Work(NamedTuple):
 def weights_of(kernel: str, launches: float, shape: Shape) -> Optional[float]:
     """The elements of weights that a product's launches of one step read together."""
     layers = shape.layers
+    # The last layer of a prompt goes on with one row, in kernels of other names.
+    if not kernel.startswith("xserv_") and launches in (2 * layers - 2, 2 * layers):  # of cuBLAS
+        return launches / 2 * (shape.o + shape.down)
     if not kernel.startswith("xserv_linear_") or "quantised" in kernel:
         return None
-    # The last layer of a prompt goes on with one row, in kernels of other names.
     if "swiglu" in kernel and launches in (layers - 1, layers):
         return launches * shape.gate_up
     if "_heads_" in kernel and launches == layers:
@@ -72,8 +74,20 @@ def weights_of(kernel: str, launches: float, shape: Shape) -> Optional[float]:
     return None
 
 
+def weights_of_last_row(kernel: str, launches: float, shape: Shape) -> Optional[float]:
+    """The same of the last row of a prompt, behind the attention of the last layer."""
+    if "skinny_swiglu" in kernel and launches == 1:
+        return shape.gate_up
+    if "skinny_plain" in kernel and launches in (1, 2):
+        return shape.lm_head if launches == 1 else shape.o + shape.down
+    return None
+
+
 def work_of(kernel: str, launches: float, shape: Shape, tokens: int, kv_bytes: float, bytes_each: int) -> Optional[Work]:
     """What a kernel's launches of one step do. `kv_bytes` is what the step's attention reads of the cache."""
+    last = weights_of_last_row(kernel, launches, shape) if tokens > 1 else None
+    if last is not None:
+        return Work(last * bytes_each, 2.0 * last)
     weights = weights_of(kernel, launches, shape)
     if weights is not None:
         return Work(weights * bytes_each, 2.0 * weights * tokens)

@@ -36,6 +36,8 @@ fn shapes<T: Storage>() {
         (31, 33, 32),
         (65, 129, 47),
         (30, 70, 3100),
+        // More columns than are arranged in tiles at a time.
+        (17, 700, 3100),
         (3, 600, 200),
         (5, 40, 0),
         (0, 4, 4),

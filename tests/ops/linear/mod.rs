@@ -2,6 +2,7 @@
 
 mod cpu;
 mod cpu_quantised;
+mod fp8;
 mod gemv;
 mod gemv_mma;
 mod prefill;

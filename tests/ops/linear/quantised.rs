@@ -6,8 +6,9 @@ use std::sync::Arc;
 use crate::quantised::{random_matrix, upload_tiles};
 use crate::support::device::{assert_rounded, cuda_context, last_place, round, Bench, HALVES};
 use crate::support::rounded;
-use xserv::backend::ComputeContext;
-use xserv::memory::DType;
+use xserv::backend::{ComputeContext, DeviceTensor};
+use xserv::error::Result;
+use xserv::memory::{DType, Tensor};
 use xserv::ops::gemm::{GemmOptions, SumOrder};
 use xserv::ops::linear::cuda_numbers::linear_numbers;
 use xserv::ops::linear::cuda_quantised::{
@@ -26,30 +27,53 @@ const ROW: usize = usize::MAX;
 
 /// What a test varies.
 #[derive(Clone, Copy, Debug)]
-struct Case {
-    dtype: DType,
-    format: QuantFormat,
-    epilogue: Epilogue,
-    has_bias: bool,
+pub struct Case {
+    pub dtype: DType,
+    pub format: QuantFormat,
+    pub epilogue: Epilogue,
+    pub has_bias: bool,
     /// Columns of the result, and in_features.
-    size: (usize, usize),
+    pub size: (usize, usize),
+}
+
+/// An operator, from x and the bias to the result; whether sums have a fixed order.
+pub type Multiply<'a> = dyn Fn(
+        &DeviceTensor,
+        &QuantisedTiles<'_>,
+        Option<&Tensor>,
+        Epilogue,
+        bool,
+        &DeviceTensor,
+    ) -> Result<()>
+    + 'a;
+
+/// How a product is computed, and by how much it may be off.
+pub struct Product<'a> {
+    /// What becomes of activations before they are multiplied: rows of so many.
+    pub rounded: &'a dyn Fn(&[f64], usize) -> Vec<f64>,
+    /// How far a sum may be off before it is rounded: of in_features terms, the sum of their
+    /// magnitudes, and the root of that of their squares.
+    pub error: &'a dyn Fn(usize, f64, f64) -> f64,
+    /// The share of results of a type that may be rounded the other way.
+    pub most_flipped: &'a dyn Fn(DType) -> f64,
+    /// The operator.
+    pub multiply: &'a Multiply<'a>,
 }
 
 fn format(code: Code, group_size: usize, has_zeros: bool, scale: DType) -> QuantFormat {
-    QuantFormat { code, group_size, has_zeros, scale }
+    QuantFormat { code, group_size, has_zeros, scale, quantises_inputs: false }
 }
 
 /// The result of one token, and how far each element may be off. `sums` are pairs of a product with a
-/// row of the weight and of the sum of the magnitudes of its terms.
+/// row of the weight and of how far it may be off before the roundings.
 fn reference(
-    Case { dtype, epilogue, size: (n, k), .. }: Case,
+    Case { dtype, epilogue, size: (n, _), .. }: Case,
     sums: &[(f64, f64)],
     bias: Option<&[f64]>,
     before: &[f64],
 ) -> Vec<(f64, f64)> {
     let round = |value| round(dtype, value);
-    // What f32 may be off by before the roundings: tensor cores truncate the sums of a product.
-    let error = |row: usize| sums[row].1 * 2e-7 * (k as f64).log2();
+    let error = |row: usize| sums[row].1;
     let place = |value: f64| last_place(dtype) * value.abs() + 1e-7;
     let one = |i: usize| {
         let value = sums[i].0 + bias.map_or(0.0, |bias| bias[i]);
@@ -74,6 +98,26 @@ fn reference(
 }
 
 fn check(context: &Arc<ComputeContext>, case: Case, tokens: &[usize]) {
+    let product = Product {
+        rounded: &|x, _| x.to_vec(),
+        // What f32 may be off by: tensor cores truncate the sums of a product.
+        error: &|k, size, _| size * 2e-7 * (k as f64).log2(),
+        most_flipped: &|_| 0.03,
+        multiply: &|x, weight, bias, epilogue, is_fixed, out| {
+            linear_quantised(context, x, weight, bias, epilogue, is_fixed, out)
+        },
+    };
+    check_product(context, case, tokens, &product);
+}
+
+/// Compares products of up to so many tokens with those in float64, with sums in a fixed order and
+/// not.
+pub fn check_product(
+    context: &Arc<ComputeContext>,
+    case: Case,
+    tokens: &[usize],
+    product: &Product<'_>,
+) {
     let Case { dtype, format, epilogue, has_bias, size: (n, k) } = case;
     let mut bench = Bench::with_room(context, dtype, (n + k) as u64, 192 << 20);
     let is_gated = epilogue == Epilogue::SwiGlu;
@@ -86,6 +130,7 @@ fn check(context: &Arc<ComputeContext>, case: Case, tokens: &[usize]) {
 
     let most = tokens.iter().copied().max().expect("one");
     let (_, x_values) = bench.filled(&[most, k], 1.0, 0.0);
+    let x_rounded = (product.rounded)(&x_values, k);
     let (_, before) = bench.filled(&[most, n], 1.0, 0.0);
     let (bias, bias_values) = bench.filled(&[n], 2.0, 0.0);
     let biases = has_bias.then_some(&bias_values[..]);
@@ -94,10 +139,13 @@ fn check(context: &Arc<ComputeContext>, case: Case, tokens: &[usize]) {
     let mut numbers = vec![0.0; k];
     for row in 0..rows {
         matrix.row_to_f32(row, &mut numbers).expect("a row");
-        for (token, x) in x_values.chunks_exact(k).enumerate() {
-            let terms = || x.iter().zip(&numbers).map(|(x, &w)| x * f64::from(w));
-            let sum = terms().fold((0.0, 0.0), |(sum, size), term| (sum + term, size + term.abs()));
-            sums[token * rows + row] = sum;
+        for (token, x) in x_rounded.chunks_exact(k).enumerate() {
+            let (mut sum, mut size, mut squares) = (0.0, 0.0, 0.0);
+            for (x, &w) in x.iter().zip(&numbers) {
+                let term = x * f64::from(w);
+                (sum, size, squares) = (sum + term, size + term.abs(), squares + term * term);
+            }
+            sums[token * rows + row] = (sum, (product.error)(k, size, squares.sqrt()));
         }
     }
     let want: Vec<(f64, f64)> = sums
@@ -117,14 +165,13 @@ fn check(context: &Arc<ComputeContext>, case: Case, tokens: &[usize]) {
             let all = bench.of(&[num_tokens + 16, n], &start);
             let out = all.view(0, &[num_tokens, n], None).expect("a view");
             let bias = has_bias.then_some(&*bias);
-            linear_quantised(context, &x, &weight, bias, epilogue, is_fixed, &out)
-                .expect("the operator");
+            (product.multiply)(&x, &weight, bias, epilogue, is_fixed, &out).expect("the operator");
             context.synchronize().expect("no fault");
             let mut got = bench.read(&all);
             let guard = got.split_off(num_tokens * n);
             assert!(guard.iter().all(|&x| x == 7.0), "{what}: rows behind the result");
             // Of few results one or two are a large share.
-            let most_flipped = 0.03f64.max(2.0 / got.len() as f64);
+            let most_flipped = (product.most_flipped)(dtype).max(2.0 / got.len() as f64);
             assert_rounded(&what, dtype, &got, &want[..num_tokens * n], most_flipped);
             // Every token has the same bits beside any others.
             if is_fixed {

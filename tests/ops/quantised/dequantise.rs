@@ -88,7 +88,8 @@ fn dequantised_rows_on_cuda_have_the_bits_of_the_host() {
                     if has_zeros && code == Code::Fp8 {
                         continue;
                     }
-                    let format = QuantFormat { code, group_size, has_zeros, scale };
+                    let format =
+                        QuantFormat { code, group_size, has_zeros, scale, quantises_inputs: false };
                     for is_gated in [false, true] {
                         for dtype in [DType::F32, DType::F16, DType::BF16] {
                             let mut bench = Bench::with_room(&context, dtype, 1, 16 << 20);
@@ -135,7 +136,13 @@ fn dequantised_codes_that_are_no_numbers_are_none() {
         return;
     }
     let scale = DType::F32;
-    let format = QuantFormat { code: Code::Fp8, group_size: 64, has_zeros: false, scale };
+    let format = QuantFormat {
+        code: Code::Fp8,
+        group_size: 64,
+        has_zeros: false,
+        scale,
+        quantises_inputs: false,
+    };
     let mut bench = Bench::new(&context, DType::BF16, 1);
     let mut matrix = random_matrix(&mut bench.random, 8, 64, format, 1.0);
     matrix.codes[..3].copy_from_slice(&[0x7f, 0xff, 0x7e]);

@@ -115,7 +115,12 @@ fn floats_of_eight_bits_are_those_of_the_standard() {
         assert_eq!(f64::from(fp8_to_f32(code)), value, "{code:#x}");
     }
     assert_eq!(fp8_to_f32(0x7e), 448.0);
-    let format =
-        QuantFormat { code: Code::Fp8, group_size: 128, has_zeros: false, scale: DType::F32 };
+    let format = QuantFormat {
+        code: Code::Fp8,
+        group_size: 128,
+        has_zeros: false,
+        scale: DType::F32,
+        quantises_inputs: false,
+    };
     assert_eq!(format.num_groups(300), 3);
 }

@@ -314,7 +314,9 @@ typedef enum xserv_dtype {
  */
 typedef enum xserv_weights {
   /**
-   * As the files have them: also quantised ones, which are kept so.
+   * As the files have them: also quantised ones, which are kept so. Products with FP8 weights in
+   * blocks of 128 inputs quantise their activations too, where the config says that its
+   * activation_scheme is dynamic.
    */
   XSERV_WEIGHTS_AS_STORED = 0,
   /**

@@ -1,0 +1,259 @@
+// Products of quantised activations (csrc/ops/quantised/activations.cu) with weights of FP8 (quantised.cuh), for any
+// number of tokens; fp8_many.cu is faster for more than 16 on Hopper.
+//
+// The bytes of a weight's rows are brought together and are the operand A of mma.m16n8k32; chips before sm_89, which
+// do not have it, make numbers of f16 of both operands, exactly, for mma.m16n8k16. The products of 128 inputs are summed by
+// the tensor cores, multiplied by the scales of their row and of their token, and added up in f32.
+//
+// A warp has a ring in shared memory of stages of 128 inputs: the codes of its tiles, their scales, the codes of x and
+// their scales. The stages are divided among p.row_shift's warps and the blocks of a cluster as in quantised.cu; which
+// inputs are added up by whom depends on k and on those numbers alone.
+#include "common/gemv.cuh"
+#include "common/pdl.cuh"
+#include "ops/linear/quantised.cuh"
+
+namespace xserv {
+
+struct Fp8Params {
+  const void* x;         // e4m3 [num_tokens, 128 * num_stages]
+  const float* x_scales;  // [num_stages, x_pitch]
+  const void* codes;
+  const void* scales;
+  void* out;         // residual: read and written
+  const void* bias;  // plain only
+  int64_t ldo;       // elements from token to token of out
+  int num_tokens;
+  int n;  // columns of out
+  int num_tiles;
+  int num_chunks;    // of a tile, each of 64 inputs
+  int num_groups;    // of a row
+  int group_stages;  // of a group
+  int x_pitch;       // a multiple of 4
+  int scale_type;    // a ScaleType
+  int epilogue;      // an Epilogue
+  int row_shift;     // log2 of the warps with different rows
+  static constexpr int tile_rows = 16;
+};
+XSERV_LAYOUT_Fp8Params;
+
+constexpr int kFp8Tiles = 2;  // of a warp
+
+// Hopper has this instruction as several: it makes numbers of f16, as older chips are told to.
+#define XSERV_FP8_MMA (__CUDA_ARCH__ >= 890)
+
+// d += a * b of 32 inputs: a is 16 x 32 (row), b 32 x 8 (column), of e4m3; d 16 x 8 in f32.
+__device__ __forceinline__ void mma_e4m3(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Four codes in order as two pairs of f16.
+__device__ __forceinline__ void decode_four(uint32_t word, uint32_t (&pairs)[2]) {
+  constexpr uint32_t kScale = 0x5c005c00u;  // 2^8
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const uint32_t high = __byte_perm(word, 0, i == 0 ? 0x1404 : 0x3424);  // each in the upper byte of a half
+    pairs[i] = multiply_pairs(masked_or<0x3f803f80u>(high >> 1, high & 0x80008000u), kScale, __half());
+  }
+}
+
+__device__ __forceinline__ void copy_16(uint32_t target, const void* source, bool is_wanted) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.s32 p, %2, 0; @p cp.async.cg.shared.global [%0], [%1], 16;}" ::"r"(target),
+      "l"(source), "r"(static_cast<int>(is_wanted))
+      : "memory");
+}
+
+__device__ __forceinline__ uint32_t shared_word(uint32_t address) {
+  uint32_t v;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
+  return v;
+}
+
+// kFragments: of 8 tokens; kStages: of the ring of a warp.
+template <typename T, int kFragments, int kStages>
+__device__ __forceinline__ void fp8_product(const Fp8Params& p) {
+  constexpr int kTileBytes = 2048 + 64;
+  extern __shared__ __align__(16) float4 staging[];
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, row = lane >> 2, quarter = lane & 3;
+  const int split = split_rank(), num_splits = split_count();
+  const int row_warps = 1 << p.row_shift, input_warps = kQuantisedWarps >> p.row_shift;
+  const int row_warp = warp & (row_warps - 1), input_warp = warp >> p.row_shift;
+  const int part = split * input_warps + input_warp, num_parts = num_splits * input_warps;
+  const int num_stages = (p.num_chunks + 1) / 2;
+  const int begin = part * num_stages / num_parts, end = (part + 1) * num_stages / num_parts;
+  const int block_tile = blockIdx.x / num_splits * row_warps * kFp8Tiles;
+  const int warp_tile = block_tile + row_warp * kFp8Tiles;
+  const int first_token = blockIdx.y * (kFragments * 8), num_rows = min(p.num_tokens - first_token, kFragments * 8);
+
+  const auto scale_type = static_cast<ScaleType>(p.scale_type);
+  const bool is_f32 = scale_type == ScaleType::kF32;
+  const uint64_t policy = weight_policy();
+  // A slot of the ring has of each tile the codes and 64 bytes of scales, then of each token 128 bytes of codes, then
+  // the scales of the tokens.
+  const int padded_rows = (num_rows + 3) & ~3;
+  const uint32_t token_scales = kFp8Tiles * kTileBytes + num_rows * 128;
+  const uint32_t slot_bytes = token_scales + padded_rows * 4;
+  const uint32_t ring = shared_address(staging) + warp * (kStages * slot_bytes);
+
+  // Tiles behind the last one are read as the last one, and not stored.
+  const auto tile_of = [&](int r) { return static_cast<int64_t>(min(warp_tile + r, p.num_tiles - 1)); };
+  const char* codes[kFp8Tiles];
+#pragma unroll
+  for (int r = 0; r < kFp8Tiles; ++r) {
+    codes[r] = static_cast<const char*>(p.codes) + tile_of(r) * p.num_chunks * 1024 + lane * 16;
+  }
+  // Lanes 0 and 1 of every eight (of f32 to 3) copy the scales of a tile.
+  const int member = lane & 7, group_shift = is_f32 ? 6 : 5;  // log2 of the bytes of a group
+  const bool copies_scales = lane < kFp8Tiles * 8 && member < (is_f32 ? 4 : 2);
+  const char* const groups =
+      static_cast<const char*>(p.scales) + member * 16 + (tile_of(lane >> 3) * p.num_groups << group_shift);
+  const uint32_t group_target = (lane >> 3) * kTileBytes + 2048 + member * 16;
+  const auto fill_weights = [&](uint32_t slot, int stage) {
+#pragma unroll
+    for (int step = 0; step < 4; ++step) {
+      // The last stage may have a single chunk; what it has in place of the other one meets zeros of x, and must not
+      // be the two codes that are no numbers.
+      const int64_t place = min(stage * 4 + step, p.num_chunks * 2 - 1) * 512;
+#pragma unroll
+      for (int r = 0; r < kFp8Tiles; ++r) {
+        copy_weights(slot + r * kTileBytes + step * 512 + lane * 16, codes[r] + place, true, policy);
+      }
+    }
+    const int group = min(stage / p.group_stages, p.num_groups - 1);
+    copy_weights(slot + group_target, groups + (static_cast<int64_t>(group) << group_shift), copies_scales, policy);
+  };
+
+#pragma unroll
+  for (int i = 0; i < kStages; ++i) {
+    if (begin + i < end) fill_weights(ring + i * slot_bytes, begin + i);
+    cp_async_commit();
+  }
+  dependency_launch();
+  dependency_wait();
+
+  // Eight lanes copy the codes of a token, and a lane the scales of four.
+  const char* const x = static_cast<const char*>(p.x) +
+                        static_cast<int64_t>(first_token + (lane >> 3)) * num_stages * 128 + (lane & 7) * 16;
+  const auto fill_inputs = [&](uint32_t slot, int stage) {
+#pragma unroll
+    for (int j = 0; j < kFragments * 2; ++j) {
+      const int token = j * 4 + (lane >> 3);
+      copy_16(slot + kFp8Tiles * kTileBytes + token * 128 + (lane & 7) * 16,
+              x + (static_cast<int64_t>(j) * 4 * num_stages + stage) * 128, token < num_rows);
+    }
+    copy_16(slot + token_scales + lane * 16, p.x_scales + static_cast<int64_t>(stage) * p.x_pitch + first_token + lane * 4,
+            lane * 4 < num_rows);
+  };
+#pragma unroll
+  for (int i = 0; i < kStages; ++i) {
+    if (begin + i < end) fill_inputs(ring + i * slot_bytes, begin + i);
+    cp_async_commit();
+  }
+
+  // Tokens behind the last one are read as the last one, and not stored.
+  uint32_t x_places[kFragments];
+#pragma unroll
+  for (int j = 0; j < kFragments; ++j) {
+    x_places[j] = kFp8Tiles * kTileBytes + min(j * 8 + row, num_rows - 1) * 128 + quarter * 4;
+  }
+  float sum[kFp8Tiles][kFragments][4] = {};
+  int slot_index = 0;
+  for (int stage = begin; stage < end; ++stage) {
+    const uint32_t slot = ring + slot_index * slot_bytes;
+    cp_async_wait<kStages - 1>();
+    __syncwarp();
+    float products[kFp8Tiles][kFragments][4] = {};
+#pragma unroll
+    for (int step = 0; step < 4; ++step) {
+      uint4 words[kFp8Tiles];
+#pragma unroll
+      for (int r = 0; r < kFp8Tiles; ++r) words[r] = shared_words(slot + r * kTileBytes + step * 512 + lane * 16);
+#if XSERV_FP8_MMA
+      uint32_t a[kFp8Tiles][4];
+#pragma unroll
+      for (int r = 0; r < kFp8Tiles; ++r) {
+        const uint4 v = words[r];
+        a[r][0] = __byte_perm(v.x, v.y, 0x6420), a[r][1] = __byte_perm(v.x, v.y, 0x7531);
+        a[r][2] = __byte_perm(v.z, v.w, 0x6420), a[r][3] = __byte_perm(v.z, v.w, 0x7531);
+      }
+#pragma unroll
+      for (int j = 0; j < kFragments; ++j) {
+        const uint32_t b0 = shared_word(slot + x_places[j] + step * 32);
+        const uint32_t b1 = shared_word(slot + x_places[j] + step * 32 + 16);
+#pragma unroll
+        for (int r = 0; r < kFp8Tiles; ++r) mma_e4m3(products[r][j], a[r], b0, b1);
+      }
+#else
+      uint32_t a[kFp8Tiles][2][4];
+#pragma unroll
+      for (int r = 0; r < kFp8Tiles; ++r) {
+        const Decoder<__half, Code::kFp8> decoder(0, false);
+        decoder.decode(words[r].x, words[r].y, a[r][0]);
+        decoder.decode(words[r].z, words[r].w, a[r][1]);
+      }
+#pragma unroll
+      for (int j = 0; j < kFragments; ++j) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          uint32_t b[2];
+          decode_four(shared_word(slot + x_places[j] + step * 32 + half * 16), b);
+#pragma unroll
+          for (int r = 0; r < kFp8Tiles; ++r) mma_m16n8k16<__half>(products[r][j], a[r][half], b[0], b[1]);
+        }
+      }
+#endif
+    }
+    float2 scales[kFp8Tiles];
+#pragma unroll
+    for (int r = 0; r < kFp8Tiles; ++r) {
+      scales[r] = scale_pair(shared_pair(slot + r * kTileBytes + 2048 + row * (is_f32 ? 8 : 4), is_f32), scale_type);
+    }
+#pragma unroll
+    for (int j = 0; j < kFragments; ++j) {
+      const int pair = min(j * 8 + quarter * 2, padded_rows - 2);
+      const float2 of_tokens = shared_floats(slot + token_scales + pair * 4);
+#pragma unroll
+      for (int r = 0; r < kFp8Tiles; ++r) {
+        const float(&v)[4] = products[r][j];
+        float(&total)[4] = sum[r][j];
+        total[0] = fmaf(v[0], of_tokens.x * scales[r].x, total[0]);
+        total[1] = fmaf(v[1], of_tokens.y * scales[r].x, total[1]);
+        total[2] = fmaf(v[2], of_tokens.x * scales[r].y, total[2]);
+        total[3] = fmaf(v[3], of_tokens.y * scales[r].y, total[3]);
+      }
+    }
+    __syncwarp();
+    if (stage + kStages < end) {
+      fill_weights(slot, stage + kStages);
+      fill_inputs(slot, stage + kStages);
+    }
+    cp_async_commit();
+    if (++slot_index == kStages) slot_index = 0;
+  }
+
+  // The sums take the place of all rings.
+  cp_async_wait<0>();
+  __syncthreads();
+  finish_quantised<T, kFp8Tiles, kFragments>(p, staging, sum, block_tile, first_token);
+}
+
+}  // namespace xserv
+
+// xserv_linear_fp8_<tokens>_<dtype>, for blocks of 256 threads.
+#define XSERV_FP8(TOKENS, STAGES, BLOCKS, SUFFIX, T)                                                              \
+  extern "C" __global__ void __launch_bounds__(256, BLOCKS)                                                       \
+      xserv_linear_fp8_##TOKENS##_##SUFFIX(const __grid_constant__ xserv::Fp8Params params) {                     \
+    xserv::fp8_product<T, (TOKENS + 7) / 8, STAGES>(params);                                                            \
+  }
+// Tokens, stages of a ring, blocks of a multiprocessor, which has shared memory for so many. Fragments have 8 tokens.
+#define XSERV_FP8_ALL(SUFFIX, T)  \
+  XSERV_FP8(4, 3, 2, SUFFIX, T)   \
+  XSERV_FP8(8, 2, 2, SUFFIX, T)   \
+  XSERV_FP8(16, 2, 2, SUFFIX, T)  \
+  XSERV_FP8(32, 2, 1, SUFFIX, T)  \
+  XSERV_FP8(64, 2, 1, SUFFIX, T)
+XSERV_FP8_ALL(f16, __half)
+XSERV_FP8_ALL(bf16, __nv_bfloat16)

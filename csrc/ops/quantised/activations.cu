@@ -1,0 +1,76 @@
+// Activations in FP8 (activations.cuh): their codes and scales, or their numbers.
+#include "common/layouts.cuh"
+#include "common/pdl.cuh"
+#include "ops/quantised/activations.cuh"
+
+namespace xserv {
+
+// Sixteen lanes have a group of 128 inputs. Lanes without one do as those of the last, for the exchange.
+struct GroupOfLane {
+  int token, group, eight;  // eight: which eight inputs of the group
+  bool is_there;
+
+  __device__ __forceinline__ GroupOfLane(int num_tokens, int num_groups) {
+    const int64_t index = static_cast<int64_t>(blockIdx.x) * (blockDim.x / 16) + threadIdx.x / 16;
+    const int64_t last = static_cast<int64_t>(num_tokens) * num_groups - 1, place = min(index, last);
+    token = static_cast<int>(place / num_groups);
+    group = static_cast<int>(place - static_cast<int64_t>(token) * num_groups);
+    eight = threadIdx.x & 15;
+    is_there = index <= last;
+  }
+};
+
+// x: [num_tokens, k], row-major, k a multiple of 8.
+template <typename T>
+__device__ __forceinline__ void quantise_activations(const T* x, uint8_t* codes, float* scales, int num_tokens, int k,
+                                                     int num_groups, int pitch) {
+  dependency_launch();
+  dependency_wait();
+  const GroupOfLane at(num_tokens, num_groups);
+  const int input = at.group * 128 + at.eight * 8;
+  uint4 v = make_uint4(0, 0, 0, 0);
+  if (input < k) v = load_activations(x + static_cast<int64_t>(at.token) * k + input);
+  float numbers[8];
+  unpack<T>(v, numbers);
+  uint32_t words[2];
+  const float scale = quantise_eight(numbers, words);
+  if (at.is_there) store_eight(codes, scales, at.token, at.group, at.eight, num_groups, pitch, words, scale);
+}
+
+// out: [num_tokens, k], for any k
+template <typename T>
+__device__ __forceinline__ void round_activations(const T* x, T* out, int num_tokens, int k, int num_groups) {
+  dependency_launch();
+  dependency_wait();
+  const GroupOfLane at(num_tokens, num_groups);
+  const int input = at.group * 128 + at.eight * 8;
+  const int64_t first = static_cast<int64_t>(at.token) * k + input;
+  float numbers[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) numbers[i] = input + i < k ? to_float(x[first + i]) : 0.0f;
+  uint32_t words[2];
+  const float scale = quantise_eight(numbers, words);
+  if (!at.is_there) return;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const float number = e4m3_number(words[i / 4] >> (i % 4 * 8) & 0xff) * scale;
+    if (input + i < k) out[first + i] = from_float<T>(number);
+  }
+}
+
+}  // namespace xserv
+
+#define XSERV_ACTIVATIONS(SUFFIX, T)                                                                              \
+  extern "C" __global__ void __launch_bounds__(256)                                                               \
+      xserv_quantise_activations_##SUFFIX(const T* x, uint8_t* codes, float* scales, int num_tokens, int k,       \
+                                          int num_groups, int pitch) {                                            \
+    xserv::quantise_activations<T>(x, codes, scales, num_tokens, k, num_groups, pitch);                           \
+  }
+#define XSERV_ROUND(SUFFIX, T)                                                                                    \
+  extern "C" __global__ void __launch_bounds__(256)                                                               \
+      xserv_round_activations_##SUFFIX(const T* x, T* out, int num_tokens, int k, int num_groups) {               \
+    xserv::round_activations<T>(x, out, num_tokens, k, num_groups);                                               \
+  }
+XSERV_ACTIVATIONS(f16, __half)
+XSERV_ACTIVATIONS(bf16, __nv_bfloat16)
+XSERV_FOR_EACH_DTYPE(XSERV_ROUND)

@@ -1,0 +1,304 @@
+//! Linear layers whose weights and activations are both FP8, for more than a few tokens on Hopper:
+//! `csrc/ops/linear/fp8_many.cu`.
+
+use crate::backend::cuda::{
+    kernel_struct, kernels, Arguments, CudaContext, Kernel, Launch, TensorMap,
+};
+use crate::backend::ComputeContext;
+use crate::error::{Error, Result};
+use crate::memory::{DType, Tensor};
+use crate::ops::common::contiguous::{cuda, float};
+use crate::ops::linear::cuda_quantised_blocks::{
+    epilogue_number, fp8_group_stages as group_stages, fp8_stages as num_stages, MULTIPROCESSORS,
+};
+use crate::ops::linear::Epilogue;
+use crate::ops::quantised::activations::INPUT_GROUP;
+use crate::ops::quantised::cuda::{scale_number, QuantisedTiles};
+use crate::ops::quantised::cuda_activations::QuantisedInputs;
+use crate::ops::quantised::tiles::{TileLayout, TILE_ROWS};
+
+kernel_struct! {
+    /// The kernel has the same struct.
+    #[derive(Clone, Copy)]
+    pub(in crate::ops) struct Fp8ManyParams {
+        x: TensorMap,
+        x_scales: TensorMap,
+        codes: TensorMap,
+        scales: TensorMap,
+        out: *mut u8,
+        bias: *mut u8,
+        ldo: i64,
+        num_tokens: i32,
+        n: i32,
+        num_stages: i32,
+        group_stages: i32,
+        token_box: i32,
+        scale_type: i32,
+        epilogue: i32,
+        row_tiles: i32,
+        token_tiles: i32,
+        token_group: i32,
+    }
+}
+
+/// Whether the chip and the build have these kernels.
+pub(super) fn has_fp8_many(context: &ComputeContext) -> Result<bool> {
+    let Ok(cuda) = cuda(context) else { return Ok(false) };
+    Ok(cuda.device().info().compute_capability == (9, 0)
+        && cuda.has_kernel(kernels::LINEAR_FP8_MANY_32X2.bf16)?)
+}
+
+/// The elements of a tile's codes in a stage: pairs of words.
+const STAGE_ELEMENTS: usize = 256;
+/// So many tokens are computed before the next rows: their x stays in the L2.
+const GROUP_TOKENS: usize = 2048;
+
+/// The tiles of a block, as instantiated at the end of the source.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Shape {
+    tokens: usize,
+    /// The groups of four warps, each with 64 rows.
+    groups: usize,
+    /// How long a stage takes, in units of 10 ns; measured on an H200.
+    stage_cost: usize,
+}
+
+const SHAPES: [Shape; 6] = {
+    const fn shape(tokens: usize, groups: usize, stage_cost: usize) -> Shape {
+        Shape { tokens, groups, stage_cost }
+    }
+    [
+        shape(32, 2, 38),
+        shape(32, 3, 69),
+        shape(64, 2, 44),
+        shape(64, 3, 74),
+        shape(128, 2, 61),
+        shape(192, 2, 91),
+    ]
+};
+
+/// How many blocks of clusters of so many the chip holds at a time: 8 groups of 16 to 18
+/// multiprocessors, which no cluster leaves.
+const ROOM: [(usize, usize); 6] = [
+    (1, MULTIPROCESSORS as usize),
+    (2, MULTIPROCESSORS as usize),
+    (3, 120),
+    (4, 120),
+    (5, 110),
+    (6, 96),
+];
+/// What a kernel takes beside its tiles, what a tile takes beside its stages, and what the sum over a
+/// cluster takes, in the same units.
+const KERNEL_COST: usize = 180;
+const TILE_COST: usize = 220;
+const SUM_COST: usize = 50;
+/// What a cluster takes to follow another one, which blocks by themselves do not.
+const AGAIN_COST: usize = 510;
+
+impl Shape {
+    fn tiles(self) -> usize {
+        4 * self.groups
+    }
+
+    /// The bytes of shared memory, as the struct `Fp8Many` counts them.
+    fn shared_bytes(self) -> usize {
+        let stage = self.tokens * (INPUT_GROUP + 4) + self.tiles() * (TILE_ROWS * INPUT_GROUP + 64);
+        let stage = stage.next_multiple_of(1024);
+        let stages = ((226 << 10) / stage).min(10);
+        let sums = self.tiles() * self.tokens * 64;
+        (stages * stage).max(sums) + stages * 16
+    }
+
+    fn kernel(self, dtype: DType) -> Option<Kernel> {
+        let kernel = match (self.tokens, self.groups) {
+            (32, 2) => kernels::LINEAR_FP8_MANY_32X2,
+            (32, 3) => kernels::LINEAR_FP8_MANY_32X3,
+            (64, 2) => kernels::LINEAR_FP8_MANY_64X2,
+            (64, 3) => kernels::LINEAR_FP8_MANY_64X3,
+            (128, 2) => kernels::LINEAR_FP8_MANY_128X2,
+            (192, 2) => kernels::LINEAR_FP8_MANY_192X2,
+            _ => return None,
+        };
+        kernel.of(dtype)
+    }
+}
+
+/// How a product is divided.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Fp8ManyDivision {
+    shape: Shape,
+    /// The blocks of a cluster, which share the inputs.
+    splits: usize,
+}
+
+impl Fp8ManyDivision {
+    /// Returns the division of a product by its sizes that takes the least time. No measurement is
+    /// made, so it is the same on every load.
+    pub(super) fn choose(num_tokens: usize, layout: &TileLayout) -> Option<Self> {
+        let splits = ROOM.iter().map(|&(splits, _)| splits);
+        let all =
+            splits.flat_map(|splits| SHAPES.map(move |shape| Fp8ManyDivision { shape, splits }));
+        all.filter(|division| division.splits <= num_stages(layout))
+            .min_by_key(|division| (division.cost(num_tokens, layout), division.splits))
+    }
+
+    fn units(&self, num_tokens: usize, layout: &TileLayout) -> usize {
+        layout.num_tiles().div_ceil(self.shape.tiles()) * num_tokens.div_ceil(self.shape.tokens)
+    }
+
+    /// About how long the product takes, in units of 10 ns.
+    pub(super) fn cost(&self, num_tokens: usize, layout: &TileLayout) -> usize {
+        let blocks = self.units(num_tokens, layout).saturating_mul(self.splits);
+        let room = ROOM.iter().find(|&&(splits, _)| splits == self.splits);
+        let room = room.map_or(1, |&(_, room)| room);
+        let stages = num_stages(layout).div_ceil(self.splits);
+        let sum = if self.splits > 1 { SUM_COST } else { 0 };
+        // Blocks by themselves stay for several tiles, clusters begin anew.
+        let again = if self.splits > 1 { AGAIN_COST } else { 0 };
+        let tile = TILE_COST + sum + stages * self.shape.stage_cost;
+        let waves = blocks.div_ceil(room);
+        KERNEL_COST + waves.saturating_mul(tile) + waves.saturating_sub(1) * again
+    }
+
+    /// Launches the product; the operator ([`cuda_fp8`](super::cuda_fp8)) has checked the operands.
+    pub(super) fn launch(
+        &self,
+        cuda: &CudaContext,
+        x: &QuantisedInputs,
+        weight: &QuantisedTiles<'_>,
+        bias: Option<&Tensor>,
+        epilogue: Epilogue,
+        out: &Tensor,
+    ) -> Result<()> {
+        let dtype = float("out", out)?;
+        let (layout, regions) = (weight.layout(), weight.regions());
+        let [num_tokens, n] = [0, 1].map(|i| out.shape().get(i).copied().unwrap_or(0));
+        let Shape { tokens, groups, .. } = self.shape;
+        let units = self.units(num_tokens as usize, layout);
+        let blocks = match self.splits {
+            1 => units.min(MULTIPROCESSORS as usize),
+            splits => units.saturating_mul(splits),
+        };
+        let (Some(kernel), Ok(_), Ok(blocks)) =
+            (self.shape.kernel(dtype), i32::try_from(units), i32::try_from(blocks))
+        else {
+            return Err(Error::internal(format!(
+                "no FP8 product of {num_tokens} tokens with {layout:?} in {dtype}"
+            )));
+        };
+        let launch = Launch {
+            grid: (blocks as u32, 1, 1),
+            block: (groups as u32 + 1) * 128,
+            shared_bytes: self.shape.shared_bytes() as u32,
+        };
+        // Elements outside of x are copied more slowly than others.
+        let token_box = tokens.min((num_tokens as usize).next_multiple_of(8));
+        let (tiles, of_block) = (layout.num_tiles(), self.shape.tiles());
+        let scale_bytes = if layout.format().scale == DType::F32 { 4 } else { 2 };
+        let token_rows = [num_tokens as usize, x.num_groups() * INPUT_GROUP];
+        let code_shape = [tiles, layout.num_chunks() * STAGE_ELEMENTS / 2];
+        let scale_shape = [tiles, layout.num_groups(), TILE_ROWS];
+        // SAFETY: the regions of the tiles have these sizes, as their layout says, and so have the
+        // codes and the scales of x; the caller of the operator keeps both until the stream has done
+        // this.
+        let params = unsafe {
+            Fp8ManyParams {
+                x: TensorMap::swizzled_bytes(cuda, x.codes(), token_rows, token_box)?,
+                x_scales: TensorMap::packed(
+                    cuda,
+                    x.scales(),
+                    4,
+                    [x.num_groups(), x.pitch()],
+                    [1, token_box],
+                )?,
+                codes: TensorMap::packed(
+                    cuda,
+                    regions.codes,
+                    8,
+                    code_shape,
+                    [of_block, STAGE_ELEMENTS],
+                )?,
+                scales: TensorMap::packed(
+                    cuda,
+                    regions.scales,
+                    scale_bytes,
+                    scale_shape,
+                    [of_block, 1, TILE_ROWS],
+                )?,
+                out: out.data(),
+                bias: bias.map_or(std::ptr::null_mut(), |bias| bias.data()),
+                ldo: n,
+                num_tokens: num_tokens as i32,
+                n: n as i32,
+                num_stages: num_stages(layout) as i32,
+                group_stages: group_stages(layout) as i32,
+                token_box: token_box as i32,
+                scale_type: scale_number(layout.format().scale),
+                epilogue: epilogue_number(epilogue),
+                row_tiles: tiles.div_ceil(of_block) as i32,
+                token_tiles: (num_tokens as usize).div_ceil(tokens) as i32,
+                token_group: GROUP_TOKENS.div_ceil(tokens) as i32,
+            }
+        };
+        let arguments = Arguments::new().value(&params);
+        // SAFETY: the argument of the kernel; the copy engine reads nothing outside the tensors of its
+        // maps, and the stores are bounded by num_tokens and n.
+        unsafe { cuda.launch_clusters(kernel, launch, self.splits as u32, arguments) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ops::quantised::{Code, QuantFormat};
+
+    fn layout(rows: usize, k: usize) -> TileLayout {
+        let format = QuantFormat {
+            code: Code::Fp8,
+            group_size: 128,
+            has_zeros: false,
+            scale: DType::BF16,
+            quantises_inputs: true,
+        };
+        TileLayout::new(rows, k, format, false).unwrap()
+    }
+
+    #[test]
+    fn every_product_of_many_tokens_has_a_kernel() {
+        for (rows, k) in
+            [(6144, 4096), (24_576, 4096), (4096, 12_288), (1024, 3072), (8, 64), (40, 72)]
+        {
+            let layout = layout(rows, k);
+            for num_tokens in (1..300).chain([2048, 8192]) {
+                let division = Fp8ManyDivision::choose(num_tokens, &layout).unwrap();
+                assert!(division.splits <= num_stages(&layout));
+                assert!(division.shape.shared_bytes() <= 227 << 10);
+                for dtype in [DType::F16, DType::BF16] {
+                    assert!(division.shape.kernel(dtype).is_some());
+                }
+            }
+        }
+    }
+
+    /// The fastest when all divisions were measured, or one within 6 % of it.
+    #[test]
+    fn the_division_is_one_that_was_fast() {
+        for (num_tokens, rows, k, chosen) in [
+            (32, 6144, 4096, (32, 2, 2)),
+            (32, 4096, 4096, (32, 2, 3)),
+            (32, 24_576, 4096, (32, 3, 1)),
+            (32, 4096, 12_288, (32, 2, 3)),
+            (64, 24_576, 4096, (64, 3, 1)),
+            (64, 4096, 12_288, (64, 2, 3)),
+            (128, 24_576, 4096, (128, 2, 1)),
+            (256, 4096, 12_288, (128, 2, 2)),
+            (2048, 4096, 4096, (128, 2, 1)),
+            (2048, 6144, 4096, (192, 2, 1)),
+        ] {
+            let layout = layout(rows, k);
+            let Fp8ManyDivision { shape, splits } =
+                Fp8ManyDivision::choose(num_tokens, &layout).unwrap();
+            assert_eq!((shape.tokens, shape.groups, splits), chosen, "{num_tokens} {rows} {k}");
+        }
+    }
+}

@@ -1,0 +1,158 @@
+//! Activations in e4m3 on a GPU: `csrc/ops/quantised/activations.cu`. What they are is said in
+//! [`activations`](super::activations).
+
+use super::activations::INPUT_GROUP;
+use crate::backend::cuda::{kernels, Arguments, Launch};
+use crate::backend::{ComputeContext, DeviceTensor};
+use crate::error::{Error, Result};
+use crate::memory::{ElementType, Tensor};
+use crate::ops::common::contiguous::{check, cuda, float, matrix_size};
+
+/// The threads of a block, and how many of them have a group of inputs.
+const THREADS: u32 = 256;
+const GROUP_THREADS: usize = 16;
+/// Where the scales begin is a multiple of so many bytes, as the copy engine needs.
+const ALIGNMENT: usize = 256;
+const WHAT: &str = "activations in 8 bits";
+
+/// The codes of activations `[num_rows, in_features]`, each row filled up to whole groups of inputs
+/// with zeros, and their scales `[num_groups, pitch]`, in f32, the rows being neighbours. The
+/// kernels read the codes of a row in an order of their own.
+#[derive(Debug)]
+pub struct QuantisedInputs {
+    memory: DeviceTensor,
+    num_rows: usize,
+    in_features: usize,
+}
+
+/// The sizes of such activations.
+#[derive(Clone, Copy, Debug)]
+struct Sizes {
+    first_scale: usize,
+    bytes: usize,
+}
+
+impl Sizes {
+    /// `None` if an address has not enough bits.
+    fn of(num_rows: usize, in_features: usize) -> Option<Self> {
+        let num_groups = in_features.div_ceil(INPUT_GROUP);
+        let pitch = num_rows.checked_next_multiple_of(4)?;
+        let codes = num_groups.checked_mul(INPUT_GROUP)?.checked_mul(num_rows)?;
+        let first_scale = codes.checked_next_multiple_of(ALIGNMENT)?;
+        let scales = num_groups.checked_mul(pitch)?.checked_mul(size_of::<f32>())?;
+        let bytes = first_scale.checked_add(scales)?.checked_next_multiple_of(ALIGNMENT)?;
+        Some(Sizes { first_scale, bytes })
+    }
+}
+
+/// Returns the device memory of activations in 8 bits; the most there is if that cannot be counted.
+pub fn quantised_inputs_bytes(num_rows: usize, in_features: usize) -> usize {
+    Sizes::of(num_rows, in_features).map_or(usize::MAX, |sizes| sizes.bytes)
+}
+
+impl QuantisedInputs {
+    /// Takes memory for activations, which say nothing yet.
+    pub fn new(context: &ComputeContext, num_rows: usize, in_features: usize) -> Result<Self> {
+        let words = quantised_inputs_bytes(num_rows, in_features) / size_of::<i32>();
+        let memory = DeviceTensor::temporary(context, ElementType::I32, &[words], WHAT)?;
+        Ok(QuantisedInputs { memory, num_rows, in_features })
+    }
+
+    /// The rows.
+    pub fn num_rows(&self) -> usize {
+        self.num_rows
+    }
+
+    /// The inputs of a row, without those that fill it up.
+    pub fn in_features(&self) -> usize {
+        self.in_features
+    }
+
+    /// All of the memory as words: the codes, four a word, and the scales.
+    pub fn words(&self) -> &DeviceTensor {
+        &self.memory
+    }
+
+    /// The byte at which the scales begin.
+    pub fn scales_start(&self) -> usize {
+        Sizes::of(self.num_rows, self.in_features).map_or(0, |sizes| sizes.first_scale)
+    }
+
+    /// The groups of a row.
+    pub(in crate::ops) fn num_groups(&self) -> usize {
+        self.in_features.div_ceil(INPUT_GROUP)
+    }
+
+    /// The scales of a group: those of the rows, and up to three more.
+    pub(in crate::ops) fn pitch(&self) -> usize {
+        self.num_rows.next_multiple_of(4)
+    }
+
+    /// The codes, in rows of whole groups.
+    pub(in crate::ops) fn codes(&self) -> *mut u8 {
+        self.memory.data()
+    }
+
+    /// The scales.
+    pub(in crate::ops) fn scales(&self) -> *mut u8 {
+        self.memory.data().wrapping_add(self.scales_start())
+    }
+}
+
+/// A launch for all groups of a matrix.
+fn launch(num_rows: usize, num_groups: usize) -> Result<Launch> {
+    let groups = num_rows.saturating_mul(num_groups);
+    let blocks = groups.div_ceil(THREADS as usize / GROUP_THREADS);
+    let blocks = i32::try_from(blocks)
+        .map_err(|_| Error::unsupported(format!("{num_rows} rows of {num_groups} x 128 inputs")))?;
+    Ok(Launch::linear(blocks as u32, THREADS))
+}
+
+/// Quantises x `[num_rows, in_features]`, of f16 or bf16, in_features a multiple of 8.
+pub fn quantise_inputs(context: &ComputeContext, x: &Tensor, out: &QuantisedInputs) -> Result<()> {
+    let dtype = float("x", x)?;
+    check("x", x, x.element(), &[out.num_rows as i64, out.in_features as i64])?;
+    let is_aligned = (x.data() as usize).is_multiple_of(16);
+    if !is_aligned || !out.in_features.is_multiple_of(8) {
+        return Err(Error::internal(format!(
+            "activations at {:?} of {} inputs in 8 bits",
+            x.data(),
+            out.in_features
+        )));
+    }
+    if x.is_empty() {
+        return Ok(());
+    }
+    let kernel = kernels::QUANTISE_ACTIVATIONS.of_half(dtype)?;
+    let arguments = Arguments::new()
+        .tensor(x)
+        .pointer(out.codes())
+        .pointer(out.scales())
+        .i32(out.num_rows as i32)
+        .i32(out.in_features as i32)
+        .i32(out.num_groups() as i32)
+        .i32(out.pitch() as i32);
+    // SAFETY: the arguments of the kernel; it reads x, which has these rows, and writes a row of codes and
+    // the scales of each, for which `out` has memory.
+    unsafe {
+        let launch = launch(out.num_rows, out.num_groups())?;
+        cuda(context)?.launch_overlapping(kernel, launch, arguments)
+    }
+}
+
+/// Replaces activations by what they are in e4m3, rounded to their type: x, out `[num_rows,
+/// in_features]`, of one type.
+pub fn round_inputs(context: &ComputeContext, x: &Tensor, out: &Tensor) -> Result<()> {
+    let (dtype, (num_rows, k)) = (float("x", x)?, matrix_size("x", x)?);
+    check("out", out, x.element(), x.shape())?;
+    if x.is_empty() {
+        return Ok(());
+    }
+    let num_groups = (k as usize).div_ceil(INPUT_GROUP);
+    let launch = launch(num_rows as usize, num_groups)?;
+    let arguments =
+        Arguments::new().tensor(x).tensor(out).i32(num_rows as i32).i32(k).i32(num_groups as i32);
+    let kernel = kernels::ROUND_ACTIVATIONS.of(dtype);
+    // SAFETY: the arguments of the kernel; both tensors have these rows and columns.
+    unsafe { cuda(context)?.launch_overlapping(kernel, launch, arguments) }
+}
