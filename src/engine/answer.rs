@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::engine::Engine;
 use super::generate::random_seed;
-use super::request::{AnswerFormat, Prompt, Request};
+use super::request::{AnswerFormat, Prompt, Request, ToolChoice};
 use crate::error::{Error, Result};
 use crate::text::{
     format_of, parse_tools, start_of, Answer, AnswerRules, AnswerStart, ToolForm, ToolTypes,
@@ -57,6 +57,8 @@ impl Engine {
         };
         let types = types_of(tools)?;
         let form = match (format, shown) {
+            // Calls are neither asked for nor read, however they are written.
+            _ if request.tool_choice == ToolChoice::None => ToolForm::None,
             (AnswerFormat::Named(form), _) => form,
             // A model that quotes a call means none.
             (AnswerFormat::Auto, Prompt::Chat(_)) if types.is_empty() => ToolForm::None,

@@ -98,14 +98,18 @@ pub enum xserv_constraint_kind {
     XSERV_CONSTRAINT_CHOICE = 5,
 }
 
-/// Which tools an answer calls (xserv_request.tool_choice). A call has the form in which the model's chat
-/// template writes calls, and arguments that the JSON schema of its tool allows.
+/// Which tools an answer calls (xserv_request.tool_choice). A call that must be made is written as the
+/// model's chat template writes calls, to the blank, without the id that some write; its arguments are what
+/// the JSON schema of its tool allows. Where the template writes arguments as plain text between tags, strings
+/// have no quotes; a schema that allows strings and other values allows no string that would be read as
+/// one of the others, and none of the others that would be read as a string.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum xserv_tool_choice {
     /// As the model likes; nothing keeps its calls to their schemas.
     XSERV_TOOL_CHOICE_AUTO = 0,
-    /// None: the model is not shown the tools.
+    /// None: the model is not shown the tools, and nothing that it writes is taken for a call, whatever
+    /// xserv_request.answer_format says. A constraint can be given as without tools.
     XSERV_TOOL_CHOICE_NONE = 1,
     /// The answer is exactly one call, of any of the tools. A model that thinks may think first.
     XSERV_TOOL_CHOICE_REQUIRED = 2,

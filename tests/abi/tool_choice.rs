@@ -259,6 +259,40 @@ fn no_tool_is_shown_or_read_with_none() {
     let auto = xserv_request { tool_choice: XSERV_TOOL_CHOICE_AUTO as u32, ..none };
     assert!(model.generate(&auto).unwrap().num_prompt_tokens > prompt);
     assert_eq!(generate(&model, &auto)[0].calls.len(), 1);
+    // Nor is one read by a format that the request names; a thought is.
+    let thought = format!("<think>\nThe time.\n</think>\n\n{call}<|im_end|>");
+    let ids = model.tokenize(&thought).unwrap();
+    for format in [XSERV_ANSWER_JSON_TAGS, XSERV_ANSWER_AUTO, XSERV_ANSWER_THINKING] {
+        let thinking = xserv_request {
+            template_variables_json: ptr::null(),
+            first_tokens: ids.as_ptr(),
+            num_first_tokens: ids.len(),
+            answer_format: format as u32,
+            ..none
+        };
+        let found = &generate(&model, &thinking)[0];
+        assert_eq!((found.calls.len(), found.content.as_str()), (0, call), "{format:?}");
+        assert_eq!(found.reasoning, "The time.", "{format:?}");
+    }
+    // A form of the content can stand beside it, as no call is forced.
+    let regex = "a+";
+    let found = &generate(
+        &model,
+        &xserv_request {
+            first_tokens: ptr::null(),
+            num_first_tokens: 0,
+            constraint_kind: xserv_constraint_kind::XSERV_CONSTRAINT_REGEX as u32,
+            constraint: regex.as_ptr() as *const c_char,
+            constraint_len: regex.len(),
+            max_tokens: 5,
+            ..none
+        },
+    )[0];
+    assert!(
+        found.content.chars().all(|it| it == 'a') && !found.content.is_empty(),
+        "{}",
+        found.content
+    );
 }
 
 #[test]

@@ -3,9 +3,9 @@
 
 use std::fmt::Write as _;
 
-use serde_json::{json, Map, Value};
+use serde_json::{json, Value};
 
-use super::call_schema::{arguments_of, parameters_of, quoted, rebase};
+use super::call_schema::{arguments_of, parameters_of, quoted};
 use super::parser::AnswerStart;
 use super::tag::THINK_TAGS;
 use crate::error::Result;
@@ -18,13 +18,11 @@ const VALUE: u32 = 1;
 /// Templates of some models take ids of nine letters and digits only.
 const ID: &str = "000000000";
 
-/// What is between the beginning and the end of a call.
+/// How the name and the arguments of a call are written, to the blank.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Shape {
-    /// An object of the name and the arguments.
-    Object { name_key: String, arguments_key: String },
-    /// The name, this text, and an object of the arguments.
-    Named { between: String },
+    /// The name and then an object of the arguments, with these texts before, between and after them.
+    Json { around: [String; 3], name_is_json: bool },
     /// `<function=NAME>` and the parameters one by one, as text.
     Parameters,
 }
@@ -106,21 +104,8 @@ impl CallForm {
         // An object that begins before the name.
         if let Some(begin) = before.rfind('{').filter(|_| named.starts_with('"')) {
             let (object, rest) = first_value(own.get(begin..)?)?;
-            let keys = |wanted: &Value| {
-                let found = object.as_object()?.iter().filter(|(_, value)| *value == wanted);
-                let mut found = found.map(|(key, _)| key.clone());
-                found.next().filter(|_| found.next().is_none())
-            };
-            let name_key = keys(&json!(PROBE))?;
-            let arguments_key = keys(&json!({ PARAMETER: VALUE }))?;
-            // The program that calls the tool gives ids.
-            let others = object.as_object()?.iter().filter(|(key, value)| {
-                **key != name_key && **key != arguments_key && **value != json!(ID)
-            });
-            if others.count() > 0 {
-                return None;
-            }
-            return form(own.get(..begin)?, rest, Shape::Object { name_key, arguments_key });
+            let written = own.get(begin..)?.strip_suffix(rest)?;
+            return form(own.get(..begin)?, rest, around_parts(&object, written)?);
         }
         let object = named.find('{')?;
         let (arguments, rest) = first_value(named.get(object..)?)?;
@@ -131,18 +116,19 @@ impl CallForm {
         if !(is_call && is_plain) {
             return None;
         }
-        form(before, rest, Shape::Named { between })
+        let around = [String::new(), between, String::new()];
+        form(before, rest, Shape::Json { around, name_is_json: false })
     }
 
     /// The call of the probe in this form.
     pub fn example(&self) -> String {
         let Self { before, after, shape } = self;
-        let arguments = json!({ PARAMETER: VALUE });
         let call = match shape {
-            Shape::Object { name_key, arguments_key } => {
-                json!({ name_key: PROBE, arguments_key: arguments }).to_string()
+            Shape::Json { around: [begin, between, end], name_is_json } => {
+                let quote = if *name_is_json { "\"" } else { "" };
+                let arguments = format!("{{\"{PARAMETER}\": {VALUE}}}");
+                format!("{begin}{quote}{PROBE}{quote}{between}{arguments}{end}")
             }
-            Shape::Named { between } => format!("{PROBE}{between}{arguments}"),
             Shape::Parameters => format!(
                 "<function={PROBE}>\n<parameter={PARAMETER}>\n{VALUE}\n</parameter>\n</function>"
             ),
@@ -168,30 +154,12 @@ impl CallForm {
         let mut calls = Vec::new();
         for (index, (name, parameters)) in tools.iter().enumerate() {
             let body = match &self.shape {
-                Shape::Object { name_key, arguments_key } => {
-                    let mut arguments = match parameters {
-                        Value::Object(_) => (*parameters).clone(),
-                        _ => json!({ "type": "object" }),
-                    };
-                    rebase(&mut arguments, &format!("/properties/{}", pointer(arguments_key)));
-                    if let Value::Object(object) = &mut arguments {
-                        object.entry("type").or_insert_with(|| "object".into());
-                    }
-                    let mut schema = Map::new();
-                    schema.insert("type".into(), "object".into());
-                    let properties =
-                        json!({ name_key: { "const": name }, arguments_key: arguments });
-                    schema.insert("properties".into(), properties);
-                    schema.insert("required".into(), json!([name_key, arguments_key]));
-                    schema.insert("additionalProperties".into(), false.into());
-                    format!("%json {}", Value::Object(schema))
-                }
-                Shape::Named { between } => {
-                    let (arguments, shared) = arguments_of(parameters);
-                    let mut schema = arguments.as_object().cloned().unwrap_or_default();
-                    schema.extend(shared);
-                    let between = literal(between, tokenizer);
-                    format!("{}{between} %json {}", quoted(name), Value::Object(schema))
+                Shape::Json { around: [begin, between, end], name_is_json } => {
+                    let name = if *name_is_json { &quoted(name) } else { *name };
+                    let arguments = Value::Object(arguments_of(parameters));
+                    let [begin, between, end] =
+                        [begin, between, end].map(|text| literal(text, tokenizer));
+                    format!("{begin} {}{between} %json {arguments}{end}", quoted(name))
                 }
                 Shape::Parameters => {
                     let begin = quoted(&format!("<function={name}>\n"));
@@ -236,11 +204,6 @@ fn thought(start: AnswerStart, tokenizer: &Tokenizer, rules: &mut String) -> &'s
     }
 }
 
-/// Returns a key as a part of a JSON pointer.
-fn pointer(key: &str) -> String {
-    key.replace('~', "~0").replace('/', "~1")
-}
-
 /// Returns a text as Lark writes it, with its special tokens by their ids; nothing of an empty one.
 fn literal(text: &str, tokenizer: &Tokenizer) -> String {
     let mut rest = text;
@@ -269,6 +232,50 @@ fn literal(text: &str, tokenizer: &Tokenizer) -> String {
 fn common_prefix(a: &str, b: &str) -> usize {
     let mut same = a.char_indices().zip(b.chars()).take_while(|((_, a), b)| a == b);
     same.by_ref().last().map_or(0, |((at, character), _)| at + character.len_utf8())
+}
+
+/// Returns the texts around the name and the arguments of a call that is an object, as it is written.
+/// `None` if it has other members than these and an id, which whoever calls the tool gives.
+fn around_parts(object: &Value, written: &str) -> Option<Shape> {
+    let object = object.as_object()?;
+    let key_of = |wanted: Value| {
+        let mut found = object.iter().filter(|(_, value)| **value == wanted).map(|(key, _)| key);
+        found.next().filter(|_| found.next().is_none())
+    };
+    key_of(json!(PROBE))?;
+    key_of(json!({ PARAMETER: VALUE }))?;
+    let without_id = match object.len() {
+        2 => written.to_owned(),
+        3 => {
+            let member = json!(key_of(json!(ID))?).to_string();
+            let begin = written.find(&member)?;
+            let end = begin + written.get(begin..)?.find(ID)? + ID.len() + 1;
+            let (before, after) = (written.get(..begin)?.trim_end(), written.get(end..)?);
+            match before.strip_suffix(',') {
+                Some(before) => format!("{before}{after}"),
+                None => format!(
+                    "{}{}",
+                    written.get(..begin)?,
+                    after.trim_start().strip_prefix(',')?.trim_start()
+                ),
+            }
+        }
+        _ => return None,
+    };
+    let name = format!("\"{PROBE}\"");
+    let name = (without_id.find(&name)?, name.len());
+    let mut braces = without_id.match_indices('{').map(|(at, _)| at);
+    let arguments = braces.find_map(|at| {
+        let (value, rest) = first_value(without_id.get(at..)?)?;
+        let len = without_id.len() - at - rest.len();
+        (value == json!({ PARAMETER: VALUE })).then_some((at, len))
+    })?;
+    let around = [
+        without_id.get(..name.0)?.to_owned(),
+        without_id.get(name.0 + name.1..arguments.0)?.to_owned(),
+        without_id.get(arguments.0 + arguments.1..)?.to_owned(),
+    ];
+    Some(Shape::Json { around, name_is_json: true })
 }
 
 /// Returns the JSON value with which a text begins, and the rest.

@@ -8,6 +8,7 @@
 mod call_form;
 mod call_object;
 mod call_schema;
+mod call_values;
 mod detect;
 mod event;
 mod json;
