@@ -53,14 +53,15 @@ enum Source {
     Chat(String),
 }
 
-/// Which tools an answer calls. A call has the form in which the model's chat template writes calls, and
-/// arguments that the JSON schema of its tool allows.
+/// Which tools an answer calls. A call that must be made is written as the model's chat template writes
+/// calls, and its arguments are what the JSON schema of its tool allows.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum ToolChoice {
     /// As the model likes; nothing keeps its calls to their schemas.
     #[default]
     Auto,
-    /// None: the model is not shown the tools.
+    /// None: the model is not shown the tools, and nothing that it writes is taken for a call, whatever
+    /// [`Request::answer_format`] says.
     None,
     /// The answer is exactly one call, of any of the tools. A model that thinks may think first.
     Required,

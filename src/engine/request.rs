@@ -58,7 +58,7 @@ pub enum ToolChoice<'a> {
     /// As the model likes.
     #[default]
     Auto,
-    /// None: the model is not shown the tools.
+    /// None: the model is not shown the tools, and no call is read.
     None,
     /// The answer is one call, of any of the tools, after a thought where the model may have one.
     Required,

@@ -298,7 +298,7 @@ pub struct xserv_request {
     /// XSERV_TOOL_CHOICE_REQUIRED and _NAMED need tools_json and are constraints, as those of
     /// constraint_kind, beside which they cannot be given; XSERV_STATUS_UNSUPPORTED if the model's chat
     /// template writes calls in no form that is known, or in one that cannot be kept to a tool's schema.
-    /// tool_calls of the result tell the call with an answer_format.
+    /// With an answer_format the call is in tool_calls of the result.
     pub tool_choice: u32,
     /// Unused, 0.
     pub reserved3: u32,
