@@ -1577,8 +1577,11 @@ typedef enum xserv_constraint_kind {
 } xserv_constraint_kind;
 
 /**
- * Which tools an answer calls (xserv_request.tool_choice). A call has the form in which the model's chat
- * template writes calls, and arguments that the JSON schema of its tool allows.
+ * Which tools an answer calls (xserv_request.tool_choice). A call that must be made is written as the
+ * model's chat template writes calls, to the blank, without the id that some write; its arguments are what
+ * the JSON schema of its tool allows. Where the template writes arguments as plain text between tags, strings
+ * have no quotes; a schema that allows strings and other values allows no string that would be read as
+ * one of the others, and none of the others that would be read as a string.
  */
 typedef enum xserv_tool_choice {
   /**
@@ -1586,7 +1589,8 @@ typedef enum xserv_tool_choice {
    */
   XSERV_TOOL_CHOICE_AUTO = 0,
   /**
-   * None: the model is not shown the tools.
+   * None: the model is not shown the tools, and nothing that it writes is taken for a call, whatever
+   * xserv_request.answer_format says. A constraint can be given as without tools.
    */
   XSERV_TOOL_CHOICE_NONE = 1,
   /**
@@ -1950,7 +1954,7 @@ typedef struct xserv_request {
    * XSERV_TOOL_CHOICE_REQUIRED and _NAMED need tools_json and are constraints, as those of
    * constraint_kind, beside which they cannot be given; XSERV_STATUS_UNSUPPORTED if the model's chat
    * template writes calls in no form that is known, or in one that cannot be kept to a tool's schema.
-   * tool_calls of the result tell the call with an answer_format.
+   * With an answer_format the call is in tool_calls of the result.
    */
   uint32_t tool_choice;
   /**

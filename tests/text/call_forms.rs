@@ -480,6 +480,15 @@ fn strings_are_written_bare_wherever_a_schema_says_that_they_are_strings() {
             vec![("1".to_owned(), json!(1)), ("km".to_owned(), json!("km"))],
             vec!["2"],
         ),
+        (
+            json!({ "enum": [1, "km", null, true] }),
+            vec![
+                ("1".to_owned(), json!(1)),
+                ("km".to_owned(), json!("km")),
+                ("null".to_owned(), Value::Null),
+            ],
+            vec!["true", "2"],
+        ),
         // No strings at all.
         (point.clone(), vec![("{\"x\": 1}".to_owned(), json!({ "x": 1 }))], vec!["Rome", "{}"]),
         (

@@ -5,7 +5,8 @@ use std::fmt::Write as _;
 
 use serde_json::{json, Value};
 
-use super::call_schema::{arguments_of, parameters_of, quoted};
+use super::call_schema::{arguments_of, parameters_of};
+use super::call_values::quoted;
 use super::parser::AnswerStart;
 use super::tag::THINK_TAGS;
 use crate::error::Result;

@@ -4,19 +4,8 @@ use std::fmt::Write as _;
 
 use serde_json::{Map, Value};
 
-use super::call_values::Values;
+use super::call_values::{quoted, Values, REMARKS, SHARED};
 use crate::error::{Error, Result};
-
-/// Where schemas keep those that they refer to, which stay at the root.
-pub(super) const SHARED: [&str; 2] = ["$defs", "definitions"];
-/// Keywords that say nothing of what is allowed.
-pub(super) const REMARKS: [&str; 8] =
-    ["description", "title", "default", "examples", "$schema", "$comment", "$id", "deprecated"];
-
-/// Returns a text as Lark writes it.
-pub(super) fn quoted(text: &str) -> String {
-    Value::from(text).to_string()
-}
 
 /// Returns the schema of a tool's arguments, which are an object: any one if the tool has no schema.
 pub(super) fn arguments_of(parameters: &Value) -> Map<String, Value> {

@@ -10,9 +10,13 @@ use std::fmt::Write as _;
 
 use serde_json::{json, Value};
 
-use super::call_schema::{quoted, REMARKS, SHARED};
 use super::types::{Kind, Kinds};
 
+/// Where schemas keep those that they refer to, which stay at the root.
+pub(super) const SHARED: [&str; 2] = ["$defs", "definitions"];
+/// Keywords that say nothing of what is allowed.
+pub(super) const REMARKS: [&str; 8] =
+    ["description", "title", "default", "examples", "$schema", "$comment", "$id", "deprecated"];
 /// References and alternatives in each other before a schema is given up: some lead in a circle.
 const MAX_DEPTH: usize = 16;
 /// Alternatives of one value.
@@ -41,6 +45,11 @@ const OF_OTHERS: [&str; 16] = [
     "maxProperties",
 ];
 
+/// Returns a text as Lark writes it.
+pub(super) fn quoted(text: &str) -> String {
+    Value::from(text).to_string()
+}
+
 type Found<T> = std::result::Result<T, String>;
 
 /// The values that a schema allows, by how they are written.
@@ -60,14 +69,14 @@ impl Values {
         let kinds = Kinds::of(schema, root);
         let mut values = Values { kinds, json: vec![], listed: vec![], lengths: vec![] };
         values.add(schema, root, MAX_DEPTH)?;
-        values.drop_misread(root);
+        let json = std::mem::take(&mut values.json);
+        values.json = json.into_iter().filter(|schema| values.reads(schema, root)).collect();
         values.check_listed()?;
         Ok(values)
     }
 
     fn add(&mut self, schema: &Value, root: &Value, depth: usize) -> Found<()> {
-        let count = self.json.len() + self.listed.len() + self.lengths.len();
-        if depth == 0 || count > MAX_ALTERNATIVES {
+        if depth == 0 || self.json.len() + self.lengths.len() > MAX_ALTERNATIVES {
             let what = "references or alternatives that are too many or lead in a circle";
             return Err(what.to_owned());
         }
@@ -134,7 +143,11 @@ impl Values {
             let (texts, others): (Vec<_>, Vec<_>) =
                 values.iter().filter(is_allowed).partition(|value| value.is_string());
             self.listed.extend(texts.into_iter().filter_map(Value::as_str).map(str::to_owned));
-            self.json.extend(others.into_iter().map(|value| json!({ "enum": [value] })));
+            let is_read = |value: &&Value| self.reads(&json!({ "const": value }), root);
+            let others: Vec<_> = others.into_iter().filter(is_read).collect();
+            if !others.is_empty() {
+                self.json.push(json!({ "enum": others }));
+            }
             return Ok(());
         }
         let any = [json!("string")];
@@ -170,11 +183,11 @@ impl Values {
         tried.get(..text).unwrap_or_default()
     }
 
-    /// Leaves out the values that would be read as strings.
-    fn drop_misread(&mut self, root: &Value) {
-        let read = self.before_text().to_vec();
-        let is_read = |kind: &Kind| *kind == Kind::Null || read.contains(kind);
-        self.json.retain(|schema| Kinds::of(schema, root).tried().iter().all(is_read));
+    /// Whether no value of this schema, which has no strings, would be read as a string.
+    fn reads(&self, schema: &Value, root: &Value) -> bool {
+        let read = self.before_text();
+        let mut kinds = Kinds::of(schema, root).tried().to_vec().into_iter();
+        kinds.all(|kind| kind == Kind::Null || read.contains(&kind))
     }
 
     /// Checks that the strings that are listed are read as they are.
