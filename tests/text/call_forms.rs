@@ -24,6 +24,11 @@ const XML: &str = r"{%- for message in messages %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}";
 
+/// Writes a call of a tool with arguments.
+type Writer<'a> = &'a dyn Fn(&str, &str) -> String;
+/// A value as it is written, and as JSON.
+type Written = (String, Value);
+
 /// A model's way of calling: a template, and a tokenizer that goes with it.
 struct Model {
     source: String,
@@ -200,7 +205,7 @@ fn grammars_take_a_call_of_a_tool_and_nothing_else() {
     let tags = object("arguments", "<tool_call>\n", "\n</tool_call>");
     let bare = object("parameters", "", "");
     let marked = object("arguments", "[TOOL_CALLS] [", "]");
-    let forms: [(Model, &dyn Fn(&str, &str) -> String); 3] =
+    let forms: [(Model, Writer<'_>); 3] =
         [(json_tags(), &tags), (bare_json(), &bare), (marked_json(), &marked)];
     for (model, call) in &forms {
         for (name, arguments) in [
@@ -423,7 +428,7 @@ fn strings_are_written_bare_wherever_a_schema_says_that_they_are_strings() {
         all.push(("null".to_owned(), Value::Null));
         all
     };
-    let cases: Vec<(Value, Vec<(String, Value)>, Vec<&str>)> = vec![
+    let cases: Vec<(Value, Vec<Written>, Vec<&str>)> = vec![
         (text.clone(), same(&free), vec![]),
         (json!({ "$ref": "#/$defs/far", "description": "a town" }), same(&free), vec![]),
         (json!({ "anyOf": [text, nothing] }), or_null(&free), vec![]),
@@ -525,7 +530,7 @@ fn strings_are_written_bare_wherever_a_schema_says_that_they_are_strings() {
 
 #[test]
 fn schemas_that_plain_text_cannot_follow_are_refused() {
-    let (model, json) = (xml_tags(), json_tags());
+    let model = xml_tags();
     for (schema, words) in [
         (json!({ "$ref": "#/$defs/circle" }), "circle"),
         (json!({ "$ref": "#/$defs/self" }), "circle"),
@@ -552,14 +557,25 @@ fn schemas_that_plain_text_cannot_follow_are_refused() {
         let message = model.matcher(&tools, AnswerStart::AfterThought).err().unwrap_or_default();
         assert!(message.contains(words) && message.contains("at \"a\""), "{schema}: {message}");
     }
-    // References in JSON are followed by what makes the grammar, which ends, too.
-    for schema in ["#/$defs/circle", "#/$defs/self"] {
+}
+
+/// In JSON they are followed by what matches the text, which ends.
+#[test]
+fn references_that_lead_in_a_circle_end() {
+    let (plain, tags) = (xml_tags(), json_tags());
+    for (schema, items, expected) in [
+        ("#/$defs/circle", "[]", true),
+        ("#/$defs/circle", "[1]", false),
+        ("#/$defs/self", "[\"x\", \"y\"]", true),
+        ("#/$defs/self", "[1]", false),
+        ("#/$defs/node", "[{\"next\": {\"next\": {}}}]", true),
+    ] {
         let tool = tool_of(&json!({ "type": "array", "items": { "$ref": schema } }));
         let tools = [("tool", &tool["parameters"])];
-        for model in [&model, &json] {
-            if let Err(message) = model.matcher(&tools, AnswerStart::AfterThought) {
-                assert!(!message.is_empty(), "{schema}: {message}");
-            }
+        let call = format!("{{\"name\": \"tool\", \"arguments\": {{\"a\": {items}}}}}");
+        let call = format!("<tool_call>\n{call}\n</tool_call>");
+        for (model, text) in [(&plain, with_value(items)), (&tags, call)] {
+            assert_eq!(model.takes(&tools, AnswerStart::AfterThought, &text), expected, "{text}");
         }
     }
 }

@@ -133,7 +133,8 @@ class CallForms(unittest.TestCase):
             with xserv.Model(folder) as model:
                 # So small a model may else go on with blanks, which JSON allows.
                 closing = {str(token): 20.0 for token in model.tokenize("}")}
-                body = {"model": NAME, "messages": story(), "tools": [tool], "max_tokens": 60, "logit_bias": closing}
+                sampling = {"max_tokens": 60, "seed": 1, "logit_bias": closing}
+                body = {"model": NAME, "messages": story(), "tools": [tool], **sampling}
 
                 async def send():
                     app = create_app(model, Settings([NAME], log_requests=False))
