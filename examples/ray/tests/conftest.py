@@ -38,14 +38,15 @@ def free_port():
         return chosen.getsockname()[1]
 
 
-def until(condition, what):
+def until(condition, what, seconds=NEVER):
     """Waits until a condition holds, and returns what it gives."""
-    end = time.monotonic() + NEVER
+    end = time.monotonic() + seconds
     while True:
         found = condition()
         if found:
             return found
-        assert time.monotonic() < end, f"waited in vain for {what}"
+        if time.monotonic() >= end:
+            raise TimeoutError(f"waited in vain for {what}")
         time.sleep(0.1)
 
 

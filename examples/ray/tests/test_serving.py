@@ -1,6 +1,7 @@
 """Two replicas answer as one server does."""
 
 import asyncio
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -97,15 +98,35 @@ def test_turns_find_their_prefix_and_both_replicas_work(two):
     assert sum(worked) > 0 and min(worked) > 0, worked
 
 
-def test_who_leaves_stops_its_generation(two):
-    before = sum(two.metric("xserv_requests_disconnected_total").values())
-    body = {"model": NAME, "prompt": "Once", "max_tokens": 2000, "ignore_eos": True}
-    with httpx.stream("POST", two.url + "/v1/completions", json={**body, "stream": True}, timeout=NEVER) as answer:
+def leaves_after_one_event(url, body, patience):
+    with httpx.stream("POST", url, json={**body, "stream": True}, timeout=NEVER) as answer:
         next(answer.iter_lines())
-    with pytest.raises(httpx.TimeoutException):
-        httpx.post(two.url + "/v1/completions", json=body, timeout=0.3)
-    until(lambda: sum(two.metric("xserv_samples_admitted").values()) == 0, "the samples to end")
-    until(lambda: sum(two.metric("xserv_requests_disconnected_total").values()) >= before + 2, "the counts")
+
+
+def leaves_before_the_answer(url, body, patience):
+    with contextlib.suppress(httpx.TimeoutException):
+        httpx.post(url, json=body, timeout=patience)
+
+
+@pytest.mark.parametrize("leaves", [leaves_after_one_event, leaves_before_the_answer])
+def test_who_leaves_stops_its_generation(two, leaves):
+    """One who leaves early may do so before a replica has the request, one who leaves late after its last token."""
+    body = {"model": NAME, "prompt": "Once", "max_tokens": 2000, "ignore_eos": True}
+
+    def generated():
+        return sum(two.metric("xserv_engine_generated_tokens_total").values())
+
+    for patience in (0.3, 1, 3, 0.3, 1, 3, 10):
+        counted = sum(two.metric("xserv_requests_disconnected_total").values())
+        before = generated()
+        leaves(two.url + "/v1/completions", body, patience)
+        until(lambda: sum(two.metric("xserv_samples_admitted").values()) == 0, "the samples to end")
+        with contextlib.suppress(TimeoutError):
+            until(lambda: sum(two.metric("xserv_requests_disconnected_total").values()) > counted, "the count", 5)
+            break
+    else:
+        raise AssertionError("nobody who left was counted")
+    assert generated() - before < 2000
     assert sum(two.metric("xserv_kv_cache_blocks_used").values()) == 0
 
 

@@ -6,6 +6,7 @@ use llguidance::toktrie::InferenceCapabilities;
 use llguidance::{Matcher, ParserFactory};
 use serde_json::json;
 
+use super::kept::{KeptMatchers, Key};
 use super::limits::{check_depth, check_repetitions, num_repetitions};
 use super::matcher::GrammarMatcher;
 use super::schema;
@@ -40,6 +41,7 @@ const STACK_BYTES: usize = 16 << 20;
 pub struct GrammarCompiler {
     factory: ParserFactory,
     vocab_size: usize,
+    kept: KeptMatchers,
 }
 
 impl GrammarCompiler {
@@ -60,22 +62,32 @@ impl GrammarCompiler {
             limits.max_grammar_size = MAX_GRAMMAR_SIZE;
             limits.precompute_large_lexemes = true;
             limits.verbose_errors = false;
-            Ok(GrammarCompiler { factory, vocab_size })
+            Ok(GrammarCompiler { factory, vocab_size, kept: KeptMatchers::default() })
         })
     }
 
-    /// Compiles a constraint. It takes milliseconds as a rule and at most two seconds; what the crate
-    /// does not implement is refused with a sentence that says where it is.
+    /// Compiles a constraint. It takes milliseconds as a rule and at most two seconds, less if it is one of
+    /// the last that were compiled; what the crate does not implement is refused with a sentence that says
+    /// where it is.
     pub fn compile(&self, constraint: &Constraint<'_>) -> Result<GrammarMatcher> {
         let len = checked_len(constraint)?;
+        let key = Key::of(constraint);
+        if let Some(kept) = key.as_ref().and_then(|key| self.kept.get(key)) {
+            return kept;
+        }
         check_room(ROOM.saturating_add(len.saturating_mul(ROOM_PER_BYTE)), "a constraint")?;
         threads::run_apart("xserv-grammar", STACK_BYTES, || {
             let name = constraint.name();
-            guarded(ErrorKind::Unsupported, name, || self.compile_here(constraint)).context(|| name)
+            let compiled = || self.compile_here(constraint, key);
+            guarded(ErrorKind::Unsupported, name, compiled).context(|| name)
         })
     }
 
-    fn compile_here(&self, constraint: &Constraint<'_>) -> Result<GrammarMatcher> {
+    fn compile_here(
+        &self,
+        constraint: &Constraint<'_>,
+        key: Option<Key>,
+    ) -> Result<GrammarMatcher> {
         let mut given = None;
         let grammar = match constraint {
             Constraint::JsonSchema(text) => {
@@ -90,18 +102,23 @@ impl GrammarCompiler {
             Constraint::Grammar(grammar) => TopLevelGrammar::from_lark((*grammar).to_owned()),
             Constraint::Choice(choices) => TopLevelGrammar::from_regex(&any_of(choices)),
         };
-        let mut matcher = Matcher::new(self.factory.create_parser(grammar));
-        let Some(message) = matcher.get_error() else {
-            // Whether anything fits is known with the first mask only.
-            return match matcher.compute_mask() {
-                Ok(_) => Ok(GrammarMatcher::new(matcher, self.vocab_size)),
-                Err(error) => Err(refused(&error.to_string())),
-            };
-        };
-        Err(match &given {
-            Some(schema) => refused(&schema::located(schema, &message)),
-            None => refused(&message),
-        })
+        let parser = self.factory.create_parser(grammar);
+        let automaton_bytes =
+            parser.as_ref().map_or(0, |parser| parser.parser.lexer_stats().num_bytes);
+        let mut matcher = Matcher::new(parser);
+        if let Some(message) = matcher.get_error() {
+            return Err(match &given {
+                Some(schema) => refused(&schema::located(schema, &message)),
+                None => refused(&message),
+            });
+        }
+        // Whether anything fits is known with the first mask only.
+        matcher.compute_mask().map_err(|error| refused(&error.to_string()))?;
+        let made = GrammarMatcher::new(matcher, self.vocab_size);
+        if let (Some(key), Ok(copy)) = (key, made.try_clone()) {
+            self.kept.keep(key, copy, automaton_bytes);
+        }
+        Ok(made)
     }
 }
 

@@ -8,6 +8,7 @@
 //! constraint.
 
 mod compiler;
+mod kept;
 mod limits;
 mod matcher;
 mod schema;
