@@ -1577,6 +1577,34 @@ typedef enum xserv_constraint_kind {
 } xserv_constraint_kind;
 
 /**
+ * Which tools an answer calls (xserv_request.tool_choice). A call that must be made is written as the
+ * model's chat template writes calls, to the blank, without the id that some write; its arguments are what
+ * the JSON schema of its tool allows. Where the template writes arguments as plain text between tags, strings
+ * have no quotes; a schema that allows strings and other values allows no string that would be read as
+ * one of the others, and none of the others that would be read as a string.
+ */
+typedef enum xserv_tool_choice {
+  /**
+   * As the model likes; nothing keeps its calls to their schemas.
+   */
+  XSERV_TOOL_CHOICE_AUTO = 0,
+  /**
+   * None: the model is not shown the tools, and nothing that it writes is taken for a call, whatever
+   * xserv_request.answer_format says. A constraint can be given as without tools.
+   */
+  XSERV_TOOL_CHOICE_NONE = 1,
+  /**
+   * The answer is exactly one call, of any of the tools. A model that thinks may think first.
+   */
+  XSERV_TOOL_CHOICE_REQUIRED = 2,
+  /**
+   * The answer is exactly one call of the tool xserv_request.tool_choice_name. A model that thinks may
+   * think first.
+   */
+  XSERV_TOOL_CHOICE_NAMED = 3,
+} xserv_tool_choice;
+
+/**
  * A number that is added to the logit of a token, for xserv_request.logit_bias.
  */
 typedef struct xserv_logit_bias {
@@ -1921,6 +1949,22 @@ typedef struct xserv_request {
    * Number of choices, at most 4096.
    */
   size_t num_choices;
+  /**
+   * An xserv_tool_choice; others than XSERV_TOOL_CHOICE_AUTO (default) need messages_json.
+   * XSERV_TOOL_CHOICE_REQUIRED and _NAMED need tools_json and are constraints, as those of
+   * constraint_kind, beside which they cannot be given; XSERV_STATUS_UNSUPPORTED if the model's chat
+   * template writes calls in no form that is known, or in one that cannot be kept to a tool's schema.
+   * With an answer_format the call is in tool_calls of the result.
+   */
+  uint32_t tool_choice;
+  /**
+   * Unused, 0.
+   */
+  uint32_t reserved3;
+  /**
+   * With XSERV_TOOL_CHOICE_NAMED: the name of one of the tools, UTF-8 and NUL-terminated; else NULL.
+   */
+  const char *tool_choice_name;
 } xserv_request;
 
 /**

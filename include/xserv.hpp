@@ -523,6 +523,16 @@ class Request {
   Request &answer_format(xserv_answer_format format) {
     return raw_.answer_format = static_cast<std::uint32_t>(format), *this;
   }
+  /* Which of tools() the answer calls: as the model likes, none, or exactly one, any of them or the one of this
+   * name, with arguments that its JSON schema allows. See xserv_tool_choice. */
+  Request &tool_choice(xserv_tool_choice choice) {
+    tool_choice_name_.reset();
+    return raw_.tool_choice = static_cast<std::uint32_t>(choice), *this;
+  }
+  Request &tool_choice(std::string name) {
+    raw_.tool_choice = XSERV_TOOL_CHOICE_NAMED;
+    return tool_choice_name_ = std::move(name), *this;
+  }
   /* Special tokens written in messages and tools become their ids: only for text that you trust. */
   Request &parse_special_in_messages(bool on) { return raw_.parse_special_in_messages = on, *this; }
   Request &ignore_eos(bool on) { return raw_.ignore_eos = on, *this; }
@@ -589,6 +599,7 @@ class Request {
         raw.choices = choices.data(), raw.num_choices = choices.size();
         break;
     }
+    if (tool_choice_name_) raw.tool_choice_name = detail::c_string(*tool_choice_name_, "the name of a tool");
     raw.logit_bias = biases_.data(), raw.num_logit_bias = biases_.size();
     raw.cancel = cancel_.get();
     if (!on_logits_) return f(raw);
@@ -616,6 +627,7 @@ class Request {
   std::vector<TokenId> tokens_, stop_tokens_, first_tokens_;
   std::vector<LogitBias> biases_;
   std::vector<std::string> stop_strings_, choices_;
+  std::optional<std::string> tool_choice_name_;
   std::shared_ptr<xserv_cancel_token> cancel_;
 };
 

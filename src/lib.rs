@@ -75,7 +75,7 @@ pub use api::{
     parse_response, Answer, AnswerFormat, AnswerPart, CancelToken, DType, DeviceChoice, Error,
     ErrorKind, Event, FinishReason, Generation, LoadOptions, LogProbs, LogitsEvent, Message, Model,
     PromptLogProbs, Request, Response, Result, Sampling, Stream, TokenLogProb, TokenScore,
-    ToolCall, ToolForm, WeightStorage,
+    ToolCall, ToolChoice, ToolForm, WeightStorage,
 };
 
 /// The Rust program of README.md is run as a test.

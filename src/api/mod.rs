@@ -34,5 +34,5 @@ pub use crate::engine::{
 pub use crate::error::{Error, ErrorKind, Result};
 pub use crate::memory::DType;
 pub use model::Model;
-pub use request::{Message, Request};
+pub use request::{Message, Request, ToolChoice};
 pub use stream::{Stream, TextStream};

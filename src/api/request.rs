@@ -53,6 +53,33 @@ enum Source {
     Chat(String),
 }
 
+/// Which tools an answer calls. A call that must be made is written as the model's chat template writes
+/// calls, and its arguments are what the JSON schema of its tool allows.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum ToolChoice {
+    /// As the model likes; nothing keeps its calls to their schemas.
+    #[default]
+    Auto,
+    /// None: the model is not shown the tools, and nothing that it writes is taken for a call, whatever
+    /// [`Request::answer_format`] says.
+    None,
+    /// The answer is exactly one call, of any of the tools. A model that thinks may think first.
+    Required,
+    /// The answer is exactly one call of the tool of this name.
+    Named(String),
+}
+
+impl ToolChoice {
+    fn as_engine(&self) -> engine::ToolChoice<'_> {
+        match self {
+            ToolChoice::Auto => engine::ToolChoice::Auto,
+            ToolChoice::None => engine::ToolChoice::None,
+            ToolChoice::Required => engine::ToolChoice::Required,
+            ToolChoice::Named(name) => engine::ToolChoice::Named(name),
+        }
+    }
+}
+
 /// The form of an answer; [`engine::Constraint`] with texts of its own.
 #[derive(Clone, Debug)]
 enum Form {
@@ -109,6 +136,7 @@ pub struct Request {
     min_tokens: u32,
     first_tokens: Vec<u32>,
     form: Option<Form>,
+    tool_choice: ToolChoice,
     log_probs: Option<LogProbsWanted>,
     prompt_log_probs: Option<u32>,
     answer_format: Option<AnswerFormat>,
@@ -138,6 +166,7 @@ impl Request {
             min_tokens: 0,
             first_tokens: Vec::new(),
             form: None,
+            tool_choice: ToolChoice::default(),
             log_probs: None,
             prompt_log_probs: None,
             answer_format: None,
@@ -299,6 +328,13 @@ impl Request {
         self
     }
 
+    /// Which of the tools the answer calls. Default: [`ToolChoice::Auto`]; the others need a conversation, and a call
+    /// that must be made needs tools and no other form of the answer.
+    pub fn tool_choice(mut self, choice: ToolChoice) -> Self {
+        self.tool_choice = choice;
+        self
+    }
+
     /// Takes the answer apart into thoughts, content and calls of tools: see [`Event::Answer`](super::Event::Answer) and
     /// [`Generation::answer`](super::Generation::answer).
     pub fn answer_format(mut self, format: AnswerFormat) -> Self {
@@ -407,6 +443,7 @@ impl Request {
             min_tokens: self.min_tokens,
             first_tokens: &self.first_tokens,
             constraint: self.form.as_ref().map(Form::as_engine),
+            tool_choice: self.tool_choice.as_engine(),
             log_probs: self.log_probs,
             prompt_log_probs: self.prompt_log_probs,
             answer_format: self.answer_format,

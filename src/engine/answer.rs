@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::engine::Engine;
 use super::generate::random_seed;
-use super::request::{AnswerFormat, Prompt, Request};
+use super::request::{AnswerFormat, Prompt, Request, ToolChoice};
 use crate::error::{Error, Result};
 use crate::text::{
     format_of, parse_tools, start_of, Answer, AnswerRules, AnswerStart, ToolForm, ToolTypes,
@@ -28,12 +28,19 @@ pub struct Response<'a> {
 
 impl Engine {
     /// The form in which the model writes calls of tools.
-    fn tool_form(&self) -> ToolForm {
+    pub(super) fn tool_form(&self) -> ToolForm {
         let template = self.chat_template().ok().map(|template| template.source());
         let tokenizer = self.tokenizer().ok();
         format_of(template, |token| {
             tokenizer.is_some_and(|tokenizer| tokenizer.token_to_id(token).is_some())
         })
+    }
+
+    /// Where an answer begins that goes on with a prompt of these tokens.
+    pub(super) fn answer_start(&self, prompt: &[u32]) -> Result<AnswerStart> {
+        let tail = prompt.len().saturating_sub(MAX_LOOKED_AT);
+        let text = self.tokenizer()?.decode(prompt.get(tail..).unwrap_or_default(), false)?;
+        Ok(start_of(&text))
     }
 
     /// How the answers to a request are taken apart, whose prompt is these tokens.
@@ -43,13 +50,15 @@ impl Engine {
         prompt: &[u32],
     ) -> Result<Option<AnswerRules>> {
         let Some(format) = request.answer_format else { return Ok(None) };
-        let tokenizer = self.tokenizer()?;
-        let tools = match request.prompt {
+        let shown = request.shown_prompt();
+        let tools = match shown {
             Prompt::Chat(chat) => chat.tools,
             Prompt::Text { .. } | Prompt::TokenIds(_) => None,
         };
         let types = types_of(tools)?;
-        let form = match (format, request.prompt) {
+        let form = match (format, shown) {
+            // Calls are neither asked for nor read, however they are written.
+            _ if request.tool_choice == ToolChoice::None => ToolForm::None,
             (AnswerFormat::Named(form), _) => form,
             // A model that quotes a call means none.
             (AnswerFormat::Auto, Prompt::Chat(_)) if types.is_empty() => ToolForm::None,
@@ -60,9 +69,7 @@ impl Engine {
                 form => form,
             },
         };
-        let tail = prompt.len().saturating_sub(MAX_LOOKED_AT);
-        let text = tokenizer.decode(prompt.get(tail..).unwrap_or_default(), false)?;
-        let start = start_of(&text);
+        let start = self.answer_start(prompt)?;
         Ok(Some(AnswerRules { form, start, types: Arc::new(types), id_seed: random_seed() }))
     }
 }

@@ -5,21 +5,25 @@ use std::sync::Arc;
 use super::constrained::Constrained;
 use super::engine::Engine;
 use super::request::Request;
+use super::tool_choice::constraint_of;
 use crate::error::{Context, Error, ErrorKind, Result};
 use crate::text::{GrammarMatcher, Progress};
 
 impl Engine {
-    /// Compiles the constraint of a request, if it has one; `ends` are the tokens that end it. The first
+    /// Compiles the constraint of a request, if it has one or must be the call of a tool; `prompt` is what
+    /// the answer goes on with, `ends` are the tokens that end it. The first
     /// tokens of the request must fit.
     pub(super) fn constrain(
         &self,
         request: &Request<'_>,
+        prompt: &[u32],
         ends: &Arc<Vec<u32>>,
     ) -> Result<Option<Constrained>> {
-        let Some(constraint) = &request.constraint else { return Ok(None) };
+        let calls = self.call_grammar(request, || self.answer_start(prompt))?;
+        let Some(constraint) = constraint_of(request, calls.as_deref()) else { return Ok(None) };
         let tokenizer = self.tokenizer()?;
         let compiler = self.constraints.get(tokenizer, self.shape().vocab_size)?;
-        let matcher = compiler.compile(constraint)?;
+        let matcher = compiler.compile(&constraint)?;
         if !request.first_tokens.is_empty() {
             follow(matcher.try_clone()?, request.first_tokens, ends)?;
         }

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use super::constrained::LazyCompiler;
 use super::generation_config::GenerationConfig;
@@ -15,7 +15,7 @@ use crate::model::folder::Folder;
 use crate::model::{Model, ModelConfig};
 use crate::ops::kv_cache::layout::BLOCK_SIZE;
 use crate::process::Process;
-use crate::text::{ChatTemplate, Detokenizer, SpecialTokens, Tokenizer};
+use crate::text::{CallForm, ChatTemplate, Detokenizer, SpecialTokens, Tokenizer};
 
 /// The sizes of a model that users ask for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -57,6 +57,8 @@ pub struct Engine {
     pub(super) chat_template: Result<ChatTemplate>,
     pub(super) no_special_tokens: SpecialTokens,
     pub(super) constraints: LazyCompiler,
+    /// How the model writes calls, once a request has asked; `None` in no form that is known.
+    pub(super) call_form: OnceLock<Option<CallForm>>,
     pub(super) generation_config: GenerationConfig,
     pub(super) service: Service,
     pub(super) max_context_tokens: u64,

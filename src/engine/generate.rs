@@ -197,7 +197,7 @@ impl Engine {
         // Tokenizing a long prompt would be in vain.
         let (ids, stopped) = match stopped() {
             Some(reason) => (Vec::new(), Some(reason)),
-            None => match self.prompt_ids(&request.prompt, &|| stopped().is_some()) {
+            None => match self.prompt_ids(&request.shown_prompt(), &|| stopped().is_some()) {
                 Err(error) if error.kind() == ErrorKind::Cancelled => {
                     (Vec::new(), stopped().or(Some(FinishReason::Cancelled)))
                 }
@@ -229,7 +229,7 @@ impl Engine {
         // A request that is over already has no answer.
         let constrained = match stopped {
             Some(_) => None,
-            None => self.constrain(request, &stop_token_ids)?,
+            None => self.constrain(request, &ids, &stop_token_ids)?,
         };
         let inbox = Arc::new(Inbox::new(
             num_samples as usize,

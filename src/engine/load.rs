@@ -200,6 +200,7 @@ impl Engine {
             chat_template,
             no_special_tokens: SpecialTokens::default(),
             constraints: LazyCompiler::default(),
+            call_form: Default::default(),
             generation_config,
             service,
             max_context_tokens,

@@ -14,6 +14,7 @@
 //! engine      the handle of a loaded model; prompt and generate: requests on their way in
 //! evaluate    logits and scores of given tokens; prompt_work: those of a request's prompt
 //! constraint  the constraint of a request on its way in; constrained: what keeps a sequence to it
+//! tool_choice which tools an answer may, must or must not call
 //! scheduler   who takes part in a step (policy, no model)
 //! preemption  who loses its blocks, and how it gets on; swap: blocks that wait on the host
 //! block_pool  the blocks of the KV cache and the prefix cache
@@ -78,6 +79,7 @@ mod swap;
 mod text_files;
 mod ticket;
 mod tokenizer_reader;
+mod tool_choice;
 mod worker;
 
 pub use answer::{parse_response, Response};
@@ -94,6 +96,7 @@ pub use plan::{plan, Plan};
 pub use prompt_log_probs::PromptLogProbs;
 pub use request::{
     AnswerFormat, CancelToken, ChatPrompt, FinishReason, LogProbsWanted, Prompt, Request,
+    ToolChoice,
 };
 pub use sampler::{Sampler, SamplingOverrides, SamplingParams};
 pub use scheduler::Scheduler;

@@ -52,6 +52,20 @@ pub enum AnswerFormat {
     Named(ToolForm),
 }
 
+/// Which tools an answer calls.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum ToolChoice<'a> {
+    /// As the model likes.
+    #[default]
+    Auto,
+    /// None: the model is not shown the tools, and no call is read.
+    None,
+    /// The answer is one call, of any of the tools, after a thought where the model may have one.
+    Required,
+    /// The answer is one call of the tool of this name.
+    Named(&'a str),
+}
+
 /// The prompt that a generation continues.
 #[derive(Clone, Copy, Debug)]
 pub enum Prompt<'a> {
@@ -108,6 +122,8 @@ pub struct Request<'a> {
     pub first_tokens: &'a [u32],
     /// The form that the text of the answer takes.
     pub constraint: Option<Constraint<'a>>,
+    /// Which tools of a conversation the answer calls.
+    pub tool_choice: ToolChoice<'a>,
     /// `None`: no log-probabilities.
     pub log_probs: Option<LogProbsWanted>,
     /// The number of likeliest tokens in the place of each token of the prompt that are told with its

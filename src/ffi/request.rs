@@ -17,7 +17,7 @@ use super::text::chat_prompt;
 use super::types::{XSERV_NUL_TERMINATED, XSERV_SEED_RANDOM, XSERV_UNSET_FLOAT, XSERV_UNSET_INT};
 use crate::engine::{
     CancelToken, Constraint, LogProbsWanted, LogitBias, Prompt, Request, SamplingOverrides,
-    MAX_LOGIT_BIASES,
+    ToolChoice, MAX_LOGIT_BIASES,
 };
 use crate::error::{try_with_capacity, Error, Result};
 use crate::text::MAX_CHOICES;
@@ -96,6 +96,26 @@ pub enum xserv_constraint_kind {
     XSERV_CONSTRAINT_GRAMMAR = 4,
     /// One of the texts in xserv_request.choices.
     XSERV_CONSTRAINT_CHOICE = 5,
+}
+
+/// Which tools an answer calls (xserv_request.tool_choice). A call that must be made is written as the
+/// model's chat template writes calls, to the blank, without the id that some write; its arguments are what
+/// the JSON schema of its tool allows. Where the template writes arguments as plain text between tags, strings
+/// have no quotes; a schema that allows strings and other values allows no string that would be read as
+/// one of the others, and none of the others that would be read as a string.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum xserv_tool_choice {
+    /// As the model likes; nothing keeps its calls to their schemas.
+    XSERV_TOOL_CHOICE_AUTO = 0,
+    /// None: the model is not shown the tools, and nothing that it writes is taken for a call, whatever
+    /// xserv_request.answer_format says. A constraint can be given as without tools.
+    XSERV_TOOL_CHOICE_NONE = 1,
+    /// The answer is exactly one call, of any of the tools. A model that thinks may think first.
+    XSERV_TOOL_CHOICE_REQUIRED = 2,
+    /// The answer is exactly one call of the tool xserv_request.tool_choice_name. A model that thinks may
+    /// think first.
+    XSERV_TOOL_CHOICE_NAMED = 3,
 }
 
 /// A request to generate. Fill with xserv_request_default(), then set exactly one of prompt,
@@ -274,16 +294,26 @@ pub struct xserv_request {
     pub choices: *const *const c_char,
     /// Number of choices, at most 4096.
     pub num_choices: usize,
+    /// An xserv_tool_choice; others than XSERV_TOOL_CHOICE_AUTO (default) need messages_json.
+    /// XSERV_TOOL_CHOICE_REQUIRED and _NAMED need tools_json and are constraints, as those of
+    /// constraint_kind, beside which they cannot be given; XSERV_STATUS_UNSUPPORTED if the model's chat
+    /// template writes calls in no form that is known, or in one that cannot be kept to a tool's schema.
+    /// With an answer_format the call is in tool_calls of the result.
+    pub tool_choice: u32,
+    /// Unused, 0.
+    pub reserved3: u32,
+    /// With XSERV_TOOL_CHOICE_NAMED: the name of one of the tools, UTF-8 and NUL-terminated; else NULL.
+    pub tool_choice_name: *const c_char,
 }
 
 // SAFETY: repr(C), struct_size first, integers, floats, pointers and a nullable function pointer; a caller
 // who passes one that is none breaks the contract of that field.
 unsafe impl GrowingStruct for xserv_request {
-    const SIZES: &'static [usize] = &[176, 288];
+    const SIZES: &'static [usize] = &[176, 304];
     const NAME: &'static str = "xserv_request";
     const HOW: &'static str = "fill it with xserv_request_default()";
     fn is_reserved_zero(&self) -> bool {
-        self.reserved == [0; 1] && self.reserved2 == 0
+        self.reserved == [0; 1] && self.reserved2 == 0 && self.reserved3 == 0
     }
     fn defaults() -> Self {
         xserv_request {
@@ -339,6 +369,9 @@ unsafe impl GrowingStruct for xserv_request {
             constraint_len: XSERV_NUL_TERMINATED,
             choices: std::ptr::null(),
             num_choices: 0,
+            tool_choice: xserv_tool_choice::XSERV_TOOL_CHOICE_AUTO as u32,
+            reserved3: 0,
+            tool_choice_name: std::ptr::null(),
         }
     }
 }
@@ -545,6 +578,32 @@ fn log_probs_of(c: &xserv_request) -> Result<Option<LogProbsWanted>> {
 }
 
 /// # Safety
+/// The pointer `tool_choice_name` of `c` obeys the contract of its field for `'a`.
+unsafe fn tool_choice_of<'a>(c: &xserv_request) -> Result<ToolChoice<'a>> {
+    use xserv_tool_choice as choice;
+    let is_named = c.tool_choice == choice::XSERV_TOOL_CHOICE_NAMED as u32;
+    if c.tool_choice_name.is_null() == is_named {
+        return Err(Error::invalid_argument(
+            "request.tool_choice_name must be set with XSERV_TOOL_CHOICE_NAMED, and be NULL else",
+        ));
+    }
+    match c.tool_choice {
+        it if it == choice::XSERV_TOOL_CHOICE_AUTO as u32 => Ok(ToolChoice::Auto),
+        it if it == choice::XSERV_TOOL_CHOICE_NONE as u32 => Ok(ToolChoice::None),
+        it if it == choice::XSERV_TOOL_CHOICE_REQUIRED as u32 => Ok(ToolChoice::Required),
+        _ if is_named => {
+            let (name, len) = (c.tool_choice_name, NUL_TERMINATED);
+            // SAFETY: by contract.
+            let name = unsafe { text_argument(name, len, "request.tool_choice_name") }?;
+            Ok(ToolChoice::Named(name))
+        }
+        it => Err(Error::invalid_argument(format!(
+            "request.tool_choice is {it}, which is no xserv_tool_choice"
+        ))),
+    }
+}
+
+/// # Safety
 /// The pointers of `c` obey the contracts of their fields for `'a`.
 pub(super) unsafe fn request_of<'a>(c: &xserv_request) -> Result<Request<'a>> {
     // SAFETY: by contract, here and below.
@@ -603,6 +662,8 @@ pub(super) unsafe fn request_of<'a>(c: &xserv_request) -> Result<Request<'a>> {
         }?,
         // SAFETY: as above.
         constraint: unsafe { constraint_of(c) }?,
+        // SAFETY: as above.
+        tool_choice: unsafe { tool_choice_of(c) }?,
         log_probs: log_probs_of(c)?,
         prompt_log_probs: unset_int(c.num_prompt_log_probs),
         answer_format: answer_format(c.answer_format, "request.answer_format")?,

@@ -30,8 +30,8 @@ mod trial;
 mod watch;
 
 pub use answer::{
-    format_of, start_of, Answer, AnswerParser, AnswerPart, AnswerRules, AnswerStart, ToolCall,
-    ToolForm, ToolTypes,
+    format_of, start_of, Answer, AnswerParser, AnswerPart, AnswerRules, AnswerStart, CallForm,
+    Probe, ToolCall, ToolForm, ToolTypes,
 };
 pub use chat_template::{what_was_left_out, ChatInput, ChatTemplate, MAX_TEMPLATE_BYTES};
 pub use constraint::{

@@ -47,6 +47,7 @@ mod soak;
 mod structs;
 mod symbols;
 mod threads;
+mod tool_choice;
 mod wakers;
 
 /// The groups of cases that [`hostile_child`] runs in children of this test binary.

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use xserv::{
     parse_response, Answer, AnswerFormat, CancelToken, DeviceChoice, ErrorKind, Event,
-    FinishReason, LoadOptions, Message, Model, Request, Response, ToolForm,
+    FinishReason, LoadOptions, Message, Model, Request, Response, ToolChoice, ToolForm,
 };
 
 fn tiny() -> Model {
@@ -100,6 +100,26 @@ fn answers_are_taken_apart() {
     let whole = model.generate(&request).expect("an answer");
     assert_eq!(whole.text, text);
     assert_right(whole.answer.as_ref().expect("its parts"));
+
+    let zone = serde_json::json!({"type": "object", "properties": {"zone": {"type": "boolean"}},
+        "required": ["zone"], "additionalProperties": false});
+    let described =
+        serde_json::json!([{"type": "function", "function": {"name": "now", "parameters": zone}}]);
+    let chosen = Request::chat(&[Message::user("What time is it?")])
+        .tools(&described)
+        .template_variables(&serde_json::json!({"enable_thinking": false}))
+        .max_tokens(100)
+        .answer_format(AnswerFormat::Auto);
+    for choice in [ToolChoice::Required, ToolChoice::Named("now".to_owned())] {
+        let answer = model.generate(&chosen.clone().tool_choice(choice)).expect("a call").answer;
+        let calls = answer.expect("its parts").calls;
+        let [call] = calls.as_slice() else { panic!("{calls:?}") };
+        assert!(call.name == "now" && call.arguments.contains("zone"), "{call:?}");
+    }
+    let unknown = chosen.clone().tool_choice(ToolChoice::Named("then".to_owned()));
+    assert_eq!(model.generate(&unknown).unwrap_err().kind(), ErrorKind::InvalidArgument);
+    let none = model.generate(&chosen.tool_choice(ToolChoice::None)).expect("an answer");
+    assert!(none.answer.expect("its parts").calls.is_empty());
 
     let mut told = Answer::default();
     let mut stream = model.stream(&request).expect("a stream");

@@ -422,6 +422,22 @@ static void check_answers(const xserv::Model &model) {
   REQUIRE(model.generate(request).content() == "Yes." && model.generate(request).reasoning() == "Hm."); // of temporaries
   REQUIRE(messages.add_json(result.message_json()).tool_result(result.tool_calls()[0].id, "now", "noon").size() == 3);
 
+  auto chosen = xserv::Request::from_messages(messages)
+                    .tools(R"([{"name": "now", "parameters": {"type": "object", "properties": {"zone": {"type": "boolean"}}, "required": ["zone"], "additionalProperties": false}}])")
+                    .template_variables(R"({"enable_thinking": false})")
+                    .answer_format(XSERV_ANSWER_AUTO)
+                    .max_tokens(100);
+  const auto calls_now = [&] {
+    const auto called = model.generate(chosen);
+    return called.tool_calls().size() == 1 && called.tool_calls()[0].name == "now";
+  };
+  chosen.tool_choice("now");
+  REQUIRE(calls_now());
+  chosen.tool_choice(XSERV_TOOL_CHOICE_REQUIRED);
+  REQUIRE(calls_now());
+  chosen.tool_choice(XSERV_TOOL_CHOICE_NONE);
+  REQUIRE(model.generate(chosen).tool_calls().empty());
+
   auto submission = model.submit(
       request, xserv::SubmitOptions().events({XSERV_EVENT_REASONING, XSERV_EVENT_CONTENT, XSERV_EVENT_TOOL_CALL_BEGIN,
                                               XSERV_EVENT_TOOL_CALL_ARGUMENTS, XSERV_EVENT_TOOL_CALL_END}));

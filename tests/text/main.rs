@@ -2,6 +2,7 @@
 //! and against files that mean harm.
 
 mod answers;
+mod call_forms;
 mod chat_bombs;
 mod chat_golden;
 mod chat_semantics;

@@ -419,6 +419,35 @@ class Choosing(ModelTest):
         with self.assertRaises(xserv.InvalidArgumentError):
             xserv.parse_response("x", answer_format="auto")
 
+    def test_tool_choice(self):
+        days = {"type": "object", "properties": {"days": {"enum": [1, 3]}}, "required": ["days"], "additionalProperties": False}
+        tools = [{"type": "function", "function": {"name": name, "parameters": days}} for name in ("forecast", "tides")]
+        named = {"type": "function", "function": {"name": "tides"}}
+        options = dict(messages=MESSAGES, tools=tools, variables={"enable_thinking": False}, max_tokens=100)
+        # The model was never taught to call tools, and puts many blanks between the parts of JSON.
+        blanks = {token: -50.0 for token in range(2022) if not self.model.detokenize([token]).strip()}
+        for wanted, names in (("required", ("forecast", "tides")), (named, ("tides",))):
+            result = self.model.generate(tool_choice=wanted, num_samples=3, temperature=1.0, seed=1, logit_bias=blanks, **options)
+            for sample in result.samples:
+                (call,) = sample.tool_calls
+                self.assertIn(call.name, names)
+                self.assertIn(call.arguments["days"], (1, 3))
+                self.assertTrue(call.is_complete)
+        self.assertEqual(self.model.generate(tool_choice="none", **options).tool_calls, [])
+        self.assertEqual(
+            self.model.generate(tool_choice="auto", seed=1, **options).text, self.model.generate(seed=1, **options).text
+        )
+        unknown = {"type": "function", "function": {"name": "sundial"}}
+        for kind, words, bad in (
+            (ValueError, "sundial", {"tool_choice": unknown}),
+            (ValueError, "no tools", {"tool_choice": "required", "tools": []}),
+            (ValueError, "constraint", {"tool_choice": "required", "regex": "a"}),
+            (ValueError, "'any'", {"tool_choice": "any"}),
+            (TypeError, "function", {"tool_choice": {"name": "tides"}}),
+        ):
+            with self.assertRaisesRegex(kind, words):
+                self.model.generate(**{**options, **bad})
+
     def test_events_of_answers(self):
         def put_together(events):
             told = {}

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import io
+import json
 import shutil
 import sys
 import tempfile
@@ -68,14 +69,6 @@ class Application(unittest.TestCase):
         with self.assertRaises(ValueError):
             create_app(self.model, Settings([]))
 
-    def test_a_model_without_a_chat_template(self):
-        app = self.app()
-        app.state.server.call_form = None
-        tools = [{"type": "function", "function": {"name": "f"}}]
-        body = {"model": NAME, "messages": story(), "tools": tools, "tool_choice": "required"}
-        error = self.post(app, "/v1/chat/completions", body).json()["error"]
-        self.assertEqual((error["param"], error["code"]), ("tool_choice", "unsupported"))
-
     def test_a_prompt_that_has_begun_a_thought(self):
         from xserv_server.chat import chat_options
         from xserv_server.auth import Caller
@@ -110,58 +103,76 @@ class Application(unittest.TestCase):
 
 
 class CallForms(unittest.TestCase):
-    """How a model writes calls is found out from its chat template."""
+    """Calls that must be made, in the form of the model's chat template."""
 
     TURNS = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
         "{% for c in m.tool_calls or [] %}CALL{% endfor %}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n\n</think>\n\n{% endif %}"
     )
     JSON = '{"name": "{{ c.function.name }}", "KEY": {{ c.function.arguments | tojson }}}'
+    XML = (
+        "<tool_call>\n<function={{ c.function.name }}>\n{% for key, value in c.function.arguments | items %}"
+        "<parameter={{ key }}>\n{{ value }}\n</parameter>\n{% endfor %}</function>\n</tool_call>"
+    )
+    PARAMETERS = {
+        "type": "object",
+        "properties": {"n": {"type": "integer", "maximum": 9, "minimum": 0}},
+        "required": ["n"],
+        "additionalProperties": False,
+    }
 
-    def find(self, call):
-        from xserv_server.forms import find_call_form
-
+    def ask(self, call, parameters=PARAMETERS):
+        """The status and the answer to a request that must call a tool."""
+        tool = {"type": "function", "function": {"name": "count", "parameters": parameters}}
         with tempfile.TemporaryDirectory() as folder:
             for file in Path(MODEL).iterdir():
                 if file.name != "chat_template.jinja":
                     shutil.copy(file, folder)
             Path(folder, "chat_template.jinja").write_text(self.TURNS.replace("CALL", call))
             with xserv.Model(folder) as model:
-                form = find_call_form(model)
-                if form is None:
-                    return None
-                return self.call_by(model, form)
+                # So small a model may else go on with blanks, which JSON allows.
+                closing = {str(token): 20.0 for token in model.tokenize("}")}
+                sampling = {"max_tokens": 60, "seed": 1, "logit_bias": closing}
+                body = {"model": NAME, "messages": story(), "tools": [tool], **sampling}
 
-    def call_by(self, model, form):
-        """A call that is made by the form's grammar, where the prompt leaves no room for a thought."""
-        from xserv_server.requests import Tool
+                async def send():
+                    app = create_app(model, Settings([NAME], log_requests=False))
+                    transport = httpx.ASGITransport(app)
+                    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+                        return await client.post("/v1/chat/completions", json={**body, "tool_choice": "required"})
 
-        parameters = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 9}}, "required": ["n"]}
-        parameters["additionalProperties"] = False
-        tool = {"type": "function", "function": {"name": "count", "parameters": parameters}}
-        grammar = form.grammar([Tool.model_validate(tool)], "<think>\n\n</think>\n\n")
-        # So small a model may else go on with blanks, which JSON allows.
-        closing = {token: 20.0 for token in model.tokenize("}")}
-        result = model.generate(
-            messages=story(), tools=[tool], grammar=grammar, max_tokens=60, seed=1, logit_bias=closing
-        )
-        self.assertEqual(len(result.tool_calls), 1, result.text)
-        (call,) = result.tool_calls
-        self.assertEqual((call.name, set(call.arguments)), ("count", {"n"}))
-        return result.text.partition("{")[0]
+                answer = run(send())
+        return answer.status_code, answer.json()
 
     def test_forms(self):
-        self.assertEqual(self.find("<tool_call>\n" + self.JSON.replace("KEY", "arguments") + "\n</tool_call>"), "<tool_call>\n")
-        # Bare JSON is a call for the library where the template is one of Llama 3.
-        self.assertEqual(self.find(self.JSON.replace("KEY", "parameters") + "{# <|start_header_id|> #}"), "")
-        self.assertIsNone(self.find(self.JSON.replace("KEY", "parameters")))
+        for call in (
+            "<tool_call>\n" + self.JSON.replace("KEY", "arguments") + "\n</tool_call>",
+            # Bare JSON is a call for the library where the template is one of Llama 3.
+            self.JSON.replace("KEY", "parameters") + "{# <|start_header_id|> #}",
+            self.XML,
+        ):
+            status, answer = self.ask(call)
+            self.assertEqual(status, 200, answer)
+            (choice,) = answer["choices"]
+            (call,) = choice["message"]["tool_calls"]
+            self.assertEqual(call["function"]["name"], "count")
+            self.assertEqual(list(json.loads(call["function"]["arguments"])), ["n"])
+            self.assertEqual(choice["finish_reason"], "tool_calls")
 
-    def test_what_no_grammar_has(self):
-        self.assertIsNone(self.find(""))
-        self.assertIsNone(self.find("[{{ c.function.name }}(1)]"))
-        # A special token is no text.
-        self.assertIsNone(self.find("<|box_start|>" + self.JSON.replace("KEY", "arguments")))
+    def test_what_cannot_be_enforced(self):
+        bare = self.JSON.replace("KEY", "parameters")
+        for call in ("", "[{{ c.function.name }}(1)]", bare):
+            status, answer = self.ask(call)
+            error = answer["error"]
+            self.assertEqual((status, error["param"], error["code"]), (400, "tool_choice", "unsupported"))
+        pattern = {"type": "object", "properties": {"n": {"type": "string", "pattern": "a"}}}
+        status, answer = self.ask(self.XML, pattern)
+        error = answer["error"]
+        self.assertEqual((status, error["param"], error["code"]), (400, "tools", "unsupported"))
+        status, answer = self.ask(self.XML, {"type": "object", "properties": {"n": {"not": {}, "type": "integer"}}})
+        error = answer["error"]
+        self.assertEqual((status, error["param"], error["code"]), (400, "tools", "invalid_form"))
 
 
 class Counts(unittest.TestCase):

@@ -247,6 +247,10 @@ class Tools(Asking):
             if not stream:
                 self.assertIsNone(choices[0].message.tool_calls)
                 self.assertTrue(choices[0].message.content)
+                # The model is not shown the tools.
+                without = self.ask(tools=None)
+                self.assertEqual(answer.usage.prompt_tokens, without.usage.prompt_tokens)
+                self.assertEqual(choices[0].message.content, without.choices[0].message.content)
 
     def test_required(self):
         # It would answer with a story.

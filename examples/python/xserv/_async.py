@@ -436,7 +436,7 @@ class AsyncTextStream(AsyncIterator[Piece], NotCopyable):
         self._event = c.Event(struct_size=sizeof(c.Event))
         self._wants_logprobs = wants_logprobs(request)
         self._began = None if want_events else time.monotonic()
-        has_form = request.constraint_kind != c.CONSTRAINT_NONE
+        has_form = request.constraint_kind != c.CONSTRAINT_NONE or request.tool_choice >= c.TOOL_CHOICES["required"]
         self._submission = Submission(model_handle, request, want_events)
         try:
             self._submission.wakeups.submit(self._submission, prompt_bytes, has_form)

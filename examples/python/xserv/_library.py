@@ -72,6 +72,8 @@ ANSWER_FORMATS = {
     "bare_json": 5,
     "marked_json": 6,
 }
+TOOL_CHOICES = {"auto": 0, "none": 1, "required": 2}
+TOOL_CHOICE_NAMED = 3
 WAIT_FOREVER = 0xFFFFFFFF
 STEP_BUCKETS = 20
 
@@ -299,6 +301,9 @@ class Request(Structure):
         ("constraint_len", c_size_t),
         ("choices", POINTER(c_char_p)),
         ("num_choices", c_size_t),
+        ("tool_choice", c_uint32),
+        ("reserved3", c_uint32),
+        ("tool_choice_name", c_char_p),
     ]
 
 

@@ -105,6 +105,10 @@ class GenerateOptions(TypedDict, total=False):
         always followed strictly.
     regex: a regular expression, in the syntax of Rust's regex crate, that matches the text as a whole.
     grammar: a context-free grammar in the EBNF of Lark.
+    tool_choice: which of the tools the answer calls: "auto" (default: as the model likes), "none" (it is not shown
+        the tools, and nothing it writes is taken for a call), "required" (exactly one call, of any of them) or {"type": "function", "function": {"name": ...}}
+        (exactly one call of that tool). A required call is written as the model's chat template writes calls, with
+        arguments that the tool's JSON schema allows, after a thought where the model may have one.
     choice: texts, of which the answer is one.
 
     When to stop:
@@ -166,6 +170,7 @@ class GenerateOptions(TypedDict, total=False):
     response_format: Optional[Mapping[str, Any]]
     regex: Optional[str]
     grammar: Optional[str]
+    tool_choice: Union[None, str, Mapping[str, Any]]
     choice: Optional[Sequence[str]]
     logprobs: Optional[int]
     processed_logprobs: Optional[bool]
@@ -260,6 +265,7 @@ def build_request(prompt: Optional[str], options: Mapping[str, Any]) -> Tuple[c.
         answer_format = "auto" if options.get("messages") is not None else "none"
     request.answer_format = choice(c.ANSWER_FORMATS, answer_format, "answer_format")
     _set_constraint(request, options)
+    _set_tool_choice(request, options)
     biases = _bias_array(options.get("logit_bias") or {})
     request.logit_bias = biases
     request.num_logit_bias = len(biases)
@@ -325,7 +331,7 @@ def _check_names(prompt: object, options: Mapping[str, Any]) -> None:
     if len(given) != 1:
         what = " and ".join(given) if given else "none of them"
         raise invalid_argument(f"exactly one of a prompt, tokens and messages must be given, not {what}")
-    for name in ("tools", "variables"):
+    for name in ("tools", "variables", "tool_choice"):
         if options.get(name) is not None and options.get("messages") is None:
             raise invalid_argument(f"{name} can be given with messages only")
     forms = [name for name in _FORMS if options.get(name) is not None]
@@ -357,6 +363,24 @@ def _set_constraint(request: c.Request, options: Mapping[str, Any]) -> None:
     request.constraint_kind = kind
     if text is not None:
         request.constraint, request.constraint_len = text, len(text)
+
+
+def _set_tool_choice(request: c.Request, options: Mapping[str, Any]) -> None:
+    wanted = options.get("tool_choice")
+    if wanted is None:
+        return
+    if isinstance(wanted, str):
+        request.tool_choice = choice(c.TOOL_CHOICES, wanted, "tool_choice")
+        return
+    function = wanted.get("function") if isinstance(wanted, MappingType) else None
+    name = function.get("name") if isinstance(function, MappingType) else None
+    if not isinstance(name, str):
+        raise TypeError(
+            f"tool_choice is {wanted!r}; it can be {', '.join(c.TOOL_CHOICES)} or "
+            '{"type": "function", "function": {"name": ...}}'
+        )
+    request.tool_choice = c.TOOL_CHOICE_NAMED
+    request.tool_choice_name = without_nul(name.encode(), "the name of a tool")
 
 
 def _form_text(text: object, what: str) -> bytes:

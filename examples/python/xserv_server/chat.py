@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from typing import Any, AsyncGenerator, AsyncIterator, Dict, List, Optional, Sequence, Tuple
+from typing import Any, AsyncGenerator, AsyncIterator, Dict, List, Optional, Sequence, Tuple, Union
 
 import xserv
 from pydantic_core import to_json
@@ -73,21 +73,19 @@ def chat_options(
         options["logprobs"] = body.top_logprobs or 0
 
     name, form = form_of(body)
-    tools = _callable_tools(body)
+    tools = _tools(body)
+    can_call = bool(tools) and body.tool_choice != "none"
     if tools:
         options["tools"] = template_tools(tools)
-    options["answer_format"] = "auto" if tools else "thinking"
-    must_call = isinstance(body.tool_choice, NamedTool) or body.tool_choice == "required"
-    if form and tools:
+        options["tool_choice"] = _tool_choice(body)
+    options["answer_format"] = "auto" if can_call else "thinking"
+    if form and can_call:
         raise invalid(name, f"{name} cannot be given with tools that may be called; tool_choice none forbids the calls")
-    if form or must_call:
-        prompt = _prompt_of(state, options)
-        if must_call:
-            name, form = "tools", {"grammar": _call_grammar(state, body, tools, prompt)}
-        elif is_thinking(prompt):
-            form = after_thought(form)
+    if form and is_thinking(_prompt_of(state, options)):
+        form = after_thought(form)
     options.update(form)  # type: ignore[typeddict-item]
-    return name, options
+    # The schemas of tools that must be called are the form of the answer.
+    return name if form or not can_call else "tools", options
 
 
 def template_messages(messages: Sequence[ChatMessage]) -> List[Dict[str, Any]]:
@@ -135,37 +133,27 @@ def variables_of(given: Optional[Dict[str, Any]], reasoning_effort: Optional[str
     return variables or None
 
 
-def _callable_tools(body: ChatRequest) -> List[Tool]:
-    """The tools that the answer may call."""
+def _tools(body: ChatRequest) -> List[Tool]:
     tools = body.tools or []
-    choice = body.tool_choice
-    if not tools and choice not in (None, "none"):
+    if not tools and body.tool_choice not in (None, "none"):
         raise invalid("tool_choice", "tool_choice can be given with tools only")
     names = [tool.function.name for tool in tools]
-    if isinstance(choice, NamedTool):
-        if choice.function.name not in names:
-            raise invalid("tool_choice", f"tool_choice names {choice.function.name[:128]!r}, which is none of the tools")
     if len(set(names)) < len(names):
         raise invalid("tools", "two of the tools have the same name")
-    return [] if choice == "none" else tools
+    return tools
+
+
+def _tool_choice(body: ChatRequest) -> Union[None, str, Dict[str, Any]]:
+    choice = body.tool_choice
+    return choice.model_dump(include={"type", "function"}) if isinstance(choice, NamedTool) else choice
 
 
 def _prompt_of(state: State, options: xserv.GenerateOptions) -> str:
+    """The prompt of a conversation without tools that may be called."""
     try:
-        return state.model.apply_chat_template(
-            options["messages"] or [], options.get("tools"), **(options.get("variables") or {})
-        )
+        return state.model.apply_chat_template(options["messages"] or [], **(options.get("variables") or {}))
     except Exception as error:
         raise from_library(error) from error
-
-
-def _call_grammar(state: State, body: ChatRequest, tools: List[Tool], prompt: str) -> str:
-    if state.call_form is None:
-        message = "this model's calls of tools cannot be enforced; tool_choice can be auto or none"
-        raise invalid("tool_choice", message, "unsupported")
-    if isinstance(body.tool_choice, NamedTool):
-        tools = [tool for tool in tools if tool.function.name == body.tool_choice.function.name]
-    return state.call_form.grammar(tools, prompt)
 
 
 def usage_of(state: State, results: Sequence[xserv.Result]) -> Dict[str, Any]:

@@ -108,6 +108,10 @@ def _parameter(message: str) -> Optional[str]:
     found = re.match(r"(?:of )?([a-z_]+)(?=[\s\[.,:'])", message)
     if message.startswith(("the prompt ", "token id ")):
         return "prompt"
+    if message.startswith("calls of tools "):
+        return "tool_choice"
+    if message.startswith("the tool "):
+        return "tools"
     if found is None:
         return None
     name = found.group(1)

@@ -11,7 +11,6 @@ from starlette.requests import Request
 
 from .auth import Keys
 from .errors import ApiError, client_has_left, from_library, shutting_down, timed_out
-from .forms import CallForm, find_call_form
 from .limits import Admission
 from .logprobs import TokenTexts
 from .metrics import Metrics
@@ -28,7 +27,6 @@ class State:
         self.metrics = Metrics(model, self.admission)
         self.texts = TokenTexts(model)
         self.created = int(time.time())
-        self.call_form: Optional[CallForm] = find_call_form(model) if model.info.has_chat_template else None
         self.live: Set[Generation] = set()
         end = model.tokenize("</think>", add_special_tokens=False) if model.info.has_tokenizer else []
         self._end_of_thought = end[0] if len(end) == 1 else None

@@ -5,7 +5,10 @@
 //! the same when they are put together. Everything takes time in proportion to the text and no
 //! recursion, and no text is an error: a call that is none is content.
 
+mod call_form;
 mod call_object;
+mod call_schema;
+mod call_values;
 mod detect;
 mod event;
 mod json;
@@ -14,6 +17,7 @@ mod tag;
 mod types;
 mod xml;
 
+pub use call_form::{CallForm, Probe};
 pub use detect::{format_of, start_of};
 pub use event::{Answer, AnswerPart, ToolCall};
 pub use parser::{AnswerParser, AnswerRules, AnswerStart, ToolForm};

@@ -11,8 +11,9 @@ const MAX_REFERENCES: usize = 8;
 /// Alternatives of alternatives that are looked at.
 const MAX_ALTERNATIVES: usize = 64;
 
+/// A type of JSON, as far as the text of a value tells it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Kind {
+pub(super) enum Kind {
     Text,
     Integer,
     Number,
@@ -42,12 +43,8 @@ impl ToolTypes {
             let Some(name) = function.get("name").and_then(Value::as_str) else { continue };
             let schema = function.get("parameters").unwrap_or(&Value::Null);
             let properties = schema.get("properties").and_then(Value::as_object);
-            let kinds = properties.into_iter().flatten().map(|(key, property)| {
-                let mut kinds = Kinds::default();
-                let mut left = MAX_ALTERNATIVES;
-                kinds.add(property, schema, &mut left);
-                (key.clone(), kinds)
-            });
+            let kinds = properties.into_iter().flatten();
+            let kinds = kinds.map(|(key, property)| (key.clone(), Kinds::of(property, schema)));
             found.tools.insert(name.to_owned(), kinds.collect());
         }
         found
@@ -74,6 +71,19 @@ impl ToolTypes {
 }
 
 impl Kinds {
+    /// The kinds of a schema, whose references are looked up in `root`.
+    pub fn of(schema: &Value, root: &Value) -> Self {
+        let mut kinds = Kinds::default();
+        let mut left = MAX_ALTERNATIVES;
+        kinds.add(schema, root, &mut left);
+        kinds
+    }
+
+    /// The kinds, in the order in which a value is tried as each of them.
+    pub fn tried(&self) -> &[Kind] {
+        &self.0
+    }
+
     fn add(&mut self, schema: &Value, root: &Value, left: &mut usize) {
         let mut schema = schema;
         for _ in 0..MAX_REFERENCES {
