@@ -74,9 +74,8 @@ impl GrammarCompiler {
     pub fn compile(&self, constraint: &Constraint<'_>) -> Result<GrammarMatcher> {
         let len = checked_len(constraint)?;
         let key = Key::of(constraint);
-        let kept = key.as_ref().and_then(|key| self.kept.get(key, self.vocab_size));
-        if let Some(matcher) = kept {
-            return Ok(matcher);
+        if let Some((start, home)) = key.as_ref().and_then(|key| self.kept.get(key)) {
+            return Ok(GrammarMatcher::new(start, self.vocab_size, Some(home)));
         }
         check_room(ROOM.saturating_add(len.saturating_mul(ROOM_PER_BYTE)), "a constraint")?;
         threads::run_apart("xserv-grammar", STACK_BYTES, || {

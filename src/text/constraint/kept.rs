@@ -8,7 +8,6 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use llguidance::TokenParser;
 
-use super::matcher::GrammarMatcher;
 use super::Constraint;
 use crate::error::{check_room, ErrorKind};
 use crate::text::guarded;
@@ -87,8 +86,8 @@ impl Home {
 }
 
 impl KeptParsers {
-    /// A matcher of a constraint that is kept.
-    pub fn get(self: &Arc<Self>, key: &Key, vocab_size: usize) -> Option<GrammarMatcher> {
+    /// A parser of a constraint that is kept, for a matcher, and where that leaves its automaton.
+    pub fn get(self: &Arc<Self>, key: &Key) -> Option<(TokenParser, Home)> {
         let (start, key, bytes) = {
             let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
             let place = kept.iter().position(|it| *it.key == *key)?;
@@ -103,7 +102,7 @@ impl KeptParsers {
         let copy = || Ok(start.deep_clone());
         let start = guarded(ErrorKind::Internal, "the constraint", copy).ok()?;
         let home = Home::new(self, key, &start);
-        Some(GrammarMatcher::new(start, vocab_size, Some(home)))
+        Some((start, home))
     }
 
     /// Keeps a parser that has taken no token, in the place of those that were not used for longest, unless
@@ -142,7 +141,7 @@ impl KeptParsers {
 mod tests {
     use super::*;
     use llguidance::toktrie::{ApproximateTokEnv, InferenceCapabilities};
-    use llguidance::{api::TopLevelGrammar, ParserFactory};
+    use llguidance::{api::TopLevelGrammar, Matcher, ParserFactory};
 
     fn parser(regex: &str) -> TokenParser {
         let env = ApproximateTokEnv::single_byte_env();
@@ -167,16 +166,30 @@ mod tests {
         kept.kept.lock().expect("no panic").iter().any(|it| it.key == key(text))
     }
 
-    #[test]
-    fn each_gets_a_matcher_before_the_first_token() {
-        let kept = kept(&["ab"]);
-        for _ in 0..3 {
-            let mut first = kept.get(&key("ab"), 256).expect("kept");
-            let mut second = kept.get(&key("ab"), 256).expect("kept");
-            assert!(first.consume(u32::from(b'a')).is_ok());
-            assert!(second.consume(u32::from(b'b')).is_err());
-            assert!(first.consume(u32::from(b'b')).is_ok());
+    fn take(kept: &Arc<KeptParsers>, text: &str, tokens: &[u8]) -> bool {
+        let (start, home) = kept.get(&key(text)).expect("kept");
+        let mut matcher = Matcher::new(Ok(start));
+        let mut is_taken = true;
+        for &token in tokens {
+            let mask = matcher.compute_mask().expect("a mask");
+            is_taken = matcher.try_consume_tokens(&[token.into()]).expect("no fault") == 1;
+            assert_eq!(is_taken, mask.is_allowed(token.into()));
         }
+        home.leave();
+        is_taken
+    }
+
+    #[test]
+    fn each_begins_before_the_first_token() {
+        let kept = kept(&["ab"]);
+        let mut first = Matcher::new(Ok(kept.get(&key("ab")).expect("kept").0));
+        assert_eq!(first.try_consume_tokens(&[b'a'.into()]).ok(), Some(1));
+        for _ in 0..3 {
+            assert!(
+                take(&kept, "ab", b"a") && !take(&kept, "ab", b"b") && take(&kept, "ab", b"ab")
+            );
+        }
+        assert_eq!(first.try_consume_tokens(&[b'b'.into()]).ok(), Some(1));
     }
 
     #[test]
@@ -187,22 +200,13 @@ mod tests {
             kept.first().map(|it| it.start.parser.lexer_stats().num_states).expect("kept")
         };
         let before = states();
-        let take = |tokens: &[u8]| {
-            let mut matcher = kept.get(&key(text), 256).expect("kept");
-            for &token in tokens {
-                let mask = matcher.mask(&[], |_| false).expect("a mask");
-                let is_allowed = mask.allows(token.into());
-                assert_eq!(matcher.consume(token.into()).is_ok(), is_allowed);
-            }
-        };
-        take(b"abdabcx");
+        assert!(take(&kept, text, b"abdabcx"));
         let after = states();
         assert!(after > before, "{before} {after}");
-        // One that has failed leaves nothing, and one that needs no more states than there are changes nothing.
-        take(b"abz");
-        take(b"ab");
+        // One that needs no more states than there are changes nothing.
+        assert!(take(&kept, text, b"ab"));
         assert_eq!(states(), after);
-        take(b"abcabdx");
+        assert!(take(&kept, text, b"abcabdx"));
     }
 
     #[test]
@@ -215,7 +219,7 @@ mod tests {
             Constraint::Regex("abc"),
             Constraint::JsonObject,
         ] {
-            assert!(kept.get(&Key::of(&other).expect("short"), 256).is_none(), "{other:?}");
+            assert!(kept.get(&Key::of(&other).expect("short")).is_none(), "{other:?}");
         }
         let choices = |all: &[&'static str]| Key::of(&Constraint::Choice(all.to_vec()));
         assert_ne!(choices(&["a", "b"]), choices(&["ab"]));
@@ -226,7 +230,7 @@ mod tests {
         let numbers: Vec<String> = (0..=MAX_KEPT).map(|n| n.to_string()).collect();
         let numbers: Vec<&str> = numbers.iter().map(String::as_str).collect();
         let kept = kept(&numbers[..MAX_KEPT]);
-        assert!(kept.get(&key("0"), 256).is_some());
+        assert!(kept.get(&key("0")).is_some());
         kept.keep(key(numbers[MAX_KEPT]), parser("x"));
         assert!(!has(&kept, "1") && has(&kept, "0") && has(&kept, "2"));
         assert!(has(&kept, numbers[MAX_KEPT]));
