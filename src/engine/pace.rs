@@ -3,7 +3,8 @@
 //!
 //! A step that is begun ahead of time makes a request that comes a moment later wait for two steps.
 //! Steps in which every sequence has one token follow each other by the hundred and take about as
-//! long each, so the end of one is known from the one before. Nothing is known of other steps, and
+//! long each, so the end of one is known from those before: it takes as long as the shortest of the
+//! latest ones, since some wait for the masks of their tokens. Nothing is known of other steps, and
 //! the next one is begun at once.
 
 use std::time::{Duration, Instant};
@@ -17,14 +18,19 @@ const SLACK: Duration = Duration::from_micros(300);
 /// Measurements of the latest steps.
 #[derive(Default)]
 pub(super) struct Pace {
-    /// Sequences of the last step that was finished, and the time that it took; `None` if it was
-    /// not a decoding step.
+    /// Sequences of the last step that was finished, and the time that such steps take at least: a
+    /// minimum that grows slowly. `None` if it was not a decoding step.
     last: Option<(usize, Duration)>,
     /// The time at which it was finished.
     finished: Option<Instant>,
     /// The time that the host took to begin the last decoding step, or more: a maximum that decays
     /// slowly.
     host: Duration,
+}
+
+/// Whether a step of `n` sequences takes about as long as one of `last`.
+fn is_like(last: usize, n: usize) -> bool {
+    (last - last / 8..=last + last / 8).contains(&n)
 }
 
 impl Pace {
@@ -38,7 +44,9 @@ impl Pace {
 
     /// Tells that a step was finished at `now`, for which the device took `busy`.
     pub fn finished(&mut self, num_decoding: Option<usize>, busy: Duration, now: Instant) {
-        self.last = num_decoding.map(|n| (n, busy));
+        let before = self.last.zip(num_decoding).filter(|((last, _), n)| is_like(*last, *n));
+        let least = before.map_or(busy, |((_, least), _)| busy.min(least + least / 16));
+        self.last = num_decoding.map(|n| (n, least));
         self.finished = Some(now);
     }
 
@@ -47,8 +55,7 @@ impl Pace {
     pub fn next(&self, num_decoding: Option<usize>, begun: Instant) -> Option<Instant> {
         let (last, busy) = self.last?;
         let now = num_decoding?;
-        // Steps of about the same size take the same time.
-        if busy < SHORTEST || now < last - last / 8 || now > last + last / 8 {
+        if busy < SHORTEST || !is_like(last, now) {
             return None;
         }
         let from = self.finished.map_or(begun, |finished| finished.max(begun));
@@ -90,6 +97,26 @@ mod tests {
         assert_eq!(pace.next(Some(8), start + ms(61)), None);
         pace.finished(Some(8), Duration::from_micros(900), start + ms(70));
         assert_eq!(pace.next(Some(8), start + ms(71)), None);
+    }
+
+    #[test]
+    fn steps_that_waited_say_little() {
+        let start = Instant::now();
+        let mut pace = Pace::default();
+        pace.finished(Some(8), ms(16), start);
+        let expected = pace.next(Some(8), start).map(|at| at - start);
+        // One that waited for its masks.
+        pace.finished(Some(8), ms(30), start);
+        let after = pace.next(Some(8), start).map(|at| at - start);
+        assert!(after >= expected && after < Some(ms(16)), "{after:?}");
+        // Steps that have become longer are known as such in the end.
+        for _ in 0..20 {
+            pace.finished(Some(8), ms(30), start);
+        }
+        assert!(pace.next(Some(8), start) > Some(start + ms(27)));
+        // Another size is another time.
+        pace.finished(Some(4), ms(40), start);
+        assert!(pace.next(Some(4), start) > Some(start + ms(36)));
     }
 
     #[test]
