@@ -107,20 +107,21 @@ __device__ __forceinline__ void make_histogram(const LogitsRow<T>& row, const Sa
     histogram.set_mass(bin, 0);
   }
   __syncthreads();
+  const Weights weights(how, maximum);
   row.template for_each_group<kAhead>(team_thread(), team_threads(), [&](int group, const float (&values)[4],
                                                                          int present) {
     int bins[4];
-    unsigned long long weights[4];
+    unsigned long long masses[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       bins[i] = i < present ? bin_of(values[i], group * 4 + i) : -1;
-      weights[i] = kMasses ? weight_of(how, values[i], maximum) : 0;
+      masses[i] = kMasses ? weights.of(values[i]) : 0;
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if (bins[i] < 0) continue;
       if (kCounts) atomicAdd(&histogram.counts[bins[i]], 1u);
-      if (kMasses) histogram.add_mass(bins[i], weights[i]);
+      if (kMasses) histogram.add_mass(bins[i], masses[i]);
     }
   });
   team_sync();
@@ -229,8 +230,8 @@ __device__ Cut cut_ties(const LogitsRow<T>& row, float value, unsigned ties, uns
 // Unlike the leading bits of the keys they spread the tokens out, so that threads rarely add to the same one.
 constexpr float kBinsPerUnit = 128.0f;
 
-__device__ __forceinline__ float distance_of(const SampleRow& how, float value, float maximum) {
-  return (maximum - value) * (kBinsPerUnit / how.temperature);
+__device__ __forceinline__ float distance_of(float bins_per_unit, float value, float maximum) {
+  return (maximum - value) * bins_per_unit;
 }
 __device__ __forceinline__ int bin_of_distance(float distance) {
   return kBins - 1 - static_cast<int>(fminf(distance, kBins - 1.0f));
@@ -243,8 +244,9 @@ template <bool kByMass, typename T>
 __device__ bool find_cut_in_bins(const LogitsRow<T>& row, const SampleRow& how, float maximum, float lowest,
                                  CutMemory& memory, Cut& cut) {
   Histogram& histogram = memory.histogram;
+  const float bins_per_unit = kBinsPerUnit / how.temperature;
   make_histogram<4, !kByMass, kByMass>(row, how, maximum, histogram, [&](float value, int) {
-    return value < lowest ? -1 : bin_of_distance(distance_of(how, value, maximum));
+    return value < lowest ? -1 : bin_of_distance(distance_of(bins_per_unit, value, maximum));
   });
   const unsigned long long goal = kByMass ? mass_goal(how.top_p, histogram) : how.top_k;
   const Crossing at = find_crossing(
@@ -259,7 +261,7 @@ __device__ bool find_cut_in_bins(const LogitsRow<T>& row, const SampleRow& how, 
   row.template for_each_group<4>(team_thread(), team_threads(), [&](int group, const float (&values)[4], int present) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float distance = distance_of(how, values[i], maximum);
+      const float distance = distance_of(bins_per_unit, values[i], maximum);
       if (distance < nearest || distance >= nearest + 1.0f || values[i] < lowest || i >= present) continue;
       const int place = atomicAdd(&part.count, 1);
       if (place < kMaxCandidates) memory.own[place] = pair_key(values[i], group * 4 + i);
@@ -295,11 +297,12 @@ __device__ bool find_cut_in_bins(const LogitsRow<T>& row, const SampleRow& how, 
   constexpr int kEach = kMaxCandidates / kThreads;  // neighbouring tokens for each thread
   const int first = threadIdx.x * kEach;
   const auto value_of = [&](int i) { return value_of_key(static_cast<uint32_t>(memory.pairs[i] >> 32)); };
+  const Weights weights(how, maximum);
   unsigned long long each[kEach], own = 0;
 #pragma unroll
   for (int k = 0; k < kEach; ++k) {
     each[k] = 0;
-    if (first + k < all.count) each[k] = kByMass ? weight_of(how, value_of(first + k), maximum) : 1;
+    if (first + k < all.count) each[k] = kByMass ? weights.of(value_of(first + k)) : 1;
     own += each[k];
   }
   unsigned long long before = at.above + sum_before(own);
@@ -383,14 +386,15 @@ template <typename T, typename Left>
 __device__ Typical find_typical(const LogitsRow<T>& row, const SampleRow& how, float maximum, CutMemory& memory,
                                 const Left& is_left) {
   unsigned long long mass = 0, moment = 0;
+  const Weights weights(how, maximum);
   row.template for_each_group<4>(team_thread(), team_threads(), [&](int group, const float (&values)[4], int present) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if (i >= present || !is_left(values[i], group * 4 + i)) continue;
-      const unsigned long long weight = weight_of(how, values[i], maximum);
+      const unsigned long long weight = weights.of(values[i]);
       if (weight == 0) continue;
       mass += weight;
-      // At most kOne / e: the sum of 2^20 fits as well.
+      // At most a weight of 1 over e: the sum of 2^20 fits as well.
       moment += static_cast<unsigned long long>(fall_of(how, values[i], maximum) * static_cast<float>(weight));
     }
   });

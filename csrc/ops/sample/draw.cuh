@@ -16,6 +16,9 @@ __device__ __forceinline__ uint4 noise_bits(const SampleRow& how, int group) {
                                      group, 0));
 }
 
+// The logarithm of base 2 of 1.01.
+constexpr float kSlack = 0.0143553f;
+
 // Returns the best score in the groups first, first + step, ... of the tokens with values of at least `least_value`
 // that `is_eligible(value, id)` leaves. Some such token of the row must have a score of at least `lowest`. All threads
 // of the block call it.
@@ -24,23 +27,25 @@ __device__ __forceinline__ uint64_t best_score(const LogitsRow<T>& row, const Sa
                                                float lowest, float least_value, int first, int step,
                                                const Eligible& is_eligible) {
   uint64_t best = 0;
-  const float per_temperature = 1.0f / how.temperature;
+  const float per_unit = fminf(kLog2E / how.temperature, 0x1p127f);
   row.template for_each_group<2>(first, step, [&](int group, const float (&values)[4], int count) {
-    // The noise that each token needs to reach `lowest`, approximately.
-    float needed[4], least = __builtin_huge_valf();
+    // The noise is at most -log(uniform()), so a token reaches `lowest` only where its random number is below a limit.
+    // Most are not; the limits, of which these are the logarithms of base 2, make do without the expensive logarithms
+    // of the noise. They are a hundredth too high, and so on the safe side of what they approximate.
+    const float limit_at_maximum = kSlack - lowest * kLog2E;
+    float limits[4], largest = -__builtin_huge_valf();
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      needed[i] = lowest - (values[i] - maximum) * per_temperature;
-      if (values[i] < least_value) needed[i] = __builtin_huge_valf();
-      least = fminf(least, needed[i]);
+      limits[i] = fmaf(values[i] - maximum, per_unit, limit_at_maximum);
+      if (values[i] < least_value) limits[i] = -__builtin_huge_valf();
+      largest = fmaxf(largest, limits[i]);
     }
-    if (count > 0 && least <= kMaxGumbel + 0.1f) {
+    if (count > 0 && largest >= -(kMaxGumbel + 0.1f) * kLog2E) {
       const uint4 bits = noise_bits(how, group);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        // The noise is at most -log(uniform), which is too little most of the time; this test avoids
-        // the more expensive logarithms.
-        if (i >= count || uniform(word(bits, i)) > 1.01f * __expf(-needed[i])) continue;
+        const float number = fmaf(static_cast<float>(word(bits, i)), 0x1p-32f, 0x1p-33f);  // uniform(), or nearly 1
+        if (i >= count || number > exp2_approximate(limits[i])) continue;
         if (!is_eligible(values[i], group * 4 + i)) continue;
         const float score = (values[i] - maximum) / how.temperature + gumbel(word(bits, i));
         best = larger(best, pair_key(score, group * 4 + i));

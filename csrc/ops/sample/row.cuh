@@ -23,8 +23,8 @@ XSERV_LAYOUT_SampleRow;
 __device__ __forceinline__ bool is_typical(const SampleRow& how) { return how.typical_p > 0.0f && how.typical_p < 1.0f; }
 
 constexpr int kThreads = 512;
-// A weight of 1 in fixed point; the sum of 2^20 of them fits 64 bits.
-constexpr float kOne = 0x1p40f;
+// The logarithm of base 2 of a weight of 1 in fixed point; the sum of 2^20 of them fits 64 bits.
+constexpr float kLogOne = 40.0f;
 
 // Tokens come in groups of four; one call of the generator makes the noise of a group.
 template <typename T>
@@ -56,28 +56,32 @@ struct LogitsRow {
 
   // Calls visit(group, values, count) for the groups first, first + step, ... in all lanes of a warp,
   // with a count of 0 past the end of the row. Tokens that do not exist are minus infinity. kAhead
-  // groups are loaded at a time.
+  // groups are loaded at a time where all of them are whole; loads behind branches would wait for each other.
   template <int kAhead, typename Visit>
   __device__ __forceinline__ void for_each_group(int first, int step, const Visit& visit) const {
+    using V = Vec<T, 4>;
     const int lane = threadIdx.x & 31;
-    for (; first - lane < num_groups(); first += step * kAhead) {
-      float values[kAhead][4];
-      int counts[kAhead];
+    const int num_whole = is_aligned ? vocab_size / 4 : 0;
+    for (; first - lane + 31 + (kAhead - 1) * step < num_whole; first += kAhead * step) {
+      V loaded[kAhead];
+#pragma unroll
+      for (int u = 0; u < kAhead; ++u) loaded[u] = reinterpret_cast<const V*>(row)[first + u * step];
 #pragma unroll
       for (int u = 0; u < kAhead; ++u) {
-        const int group = first + u * step;
-        if (group < num_groups()) {
-          counts[u] = load(group, values[u]);
-        } else {
-          counts[u] = 0;
+        float values[4];
 #pragma unroll
-          for (int i = 0; i < 4; ++i) values[u][i] = -__builtin_huge_valf();
-        }
+        for (int i = 0; i < 4; ++i) values[i] = to_float(loaded[u][i]);
+        visit(first + u * step, values, 4);
       }
+    }
+#pragma unroll 1
+    for (; first - lane < num_groups(); first += step) {
+      float values[4];
+      int count = 0;
 #pragma unroll
-      for (int u = 0; u < kAhead; ++u) {
-        if (first - lane + u * step < num_groups()) visit(first + u * step, values[u], counts[u]);
-      }
+      for (int i = 0; i < 4; ++i) values[i] = -__builtin_huge_valf();
+      if (first < num_groups()) count = load(first, values);
+      visit(first, values, count);
     }
   }
 };
@@ -135,10 +139,28 @@ __device__ __forceinline__ float fall_of(const SampleRow& how, float value, floa
   return how.temperature == 1.0f ? fall : fall / how.temperature;
 }
 
-// A weight in fixed point; the most likely token has kOne.
-__device__ __forceinline__ unsigned long long weight_of(const SampleRow& how, float value, float maximum) {
-  return static_cast<unsigned long long>(expf(-fall_of(how, value, maximum)) * kOne);
+constexpr float kLog2E = 1.44269504f;
+
+// One instruction; the error is 2 units of the last place.
+__device__ __forceinline__ float exp2_approximate(float x) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
 }
+
+// Gives the weights of a row's tokens in fixed point; the most likely token has 2^kLogOne. An exponential of base 2 is one
+// instruction where expf is many, and its error, 4e-6 of the weight, is less than what f32 leaves of a logit.
+struct Weights {
+  float maximum;
+  float per_unit;  // of the logarithm of base 2
+
+  __device__ __forceinline__ Weights(const SampleRow& how, float maximum)
+      : maximum(maximum), per_unit(fminf(kLog2E / how.temperature, 0x1p127f)) {}
+
+  __device__ __forceinline__ unsigned long long of(float value) const {
+    return static_cast<unsigned long long>(exp2_approximate(fmaf(value - maximum, per_unit, kLogOne)));
+  }
+};
 
 // Sorts the first `size` (a power of two) pairs in shared memory, the largest first, by a bitonic network.
 __device__ void sort_pairs(uint64_t* pairs, int size) {

@@ -163,11 +163,12 @@ __device__ void collect(const SampleArgs& args, const LogitsRow<T>& row, const S
   if (threadIdx.x == 0) num_collected = 0;
   __syncthreads();
   unsigned long long mass = 0;
+  const Weights weights(how, maximum);
   const auto look_at = [&](int group, const float (&values)[4], int count) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if (i >= count) break;
-      if (has_mass) mass += weight_of(how, values[i], maximum);
+      if (has_mass) mass += weights.of(values[i]);
       if (order_key(values[i]) < bound) continue;
       const int at = atomicAdd(&num_collected, 1);
       if (at < kMaxCandidates) collected[at] = pair_key(values[i], group * 4 + i);
@@ -213,11 +214,12 @@ __device__ unsigned choose_candidate(const SampleArgs& args, const SampleRow& ho
     }
   }
   if (how.top_p < 1.0f) {
-    unsigned long long weights[kEach], own = 0;
+    const Weights weights(how, maximum);
+    unsigned long long each[kEach], own = 0;
 #pragma unroll
     for (int k = 0; k < kEach; ++k) {
-      weights[k] = first + k < kept ? weight_of(how, value_of(first + k), maximum) : 0;
-      own += weights[k];
+      each[k] = first + k < kept ? weights.of(value_of(first + k)) : 0;
+      own += each[k];
     }
     const unsigned long long total = block_sum(own);
     if (how.top_k > 0 && how.top_k < args.vocab_size) mass = total;
@@ -231,7 +233,7 @@ __device__ unsigned choose_candidate(const SampleArgs& args, const SampleRow& ho
 #pragma unroll
     for (int k = 0; k < kEach; ++k) {
       left += __syncthreads_count(first + k < kept && before < goal);
-      before += weights[k];
+      before += each[k];
     }
     kept = left;
   }

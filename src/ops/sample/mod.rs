@@ -164,13 +164,14 @@ fn parts(num_rows: u32) -> u32 {
 }
 
 /// Returns how many blocks search a row together where the largest tokens do not decide what its
-/// filters keep. What they exchange takes time from other rows, if there are many.
+/// filters keep. What they exchange takes time from other rows, if these are enough for the device.
 fn team_blocks(num_rows: u32, has_clusters: bool) -> u32 {
     match num_rows {
         _ if !has_clusters => 1,
         0..=16 => MAX_TEAM_BLOCKS as u32,
         17..=64 => 4,
-        _ => 2,
+        65..=128 => 2,
+        _ => 1,
     }
 }
 
