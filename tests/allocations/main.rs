@@ -21,6 +21,7 @@ use xserv::engine::harness::{Harness, HarnessOptions, HarnessRequest, StepModel}
 use xserv::engine::scheduler::{Entry, Limits};
 use xserv::engine::{
     DeviceChoice, Engine, EngineOptions, Event, Logger, Prompt, Request, SamplingOverrides, Ticket,
+    ToolChoice,
 };
 use xserv::error::{ErrorKind, Result};
 use xserv::ffi::{
@@ -263,6 +264,7 @@ fn check_model(options: &EngineOptions) {
                 constraint: None,
                 prompt_log_probs: None,
                 answer_format: None,
+                tool_choice: ToolChoice::Auto,
             };
             engine.submit(&request, None).unwrap()
         };
