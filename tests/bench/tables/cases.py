@@ -6,6 +6,7 @@ import math
 from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Sequence, Tuple
 
 import numpy as np
+import numpy.typing as npt
 from xserv import UnsupportedError, ops
 
 from tables.attention import reference as attention_reference
@@ -37,10 +38,11 @@ class Case(NamedTuple):
 
 
 #: Units that an element may be off, of f32 and of the 16-bit types: attention has more, as CUDA rounds its weights.
-#: A sum that is rounded to f32 and then to 16 bits is off by hardly more than half a unit.
+#: A sum that is rounded to f32 and then to 16 bits is off by hardly more than half a unit. Products with quantised
+#: matrices round the inputs to integers of 16 bits on the CPU, and the numbers of the matrix to the type on CUDA.
 BOUNDS: Dict[str, Tuple[float, float]] = {
     "exact": (0.0, 0.0), "rounded": (0.5, 0.501), "rotation": (8.0, 1.0), "function": (64.0, 1.0),
-    "sum": (128.0, 1.5), "attention": (128.0, 8.0),
+    "sum": (128.0, 1.5), "attention": (128.0, 8.0), "quantised": (2048.0, 4.0),
 }  # fmt: skip
 
 
@@ -312,10 +314,81 @@ def _attention_of_caches(device: Device, dtype: str) -> Iterator[Case]:
     yield Case("attention", "paged, 3 sequences, causal", dtype, "rms", bound("attention", dtype), paged)
 
 
+def _words(codes: Floats, bits: int) -> npt.NDArray[np.int32]:
+    """Codes in row-major order, packed into words of 32 bits, the first in the lowest bits."""
+    per_word = 32 // bits
+    parts = codes.astype(np.uint32).reshape(codes.shape[0], -1, per_word)
+    shifted = parts << (bits * np.arange(per_word)).astype(np.uint32)
+    words: npt.NDArray[np.int32] = np.bitwise_or.reduce(shifted, axis=-1).astype(np.uint32).view(np.int32)
+    return words
+
+
+def _integers(device: Device, values: npt.NDArray[Any]) -> Any:
+    return device.integers([int(value) for value in values.ravel()]).reshape(values.shape)
+
+
+def _fp8(codes: Floats) -> Floats:
+    """The numbers of e4m3fn."""
+    byte = codes.astype(np.int64)
+    exponent, fraction = byte >> 3 & 15, byte & 7
+    size = np.where(exponent == 0, np.ldexp(fraction, -9), np.ldexp(8 + fraction, exponent - 10))
+    found: Floats = np.where(byte & 128, -size, size).astype(np.float64)
+    return found
+
+
+def _quantised(device: Device, dtype: str) -> Iterator[Case]:
+    random = np.random.default_rng(9)
+    context, rows, width, group = device.context, 48, 256, 32
+    scales64 = device.get(device.put(random.uniform(0.01, 0.1, (rows, width // group)), "f32"))
+    scales = device.put(scales64, "f32")
+    wide = np.repeat(scales64, group, axis=1)
+    x, x64 = Numbers(device, dtype, 9)(ROWS, width)
+    zeros64 = random.integers(0, 16, scales64.shape).astype(np.float64)
+    kinds: List[Tuple[Any, int, Floats, Any, Floats]] = []
+    codes = random.integers(0, 16, (rows, width)).astype(np.float64)
+    zeros = _integers(device, zeros64)
+    kinds.append(("int4", 4, codes, zeros, (codes - np.repeat(zeros64, group, axis=1)) * wide))
+    codes = random.integers(0, 256, (rows, width)).astype(np.float64)
+    kinds.append(("int8", 8, codes, None, (codes - 128) * wide))
+    codes = np.where(codes.astype(int) & 127 == 127, 0.0, codes)  # no number
+    kinds.append(("fp8", 8, codes, None, _fp8(codes) * wide))
+    for code, bits, codes, zero, numbers in kinds:
+        words = _integers(device, _words(codes, bits))
+
+        def numbers_of(code: Any = code, words: Any = words, zero: Any = zero, want: Floats = numbers) -> Outcome:
+            return _one(device, dtype, want,
+                        lambda out: context().dequantise(code, words, scales, zero, out, group_size=group))  # fmt: skip
+
+        def product(code: Any = code, words: Any = words, zero: Any = zero, want: Floats = x64 @ numbers.T) -> Outcome:
+            return _one(device, dtype, want, lambda out: context().linear_quantised(
+                x, code, words, scales, zero, None, out, group_size=group))  # fmt: skip
+
+        what = f"{code}, groups of {group}"
+        yield Case("dequantise", f"{what}, {rows} x {width}", dtype, "element", bound("rounded", dtype), numbers_of)
+        yield Case("linear_quantised", f"{what}, {ROWS} x {rows} x {width}", dtype, "rms", bound("quantised", dtype), product)
+
+    # Numbers that have codes, and groups whose largest one is 127 steps.
+    steps = random.integers(-127, 128, (rows, width)).astype(np.float64)
+    steps[:, ::group] = 127
+    given = device.put(steps / 32, dtype)
+
+    def quantised(which: int) -> Outcome:
+        words = _integers(device, np.zeros((rows, width // 4)))
+        found = device.empty("f32", scales64.shape)
+        context().quantise(given, "int8", words, found, group_size=group)
+        if which == 0:
+            return Outcome(device.get(found), np.full(scales64.shape, 1 / 32))
+        return Outcome(device.get(words), _words(steps + 128, 8).astype(np.float64))
+
+    what = f"int8, groups of {group}, {rows} x {width}"
+    yield Case("quantise", f"{what}, scales", dtype, "element", 0.0, lambda: quantised(0))
+    yield Case("quantise", f"{what}, codes", dtype, "element", 0.0, lambda: quantised(1))
+
+
 def cases(device: Device) -> Iterator[Case]:
     """Every operator in every type that it has."""
     for dtype in DTYPES:
-        for family in (_of_rows, _casts, _with_indices, _rope, _products, _attention):
+        for family in (_of_rows, _casts, _with_indices, _rope, _products, _attention, _quantised):
             yield from family(device, dtype)
 
 
