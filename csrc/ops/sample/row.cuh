@@ -149,7 +149,8 @@ __device__ __forceinline__ float exp2_approximate(float x) {
 }
 
 // Gives the weights of a row's tokens in fixed point; the most likely token has 2^kLogOne. An exponential of base 2 is one
-// instruction where expf is many, and its error, 4e-6 of the weight, is less than what f32 leaves of a logit.
+// instruction where expf is many. Its argument of up to 40 is rounded to 24 bits, so a weight is off by some millionths,
+// but by the same ones wherever it is computed.
 struct Weights {
   float maximum;
   float per_unit;  // of the logarithm of base 2

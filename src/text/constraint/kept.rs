@@ -20,7 +20,8 @@ const MAX_AUTOMATON_BYTES: usize = 4 << 20;
 /// The most states of an automaton: a text needs most of those that one may have (`compiler.rs`) itself.
 const MAX_AUTOMATON_STATES: usize = 5_000;
 
-/// The longest text of a constraint that is kept, in bytes, and what its grammar takes for each.
+/// The longest text of a constraint that is kept, in bytes, and what its grammar is taken to need for
+/// each: the crate tells the size of the automaton alone.
 const MAX_TEXT_BYTES: usize = 16 << 10;
 const GRAMMAR_BYTES: usize = 256;
 
