@@ -192,6 +192,18 @@ fn a_row_on_cuda_does_not_depend_on_the_others() {
         let alone = device.run(DType::F32, &logits[row..=row], &ids[row..=row], None);
         assert_eq!(alone, together[row * 21..][..21]);
     }
+    // In a batch every second row begins at an address that is no multiple of 16 bytes.
+    for dtype in [DType::F32, DType::BF16] {
+        let logits: Vec<Vec<f32>> = rows(50_258, 4)
+            .iter()
+            .map(|row| row.iter().map(|&x| rounded(dtype, x)).collect())
+            .collect();
+        let together = device.run(dtype, &logits, &ids[..4], None);
+        for row in 0..4 {
+            let alone = device.run(dtype, &logits[row..=row], &ids[row..=row], None);
+            assert_eq!(words(&alone), words(&together[row * 21..][..21]), "{dtype:?}, row {row}");
+        }
+    }
     logits[1][77] = f32::NAN;
     let found = device.run(DType::F32, &logits[..3], &ids[..3], None);
     assert!(found[21..42].iter().all(|x| x.is_nan()));

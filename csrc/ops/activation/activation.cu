@@ -10,6 +10,7 @@
 // On an H200 they run at the speed of a copy (8192 x 4096 bf16: gelu_tanh and silu 33.5 us); more accesses
 // per thread or larger blocks gained nothing.
 #include "common/dtype.cuh"
+#include "common/exp2.cuh"
 #include "common/map.cuh"
 #include "common/silu.cuh"
 
@@ -27,11 +28,6 @@ __device__ __forceinline__ float reciprocal(float x) {
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
   return result;
 }
-__device__ __forceinline__ float power_of_two(float x) {
-  float result;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
-  return result;
-}
 
 // f32 keeps the library's erf. For 16-bit results, Abramowitz & Stegun 7.1.26 with z = |x| / sqrt(2)
 // (|error of erf| < 1.5e-7) takes a third of the instructions: the kernel is bound by arithmetic there.
@@ -42,7 +38,7 @@ __device__ __forceinline__ float gelu_erf(float x) {
   const float t = reciprocal(1.0f + 0.23164189f * size);  // 0.3275911 / sqrt(2)
   const float poly = t * (0.254829592f + t * (-0.284496736f + t * (1.421413741f + t * (-1.453152027f +
                                                                                        t * 1.061405429f))));
-  const float erfc = poly * power_of_two(-0.72134752f * size * size);  // e^(-z^2)
+  const float erfc = poly * exp2_approx(-0.72134752f * size * size);  // e^(-z^2)
   const float positive = x > 0.0f ? x : 0.0f * x;  // NaN stays NaN
   return positive - 0.5f * size * erfc;
 }

@@ -3,6 +3,7 @@
 
 #include <stdint.h>
 
+#include "common/exp2.cuh"
 #include "common/fault.cuh"
 #include "common/layouts.cuh"
 #include "common/mma.cuh"
@@ -97,14 +98,6 @@ struct TileRows {
   }
 };
 
-// 2^x; results below the smallest normal number become zero. NaN stays NaN.
-__device__ __forceinline__ float exp2_approx(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kMinusInfinity = -__builtin_huge_valf();
 
 // Where key `key` of a sequence lies in a block cache; the result is not valid (and the fault is

@@ -5,8 +5,9 @@
 //
 // One block a row, so that a row's sum has one order whatever else is in the batch. Threads work against their
 // own maximum and correct at the end (Milakov & Gimelshein 2018, arXiv:1805.02867). An id beyond the vocabulary
-// gives NaN, and so does a row with a logit that is not a number.
+// gives NaN, and so does a row with a logit that is not a number or is plus infinity.
 #include "common/dtype.cuh"
+#include "common/exp2.cuh"
 #include "common/reduce.cuh"
 
 namespace xserv {
@@ -15,39 +16,64 @@ constexpr int kThreads = 1024;
 // The lowest f32: what ops/adjust_logits makes of a banned token, which has minus infinity here.
 constexpr float kBanned = -3.4028234663852886e38f;
 
-struct LogSum {
-  float max = -__builtin_huge_valf();
-  float sum = 0.0f;  // of exp((x - max) * per_temperature)
+// Vectors that a thread loads together.
+constexpr int kAhead = 4;
 
-  __device__ __forceinline__ void add(float x, float per_temperature) {
-    if (x == -__builtin_huge_valf()) return;
-    if (x > max) {
-      sum = sum * expf((max - x) * per_temperature) + 1.0f;
-      max = x;
-    } else {
-      sum += expf((x - max) * per_temperature);  // NaN stays in the sum
+// The sum of exp((x - max) * per_temperature) over some logits, for the largest of them so far.
+struct LogSum {
+  float max = kBanned;
+  float sum = 0.0f;
+
+  // per_unit: per_temperature times log2(e), as an exponential of base 2 is one instruction.
+  template <int N>
+  __device__ __forceinline__ void add(const float (&x)[N], float per_unit) {
+    float largest = x[0];
+#pragma unroll
+    for (int i = 1; i < N; ++i) largest = fmaxf(largest, x[i]);
+    if (largest > max) {
+      sum *= exp2_approx((max - largest) * per_unit);
+      max = largest;
     }
+#pragma unroll
+    for (int i = 0; i < N; ++i) sum += exp2_approx((x[i] - max) * per_unit);  // NaN stays in the sum
   }
 };
 
+// Which thread adds which logits, and in what order, depends on vocab_size alone: where a row begins decides only
+// how they are read.
 template <typename T>
-__device__ __forceinline__ LogSum sum_of_thread(const T* row, int vocab_size, float per_temperature) {
-  using V = Vec<T, kVec<T>>;
+__device__ __forceinline__ LogSum sum_of_thread(const T* row, int vocab_size, float per_unit) {
+  constexpr int N = kVec<T>;
+  using V = Vec<T, N>;
   LogSum part;
-  int done = 0;
-  if (reinterpret_cast<uintptr_t>(row) % sizeof(V) == 0) {
-    const int num_vecs = vocab_size / kVec<T>;
-    const V* vecs = reinterpret_cast<const V*>(row);
-    for (int v = threadIdx.x; v < num_vecs; v += kThreads) {
-      const V values = vecs[v];
+  const int num_whole = vocab_size / N;
+  int v = threadIdx.x;
+  const auto add = [&](const V& loaded) {
+    float values[N];
 #pragma unroll
-      for (int i = 0; i < kVec<T>; ++i) part.add(to_float(values[i]), per_temperature);
+    for (int i = 0; i < N; ++i) values[i] = to_float(loaded[i]);
+    part.add(values, per_unit);
+  };
+  if (reinterpret_cast<uintptr_t>(row) % sizeof(V) == 0) {
+    const V* vecs = reinterpret_cast<const V*>(row);
+    for (; v + (kAhead - 1) * kThreads < num_whole; v += kAhead * kThreads) {
+      V loaded[kAhead];
+#pragma unroll
+      for (int u = 0; u < kAhead; ++u) loaded[u] = vecs[v + u * kThreads];
+#pragma unroll
+      for (int u = 0; u < kAhead; ++u) add(loaded[u]);
     }
-    done = num_vecs * kVec<T>;
+    for (; v < num_whole; v += kThreads) add(vecs[v]);
+  } else {
+    for (; v < num_whole; v += kThreads) {
+      V loaded;
+#pragma unroll
+      for (int i = 0; i < N; ++i) loaded[i] = row[v * N + i];
+      add(loaded);
+    }
   }
-  for (int i = done + static_cast<int>(threadIdx.x); i < vocab_size; i += kThreads) {
-    part.add(to_float(row[i]), per_temperature);
-  }
+  const int tail = num_whole * N + threadIdx.x;
+  if (tail < vocab_size) part.add({to_float(row[tail])}, per_unit);
   return part;
 }
 
@@ -64,10 +90,11 @@ __device__ __forceinline__ void log_probs(const T* logits, const float* temperat
   const int64_t row = blockIdx.x;
   logits += row * vocab_size;
   const float per_temperature = temperatures == nullptr ? 1.0f : 1.0f / temperatures[row];
-  const LogSum part = sum_of_thread(logits, vocab_size, per_temperature);
+  // A product with the largest finite number keeps the weight of the maximum, which is 0 away from itself, at 1.
+  const float per_unit = fminf(per_temperature * kLog2E, 0x1p127f);
+  const LogSum part = sum_of_thread(logits, vocab_size, per_unit);
   const float max = block_reduce<Max>(part.max, scratch[0]);
-  // A thread without tokens has minus infinity as its maximum and no sum.
-  const float own = part.sum == 0.0f ? 0.0f : part.sum * expf((part.max - max) * per_temperature);
+  const float own = part.sum * exp2_approx((part.max - max) * per_unit);
   const float log_sum = logf(block_reduce<Sum>(own, scratch[1]));
 #pragma unroll
   for (int list = 0; list < 2; ++list) {

@@ -45,7 +45,7 @@ __device__ __forceinline__ uint64_t best_score(const LogitsRow<T>& row, const Sa
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float number = fmaf(static_cast<float>(word(bits, i)), 0x1p-32f, 0x1p-33f);  // uniform(), or nearly 1
-        if (i >= count || number > exp2_approximate(limits[i])) continue;
+        if (i >= count || number > exp2_approx(limits[i])) continue;
         if (!is_eligible(values[i], group * 4 + i)) continue;
         const float score = (values[i] - maximum) / how.temperature + gumbel(word(bits, i));
         best = larger(best, pair_key(score, group * 4 + i));

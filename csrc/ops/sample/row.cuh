@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/dtype.cuh"
+#include "common/exp2.cuh"
 #include "common/layouts.cuh"
 #include "common/order.cuh"
 #include "common/reduce.cuh"
@@ -139,15 +140,6 @@ __device__ __forceinline__ float fall_of(const SampleRow& how, float value, floa
   return how.temperature == 1.0f ? fall : fall / how.temperature;
 }
 
-constexpr float kLog2E = 1.44269504f;
-
-// One instruction; the error is 2 units of the last place.
-__device__ __forceinline__ float exp2_approximate(float x) {
-  float result;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
-  return result;
-}
-
 // Gives the weights of a row's tokens in fixed point; the most likely token has 2^kLogOne. An exponential of base 2 is one
 // instruction where expf is many. Its argument of up to 40 is rounded to 24 bits, so a weight is off by some millionths,
 // but by the same ones wherever it is computed.
@@ -159,7 +151,7 @@ struct Weights {
       : maximum(maximum), per_unit(fminf(kLog2E / how.temperature, 0x1p127f)) {}
 
   __device__ __forceinline__ unsigned long long of(float value) const {
-    return static_cast<unsigned long long>(exp2_approximate(fmaf(value - maximum, per_unit, kLogOne)));
+    return static_cast<unsigned long long>(exp2_approx(fmaf(value - maximum, per_unit, kLogOne)));
   }
 };
 

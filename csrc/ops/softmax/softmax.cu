@@ -12,19 +12,14 @@
 // 32 are for rows that 16 do not cover.
 // _loop and _scalar: any width; they read the row twice, the second time from the cache.
 #include "common/dtype.cuh"
+#include "common/exp2.cuh"
 #include "common/reduce.cuh"
 #include "common/rows.cuh"
 
 namespace xserv {
 
-constexpr float kLog2e = 1.4426950408889634f;
-
 // exp(x - max) for x <= max; the difference comes first, because x * log2(e) overflows for large x.
-__device__ __forceinline__ float exp_below(float x, float max) {
-  float result;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"((x - max) * kLog2e));
-  return result;
-}
+__device__ __forceinline__ float exp_below(float x, float max) { return exp2_approx((x - max) * kLog2E); }
 
 struct MaxSum {
   float max;  // NaN is not carried here but in the sum

@@ -179,7 +179,7 @@ class Kernels(unittest.TestCase):
         shape = work.Shape(3, 10, 20, 30, 40, 50, 8, 16, 100)
 
         def work_of(name: str, launches: int, tokens: int) -> Optional[work.Work]:
-            return work.work_of(name, launches, shape, tokens, 1000.0, 2)
+            return work.work_of(name, launches, shape, tokens, 1000.0, 2, 64)
 
         self.assertEqual(work_of("xserv_linear_gemv_mma_residual_bf16", 6, 1), (3 * 60 * 2, 3 * 60 * 2))
         self.assertEqual(work_of("xserv_linear_gemv_mma_residual_bf16", 3, 1), (3 * 40 * 2, 3 * 40 * 2))
@@ -192,6 +192,8 @@ class Kernels(unittest.TestCase):
         )
         self.assertEqual(work_of("xserv_add_rms_norm_rounded_vec_bf16", 7, 5), (4 * (5 * 5 + 2) * 8 * 2, 0))
         self.assertEqual(work_of("xserv_sample_scan_bf16", 1, 1), (200, 0))
+        self.assertEqual(work_of("xserv_sample_choose_bf16", 1, 1), (64 * 8, 0))
+        self.assertEqual(work_of("xserv_embedding_i32_b16", 2, 5), (2 * 6 * 8 * 2, 0))
         self.assertEqual(work_of("xserv_linear_skinny_plain_64x16_bf16", 2, 5), (60 * 2, 60 * 2))
         self.assertEqual(work_of("xserv_linear_skinny_plain_192x16_bf16", 1, 5), (50 * 2, 50 * 2))
         self.assertEqual(work_of("nvjet_sm90_tst_64x64", 4, 5), (2 * 60 * 2, 2 * 60 * 2 * 5))

@@ -4,6 +4,7 @@ tell."""
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any, Dict, List, NamedTuple, Optional
 
@@ -83,8 +84,11 @@ def weights_of_last_row(kernel: str, launches: float, shape: Shape) -> Optional[
     return None
 
 
-def work_of(kernel: str, launches: float, shape: Shape, tokens: int, kv_bytes: float, bytes_each: int) -> Optional[Work]:
-    """What a kernel's launches of one step do. `kv_bytes` is what the step's attention reads of the cache."""
+def work_of(
+    kernel: str, launches: float, shape: Shape, tokens: int, kv_bytes: float, bytes_each: int, blocks: int
+) -> Optional[Work]:
+    """What a kernel's launches of one greedy step do. `kv_bytes` is what the step's attention reads of the cache, `blocks`
+    are those of a launch."""
     last = weights_of_last_row(kernel, launches, shape) if tokens > 1 else None
     if last is not None:
         return Work(last * bytes_each, 2.0 * last)
@@ -101,10 +105,12 @@ def work_of(kernel: str, launches: float, shape: Shape, tokens: int, kv_bytes: f
         return Work(kv_bytes + (projection + activations) * bytes_each, flops + 2.0 * projection * tokens)
     if kernel.startswith("xserv_add_rms_norm"):  # two arrays in, two out
         return Work(4.0 * rows * shape.hidden * bytes_each, 0.0)
-    if kernel.startswith("xserv_embedding") and launches == 1:
-        return Work(2.0 * tokens * shape.hidden * bytes_each, 0.0)
+    if kernel.startswith("xserv_embedding") and launches in (1, 2):  # the second one takes a prompt's last row out
+        return Work(2.0 * (tokens + launches - 1) * shape.hidden * bytes_each, 0.0)
     if kernel.startswith("xserv_sample_scan") and launches == 1:
         return Work(float(shape.vocab * bytes_each), 0.0)
+    if kernel.startswith("xserv_sample_choose") and launches == 1 and blocks:  # a place of 8 bytes for each block of the scan
+        return Work(8.0 * blocks, 0.0)
     return None
 
 
@@ -118,7 +124,9 @@ def add_work(
     for row in rows:
         # Several kernels of attention share what is known of all of them together.
         shared = len(attention) > 1 and row in attention
-        work = None if shared else work_of(row["kernel"], row["launches"], shape, tokens, kv_bytes, bytes_each)
+        blocks = math.prod(int(n) for n in row["grid"].split(" x ")) if "grid" in row else 0
+        sizes = (shape, tokens, kv_bytes, bytes_each, blocks)
+        work = None if shared else work_of(row["kernel"], row["launches"], *sizes)
         if work is not None:
             row["mb"] = work.bytes / 1e6
             limit_us = max(work.bytes / ceilings.read_gb_s / 1e3, work.flops / ceilings.tflop_s / 1e6)
