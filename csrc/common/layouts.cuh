@@ -426,7 +426,10 @@ constexpr int linear_skinny_192x128 = 204880;
   XSERV_FIELD(Fp8Params, scale_type, 84, 4); \
   XSERV_FIELD(Fp8Params, epilogue, 88, 4); \
   XSERV_FIELD(Fp8Params, row_shift, 92, 4); \
-  static_assert(sizeof(Fp8Params) == 96, "Fp8Params has another size in Rust")
+  XSERV_FIELD(Fp8Params, k, 96, 4); \
+  XSERV_FIELD(Fp8Params, eps, 100, 4); \
+  XSERV_FIELD(Fp8Params, norm_weight, 104, 8); \
+  static_assert(sizeof(Fp8Params) == 112, "Fp8Params has another size in Rust")
 
 #define XSERV_LAYOUT_Fp8ManyParams \
   XSERV_FIELD(Fp8ManyParams, x, 0, 128); \

@@ -10,13 +10,14 @@
 // inputs are added up by whom depends on k and on those numbers alone.
 #include "common/gemv.cuh"
 #include "common/pdl.cuh"
-#include "ops/linear/quantised.cuh"
+#include "ops/linear/own_inputs.cuh"
+#include "ops/quantised/activations.cuh"
 
 namespace xserv {
 
 struct Fp8Params {
-  const void* x;         // e4m3 [num_tokens, 128 * num_stages]
-  const float* x_scales;  // [num_stages, x_pitch]
+  const void* x;          // e4m3 [num_tokens, 128 * num_stages], or T [num_tokens, k]
+  const float* x_scales;  // [num_stages, x_pitch]; null: x is of T
   const void* codes;
   const void* scales;
   void* out;         // residual: read and written
@@ -32,6 +33,9 @@ struct Fp8Params {
   int scale_type;    // a ScaleType
   int epilogue;      // an Epilogue
   int row_shift;     // log2 of the warps with different rows
+  int k;                    // of x of T, a multiple of 8
+  float eps;                // of the norm of x
+  const void* norm_weight;  // [k]; null: x of T is not normalised
   static constexpr int tile_rows = 16;
 };
 XSERV_LAYOUT_Fp8Params;
@@ -72,9 +76,11 @@ __device__ __forceinline__ uint32_t shared_word(uint32_t address) {
   return v;
 }
 
-// kFragments: of 8 tokens; kStages: of the ring of a warp.
-template <typename T, int kFragments, int kStages>
+// kFragments: of 8 tokens; kStages: of the ring of a warp; kIsOwn: whether x is of T, so that each block quantises, and
+// normalises, what it multiplies (own_inputs.cuh).
+template <typename T, int kFragments, int kStages, bool kIsOwn>
 __device__ __forceinline__ void fp8_product(const Fp8Params& p) {
+  static_assert(!kIsOwn || kFragments == 1, "a block makes no more rows");
   constexpr int kTileBytes = 2048 + 64;
   extern __shared__ __align__(16) float4 staging[];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, row = lane >> 2, quarter = lane & 3;
@@ -92,11 +98,14 @@ __device__ __forceinline__ void fp8_product(const Fp8Params& p) {
   const bool is_f32 = scale_type == ScaleType::kF32;
   const uint64_t policy = weight_policy();
   // A slot of the ring has of each tile the codes and 64 bytes of scales, then of each token 128 bytes of codes, then
-  // the scales of the tokens.
+  // the scales of the tokens. What a block makes of the tokens lies behind the rings of all warps, in the same order for
+  // each stage.
   const int padded_rows = (num_rows + 3) & ~3;
-  const uint32_t token_scales = kFp8Tiles * kTileBytes + num_rows * 128;
-  const uint32_t slot_bytes = token_scales + padded_rows * 4;
+  const uint32_t token_codes = kIsOwn ? 0 : kFp8Tiles * kTileBytes;
+  const uint32_t token_scales = token_codes + num_rows * 128, inputs_bytes = num_rows * 128 + padded_rows * 4;
+  const uint32_t slot_bytes = kFp8Tiles * kTileBytes + (kIsOwn ? 0 : inputs_bytes);
   const uint32_t ring = shared_address(staging) + warp * (kStages * slot_bytes);
+  const uint32_t own_inputs = shared_address(staging) + kQuantisedWarps * kStages * slot_bytes;
 
   // Tiles behind the last one are read as the last one, and not stored.
   const auto tile_of = [&](int r) { return static_cast<int64_t>(min(warp_tile + r, p.num_tiles - 1)); };
@@ -132,7 +141,29 @@ __device__ __forceinline__ void fp8_product(const Fp8Params& p) {
     cp_async_commit();
   }
   dependency_launch();
-  dependency_wait();
+  // Where the block's inputs begin.
+  const int block_begin = split * input_warps * num_stages / num_parts;
+  if constexpr (kIsOwn) {
+    const OwnInputs<T> own(p.x, p.norm_weight, num_rows, p.k);
+    dependency_wait();
+    const int block_end = (split + 1) * input_warps * num_stages / num_parts;
+    const auto store = [&](int token, int eight, uint4 inputs, bool is_wanted) {
+      float numbers[8];
+      unpack<T>(inputs, numbers);
+      uint32_t words[2];
+      const float scale = quantise_eight(numbers, words);
+      if (!is_wanted) return;
+      const uint32_t stage = own_inputs + (eight / 16 - block_begin) * inputs_bytes, place = eight % 16;
+      const uint32_t codes = stage + token * 128 + place / 4 * 32 + place % 4 * 4;
+      store_shared(codes, words[0]);
+      store_shared(codes + 16, words[1]);
+      if (place == 0) store_shared(stage + num_rows * 128 + token * 4, __float_as_uint(scale));
+    };
+    own.make(block_begin * 16, block_end * 16, p.eps, store);
+    __syncthreads();
+  } else {
+    dependency_wait();
+  }
 
   // Eight lanes copy the codes of a token, and a lane the scales of four.
   const char* const x = static_cast<const char*>(p.x) +
@@ -141,28 +172,31 @@ __device__ __forceinline__ void fp8_product(const Fp8Params& p) {
 #pragma unroll
     for (int j = 0; j < kFragments * 2; ++j) {
       const int token = j * 4 + (lane >> 3);
-      copy_16(slot + kFp8Tiles * kTileBytes + token * 128 + (lane & 7) * 16,
+      copy_16(slot + token_codes + token * 128 + (lane & 7) * 16,
               x + (static_cast<int64_t>(j) * 4 * num_stages + stage) * 128, token < num_rows);
     }
     copy_16(slot + token_scales + lane * 16, p.x_scales + static_cast<int64_t>(stage) * p.x_pitch + first_token + lane * 4,
             lane * 4 < num_rows);
   };
+  if constexpr (!kIsOwn) {
 #pragma unroll
-  for (int i = 0; i < kStages; ++i) {
-    if (begin + i < end) fill_inputs(ring + i * slot_bytes, begin + i);
-    cp_async_commit();
+    for (int i = 0; i < kStages; ++i) {
+      if (begin + i < end) fill_inputs(ring + i * slot_bytes, begin + i);
+      cp_async_commit();
+    }
   }
 
   // Tokens behind the last one are read as the last one, and not stored.
   uint32_t x_places[kFragments];
 #pragma unroll
   for (int j = 0; j < kFragments; ++j) {
-    x_places[j] = kFp8Tiles * kTileBytes + min(j * 8 + row, num_rows - 1) * 128 + quarter * 4;
+    x_places[j] = token_codes + min(j * 8 + row, num_rows - 1) * 128 + quarter * 4;
   }
   float sum[kFp8Tiles][kFragments][4] = {};
   int slot_index = 0;
   for (int stage = begin; stage < end; ++stage) {
     const uint32_t slot = ring + slot_index * slot_bytes;
+    const uint32_t inputs = kIsOwn ? own_inputs + (stage - block_begin) * inputs_bytes : slot;
     cp_async_wait<kStages - 1>();
     __syncwarp();
     float products[kFp8Tiles][kFragments][4] = {};
@@ -181,8 +215,8 @@ __device__ __forceinline__ void fp8_product(const Fp8Params& p) {
       }
 #pragma unroll
       for (int j = 0; j < kFragments; ++j) {
-        const uint32_t b0 = shared_word(slot + x_places[j] + step * 32);
-        const uint32_t b1 = shared_word(slot + x_places[j] + step * 32 + 16);
+        const uint32_t b0 = shared_word(inputs + x_places[j] + step * 32);
+        const uint32_t b1 = shared_word(inputs + x_places[j] + step * 32 + 16);
 #pragma unroll
         for (int r = 0; r < kFp8Tiles; ++r) mma_e4m3(products[r][j], a[r], b0, b1);
       }
@@ -199,7 +233,7 @@ __device__ __forceinline__ void fp8_product(const Fp8Params& p) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           uint32_t b[2];
-          decode_four(shared_word(slot + x_places[j] + step * 32 + half * 16), b);
+          decode_four(shared_word(inputs + x_places[j] + step * 32 + half * 16), b);
 #pragma unroll
           for (int r = 0; r < kFp8Tiles; ++r) mma_m16n8k16<__half>(products[r][j], a[r][half], b[0], b[1]);
         }
@@ -214,7 +248,7 @@ __device__ __forceinline__ void fp8_product(const Fp8Params& p) {
 #pragma unroll
     for (int j = 0; j < kFragments; ++j) {
       const int pair = min(j * 8 + quarter * 2, padded_rows - 2);
-      const float2 of_tokens = shared_floats(slot + token_scales + pair * 4);
+      const float2 of_tokens = shared_floats(inputs + token_scales + pair * 4);
 #pragma unroll
       for (int r = 0; r < kFp8Tiles; ++r) {
         const float(&v)[4] = products[r][j];
@@ -228,7 +262,7 @@ __device__ __forceinline__ void fp8_product(const Fp8Params& p) {
     __syncwarp();
     if (stage + kStages < end) {
       fill_weights(slot, stage + kStages);
-      fill_inputs(slot, stage + kStages);
+      if (!kIsOwn) fill_inputs(slot, stage + kStages);
     }
     cp_async_commit();
     if (++slot_index == kStages) slot_index = 0;
@@ -242,18 +276,20 @@ __device__ __forceinline__ void fp8_product(const Fp8Params& p) {
 
 }  // namespace xserv
 
-// xserv_linear_fp8_<tokens>_<dtype>, for blocks of 256 threads.
-#define XSERV_FP8(TOKENS, STAGES, BLOCKS, SUFFIX, T)                                                              \
-  extern "C" __global__ void __launch_bounds__(256, BLOCKS)                                                       \
-      xserv_linear_fp8_##TOKENS##_##SUFFIX(const __grid_constant__ xserv::Fp8Params params) {                     \
-    xserv::fp8_product<T, (TOKENS + 7) / 8, STAGES>(params);                                                            \
+// xserv_linear_fp8_<tokens>_<dtype>, for blocks of 256 threads, and xserv_linear_fp8_own_<stages>_<dtype>.
+#define XSERV_FP8(NAME, TOKENS, STAGES, IS_OWN, BLOCKS, SUFFIX, T)                               \
+  extern "C" __global__ void __launch_bounds__(256, BLOCKS)                                      \
+      xserv_linear_fp8_##NAME##_##SUFFIX(const __grid_constant__ xserv::Fp8Params params) {      \
+    xserv::fp8_product<T, (TOKENS + 7) / 8, STAGES, IS_OWN>(params);                             \
   }
 // Tokens, stages of a ring, blocks of a multiprocessor, which has shared memory for so many. Fragments have 8 tokens.
-#define XSERV_FP8_ALL(SUFFIX, T)  \
-  XSERV_FP8(4, 3, 2, SUFFIX, T)   \
-  XSERV_FP8(8, 2, 2, SUFFIX, T)   \
-  XSERV_FP8(16, 2, 2, SUFFIX, T)  \
-  XSERV_FP8(32, 2, 1, SUFFIX, T)  \
-  XSERV_FP8(64, 2, 1, SUFFIX, T)
+#define XSERV_FP8_ALL(SUFFIX, T)               \
+  XSERV_FP8(4, 4, 3, false, 2, SUFFIX, T)      \
+  XSERV_FP8(8, 8, 2, false, 2, SUFFIX, T)      \
+  XSERV_FP8(16, 16, 2, false, 2, SUFFIX, T)    \
+  XSERV_FP8(32, 32, 2, false, 1, SUFFIX, T)    \
+  XSERV_FP8(64, 64, 2, false, 1, SUFFIX, T)    \
+  XSERV_FP8(own_2, 8, 2, true, 2, SUFFIX, T)   \
+  XSERV_FP8(own_3, 8, 3, true, 2, SUFFIX, T)
 XSERV_FP8_ALL(f16, __half)
 XSERV_FP8_ALL(bf16, __nv_bfloat16)

@@ -284,6 +284,8 @@ kernels! {
         LINEAR_FP8_4 "xserv_linear_fp8_4" f16 bf16;
         LINEAR_FP8_64 "xserv_linear_fp8_64" f16 bf16;
         LINEAR_FP8_8 "xserv_linear_fp8_8" f16 bf16;
+        LINEAR_FP8_OWN_2 "xserv_linear_fp8_own_2" f16 bf16;
+        LINEAR_FP8_OWN_3 "xserv_linear_fp8_own_3" f16 bf16;
     }
     "linear/fp8_many" {
         LINEAR_FP8_MANY_128X2 "xserv_linear_fp8_many_128x2" f16 bf16;
@@ -470,6 +472,7 @@ kernels! {
         QK_ROPE_TABLE "xserv_qk_rope_table" f32 f16 bf16;
     }
     "quantised/activations" {
+        NORMALISE_ACTIVATIONS "xserv_normalise_activations" f16 bf16;
         QUANTISE_ACTIVATIONS "xserv_quantise_activations" f16 bf16;
         ROUND_ACTIVATIONS "xserv_round_activations" f32 f16 bf16;
     }

@@ -277,10 +277,7 @@ pub fn linear_quantised(
     }
     let cuda = cuda(context)?;
     let sizes = Sizes::of(layout);
-    let info = cuda.device().info();
-    let capability = info.compute_capability.0;
-    let chip =
-        Chip { has_clusters: capability >= 9, shared_memory_bytes: info.shared_memory_bytes };
+    let capability = cuda.device().info().compute_capability.0;
     let is_aligned = (x.data() as usize).is_multiple_of(16)
         && (out.data() as usize).is_multiple_of(4)
         && is_quantised_weight(layout)
@@ -292,7 +289,7 @@ pub fn linear_quantised(
         }
     }
     let few = match is_fixed {
-        false => FewDivision::choose(num_tokens.into(), layout, chip),
+        false => FewDivision::choose(num_tokens.into(), layout, Chip::of(cuda)),
         true => None,
     };
     let chosen = few.map(|few| few.chosen(layout, dtype)).unwrap_or_else(|| {

@@ -1,7 +1,7 @@
 //! How a product of up to 16 tokens with quantised weights is divided on a GPU:
 //! `csrc/ops/linear/quantised_few.cu`.
 
-use crate::backend::cuda::{kernels, Kernel};
+use crate::backend::cuda::{kernels, CudaContext, Kernel};
 use crate::memory::DType;
 use crate::ops::linear::cuda_quantised_blocks::{
     launch, units, Chosen, GROUP_BYTES, MULTIPROCESSORS, TILES, WARPS, WARPS_SHIFT,
@@ -33,6 +33,17 @@ pub struct Chip {
     pub has_clusters: bool,
     /// The most shared memory of a block.
     pub shared_memory_bytes: usize,
+}
+
+impl Chip {
+    /// The chip of a device.
+    pub fn of(cuda: &CudaContext) -> Self {
+        let info = cuda.device().info();
+        Chip {
+            has_clusters: info.compute_capability.0 >= 9,
+            shared_memory_bytes: info.shared_memory_bytes,
+        }
+    }
 }
 
 /// The inputs of a stage.

@@ -18,7 +18,8 @@
 //! tall as a vocabulary are made in pieces, where its codes cannot be multiplied. An output matrix may
 //! be quantised beside layers that are not, and the other way round. Where the format of FP8 weights
 //! says that activations are quantised, they are for any number of rows, and the products are those of
-//! FP8 with FP8.
+//! FP8 with FP8; the norm before a product quantises what it gives, and with one or two rows a product
+//! normalises and quantises what it multiplies.
 //!
 //! In a model that is to be deterministic, every row of a linear layer is summed in an order that
 //! follows from the shape of the weight alone. The other rows of a batch, the pieces that a prompt
@@ -27,7 +28,9 @@
 //! [`SumOrder::Parts`]; both add up k by wgmma, 16 at a time from the first to the last, in the
 //! number of parts that the shape of the weight gives. Other weights take [`SumOrder::ByRow`].
 
-use super::cuda_fp8::{has_linear_fp8, is_fp8_weight, linear_fp8};
+use super::cuda_fp8::{
+    has_linear_fp8, is_fp8_weight, linear_fp8, linear_own_fp8, quantises_inputs,
+};
 use super::cuda_gemv::{has_linear_gemv, linear_gemv, max_gemv_tokens, GEMV_TOKENS};
 use super::cuda_gemv_mma::{has_linear_gemv_mma, linear_gemv_mma, OneTokenLinear};
 use super::cuda_numbers::{is_tall, linear_numbers};
@@ -326,6 +329,9 @@ impl LinearPass<'_> {
         layer: &Layer<'_>,
         out: &DeviceTensor,
     ) -> Result<()> {
+        if self.normed_fp8(stream, norm, layer, Epilogue::Store, out)? {
+            return self.mark(layer, stream.num_rows());
+        }
         match self.links {
             Links::Apart => {
                 self.normalise(stream, norm)?;
@@ -427,6 +433,9 @@ impl LinearPass<'_> {
         out: &DeviceTensor,
     ) -> Result<()> {
         let epilogue = Epilogue::SwiGlu;
+        if self.normed_fp8(stream, norm, layer, epilogue, out)? {
+            return self.mark(layer, stream.num_rows());
+        }
         match self.links {
             Links::Apart => {
                 self.normalise(stream, norm)?;
@@ -455,6 +464,39 @@ impl LinearPass<'_> {
             }
         }
         self.mark(layer, stream.num_rows())
+    }
+
+    /// Computes the product of `norm(stream)` and a weight that takes its activations in FP8, which
+    /// nobody else needs: the norm quantises them, or for the fewest rows the product does both. Returns
+    /// whether that is done.
+    fn normed_fp8(
+        &self,
+        stream: &mut ResidualStream,
+        norm: &Norm<'_>,
+        layer: &Layer<'_>,
+        epilogue: Epilogue,
+        out: &DeviceTensor,
+    ) -> Result<bool> {
+        let WeightFormat::Quantised(layout) = layer.weight.format() else { return Ok(false) };
+        let is_separate = matches!(self.links, Links::Apart | Links::Chain);
+        let has_epilogue = layer.bias.is_none() || epilogue == Epilogue::Store;
+        if !is_separate || !has_epilogue || !self.takes_fp8(&layout) {
+            return Ok(false);
+        }
+        let (context, rows, is_fixed) =
+            (self.context, stream.num_rows(), self.plan.is_deterministic);
+        let tiles = QuantisedTiles::new(layout, layer.weight.data())?;
+        let bias = layer.bias.map(|bias| &**bias);
+        if self.links == Links::Chain && !is_fixed && quantises_inputs(context, rows, &layout)? {
+            let x = &*stream.hidden;
+            linear_own_fp8(context, x, Some(rms(norm)?), &tiles, bias, epilogue, out)?;
+            return Ok(true);
+        }
+        let inputs = QuantisedInputs::new(context, rows, layout.in_features())?;
+        stream.normalise_in_fp8(context, norm, &inputs)?;
+        self.cuda.mark("norm", 0, 0.0)?;
+        linear_fp8(context, &inputs, &tiles, bias, epilogue, is_fixed, out)?;
+        Ok(true)
     }
 
     /// Computes `stream += x W^T + b`. x [num_rows, in_features].
@@ -560,6 +602,9 @@ impl LinearPass<'_> {
             WeightFormat::Quantised(layout) => {
                 let tiles = QuantisedTiles::new(layout, layer.weight.data())?;
                 if self.takes_fp8(&layout) {
+                    if !is_fixed && quantises_inputs(self.context, num_rows(x), &layout)? {
+                        return linear_own_fp8(self.context, x, None, &tiles, bias, epilogue, out);
+                    }
                     let inputs =
                         QuantisedInputs::new(self.context, num_rows(x), layout.in_features())?;
                     quantise_inputs(self.context, x, &inputs)?;

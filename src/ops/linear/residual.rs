@@ -11,6 +11,9 @@ use crate::error::Result;
 use crate::memory::Tensor;
 use crate::ops::elementwise::add;
 use crate::ops::layer_norm::layer_norm;
+use crate::ops::quantised::cuda_activations::{
+    has_normalise_inputs, normalise_inputs, quantise_inputs, QuantisedInputs,
+};
 use crate::ops::rms_norm::cuda_rounded::{add_rms_norm, rms_norm_rounded};
 
 /// A norm with its weights, which have the element type of the stream.
@@ -72,13 +75,7 @@ impl ResidualStream {
 
     /// Adds what is pending, and writes the normalised stream to `normed`.
     pub fn normalise(&mut self, context: &ComputeContext, norm: &Norm<'_>) -> Result<()> {
-        let pending = match std::mem::replace(&mut self.pending, Pending::Nothing) {
-            Pending::Nothing => None,
-            Pending::Projected => Some(&*self.projected),
-            Pending::Sums(_) => {
-                return Err(crate::error::Error::internal("sums of heads for another kernel"))
-            }
-        };
+        let pending = self.take_pending()?.then_some(&*self.projected);
         match *norm {
             Norm::Rms { weight, eps } => {
                 add_rms_norm(context, pending, &self.hidden, weight, eps, &self.normed)
@@ -92,7 +89,39 @@ impl ResidualStream {
         }
     }
 
-    /// Does the same for a stream to which products add themselves, as a link of the chain.
+    /// Notes that nothing is pending. Returns whether `projected` was.
+    fn take_pending(&mut self) -> Result<bool> {
+        match std::mem::replace(&mut self.pending, Pending::Nothing) {
+            Pending::Nothing => Ok(false),
+            Pending::Projected => Ok(true),
+            Pending::Sums(_) => {
+                Err(crate::error::Error::internal("sums of heads for another kernel"))
+            }
+        }
+    }
+
+    /// Adds what is pending, and writes the normalised stream to `inputs` in FP8, of the same bits as
+    /// if `normed` were quantised.
+    pub(super) fn normalise_in_fp8(
+        &mut self,
+        context: &ComputeContext,
+        norm: &Norm<'_>,
+        inputs: &QuantisedInputs,
+    ) -> Result<()> {
+        match *norm {
+            Norm::Rms { weight, eps } if has_normalise_inputs(&self.hidden) => {
+                let pending = self.take_pending()?.then_some(&*self.projected);
+                normalise_inputs(context, pending, &self.hidden, weight, eps, inputs)
+            }
+            _ => {
+                self.normalise(context, norm)?;
+                quantise_inputs(context, &self.normed, inputs)
+            }
+        }
+    }
+
+    /// Writes the normalised stream to `normed` where products add themselves to the stream, as a link of
+    /// the chain.
     pub(super) fn normalise_in_chain(
         &self,
         context: &ComputeContext,

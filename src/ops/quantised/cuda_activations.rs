@@ -140,6 +140,70 @@ pub fn quantise_inputs(context: &ComputeContext, x: &Tensor, out: &QuantisedInpu
     }
 }
 
+/// The most threads of a block of [`normalise_inputs`], each of which has two vectors of eight inputs.
+const NORM_THREADS: usize = 1024;
+
+/// Whether [`normalise_inputs`] serves the rows of a residual stream.
+pub fn has_normalise_inputs(residual: &Tensor) -> bool {
+    let width = residual.width() as usize;
+    let is_half = residual.element().size_bytes() == 2;
+    is_half
+        && width.is_multiple_of(8)
+        && width <= 16 * NORM_THREADS
+        && (residual.data() as usize).is_multiple_of(16)
+}
+
+/// Adds `x` to the residual stream, unless there is none, and quantises what RMSNorm makes of the sum:
+/// the same bits as those of [`add_rms_norm`](crate::ops::rms_norm::cuda_rounded::add_rms_norm) and
+/// [`quantise_inputs`].
+///
+/// x, residual `[num_rows, in_features]`, weight `[in_features]`, of one type, for what
+/// [`has_normalise_inputs`] says.
+pub fn normalise_inputs(
+    context: &ComputeContext,
+    x: Option<&Tensor>,
+    residual: &Tensor,
+    weight: &Tensor,
+    eps: f32,
+    out: &QuantisedInputs,
+) -> Result<()> {
+    let dtype = float("residual", residual)?;
+    let (element, shape) = (residual.element(), residual.shape());
+    check("residual", residual, element, &[out.num_rows as i64, out.in_features as i64])?;
+    check("weight", weight, element, &[out.in_features as i64])?;
+    if let Some(x) = x {
+        check("x", x, element, shape)?;
+    }
+    let odd = x.map_or(0, |x| x.data() as usize) | weight.data() as usize;
+    if !has_normalise_inputs(residual) || !odd.is_multiple_of(16) {
+        return Err(Error::internal(format!("a norm in 8 bits of rows of {}", out.in_features)));
+    }
+    if residual.is_empty() {
+        return Ok(());
+    }
+    let kernel = kernels::NORMALISE_ACTIVATIONS.of_half(dtype)?;
+    let arguments = Arguments::new()
+        .pointer(out.codes())
+        .pointer(out.scales())
+        .tensor(residual)
+        .optional(x)
+        .tensor(weight)
+        .i32(out.in_features as i32)
+        .i32(out.num_groups() as i32)
+        .i32(out.pitch() as i32)
+        .f32(eps);
+    let vectors = out.num_groups() * GROUP_THREADS;
+    let block = vectors.clamp(32, NORM_THREADS).next_multiple_of(32) as u32;
+    let rows = i32::try_from(out.num_rows)
+        .map_err(|_| Error::unsupported(format!("a norm of {} rows", out.num_rows)))?;
+    // SAFETY: the arguments of the kernel; it reads and writes the rows of the stream, and writes a row
+    // of codes and the scales of each, for which `out` has memory.
+    unsafe {
+        let launch = Launch::linear(rows as u32, block);
+        cuda(context)?.launch_overlapping(kernel, launch, arguments)
+    }
+}
+
 /// Replaces activations by what they are in e4m3, rounded to their type: x, out `[num_rows,
 /// in_features]`, of one type.
 pub fn round_inputs(context: &ComputeContext, x: &Tensor, out: &Tensor) -> Result<()> {

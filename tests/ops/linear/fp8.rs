@@ -1,20 +1,24 @@
 //! Linear layers whose weights and activations are both FP8 on a GPU, against products in f64 of the
 //! exact numbers of both.
 
+use std::cell::Cell;
 use std::sync::Arc;
 
 use super::quantised::{check_product, Case, Product};
 use crate::quantised::{in_e4m3, random_matrix, upload_tiles};
-use crate::support::device::{cuda_context, Bench, HALVES};
-use xserv::backend::{ComputeContext, DeviceTensor};
+use crate::support::device::{cuda_context, round, Bench, HALVES};
+use xserv::backend::{ComputeContext, ContextBackend, DeviceTensor};
 use xserv::error::Result;
 use xserv::memory::{DType, Tensor};
-use xserv::ops::linear::cuda_fp8::{has_linear_fp8, is_fp8_weight, linear_fp8};
+use xserv::ops::linear::cuda_fp8::{
+    has_linear_fp8, is_fp8_weight, linear_fp8, linear_own_fp8, quantises_inputs,
+};
 use xserv::ops::linear::Epilogue;
 use xserv::ops::quantised::cuda::QuantisedTiles;
 use xserv::ops::quantised::cuda_activations::{quantise_inputs, QuantisedInputs};
 use xserv::ops::quantised::tiles::TileLayout;
 use xserv::ops::quantised::{Code, QuantFormat, QuantisedMatrix};
+use xserv::ops::rms_norm::cuda_rounded::rms_norm_rounded;
 
 const EPILOGUES: [Epilogue; 3] = [Epilogue::Store, Epilogue::AddResidual, Epilogue::SwiGlu];
 /// For each number of tokens of a block of both kernels, one that fills it and one that does not.
@@ -203,4 +207,91 @@ fn fp8_products_that_no_kernel_serves_are_refused_on_cuda() {
         let layout = TileLayout::new(24, 256, other, false).expect("a layout");
         assert!(!is_fp8_weight(&layout), "{other:?}");
     }
+}
+
+/// What is added to the mean of squares: so much that a kernel that forgot it would be seen.
+const EPS: f32 = 0.3;
+
+/// The weight of a norm of `width` inputs.
+fn norm_weight(
+    context: &Arc<ComputeContext>,
+    dtype: DType,
+    width: usize,
+) -> (Bench, DeviceTensor, Vec<f64>) {
+    let mut bench = Bench::with_room(context, dtype, width as u64 + 5, 1 << 20);
+    let (weight, values) = bench.filled(&[width], 0.3, 1.0);
+    (bench, weight, values)
+}
+
+/// Whether multiprocessors have the shared memory of data centres' chips.
+fn has_large_blocks(context: &ComputeContext) -> bool {
+    match context.backend() {
+        ContextBackend::Cuda(cuda) => cuda.device().info().shared_memory_bytes > 128 << 10,
+        ContextBackend::Cpu { .. } => false,
+    }
+}
+
+/// RMSNorm of rows, rounded as Transformers rounds it.
+fn normalised(dtype: DType, x: &[f64], weight: &[f64]) -> Vec<f64> {
+    let normalise = |row: &[f64]| -> Vec<f64> {
+        let mean = row.iter().map(|x| x * x).sum::<f64>() / row.len() as f64;
+        let scale = 1.0 / (mean + f64::from(EPS)).sqrt();
+        row.iter().zip(weight).map(|(x, w)| round(dtype, round(dtype, x * scale) * w)).collect()
+    };
+    x.chunks_exact(weight.len()).flat_map(normalise).collect()
+}
+
+/// Blocks quantise few rows themselves, and normalise them where they are told to.
+#[test]
+fn fp8_products_of_few_rows_on_cuda_make_their_inputs() {
+    let Some(context) = context() else { return };
+    let in_groups = |x: &[f64], k: usize| -> Vec<f64> {
+        x.chunks(k).flat_map(|row| row.chunks(128).flat_map(in_e4m3)).collect()
+    };
+    let served = Cell::new(0);
+    for dtype in HALVES {
+        for (group_size, scale, size) in [
+            (128, DType::F32, (136, 4096)),
+            (128, DType::BF16, (24, 1544)),
+            (ROW, DType::F32, (1003, 264)),
+            (256, DType::F32, (24, 12_288)),
+            (128, DType::F32, (40, 8)),
+            (128, DType::BF16, (6144, 1024)),
+        ] {
+            let (_bench, norm, norm_values) = norm_weight(&context, dtype, size.1);
+            for norm in [None, Some((&*norm, EPS))] {
+                let product = Product {
+                    rounded: &|x, k| match norm {
+                        None => in_groups(x, k),
+                        Some(_) => in_groups(&normalised(dtype, x, &norm_values), k),
+                    },
+                    // As in `check`; a norm rounds some inputs, and then their codes, the other way.
+                    error: &|_, _, root| root * 2f64.powi(if norm.is_some() { -6 } else { -8 }),
+                    most_flipped: &|dtype| if dtype == DType::BF16 { 0.4 } else { 1.0 },
+                    multiply: &|x, weight, bias, epilogue, is_fixed, out| {
+                        let num_tokens = x.shape()[0] as usize;
+                        if !is_fixed && quantises_inputs(&context, num_tokens, weight.layout())? {
+                            served.set(served.get() + 1);
+                            return linear_own_fp8(&context, x, norm, weight, bias, epilogue, out);
+                        }
+                        let Some((norm, eps)) = norm else {
+                            return multiply(&context, x, weight, bias, epilogue, is_fixed, out);
+                        };
+                        let shape = [num_tokens, size.1];
+                        let normed =
+                            DeviceTensor::temporary(&context, x.element(), &shape, "rows")?;
+                        rms_norm_rounded(&context, x, norm, eps, &normed)?;
+                        multiply(&context, &normed, weight, bias, epilogue, is_fixed, out)
+                    },
+                };
+                for epilogue in EPILOGUES {
+                    let has_bias = epilogue == Epilogue::Store;
+                    let format = format(group_size, scale);
+                    let case = Case { dtype, format, epilogue, has_bias, size };
+                    check_product(&context, case, &[1, 2, 3, 4, 5], &product);
+                }
+            }
+        }
+    }
+    assert!(served.get() > 0 || !has_large_blocks(&context), "no product made its inputs");
 }

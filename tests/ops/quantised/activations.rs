@@ -2,12 +2,15 @@
 
 use crate::support::device::{cuda_context, download, encode, Bench, HALVES};
 use crate::support::Random;
+use xserv::backend::DeviceTensor;
 use xserv::memory::DType;
 use xserv::ops::quantised::activations::{fp8_code, input_scale, round_inputs};
 use xserv::ops::quantised::cuda::has_dequantise;
 use xserv::ops::quantised::cuda_activations::{
-    quantise_inputs, round_inputs as round_on_device, QuantisedInputs,
+    has_normalise_inputs, normalise_inputs, quantise_inputs, round_inputs as round_on_device,
+    QuantisedInputs,
 };
+use xserv::ops::rms_norm::cuda_rounded::add_rms_norm;
 
 /// Inputs that share a scale as they are in e4m3: in float64 but for the scale and the quotients, which
 /// are f32.
@@ -76,6 +79,53 @@ fn bits(x: f32) -> u32 {
         f32::NAN.to_bits()
     } else {
         x.to_bits()
+    }
+}
+
+/// A norm that quantises gives what a norm and then the codes of its results are, to the bit.
+#[test]
+fn a_norm_on_cuda_quantises_what_it_gives() {
+    let Some(context) = cuda_context() else { return };
+    if !has_dequantise(&context).unwrap() {
+        println!("skipped: a build without kernels");
+        return;
+    }
+    let eps = 1e-2;
+    for dtype in HALVES {
+        for (num_rows, k) in
+            [(1, 8), (1, 4096), (7, 136), (33, 200), (5, 5120), (3, 12_288), (2, 16_384)]
+        {
+            let mut bench = Bench::new(&context, dtype, 3 * k as u64);
+            let shape = [num_rows, k];
+            let mut values = awkward_rows(&mut bench.random, num_rows, k);
+            values[0] = 0.0;
+            let weight = bench.filled(&[k], 0.3, 1.0).0;
+            let x = bench.filled(&shape, 1.0, 0.0).0;
+            for x in [None, Some(&*x)] {
+                let (apart, together) = (bench.of(&shape, &values), bench.of(&shape, &values));
+                let normed = bench.poisoned(&shape);
+                let of_both = || QuantisedInputs::new(&context, num_rows, k).expect("memory");
+                let (want, got) = (of_both(), of_both());
+                add_rms_norm(&context, x, &apart, &weight, eps, &normed).expect("the norm");
+                quantise_inputs(&context, &normed, &want).expect("the codes");
+                assert!(has_normalise_inputs(&together));
+                normalise_inputs(&context, x, &together, &weight, eps, &got).expect("both");
+                let what = format!("{dtype} {num_rows} x {k}, added: {}", x.is_some());
+                let bits_of = |tensor: &DeviceTensor| -> Vec<u64> {
+                    bench.read(tensor).iter().map(|x| x.to_bits()).collect()
+                };
+                assert_eq!(bits_of(&apart), bits_of(&together), "{what}: the stream");
+                let memories = [&want, &got].map(|inputs| download(&context, inputs.words()));
+                let codes = num_rows * k.div_ceil(128) * 128;
+                assert!(memories[0][..codes] == memories[1][..codes], "{what}: the codes");
+                let pitch = num_rows.next_multiple_of(4) * 4;
+                let scales = |memory: &[u8]| -> Vec<u8> {
+                    let all = &memory[want.scales_start()..][..pitch * k.div_ceil(128)];
+                    all.chunks(pitch).flat_map(|group| group[..num_rows * 4].to_vec()).collect()
+                };
+                assert!(scales(&memories[0]) == scales(&memories[1]), "{what}: the scales");
+            }
+        }
     }
 }
 
