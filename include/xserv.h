@@ -1433,7 +1433,7 @@ enum xserv_status xserv_messages_add_json(struct xserv_messages *messages,
 /**
  * Removes a message, for conversations that outgrow their context.
  *
- * index: its place, from 0; those behind it move up.
+ * index: its place, from 0; those after it move up.
  *
  * Errors: XSERV_STATUS_INVALID_ARGUMENT (there are fewer messages).
  */
