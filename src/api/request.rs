@@ -252,7 +252,7 @@ impl Request {
         self
     }
 
-    /// Bans tokens that would repeat a sequence of so many tokens of the prompt or the answer; 0 allows all.
+    /// Bans tokens that would repeat a sequence of this length from the prompt or the answer; 0 allows all.
     pub fn no_repeat_ngram_size(mut self, size: u32) -> Self {
         self.sampling.no_repeat_ngram_size = Some(size);
         self
@@ -299,8 +299,8 @@ impl Request {
         self
     }
 
-    /// Until so many tokens are generated, none that ends the generation is chosen: neither the model's own end tokens
-    /// (unless they are ignored) nor those of [`stop_token_ids`](Request::stop_token_ids). At most `max_tokens`; default: 0.
+    /// The number of generated tokens before which none that ends the generation is chosen: neither the model's own end
+    /// tokens (unless they are ignored) nor those of [`stop_token_ids`](Request::stop_token_ids). At most `max_tokens`; default: 0.
     pub fn min_tokens(mut self, min_tokens: u32) -> Self {
         self.min_tokens = min_tokens;
         self

@@ -42,9 +42,10 @@ fn follow(mut matcher: GrammarMatcher, tokens: &[u32], ends: &[u32]) -> Result<(
         };
         if ends.contains(&id) {
             // Nothing comes after it.
-            return match progress == Progress::Complete || matcher.is_complete()? {
-                true => Ok(()),
-                false => refused(": the text is not complete"),
+            return if progress == Progress::Complete || matcher.is_complete()? {
+                Ok(())
+            } else {
+                refused(": the text is not complete")
             };
         }
         if progress == Progress::Complete {

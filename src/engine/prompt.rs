@@ -8,7 +8,7 @@ use crate::text::{
     Marks, ShouldStop,
 };
 
-/// Refuses a prompt of which so many tokens were counted before its end.
+/// Makes the error for a prompt of which `num_tokens` tokens were counted before its end.
 fn too_long(num_tokens: usize, limit: usize) -> Error {
     Error::new(
         ErrorKind::ContextFull,
@@ -94,10 +94,8 @@ impl Engine {
         let tokenizer = self.tokenizer()?;
         let mut input = self.read_chat(chat)?;
         // Without a single spelling of a special token in it, the conversation is rendered as it is.
-        let marks = match chat.parse_special {
-            true => Marks::default(),
-            false => tokenizer.mark(&mut input)?,
-        };
+        let marks =
+            if chat.parse_special { Marks::default() } else { tokenizer.mark(&mut input)? };
         let text = self.render_chat(&input, chat.add_generation_prompt)?;
         // The template writes the special tokens itself.
         let (ids, is_whole) = tokenizer.encode_marked(&text, &marks, limit, should_stop)?;

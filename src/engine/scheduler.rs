@@ -538,10 +538,8 @@ impl Scheduler {
         let Some(sequence) = self.alive_at(key) else { return };
         if sequence.awaits_host != awaits {
             sequence.awaits_host = awaits;
-            self.num_awaiting = match awaits {
-                true => self.num_awaiting + 1,
-                false => self.num_awaiting.saturating_sub(1),
-            };
+            self.num_awaiting =
+                if awaits { self.num_awaiting + 1 } else { self.num_awaiting.saturating_sub(1) };
         }
     }
 

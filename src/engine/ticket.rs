@@ -143,9 +143,10 @@ impl TextOutput {
         let stop = StopMatcher::new(rules.stop_strings)?;
         let new = |tokenizer: &Arc<_>| {
             let tokenizer = Arc::clone(tokenizer);
-            match rules.continues {
-                true => Detokenizer::continuing(tokenizer, rules.skip_special),
-                false => Detokenizer::new(tokenizer, rules.skip_special),
+            if rules.continues {
+                Detokenizer::continuing(tokenizer, rules.skip_special)
+            } else {
+                Detokenizer::new(tokenizer, rules.skip_special)
             }
         };
         let answer = match (&rules.answer, rules.tokenizer) {

@@ -135,7 +135,7 @@ pub unsafe extern "C" fn xserv_messages_add_json(
 
 /// Removes a message, for conversations that outgrow their context.
 ///
-/// index: its place, from 0; those behind it move up.
+/// index: its place, from 0; those after it move up.
 ///
 /// Errors: XSERV_STATUS_INVALID_ARGUMENT (there are fewer messages).
 #[must_use]

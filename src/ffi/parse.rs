@@ -120,10 +120,7 @@ pub unsafe extern "C" fn xserv_parse_response(
                 text.len()
             )));
         }
-        let engine = match model.is_null() {
-            true => None,
-            false => Some(engine_of(model)?),
-        };
+        let engine = if model.is_null() { None } else { Some(engine_of(model)?) };
         let generation = generation_of(engine.as_deref(), &response)?;
         out.set(new_result(&mut vec![generation])?);
         Ok(())

@@ -233,13 +233,13 @@ pub struct xserv_request {
     pub logit_bias: *const xserv_logit_bias,
     /// Number of biases, at most 16384.
     pub num_logit_bias: usize,
-    /// Until so many tokens are generated, no token that ends the generation is chosen: neither the
-    /// model's own end tokens (unless ignore_eos is 1, where they end nothing) nor stop_token_ids. Their
-    /// logits are minus infinity until then. Stop strings end the text all the same. At most
+    /// The number of generated tokens before which no token that ends the generation is chosen: neither
+    /// the model's own end tokens (unless ignore_eos is 1, where they end nothing) nor stop_token_ids.
+    /// Their logits are minus infinity until then. Stop strings end the text all the same. At most
     /// max_tokens; default 0.
     pub min_tokens: u32,
-    /// Tells the log-probability of every generated token, and of so many of the most likely tokens in
-    /// its place, at most 20; 0: of the generated token alone. Default XSERV_UNSET_INT: none. They are
+    /// Tells the log-probability of every generated token, and of this number of the most likely tokens
+    /// in its place, at most 20; 0: of the generated token alone. Default XSERV_UNSET_INT: none. They are
     /// natural logarithms of the softmax over the whole vocabulary, computed in f32, and come with the
     /// events of a submission (xserv_event) and with the result (xserv_result_info).
     pub num_log_probs: u32,
@@ -247,7 +247,7 @@ pub struct xserv_request {
     /// probability (locally typical sampling, Meister et al. 2022); above 0, at most 1. Default
     /// XSERV_UNSET_FLOAT; neutral: 1.
     pub typical_p: f32,
-    /// Bans tokens that would repeat a sequence of so many tokens of the prompt or the answer. Default
+    /// Bans tokens that would repeat a sequence of this length from the prompt or the answer. Default
     /// XSERV_UNSET_INT; neutral: 0. On a GPU such a request is not computed ahead of its tokens, so it is
     /// slower than others.
     pub no_repeat_ngram_size: u32,
@@ -263,8 +263,8 @@ pub struct xserv_request {
     pub logits_callback: xserv_logits_callback,
     /// Passed to logits_callback.
     pub logits_user_data: *mut c_void,
-    /// Tells the log-probability of every token of the prompt after those before it, and of so many of
-    /// the most likely tokens in its place, at most 20; 0: of the token alone. Default XSERV_UNSET_INT:
+    /// Tells the log-probability of every token of the prompt after those before it, and of this number
+    /// of the most likely tokens in its place, at most 20; 0: of the token alone. Default XSERV_UNSET_INT:
     /// none. They are those of the model's own logits, and come with XSERV_EVENT_PROMPT events and with
     /// the result. The prompt is computed by itself first, whole, with nothing taken from the prefix
     /// cache, in which the samples then find it.
@@ -526,9 +526,10 @@ unsafe fn constraint_of<'a>(c: &xserv_request) -> Result<Option<Constraint<'a>>>
         )));
     }
     if c.constraint.is_null() == wants_text {
-        return Err(Error::invalid_argument(match wants_text {
-            true => "request.constraint is NULL, but its kind needs a text",
-            false => "request.constraint is set, but its kind has no text",
+        return Err(Error::invalid_argument(if wants_text {
+            "request.constraint is NULL, but its kind needs a text"
+        } else {
+            "request.constraint is set, but its kind has no text"
         }));
     }
     if (!c.choices.is_null() || c.num_choices > 0) && !wants_choices {
@@ -536,10 +537,11 @@ unsafe fn constraint_of<'a>(c: &xserv_request) -> Result<Option<Constraint<'a>>>
             "request.choices needs the constraint_kind XSERV_CONSTRAINT_CHOICE",
         ));
     }
-    let text = match wants_text {
+    let text = if wants_text {
         // SAFETY: by contract, here and below.
-        true => unsafe { text_argument(c.constraint, c.constraint_len, "request.constraint") }?,
-        false => "",
+        unsafe { text_argument(c.constraint, c.constraint_len, "request.constraint") }?
+    } else {
+        ""
     };
     Ok(match c.constraint_kind {
         k if k == kind::XSERV_CONSTRAINT_JSON_SCHEMA as u32 => Some(Constraint::JsonSchema(text)),

@@ -29,9 +29,10 @@ impl WakeTarget {
     fn wake(&self) {
         if self.fd >= 0 {
             let one = 1u64.to_ne_bytes();
-            match self.may_raise {
-                true => write_quietly(self.fd, &one),
-                false => write(self.fd, &one),
+            if self.may_raise {
+                write_quietly(self.fd, &one)
+            } else {
+                write(self.fd, &one)
             }
         }
         if let Some(callback) = self.callback {

@@ -254,9 +254,10 @@ pub fn resolve_with(path: &str, variable: &dyn Fn(&str) -> Option<OsString>) -> 
     let repo = cache.join(format!("models--{}", path.replace('/', "--")));
     let absent = || {
         let cache = cache.display();
-        let cure = match path.contains('/') {
-            true => format!("; `hf download {path}` fetches it"),
-            false => String::new(),
+        let cure = if path.contains('/') {
+            format!("; `hf download {path}` fetches it")
+        } else {
+            String::new()
         };
         not_found(&format!(", and the local Hugging Face cache {cache} has none{cure}"))
     };

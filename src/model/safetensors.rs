@@ -112,9 +112,12 @@ pub fn parse_header(header: &[u8], data_len: u64) -> Result<TensorMap> {
     let raw = HeaderSeed { no_memory: &no_memory }
         .deserialize(&mut deserializer)
         .and_then(|raw| deserializer.end().map(|()| raw))
-        .map_err(|e| match no_memory.get() {
-            true => Error::out_of_memory("a safetensors header", header.len()),
-            false => Error::invalid_file(format!("bad header: {}", shown_name(&e.to_string()))),
+        .map_err(|e| {
+            if no_memory.get() {
+                Error::out_of_memory("a safetensors header", header.len())
+            } else {
+                Error::invalid_file(format!("bad header: {}", shown_name(&e.to_string())))
+            }
         })?;
     place_tensors(raw, header.len() as u64, data_len)
 }

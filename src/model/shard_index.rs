@@ -44,9 +44,10 @@ impl ShardIndex {
         let index = Whole { no_memory: &no_memory }
             .deserialize(&mut deserializer)
             .and_then(|index| deserializer.end().map(|()| index))
-            .map_err(|e| match no_memory.get() {
-                true => Error::out_of_memory(INDEX_FILE, json.len()),
-                false => {
+            .map_err(|e| {
+                if no_memory.get() {
+                    Error::out_of_memory(INDEX_FILE, json.len())
+                } else {
                     Error::invalid_file(format!("{INDEX_FILE}: {}", shown_name(&e.to_string())))
                 }
             })?;

@@ -6,7 +6,7 @@
 //! then finds the template's own, and the marks are taken out of the text between them before it is
 //! split into words. Text without such spellings is not changed, and has the tokens that it always has.
 //!
-//! A mark goes behind the first character of a spelling, so that what templates do at the ends of
+//! A mark goes after the first character of a spelling, so that what templates do at the ends of
 //! texts (trim, split at line breaks) is not disturbed. Half a spelling at the end of a text gets one too,
 //! for templates that put several texts together.
 

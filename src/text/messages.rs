@@ -14,7 +14,7 @@ pub struct Messages {
     ends: Vec<usize>,
 }
 
-/// What stands behind the last message.
+/// What follows the last message.
 const CLOSING: &[u8] = b"]\0";
 
 impl Messages {
@@ -37,7 +37,7 @@ impl Messages {
         self.ends.is_empty()
     }
 
-    /// The JSON array, with a NUL behind it.
+    /// The JSON array, with a NUL after it.
     pub fn json_with_nul(&self) -> &[u8] {
         &self.json
     }
@@ -67,17 +67,16 @@ impl Messages {
     /// Adds what `json` holds: a message, or an array of them.
     pub fn add_json(&mut self, json: &[u8]) -> Result<()> {
         let array = json.iter().find(|byte| !byte.is_ascii_whitespace()) == Some(&b'[');
-        let parsed = match array {
-            true => parse_messages(json)?,
-            false => {
-                let mut wrapped = Vec::new();
-                let no_room = |_| Error::out_of_memory("a message", json.len());
-                wrapped.try_reserve_exact(json.len() + 2).map_err(no_room)?;
-                wrapped.push(b'[');
-                wrapped.extend_from_slice(json);
-                wrapped.push(b']');
-                parse_messages(&wrapped)?
-            }
+        let parsed = if array {
+            parse_messages(json)?
+        } else {
+            let mut wrapped = Vec::new();
+            let no_room = |_| Error::out_of_memory("a message", json.len());
+            wrapped.try_reserve_exact(json.len() + 2).map_err(no_room)?;
+            wrapped.push(b'[');
+            wrapped.extend_from_slice(json);
+            wrapped.push(b']');
+            parse_messages(&wrapped)?
         };
         let count = parsed.as_array().map_or(0, Vec::len);
         if !array && count != 1 {
@@ -98,7 +97,7 @@ impl Messages {
         Ok(())
     }
 
-    /// Removes the message `index`, so that those behind it move up.
+    /// Removes the message `index`, so that those after it move up.
     pub fn remove(&mut self, index: usize) -> Result<()> {
         let Some(&end) = self.ends.get(index) else {
             return Err(Error::invalid_argument(format!(
@@ -107,7 +106,7 @@ impl Messages {
             )));
         };
         let begin = index.checked_sub(1).and_then(|before| self.ends.get(before)).map_or(1, |e| *e);
-        // The comma goes with the message, be it before or behind it.
+        // The comma goes with the message, be it before or after it.
         let end = if index == 0 && self.ends.len() > 1 { end + 1 } else { end };
         self.json.drain(begin..end);
         self.ends.remove(index);

@@ -217,9 +217,12 @@ impl PreTokenizerStep {
             PreTokenizerStep::Plain(step) => step.pre_tokenize(parts),
             PreTokenizerStep::Split { regex, behavior, invert } => {
                 let pattern = regex.watched(watch);
-                parts.split(|_, part| match invert {
-                    true => part.split(Invert(pattern), *behavior),
-                    false => part.split(pattern, *behavior),
+                parts.split(|_, part| {
+                    if *invert {
+                        part.split(Invert(pattern), *behavior)
+                    } else {
+                        part.split(pattern, *behavior)
+                    }
                 })
             }
         }

@@ -39,6 +39,7 @@ mod logits_callback;
 mod memory;
 mod messages;
 mod over_llama;
+mod padding;
 mod plan;
 mod prompt_log_probs;
 mod scoring;

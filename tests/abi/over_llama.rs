@@ -44,6 +44,7 @@ const OTHERS: &[&str] = &[
     "house::",
     "layering::",
     "over_llama::",
+    "padding::",
     "structs::",
     "symbols::",
 ];

@@ -1,6 +1,9 @@
 //! Tokenizer, detokenizer, stop strings and chat template, against vectors made with Transformers
 //! and against files that mean harm.
 
+#[path = "../support/model_files.rs"]
+mod files;
+
 mod answers;
 mod call_forms;
 mod chat_bombs;

@@ -57,7 +57,7 @@ struct LogitsRow {
 
   // Calls visit(group, values, count) for the groups first, first + step, ... in all lanes of a warp,
   // with a count of 0 past the end of the row. Tokens that do not exist are minus infinity. kAhead
-  // groups are loaded at a time where all of them are whole; loads behind branches would wait for each other.
+  // groups are loaded at a time where all of them are whole; loads after branches would wait for each other.
   template <int kAhead, typename Visit>
   __device__ __forceinline__ void for_each_group(int first, int step, const Visit& visit) const {
     using V = Vec<T, 4>;

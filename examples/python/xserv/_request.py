@@ -62,7 +62,7 @@ class GenerateOptions(TypedDict, total=False):
         10000, 0 is neutral.
     typical_p: keep the tokens whose information content is nearest to the entropy and that together have this
         probability (locally typical sampling); above 0, at most 1 (neutral).
-    no_repeat_ngram_size: bans tokens that would repeat a sequence of so many tokens of the prompt or the answer;
+    no_repeat_ngram_size: bans tokens that would repeat a sequence of this length from the prompt or the answer;
         0 (neutral) allows all. On a GPU such a request is not computed ahead of its tokens.
     first_tokens: the token ids with which the answer begins, whatever is likely. They count as generated.
     logit_bias: numbers that are added to the logits of tokens before everything else, by token id, at most 16384;
@@ -113,7 +113,7 @@ class GenerateOptions(TypedDict, total=False):
 
     When to stop:
 
-    min_tokens: until so many tokens are generated, no token that ends the generation is chosen: neither the
+    min_tokens: the number of generated tokens before which no token that ends the generation is chosen: neither the
         model's own end tokens (unless ignore_eos) nor stop_token_ids. A string of stop ends the text all the
         same. At most max_tokens; default 0.
     max_tokens: the largest number of tokens to generate. Default: max_new_tokens of generation_config.json,

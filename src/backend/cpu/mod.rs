@@ -5,9 +5,11 @@ mod amx;
 #[cfg(target_arch = "x86_64")]
 mod amx_rows;
 pub(crate) mod dot;
+pub(crate) mod exponential;
 mod isa;
 pub(crate) mod math;
 mod pool;
+pub(crate) mod portable;
 pub(crate) mod simd;
 pub(crate) mod tile;
 pub(crate) mod tiles;
@@ -20,7 +22,8 @@ use crate::error::{Error, Result};
 use dot::DotKernel;
 pub use isa::Isa;
 pub use pool::MAX_THREADS;
-use simd::{Emulated, Kernel, Portable};
+use portable::{Emulated, Portable};
+use simd::Kernel;
 
 /// Below this many elements an elementwise operator stays on the calling thread: waking another
 /// core and moving the lines there costs more than the work.

@@ -5,11 +5,11 @@
 //! `#[inline(always)]`, or the compiler makes a slow baseline copy of it.
 //!
 //! Elementwise bodies are plain loops over slices and are vectorised by the compiler; matrix tiles
-//! use [`Vector16`], sixteen f32 columns, directly.
+//! ([`super::tile`]) use [`Vector16`], sixteen f32 columns, directly.
 
-use super::math;
-use super::tile::{tile, Element, Operands};
-use super::tiles::{EmulatedTiles, NoTiles, TileUnit};
+use super::math::fp8_to_f32;
+use super::tiles::TileUnit;
+use crate::memory::Plain;
 
 /// An instruction set, as types.
 pub trait Simd: Copy + Send + Sync + 'static {
@@ -81,14 +81,14 @@ pub unsafe trait Vector16: Copy {
     /// # Safety
     /// See the trait.
     unsafe fn load_bf16(source: *const u16) -> Self;
-    /// Reads 16 floats of 8 bits, e4m3 as in [`math::fp8_to_f32`].
+    /// Reads 16 floats of 8 bits, e4m3 as in [`fp8_to_f32`].
     /// # Safety
     /// See the trait.
     #[inline(always)]
     unsafe fn load_fp8(source: *const u8) -> Self {
         // SAFETY: the caller passes a pointer valid for 16 reads, and has the instruction set.
         unsafe {
-            let values = source.cast::<[u8; 16]>().read_unaligned().map(math::fp8_to_f32);
+            let values = source.cast::<[u8; 16]>().read_unaligned().map(fp8_to_f32);
             Self::load(values.as_ptr())
         }
     }
@@ -178,207 +178,88 @@ pub unsafe trait Vector16: Copy {
     unsafe fn round_to_bf16(self) -> Self;
 }
 
-/// The baseline instruction set of the target.
-#[derive(Clone, Copy)]
-pub struct Portable;
+/// An element type, and how it is multiplied.
+///
+/// # Safety
+/// Every method needs the instruction set of `Vector`. `load` reads `16 * K_STEP` weights,
+/// `broadcast` reads `K_STEP` activations; nothing else is read.
+pub unsafe trait Element {
+    /// The type that activations must be converted to.
+    type Activation: Plain;
+    /// The type of the weights in the panel.
+    type Weight: Plain;
+    /// Sixteen sums.
+    type Vector: Vector16;
+    /// The weights of sixteen columns for one step.
+    type Loaded: Copy;
+    /// The activations of one row for one step, in all lanes.
+    type Broadcast: Copy;
+    /// The number of values of k in one step; for each column they are adjacent.
+    const K_STEP: usize;
+    /// Whether the products are f32 multiply-adds one k after the other, so that weights widened to
+    /// f32 beforehand give the same bits.
+    const IS_F32_MATH: bool;
 
-/// The baseline of aarch64 has a fused multiply-add; that of x86-64 does not.
-const FUSED_BASELINE: bool = cfg!(target_arch = "aarch64");
+    /// A weight of zero.
+    const ZERO_WEIGHT: Self::Weight;
 
-impl Simd for Portable {
-    type Vector = [f32; 16];
-    type Bf16 = super::tile::Bf16<[f32; 16]>;
-    type Tiles = NoTiles;
-
-    #[inline(always)]
-    fn mul_add(a: f32, b: f32, c: f32) -> f32 {
-        if FUSED_BASELINE {
-            a.mul_add(b, c)
-        } else {
-            a * b + c
-        }
-    }
+    /// Converts an activation to the form in which this element multiplies it.
+    fn activation(x: f32) -> Self::Activation;
+    /// Converts and stores sixteen activations.
+    /// # Safety
+    /// See the trait; `target` is writable for 16 activations.
+    unsafe fn store_activations(values: Self::Vector, target: *mut Self::Activation);
+    /// # Safety
+    /// See the trait.
+    unsafe fn load(weights: *const Self::Weight) -> Self::Loaded;
+    /// # Safety
+    /// See the trait.
+    unsafe fn broadcast(activations: *const Self::Activation) -> Self::Broadcast;
+    /// Writes the weights of sixteen columns for one step as f32: k after k, `stride` apart. Only
+    /// for elements with `IS_F32_MATH`.
+    /// # Safety
+    /// `target` is writable for 16 elements at each of `K_STEP` multiples of `stride`.
+    unsafe fn widen(weights: *const Self::Weight, target: *mut f32, stride: usize);
+    /// # Safety
+    /// See the trait.
+    unsafe fn multiply_add(
+        sum: Self::Vector,
+        broadcast: Self::Broadcast,
+        weights: Self::Loaded,
+    ) -> Self::Vector;
+    /// [`super::tile::tile`], as a function of its own compiled for the instruction set.
+    /// # Safety
+    /// As [`Operands`] says.
+    unsafe fn compiled_tile<const ROWS: usize, const GROUPS: usize>(operands: &Operands<Self>)
+    where
+        Self: Sized;
 }
 
-/// [`Portable`] with tiles in plain Rust.
-#[derive(Clone, Copy)]
-pub struct Emulated;
-
-impl Simd for Emulated {
-    type Vector = [f32; 16];
-    type Bf16 = super::tile::Bf16<[f32; 16]>;
-    type Tiles = EmulatedTiles;
-
-    #[inline(always)]
-    fn mul_add(a: f32, b: f32, c: f32) -> f32 {
-        Portable::mul_add(a, b, c)
-    }
+/// The operands of a tile, for `E`: `sums[r][c] = initial + sum over k of a[r][k] * b[k][c]`.
+pub struct Operands<E: Element> {
+    /// [rows, num_steps * K_STEP], rows `a_stride` elements apart.
+    pub a: *const E::Activation,
+    /// Elements from row to row of `a`.
+    pub a_stride: usize,
+    /// Steps of k.
+    pub num_steps: usize,
+    /// [num_steps, 16 * groups, K_STEP], steps `b_stride` elements apart.
+    pub b: *const E::Weight,
+    /// Elements from step to step of `b`.
+    pub b_stride: usize,
+    /// The distance, in bytes, by which `b` is prefetched ahead of the reads; 0 to disable.
+    pub prefetch_bytes: usize,
+    /// [rows, 16 * groups] f32, rows `out_stride` elements apart.
+    pub out: *mut f32,
+    /// Elements from row to row of `out`.
+    pub out_stride: usize,
+    /// Whether to start from the sums that `out` holds, rather than from zero.
+    pub accumulate: bool,
 }
 
-// SAFETY: plain Rust, no instruction set needed; reads and writes 16 elements as the trait says.
-unsafe impl Vector16 for [f32; 16] {
-    // Four 128-bit registers each: of 32 on aarch64, of 16 on x86-64.
-    const MAX_SUMS: usize = if cfg!(target_arch = "aarch64") { 6 } else { 2 };
-
-    #[inline(never)]
-    unsafe fn compiled_tile<E: Element<Vector = Self>, const ROWS: usize, const GROUPS: usize>(
-        operands: &Operands<E>,
-    ) {
-        // SAFETY: passed on to the caller.
-        unsafe { tile::<E, ROWS, GROUPS>(operands) }
-    }
-
-    #[inline(always)]
-    unsafe fn zero() -> Self {
-        [0.0; 16]
-    }
-
-    #[inline(always)]
-    unsafe fn splat(value: f32) -> Self {
-        [value; 16]
-    }
-
-    #[inline(always)]
-    unsafe fn load(source: *const f32) -> Self {
-        // SAFETY: the caller passes a pointer valid for 16 reads.
-        unsafe { source.cast::<Self>().read_unaligned() }
-    }
-
-    #[inline(always)]
-    unsafe fn load_f16(source: *const u16) -> Self {
-        // SAFETY: the caller passes a pointer valid for 16 reads.
-        let bits = unsafe { source.cast::<[u16; 16]>().read_unaligned() };
-        let mut values = [0.0; 16];
-        for i in 0..16 {
-            values[i] = math::f16_to_f32(bits[i]);
-        }
-        values
-    }
-
-    #[inline(always)]
-    unsafe fn load_bf16(source: *const u16) -> Self {
-        // SAFETY: the caller passes a pointer valid for 16 reads.
-        let bits = unsafe { source.cast::<[u16; 16]>().read_unaligned() };
-        bits.map(math::bf16_to_f32)
-    }
-
-    #[inline(always)]
-    unsafe fn store_f16(self, target: *mut u16) {
-        let mut bits = [0; 16];
-        for i in 0..16 {
-            bits[i] = math::f16_bits(self[i]);
-        }
-        // SAFETY: the caller passes a pointer valid for 16 writes.
-        unsafe { target.cast::<[u16; 16]>().write_unaligned(bits) }
-    }
-
-    #[inline(always)]
-    unsafe fn store_high_halves(self, target: *mut u16) {
-        let mut bits = [0; 16];
-        for i in 0..16 {
-            bits[i] = (self[i].to_bits() >> 16) as u16;
-        }
-        // SAFETY: the caller passes a pointer valid for 16 writes.
-        unsafe { target.cast::<[u16; 16]>().write_unaligned(bits) }
-    }
-
-    #[inline(always)]
-    unsafe fn transpose(rows: [Self; 16]) -> [Self; 16] {
-        let mut columns = rows;
-        for r in 0..16 {
-            for c in 0..16 {
-                columns[c][r] = rows[r][c];
-            }
-        }
-        columns
-    }
-
-    #[inline(always)]
-    unsafe fn load_bf16_pairs(source: *const u16) -> (Self, Self) {
-        // SAFETY: the caller passes a pointer valid for 32 reads.
-        let bits = unsafe { source.cast::<[[u16; 2]; 16]>().read_unaligned() };
-        let (mut first, mut second) = ([0.0; 16], [0.0; 16]);
-        for i in 0..16 {
-            first[i] = f32::from_bits(u32::from(bits[i][0]) << 16);
-            second[i] = f32::from_bits(u32::from(bits[i][1]) << 16);
-        }
-        (first, second)
-    }
-
-    #[inline(always)]
-    unsafe fn store(self, target: *mut f32) {
-        // SAFETY: the caller passes a pointer valid for 16 writes.
-        unsafe { target.cast::<Self>().write_unaligned(self) }
-    }
-
-    #[inline(always)]
-    unsafe fn mul_add(self, factor: Self, addend: Self) -> Self {
-        let mut result = addend;
-        for i in 0..16 {
-            result[i] = Portable::mul_add(self[i], factor[i], addend[i]);
-        }
-        result
-    }
-    #[inline(always)]
-    unsafe fn mul(self, factor: Self) -> Self {
-        let mut result = self;
-        for i in 0..16 {
-            result[i] *= factor[i];
-        }
-        result
-    }
-
-    #[inline(always)]
-    unsafe fn add(self, other: Self) -> Self {
-        let mut result = self;
-        for i in 0..16 {
-            result[i] += other[i];
-        }
-        result
-    }
-
-    #[inline(always)]
-    unsafe fn sub(self, other: Self) -> Self {
-        let mut result = self;
-        for i in 0..16 {
-            result[i] -= other[i];
-        }
-        result
-    }
-
-    #[inline(always)]
-    unsafe fn max(self, other: Self) -> Self {
-        let mut result = self;
-        for i in 0..16 {
-            result[i] = if self[i] > other[i] { self[i] } else { other[i] };
-        }
-        result
-    }
-
-    #[inline(always)]
-    unsafe fn max_lane(self) -> f32 {
-        let mut result = self[0];
-        for value in self {
-            result = if value > result { value } else { result };
-        }
-        result
-    }
-
-    #[inline(always)]
-    unsafe fn exp2_negative(self) -> Self {
-        let mut result = self;
-        for value in &mut result {
-            *value = math::exp2::<Portable>(*value);
-        }
-        result
-    }
-
-    #[inline(always)]
-    unsafe fn round_to_bf16(self) -> Self {
-        let mut result = self;
-        for value in &mut result {
-            *value = math::round_to_bf16(*value);
-        }
-        result
+impl<E: Element> Clone for Operands<E> {
+    fn clone(&self) -> Self {
+        *self
     }
 }
+impl<E: Element> Copy for Operands<E> {}

@@ -6,68 +6,11 @@
 
 use super::math::round_to_bf16;
 use super::simd::Vector16;
-use crate::memory::Plain;
+pub use super::simd::{Element, Operands};
 use std::marker::PhantomData;
 
 /// The most rows of a tile: 6 x 4 accumulators, 4 weight vectors and a broadcast fill 32 registers.
 pub const MAX_ROWS: usize = 6;
-
-/// An element type, and how it is multiplied.
-///
-/// # Safety
-/// Every method needs the instruction set of `Vector`. `load` reads `16 * K_STEP` weights,
-/// `broadcast` reads `K_STEP` activations; nothing else is read.
-pub unsafe trait Element {
-    /// The type that activations must be converted to.
-    type Activation: Plain;
-    /// The type of the weights in the panel.
-    type Weight: Plain;
-    /// Sixteen sums.
-    type Vector: Vector16;
-    /// The weights of sixteen columns for one step.
-    type Loaded: Copy;
-    /// The activations of one row for one step, in all lanes.
-    type Broadcast: Copy;
-    /// The number of values of k in one step; for each column they are adjacent.
-    const K_STEP: usize;
-    /// Whether the products are f32 multiply-adds one k after the other, so that weights widened to
-    /// f32 beforehand give the same bits.
-    const IS_F32_MATH: bool;
-
-    /// A weight of zero.
-    const ZERO_WEIGHT: Self::Weight;
-
-    /// Converts an activation to the form in which this element multiplies it.
-    fn activation(x: f32) -> Self::Activation;
-    /// Converts and stores sixteen activations.
-    /// # Safety
-    /// See the trait; `target` is writable for 16 activations.
-    unsafe fn store_activations(values: Self::Vector, target: *mut Self::Activation);
-    /// # Safety
-    /// See the trait.
-    unsafe fn load(weights: *const Self::Weight) -> Self::Loaded;
-    /// # Safety
-    /// See the trait.
-    unsafe fn broadcast(activations: *const Self::Activation) -> Self::Broadcast;
-    /// Writes the weights of sixteen columns for one step as f32: k after k, `stride` apart. Only
-    /// for elements with `IS_F32_MATH`.
-    /// # Safety
-    /// `target` is writable for 16 elements at each of `K_STEP` multiples of `stride`.
-    unsafe fn widen(weights: *const Self::Weight, target: *mut f32, stride: usize);
-    /// # Safety
-    /// See the trait.
-    unsafe fn multiply_add(
-        sum: Self::Vector,
-        broadcast: Self::Broadcast,
-        weights: Self::Loaded,
-    ) -> Self::Vector;
-    /// [`tile`], as a function of its own compiled for the instruction set.
-    /// # Safety
-    /// As [`Operands`] says.
-    unsafe fn compiled_tile<const ROWS: usize, const GROUPS: usize>(operands: &Operands<Self>)
-    where
-        Self: Sized;
-}
 
 /// f32 weights.
 pub struct F32<V>(PhantomData<V>);
@@ -249,35 +192,6 @@ unsafe impl<V: Vector16> Element for Bf16<V> {
         unsafe { V::compiled_tile::<Self, ROWS, GROUPS>(operands) }
     }
 }
-
-/// The operands of a tile, for `E`: `sums[r][c] = initial + sum over k of a[r][k] * b[k][c]`.
-pub struct Operands<E: Element> {
-    /// [rows, num_steps * K_STEP], rows `a_stride` elements apart.
-    pub a: *const E::Activation,
-    /// Elements from row to row of `a`.
-    pub a_stride: usize,
-    /// Steps of k.
-    pub num_steps: usize,
-    /// [num_steps, 16 * groups, K_STEP], steps `b_stride` elements apart.
-    pub b: *const E::Weight,
-    /// Elements from step to step of `b`.
-    pub b_stride: usize,
-    /// The distance, in bytes, by which `b` is prefetched ahead of the reads; 0 to disable.
-    pub prefetch_bytes: usize,
-    /// [rows, 16 * groups] f32, rows `out_stride` elements apart.
-    pub out: *mut f32,
-    /// Elements from row to row of `out`.
-    pub out_stride: usize,
-    /// Whether to start from the sums that `out` holds, rather than from zero.
-    pub accumulate: bool,
-}
-
-impl<E: Element> Clone for Operands<E> {
-    fn clone(&self) -> Self {
-        *self
-    }
-}
-impl<E: Element> Copy for Operands<E> {}
 
 /// Computes a tile of `ROWS` rows by `GROUPS` groups of 16 columns.
 ///

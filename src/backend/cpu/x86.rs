@@ -1,7 +1,7 @@
 //! The x86-64 instruction sets of [`super::simd`].
 
 use super::amx::Amx;
-use super::math::{EXP2_FRACTION_TERMS, EXP2_TERMS};
+use super::exponential::{EXP2_FRACTION_TERMS, EXP2_TERMS};
 use super::simd::{Kernel, Simd, Vector16};
 use super::tile::{tile, Bf16, Element, Operands};
 use super::tiles::NoTiles;

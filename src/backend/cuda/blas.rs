@@ -1,13 +1,14 @@
 //! Matrix products by cuBLASLt, where it is installed: found at run time, never required.
 
-use super::context::CudaContext;
+use super::device::CudaDevice;
 use crate::error::{Error, ErrorKind, Result};
-use crate::memory::DType;
+use crate::memory::{CachingAllocator, DType};
 use crate::panic_guard;
 use cudarc::cublaslt::{result, sys};
+use cudarc::driver::sys::CUstream;
 use std::collections::HashMap;
 use std::ffi::c_void;
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 /// The largest workspace of cuBLAS, for split sums, in bytes. cuBLAS recommends 32 MiB for Hopper;
 /// earlier chips need less.
@@ -50,8 +51,8 @@ unsafe impl Sync for Handle {}
 /// (seen with 13.0) while other threads worked on it.
 static HANDLES: Mutex<Vec<(i32, Handle)>> = Mutex::new(Vec::new());
 
-fn handle_of(context: &CudaContext) -> Result<Handle> {
-    let index = context.device().index();
+fn handle_of(device: &CudaDevice) -> Result<Handle> {
+    let index = device.index();
     let mut handles = HANDLES.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some((_, handle)) = handles.iter().find(|(of, _)| *of == index) {
         return Ok(*handle);
@@ -60,20 +61,26 @@ fn handle_of(context: &CudaContext) -> Result<Handle> {
     handles.try_reserve(1).map_err(no_memory)?;
     // If the installed version lacks a function that we need, the bindings panic.
     let make = || result::create_handle().map_err(failed("making a handle"));
-    let handle = Handle(context.with_current(|| panic_guard::catch(make))?);
+    device.check_alive()?;
+    let _current = device.enter()?;
+    let handle = Handle(panic_guard::catch(make)?);
     handles.push((index, handle));
     Ok(handle)
 }
 
-/// The device's cuBLASLt handle and the plans made so far. Each context has one.
+/// The device's cuBLASLt handle and the plans made so far, for the stream of one context.
 pub(crate) struct Blas {
+    device: Arc<CudaDevice>,
+    allocator: Arc<CachingAllocator>,
+    stream: CUstream,
     handle: Handle,
     /// The bytes of workspace that a product may use.
     workspace_bytes: usize,
     plans: Mutex<HashMap<MatmulShape, Plan>>,
 }
 
-// SAFETY: the plans, which hold pointers, are guarded by a lock.
+// SAFETY: any thread may use the handle and the stream; the plans, which hold pointers, are guarded by
+// a lock.
 unsafe impl Send for Blas {}
 // SAFETY: as above.
 unsafe impl Sync for Blas {}
@@ -118,16 +125,22 @@ pub(crate) fn is_present() -> bool {
 }
 
 impl Blas {
-    pub(super) fn new(context: &CudaContext) -> Result<Self> {
+    /// Makes what multiplies on `stream` of the device, which lives as long as the result. Products
+    /// take `workspace_bytes` of `allocator`.
+    pub(super) fn new(
+        device: Arc<CudaDevice>,
+        allocator: Arc<CachingAllocator>,
+        stream: CUstream,
+        workspace_bytes: usize,
+    ) -> Result<Self> {
         if !is_present() {
             return Err(Error::new(
                 ErrorKind::NoDevice,
                 "cuBLASLt is not installed (libcublasLt.so was not found)",
             ));
         }
-        let handle = handle_of(context)?;
-        let workspace_bytes = context.cublas_workspace_bytes();
-        Ok(Blas { handle, workspace_bytes, plans: Mutex::default() })
+        let handle = handle_of(&device)?;
+        Ok(Blas { device, allocator, stream, handle, workspace_bytes, plans: Mutex::default() })
     }
 
     /// Queues a product.
@@ -138,7 +151,6 @@ impl Blas {
     #[allow(clippy::too_many_arguments)]
     pub(crate) unsafe fn matmul(
         &self,
-        context: &CudaContext,
         shape: &MatmulShape,
         alpha: f32,
         a: *const u8,
@@ -153,38 +165,38 @@ impl Blas {
         // Dropped while the product is only queued: the next owner of the memory queues its work
         // after it.
         let bytes = self.workspace_bytes;
-        let workspace = context.allocator().allocate(bytes, "the workspace of cuBLASLt")?;
-        context.with_current(|| {
-            if !plans.contains_key(shape) {
-                let plan = Plan::new(self.handle.0, shape, self.workspace_bytes)?;
-                plans.insert(*shape, plan);
-            }
-            let plan = plans.get(shape).ok_or_else(|| Error::internal("a plan was lost"))?;
-            // Row-major C = A B is column-major C^T = B^T A^T, so the operands are swapped.
-            // SAFETY: the caller vouches for the matrices; the plan's parts are alive while the
-            // lock is held; the workspace belongs to this context, whose stream orders its uses.
-            unsafe {
-                result::matmul(
-                    self.handle.0,
-                    plan.description,
-                    (&raw const alpha).cast(),
-                    (&raw const beta).cast(),
-                    b.cast(),
-                    plan.b,
-                    a.cast(),
-                    plan.a,
-                    c.cast_const().cast(),
-                    plan.c,
-                    c.cast(),
-                    plan.c,
-                    &plan.algorithm,
-                    workspace.start().cast(),
-                    workspace.len_bytes(),
-                    context.raw_stream().cast(),
-                )
-            }
-            .map_err(failed("a product"))
-        })
+        let workspace = self.allocator.allocate(bytes, "the workspace of cuBLASLt")?;
+        self.device.check_alive()?;
+        let _current = self.device.enter()?;
+        if !plans.contains_key(shape) {
+            let plan = Plan::new(self.handle.0, shape, self.workspace_bytes)?;
+            plans.insert(*shape, plan);
+        }
+        let plan = plans.get(shape).ok_or_else(|| Error::internal("a plan was lost"))?;
+        // Row-major C = A B is column-major C^T = B^T A^T, so the operands are swapped.
+        // SAFETY: the caller vouches for the matrices; the plan's parts are alive while the lock is
+        // held; the workspace is of an allocator whose memory our stream's order protects.
+        unsafe {
+            result::matmul(
+                self.handle.0,
+                plan.description,
+                (&raw const alpha).cast(),
+                (&raw const beta).cast(),
+                b.cast(),
+                plan.b,
+                a.cast(),
+                plan.a,
+                c.cast_const().cast(),
+                plan.c,
+                c.cast(),
+                plan.c,
+                &plan.algorithm,
+                workspace.start().cast(),
+                workspace.len_bytes(),
+                self.stream.cast(),
+            )
+        }
+        .map_err(failed("a product"))
     }
 }
 

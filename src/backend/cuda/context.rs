@@ -285,7 +285,8 @@ impl CudaContext {
         if let Some(blas) = self.blas.get() {
             return Ok(blas);
         }
-        let made = Blas::new(self)?;
+        let (device, allocator) = (self.device.clone(), self.allocator.clone());
+        let made = Blas::new(device, allocator, self.stream, self.cublas_workspace_bytes())?;
         Ok(self.blas.get_or_init(|| made))
     }
 
@@ -339,13 +340,13 @@ impl CudaContext {
     /// The size of [`CudaContext::counters`] in bytes.
     pub(crate) const COUNTERS_BYTES: usize = MAX_COUNTERS * 4;
 
-    /// From now on cuBLAS gets a workspace of so many bytes, no more than [`MAX_CUBLAS_WORKSPACE_BYTES`]: what the context
-    /// is used for needs no more. The first limit holds, unless products came before it.
+    /// Limits the workspace of cuBLAS to `bytes`, and to [`MAX_CUBLAS_WORKSPACE_BYTES`]: what the context is
+    /// used for needs no more. The first limit holds, unless products came before it.
     pub(crate) fn limit_library_workspace(&self, bytes: usize) {
         let _ = self.cublas_workspace_bytes.set(bytes.min(MAX_CUBLAS_WORKSPACE_BYTES));
     }
 
-    pub(super) fn cublas_workspace_bytes(&self) -> usize {
+    fn cublas_workspace_bytes(&self) -> usize {
         *self.cublas_workspace_bytes.get_or_init(|| MAX_CUBLAS_WORKSPACE_BYTES)
     }
 

@@ -9,6 +9,7 @@ mod fatbins;
 mod graph;
 pub(crate) mod kernels;
 pub(crate) mod layout;
+mod marks;
 mod memory;
 mod profile;
 mod registered;

@@ -277,9 +277,10 @@ impl ChoiceExtras {
             let wanted = step.log_probs.iter().flatten().filter(|it| it.processed == processed);
             let Some(count) = wanted.map(|it| it.num_top as usize).max() else { continue };
             let count = count.min(MAX_TOP).min(vocab_size);
-            let (source, temperatures) = match processed {
-                true => (changed, Some(self.temperatures.view(0, &[num_rows], None)?)),
-                false => (logits, None),
+            let (source, temperatures) = if processed {
+                (changed, Some(self.temperatures.view(0, &[num_rows], None)?))
+            } else {
+                (logits, None)
             };
             let temperatures = temperatures.as_deref();
             let at = kind * KIND_BYTES;

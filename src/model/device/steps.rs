@@ -61,9 +61,10 @@ impl DeviceModel {
             host_tokens: result.tokens.device_address(0),
             spare_block: kv.spare_block(),
         };
-        let ending = match needs_f32(step) {
-            true => Ending::Logits,
-            false => Ending::Tokens { is_filtered: is_filtered(step.choices) },
+        let ending = if needs_f32(step) {
+            Ending::Logits
+        } else {
+            Ending::Tokens { is_filtered: is_filtered(step.choices) }
         };
         let entered = self.cuda()?.enter()?;
         let queued = self

@@ -35,9 +35,10 @@ impl Rows {
             num_groups: matrix.num_groups(),
             codes: SendPointer(matrix.codes.as_mut_ptr()),
             scales: SendPointer(matrix.scales.as_mut_ptr()),
-            zeros: match matrix.format.has_zeros {
-                true => Some(SendPointer(matrix.zeros.as_mut_ptr())),
-                false => None,
+            zeros: if matrix.format.has_zeros {
+                Some(SendPointer(matrix.zeros.as_mut_ptr()))
+            } else {
+                None
             },
         }
     }

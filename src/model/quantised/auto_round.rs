@@ -24,7 +24,7 @@ const FORMATS: [(&str, Packing); 8] = [
     ("auto_round:auto_awq", Packing::Awq),
     ("auto_round:awq", Packing::Awq),
 ];
-/// Weights of so many bits or more are not quantised.
+/// Weights with this number of bits or more are not quantised.
 const WHOLE_BITS: usize = 16;
 
 /// How codes and zeros lie in words.

@@ -215,9 +215,10 @@ impl QuantModule {
                 }
             }
         }
-        match scales.iter().all(|scale| scale.is_finite()) {
-            true => Ok(()),
-            false => Err(self.bad_scale(bytes)),
+        if scales.iter().all(|scale| scale.is_finite()) {
+            Ok(())
+        } else {
+            Err(self.bad_scale(bytes))
         }
     }
 

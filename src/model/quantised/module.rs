@@ -412,9 +412,10 @@ impl Finder<'_> {
 
     /// The tensor of the zeros: needed if zeros are stored, read and checked if they are there.
     fn zeros(&self, name: &str, needed: bool) -> Result<Option<RawTensor>> {
-        match needed {
-            true => self.needed(name).map(Some),
-            false => Ok(self.raw(name)),
+        if needed {
+            self.needed(name).map(Some)
+        } else {
+            Ok(self.raw(name))
         }
     }
 

@@ -4,7 +4,7 @@
 //! `x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))`, computed as `x sigmoid(2 ...)`, which is equal
 //! and loses nothing to cancellation. `gelu_erf` is the exact form, `x/2 erfc(-x / sqrt 2)`.
 
-use crate::backend::cpu::math::exp;
+use crate::backend::cpu::exponential::exp;
 use crate::backend::cpu::simd::{Kernel, Simd};
 use crate::backend::cpu::CpuBackend;
 use crate::error::{Error, Result};

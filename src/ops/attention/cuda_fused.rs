@@ -102,7 +102,7 @@ impl DecodeScratch {
         }
     }
 
-    /// Returns a tensor of the one allocation behind all of them.
+    /// Returns a tensor of the one allocation that holds all of them.
     pub fn memory(&self) -> &DeviceTensor {
         &self.counters
     }
@@ -134,7 +134,7 @@ enum Division {
     /// In chunks, through memory.
     Chunks {
         /// The number of keys of a chunk, if `max_chunks` of them suffice for a sequence. The keys
-        /// of longer ones are divided evenly among so many.
+        /// of longer ones are divided evenly among this number.
         len: i64,
         max_chunks: i64,
     },

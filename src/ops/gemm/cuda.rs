@@ -472,5 +472,5 @@ fn cublas(cuda: &CudaContext, product: &Product) -> Result<()> {
         alignment: 1 << all.trailing_zeros(),
     };
     // SAFETY: the matrices were checked; C overlaps neither.
-    unsafe { cuda.blas()?.matmul(cuda, &shape, alpha, a.data, b.data, beta, c.data) }
+    unsafe { cuda.blas()?.matmul(&shape, alpha, a.data, b.data, beta, c.data) }
 }

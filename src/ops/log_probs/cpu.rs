@@ -1,7 +1,8 @@
 //! The CPU half, on a row of f32.
 
-use crate::backend::cpu::math::{exp, maximum, sum_over};
-use crate::backend::cpu::simd::Portable;
+use crate::backend::cpu::exponential::exp;
+use crate::backend::cpu::math::{maximum, sum_over};
+use crate::backend::cpu::portable::Portable;
 
 /// The numbers that are added up in f32 before the sum goes on in f64: few enough that the error of
 /// the sum stays below that of the numbers.
@@ -21,7 +22,7 @@ impl LogSum {
         let max = maximum(logits);
         let per_temperature = (1.0 / f64::from(temperature)).min(f64::from(f32::MAX)) as f32;
         let add = |sum: f32, x: f32| sum + exp::<Portable>((x - max) * per_temperature);
-        let sums = logits.chunks(CHUNK).map(|chunk| f64::from(sum_over::<Portable>(chunk, add)));
+        let sums = logits.chunks(CHUNK).map(|chunk| f64::from(sum_over(chunk, add)));
         LogSum { max, temperature: f64::from(temperature), log_sum: sums.sum::<f64>().ln() }
     }
 

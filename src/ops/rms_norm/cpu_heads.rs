@@ -69,7 +69,7 @@ impl Kernel for HeadsInPlace<'_> {
     #[inline(always)]
     fn run<S: Simd>(self) {
         for head in self.x.chunks_exact_mut(self.weight.len()) {
-            let sum = sum_over::<S>(head, |sum, x| S::mul_add(x, x, sum));
+            let sum = sum_over(head, |sum, x| S::mul_add(x, x, sum));
             let scale = inverse_root(sum, head.len(), self.eps);
             for (x, &w) in head.iter_mut().zip(self.weight) {
                 *x = *x * scale * w;

@@ -1,7 +1,8 @@
 //! Softmax over rows: `out_i = e^(x_i - max x) / sum_j e^(x_j - max x)`, computed in f32 and
 //! rounded once.
 
-use crate::backend::cpu::math::{add_to_lanes, exp, maximum, sum_lanes, sum_over, LANES};
+use crate::backend::cpu::exponential::exp;
+use crate::backend::cpu::math::{add_to_lanes, maximum, sum_lanes, sum_over, LANES};
 use crate::backend::cpu::simd::{Kernel, Simd};
 use crate::backend::cpu::CpuBackend;
 use crate::error::{try_filled, Error, Result};
@@ -205,7 +206,7 @@ fn softmax_row<S: Simd>(x: &[f32], out: &mut [f32]) {
     for (o, &x) in out.iter_mut().zip(x) {
         *o = exp::<S>(x - max);
     }
-    let scale = 1.0 / sum_over::<S>(out, |sum, p| sum + p);
+    let scale = 1.0 / sum_over(out, |sum, p| sum + p);
     out.iter_mut().for_each(|o| *o *= scale);
 }
 
@@ -217,6 +218,6 @@ pub(crate) fn softmax_in_place<S: Simd>(x: &mut [f32]) {
         return x.fill(0.0);
     }
     x.iter_mut().for_each(|x| *x = exp::<S>(*x - max));
-    let scale = 1.0 / sum_over::<S>(x, |sum, p| sum + p);
+    let scale = 1.0 / sum_over(x, |sum, p| sum + p);
     x.iter_mut().for_each(|x| *x *= scale);
 }

@@ -180,7 +180,7 @@ impl CallForm {
 /// The longest text between a name and its arguments.
 const MAX_BETWEEN: usize = 64;
 
-/// Appends the rules of a thought, and returns what stands for it in front of a call.
+/// Appends the rules of a thought, and returns what stands for it before a call.
 fn thought(start: AnswerStart, tokenizer: &Tokenizer, rules: &mut String) -> &'static str {
     // Models that think have a token for it.
     let known = THINK_TAGS.iter().find(|(_, close)| tokenizer.token_to_id(close).is_some());

@@ -192,7 +192,7 @@ impl XmlCall {
         }
     }
 
-    /// Where the value ends, and where the text goes on behind the tag that ends it; or from where on
+    /// Where the value ends, and where the text goes on after the tag that ends it; or from where on
     /// it may end. The line break before the tag is no part of the value.
     fn end_of_value(&self, text: &str, is_whole: bool, types: &ToolTypes) -> End {
         let unsearched = text.get(self.searched..).unwrap_or_default();
@@ -208,9 +208,10 @@ impl XmlCall {
                 }
             }
         }
-        match is_whole {
-            true => End::At { value: without_line_break(text, text.len()), next: text.len() },
-            false => End::Maybe(text.len()),
+        if is_whole {
+            End::At { value: without_line_break(text, text.len()), next: text.len() }
+        } else {
+            End::Maybe(text.len())
         }
     }
 

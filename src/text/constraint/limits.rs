@@ -37,12 +37,12 @@ pub(super) fn num_repetitions(text: &str) -> usize {
 
 /// Refuses more than [`MAX_REPETITIONS`].
 pub(super) fn check_repetitions(name: &str, count: usize) -> Result<()> {
-    match count <= MAX_REPETITIONS {
-        true => Ok(()),
-        false => Err(Error::invalid_argument(format!(
-            "{name}: {count} repetitions (? * + {{), but at most {MAX_REPETITIONS} are allowed"
-        ))),
+    if count <= MAX_REPETITIONS {
+        return Ok(());
     }
+    Err(Error::invalid_argument(format!(
+        "{name}: {count} repetitions (? * + {{), but at most {MAX_REPETITIONS} are allowed"
+    )))
 }
 
 #[cfg(test)]

@@ -41,9 +41,10 @@ pub(super) fn check_grammar(grammar: &str) -> Result<()> {
         };
     }
     plain.push_str(rest);
-    match plain.contains(SWITCHES) {
-        true => Err(Error::invalid_argument(format!("the grammar: {SWITCHES} is not allowed"))),
-        false => Ok(()),
+    if plain.contains(SWITCHES) {
+        Err(Error::invalid_argument(format!("the grammar: {SWITCHES} is not allowed")))
+    } else {
+        Ok(())
     }
 }
 

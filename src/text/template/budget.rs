@@ -15,7 +15,6 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use super::functions::Namespace;
 use super::MAX_OUTPUT_BYTES;
 use crate::error::check_room;
 
@@ -36,6 +35,12 @@ const SMALL_STRING_BYTES: usize = 64;
 /// The deepest nesting of lists and maps.
 pub(super) const MAX_VALUE_DEPTH: usize = 150;
 
+/// An object that may contain itself, so that it is freed only when somebody empties it.
+pub(super) trait Emptied: Send + Sync {
+    /// Lets go of all that it contains.
+    fn empty(&self);
+}
+
 /// The budget of one rendering, shared by all its functions.
 pub(super) struct Budget {
     started: Instant,
@@ -44,7 +49,7 @@ pub(super) struct Budget {
     structure: AtomicU64,
     written: AtomicU64,
     strings: Mutex<Strings>,
-    namespaces: Mutex<Vec<Arc<Namespace>>>,
+    kept: Mutex<Vec<Arc<dyn Emptied>>>,
 }
 
 #[derive(Default)]
@@ -85,7 +90,7 @@ impl Budget {
             structure: AtomicU64::new(0),
             written: AtomicU64::new(0),
             strings: Mutex::default(),
-            namespaces: Mutex::default(),
+            kept: Mutex::default(),
         }
     }
 
@@ -228,19 +233,18 @@ impl Budget {
         Ok(bytes.saturating_add(4))
     }
 
-    /// Remembers a namespace until the end: one that contains itself would never be freed.
-    pub fn keep_namespace(&self, namespace: &Arc<Namespace>) -> Result<(), Error> {
+    /// Remembers an object until the rendering is over, when it is emptied.
+    pub fn keep(&self, object: Arc<dyn Emptied>) -> Result<(), Error> {
         self.structure(160)?;
-        self.namespaces.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::clone(namespace));
+        self.kept.lock().unwrap_or_else(PoisonError::into_inner).push(object);
         Ok(())
     }
 
-    /// Empties all namespaces.
-    pub fn release_namespaces(&self) {
-        let all =
-            std::mem::take(&mut *self.namespaces.lock().unwrap_or_else(PoisonError::into_inner));
-        for namespace in all {
-            namespace.clear();
+    /// Empties all objects that were kept.
+    pub fn empty_kept(&self) {
+        let all = std::mem::take(&mut *self.kept.lock().unwrap_or_else(PoisonError::into_inner));
+        for object in all {
+            object.empty();
         }
     }
 }

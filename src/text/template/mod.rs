@@ -16,6 +16,7 @@ mod filters;
 mod functions;
 mod json;
 mod methods;
+mod namespace;
 mod operators;
 mod rewrite;
 mod values;
@@ -81,7 +82,7 @@ pub(super) fn render(source: &str, variables: &Variables<'_>, now: SystemTime) -
                 let mut output = make_string_output(&mut text);
                 eval(&env, &instructions, context, &blocks, &mut output, AutoEscape::None).map(drop)
             };
-            budget.release_namespaces();
+            budget.empty_kept();
             outcome.map_err(|e| template_error(&e))?;
             if text.len() > MAX_OUTPUT_BYTES {
                 return Err(Error::new(

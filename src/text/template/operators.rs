@@ -4,7 +4,7 @@
 //! repeats, slices with any step, `str()` around the operands of `~`.
 
 use super::budget::{fail, no_memory, Budget, Text};
-use super::functions::Namespace;
+use super::namespace::Namespace;
 use super::values::{to_text, write_text};
 use minijinja::value::{Kwargs, Rest, Value, ValueKind, ValueOrKwargs};
 use minijinja::{Environment, Error, ErrorKind, State};

@@ -1433,7 +1433,7 @@ enum xserv_status xserv_messages_add_json(struct xserv_messages *messages,
 /**
  * Removes a message, for conversations that outgrow their context.
  *
- * index: its place, from 0; those behind it move up.
+ * index: its place, from 0; those after it move up.
  *
  * Errors: XSERV_STATUS_INVALID_ARGUMENT (there are fewer messages).
  */
@@ -1857,15 +1857,15 @@ typedef struct xserv_request {
    */
   size_t num_logit_bias;
   /**
-   * Until so many tokens are generated, no token that ends the generation is chosen: neither the
-   * model's own end tokens (unless ignore_eos is 1, where they end nothing) nor stop_token_ids. Their
-   * logits are minus infinity until then. Stop strings end the text all the same. At most
+   * The number of generated tokens before which no token that ends the generation is chosen: neither
+   * the model's own end tokens (unless ignore_eos is 1, where they end nothing) nor stop_token_ids.
+   * Their logits are minus infinity until then. Stop strings end the text all the same. At most
    * max_tokens; default 0.
    */
   uint32_t min_tokens;
   /**
-   * Tells the log-probability of every generated token, and of so many of the most likely tokens in
-   * its place, at most 20; 0: of the generated token alone. Default XSERV_UNSET_INT: none. They are
+   * Tells the log-probability of every generated token, and of this number of the most likely tokens
+   * in its place, at most 20; 0: of the generated token alone. Default XSERV_UNSET_INT: none. They are
    * natural logarithms of the softmax over the whole vocabulary, computed in f32, and come with the
    * events of a submission (xserv_event) and with the result (xserv_result_info).
    */
@@ -1877,7 +1877,7 @@ typedef struct xserv_request {
    */
   float typical_p;
   /**
-   * Bans tokens that would repeat a sequence of so many tokens of the prompt or the answer. Default
+   * Bans tokens that would repeat a sequence of this length from the prompt or the answer. Default
    * XSERV_UNSET_INT; neutral: 0. On a GPU such a request is not computed ahead of its tokens, so it is
    * slower than others.
    */
@@ -1903,8 +1903,8 @@ typedef struct xserv_request {
    */
   void *logits_user_data;
   /**
-   * Tells the log-probability of every token of the prompt after those before it, and of so many of
-   * the most likely tokens in its place, at most 20; 0: of the token alone. Default XSERV_UNSET_INT:
+   * Tells the log-probability of every token of the prompt after those before it, and of this number
+   * of the most likely tokens in its place, at most 20; 0: of the token alone. Default XSERV_UNSET_INT:
    * none. They are those of the model's own logits, and come with XSERV_EVENT_PROMPT events and with
    * the result. The prompt is computed by itself first, whole, with nothing taken from the prefix
    * cache, in which the samples then find it.
