@@ -41,6 +41,7 @@ mod messages;
 mod over_llama;
 mod plan;
 mod prompt_log_probs;
+mod response_templates;
 mod scoring;
 mod self_test;
 mod soak;
