@@ -7,7 +7,8 @@ use super::generate::random_seed;
 use super::request::{AnswerFormat, Prompt, Request, ToolChoice};
 use crate::error::{Error, Result};
 use crate::text::{
-    format_of, parse_tools, start_of, Answer, AnswerRules, AnswerStart, ToolForm, ToolTypes,
+    format_of, parse_tools, start_of, Answer, AnswerRules, AnswerStart, ResponseTemplate,
+    TemplateRules, ToolForm, ToolTypes,
 };
 
 /// The last tokens of a prompt, in which an open thought is looked for.
@@ -38,9 +39,21 @@ impl Engine {
 
     /// Where an answer begins that goes on with a prompt of these tokens.
     pub(super) fn answer_start(&self, prompt: &[u32]) -> Result<AnswerStart> {
+        Ok(start_of(&self.end_of_prompt(prompt)?))
+    }
+
+    /// The text of the last tokens of a prompt.
+    fn end_of_prompt(&self, prompt: &[u32]) -> Result<String> {
         let tail = prompt.len().saturating_sub(MAX_LOOKED_AT);
-        let text = self.tokenizer()?.decode(prompt.get(tail..).unwrap_or_default(), false)?;
-        Ok(start_of(&text))
+        self.tokenizer()?.decode(prompt.get(tail..).unwrap_or_default(), false)
+    }
+
+    /// The response template by which answers are read where no format is named: the model's, unless it
+    /// writes thoughts and calls as is known without one, which then tells the arguments of calls as they come.
+    fn followed_template(&self) -> Option<&Arc<ResponseTemplate>> {
+        let template = self.response_template.as_ref()?;
+        let is_known = template.has_known_thoughts() && self.call_form().is_some();
+        (!is_known).then_some(template)
     }
 
     /// How the answers to a request are taken apart, whose prompt is these tokens.
@@ -55,13 +68,24 @@ impl Engine {
             Prompt::Chat(chat) => chat.tools,
             Prompt::Text { .. } | Prompt::TokenIds(_) => None,
         };
-        let types = types_of(tools)?;
-        let form = match (format, shown) {
+        let types = Arc::new(types_of(tools)?);
+        let (id_seed, prompt) = (random_seed(), self.end_of_prompt(prompt)?);
+        let is_without_calls = match shown {
             // Calls are neither asked for nor read, however they are written.
-            _ if request.tool_choice == ToolChoice::None => ToolForm::None,
-            (AnswerFormat::Named(form), _) => form,
+            _ if request.tool_choice == ToolChoice::None => true,
             // A model that quotes a call means none.
-            (AnswerFormat::Auto, Prompt::Chat(_)) if types.is_empty() => ToolForm::None,
+            Prompt::Chat(_) => format == AnswerFormat::Auto && types.is_empty(),
+            Prompt::Text { .. } | Prompt::TokenIds(_) => false,
+        };
+        if let (AnswerFormat::Auto, Some(template)) = (format, self.followed_template()) {
+            let begun = template.begun(&prompt).to_owned();
+            let reads_calls = !is_without_calls;
+            let template = Some(TemplateRules { template: template.clone(), begun, reads_calls });
+            return Ok(Some(AnswerRules { types, id_seed, template, ..AnswerRules::default() }));
+        }
+        let form = match (format, shown) {
+            _ if is_without_calls => ToolForm::None,
+            (AnswerFormat::Named(form), _) => form,
             (AnswerFormat::Auto, Prompt::Chat(_)) => self.tool_form(),
             // Whether there are tools is not known; JSON may be an answer, a tag is none.
             (AnswerFormat::Auto, _) => match self.tool_form() {
@@ -69,8 +93,8 @@ impl Engine {
                 form => form,
             },
         };
-        let start = self.answer_start(prompt)?;
-        Ok(Some(AnswerRules { form, start, types: Arc::new(types), id_seed: random_seed() }))
+        let start = start_of(&prompt);
+        Ok(Some(AnswerRules { form, start, types, id_seed, template: None }))
     }
 }
 
@@ -81,6 +105,17 @@ fn types_of(tools: Option<&str>) -> Result<ToolTypes> {
 
 /// Takes a text apart. `engine`: whose text it is, where the format is not named.
 pub fn parse_response(engine: Option<&Engine>, response: &Response<'_>) -> Result<Answer> {
+    let (types, id_seed) = (Arc::new(types_of(response.tools)?), random_seed());
+    let followed = engine.filter(|_| response.format == AnswerFormat::Auto);
+    if let Some(template) = followed.and_then(Engine::followed_template) {
+        let begun = match response.prompt {
+            Some(prompt) => template.begun(prompt).to_owned(),
+            None => template.begun_before(response.text),
+        };
+        let template = Some(TemplateRules { template: template.clone(), begun, reads_calls: true });
+        let rules = AnswerRules { types, id_seed, template, ..AnswerRules::default() };
+        return Ok(rules.parse(response.text));
+    }
     let form = match (response.format, engine) {
         (AnswerFormat::Named(form), _) => form,
         (AnswerFormat::Auto, Some(engine)) => engine.tool_form(),
@@ -96,6 +131,5 @@ pub fn parse_response(engine: Option<&Engine>, response: &Response<'_>) -> Resul
         None if AnswerRules::closes_a_thought(response.text) => AnswerStart::InThought,
         None => AnswerStart::Open,
     };
-    let types = Arc::new(types_of(response.tools)?);
-    Ok(AnswerRules { form, start, types, id_seed: random_seed() }.parse(response.text))
+    Ok(AnswerRules { form, start, types, id_seed, template: None }.parse(response.text))
 }

@@ -83,6 +83,6 @@ impl AnswerOutput {
         let tokenizer: &Tokenizer = self.detokenizer.tokenizer();
         self.skips_special
             && tokenizer.is_special(token)
-            && !tokenizer.id_to_token(token).is_some_and(|text| AnswerRules::is_mark(&text))
+            && !tokenizer.id_to_token(token).is_some_and(|text| self.parser.needs(&text))
     }
 }

@@ -7,7 +7,7 @@ use super::engine::Engine;
 use super::request::Request;
 use super::tool_choice::constraint_of;
 use crate::error::{Context, Error, ErrorKind, Result};
-use crate::text::{GrammarMatcher, Progress};
+use crate::text::{after_thought, AnswerStart, GrammarMatcher, Progress, ANSWER};
 
 impl Engine {
     /// Compiles the constraint of a request, if it has one or must be the call of a tool; `prompt` is what
@@ -23,7 +23,14 @@ impl Engine {
         let Some(constraint) = constraint_of(request, calls.as_deref()) else { return Ok(None) };
         let tokenizer = self.tokenizer()?;
         let compiler = self.constraints.get(tokenizer, self.shape().vocab_size)?;
-        let matcher = compiler.compile(&constraint)?;
+        // Where an answer is taken apart, its content has this form, which begins after a thought that the prompt
+        // has begun. The grammar of a call has its own thought.
+        let is_apart = request.answer_format.is_some() && calls.is_none();
+        let around = match is_apart && self.answer_start(prompt)? == AnswerStart::InThought {
+            true => after_thought(AnswerStart::InThought, tokenizer, ANSWER),
+            false => None,
+        };
+        let matcher = compiler.compile_within(&constraint, around.as_deref())?;
         if !request.first_tokens.is_empty() {
             follow(matcher.try_clone()?, request.first_tokens, ends)?;
         }

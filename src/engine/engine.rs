@@ -15,7 +15,9 @@ use crate::model::folder::Folder;
 use crate::model::{Model, ModelConfig};
 use crate::ops::kv_cache::layout::BLOCK_SIZE;
 use crate::process::Process;
-use crate::text::{CallForm, ChatTemplate, Detokenizer, SpecialTokens, Tokenizer};
+use crate::text::{
+    CallForm, ChatTemplate, Detokenizer, ResponseTemplate, SpecialTokens, Tokenizer,
+};
 
 /// The sizes of a model that users ask for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -57,6 +59,8 @@ pub struct Engine {
     pub(super) chat_template: Result<ChatTemplate>,
     pub(super) no_special_tokens: SpecialTokens,
     pub(super) constraints: LazyCompiler,
+    /// The rules by which the model's answers are read, if it comes with some.
+    pub(super) response_template: Option<Arc<ResponseTemplate>>,
     /// How the model writes calls, once a request has asked; `None` in no form that is known.
     pub(super) call_form: OnceLock<Option<CallForm>>,
     pub(super) generation_config: GenerationConfig,

@@ -16,14 +16,14 @@ use super::placement::{device_context, expect_on_device, place};
 use super::scheduler::Scheduler;
 use super::service::Service;
 use super::step_resources::StepResources;
-use super::text_files::{read_chat_template, read_generation_config};
+use super::text_files::{read_chat_template, read_generation_config, read_response_template};
 use super::tokenizer_reader::TokenizerReader;
 use crate::backend::cpu::CpuBackend;
 use crate::error::{check_room, Error, ErrorKind, Result};
 use crate::model::{LoadOptions, Model, ModelHeaders, Workspace};
 use crate::ops::kv_cache::layout::BLOCK_SIZE;
 use crate::process::Process;
-use crate::text::SpecialTokens;
+use crate::text::{shortened, SpecialTokens};
 
 /// More than all the small allocations of a load together, which are not checked each.
 const SMALL_ALLOCATIONS_BYTES: usize = 2 << 20;
@@ -85,6 +85,27 @@ impl Engine {
             }
             error.with_kind(ErrorKind::Unsupported)
         });
+        let response_template = match read_response_template(&folder)? {
+            Ok(template) => {
+                for field in template.unknown_fields() {
+                    log.log(LogLevel::Info, LogTarget::Load, || {
+                        format!(
+                            "response_template: the text of the field {:?} is left out of answers",
+                            shortened(field)
+                        )
+                    });
+                }
+                Some(Arc::new(template))
+            }
+            Err(error) => {
+                if error.kind() != ErrorKind::NotFound {
+                    log.log(LogLevel::Warning, LogTarget::Load, || {
+                        format!("the model's response template is not used: {error}")
+                    });
+                }
+                None
+            }
+        };
         let reader = TokenizerReader::start(&folder);
         let mut generation_config = read_generation_config(&folder, &config)?;
         for ignored in &generation_config.ignored {
@@ -200,6 +221,7 @@ impl Engine {
             chat_template,
             no_special_tokens: SpecialTokens::default(),
             constraints: LazyCompiler::default(),
+            response_template,
             call_form: Default::default(),
             generation_config,
             service,

@@ -1,12 +1,13 @@
 //! The small files of a model folder that say how text becomes tokens and how tokens are chosen.
 
 use super::generation_config::GenerationConfig;
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Context, Error, ErrorKind, Result};
 use crate::model::config::MAX_CONFIG_BYTES;
 use crate::model::folder::{is_lasting, Folder};
 use crate::model::ModelConfig;
 use crate::text::{
-    ChatTemplate, Tokenizer, MAX_TEMPLATE_BYTES, MAX_TOKENIZER_BYTES, MAX_TOKENIZER_CONFIG_BYTES,
+    ChatTemplate, ResponseTemplate, Tokenizer, MAX_TEMPLATE_BYTES, MAX_TOKENIZER_BYTES,
+    MAX_TOKENIZER_CONFIG_BYTES,
 };
 
 /// Mistral's own form of a tokenizer, which some of its folders have alone.
@@ -57,6 +58,22 @@ fn chat_template(folder: &Folder) -> Result<Option<ChatTemplate>> {
     let jinja = folder.read_optional_file("chat_template.jinja", MAX_TEMPLATE_BYTES)?;
     let config = folder.read_optional_file("tokenizer_config.json", MAX_TOKENIZER_CONFIG_BYTES)?;
     ChatTemplate::from_files(config.as_deref(), jinja.as_deref())
+}
+
+/// The folder's response template, or why it has none that can be used ([`ErrorKind::NotFound`]: it has
+/// none). Fails if that could not be found out.
+pub(super) fn read_response_template(folder: &Folder) -> Result<Result<ResponseTemplate>> {
+    let config = folder.read_optional_file("tokenizer_config.json", MAX_TOKENIZER_CONFIG_BYTES)?;
+    let template = config.as_deref().map(ResponseTemplate::from_config).transpose();
+    match template.context(|| "tokenizer_config.json") {
+        Ok(Some(Some(template))) => Ok(Ok(template)),
+        Ok(_) => {
+            let message = "the model's folder has no response template";
+            Ok(Err(Error::new(ErrorKind::NotFound, message)))
+        }
+        Err(error) if is_lasting(error.kind()) => Ok(Err(error)),
+        Err(error) => Err(error),
+    }
 }
 
 /// The folder's generation_config.json, and the end tokens of its config.json.

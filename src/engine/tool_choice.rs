@@ -6,6 +6,7 @@ use crate::error::{Error, Result};
 use crate::text::{
     parse_tools, AnswerRules, AnswerStart, CallForm, ChatInput, Constraint, Probe, ToolTypes,
 };
+use crate::threads::{run_apart, STACK_BYTES};
 use serde_json::Value;
 
 impl Request<'_> {
@@ -67,13 +68,19 @@ impl Engine {
             ));
         }
         let tokenizer = self.tokenizer()?;
-        let form = self.call_form.get_or_init(|| self.find_call_form()).as_ref();
-        let form = form.ok_or_else(|| {
+        let form = self.call_form().ok_or_else(|| {
             Error::unsupported(
                 "calls of tools cannot be enforced with this model: its chat template writes them in no form that is known",
             )
         })?;
-        form.grammar(&allowed, start()?, tokenizer).map(Some)
+        let start = start()?;
+        // Schemas of tools may be deep, and the stack of the caller small.
+        run_apart("xserv-tools", STACK_BYTES, || form.grammar(&allowed, start, tokenizer)).map(Some)
+    }
+
+    /// How the model writes calls, if that is known and they can be enforced.
+    pub(super) fn call_form(&self) -> Option<&CallForm> {
+        self.call_form.get_or_init(|| self.find_call_form()).as_ref()
     }
 
     /// Learns from the chat template how calls are written; only a form that is read back counts.
@@ -96,7 +103,7 @@ impl Engine {
             form: self.tool_form(),
             start: AnswerStart::AfterThought,
             types: ToolTypes::of(&probe.tools).into(),
-            id_seed: 0,
+            ..AnswerRules::default()
         };
         let answer = rules.parse(&form.example());
         let is_read = match &answer.calls[..] {

@@ -591,7 +591,7 @@ impl Worker {
         let masked = flight.entries.iter().filter(is_masked);
         let mask_bytes = 4 * mask_words(model.vocab_size());
         let mut write = |masks: &mut [u8]| {
-            backend.parallel_rows(masks, mask_bytes, |first, rows| {
+            backend.parallel_each_row(masks, mask_bytes, |first, rows| {
                 let mine = masked.clone().skip(first);
                 for (entry, row) in mine.zip(rows.chunks_exact_mut(mask_bytes)) {
                     let before = entry

@@ -17,7 +17,10 @@ pub enum xserv_answer_format {
     /// Not at all.
     XSERV_ANSWER_NONE = 0,
     /// As the model's chat template writes calls. A request of messages without tools_json has no calls,
-    /// whatever the model writes.
+    /// whatever the model writes. If that form is none of those below, or thoughts have other tags, and the
+    /// model's tokenizer_config.json has a response_template (as Transformers defines it, version 1), its
+    /// rules are followed: thoughts and content are told as they come, calls when they are complete. A template
+    /// that is not supported (lookaround in its expressions) is not used, and the log says why.
     XSERV_ANSWER_AUTO = 1,
     /// Thoughts and content alone.
     XSERV_ANSWER_THINKING = 2,

@@ -271,13 +271,16 @@ pub struct xserv_request {
     pub num_prompt_log_probs: u32,
     /// An xserv_answer_format: whether and how the text is taken apart, into reasoning, content and
     /// tool_calls of xserv_result_info and the kinds of xserv_event that tell them as they come. Default
-    /// XSERV_ANSWER_NONE. What else the request gives does not change. Needs a tokenizer.
+    /// XSERV_ANSWER_NONE. What else the request gives does not change, but for where a constraint begins
+    /// after a thought (constraint_kind). Needs a tokenizer.
     pub answer_format: u32,
     /// An xserv_constraint_kind: the form that the text of the answer takes. Default
     /// XSERV_CONSTRAINT_NONE. A token that ends the answer (min_tokens) comes only where the text is
     /// complete; where nothing else can follow, the answer ends as XSERV_FINISH_COMPLETE. It may also end
     /// incomplete, for another reason: at max_tokens, say, or before a stop string. Special tokens are no
-    /// text. first_tokens must fit. What cannot be followed to the letter is refused, in two seconds at
+    /// text. first_tokens must fit. If answer_format is set and the prompt has begun a thought (`<think>`), the
+    /// model first ends that as it likes, and the constraint begins after it; else it begins with the
+    /// first token. What cannot be followed to the letter is refused, in two seconds at
     /// most; of a JSON schema the message names the path. A constraint that becomes too complex on the way
     /// ends the answer with XSERV_STATUS_UNSUPPORTED, and one that leaves no token because others are
     /// banned (logit_bias, min_tokens, no_repeat_ngram_size) with XSERV_STATUS_INVALID_ARGUMENT. On a GPU

@@ -4,6 +4,7 @@
 //! hundred of memory per element.
 
 use crate::error::{check_room, Error, Result};
+use crate::threads::{run_apart, STACK_BYTES};
 use serde::de::{Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde_json::{Map, Value};
 use std::cell::Cell;
@@ -19,6 +20,10 @@ pub(super) const MAX_JSON_VALUES: usize = 250_000;
 /// The bytes that a value takes at most beside its text, while the lists and maps double that it is
 /// in.
 const ROOM_PER_VALUE: usize = 512;
+
+/// The deepest nest that is parsed on the stack of the caller: a level takes a kilobyte of it. What is
+/// deeper has a thread with a stack of its own.
+const MAX_HERE: usize = 24;
 
 /// Parses the conversation, a JSON array of objects. Errors name the index of the bad message.
 pub fn parse_messages(json: &[u8]) -> Result<Value> {
@@ -91,6 +96,26 @@ fn parse(what: &str, json: &[u8]) -> Result<Value> {
             json.len()
         )));
     }
+    match is_deep(json) {
+        true => run_apart("xserv-json", STACK_BYTES, || parse_here(what, json)),
+        false => parse_here(what, json),
+    }
+}
+
+/// Whether a text has more than [`MAX_HERE`] brackets within each other, those in strings included.
+fn is_deep(json: &[u8]) -> bool {
+    let mut depth = 0usize;
+    json.iter().any(|byte| {
+        match byte {
+            b'[' | b'{' => depth += 1,
+            b']' | b'}' => depth = depth.saturating_sub(1),
+            _ => {}
+        }
+        depth > MAX_HERE
+    })
+}
+
+fn parse_here(what: &str, json: &[u8]) -> Result<Value> {
     let bad = |e: serde_json::Error| Error::invalid_argument(format!("{what} JSON: {e}"));
     let count = Cell::new(0);
     // The parser's copy of a string, which grows by doubling.

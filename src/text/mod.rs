@@ -30,12 +30,12 @@ mod trial;
 mod watch;
 
 pub use answer::{
-    format_of, start_of, Answer, AnswerParser, AnswerPart, AnswerRules, AnswerStart, CallForm,
-    Probe, ToolCall, ToolForm, ToolTypes,
+    after_thought, format_of, start_of, Answer, AnswerParser, AnswerPart, AnswerRules, AnswerStart,
+    CallForm, Probe, ResponseTemplate, TemplateRules, ToolCall, ToolForm, ToolTypes,
 };
 pub use chat_template::{what_was_left_out, ChatInput, ChatTemplate, MAX_TEMPLATE_BYTES};
 pub use constraint::{
-    Constraint, GrammarCompiler, GrammarMatcher, Progress, TokenMask, MAX_CHOICES,
+    Constraint, GrammarCompiler, GrammarMatcher, Progress, TokenMask, ANSWER, MAX_CHOICES,
     MAX_CONSTRAINT_BYTES,
 };
 pub use detokenizer::Detokenizer;

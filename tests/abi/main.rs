@@ -42,6 +42,7 @@ mod over_llama;
 mod padding;
 mod plan;
 mod prompt_log_probs;
+mod response_templates;
 mod scoring;
 mod self_test;
 mod soak;

@@ -35,6 +35,7 @@ fn rules(case: &Value) -> AnswerRules {
         start: named(&STARTS, &case["start"]),
         types: Arc::new(ToolTypes::of(&case["tools"])),
         id_seed: 7,
+        template: None,
     }
 }
 
@@ -202,6 +203,7 @@ proptest! {
             start: STARTS[start].1,
             types: Arc::new(if text.len() % 2 == 0 { ToolTypes::of(&tools) } else { ToolTypes::default() }),
             id_seed: 1,
+            template: None,
         };
         let answer = assert_cuts_do_not_matter(&rules, &text);
         for call in answer.calls.iter().filter(|call| call.is_complete) {

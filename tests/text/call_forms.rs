@@ -135,7 +135,7 @@ impl Model {
         let mut tools = Probe::new().tools;
         tools.as_array_mut().unwrap().push(json!({ "type": "function", "function": tool }));
         let types = Arc::new(ToolTypes::of(&tools));
-        let answer = AnswerRules { form, start, types, id_seed: 1 }.parse(text);
+        let answer = AnswerRules { form, start, types, id_seed: 1, template: None }.parse(text);
         let arguments = |text: &str| serde_json::from_str(text).unwrap();
         answer.calls.iter().map(|call| (call.name.clone(), arguments(&call.arguments))).collect()
     }

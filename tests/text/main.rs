@@ -13,6 +13,7 @@ mod constraints;
 mod detokenizer;
 mod json_input;
 mod marks;
+mod response_templates;
 mod stop_strings;
 mod support;
 mod tokenizer_bad;

@@ -3,7 +3,7 @@
 use crate::hostile_child::count_cases;
 
 /// The classes, how many cases each must have, and its groups.
-const CLASSES: [(&str, usize, &[&str]); 11] = [
+const CLASSES: [(&str, usize, &[&str]); 12] = [
     (
         "safetensors header and body",
         220,
@@ -19,6 +19,11 @@ const CLASSES: [(&str, usize, &[&str]); 11] = [
     ("chat template", 200, &["templates", "more templates"]),
     ("C ABI arguments", 800, &["handles", "pointers and numbers", "texts at the end of a page"]),
     ("sampling parameters", 200, &["sampling", "more sampling"]),
+    (
+        "constraints, tools and response templates",
+        70,
+        &["constraints", "tools", "response templates"],
+    ),
     ("prompts", 200, &["prompts", "conversations", "more prompts"]),
     (
         "file system",

@@ -28,6 +28,7 @@ mod cuda;
 mod exports;
 mod functions;
 mod fuzz;
+mod hostile_answers;
 mod hostile_files;
 mod hostile_requests;
 mod hostile_surroundings;
@@ -45,6 +46,7 @@ const GROUPS: &[&[hostile_child::Group]] = &[
     corpus_calls::GROUPS,
     corpus_files::GROUPS,
     corpus_text::GROUPS,
+    hostile_answers::GROUPS,
     hostile_files::GROUPS,
     hostile_requests::GROUPS,
     hostile_surroundings::GROUPS,

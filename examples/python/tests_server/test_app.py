@@ -76,17 +76,19 @@ class Application(unittest.TestCase):
 
         state = self.app().state.server
         form = {"type": "json_schema", "json_schema": {"schema": {"type": "integer", "maximum": 9, "minimum": 0}}}
-        body = ChatRequest.model_validate({"model": NAME, "messages": story(), "response_format": form})
-        with mock.patch("xserv_server.chat._prompt_of", return_value="<|im_start|>assistant\n<think>\n"):
-            _, options = chat_options(state, body, Caller(None, b""))
         # As the model would go on behind such a prompt.
         prompt = self.model.apply_chat_template(story()) + "<think>\n"
         likely = {self.model.tokenize("</think>")[0]: 30.0}
-        result = self.model.generate(
-            prompt, grammar=options["grammar"], answer_format="auto", max_tokens=60, logit_bias=likely
-        )
-        self.assertIn(result.content.strip(), "0123456789")
-        self.assertEqual(result.finish_reason, "complete")
+        for asked in ({"response_format": form}, {"guided_regex": "[0-9]"}, {"guided_choice": ["7", "8"]}):
+            body = ChatRequest.model_validate({"model": NAME, "messages": story(), **asked})
+            _, options = chat_options(state, body, Caller(None, b""))
+            form_alone = {key: value for key, value in options.items() if key in ("response_format", "regex", "choice")}
+            self.assertEqual(len(form_alone), 1)
+            result = self.model.generate(
+                prompt, **form_alone, answer_format=options["answer_format"], max_tokens=60, logit_bias=likely
+            )
+            self.assertRegex(result.content.strip(), "^[0-9]$")
+            self.assertEqual(result.finish_reason, "complete")
 
     def test_long_bodies_and_many_prompts(self):
         long = "Once upon a time there was a dog. " * 3000

@@ -91,13 +91,15 @@ class GenerateOptions(TypedDict, total=False):
         and temperature, instead of the model's own. (top_k, top_p and min_p never count.) Default False.
 
     answer_format: how the text is taken apart, into reasoning, content and tool_calls of the Result: "auto" (the
-        default with messages: as the model's chat template writes calls, and without tools there are none), "none"
+        default with messages: as the model's chat template writes calls, or as its response_template says if that
+        form is none of those below; without tools there are none), "none"
         (the default else), "thinking" (thoughts and content alone), or the form in which calls are written:
         "json_tags" (Hermes, Qwen2.5, Qwen3), "xml_tags" (Qwen3-Coder, Qwen3.5), "bare_json" (Llama 3),
         "marked_json" (Mistral). The text itself stays as it is.
 
     The form of the answer's text, at most one of these. What cannot be followed to the letter is refused at once. A
-    text that is complete, and that nothing can follow, ends as "complete"; at max_tokens it may end incomplete.
+    text that is complete, and that nothing can follow, ends as "complete"; at max_tokens it may end incomplete. Where
+    the prompt has begun a thought and answer_format is not "none", the form is that of what comes after the thought.
 
     response_format: as OpenAI's interface has it: {"type": "json_schema", "json_schema": {"schema": ...}}, a JSON
         value that the JSON schema allows, its properties in the order of the schema; {"type": "json_object"}, any JSON

@@ -13,8 +13,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from .auth import Caller
-from .errors import ApiError, from_library, invalid
-from .forms import after_thought, form_of, is_thinking
+from .errors import ApiError, invalid
+from .forms import form_of
 from .logprobs import chat_entry
 from .requests import ChatMessage, ChatRequest, NamedTool, Tool, check_model, read_body, work_out
 from .sampling import sampling_options
@@ -78,11 +78,9 @@ def chat_options(
     if tools:
         options["tools"] = template_tools(tools)
         options["tool_choice"] = _tool_choice(body)
-    options["answer_format"] = "auto" if can_call else "thinking"
+    options["answer_format"] = "auto"
     if form and can_call:
         raise invalid(name, f"{name} cannot be given with tools that may be called; tool_choice none forbids the calls")
-    if form and is_thinking(_prompt_of(state, options)):
-        form = after_thought(form)
     options.update(form)  # type: ignore[typeddict-item]
     # The schemas of tools that must be called are the form of the answer.
     return name if form or not can_call else "tools", options
@@ -146,14 +144,6 @@ def _tools(body: ChatRequest) -> List[Tool]:
 def _tool_choice(body: ChatRequest) -> Union[None, str, Dict[str, Any]]:
     choice = body.tool_choice
     return choice.model_dump(include={"type", "function"}) if isinstance(choice, NamedTool) else choice
-
-
-def _prompt_of(state: State, options: xserv.GenerateOptions) -> str:
-    """The prompt of a conversation without tools that may be called."""
-    try:
-        return state.model.apply_chat_template(options["messages"] or [], **(options.get("variables") or {}))
-    except Exception as error:
-        raise from_library(error) from error
 
 
 def usage_of(state: State, results: Sequence[xserv.Result]) -> Dict[str, Any]:

@@ -8,9 +8,6 @@ from typing import Any, Dict, List, Optional, Tuple
 from .errors import invalid
 from .requests import Sampling
 
-#: The rest of a thought that the prompt has begun, in Lark's EBNF.
-_IS_THINKING = 'think: thought /\\n{0,2}/\nthought[suffix="</think>"]: /(.|\\n)*/\n'
-
 
 def form_of(body: Sampling) -> Tuple[Optional[str], Dict[str, Any]]:
     """The form that a request asks for: the field that does, and at most one option of xserv.GenerateOptions."""
@@ -56,22 +53,3 @@ def _of_schema(schema: Any, param: str = "response_format") -> Dict[str, Any]:
         except (ValueError, RecursionError):
             raise invalid(param, f"{param} is a string, but no JSON") from None
     return {"type": "json_schema", "json_schema": {"schema": schema}}
-
-
-def is_thinking(prompt: str) -> bool:
-    """Whether a rendered prompt has begun a thought, which the answer goes on with."""
-    return prompt.rfind("<think>") > prompt.rfind("</think>") and prompt.rstrip().endswith("<think>")
-
-
-def after_thought(form: Dict[str, Any]) -> Dict[str, Any]:
-    """A form for an answer whose prompt has begun a thought: the rest of the thought, and then the form."""
-    if "response_format" in form:
-        response = form["response_format"]
-        schema = response["json_schema"]["schema"] if response["type"] == "json_schema" else {"type": "object"}
-        body = "%json " + json.dumps(schema, ensure_ascii=False)
-    elif "choice" in form:
-        body = " | ".join(json.dumps(text, ensure_ascii=False) for text in form["choice"])
-    else:
-        name = next(iter(form))
-        raise invalid(name, f"a {name} cannot be asked for where the prompt begins a thought; use a JSON schema")
-    return {"grammar": f"start: think answer\n{_IS_THINKING}answer: {body}\n"}

@@ -123,6 +123,32 @@ impl CpuBackend {
         }
         let num_rows = data.len() / row_len;
         let runs = (data.len() / PARALLEL_ELEMENTS).min(num_rows).min(4 * self.num_threads());
+        self.parallel_runs(data, row_len, runs, task)
+    }
+
+    /// Does as [`Self::parallel_rows`], with a run for each row however short it is: for work that has
+    /// nothing to do with the length of rows, and takes longer for some than for others.
+    pub(crate) fn parallel_each_row<T: Send>(
+        &self,
+        data: &mut [T],
+        row_len: usize,
+        task: impl Fn(usize, &mut [T]) + Sync,
+    ) -> Result<()> {
+        let runs = data.len().checked_div(row_len).unwrap_or_default();
+        match runs {
+            0 => Ok(()),
+            _ => self.parallel_runs(data, row_len, runs, task),
+        }
+    }
+
+    fn parallel_runs<T: Send>(
+        &self,
+        data: &mut [T],
+        row_len: usize,
+        runs: usize,
+        task: impl Fn(usize, &mut [T]) + Sync,
+    ) -> Result<()> {
+        let num_rows = data.len() / row_len;
         if runs <= 1 || self.num_threads() == 1 {
             task(0, data);
             return Ok(());

@@ -1,6 +1,6 @@
 //! Which form a model's answers have, and where one begins.
 
-use super::parser::{AnswerStart, ToolForm};
+use super::rules::{AnswerStart, ToolForm};
 use super::tag::THINK_TAGS;
 
 /// The beginnings of an assistant's turn: what is before the last one is not the model's.

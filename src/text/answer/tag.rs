@@ -3,6 +3,15 @@
 /// The spellings of the tags around thoughts.
 pub(super) const THINK_TAGS: [(&str, &str); 2] = [("<think>", "</think>"), ("[THINK]", "[/THINK]")];
 
+/// What calls of tools are written with.
+pub(super) const CALL: &str = "<tool_call>";
+pub(super) const END_OF_CALL: &str = "</tool_call>";
+pub(super) const FUNCTION: &str = "<function=";
+pub(super) const MARK: &str = "[TOOL_CALLS]";
+pub(super) const ID_MARK: &str = "[CALL_ID]";
+pub(super) const ARGUMENTS_MARK: &str = "[ARGS]";
+pub(super) const CODE_MARK: &str = "<|python_tag|>";
+
 /// Where one of several tags is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Found {

@@ -61,6 +61,23 @@ impl ToolTypes {
         kinds.cloned().unwrap_or_default()
     }
 
+    /// Makes of arguments that are text what the tool's schema says that they are, as far as they can be
+    /// that.
+    pub(super) fn convert(&self, tool: &str, arguments: &mut Value) {
+        let Some(known) = self.tools.get(tool) else { return };
+        for (key, value) in arguments.as_object_mut().into_iter().flatten() {
+            let Some(kinds) = known.get(key) else { continue };
+            match value {
+                Value::String(_) => kinds.convert(value),
+                // Values of one name, put together.
+                Value::Array(values) if !kinds.0.contains(&Kind::Structure) => {
+                    values.iter_mut().for_each(|value| kinds.convert(value));
+                }
+                _ => {}
+            }
+        }
+    }
+
     /// Whether the tool may have this parameter, as far as is known.
     pub(super) fn may_have(&self, tool: &str, parameter: &str) -> bool {
         match self.tools.get(tool) {
@@ -140,6 +157,15 @@ impl Kinds {
     /// Whether every value is text, so that it can be passed on before its end is known.
     pub fn is_text_alone(&self) -> bool {
         self.0.iter().all(|kind| *kind == Kind::Text)
+    }
+
+    fn convert(&self, value: &mut Value) {
+        let Value::String(text) = value else { return };
+        let mut json = String::new();
+        self.push_value(&mut json, text);
+        if let Ok(converted) = serde_json::from_str(&json) {
+            *value = converted;
+        }
     }
 
     /// Appends a value as JSON: of the first kind that it can be, or else as text.

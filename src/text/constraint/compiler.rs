@@ -9,7 +9,9 @@ use llguidance::{Matcher, ParserFactory};
 use serde_json::json;
 
 use super::kept::{Home, KeptParsers, Key};
-use super::limits::{check_depth, check_repetitions, num_repetitions};
+use super::limits::{
+    check_alternatives, check_depth, check_repetitions, num_alternatives, num_repetitions,
+};
 use super::matcher::GrammarMatcher;
 use super::schema;
 use super::sentence::sentence;
@@ -39,6 +41,14 @@ const ROOM_PER_BYTE: usize = 64;
 /// The stack on which constraints are compiled: the crate calls itself for everything that is nested.
 const STACK_BYTES: usize = 16 << 20;
 
+/// Tokens of up to five characters that stand in JSON strings as they are: a set that is allowed as one where a string
+/// has room for them, beside the crate's own sets of up to ten and thirty. The masks of strings with maxLength take
+/// a quarter less at the 90th percentile for it (0.92 ms instead of 1.28 with the tokens of Qwen3).
+const SHORT_TEXTS: &str = r#"[^"\\\x00-\x1F\x7F]{1,5}"#;
+
+/// The name of a constraint in a grammar of what comes before it ([`GrammarCompiler::compile_within`]).
+pub const ANSWER: &str = "@xserv-answer";
+
 /// Compiles constraints for one vocabulary. Calls take `&self` and may come from several threads.
 pub struct GrammarCompiler {
     factory: ParserFactory,
@@ -52,7 +62,8 @@ impl GrammarCompiler {
     pub fn new(tokenizer: &Tokenizer, vocab_size: usize) -> Result<Self> {
         guarded(ErrorKind::Unsupported, "constraints cannot be used with this tokenizer", || {
             let env = vocabulary(tokenizer, vocab_size)?;
-            let slices = SlicedBiasComputer::general_slices();
+            let mut slices = SlicedBiasComputer::general_slices();
+            slices.push(SHORT_TEXTS.to_owned());
             let mut factory = ParserFactory::new(&env, InferenceCapabilities::default(), &slices)
                 .map_err(|error| Error::unsupported(sentence(&error.to_string())))?;
             factory.quiet();
@@ -72,15 +83,25 @@ impl GrammarCompiler {
     /// the last that were compiled; what the crate does not implement is refused with a sentence that says
     /// where it is.
     pub fn compile(&self, constraint: &Constraint<'_>) -> Result<GrammarMatcher> {
+        self.compile_within(constraint, None)
+    }
+
+    /// Compiles a constraint of a part of a text. `around`: the grammar of the whole, in Lark's EBNF, in which
+    /// [`ANSWER`] stands for the part. It is the library's own and not checked.
+    pub fn compile_within(
+        &self,
+        constraint: &Constraint<'_>,
+        around: Option<&str>,
+    ) -> Result<GrammarMatcher> {
         let len = checked_len(constraint)?;
-        let key = Key::of(constraint);
+        let key = Key::of(constraint, around);
         if let Some((start, home)) = key.as_ref().and_then(|key| self.kept.get(key)) {
             return Ok(GrammarMatcher::new(start, self.vocab_size, Some(home)));
         }
         check_room(ROOM.saturating_add(len.saturating_mul(ROOM_PER_BYTE)), "a constraint")?;
         threads::run_apart("xserv-grammar", STACK_BYTES, || {
             let name = constraint.name();
-            let compiled = || self.compile_here(constraint, key);
+            let compiled = || self.compile_here(constraint, around, key);
             guarded(ErrorKind::Unsupported, name, compiled).context(|| name)
         })
     }
@@ -88,13 +109,14 @@ impl GrammarCompiler {
     fn compile_here(
         &self,
         constraint: &Constraint<'_>,
+        around: Option<&str>,
         key: Option<Key>,
     ) -> Result<GrammarMatcher> {
         let mut given = None;
-        let grammar = match constraint {
+        let mut grammar = match constraint {
             Constraint::JsonSchema(text) => {
                 let schema = given.insert(schema::parse(text)?);
-                check_repetitions("its patterns", schema::num_repetitions(schema))?;
+                schema::check_patterns(schema)?;
                 TopLevelGrammar::from_json_schema(schema.clone())
             }
             Constraint::JsonObject => {
@@ -104,6 +126,13 @@ impl GrammarCompiler {
             Constraint::Grammar(grammar) => TopLevelGrammar::from_lark((*grammar).to_owned()),
             Constraint::Choice(choices) => TopLevelGrammar::from_regex(&any_of(choices)),
         };
+        if let Some(around) = around {
+            for part in &mut grammar.grammars {
+                part.name = Some(ANSWER.trim_start_matches('@').to_owned());
+            }
+            let whole = TopLevelGrammar::from_lark(around.to_owned());
+            grammar.grammars.splice(..0, whole.grammars);
+        }
         let mut start = self.factory.create_parser(grammar).map_err(|error| match &given {
             Some(schema) => refused(&schema::located(schema, &error.to_string())),
             None => refused(&error.to_string()),
@@ -161,10 +190,12 @@ fn checked_len(constraint: &Constraint<'_>) -> Result<usize> {
         Constraint::Regex(text) => {
             check_depth(name, text)?;
             check_repetitions(name, num_repetitions(text))?;
+            check_alternatives(name, num_alternatives(text))?;
         }
         Constraint::Grammar(text) => {
             check_depth(name, text)?;
             check_repetitions(name, num_repetitions(text))?;
+            check_alternatives(name, num_alternatives(text))?;
             schema::check_grammar(text)?;
         }
         Constraint::JsonSchema(_) | Constraint::JsonObject | Constraint::Choice(_) => {}

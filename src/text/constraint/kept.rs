@@ -42,11 +42,13 @@ struct Kept {
 pub(super) struct Key {
     name: &'static str,
     texts: Vec<String>,
+    /// The grammar around it, if it has one.
+    around: Option<String>,
 }
 
 impl Key {
     /// The key of a constraint, or `None` if it is too long to be kept.
-    pub fn of(constraint: &Constraint<'_>) -> Option<Self> {
+    pub fn of(constraint: &Constraint<'_>, around: Option<&str>) -> Option<Self> {
         let texts: &[&str] = match constraint {
             Constraint::JsonObject => &[],
             Constraint::JsonSchema(text) | Constraint::Regex(text) | Constraint::Grammar(text) => {
@@ -58,6 +60,7 @@ impl Key {
         (bytes <= MAX_TEXT_BYTES).then(|| Key {
             name: constraint.name(),
             texts: texts.iter().map(|&text| text.to_owned()).collect(),
+            around: around.map(str::to_owned),
         })
     }
 
@@ -154,7 +157,7 @@ mod tests {
     }
 
     fn key(text: &str) -> Arc<Key> {
-        Arc::new(Key::of(&Constraint::Regex(text)).expect("a short text"))
+        Arc::new(Key::of(&Constraint::Regex(text), None).expect("a short text"))
     }
 
     fn kept(texts: &[&str]) -> Arc<KeptParsers> {
@@ -220,10 +223,12 @@ mod tests {
             Constraint::Regex("abc"),
             Constraint::JsonObject,
         ] {
-            assert!(kept.get(&Key::of(&other).expect("short")).is_none(), "{other:?}");
+            assert!(kept.get(&Key::of(&other, None).expect("short")).is_none(), "{other:?}");
         }
-        let choices = |all: &[&'static str]| Key::of(&Constraint::Choice(all.to_vec()));
+        let choices = |all: &[&'static str]| Key::of(&Constraint::Choice(all.to_vec()), None);
         assert_ne!(choices(&["a", "b"]), choices(&["ab"]));
+        let around = Key::of(&Constraint::Regex("ab"), Some("start: @xserv-answer"));
+        assert!(kept.get(&around.expect("short")).is_none());
     }
 
     #[test]
@@ -240,7 +245,7 @@ mod tests {
     #[test]
     fn memory_is_bounded() {
         let long = "x".repeat(MAX_TEXT_BYTES);
-        assert!(Key::of(&Constraint::Regex(&long)).is_none());
+        assert!(Key::of(&Constraint::Regex(&long), None).is_none());
         // Each grammar counts 2 MiB.
         let texts: Vec<String> =
             (0..20).map(|n| format!("{n:0width$}", width = (2 << 20) / GRAMMAR_BYTES)).collect();

@@ -11,6 +11,9 @@ const MAX_DEPTH: usize = 200;
 /// make states whose size and number grow with them: `a?a?...aa...` with 4000 takes a second for a token.
 const MAX_REPETITIONS: usize = 2000;
 
+/// The most alternatives in the regular expressions of a constraint. Each takes some 200 bytes.
+const MAX_ALTERNATIVES: usize = 100_000;
+
 /// Refuses texts with brackets within brackets beyond [`MAX_DEPTH`]. Those in strings count as well,
 /// where they may also close what they did not open.
 pub(super) fn check_depth(name: &str, text: &str) -> Result<()> {
@@ -43,6 +46,21 @@ pub(super) fn check_repetitions(name: &str, count: usize) -> Result<()> {
     Err(Error::invalid_argument(format!(
         "{name}: {count} repetitions (? * + {{), but at most {MAX_REPETITIONS} are allowed"
     )))
+}
+
+/// Returns the number of alternatives in a regular expression, as [`num_repetitions`].
+pub(super) fn num_alternatives(text: &str) -> usize {
+    text.bytes().filter(|byte| *byte == b'|').count()
+}
+
+/// Refuses more than [`MAX_ALTERNATIVES`].
+pub(super) fn check_alternatives(name: &str, count: usize) -> Result<()> {
+    match count <= MAX_ALTERNATIVES {
+        true => Ok(()),
+        false => Err(Error::invalid_argument(format!(
+            "{name}: {count} alternatives (|), but at most {MAX_ALTERNATIVES} are allowed"
+        ))),
+    }
 }
 
 #[cfg(test)]

@@ -15,7 +15,7 @@ mod schema;
 mod sentence;
 mod vocabulary;
 
-pub use compiler::{GrammarCompiler, MAX_CHOICES, MAX_CONSTRAINT_BYTES};
+pub use compiler::{GrammarCompiler, ANSWER, MAX_CHOICES, MAX_CONSTRAINT_BYTES};
 pub use matcher::{GrammarMatcher, Progress, TokenMask};
 
 /// The form that a text must have.

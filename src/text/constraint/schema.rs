@@ -113,17 +113,21 @@ pub(super) fn located(schema: &Value, message: &str) -> String {
     }
 }
 
-/// Returns the number of repetitions in all patterns.
-pub(super) fn num_repetitions(schema: &Value) -> usize {
-    let mut count = 0usize;
+/// Refuses patterns that have too many repetitions or alternatives together.
+pub(super) fn check_patterns(schema: &Value) -> Result<()> {
+    const NAME: &str = "its patterns";
+    let (mut repetitions, mut alternatives) = (0usize, 0usize);
+    let mut count = |pattern: &str| {
+        repetitions += limits::num_repetitions(pattern);
+        alternatives += limits::num_alternatives(pattern);
+    };
     each_keyword(schema, &mut String::from("#"), &mut |_, key, value| match (key, value) {
-        ("pattern", Value::String(pattern)) => count += limits::num_repetitions(pattern),
-        ("patternProperties", Value::Object(named)) => {
-            count += named.keys().map(|key| limits::num_repetitions(key)).sum::<usize>();
-        }
+        ("pattern", Value::String(pattern)) => count(pattern),
+        ("patternProperties", Value::Object(named)) => named.keys().for_each(|key| count(key)),
         _ => {}
     });
-    count
+    limits::check_repetitions(NAME, repetitions)?;
+    limits::check_alternatives(NAME, alternatives)
 }
 
 /// Keywords whose values are schemas by name, lists of schemas, and schemas (or lists of them).

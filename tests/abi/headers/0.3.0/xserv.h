@@ -1474,7 +1474,10 @@ typedef enum xserv_answer_format {
   XSERV_ANSWER_NONE = 0,
   /**
    * As the model's chat template writes calls. A request of messages without tools_json has no calls,
-   * whatever the model writes.
+   * whatever the model writes. If that form is none of those below, or thoughts have other tags, and the
+   * model's tokenizer_config.json has a response_template (as Transformers defines it, version 1), its
+   * rules are followed: thoughts and content are told as they come, calls when they are complete. A template
+   * that is not supported (lookaround in its expressions) is not used, and the log says why.
    */
   XSERV_ANSWER_AUTO = 1,
   /**
@@ -1913,7 +1916,8 @@ typedef struct xserv_request {
   /**
    * An xserv_answer_format: whether and how the text is taken apart, into reasoning, content and
    * tool_calls of xserv_result_info and the kinds of xserv_event that tell them as they come. Default
-   * XSERV_ANSWER_NONE. What else the request gives does not change. Needs a tokenizer.
+   * XSERV_ANSWER_NONE. What else the request gives does not change, but for where a constraint begins
+   * after a thought (constraint_kind). Needs a tokenizer.
    */
   uint32_t answer_format;
   /**
@@ -1921,7 +1925,9 @@ typedef struct xserv_request {
    * XSERV_CONSTRAINT_NONE. A token that ends the answer (min_tokens) comes only where the text is
    * complete; where nothing else can follow, the answer ends as XSERV_FINISH_COMPLETE. It may also end
    * incomplete, for another reason: at max_tokens, say, or before a stop string. Special tokens are no
-   * text. first_tokens must fit. What cannot be followed to the letter is refused, in two seconds at
+   * text. first_tokens must fit. If answer_format is set and the prompt has begun a thought (`<think>`), the
+   * model first ends that as it likes, and the constraint begins after it; else it begins with the
+   * first token. What cannot be followed to the letter is refused, in two seconds at
    * most; of a JSON schema the message names the path. A constraint that becomes too complex on the way
    * ends the answer with XSERV_STATUS_UNSUPPORTED, and one that leaves no token because others are
    * banned (logit_bias, min_tokens, no_repeat_ngram_size) with XSERV_STATUS_INVALID_ARGUMENT. On a GPU
