@@ -193,7 +193,7 @@ class Kernels(unittest.TestCase):
         self.assertEqual(work_of("xserv_add_rms_norm_rounded_vec_bf16", 7, 5), (4 * (5 * 5 + 2) * 8 * 2, 0))
         self.assertEqual(work_of("xserv_sample_scan_bf16", 1, 1), (200, 0))
         self.assertEqual(work_of("xserv_sample_choose_bf16", 1, 1), (64 * 8, 0))
-        self.assertEqual(work_of("xserv_embedding_i32_b16", 2, 5), (2 * 6 * 8 * 2, 0))
+        self.assertEqual(work_of("xserv_embedding_i32_b16", 2, 5), (2 * 2 * 8 * 2, 0))
         self.assertEqual(work_of("xserv_linear_skinny_plain_64x16_bf16", 2, 5), (60 * 2, 60 * 2))
         self.assertEqual(work_of("xserv_linear_skinny_plain_192x16_bf16", 1, 5), (50 * 2, 50 * 2))
         self.assertEqual(work_of("nvjet_sm90_tst_64x64", 4, 5), (2 * 60 * 2, 2 * 60 * 2 * 5))

@@ -105,8 +105,10 @@ def work_of(
         return Work(kv_bytes + (projection + activations) * bytes_each, flops + 2.0 * projection * tokens)
     if kernel.startswith("xserv_add_rms_norm"):  # two arrays in, two out
         return Work(4.0 * rows * shape.hidden * bytes_each, 0.0)
-    if kernel.startswith("xserv_embedding") and launches in (1, 2):  # the second one takes a prompt's last row out
-        return Work(2.0 * (tokens + launches - 1) * shape.hidden * bytes_each, 0.0)
+    if kernel.startswith("xserv_embedding") and launches == 1:
+        return Work(2.0 * tokens * shape.hidden * bytes_each, 0.0)
+    if kernel.startswith("xserv_embedding_i32") and launches == 2:  # they take a prompt's last row out of two tensors
+        return Work(2.0 * launches * shape.hidden * bytes_each, 0.0)
     if kernel.startswith("xserv_sample_scan") and launches == 1:
         return Work(float(shape.vocab * bytes_each), 0.0)
     if kernel.startswith("xserv_sample_choose") and launches == 1 and blocks:  # a place of 8 bytes for each block of the scan
