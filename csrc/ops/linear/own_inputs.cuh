@@ -8,7 +8,6 @@
 
 namespace xserv {
 
-constexpr int kOwnRows = 8;   // the most rows of x
 constexpr int kOwnAhead = 4;  // vectors of eight inputs that a thread loads together
 
 // The warps of a block share the rows of x: [num_rows, k], k a multiple of 8. With norm_weight [k] its rows become
