@@ -96,9 +96,10 @@ fn parse(what: &str, json: &[u8]) -> Result<Value> {
             json.len()
         )));
     }
-    match is_deep(json) {
-        true => run_apart("xserv-json", STACK_BYTES, || parse_here(what, json)),
-        false => parse_here(what, json),
+    if is_deep(json) {
+        run_apart("xserv-json", STACK_BYTES, || parse_here(what, json))
+    } else {
+        parse_here(what, json)
     }
 }
 

@@ -40,7 +40,7 @@ fn rules(case: &Value) -> AnswerRules {
 }
 
 /// What the pieces give, put together. Asserts that the parts are in an order that makes sense.
-fn streamed<'a>(rules: &AnswerRules, pieces: impl IntoIterator<Item = &'a str>) -> Answer {
+pub fn streamed<'a>(rules: &AnswerRules, pieces: impl IntoIterator<Item = &'a str>) -> Answer {
     let mut parser = AnswerParser::new(rules.clone());
     let mut parts = Vec::new();
     for piece in pieces {
@@ -73,7 +73,7 @@ fn streamed<'a>(rules: &AnswerRules, pieces: impl IntoIterator<Item = &'a str>) 
 }
 
 /// Every way to cut a text once, and the way to cut it everywhere.
-fn assert_cuts_do_not_matter(rules: &AnswerRules, text: &str) -> Answer {
+pub fn assert_cuts_do_not_matter(rules: &AnswerRules, text: &str) -> Answer {
     let whole = rules.clone().parse(text);
     let places: Vec<usize> = (0..=text.len()).filter(|at| text.is_char_boundary(*at)).collect();
     for at in &places {

@@ -5,10 +5,9 @@ use std::sync::Arc;
 
 use proptest::prelude::*;
 use serde_json::{json, Value};
-use xserv::text::{
-    Answer, AnswerParser, AnswerPart, AnswerRules, ResponseTemplate, TemplateRules, ToolTypes,
-};
+use xserv::text::{AnswerRules, ResponseTemplate, TemplateRules, ToolTypes};
 
+use super::answers::{assert_cuts_do_not_matter, streamed};
 use super::support::{json as read_json, own};
 
 fn golden() -> Value {
@@ -25,42 +24,6 @@ fn rules_of(template: &ResponseTemplate, prefix: &str, tools: &Value) -> AnswerR
     }
 }
 
-fn streamed<'a>(rules: &AnswerRules, pieces: impl IntoIterator<Item = &'a str>) -> Answer {
-    let mut parser = AnswerParser::new(rules.clone());
-    let mut parts = Vec::new();
-    for piece in pieces {
-        parser.push(piece, &mut parts);
-    }
-    parser.finish(&mut parts);
-    let mut answer = Answer::default();
-    let mut num_calls = 0;
-    for part in &parts {
-        match part {
-            AnswerPart::Reasoning(text) | AnswerPart::Content(text) => assert!(!text.is_empty()),
-            AnswerPart::CallBegin { index, .. } => assert_eq!(*index, num_calls),
-            AnswerPart::CallEnd { index, .. } => {
-                assert_eq!(*index, num_calls);
-                num_calls += 1;
-            }
-            AnswerPart::Arguments { .. } => {}
-        }
-        answer.add(part);
-    }
-    answer
-}
-
-/// The answer, which is the same for the whole text, its characters, and two pieces of every length.
-fn cut_everywhere(rules: &AnswerRules, text: &str) -> Answer {
-    let whole = streamed(rules, [text]);
-    let places: Vec<usize> = text.char_indices().map(|(at, _)| at).chain([text.len()]).collect();
-    let characters = places.windows(2).map(|pair| &text[pair[0]..pair[1]]);
-    assert_eq!(streamed(rules, characters), whole, "{text:?}");
-    for &at in &places {
-        assert_eq!(streamed(rules, [&text[..at], &text[at..]]), whole, "{text:?} at {at}");
-    }
-    whole
-}
-
 fn calls_of(message: &Value) -> Vec<Value> {
     let calls = message["tool_calls"].as_array().cloned().unwrap_or_default();
     calls.iter().map(|call| call.get("function").unwrap_or(call).clone()).collect()
@@ -75,7 +38,7 @@ fn answers_are_those_of_transformers() {
         let template = ResponseTemplate::new(template).unwrap_or_else(|e| panic!("{name}: {e}"));
         let text = case["text"].as_str().expect("a text");
         let rules = rules_of(&template, case["prefix"].as_str().expect("a prefix"), &case["tools"]);
-        let answer = cut_everywhere(&rules, text);
+        let answer = assert_cuts_do_not_matter(&rules, text);
         let (message, here) = (&case["message"], &case["here"]);
         let expected = |key: &str| here.get(key).unwrap_or(&message[key]);
         let thought = ["reasoning_content", "reasoning", "thinking"].map(expected);
@@ -108,7 +71,7 @@ fn without_tools_calls_are_content() {
         template.reads_calls = false;
     }
     let text = "a <tool_call>{}</tool_call> <think>b</think>";
-    let answer = cut_everywhere(&rules, text);
+    let answer = assert_cuts_do_not_matter(&rules, text);
     assert_eq!(answer.content, "a <tool_call>{}</tool_call>");
     assert_eq!((answer.reasoning.as_str(), answer.calls.len()), ("b", 0));
 }
@@ -216,7 +179,7 @@ proptest! {
         template["start_anchor"] = json!("a");
         template.as_object_mut().expect("an object").remove("start_anchor_pattern");
         let template = ResponseTemplate::new(&template).expect("a template");
-        cut_everywhere(&rules_of(&template, &format!("a{prefix}"), &Value::Null), &text);
+        assert_cuts_do_not_matter(&rules_of(&template, &format!("a{prefix}"), &Value::Null), &text);
     }
 }
 

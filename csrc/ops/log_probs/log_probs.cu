@@ -5,7 +5,7 @@
 //
 // One block a row, so that a row's sum has one order whatever else is in the batch. Threads work against their
 // own maximum and correct at the end (Milakov & Gimelshein 2018, arXiv:1805.02867). An id beyond the vocabulary
-// gives NaN, and so does a row with a logit that is not a number or is plus infinity.
+// gives NaN, and so does a row with a logit that is not a number.
 #include "common/dtype.cuh"
 #include "common/exp2.cuh"
 #include "common/reduce.cuh"
