@@ -30,6 +30,8 @@ use crate::memory::DType;
 pub const MAX_HEADER_BYTES: u64 = 16 << 20;
 /// The maximum number of tensors in one file.
 pub const MAX_TENSORS: usize = 65_536;
+/// The most lists and objects within each other, as the format's own reader has it.
+const MAX_DEPTH: usize = 127;
 /// The maximum number of dimensions of a tensor; weights have one or two, GPT-2's mask buffers
 /// four.
 const MAX_RANK: usize = 8;
@@ -105,6 +107,7 @@ pub fn read_header(name: &str, file: &File, stamp: FileStamp) -> Result<TensorMa
 pub fn parse_header(header: &[u8], data_len: u64) -> Result<TensorMap> {
     let text =
         std::str::from_utf8(header).map_err(|_| Error::invalid_file("the header is not UTF-8"))?;
+    check_depth(text)?;
     // The parser's copy of a name, which grows by doubling.
     check_room(header.len().saturating_mul(2), "a safetensors header")?;
     let mut deserializer = serde_json::Deserializer::from_str(text);
@@ -120,6 +123,29 @@ pub fn parse_header(header: &[u8], data_len: u64) -> Result<TensorMap> {
             }
         })?;
     place_tensors(raw, header.len() as u64, data_len)
+}
+
+/// Refuses headers that the format's own reader does not take for their depth. The parser here skips what is
+/// in fields that it does not know without counting.
+fn check_depth(text: &str) -> Result<()> {
+    let (mut depth, mut in_string, mut is_escaped) = (0usize, false, false);
+    for byte in text.bytes() {
+        match byte {
+            _ if is_escaped => is_escaped = false,
+            b'\\' => is_escaped = in_string,
+            b'"' => in_string = !in_string,
+            _ if in_string => {}
+            b'[' | b'{' => depth += 1,
+            b']' | b'}' => depth = depth.saturating_sub(1),
+            _ => {}
+        }
+        if depth > MAX_DEPTH {
+            return Err(Error::invalid_file(format!(
+                "bad header: more than {MAX_DEPTH} lists and objects within each other"
+            )));
+        }
+    }
+    Ok(())
 }
 
 /// Checks that the tensors cover the data exactly, and turns offsets into file offsets.
