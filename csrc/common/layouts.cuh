@@ -492,6 +492,30 @@ constexpr int linear_skinny_192x128 = 204880;
   XSERV_FIELD(QuantisedManyParams, padding, 576, 64); \
   static_assert(sizeof(QuantisedManyParams) == 640, "QuantisedManyParams has another size in Rust")
 
+#define XSERV_LAYOUT_QuantisedOneParams \
+  XSERV_FIELD(QuantisedOneParams, x, 0, 8); \
+  XSERV_FIELD(QuantisedOneParams, norm_weight, 8, 8); \
+  XSERV_FIELD(QuantisedOneParams, codes, 16, 8); \
+  XSERV_FIELD(QuantisedOneParams, scales, 24, 8); \
+  XSERV_FIELD(QuantisedOneParams, zeros, 32, 8); \
+  XSERV_FIELD(QuantisedOneParams, out, 40, 8); \
+  XSERV_FIELD(QuantisedOneParams, bias, 48, 8); \
+  XSERV_FIELD(QuantisedOneParams, ldo, 56, 8); \
+  XSERV_FIELD(QuantisedOneParams, num_tokens, 64, 4); \
+  XSERV_FIELD(QuantisedOneParams, n, 68, 4); \
+  XSERV_FIELD(QuantisedOneParams, k, 72, 4); \
+  XSERV_FIELD(QuantisedOneParams, num_tiles, 76, 4); \
+  XSERV_FIELD(QuantisedOneParams, num_chunks, 80, 4); \
+  XSERV_FIELD(QuantisedOneParams, num_groups, 84, 4); \
+  XSERV_FIELD(QuantisedOneParams, group_factor, 88, 4); \
+  XSERV_FIELD(QuantisedOneParams, scale_type, 92, 4); \
+  XSERV_FIELD(QuantisedOneParams, epilogue, 96, 4); \
+  XSERV_FIELD(QuantisedOneParams, num_slots, 100, 4); \
+  XSERV_FIELD(QuantisedOneParams, slot_stages, 104, 4); \
+  XSERV_FIELD(QuantisedOneParams, is_group_a_unit, 108, 4); \
+  XSERV_FIELD(QuantisedOneParams, eps, 112, 4); \
+  static_assert(sizeof(QuantisedOneParams) == 120, "QuantisedOneParams has another size in Rust")
+
 #define XSERV_LAYOUT_SkinnyParams \
   XSERV_FIELD(SkinnyParams, weight, 0, 128); \
   XSERV_FIELD(SkinnyParams, x, 128, 128); \

@@ -54,6 +54,7 @@ fn layouts() -> Vec<Layout> {
         crate::ops::linear::cuda_fp8_many::Fp8ManyParams::layout(),
         cuda_quantised::QuantisedParams::layout(),
         cuda_quantised_many::QuantisedManyParams::layout(),
+        crate::ops::linear::cuda_quantised_one::QuantisedOneParams::layout(),
         cuda_skinny::SkinnyParams::layout(),
         qk_norm_rope_append::QkNormRopeAppendArgs::layout(),
         quantised::cuda::DequantiseParams::layout(),

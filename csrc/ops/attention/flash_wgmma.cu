@@ -49,6 +49,7 @@
 #include "common/dtype.cuh"
 #include "common/layouts.cuh"
 #include "common/mbarrier.cuh"
+#include "common/named_barrier.cuh"
 #include "common/pdl.cuh"
 #include "common/reduce.cuh"
 #include "common/tma.cuh"
@@ -145,12 +146,6 @@ __device__ __forceinline__ void release_registers() {
 template <int kRegisters>
 __device__ __forceinline__ void claim_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
-}
-__device__ __forceinline__ void named_sync(int barrier, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
-__device__ __forceinline__ void named_arrive(int barrier, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
 // The registers of products under way are not used before this point.

@@ -9,6 +9,7 @@
 #pragma once
 
 #include "ops/attention/fused.cuh"
+#include "common/bulk_copy.cuh"
 #include "common/gemv.cuh"
 #include "common/layouts.cuh"
 
@@ -62,12 +63,8 @@ struct ProjectedHeads {
     const uint64_t policy = weight_policy();
     const T* const source = static_cast<const T*>(p.weight) + static_cast<long long>(first_head) * kHeadDim;
     for (int row = threadIdx.x; row < rows; row += kThreads) {
-      asm volatile(
-          "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], "
-          "%4;" ::"r"(shared + kWeightAt + row * kPitch),
-          "l"(source + static_cast<long long>(rank * rows + row) * num_heads * kHeadDim), "n"(kWidth * 2), "r"(barrier),
-          "l"(policy)
-          : "memory");
+      bulk_copy(shared + kWeightAt + row * kPitch,
+                source + static_cast<long long>(rank * rows + row) * num_heads * kHeadDim, kWidth * 2, barrier, policy);
     }
   }
 

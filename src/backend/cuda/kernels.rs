@@ -420,6 +420,14 @@ kernels! {
         LINEAR_QUANTISED_MANY_INT8_64_64X3 "xserv_linear_quantised_many_int8_64_64x3" f16 bf16;
         LINEAR_QUANTISED_MANY_INT8_64_96X2 "xserv_linear_quantised_many_int8_64_96x2" f16 bf16;
     }
+    "linear/quantised_one" {
+        LINEAR_QUANTISED_ONE_INT4_1 "xserv_linear_quantised_one_int4_1" f16 bf16;
+        LINEAR_QUANTISED_ONE_INT4_2 "xserv_linear_quantised_one_int4_2" f16 bf16;
+        LINEAR_QUANTISED_ONE_INT4_4 "xserv_linear_quantised_one_int4_4" f16 bf16;
+        LINEAR_QUANTISED_ONE_INT8_1 "xserv_linear_quantised_one_int8_1" f16 bf16;
+        LINEAR_QUANTISED_ONE_INT8_2 "xserv_linear_quantised_one_int8_2" f16 bf16;
+        LINEAR_QUANTISED_ONE_INT8_4 "xserv_linear_quantised_one_int8_4" f16 bf16;
+    }
     "linear/skinny" {
         LINEAR_SKINNY_PLAIN_128X128 "xserv_linear_skinny_plain_128x128" f16 bf16;
         LINEAR_SKINNY_PLAIN_128X64 "xserv_linear_skinny_plain_128x64" f16 bf16;

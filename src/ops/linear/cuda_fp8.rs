@@ -7,10 +7,9 @@ use crate::error::{Error, Result};
 use crate::memory::{DType, Tensor};
 use crate::ops::common::contiguous::{check, cuda, float, matrix_size};
 use crate::ops::linear::cuda_fp8_many::{has_fp8_many, Fp8ManyDivision};
-use crate::ops::linear::cuda_quantised::is_quantised_weight;
 use crate::ops::linear::cuda_quantised_blocks::{
-    epilogue_number, fp8_group_stages as group_stages, fp8_stages as num_stages, launch,
-    MULTIPROCESSORS, TILES, WARPS, WARPS_SHIFT,
+    epilogue_number, fp8_group_stages as group_stages, fp8_stages as num_stages,
+    is_quantised_weight, launch, MULTIPROCESSORS, TILES, WARPS, WARPS_SHIFT,
 };
 use crate::ops::linear::cuda_quantised_few::Chip;
 use crate::ops::linear::Epilogue;

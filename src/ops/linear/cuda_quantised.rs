@@ -1,17 +1,19 @@
 //! Linear layers with quantised weights on a GPU, for any number of tokens:
-//! `csrc/ops/linear/quantised.cu`, for up to 16 tokens `quantised_few.cu`, and for more on Hopper
-//! `quantised_many.cu`.
+//! `csrc/ops/linear/quantised.cu`, for up to 16 tokens `quantised_few.cu`, and on Hopper for one
+//! `quantised_one.cu` and for more than 16 `quantised_many.cu`.
 
 use crate::backend::cuda::{kernel_struct, kernels, Arguments, Kernel, Launch};
 use crate::backend::ComputeContext;
 use crate::error::{Error, Result};
 use crate::memory::{DType, Tensor};
-use crate::ops::common::contiguous::{check, cuda, float, matrix_size};
+use crate::ops::common::contiguous::{cuda, float, matrix_size};
 use crate::ops::linear::cuda_quantised_blocks::{
-    epilogue_number, launch, units, Chosen, GROUP_BYTES, MULTIPROCESSORS, TILES, WARPS, WARPS_SHIFT,
+    check_product, epilogue_number, is_quantised_weight, launch, units, Chosen, GROUP_BYTES,
+    MULTIPROCESSORS, TILES, WARPS, WARPS_SHIFT,
 };
 use crate::ops::linear::cuda_quantised_few::{Chip, FewDivision};
 use crate::ops::linear::cuda_quantised_many::{has_quantised_many, is_fine, ManyDivision};
+use crate::ops::linear::cuda_quantised_one::{has_quantised_one, linear_quantised_one};
 use crate::ops::linear::Epilogue;
 use crate::ops::quantised::cuda::{scale_number, QuantisedTiles};
 use crate::ops::quantised::tiles::{TileLayout, CHUNK};
@@ -41,10 +43,6 @@ kernel_struct! {
     }
 }
 
-/// The largest in_features that the kernel's 32-bit numbers have room for.
-const MAX_INPUTS: usize = 1 << 20;
-/// The most groups of all tiles: their scales have at most 2 GB.
-const MAX_GROUPS: usize = 1 << 25;
 /// The bytes that a multiprocessor must have under way for the memory's full rate.
 const BYTES_UNDER_WAY: u64 = 32 << 10;
 /// The bytes that could be read while a block begins and ends, and while the blocks of a cluster add
@@ -223,25 +221,12 @@ pub fn max_quantised_tokens(has_many: bool, layout: &TileLayout) -> usize {
     }
 }
 
-/// Whether the kernels of this file can multiply by a weight: in_features is a multiple of 8, and
-/// groups are multiples of 32 inputs or whole rows.
-pub fn is_quantised_weight(layout: &TileLayout) -> bool {
-    let (rows, k) = (layout.out_features(), layout.in_features());
-    let num_groups = layout.num_tiles().checked_mul(layout.num_groups());
-    rows > 0
-        && i32::try_from(rows).is_ok()
-        && (8..=MAX_INPUTS).contains(&k)
-        && k.is_multiple_of(8)
-        && (layout.num_groups() == 1 || layout.group_size().is_multiple_of(CHUNK / 2))
-        && num_groups.is_some_and(|groups| groups <= MAX_GROUPS)
-}
-
 /// Computes the product of x `[num_tokens, in_features]` and a quantised weight into out
 /// `[num_tokens, out_features]`, of f16 or bf16, for any number of tokens. With
 /// [`Epilogue::SwiGlu`] the weight is gated and has twice the rows; with the others it is not.
 /// `bias` `[out_features]` is added before the rounding; only with [`Epilogue::Store`]. Nothing but
-/// the result is rounded to the type of x. With `is_fixed` a token's bits depend only on the token and
-/// the weight.
+/// the result is rounded to the type of x, but for what [`linear_quantised_one`] does to a single token
+/// on Hopper. With `is_fixed` a token's bits depend only on the token and the weight.
 ///
 /// The inputs of x are in the order of the places of the weight. The two codes of [`Code::Fp8`] that
 /// are no numbers count as 480 and -480.
@@ -256,22 +241,8 @@ pub fn linear_quantised(
 ) -> Result<()> {
     let (dtype, (num_tokens, n)) = (float("out", out)?, matrix_size("out", out)?);
     let layout = weight.layout();
-    let (rows, k) = (layout.out_features(), layout.in_features());
-    check("x", x, out.element(), &[num_tokens.into(), k as i64])?;
-    let is_gated = epilogue == Epilogue::SwiGlu;
-    let expected = if is_gated { 2 * i64::from(n) } else { i64::from(n) };
-    if layout.is_gated() != is_gated || rows as i64 != expected {
-        return Err(Error::internal(format!(
-            "a quantised weight of {rows} x {k}, gated: {}, for {n} columns and {epilogue:?}",
-            layout.is_gated()
-        )));
-    }
-    if let Some(bias) = bias {
-        check("bias", bias, out.element(), &[n.into()])?;
-        if epilogue != Epilogue::Store {
-            return Err(Error::internal("a bias of a quantised product that does not store"));
-        }
-    }
+    let k = layout.in_features();
+    check_product(x, layout, bias, epilogue, out)?;
     if out.is_empty() {
         return Ok(());
     }
@@ -282,7 +253,10 @@ pub fn linear_quantised(
         && (out.data() as usize).is_multiple_of(4)
         && is_quantised_weight(layout)
         && capability >= 8;
-    // The sums of the kernels for few and many tokens are in other orders.
+    // The sums of the kernels for one token, few and many are in other orders.
+    if !is_fixed && is_aligned && num_tokens == 1 && has_quantised_one(context, layout)? {
+        return linear_quantised_one(context, x, None, weight, bias, epilogue, out);
+    }
     if !is_fixed && is_aligned && has_quantised_many(context)? {
         if let Some(many) = ManyDivision::choose(num_tokens as usize, layout) {
             return many.launch(cuda, x, weight, bias, epilogue, out);
@@ -332,6 +306,7 @@ pub fn linear_quantised(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::ops::linear::cuda_quantised_blocks::MAX_INPUTS;
     use crate::ops::quantised::QuantFormat;
 
     fn layout(rows: usize, k: usize, code: Code, group_size: usize) -> TileLayout {

@@ -1,7 +1,10 @@
 //! What the kernels for quantised weights have in common on the host: their blocks, how they find
-//! groups, and what becomes of their sums.
+//! groups, what becomes of their sums, and which operands they take.
 
 use crate::backend::cuda::{Kernel, Launch};
+use crate::error::{Error, Result};
+use crate::memory::Tensor;
+use crate::ops::common::contiguous::{check, matrix_size};
 use crate::ops::linear::Epilogue;
 use crate::ops::quantised::activations::INPUT_GROUP;
 use crate::ops::quantised::tiles::{TileLayout, CHUNK};
@@ -15,6 +18,11 @@ pub(super) const WARPS_SHIFT: u32 = 3;
 pub(super) const TILES: u64 = 2;
 /// The bytes of the scales and zeros of a group of a tile in shared memory.
 pub(super) const GROUP_BYTES: u64 = 80;
+
+/// The largest in_features that the kernels' 32-bit numbers have room for.
+pub(super) const MAX_INPUTS: usize = 1 << 20;
+/// The most groups of all tiles: their scales have at most 2 GB.
+const MAX_GROUPS: usize = 1 << 25;
 
 /// A launch of blocks of [`WARPS`] for groups of tokens.
 pub(super) fn launch(blocks: u64, token_groups: u64, shared_bytes: u64) -> Option<Launch> {
@@ -79,4 +87,46 @@ pub(super) fn fp8_group_stages(layout: &TileLayout) -> usize {
     } else {
         layout.group_size() / INPUT_GROUP
     }
+}
+
+/// Whether the kernels for quantised weights can multiply by a weight: in_features is a multiple of 8, and
+/// groups are multiples of 32 inputs or whole rows.
+pub fn is_quantised_weight(layout: &TileLayout) -> bool {
+    let (rows, k) = (layout.out_features(), layout.in_features());
+    let num_groups = layout.num_tiles().checked_mul(layout.num_groups());
+    rows > 0
+        && i32::try_from(rows).is_ok()
+        && (8..=MAX_INPUTS).contains(&k)
+        && k.is_multiple_of(8)
+        && (layout.num_groups() == 1 || layout.group_size().is_multiple_of(CHUNK / 2))
+        && num_groups.is_some_and(|groups| groups <= MAX_GROUPS)
+}
+
+/// Checks the operands of a product with a quantised weight against each other: x `[num_tokens,
+/// in_features]`, a bias `[out_features]` and out `[num_tokens, out_features]`.
+pub(super) fn check_product(
+    x: &Tensor,
+    layout: &TileLayout,
+    bias: Option<&Tensor>,
+    epilogue: Epilogue,
+    out: &Tensor,
+) -> Result<()> {
+    let (num_tokens, n) = matrix_size("out", out)?;
+    let (rows, k) = (layout.out_features(), layout.in_features());
+    check("x", x, out.element(), &[num_tokens.into(), k as i64])?;
+    let is_gated = epilogue == Epilogue::SwiGlu;
+    let expected = if is_gated { 2 * i64::from(n) } else { i64::from(n) };
+    if layout.is_gated() != is_gated || rows as i64 != expected {
+        return Err(Error::internal(format!(
+            "a quantised weight of {rows} x {k}, gated: {}, for {n} columns and {epilogue:?}",
+            layout.is_gated()
+        )));
+    }
+    if let Some(bias) = bias {
+        check("bias", bias, out.element(), &[n.into()])?;
+        if epilogue != Epilogue::Store {
+            return Err(Error::internal("a bias of a quantised product that does not store"));
+        }
+    }
+    Ok(())
 }

@@ -14,7 +14,7 @@
 //!   more by the kernel for prompts where that is the fastest, and otherwise by [`gemm`].
 //!
 //! Weights that are quantised have one kernel for few rows, whatever links them, on every device with
-//! tensor cores; for more rows their numbers are made for the time of a product. Those of a matrix as
+//! tensor cores, and on Hopper one for a single row, which normalises it too; for more rows their numbers are made for the time of a product. Those of a matrix as
 //! tall as a vocabulary are made in pieces, where its codes cannot be multiplied. An output matrix may
 //! be quantised beside layers that are not, and the other way round. Where the format of FP8 weights
 //! says that activations are quantised, they are for any number of rows, and the products are those of
@@ -36,10 +36,10 @@ use super::cuda_gemv_mma::{has_linear_gemv_mma, linear_gemv_mma, OneTokenLinear}
 use super::cuda_numbers::{is_tall, linear_numbers};
 use super::cuda_prefill::{has_linear_prefill, is_prefill_faster, linear_prefill};
 use super::cuda_prefill_heads::{is_prefill_heads_faster, linear_prefill_heads};
-use super::cuda_quantised::{
-    has_linear_quantised, is_quantised_weight, linear_quantised, max_quantised_tokens,
-};
+use super::cuda_quantised::{has_linear_quantised, linear_quantised, max_quantised_tokens};
+use super::cuda_quantised_blocks::is_quantised_weight;
 use super::cuda_quantised_many::has_quantised_many;
+use super::cuda_quantised_one::{has_quantised_one, linear_quantised_one};
 use super::cuda_skinny::{
     has_linear_skinny, is_skinny_weight, linear_skinny, num_fixed_parts, SKINNY_TOKENS,
 };
@@ -631,6 +631,15 @@ impl LinearPass<'_> {
         epilogue: Epilogue,
         out: &DeviceTensor,
     ) -> Result<()> {
+        if let WeightFormat::Quantised(layout) = layer.weight.format() {
+            let is_one = stream.num_rows() == 1 && !self.plan.is_deterministic;
+            if is_one && has_quantised_one(self.context, &layout)? {
+                let tiles = QuantisedTiles::new(layout, layer.weight.data())?;
+                let (x, norm) = (&*stream.hidden, Some(rms(norm)?));
+                let bias = layer.bias.map(|bias| &**bias);
+                return linear_quantised_one(self.context, x, norm, &tiles, bias, epilogue, out);
+            }
+        }
         stream.normalise_in_chain(self.context, norm)?;
         self.cuda.mark("norm", 0, 0.0)?;
         self.skinny(&stream.normed, layer, epilogue, out)

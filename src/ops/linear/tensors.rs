@@ -2,7 +2,8 @@
 //! brought into the order of the kernels in every call.
 
 use super::cpu::{linear, LinearScratch, Store};
-use super::cuda_quantised::{has_linear_quantised, is_quantised_weight, linear_quantised};
+use super::cuda_quantised::{has_linear_quantised, linear_quantised};
+use super::cuda_quantised_blocks::is_quantised_weight;
 use super::Epilogue;
 use crate::backend::{ComputeContext, ContextBackend, DeviceTensor};
 use crate::error::{try_filled, Error, Result};

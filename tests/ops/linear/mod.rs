@@ -8,4 +8,5 @@ mod gemv_mma;
 mod prefill;
 mod prefill_heads;
 mod quantised;
+mod quantised_one;
 mod skinny;

@@ -3,6 +3,7 @@
 
 use std::sync::Arc;
 
+use super::quantised_one::check_one;
 use crate::quantised::{random_matrix, upload_tiles};
 use crate::support::device::{assert_rounded, cuda_context, last_place, round, Bench, HALVES};
 use crate::support::rounded;
@@ -11,9 +12,9 @@ use xserv::error::Result;
 use xserv::memory::{DType, Tensor};
 use xserv::ops::gemm::{GemmOptions, SumOrder};
 use xserv::ops::linear::cuda_numbers::linear_numbers;
-use xserv::ops::linear::cuda_quantised::{
-    has_linear_quantised, is_quantised_weight, linear_quantised,
-};
+use xserv::ops::linear::cuda_quantised::{has_linear_quantised, linear_quantised};
+use xserv::ops::linear::cuda_quantised_blocks::is_quantised_weight;
+use xserv::ops::linear::cuda_quantised_one::has_quantised_one;
 use xserv::ops::linear::Epilogue;
 use xserv::ops::quantised::cuda::QuantisedTiles;
 use xserv::ops::quantised::tiles::TileLayout;
@@ -104,10 +105,13 @@ fn check(context: &Arc<ComputeContext>, case: Case, tokens: &[usize]) {
         error: &|k, size, _| size * 2e-7 * (k as f64).log2(),
         most_flipped: &|_| 0.03,
         multiply: &|x, weight, bias, epilogue, is_fixed, out| {
-            linear_quantised(context, x, weight, bias, epilogue, is_fixed, out)
+            // The kernel for one token has a reference of its own.
+            let is_one = x.shape()[0] == 1 && has_quantised_one(context, weight.layout())?;
+            linear_quantised(context, x, weight, bias, epilogue, is_fixed || is_one, out)
         },
     };
     check_product(context, case, tokens, &product);
+    check_one(context, case, None);
 }
 
 /// Compares products of up to so many tokens with those in float64, with sums in a fixed order and
@@ -185,7 +189,7 @@ pub fn check_product(
     }
 }
 
-fn context() -> Option<Arc<ComputeContext>> {
+pub fn context() -> Option<Arc<ComputeContext>> {
     let context = cuda_context()?;
     if !has_linear_quantised(&context).unwrap() {
         println!("skipped: no tensor cores, or a build without kernels");
@@ -349,8 +353,8 @@ fn codes_are_decoded_exactly_on_cuda() {
             let weight = QuantisedTiles::new(layout, &memory).expect("tiles");
             let ones: Vec<f64> =
                 (0..k * k).map(|i| if i / k == i % k { 1.0 } else { 0.0 }).collect();
-            // All at once and in parts, for the kernels for many and for few tokens.
-            for part in [k, 16, 8] {
+            // All at once and in parts, for the kernels for many tokens, for few and for one.
+            for part in [k, 16, 8, 1] {
                 let mut got = Vec::new();
                 for ones in ones.chunks(part * k) {
                     let x = bench.of(&[part, k], ones);
