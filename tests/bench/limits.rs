@@ -37,7 +37,9 @@ pub struct ModelWork {
     pub layer_weights: f64,
     /// Numbers in the output matrix.
     pub output_weights: f64,
-    pub bytes_per_weight: f64,
+    /// What these take in memory, quantised or not.
+    pub layer_bytes: f64,
+    pub output_bytes: f64,
     /// Bytes of keys and values of a token, in all layers.
     pub kv_bytes: f64,
     /// For a query and a key, in all layers.
@@ -50,8 +52,8 @@ impl ModelWork {
     pub fn decode(&self, batch: f64, context: f64) -> [Work; 3] {
         let pairs = batch * context;
         [
-            self.product(self.layer_weights, batch),
-            self.product(self.output_weights, batch),
+            product(self.layer_bytes, self.layer_weights, batch),
+            product(self.output_bytes, self.output_weights, batch),
             Work { bytes: pairs * self.kv_bytes, flops: pairs * self.attention_flops },
         ]
     }
@@ -61,13 +63,13 @@ impl ModelWork {
         // A token attends to itself and those before it.
         let pairs = num_tokens * (num_tokens + 1.0) / 2.0;
         [
-            self.product(self.layer_weights, num_tokens),
-            self.product(self.output_weights, 1.0),
+            product(self.layer_bytes, self.layer_weights, num_tokens),
+            product(self.output_bytes, self.output_weights, 1.0),
             Work { bytes: num_tokens * self.kv_bytes, flops: pairs * self.attention_flops },
         ]
     }
+}
 
-    fn product(&self, weights: f64, rows: f64) -> Work {
-        Work { bytes: weights * self.bytes_per_weight, flops: 2.0 * weights * rows }
-    }
+fn product(bytes: f64, weights: f64, rows: f64) -> Work {
+    Work { bytes, flops: 2.0 * weights * rows }
 }

@@ -167,7 +167,7 @@ fn main() {
     let Some(model) = load(&options) else { return };
     println!("{}: loaded in {:.2} s", model.device_name(), begin.elapsed().as_secs_f64());
     let ceilings = ceilings_of(&options);
-    let work = work_of(&model);
+    let work = work_of(&model, options.embeddings);
     for &(batch, context_len) in &options.decode {
         let times = decode(&model, batch, context_len, &options);
         let operations = work.decode(batch as f64, context_len as f64);
@@ -251,14 +251,18 @@ fn ceilings_of(options: &Options) -> Ceilings {
     }
 }
 
-fn work_of(model: &Model) -> ModelWork {
+fn work_of(model: &Model, embeddings: WeightStorage) -> ModelWork {
     let config = model.config();
     let embedding = config.vocab_size as f64 * config.hidden_size as f64;
     let num_embeddings = if config.tie_word_embeddings { 1.0 } else { 2.0 };
+    // In groups of 128 with a scale of two bytes, or bf16 or f16.
+    let is_int8 = matches!(embeddings, WeightStorage::Int8);
+    let output_bytes = embedding * if is_int8 { 1.0 + 2.0 / 128.0 } else { 2.0 };
     ModelWork {
         layer_weights: model.num_parameters() as f64 - embedding * num_embeddings,
         output_weights: embedding,
-        bytes_per_weight: 2.0, // bf16 or f16
+        layer_bytes: model.weights_bytes() as f64 - output_bytes * num_embeddings,
+        output_bytes,
         kv_bytes: model.kv_layout().bytes_per_token() as f64,
         attention_flops: 4.0 * (config.num_heads * config.head_dim * config.num_layers) as f64,
     }

@@ -1,7 +1,8 @@
 /* Calls parts of examples/c/bench for tests:
  *
  *     bench_parts tied FOLDER...
- *     bench_parts limits READ_GBS TFLOPS TIED BATCH CONTEXT NUM_TOKENS   (of Qwen3-8B's sizes)
+ *     bench_parts limits READ_GBS TFLOPS TIED BATCH CONTEXT NUM_TOKENS [WEIGHTS_BYTES EMBEDDINGS]
+ *                                                                        (of Qwen3-8B's sizes)
  *     bench_parts ceilings DTYPE                                         (of the CPU, with little work)
  */
 
@@ -15,7 +16,7 @@
 #include "bench/limits.h"
 #include "bench/tied.h"
 
-static int print_limits(char **numbers) {
+static int print_limits(char **numbers, int count) {
   xserv_model_info info = {.struct_size = sizeof info};
   info.dtype = XSERV_DTYPE_BF16;
   info.num_parameters = 8190735360;
@@ -26,10 +27,11 @@ static int print_limits(char **numbers) {
   info.num_heads = 32;
   info.num_kv_heads = 8;
   info.head_dim = 128;
-  double given[6];
-  for (int i = 0; i < 6; i++) given[i] = strtod(numbers[i], NULL);
+  double given[8] = {[6] = 2.0 * (double)info.num_parameters, [7] = XSERV_WEIGHTS_AS_STORED};
+  for (int i = 0; i < count; i++) given[i] = strtod(numbers[i], NULL);
   const ceilings rates = {given[0], given[1]};
-  const model_work work = model_work_of(&info, given[2] != 0);
+  info.weights_bytes = (uint64_t)given[6];
+  const model_work work = model_work_of(&info, given[2] != 0, (uint32_t)given[7]);
   printf("%.17g %.17g %.17g\n", step_weight_bytes(&work), decode_limit_ms(&rates, &work, given[3], given[4]),
          prompt_limit_ms(&rates, &work, given[3], given[5]));
   return 0;
@@ -45,7 +47,7 @@ static int print_ceilings(const char *dtype) {
 }
 
 int main(int argc, char **argv) {
-  if (argc == 8 && strcmp(argv[1], "limits") == 0) return print_limits(argv + 2);
+  if ((argc == 8 || argc == 10) && strcmp(argv[1], "limits") == 0) return print_limits(argv + 2, argc - 2);
   if (argc == 3 && strcmp(argv[1], "ceilings") == 0) return print_ceilings(argv[2]);
   if (argc < 3 || strcmp(argv[1], "tied") != 0) return 2;
   for (int i = 2; i < argc; i++) puts(has_tied_embeddings(argv[i]) ? "tied" : "untied");

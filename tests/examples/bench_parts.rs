@@ -80,6 +80,12 @@ fn limits_are_those_computed_by_hand() {
     assert_near(decode, (products + 256.0 * 1000.0 * 147_456.0 / 4706e9) * 1e3);
     // Tied, the same number of weights is that of larger layers, and all of them are read.
     assert_eq!(limits_of_8b("1", "1", "512", "2048")[0], 2.0 * 8_190_735_360.0);
+    // Quantised, weights are read as what they take: a matrix of embeddings, in groups of 128, 1 +
+    // 2 / 128 bytes a number, and the layers what is left of a total of 6 GB.
+    let said = parts(&["limits", "4706", "680", "0", "1", "512", "1", "6000000000", "1"]);
+    let embedding = 622_329_856.0 * (1.0 + 2.0 / 128.0);
+    assert_eq!(numbers(&said)[0], 6e9 - embedding);
+    assert_near(numbers(&said)[1], (6e9 - embedding + 512.0 * 147_456.0) / 4706e9 * 1e3);
     // What is not known has no limit.
     for rates in [["0", "680"], ["4706", "0"]] {
         let said = parts(&["limits", rates[0], rates[1], "0", "1", "512", "2048"]);
@@ -93,7 +99,8 @@ fn limits_of_bench_and_steps_agree() {
     let work = ModelWork {
         layer_weights: 8_190_735_360.0 - 2.0 * embedding,
         output_weights: embedding,
-        bytes_per_weight: 2.0,
+        layer_bytes: 2.0 * (8_190_735_360.0 - 2.0 * embedding),
+        output_bytes: 2.0 * embedding,
         kv_bytes: 147_456.0,
         attention_flops: 589_824.0,
     };

@@ -1,11 +1,17 @@
 #include "limits.h"
 
-model_work model_work_of(const xserv_model_info *info, bool tied) {
+/* Inputs that share a scale, which is bf16, where embeddings are integers of 8 bits. */
+#define EMBEDDING_GROUP 128.0
+
+model_work model_work_of(const xserv_model_info *info, bool tied, uint32_t embeddings) {
   const double embedding = (double)info->vocab_size * info->hidden_size;
+  const double stored = info->dtype == XSERV_DTYPE_F32 ? 4 : 2;
+  const double bytes = embedding * (embeddings == XSERV_WEIGHTS_INT8 ? 1 + 2 / EMBEDDING_GROUP : stored);
   return (model_work){
       .layer_weights = (double)info->num_parameters - embedding * (tied ? 1 : 2),
       .output_weights = embedding,
-      .bytes_per_weight = info->dtype == XSERV_DTYPE_F32 ? 4 : 2,
+      .layer_bytes = (double)info->weights_bytes - bytes * (tied ? 1 : 2),
+      .output_bytes = bytes,
       .kv_bytes = (double)info->kv_bytes_per_token,
       /* A product with a key and one with a value: two operations for each element. */
       .attention_flops = 4.0 * info->num_heads * info->head_dim * info->num_layers,
@@ -13,7 +19,7 @@ model_work model_work_of(const xserv_model_info *info, bool tied) {
 }
 
 double step_weight_bytes(const model_work *work) {
-  return (work->layer_weights + work->output_weights) * work->bytes_per_weight;
+  return work->layer_bytes + work->output_bytes;
 }
 
 static double operation_ms(const ceilings *ceilings, double bytes, double flops) {
@@ -23,8 +29,8 @@ static double operation_ms(const ceilings *ceilings, double bytes, double flops)
 
 /* Matrices that are multiplied with the same number of rows are taken together: both times grow
  * with the weights only. */
-static double product_ms(const ceilings *ceilings, const model_work *work, double weights, double rows) {
-  return operation_ms(ceilings, weights * work->bytes_per_weight, 2 * weights * rows);
+static double product_ms(const ceilings *ceilings, double bytes, double weights, double rows) {
+  return operation_ms(ceilings, bytes, 2 * weights * rows);
 }
 
 static bool are_known(const ceilings *ceilings) { return ceilings->read_gbs > 0 && ceilings->tflops > 0; }
@@ -32,15 +38,15 @@ static bool are_known(const ceilings *ceilings) { return ceilings->read_gbs > 0 
 double decode_limit_ms(const ceilings *ceilings, const model_work *work, double batch, double context) {
   if (!are_known(ceilings)) return 0;
   const double pairs = batch * context;
-  return product_ms(ceilings, work, work->layer_weights, batch) +
-         product_ms(ceilings, work, work->output_weights, batch) +
+  return product_ms(ceilings, work->layer_bytes, work->layer_weights, batch) +
+         product_ms(ceilings, work->output_bytes, work->output_weights, batch) +
          operation_ms(ceilings, pairs * work->kv_bytes, pairs * work->attention_flops);
 }
 
 double prompt_limit_ms(const ceilings *ceilings, const model_work *work, double batch, double num_tokens) {
   if (!are_known(ceilings)) return 0;
   const double pairs = batch * num_tokens * (num_tokens + 1) / 2; /* a token attends to itself and those before */
-  return product_ms(ceilings, work, work->layer_weights, batch * num_tokens) +
-         product_ms(ceilings, work, work->output_weights, batch) +
+  return product_ms(ceilings, work->layer_bytes, work->layer_weights, batch * num_tokens) +
+         product_ms(ceilings, work->output_bytes, work->output_weights, batch) +
          operation_ms(ceilings, batch * num_tokens * work->kv_bytes, pairs * work->attention_flops);
 }

@@ -24,13 +24,18 @@ typedef struct ceilings {
 typedef struct model_work {
   double layer_weights;   /* numbers in all weights but the embedding and the output matrix */
   double output_weights;  /* numbers in the output matrix */
-  double bytes_per_weight;
+  double layer_bytes;     /* what these take in memory, quantised or not */
+  double output_bytes;
   double kv_bytes;        /* bytes of keys and values of a token, in all layers */
   double attention_flops; /* for a query and a key, in all layers */
 } model_work;
 
-/* Returns the sizes of a model; `tied` says whether the embedding is also the output matrix. */
-model_work model_work_of(const xserv_model_info *info, bool tied);
+/*
+ * Returns the sizes of a model; `tied` says whether the embedding is also the output matrix, and
+ * `embeddings`, an xserv_weights, as what both are kept. An output matrix that its folder stores
+ * quantised counts as if it were not, and the layers as that much smaller.
+ */
+model_work model_work_of(const xserv_model_info *info, bool tied, uint32_t embeddings);
 
 /*
  * Returns the bytes of weights that every step reads, without an embedding that is not also the

@@ -6,6 +6,7 @@ pub mod activations;
 pub mod cuda;
 pub mod cuda_activations;
 mod format;
+mod four_bits;
 mod matrix;
 mod panels;
 mod quantise;

@@ -451,7 +451,8 @@ fn pack_panel(
                 *place = zero;
             }
             let row_codes = matrix.row_codes(row);
-            for place in places.clone() {
+            let packed = pack_units(code, row_codes, places.clone(), column, codes);
+            for place in places.start + packed..places.end {
                 let (byte, shift) = code_place(code, place - places.start, column);
                 let stored = match code {
                     Code::Int4 => row_codes.get(place / 2).map_or(0, |b| b >> (place % 2 * 4) & 15),
@@ -463,6 +464,38 @@ fn pack_panel(
             }
         }
     }
+}
+
+/// Adds the codes of the whole units of a group of integers to those of a column of its panel, a unit at a time,
+/// and returns how many places that are.
+fn pack_units(
+    code: Code,
+    row_codes: &[u8],
+    places: Range<usize>,
+    column: usize,
+    codes: &mut [u8],
+) -> usize {
+    // The inputs of a byte of a row.
+    let shared = if code == Code::Int4 { 2 } else { 1 };
+    if code == Code::Fp8 || !places.start.is_multiple_of(shared) {
+        return 0;
+    }
+    let (first, _) = code_place(code, 0, column);
+    let whole = places.len() / UNIT;
+    let from = row_codes.get(places.start / shared..).unwrap_or_default();
+    let units = codes.get_mut(first..).unwrap_or_default().chunks_mut(unit_bytes(code));
+    for (from, to) in from.chunks_exact(UNIT / shared).zip(units).take(whole) {
+        let stored = match *from {
+            [a, b] => {
+                let shift = column as u32 / 32 * 4;
+                [a & 15, a >> 4, b & 15, b >> 4].map(|code| code << shift)
+            }
+            [a, b, c, d] => [a, b, c, d],
+            _ => return 0,
+        };
+        to.iter_mut().zip(stored).for_each(|(to, code)| *to |= code);
+    }
+    whole * UNIT
 }
 
 /// Writes a scale, which the type holds without rounding, in the order of the machine.

@@ -10,15 +10,11 @@
 //! the rounding.
 
 use super::format::{Code, QuantFormat};
+use super::four_bits::{code, inverse, nearest, search, Lanes, LANES};
 use crate::backend::cpu::simd::{Kernel, Simd};
 use crate::backend::cpu::CpuBackend;
-use crate::error::{Error, Result};
+use crate::error::{try_filled, Error, Result};
 use crate::memory::DType;
-
-/// The ranges that are tried for a group of 4 bits are fractions of the full one, this far apart.
-const RANGE_STEP: f32 = 0.04;
-/// How many ranges are tried.
-const NUM_RANGES: usize = 11;
 
 /// Returns the format that [`quantise_row`] writes.
 pub fn quantised_format(code: Code, group_size: usize) -> QuantFormat {
@@ -76,34 +72,31 @@ fn quantise_groups(
     scales: &mut [f32],
     zeros: &mut [u8],
 ) -> Result<()> {
-    let group_size = format.group_size.max(1);
-    let groups = row.chunks(group_size).zip(scales.iter_mut()).enumerate();
-    for (group, (numbers, scale)) in groups {
-        if let Some(place) = numbers.iter().position(|x| !x.is_finite()) {
-            let input = group * group_size + place;
-            return Err(Error::invalid_file(format!(
-                "a number that is not finite at input {input} cannot be quantised"
-            )));
-        }
-        let first = group * group_size;
-        match format.code {
-            Code::Int8 => {
-                *scale = eight_bits(numbers, codes.get_mut(first..).unwrap_or_default());
+    // The bits of numbers that are not finite are the largest. Most rows have none, and this loop has no exit.
+    let largest = row.iter().fold(0, |largest: u32, x| largest.max(x.to_bits() & 0x7fff_ffff));
+    if !f32::from_bits(largest).is_finite() {
+        let input = row.iter().position(|x| !x.is_finite()).unwrap_or(0);
+        return Err(Error::invalid_file(format!(
+            "a number that is not finite at input {input} cannot be quantised"
+        )));
+    }
+    let group_size = format.group_size.clamp(1, row.len().max(1));
+    match format.code {
+        Code::Int8 => {
+            let groups = row.chunks(group_size).zip(codes.chunks_mut(group_size));
+            for ((numbers, codes), scale) in groups.zip(scales) {
+                *scale = eight_bits(numbers, codes);
             }
-            Code::Int4 => {
-                let found = four_bits(numbers);
-                *scale = found.scale;
-                if let Some(zero) = zeros.get_mut(group) {
-                    *zero = found.zero as u8;
-                }
-                for (place, &x) in (first..).zip(numbers) {
-                    if let Some(byte) = codes.get_mut(place / 2) {
-                        *byte |= (found.code(x) as u8) << (place % 2 * 4);
-                    }
-                }
-            }
-            Code::Fp8 => return Err(Error::internal("rows are quantised to integers alone")),
         }
+        Code::Int4 => {
+            let mut numbers = try_filled(group_size, [0.0; LANES], "groups of numbers")?;
+            let groups = row.chunks(group_size * LANES).zip(scales.chunks_mut(LANES));
+            for ((i, (row, scales)), zeros) in groups.enumerate().zip(zeros.chunks_mut(LANES)) {
+                let first = i * group_size * LANES;
+                four_bits(row, group_size, &mut numbers, first, codes, scales, zeros);
+            }
+        }
+        Code::Fp8 => return Err(Error::internal("rows are quantised to integers alone")),
     }
     Ok(())
 }
@@ -113,23 +106,6 @@ fn quantise_groups(
 fn round_up_to_bf16(x: f32) -> f32 {
     let bits = x.to_bits();
     f32::from_bits((bits & 0xffff_0000) + if bits & 0xffff != 0 { 0x1_0000 } else { 0 })
-}
-
-/// Returns the integer nearest to x, of at most 2^22, ties to even. Without a call, so that loops are vectorised.
-#[inline(always)]
-fn nearest(x: f32) -> f32 {
-    /// 1.5 * 2^23, which leaves no room for fractions.
-    const ROUND: f32 = 12_582_912.0;
-    (x + ROUND) - ROUND
-}
-
-#[inline(always)]
-fn inverse(scale: f32) -> f32 {
-    if scale > 0.0 {
-        1.0 / scale
-    } else {
-        0.0
-    }
 }
 
 /// Writes the codes of a group and returns its scale.
@@ -146,75 +122,46 @@ fn eight_bits(numbers: &[f32], codes: &mut [u8]) -> f32 {
     scale
 }
 
-/// The scale and the zero of a group of 4 bits.
-#[derive(Clone, Copy)]
-struct FourBits {
-    scale: f32,
-    inverse: f32,
-    zero: f32,
-}
-
-impl FourBits {
-    /// The scale, rounded, and a zero for it.
-    #[inline(always)]
-    fn of(scale: f32, least: f32) -> Self {
-        let scale = half::bf16::from_f32(scale).to_f32();
-        let inverse = inverse(scale);
-        if !inverse.is_finite() || scale == 0.0 {
-            return FourBits { scale: 0.0, inverse: 0.0, zero: 0.0 };
-        }
-        let zero = nearest(-least * inverse).clamp(0.0, 15.0);
-        FourBits { scale, inverse, zero }
-    }
-
-    #[inline(always)]
-    fn code(&self, x: f32) -> f32 {
-        nearest(x * self.inverse + self.zero).clamp(0.0, 15.0)
-    }
-
-    /// Returns the sum of squared errors, and the scale that fits the codes best.
-    #[inline(always)]
-    fn try_on(&self, numbers: &[f32]) -> (f32, f32) {
-        // Sixteen sums each, so that the loop is vectorised.
-        let mut sums = [[0.0_f32; 16]; 3];
-        for chunk in numbers.chunks(16) {
-            for (lane, &x) in chunk.iter().enumerate() {
-                let q = self.code(x) - self.zero;
-                let error = q * self.scale - x;
-                sums[0][lane] += error * error;
-                sums[1][lane] += q * x;
-                sums[2][lane] += q * q;
-            }
-        }
-        let [error, products, squares] = sums.map(|lanes| lanes.iter().sum::<f32>());
-        (error, if squares > 0.0 { products / squares } else { self.scale })
-    }
-}
-
-/// Finds the scale and the zero of a group.
+/// Adds the codes of up to [`LANES`] groups, which begin at input `first`, to `codes`, and writes their scales and
+/// zeros. `numbers` has `group_size` places, for their numbers.
 #[inline(always)]
-fn four_bits(numbers: &[f32]) -> FourBits {
-    let (least, most) =
-        numbers.iter().fold((0.0_f32, 0.0_f32), |(least, most), &x| (least.min(x), most.max(x)));
-    let range = most - least;
-    let mut best = FourBits::of(range / 15.0, least);
-    if range == 0.0 || !range.is_finite() {
-        return best;
+fn four_bits(
+    row: &[f32],
+    group_size: usize,
+    numbers: &mut [Lanes],
+    first: usize,
+    codes: &mut [u8],
+    scales: &mut [f32],
+    zeros: &mut [u8],
+) {
+    if row.len() < group_size * LANES {
+        numbers.fill([0.0; LANES]);
     }
-    let (mut least_error, mut fitted) = best.try_on(numbers);
-    let mut try_it = |candidate: FourBits| {
-        let (error, fit) = candidate.try_on(numbers);
-        if error < least_error {
-            (least_error, best) = (error, candidate);
+    for (lane, group) in row.chunks(group_size).enumerate() {
+        for (place, &x) in numbers.iter_mut().zip(group) {
+            place[lane] = x;
         }
-        fit
-    };
-    for step in 0..NUM_RANGES {
-        let fraction = 1.0 - RANGE_STEP * step as f32;
-        if step > 0 {
-            fitted = try_it(FourBits::of(range * fraction / 15.0, least * fraction));
-        }
-        try_it(FourBits::of(fitted, least * fraction));
     }
-    best
+    let found = search(numbers);
+    let groups = row.chunks(group_size).zip(scales).zip(zeros);
+    for (lane, ((group, scale), to_zero)) in groups.enumerate() {
+        let (inverse, zero) = (found.inverse[lane], found.zero[lane]);
+        (*scale, *to_zero) = (found.scale[lane], zero as u8);
+        let first = first + lane * group_size;
+        // A group may begin within a byte.
+        let (alone, pairs) = group.split_at(first % 2);
+        if let (Some(&x), Some(byte)) = (alone.first(), codes.get_mut(first / 2)) {
+            *byte |= (code(x, inverse, zero) as u8) << 4;
+        }
+        let bytes = codes.get_mut(first.div_ceil(2)..).unwrap_or_default();
+        let whole = pairs.chunks_exact(2);
+        if let (&[x], Some(byte)) = (whole.remainder(), bytes.get_mut(pairs.len() / 2)) {
+            *byte |= code(x, inverse, zero) as u8;
+        }
+        for (byte, pair) in bytes.iter_mut().zip(whole) {
+            let (low, high) = (code(pair[0], inverse, zero), code(pair[1], inverse, zero));
+            // Codes below 16 are exact sums of f32.
+            *byte |= (low + 16.0 * high) as u8;
+        }
+    }
 }

@@ -73,6 +73,28 @@ fn four_bits_are_better_than_the_whole_range_in_fifteen_steps() {
 }
 
 #[test]
+fn groups_of_four_bits_do_not_depend_on_their_neighbours() {
+    let mut random = Random::new(33);
+    // Sixteen groups are searched at a time: less, more, and a last one that is shorter. Of 33, groups begin
+    // within bytes.
+    for group_size in [32, 33, 128] {
+        for len in [5, 15 * group_size, 16 * group_size, 37 * group_size + 7] {
+            let mut row: Vec<f32> = random.normals(len).iter().map(|x| x * 0.02).collect();
+            row.iter_mut().skip(group_size).step_by(5).for_each(|x| *x *= 1e4);
+            let matrix = quantise(&row, quantised_format(Code::Int4, group_size));
+            let values = values(&matrix);
+            for (group, numbers) in row.chunks(group_size).enumerate() {
+                let alone = quantise(numbers, quantised_format(Code::Int4, group_size));
+                assert_eq!(matrix.scales[group], alone.scales[0], "{len} by {group_size}");
+                assert_eq!(matrix.zeros[group], alone.zeros[0], "{len} by {group_size}");
+                let first = group * group_size;
+                assert_eq!(values[first..first + numbers.len()], self::values(&alone));
+            }
+        }
+    }
+}
+
+#[test]
 fn numbers_that_four_bits_hold_are_kept() {
     // All sixteen values of a group with this scale and zero occur.
     let row: Vec<f32> = (0..64).map(|i| ((i % 16) as f32 - 5.0) * 0.25).collect();
