@@ -294,6 +294,15 @@ impl PinnedBuffer {
         recorded
     }
 
+    /// Has the work that is queued to `context` from now on wait for the copies up to the fence, which are
+    /// in another stream of the same device.
+    pub fn hold_back(&self, context: &ComputeContext) -> Result<()> {
+        match &self.event {
+            Some(event) if self.is_fenced => event.hold_back(cuda(context)?),
+            _ => Err(Error::internal("copies without a fence")),
+        }
+    }
+
     /// Queues a copy of the bytes `from` to a contiguous tensor, from its byte `target_offset` on.
     pub fn upload(
         &mut self,

@@ -16,7 +16,7 @@ use super::placement::{device_context, expect_on_device, place};
 use super::scheduler::Scheduler;
 use super::service::Service;
 use super::step_resources::StepResources;
-use super::text_files::{read_chat_template, read_generation_config, read_response_template};
+use super::text_files::{read_generation_config, read_templates};
 use super::tokenizer_reader::TokenizerReader;
 use crate::backend::cpu::CpuBackend;
 use crate::error::{check_room, Error, ErrorKind, Result};
@@ -77,7 +77,8 @@ impl Engine {
         // The small files come first, so that a damaged one is reported before the weights are
         // read. The template is checked before the tokenizer's thread starts: it takes a stack for
         // a moment, which the other must not find missing.
-        let chat_template = read_chat_template(&folder)?.map_err(|error| {
+        let templates = read_templates(&folder)?;
+        let chat_template = templates.chat.map_err(|error| {
             if error.kind() != ErrorKind::NotFound {
                 log.log(LogLevel::Warning, LogTarget::Load, || {
                     format!("chat messages cannot be used: {error}")
@@ -85,7 +86,7 @@ impl Engine {
             }
             error.with_kind(ErrorKind::Unsupported)
         });
-        let response_template = match read_response_template(&folder)? {
+        let response_template = match templates.response {
             Ok(template) => {
                 for field in template.unknown_fields() {
                     log.log(LogLevel::Info, LogTarget::Load, || {

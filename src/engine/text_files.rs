@@ -26,7 +26,7 @@ pub(super) fn read_tokenizer(folder: &Folder) -> Result<Tokenizer> {
         }
         return Err(Error::new(ErrorKind::NotFound, "the folder has no tokenizer.json"));
     };
-    let config = folder.read_optional_file("tokenizer_config.json", MAX_TOKENIZER_CONFIG_BYTES)?;
+    let config = read_tokenizer_config(folder)?;
     Tokenizer::from_bytes(&json, config.as_deref())
 }
 
@@ -40,37 +40,54 @@ pub(super) fn has_tokenizer(folder: &Folder) -> Result<bool> {
     }
 }
 
-/// The folder's chat template, or why it has none that can be used ([`ErrorKind::NotFound`]: it has
-/// none). Fails if that could not be found out.
+const NO_CHAT_TEMPLATE: &str = "the model's folder has no chat template";
+
+/// The templates of a folder, or why it has none that can be used ([`ErrorKind::NotFound`]: it has none).
+pub(super) struct Templates {
+    pub chat: Result<ChatTemplate>,
+    pub response: Result<ResponseTemplate>,
+}
+
+/// The folder's templates. Fails if they could not be found out.
+pub(super) fn read_templates(folder: &Folder) -> Result<Templates> {
+    let config = read_tokenizer_config(folder);
+    let chat = chat_template(folder, borrowed(&config));
+    let response = borrowed(&config)
+        .and_then(|config| config.map(ResponseTemplate::from_config).transpose())
+        .map(Option::flatten)
+        .context(|| "tokenizer_config.json");
+    Ok(Templates {
+        chat: usable(chat, NO_CHAT_TEMPLATE)?,
+        response: usable(response, "the model's folder has no response template")?,
+    })
+}
+
+/// The folder's chat template, as in [`Templates`].
 pub(super) fn read_chat_template(folder: &Folder) -> Result<Result<ChatTemplate>> {
-    match chat_template(folder) {
-        Ok(Some(template)) => Ok(Ok(template)),
-        Ok(None) => {
-            let message = "the model's folder has no chat template";
-            Ok(Err(Error::new(ErrorKind::NotFound, message)))
-        }
-        Err(error) if is_lasting(error.kind()) => Ok(Err(error)),
-        Err(error) => Err(error),
-    }
+    let config = read_tokenizer_config(folder);
+    let found = chat_template(folder, borrowed(&config));
+    usable(found, NO_CHAT_TEMPLATE)
 }
 
-fn chat_template(folder: &Folder) -> Result<Option<ChatTemplate>> {
+fn read_tokenizer_config(folder: &Folder) -> Result<Option<Vec<u8>>> {
+    folder.read_optional_file("tokenizer_config.json", MAX_TOKENIZER_CONFIG_BYTES)
+}
+
+fn borrowed(file: &Result<Option<Vec<u8>>>) -> Result<Option<&[u8]>> {
+    file.as_ref().map(Option::as_deref).map_err(Clone::clone)
+}
+
+/// The template beside a tokenizer_config.json.
+fn chat_template(folder: &Folder, config: Result<Option<&[u8]>>) -> Result<Option<ChatTemplate>> {
     let jinja = folder.read_optional_file("chat_template.jinja", MAX_TEMPLATE_BYTES)?;
-    let config = folder.read_optional_file("tokenizer_config.json", MAX_TOKENIZER_CONFIG_BYTES)?;
-    ChatTemplate::from_files(config.as_deref(), jinja.as_deref())
+    ChatTemplate::from_files(config?, jinja.as_deref())
 }
 
-/// The folder's response template, or why it has none that can be used ([`ErrorKind::NotFound`]: it has
-/// none). Fails if that could not be found out.
-pub(super) fn read_response_template(folder: &Folder) -> Result<Result<ResponseTemplate>> {
-    let config = folder.read_optional_file("tokenizer_config.json", MAX_TOKENIZER_CONFIG_BYTES)?;
-    let template = config.as_deref().map(ResponseTemplate::from_config).transpose();
-    match template.context(|| "tokenizer_config.json") {
-        Ok(Some(Some(template))) => Ok(Ok(template)),
-        Ok(_) => {
-            let message = "the model's folder has no response template";
-            Ok(Err(Error::new(ErrorKind::NotFound, message)))
-        }
+/// Tells errors that say something about the folder from others, by which the whole fails.
+fn usable<T>(found: Result<Option<T>>, missing: &'static str) -> Result<Result<T>> {
+    match found {
+        Ok(Some(template)) => Ok(Ok(template)),
+        Ok(None) => Ok(Err(Error::new(ErrorKind::NotFound, missing))),
         Err(error) if is_lasting(error.kind()) => Ok(Err(error)),
         Err(error) => Err(error),
     }

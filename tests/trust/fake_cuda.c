@@ -491,6 +491,12 @@ int cuEventRecord(struct event *event, struct stream *stream) {
   return SUCCESS;
 }
 
+int cuStreamWaitEvent(struct stream *stream, struct event *event, unsigned flags) {
+  (void)stream, (void)event, (void)flags;
+  BEGIN_HERE(EVENT);
+  return SUCCESS;
+}
+
 int cuEventQuery(struct event *event) {
   (void)event;
   BEGIN_HERE(EVENT);

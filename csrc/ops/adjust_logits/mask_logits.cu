@@ -1,20 +1,28 @@
-// Copies logits as f32 and bans the tokens that masks forbid (src/ops/adjust_logits/mod.rs).
+// Copies logits as f32, or leaves them where they are, and bans the tokens that masks forbid
+// (src/ops/adjust_logits/mod.rs).
 //
-//   source: [num_rows, vocab_size]; target: the same as f32, which may be the source itself;
+//   source: [num_rows, vocab_size]; target: the same as f32, or the source itself;
 //   indices: [num_rows] the mask of each row, negative if it has none; masks: [_, words] whose bit id % 32 of the word
 //   id / 32 is set for a token that may come
 //
-// A token that is banned gets the lowest finite number, unless its logit is no finite number: damage stays to be found.
+// A token that is banned gets the lowest finite number of the target, unless its logit is no finite number: damage stays
+// to be found.
 #include <stdint.h>
 
 #include "common/dtype.cuh"
 
 namespace xserv {
 
-constexpr float kLowest = -3.4028234663852886e38f;
+constexpr float kLargest = 3.4028234663852886e38f;
 
+// The lowest finite number of a type.
 template <typename T>
-__device__ __forceinline__ void mask_logits(const T* source, float* target, const int* indices, const uint32_t* masks,
+constexpr float kLowest = -kLargest;
+template <>
+constexpr float kLowest<__nv_bfloat16> = -3.3895313892515355e38f;
+
+template <typename T, typename Target>
+__device__ __forceinline__ void mask_logits(const T* source, Target* target, const int* indices, const uint32_t* masks,
                                             int vocab_size, int words) {
   const int index = indices[blockIdx.y];
   const bool in_place = static_cast<const void*>(source) == static_cast<const void*>(target);
@@ -24,14 +32,14 @@ __device__ __forceinline__ void mask_logits(const T* source, float* target, cons
   source += begin;
   target += begin;
   const bool is_aligned = reinterpret_cast<uintptr_t>(source) % sizeof(Vec<T, 4>) == 0 &&
-                          reinterpret_cast<uintptr_t>(target) % sizeof(Vec<float, 4>) == 0;
+                          reinterpret_cast<uintptr_t>(target) % sizeof(Vec<Target, 4>) == 0;
   // Four tokens at a time, whose bits lie in one word.
   const int num_groups = (vocab_size + 3) / 4;
   for (int group = blockIdx.x * blockDim.x + threadIdx.x; group < num_groups; group += gridDim.x * blockDim.x) {
     const uint32_t bits = mask == nullptr ? 0xf : mask[group / 8] >> (group % 8 * 4) & 0xf;
     if (bits == 0xf && in_place) continue;
     const int first = group * 4, count = min(4, vocab_size - first);
-    Vec<float, 4> values;
+    float values[4];
     if (is_aligned && count == 4) {
       const Vec<T, 4> loaded = *reinterpret_cast<const Vec<T, 4>*>(source + first);
 #pragma unroll
@@ -42,14 +50,17 @@ __device__ __forceinline__ void mask_logits(const T* source, float* target, cons
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      if ((bits >> i & 1) == 0 && fabsf(values[i]) <= -kLowest) values[i] = kLowest;
+      if ((bits >> i & 1) == 0 && fabsf(values[i]) <= kLargest) values[i] = kLowest<Target>;
     }
     if (is_aligned && count == 4) {
-      *reinterpret_cast<Vec<float, 4>*>(target + first) = values;
+      Vec<Target, 4> stored;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) stored[i] = from_float<Target>(values[i]);
+      *reinterpret_cast<Vec<Target, 4>*>(target + first) = stored;
     } else {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        if (i < count) target[first + i] = values[i];
+        if (i < count) target[first + i] = from_float<Target>(values[i]);
       }
     }
   }
@@ -64,3 +75,10 @@ __device__ __forceinline__ void mask_logits(const T* source, float* target, cons
     xserv::mask_logits<T>(source, target, indices, masks, vocab_size, words);                                   \
   }
 XSERV_FOR_EACH_DTYPE(XSERV_MASK_LOGITS)
+
+// Of bf16 alone: the lowest number of f16 is none that no temperature makes likely.
+extern "C" __global__ void __launch_bounds__(512)
+    xserv_mask_in_place_bf16(__nv_bfloat16* logits, const int* indices, const uint32_t* masks, int vocab_size,
+                             int words) {
+  xserv::mask_logits<__nv_bfloat16>(logits, logits, indices, masks, vocab_size, words);
+}

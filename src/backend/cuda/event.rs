@@ -60,6 +60,18 @@ impl Event {
         })
     }
 
+    /// Has the work that is queued to `context` from now on wait for the work before the mark, which is
+    /// of another stream of the same device.
+    pub(crate) fn hold_back(&self, context: &CudaContext) -> Result<()> {
+        context.with_current(|| {
+            let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT as u32;
+            // SAFETY: a living event and the context's stream, both of one device.
+            let status =
+                unsafe { sys::cuStreamWaitEvent(context.raw_stream(), self.handle, flags) };
+            context.check(status, "ordering two CUDA streams")
+        })
+    }
+
     /// Whether the stream has reached the mark. Does not wait.
     pub(crate) fn is_reached(&self, context: &CudaContext) -> Result<bool> {
         context.with_current(|| {

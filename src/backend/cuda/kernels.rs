@@ -116,6 +116,7 @@ kernels! {
         ADJUST_LOGITS "xserv_adjust_logits";
     }
     "adjust_logits/mask_logits" {
+        MASK_IN_PLACE_BF16 "xserv_mask_in_place_bf16";
         MASK_LOGITS "xserv_mask_logits" f32 f16 bf16;
     }
     "argmax/argmax" {

@@ -4,12 +4,13 @@
 use std::sync::Arc;
 
 use super::limits::{MAX_STEP_ROWS, STEPS_IN_FLIGHT};
+use super::mask_uploads::MaskUploads;
 use crate::backend::{Arena, ComputeContext, DeviceTensor, PinnedBuffer};
 use crate::error::{try_with_capacity, Error, Result};
 use crate::memory::{DType, ElementType};
 use crate::model::step::{
-    mask_words, LogProbs, LogProbsWanted, ScoresOut, Step, TokenChoice, TokenLogProb, TokenScore,
-    WriteMasks, MAX_TOP_LOG_PROBS,
+    LogProbs, LogProbsWanted, ScoresOut, Step, TokenChoice, TokenLogProb, TokenScore,
+    MAX_TOP_LOG_PROBS,
 };
 use crate::ops::adjust_logits::{AdjustedRow, ADJUSTED_ROW_WORDS, ADJUSTMENT_WORDS};
 use crate::ops::argmax::argmax;
@@ -40,15 +41,10 @@ pub(super) struct ChoiceExtras {
     words: DeviceTensor,
     /// `[MAX_STEP_ROWS]`
     temperatures: DeviceTensor,
-    /// The masks of a step: those of the rows' indices, then the masks.
-    masks: DeviceTensor,
-    vocab_size: usize,
+    pub(super) masks: MaskUploads,
     /// One for each step in flight.
     host: Vec<PinnedBuffer>,
     next: usize,
-    /// The same for masks, made by the first steps that have any.
-    mask_host: Vec<Option<PinnedBuffer>>,
-    next_mask: usize,
     /// `[TOP_LEN]` of the model's dtype and of f32.
     top_values: [DeviceTensor; 2],
     /// `[TOP_LEN]`
@@ -65,14 +61,6 @@ pub(super) struct UploadedChanges {
     pub rows: DeviceTensor,
     /// `[at least 1, ADJUSTMENT_WORDS]`
     pub adjustments: DeviceTensor,
-}
-
-/// The masks of a step on the device.
-pub(super) struct UploadedMasks {
-    /// `[num_rows]`, the mask of each row, or negative.
-    pub indices: DeviceTensor,
-    /// `[num_masks, words]`
-    pub masks: DeviceTensor,
 }
 
 /// Where the log-probabilities of a step arrive.
@@ -92,7 +80,7 @@ fn sizes(dtype: DType, vocab_size: usize) -> [(ElementType, usize); 8] {
     [
         (ElementType::I32, FIRST_WORDS),
         (F32, MAX_STEP_ROWS),
-        (ElementType::I32, MAX_STEP_ROWS.saturating_mul(1 + mask_words(vocab_size))),
+        (ElementType::I32, MaskUploads::len(vocab_size)),
         (ElementType::Float(dtype), TOP_LEN),
         (F32, TOP_LEN),
         (ElementType::I32, TOP_LEN),
@@ -101,11 +89,14 @@ fn sizes(dtype: DType, vocab_size: usize) -> [(ElementType, usize); 8] {
     ]
 }
 
-/// Whether a step's logits have to be there as f32 before its tokens are chosen.
-pub(super) fn needs_f32(step: &Step<'_>) -> bool {
-    !step.adjusted_rows.is_empty()
-        || !step.masked_rows.is_empty()
-        || step.log_probs.iter().flatten().any(|it| it.processed)
+/// Whether a step's logits change before its tokens are chosen, which is not part of its graph then.
+pub(super) fn changes_logits(step: &Step<'_>) -> bool {
+    needs_upload(step) || !step.masked_rows.is_empty()
+}
+
+/// Whether a step needs what [`ChoiceExtras::upload`] uploads, beside masks.
+pub(super) fn needs_upload(step: &Step<'_>) -> bool {
+    !step.adjusted_rows.is_empty() || step.log_probs.iter().flatten().any(|it| it.processed)
 }
 
 impl ChoiceExtras {
@@ -129,21 +120,16 @@ impl ChoiceExtras {
         let (words, temperatures, masks) = (next()?, next()?, next()?);
         let top_values = [next()?, next()?];
         let mut host = try_with_capacity(STEPS_IN_FLIGHT, "steps")?;
-        let mut mask_host = try_with_capacity(STEPS_IN_FLIGHT, "steps")?;
         for _ in 0..STEPS_IN_FLIGHT {
             host.push(PinnedBuffer::new(context, FIRST_HOST_WORDS * 4, WHAT)?);
-            mask_host.push(None);
         }
         Ok(ChoiceExtras {
             context: context.clone(),
             words,
             temperatures,
-            masks,
-            vocab_size,
+            masks: MaskUploads::new(context, masks, vocab_size)?,
             host,
             next: 0,
-            mask_host,
-            next_mask: 0,
             top_values,
             top_ids: next()?,
             chosen_log_probs: next()?,
@@ -193,67 +179,8 @@ impl ChoiceExtras {
         })
     }
 
-    /// Makes room for the masks of a step that is beginning, of which no step in flight uses any.
-    pub fn reserve_masks(&mut self, step: &Step<'_>) -> Result<()> {
-        if step.masked_rows.is_empty() {
-            return Ok(());
-        }
-        let [masks_at, words] = self.mask_places(step);
-        let bytes = masks_at.saturating_add(words).saturating_mul(4);
-        if bytes > self.masks.size_bytes() {
-            return Err(Error::internal("more masks than rows of logits"));
-        }
-        self.next_mask = (self.next_mask + 1) % self.mask_host.len().max(1);
-        let place = self.mask_host.get_mut(self.next_mask);
-        let place = place.ok_or_else(|| Error::internal("no memory for masks"))?;
-        if place.as_ref().is_none_or(|host| host.len_bytes() < bytes) {
-            // Powers of two, for few sizes: pinned memory is kept for good.
-            let len = bytes.next_power_of_two().min(self.masks.size_bytes());
-            *place = None;
-            *place = Some(PinnedBuffer::new(&self.context, len, "masks")?);
-        }
-        Ok(())
-    }
-
-    /// Where the masks of a step begin, and their length, in words.
-    fn mask_places(&self, step: &Step<'_>) -> [usize; 2] {
-        let num_masks = step.masked_rows.len();
-        [step.choices.len().next_multiple_of(4), num_masks * mask_words(self.vocab_size)]
-    }
-
-    /// Queues the copy of a step's masks to the device, for which there is room.
-    pub fn upload_masks(
-        &mut self,
-        step: &Step<'_>,
-        write: &mut WriteMasks<'_>,
-    ) -> Result<UploadedMasks> {
-        let (num_rows, num_masks) = (step.choices.len(), step.masked_rows.len());
-        let [masks_at, words] = self.mask_places(step);
-        let host = self.mask_host.get_mut(self.next_mask).and_then(Option::as_mut);
-        let host = host.ok_or_else(|| Error::internal("no memory for masks"))?;
-        let all = 0..(masks_at + words) * 4;
-        let room = host.bytes()?.get_mut(all.clone());
-        let room = room.ok_or_else(|| Error::internal("no room for masks"))?;
-        let (indices, masks) = room.split_at_mut_checked(masks_at * 4).unwrap_or_default();
-        let mut masked = step.masked_rows.iter().zip(0u32..).peekable();
-        put(
-            indices,
-            (0..num_rows as u32).map(|row| match masked.next_if(|(&next, _)| next == row) {
-                Some((_, index)) => index,
-                None => u32::MAX,
-            }),
-        );
-        write(masks)?;
-        host.upload(all, &self.masks, 0)?;
-        host.fence()?;
-        Ok(UploadedMasks {
-            indices: self.masks.view(0, &[num_rows], None)?,
-            masks: self.masks.view(masks_at, &[num_masks, mask_words(self.vocab_size)], None)?,
-        })
-    }
-
     /// Queues the computation of the log-probabilities that a step wants, and their copies to `slot`.
-    /// `logits` and `changed` (if [`needs_f32`]) are `[num_rows, vocab_size]`, `chosen` has its tokens.
+    /// `logits` and `changed` (if [`needs_upload`]) are `[num_rows, vocab_size]`, `chosen` has its tokens.
     pub fn queue_log_probs(
         &self,
         step: &Step<'_>,

@@ -5,6 +5,7 @@
 //! limits       limits on the size of passes
 //! scratch      temporary memory of operators
 //! record       the inputs of a step, as the host sends them
+//! mask_uploads the masks of steps on their way to the device
 //! choice_extras  changed logits and log-probabilities of steps
 //! step_memory  the inputs of steps, and where their results arrive
 //! workspace    activations, and the memory of steps
@@ -21,6 +22,7 @@ pub(super) mod lead;
 pub(super) mod limits;
 pub(super) mod load;
 mod logits;
+mod mask_uploads;
 pub(super) mod model;
 mod needs;
 pub(super) mod record;

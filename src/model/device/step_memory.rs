@@ -46,8 +46,8 @@ pub(in crate::model) struct DeviceSteps {
 /// A step whose tokens wait for masks.
 pub(super) struct Unchosen {
     pub slot: usize,
-    /// How its logits change before.
-    pub changes: UploadedChanges,
+    /// How its logits change before, if they do.
+    pub changes: Option<UploadedChanges>,
 }
 
 /// The host memory at which the results of a step arrive.

@@ -1,8 +1,9 @@
 //! The steps of a model on a device, which are begun, computed and finished in the same order.
 
-use super::choice_extras::{needs_f32, UploadedChanges, UploadedMasks};
+use super::choice_extras::{changes_logits, needs_upload, UploadedChanges};
 use super::graphs::{is_filtered, Ending, GraphKey};
 use super::limits::{row_bucket, table_bucket, COPIED_ROWS, STEPS_IN_FLIGHT};
+use super::mask_uploads::UploadedMasks;
 use super::model::DeviceModel;
 use super::record::{RecordExtras, RecordShape};
 use super::step_memory::{no_slot, DeviceSteps, Unchosen};
@@ -15,7 +16,7 @@ use crate::model::config::ModelConfig;
 use crate::model::decoder::device::{rows_of, DevicePass, Wanted};
 use crate::model::kv_cache::KvCache;
 use crate::model::step::{Step, StepResult, TokenChoice, WriteMasks, NO_TOKEN};
-use crate::ops::adjust_logits::cuda::{adjust_logits, mask_logits};
+use crate::ops::adjust_logits::cuda::{adjust_logits, mask_logits, masks_in_place};
 use crate::ops::attention::DecodeScratch;
 use crate::ops::copy::copy;
 use crate::ops::elementwise::cast;
@@ -50,7 +51,7 @@ impl DeviceModel {
         if steps.unchosen.is_some() {
             return Err(Error::internal("a step before the tokens of the last one are chosen"));
         }
-        steps.extras.reserve_masks(step)?;
+        steps.extras.masks.reserve(step)?;
         let slot = steps.next;
         // Until the step has begun, no step may use its tokens, nor those that it overwrites.
         steps.last_rows.clear();
@@ -61,7 +62,7 @@ impl DeviceModel {
             host_tokens: result.tokens.device_address(0),
             spare_block: kv.spare_block(),
         };
-        let ending = if needs_f32(step) {
+        let ending = if changes_logits(step) {
             Ending::Logits
         } else {
             Ending::Tokens { is_filtered: is_filtered(step.choices) }
@@ -194,14 +195,12 @@ impl DeviceModel {
         if step.choices.is_empty() {
             return Ok(());
         }
-        let changes = needs_f32(step).then(|| steps.extras.upload(step)).transpose()?;
-        match (changes, step.masked_rows) {
-            (Some(changes), [_, ..]) => {
-                steps.unchosen = Some(Unchosen { slot, changes });
-                Ok(())
-            }
-            (changes, _) => self.queue_choice(config, step, slot, workspace, changes, None),
+        let changes = needs_upload(step).then(|| steps.extras.upload(step)).transpose()?;
+        if step.masked_rows.is_empty() {
+            return self.queue_choice(config, step, slot, workspace, changes, None);
         }
+        steps.unchosen = Some(Unchosen { slot, changes });
+        Ok(())
     }
 
     /// Queues the choice of tokens from logits that change, as `changes` and `masks` say, and
@@ -218,14 +217,20 @@ impl DeviceModel {
         let (context, cuda) = (&*self.context, self.cuda()?);
         let shape = [step.choices.len(), config.vocab_size];
         let logits = workspace.logits.view(0, &shape, None)?;
-        let changed = match &changes {
-            Some(_) => workspace.logits_f32.view(0, &shape, None)?,
-            None => logits.view(0, &shape, None)?,
+        // The model's own logits are needed again for log-probabilities alone.
+        let stay = changes.is_none()
+            && masks_in_place(self.dtype())
+            && step.log_probs.iter().all(Option::is_none);
+        let changed = match (&changes, &masks) {
+            (None, None) => logits.view(0, &shape, None)?,
+            (None, Some(_)) if stay => logits.view(0, &shape, None)?,
+            _ => workspace.logits_f32.view(0, &shape, None)?,
         };
-        if let Some(changes) = &changes {
+        if changes_logits(step) {
             let steps = &mut workspace.steps;
             let mut source = &logits;
-            if !step.adjusted_rows.is_empty() || masks.is_none() {
+            let adjusts = !step.adjusted_rows.is_empty() || masks.is_none();
+            if let Some(changes) = changes.as_ref().filter(|_| adjusts) {
                 match self.dtype() {
                     DType::F32 => copy(context, &logits, &changed)?,
                     _ => cast(context, &logits, &changed)?,
@@ -237,6 +242,7 @@ impl DeviceModel {
             }
             if let Some(UploadedMasks { indices, masks }) = &masks {
                 mask_logits(context, source, &changed, indices, masks)?;
+                steps.extras.masks.set_used()?;
                 cuda.mark("mask", 0, 0.0)?;
             }
             let record = steps.record.arrays(&RecordShape::of(&step.batch))?;
@@ -266,9 +272,9 @@ impl DeviceModel {
         let Unchosen { slot, changes } =
             unchosen.ok_or_else(|| Error::internal("no step waits for masks"))?;
         let _entered = self.cuda()?.enter()?;
-        let uploaded = steps.extras.upload_masks(step, write_masks);
+        let uploaded = steps.extras.masks.upload(step, write_masks);
         let queued = uploaded.and_then(|masks| {
-            self.queue_choice(config, step, slot, workspace, Some(changes), Some(masks))
+            self.queue_choice(config, step, slot, workspace, changes, Some(masks))
         });
         let steps = &mut workspace.steps;
         let result = steps.results.get_mut(slot).ok_or_else(no_slot)?;

@@ -48,10 +48,17 @@ pub fn adjust_logits(
     unsafe { cuda(context)?.launch(kernels::ADJUST_LOGITS, launch, arguments) }
 }
 
+/// Whether logits of a dtype can stay where they are when masks ban tokens. The lowest number of f16 is none that no
+/// temperature makes likely.
+pub fn masks_in_place(dtype: DType) -> bool {
+    matches!(dtype, DType::F32 | DType::BF16)
+}
+
 /// Copies rows of logits as f32 and bans in each row the tokens that its mask forbids, as
-/// [`super::cpu::mask_logits`] does.
+/// [`super::cpu::mask_logits`] does. Logits of bf16 may stay where they are: a banned token then gets the
+/// lowest number of bf16.
 ///
-/// source [num_rows, vocab_size]; target the same of f32, which may be `source` itself; indices
+/// source [num_rows, vocab_size]; target the same of f32, or `source` itself ([`masks_in_place`]); indices
 /// [num_rows] the mask of each row, negative if it has none, and masks [num_masks, words] with a bit
 /// for each token of the vocabulary, both of i32. The indices lie within `masks`: that is the
 /// caller's to see to.
@@ -68,7 +75,10 @@ pub fn mask_logits(
     const MAX_ROWS: u32 = 65_535;
     let (num_rows, vocab_size) = matrix_size("logits", source)?;
     let shape = [num_rows.into(), vocab_size.into()];
-    check("logits as f32", target, ElementType::Float(DType::F32), &shape)?;
+    let dtype = float("logits", source)?;
+    let is_in_place = source.data() == target.data() && masks_in_place(dtype);
+    let of_target = if is_in_place { dtype } else { DType::F32 };
+    check("masked logits", target, ElementType::Float(of_target), &shape)?;
     check("indices", indices, ElementType::I32, &[num_rows.into()])?;
     let (num_masks, words) = matrix_size("masks", masks)?;
     check("masks", masks, ElementType::I32, &[num_masks.into(), words.into()])?;
@@ -80,14 +90,11 @@ pub fn mask_logits(
     if source.is_empty() {
         return Ok(());
     }
-    let kernel = kernels::MASK_LOGITS.of(float("logits", source)?);
-    let arguments = Arguments::new()
-        .tensor(source)
-        .tensor(target)
-        .tensor(indices)
-        .tensor(masks)
-        .i32(vocab_size)
-        .i32(words);
+    let (kernel, arguments) = match (is_in_place, dtype) {
+        (true, DType::BF16) => (kernels::MASK_IN_PLACE_BF16, Arguments::new().tensor(target)),
+        _ => (kernels::MASK_LOGITS.of(dtype), Arguments::new().tensor(source).tensor(target)),
+    };
+    let arguments = arguments.tensor(indices).tensor(masks).i32(vocab_size).i32(words);
     let blocks = vocab_size.unsigned_abs().div_ceil(BLOCK * PER_THREAD);
     let launch = Launch { grid: (blocks, num_rows, 1), block: BLOCK, shared_bytes: 0 };
     // SAFETY: the arguments of the kernel, checked above; each thread reads what it writes before.
