@@ -10,7 +10,7 @@
 // The warps of a block, and of a cluster of two where there are few tiles, share the inputs of every tile. A warp
 // makes the inputs that it multiplies, so that without a norm no thread waits for another before the sums. The tiles
 // of a block are one stream of bulk copies; their sums are added up by one warp each, in turn, while the others go on.
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #include "common/bulk_copy.cuh"
 #include "common/mbarrier.cuh"
 #include "common/named_barrier.cuh"

@@ -137,8 +137,7 @@ fn kernel(code: Code, scales: usize, dtype: DType) -> Option<Kernel> {
 /// Whether the kernel serves products of one token with a weight.
 pub fn has_quantised_one(context: &ComputeContext, layout: &TileLayout) -> Result<bool> {
     let Ok(cuda) = cuda(context) else { return Ok(false) };
-    Ok(cuda.device().info().compute_capability.0 == 9
-        && layout.format().code != Code::Fp8
+    Ok(layout.format().code != Code::Fp8
         && is_quantised_weight(layout)
         && Division::choose(layout, Chip::of(cuda)).is_some()
         && cuda.has_kernel(kernels::LINEAR_QUANTISED_ONE_INT4_1.bf16)?)
