@@ -1402,8 +1402,8 @@ enum xserv_status xserv_op_dequantise(const struct xserv_context *context,
 /**
  * Computes a linear layer with a quantised weight W: out = x W^T + bias, summed in f32 and rounded
  * once. On the CPU, where codes are integers, x is rounded to integers of 16 bits, with a scale
- * for up to 128 of them; so is a single token of f16 or bf16 on CUDA, on Hopper, with a power of two
- * as the scale. Else x is taken as it is on CUDA, and the numbers of W may be rounded to its type.
+ * for up to 128 of them. On CUDA x is taken as it is, and the numbers of W may be rounded to its
+ * type.
  *
  * x: [num_tokens, in_features]; bias: [out_features], or NULL for none; out: [num_tokens,
  * out_features]; all f32, all f16 or all bf16. code, group_rows, group_size, codes, scales, zeros:

@@ -1,6 +1,6 @@
 //! Linear layers with quantised weights on a GPU, for any number of tokens:
-//! `csrc/ops/linear/quantised.cu`, for up to 16 tokens `quantised_few.cu`, and on Hopper for one
-//! `quantised_one.cu` and for more than 16 `quantised_many.cu`.
+//! `csrc/ops/linear/quantised.cu`, for up to 16 tokens `quantised_few.cu`, and for more on Hopper
+//! `quantised_many.cu`.
 
 use crate::backend::cuda::{kernel_struct, kernels, Arguments, Kernel, Launch};
 use crate::backend::ComputeContext;
@@ -13,7 +13,6 @@ use crate::ops::linear::cuda_quantised_blocks::{
 };
 use crate::ops::linear::cuda_quantised_few::{Chip, FewDivision};
 use crate::ops::linear::cuda_quantised_many::{has_quantised_many, is_fine, ManyDivision};
-use crate::ops::linear::cuda_quantised_one::{has_quantised_one, linear_quantised_one};
 use crate::ops::linear::Epilogue;
 use crate::ops::quantised::cuda::{scale_number, QuantisedTiles};
 use crate::ops::quantised::tiles::{TileLayout, CHUNK};
@@ -225,8 +224,8 @@ pub fn max_quantised_tokens(has_many: bool, layout: &TileLayout) -> usize {
 /// `[num_tokens, out_features]`, of f16 or bf16, for any number of tokens. With
 /// [`Epilogue::SwiGlu`] the weight is gated and has twice the rows; with the others it is not.
 /// `bias` `[out_features]` is added before the rounding; only with [`Epilogue::Store`]. Nothing but
-/// the result is rounded to the type of x, but for what [`linear_quantised_one`] does to a single token
-/// on Hopper. With `is_fixed` a token's bits depend only on the token and the weight.
+/// the result is rounded to the type of x. With `is_fixed` a token's bits depend only on the token and
+/// the weight.
 ///
 /// The inputs of x are in the order of the places of the weight. The two codes of [`Code::Fp8`] that
 /// are no numbers count as 480 and -480.
@@ -253,10 +252,7 @@ pub fn linear_quantised(
         && (out.data() as usize).is_multiple_of(4)
         && is_quantised_weight(layout)
         && capability >= 8;
-    // The sums of the kernels for one token, few and many are in other orders.
-    if !is_fixed && is_aligned && num_tokens == 1 && has_quantised_one(context, layout)? {
-        return linear_quantised_one(context, x, None, weight, bias, epilogue, out);
-    }
+    // The sums of the kernels for few and many tokens are in other orders.
     if !is_fixed && is_aligned && has_quantised_many(context)? {
         if let Some(many) = ManyDivision::choose(num_tokens as usize, layout) {
             return many.launch(cuda, x, weight, bias, epilogue, out);

@@ -14,7 +14,7 @@
 //!   more by the kernel for prompts where that is the fastest, and otherwise by [`gemm`].
 //!
 //! Weights that are quantised have one kernel for few rows, whatever links them, on every device with
-//! tensor cores, and on Hopper one for a single row, which normalises it too; for more rows their numbers are made for the time of a product. Those of a matrix as
+//! tensor cores, and on Hopper one for a single row of a wide stream, which normalises it too; for more rows their numbers are made for the time of a product. Those of a matrix as
 //! tall as a vocabulary are made in pieces, where its codes cannot be multiplied. An output matrix may
 //! be quantised beside layers that are not, and the other way round. Where the format of FP8 weights
 //! says that activations are quantised, they are for any number of rows, and the products are those of
@@ -58,6 +58,7 @@ use crate::ops::qk_norm_rope_append::QkNormRope;
 use crate::ops::quantised::cuda::QuantisedTiles;
 use crate::ops::quantised::cuda_activations::{quantise_inputs, QuantisedInputs};
 use crate::ops::quantised::tiles::TileLayout;
+use crate::ops::quantised::Code;
 use crate::ops::silu_mul::cuda_rounded::silu_mul;
 
 /// The most rows of a chain.
@@ -74,8 +75,17 @@ const CHAIN_SHARED_PERCENT: i32 = 75;
 /// under way. A step of Qwen3-1.7B, Llama-3.2-1B, Qwen3-4B and -14B takes 0.5 to 3 % less with it, one
 /// of Qwen3-8B 1.3 % more (H200; a step of Qwen3-0.6B after 512 tokens takes a quarter longer with 75).
 const ONE_ROW_SHARED_PERCENT: i32 = 50;
+/// The percentage for one row and weights of 4 or 8 bits, which pass through shared memory: a step of
+/// Qwen3-8B in 4 bits takes 1.5 % less with it (H200).
+const INTEGERS_SHARED_PERCENT: i32 = 100;
 /// Streams narrower than this are narrow.
 const WIDE: usize = 4096;
+/// Streams for which the kernel for one row of integers is the fastest are at least so wide: a step of
+/// Qwen3-4B in 4 bits takes 7 % less with it, one of Qwen3-1.7B 5 % more, and one of Qwen3-0.6B 20 % (H200).
+const WIDE_FOR_INTEGERS: usize = 2560;
+/// Streams narrower than this have [`CHAIN_SHARED_PERCENT`] with such weights: a step of Qwen3-0.6B takes 9 %
+/// less with it, one of Qwen3-1.7B as long, and one of Qwen3-4B 2 % more (H200).
+const NARROW: usize = 2048;
 
 /// A product of a model, as [`LinearPlan::find`] asks for it.
 #[derive(Clone, Copy, Debug)]
@@ -117,6 +127,10 @@ pub struct LinearPlan {
     has_quantised_many: bool,
     /// Whether it has those for activations in FP8.
     has_fp8: bool,
+    /// Whether layers have integers as weights.
+    has_integers: bool,
+    /// Whether the stream is as wide as [`WIDE_FOR_INTEGERS`].
+    is_wide: bool,
     is_deterministic: bool,
 }
 
@@ -165,6 +179,7 @@ impl LinearPlan {
         is_deterministic: bool,
     ) -> Result<Self> {
         let (mut suit_chain, mut gemv_rows, mut has_biases) = (true, GEMV_TOKENS, false);
+        let mut has_integers = false;
         let has_quantised = sizes.dtype != DType::F32 && has_linear_quantised(context)?;
         let has_fp8 = has_quantised && has_linear_fp8(context)?;
         for Product { weight, has_bias, epilogue, is_output } in products {
@@ -184,6 +199,7 @@ impl LinearPlan {
                     // The norm before the output matrix can be a kernel of its own.
                     if !is_output {
                         gemv_rows = 0;
+                        has_integers |= layout.format().code != Code::Fp8;
                     }
                 }
             }
@@ -215,6 +231,8 @@ impl LinearPlan {
             has_quantised,
             has_quantised_many: has_quantised_many(context)?,
             has_fp8,
+            has_integers,
+            is_wide: hidden_size >= WIDE_FOR_INTEGERS,
             is_deterministic,
         })
     }
@@ -301,6 +319,12 @@ impl LinearPass<'_> {
                 ONE_ROW_SHARED_PERCENT
             }
             Links::Gemv => CHAIN_SHARED_PERCENT,
+            Links::Chain if num_rows == 1 && self.plan.has_integers && self.plan.is_wide => {
+                INTEGERS_SHARED_PERCENT
+            }
+            Links::Chain if num_rows == 1 && self.plan.has_integers && hidden_size < NARROW => {
+                CHAIN_SHARED_PERCENT
+            }
             Links::Apart | Links::Chain => return queue(),
         };
         self.cuda.prefer_shared_memory(Some(percent));
@@ -513,7 +537,11 @@ impl LinearPass<'_> {
                 stream.pending = Pending::Projected;
                 return Ok(());
             }
-            Links::Chain => self.skinny(x, layer, epilogue, &stream.hidden)?,
+            Links::Chain => {
+                if !self.by_quantised_one(x, None, layer, epilogue, &stream.hidden)? {
+                    self.skinny(x, layer, epilogue, &stream.hidden)?
+                }
+            }
             Links::Gemv => {
                 let weight = layer.weight.dense_data()?;
                 linear_gemv(self.context, x, None, weight, None, epilogue, &stream.hidden)?
@@ -631,18 +659,37 @@ impl LinearPass<'_> {
         epilogue: Epilogue,
         out: &DeviceTensor,
     ) -> Result<()> {
-        if let WeightFormat::Quantised(layout) = layer.weight.format() {
-            let is_one = stream.num_rows() == 1 && !self.plan.is_deterministic;
-            if is_one && has_quantised_one(self.context, &layout)? {
-                let tiles = QuantisedTiles::new(layout, layer.weight.data())?;
-                let (x, norm) = (&*stream.hidden, Some(rms(norm)?));
-                let bias = layer.bias.map(|bias| &**bias);
-                return linear_quantised_one(self.context, x, norm, &tiles, bias, epilogue, out);
-            }
+        if self.by_quantised_one(&stream.hidden, Some(norm), layer, epilogue, out)? {
+            return Ok(());
         }
         stream.normalise_in_chain(self.context, norm)?;
         self.cuda.mark("norm", 0, 0.0)?;
         self.skinny(&stream.normed, layer, epilogue, out)
+    }
+
+    /// Computes the product of one row and a weight of 4 or 8 bits, normalised by `norm` or not, if the
+    /// kernel for that is the fastest. Returns whether that is done.
+    fn by_quantised_one(
+        &self,
+        x: &DeviceTensor,
+        norm: Option<&Norm<'_>>,
+        layer: &Layer<'_>,
+        epilogue: Epilogue,
+        out: &DeviceTensor,
+    ) -> Result<bool> {
+        let WeightFormat::Quantised(layout) = layer.weight.format() else { return Ok(false) };
+        let is_served = self.links == Links::Chain
+            && self.plan.is_wide
+            && num_rows(x) == 1
+            && !self.plan.is_deterministic
+            && has_quantised_one(self.context, &layout)?;
+        if is_served {
+            let tiles = QuantisedTiles::new(layout, layer.weight.data())?;
+            let norm = norm.map(rms).transpose()?;
+            let bias = layer.bias.map(|bias| &**bias);
+            linear_quantised_one(self.context, x, norm, &tiles, bias, epilogue, out)?;
+        }
+        Ok(is_served)
     }
 
     fn in_gemv(

@@ -14,7 +14,7 @@ use xserv::ops::gemm::{GemmOptions, SumOrder};
 use xserv::ops::linear::cuda_numbers::linear_numbers;
 use xserv::ops::linear::cuda_quantised::{has_linear_quantised, linear_quantised};
 use xserv::ops::linear::cuda_quantised_blocks::is_quantised_weight;
-use xserv::ops::linear::cuda_quantised_one::has_quantised_one;
+use xserv::ops::linear::cuda_quantised_one::{has_quantised_one, linear_quantised_one};
 use xserv::ops::linear::Epilogue;
 use xserv::ops::quantised::cuda::QuantisedTiles;
 use xserv::ops::quantised::tiles::TileLayout;
@@ -105,9 +105,7 @@ fn check(context: &Arc<ComputeContext>, case: Case, tokens: &[usize]) {
         error: &|k, size, _| size * 2e-7 * (k as f64).log2(),
         most_flipped: &|_| 0.03,
         multiply: &|x, weight, bias, epilogue, is_fixed, out| {
-            // The kernel for one token has a reference of its own.
-            let is_one = x.shape()[0] == 1 && has_quantised_one(context, weight.layout())?;
-            linear_quantised(context, x, weight, bias, epilogue, is_fixed || is_one, out)
+            linear_quantised(context, x, weight, bias, epilogue, is_fixed, out)
         },
     };
     check_product(context, case, tokens, &product);
@@ -359,8 +357,13 @@ fn codes_are_decoded_exactly_on_cuda() {
                 for ones in ones.chunks(part * k) {
                     let x = bench.of(&[part, k], ones);
                     let out = bench.poisoned(&[part, rows]);
-                    linear_quantised(&context, &x, &weight, None, Epilogue::Store, false, &out)
-                        .expect("the operator");
+                    let store = Epilogue::Store;
+                    if part == 1 && has_quantised_one(&context, &layout).unwrap() {
+                        linear_quantised_one(&context, &x, None, &weight, None, store, &out)
+                    } else {
+                        linear_quantised(&context, &x, &weight, None, store, false, &out)
+                    }
+                    .expect("the operator");
                     got.extend(bench.read(&out));
                 }
                 let mut numbers = vec![0.0; k];
