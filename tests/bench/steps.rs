@@ -258,10 +258,13 @@ fn work_of(model: &Model, embeddings: WeightStorage) -> ModelWork {
     // In groups of 128 with a scale of two bytes, or bf16 or f16.
     let is_int8 = matches!(embeddings, WeightStorage::Int8);
     let output_bytes = embedding * if is_int8 { 1.0 + 2.0 / 128.0 } else { 2.0 };
+    let layer_weights = model.num_parameters() as f64 - embedding * num_embeddings;
+    // What is more than the numbers take is room between small tensors, which no step reads.
+    let in_memory = model.weights_bytes() as f64 - output_bytes * num_embeddings;
     ModelWork {
-        layer_weights: model.num_parameters() as f64 - embedding * num_embeddings,
+        layer_weights,
         output_weights: embedding,
-        layer_bytes: model.weights_bytes() as f64 - output_bytes * num_embeddings,
+        layer_bytes: in_memory.min(2.0 * layer_weights),
         output_bytes,
         kv_bytes: model.kv_layout().bytes_per_token() as f64,
         attention_flops: 4.0 * (config.num_heads * config.head_dim * config.num_layers) as f64,

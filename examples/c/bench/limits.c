@@ -7,10 +7,13 @@ model_work model_work_of(const xserv_model_info *info, bool tied, uint32_t embed
   const double embedding = (double)info->vocab_size * info->hidden_size;
   const double stored = info->dtype == XSERV_DTYPE_F32 ? 4 : 2;
   const double bytes = embedding * (embeddings == XSERV_WEIGHTS_INT8 ? 1 + 2 / EMBEDDING_GROUP : stored);
+  const double layers = (double)info->num_parameters - embedding * (tied ? 1 : 2);
+  const double in_memory = (double)info->weights_bytes - bytes * (tied ? 1 : 2);
   return (model_work){
-      .layer_weights = (double)info->num_parameters - embedding * (tied ? 1 : 2),
+      .layer_weights = layers,
       .output_weights = embedding,
-      .layer_bytes = (double)info->weights_bytes - bytes * (tied ? 1 : 2),
+      /* What is more than the numbers take is room between small tensors, which no step reads. */
+      .layer_bytes = in_memory < layers * stored ? in_memory : layers * stored,
       .output_bytes = bytes,
       .kv_bytes = (double)info->kv_bytes_per_token,
       /* A product with a key and one with a value: two operations for each element. */

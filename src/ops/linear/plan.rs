@@ -14,11 +14,12 @@
 //!   more by the kernel for prompts where that is the fastest, and otherwise by [`gemm`].
 //!
 //! Weights that are quantised have one kernel for few rows, whatever links them, on every device with
-//! tensor cores, and on Hopper one for a single row of a wide stream, which normalises it too; for more rows their numbers are made for the time of a product. Those of a matrix as
-//! tall as a vocabulary are made in pieces, where its codes cannot be multiplied. An output matrix may
-//! be quantised beside layers that are not, and the other way round. Where the format of FP8 weights
-//! says that activations are quantised, they are for any number of rows, and the products are those of
-//! FP8 with FP8; the norm before a product quantises what it gives, and with one or two rows a product
+//! tensor cores, and on Hopper one for a single row of a wide stream, which normalises it too; for
+//! more rows their numbers are made for the time of a product. Those of a matrix as tall as a
+//! vocabulary are made in pieces, where its codes cannot be multiplied. An output matrix may be
+//! quantised beside layers that are not, and the other way round. Where the format of FP8 weights says
+//! that activations are quantised, they are for any number of rows, and the products are those of FP8
+//! with FP8; the norm before a product quantises what it gives, and with one or two rows a product
 //! normalises and quantises what it multiplies.
 //!
 //! In a model that is to be deterministic, every row of a linear layer is summed in an order that
