@@ -5,7 +5,9 @@
 //! rows of the projections, which are computed before the rotation as the norms are. So the same stories, stop strings
 //! and end tokens serve all tests, and nothing has to be trained or stored.
 
-use std::process::Command;
+use std::fs::File;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
 
 use serde_json::{json, Value};
 
@@ -119,14 +121,32 @@ fn tiny_llama() -> TempDir {
     folder
 }
 
+/// The longest that the tests may take together, twenty times what they do: a test that hangs is named by
+/// its own process, which says after a minute which tests still run.
+const LIMIT: Duration = Duration::from_secs(15 * 60);
+
 /// Runs tests of this binary over a model, and returns how many passed.
 fn run_over(folder: &TempDir, arguments: &[&str]) -> u32 {
+    let [said, errors] = ["stdout", "stderr"].map(|name| folder.path().join(name));
+    let file = |path| File::create(path).expect("a file");
     let mut tests = Command::new(std::env::current_exe().expect("this binary has a path"));
-    let output =
-        tests.args(arguments).env(TEST_MODEL, folder.path()).output().expect("this binary runs");
-    let text = String::from_utf8_lossy(&output.stdout);
-    let errors = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{text}{errors}");
+    tests.args(arguments).env(TEST_MODEL, folder.path()).stdin(Stdio::null());
+    let mut child = tests.stdout(file(&said)).stderr(file(&errors)).spawn().expect("a process");
+    let began = Instant::now();
+    let status = loop {
+        if let Some(status) = child.try_wait().expect("a child") {
+            break Some(status);
+        }
+        if began.elapsed() > LIMIT {
+            child.kill().and_then(|()| child.wait()).expect("a child");
+            break None;
+        }
+        std::thread::sleep(Duration::from_millis(100));
+    };
+    let read = |path| std::fs::read(path).expect("what the tests said");
+    let (text, errors) = (read(&said), read(&errors));
+    let (text, errors) = (String::from_utf8_lossy(&text), String::from_utf8_lossy(&errors));
+    assert!(status.is_some_and(|status| status.success()), "{status:?}: {text}{errors}");
     let summary = text.lines().find_map(|line| line.strip_prefix("test result: ok. "));
     println!("over a Llama: {}", summary.unwrap_or_default());
     let passed = summary.and_then(|line| line.split(' ').next()?.parse().ok());
