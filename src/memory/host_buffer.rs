@@ -47,6 +47,12 @@ unsafe impl Send for HostBuffer {}
 // SAFETY: as above: `&HostBuffer` gives out `&[T]` only.
 unsafe impl Sync for HostBuffer {}
 
+impl Default for HostBuffer {
+    fn default() -> Self {
+        Self::empty()
+    }
+}
+
 impl HostBuffer {
     /// Allocates `len_bytes` zero bytes, or fails with [`crate::error::ErrorKind::OutOfMemory`].
     pub fn zeroed(len_bytes: usize, pages: Pages) -> Result<Self> {

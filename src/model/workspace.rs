@@ -10,20 +10,20 @@ use super::device::workspace::DeviceWorkspace;
 use super::step::HostSteps;
 use crate::backend::cpu::Isa;
 use crate::error::{Error, Result};
-use crate::memory::DType;
+use crate::memory::{DType, HostBuffer, Pages};
 use crate::ops::attention::cpu_paged::AttentionScratch;
 use crate::ops::linear::cpu::{LinearCall, LinearScratch, WeightForm};
 
 /// Buffers for one forward pass at a time.
 #[derive(Default)]
 pub struct Workspace {
-    hidden: Vec<f32>,
-    normed: Vec<f32>,
-    qkv: Vec<f32>,
-    attn_out: Vec<f32>,
-    mlp_up: Vec<f32>,
-    mlp_act: Vec<f32>,
-    logits_hidden: Vec<f32>,
+    hidden: HostBuffer,
+    normed: HostBuffer,
+    qkv: HostBuffer,
+    attn_out: HostBuffer,
+    mlp_up: HostBuffer,
+    mlp_act: HostBuffer,
+    logits_hidden: HostBuffer,
     linear: LinearScratch,
     attention: AttentionScratch,
     /// The workspace of a model on a device, which replaces all others.
@@ -127,7 +127,7 @@ impl Workspace {
             &self.logits_hidden,
         ]
         .iter()
-        .map(|buffer| buffer.capacity() * size_of::<f32>())
+        .map(|buffer| buffer.len_bytes())
         .sum();
         buffers + self.linear.size_bytes() + self.attention.size_bytes()
     }
@@ -146,14 +146,25 @@ impl Workspace {
             .iter()
             .map(|(rows, columns)| rows.saturating_mul(*columns).saturating_mul(4))
             .fold(0, usize::saturating_add);
-        let widest = [config.hidden_size, config.q_size(), config.intermediate_size];
+        let is_gated = config.mlp_act_size() > 0 && !config.biases.mlp && forms.layers.len() == 1;
+        let widest = [
+            (config.hidden_size, false),
+            (config.q_size(), false),
+            (config.intermediate_size, is_gated),
+        ];
         let products = forms.layers.iter().flat_map(|&form| {
-            widest.map(|in_features| LinearCall { num_tokens, in_features, form })
+            widest.map(|(in_features, ends_gated_mlp)| LinearCall {
+                num_tokens,
+                in_features,
+                form,
+                ends_gated_mlp,
+            })
         });
         let output = LinearCall {
             num_tokens: num_logits_rows,
             in_features: config.hidden_size,
             form: forms.output,
+            ends_gated_mlp: false,
         };
         let calls = products.chain([output]);
         let linear = LinearScratch::bytes_for(dtype, Isa::detect(), num_threads, calls);
@@ -195,15 +206,16 @@ fn shapes(config: &ModelConfig, num_tokens: usize, num_logits_rows: usize) -> [(
     ]
 }
 
-/// Returns the first `rows * columns` elements of `buffer`, which grows if need be.
-fn cut(buffer: &mut Vec<f32>, (rows, columns): (usize, usize)) -> Result<&mut [f32]> {
+/// Returns the first `rows * columns` elements of `buffer`, which grows if need be and loses what it
+/// held then. What a pass does not use is never touched, and takes no memory.
+fn cut(buffer: &mut HostBuffer, (rows, columns): (usize, usize)) -> Result<&mut [f32]> {
     let too_large = || Error::out_of_memory("activations", usize::MAX);
     let len = rows.checked_mul(columns).ok_or_else(too_large)?;
-    if let Some(more) = len.checked_sub(buffer.len()) {
-        buffer.try_reserve_exact(more).map_err(|_| {
-            Error::out_of_memory("activations", len.saturating_mul(size_of::<f32>()))
-        })?;
-        buffer.resize(len, 0.0);
+    let bytes = len.checked_mul(size_of::<f32>()).ok_or_else(too_large)?;
+    if buffer.len_bytes() < bytes {
+        *buffer = HostBuffer::empty();
+        *buffer = HostBuffer::zeroed(bytes, Pages::Huge)
+            .map_err(|_| Error::out_of_memory("activations", bytes))?;
     }
-    buffer.get_mut(..len).ok_or_else(too_large)
+    buffer.as_mut_slice().get_mut(..len).ok_or_else(too_large)
 }

@@ -214,6 +214,7 @@ impl Shared {
             task(index);
         });
         INSIDE_TASK.set(false);
+        order_streams();
         if let Err(message) = outcome {
             self.next_task.store(job.num_tasks, Ordering::Relaxed);
             lock(&self.panicked).get_or_insert(message);
@@ -294,7 +295,20 @@ fn wait_for_epoch(shared: &Shared, seen_epoch: u64) -> Option<u64> {
 
 /// Runs all tasks on this thread, handling panics as the pool does.
 fn run_here(num_tasks: usize, task: &Task<'_>) -> Result<()> {
-    catch_panic(|| (0..num_tasks).for_each(task)).map_err(|message| task_panicked(&message))
+    let outcome = catch_panic(|| (0..num_tasks).for_each(task));
+    order_streams();
+    outcome.map_err(|message| task_panicked(&message))
+}
+
+/// Puts what this thread has written past the caches
+/// ([`Vector16::stream`](super::simd::Vector16::stream)) before all that it writes from now on: such
+/// stores alone are not in the order that locks and atomics rely on.
+fn order_streams() {
+    // SAFETY: every x86-64 has SSE.
+    #[cfg(target_arch = "x86_64")]
+    unsafe {
+        std::arch::x86_64::_mm_sfence()
+    };
 }
 
 fn task_panicked(message: &str) -> Error {

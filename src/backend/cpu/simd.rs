@@ -144,6 +144,16 @@ pub unsafe trait Vector16: Copy {
     /// # Safety
     /// See the trait.
     unsafe fn store(self, target: *mut f32);
+    /// Writes 16 f32 past the caches, where the processor can: for what is read again only when the
+    /// caches have held much else. Other threads see it after the task of the backend's threads that
+    /// wrote it, and must not look for it earlier.
+    /// # Safety
+    /// See the trait; `target` is a multiple of 64.
+    #[inline(always)]
+    unsafe fn stream(self, target: *mut f32) {
+        // SAFETY: passed on to the caller.
+        unsafe { self.store(target) }
+    }
     /// Returns `self * factor + addend`.
     /// # Safety
     /// See the trait.
@@ -243,10 +253,14 @@ pub struct Operands<E: Element> {
     pub a_stride: usize,
     /// Steps of k.
     pub num_steps: usize,
-    /// [num_steps, 16 * groups, K_STEP], steps `b_stride` elements apart.
+    /// [num_steps, 16 * groups, K_STEP], steps `b_stride` elements apart; `in_tiles`
+    /// [num_steps / 16, groups, 16 steps, 16, K_STEP], the steps of a group without gaps and each 16
+    /// steps `b_stride` elements apart.
     pub b: *const E::Weight,
-    /// Elements from step to step of `b`.
+    /// Elements from step to step of `b`, or from 16 steps to the next.
     pub b_stride: usize,
+    /// Whether `b` lies in tiles of 16 steps by 16 columns.
+    pub in_tiles: bool,
     /// The distance, in bytes, by which `b` is prefetched ahead of the reads; 0 to disable.
     pub prefetch_bytes: usize,
     /// [rows, 16 * groups] f32, rows `out_stride` elements apart.

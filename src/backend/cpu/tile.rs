@@ -1,7 +1,8 @@
 //! The one matrix kernel: a tile of up to six rows times up to 64 columns of a panel.
 //!
 //! A panel holds its columns side by side for each step of k, so that a step reads one contiguous
-//! stretch. Accumulators stay in registers over the whole of k, and each output element is summed
+//! stretch; one of bf16 16 columns of 16 steps, as units that multiply tiles take them
+//! ([`super::tiles`]). Accumulators stay in registers over the whole of k, and each output element is summed
 //! in the order of k for any number of rows: a row's result does not depend on its neighbours.
 
 use super::math::round_to_bf16;
@@ -11,6 +12,8 @@ use std::marker::PhantomData;
 
 /// The most rows of a tile: 6 x 4 accumulators, 4 weight vectors and a broadcast fill 32 registers.
 pub const MAX_ROWS: usize = 6;
+/// The steps of k of a tile of a panel that lies in tiles.
+pub const TILE_STEPS: usize = 16;
 
 /// f32 weights.
 pub struct F32<V>(PhantomData<V>);
@@ -203,6 +206,11 @@ unsafe impl<V: Vector16> Element for Bf16<V> {
 pub unsafe fn tile<E: Element, const ROWS: usize, const GROUPS: usize>(operands: &Operands<E>) {
     let Operands { a, a_stride, num_steps, b, b_stride, prefetch_bytes, out, out_stride, .. } =
         *operands;
+    let (run_steps, step_stride, group_stride) = if operands.in_tiles {
+        (TILE_STEPS, 16 * E::K_STEP, TILE_STEPS * 16 * E::K_STEP)
+    } else {
+        (num_steps, b_stride, 16 * E::K_STEP)
+    };
     // SAFETY: row r < ROWS, step s < num_steps and group g < GROUPS stay inside the extents that
     // the caller vouches for; prefetches may point anywhere.
     unsafe {
@@ -214,31 +222,43 @@ pub unsafe fn tile<E: Element, const ROWS: usize, const GROUPS: usize>(operands:
                 }
             }
         }
-        let mut b_step = b;
+        let mut b_run = b;
         // One pointer for each row and one offset: otherwise the compiler adds up addresses in the
         // loop.
         let mut a_rows = [a; ROWS];
         for r in 1..ROWS {
             a_rows[r] = a_rows[r - 1].wrapping_add(a_stride);
         }
-        for step in 0..num_steps {
-            let mut weights = [E::load(b_step); GROUPS];
-            for g in 1..GROUPS {
-                weights[g] = E::load(b_step.add(16 * E::K_STEP * g));
-            }
-            if prefetch_bytes > 0 {
-                let bytes = GROUPS * 16 * E::K_STEP * size_of::<E::Weight>();
-                for line in 0..bytes.div_ceil(64) {
-                    prefetch(b_step.cast::<u8>().wrapping_add(prefetch_bytes + 64 * line));
+        let mut step = 0;
+        while step < num_steps {
+            let end = num_steps.min(step + run_steps);
+            // The lines of 16 steps are prefetched in their order, whatever that of the reads is.
+            let bytes = GROUPS * 16 * E::K_STEP * size_of::<E::Weight>();
+            let next_lines =
+                if operands.in_tiles { bytes } else { b_stride * size_of::<E::Weight>() };
+            let mut lines = b_run.cast::<u8>().wrapping_add(prefetch_bytes);
+            let mut b_step = b_run;
+            while step < end {
+                let mut weights = [E::load(b_step); GROUPS];
+                for g in 1..GROUPS {
+                    weights[g] = E::load(b_step.add(group_stride * g));
                 }
-            }
-            for r in 0..ROWS {
-                let activation = E::broadcast(a_rows[r].add(step * E::K_STEP));
-                for g in 0..GROUPS {
-                    sums[r][g] = E::multiply_add(sums[r][g], activation, weights[g]);
+                if prefetch_bytes > 0 {
+                    for line in 0..bytes.div_ceil(64) {
+                        prefetch(lines.wrapping_add(64 * line));
+                    }
+                    lines = lines.wrapping_add(next_lines);
                 }
+                for r in 0..ROWS {
+                    let activation = E::broadcast(a_rows[r].add(step * E::K_STEP));
+                    for g in 0..GROUPS {
+                        sums[r][g] = E::multiply_add(sums[r][g], activation, weights[g]);
+                    }
+                }
+                b_step = b_step.wrapping_add(step_stride);
+                step += 1;
             }
-            b_step = b_step.wrapping_add(b_stride);
+            b_run = b_run.wrapping_add(b_stride);
         }
         for r in 0..ROWS {
             for g in 0..GROUPS {
@@ -289,8 +309,9 @@ pub unsafe fn tile_rows<E: Element, const GROUPS: usize>(rows: usize, operands: 
 #[inline(always)]
 unsafe fn fitting<E: Element, const ROWS: usize, const GROUPS: usize>(operands: &Operands<E>) {
     let max = E::Vector::MAX_SUMS;
+    let group_stride = if operands.in_tiles { TILE_STEPS * 16 } else { 16 } * E::K_STEP;
     let columns = |first_group: usize| Operands::<E> {
-        b: operands.b.wrapping_add(16 * E::K_STEP * first_group),
+        b: operands.b.wrapping_add(group_stride * first_group),
         out: operands.out.wrapping_add(16 * first_group),
         ..*operands
     };

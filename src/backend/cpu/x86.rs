@@ -294,6 +294,15 @@ unsafe impl Vector16 for [__m256; 2] {
     }
 
     #[inline(always)]
+    unsafe fn stream(self, target: *mut f32) {
+        // SAFETY: the caller has AVX2 and 16 writable elements at a multiple of 64.
+        unsafe {
+            _mm256_stream_ps(target, self[0]);
+            _mm256_stream_ps(target.add(8), self[1]);
+        }
+    }
+
+    #[inline(always)]
     unsafe fn mul_add(self, factor: Self, addend: Self) -> Self {
         // SAFETY: the caller has FMA.
         unsafe {
@@ -523,6 +532,12 @@ unsafe impl Vector16 for __m512 {
     unsafe fn store(self, target: *mut f32) {
         // SAFETY: the caller has AVX-512 F and 16 writable elements.
         unsafe { _mm512_storeu_ps(target, self) }
+    }
+
+    #[inline(always)]
+    unsafe fn stream(self, target: *mut f32) {
+        // SAFETY: the caller has AVX-512 F and 16 writable elements at a multiple of 64.
+        unsafe { _mm512_stream_ps(target, self) }
     }
 
     #[inline(always)]

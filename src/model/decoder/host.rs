@@ -14,7 +14,7 @@ use crate::ops::attention::cpu_paged::{attention, AttentionBatch};
 use crate::ops::embedding::cpu_packed::{embedding, embedding_quantised};
 use crate::ops::kv_cache::cpu::kv_cache_append;
 use crate::ops::layer_norm::cpu::layer_norm;
-use crate::ops::linear::cpu::{linear, linear_silu_mul, LinearScratch, Store};
+use crate::ops::linear::cpu::{gated_mlp, linear, LinearScratch, Store, Weights};
 use crate::ops::linear::HostMatrix;
 use crate::ops::log_probs::cpu::LogSum;
 use crate::ops::rms_norm::cpu::rms_norm;
@@ -230,31 +230,27 @@ impl Block<HostMatrix, Vec<f32>> {
         let output = &self.attention.output;
         output.forward(backend, act.attn_out, num_rows, act.hidden, Store::Add, act.linear)?;
         pass.norm(&self.mlp_norm)?;
-        let act = &mut pass.act;
+        let Activations { hidden, normed, mlp_up, mlp_act, linear, .. } = &mut pass.act;
         let (up, down) = self.mlp.layers();
-        let x = match &self.mlp {
+        match &self.mlp {
             MlpWeights::Gated { .. } => {
-                up.forward_silu_mul(backend, act, num_rows)?;
-                &*act.mlp_act
+                let (up, down) = (up.weights(), down.weights());
+                gated_mlp(backend, normed, num_rows, up, down, mlp_up, mlp_act, hidden, linear)
             }
             MlpWeights::Plain { .. } => {
-                up.forward(
-                    backend,
-                    act.normed,
-                    num_rows,
-                    act.mlp_up,
-                    Store::Overwrite,
-                    act.linear,
-                )?;
-                activation_in_place(backend, Activation::GeluTanh, act.mlp_up)?;
-                &*act.mlp_up
+                up.forward(backend, normed, num_rows, mlp_up, Store::Overwrite, linear)?;
+                activation_in_place(backend, Activation::GeluTanh, mlp_up)?;
+                down.forward(backend, mlp_up, num_rows, hidden, Store::Add, linear)
             }
-        };
-        down.forward(backend, x, num_rows, act.hidden, Store::Add, act.linear)
+        }
     }
 }
 
 impl LinearWeights<HostMatrix, Vec<f32>> {
+    fn weights(&self) -> Weights<'_> {
+        ((&self.weight).into(), self.bias.as_deref())
+    }
+
     fn forward(
         &self,
         backend: &CpuBackend,
@@ -266,18 +262,6 @@ impl LinearWeights<HostMatrix, Vec<f32>> {
     ) -> Result<()> {
         let bias = self.bias.as_deref();
         linear(backend, x, num_tokens, &self.weight, bias, out, store, scratch)
-    }
-
-    /// Computes `act.mlp_act` of `act.normed`, where these are the weights of gate and up.
-    fn forward_silu_mul(
-        &self,
-        backend: &CpuBackend,
-        act: &mut Activations<'_>,
-        num_rows: usize,
-    ) -> Result<()> {
-        let (weight, bias) = (&self.weight, self.bias.as_deref());
-        let (products, out) = (&mut *act.mlp_up, &mut *act.mlp_act);
-        linear_silu_mul(backend, act.normed, num_rows, weight, bias, products, out, act.linear)
     }
 }
 

@@ -1,12 +1,14 @@
 //! Weight matrices in the layout that the matrix kernels stream.
 //!
 //! A matrix [out_features, in_features] is cut into panels of 64 output columns. A panel is one
-//! contiguous stretch: f32 and f16 `[in_features][64]`, bf16 `[ceil(in_features / 2)][64][2]`
-//! (pairs of k side by side, as the bf16 dot product takes them). The last panel and the odd k are
-//! padded with zeros. Decoding reads each panel once from front to back; prefill keeps it in the L2
-//! cache.
+//! contiguous stretch: f32 and f16 `[in_features][64]`, bf16 `[ceil(in_features / 32)][4][16][16][2]`,
+//! tiles of 16 pairs of k by 16 columns, four for each 32 values of k: pairs of k lie side by side, as
+//! the bf16 dot product takes them, and a tile is one kilobyte without gaps, as units that multiply
+//! tiles load it fastest. The last panel and the last k are padded with zeros. Decoding reads each
+//! panel once from front to back; prefill keeps it in the L2 cache.
 
 use crate::backend::cpu::math::{bf16_bits, bf16_to_f32};
+use crate::backend::cpu::tiles::{TILE_K, TILE_ROWS};
 use crate::error::{Error, Result};
 use crate::memory::{DType, HostBuffer, Pages, Plain};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -39,7 +41,7 @@ impl PackedMatrix {
     /// overflow.
     pub fn bytes_for(out_features: usize, in_features: usize, dtype: DType) -> Option<usize> {
         let columns = out_features.checked_next_multiple_of(PANEL_COLUMNS)?;
-        let rows = in_features.checked_next_multiple_of(k_step(dtype))?;
+        let rows = in_features.checked_next_multiple_of(k_padding(dtype))?;
         columns.checked_mul(rows)?.checked_mul(dtype.size_bytes())
     }
 
@@ -70,7 +72,7 @@ impl PackedMatrix {
 
     /// Returns the number of elements of one panel, padding included.
     pub(crate) fn panel_len(&self) -> usize {
-        self.in_features.next_multiple_of(k_step(self.dtype)) * PANEL_COLUMNS
+        self.in_features.next_multiple_of(k_padding(self.dtype)) * PANEL_COLUMNS
     }
 
     /// Returns all panels, as elements of the size of [`PackedMatrix::dtype`].
@@ -131,10 +133,10 @@ impl PackedMatrix {
                     .for_each(|(o, &v)| *o = half::f16::from_bits(v).to_f32_const());
             }
             DType::BF16 => {
-                let pairs = self.panels::<u16>()[range].chunks_exact(2 * PANEL_COLUMNS);
-                for (out, pairs) in out.chunks_mut(2).zip(pairs) {
-                    let pair = &pairs[2 * column..2 * column + 2];
-                    out.iter_mut().zip(pair).for_each(|(o, &v)| *o = bf16_to_f32(v));
+                let (pairs, _) = self.panels::<u16>()[range].as_chunks::<2>();
+                for (k, out) in out.chunks_mut(2).enumerate() {
+                    let pair = pairs[pair_place(k, column)];
+                    out.iter_mut().zip(pair).for_each(|(o, v)| *o = bf16_to_f32(v));
                 }
             }
         }
@@ -148,6 +150,26 @@ pub(crate) const fn k_step(dtype: DType) -> usize {
         DType::BF16 => 2,
         DType::F32 | DType::F16 => 1,
     }
+}
+
+/// Returns what the values of k of a panel are padded to a multiple of.
+pub(crate) const fn k_padding(dtype: DType) -> usize {
+    match dtype {
+        DType::BF16 => TILE_K,
+        DType::F32 | DType::F16 => 1,
+    }
+}
+
+/// The pairs of k and the columns of a tile of a panel of bf16.
+const TILE_PAIRS: usize = TILE_K / 2;
+const TILE_COLUMNS: usize = TILE_ROWS;
+
+/// Returns the place in a panel of bf16 of a pair of k, counted in pairs, of a column.
+#[inline(always)]
+pub(crate) const fn pair_place(pair: usize, column: usize) -> usize {
+    let (step, group) = (pair / TILE_PAIRS, column / TILE_COLUMNS);
+    let tile = step * (PANEL_COLUMNS / TILE_COLUMNS) + group;
+    (tile * TILE_PAIRS + pair % TILE_PAIRS) * TILE_COLUMNS + column % TILE_COLUMNS
 }
 
 /// Fills a [`PackedMatrix`] from rows or columns as they come from a file.
@@ -367,7 +389,7 @@ fn transpose<T: Stored, const K_STEP: usize>(
         (true, 1) => return move_words::<2>(panel, column, first_k, bytes, num_k),
         (true, _) if num_k.is_multiple_of(2) => {
             // Pairs of k are words of four bytes; `first_k` is even.
-            return move_words::<4>(panel, column, first_k / 2, bytes, num_k / 2);
+            return move_pairs(panel, column, first_k / 2, bytes, num_k / 2);
         }
         _ => {}
     }
@@ -377,9 +399,33 @@ fn transpose<T: Stored, const K_STEP: usize>(
         for k in 0..num_k {
             let value = T::from_f32(read_f32(bytes, c * num_k + k, source)).to_ne();
             let k = first_k + k;
-            let index = (k / K_STEP * PANEL_COLUMNS + column + c) * K_STEP + k % K_STEP;
+            let place = match K_STEP {
+                2 => pair_place(k / 2, column + c),
+                _ => k * PANEL_COLUMNS + column + c,
+            };
+            let index = place * K_STEP + k % K_STEP;
             panel[index * size..(index + 1) * size].copy_from_slice(&value[..size]);
         }
+    }
+}
+
+/// Moves [columns, num_pairs] pairs of bf16 into a panel from column `column` and pair `first_pair`, a
+/// tile at a time.
+fn move_pairs(panel: &mut [u8], column: usize, first_pair: usize, bytes: &[u8], num_pairs: usize) {
+    let (from, _) = bytes.as_chunks::<4>();
+    let (to, _) = panel.as_chunks_mut::<4>();
+    let columns = from.len() / num_pairs.max(1);
+    let mut c = 0;
+    while c < columns {
+        let group = c..columns.min(c + TILE_COLUMNS - (column + c) % TILE_COLUMNS);
+        for pair in 0..num_pairs {
+            let place = pair_place(first_pair + pair, column + c);
+            let to = &mut to[place..place + group.len()];
+            for (to, c) in to.iter_mut().zip(group.clone()) {
+                *to = from[c * num_pairs + pair];
+            }
+        }
+        c = group.end;
     }
 }
 

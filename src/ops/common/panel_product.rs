@@ -4,11 +4,11 @@
 //! An element is summed over k in one order whatever the number of rows and of threads.
 
 use crate::backend::cpu::simd::{Kernel, Simd};
-use crate::backend::cpu::tile::{tile_rows, Element, Operands, F16, F32, MAX_ROWS};
+use crate::backend::cpu::tile::{tile_rows, Element, Operands, F16, F32, MAX_ROWS, TILE_STEPS};
 use crate::backend::cpu::{CpuBackend, SendPointer};
 use crate::error::{Error, Result};
 use crate::memory::{DType, HostBuffer, Pages, Plain};
-use crate::ops::common::packed_matrix::{k_step, PackedMatrix, PANEL_COLUMNS};
+use crate::ops::common::packed_matrix::{k_step, pair_place, PackedMatrix, PANEL_COLUMNS};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// From this many rows on, 16-bit panels are widened to f32 once and multiplied from there: the
@@ -27,7 +27,7 @@ const PREFETCH_BYTES: usize = 8192;
 const GROUPS: usize = PANEL_COLUMNS / 16;
 
 /// The buffers of [`multiply`]; they grow to the largest call and are then reused.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct ProductScratch {
     /// One panel widened to f32 for each thread.
     panels: HostBuffer,
@@ -36,10 +36,6 @@ pub(crate) struct ProductScratch {
 }
 
 impl ProductScratch {
-    pub const fn new() -> Self {
-        ProductScratch { panels: HostBuffer::empty(), sums: HostBuffer::empty() }
-    }
-
     /// Returns the number of bytes held.
     pub fn size_bytes(&self) -> usize {
         self.panels.len_bytes() + self.sums.len_bytes()
@@ -179,8 +175,13 @@ impl<M> Weight<'_, M> {
     fn panel_len(&self) -> usize {
         match self {
             Weight::Packed(matrix) => matrix.panel_len(),
-            Weight::Made { in_features, .. } => in_features * PANEL_COLUMNS,
+            Weight::Made { .. } => self.own_panel_len(),
         }
+    }
+
+    /// Returns the elements of a panel that is widened or made.
+    fn own_panel_len(&self) -> usize {
+        self.in_features().next_multiple_of(k_step(self.dtype())) * PANEL_COLUMNS
     }
 }
 
@@ -218,7 +219,7 @@ pub(crate) unsafe fn multiply<P: Epilogue, M: MakePanel>(
     );
     let own_panel = widen || matches!(weight, Weight::Made { .. });
     if own_panel {
-        grow::<f32>(panels, num_lanes.saturating_mul(weight.panel_len()), "widened weights")?;
+        grow::<f32>(panels, num_lanes.saturating_mul(weight.own_panel_len()), "widened weights")?;
     }
     let sums_len = num_rows * PANEL_COLUMNS;
     if in_stretches {
@@ -237,7 +238,7 @@ pub(crate) unsafe fn multiply<P: Epilogue, M: MakePanel>(
             epilogue,
             // SAFETY: with `own_panel` the buffer has num_lanes > lane panels; else it is not used.
             own_panel: own_panel
-                .then(|| unsafe { panel_pointer.get().add(lane * weight.panel_len()) }),
+                .then(|| unsafe { panel_pointer.get().add(lane * weight.own_panel_len()) }),
             // SAFETY: with `in_stretches` the buffer has num_lanes > lane times sums_len; else it
             // is not used.
             sums: in_stretches.then(|| unsafe { sums_pointer.get().add(lane * sums_len) }),
@@ -323,6 +324,7 @@ impl<P: Epilogue, M: MakePanel> Lane<'_, P, M> {
     #[inline(always)]
     unsafe fn units<S: Simd, E: Element, W: Element<Weight = f32>>(&self) {
         let panel_len = self.weight.panel_len();
+        let num_k = self.weight.in_features().next_multiple_of(E::K_STEP);
         loop {
             let unit = self.next_unit.fetch_add(1, Ordering::Relaxed);
             if unit >= self.units.len() {
@@ -351,7 +353,7 @@ impl<P: Epilogue, M: MakePanel> Lane<'_, P, M> {
                         // 16-bit with f32 math, whose activations are f32 as W's are.
                         unsafe {
                             if let Some(widened) = widened {
-                                widen_panel::<E>(weights, widened);
+                                widen_panel::<E>(weights, widened, num_k);
                                 let a = self.a.cast::<W::Activation>();
                                 self.rows::<S, W>(a, widened, panel, rows.clone());
                             } else {
@@ -377,8 +379,11 @@ impl<P: Epilogue, M: MakePanel> Lane<'_, P, M> {
         panel: usize,
         rows: std::ops::Range<usize>,
     ) {
-        let num_steps = self.weight.panel_len() / (PANEL_COLUMNS * E::K_STEP);
-        let b_stride = PANEL_COLUMNS * E::K_STEP;
+        let num_steps = self.weight.in_features().div_ceil(E::K_STEP);
+        // Panels of pairs lie in tiles; widened ones do not.
+        let in_tiles = E::K_STEP > 1;
+        let step_len = PANEL_COLUMNS * E::K_STEP;
+        let b_stride = if in_tiles { TILE_STEPS * step_len } else { step_len };
         let first_column = panel * PANEL_COLUMNS;
         let columns = first_column..self.weight.out_features().min(first_column + PANEL_COLUMNS);
         let few_rows = self.num_rows < WIDEN_FROM_ROWS;
@@ -393,8 +398,10 @@ impl<P: Epilogue, M: MakePanel> Lane<'_, P, M> {
                     a: a.add(row * self.a_stride + steps.start * E::K_STEP),
                     a_stride: self.a_stride,
                     num_steps: steps.len(),
-                    b: b.add(steps.start * b_stride),
+                    // Stretches begin with a tile.
+                    b: b.add(steps.start * step_len),
                     b_stride,
+                    in_tiles,
                     prefetch_bytes: if few_rows { PREFETCH_BYTES } else { 0 },
                     out,
                     out_stride: PANEL_COLUMNS,
@@ -429,21 +436,24 @@ impl<P: Epilogue, M: MakePanel> Lane<'_, P, M> {
     }
 }
 
-/// Converts a 16-bit panel to an f32 panel [in_features][64].
+/// Converts the first `num_k` values of k of a 16-bit panel to an f32 panel [num_k][64].
 ///
 /// # Safety
-/// `widened` has room for as many f32 as `panel` has elements; `E` has f32 math.
+/// The panel has `num_k` values of k, a multiple of `E::K_STEP`, and `widened` room for as many rows of
+/// 64; `E` has f32 math.
 #[inline(always)]
-unsafe fn widen_panel<E: Element>(panel: &[E::Weight], widened: *mut f32) {
-    let step = 16 * E::K_STEP;
-    let mut from = panel.as_ptr();
-    let mut to = widened;
-    for _ in 0..panel.len() / (GROUPS * step) {
+unsafe fn widen_panel<E: Element>(panel: &[E::Weight], widened: *mut f32, num_k: usize) {
+    for step in 0..num_k / E::K_STEP {
         for group in 0..GROUPS {
+            let place = match E::K_STEP {
+                2 => pair_place(step, 16 * group),
+                _ => step * PANEL_COLUMNS + 16 * group,
+            };
             // SAFETY: a step of a group is 16 * K_STEP weights; its k values go to rows 64 apart.
-            unsafe { E::widen(from.add(group * step), to.add(16 * group), PANEL_COLUMNS) };
+            unsafe {
+                let to = widened.add(step * E::K_STEP * PANEL_COLUMNS + 16 * group);
+                E::widen(panel.as_ptr().add(place * E::K_STEP), to, PANEL_COLUMNS);
+            }
         }
-        from = from.wrapping_add(GROUPS * step);
-        to = to.wrapping_add(PANEL_COLUMNS * E::K_STEP);
     }
 }

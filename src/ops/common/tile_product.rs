@@ -3,14 +3,20 @@
 //!
 //! Up to 16 rows are one row of tiles: each panel passes by once, and the time is that of reading
 //! it. More rows are taken in blocks of 32 by 32, four tiles of sums at a time, so that each tile
-//! that is loaded is used twice. Over these, sums are taken in stretches of k for a few panels at a
-//! time: the stretch of the 32 rows stays in the first-level cache while the panels pass by, the
-//! panels' in the second-level cache while the rows do. An element is summed in steps of 32 values
-//! of k from the first to the last in every case, and sums are kept in f32 in between, so that its
-//! bits depend on its own row and column alone.
+//! that is loaded is used twice. The sums of a block are taken in stretches of k.
+//!
+//! Where all rows fit into the second-level cache beside a panel, they pass by one panel, and each 32
+//! of them are finished before the next: the sums between two stretches stay in the first-level cache.
+//! More rows pass by a few panels at a time, stretch by stretch: the stretch of the 32 rows stays in the
+//! first-level cache while the panels pass by, the panels' in the second-level cache while the rows do.
+//!
+//! An element is summed in steps of 32 values of k from the first to the last in every case, and sums
+//! are kept in f32 in between, so that its bits depend on its own row and column alone.
 
 use crate::backend::cpu::simd::{Kernel, Simd, Vector16};
-use crate::backend::cpu::tiles::{TileOperands, TileUnit, TILE_K, TILE_LEN, TILE_ROWS};
+use crate::backend::cpu::tiles::{
+    TileOperands, TileUnit, PANEL_TILES, TILE_BYTES, TILE_K, TILE_LEN, TILE_ROWS,
+};
 use crate::backend::cpu::{CpuBackend, SendPointer};
 use crate::error::Result;
 use crate::memory::HostBuffer;
@@ -25,15 +31,19 @@ const PAIR_ROWS: usize = 2 * TILE_ROWS;
 pub(crate) const MAX_UNIT_ROWS: usize = 512;
 /// The most panels of a unit of work. Each reads the rows anew.
 pub(crate) const MAX_UNIT_PANELS: usize = 4;
-/// The steps of k of a stretch.
+/// The most bytes of rows that are taken to fit into the second-level cache.
+const FITTING_BYTES: usize = 1 << 20;
+/// The steps of k of a stretch of rows that fit, and of rows that do not.
+const FITTING_STRETCH_STEPS: usize = 16;
 const STRETCH_STEPS: usize = 8;
-/// The bytes of a panel in one step.
-const STEP_BYTES: usize = PANEL_COLUMNS * TILE_K * 2;
-/// Bytes from pair to pair of a panel.
-const PAIR_STRIDE: usize = PANEL_COLUMNS * 4;
+/// The elements of a step of a panel, and its lines in the cache.
+const STEP_LEN: usize = PANEL_TILES * TILE_LEN;
+const PANEL_LINES: usize = PANEL_TILES * TILE_BYTES / LINE_BYTES;
 /// Bytes from row to row of the sums of a panel.
 const SUMS_STRIDE: usize = PANEL_COLUMNS * 4;
 const LINE_BYTES: usize = 64;
+/// The bytes by which up to 16 rows fetch a panel ahead of its use.
+const FEW_ROWS_AHEAD: usize = 0;
 
 /// Takes the finished sums of a panel of the result.
 pub(crate) trait TileEpilogue: Sync {
@@ -163,12 +173,13 @@ impl Kernel for RowOfTiles<'_> {
 /// Passes all sums of `num_rows` rows, arranged in tiles, times `weight` to `epilogue`.
 ///
 /// # Safety
-/// The backend has tiles, `weight` is bf16, and `tiles` has been filled by [`make_tiles`] with
-/// `num_rows` rows of its `in_features`, at least one of each. For a gated epilogue, half its
+/// The backend has tiles, `weight` is bf16, and `tiles` holds `num_rows` rows of its `in_features`, at
+/// least one of each, as [`make_tiles`] arranges them; what fills up the last row of tiles may be
+/// anything. For a gated epilogue, half its
 /// `out_features` are whole panels.
 pub(crate) unsafe fn multiply<P: TileEpilogue>(
     backend: &CpuBackend,
-    tiles: &HostBuffer,
+    tiles: &[u16],
     num_rows: usize,
     weight: &PackedMatrix,
     epilogue: &P,
@@ -186,7 +197,7 @@ pub(crate) unsafe fn multiply<P: TileEpilogue>(
     let next_unit = AtomicUsize::new(0);
     backend.parallel_for(num_lanes.min(units.len()), &|lane| {
         backend.run(Lane {
-            a: tiles.as_slice::<u16>().as_ptr(),
+            a: tiles.as_ptr(),
             num_rows,
             weight,
             out_features,
@@ -255,10 +266,6 @@ struct Lane<'a, P> {
     next_unit: &'a AtomicUsize,
 }
 
-/// The last step of a panel whose k is no multiple of 32, filled up with zeros.
-#[repr(align(64))]
-struct LastStep([u16; STEP_BYTES / 2]);
-
 /// The sums of one row of tiles and one panel.
 #[repr(align(64))]
 struct OneTileRow([f32; TILE_ROWS * PANEL_COLUMNS]);
@@ -290,18 +297,24 @@ impl<P: TileEpilogue> Kernel for Lane<'_, P> {
 }
 
 impl<P: TileEpilogue> Lane<'_, P> {
-    /// The number of whole steps of k, and of all.
+    /// The number of steps of k.
     #[inline(always)]
-    fn steps(&self) -> (usize, usize) {
-        let in_features = self.weight.in_features();
-        (in_features / TILE_K, in_features.div_ceil(TILE_K))
+    fn steps(&self) -> usize {
+        self.weight.in_features().div_ceil(TILE_K)
     }
 
-    /// Returns the elements of a panel.
+    /// Returns the elements of a panel from a step on.
     #[inline(always)]
-    fn panel(&self, panel: usize) -> &[u16] {
+    fn panel(&self, panel: usize, step: usize) -> &[u16] {
         let len = self.weight.panel_len();
-        &self.weight.panels::<u16>()[panel * len..(panel + 1) * len]
+        &self.weight.panels::<u16>()[panel * len + step * STEP_LEN..(panel + 1) * len]
+    }
+
+    /// Returns where step `step` of a panel is or would be: it may be the end of all panels or past it.
+    #[inline(always)]
+    fn address(&self, panel: usize, step: usize) -> *const u8 {
+        let element = panel * self.weight.panel_len() + step * STEP_LEN;
+        self.weight.panels::<u16>().as_ptr().wrapping_add(element).cast()
     }
 
     /// Returns the columns of the result that a panel makes.
@@ -315,24 +328,6 @@ impl<P: TileEpilogue> Lane<'_, P> {
     #[inline(always)]
     fn lower(&self, panel: usize) -> usize {
         self.out_features / PANEL_COLUMNS + panel
-    }
-
-    /// Copies what is left of a panel after its whole steps.
-    #[inline(always)]
-    fn last_step(&self, panel: &[u16], last: &mut LastStep) {
-        let left = &panel[self.steps().0 * STEP_BYTES / 2..];
-        last.0[..left.len()].copy_from_slice(left);
-        last.0[left.len()..].fill(0);
-    }
-
-    /// Returns where a panel goes on at `step`, or, if that is its end, the panel after
-    /// `num_panels` others: what a unit, or the next one, is likely to need next.
-    #[inline(always)]
-    fn after(&self, panel: usize, num_panels: usize, step: usize) -> *const u8 {
-        let (panel, step) =
-            if step < self.steps().0 { (panel, step) } else { (panel + num_panels, 0) };
-        let element = panel * self.weight.panel_len() + step * STEP_BYTES / 2;
-        self.weight.panels::<u16>().as_ptr().wrapping_add(element).cast()
     }
 
     /// Makes a panel of the result for up to 16 rows.
@@ -366,38 +361,21 @@ impl<P: TileEpilogue> Lane<'_, P> {
         panel: usize,
         sums: &mut OneTileRow,
     ) {
-        let (whole_steps, num_steps) = self.steps();
-        let b = self.panel(panel);
-        let mut operands = TileOperands {
+        let b = self.panel(panel, 0);
+        let operands = TileOperands {
             a: self.a,
             a_stride: 0,
             b: b.as_ptr(),
-            b_stride: PAIR_STRIDE,
-            num_steps: whole_steps,
+            b_stride: 0,
+            num_steps: self.steps(),
             out: sums.0.as_mut_ptr(),
             out_stride: SUMS_STRIDE,
             accumulate: 0,
-            // A tile takes every fourth line of a panel, which the prefetchers of the processor do
-            // not follow well. Touching the lines in order just before is 25 percent faster.
-            prefetch: b.as_ptr().cast(),
-            prefetch_lines: STEP_BYTES / LINE_BYTES,
+            prefetch: b.as_ptr().cast::<u8>().wrapping_add(FEW_ROWS_AHEAD),
+            prefetch_lines: PANEL_LINES,
         };
-        // SAFETY: a row of num_steps tiles, and a panel of whole_steps steps and what `last` holds.
-        unsafe {
-            if whole_steps > 0 {
-                tiles.few_rows(self.num_rows, &operands);
-            }
-            if whole_steps < num_steps {
-                let mut last = LastStep([0; STEP_BYTES / 2]);
-                self.last_step(b, &mut last);
-                operands.a = self.a.add(whole_steps * TILE_LEN);
-                operands.b = last.0.as_ptr();
-                operands.num_steps = 1;
-                operands.accumulate = usize::from(whole_steps > 0);
-                operands.prefetch_lines = 0;
-                tiles.few_rows(self.num_rows, &operands);
-            }
-        }
+        // SAFETY: a row of tiles and a panel of as many steps.
+        unsafe { tiles.few_rows(self.num_rows, &operands) }
     }
 
     /// Makes some panels of the result for pairs of rows of tiles.
@@ -411,53 +389,87 @@ impl<P: TileEpilogue> Lane<'_, P> {
         panels: Range<usize>,
         pairs: Range<usize>,
     ) {
-        let (whole_steps, num_steps) = self.steps();
+        let num_steps = self.steps();
+        if pairs.len() * PAIR_ROWS * num_steps * TILE_K * size_of::<u16>() > FITTING_BYTES {
+            // The blocks of all pairs fetch the panel's next stretch meanwhile.
+            let lines = PANEL_LINES.div_ceil(2 * pairs.len());
+            let num_panels = panels.len();
+            let first_pair = pairs.start;
+            let next = |panel: usize, pair: usize, steps: Range<usize>| {
+                let stretch = if steps.end < num_steps {
+                    self.address(panel, steps.end)
+                } else {
+                    self.address(panel + num_panels, 0)
+                };
+                let steps_before = (pair - first_pair) * steps.len();
+                (stretch.wrapping_add(2 * steps_before * lines * LINE_BYTES), lines)
+            };
+            // SAFETY: passed on to the caller.
+            unsafe { self.stretches::<S>(tiles, panels, pairs, STRETCH_STEPS, next) };
+            return;
+        }
+        // The blocks of all pairs fetch the next panel meanwhile.
+        let lines = PANEL_LINES.div_ceil(2 * pairs.len());
+        for panel in panels {
+            for pair in pairs.clone() {
+                let steps_before = (pair - pairs.start) * num_steps;
+                let next = |panel: usize, _: usize, steps: Range<usize>| {
+                    let steps_before = steps_before + steps.start;
+                    let panel = self.address(panel + 1, 0);
+                    (panel.wrapping_add(2 * steps_before * lines * LINE_BYTES), lines)
+                };
+                let (panels, pairs) = (panel..panel + 1, pair..pair + 1);
+                // SAFETY: passed on to the caller.
+                unsafe { self.stretches::<S>(tiles, panels, pairs, FITTING_STRETCH_STEPS, next) };
+            }
+        }
+    }
+
+    /// Makes some panels of the result for pairs of rows of tiles, a stretch of k of all of them after
+    /// the other. `next` returns where and how many lines a step a block begins to prefetch: that of a
+    /// panel of the weight, a pair, and the steps of a stretch.
+    ///
+    /// # Safety
+    /// As for [`multiply`].
+    #[inline(always)]
+    unsafe fn stretches<S: Simd>(
+        &self,
+        tiles: &mut S::Tiles,
+        panels: Range<usize>,
+        pairs: Range<usize>,
+        stretch_steps: usize,
+        next: impl Fn(usize, usize, Range<usize>) -> (*const u8, usize),
+    ) {
+        let num_steps = self.steps();
         let panel_sums = pairs.len() * PAIR_ROWS * PANEL_COLUMNS;
         let num_panels = panels.len();
         let lower = panels.clone().map(|panel| self.lower(panel)).filter(|_| P::IS_GATED);
         let all_panels = panels.clone().chain(lower);
-        let mut last = LastStep([0; STEP_BYTES / 2]);
-        // The two blocks of every pair fetch their share of the panels' next stretch meanwhile.
-        let prefetch_lines = (STEP_BYTES / LINE_BYTES).div_ceil(2 * pairs.len());
-        let mut first_step = 0;
-        while first_step < num_steps {
-            // What is left after the whole steps is a stretch of its own.
-            let stretch = if first_step < whole_steps {
-                (whole_steps - first_step).min(STRETCH_STEPS)
-            } else {
-                1
-            };
+        for first_step in (0..num_steps).step_by(stretch_steps) {
+            let steps = first_step..num_steps.min(first_step + stretch_steps);
             for pair in pairs.clone() {
                 for (place, panel) in all_panels.clone().enumerate() {
-                    let b = if first_step < whole_steps {
-                        self.panel(panel)[first_step * STEP_BYTES / 2..].as_ptr()
-                    } else {
-                        self.last_step(self.panel(panel), &mut last);
-                        last.0.as_ptr()
-                    };
                     let offset =
                         place * panel_sums + (pair - pairs.start) * PAIR_ROWS * PANEL_COLUMNS;
+                    let (prefetch, prefetch_lines) = next(panel, pair, steps.clone());
                     let operands = TileOperands {
                         a: self.a.wrapping_add((2 * pair * num_steps + first_step) * TILE_LEN),
-                        a_stride: num_steps * TILE_LEN * size_of::<u16>(),
-                        b,
-                        b_stride: PAIR_STRIDE,
-                        num_steps: stretch,
+                        a_stride: num_steps * TILE_BYTES,
+                        b: self.panel(panel, first_step).as_ptr(),
+                        b_stride: 0,
+                        num_steps: steps.len(),
                         out: self.sums.wrapping_add(offset),
                         out_stride: SUMS_STRIDE,
                         accumulate: usize::from(first_step > 0),
-                        prefetch: self.after(panel, num_panels, first_step + stretch).wrapping_add(
-                            2 * (pair - pairs.start) * stretch * prefetch_lines * LINE_BYTES,
-                        ),
+                        prefetch,
                         prefetch_lines,
                     };
-                    // SAFETY: the pair has one or two rows of tiles of num_steps steps; the panel,
-                    // or `last`, has the steps of the stretch; the sums have a place for each panel
-                    // and pair of a unit.
+                    // SAFETY: the pair has one or two rows of tiles of num_steps steps, and the panel
+                    // has the steps of the stretch; the sums have a place for each panel and pair of
+                    // a unit.
                     unsafe { self.pair::<S>(tiles, pair, &operands) };
                 }
             }
-            first_step += stretch;
         }
         let first_row = pairs.start * PAIR_ROWS;
         let num_rows = self.num_rows.min(pairs.end * PAIR_ROWS) - first_row;
@@ -482,13 +494,13 @@ impl<P: TileEpilogue> Lane<'_, P> {
         // SAFETY: passed on to the caller.
         unsafe {
             if pair * PAIR_ROWS + TILE_ROWS >= self.num_rows {
-                tiles.block::<1, 4>(operands);
+                tiles.panel_block::<1, 4>(operands);
                 return;
             }
-            tiles.block::<2, 2>(operands);
+            tiles.panel_block::<2, 2>(operands);
             let fetched = operands.num_steps * operands.prefetch_lines * LINE_BYTES;
-            tiles.block::<2, 2>(&TileOperands {
-                b: operands.b.wrapping_add(2 * PAIR_ROWS),
+            tiles.panel_block::<2, 2>(&TileOperands {
+                b: operands.b.wrapping_add(2 * TILE_LEN),
                 out: operands.out.wrapping_add(PAIR_ROWS),
                 prefetch: operands.prefetch.wrapping_add(fetched),
                 ..*operands

@@ -23,19 +23,12 @@ use crate::ops::gemm::cpu_tiles::{product as product_in_tiles, TileScratch};
 use std::marker::PhantomData;
 
 /// Buffers that [`gemm`] needs; they grow to the largest call and are then reused.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct GemmScratch {
     /// op(A) in f32, [m, k]; or the vectors of a skinny product.
     rows: HostBuffer,
     product: ProductScratch,
     tiles: TileScratch,
-}
-
-impl Default for GemmScratch {
-    fn default() -> Self {
-        let (rows, product) = (HostBuffer::empty(), ProductScratch::new());
-        GemmScratch { rows, product, tiles: TileScratch::default() }
-    }
 }
 
 impl GemmScratch {

@@ -183,6 +183,7 @@ impl<T: Storage> Skinny<'_, T> {
                         num_steps: steps.len(),
                         b: self.matrix[at..].as_ptr().cast::<Weight<S, T>>(),
                         b_stride: self.matrix_stride,
+                        in_tiles: false,
                         prefetch_bytes: 0,
                         out: sums[vector][column..].as_mut_ptr(),
                         out_stride: COLUMNS,

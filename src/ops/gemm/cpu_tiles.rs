@@ -7,7 +7,7 @@ use crate::backend::cpu::{CpuBackend, SendPointer};
 use crate::error::Result;
 use crate::memory::{DType, HostBuffer};
 use crate::ops::common::cpu_turn::{Exact, Turn};
-use crate::ops::common::packed_matrix::{PackedMatrix, PANEL_COLUMNS};
+use crate::ops::common::packed_matrix::{pair_place, PackedMatrix, PANEL_COLUMNS};
 use crate::ops::common::panel_product::{grow, Epilogue};
 use crate::ops::common::tile_product::{multiply, tiles_bytes, EachPanel};
 use crate::ops::gemm::cpu_shape::Gemm;
@@ -17,21 +17,14 @@ use std::marker::PhantomData;
 
 /// The most bytes of op(B) that are arranged at a time, unless one panel has more.
 const BLOCK_BYTES: usize = 4 << 20;
-/// The sides of the squares in which matrices are turned, so that both sides stay in the
-/// first-level cache.
-const SQUARE: usize = 16;
+/// The sides of the squares in which matrices are turned: tiles of a panel, in pairs of k.
+const SQUARE: usize = TILE_ROWS;
 
 /// Buffers that products in tiles need; they grow to the largest call and are then reused.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct TileScratch {
     tiles: HostBuffer,
     sums: HostBuffer,
-}
-
-impl Default for TileScratch {
-    fn default() -> Self {
-        TileScratch { tiles: HostBuffer::empty(), sums: HostBuffer::empty() }
-    }
 }
 
 /// Passes all sums of op(A) op(B) to the epilogue that `finish` makes for the columns from a first
@@ -50,7 +43,8 @@ pub(super) unsafe fn product<P: Epilogue>(
     let Gemm { m, n, k, .. } = *gemm;
     let TileScratch { tiles, sums } = scratch;
     make_tiles(backend, gemm, a.reinterpret_cast(), tiles)?;
-    let panel_bytes = PANEL_COLUMNS.saturating_mul(k).saturating_mul(size_of::<bf16>());
+    let padded = k.checked_next_multiple_of(TILE_K).unwrap_or(usize::MAX);
+    let panel_bytes = PANEL_COLUMNS.saturating_mul(padded).saturating_mul(size_of::<bf16>());
     let block = (BLOCK_BYTES / panel_bytes).max(1).saturating_mul(PANEL_COLUMNS);
     let mut right = PackedMatrix::zeroed(n.min(block), k, DType::BF16)?;
     for first in (0..n).step_by(block) {
@@ -66,7 +60,7 @@ pub(super) unsafe fn product<P: Epilogue>(
         let epilogue = EachPanel(finish(first));
         // SAFETY: the backend has tiles, by contract; the matrix is bf16 with k inputs, and the
         // tiles are those of m rows of k values.
-        unsafe { multiply(backend, tiles, m, &right, &epilogue, sums) }?;
+        unsafe { multiply(backend, tiles.as_slice(), m, &right, &epilogue, sums) }?;
     }
     Ok(())
 }
@@ -105,8 +99,8 @@ fn make_tiles(backend: &CpuBackend, gemm: &Gemm, a: &[u16], tiles: &mut HostBuff
     })
 }
 
-/// Makes the panel of op(B) that begins with a column, [ceil(k / 2)][64][2]; what is past column n
-/// and past k is zero.
+/// Makes the panel of op(B) that begins with a column, as a [`PackedMatrix`] has it; what is past
+/// column n and past k is zero.
 struct MakePanel<'a> {
     gemm: &'a Gemm,
     b: &'a [u16],
@@ -121,7 +115,7 @@ impl Kernel for MakePanel<'_> {
     fn run<S: Simd>(self) {
         let MakePanel { gemm: &Gemm { n, k, ldb, transpose_b, .. }, b, first_column, to } = self;
         let columns = (n - first_column).min(PANEL_COLUMNS);
-        if columns < PANEL_COLUMNS || !k.is_multiple_of(2) {
+        if columns < PANEL_COLUMNS || !k.is_multiple_of(TILE_K) {
             to.fill(0);
         }
         if !transpose_b {
@@ -133,16 +127,20 @@ impl Kernel for MakePanel<'_> {
         // SAFETY: as above.
         let (_, to_words, _) = unsafe { to.align_to_mut::<f32>() };
         if before.is_empty() && k.is_multiple_of(2) && ldb.is_multiple_of(2) {
-            Turn::<f32, f32, Exact<f32>> {
-                from: words,
-                from_stride: ldb / 2,
-                rows: columns,
-                columns: k / 2,
-                to: to_words,
-                to_stride: PANEL_COLUMNS,
-                _element: PhantomData,
+            for column in (0..columns).step_by(TILE_ROWS) {
+                for pair in (0..k / 2).step_by(TILE_K / 2) {
+                    Turn::<f32, f32, Exact<f32>> {
+                        from: &words[column * (ldb / 2) + pair..],
+                        from_stride: ldb / 2,
+                        rows: TILE_ROWS.min(columns - column),
+                        columns: (TILE_K / 2).min(k / 2 - pair),
+                        to: &mut to_words[pair_place(pair, column)..],
+                        to_stride: TILE_ROWS,
+                        _element: PhantomData,
+                    }
+                    .run::<S>();
+                }
             }
-            .run::<S>();
         } else {
             turn_pairs(k, columns, |column| &b[column * ldb..][..k], to);
         }
@@ -153,13 +151,17 @@ impl Kernel for MakePanel<'_> {
 #[inline(always)]
 fn interleave<'a>(k: usize, row: impl Fn(usize) -> &'a [u16], to: &mut [u16]) {
     let (pairs, _) = to.as_chunks_mut::<2>();
-    for (pair, to) in pairs.chunks_exact_mut(PANEL_COLUMNS).enumerate() {
-        let (even, odd) = (2 * pair, 2 * pair + 1);
-        if odd < k {
-            let values = row(even).iter().zip(row(odd));
-            to.iter_mut().zip(values).for_each(|(to, (&x, &y))| *to = [x, y]);
-        } else {
-            to.iter_mut().zip(row(even)).for_each(|(to, &x)| *to = [x, 0]);
+    for pair in 0..k.div_ceil(2) {
+        let even = row(2 * pair);
+        let odd = if 2 * pair + 1 < k { row(2 * pair + 1) } else { &[] };
+        for (group, even) in even.chunks(TILE_ROWS).enumerate() {
+            let to = &mut pairs[pair_place(pair, group * TILE_ROWS)..][..even.len()];
+            if odd.is_empty() {
+                to.iter_mut().zip(even).for_each(|(to, &x)| *to = [x, 0]);
+            } else {
+                let values = even.iter().zip(&odd[group * TILE_ROWS..]);
+                to.iter_mut().zip(values).for_each(|(to, (&x, &y))| *to = [x, y]);
+            }
         }
     }
 }
@@ -172,8 +174,7 @@ fn turn_pairs<'a>(k: usize, columns: usize, column: impl Fn(usize) -> &'a [u16],
         for from in (0..k).step_by(2 * SQUARE) {
             for c in first..columns.min(first + SQUARE) {
                 let (values, last) = column(c)[from..k.min(from + 2 * SQUARE)].as_chunks::<2>();
-                let mut places =
-                    pairs[from / 2 * PANEL_COLUMNS + c..].iter_mut().step_by(PANEL_COLUMNS);
+                let mut places = pairs[pair_place(from / 2, c)..].iter_mut().step_by(TILE_ROWS);
                 for (&pair, place) in values.iter().zip(&mut places) {
                     *place = pair;
                 }

@@ -10,8 +10,10 @@
 use super::cpu_integer_tiles::multiply_integer_tiles;
 use super::cpu_quantised::{multiply_quantised, tile_layout, QuantisedNeeds};
 use super::host_matrix::HostWeight;
-use crate::backend::cpu::simd::{Kernel, Simd};
+use crate::backend::cpu::math::LANES;
+use crate::backend::cpu::simd::{Kernel, Simd, Vector16};
 use crate::backend::cpu::tile::Element;
+use crate::backend::cpu::tiles::{TILE_K, TILE_LEN, TILE_ROWS};
 use crate::backend::cpu::{CpuBackend, Isa, SendPointer};
 use crate::error::{Error, Result};
 use crate::memory::{DType, HostBuffer};
@@ -34,23 +36,13 @@ pub enum Store {
 }
 
 /// Buffers that [`linear`] needs; they grow to the largest call and are then reused.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct LinearScratch {
     /// x in the form that the kernels take: [num_tokens, in_features rounded up to even], or tiles.
     activations: HostBuffer,
     product: ProductScratch,
     /// The sums of a product in tiles.
     tile_sums: HostBuffer,
-}
-
-impl Default for LinearScratch {
-    fn default() -> Self {
-        LinearScratch {
-            activations: HostBuffer::empty(),
-            product: ProductScratch::new(),
-            tile_sums: HostBuffer::empty(),
-        }
-    }
 }
 
 impl LinearScratch {
@@ -74,7 +66,7 @@ impl LinearScratch {
         let (mut activations, mut product) = (0, ProductNeeds::default());
         let mut tile_sums = 0;
         let mut quantised = QuantisedNeeds::default();
-        for LinearCall { num_tokens, in_features, form } in calls {
+        for LinearCall { num_tokens, in_features, form, ends_gated_mlp } in calls {
             if let WeightForm::Quantised { format, is_ordered } = form {
                 quantised = quantised.max(QuantisedNeeds::new(
                     isa.has_tiles(),
@@ -93,7 +85,10 @@ impl LinearScratch {
                 continue;
             }
             if dtype == DType::BF16 && isa.has_tiles() {
-                activations = tile_product::tiles_bytes(num_tokens, in_features).max(activations);
+                // Its inputs are made where their f32 would be, from one row of tiles on.
+                let is_served = ends_gated_mlp && in_features.is_multiple_of(PANEL_COLUMNS);
+                let rows = if is_served { num_tokens.min(TILE_ROWS - 1) } else { num_tokens };
+                activations = tile_product::tiles_bytes(rows, in_features).max(activations);
                 tile_sums = tile_product::sums_bytes(num_threads, num_tokens).max(tile_sums);
                 continue;
             }
@@ -138,6 +133,9 @@ pub struct LinearCall {
     pub in_features: usize,
     /// How the weight is stored.
     pub form: WeightForm,
+    /// Whether it is the second product of a [`gated_mlp`] without a bias before it, whose weights are
+    /// all stored in one way.
+    pub ends_gated_mlp: bool,
 }
 
 /// Computes a linear layer; see the head of the file.
@@ -169,7 +167,7 @@ pub fn linear<'a>(
     if out.is_empty() {
         return Ok(());
     }
-    let epilogue = Finish { bias, store, out: SendPointer(out.as_mut_ptr()), out_features };
+    let epilogue = Finish::new(bias, store, out, out_features);
     let weight = match weight {
         HostWeight::Dense(weight) => weight,
         HostWeight::Quantised(weight) => {
@@ -194,7 +192,8 @@ pub fn linear<'a>(
         // SAFETY: the backend has tiles, the weight is bf16, and neither its inputs nor the rows
         // are none.
         return unsafe {
-            tile_product::multiply(backend, activations, num_tokens, weight, &epilogue, tile_sums)
+            let tiles = activations.as_slice();
+            tile_product::multiply(backend, tiles, num_tokens, weight, &epilogue, tile_sums)
         };
     }
     let a_stride = in_features.next_multiple_of(k_step(weight.dtype()));
@@ -248,7 +247,7 @@ pub fn linear_silu_mul<'a>(
             return unsafe {
                 tile_product::multiply(
                     backend,
-                    activations,
+                    activations.as_slice(),
                     num_tokens,
                     weight,
                     &epilogue,
@@ -278,6 +277,112 @@ pub fn linear_silu_mul<'a>(
     }
     linear(backend, x, num_tokens, weight, bias, products, Store::Overwrite, scratch)?;
     silu_mul(backend, products, width, out)
+}
+
+/// A weight of [`gated_mlp`] and its bias.
+pub type Weights<'a> = (HostWeight<'a>, Option<&'a [f32]>);
+
+/// Computes `out += (silu(x G^T) * (x U^T)) D^T`, where the first of `gate_up` is G on top of U and that
+/// of `down` is D, with their bias: the MLP of a layer. x is [num_tokens, in_features of G]; `products`,
+/// [num_tokens, 2 * width], and `activated`, [num_tokens, width], may be used for what is in between.
+///
+/// The bits are those of [`linear_silu_mul`] and [`linear`] in turn.
+#[allow(clippy::too_many_arguments)]
+pub fn gated_mlp(
+    backend: &CpuBackend,
+    x: &[f32],
+    num_tokens: usize,
+    gate_up: Weights<'_>,
+    down: Weights<'_>,
+    products: &mut [f32],
+    activated: &mut [f32],
+    out: &mut [f32],
+    scratch: &mut LinearScratch,
+) -> Result<()> {
+    let (stacked, stacked_bias) = gate_up;
+    let (narrowing, bias) = down;
+    let (width, in_features) = (stacked.out_features() / 2, stacked.in_features());
+    let is_whole = stacked.out_features() == 2 * width
+        && width.is_multiple_of(PANEL_COLUMNS)
+        && narrowing.in_features() == width
+        && num_tokens.checked_mul(in_features) == Some(x.len())
+        && num_tokens.checked_mul(width) == Some(activated.len())
+        && num_tokens.checked_mul(narrowing.out_features()) == Some(out.len())
+        && bias.is_none_or(|bias| bias.len() == narrowing.out_features());
+    // From one row of tiles on, tiles of bf16 fit into the room for f32.
+    let is_served = is_whole
+        && stacked_bias.is_none()
+        && num_tokens >= TILE_ROWS
+        && backend.has_tiles()
+        && !(x.is_empty() || activated.is_empty() || out.is_empty());
+    if let (HostWeight::Dense(stacked), HostWeight::Dense(narrowing), true) =
+        (stacked, narrowing, is_served)
+    {
+        if stacked.dtype() == DType::BF16 && narrowing.dtype() == DType::BF16 {
+            let LinearScratch { activations, tile_sums, .. } = scratch;
+            tile_product::make_tiles(backend, x, in_features, activations)?;
+            // SAFETY: the same bytes as integers of two bytes, of which every value is valid; nobody
+            // else has them until this ends.
+            let tiles = unsafe {
+                std::slice::from_raw_parts_mut(
+                    activated.as_mut_ptr().cast::<u16>(),
+                    2 * activated.len(),
+                )
+            };
+            debug_assert!(tile_product::tiles_bytes(num_tokens, width) <= size_of_val(tiles));
+            let epilogue = SiluMulTiles { tiles: SendPointer(tiles.as_mut_ptr()), width };
+            let x = activations.as_slice();
+            // SAFETY: the backend has tiles, both weights are bf16, no size is zero, and both halves
+            // are whole panels. `tiles` has room for the rows, which the first product makes.
+            return unsafe {
+                tile_product::multiply(backend, x, num_tokens, stacked, &epilogue, tile_sums)?;
+                let finish = Finish::new(bias, Store::Add, out, narrowing.out_features());
+                let finish = EachPanel(finish);
+                tile_product::multiply(backend, tiles, num_tokens, narrowing, &finish, tile_sums)
+            };
+        }
+    }
+    linear_silu_mul(backend, x, num_tokens, stacked, stacked_bias, products, activated, scratch)?;
+    linear(backend, activated, num_tokens, narrowing, bias, out, Store::Add, scratch)
+}
+
+/// Arranges `silu(gate) * up`, rounded to bf16, in tiles for the next product.
+struct SiluMulTiles {
+    /// [rows of tiles][width / 32] tiles.
+    tiles: SendPointer<u16>,
+    width: usize,
+}
+
+impl TileEpilogue for SiluMulTiles {
+    const IS_GATED: bool = true;
+
+    #[inline(always)]
+    fn store<S: Simd>(
+        &self,
+        gate: &[f32],
+        up: &[f32],
+        first_row: usize,
+        num_rows: usize,
+        columns: std::ops::Range<usize>,
+    ) {
+        let rows = gate.chunks_exact(PANEL_COLUMNS).zip(up.chunks_exact(PANEL_COLUMNS));
+        for (row, (gate, up)) in (first_row..).zip(rows.take(num_rows)) {
+            let mut values = [0.0; PANEL_COLUMNS];
+            silu_mul_row::<S, f32>(gate, up, &mut values);
+            for (i, values) in values.chunks_exact(TILE_K).enumerate() {
+                let tile = row / TILE_ROWS * (self.width / TILE_K) + columns.start / TILE_K + i;
+                // SAFETY: kernels run where S is there. row < num_tokens, and the columns are a whole
+                // panel below width, so these 32 values of a tile lie in `tiles`; each row and column
+                // is given out once.
+                unsafe {
+                    let low = S::Vector::load(values.as_ptr());
+                    let high = S::Vector::load(values.as_ptr().add(LANES));
+                    let place = tile * TILE_LEN + row % TILE_ROWS * TILE_K;
+                    S::store_bf16(low, high, self.tiles.get().add(place));
+                }
+            }
+        }
+    }
 }
 
 /// Writes `silu(gate) * up` to `out`, [num_tokens, width].
@@ -320,6 +425,41 @@ struct Finish<'a> {
     /// The result, [num_tokens, out_features].
     out: SendPointer<f32>,
     out_features: usize,
+    /// Whether it is written past the caches: it is large, and nothing of it is read here.
+    streams: bool,
+}
+
+/// From this many bytes on, results are written past the caches: about half of the second-level cache
+/// of a core. Ordinary stores would read what they replace, which costs a long prompt as much as
+/// writing it (0.84 for 0.92 TFLOP/s of a product with 6,144 columns; Emerald Rapids).
+const STREAMED_BYTES: usize = 1 << 20;
+
+impl<'a> Finish<'a> {
+    fn new(bias: Option<&'a [f32]>, store: Store, out: &mut [f32], out_features: usize) -> Self {
+        let is_aligned = out.as_ptr().addr().is_multiple_of(64)
+            && (out_features * size_of::<f32>()).is_multiple_of(64);
+        let streams = store == Store::Overwrite && is_aligned && size_of_val(out) >= STREAMED_BYTES;
+        Finish { bias, store, out: SendPointer(out.as_mut_ptr()), out_features, streams }
+    }
+
+    /// Writes a row of finished sums past the caches.
+    ///
+    /// # Safety
+    /// `S`'s instruction set is there; `sums` and `bias` have the columns of `out`, whose address and
+    /// length are multiples of 64 bytes.
+    #[inline(always)]
+    unsafe fn stream<S: Simd>(sums: &[f32], bias: Option<&[f32]>, out: &mut [f32]) {
+        for column in (0..out.len()).step_by(LANES) {
+            // SAFETY: 16 columns are read and written from `column` on, by contract.
+            unsafe {
+                let mut sum = S::Vector::load(sums.as_ptr().add(column));
+                if let Some(bias) = bias {
+                    sum = sum.add(S::Vector::load(bias.as_ptr().add(column)));
+                }
+                sum.stream(out.as_mut_ptr().add(column));
+            }
+        }
+    }
 }
 
 impl Epilogue for Finish<'_> {
@@ -340,7 +480,12 @@ impl Epilogue for Finish<'_> {
                     columns.len(),
                 )
             };
-            if let Some(bias) = self.bias {
+            if self.streams {
+                let bias = self.bias.map(|bias| &bias[columns.clone()]);
+                // SAFETY: kernels run where S is there. The result and its rows begin with multiples of
+                // 64 bytes, and columns are cut at such or at the end of a row.
+                unsafe { Self::stream::<S>(&sums[..columns.len()], bias, out) };
+            } else if let Some(bias) = self.bias {
                 let bias = &bias[columns.clone()];
                 match self.store {
                     Store::Overwrite => {

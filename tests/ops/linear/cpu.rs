@@ -7,7 +7,7 @@ use crate::support::{
 use xserv::backend::cpu::CpuBackend;
 use xserv::memory::DType;
 use xserv::ops::common::packed_matrix::PackedMatrix;
-use xserv::ops::linear::cpu::{linear, linear_silu_mul, LinearScratch, Store};
+use xserv::ops::linear::cpu::{gated_mlp, linear, linear_silu_mul, LinearScratch, Store};
 
 fn packed(weight: &[f32], n: usize, k: usize, dtype: DType) -> PackedMatrix {
     let mut matrix = PackedMatrix::zeroed(n, k, dtype).unwrap();
@@ -98,6 +98,105 @@ fn gated_products() {
                     linear_silu_mul(backend, &x, num_tokens, &matrix, bias, products, to, scratch)
                         .unwrap();
                     assert_close(&what, out.checked(&what), &expected, Tolerance::Rms(4e-5));
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_gated_mlp_has_the_bits_of_its_products() {
+    let mut random = Random::new(12);
+    let backends = backends(&[1, 3]);
+    for dtype in DTYPES {
+        for (k, width, n) in [(33, 64, 50), (64, 128, 64), (1100, 320, 33), (40, 1, 8)] {
+            let gate_up = packed(&random.normals(2 * width * k), 2 * width, k, dtype);
+            let down = packed(&random.normals(n * width), n, width, dtype);
+            let bias = random.normals(n);
+            for num_tokens in [0, 1, 15, 16, 17, 33, 70] {
+                let x = random.normals(num_tokens * k);
+                let before = random.normals(num_tokens * n);
+                for (backend, bias) in backends
+                    .iter()
+                    .flat_map(|backend| [(backend, None), (backend, Some(&bias[..]))])
+                {
+                    let what =
+                        format!("{dtype} {num_tokens}x{k}x{width}x{n} on {}", backend.name());
+                    let scratch = &mut LinearScratch::new();
+                    let mut products = vec![f32::NAN; 2 * num_tokens * width];
+                    let mut activated = vec![f32::NAN; num_tokens * width];
+                    let mut expected = before.clone();
+                    linear_silu_mul(
+                        backend,
+                        &x,
+                        num_tokens,
+                        &gate_up,
+                        None,
+                        &mut products,
+                        &mut activated,
+                        scratch,
+                    )
+                    .unwrap();
+                    linear(
+                        backend,
+                        &activated,
+                        num_tokens,
+                        &down,
+                        bias,
+                        &mut expected,
+                        Store::Add,
+                        scratch,
+                    )
+                    .unwrap();
+                    let mut out = Guarded::of(&before);
+                    let mut activated = Guarded::new(num_tokens * width);
+                    gated_mlp(
+                        backend,
+                        &x,
+                        num_tokens,
+                        ((&gate_up).into(), None),
+                        ((&down).into(), bias),
+                        &mut products,
+                        activated.get(),
+                        out.get(),
+                        scratch,
+                    )
+                    .unwrap();
+                    assert_same_bits(&what, out.checked(&what), &expected);
+                    activated.checked(&what);
+                }
+            }
+        }
+    }
+}
+
+/// Results of a MiB and more at a multiple of 64 bytes are written past the caches.
+#[test]
+fn large_results_have_the_bits_of_small_ones() {
+    let mut random = Random::new(13);
+    let (k, num_tokens) = (70, 301);
+    for dtype in DTYPES {
+        for n in [1024, 1040] {
+            let matrix = packed(&random.normals(n * k), n, k, dtype);
+            let bias = random.normals(n);
+            let x = random.normals(num_tokens * k);
+            for (backend, bias) in
+                backends(&[1, 2]).iter().flat_map(|b| [(b, None), (b, Some(&bias[..]))])
+            {
+                let scratch = &mut LinearScratch::new();
+                let mut product = |first: usize, count: usize, out: &mut [f32]| {
+                    let x = &x[first * k..(first + count) * k];
+                    let store = Store::Overwrite;
+                    linear(backend, x, count, &matrix, bias, out, store, scratch).unwrap();
+                };
+                let mut room = vec![f32::NAN; num_tokens * n + 16];
+                let aligned = room.as_ptr().align_offset(64);
+                let out = &mut room[aligned..][..num_tokens * n];
+                product(0, num_tokens, out);
+                let mut row_alone = vec![0.0; n];
+                for (row, out) in out.chunks_exact(n).enumerate().step_by(25) {
+                    product(row, 1, &mut row_alone);
+                    assert_same_bits(&format!("{dtype} {n} {}", backend.name()), out, &row_alone);
                 }
             }
         }
