@@ -34,7 +34,7 @@ static json error_of(const std::string &message, const char *type, const json &p
 
 static void answer(httplib::Response &response, int status, const json &body) {
   response.status = status;
-  // What a client has sent may be quoted, and need not be UTF-8.
+  // Text that a client has sent may be quoted, and need not be UTF-8.
   response.set_content(body.dump(-1, ' ', false, json::error_handler_t::replace), "application/json");
 }
 
@@ -129,7 +129,7 @@ struct Answer {
             {"prompt_tokens_details", {{"cached_tokens", info.num_cached_tokens}}}};
   }
 
-  // What an event adds to the stream.
+  // Returns the text that an event adds to the stream.
   std::string text_of(const xserv::Event &event) {
     const auto call = [&](json fields) {
       fields["index"] = event.tool_call_index;

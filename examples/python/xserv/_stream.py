@@ -193,7 +193,7 @@ def _answer_event_from(event: Any, number: int) -> AnswerEvent:
     kind: Any = c.ANSWER_EVENTS[number]
     length = event.text_len
     made = AnswerEvent.__new__(AnswerEvent)
-    # What __init__() of a frozen dataclass does, in a third of its time: there is one for nearly every token.
+    # Does the work of __init__() of a frozen dataclass in a third of its time: there is one for nearly every token.
     fields = made.__dict__
     fields["kind"] = kind
     fields["text"] = string_at(event.text, length).decode() if length else ""

@@ -196,7 +196,7 @@ class Tensor(NotCopyable):
 
     @property
     def device(self) -> str:
-        """Where the memory is, "cpu" or "cuda"."""
+        """The device that holds the memory: "cpu" or "cuda"."""
         return "cpu" if self.__dlpack_device__()[0] == CPU else "cuda"
 
     @property

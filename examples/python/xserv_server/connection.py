@@ -63,7 +63,7 @@ class Connection(HttpToolsProtocol):
         for timer in (self._reading, self._stalled):
             if timer is not None:
                 timer.cancel()
-        # Of requests that were sent one after another, without waiting, the base class tells the last alone.
+        # The base class reports only the last of the requests that were sent one after another, without waiting.
         for cycle in self._cycles:
             if not cycle.response_complete:
                 cycle.disconnected = True

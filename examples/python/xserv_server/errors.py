@@ -125,7 +125,7 @@ _ABOUT_FORMS = ("the JSON schema", "the regular expression", "the grammar", "the
 
 
 def from_library(error: BaseException, form: Optional[str] = None) -> ApiError:
-    """What an exception of the package means for whoever asked. `form`: the field that asks for the answer's form."""
+    """Translates an exception of the package for the client. `form`: the field that asks for the answer's form."""
     message = str(error)
     if form is not None and message.startswith(_ABOUT_FORMS):
         return invalid(form, message, "invalid_form")

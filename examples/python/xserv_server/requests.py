@@ -92,7 +92,7 @@ class ResponseFormat(Part):
 
 
 class Sampling(Body):
-    """What chats and completions have in common."""
+    """The fields that chats and completions have in common."""
 
     model: str
     stream: Optional[bool] = None

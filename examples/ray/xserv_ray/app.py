@@ -17,7 +17,7 @@ from .gateway import gateway_app
 
 
 class Arguments(BaseModel):
-    """What an application is built from: `serve run xserv_ray.app:build model=FOLDER replicas=2`, or `args` in a
+    """The settings of an application: `serve run xserv_ray.app:build model=FOLDER replicas=2`, or `args` in a
     configuration file.
 
     model: a folder, or a repo id that is in the local Hugging Face cache, of every machine that has a replica.

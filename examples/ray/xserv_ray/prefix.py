@@ -1,4 +1,4 @@
-"""What the prompt of a request begins with, and which replicas have most likely computed that before.
+"""The beginning of a request's prompt, and the replicas that have most likely computed it before.
 
 A conversation is known by its beginning: the tools, the system's messages and the beginning of the first other message.
 All of its turns have the same key, and so have all requests that share a long beginning. Replicas are ranked by
