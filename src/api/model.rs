@@ -132,9 +132,10 @@ impl Model {
         Ok(logits)
     }
 
-    /// How likely the model holds the tokens of `ids` from index `num_given` (at least 1) on, each after all those before
-    /// it. The sum of their `log_prob` is the log-likelihood, `exp` of minus the mean the perplexity. Calls and requests
-    /// with the same `cache_key` (0 is the usual one) share the keys and values of the tokens before `num_given`.
+    /// Returns the log-probabilities that the model gives the tokens of `ids` from index `num_given` (at least 1) on,
+    /// each after all those before it. The sum of their `log_prob` is the log-likelihood, `exp` of minus the mean the
+    /// perplexity. Calls and requests with the same `cache_key` (0 is the usual one) share the keys and values of the
+    /// tokens before `num_given`.
     pub fn score(&self, ids: &[u32], num_given: usize, cache_key: u64) -> Result<Vec<TokenScore>> {
         self.engine.check_process()?;
         let count = ids.len().saturating_sub(num_given);

@@ -18,7 +18,7 @@ pub(super) struct Active {
     pub progress: InboxProgress,
     /// The token that was chosen on the host.
     pub chosen: Option<Result<Chosen>>,
-    /// What its constraint says to the token that is handed out next, if that was asked already.
+    /// The constraint's answer to the token that is handed out next, if it was asked already.
     pub followed: Option<Result<Progress>>,
     /// Logits on their way to the host, or the memory of those that came back.
     pub row: Vec<f32>,

@@ -35,7 +35,7 @@ impl Usual {
     }
 }
 
-/// What is known of a running model, to tell what is out of the ordinary.
+/// The state of a running model, for telling what is out of the ordinary.
 pub(super) struct Alerts {
     log: Arc<Logger>,
     is_lost: bool,

@@ -23,7 +23,7 @@ pub struct Response<'a> {
     pub prompt: Option<&'a str>,
     /// The tools, as JSON, for the types of parameters.
     pub tools: Option<&'a str>,
-    /// How calls are written.
+    /// The format in which calls are written.
     pub format: AnswerFormat,
 }
 
@@ -37,7 +37,7 @@ impl Engine {
         })
     }
 
-    /// Where an answer begins that goes on with a prompt of these tokens.
+    /// Returns where an answer begins that continues a prompt of these tokens.
     pub(super) fn answer_start(&self, prompt: &[u32]) -> Result<AnswerStart> {
         Ok(start_of(&self.end_of_prompt(prompt)?))
     }
@@ -56,7 +56,7 @@ impl Engine {
         (!is_known).then_some(template)
     }
 
-    /// How the answers to a request are taken apart, whose prompt is these tokens.
+    /// Returns the rules by which the answers to a request with this prompt are taken apart.
     pub(super) fn answer_rules(
         &self,
         request: &Request<'_>,

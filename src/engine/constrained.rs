@@ -1,4 +1,4 @@
-//! What keeps the text of a sequence to the constraint of its request: a matcher that follows the
+//! Keeps the text of a sequence to the constraint of its request: a matcher that follows the
 //! sequence's tokens, and the mask of the next one.
 //!
 //! The matcher takes each token once, when it is known; a sequence that is preempted, or whose step is

@@ -61,7 +61,8 @@ pub struct Engine {
     pub(super) constraints: LazyCompiler,
     /// The rules by which the model's answers are read, if it comes with some.
     pub(super) response_template: Option<Arc<ResponseTemplate>>,
-    /// How the model writes calls, once a request has asked; `None` in no form that is known.
+    /// The form in which the model writes calls, found when a request first asks; `None` if it is
+    /// not a known one.
     pub(super) call_form: OnceLock<Option<CallForm>>,
     pub(super) generation_config: GenerationConfig,
     pub(super) service: Service,

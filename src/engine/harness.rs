@@ -64,7 +64,7 @@ pub struct HarnessRequest {
     pub by_model: bool,
     /// The settings with which the engine chooses.
     pub sampling: SamplingOverrides,
-    /// What its text must follow.
+    /// The constraint that its text must follow.
     pub constraint: Option<HarnessConstraint>,
     /// Cancels it from anywhere.
     pub cancel: Option<Arc<CancelToken>>,

@@ -33,7 +33,7 @@ pub(super) enum Message {
     Failed { sample: u32, error: Error },
 }
 
-/// How far a sample has come.
+/// The progress of a sample.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Progress {
     /// The time at which its prompt's first piece was begun.

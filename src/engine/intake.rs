@@ -12,7 +12,7 @@ use crate::error::Error;
 #[derive(Default)]
 pub(super) struct Intake {
     pub submissions: VecDeque<Submission>,
-    /// What is odd about requests, for the log, which only the thread writes to.
+    /// Remarks on odd requests, for the log, which only the thread writes to.
     pub remarks: Vec<String>,
     /// Whether the thread is to end.
     pub shutdown: bool,

@@ -38,7 +38,7 @@ enum State {
     Left,
 }
 
-/// How often a caller who may give up looks whether it should.
+/// The interval at which a caller who may give up checks whether it should.
 const LOOK_EVERY: Duration = Duration::from_millis(10);
 
 /// The place where a lease changes hands.

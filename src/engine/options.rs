@@ -26,11 +26,11 @@ pub struct EngineOptions {
     pub device_index: u32,
     /// Element type of weights and KV cache; `None`: that of the files.
     pub dtype: Option<DType>,
-    /// What the matrices of the layers are kept as.
+    /// The storage of the matrices of the layers.
     pub weights: WeightStorage,
     /// The inputs that share a scale in weights quantised at load; 0: 32 for 4 bits, 128 for 8.
     pub weights_group_size: usize,
-    /// What the embedding and the output matrix are kept as: not as 4 bits.
+    /// The storage of the embedding and the output matrix: not 4 bits.
     pub embeddings: WeightStorage,
     /// Threads of the kernels; 0: one for each core.
     pub num_threads: usize,

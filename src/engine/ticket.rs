@@ -53,7 +53,8 @@ pub struct Generation {
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum Event {
-    /// How likely a token of the prompt was, from the second one on, if the request wanted to know.
+    /// The log-probability of a token of the prompt, from the second one on, if the request asked
+    /// for it.
     Prompt {
         /// Its index in the prompt.
         index: usize,
@@ -92,7 +93,7 @@ pub enum Event {
     Answer {
         /// Which sample.
         sample: usize,
-        /// What it is.
+        /// The part itself.
         part: AnswerPart,
         /// Tokens of the sample so far.
         num_tokens: usize,
@@ -126,7 +127,7 @@ pub(super) struct TextRules<'a> {
     /// Whether the text goes on with that of the prompt, or is an answer of its own.
     pub continues: bool,
     pub stop_strings: &'a [&'a str],
-    /// How answers are taken apart, if they are.
+    /// The rules by which answers are taken apart, if they are.
     pub answer: Option<AnswerRules>,
 }
 

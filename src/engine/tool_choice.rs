@@ -78,7 +78,7 @@ impl Engine {
         run_apart("xserv-tools", STACK_BYTES, || form.grammar(&allowed, start, tokenizer)).map(Some)
     }
 
-    /// How the model writes calls, if that is known and they can be enforced.
+    /// Returns the form in which the model writes calls, if it is known and calls can be enforced.
     pub(super) fn call_form(&self) -> Option<&CallForm> {
         self.call_form.get_or_init(|| self.find_call_form()).as_ref()
     }

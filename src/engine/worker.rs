@@ -1,13 +1,12 @@
 //! The scheduler's thread, which takes requests in, plans and runs steps, and hands out tokens.
 //!
-//! Where the model takes several steps at a time (a device does, the CPU does not), a step is
-//! planned and begun while the one before is under way, and only then is that one finished: the
-//! host works while the device does. It is begun as late as that allows ([`Pace`]), so that
-//! requests that come meanwhile are in it. Where constraints say which tokens may come, the choice of a
-//! step's tokens is queued apart from its pass: when the step before is finished, beside the pass, the
-//! constraints take its tokens and give the masks of the next ones. No callback of a request runs here; only wakers do,
-//! which are quick. They run on this thread only, from this loop only, and with no lock held: they
-//! may call what does not wait, also what ends the request that they wake for.
+//! If the model takes several steps at a time (a device does, the CPU does not), a step is planned and begun while the
+//! one before is under way, and only then is that one finished: the host works while the device does. It is begun as
+//! late as that allows ([`Pace`]), so that requests that come meanwhile are in it. Where constraints say which tokens
+//! may come, the choice of a step's tokens is queued apart from its pass: when the step before is finished, beside the
+//! pass, the constraints take its tokens and give the masks of the next ones. No callback of a request runs here; only
+//! wakers do, which are quick. They run on this thread only, from this loop only, and with no lock held: they may call
+//! what does not wait, also what ends the request that they wake for.
 //!
 //! A step that fails ends the sequences in it, and no others. A step that finds no memory is
 //! planned anew with fewer tokens: it fails only if it is one token of one sequence and nothing
@@ -732,7 +731,7 @@ impl Worker {
     }
 }
 
-/// How often the thread looks whether hosts that it waits for have given up.
+/// The interval at which the thread checks whether hosts that it waits for have given up.
 const LOOK_AT_HOSTS_EVERY: Duration = Duration::from_millis(20);
 
 fn no_row(len: usize) -> Error {

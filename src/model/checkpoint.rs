@@ -244,7 +244,7 @@ impl Checkpoint {
         })
     }
 
-    /// What messages about missing tensors call the files.
+    /// Returns the name of the files in messages about missing tensors.
     pub(super) fn files_name(&self) -> &str {
         match self.shards.as_slice() {
             [one] => one.name.as_str(),

@@ -1,4 +1,4 @@
-//! Where a model lies on disk, and how its small files are read.
+//! Finds a model on disk, and reads its small files.
 //!
 //! A model folder is data from strangers: the library reads regular files that lie inside it and
 //! nothing else. A folder of the local Hugging Face cache is full of links into the `blobs` folders

@@ -80,7 +80,7 @@ impl ModelFolder {
         Ok(sum)
     }
 
-    /// What the model takes of the host's memory as `dtype`, for passes of up to `num_tokens` tokens on
+    /// Returns how much of the host's memory the model takes as `dtype`, for passes of up to `num_tokens` tokens on
     /// `num_threads` threads that ask for the logits of up to `num_logits_rows` of them.
     pub fn host_plan(
         &self,

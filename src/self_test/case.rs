@@ -20,7 +20,7 @@ pub struct Values {
     pub values: Vec<f64>,
 }
 
-/// What an operator has to write.
+/// A tensor that an operator has to write.
 pub struct Output {
     /// The type of the elements.
     pub element: ElementType,
@@ -28,7 +28,7 @@ pub struct Output {
     pub shape: Vec<i64>,
     /// The results in f64, in row-major order.
     pub expected: Vec<f64>,
-    /// What the tensor holds before; NaN (-1 for integers) if `None`.
+    /// The tensor's values before the call; NaN (-1 for integers) if `None`.
     pub initial: Option<Vec<f64>>,
     /// The largest error that is no fault; 0 where every bit has to be right.
     pub bound: f64,

@@ -87,7 +87,7 @@ fn batched(
     }
 }
 
-/// Where each sequence begins, and where the last ends.
+/// Returns the start of each sequence, and the end of the last.
 fn starts(lengths: impl Iterator<Item = i64>) -> Vec<i64> {
     let mut starts = vec![0];
     for length in lengths {

@@ -51,7 +51,7 @@ impl BoundedRegex {
             if end < text.len() {
                 let middle = boundary(text, at.saturating_add(window / 2));
                 match found {
-                    // What begins in the first half has half a window to show itself.
+                    // A match that begins in the first half has half a window to show itself.
                     Some((start, _)) if start <= middle => {}
                     _ => {
                         (at, window) = (middle, WINDOW_BYTES);

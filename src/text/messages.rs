@@ -10,11 +10,11 @@ use crate::error::{check_room, Error, Result};
 pub struct Messages {
     /// "[", the messages with commas between them, "]", and a NUL for readers in C.
     json: Vec<u8>,
-    /// Where each message ends in `json`.
+    /// The end of each message in `json`.
     ends: Vec<usize>,
 }
 
-/// What follows the last message.
+/// The text that follows the last message.
 const CLOSING: &[u8] = b"]\0";
 
 impl Messages {

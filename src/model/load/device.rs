@@ -301,7 +301,7 @@ pub(in crate::model) struct WeightsLoad<'a> {
     loader: Loader<'a>,
     transfer: Transfer<usize>,
     quantised: Vec<QuantisedJob>,
-    /// What they take there.
+    /// The bytes that they take there.
     bytes: usize,
     dtype: DType,
     spacing: HeadSpacing,

@@ -27,7 +27,7 @@ pub(in crate::model) struct WeightFiles<'a> {
     staging: Mutex<Vec<Vec<u8>>>,
 }
 
-/// Where a shard's bytes come from.
+/// The source of a shard's bytes.
 enum Source {
     File { file: File, name: String },
     Map { map: memmap2::Mmap, file: File, name: String },

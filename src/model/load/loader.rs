@@ -291,7 +291,7 @@ impl WeightReader for Loader<'_> {
     }
 }
 
-/// How many stored rows of `row_bytes` each a piece of a matrix has.
+/// Returns the number of stored rows of `row_bytes` each in a piece of a matrix.
 pub(super) fn piece_rows(layout: MatrixLayout, row_bytes: usize) -> usize {
     let rows = PIECE_BYTES / row_bytes;
     match layout {

@@ -1,4 +1,4 @@
-//! How the tensors of the files become the matrices and vectors of a model.
+//! Plans how the tensors of the files become the matrices and vectors of a model.
 //!
 //! A [`Planner`] finds the tensors of a checkpoint, and checks names, shapes and types against the
 //! headers; what a family asks it for becomes a [`DecoderPlan`]. A [`WeightReader`] then turns each
@@ -17,7 +17,7 @@ use crate::ops::linear::cpu::WeightForm;
 use crate::ops::linear::{MatrixLayout, ShardAxis};
 use crate::ops::quantised::QuantFormat;
 
-/// What the headers say of a decoder.
+/// A decoder as its headers describe it.
 pub struct PlannedDecoder {
     /// The plan, with the embedding as the output matrix wherever the config declares the two tied.
     pub plan: DecoderPlan,
@@ -267,7 +267,7 @@ pub struct MatrixSize {
     pub quantised: Option<QuantFormat>,
 }
 
-/// What a plan amounts to.
+/// The totals of a plan.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Totals {
     /// Numbers in all weights, a tied output matrix counted once.

@@ -10,13 +10,13 @@ use crate::ops::quantised::QuantFormat;
 /// A part of a matrix, and how many of its output features it gives.
 #[derive(Clone, Debug, PartialEq)]
 pub struct MatrixPart {
-    /// Where the numbers lie.
+    /// The location of the numbers.
     pub source: PartSource,
     /// Rows of this part.
     pub out_features: usize,
 }
 
-/// Where the numbers of a part lie.
+/// The location of the numbers of a part.
 #[derive(Clone, Debug, PartialEq)]
 pub enum PartSource {
     /// In a tensor, each by itself.
@@ -54,7 +54,7 @@ pub struct MatrixPlan {
     pub out_features: usize,
     /// Columns.
     pub in_features: usize,
-    /// Of all parts.
+    /// The layout of every part.
     pub layout: MatrixLayout,
     /// The axis along which devices divide it.
     pub shard: ShardAxis,
@@ -144,9 +144,9 @@ impl VectorPlan {
 
 /// Turns plans into something.
 pub trait WeightReader {
-    /// What a matrix becomes.
+    /// The result for a matrix.
     type Matrix;
-    /// What a vector becomes.
+    /// The result for a vector.
     type Vector;
     /// Called once for each matrix, in the order of the forward pass.
     fn matrix(&mut self, plan: &MatrixPlan) -> Result<Self::Matrix>;

@@ -16,7 +16,7 @@ const MAX_GROUPS: usize = 256;
 /// The formats that are read.
 const FORMATS: [&str; 4] =
     ["pack-quantized", "int-quantized", "float-quantized", "naive-quantized"];
-/// What the format of the whole says if groups have their own.
+/// The format of the whole config if groups have their own.
 const MIXED: &str = "mixed-precision";
 /// The class of linear layers, which stands for all of them.
 const LINEAR: &str = "Linear";
@@ -88,7 +88,7 @@ impl Groups {
         {
             return Ok(None);
         }
-        // Of two groups with one target the later is meant, as in a dictionary.
+        // Of two groups with the same target, the later one counts, as in a dictionary.
         if let Some(group) = self.groups.iter().rev().find(|g| g.targets.names.contains(module)) {
             return Ok(group.scheme);
         }
@@ -209,7 +209,7 @@ fn scheme_of(fields: Fields<'_>, format: &'static str) -> Result<Scheme> {
     }
 }
 
-/// What shares a scale: `strategy`, or what the other keys amount to without it.
+/// Returns which numbers share a scale: `strategy`, or what the other keys amount to without it.
 fn scale_shape(fields: Fields<'_>) -> Result<ScaleShape> {
     let strategy = one_of(fields, "strategy", &["tensor", "channel", "group", "block"])?;
     match (strategy, fields.get("group_size").is_some()) {

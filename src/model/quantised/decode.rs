@@ -131,7 +131,7 @@ impl QuantModule {
                 for (row, stored) in codes.chunks_exact_mut(row_bytes).zip(stored_rows) {
                     row.copy_from_slice(stored.get(..row_bytes).unwrap_or_default());
                     if self.format.code == Code::Int4 && self.in_features % 2 == 1 {
-                        // What fills the last byte is not a number.
+                        // The padding of the last byte is not a number.
                         if let Some(last) = row.last_mut() {
                             *last &= 15;
                         }

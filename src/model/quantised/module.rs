@@ -20,7 +20,7 @@ const MARKERS: [&str; 14] = [
     "weight_zero_point",
     "weight_shape",
     "weight_g_idx",
-    // Of formats that are refused by their configs.
+    // From formats that are refused by their configs.
     "weight_global_scale",
     "weight_scale_2",
     "weight_bitmask",
@@ -72,7 +72,7 @@ pub struct QuantModule {
     harmless: Vec<String>,
 }
 
-/// How the tensors are laid out.
+/// The layout of the tensors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Layout {
     pub codes: CodeLayout,
@@ -151,7 +151,7 @@ impl QuantModule {
                 )))
             }
             (Some(_), None, _) => Ok(None),
-            // What the model lacks altogether is said where it is read.
+            // A module that the model lacks altogether is reported where it is read.
             (None, None, None) if weight.is_none() => Ok(None),
             (None, _, None) => {
                 let (file, name) = marker

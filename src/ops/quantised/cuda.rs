@@ -68,7 +68,7 @@ impl<'a> QuantisedTiles<'a> {
         Ok(QuantisedTiles { layout, memory })
     }
 
-    /// Where everything lies.
+    /// Returns the layout of the tiles.
     pub fn layout(&self) -> &TileLayout {
         &self.layout
     }

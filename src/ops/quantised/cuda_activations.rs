@@ -11,7 +11,7 @@ use crate::ops::common::contiguous::{check, cuda, float, matrix_size};
 /// The threads of a block, and how many of them have a group of inputs.
 const THREADS: u32 = 256;
 const GROUP_THREADS: usize = 16;
-/// Where the scales begin is a multiple of so many bytes, as the copy engine needs.
+/// The alignment of the scales in bytes, as the copy engine needs it.
 const ALIGNMENT: usize = 256;
 const WHAT: &str = "activations in 8 bits";
 

@@ -1,8 +1,8 @@
-//! How the numbers of a quantised matrix are stored.
+//! The storage formats of the numbers of a quantised matrix.
 
 use crate::memory::DType;
 
-/// What one number is stored as.
+/// The encoding of one number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Code {
     /// 4 bits: an integer from 0 to 15.
@@ -52,7 +52,7 @@ impl Code {
 /// [`quantises_inputs`](QuantFormat::quantises_inputs).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct QuantFormat {
-    /// What the numbers are stored as.
+    /// The encoding of the numbers.
     pub code: Code,
     /// The inputs that share a scale, at least 1; in_features or more if a row has a single one.
     pub group_size: usize,

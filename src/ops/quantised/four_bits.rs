@@ -12,7 +12,7 @@ pub(super) type Lanes = [f32; LANES];
 
 /// The ranges that are tried for a group are fractions of the full one, this far apart.
 const RANGE_STEP: f32 = 0.04;
-/// How many ranges are tried.
+/// The number of ranges that are tried.
 const NUM_RANGES: usize = 11;
 
 /// Returns the integer nearest to x, of at most 2^22, ties to even. Without a call, so that loops are vectorised.

@@ -12,7 +12,7 @@ pub struct QuantisedMatrix {
     pub out_features: usize,
     /// Columns.
     pub in_features: usize,
-    /// How the numbers are stored.
+    /// The format of the numbers.
     pub format: QuantFormat,
     /// `[out_features, format.code.row_bytes(in_features)]`. Of two codes of 4 bits in a byte the
     /// first is in the low half.

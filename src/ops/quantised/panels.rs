@@ -42,7 +42,7 @@ pub(crate) const fn unit_bytes(code: Code) -> usize {
     code.row_bytes(PANEL_COLUMNS * unit_places(code))
 }
 
-/// How the inputs of a row are divided.
+/// The division of a row's inputs.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Division {
     in_features: usize,
@@ -120,7 +120,7 @@ impl Division {
     }
 }
 
-/// How panels are divided: numbers that every segment needs.
+/// The division of panels: the numbers that every segment needs.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PanelDivision {
     pub inputs: Division,
@@ -199,7 +199,7 @@ impl QuantisedPanels {
         self.in_features
     }
 
-    /// How the numbers are stored.
+    /// Returns the format of the numbers.
     pub fn format(&self) -> QuantFormat {
         self.format
     }
@@ -219,7 +219,7 @@ impl QuantisedPanels {
         self.out_features.div_ceil(PANEL_COLUMNS)
     }
 
-    /// How the inputs of a row and the panels are divided.
+    /// Returns how the inputs of a row and the panels are divided.
     pub(crate) fn division(&self) -> PanelDivision {
         let format = &self.format;
         let inputs = Division::new(self.in_features, format);
@@ -338,7 +338,7 @@ impl Group<'_> {
         }
     }
 
-    /// What stands before the codes.
+    /// Returns the bytes before the codes.
     #[inline(always)]
     pub fn head(&self) -> &[u8] {
         self.head
@@ -400,7 +400,8 @@ pub(crate) struct Segment<'a> {
     pub first_unit: usize,
 }
 
-/// Where the code of a column is among those of a group: the byte, and by how many bits it is moved up.
+/// Returns the place of a column's code among those of a group: the byte, and the number of bits by which it is shifted
+/// up.
 #[inline(always)]
 fn code_place(code: Code, place_in_group: usize, column: usize) -> (usize, u32) {
     let (unit, place) = (place_in_group / UNIT * unit_bytes(code), place_in_group % UNIT);

@@ -27,7 +27,7 @@ pub fn quantised_format(code: Code, group_size: usize) -> QuantFormat {
     }
 }
 
-/// Where a row is written: see [`super::QuantisedMatrix`].
+/// The destination of a row: see [`super::QuantisedMatrix`].
 pub struct RowOut<'a> {
     /// [code.row_bytes(in_features)]
     pub codes: &'a mut [u8],

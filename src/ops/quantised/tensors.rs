@@ -26,7 +26,7 @@ const WORD_BITS: usize = 32;
 /// [`QuantFormat`](super::QuantFormat) for what they mean.
 #[derive(Clone, Copy, Debug)]
 pub struct QuantisedTensors<'a> {
-    /// What the numbers are stored as.
+    /// The encoding of the numbers.
     pub code: Code,
     /// Rows that share a scale; 0 stands for 1.
     pub group_rows: usize,

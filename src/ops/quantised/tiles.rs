@@ -34,7 +34,7 @@ pub const CHUNK: usize = 64;
 const ALIGNMENT: usize = 256;
 const LANES: usize = 32;
 
-/// Where everything lies in the tiles of a quantised matrix.
+/// The layout of the tiles of a quantised matrix.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TileLayout {
     out_features: usize,
@@ -82,7 +82,7 @@ impl TileLayout {
         let fits = || {
             let padded = in_features.checked_next_multiple_of(CHUNK)?;
             let rows = out_features.checked_add(2 * TILE_ROWS)?;
-            // Of every number a code, and at most a scale of 4 bytes and a zero.
+            // Every number has a code, and at most a scale of 4 bytes and a zero.
             rows.checked_mul(padded)?.checked_mul(6)?.checked_add(4 * ALIGNMENT)
         };
         match fits() {
@@ -101,7 +101,7 @@ impl TileLayout {
         self.in_features
     }
 
-    /// How the numbers are stored.
+    /// Returns the format of the numbers.
     pub fn format(&self) -> QuantFormat {
         self.format
     }
@@ -162,7 +162,7 @@ impl TileLayout {
         (self.num_chunks() * self.chunk_bytes(), scales * self.format.scale.size_bytes(), zeros)
     }
 
-    /// Where some tiles lie in the allocation.
+    /// Returns the place of some tiles in the allocation.
     pub fn place(&self, tiles: Range<usize>) -> TilePlace {
         let (codes, scales, zeros) = self.tile_bytes();
         let part =
@@ -422,7 +422,7 @@ mod tests {
                         let (scale, zero) = group_of(in_tile, input / layout.group_size());
                         let row = layout.row(tile, in_tile);
                         let Some(row) = row.filter(|_| input < matrix.in_features) else {
-                            // What the kernel adds up is 0.
+                            // Padding adds 0 to the sums of the kernel.
                             assert_eq!(code, zero);
                             assert!(row.is_some() || scale == 0.0);
                             continue;

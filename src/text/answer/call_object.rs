@@ -2,7 +2,7 @@
 
 use super::json::{is_json, push_control, Scanner, Step};
 
-/// What is known of the call.
+/// News about the call.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum News {
     /// Its name; first, and once.
@@ -11,7 +11,7 @@ pub(super) enum News {
     Arguments(String),
 }
 
-/// How far the object is.
+/// The progress of the object.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Outcome {
     /// It goes on.
@@ -43,7 +43,7 @@ enum Key {
     Other,
 }
 
-/// Where the text of a value goes.
+/// The destination of a value's text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Target {
     Nowhere,
@@ -144,7 +144,7 @@ impl CallObject {
                 Place::Open if byte == b'{' => self.place = Place::KeyOrEnd,
                 Place::KeyOrEnd | Place::AfterValue if byte == b'}' => {
                     let outcome = self.end();
-                    // What ends no call is part of the text that is given back.
+                    // A brace that ends no call is part of the text that is given back.
                     return (at + 1, outcome);
                 }
                 Place::KeyOrEnd | Place::Key if byte == b'"' => {

@@ -12,7 +12,7 @@ use serde_json::{json, Value};
 
 use super::types::{Kind, Kinds};
 
-/// Where schemas keep those that they refer to, which stay at the root.
+/// The keys under which schemas keep shared definitions, which stay at the root.
 pub(super) const SHARED: [&str; 2] = ["$defs", "definitions"];
 /// Keywords that say nothing of what is allowed.
 pub(super) const REMARKS: [&str; 8] =
@@ -21,7 +21,7 @@ pub(super) const REMARKS: [&str; 8] =
 const MAX_DEPTH: usize = 16;
 /// Alternatives of one value.
 const MAX_ALTERNATIVES: usize = 64;
-/// What ends a value.
+/// The end of a value.
 const END: &str = "\n</parameter>\n";
 /// A regular expression of texts with the tag in them, which would end the value for whoever reads it.
 const HAS_TAG: &str = "(.|\\n)*<\\/parameter>(.|\\n)*";

@@ -43,7 +43,7 @@ pub fn start_of(prompt: &str) -> AnswerStart {
     let turn = TURNS.iter().filter_map(|mark| Some(prompt.rfind(mark)? + mark.len())).max();
     let own = match turn {
         Some(at) => prompt.get(at..).unwrap_or_default(),
-        // What a user says of thoughts is not to be taken for one: only the very end counts.
+        // Only the very end counts: a user's words about thoughts must not be taken for one.
         None => {
             let end = prompt.trim_end();
             let tags = THINK_TAGS.iter().flat_map(|(open, close)| [*open, *close]);

@@ -4,7 +4,7 @@
 /// no depth survives.
 const MAX_DEPTH: usize = 512;
 
-/// What a byte means to the value before it.
+/// The role of a byte for the value before it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Step {
     /// It belongs to the value.

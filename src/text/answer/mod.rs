@@ -1,4 +1,4 @@
-//! What a model means by the text that it writes: thoughts, an answer, calls of tools.
+//! The parts of the text that a model writes: thoughts, an answer, calls of tools.
 //!
 //! An [`AnswerParser`] takes the text in pieces, as it is generated, and tells what is certain: text
 //! that may become a tag is held back. However a text is cut into pieces, the parts that are told are

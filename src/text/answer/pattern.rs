@@ -120,7 +120,7 @@ impl Pattern {
     }
 }
 
-/// What was found: bytes of the text, and the named groups that took part.
+/// A match: bytes of the text, and the named groups that took part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Match {
     pub start: usize,
@@ -472,7 +472,7 @@ mod tests {
         found
     }
 
-    /// What fancy-regex finds, without empty matches.
+    /// Returns the matches of fancy-regex, without empty ones.
     fn reference(pattern: &str, text: &str) -> Vec<(usize, usize)> {
         let regex = fancy_regex::Regex::new(&format!("(?s){pattern}")).expect("a regex");
         let found = regex.find_iter(text).map(|it| it.expect("no limit is met"));

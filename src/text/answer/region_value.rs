@@ -7,7 +7,7 @@ use super::call_list::call_list;
 use super::pattern::Pattern;
 use crate::error::{Context, Error, Result};
 
-/// How the text of a region is read.
+/// The reader of a region's text.
 #[derive(Clone, Debug)]
 pub(super) struct Content {
     kind: Kind,
@@ -24,7 +24,7 @@ enum Kind {
     Json {
         /// Whether names of members may stand without quotes.
         unquoted_keys: bool,
-        /// What strings may stand between, besides quotes.
+        /// The delimiters that strings may have, besides quotes.
         delimiters: Vec<(String, String)>,
         /// Whether what is no JSON is text.
         allows_text: bool,
@@ -311,7 +311,7 @@ fn string_len(text: &str) -> Option<usize> {
     None
 }
 
-/// What a value is put into: a shape in which `{name}` stands for a value.
+/// The shape that a value is put into, in which `{name}` stands for a value.
 #[derive(Clone, Debug)]
 pub(super) struct Transform {
     shape: Value,

@@ -23,7 +23,7 @@ const ROOM_BYTES: usize = 64 << 20;
 /// The steps in which the beginning of a turn is looked for.
 const ANCHOR_STEPS: u64 = 20_000_000;
 
-/// What a field is in an answer.
+/// The role of a field in an answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Role {
     Content,
@@ -44,7 +44,7 @@ pub(super) struct Field {
     pub close: Option<Pattern>,
     pub content: Content,
     pub transform: Option<Transform>,
-    /// What stands between two texts of this field.
+    /// The text between two texts of this field.
     pub join: String,
 }
 
@@ -123,8 +123,8 @@ impl ResponseTemplate {
         found.and_then(|()| prompt.get(end..)).unwrap_or_default()
     }
 
-    /// What is taken for the beginning of a text of which the prompt is not known: the mark of a thought, if the
-    /// text has the end of one and not the beginning.
+    /// Returns the assumed beginning of a text whose prompt is not known: the mark of a thought, if the text has the
+    /// end of one and not the beginning.
     pub fn begun_before(&self, text: &str) -> String {
         let first = |pattern: &Pattern| {
             let (mut at, mut steps) = (None, ANCHOR_STEPS);

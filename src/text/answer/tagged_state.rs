@@ -1,4 +1,4 @@
-//! What is known of an answer that is being taken apart by tags, and the parts that are told of it.
+//! The state of an answer that is being taken apart by tags, and the parts that are reported of it.
 
 use super::call_object::CallObject;
 use super::event::{append, AnswerPart};
@@ -9,7 +9,7 @@ use super::xml::XmlCall;
 /// White space between two tags, in bytes, beyond which they do not belong together.
 pub(super) const MAX_BLANKS: usize = 64;
 
-/// What follows a call.
+/// The text that follows a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum After {
     /// A closing tag.
@@ -20,7 +20,7 @@ pub(super) enum After {
     Bare,
 }
 
-/// Where a parser is.
+/// The state of a parser.
 #[derive(Clone, Debug)]
 pub(super) enum State {
     /// Before the first text; whether the prompt has opened a thought.
@@ -61,7 +61,7 @@ pub(super) struct TaggedParser {
     pub blanks: String,
     /// Whether white space is left out until there is text.
     pub trims: bool,
-    /// What was taken of a call that has not begun, and is content if it never does.
+    /// The text read of a call that has not begun, which is content if it never does.
     pub aside: String,
     /// Whether a closing tag is to come for a thought that has ended without.
     pub is_unclosed: bool,

@@ -91,7 +91,7 @@ impl TemplatedParser {
             num_calls: 0,
         };
         parser.leave();
-        // What the prompt has of the answer is not told again.
+        // The part of the answer that is in the prompt is not reported again.
         parser.push(&begun, &mut Vec::new());
         parser.region.blanks.clear();
         parser.of_prompt = parser.text.len();

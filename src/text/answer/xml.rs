@@ -17,7 +17,7 @@ const PARAMETER: &str = "<parameter=";
 const END_OF_FUNCTION: &str = "</function>";
 const END_OF_CALL: &str = "</tool_call>";
 
-/// What became of a piece of text.
+/// The outcome of a piece of text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Progress {
     /// There is more to do with the text.
@@ -192,8 +192,8 @@ impl XmlCall {
         }
     }
 
-    /// Where the value ends, and where the text goes on after the tag that ends it; or from where on
-    /// it may end. The line break before the tag is no part of the value.
+    /// Returns where the value ends, and where the text goes on after the tag that ends it; or from where on it may
+    /// end. The line break before the tag is no part of the value.
     fn end_of_value(&self, text: &str, is_whole: bool, types: &ToolTypes) -> End {
         let unsearched = text.get(self.searched..).unwrap_or_default();
         for (offset, _) in unsearched.match_indices('<') {

@@ -1,8 +1,8 @@
 //! Compiled constraints that are kept, since many requests come with the same one.
 //!
-//! What is kept is a parser before the first token. Its automaton is made as texts need it, and a matcher
-//! that ends leaves its own in the place of the one it began with: the next request with the constraint
-//! finds the states that texts of its kind pass through.
+//! The parser that is kept stands before the first token. Its automaton is made as texts need it, and a matcher that
+//! ends leaves its own in the place of the one it began with: the next request with the constraint finds the states
+//! that texts of its kind pass through.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -69,7 +69,7 @@ impl Key {
     }
 }
 
-/// Where a matcher came from, and what it leaves there.
+/// The cache that a matcher came from and returns its automaton to.
 pub(super) struct Home {
     kept: Arc<KeptParsers>,
     key: Arc<Key>,

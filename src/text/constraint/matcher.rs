@@ -24,7 +24,7 @@ impl TokenMask<'_> {
     }
 }
 
-/// How far a text is.
+/// The progress of a text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Progress {
     /// More may come.
@@ -39,7 +39,7 @@ pub struct GrammarMatcher {
     vocab_size: usize,
     /// The mask that was computed last.
     words: Vec<u32>,
-    /// Where its automaton goes in the end.
+    /// The cache that its automaton returns to.
     home: Option<Home>,
 }
 

@@ -98,7 +98,7 @@ pub(super) fn located(schema: &Value, message: &str) -> String {
         let message = message.to_owned();
         Box::new(move |key, value| {
             let target = value.as_str().filter(|_| key == "$ref").unwrap_or_default();
-            // Of a reference to another file the message has the file.
+            // The message names the file that a reference points to.
             let target = match target.split_once('#') {
                 Some((file, _)) if !file.is_empty() => file,
                 _ => target.trim_matches(['#', '/']),
