@@ -39,7 +39,7 @@ fn text_of(text: *const c_char) -> Option<String> {
     (!text.is_null()).then(|| unsafe { CStr::from_ptr(text) }.to_str().unwrap().to_owned())
 }
 
-/// What a result says of its answer, as JSON.
+/// Returns a result's description of its answer, as JSON.
 fn described(result: *mut xserv_result) -> Value {
     let mut info: xserv_result_info = unsafe { std::mem::zeroed() };
     info.struct_size = size_of::<xserv_result_info>();
@@ -350,7 +350,7 @@ fn texts_are_taken_apart_without_generating() {
     })
     .unwrap();
     assert_eq!(calls(&found), [json!(["get_weather", "{\"days\": 2}", 1])]);
-    // Where a thought begins: by the prompt, or by its end.
+    // The beginning of a thought is known from the prompt, or from the end of the thought.
     let thought = |prompt: Option<&'static CStr>, text| {
         let found = parse(model.0, text, |options| {
             options.prompt = prompt.map_or(ptr::null(), CStr::as_ptr);

@@ -449,7 +449,7 @@ fn waiting_is_woken_by_a_descriptor_and_by_a_callback() {
     unsafe { libc::close(blocking) };
 }
 
-/// What a waker must not do is refused, and what it may do works.
+/// Calls that a waker must not make are refused, and those it may make work.
 #[test]
 fn a_waker_cannot_wait() {
     struct Inside {
@@ -572,7 +572,7 @@ fn prompts_are_cut_as_was_asked_for() {
     for (max_prefill_tokens, pieces) in [(1, 700), (100, 7), (699, 2), (700, 1), (u64::MAX, 1)] {
         assert_eq!(steps_of(max_prefill_tokens), (expected.clone(), pieces + 3));
     }
-    // What is computed at once takes room.
+    // Memory grows with the number of tokens computed at once.
     let planned = |max_prefill_tokens| {
         let options = xserv_load_options { max_prefill_tokens, ..load_options() };
         let mut plan: xserv_memory_plan = unsafe { std::mem::zeroed() };

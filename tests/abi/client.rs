@@ -150,7 +150,7 @@ pub fn tensor(values: &mut [f32], shape: &mut [i64]) -> xserv_tensor {
     }
 }
 
-/// What a generation gave.
+/// The output of a generation.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Output {
     pub text: String,
@@ -168,7 +168,7 @@ pub struct Event {
     pub num_tokens: u32,
 }
 
-/// What `xserv_plan` tells, if its numbers agree with each other.
+/// Returns the plan of `xserv_plan`, if its numbers agree with each other.
 pub fn plan(path: &Path, options: &xserv_load_options) -> Outcome<xserv_memory_plan> {
     let path = c_string(path.to_str().unwrap());
     let mut plan: xserv_memory_plan = unsafe { std::mem::zeroed() };

@@ -460,7 +460,7 @@ fn ends_come_where_the_text_is_complete() {
     // min_tokens keeps it away.
     let output = model.generate(&xserv_request { min_tokens: 20, ..request }).unwrap();
     assert!(output.ids.len() >= 20, "{output:?}");
-    // What ends nothing is no text either.
+    // An end token that ends nothing is no text either.
     let output = model.generate(&xserv_request { ignore_eos: 1, ..request }).unwrap();
     assert_eq!((output.finish_reason, output.ids.len()), (XSERV_FINISH_MAX_TOKENS as u32, 50));
     assert!(!output.ids.contains(&end));

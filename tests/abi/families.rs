@@ -94,7 +94,7 @@ fn any_of_several_end_tokens_ends_a_text() {
     assert!(tried >= 36, "only {tried} texts");
 }
 
-/// What Mistral's window leaves of the context bounds requests, and says so.
+/// The context that Mistral's window leaves bounds requests, and errors say so.
 #[test]
 fn the_context_of_a_model_with_a_window_ends_with_it() {
     let device = shared_cuda();

@@ -1,4 +1,4 @@
-//! How xserv_generate behaves: streaming, stopping, cancelling, many threads, little memory.
+//! Behaviour of xserv_generate: streaming, stopping, cancelling, many threads, little memory.
 
 use std::ffi::{c_char, CString};
 use std::ptr;

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-/// What stands between backticks.
+/// Returns the words between backticks.
 fn quoted(text: &str) -> Vec<&str> {
     text.split('`').skip(1).step_by(2).collect()
 }

@@ -26,7 +26,7 @@ pub const MAX_CPU_SECONDS: f64 = 2.0;
 pub const MAX_EXTRA_BYTES: u64 = 256 << 20;
 /// No sign of life for so long counts as hung.
 pub const HANG: Duration = Duration::from_secs(30);
-/// What a host might give a thread that calls the library.
+/// A small stack, such as a host might give a thread that calls the library.
 pub const SMALL_STACK_BYTES: usize = 128 << 10;
 /// A prompt for the model whose continuation is compared.
 pub const PROMPT: [u32; 4] = [10, 20, 30, 40];
@@ -132,7 +132,7 @@ impl Copy {
     }
 }
 
-/// What a damaged folder must come to.
+/// The required outcome for a damaged folder.
 pub enum Expect {
     /// xserv_load refuses with this status and these words.
     Refused(xserv_status, &'static str),
@@ -226,7 +226,7 @@ pub fn expect_answer<T>(outcome: Outcome<T>) -> Result<(), String> {
     }
 }
 
-/// What xserv_inspect found.
+/// The findings of xserv_inspect.
 pub struct Inspected {
     pub supported: bool,
     pub reason: String,
@@ -281,7 +281,7 @@ impl Meter {
 pub const MESSAGES: &str = r#"[{"role": "user", "content": "Say hello."}]"#;
 const TEXT: &str = "Once upon a time, <|im_end|>\u{65e5}\u{672c}\u{8a9e} \u{1f600} 1234\n";
 
-/// What a loaded folder answers.
+/// The answers of a loaded folder.
 struct Answers {
     has_tokenizer: bool,
     has_chat_template: bool,
@@ -464,7 +464,7 @@ pub struct Bench {
     report: File,
     skip: usize,
     next: usize,
-    /// What the undamaged model generates from [`PROMPT`].
+    /// The tokens that the undamaged model generates from [`PROMPT`].
     pub reference: Vec<u32>,
     peaks_can_be_reset: bool,
 }
@@ -496,7 +496,7 @@ impl Bench {
         }
         let name = name.into();
         self.write(json!({ "begin": name }));
-        // What earlier cases left in the allocator would hide what this one takes.
+        // Memory that earlier cases left in the allocator would hide what this one takes.
         unsafe { libc::malloc_trim(0) };
         self.peaks_can_be_reset = std::fs::write("/proc/self/clear_refs", "5").is_ok();
         let before = if self.peaks_can_be_reset { status_bytes("VmRSS") } else { 0 };
@@ -572,7 +572,7 @@ fn child() {
     unsafe { libc::_exit(0) };
 }
 
-/// What became of one child.
+/// The end of a child that failed.
 struct Died {
     how: String,
     lines: Vec<Value>,

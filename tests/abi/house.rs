@@ -1,4 +1,4 @@
-//! How the files of `src` use each other: what HOUSE rules a compiler does not hold.
+//! Dependencies between the files of `src`: rules that the compiler does not enforce.
 //!
 //! * The model and the engine say what is computed, and name no kernel, no capability of a device.
 //! * A family of models is named in its folder alone.
@@ -90,7 +90,8 @@ fn processes_are_not_told_by_their_ids() {
 
 #[test]
 fn threads_are_begun_in_one_way() {
-    // Where lack of memory is an error, and the stack is not the environment's to choose.
+    // That way reports lack of memory as an error, and does not leave the stack size to the
+    // environment.
     let mut wrong = Vec::new();
     for (file, text) in sources("").iter().filter(|(file, _)| !file.starts_with("thread")) {
         for (number, line) in code(text) {
@@ -108,7 +109,7 @@ fn threads_are_begun_in_one_way() {
 #[test]
 fn a_family_is_named_in_its_folder_alone() {
     let names = ["qwen", "gpt2", "llama", "mistral"];
-    // Of config.json: a kind of rotary scaling, and a field that is refused.
+    // Words of config.json: a kind of rotary scaling, and a field that is refused.
     let spellings = ["\"llama3\"", "llama_4_scaling_beta"];
     let mut wrong = Vec::new();
     for (file, text) in sources("") {

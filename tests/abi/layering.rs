@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
-/// What a layer may name after `crate::`, beside itself.
+/// Returns what a layer may name after `crate::`, beside itself.
 fn allowed() -> BTreeMap<&'static str, &'static [&'static str]> {
     BTreeMap::from([
         ("error", &[] as &[&str]),
@@ -220,7 +220,7 @@ fn used_operators(source: &str) -> Vec<String> {
             names.push(rest.chars().take_while(|&c| is_word(c)).collect());
             continue;
         };
-        // Of `{a::{b, c}, d}` the names that begin an item of the outer braces.
+        // From `{a::{b, c}, d}`, take the names that begin an item of the outer braces.
         let (mut depth, mut item) = (0, String::new());
         for c in inside.chars() {
             match c {

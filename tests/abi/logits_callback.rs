@@ -12,7 +12,7 @@ use crate::batching::{idle, mixed, tokens, PATIENCE};
 use crate::client::*;
 use crate::cuda::whole_cuda;
 
-/// What a callback is told.
+/// The arguments of a callback.
 struct Asked<'a> {
     sample: u32,
     prompt: &'a [u32],

@@ -1,7 +1,7 @@
-//! What unused memory holds changes nothing: rows of a workspace that a step leaves out, slots of a block
-//! of the KV cache behind the last token, scratch, and whatever a kernel reads beyond what it needs. One
-//! token's embedding is NaN, so that requests with it write NaN to all of that memory; others must give
-//! the bits that they give in memory that no such request has touched, afterwards and beside one.
+//! The contents of unused memory change nothing: rows of a workspace that a step leaves out, slots of a block of the KV
+//! cache after the last token, scratch, and whatever a kernel reads beyond what it needs. One token's embedding is NaN,
+//! so that requests with it write NaN to all of that memory; others must give the bits that they give in memory that no
+//! such request has touched, afterwards and beside one.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -52,7 +52,7 @@ fn poison(model: &Model) {
     assert!(logits.iter().all(|logit| logit.is_nan()), "the poison does not reach the end");
 }
 
-/// What a prompt gives: tokens, greedy or drawn, and the bits of its logits.
+/// The result for a prompt: tokens, greedy or drawn, and the bits of its logits.
 type Given = (Vec<u32>, Vec<u32>);
 
 fn ask(model: &Model, prompt: &[u32], index: usize) -> Given {

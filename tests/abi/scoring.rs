@@ -1,4 +1,4 @@
-//! How likely given tokens are: xserv_score. What is expected is computed here, in f64, from the logits that
+//! Log-probabilities of given tokens: xserv_score. The expected values are computed here, in f64, from the logits that
 //! xserv_logits gives.
 
 use std::process::Command;
@@ -81,7 +81,7 @@ fn scores_are_the_log_softmax_of_the_models_own_logits() {
             assert_eq!(*is_likeliest, u32::from(best == Some(id)), "token {at}");
         }
     }
-    // What the model generates is the likeliest; the rest of the text has others.
+    // The tokens that the model generates are the likeliest; the rest of the text has others.
     let scores = score(&model, &ids, 1);
     assert!(scores[89..149].iter().all(|(_, is_likeliest)| *is_likeliest == 1));
     assert!(scores.iter().filter(|(_, is_likeliest)| *is_likeliest == 0).count() > 50);

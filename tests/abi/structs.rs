@@ -274,7 +274,8 @@ fn structs(header: &str) -> Vec<(String, Vec<String>)> {
     found
 }
 
-/// Where the fields of all structs are: name -> (size, offset), as a C compiler has them.
+/// Returns the layout of the fields of all structs: name -> (size, offset), as a C compiler has
+/// them.
 fn layout(include: &Path) -> BTreeMap<String, (usize, usize)> {
     let mut source =
         "#include <stddef.h>\n#include <stdio.h>\n#include <xserv.h>\nint main(void) {\n"

@@ -15,7 +15,7 @@ use xserv::ffi::*;
 use crate::batching::{idle, tokens, Submission};
 use crate::client::*;
 
-/// What takes longer hangs. It all takes milliseconds.
+/// The time after which a call counts as hung. It all takes milliseconds.
 const HANG: Duration = Duration::from_secs(30);
 
 /// Runs `body` on a thread of its own and fails if it hangs.

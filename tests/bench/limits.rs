@@ -2,7 +2,7 @@
 //! step, of the time to read what the operation needs or to multiply, whichever is longer. The same
 //! as `examples/c/bench/limits.h`, which says what counts; a test compares the two.
 
-/// What a machine can do.
+/// The rates that a machine reaches.
 #[derive(Clone, Copy, Debug)]
 pub struct Ceilings {
     /// GB/s that memory can be read at.
@@ -23,21 +23,21 @@ impl Ceilings {
     }
 }
 
-/// What the hardware must do for an operation.
+/// The work of the hardware for an operation.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Work {
     pub bytes: f64,
     pub flops: f64,
 }
 
-/// What the operations of a model read and compute.
+/// The work of a model's operations: what they read and compute.
 #[derive(Clone, Copy, Debug)]
 pub struct ModelWork {
     /// Numbers in all weights but the embedding and the output matrix.
     pub layer_weights: f64,
     /// Numbers in the output matrix.
     pub output_weights: f64,
-    /// What these take in memory, quantised or not.
+    /// The memory that these take, quantised or not.
     pub layer_bytes: f64,
     pub output_bytes: f64,
     /// Bytes of keys and values of a token, in all layers.

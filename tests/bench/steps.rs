@@ -219,7 +219,8 @@ fn load(options: &Options) -> Option<Model> {
     Some(model.expect("a model"))
 }
 
-/// What the GPU (or with `--cpu` the CPU) can do: measured beside the model, but for what the options set.
+/// Returns the rates of the GPU (or with `--cpu` of the CPU): measured beside the model, except those that the options
+/// set.
 fn ceilings_of(options: &Options) -> Ceilings {
     if let (Some(read_gbs), Some(tflops)) = (options.read_gbs, options.tflops) {
         return Ceilings { read_gbs, tflops };
@@ -259,7 +260,7 @@ fn work_of(model: &Model, embeddings: WeightStorage) -> ModelWork {
     let is_int8 = matches!(embeddings, WeightStorage::Int8);
     let output_bytes = embedding * if is_int8 { 1.0 + 2.0 / 128.0 } else { 2.0 };
     let layer_weights = model.num_parameters() as f64 - embedding * num_embeddings;
-    // What is more than the numbers take is room between small tensors, which no step reads.
+    // Memory beyond the numbers is padding between small tensors, which no step reads.
     let in_memory = model.weights_bytes() as f64 - output_bytes * num_embeddings;
     ModelWork {
         layer_weights,
@@ -274,7 +275,7 @@ fn work_of(model: &Model, embeddings: WeightStorage) -> ModelWork {
 /// Medians, in milliseconds.
 struct Times {
     step_ms: f64,
-    /// Of the host, until a step was queued.
+    /// The time of the host until a step was queued.
     queue_ms: f64,
 }
 
@@ -392,7 +393,8 @@ fn mean(sum: &mut [ProfiledPart], count: usize) {
     }
 }
 
-/// How a step on the model's device chooses; the CPU leaves it to the caller, who does not.
+/// Returns the choice of a step on the model's device; the CPU leaves it to the caller, who does
+/// not choose.
 fn choice_on(model: &Model, wanted: TokenChoice) -> TokenChoice {
     if model.can_choose(&wanted) {
         wanted

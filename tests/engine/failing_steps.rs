@@ -25,7 +25,7 @@ fn prompt(seed: usize, len: usize) -> Vec<u32> {
     (0..len).map(|i| ((i * i + 7 * i + 13 * seed) % VOCAB) as u32).collect()
 }
 
-/// What a request came to: its tokens, and how it ended.
+/// Returns the outcome of a request: its tokens, and how it ended.
 fn outcome(ticket: &mut Ticket) -> (Vec<u32>, Result<FinishReason, Error>) {
     let mut tokens = Vec::new();
     loop {

@@ -48,7 +48,7 @@ impl Grammars {
         Arc::new(Toy::new(depth, decide).with_vocab_size(self.tokenizer.vocab_size()))
     }
 
-    /// What a request alone gets: its constraint takes each token before the next mask.
+    /// Returns the result of a request alone: its constraint takes each token before the next mask.
     fn expected(&self, job: &Job) -> (Vec<u32>, FinishReason) {
         let vocab_size = self.tokenizer.vocab_size();
         let form = job.form.as_ref();

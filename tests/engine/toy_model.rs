@@ -18,7 +18,7 @@ pub const VOCAB: usize = 50;
 
 const BLOCK: usize = 32;
 
-/// What becomes of a step.
+/// The way in which a step fails.
 #[derive(Clone, Debug)]
 pub enum Fault {
     /// It does not begin.
@@ -31,7 +31,7 @@ pub enum Fault {
     Panic,
 }
 
-/// What the toy tells of a step before it is computed.
+/// The facts that the toy knows of a step before it is computed.
 #[derive(Clone, Debug)]
 pub struct Attempt {
     /// Steps that were tried before.
@@ -81,7 +81,7 @@ fn choose(past: u64, vocab_size: usize, is_allowed: impl Fn(u32) -> bool) -> u32
     all.find(|&id| is_allowed(id)).unwrap_or(from)
 }
 
-/// What a request alone gets.
+/// Returns the tokens that a request gets alone.
 pub fn expected(prompt: &[u32], num_new: usize) -> Vec<u32> {
     let mut tokens = Vec::new();
     follow(prompt, VOCAB, |token| {

@@ -103,7 +103,7 @@ fn chat_answers_lines_from_a_pipe() {
     );
     assert!(!several.stdout.contains("> "), "a prompt is printed though no one types");
 
-    // What was said before matters, unless it is cleared.
+    // The earlier conversation matters, unless it is cleared.
     let alone = run_with_input(&mut chat(), "Hello!\n").stdout;
     assert!(several.stdout.starts_with(alone.trim_end()), "the first answers differ");
     let cleared =

@@ -26,7 +26,7 @@ PROMPT = "\n\r\x1b[J> \r\x1b[2C"  # as the editor draws it in a new line
 
 
 def pasted(text):
-    """What a terminal sends for a text that is pasted."""
+    """Returns what a terminal sends for a text that is pasted."""
     return "\x1b[200~" + text.replace("\n", "\r") + "\x1b[201~"
 
 
@@ -97,7 +97,7 @@ class Terminal:
     def get_modes(self):
         return termios.tcgetattr(self.fd)
 
-    # What only xserv chat has.
+    # The methods below are for xserv chat only.
 
     def start(self):
         """Waits for the first prompt."""

@@ -189,7 +189,7 @@ fn every_option_can_be_set_in_cpp() {
     }
 }
 
-/// What must not compile, as the body of a function, and what the compiler says of it, in one error.
+/// Programs that must not compile, as the body of a function, and what the compiler says of them, in one error.
 const REFUSED: &[(&str, &str)] = &[
     // Callbacks: the int of a printf would stop the generation when it is 0.
     ("model.generate(request, [](std::string_view text) { return text.size(); });", "xserv: the callback of generate() takes"),
@@ -202,7 +202,7 @@ const REFUSED: &[(&str, &str)] = &[
     ("xserv::SubmitOptions().wake([](int) {});", "xserv: wake() takes"),
     ("xserv::self_test({}, [](int) {});", "xserv: the report of self_test() takes"),
     ("xserv::grad_check(values, values, [](float) { return 1.0; });", "xserv: the loss of grad_check() takes"),
-    // What would dangle.
+    // These would dangle.
     ("std::string_view text = model.generate(request).text();", "deleted"),
     ("std::string_view text(model.generate(request).text(1));", "deleted"),
     ("const auto &info = model.generate(request).info();", "deleted"),

@@ -113,7 +113,7 @@ fn the_commands_run() {
     }
 }
 
-/// What is not run above is taken from files that are tested, or is a picture.
+/// Every snippet that is not run above is taken from files that are tested, or is a picture.
 #[test]
 fn every_snippet_is_run() {
     let run = ["c", "cpp", "python", "sh"];

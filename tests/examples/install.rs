@@ -521,7 +521,7 @@ fn a_dry_run_prints_what_an_installation_makes_and_uninstalling_leaves_nothing()
     assert!(!prefix.join("lib/libxserv.so").exists() && !prefix.join("bin/xserv").exists());
     assert!(prefix.join("lib64/libxserv.so").exists() && !prefix.join("lib64/libxserv.a").exists());
 
-    // What others put there stays.
+    // Files that others put there stay.
     let uninstall = || {
         let mut uninstall = command(repository().join("csrc/install"));
         uninstall.arg("--uninstall").arg("--prefix").arg(&prefix);

@@ -1,5 +1,5 @@
-//! What is passed on: pip install from a checkout, the wheel, the tarball; and how the Python package finds the
-//! library.
+//! Packages that are passed on: pip install from a checkout, the wheel, the tarball; and how the Python package finds
+//! the library.
 
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -202,7 +202,7 @@ fn the_package_looks_for_the_library_where_it_is_installed() {
     assert!(said.contains("\n  libxserv.so.77: cannot open"), "{said}");
     assert!(said.contains("cargo build --release") && said.contains("XSERV_LIBRARY"), "{said}");
 
-    // Of a library that was chosen, nothing else is tried.
+    // If a library was chosen, nothing else is tried.
     let chosen = outcome(find().env("XSERV_LIBRARY", library())).stderr;
     assert!(chosen.contains("has ABI version 1, not 77"), "{chosen}");
     assert!(!chosen.contains("/usr/local/lib"), "{chosen}");

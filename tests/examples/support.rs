@@ -41,7 +41,7 @@ pub fn work_folder(name: &str) -> PathBuf {
     folder
 }
 
-/// What a program did.
+/// The outcome of a program.
 pub struct Outcome {
     pub code: Option<i32>,
     pub stdout: String,

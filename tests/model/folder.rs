@@ -116,7 +116,7 @@ fn what_is_not_in_the_cache() {
     assert!(error.message().ends_with("; `hf download acme/other` fetches it"), "{error}");
 }
 
-/// What people pass that is a model, but not a folder that can be read.
+/// Paths that are a model, but not a folder that can be read.
 #[test]
 fn other_formats_are_named() {
     let dir = TempDir::new();
@@ -202,7 +202,8 @@ fn small_files_stay_small() {
     }
 }
 
-/// What the system cannot find out is not taken for absent, and lack of memory is told as such.
+/// A file that the system fails to look up is not taken for absent, and lack of memory is reported
+/// as such.
 #[test]
 fn failures_are_told_from_missing_files() {
     let dir = TempDir::new();

@@ -1,4 +1,4 @@
-//! What the headers tell of a model's memory, against what a run takes.
+//! Compares the memory that the headers of a model plan with the memory that a run takes.
 
 use xserv::memory::DType;
 use xserv::model::{Model, PassLimits};
@@ -69,7 +69,7 @@ fn the_work_space_of_the_host_is_what_was_planned() {
     }
 }
 
-/// What the allocator of a model's device had in use at its peak.
+/// The peak of the allocator of a model's device is the plan.
 #[test]
 fn the_memory_of_a_device_is_what_was_planned() {
     const CHUNK: usize = 2048;

@@ -23,9 +23,9 @@ const CLEAR_MARGIN: f32 = 2e-3;
 struct Case {
     name: &'static str,
     config: Value,
-    /// Of the layers of the blocks.
+    /// The form of each layer of the blocks.
     form_of: fn(&str) -> Option<Form>,
-    /// Of the output matrix.
+    /// The form of the output matrix.
     output: Option<Form>,
 }
 
@@ -156,9 +156,9 @@ fn cases() -> Vec<Case> {
     ]
 }
 
-/// What is compared of a model.
+/// The results that are compared of a model.
 struct Run {
-    /// Of a prompt, fed whole and in pieces, and of batches.
+    /// The logits of a prompt, fed whole and in pieces, and of batches.
     logits: Vec<f32>,
     greedy: Vec<u32>,
     /// First minus second logit of each greedy step.
@@ -348,7 +348,7 @@ fn activations_in_fp8_are_the_same_on_every_device() {
             (DType::F32, 0.7 * loss),
             (DType::BF16, (BF16_FACTOR * of_bf16).max(BF16_FLOOR) + 1.6 * loss),
         ] {
-            // Where heads are padded, their matrices are dense on a GPU.
+            // If heads are padded, their matrices are dense on a GPU.
             let (false, Some(context)) = (what == "tiny-qwen3", cuda_context()) else { break };
             let got = load_on_cuda(made.quantised.str(), Some(dtype), context).expect("a model");
             let off = relative_rms(&run(&got, &prompt).logits, &want.logits);

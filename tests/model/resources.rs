@@ -19,7 +19,7 @@ use crate::files::{cpu_seconds, raw_safetensors, TempDir, TestModel};
 const HOSTILE_BYTES: u64 = 256 << 20;
 const HOSTILE_SECONDS: f64 = 2.0;
 
-/// What a child process measured; the seconds are those of its thread's computing.
+/// The measurements of a child process; the seconds are those of its thread's computing.
 struct Measured {
     peak_bytes: u64,
     seconds: f64,

@@ -472,7 +472,7 @@ fn in_front_of_a_linear_layer_on_cuda_it_is_rounded_after_each_step() {
                 .expect("the operator");
             assert_eq!(bench.read(&other), got, "{what}: not the bits of add_rms_norm");
         }
-        // What the kernel does not serve is refused.
+        // Widths that the kernel does not serve are refused.
         let mut bench = Bench::new(&context, dtype, 1);
         for width in [12, 16_392] {
             let (x, _) = bench.filled(&[1, width], 1.0, 0.0);

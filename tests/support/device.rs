@@ -1,4 +1,4 @@
-//! What tests of the device operators that C does not see share: tensors on a GPU, their values in
+//! Shared by tests of the device operators that C does not see: tensors on a GPU, their values in
 //! f64, roundings.
 
 use std::sync::Arc;

@@ -1,4 +1,4 @@
-//! What all tests share: seeds, references in f64, tolerances, guarded buffers, golden vectors.
+//! Shared by all tests: seeds, references in f64, tolerances, guarded buffers, golden vectors.
 #![allow(dead_code)]
 
 pub mod chi_square;
@@ -89,7 +89,7 @@ impl Guarded {
     }
 }
 
-/// How far a result may be from its reference.
+/// The distance that a result may have from its reference.
 #[derive(Clone, Copy, Debug)]
 pub enum Tolerance {
     /// `|got - ref| <= t (1 + |ref|)`: the golden vectors' rule.

@@ -74,7 +74,7 @@ struct Described {
     tables: Vec<u32>,
     max_blocks: usize,
     rows: Vec<u32>,
-    /// How many rows of each sequence.
+    /// The number of rows of each sequence.
     rows_of: Vec<usize>,
 }
 

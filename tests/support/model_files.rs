@@ -75,7 +75,7 @@ pub fn cpu_seconds() -> f64 {
     ns as f64 * 1e-9
 }
 
-/// How a test stores numbers.
+/// The type in which a test stores numbers.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Store {
     F32,

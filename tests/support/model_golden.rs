@@ -49,13 +49,13 @@ pub struct Golden {
     pub prompts: Vec<Prompt>,
     pub greedy: Vec<Greedy>,
     pub bf16: HashMap<String, Loss>,
-    /// What Transformers loses in float16, where it was measured.
+    /// The loss of Transformers in float16, where it was measured.
     pub f16: HashMap<String, Loss>,
     /// f32 `[rows, vocab_size]` by the prompt's name.
     pub logits: HashMap<String, Vec<f32>>,
 }
 
-/// Where a model's folder comes from.
+/// The source of a model's folder.
 #[derive(Debug)]
 enum ModelSource {
     Folder(PathBuf),
@@ -73,7 +73,8 @@ struct FamilyModel {
     num_shards: usize,
     seed: u64,
     store: Store,
-    /// Of the stored bits, by which the weights are known to be those of the references.
+    /// The checksum of the stored bits, by which the weights are known to be those of the
+    /// references.
     checksum: String,
 }
 
@@ -124,7 +125,7 @@ pub fn every_seed() -> Vec<Golden> {
     found
 }
 
-/// Where the repository is.
+/// Returns the folder of the repository.
 fn repository() -> &'static Path {
     // A test that was built elsewhere runs in the repository's folder.
     let built_in = Path::new(env!("CARGO_MANIFEST_DIR"));

@@ -11,7 +11,7 @@ use crate::quantised::Stored;
 /// The output matrix.
 pub const OUTPUT: &str = "lm_head";
 
-/// How the weight of a linear layer is stored.
+/// The form in which the weight of a linear layer is stored.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Form {
     /// 4 bits with zeros.
@@ -235,7 +235,7 @@ struct Integers {
     out: usize,
     inputs: usize,
     groups: usize,
-    /// Of each input.
+    /// The group of each input.
     group_of: Vec<usize>,
     /// `[out, inputs]`
     codes: Vec<u8>,
@@ -304,7 +304,7 @@ impl Integers {
         new(store.name(), &[self.groups, self.out], store.bytes(&scales))
     }
 
-    /// What the codes stand for.
+    /// Returns the values that the codes stand for.
     fn values(&self) -> Vec<f32> {
         let number = |row: usize, input: usize| {
             let group = self.group_of[input];

@@ -78,7 +78,7 @@ impl Type {
         x.iter().map(|&x| self.round(x.into())).collect()
     }
 
-    /// Of three bars, that of this type.
+    /// Returns the one of three bars that is for this type.
     pub fn bar(self, f32: f64, f16: f64, bf16: f64) -> f64 {
         match self {
             Type::F16 => f16,
@@ -256,7 +256,7 @@ impl<'a> TestTensor<'a> {
         made
     }
 
-    /// Where in the memory the element with this row-major index lies, in elements.
+    /// Returns where in the memory the element with this row-major index lies, in elements.
     fn place(&self, mut index: usize) -> usize {
         let mut place = 0;
         for (&size, &stride) in self.shape.iter().zip(&self.strides).rev() {
@@ -387,7 +387,7 @@ pub fn slice(
     }
 }
 
-/// How often the context's allocator was asked for memory so far.
+/// Returns how often the context's allocator was asked for memory so far.
 pub fn num_allocations(context: &Context) -> u64 {
     // SAFETY: a filled struct of the library's size.
     unsafe {
@@ -398,7 +398,7 @@ pub fn num_allocations(context: &Context) -> u64 {
     }
 }
 
-/// What an index may be.
+/// The types that an index may have.
 pub const INDICES: [Type; 2] = [Type::I32, Type::I64];
 
 pub fn ids_below(random: &mut Random, n: usize, len: usize) -> Vec<f64> {

@@ -166,7 +166,7 @@ fn messages() -> Value {
     json!([{"role": "user", "content": "hi"}])
 }
 
-/// What the child process does: one template, and a line about it.
+/// The child process: one template, and a line about it.
 #[test]
 fn child() {
     let Ok(wanted) = std::env::var("XSERV_TEXT_BOMB") else { return };

@@ -83,7 +83,7 @@ fn the_first_space_is_left_out_once() {
     }
 }
 
-/// What completes a prompt keeps the space between its last word and the next.
+/// A continuation of a prompt keeps the space between its last word and the next.
 #[test]
 fn a_text_that_goes_on_keeps_its_first_space() {
     let tokenizer = byte_fallback();

@@ -1,4 +1,4 @@
-//! Where the vectors are, and small tokenizers.
+//! The folders of the vectors, and small tokenizers.
 
 use serde_json::Value;
 use std::path::{Path, PathBuf};

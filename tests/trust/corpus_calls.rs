@@ -23,7 +23,7 @@ pub const GROUPS: &[Group] = &[
     ("sizes and strides", sizes_and_strides),
 ];
 
-/// What must become of a call.
+/// The required outcome of a call.
 #[derive(Clone, Copy, PartialEq)]
 enum Fate {
     /// A status that says what was wrong, or NULL; nothing is written.

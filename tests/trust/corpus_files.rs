@@ -90,7 +90,7 @@ fn weights(bench: &mut Bench) {
             },
         );
     }
-    // What a byte in the header becomes.
+    // A byte in the header is replaced.
     for (what, byte) in [("a zero", 0u8), ("no text", 0xff), ("a quote", b'"'), ("a brace", b'}')] {
         for at in [8, 12, 20, 100, 1000] {
             bench.folder(format!("{what} at {at}"), NotLoaded, move |copy| {

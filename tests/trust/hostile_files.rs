@@ -689,7 +689,7 @@ fn things_in_place_of_files(bench: &mut Bench) {
     }
 }
 
-/// What a progress callback does to the weights, once, when they are partly read.
+/// A progress callback that changes the weights once, when they are partly read.
 struct Meddler {
     path: std::path::PathBuf,
     after: f32,

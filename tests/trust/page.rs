@@ -8,7 +8,7 @@ fn page() -> String {
     std::fs::read_to_string(root().join("tests/TRUST.md")).unwrap()
 }
 
-/// What stands between backticks.
+/// Returns the words between backticks.
 fn quoted(text: &str) -> impl Iterator<Item = &str> {
     text.split('`').skip(1).step_by(2)
 }

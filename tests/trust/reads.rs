@@ -111,7 +111,7 @@ fn copy_tiny() -> TempDir {
     folder
 }
 
-/// What a folder answers: everything that a failure could have changed.
+/// The answers of a folder: everything that a failure could have changed.
 #[derive(Debug, PartialEq)]
 struct Answers {
     ids: Vec<u32>,
@@ -137,7 +137,7 @@ fn load(path: &Path, map_files: bool) -> Outcome<Answers> {
     })
 }
 
-/// What xserv_inspect or xserv_plan tell, as text.
+/// Returns the reports of xserv_inspect or xserv_plan, as text.
 fn inspect(path: &Path) -> Outcome<String> {
     let path = c_string(path.to_str().unwrap());
     let mut inspection = std::ptr::null_mut();
@@ -227,7 +227,7 @@ fn calls_fail() {
     say("done", "");
 }
 
-/// What happens to a file during a load.
+/// The change to a file during a load.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Change {
     /// It loses its end.

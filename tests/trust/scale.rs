@@ -1,4 +1,4 @@
-//! How much is run, and what ends a test that hangs.
+//! The amount of work in a run, and what ends a test that hangs.
 
 use std::sync::mpsc;
 use std::time::Duration;

@@ -119,7 +119,7 @@ impl Shared {
                 break function;
             }
         };
-        // What is given to `_free` of models must not be the model that the test goes on with.
+        // A handle given to `_free` of models must not be the model that the test goes on with.
         let spares_anchor = function.frees() == Some("xserv_model");
         for kind in function.parameters.iter().filter_map(|p| p.pointee(1)) {
             let Some(kind) = HANDLES.iter().find(|known| **known == kind) else { continue };
@@ -156,7 +156,7 @@ impl Shared {
                 continue;
             }
             let slot = self.slot(Self::kind(kind), random);
-            // What was there may have been freed already, which is part of the storm.
+            // The previous object may have been freed already, which is part of the storm.
             free(kind, slot.swap(handle as usize, Ordering::SeqCst) as u64);
         }
     }

@@ -46,13 +46,13 @@ pub struct Arguments {
     /// One for each parameter that is no float, in order.
     pub words: Vec<u64>,
     pub floats: Vec<f32>,
-    /// Where each parameter's value is: its index among the words, or None for floats.
+    /// The place of each parameter's value: its index among the words, or None for floats.
     places: Vec<Option<usize>>,
     memory: Vec<Box<[u64]>>,
     strings: Vec<CString>,
 }
 
-// What the arguments point to is theirs.
+// SAFETY: the memory that the arguments point to is their own.
 unsafe impl Send for Arguments {}
 
 impl Arguments {
@@ -74,14 +74,14 @@ impl Arguments {
         &mut self.words[place]
     }
 
-    /// What the parameter points to.
+    /// Returns the object that the parameter points to.
     pub fn pointed<T>(&mut self, parameter: usize) -> &mut T {
         let address = *self.word(parameter) as usize as *mut T;
         unsafe { &mut *address }
     }
 }
 
-/// What a call returned, cut to the width of its type.
+/// The value that a call returned, cut to the width of its type.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Returned {
     Status(u32),
@@ -201,7 +201,7 @@ fn tensor_shape(function: &str, name: &str, Sizes { rows, width }: Sizes) -> (Ve
 pub struct World {
     handles: BTreeMap<&'static str, usize>,
     path: CString,
-    /// What a call with a timeout waits, in milliseconds.
+    /// The timeout of calls that have one, in milliseconds.
     pub timeout_ms: u32,
     vocab_size: usize,
     /// The tensors of operators.
@@ -370,7 +370,7 @@ impl World {
             ("uint32_t", _) => return 0,
             ("uint64_t", "flags") => return XSERV_DLPACK_READ_ONLY,
             ("bool", _) => return 1,
-            // What the call writes to.
+            // An output of the call.
             (kind, _) if kind.ends_with('*') => memory.allocate(WORD),
             (kind, name) => panic!("{}: {kind} {name}", function.name),
         };
@@ -423,7 +423,7 @@ impl World {
     }
 }
 
-/// How a tensor lies in memory.
+/// The layout of a tensor in memory.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Lay {
     Dense,

@@ -23,7 +23,7 @@ Measure = Literal["element", "rms", "row"]
 
 
 class Error(NamedTuple):
-    """How far results are from their references."""
+    """The distance of results from their references."""
 
     max_units: float
     rms_units: float

@@ -1,4 +1,4 @@
-"""What the kernels of a step have to read, write and multiply, as far as their names and the numbers of their launches
+"""The bytes and multiplications of the kernels of a step, as far as their names and the numbers of their launches
 tell."""
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Shape(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Of all launches of a kernel in one step."""
+    """The work of all launches of a kernel in one step."""
 
     bytes: float
     flops: float
@@ -87,8 +87,8 @@ def weights_of_last_row(kernel: str, launches: float, shape: Shape) -> Optional[
 def work_of(
     kernel: str, launches: float, shape: Shape, tokens: int, kv_bytes: float, bytes_each: int, blocks: int
 ) -> Optional[Work]:
-    """What a kernel's launches of one greedy step do. `kv_bytes` is what the step's attention reads of the cache, `blocks`
-    are those of a launch."""
+    """Returns the work of a kernel's launches in one greedy step. `kv_bytes` is what the step's attention reads of the
+    cache, `blocks` are those of a launch."""
     last = weights_of_last_row(kernel, launches, shape) if tokens > 1 else None
     if last is not None:
         return Work(last * bytes_each, 2.0 * last)

@@ -584,7 +584,7 @@ fn without_elements() {
     }
 }
 
-/// What an index array holds is refused on the CPU, and harmless on CUDA.
+/// Bad entries of an index array are refused on the CPU, and harmless on CUDA.
 #[test]
 fn bad_indices() {
     let mut random = Random::new(84);
@@ -600,7 +600,7 @@ fn bad_indices() {
             let indices = |shape: &[i64], x: &[f64]| TestTensor::new(&context, Type::I32, shape, x);
             let max_q_len = q_lens[1] as u32;
 
-            // What no sequence owns is NaN, which a bad block must not bring in.
+            // Blocks that no sequence owns hold NaN, which a bad block must not bring in.
             let (k, v) = (tensor(&cache.shape, &cache.k), tensor(&cache.shape, &cache.v));
             for bad in [-1.0, num_blocks, 1e9, -2147483648.0] {
                 let mut tables = cache.tables.clone();
@@ -819,7 +819,7 @@ fn refusals() {
     }
 }
 
-/// What flash cannot do on CUDA is refused, and what it need not do it does not.
+/// Flash allocates nothing on CUDA, and scores that do not fit are refused.
 #[test]
 fn memory_on_cuda() {
     let Some(context) = cuda() else { return };

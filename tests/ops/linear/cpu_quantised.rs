@@ -57,8 +57,8 @@ fn all_backends(num_threads: &[usize]) -> Vec<CpuBackend> {
     backends(num_threads).into_iter().chain(without).collect()
 }
 
-/// What becomes of rows of `k` activations before they are multiplied: with weights of integers 16
-/// bits, by the largest of up to 128 inputs of a group.
+/// Rounds rows of `k` activations as a product does before it multiplies: with integer weights to
+/// 16 bits, by the largest of up to 128 inputs of a group.
 fn rounded_rows(x: &[f32], k: usize, format: &QuantFormat) -> Vec<f32> {
     if format.quantises_inputs {
         let wide: Vec<f64> = x.iter().map(|&x| f64::from(x)).collect();

@@ -209,7 +209,7 @@ fn fp8_products_that_no_kernel_serves_are_refused_on_cuda() {
     }
 }
 
-/// What is added to the mean of squares: so much that a kernel that forgot it would be seen.
+/// The number added to the mean of squares: so large that a kernel that forgot it would be seen.
 const EPS: f32 = 0.3;
 
 /// The weight of a norm of `width` inputs.

@@ -132,7 +132,7 @@ fn check(
     let got = case.run(context, &x_bytes);
 
     let want = case.reference(&decode(dtype, &period_bytes), &decode(dtype, &weight_bytes));
-    // Of the last place, of which three roundings may each flip.
+    // The unit of the last place; each of three roundings may flip it.
     let unit = last_place(dtype);
     let units = if result == Epilogue::SwiGlu { 3.0 } else { 1.0 };
     let mut num_flipped = 0;

@@ -32,7 +32,7 @@ fn reference(
 ) -> Vec<(f64, f64)> {
     let n = before.len();
     let round = |value| round(dtype, value);
-    // What f32 may be off by before the roundings.
+    // The tolerance of f32 before the roundings.
     let product = |i: usize| {
         let terms = || x.iter().zip(&weight[i * x.len()..]).map(|(a, b)| a * b);
         (terms().sum::<f64>(), 2e-6 * terms().map(f64::abs).sum::<f64>())

@@ -163,7 +163,7 @@ fn activations_on_cuda_have_the_codes_and_scales_of_the_host() {
                     }
                     let codes = &codes[(row * num_groups + group) * 128..][..128];
                     for input in 0..128 {
-                        // Of 32 inputs the fours of even places stand first.
+                        // Of 32 inputs, the groups of four at even places come first.
                         let (start, four, rest) = (input / 32 * 32, input % 32 / 4, input % 4);
                         let place = start + four % 2 * 16 + four / 2 * 4 + rest;
                         let want = match x.get(input) {

@@ -1,4 +1,4 @@
-//! What is no quantised matrix of a caller's: each is refused in a sentence, and nothing is
+//! Operands of a caller that are no quantised matrix: each is refused in a sentence, and nothing is
 //! written. Sizes of 0 and groups that do not divide are not refused.
 
 use super::tensors::or_null;
@@ -96,7 +96,7 @@ const BIAS: usize = 4;
 const OUT: usize = 5;
 const NAMES: [&str; 6] = ["codes", "scales", "zeros", "x", "bias", "out"];
 
-/// What a call is of.
+/// The kind of a call.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Kind {
     Quantise,
@@ -195,7 +195,7 @@ fn every_tensor_is_checked() {
                 let strided = |shape: &[i64], strides: &[i64]| {
                     Some(slice(&view, Type::F32, shape, strides, 0))
                 };
-                // Of another type, which no other tensor has.
+                // A tensor of another type, which no other tensor has.
                 says(
                     Some(xserv_tensor {
                         dtype: xserv_tensor_dtype { code: 0, bits: 64, lanes: 1 },
