@@ -5,8 +5,10 @@
 use std::collections::{HashMap, VecDeque};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use xserv::engine::harness::StepModel;
+use xserv::engine::{Event, FinishReason, Ticket};
 use xserv::error::{Error, ErrorKind, Result};
 use xserv::model::{
     mask_words, BlockCopy, CopyDirection, ForwardBatch, KvCache, KvSwap, ScoresOut, Step,
@@ -15,6 +17,9 @@ use xserv::model::{
 
 /// Tokens are below this.
 pub const VOCAB: usize = 50;
+
+/// The longest wait for what takes milliseconds.
+pub const PATIENCE: Duration = Duration::from_secs(60);
 
 const BLOCK: usize = 32;
 
@@ -79,6 +84,20 @@ fn choose(past: u64, vocab_size: usize, is_allowed: impl Fn(u32) -> bool) -> u32
     let from = (past % vocab_size as u64) as u32;
     let mut all = (from..vocab_size as u32).chain(0..from);
     all.find(|&id| is_allowed(id)).unwrap_or(from)
+}
+
+/// Returns the outcome of a request: its tokens, and how it ended.
+pub fn outcome(ticket: &mut Ticket) -> (Vec<u32>, Result<FinishReason>) {
+    let mut tokens = Vec::new();
+    loop {
+        match ticket.next(Some(PATIENCE)) {
+            Ok(Some(Event::Token { token, .. })) => tokens.push(token),
+            Ok(Some(Event::End { reason, .. })) => return (tokens, Ok(reason)),
+            Ok(Some(Event::Text { .. })) => {}
+            Ok(other) => panic!("{other:?} after {} tokens", tokens.len()),
+            Err(error) => return (tokens, Err(error)),
+        }
+    }
 }
 
 /// Returns the tokens that a request gets alone.

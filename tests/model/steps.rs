@@ -6,14 +6,9 @@ use std::time::{Duration, Instant};
 use xserv::memory::DType;
 use xserv::model::{Draw, Model, TokenChoice, FROM_BATCH, NO_TOKEN};
 
-use crate::driver::{cuda_context, load, load_on_cuda, Driver, Sequence};
+use crate::driver::{argmax, cuda_context, load, load_on_cuda, Driver, Sequence};
 use crate::files::{Family, Random, Store, TestModel};
 use crate::golden::{self, Golden};
-
-fn argmax(logits: &[f32]) -> u32 {
-    let best = logits.iter().enumerate().max_by(|a, b| a.1.total_cmp(b.1).then(b.0.cmp(&a.0)));
-    best.expect("a row").0 as u32
-}
 
 /// The first model of each architecture that this machine has, a Qwen3 in front.
 fn golden_models() -> Vec<Golden> {

@@ -54,6 +54,19 @@ pub fn normals<T: Storage>(random: &mut Random, len: usize) -> Vec<T> {
     typed(&random.normals(len))
 }
 
+/// Returns rows of normal numbers with ties, and in every fifth row a NaN.
+pub fn tied_rows<T: Storage>(random: &mut Random, rows: usize, width: usize) -> Vec<T> {
+    let mut x: Vec<T> = normals(random, rows * width);
+    for (number, row) in x.chunks_exact_mut(width).enumerate() {
+        let (from, to) = (random.below(width), random.below(width));
+        row[to] = row[from];
+        if number % 5 == 4 {
+            row[random.below(width)] = T::from_f32(f32::NAN);
+        }
+    }
+    x
+}
+
 /// One rounding to T of something computed to `f32` relative error.
 pub fn tolerance<T: Storage>(f32: f64) -> f64 {
     match T::DTYPE {

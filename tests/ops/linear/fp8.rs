@@ -6,7 +6,8 @@ use std::sync::Arc;
 
 use super::quantised::{check_product, Case, Product};
 use crate::quantised::{in_e4m3, random_matrix, upload_tiles};
-use crate::support::device::{cuda_context, round, Bench, HALVES};
+use crate::support::device::{cuda_context, Bench, HALVES};
+use crate::support::rounded;
 use xserv::backend::{ComputeContext, ContextBackend, DeviceTensor};
 use xserv::error::Result;
 use xserv::memory::{DType, Tensor};
@@ -233,12 +234,9 @@ fn has_large_blocks(context: &ComputeContext) -> bool {
 
 /// RMSNorm of rows, rounded as Transformers rounds it.
 fn normalised(dtype: DType, x: &[f64], weight: &[f64]) -> Vec<f64> {
-    let normalise = |row: &[f64]| -> Vec<f64> {
-        let mean = row.iter().map(|x| x * x).sum::<f64>() / row.len() as f64;
-        let scale = 1.0 / (mean + f64::from(EPS)).sqrt();
-        row.iter().zip(weight).map(|(x, w)| round(dtype, round(dtype, x * scale) * w)).collect()
-    };
-    x.chunks_exact(weight.len()).flat_map(normalise).collect()
+    x.chunks_exact(weight.len())
+        .flat_map(|row| rounded::rms_norm(dtype, row, weight, EPS))
+        .collect()
 }
 
 /// Blocks quantise few rows themselves, and normalise them where they are told to.
