@@ -102,10 +102,8 @@ fn options() -> Option<Options> {
                     temperature: parts.next()?.parse().ok()?,
                     top_k: parts.next()?.parse().ok()?,
                     top_p: parts.next()?.parse().ok()?,
-                    min_p: 0.0,
-                    typical_p: 1.0,
                     seed: 1,
-                    index: 0,
+                    ..Draw::default()
                 });
             }
             "--f16" => options.dtype = DType::F16,

@@ -292,15 +292,7 @@ pub fn compare_chain(model: &Model, batch: usize, lens: Range<usize>) {
 
 #[test]
 fn seeds_and_penalties_choose_the_way() {
-    let draw = Draw {
-        temperature: 1.0,
-        top_k: 0,
-        top_p: 1.0,
-        min_p: 0.0,
-        typical_p: 1.0,
-        seed: 1,
-        index: 0,
-    };
+    let draw = Draw { seed: 1, ..Draw::default() };
     let golden = golden_model();
     let cpu = load(golden.model_path(), Some(DType::F32), 1);
     assert!(cpu.can_choose(&TokenChoice::Caller));

@@ -74,6 +74,21 @@ impl From<Draw> for SampleRow {
     }
 }
 
+impl Default for Draw {
+    /// Returns a draw at temperature 1 from all tokens: every filter is neutral.
+    fn default() -> Self {
+        Draw {
+            temperature: 1.0,
+            top_k: 0,
+            top_p: 1.0,
+            min_p: 0.0,
+            typical_p: 1.0,
+            seed: 0,
+            index: 0,
+        }
+    }
+}
+
 impl Draw {
     /// Whether top-k, top-p or typical-p may remove tokens.
     pub fn is_filtered(&self) -> bool {
