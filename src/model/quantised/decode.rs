@@ -8,7 +8,7 @@ use super::words::{awq_rows, gptq_rows, pack_nibbles, unpack_nibbles, word_at, A
 use crate::error::{try_filled, Error, Result};
 use crate::memory::DType;
 use crate::model::checkpoint::RawTensor;
-use crate::ops::quantised::{Code, QuantisedMatrix};
+use crate::ops::quantised::QuantisedMatrix;
 
 /// Rows are decoded in multiples of this number: what AWQ packs into a word.
 pub const ROWS_AT_ONCE: usize = 8;
@@ -130,7 +130,7 @@ impl QuantModule {
                 let stored_rows = bytes.codes.chunks_exact(stored.max(1)).skip(first);
                 for (row, stored) in codes.chunks_exact_mut(row_bytes).zip(stored_rows) {
                     row.copy_from_slice(stored.get(..row_bytes).unwrap_or_default());
-                    if self.format.code == Code::Int4 && self.in_features % 2 == 1 {
+                    if self.format.code.bits() == 4 && self.in_features % 2 == 1 {
                         // The padding of the last byte is not a number.
                         if let Some(last) = row.last_mut() {
                             *last &= 15;
@@ -156,16 +156,16 @@ impl QuantModule {
         let mut row = try_filled(self.in_features, 0_u8, what)?;
         let mut sorted = try_filled(self.in_features, 0_u8, what)?;
         for codes in codes.chunks_exact_mut(row_bytes) {
-            match self.format.code {
-                Code::Int4 => unpack_nibbles(codes, &mut row),
-                Code::Int8 | Code::Fp8 => row.copy_from_slice(codes),
+            match self.format.code.bits() {
+                4 => unpack_nibbles(codes, &mut row),
+                _ => row.copy_from_slice(codes),
             }
             for (code, &input) in sorted.iter_mut().zip(&bytes.order) {
                 *code = row.get(input as usize).copied().unwrap_or_default();
             }
-            match self.format.code {
-                Code::Int4 => pack_nibbles(&sorted, codes),
-                Code::Int8 | Code::Fp8 => codes.copy_from_slice(&sorted),
+            match self.format.code.bits() {
+                4 => pack_nibbles(&sorted, codes),
+                _ => codes.copy_from_slice(&sorted),
             }
         }
         Ok(())

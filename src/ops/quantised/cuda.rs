@@ -4,7 +4,6 @@
 use std::ops::Range;
 
 use super::tiles::{TileLayout, TILE_ROWS};
-use super::Code;
 use crate::backend::cuda::{kernel_struct, kernels, Arguments, Launch};
 use crate::backend::ComputeContext;
 use crate::error::{Error, Result};
@@ -82,15 +81,6 @@ impl<'a> QuantisedTiles<'a> {
             scales: at(place.scales.start),
             zeros: if has_zeros { at(place.zeros.start) } else { std::ptr::null_mut() },
         }
-    }
-}
-
-/// The number by which kernels know what codes are.
-pub(in crate::ops) fn code_number(code: Code) -> i32 {
-    match code {
-        Code::Int4 => 0,
-        Code::Int8 => 1,
-        Code::Fp8 => 2,
     }
 }
 
@@ -173,7 +163,7 @@ pub fn dequantise(
         tile_rows,
         pair_rows,
         pairs_end,
-        code: code_number(layout.format().code),
+        code: layout.format().code.number(),
         scale_type: scale_number(layout.format().scale),
     };
     let chunk_blocks = u16::try_from(layout.num_chunks().div_ceil(BLOCK_CHUNKS));
@@ -192,7 +182,7 @@ pub fn dequantise(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::ops::quantised::QuantFormat;
+    use crate::ops::quantised::{Code, QuantFormat};
 
     #[test]
     fn the_tiles_of_rows_are_those_that_have_them() {

@@ -10,7 +10,6 @@
 use super::format::{Code, QuantFormat};
 use super::matrix::QuantisedMatrix;
 use crate::backend::cpu::dot::{MAX_SUMMED, UNIT};
-use crate::backend::cpu::math::fp8_to_f32;
 use crate::backend::cpu::simd::{Kernel, Simd, Vector16};
 use crate::backend::cpu::{CpuBackend, SendPointer};
 use crate::error::{try_with_capacity, Error, Result};
@@ -290,11 +289,7 @@ impl QuantisedPanels {
         for group in self.groups(panel) {
             let (scale, zero) = group.factor(column);
             for place in group.places.clone() {
-                let code = group.code(place, column);
-                let value = match self.format.code {
-                    Code::Int4 | Code::Int8 => f32::from(i16::from(code) - i16::from(zero)),
-                    Code::Fp8 => fp8_to_f32(code),
-                };
+                let value = self.format.code.value(group.code(place, column), zero);
                 let input = self.order.get(place).map_or(place, |&input| input as usize);
                 if let Some(out) = out.get_mut(input) {
                     *out = value * scale;
@@ -455,10 +450,7 @@ fn pack_panel(
             let packed = pack_units(code, row_codes, places.clone(), column, codes);
             for place in places.start + packed..places.end {
                 let (byte, shift) = code_place(code, place - places.start, column);
-                let stored = match code {
-                    Code::Int4 => row_codes.get(place / 2).map_or(0, |b| b >> (place % 2 * 4) & 15),
-                    Code::Int8 | Code::Fp8 => row_codes.get(place).copied().unwrap_or(0),
-                };
+                let stored = code.at(row_codes, place);
                 if let Some(out) = codes.get_mut(byte) {
                     *out |= stored << shift;
                 }

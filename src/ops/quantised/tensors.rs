@@ -81,7 +81,7 @@ impl QuantisedTensors<'_> {
         ];
         check::shape(("scales", self.scales), &groups, "a scale for each group")?;
         if let Some(zeros) = self.zeros {
-            if self.code == Code::Fp8 {
+            if self.code.is_float() {
                 return wrong("zeros were given, but codes that are floats have none".to_owned());
             }
             if zeros.element() != ElementType::I32 {
@@ -125,11 +125,9 @@ impl QuantisedTensors<'_> {
             let bytes = word.to_le_bytes();
             to.iter_mut().zip(bytes).for_each(|(to, from)| *to = from);
         }
-        if self.code == Code::Fp8 {
-            if let Some(at) = matrix.codes.iter().position(|code| code & 0x7f == 0x7f) {
-                let place = [at / in_features.max(1), at % in_features.max(1)];
-                return wrong(format!("codes has no number (NaN) at {place:?} of the matrix"));
-            }
+        if let Some(at) = matrix.codes.iter().position(|&code| !self.code.is_number(code)) {
+            let place = [at / in_features.max(1), at % in_features.max(1)];
+            return wrong(format!("codes has no number (NaN) at {place:?} of the matrix"));
         }
         let num_groups = matrix.num_groups().max(1);
         let scales = floats(&on_host(context, self.scales)?, format.scale)?;

@@ -22,7 +22,7 @@
 
 use std::ops::Range;
 
-use super::{Code, QuantFormat, QuantisedMatrix};
+use super::{QuantFormat, QuantisedMatrix};
 use crate::error::{Error, Result};
 use crate::memory::DType;
 
@@ -233,7 +233,7 @@ impl TileLayout {
                 for half in 0..2 {
                     let place = chunk * CHUNK + half * (CHUNK / 2) + lane % 4 * 8;
                     let [low, high] = rows.map(|row| self.eight_codes(matrix, row, place));
-                    if self.format.code == Code::Int4 {
+                    if self.format.code.bits() == 4 {
                         let words = [0, 1].map(|step| {
                             let [low, high] =
                                 [low, high].map(|codes| nibbles(codes >> (32 * step)));
@@ -258,7 +258,7 @@ impl TileLayout {
         let Some(row) = row else { return middle };
         if place + 8 <= self.in_features {
             let codes = matrix.row_codes(row);
-            if self.format.code == Code::Int4 {
+            if self.format.code.bits() == 4 {
                 let four = codes.get(place / 2..).and_then(|codes| codes.first_chunk());
                 return u32::from_le_bytes(four.copied().unwrap_or_default()).spread();
             }
@@ -346,6 +346,7 @@ fn put(out: &mut [u8], at: usize, words: &[u32]) {
 
 #[cfg(test)]
 mod tests {
+    use super::super::Code;
     use super::*;
 
     /// Packs in two parts.
