@@ -53,7 +53,7 @@ pub(super) struct ActiveTable {
 }
 
 impl ActiveTable {
-    /// The number of slots, with and without a sequence.
+    /// Returns the number of slots, with and without a sequence.
     pub fn num_slots(&self) -> usize {
         self.slots.len()
     }
@@ -81,12 +81,12 @@ impl ActiveTable {
         Some(place.get_mut().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// The sequence in a slot, if there is one.
+    /// Returns the sequence in a slot, if there is one.
     pub fn at_mut(&mut self, slot: usize) -> Option<&mut Active> {
         self.place(slot)?.as_mut()
     }
 
-    /// A sequence that has not ended.
+    /// Returns a sequence that has not ended.
     pub fn get_mut(&mut self, key: SequenceKey) -> Option<&mut Active> {
         self.at_mut(key.slot()).filter(|active| active.key == key)
     }

@@ -28,7 +28,7 @@ pub struct Response<'a> {
 }
 
 impl Engine {
-    /// The form in which the model writes calls of tools.
+    /// Returns the form in which the model writes calls of tools.
     pub(super) fn tool_form(&self) -> ToolForm {
         let template = self.chat_template().ok().map(|template| template.source());
         let tokenizer = self.tokenizer().ok();
@@ -42,13 +42,13 @@ impl Engine {
         Ok(start_of(&self.end_of_prompt(prompt)?))
     }
 
-    /// The text of the last tokens of a prompt.
+    /// Returns the text of the last tokens of a prompt.
     fn end_of_prompt(&self, prompt: &[u32]) -> Result<String> {
         let tail = prompt.len().saturating_sub(MAX_LOOKED_AT);
         self.tokenizer()?.decode(prompt.get(tail..).unwrap_or_default(), false)
     }
 
-    /// The response template by which answers are read where no format is named: the model's, unless it
+    /// Returns the response template by which answers are read where no format is named: the model's, unless it
     /// writes thoughts and calls as is known without one, which then tells the arguments of calls as they come.
     fn followed_template(&self) -> Option<&Arc<ResponseTemplate>> {
         let template = self.response_template.as_ref()?;

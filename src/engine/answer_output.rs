@@ -61,7 +61,7 @@ impl AnswerOutput {
         Ok(())
     }
 
-    /// The parts so far, put together.
+    /// Returns the parts so far, put together.
     pub fn into_answer(self) -> Answer {
         self.answer
     }

@@ -20,7 +20,7 @@ pub(super) struct LazyCompiler {
 }
 
 impl LazyCompiler {
-    /// The compiler. After a failure, for want of memory say, the next request tries again.
+    /// Returns the compiler. After a failure, for want of memory say, the next request tries again.
     pub fn get(&self, tokenizer: &Tokenizer, vocab_size: usize) -> Result<&GrammarCompiler> {
         let _making = match self.made.get() {
             Some(made) => return Ok(made),
@@ -47,7 +47,7 @@ pub(super) struct Constrained {
 }
 
 impl Constrained {
-    /// The constraint of a sequence that `ends` end, before its first token.
+    /// Returns the constraint of a sequence that `ends` end, before its first token.
     pub fn new(matcher: GrammarMatcher, tokenizer: Arc<Tokenizer>, ends: Arc<Vec<u32>>) -> Self {
         Constrained { matcher, tokenizer, ends, has_mask: false, failed: None }
     }

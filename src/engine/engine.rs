@@ -37,7 +37,7 @@ pub struct ModelShape {
 }
 
 impl ModelShape {
-    /// The sizes in a config.
+    /// Returns the sizes in a config.
     pub fn of(config: &ModelConfig) -> Self {
         ModelShape {
             vocab_size: config.vocab_size,
@@ -98,17 +98,17 @@ impl Engine {
         self.closed.load(Ordering::Acquire)
     }
 
-    /// The tokenizer, or the reason why there is none.
+    /// Returns the tokenizer, or the reason why there is none.
     pub fn tokenizer(&self) -> Result<&Arc<Tokenizer>> {
         self.tokenizer.as_ref().map_err(Error::clone)
     }
 
-    /// The chat template, or the reason why there is none.
+    /// Returns the chat template, or the reason why there is none.
     pub fn chat_template(&self) -> Result<&ChatTemplate> {
         self.chat_template.as_ref().map_err(Error::clone)
     }
 
-    /// The special tokens by role, for templates.
+    /// Returns the special tokens by role, for templates.
     pub fn special_tokens(&self) -> &SpecialTokens {
         match &self.tokenizer {
             Ok(tokenizer) => tokenizer.special_tokens(),
@@ -116,12 +116,12 @@ impl Engine {
         }
     }
 
-    /// A detokenizer for one stream of ids.
+    /// Returns a detokenizer for one stream of ids.
     pub fn detokenizer(&self, skip_special: bool) -> Result<Detokenizer> {
         Ok(Detokenizer::new(self.tokenizer()?.clone(), skip_special))
     }
 
-    /// The text of token ids.
+    /// Returns the text of token ids.
     pub fn detokenize(&self, ids: &[u32], skip_special: bool) -> Result<String> {
         let tokenizer = self.tokenizer()?;
         ids.iter().try_for_each(|id| self.check_token_id(*id))?;
@@ -175,7 +175,7 @@ impl Engine {
         self.service.stats()
     }
 
-    /// The model's own defaults.
+    /// Returns the model's own defaults.
     pub fn generation_config(&self) -> &GenerationConfig {
         &self.generation_config
     }
@@ -185,17 +185,18 @@ impl Engine {
         &self.generation_config.eos_token_ids
     }
 
-    /// The architecture that config.json names.
+    /// Returns the architecture that config.json names.
     pub fn architecture(&self) -> &str {
         &self.architecture
     }
 
-    /// The folder that was opened.
+    /// Returns the folder that was opened.
     pub fn path(&self) -> &Path {
         self.folder.path()
     }
 
-    /// A description for people: backend, instruction set and threads, or the name of the GPU.
+    /// Returns a description for people: backend, instruction set and threads, or the name of the
+    /// GPU.
     pub fn device_name(&self) -> String {
         self.model.device_name()
     }
@@ -245,12 +246,12 @@ impl Engine {
         self.max_context_tokens
     }
 
-    /// The most bytes that activations and scratch take, as planned.
+    /// Returns the most bytes that activations and scratch take, as planned.
     pub fn workspace_bytes(&self) -> u64 {
         self.workspace_bytes
     }
 
-    /// The seconds that loading took.
+    /// Returns the seconds that loading took.
     pub fn load_seconds(&self) -> f64 {
         self.load_seconds
     }

@@ -98,8 +98,8 @@ pub(super) fn check_may_wait() -> Result<()> {
 const USUAL_BACKLOG: usize = 64;
 
 impl Inbox {
-    /// An empty queue of `num_samples` samples that get at most `max_tokens` tokens each. `closed`
-    /// is the engine's.
+    /// Returns an empty queue of `num_samples` samples that get at most `max_tokens` tokens each.
+    /// `closed` is the engine's.
     pub fn new(
         num_samples: usize,
         max_tokens: usize,
@@ -170,7 +170,7 @@ impl Inbox {
         Ok(())
     }
 
-    /// The next message, if there is one.
+    /// Returns the next message, if there is one.
     pub fn pop(&self) -> Option<Message> {
         self.queue().messages.pop_front()
     }
@@ -246,7 +246,7 @@ impl Inbox {
         }
     }
 
-    /// The progress that was noted last.
+    /// Returns the progress that was noted last.
     pub fn progress(&self, sample: usize) -> Progress {
         self.queue().progress.get(sample).copied().unwrap_or_default()
     }
@@ -270,7 +270,7 @@ impl Inbox {
             || self.cancel.as_ref().is_some_and(|cancel| cancel.is_cancelled())
     }
 
-    /// The reason to compute nothing more for a sample, if there is one.
+    /// Returns the reason to compute nothing more for a sample, if there is one.
     pub fn stop_reason(&self, sample: usize) -> Option<FinishReason> {
         if self.is_cancelled() {
             return Some(FinishReason::Cancelled);

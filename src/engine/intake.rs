@@ -38,7 +38,7 @@ impl Shared {
     }
 }
 
-/// The guard of a lock, also after a panic elsewhere.
+/// Returns the guard of a lock, also after a panic elsewhere.
 pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

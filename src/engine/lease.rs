@@ -150,7 +150,7 @@ impl Handoff {
 }
 
 impl Borrowed<'_> {
-    /// The lease.
+    /// Returns the lease.
     pub fn lease(&mut self) -> Result<&mut Lease> {
         self.lease.as_mut().ok_or_else(|| Error::internal("nothing was lent"))
     }

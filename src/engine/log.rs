@@ -34,13 +34,13 @@ pub struct Logger {
 }
 
 impl Logger {
-    /// A logger that says nothing.
+    /// Returns a logger that says nothing.
     pub fn silent() -> Self {
         Logger::default()
     }
 
-    /// A logger that calls `sink`: on the thread that loads during a load, then on the scheduler's
-    /// thread.
+    /// Returns a logger that calls `sink`: on the thread that loads during a load, then on the
+    /// scheduler's thread.
     pub fn new(sink: impl Fn(LogLevel, LogTarget, &str) + Send + Sync + 'static) -> Self {
         Logger { sink: Some(Box::new(sink)), calls: HostCall::default() }
     }

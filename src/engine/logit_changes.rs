@@ -94,7 +94,7 @@ pub(super) struct LogitChanges {
 const MUST: f32 = 1e30;
 
 impl LogitChanges {
-    /// The changes of a sequence that begins with `prompt`.
+    /// Returns the changes of a sequence that begins with `prompt`.
     pub fn new(penalties: Penalties, prompt: &[u32]) -> Result<Self> {
         let mut changes = LogitChanges {
             penalties,
@@ -165,7 +165,7 @@ impl LogitChanges {
         self.before.try_reserve(len).map_err(no_memory)
     }
 
-    /// The adjustment of a token, which is new if there was none.
+    /// Returns the adjustment of a token, which is new if there was none.
     fn of(&mut self, token_id: u32) -> Result<&mut Adjustment> {
         let no_memory =
             |_| Error::out_of_memory("the tokens of a sequence", size_of::<Adjustment>());
@@ -288,7 +288,8 @@ impl LogitChanges {
         Ok(())
     }
 
-    /// The logit that a token had before [`LogitChanges::apply`] changed it; `None` if it did not.
+    /// Returns the logit that a token had before [`LogitChanges::apply`] changed it; `None` if it
+    /// did not.
     pub fn before(&self, token_id: u32) -> Option<f32> {
         // A token that was banned twice was changed in the first place.
         let place = self.applied.iter().position(|change| change.token_id == token_id)?;

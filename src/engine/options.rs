@@ -59,13 +59,13 @@ pub struct EngineOptions {
 }
 
 impl EngineOptions {
-    /// The index of the CUDA device as the driver counts.
+    /// Returns the index of the CUDA device as the driver counts.
     pub(super) fn device_index(&self) -> i32 {
         i32::try_from(self.device_index).unwrap_or(i32::MAX)
     }
 }
 
-/// The number of threads of the kernels for the option `wanted`.
+/// Returns the number of threads of the kernels for the option `wanted`.
 pub(super) fn num_threads(wanted: usize) -> Result<usize> {
     match wanted {
         0 => Ok(std::thread::available_parallelism().map_or(1, |n| n.get().min(MAX_THREADS))),
@@ -76,7 +76,7 @@ pub(super) fn num_threads(wanted: usize) -> Result<usize> {
     }
 }
 
-/// The longest context for the option `wanted` of a model with this config.
+/// Returns the longest context for the option `wanted` of a model with this config.
 pub(super) fn context_limit(wanted: u64, config: &ModelConfig) -> Result<u64> {
     let limit = config.max_context_tokens as u64;
     match wanted {

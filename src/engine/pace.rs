@@ -50,8 +50,8 @@ impl Pace {
         self.finished = Some(now);
     }
 
-    /// The time at which to begin the next step, if the only one under way has `num_decoding`
-    /// sequences with a token each and was begun at `begun`. `None`: at once.
+    /// Returns the time at which to begin the next step, if the only one under way has
+    /// `num_decoding` sequences with a token each and was begun at `begun`. `None`: at once.
     pub fn next(&self, num_decoding: Option<usize>, begun: Instant) -> Option<Instant> {
         let (last, busy) = self.last?;
         let now = num_decoding?;

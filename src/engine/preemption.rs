@@ -16,8 +16,8 @@ impl Scheduler {
         self.swap = SwapSpace::new(max_blocks);
     }
 
-    /// The number of further blocks that may be kept on the host, if a sequence found no memory for
-    /// that; else 0.
+    /// Returns the number of further blocks that may be kept on the host, if a sequence found no
+    /// memory for that; else 0.
     pub fn swap_places_wanted(&self) -> usize {
         self.swap.num_wanted()
     }
@@ -31,18 +31,18 @@ impl Scheduler {
         }
     }
 
-    /// The costs of copying and computing, as far as they are known.
+    /// Returns the costs of copying and computing, as far as they are known.
     pub fn swap_costs(&mut self) -> &mut SwapCosts {
         &mut self.swap.costs
     }
 
-    /// The copies to be done, in this order: after all steps that were begun before, and before
-    /// anything planned since is computed.
+    /// Returns the copies to be done, in this order: after all steps that were begun before, and
+    /// before anything planned since is computed.
     pub fn copies(&self) -> &[BlockCopy] {
         self.copies.as_slice()
     }
 
-    /// The sequence of each of [`Scheduler::copies`].
+    /// Returns the sequence of each of [`Scheduler::copies`].
     pub fn copied_keys(&self) -> &[SequenceKey] {
         self.copies.keys()
     }

@@ -77,7 +77,7 @@ pub struct Scheduler {
 }
 
 impl Scheduler {
-    /// A scheduler without sequences.
+    /// Returns a scheduler without sequences.
     pub fn new(pool: BlockPool, limits: Limits) -> Result<Self> {
         let limits = Limits {
             max_sequences: limits.max_sequences.max(1),
@@ -177,12 +177,12 @@ impl Scheduler {
         self.free_slots.push(key.slot);
     }
 
-    /// The sequence, if it has not ended.
+    /// Returns the sequence, if it has not ended.
     pub fn sequence(&self, key: SequenceKey) -> Option<&Sequence> {
         self.at(key.slot).filter(|sequence| sequence.serial == key.serial)
     }
 
-    /// The sequence in a slot.
+    /// Returns the sequence in a slot.
     pub(super) fn at(&self, slot: u32) -> Option<&Sequence> {
         self.slots.get(slot as usize)?.as_ref()
     }
@@ -358,7 +358,8 @@ impl Scheduler {
         Ok(())
     }
 
-    /// The number of the sequence's blocks that are in the cache, and how many of these are idle.
+    /// Returns the number of the sequence's blocks that are in the cache, and how many of these are
+    /// idle.
     fn find_prefix(&self, sequence: &Sequence) -> (usize, usize) {
         let (mut num_found, mut num_idle) = (0, 0);
         self.each_found(sequence, |block, _| {
@@ -501,7 +502,7 @@ impl Scheduler {
         }
     }
 
-    /// The sequence of an entry, if it has not ended.
+    /// Returns the sequence of an entry, if it has not ended.
     fn alive(&mut self, entry: &Entry) -> Option<&mut Sequence> {
         self.alive_at(entry.key)
     }

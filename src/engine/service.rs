@@ -36,7 +36,7 @@ pub(super) struct Service {
 const STACK_BYTES: usize = 1 << 20;
 
 impl Service {
-    /// A service that has not started. `closed` ends all requests as cancelled.
+    /// Returns a service that has not started. `closed` ends all requests as cancelled.
     pub fn new(
         model: Arc<dyn StepModel>,
         backend: Arc<CpuBackend>,
@@ -92,7 +92,7 @@ impl Service {
         Ok(())
     }
 
-    /// The latest statistics.
+    /// Returns the latest statistics.
     pub fn stats(&self) -> EngineStats {
         *lock(&self.shared.stats)
     }

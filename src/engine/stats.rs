@@ -60,7 +60,7 @@ struct Window {
 const WINDOW: Duration = Duration::from_secs(1);
 
 impl Recorder {
-    /// A record of a scheduler that has done nothing yet.
+    /// Returns a record of a scheduler that has done nothing yet.
     pub fn new(counts: SchedulerCounts) -> Self {
         let mut recorder = Recorder::default();
         recorder.counts(counts);

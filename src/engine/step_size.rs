@@ -13,7 +13,7 @@ pub struct Limits {
 }
 
 impl Limits {
-    /// The most tokens of a step.
+    /// Returns the most tokens of a step.
     pub fn max_step_tokens(&self) -> usize {
         self.max_prefill_tokens.saturating_add(self.max_sequences)
     }
@@ -78,12 +78,12 @@ impl StepSize {
         StepSize { max_tokens: None, num_good: 0 }
     }
 
-    /// The most tokens of a step.
+    /// Returns the most tokens of a step.
     pub fn max_tokens(&self) -> usize {
         self.max_tokens.unwrap_or(usize::MAX)
     }
 
-    /// The budget of an empty step.
+    /// Returns the budget of an empty step.
     pub fn room(&self, limits: &Limits) -> TokenBudget {
         TokenBudget { long: limits.max_prefill_tokens, all: self.max_tokens() }
     }

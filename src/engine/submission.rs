@@ -83,7 +83,7 @@ pub(super) enum Submission {
 }
 
 impl Submission {
-    /// The number of samples that it ends, for statistics.
+    /// Returns the number of samples that it ends, for statistics.
     pub fn num_samples(&self) -> u64 {
         match self {
             Submission::Run { work: Work::Prompt(work), .. } => {

@@ -43,7 +43,7 @@ impl Saved {
             && num_found < self.first_block + self.places.len()
     }
 
-    /// The number of first blocks that have their content once these are copied back.
+    /// Returns the number of first blocks that have their content once these are copied back.
     pub fn num_blocks_with(&self, num_found: usize) -> usize {
         if self.goes_beyond(num_found) {
             self.first_block + self.places.len()
@@ -125,7 +125,7 @@ pub(super) struct SwapSpace {
 }
 
 impl SwapSpace {
-    /// A space that may grow to `max_places` places, of which it has none yet.
+    /// Returns a space that may grow to `max_places` places, of which it has none yet.
     pub fn new(max_places: usize) -> Self {
         SwapSpace { max_places, ..SwapSpace::default() }
     }
@@ -135,7 +135,7 @@ impl SwapSpace {
         self.max_places > 0
     }
 
-    /// The number of further places that there may be, if a sequence found too few; else 0.
+    /// Returns the number of further places that there may be, if a sequence found too few; else 0.
     pub fn num_wanted(&self) -> usize {
         if self.is_short {
             self.max_places - self.num_places

@@ -301,7 +301,7 @@ fn rate(count: usize, seconds: f64) -> f64 {
 }
 
 impl Ticket {
-    /// A ticket for samples with these seeds.
+    /// Returns a ticket for samples with these seeds.
     pub(super) fn new(
         inbox: Arc<Inbox>,
         rules: &TextRules<'_>,
@@ -337,12 +337,12 @@ impl Ticket {
         Ok(())
     }
 
-    /// The ids that a sample has so far.
+    /// Returns the ids that a sample has so far.
     pub(super) fn token_ids(&self, sample: usize) -> &[u32] {
         self.samples.get(sample).map_or(&[], |sample| &sample.token_ids)
     }
 
-    /// A handle to cancel it with.
+    /// Returns a handle to cancel it with.
     pub fn handle(&self) -> TicketHandle {
         TicketHandle { inbox: self.inbox.clone(), process: self.process }
     }
@@ -374,15 +374,15 @@ impl Ticket {
         }
     }
 
-    /// The next event; `None` if there is none within `timeout` (`None`: waits as long as it
-    /// takes). An error ends the sample in which it happened.
+    /// Returns the next event; `None` if there is none within `timeout` (`None`: waits as long as
+    /// it takes). An error ends the sample in which it happened.
     pub fn next(&mut self, timeout: Option<Duration>) -> Result<Option<Event>> {
         let inbox = self.inbox.clone();
         inbox.wait_for(timeout, || self.try_next())
     }
 
-    /// The next event, if there is one that needs no waiting. An error ends the sample in which it
-    /// happened.
+    /// Returns the next event, if there is one that needs no waiting. An error ends the sample in
+    /// which it happened.
     pub fn try_next(&mut self) -> Result<Option<Event>> {
         let event = self.find_event();
         if !matches!(event, Ok(None)) {
@@ -583,7 +583,7 @@ impl Ticket {
 }
 
 impl Prompt {
-    /// The next token that is told.
+    /// Returns the next token that is told.
     fn next(&mut self) -> Result<Option<Event>> {
         let (index, all) = (self.next, &self.log_probs);
         if index >= self.end {

@@ -129,7 +129,7 @@ impl Worker {
         self.end_all(&|| Ok(FinishReason::Cancelled));
     }
 
-    /// The time at which to begin the next step, if that is to wait for submissions.
+    /// Returns the time at which to begin the next step, if that is to wait for submissions.
     fn next_begin(&self) -> Option<Instant> {
         let flight = self.flights.front().filter(|_| self.flights.len() == 1)?;
         match self.scheduler.plan_alone() {

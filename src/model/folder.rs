@@ -205,7 +205,7 @@ pub fn refuse_lfs_pointer(name: &str, content: &[u8]) -> Result<()> {
     )))
 }
 
-/// The refusal of a model path that names a file.
+/// Returns the refusal of a model path that names a file.
 fn is_a_file(path: &str) -> Error {
     let shown = shown_name(path);
     if Path::new(path).extension().is_some_and(|ending| ending.eq_ignore_ascii_case("gguf")) {

@@ -37,7 +37,7 @@ impl ModelHeaders {
         Ok(ModelHeaders { presumed, stored_output })
     }
 
-    /// The folder as it is unless an output matrix that is declared tied differs from the embedding: good for
+    /// Returns the folder as it is unless an output matrix that is declared tied differs from the embedding: good for
     /// a guess, such as where the model will go.
     pub fn presumed(&self) -> &ModelFolder {
         &self.presumed

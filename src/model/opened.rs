@@ -37,7 +37,7 @@ impl ModelFolder {
         &self.config
     }
 
-    /// The folder, for the files that are not the model's weights.
+    /// Returns the folder, for the files that are not the model's weights.
     pub fn folder(&self) -> &Folder {
         &self.folder
     }
@@ -57,7 +57,7 @@ impl ModelFolder {
         self.plan.quantise_tokens(format);
     }
 
-    /// The element type that [`LoadOptions::dtype`] `None` stands for.
+    /// Returns the element type that [`LoadOptions::dtype`] `None` stands for.
     pub fn stored_dtype(&self) -> Result<DType> {
         Ok(self.plan.totals()?.stored_dtype())
     }

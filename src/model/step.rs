@@ -55,7 +55,7 @@ pub struct Step<'a> {
 /// machine's byte order. The bit `id % 32` of the word `id / 32` says whether a token may come.
 pub type WriteMasks<'a> = dyn FnMut(&mut [u8]) -> Result<()> + 'a;
 
-/// The number of words of a mask.
+/// Returns the number of words of a mask.
 pub fn mask_words(vocab_size: usize) -> usize {
     vocab_size.div_ceil(32)
 }
@@ -105,7 +105,7 @@ pub struct ScoresOut<'a> {
 }
 
 impl ScoresOut<'_> {
-    /// The number of likeliest tokens of a row.
+    /// Returns the number of likeliest tokens of a row.
     pub(super) fn num_top(&self) -> usize {
         self.top.len().checked_div(self.tokens.len()).unwrap_or(0)
     }

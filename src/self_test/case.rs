@@ -86,13 +86,13 @@ impl Output {
     }
 }
 
-/// The bound of a result that is computed in f32 with a relative error of at most `f32_error`, and
-/// then rounded once to `dtype`.
+/// Returns the bound of a result that is computed in f32 with a relative error of at most
+/// `f32_error`, and then rounded once to `dtype`.
 pub(super) fn bound(dtype: DType, f32_error: f64) -> f64 {
     f32_error + rounding(dtype)
 }
 
-/// The largest relative error of a rounding; 0 for f32, in whose errors it is included.
+/// Returns the largest relative error of a rounding; 0 for f32, in whose errors it is included.
 pub(super) fn rounding(dtype: DType) -> f64 {
     match dtype {
         DType::F32 => 0.0,

@@ -101,7 +101,7 @@ fn gemm(
     }
 }
 
-/// The product of two matrices of `m * k` and `k * n` elements.
+/// Returns the product of two matrices of `m * k` and `k * n` elements.
 fn product(a: &[f64], b: &[f64], (m, n, k): (usize, usize, usize)) -> Vec<f64> {
     reference::gemm((a, b, &[]), (m, n, k), (false, false), (k, n, n), (1.0, 0.0))
 }

@@ -80,7 +80,7 @@ impl Finder {
         self.texts.get(at).is_some_and(|spelling| spelling.starts_with(text))
     }
 
-    /// The places in a text where spellings begin, ascending, with those that are one character long;
+    /// Returns the places in a text where spellings begin, ascending, with those that are one character long;
     /// half a spelling at its end counts.
     fn places(&self, text: &str) -> Vec<(usize, Option<&str>)> {
         let mut places: Vec<(usize, Option<&str>)> = self

@@ -18,7 +18,7 @@ pub struct Messages {
 const CLOSING: &[u8] = b"]\0";
 
 impl Messages {
-    /// An empty conversation.
+    /// Returns an empty conversation.
     pub fn new() -> Result<Self> {
         let mut messages = Messages { json: Vec::new(), ends: Vec::new() };
         messages.reserve(1 + CLOSING.len(), 0)?;
@@ -37,7 +37,7 @@ impl Messages {
         self.ends.is_empty()
     }
 
-    /// The JSON array, with a NUL after it.
+    /// Returns the JSON array, with a NUL after it.
     pub fn json_with_nul(&self) -> &[u8] {
         &self.json
     }

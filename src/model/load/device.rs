@@ -39,7 +39,7 @@ fn vector_geometry(plan: &VectorPlan, spacing: HeadSpacing) -> Geometry {
     Geometry::new(plan.len, 1, plan.shard, spacing)
 }
 
-/// The 32-bit words that tiles take.
+/// Returns the 32-bit words that tiles take.
 fn words(layout: &TileLayout) -> usize {
     layout.len_bytes().div_ceil(4)
 }

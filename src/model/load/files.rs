@@ -65,7 +65,7 @@ impl Source {
 }
 
 impl<'a> WeightFiles<'a> {
-    /// The files of `checkpoint`, which lie in `folder`; none is open yet.
+    /// Returns the files of `checkpoint`, which lie in `folder`; none is open yet.
     pub(in crate::model) fn new(
         folder: &'a Folder,
         checkpoint: &'a Checkpoint,

@@ -32,7 +32,7 @@ pub enum WeightStorage {
 }
 
 impl WeightStorage {
-    /// The inputs that share a scale if the caller does not say.
+    /// Returns the inputs that share a scale if the caller does not say.
     const fn default_group_size(self) -> usize {
         match self {
             WeightStorage::Int4 => 32,

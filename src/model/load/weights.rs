@@ -26,7 +26,7 @@ pub enum PartSource {
 }
 
 impl MatrixPart {
-    /// The tensor of a part that is stored dense.
+    /// Returns the tensor of a part that is stored dense.
     pub fn dense(&self) -> Result<&Tensor> {
         match &self.source {
             PartSource::Dense(tensor) => Ok(tensor),
@@ -36,7 +36,7 @@ impl MatrixPart {
         }
     }
 
-    /// The bytes to read from the files.
+    /// Returns the bytes to read from the files.
     pub fn stored_bytes(&self) -> u64 {
         match &self.source {
             PartSource::Dense(tensor) => tensor.len_bytes,
@@ -94,7 +94,7 @@ impl MatrixPlan {
         })
     }
 
-    /// The format in which all parts are stored; `None` if any of them is dense, or if they differ in
+    /// Returns the format in which all parts are stored; `None` if any of them is dense, or if they differ in
     /// more than the type of their scales and whether they have zeros: then all of them become dense.
     pub fn stored_format(&self) -> Option<QuantFormat> {
         let mut common: Option<QuantFormat> = None;
@@ -124,7 +124,7 @@ impl MatrixPlan {
         }
     }
 
-    /// The bytes to read from the files.
+    /// Returns the bytes to read from the files.
     pub fn stored_bytes(&self) -> u64 {
         self.parts.iter().map(MatrixPart::stored_bytes).fold(0, u64::saturating_add)
     }

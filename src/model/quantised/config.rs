@@ -106,7 +106,7 @@ impl QuantConfig {
         Ok(QuantConfig { place, method })
     }
 
-    /// The method, as `quant_method` names it.
+    /// Returns the method, as `quant_method` names it.
     pub fn method_name(&self) -> &'static str {
         match self.method {
             Method::Fp8(_) => "fp8",

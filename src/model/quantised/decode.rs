@@ -222,7 +222,7 @@ impl QuantModule {
         }
     }
 
-    /// The error of a scale that is no finite number.
+    /// Returns the error of a scale that is no finite number.
     fn bad_scale(&self, bytes: &ModuleBytes<'_>) -> Error {
         let dtype = self.format.scale;
         let len = bytes.scales.len() / dtype.size_bytes();
@@ -239,7 +239,7 @@ impl QuantModule {
         ))
     }
 
-    /// The zero of a group of a row, as a code.
+    /// Returns the zero of a group of a row, as a code.
     fn zero(&self, bytes: &[u8], row: usize, group: usize) -> u8 {
         let bits = self.format.code.bits();
         let per_word = 32 / bits;

@@ -169,14 +169,14 @@ impl QuantModule {
         }
     }
 
-    /// The tensors that [`QuantModule::decode`] reads.
+    /// Returns the tensors that [`QuantModule::decode`] reads.
     pub fn tensors(&self) -> impl Iterator<Item = &RawTensor> {
         let others = [&self.zeros, &self.groups, &self.shape];
         [&self.codes, &self.scales].into_iter().chain(others.into_iter().flatten())
     }
 
-    /// The names of all tensors that are known to belong to the module, those that only say how to
-    /// quantise activations included; not that of a bias.
+    /// Returns the names of all tensors that are known to belong to the module, those that only say
+    /// how to quantise activations included; not that of a bias.
     pub fn tensor_names(&self) -> impl Iterator<Item = &str> {
         let used = self.tensors().map(|tensor| tensor.name.as_str());
         used.chain(self.harmless.iter().map(String::as_str))
@@ -187,7 +187,7 @@ impl QuantModule {
         self.groups.is_some() && self.layout.groups_are_scattered
     }
 
-    /// The bytes of its tensors in the files.
+    /// Returns the bytes of its tensors in the files.
     pub fn stored_bytes(&self) -> u64 {
         self.tensors().map(|tensor| tensor.len_bytes).fold(0, u64::saturating_add)
     }
@@ -410,7 +410,8 @@ impl Finder<'_> {
         Ok((group_size, ScaleLayout::ByOutput { rows: rows.max(1) }, tensor))
     }
 
-    /// The tensor of the zeros: needed if zeros are stored, read and checked if they are there.
+    /// Returns the tensor of the zeros: needed if zeros are stored, read and checked if they are
+    /// there.
     fn zeros(&self, name: &str, needed: bool) -> Result<Option<RawTensor>> {
         if needed {
             self.needed(name).map(Some)

@@ -184,7 +184,7 @@ const CLUSTER_D64_BYTES: u32 = 54_448;
 const CHUNKED_D128_BYTES: u32 = 68_272;
 const CHUNKED_D64_BYTES: u32 = 34_224;
 
-/// The dynamic shared memory that `csrc/common/layouts.cuh` states for the kernels.
+/// Returns the dynamic shared memory that `csrc/common/layouts.cuh` states for the kernels.
 #[cfg(test)]
 pub(in crate::ops) fn shared_bytes() -> Vec<(String, u32)> {
     [

@@ -72,7 +72,8 @@ fn kernel(dtype: DType, head_dim: i64) -> Option<(Kernel, u32, u32)> {
     }
 }
 
-/// The dynamic shared memory that `csrc/common/layouts.cuh` states for the kernels; they check it.
+/// Returns the dynamic shared memory that `csrc/common/layouts.cuh` states for the kernels; they
+/// check it.
 #[cfg(test)]
 pub(in crate::ops) fn shared_bytes() -> Vec<(String, u32)> {
     let of = |dim| Some((format!("attention_split_kv_d{dim}"), kernel(DType::F16, dim)?.2));

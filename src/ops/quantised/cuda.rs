@@ -84,7 +84,7 @@ impl<'a> QuantisedTiles<'a> {
     }
 }
 
-/// The number by which kernels know the type of scales.
+/// Returns the number by which kernels know the type of scales.
 pub(in crate::ops) fn scale_number(scale: DType) -> i32 {
     match scale {
         DType::F32 => 0,

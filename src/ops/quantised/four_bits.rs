@@ -54,7 +54,7 @@ pub(super) struct FourBits {
 }
 
 impl FourBits {
-    /// The scales, rounded, and zeros for them.
+    /// Returns the scales, rounded, and zeros for them.
     #[inline(always)]
     fn of(scale: &Lanes, least: &Lanes) -> Self {
         let mut all = FourBits { scale: [0.0; LANES], inverse: [0.0; LANES], zero: [0.0; LANES] };

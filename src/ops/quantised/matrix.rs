@@ -45,25 +45,25 @@ impl QuantisedMatrix {
         })
     }
 
-    /// The groups of a row.
+    /// Returns the groups of a row.
     pub fn num_groups(&self) -> usize {
         self.format.num_groups(self.in_features)
     }
 
-    /// The codes of a row.
+    /// Returns the codes of a row.
     pub fn row_codes(&self, row: usize) -> &[u8] {
         let len = self.format.code.row_bytes(self.in_features);
         self.codes.get(row * len..(row + 1) * len).unwrap_or_default()
     }
 
-    /// The scale and the zero of a group of a row.
+    /// Returns the scale and the zero of a group of a row.
     pub fn group(&self, row: usize, group: usize) -> (f32, u8) {
         let index = row * self.num_groups() + group;
         let zero = self.zeros.get(index).copied().unwrap_or(self.format.code.middle());
         (self.scales.get(index).copied().unwrap_or(0.0), zero)
     }
 
-    /// The code at a place of a row.
+    /// Returns the code at a place of a row.
     pub fn code(&self, row: usize, place: usize) -> u8 {
         self.format.code.at(self.row_codes(row), place)
     }

@@ -44,7 +44,7 @@ fn wrong<T>(what: String) -> Result<T> {
     Err(Error::invalid_argument(what))
 }
 
-/// The rows and columns of a matrix.
+/// Returns the rows and columns of a matrix.
 pub(in crate::ops) fn matrix_sizes((name, tensor): check::Named<'_>) -> Result<[usize; 2]> {
     check::rank((name, tensor), 2, "[rows, columns]")?;
     match **tensor.shape() {
@@ -93,7 +93,7 @@ impl QuantisedTensors<'_> {
         Ok(())
     }
 
-    /// The tensors with their names.
+    /// Returns the tensors with their names.
     pub(in crate::ops) fn named(&self) -> impl Iterator<Item = check::Named<'_>> {
         let zeros = self.zeros.map(|zeros| ("zeros", zeros));
         [("codes", self.codes), ("scales", self.scales)].into_iter().chain(zeros)

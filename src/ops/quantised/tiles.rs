@@ -91,12 +91,12 @@ impl TileLayout {
         }
     }
 
-    /// The rows of the matrix.
+    /// Returns the rows of the matrix.
     pub fn out_features(&self) -> usize {
         self.out_features
     }
 
-    /// The columns of the matrix.
+    /// Returns the columns of the matrix.
     pub fn in_features(&self) -> usize {
         self.in_features
     }
@@ -111,7 +111,7 @@ impl TileLayout {
         self.is_gated
     }
 
-    /// The tiles.
+    /// Returns the tiles.
     pub fn num_tiles(&self) -> usize {
         if self.is_gated {
             (self.out_features / 2).div_ceil(TILE_ROWS / 2)
@@ -120,13 +120,13 @@ impl TileLayout {
         }
     }
 
-    /// The chunks of a tile.
+    /// Returns the chunks of a tile.
     pub fn num_chunks(&self) -> usize {
         self.in_features.div_ceil(CHUNK)
     }
 
-    /// The inputs that share a scale: all of a row if there is a single one, those behind its end
-    /// included.
+    /// Returns the inputs that share a scale: all of a row if there is a single one, those behind
+    /// its end included.
     pub fn group_size(&self) -> usize {
         let group_size = self.format.group_size.max(1);
         if group_size >= self.in_features {
@@ -136,12 +136,12 @@ impl TileLayout {
         }
     }
 
-    /// The groups of a row, those behind its end included.
+    /// Returns the groups of a row, those behind its end included.
     pub fn num_groups(&self) -> usize {
         (self.num_chunks() * CHUNK).div_ceil(self.group_size())
     }
 
-    /// The row of the matrix that stands at `row` of a tile.
+    /// Returns the row of the matrix that stands at `row` of a tile.
     pub fn row(&self, tile: usize, row: usize) -> Option<usize> {
         if !self.is_gated {
             return Some(tile * TILE_ROWS + row).filter(|&row| row < self.out_features);
@@ -155,7 +155,7 @@ impl TileLayout {
         TILE_ROWS * CHUNK * self.format.code.bits() / 8
     }
 
-    /// The bytes of codes, scales and zeros of a tile.
+    /// Returns the bytes of codes, scales and zeros of a tile.
     fn tile_bytes(&self) -> (usize, usize, usize) {
         let scales = self.num_groups() * TILE_ROWS;
         let zeros = if self.format.has_zeros { scales } else { 0 };
@@ -176,7 +176,7 @@ impl TileLayout {
         }
     }
 
-    /// The bytes of the allocation.
+    /// Returns the bytes of the allocation.
     pub fn len_bytes(&self) -> usize {
         self.place(0..self.num_tiles()).zeros.end.next_multiple_of(ALIGNMENT)
     }
@@ -370,7 +370,7 @@ mod tests {
         all
     }
 
-    /// The code of register `register`, element `element`, of product `step` of a lane.
+    /// Returns the code of register `register`, element `element`, of product `step` of a lane.
     fn code_at(
         layout: &TileLayout,
         all: &[u8],

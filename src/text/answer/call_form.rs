@@ -47,7 +47,7 @@ pub struct Probe {
 }
 
 impl Probe {
-    /// The conversation from which [`CallForm::find`] learns.
+    /// Returns the conversation from which [`CallForm::find`] learns.
     pub fn new() -> Self {
         let question = json!({ "role": "user", "content": "?" });
         let function = json!({ "name": PROBE, "arguments": { PARAMETER: VALUE } });
@@ -121,7 +121,7 @@ impl CallForm {
         form(before, rest, Shape::Json { around, name_is_json: false })
     }
 
-    /// The call of the probe in this form.
+    /// Returns the call of the probe in this form.
     pub fn example(&self) -> String {
         let Self { before, after, shape } = self;
         let call = match shape {

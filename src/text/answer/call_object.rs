@@ -96,7 +96,7 @@ impl CallObject {
         self.has_begun
     }
 
-    /// The text that was taken, if nothing was told.
+    /// Returns the text that was taken, if nothing was told.
     pub fn into_text(self) -> String {
         self.text
     }

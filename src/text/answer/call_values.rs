@@ -176,7 +176,7 @@ impl Values {
         Ok(())
     }
 
-    /// The kinds that a text is tried as before it is taken for a string. Null is tried first always.
+    /// Returns the kinds that a text is tried as before it is taken for a string. Null is tried first always.
     fn before_text(&self) -> &[Kind] {
         let tried = self.kinds.tried();
         let text = tried.iter().position(|kind| *kind == Kind::Text).unwrap_or(tried.len());
@@ -205,7 +205,7 @@ impl Values {
         Ok(())
     }
 
-    /// The characters with which a string must not begin, lest it is read as a value that is not allowed.
+    /// Returns the characters with which a string must not begin, lest it is read as a value that is not allowed.
     fn barred(&self) -> String {
         let is_free = |name: &str| {
             self.json.iter().filter_map(Value::as_object).any(|schema| {
@@ -258,7 +258,7 @@ impl Values {
     }
 }
 
-/// A regular expression of texts of these lengths that begin with none of the characters `barred`, nor, if
+/// Returns a regular expression of texts of these lengths that begin with none of the characters `barred`, nor, if
 /// there are such, with blanks, beside which they would be found.
 fn any_text(least: u64, most: Option<u64>, barred: &str) -> String {
     let repeated = |least: u64, most: Option<u64>| match (least, most) {

@@ -59,7 +59,7 @@ pub struct Answer {
 }
 
 impl Answer {
-    /// The answer as a message of a conversation, as chat templates take it: JSON with `content`, and
+    /// Returns the answer as a message of a conversation, as chat templates take it: JSON with `content`, and
     /// `reasoning_content` and `tool_calls` where there are some. Calls that are not complete are left out.
     pub fn message(&self) -> Value {
         let mut message = json!({"role": "assistant", "content": self.content});

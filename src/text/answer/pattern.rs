@@ -68,7 +68,7 @@ impl Pattern {
         Ok(Pattern { nfa, groups, has_looks, begins })
     }
 
-    /// An expression that matches one of these texts, the longest that it can.
+    /// Returns an expression that matches one of these texts, the longest that it can.
     pub fn any_of(texts: &[&str]) -> Result<Self> {
         let mut texts = texts.to_vec();
         texts.sort_by_key(|text| std::cmp::Reverse(text.len()));
@@ -76,7 +76,7 @@ impl Pattern {
         Self::new(&escaped.join("|"))
     }
 
-    /// The names of the groups.
+    /// Returns the names of the groups.
     pub fn group_names(&self) -> impl Iterator<Item = &str> {
         self.groups.iter().map(|(name, _)| name.as_str())
     }
@@ -135,7 +135,7 @@ type Slots = [u32; 2 * MAX_GROUPS];
 const NONE: u32 = u32::MAX;
 
 impl Match {
-    /// The named groups, as bytes of the text.
+    /// Returns the named groups, as bytes of the text.
     pub fn groups<'a>(
         &'a self,
         pattern: &'a Pattern,
@@ -179,7 +179,7 @@ impl Search {
         self.is_over
     }
 
-    /// The match, if it is certain.
+    /// Returns the match, if it is certain.
     pub fn found(&self) -> Option<&Match> {
         self.found.as_ref().filter(|_| self.is_over)
     }
@@ -189,7 +189,7 @@ impl Search {
         self.threads.is_empty() && self.found.is_none()
     }
 
-    /// The byte from which on the text may be part of a match. `at`: the end of the text.
+    /// Returns the byte from which on the text may be part of a match. `at`: the end of the text.
     pub fn pending(&self, at: usize) -> usize {
         let begun = self.threads.first().map(|thread| thread.start);
         let found = self.found.map(|found| found.start);
@@ -400,7 +400,7 @@ fn stepped(state: &State, byte: u8) -> Option<StateID> {
     }
 }
 
-/// The bytes that the automaton can take first.
+/// Returns the bytes that the automaton can take first.
 fn first_bytes(nfa: &NFA) -> [bool; 256] {
     let mut bytes = [false; 256];
     let mut seen = vec![false; nfa.states().len()];
@@ -445,7 +445,7 @@ fn without_python_escapes(pattern: &str) -> String {
     found
 }
 
-/// An expression that matches a text alone.
+/// Returns an expression that matches a text alone.
 fn escaped(text: &str) -> String {
     let mut found = String::with_capacity(text.len());
     for character in text.chars() {

@@ -78,7 +78,7 @@ impl AnswerRules {
         })
     }
 
-    /// The id of the call with this number.
+    /// Returns the id of the call with this number.
     pub(super) fn id_of(&self, index: usize) -> String {
         const LETTERS: &[u8; 62] =
             b"0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz";

@@ -69,7 +69,7 @@ pub(super) struct TaggedParser {
 }
 
 impl TaggedParser {
-    /// A parser at the beginning of an answer.
+    /// Returns a parser at the beginning of an answer.
     pub fn new(rules: AnswerRules) -> Self {
         let state = match rules.start {
             AnswerStart::Open => State::Start(false),
@@ -89,7 +89,7 @@ impl TaggedParser {
         }
     }
 
-    /// The rules that it follows.
+    /// Returns the rules that it follows.
     pub fn rules(&self) -> &AnswerRules {
         &self.rules
     }

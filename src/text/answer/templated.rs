@@ -69,7 +69,7 @@ pub(super) struct TemplatedParser {
 }
 
 impl TemplatedParser {
-    /// A parser at the beginning of an answer.
+    /// Returns a parser at the beginning of an answer.
     pub fn new(rules: AnswerRules, template: TemplateRules) -> Self {
         let TemplateRules { template, begun, reads_calls } = template;
         let mut parser = TemplatedParser {
@@ -99,7 +99,7 @@ impl TemplatedParser {
         parser
     }
 
-    /// The rules that it follows.
+    /// Returns the rules that it follows.
     pub fn rules(&self) -> &AnswerRules {
         &self.rules
     }
@@ -189,7 +189,7 @@ impl TemplatedParser {
         Some(())
     }
 
-    /// The byte from which on the text may be part of a mark.
+    /// Returns the byte from which on the text may be part of a mark.
     fn pending(&self) -> usize {
         let begun = self.watched.iter().map(|it| match it.search.found() {
             Some(found) => found.start,
@@ -198,7 +198,8 @@ impl TemplatedParser {
         begun.min().unwrap_or(self.at)
     }
 
-    /// The first mark, if it is certain that nothing else comes before it; the longest of several.
+    /// Returns the first mark, if it is certain that nothing else comes before it; the longest of
+    /// several.
     fn decided(&self) -> Option<(usize, bool, Match)> {
         let found = self.watched.iter().filter_map(|it| {
             let found = *it.search.found()?;
@@ -418,7 +419,7 @@ fn pattern_of<'a>(fields: &'a [Field], watched: &Watched) -> Option<&'a Pattern>
     }
 }
 
-/// The names and arguments of calls in the shape of hosted services, one or a list of them.
+/// Returns the names and arguments of calls in the shape of hosted services, one or a list of them.
 fn calls_of(value: Value) -> Option<Vec<(String, Value)>> {
     let calls = match value {
         Value::Array(calls) => calls,

@@ -55,7 +55,7 @@ impl ToolTypes {
         self.tools.is_empty()
     }
 
-    /// The kinds of a parameter. Of one that is not declared any text is one.
+    /// Returns the kinds of a parameter. Of one that is not declared any text is one.
     pub(super) fn of_parameter(&self, tool: &str, parameter: &str) -> Kinds {
         let kinds = self.tools.get(tool).and_then(|tool| tool.get(parameter));
         kinds.cloned().unwrap_or_default()
@@ -88,7 +88,7 @@ impl ToolTypes {
 }
 
 impl Kinds {
-    /// The kinds of a schema, whose references are looked up in `root`.
+    /// Returns the kinds of a schema, whose references are looked up in `root`.
     pub fn of(schema: &Value, root: &Value) -> Self {
         let mut kinds = Kinds::default();
         let mut left = MAX_ALTERNATIVES;
@@ -96,7 +96,7 @@ impl Kinds {
         kinds
     }
 
-    /// The kinds, in the order in which a value is tried as each of them.
+    /// Returns the kinds, in the order in which a value is tried as each of them.
     pub fn tried(&self) -> &[Kind] {
         &self.0
     }

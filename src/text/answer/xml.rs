@@ -267,7 +267,8 @@ fn goes_on(text: &str, tags: &[&str], is_whole: bool) -> Option<bool> {
     (!is_open).then_some(false)
 }
 
-/// The name before ">" at the beginning of a text, empty if there is none. `None`: more must come.
+/// Returns the name before ">" at the beginning of a text, empty if there is none. `None`: more
+/// must come.
 pub(super) fn key_of(text: &str, is_whole: bool) -> Option<&str> {
     match text.find(['>', '<', '\n']) {
         Some(end) if end <= MAX_KEY_BYTES && text.as_bytes().get(end) == Some(&b'>') => {
@@ -278,7 +279,7 @@ pub(super) fn key_of(text: &str, is_whole: bool) -> Option<&str> {
     }
 }
 
-/// The end of a text up to `end`, less a line break there.
+/// Returns the end of a text up to `end`, less a line break there.
 fn without_line_break(text: &str, end: usize) -> usize {
     let value = text.get(..end).unwrap_or_default();
     value.strip_suffix('\n').map_or(end, str::len)

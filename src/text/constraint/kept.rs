@@ -47,7 +47,7 @@ pub(super) struct Key {
 }
 
 impl Key {
-    /// The key of a constraint, or `None` if it is too long to be kept.
+    /// Returns the key of a constraint, or `None` if it is too long to be kept.
     pub fn of(constraint: &Constraint<'_>, around: Option<&str>) -> Option<Self> {
         let texts: &[&str] = match constraint {
             Constraint::JsonObject => &[],
@@ -90,7 +90,8 @@ impl Home {
 }
 
 impl KeptParsers {
-    /// A parser of a constraint that is kept, for a matcher, and where that leaves its automaton.
+    /// Returns a parser of a constraint that is kept, for a matcher, and where that leaves its
+    /// automaton.
     pub fn get(self: &Arc<Self>, key: &Key) -> Option<(TokenParser, Home)> {
         let (start, key, bytes) = {
             let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
