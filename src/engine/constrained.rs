@@ -52,7 +52,7 @@ impl Constrained {
         Constrained { matcher, tokenizer, ends, has_mask: false, failed: None }
     }
 
-    /// Another sequence in the same state.
+    /// Returns another sequence in the same state.
     pub fn try_clone(&self) -> Result<Self> {
         Ok(Constrained {
             matcher: self.matcher.try_clone()?,
@@ -63,7 +63,7 @@ impl Constrained {
         })
     }
 
-    /// Which tokens may come next.
+    /// Returns which tokens may come next.
     pub fn mask(&mut self) -> Result<TokenMask<'_>> {
         if !self.has_mask {
             self.matcher.mask(&self.ends, |id| self.tokenizer.is_special(id))?;

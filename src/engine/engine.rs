@@ -152,7 +152,7 @@ impl Engine {
         &self.closed
     }
 
-    /// Bytes of weights, work space and KV cache at their peak: on a device as its allocator counts
+    /// Returns the bytes of weights, work space and KV cache at their peak: on a device as its allocator counts
     /// them, on the host with the blocks that have been used.
     pub fn peak_memory_bytes(&self) -> u64 {
         match self.model.compute_context() {
@@ -180,7 +180,7 @@ impl Engine {
         &self.generation_config
     }
 
-    /// Tokens that end a generation.
+    /// Returns the tokens that end a generation.
     pub fn eos_token_ids(&self) -> &[u32] {
         &self.generation_config.eos_token_ids
     }
@@ -201,7 +201,7 @@ impl Engine {
         self.model.device_name()
     }
 
-    /// Index of the GPU; `None` on the CPU.
+    /// Returns the index of the GPU; `None` on the CPU.
     pub fn device_index(&self) -> Option<i32> {
         self.model.device_index()
     }
@@ -211,7 +211,7 @@ impl Engine {
         ModelShape::of(self.model.config())
     }
 
-    /// Element type of weights and KV cache.
+    /// Returns the element type of weights and KV cache.
     pub fn dtype(&self) -> DType {
         self.model.dtype()
     }
@@ -221,27 +221,27 @@ impl Engine {
         self.model.num_threads()
     }
 
-    /// Number of weights.
+    /// Returns the number of weights.
     pub fn num_parameters(&self) -> u64 {
         self.model.num_parameters()
     }
 
-    /// Bytes of the weights in memory.
+    /// Returns the bytes of the weights in memory.
     pub fn weights_bytes(&self) -> u64 {
         self.model.weights_bytes()
     }
 
-    /// Bytes of KV cache for a token.
+    /// Returns the bytes of KV cache for a token.
     pub fn kv_bytes_per_token(&self) -> u64 {
         self.model.kv_layout().bytes_per_token() as u64
     }
 
-    /// Tokens that the KV cache holds.
+    /// Returns the number of tokens that the KV cache holds.
     pub fn kv_cache_tokens(&self) -> u64 {
         self.kv_cache_tokens
     }
 
-    /// Longest context of a request.
+    /// Returns the longest context of a request.
     pub fn max_context_tokens(&self) -> u64 {
         self.max_context_tokens
     }

@@ -15,7 +15,7 @@ use crate::error::{try_with_capacity, Error, Result};
 use crate::model::{Model, ScoresOut, TokenScore};
 
 impl Engine {
-    /// The logits after the last token, or after every token, of `ids`.
+    /// Computes the logits after the last token, or after every token, of `ids`.
     ///
     /// `out`: [rows, vocab_size] with 1 or `ids.len()` rows.
     pub fn logits(

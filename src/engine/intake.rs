@@ -32,7 +32,7 @@ pub(super) struct Shared {
 }
 
 impl Shared {
-    /// Nothing has arrived yet.
+    /// Returns an intake at which nothing has arrived yet.
     pub fn new(stats: EngineStats) -> Self {
         Shared { intake: Mutex::default(), arrived: Condvar::new(), stats: Mutex::new(stats) }
     }

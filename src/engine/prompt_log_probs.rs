@@ -22,7 +22,7 @@ pub struct PromptLogProbs {
 pub(super) const EMPTY: TokenLogProb = TokenLogProb { token_id: 0, log_prob: f32::NAN };
 
 impl PromptLogProbs {
-    /// Room for those of a prompt.
+    /// Returns room for those of a prompt.
     pub(super) fn new(token_ids: &[u32], num_top: usize) -> Result<Self> {
         let len = token_ids.len();
         let mut ids = try_with_capacity(len, "a prompt's tokens")?;

@@ -70,7 +70,7 @@ fn checked(
 }
 
 impl SamplingParams {
-    /// The caller's settings over the model's over the neutral ones.
+    /// Resolves the caller's settings over the model's over the neutral ones.
     pub fn resolve(caller: &SamplingOverrides, model: &GenerationConfig) -> Result<Self> {
         // As in Transformers, a model's temperature counts only if its config asks for sampling.
         let model_temperature =
@@ -175,7 +175,7 @@ pub struct Candidate {
     pub weight: f64,
 }
 
-/// Most likely first; equal ones in the order of their ids, so that the order is total.
+/// Orders the most likely first, and equal ones by their ids, so that the order is total.
 fn by_weight(a: &Candidate, b: &Candidate) -> Ordering {
     b.weight.total_cmp(&a.weight).then(a.token_id.cmp(&b.token_id))
 }

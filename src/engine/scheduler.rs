@@ -218,7 +218,7 @@ impl Scheduler {
         self.waiting.insert(at, slot);
     }
 
-    /// Memory for a plan. Planning in it allocates nothing, so it never fails for want of memory.
+    /// Returns memory for a plan. Planning in it allocates nothing, so it never fails for want of memory.
     pub(super) fn take_plan_memory(&mut self) -> Vec<Entry> {
         self.spare_plans.pop().unwrap_or_default()
     }

@@ -80,7 +80,7 @@ impl Sequence {
         &self.spec.token_ids
     }
 
-    /// Its KV blocks in the order of positions.
+    /// Returns its KV blocks in the order of positions.
     pub fn blocks(&self) -> &[u32] {
         &self.blocks
     }
@@ -95,12 +95,12 @@ impl Sequence {
         self.epoch
     }
 
-    /// Tokens that are known or being chosen.
+    /// Returns the number of tokens that are known or being chosen.
     pub fn num_tokens(&self) -> usize {
         self.spec.token_ids.len() + self.num_pending
     }
 
-    /// Its place in the order of sequences: the lowest goes first.
+    /// Returns its place in the order of sequences: the lowest goes first.
     pub(super) fn rank(&self) -> (Reverse<i32>, u64) {
         (Reverse(self.spec.priority), self.serial)
     }

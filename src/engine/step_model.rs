@@ -9,7 +9,7 @@ use crate::model::{
 
 /// Something that computes steps, which are finished in the order in which they were begun.
 pub trait StepModel: Send + Sync {
-    /// Length of a row of logits.
+    /// Returns the length of a row of logits.
     fn vocab_size(&self) -> usize;
 
     /// Returns the number of steps that may be begun before the first is finished.

@@ -50,7 +50,7 @@ pub(super) struct TokenBudget {
 }
 
 impl TokenBudget {
-    /// Room for tokens of inputs of more than one token.
+    /// Returns the room for tokens of inputs of more than one token.
     pub fn for_long(&self) -> usize {
         self.long.min(self.all)
     }
@@ -73,7 +73,7 @@ impl TokenBudget {
 }
 
 impl StepSize {
-    /// No bound but the limits.
+    /// Returns a size with no bound but the limits.
     pub fn new() -> Self {
         StepSize { max_tokens: None, num_good: 0 }
     }

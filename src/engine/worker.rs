@@ -85,7 +85,7 @@ pub(super) fn no_resources() -> Error {
 }
 
 impl Worker {
-    /// A worker that has not started.
+    /// Returns a worker that has not started.
     pub fn new(
         model: Arc<dyn StepModel>,
         backend: Arc<CpuBackend>,
@@ -292,7 +292,7 @@ impl Worker {
     }
 
     /// Does one thing: begins a step, finishes one, or lends the resources. Every error is a fault
-    /// of the library: what can befall a request ends that request here.
+    /// of the library: whatever can go wrong with a request ends that request here.
     fn turn(&mut self) -> Result<()> {
         self.end_stopped();
         let depth = self.model.max_steps_in_flight().clamp(1, 2);

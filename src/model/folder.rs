@@ -177,7 +177,7 @@ impl Folder {
         Ok(bytes)
     }
 
-    /// Like [`Folder::read_small_file`], but `None` when there is no such file.
+    /// Reads a file as [`Folder::read_small_file`] does; `None` if there is no such file.
     pub fn read_optional_file(&self, name: &str, limit_bytes: usize) -> Result<Option<Vec<u8>>> {
         if !self.contains(name)? {
             return Ok(None);

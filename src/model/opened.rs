@@ -62,7 +62,7 @@ impl ModelFolder {
         Ok(self.plan.totals()?.stored_dtype())
     }
 
-    /// Bytes of memory that the weights will take as `dtype`.
+    /// Returns the bytes of memory that the weights will take as `dtype`.
     pub fn weights_bytes(&self, dtype: DType) -> Result<u64> {
         let totals = self.plan.totals()?;
         let mut sum = totals.vector_len.saturating_mul(size_of::<f32>() as u64);

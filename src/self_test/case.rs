@@ -60,14 +60,14 @@ impl Values {
         Values { element, shape: shape.to_vec(), values }
     }
 
-    /// Reproducible numbers between -1 and 1, without a pattern.
+    /// Returns reproducible numbers between -1 and 1, without a pattern.
     pub(super) fn random(dtype: DType, shape: &[i64], seed: u64) -> Self {
         let len = shape.iter().product::<i64>() as u64;
         let values = (0..len).map(|i| noise(seed, i)).collect();
         Values::new(ElementType::Float(dtype), shape, values)
     }
 
-    /// Whole numbers, such as ids.
+    /// Returns whole numbers, such as ids.
     pub(super) fn integers(element: ElementType, shape: &[i64], values: &[i64]) -> Self {
         Values::new(element, shape, values.iter().map(|&value| value as f64).collect())
     }
@@ -101,7 +101,7 @@ pub(super) fn rounding(dtype: DType) -> f64 {
     }
 }
 
-/// Number `index` of a sequence between -1 and 1: SplitMix64 (Steele, Lea and Flood, 2014).
+/// Returns number `index` of a sequence between -1 and 1: SplitMix64 (Steele, Lea and Flood, 2014).
 fn noise(seed: u64, index: u64) -> f64 {
     let mut z = (seed << 32).wrapping_add(index + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

@@ -46,7 +46,7 @@ pub(super) fn emit(device: Device, emit: &mut Emit<'_>) -> Result<()> {
     Ok(())
 }
 
-/// The implementation on this context: the CPU has not those of CUDA.
+/// Returns the implementation on this context: the CPU lacks those of CUDA.
 fn on(context: &ComputeContext, backend: GemmBackend) -> GemmBackend {
     match (context.device(), backend) {
         (Device::Cpu, GemmBackend::Naive | GemmBackend::Blocked) => backend,

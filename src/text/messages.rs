@@ -27,7 +27,7 @@ impl Messages {
         Ok(messages)
     }
 
-    /// Number of messages.
+    /// Returns the number of messages.
     pub fn len(&self) -> usize {
         self.ends.len()
     }

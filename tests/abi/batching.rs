@@ -22,7 +22,7 @@ pub fn stats(model: &Model) -> xserv_model_stats {
     stats
 }
 
-/// Waits until the scheduler has let go of everything. (It may notice a step after a caller has gone.)
+/// Waits until the scheduler has released everything. (It may notice a step after a caller has gone.)
 pub fn idle(model: &Model) -> xserv_model_stats {
     let begin = Instant::now();
     loop {
@@ -247,7 +247,7 @@ fn samples_share_their_prompt_and_are_those_of_their_seeds() {
     let before = stats(&model).total_prompt_tokens;
     let submission = Submission::new(&model, &request, ptr::null()).unwrap();
     let told = submission.finish(6);
-    // One computes the prompt; the others what is behind its last whole block.
+    // One computes the prompt; the others what follows its last whole block.
     let computed = idle(&model).total_prompt_tokens - before;
     assert!(computed <= 150 + 5 * 32, "{computed}");
     assert_eq!(submission.result(5).num_cached_tokens, 128);

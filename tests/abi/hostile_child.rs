@@ -24,7 +24,7 @@ use crate::client::*;
 /// The bars for every hostile case.
 pub const MAX_CPU_SECONDS: f64 = 2.0;
 pub const MAX_EXTRA_BYTES: u64 = 256 << 20;
-/// No sign of life for so long counts as hung.
+/// A child without a sign of life for this long counts as hung.
 pub const HANG: Duration = Duration::from_secs(30);
 /// A small stack, such as a host might give a thread that calls the library.
 pub const SMALL_STACK_BYTES: usize = 128 << 10;

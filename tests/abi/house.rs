@@ -31,7 +31,7 @@ fn sources(folder: &str) -> BTreeMap<String, String> {
     found
 }
 
-/// The lines of code in front of the unit tests, comments aside, with their numbers.
+/// The lines of code before the unit tests, comments aside, with their numbers.
 fn code(text: &str) -> impl Iterator<Item = (usize, &str)> {
     text.split("#[cfg(test)]\nmod tests")
         .next()

@@ -1,6 +1,6 @@
 //! Steady decoding allocates nothing: not on the scheduler's thread, not on the threads of the kernels; on a GPU it
 //! asks the driver for no memory either. The allocator of this program counts what any thread but those of the tests
-//! does. It can also fail, to show whom that befalls.
+//! does. It can also fail, to show which requests that ends.
 //!
 //! A program has one allocator, so these tests are of the library without its own:
 //! `cargo test --no-default-features --test allocations`.

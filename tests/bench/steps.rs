@@ -9,7 +9,7 @@
 //! `--random` reads config.json alone: the GPU fills its memory with random weights, so a shape of 32B is timed without
 //! 60 GB of files. The library has this for Rust only, so `bench`, which is C, needs the files.
 //!
-//! `--decode BxC`: B sequences with C tokens behind them take one greedy token each, steps following each other
+//! `--decode BxC`: B sequences of C tokens take one greedy token each, steps following each other
 //! without a gap, as in an engine; with `--draw` a random one (TOP_K 0 and TOP_P 1: of all tokens). `--prefill T`: a
 //! prompt of T tokens up to its first token. Times are medians, in milliseconds. The limits follow
 //! from the rates at which the GPU reads and multiplies, which are measured in the same run
@@ -280,7 +280,7 @@ struct Times {
 /// Tokens of a prompt in one step.
 const LONGEST_PIECE: usize = 8192;
 
-/// Sequences of a length, and what a step of theirs chooses.
+/// Sequences of a length, and what their steps choose.
 struct Decoding<'a> {
     driver: Driver<'a>,
     sequences: Vec<Sequence>,

@@ -72,7 +72,7 @@ pub struct Toy {
     state: Mutex<State>,
 }
 
-/// The past of a token behind another's.
+/// The past of a token after another's.
 fn behind(before: u64, token: u32) -> u64 {
     let mut hasher = DefaultHasher::new();
     (before, token).hash(&mut hasher);

@@ -74,7 +74,7 @@ class Terminal:
                 data = data[os.write(self.fd, data[:1024]) :]
 
     def press_until(self, keys, text):
-        """Presses again and again: a signal between the prompt and the read behind it has no effect."""
+        """Presses again and again: a signal between the prompt and the read after it has no effect."""
         deadline = time.monotonic() + LIMIT
         while text not in self.seen:
             assert time.monotonic() < deadline, f"no {text!r} after {self.seen!r}"
@@ -216,7 +216,7 @@ def test_editing(xserv, model):
     terminal.say(b"/system a\xe9b\xff\xc3\xc3\xa9c")
     assert "[system: abéc]" in terminal.say("/system")
 
-    # Wide characters take two columns: the cursor goes back by so many.
+    # Wide characters take two columns: the cursor goes back by two.
     terminal.press("你好" + LEFT)
     terminal.wait_for("你好\r\x1b[4C")
     terminal.say(CTRL_U + CTRL_K)

@@ -308,7 +308,7 @@ fn any_rows_can_be_wanted(model: TestModel) {
             got.iter().zip(&want).map(|(g, w)| f64::from((g - w).abs())).fold(0.0, f64::max);
         assert!(worst <= F32_MAX_OVER_STD * std, "rows {rows:?}: {worst:.2e}");
     }
-    // Stopped in front of the second layer; the model can be used afterwards.
+    // Stopped before the second layer; the model can be used afterwards.
     let asked = std::cell::Cell::new(0);
     let stop = || {
         asked.set(asked.get() + 1);

@@ -98,7 +98,7 @@ fn the_memory_of_a_device_is_what_was_planned() {
             plan.kv_bytes_per_token * 32 * NUM_BLOCKS as u64,
             cache as u64,
         );
-        // With the tokens behind it as long as the model's context.
+        // Together with the tokens after it as long as the model's context.
         run(&mut driver, CHUNK - 5, CHUNK);
         let peak = context.memory_stats().peak as u64;
         let cache = plan.kv_bytes_per_token * 32 * NUM_BLOCKS as u64;

@@ -184,7 +184,7 @@ fn progress_goes_from_zero_to_one_and_can_cancel() {
     .expect("loads");
     assert_eq!((seen.first(), seen.last()), (Some(&0.0), Some(&1.0)));
     assert!(seen.windows(2).all(|pair| pair[0] <= pair[1]), "{seen:?}");
-    // Only the vectors behind the last matrix, which are not reported, were not counted before the end.
+    // Only the vectors after the last matrix, which are not reported, were not counted before the end.
     assert!((0.99..=1.0).contains(&seen[seen.len() - 2]), "{seen:?}");
     for stop_at in 1..=seen.len() {
         let mut call = 0;

@@ -160,7 +160,7 @@ fn steps_in_flight_follow_each_other(golden: &Golden) {
         let mut sequences: Vec<Sequence> = prompts.iter().map(|_| Sequence::default()).collect();
         let choices = vec![TokenChoice::Greedy; prompts.len()];
         let mut parts: Vec<_> = sequences.iter_mut().zip(prompts.iter().copied()).collect();
-        // Longer prompts behind those of one token.
+        // Longer prompts after those of one token.
         parts.sort_by_key(|(_, prompt)| prompt.len() > 1);
         driver.begin(&mut parts, &[], &choices).expect("the prompts");
         let mut tokens: Vec<Vec<u32>> = prompts.iter().map(|_| Vec::new()).collect();

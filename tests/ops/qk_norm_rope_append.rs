@@ -128,7 +128,7 @@ fn check(
     }
 }
 
-/// Heads with a kernel of their own, heads of whole vectors with and without a gap behind them, and
+/// Heads with a kernel of their own, heads of whole vectors with and without a gap after them, and
 /// others.
 const HEADS: [Heads; 8] = [
     (16, 8, 128, 128),

@@ -128,7 +128,7 @@ fn what_is_not_written_or_written_elsewhere_is_found() {
     let line = softmax_with(&|context, inputs, outputs| {
         xserv::ops::softmax::softmax(context, &inputs[0], &outputs[0])?;
         let out = &outputs[0];
-        // SAFETY: on the CPU; the element behind the tensor belongs to its guard.
+        // SAFETY: on the CPU; the element after the tensor belongs to its guard.
         unsafe { out.data().add(out.size_bytes()).cast::<f32>().write(1.0) };
         Ok(())
     });

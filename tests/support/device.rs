@@ -94,7 +94,7 @@ impl Bench {
         Self::with_room(context, dtype, seed, 64 << 20)
     }
 
-    /// The same with so many bytes.
+    /// The same with this many bytes.
     pub fn with_room(
         context: &Arc<ComputeContext>,
         dtype: DType,
@@ -156,7 +156,7 @@ pub fn product(weight: &[f64], row: usize, x: &[f64]) -> f64 {
     row.iter().zip(x).map(|(w, x)| w * x).sum()
 }
 
-/// Each difference is at most so much of the value or of the typical value, whichever is larger.
+/// Each difference is at most this share of the value or of the typical value, whichever is larger.
 pub fn assert_near(what: &str, got: &[f64], want: &[f64], bar: f64) {
     assert_eq!(got.len(), want.len(), "{what}");
     let typical = (want.iter().map(|x| x * x).sum::<f64>() / want.len() as f64).sqrt();

@@ -205,7 +205,7 @@ impl<'m> Driver<'m> {
         self.swap(sequence, swap, first, CopyDirection::FromHost);
     }
 
-    /// Makes room for passes of so many tokens.
+    /// Makes room for passes of this many tokens.
     pub fn reserve(&mut self, num_tokens: usize) {
         self.model.reserve(&mut self.workspace, num_tokens, 1).expect("a workspace");
     }

@@ -172,7 +172,7 @@ pub struct TestTensor<'a> {
     pub strides: Vec<i64>,
     /// Elements from the first to the last, gaps included.
     span: usize,
-    /// Bytes in front of the first element.
+    /// Bytes before the first element.
     offset: usize,
     data: *mut c_void,
     device: xserv_tensor_device,

@@ -692,7 +692,7 @@ fn forked_children() {
         if ids.ok().as_ref() != Some(&expected) {
             return 6;
         }
-        // The parent's objects are let go of without a word to the driver.
+        // The parent's objects are released without a call to the driver.
         if let Some(model) = parents {
             xserv_model_free(model);
         }

@@ -137,7 +137,7 @@ fn constraints(bench: &mut Bench) {
     }
 }
 
-/// Each of so many definitions is the next one twice.
+/// Returns `n` definitions, each of which refers to the next one twice.
 fn exponential_refs(n: usize) -> String {
     let mut defs: Vec<String> = (0..n)
         .map(|i| {

@@ -932,7 +932,7 @@ fn all_well(model: &Model) -> Result<String, String> {
     Ok(String::new())
 }
 
-/// Runs `body` with so much more address space than the process has.
+/// Runs `body` with this much more address space than the process has.
 fn with_room<T>(room: u64, body: impl FnOnce() -> T) -> T {
     unsafe { libc::malloc_trim(0) };
     let before = limit(libc::RLIMIT_AS, status_bytes("VmSize") + room);

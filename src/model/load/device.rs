@@ -80,7 +80,7 @@ impl WeightReader for DeviceBytes {
     }
 }
 
-/// Bytes of device memory that the weights take.
+/// Returns the bytes of device memory that the weights take.
 pub(in crate::model) fn device_bytes(
     plan: &DecoderPlan,
     dtype: DType,
@@ -331,7 +331,7 @@ impl<'a> WeightsLoad<'a> {
         Ok(WeightsLoad { plan, loader, transfer, quantised, bytes, dtype, spacing })
     }
 
-    /// Bytes that they take on the device.
+    /// Returns the bytes that they take on the device.
     pub fn device_bytes(&self) -> usize {
         self.bytes
     }

@@ -45,7 +45,7 @@ fn read_error(name: &str, error: &io::Error) -> Error {
 }
 
 impl Source {
-    /// `len` bytes from `offset` on, in `buffer` unless they can be lent.
+    /// Returns `len` bytes from `offset` on, in `buffer` unless they can be lent.
     fn bytes<'b>(&'b self, offset: u64, len: usize, buffer: &'b mut Vec<u8>) -> Result<&'b [u8]> {
         match self {
             Source::File { file, name } => {

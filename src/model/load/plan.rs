@@ -45,7 +45,7 @@ impl DecoderPlan {
         })
     }
 
-    /// In what forms the matrices of the layers are multiplied on the CPU, each form once.
+    /// Returns in what forms the matrices of the layers are multiplied on the CPU, each form once.
     pub fn weight_forms(&self) -> Result<Vec<WeightForm>> {
         let mut forms = try_with_capacity(self.layer_matrices().count(), "the forms of weights")?;
         for matrix in self.layer_matrices() {

@@ -116,7 +116,7 @@ impl MatrixPlan {
         }
     }
 
-    /// In what form it is multiplied on the CPU.
+    /// Returns in what form it is multiplied on the CPU.
     pub fn form(&self) -> WeightForm {
         match self.quantised {
             Some(format) => WeightForm::Quantised { format, is_ordered: self.may_be_ordered() },

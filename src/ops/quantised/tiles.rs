@@ -30,7 +30,7 @@ use crate::memory::DType;
 pub const TILE_ROWS: usize = 16;
 /// The inputs of a chunk.
 pub const CHUNK: usize = 64;
-/// Regions begin at multiples of so many bytes.
+/// The alignment of regions, in bytes.
 const ALIGNMENT: usize = 256;
 const LANES: usize = 32;
 
@@ -125,7 +125,7 @@ impl TileLayout {
         self.in_features.div_ceil(CHUNK)
     }
 
-    /// Returns the inputs that share a scale: all of a row if there is a single one, those behind
+    /// Returns the inputs that share a scale: all of a row if there is a single one, those after
     /// its end included.
     pub fn group_size(&self) -> usize {
         let group_size = self.format.group_size.max(1);
@@ -136,7 +136,7 @@ impl TileLayout {
         }
     }
 
-    /// Returns the groups of a row, those behind its end included.
+    /// Returns the groups of a row, those after its end included.
     pub fn num_groups(&self) -> usize {
         (self.num_chunks() * CHUNK).div_ceil(self.group_size())
     }
@@ -252,7 +252,7 @@ impl TileLayout {
         }
     }
 
-    /// Eight codes from a place of a row on, a byte each, the first in the lowest.
+    /// Returns eight codes from a place of a row on, a byte each, the first in the lowest.
     fn eight_codes(&self, matrix: &QuantisedMatrix, row: Option<usize>, place: usize) -> u64 {
         let middle = u64::from(self.format.code.middle()) * 0x0101_0101_0101_0101;
         let Some(row) = row else { return middle };

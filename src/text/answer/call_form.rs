@@ -187,7 +187,7 @@ fn common_prefix(a: &str, b: &str) -> usize {
 }
 
 /// Returns the texts around the name and the arguments of a call that is an object, as it is written.
-/// `None` if it has other members than these and an id, which whoever calls the tool gives.
+/// `None` if it has other members than these and an id, which the caller of the tool gives.
 fn around_parts(object: &Value, written: &str) -> Option<Shape> {
     let object = object.as_object()?;
     let key_of = |wanted: Value| {

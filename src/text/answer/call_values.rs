@@ -23,7 +23,7 @@ const MAX_DEPTH: usize = 16;
 const MAX_ALTERNATIVES: usize = 64;
 /// The end of a value.
 const END: &str = "\n</parameter>\n";
-/// A regular expression of texts with the tag in them, which would end the value for whoever reads it.
+/// A regular expression of texts with the tag in them, which would end the value for any reader.
 const HAS_TAG: &str = "(.|\\n)*<\\/parameter>(.|\\n)*";
 /// Keywords that say nothing of strings.
 const OF_OTHERS: [&str; 16] = [
@@ -205,7 +205,8 @@ impl Values {
         Ok(())
     }
 
-    /// Returns the characters with which a string must not begin, lest it is read as a value that is not allowed.
+    /// Returns the characters with which a string must not begin, because it would be read as a value that is not
+    /// allowed.
     fn barred(&self) -> String {
         let is_free = |name: &str| {
             self.json.iter().filter_map(Value::as_object).any(|schema| {

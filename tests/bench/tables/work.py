@@ -76,7 +76,7 @@ def weights_of(kernel: str, launches: float, shape: Shape) -> Optional[float]:
 
 
 def weights_of_last_row(kernel: str, launches: float, shape: Shape) -> Optional[float]:
-    """The same of the last row of a prompt, behind the attention of the last layer."""
+    """The same of the last row of a prompt, after the attention of the last layer."""
     if "skinny_swiglu" in kernel and launches == 1:
         return shape.gate_up
     if "skinny_plain" in kernel and launches in (1, 2):
@@ -95,7 +95,7 @@ def work_of(
     weights = weights_of(kernel, launches, shape)
     if weights is not None:
         return Work(weights * bytes_each, 2.0 * weights * tokens)
-    # The last layer of a prompt has one row only, behind its attention.
+    # The last layer of a prompt has one row only, after its attention.
     rows = launches if tokens == 1 else max(launches - 2, 0) * tokens + 2
     if kernel.startswith("xserv_attention_") and launches == shape.layers:
         projection = shape.layers * shape.o if "fused_project" in kernel else 0

@@ -532,7 +532,7 @@ fn scales_and_special_values() {
             for scale in [0.0f32, -0.0, -0.125, 30.0] {
                 let what = case.what(&format!("scale {scale}"), &context);
                 let want = case.expected(scale.into());
-                // A score of some hundreds has few bits behind the point.
+                // A score of some hundreds has few bits after the point.
                 let bar = if scale == 30.0 { case.bar().max(1e-3) } else { case.bar() };
                 compare(&what, &run(&case.q, scale), &want, bar);
             }

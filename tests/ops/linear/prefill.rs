@@ -15,7 +15,7 @@ use xserv::ops::linear::Epilogue;
 /// few products, and rows in each other's place are found.
 const PERIOD: usize = 37;
 
-/// Rows behind those of the result, which stay as they are.
+/// Rows after those of the result, which stay as they are.
 const GUARD_ROWS: usize = 70;
 
 /// Tokens, columns of the result, in_features. Narrow weights with k divided in both tiles and
@@ -116,7 +116,7 @@ fn check(
     let elements = (num_tokens + GUARD_ROWS) * (n + k) + rows * k;
     let mut arena = Arena::new(context, 2 * elements + 8192, "a test").expect("memory");
     let all_x = arena.tensor(element, &[num_tokens + GUARD_ROWS, k]).expect("room");
-    // NaN behind the tokens.
+    // NaN after the tokens.
     upload(context, &all_x, &vec![0xff; all_x.size_bytes()]);
     let case = Case {
         dtype,

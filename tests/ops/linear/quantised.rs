@@ -112,7 +112,7 @@ fn check(context: &Arc<ComputeContext>, case: Case, tokens: &[usize]) {
     check_one(context, case, None);
 }
 
-/// Compares products of up to so many tokens with those in float64, with sums in a fixed order and
+/// Compares products of these numbers of tokens with those in float64, with sums in a fixed order and
 /// not.
 pub fn check_product(
     context: &Arc<ComputeContext>,
@@ -161,7 +161,7 @@ pub fn check_product(
         let x = bench.of(&[num_tokens, k], &x_values[..num_tokens * k]);
         for is_fixed in [false, true] {
             let what = format!("{case:?}, {num_tokens} tokens, fixed: {is_fixed}");
-            // Rows behind the result, which stay as they are.
+            // Rows after the result, which stay as they are.
             let mut start = before[..num_tokens * n].to_vec();
             start.resize((num_tokens + 16) * n, 7.0);
             let all = bench.of(&[num_tokens + 16, n], &start);

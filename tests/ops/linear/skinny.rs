@@ -92,7 +92,7 @@ fn check(
                 "{dtype} {result:?} {num_tokens} x {n} x {k}, bias: {has_bias}, fixed: {is_fixed}"
             );
             let x = bench.of(&[num_tokens, k], &x_values[..num_tokens * k]);
-            // Rows behind the result, which stay as they are.
+            // Rows after the result, which stay as they are.
             let mut start = before[..num_tokens * n].to_vec();
             start.resize((num_tokens + 16) * n, 7.0);
             let all = bench.of(&[num_tokens + 16, n], &start);

@@ -207,7 +207,7 @@ fn every_tensor_is_checked() {
                 // With another number of dimensions, and one more or less in each of its own.
                 says(strided(&[1, 1, 1], &[1, 1, 1]), &["[1, 1, 1]"]);
                 says(strided(&[], &[]), &["[]"]);
-                // Nothing has so many elements that reading them would end well.
+                // No memory has this many elements to read.
                 let last = shape.len() - 1;
                 for (axis, size) in [(0, shape[0] - 1), (last, shape[last] - 1), (last, 1 << 40)] {
                     let mut other = shape.clone();
