@@ -46,7 +46,7 @@ impl Active {
     }
 }
 
-/// All of them. (The locks are for choosing tokens on several threads.)
+/// Returns all of them. (The locks are for choosing tokens on several threads.)
 #[derive(Default)]
 pub(super) struct ActiveTable {
     slots: Vec<Mutex<Option<Active>>>,
@@ -58,7 +58,7 @@ impl ActiveTable {
         self.slots.len()
     }
 
-    /// Makes room for a sequence more than there are slots.
+    /// Makes room for one more sequence than there are slots.
     pub fn reserve(&mut self) -> Result<()> {
         let bytes = size_of::<Mutex<Option<Active>>>();
         self.slots.try_reserve(1).map_err(|_| Error::out_of_memory("a sequence", bytes))

@@ -14,7 +14,7 @@ use crate::text::{
 /// The last tokens of a prompt, in which an open thought is looked for.
 const MAX_LOOKED_AT: usize = 8192;
 
-/// A text that a model has generated, of which only the text is left.
+/// A generated text whose token ids are not known.
 #[derive(Clone, Copy, Debug)]
 pub struct Response<'a> {
     /// The text, best with its special tokens.

@@ -20,7 +20,7 @@ pub(super) struct LazyCompiler {
 }
 
 impl LazyCompiler {
-    /// Returns the compiler. After a failure, for want of memory say, the next request tries again.
+    /// Returns the compiler. After a failure, for lack of memory say, the next request tries again.
     pub fn get(&self, tokenizer: &Tokenizer, vocab_size: usize) -> Result<&GrammarCompiler> {
         let _making = match self.made.get() {
             Some(made) => return Ok(made),

@@ -194,7 +194,7 @@ impl Engine {
             let is_over = deadline.is_some_and(|deadline| Instant::now() >= deadline);
             is_over.then_some(FinishReason::Deadline)
         };
-        // Tokenizing a long prompt would be in vain.
+        // Tokenizing a long prompt would be wasted work.
         let (ids, stopped) = match stopped() {
             Some(reason) => (Vec::new(), Some(reason)),
             None => match self.prompt_ids(&request.shown_prompt(), &|| stopped().is_some()) {

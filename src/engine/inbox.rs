@@ -175,7 +175,7 @@ impl Inbox {
         self.queue().messages.pop_front()
     }
 
-    /// Tells that an event was taken: another one may have become due that no message announces.
+    /// Records that an event was taken: another one may have become due that no message announces.
     pub fn taken(&self) {
         let mut queue = self.queue();
         queue.num_taken += 1;
@@ -251,7 +251,7 @@ impl Inbox {
         self.queue().progress.get(sample).copied().unwrap_or_default()
     }
 
-    /// Tells that the caller wants no more of a sample.
+    /// Records that the caller wants no more of a sample.
     pub fn stop(&self, sample: usize) {
         if let Some(stopped) = self.stopped.get(sample) {
             stopped.store(true, Ordering::Release);

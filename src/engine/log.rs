@@ -53,7 +53,7 @@ impl Logger {
         }
     }
 
-    /// Ends the messages. Waits for one that the sink is being told, unless the sink calls this.
+    /// Ends the messages. Waits for a running call of the sink, unless the sink calls this.
     pub fn end(&self) {
         self.calls.end();
     }

@@ -83,7 +83,7 @@ pub(super) struct LogitChanges {
     places: HashMap<u32, u32>,
     /// One for each of the first tokens, which nothing else decides.
     first_tokens: Vec<Adjustment>,
-    /// No sequence of this many tokens comes twice; 0: any may.
+    /// No sequence of this many tokens occurs twice; 0 allows all.
     no_repeat_ngram: usize,
     /// The adjustments that were applied last, and the logits that they changed, as they were.
     applied: Vec<Adjustment>,

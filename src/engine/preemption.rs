@@ -1,5 +1,5 @@
 //! Takes blocks from sequences for others, and lets them go on later: their keys and values are
-//! copied to the host and back (`swap`), or computed anew.
+//! copied to the host and back (`swap`), or recomputed.
 
 use super::block_pool::ContentId;
 use super::scheduler::Scheduler;
@@ -22,7 +22,7 @@ impl Scheduler {
         self.swap.num_wanted()
     }
 
-    /// Tells that there is memory on the host for `num_places` more blocks; 0 says that there will
+    /// Records that there is memory on the host for `num_places` more blocks; 0 says that there will
     /// never be more.
     pub fn add_swap_places(&mut self, num_places: usize) {
         match num_places {
@@ -47,12 +47,12 @@ impl Scheduler {
         self.copies.keys()
     }
 
-    /// Tells that a sequence's copies are not done, and that it will end for that.
+    /// Records that a sequence's copies are not done, and that it will end for that.
     pub fn forget_copies(&mut self, key: SequenceKey) {
         self.copies.forget(key);
     }
 
-    /// Tells that the copies are done.
+    /// Records that the copies are done.
     pub fn clear_copies(&mut self) {
         self.copies.clear();
     }
@@ -87,7 +87,7 @@ impl Scheduler {
     fn save(&mut self, slot: u32) {
         let Self { slots, pool, swap, copies, .. } = self;
         let Some(Some(sequence)) = slots.get_mut(slot as usize) else { return };
-        // Tokens in steps under way are computed anew: those steps may still fail.
+        // Tokens in steps under way are recomputed: those steps may still fail.
         let num_tokens = sequence.num_computed;
         let num_blocks = blocks_for(num_tokens).min(sequence.blocks.len());
         let is_shared = |block: &&u32| pool.num_owners(**block) > 1;

@@ -7,8 +7,8 @@
 //! right now waits for that, and lets others pass.) Every running sequence with one token to
 //! compute is in every step; beside them long inputs are computed in pieces, up to a number of
 //! tokens a step. When blocks run out, the running sequence of the lowest rank loses its own and
-//! waits again: its keys and values are kept on the host until then, or computed anew, whichever is
-//! cheaper (`preemption`). The first in rank always gets on, so every sequence ends that could run
+//! waits again: its keys and values are kept on the host until then, or recomputed, whichever is
+//! cheaper (`preemption`). The first in rank always goes on, so every sequence ends that could run
 //! alone. When a step finds no memory, steps become smaller for a while, down to one token of the
 //! first in rank (`step_size`).
 //!
@@ -218,7 +218,7 @@ impl Scheduler {
         self.waiting.insert(at, slot);
     }
 
-    /// Returns memory for a plan. Planning in it allocates nothing, so it never fails for want of memory.
+    /// Returns memory for a plan. Planning in it allocates nothing, so it never fails for lack of memory.
     pub(super) fn take_plan_memory(&mut self) -> Vec<Entry> {
         self.spare_plans.pop().unwrap_or_default()
     }
@@ -473,7 +473,7 @@ impl Scheduler {
         })
     }
 
-    /// Tells that the step of a plan has begun. (A step that could not begin is not told: the next
+    /// Records that the step of a plan has begun. (A step that could not begin is not told: the next
     /// plan has the same tokens.)
     pub fn begun(&mut self, entries: &[Entry]) {
         self.size.grow(&self.limits);
@@ -487,14 +487,14 @@ impl Scheduler {
         }
     }
 
-    /// Tells that there was no memory for the step of a plan, which has not begun or is abandoned:
+    /// Records that there was no memory for the step of a plan, which has not begun or is abandoned:
     /// the next plans are smaller, and sequences of lower rank get their turn later. False if the
     /// plan is one token of one sequence: no plan can be smaller.
     pub fn found_no_memory(&mut self, entries: &[Entry]) -> bool {
         self.size.shrink(entries.iter().map(|entry| entry.num_new).sum())
     }
 
-    /// Tells that no step under way will be finished: their tokens are planned anew.
+    /// Records that no step under way will be finished: their tokens are planned again.
     pub fn abandon_steps(&mut self) {
         for sequence in self.slots.iter_mut().flatten() {
             sequence.num_begun = sequence.num_computed;
@@ -511,7 +511,7 @@ impl Scheduler {
         self.at_mut(key.slot).filter(|sequence| sequence.serial == key.serial)
     }
 
-    /// Tells that an entry of a step was computed. If it has a row, [`Scheduler::chosen`] comes next,
+    /// Records that an entry of a step was computed. If it has a row, [`Scheduler::chosen`] comes next,
     /// or the sequence waits for its host. Steps are finished in the order in which they began.
     pub fn finished(&mut self, entry: &Entry) {
         let Some(sequence) = self.alive(entry) else { return };
@@ -524,7 +524,7 @@ impl Scheduler {
         }
     }
 
-    /// Tells which token comes next in a sequence. False if the sequence has ended meanwhile.
+    /// Records which token comes next in a sequence. False if the sequence has ended meanwhile.
     pub fn chosen(&mut self, key: SequenceKey, token: u32) -> Result<bool> {
         let Some(sequence) = self.alive_at(key) else { return Ok(false) };
         let ids = &mut sequence.spec.token_ids;
@@ -533,7 +533,7 @@ impl Scheduler {
         Ok(true)
     }
 
-    /// Tells that the host chooses the next token of a sequence, which takes part in no step until
+    /// Records that the host chooses the next token of a sequence, which takes part in no step until
     /// that is done; or that it is.
     pub fn set_awaits_host(&mut self, key: SequenceKey, awaits: bool) {
         let Some(sequence) = self.alive_at(key) else { return };

@@ -66,7 +66,7 @@ impl Service {
         Ok(())
     }
 
-    /// Leaves a sentence for the log, to be written when the next request is taken.
+    /// Leaves a message for the log, to be written when the next request is taken.
     pub fn remark(&self, sentence: String) {
         let remarks = &mut lock(&self.shared.intake).remarks;
         if remarks.len() < MAX_REMARKS && remarks.try_reserve(1).is_ok() {

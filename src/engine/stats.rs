@@ -20,7 +20,7 @@ pub struct EngineStats {
     pub peak_used_blocks: usize,
     /// Samples that were submitted.
     pub submitted: u64,
-    /// Samples that have ended, in whatever way.
+    /// Samples that have ended, for any reason.
     pub ended: u64,
     /// Forward passes.
     pub steps: u64,

@@ -88,7 +88,7 @@ impl StepSize {
         TokenBudget { long: limits.max_prefill_tokens, all: self.max_tokens() }
     }
 
-    /// Tells that a step of `num_tokens` found no memory: the next ones have half as many. False if
+    /// Records that a step of `num_tokens` found no memory: the next ones have half as many. False if
     /// they cannot have fewer.
     pub fn shrink(&mut self, num_tokens: usize) -> bool {
         if num_tokens <= 1 {
@@ -99,7 +99,7 @@ impl StepSize {
         true
     }
 
-    /// Tells that a step went well. Memory that was short may be there again.
+    /// Records that a step went well. Memory that was short may be there again.
     pub fn grow(&mut self, limits: &Limits) {
         let Some(most) = self.max_tokens else { return };
         self.num_good += 1;

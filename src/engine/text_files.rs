@@ -10,7 +10,7 @@ use crate::text::{
     MAX_TOKENIZER_CONFIG_BYTES,
 };
 
-/// Mistral's own form of a tokenizer, which some of its folders have alone.
+/// The tokenizer in Mistral's own format, the only one that some of its folders have.
 const TEKKEN_FILE: &str = "tekken.json";
 
 /// Returns the folder's tokenizer. [`ErrorKind::NotFound`] if it has no tokenizer.json;
@@ -83,7 +83,7 @@ fn chat_template(folder: &Folder, config: Result<Option<&[u8]>>) -> Result<Optio
     ChatTemplate::from_files(config?, jinja.as_deref())
 }
 
-/// Tells errors that say something about the folder from others, by which the whole fails.
+/// Distinguishes errors that say something about the folder from others, which fail the whole call.
 fn usable<T>(found: Result<Option<T>>, missing: &'static str) -> Result<Result<T>> {
     match found {
         Ok(Some(template)) => Ok(Ok(template)),

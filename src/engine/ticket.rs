@@ -507,7 +507,7 @@ impl Ticket {
         Ok(Some(Event::Token { sample: index, token, text, num_tokens, log_probs }))
     }
 
-    /// Tells the end of a sample: first the text that was held back, then, by way of `parts`, what was held back of the
+    /// Reports the end of a sample: first the text that was held back, then, through `parts`, what was held back of the
     /// answer, then the end itself.
     fn end(&mut self, index: usize) -> Result<Option<Event>> {
         let progress = self.inbox.progress(index);

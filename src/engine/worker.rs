@@ -9,8 +9,8 @@
 //! what does not wait, also what ends the request that they wake for.
 //!
 //! A step that fails ends the sequences in it, and no others. A step that finds no memory is
-//! planned anew with fewer tokens: it fails only if it is one token of one sequence and nothing
-//! else is under way. Planning itself takes no memory, so whoever waits is never ended for want of
+//! planned again with fewer tokens: it fails only if it is one token of one sequence and nothing
+//! else is under way. Planning itself takes no memory, so no waiting request fails for lack of
 //! it.
 
 use std::collections::VecDeque;
@@ -213,7 +213,7 @@ impl Worker {
         }
     }
 
-    /// Tells the ends of a request that was over when it came.
+    /// Reports the ends of a request that was over when it came.
     fn end_at_once(&mut self, inbox: &Inbox, num_samples: u32, outcome: Result<FinishReason>) {
         for sample in 0..num_samples {
             self.tell_end_of_sample(inbox, sample, outcome.clone());
@@ -397,7 +397,7 @@ impl Worker {
             Ok(Some(num_places)) => self.scheduler.add_swap_places(num_places),
             // It is being taken in the background.
             Ok(None) => {}
-            // Without memory, preempted sequences are computed anew.
+            // Without memory, preempted sequences are recomputed.
             Err(_) => self.scheduler.add_swap_places(0),
         }
     }

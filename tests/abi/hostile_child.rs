@@ -184,7 +184,7 @@ pub fn on_small_stack<T: Send>(body: impl FnOnce() -> T + Send) -> T {
     })
 }
 
-/// Is this how a failure should look?
+/// Checks that a failure looks as it should.
 pub fn check_failure(failure: &Failure) -> Result<(), String> {
     let message = &failure.message;
     let bad = |why: &str| Err(format!("{why}: {:?} {message:?}", failure.status));

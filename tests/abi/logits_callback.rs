@@ -260,7 +260,7 @@ fn a_callback_holds_up_nobody_else() {
     assert_eq!(found.unwrap().ids, expected);
 }
 
-/// A sequence that waits for its host keeps its KV blocks, or loses them and is computed anew; either way its
+/// A sequence that waits for its host keeps its KV blocks, or loses them and is recomputed; either way its
 /// tokens are the same, and others get their turn.
 #[test]
 fn waiting_for_the_host_is_no_deadlock() {

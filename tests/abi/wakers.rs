@@ -334,7 +334,7 @@ fn a_waker_that_keeps_a_request_under_way_runs_in_turn_and_not_within_itself() {
         CANCEL.store(thrown(), Ordering::SeqCst);
         let expected = model.generate(&greedy(&IDS, 8)).unwrap();
         submit_next();
-        // Others get on meanwhile.
+        // Others make progress meanwhile.
         assert_eq!(model.generate(&greedy(&IDS, 8)).unwrap().ids, expected.ids);
         wait_until("it is woken again and again", || ROUND.load(Ordering::SeqCst) > ROUNDS);
         assert_eq!(DEEPEST.load(Ordering::SeqCst), 1);

@@ -326,7 +326,7 @@ fn ten_thousand_steps_of_a_model_on_cuda_ask_the_device_for_nothing() {
     });
 }
 
-/// The room of a plan is there from the start: planning ends nobody for want of memory.
+/// The room of a plan is there from the start: planning ends no request for lack of memory.
 #[test]
 fn planning_finds_its_memory_whatever_the_allocator_says() {
     let _one = begin();

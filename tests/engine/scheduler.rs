@@ -232,7 +232,7 @@ fn run(setting: Setting, requests: &[Request]) {
     let mut entries = Vec::new();
     let mut turn = 0;
     while !arrivals.is_empty() || !toy.scheduler.is_empty() || !toy.flights.is_empty() {
-        // Far more than all tokens one at a time, computed anew for each other request.
+        // Far more than all tokens one at a time, recomputed for each other request.
         assert!(turn < 200_000, "no end is in sight");
         while arrivals.front().is_some_and(|(at, _)| *at <= turn) {
             let (_, index) = arrivals.pop_front().unwrap();

@@ -164,12 +164,12 @@ impl Toy {
     }
 }
 
-/// Tells who failed.
+/// Returns the error of a step that fails on purpose.
 pub fn injected(kind: ErrorKind) -> Error {
     Error::new(kind, "the toy was told to fail")
 }
 
-/// Computes a step into the cache, or rubbish; gives what it comes to.
+/// Writes a step into the cache, or garbage; returns its results.
 fn compute(
     state: &mut State,
     step: &Step<'_>,

@@ -74,7 +74,7 @@ fn the_first_space_is_left_out_once() {
     assert_eq!(pieces(&tokenizer, &[300, 304]), ["", " hi", ""]);
     assert_eq!(pieces(&tokenizer, &[303, 304]), ["hi", " hi", ""]);
     assert_eq!(pieces(&tokenizer, &bytes(b"  a")), ["", " ", "a", ""]);
-    // A text begins anew after its end.
+    // After its end, a new text begins.
     let mut detokenizer = Detokenizer::new(Arc::clone(&tokenizer), false);
     for _ in 0..2 {
         assert_eq!(detokenizer.push(304).unwrap(), "hi");

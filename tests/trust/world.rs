@@ -597,7 +597,7 @@ fn every_function_has_a_valid_call() {
     }
 }
 
-/// Makes anew what a call of the function has used up.
+/// Replaces what a call of the function has used up.
 pub fn renew_used(world: &mut World, function: &Function) {
     let kinds = function.parameters.iter().filter_map(|p| p.pointee(1));
     let used = match function.name.as_str() {

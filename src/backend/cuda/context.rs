@@ -406,7 +406,7 @@ impl CudaContext {
     }
 
     /// Returns whether a kernel is built in for this device: some exist only for the chips that have their
-    /// instructions. Fails if that could not be found out, for want of memory or of the device.
+    /// instructions. Fails if that could not be found out, for lack of memory or of the device.
     pub(crate) fn has_kernel(&self, kernel: Kernel) -> Result<bool> {
         match self.device.function(kernel) {
             Ok(_) => Ok(true),

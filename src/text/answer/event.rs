@@ -5,7 +5,7 @@ use serde_json::{json, Value};
 /// A call of a tool.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ToolCall {
-    /// Tells calls apart, for the message with the result.
+    /// Distinguishes calls, for the message with the result.
     pub id: String,
     /// The name of the tool.
     pub name: String,

@@ -94,7 +94,7 @@ impl TaggedParser {
         &self.rules
     }
 
-    /// Tells text of the answer or, if `is_thought`, of a thought.
+    /// Reports text of the answer or, if `is_thought`, of a thought.
     pub(super) fn text(&mut self, text: &str, is_thought: bool, parts: &mut Vec<AnswerPart>) {
         let text = if self.trims { text.trim_start_matches(is_blank) } else { text };
         let body = text.trim_end_matches(is_blank);

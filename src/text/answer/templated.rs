@@ -51,7 +51,7 @@ pub(super) struct TemplatedParser {
     /// The text that is not told yet, of which the first `at` bytes have been looked at.
     text: String,
     at: usize,
-    /// The bytes before `text`, and those that have been looked at once: marks are looked for anew after each.
+    /// The bytes before `text`, and those that have been looked at once: marks are looked for again after each.
     told: usize,
     seen: usize,
     /// The first bytes of `text` that are the prompt's.
@@ -314,7 +314,7 @@ impl TemplatedParser {
         self.region.blanks.push_str(text.get(body.len()..).unwrap_or_default());
     }
 
-    /// Tells text of thoughts or content, after `between` if there was some before.
+    /// Reports text of thoughts or content, after `between` if there was some before.
     fn say(&mut self, role: Role, between: &str, text: &str, parts: &mut Vec<AnswerPart>) {
         if text.is_empty() {
             return;

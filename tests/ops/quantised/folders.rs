@@ -104,7 +104,7 @@ fn group_size(config: &serde_json::Value) -> usize {
     config["group_size"].as_i64().unwrap().max(0) as usize
 }
 
-/// AWQ: words `[in, out / 8]`, which are packed anew.
+/// AWQ: words `[in, out / 8]`, which are packed again.
 fn awq(file: &SafeTensors<'_>, module: &str, [out, inputs]: [usize; 2], group: usize) -> Operand {
     let [codes, zeros, scales] = ["qweight", "qzeros", "scales"]
         .map(|last| Stored::find(file, module, last).expect("a tensor"));
