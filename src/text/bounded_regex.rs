@@ -1,4 +1,4 @@
-//! Regular expressions of strangers, run so that no match takes long.
+//! Untrusted regular expressions, run so that no match takes long.
 //!
 //! fancy-regex counts the steps that it takes back during one search and knows no other limit: a
 //! single search can scan the rest of the text at each of a million positions. So a search here

@@ -5,8 +5,8 @@
 //   indices: [num_rows] the mask of each row, negative if it has none; masks: [_, words] whose bit id % 32 of the word
 //   id / 32 is set for a token that may come
 //
-// A token that is banned gets the lowest finite number of the target, unless its logit is no finite number: damage stays
-// to be found.
+// A token that is banned gets the lowest finite number of the target, unless its logit is no finite number, so that
+// damage is still detected.
 #include <stdint.h>
 
 #include "common/dtype.cuh"

@@ -18,9 +18,9 @@ pub(super) enum Outcome {
     More,
     /// It has ended, and is a call.
     Over,
-    /// It is none: what comes next fits no JSON object that is a call.
+    /// It is no call: what comes next fits no JSON object that is a call.
     Bad,
-    /// It is none: it has a key that no call has, but may be JSON.
+    /// It is no call: it has a key that no call has, but may be JSON.
     Foreign,
 }
 
@@ -49,7 +49,7 @@ enum Target {
     Nowhere,
     /// It is looked at when it is whole.
     Literal,
-    /// It is told as it comes.
+    /// It is reported as it comes.
     Told,
 }
 
@@ -67,7 +67,7 @@ pub(super) struct CallObject {
     literal: String,
     name: Option<String>,
     has_arguments: bool,
-    /// Arguments that were not told yet.
+    /// Arguments that were not reported yet.
     arguments: String,
     has_begun: bool,
     /// The text so far, in case that it is no call; empty once the call has begun.

@@ -1,4 +1,4 @@
-//! Which form a model's answers have, and where one begins.
+//! Detects the form of a model's answers, and where one begins.
 
 use super::rules::{AnswerStart, ToolForm};
 use super::tag::THINK_TAGS;

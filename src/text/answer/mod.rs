@@ -3,7 +3,7 @@
 //! An [`AnswerParser`] takes the text in pieces, as it is generated, and tells what is certain: text
 //! that may become a tag is held back. However a text is cut into pieces, the parts that are told are
 //! the same when they are put together. Everything takes time in proportion to the text and no
-//! recursion, and no text is an error: a call that is none is content.
+//! recursion, and no text is an error: a malformed call is content.
 //!
 //! Answers in forms that are known here are taken apart in `tagged.rs`, others by the rules that come with a
 //! model, in `templated.rs`.

@@ -1,4 +1,4 @@
-//! Takes the text of an answer in pieces, and tells its parts.
+//! Takes the text of an answer in pieces, and reports its parts.
 
 use super::event::{Answer, AnswerPart};
 use super::rules::AnswerRules;

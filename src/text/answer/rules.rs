@@ -1,4 +1,4 @@
-//! By which rules an answer is read.
+//! The rules by which an answer is read.
 
 use std::sync::Arc;
 

@@ -40,7 +40,7 @@ pub(super) enum State {
         in_string: bool,
         escaped: bool,
     },
-    /// In what is left of a call that is damaged.
+    /// In the rest of a damaged call.
     Skipping,
     Ended(After),
     /// After the mark before calls.
@@ -50,7 +50,7 @@ pub(super) enum State {
     MarkedArguments(Box<Scanner>),
 }
 
-/// Takes the text of an answer in pieces, and tells its parts.
+/// Takes the text of an answer in pieces, and reports its parts.
 #[derive(Clone, Debug)]
 pub(super) struct TaggedParser {
     pub rules: AnswerRules,
@@ -114,7 +114,7 @@ impl TaggedParser {
         self.text(text, false, parts);
     }
 
-    /// Makes content of what was taken for the beginning of a call.
+    /// Turns what was taken for the beginning of a call into content.
     pub(super) fn give_back(&mut self, parts: &mut Vec<AnswerPart>) {
         let aside = std::mem::take(&mut self.aside);
         self.content(&aside, parts);

@@ -42,7 +42,7 @@ struct Region {
     has_text: bool,
 }
 
-/// Takes the text of an answer in pieces, and tells its parts.
+/// Takes the text of an answer in pieces, and reports its parts.
 #[derive(Clone, Debug)]
 pub(super) struct TemplatedParser {
     rules: AnswerRules,

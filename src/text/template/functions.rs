@@ -119,9 +119,9 @@ enum Flag {
     None,
     /// `-`: without leading zeros or blanks.
     Plain,
-    /// `_`: blanks in front.
+    /// `_`: leading blanks.
     Blanks,
-    /// `0`: zeros in front.
+    /// `0`: leading zeros.
     Zeros,
     /// `^`: in capitals.
     Upper,
