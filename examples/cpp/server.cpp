@@ -56,7 +56,7 @@ static bool flag(const std::string &name, const json &value) {
   return value;
 }
 
-// Reads the body of a request. What it does not know it refuses, as leaving it out would change the answer.
+// Reads the body of a request. It refuses what it does not know, as leaving it out would change the answer.
 static Chat read(const std::string &text, const std::string &model_name) {
   // The parser needs no stack for what is nested, but others do.
   const auto is_shallow = [](int depth, json::parse_event_t, json &) {

@@ -63,7 +63,7 @@ impl Engine {
     }
 
     /// Computes the rows of logits from number `first_row` on of `ids`, a piece at a time, alone in
-    /// the step. What becomes of them goes to `out`, whose rows count from `first_row`.
+    /// the step, and writes the results to `out`, whose rows count from `first_row`.
     fn evaluate(
         &self,
         ids: &[u32],

@@ -1,5 +1,5 @@
-//! The log-probabilities of a request's prompt. What is expected is computed here, in f64, from the logits that
-//! xserv_logits gives.
+//! The log-probabilities of a request's prompt. The expected values are computed here, in f64, from the
+//! logits that xserv_logits gives.
 
 use std::process::Command;
 use std::ptr;

@@ -214,7 +214,7 @@ fn twice_the_same_run_on_cuda_gives_the_same_bits() {
     }
 }
 
-/// Biases and YaRN, which no reference model has; heads of 10 elements. Of GPT-2 both forms of GELU, an output
+/// Biases and YaRN, which no reference model has; heads of 10 elements. GPT-2 with both forms of GELU, an output
 /// matrix of its own, and rows that are no whole vectors.
 #[test]
 fn cuda_and_the_cpu_agree() {

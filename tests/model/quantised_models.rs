@@ -318,9 +318,9 @@ fn quantised_files_on_cuda_are_the_numbers_that_they_stand_for() {
     });
 }
 
-/// Activations in FP8 are the same numbers on the CPU and on a GPU. What falls on the other side of
-/// the middle of two codes changes by a step of FP8, and with it what later layers round: of f32 a few
-/// rows, of bf16 all, which are then as far from each other as two roundings to FP8 are.
+/// Activations in FP8 are the same numbers on the CPU and on a GPU. A number that falls on the other side
+/// of the middle of two codes changes by a step of FP8, and with it what later layers round: a few rows
+/// of f32, all rows of bf16, which are then as far from each other as two roundings to FP8 are.
 #[test]
 fn activations_in_fp8_are_the_same_on_every_device() {
     let case = cases().into_iter().find(|case| case.name == "FP8 in blocks").expect("the case");

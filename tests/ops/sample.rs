@@ -301,7 +301,7 @@ fn filters_on_cuda_leave_what_they_leave_on_the_host() {
 }
 
 /// The tokens of 10^5 draws occur as often as the CPU's sampler says: where the largest tokens decide,
-/// and where the filters leave many, with and without equals. Of a whole vocabulary, tokens with about
+/// and where the filters leave many, with and without equals. In a whole vocabulary, tokens with about
 /// the same probability count together.
 #[test]
 fn draws_on_cuda_fit_the_probabilities_of_the_host() {

@@ -72,7 +72,7 @@ pub fn unit(dtype: DType) -> f64 {
 }
 
 /// The last place of a number of a type, relative to the number: what a rounding that falls the
-/// other way changes. Of f32, in which the operators compute, a few.
+/// other way changes. For f32, in which the operators compute, it is a few units.
 pub fn last_place(dtype: DType) -> f64 {
     match dtype {
         DType::F32 => 2f64.powi(-21),

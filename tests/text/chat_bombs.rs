@@ -1,5 +1,5 @@
 //! Templates that mean harm: each in a process of its own, so that a crash, a hang or the peak of
-//! memory is seen. What is asked: an end within two seconds and 256 MiB, and no signal.
+//! memory is seen. Required are an end within two seconds and 256 MiB, and no signal.
 
 use serde_json::{json, Value};
 use std::process::Command;

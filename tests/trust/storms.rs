@@ -385,8 +385,8 @@ enum Freed {
     Submissions,
 }
 
-/// Loads, has `streams` requests under way, and frees everything in this order. What is freed is gone,
-/// what is not goes on.
+/// Loads, has `streams` requests under way, and frees everything in this order. Freed objects are gone,
+/// the others go on.
 fn free_in(order: &[Freed], streams: usize) {
     let mut world = World::empty();
     for kind in ["xserv_model", "xserv_detokenizer", "xserv_result"] {

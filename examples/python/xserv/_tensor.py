@@ -97,7 +97,7 @@ def _take(entries: List[_Entry]) -> Tuple[int, _Entry]:
     return sys.getrefcount(capsule), (capsule, name, managed)
 
 
-#: How many there are if nobody else has one, which differs between versions of Python.
+#: The number of references if nobody else has one, which differs between versions of Python.
 _ALONE = _take([(object(), b"", None)])[0]
 
 

@@ -120,7 +120,7 @@ def _parameter(message: str) -> Optional[str]:
     return name if name in xserv.GenerateOptions.__annotations__ else None
 
 
-#: How sentences of the library's about the form of an answer begin.
+#: The beginnings of the library's messages about the form of an answer.
 _ABOUT_FORMS = ("the JSON schema", "the regular expression", "the grammar", "there are no choices", "choice ")
 
 

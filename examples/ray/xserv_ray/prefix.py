@@ -18,7 +18,7 @@ from pydantic_core import from_json, to_json
 PREFIX_CHARS = 512
 #: Tokens of a prompt of token ids that are looked at.
 PREFIX_TOKENS = 128
-#: How far a replica may be above the mean before requests go elsewhere: a share of it, and a number.
+#: The load above the mean at which requests go elsewhere: a share of it, and a number.
 LOAD_FACTOR, LOAD_SLACK = 1.25, 4
 
 

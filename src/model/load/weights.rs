@@ -1,4 +1,4 @@
-//! Which tensors make one weight, and what turns that into a weight.
+//! The tensors that make one weight, and the readers that turn them into it.
 
 use crate::error::{Error, Result};
 use crate::model::checkpoint::Tensor;

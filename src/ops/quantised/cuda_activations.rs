@@ -1,4 +1,4 @@
-//! Activations in e4m3 on a GPU: `csrc/ops/quantised/activations.cu`. What they are is said in
+//! Activations in e4m3 on a GPU: `csrc/ops/quantised/activations.cu`; see
 //! [`activations`](super::activations).
 
 use super::activations::INPUT_GROUP;

@@ -100,8 +100,8 @@ struct Best {
 }
 
 impl Best {
-    /// Keeps of each group what is better, and returns the scales that fit the candidate's codes best. Of groups
-    /// whose numbers are all zero, or whose range is no number, no error is below the first one.
+    /// Keeps the better candidate of each group, and returns the scales that fit the candidate's codes best. In
+    /// groups whose numbers are all zero, or whose range is no number, no error is below the first one.
     // Not a closure, which would be compiled without the instruction set of its caller.
     #[inline(always)]
     fn challenge(&mut self, candidate: FourBits, numbers: &[Lanes]) -> Lanes {

@@ -160,13 +160,13 @@ struct Thread {
 /// One search for the first match, on its way through a text. Empty matches do not count.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Search {
-    /// In the order of preference. Of an expression with assertions the states before what the next
-    /// character decides, of others the states that take a byte.
+    /// In the order of preference. For an expression with assertions, the states before what the
+    /// next character decides; for others, the states that take a byte.
     threads: Vec<Thread>,
     spare: Vec<Thread>,
     /// States that are still to be expanded.
     open: Vec<Thread>,
-    /// Which states are in `threads`: those with the number of this round.
+    /// The states in `threads`, marked with the number of this round.
     seen: Vec<u32>,
     round: u32,
     found: Option<Match>,

@@ -28,7 +28,7 @@ class Error(NamedTuple):
     max_units: float
     rms_units: float
     max_error: float
-    #: Where the largest error is.
+    #: The place of the largest error.
     place: int
 
 
