@@ -150,7 +150,7 @@ T *check(T *pointer) {
   throw Error(XSERV_STATUS_BAD_HANDLE, std::string("this xserv::") + type + " is moved-from and holds nothing");
 }
 
-/* The text as C takes it. One that contains a NUL would end there without a word. */
+/* The text as C takes it. One that contains a NUL would silently end there. */
 inline const char *c_string(const std::string &text, const char *what) {
   if (text.find('\0') != std::string::npos) invalid(std::string(what) + " contains a NUL");
   return text.c_str();

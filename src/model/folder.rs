@@ -1,6 +1,6 @@
 //! Finds a model on disk, and reads its small files.
 //!
-//! A model folder is data from strangers: the library reads regular files that lie inside it and
+//! A model folder is untrusted: the library reads regular files that lie inside it and
 //! nothing else. A folder of the local Hugging Face cache is full of links into the `blobs` folders
 //! beside it, so those count as inside for such a folder.
 //!

@@ -3,7 +3,7 @@
 //! Semantics are those of `apply_chat_template` in Transformers (utils/chat_template_utils.py):
 //! Jinja2 in an immutable sandbox with `trim_blocks`, `lstrip_blocks` and loop controls,
 //! `raise_exception`, `strftime_now`, a `tojson` that is `json.dumps`, and `{% generation %}`
-//! without effect. Templates come from strangers; `template/` has the precautions which that takes.
+//! without effect. Templates are untrusted; `template/` has the precautions which that takes.
 
 use super::json_input::{check_messages, check_size, check_tools};
 use super::special_tokens::{parse_config, SpecialTokens};

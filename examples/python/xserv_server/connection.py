@@ -52,7 +52,7 @@ class Connection(HttpToolsProtocol):
         super().connection_made(transport)
         connected = transport.get_extra_info("socket")
         if connected is not None and connected.family in (socket.AF_INET, socket.AF_INET6):
-            # A peer that has vanished without a word is found out.
+            # A peer that has vanished silently is detected.
             connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         if len(self.connections) > self.limits.max_connections:
             self._refuse(503, "the server has no room for another connection")

@@ -2,7 +2,7 @@
 
 A conversation is known by its beginning: the tools, the system's messages and the beginning of the first other message.
 All of its turns have the same key, and so have all requests that share a long beginning. Replicas are ranked by
-rendezvous hashing of the key: every gateway ranks them alike without a word to the others, and a replica that comes or
+rendezvous hashing of the key: every gateway ranks them alike without asking the others, and a replica that comes or
 goes moves no key between those that stay. A replica that has more than its share of what runs stands behind the others,
 so that a beginning that is common to all is spread over as many replicas as its load needs.
 """

@@ -130,8 +130,8 @@ impl QuantConfig {
     }
 
     /// Whether the config names all modules that are quantised, so that another is a damaged file.
-    /// The others quantise what their writers chose to, and leave routers or output matrices out
-    /// without a word.
+    /// The others quantise what their writers chose to, and silently leave out routers or
+    /// output matrices.
     pub(super) fn is_complete(&self) -> bool {
         matches!(self.method, Method::CompressedTensors(_))
     }

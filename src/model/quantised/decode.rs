@@ -174,7 +174,7 @@ impl QuantModule {
     /// Refuses the two codes of FP8 that are no numbers.
     fn check_fp8(&self, codes: &[u8], first_row: usize) -> Result<()> {
         let is_nan = |code: &u8| code & 0x7f == 0x7f;
-        // Without an early end the loop is a matter of vectors.
+        // Without an early exit the loop is compiled to vector instructions.
         if !codes.iter().fold(false, |found, code| found | is_nan(code)) {
             return Ok(());
         }

@@ -123,7 +123,7 @@ impl QuantModule {
     /// the config. `None` if the layer is not quantised, or there are no files but random numbers.
     ///
     /// The tensors decide whether it is. A config that says otherwise is refused, except that one
-    /// of a method that leaves out routers and the like without a word may have a plain `weight`.
+    /// of a method that silently leaves out routers and the like may have a plain `weight`.
     pub fn find(
         checkpoint: &Checkpoint,
         config: &QuantConfig,

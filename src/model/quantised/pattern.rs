@@ -1,6 +1,6 @@
 //! Modules that a config names: by name, by part of a name, or by regular expression.
 //!
-//! The expressions are a stranger's. Their number and length, the size of what they are compiled to
+//! The expressions are untrusted. Their number and length, the size of what they are compiled to
 //! and the steps of a search are limited, so that a hostile one is refused, not waited for.
 
 use std::cell::Cell;
@@ -45,7 +45,7 @@ impl Default for Budget {
 }
 
 impl Budget {
-    /// Takes one expression off; returns false if that is more than is left.
+    /// Counts one more expression; returns false if that is more than is left.
     fn take(&self, text: &str) -> bool {
         let left = |cell: &Cell<usize>, n: usize| {
             cell.get().checked_sub(n).map(|left| cell.set(left)).is_some()

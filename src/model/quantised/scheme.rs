@@ -13,9 +13,9 @@ pub enum ScaleShape {
     Tensor,
     /// A row.
     Channel,
-    /// So many inputs of a row.
+    /// This many inputs of a row.
     Group(usize),
-    /// So many rows and inputs.
+    /// This many rows and inputs.
     Block([usize; 2]),
 }
 
