@@ -20,12 +20,12 @@ fn bias(token_id: u32, bias: f32) -> xserv_logit_bias {
     xserv_logit_bias { token_id, bias }
 }
 
-/// The request with these biases, which must live as long.
+/// Returns the request with these biases, which must live as long.
 fn biased(request: xserv_request, biases: &[xserv_logit_bias]) -> xserv_request {
     xserv_request { logit_bias: biases.as_ptr(), num_logit_bias: biases.len(), ..request }
 }
 
-/// The ids that end a generation of this model.
+/// Returns the ids that end a generation of this model.
 fn end_tokens(model: &Model) -> Vec<u32> {
     let info = model.info();
     unsafe { std::slice::from_raw_parts(info.eos_token_ids, info.num_eos_token_ids as usize) }
@@ -189,7 +189,7 @@ fn generate(model: &Model, request: &xserv_request) -> Vec<Told> {
     told_by(result, request.num_samples as usize)
 }
 
-/// The log-softmax of a row in f64.
+/// Returns the log-softmax of a row in f64.
 pub fn log_softmax(row: &[f64]) -> Vec<f64> {
     let largest = row.iter().copied().fold(f64::NEG_INFINITY, f64::max);
     let sum: f64 = row.iter().map(|x| (x - largest).exp()).sum();
@@ -233,7 +233,7 @@ fn assert_told(told: &Told, rows: &[Vec<f64>], num_top: usize) {
     }
 }
 
-/// The model's own logits before each of the generated tokens.
+/// Returns the model's own logits before each of the generated tokens.
 fn own_rows(model: &Model, prompt: &[u32], generated: &[u32]) -> Vec<Vec<f64>> {
     let all = [prompt, generated].concat();
     let logits = model.logits(&all[..all.len() - 1], true).unwrap();

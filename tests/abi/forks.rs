@@ -335,7 +335,7 @@ struct TheHost(UnsafeCell<Option<Host>>);
 unsafe impl Sync for TheHost {}
 static HOST: TheHost = TheHost(UnsafeCell::new(None));
 
-/// The host, once it has loaded its model.
+/// Returns the host, once it has loaded its model.
 fn host() -> Option<&'static mut Host> {
     unsafe { (*HOST.0.get()).as_mut() }
 }

@@ -62,7 +62,8 @@ fn word(text: &str) -> &str {
     text.split(|c: char| !c.is_alphanumeric() && c != '_').next().unwrap_or("")
 }
 
-/// The declarations of a header as cbindgen prints it, which leaves an empty line between two.
+/// Returns the declarations of a header as cbindgen prints it, which leaves an empty line between
+/// two.
 fn items(header: &str) -> Vec<Item> {
     let mut found = Vec::new();
     for block in header.split("\n\n") {
@@ -100,7 +101,8 @@ fn items(header: &str) -> Vec<Item> {
     found
 }
 
-/// The function that fills an option struct with its defaults and cannot be given a wrong size.
+/// Returns the function that fills an option struct with its defaults and cannot be given a wrong
+/// size.
 fn default_function(init: &Item) -> String {
     let stem = init.name.strip_suffix("_init").unwrap();
     let parameter = init.text.rsplit(&format!("struct {stem} *")).next().map(word).unwrap();
@@ -112,7 +114,7 @@ fn default_function(init: &Item) -> String {
     )
 }
 
-/// The topic of a source: the first line of its documentation.
+/// Returns the topic of a source: the first line of its documentation.
 fn topic(source: &str) -> (String, String) {
     let text = std::fs::read_to_string(root().join(format!("src/ffi/{source}.rs"))).unwrap();
     let first = text.lines().next().unwrap().strip_prefix("//! ").unwrap().to_string();
@@ -178,7 +180,7 @@ fn arrange(sources: &[&str], items: &mut Vec<Item>, guard: &str, parts: [&str; 4
     )
 }
 
-/// The two headers.
+/// Returns the two headers.
 fn generate() -> [(&'static str, String); 2] {
     let config = cbindgen::Config::from_file(root().join("cbindgen.toml")).unwrap();
     let head = config.header.clone().unwrap();

@@ -108,7 +108,7 @@ impl Copy {
         self.write(name, value.to_string());
     }
 
-    /// The header of the weights, and what follows it.
+    /// Returns the header of the weights, and what follows it.
     pub fn weights(&self) -> (Value, Vec<u8>) {
         let bytes = self.read("model.safetensors");
         let (length, rest) = bytes.split_at(8);
@@ -159,7 +159,7 @@ pub fn cpu_seconds() -> f64 {
     time.tv_sec as f64 + time.tv_nsec as f64 * 1e-9
 }
 
-/// A field of /proc/self/status that is in kB, in bytes.
+/// Returns a field of /proc/self/status that is in kB, in bytes.
 pub fn status_bytes(field: &str) -> u64 {
     let text = std::fs::read_to_string("/proc/self/status").unwrap();
     let line = text.lines().find(|line| line.starts_with(field)).unwrap();
@@ -483,7 +483,7 @@ impl Bench {
         self.case_with(name, MAX_CPU_SECONDS, body);
     }
 
-    /// A case with a bar of its own for the time: valid input that is merely large.
+    /// Returns a case with a bar of its own for the time: valid input that is merely large.
     pub fn case_with(
         &mut self,
         name: impl Into<String>,
@@ -537,7 +537,7 @@ impl Bench {
     }
 }
 
-/// The groups, by name.
+/// Returns the groups, by name.
 fn group(name: &str) -> fn(&mut Bench) {
     let found = crate::GROUPS.iter().copied().flatten().find(|(group, _)| *group == name);
     found.unwrap_or_else(|| panic!("no group {name}")).1
@@ -645,7 +645,7 @@ fn run_child(name: &str, skip: usize, environment: &[(&str, &str)]) -> Result<Ve
     Err(Died { how, lines, printed })
 }
 
-/// The number of cases of a group, none of which is run.
+/// Returns the number of cases of a group, none of which is run.
 #[allow(dead_code)]
 pub fn count_cases(name: &str) -> usize {
     let lines = match run_child(name, usize::MAX, &[]) {

@@ -80,8 +80,8 @@ fn agrees(given: &Given, expected: &Given, is_exact: bool) -> bool {
 
 static BAN: xserv_logit_bias = xserv_logit_bias { token_id: POISON, bias: f32::NEG_INFINITY };
 
-/// The number of prompts whose output differs from that in clean memory: alone in a poisoned one, and in a crowd
-/// with poison in its midst.
+/// Returns the number of prompts whose output differs from that in clean memory: alone in a poisoned one, and in a
+/// crowd with poison in its midst.
 fn differences(path: &std::path::Path, options: &xserv_load_options, is_exact: bool) -> [usize; 2] {
     let mut random = Random(23);
     let prompts: Vec<Vec<u32>> = [1, 2, 3, 15, 16, 17, 31, 32, 33, 63, 65, 100, 129, 200]

@@ -34,7 +34,7 @@ fn some_families() -> Vec<Golden> {
     some
 }
 
-/// The models to try: those of the shared data, where they are, the repository's own, and `families`.
+/// Returns the models to try: those of the shared data, where they are, the repository's own, and `families`.
 fn models(families: &[Golden]) -> Vec<std::path::PathBuf> {
     let mut models = vec![tiny()];
     models.extend(families.iter().map(|golden| golden.model_path().into()));

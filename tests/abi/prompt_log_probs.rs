@@ -121,7 +121,7 @@ fn assert_told(model: &Model, prompt: &[u32], told: &Told, num_top: usize, toler
     }
 }
 
-/// A model that computes a prompt in pieces.
+/// Returns a model that computes a prompt in pieces.
 fn in_pieces() -> Model {
     let options = xserv_load_options { max_prefill_tokens: 32, ..load_options() };
     Model::load(&tiny(), &options).unwrap()

@@ -54,7 +54,7 @@ impl Random {
     }
 }
 
-/// A prompt of one of a few families, which begin alike.
+/// Returns a prompt of one of a few families, which begin alike.
 fn prompt(random: &mut Random) -> Vec<u32> {
     let (family, common) = (random.below(4) as u32, random.below(300));
     let mut ids = tokens(common, family);

@@ -87,7 +87,7 @@ impl Waker {
         status
     }
 
-    /// The handle, for which the callback waits if xserv_submit() has not returned yet.
+    /// Returns the handle, for which the callback waits if xserv_submit() has not returned yet.
     fn handle(&self) -> *mut xserv_submission {
         loop {
             let handle = self.submission.load(Ordering::SeqCst);
@@ -105,7 +105,7 @@ impl Waker {
 
 const IDS: [u32; 12] = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8];
 
-/// A request without tokens to generate.
+/// Returns a request without tokens to generate.
 fn over() -> xserv_request {
     greedy(&IDS, 0)
 }

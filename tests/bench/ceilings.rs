@@ -113,7 +113,7 @@ impl Array {
         }
     }
 
-    /// The array as a matrix; the descriptor points to `shape`.
+    /// Returns the array as a matrix; the descriptor points to `shape`.
     fn matrix(&self, shape: &mut [i64; 2]) -> xserv_tensor {
         assert_eq!(shape[0] * shape[1], self.count, "all elements");
         xserv_tensor { ndim: 2, shape: shape.as_mut_ptr(), strides: null_mut(), ..self.view }

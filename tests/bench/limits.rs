@@ -12,12 +12,12 @@ pub struct Ceilings {
 }
 
 impl Ceilings {
-    /// The least milliseconds of operations that follow each other.
+    /// Returns the least milliseconds of operations that follow each other.
     pub fn limit_ms(&self, operations: &[Work]) -> f64 {
         operations.iter().map(|work| self.operation_ms(work)).sum()
     }
 
-    /// The least milliseconds of one operation.
+    /// Returns the least milliseconds of one operation.
     pub fn operation_ms(&self, work: &Work) -> f64 {
         (work.bytes / self.read_gbs * 1e-6).max(work.flops / self.tflops * 1e-9)
     }
@@ -47,8 +47,8 @@ pub struct ModelWork {
 }
 
 impl ModelWork {
-    /// The layers' matrices, the output matrix and attention, for one token of each of `batch`
-    /// sequences of `context` tokens.
+    /// Returns the layers' matrices, the output matrix and attention, for one token of each of
+    /// `batch` sequences of `context` tokens.
     pub fn decode(&self, batch: f64, context: f64) -> [Work; 3] {
         let pairs = batch * context;
         [

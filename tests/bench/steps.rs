@@ -188,7 +188,7 @@ fn main() {
     }
 }
 
-/// The model, or `None` where there is no GPU for it.
+/// Returns the model, or `None` where there is no GPU for it.
 fn load(options: &Options) -> Option<Model> {
     let path = &options.folder;
     let headers =
@@ -350,7 +350,7 @@ fn decode(model: &Model, batch: usize, context_len: usize, options: &Options) ->
     Times { step_ms: median(times.split_off(8)), queue_ms: median(queue_times.split_off(8)) }
 }
 
-/// The parts of a step, each the mean of some steps.
+/// Returns the parts of a step, each the mean of some steps.
 fn profile_decode(
     model: &Model,
     batch: usize,

@@ -56,7 +56,7 @@ fn prompt(request: &Request, index: usize) -> Vec<u32> {
     common.chain((0..request.own).map(|i| 1_000_000 * (1 + index as u32) + i as u32)).collect()
 }
 
-/// The past of a token: what a place of the cache depends on.
+/// Returns the past of a token: what a place of the cache depends on.
 fn past(tokens: &[u32]) -> u64 {
     let mut hasher = DefaultHasher::new();
     tokens.hash(&mut hasher);

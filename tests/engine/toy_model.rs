@@ -72,14 +72,15 @@ pub struct Toy {
     state: Mutex<State>,
 }
 
-/// The past of a token after another's.
+/// Returns the past of a token after another's.
 fn behind(before: u64, token: u32) -> u64 {
     let mut hasher = DefaultHasher::new();
     (before, token).hash(&mut hasher);
     hasher.finish()
 }
 
-/// The token after a past, of those that may come: the first from a place on that the past decides.
+/// Returns the token after a past, of those that may come: the first from a place on that the past
+/// decides.
 fn choose(past: u64, vocab_size: usize, is_allowed: impl Fn(u32) -> bool) -> u32 {
     let from = (past % vocab_size as u64) as u32;
     let mut all = (from..vocab_size as u32).chain(0..from);

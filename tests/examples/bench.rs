@@ -86,7 +86,7 @@ fn names_are_plain_when_one_thread_count_and_batch_is_asked_for() {
     }
 }
 
-/// The lines of a run with --json.
+/// Returns the lines of a run with --json.
 fn metrics(arguments: &[&str]) -> BTreeMap<String, f64> {
     let programs = crate::c::programs().expect("CMake, as the caller has seen");
     let printed = run(command(programs.join("bench")).args(arguments).arg("--json")).stdout;

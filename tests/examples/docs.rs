@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use crate::support::*;
 
-/// The pages, with their names.
+/// Returns the pages, with their names.
 fn pages() -> Vec<(String, String)> {
     let folder = repository().join("examples/docs");
     let mut found = Vec::new();
@@ -21,7 +21,7 @@ fn pages() -> Vec<(String, String)> {
     found
 }
 
-/// The snippets of a language, with names of their own.
+/// Returns the snippets of a language, with names of their own.
 fn snippets(language: &str) -> Vec<(String, String)> {
     let mut found = Vec::new();
     for (page, text) in pages() {

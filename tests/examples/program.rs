@@ -12,7 +12,7 @@ use crate::support::*;
 
 const COMMANDS: [&str; 5] = ["chat", "generate", "bench", "inspect", "plan"];
 
-/// The program; None if there is no CMake.
+/// Returns the program; None if there is no CMake.
 fn program() -> Option<PathBuf> {
     crate::c::programs().map(|programs| programs.join("xserv"))
 }
@@ -23,12 +23,12 @@ fn xserv(program: &Path, arguments: &[&str]) -> Command {
     xserv
 }
 
-/// The small model's folder as an argument.
+/// Returns the small model's folder as an argument.
 fn small() -> String {
     model().to_str().expect("a path").to_string()
 }
 
-/// A copy of the small model with another chat template, or without one.
+/// Returns a copy of the small model with another chat template, or without one.
 fn with_template(name: &str, template: Option<&str>) -> PathBuf {
     let folder = work_folder(name);
     for entry in fs::read_dir(model()).expect("the model") {

@@ -11,7 +11,7 @@ fn readme() -> String {
     fs::read_to_string(repository().join("README.md")).expect("README.md")
 }
 
-/// The texts of the code blocks of a language.
+/// Returns the texts of the code blocks of a language.
 fn blocks(language: &str) -> Vec<String> {
     code_blocks(&readme(), language)
 }

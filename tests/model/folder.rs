@@ -12,8 +12,9 @@ use crate::files::{Store, TempDir, TestModel};
 
 const HASH: &str = "0123456789abcdef0123456789abcdef01234567";
 
-/// A cache with the repository `acme/tiny`, its files links into `blobs` as downloads leave them:
-/// the weights in the blobs that all repositories share, the configuration in the repository's own.
+/// Returns a cache with the repository `acme/tiny`, its files links into `blobs` as downloads leave
+/// them: the weights in the blobs that all repositories share, the configuration in the
+/// repository's own.
 fn cache() -> TempDir {
     let dir = TempDir::new();
     let model = TestModel::qwen3(1).write(Store::F32);

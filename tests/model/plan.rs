@@ -9,7 +9,7 @@ use crate::files::{Family, Random, Store, TempDir, TestModel, TestTensor};
 /// The bar: planned sizes are within 2 % of what is used.
 const TOLERANCE: f64 = 0.02;
 
-/// A model whose feed-forward part is wide enough for sums in stretches.
+/// Returns a model whose feed-forward part is wide enough for sums in stretches.
 fn wide_model(family: Family) -> TempDir {
     const INTERMEDIATE: usize = 3200;
     let mut model = TestModel::qwen3(7);

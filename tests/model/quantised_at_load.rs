@@ -58,7 +58,7 @@ fn quantised(
     open_both(path, weights, 0, embeddings)?.load(backend, &options, &mut |_| true)
 }
 
-/// The repository's model with a prompt of its kind, and made ones; two have rows that are no whole groups.
+/// Returns the repository's model with a prompt of its kind, and made ones; two have rows that are no whole groups.
 fn models() -> Vec<(&'static str, TempDir, Vec<u32>)> {
     let mut found = Vec::new();
     if let Some(golden) = golden::tiny_qwen3() {
@@ -81,7 +81,7 @@ fn models() -> Vec<(&'static str, TempDir, Vec<u32>)> {
 const CHOICES: [(WeightStorage, WeightStorage); 5] =
     [(INT8, AS_STORED), (INT4, AS_STORED), (AS_STORED, INT8), (INT8, INT8), (INT4, INT8)];
 
-/// The bar on the difference of logits.
+/// Returns the bar on the difference of logits.
 fn bar_of(weights: WeightStorage, name: &str) -> f64 {
     let bars = if weights == INT4 { INT4_BARS } else { INT8_BARS };
     bars[usize::from(name != TRAINED)]
@@ -239,7 +239,7 @@ fn numbers_that_are_not_finite_are_refused() {
     }
 }
 
-/// The logarithms of the probabilities of a row.
+/// Returns the logarithms of the probabilities of a row.
 fn log_probs(logits: &[f32]) -> Vec<f64> {
     let most = f64::from(logits.iter().copied().fold(f32::NEG_INFINITY, f32::max));
     let sum: f64 = logits.iter().map(|&x| (f64::from(x) - most).exp()).sum();

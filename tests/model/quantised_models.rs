@@ -196,7 +196,7 @@ fn margin(logits: &[f32]) -> f32 {
     logits[best] - others.fold(f32::NEG_INFINITY, f32::max)
 }
 
-/// The root of the mean square of the difference over that of what is wanted.
+/// Returns the root of the mean square of the difference over that of what is wanted.
 pub fn relative_rms(got: &[f32], want: &[f32]) -> f64 {
     assert_eq!(got.len(), want.len());
     let square = |x: f64| x * x;
@@ -216,7 +216,7 @@ fn assert_greedy(what: &str, got: &Run, want: &Run) {
     }
 }
 
-/// The model of the repository, and made ones of other families (with biases, or untied).
+/// Returns the model of the repository, and made ones of other families (with biases, or untied).
 fn models() -> Vec<(&'static str, TestModel, Vec<u32>)> {
     let mut found = Vec::new();
     if let Some(golden) = golden::tiny_qwen3() {
@@ -363,7 +363,7 @@ fn activations_in_fp8_are_the_same_on_every_device() {
 
 const DOWN: &str = "model.layers.0.mlp.down_proj";
 
-/// A small AWQ model whose tensors or config a test may damage.
+/// Returns a small AWQ model whose tensors or config a test may damage.
 fn damaged(damage: impl FnOnce(&mut Vec<(String, Stored)>, &mut Value)) -> TempDir {
     let model = TestModel::wide_qwen3(6);
     let (mut tensors, _) =

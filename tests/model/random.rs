@@ -34,7 +34,7 @@ fn shapes() -> Vec<(&'static str, TestModel)> {
     ]
 }
 
-/// A folder with the config alone, which names an element type or not.
+/// Returns a folder with the config alone, which names an element type or not.
 fn config_only(model: &TestModel, dtype: Option<&str>) -> TempDir {
     let mut config = model.config.clone();
     if let Some(dtype) = dtype {
@@ -58,7 +58,7 @@ fn logits(model: &Model) -> Vec<f32> {
     Driver::new(model, 2).logits(&IDS, usize::MAX)
 }
 
-/// The root mean square of the differences, as a share of that of the numbers.
+/// Returns the root mean square of the differences, as a share of that of the numbers.
 fn difference(found: &[f32], expected: &[f32]) -> f64 {
     assert_eq!(found.len(), expected.len());
     let square = |x: f32| f64::from(x).powi(2);

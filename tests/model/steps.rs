@@ -10,7 +10,7 @@ use crate::driver::{argmax, cuda_context, load, load_on_cuda, Driver, Sequence};
 use crate::files::{Family, Random, Store, TestModel};
 use crate::golden::{self, Golden};
 
-/// The first model of each architecture that this machine has, a Qwen3 in front.
+/// Returns the first model of each architecture that this machine has, a Qwen3 in front.
 fn golden_models() -> Vec<Golden> {
     let mut models: Vec<Golden> = Vec::new();
     let mut all = golden::all();

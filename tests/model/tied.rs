@@ -22,7 +22,7 @@ enum Output {
     Differs(usize),
 }
 
-/// A model that is declared tied, as f32, and the numbers in its tensors.
+/// Returns a model that is declared tied, as f32, and the numbers in its tensors.
 fn declared_tied(mut model: TestModel, embedding: &str, output: Output) -> (TempDir, u64) {
     model.config["tie_word_embeddings"] = json!(true);
     model.config["vocab_size"] = json!(NUM_TOKENS);

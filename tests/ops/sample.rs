@@ -103,7 +103,7 @@ fn chooser() -> Option<Chooser> {
     Some(Chooser { context: cuda_context()? })
 }
 
-/// The probabilities of the tokens by the CPU's sampler.
+/// Returns the probabilities of the tokens by the CPU's sampler.
 fn probabilities(overrides: &SamplingOverrides, logits: &[f32]) -> Vec<f64> {
     let params = SamplingParams::resolve(overrides, &GenerationConfig::default()).expect("valid");
     let mut sampler = Sampler::new(params, 0, &[]).expect("a sampler");

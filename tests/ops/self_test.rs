@@ -20,7 +20,7 @@ fn contexts() -> Vec<ComputeContext> {
     contexts
 }
 
-/// The names of the operators that C sees.
+/// Returns the names of the operators that C sees.
 fn operators() -> BTreeSet<String> {
     let header = concat!(env!("CARGO_MANIFEST_DIR"), "/include/xserv_ops.h");
     let header = std::fs::read_to_string(header).unwrap();
@@ -93,7 +93,7 @@ fn a_wrong_operator_is_named_and_no_other() {
     }
 }
 
-/// The outcomes of one case of the softmax of f32 with `compute` in its place.
+/// Returns the outcomes of one case of the softmax of f32 with `compute` in its place.
 fn softmax_with(compute: &Compute) -> String {
     let context = ComputeContext::cpu(1, usize::MAX).unwrap();
     let found = RefCell::new(None);

@@ -32,7 +32,7 @@ impl<T: Storage> Typed<T> {
         &mut self.values[GUARD..GUARD + self.len]
     }
 
-    /// The content as f32, once the guards are found untouched.
+    /// Returns the content as f32, once the guards are found untouched.
     pub fn checked(&self, what: &str) -> Vec<f32> {
         let (front, rest) = self.values.split_at(GUARD);
         let (content, back) = rest.split_at(self.len);

@@ -125,7 +125,7 @@ impl Model {
             .map_err(|error| format!("{error}\n{grammar}"))
     }
 
-    /// The calls that are read from a text.
+    /// Returns the calls that are read from a text.
     fn calls(&self, start: AnswerStart, text: &str) -> Vec<(String, Value)> {
         self.calls_of(&weather(), start, text)
     }
@@ -389,7 +389,7 @@ fn references_lead_where_they_led_and_data_stays_as_it_is() {
     }
 }
 
-/// A tool with one parameter of this schema.
+/// Returns a tool with one parameter of this schema.
 fn tool_of(schema: &Value) -> Value {
     let parameters = json!({
         "type": "object",

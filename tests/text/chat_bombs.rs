@@ -6,7 +6,7 @@ use std::process::Command;
 use std::time::Instant;
 use xserv::text::{ChatInput, ChatTemplate, SpecialTokens};
 
-/// The peak of resident memory of this process, in KiB.
+/// Returns the peak of resident memory of this process, in KiB.
 fn peak_kib() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let line = status.lines().find(|line| line.starts_with("VmHWM")).unwrap_or_default();

@@ -5,7 +5,7 @@ use serde_json::json;
 use std::sync::Arc;
 use xserv::text::{Detokenizer, StopMatcher, Tokenizer};
 
-/// A vocabulary in the manner of SentencePiece: `▁` for spaces, bytes as `<0xE2>`.
+/// Returns a vocabulary in the manner of SentencePiece: `▁` for spaces, bytes as `<0xE2>`.
 fn sentence_pieces(decoder: serde_json::Value) -> Arc<Tokenizer> {
     let mut vocab = serde_json::Map::new();
     vocab.insert("<unk>".to_owned(), json!(0));

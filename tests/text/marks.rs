@@ -50,7 +50,7 @@ impl Family {
         self.template.render_at(&input, UNIX_EPOCH + Duration::from_secs(1_732_365_296)).ok()
     }
 
-    /// The tokens of a conversation, as requests have them; and whether it was marked.
+    /// Returns the tokens of a conversation, as requests have them; and whether it was marked.
     fn ids(&self, conversation: &Conversation) -> Option<(Vec<u32>, bool)> {
         let mut marked = conversation.clone();
         let marks = self.tokenizer.mark(&mut marked).unwrap();

@@ -172,7 +172,7 @@ fn chat_template(world: &World) -> Outcome<String> {
     Ok(text_of(shim, text))
 }
 
-/// The samples of a result, which is freed.
+/// Returns the samples of a result, which is freed.
 fn result_of(shim: &Shim, handle: *mut xserv_result) -> Outcome<String> {
     let result = Handle { shim, handle, free: xserv_result_free };
     let mut said = String::new();

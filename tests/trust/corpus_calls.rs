@@ -508,7 +508,7 @@ fn overlaps(bench: &mut Bench) {
     }
 }
 
-/// The results of an operator: the elements of all tensors after the call.
+/// Returns the results of an operator: the elements of all tensors after the call.
 fn results(world: &World, function: &Function) -> Result<Option<Vec<Vec<u32>>>, String> {
     let mut arguments = world.arguments(function);
     let returned = call(function, &arguments);

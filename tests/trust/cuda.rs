@@ -88,7 +88,7 @@ impl Fake {
     }
 }
 
-/// The folder of the fake driver, built once.
+/// Returns the folder of the fake driver, built once.
 fn driver() -> &'static Path {
     static FOLDER: OnceLock<TempDir> = OnceLock::new();
     FOLDER
@@ -130,7 +130,7 @@ fn can_fake() -> bool {
 
 // ---- In the child ----
 
-/// A config of the sizes for which the fused kernels are written; its weights are random.
+/// Returns a config of the sizes for which the fused kernels are written; its weights are random.
 fn wide() -> TempDir {
     let folder = TempDir::new();
     let config = json!({
@@ -430,7 +430,7 @@ fn kernels_fail() {
     say("done", "");
 }
 
-/// A context on a device, without a limit.
+/// Returns a context on a device, without a limit.
 fn cuda_context(device: u32) -> Outcome<Context> {
     let mut options: xserv_context_options = unsafe { std::mem::zeroed() };
     unsafe { xserv_context_options_init(&mut options, size_of_val(&options)) };

@@ -40,7 +40,7 @@ impl Function {
         self.result == "xserv_status"
     }
 
-    /// The handle that the function frees.
+    /// Returns the handle that the function frees.
     pub fn frees(&self) -> Option<&str> {
         self.name.ends_with("_free").then(|| self.parameters[0].pointee(1).unwrap())
     }

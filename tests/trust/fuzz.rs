@@ -384,7 +384,7 @@ fn odd_value(random: &mut Random) -> Value {
     }
 }
 
-/// A random place of a JSON value: walks down until it stops or there is nothing below.
+/// Returns a random place of a JSON value: walks down until it stops or there is nothing below.
 fn some_place<'a>(value: &'a mut Value, random: &mut Random) -> &'a mut Value {
     let stops = random.below(4) == 0;
     let children = match value {

@@ -853,7 +853,7 @@ fn reads_that_fail(bench: &mut Bench) {
     });
 }
 
-/// A tokenizer that takes some milliseconds for each `éü`, which its load cannot find out.
+/// Returns a tokenizer that takes some milliseconds for each `éü`, which its load cannot find out.
 fn slow_tokenizer() -> (Copy, String) {
     let copy = Copy::new();
     let branch = "(?:(?=éü)éü|(?=éü)éü){16}";

@@ -13,7 +13,7 @@ fn quoted(text: &str) -> impl Iterator<Item = &str> {
     text.split('`').skip(1).step_by(2)
 }
 
-/// The tests that a text names: `target::module::function`.
+/// Returns the tests that a text names: `target::module::function`.
 fn tests(text: &str) -> BTreeSet<&str> {
     let is_test = |name: &&str| {
         let parts: Vec<&str> = name.split("::").collect();

@@ -84,7 +84,7 @@ impl Shim {
     }
 }
 
-/// A folder of a model in three files.
+/// Returns a folder of a model in three files.
 fn write_sharded(model: &TestModel) -> TempDir {
     let folder = TempDir::new();
     folder.write("config.json", model.config.to_string());
@@ -101,7 +101,7 @@ fn write_sharded(model: &TestModel) -> TempDir {
     folder
 }
 
-/// A copy of the repository's model.
+/// Returns a copy of the repository's model.
 fn copy_tiny() -> TempDir {
     let folder = TempDir::new();
     for entry in std::fs::read_dir(tiny()).unwrap() {
@@ -262,7 +262,7 @@ unsafe extern "C" fn meddle() {
     }
 }
 
-/// The bits of the logits of some tokens: other weights give others.
+/// Returns the bits of the logits of some tokens: other weights give others.
 fn logits(path: &Path, map_files: bool) -> Outcome<Vec<u32>> {
     let options = xserv_load_options {
         num_threads: 2,

@@ -3,7 +3,7 @@
 use std::sync::mpsc;
 use std::time::Duration;
 
-/// The number for this run: `gate` at every change, `full` with `XSERV_TRUST=full`.
+/// Returns the number for this run: `gate` at every change, `full` with `XSERV_TRUST=full`.
 pub fn scaled(gate: usize, full: usize) -> usize {
     match std::env::var("XSERV_TRUST").as_deref() {
         Ok("full") => full,

@@ -86,7 +86,7 @@ impl Shared {
         &slots[random.below(slots.len())]
     }
 
-    /// The tokens of a result, if nobody has freed it.
+    /// Returns the tokens of a result, if nobody has freed it.
     fn tokens(&self, result: u64) -> Option<Vec<u32>> {
         let mut info: xserv_result_info = unsafe { std::mem::zeroed() };
         info.struct_size = size_of::<xserv_result_info>();
@@ -236,7 +236,7 @@ fn submit(model: *mut xserv_model, request: &xserv_request) -> Outcome<*mut xser
     Ok(submission)
 }
 
-/// The kind of the next event and its finish reason.
+/// Returns the kind of the next event and its finish reason.
 fn next(submission: *mut xserv_submission) -> Outcome<(u32, u32)> {
     let mut event: xserv_event = unsafe { std::mem::zeroed() };
     event.struct_size = size_of::<xserv_event>();
@@ -258,7 +258,7 @@ fn finish(submission: *mut xserv_submission) -> u32 {
     }
 }
 
-/// A cache that is too small for all who ask, so that requests also wait and are preempted.
+/// Returns a cache that is too small for all who ask, so that requests also wait and are preempted.
 fn crowded() -> Model {
     let options = xserv_load_options {
         num_threads: 2,

@@ -23,7 +23,7 @@ const WORD: usize = 8;
 
 macro_rules! sizes {
     ($($name:ident)*) => {
-        /// The size of a struct that begins with its size.
+        /// Returns the size of a struct that begins with its size.
         pub fn size_of_struct(name: &str) -> Option<usize> {
             match name {
                 $(stringify!($name) => Some(size_of::<$name>()),)*
@@ -68,7 +68,7 @@ impl Arguments {
         place
     }
 
-    /// The value of a parameter, which is no float.
+    /// Returns the value of a parameter, which is no float.
     pub fn word(&mut self, parameter: usize) -> &mut u64 {
         let place = self.places[parameter].expect("a float");
         &mut self.words[place]
@@ -161,7 +161,7 @@ pub struct Sizes {
 /// The sizes of the calls that are made where sizes do not matter.
 const SIZES: Sizes = Sizes { rows: 3, width: 4 };
 
-/// The shape of a tensor, and whether it holds indices.
+/// Returns the shape of a tensor, and whether it holds indices.
 fn tensor_shape(function: &str, name: &str, Sizes { rows, width }: Sizes) -> (Vec<i64>, bool) {
     match (function, name) {
         ("xserv_op_embedding", "ids") => (vec![rows], true),
@@ -209,7 +209,7 @@ pub struct World {
     pub lay: Lay,
 }
 
-/// A model that is loaded fast.
+/// Returns a model that is loaded fast.
 pub fn quick_options() -> xserv_load_options {
     xserv_load_options {
         num_threads: 1,
@@ -302,7 +302,7 @@ impl World {
         }
     }
 
-    /// The arguments of a valid call.
+    /// Returns the arguments of a valid call.
     pub fn arguments(&self, function: &Function) -> Arguments {
         let mut arguments = Arguments {
             words: Vec::new(),
@@ -377,7 +377,7 @@ impl World {
         place as u64
     }
 
-    /// A struct that begins with its size, as a careful caller fills it.
+    /// Returns a struct that begins with its size, as a careful caller fills it.
     fn options(&self, name: &str, size: usize, memory: &mut Arguments) -> *mut u8 {
         macro_rules! defaults {
             ($init:ident) => {{
@@ -433,7 +433,7 @@ pub enum Lay {
     Shifted,
 }
 
-/// The descriptor of a tensor of small numbers.
+/// Returns the descriptor of a tensor of small numbers.
 fn tensor_of(
     function: &str,
     name: &str,
@@ -483,7 +483,7 @@ fn tensor_of(
     })
 }
 
-/// The bits of a tensor's elements, in order, whatever its strides.
+/// Returns the bits of a tensor's elements, in order, whatever its strides.
 pub fn elements(tensor: &xserv_tensor) -> Vec<u32> {
     let shape = unsafe { std::slice::from_raw_parts(tensor.shape, tensor.ndim as usize) };
     let count = shape.iter().product::<i64>() as usize;
@@ -543,7 +543,7 @@ pub fn free(kind: &str, handle: u64) {
 /// The kinds of structs that a call makes and their own deleter frees.
 const MANAGED: [&str; 2] = ["xserv_managed_tensor", "xserv_managed_tensor_versioned"];
 
-/// The handles that a successful call made, by kind.
+/// Returns the handles that a successful call made, by kind.
 pub fn made<'a>(
     function: &'a Function,
     arguments: &mut Arguments,

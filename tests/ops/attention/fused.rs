@@ -350,7 +350,7 @@ const HIDDEN: usize = 1024;
 /// The heads of the kernel with the output projection.
 const HEADS: Heads = (16, 8, 128);
 
-/// A context on a GPU that has the kernel with the output projection.
+/// Returns a context on a GPU that has the kernel with the output projection.
 fn with_projection() -> Option<Arc<ComputeContext>> {
     let context = cuda_context()?;
     let has_it = has_attention_fused_project(&context, HEADS.0, HEADS.1, HEADS.2, HIDDEN).unwrap();

@@ -86,7 +86,8 @@ impl Case {
         want
     }
 
-    /// The case with NaN for the keys and values of some sequences, whose results alone become NaN.
+    /// Returns the case with NaN for the keys and values of some sequences, whose results alone
+    /// become NaN.
     fn poisoned(&self, seqs: &[usize]) -> Case {
         let (num_heads, num_kv_heads, dim) = self.heads;
         let Case { q_lens, kv_lens, heads, element, causal, q, k, v, want } = self;

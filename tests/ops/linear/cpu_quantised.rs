@@ -14,7 +14,7 @@ const CODES: [Code; 3] = [Code::Int4, Code::Int8, Code::Fp8];
 /// About how large the numbers of a matrix are.
 const SIZE: f64 = 0.05;
 
-/// The numbers of a matrix, row after row.
+/// Returns the numbers of a matrix, row after row.
 pub fn weights(matrix: &QuantisedMatrix) -> Vec<f32> {
     let mut all = vec![0.0; matrix.out_features * matrix.in_features];
     for (row, out) in all.chunks_exact_mut(matrix.in_features).enumerate() {
@@ -51,7 +51,7 @@ fn run(backend: &CpuBackend, x: &[f32], num_tokens: usize, weight: &QuantisedPan
     out.checked("linear").to_vec()
 }
 
-/// The backends of all instruction sets, with and without the product of bytes.
+/// Returns the backends of all instruction sets, with and without the product of bytes.
 fn all_backends(num_threads: &[usize]) -> Vec<CpuBackend> {
     let without = backends(num_threads).into_iter().map(CpuBackend::without_byte_dot);
     backends(num_threads).into_iter().chain(without).collect()

@@ -118,7 +118,7 @@ fn products_of_fp8_with_prompts_on_cuda() {
     }
 }
 
-/// A weight of 24 rows, as a layout and as the host has it.
+/// Returns a weight of 24 rows, as a layout and as the host has it.
 fn small(bench: &mut Bench, k: usize) -> (TileLayout, QuantisedMatrix, DeviceTensor) {
     let format = format(128, DType::F32);
     let matrix = random_matrix(&mut bench.random, 24, k, format, 1.0);
@@ -213,7 +213,7 @@ fn fp8_products_that_no_kernel_serves_are_refused_on_cuda() {
 /// The number added to the mean of squares: so large that a kernel that forgot it would be seen.
 const EPS: f32 = 0.3;
 
-/// The weight of a norm of `width` inputs.
+/// Returns the weight of a norm of `width` inputs.
 fn norm_weight(
     context: &Arc<ComputeContext>,
     dtype: DType,

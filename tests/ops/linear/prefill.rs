@@ -66,7 +66,7 @@ impl Case {
         format!("{dtype} {result:?} {num_tokens} x {n} x {k}")
     }
 
-    /// The rows of one period, and what f32 may be off by before the roundings.
+    /// Returns the rows of one period, and what f32 may be off by before the roundings.
     fn reference(&self, x: &[f64], weight: &[f64]) -> Vec<(f64, f64)> {
         let product = |row: &[f64], i: usize| {
             let column = &weight[i * self.k..(i + 1) * self.k];

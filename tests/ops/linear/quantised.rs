@@ -65,7 +65,7 @@ fn format(code: Code, group_size: usize, has_zeros: bool, scale: DType) -> Quant
     QuantFormat { code, group_size, has_zeros, scale, quantises_inputs: false }
 }
 
-/// The result of one token, and how far each element may be off. `sums` are pairs of a product with a
+/// Returns the result of one token, and how far each element may be off. `sums` are pairs of a product with a
 /// row of the weight and of how far it may be off before the roundings.
 fn reference(
     Case { dtype, epilogue, size: (n, _), .. }: Case,

@@ -22,7 +22,7 @@ const LARGE: [(usize, usize); 6] =
 /// For each number of columns of a tile one that fills it and one that does not.
 const TOKENS: [usize; 9] = [1, 5, 16, 17, 33, 64, 70, 97, SKINNY_TOKENS];
 
-/// The result of one token, and how far each element may be off.
+/// Returns the result of one token, and how far each element may be off.
 fn reference(
     (dtype, result): (DType, Epilogue),
     weight: &[f64],

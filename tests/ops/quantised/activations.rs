@@ -73,7 +73,7 @@ fn rounded_activations_are_those_of_float64() {
     }
 }
 
-/// The bits of numbers, those that are none being alike.
+/// Returns the bits of numbers, those that are none being alike.
 fn bits(x: f32) -> u32 {
     if x.is_nan() {
         f32::NAN.to_bits()
@@ -206,7 +206,7 @@ fn rounded_activations_on_cuda_have_the_bits_of_the_host() {
     }
 }
 
-/// The bytes of numbers of a type, those that are none being alike.
+/// Returns the bytes of numbers of a type, those that are none being alike.
 fn xserv_bits(dtype: DType, values: &[f64]) -> Vec<u8> {
     let alike: Vec<f64> =
         values.iter().map(|&x| if x.is_finite() { x } else { f64::NAN }).collect();

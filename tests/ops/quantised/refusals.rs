@@ -135,7 +135,7 @@ impl Call<'_> {
     }
 }
 
-/// The tensors of a call of each kind, all of which are right.
+/// Returns the tensors of a call of each kind, all of which are right.
 fn tensors(context: &Context, kind: Kind) -> [TestTensor<'_>; 6] {
     let tensor = |element, shape: &[i64], value: f64| {
         let len = shape.iter().product::<i64>() as usize;
@@ -161,7 +161,7 @@ fn call<'a>(context: &'a Context, tensors: &[TestTensor<'_>; 6]) -> Call<'a> {
     Call { context, code: INT4, group_rows: 1, group_size: 16, views }
 }
 
-/// The places of the tensors of a call, those that it writes first.
+/// Returns the places of the tensors of a call, those that it writes first.
 fn places(kind: Kind) -> (&'static [usize], &'static [usize]) {
     match kind {
         Kind::Quantise => (&[CODES, SCALES, ZEROS], &[X]),
