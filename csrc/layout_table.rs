@@ -24,7 +24,7 @@ pub fn macro_of(header: &Path, bless: bool) -> String {
             }
         }
     }
-    // What the header does not have has no layout there.
+    // A struct that the header lacks has no layout there.
     let other = if bless { "None" } else { "Some(usize::MAX)" };
     format!("macro_rules! committed {{\n{arms}    ($($any:ident)+) => {{ {other} }};\n}}\n")
 }

@@ -150,7 +150,7 @@ T *check(T *pointer) {
   throw Error(XSERV_STATUS_BAD_HANDLE, std::string("this xserv::") + type + " is moved-from and holds nothing");
 }
 
-/* The text as C takes it. One that contains a NUL would end there without a word. */
+/* The text as C takes it. One that contains a NUL would silently end there. */
 inline const char *c_string(const std::string &text, const char *what) {
   if (text.find('\0') != std::string::npos) invalid(std::string(what) + " contains a NUL");
   return text.c_str();
@@ -260,9 +260,8 @@ struct Guarded {
 
 }  // namespace detail
 
-/* How to load a model. Setters can be chained; unset options have the library's defaults. Each has
- * the meaning of the field of xserv_load_options. It is a value, which can be copied and used
- * again. */
+/* Options for loading a model. Setters can be chained; unset options have the library's defaults.
+ * Each has the meaning of the field of xserv_load_options. Objects can be copied and used again. */
 class LoadOptions {
  public:
   LoadOptions() { xserv_load_options_default(&raw_); }
@@ -765,8 +764,8 @@ struct Event {
   bool tool_call_is_complete = false;                       /* XSERV_EVENT_TOOL_CALL_END */
 };
 
-/* How to take a text apart that a model has generated, as in xserv_parse_options. It is a value,
- * which can be copied and used again. */
+/* Options for taking apart a text that a model has generated, as in xserv_parse_options.
+ * Objects can be copied and used again. */
 class ParseOptions {
  public:
   ParseOptions() { xserv_parse_options_default(&raw_); }
@@ -800,8 +799,8 @@ inline Result parse_response(std::string_view text, const ParseOptions &options)
   return options.parse(nullptr, text);
 }
 
-/* How to be notified of a submission's events. A notification is given once: take events until
- * there are none before waiting again. It is a value, which can be copied and used again. */
+/* Options for the notification of a submission's events. A notification is given once: take events
+ * until there are none before waiting again. Objects can be copied and used again. */
 class SubmitOptions {
  public:
   SubmitOptions() { xserv_submit_options_default(&raw_); }
@@ -834,7 +833,7 @@ class SubmitOptions {
   std::function<void()> wake_;
 };
 
-/* How Model::score() scores tokens. It is a value, which can be copied and used again. */
+/* Options of Model::score(). Objects can be copied and used again. */
 class ScoreOptions {
  public:
   ScoreOptions() { xserv_score_options_default(&raw_); }
@@ -1202,7 +1201,8 @@ class Model {
  private:
   const xserv_model *need() const { return handle_.need("Model"); }
 
-  /* What the callback of generate() takes. Text comes first: a generic lambda gets that. */
+  /* The parameter that the callback of generate() takes. Text comes first: a generic lambda gets
+   * that. */
   enum class Takes { nothing, view, string, event };
   template <typename Function>
   static constexpr Takes takes() {
@@ -1266,7 +1266,7 @@ inline DeviceInfo cuda_device_info(std::uint32_t index = 0) {
   return info;
 }
 
-/* Where memory is. The default is the host's. */
+/* The device that holds the memory. The default is the host's. */
 struct Device {
   xserv_device_kind kind = XSERV_DEVICE_CPU;
   std::uint32_t index = 0;
@@ -1348,9 +1348,9 @@ constexpr void check_element() {
                 "xserv: a tensor has elements of float, xserv::Half, xserv::BFloat16, or integers of 32 or 64 bits");
 }
 
-/* What a tensor's memory may be given as: a pointer, an array, or a container with its elements
- * side by side. Element is void for everything else. `dangles`: whether the elements end with a
- * temporary of that type. */
+/* The types that a tensor's memory may be given as: a pointer, an array, or a container with its
+ * elements side by side. Element is void for everything else. `dangles`: whether the elements end
+ * with a temporary of that type. */
 template <typename Memory, typename = void>
 struct MemoryOf {
   using Element = void;
@@ -1377,7 +1377,7 @@ struct MemoryOf<Container, std::enable_if_t<std::is_class_v<std::remove_cv_t<Con
   static constexpr bool dangles = !std::is_same_v<decltype(std::data(std::declval<std::remove_cv_t<Container> &>())),
                                                   decltype(std::data(std::declval<const Container &>()))>;
 };
-/* Of an argument, as a forwarding reference deduces it. A pointer may be const itself. */
+/* MemoryOf for an argument, as a forwarding reference deduces it. A pointer may be const itself. */
 template <typename Memory, typename Plain = std::remove_reference_t<Memory>>
 using MemoryFor = MemoryOf<std::conditional_t<std::is_pointer_v<Plain>, std::remove_cv_t<Plain>, Plain>>;
 template <typename Memory>
@@ -1670,9 +1670,9 @@ class Tensor {
   TensorView view_;
 };
 
-/* How to make a context. Setters can be chained; unset options have the library's defaults. Each
- * has the meaning of the field of xserv_context_options. It is a value, which can be copied and
- * used again. */
+/* Options for making a context. Setters can be chained; unset options have the library's defaults.
+ * Each has the meaning of the field of xserv_context_options. Objects can be copied and used
+ * again. */
 class ContextOptions {
  public:
   ContextOptions() { xserv_context_options_default(&raw_); }
@@ -1692,8 +1692,7 @@ class ContextOptions {
   xserv_context_options raw_;
 };
 
-/* How Context::gemm() multiplies. Each setter has the meaning of the field of
- * xserv_gemm_options. */
+/* Options of Context::gemm(). Each setter has the meaning of the field of xserv_gemm_options. */
 class GemmOptions {
  public:
   GemmOptions() { xserv_gemm_options_default(&raw_); }
@@ -1709,7 +1708,7 @@ class GemmOptions {
   xserv_gemm_options raw_;
 };
 
-/* How Context::attention() attends. Each setter has the meaning of the field of
+/* Options of Context::attention(). Each setter has the meaning of the field of
  * xserv_attention_options. The memory of the views must live until the work is done. */
 class AttentionOptions {
  public:
@@ -1974,8 +1973,7 @@ class Context {
   detail::ContextHandle handle_;
 };
 
-/* How grad_check() compares. Each setter has the meaning of the field of
- * xserv_grad_check_options. */
+/* Options of grad_check(). Each setter has the meaning of the field of xserv_grad_check_options. */
 class GradCheckOptions {
  public:
   GradCheckOptions() { xserv_grad_check_options_default(&raw_); }

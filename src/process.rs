@@ -1,7 +1,7 @@
-//! Which process this is, and forks.
+//! Distinguishes processes, and notices forks.
 //!
 //! The threads of a model exist in the process that loaded it, and not in a forked child. A child is
-//! told from its parent by counting: a handler that the C library calls in every forked child
+//! distinguished from its parent by counting: a handler that the C library calls in every forked child
 //! ([`libc::pthread_atfork`]) adds one. The process id would not do, since parent and child can both
 //! be the first process of a PID namespace.
 //!

@@ -1,8 +1,8 @@
 //! The allocator of the library: the system's, and a reserve for when the system has nothing left.
 //!
 //! Rust code that grows a vector, formats a message or makes a shared object ends the process when
-//! the allocation fails. What the library allocates by the size of its input it allocates so that
-//! it can fail, but the standard library and the dependencies (tokenizer, regular expressions,
+//! the allocation fails. Allocations of the library whose size depends on its input can fail as
+//! errors, but the standard library and the dependencies (tokenizer, regular expressions,
 //! JSON, templates) make thousands of small allocations that cannot. So this allocator asks the
 //! system first; if that has no memory, and the request is small, it takes a block of the reserve.
 //!

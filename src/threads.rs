@@ -105,7 +105,7 @@ fn named(name: &str) -> Name {
     named
 }
 
-/// What a new thread is given.
+/// The arguments of a new thread.
 struct Start<F, T> {
     name: Name,
     body: F,

@@ -16,7 +16,7 @@ __device__ __forceinline__ uint4 load_weight(const char* source, uint64_t policy
   return v;
 }
 // The same if row < num_rows and chunk < num_chunks; else zero. This does not use the read-only path:
-// ptxas (13.0) may move such reads behind a wait, to their first use, as it cannot know that they belong
+// ptxas (13.0) may move such reads past a wait, to their first use, as it cannot know that they belong
 // before it for speed.
 __device__ __forceinline__ uint4 load_weight_within(int row, int num_rows, int chunk, int num_chunks,
                                                     const char* source, uint64_t policy) {

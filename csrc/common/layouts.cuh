@@ -1,6 +1,6 @@
-// What the kernels and the library (src/) agree on: the layout of the structs that kernels take, and numbers.
-// Generated from the Rust side: `NVCC=none XSERV_BLESS=1 cargo test --lib layouts` rewrites it, and without that
-// variable the test fails if it is out of date. A kernel's source says XSERV_LAYOUT_<struct>; after the struct.
+// The definitions that the kernels and the library (src/) share: the layout of the structs that kernels take, and
+// numbers. Generated from the Rust side: `NVCC=none XSERV_BLESS=1 cargo test --lib layouts` rewrites it, and without
+// that variable the test fails if it is out of date. A kernel's source says XSERV_LAYOUT_<struct>; after the struct.
 #pragma once
 
 #include <stddef.h>

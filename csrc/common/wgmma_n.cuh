@@ -68,8 +68,8 @@ __device__ __forceinline__ void wgmma_along_k(float (&d)[kN / 2], uint64_t a, ui
   }
 }
 
-// The same with A in registers, which a warp has as mma.sync has them; they must not change before the wait. Of
-// e4m3 a product has 32 inputs, which a warp has as mma.m16n8k32 has them.
+// The same with A in registers, which a warp has as mma.sync has them; they must not change before the wait. A
+// product of e4m3 has 32 inputs, which a warp has as mma.m16n8k32 has them.
 #define XSERV_WGMMA_R(N, TYPES, TRANSPOSED, REGISTERS, A0, A1, A2, A3, B, PREDICATE, ...)       \
   asm volatile("{.reg .pred p; setp.ne.b32 p, %" PREDICATE ", 0;"                               \
                "wgmma.mma_async.sync.aligned.m64n" N TYPES " {" REGISTERS "}, "                 \

@@ -28,7 +28,7 @@ def packages():
     described = json.loads(cargo("metadata", "--format-version", "1"))["packages"]
     by_name = {(package["name"], package["version"]): package for package in described}
     tree = cargo("tree", "--edges", "normal,no-proc-macro", "--prefix", "none", "--format", "{p}")
-    # Cargo marks what it has shown before behind the version.
+    # Cargo marks what it has shown before, after the version.
     for name, version in sorted({tuple(line.split()[:2]) for line in tree.splitlines()}):
         package = by_name[name, version.removeprefix("v")]
         if package["source"] is not None:  # the library itself has none

@@ -1,5 +1,5 @@
-# What the scripts that make wheels and tarballs share. Sourced by them, after setting `me` to their name; stops
-# with a sentence. It moves to the root of the repository.
+# Shared by the scripts that make wheels and tarballs. Sourced by them, after setting `me` to their name; stops with a
+# sentence. It moves to the root of the repository.
 #
 # A library that is passed on must run with an older C library than this machine's. Zig links against the symbols
 # of any version of it; cargo-zigbuild has Cargo use Zig. Both are installed from the Python package index, without

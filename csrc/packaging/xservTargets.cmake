@@ -1,4 +1,4 @@
-# What programs need beside the libraries themselves: for xservConfig.cmake and csrc/packaging/CMakeLists.txt.
+# The libraries that programs need beside xserv's own: for xservConfig.cmake and csrc/packaging/CMakeLists.txt.
 cmake_policy(VERSION 3.16...4.0)
 
 function(_xserv_describe target include)

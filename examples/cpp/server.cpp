@@ -34,7 +34,7 @@ static json error_of(const std::string &message, const char *type, const json &p
 
 static void answer(httplib::Response &response, int status, const json &body) {
   response.status = status;
-  // What a client has sent may be quoted, and need not be UTF-8.
+  // Text that a client has sent may be quoted, and need not be UTF-8.
   response.set_content(body.dump(-1, ' ', false, json::error_handler_t::replace), "application/json");
 }
 
@@ -56,7 +56,7 @@ static bool flag(const std::string &name, const json &value) {
   return value;
 }
 
-// Reads the body of a request. What it does not know it refuses, as leaving it out would change the answer.
+// Reads the body of a request. It refuses what it does not know, as leaving it out would change the answer.
 static Chat read(const std::string &text, const std::string &model_name) {
   // The parser needs no stack for what is nested, but others do.
   const auto is_shallow = [](int depth, json::parse_event_t, json &) {
@@ -129,7 +129,7 @@ struct Answer {
             {"prompt_tokens_details", {{"cached_tokens", info.num_cached_tokens}}}};
   }
 
-  // What an event adds to the stream.
+  // Returns the text that an event adds to the stream.
   std::string text_of(const xserv::Event &event) {
     const auto call = [&](json fields) {
       fields["index"] = event.tool_call_index;

@@ -1,4 +1,4 @@
-"""How Sphinx makes the documentation. examples/docs/build runs it."""
+"""The configuration of Sphinx, which makes the documentation. examples/docs/build runs it."""
 
 import re
 import sys

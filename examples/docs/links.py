@@ -41,7 +41,7 @@ def main() -> int:
                 wrong.append(f"{file.name}: {target}")
             elif parts.fragment and there in pages and unquote(parts.fragment) not in pages[there].anchors:
                 wrong.append(f"{file.name}: {target}")
-    # What pages name of the repository, as `examples/...`, is there.
+    # The files of the repository that pages name, as `examples/...`, exist.
     for page_file in sorted((repository / "examples" / "docs").glob("*.md")):
         for word in page_file.read_text(encoding="utf-8").replace("\n", " ").split("`")[1::2]:
             path = word.split(" ")[0]

@@ -20,7 +20,7 @@ class Series(NamedTuple):
 
     name: str
     values: Sequence[Value]
-    #: What is written beside the bars instead of the numbers.
+    #: The labels beside the bars instead of the numbers.
     labels: Optional[Sequence[str]] = None
 
 

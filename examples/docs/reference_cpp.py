@@ -12,7 +12,7 @@ from reference_c import markdown
 class Declaration(NamedTuple):
     comment: str
     code: str
-    #: What is between its braces.
+    #: The text between its braces.
     body: str
 
 

@@ -27,7 +27,7 @@ REPOSITORY = HERE.parent.parent
 PACKAGES = ("xserv", "xserv_server")
 SOURCES = ("*.py", "*.html", "py.typed")
 
-#: What the platform tags of PEP 600 let a library need, besides the C library's own parts: the unwinder.
+#: The libraries that the platform tags of PEP 600 allow, besides the C library's own parts: the unwinder.
 SYSTEM_LIBRARIES = re.compile(r"(libc|libm|libdl|libpthread|librt|libgcc_s|ld-linux-[a-z0-9-]+)\.so\.\d+$")
 MACHINES = {62: "x86_64", 183: "aarch64"}
 #: The oldest C library that pip knows tags for on all of these machines.

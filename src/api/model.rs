@@ -96,18 +96,18 @@ impl Model {
         Ok(Stream::new(self.engine.submit(&request.as_engine(), None)?))
     }
 
-    /// The token ids of a text, with the tokens that the tokenizer adds by itself. Special tokens written in the text
-    /// become their ids.
+    /// Returns the token ids of a text, with the tokens that the tokenizer adds by itself. Special tokens written in
+    /// the text become their ids.
     pub fn tokenize(&self, text: &str) -> Result<Vec<u32>> {
         self.engine.tokenize(text, true, true)
     }
 
-    /// The text of token ids; `skip_special` leaves out special tokens.
+    /// Returns the text of token ids; `skip_special` leaves out special tokens.
     pub fn detokenize(&self, ids: &[u32], skip_special: bool) -> Result<String> {
         self.engine.detokenize(ids, skip_special)
     }
 
-    /// The prompt that a conversation becomes, with the opening of the model's answer.
+    /// Returns the prompt that a conversation becomes, with the opening of the model's answer.
     pub fn render_chat(&self, messages: &[Message]) -> Result<String> {
         let messages = messages.iter().map(Message::json).cloned().collect();
         self.engine.apply_chat_template(&ChatPrompt {
@@ -124,7 +124,7 @@ impl Model {
         parse_response(Some(&self.engine), response)
     }
 
-    /// The logits after the last token of `ids`: `vocab_size` numbers.
+    /// Returns the logits after the last token of `ids`: `vocab_size` numbers.
     pub fn logits(&self, ids: &[u32]) -> Result<Vec<f32>> {
         self.engine.check_process()?;
         let mut logits = try_filled(self.shape().vocab_size, 0.0, "logits")?;
@@ -132,9 +132,10 @@ impl Model {
         Ok(logits)
     }
 
-    /// How likely the model holds the tokens of `ids` from index `num_given` (at least 1) on, each after all those before
-    /// it. The sum of their `log_prob` is the log-likelihood, `exp` of minus the mean the perplexity. Calls and requests
-    /// with the same `cache_key` (0 is the usual one) share the keys and values of the tokens before `num_given`.
+    /// Returns the log-probabilities that the model gives the tokens of `ids` from index `num_given` (at least 1) on,
+    /// each after all those before it. The sum of their `log_prob` is the log-likelihood, `exp` of minus the mean the
+    /// perplexity. Calls and requests with the same `cache_key` (0 is the usual one) share the keys and values of the
+    /// tokens before `num_given`.
     pub fn score(&self, ids: &[u32], num_given: usize, cache_key: u64) -> Result<Vec<TokenScore>> {
         self.engine.check_process()?;
         let count = ids.len().saturating_sub(num_given);
@@ -153,7 +154,7 @@ impl Model {
         self.engine.shape()
     }
 
-    /// The engine beneath, with all that it tells: device, element type, memory, tokenizer, end tokens.
+    /// Returns the engine beneath, with all that it tells: device, element type, memory, tokenizer, end tokens.
     pub fn engine(&self) -> &Engine {
         &self.engine
     }

@@ -20,12 +20,12 @@ impl Message {
         Message(json!({"role": role, "content": content}))
     }
 
-    /// What the user says.
+    /// Returns a message of the user.
     pub fn user(content: &str) -> Self {
         Message::new("user", content)
     }
 
-    /// What the model has answered.
+    /// Returns an answer of the model.
     pub fn assistant(content: &str) -> Self {
         Message::new("assistant", content)
     }
@@ -102,7 +102,7 @@ impl Form {
     }
 }
 
-/// What a model is to generate: a prompt, and settings that otherwise are the model's own (its
+/// A request for generation: a prompt, and settings that otherwise are the model's own (its
 /// generation_config.json). The setters take the request and return it.
 ///
 /// ```

@@ -18,7 +18,8 @@ impl Stream {
         Stream { ticket, is_over: false }
     }
 
-    /// The next event, if one comes within `timeout`; with zero, if there is one. `None` after [`Event::Done`] too.
+    /// Returns the next event, if one comes within `timeout`; with zero, if there is one. `None` after [`Event::Done`]
+    /// too.
     pub fn next_within(&mut self, timeout: Duration) -> Result<Option<Event>> {
         if self.is_over {
             return Ok(None);
@@ -38,13 +39,14 @@ impl Stream {
         self.ticket.stop(FinishReason::Cancelled);
     }
 
-    /// A function that cancels the request from any thread, at any time.
+    /// Returns a function that cancels the request from any thread, at any time.
     pub fn canceller(&self) -> impl Fn() + Send + Sync + Clone + 'static {
         let handle: TicketHandle = self.ticket.handle();
         move || handle.cancel()
     }
 
-    /// The text alone, of the first sample, piece by piece: whole characters, no piece empty.
+    /// Returns the text alone, of the first sample, piece by piece: whole characters, no piece
+    /// empty.
     pub fn text(self) -> TextStream {
         TextStream(self)
     }

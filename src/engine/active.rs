@@ -18,7 +18,7 @@ pub(super) struct Active {
     pub progress: InboxProgress,
     /// The token that was chosen on the host.
     pub chosen: Option<Result<Chosen>>,
-    /// What its constraint says to the token that is handed out next, if that was asked already.
+    /// The constraint's answer to the token that is handed out next, if it was asked already.
     pub followed: Option<Result<Progress>>,
     /// Logits on their way to the host, or the memory of those that came back.
     pub row: Vec<f32>,
@@ -46,19 +46,19 @@ impl Active {
     }
 }
 
-/// All of them. (The locks are for choosing tokens on several threads.)
+/// Returns all of them. (The locks are for choosing tokens on several threads.)
 #[derive(Default)]
 pub(super) struct ActiveTable {
     slots: Vec<Mutex<Option<Active>>>,
 }
 
 impl ActiveTable {
-    /// The number of slots, with and without a sequence.
+    /// Returns the number of slots, with and without a sequence.
     pub fn num_slots(&self) -> usize {
         self.slots.len()
     }
 
-    /// Makes room for a sequence more than there are slots.
+    /// Makes room for one more sequence than there are slots.
     pub fn reserve(&mut self) -> Result<()> {
         let bytes = size_of::<Mutex<Option<Active>>>();
         self.slots.try_reserve(1).map_err(|_| Error::out_of_memory("a sequence", bytes))
@@ -81,12 +81,12 @@ impl ActiveTable {
         Some(place.get_mut().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// The sequence in a slot, if there is one.
+    /// Returns the sequence in a slot, if there is one.
     pub fn at_mut(&mut self, slot: usize) -> Option<&mut Active> {
         self.place(slot)?.as_mut()
     }
 
-    /// A sequence that has not ended.
+    /// Returns a sequence that has not ended.
     pub fn get_mut(&mut self, key: SequenceKey) -> Option<&mut Active> {
         self.at_mut(key.slot()).filter(|active| active.key == key)
     }

@@ -35,7 +35,7 @@ impl Usual {
     }
 }
 
-/// What is known of a running model, to tell what is out of the ordinary.
+/// The state of a running model, for telling what is out of the ordinary.
 pub(super) struct Alerts {
     log: Arc<Logger>,
     is_lost: bool,
@@ -58,7 +58,7 @@ fn is_due(said: &mut Option<Instant>) -> bool {
 }
 
 impl Alerts {
-    /// Nothing has happened yet.
+    /// Returns the state in which nothing has happened yet.
     pub fn new(log: Arc<Logger>) -> Self {
         Alerts {
             log,
@@ -72,14 +72,14 @@ impl Alerts {
         }
     }
 
-    /// A step has failed.
+    /// Notes that a step has failed.
     pub fn failed(&mut self, error: &Error) {
         if error.kind() == ErrorKind::DeviceLost && !std::mem::replace(&mut self.is_lost, true) {
             self.log.log(LogLevel::Warning, LogTarget::Device, || error.to_string());
         }
     }
 
-    /// A step of `num_tokens` took `time`; `is_decoding`: each sequence had one token in it.
+    /// Notes that a step of `num_tokens` took `time`; `is_decoding`: each sequence had one token in it.
     pub fn step(&mut self, num_tokens: usize, is_decoding: bool, time: Duration) {
         // Steps of few tokens take as long as those of more, so that they are compared by tokens
         // only where there are many.
@@ -96,7 +96,7 @@ impl Alerts {
         }
     }
 
-    /// Something about a request is odd.
+    /// Notes that something about a request is odd.
     pub fn remark(&mut self, sentence: &str) {
         if is_due(&mut self.remark_said) {
             self.log.log(LogLevel::Warning, LogTarget::Scheduler, || sentence.to_owned());

@@ -71,7 +71,7 @@ impl Worker {
         }
     }
 
-    /// Ends a sequence all of which was computed.
+    /// Ends a sequence that has been computed completely.
     fn end_alone(&mut self, entry: &Entry) {
         self.scheduler.remove(entry.key);
         let Some(active) = self.works.remove(entry.key) else { return };

@@ -14,7 +14,7 @@ use crate::text::{
 /// The last tokens of a prompt, in which an open thought is looked for.
 const MAX_LOOKED_AT: usize = 8192;
 
-/// A text that a model has generated, of which only the text is left.
+/// A generated text whose token ids are not known.
 #[derive(Clone, Copy, Debug)]
 pub struct Response<'a> {
     /// The text, best with its special tokens.
@@ -23,12 +23,12 @@ pub struct Response<'a> {
     pub prompt: Option<&'a str>,
     /// The tools, as JSON, for the types of parameters.
     pub tools: Option<&'a str>,
-    /// How calls are written.
+    /// The format in which calls are written.
     pub format: AnswerFormat,
 }
 
 impl Engine {
-    /// The form in which the model writes calls of tools.
+    /// Returns the form in which the model writes calls of tools.
     pub(super) fn tool_form(&self) -> ToolForm {
         let template = self.chat_template().ok().map(|template| template.source());
         let tokenizer = self.tokenizer().ok();
@@ -37,18 +37,18 @@ impl Engine {
         })
     }
 
-    /// Where an answer begins that goes on with a prompt of these tokens.
+    /// Returns where an answer begins that continues a prompt of these tokens.
     pub(super) fn answer_start(&self, prompt: &[u32]) -> Result<AnswerStart> {
         Ok(start_of(&self.end_of_prompt(prompt)?))
     }
 
-    /// The text of the last tokens of a prompt.
+    /// Returns the text of the last tokens of a prompt.
     fn end_of_prompt(&self, prompt: &[u32]) -> Result<String> {
         let tail = prompt.len().saturating_sub(MAX_LOOKED_AT);
         self.tokenizer()?.decode(prompt.get(tail..).unwrap_or_default(), false)
     }
 
-    /// The response template by which answers are read where no format is named: the model's, unless it
+    /// Returns the response template by which answers are read where no format is named: the model's, unless it
     /// writes thoughts and calls as is known without one, which then tells the arguments of calls as they come.
     fn followed_template(&self) -> Option<&Arc<ResponseTemplate>> {
         let template = self.response_template.as_ref()?;
@@ -56,7 +56,7 @@ impl Engine {
         (!is_known).then_some(template)
     }
 
-    /// How the answers to a request are taken apart, whose prompt is these tokens.
+    /// Returns the rules by which the answers to a request with this prompt are taken apart.
     pub(super) fn answer_rules(
         &self,
         request: &Request<'_>,

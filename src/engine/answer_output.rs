@@ -13,7 +13,7 @@ pub(super) struct AnswerOutput {
     parser: AnswerParser,
     detokenizer: Detokenizer,
     stop: StopMatcher,
-    /// Whether special tokens are left out, but for those that say what the text around them is.
+    /// Whether special tokens are left out, except those that say what the text around them is.
     skips_special: bool,
     /// Whether a stop string came.
     is_stopped: bool,
@@ -21,7 +21,7 @@ pub(super) struct AnswerOutput {
 }
 
 impl AnswerOutput {
-    /// `detokenizer` leaves no token out.
+    /// Returns the output for an answer. `detokenizer` leaves no token out.
     pub fn new(
         rules: AnswerRules,
         detokenizer: Detokenizer,
@@ -61,7 +61,7 @@ impl AnswerOutput {
         Ok(())
     }
 
-    /// The parts so far, put together.
+    /// Returns the parts so far, put together.
     pub fn into_answer(self) -> Answer {
         self.answer
     }

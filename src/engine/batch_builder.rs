@@ -42,7 +42,7 @@ pub(super) struct BatchBuilder {
 }
 
 impl BatchBuilder {
-    /// A builder that never grows for steps within `limits` of sequences of at most
+    /// Returns a builder that never grows for steps within `limits` of sequences of at most
     /// `max_blocks_per_seq` blocks.
     pub fn with_room(limits: &Limits, max_blocks_per_seq: usize) -> Result<Self> {
         let mut builder = BatchBuilder::default();
@@ -174,7 +174,7 @@ impl BatchBuilder {
         Ok(())
     }
 
-    /// The step.
+    /// Returns the step.
     pub fn step(&self) -> Step<'_> {
         Step {
             batch: ForwardBatch {

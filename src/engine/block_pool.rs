@@ -102,12 +102,12 @@ impl BlockPool {
         })
     }
 
-    /// The number of blocks in all.
+    /// Returns the number of blocks in all.
     pub fn num_blocks(&self) -> usize {
         self.blocks.len()
     }
 
-    /// The number of blocks that can be allocated now: free ones and idle ones.
+    /// Returns the number of blocks that can be allocated now: free ones and idle ones.
     pub fn num_available(&self) -> usize {
         self.free.len() + self.num_idle
     }
@@ -117,13 +117,13 @@ impl BlockPool {
         self.keeps_content
     }
 
-    /// The number of blocks in each state.
+    /// Returns the number of blocks in each state.
     pub fn counts(&self) -> BlockCounts {
         let used = self.blocks.len() - self.num_available();
         BlockCounts { used, idle: self.num_idle, free: self.free.len() }
     }
 
-    /// The number of owners of a block.
+    /// Returns the number of owners of a block.
     pub fn num_owners(&self, block: u32) -> u32 {
         self.blocks.get(block as usize).map_or(0, |block| block.num_owners)
     }
@@ -177,7 +177,7 @@ impl BlockPool {
         self.tokens.get(begin..begin + BLOCK_SIZE) == Some(tokens)
     }
 
-    /// The block that holds `tokens` (as many as a block holds) after the content `before`.
+    /// Returns the block that holds `tokens` (as many as a block holds) after the content `before`.
     pub fn find(
         &self,
         isolation: u64,

@@ -1,4 +1,4 @@
-//! What keeps the text of a sequence to the constraint of its request: a matcher that follows the
+//! Keeps the text of a sequence to the constraint of its request: a matcher that follows the
 //! sequence's tokens, and the mask of the next one.
 //!
 //! The matcher takes each token once, when it is known; a sequence that is preempted, or whose step is
@@ -20,7 +20,7 @@ pub(super) struct LazyCompiler {
 }
 
 impl LazyCompiler {
-    /// The compiler. After a failure, for want of memory say, the next request tries again.
+    /// Returns the compiler. After a failure, for lack of memory say, the next request tries again.
     pub fn get(&self, tokenizer: &Tokenizer, vocab_size: usize) -> Result<&GrammarCompiler> {
         let _making = match self.made.get() {
             Some(made) => return Ok(made),
@@ -47,12 +47,12 @@ pub(super) struct Constrained {
 }
 
 impl Constrained {
-    /// The constraint of a sequence that `ends` end, before its first token.
+    /// Returns the constraint of a sequence that `ends` end, before its first token.
     pub fn new(matcher: GrammarMatcher, tokenizer: Arc<Tokenizer>, ends: Arc<Vec<u32>>) -> Self {
         Constrained { matcher, tokenizer, ends, has_mask: false, failed: None }
     }
 
-    /// Another sequence in the same state.
+    /// Returns another sequence in the same state.
     pub fn try_clone(&self) -> Result<Self> {
         Ok(Constrained {
             matcher: self.matcher.try_clone()?,
@@ -63,7 +63,7 @@ impl Constrained {
         })
     }
 
-    /// Which tokens may come next.
+    /// Returns which tokens may come next.
     pub fn mask(&mut self) -> Result<TokenMask<'_>> {
         if !self.has_mask {
             self.matcher.mask(&self.ends, |id| self.tokenizer.is_special(id))?;

@@ -37,7 +37,7 @@ pub struct ModelShape {
 }
 
 impl ModelShape {
-    /// The sizes in a config.
+    /// Returns the sizes in a config.
     pub fn of(config: &ModelConfig) -> Self {
         ModelShape {
             vocab_size: config.vocab_size,
@@ -61,7 +61,8 @@ pub struct Engine {
     pub(super) constraints: LazyCompiler,
     /// The rules by which the model's answers are read, if it comes with some.
     pub(super) response_template: Option<Arc<ResponseTemplate>>,
-    /// How the model writes calls, once a request has asked; `None` in no form that is known.
+    /// The form in which the model writes calls, found when a request first asks; `None` if it is
+    /// not a known one.
     pub(super) call_form: OnceLock<Option<CallForm>>,
     pub(super) generation_config: GenerationConfig,
     pub(super) service: Service,
@@ -97,17 +98,17 @@ impl Engine {
         self.closed.load(Ordering::Acquire)
     }
 
-    /// The tokenizer, or the reason why there is none.
+    /// Returns the tokenizer, or the reason why there is none.
     pub fn tokenizer(&self) -> Result<&Arc<Tokenizer>> {
         self.tokenizer.as_ref().map_err(Error::clone)
     }
 
-    /// The chat template, or the reason why there is none.
+    /// Returns the chat template, or the reason why there is none.
     pub fn chat_template(&self) -> Result<&ChatTemplate> {
         self.chat_template.as_ref().map_err(Error::clone)
     }
 
-    /// The special tokens by role, for templates.
+    /// Returns the special tokens by role, for templates.
     pub fn special_tokens(&self) -> &SpecialTokens {
         match &self.tokenizer {
             Ok(tokenizer) => tokenizer.special_tokens(),
@@ -115,12 +116,12 @@ impl Engine {
         }
     }
 
-    /// A detokenizer for one stream of ids.
+    /// Returns a detokenizer for one stream of ids.
     pub fn detokenizer(&self, skip_special: bool) -> Result<Detokenizer> {
         Ok(Detokenizer::new(self.tokenizer()?.clone(), skip_special))
     }
 
-    /// The text of token ids.
+    /// Returns the text of token ids.
     pub fn detokenize(&self, ids: &[u32], skip_special: bool) -> Result<String> {
         let tokenizer = self.tokenizer()?;
         ids.iter().try_for_each(|id| self.check_token_id(*id))?;
@@ -151,7 +152,7 @@ impl Engine {
         &self.closed
     }
 
-    /// Bytes of weights, work space and KV cache at their peak: on a device as its allocator counts
+    /// Returns the bytes of weights, work space and KV cache at their peak: on a device as its allocator counts
     /// them, on the host with the blocks that have been used.
     pub fn peak_memory_bytes(&self) -> u64 {
         match self.model.compute_context() {
@@ -174,32 +175,33 @@ impl Engine {
         self.service.stats()
     }
 
-    /// The model's own defaults.
+    /// Returns the model's own defaults.
     pub fn generation_config(&self) -> &GenerationConfig {
         &self.generation_config
     }
 
-    /// Tokens that end a generation.
+    /// Returns the tokens that end a generation.
     pub fn eos_token_ids(&self) -> &[u32] {
         &self.generation_config.eos_token_ids
     }
 
-    /// The architecture that config.json names.
+    /// Returns the architecture that config.json names.
     pub fn architecture(&self) -> &str {
         &self.architecture
     }
 
-    /// The folder that was opened.
+    /// Returns the folder that was opened.
     pub fn path(&self) -> &Path {
         self.folder.path()
     }
 
-    /// A description for people: backend, instruction set and threads, or the name of the GPU.
+    /// Returns a description for people: backend, instruction set and threads, or the name of the
+    /// GPU.
     pub fn device_name(&self) -> String {
         self.model.device_name()
     }
 
-    /// Index of the GPU; `None` on the CPU.
+    /// Returns the index of the GPU; `None` on the CPU.
     pub fn device_index(&self) -> Option<i32> {
         self.model.device_index()
     }
@@ -209,7 +211,7 @@ impl Engine {
         ModelShape::of(self.model.config())
     }
 
-    /// Element type of weights and KV cache.
+    /// Returns the element type of weights and KV cache.
     pub fn dtype(&self) -> DType {
         self.model.dtype()
     }
@@ -219,37 +221,37 @@ impl Engine {
         self.model.num_threads()
     }
 
-    /// Number of weights.
+    /// Returns the number of weights.
     pub fn num_parameters(&self) -> u64 {
         self.model.num_parameters()
     }
 
-    /// Bytes of the weights in memory.
+    /// Returns the bytes of the weights in memory.
     pub fn weights_bytes(&self) -> u64 {
         self.model.weights_bytes()
     }
 
-    /// Bytes of KV cache for a token.
+    /// Returns the bytes of KV cache for a token.
     pub fn kv_bytes_per_token(&self) -> u64 {
         self.model.kv_layout().bytes_per_token() as u64
     }
 
-    /// Tokens that the KV cache holds.
+    /// Returns the number of tokens that the KV cache holds.
     pub fn kv_cache_tokens(&self) -> u64 {
         self.kv_cache_tokens
     }
 
-    /// Longest context of a request.
+    /// Returns the longest context of a request.
     pub fn max_context_tokens(&self) -> u64 {
         self.max_context_tokens
     }
 
-    /// The most bytes that activations and scratch take, as planned.
+    /// Returns the most bytes that activations and scratch take, as planned.
     pub fn workspace_bytes(&self) -> u64 {
         self.workspace_bytes
     }
 
-    /// The seconds that loading took.
+    /// Returns the seconds that loading took.
     pub fn load_seconds(&self) -> f64 {
         self.load_seconds
     }

@@ -15,7 +15,7 @@ use crate::error::{try_with_capacity, Error, Result};
 use crate::model::{Model, ScoresOut, TokenScore};
 
 impl Engine {
-    /// The logits after the last token, or after every token, of `ids`.
+    /// Computes the logits after the last token, or after every token, of `ids`.
     ///
     /// `out`: [rows, vocab_size] with 1 or `ids.len()` rows.
     pub fn logits(
@@ -31,8 +31,8 @@ impl Engine {
         self.evaluate(ids, first_row, 0, cancel, RowsOut::Logits(out, vocab_size))
     }
 
-    /// How likely the tokens of `ids` from number `num_given` on are, each after those before it.
-    /// Requests with other numbers than `cache_key` share no keys and values.
+    /// Computes the log-probabilities of the tokens of `ids` from number `num_given` on, each after
+    /// those before it. Requests with other numbers than `cache_key` share no keys and values.
     ///
     /// `num_given`: from 1 to `ids.len()`; `scores`: `[ids.len() - num_given]`.
     pub fn score(
@@ -63,7 +63,7 @@ impl Engine {
     }
 
     /// Computes the rows of logits from number `first_row` on of `ids`, a piece at a time, alone in
-    /// the step. What becomes of them goes to `out`, whose rows count from `first_row`.
+    /// the step, and writes the results to `out`, whose rows count from `first_row`.
     fn evaluate(
         &self,
         ids: &[u32],
@@ -108,7 +108,7 @@ impl Engine {
     }
 }
 
-/// Where the wanted rows go.
+/// The destination of the wanted rows.
 enum RowsOut<'a> {
     /// Logits `[rows, vocab_size]`, and the size of the vocabulary.
     Logits(&'a mut [f32], usize),
@@ -117,7 +117,7 @@ enum RowsOut<'a> {
 }
 
 impl RowsOut<'_> {
-    /// Where some of the rows go.
+    /// Returns the destination of some of the rows.
     fn piece(&mut self, rows: Range<usize>) -> Result<RowsOut<'_>> {
         let too_small = || Error::internal("the room for logits or scores is too small");
         match self {

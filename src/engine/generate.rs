@@ -26,7 +26,7 @@ pub type OnToken<'a> = dyn FnMut(usize, Option<u32>, &str, usize) -> Result<bool
 /// (64 KiB, of which the system commits the part that is used.)
 const USUAL_TOKENS: usize = 16384;
 
-/// A seed from the operating system's random numbers.
+/// Returns a seed from the operating system's random numbers.
 pub(super) fn random_seed() -> u64 {
     use std::hash::{BuildHasher, Hasher};
     // The standard library keys each `RandomState` from them.
@@ -194,7 +194,7 @@ impl Engine {
             let is_over = deadline.is_some_and(|deadline| Instant::now() >= deadline);
             is_over.then_some(FinishReason::Deadline)
         };
-        // Tokenizing a long prompt would be in vain.
+        // Tokenizing a long prompt would be wasted work.
         let (ids, stopped) = match stopped() {
             Some(reason) => (Vec::new(), Some(reason)),
             None => match self.prompt_ids(&request.shown_prompt(), &|| stopped().is_some()) {

@@ -23,7 +23,7 @@ pub struct GenerationConfig {
     pub repetition_penalty: Option<f32>,
     /// Share of the probability that the most typical tokens have.
     pub typical_p: Option<f32>,
-    /// No sequence of this many tokens comes twice; 0: any may.
+    /// No sequence of this many tokens occurs twice; 0 allows all.
     pub no_repeat_ngram_size: Option<u32>,
     /// Most tokens to generate.
     pub max_new_tokens: Option<u32>,

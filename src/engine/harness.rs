@@ -64,7 +64,7 @@ pub struct HarnessRequest {
     pub by_model: bool,
     /// The settings with which the engine chooses.
     pub sampling: SamplingOverrides,
-    /// What its text must follow.
+    /// The constraint that its text must follow.
     pub constraint: Option<HarnessConstraint>,
     /// Cancels it from anywhere.
     pub cancel: Option<Arc<CancelToken>>,
@@ -81,7 +81,7 @@ pub struct Harness {
 }
 
 impl Harness {
-    /// An engine that runs requests on `model`.
+    /// Returns an engine that runs requests on `model`.
     pub fn new(model: Arc<dyn StepModel>, options: &HarnessOptions) -> Result<Self> {
         let pool = BlockPool::new(options.num_blocks, options.prefix_cache)?;
         let layout = KvLayout { dtype: DType::F32, num_layers: 1, num_kv_heads: 1, head_dim: 2 };

@@ -8,7 +8,7 @@ use super::submission::Work;
 use super::worker::Worker;
 use crate::error::{Error, Result};
 
-/// What a callback gets to know besides the logits.
+/// The arguments of a callback besides the logits.
 #[derive(Clone, Copy, Debug)]
 pub struct LogitsEvent<'a> {
     /// Which sample.

@@ -33,7 +33,7 @@ pub(super) enum Message {
     Failed { sample: u32, error: Error },
 }
 
-/// How far a sample has come.
+/// The progress of a sample.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Progress {
     /// The time at which its prompt's first piece was begun.
@@ -98,8 +98,8 @@ pub(super) fn check_may_wait() -> Result<()> {
 const USUAL_BACKLOG: usize = 64;
 
 impl Inbox {
-    /// An empty queue of `num_samples` samples that get at most `max_tokens` tokens each. `closed`
-    /// is the engine's.
+    /// Returns an empty queue of `num_samples` samples that get at most `max_tokens` tokens each.
+    /// `closed` is the engine's.
     pub fn new(
         num_samples: usize,
         max_tokens: usize,
@@ -170,12 +170,12 @@ impl Inbox {
         Ok(())
     }
 
-    /// The next message, if there is one.
+    /// Returns the next message, if there is one.
     pub fn pop(&self) -> Option<Message> {
         self.queue().messages.pop_front()
     }
 
-    /// Tells that an event was taken: another one may have become due that no message announces.
+    /// Records that an event was taken: another one may have become due that no message announces.
     pub fn taken(&self) {
         let mut queue = self.queue();
         queue.num_taken += 1;
@@ -246,12 +246,12 @@ impl Inbox {
         }
     }
 
-    /// The progress that was noted last.
+    /// Returns the progress that was noted last.
     pub fn progress(&self, sample: usize) -> Progress {
         self.queue().progress.get(sample).copied().unwrap_or_default()
     }
 
-    /// Tells that the caller wants no more of a sample.
+    /// Records that the caller wants no more of a sample.
     pub fn stop(&self, sample: usize) {
         if let Some(stopped) = self.stopped.get(sample) {
             stopped.store(true, Ordering::Release);
@@ -270,7 +270,7 @@ impl Inbox {
             || self.cancel.as_ref().is_some_and(|cancel| cancel.is_cancelled())
     }
 
-    /// The reason to compute nothing more for a sample, if there is one.
+    /// Returns the reason to compute nothing more for a sample, if there is one.
     pub fn stop_reason(&self, sample: usize) -> Option<FinishReason> {
         if self.is_cancelled() {
             return Some(FinishReason::Cancelled);

@@ -12,7 +12,7 @@ use crate::error::Error;
 #[derive(Default)]
 pub(super) struct Intake {
     pub submissions: VecDeque<Submission>,
-    /// What is odd about requests, for the log, which only the thread writes to.
+    /// Remarks on odd requests, for the log, which only the thread writes to.
     pub remarks: Vec<String>,
     /// Whether the thread is to end.
     pub shutdown: bool,
@@ -32,13 +32,13 @@ pub(super) struct Shared {
 }
 
 impl Shared {
-    /// Nothing has arrived yet.
+    /// Returns an intake at which nothing has arrived yet.
     pub fn new(stats: EngineStats) -> Self {
         Shared { intake: Mutex::default(), arrived: Condvar::new(), stats: Mutex::new(stats) }
     }
 }
 
-/// The guard of a lock, also after a panic elsewhere.
+/// Returns the guard of a lock, also after a panic elsewhere.
 pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

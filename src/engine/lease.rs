@@ -38,7 +38,7 @@ enum State {
     Left,
 }
 
-/// How often a caller who may give up looks whether it should.
+/// The interval at which a caller who may give up checks whether it should.
 const LOOK_EVERY: Duration = Duration::from_millis(10);
 
 /// The place where a lease changes hands.
@@ -150,7 +150,7 @@ impl Handoff {
 }
 
 impl Borrowed<'_> {
-    /// The lease.
+    /// Returns the lease.
     pub fn lease(&mut self) -> Result<&mut Lease> {
         self.lease.as_mut().ok_or_else(|| Error::internal("nothing was lent"))
     }

@@ -34,13 +34,13 @@ pub struct Logger {
 }
 
 impl Logger {
-    /// A logger that says nothing.
+    /// Returns a logger that says nothing.
     pub fn silent() -> Self {
         Logger::default()
     }
 
-    /// A logger that calls `sink`: on the thread that loads during a load, then on the scheduler's
-    /// thread.
+    /// Returns a logger that calls `sink`: on the thread that loads during a load, then on the
+    /// scheduler's thread.
     pub fn new(sink: impl Fn(LogLevel, LogTarget, &str) + Send + Sync + 'static) -> Self {
         Logger { sink: Some(Box::new(sink)), calls: HostCall::default() }
     }
@@ -53,7 +53,7 @@ impl Logger {
         }
     }
 
-    /// Ends the messages. Waits for one that the sink is being told, unless the sink calls this.
+    /// Ends the messages. Waits for a running call of the sink, unless the sink calls this.
     pub fn end(&self) {
         self.calls.end();
     }

@@ -1,5 +1,5 @@
-//! What changes the logits of a sequence before a token is chosen: biases, end tokens that may not come
-//! yet, and penalties, which need to know the tokens before. The sums are done by
+//! The changes to the logits of a sequence before a token is chosen: biases, end tokens that may not come yet, and
+//! penalties, which need to know the tokens before. The sums are done by
 //! [`ops::adjust_logits`](crate::ops::adjust_logits), here or on the device.
 
 use std::collections::{HashMap, HashSet};
@@ -83,7 +83,7 @@ pub(super) struct LogitChanges {
     places: HashMap<u32, u32>,
     /// One for each of the first tokens, which nothing else decides.
     first_tokens: Vec<Adjustment>,
-    /// No sequence of this many tokens comes twice; 0: any may.
+    /// No sequence of this many tokens occurs twice; 0 allows all.
     no_repeat_ngram: usize,
     /// The adjustments that were applied last, and the logits that they changed, as they were.
     applied: Vec<Adjustment>,
@@ -94,7 +94,7 @@ pub(super) struct LogitChanges {
 const MUST: f32 = 1e30;
 
 impl LogitChanges {
-    /// The changes of a sequence that begins with `prompt`.
+    /// Returns the changes of a sequence that begins with `prompt`.
     pub fn new(penalties: Penalties, prompt: &[u32]) -> Result<Self> {
         let mut changes = LogitChanges {
             penalties,
@@ -165,7 +165,7 @@ impl LogitChanges {
         self.before.try_reserve(len).map_err(no_memory)
     }
 
-    /// The adjustment of a token, which is new if there was none.
+    /// Returns the adjustment of a token, which is new if there was none.
     fn of(&mut self, token_id: u32) -> Result<&mut Adjustment> {
         let no_memory =
             |_| Error::out_of_memory("the tokens of a sequence", size_of::<Adjustment>());
@@ -190,8 +190,8 @@ impl LogitChanges {
         Ok(())
     }
 
-    /// What changes for the token number `index` of the sequence, but for repeated sequences; `None` if
-    /// nothing does.
+    /// Returns the changes for the token number `index` of the sequence, except those for repeated sequences; `None` if
+    /// there are none.
     pub fn row(&self, index: u64) -> Option<(AdjustedRow, &[Adjustment])> {
         let first = usize::try_from(index).ok().and_then(|index| self.first_tokens.get(index));
         if let Some(first) = first {
@@ -218,9 +218,8 @@ impl LogitChanges {
         usize::try_from(index).is_ok_and(|index| index < self.first_tokens.len())
     }
 
-    /// What changes for the token number `index` of the sequence, which comes after `tokens`: prompt and
-    /// answer so far, of which the last may still be missing where no repetition is banned. `None` if
-    /// nothing does.
+    /// Returns the changes for the token number `index` of the sequence, which comes after `tokens`: prompt and answer
+    /// so far, of which the last may still be missing where no repetition is banned. `None` if nothing does.
     pub fn row_after(
         &mut self,
         index: u64,
@@ -289,7 +288,8 @@ impl LogitChanges {
         Ok(())
     }
 
-    /// The logit that a token had before [`LogitChanges::apply`] changed it; `None` if it did not.
+    /// Returns the logit that a token had before [`LogitChanges::apply`] changed it; `None` if it
+    /// did not.
     pub fn before(&self, token_id: u32) -> Option<f32> {
         // A token that was banned twice was changed in the first place.
         let place = self.applied.iter().position(|change| change.token_id == token_id)?;

@@ -16,8 +16,8 @@ const MAX_CONTEXTS: u64 = 256;
 /// at a time are usual, and memory is committed as the cache fills.
 const HOST_CONTEXTS: u64 = 4;
 
-/// The memory that the system could still give, if it says so: the available memory of Linux, and
-/// no more than the control group of a container leaves.
+/// Returns the memory that the system could still give, if it says so: the available memory of
+/// Linux, and no more than the control group of a container leaves.
 pub(super) fn available_memory_bytes() -> Option<u64> {
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;
     let line = text.lines().find(|line| line.starts_with("MemAvailable:"))?;
@@ -25,8 +25,9 @@ pub(super) fn available_memory_bytes() -> Option<u64> {
     Some(control_group_room(Path::new("/")).map_or(available, |room| available.min(room)))
 }
 
-/// The memory that the control groups of this process leave to it, `None` if they set no limit. A
-/// group is bound by the limits of all groups above it. `root`: where `proc` and `sys` are.
+/// Returns the memory that the control groups of this process leave to it, `None` if they set no
+/// limit. A group is bound by the limits of all groups above it. `root`: where `proc` and `sys`
+/// are.
 fn control_group_room(root: &Path) -> Option<u64> {
     let groups = std::fs::read_to_string(root.join("proc/self/cgroup")).ok()?;
     // Each line is number:controllers:path. Version 2 names no controllers.
@@ -61,8 +62,8 @@ fn control_group_room(root: &Path) -> Option<u64> {
 const SWAP_SHARE: u64 = 8;
 const MAX_SWAP_BYTES: u64 = 4 << 30;
 
-/// The number of blocks of preempted requests, of `block_bytes` each, that may be kept on the host.
-/// None on the CPU by default: the KV cache lies in the same memory there.
+/// Returns the number of blocks of preempted requests, of `block_bytes` each, that may be kept on
+/// the host. None on the CPU by default: the KV cache lies in the same memory there.
 pub(super) fn max_swapped(options: &EngineOptions, on_device: bool, block_bytes: usize) -> usize {
     let bytes = match (options.max_swap_bytes, on_device) {
         (0, true) => (available_memory_bytes().unwrap_or(0) / SWAP_SHARE).min(MAX_SWAP_BYTES),
@@ -83,14 +84,14 @@ pub(super) enum Available {
 }
 
 impl Available {
-    /// The available bytes, if known.
+    /// Returns the available bytes, if known.
     pub(super) fn available(self) -> Option<u64> {
         match self {
             Available::Host(available) | Available::Device(available) => available,
         }
     }
 
-    /// The bytes that the options and the memory allow together, if either is known.
+    /// Returns the bytes that the options and the memory allow together, if either is known.
     pub(super) fn limit(self, options: &EngineOptions) -> Option<u64> {
         match (options.max_memory_bytes, self.available()) {
             (0, available) => available,
@@ -128,28 +129,28 @@ impl From<MemoryNeeds> for MemoryPlan {
 }
 
 impl MemoryPlan {
-    /// The bytes of everything but the cache.
+    /// Returns the bytes of everything but the cache.
     fn fixed_bytes(&self) -> u64 {
         self.weights_bytes.saturating_add(self.workspace_bytes)
     }
 
-    /// The bytes of everything, with a cache of `kv_cache_tokens`.
+    /// Returns the bytes of everything, with a cache of `kv_cache_tokens`.
     pub(super) fn total_bytes(&self, kv_cache_tokens: u64) -> u64 {
         self.fixed_bytes().saturating_add(self.kv_bytes_per_token.saturating_mul(kv_cache_tokens))
     }
 
-    /// The smallest budget with which the options load.
+    /// Returns the smallest budget with which the options load.
     pub(super) fn minimum_bytes(&self, options: &EngineOptions) -> u64 {
         self.total_bytes(self.asked_tokens(options).unwrap_or(BLOCK_SIZE as u64))
     }
 
-    /// The tokens, in whole blocks, that fit into `bytes` beside weights and work space.
+    /// Returns the tokens, in whole blocks, that fit into `bytes` beside weights and work space.
     fn tokens_within(&self, bytes: u64) -> u64 {
         let block = BLOCK_SIZE as u64;
         bytes.saturating_sub(self.fixed_bytes()) / self.kv_bytes_per_token.max(1) / block * block
     }
 
-    /// The tokens that the options ask for.
+    /// Returns the tokens that the options ask for.
     fn asked_tokens(&self, options: &EngineOptions) -> Option<u64> {
         let most = || u64::MAX / self.kv_bytes_per_token.max(1);
         (options.kv_cache_tokens > 0).then(|| {
@@ -157,7 +158,7 @@ impl MemoryPlan {
         })
     }
 
-    /// The longest context and the tokens of the KV cache under the options' budget, in the
+    /// Returns the longest context and the tokens of the KV cache under the options' budget, in the
     /// available memory.
     pub(super) fn kv_size(
         &self,
@@ -195,9 +196,9 @@ impl MemoryPlan {
         Ok(KvSize { max_context_tokens: max_context.min(tokens), kv_cache_tokens: tokens })
     }
 
-    /// The tokens of a cache whose size was left to the library: the rest of the budget, or without
-    /// one a share of the available memory. `one`: the tokens of a longest context, in whole
-    /// blocks.
+    /// Returns the tokens of a cache whose size was left to the library: the rest of the budget, or
+    /// without one a share of the available memory. `one`: the tokens of a longest context, in
+    /// whole blocks.
     fn default_tokens(&self, options: &EngineOptions, available: Available, one: u64) -> u64 {
         let budget = (options.max_memory_bytes > 0).then_some(options.max_memory_bytes);
         // The driver, kernels and other programs need the rest of a device.

@@ -16,7 +16,7 @@
 //! constraint  the constraint of a request on its way in; constrained: what keeps a sequence to it
 //! tool_choice which tools an answer may, must or must not call
 //! scheduler   who takes part in a step (policy, no model)
-//! preemption  who loses its blocks, and how it gets on; swap: blocks that wait on the host
+//! preemption  who loses its blocks, and how it goes on; swap: blocks that wait on the host
 //! block_pool  the blocks of the KV cache and the prefix cache
 //! service     the scheduler's thread from outside; submission: a request for it
 //! intake      the state that the thread shares with others

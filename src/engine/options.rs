@@ -26,11 +26,11 @@ pub struct EngineOptions {
     pub device_index: u32,
     /// Element type of weights and KV cache; `None`: that of the files.
     pub dtype: Option<DType>,
-    /// What the matrices of the layers are kept as.
+    /// The storage of the matrices of the layers.
     pub weights: WeightStorage,
     /// The inputs that share a scale in weights quantised at load; 0: 32 for 4 bits, 128 for 8.
     pub weights_group_size: usize,
-    /// What the embedding and the output matrix are kept as: not as 4 bits.
+    /// The storage of the embedding and the output matrix: not 4 bits.
     pub embeddings: WeightStorage,
     /// Threads of the kernels; 0: one for each core.
     pub num_threads: usize,
@@ -59,13 +59,13 @@ pub struct EngineOptions {
 }
 
 impl EngineOptions {
-    /// The index of the CUDA device as the driver counts.
+    /// Returns the index of the CUDA device as the driver counts.
     pub(super) fn device_index(&self) -> i32 {
         i32::try_from(self.device_index).unwrap_or(i32::MAX)
     }
 }
 
-/// The number of threads of the kernels for the option `wanted`.
+/// Returns the number of threads of the kernels for the option `wanted`.
 pub(super) fn num_threads(wanted: usize) -> Result<usize> {
     match wanted {
         0 => Ok(std::thread::available_parallelism().map_or(1, |n| n.get().min(MAX_THREADS))),
@@ -76,7 +76,7 @@ pub(super) fn num_threads(wanted: usize) -> Result<usize> {
     }
 }
 
-/// The longest context for the option `wanted` of a model with this config.
+/// Returns the longest context for the option `wanted` of a model with this config.
 pub(super) fn context_limit(wanted: u64, config: &ModelConfig) -> Result<u64> {
     let limit = config.max_context_tokens as u64;
     match wanted {

@@ -34,7 +34,7 @@ fn is_like(last: usize, n: usize) -> bool {
 }
 
 impl Pace {
-    /// Tells that a step was begun, and how long that took. `num_decoding`: its sequences, if each
+    /// Records that a step was begun, and how long that took. `num_decoding`: its sequences, if each
     /// has one token.
     pub fn begun(&mut self, num_decoding: Option<usize>, host: Duration) {
         if num_decoding.is_some() {
@@ -42,7 +42,7 @@ impl Pace {
         }
     }
 
-    /// Tells that a step was finished at `now`, for which the device took `busy`.
+    /// Records that a step was finished at `now`, for which the device took `busy`.
     pub fn finished(&mut self, num_decoding: Option<usize>, busy: Duration, now: Instant) {
         let before = self.last.zip(num_decoding).filter(|((last, _), n)| is_like(*last, *n));
         let least = before.map_or(busy, |((_, least), _)| busy.min(least + least / 16));
@@ -50,8 +50,8 @@ impl Pace {
         self.finished = Some(now);
     }
 
-    /// The time at which to begin the next step, if the only one under way has `num_decoding`
-    /// sequences with a token each and was begun at `begun`. `None`: at once.
+    /// Returns the time at which to begin the next step, if the only one under way has
+    /// `num_decoding` sequences with a token each and was begun at `begun`. `None`: at once.
     pub fn next(&self, num_decoding: Option<usize>, begun: Instant) -> Option<Instant> {
         let (last, busy) = self.last?;
         let now = num_decoding?;

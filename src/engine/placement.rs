@@ -28,7 +28,8 @@ pub(super) struct Planned {
 }
 
 impl Planned {
-    /// The plan for the model in `opened` on the CPU, or on a CUDA device, which need not be there.
+    /// Returns the plan for the model in `opened` on the CPU, or on a CUDA device, which need not
+    /// be there.
     pub(super) fn new(
         options: &EngineOptions,
         opened: &ModelFolder,
@@ -68,7 +69,8 @@ impl Planned {
         Ok(Planned { on_device, dtype, max_context, limits, memory: memory.into(), available })
     }
 
-    /// The size of its KV cache; [`crate::error::ErrorKind::OutOfMemory`] if it does not fit.
+    /// Returns the size of its KV cache; [`crate::error::ErrorKind::OutOfMemory`] if it does not
+    /// fit.
     pub(super) fn kv_size(&self, options: &EngineOptions) -> Result<KvSize> {
         self.memory.kv_size(options, self.max_context, self.available)
     }
@@ -112,8 +114,8 @@ pub(super) fn place(
     }
 }
 
-/// The element type of the model in `opened` on a CUDA device, if it will probably go there: there
-/// is a driver, and the budget allows it. Starts nothing.
+/// Returns the element type of the model in `opened` on a CUDA device, if it will probably go
+/// there: there is a driver, and the budget allows it. Starts nothing.
 pub(super) fn expect_on_device(options: &EngineOptions, opened: &ModelFolder) -> Option<DType> {
     if options.device == DeviceChoice::Cpu || !cuda::is_present() {
         return None;
@@ -122,7 +124,7 @@ pub(super) fn expect_on_device(options: &EngineOptions, opened: &ModelFolder) ->
     planned.kv_size(options).ok().map(|_| planned.dtype)
 }
 
-/// The context of a model on a CUDA device, which never takes more memory than the options
+/// Returns the context of a model on a CUDA device, which never takes more memory than the options
 /// allow.
 pub(super) fn device_context(options: &EngineOptions) -> Result<Arc<ComputeContext>> {
     let budget = match options.max_memory_bytes {

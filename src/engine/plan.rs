@@ -84,7 +84,7 @@ pub fn plan(path: &str, options: &EngineOptions) -> Result<Plan> {
     })
 }
 
-/// The plan with the size of its KV cache, `None` if it does not fit.
+/// Returns the plan with the size of its KV cache, `None` if it does not fit.
 fn without_memory(planned: Planned, options: &EngineOptions) -> Result<(Planned, Option<KvSize>)> {
     match planned.kv_size(options) {
         Ok(size) => Ok((planned, Some(size))),

@@ -28,7 +28,7 @@ impl PlannedCopies {
         &self.copies
     }
 
-    /// The sequence of each copy.
+    /// Returns the sequence of each copy.
     pub fn keys(&self) -> &[SequenceKey] {
         &self.keys
     }

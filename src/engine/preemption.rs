@@ -1,5 +1,5 @@
 //! Takes blocks from sequences for others, and lets them go on later: their keys and values are
-//! copied to the host and back (`swap`), or computed anew.
+//! copied to the host and back (`swap`), or recomputed.
 
 use super::block_pool::ContentId;
 use super::scheduler::Scheduler;
@@ -16,13 +16,13 @@ impl Scheduler {
         self.swap = SwapSpace::new(max_blocks);
     }
 
-    /// The number of further blocks that may be kept on the host, if a sequence found no memory for
-    /// that; else 0.
+    /// Returns the number of further blocks that may be kept on the host, if a sequence found no
+    /// memory for that; else 0.
     pub fn swap_places_wanted(&self) -> usize {
         self.swap.num_wanted()
     }
 
-    /// Tells that there is memory on the host for `num_places` more blocks; 0 says that there will
+    /// Records that there is memory on the host for `num_places` more blocks; 0 says that there will
     /// never be more.
     pub fn add_swap_places(&mut self, num_places: usize) {
         match num_places {
@@ -31,28 +31,28 @@ impl Scheduler {
         }
     }
 
-    /// The costs of copying and computing, as far as they are known.
+    /// Returns the costs of copying and computing, as far as they are known.
     pub fn swap_costs(&mut self) -> &mut SwapCosts {
         &mut self.swap.costs
     }
 
-    /// The copies to be done, in this order: after all steps that were begun before, and before
-    /// anything planned since is computed.
+    /// Returns the copies to be done, in this order: after all steps that were begun before, and
+    /// before anything planned since is computed.
     pub fn copies(&self) -> &[BlockCopy] {
         self.copies.as_slice()
     }
 
-    /// The sequence of each of [`Scheduler::copies`].
+    /// Returns the sequence of each of [`Scheduler::copies`].
     pub fn copied_keys(&self) -> &[SequenceKey] {
         self.copies.keys()
     }
 
-    /// Tells that a sequence's copies are not done, and that it will end for that.
+    /// Records that a sequence's copies are not done, and that it will end for that.
     pub fn forget_copies(&mut self, key: SequenceKey) {
         self.copies.forget(key);
     }
 
-    /// Tells that the copies are done.
+    /// Records that the copies are done.
     pub fn clear_copies(&mut self) {
         self.copies.clear();
     }
@@ -87,7 +87,7 @@ impl Scheduler {
     fn save(&mut self, slot: u32) {
         let Self { slots, pool, swap, copies, .. } = self;
         let Some(Some(sequence)) = slots.get_mut(slot as usize) else { return };
-        // Tokens in steps under way are computed anew: those steps may still fail.
+        // Tokens in steps under way are recomputed: those steps may still fail.
         let num_tokens = sequence.num_computed;
         let num_blocks = blocks_for(num_tokens).min(sequence.blocks.len());
         let is_shared = |block: &&u32| pool.num_owners(**block) > 1;

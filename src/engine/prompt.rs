@@ -55,7 +55,7 @@ impl Engine {
         Ok(text)
     }
 
-    /// The token ids of a prompt, checked against the vocabulary and the context. `should_stop` ends
+    /// Returns the token ids of a prompt, checked against the vocabulary and the context. `should_stop` ends
     /// the work with [`ErrorKind::Cancelled`] by returning true.
     pub(super) fn prompt_ids(
         &self,
@@ -80,7 +80,7 @@ impl Engine {
         Ok(ids)
     }
 
-    /// The token ids of a conversation, as of a prompt.
+    /// Returns the token ids of a conversation, as of a prompt.
     pub fn tokenize_chat(&self, chat: &ChatPrompt<'_>) -> Result<Vec<u32>> {
         self.encode_chat(chat, usize::MAX, &|| self.is_closed())
     }
@@ -105,8 +105,8 @@ impl Engine {
         Err(too_long(ids.len(), limit))
     }
 
-    /// The tokens of a text. Stops as soon as the text is known not to fit into the context, so
-    /// that refusing ten megabytes does not take seconds.
+    /// Returns the tokens of a text. Stops as soon as the text is known not to fit into the
+    /// context, so that refusing ten megabytes does not take seconds.
     fn encode_prompt(
         &self,
         text: &str,

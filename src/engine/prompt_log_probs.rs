@@ -3,7 +3,7 @@
 use crate::error::{try_filled, try_with_capacity, Result};
 use crate::model::TokenLogProb;
 
-/// How likely the tokens of a prompt are, each after those before it.
+/// The log-probabilities of the tokens of a prompt, each after those before it.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct PromptLogProbs {
     /// The ids of the prompt.
@@ -18,11 +18,11 @@ pub struct PromptLogProbs {
     pub num_top: usize,
 }
 
-/// What stands where there is none.
+/// The placeholder where there is none.
 pub(super) const EMPTY: TokenLogProb = TokenLogProb { token_id: 0, log_prob: f32::NAN };
 
 impl PromptLogProbs {
-    /// Room for those of a prompt.
+    /// Returns room for those of a prompt.
     pub(super) fn new(token_ids: &[u32], num_top: usize) -> Result<Self> {
         let len = token_ids.len();
         let mut ids = try_with_capacity(len, "a prompt's tokens")?;

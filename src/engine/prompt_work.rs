@@ -14,7 +14,8 @@ use crate::error::{try_filled, try_with_capacity, Error, Result};
 use crate::model::{ScoresOut, TokenScore};
 
 impl PromptWork {
-    /// The submission that computes a prompt of at least two tokens, and then begins others.
+    /// Returns the submission that computes a prompt of at least two tokens, and then begins
+    /// others.
     pub fn submission(
         inbox: Arc<Inbox>,
         token_ids: &[u32],

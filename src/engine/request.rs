@@ -43,7 +43,7 @@ pub struct ChatPrompt<'a> {
     pub parse_special: bool,
 }
 
-/// How the text of an answer is taken apart into thoughts, content and calls.
+/// The format by which the text of an answer is taken apart into thoughts, content and calls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AnswerFormat {
     /// As the model's chat template and the request say: without tools there are no calls.
@@ -114,7 +114,7 @@ pub struct Request<'a> {
     pub time_limit: Option<Duration>,
     /// Requests with different numbers share no keys and values.
     pub cache_key: u64,
-    /// What is added to logits before everything else, each token at most once.
+    /// The biases added to logits before everything else, each token at most once.
     pub logit_bias: Vec<LogitBias>,
     /// The number of tokens before which no end token is chosen.
     pub min_tokens: u32,

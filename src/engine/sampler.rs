@@ -70,7 +70,7 @@ fn checked(
 }
 
 impl SamplingParams {
-    /// The caller's settings over the model's over the neutral ones.
+    /// Resolves the caller's settings over the model's over the neutral ones.
     pub fn resolve(caller: &SamplingOverrides, model: &GenerationConfig) -> Result<Self> {
         // As in Transformers, a model's temperature counts only if its config asks for sampling.
         let model_temperature =
@@ -149,7 +149,7 @@ impl SamplingParams {
         self.no_repeat_ngram_size > 0
     }
 
-    /// The way in which a model chooses the tokens of a sequence by itself, if it can.
+    /// Returns the way in which a model chooses the tokens of a sequence by itself, if it can.
     pub(super) fn model_choice(&self, seed: u64) -> TokenChoice {
         if self.temperature == 0.0 {
             return TokenChoice::Greedy;
@@ -175,7 +175,7 @@ pub struct Candidate {
     pub weight: f64,
 }
 
-/// Most likely first; equal ones in the order of their ids, so that the order is total.
+/// Orders the most likely first, and equal ones by their ids, so that the order is total.
 fn by_weight(a: &Candidate, b: &Candidate) -> Ordering {
     b.weight.total_cmp(&a.weight).then(a.token_id.cmp(&b.token_id))
 }
@@ -200,14 +200,14 @@ pub struct Sampler {
 }
 
 impl Sampler {
-    /// A sampler for a sequence that begins with `prompt`.
+    /// Returns a sampler for a sequence that begins with `prompt`.
     pub fn new(params: SamplingParams, seed: u64, prompt: &[u32]) -> Result<Self> {
         let mut changes = LogitChanges::new(params.penalties(), prompt)?;
         changes.ban_repeated(params.no_repeat_ngram_size);
         Ok(Sampler { params, seed, changes, candidates: Vec::new(), largest: Vec::new() })
     }
 
-    /// The changes to the logits that come before the choice.
+    /// Returns the changes to the logits that come before the choice.
     pub(super) fn changes_mut(&mut self) -> &mut LogitChanges {
         &mut self.changes
     }
@@ -267,7 +267,8 @@ impl Sampler {
         Ok(Chosen { token, log_probs: Some(log_probs) })
     }
 
-    /// The log-probabilities of the likeliest tokens, and what gives that of the chosen one.
+    /// Returns the log-probabilities of the likeliest tokens, and what gives that of the chosen
+    /// one.
     fn log_probs(
         &mut self,
         logits: &[f32],
@@ -291,8 +292,8 @@ impl Sampler {
         Ok((sum, Box::new(LogProbs { chosen: 0.0, top })))
     }
 
-    /// The tokens that can be chosen and their probabilities, which add up to 1. For tests and
-    /// inspection: [`Sampler::sample`] without the draw.
+    /// Returns the tokens that can be chosen and their probabilities, which add up to 1. For tests
+    /// and inspection: [`Sampler::sample`] without the draw.
     pub fn candidates(&mut self, logits: &mut [f32]) -> Result<&[Candidate]> {
         self.candidates_after(logits, &[])
     }
@@ -426,7 +427,7 @@ fn keep_typical(candidates: &mut Vec<Candidate>, typical_p: f64) {
 /// Values that a loop handles at once, so that it is compiled to vector instructions.
 const LANES: usize = 16;
 
-/// The largest of `values` (minus infinity if there are none), and whether all are finite.
+/// Returns the largest of `values` (minus infinity if there are none), and whether all are finite.
 fn largest(values: &[f32]) -> (f32, bool) {
     let mut best = [f32::NEG_INFINITY; LANES];
     // NaN survives the sum, infinities become NaN.
@@ -444,8 +445,8 @@ fn largest(values: &[f32]) -> (f32, bool) {
     (best, check.iter().all(|&check| check == 0.0))
 }
 
-/// The token with the highest logit, the first one of equals. NaN or infinity is an error: the
-/// model's weights are broken, and no token would be right.
+/// Returns the token with the highest logit, the first one of equals. NaN or infinity is an error:
+/// the model's weights are broken, and no token would be right.
 fn most_likely(logits: &[f32]) -> Result<u32> {
     let (highest, is_finite) = largest(logits);
     let found = logits.iter().position(|&logit| logit == highest);
@@ -455,22 +456,22 @@ fn most_likely(logits: &[f32]) -> Result<u32> {
     }
 }
 
-/// The error for logits from which no token can be chosen.
+/// Returns the error for logits from which no token can be chosen.
 pub(super) fn not_finite() -> Error {
     Error::invalid_file(
         "the model's logits are not finite numbers: its weights are damaged, or too large for its dtype",
     )
 }
 
-/// The error of a sequence for which nothing is left.
+/// Returns the error of a sequence for which nothing is left.
 pub(super) fn none_left() -> Error {
     Error::invalid_argument(
         "no token is left to choose: logit_bias, min_tokens or no_repeat_ngram_size ban all that the constraint allows",
     )
 }
 
-/// A number in [0, 1) that depends on seed and step alone: two rounds of the SplitMix64 mixer
-/// (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators") over their
+/// Returns a number in [0, 1) that depends on seed and step alone: two rounds of the SplitMix64
+/// mixer (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators") over their
 /// combination.
 fn uniform(seed: u64, step: u64) -> f64 {
     fn mix(mut z: u64) -> u64 {

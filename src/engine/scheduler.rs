@@ -7,8 +7,8 @@
 //! right now waits for that, and lets others pass.) Every running sequence with one token to
 //! compute is in every step; beside them long inputs are computed in pieces, up to a number of
 //! tokens a step. When blocks run out, the running sequence of the lowest rank loses its own and
-//! waits again: its keys and values are kept on the host until then, or computed anew, whichever is
-//! cheaper (`preemption`). The first in rank always gets on, so every sequence ends that could run
+//! waits again: its keys and values are kept on the host until then, or recomputed, whichever is
+//! cheaper (`preemption`). The first in rank always goes on, so every sequence ends that could run
 //! alone. When a step finds no memory, steps become smaller for a while, down to one token of the
 //! first in rank (`step_size`).
 //!
@@ -77,7 +77,7 @@ pub struct Scheduler {
 }
 
 impl Scheduler {
-    /// A scheduler without sequences.
+    /// Returns a scheduler without sequences.
     pub fn new(pool: BlockPool, limits: Limits) -> Result<Self> {
         let limits = Limits {
             max_sequences: limits.max_sequences.max(1),
@@ -177,12 +177,12 @@ impl Scheduler {
         self.free_slots.push(key.slot);
     }
 
-    /// The sequence, if it has not ended.
+    /// Returns the sequence, if it has not ended.
     pub fn sequence(&self, key: SequenceKey) -> Option<&Sequence> {
         self.at(key.slot).filter(|sequence| sequence.serial == key.serial)
     }
 
-    /// The sequence in a slot.
+    /// Returns the sequence in a slot.
     pub(super) fn at(&self, slot: u32) -> Option<&Sequence> {
         self.slots.get(slot as usize)?.as_ref()
     }
@@ -218,7 +218,7 @@ impl Scheduler {
         self.waiting.insert(at, slot);
     }
 
-    /// Memory for a plan. Planning in it allocates nothing, so it never fails for want of memory.
+    /// Returns memory for a plan. Planning in it allocates nothing, so it never fails for lack of memory.
     pub(super) fn take_plan_memory(&mut self) -> Vec<Entry> {
         self.spare_plans.pop().unwrap_or_default()
     }
@@ -358,7 +358,8 @@ impl Scheduler {
         Ok(())
     }
 
-    /// The number of the sequence's blocks that are in the cache, and how many of these are idle.
+    /// Returns the number of the sequence's blocks that are in the cache, and how many of these are
+    /// idle.
     fn find_prefix(&self, sequence: &Sequence) -> (usize, usize) {
         let (mut num_found, mut num_idle) = (0, 0);
         self.each_found(sequence, |block, _| {
@@ -472,7 +473,7 @@ impl Scheduler {
         })
     }
 
-    /// Tells that the step of a plan has begun. (A step that could not begin is not told: the next
+    /// Records that the step of a plan has begun. (A step that could not begin is not told: the next
     /// plan has the same tokens.)
     pub fn begun(&mut self, entries: &[Entry]) {
         self.size.grow(&self.limits);
@@ -486,14 +487,14 @@ impl Scheduler {
         }
     }
 
-    /// Tells that there was no memory for the step of a plan, which has not begun or is abandoned:
+    /// Records that there was no memory for the step of a plan, which has not begun or is abandoned:
     /// the next plans are smaller, and sequences of lower rank get their turn later. False if the
     /// plan is one token of one sequence: no plan can be smaller.
     pub fn found_no_memory(&mut self, entries: &[Entry]) -> bool {
         self.size.shrink(entries.iter().map(|entry| entry.num_new).sum())
     }
 
-    /// Tells that no step under way will be finished: their tokens are planned anew.
+    /// Records that no step under way will be finished: their tokens are planned again.
     pub fn abandon_steps(&mut self) {
         for sequence in self.slots.iter_mut().flatten() {
             sequence.num_begun = sequence.num_computed;
@@ -501,7 +502,7 @@ impl Scheduler {
         }
     }
 
-    /// The sequence of an entry, if it has not ended.
+    /// Returns the sequence of an entry, if it has not ended.
     fn alive(&mut self, entry: &Entry) -> Option<&mut Sequence> {
         self.alive_at(entry.key)
     }
@@ -510,7 +511,7 @@ impl Scheduler {
         self.at_mut(key.slot).filter(|sequence| sequence.serial == key.serial)
     }
 
-    /// Tells that an entry of a step was computed. If it has a row, [`Scheduler::chosen`] comes next,
+    /// Records that an entry of a step was computed. If it has a row, [`Scheduler::chosen`] comes next,
     /// or the sequence waits for its host. Steps are finished in the order in which they began.
     pub fn finished(&mut self, entry: &Entry) {
         let Some(sequence) = self.alive(entry) else { return };
@@ -523,7 +524,7 @@ impl Scheduler {
         }
     }
 
-    /// Tells which token comes next in a sequence. False if the sequence has ended meanwhile.
+    /// Records which token comes next in a sequence. False if the sequence has ended meanwhile.
     pub fn chosen(&mut self, key: SequenceKey, token: u32) -> Result<bool> {
         let Some(sequence) = self.alive_at(key) else { return Ok(false) };
         let ids = &mut sequence.spec.token_ids;
@@ -532,7 +533,7 @@ impl Scheduler {
         Ok(true)
     }
 
-    /// Tells that the host chooses the next token of a sequence, which takes part in no step until
+    /// Records that the host chooses the next token of a sequence, which takes part in no step until
     /// that is done; or that it is.
     pub fn set_awaits_host(&mut self, key: SequenceKey, awaits: bool) {
         let Some(sequence) = self.alive_at(key) else { return };

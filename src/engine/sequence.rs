@@ -6,7 +6,7 @@ use super::block_pool::ContentId;
 use super::swap::Saved;
 use crate::ops::kv_cache::layout::BLOCK_SIZE;
 
-/// The number of blocks for `num_tokens` tokens.
+/// Returns the number of blocks for `num_tokens` tokens.
 pub(super) fn blocks_for(num_tokens: usize) -> usize {
     num_tokens.div_ceil(BLOCK_SIZE)
 }
@@ -19,7 +19,7 @@ pub struct SequenceKey {
 }
 
 impl SequenceKey {
-    /// A small number that differs between all sequences that exist at the same time.
+    /// Returns a small number that differs between all sequences that exist at the same time.
     pub fn slot(&self) -> usize {
         self.slot as usize
     }
@@ -80,32 +80,32 @@ impl Sequence {
         &self.spec.token_ids
     }
 
-    /// Its KV blocks in the order of positions.
+    /// Returns its KV blocks in the order of positions.
     pub fn blocks(&self) -> &[u32] {
         &self.blocks
     }
 
-    /// The number of its tokens that were found in the cache; 0 before it was admitted.
+    /// Returns the number of its tokens that were found in the cache; 0 before it was admitted.
     pub fn num_cached(&self) -> usize {
         self.num_cached.unwrap_or(0)
     }
 
-    /// The number of times that it lost its blocks.
+    /// Returns the number of times that it lost its blocks.
     pub fn num_preemptions(&self) -> u32 {
         self.epoch
     }
 
-    /// Tokens that are known or being chosen.
+    /// Returns the number of tokens that are known or being chosen.
     pub fn num_tokens(&self) -> usize {
         self.spec.token_ids.len() + self.num_pending
     }
 
-    /// Its place in the order of sequences: the lowest goes first.
+    /// Returns its place in the order of sequences: the lowest goes first.
     pub(super) fn rank(&self) -> (Reverse<i32>, u64) {
         (Reverse(self.spec.priority), self.serial)
     }
 
-    /// The number of tokens that could be computed now, in pieces or all at once.
+    /// Returns the number of tokens that could be computed now, in pieces or all at once.
     pub(super) fn num_ready(&self) -> usize {
         let is_full = self.num_tokens() >= self.spec.max_tokens && !self.spec.alone;
         if is_full || self.awaits_host {
@@ -118,7 +118,7 @@ impl Sequence {
         }
     }
 
-    /// The number of first tokens that may be taken from blocks that are computed already.
+    /// Returns the number of first tokens that may be taken from blocks that are computed already.
     pub(super) fn may_cache(&self) -> usize {
         let computed = self.spec.token_ids.len().saturating_sub(1);
         // After a preemption, computed tokens may be taken from blocks in any case.

@@ -36,7 +36,7 @@ pub(super) struct Service {
 const STACK_BYTES: usize = 1 << 20;
 
 impl Service {
-    /// A service that has not started. `closed` ends all requests as cancelled.
+    /// Returns a service that has not started. `closed` ends all requests as cancelled.
     pub fn new(
         model: Arc<dyn StepModel>,
         backend: Arc<CpuBackend>,
@@ -66,7 +66,7 @@ impl Service {
         Ok(())
     }
 
-    /// Leaves a sentence for the log, to be written when the next request is taken.
+    /// Leaves a message for the log, to be written when the next request is taken.
     pub fn remark(&self, sentence: String) {
         let remarks = &mut lock(&self.shared.intake).remarks;
         if remarks.len() < MAX_REMARKS && remarks.try_reserve(1).is_ok() {
@@ -92,7 +92,7 @@ impl Service {
         Ok(())
     }
 
-    /// The latest statistics.
+    /// Returns the latest statistics.
     pub fn stats(&self) -> EngineStats {
         *lock(&self.shared.stats)
     }

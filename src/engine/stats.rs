@@ -20,7 +20,7 @@ pub struct EngineStats {
     pub peak_used_blocks: usize,
     /// Samples that were submitted.
     pub submitted: u64,
-    /// Samples that have ended, in whatever way.
+    /// Samples that have ended, for any reason.
     pub ended: u64,
     /// Forward passes.
     pub steps: u64,
@@ -60,7 +60,7 @@ struct Window {
 const WINDOW: Duration = Duration::from_secs(1);
 
 impl Recorder {
-    /// A record of a scheduler that has done nothing yet.
+    /// Returns a record of a scheduler that has done nothing yet.
     pub fn new(counts: SchedulerCounts) -> Self {
         let mut recorder = Recorder::default();
         recorder.counts(counts);

@@ -16,7 +16,7 @@ const DEFAULT_BATCH_SIZE: [usize; 2] = [64, 256];
 /// More than any device can use; bounds the number in an option struct.
 const MAX_BATCH_SIZE: u32 = 4096;
 
-/// The limits for a model with contexts of up to `max_context` tokens.
+/// Returns the limits for a model with contexts of up to `max_context` tokens.
 pub(super) fn step_limits(
     options: &EngineOptions,
     on_device: bool,

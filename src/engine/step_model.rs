@@ -9,10 +9,10 @@ use crate::model::{
 
 /// Something that computes steps, which are finished in the order in which they were begun.
 pub trait StepModel: Send + Sync {
-    /// Length of a row of logits.
+    /// Returns the length of a row of logits.
     fn vocab_size(&self) -> usize;
 
-    /// The number of steps that may be begun before the first is finished.
+    /// Returns the number of steps that may be begun before the first is finished.
     fn max_steps_in_flight(&self) -> usize;
 
     /// Begins a step. After an error it has not begun, the keys and values of its tokens are

@@ -13,7 +13,7 @@ pub struct Limits {
 }
 
 impl Limits {
-    /// The most tokens of a step.
+    /// Returns the most tokens of a step.
     pub fn max_step_tokens(&self) -> usize {
         self.max_prefill_tokens.saturating_add(self.max_sequences)
     }
@@ -50,7 +50,7 @@ pub(super) struct TokenBudget {
 }
 
 impl TokenBudget {
-    /// Room for tokens of inputs of more than one token.
+    /// Returns the room for tokens of inputs of more than one token.
     pub fn for_long(&self) -> usize {
         self.long.min(self.all)
     }
@@ -73,22 +73,22 @@ impl TokenBudget {
 }
 
 impl StepSize {
-    /// No bound but the limits.
+    /// Returns a size with no bound but the limits.
     pub fn new() -> Self {
         StepSize { max_tokens: None, num_good: 0 }
     }
 
-    /// The most tokens of a step.
+    /// Returns the most tokens of a step.
     pub fn max_tokens(&self) -> usize {
         self.max_tokens.unwrap_or(usize::MAX)
     }
 
-    /// The budget of an empty step.
+    /// Returns the budget of an empty step.
     pub fn room(&self, limits: &Limits) -> TokenBudget {
         TokenBudget { long: limits.max_prefill_tokens, all: self.max_tokens() }
     }
 
-    /// Tells that a step of `num_tokens` found no memory: the next ones have half as many. False if
+    /// Records that a step of `num_tokens` found no memory: the next ones have half as many. False if
     /// they cannot have fewer.
     pub fn shrink(&mut self, num_tokens: usize) -> bool {
         if num_tokens <= 1 {
@@ -99,7 +99,7 @@ impl StepSize {
         true
     }
 
-    /// Tells that a step went well. Memory that was short may be there again.
+    /// Records that a step went well. Memory that was short may be there again.
     pub fn grow(&mut self, limits: &Limits) {
         let Some(most) = self.max_tokens else { return };
         self.num_good += 1;

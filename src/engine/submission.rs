@@ -17,7 +17,7 @@ pub(super) struct SampleWork {
     /// Its number in the request.
     pub sample: u32,
     pub sampler: Sampler,
-    /// What its text follows.
+    /// The constraint that its text follows.
     pub constrained: Option<Box<Constrained>>,
     /// Tokens that end it.
     pub stop_token_ids: Arc<Vec<u32>>,
@@ -26,7 +26,7 @@ pub(super) struct SampleWork {
     pub max_tokens: usize,
     /// The reason for that end.
     pub reason_at_max: FinishReason,
-    /// How the model chooses, if it can; the worker fills in the index of the token.
+    /// The rule by which the model chooses, if it can; the worker fills in the index of the token.
     pub choice: TokenChoice,
     /// The log-probabilities that come with each token.
     pub log_probs: Option<LogProbsWanted>,
@@ -41,7 +41,7 @@ pub(super) struct PromptWork {
     pub token_ids: Vec<u32>,
     /// The number of likeliest tokens that are told in the place of each.
     pub num_top: usize,
-    /// What is begun when it is done.
+    /// The submissions begun when it is done.
     pub then: Vec<Submission>,
 }
 
@@ -83,7 +83,7 @@ pub(super) enum Submission {
 }
 
 impl Submission {
-    /// The number of samples that it ends, for statistics.
+    /// Returns the number of samples that it ends, for statistics.
     pub fn num_samples(&self) -> u64 {
         match self {
             Submission::Run { work: Work::Prompt(work), .. } => {

@@ -1,5 +1,5 @@
 //! Room on the host for the keys and values of sequences that lost their blocks, and the decision
-//! whether keeping them there is cheaper than computing them anew. This is bookkeeping of numbers;
+//! whether keeping them there is cheaper than recomputing them. This is bookkeeping of numbers;
 //! [`crate::model::KvSwap`] is the memory.
 //!
 //! The costs of both ways are learned from the times of copies and steps: the blocks of a model of
@@ -43,7 +43,7 @@ impl Saved {
             && num_found < self.first_block + self.places.len()
     }
 
-    /// The number of first blocks that have their content once these are copied back.
+    /// Returns the number of first blocks that have their content once these are copied back.
     pub fn num_blocks_with(&self, num_found: usize) -> usize {
         if self.goes_beyond(num_found) {
             self.first_block + self.places.len()
@@ -76,14 +76,14 @@ fn learn(average: &mut Option<f64>, seen: f64) {
 }
 
 impl SwapCosts {
-    /// Tells that `num_blocks` blocks were copied, one way.
+    /// Records that `num_blocks` blocks were copied, one way.
     pub fn copied(&mut self, num_blocks: usize, time: Duration) {
         if num_blocks > 0 {
             learn(&mut self.copy, time.as_secs_f64() / num_blocks as f64);
         }
     }
 
-    /// Tells the time of a step with `num_long` tokens of long inputs and `num_single` sequences
+    /// Records the time of a step with `num_long` tokens of long inputs and `num_single` sequences
     /// with one token.
     pub fn computed(&mut self, num_long: usize, num_single: usize, time: Duration) {
         let seconds = time.as_secs_f64();
@@ -125,7 +125,7 @@ pub(super) struct SwapSpace {
 }
 
 impl SwapSpace {
-    /// A space that may grow to `max_places` places, of which it has none yet.
+    /// Returns a space that may grow to `max_places` places, of which it has none yet.
     pub fn new(max_places: usize) -> Self {
         SwapSpace { max_places, ..SwapSpace::default() }
     }
@@ -135,7 +135,7 @@ impl SwapSpace {
         self.max_places > 0
     }
 
-    /// The number of further places that there may be, if a sequence found too few; else 0.
+    /// Returns the number of further places that there may be, if a sequence found too few; else 0.
     pub fn num_wanted(&self) -> usize {
         if self.is_short {
             self.max_places - self.num_places
@@ -144,7 +144,7 @@ impl SwapSpace {
         }
     }
 
-    /// Tells that there is memory for `num_places` more places.
+    /// Records that there is memory for `num_places` more places.
     pub fn grow(&mut self, num_places: usize) {
         let end = self.num_places.saturating_add(num_places).min(self.max_places);
         // The list has room for all places at any time.
@@ -158,7 +158,7 @@ impl SwapSpace {
         self.is_short = false;
     }
 
-    /// Tells that there will be no more places.
+    /// Records that there will be no more places.
     pub fn stop_growing(&mut self) {
         self.max_places = self.num_places;
     }

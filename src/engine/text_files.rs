@@ -10,10 +10,10 @@ use crate::text::{
     MAX_TOKENIZER_CONFIG_BYTES,
 };
 
-/// Mistral's own form of a tokenizer, which some of its folders have alone.
+/// The tokenizer in Mistral's own format, the only one that some of its folders have.
 const TEKKEN_FILE: &str = "tekken.json";
 
-/// The folder's tokenizer. [`ErrorKind::NotFound`] if it has no tokenizer.json;
+/// Returns the folder's tokenizer. [`ErrorKind::NotFound`] if it has no tokenizer.json;
 /// [`ErrorKind::Unsupported`] if it has the tokenizer in another form.
 pub(super) fn read_tokenizer(folder: &Folder) -> Result<Tokenizer> {
     let json = folder.read_optional_file("tokenizer.json", MAX_TOKENIZER_BYTES)?;
@@ -48,7 +48,7 @@ pub(super) struct Templates {
     pub response: Result<ResponseTemplate>,
 }
 
-/// The folder's templates. Fails if they could not be found out.
+/// Returns the folder's templates. Fails if they could not be found out.
 pub(super) fn read_templates(folder: &Folder) -> Result<Templates> {
     let config = read_tokenizer_config(folder);
     let chat = chat_template(folder, borrowed(&config));
@@ -62,7 +62,7 @@ pub(super) fn read_templates(folder: &Folder) -> Result<Templates> {
     })
 }
 
-/// The folder's chat template, as in [`Templates`].
+/// Returns the folder's chat template, as in [`Templates`].
 pub(super) fn read_chat_template(folder: &Folder) -> Result<Result<ChatTemplate>> {
     let config = read_tokenizer_config(folder);
     let found = chat_template(folder, borrowed(&config));
@@ -77,13 +77,13 @@ fn borrowed(file: &Result<Option<Vec<u8>>>) -> Result<Option<&[u8]>> {
     file.as_ref().map(Option::as_deref).map_err(Clone::clone)
 }
 
-/// The template beside a tokenizer_config.json.
+/// Returns the template beside a tokenizer_config.json.
 fn chat_template(folder: &Folder, config: Result<Option<&[u8]>>) -> Result<Option<ChatTemplate>> {
     let jinja = folder.read_optional_file("chat_template.jinja", MAX_TEMPLATE_BYTES)?;
     ChatTemplate::from_files(config?, jinja.as_deref())
 }
 
-/// Tells errors that say something about the folder from others, by which the whole fails.
+/// Distinguishes errors that say something about the folder from others, which fail the whole call.
 fn usable<T>(found: Result<Option<T>>, missing: &'static str) -> Result<Result<T>> {
     match found {
         Ok(Some(template)) => Ok(Ok(template)),
@@ -93,7 +93,7 @@ fn usable<T>(found: Result<Option<T>>, missing: &'static str) -> Result<Result<T
     }
 }
 
-/// The folder's generation_config.json, and the end tokens of its config.json.
+/// Returns the folder's generation_config.json, and the end tokens of its config.json.
 pub(super) fn read_generation_config(
     folder: &Folder,
     config: &ModelConfig,

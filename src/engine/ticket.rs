@@ -53,7 +53,8 @@ pub struct Generation {
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum Event {
-    /// How likely a token of the prompt was, from the second one on, if the request wanted to know.
+    /// The log-probability of a token of the prompt, from the second one on, if the request asked
+    /// for it.
     Prompt {
         /// Its index in the prompt.
         index: usize,
@@ -92,7 +93,7 @@ pub enum Event {
     Answer {
         /// Which sample.
         sample: usize,
-        /// What it is.
+        /// The part itself.
         part: AnswerPart,
         /// Tokens of the sample so far.
         num_tokens: usize,
@@ -126,7 +127,7 @@ pub(super) struct TextRules<'a> {
     /// Whether the text goes on with that of the prompt, or is an answer of its own.
     pub continues: bool,
     pub stop_strings: &'a [&'a str],
-    /// How answers are taken apart, if they are.
+    /// The rules by which answers are taken apart, if they are.
     pub answer: Option<AnswerRules>,
 }
 
@@ -300,7 +301,7 @@ fn rate(count: usize, seconds: f64) -> f64 {
 }
 
 impl Ticket {
-    /// A ticket for samples with these seeds.
+    /// Returns a ticket for samples with these seeds.
     pub(super) fn new(
         inbox: Arc<Inbox>,
         rules: &TextRules<'_>,
@@ -336,12 +337,12 @@ impl Ticket {
         Ok(())
     }
 
-    /// The ids that a sample has so far.
+    /// Returns the ids that a sample has so far.
     pub(super) fn token_ids(&self, sample: usize) -> &[u32] {
         self.samples.get(sample).map_or(&[], |sample| &sample.token_ids)
     }
 
-    /// A handle to cancel it with.
+    /// Returns a handle to cancel it with.
     pub fn handle(&self) -> TicketHandle {
         TicketHandle { inbox: self.inbox.clone(), process: self.process }
     }
@@ -373,15 +374,15 @@ impl Ticket {
         }
     }
 
-    /// The next event; `None` if there is none within `timeout` (`None`: waits as long as it
-    /// takes). An error ends the sample in which it happened.
+    /// Returns the next event; `None` if there is none within `timeout` (`None`: waits as long as
+    /// it takes). An error ends the sample in which it happened.
     pub fn next(&mut self, timeout: Option<Duration>) -> Result<Option<Event>> {
         let inbox = self.inbox.clone();
         inbox.wait_for(timeout, || self.try_next())
     }
 
-    /// The next event, if there is one that needs no waiting. An error ends the sample in which it
-    /// happened.
+    /// Returns the next event, if there is one that needs no waiting. An error ends the sample in
+    /// which it happened.
     pub fn try_next(&mut self) -> Result<Option<Event>> {
         let event = self.find_event();
         if !matches!(event, Ok(None)) {
@@ -506,7 +507,7 @@ impl Ticket {
         Ok(Some(Event::Token { sample: index, token, text, num_tokens, log_probs }))
     }
 
-    /// Tells the end of a sample: first the text that was held back, then, by way of `parts`, what was held back of the
+    /// Reports the end of a sample: first the text that was held back, then, through `parts`, what was held back of the
     /// answer, then the end itself.
     fn end(&mut self, index: usize) -> Result<Option<Event>> {
         let progress = self.inbox.progress(index);
@@ -582,7 +583,7 @@ impl Ticket {
 }
 
 impl Prompt {
-    /// The next token that is told.
+    /// Returns the next token that is told.
     fn next(&mut self) -> Result<Option<Event>> {
         let (index, all) = (self.next, &self.log_probs);
         if index >= self.end {

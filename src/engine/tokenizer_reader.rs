@@ -44,7 +44,7 @@ impl TokenizerReader {
         TokenizerReader { work: Some(work), failed }
     }
 
-    /// Whether the tokenizer is known to be damaged, so that the load is in vain.
+    /// Whether the tokenizer is known to be damaged, so that the load cannot succeed.
     pub(super) fn has_failed(&self) -> bool {
         self.failed.load(Ordering::Relaxed)
     }

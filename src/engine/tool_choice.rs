@@ -10,7 +10,7 @@ use crate::threads::{run_apart, STACK_BYTES};
 use serde_json::Value;
 
 impl Request<'_> {
-    /// The prompt of the request, which shows the model no tools that it must not call.
+    /// Returns the prompt of the request, which shows the model no tools that it must not call.
     pub(super) fn shown_prompt(&self) -> Prompt<'_> {
         match (self.prompt, self.tool_choice) {
             (Prompt::Chat(mut chat), ToolChoice::None) => {
@@ -78,7 +78,7 @@ impl Engine {
         run_apart("xserv-tools", STACK_BYTES, || form.grammar(&allowed, start, tokenizer)).map(Some)
     }
 
-    /// How the model writes calls, if that is known and they can be enforced.
+    /// Returns the form in which the model writes calls, if it is known and calls can be enforced.
     pub(super) fn call_form(&self) -> Option<&CallForm> {
         self.call_form.get_or_init(|| self.find_call_form()).as_ref()
     }
@@ -114,7 +114,7 @@ impl Engine {
     }
 }
 
-/// The names of tools and the schemas of their parameters; null where a tool has none.
+/// Returns the names of tools and the schemas of their parameters; null where a tool has none.
 fn named_tools(tools: &Value) -> Vec<(&str, &Value)> {
     let described = tools.as_array().into_iter().flatten().filter_map(|tool| {
         let function = tool.get("function").unwrap_or(tool);
@@ -124,7 +124,7 @@ fn named_tools(tools: &Value) -> Vec<(&str, &Value)> {
     described.collect()
 }
 
-/// A name that two tools have.
+/// Returns a name that two tools have.
 fn repeated<'a>(tools: &[(&'a str, &Value)]) -> Option<&'a str> {
     let mut names: Vec<&str> = tools.iter().map(|(name, _)| *name).collect();
     names.sort_unstable();
@@ -134,12 +134,12 @@ fn repeated<'a>(tools: &[(&'a str, &Value)]) -> Option<&'a str> {
     })
 }
 
-/// The beginning of a name, for a message.
+/// Returns the beginning of a name, for a message.
 fn shortened(name: &str) -> String {
     name.chars().take(128).collect()
 }
 
-/// The constraint that a request has itself, or the grammar of a call that it must be.
+/// Returns the constraint that a request has itself, or the grammar of a call that it must be.
 pub(super) fn constraint_of<'a>(
     request: &'a Request<'_>,
     calls: Option<&'a str>,

@@ -1,17 +1,16 @@
 //! The scheduler's thread, which takes requests in, plans and runs steps, and hands out tokens.
 //!
-//! Where the model takes several steps at a time (a device does, the CPU does not), a step is
-//! planned and begun while the one before is under way, and only then is that one finished: the
-//! host works while the device does. It is begun as late as that allows ([`Pace`]), so that
-//! requests that come meanwhile are in it. Where constraints say which tokens may come, the choice of a
-//! step's tokens is queued apart from its pass: when the step before is finished, beside the pass, the
-//! constraints take its tokens and give the masks of the next ones. No callback of a request runs here; only wakers do,
-//! which are quick. They run on this thread only, from this loop only, and with no lock held: they
-//! may call what does not wait, also what ends the request that they wake for.
+//! If the model takes several steps at a time (a device does, the CPU does not), a step is planned and begun while the
+//! one before is under way, and only then is that one finished: the host works while the device does. It is begun as
+//! late as that allows ([`Pace`]), so that requests that come meanwhile are in it. Where constraints say which tokens
+//! may come, the choice of a step's tokens is queued apart from its pass: when the step before is finished, beside the
+//! pass, the constraints take its tokens and give the masks of the next ones. No callback of a request runs here; only
+//! wakers do, which are quick. They run on this thread only, from this loop only, and with no lock held: they may call
+//! what does not wait, also what ends the request that they wake for.
 //!
 //! A step that fails ends the sequences in it, and no others. A step that finds no memory is
-//! planned anew with fewer tokens: it fails only if it is one token of one sequence and nothing
-//! else is under way. Planning itself takes no memory, so whoever waits is never ended for want of
+//! planned again with fewer tokens: it fails only if it is one token of one sequence and nothing
+//! else is under way. Planning itself takes no memory, so no waiting request fails for lack of
 //! it.
 
 use std::collections::VecDeque;
@@ -86,7 +85,7 @@ pub(super) fn no_resources() -> Error {
 }
 
 impl Worker {
-    /// A worker that has not started.
+    /// Returns a worker that has not started.
     pub fn new(
         model: Arc<dyn StepModel>,
         backend: Arc<CpuBackend>,
@@ -130,7 +129,7 @@ impl Worker {
         self.end_all(&|| Ok(FinishReason::Cancelled));
     }
 
-    /// The time at which to begin the next step, if that is to wait for submissions.
+    /// Returns the time at which to begin the next step, if that is to wait for submissions.
     fn next_begin(&self) -> Option<Instant> {
         let flight = self.flights.front().filter(|_| self.flights.len() == 1)?;
         match self.scheduler.plan_alone() {
@@ -214,7 +213,7 @@ impl Worker {
         }
     }
 
-    /// Tells the ends of a request that was over when it came.
+    /// Reports the ends of a request that was over when it came.
     fn end_at_once(&mut self, inbox: &Inbox, num_samples: u32, outcome: Result<FinishReason>) {
         for sample in 0..num_samples {
             self.tell_end_of_sample(inbox, sample, outcome.clone());
@@ -293,7 +292,7 @@ impl Worker {
     }
 
     /// Does one thing: begins a step, finishes one, or lends the resources. Every error is a fault
-    /// of the library: what can befall a request ends that request here.
+    /// of the library: whatever can go wrong with a request ends that request here.
     fn turn(&mut self) -> Result<()> {
         self.end_stopped();
         let depth = self.model.max_steps_in_flight().clamp(1, 2);
@@ -398,7 +397,7 @@ impl Worker {
             Ok(Some(num_places)) => self.scheduler.add_swap_places(num_places),
             // It is being taken in the background.
             Ok(None) => {}
-            // Without memory, preempted sequences are computed anew.
+            // Without memory, preempted sequences are recomputed.
             Err(_) => self.scheduler.add_swap_places(0),
         }
     }
@@ -732,7 +731,7 @@ impl Worker {
     }
 }
 
-/// How often the thread looks whether hosts that it waits for have given up.
+/// The interval at which the thread checks whether hosts that it waits for have given up.
 const LOOK_AT_HOSTS_EVERY: Duration = Duration::from_millis(20);
 
 fn no_row(len: usize) -> Error {

@@ -85,7 +85,7 @@ pub(super) struct DescribedAnswer {
     pub content: Vec<u8>,
     pub message: Vec<u8>,
     pub calls: Vec<xserv_tool_call>,
-    /// What `calls` points to.
+    /// The memory that `calls` points to.
     _texts: Vec<Vec<u8>>,
 }
 

@@ -185,7 +185,7 @@ unsafe impl GrowingStruct for xserv_result_info {
     }
 }
 
-/// What a sample of a result points to for C.
+/// The memory that a sample of a result points to for C.
 struct Described {
     /// The text and the final NUL.
     text: Vec<u8>,
@@ -193,7 +193,7 @@ struct Described {
     log_probs: Vec<f32>,
     /// The most likely tokens in the place of each token, one after the other.
     top: Vec<xserv_log_prob>,
-    /// How many of `top` a token has.
+    /// The number of entries of `top` that each token has.
     num_top: usize,
     /// The parts of the text, if the request wanted them.
     answer: Option<DescribedAnswer>,

@@ -49,7 +49,8 @@ pub(super) fn guard_or<T>(fallback: T, body: impl FnOnce() -> Result<T>) -> T {
     }
 }
 
-/// What every entry point does around its body. (Those without a guard only return constants.)
+/// Runs the body of an entry point with the guards that every one needs. (Those without a guard
+/// only return constants.)
 fn run<T>(body: impl FnOnce() -> Result<T>) -> Result<T> {
     check_not_forking()?;
     let _not_cancelled = CancellationDisabled::new();
@@ -140,7 +141,7 @@ pub(super) unsafe trait GrowingStruct: Copy {
     const SIZES: &'static [usize];
     /// The C name, for messages.
     const NAME: &'static str;
-    /// How a caller sets `struct_size` correctly, for messages.
+    /// Instructions for setting `struct_size` correctly, for messages.
     const HOW: &'static str;
     /// Returns the defaults, with `struct_size` set.
     fn defaults() -> Self;

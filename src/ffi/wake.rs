@@ -1,4 +1,4 @@
-//! How the host of a submission is told of news: by a callback, and by a descriptor that is written to.
+//! Notifies the host of a submission's news: by a callback, and by a descriptor that is written to.
 
 use std::ffi::{c_int, c_void};
 use std::mem::MaybeUninit;

@@ -352,7 +352,7 @@ impl CachingAllocator {
         } else {
             state.stats.num_driver_calls += 1;
             state.stats.reserved = state.stats.reserved.saturating_sub(class);
-            // SAFETY: the block came from the source with this class; its owner has just let go of
+            // SAFETY: the block came from the source with this class; its owner has just released
             // it.
             unsafe { self.source.release(start, class) };
         }

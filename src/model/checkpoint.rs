@@ -51,11 +51,11 @@ pub struct Tensor {
 
 /// The place of a tensor in the files.
 pub trait InFile {
-    /// The name of the tensor.
+    /// Returns the name of the tensor.
     fn name(&self) -> &str;
     /// Position in [`Checkpoint::shards`].
     fn shard(&self) -> usize;
-    /// The offset of the first byte in the file.
+    /// Returns the offset of the first byte in the file.
     fn file_offset(&self) -> u64;
 }
 
@@ -115,8 +115,8 @@ pub struct Checkpoint {
 }
 
 impl Checkpoint {
-    /// A checkpoint without files for weights that are random numbers: it has every tensor that it is asked for, of
-    /// whatever shape, stored as `dtype`. [`Checkpoint::contains`] is false of all names.
+    /// Returns a checkpoint without files for weights that are random numbers: it has every tensor that it is asked
+    /// for, of whatever shape, stored as `dtype`. [`Checkpoint::contains`] is false of all names.
     pub fn random(dtype: DType) -> Self {
         Checkpoint { random: Some(dtype), ..Checkpoint::default() }
     }
@@ -244,7 +244,7 @@ impl Checkpoint {
         })
     }
 
-    /// What messages about missing tensors call the files.
+    /// Returns the name of the files in messages about missing tensors.
     pub(super) fn files_name(&self) -> &str {
         match self.shards.as_slice() {
             [one] => one.name.as_str(),

@@ -1,6 +1,6 @@
-//! Where a model lies on disk, and how its small files are read.
+//! Finds a model on disk, and reads its small files.
 //!
-//! A model folder is data from strangers: the library reads regular files that lie inside it and
+//! A model folder is untrusted: the library reads regular files that lie inside it and
 //! nothing else. A folder of the local Hugging Face cache is full of links into the `blobs` folders
 //! beside it, so those count as inside for such a folder.
 //!
@@ -177,7 +177,7 @@ impl Folder {
         Ok(bytes)
     }
 
-    /// Like [`Folder::read_small_file`], but `None` when there is no such file.
+    /// Reads a file as [`Folder::read_small_file`] does; `None` if there is no such file.
     pub fn read_optional_file(&self, name: &str, limit_bytes: usize) -> Result<Option<Vec<u8>>> {
         if !self.contains(name)? {
             return Ok(None);
@@ -205,7 +205,7 @@ pub fn refuse_lfs_pointer(name: &str, content: &[u8]) -> Result<()> {
     )))
 }
 
-/// The refusal of a model path that names a file.
+/// Returns the refusal of a model path that names a file.
 fn is_a_file(path: &str) -> Error {
     let shown = shown_name(path);
     if Path::new(path).extension().is_some_and(|ending| ending.eq_ignore_ascii_case("gguf")) {

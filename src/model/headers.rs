@@ -37,7 +37,7 @@ impl ModelHeaders {
         Ok(ModelHeaders { presumed, stored_output })
     }
 
-    /// The folder as it is unless an output matrix that is declared tied differs from the embedding: good for
+    /// Returns the folder as it is unless an output matrix that is declared tied differs from the embedding: good for
     /// a guess, such as where the model will go.
     pub fn presumed(&self) -> &ModelFolder {
         &self.presumed
@@ -58,10 +58,10 @@ impl ModelHeaders {
 
     /// Decides whether the embedding is the output matrix.
     ///
-    /// Where both are stored although the config declares them tied, reads them up to the first difference (to
-    /// the end if they are equal), on the threads of `backend` or on this one alone. `progress` is then called
-    /// with 0 now and again, and ends the comparison with
-    /// [`ErrorKind::Cancelled`](crate::error::ErrorKind::Cancelled) by returning false.
+    /// If both are stored although the config declares them tied, reads them up to the first difference (to the end if
+    /// they are equal), on the threads of `backend` or on this one alone. `progress` is then called with 0 now and
+    /// again, and ends the comparison with [`ErrorKind::Cancelled`](crate::error::ErrorKind::Cancelled) by returning
+    /// false.
     pub fn settle(
         self,
         backend: Option<&CpuBackend>,
@@ -96,8 +96,8 @@ impl Model {
     /// Reads configuration and headers of the folder that `path` means: a folder, or a repository
     /// (`org/name`) in the local Hugging Face cache.
     ///
-    /// What is not supported is refused here, by name. Where the files hold an output matrix that the config
-    /// declares tied, the two are compared on this thread: see [`ModelHeaders::settle`].
+    /// Refuses what is not supported, by name. If the files hold an output matrix that the config declares tied, the
+    /// two are compared on this thread: see [`ModelHeaders::settle`].
     pub fn open(path: &str) -> Result<ModelFolder> {
         Self::read_headers(path)?.settle(None, &mut |_| true)
     }
@@ -115,7 +115,7 @@ impl Model {
     /// [`LoadOptions::dtype`](super::LoadOptions::dtype) `None` stands for the element type that
     /// config.json names, or bf16. Loading on a device makes up the numbers there and reads nothing.
     ///
-    /// What is not supported is refused here, by name.
+    /// Refuses what is not supported, by name.
     pub fn read_config_alone(path: &str) -> Result<ModelHeaders> {
         let folder = Folder::open(&resolve(path)?)?;
         let config = ModelConfig::read(&folder)?;

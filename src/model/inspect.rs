@@ -1,4 +1,5 @@
-//! What is in a folder, without loading it: for a listing, or to say why it cannot be loaded.
+//! Reports what is in a folder, without loading it: for a listing, or to say why it cannot be
+//! loaded.
 
 use std::path::PathBuf;
 

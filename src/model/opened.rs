@@ -37,7 +37,7 @@ impl ModelFolder {
         &self.config
     }
 
-    /// The folder, for the files that are not the model's weights.
+    /// Returns the folder, for the files that are not the model's weights.
     pub fn folder(&self) -> &Folder {
         &self.folder
     }
@@ -57,12 +57,12 @@ impl ModelFolder {
         self.plan.quantise_tokens(format);
     }
 
-    /// The element type that [`LoadOptions::dtype`] `None` stands for.
+    /// Returns the element type that [`LoadOptions::dtype`] `None` stands for.
     pub fn stored_dtype(&self) -> Result<DType> {
         Ok(self.plan.totals()?.stored_dtype())
     }
 
-    /// Bytes of memory that the weights will take as `dtype`.
+    /// Returns the bytes of memory that the weights will take as `dtype`.
     pub fn weights_bytes(&self, dtype: DType) -> Result<u64> {
         let totals = self.plan.totals()?;
         let mut sum = totals.vector_len.saturating_mul(size_of::<f32>() as u64);
@@ -80,7 +80,7 @@ impl ModelFolder {
         Ok(sum)
     }
 
-    /// What the model takes of the host's memory as `dtype`, for passes of up to `num_tokens` tokens on
+    /// Returns how much of the host's memory the model takes as `dtype`, for passes of up to `num_tokens` tokens on
     /// `num_threads` threads that ask for the logits of up to `num_logits_rows` of them.
     pub fn host_plan(
         &self,

@@ -13,7 +13,7 @@ const PIPELINE_FILE: &str = "model_index.json";
 /// The most names of a folder that are looked at for other formats.
 const MAX_NAMES: usize = 1000;
 
-/// The refusal of a folder without a configuration.
+/// Returns the refusal of a folder without a configuration.
 pub fn has_no_config(folder: &Folder) -> Error {
     let shown = shown_name(&folder.path().display().to_string());
     let has = |name: &str| folder.contains(name).unwrap_or(false);

@@ -6,9 +6,9 @@
 //! ```
 //!
 //! The element types are the reference crate's; the parsing is our own, because an embedder needs
-//! tighter limits than the crate has (a 70 MB header took it 1.15 GB), and because it takes a name
-//! that occurs twice without a word. What is accepted here is a subset of what the crate accepts:
-//! the tensors must cover the data without hole, overlap or rest.
+//! tighter limits than the crate has (a 70 MB header took it 1.15 GB), and because it silently takes
+//! a name that occurs twice. Files accepted here are a subset of those that the crate accepts: the
+//! tensors must cover the data without hole, overlap or rest.
 
 use std::cell::Cell;
 use std::collections::hash_map::{Entry, HashMap};
@@ -30,7 +30,7 @@ use crate::memory::DType;
 pub const MAX_HEADER_BYTES: u64 = 16 << 20;
 /// The maximum number of tensors in one file.
 pub const MAX_TENSORS: usize = 65_536;
-/// The most lists and objects within each other, as the format's own reader has it.
+/// The deepest nesting of lists and objects, as the format's own reader has it.
 const MAX_DEPTH: usize = 127;
 /// The maximum number of dimensions of a tensor; weights have one or two, GPT-2's mask buffers
 /// four.

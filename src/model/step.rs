@@ -9,7 +9,7 @@ use crate::error::Result;
 use crate::ops::adjust_logits::{AdjustedRow, Adjustment};
 pub use crate::ops::sample::Draw;
 
-/// How the token that follows a row of logits is chosen.
+/// The rule by which the token that follows a row of logits is chosen.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum TokenChoice {
     /// The most likely token; the first among equals.
@@ -36,10 +36,10 @@ pub struct Step<'a> {
     /// row of the step begun before this one, whose token, perhaps not chosen yet, is this token.
     /// (The one in the batch is then any valid id.)
     pub token_sources: &'a [u32],
-    /// How the token of each row is chosen, `[num_logits_rows]`.
+    /// The choice of each row's token, `[num_logits_rows]`.
     pub choices: &'a [TokenChoice],
-    /// How the logits of each row change before its token is chosen, `[num_logits_rows]`; those of
-    /// missing rows stay as they are. Where the caller chooses, nothing changes.
+    /// The changes to the logits of each row before its token is chosen, `[num_logits_rows]`; those
+    /// of missing rows stay as they are. Where the caller chooses, nothing changes.
     pub adjusted_rows: &'a [AdjustedRow],
     /// The adjustments of all rows. (A pending token is one of the step begun before this one.)
     pub adjustments: &'a [Adjustment],
@@ -55,7 +55,7 @@ pub struct Step<'a> {
 /// machine's byte order. The bit `id % 32` of the word `id / 32` says whether a token may come.
 pub type WriteMasks<'a> = dyn FnMut(&mut [u8]) -> Result<()> + 'a;
 
-/// The number of words of a mask.
+/// Returns the number of words of a mask.
 pub fn mask_words(vocab_size: usize) -> usize {
     vocab_size.div_ceil(32)
 }
@@ -74,7 +74,7 @@ pub struct LogProbsWanted {
     pub processed: bool,
 }
 
-/// How likely a given token was after those before it.
+/// The log-probability of a given token after those before it.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct TokenScore {
     /// The logarithm of its softmax.
@@ -83,7 +83,7 @@ pub struct TokenScore {
     pub is_likeliest: bool,
 }
 
-/// What becomes of the logits of a pass.
+/// The destination of the logits of a pass.
 #[derive(Debug)]
 pub(super) enum RowsOut<'a> {
     /// They are written here, `[num_logits_rows, vocab_size]`.
@@ -105,7 +105,7 @@ pub struct ScoresOut<'a> {
 }
 
 impl ScoresOut<'_> {
-    /// The number of likeliest tokens of a row.
+    /// Returns the number of likeliest tokens of a row.
     pub(super) fn num_top(&self) -> usize {
         self.top.len().checked_div(self.tokens.len()).unwrap_or(0)
     }

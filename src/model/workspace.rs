@@ -31,7 +31,7 @@ pub struct Workspace {
     host_steps: HostSteps,
 }
 
-/// In what forms the matrices of a model are multiplied on the CPU.
+/// The forms in which the matrices of a model are multiplied on the CPU.
 #[derive(Clone, Copy, Debug)]
 pub struct WeightForms<'a> {
     /// Those of the layers, each once.

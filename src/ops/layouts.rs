@@ -20,9 +20,9 @@ use std::path::Path;
 const PATH: &str = "csrc/common/layouts.cuh";
 
 const HEAD: &str = "\
-// What the kernels and the library (src/) agree on: the layout of the structs that kernels take, and numbers.
-// Generated from the Rust side: `NVCC=none XSERV_BLESS=1 cargo test --lib layouts` rewrites it, and without that
-// variable the test fails if it is out of date. A kernel's source says XSERV_LAYOUT_<struct>; after the struct.
+// The definitions that the kernels and the library (src/) share: the layout of the structs that kernels take, and
+// numbers. Generated from the Rust side: `NVCC=none XSERV_BLESS=1 cargo test --lib layouts` rewrites it, and without
+// that variable the test fails if it is out of date. A kernel's source says XSERV_LAYOUT_<struct>; after the struct.
 #pragma once
 
 #include <stddef.h>

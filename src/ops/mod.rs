@@ -1,6 +1,6 @@
 //! The operators of the forward pass, one folder each: the contract and the checks in `mod.rs`, the
 //! CPU half in `cpu*.rs`, the CUDA half in `cuda*.rs`, whose kernels are in `csrc/ops/<operator>`.
-//! What several are made of is in [`common`].
+//! The parts that several share are in [`common`].
 //!
 //! Operators round once, at the end, unless the table says that they round after each step: these
 //! round each intermediate to the type of the tensors, as Transformers does, so that a model gives

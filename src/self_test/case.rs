@@ -20,7 +20,7 @@ pub struct Values {
     pub values: Vec<f64>,
 }
 
-/// What an operator has to write.
+/// A tensor that an operator has to write.
 pub struct Output {
     /// The type of the elements.
     pub element: ElementType,
@@ -28,7 +28,7 @@ pub struct Output {
     pub shape: Vec<i64>,
     /// The results in f64, in row-major order.
     pub expected: Vec<f64>,
-    /// What the tensor holds before; NaN (-1 for integers) if `None`.
+    /// The tensor's values before the call; NaN (-1 for integers) if `None`.
     pub initial: Option<Vec<f64>>,
     /// The largest error that is no fault; 0 where every bit has to be right.
     pub bound: f64,
@@ -60,14 +60,14 @@ impl Values {
         Values { element, shape: shape.to_vec(), values }
     }
 
-    /// Reproducible numbers between -1 and 1, without a pattern.
+    /// Returns reproducible numbers between -1 and 1, without a pattern.
     pub(super) fn random(dtype: DType, shape: &[i64], seed: u64) -> Self {
         let len = shape.iter().product::<i64>() as u64;
         let values = (0..len).map(|i| noise(seed, i)).collect();
         Values::new(ElementType::Float(dtype), shape, values)
     }
 
-    /// Whole numbers, such as ids.
+    /// Returns whole numbers, such as ids.
     pub(super) fn integers(element: ElementType, shape: &[i64], values: &[i64]) -> Self {
         Values::new(element, shape, values.iter().map(|&value| value as f64).collect())
     }
@@ -86,13 +86,13 @@ impl Output {
     }
 }
 
-/// The bound of a result that is computed in f32 with a relative error of at most `f32_error`, and
-/// then rounded once to `dtype`.
+/// Returns the bound of a result that is computed in f32 with a relative error of at most
+/// `f32_error`, and then rounded once to `dtype`.
 pub(super) fn bound(dtype: DType, f32_error: f64) -> f64 {
     f32_error + rounding(dtype)
 }
 
-/// The largest relative error of a rounding; 0 for f32, in whose errors it is included.
+/// Returns the largest relative error of a rounding; 0 for f32, in whose errors it is included.
 pub(super) fn rounding(dtype: DType) -> f64 {
     match dtype {
         DType::F32 => 0.0,
@@ -101,7 +101,7 @@ pub(super) fn rounding(dtype: DType) -> f64 {
     }
 }
 
-/// Number `index` of a sequence between -1 and 1: SplitMix64 (Steele, Lea and Flood, 2014).
+/// Returns number `index` of a sequence between -1 and 1: SplitMix64 (Steele, Lea and Flood, 2014).
 fn noise(seed: u64, index: u64) -> f64 {
     let mut z = (seed << 32).wrapping_add(index + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

@@ -49,7 +49,7 @@ fn bound(dtype: DType) -> f64 {
     2e-5 + 8.0 * rounding(dtype)
 }
 
-/// The result of one sequence.
+/// Returns the result of one sequence.
 fn attend(q: &[f64], k: &[f64], v: &[f64], head_dim: i64, causal: bool) -> Vec<f64> {
     let (heads, kv_heads) = HEADS;
     let sizes = (heads as usize, kv_heads as usize, head_dim as usize);
@@ -87,7 +87,7 @@ fn batched(
     }
 }
 
-/// Where each sequence begins, and where the last ends.
+/// Returns the start of each sequence, and the end of the last.
 fn starts(lengths: impl Iterator<Item = i64>) -> Vec<i64> {
     let mut starts = vec![0];
     for length in lengths {
@@ -96,7 +96,7 @@ fn starts(lengths: impl Iterator<Item = i64>) -> Vec<i64> {
     starts
 }
 
-/// The rows `from..to` of heads.
+/// Returns the rows `from..to` of heads.
 fn rows(x: &Values, from: i64, to: i64) -> &[f64] {
     let size = x.shape.iter().skip(1).product::<i64>();
     &x.values[(from * size) as usize..(to * size) as usize]

@@ -46,7 +46,7 @@ pub(super) fn emit(device: Device, emit: &mut Emit<'_>) -> Result<()> {
     Ok(())
 }
 
-/// The implementation on this context: the CPU has not those of CUDA.
+/// Returns the implementation on this context: the CPU lacks those of CUDA.
 fn on(context: &ComputeContext, backend: GemmBackend) -> GemmBackend {
     match (context.device(), backend) {
         (Device::Cpu, GemmBackend::Naive | GemmBackend::Blocked) => backend,
@@ -101,7 +101,7 @@ fn gemm(
     }
 }
 
-/// The product of two matrices of `m * k` and `k * n` elements.
+/// Returns the product of two matrices of `m * k` and `k * n` elements.
 fn product(a: &[f64], b: &[f64], (m, n, k): (usize, usize, usize)) -> Vec<f64> {
     reference::gemm((a, b, &[]), (m, n, k), (false, false), (k, n, n), (1.0, 0.0))
 }

@@ -46,13 +46,13 @@ fn embedding(dtype: DType, index: ElementType) -> Case {
     }
 }
 
-/// The frequencies of heads of `2 * half` elements.
+/// Returns the frequencies of heads of `2 * half` elements.
 fn frequencies(half: i64) -> Values {
     let values = (0..half).map(|i| 10000f64.powf(-(i as f64) / half as f64)).collect();
     Values::new(F32, &[half], values)
 }
 
-/// The cosines and sines of positions below `max_position`.
+/// Returns the cosines and sines of positions below `max_position`.
 fn angles(half: i64, max_position: i64, scale: f64) -> [Vec<f64>; 2] {
     let frequencies = frequencies(half).values;
     let all = (0..max_position)
@@ -118,7 +118,7 @@ fn rope(dtype: DType, index: ElementType, pairing: RopePairing, head_dim: i64) -
     }
 }
 
-/// The places of the k largest elements of each row.
+/// Returns the places of the k largest elements of each row.
 fn places(x: &Values, width: i64, k: usize) -> Vec<usize> {
     x.values.chunks(width as usize).flat_map(|row| reference::largest(row, k)).collect()
 }

@@ -43,7 +43,8 @@ pub fn silu(x: f64) -> f64 {
     x / (1.0 + (-x).exp())
 }
 
-/// The error function's complement: its Taylor series, and for large x the continued fraction.
+/// Returns the error function's complement: its Taylor series, and for large x the continued
+/// fraction.
 fn erfc(x: f64) -> f64 {
     let z = x.abs();
     let upper = if z < 2.0 {
@@ -68,7 +69,7 @@ fn erfc(x: f64) -> f64 {
     }
 }
 
-/// The exact GELU.
+/// Returns the exact GELU.
 pub fn gelu(x: f64) -> f64 {
     0.5 * x * erfc(-x / 2f64.sqrt())
 }
@@ -142,7 +143,7 @@ pub fn gemm<T: Copy + Into<f64>>(
     out
 }
 
-/// The scalar product, as eight sums that the compiler can put into vectors.
+/// Returns the scalar product, as eight sums that the compiler can put into vectors.
 fn dot(a: &[f64], b: &[f64]) -> f64 {
     let mut sums = [0.0; 8];
     for (a, b) in a.chunks(8).zip(b.chunks(8)) {
@@ -217,7 +218,7 @@ pub fn rope<T: Copy + Into<f64>>(
     out
 }
 
-/// The rows of table [vocab_size, width] that `ids` name.
+/// Returns the rows of table [vocab_size, width] that `ids` name.
 pub fn embedding<T: Copy>(table: &[T], width: usize, ids: &[usize]) -> Vec<T> {
     ids.iter().flat_map(|&id| table[id * width..][..width].iter().copied()).collect()
 }
@@ -227,7 +228,7 @@ pub fn transpose<T: Copy>(x: &[T], rows: usize, columns: usize) -> Vec<T> {
     (0..columns).flat_map(|c| (0..rows).map(move |r| x[r * columns + c])).collect()
 }
 
-/// The places of the k largest, NaN first, the lowest of equals first.
+/// Returns the places of the k largest, NaN first, the lowest of equals first.
 pub fn largest<T: Copy + Into<f64>>(row: &[T], k: usize) -> Vec<usize> {
     let row = wide(row);
     let mut order: Vec<usize> = (0..row.len()).collect();

@@ -11,7 +11,7 @@ use crate::self_test::{
     cases_attention, cases_elementwise, cases_gemm, cases_index, cases_quantised, cases_rows,
 };
 
-/// What a result is compared with.
+/// The reference of a comparison.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reference {
     /// Plain loops in f64.
@@ -20,7 +20,7 @@ pub enum Reference {
     Cpu,
 }
 
-/// How a comparison ended.
+/// The outcome of a comparison.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Outcome {
     /// Every error is within the bound.
@@ -37,9 +37,9 @@ pub struct Line<'a> {
     pub operator: &'static str,
     /// The types, sizes and variants.
     pub what: &'a str,
-    /// What the result is compared with.
+    /// The reference that the result is compared with.
     pub reference: Reference,
-    /// How it ended.
+    /// The outcome of the comparison.
     pub outcome: Outcome,
     /// The largest error; infinite where a result is no number or there is none.
     pub max_error: f64,
@@ -199,7 +199,7 @@ fn judge(max_error: f64, bound: f64, guards_hold: bool) -> (Outcome, String) {
     }
 }
 
-/// What a case's call wrote.
+/// The results of a case's call.
 struct Found {
     outputs: Vec<Vec<f64>>,
     guards_hold: bool,
@@ -208,7 +208,7 @@ struct Found {
 /// Elements on both sides of each tensor; a multiple of 16 bytes in every type, as kernels for
 /// aligned tensors need.
 const GUARD: usize = 64;
-/// What guards hold: a NaN in the floating-point types, -1 in the others.
+/// The byte that fills guards: a NaN in the floating-point types, -1 in the others.
 const GUARD_BYTE: u8 = 0xff;
 
 /// A tensor between its guards.

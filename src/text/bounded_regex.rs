@@ -1,4 +1,4 @@
-//! Regular expressions of strangers, run so that no match takes long.
+//! Untrusted regular expressions, run so that no match takes long.
 //!
 //! fancy-regex counts the steps that it takes back during one search and knows no other limit: a
 //! single search can scan the rest of the text at each of a million positions. So a search here
@@ -51,7 +51,7 @@ impl BoundedRegex {
             if end < text.len() {
                 let middle = boundary(text, at.saturating_add(window / 2));
                 match found {
-                    // What begins in the first half has half a window to show itself.
+                    // A match that begins in the first half has half a window to show itself.
                     Some((start, _)) if start <= middle => {}
                     _ => {
                         (at, window) = (middle, WINDOW_BYTES);

@@ -3,7 +3,7 @@
 //! Semantics are those of `apply_chat_template` in Transformers (utils/chat_template_utils.py):
 //! Jinja2 in an immutable sandbox with `trim_blocks`, `lstrip_blocks` and loop controls,
 //! `raise_exception`, `strftime_now`, a `tojson` that is `json.dumps`, and `{% generation %}`
-//! without effect. Templates come from strangers; `template/` has the precautions which that takes.
+//! without effect. Templates are untrusted; `template/` has the precautions which that takes.
 
 use super::json_input::{check_messages, check_size, check_tools};
 use super::special_tokens::{parse_config, SpecialTokens};
@@ -97,7 +97,7 @@ impl ChatTemplate {
 
     /// Puts a string in place of each content that is a list of texts (`[{"type": "text", "text": ...}]`, as hosted
     /// services take it), with line breaks between them, where the template takes strings alone: many drop
-    /// a list without a word. A template that goes through lists gets them.
+    /// a list silently. A template that goes through lists gets them.
     pub fn join_parts(&self, messages: &mut Value, special_tokens: &SpecialTokens) -> Result<()> {
         let contents = || {
             messages.as_array().into_iter().flatten().filter_map(|message| message.get("content"))
@@ -223,7 +223,7 @@ impl ChatTemplate {
 /// The roles that conversations have everywhere. A template may still ignore one of them on purpose.
 const COMMON_ROLES: [&str; 5] = ["system", "developer", "user", "assistant", "tool"];
 
-/// Returns the conversation with a string for every content, and a sentence about the first one that is none.
+/// Returns the conversation with a string for every content, and a sentence about the first one that is not one.
 fn with_plain_contents(messages: &[Value]) -> Option<(Value, String)> {
     let mut plain = messages.to_vec();
     let mut first = None;
@@ -245,7 +245,7 @@ fn with_plain_contents(messages: &[Value]) -> Option<(Value, String)> {
 
 /// Returns a sentence about a message of which the rendered `text` says nothing though it should: templates skip roles that
 /// they do not know ("usr") and write nothing for a content that is missing, and the model answers to half a conversation.
-/// Transformers renders such conversations without a word, so they are no errors.
+/// Transformers renders such conversations silently, so they are no errors.
 pub fn what_was_left_out(messages: &Value, text: &str) -> Option<String> {
     let messages = messages.as_array()?;
     messages.iter().enumerate().find_map(|(index, message)| {

@@ -54,7 +54,7 @@ impl Detokenizer {
         Detokenizer { text: ByteText::continuing(), ..Self::new(tokenizer, skip_special_tokens) }
     }
 
-    /// The tokenizer.
+    /// Returns the tokenizer.
     pub fn tokenizer(&self) -> &Tokenizer {
         &self.tokenizer
     }

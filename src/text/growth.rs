@@ -1,4 +1,4 @@
-//! How long a text can become under a normalizer.
+//! Bounds how long a text can become under a normalizer.
 
 use serde_json::Value;
 

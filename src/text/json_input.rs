@@ -21,7 +21,7 @@ pub(super) const MAX_JSON_VALUES: usize = 250_000;
 /// in.
 const ROOM_PER_VALUE: usize = 512;
 
-/// The deepest nest that is parsed on the stack of the caller: a level takes a kilobyte of it. What is
+/// The deepest nesting that is parsed on the stack of the caller: a level takes a kilobyte of it. What is
 /// deeper has a thread with a stack of its own.
 const MAX_HERE: usize = 24;
 

@@ -39,7 +39,7 @@ pub struct Marks {
 }
 
 impl Marks {
-    /// What is to be put in place of each mark, once the special tokens have been found.
+    /// Returns the replacement of each mark, for when the special tokens have been found.
     pub(super) fn replacements(&self) -> impl Iterator<Item = (char, &str)> {
         let substitutes = self.substitutes.iter().map(|(mark, text)| (*mark, text.as_str()));
         self.mark.map(|mark| (mark, "")).into_iter().chain(substitutes)
@@ -80,7 +80,7 @@ impl Finder {
         self.texts.get(at).is_some_and(|spelling| spelling.starts_with(text))
     }
 
-    /// The places in a text where spellings begin, ascending, with those that are one character long;
+    /// Returns the places in a text where spellings begin, ascending, with those that are one character long;
     /// half a spelling at its end counts.
     fn places(&self, text: &str) -> Vec<(usize, Option<&str>)> {
         let mut places: Vec<(usize, Option<&str>)> = self
@@ -96,7 +96,7 @@ impl Finder {
         let ends = (tail..text.len()).filter_map(|at| Some((at, text.get(at..)?)));
         let halves = ends.filter(|(_, end)| self.begins_one(end));
         places.extend(halves.map(|(at, _)| (at, None)));
-        // Of the same place, the one with a spelling of one character is kept.
+        // If two have the same place, the one with a spelling of one character is kept.
         places.sort_by_key(|(at, single)| (*at, single.is_none()));
         places.dedup_by_key(|(at, _)| *at);
         places

@@ -10,15 +10,15 @@ use crate::error::{check_room, Error, Result};
 pub struct Messages {
     /// "[", the messages with commas between them, "]", and a NUL for readers in C.
     json: Vec<u8>,
-    /// Where each message ends in `json`.
+    /// The end of each message in `json`.
     ends: Vec<usize>,
 }
 
-/// What follows the last message.
+/// The text that follows the last message.
 const CLOSING: &[u8] = b"]\0";
 
 impl Messages {
-    /// An empty conversation.
+    /// Returns an empty conversation.
     pub fn new() -> Result<Self> {
         let mut messages = Messages { json: Vec::new(), ends: Vec::new() };
         messages.reserve(1 + CLOSING.len(), 0)?;
@@ -27,7 +27,7 @@ impl Messages {
         Ok(messages)
     }
 
-    /// Number of messages.
+    /// Returns the number of messages.
     pub fn len(&self) -> usize {
         self.ends.len()
     }
@@ -37,7 +37,7 @@ impl Messages {
         self.ends.is_empty()
     }
 
-    /// The JSON array, with a NUL after it.
+    /// Returns the JSON array, with a NUL after it.
     pub fn json_with_nul(&self) -> &[u8] {
         &self.json
     }

@@ -21,7 +21,7 @@ pub(super) struct TokenBytes {
     fallback: Option<Fallback>,
 }
 
-/// What only vocabularies with tokens for single bytes have.
+/// The tables that only vocabularies with tokens for single bytes have.
 struct Fallback {
     /// `[vocab_size]`
     kinds: Vec<Kind>,
@@ -38,7 +38,7 @@ enum Kind {
     Text,
 }
 
-/// What a decoder takes away from the beginning of a text.
+/// The characters that a decoder strips from the beginning of a text.
 #[derive(Clone, Copy)]
 struct Strip {
     content: char,

@@ -37,7 +37,7 @@ const ROOM_FOR_PARTS: usize = 8 << 20;
 const ROOM_PER_DECODED_TOKEN: usize = 256;
 const ROOM_PER_DECODED_BYTE: usize = 8;
 
-/// What happens to special tokens that are to be added before a text which begins with them.
+/// The treatment of special tokens that are to be added before a text which begins with them.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum WhenWritten {
     /// They are added again, as in Transformers.
@@ -60,7 +60,7 @@ pub struct Tokenizer {
     vocab_size: usize,
     special_ids: HashSet<u32>,
     special_tokens: SpecialTokens,
-    /// What is not to be taken for a special token in the contents of messages.
+    /// The spellings that are not taken for special tokens in the contents of messages.
     spellings: Spellings,
     /// Set if tokens stand for bytes.
     token_bytes: Option<TokenBytes>,
@@ -444,7 +444,7 @@ impl Tokenizer {
     /// [`Watch::over_text`] does: on a slow machine an ordinary expression with a look ahead took more
     /// than 5 ms on 2,049 characters.
     fn try_patterns(&self, patterns: &[String]) -> Result<()> {
-        /// What any text may take, and what each of its characters adds.
+        /// The time allowed for any text, and for each of its characters.
         const LIMIT: Duration = Duration::from_millis(5);
         const LIMIT_PER_CHARACTER: Duration = Duration::from_micros(10);
         for text in trial_texts(patterns) {

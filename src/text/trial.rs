@@ -7,7 +7,7 @@ const MAX_LETTERS: usize = 48;
 /// The lengths of the texts, in characters.
 const LENGTHS: [usize; 12] = [8, 12, 16, 20, 24, 32, 48, 64, 128, 512, 1024, 2048];
 const LENGTHS_OF_LETTERS: [usize; 5] = [8, 16, 32, 64, 256];
-/// What the texts repeat, and how they end.
+/// The units that the texts repeat, and their ends.
 const UNITS: [(&str, &str); 10] = [
     ("a", ""),
     ("a", "!"),

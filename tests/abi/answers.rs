@@ -17,7 +17,7 @@ const MESSAGES: &CStr = c"[{\"role\": \"user\", \"content\": \"What is the weath
 const TOOLS: &CStr = c"[{\"type\": \"function\", \"function\": {\"name\": \"get_weather\", \"parameters\": {\"type\": \"object\", \"properties\": {\"days\": {\"type\": \"integer\"}}}}}]";
 const ANSWER: &str = "<think>\nLet me see.\n</think>\n\nI look it up.\n<tool_call>\n{\"name\": \"get_weather\", \"arguments\": {\"city\": \"Zürich\", \"days\": 2}}\n</tool_call>\n<tool_call>\n{\"name\": \"now\", \"arguments\": {}}\n</tool_call>";
 
-/// The tokens of a text, special ones and the model's end token included.
+/// Returns the tokens of a text, special ones and the model's end token included.
 fn answer_tokens(model: &Model, text: &str) -> Vec<u32> {
     model.tokenize(&format!("{text}<|im_end|>")).unwrap()
 }
@@ -39,7 +39,7 @@ fn text_of(text: *const c_char) -> Option<String> {
     (!text.is_null()).then(|| unsafe { CStr::from_ptr(text) }.to_str().unwrap().to_owned())
 }
 
-/// What a result says of its answer, as JSON.
+/// Returns a result's description of its answer, as JSON.
 fn described(result: *mut xserv_result) -> Value {
     let mut info: xserv_result_info = unsafe { std::mem::zeroed() };
     info.struct_size = size_of::<xserv_result_info>();
@@ -74,7 +74,7 @@ fn generate(model: &Model, request: &xserv_request) -> Value {
     described(result)
 }
 
-/// The calls without their ids, which are drawn at random.
+/// Returns the calls without their ids, which are drawn at random.
 fn calls(found: &Value) -> Vec<Value> {
     let calls = found["calls"].as_array().unwrap();
     calls.iter().map(|call| json!([call[1], call[2], call[3]])).collect()
@@ -145,7 +145,7 @@ fn what_is_not_asked_for_is_not_told() {
     assert!(failure.message.contains("answer_format is 7"), "{failure:?}");
 }
 
-/// The events of a request, with the parts of answers put together.
+/// Returns the events of a request, with the parts of answers put together.
 fn events(model: &Model, request: &xserv_request, kinds: u32) -> (Value, Vec<u32>) {
     let mut options: xserv_submit_options = unsafe { std::mem::zeroed() };
     unsafe { xserv_submit_options_init(&mut options, size_of_val(&options)) };
@@ -350,7 +350,7 @@ fn texts_are_taken_apart_without_generating() {
     })
     .unwrap();
     assert_eq!(calls(&found), [json!(["get_weather", "{\"days\": 2}", 1])]);
-    // Where a thought begins: by the prompt, or by its end.
+    // The beginning of a thought is known from the prompt, or from the end of the thought.
     let thought = |prompt: Option<&'static CStr>, text| {
         let found = parse(model.0, text, |options| {
             options.prompt = prompt.map_or(ptr::null(), CStr::as_ptr);
@@ -437,7 +437,7 @@ fn contents_of_several_texts_are_one() {
     assert_eq!(tokenize_chat(&model, &parts, 0), tokenize_chat(&model, &joined, 0));
 }
 
-/// The tiny model with the tokenizer and a template of a family.
+/// Returns the tiny model with the tokenizer and a template of a family.
 fn of_family(family: &str, template: &str) -> (TempDir, Model) {
     let folder = TempDir::new();
     let golden = root().join("tests/golden");

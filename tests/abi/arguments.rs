@@ -408,7 +408,7 @@ fn inspection_of_the_repository_model() {
     assert_eq!(info.vocab_size, loaded.vocab_size);
     assert_eq!(info.dtype, loaded.dtype);
     assert_eq!(info.max_context_tokens, loaded.max_context_tokens);
-    // What was planned is what was taken.
+    // The plan is what the load took.
     let ratio = info.weights_bytes as f64 / loaded.weights_bytes as f64;
     assert!((0.95..=1.05).contains(&ratio), "{ratio}");
     xserv_inspection_free(inspection);

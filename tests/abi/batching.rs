@@ -22,7 +22,7 @@ pub fn stats(model: &Model) -> xserv_model_stats {
     stats
 }
 
-/// Waits until the scheduler has let go of everything. (It may notice a step after a caller has gone.)
+/// Waits until the scheduler has released everything. (It may notice a step after a caller has gone.)
 pub fn idle(model: &Model) -> xserv_model_stats {
     let begin = Instant::now();
     loop {
@@ -116,7 +116,7 @@ impl Submission {
     }
 }
 
-/// A request of the mix that follows: some sampled, some greedy, some with penalties, all of their own lengths.
+/// Returns a request of the mix that follows: some sampled, some greedy, some with penalties, all of their own lengths.
 pub fn mixed(ids: &[u32], index: usize) -> xserv_request {
     let max_tokens = [3, 9, 17, 30, 44, 6, 21, 12][index % 8];
     let request = xserv_request { ignore_eos: 1, seed: 1, ..greedy(ids, max_tokens) };
@@ -247,7 +247,7 @@ fn samples_share_their_prompt_and_are_those_of_their_seeds() {
     let before = stats(&model).total_prompt_tokens;
     let submission = Submission::new(&model, &request, ptr::null()).unwrap();
     let told = submission.finish(6);
-    // One computes the prompt; the others what is behind its last whole block.
+    // One computes the prompt; the others what follows its last whole block.
     let computed = idle(&model).total_prompt_tokens - before;
     assert!(computed <= 150 + 5 * 32, "{computed}");
     assert_eq!(submission.result(5).num_cached_tokens, 128);
@@ -449,7 +449,7 @@ fn waiting_is_woken_by_a_descriptor_and_by_a_callback() {
     unsafe { libc::close(blocking) };
 }
 
-/// What a waker must not do is refused, and what it may do works.
+/// Calls that a waker must not make are refused, and those it may make work.
 #[test]
 fn a_waker_cannot_wait() {
     struct Inside {
@@ -572,7 +572,7 @@ fn prompts_are_cut_as_was_asked_for() {
     for (max_prefill_tokens, pieces) in [(1, 700), (100, 7), (699, 2), (700, 1), (u64::MAX, 1)] {
         assert_eq!(steps_of(max_prefill_tokens), (expected.clone(), pieces + 3));
     }
-    // What is computed at once takes room.
+    // Memory grows with the number of tokens computed at once.
     let planned = |max_prefill_tokens| {
         let options = xserv_load_options { max_prefill_tokens, ..load_options() };
         let mut plan: xserv_memory_plan = unsafe { std::mem::zeroed() };

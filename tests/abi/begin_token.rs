@@ -12,7 +12,7 @@ fn golden(name: &str) -> std::path::PathBuf {
     root().join("tests/golden").join(name)
 }
 
-/// The tiny model with the tokenizer of a family and this template.
+/// Returns the tiny model with the tokenizer of a family and this template.
 fn model(family: &str, template: &str) -> (TempDir, Model) {
     let folder = TempDir::new();
     let tokenizer = golden("text").join(family);
@@ -29,7 +29,7 @@ fn model(family: &str, template: &str) -> (TempDir, Model) {
     (folder, model)
 }
 
-/// A template of families.json.
+/// Returns a template of families.json.
 fn template(name: &str) -> String {
     let text = std::fs::read_to_string(golden("chat_template/families.json")).unwrap();
     let file: Value = serde_json::from_str(&text).unwrap();

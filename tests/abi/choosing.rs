@@ -1,5 +1,5 @@
-//! What a request says of the choice of tokens: biases, the least number of tokens, log-probabilities. What is
-//! expected is computed here, in f64, from the logits that xserv_logits gives.
+//! The settings of a request for the choice of tokens: biases, the least number of tokens, log-probabilities. The
+//! expected values are computed here, in f64, from the logits that xserv_logits gives.
 
 use std::ffi::{c_char, c_void, CString};
 use std::process::Command;
@@ -20,12 +20,12 @@ fn bias(token_id: u32, bias: f32) -> xserv_logit_bias {
     xserv_logit_bias { token_id, bias }
 }
 
-/// The request with these biases, which must live as long.
+/// Returns the request with these biases, which must live as long.
 fn biased(request: xserv_request, biases: &[xserv_logit_bias]) -> xserv_request {
     xserv_request { logit_bias: biases.as_ptr(), num_logit_bias: biases.len(), ..request }
 }
 
-/// The ids that end a generation of this model.
+/// Returns the ids that end a generation of this model.
 fn end_tokens(model: &Model) -> Vec<u32> {
     let info = model.info();
     unsafe { std::slice::from_raw_parts(info.eos_token_ids, info.num_eos_token_ids as usize) }
@@ -105,7 +105,7 @@ fn no_end_token_comes_before_min_tokens() {
             assert_eq!(got.finish_reason, XSERV_FINISH_STOP_TOKEN as u32);
             assert!(got.ids[..min_tokens as usize].iter().all(|id| !ends.contains(id)));
         }
-        // Where it ends nothing, it may be chosen.
+        // If it ends nothing, it may be chosen.
         let request = xserv_request { min_tokens: 12, ignore_eos: 1, ..greedy(&ids, 12) };
         assert_eq!(model.generate(&biased(request, &biases)).unwrap().ids, [*end; 12]);
         // max_tokens ends it all the same.
@@ -160,7 +160,7 @@ fn pairs(first: *const xserv_log_prob, count: usize) -> Vec<(u32, f32)> {
     all.iter().map(|one| (one.token_id, one.log_prob)).collect()
 }
 
-/// What a result says of each sample.
+/// Returns the log-probabilities that a result has for each sample.
 fn told_by(result: *mut xserv_result, num_samples: usize) -> Vec<Told> {
     let mut all = Vec::new();
     for sample in 0..num_samples {
@@ -189,7 +189,7 @@ fn generate(model: &Model, request: &xserv_request) -> Vec<Told> {
     told_by(result, request.num_samples as usize)
 }
 
-/// The log-softmax of a row in f64.
+/// Returns the log-softmax of a row in f64.
 pub fn log_softmax(row: &[f64]) -> Vec<f64> {
     let largest = row.iter().copied().fold(f64::NEG_INFINITY, f64::max);
     let sum: f64 = row.iter().map(|x| (x - largest).exp()).sum();
@@ -233,7 +233,7 @@ fn assert_told(told: &Told, rows: &[Vec<f64>], num_top: usize) {
     }
 }
 
-/// The model's own logits before each of the generated tokens.
+/// Returns the model's own logits before each of the generated tokens.
 fn own_rows(model: &Model, prompt: &[u32], generated: &[u32]) -> Vec<Vec<f64>> {
     let all = [prompt, generated].concat();
     let logits = model.logits(&all[..all.len() - 1], true).unwrap();
@@ -508,7 +508,7 @@ fn wrong_wishes_are_refused_by_name() {
     let all: Vec<_> = (0..vocab_size).map(|id| bias(id, BANNED)).collect();
     refused(biased(plain, &all), &["logit_bias bans every token"]);
 
-    // What is allowed at the limits; a pointer without a count is not looked at.
+    // The limits themselves are allowed; a pointer without a count is not looked at.
     let biases = [bias(0, 1e4), bias(vocab_size - 1, -1e4), bias(5, BANNED)];
     assert!(model.generate(&biased(plain, &biases)).is_ok());
     let ignored = xserv_request { logit_bias: misaligned, num_logit_bias: 0, ..plain };

@@ -40,8 +40,8 @@ pub fn root() -> &'static Path {
 /// Names another folder for [`tiny`].
 pub const TEST_MODEL: &str = "XSERV_TEST_MODEL";
 
-/// The model that tests load: the repository's own, a Qwen3, unless the environment names another folder with the same
-/// tokenizer and texts (over_llama.rs does).
+/// Returns the model that tests load: the repository's own, a Qwen3, unless the environment names another folder with
+/// the same tokenizer and texts (over_llama.rs does).
 pub fn tiny() -> PathBuf {
     match std::env::var_os(TEST_MODEL) {
         Some(folder) => folder.into(),
@@ -49,7 +49,7 @@ pub fn tiny() -> PathBuf {
     }
 }
 
-/// The shared golden data, where it exists.
+/// Returns the shared golden data, where it exists.
 pub fn shared_golden() -> Option<PathBuf> {
     let path = match std::env::var_os("XSERV_GOLDEN") {
         Some(path) => PathBuf::from(path),
@@ -65,8 +65,8 @@ pub fn shared_golden() -> Option<PathBuf> {
 /// Set where tests of the CPU are to run on a GPU, in f32, where results depend on the request alone as on the CPU.
 pub const TEST_ON_CUDA: &str = "XSERV_TEST_ON_CUDA";
 
-/// The defaults, but for the device: what is tested is the CPU, on machines with a GPU too, unless the environment asks
-/// for a GPU (choosing.rs does).
+/// Returns the defaults, but for the device: what is tested is the CPU, on machines with a GPU too, unless the
+/// environment asks for a GPU (choosing.rs does).
 pub fn load_options() -> xserv_load_options {
     let mut options: xserv_load_options = unsafe { std::mem::zeroed() };
     unsafe { xserv_load_options_init(&mut options, size_of_val(&options)) };
@@ -93,7 +93,7 @@ pub fn request() -> xserv_request {
     request
 }
 
-/// A request for the greedy continuation of ids.
+/// Returns a request for the greedy continuation of ids.
 pub fn greedy(ids: &[u32], max_tokens: u32) -> xserv_request {
     xserv_request {
         prompt_tokens: ids.as_ptr(),
@@ -136,7 +136,7 @@ impl Drop for Context {
     }
 }
 
-/// The descriptor of these values, contiguous, in this shape.
+/// Returns the descriptor of these values, contiguous, in this shape.
 pub fn tensor(values: &mut [f32], shape: &mut [i64]) -> xserv_tensor {
     assert_eq!(values.len() as i64, shape.iter().product::<i64>());
     xserv_tensor {
@@ -150,7 +150,7 @@ pub fn tensor(values: &mut [f32], shape: &mut [i64]) -> xserv_tensor {
     }
 }
 
-/// What a generation gave.
+/// The output of a generation.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Output {
     pub text: String,
@@ -168,7 +168,7 @@ pub struct Event {
     pub num_tokens: u32,
 }
 
-/// What `xserv_plan` tells, if its numbers agree with each other.
+/// Returns the plan of `xserv_plan`, if its numbers agree with each other.
 pub fn plan(path: &Path, options: &xserv_load_options) -> Outcome<xserv_memory_plan> {
     let path = c_string(path.to_str().unwrap());
     let mut plan: xserv_memory_plan = unsafe { std::mem::zeroed() };
@@ -264,7 +264,7 @@ impl Model {
         Ok(take_text(text))
     }
 
-    /// The pieces of a streaming detokenizer, one for each id and one for the end.
+    /// Returns the pieces of a streaming detokenizer, one for each id and one for the end.
     pub fn stream_chunks(&self, ids: &[u32], skip_special: bool) -> Outcome<Vec<String>> {
         let mut detokenizer = ptr::null_mut();
         check(unsafe { xserv_detokenizer_new(self.0, skip_special, &mut detokenizer) })?;
@@ -336,7 +336,7 @@ pub fn take_result(result: *mut xserv_result) -> Output {
     output
 }
 
-/// A handle value that never was one.
+/// Returns a handle value that never was one.
 pub fn forged<T>() -> *mut T {
     ptr::without_provenance_mut(0x0123_4567_89ab_cdef)
 }

@@ -14,7 +14,7 @@ use crate::batching::{tokens, Submission};
 use crate::client::*;
 use crate::cuda::shared_cuda;
 
-/// The request with a constraint of this kind, whose text must live as long.
+/// Returns the request with a constraint of this kind, whose text must live as long.
 fn constrained(request: xserv_request, kind: xserv_constraint_kind, text: &str) -> xserv_request {
     xserv_request {
         constraint_kind: kind as u32,
@@ -124,7 +124,7 @@ impl Random {
     }
 }
 
-/// A random schema of what constraints know.
+/// Returns a random schema of what constraints know.
 fn random_schema(random: &mut Random, depth: u32) -> Value {
     let kinds = if depth == 0 { 7 } else { 11 };
     match random.below(kinds) {
@@ -253,7 +253,7 @@ fn the_test_suite_holds_through_this_interface() {
     );
 }
 
-/// The answer to a request that is refused.
+/// Returns the answer to a request that is refused.
 fn refusal(model: &Model, request: &xserv_request) -> Failure {
     match model.generate(request) {
         Ok(output) => panic!("{output:?}"),
@@ -460,7 +460,7 @@ fn ends_come_where_the_text_is_complete() {
     // min_tokens keeps it away.
     let output = model.generate(&xserv_request { min_tokens: 20, ..request }).unwrap();
     assert!(output.ids.len() >= 20, "{output:?}");
-    // What ends nothing is no text either.
+    // An end token that ends nothing is no text either.
     let output = model.generate(&xserv_request { ignore_eos: 1, ..request }).unwrap();
     assert_eq!((output.finish_reason, output.ids.len()), (XSERV_FINISH_MAX_TOKENS as u32, 50));
     assert!(!output.ids.contains(&end));

@@ -22,12 +22,13 @@ pub fn has_cuda() -> bool {
 /// Who may use the GPU: many tests at once, or one that looks at all of its memory.
 static DEVICE: RwLock<()> = RwLock::new(());
 
-/// A GPU that is shared with other tests until the result is dropped, if there is one.
+/// Returns a GPU that is shared with other tests until the result is dropped, if there is one.
 pub fn shared_cuda() -> Option<RwLockReadGuard<'static, ()>> {
     has_cuda().then(|| DEVICE.read().unwrap_or_else(PoisonError::into_inner))
 }
 
-/// A GPU that no other test of this process uses until the result is dropped, if there is one.
+/// Returns a GPU that no other test of this process uses until the result is dropped, if there is
+/// one.
 pub fn whole_cuda() -> Option<RwLockWriteGuard<'static, ()>> {
     has_cuda().then(|| DEVICE.write().unwrap_or_else(PoisonError::into_inner))
 }
@@ -37,7 +38,7 @@ pub fn on_cuda(dtype: xserv_dtype) -> xserv_load_options {
     xserv_load_options { device_kind: device, dtype: dtype as u32, ..load_options() }
 }
 
-/// The prompts and greedy tokens of a reference folder.
+/// Returns the prompts and greedy tokens of a reference folder.
 fn greedy_cases(refs: &std::path::Path) -> Vec<(Vec<u32>, Vec<u32>)> {
     let text = std::fs::read_to_string(refs.join("generate.json")).unwrap();
     let ids = |value: &Value| -> Vec<u32> {

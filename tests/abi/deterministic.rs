@@ -125,7 +125,7 @@ fn check_swapping(options: &xserv_load_options) {
             deterministic: 1,
             ..*options
         };
-        // Whether blocks are kept or computed anew is decided by measured times, so on a loaded machine it may take
+        // Whether blocks are kept or recomputed is decided by measured times, so on a loaded machine it may take
         // several runs until some come back.
         let has_moved = (0..5).any(|_| {
             let (different, stats) = different_outputs(dir.path(), &options);

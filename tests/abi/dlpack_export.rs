@@ -8,7 +8,7 @@ use xserv::ffi::*;
 
 use crate::client::*;
 
-/// A context on the CPU.
+/// Returns a context on the CPU.
 fn context() -> *mut xserv_context {
     let mut options: xserv_context_options = unsafe { std::mem::zeroed() };
     unsafe { xserv_context_options_init(&mut options, size_of_val(&options)) };
@@ -19,7 +19,7 @@ fn context() -> *mut xserv_context {
     context
 }
 
-/// A tensor [2, 3] of f32 that holds 0 to 5.
+/// Returns a tensor [2, 3] of f32 that holds 0 to 5.
 fn tensor(context: *const xserv_context) -> *mut xserv_owned_tensor {
     let (shape, mut tensor) = ([2_i64, 3], ptr::null_mut());
     check(unsafe { xserv_owned_tensor_new(context, 1, 2, shape.as_ptr(), &mut tensor) }).unwrap();
@@ -58,7 +58,7 @@ fn export_versioned(
     managed
 }
 
-/// The elements, shape and strides that a consumer finds.
+/// Returns the elements, shape and strides that a consumer finds.
 fn found(tensor: &xserv_tensor) -> (Vec<f32>, Vec<i64>, Vec<i64>) {
     let rank = tensor.ndim as usize;
     unsafe {

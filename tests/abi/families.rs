@@ -94,7 +94,7 @@ fn any_of_several_end_tokens_ends_a_text() {
     assert!(tried >= 36, "only {tried} texts");
 }
 
-/// What Mistral's window leaves of the context bounds requests, and says so.
+/// The context that Mistral's window leaves bounds requests, and errors say so.
 #[test]
 fn the_context_of_a_model_with_a_window_ends_with_it() {
     let device = shared_cuda();
@@ -105,7 +105,7 @@ fn the_context_of_a_model_with_a_window_ends_with_it() {
         let prompt: Vec<u32> = (0..129).map(|i| i % 250).collect();
         let request = xserv_request { ignore_eos: 1, ..greedy(&prompt[..100], 1000) };
         let got = model.generate(&request).unwrap();
-        // The one behind the last position that was computed is chosen, and no further.
+        // The one after the last position that was computed is chosen, and no further.
         assert_eq!(got.ids.len(), 29);
         assert_eq!(got.finish_reason, xserv_finish_reason::XSERV_FINISH_CONTEXT_FULL as u32);
         let failure = model.generate(&greedy(&prompt, 1)).err().unwrap();

@@ -103,7 +103,7 @@ fn operators_compute_the_same_in_every_mode() {
     }
 }
 
-/// What a callback saw of the register, and what it changes it to.
+/// The register as a callback saw it, and the value that the callback sets.
 struct Seen {
     modes: Vec<u64>,
     change_to: Option<u64>,
@@ -194,7 +194,7 @@ fn callbacks_run_in_the_mode_of_the_host() {
         assert!(modes.iter().all(|seen| *seen == mode), "{modes:x?}");
         assert_eq!(after, mode);
     }
-    // What a callback changes on its thread stays changed, and changes no result.
+    // A callback's change on its thread stays, and affects no result.
     let (ids, modes, after) = load_and_generate(register::STANDARD, Some(register::FLUSHING));
     assert_eq!(ids, expected);
     assert_eq!(modes[0], register::STANDARD);

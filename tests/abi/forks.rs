@@ -95,7 +95,7 @@ fn call_everything(model: *mut xserv_model) -> Vec<xserv_status> {
     statuses
 }
 
-/// What a forked child came to: its exit code, or what else.
+/// Forks, and returns the child's exit code, or a description of any other end.
 fn fork_and(body: impl FnOnce() -> i32) -> Result<i32, String> {
     let child = unsafe { libc::fork() };
     assert!(child >= 0, "fork");
@@ -149,7 +149,7 @@ fn forks(bench: &mut Bench) {
         }
     });
     bench.case("the child loads for itself", |_| {
-        // Of this thread: the stacks of the others are used again in the child.
+        // These belong to this thread: the child uses the stacks of the others again.
         let reference = reference.clone();
         let model = Model::open(&tiny());
         let code = fork_and(|| {
@@ -318,7 +318,7 @@ impl Loaded {
     }
 }
 
-/// What the host's fork handlers work with, and what they saw.
+/// The state of the host's fork handlers, and what they saw.
 struct Host {
     library: Loaded,
     model: *mut xserv_model,
@@ -335,7 +335,7 @@ struct TheHost(UnsafeCell<Option<Host>>);
 unsafe impl Sync for TheHost {}
 static HOST: TheHost = TheHost(UnsafeCell::new(None));
 
-/// The host, once it has loaded its model.
+/// Returns the host, once it has loaded its model.
 fn host() -> Option<&'static mut Host> {
     unsafe { (*HOST.0.get()).as_mut() }
 }

@@ -1,4 +1,4 @@
-//! How xserv_generate behaves: streaming, stopping, cancelling, many threads, little memory.
+//! Behaviour of xserv_generate: streaming, stopping, cancelling, many threads, little memory.
 
 use std::ffi::{c_char, CString};
 use std::ptr;
@@ -13,7 +13,7 @@ fn prompt(model: &Model) -> Vec<u32> {
     model.tokenize("Once upon a time").unwrap()
 }
 
-/// A long greedy run: the tokens that the tests below cut short.
+/// Returns a long greedy run: the tokens that the tests below cut short.
 fn reference(model: &Model, ids: &[u32], max_tokens: u32) -> Output {
     model.generate(&xserv_request { ignore_eos: 1, ..greedy(ids, max_tokens) }).unwrap()
 }

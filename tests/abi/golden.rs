@@ -9,6 +9,7 @@ use xserv::ffi::*;
 
 use crate::client::*;
 use crate::cuda::{on_cuda, shared_cuda};
+use crate::family_models::std_of;
 
 fn json(path: &Path) -> Value {
     let text = std::fs::read_to_string(path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
@@ -65,13 +66,6 @@ fn differences(got: &[f32], expected: &[f32]) -> (f64, f64) {
     let sum: f64 = got.iter().zip(expected).map(square).sum();
     let max = got.iter().zip(expected).map(square).fold(0.0, f64::max);
     (max.sqrt(), (sum / got.len() as f64).sqrt())
-}
-
-/// Standard deviation of all elements.
-fn std_of(values: &[f32]) -> f64 {
-    let n = values.len() as f64;
-    let mean = values.iter().map(|v| f64::from(*v)).sum::<f64>() / n;
-    (values.iter().map(|v| (f64::from(*v) - mean).powi(2)).sum::<f64>() / n).sqrt()
 }
 
 /// Every model with these weights on the CPU, and on the GPU of this machine: (model, on a GPU, reference folder,

@@ -2,12 +2,12 @@
 
 use std::path::Path;
 
-/// What stands between backticks.
+/// Returns the words between backticks.
 fn quoted(text: &str) -> Vec<&str> {
     text.split('`').skip(1).step_by(2).collect()
 }
 
-/// The paths of the project that a text names.
+/// Returns the paths of the project that a text names.
 fn paths(text: &str) -> Vec<&str> {
     let is_path = |word: &&str| {
         ["src/", "csrc/", "tests/", "include/", "examples/"].iter().any(|top| word.starts_with(top))

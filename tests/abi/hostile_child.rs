@@ -24,9 +24,9 @@ use crate::client::*;
 /// The bars for every hostile case.
 pub const MAX_CPU_SECONDS: f64 = 2.0;
 pub const MAX_EXTRA_BYTES: u64 = 256 << 20;
-/// No sign of life for so long counts as hung.
+/// A child without a sign of life for this long counts as hung.
 pub const HANG: Duration = Duration::from_secs(30);
-/// What a host might give a thread that calls the library.
+/// A small stack, such as a host might give a thread that calls the library.
 pub const SMALL_STACK_BYTES: usize = 128 << 10;
 /// A prompt for the model whose continuation is compared.
 pub const PROMPT: [u32; 4] = [10, 20, 30, 40];
@@ -108,7 +108,7 @@ impl Copy {
         self.write(name, value.to_string());
     }
 
-    /// The header of the weights, and what follows it.
+    /// Returns the header of the weights, and what follows it.
     pub fn weights(&self) -> (Value, Vec<u8>) {
         let bytes = self.read("model.safetensors");
         let (length, rest) = bytes.split_at(8);
@@ -132,7 +132,7 @@ impl Copy {
     }
 }
 
-/// What a damaged folder must come to.
+/// The required outcome for a damaged folder.
 pub enum Expect {
     /// xserv_load refuses with this status and these words.
     Refused(xserv_status, &'static str),
@@ -159,7 +159,7 @@ pub fn cpu_seconds() -> f64 {
     time.tv_sec as f64 + time.tv_nsec as f64 * 1e-9
 }
 
-/// A field of /proc/self/status that is in kB, in bytes.
+/// Returns a field of /proc/self/status that is in kB, in bytes.
 pub fn status_bytes(field: &str) -> u64 {
     let text = std::fs::read_to_string("/proc/self/status").unwrap();
     let line = text.lines().find(|line| line.starts_with(field)).unwrap();
@@ -184,7 +184,7 @@ pub fn on_small_stack<T: Send>(body: impl FnOnce() -> T + Send) -> T {
     })
 }
 
-/// Is this how a failure should look?
+/// Checks that a failure looks as it should.
 pub fn check_failure(failure: &Failure) -> Result<(), String> {
     let message = &failure.message;
     let bad = |why: &str| Err(format!("{why}: {:?} {message:?}", failure.status));
@@ -226,7 +226,7 @@ pub fn expect_answer<T>(outcome: Outcome<T>) -> Result<(), String> {
     }
 }
 
-/// What xserv_inspect found.
+/// The findings of xserv_inspect.
 pub struct Inspected {
     pub supported: bool,
     pub reason: String,
@@ -281,7 +281,7 @@ impl Meter {
 pub const MESSAGES: &str = r#"[{"role": "user", "content": "Say hello."}]"#;
 const TEXT: &str = "Once upon a time, <|im_end|>\u{65e5}\u{672c}\u{8a9e} \u{1f600} 1234\n";
 
-/// What a loaded folder answers.
+/// The answers of a loaded folder.
 struct Answers {
     has_tokenizer: bool,
     has_chat_template: bool,
@@ -464,7 +464,7 @@ pub struct Bench {
     report: File,
     skip: usize,
     next: usize,
-    /// What the undamaged model generates from [`PROMPT`].
+    /// The tokens that the undamaged model generates from [`PROMPT`].
     pub reference: Vec<u32>,
     peaks_can_be_reset: bool,
 }
@@ -483,7 +483,7 @@ impl Bench {
         self.case_with(name, MAX_CPU_SECONDS, body);
     }
 
-    /// A case with a bar of its own for the time: valid input that is merely large.
+    /// Returns a case with a bar of its own for the time: valid input that is merely large.
     pub fn case_with(
         &mut self,
         name: impl Into<String>,
@@ -496,7 +496,7 @@ impl Bench {
         }
         let name = name.into();
         self.write(json!({ "begin": name }));
-        // What earlier cases left in the allocator would hide what this one takes.
+        // Memory that earlier cases left in the allocator would hide what this one takes.
         unsafe { libc::malloc_trim(0) };
         self.peaks_can_be_reset = std::fs::write("/proc/self/clear_refs", "5").is_ok();
         let before = if self.peaks_can_be_reset { status_bytes("VmRSS") } else { 0 };
@@ -537,7 +537,7 @@ impl Bench {
     }
 }
 
-/// The groups, by name.
+/// Returns the groups, by name.
 fn group(name: &str) -> fn(&mut Bench) {
     let found = crate::GROUPS.iter().copied().flatten().find(|(group, _)| *group == name);
     found.unwrap_or_else(|| panic!("no group {name}")).1
@@ -572,7 +572,7 @@ fn child() {
     unsafe { libc::_exit(0) };
 }
 
-/// What became of one child.
+/// The end of a child that failed.
 struct Died {
     how: String,
     lines: Vec<Value>,
@@ -645,7 +645,7 @@ fn run_child(name: &str, skip: usize, environment: &[(&str, &str)]) -> Result<Ve
     Err(Died { how, lines, printed })
 }
 
-/// The number of cases of a group, none of which is run.
+/// Returns the number of cases of a group, none of which is run.
 #[allow(dead_code)]
 pub fn count_cases(name: &str) -> usize {
     let lines = match run_child(name, usize::MAX, &[]) {

@@ -1,4 +1,4 @@
-//! How the files of `src` use each other: what HOUSE rules a compiler does not hold.
+//! Dependencies between the files of `src`: rules that the compiler does not enforce.
 //!
 //! * The model and the engine say what is computed, and name no kernel, no capability of a device.
 //! * A family of models is named in its folder alone.
@@ -12,7 +12,7 @@ fn src() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("src")
 }
 
-/// The Rust files below a folder, by their paths from `src` on, with their text.
+/// Returns the Rust files below a folder, by their paths from `src` on, with their text.
 fn sources(folder: &str) -> BTreeMap<String, String> {
     fn walk(folder: &Path, root: &Path, found: &mut BTreeMap<String, String>) {
         for entry in std::fs::read_dir(folder).unwrap() {
@@ -31,7 +31,7 @@ fn sources(folder: &str) -> BTreeMap<String, String> {
     found
 }
 
-/// The lines of code in front of the unit tests, comments aside, with their numbers.
+/// Returns the lines of code before the unit tests, comments aside, with their numbers.
 fn code(text: &str) -> impl Iterator<Item = (usize, &str)> {
     text.split("#[cfg(test)]\nmod tests")
         .next()
@@ -41,7 +41,7 @@ fn code(text: &str) -> impl Iterator<Item = (usize, &str)> {
         .map(|(index, line)| (index + 1, line.split("//").next().unwrap_or("")))
 }
 
-/// The words of a line, as identifiers are made of them.
+/// Returns the words of a line, as identifiers are made of them.
 fn words(line: &str) -> impl Iterator<Item = &str> {
     line.split(|c: char| !c.is_alphanumeric() && c != '_').filter(|word| !word.is_empty())
 }
@@ -90,7 +90,8 @@ fn processes_are_not_told_by_their_ids() {
 
 #[test]
 fn threads_are_begun_in_one_way() {
-    // Where lack of memory is an error, and the stack is not the environment's to choose.
+    // That way reports lack of memory as an error, and does not leave the stack size to the
+    // environment.
     let mut wrong = Vec::new();
     for (file, text) in sources("").iter().filter(|(file, _)| !file.starts_with("thread")) {
         for (number, line) in code(text) {
@@ -108,7 +109,7 @@ fn threads_are_begun_in_one_way() {
 #[test]
 fn a_family_is_named_in_its_folder_alone() {
     let names = ["qwen", "gpt2", "llama", "mistral"];
-    // Of config.json: a kind of rotary scaling, and a field that is refused.
+    // Words of config.json: a kind of rotary scaling, and a field that is refused.
     let spellings = ["\"llama3\"", "llama_4_scaling_beta"];
     let mut wrong = Vec::new();
     for (file, text) in sources("") {
@@ -125,8 +126,8 @@ fn a_family_is_named_in_its_folder_alone() {
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
 
-/// The statements at the outermost level that begin with `use`, as paths from `crate` on, without those that only hand on
-/// what another file defines.
+/// Returns the statements at the outermost level that begin with `use`, as paths from `crate` on, without those that
+/// only hand on what another file defines.
 fn uses(module: &[&str], text: &str) -> BTreeSet<String> {
     let code: Vec<&str> = code(text).map(|(_, line)| line).collect();
     let code = code.join("\n");
@@ -179,7 +180,7 @@ fn leaves(tree: &str, before: &str, give: &mut dyn FnMut(&str)) {
     }
 }
 
-/// The module that a file is.
+/// Returns the module that a file is.
 fn module_of(file: &str) -> Vec<&str> {
     let path = file.trim_end_matches(".rs").trim_end_matches("/mod");
     path.split('/').filter(|part| *part != "lib").collect()
@@ -220,7 +221,7 @@ fn reach<'a>(arrows: &BTreeMap<&'a str, BTreeSet<&'a str>>, from: &'a str) -> BT
     found
 }
 
-/// The sets of files that all use each other, directly or not.
+/// Returns the sets of files that all use each other, directly or not.
 fn circles(files: &BTreeMap<String, String>) -> BTreeSet<Vec<&str>> {
     let arrows = arrows(files);
     let reached: BTreeMap<&str, BTreeSet<&str>> =

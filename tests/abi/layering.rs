@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
-/// What a layer may name after `crate::`, beside itself.
+/// Returns what a layer may name after `crate::`, beside itself.
 fn allowed() -> BTreeMap<&'static str, &'static [&'static str]> {
     BTreeMap::from([
         ("error", &[] as &[&str]),
@@ -81,7 +81,8 @@ fn rust_files(dir: &Path, out: &mut Vec<PathBuf>) {
     }
 }
 
-/// The modules that a source names after `crate::`, comments aside; `crate::{a, b}` counts too.
+/// Returns the modules that a source names after `crate::`, comments aside; `crate::{a, b}` counts
+/// too.
 fn used(source: &str) -> Vec<String> {
     let code: Vec<&str> =
         source.lines().map(|line| line.split("//").next().unwrap_or("")).collect();
@@ -195,7 +196,7 @@ fn read(path: impl AsRef<Path>) -> String {
     std::fs::read_to_string(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
 }
 
-/// The folders of `src/ops`, `common` aside.
+/// Returns the folders of `src/ops`, `common` aside.
 fn operators() -> BTreeSet<String> {
     let ops = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/ops");
     let folders = std::fs::read_dir(ops).unwrap().map(|entry| entry.unwrap().path());
@@ -204,7 +205,7 @@ fn operators() -> BTreeSet<String> {
     names.filter(|name| name != "common").collect()
 }
 
-/// The modules that a source names after `ops::`, comments aside; `ops::{a, b}` counts too.
+/// Returns the modules that a source names after `ops::`, comments aside; `ops::{a, b}` counts too.
 fn used_operators(source: &str) -> Vec<String> {
     let code: Vec<&str> =
         source.lines().map(|line| line.split("//").next().unwrap_or("")).collect();
@@ -220,7 +221,7 @@ fn used_operators(source: &str) -> Vec<String> {
             names.push(rest.chars().take_while(|&c| is_word(c)).collect());
             continue;
         };
-        // Of `{a::{b, c}, d}` the names that begin an item of the outer braces.
+        // From `{a::{b, c}, d}`, take the names that begin an item of the outer braces.
         let (mut depth, mut item) = (0, String::new());
         for c in inside.chars() {
             match c {
@@ -246,7 +247,7 @@ fn the_finder_of_operators_sees_what_it_must() {
     assert_eq!(used_operators(source), ["rope", "gemm", "softmax", "linear", "top_k"]);
 }
 
-/// The sources of an operator.
+/// Returns the sources of an operator.
 fn sources(operator: &str) -> Vec<PathBuf> {
     let mut files = Vec::new();
     rust_files(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src/ops").join(operator), &mut files);
@@ -283,7 +284,7 @@ fn what_operators_have_in_common_names_none_of_them() {
     }
 }
 
-/// The words between backquotes.
+/// Returns the words between backquotes.
 fn quoted(text: &str) -> Vec<&str> {
     text.split('`').skip(1).step_by(2).collect()
 }

@@ -13,7 +13,7 @@ fn load(path: &Path, options: &xserv_load_options) -> Result<Model, xserv_status
     Model::load(path, options).map_err(|failure| failure.status)
 }
 
-/// A folder with the tiny model's config.json, changed by `edit`, and nothing else.
+/// Returns a folder with the tiny model's config.json, changed by `edit`, and nothing else.
 fn config_alone(edit: impl Fn(&mut serde_json::Value)) -> TempDir {
     let dir = TempDir::new();
     let text = std::fs::read_to_string(tiny().join("config.json")).unwrap();
@@ -106,7 +106,7 @@ fn devices_that_are_not_there_are_refused() {
     }
 }
 
-/// A model whose logits of thousands of tokens take seconds.
+/// Returns a model whose logits of thousands of tokens take seconds.
 pub fn slow_model() -> Model {
     let dir = config_alone(|config| {
         config["hidden_size"] = 512.into();

@@ -12,7 +12,7 @@ use crate::batching::{idle, mixed, tokens, PATIENCE};
 use crate::client::*;
 use crate::cuda::whole_cuda;
 
-/// What a callback is told.
+/// The arguments of a callback.
 struct Asked<'a> {
     sample: u32,
     prompt: &'a [u32],
@@ -260,7 +260,7 @@ fn a_callback_holds_up_nobody_else() {
     assert_eq!(found.unwrap().ids, expected);
 }
 
-/// A sequence that waits for its host keeps its KV blocks, or loses them and is computed anew; either way its
+/// A sequence that waits for its host keeps its KV blocks, or loses them and is recomputed; either way its
 /// tokens are the same, and others get their turn.
 #[test]
 fn waiting_for_the_host_is_no_deadlock() {

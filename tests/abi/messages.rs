@@ -33,7 +33,7 @@ impl Messages {
         check(xserv_messages_remove(self.0, index))
     }
 
-    /// What the library would read, checked against the number that it tells.
+    /// Returns the messages as the library would read them, and checks their number.
     fn value(&self) -> Value {
         let json = xserv_messages_json(self.0);
         assert!(!json.is_null(), "{}", last_error());

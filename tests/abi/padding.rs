@@ -1,7 +1,7 @@
-//! What unused memory holds changes nothing: rows of a workspace that a step leaves out, slots of a block
-//! of the KV cache behind the last token, scratch, and whatever a kernel reads beyond what it needs. One
-//! token's embedding is NaN, so that requests with it write NaN to all of that memory; others must give
-//! the bits that they give in memory that no such request has touched, afterwards and beside one.
+//! The contents of unused memory change nothing: rows of a workspace that a step leaves out, slots of a block of the KV
+//! cache after the last token, scratch, and whatever a kernel reads beyond what it needs. One token's embedding is NaN,
+//! so that requests with it write NaN to all of that memory; others must give the bits that they give in memory that no
+//! such request has touched, afterwards and beside one.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -52,7 +52,7 @@ fn poison(model: &Model) {
     assert!(logits.iter().all(|logit| logit.is_nan()), "the poison does not reach the end");
 }
 
-/// What a prompt gives: tokens, greedy or drawn, and the bits of its logits.
+/// The result for a prompt: tokens, greedy or drawn, and the bits of its logits.
 type Given = (Vec<u32>, Vec<u32>);
 
 fn ask(model: &Model, prompt: &[u32], index: usize) -> Given {
@@ -80,8 +80,8 @@ fn agrees(given: &Given, expected: &Given, is_exact: bool) -> bool {
 
 static BAN: xserv_logit_bias = xserv_logit_bias { token_id: POISON, bias: f32::NEG_INFINITY };
 
-/// The number of prompts whose output differs from that in clean memory: alone in a poisoned one, and in a crowd
-/// with poison in its midst.
+/// Returns the number of prompts whose output differs from that in clean memory: alone in a poisoned one, and in a
+/// crowd with poison in its midst.
 fn differences(path: &std::path::Path, options: &xserv_load_options, is_exact: bool) -> [usize; 2] {
     let mut random = Random(23);
     let prompts: Vec<Vec<u32>> = [1, 2, 3, 15, 16, 17, 31, 32, 33, 63, 65, 100, 129, 200]

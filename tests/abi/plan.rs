@@ -1,4 +1,4 @@
-//! What `xserv_plan` tells is what `xserv_load` then does.
+//! `xserv_load` does what `xserv_plan` tells.
 
 use std::path::Path;
 use std::ptr;
@@ -34,7 +34,7 @@ fn some_families() -> Vec<Golden> {
     some
 }
 
-/// The models to try: those of the shared data, where they are, the repository's own, and `families`.
+/// Returns the models to try: those of the shared data, where they are, the repository's own, and `families`.
 fn models(families: &[Golden]) -> Vec<std::path::PathBuf> {
     let mut models = vec![tiny()];
     models.extend(families.iter().map(|golden| golden.model_path().into()));
@@ -172,7 +172,7 @@ fn a_gpu_is_planned(path: &Path) {
     assert!(halves(16) < halves(64));
 }
 
-/// What runs with these options may differ from the plan by, as a share.
+/// The share by which runs with these options may differ from the plan.
 const TOLERANCE: f64 = 0.02;
 
 /// Requests of all kinds at once: decoding in batches of any size, prompts in pieces beside it, logits of all rows.
@@ -200,7 +200,7 @@ fn run_everything(model: &Model) {
     assert_eq!(model.logits(&all, true).unwrap().len(), all.len() * vocab_size as usize);
 }
 
-/// What a device's allocator had given out at most is what was planned, with whatever steps there were.
+/// The peak of a device's allocator is the plan, whatever steps there were.
 #[test]
 fn the_plan_of_a_gpu_is_what_a_run_takes() {
     let Some(_device) = crate::cuda::whole_cuda() else { return };
@@ -275,7 +275,7 @@ fn what_cannot_be_loaded_cannot_be_planned() {
         let copy = Copy::new();
         copy.write(name, "[");
         fails(copy.path(), base, XSERV_STATUS_INVALID_FILE, name);
-        // Of several damaged files the same one is reported.
+        // If several files are damaged, the same one is reported.
         copy.write("tokenizer.json", "?");
         let loaded = Model::load(copy.path(), &base).err().unwrap();
         let planned = plan(copy.path(), &base).err().unwrap();

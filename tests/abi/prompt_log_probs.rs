@@ -1,5 +1,5 @@
-//! The log-probabilities of a request's prompt. What is expected is computed here, in f64, from the logits that
-//! xserv_logits gives.
+//! The log-probabilities of a request's prompt. The expected values are computed here, in f64, from the
+//! logits that xserv_logits gives.
 
 use std::process::Command;
 use std::ptr;
@@ -13,7 +13,7 @@ use crate::choosing::log_softmax;
 use crate::client::*;
 use crate::cuda::whole_cuda;
 
-/// What is told of a prompt.
+/// The log-probabilities reported for a prompt.
 #[derive(Clone, Debug, Default)]
 struct Told {
     ids: Vec<u32>,
@@ -121,7 +121,7 @@ fn assert_told(model: &Model, prompt: &[u32], told: &Told, num_top: usize, toler
     }
 }
 
-/// A model that computes a prompt in pieces.
+/// Returns a model that computes a prompt in pieces.
 fn in_pieces() -> Model {
     let options = xserv_load_options { max_prefill_tokens: 32, ..load_options() };
     Model::load(&tiny(), &options).unwrap()
@@ -220,7 +220,7 @@ fn a_stopped_prompt_ends_its_request() {
         check(unsafe { xserv_result_get_sample(result, 1, &mut info) }).unwrap();
         let log_probs = told_by(&info).log_probs;
         xserv_result_free(result);
-        // What there is comes before what there is not.
+        // Known values come before unknown ones.
         let known = log_probs.iter().skip(1).take_while(|it| !it.is_nan()).count();
         assert!(log_probs.iter().skip(1 + known).all(|it| it.is_nan()));
     }

@@ -30,7 +30,8 @@ fn template() -> Value {
     }})
 }
 
-/// The repository's model with a chat template that writes no calls, and this response template.
+/// Returns the repository's model with a chat template that writes no calls, and this response
+/// template.
 fn with_template(response_template: Value) -> (TempDir, Model) {
     let folder = TempDir::new();
     for entry in std::fs::read_dir(tiny()).unwrap() {

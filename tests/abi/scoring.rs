@@ -1,4 +1,4 @@
-//! How likely given tokens are: xserv_score. What is expected is computed here, in f64, from the logits that
+//! Log-probabilities of given tokens: xserv_score. The expected values are computed here, in f64, from the logits that
 //! xserv_logits gives.
 
 use std::process::Command;
@@ -15,7 +15,7 @@ use crate::load_options::slow_model;
 
 const CONTEXT: usize = 200;
 
-/// A model of a short context, which computes a long text in pieces.
+/// Returns a model of a short context, which computes a long text in pieces.
 fn short() -> Model {
     let options = xserv_load_options {
         max_context_tokens: CONTEXT as u64,
@@ -31,7 +31,7 @@ fn options() -> xserv_score_options {
     options
 }
 
-/// The log-probability of each token from `num_given` on, and whether it is the likeliest.
+/// Returns the log-probability of each token from `num_given` on, and whether it is the likeliest.
 fn score_with(
     model: &Model,
     ids: &[u32],
@@ -81,7 +81,7 @@ fn scores_are_the_log_softmax_of_the_models_own_logits() {
             assert_eq!(*is_likeliest, u32::from(best == Some(id)), "token {at}");
         }
     }
-    // What the model generates is the likeliest; the rest of the text has others.
+    // The tokens that the model generates are the likeliest; the rest of the text has others.
     let scores = score(&model, &ids, 1);
     assert!(scores[89..149].iter().all(|(_, is_likeliest)| *is_likeliest == 1));
     assert!(scores.iter().filter(|(_, is_likeliest)| *is_likeliest == 0).count() > 50);
@@ -90,7 +90,7 @@ fn scores_are_the_log_softmax_of_the_models_own_logits() {
     idle(&model);
 }
 
-/// The statistics after this many calls and requests have ended. (A call may return before it is counted.)
+/// Returns the statistics after this many calls and requests have ended. (A call may return before it is counted.)
 fn stats_after(model: &Model, count: u64) -> xserv_model_stats {
     let begin = Instant::now();
     loop {

@@ -15,7 +15,7 @@ fn options() -> xserv_context_options {
     options
 }
 
-/// What the callback saw, and when it is to end the test.
+/// The lines that the callback saw, and when it is to end the test.
 struct Seen {
     texts: Vec<String>,
     limit: usize,

@@ -18,7 +18,7 @@ use crate::cuda::{on_cuda, shared_cuda};
 
 /// Threads that make requests.
 const CALLERS: u64 = 12;
-/// What the process may hold more at the end than after the warm-up: pools of the C library for threads that met in
+/// The memory by which the process may grow from the warm-up to the end: pools of the C library for threads that met in
 /// other ways. A leak of 100 bytes a request shows after some minutes: there are thousands of requests a minute.
 const SLACK_BYTES: u64 = 6 << 20;
 /// Drivers hand out device memory in steps of 2 MiB.
@@ -54,7 +54,7 @@ impl Random {
     }
 }
 
-/// A prompt of one of a few families, which begin alike.
+/// Returns a prompt of one of a few families, which begin alike.
 fn prompt(random: &mut Random) -> Vec<u32> {
     let (family, common) = (random.below(4) as u32, random.below(300));
     let mut ids = tokens(common, family);
@@ -225,7 +225,8 @@ fn soak(options: &xserv_load_options, is_exact: bool, device_bytes: &dyn Fn() ->
     let device_lost = at_warm_up.1.saturating_sub(device_bytes());
     assert!(device_lost <= DEVICE_SLACK_BYTES, "{device_lost} bytes of the device are gone");
     if !is_exact {
-        // What a device's allocator counts; on the host it follows the most blocks that were used.
+        // The memory that a device's allocator counts; on the host it follows the most blocks that
+        // were used.
         let grown = last.peak_memory_bytes.saturating_sub(at_warm_up.0);
         println!("{grown} more bytes of the device at the peak than after the warm-up");
         assert!(grown <= DEVICE_SLACK_BYTES);

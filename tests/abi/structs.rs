@@ -46,7 +46,7 @@ fn option_structs() -> Vec<(&'static str, unsafe fn(*mut c_void, usize), usize)>
 
 const UNTOUCHED: u8 = 0xa5;
 
-/// The bytes of a struct that was filled for a caller who knows `size` bytes of it, and what follows.
+/// Returns the bytes of a struct that was filled for a caller who knows `size` bytes of it, and what follows.
 fn filled(init: unsafe fn(*mut c_void, usize), size: usize) -> Vec<u8> {
     let mut space = vec![u64::from_ne_bytes([UNTOUCHED; 8]); 64];
     unsafe { init(space.as_mut_ptr().cast(), size) };
@@ -205,7 +205,7 @@ fn compile(dir: &TempDir, source: &Path, include: &Path, name: &str) -> PathBuf 
     program
 }
 
-/// The folders with the headers of all versions of this ABI.
+/// Returns the folders with the headers of all versions of this ABI.
 fn kept_headers() -> Vec<PathBuf> {
     let folder = root().join("tests/abi/headers");
     let mut found: Vec<PathBuf> = std::fs::read_dir(&folder)
@@ -250,7 +250,7 @@ fn programs_built_with_kept_headers_run() {
     }
 }
 
-/// The structs of a header: each with its fields.
+/// Returns the structs of a header: each with its fields.
 fn structs(header: &str) -> Vec<(String, Vec<String>)> {
     let mut found = Vec::new();
     for part in header.split("typedef struct ").skip(1) {
@@ -274,7 +274,8 @@ fn structs(header: &str) -> Vec<(String, Vec<String>)> {
     found
 }
 
-/// Where the fields of all structs are: name -> (size, offset), as a C compiler has them.
+/// Returns the layout of the fields of all structs: name -> (size, offset), as a C compiler has
+/// them.
 fn layout(include: &Path) -> BTreeMap<String, (usize, usize)> {
     let mut source =
         "#include <stddef.h>\n#include <stdio.h>\n#include <xserv.h>\nint main(void) {\n"

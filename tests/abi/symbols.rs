@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// The libxserv.so that cargo built beside this test binary.
+/// Returns the libxserv.so that cargo built beside this test binary.
 pub fn shared_object() -> PathBuf {
     let test = std::env::current_exe().unwrap();
     // target/<profile>/deps/<test>; `cargo test` leaves the library there, and only `cargo build` copies

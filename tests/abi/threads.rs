@@ -14,8 +14,8 @@ use crate::hostile_child::*;
 pub const GROUPS: &[Group] =
     &[("cancelled threads", cancelled_threads), ("small stacks", small_stacks)];
 
-/// What the header says that a call may need. Not all of it is used on the CPU, and less by an
-/// optimised build; the rest is room for the driver of a GPU.
+/// The stack that a call may need, according to the header. Not all of it is used on the CPU, and
+/// less by an optimised build; the rest is room for the driver of a GPU.
 const STACK_KIB: usize = 256;
 
 #[test]

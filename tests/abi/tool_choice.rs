@@ -46,7 +46,7 @@ const MARKED: &str = "{%- for message in messages %}\
     {{- (call.function.arguments | tojson) + ', \"id\": \"' + call.id + '\"}]' }}{%- endfor %}{%- endif %}{%- endfor %}\
     {%- if add_generation_prompt %}{%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}{%- endif %}";
 
-/// The repository's model with another template.
+/// Returns the repository's model with another template.
 fn with_template(source: &str) -> (TempDir, Model) {
     let folder = TempDir::new();
     for entry in std::fs::read_dir(tiny()).unwrap() {
@@ -106,7 +106,7 @@ struct Found {
     calls: Vec<(String, String, u32)>,
 }
 
-/// The samples of a request.
+/// Returns the samples of a request.
 fn generate(model: &Model, request: &xserv_request) -> Vec<Found> {
     let mut result = ptr::null_mut();
     check(unsafe { xserv_generate(model.0, request, None, ptr::null_mut(), &mut result) }).unwrap();

@@ -15,7 +15,7 @@ use xserv::ffi::*;
 use crate::batching::{idle, tokens, Submission};
 use crate::client::*;
 
-/// What takes longer hangs. It all takes milliseconds.
+/// The time after which a call counts as hung. It all takes milliseconds.
 const HANG: Duration = Duration::from_secs(30);
 
 /// Runs `body` on a thread of its own and fails if it hangs.
@@ -87,7 +87,7 @@ impl Waker {
         status
     }
 
-    /// The handle, for which the callback waits if xserv_submit() has not returned yet.
+    /// Returns the handle, for which the callback waits if xserv_submit() has not returned yet.
     fn handle(&self) -> *mut xserv_submission {
         loop {
             let handle = self.submission.load(Ordering::SeqCst);
@@ -105,7 +105,7 @@ impl Waker {
 
 const IDS: [u32; 12] = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8];
 
-/// A request without tokens to generate.
+/// Returns a request without tokens to generate.
 fn over() -> xserv_request {
     greedy(&IDS, 0)
 }
@@ -334,7 +334,7 @@ fn a_waker_that_keeps_a_request_under_way_runs_in_turn_and_not_within_itself() {
         CANCEL.store(thrown(), Ordering::SeqCst);
         let expected = model.generate(&greedy(&IDS, 8)).unwrap();
         submit_next();
-        // Others get on meanwhile.
+        // Others make progress meanwhile.
         assert_eq!(model.generate(&greedy(&IDS, 8)).unwrap().ids, expected.ids);
         wait_until("it is woken again and again", || ROUND.load(Ordering::SeqCst) > ROUNDS);
         assert_eq!(DEEPEST.load(Ordering::SeqCst), 1);

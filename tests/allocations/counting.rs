@@ -14,7 +14,7 @@ static ALLOCATOR: Counting = Counting;
 static IS_ON: AtomicBool = AtomicBool::new(false);
 static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
 static FREES: AtomicU64 = AtomicU64::new(0);
-/// Where the first was made.
+/// The place of the first one.
 static FIRST: Mutex<Option<String>> = Mutex::new(None);
 
 thread_local! {
@@ -54,7 +54,7 @@ fn is_to_fail(size: usize) -> bool {
     left == 1 || by_size
 }
 
-/// What threads that are not exempt did.
+/// The counts of threads that are not exempt.
 #[derive(Debug)]
 pub struct Counts {
     pub allocations: u64,
@@ -63,7 +63,7 @@ pub struct Counts {
     pub first: Option<String>,
 }
 
-/// What this thread does is not counted.
+/// Excludes this thread from the counts.
 pub fn exempt_this_thread() {
     IS_EXEMPT.set(true);
 }

@@ -1,6 +1,6 @@
 //! Steady decoding allocates nothing: not on the scheduler's thread, not on the threads of the kernels; on a GPU it
 //! asks the driver for no memory either. The allocator of this program counts what any thread but those of the tests
-//! does. It can also fail, to show whom that befalls.
+//! does. It can also fail, to show which requests that ends.
 //!
 //! A program has one allocator, so these tests are of the library without its own:
 //! `cargo test --no-default-features --test allocations`.
@@ -326,7 +326,7 @@ fn ten_thousand_steps_of_a_model_on_cuda_ask_the_device_for_nothing() {
     });
 }
 
-/// The room of a plan is there from the start: planning ends nobody for want of memory.
+/// The room of a plan is there from the start: planning ends no request for lack of memory.
 #[test]
 fn planning_finds_its_memory_whatever_the_allocator_says() {
     let _one = begin();

@@ -1,4 +1,4 @@
-//! How fast a device reads its memory and multiplies large matrices, measured by operators of the
+//! Measures how fast a device reads its memory and multiplies large matrices, by operators of the
 //! library through its C interface. The same as `examples/c/bench/ceilings.h`, which says more.
 
 use std::ffi::c_void;
@@ -10,7 +10,7 @@ use xserv::ffi::*;
 use super::limits::Ceilings;
 use super::tensors::{ok, Context};
 
-/// What to measure with.
+/// The settings of a measurement.
 pub struct Probes {
     /// The type of the weights that are read, and of the product: f32, f16 or bf16.
     pub dtype: xserv_dtype,
@@ -18,7 +18,7 @@ pub struct Probes {
     pub num_bytes: usize,
     /// Rows and columns of the matrices of the product.
     pub gemm_size: i64,
-    /// How long a measurement takes; the result is the median of several.
+    /// The length of a measurement; the result is the median of several.
     pub round_seconds: f64,
 }
 
@@ -35,7 +35,7 @@ const ROW_BYTES: i64 = 256 << 10;
 /// is the library's own choice of a kernel on random numbers, kept up for some rounds.
 pub fn measure(context: &Context, probes: &Probes) -> Ceilings {
     let read_gbs = read_rate(context, probes);
-    // What the reads took goes back to the driver, for the products and their workspace.
+    // The memory that the reads took goes back to the driver, for the products and their workspace.
     ok(xserv_context_trim(context.handle));
     Ceilings { read_gbs, tflops: product_rate(context, probes) }
 }
@@ -113,7 +113,7 @@ impl Array {
         }
     }
 
-    /// The array as a matrix; the descriptor points to `shape`.
+    /// Returns the array as a matrix; the descriptor points to `shape`.
     fn matrix(&self, shape: &mut [i64; 2]) -> xserv_tensor {
         assert_eq!(shape[0] * shape[1], self.count, "all elements");
         xserv_tensor { ndim: 2, shape: shape.as_mut_ptr(), strides: null_mut(), ..self.view }

@@ -46,7 +46,7 @@ struct Bench {
     filters: Vec<String>,
 }
 
-/// What the rate of a benchmark counts, per call.
+/// The work that the rate of a benchmark counts, per call.
 enum Work {
     Bytes(f64),
     Flops(f64),

@@ -2,7 +2,7 @@
 //! step, of the time to read what the operation needs or to multiply, whichever is longer. The same
 //! as `examples/c/bench/limits.h`, which says what counts; a test compares the two.
 
-/// What a machine can do.
+/// The rates that a machine reaches.
 #[derive(Clone, Copy, Debug)]
 pub struct Ceilings {
     /// GB/s that memory can be read at.
@@ -12,32 +12,32 @@ pub struct Ceilings {
 }
 
 impl Ceilings {
-    /// The least milliseconds of operations that follow each other.
+    /// Returns the least milliseconds of operations that follow each other.
     pub fn limit_ms(&self, operations: &[Work]) -> f64 {
         operations.iter().map(|work| self.operation_ms(work)).sum()
     }
 
-    /// The least milliseconds of one operation.
+    /// Returns the least milliseconds of one operation.
     pub fn operation_ms(&self, work: &Work) -> f64 {
         (work.bytes / self.read_gbs * 1e-6).max(work.flops / self.tflops * 1e-9)
     }
 }
 
-/// What the hardware must do for an operation.
+/// The work of the hardware for an operation.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Work {
     pub bytes: f64,
     pub flops: f64,
 }
 
-/// What the operations of a model read and compute.
+/// The work of a model's operations: what they read and compute.
 #[derive(Clone, Copy, Debug)]
 pub struct ModelWork {
     /// Numbers in all weights but the embedding and the output matrix.
     pub layer_weights: f64,
     /// Numbers in the output matrix.
     pub output_weights: f64,
-    /// What these take in memory, quantised or not.
+    /// The memory that these take, quantised or not.
     pub layer_bytes: f64,
     pub output_bytes: f64,
     /// Bytes of keys and values of a token, in all layers.
@@ -47,8 +47,8 @@ pub struct ModelWork {
 }
 
 impl ModelWork {
-    /// The layers' matrices, the output matrix and attention, for one token of each of `batch`
-    /// sequences of `context` tokens.
+    /// Returns the layers' matrices, the output matrix and attention, for one token of each of
+    /// `batch` sequences of `context` tokens.
     pub fn decode(&self, batch: f64, context: f64) -> [Work; 3] {
         let pairs = batch * context;
         [

@@ -242,7 +242,8 @@ def placed(specials, vocab_size):
 
 
 def decoder_config(s, **family):
-    """What the families have in common, and what a family adds; keys sorted, as in the published files."""
+    """Returns the fields that the families have in common, and those that a family adds; keys sorted, as in the
+    published files."""
     common = dict(
         attention_dropout=0.0, hidden_act="silu", hidden_size=s["hidden"], initializer_range=0.02,
         intermediate_size=s["intermediate"], max_position_embeddings=s["positions"],
@@ -344,7 +345,7 @@ def gpt2_files(s):
     return config, generation, tokenizer_config, tokenizer(s["vocab"], {"<|endoftext|>": end})
 
 
-# What writes the JSON files of a family, and what names its tensors.
+# The function that writes the JSON files of a family, and the one that names its tensors.
 FAMILIES = {
     "qwen3": (qwen3_files, decoder_tensors),
     "qwen3_moe": (qwen3_files, decoder_tensors),

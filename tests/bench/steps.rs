@@ -9,7 +9,7 @@
 //! `--random` reads config.json alone: the GPU fills its memory with random weights, so a shape of 32B is timed without
 //! 60 GB of files. The library has this for Rust only, so `bench`, which is C, needs the files.
 //!
-//! `--decode BxC`: B sequences with C tokens behind them take one greedy token each, steps following each other
+//! `--decode BxC`: B sequences of C tokens take one greedy token each, steps following each other
 //! without a gap, as in an engine; with `--draw` a random one (TOP_K 0 and TOP_P 1: of all tokens). `--prefill T`: a
 //! prompt of T tokens up to its first token. Times are medians, in milliseconds. The limits follow
 //! from the rates at which the GPU reads and multiplies, which are measured in the same run
@@ -102,10 +102,8 @@ fn options() -> Option<Options> {
                     temperature: parts.next()?.parse().ok()?,
                     top_k: parts.next()?.parse().ok()?,
                     top_p: parts.next()?.parse().ok()?,
-                    min_p: 0.0,
-                    typical_p: 1.0,
                     seed: 1,
-                    index: 0,
+                    ..Draw::default()
                 });
             }
             "--f16" => options.dtype = DType::F16,
@@ -190,7 +188,7 @@ fn main() {
     }
 }
 
-/// The model, or `None` where there is no GPU for it.
+/// Returns the model, or `None` where there is no GPU for it.
 fn load(options: &Options) -> Option<Model> {
     let path = &options.folder;
     let headers =
@@ -219,7 +217,8 @@ fn load(options: &Options) -> Option<Model> {
     Some(model.expect("a model"))
 }
 
-/// What the GPU (or with `--cpu` the CPU) can do: measured beside the model, but for what the options set.
+/// Returns the rates of the GPU (or with `--cpu` of the CPU): measured beside the model, except those that the options
+/// set.
 fn ceilings_of(options: &Options) -> Ceilings {
     if let (Some(read_gbs), Some(tflops)) = (options.read_gbs, options.tflops) {
         return Ceilings { read_gbs, tflops };
@@ -259,7 +258,7 @@ fn work_of(model: &Model, embeddings: WeightStorage) -> ModelWork {
     let is_int8 = matches!(embeddings, WeightStorage::Int8);
     let output_bytes = embedding * if is_int8 { 1.0 + 2.0 / 128.0 } else { 2.0 };
     let layer_weights = model.num_parameters() as f64 - embedding * num_embeddings;
-    // What is more than the numbers take is room between small tensors, which no step reads.
+    // Memory beyond the numbers is padding between small tensors, which no step reads.
     let in_memory = model.weights_bytes() as f64 - output_bytes * num_embeddings;
     ModelWork {
         layer_weights,
@@ -274,14 +273,14 @@ fn work_of(model: &Model, embeddings: WeightStorage) -> ModelWork {
 /// Medians, in milliseconds.
 struct Times {
     step_ms: f64,
-    /// Of the host, until a step was queued.
+    /// The time of the host until a step was queued.
     queue_ms: f64,
 }
 
 /// Tokens of a prompt in one step.
 const LONGEST_PIECE: usize = 8192;
 
-/// Sequences of a length, and what a step of theirs chooses.
+/// Sequences of a length, and what their steps choose.
 struct Decoding<'a> {
     driver: Driver<'a>,
     sequences: Vec<Sequence>,
@@ -351,7 +350,7 @@ fn decode(model: &Model, batch: usize, context_len: usize, options: &Options) ->
     Times { step_ms: median(times.split_off(8)), queue_ms: median(queue_times.split_off(8)) }
 }
 
-/// The parts of a step, each the mean of some steps.
+/// Returns the parts of a step, each the mean of some steps.
 fn profile_decode(
     model: &Model,
     batch: usize,
@@ -392,7 +391,8 @@ fn mean(sum: &mut [ProfiledPart], count: usize) {
     }
 }
 
-/// How a step on the model's device chooses; the CPU leaves it to the caller, who does not.
+/// Returns the choice of a step on the model's device; the CPU leaves it to the caller, who does
+/// not choose.
 fn choice_on(model: &Model, wanted: TokenChoice) -> TokenChoice {
     if model.can_choose(&wanted) {
         wanted

@@ -1,18 +1,14 @@
 //! Steps that fail in the middle of a run, or find no memory: who is told, who goes on, and that nothing is lost.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use proptest::prelude::*;
 use xserv::engine::harness::{Harness, HarnessOptions, HarnessRequest};
 use xserv::engine::scheduler::Limits;
 use xserv::engine::{CancelToken, Event, FinishReason, Ticket};
-use xserv::error::{Error, ErrorKind};
+use xserv::error::ErrorKind;
 
-use crate::toy_model::{expected, injected, Attempt, Fault, Toy, VOCAB};
-
-/// For what takes milliseconds.
-const PATIENCE: Duration = Duration::from_secs(60);
+use crate::toy_model::{expected, injected, outcome, Attempt, Fault, Toy, PATIENCE, VOCAB};
 
 const OPTIONS: HarnessOptions = HarnessOptions {
     num_blocks: 64,
@@ -23,20 +19,6 @@ const OPTIONS: HarnessOptions = HarnessOptions {
 
 fn prompt(seed: usize, len: usize) -> Vec<u32> {
     (0..len).map(|i| ((i * i + 7 * i + 13 * seed) % VOCAB) as u32).collect()
-}
-
-/// What a request came to: its tokens, and how it ended.
-fn outcome(ticket: &mut Ticket) -> (Vec<u32>, Result<FinishReason, Error>) {
-    let mut tokens = Vec::new();
-    loop {
-        match ticket.next(Some(PATIENCE)) {
-            Ok(Some(Event::Token { token, .. })) => tokens.push(token),
-            Ok(Some(Event::End { reason, .. })) => return (tokens, Ok(reason)),
-            Ok(Some(Event::Text { .. })) => {}
-            Ok(other) => panic!("{other:?} after {} tokens", tokens.len()),
-            Err(error) => return (tokens, Err(error)),
-        }
-    }
 }
 
 fn submit(engine: &Harness, prompt: &[u32], max_new: usize, by_model: bool) -> Ticket {

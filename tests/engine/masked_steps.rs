@@ -4,17 +4,14 @@
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::Arc;
-use std::time::Duration;
 
 use xserv::engine::harness::{Harness, HarnessConstraint, HarnessOptions, HarnessRequest};
 use xserv::engine::scheduler::Limits;
-use xserv::engine::{Event, FinishReason, Ticket};
-use xserv::error::{Error, ErrorKind};
+use xserv::engine::{FinishReason, Ticket};
+use xserv::error::ErrorKind;
 use xserv::text::{Constraint, GrammarCompiler, Progress, Tokenizer};
 
-use crate::toy_model::{follow, injected, Attempt, Fault, Toy};
-
-const PATIENCE: Duration = Duration::from_secs(60);
+use crate::toy_model::{follow, injected, outcome, Attempt, Fault, Toy};
 
 /// Constraints: one that ends soon, one that never does, one that leaves little choice.
 const FORMS: [Constraint<'static>; 3] = [
@@ -48,7 +45,7 @@ impl Grammars {
         Arc::new(Toy::new(depth, decide).with_vocab_size(self.tokenizer.vocab_size()))
     }
 
-    /// What a request alone gets: its constraint takes each token before the next mask.
+    /// Returns the result of a request alone: its constraint takes each token before the next mask.
     fn expected(&self, job: &Job) -> (Vec<u32>, FinishReason) {
         let vocab_size = self.tokenizer.vocab_size();
         let form = job.form.as_ref();
@@ -103,19 +100,6 @@ fn jobs() -> Vec<Job> {
         form: FORMS.get(i % 4).cloned(),
     };
     (0..12).map(job).collect()
-}
-
-fn outcome(ticket: &mut Ticket) -> (Vec<u32>, Result<FinishReason, Error>) {
-    let mut tokens = Vec::new();
-    loop {
-        match ticket.next(Some(PATIENCE)) {
-            Ok(Some(Event::Token { token, .. })) => tokens.push(token),
-            Ok(Some(Event::End { reason, .. })) => return (tokens, Ok(reason)),
-            Ok(Some(Event::Text { .. })) => {}
-            Ok(other) => panic!("{other:?} after {} tokens", tokens.len()),
-            Err(error) => return (tokens, Err(error)),
-        }
-    }
 }
 
 fn options(num_blocks: u32) -> HarnessOptions {

@@ -176,7 +176,7 @@ impl Cases {
         self.golden["cases"].as_array().unwrap()
     }
 
-    /// The tokens before.
+    /// Returns the tokens before.
     fn before(&self) -> Vec<u32> {
         numbers(&self.golden["before"]).iter().map(|&id| id as u32).collect()
     }

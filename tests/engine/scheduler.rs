@@ -56,7 +56,7 @@ fn prompt(request: &Request, index: usize) -> Vec<u32> {
     common.chain((0..request.own).map(|i| 1_000_000 * (1 + index as u32) + i as u32)).collect()
 }
 
-/// The past of a token: what a place of the cache depends on.
+/// Returns the past of a token: what a place of the cache depends on.
 fn past(tokens: &[u32]) -> u64 {
     let mut hasher = DefaultHasher::new();
     tokens.hash(&mut hasher);
@@ -76,7 +76,7 @@ struct Setting {
     runs_ahead: bool,
     /// Blocks that may be kept on the host.
     max_swapped: usize,
-    /// What a step of so many tokens takes, where a copy takes 10 for a block.
+    /// The cost of a step of this many tokens, where copying a block costs 10.
     compute_cost: u64,
 }
 
@@ -121,7 +121,7 @@ struct Toy {
     live: HashMap<SequenceKey, Live>,
     /// Steps under way: what was planned, and which token each row gives.
     flights: VecDeque<(Vec<Entry>, Vec<u32>)>,
-    /// What sequences know or will know; the scheduler's own view lags behind.
+    /// The tokens that sequences know or will know; the scheduler's own view lags behind.
     tokens: HashMap<SequenceKey, Vec<u32>>,
 }
 
@@ -232,7 +232,7 @@ fn run(setting: Setting, requests: &[Request]) {
     let mut entries = Vec::new();
     let mut turn = 0;
     while !arrivals.is_empty() || !toy.scheduler.is_empty() || !toy.flights.is_empty() {
-        // Far more than all tokens one at a time, computed anew for each other request.
+        // Far more than all tokens one at a time, recomputed for each other request.
         assert!(turn < 200_000, "no end is in sight");
         while arrivals.front().is_some_and(|(at, _)| *at <= turn) {
             let (_, index) = arrivals.pop_front().unwrap();
@@ -479,7 +479,7 @@ fn a_preempted_sequence_keeps_its_blocks_on_the_host_and_goes_on_where_it_was() 
     assert_eq!((resumed.start, resumed.num_new), (len - 1, 1));
     let restored = scheduler.copies();
     assert!(restored.iter().all(|copy| copy.direction == CopyDirection::FromHost));
-    // What still lay in the cache was not copied; the rest in the order of positions.
+    // Blocks that still lay in the cache were not copied; the rest came in the order of positions.
     let places: Vec<u32> = restored.iter().map(|copy| copy.place).collect();
     assert!(!places.is_empty() && saved.ends_with(&places), "{saved:?} {places:?}");
     assert_eq!(scheduler.counts().swap.used, 0);

@@ -12,7 +12,7 @@ use crate::toy_model::Toy;
 
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// What a step of the slow model takes.
+/// The time that a step of the slow model takes.
 const STEP: Duration = Duration::from_millis(5);
 
 #[test]

@@ -5,8 +5,10 @@
 use std::collections::{HashMap, VecDeque};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use xserv::engine::harness::StepModel;
+use xserv::engine::{Event, FinishReason, Ticket};
 use xserv::error::{Error, ErrorKind, Result};
 use xserv::model::{
     mask_words, BlockCopy, CopyDirection, ForwardBatch, KvCache, KvSwap, ScoresOut, Step,
@@ -16,9 +18,12 @@ use xserv::model::{
 /// Tokens are below this.
 pub const VOCAB: usize = 50;
 
+/// The longest wait for what takes milliseconds.
+pub const PATIENCE: Duration = Duration::from_secs(60);
+
 const BLOCK: usize = 32;
 
-/// What becomes of a step.
+/// The way in which a step fails.
 #[derive(Clone, Debug)]
 pub enum Fault {
     /// It does not begin.
@@ -31,7 +36,7 @@ pub enum Fault {
     Panic,
 }
 
-/// What the toy tells of a step before it is computed.
+/// The facts that the toy knows of a step before it is computed.
 #[derive(Clone, Debug)]
 pub struct Attempt {
     /// Steps that were tried before.
@@ -67,21 +72,36 @@ pub struct Toy {
     state: Mutex<State>,
 }
 
-/// The past of a token behind another's.
+/// Returns the past of a token after another's.
 fn behind(before: u64, token: u32) -> u64 {
     let mut hasher = DefaultHasher::new();
     (before, token).hash(&mut hasher);
     hasher.finish()
 }
 
-/// The token after a past, of those that may come: the first from a place on that the past decides.
+/// Returns the token after a past, of those that may come: the first from a place on that the past
+/// decides.
 fn choose(past: u64, vocab_size: usize, is_allowed: impl Fn(u32) -> bool) -> u32 {
     let from = (past % vocab_size as u64) as u32;
     let mut all = (from..vocab_size as u32).chain(0..from);
     all.find(|&id| is_allowed(id)).unwrap_or(from)
 }
 
-/// What a request alone gets.
+/// Returns the outcome of a request: its tokens, and how it ended.
+pub fn outcome(ticket: &mut Ticket) -> (Vec<u32>, Result<FinishReason>) {
+    let mut tokens = Vec::new();
+    loop {
+        match ticket.next(Some(PATIENCE)) {
+            Ok(Some(Event::Token { token, .. })) => tokens.push(token),
+            Ok(Some(Event::End { reason, .. })) => return (tokens, Ok(reason)),
+            Ok(Some(Event::Text { .. })) => {}
+            Ok(other) => panic!("{other:?} after {} tokens", tokens.len()),
+            Err(error) => return (tokens, Err(error)),
+        }
+    }
+}
+
+/// Returns the tokens that a request gets alone.
 pub fn expected(prompt: &[u32], num_new: usize) -> Vec<u32> {
     let mut tokens = Vec::new();
     follow(prompt, VOCAB, |token| {
@@ -145,12 +165,12 @@ impl Toy {
     }
 }
 
-/// Tells who failed.
+/// Returns the error of a step that fails on purpose.
 pub fn injected(kind: ErrorKind) -> Error {
     Error::new(kind, "the toy was told to fail")
 }
 
-/// Computes a step into the cache, or rubbish; gives what it comes to.
+/// Writes a step into the cache, or garbage; returns its results.
 fn compute(
     state: &mut State,
     step: &Step<'_>,

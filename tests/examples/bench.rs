@@ -54,7 +54,7 @@ fn json_has_a_line_for_every_measurement() {
                     let name = format!("{test}_{other}{batch}_{threads}");
                     assert!(metrics.remove(&name).is_some(), "no {name} in {printed}");
                 }
-                // Where the rate of multiply-adds can be measured, prompts have a share of it.
+                // If the rate of multiply-adds can be measured, prompts have a share of it.
                 let share = metrics.remove(&format!("{test}_multiply_share{batch}_{threads}"));
                 let rate = metrics.get(&format!("fma_tflop_s_{threads}"));
                 let is_told = test.starts_with("pp") && rate.is_some();
@@ -86,7 +86,7 @@ fn names_are_plain_when_one_thread_count_and_batch_is_asked_for() {
     }
 }
 
-/// The lines of a run with --json.
+/// Returns the lines of a run with --json.
 fn metrics(arguments: &[&str]) -> BTreeMap<String, f64> {
     let programs = crate::c::programs().expect("CMake, as the caller has seen");
     let printed = run(command(programs.join("bench")).args(arguments).arg("--json")).stdout;

@@ -86,7 +86,7 @@ fn limits_are_those_computed_by_hand() {
     let embedding = 622_329_856.0 * (1.0 + 2.0 / 128.0);
     assert_eq!(numbers(&said)[0], 6e9 - embedding);
     assert_near(numbers(&said)[1], (6e9 - embedding + 512.0 * 147_456.0) / 4706e9 * 1e3);
-    // What is not known has no limit.
+    // An unknown rate gives no limit.
     for rates in [["0", "680"], ["4706", "0"]] {
         let said = parts(&["limits", rates[0], rates[1], "0", "1", "512", "2048"]);
         assert_eq!(numbers(&said)[1..], [0.0, 0.0]);
@@ -171,7 +171,7 @@ fn tied_and_untied_models_are_told_apart() {
 
     expect(&tied("as-said"), true);
     expect(&random_model("untied-as-said", &["qwen3-tiny", "--untied"]), false);
-    // Where the config does not say, the default of the family holds; what it says elsewhere does
+    // If the config does not say, the default of the family holds; a statement elsewhere in it does
     // not count.
     let silent = random_model("untied-silent", &["qwen3-tiny", "--untied"]);
     change_config(&silent, |config| {

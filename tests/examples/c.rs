@@ -5,7 +5,7 @@ use std::sync::OnceLock;
 
 use crate::support::*;
 
-/// The folder of the programs; None if there is no CMake.
+/// Returns the folder of the programs; None if there is no CMake.
 pub fn programs() -> Option<&'static PathBuf> {
     static BUILT: OnceLock<Option<PathBuf>> = OnceLock::new();
     BUILT
@@ -103,7 +103,7 @@ fn chat_answers_lines_from_a_pipe() {
     );
     assert!(!several.stdout.contains("> "), "a prompt is printed though no one types");
 
-    // What was said before matters, unless it is cleared.
+    // The earlier conversation matters, unless it is cleared.
     let alone = run_with_input(&mut chat(), "Hello!\n").stdout;
     assert!(several.stdout.starts_with(alone.trim_end()), "the first answers differ");
     let cleared =
@@ -137,8 +137,8 @@ pub fn in_terminal(test: &str, program: PathBuf, model: PathBuf) {
     run(command("python3").arg(script).arg(test).arg(program).arg(model));
 }
 
-/// A model with the words of the small one, and 30 times its weights, which are random: a long
-/// prompt takes it seconds.
+/// Returns a model with the words of the small one, and 30 times its weights, which are random: a
+/// long prompt takes it seconds.
 pub fn slow_model() -> PathBuf {
     static MADE: OnceLock<PathBuf> = OnceLock::new();
     let make = || {

@@ -26,7 +26,7 @@ PROMPT = "\n\r\x1b[J> \r\x1b[2C"  # as the editor draws it in a new line
 
 
 def pasted(text):
-    """What a terminal sends for a text that is pasted."""
+    """Returns what a terminal sends for a text that is pasted."""
     return "\x1b[200~" + text.replace("\n", "\r") + "\x1b[201~"
 
 
@@ -74,7 +74,7 @@ class Terminal:
                 data = data[os.write(self.fd, data[:1024]) :]
 
     def press_until(self, keys, text):
-        """Presses again and again: a signal between the prompt and the read behind it has no effect."""
+        """Presses again and again: a signal between the prompt and the read after it has no effect."""
         deadline = time.monotonic() + LIMIT
         while text not in self.seen:
             assert time.monotonic() < deadline, f"no {text!r} after {self.seen!r}"
@@ -97,7 +97,7 @@ class Terminal:
     def get_modes(self):
         return termios.tcgetattr(self.fd)
 
-    # What only xserv chat has.
+    # The methods below are for xserv chat only.
 
     def start(self):
         """Waits for the first prompt."""
@@ -216,7 +216,7 @@ def test_editing(xserv, model):
     terminal.say(b"/system a\xe9b\xff\xc3\xc3\xa9c")
     assert "[system: abéc]" in terminal.say("/system")
 
-    # Wide characters take two columns: the cursor goes back by so many.
+    # Wide characters take two columns: the cursor goes back by two.
     terminal.press("你好" + LEFT)
     terminal.wait_for("你好\r\x1b[4C")
     terminal.say(CTRL_U + CTRL_K)

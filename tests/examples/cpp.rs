@@ -12,7 +12,7 @@ const STRICT: [&str; 5] =
 /// C++17, 20 and 23.
 const STANDARDS: [&str; 3] = ["-std=c++17", "-std=c++20", "-std=c++2b"];
 
-/// The C++ compilers that are installed, each once, whatever names it has.
+/// Returns the C++ compilers that are installed, each once, whatever names it has.
 fn compilers() -> Vec<String> {
     let file = |name: &str| {
         let path = std::env::var_os("PATH").unwrap_or_default();
@@ -60,7 +60,7 @@ fn read(path: &str) -> String {
     std::fs::read_to_string(repository().join(path)).unwrap_or_else(|e| panic!("{path}: {e}"))
 }
 
-/// The text of a C or C++ source without its comments.
+/// Returns the text of a C or C++ source without its comments.
 fn without_comments(source: &str) -> String {
     let mut code = String::new();
     for (index, part) in source.split("/*").enumerate() {
@@ -70,7 +70,7 @@ fn without_comments(source: &str) -> String {
     code.lines().map(|line| line.split("//").next().unwrap_or("")).collect::<Vec<_>>().join("\n")
 }
 
-/// The names in a text that begin with xserv_ and are called or declared, in their order.
+/// Returns the names in a text that begin with xserv_ and are called or declared, in their order.
 fn functions(code: &str) -> Vec<&str> {
     let is_name = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_';
     let mut found = Vec::new();
@@ -189,7 +189,7 @@ fn every_option_can_be_set_in_cpp() {
     }
 }
 
-/// What must not compile, as the body of a function, and what the compiler says of it, in one error.
+/// Programs that must not compile, as the body of a function, and what the compiler says of them, in one error.
 const REFUSED: &[(&str, &str)] = &[
     // Callbacks: the int of a printf would stop the generation when it is 0.
     ("model.generate(request, [](std::string_view text) { return text.size(); });", "xserv: the callback of generate() takes"),
@@ -202,7 +202,7 @@ const REFUSED: &[(&str, &str)] = &[
     ("xserv::SubmitOptions().wake([](int) {});", "xserv: wake() takes"),
     ("xserv::self_test({}, [](int) {});", "xserv: the report of self_test() takes"),
     ("xserv::grad_check(values, values, [](float) { return 1.0; });", "xserv: the loss of grad_check() takes"),
-    // What would dangle.
+    // These would dangle.
     ("std::string_view text = model.generate(request).text();", "deleted"),
     ("std::string_view text(model.generate(request).text(1));", "deleted"),
     ("const auto &info = model.generate(request).info();", "deleted"),

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use crate::support::*;
 
-/// The pages, with their names.
+/// Returns the pages, with their names.
 fn pages() -> Vec<(String, String)> {
     let folder = repository().join("examples/docs");
     let mut found = Vec::new();
@@ -21,7 +21,7 @@ fn pages() -> Vec<(String, String)> {
     found
 }
 
-/// The snippets of a language, with names of their own.
+/// Returns the snippets of a language, with names of their own.
 fn snippets(language: &str) -> Vec<(String, String)> {
     let mut found = Vec::new();
     for (page, text) in pages() {
@@ -113,7 +113,7 @@ fn the_commands_run() {
     }
 }
 
-/// What is not run above is taken from files that are tested, or is a picture.
+/// Every snippet that is not run above is taken from files that are tested, or is a picture.
 #[test]
 fn every_snippet_is_run() {
     let run = ["c", "cpp", "python", "sh"];

@@ -23,7 +23,7 @@ int main(int argc, char **argv) {
 }
 "#;
 
-/// A folder with both libraries of this test run. The static one is made of what Cargo has built: nothing is
+/// Returns a folder with both libraries of this test run. The static one is made of what Cargo has built: nothing is
 /// compiled for it.
 fn libraries() -> &'static Path {
     static FOLDER: OnceLock<PathBuf> = OnceLock::new();
@@ -44,7 +44,7 @@ fn install_command(prefix: &Path) -> Command {
     install
 }
 
-/// The version as the header has it, which says nothing of a development version.
+/// Returns the version as the header has it, which says nothing of a development version.
 fn header_version() -> &'static str {
     env!("CARGO_PKG_VERSION").trim_end_matches("-dev")
 }
@@ -61,7 +61,7 @@ fn install(name: &str, libdir: &str) -> PathBuf {
     prefix
 }
 
-/// The paths of all files and folders below a folder, in their order.
+/// Returns the paths of all files and folders below a folder, in their order.
 fn tree(folder: &Path) -> BTreeSet<PathBuf> {
     let mut found = BTreeSet::new();
     for entry in fs::read_dir(folder).into_iter().flatten() {
@@ -74,7 +74,7 @@ fn tree(folder: &Path) -> BTreeSet<PathBuf> {
     found
 }
 
-/// The last words of the lines that a tool like nm prints.
+/// Returns the last words of the lines that a tool like nm prints.
 fn last_words(command: &mut Command) -> BTreeSet<String> {
     let said = run(command).stdout;
     said.lines()
@@ -335,7 +335,7 @@ fn cpp_before_17_is_told_so_and_keeps_the_c_header() {
     }
 }
 
-/// The shared library's functions, which the header test compares with the headers.
+/// Returns the shared library's functions, which the header test compares with the headers.
 fn functions() -> BTreeSet<String> {
     let library = libraries().join("libxserv.so");
     last_words(command("nm").args(["-D", "--defined-only"]).arg(library))
@@ -521,7 +521,7 @@ fn a_dry_run_prints_what_an_installation_makes_and_uninstalling_leaves_nothing()
     assert!(!prefix.join("lib/libxserv.so").exists() && !prefix.join("bin/xserv").exists());
     assert!(prefix.join("lib64/libxserv.so").exists() && !prefix.join("lib64/libxserv.a").exists());
 
-    // What others put there stays.
+    // Files that others put there stay.
     let uninstall = || {
         let mut uninstall = command(repository().join("csrc/install"));
         uninstall.arg("--uninstall").arg("--prefix").arg(&prefix);

@@ -1,5 +1,5 @@
-//! What is passed on: pip install from a checkout, the wheel, the tarball; and how the Python package finds the
-//! library.
+//! Packages that are passed on: pip install from a checkout, the wheel, the tarball; and how the Python package finds
+//! the library.
 
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -9,7 +9,8 @@ use std::sync::OnceLock;
 
 use crate::support::*;
 
-/// The library of this test run, without what debuggers need: it is copied and packed many times.
+/// Returns the library of this test run, without what debuggers need: it is copied and packed many
+/// times.
 fn library() -> PathBuf {
     static FILE: OnceLock<PathBuf> = OnceLock::new();
     FILE.get_or_init(|| {
@@ -23,7 +24,8 @@ fn library() -> PathBuf {
     .clone()
 }
 
-/// A program that sees none of this machine's libraries, and none of the settings that name one.
+/// Returns a program that sees none of this machine's libraries, and none of the settings that name
+/// one.
 fn alone(program: impl AsRef<std::ffi::OsStr>, folder: &Path) -> Command {
     let mut command = command(program);
     command.current_dir(folder).env("HOME", folder).env("PIP_DISABLE_PIP_VERSION_CHECK", "1");
@@ -33,7 +35,7 @@ fn alone(program: impl AsRef<std::ffi::OsStr>, folder: &Path) -> Command {
     command
 }
 
-/// A folder with what a checkout has for Python, but no library.
+/// Returns a folder with what a checkout has for Python, but no library.
 fn checkout(folder: &Path) -> PathBuf {
     let root = folder.join("checkout");
     for path in ["examples", "include"] {
@@ -50,7 +52,7 @@ fn put_library(file: &Path) {
     fs::copy(library(), file).expect("the library can be copied");
 }
 
-/// A new virtual environment's Python. None, with the reason printed, if it can't be had.
+/// Returns a new virtual environment's Python. None, with the reason printed, if it can't be had.
 fn virtual_environment(folder: &Path) -> Option<PathBuf> {
     let made = outcome(alone("python3", folder).args(["-m", "venv", "venv"]));
     if made.code != Some(0) {
@@ -66,7 +68,7 @@ fn pip_install(python: &Path, folder: &Path) -> Command {
     pip
 }
 
-/// The library that a Python program loads when it imports the package.
+/// Returns the library that a Python program loads when it imports the package.
 fn loaded_library(python: &Path, folder: &Path, path: Option<&Path>) -> PathBuf {
     let program = "import xserv\n\
                    names = {line.split()[-1] for line in open('/proc/self/maps') if 'libxserv.so' in line}\n\
@@ -91,7 +93,7 @@ fn files_below(folder: &Path) -> Vec<PathBuf> {
     found
 }
 
-/// The platform tag that binutils' view of the library asks for.
+/// Returns the platform tag that binutils' view of the library asks for.
 fn expected_platform() -> Option<String> {
     if !have("objdump") {
         skip("the platform tag by objdump", "objdump is not installed");
@@ -202,7 +204,7 @@ fn the_package_looks_for_the_library_where_it_is_installed() {
     assert!(said.contains("\n  libxserv.so.77: cannot open"), "{said}");
     assert!(said.contains("cargo build --release") && said.contains("XSERV_LIBRARY"), "{said}");
 
-    // Of a library that was chosen, nothing else is tried.
+    // If a library was chosen, nothing else is tried.
     let chosen = outcome(find().env("XSERV_LIBRARY", library())).stderr;
     assert!(chosen.contains("has ABI version 1, not 77"), "{chosen}");
     assert!(!chosen.contains("/usr/local/lib"), "{chosen}");

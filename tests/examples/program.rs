@@ -12,7 +12,7 @@ use crate::support::*;
 
 const COMMANDS: [&str; 5] = ["chat", "generate", "bench", "inspect", "plan"];
 
-/// The program; None if there is no CMake.
+/// Returns the program; None if there is no CMake.
 fn program() -> Option<PathBuf> {
     crate::c::programs().map(|programs| programs.join("xserv"))
 }
@@ -23,12 +23,12 @@ fn xserv(program: &Path, arguments: &[&str]) -> Command {
     xserv
 }
 
-/// The small model's folder as an argument.
+/// Returns the small model's folder as an argument.
 fn small() -> String {
     model().to_str().expect("a path").to_string()
 }
 
-/// A copy of the small model with another chat template, or without one.
+/// Returns a copy of the small model with another chat template, or without one.
 fn with_template(name: &str, template: Option<&str>) -> PathBuf {
     let folder = work_folder(name);
     for entry in fs::read_dir(model()).expect("the model") {
@@ -110,7 +110,7 @@ fn mistakes_are_answered_in_a_sentence() {
         assert_eq!(failed.code, Some(1), "{name}: {}", failed.stderr);
         assert!(failed.stderr.contains("/no/such/folder"), "{name}: {}", failed.stderr);
     }
-    // What cannot be written is a failure.
+    // A failed write is a failure of the program.
     for words in ["plan SMALL", "generate SMALL Once --max-tokens 4"] {
         let words = words.replace("SMALL", small);
         let script = format!("{} {words} > /dev/full", program.display());
@@ -185,7 +185,7 @@ fn inspect_and_plan_tell_what_the_folder_says() {
     assert_eq!(plan(&["--dtype", "f32"])["dtype"], "f32");
     let gpu = ["plan", &small, "--device", "cuda", "--max-memory", "8GB", "--json"];
     assert_eq!(json(&run(&mut xserv(&program, &gpu)).stdout)["device"], "cuda");
-    // Where there is no GPU, nobody knows what fits.
+    // Without a GPU, nobody knows what fits.
     let mut nowhere = xserv(&program, &["plan", &small, "--device", "cuda", "--json"]);
     let found = json(&run(nowhere.env("CUDA_VISIBLE_DEVICES", "")).stdout);
     assert_eq!((&found["fits"], &found["memory_bytes"]), (&Value::Null, &Value::Null));
@@ -249,7 +249,7 @@ fn chat_answers_lines_from_a_pipe() {
     let expected = run_with_input(command(example).args(&chat[1..]), turns).stdout;
     assert_eq!(run_with_input(&mut xserv(&program, &chat), turns).stdout, expected);
 
-    // What can't be sent is reported, and the conversation goes on.
+    // A line that can't be sent is reported, and the conversation goes on.
     for broken in [&b"\xff\xfe\nHello!\n"[..], b"/fooo\nHello!\n"] {
         let said = outcome_with_input(&mut xserv(&program, &chat), broken);
         assert_eq!(said.code, Some(1));

@@ -14,7 +14,7 @@ fn make(folder: &Path, arguments: &[&str]) -> Outcome {
     outcome(command("python3").arg(script).arg("--shape").args(arguments).arg("--out").arg(folder))
 }
 
-/// A folder with the model; `arguments` begin with the shape.
+/// Returns a folder with the model; `arguments` begin with the shape.
 pub fn random_model(name: &str, arguments: &[&str]) -> PathBuf {
     let folder = work_folder(name);
     let made = make(&folder, arguments);

@@ -1,4 +1,4 @@
-//! What README.md says is run: its programs, its commands, its links.
+//! Runs what README.md says: its programs, its commands, its links.
 
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -11,7 +11,7 @@ fn readme() -> String {
     fs::read_to_string(repository().join("README.md")).expect("README.md")
 }
 
-/// The texts of the code blocks of a language.
+/// Returns the texts of the code blocks of a language.
 fn blocks(language: &str) -> Vec<String> {
     code_blocks(&readme(), language)
 }
@@ -147,7 +147,7 @@ fn the_versions_agree() {
     let is_version = |line: &&str| line.starts_with("## ") && *line != "## Unreleased";
     let newest = changes.lines().find(is_version).expect("a version");
     let version = env!("CARGO_PKG_VERSION");
-    // What is being worked on has no heading of its own yet.
+    // A version in development has no heading of its own yet.
     match version.strip_suffix("-dev") {
         Some(_) => assert!(changes.lines().any(|line| line == "## Unreleased")),
         None => assert_eq!(newest, format!("## {version}")),

@@ -11,19 +11,19 @@ use std::time::{Duration, Instant};
 /// Longest that a program may run. Far more than any of them needs, a release build included.
 const TIME_LIMIT: Duration = Duration::from_secs(30 * 60);
 
-/// The root of the repository.
+/// Returns the root of the repository.
 pub fn repository() -> PathBuf {
     // Cargo sets it for the tests that it runs; the built-in path may be that of another machine.
     let root = std::env::var_os("CARGO_MANIFEST_DIR").unwrap_or(env!("CARGO_MANIFEST_DIR").into());
     PathBuf::from(root)
 }
 
-/// The small model of the repository.
+/// Returns the small model of the repository.
 pub fn model() -> PathBuf {
     repository().join("examples/models/tiny-qwen3")
 }
 
-/// The folder of the libxserv.so that was built for this test run.
+/// Returns the folder of the libxserv.so that was built for this test run.
 pub fn library_folder() -> PathBuf {
     let exe = std::env::current_exe().expect("the path of this test binary");
     let folder = exe.parent().expect("a folder").to_path_buf();
@@ -31,7 +31,7 @@ pub fn library_folder() -> PathBuf {
     folder
 }
 
-/// A folder for the files of one test, kept for looking at until the next run. Empty.
+/// Returns a folder for the files of one test, kept for looking at until the next run. Empty.
 pub fn work_folder(name: &str) -> PathBuf {
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("examples").join(name);
     if folder.exists() {
@@ -41,14 +41,14 @@ pub fn work_folder(name: &str) -> PathBuf {
     folder
 }
 
-/// What a program did.
+/// The outcome of a program.
 pub struct Outcome {
     pub code: Option<i32>,
     pub stdout: String,
     pub stderr: String,
 }
 
-/// A program to run in the repository's root, with nothing on its standard input.
+/// Returns a program to run in the repository's root, with nothing on its standard input.
 pub fn command(program: impl AsRef<OsStr>) -> Command {
     let mut command = Command::new(program);
     // Cargo's search path would find the library where a user's program has to find it by itself.
@@ -121,7 +121,7 @@ pub fn run_with_input(command: &mut Command, input: &str) -> Outcome {
     outcome
 }
 
-/// The texts of the code blocks of a language in a Markdown text.
+/// Returns the texts of the code blocks of a language in a Markdown text.
 pub fn code_blocks(text: &str, language: &str) -> Vec<String> {
     let mut found = Vec::new();
     let mut parts = text.split("\n```");
@@ -147,7 +147,7 @@ pub fn have(program: &str) -> bool {
         .any(|folder| folder.join(program).is_file())
 }
 
-/// The first of these programs that is on PATH, after the one that the environment names.
+/// Returns the first of these programs that is on PATH, after the one that the environment names.
 fn compiler(variable: &str, names: &[&str]) -> String {
     let named = std::env::var(variable).unwrap_or_default();
     std::iter::once(named.as_str())
@@ -157,12 +157,12 @@ fn compiler(variable: &str, names: &[&str]) -> String {
         .to_string()
 }
 
-/// The C compiler.
+/// Returns the C compiler.
 pub fn cc() -> String {
     compiler("CC", &["cc", "gcc", "clang"])
 }
 
-/// The C++ compiler.
+/// Returns the C++ compiler.
 pub fn cxx() -> String {
     compiler("CXX", &["c++", "g++", "clang++"])
 }
@@ -170,8 +170,8 @@ pub fn cxx() -> String {
 /// Flags for warnings, which are errors.
 pub const WARNINGS: [&str; 4] = ["-Wall", "-Wextra", "-Wpedantic", "-Werror"];
 
-/// A CMake: one that is installed, or the one that tests/support/tools.sh puts into target/tools.
-/// None, with the reason printed, if there is no way to get one.
+/// Returns a CMake: one that is installed, or the one that tests/support/tools.sh puts into
+/// target/tools. None, with the reason printed, if there is no way to get one.
 pub fn cmake() -> Option<&'static str> {
     static FOUND: OnceLock<Result<String, String>> = OnceLock::new();
     let found = FOUND.get_or_init(|| {
@@ -222,7 +222,7 @@ pub fn build_program(compiler: &str, sources: &[PathBuf], flags: &[&str], progra
         .arg(program));
 }
 
-/// A folder in which the library has the name that programs ask the loader for.
+/// Returns a folder in which the library has the name that programs ask the loader for.
 pub fn staged_library() -> PathBuf {
     static FOLDER: OnceLock<PathBuf> = OnceLock::new();
     FOLDER

@@ -5,7 +5,7 @@ use std::process::Command;
 
 use crate::support::*;
 
-/// Where the modules are that the tables use.
+/// Returns the folders of the modules that the tables use.
 fn own_packages() -> [PathBuf; 2] {
     ["examples/python", "examples/docs"].map(|folder| repository().join(folder))
 }

@@ -64,7 +64,7 @@ static void check_ownership(const std::string &path) {
   one = std::move(two);
   REQUIRE(!one.tokenize("x").empty());
 
-  // What comes from a model outlives it.
+  // Objects that come from a model outlive it.
   auto result = one.generate(xserv::Request::from_prompt("Once").max_tokens(4).ignore_eos(true));
   auto detokenizer = one.detokenizer();
   auto ids = one.tokenize("naïve 🙂");
@@ -213,7 +213,7 @@ static void check_text(const xserv::Model &model) {
   auto drawn = model.generate(greedy().temperature(1.2f).top_k(0).min_p(0.01f).repetition_penalty(1.1f).seed(9));
   REQUIRE(drawn.info().seed == 9);
 
-  // Of a temporary the text is a string of its own.
+  // The text of a temporary is a string of its own.
   static_assert(std::is_same_v<decltype(from_prompt.text()), std::string_view>);
   static_assert(std::is_base_of_v<std::string, decltype(model.generate(greedy()).text())>);
   static_assert(!std::is_convertible_v<xserv::Text, std::string_view> &&
@@ -399,7 +399,7 @@ static void check_choosing(const xserv::Model &model) {
   REQUIRE(thrown_by([&] { model.generate(greedy().processed_log_probs(true)); }) == XSERV_STATUS_INVALID_ARGUMENT);
 }
 
-// What an answer has, which the model is made to give by its first tokens.
+// Checks the parts of an answer, which the model is made to give by its first tokens.
 static void check_answers(const xserv::Model &model) {
   const std::string text = "<think>\nHm.\n</think>\n\nYes.\n<tool_call>\n{\"name\": \"now\", \"arguments\": {\"a\": 1}}\n</tool_call>";
   const std::string tools = R"([{"type": "function", "function": {"name": "now"}}])";
@@ -529,7 +529,7 @@ static void check_submitting(const std::string &path, xserv::Model &model) {
   auto silent = model.submit(request, xserv::SubmitOptions().events({}));
   REQUIRE(silent.next().kind == XSERV_EVENT_DONE && silent.take_result().token_ids().size() == 20);
 
-  // What a waker throws goes nowhere; it is not called once the submission is gone.
+  // Exceptions of a waker are dropped; it is not called once the submission is gone.
   auto calls = std::make_shared<std::atomic<int>>(0);
   xserv::SubmitOptions options;
   options.wake([calls] {
@@ -668,7 +668,7 @@ static void check_views() {
   copy.reset();
   REQUIRE(second.get()->shape[0] == 4 && second.get()->strides[1] == 12);
 
-  // What memory may be given as.
+  // These are the types that memory may be given as.
   float array[6] = {};
   const float *pointer = constant.data();
   std::array<std::int64_t, 2> ids{1, 2};

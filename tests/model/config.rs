@@ -323,7 +323,7 @@ fn what_would_change_the_computation_is_refused_by_name() {
 #[test]
 fn sliding_windows_are_refused_where_they_would_be_used() {
     let mut config = with(qwen3(), "use_sliding_window", json!(true));
-    // A null window is none; a window that begins behind the last layer is none.
+    // A null window is none; a window that begins after the last layer is none.
     assert!(parse(&config).is_ok());
     config["sliding_window"] = json!(1024);
     assert!(parse(&config).is_ok());

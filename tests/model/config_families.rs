@@ -44,7 +44,7 @@ fn families() -> [Value; 3] {
     [llama(), mistral(), qwen2()]
 }
 
-/// What the tests of the other families ask of an error, and that it names the file.
+/// Checks an error as the tests of the other families do, and that it names the file.
 #[track_caller]
 fn refused(config: &Value, kind: ErrorKind, named: &str) {
     config::refused(config, kind, named);
@@ -299,7 +299,7 @@ fn a_window_of_mistral_bounds_the_context() {
     let config = with(mistral(), "max_position_embeddings", json!(32_768));
     let bare = parse(&without(config, "sliding_window")).expect("valid");
     assert_eq!(bare.max_context_tokens, 4096);
-    // Of the others the field means nothing, or is switched off.
+    // In the other families the field means nothing, or is switched off.
     let config = parse(&with(llama(), "sliding_window", json!(64))).expect("valid");
     assert_eq!(config.max_context_tokens, 2048);
     assert_eq!(parse(&qwen2()).expect("valid").max_context_tokens, 2048);

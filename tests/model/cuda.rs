@@ -8,13 +8,11 @@ use xserv::model::{ForwardBatch, MemoryNeeds, Model, ModelFolder, PassLimits, Wo
 use crate::driver::{bits, cuda_context, load, load_on_cuda, Driver, Sequence};
 use crate::files::{Family, Random, Store, TestModel};
 use crate::golden::{self, std_of, Golden};
+use crate::logits::{
+    difference, Difference, BF16_MAX_FACTOR, BF16_MAX_FLOOR, BF16_RMS_FACTOR, BF16_RMS_FLOOR,
+    F32_MAX_OVER_STD,
+};
 
-/// Bars as those of the CPU in `logits.rs`.
-const F32_MAX_OVER_STD: f64 = 2e-4;
-const BF16_RMS_FACTOR: f64 = 2.5;
-const BF16_MAX_FACTOR: f64 = 3.0;
-const BF16_RMS_FLOOR: f64 = 0.02;
-const BF16_MAX_FLOOR: f64 = 0.1;
 /// f16 has three more bits than bf16, and is rounded at the same places: a quarter is generous.
 const F16_OF_BF16: f64 = 0.25;
 
@@ -26,18 +24,6 @@ fn on_cuda(golden: &Golden, dtype: DType) -> Option<Model> {
     Some(load_on_cuda(golden.model_path(), Some(dtype), context).expect("a model on CUDA"))
 }
 
-fn difference(got: &[f32], want: &[f32]) -> (f64, f64) {
-    assert_eq!(got.len(), want.len());
-    let (mut max, mut sum) = (0.0_f64, 0.0_f64);
-    for (&g, &w) in got.iter().zip(want) {
-        let d = (f64::from(g) - f64::from(w)).abs();
-        assert!(!d.is_nan(), "NaN among the logits");
-        max = max.max(d);
-        sum += d * d;
-    }
-    (max, (sum / got.len() as f64).sqrt())
-}
-
 #[test]
 fn f32_logits_on_cuda_are_those_of_transformers() {
     for golden in golden::every_seed() {
@@ -47,9 +33,8 @@ fn f32_logits_on_cuda_are_those_of_transformers() {
         for prompt in &golden.prompts {
             let want = &golden.logits[&prompt.name];
             for chunk in CHUNKS {
-                let (max, _) =
-                    difference(&golden.kept(prompt, &driver.logits(&prompt.ids, chunk)), want);
-                let over_std = max / std_of(want);
+                let got = golden.kept(prompt, &driver.logits(&prompt.ids, chunk));
+                let over_std = difference(&got, want).max / std_of(want);
                 worst = worst.max(over_std);
                 assert!(
                     over_std <= F32_MAX_OVER_STD,
@@ -78,7 +63,7 @@ fn bf16_and_f16_logits_on_cuda_lose_no_more_than_transformers_own() {
                     (BF16_MAX_FACTOR * loss.max_abs_diff).max(BF16_MAX_FLOOR * loss.logits_std);
                 for chunk in [usize::MAX, 1] {
                     let got = golden.kept(prompt, &driver.logits(&prompt.ids, chunk));
-                    let (max, rms) = difference(&got, &golden.logits[&prompt.name]);
+                    let Difference { max, rms } = difference(&got, &golden.logits[&prompt.name]);
                     worst_rms = worst_rms.max(rms / loss.rms_diff);
                     worst_max = worst_max.max(max / loss.max_abs_diff);
                     assert!(
@@ -160,7 +145,7 @@ fn the_long_prompt_on_cuda() {
         let last = &refs["last_logits"].f32s;
         for chunk in [usize::MAX, 512, 100] {
             let logits = driver.logits(&ids, chunk);
-            let (max, _) = difference(&logits[logits.len() - last.len()..], last);
+            let max = difference(&logits[logits.len() - last.len()..], last).max;
             let worst = max / std_of(&logits);
             println!("{} long on CUDA in pieces of {chunk}: {worst:.2e} std", golden.name);
             assert!(worst <= F32_MAX_OVER_STD, "{} long: {worst:.2e} std", golden.name);
@@ -200,7 +185,7 @@ fn ragged_batches_on_cuda_are_the_sequences_alone() {
         }
         for (prompt, got) in golden.prompts.iter().zip(&got) {
             let want = &golden.logits[&prompt.name];
-            let (max, _) = difference(&golden.kept(prompt, got), want);
+            let max = difference(&golden.kept(prompt, got), want).max;
             let over_std = max / std_of(want);
             assert!(
                 over_std <= F32_MAX_OVER_STD,
@@ -229,7 +214,7 @@ fn twice_the_same_run_on_cuda_gives_the_same_bits() {
     }
 }
 
-/// Biases and YaRN, which no reference model has; heads of 10 elements. Of GPT-2 both forms of GELU, an output
+/// Biases and YaRN, which no reference model has; heads of 10 elements. GPT-2 with both forms of GELU, an output
 /// matrix of its own, and rows that are no whole vectors.
 #[test]
 fn cuda_and_the_cpu_agree() {
@@ -266,7 +251,7 @@ fn cuda_and_the_cpu_agree() {
             let want = Driver::new(&load(dir.str(), Some(dtype), 2), 8).logits(&ids, usize::MAX);
             let mut driver = Driver::new(&on_cuda, 8);
             for chunk in [usize::MAX, 11, 1] {
-                let (max, rms) = difference(&driver.logits(&ids, chunk), &want);
+                let Difference { max, rms } = difference(&driver.logits(&ids, chunk), &want);
                 let std = std_of(&want);
                 println!(
                     "seed {seed} {dtype} pieces of {chunk}: max {:.2e} rms {:.2e} std",
@@ -323,7 +308,7 @@ fn any_rows_can_be_wanted(model: TestModel) {
             got.iter().zip(&want).map(|(g, w)| f64::from((g - w).abs())).fold(0.0, f64::max);
         assert!(worst <= F32_MAX_OVER_STD * std, "rows {rows:?}: {worst:.2e}");
     }
-    // Stopped in front of the second layer; the model can be used afterwards.
+    // Stopped before the second layer; the model can be used afterwards.
     let asked = std::cell::Cell::new(0);
     let stop = || {
         asked.set(asked.get() + 1);

@@ -68,7 +68,7 @@ fn in_pieces(model: &Model, known: &Known, chunk: usize) -> Count {
     count
 }
 
-/// The last tokens of many sequences decoded together, in steps as an engine takes them.
+/// Returns the last tokens of many sequences decoded together, in steps as an engine takes them.
 fn decoded(model: &Model, all: &[Known], steps: usize) -> Count {
     let mut count = Count::default();
     let blocks: usize = all.iter().map(|known| known.ids.len().div_ceil(32)).sum();

@@ -12,8 +12,9 @@ use crate::files::{Store, TempDir, TestModel};
 
 const HASH: &str = "0123456789abcdef0123456789abcdef01234567";
 
-/// A cache with the repository `acme/tiny`, its files links into `blobs` as downloads leave them:
-/// the weights in the blobs that all repositories share, the configuration in the repository's own.
+/// Returns a cache with the repository `acme/tiny`, its files links into `blobs` as downloads leave
+/// them: the weights in the blobs that all repositories share, the configuration in the
+/// repository's own.
 fn cache() -> TempDir {
     let dir = TempDir::new();
     let model = TestModel::qwen3(1).write(Store::F32);
@@ -116,7 +117,7 @@ fn what_is_not_in_the_cache() {
     assert!(error.message().ends_with("; `hf download acme/other` fetches it"), "{error}");
 }
 
-/// What people pass that is a model, but not a folder that can be read.
+/// Paths that are a model, but not a folder that can be read.
 #[test]
 fn other_formats_are_named() {
     let dir = TempDir::new();
@@ -202,7 +203,8 @@ fn small_files_stay_small() {
     }
 }
 
-/// What the system cannot find out is not taken for absent, and lack of memory is told as such.
+/// A file that the system fails to look up is not taken for absent, and lack of memory is reported
+/// as such.
 #[test]
 fn failures_are_told_from_missing_files() {
     let dir = TempDir::new();

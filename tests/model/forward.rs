@@ -12,7 +12,7 @@ use crate::rope::yarn_f64;
 
 const DTYPES: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
 
-/// The prompts of a model cut to 80 tokens: enough to cross two block boundaries.
+/// Returns the prompts of a model cut to 80 tokens: enough to cross two block boundaries.
 fn prompts(golden: &golden::Golden) -> Vec<Vec<u32>> {
     golden.prompts.iter().map(|p| p.ids[..p.ids.len().min(80)].to_vec()).collect()
 }

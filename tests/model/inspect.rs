@@ -49,7 +49,7 @@ fn a_report_says_why_a_folder_is_unsupported() {
     assert!(!report.supported);
     assert_eq!(report.architecture.as_deref(), Some("MambaForCausalLM"));
     assert!(report.reason.expect("a reason").contains("MambaForCausalLM"));
-    // What the headers say is reported all the same.
+    // The contents of the headers are reported all the same.
     assert!(report.num_parameters > Some(0));
     assert_eq!(report.stored_dtypes.len(), 1);
 

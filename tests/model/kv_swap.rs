@@ -54,7 +54,7 @@ fn check_turns(model: &Model) {
 }
 
 /// Copies are queued while a step is under way, which has read and written the blocks before they are copied; the
-/// step behind them finds what they have brought.
+/// step after them finds what they have brought.
 fn check_order(model: &Model) {
     let mut swap = model.kv_swap();
     assert_eq!(grow(&mut swap, NUM_BLOCKS), NUM_BLOCKS);

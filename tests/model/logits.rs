@@ -9,20 +9,20 @@ use crate::golden::{self, std_of, Golden};
 
 /// Bar: the largest difference, in standard deviations of the reference logits. Measured: see the
 /// output; typically 1e-5.
-const F32_MAX_OVER_STD: f64 = 2e-4;
+pub const F32_MAX_OVER_STD: f64 = 2e-4;
 /// Bars on the differences of bf16, in units of what Transformers' own bf16 run loses, and their
 /// floors in standard deviations.
-const BF16_RMS_FACTOR: f64 = 2.5;
-const BF16_MAX_FACTOR: f64 = 3.0;
-const BF16_RMS_FLOOR: f64 = 0.02;
-const BF16_MAX_FLOOR: f64 = 0.1;
+pub const BF16_RMS_FACTOR: f64 = 2.5;
+pub const BF16_MAX_FACTOR: f64 = 3.0;
+pub const BF16_RMS_FLOOR: f64 = 0.02;
+pub const BF16_MAX_FLOOR: f64 = 0.1;
 
-struct Difference {
-    max: f64,
-    rms: f64,
+pub struct Difference {
+    pub max: f64,
+    pub rms: f64,
 }
 
-fn difference(got: &[f32], want: &[f32]) -> Difference {
+pub fn difference(got: &[f32], want: &[f32]) -> Difference {
     assert_eq!(got.len(), want.len());
     let (mut max, mut sum) = (0.0_f64, 0.0_f64);
     for (&g, &w) in got.iter().zip(want) {

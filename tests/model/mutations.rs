@@ -110,7 +110,7 @@ fn damaged_configurations_and_indexes() {
     }
 }
 
-/// Numbers that are none are no business of the loader; the pass must come back with something.
+/// NaN and infinity among the numbers do not concern the loader; the pass must come back with something.
 #[test]
 fn weights_of_nan_and_infinity() {
     for value in [f32::NAN, f32::INFINITY, f32::MAX] {

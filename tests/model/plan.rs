@@ -1,4 +1,4 @@
-//! What the headers tell of a model's memory, against what a run takes.
+//! Compares the memory that the headers of a model plan with the memory that a run takes.
 
 use xserv::memory::DType;
 use xserv::model::{Model, PassLimits};
@@ -9,7 +9,7 @@ use crate::files::{Family, Random, Store, TempDir, TestModel, TestTensor};
 /// The bar: planned sizes are within 2 % of what is used.
 const TOLERANCE: f64 = 0.02;
 
-/// A model whose feed-forward part is wide enough for sums in stretches.
+/// Returns a model whose feed-forward part is wide enough for sums in stretches.
 fn wide_model(family: Family) -> TempDir {
     const INTERMEDIATE: usize = 3200;
     let mut model = TestModel::qwen3(7);
@@ -69,7 +69,7 @@ fn the_work_space_of_the_host_is_what_was_planned() {
     }
 }
 
-/// What the allocator of a model's device had in use at its peak.
+/// The peak of the allocator of a model's device is the plan.
 #[test]
 fn the_memory_of_a_device_is_what_was_planned() {
     const CHUNK: usize = 2048;
@@ -98,7 +98,7 @@ fn the_memory_of_a_device_is_what_was_planned() {
             plan.kv_bytes_per_token * 32 * NUM_BLOCKS as u64,
             cache as u64,
         );
-        // With the tokens behind it as long as the model's context.
+        // Together with the tokens after it as long as the model's context.
         run(&mut driver, CHUNK - 5, CHUNK);
         let peak = context.memory_stats().peak as u64;
         let cache = plan.kv_bytes_per_token * 32 * NUM_BLOCKS as u64;

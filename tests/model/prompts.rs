@@ -5,7 +5,7 @@ use xserv::memory::DType;
 use crate::driver::{cuda_context, load, load_on_cuda, Driver};
 use crate::files::{Family, Random, Store, TestModel};
 
-/// Through the kernels for linear layers of prompts and the attention behind them, with lengths
+/// Through the kernels for linear layers of prompts and the attention after them, with lengths
 /// that are no whole tiles.
 #[test]
 fn prompts_in_one_piece_on_cuda_are_those_of_the_cpu() {

@@ -58,7 +58,7 @@ fn quantised(
     open_both(path, weights, 0, embeddings)?.load(backend, &options, &mut |_| true)
 }
 
-/// The repository's model with a prompt of its kind, and made ones; two have rows that are no whole groups.
+/// Returns the repository's model with a prompt of its kind, and made ones; two have rows that are no whole groups.
 fn models() -> Vec<(&'static str, TempDir, Vec<u32>)> {
     let mut found = Vec::new();
     if let Some(golden) = golden::tiny_qwen3() {
@@ -77,11 +77,11 @@ fn models() -> Vec<(&'static str, TempDir, Vec<u32>)> {
     found
 }
 
-/// What is quantised: the layers, the matrices of tokens, and both.
+/// The parts that are quantised: the layers, the matrices of tokens, and both.
 const CHOICES: [(WeightStorage, WeightStorage); 5] =
     [(INT8, AS_STORED), (INT4, AS_STORED), (AS_STORED, INT8), (INT8, INT8), (INT4, INT8)];
 
-/// The bar on the difference of logits.
+/// Returns the bar on the difference of logits.
 fn bar_of(weights: WeightStorage, name: &str) -> f64 {
     let bars = if weights == INT4 { INT4_BARS } else { INT8_BARS };
     bars[usize::from(name != TRAINED)]
@@ -113,7 +113,7 @@ fn quantised_logits_on_cuda_are_close_to_those_of_the_numbers() {
         let want = logits(&load(dir.str(), Some(DType::F32), 2));
         for (weights, embeddings) in CHOICES {
             let bar = bar_of(weights, name);
-            // What bf16 loses comes on top.
+            // The error of bf16 comes on top.
             for (dtype, more) in [(DType::F32, 0.0), (DType::BF16, 0.03)] {
                 let what = format!("{name}, {weights:?}, embeddings {embeddings:?}, {dtype}");
                 let context = cuda_context().expect("there is a device");
@@ -239,14 +239,14 @@ fn numbers_that_are_not_finite_are_refused() {
     }
 }
 
-/// The logarithms of the probabilities of a row.
+/// Returns the logarithms of the probabilities of a row.
 fn log_probs(logits: &[f32]) -> Vec<f64> {
     let most = f64::from(logits.iter().copied().fold(f32::NEG_INFINITY, f32::max));
     let sum: f64 = logits.iter().map(|&x| (f64::from(x) - most).exp()).sum();
     logits.iter().map(|&x| f64::from(x) - most - sum.ln()).collect()
 }
 
-/// What a trained model loses: the likeliest token, and the divergence of the probabilities.
+/// The loss of a trained model: its likeliest token, and the divergence of its probabilities.
 #[test]
 fn a_trained_model_keeps_its_tokens() {
     let Some(golden) = golden::tiny_qwen3() else { return };

@@ -45,7 +45,7 @@ fn all_formats_are_what_their_writers_say() {
         quantises_inputs: false,
     };
     use DType::{BF16, F16, F32};
-    // Of up_proj, which has 64 inputs.
+    // The formats of up_proj, which has 64 inputs.
     let expected = [
         ("auto-round", int4(32, true, F16)),
         ("auto-round-awq", int4(32, true, F16)),
@@ -279,7 +279,7 @@ fn modules_of_both_forms_and_of_none() {
             whole.is_dense();
         }
     }
-    // What need not be there.
+    // These tensors may be missing.
     Case::read("gptq-v1").without("g_idx").is_good();
     Case::read("gptq-v1-symmetric").without("qzeros").is_good();
     Case::read("w4a16").without("weight_shape").is_good();

@@ -23,9 +23,9 @@ const CLEAR_MARGIN: f32 = 2e-3;
 struct Case {
     name: &'static str,
     config: Value,
-    /// Of the layers of the blocks.
+    /// The form of each layer of the blocks.
     form_of: fn(&str) -> Option<Form>,
-    /// Of the output matrix.
+    /// The form of the output matrix.
     output: Option<Form>,
 }
 
@@ -156,9 +156,9 @@ fn cases() -> Vec<Case> {
     ]
 }
 
-/// What is compared of a model.
+/// The results that are compared of a model.
 struct Run {
-    /// Of a prompt, fed whole and in pieces, and of batches.
+    /// The logits of a prompt, fed whole and in pieces, and of batches.
     logits: Vec<f32>,
     greedy: Vec<u32>,
     /// First minus second logit of each greedy step.
@@ -196,7 +196,7 @@ fn margin(logits: &[f32]) -> f32 {
     logits[best] - others.fold(f32::NEG_INFINITY, f32::max)
 }
 
-/// The root of the mean square of the difference over that of what is wanted.
+/// Returns the root of the mean square of the difference over that of what is wanted.
 pub fn relative_rms(got: &[f32], want: &[f32]) -> f64 {
     assert_eq!(got.len(), want.len());
     let square = |x: f64| x * x;
@@ -216,7 +216,7 @@ fn assert_greedy(what: &str, got: &Run, want: &Run) {
     }
 }
 
-/// The model of the repository, and made ones of other families (with biases, or untied).
+/// Returns the model of the repository, and made ones of other families (with biases, or untied).
 fn models() -> Vec<(&'static str, TestModel, Vec<u32>)> {
     let mut found = Vec::new();
     if let Some(golden) = golden::tiny_qwen3() {
@@ -318,9 +318,9 @@ fn quantised_files_on_cuda_are_the_numbers_that_they_stand_for() {
     });
 }
 
-/// Activations in FP8 are the same numbers on the CPU and on a GPU. What falls on the other side of
-/// the middle of two codes changes by a step of FP8, and with it what later layers round: of f32 a few
-/// rows, of bf16 all, which are then as far from each other as two roundings to FP8 are.
+/// Activations in FP8 are the same numbers on the CPU and on a GPU. A number that falls on the other side
+/// of the middle of two codes changes by a step of FP8, and with it what later layers round: a few rows
+/// of f32, all rows of bf16, which are then as far from each other as two roundings to FP8 are.
 #[test]
 fn activations_in_fp8_are_the_same_on_every_device() {
     let case = cases().into_iter().find(|case| case.name == "FP8 in blocks").expect("the case");
@@ -348,7 +348,7 @@ fn activations_in_fp8_are_the_same_on_every_device() {
             (DType::F32, 0.7 * loss),
             (DType::BF16, (BF16_FACTOR * of_bf16).max(BF16_FLOOR) + 1.6 * loss),
         ] {
-            // Where heads are padded, their matrices are dense on a GPU.
+            // If heads are padded, their matrices are dense on a GPU.
             let (false, Some(context)) = (what == "tiny-qwen3", cuda_context()) else { break };
             let got = load_on_cuda(made.quantised.str(), Some(dtype), context).expect("a model");
             let off = relative_rms(&run(&got, &prompt).logits, &want.logits);
@@ -363,7 +363,7 @@ fn activations_in_fp8_are_the_same_on_every_device() {
 
 const DOWN: &str = "model.layers.0.mlp.down_proj";
 
-/// A small AWQ model whose tensors or config a test may damage.
+/// Returns a small AWQ model whose tensors or config a test may damage.
 fn damaged(damage: impl FnOnce(&mut Vec<(String, Stored)>, &mut Value)) -> TempDir {
     let model = TestModel::wide_qwen3(6);
     let (mut tensors, _) =

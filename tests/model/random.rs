@@ -34,7 +34,7 @@ fn shapes() -> Vec<(&'static str, TestModel)> {
     ]
 }
 
-/// A folder with the config alone, which names an element type or not.
+/// Returns a folder with the config alone, which names an element type or not.
 fn config_only(model: &TestModel, dtype: Option<&str>) -> TempDir {
     let mut config = model.config.clone();
     if let Some(dtype) = dtype {
@@ -58,7 +58,7 @@ fn logits(model: &Model) -> Vec<f32> {
     Driver::new(model, 2).logits(&IDS, usize::MAX)
 }
 
-/// The root mean square of the differences, as a share of that of the numbers.
+/// Returns the root mean square of the differences, as a share of that of the numbers.
 fn difference(found: &[f32], expected: &[f32]) -> f64 {
     assert_eq!(found.len(), expected.len());
     let square = |x: f32| f64::from(x).powi(2);
@@ -184,7 +184,7 @@ fn progress_goes_from_zero_to_one_and_can_cancel() {
     .expect("loads");
     assert_eq!((seen.first(), seen.last()), (Some(&0.0), Some(&1.0)));
     assert!(seen.windows(2).all(|pair| pair[0] <= pair[1]), "{seen:?}");
-    // Only the vectors behind the last matrix, which are not reported, were not counted before the end.
+    // Only the vectors after the last matrix, which are not reported, were not counted before the end.
     assert!((0.99..=1.0).contains(&seen[seen.len() - 2]), "{seen:?}");
     for stop_at in 1..=seen.len() {
         let mut call = 0;

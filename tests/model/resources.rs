@@ -19,7 +19,7 @@ use crate::files::{cpu_seconds, raw_safetensors, TempDir, TestModel};
 const HOSTILE_BYTES: u64 = 256 << 20;
 const HOSTILE_SECONDS: f64 = 2.0;
 
-/// What a child process measured; the seconds are those of its thread's computing.
+/// The measurements of a child process; the seconds are those of its thread's computing.
 struct Measured {
     peak_bytes: u64,
     seconds: f64,
@@ -108,7 +108,7 @@ fn folder_with_config() -> TempDir {
     dir
 }
 
-/// A header of `count` empty tensors, filled up with long names to `len` bytes.
+/// Returns a header of `count` empty tensors, filled up with long names to `len` bytes.
 fn crowded_header(prefix: &str, count: usize, len: usize) -> String {
     let tail = "\":{\"dtype\":\"U8\",\"shape\":[0],\"data_offsets\":[0,0]}";
     let fill = (len / count).saturating_sub(tail.len() + prefix.len() + 10);
@@ -179,7 +179,7 @@ fn crowded_configurations() {
     }
 }
 
-/// A model of some 180 MiB whose weights are zeros in a sparse file.
+/// Returns a model of some 180 MiB whose weights are zeros in a sparse file.
 fn large_model() -> TempDir {
     let (hidden, intermediate, layers, vocab) = (1024, 3072, 6, 32_768);
     let mut model = TestModel::qwen3(1);

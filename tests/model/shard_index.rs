@@ -9,7 +9,7 @@ use xserv::model::Model;
 use crate::driver::{bits, load, Driver};
 use crate::files::{cpu_seconds, safetensors_bytes, Store, TempDir, TestModel};
 
-/// A model split over `count` files.
+/// Returns a model split over `count` files.
 fn split(model: &TestModel, count: usize) -> TempDir {
     let dir = TempDir::new();
     dir.write("config.json", model.config.to_string());

@@ -6,16 +6,11 @@ use std::time::{Duration, Instant};
 use xserv::memory::DType;
 use xserv::model::{Draw, Model, TokenChoice, FROM_BATCH, NO_TOKEN};
 
-use crate::driver::{cuda_context, load, load_on_cuda, Driver, Sequence};
+use crate::driver::{argmax, cuda_context, load, load_on_cuda, Driver, Sequence};
 use crate::files::{Family, Random, Store, TestModel};
 use crate::golden::{self, Golden};
 
-fn argmax(logits: &[f32]) -> u32 {
-    let best = logits.iter().enumerate().max_by(|a, b| a.1.total_cmp(b.1).then(b.0.cmp(&a.0)));
-    best.expect("a row").0 as u32
-}
-
-/// The first model of each architecture that this machine has, a Qwen3 in front.
+/// Returns the first model of each architecture that this machine has, a Qwen3 in front.
 fn golden_models() -> Vec<Golden> {
     let mut models: Vec<Golden> = Vec::new();
     let mut all = golden::all();
@@ -165,7 +160,7 @@ fn steps_in_flight_follow_each_other(golden: &Golden) {
         let mut sequences: Vec<Sequence> = prompts.iter().map(|_| Sequence::default()).collect();
         let choices = vec![TokenChoice::Greedy; prompts.len()];
         let mut parts: Vec<_> = sequences.iter_mut().zip(prompts.iter().copied()).collect();
-        // Longer prompts behind those of one token.
+        // Longer prompts after those of one token.
         parts.sort_by_key(|(_, prompt)| prompt.len() > 1);
         driver.begin(&mut parts, &[], &choices).expect("the prompts");
         let mut tokens: Vec<Vec<u32>> = prompts.iter().map(|_| Vec::new()).collect();
@@ -297,15 +292,7 @@ pub fn compare_chain(model: &Model, batch: usize, lens: Range<usize>) {
 
 #[test]
 fn seeds_and_penalties_choose_the_way() {
-    let draw = Draw {
-        temperature: 1.0,
-        top_k: 0,
-        top_p: 1.0,
-        min_p: 0.0,
-        typical_p: 1.0,
-        seed: 1,
-        index: 0,
-    };
+    let draw = Draw { seed: 1, ..Draw::default() };
     let golden = golden_model();
     let cpu = load(golden.model_path(), Some(DType::F32), 1);
     assert!(cpu.can_choose(&TokenChoice::Caller));

@@ -13,7 +13,7 @@ use crate::files::{cpu_seconds, raw_safetensors, Family, Random, Store, TempDir,
 /// Entries of the vocabulary of [`declared_tied`]: an embedding of two pieces, `[70_001, 24]` in f32.
 const NUM_TOKENS: usize = 70_001;
 
-/// How the stored output matrix relates to the embedding.
+/// The relation of the stored output matrix to the embedding.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Output {
     Absent,
@@ -22,7 +22,7 @@ enum Output {
     Differs(usize),
 }
 
-/// A model that is declared tied, as f32, and the numbers in its tensors.
+/// Returns a model that is declared tied, as f32, and the numbers in its tensors.
 fn declared_tied(mut model: TestModel, embedding: &str, output: Output) -> (TempDir, u64) {
     model.config["tie_word_embeddings"] = json!(true);
     model.config["vocab_size"] = json!(NUM_TOKENS);
@@ -43,7 +43,7 @@ fn declared_tied(mut model: TestModel, embedding: &str, output: Output) -> (Temp
     (model.write(Store::F32), numbers as u64)
 }
 
-/// What opening the folder says: parameters, and memory on the host and on a device.
+/// Returns the counts of an opened folder: parameters, and memory on the host and on a device.
 fn counts(dir: &TempDir) -> (u64, MemoryNeeds, MemoryNeeds) {
     let report = inspect(dir.str()).expect("a report");
     assert!(report.supported, "{:?}", report.reason);

@@ -235,7 +235,7 @@ fn gelu_tanh_on_cuda_is_rounded_after_each_step() {
             for (x, got) in decode(dtype, bytes).into_iter().zip(got) {
                 let [low, high] = [-5e-7, 5e-7].map(|error| gelu_new(dtype, x, error));
                 let is_same = match dtype {
-                    // What is left of 1 + tanh(x) has the absolute error of the tangent.
+                    // A small remainder of 1 + tanh(x) has the absolute error of the tangent.
                     DType::F32 => (got - low).abs() <= 5e-7 * (1.0 + x.abs()),
                     _ => got == low || got == high || (got.is_nan() && low.is_nan()),
                 };

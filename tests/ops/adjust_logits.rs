@@ -10,7 +10,7 @@ use xserv::memory::{DType, ElementType};
 use xserv::ops::adjust_logits::{cpu, cuda, AdjustedRow, Adjustment};
 use xserv::ops::adjust_logits::{ADJUSTED_ROW_WORDS, ADJUSTMENT_WORDS};
 
-/// What a logit becomes, in f64, by the formulas of the processors.
+/// Returns the changed logit, in f64, by the formulas of the processors.
 fn reference(logit: f64, row: &AdjustedRow, adjustment: &Adjustment) -> f64 {
     if row.bans_ends != 0 && adjustment.flags & Adjustment::ENDS != 0 {
         return f64::NEG_INFINITY;
@@ -201,7 +201,7 @@ fn mask(random: &mut Random, vocab_size: usize, share: f64) -> Vec<u32> {
     (0..vocab_size.div_ceil(32)).map(&mut word).collect()
 }
 
-/// What a row becomes, token by token.
+/// Returns the masked row, computed token by token.
 fn masked(logits: &[f32], mask: &[u32]) -> Vec<f32> {
     let is_allowed = |id: usize| (mask[id / 32] >> (id % 32)) & 1 == 1;
     let banned = |x: f32| if x.is_nan() || x.is_infinite() { x } else { f32::MIN };

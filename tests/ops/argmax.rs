@@ -1,7 +1,7 @@
 //! The place of the largest: slices of all types, rows that must be numbers, tensors.
 
 use crate::support::tensors::*;
-use crate::support::typed::{for_storage, normals, values};
+use crate::support::typed::{for_storage, tied_rows, values};
 use crate::support::{backends, reference, Random};
 use xserv::ffi::*;
 use xserv::ops::argmax::{cpu, cpu_checked};
@@ -16,15 +16,7 @@ fn slices<T: Storage>() {
     for backend in backends(&[1, 2]) {
         for width in WIDTHS {
             let rows = 21;
-            let mut x: Vec<T> = normals(&mut random, rows * width);
-            for row in 0..rows {
-                // Ties, and in some rows NaN.
-                let (from, to) = (random.below(width), random.below(width));
-                x[row * width + to] = x[row * width + from];
-                if row % 5 == 4 {
-                    x[row * width + random.below(width)] = T::from_f32(f32::NAN);
-                }
-            }
+            let x: Vec<T> = tied_rows(&mut random, rows, width);
             let rows_of_x = values(&x);
             let expected: Vec<i32> =
                 rows_of_x.chunks(width).map(|row| reference::largest(row, 1)[0] as i32).collect();

@@ -95,7 +95,8 @@ fn table_formats() -> Vec<QuantFormat> {
     formats
 }
 
-/// The numbers of a table in f64: `(code - zero) * scale`, rounded to f32 as the operators say.
+/// Returns the numbers of a table in f64: `(code - zero) * scale`, rounded to f32 as the operators
+/// say.
 fn table_numbers(matrix: &QuantisedMatrix) -> Vec<f64> {
     let mut numbers = vec![0.0; matrix.out_features * matrix.in_features];
     for (row, numbers) in numbers.chunks_exact_mut(matrix.in_features).enumerate() {

@@ -25,7 +25,7 @@ fn decoded(bytes: &[u8], dtype: DType) -> Vec<f32> {
     }
 }
 
-/// The numbers of `noise` from number `first` on, rounded to `dtype`.
+/// Returns the numbers of `noise` from number `first` on, rounded to `dtype`.
 fn numbers(noise: &Noise, first: u64, count: usize, dtype: DType) -> Vec<f32> {
     let mut bytes = vec![0xff; count * dtype.size_bytes()];
     cpu::fill_bytes(noise, first, dtype, &mut bytes);

@@ -11,8 +11,8 @@ use xserv::ops::kv_cache::cuda_swap::{kv_cache_swap, KvCopy, KvParts, MAX_KV_COP
 use xserv::ops::kv_cache::layout::{KvBlocks, KvLayout, BLOCK_SIZE};
 use xserv::ops::kv_cache::{cuda, KvSlots};
 
-/// Where the element of a key and that of a value lie in the panels of a head, as `layout.rs`
-/// describes them.
+/// Returns where the element of a key and that of a value lie in the panels of a head, as
+/// `layout.rs` describes them.
 fn places(layout: &KvLayout, token: usize, i: usize) -> [usize; 2] {
     let values = layout.head_dim * BLOCK_SIZE;
     let columns = layout.head_dim.next_multiple_of(16);
@@ -241,7 +241,7 @@ fn blocks_on_cuda_go_to_the_host_and_back_bit_for_bit() {
             assert!(download(&context, tensor) == after, "{what}: part {part} from the host");
         }
 
-        // What cannot be is refused, and copies nothing.
+        // Impossible copies are refused, and copy nothing.
         let mut refused = |copies: &[KvCopy]| {
             let result = kv_cache_swap(&context, &parts, &mut buffers, copies, true);
             assert!(result.is_err(), "{what}: {copies:?}");

@@ -35,7 +35,7 @@ fn check(
     let num_blocks = num_tokens / BLOCK_SIZE + 2;
     let num_slots = num_blocks * BLOCK_SIZE;
 
-    // What is behind the elements of a head is zero.
+    // The padding after the elements of a head is zero.
     let (_, mut heads_before) = bench.filled(&[num_tokens * total_heads, stride], 3.0, 0.1);
     heads_before.chunks_exact_mut(stride).for_each(|head| head[head_dim..].fill(0.0));
     let qkv = bench.of(&[num_tokens, total_heads, stride], &heads_before);
@@ -128,7 +128,7 @@ fn check(
     }
 }
 
-/// Heads with a kernel of their own, heads of whole vectors with and without a gap behind them, and
+/// Heads with a kernel of their own, heads of whole vectors with and without a gap after them, and
 /// others.
 const HEADS: [Heads; 8] = [
     (16, 8, 128, 128),

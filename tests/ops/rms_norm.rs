@@ -109,7 +109,7 @@ fn bar(element: Type) -> f64 {
     element.bar(4e-6, 6e-4, 4.5e-3)
 }
 
-/// The sum as it is stored: added in f32, rounded to the type.
+/// Returns the sum as it is stored: added in f32, rounded to the type.
 fn add_reference(element: Type, x: &[f64], residual: &[f64]) -> Vec<f64> {
     x.iter().zip(residual).map(|(x, r)| element.round(Type::F32.round(x + r))).collect()
 }
@@ -414,7 +414,7 @@ const ROUNDED_SHAPES: [(usize, usize); 10] = [
     (1, 20_008),
 ];
 
-/// The norm of each row of x, and how far each element may be off: two roundings.
+/// Returns the norm of each row of x, and how far each element may be off: two roundings.
 fn rounded_rows(bench: &Bench, x: &[f64], weight: &[f64]) -> Vec<(f64, f64)> {
     let rows = x.chunks_exact(weight.len());
     let normed = rows.flat_map(|row| rounded::rms_norm(bench.dtype, row, weight, EPS));
@@ -472,7 +472,7 @@ fn in_front_of_a_linear_layer_on_cuda_it_is_rounded_after_each_step() {
                 .expect("the operator");
             assert_eq!(bench.read(&other), got, "{what}: not the bits of add_rms_norm");
         }
-        // What the kernel does not serve is refused.
+        // Widths that the kernel does not serve are refused.
         let mut bench = Bench::new(&context, dtype, 1);
         for width in [12, 16_392] {
             let (x, _) = bench.filled(&[1, width], 1.0, 0.0);

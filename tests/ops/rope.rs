@@ -131,7 +131,7 @@ fn frequencies(head_dim: usize) -> Vec<f64> {
     (0..half).map(|i| f64::from((1e4f64).powf(-(i as f64) / half as f64) as f32)).collect()
 }
 
-/// The table in f64, from the frequencies as f32.
+/// Returns the table in f64, from the frequencies as f32.
 fn angles(inv_freq: &[f64], positions: usize, scale: f64) -> [Vec<f64>; 2] {
     [f64::cos, f64::sin].map(|function| {
         let row = |p| inv_freq.iter().map(move |f| scale * function(p as f64 * f));

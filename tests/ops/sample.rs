@@ -103,7 +103,7 @@ fn chooser() -> Option<Chooser> {
     Some(Chooser { context: cuda_context()? })
 }
 
-/// The probabilities of the tokens by the CPU's sampler.
+/// Returns the probabilities of the tokens by the CPU's sampler.
 fn probabilities(overrides: &SamplingOverrides, logits: &[f32]) -> Vec<f64> {
     let params = SamplingParams::resolve(overrides, &GenerationConfig::default()).expect("valid");
     let mut sampler = Sampler::new(params, 0, &[]).expect("a sampler");
@@ -301,7 +301,7 @@ fn filters_on_cuda_leave_what_they_leave_on_the_host() {
 }
 
 /// The tokens of 10^5 draws occur as often as the CPU's sampler says: where the largest tokens decide,
-/// and where the filters leave many, with and without equals. Of a whole vocabulary, tokens with about
+/// and where the filters leave many, with and without equals. In a whole vocabulary, tokens with about
 /// the same probability count together.
 #[test]
 fn draws_on_cuda_fit_the_probabilities_of_the_host() {

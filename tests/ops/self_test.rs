@@ -20,7 +20,7 @@ fn contexts() -> Vec<ComputeContext> {
     contexts
 }
 
-/// The names of the operators that C sees.
+/// Returns the names of the operators that C sees.
 fn operators() -> BTreeSet<String> {
     let header = concat!(env!("CARGO_MANIFEST_DIR"), "/include/xserv_ops.h");
     let header = std::fs::read_to_string(header).unwrap();
@@ -93,7 +93,7 @@ fn a_wrong_operator_is_named_and_no_other() {
     }
 }
 
-/// The outcomes of one case of the softmax of f32 with `compute` in its place.
+/// Returns the outcomes of one case of the softmax of f32 with `compute` in its place.
 fn softmax_with(compute: &Compute) -> String {
     let context = ComputeContext::cpu(1, usize::MAX).unwrap();
     let found = RefCell::new(None);
@@ -128,7 +128,7 @@ fn what_is_not_written_or_written_elsewhere_is_found() {
     let line = softmax_with(&|context, inputs, outputs| {
         xserv::ops::softmax::softmax(context, &inputs[0], &outputs[0])?;
         let out = &outputs[0];
-        // SAFETY: on the CPU; the element behind the tensor belongs to its guard.
+        // SAFETY: on the CPU; the element after the tensor belongs to its guard.
         unsafe { out.data().add(out.size_bytes()).cast::<f32>().write(1.0) };
         Ok(())
     });

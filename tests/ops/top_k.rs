@@ -1,7 +1,7 @@
 //! The k largest: slices of all types, and tensors.
 
 use crate::support::tensors::*;
-use crate::support::typed::{for_storage, normals, values, Typed};
+use crate::support::typed::{for_storage, tied_rows, values, Typed};
 use crate::support::{assert_same_bits, backends, reference, Random};
 use xserv::ffi::*;
 use xserv::ops::common::storage::Storage;
@@ -16,15 +16,7 @@ fn slices<T: Storage>() {
     for backend in backends(&[1, 2]) {
         for width in WIDTHS {
             let rows = 21;
-            let mut x: Vec<T> = normals(&mut random, rows * width);
-            for row in 0..rows {
-                // Ties, and in some rows NaN.
-                let (from, to) = (random.below(width), random.below(width));
-                x[row * width + to] = x[row * width + from];
-                if row % 5 == 4 {
-                    x[row * width + random.below(width)] = T::from_f32(f32::NAN);
-                }
-            }
+            let x: Vec<T> = tied_rows(&mut random, rows, width);
             for k in [1, 2, 7, 40, width] {
                 let k = k.min(width);
                 let expected: Vec<i64> = values(&x)

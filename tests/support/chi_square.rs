@@ -1,7 +1,7 @@
 //! Whether draws have the distribution that they should have.
 
-/// The quantile of the chi-square distribution that is exceeded once in a million times, by the approximation of
-/// Wilson and Hilferty (1931).
+/// Returns the quantile of the chi-square distribution that is exceeded once in a million times, by the approximation
+/// of Wilson and Hilferty (1931).
 fn bar(degrees: usize) -> f64 {
     let (k, normal) = (degrees as f64, 4.753);
     let part = 2.0 / (9.0 * k);

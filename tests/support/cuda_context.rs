@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use xserv::backend::{cuda, ComputeContext};
 
-/// The first CUDA device; `None`, with a line that says why, where there is none.
+/// Returns the first CUDA device; `None`, with a line that says why, where there is none.
 /// `XSERV_REQUIRE_GPU=1` makes the lack of one a failure.
 pub fn cuda_context() -> Option<Arc<ComputeContext>> {
     let found = cuda::available().and_then(|()| ComputeContext::cuda_private(0, usize::MAX));

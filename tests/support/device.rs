@@ -1,4 +1,4 @@
-//! What tests of the device operators that C does not see share: tensors on a GPU, their values in
+//! Shared by tests of the device operators that C does not see: tensors on a GPU, their values in
 //! f64, roundings.
 
 use std::sync::Arc;
@@ -46,7 +46,7 @@ pub fn decode(dtype: DType, bytes: &[u8]) -> Vec<f64> {
     }
 }
 
-/// The bytes of these values in the type.
+/// Returns the bytes of these values in the type.
 pub fn encode(dtype: DType, values: &[f64]) -> Vec<u8> {
     match dtype {
         DType::F32 => values.iter().flat_map(|&x| (x as f32).to_ne_bytes()).collect(),
@@ -61,8 +61,8 @@ pub fn encode(dtype: DType, values: &[f64]) -> Vec<u8> {
     }
 }
 
-/// The step between numbers of a 16-bit type below 1, the most by which rounding once changes a
-/// number.
+/// Returns the step between numbers of a 16-bit type below 1, the most by which rounding once
+/// changes a number.
 pub fn unit(dtype: DType) -> f64 {
     if dtype == DType::BF16 {
         1.0 / 256.0
@@ -71,8 +71,8 @@ pub fn unit(dtype: DType) -> f64 {
     }
 }
 
-/// The last place of a number of a type, relative to the number: what a rounding that falls the
-/// other way changes. Of f32, in which the operators compute, a few.
+/// Returns the last place of a number of a type, relative to the number: what a rounding that falls
+/// the other way changes. For f32, in which the operators compute, it is a few units.
 pub fn last_place(dtype: DType) -> f64 {
     match dtype {
         DType::F32 => 2f64.powi(-21),
@@ -94,7 +94,7 @@ impl Bench {
         Self::with_room(context, dtype, seed, 64 << 20)
     }
 
-    /// The same with so many bytes.
+    /// The same with this many bytes.
     pub fn with_room(
         context: &Arc<ComputeContext>,
         dtype: DType,
@@ -138,7 +138,7 @@ impl Bench {
         self.ints(&[values.len()], values)
     }
 
-    /// The values of a tensor of the type.
+    /// Returns the values of a tensor of the type.
     pub fn read(&self, tensor: &DeviceTensor) -> Vec<f64> {
         decode(self.dtype, &download(&self.context, tensor))
     }
@@ -150,13 +150,13 @@ impl Bench {
     }
 }
 
-/// The product of a row of a weight with x.
+/// Returns the product of a row of a weight with x.
 pub fn product(weight: &[f64], row: usize, x: &[f64]) -> f64 {
     let row = &weight[row * x.len()..(row + 1) * x.len()];
     row.iter().zip(x).map(|(w, x)| w * x).sum()
 }
 
-/// Each difference is at most so much of the value or of the typical value, whichever is larger.
+/// Each difference is at most this share of the value or of the typical value, whichever is larger.
 pub fn assert_near(what: &str, got: &[f64], want: &[f64], bar: f64) {
     assert_eq!(got.len(), want.len(), "{what}");
     let typical = (want.iter().map(|x| x * x).sum::<f64>() / want.len() as f64).sqrt();

@@ -2,8 +2,8 @@
 
 use std::path::PathBuf;
 
-/// The folder of golden data: XSERV_GOLDEN, or `../shared/golden` beside the crate. None (with a
-/// message) when it is not there.
+/// Returns the folder of golden data: XSERV_GOLDEN, or `../shared/golden` beside the crate. None
+/// (with a message) when it is not there.
 pub fn folder() -> Option<PathBuf> {
     let folder = std::env::var_os("XSERV_GOLDEN").map_or_else(
         || PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../shared/golden"),

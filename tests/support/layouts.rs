@@ -18,7 +18,7 @@ pub const LAYOUTS: [(&[i64], &[i64], usize); 12] = [
     (&[5, 6], &[20, 3], 0),
 ];
 
-/// The elements of a shape.
+/// Returns the elements of a shape.
 pub fn len(shape: &[i64]) -> usize {
     shape.iter().product::<i64>() as usize
 }
@@ -109,7 +109,7 @@ fn row_layouts(rows: usize, width: usize) -> Vec<Layout> {
     all
 }
 
-/// A tensor of these values, or one of NaN to be written.
+/// Returns a tensor of these values, or one of NaN to be written.
 pub fn laid_out<'a>(
     context: &'a Context,
     element: Type,

@@ -1,4 +1,4 @@
-//! What all tests share: seeds, references in f64, tolerances, guarded buffers, golden vectors.
+//! Shared by all tests: seeds, references in f64, tolerances, guarded buffers, golden vectors.
 #![allow(dead_code)]
 
 pub mod chi_square;
@@ -27,7 +27,7 @@ pub fn backends(num_threads: &[usize]) -> Vec<CpuBackend> {
 
 pub const DTYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 
-/// The nearest value that the type can hold.
+/// Returns the nearest value that the type can hold.
 pub fn rounded(x: f32, dtype: DType) -> f32 {
     match dtype {
         DType::F32 => x,
@@ -40,7 +40,7 @@ pub fn rounded_all(x: &[f32], dtype: DType) -> Vec<f32> {
     x.iter().map(|&x| rounded(x, dtype)).collect()
 }
 
-/// The little-endian bytes of the values in the given type.
+/// Returns the little-endian bytes of the values in the given type.
 pub fn to_bytes(x: &[f32], dtype: DType) -> Vec<u8> {
     match dtype {
         DType::F32 => x.iter().flat_map(|x| x.to_le_bytes()).collect(),
@@ -77,7 +77,7 @@ impl Guarded {
         &mut self.values[GUARD..GUARD + self.len]
     }
 
-    /// The content, once the guards are found untouched.
+    /// Returns the content, once the guards are found untouched.
     pub fn checked(&self, what: &str) -> &[f32] {
         let (front, rest) = self.values.split_at(GUARD);
         let (content, back) = rest.split_at(self.len);
@@ -89,7 +89,7 @@ impl Guarded {
     }
 }
 
-/// How far a result may be from its reference.
+/// The distance that a result may have from its reference.
 #[derive(Clone, Copy, Debug)]
 pub enum Tolerance {
     /// `|got - ref| <= t (1 + |ref|)`: the golden vectors' rule.

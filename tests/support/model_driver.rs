@@ -74,7 +74,7 @@ struct Described {
     tables: Vec<u32>,
     max_blocks: usize,
     rows: Vec<u32>,
-    /// How many rows of each sequence.
+    /// The number of rows of each sequence.
     rows_of: Vec<usize>,
 }
 
@@ -111,7 +111,7 @@ impl<'m> Driver<'m> {
         Driver { model, kv, workspace: Workspace::new(), free }
     }
 
-    /// The next tokens of several sequences, of which all rows or the last ones are wanted.
+    /// Returns the next tokens of several sequences, of which all rows or the last ones are wanted.
     fn describe(&mut self, parts: &mut [(&mut Sequence, &[u32])], all_rows: bool) -> Described {
         let mut made = Described { cu_seqlens_q: vec![0], ..Described::default() };
         for (sequence, new) in parts.iter_mut() {
@@ -205,7 +205,7 @@ impl<'m> Driver<'m> {
         self.swap(sequence, swap, first, CopyDirection::FromHost);
     }
 
-    /// Makes room for passes of so many tokens.
+    /// Makes room for passes of this many tokens.
     pub fn reserve(&mut self, num_tokens: usize) {
         self.model.reserve(&mut self.workspace, num_tokens, 1).expect("a workspace");
     }
@@ -257,8 +257,8 @@ impl<'m> Driver<'m> {
         logits
     }
 
-    /// The likeliest `count` tokens one after the other, the prompt fed in pieces of `chunk`, and
-    /// the logits that each was chosen from.
+    /// Returns the likeliest `count` tokens one after the other, the prompt fed in pieces of
+    /// `chunk`, and the logits that each was chosen from.
     pub fn greedy(&mut self, prompt: &[u32], chunk: usize, count: usize) -> (Vec<u32>, Vec<f32>) {
         let mut sequence = Sequence::default();
         let (mut ids, mut all) = (Vec::new(), Vec::new());
@@ -278,7 +278,7 @@ impl<'m> Driver<'m> {
     }
 }
 
-/// The index of the largest value, the first of equals.
+/// Returns the index of the largest value, the first of equals.
 pub fn argmax(values: &[f32]) -> u32 {
     assert!(values.iter().all(|x| !x.is_nan()), "NaN among the logits");
     let mut best = 0;
@@ -290,7 +290,7 @@ pub fn argmax(values: &[f32]) -> u32 {
     best as u32
 }
 
-/// The bits, for comparisons that must be exact.
+/// Returns the bits, for comparisons that must be exact.
 pub fn bits(values: &[f32]) -> Vec<u32> {
     values.iter().map(|x| x.to_bits()).collect()
 }

@@ -75,7 +75,7 @@ pub fn cpu_seconds() -> f64 {
     ns as f64 * 1e-9
 }
 
-/// How a test stores numbers.
+/// The type in which a test stores numbers.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Store {
     F32,
@@ -92,7 +92,7 @@ impl Store {
         }
     }
 
-    /// The type of a safetensors file's name.
+    /// Returns the type of a safetensors file's name.
     pub fn named(name: &str) -> Store {
         [Store::F32, Store::F16, Store::BF16]
             .into_iter()
@@ -100,7 +100,7 @@ impl Store {
             .unwrap_or_else(|| panic!("no type {name}"))
     }
 
-    /// The name in config.json.
+    /// Returns the name in config.json.
     pub fn long_name(self) -> &'static str {
         match self {
             Store::F32 => "float32",
@@ -130,7 +130,7 @@ pub struct TestTensor {
     pub values: Vec<f32>,
 }
 
-/// The bytes of a safetensors file.
+/// Returns the bytes of a safetensors file.
 pub fn safetensors_bytes(tensors: &[TestTensor], store: Store) -> Vec<u8> {
     let mut header = Map::new();
     header.insert("__metadata__".to_owned(), json!({"format": "pt"}));
@@ -146,7 +146,7 @@ pub fn safetensors_bytes(tensors: &[TestTensor], store: Store) -> Vec<u8> {
     raw_safetensors(&Value::Object(header).to_string(), &data)
 }
 
-/// A file with exactly this header and this data, however wrong.
+/// Returns a file with exactly this header and this data, however wrong.
 pub fn raw_safetensors(header: &str, data: &[u8]) -> Vec<u8> {
     let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
     bytes.extend(header.as_bytes());
@@ -177,8 +177,8 @@ pub struct TestModel {
 }
 
 impl TestModel {
-    /// A Qwen3 of two layers, 4 query heads over 2 key heads of dimension 10, hidden size 24, with
-    /// every kind of weight that a Qwen3 can have.
+    /// Returns a Qwen3 of two layers, 4 query heads over 2 key heads of dimension 10, hidden size
+    /// 24, with every kind of weight that a Qwen3 can have.
     pub fn qwen3(seed: u64) -> Self {
         Self::with_sizes(seed, (24, 40, 70), (4, 2, 10), true)
     }
@@ -265,7 +265,7 @@ impl TestModel {
         TestModel { config, tensors }
     }
 
-    /// A Qwen3's sizes and weights as a model of another family.
+    /// Returns a Qwen3's sizes and weights as a model of another family.
     pub fn of(mut self, family: Family) -> Self {
         assert_eq!(self.config["model_type"], "qwen3");
         if family == Family::Qwen3 {
@@ -312,8 +312,8 @@ impl TestModel {
         self
     }
 
-    /// A GPT-2 of two layers, 3 heads of dimension 10, hidden size 30, with an output matrix of its own: rows that
-    /// are no whole vectors.
+    /// Returns a GPT-2 of two layers, 3 heads of dimension 10, hidden size 30, with an output matrix of its own: rows
+    /// that are no whole vectors.
     pub fn gpt2(seed: u64) -> Self {
         Self::gpt2_with_sizes(seed, 3, (30, 50, 70), 512)
     }

@@ -49,13 +49,13 @@ pub struct Golden {
     pub prompts: Vec<Prompt>,
     pub greedy: Vec<Greedy>,
     pub bf16: HashMap<String, Loss>,
-    /// What Transformers loses in float16, where it was measured.
+    /// The loss of Transformers in float16, where it was measured.
     pub f16: HashMap<String, Loss>,
     /// f32 `[rows, vocab_size]` by the prompt's name.
     pub logits: HashMap<String, Vec<f32>>,
 }
 
-/// Where a model's folder comes from.
+/// The source of a model's folder.
 #[derive(Debug)]
 enum ModelSource {
     Folder(PathBuf),
@@ -73,7 +73,8 @@ struct FamilyModel {
     num_shards: usize,
     seed: u64,
     store: Store,
-    /// Of the stored bits, by which the weights are known to be those of the references.
+    /// The checksum of the stored bits, by which the weights are known to be those of the
+    /// references.
     checksum: String,
 }
 
@@ -85,7 +86,7 @@ pub struct RefTensor {
     pub i32s: Vec<i32>,
 }
 
-/// The folder with the shared references; `None`, with a message, where it is not there.
+/// Returns the folder with the shared references; `None`, with a message, where it is not there.
 pub fn shared_golden() -> Option<PathBuf> {
     let dir = std::env::var_os("XSERV_GOLDEN")
         .map(PathBuf::from)
@@ -97,8 +98,8 @@ pub fn shared_golden() -> Option<PathBuf> {
     None
 }
 
-/// The models with references that this machine has: the shared ones, the repository's own, and one seed of each
-/// configuration of the families Llama, Mistral and Qwen2.
+/// Returns the models with references that this machine has: the shared ones, the repository's own, and one seed of
+/// each configuration of the families Llama, Mistral and Qwen2.
 pub fn all() -> Vec<Golden> {
     let mut found = trained();
     found.extend(families());
@@ -124,7 +125,7 @@ pub fn every_seed() -> Vec<Golden> {
     found
 }
 
-/// Where the repository is.
+/// Returns the folder of the repository.
 fn repository() -> &'static Path {
     // A test that was built elsewhere runs in the repository's folder.
     let built_in = Path::new(env!("CARGO_MANIFEST_DIR"));
@@ -152,7 +153,7 @@ fn trained() -> Vec<Golden> {
     found
 }
 
-/// The repository's own model.
+/// Returns the repository's own model.
 pub fn tiny_qwen3() -> Option<Golden> {
     let (model, refs) = (
         repository().join("examples/models/tiny-qwen3"),
@@ -219,7 +220,7 @@ impl Golden {
         }
     }
 
-    /// The rows that there are references of, out of those of all positions of a prompt.
+    /// Returns the rows that there are references of, out of those of all positions of a prompt.
     pub fn kept(&self, prompt: &Prompt, logits: &[f32]) -> Vec<f32> {
         let vocab_size = logits.len() / prompt.ids.len();
         let rows = prompt.rows.iter().map(|row| &logits[row * vocab_size..][..vocab_size]);
@@ -227,7 +228,7 @@ impl Golden {
     }
 }
 
-/// The folders of tests/golden/families, in the order of their names.
+/// Returns the folders of tests/golden/families, in the order of their names.
 fn family_folders() -> Vec<PathBuf> {
     let dir = repository().join("tests/golden/families");
     let Ok(entries) = std::fs::read_dir(&dir) else {
@@ -295,7 +296,7 @@ fn read_family(folder: &Path) -> Vec<Golden> {
 }
 
 impl FamilyModel {
-    /// The weights that generate.py makes of the seed.
+    /// Returns the weights that generate.py makes of the seed.
     fn weights(&self) -> Vec<TestTensor> {
         let made = |tensor: &Value| {
             let name = string(&tensor["name"]);
@@ -349,7 +350,7 @@ fn fnv1a(bytes: &[u8]) -> u64 {
     bytes.iter().fold(start, |h, &byte| (h ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3))
 }
 
-/// The checksum of generate.py: of the stored bits, in the order of the tensors.
+/// Returns the checksum of generate.py: of the stored bits, in the order of the tensors.
 fn checksum(tensors: &[TestTensor], store: Store) -> String {
     let mut total = 0_u64;
     for tensor in tensors {

@@ -11,7 +11,7 @@ use crate::quantised::Stored;
 /// The output matrix.
 pub const OUTPUT: &str = "lm_head";
 
-/// How the weight of a linear layer is stored.
+/// The form in which the weight of a linear layer is stored.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Form {
     /// 4 bits with zeros.
@@ -32,7 +32,7 @@ pub struct Folders {
     pub dense: TempDir,
 }
 
-/// The bytes of a model's one file.
+/// Returns the bytes of a model's one file.
 pub fn file_bytes(tensors: &[(String, Stored)]) -> Vec<u8> {
     let (mut header, mut data) = (Map::new(), Vec::new());
     for (name, tensor) in tensors {
@@ -46,7 +46,8 @@ pub fn file_bytes(tensors: &[(String, Stored)]) -> Vec<u8> {
     raw_safetensors(&Value::Object(header).to_string(), &data)
 }
 
-/// The name of a linear layer, of a block or the output matrix, of which a tensor is the weight.
+/// Returns the name of a linear layer, of a block or the output matrix, of which a tensor is the
+/// weight.
 fn linear_layer(name: &str) -> Option<&str> {
     let layer = name.strip_suffix(".weight")?;
     (layer.ends_with("_proj") || layer == OUTPUT).then_some(layer)
@@ -95,7 +96,8 @@ fn new(dtype: &str, shape: &[usize], bytes: Vec<u8>) -> Stored {
     Stored { dtype: dtype.to_owned(), shape: shape.to_vec(), bytes }
 }
 
-/// The tensors of a layer, after the last dot of their names, and the numbers that they stand for.
+/// Returns the tensors of a layer, after the last dot of their names, and the numbers that they
+/// stand for.
 fn pack(
     form: Form,
     layer: &str,
@@ -198,7 +200,8 @@ fn in_order(inputs: usize, group: usize) -> Vec<usize> {
     (0..inputs).map(|input| input / group).collect()
 }
 
-/// The places of inputs in any order, which is one for all layers that have the same inputs.
+/// Returns the places of inputs in any order, which is one for all layers that have the same
+/// inputs.
 fn shuffled(layer: &str, inputs: usize) -> Vec<usize> {
     let block = layer.rsplit_once('.').map_or(layer, |(block, _)| block);
     let seed =
@@ -235,7 +238,7 @@ struct Integers {
     out: usize,
     inputs: usize,
     groups: usize,
-    /// Of each input.
+    /// The group of each input.
     group_of: Vec<usize>,
     /// `[out, inputs]`
     codes: Vec<u8>,
@@ -304,7 +307,7 @@ impl Integers {
         new(store.name(), &[self.groups, self.out], store.bytes(&scales))
     }
 
-    /// What the codes stand for.
+    /// Returns the values that the codes stand for.
     fn values(&self) -> Vec<f32> {
         let number = |row: usize, input: usize| {
             let group = self.group_of[input];
@@ -326,7 +329,7 @@ fn rounded(x: f32, store: Store) -> f32 {
     }
 }
 
-/// The number that a byte of e4m3fn without its sign stands for.
+/// Returns the number that a byte of e4m3fn without its sign stands for.
 fn e4m3(byte: u8) -> f32 {
     let (exponent, mantissa) = (i32::from(byte >> 3), f32::from(byte & 7));
     match exponent {
@@ -369,7 +372,7 @@ fn fp8_blocks(
     (tensors, numbers)
 }
 
-/// A model as a test makes it, of a folder with one file of bf16.
+/// Returns a model as a test makes it, of a folder with one file of bf16.
 pub fn read(path: &str) -> TestModel {
     let bytes = std::fs::read(format!("{path}/model.safetensors")).expect("a file");
     let config = std::fs::read(format!("{path}/config.json")).expect("a config");

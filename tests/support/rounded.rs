@@ -16,8 +16,8 @@ pub fn silu_mul(dtype: DType, gate: f64, up: f64) -> f64 {
     round(dtype, round(dtype, gate / (1.0 + (-gate).exp())) * up)
 }
 
-/// The pairs (i, i + half) of a head rotated: `round(round(x * cos) + round(rotate_half(x) *
-/// sin))`.
+/// Returns the pairs (i, i + half) of a head rotated: `round(round(x * cos) + round(rotate_half(x)
+/// * sin))`.
 pub fn rope(dtype: DType, head: &[f64], cos: &[f64], sin: &[f64]) -> Vec<f64> {
     let half = head.len() / 2;
     let times = |a: f64, b: f64| round(dtype, a * b);
@@ -31,8 +31,8 @@ pub fn rope(dtype: DType, head: &[f64], cos: &[f64], sin: &[f64]) -> Vec<f64> {
         .collect()
 }
 
-/// A head normalised and rotated, and how far each element may be off: by the last places of what
-/// it is made of.
+/// Returns a head normalised and rotated, and how far each element may be off: by the last places
+/// of what it is made of.
 pub fn norm_rope(
     dtype: DType,
     head: &[f64],
@@ -43,7 +43,7 @@ pub fn norm_rope(
     turned_only(dtype, &rms_norm(dtype, head, weight, eps), (cos, sin))
 }
 
-/// A head rotated, and how far each element may be off.
+/// Returns a head rotated, and how far each element may be off.
 pub fn turned_only(dtype: DType, normed: &[f64], (cos, sin): (&[f64], &[f64])) -> Vec<(f64, f64)> {
     let half = normed.len() / 2;
     let rotated = rope(dtype, normed, cos, sin);

@@ -69,7 +69,7 @@ impl Type {
         }
     }
 
-    /// The nearest value of the type.
+    /// Returns the nearest value of the type.
     pub fn round(self, x: f64) -> f64 {
         self.decode(&self.encode(x))
     }
@@ -78,7 +78,7 @@ impl Type {
         x.iter().map(|&x| self.round(x.into())).collect()
     }
 
-    /// Of three bars, that of this type.
+    /// Returns the one of three bars that is for this type.
     pub fn bar(self, f32: f64, f16: f64, bf16: f64) -> f64 {
         match self {
             Type::F16 => f16,
@@ -111,7 +111,7 @@ pub fn ok(status: xserv_status) {
     assert!(status == xserv_status::XSERV_STATUS_OK, "{status:?}: {}", message());
 }
 
-/// The message of a call that must be refused for an argument.
+/// Returns the message of a call that must be refused for an argument.
 #[track_caller]
 pub fn refused(status: xserv_status) -> String {
     assert_eq!(status, xserv_status::XSERV_STATUS_INVALID_ARGUMENT, "{}", message());
@@ -136,8 +136,8 @@ pub fn context(kind: xserv_device_kind) -> Option<Context> {
     }
 }
 
-/// A context on CUDA, or a line that says why not. `XSERV_REQUIRE_GPU=1` makes the lack of one a
-/// failure.
+/// Returns a context on CUDA, or a line that says why not. `XSERV_REQUIRE_GPU=1` makes the lack of
+/// one a failure.
 pub fn cuda() -> Option<Context> {
     let found = context(xserv_device_kind::XSERV_DEVICE_CUDA);
     if found.is_none() {
@@ -147,7 +147,7 @@ pub fn cuda() -> Option<Context> {
     found
 }
 
-/// The CPU, and CUDA where there is one. `XSERV_TEST_DEVICE=cpu` or `cuda` picks one.
+/// Returns the CPU, and CUDA where there is one. `XSERV_TEST_DEVICE=cpu` or `cuda` picks one.
 pub fn contexts() -> Vec<Context> {
     let only = std::env::var("XSERV_TEST_DEVICE").unwrap_or_default();
     let mut all = Vec::new();
@@ -172,7 +172,7 @@ pub struct TestTensor<'a> {
     pub strides: Vec<i64>,
     /// Elements from the first to the last, gaps included.
     span: usize,
-    /// Bytes in front of the first element.
+    /// Bytes before the first element.
     offset: usize,
     data: *mut c_void,
     device: xserv_tensor_device,
@@ -193,19 +193,19 @@ fn row_major(shape: &[i64]) -> Vec<i64> {
 }
 
 impl<'a> TestTensor<'a> {
-    /// A contiguous tensor of these values, rounded to the type.
+    /// Returns a contiguous tensor of these values, rounded to the type.
     pub fn new(context: &'a Context, element: Type, shape: &[i64], values: &[f64]) -> Self {
         Self::strided(context, element, shape, &row_major(shape), 0, values)
     }
 
-    /// A contiguous tensor full of NaN (of -1 for integers), to be written.
+    /// Returns a contiguous tensor full of NaN (of -1 for integers), to be written.
     pub fn blank(context: &'a Context, element: Type, shape: &[i64]) -> Self {
         let len: i64 = shape.iter().product();
         let blank = if matches!(element, Type::I32 | Type::I64) { -1.0 } else { f64::NAN };
         Self::new(context, element, shape, &vec![blank; len as usize])
     }
 
-    /// A tensor with these strides in elements; `misalign` elements push the first off its
+    /// Returns a tensor with these strides in elements; `misalign` elements push the first off its
     /// alignment. The gaps are guards too.
     pub fn strided(
         context: &'a Context,
@@ -256,7 +256,7 @@ impl<'a> TestTensor<'a> {
         made
     }
 
-    /// Where in the memory the element with this row-major index lies, in elements.
+    /// Returns where in the memory the element with this row-major index lies, in elements.
     fn place(&self, mut index: usize) -> usize {
         let mut place = 0;
         for (&size, &stride) in self.shape.iter().zip(&self.strides).rev() {
@@ -303,7 +303,7 @@ impl<'a> TestTensor<'a> {
         }
     }
 
-    /// The descriptor. Valid as long as the tensor is.
+    /// Returns the descriptor. Valid as long as the tensor is.
     pub fn view(&self) -> xserv_tensor {
         xserv_tensor {
             data: self.data,
@@ -316,7 +316,7 @@ impl<'a> TestTensor<'a> {
         }
     }
 
-    /// The values, once all guards (gaps included) are found untouched.
+    /// Returns the values, once all guards (gaps included) are found untouched.
     #[track_caller]
     pub fn read(&self, what: &str) -> Vec<f64> {
         let mut bytes =
@@ -369,7 +369,8 @@ pub fn compare(what: &str, got: &[f64], want: &[f64], bar: f64) {
     );
 }
 
-/// A view of some of another's elements, `first` elements after its first. Its shape is leaked.
+/// Returns a view of some of another's elements, `first` elements after its first. Its shape is
+/// leaked.
 pub fn slice(
     base: &xserv_tensor,
     element: Type,
@@ -387,7 +388,7 @@ pub fn slice(
     }
 }
 
-/// How often the context's allocator was asked for memory so far.
+/// Returns how often the context's allocator was asked for memory so far.
 pub fn num_allocations(context: &Context) -> u64 {
     // SAFETY: a filled struct of the library's size.
     unsafe {
@@ -398,7 +399,7 @@ pub fn num_allocations(context: &Context) -> u64 {
     }
 }
 
-/// What an index may be.
+/// The types that an index may have.
 pub const INDICES: [Type; 2] = [Type::I32, Type::I64];
 
 pub fn ids_below(random: &mut Random, n: usize, len: usize) -> Vec<f64> {
@@ -440,7 +441,7 @@ pub fn logits(random: &mut Random, element: Type, rows: usize, width: usize) -> 
     x
 }
 
-/// The type of a case of the golden data.
+/// Returns the type of a case of the golden data.
 pub fn golden_type(case: &str) -> Type {
     match case.rsplit('.').next() {
         Some("f32") => Type::F32,

@@ -32,7 +32,7 @@ impl<T: Storage> Typed<T> {
         &mut self.values[GUARD..GUARD + self.len]
     }
 
-    /// The content as f32, once the guards are found untouched.
+    /// Returns the content as f32, once the guards are found untouched.
     pub fn checked(&self, what: &str) -> Vec<f32> {
         let (front, rest) = self.values.split_at(GUARD);
         let (content, back) = rest.split_at(self.len);
@@ -52,6 +52,19 @@ pub fn values<T: Storage>(x: &[T]) -> Vec<f32> {
 
 pub fn normals<T: Storage>(random: &mut Random, len: usize) -> Vec<T> {
     typed(&random.normals(len))
+}
+
+/// Returns rows of normal numbers with ties, and in every fifth row a NaN.
+pub fn tied_rows<T: Storage>(random: &mut Random, rows: usize, width: usize) -> Vec<T> {
+    let mut x: Vec<T> = normals(random, rows * width);
+    for (number, row) in x.chunks_exact_mut(width).enumerate() {
+        let (from, to) = (random.below(width), random.below(width));
+        row[to] = row[from];
+        if number % 5 == 4 {
+            row[random.below(width)] = T::from_f32(f32::NAN);
+        }
+    }
+    x
 }
 
 /// One rounding to T of something computed to `f32` relative error.

@@ -39,7 +39,8 @@ fn rules(case: &Value) -> AnswerRules {
     }
 }
 
-/// What the pieces give, put together. Asserts that the parts are in an order that makes sense.
+/// Returns the answer that the pieces give, put together. Asserts that the parts are in an order
+/// that makes sense.
 pub fn streamed<'a>(rules: &AnswerRules, pieces: impl IntoIterator<Item = &'a str>) -> Answer {
     let mut parser = AnswerParser::new(rules.clone());
     let mut parts = Vec::new();

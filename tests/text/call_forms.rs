@@ -40,7 +40,7 @@ fn folder(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join(name)
 }
 
-/// What a template makes of messages and the tools of the probe.
+/// Renders messages and the tools of the probe by a template.
 fn rendered(source: &str, messages: &Value, add_generation_prompt: bool) -> String {
     let special_tokens = &SpecialTokens {
         bos: Some("<s>".to_owned()),
@@ -110,7 +110,8 @@ impl Model {
         progress == Progress::Complete || matcher.is_complete().unwrap()
     }
 
-    /// What keeps an answer to a call of one of these tools, or why that cannot be.
+    /// Returns the matcher that keeps an answer to a call of one of these tools, or why there can
+    /// be none.
     fn matcher(
         &self,
         tools: &[(&str, &Value)],
@@ -124,7 +125,7 @@ impl Model {
             .map_err(|error| format!("{error}\n{grammar}"))
     }
 
-    /// The calls that are read from a text.
+    /// Returns the calls that are read from a text.
     fn calls(&self, start: AnswerStart, text: &str) -> Vec<(String, Value)> {
         self.calls_of(&weather(), start, text)
     }
@@ -388,7 +389,7 @@ fn references_lead_where_they_led_and_data_stays_as_it_is() {
     }
 }
 
-/// A tool with one parameter of this schema.
+/// Returns a tool with one parameter of this schema.
 fn tool_of(schema: &Value) -> Value {
     let parameters = json!({
         "type": "object",
@@ -580,7 +581,7 @@ fn references_that_lead_in_a_circle_end() {
     }
 }
 
-/// What looks like the end of a value is one for whoever reads it.
+/// Whatever looks like the end of a value ends it for any reader.
 #[test]
 fn no_text_has_the_end_of_its_value_in_it() {
     let (model, tool) = (xml_tags(), tool_of(&json!({ "type": "string" })));

@@ -1,12 +1,12 @@
 //! Templates that mean harm: each in a process of its own, so that a crash, a hang or the peak of
-//! memory is seen. What is asked: an end within two seconds and 256 MiB, and no signal.
+//! memory is seen. Required are an end within two seconds and 256 MiB, and no signal.
 
 use serde_json::{json, Value};
 use std::process::Command;
 use std::time::Instant;
 use xserv::text::{ChatInput, ChatTemplate, SpecialTokens};
 
-/// The peak of resident memory of this process, in KiB.
+/// Returns the peak of resident memory of this process, in KiB.
 fn peak_kib() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let line = status.lines().find(|line| line.starts_with("VmHWM")).unwrap_or_default();
@@ -166,7 +166,7 @@ fn messages() -> Value {
     json!([{"role": "user", "content": "hi"}])
 }
 
-/// What the child process does: one template, and a line about it.
+/// The child process: one template, and a line about it.
 #[test]
 fn child() {
     let Ok(wanted) = std::env::var("XSERV_TEXT_BOMB") else { return };

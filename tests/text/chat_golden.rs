@@ -115,7 +115,8 @@ fn templates_of_families() {
             );
             match (&case["rendered"], &case["error"], got) {
                 (Value::String(expected), _, Ok(got)) if *expected == got => num_rendered += 1,
-                // What the template raises is told; other errors have words of their own.
+                // An exception that the template raises is reported; other errors have words of
+                // their own.
                 (Value::Null, Value::String(raised), Err(error))
                     if error.message().contains(&format!("raise_exception: {raised}")) => {}
                 (Value::Null, Value::Null, Err(_)) => {}

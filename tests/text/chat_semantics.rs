@@ -1,4 +1,4 @@
-//! Where templates come from, what they see, and what their errors say.
+//! The sources of templates, what they see, and what their errors say.
 
 use serde_json::json;
 use xserv::error::ErrorKind;
@@ -161,7 +161,7 @@ fn all_types_may_cross_threads() {
     check::<ChatTemplate>();
 }
 
-/// What a template cannot say itself, because the conversation is not what it expects.
+/// Errors that a template cannot report itself, because the conversation is not what it expects.
 #[test]
 fn conversations_that_a_template_does_not_expect() {
     let chatml = "{% for m in messages %}{% if m.role in ['user', 'assistant', 'tool'] %}\
@@ -204,7 +204,7 @@ fn conversations_that_a_template_does_not_expect() {
     assert_eq!(kind, ErrorKind::Template);
     assert!(text.ends_with("raise_exception: no"), "{text}");
 
-    // What a template leaves out is no error, and is remarked upon.
+    // A message that a template leaves out is no error, and is remarked upon.
     let remark = |source: &str, messages: serde_json::Value| {
         what_was_left_out(&messages, &message(source, messages.clone()).unwrap())
     };

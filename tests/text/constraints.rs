@@ -12,7 +12,7 @@ use std::time::Instant;
 use xserv::error::{Error, ErrorKind};
 use xserv::text::{Constraint, GrammarCompiler, GrammarMatcher, Progress, Tokenizer};
 
-/// The end token of a matcher: the vocabulary's last id.
+/// Returns the end token of a matcher: the vocabulary's last id.
 fn compiler(tokenizer: &Tokenizer) -> GrammarCompiler {
     GrammarCompiler::new(tokenizer, tokenizer.vocab_size()).unwrap()
 }
@@ -32,7 +32,8 @@ impl Times {
     }
 }
 
-/// The tokens of a text as it is: where the tokenizer would normalize it, those of its characters.
+/// Returns the tokens of a text as it is: where the tokenizer would normalize it, those of its
+/// characters.
 fn spelt(tokenizer: &Tokenizer, text: &str) -> Vec<u32> {
     let ids = tokenizer.encode(text, false, false).unwrap();
     if tokenizer.decode(&ids, false).unwrap() == text {
@@ -81,7 +82,7 @@ fn takes(
     Ok(is_complete)
 }
 
-/// What became of many schemas.
+/// The counts over many schemas.
 struct Tally {
     factory: ParserFactory,
     schemas: usize,
@@ -98,8 +99,8 @@ struct Tally {
     refused_here_alone: Vec<String>,
 }
 
-/// A factory of parsers with llguidance's own settings, over bytes: which schemas it accepts does not depend on the
-/// vocabulary.
+/// Returns a factory of parsers with llguidance's own settings, over bytes: which schemas it accepts does not depend on
+/// the vocabulary.
 fn default_factory() -> ParserFactory {
     let env = ApproximateTokEnv::single_byte_env();
     let slices = SlicedBiasComputer::general_slices();
@@ -299,7 +300,7 @@ fn instances_of_the_test_suite() {
     assert!(tally.invalid_taken.is_empty(), "invalid instances were taken");
     assert_eq!(tally.valid_refused, OTHERWISE_SPELT);
     assert!(tally.broken.is_empty() && tally.schemas >= 200);
-    // What llguidance 1.9.1 accepts of them.
+    // llguidance 1.9.1 refuses no more than this.
     assert!(tally.refused.len() <= 125, "{} are refused", tally.refused.len());
     let says_where = |refusal: &&String| {
         ["#/", "$dynamicAnchor", "nsatisfiable"].iter().any(|mark| refusal.contains(mark))

@@ -5,7 +5,7 @@ use serde_json::json;
 use std::sync::Arc;
 use xserv::text::{Detokenizer, StopMatcher, Tokenizer};
 
-/// A vocabulary in the manner of SentencePiece: `▁` for spaces, bytes as `<0xE2>`.
+/// Returns a vocabulary in the manner of SentencePiece: `▁` for spaces, bytes as `<0xE2>`.
 fn sentence_pieces(decoder: serde_json::Value) -> Arc<Tokenizer> {
     let mut vocab = serde_json::Map::new();
     vocab.insert("<unk>".to_owned(), json!(0));
@@ -74,7 +74,7 @@ fn the_first_space_is_left_out_once() {
     assert_eq!(pieces(&tokenizer, &[300, 304]), ["", " hi", ""]);
     assert_eq!(pieces(&tokenizer, &[303, 304]), ["hi", " hi", ""]);
     assert_eq!(pieces(&tokenizer, &bytes(b"  a")), ["", " ", "a", ""]);
-    // A text begins anew after its end.
+    // After its end, a new text begins.
     let mut detokenizer = Detokenizer::new(Arc::clone(&tokenizer), false);
     for _ in 0..2 {
         assert_eq!(detokenizer.push(304).unwrap(), "hi");
@@ -83,7 +83,7 @@ fn the_first_space_is_left_out_once() {
     }
 }
 
-/// What completes a prompt keeps the space between its last word and the next.
+/// A continuation of a prompt keeps the space between its last word and the next.
 #[test]
 fn a_text_that_goes_on_keeps_its_first_space() {
     let tokenizer = byte_fallback();

@@ -1,4 +1,4 @@
-//! What callers pass as messages, tools and variables.
+//! The messages, tools and variables that callers pass.
 
 use serde_json::json;
 use std::time::{Duration, Instant};

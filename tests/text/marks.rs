@@ -50,7 +50,7 @@ impl Family {
         self.template.render_at(&input, UNIX_EPOCH + Duration::from_secs(1_732_365_296)).ok()
     }
 
-    /// The tokens of a conversation, as requests have them; and whether it was marked.
+    /// Returns the tokens of a conversation, as requests have them; and whether it was marked.
     fn ids(&self, conversation: &Conversation) -> Option<(Vec<u32>, bool)> {
         let mut marked = conversation.clone();
         let marks = self.tokenizer.mark(&mut marked).unwrap();
@@ -97,7 +97,7 @@ fn with_texts(value: &Value, change: &mut dyn FnMut(&str) -> String) -> Value {
         Value::Array(items) => items.iter().map(|item| with_texts(item, change)).collect(),
         Value::Object(map) => {
             let fields = map.iter().map(|(key, value)| {
-                // What templates compare stays as it is.
+                // Strings that templates compare stay as they are.
                 let is_fixed = ["role", "type", "id", "tool_call_id"].contains(&key.as_str());
                 let value = if is_fixed { value.clone() } else { with_texts(value, change) };
                 (key.clone(), value)

@@ -19,7 +19,7 @@ fn run(stops: &[&str], pieces: &[&str]) -> (String, Option<usize>) {
     (text, None)
 }
 
-/// What the text before the first complete stop string is, by looking at the whole.
+/// Returns the text before the first complete stop string, by looking at the whole.
 fn reference(stops: &[&str], whole: &str) -> (String, Option<usize>) {
     for end in 1..=whole.len() {
         let longest = stops

@@ -1,11 +1,11 @@
-//! Where the vectors are, and small tokenizers.
+//! The folders of the vectors, and small tokenizers.
 
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use xserv::text::{SpecialTokens, Tokenizer};
 
-/// A file or folder of the reference data, or a printed word that it is not there.
+/// Returns a file or folder of the reference data, or a printed word that it is not there.
 fn data(variable: &str, default: &str) -> Option<PathBuf> {
     let folder = match std::env::var_os(variable) {
         Some(folder) => PathBuf::from(folder),
@@ -18,17 +18,17 @@ fn data(variable: &str, default: &str) -> Option<PathBuf> {
     None
 }
 
-/// The reference data made with Transformers.
+/// Returns the reference data made with Transformers.
 pub fn golden() -> Option<PathBuf> {
     data("XSERV_GOLDEN", "../shared/golden")
 }
 
-/// The published vocabularies.
+/// Returns the published vocabularies.
 pub fn real_tokenizers() -> Option<PathBuf> {
     data("XSERV_REAL_TOKENIZER", "../shared/real-tokenizer")
 }
 
-/// The vectors in the repository.
+/// Returns the vectors in the repository.
 pub fn own(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)
 }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use xserv::error::ErrorKind;
 use xserv::text::Tokenizer;
 
-/// A small valid file to break.
+/// Returns a small valid file to break.
 fn valid() -> Value {
     serde_json::from_slice(&std::fs::read(own("text/tokenizer.json")).unwrap()).unwrap()
 }
@@ -313,7 +313,7 @@ fn regular_expressions() {
     });
 }
 
-/// An expression that takes two to the power of `exponent` steps for each `unit`.
+/// Returns an expression that takes two to the power of `exponent` steps for each `unit`.
 fn branching(unit: &str, exponent: u32) -> Value {
     let branch = format!("(?:(?={unit}){unit}|(?={unit}){unit}){{{exponent}}}");
     split(&format!("(?:(?={branch}!)|){unit}|[^é]+|."))

@@ -144,7 +144,7 @@ fn the_token_that_begins_a_text() {
         // In a text that is not trusted it is text.
         assert_eq!(count(tokenizer.encode(&text, true, false).unwrap()), 1, "{name}");
         assert_eq!(prompt(false).unwrap().0, tokenizer.encode(&text, true, false).unwrap());
-        // What is enough: the beginning, and that it is not the whole.
+        // Encoding stops after the piece that exceeds the limit; here that piece is the whole text.
         let (ids, is_whole) = tokenizer.encode_prompt("the fox", true, true, 1, &|| false).unwrap();
         assert!(is_whole && ids.len() > 1, "{name}");
     }

@@ -71,7 +71,7 @@ fn long_texts_of_families() {
 
 /// Cutting a long text does not change its tokens: the text is made of paragraphs shorter than a
 /// piece, each of which is encoded by itself as well. A paragraph ends where any text may be cut:
-/// in a letter, with a space and a letter behind it.
+/// in a letter, with a space and a letter after it.
 #[test]
 fn pieces_have_the_tokens_of_the_whole() {
     let Some(golden) = golden() else { return };

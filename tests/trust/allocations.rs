@@ -85,7 +85,7 @@ impl Shim {
     }
 }
 
-/// What a scenario works with: made before, with memory enough.
+/// The objects that a scenario works with: made before, with memory enough.
 struct World {
     shim: Shim,
     model: Model,
@@ -172,7 +172,7 @@ fn chat_template(world: &World) -> Outcome<String> {
     Ok(text_of(shim, text))
 }
 
-/// The samples of a result, which is freed.
+/// Returns the samples of a result, which is freed.
 fn result_of(shim: &Shim, handle: *mut xserv_result) -> Outcome<String> {
     let result = Handle { shim, handle, free: xserv_result_free };
     let mut said = String::new();
@@ -608,7 +608,7 @@ fn child_of(scenario: &str) -> Command {
     command
 }
 
-/// What the children of one scenario came to.
+/// The outcomes of the children of one scenario.
 #[derive(Default)]
 struct Walk {
     /// Allocations of the scenario, and those of them that were tried.
@@ -770,7 +770,7 @@ fn a_single_failure_is_survived() {
     assert_none_failed(&walk_all(Mode::Once, most_points()));
 }
 
-/// What the header does not promise: that the reserve lasts until the call ends, however long it is.
+/// Goes beyond the header: the reserve lasts until the call ends, however long it is.
 #[test]
 fn lasting_lack_of_memory_is_survived_by_small_calls() {
     assert_none_failed(&walk_all(Mode::FromThenOn, most_points() / 4));

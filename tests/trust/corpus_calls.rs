@@ -23,7 +23,7 @@ pub const GROUPS: &[Group] = &[
     ("sizes and strides", sizes_and_strides),
 ];
 
-/// What must become of a call.
+/// The required outcome of a call.
 #[derive(Clone, Copy, PartialEq)]
 enum Fate {
     /// A status that says what was wrong, or NULL; nothing is written.
@@ -508,7 +508,7 @@ fn overlaps(bench: &mut Bench) {
     }
 }
 
-/// The results of an operator: the elements of all tensors after the call.
+/// Returns the results of an operator: the elements of all tensors after the call.
 fn results(world: &World, function: &Function) -> Result<Option<Vec<Vec<u32>>>, String> {
     let mut arguments = world.arguments(function);
     let returned = call(function, &arguments);

@@ -37,7 +37,7 @@ fn every_field_of_tokenizer_json_is_checked() {
 const WEIGHTS: &str = "model.safetensors";
 const NORM: &str = "model.norm.weight";
 
-/// A value of every kind of JSON, for a place where it does not belong.
+/// Returns a value of every kind of JSON, for a place where it does not belong.
 fn odd_values() -> Vec<Value> {
     vec![
         json!(null),
@@ -90,7 +90,7 @@ fn weights(bench: &mut Bench) {
             },
         );
     }
-    // What a byte in the header becomes.
+    // A byte in the header is replaced.
     for (what, byte) in [("a zero", 0u8), ("no text", 0xff), ("a quote", b'"'), ("a brace", b'}')] {
         for at in [8, 12, 20, 100, 1000] {
             bench.folder(format!("{what} at {at}"), NotLoaded, move |copy| {
@@ -160,7 +160,7 @@ fn weights(bench: &mut Bench) {
 const INDEX: &str = "model.safetensors.index.json";
 const SHARDS: [&str; 2] = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"];
 
-/// The bytes of a shard that has these tensors of the model.
+/// Returns the bytes of a shard that has these tensors of the model.
 fn shard(header: &Value, data: &[u8], has: impl Fn(&str) -> bool) -> (Value, Vec<u8>) {
     let (mut part, mut bytes) = (serde_json::Map::new(), Vec::new());
     for (name, tensor) in header.as_object().unwrap() {

@@ -283,8 +283,8 @@ fn prompts(bench: &mut Bench) {
     }
 }
 
-/// The byte that the token of one byte stands for, in the order of GPT-2's vocabulary: what is
-/// printable first.
+/// Returns the byte that the token of one byte stands for, in the order of GPT-2's vocabulary: what
+/// is printable first.
 fn token_byte(id: u32) -> u8 {
     let printable = (0x21..=0x7eu8).chain(0xa1..=0xac).chain(0xae..=0xff);
     let others = (0..=0x20u8).chain(0x7f..=0xa0).chain([0xad]);

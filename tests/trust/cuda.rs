@@ -2,9 +2,8 @@
 //! whose kernels do nothing, and any of its calls fails at will. Tokens mean nothing there (all are 0), but
 //! every call that the library makes is made, in its order.
 //!
-//! Where the library was built without nvcc, `XSERV_TEST_WITHOUT_KERNELS` lets it go on without kernels
-//! (src/backend/cuda/fatbins.rs); that needs debug assertions, which tests have unless they are built in
-//! release mode.
+//! If the library was built without nvcc, `XSERV_TEST_WITHOUT_KERNELS` lets it go on without kernels
+//! (src/backend/cuda/fatbins.rs); that needs debug assertions, which tests have unless they are built in release mode.
 
 use std::ffi::{c_int, c_long, c_void, CStr, OsStr, OsString};
 use std::path::{Path, PathBuf};
@@ -89,7 +88,7 @@ impl Fake {
     }
 }
 
-/// The folder of the fake driver, built once.
+/// Returns the folder of the fake driver, built once.
 fn driver() -> &'static Path {
     static FOLDER: OnceLock<TempDir> = OnceLock::new();
     FOLDER
@@ -131,7 +130,7 @@ fn can_fake() -> bool {
 
 // ---- In the child ----
 
-/// A config of the sizes for which the fused kernels are written; its weights are random.
+/// Returns a config of the sizes for which the fused kernels are written; its weights are random.
 fn wide() -> TempDir {
     let folder = TempDir::new();
     let config = json!({
@@ -315,7 +314,7 @@ fn memory_fails() {
     let fake = Fake::get();
     let subject = Subject::of_name(&variable("XSERV_TRUST_MODEL"));
     let (used, handles) = {
-        // What the first load leaves for good is no leak.
+        // Memory that the first load keeps for good is no leak.
         let (model, outcomes, _) = run_subject(&fake, &subject, CAN_RUN_OUT_OF_MEMORY, 0, 0);
         assert!(model.is_ok() && outcomes.iter().all(|o| o.as_deref().is_ok_and(is_fine)));
         drop(model);
@@ -431,7 +430,7 @@ fn kernels_fail() {
     say("done", "");
 }
 
-/// A context on a device, without a limit.
+/// Returns a context on a device, without a limit.
 fn cuda_context(device: u32) -> Outcome<Context> {
     let mut options: xserv_context_options = unsafe { std::mem::zeroed() };
     unsafe { xserv_context_options_init(&mut options, size_of_val(&options)) };
@@ -693,7 +692,7 @@ fn forked_children() {
         if ids.ok().as_ref() != Some(&expected) {
             return 6;
         }
-        // What the parent had is let go of without a word to the driver.
+        // The parent's objects are released without a call to the driver.
         if let Some(model) = parents {
             xserv_model_free(model);
         }

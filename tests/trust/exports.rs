@@ -246,7 +246,7 @@ fn every_function_may_be_called_in_a_log_callback() {
 
 #[test]
 fn no_function_deadlocks_in_a_wake_up_callback() {
-    // What would wait for the model that waits for the callback.
+    // Functions that would wait for the model that waits for the callback.
     const REFUSED: [&str; 3] = ["xserv_generate", "xserv_logits", "xserv_score"];
     from_inside(
         "a wake-up callback",

@@ -22,7 +22,7 @@ static atomic_long calls;
 static atomic_long blocks;
 
 /* Sets which calls fail, of those that will be counted: none, the one with the number `nth`, from 1,
- * or all from it on. Begins to count anew, once it is switched on. */
+ * or all from it on. Starts to count again, once it is switched on. */
 void xserv_fail_malloc(int new_mode, long nth) {
   atomic_store(&is_on, 0);
   atomic_store(&mode, new_mode);

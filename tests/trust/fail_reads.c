@@ -49,7 +49,7 @@ long fail_reads_end(void) {
   return count;
 }
 
-/* What failed, or "". */
+/* The description of a failure, or "". */
 const char *fail_reads_failed(void) { return failed; }
 
 static bool is_inside(const char *path) {

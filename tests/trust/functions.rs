@@ -14,7 +14,7 @@ pub struct Parameter {
 }
 
 impl Parameter {
-    /// What a pointer of this many levels points to.
+    /// Returns the type that a pointer of this many levels points to.
     pub fn pointee(&self, levels: usize) -> Option<&str> {
         let stars = self.kind.matches('*').count();
         (stars == levels).then(|| self.kind.trim_end_matches([' ', '*']))
@@ -31,7 +31,7 @@ pub struct Function {
     /// `xserv_status`, `void`, `char *` and so on.
     pub result: String,
     pub parameters: Vec<Parameter>,
-    /// Where it is in this process.
+    /// The address in this process.
     pub address: usize,
 }
 
@@ -40,7 +40,7 @@ impl Function {
         self.result == "xserv_status"
     }
 
-    /// The handle that the function frees.
+    /// Returns the handle that the function frees.
     pub fn frees(&self) -> Option<&str> {
         self.name.ends_with("_free").then(|| self.parameters[0].pointee(1).unwrap())
     }
@@ -127,7 +127,7 @@ macro_rules! addresses {
     };
 }
 
-/// Where the functions are in this process.
+/// Returns the addresses of the functions in this process.
 fn addresses() -> &'static [(&'static str, usize)] {
     static ALL: OnceLock<Vec<(&'static str, usize)>> = OnceLock::new();
     ALL.get_or_init(|| {

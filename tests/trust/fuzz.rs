@@ -35,7 +35,7 @@ use crate::functions::{functions, Function, HANDLES};
 use crate::scale::{scaled, PATIENCE};
 use crate::world::*;
 
-/// What kind of input was accepted, or the error.
+/// The kind of input that was accepted, or the error.
 type Outcome = Result<String, Error>;
 
 /// A target: what it does with an input. An error of the library is an answer; a panic of the target
@@ -98,7 +98,7 @@ fn shard_index(input: &[u8]) -> Outcome {
     Ok(String::new())
 }
 
-/// What is accepted computes: no size overflows, and rotations are finite.
+/// Every accepted config can be computed: no size overflows, and rotations are finite.
 fn config(input: &[u8]) -> Outcome {
     let config = ModelConfig::parse(input)?;
     assert!(config.num_heads.is_multiple_of(config.num_kv_heads) && config.num_kv_heads > 0);
@@ -384,7 +384,7 @@ fn odd_value(random: &mut Random) -> Value {
     }
 }
 
-/// A random place of a JSON value: walks down until it stops or there is nothing below.
+/// Returns a random place of a JSON value: walks down until it stops or there is nothing below.
 fn some_place<'a>(value: &'a mut Value, random: &mut Random) -> &'a mut Value {
     let stops = random.below(4) == 0;
     let children = match value {
@@ -484,7 +484,7 @@ fn changed(target: &Target, seed: &[u8], other: &[u8], random: &mut Random) -> V
     bytes
 }
 
-/// What the child writes where the test can see it, whatever becomes of the child.
+/// The memory in which the child writes where the test can see it, whatever becomes of the child.
 struct Slate(*mut u8);
 
 // One thread writes, the numbers are atomic, and the input is read when it has ended.
@@ -536,7 +536,7 @@ fn corpus(target: &str) -> Vec<Vec<u8>> {
     files.iter().map(|file| std::fs::read(file).unwrap()).collect()
 }
 
-/// What an answer is like: its kind and words, without numbers and quotations.
+/// Returns the kind and the words of an answer, without numbers and quotations.
 fn answer_of(outcome: &Outcome) -> String {
     let error = match outcome {
         Ok(kind) => return format!("accepted {kind}"),
@@ -614,7 +614,8 @@ fn child() {
     unsafe { libc::_exit(0) };
 }
 
-/// How a run ended: the executions, the kinds of answers, the inputs accepted, and what went wrong.
+/// The result of a run: the executions, the kinds of answers, the inputs accepted, and what went
+/// wrong.
 struct Ran {
     executions: u64,
     answers: u64,

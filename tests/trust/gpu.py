@@ -36,7 +36,7 @@ def story(model, tokens=64):
     return model.generate(PROMPT, max_tokens=tokens, temperature=0).text
 
 
-# What the processes beside this one do, by the first argument.
+# The functions below are run by processes beside this one, chosen by the first argument.
 
 
 def hog(left):

@@ -137,7 +137,7 @@ fn constraints(bench: &mut Bench) {
     }
 }
 
-/// Each of so many definitions is the next one twice.
+/// Returns `n` definitions, each of which refers to the next one twice.
 fn exponential_refs(n: usize) -> String {
     let mut defs: Vec<String> = (0..n)
         .map(|i| {
@@ -162,7 +162,7 @@ fn exponential_rules(n: usize) -> String {
     format!("start: r0\n{}r{n}: \"a\"", rules.concat())
 }
 
-/// A conversation with these tools, of which the answer must call one.
+/// Returns a conversation with these tools, of which the answer must call one.
 fn call(model: &Model, tools: &str, meter: &mut Meter) -> Result<String, String> {
     let (messages, tools) = (c_string(MESSAGES), c_string(tools));
     let request = xserv_request {

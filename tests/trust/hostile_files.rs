@@ -689,7 +689,7 @@ fn things_in_place_of_files(bench: &mut Bench) {
     }
 }
 
-/// What a progress callback does to the weights, once, when they are partly read.
+/// A progress callback that changes the weights once, when they are partly read.
 struct Meddler {
     path: std::path::PathBuf,
     after: f32,
@@ -853,7 +853,7 @@ fn reads_that_fail(bench: &mut Bench) {
     });
 }
 
-/// A tokenizer that takes some milliseconds for each `éü`, which its load cannot find out.
+/// Returns a tokenizer that takes some milliseconds for each `éü`, which its load cannot find out.
 fn slow_tokenizer() -> (Copy, String) {
     let copy = Copy::new();
     let branch = "(?:(?=éü)éü|(?=éü)éü){16}";
@@ -932,7 +932,7 @@ fn all_well(model: &Model) -> Result<String, String> {
     Ok(String::new())
 }
 
-/// Runs `body` with so much more address space than the process has.
+/// Runs `body` with this much more address space than the process has.
 fn with_room<T>(room: u64, body: impl FnOnce() -> T) -> T {
     unsafe { libc::malloc_trim(0) };
     let before = limit(libc::RLIMIT_AS, status_bytes("VmSize") + room);

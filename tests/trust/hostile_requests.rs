@@ -40,7 +40,7 @@ fn templates_are_held() {
 
 const WRONG: xserv_status = XSERV_STATUS_INVALID_ARGUMENT;
 
-/// A request for bytes, which need not be text.
+/// Returns a request for bytes, which need not be text.
 fn text_request(bytes: &[u8]) -> xserv_request {
     xserv_request {
         prompt: bytes.as_ptr() as *const c_char,

@@ -229,7 +229,7 @@ fn listing(folder: &str) -> Vec<String> {
     names
 }
 
-/// What a library must leave alone.
+/// Returns the state of the process that a library must leave alone.
 fn snapshot() -> BTreeMap<&'static str, String> {
     let mut environment: Vec<String> = Vec::new();
     extern "C" {

@@ -16,7 +16,7 @@ const CONTEXT: usize = 256;
 const MOST_TOKENS: usize = 90;
 const VOCAB: usize = 900;
 
-/// How a model is loaded and used.
+/// The way in which a model is loaded and used.
 #[derive(Clone, Copy, Debug)]
 struct Setting {
     threads: u32,
@@ -80,7 +80,7 @@ fn prompts(count: usize) -> Vec<Vec<u32>> {
         .collect()
 }
 
-/// What a prompt gives: tokens, greedy and drawn, and the bits of its logits.
+/// The result for a prompt: tokens, greedy and drawn, and the bits of its logits.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Given {
     greedy: Vec<u32>,

@@ -1,5 +1,5 @@
-//! How hosts open and close the library, and how processes end: a program in C that does it, and what
-//! becomes of it.
+//! Opening and closing of the library by hosts, and the end of processes: a program in C that does it, and what becomes
+//! of it.
 
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
@@ -10,14 +10,14 @@ use crate::client::{root, tiny};
 use crate::files::TempDir;
 use crate::scale::{scaled, PATIENCE};
 
-/// The libxserv.so that cargo built beside this test binary.
+/// Returns the libxserv.so that cargo built beside this test binary.
 fn shared_object() -> PathBuf {
     let path = std::env::current_exe().unwrap().parent().unwrap().join("libxserv.so");
     assert!(path.exists(), "{} is not there: cargo builds it with the tests", path.display());
     path
 }
 
-/// The compiled host.
+/// Returns the compiled host.
 fn host() -> &'static PathBuf {
     static HOST: OnceLock<(TempDir, PathBuf)> = OnceLock::new();
     let (_, program) = HOST.get_or_init(|| {

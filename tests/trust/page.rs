@@ -8,12 +8,12 @@ fn page() -> String {
     std::fs::read_to_string(root().join("tests/TRUST.md")).unwrap()
 }
 
-/// What stands between backticks.
+/// Returns the words between backticks.
 fn quoted(text: &str) -> impl Iterator<Item = &str> {
     text.split('`').skip(1).step_by(2)
 }
 
-/// The tests that a text names: `target::module::function`.
+/// Returns the tests that a text names: `target::module::function`.
 fn tests(text: &str) -> BTreeSet<&str> {
     let is_test = |name: &&str| {
         let parts: Vec<&str> = name.split("::").collect();

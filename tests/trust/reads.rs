@@ -84,7 +84,7 @@ impl Shim {
     }
 }
 
-/// A folder of a model in three files.
+/// Returns a folder of a model in three files.
 fn write_sharded(model: &TestModel) -> TempDir {
     let folder = TempDir::new();
     folder.write("config.json", model.config.to_string());
@@ -101,7 +101,7 @@ fn write_sharded(model: &TestModel) -> TempDir {
     folder
 }
 
-/// A copy of the repository's model.
+/// Returns a copy of the repository's model.
 fn copy_tiny() -> TempDir {
     let folder = TempDir::new();
     for entry in std::fs::read_dir(tiny()).unwrap() {
@@ -111,7 +111,7 @@ fn copy_tiny() -> TempDir {
     folder
 }
 
-/// What a folder answers: everything that a failure could have changed.
+/// The answers of a folder: everything that a failure could have changed.
 #[derive(Debug, PartialEq)]
 struct Answers {
     ids: Vec<u32>,
@@ -137,7 +137,7 @@ fn load(path: &Path, map_files: bool) -> Outcome<Answers> {
     })
 }
 
-/// What xserv_inspect or xserv_plan tell, as text.
+/// Returns the reports of xserv_inspect or xserv_plan, as text.
 fn inspect(path: &Path) -> Outcome<String> {
     let path = c_string(path.to_str().unwrap());
     let mut inspection = std::ptr::null_mut();
@@ -227,7 +227,7 @@ fn calls_fail() {
     say("done", "");
 }
 
-/// What happens to a file during a load.
+/// The change to a file during a load.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Change {
     /// It loses its end.
@@ -262,7 +262,7 @@ unsafe extern "C" fn meddle() {
     }
 }
 
-/// The bits of the logits of some tokens: other weights give others.
+/// Returns the bits of the logits of some tokens: other weights give others.
 fn logits(path: &Path, map_files: bool) -> Outcome<Vec<u32>> {
     let options = xserv_load_options {
         num_threads: 2,

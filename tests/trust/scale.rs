@@ -1,9 +1,9 @@
-//! How much is run, and what ends a test that hangs.
+//! The amount of work in a run, and what ends a test that hangs.
 
 use std::sync::mpsc;
 use std::time::Duration;
 
-/// The number for this run: `gate` at every change, `full` with `XSERV_TRUST=full`.
+/// Returns the number for this run: `gate` at every change, `full` with `XSERV_TRUST=full`.
 pub fn scaled(gate: usize, full: usize) -> usize {
     match std::env::var("XSERV_TRUST").as_deref() {
         Ok("full") => full,

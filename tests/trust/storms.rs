@@ -86,7 +86,7 @@ impl Shared {
         &slots[random.below(slots.len())]
     }
 
-    /// The tokens of a result, if nobody has freed it.
+    /// Returns the tokens of a result, if nobody has freed it.
     fn tokens(&self, result: u64) -> Option<Vec<u32>> {
         let mut info: xserv_result_info = unsafe { std::mem::zeroed() };
         info.struct_size = size_of::<xserv_result_info>();
@@ -119,7 +119,7 @@ impl Shared {
                 break function;
             }
         };
-        // What is given to `_free` of models must not be the model that the test goes on with.
+        // A handle given to `_free` of models must not be the model that the test goes on with.
         let spares_anchor = function.frees() == Some("xserv_model");
         for kind in function.parameters.iter().filter_map(|p| p.pointee(1)) {
             let Some(kind) = HANDLES.iter().find(|known| **known == kind) else { continue };
@@ -156,7 +156,7 @@ impl Shared {
                 continue;
             }
             let slot = self.slot(Self::kind(kind), random);
-            // What was there may have been freed already, which is part of the storm.
+            // The previous object may have been freed already, which is part of the storm.
             free(kind, slot.swap(handle as usize, Ordering::SeqCst) as u64);
         }
     }
@@ -236,7 +236,7 @@ fn submit(model: *mut xserv_model, request: &xserv_request) -> Outcome<*mut xser
     Ok(submission)
 }
 
-/// The kind of the next event and its finish reason.
+/// Returns the kind of the next event and its finish reason.
 fn next(submission: *mut xserv_submission) -> Outcome<(u32, u32)> {
     let mut event: xserv_event = unsafe { std::mem::zeroed() };
     event.struct_size = size_of::<xserv_event>();
@@ -258,7 +258,7 @@ fn finish(submission: *mut xserv_submission) -> u32 {
     }
 }
 
-/// A cache that is too small for all who ask, so that requests also wait and are preempted.
+/// Returns a cache that is too small for all who ask, so that requests also wait and are preempted.
 fn crowded() -> Model {
     let options = xserv_load_options {
         num_threads: 2,
@@ -385,8 +385,8 @@ enum Freed {
     Submissions,
 }
 
-/// Loads, has `streams` requests under way, and frees everything in this order. What is freed is gone,
-/// what is not goes on.
+/// Loads, has `streams` requests under way, and frees everything in this order. Freed objects are gone,
+/// the others go on.
 fn free_in(order: &[Freed], streams: usize) {
     let mut world = World::empty();
     for kind in ["xserv_model", "xserv_detokenizer", "xserv_result"] {

@@ -29,14 +29,14 @@ pub fn compile(source: &str, output: &Path, arguments: &[&str]) -> PathBuf {
     output.to_path_buf()
 }
 
-/// What a child process said, line by line, and how it ended if not well.
+/// The output of a child process, line by line, and how it ended if not well.
 pub struct Ended {
     pub lines: Vec<String>,
     pub wrong: Option<String>,
 }
 
 impl Ended {
-    /// What was said on lines that begin with this word.
+    /// Returns the rest of the lines that begin with this word.
     pub fn said<'a>(&'a self, word: &'a str) -> impl Iterator<Item = &'a str> {
         self.lines.iter().filter_map(move |line| line.strip_prefix(word)?.strip_prefix(": "))
     }

@@ -23,7 +23,7 @@ const WORD: usize = 8;
 
 macro_rules! sizes {
     ($($name:ident)*) => {
-        /// The size of a struct that begins with its size.
+        /// Returns the size of a struct that begins with its size.
         pub fn size_of_struct(name: &str) -> Option<usize> {
             match name {
                 $(stringify!($name) => Some(size_of::<$name>()),)*
@@ -46,13 +46,13 @@ pub struct Arguments {
     /// One for each parameter that is no float, in order.
     pub words: Vec<u64>,
     pub floats: Vec<f32>,
-    /// Where each parameter's value is: its index among the words, or None for floats.
+    /// The place of each parameter's value: its index among the words, or None for floats.
     places: Vec<Option<usize>>,
     memory: Vec<Box<[u64]>>,
     strings: Vec<CString>,
 }
 
-// What the arguments point to is theirs.
+// SAFETY: the memory that the arguments point to is their own.
 unsafe impl Send for Arguments {}
 
 impl Arguments {
@@ -68,20 +68,20 @@ impl Arguments {
         place
     }
 
-    /// The value of a parameter, which is no float.
+    /// Returns the value of a parameter, which is no float.
     pub fn word(&mut self, parameter: usize) -> &mut u64 {
         let place = self.places[parameter].expect("a float");
         &mut self.words[place]
     }
 
-    /// What the parameter points to.
+    /// Returns the object that the parameter points to.
     pub fn pointed<T>(&mut self, parameter: usize) -> &mut T {
         let address = *self.word(parameter) as usize as *mut T;
         unsafe { &mut *address }
     }
 }
 
-/// What a call returned, cut to the width of its type.
+/// The value that a call returned, cut to the width of its type.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Returned {
     Status(u32),
@@ -161,7 +161,7 @@ pub struct Sizes {
 /// The sizes of the calls that are made where sizes do not matter.
 const SIZES: Sizes = Sizes { rows: 3, width: 4 };
 
-/// The shape of a tensor, and whether it holds indices.
+/// Returns the shape of a tensor, and whether it holds indices.
 fn tensor_shape(function: &str, name: &str, Sizes { rows, width }: Sizes) -> (Vec<i64>, bool) {
     match (function, name) {
         ("xserv_op_embedding", "ids") => (vec![rows], true),
@@ -201,7 +201,7 @@ fn tensor_shape(function: &str, name: &str, Sizes { rows, width }: Sizes) -> (Ve
 pub struct World {
     handles: BTreeMap<&'static str, usize>,
     path: CString,
-    /// What a call with a timeout waits, in milliseconds.
+    /// The timeout of calls that have one, in milliseconds.
     pub timeout_ms: u32,
     vocab_size: usize,
     /// The tensors of operators.
@@ -209,7 +209,7 @@ pub struct World {
     pub lay: Lay,
 }
 
-/// A model that is loaded fast.
+/// Returns a model that is loaded fast.
 pub fn quick_options() -> xserv_load_options {
     xserv_load_options {
         num_threads: 1,
@@ -302,7 +302,7 @@ impl World {
         }
     }
 
-    /// The arguments of a valid call.
+    /// Returns the arguments of a valid call.
     pub fn arguments(&self, function: &Function) -> Arguments {
         let mut arguments = Arguments {
             words: Vec::new(),
@@ -370,14 +370,14 @@ impl World {
             ("uint32_t", _) => return 0,
             ("uint64_t", "flags") => return XSERV_DLPACK_READ_ONLY,
             ("bool", _) => return 1,
-            // What the call writes to.
+            // An output of the call.
             (kind, _) if kind.ends_with('*') => memory.allocate(WORD),
             (kind, name) => panic!("{}: {kind} {name}", function.name),
         };
         place as u64
     }
 
-    /// A struct that begins with its size, as a careful caller fills it.
+    /// Returns a struct that begins with its size, as a careful caller fills it.
     fn options(&self, name: &str, size: usize, memory: &mut Arguments) -> *mut u8 {
         macro_rules! defaults {
             ($init:ident) => {{
@@ -423,7 +423,7 @@ impl World {
     }
 }
 
-/// How a tensor lies in memory.
+/// The layout of a tensor in memory.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Lay {
     Dense,
@@ -433,7 +433,7 @@ pub enum Lay {
     Shifted,
 }
 
-/// The descriptor of a tensor of small numbers.
+/// Returns the descriptor of a tensor of small numbers.
 fn tensor_of(
     function: &str,
     name: &str,
@@ -483,7 +483,7 @@ fn tensor_of(
     })
 }
 
-/// The bits of a tensor's elements, in order, whatever its strides.
+/// Returns the bits of a tensor's elements, in order, whatever its strides.
 pub fn elements(tensor: &xserv_tensor) -> Vec<u32> {
     let shape = unsafe { std::slice::from_raw_parts(tensor.shape, tensor.ndim as usize) };
     let count = shape.iter().product::<i64>() as usize;
@@ -543,7 +543,7 @@ pub fn free(kind: &str, handle: u64) {
 /// The kinds of structs that a call makes and their own deleter frees.
 const MANAGED: [&str; 2] = ["xserv_managed_tensor", "xserv_managed_tensor_versioned"];
 
-/// The handles that a successful call made, by kind.
+/// Returns the handles that a successful call made, by kind.
 pub fn made<'a>(
     function: &'a Function,
     arguments: &mut Arguments,
@@ -597,7 +597,7 @@ fn every_function_has_a_valid_call() {
     }
 }
 
-/// Makes anew what a call of the function has used up.
+/// Replaces what a call of the function has used up.
 pub fn renew_used(world: &mut World, function: &Function) {
     let kinds = function.parameters.iter().filter_map(|p| p.pointee(1));
     let used = match function.name.as_str() {

@@ -5,8 +5,8 @@
 //   indices: [num_rows] the mask of each row, negative if it has none; masks: [_, words] whose bit id % 32 of the word
 //   id / 32 is set for a token that may come
 //
-// A token that is banned gets the lowest finite number of the target, unless its logit is no finite number: damage stays
-// to be found.
+// A token that is banned gets the lowest finite number of the target, unless its logit is no finite number, so that
+// damage is still detected.
 #include <stdint.h>
 
 #include "common/dtype.cuh"
@@ -76,7 +76,8 @@ __device__ __forceinline__ void mask_logits(const T* source, Target* target, con
   }
 XSERV_FOR_EACH_DTYPE(XSERV_MASK_LOGITS)
 
-// Of bf16 alone: the lowest number of f16 is none that no temperature makes likely.
+// Only bf16 has this variant: the lowest number of f16 is not low enough to be unlikely at every
+// temperature.
 extern "C" __global__ void __launch_bounds__(512)
     xserv_mask_in_place_bf16(__nv_bfloat16* logits, const int* indices, const uint32_t* masks, int vocab_size,
                              int words) {

@@ -1,4 +1,4 @@
-// What the attention kernels share: launch parameters, and rows of a tile in shared memory.
+// Shared by the attention kernels: launch parameters, and rows of a tile in shared memory.
 #pragma once
 
 #include <stdint.h>
@@ -100,8 +100,8 @@ struct TileRows {
 
 constexpr float kMinusInfinity = -__builtin_huge_valf();
 
-// Where key `key` of a sequence lies in a block cache; the result is not valid (and the fault is
-// reported) where the table names no block of the cache.
+// The position of key `key` of a sequence in a block cache; the result is not valid (and the fault
+// is reported) if the table names no block of the cache.
 struct BlockRow {
   long long block;
   int token;

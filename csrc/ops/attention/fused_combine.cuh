@@ -1,5 +1,5 @@
-// How partial results of decode attention are combined (ops/attention/fused_unit.cuh): among the blocks
-// of a cluster, and among the chunks of a unit in the workspace.
+// Combination of partial results of decode attention (ops/attention/fused_unit.cuh): among the blocks of a cluster, and
+// among the chunks of a unit in the workspace.
 #pragma once
 
 #include "ops/attention/fused.cuh"

@@ -42,7 +42,7 @@ struct ProjectedHeads {
 
   __device__ __forceinline__ static int num_rows(const OutputProjection& p) { return p.hidden_size / kRanks; }
 
-  // What a block does for a sequence without keys.
+  // Writes the result of a block for a sequence without keys.
   __device__ __forceinline__ static void write_zeros(const OutputProjection& p, int kv_head, int rank) {
     float* const sums = p.sums + static_cast<long long>(kv_head) * p.hidden_size + rank * num_rows(p);
     for (int i = threadIdx.x; i < num_rows(p); i += kThreads) sums[i] = 0.0f;

@@ -1,4 +1,4 @@
-// Which token a row of a step has: one that the host knows, or one that the step before has just chosen.
+// The token that a row of a step has: one that the host knows, or one that the step before has just chosen.
 #pragma once
 
 #include <stdint.h>

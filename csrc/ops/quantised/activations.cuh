@@ -4,9 +4,9 @@
 // both in f32, rounded to the nearest. Where all of the 128 are 0 the scale and the codes are 0. Numbers that are not
 // finite make the scale so, and all products with it.
 //
-// codes: [num_tokens, 128 * groups], zeros behind the end of x; scales: f32 [groups, pitch]. Of every 32 codes the
-// fours 0, 2, 4, 6 of the inputs stand first and then the fours 1, 3, 5, 7: a lane t of mma.m16n8k32, and of wgmma, so finds
-// the inputs 8 t to 8 t + 7 of a weight's tile (src/ops/quantised/tiles.rs) in its two registers.
+// codes: [num_tokens, 128 * groups], zeros after the end of x; scales: f32 [groups, pitch]. Among every 32 codes, the
+// fours 0, 2, 4, 6 of the inputs come first and then the fours 1, 3, 5, 7: a lane t of mma.m16n8k32, and of wgmma, so
+// finds the inputs 8 t to 8 t + 7 of a weight's tile (src/ops/quantised/tiles.rs) in its two registers.
 #pragma once
 
 #include <stdint.h>

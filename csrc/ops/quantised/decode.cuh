@@ -1,6 +1,5 @@
-// How codes of 4 and 8 bits become pairs of T in registers. The numbers are exact: integers less
-// their zero have at most eight significant bits, and floats of eight bits at most four. The layout is
-// that of src/ops/quantised/tiles.rs.
+// Decoding of codes of 4 and 8 bits to pairs of T in registers. The numbers are exact: integers less their zero have at
+// most eight significant bits, and floats of eight bits at most four. The layout is that of src/ops/quantised/tiles.rs.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -197,7 +196,7 @@ __device__ __forceinline__ float2 raised_zeros(uint32_t bytes) {
                      __uint_as_float(0x3f800000u | (bytes >> 8) << 19));
 }
 
-// How scales are stored.
+// The type in which scales are stored.
 enum class ScaleType : int { kF32, kF16, kBf16 };
 
 // Two scales beside each other, from the one or two words that hold them.

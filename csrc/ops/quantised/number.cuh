@@ -39,7 +39,7 @@ __device__ __forceinline__ uint32_t code_of(const uint32_t (&words)[4], int e, i
 
 // The eight inputs from `input` on of a row, each (code - zero) * scale rounded to f32 and then to T. scales, zeros:
 // regions of all tiles, in which group g of the row has index first_group + g * 16; zeros is null where all are the
-// middle of the codes. Inputs behind the last group have its scale.
+// middle of the codes. Inputs after the last group have its scale.
 template <typename T>
 __device__ __forceinline__ void eight_numbers(T (&values)[8], const uint32_t (&words)[4], int second, int input,
                                               Code code, const void* scales, ScaleType scale_type, const void* zeros,

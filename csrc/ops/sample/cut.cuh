@@ -148,7 +148,7 @@ __device__ __forceinline__ void make_histogram(const LogitsRow<T>& row, const Sa
   team_sync();
 }
 
-// Where a walk down the bins from the highest reaches a goal.
+// The point at which a walk down the bins from the highest reaches a goal.
 struct Crossing {
   int bin;
   unsigned long long above;  // the sum of the bins above `bin`
@@ -368,9 +368,9 @@ __device__ Cut find_cut(const LogitsRow<T>& row, const SampleRow& how, float max
   return find_cut_in_keys<true>(row, how, maximum, lowest, memory);
 }
 
-// What typical-p keeps: the tokens whose information is nearest to the entropy, ties with the last one included. With
-// `fall` as in fall_of, the information of a token is its fall and the logarithm of the sum of all weights, and the
-// entropy is the mean fall and the same logarithm: the two are as far apart as the fall and its mean.
+// The range that typical-p keeps: the tokens whose information is nearest to the entropy, ties with the last one
+// included. With `fall` as in fall_of, the information of a token is its fall and the logarithm of the sum of all
+// weights, and the entropy is the mean fall and the same logarithm: the two are as far apart as the fall and its mean.
 struct Typical {
   float mean;      // of the falls
   float distance;  // at most so far from it

@@ -133,7 +133,7 @@ __device__ unsigned long long sum_before(unsigned long long own) {
   return sum - own;
 }
 
-// How far a token lies below the likeliest, in units of the temperature: minus the logarithm of its weight.
+// Returns how far a token lies below the likeliest, in units of the temperature: minus the logarithm of its weight.
 __device__ __forceinline__ float fall_of(const SampleRow& how, float value, float maximum) {
   // Often the temperature is 1, and a division takes as long as the exponential.
   const float fall = maximum - value;

@@ -70,8 +70,8 @@ __device__ __forceinline__ bool is_filtered(const SampleRow& how, int vocab_size
   return (how.top_k > 0 && how.top_k < vocab_size) || how.top_p < 1.0f || is_typical(how);
 }
 
-// How the bound for the filtered tokens is found: `rank` threads of a part reach the part's bound, and
-// `parts` parts reach the row's bound. With a rank of 0 there is no bound.
+// The ranks that give the bound for the filtered tokens: `rank` threads of a part reach the part's bound, and `parts`
+// parts reach the row's bound. With a rank of 0 there is no bound.
 struct BoundRanks {
   int rank = 0, parts = 0;
 

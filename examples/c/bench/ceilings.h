@@ -1,4 +1,4 @@
-/* How fast a device reads memory and multiplies large matrices, measured by the library's
+/* Measures how fast a device reads memory and multiplies large matrices, with the library's
  * operators. */
 
 #ifndef EXAMPLES_BENCH_CEILINGS_H

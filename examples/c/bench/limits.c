@@ -12,7 +12,7 @@ model_work model_work_of(const xserv_model_info *info, bool tied, uint32_t embed
   return (model_work){
       .layer_weights = layers,
       .output_weights = embedding,
-      /* What is more than the numbers take is room between small tensors, which no step reads. */
+      /* Memory beyond the numbers is padding between small tensors, which no step reads. */
       .layer_bytes = in_memory < layers * stored ? in_memory : layers * stored,
       .output_bytes = bytes,
       .kv_bytes = (double)info->kv_bytes_per_token,

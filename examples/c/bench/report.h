@@ -1,4 +1,4 @@
-/* How bench.c prints what it measured: lines of a table, or JSON. */
+/* Prints the measurements of bench.c: lines of a table, or JSON. */
 
 #ifndef EXAMPLES_BENCH_REPORT_H
 #define EXAMPLES_BENCH_REPORT_H

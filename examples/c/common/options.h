@@ -19,7 +19,7 @@ typedef struct text_list {
   size_t len;
 } text_list;
 
-/* What an option's value is, and the type that `value` points to. */
+/* The kind of an option's value, and the type that `value` points to. */
 typedef enum option_kind {
   OPTION_FLAG,    /* bool: no value, being given makes it true */
   OPTION_TEXT,    /* const char * */

@@ -9,7 +9,7 @@
 
 enum { MAX_OPTIONS = 24 }; /* rows of a table, with the one that ends it */
 
-/* How to load a model. */
+/* The arguments for loading a model. */
 typedef struct load_arguments {
   xserv_load_options options;
   bool no_prefix_cache, deterministic, random, verbose;
@@ -22,7 +22,7 @@ void load_arguments_begin(load_arguments *self);
 /* Completes `options`; call it when the command line has been read. */
 void load_arguments_end(load_arguments *self);
 
-/* How to sample. The fields point into the struct. */
+/* The arguments for sampling. The fields point into the struct. */
 typedef struct sampling_arguments {
   xserv_request request;
   text_list stops;

@@ -20,7 +20,7 @@ typedef struct conversation {
   size_t num_turns, capacity;
 } conversation;
 
-/* Makes the messages anew: the system message, the turns from `first` on and the question. */
+/* Rebuilds the messages: the system message, the turns from `first` on and the question. */
 xserv_status conversation_messages(const conversation *self, size_t first, const text_buffer *question,
                                    xserv_messages *messages);
 

@@ -21,7 +21,7 @@
 
 static const char name[] = "xserv generate";
 
-/* What came, for the case that there is no result. */
+/* The output so far, for when there is no result. */
 typedef struct output {
   bool json;
   bool failed; /* standard output cannot be written */

@@ -1,4 +1,4 @@
-/* What a person says: from a terminal with keys to edit it, from one without, or from a pipe. */
+/* Reads the user's input: from a terminal with editing keys, from one without, or from a pipe. */
 
 #ifndef XSERV_PROGRAM_INPUT_H
 #define XSERV_PROGRAM_INPUT_H

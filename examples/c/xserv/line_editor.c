@@ -15,7 +15,7 @@
 #include "terminal.h"
 #include "utf8.h"
 
-enum { ESCAPE_MS = 200 }; /* an Escape that nothing follows for so long is a key of its own */
+enum { ESCAPE_MS = 200 }; /* an Escape that nothing follows for this long is a key of its own */
 
 typedef struct entries {
   text_buffer *values;

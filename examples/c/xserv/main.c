@@ -44,7 +44,7 @@ static void print_version(void) {
   printf("xserv %s (ABI %u)\n", xserv_version(), (unsigned)xserv_abi_version());
 }
 
-/* What was printed may not have been written yet, and the disk may be full. */
+/* Printed text may not have been written yet, and the disk may be full. */
 static int finish(int exit_code) {
   if (fflush(stdout) == 0 && !ferror(stdout)) return exit_code;
   if (exit_code == 0) perror("xserv: standard output");

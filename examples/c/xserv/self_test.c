@@ -25,7 +25,7 @@ typedef struct tally {
   summary operators[MAX_OPERATORS];
 } tally;
 
-/* Where every bit has to be right, the bound is 0. */
+/* The bound is 0 where every bit has to be right. */
 static double share_of(double error, double bound) {
   if (bound > 0) return error / bound;
   return error > 0 ? HUGE_VAL : 0;

@@ -17,7 +17,7 @@ void thinking_begin(thinking *self, bool inside, thinking_callback callback, voi
                      .callback = callback, .user_data = user_data};
 }
 
-/* Passes on the first bytes of what is held, and forgets them and `tag_len` bytes behind them. */
+/* Passes on the first bytes of what is held, and forgets them and `tag_len` bytes after them. */
 static bool pass(thinking *self, size_t len, size_t tag_len) {
   text_buffer *held = &self->held;
   const size_t skipped = self->trimming ? spaces_at(held->data, len) : 0;

@@ -1,4 +1,4 @@
-/* Tells what a model thinks from what it answers: text between <think> and </think> at the
+/* Separates what a model thinks from what it answers: text between <think> and </think> at the
  * beginning of an answer, which comes in pieces. */
 
 #ifndef XSERV_PROGRAM_THINKING_H

@@ -8,7 +8,8 @@
 #include <wchar.h>
 
 void utf8_begin(void) {
-  /* Of the locale only the kind of characters, so that numbers are written in the one way. */
+  /* Only the character type of the locale is set, so that numbers are always written in the same
+   * way. */
   setlocale(LC_CTYPE, "");
   if (strcmp(nl_langinfo(CODESET), "UTF-8") != 0) setlocale(LC_CTYPE, "C.UTF-8");
 }

@@ -1009,7 +1009,7 @@ class Errors(ModelTest):
 
 
 class Objects(ModelTest):
-    """What objects say of themselves, and whether they can be copied."""
+    """How objects print, and whether they can be copied."""
 
     def test_owners_refuse_copies(self):
         with self.model.generate("x", stream=True, max_tokens=1) as stream, ops.Context("cpu") as context:

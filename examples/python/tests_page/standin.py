@@ -29,7 +29,7 @@ def policy_of(html: str) -> str:
 
 
 class Answer(NamedTuple):
-    """What the server answers to a message."""
+    """The server's answer to a message."""
 
     deltas: List[Dict[str, Any]]
     #: Seconds before each delta.

@@ -21,7 +21,7 @@ class PageTest(unittest.TestCase):
     _playwright: Playwright
     _browser: Browser
     options: Any = {}
-    #: What the browser may say: it reports the answers 401 and so on that a test wants.
+    #: Messages that the browser may write: it reports the answers 401 and so on that a test wants.
     expected_complaints: List[str] = []
 
     @classmethod

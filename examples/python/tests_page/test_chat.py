@@ -58,7 +58,7 @@ class Chat(PageTest):
                 break
             self.page.wait_for_timeout(50)
         self.assertEqual(self.server.num_left, 1)
-        # What had come is a part of the conversation.
+        # Text that had arrived before the stop is part of the conversation.
         self.send("Go on")
         self.wait_for_the_end()
         self.assertTrue(self.server.requests[1]["messages"][1]["content"].startswith("so on and so on"))

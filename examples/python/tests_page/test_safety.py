@@ -1,4 +1,4 @@
-"""What a model writes cannot become a program: markdown, attacks, and the policy of the page."""
+"""Nothing that a model writes can become a program: markdown, attacks, and the policy of the page."""
 
 import unittest
 

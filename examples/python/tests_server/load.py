@@ -39,7 +39,7 @@ def body_of(arguments, number):
 
 
 async def ask(arguments, counts, number, leaves_after):
-    """Sends a request and reads its answer to the end, or leaves after so many events."""
+    """Sends a request and reads its answer to the end, or leaves after this many events."""
     began = time.perf_counter()
     reader, writer = await asyncio.open_connection(arguments.host, arguments.port)
     try:

@@ -27,7 +27,7 @@ from support import NEVER, Server
 KINDS = 64
 #: Memory is looked at over the last three quarters, if the run is as long as this.
 LEAST_MINUTES = 2
-#: What it may grow between the second quarter and the last: this share of it, or these MB.
+#: The growth that is allowed between the second quarter and the last: this share of it, or these MB.
 GROWTH, GROWTH_MB = 0.03, 8
 #: Pauses between two looks at the memory.
 PAUSE = 2

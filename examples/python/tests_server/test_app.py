@@ -76,7 +76,7 @@ class Application(unittest.TestCase):
 
         state = self.app().state.server
         form = {"type": "json_schema", "json_schema": {"schema": {"type": "integer", "maximum": 9, "minimum": 0}}}
-        # As the model would go on behind such a prompt.
+        # As the model would go on after such a prompt.
         prompt = self.model.apply_chat_template(story()) + "<think>\n"
         likely = {self.model.tokenize("</think>")[0]: 30.0}
         for asked in ({"response_format": form}, {"guided_regex": "[0-9]"}, {"guided_choice": ["7", "8"]}):

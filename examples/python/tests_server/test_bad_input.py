@@ -1,4 +1,4 @@
-"""What no client should send: every answer is an error in OpenAI's shape, and the server goes on."""
+"""Requests that no client should send: every answer is an error in OpenAI's shape, and the server goes on."""
 
 import json
 import socket
@@ -32,7 +32,7 @@ class BadInput(unittest.TestCase):
         answer = self.http.post("/v1/completions", json={"model": NAME, "prompt": "Once", "max_tokens": 1})
         self.assertEqual(answer.status_code, 200, answer.text)
         self.assertIsNone(self.server.process.poll())
-        # What clients do is no failure of the server.
+        # Mistakes of clients are no errors of the server.
         self.assertEqual("".join(self.server.errors[1:]), "")
 
     def check(self, answer, status, param=None):

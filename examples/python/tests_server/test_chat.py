@@ -234,7 +234,7 @@ class Tools(Asking):
         before = self.ask().usage.prompt_tokens
         answer = self.ask(messages=[*WEATHER, message.to_dict(), result])
         self.assertGreater(answer.usage.prompt_tokens, before + 20)
-        # What has been called is written as it was by the model.
+        # A call that is sent back keeps the spelling in which the model wrote it.
         call.function.arguments = '{ "city" :"Oslo"}'
         again = self.ask(messages=[*WEATHER, message.to_dict(), result])
         self.assertEqual(again.usage.prompt_tokens, answer.usage.prompt_tokens)

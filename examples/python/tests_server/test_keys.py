@@ -137,7 +137,7 @@ class Page(unittest.TestCase):
 
 
 class Start(unittest.TestCase):
-    """What a server says that does not start."""
+    """Errors of a server that does not start."""
 
     def fails(self, *options, **more):
         with self.assertRaises(AssertionError) as raised:

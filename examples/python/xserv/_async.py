@@ -163,7 +163,7 @@ class Wakeups:
             os.close(fd)
 
     def __del__(self) -> None:
-        # Where the loop ended before it came to _shut().
+        # The loop ended before it came to _shut().
         if getattr(self, "fd", -1) >= 0:
             os.close(self.fd)
 

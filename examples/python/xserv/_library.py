@@ -246,7 +246,7 @@ LogitsCallback = CFUNCTYPE(c_bool, POINTER(LogitsEvent), c_void_p)
 
 
 class Request(Structure):
-    #: What logits_callback calls.
+    #: The function that logits_callback calls.
     processor: Any = None
     _fields_ = [
         ("struct_size", c_size_t),

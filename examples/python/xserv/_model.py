@@ -376,8 +376,9 @@ def plan(
     return _dataclass_from(MemoryPlan, found)
 
 
-# What runs in the library and may call Python, and how it is interrupted; and the models that log. A call into
-# Python from another thread ends that thread once the interpreter is going down, in the middle of the library.
+# The calls in the library that may call Python, each with the function that interrupts it; and the models that log. A
+# call into Python from another thread ends that thread once the interpreter is going down, in the middle of the
+# library.
 _under_way: Dict[threading.Event, Callable[[], None]] = {}
 _that_log: "weakref.WeakSet[Model]" = weakref.WeakSet()
 
@@ -503,7 +504,7 @@ def _logits_from(rows: int, vocab_size: int, values: bytes) -> Logits:
 
 @dataclass(frozen=True)
 class Score:
-    """How likely the model holds a continuation.
+    """The likelihood that the model gives a continuation.
 
     token_ids: the tokens that were scored.
     logprobs: the natural logarithm of the probability of each, after all the tokens before it.
@@ -704,7 +705,7 @@ class Model(NotCopyable):
             _run_interruptibly("xserv-load", load, interrupted.set)
         except BaseException as error:
             self.close()
-            # What a callback raised is the reason why the load was cancelled.
+            # An exception of a callback is the reason why the load was cancelled.
             raise raised[0] if raised and isinstance(error, Error) else error
         loaded.set()
         if raised:
@@ -940,7 +941,7 @@ class Model(NotCopyable):
         texts: List[Tuple[Any, int]] = []
         begin, end = 0, 1
         while end < len(ids):
-            # Of each window the tokens are scored that no window before it had.
+            # Each window scores the tokens that no window before it had.
             num_given, end = end - begin, min(begin + window, len(ids))
             texts.append((token_array(ids[begin:end]), num_given))
             begin += stride

@@ -212,7 +212,7 @@ _SWITCHES = (
 )
 
 
-# Of these at most one is given.
+# At most one of these is given.
 _FORMS = ("response_format", "regex", "grammar", "choice")
 
 
@@ -316,7 +316,7 @@ class GuardedProcessor:
 
 
 def _check_names(prompt: object, options: Mapping[str, Any]) -> None:
-    """What the library would refuse with the names of C's fields."""
+    """Refuses here what the library would refuse with the names of C's fields."""
     names = GenerateOptions.__annotations__
     for name in options:
         if name not in names:

@@ -193,7 +193,7 @@ def _answer_event_from(event: Any, number: int) -> AnswerEvent:
     kind: Any = c.ANSWER_EVENTS[number]
     length = event.text_len
     made = AnswerEvent.__new__(AnswerEvent)
-    # What __init__() of a frozen dataclass does, in a third of its time: there is one for nearly every token.
+    # Does the work of __init__() of a frozen dataclass in a third of its time: there is one for nearly every token.
     fields = made.__dict__
     fields["kind"] = kind
     fields["text"] = string_at(event.text, length).decode() if length else ""
@@ -358,7 +358,7 @@ class _Job:
     def __init__(self, model: Any, model_handle: int, request: c.Request, want_events: bool) -> None:
         self.model, self.model_handle, self.request = model, model_handle, request
         self.want_events, self.wants_logprobs = want_events, wants_logprobs(request)
-        # Bounded: what the reader is behind with stays in the library, which needs less memory for it.
+        # Bounded: what a slow reader has not taken stays in the library, which needs less memory for it.
         self.items: "queue.Queue[_Item]" = queue.Queue(maxsize=64)
         self.stopped = threading.Event()
         self.cancel = c_void_p()

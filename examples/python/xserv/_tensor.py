@@ -97,7 +97,7 @@ def _take(entries: List[_Entry]) -> Tuple[int, _Entry]:
     return sys.getrefcount(capsule), (capsule, name, managed)
 
 
-#: How many there are if nobody else has one, which differs between versions of Python.
+#: The number of references if nobody else has one, which differs between versions of Python.
 _ALONE = _take([(object(), b"", None)])[0]
 
 
@@ -196,7 +196,7 @@ class Tensor(NotCopyable):
 
     @property
     def device(self) -> str:
-        """Where the memory is, "cpu" or "cuda"."""
+        """The device that holds the memory: "cpu" or "cuda"."""
         return "cpu" if self.__dlpack_device__()[0] == CPU else "cuda"
 
     @property

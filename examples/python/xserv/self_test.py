@@ -53,7 +53,7 @@ class Comparison(NamedTuple):
     outcome: Literal["passed", "failed", "unsupported"]
     """"unsupported": the device, the machine or the type lacks this variant, which is no fault."""
     reference: Literal["float64", "cpu"]
-    """What the result was compared with."""
+    """The reference that the result was compared with."""
     max_error: float
     """The largest distance of an element from the reference, divided by the size of the reference or, where that
     is larger, by the mean size of the elements."""

@@ -29,7 +29,7 @@ FINISH_REASONS = {
     "context_full": "length",
 }
 
-#: What chat_template_kwargs cannot be.
+#: Names that chat_template_kwargs cannot have.
 _NO_VARIABLES = ("messages", "tools", "add_generation_prompt", "documents")
 
 

@@ -52,7 +52,7 @@ class Connection(HttpToolsProtocol):
         super().connection_made(transport)
         connected = transport.get_extra_info("socket")
         if connected is not None and connected.family in (socket.AF_INET, socket.AF_INET6):
-            # A peer that has vanished without a word is found out.
+            # A peer that has vanished silently is detected.
             connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         if len(self.connections) > self.limits.max_connections:
             self._refuse(503, "the server has no room for another connection")
@@ -63,7 +63,7 @@ class Connection(HttpToolsProtocol):
         for timer in (self._reading, self._stalled):
             if timer is not None:
                 timer.cancel()
-        # Of requests that were sent one after another, without waiting, the base class tells the last alone.
+        # The base class reports only the last of the requests that were sent one after another, without waiting.
         for cycle in self._cycles:
             if not cycle.response_complete:
                 cycle.disconnected = True

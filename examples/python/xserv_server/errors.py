@@ -120,12 +120,12 @@ def _parameter(message: str) -> Optional[str]:
     return name if name in xserv.GenerateOptions.__annotations__ else None
 
 
-#: How sentences of the library's about the form of an answer begin.
+#: The beginnings of the library's messages about the form of an answer.
 _ABOUT_FORMS = ("the JSON schema", "the regular expression", "the grammar", "there are no choices", "choice ")
 
 
 def from_library(error: BaseException, form: Optional[str] = None) -> ApiError:
-    """What an exception of the package means for whoever asked. `form`: the field that asks for the answer's form."""
+    """Translates an exception of the package for the client. `form`: the field that asks for the answer's form."""
     message = str(error)
     if form is not None and message.startswith(_ABOUT_FORMS):
         return invalid(form, message, "invalid_form")

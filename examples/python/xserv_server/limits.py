@@ -74,7 +74,7 @@ def check_is_json(content_type: str) -> None:
 
 
 class Admission:
-    """Lets so many samples into the library at once; requests beyond them wait in a queue, in their order."""
+    """Lets this many samples into the library at once; requests beyond them wait in a queue, in their order."""
 
     def __init__(self, max_running: int, max_queued: int) -> None:
         self.max_running, self.max_queued = max_running, max_queued

@@ -30,7 +30,7 @@ def _number(logprob: float) -> float:
 
 def _entry(texts: TokenTexts, token: int, logprob: float) -> Dict[str, Any]:
     text = texts[token]
-    # Of a part of a character the bytes are not known.
+    # The bytes of a part of a character are not known.
     return {"token": text, "logprob": _number(logprob), "bytes": None if "\ufffd" in text else list(text.encode())}
 
 
@@ -72,7 +72,7 @@ class CompletionLogprobs:
         self._tops.append(tops)
 
     def take(self) -> Dict[str, Any]:
-        """What has been added since the last call."""
+        """Returns what has been added since the last call."""
         found = {
             "tokens": self._tokens,
             "token_logprobs": self._logprobs,

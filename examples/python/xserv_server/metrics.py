@@ -1,4 +1,4 @@
-"""What /metrics tells, in the text format of Prometheus."""
+"""The metrics of /metrics, in the text format of Prometheus."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class QuickHistogram(Collector):
 
 
 class _OfModel(Collector):
-    """What the library counts itself."""
+    """The counters of the library itself."""
 
     def __init__(self, model: xserv.Model, admission: Admission) -> None:
         self._model, self._admission = model, admission

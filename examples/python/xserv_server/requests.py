@@ -17,7 +17,7 @@ _Result = TypeVar("_Result")
 #: Bodies beyond this are read by another thread.
 LONG_BODY_BYTES = 64 << 10
 
-#: What a client may send although it changes nothing here: accounting, routing, storage, and what is always so.
+#: Fields that a client may send although they change nothing here: accounting, routing, storage, and what is always so.
 HARMLESS: FrozenSet[str] = frozenset(
     (
         "user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
@@ -25,7 +25,7 @@ HARMLESS: FrozenSet[str] = frozenset(
     )
 )  # fmt: skip
 
-#: What would change the answer and is not implemented, with the value that changes nothing.
+#: Fields that would change the answer and are not implemented, with the value that changes nothing.
 NEUTRAL: Mapping[str, Any] = {
     "use_beam_search": False,
     "length_penalty": 1.0,
@@ -92,7 +92,7 @@ class ResponseFormat(Part):
 
 
 class Sampling(Body):
-    """What chats and completions have in common."""
+    """The fields that chats and completions have in common."""
 
     model: str
     stream: Optional[bool] = None

@@ -1,4 +1,4 @@
-"""What an application is configured by."""
+"""The settings of an application."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the parts of an application share, and a request on its way through the library."""
+"""The state that the parts of an application share, and a request on its way through the library."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class Generation:
         return result
 
     def failure(self, error: BaseException) -> ApiError:
-        """What an exception means for the client."""
+        """Translates an exception for the client."""
         return error if isinstance(error, ApiError) else from_library(error, self.form)
 
     def error(self) -> ApiError:

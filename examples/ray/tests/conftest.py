@@ -87,7 +87,7 @@ class Cluster:
         return sorted(actor["name"] for actor in actors if "#Engine#" in actor["name"])
 
     def running(self):
-        """How many replicas take requests."""
+        """Returns the number of replicas that take requests."""
         deployment = serve.status().applications["default"].deployments["Engine"]
         return sum(count for state, count in deployment.replica_states.items() if state == "RUNNING")
 

@@ -18,7 +18,7 @@ WAITS = object()
 
 
 class Parts:
-    """What one attempt gives: parts of an answer, and exceptions where it fails."""
+    """The script of one attempt: parts of an answer, and exceptions where it fails."""
 
     def __init__(self, script):
         self.script, self.is_cancelled = list(script), False

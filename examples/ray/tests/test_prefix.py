@@ -81,7 +81,7 @@ def test_one_beginning_does_not_fill_a_replica():
     for _ in range(200):
         loads[ranked(b"a", REPLICAS, loads, [])[0]] += 1
     assert max(loads.values()) <= 1.25 * 200 / 5 + LOAD_SLACK + 1, loads
-    # Where there is no load, it is always the same one.
+    # Without any load, it is always the same one.
     assert {ranked(b"a", REPLICAS, {}, [])[0] for _ in range(20)} == {ranked(b"a", REPLICAS, {}, [])[0]}
 
 

@@ -17,7 +17,7 @@ from .gateway import gateway_app
 
 
 class Arguments(BaseModel):
-    """What an application is built from: `serve run xserv_ray.app:build model=FOLDER replicas=2`, or `args` in a
+    """The settings of an application: `serve run xserv_ray.app:build model=FOLDER replicas=2`, or `args` in a
     configuration file.
 
     model: a folder, or a repo id that is in the local Hugging Face cache, of every machine that has a replica.
@@ -87,7 +87,7 @@ def build(arguments: Union[Arguments, Dict[str, Any]]) -> Application:
     )(Engine)
 
     def build_gateway() -> ASGIApp:
-        # As the server has it: so long in the queue, and as long for the answer.
+        # As in the server: this long in the queue, and as long for the answer.
         handle = serve.get_deployment_handle("Engine", app_name=serve.get_replica_context().app_name)
         return gateway_app(handle, parsed.max_body_bytes, allowed_hosts_of(parsed), 2 * parsed.request_seconds)
 

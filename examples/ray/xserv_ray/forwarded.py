@@ -1,4 +1,4 @@
-"""What goes between a gateway and a replica."""
+"""The messages between a gateway and a replica."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ class Gateway:
 
 
 class _Answer:
-    """What a replica sends, from one attempt or another."""
+    """The messages of a replica, from one attempt or another."""
 
     def __init__(self) -> None:
         self._parts: Any = None

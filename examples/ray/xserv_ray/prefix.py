@@ -1,8 +1,8 @@
-"""What the prompt of a request begins with, and which replicas have most likely computed that before.
+"""The beginning of a request's prompt, and the replicas that have most likely computed it before.
 
 A conversation is known by its beginning: the tools, the system's messages and the beginning of the first other message.
 All of its turns have the same key, and so have all requests that share a long beginning. Replicas are ranked by
-rendezvous hashing of the key: every gateway ranks them alike without a word to the others, and a replica that comes or
+rendezvous hashing of the key: every gateway ranks them alike without asking the others, and a replica that comes or
 goes moves no key between those that stay. A replica that has more than its share of what runs stands behind the others,
 so that a beginning that is common to all is spread over as many replicas as its load needs.
 """
@@ -18,7 +18,7 @@ from pydantic_core import from_json, to_json
 PREFIX_CHARS = 512
 #: Tokens of a prompt of token ids that are looked at.
 PREFIX_TOKENS = 128
-#: How far a replica may be above the mean before requests go elsewhere: a share of it, and a number.
+#: The load above the mean at which requests go elsewhere: a share of it, and a number.
 LOAD_FACTOR, LOAD_SLACK = 1.25, 4
 
 

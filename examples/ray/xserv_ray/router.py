@@ -31,7 +31,7 @@ class PrefixRouter(RequestRouter):
         found = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         request = _forwarded(pending_request)
         if pending_request is not None:
-            # Where none has room, it waits before the next attempt.
+            # If no replica has room, the request waits before the next attempt.
             pending_request.routing_context.should_backoff = True
         order = ranked(request.key, found, self._loads, request.tried)
         return [[found[name]] for name in order]

@@ -15,15 +15,15 @@ use std::sync::atomic::{AtomicBool, AtomicI32, AtomicI64, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 kernel_struct! {
-    /// Where kernels report an index that they were given and did not follow: the first offence only, in
+    /// The record in which kernels report an index that they were given and did not follow: the first offence only, in
     /// host memory that the GPU writes. Layout shared with `csrc/common/fault.cuh`.
     pub(crate) struct FaultRecord {
         /// 0: none. Else one of the `FAULT_` numbers.
         code: AtomicI32,
         _padding: i32,
-        /// Where in the index array.
+        /// The position in the index array.
         index: AtomicI64,
-        /// What was there.
+        /// The value found there.
         value: AtomicI64,
     }
 }
@@ -406,7 +406,7 @@ impl CudaContext {
     }
 
     /// Returns whether a kernel is built in for this device: some exist only for the chips that have their
-    /// instructions. Fails if that could not be found out, for want of memory or of the device.
+    /// instructions. Fails if that could not be found out, for lack of memory or of the device.
     pub(crate) fn has_kernel(&self, kernel: Kernel) -> Result<bool> {
         match self.device.function(kernel) {
             Ok(_) => Ok(true),

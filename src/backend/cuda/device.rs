@@ -295,7 +295,7 @@ impl CudaDevice {
         Ok(Function(function))
     }
 
-    /// Notes that a launch of a kernel found no memory: it is loaded anew once there is some.
+    /// Notes that a launch of a kernel found no memory: it is loaded again once there is some.
     pub(super) fn found_no_memory(&self, kernel: Kernel) {
         let mut loaded = self.loaded.write().unwrap_or_else(PoisonError::into_inner);
         loaded.failed.insert(kernel.source());

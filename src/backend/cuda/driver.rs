@@ -12,7 +12,7 @@ const OLDEST_VERSION: i32 = 13_000;
 /// The process that was the first to initialise the driver, or tried to.
 static STARTED: OnceLock<Process> = OnceLock::new();
 
-/// What the driver said to its initialisation.
+/// The driver's answer to its initialisation.
 static INITIALISED: OnceLock<std::result::Result<(), String>> = OnceLock::new();
 
 const FORKED: &str =

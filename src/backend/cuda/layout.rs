@@ -87,7 +87,7 @@ macro_rules! offset_in_header {
 }
 pub(crate) use offset_in_header;
 
-/// What the kernel calls a field, or the scalars that make it up.
+/// The name of a field in the kernel, or of the scalars that make it up.
 #[cfg(test)]
 macro_rules! names {
     ($field:ident) => {
@@ -113,6 +113,6 @@ pub(crate) struct Layout {
 pub(crate) struct Field {
     pub names: &'static [&'static str],
     pub offset: usize,
-    /// Of all names together.
+    /// The bytes that all names take together.
     pub bytes: usize,
 }

@@ -1,4 +1,4 @@
-//! What a profile of a chain of kernels holds, which [`super::marks`] fills.
+//! A profile of a chain of kernels, which [`super::marks`] fills.
 
 use crate::memory::Block;
 use std::time::Instant;

@@ -117,7 +117,7 @@ pub struct ModelConfig {
     /// The `dtype` (or `torch_dtype`) entry, when it names one that is known. Informative: the
     /// tensors say themselves what they are. Random weights, which have no files, are of this type.
     pub declared_dtype: Option<DType>,
-    /// How weights are quantised in the files, if they are.
+    /// The quantisation of the weights in the files, if there is any.
     pub quantisation: Option<QuantConfig>,
 }
 

@@ -30,16 +30,16 @@ const DEFAULT_BETA_SLOW: f64 = 1.0;
 /// The supported kinds of scaling, as config.json spells them.
 const SUPPORTED: [&str; 4] = ["default", "linear", "llama3", "yarn"];
 
-/// How positions turn the heads of q and k.
+/// The rotation of the heads of q and k by their positions.
 #[derive(Clone, Debug, PartialEq)]
 pub struct RopeConfig {
     /// The base of the frequencies.
     pub theta: f64,
-    /// How a longer context than that of the pretraining is reached.
+    /// The way in which a longer context than that of the pretraining is reached.
     pub scaling: RopeScaling,
 }
 
-/// How the frequencies are stretched.
+/// The scaling of the frequencies.
 #[derive(Clone, Debug, PartialEq)]
 pub enum RopeScaling {
     /// Not at all.

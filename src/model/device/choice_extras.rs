@@ -1,4 +1,4 @@
-//! What some steps need besides the choice of tokens: logits that change before it, and
+//! The work of some steps besides the choice of tokens: logits that change before it, and
 //! log-probabilities after it. Neither is part of a graph, so steps without them are as they were.
 
 use std::sync::Arc;
@@ -63,7 +63,7 @@ pub(super) struct UploadedChanges {
     pub adjustments: DeviceTensor,
 }
 
-/// Where the log-probabilities of a step arrive.
+/// The memory in which the log-probabilities of a step arrive.
 #[derive(Default)]
 pub(super) struct LogProbsSlot {
     host: Option<PinnedBuffer>,

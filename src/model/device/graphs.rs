@@ -15,7 +15,7 @@ pub(super) struct GraphKey {
     pub profile: u64,
 }
 
-/// What follows the logits of a pass.
+/// The work that follows the logits of a pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Ending {
     /// Nothing: tokens are chosen from other logits, or by the caller.

@@ -58,7 +58,7 @@ impl Copies {
         // It has no device memory.
         let copies = Arc::new(ComputeContext::cuda_private(index, 0)?);
         let used = Event::new(cuda(context)?)?;
-        // What was queued so far may use what the memory was before.
+        // Work queued so far may use the previous contents of the memory.
         used.record(cuda(context)?)?;
         Ok(Copies { context: copies, used })
     }
@@ -108,7 +108,7 @@ impl MaskUploads {
         Ok(())
     }
 
-    /// Where the masks of a step begin, and their length, in words.
+    /// Returns where the masks of a step begin, and their length, in words.
     fn places(&self, step: &Step<'_>) -> [usize; 2] {
         let num_masks = step.masked_rows.len();
         [step.choices.len().next_multiple_of(4), num_masks * mask_words(self.vocab_size)]

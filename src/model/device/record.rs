@@ -280,10 +280,9 @@ mod tests {
             temperature: 0.5,
             top_k: 3,
             top_p: 0.75,
-            min_p: 0.0,
-            typical_p: 0.5,
             seed: 1 << 32 | 7,
             index: 9,
+            ..crate::model::Draw::default()
         };
         let extras = RecordExtras {
             token_sources: &[FROM_BATCH, FROM_BATCH, 0],
@@ -304,8 +303,8 @@ mod tests {
             &words[range.clone()]
         };
         assert_eq!(at(&places.host_tokens), [3, 2]);
-        let [half, most] = [0.5f32, 0.75].map(f32::to_bits);
-        let draw = [7, 1, 9, 0, half, most, 0, 3, half, 0];
+        let [half, most, all] = [0.5f32, 0.75, 1.0].map(f32::to_bits);
+        let draw = [7, 1, 9, 0, half, most, 0, 3, all, 0];
         assert_eq!(at(&places.sample_rows), draw);
         assert_eq!(at(&places.token_ids), [5, 6, 7]);
         assert_eq!(at(&places.token_sources), [FROM_BATCH, FROM_BATCH, 0]);

@@ -26,7 +26,7 @@ pub(in crate::model) struct DeviceSteps {
     pub(super) partials: DeviceTensor,
     /// `[COUNTERS]`, zero.
     pub(super) counters: DeviceTensor,
-    /// What is needed outside the graphs: changed logits and log-probabilities.
+    /// The work done outside the graphs: changed logits and log-probabilities.
     pub(super) extras: ChoiceExtras,
     /// One slot for each step that may be in flight.
     pub(super) results: Vec<ResultSlot>,
@@ -46,7 +46,7 @@ pub(in crate::model) struct DeviceSteps {
 /// A step whose tokens wait for masks.
 pub(super) struct Unchosen {
     pub slot: usize,
-    /// How its logits change before, if they do.
+    /// The changes to its logits before the choice, if there are any.
     pub changes: Option<UploadedChanges>,
 }
 

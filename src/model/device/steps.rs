@@ -336,7 +336,7 @@ impl DeviceModel {
         let slot = slot.ok_or_else(|| Error::internal("no step is under way"))?;
         let was_chosen = steps.unchosen.take_if(|unchosen| unchosen.slot == slot).is_none();
         if !was_chosen {
-            // Nobody wants its tokens any more.
+            // Its tokens are not wanted any more.
             steps.clock.end(self.cuda()?)?;
         }
         let result = steps.results.get_mut(slot).ok_or_else(no_slot)?;

@@ -39,7 +39,7 @@ fn vector_geometry(plan: &VectorPlan, spacing: HeadSpacing) -> Geometry {
     Geometry::new(plan.len, 1, plan.shard, spacing)
 }
 
-/// The 32-bit words that tiles take.
+/// Returns the 32-bit words that tiles take.
 fn words(layout: &TileLayout) -> usize {
     layout.len_bytes().div_ceil(4)
 }
@@ -80,7 +80,7 @@ impl WeightReader for DeviceBytes {
     }
 }
 
-/// Bytes of device memory that the weights take.
+/// Returns the bytes of device memory that the weights take.
 pub(in crate::model) fn device_bytes(
     plan: &DecoderPlan,
     dtype: DType,
@@ -301,7 +301,7 @@ pub(in crate::model) struct WeightsLoad<'a> {
     loader: Loader<'a>,
     transfer: Transfer<usize>,
     quantised: Vec<QuantisedJob>,
-    /// What they take there.
+    /// The bytes that they take there.
     bytes: usize,
     dtype: DType,
     spacing: HeadSpacing,
@@ -331,7 +331,7 @@ impl<'a> WeightsLoad<'a> {
         Ok(WeightsLoad { plan, loader, transfer, quantised, bytes, dtype, spacing })
     }
 
-    /// Bytes that they take on the device.
+    /// Returns the bytes that they take on the device.
     pub fn device_bytes(&self) -> usize {
         self.bytes
     }

@@ -39,13 +39,13 @@ pub(in crate::model) fn device_tiles(
 
 /// The rows of a part of a matrix, on the host.
 pub(super) enum PartRows {
-    /// Of a part that is stored quantised.
+    /// The rows of a part that is stored quantised.
     Quantised(QuantisedMatrix),
-    /// Of one that is not: `[rows, in_features]`.
+    /// The rows of one that is not: `[rows, in_features]`.
     Numbers {
         /// Row after row.
         numbers: Vec<f32>,
-        /// Of each row.
+        /// The length of each row.
         in_features: usize,
     },
 }
@@ -83,7 +83,7 @@ impl PartRows {
 
 /// Rows that are dense on a device although they, or those beside them, are stored quantised.
 pub(super) struct DenseRows {
-    /// Of the matrix, stored as rows.
+    /// The geometry of the matrix, stored as rows.
     pub geometry: Geometry,
     /// The type of the model.
     pub dtype: DType,

@@ -27,7 +27,7 @@ pub(in crate::model) struct WeightFiles<'a> {
     staging: Mutex<Vec<Vec<u8>>>,
 }
 
-/// Where a shard's bytes come from.
+/// The source of a shard's bytes.
 enum Source {
     File { file: File, name: String },
     Map { map: memmap2::Mmap, file: File, name: String },
@@ -45,7 +45,7 @@ fn read_error(name: &str, error: &io::Error) -> Error {
 }
 
 impl Source {
-    /// `len` bytes from `offset` on, in `buffer` unless they can be lent.
+    /// Returns `len` bytes from `offset` on, in `buffer` unless they can be lent.
     fn bytes<'b>(&'b self, offset: u64, len: usize, buffer: &'b mut Vec<u8>) -> Result<&'b [u8]> {
         match self {
             Source::File { file, name } => {
@@ -65,7 +65,7 @@ impl Source {
 }
 
 impl<'a> WeightFiles<'a> {
-    /// The files of `checkpoint`, which lie in `folder`; none is open yet.
+    /// Returns the files of `checkpoint`, which lie in `folder`; none is open yet.
     pub(in crate::model) fn new(
         folder: &'a Folder,
         checkpoint: &'a Checkpoint,

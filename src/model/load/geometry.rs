@@ -59,8 +59,8 @@ impl Geometry {
         }
     }
 
-    /// The stretches of the device's memory between which zeros lie, and which hold the numbers of the file in their
-    /// order: how many there are, the length of each, and the distance from one to the next.
+    /// Returns the stretches of the device's memory between which zeros lie, and which hold the numbers of the file in
+    /// their order: how many there are, the length of each, and the distance from one to the next.
     pub fn stretches(&self) -> (usize, usize, usize) {
         let HeadSpacing { head_dim, stride } = self.spacing;
         let (rows, columns) = (self.rows, self.columns);
@@ -73,7 +73,7 @@ impl Geometry {
         }
     }
 
-    /// The runs of rows `first..last` that stay together: (first row, first row on the device, rows).
+    /// Returns the runs of rows `first..last` that stay together: (first row, first row on the device, rows).
     pub fn runs(
         &self,
         first: usize,

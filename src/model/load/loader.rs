@@ -29,7 +29,7 @@ pub(in crate::model) struct Loader<'a> {
 }
 
 impl<'a> Loader<'a> {
-    /// The state before anything is read; tells `progress` so.
+    /// Returns the state before anything is read, and reports it to `progress`.
     pub(in crate::model) fn new(
         folder: &'a Folder,
         checkpoint: &'a Checkpoint,
@@ -291,7 +291,7 @@ impl WeightReader for Loader<'_> {
     }
 }
 
-/// How many stored rows of `row_bytes` each a piece of a matrix has.
+/// Returns the number of stored rows of `row_bytes` each in a piece of a matrix.
 pub(super) fn piece_rows(layout: MatrixLayout, row_bytes: usize) -> usize {
     let rows = PIECE_BYTES / row_bytes;
     match layout {
@@ -303,7 +303,7 @@ pub(super) fn piece_rows(layout: MatrixLayout, row_bytes: usize) -> usize {
     }
 }
 
-/// Tells `progress` how far loading has come; returns an error if it asks to stop.
+/// Reports to `progress` how far loading has come; returns an error if it asks to stop.
 fn report(progress: &mut dyn FnMut(f32) -> bool, done: u64, total: u64) -> Result<()> {
     let fraction = match total {
         0 => 1.0,

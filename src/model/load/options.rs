@@ -1,10 +1,10 @@
-//! How a model is loaded.
+//! The options for loading a model.
 
 use crate::error::{Error, Result};
 use crate::memory::DType;
 use crate::ops::quantised::{quantised_format, Code, QuantFormat};
 
-/// How a model is loaded.
+/// The options for loading a model.
 #[derive(Clone, Debug, Default)]
 pub struct LoadOptions {
     /// Element type of the weights and the KV cache; `None` takes the one that is stored.
@@ -18,7 +18,7 @@ pub struct LoadOptions {
     pub deterministic: bool,
 }
 
-/// What the matrices of the layers are kept as, or the embedding and the output matrix. Norms and
+/// The storage of the matrices of the layers, or of the embedding and the output matrix. Norms and
 /// biases stay as they are.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum WeightStorage {
@@ -32,7 +32,7 @@ pub enum WeightStorage {
 }
 
 impl WeightStorage {
-    /// The inputs that share a scale if the caller does not say.
+    /// Returns the inputs that share a scale if the caller does not say.
     const fn default_group_size(self) -> usize {
         match self {
             WeightStorage::Int4 => 32,

@@ -1,4 +1,4 @@
-//! How the tensors of the files become the matrices and vectors of a model.
+//! Plans how the tensors of the files become the matrices and vectors of a model.
 //!
 //! A [`Planner`] finds the tensors of a checkpoint, and checks names, shapes and types against the
 //! headers; what a family asks it for becomes a [`DecoderPlan`]. A [`WeightReader`] then turns each
@@ -17,7 +17,7 @@ use crate::ops::linear::cpu::WeightForm;
 use crate::ops::linear::{MatrixLayout, ShardAxis};
 use crate::ops::quantised::QuantFormat;
 
-/// What the headers say of a decoder.
+/// A decoder as its headers describe it.
 pub struct PlannedDecoder {
     /// The plan, with the embedding as the output matrix wherever the config declares the two tied.
     pub plan: DecoderPlan,
@@ -36,7 +36,7 @@ impl DecoderPlan {
         Ok(totals)
     }
 
-    /// The matrices of the layers, and not those of tokens.
+    /// Returns the matrices of the layers, and not those of tokens.
     fn layer_matrices(&self) -> impl Iterator<Item = &MatrixPlan> {
         self.blocks.iter().flat_map(|block| {
             let (up, down) = block.mlp.layers();
@@ -45,7 +45,7 @@ impl DecoderPlan {
         })
     }
 
-    /// In what forms the matrices of the layers are multiplied on the CPU, each form once.
+    /// Returns in what forms the matrices of the layers are multiplied on the CPU, each form once.
     pub fn weight_forms(&self) -> Result<Vec<WeightForm>> {
         let mut forms = try_with_capacity(self.layer_matrices().count(), "the forms of weights")?;
         for matrix in self.layer_matrices() {
@@ -116,8 +116,9 @@ impl<'a> Planner<'a> {
         PlannedDecoder { plan, stored_output: self.stored_output, unused }
     }
 
-    /// The prefix of all names: `with` if the tensor `<with><probe>` exists, nothing if `<probe>`
-    /// does; otherwise `with`, so that the message about the missing tensor has the usual name.
+    /// Returns the prefix of all names: `with` if the tensor `<with><probe>` exists, nothing if
+    /// `<probe>` does; otherwise `with`, so that the message about the missing tensor has the usual
+    /// name.
     pub fn prefix(&self, with: &'static str, probe: &str) -> &'static str {
         let prefixed = self.checkpoint.contains(&format!("{with}{probe}"));
         if !prefixed && self.checkpoint.contains(probe) {
@@ -127,7 +128,8 @@ impl<'a> Planner<'a> {
         }
     }
 
-    /// A matrix of tensors `[out_features, in_features]` stacked by rows, which may be quantised.
+    /// Returns a matrix of tensors `[out_features, in_features]` stacked by rows, which may be
+    /// quantised.
     pub fn rows(&mut self, parts: &[(String, usize)], in_features: usize) -> Result<MatrixPlan> {
         self.stacked(parts, in_features, self.quantisation)
     }
@@ -163,7 +165,7 @@ impl<'a> Planner<'a> {
         Ok(plan)
     }
 
-    /// A `Conv1D` weight `[in_features, out_features]`.
+    /// Returns a `Conv1D` weight `[in_features, out_features]`.
     pub fn columns(
         &mut self,
         name: &str,
@@ -182,7 +184,7 @@ impl<'a> Planner<'a> {
         })
     }
 
-    /// A vector of one-dimensional tensors, one after the other.
+    /// Returns a vector of one-dimensional tensors, one after the other.
     pub fn vector(&mut self, parts: &[(String, usize)]) -> Result<VectorPlan> {
         let mut plan = VectorPlan { parts: Vec::new(), len: 0, shard: ShardAxis::None };
         for (name, len) in parts {
@@ -192,13 +194,13 @@ impl<'a> Planner<'a> {
         Ok(plan)
     }
 
-    /// A table `[rows, columns]` that is kept as a vector, row after row.
+    /// Returns a table `[rows, columns]` that is kept as a vector, row after row.
     pub fn table(&mut self, name: &str, rows: usize, columns: usize) -> Result<VectorPlan> {
         let parts = vec![self.tensor(name, &[rows, columns])?];
         Ok(VectorPlan { parts, len: rows * columns, shard: ShardAxis::None })
     }
 
-    /// The embedding `embedding_name` and the output matrix `lm_head.weight`.
+    /// Returns the embedding `embedding_name` and the output matrix `lm_head.weight`.
     ///
     /// As in Transformers 5: with tied embeddings one of the two suffices, whichever is there; if
     /// both are there and differ, they are not tied after all, which is left to
@@ -228,7 +230,7 @@ impl<'a> Planner<'a> {
         Ok(TokenMatrices { embedding, output })
     }
 
-    /// A part `[out_features, in_features]` whose weight would be called `name`.
+    /// Returns a part `[out_features, in_features]` whose weight would be called `name`.
     fn source(
         &mut self,
         name: &str,
@@ -267,7 +269,7 @@ pub struct MatrixSize {
     pub quantised: Option<QuantFormat>,
 }
 
-/// What a plan amounts to.
+/// The totals of a plan.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Totals {
     /// Numbers in all weights, a tied output matrix counted once.
@@ -283,7 +285,7 @@ pub struct Totals {
 }
 
 impl Totals {
-    /// The element type in which most of the matrices' numbers are stored.
+    /// Returns the element type in which most of the matrices' numbers are stored.
     pub fn stored_dtype(&self) -> DType {
         let [f32_len, f16_len, bf16_len] = self.stored;
         if f32_len >= f16_len && f32_len >= bf16_len {

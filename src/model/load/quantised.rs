@@ -13,7 +13,7 @@ use crate::model::checkpoint::{RawTensor, Tensor};
 use crate::model::quantised::{QuantModule, ROWS_AT_ONCE};
 use crate::ops::fill::cpu::mix;
 use crate::ops::linear::MatrixLayout;
-use crate::ops::quantised::{quantise_row, Code, QuantFormat, QuantisedMatrix, RowOut};
+use crate::ops::quantised::{quantise_row, QuantFormat, QuantisedMatrix, RowOut};
 
 /// The rows of a matrix that several threads fill, each its own.
 struct Rows {
@@ -259,23 +259,17 @@ impl Loader<'_> {
         seed: u64,
     ) -> Result<QuantisedMatrix> {
         let mut matrix = QuantisedMatrix::empty(plan.out_features, plan.in_features, format)?;
-        // The standard deviation of the values that random codes stand for.
-        let (std, mask, zero) = match format.code {
-            Code::Int4 => (4.6_f32, u64::MAX, 8),
-            Code::Int8 => (73.9, u64::MAX, 128),
-            // Without the upper half of the exponents.
-            Code::Fp8 => (0.61, 0xbfbf_bfbf_bfbf_bfbf, 0),
-        };
+        let (mask, std) = (format.code.random_mask(), format.code.random_std());
         let scale = 1.0 / (std * (plan.in_features.max(1) as f32).sqrt());
         matrix.scales.fill(half::bf16::from_f32(scale).to_f32());
-        matrix.zeros.fill(zero);
+        matrix.zeros.fill(format.code.middle());
         let row_bytes = format.code.row_bytes(plan.in_features);
         self.backend.parallel_rows(&mut matrix.codes, row_bytes, |first, rows| {
             for (row, codes) in (first as u64..).zip(rows.chunks_mut(row_bytes)) {
                 let seed = mix(seed, row);
                 for (index, bytes) in (0..).zip(codes.chunks_mut(8)) {
-                    let random = (mix(seed, index) & mask).to_le_bytes();
-                    bytes.iter_mut().zip(random).for_each(|(to, from)| *to = from);
+                    let random = mix(seed, index).to_le_bytes();
+                    bytes.iter_mut().zip(random).for_each(|(to, from)| *to = from & mask);
                 }
             }
         })?;

@@ -29,22 +29,22 @@ impl WeightNoise {
         Noise { seed, mean, std }
     }
 
-    /// The numbers of a matrix, in the order in which its rows would be stored.
+    /// Returns the numbers of a matrix, in the order in which its rows would be stored.
     pub fn matrix(&mut self, plan: &MatrixPlan) -> Noise {
         self.next(0.0, 1.0 / (plan.in_features.max(1) as f32).sqrt())
     }
 
-    /// The numbers of a bias: zeros.
+    /// Returns the numbers of a bias: zeros.
     pub fn bias(&mut self) -> Noise {
         self.next(0.0, 0.0)
     }
 
-    /// The factors of a norm: ones.
+    /// Returns the factors of a norm: ones.
     pub fn norm_weight(&mut self) -> Noise {
         self.next(1.0, 0.0)
     }
 
-    /// The numbers of a table.
+    /// Returns the numbers of a table.
     pub fn table(&mut self) -> Noise {
         self.next(0.0, TABLE_STD)
     }
@@ -57,7 +57,7 @@ pub(super) struct RandomWeights<'l, 'a> {
 }
 
 impl<'l, 'a> RandomWeights<'l, 'a> {
-    /// The state before the first weight.
+    /// Returns the state before the first weight.
     pub fn new(loader: &'l mut Loader<'a>) -> Self {
         RandomWeights { loader, noise: WeightNoise::default() }
     }

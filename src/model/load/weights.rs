@@ -1,4 +1,4 @@
-//! Which tensors make one weight, and what turns that into a weight.
+//! The tensors that make one weight, and the readers that turn them into it.
 
 use crate::error::{Error, Result};
 use crate::model::checkpoint::Tensor;
@@ -10,13 +10,13 @@ use crate::ops::quantised::QuantFormat;
 /// A part of a matrix, and how many of its output features it gives.
 #[derive(Clone, Debug, PartialEq)]
 pub struct MatrixPart {
-    /// Where the numbers lie.
+    /// The location of the numbers.
     pub source: PartSource,
     /// Rows of this part.
     pub out_features: usize,
 }
 
-/// Where the numbers of a part lie.
+/// The location of the numbers of a part.
 #[derive(Clone, Debug, PartialEq)]
 pub enum PartSource {
     /// In a tensor, each by itself.
@@ -26,7 +26,7 @@ pub enum PartSource {
 }
 
 impl MatrixPart {
-    /// The tensor of a part that is stored dense.
+    /// Returns the tensor of a part that is stored dense.
     pub fn dense(&self) -> Result<&Tensor> {
         match &self.source {
             PartSource::Dense(tensor) => Ok(tensor),
@@ -36,7 +36,7 @@ impl MatrixPart {
         }
     }
 
-    /// The bytes to read from the files.
+    /// Returns the bytes to read from the files.
     pub fn stored_bytes(&self) -> u64 {
         match &self.source {
             PartSource::Dense(tensor) => tensor.len_bytes,
@@ -54,7 +54,7 @@ pub struct MatrixPlan {
     pub out_features: usize,
     /// Columns.
     pub in_features: usize,
-    /// Of all parts.
+    /// The layout of every part.
     pub layout: MatrixLayout,
     /// The axis along which devices divide it.
     pub shard: ShardAxis,
@@ -94,7 +94,7 @@ impl MatrixPlan {
         })
     }
 
-    /// The format in which all parts are stored; `None` if any of them is dense, or if they differ in
+    /// Returns the format in which all parts are stored; `None` if any of them is dense, or if they differ in
     /// more than the type of their scales and whether they have zeros: then all of them become dense.
     pub fn stored_format(&self) -> Option<QuantFormat> {
         let mut common: Option<QuantFormat> = None;
@@ -116,7 +116,7 @@ impl MatrixPlan {
         }
     }
 
-    /// In what form it is multiplied on the CPU.
+    /// Returns in what form it is multiplied on the CPU.
     pub fn form(&self) -> WeightForm {
         match self.quantised {
             Some(format) => WeightForm::Quantised { format, is_ordered: self.may_be_ordered() },
@@ -124,7 +124,7 @@ impl MatrixPlan {
         }
     }
 
-    /// The bytes to read from the files.
+    /// Returns the bytes to read from the files.
     pub fn stored_bytes(&self) -> u64 {
         self.parts.iter().map(MatrixPart::stored_bytes).fold(0, u64::saturating_add)
     }
@@ -144,9 +144,9 @@ impl VectorPlan {
 
 /// Turns plans into something.
 pub trait WeightReader {
-    /// What a matrix becomes.
+    /// The result for a matrix.
     type Matrix;
-    /// What a vector becomes.
+    /// The result for a vector.
     type Vector;
     /// Called once for each matrix, in the order of the forward pass.
     fn matrix(&mut self, plan: &MatrixPlan) -> Result<Self::Matrix>;

@@ -27,7 +27,7 @@ const FORMATS: [(&str, Packing); 8] = [
 /// Weights with this number of bits or more are not quantised.
 const WHOLE_BITS: usize = 16;
 
-/// How codes and zeros lie in words.
+/// The packing of codes and zeros in words.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Packing {
     /// As GPTQ has it: zeros are stored less one.
@@ -37,7 +37,7 @@ enum Packing {
     Awq,
 }
 
-/// What the config says.
+/// The fields of the config.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct AutoRound {
     packing: Packing,
@@ -60,8 +60,8 @@ enum Key {
 }
 
 impl Key {
-    /// What has no character of an expression but dots is taken as it stands, so that the hundreds of
-    /// names in a config are not compiled.
+    /// Compiles an expression; a text whose only special characters are dots is taken literally, so that the hundreds
+    /// of names in a config are not compiled.
     fn new(place: &str, text: &str, budget: &Budget) -> Result<Self> {
         if text.chars().all(|c| c.is_ascii_alphanumeric() || "._-".contains(c)) {
             return Ok(Key::Text(text.to_owned()));

@@ -16,7 +16,7 @@ const MAX_GROUPS: usize = 256;
 /// The formats that are read.
 const FORMATS: [&str; 4] =
     ["pack-quantized", "int-quantized", "float-quantized", "naive-quantized"];
-/// What the format of the whole says if groups have their own.
+/// The format of the whole config if groups have their own.
 const MIXED: &str = "mixed-precision";
 /// The class of linear layers, which stands for all of them.
 const LINEAR: &str = "Linear";
@@ -65,7 +65,7 @@ impl Targets {
         Ok(targets)
     }
 
-    /// The first expression that the module matches.
+    /// Returns the first expression that the module matches.
     fn expression(&self, module: &str) -> Result<Option<&str>> {
         for (text, expression) in &self.expressions {
             if expression.matches(module)? {
@@ -88,7 +88,7 @@ impl Groups {
         {
             return Ok(None);
         }
-        // Of two groups with one target the later is meant, as in a dictionary.
+        // Of two groups with the same target, the later one counts, as in a dictionary.
         if let Some(group) = self.groups.iter().rev().find(|g| g.targets.names.contains(module)) {
             return Ok(group.scheme);
         }
@@ -155,7 +155,7 @@ pub(super) fn groups(fields: Fields<'_>) -> Result<Groups> {
     Ok(Groups { groups, ignored })
 }
 
-/// The format of the groups that name none.
+/// Returns the format of the groups that name none.
 fn overall_format(fields: Fields<'_>) -> Result<Option<&'static str>> {
     let mut known = FORMATS.to_vec();
     known.push(MIXED);
@@ -170,7 +170,7 @@ fn group_scheme(fields: Fields<'_>, overall: Option<&'static str>) -> Result<Opt
     scheme_of(Fields::new(weights, &place), format).map(Some)
 }
 
-/// The scheme of weights that are stored in a format.
+/// Returns the scheme of weights that are stored in a format.
 fn scheme_of(fields: Fields<'_>, format: &'static str) -> Result<Scheme> {
     let unsupported = |what: String| {
         Error::unsupported(format!("{}: {what} is not supported in {format}", fields.place()))
@@ -209,7 +209,7 @@ fn scheme_of(fields: Fields<'_>, format: &'static str) -> Result<Scheme> {
     }
 }
 
-/// What shares a scale: `strategy`, or what the other keys amount to without it.
+/// Returns which numbers share a scale: `strategy`, or what the other keys amount to without it.
 fn scale_shape(fields: Fields<'_>) -> Result<ScaleShape> {
     let strategy = one_of(fields, "strategy", &["tensor", "channel", "group", "block"])?;
     match (strategy, fields.get("group_size").is_some()) {
@@ -226,7 +226,7 @@ fn scale_shape(fields: Fields<'_>) -> Result<ScaleShape> {
     }
 }
 
-/// The scheme that a preset's name stands for.
+/// Returns the scheme that a preset's name stands for.
 fn preset(place: &str, name: &str, format: Option<&'static str>) -> Result<Option<Scheme>> {
     let weights = match name.to_ascii_uppercase().as_str() {
         "UNQUANTIZED" => return Ok(None),

@@ -22,15 +22,15 @@ pub const QUANTIZE_CONFIG_FILE: &str = "quantize_config.json";
 /// The `quant_method`s that are read.
 const SUPPORTED: &str = "fp8, awq, gptq, auto-round, compressed-tensors";
 
-/// How a model's weights are quantised, as its config says.
+/// The quantisation of a model's weights, as its config describes it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct QuantConfig {
-    /// Where it stands, for messages: `config.json: quantization_config`.
+    /// Its place in the config, for messages: `config.json: quantization_config`.
     pub(super) place: String,
     pub(super) method: Method,
 }
 
-/// What each method says.
+/// The settings of each method.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum Method {
     Fp8(Fp8),
@@ -106,7 +106,7 @@ impl QuantConfig {
         Ok(QuantConfig { place, method })
     }
 
-    /// The method, as `quant_method` names it.
+    /// Returns the method, as `quant_method` names it.
     pub fn method_name(&self) -> &'static str {
         match self.method {
             Method::Fp8(_) => "fp8",
@@ -117,8 +117,8 @@ impl QuantConfig {
         }
     }
 
-    /// What the config says of a module, such as `model.layers.3.mlp.down_proj`; `None` if it is
-    /// not quantised.
+    /// Returns the scheme that the config has for a module, such as `model.layers.3.mlp.down_proj`;
+    /// `None` if it is not quantised.
     pub fn scheme(&self, module: &str) -> Result<Option<Scheme>> {
         match &self.method {
             Method::Fp8(fp8) => fp8.scheme(module),
@@ -130,8 +130,8 @@ impl QuantConfig {
     }
 
     /// Whether the config names all modules that are quantised, so that another is a damaged file.
-    /// The others quantise what their writers chose to, and leave routers or output matrices out
-    /// without a word.
+    /// The others quantise what their writers chose to, and silently leave out routers or
+    /// output matrices.
     pub(super) fn is_complete(&self) -> bool {
         matches!(self.method, Method::CompressedTensors(_))
     }
@@ -234,7 +234,7 @@ fn gptq(fields: Fields<'_>) -> Result<Gptq> {
     Ok(Gptq { default, lm_head: fields.flag("lm_head", false)?, dynamic })
 }
 
-/// What `dynamic` says of the modules of one expression.
+/// Returns the scheme that `dynamic` gives the modules of one expression.
 fn overridden(fields: Fields<'_>, default: GptqScheme) -> Result<GptqScheme> {
     for key in ["rotation", "adapter"] {
         refuse_set(fields, key)?;

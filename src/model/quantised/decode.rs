@@ -8,7 +8,7 @@ use super::words::{awq_rows, gptq_rows, pack_nibbles, unpack_nibbles, word_at, A
 use crate::error::{try_filled, Error, Result};
 use crate::memory::DType;
 use crate::model::checkpoint::RawTensor;
-use crate::ops::quantised::{Code, QuantisedMatrix};
+use crate::ops::quantised::QuantisedMatrix;
 
 /// Rows are decoded in multiples of this number: what AWQ packs into a word.
 pub const ROWS_AT_ONCE: usize = 8;
@@ -130,8 +130,8 @@ impl QuantModule {
                 let stored_rows = bytes.codes.chunks_exact(stored.max(1)).skip(first);
                 for (row, stored) in codes.chunks_exact_mut(row_bytes).zip(stored_rows) {
                     row.copy_from_slice(stored.get(..row_bytes).unwrap_or_default());
-                    if self.format.code == Code::Int4 && self.in_features % 2 == 1 {
-                        // What fills the last byte is not a number.
+                    if self.format.code.bits() == 4 && self.in_features % 2 == 1 {
+                        // The padding of the last byte is not a number.
                         if let Some(last) = row.last_mut() {
                             *last &= 15;
                         }
@@ -156,16 +156,16 @@ impl QuantModule {
         let mut row = try_filled(self.in_features, 0_u8, what)?;
         let mut sorted = try_filled(self.in_features, 0_u8, what)?;
         for codes in codes.chunks_exact_mut(row_bytes) {
-            match self.format.code {
-                Code::Int4 => unpack_nibbles(codes, &mut row),
-                Code::Int8 | Code::Fp8 => row.copy_from_slice(codes),
+            match self.format.code.bits() {
+                4 => unpack_nibbles(codes, &mut row),
+                _ => row.copy_from_slice(codes),
             }
             for (code, &input) in sorted.iter_mut().zip(&bytes.order) {
                 *code = row.get(input as usize).copied().unwrap_or_default();
             }
-            match self.format.code {
-                Code::Int4 => pack_nibbles(&sorted, codes),
-                Code::Int8 | Code::Fp8 => codes.copy_from_slice(&sorted),
+            match self.format.code.bits() {
+                4 => pack_nibbles(&sorted, codes),
+                _ => codes.copy_from_slice(&sorted),
             }
         }
         Ok(())
@@ -174,7 +174,7 @@ impl QuantModule {
     /// Refuses the two codes of FP8 that are no numbers.
     fn check_fp8(&self, codes: &[u8], first_row: usize) -> Result<()> {
         let is_nan = |code: &u8| code & 0x7f == 0x7f;
-        // Without an early end the loop is a matter of vectors.
+        // Without an early exit the loop is compiled to vector instructions.
         if !codes.iter().fold(false, |found, code| found | is_nan(code)) {
             return Ok(());
         }
@@ -222,7 +222,7 @@ impl QuantModule {
         }
     }
 
-    /// The error of a scale that is no finite number.
+    /// Returns the error of a scale that is no finite number.
     fn bad_scale(&self, bytes: &ModuleBytes<'_>) -> Error {
         let dtype = self.format.scale;
         let len = bytes.scales.len() / dtype.size_bytes();
@@ -239,7 +239,7 @@ impl QuantModule {
         ))
     }
 
-    /// The zero of a group of a row, as a code.
+    /// Returns the zero of a group of a row, as a code.
     fn zero(&self, bytes: &[u8], row: usize, group: usize) -> u8 {
         let bits = self.format.code.bits();
         let per_word = 32 / bits;

@@ -20,7 +20,7 @@ const MARKERS: [&str; 14] = [
     "weight_zero_point",
     "weight_shape",
     "weight_g_idx",
-    // Of formats that are refused by their configs.
+    // From formats that are refused by their configs.
     "weight_global_scale",
     "weight_scale_2",
     "weight_bitmask",
@@ -72,7 +72,7 @@ pub struct QuantModule {
     harmless: Vec<String>,
 }
 
-/// How the tensors are laid out.
+/// The layout of the tensors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Layout {
     pub codes: CodeLayout,
@@ -123,7 +123,7 @@ impl QuantModule {
     /// the config. `None` if the layer is not quantised, or there are no files but random numbers.
     ///
     /// The tensors decide whether it is. A config that says otherwise is refused, except that one
-    /// of a method that leaves out routers and the like without a word may have a plain `weight`.
+    /// of a method that silently leaves out routers and the like may have a plain `weight`.
     pub fn find(
         checkpoint: &Checkpoint,
         config: &QuantConfig,
@@ -151,7 +151,7 @@ impl QuantModule {
                 )))
             }
             (Some(_), None, _) => Ok(None),
-            // What the model lacks altogether is said where it is read.
+            // A module that the model lacks altogether is reported where it is read.
             (None, None, None) if weight.is_none() => Ok(None),
             (None, _, None) => {
                 let (file, name) = marker
@@ -169,14 +169,14 @@ impl QuantModule {
         }
     }
 
-    /// The tensors that [`QuantModule::decode`] reads.
+    /// Returns the tensors that [`QuantModule::decode`] reads.
     pub fn tensors(&self) -> impl Iterator<Item = &RawTensor> {
         let others = [&self.zeros, &self.groups, &self.shape];
         [&self.codes, &self.scales].into_iter().chain(others.into_iter().flatten())
     }
 
-    /// The names of all tensors that are known to belong to the module, those that only say how to
-    /// quantise activations included; not that of a bias.
+    /// Returns the names of all tensors that are known to belong to the module, those that only say
+    /// how to quantise activations included; not that of a bias.
     pub fn tensor_names(&self) -> impl Iterator<Item = &str> {
         let used = self.tensors().map(|tensor| tensor.name.as_str());
         used.chain(self.harmless.iter().map(String::as_str))
@@ -187,7 +187,7 @@ impl QuantModule {
         self.groups.is_some() && self.layout.groups_are_scattered
     }
 
-    /// The bytes of its tensors in the files.
+    /// Returns the bytes of its tensors in the files.
     pub fn stored_bytes(&self) -> u64 {
         self.tensors().map(|tensor| tensor.len_bytes).fold(0, u64::saturating_add)
     }
@@ -410,7 +410,8 @@ impl Finder<'_> {
         Ok((group_size, ScaleLayout::ByOutput { rows: rows.max(1) }, tensor))
     }
 
-    /// The tensor of the zeros: needed if zeros are stored, read and checked if they are there.
+    /// Returns the tensor of the zeros: needed if zeros are stored, read and checked if they are
+    /// there.
     fn zeros(&self, name: &str, needed: bool) -> Result<Option<RawTensor>> {
         if needed {
             self.needed(name).map(Some)

@@ -1,6 +1,6 @@
 //! Modules that a config names: by name, by part of a name, or by regular expression.
 //!
-//! The expressions are a stranger's. Their number and length, the size of what they are compiled to
+//! The expressions are untrusted. Their number and length, the size of what they are compiled to
 //! and the steps of a search are limited, so that a hostile one is refused, not waited for.
 
 use std::cell::Cell;
@@ -27,7 +27,7 @@ const MAX_COMPILED_BYTES: usize = 64 << 10;
 /// The most steps that one search may take back, which only expressions that look around do.
 const BACKTRACK_LIMIT: usize = 1000;
 
-/// What is left of the limits on all expressions of a config.
+/// The remaining budget of all expressions of a config.
 pub(super) struct Budget {
     expressions: Cell<usize>,
     costly: Cell<usize>,
@@ -45,7 +45,7 @@ impl Default for Budget {
 }
 
 impl Budget {
-    /// Takes one expression off; returns false if that is more than is left.
+    /// Counts one more expression; returns false if that is more than is left.
     fn take(&self, text: &str) -> bool {
         let left = |cell: &Cell<usize>, n: usize| {
             cell.get().checked_sub(n).map(|left| cell.set(left)).is_some()
@@ -73,7 +73,7 @@ fn is_costly(text: &str) -> bool {
 /// A regular expression for the names of modules.
 #[derive(Clone, Debug)]
 pub(super) struct Expression {
-    /// Where the config has it, for messages.
+    /// The place in the config, for messages.
     place: String,
     text: String,
     regex: fancy_regex::Regex,
@@ -124,7 +124,7 @@ impl Expression {
         Ok(self.first(module)?.is_some())
     }
 
-    /// Where the first match begins.
+    /// Returns where the first match begins.
     fn first(&self, module: &str) -> Result<Option<usize>> {
         let found = self.regex.find(module).map_err(|_| {
             Error::invalid_file(format!(

@@ -1,4 +1,4 @@
-//! What a config says of one module.
+//! The scheme of one module, as a config describes it.
 
 use super::pattern::{has_parts, Expression};
 use crate::error::Result;
@@ -6,25 +6,25 @@ use crate::memory::DType;
 use crate::ops::quantised::activations::INPUT_GROUP;
 use crate::ops::quantised::{Code, QuantFormat};
 
-/// What shares a scale.
+/// The numbers that share a scale.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ScaleShape {
     /// The whole matrix.
     Tensor,
     /// A row.
     Channel,
-    /// So many inputs of a row.
+    /// This many inputs of a row.
     Group(usize),
-    /// So many rows and inputs.
+    /// This many rows and inputs.
     Block([usize; 2]),
 }
 
-/// How a module is stored.
+/// The storage of a module.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Scheme {
     /// `weight` in FP8 with `weight_scale_inv`, or `weight_scale`.
     Fp8 {
-        /// What shares a scale; `None` if whatever the file has is meant.
+        /// The numbers that share a scale; `None` if the file decides.
         scales: Option<ScaleShape>,
         /// Whether activations are quantised as they come (`activation_scheme` is `dynamic`).
         is_dynamic: bool,
@@ -53,14 +53,14 @@ pub enum Scheme {
     Packed {
         /// 4 or 8.
         bits: usize,
-        /// What shares a scale.
+        /// The numbers that share a scale.
         scales: ScaleShape,
         /// Whether all zeros are the middle.
         symmetric: bool,
     },
     /// `weight` of compressed-tensors in bytes.
     Int8 {
-        /// What shares a scale.
+        /// The numbers that share a scale.
         scales: ScaleShape,
         /// Whether all zeros are 0.
         symmetric: bool,
@@ -146,7 +146,7 @@ pub(super) struct Gptq {
     pub dynamic: Vec<(Expression, Option<GptqScheme>)>,
 }
 
-/// What GPTQ says of a module.
+/// GPTQ's settings for a module.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct GptqScheme {
     pub bits: usize,

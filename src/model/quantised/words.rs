@@ -87,7 +87,7 @@ pub(super) fn awq_rows(
     }
 }
 
-/// The bytes of the eight outputs of a word of one input and of one of the next.
+/// Returns the bytes of the eight outputs of a word of one input and of one of the next.
 fn two_inputs(even: u32, odd: u32) -> [u8; 8] {
     const LOW: u32 = 0x0f0f_0f0f;
     // Nibbles 0, 2, 4 and 6 are outputs 0, 4, 1 and 5; the others 2, 6, 3 and 7.

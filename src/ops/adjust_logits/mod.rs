@@ -18,8 +18,8 @@ pub mod cuda;
 use crate::backend::cuda::kernel_struct;
 
 kernel_struct! {
-    /// What is known of a token whose logit changes; `csrc/ops/adjust_logits/adjust_logits.cu` has
-    /// the same struct.
+    /// The state of a token whose logit changes; `csrc/ops/adjust_logits/adjust_logits.cu` has the
+    /// same struct.
     #[derive(Clone, Copy, Debug, Default, PartialEq)]
     pub struct Adjustment {
         /// The token.
@@ -28,7 +28,7 @@ kernel_struct! {
         pub num_generated: u32,
         /// The sum of [`Adjustment::SEEN`] and [`Adjustment::ENDS`], where they hold.
         pub flags: u32,
-        /// What is added; minus infinity bans the token.
+        /// The bias that is added; minus infinity bans the token.
         pub bias: f32,
     }
 }

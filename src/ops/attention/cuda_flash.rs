@@ -17,7 +17,8 @@ struct FlashKernel {
     shared_bytes: u32,
 }
 
-/// The bytes from row to row of a tile, as in `TileRows` of `csrc/ops/attention/attention.cuh`.
+/// Returns the bytes from row to row of a tile, as in `TileRows` of
+/// `csrc/ops/attention/attention.cuh`.
 pub(super) fn tile_stride(head_dim: i64) -> i64 {
     match head_dim % 64 {
         0 => head_dim * 2,
@@ -61,7 +62,8 @@ fn kernel(
     Some(FlashKernel { kernel, queries, shared_bytes: shared as u32 })
 }
 
-/// The dynamic shared memory that `csrc/common/layouts.cuh` states for the kernels; they check it.
+/// Returns the dynamic shared memory that `csrc/common/layouts.cuh` states for the kernels; they
+/// check it.
 #[cfg(test)]
 pub(in crate::ops) fn shared_bytes() -> Vec<(String, u32)> {
     let mut found = Vec::new();

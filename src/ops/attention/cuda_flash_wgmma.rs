@@ -130,7 +130,8 @@ impl Groups {
     }
 }
 
-/// The dynamic shared memory that `csrc/common/layouts.cuh` states for the kernels; they check it.
+/// Returns the dynamic shared memory that `csrc/common/layouts.cuh` states for the kernels; they
+/// check it.
 #[cfg(test)]
 pub(in crate::ops) fn shared_bytes() -> Vec<(String, u32)> {
     [(64, Groups::One), (64, Groups::Two), (128, Groups::One), (128, Groups::Two)]

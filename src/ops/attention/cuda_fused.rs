@@ -55,7 +55,7 @@ const MAX_BLOCKS: i64 = 3 * 132;
 /// The fewest keys of a chunk of few sequences.
 const MIN_CHUNK_LEN: i64 = 256;
 
-/// Where the sequences lie, and how their scores are scaled.
+/// The location of the sequences, and the scale of their scores.
 #[derive(Clone, Copy, Debug)]
 pub struct DecodeSequences<'a> {
     /// The blocks of each sequence, i32 [num_seqs, max_blocks_per_seq].
@@ -126,7 +126,7 @@ impl DecodeScratch {
     }
 }
 
-/// How the keys of a sequence are divided.
+/// The division of a sequence's keys.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Division {
     /// Among the blocks of a cluster, which exchange their results.
@@ -184,7 +184,7 @@ const CLUSTER_D64_BYTES: u32 = 54_448;
 const CHUNKED_D128_BYTES: u32 = 68_272;
 const CHUNKED_D64_BYTES: u32 = 34_224;
 
-/// The dynamic shared memory that `csrc/common/layouts.cuh` states for the kernels.
+/// Returns the dynamic shared memory that `csrc/common/layouts.cuh` states for the kernels.
 #[cfg(test)]
 pub(in crate::ops) fn shared_bytes() -> Vec<(String, u32)> {
     [

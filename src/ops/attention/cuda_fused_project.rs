@@ -45,7 +45,8 @@ const SHORT_CONTEXT: i64 = 2048;
 const SHORT_SHARED_BYTES: u32 = 144_704;
 const LONG_SHARED_BYTES: u32 = 177_472;
 
-/// The dynamic shared memory that `csrc/common/layouts.cuh` states for the kernels; they check it.
+/// Returns the dynamic shared memory that `csrc/common/layouts.cuh` states for the kernels; they
+/// check it.
 #[cfg(test)]
 pub(in crate::ops) fn shared_bytes() -> Vec<(String, u32)> {
     [(2, SHORT_SHARED_BYTES), (3, LONG_SHARED_BYTES)]

@@ -72,7 +72,8 @@ fn kernel(dtype: DType, head_dim: i64) -> Option<(Kernel, u32, u32)> {
     }
 }
 
-/// The dynamic shared memory that `csrc/common/layouts.cuh` states for the kernels; they check it.
+/// Returns the dynamic shared memory that `csrc/common/layouts.cuh` states for the kernels; they
+/// check it.
 #[cfg(test)]
 pub(in crate::ops) fn shared_bytes() -> Vec<(String, u32)> {
     let of = |dim| Some((format!("attention_split_kv_d{dim}"), kernel(DType::F16, dim)?.2));
@@ -86,7 +87,7 @@ const MAX_PARTIAL_BYTES: i64 = 32 << 20;
 /// Returns the bytes of partial results of a sequence of up to `max_kv_len` keys.
 fn partial_bytes(num_heads: i64, head_dim: i64, max_kv_len: i64) -> i64 {
     match max_chunks(max_kv_len) {
-        // Where all sequences have a single chunk, nothing is combined.
+        // Nothing is combined if every sequence has a single chunk.
         ..=1 => 0,
         chunks => num_heads.saturating_mul(chunks).saturating_mul(head_dim + 2).saturating_mul(4),
     }
@@ -168,7 +169,7 @@ fn launch_group(
         shared_bytes,
     };
 
-    // Where all sequences have a single chunk, nothing is combined.
+    // Nothing is combined if every sequence has a single chunk.
     let rows =
         if chunks > 1 { num_seqs.saturating_mul(num_heads).saturating_mul(chunks) } else { 0 };
     let bytes = |floats: i64| {

@@ -63,7 +63,7 @@ use crate::error::{Error, Result};
 use crate::memory::{DType, ElementType, Tensor};
 use crate::ops::common::check::{self, InPlace, Named};
 
-/// How to attend. The default is batched, without a mask, scaled by `1 / sqrt(head_dim)`.
+/// Options of attention. The default is batched, without a mask, scaled by `1 / sqrt(head_dim)`.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct AttentionOptions {
     /// Whether a query sees no later keys.

@@ -1,4 +1,4 @@
-//! Which kernels compute the attention of a model, decided once, when it is loaded.
+//! The choice of the kernels for the attention of a model, made once, when it is loaded.
 //!
 //! On Hopper and later, one kernel computes everything between the projection to q, k, v and the
 //! output projection for sequences with one new token, where the heads suit it; for one sequence of

@@ -9,7 +9,7 @@ use std::marker::PhantomData;
 /// stay in the first-level cache.
 const BLOCK: usize = 4 * LANES;
 
-/// How one element goes from one matrix to the other.
+/// Moves one element from one matrix to the other.
 pub(crate) trait Move {
     type From: Copy;
     type To: Copy;

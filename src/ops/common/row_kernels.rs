@@ -9,7 +9,7 @@ use crate::ops::common::launch::rows_are_vectors;
 /// The most threads of a block of these kernels.
 const MAX_BLOCK: i64 = 1024;
 
-/// How a kernel goes over a row.
+/// The form in which a kernel goes over a row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::ops) enum RowForm {
     /// Holds it in the registers of a block, with this number of elements per thread.

@@ -21,7 +21,7 @@ mod sealed {
 pub trait Storage: sealed::Sealed + Copy + Default + Send + Sync + 'static {
     /// The type as a value.
     const DTYPE: DType;
-    /// How rows of it are multiplied in place.
+    /// The kind of element with which kernels multiply its rows in place.
     #[doc(hidden)]
     #[allow(private_bounds)]
     type Weights<V: Vector16>: Element<Activation = f32, Vector = V>;

@@ -7,7 +7,7 @@ use crate::backend::ComputeContext;
 use crate::error::{Error, Result};
 use crate::memory::Tensor;
 use crate::ops::common::contiguous::{check, cuda, float, matrix_size};
-use crate::ops::quantised::cuda::{code_number, scale_number, QuantisedTiles};
+use crate::ops::quantised::cuda::{scale_number, QuantisedTiles};
 
 kernel_struct! {
     /// The kernel has the same struct.
@@ -76,7 +76,7 @@ pub fn embedding_quantised(
         num_chunks: int(layout.num_chunks())?,
         num_groups: int(layout.num_groups())?,
         group_size: int(layout.group_size())?,
-        code: code_number(layout.format().code),
+        code: layout.format().code.number(),
         scale_type: scale_number(layout.format().scale),
         padding: 0,
     };

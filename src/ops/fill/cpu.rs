@@ -33,7 +33,7 @@ impl Terms {
     }
 }
 
-/// Step `index` of SplitMix64.
+/// Returns step `index` of SplitMix64.
 #[inline(always)]
 pub fn mix(seed: u64, index: u64) -> u64 {
     let step = index.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
@@ -43,7 +43,7 @@ pub fn mix(seed: u64, index: u64) -> u64 {
     bits ^ (bits >> 31)
 }
 
-/// `out[i]` becomes number i of `noise`, on all threads.
+/// Sets `out[i]` to number i of `noise`, on all threads.
 pub fn fill<T: Storage>(backend: &CpuBackend, noise: &Noise, out: &mut [T]) -> Result<()> {
     let terms = Terms::of(noise);
     backend.parallel_rows(out, 1, |first, out| {

@@ -278,7 +278,8 @@ fn tensor_core(facts: &Facts) -> Choice {
     }
 }
 
-/// The dynamic shared memory that `csrc/common/layouts.cuh` states for the kernels; they check it.
+/// Returns the dynamic shared memory that `csrc/common/layouts.cuh` states for the kernels; they
+/// check it.
 #[cfg(test)]
 pub(in crate::ops) fn shared_bytes() -> Vec<(String, u32)> {
     [

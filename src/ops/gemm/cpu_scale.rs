@@ -2,7 +2,7 @@
 
 use crate::ops::common::storage::Storage;
 
-/// How one sum becomes an element of C.
+/// The factors that turn one sum into an element of C.
 #[derive(Clone, Copy)]
 pub(crate) struct Scale {
     pub alpha: f32,

@@ -1,4 +1,4 @@
-//! What a product of slices computes.
+//! The products of slices that the CPU computes.
 
 use crate::error::{Error, Result};
 

@@ -229,7 +229,7 @@ const SIMT_NT_BYTES: u32 = 61_440;
 const SIMT_TN_BYTES: u32 = 49_152;
 const SIMT_TT_BYTES: u32 = 55_296;
 
-/// The dynamic shared memory that `csrc/common/layouts.cuh` states for these kernels.
+/// Returns the dynamic shared memory that `csrc/common/layouts.cuh` states for these kernels.
 #[cfg(test)]
 pub(in crate::ops) fn simt_shared_bytes() -> Vec<(String, u32)> {
     [("nn", SIMT_NN_BYTES), ("nt", SIMT_NT_BYTES), ("tn", SIMT_TN_BYTES), ("tt", SIMT_TT_BYTES)]

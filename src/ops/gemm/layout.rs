@@ -84,7 +84,7 @@ pub(super) fn padded(width: i64) -> i64 {
     (width + 7) / 8 * 8
 }
 
-/// How the elements of op(X) [rows, columns] lie.
+/// The layout of the elements of op(X) [rows, columns].
 #[derive(Clone, Copy)]
 pub(super) struct View {
     pub rows: i64,
@@ -214,7 +214,7 @@ pub(super) fn padded_place(context: &ComputeContext, tensor: &Tensor) -> Result<
     Ok((place, block))
 }
 
-/// Where C is computed: in its place, or in memory from which it is copied.
+/// The memory in which C is computed: its own, or one from which it is copied.
 pub(super) struct Place {
     pub operand: Operand,
     staged: Option<(Tensor, Tensor, Block)>,

@@ -1,4 +1,4 @@
-//! How a caller may ask for a product.
+//! The options of a caller for a product.
 
 /// The implementation that computes a product.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -31,7 +31,7 @@ pub enum SumOrder {
     Parts(u32),
 }
 
-/// How to multiply.
+/// The options of a product.
 #[derive(Clone, Copy, Debug)]
 pub struct GemmOptions {
     /// Whether A is stored [k, m].

@@ -6,7 +6,7 @@
 
 use crate::error::{try_with_capacity, Error, Result};
 
-/// How to compare.
+/// The options of a comparison.
 #[derive(Clone, Copy, Debug)]
 pub struct GradCheck {
     /// The distance that a value is moved to each side.

@@ -106,7 +106,7 @@ impl<'a> KvBlocks<'a> {
         Ok(KvBlocks { layout, layer, num_blocks, start: bytes.as_mut_ptr(), _bytes: PhantomData })
     }
 
-    /// The shape of the cache.
+    /// Returns the shape of the cache.
     pub fn layout(&self) -> &KvLayout {
         &self.layout
     }

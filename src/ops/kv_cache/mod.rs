@@ -8,7 +8,7 @@ pub mod layout;
 
 use crate::memory::Tensor;
 
-/// Where keys and values go.
+/// The destination of keys and values.
 #[derive(Clone, Copy, Debug)]
 pub struct KvSlots<'a> {
     /// The keys, [num_blocks, block_size, num_kv_heads, head_stride].

@@ -8,7 +8,7 @@ use crate::backend::cpu::portable::Portable;
 /// the sum stays below that of the numbers.
 const CHUNK: usize = 256;
 
-/// What the log-probabilities of all tokens of a row have in common.
+/// The part of the log-probability that all tokens of a row have in common.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LogSum {
     max: f32,

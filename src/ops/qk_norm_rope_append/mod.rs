@@ -9,7 +9,7 @@ use crate::memory::{ElementType, Tensor};
 use crate::ops::common::contiguous::{check, cuda, float};
 use crate::ops::kv_cache::KvSlots;
 
-/// How heads are normalised and rotated. All tensors but the positions have the heads' type.
+/// The normalisation and rotation of heads. All tensors but the positions have the heads' type.
 #[derive(Clone, Copy, Debug)]
 pub struct QkNormRope<'a> {
     /// The norms; without them heads are only rotated.

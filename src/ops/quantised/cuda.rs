@@ -4,7 +4,6 @@
 use std::ops::Range;
 
 use super::tiles::{TileLayout, TILE_ROWS};
-use super::Code;
 use crate::backend::cuda::{kernel_struct, kernels, Arguments, Launch};
 use crate::backend::ComputeContext;
 use crate::error::{Error, Result};
@@ -68,7 +67,7 @@ impl<'a> QuantisedTiles<'a> {
         Ok(QuantisedTiles { layout, memory })
     }
 
-    /// Where everything lies.
+    /// Returns the layout of the tiles.
     pub fn layout(&self) -> &TileLayout {
         &self.layout
     }
@@ -85,16 +84,7 @@ impl<'a> QuantisedTiles<'a> {
     }
 }
 
-/// The number by which kernels know what codes are.
-pub(in crate::ops) fn code_number(code: Code) -> i32 {
-    match code {
-        Code::Int4 => 0,
-        Code::Int8 => 1,
-        Code::Fp8 => 2,
-    }
-}
-
-/// The number by which kernels know the type of scales.
+/// Returns the number by which kernels know the type of scales.
 pub(in crate::ops) fn scale_number(scale: DType) -> i32 {
     match scale {
         DType::F32 => 0,
@@ -173,7 +163,7 @@ pub fn dequantise(
         tile_rows,
         pair_rows,
         pairs_end,
-        code: code_number(layout.format().code),
+        code: layout.format().code.number(),
         scale_type: scale_number(layout.format().scale),
     };
     let chunk_blocks = u16::try_from(layout.num_chunks().div_ceil(BLOCK_CHUNKS));
@@ -192,7 +182,7 @@ pub fn dequantise(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::ops::quantised::QuantFormat;
+    use crate::ops::quantised::{Code, QuantFormat};
 
     #[test]
     fn the_tiles_of_rows_are_those_that_have_them() {

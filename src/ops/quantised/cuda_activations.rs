@@ -1,4 +1,4 @@
-//! Activations in e4m3 on a GPU: `csrc/ops/quantised/activations.cu`. What they are is said in
+//! Activations in e4m3 on a GPU: `csrc/ops/quantised/activations.cu`; see
 //! [`activations`](super::activations).
 
 use super::activations::INPUT_GROUP;
@@ -11,7 +11,7 @@ use crate::ops::common::contiguous::{check, cuda, float, matrix_size};
 /// The threads of a block, and how many of them have a group of inputs.
 const THREADS: u32 = 256;
 const GROUP_THREADS: usize = 16;
-/// Where the scales begin is a multiple of so many bytes, as the copy engine needs.
+/// The alignment of the scales in bytes, as the copy engine needs it.
 const ALIGNMENT: usize = 256;
 const WHAT: &str = "activations in 8 bits";
 
@@ -58,12 +58,12 @@ impl QuantisedInputs {
         Ok(QuantisedInputs { memory, num_rows, in_features })
     }
 
-    /// The rows.
+    /// Returns the rows.
     pub fn num_rows(&self) -> usize {
         self.num_rows
     }
 
-    /// The inputs of a row, without those that fill it up.
+    /// Returns the inputs of a row, without those that fill it up.
     pub fn in_features(&self) -> usize {
         self.in_features
     }
@@ -73,33 +73,33 @@ impl QuantisedInputs {
         &self.memory
     }
 
-    /// The byte at which the scales begin.
+    /// Returns the byte at which the scales begin.
     pub fn scales_start(&self) -> usize {
         Sizes::of(self.num_rows, self.in_features).map_or(0, |sizes| sizes.first_scale)
     }
 
-    /// The groups of a row.
+    /// Returns the groups of a row.
     pub(in crate::ops) fn num_groups(&self) -> usize {
         self.in_features.div_ceil(INPUT_GROUP)
     }
 
-    /// The scales of a group: those of the rows, and up to three more.
+    /// Returns the scales of a group: those of the rows, and up to three more.
     pub(in crate::ops) fn pitch(&self) -> usize {
         self.num_rows.next_multiple_of(4)
     }
 
-    /// The codes, in rows of whole groups.
+    /// Returns the codes, in rows of whole groups.
     pub(in crate::ops) fn codes(&self) -> *mut u8 {
         self.memory.data()
     }
 
-    /// The scales.
+    /// Returns the scales.
     pub(in crate::ops) fn scales(&self) -> *mut u8 {
         self.memory.data().wrapping_add(self.scales_start())
     }
 }
 
-/// A launch for all groups of a matrix.
+/// Returns a launch for all groups of a matrix.
 fn launch(num_rows: usize, num_groups: usize) -> Result<Launch> {
     let groups = num_rows.saturating_mul(num_groups);
     let blocks = groups.div_ceil(THREADS as usize / GROUP_THREADS);

@@ -1,8 +1,9 @@
-//! How the numbers of a quantised matrix are stored.
+//! The storage formats of the numbers of a quantised matrix.
 
+use crate::backend::cpu::math::fp8_to_f32;
 use crate::memory::DType;
 
-/// What one number is stored as.
+/// The encoding of one number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Code {
     /// 4 bits: an integer from 0 to 15.
@@ -14,8 +15,10 @@ pub enum Code {
     Fp8,
 }
 
+// Everything that depends on the code alone is here, so that the files that move codes about ask for
+// a property instead of listing the codes again.
 impl Code {
-    /// The bits of a code.
+    /// Returns the bits of a code.
     pub const fn bits(self) -> usize {
         match self {
             Code::Int4 => 4,
@@ -23,7 +26,12 @@ impl Code {
         }
     }
 
-    /// The zero of groups that state none: the middle of the integers.
+    /// Whether codes stand for floats, which have no zeros.
+    pub const fn is_float(self) -> bool {
+        matches!(self, Code::Fp8)
+    }
+
+    /// Returns the zero of groups that state none: the middle of the integers.
     pub const fn middle(self) -> u8 {
         match self {
             Code::Int4 => 8,
@@ -32,11 +40,65 @@ impl Code {
         }
     }
 
-    /// The bytes of `len` codes in a row; a last half byte is filled with zeros.
-    pub const fn row_bytes(self, len: usize) -> usize {
+    /// Returns the number by which kernels know the code; `csrc/ops/quantised/decode.cuh` has the
+    /// same.
+    pub(in crate::ops) const fn number(self) -> i32 {
         match self {
-            Code::Int4 => len.div_ceil(2),
-            Code::Int8 | Code::Fp8 => len,
+            Code::Int4 => 0,
+            Code::Int8 => 1,
+            Code::Fp8 => 2,
+        }
+    }
+
+    /// Returns the bytes of `len` codes in a row; a last half byte is filled with zeros.
+    pub const fn row_bytes(self, len: usize) -> usize {
+        match self.bits() {
+            4 => len.div_ceil(2),
+            _ => len,
+        }
+    }
+
+    /// Returns the code at a place of a row of `row_bytes`. Of two codes of 4 bits in a byte the
+    /// first is in the low half.
+    pub fn at(self, row: &[u8], place: usize) -> u8 {
+        match self.bits() {
+            4 => row.get(place / 2).map_or(0, |byte| byte >> (place % 2 * 4) & 15),
+            _ => row.get(place).copied().unwrap_or(0),
+        }
+    }
+
+    /// Returns the value of a code in a group with this zero, before it is scaled.
+    #[inline(always)]
+    pub fn value(self, code: u8, zero: u8) -> f32 {
+        match self {
+            Code::Int4 | Code::Int8 => f32::from(i16::from(code) - i16::from(zero)),
+            Code::Fp8 => fp8_to_f32(code),
+        }
+    }
+
+    /// Whether a code stands for a number: integers always do.
+    pub const fn is_number(self, code: u8) -> bool {
+        match self {
+            Code::Int4 | Code::Int8 => true,
+            Code::Fp8 => code & 0x7f != 0x7f,
+        }
+    }
+
+    /// Returns the bits of a random byte that are kept for its codes to be numbers of ordinary size.
+    pub const fn random_mask(self) -> u8 {
+        match self {
+            Code::Int4 | Code::Int8 => 0xff,
+            // Without the upper half of the exponents.
+            Code::Fp8 => 0xbf,
+        }
+    }
+
+    /// Returns the standard deviation of the values of random codes under [`Code::random_mask`].
+    pub const fn random_std(self) -> f32 {
+        match self {
+            Code::Int4 => 4.6,
+            Code::Int8 => 73.9,
+            Code::Fp8 => 0.61,
         }
     }
 }
@@ -52,7 +114,7 @@ impl Code {
 /// [`quantises_inputs`](QuantFormat::quantises_inputs).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct QuantFormat {
-    /// What the numbers are stored as.
+    /// The encoding of the numbers.
     pub code: Code,
     /// The inputs that share a scale, at least 1; in_features or more if a row has a single one.
     pub group_size: usize,

@@ -12,7 +12,7 @@ pub(super) type Lanes = [f32; LANES];
 
 /// The ranges that are tried for a group are fractions of the full one, this far apart.
 const RANGE_STEP: f32 = 0.04;
-/// How many ranges are tried.
+/// The number of ranges that are tried.
 const NUM_RANGES: usize = 11;
 
 /// Returns the integer nearest to x, of at most 2^22, ties to even. Without a call, so that loops are vectorised.
@@ -54,7 +54,7 @@ pub(super) struct FourBits {
 }
 
 impl FourBits {
-    /// The scales, rounded, and zeros for them.
+    /// Returns the scales, rounded, and zeros for them.
     #[inline(always)]
     fn of(scale: &Lanes, least: &Lanes) -> Self {
         let mut all = FourBits { scale: [0.0; LANES], inverse: [0.0; LANES], zero: [0.0; LANES] };
@@ -100,8 +100,8 @@ struct Best {
 }
 
 impl Best {
-    /// Keeps of each group what is better, and returns the scales that fit the candidate's codes best. Of groups
-    /// whose numbers are all zero, or whose range is no number, no error is below the first one.
+    /// Keeps the better candidate of each group, and returns the scales that fit the candidate's codes best. In
+    /// groups whose numbers are all zero, or whose range is no number, no error is below the first one.
     // Not a closure, which would be compiled without the instruction set of its caller.
     #[inline(always)]
     fn challenge(&mut self, candidate: FourBits, numbers: &[Lanes]) -> Lanes {

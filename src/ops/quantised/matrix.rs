@@ -1,8 +1,7 @@
 //! A quantised matrix on the host, row after row: what readers of files and the quantiser make, and
 //! what the layouts of the kernels are made from.
 
-use super::format::{Code, QuantFormat};
-use crate::backend::cpu::math::fp8_to_f32;
+use super::format::QuantFormat;
 use crate::error::{try_filled, Error, Result};
 
 /// A quantised matrix `[out_features, in_features]` on the host; see [`QuantFormat`].
@@ -12,7 +11,7 @@ pub struct QuantisedMatrix {
     pub out_features: usize,
     /// Columns.
     pub in_features: usize,
-    /// How the numbers are stored.
+    /// The format of the numbers.
     pub format: QuantFormat,
     /// `[out_features, format.code.row_bytes(in_features)]`. Of two codes of 4 bits in a byte the
     /// first is in the low half.
@@ -46,34 +45,27 @@ impl QuantisedMatrix {
         })
     }
 
-    /// The groups of a row.
+    /// Returns the groups of a row.
     pub fn num_groups(&self) -> usize {
         self.format.num_groups(self.in_features)
     }
 
-    /// The codes of a row.
+    /// Returns the codes of a row.
     pub fn row_codes(&self, row: usize) -> &[u8] {
         let len = self.format.code.row_bytes(self.in_features);
         self.codes.get(row * len..(row + 1) * len).unwrap_or_default()
     }
 
-    /// The scale and the zero of a group of a row.
+    /// Returns the scale and the zero of a group of a row.
     pub fn group(&self, row: usize, group: usize) -> (f32, u8) {
         let index = row * self.num_groups() + group;
         let zero = self.zeros.get(index).copied().unwrap_or(self.format.code.middle());
         (self.scales.get(index).copied().unwrap_or(0.0), zero)
     }
 
-    /// The code at a place of a row.
+    /// Returns the code at a place of a row.
     pub fn code(&self, row: usize, place: usize) -> u8 {
-        let codes = self.row_codes(row);
-        match self.format.code {
-            Code::Int4 => {
-                let byte = codes.get(place / 2).copied().unwrap_or(0);
-                (byte >> (place % 2 * 4)) & 15
-            }
-            Code::Int8 | Code::Fp8 => codes.get(place).copied().unwrap_or(0),
-        }
+        self.format.code.at(self.row_codes(row), place)
     }
 
     /// Writes row `row`, `[in_features]`, in the order of the inputs.
@@ -89,11 +81,7 @@ impl QuantisedMatrix {
         let group_size = self.format.group_size.max(1);
         for place in 0..self.in_features {
             let (scale, zero) = self.group(row, place / group_size);
-            let code = self.code(row, place);
-            let value = match self.format.code {
-                Code::Int4 | Code::Int8 => f32::from(i16::from(code) - i16::from(zero)),
-                Code::Fp8 => fp8_to_f32(code),
-            };
+            let value = self.format.code.value(self.code(row, place), zero);
             let input = self.order.get(place).map_or(place, |&input| input as usize);
             if let Some(out) = out.get_mut(input) {
                 *out = value * scale;

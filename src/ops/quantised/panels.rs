@@ -10,7 +10,6 @@
 use super::format::{Code, QuantFormat};
 use super::matrix::QuantisedMatrix;
 use crate::backend::cpu::dot::{MAX_SUMMED, UNIT};
-use crate::backend::cpu::math::fp8_to_f32;
 use crate::backend::cpu::simd::{Kernel, Simd, Vector16};
 use crate::backend::cpu::{CpuBackend, SendPointer};
 use crate::error::{try_with_capacity, Error, Result};
@@ -29,7 +28,7 @@ pub struct QuantisedPanels {
     buffer: HostBuffer,
 }
 
-/// The inputs whose codes are stored together.
+/// Returns the inputs whose codes are stored together.
 const fn unit_places(code: Code) -> usize {
     match code {
         Code::Int4 | Code::Int8 => UNIT,
@@ -37,12 +36,12 @@ const fn unit_places(code: Code) -> usize {
     }
 }
 
-/// The bytes of the codes of a unit of inputs for all columns of a panel.
+/// Returns the bytes of the codes of a unit of inputs for all columns of a panel.
 pub(crate) const fn unit_bytes(code: Code) -> usize {
     code.row_bytes(PANEL_COLUMNS * unit_places(code))
 }
 
-/// How the inputs of a row are divided.
+/// The division of a row's inputs.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Division {
     in_features: usize,
@@ -53,14 +52,14 @@ pub(crate) struct Division {
 }
 
 impl Division {
-    /// The division of `in_features` inputs.
+    /// Returns the division of `in_features` inputs.
     pub fn new(in_features: usize, format: &QuantFormat) -> Self {
         let group_size = format.group_size.clamp(1, in_features.max(1));
         let group_segments = group_size.div_ceil(MAX_SUMMED);
         Division { in_features, group_size, unit_places: unit_places(format.code), group_segments }
     }
 
-    /// The number of inputs.
+    /// Returns the number of inputs.
     pub fn in_features(&self) -> usize {
         self.in_features
     }
@@ -69,7 +68,7 @@ impl Division {
         self.in_features.div_ceil(self.group_size)
     }
 
-    /// The places of a group.
+    /// Returns the places of a group.
     fn places(&self, group: usize) -> Range<usize> {
         let first = group * self.group_size;
         first..self.in_features.min(first + self.group_size)
@@ -79,21 +78,22 @@ impl Division {
         self.group_size.div_ceil(self.unit_places)
     }
 
-    /// The units of a row.
+    /// Returns the units of a row.
     pub fn num_units(&self) -> usize {
         let (whole, rest) =
             (self.in_features / self.group_size, self.in_features % self.group_size);
         whole * self.group_units() + rest.div_ceil(self.unit_places)
     }
 
-    /// The segments of a row: runs of inputs of one group that can be summed up as integers.
+    /// Returns the segments of a row: runs of inputs of one group that can be summed up as
+    /// integers.
     pub fn num_segments(&self) -> usize {
         let (whole, rest) =
             (self.in_features / self.group_size, self.in_features % self.group_size);
         whole * self.group_segments + rest.div_ceil(MAX_SUMMED)
     }
 
-    /// The group of a segment, and which of the group's segments it is.
+    /// Returns the group of a segment, and which of the group's segments it is.
     #[inline(always)]
     fn group_of(&self, segment: usize) -> (usize, usize) {
         // Divisions take long, and most groups are a segment.
@@ -103,7 +103,7 @@ impl Division {
         }
     }
 
-    /// The places of a segment.
+    /// Returns the places of a segment.
     #[inline(always)]
     pub fn segment_places(&self, segment: usize) -> Range<usize> {
         let (group, part) = self.group_of(segment);
@@ -112,7 +112,7 @@ impl Division {
         first..group.end.min(first + MAX_SUMMED)
     }
 
-    /// The first unit of a segment.
+    /// Returns the first unit of a segment.
     #[inline(always)]
     pub fn first_unit(&self, segment: usize) -> usize {
         let (group, part) = self.group_of(segment);
@@ -120,7 +120,7 @@ impl Division {
     }
 }
 
-/// How panels are divided: numbers that every segment needs.
+/// The division of panels: the numbers that every segment needs.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PanelDivision {
     pub inputs: Division,
@@ -132,12 +132,12 @@ pub(crate) struct PanelDivision {
     unit_bytes: usize,
 }
 
-/// The bytes before the codes of a group.
+/// Returns the bytes before the codes of a group.
 fn head_bytes(format: &QuantFormat) -> usize {
     PANEL_COLUMNS * (format.scale.size_bytes() + usize::from(format.has_zeros))
 }
 
-/// The bytes of a panel; `None` on overflow.
+/// Returns the bytes of a panel; `None` on overflow.
 fn panel_bytes(division: &Division, format: &QuantFormat) -> Option<usize> {
     // There are at most UNIT units for each input, in groups of one.
     division.in_features.checked_mul(UNIT)?;
@@ -199,7 +199,7 @@ impl QuantisedPanels {
         self.in_features
     }
 
-    /// How the numbers are stored.
+    /// Returns the format of the numbers.
     pub fn format(&self) -> QuantFormat {
         self.format
     }
@@ -209,7 +209,7 @@ impl QuantisedPanels {
         self.buffer.len_bytes() + self.order.len() * size_of::<u32>()
     }
 
-    /// The input that stands at each place of a row; empty if that is the input itself.
+    /// Returns the input that stands at each place of a row; empty if that is the input itself.
     pub(crate) fn order(&self) -> &[u32] {
         &self.order
     }
@@ -219,7 +219,7 @@ impl QuantisedPanels {
         self.out_features.div_ceil(PANEL_COLUMNS)
     }
 
-    /// How the inputs of a row and the panels are divided.
+    /// Returns how the inputs of a row and the panels are divided.
     pub(crate) fn division(&self) -> PanelDivision {
         let format = &self.format;
         let inputs = Division::new(self.in_features, format);
@@ -290,11 +290,7 @@ impl QuantisedPanels {
         for group in self.groups(panel) {
             let (scale, zero) = group.factor(column);
             for place in group.places.clone() {
-                let code = group.code(place, column);
-                let value = match self.format.code {
-                    Code::Int4 | Code::Int8 => f32::from(i16::from(code) - i16::from(zero)),
-                    Code::Fp8 => fp8_to_f32(code),
-                };
+                let value = self.format.code.value(group.code(place, column), zero);
                 let input = self.order.get(place).map_or(place, |&input| input as usize);
                 if let Some(out) = out.get_mut(input) {
                     *out = value * scale;
@@ -321,7 +317,7 @@ pub(crate) struct Group<'a> {
 }
 
 impl Group<'_> {
-    /// The scales of columns `16 * vector..`.
+    /// Returns the scales of columns `16 * vector..`.
     ///
     /// # Safety
     /// The instruction set of `V` is there; `vector` is less than 4.
@@ -338,13 +334,13 @@ impl Group<'_> {
         }
     }
 
-    /// What stands before the codes.
+    /// Returns the bytes before the codes.
     #[inline(always)]
     pub fn head(&self) -> &[u8] {
         self.head
     }
 
-    /// The 64 zeros.
+    /// Returns the 64 zeros.
     #[inline(always)]
     pub fn zeros(&self) -> &[u8] {
         match (self.format.has_zeros, self.format.code) {
@@ -354,7 +350,7 @@ impl Group<'_> {
         }
     }
 
-    /// The floats at `place` of columns `16 * vector..`.
+    /// Returns the floats at `place` of columns `16 * vector..`.
     ///
     /// # Safety
     /// The instruction set of `V` is there; the codes are those of floats, `place` is one of `places`
@@ -366,7 +362,7 @@ impl Group<'_> {
         unsafe { V::load_fp8(self.codes.as_ptr().add(first)) }
     }
 
-    /// The scale and the zero of a column.
+    /// Returns the scale and the zero of a column.
     fn factor(&self, column: usize) -> (f32, u8) {
         let size = self.format.scale.size_bytes();
         let bytes = self.scales.get(column * size..(column + 1) * size).unwrap_or_default();
@@ -379,7 +375,7 @@ impl Group<'_> {
         (scale, self.zeros().get(column).copied().unwrap_or(0))
     }
 
-    /// The code at a place of a column.
+    /// Returns the code at a place of a column.
     fn code(&self, place: usize, column: usize) -> u8 {
         let (byte, shift) = code_place(self.format.code, place - self.places.start, column);
         let byte = self.codes.get(byte).copied().unwrap_or(0);
@@ -400,7 +396,8 @@ pub(crate) struct Segment<'a> {
     pub first_unit: usize,
 }
 
-/// Where the code of a column is among those of a group: the byte, and by how many bits it is moved up.
+/// Returns the place of a column's code among those of a group: the byte, and the number of bits by which it is shifted
+/// up.
 #[inline(always)]
 fn code_place(code: Code, place_in_group: usize, column: usize) -> (usize, u32) {
     let (unit, place) = (place_in_group / UNIT * unit_bytes(code), place_in_group % UNIT);
@@ -411,8 +408,8 @@ fn code_place(code: Code, place_in_group: usize, column: usize) -> (usize, u32) 
     }
 }
 
-/// The runs of 16 columns whose codes are read together: for 4 bits those from `16 * pair` and from
-/// `32 + 16 * pair` on, for 8 bits those from `32 * pair` on.
+/// Returns the runs of 16 columns whose codes are read together: for 4 bits those from `16 * pair`
+/// and from `32 + 16 * pair` on, for 8 bits those from `32 * pair` on.
 #[inline(always)]
 pub(crate) const fn vectors_of(code: Code, pair: usize) -> [usize; 2] {
     match code {
@@ -454,10 +451,7 @@ fn pack_panel(
             let packed = pack_units(code, row_codes, places.clone(), column, codes);
             for place in places.start + packed..places.end {
                 let (byte, shift) = code_place(code, place - places.start, column);
-                let stored = match code {
-                    Code::Int4 => row_codes.get(place / 2).map_or(0, |b| b >> (place % 2 * 4) & 15),
-                    Code::Int8 | Code::Fp8 => row_codes.get(place).copied().unwrap_or(0),
-                };
+                let stored = code.at(row_codes, place);
                 if let Some(out) = codes.get_mut(byte) {
                     *out |= stored << shift;
                 }

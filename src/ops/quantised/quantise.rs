@@ -1,8 +1,8 @@
 //! Quantises rows of numbers to integers, each group of inputs by itself.
 //!
 //! * 8 bits: `scale = max |x| / 127`, so that the largest number of a group is kept, and zero is.
-//! * 4 bits: a zero and a scale for each group. Of the ranges that are tried, from that of the numbers to 60 % of
-//!   it, the one is taken with the least sum of squared errors, after its scale has been fitted to the codes by
+//! * 4 bits: a zero and a scale for each group. Among the ranges that are tried, from that of the numbers to
+//!   60 % of it, the one with the least sum of squared errors is taken, after its scale has been fitted to the codes by
 //!   least squares: a range that is a little too small costs the outermost numbers something and makes all
 //!   others finer.
 //!
@@ -27,7 +27,7 @@ pub fn quantised_format(code: Code, group_size: usize) -> QuantFormat {
     }
 }
 
-/// Where a row is written: see [`super::QuantisedMatrix`].
+/// The destination of a row: see [`super::QuantisedMatrix`].
 pub struct RowOut<'a> {
     /// [code.row_bytes(in_features)]
     pub codes: &'a mut [u8],

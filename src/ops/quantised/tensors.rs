@@ -26,7 +26,7 @@ const WORD_BITS: usize = 32;
 /// [`QuantFormat`](super::QuantFormat) for what they mean.
 #[derive(Clone, Copy, Debug)]
 pub struct QuantisedTensors<'a> {
-    /// What the numbers are stored as.
+    /// The encoding of the numbers.
     pub code: Code,
     /// Rows that share a scale; 0 stands for 1.
     pub group_rows: usize,
@@ -44,7 +44,7 @@ fn wrong<T>(what: String) -> Result<T> {
     Err(Error::invalid_argument(what))
 }
 
-/// The rows and columns of a matrix.
+/// Returns the rows and columns of a matrix.
 pub(in crate::ops) fn matrix_sizes((name, tensor): check::Named<'_>) -> Result<[usize; 2]> {
     check::rank((name, tensor), 2, "[rows, columns]")?;
     match **tensor.shape() {
@@ -81,7 +81,7 @@ impl QuantisedTensors<'_> {
         ];
         check::shape(("scales", self.scales), &groups, "a scale for each group")?;
         if let Some(zeros) = self.zeros {
-            if self.code == Code::Fp8 {
+            if self.code.is_float() {
                 return wrong("zeros were given, but codes that are floats have none".to_owned());
             }
             if zeros.element() != ElementType::I32 {
@@ -93,7 +93,7 @@ impl QuantisedTensors<'_> {
         Ok(())
     }
 
-    /// The tensors with their names.
+    /// Returns the tensors with their names.
     pub(in crate::ops) fn named(&self) -> impl Iterator<Item = check::Named<'_>> {
         let zeros = self.zeros.map(|zeros| ("zeros", zeros));
         [("codes", self.codes), ("scales", self.scales)].into_iter().chain(zeros)
@@ -125,11 +125,9 @@ impl QuantisedTensors<'_> {
             let bytes = word.to_le_bytes();
             to.iter_mut().zip(bytes).for_each(|(to, from)| *to = from);
         }
-        if self.code == Code::Fp8 {
-            if let Some(at) = matrix.codes.iter().position(|code| code & 0x7f == 0x7f) {
-                let place = [at / in_features.max(1), at % in_features.max(1)];
-                return wrong(format!("codes has no number (NaN) at {place:?} of the matrix"));
-            }
+        if let Some(at) = matrix.codes.iter().position(|&code| !self.code.is_number(code)) {
+            let place = [at / in_features.max(1), at % in_features.max(1)];
+            return wrong(format!("codes has no number (NaN) at {place:?} of the matrix"));
         }
         let num_groups = matrix.num_groups().max(1);
         let scales = floats(&on_host(context, self.scales)?, format.scale)?;

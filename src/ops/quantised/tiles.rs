@@ -22,7 +22,7 @@
 
 use std::ops::Range;
 
-use super::{Code, QuantFormat, QuantisedMatrix};
+use super::{QuantFormat, QuantisedMatrix};
 use crate::error::{Error, Result};
 use crate::memory::DType;
 
@@ -30,11 +30,11 @@ use crate::memory::DType;
 pub const TILE_ROWS: usize = 16;
 /// The inputs of a chunk.
 pub const CHUNK: usize = 64;
-/// Regions begin at multiples of so many bytes.
+/// The alignment of regions, in bytes.
 const ALIGNMENT: usize = 256;
 const LANES: usize = 32;
 
-/// Where everything lies in the tiles of a quantised matrix.
+/// The layout of the tiles of a quantised matrix.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TileLayout {
     out_features: usize,
@@ -82,7 +82,7 @@ impl TileLayout {
         let fits = || {
             let padded = in_features.checked_next_multiple_of(CHUNK)?;
             let rows = out_features.checked_add(2 * TILE_ROWS)?;
-            // Of every number a code, and at most a scale of 4 bytes and a zero.
+            // Every number has a code, and at most a scale of 4 bytes and a zero.
             rows.checked_mul(padded)?.checked_mul(6)?.checked_add(4 * ALIGNMENT)
         };
         match fits() {
@@ -91,17 +91,17 @@ impl TileLayout {
         }
     }
 
-    /// The rows of the matrix.
+    /// Returns the rows of the matrix.
     pub fn out_features(&self) -> usize {
         self.out_features
     }
 
-    /// The columns of the matrix.
+    /// Returns the columns of the matrix.
     pub fn in_features(&self) -> usize {
         self.in_features
     }
 
-    /// How the numbers are stored.
+    /// Returns the format of the numbers.
     pub fn format(&self) -> QuantFormat {
         self.format
     }
@@ -111,7 +111,7 @@ impl TileLayout {
         self.is_gated
     }
 
-    /// The tiles.
+    /// Returns the tiles.
     pub fn num_tiles(&self) -> usize {
         if self.is_gated {
             (self.out_features / 2).div_ceil(TILE_ROWS / 2)
@@ -120,13 +120,13 @@ impl TileLayout {
         }
     }
 
-    /// The chunks of a tile.
+    /// Returns the chunks of a tile.
     pub fn num_chunks(&self) -> usize {
         self.in_features.div_ceil(CHUNK)
     }
 
-    /// The inputs that share a scale: all of a row if there is a single one, those behind its end
-    /// included.
+    /// Returns the inputs that share a scale: all of a row if there is a single one, those after
+    /// its end included.
     pub fn group_size(&self) -> usize {
         let group_size = self.format.group_size.max(1);
         if group_size >= self.in_features {
@@ -136,12 +136,12 @@ impl TileLayout {
         }
     }
 
-    /// The groups of a row, those behind its end included.
+    /// Returns the groups of a row, those after its end included.
     pub fn num_groups(&self) -> usize {
         (self.num_chunks() * CHUNK).div_ceil(self.group_size())
     }
 
-    /// The row of the matrix that stands at `row` of a tile.
+    /// Returns the row of the matrix that stands at `row` of a tile.
     pub fn row(&self, tile: usize, row: usize) -> Option<usize> {
         if !self.is_gated {
             return Some(tile * TILE_ROWS + row).filter(|&row| row < self.out_features);
@@ -155,14 +155,14 @@ impl TileLayout {
         TILE_ROWS * CHUNK * self.format.code.bits() / 8
     }
 
-    /// The bytes of codes, scales and zeros of a tile.
+    /// Returns the bytes of codes, scales and zeros of a tile.
     fn tile_bytes(&self) -> (usize, usize, usize) {
         let scales = self.num_groups() * TILE_ROWS;
         let zeros = if self.format.has_zeros { scales } else { 0 };
         (self.num_chunks() * self.chunk_bytes(), scales * self.format.scale.size_bytes(), zeros)
     }
 
-    /// Where some tiles lie in the allocation.
+    /// Returns the place of some tiles in the allocation.
     pub fn place(&self, tiles: Range<usize>) -> TilePlace {
         let (codes, scales, zeros) = self.tile_bytes();
         let part =
@@ -176,7 +176,7 @@ impl TileLayout {
         }
     }
 
-    /// The bytes of the allocation.
+    /// Returns the bytes of the allocation.
     pub fn len_bytes(&self) -> usize {
         self.place(0..self.num_tiles()).zeros.end.next_multiple_of(ALIGNMENT)
     }
@@ -233,7 +233,7 @@ impl TileLayout {
                 for half in 0..2 {
                     let place = chunk * CHUNK + half * (CHUNK / 2) + lane % 4 * 8;
                     let [low, high] = rows.map(|row| self.eight_codes(matrix, row, place));
-                    if self.format.code == Code::Int4 {
+                    if self.format.code.bits() == 4 {
                         let words = [0, 1].map(|step| {
                             let [low, high] =
                                 [low, high].map(|codes| nibbles(codes >> (32 * step)));
@@ -252,13 +252,13 @@ impl TileLayout {
         }
     }
 
-    /// Eight codes from a place of a row on, a byte each, the first in the lowest.
+    /// Returns eight codes from a place of a row on, a byte each, the first in the lowest.
     fn eight_codes(&self, matrix: &QuantisedMatrix, row: Option<usize>, place: usize) -> u64 {
         let middle = u64::from(self.format.code.middle()) * 0x0101_0101_0101_0101;
         let Some(row) = row else { return middle };
         if place + 8 <= self.in_features {
             let codes = matrix.row_codes(row);
-            if self.format.code == Code::Int4 {
+            if self.format.code.bits() == 4 {
                 let four = codes.get(place / 2..).and_then(|codes| codes.first_chunk());
                 return u32::from_le_bytes(four.copied().unwrap_or_default()).spread();
             }
@@ -346,6 +346,7 @@ fn put(out: &mut [u8], at: usize, words: &[u32]) {
 
 #[cfg(test)]
 mod tests {
+    use super::super::Code;
     use super::*;
 
     /// Packs in two parts.
@@ -369,7 +370,7 @@ mod tests {
         all
     }
 
-    /// The code of register `register`, element `element`, of product `step` of a lane.
+    /// Returns the code of register `register`, element `element`, of product `step` of a lane.
     fn code_at(
         layout: &TileLayout,
         all: &[u8],
@@ -422,7 +423,7 @@ mod tests {
                         let (scale, zero) = group_of(in_tile, input / layout.group_size());
                         let row = layout.row(tile, in_tile);
                         let Some(row) = row.filter(|_| input < matrix.in_features) else {
-                            // What the kernel adds up is 0.
+                            // Padding adds 0 to the sums of the kernel.
                             assert_eq!(code, zero);
                             assert!(row.is_some() || scale == 0.0);
                             continue;

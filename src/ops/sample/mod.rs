@@ -6,7 +6,7 @@ use crate::error::{Error, Result};
 use crate::memory::{ElementType, Tensor};
 use crate::ops::common::contiguous::{check, cuda, float, matrix_size};
 
-/// How a token is drawn at random: from the logits divided by the temperature, after the filters
+/// The parameters of a random draw from the logits divided by the temperature, after the filters
 /// top-k, top-p, min-p and typical-p in this order.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Draw {
@@ -28,7 +28,7 @@ pub struct Draw {
 }
 
 kernel_struct! {
-    /// How a row's token is chosen; `csrc/ops/sample/sample.cu` has the same struct and documents
+    /// The choice of a row's token; `csrc/ops/sample/sample.cu` has the same struct and documents
     /// its fields.
     #[derive(Clone, Copy, Debug, Default)]
     pub struct SampleRow {
@@ -70,6 +70,21 @@ impl From<Draw> for SampleRow {
             top_k: i32::try_from(draw.top_k).unwrap_or(i32::MAX),
             typical_p: draw.typical_p,
             reserved: 0,
+        }
+    }
+}
+
+impl Default for Draw {
+    /// Returns a draw at temperature 1 from all tokens: every filter is neutral.
+    fn default() -> Self {
+        Draw {
+            temperature: 1.0,
+            top_k: 0,
+            top_p: 1.0,
+            min_p: 0.0,
+            typical_p: 1.0,
+            seed: 0,
+            index: 0,
         }
     }
 }
@@ -117,7 +132,7 @@ pub const SAMPLE_PARTIALS: usize = 2 * MAX_PARTS + MAX_CANDIDATES;
 /// The numbers of [`SampleBuffers::counters`] per row.
 pub const SAMPLE_COUNTERS: usize = 8;
 
-/// Where the tokens go, and memory for choosing them.
+/// The destination of the tokens, and memory for choosing them.
 #[derive(Clone, Copy, Debug)]
 pub struct SampleBuffers<'a> {
     /// A [`SampleRow`] for each row, at a multiple of 8 bytes, i32 [num_rows, SAMPLE_ROW_WORDS].

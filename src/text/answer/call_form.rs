@@ -1,5 +1,5 @@
-//! How a model writes the call of a tool, found out from a call that its chat template writes, and the
-//! grammar of answers that are such a call.
+//! Finds out how a model writes the call of a tool, from a call that its chat template writes, and makes the grammar of
+//! answers that are such a call.
 
 use std::fmt::Write as _;
 
@@ -19,7 +19,7 @@ const VALUE: u32 = 1;
 /// Templates of some models take ids of nine letters and digits only.
 const ID: &str = "000000000";
 
-/// How the name and the arguments of a call are written, to the blank.
+/// The exact form of the name and the arguments of a call, including white space.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Shape {
     /// The name and then an object of the arguments, with these texts before, between and after them.
@@ -28,7 +28,7 @@ enum Shape {
     Parameters,
 }
 
-/// How a model writes a call.
+/// The form in which a model writes a call.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CallForm {
     before: String,
@@ -47,7 +47,7 @@ pub struct Probe {
 }
 
 impl Probe {
-    /// The conversation from which [`CallForm::find`] learns.
+    /// Returns the conversation from which [`CallForm::find`] learns.
     pub fn new() -> Self {
         let question = json!({ "role": "user", "content": "?" });
         let function = json!({ "name": PROBE, "arguments": { PARAMETER: VALUE } });
@@ -75,7 +75,7 @@ impl CallForm {
     /// same with the beginning of an answer, and `called` the whole. `None` if the call has no form that is
     /// known here.
     pub fn find(asked: &str, opened: &str, called: &str) -> Option<CallForm> {
-        // What comes before the call, from the end of what the prompt of an answer has.
+        // The text before the call, with which the prompt of an answer ends.
         let turn = opened.strip_prefix(asked).unwrap_or_default();
         let turn = turn.split("<think>").next().unwrap_or_default().trim_end();
         let name_at = called.rfind(PROBE)?;
@@ -121,7 +121,7 @@ impl CallForm {
         form(before, rest, Shape::Json { around, name_is_json: false })
     }
 
-    /// The call of the probe in this form.
+    /// Returns the call of the probe in this form.
     pub fn example(&self) -> String {
         let Self { before, after, shape } = self;
         let call = match shape {
@@ -187,7 +187,7 @@ fn common_prefix(a: &str, b: &str) -> usize {
 }
 
 /// Returns the texts around the name and the arguments of a call that is an object, as it is written.
-/// `None` if it has other members than these and an id, which whoever calls the tool gives.
+/// `None` if it has other members than these and an id, which the caller of the tool gives.
 fn around_parts(object: &Value, written: &str) -> Option<Shape> {
     let object = object.as_object()?;
     let key_of = |wanted: Value| {

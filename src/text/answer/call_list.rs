@@ -132,7 +132,7 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// A string between single or double quotes, without line breaks.
+    /// Returns a string between single or double quotes, without line breaks.
     fn string(&mut self) -> Option<String> {
         let quote = self.rest.chars().next()?;
         let mut characters = self.rest.get(1..)?.char_indices();
@@ -171,7 +171,8 @@ impl<'a> Reader<'a> {
     }
 }
 
-/// The character that four digits stand for, or two surrogates; and how many characters they take.
+/// Returns the character that four digits stand for, or two surrogates; and how many characters
+/// they take.
 fn unescaped(digits: &str) -> Option<(char, usize)> {
     let unit = |from: &str| {
         let digits = from.get(..4)?;
@@ -190,7 +191,7 @@ fn unescaped(digits: &str) -> Option<(char, usize)> {
     Some((char::from_u32(code)?, 10))
 }
 
-/// The length of the number that a text begins with, written as in JSON.
+/// Returns the length of the number that a text begins with, written as in JSON.
 fn number_len(text: &str) -> Option<usize> {
     let bytes = text.as_bytes();
     let digits = |from: usize| {

@@ -2,7 +2,7 @@
 
 use super::json::{is_json, push_control, Scanner, Step};
 
-/// What is known of the call.
+/// News about the call.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum News {
     /// Its name; first, and once.
@@ -11,16 +11,16 @@ pub(super) enum News {
     Arguments(String),
 }
 
-/// How far the object is.
+/// The progress of the object.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Outcome {
     /// It goes on.
     More,
     /// It has ended, and is a call.
     Over,
-    /// It is none: what comes next fits no JSON object that is a call.
+    /// It is no call: what comes next fits no JSON object that is a call.
     Bad,
-    /// It is none: it has a key that no call has, but may be JSON.
+    /// It is no call: it has a key that no call has, but may be JSON.
     Foreign,
 }
 
@@ -43,13 +43,13 @@ enum Key {
     Other,
 }
 
-/// Where the text of a value goes.
+/// The destination of a value's text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Target {
     Nowhere,
     /// It is looked at when it is whole.
     Literal,
-    /// It is told as it comes.
+    /// It is reported as it comes.
     Told,
 }
 
@@ -67,7 +67,7 @@ pub(super) struct CallObject {
     literal: String,
     name: Option<String>,
     has_arguments: bool,
-    /// Arguments that were not told yet.
+    /// Arguments that were not reported yet.
     arguments: String,
     has_begun: bool,
     /// The text so far, in case that it is no call; empty once the call has begun.
@@ -96,7 +96,7 @@ impl CallObject {
         self.has_begun
     }
 
-    /// The text that was taken, if nothing was told.
+    /// Returns the text that was taken, if nothing was told.
     pub fn into_text(self) -> String {
         self.text
     }
@@ -144,7 +144,7 @@ impl CallObject {
                 Place::Open if byte == b'{' => self.place = Place::KeyOrEnd,
                 Place::KeyOrEnd | Place::AfterValue if byte == b'}' => {
                     let outcome = self.end();
-                    // What ends no call is part of the text that is given back.
+                    // A brace that ends no call is part of the text that is given back.
                     return (at + 1, outcome);
                 }
                 Place::KeyOrEnd | Place::Key if byte == b'"' => {

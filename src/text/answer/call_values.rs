@@ -12,7 +12,7 @@ use serde_json::{json, Value};
 
 use super::types::{Kind, Kinds};
 
-/// Where schemas keep those that they refer to, which stay at the root.
+/// The keys under which schemas keep shared definitions, which stay at the root.
 pub(super) const SHARED: [&str; 2] = ["$defs", "definitions"];
 /// Keywords that say nothing of what is allowed.
 pub(super) const REMARKS: [&str; 8] =
@@ -21,9 +21,9 @@ pub(super) const REMARKS: [&str; 8] =
 const MAX_DEPTH: usize = 16;
 /// Alternatives of one value.
 const MAX_ALTERNATIVES: usize = 64;
-/// What ends a value.
+/// The end of a value.
 const END: &str = "\n</parameter>\n";
-/// A regular expression of texts with the tag in them, which would end the value for whoever reads it.
+/// A regular expression of texts with the tag in them, which would end the value for any reader.
 const HAS_TAG: &str = "(.|\\n)*<\\/parameter>(.|\\n)*";
 /// Keywords that say nothing of strings.
 const OF_OTHERS: [&str; 16] = [
@@ -176,7 +176,7 @@ impl Values {
         Ok(())
     }
 
-    /// The kinds that a text is tried as before it is taken for a string. Null is tried first always.
+    /// Returns the kinds that a text is tried as before it is taken for a string. Null is tried first always.
     fn before_text(&self) -> &[Kind] {
         let tried = self.kinds.tried();
         let text = tried.iter().position(|kind| *kind == Kind::Text).unwrap_or(tried.len());
@@ -205,7 +205,8 @@ impl Values {
         Ok(())
     }
 
-    /// The characters with which a string must not begin, lest it is read as a value that is not allowed.
+    /// Returns the characters with which a string must not begin, because it would be read as a value that is not
+    /// allowed.
     fn barred(&self) -> String {
         let is_free = |name: &str| {
             self.json.iter().filter_map(Value::as_object).any(|schema| {
@@ -258,7 +259,7 @@ impl Values {
     }
 }
 
-/// A regular expression of texts of these lengths that begin with none of the characters `barred`, nor, if
+/// Returns a regular expression of texts of these lengths that begin with none of the characters `barred`, nor, if
 /// there are such, with blanks, beside which they would be found.
 fn any_text(least: u64, most: Option<u64>, barred: &str) -> String {
     let repeated = |least: u64, most: Option<u64>| match (least, most) {

@@ -1,4 +1,4 @@
-//! Which form a model's answers have, and where one begins.
+//! Detects the form of a model's answers, and where one begins.
 
 use super::rules::{AnswerStart, ToolForm};
 use super::tag::THINK_TAGS;
@@ -43,7 +43,7 @@ pub fn start_of(prompt: &str) -> AnswerStart {
     let turn = TURNS.iter().filter_map(|mark| Some(prompt.rfind(mark)? + mark.len())).max();
     let own = match turn {
         Some(at) => prompt.get(at..).unwrap_or_default(),
-        // What a user says of thoughts is not to be taken for one: only the very end counts.
+        // Only the very end counts: a user's words about thoughts must not be taken for one.
         None => {
             let end = prompt.trim_end();
             let tags = THINK_TAGS.iter().flat_map(|(open, close)| [*open, *close]);

@@ -5,7 +5,7 @@ use serde_json::{json, Value};
 /// A call of a tool.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ToolCall {
-    /// Tells calls apart, for the message with the result.
+    /// Distinguishes calls, for the message with the result.
     pub id: String,
     /// The name of the tool.
     pub name: String,
@@ -15,7 +15,7 @@ pub struct ToolCall {
     pub is_complete: bool,
 }
 
-/// What became certain of an answer with a piece of its text.
+/// A part of an answer that became certain with a piece of its text.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum AnswerPart {
     /// More of what the model thinks; not empty.
@@ -50,16 +50,16 @@ pub enum AnswerPart {
 /// The parts of an answer, put together.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Answer {
-    /// What the model thought, without the tags and the white space next to them.
+    /// The model's thoughts, without the tags and the white space next to them.
     pub reasoning: String,
-    /// What it says, without thoughts, calls, and the white space next to those.
+    /// The content, without thoughts, calls, and the white space next to those.
     pub content: String,
     /// The calls, in their order.
     pub calls: Vec<ToolCall>,
 }
 
 impl Answer {
-    /// The answer as a message of a conversation, as chat templates take it: JSON with `content`, and
+    /// Returns the answer as a message of a conversation, as chat templates take it: JSON with `content`, and
     /// `reasoning_content` and `tool_calls` where there are some. Calls that are not complete are left out.
     pub fn message(&self) -> Value {
         let mut message = json!({"role": "assistant", "content": self.content});

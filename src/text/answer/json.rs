@@ -4,7 +4,7 @@
 /// no depth survives.
 const MAX_DEPTH: usize = 512;
 
-/// What a byte means to the value before it.
+/// The role of a byte for the value before it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Step {
     /// It belongs to the value.
@@ -94,7 +94,7 @@ impl Scanner {
         self.open.is_empty() && matches!(self.state, State::Number(digits) if digits.may_end())
     }
 
-    /// The next byte, white space before the value included.
+    /// Takes the next byte, white space before the value included.
     pub fn step(&mut self, byte: u8) -> Step {
         match self.state {
             State::String => match byte {
@@ -220,7 +220,7 @@ pub(super) fn is_json(text: &str) -> bool {
     scanner.may_end()
 }
 
-/// White space of JSON.
+/// Whether a character is white space of JSON.
 pub(super) fn is_blank(character: char) -> bool {
     matches!(character, ' ' | '\n' | '\r' | '\t')
 }

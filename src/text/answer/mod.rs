@@ -1,9 +1,9 @@
-//! What a model means by the text that it writes: thoughts, an answer, calls of tools.
+//! The parts of the text that a model writes: thoughts, an answer, calls of tools.
 //!
 //! An [`AnswerParser`] takes the text in pieces, as it is generated, and tells what is certain: text
 //! that may become a tag is held back. However a text is cut into pieces, the parts that are told are
 //! the same when they are put together. Everything takes time in proportion to the text and no
-//! recursion, and no text is an error: a call that is none is content.
+//! recursion, and no text is an error: a malformed call is content.
 //!
 //! Answers in forms that are known here are taken apart in `tagged.rs`, others by the rules that come with a
 //! model, in `templated.rs`.

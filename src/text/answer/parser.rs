@@ -1,4 +1,4 @@
-//! Takes the text of an answer in pieces, and tells its parts.
+//! Takes the text of an answer in pieces, and reports its parts.
 
 use super::event::{Answer, AnswerPart};
 use super::rules::AnswerRules;
@@ -16,7 +16,7 @@ enum Kind {
 }
 
 impl AnswerParser {
-    /// A parser at the beginning of an answer.
+    /// Returns a parser at the beginning of an answer.
     pub fn new(rules: AnswerRules) -> Self {
         AnswerParser(match rules.template.clone() {
             Some(template) => Kind::Templated(Box::new(TemplatedParser::new(rules, template))),

@@ -68,7 +68,7 @@ impl Pattern {
         Ok(Pattern { nfa, groups, has_looks, begins })
     }
 
-    /// An expression that matches one of these texts, the longest that it can.
+    /// Returns an expression that matches one of these texts, the longest that it can.
     pub fn any_of(texts: &[&str]) -> Result<Self> {
         let mut texts = texts.to_vec();
         texts.sort_by_key(|text| std::cmp::Reverse(text.len()));
@@ -76,7 +76,7 @@ impl Pattern {
         Self::new(&escaped.join("|"))
     }
 
-    /// The names of the groups.
+    /// Returns the names of the groups.
     pub fn group_names(&self) -> impl Iterator<Item = &str> {
         self.groups.iter().map(|(name, _)| name.as_str())
     }
@@ -120,7 +120,7 @@ impl Pattern {
     }
 }
 
-/// What was found: bytes of the text, and the named groups that took part.
+/// A match: bytes of the text, and the named groups that took part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Match {
     pub start: usize,
@@ -135,7 +135,7 @@ type Slots = [u32; 2 * MAX_GROUPS];
 const NONE: u32 = u32::MAX;
 
 impl Match {
-    /// The named groups, as bytes of the text.
+    /// Returns the named groups, as bytes of the text.
     pub fn groups<'a>(
         &'a self,
         pattern: &'a Pattern,
@@ -157,16 +157,16 @@ struct Thread {
     slots: Slots,
 }
 
-/// One search for the first match, on its way through a text. An empty match counts for nothing.
+/// One search for the first match, on its way through a text. Empty matches do not count.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Search {
-    /// In the order of preference. Of an expression with assertions the states before what the next
-    /// character decides, of others the states that take a byte.
+    /// In the order of preference. For an expression with assertions, the states before what the
+    /// next character decides; for others, the states that take a byte.
     threads: Vec<Thread>,
     spare: Vec<Thread>,
-    /// States that are still to be gone on from.
+    /// States that are still to be expanded.
     open: Vec<Thread>,
-    /// Which states are in `threads`: those with the number of this round.
+    /// The states in `threads`, marked with the number of this round.
     seen: Vec<u32>,
     round: u32,
     found: Option<Match>,
@@ -179,7 +179,7 @@ impl Search {
         self.is_over
     }
 
-    /// The match, if it is certain.
+    /// Returns the match, if it is certain.
     pub fn found(&self) -> Option<&Match> {
         self.found.as_ref().filter(|_| self.is_over)
     }
@@ -189,7 +189,7 @@ impl Search {
         self.threads.is_empty() && self.found.is_none()
     }
 
-    /// The byte from which on the text may be part of a match. `at`: the end of the text.
+    /// Returns the byte from which on the text may be part of a match. `at`: the end of the text.
     pub fn pending(&self, at: usize) -> usize {
         let begun = self.threads.first().map(|thread| thread.start);
         let found = self.found.map(|found| found.start);
@@ -400,7 +400,7 @@ fn stepped(state: &State, byte: u8) -> Option<StateID> {
     }
 }
 
-/// The bytes that the automaton can take first.
+/// Returns the bytes that the automaton can take first.
 fn first_bytes(nfa: &NFA) -> [bool; 256] {
     let mut bytes = [false; 256];
     let mut seen = vec![false; nfa.states().len()];
@@ -445,7 +445,7 @@ fn without_python_escapes(pattern: &str) -> String {
     found
 }
 
-/// An expression that matches a text alone.
+/// Returns an expression that matches a text alone.
 fn escaped(text: &str) -> String {
     let mut found = String::with_capacity(text.len());
     for character in text.chars() {
@@ -472,7 +472,7 @@ mod tests {
         found
     }
 
-    /// What fancy-regex finds, without empty matches.
+    /// Returns the matches of fancy-regex, without empty ones.
     fn reference(pattern: &str, text: &str) -> Vec<(usize, usize)> {
         let regex = fancy_regex::Regex::new(&format!("(?s){pattern}")).expect("a regex");
         let found = regex.find_iter(text).map(|it| it.expect("no limit is met"));

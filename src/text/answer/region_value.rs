@@ -7,7 +7,7 @@ use super::call_list::call_list;
 use super::pattern::Pattern;
 use crate::error::{Context, Error, Result};
 
-/// How the text of a region is read.
+/// The reader of a region's text.
 #[derive(Clone, Debug)]
 pub(super) struct Content {
     kind: Kind,
@@ -24,7 +24,7 @@ enum Kind {
     Json {
         /// Whether names of members may stand without quotes.
         unquoted_keys: bool,
-        /// What strings may stand between, besides quotes.
+        /// The delimiters that strings may have, besides quotes.
         delimiters: Vec<(String, String)>,
         /// Whether what is no JSON is text.
         allows_text: bool,
@@ -109,7 +109,8 @@ impl Content {
         matches!(self.kind, Kind::Json { allows_text: false, .. } | Kind::Calls)
     }
 
-    /// The value of a text, or `None` if it has none or that takes more steps than `budget`.
+    /// Returns the value of a text, or `None` if it has none or that takes more steps than
+    /// `budget`.
     pub fn value(&self, text: &str, budget: &mut u64) -> Option<Value> {
         match &self.kind {
             Kind::Text => Some(self.stripped(text).into()),
@@ -215,7 +216,7 @@ fn delimiters_of(pairs: Option<&Value>) -> Result<Vec<(String, String)>> {
     Ok(found)
 }
 
-/// An integer as Python's `int` takes it, within 64 bits.
+/// Returns an integer as Python's `int` takes it, within 64 bits.
 fn integer(text: &str) -> Option<Number> {
     let digits = text.strip_prefix(['+', '-']).unwrap_or(text);
     let is_grouped = !(digits.starts_with('_') || digits.ends_with('_') || digits.contains("__"));
@@ -297,7 +298,7 @@ fn with_quoted_keys(text: &str) -> String {
     found
 }
 
-/// The bytes of a string after its opening quote, with the closing one.
+/// Returns the bytes of a string after its opening quote, with the closing one.
 fn string_len(text: &str) -> Option<usize> {
     let mut is_escaped = false;
     for (at, byte) in text.bytes().enumerate() {
@@ -311,7 +312,7 @@ fn string_len(text: &str) -> Option<usize> {
     None
 }
 
-/// What a value is put into: a shape in which `{name}` stands for a value.
+/// The shape that a value is put into, in which `{name}` stands for a value.
 #[derive(Clone, Debug)]
 pub(super) struct Transform {
     shape: Value,
@@ -326,7 +327,7 @@ impl Transform {
         Ok(Transform { shape: shape.clone(), each })
     }
 
-    /// The value in its shape, or `None` if a placeholder stands for nothing.
+    /// Returns the value in its shape, or `None` if a placeholder stands for nothing.
     pub fn apply(&self, value: Value, groups: &[(String, String)]) -> Option<Value> {
         let mut scope = Map::new();
         for (name, text) in groups {
@@ -370,7 +371,7 @@ fn filled(shape: &Value, scope: &Map<String, Value>) -> Option<Value> {
     }
 }
 
-/// The names between the braces, if the whole text is a placeholder.
+/// Returns the names between the braces, if the whole text is a placeholder.
 fn placeholder(text: &str) -> Option<&str> {
     let path = text.strip_prefix('{')?.strip_suffix('}')?;
     let is_name =

@@ -23,7 +23,7 @@ const ROOM_BYTES: usize = 64 << 20;
 /// The steps in which the beginning of a turn is looked for.
 const ANCHOR_STEPS: u64 = 20_000_000;
 
-/// What a field is in an answer.
+/// The role of a field in an answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Role {
     Content,
@@ -44,7 +44,7 @@ pub(super) struct Field {
     pub close: Option<Pattern>,
     pub content: Content,
     pub transform: Option<Transform>,
-    /// What stands between two texts of this field.
+    /// The text between two texts of this field.
     pub join: String,
 }
 
@@ -58,7 +58,7 @@ pub struct ResponseTemplate {
 }
 
 impl ResponseTemplate {
-    /// The template of a `tokenizer_config.json`; `None` if it has none.
+    /// Returns the template of a `tokenizer_config.json`; `None` if it has none.
     pub fn from_config(config_json: &[u8]) -> Result<Option<Self>> {
         let config = parse_config(config_json)?;
         check_room(ROOM_BYTES, "a response template")?;
@@ -105,13 +105,13 @@ impl ResponseTemplate {
         Ok(ResponseTemplate { fields: read, anchor, texts })
     }
 
-    /// The names of fields whose text is left out of answers.
+    /// Returns the names of fields whose text is left out of answers.
     pub fn unknown_fields(&self) -> impl Iterator<Item = &str> {
         let others = self.fields.iter().filter(|field| field.role == Role::Other);
         others.map(|field| field.name.as_str())
     }
 
-    /// The end of a prompt that belongs to the answer: what follows the last beginning of a turn, or
+    /// Returns the end of a prompt that belongs to the answer: what follows the last beginning of a turn, or
     /// nothing if there is none.
     pub fn begun<'a>(&self, prompt: &'a str) -> &'a str {
         let (mut end, mut steps) = (prompt.len(), ANCHOR_STEPS);
@@ -123,8 +123,8 @@ impl ResponseTemplate {
         found.and_then(|()| prompt.get(end..)).unwrap_or_default()
     }
 
-    /// What is taken for the beginning of a text of which the prompt is not known: the mark of a thought, if the
-    /// text has the end of one and not the beginning.
+    /// Returns the assumed beginning of a text whose prompt is not known: the mark of a thought, if the text has the
+    /// end of one and not the beginning.
     pub fn begun_before(&self, text: &str) -> String {
         let first = |pattern: &Pattern| {
             let (mut at, mut steps) = (None, ANCHOR_STEPS);
@@ -223,7 +223,7 @@ fn check_keys(value: &Value, known: &[&str]) -> Result<()> {
     }
 }
 
-/// A mark: a text or several, or an expression. `None` if there is neither.
+/// Returns a mark: a text or several, or an expression. `None` if there is neither.
 fn marks_of(value: &Value, texts: &str, pattern: &str) -> Result<Option<Pattern>> {
     let wrong = |key: &str| Error::invalid_file(format!("{key} is no text or an empty one"));
     match (value.get(texts), value.get(pattern)) {

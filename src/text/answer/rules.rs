@@ -1,4 +1,4 @@
-//! By which rules an answer is read.
+//! The rules by which an answer is read.
 
 use std::sync::Arc;
 
@@ -6,7 +6,7 @@ use super::response_template::ResponseTemplate;
 use super::tag::{ARGUMENTS_MARK, CALL, CODE_MARK, END_OF_CALL, ID_MARK, MARK, THINK_TAGS};
 use super::types::ToolTypes;
 
-/// How a model writes calls of tools.
+/// The form in which a model writes calls of tools.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ToolForm {
     /// It writes none.
@@ -23,7 +23,7 @@ pub enum ToolForm {
     MarkedJson,
 }
 
-/// Where an answer begins, which its prompt says.
+/// The part in which an answer begins, which its prompt determines.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum AnswerStart {
     /// Before anything: the model opens a thought, or does not.
@@ -35,22 +35,22 @@ pub enum AnswerStart {
     AfterThought,
 }
 
-/// How the answers of a request are read.
+/// The rules by which the answers of a request are read.
 #[derive(Clone, Debug, Default)]
 pub struct AnswerRules {
-    /// How calls are written.
+    /// The form in which calls are written.
     pub form: ToolForm,
-    /// Where the answer begins.
+    /// The part in which the answer begins.
     pub start: AnswerStart,
     /// The parameters of the tools, as far as they are known.
     pub types: Arc<ToolTypes>,
-    /// What the ids of calls are made of: other seeds give other ids.
+    /// The seed of the ids of calls: other seeds give other ids.
     pub id_seed: u64,
     /// The response template of the model, which is followed in the place of `form` and `start`.
     pub template: Option<TemplateRules>,
 }
 
-/// How an answer is read by a response template.
+/// The rules of a response template for reading an answer.
 #[derive(Clone, Debug)]
 pub struct TemplateRules {
     /// The template.
@@ -78,7 +78,7 @@ impl AnswerRules {
         })
     }
 
-    /// The id of the call with this number.
+    /// Returns the id of the call with this number.
     pub(super) fn id_of(&self, index: usize) -> String {
         const LETTERS: &[u8; 62] =
             b"0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz";

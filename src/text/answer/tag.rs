@@ -3,7 +3,7 @@
 /// The spellings of the tags around thoughts.
 pub(super) const THINK_TAGS: [(&str, &str); 2] = [("<think>", "</think>"), ("[THINK]", "[/THINK]")];
 
-/// What calls of tools are written with.
+/// The tags and marks with which calls of tools are written.
 pub(super) const CALL: &str = "<tool_call>";
 pub(super) const END_OF_CALL: &str = "</tool_call>";
 pub(super) const FUNCTION: &str = "<function=";
@@ -12,7 +12,7 @@ pub(super) const ID_MARK: &str = "[CALL_ID]";
 pub(super) const ARGUMENTS_MARK: &str = "[ARGS]";
 pub(super) const CODE_MARK: &str = "<|python_tag|>";
 
-/// Where one of several tags is.
+/// The position of one of several tags.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Found {
     /// The tag of this number begins at this byte.

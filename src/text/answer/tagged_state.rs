@@ -1,4 +1,4 @@
-//! What is known of an answer that is being taken apart by tags, and the parts that are told of it.
+//! The state of an answer that is being taken apart by tags, and the parts that are reported of it.
 
 use super::call_object::CallObject;
 use super::event::{append, AnswerPart};
@@ -9,7 +9,7 @@ use super::xml::XmlCall;
 /// White space between two tags, in bytes, beyond which they do not belong together.
 pub(super) const MAX_BLANKS: usize = 64;
 
-/// What follows a call.
+/// The text that follows a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum After {
     /// A closing tag.
@@ -20,7 +20,7 @@ pub(super) enum After {
     Bare,
 }
 
-/// Where a parser is.
+/// The state of a parser.
 #[derive(Clone, Debug)]
 pub(super) enum State {
     /// Before the first text; whether the prompt has opened a thought.
@@ -40,7 +40,7 @@ pub(super) enum State {
         in_string: bool,
         escaped: bool,
     },
-    /// In what is left of a call that is damaged.
+    /// In the rest of a damaged call.
     Skipping,
     Ended(After),
     /// After the mark before calls.
@@ -50,7 +50,7 @@ pub(super) enum State {
     MarkedArguments(Box<Scanner>),
 }
 
-/// Takes the text of an answer in pieces, and tells its parts.
+/// Takes the text of an answer in pieces, and reports its parts.
 #[derive(Clone, Debug)]
 pub(super) struct TaggedParser {
     pub rules: AnswerRules,
@@ -61,7 +61,7 @@ pub(super) struct TaggedParser {
     pub blanks: String,
     /// Whether white space is left out until there is text.
     pub trims: bool,
-    /// What was taken of a call that has not begun, and is content if it never does.
+    /// The text read of a call that has not begun, which is content if it never does.
     pub aside: String,
     /// Whether a closing tag is to come for a thought that has ended without.
     pub is_unclosed: bool,
@@ -69,7 +69,7 @@ pub(super) struct TaggedParser {
 }
 
 impl TaggedParser {
-    /// A parser at the beginning of an answer.
+    /// Returns a parser at the beginning of an answer.
     pub fn new(rules: AnswerRules) -> Self {
         let state = match rules.start {
             AnswerStart::Open => State::Start(false),
@@ -89,12 +89,12 @@ impl TaggedParser {
         }
     }
 
-    /// The rules that it follows.
+    /// Returns the rules that it follows.
     pub fn rules(&self) -> &AnswerRules {
         &self.rules
     }
 
-    /// Tells text of the answer or, if `is_thought`, of a thought.
+    /// Reports text of the answer or, if `is_thought`, of a thought.
     pub(super) fn text(&mut self, text: &str, is_thought: bool, parts: &mut Vec<AnswerPart>) {
         let text = if self.trims { text.trim_start_matches(is_blank) } else { text };
         let body = text.trim_end_matches(is_blank);
@@ -114,7 +114,7 @@ impl TaggedParser {
         self.text(text, false, parts);
     }
 
-    /// Makes content of what was taken for the beginning of a call.
+    /// Turns what was taken for the beginning of a call into content.
     pub(super) fn give_back(&mut self, parts: &mut Vec<AnswerPart>) {
         let aside = std::mem::take(&mut self.aside);
         self.content(&aside, parts);

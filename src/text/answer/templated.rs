@@ -42,7 +42,7 @@ struct Region {
     has_text: bool,
 }
 
-/// Takes the text of an answer in pieces, and tells its parts.
+/// Takes the text of an answer in pieces, and reports its parts.
 #[derive(Clone, Debug)]
 pub(super) struct TemplatedParser {
     rules: AnswerRules,
@@ -51,7 +51,7 @@ pub(super) struct TemplatedParser {
     /// The text that is not told yet, of which the first `at` bytes have been looked at.
     text: String,
     at: usize,
-    /// The bytes before `text`, and those that have been looked at once: marks are looked for anew after each.
+    /// The bytes before `text`, and those that have been looked at once: marks are looked for again after each.
     told: usize,
     seen: usize,
     /// The first bytes of `text` that are the prompt's.
@@ -69,7 +69,7 @@ pub(super) struct TemplatedParser {
 }
 
 impl TemplatedParser {
-    /// A parser at the beginning of an answer.
+    /// Returns a parser at the beginning of an answer.
     pub fn new(rules: AnswerRules, template: TemplateRules) -> Self {
         let TemplateRules { template, begun, reads_calls } = template;
         let mut parser = TemplatedParser {
@@ -91,7 +91,7 @@ impl TemplatedParser {
             num_calls: 0,
         };
         parser.leave();
-        // What the prompt has of the answer is not told again.
+        // The part of the answer that is in the prompt is not reported again.
         parser.push(&begun, &mut Vec::new());
         parser.region.blanks.clear();
         parser.of_prompt = parser.text.len();
@@ -99,7 +99,7 @@ impl TemplatedParser {
         parser
     }
 
-    /// The rules that it follows.
+    /// Returns the rules that it follows.
     pub fn rules(&self) -> &AnswerRules {
         &self.rules
     }
@@ -189,7 +189,7 @@ impl TemplatedParser {
         Some(())
     }
 
-    /// The byte from which on the text may be part of a mark.
+    /// Returns the byte from which on the text may be part of a mark.
     fn pending(&self) -> usize {
         let begun = self.watched.iter().map(|it| match it.search.found() {
             Some(found) => found.start,
@@ -198,7 +198,8 @@ impl TemplatedParser {
         begun.min().unwrap_or(self.at)
     }
 
-    /// The first mark, if it is certain that nothing else comes before it; the longest of several.
+    /// Returns the first mark, if it is certain that nothing else comes before it; the longest of
+    /// several.
     fn decided(&self) -> Option<(usize, bool, Match)> {
         let found = self.watched.iter().filter_map(|it| {
             let found = *it.search.found()?;
@@ -313,7 +314,7 @@ impl TemplatedParser {
         self.region.blanks.push_str(text.get(body.len()..).unwrap_or_default());
     }
 
-    /// Tells text of thoughts or content, after `between` if there was some before.
+    /// Reports text of thoughts or content, after `between` if there was some before.
     fn say(&mut self, role: Role, between: &str, text: &str, parts: &mut Vec<AnswerPart>) {
         if text.is_empty() {
             return;
@@ -418,7 +419,7 @@ fn pattern_of<'a>(fields: &'a [Field], watched: &Watched) -> Option<&'a Pattern>
     }
 }
 
-/// The names and arguments of calls in the shape of hosted services, one or a list of them.
+/// Returns the names and arguments of calls in the shape of hosted services, one or a list of them.
 fn calls_of(value: Value) -> Option<Vec<(String, Value)>> {
     let calls = match value {
         Value::Array(calls) => calls,

@@ -17,7 +17,7 @@ pub fn after_thought(start: AnswerStart, tokenizer: &Tokenizer, answer: &str) ->
     }
 }
 
-/// Appends the rules of a thought, and returns what stands for it in front of an answer.
+/// Appends the rules of a thought, and returns what stands for it before an answer.
 pub(super) fn thought(
     start: AnswerStart,
     tokenizer: &Tokenizer,

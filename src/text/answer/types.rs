@@ -55,14 +55,13 @@ impl ToolTypes {
         self.tools.is_empty()
     }
 
-    /// The kinds of a parameter. Of one that is not declared any text is one.
+    /// Returns the kinds of a parameter. One that is not declared takes any text.
     pub(super) fn of_parameter(&self, tool: &str, parameter: &str) -> Kinds {
         let kinds = self.tools.get(tool).and_then(|tool| tool.get(parameter));
         kinds.cloned().unwrap_or_default()
     }
 
-    /// Makes of arguments that are text what the tool's schema says that they are, as far as they can be
-    /// that.
+    /// Converts arguments that are text to the types of the tool's schema, as far as possible.
     pub(super) fn convert(&self, tool: &str, arguments: &mut Value) {
         let Some(known) = self.tools.get(tool) else { return };
         for (key, value) in arguments.as_object_mut().into_iter().flatten() {
@@ -88,7 +87,7 @@ impl ToolTypes {
 }
 
 impl Kinds {
-    /// The kinds of a schema, whose references are looked up in `root`.
+    /// Returns the kinds of a schema, whose references are looked up in `root`.
     pub fn of(schema: &Value, root: &Value) -> Self {
         let mut kinds = Kinds::default();
         let mut left = MAX_ALTERNATIVES;
@@ -96,7 +95,7 @@ impl Kinds {
         kinds
     }
 
-    /// The kinds, in the order in which a value is tried as each of them.
+    /// Returns the kinds, in the order in which a value is tried as each of them.
     pub fn tried(&self) -> &[Kind] {
         &self.0
     }

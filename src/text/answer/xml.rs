@@ -17,7 +17,7 @@ const PARAMETER: &str = "<parameter=";
 const END_OF_FUNCTION: &str = "</function>";
 const END_OF_CALL: &str = "</tool_call>";
 
-/// What became of a piece of text.
+/// The outcome of a piece of text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Progress {
     /// There is more to do with the text.
@@ -192,8 +192,8 @@ impl XmlCall {
         }
     }
 
-    /// Where the value ends, and where the text goes on after the tag that ends it; or from where on
-    /// it may end. The line break before the tag is no part of the value.
+    /// Returns where the value ends, and where the text goes on after the tag that ends it; or from where on it may
+    /// end. The line break before the tag is no part of the value.
     fn end_of_value(&self, text: &str, is_whole: bool, types: &ToolTypes) -> End {
         let unsearched = text.get(self.searched..).unwrap_or_default();
         for (offset, _) in unsearched.match_indices('<') {
@@ -267,7 +267,8 @@ fn goes_on(text: &str, tags: &[&str], is_whole: bool) -> Option<bool> {
     (!is_open).then_some(false)
 }
 
-/// The name before ">" at the beginning of a text, empty if there is none. `None`: more must come.
+/// Returns the name before ">" at the beginning of a text, empty if there is none. `None`: more
+/// must come.
 pub(super) fn key_of(text: &str, is_whole: bool) -> Option<&str> {
     match text.find(['>', '<', '\n']) {
         Some(end) if end <= MAX_KEY_BYTES && text.as_bytes().get(end) == Some(&b'>') => {
@@ -278,7 +279,7 @@ pub(super) fn key_of(text: &str, is_whole: bool) -> Option<&str> {
     }
 }
 
-/// The end of a text up to `end`, less a line break there.
+/// Returns the end of a text up to `end`, less a line break there.
 fn without_line_break(text: &str, end: usize) -> usize {
     let value = text.get(..end).unwrap_or_default();
     value.strip_suffix('\n').map_or(end, str::len)

@@ -58,8 +58,8 @@ pub struct GrammarCompiler {
 }
 
 impl GrammarCompiler {
-    /// A compiler for the tokens of a model with `vocab_size` rows of logits. Takes less than
-    /// a second for the tokens of Qwen3.
+    /// Returns a compiler for the tokens of a model with `vocab_size` rows of logits. Takes less
+    /// than a second for the tokens of Qwen3.
     pub fn new(tokenizer: &Tokenizer, vocab_size: usize) -> Result<Self> {
         guarded(ErrorKind::Unsupported, "constraints cannot be used with this tokenizer", || {
             let env = vocabulary(tokenizer, vocab_size)?;
@@ -205,7 +205,7 @@ fn checked_len(constraint: &Constraint<'_>) -> Result<usize> {
     Ok(len)
 }
 
-/// The regular expression that matches each of these texts, and nothing else.
+/// Returns the regular expression that matches each of these texts, and nothing else.
 fn any_of(choices: &[&str]) -> String {
     let mut regex = String::from("(?:");
     for (place, choice) in choices.iter().enumerate() {

@@ -1,8 +1,8 @@
 //! Compiled constraints that are kept, since many requests come with the same one.
 //!
-//! What is kept is a parser before the first token. Its automaton is made as texts need it, and a matcher
-//! that ends leaves its own in the place of the one it began with: the next request with the constraint
-//! finds the states that texts of its kind pass through.
+//! The parser that is kept stands before the first token. Its automaton is made as texts need it, and a matcher that
+//! ends leaves its own in the place of the one it began with: the next request with the constraint finds the states
+//! that texts of its kind pass through.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -47,7 +47,7 @@ pub(super) struct Key {
 }
 
 impl Key {
-    /// The key of a constraint, or `None` if it is too long to be kept.
+    /// Returns the key of a constraint, or `None` if it is too long to be kept.
     pub fn of(constraint: &Constraint<'_>, around: Option<&str>) -> Option<Self> {
         let texts: &[&str] = match constraint {
             Constraint::JsonObject => &[],
@@ -69,7 +69,7 @@ impl Key {
     }
 }
 
-/// Where a matcher came from, and what it leaves there.
+/// The cache that a matcher came from and returns its automaton to.
 pub(super) struct Home {
     kept: Arc<KeptParsers>,
     key: Arc<Key>,
@@ -90,7 +90,8 @@ impl Home {
 }
 
 impl KeptParsers {
-    /// A parser of a constraint that is kept, for a matcher, and where that leaves its automaton.
+    /// Returns a parser of a constraint that is kept, for a matcher, and where that leaves its
+    /// automaton.
     pub fn get(self: &Arc<Self>, key: &Key) -> Option<(TokenParser, Home)> {
         let (start, key, bytes) = {
             let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);

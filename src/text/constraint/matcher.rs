@@ -24,7 +24,7 @@ impl TokenMask<'_> {
     }
 }
 
-/// How far a text is.
+/// The progress of a text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Progress {
     /// More may come.
@@ -39,7 +39,7 @@ pub struct GrammarMatcher {
     vocab_size: usize,
     /// The mask that was computed last.
     words: Vec<u32>,
-    /// Where its automaton goes in the end.
+    /// The cache that its automaton returns to.
     home: Option<Home>,
 }
 
@@ -52,12 +52,12 @@ impl Drop for GrammarMatcher {
 }
 
 impl GrammarMatcher {
-    /// A matcher that begins with `start`, a parser that has begun and taken no token.
+    /// Returns a matcher that begins with `start`, a parser that has begun and taken no token.
     pub(super) fn new(start: TokenParser, vocab_size: usize, home: Option<Home>) -> Self {
         GrammarMatcher { matcher: Matcher::new(Ok(start)), vocab_size, words: Vec::new(), home }
     }
 
-    /// A matcher of its own in the same state.
+    /// Returns a matcher of its own in the same state.
     pub fn try_clone(&self) -> Result<Self> {
         guarded(ErrorKind::Internal, "the constraint", || {
             Ok(GrammarMatcher {
@@ -110,7 +110,7 @@ impl GrammarMatcher {
         Ok(())
     }
 
-    /// The mask that was computed last.
+    /// Returns the mask that was computed last.
     pub fn last_mask(&self) -> TokenMask<'_> {
         TokenMask { words: &self.words }
     }
@@ -135,7 +135,7 @@ impl GrammarMatcher {
     }
 }
 
-/// The error of a matcher that cannot go on, with the crate's reason.
+/// Returns the error of a matcher that cannot go on, with the crate's reason.
 fn broken(message: &str) -> Error {
     let message = sentence(message);
     Error::unsupported(format!("the constraint cannot be followed any more: {message}"))

@@ -34,7 +34,7 @@ pub enum Constraint<'a> {
 }
 
 impl Constraint<'_> {
-    /// What it is called in error messages.
+    /// Returns its name in error messages.
     fn name(&self) -> &'static str {
         match self {
             Constraint::JsonSchema(_) => "the JSON schema",

@@ -98,7 +98,7 @@ pub(super) fn located(schema: &Value, message: &str) -> String {
         let message = message.to_owned();
         Box::new(move |key, value| {
             let target = value.as_str().filter(|_| key == "$ref").unwrap_or_default();
-            // Of a reference to another file the message has the file.
+            // The message names the file that a reference points to.
             let target = match target.split_once('#') {
                 Some((file, _)) if !file.is_empty() => file,
                 _ => target.trim_matches(['#', '/']),
@@ -148,8 +148,8 @@ const SCHEMAS: [&str; 12] = [
     "contains",
 ];
 
-/// The path of the first keyword for which `is_wanted` says so: places that are in use come before
-/// definitions.
+/// Returns the path of the first keyword for which `is_wanted` says so: places that are in use come
+/// before definitions.
 fn find(schema: &Value, is_wanted: &IsWanted<'_>) -> Option<String> {
     let mut path = String::from("#");
     let mut found = None;
@@ -161,7 +161,7 @@ fn find(schema: &Value, is_wanted: &IsWanted<'_>) -> Option<String> {
     found
 }
 
-/// The names of all keywords.
+/// Returns the names of all keywords.
 fn keywords(schema: &Value) -> Vec<String> {
     let mut names = Vec::new();
     each_keyword(schema, &mut String::from("#"), &mut |_, key, _| names.push(key.to_owned()));
@@ -213,7 +213,7 @@ fn each_of(
     }
 }
 
-/// A key as a part of a JSON pointer (RFC 6901).
+/// Returns a key as a part of a JSON pointer (RFC 6901).
 fn escaped(key: &str) -> String {
     key.replace('~', "~0").replace('/', "~1")
 }

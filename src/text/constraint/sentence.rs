@@ -2,7 +2,7 @@
 
 use crate::text::shortened;
 
-/// The part of a message of the crate that is a sentence: it may be followed by a backtrace, or by the
+/// Returns the part of a message of the crate that is a sentence: it may be followed by a backtrace, or by the
 /// state of the parser.
 pub(super) fn sentence(message: &str) -> String {
     let end =

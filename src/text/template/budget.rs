@@ -37,7 +37,7 @@ pub(super) const MAX_VALUE_DEPTH: usize = 150;
 
 /// An object that may contain itself, so that it is freed only when somebody empties it.
 pub(super) trait Emptied: Send + Sync {
-    /// Lets go of all that it contains.
+    /// Releases all that it contains.
     fn empty(&self);
 }
 

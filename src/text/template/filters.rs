@@ -1,6 +1,6 @@
 //! Filters and tests.
 //!
-//! Where the result can be much larger than the input, the filter is written here; the others are
+//! A filter is written here if its result can be much larger than the input; the others are
 //! minijinja's own, called after a price has been paid: the walk through their arguments, or the
 //! number of elements. Filters that chat templates never use are left out (`format`, `pprint`,
 //! `urlencode`, `zip`, ...).

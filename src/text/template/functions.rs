@@ -9,7 +9,7 @@ use minijinja::{Environment, Error, State};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-/// `now`: the time of which `strftime_now` tells.
+/// Adds the functions. `now`: the time that `strftime_now` gives.
 pub(super) fn register(env: &mut Environment<'static>, budget: &Arc<Budget>, now: SystemTime) {
     type Global = fn(&Arc<Budget>, &[Value]) -> Result<Value, Error>;
     let functions: [(&'static str, Global); 4] = [
@@ -119,9 +119,9 @@ enum Flag {
     None,
     /// `-`: without leading zeros or blanks.
     Plain,
-    /// `_`: blanks in front.
+    /// `_`: leading blanks.
     Blanks,
-    /// `0`: zeros in front.
+    /// `0`: leading zeros.
     Zeros,
     /// `^`: in capitals.
     Upper,

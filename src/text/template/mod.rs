@@ -63,7 +63,7 @@ pub(super) fn check(source: &str) -> Result<()> {
     on_own_thread(per_source + CHECK_STACK_BYTES, || compile_and(source, |_, _| Ok(())))
 }
 
-/// Renders a template. `now`: the time of which `strftime_now` tells.
+/// Renders a template. `now`: the time that `strftime_now` gives.
 pub(super) fn render(source: &str, variables: &Variables<'_>, now: SystemTime) -> Result<String> {
     on_own_thread(RENDER_STACK_BYTES, || {
         compile_and(source, |generator, budget| {

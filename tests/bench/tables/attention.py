@@ -129,7 +129,7 @@ def reference_on_gpu(device: Any, q: Any, k: Any, v: Any, causal: bool) -> Float
 
 
 def accuracy(device: Device, scale: Scale, table: Table) -> Section:
-    """How far flash is from float64."""
+    """Measures how far flash is from float64."""
     columns = [
         Column("queries", "queries", "d"), Column("group", "query heads per KV head", "d"), Column("causal", "causal"),
         Column("dtype", "type"), Column("compared", "elements compared", ",d"), Column("max_units", "max, units"),

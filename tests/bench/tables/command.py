@@ -30,7 +30,7 @@ A table that fails is written as failed, and the others are made all the same; t
 
 
 class Options(NamedTuple):
-    """What the tables of models need to know."""
+    """The settings that the tables of models need."""
 
     device: Device
     scale: Scale

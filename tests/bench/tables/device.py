@@ -30,12 +30,12 @@ PATTERN = 1 << 20
 
 
 class Device:
-    """What all devices have in common."""
+    """The properties that all devices have in common."""
 
     name: str
 
     def describe(self) -> Dict[str, Any]:
-        """What a reader has to know of the machine."""
+        """Returns the facts about the machine that a reader has to know."""
         raise NotImplementedError
 
     def context(self) -> ops.Context:
@@ -71,7 +71,7 @@ class Device:
         raise NotImplementedError
 
     def buffer_sets(self, num_bytes: int) -> int:
-        """How many sets of buffers of this size together are several times the cache."""
+        """Returns the number of sets of buffers of this size that together are several times the cache."""
         raise NotImplementedError
 
     def release(self) -> None:

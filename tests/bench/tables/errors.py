@@ -1,4 +1,4 @@
-"""How far every operator is from float64, in every type; on a GPU the CPU's operators too."""
+"""Measures how far every operator is from float64, in every type; on a GPU the CPU's operators too."""
 
 from __future__ import annotations
 

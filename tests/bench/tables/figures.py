@@ -24,7 +24,7 @@ def rows_of(tables: Tables, table: str, section: str) -> List[Dict[str, Any]]:
 
 
 def machine_of(tables: Tables) -> str:
-    """What was measured, when, and with which version."""
+    """Describes what was measured, when, and with which version."""
     machine = next(iter(tables.values()))["machine"]
     name = machine.get("card") or f"{machine.get('processor', 'CPU')}, {machine.get('threads', '?')} threads"
     return f"{name} ({machine['date'][:10]}, {machine['version']})"

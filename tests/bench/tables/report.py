@@ -39,7 +39,7 @@ class Section:
 
 @dataclass
 class Table:
-    """What one run of a table has found."""
+    """The results of one run of a table."""
 
     name: str
     title: str

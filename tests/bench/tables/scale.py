@@ -1,4 +1,4 @@
-"""How much is measured: everything, less of it in little time, or as little as shows that it works."""
+"""The amount that is measured: everything, less of it in little time, or as little as shows that it works."""
 
 from __future__ import annotations
 

@@ -10,7 +10,8 @@ Event = Mapping[str, Any]
 
 
 class Multiprocessor(NamedTuple):
-    """What blocks share on one multiprocessor, and how many of these a GPU has; the numbers are those of an H200."""
+    """The resources that blocks share on one multiprocessor, and how many multiprocessors a GPU has; the numbers are
+    those of an H200."""
 
     number: int = 132
     registers: int = 65536
@@ -33,7 +34,7 @@ class Multiprocessor(NamedTuple):
 
 
 class Occupancy(NamedTuple):
-    """How many blocks a multiprocessor holds, and what keeps it from holding more."""
+    """The number of blocks that a multiprocessor holds, and what keeps it from holding more."""
 
     blocks: int
     threads: int
@@ -73,7 +74,7 @@ def short(name: str) -> str:
 
 
 def after_prompt(whole: Sequence[Event], prompt: Sequence[Event]) -> int:
-    """Where the steps of decoding begin in the kernels of a request, given those of its prompt alone."""
+    """Returns where the steps of decoding begin in the kernels of a request, given those of its prompt alone."""
     names = [short(event["name"]) for event in prompt]
     same = 0
     while same < min(len(whole), len(names)) and short(whole[same]["name"]) == names[same]:

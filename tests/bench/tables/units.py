@@ -23,12 +23,12 @@ Measure = Literal["element", "rms", "row"]
 
 
 class Error(NamedTuple):
-    """How far results are from their references."""
+    """The distance of results from their references."""
 
     max_units: float
     rms_units: float
     max_error: float
-    #: Where the largest error is.
+    #: The place of the largest error.
     place: int
 
 

@@ -1,4 +1,4 @@
-"""What the kernels of a step have to read, write and multiply, as far as their names and the numbers of their launches
+"""The bytes and multiplications of the kernels of a step, as far as their names and the numbers of their launches
 tell."""
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Shape(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Of all launches of a kernel in one step."""
+    """The work of all launches of a kernel in one step."""
 
     bytes: float
     flops: float
@@ -76,7 +76,7 @@ def weights_of(kernel: str, launches: float, shape: Shape) -> Optional[float]:
 
 
 def weights_of_last_row(kernel: str, launches: float, shape: Shape) -> Optional[float]:
-    """The same of the last row of a prompt, behind the attention of the last layer."""
+    """The same of the last row of a prompt, after the attention of the last layer."""
     if "skinny_swiglu" in kernel and launches == 1:
         return shape.gate_up
     if "skinny_plain" in kernel and launches in (1, 2):
@@ -87,15 +87,15 @@ def weights_of_last_row(kernel: str, launches: float, shape: Shape) -> Optional[
 def work_of(
     kernel: str, launches: float, shape: Shape, tokens: int, kv_bytes: float, bytes_each: int, blocks: int
 ) -> Optional[Work]:
-    """What a kernel's launches of one greedy step do. `kv_bytes` is what the step's attention reads of the cache, `blocks`
-    are those of a launch."""
+    """Returns the work of a kernel's launches in one greedy step. `kv_bytes` is what the step's attention reads of the
+    cache, `blocks` are those of a launch."""
     last = weights_of_last_row(kernel, launches, shape) if tokens > 1 else None
     if last is not None:
         return Work(last * bytes_each, 2.0 * last)
     weights = weights_of(kernel, launches, shape)
     if weights is not None:
         return Work(weights * bytes_each, 2.0 * weights * tokens)
-    # The last layer of a prompt has one row only, behind its attention.
+    # The last layer of a prompt has one row only, after its attention.
     rows = launches if tokens == 1 else max(launches - 2, 0) * tokens + 2
     if kernel.startswith("xserv_attention_") and launches == shape.layers:
         projection = shape.layers * shape.o if "fused_project" in kernel else 0

@@ -169,7 +169,7 @@ CASES = [
     ("lines", "a call", "<|assistant|>", "#f\na = 1\n\nb=-2\nno pair\n##ok<end>"),
     ("lines", "the longer mark", "<|assistant|>", "ok<end>!"),
 ]
-# What the library makes of these is another thing, and why.
+# The library deliberately treats these otherwise, for the reasons given.
 DIFFERENT = {
     ("tags", "content on both sides of a call"): (
         TURN, 'One.\n<tool_call>{"name": "f", "arguments": {}}</tool_call>\nTwo.', {"content": "One.Two."},

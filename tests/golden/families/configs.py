@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What Transformers' configuration classes make of config.json, with every field and with few: configs.json.
+"""Writes what Transformers' configuration classes make of config.json, with every field and with few: configs.json.
 
     pip install torch transformers
     python configs.py

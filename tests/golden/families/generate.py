@@ -146,7 +146,7 @@ def values(seed, tensor):
 
 
 def checksum(weights):
-    """Of the stored bits, in the order of the tensors."""
+    """Returns the checksum of the stored bits, in the order of the tensors."""
     total = 0
     for tensor in weights.values():
         words = tensor.contiguous().view(torch.int32 if tensor.dtype == torch.float32 else torch.int16).numpy().reshape(-1)
@@ -214,7 +214,7 @@ def loss(low, full):
 
 
 def mistakes(config, weights, store, ids, rows, full):
-    """How far the logits move, in standard deviations, when something is read wrong."""
+    """Measures how far the logits move, in standard deviations, when something is read wrong."""
     def moved(change=None, weights=weights):
         return float((run(build(config, weights, store, torch.float32, change), ids)[rows] - full).abs().max() / full.std())
 

@@ -129,7 +129,7 @@ fn head_shapes_and_lengths() {
                     scale,
                 );
                 for backend in backends(&[1, 2]) {
-                    // Stale NaNs fill the cache: what is behind the last token must not be used.
+                    // Stale NaNs fill the cache: slots after the last token must not be used.
                     let mut cache = Cache::new(layout, 1, kv_len, 0xff);
                     cache.append(&backend, 0, 0, &seq.k, &seq.v);
                     let out = cache.attend(&backend, q, num_heads, &[(0, q_len, kv_len)]);

@@ -22,7 +22,7 @@ const BLOCK_SIZE: usize = 32;
 const MAX_POSITION: usize = 4200;
 const EPS: f32 = 1e-6;
 
-/// What the kernel is told instead of the truth.
+/// The wrong index that the kernel is given, if any.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Fault {
     None,
@@ -211,7 +211,7 @@ impl Sequences {
         self.raw(seq, num_heads + num_kv_heads, num_kv_heads)
     }
 
-    /// What the attention of a sequence gives, rounded: [num_heads, head_dim].
+    /// Returns the attention of a sequence, rounded: [num_heads, head_dim].
     fn attention(&self, seq: usize) -> Vec<f64> {
         let row = self.heads.1 * self.heads.2;
         let old = |cache: &[f64]| -> Vec<f64> {
@@ -347,10 +347,10 @@ fn attention_of_new_tokens_on_cuda_follows_no_bad_index() {
 }
 
 const HIDDEN: usize = 1024;
-/// Of the kernel with the output projection.
+/// The heads of the kernel with the output projection.
 const HEADS: Heads = (16, 8, 128);
 
-/// A context on a GPU that has the kernel with the output projection.
+/// Returns a context on a GPU that has the kernel with the output projection.
 fn with_projection() -> Option<Arc<ComputeContext>> {
     let context = cuda_context()?;
     let has_it = has_attention_fused_project(&context, HEADS.0, HEADS.1, HEADS.2, HIDDEN).unwrap();

@@ -86,7 +86,8 @@ impl Case {
         want
     }
 
-    /// The case with NaN for the keys and values of some sequences, whose results alone become NaN.
+    /// Returns the case with NaN for the keys and values of some sequences, whose results alone
+    /// become NaN.
     fn poisoned(&self, seqs: &[usize]) -> Case {
         let (num_heads, num_kv_heads, dim) = self.heads;
         let Case { q_lens, kv_lens, heads, element, causal, q, k, v, want } = self;
@@ -532,7 +533,7 @@ fn scales_and_special_values() {
             for scale in [0.0f32, -0.0, -0.125, 30.0] {
                 let what = case.what(&format!("scale {scale}"), &context);
                 let want = case.expected(scale.into());
-                // A score of some hundreds has few bits behind the point.
+                // A score of some hundreds has few bits after the point.
                 let bar = if scale == 30.0 { case.bar().max(1e-3) } else { case.bar() };
                 compare(&what, &run(&case.q, scale), &want, bar);
             }
@@ -584,7 +585,7 @@ fn without_elements() {
     }
 }
 
-/// What an index array holds is refused on the CPU, and harmless on CUDA.
+/// Bad entries of an index array are refused on the CPU, and harmless on CUDA.
 #[test]
 fn bad_indices() {
     let mut random = Random::new(84);
@@ -600,7 +601,7 @@ fn bad_indices() {
             let indices = |shape: &[i64], x: &[f64]| TestTensor::new(&context, Type::I32, shape, x);
             let max_q_len = q_lens[1] as u32;
 
-            // What no sequence owns is NaN, which a bad block must not bring in.
+            // Blocks that no sequence owns hold NaN, which a bad block must not bring in.
             let (k, v) = (tensor(&cache.shape, &cache.k), tensor(&cache.shape, &cache.v));
             for bad in [-1.0, num_blocks, 1e9, -2147483648.0] {
                 let mut tables = cache.tables.clone();
@@ -819,7 +820,7 @@ fn refusals() {
     }
 }
 
-/// What flash cannot do on CUDA is refused, and what it need not do it does not.
+/// Flash allocates nothing on CUDA, and scores that do not fit are refused.
 #[test]
 fn memory_on_cuda() {
     let Some(context) = cuda() else { return };

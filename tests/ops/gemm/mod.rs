@@ -129,7 +129,7 @@ fn gapped(batch: usize, shape: [usize; 2], gap: usize) -> ([i64; 3], [i64; 3]) {
     (size, [(shape[0] * ld + gap) as i64, ld as i64, 1])
 }
 
-/// A matrix of the last two of three sizes.
+/// Returns a matrix of the last two of three sizes.
 fn matrix<'a>(
     context: &'a Context,
     element: Type,

@@ -22,7 +22,7 @@ fn run(backend: &CpuBackend, x: &[f32], num_tokens: usize, weight: &PackedMatrix
     out.checked("linear").to_vec()
 }
 
-/// What the weights' type makes of activations.
+/// Returns the activations as the weights' type rounds them.
 fn activations(x: &[f32], dtype: DType) -> Vec<f32> {
     match dtype {
         DType::BF16 => rounded_all(x, DType::BF16),

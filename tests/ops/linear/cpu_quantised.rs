@@ -14,7 +14,7 @@ const CODES: [Code; 3] = [Code::Int4, Code::Int8, Code::Fp8];
 /// About how large the numbers of a matrix are.
 const SIZE: f64 = 0.05;
 
-/// The numbers of a matrix, row after row.
+/// Returns the numbers of a matrix, row after row.
 pub fn weights(matrix: &QuantisedMatrix) -> Vec<f32> {
     let mut all = vec![0.0; matrix.out_features * matrix.in_features];
     for (row, out) in all.chunks_exact_mut(matrix.in_features).enumerate() {
@@ -51,14 +51,14 @@ fn run(backend: &CpuBackend, x: &[f32], num_tokens: usize, weight: &QuantisedPan
     out.checked("linear").to_vec()
 }
 
-/// The backends of all instruction sets, with and without the product of bytes.
+/// Returns the backends of all instruction sets, with and without the product of bytes.
 fn all_backends(num_threads: &[usize]) -> Vec<CpuBackend> {
     let without = backends(num_threads).into_iter().map(CpuBackend::without_byte_dot);
     backends(num_threads).into_iter().chain(without).collect()
 }
 
-/// What becomes of rows of `k` activations before they are multiplied: with weights of integers 16
-/// bits, by the largest of up to 128 inputs of a group.
+/// Rounds rows of `k` activations as a product does before it multiplies: with integer weights to
+/// 16 bits, by the largest of up to 128 inputs of a group.
 fn rounded_rows(x: &[f32], k: usize, format: &QuantFormat) -> Vec<f32> {
     if format.quantises_inputs {
         let wide: Vec<f64> = x.iter().map(|&x| f64::from(x)).collect();

@@ -6,7 +6,8 @@ use std::sync::Arc;
 
 use super::quantised::{check_product, Case, Product};
 use crate::quantised::{in_e4m3, random_matrix, upload_tiles};
-use crate::support::device::{cuda_context, round, Bench, HALVES};
+use crate::support::device::{cuda_context, Bench, HALVES};
+use crate::support::rounded;
 use xserv::backend::{ComputeContext, ContextBackend, DeviceTensor};
 use xserv::error::Result;
 use xserv::memory::{DType, Tensor};
@@ -117,7 +118,7 @@ fn products_of_fp8_with_prompts_on_cuda() {
     }
 }
 
-/// A weight of 24 rows, as a layout and as the host has it.
+/// Returns a weight of 24 rows, as a layout and as the host has it.
 fn small(bench: &mut Bench, k: usize) -> (TileLayout, QuantisedMatrix, DeviceTensor) {
     let format = format(128, DType::F32);
     let matrix = random_matrix(&mut bench.random, 24, k, format, 1.0);
@@ -209,10 +210,10 @@ fn fp8_products_that_no_kernel_serves_are_refused_on_cuda() {
     }
 }
 
-/// What is added to the mean of squares: so much that a kernel that forgot it would be seen.
+/// The number added to the mean of squares: so large that a kernel that forgot it would be seen.
 const EPS: f32 = 0.3;
 
-/// The weight of a norm of `width` inputs.
+/// Returns the weight of a norm of `width` inputs.
 fn norm_weight(
     context: &Arc<ComputeContext>,
     dtype: DType,
@@ -233,12 +234,9 @@ fn has_large_blocks(context: &ComputeContext) -> bool {
 
 /// RMSNorm of rows, rounded as Transformers rounds it.
 fn normalised(dtype: DType, x: &[f64], weight: &[f64]) -> Vec<f64> {
-    let normalise = |row: &[f64]| -> Vec<f64> {
-        let mean = row.iter().map(|x| x * x).sum::<f64>() / row.len() as f64;
-        let scale = 1.0 / (mean + f64::from(EPS)).sqrt();
-        row.iter().zip(weight).map(|(x, w)| round(dtype, round(dtype, x * scale) * w)).collect()
-    };
-    x.chunks_exact(weight.len()).flat_map(normalise).collect()
+    x.chunks_exact(weight.len())
+        .flat_map(|row| rounded::rms_norm(dtype, row, weight, EPS))
+        .collect()
 }
 
 /// Blocks quantise few rows themselves, and normalise them where they are told to.

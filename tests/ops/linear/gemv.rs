@@ -154,7 +154,7 @@ fn products_of_few_tokens_on_cuda() {
         for sizes in ADDED_ALONE {
             check(&context, dtype, 1, (Epilogue::AddResidual, false), sizes);
         }
-        // What no kernel serves is refused.
+        // Products that no kernel serves are refused.
         let mut bench = Bench::new(&context, dtype, 1);
         let mut is_served = |num_tokens, k, has_norm: bool, result, has_bias: bool| {
             let (x, _) = bench.filled(&[num_tokens, k], 1.0, 0.0);

@@ -74,7 +74,7 @@ fn layers_of_one_token_on_cuda_are_products() {
         let got = bench.read(&out);
         assert_near(&format!("{dtype} residual"), &got, &want, 2.0 * unit);
 
-        // What the kernels do not serve is refused.
+        // Products that the kernels do not serve are refused.
         let odd = bench.poisoned(&[1, 24]);
         let (weight, _) = bench.filled(&[24, HIDDEN], 0.05, 0.0);
         let layer = OneTokenLinear::Norm { norm: &norm, eps: EPS };

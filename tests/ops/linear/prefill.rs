@@ -15,7 +15,7 @@ use xserv::ops::linear::Epilogue;
 /// few products, and rows in each other's place are found.
 const PERIOD: usize = 37;
 
-/// Rows behind those of the result, which stay as they are.
+/// Rows after those of the result, which stay as they are.
 const GUARD_ROWS: usize = 70;
 
 /// Tokens, columns of the result, in_features. Narrow weights with k divided in both tiles and
@@ -66,7 +66,7 @@ impl Case {
         format!("{dtype} {result:?} {num_tokens} x {n} x {k}")
     }
 
-    /// The rows of one period, and what f32 may be off by before the roundings.
+    /// Returns the rows of one period, and what f32 may be off by before the roundings.
     fn reference(&self, x: &[f64], weight: &[f64]) -> Vec<(f64, f64)> {
         let product = |row: &[f64], i: usize| {
             let column = &weight[i * self.k..(i + 1) * self.k];
@@ -116,7 +116,7 @@ fn check(
     let elements = (num_tokens + GUARD_ROWS) * (n + k) + rows * k;
     let mut arena = Arena::new(context, 2 * elements + 8192, "a test").expect("memory");
     let all_x = arena.tensor(element, &[num_tokens + GUARD_ROWS, k]).expect("room");
-    // NaN behind the tokens.
+    // NaN after the tokens.
     upload(context, &all_x, &vec![0xff; all_x.size_bytes()]);
     let case = Case {
         dtype,
@@ -132,7 +132,7 @@ fn check(
     let got = case.run(context, &x_bytes);
 
     let want = case.reference(&decode(dtype, &period_bytes), &decode(dtype, &weight_bytes));
-    // Of the last place, of which three roundings may each flip.
+    // The unit of the last place; each of three roundings may flip it.
     let unit = last_place(dtype);
     let units = if result == Epilogue::SwiGlu { 3.0 } else { 1.0 };
     let mut num_flipped = 0;

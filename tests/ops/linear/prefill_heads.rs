@@ -21,7 +21,7 @@ const EPS: f32 = 1e-6;
 const PERIOD: usize = 37;
 const UNTOUCHED: u8 = 0xee;
 
-/// What is done to heads beside rotating them.
+/// The steps applied to heads besides rotating them.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Heads {
     Normed,

@@ -26,7 +26,7 @@ const EPILOGUES: [Epilogue; 3] = [Epilogue::Store, Epilogue::AddResidual, Epilog
 const TOKENS: [usize; 11] = [1, 2, 3, 8, 9, 16, 17, 33, 64, 65, 130];
 const ROW: usize = usize::MAX;
 
-/// What a test varies.
+/// The parameters of a test.
 #[derive(Clone, Copy, Debug)]
 pub struct Case {
     pub dtype: DType,
@@ -48,11 +48,11 @@ pub type Multiply<'a> = dyn Fn(
     ) -> Result<()>
     + 'a;
 
-/// How a product is computed, and by how much it may be off.
+/// A product, the way in which it is computed, and its tolerance.
 pub struct Product<'a> {
-    /// What becomes of activations before they are multiplied: rows of so many.
+    /// Rounds activations as the product does: rows of the given length.
     pub rounded: &'a dyn Fn(&[f64], usize) -> Vec<f64>,
-    /// How far a sum may be off before it is rounded: of in_features terms, the sum of their
+    /// The tolerance of a sum before it is rounded: of in_features terms, the sum of their
     /// magnitudes, and the root of that of their squares.
     pub error: &'a dyn Fn(usize, f64, f64) -> f64,
     /// The share of results of a type that may be rounded the other way.
@@ -65,7 +65,7 @@ fn format(code: Code, group_size: usize, has_zeros: bool, scale: DType) -> Quant
     QuantFormat { code, group_size, has_zeros, scale, quantises_inputs: false }
 }
 
-/// The result of one token, and how far each element may be off. `sums` are pairs of a product with a
+/// Returns the result of one token, and how far each element may be off. `sums` are pairs of a product with a
 /// row of the weight and of how far it may be off before the roundings.
 fn reference(
     Case { dtype, epilogue, size: (n, _), .. }: Case,
@@ -101,7 +101,7 @@ fn reference(
 fn check(context: &Arc<ComputeContext>, case: Case, tokens: &[usize]) {
     let product = Product {
         rounded: &|x, _| x.to_vec(),
-        // What f32 may be off by: tensor cores truncate the sums of a product.
+        // The tolerance of f32: tensor cores truncate the sums of a product.
         error: &|k, size, _| size * 2e-7 * (k as f64).log2(),
         most_flipped: &|_| 0.03,
         multiply: &|x, weight, bias, epilogue, is_fixed, out| {
@@ -112,7 +112,7 @@ fn check(context: &Arc<ComputeContext>, case: Case, tokens: &[usize]) {
     check_one(context, case, None);
 }
 
-/// Compares products of up to so many tokens with those in float64, with sums in a fixed order and
+/// Compares products of these numbers of tokens with those in float64, with sums in a fixed order and
 /// not.
 pub fn check_product(
     context: &Arc<ComputeContext>,
@@ -161,7 +161,7 @@ pub fn check_product(
         let x = bench.of(&[num_tokens, k], &x_values[..num_tokens * k]);
         for is_fixed in [false, true] {
             let what = format!("{case:?}, {num_tokens} tokens, fixed: {is_fixed}");
-            // Rows behind the result, which stay as they are.
+            // Rows after the result, which stay as they are.
             let mut start = before[..num_tokens * n].to_vec();
             start.resize((num_tokens + 16) * n, 7.0);
             let all = bench.of(&[num_tokens + 16, n], &start);
@@ -172,7 +172,7 @@ pub fn check_product(
             let mut got = bench.read(&all);
             let guard = got.split_off(num_tokens * n);
             assert!(guard.iter().all(|&x| x == 7.0), "{what}: rows behind the result");
-            // Of few results one or two are a large share.
+            // With few results, one or two are a large share.
             let most_flipped = (product.most_flipped)(dtype).max(2.0 / got.len() as f64);
             assert_rounded(&what, dtype, &got, &want[..num_tokens * n], most_flipped);
             // Every token has the same bits beside any others.

@@ -22,7 +22,7 @@ const LARGE: [(usize, usize); 6] =
 /// For each number of columns of a tile one that fills it and one that does not.
 const TOKENS: [usize; 9] = [1, 5, 16, 17, 33, 64, 70, 97, SKINNY_TOKENS];
 
-/// The result of one token, and how far each element may be off.
+/// Returns the result of one token, and how far each element may be off.
 fn reference(
     (dtype, result): (DType, Epilogue),
     weight: &[f64],
@@ -32,7 +32,7 @@ fn reference(
 ) -> Vec<(f64, f64)> {
     let n = before.len();
     let round = |value| round(dtype, value);
-    // What f32 may be off by before the roundings.
+    // The tolerance of f32 before the roundings.
     let product = |i: usize| {
         let terms = || x.iter().zip(&weight[i * x.len()..]).map(|(a, b)| a * b);
         (terms().sum::<f64>(), 2e-6 * terms().map(f64::abs).sum::<f64>())
@@ -92,7 +92,7 @@ fn check(
                 "{dtype} {result:?} {num_tokens} x {n} x {k}, bias: {has_bias}, fixed: {is_fixed}"
             );
             let x = bench.of(&[num_tokens, k], &x_values[..num_tokens * k]);
-            // Rows behind the result, which stay as they are.
+            // Rows after the result, which stay as they are.
             let mut start = before[..num_tokens * n].to_vec();
             start.resize((num_tokens + 16) * n, 7.0);
             let all = bench.of(&[num_tokens + 16, n], &start);

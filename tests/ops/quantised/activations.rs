@@ -73,7 +73,7 @@ fn rounded_activations_are_those_of_float64() {
     }
 }
 
-/// The bits of numbers, those that are none being alike.
+/// Returns the bits of numbers, those that are none being alike.
 fn bits(x: f32) -> u32 {
     if x.is_nan() {
         f32::NAN.to_bits()
@@ -163,7 +163,7 @@ fn activations_on_cuda_have_the_codes_and_scales_of_the_host() {
                     }
                     let codes = &codes[(row * num_groups + group) * 128..][..128];
                     for input in 0..128 {
-                        // Of 32 inputs the fours of even places stand first.
+                        // Of 32 inputs, the groups of four at even places come first.
                         let (start, four, rest) = (input / 32 * 32, input % 32 / 4, input % 4);
                         let place = start + four % 2 * 16 + four / 2 * 4 + rest;
                         let want = match x.get(input) {
@@ -206,7 +206,7 @@ fn rounded_activations_on_cuda_have_the_bits_of_the_host() {
     }
 }
 
-/// The bytes of numbers of a type, those that are none being alike.
+/// Returns the bytes of numbers of a type, those that are none being alike.
 fn xserv_bits(dtype: DType, values: &[f64]) -> Vec<u8> {
     let alike: Vec<f64> =
         values.iter().map(|&x| if x.is_finite() { x } else { f64::NAN }).collect();

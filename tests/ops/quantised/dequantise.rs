@@ -8,7 +8,7 @@ use xserv::ops::quantised::cuda::{dequantise, has_dequantise, QuantisedTiles};
 use xserv::ops::quantised::tiles::{TileLayout, TileMemory};
 use xserv::ops::quantised::{Code, QuantFormat, QuantisedMatrix};
 
-/// A matrix of random codes, whose numbers are about as large as `size`; their scales are numbers of
+/// Returns a matrix of random codes, whose numbers are about as large as `size`; their scales are numbers of
 /// the type of the format.
 pub fn random_matrix(
     random: &mut Random,

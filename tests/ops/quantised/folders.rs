@@ -11,7 +11,7 @@ use xserv::ffi::*;
 const MODULES: [(&str, usize, usize); 2] =
     [("model.layers.0.mlp.up_proj", 96, 64), ("model.layers.0.mlp.down_proj", 64, 96)];
 
-/// Where AutoAWQ puts eight columns in a word.
+/// The order in which AutoAWQ puts eight columns in a word.
 const AWQ_NIBBLES: [usize; 8] = [0, 4, 1, 5, 2, 6, 3, 7];
 
 /// A tensor of a file.
@@ -104,7 +104,7 @@ fn group_size(config: &serde_json::Value) -> usize {
     config["group_size"].as_i64().unwrap().max(0) as usize
 }
 
-/// AWQ: words `[in, out / 8]`, which are packed anew.
+/// AWQ: words `[in, out / 8]`, which are packed again.
 fn awq(file: &SafeTensors<'_>, module: &str, [out, inputs]: [usize; 2], group: usize) -> Operand {
     let [codes, zeros, scales] = ["qweight", "qzeros", "scales"]
         .map(|last| Stored::find(file, module, last).expect("a tensor"));

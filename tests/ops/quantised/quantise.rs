@@ -75,8 +75,8 @@ fn four_bits_are_better_than_the_whole_range_in_fifteen_steps() {
 #[test]
 fn groups_of_four_bits_do_not_depend_on_their_neighbours() {
     let mut random = Random::new(33);
-    // Sixteen groups are searched at a time: less, more, and a last one that is shorter. Of 33, groups begin
-    // within bytes.
+    // Sixteen groups are searched at a time: less, more, and a last one that is shorter. With 33, groups
+    // begin within bytes.
     for group_size in [32, 33, 128] {
         for len in [5, 15 * group_size, 16 * group_size, 37 * group_size + 7] {
             let mut row: Vec<f32> = random.normals(len).iter().map(|x| x * 0.02).collect();

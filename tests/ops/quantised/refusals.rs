@@ -1,4 +1,4 @@
-//! What is no quantised matrix of a caller's: each is refused in a sentence, and nothing is
+//! Operands of a caller that are no quantised matrix: each is refused in a sentence, and nothing is
 //! written. Sizes of 0 and groups that do not divide are not refused.
 
 use super::tensors::or_null;
@@ -96,7 +96,7 @@ const BIAS: usize = 4;
 const OUT: usize = 5;
 const NAMES: [&str; 6] = ["codes", "scales", "zeros", "x", "bias", "out"];
 
-/// What a call is of.
+/// The kind of a call.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Kind {
     Quantise,
@@ -135,7 +135,7 @@ impl Call<'_> {
     }
 }
 
-/// The tensors of a call of each kind, all of which are right.
+/// Returns the tensors of a call of each kind, all of which are right.
 fn tensors(context: &Context, kind: Kind) -> [TestTensor<'_>; 6] {
     let tensor = |element, shape: &[i64], value: f64| {
         let len = shape.iter().product::<i64>() as usize;
@@ -161,7 +161,7 @@ fn call<'a>(context: &'a Context, tensors: &[TestTensor<'_>; 6]) -> Call<'a> {
     Call { context, code: INT4, group_rows: 1, group_size: 16, views }
 }
 
-/// The places of the tensors of a call, those that it writes first.
+/// Returns the places of the tensors of a call, those that it writes first.
 fn places(kind: Kind) -> (&'static [usize], &'static [usize]) {
     match kind {
         Kind::Quantise => (&[CODES, SCALES, ZEROS], &[X]),
@@ -195,7 +195,7 @@ fn every_tensor_is_checked() {
                 let strided = |shape: &[i64], strides: &[i64]| {
                     Some(slice(&view, Type::F32, shape, strides, 0))
                 };
-                // Of another type, which no other tensor has.
+                // A tensor of another type, which no other tensor has.
                 says(
                     Some(xserv_tensor {
                         dtype: xserv_tensor_dtype { code: 0, bits: 64, lanes: 1 },
@@ -207,7 +207,7 @@ fn every_tensor_is_checked() {
                 // With another number of dimensions, and one more or less in each of its own.
                 says(strided(&[1, 1, 1], &[1, 1, 1]), &["[1, 1, 1]"]);
                 says(strided(&[], &[]), &["[]"]);
-                // Nothing has so many elements that reading them would end well.
+                // No memory has this many elements to read.
                 let last = shape.len() - 1;
                 for (axis, size) in [(0, shape[0] - 1), (last, shape[last] - 1), (last, 1 << 40)] {
                     let mut other = shape.clone();

@@ -25,8 +25,8 @@ fn type_of(dtype: DType) -> Type {
     }
 }
 
-/// A number of f32 rounded to a type. Values of f64 would be cut before they are rounded by `half`,
-/// so that some just above the middle of two neighbours went to the even one.
+/// Returns a number of f32 rounded to a type. Values of f64 would be cut before they are rounded by
+/// `half`, so that some just above the middle of two neighbours went to the even one.
 fn from_f32(element: Type, x: f64) -> f64 {
     match element {
         Type::F16 => half::f16::from_f32(x as f32).into(),
@@ -35,13 +35,13 @@ fn from_f32(element: Type, x: f64) -> f64 {
     }
 }
 
-/// The words of the codes, as numbers.
+/// Returns the words of the codes, as numbers.
 fn words(matrix: &QuantisedMatrix) -> Vec<f64> {
     let word = |bytes: &[u8]| f64::from(i32::from_le_bytes(bytes.try_into().unwrap()));
     matrix.codes.chunks_exact(4).map(word).collect()
 }
 
-/// The numbers of a matrix in f64.
+/// Returns the numbers of a matrix in f64.
 fn numbers(matrix: &QuantisedMatrix) -> Vec<f64> {
     let mut row = vec![0.0; matrix.in_features];
     let mut all = Vec::new();
