@@ -27,15 +27,9 @@ const FEW_ROWS: usize = 2 * MAX_ROWS;
 const PARALLEL_BLOCKS: usize = 12;
 
 /// Buffers that [`attention_flash`] needs; they grow to the largest call and are then reused.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct FlashScratch {
     lanes: HostBuffer,
-}
-
-impl Default for FlashScratch {
-    fn default() -> Self {
-        FlashScratch { lanes: HostBuffer::empty() }
-    }
 }
 
 impl FlashScratch {

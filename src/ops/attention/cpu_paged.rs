@@ -45,17 +45,11 @@ pub struct AttentionBatch<'a> {
 }
 
 /// Buffers that [`attention`] needs; they grow to the largest call and are then reused.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct AttentionScratch {
     lanes: HostBuffer,
     /// The first tile of each sequence, [num_seqs + 1].
     first_tiles: Vec<usize>,
-}
-
-impl Default for AttentionScratch {
-    fn default() -> Self {
-        AttentionScratch { lanes: HostBuffer::empty(), first_tiles: Vec::new() }
-    }
 }
 
 impl AttentionScratch {
