@@ -379,8 +379,8 @@ unsafe impl TileUnit for Amx {
         let contiguous = TileOperands { b_stride: ROW_BYTES, ..*operands };
         let operands = &contiguous;
         // SAFETY: as in `block`. The panel comes from the second-level cache and is not used again
-        // soon: its loads are told not to push the rows out of the first-level one, which is worth 10
-        // percent (Emerald Rapids).
+        // soon: its loads are told not to push the rows out of the first-level one, which is worth 9
+        // to 15 percent of 512 x 1,024 x 6,144 (in a harness, on a Xeon with AMX).
         unsafe {
             block_of_shape!(
                 ROWS,

@@ -1,8 +1,8 @@
 //! The one matrix kernel: a tile of up to six rows times up to 64 columns of a panel.
 //!
 //! A panel holds its columns side by side for each step of k, so that a step reads one contiguous
-//! stretch; one of bf16 16 columns of 16 steps, as units that multiply tiles take them
-//! ([`super::tiles`]). Accumulators stay in registers over the whole of k, and each output element is summed
+//! stretch; a panel of bf16 is made of tiles of 16 columns and 16 steps, as units that multiply tiles
+//! take them ([`super::tiles`]). Accumulators stay in registers over all of k, and each output is summed
 //! in the order of k for any number of rows: a row's result does not depend on its neighbours.
 
 use super::math::round_to_bf16;
