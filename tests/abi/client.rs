@@ -76,6 +76,8 @@ pub fn load_options() -> xserv_load_options {
         options.device_kind = xserv_device_kind::XSERV_DEVICE_CUDA as u32;
         options.dtype = xserv_dtype::XSERV_DTYPE_F32 as u32;
         options.deterministic = 1;
+        // Dozens of models at once share a card, which a cache of the default size would fill.
+        options.kv_cache_tokens = 1 << 15;
     }
     options
 }

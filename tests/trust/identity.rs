@@ -9,7 +9,7 @@ use xserv::ffi::*;
 
 use crate::client::*;
 use crate::files::{Family, Random, Store, TestModel};
-use crate::scale::{scaled, watched, PATIENCE};
+use crate::scale::{scaled, share, watched, PATIENCE};
 
 /// The longest context.
 const CONTEXT: usize = 256;
@@ -146,7 +146,7 @@ fn ask_all(model: &Model, prompts: &[Vec<u32>], setting: &Setting) -> Vec<Given>
 
 #[test]
 fn every_prompt_has_one_output_whatever_the_setting() {
-    let (count, every) = (scaled(20, 1_000), scaled(2, 1));
+    let (count, every, share) = (scaled(20, 1_000), scaled(2, 1), share());
     watched("bit identity", PATIENCE * (20 + count as u32), move || {
         let (mut outputs, mut settings_used) = (0, 0);
         let (mut preemptions, mut hits) = (0, 0);
@@ -164,7 +164,9 @@ fn every_prompt_has_one_output_whatever_the_setting() {
             // Steps that divide nothing of the list's order, so that all kinds are met.
             let is_first = (family, store) == (Family::Qwen3, Store::BF16);
             let every = if is_first { every } else { every * every };
-            for setting in settings().into_iter().step_by(every) {
+            let of_this_share =
+                settings().into_iter().step_by(every).skip(share.0).step_by(share.1);
+            for setting in of_this_share {
                 let model = setting.load(folder.path());
                 let given = ask_all(&model, &prompts, &setting);
                 assert_eq!(given.len(), prompts.len());
@@ -193,6 +195,7 @@ fn every_prompt_has_one_output_whatever_the_setting() {
             "{outputs} outputs of {count} prompts in {settings_used} settings, {preemptions} preemptions, \
              {hits} tokens from the cache"
         );
-        assert!(preemptions > 0 && hits > 0, "too easy a load");
+        // Few settings may have no prefix cache, or no need to preempt.
+        assert!(share.1 > 1 || (preemptions > 0 && hits > 0), "too easy a load");
     });
 }

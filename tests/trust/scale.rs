@@ -12,6 +12,16 @@ pub fn scaled(gate: usize, full: usize) -> usize {
     }
 }
 
+/// Which share of the work this run has, and of how many: all of it, or with `XSERV_TRUST_SHARE=i/n` the ith of n (from
+/// 0 on), so that several processes may divide what takes hours.
+pub fn share() -> (usize, usize) {
+    let Ok(share) = std::env::var("XSERV_TRUST_SHARE") else { return (0, 1) };
+    match share.split_once('/').map(|(i, n)| (i.parse(), n.parse())) {
+        Some((Ok(i), Ok(n))) if i < n => (i, n),
+        _ => panic!("XSERV_TRUST_SHARE is {share:?}, but must be like \"0/8\""),
+    }
+}
+
 /// For what takes milliseconds, on a machine that is busy with other things.
 pub const PATIENCE: Duration = Duration::from_secs(30);
 

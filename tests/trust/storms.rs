@@ -13,7 +13,7 @@ use xserv::ffi::*;
 use crate::client::*;
 use crate::files::Random;
 use crate::functions::{functions, Function, HANDLES};
-use crate::scale::{scaled, watched, PATIENCE};
+use crate::scale::{scaled, share, watched, PATIENCE};
 use crate::world::*;
 
 fn stats(model: *mut xserv_model) -> xserv_model_stats {
@@ -48,14 +48,18 @@ fn assert_idle(model: *mut xserv_model) -> xserv_model_stats {
     }
 }
 
-/// Ends the process when `count` has stood still for [`PATIENCE`], until `is_over`.
+/// Ends the process when `count` has stood still for [`PATIENCE`], until `is_over`, and tells every minute how far it is.
 fn watch_progress(what: &str, count: &AtomicU64, is_over: &AtomicBool) {
-    let (mut seen, mut since) = (0, Instant::now());
+    let (mut seen, mut since, mut told) = (0, Instant::now(), Instant::now());
     while !is_over.load(Ordering::SeqCst) {
         std::thread::sleep(Duration::from_millis(20));
         let now = count.load(Ordering::SeqCst);
         if now != seen {
             (seen, since) = (now, Instant::now());
+        }
+        if told.elapsed() > Duration::from_secs(60) {
+            println!("{what}: {now} calls have ended");
+            told = Instant::now();
         }
         if since.elapsed() > PATIENCE {
             eprintln!("{what}: no call ended for {} s after {now}", PATIENCE.as_secs());
@@ -164,7 +168,8 @@ impl Shared {
 
 #[test]
 fn a_storm_of_random_calls() {
-    let (threads, calls) = (scaled(16, 256), scaled(1_000, 10_000));
+    let (share, shares) = share();
+    let (threads, calls) = (scaled(16, 256), scaled(1_000, 10_000) / shares);
     let mut world = World::new();
     let anchor = world.model();
     let shared = Shared {
@@ -189,7 +194,7 @@ fn a_storm_of_random_calls() {
             .map(|thread| {
                 let shared = &shared;
                 scope.spawn(move || {
-                    let mut random = Random(7 + thread as u64);
+                    let mut random = Random(7 + (share * threads + thread) as u64);
                     let mut world = World::empty();
                     for _ in 0..calls {
                         shared.call(&mut world, &mut random);
