@@ -171,7 +171,8 @@ __device__ void sort_pairs(uint64_t* pairs, int size) {
   __syncthreads();
 }
 
-__device__ __forceinline__ bool passes_min_p(const SampleRow& how, float value, float maximum) {
+// Whether a token passes the filters that look at it and the likeliest token alone: min-p.
+__device__ __forceinline__ bool passes_alone(const SampleRow& how, float value, float maximum) {
   return how.min_p <= 0.0f || expf((value - maximum) / how.temperature) >= how.min_p;
 }
 

@@ -241,7 +241,7 @@ __device__ unsigned choose_candidate(const SampleArgs& args, const SampleRow& ho
   uint64_t best = 0;
   for (int i = threadIdx.x; i < kept; i += kThreads) {
     const float value = value_of(i);
-    if (!passes_min_p(how, value, maximum)) continue;
+    if (!passes_alone(how, value, maximum)) continue;
     const int id = index_of_pair(pairs[i]);
     const uint4 bits = noise_bits(how, id / 4);
     best = larger(best, pair_key((value - maximum) / how.temperature + gumbel(word(bits, id % 4)), id));
@@ -310,7 +310,7 @@ __device__ __forceinline__ void sample_choose(const SampleArgs& args) {
     }
     return;
   }
-  const auto is_left = [&](float value, int) { return passes_min_p(how, value, maximum); };
+  const auto is_left = [&](float value, int) { return passes_alone(how, value, maximum); };
   best = best_score(row, how, maximum, likeliest_score(how, likeliest), -__builtin_huge_valf(),
                     blockIdx.x * kThreads + threadIdx.x, args.parts * kThreads, is_left);
   best = block_max(best);
@@ -351,7 +351,7 @@ __device__ __forceinline__ void sample_cut(const SampleArgs& args) {
     if (threadIdx.x == 0) cut = found;
     __syncthreads();
     const auto passes = [&](float value, int id) {
-      return is_kept(cut, value, id) && passes_min_p(how, value, maximum);
+      return is_kept(cut, value, id) && passes_alone(how, value, maximum);
     };
     float lowest = -__builtin_huge_valf();
     if (is_typical(how)) {
