@@ -37,7 +37,7 @@ from ._model import (
     parse_response,
     plan,
 )
-from ._request import GenerateOptions
+from ._options import GenerateOptions
 from ._stream import Answer, AnswerEvent, Piece, Result, TextStream, TokenEvent, TokenLogProb, ToolCall
 from ._tensor import Tensor
 

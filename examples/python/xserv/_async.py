@@ -36,6 +36,7 @@ from typing import (
 from . import _library as c
 from ._errors import NotCopyable
 from ._library import check, library, next_event, poll
+from ._options import Request
 from ._stream import (
     Piece,
     Result,
@@ -295,7 +296,7 @@ def _join(member: "Submission") -> Wakeups:
 class Submission:
     """A request on its way to the library, and then its handle there."""
 
-    def __init__(self, model: int, request: c.Request, want_events: bool) -> None:
+    def __init__(self, model: int, request: Request, want_events: bool) -> None:
         self.model = model
         self._want_events = want_events
         self.handle: Optional[int] = None
@@ -303,7 +304,7 @@ class Submission:
         self.closed = False
         self.waiter: "Optional[asyncio.Future[None]]" = None
         self.is_running = False
-        self._request: Optional[c.Request] = request
+        self._request: Optional[Request] = request
         self._is_submitting = False
         # close() may come from a garbage collection within submit(), on its thread.
         self._lock = threading.RLock()
@@ -426,7 +427,7 @@ class AsyncTextStream(AsyncIterator[Piece], NotCopyable):
     result: Optional[Result]
 
     def __init__(
-        self, model: Any, model_handle: int, request: c.Request, prompt_bytes: int, want_events: bool = True
+        self, model: Any, model_handle: int, request: Request, prompt_bytes: int, want_events: bool = True
     ) -> None:
         self.result = None
         self._model = model  # a model is closed when it is dropped

@@ -18,10 +18,10 @@ from ctypes import (
     c_uint64,
     c_void_p,
 )
-from typing import Any
 
 from ._errors import error_of
 from ._find import load
+from ._options import Request
 
 ABI_VERSION = 1
 UNSET_INT = 0xFFFFFFFF
@@ -221,90 +221,8 @@ class ChatOptions(Structure):
     ]
 
 
-class LogitBias(Structure):
-    _fields_ = [("token_id", c_uint32), ("bias", c_float)]
-
-
 class LogProb(Structure):
     _fields_ = [("token_id", c_uint32), ("log_prob", c_float)]
-
-
-class LogitsEvent(Structure):
-    _fields_ = [
-        ("struct_size", c_size_t),
-        ("logits", c_void_p),
-        ("vocab_size", c_size_t),
-        ("prompt_tokens", POINTER(c_uint32)),
-        ("num_prompt_tokens", c_size_t),
-        ("token_ids", POINTER(c_uint32)),
-        ("num_tokens", c_uint32),
-        ("sample", c_uint32),
-    ]
-
-
-LogitsCallback = CFUNCTYPE(c_bool, POINTER(LogitsEvent), c_void_p)
-
-
-class Request(Structure):
-    #: The function that logits_callback calls.
-    processor: Any = None
-    _fields_ = [
-        ("struct_size", c_size_t),
-        ("prompt", c_char_p),
-        ("prompt_len", c_size_t),
-        ("prompt_tokens", POINTER(c_uint32)),
-        ("num_prompt_tokens", c_size_t),
-        ("messages_json", c_char_p),
-        ("tools_json", c_char_p),
-        ("template_variables_json", c_char_p),
-        ("stop_strings", POINTER(c_char_p)),
-        ("num_stop_strings", c_size_t),
-        ("stop_token_ids", POINTER(c_uint32)),
-        ("num_stop_token_ids", c_size_t),
-        ("cancel", c_void_p),
-        ("max_tokens", c_uint32),
-        ("top_k", c_uint32),
-        ("temperature", c_float),
-        ("top_p", c_float),
-        ("min_p", c_float),
-        ("repetition_penalty", c_float),
-        ("presence_penalty", c_float),
-        ("frequency_penalty", c_float),
-        ("seed", c_uint64),
-        ("add_generation_prompt", c_uint8),
-        ("add_special_tokens", c_uint8),
-        ("parse_special_tokens", c_uint8),
-        ("skip_special_tokens", c_uint8),
-        ("ignore_eos", c_uint8),
-        ("processed_log_probs", c_uint8),
-        ("parse_special_in_messages", c_uint8),
-        ("reserved", c_uint8 * 1),
-        ("priority", c_int32),
-        ("num_samples", c_uint32),
-        ("time_limit_ms", c_uint64),
-        ("cache_key", c_uint64),
-        ("logit_bias", POINTER(LogitBias)),
-        ("num_logit_bias", c_size_t),
-        ("min_tokens", c_uint32),
-        ("num_log_probs", c_uint32),
-        ("typical_p", c_float),
-        ("no_repeat_ngram_size", c_uint32),
-        ("first_tokens", POINTER(c_uint32)),
-        ("num_first_tokens", c_size_t),
-        ("logits_callback", LogitsCallback),
-        ("logits_user_data", c_void_p),
-        ("num_prompt_log_probs", c_uint32),
-        ("answer_format", c_uint32),
-        ("constraint_kind", c_uint32),
-        ("reserved2", c_uint32),
-        ("constraint", c_char_p),
-        ("constraint_len", c_size_t),
-        ("choices", POINTER(c_char_p)),
-        ("num_choices", c_size_t),
-        ("tool_choice", c_uint32),
-        ("reserved3", c_uint32),
-        ("tool_choice_name", c_char_p),
-    ]
 
 
 class TokenEvent(Structure):

@@ -32,10 +32,8 @@ from . import _library as c
 from ._async import AsyncTextStream
 from ._errors import Error, NotCopyable, closed, invalid_argument
 from ._library import check, library
+from ._options import GenerateOptions, Messages, Tools
 from ._request import (
-    GenerateOptions,
-    Messages,
-    Tools,
     build_request,
     choice,
     json_bytes,

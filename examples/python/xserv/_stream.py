@@ -14,6 +14,7 @@ from typing import Any, Dict, Iterator, List, Literal, NamedTuple, Optional, Set
 from . import _library as c
 from ._errors import NotCopyable
 from ._library import check, library
+from ._options import Request
 
 
 class TokenLogProb(NamedTuple):
@@ -235,11 +236,11 @@ def _top_from(log_probs: Any, start: int, count: int) -> List[TokenLogProb]:
     return [TokenLogProb(log_probs[i].token_id, log_probs[i].log_prob) for i in range(start, start + count)]
 
 
-def wants_logprobs(request: c.Request) -> bool:
+def wants_logprobs(request: Request) -> bool:
     return bool(request.num_log_probs != c.UNSET_INT)
 
 
-def submit_options(request: c.Request, want_events: bool = True) -> c.SubmitOptions:
+def submit_options(request: Request, want_events: bool = True) -> c.SubmitOptions:
     """The options that ask for the events of a request, or for the ends of its samples only."""
     options = c.SubmitOptions()
     library.xserv_submit_options_init(byref(options), sizeof(options))
@@ -355,7 +356,7 @@ _Item = Tuple[str, Any]
 class _Job:
     """The thread that waits for the library, and what the reader shares with it."""
 
-    def __init__(self, model: Any, model_handle: int, request: c.Request, want_events: bool) -> None:
+    def __init__(self, model: Any, model_handle: int, request: Request, want_events: bool) -> None:
         self.model, self.model_handle, self.request = model, model_handle, request
         self.want_events, self.wants_logprobs = want_events, wants_logprobs(request)
         # Bounded: what a slow reader has not taken stays in the library, which needs less memory for it.
@@ -457,7 +458,7 @@ class TextStream(Iterator[Piece], NotCopyable):
 
     result: Optional[Result]
 
-    def __init__(self, model: Any, model_handle: int, request: c.Request, want_events: bool = True) -> None:
+    def __init__(self, model: Any, model_handle: int, request: Request, want_events: bool = True) -> None:
         self._job: Optional[_Job] = _Job(model, model_handle, request, want_events)
         self._num_pieces = 0
         self.result = None

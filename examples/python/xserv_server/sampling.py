@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, Optional
+from typing import Any, Dict, Optional, cast
 
 import xserv
 
 from .auth import Caller
 from .errors import invalid
 from .requests import Sampling
+
+#: Fields of a request that the library has by the same name. Those below get their values changed on the way, and two
+#: are not of this file: the length, and the form of the answer.
+SAME = [
+    name
+    for name in Sampling.model_fields
+    if name in xserv.GenerateOptions.__annotations__ and name not in ("max_tokens", "response_format")
+]
 
 
 def sampling_options(body: Sampling, caller: Caller, request_seconds: float) -> xserv.GenerateOptions:
@@ -18,23 +26,12 @@ def sampling_options(body: Sampling, caller: Caller, request_seconds: float) -> 
         raise invalid("best_of", f"best_of is {body.best_of}, but can only be n, which is {n}")
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "stream_options can be given with stream only")
-    options: xserv.GenerateOptions = {
-        "num_samples": n,
-        "temperature": body.temperature,
-        "top_p": body.top_p,
-        "min_p": body.min_p,
-        "typical_p": body.typical_p,
-        "presence_penalty": body.presence_penalty,
-        "frequency_penalty": body.frequency_penalty,
-        "repetition_penalty": body.repetition_penalty,
-        "no_repeat_ngram_size": body.no_repeat_ngram_size,
-        "min_tokens": body.min_tokens,
-        "stop": _stop(body),
-        "stop_token_ids": _token_ids(body.stop_token_ids, "stop_token_ids"),
-        "ignore_eos": body.ignore_eos,
-        "logit_bias": _logit_bias(body.logit_bias),
-        "cache_key": caller.cache_key(body.cache_salt),
-    }
+    options = cast(xserv.GenerateOptions, {name: getattr(body, name) for name in SAME})
+    options["num_samples"] = n
+    options["stop"] = _stop(body)
+    options["stop_token_ids"] = _token_ids(body.stop_token_ids, "stop_token_ids")
+    options["logit_bias"] = _logit_bias(body.logit_bias)
+    options["cache_key"] = caller.cache_key(body.cache_salt)
     if body.top_k is not None:
         options["top_k"] = max(body.top_k, 0)  # -1 is vLLM's name for all
     if body.seed is not None:
