@@ -139,7 +139,7 @@ impl Engine {
     ) -> Result<(Ticket, Prepared, Vec<u32>)> {
         let begin = Instant::now();
         let config = self.generation_config();
-        let params = SamplingParams::resolve(&request.sampling, config)?;
+        let params = SamplingParams::resolve(&request.sampling, &config.sampling)?;
         let num_samples = request.num_samples;
         if !(1..=MAX_SAMPLES).contains(&num_samples) {
             return Err(Error::invalid_argument(format!(

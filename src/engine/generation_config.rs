@@ -2,6 +2,8 @@
 
 use serde_json::{Map, Value};
 
+use super::config_fields::{count, wrong};
+use super::sampler::SamplingOverrides;
 use crate::error::{check_room_for_json, Context, Error, Result};
 use crate::model::folder::shown_name;
 
@@ -9,22 +11,9 @@ use crate::model::folder::shown_name;
 /// silent.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct GenerationConfig {
-    /// If false, decoding is greedy unless the caller sets a temperature.
-    pub do_sample: bool,
-    /// As in Transformers, like the fields below.
-    pub temperature: Option<f32>,
-    /// Keep the k most likely tokens.
-    pub top_k: Option<u32>,
-    /// Share of the probability that the kept tokens have (nucleus sampling).
-    pub top_p: Option<f32>,
-    /// Floor relative to the most likely token.
-    pub min_p: Option<f32>,
-    /// Penalty for tokens of prompt and output.
-    pub repetition_penalty: Option<f32>,
-    /// Share of the probability that the most typical tokens have.
-    pub typical_p: Option<f32>,
-    /// No sequence of this many tokens occurs twice; 0 allows all.
-    pub no_repeat_ngram_size: Option<u32>,
+    /// The settings of sampling. The temperature is `None` unless the file asks for sampling, and is
+    /// then 1 if it states none, as in Transformers.
+    pub sampling: SamplingOverrides,
     /// Most tokens to generate.
     pub max_new_tokens: Option<u32>,
     /// Tokens that end a generation.
@@ -73,19 +62,13 @@ impl GenerationConfig {
     }
 
     fn read(&mut self, json: &Map<String, Value>, vocab_size: usize) -> Result<()> {
-        self.do_sample = match json.get("do_sample") {
+        let does_sample = match json.get("do_sample") {
             None | Some(Value::Null) => false,
             Some(Value::Bool(b)) => *b,
             Some(other) => return Err(wrong("do_sample", "true or false", other)),
         };
-        self.temperature = float(json, "temperature", |v| v >= 0.0, "a number, at least 0")?;
-        self.top_k = count(json, "top_k")?;
-        self.top_p = float(json, "top_p", |v| v > 0.0 && v <= 1.0, "above 0, at most 1")?;
-        self.min_p = float(json, "min_p", |v| (0.0..=1.0).contains(&v), "0 to 1")?;
-        self.repetition_penalty =
-            float(json, "repetition_penalty", |v| (1e-3..=1e3).contains(&v), "from 0.001 to 1000")?;
-        self.typical_p = float(json, "typical_p", |v| v > 0.0 && v <= 1.0, "above 0, at most 1")?;
-        self.no_repeat_ngram_size = count(json, "no_repeat_ngram_size")?;
+        self.sampling = SamplingOverrides::from_json(json)?;
+        self.sampling.temperature = does_sample.then(|| self.sampling.temperature.unwrap_or(1.0));
         self.max_new_tokens = count(json, "max_new_tokens")?;
         self.eos_token_ids = token_ids(json, "eos_token_id", vocab_size)?;
         let is_set = |(key, neutral): &(&'static str, &[&str])| match json.get(*key) {
@@ -102,40 +85,6 @@ fn object(bytes: &[u8]) -> Result<Map<String, Value>> {
     serde_json::from_slice(bytes).map_err(|e| {
         Error::invalid_file(format!("not a JSON object: {}", shown_name(&e.to_string())))
     })
-}
-
-fn wrong(key: &str, expected: &str, found: &Value) -> Error {
-    let mut shown: String = found.to_string().chars().take(60).collect();
-    if shown.is_empty() {
-        shown.push_str("nothing");
-    }
-    Error::invalid_file(format!("{key} must be {expected}, found {shown}"))
-}
-
-fn float(
-    json: &Map<String, Value>,
-    key: &str,
-    valid: impl Fn(f32) -> bool,
-    expected: &str,
-) -> Result<Option<f32>> {
-    match json.get(key) {
-        None | Some(Value::Null) => Ok(None),
-        Some(value) => match value.as_f64().map(|v| v as f32) {
-            Some(v) if v.is_finite() && valid(v) => Ok(Some(v)),
-            _ => Err(wrong(key, expected, value)),
-        },
-    }
-}
-
-fn count(json: &Map<String, Value>, key: &str) -> Result<Option<u32>> {
-    match json.get(key) {
-        None | Some(Value::Null) => Ok(None),
-        Some(value) => match value.as_u64() {
-            // u32::MAX stands for "not set" at the C interface; such a count is no limit anyway.
-            Some(v) => Ok(Some(u32::try_from(v).unwrap_or(u32::MAX).min(u32::MAX - 1))),
-            None => Err(wrong(key, "a whole number, at least 0", value)),
-        },
-    }
 }
 
 fn token_ids(json: &Map<String, Value>, key: &str, vocab_size: usize) -> Result<Vec<u32>> {
@@ -168,16 +117,27 @@ mod tests {
                 "eos_token_id": [5, 6], "transformers_version": "5"}"#,
         )
         .unwrap();
-        assert!(config.do_sample);
-        assert_eq!(config.temperature, Some(0.6));
-        assert_eq!(config.top_k, Some(20));
-        assert_eq!(config.min_p, None);
+        let expected = SamplingOverrides {
+            temperature: Some(0.6),
+            top_k: Some(20),
+            top_p: Some(0.95),
+            ..Default::default()
+        };
+        assert_eq!(config.sampling, expected);
         assert_eq!(config.eos_token_ids, [5, 6]);
         assert!(config.ignored.is_empty());
         let config =
             parse(r#"{"num_beams": 4, "typical_p": 1.0, "bad_words_ids": [[5]]}"#).unwrap();
         assert_eq!(config.ignored, ["num_beams", "bad_words_ids"]);
         assert_eq!(parse("{}").unwrap().eos_token_ids, [7]);
+    }
+
+    #[test]
+    fn a_temperature_counts_only_with_do_sample() {
+        let temperature = |text: &str| parse(text).unwrap().sampling.temperature;
+        assert_eq!(temperature(r#"{"temperature": 0.6}"#), None);
+        assert_eq!(temperature(r#"{"temperature": 0.6, "do_sample": false}"#), None);
+        assert_eq!(temperature(r#"{"do_sample": true}"#), Some(1.0));
     }
 
     #[test]

@@ -8,7 +8,6 @@ use std::time::{Duration, Instant};
 use super::batch_builder::BatchBuilder;
 use super::block_pool::BlockPool;
 use super::constrained::Constrained;
-use super::generation_config::GenerationConfig;
 use super::inbox::{Inbox, Waker};
 use super::log::Logger;
 use super::request::{CancelToken, FinishReason};
@@ -128,7 +127,7 @@ impl Harness {
         };
         let seeds = std::iter::once(0);
         let ticket = Ticket::new(inbox.clone(), &rules, seeds, num_prompt_tokens, begin)?;
-        let params = SamplingParams::resolve(&request.sampling, &GenerationConfig::default())?;
+        let params = SamplingParams::resolve(&request.sampling, &SamplingOverrides::default())?;
         let mut sampler = Sampler::new(params, 0, &request.token_ids)?;
         sampler.changes_mut().reserve(request.max_new)?;
         let work = SampleWork {

@@ -34,6 +34,7 @@ mod answer;
 mod answer_output;
 mod batch_builder;
 pub mod block_pool;
+mod config_fields;
 mod constrained;
 mod constraint;
 mod device_starter;

@@ -9,7 +9,9 @@
 
 use std::cmp::Ordering;
 
-use super::generation_config::GenerationConfig;
+use serde_json::{Map, Value};
+
+use super::config_fields::{count, float};
 use super::logit_changes::{LogitBias, LogitChanges, Penalties};
 use crate::error::{try_with_capacity, Error, Result};
 use crate::model::{Draw, LogProbs, LogProbsWanted, TokenChoice, TokenLogProb};
@@ -18,7 +20,8 @@ use crate::ops::log_probs::cpu::LogSum;
 use crate::ops::top_k::cpu::select;
 use crate::text::TokenMask;
 
-/// The settings of a caller; `None` leaves one to the model's generation_config.json.
+/// The settings of a caller, where `None` leaves one to the model's generation_config.json; or those of
+/// that file, where it leaves one at its neutral value.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct SamplingOverrides {
     /// 0 is greedy.
@@ -55,78 +58,99 @@ pub struct SamplingParams {
     no_repeat_ngram_size: u32,
 }
 
-fn checked(
-    value: Option<f32>,
-    fallback: f32,
-    name: &str,
-    valid: impl Fn(f32) -> bool,
-    expected: &str,
-) -> Result<f32> {
-    let value = value.unwrap_or(fallback);
-    if value.is_finite() && valid(value) {
-        return Ok(value);
+/// A setting that is a number: its name, also in generation_config.json, and what it may be.
+struct Setting {
+    name: &'static str,
+    /// The value where neither the caller nor the model sets it.
+    neutral: f32,
+    is_valid: fn(f32) -> bool,
+    expected: &'static str,
+}
+
+const TEMPERATURE: Setting = Setting {
+    name: "temperature",
+    neutral: 0.0,
+    is_valid: |v| v >= 0.0,
+    expected: "a finite number, at least 0",
+};
+const TOP_P: Setting = share("top_p");
+const MIN_P: Setting = Setting {
+    name: "min_p",
+    neutral: 0.0,
+    is_valid: |v| (0.0..=1.0).contains(&v),
+    expected: "from 0 to 1",
+};
+const REPETITION_PENALTY: Setting = Setting {
+    name: "repetition_penalty",
+    neutral: 1.0,
+    is_valid: |v| (1e-3..=1e3).contains(&v),
+    expected: "from 0.001 to 1000",
+};
+const PRESENCE_PENALTY: Setting = additive("presence_penalty");
+const FREQUENCY_PENALTY: Setting = additive("frequency_penalty");
+const TYPICAL_P: Setting = share("typical_p");
+
+/// Returns the setting of a share of the probability that is kept.
+const fn share(name: &'static str) -> Setting {
+    let is_valid = |v| v > 0.0 && v <= 1.0;
+    Setting { name, neutral: 1.0, is_valid, expected: "above 0 and at most 1" }
+}
+
+/// Returns the setting of a penalty that is subtracted from logits.
+const fn additive(name: &'static str) -> Setting {
+    let is_valid = |v: f32| v.abs() <= 1e4;
+    Setting { name, neutral: 0.0, is_valid, expected: "from -10000 to 10000" }
+}
+
+impl Setting {
+    /// Returns what generation_config.json says.
+    fn read(&self, json: &Map<String, Value>) -> Result<Option<f32>> {
+        float(json, self.name, self.is_valid, self.expected)
     }
-    Err(Error::invalid_argument(format!("{name} is {value}, but must be {expected}")))
+
+    /// Resolves the caller's value over the model's over the neutral one.
+    fn resolve(&self, caller: Option<f32>, model: Option<f32>) -> Result<f32> {
+        let value = caller.or(model).unwrap_or(self.neutral);
+        if value.is_finite() && (self.is_valid)(value) {
+            return Ok(value);
+        }
+        let Setting { name, expected, .. } = self;
+        Err(Error::invalid_argument(format!("{name} is {value}, but must be {expected}")))
+    }
+}
+
+impl SamplingOverrides {
+    /// Reads generation_config.json, which knows no presence and frequency penalty.
+    pub(super) fn from_json(json: &Map<String, Value>) -> Result<Self> {
+        Ok(SamplingOverrides {
+            temperature: TEMPERATURE.read(json)?,
+            top_k: count(json, "top_k")?,
+            top_p: TOP_P.read(json)?,
+            min_p: MIN_P.read(json)?,
+            repetition_penalty: REPETITION_PENALTY.read(json)?,
+            presence_penalty: None,
+            frequency_penalty: None,
+            typical_p: TYPICAL_P.read(json)?,
+            no_repeat_ngram_size: count(json, "no_repeat_ngram_size")?,
+        })
+    }
 }
 
 impl SamplingParams {
     /// Resolves the caller's settings over the model's over the neutral ones.
-    pub fn resolve(caller: &SamplingOverrides, model: &GenerationConfig) -> Result<Self> {
-        // As in Transformers, a model's temperature counts only if its config asks for sampling.
-        let model_temperature =
-            if model.do_sample { model.temperature.unwrap_or(1.0) } else { 0.0 };
-        let additive = |v: f32| v.abs() <= 1e4;
+    pub fn resolve(caller: &SamplingOverrides, model: &SamplingOverrides) -> Result<Self> {
+        let float = |setting: Setting, of: fn(&SamplingOverrides) -> Option<f32>| {
+            setting.resolve(of(caller), of(model))
+        };
         Ok(SamplingParams {
-            temperature: checked(
-                caller.temperature,
-                model_temperature,
-                "temperature",
-                |v| v >= 0.0,
-                "a finite number, at least 0",
-            )?,
+            temperature: float(TEMPERATURE, |s| s.temperature)?,
             top_k: caller.top_k.or(model.top_k).unwrap_or(0) as usize,
-            top_p: checked(
-                caller.top_p.or(model.top_p),
-                1.0,
-                "top_p",
-                |v| v > 0.0 && v <= 1.0,
-                "above 0 and at most 1",
-            )?,
-            min_p: checked(
-                caller.min_p.or(model.min_p),
-                0.0,
-                "min_p",
-                |v| (0.0..=1.0).contains(&v),
-                "from 0 to 1",
-            )?,
-            repetition_penalty: checked(
-                caller.repetition_penalty.or(model.repetition_penalty),
-                1.0,
-                "repetition_penalty",
-                |v| (1e-3..=1e3).contains(&v),
-                "from 0.001 to 1000",
-            )?,
-            presence_penalty: checked(
-                caller.presence_penalty,
-                0.0,
-                "presence_penalty",
-                additive,
-                "from -10000 to 10000",
-            )?,
-            frequency_penalty: checked(
-                caller.frequency_penalty,
-                0.0,
-                "frequency_penalty",
-                additive,
-                "from -10000 to 10000",
-            )?,
-            typical_p: checked(
-                caller.typical_p.or(model.typical_p),
-                1.0,
-                "typical_p",
-                |v| v > 0.0 && v <= 1.0,
-                "above 0 and at most 1",
-            )?,
+            top_p: float(TOP_P, |s| s.top_p)?,
+            min_p: float(MIN_P, |s| s.min_p)?,
+            repetition_penalty: float(REPETITION_PENALTY, |s| s.repetition_penalty)?,
+            presence_penalty: float(PRESENCE_PENALTY, |s| s.presence_penalty)?,
+            frequency_penalty: float(FREQUENCY_PENALTY, |s| s.frequency_penalty)?,
+            typical_p: float(TYPICAL_P, |s| s.typical_p)?,
             no_repeat_ngram_size: caller
                 .no_repeat_ngram_size
                 .or(model.no_repeat_ngram_size)
@@ -489,7 +513,7 @@ mod tests {
     use super::*;
 
     fn params(caller: SamplingOverrides) -> SamplingParams {
-        SamplingParams::resolve(&caller, &GenerationConfig::default()).unwrap()
+        SamplingParams::resolve(&caller, &SamplingOverrides::default()).unwrap()
     }
 
     #[test]
@@ -504,7 +528,8 @@ mod tests {
     #[test]
     fn wrong_parameters_are_refused_by_name() {
         let bad = |caller: SamplingOverrides, name: &str| {
-            let error = SamplingParams::resolve(&caller, &GenerationConfig::default()).unwrap_err();
+            let error =
+                SamplingParams::resolve(&caller, &SamplingOverrides::default()).unwrap_err();
             assert!(error.message().starts_with(name), "{error}");
         };
         for v in [f32::NAN, -0.1, f32::INFINITY] {

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use crate::chi_square::assert_fits;
 use safetensors::SafeTensors;
-use xserv::engine::{GenerationConfig, LogitBias, Sampler, SamplingOverrides, SamplingParams};
+use xserv::engine::{LogitBias, Sampler, SamplingOverrides, SamplingParams};
 
 fn golden() -> Option<PathBuf> {
     let path = match std::env::var_os("XSERV_GOLDEN") {
@@ -20,7 +20,7 @@ fn golden() -> Option<PathBuf> {
 }
 
 fn params(caller: &SamplingOverrides) -> SamplingParams {
-    SamplingParams::resolve(caller, &GenerationConfig::default()).unwrap()
+    SamplingParams::resolve(caller, &SamplingOverrides::default()).unwrap()
 }
 
 /// Probabilities of all tokens, zero for those that are out.

@@ -6,7 +6,7 @@ use crate::support::chi_square::assert_fits;
 use crate::support::device::{cuda_context, upload};
 use crate::support::{rounded, to_bytes};
 use xserv::backend::{Arena, ComputeContext, DeviceTensor, PinnedBuffer};
-use xserv::engine::{GenerationConfig, Sampler, SamplingOverrides, SamplingParams};
+use xserv::engine::{Sampler, SamplingOverrides, SamplingParams};
 use xserv::memory::{DType, ElementType};
 use xserv::model::NO_TOKEN;
 use xserv::ops::sample::{
@@ -105,7 +105,7 @@ fn chooser() -> Option<Chooser> {
 
 /// Returns the probabilities of the tokens by the CPU's sampler.
 fn probabilities(overrides: &SamplingOverrides, logits: &[f32]) -> Vec<f64> {
-    let params = SamplingParams::resolve(overrides, &GenerationConfig::default()).expect("valid");
+    let params = SamplingParams::resolve(overrides, &SamplingOverrides::default()).expect("valid");
     let mut sampler = Sampler::new(params, 0, &[]).expect("a sampler");
     let mut out = vec![0.0; logits.len()];
     for candidate in sampler.candidates(&mut logits.to_vec()).expect("candidates") {
@@ -251,7 +251,8 @@ fn filters_on_cuda_leave_what_they_leave_on_the_host() {
             typical_p,
             ..SamplingOverrides::default()
         };
-        let params = SamplingParams::resolve(&caller, &GenerationConfig::default()).expect("valid");
+        let params =
+            SamplingParams::resolve(&caller, &SamplingOverrides::default()).expect("valid");
         let mut sampler = Sampler::new(params, 0, &[]).expect("a sampler");
         let mut kept: Vec<(f64, u32)> = sampler
             .candidates(&mut logits.clone())

@@ -166,7 +166,9 @@ fn settings(input: &[u8]) -> Outcome {
     let split = input.iter().position(|byte| *byte == 0).unwrap_or(input.len());
     let (generation, tokenizer) = (&input[..split], input.get(split + 1..).unwrap_or(b"{}"));
     let read = GenerationConfig::from_files(Some(generation), Some(tokenizer), 2048)?;
-    let numbers = [read.temperature, read.top_p, read.min_p, read.repetition_penalty];
+    let sampling = read.sampling;
+    let numbers =
+        [sampling.temperature, sampling.top_p, sampling.min_p, sampling.repetition_penalty];
     assert!(numbers.into_iter().flatten().all(f32::is_finite), "{read:?}");
     assert!(read.eos_token_ids.iter().all(|id| *id < 2048), "{read:?}");
     SpecialTokens::from_config(tokenizer)?;
