@@ -131,7 +131,7 @@ __device__ __forceinline__ void quantised(const QuantisedParams& p) {
           const uint32_t group = slot + kChunkBytes + s * kGroupBytes;
           scales[r][s] = scale_pair(shared_pair(group + (row << scale_shift), is_f32), scale_type);
           constexpr uint32_t kMiddle = kCode == Code::kInt4 ? 0x0808 : 0x8080;
-          zeros[s] = kCode != Code::kFp8 && has_zeros ? shared_half(group + 64 + row * 2) : kMiddle;
+          zeros[s] = !is_float(kCode) && has_zeros ? shared_half(group + 64 + row * 2) : kMiddle;
         }
 #pragma unroll
         for (int step = 0; step < 4; ++step) {
@@ -196,24 +196,21 @@ __device__ __forceinline__ void quantised(const QuantisedParams& p) {
 #define XSERV_QUANTISED_DTYPES(...)              \
   XSERV_QUANTISED(__VA_ARGS__, f16, __half)      \
   XSERV_QUANTISED(__VA_ARGS__, bf16, __nv_bfloat16)
-#define XSERV_QUANTISED_8_BITS(...)                      \
-  XSERV_QUANTISED_DTYPES(int8, kInt8, __VA_ARGS__)       \
-  XSERV_QUANTISED_DTYPES(fp8, kFp8, __VA_ARGS__)
 // Scales of a chunk, tokens, tiles of a warp, fragments of a batch, chunks ahead, blocks of a multiprocessor:
 // with these nothing is spilled on sm_90 for up to 32 tokens, and for 64 at most a few words.
-XSERV_QUANTISED_DTYPES(int4, kInt4, 1, 8, 2, 1, 6, 2)
-XSERV_QUANTISED_DTYPES(int4, kInt4, 1, 16, 2, 2, 6, 2)
-XSERV_QUANTISED_DTYPES(int4, kInt4, 1, 32, 2, 4, 6, 1)
-XSERV_QUANTISED_DTYPES(int4, kInt4, 1, 64, 2, 4, 6, 1)
-XSERV_QUANTISED_DTYPES(int4, kInt4, 2, 8, 2, 1, 6, 2)
-XSERV_QUANTISED_DTYPES(int4, kInt4, 2, 16, 2, 2, 6, 2)
-XSERV_QUANTISED_DTYPES(int4, kInt4, 2, 32, 2, 2, 6, 1)
-XSERV_QUANTISED_DTYPES(int4, kInt4, 2, 64, 2, 2, 6, 1)
-XSERV_QUANTISED_8_BITS(1, 8, 2, 1, 4, 2)
-XSERV_QUANTISED_8_BITS(1, 16, 2, 2, 4, 2)
-XSERV_QUANTISED_8_BITS(1, 32, 2, 4, 4, 1)
-XSERV_QUANTISED_8_BITS(1, 64, 2, 4, 4, 1)
-XSERV_QUANTISED_8_BITS(2, 8, 2, 1, 4, 2)
-XSERV_QUANTISED_8_BITS(2, 16, 2, 2, 4, 2)
-XSERV_QUANTISED_8_BITS(2, 32, 2, 4, 4, 1)
-XSERV_QUANTISED_8_BITS(2, 64, 2, 2, 4, 1)
+XSERV_CODES_OF_4_BITS(XSERV_QUANTISED_DTYPES, 1, 8, 2, 1, 6, 2)
+XSERV_CODES_OF_4_BITS(XSERV_QUANTISED_DTYPES, 1, 16, 2, 2, 6, 2)
+XSERV_CODES_OF_4_BITS(XSERV_QUANTISED_DTYPES, 1, 32, 2, 4, 6, 1)
+XSERV_CODES_OF_4_BITS(XSERV_QUANTISED_DTYPES, 1, 64, 2, 4, 6, 1)
+XSERV_CODES_OF_4_BITS(XSERV_QUANTISED_DTYPES, 2, 8, 2, 1, 6, 2)
+XSERV_CODES_OF_4_BITS(XSERV_QUANTISED_DTYPES, 2, 16, 2, 2, 6, 2)
+XSERV_CODES_OF_4_BITS(XSERV_QUANTISED_DTYPES, 2, 32, 2, 2, 6, 1)
+XSERV_CODES_OF_4_BITS(XSERV_QUANTISED_DTYPES, 2, 64, 2, 2, 6, 1)
+XSERV_CODES_OF_8_BITS(XSERV_QUANTISED_DTYPES, 1, 8, 2, 1, 4, 2)
+XSERV_CODES_OF_8_BITS(XSERV_QUANTISED_DTYPES, 1, 16, 2, 2, 4, 2)
+XSERV_CODES_OF_8_BITS(XSERV_QUANTISED_DTYPES, 1, 32, 2, 4, 4, 1)
+XSERV_CODES_OF_8_BITS(XSERV_QUANTISED_DTYPES, 1, 64, 2, 4, 4, 1)
+XSERV_CODES_OF_8_BITS(XSERV_QUANTISED_DTYPES, 2, 8, 2, 1, 4, 2)
+XSERV_CODES_OF_8_BITS(XSERV_QUANTISED_DTYPES, 2, 16, 2, 2, 4, 2)
+XSERV_CODES_OF_8_BITS(XSERV_QUANTISED_DTYPES, 2, 32, 2, 4, 4, 1)
+XSERV_CODES_OF_8_BITS(XSERV_QUANTISED_DTYPES, 2, 64, 2, 2, 4, 1)

@@ -170,7 +170,7 @@ __device__ __forceinline__ void quantised_few(const QuantisedParams& p) {
           const uint32_t group = slot + r * kTileBytes + kStageBytes;
           scale_words[r][u] = shared_pair(group + u * 64 + row * (is_f32 ? 8 : 4), is_f32);
           constexpr uint32_t kMiddle = kIsInt4 ? 0x0808 : 0x8080;
-          const bool has = kCode != Code::kFp8 && has_zeros;
+          const bool has = !is_float(kCode) && has_zeros;
           zeros[r][u] = has ? shared_half(group + kUnits * 64 + u * 16 + row * 2) : kMiddle;
         }
       }
@@ -251,10 +251,8 @@ __device__ __forceinline__ void quantised_few(const QuantisedParams& p) {
   XSERV_QUANTISED_FEW(CODE_NAME, CODE, UNITS, 8, 2, bf16, __nv_bfloat16)        \
   XSERV_QUANTISED_FEW(CODE_NAME, CODE, UNITS, 16, 1, f16, __half)               \
   XSERV_QUANTISED_FEW(CODE_NAME, CODE, UNITS, 16, 1, bf16, __nv_bfloat16)
-XSERV_QUANTISED_FEW_TOKENS(int4, kInt4, 1)
-XSERV_QUANTISED_FEW_TOKENS(int4, kInt4, 2)
-XSERV_QUANTISED_FEW_TOKENS(int4, kInt4, 4)
-XSERV_QUANTISED_FEW_TOKENS(int8, kInt8, 1)
-XSERV_QUANTISED_FEW_TOKENS(int8, kInt8, 2)
-XSERV_QUANTISED_FEW_TOKENS(fp8, kFp8, 1)
-XSERV_QUANTISED_FEW_TOKENS(fp8, kFp8, 2)
+XSERV_CODES_OF_4_BITS(XSERV_QUANTISED_FEW_TOKENS, 1)
+XSERV_CODES_OF_4_BITS(XSERV_QUANTISED_FEW_TOKENS, 2)
+XSERV_CODES_OF_4_BITS(XSERV_QUANTISED_FEW_TOKENS, 4)
+XSERV_CODES_OF_8_BITS(XSERV_QUANTISED_FEW_TOKENS, 1)
+XSERV_CODES_OF_8_BITS(XSERV_QUANTISED_FEW_TOKENS, 2)

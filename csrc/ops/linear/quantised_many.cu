@@ -272,7 +272,7 @@ __device__ __forceinline__ void quantised_many(const QuantisedManyParams& p) {
       if (!is_second || has_units) {
         const int unit = (kPieces == 2 ? is_second : (chunk * 2 + half)) >> (kPieceShift - p.unit_shift);
         fetched_scale = shared_pair(fetched_stage + pairs + unit * S::kScaleBytes, is_f32);
-        if (S::kCode != Code::kFp8 && p.has_zeros) {
+        if (!is_float(S::kCode) && p.has_zeros) {
           zeros = shared_half(fetched_stage + S::kZeros + unit * S::kZeroPitch + warp * 16 + row * 2);
         }
       }
@@ -421,10 +421,9 @@ __device__ __forceinline__ void quantised_many(const QuantisedManyParams& p) {
   XSERV_MANY(CODE_NAME, CODE, 32, 32, 4, SUFFIX, T)           \
   XSERV_MANY(CODE_NAME, CODE, 32, 64, 3, SUFFIX, T)           \
   XSERV_MANY(CODE_NAME, CODE, 32, 128, 2, SUFFIX, T)
-#define XSERV_MANY_CODES(SUFFIX, T)          \
-  XSERV_MANY_ALL(int4, kInt4, SUFFIX, T)     \
-  XSERV_MANY_ALL(int8, kInt8, SUFFIX, T)     \
-  XSERV_MANY_ALL(fp8, kFp8, SUFFIX, T)
+#define XSERV_MANY_CODES(SUFFIX, T)                     \
+  XSERV_CODES_OF_4_BITS(XSERV_MANY_ALL, SUFFIX, T)      \
+  XSERV_CODES_OF_8_BITS(XSERV_MANY_ALL, SUFFIX, T)
 XSERV_MANY_CODES(f16, __half)
 XSERV_MANY_CODES(bf16, __nv_bfloat16)
 #endif

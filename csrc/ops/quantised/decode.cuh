@@ -6,9 +6,20 @@
 #include <cuda_fp16.h>
 #include <stdint.h>
 
+#include <type_traits>
+
 namespace xserv {
 
+// What a number is stored as, numbered like Code of src/ops/quantised/format.rs. All that kernels ask of a code is in this
+// header: its decoders below, the properties beside it, and the lists of codes, M(name, code, ...) for each, by which
+// sources define the kernels of every code.
 enum class Code { kInt4, kInt8, kFp8 };
+
+#define XSERV_CODES_OF_4_BITS(M, ...) M(int4, kInt4, __VA_ARGS__)
+#define XSERV_CODES_OF_8_BITS(M, ...) M(int8, kInt8, __VA_ARGS__) M(fp8, kFp8, __VA_ARGS__)
+
+// Whether codes stand for floats, which have no zeros.
+__host__ __device__ constexpr bool is_float(Code code) { return code == Code::kFp8; }
 
 // (a & kMask) | bits and (a & kMask) ^ bits, in one instruction: of constants it has only one in itself, so
 // that the compiler takes two where both are written as such (13.0).
@@ -174,6 +185,36 @@ struct Decoder<__half, Code::kFp8> {
     }
   }
 };
+
+__device__ __forceinline__ float fp8_value(uint32_t code) {
+  // The bits of a small f32, which differs by a power of 2.
+  const float magnitude = (code & 0x7f) == 0x7f ? __uint_as_float(0x7fc00000u)
+                                                : __uint_as_float((code & 0x7f) << 20) * 0x1p120f;
+  return code & 0x80 ? -magnitude : magnitude;
+}
+
+// The number of a code, before it is scaled.
+__device__ __forceinline__ float code_value(Code code, uint32_t bits, int zero) {
+  return code == Code::kFp8 ? fp8_value(bits) : static_cast<float>(static_cast<int>(bits) - zero);
+}
+
+// Whether all codes of the words stand for numbers.
+template <Code kCode>
+__device__ __forceinline__ bool are_numbers(const uint32_t (&words)[4]) {
+  if constexpr (kCode != Code::kFp8) return true;
+  bool are = true;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) are &= (((words[i] & 0x7f7f7f7fu) + 0x01010101u) & 0x80808080u) == 0;
+  return are;
+}
+
+// Returns function(std::integral_constant<Code, code>()).
+template <typename Function>
+__device__ __forceinline__ bool with_code(Code code, const Function& function) {
+  if (code == Code::kInt4) return function(std::integral_constant<Code, Code::kInt4>());
+  if (code == Code::kInt8) return function(std::integral_constant<Code, Code::kInt8>());
+  return function(std::integral_constant<Code, Code::kFp8>());
+}
 
 // Numbers 1 + code / 16 from the word of a product: with codes where T has its highest bits after the point,
 // they take two instructions each, and what is too much can be subtracted from sums. A sum loses two bits

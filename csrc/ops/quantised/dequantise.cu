@@ -51,11 +51,6 @@ __device__ __forceinline__ void store_eight(const DequantiseParams& p, int64_t o
   }
 }
 
-// Whether a code of the word is none of a number.
-__device__ __forceinline__ bool has_no_number(uint32_t word) {
-  return (((word & 0x7f7f7f7fu) + 0x01010101u) & 0x80808080u) != 0;
-}
-
 // Eight inputs of each of a lane's two rows that share a group: decoded in pairs of bf16, exactly, as operands of
 // products are, so that a number takes four instructions and the memory is what limits.
 template <typename T, Code kCode>
@@ -66,7 +61,7 @@ __device__ __forceinline__ void dequantise_group(const DequantiseParams& p, cons
   const uint32_t* scale_words = static_cast<const uint32_t*>(p.scales) + (type == ScaleType::kF32 ? index : index / 2);
   const float2 scale = scale_pair(
       make_uint2(scale_words[0], type == ScaleType::kF32 ? scale_words[1] : 0), type);
-  const bool has_zeros = kCode != Code::kFp8 && p.zeros != nullptr;
+  const bool has_zeros = !is_float(kCode) && p.zeros != nullptr;
   constexpr uint32_t kMiddle = kCode == Code::kInt4 ? 0x0808 : 0x8080;
   const uint32_t zeros =
       has_zeros ? *reinterpret_cast<const uint16_t*>(static_cast<const char*>(p.zeros) + index) : kMiddle;
@@ -109,12 +104,14 @@ __device__ __forceinline__ void dequantise(const DequantiseParams& p) {
   const int64_t first = tile * p.tile_rows + row;
   if (first >= p.pairs_end) return;
   if (p.group_size % 8 == 0) {
-    if (is_int4) return dequantise_group<T, Code::kInt4>(p, words, tile, row, first, input);
-    if (code_type == Code::kInt8) return dequantise_group<T, Code::kInt8>(p, words, tile, row, first, input);
-    bool are_numbers = true;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) are_numbers &= !has_no_number(words[i]);
-    if (are_numbers) return dequantise_group<T, Code::kFp8>(p, words, tile, row, first, input);
+    // Decoders take codes that stand for numbers.
+    if (with_code(code_type, [&](auto code) {
+          if (!are_numbers<code.value>(words)) return false;
+          dequantise_group<T, code.value>(p, words, tile, row, first, input);
+          return true;
+        })) {
+      return;
+    }
   }
 #pragma unroll
   for (int second = 0; second < 2; ++second) {

@@ -6,13 +6,6 @@
 
 namespace xserv {
 
-__device__ __forceinline__ float fp8_value(uint32_t code) {
-  // The bits of a small f32, which differs by a power of 2.
-  const float magnitude = (code & 0x7f) == 0x7f ? __uint_as_float(0x7fc00000u)
-                                                : __uint_as_float((code & 0x7f) << 20) * 0x1p120f;
-  return code & 0x80 ? -magnitude : magnitude;
-}
-
 __device__ __forceinline__ float scale_at(const void* scales, int64_t index, ScaleType type) {
   if (type == ScaleType::kF32) return static_cast<const float*>(scales)[index];
   if (type == ScaleType::kF16) return to_float(static_cast<const __half*>(scales)[index]);
@@ -57,8 +50,7 @@ __device__ __forceinline__ void eight_numbers(T (&values)[8], const uint32_t (&w
       zero = zeros != nullptr ? static_cast<const unsigned char*>(zeros)[index] : is_int4 ? 8 : 128;
     }
     --left;
-    const uint32_t bits = code_of(words, e, second, is_int4);
-    const float value = code == Code::kFp8 ? fp8_value(bits) : static_cast<float>(static_cast<int>(bits) - zero);
+    const float value = code_value(code, code_of(words, e, second, is_int4), zero);
     values[e] = from_float<T>(__fmul_rn(value, scale));
   }
 }
