@@ -142,11 +142,11 @@ impl QuantModule {
                 let stored = bytes.codes.get(first * row_bytes..).unwrap_or_default();
                 codes.iter_mut().zip(stored).for_each(|(code, byte)| *code = byte ^ 0x80);
             }
-            CodeLayout::Fp8 => {
+            CodeLayout::Plain => {
                 let begin = first * row_bytes;
                 let stored = bytes.codes.get(begin..begin + codes.len()).unwrap_or_default();
                 codes.copy_from_slice(stored);
-                self.check_fp8(codes, first)?;
+                self.check_numbers(codes, first)?;
             }
         }
         if bytes.order.is_empty() {
@@ -171,14 +171,13 @@ impl QuantModule {
         Ok(())
     }
 
-    /// Refuses the two codes of FP8 that are no numbers.
-    fn check_fp8(&self, codes: &[u8], first_row: usize) -> Result<()> {
-        let is_nan = |code: &u8| code & 0x7f == 0x7f;
-        // Without an early exit the loop is compiled to vector instructions.
-        if !codes.iter().fold(false, |found, code| found | is_nan(code)) {
+    /// Refuses codes that are no numbers.
+    fn check_numbers(&self, codes: &[u8], first_row: usize) -> Result<()> {
+        let code = self.format.code;
+        if code.are_numbers(codes) {
             return Ok(());
         }
-        let at = codes.iter().position(is_nan).unwrap_or_default();
+        let at = codes.iter().position(|&byte| !code.is_number(byte)).unwrap_or_default();
         let (row, column) = (at / self.in_features.max(1), at % self.in_features.max(1));
         Err(Error::invalid_file(format!(
             "{}: tensor {} has no number (NaN) at [{}, {column}]",

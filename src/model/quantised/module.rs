@@ -94,8 +94,8 @@ pub(super) enum CodeLayout {
     Packed,
     /// Bytes `[out, in]`, integers with a sign.
     Signed,
-    /// Bytes `[out, in]`, e4m3fn.
-    Fp8,
+    /// Bytes `[out, in]`, the codes as they are.
+    Plain,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -345,7 +345,7 @@ impl Finder<'_> {
         self.check(&codes, &[stored], &[&[self.out_features, self.in_features]])?;
         // Two names of one thing: both multiply.
         let inverse = "weight_scale_inv";
-        let has_inverse = code == Code::Fp8 && self.raw(inverse).is_some();
+        let has_inverse = code.is_float() && self.raw(inverse).is_some();
         let name = match scales {
             Some(ScaleShape::Block(_)) if self.config.method_name() == "fp8" => inverse,
             _ if has_inverse => inverse,
@@ -359,7 +359,7 @@ impl Finder<'_> {
             self.check(zeros, &[StoredDType::I8], &[&shape])?;
         }
         let layout = Layout {
-            codes: if code == Code::Fp8 { CodeLayout::Fp8 } else { CodeLayout::Signed },
+            codes: if code.is_float() { CodeLayout::Plain } else { CodeLayout::Signed },
             scales: scale_layout,
             zeros: ZeroLayout::Signed,
             zeros_are_middle: symmetric,

@@ -22,7 +22,7 @@ use crate::ops::common::panel_product::{
     grow, multiply, Epilogue, Packed, ProductNeeds, ProductScratch, Rows, Weight,
 };
 use crate::ops::common::tile_product::{self, EachPanel, TileEpilogue};
-use crate::ops::quantised::{Code, QuantFormat};
+use crate::ops::quantised::QuantFormat;
 use crate::ops::silu_mul::cpu::silu_mul_row;
 use crate::ops::silu_mul::cpu_stacked::silu_mul;
 
@@ -76,7 +76,7 @@ impl LinearScratch {
                     &format,
                     is_ordered,
                 ));
-                if format.code != Code::Fp8 {
+                if !format.code.is_float() {
                     continue;
                 }
                 let needs =

@@ -53,7 +53,7 @@ impl TileLayout {
             (Code::Int4, true) => 16,
             (Code::Int4, false) => 8,
             (Code::Int8, _) => 255,
-            (Code::Fp8, _) => return None,
+            _ => return None,
         };
         let most = longest * largest_code * usize::from(MAX_ACTIVATION.unsigned_abs());
         let is_bf16 = most < MAX_EXACT && num_rows >= MANY_ROWS;

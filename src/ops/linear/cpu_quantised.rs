@@ -46,7 +46,7 @@ impl QuantisedNeeds {
         format: &QuantFormat,
         is_ordered: bool,
     ) -> Self {
-        if format.code != Code::Fp8 {
+        if !format.code.is_float() {
             let division = Division::new(in_features, format);
             let layout = TileLayout::new(num_rows, &division, format).filter(|_| has_tiles);
             let bytes = match layout {
@@ -131,7 +131,7 @@ pub(super) fn multiply_quantised<P: Epilogue>(
         };
     }
     let epilogue = &epilogue;
-    if weight.format().code != Code::Fp8 {
+    if !weight.format().code.is_float() {
         return multiply_integers(backend, x, num_rows, weight, epilogue, activations);
     }
     let x = match weight.order() {

@@ -13,7 +13,7 @@ use crate::ops::linear::cuda_quantised_blocks::{
 };
 use crate::ops::linear::cuda_quantised_few::{Chip, FewDivision};
 use crate::ops::linear::cuda_quantised_many::{has_quantised_many, is_fine, ManyDivision};
-use crate::ops::linear::Epilogue;
+use crate::ops::linear::{quantised_kernels, Epilogue};
 use crate::ops::quantised::cuda::{scale_number, QuantisedTiles};
 use crate::ops::quantised::tiles::{TileLayout, CHUNK};
 use crate::ops::quantised::Code;
@@ -153,34 +153,7 @@ impl Division {
     }
 
     fn kernel(&self, code: Code, scales: usize, dtype: DType) -> Option<Kernel> {
-        let kernel = match (code, scales, self.tokens) {
-            (Code::Int4, 1, 8) => kernels::LINEAR_QUANTISED_INT4_1_8,
-            (Code::Int4, 1, 16) => kernels::LINEAR_QUANTISED_INT4_1_16,
-            (Code::Int4, 1, 32) => kernels::LINEAR_QUANTISED_INT4_1_32,
-            (Code::Int4, 1, 64) => kernels::LINEAR_QUANTISED_INT4_1_64,
-            (Code::Int4, 2, 8) => kernels::LINEAR_QUANTISED_INT4_2_8,
-            (Code::Int4, 2, 16) => kernels::LINEAR_QUANTISED_INT4_2_16,
-            (Code::Int4, 2, 32) => kernels::LINEAR_QUANTISED_INT4_2_32,
-            (Code::Int4, 2, 64) => kernels::LINEAR_QUANTISED_INT4_2_64,
-            (Code::Int8, 1, 8) => kernels::LINEAR_QUANTISED_INT8_1_8,
-            (Code::Int8, 1, 16) => kernels::LINEAR_QUANTISED_INT8_1_16,
-            (Code::Int8, 1, 32) => kernels::LINEAR_QUANTISED_INT8_1_32,
-            (Code::Int8, 1, 64) => kernels::LINEAR_QUANTISED_INT8_1_64,
-            (Code::Int8, 2, 8) => kernels::LINEAR_QUANTISED_INT8_2_8,
-            (Code::Int8, 2, 16) => kernels::LINEAR_QUANTISED_INT8_2_16,
-            (Code::Int8, 2, 32) => kernels::LINEAR_QUANTISED_INT8_2_32,
-            (Code::Int8, 2, 64) => kernels::LINEAR_QUANTISED_INT8_2_64,
-            (Code::Fp8, 1, 8) => kernels::LINEAR_QUANTISED_FP8_1_8,
-            (Code::Fp8, 1, 16) => kernels::LINEAR_QUANTISED_FP8_1_16,
-            (Code::Fp8, 1, 32) => kernels::LINEAR_QUANTISED_FP8_1_32,
-            (Code::Fp8, 1, 64) => kernels::LINEAR_QUANTISED_FP8_1_64,
-            (Code::Fp8, 2, 8) => kernels::LINEAR_QUANTISED_FP8_2_8,
-            (Code::Fp8, 2, 16) => kernels::LINEAR_QUANTISED_FP8_2_16,
-            (Code::Fp8, 2, 32) => kernels::LINEAR_QUANTISED_FP8_2_32,
-            (Code::Fp8, 2, 64) => kernels::LINEAR_QUANTISED_FP8_2_64,
-            _ => return None,
-        };
-        kernel.of(dtype)
+        quantised_kernels::product(code, scales, self.tokens)?.of(dtype)
     }
 
     fn launch(&self, num_tokens: u64, sizes: Sizes, scales: usize) -> Option<Launch> {
@@ -212,11 +185,11 @@ pub fn has_linear_quantised(context: &ComputeContext) -> Result<bool> {
 /// numbers, which are made for the time of the product. `has_many`: what [`has_quantised_many`] says.
 /// Measured on an H200 with the layers of Qwen3-8B.
 pub fn max_quantised_tokens(has_many: bool, layout: &TileLayout) -> usize {
-    match layout.format().code {
+    match layout.format().code.bits() {
         _ if !has_many => 128,
         _ if is_fine(layout) => 256,
-        Code::Int4 => 512,
-        Code::Int8 | Code::Fp8 => 384,
+        4 => 512,
+        _ => 384,
     }
 }
 
@@ -352,7 +325,7 @@ mod tests {
             (5120, 25_600),
             (8, 64),
         ] {
-            for code in [Code::Int4, Code::Int8, Code::Fp8] {
+            for code in Code::ALL {
                 let layout = layout(rows, k, code, 128);
                 let sizes = Sizes::of(&layout);
                 assert!(is_quantised_weight(&layout));

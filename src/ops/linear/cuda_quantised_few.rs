@@ -1,11 +1,12 @@
 //! How a product of up to 16 tokens with quantised weights is divided on a GPU:
 //! `csrc/ops/linear/quantised_few.cu`.
 
-use crate::backend::cuda::{kernels, CudaContext, Kernel};
+use crate::backend::cuda::{CudaContext, Kernel};
 use crate::memory::DType;
 use crate::ops::linear::cuda_quantised_blocks::{
     launch, units, Chosen, GROUP_BYTES, MULTIPROCESSORS, TILES, WARPS, WARPS_SHIFT,
 };
+use crate::ops::linear::quantised_kernels;
 use crate::ops::quantised::tiles::{TileLayout, CHUNK};
 use crate::ops::quantised::Code;
 
@@ -113,24 +114,7 @@ impl FewDivision {
     }
 
     fn kernel(&self, code: Code, scales: usize, dtype: DType) -> Option<Kernel> {
-        let kernel = match (code, scales, self.tokens()) {
-            (Code::Int4, 1, 8) => kernels::LINEAR_QUANTISED_FEW_INT4_1_8,
-            (Code::Int4, 1, 16) => kernels::LINEAR_QUANTISED_FEW_INT4_1_16,
-            (Code::Int4, 2, 8) => kernels::LINEAR_QUANTISED_FEW_INT4_2_8,
-            (Code::Int4, 2, 16) => kernels::LINEAR_QUANTISED_FEW_INT4_2_16,
-            (Code::Int4, 4, 8) => kernels::LINEAR_QUANTISED_FEW_INT4_4_8,
-            (Code::Int4, 4, 16) => kernels::LINEAR_QUANTISED_FEW_INT4_4_16,
-            (Code::Int8, 1, 8) => kernels::LINEAR_QUANTISED_FEW_INT8_1_8,
-            (Code::Int8, 1, 16) => kernels::LINEAR_QUANTISED_FEW_INT8_1_16,
-            (Code::Int8, 2, 8) => kernels::LINEAR_QUANTISED_FEW_INT8_2_8,
-            (Code::Int8, 2, 16) => kernels::LINEAR_QUANTISED_FEW_INT8_2_16,
-            (Code::Fp8, 1, 8) => kernels::LINEAR_QUANTISED_FEW_FP8_1_8,
-            (Code::Fp8, 1, 16) => kernels::LINEAR_QUANTISED_FEW_FP8_1_16,
-            (Code::Fp8, 2, 8) => kernels::LINEAR_QUANTISED_FEW_FP8_2_8,
-            (Code::Fp8, 2, 16) => kernels::LINEAR_QUANTISED_FEW_FP8_2_16,
-            _ => return None,
-        };
-        kernel.of(dtype)
+        quantised_kernels::few(code, scales, self.tokens())?.of(dtype)
     }
 
     /// The kernel, its launch, and what it is told.
@@ -177,7 +161,7 @@ mod tests {
     fn every_product_of_few_tokens_has_a_kernel() {
         for shape in [(6144, 4096), (24_576, 4096), (4096, 12_288), (1024, 3072), (8, 64), (40, 72)]
         {
-            for code in [Code::Int4, Code::Int8, Code::Fp8] {
+            for code in Code::ALL {
                 for num_tokens in 1..=16 {
                     for chip in [H200, CONSUMER] {
                         let (layout, division) = division(code, num_tokens, shape, chip);

@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 use crate::memory::{DType, Tensor};
 use crate::ops::common::contiguous::{cuda, float};
 use crate::ops::linear::cuda_quantised_blocks::{epilogue_number, MULTIPROCESSORS};
-use crate::ops::linear::Epilogue;
+use crate::ops::linear::{quantised_kernels, Epilogue};
 use crate::ops::quantised::cuda::{scale_number, QuantisedTiles};
 use crate::ops::quantised::tiles::{TileLayout, CHUNK, TILE_ROWS};
 use crate::ops::quantised::Code;
@@ -124,40 +124,7 @@ impl Shape {
     }
 
     fn kernel(self, code: Code, piece_inputs: usize, dtype: DType) -> Option<Kernel> {
-        let kernel = match (code, piece_inputs, self.tokens, self.groups) {
-            (Code::Int4, 64, 32, 4) => kernels::LINEAR_QUANTISED_MANY_INT4_64_32X4,
-            (Code::Int4, 64, 32, 3) => kernels::LINEAR_QUANTISED_MANY_INT4_64_32X3,
-            (Code::Int4, 64, 32, 2) => kernels::LINEAR_QUANTISED_MANY_INT4_64_32X2,
-            (Code::Int4, 64, 64, 3) => kernels::LINEAR_QUANTISED_MANY_INT4_64_64X3,
-            (Code::Int4, 64, 64, 2) => kernels::LINEAR_QUANTISED_MANY_INT4_64_64X2,
-            (Code::Int4, 64, 96, 2) => kernels::LINEAR_QUANTISED_MANY_INT4_64_96X2,
-            (Code::Int4, 64, 128, 2) => kernels::LINEAR_QUANTISED_MANY_INT4_64_128X2,
-            (Code::Int4, 32, 32, 4) => kernels::LINEAR_QUANTISED_MANY_INT4_32_32X4,
-            (Code::Int4, 32, 64, 3) => kernels::LINEAR_QUANTISED_MANY_INT4_32_64X3,
-            (Code::Int4, 32, 128, 2) => kernels::LINEAR_QUANTISED_MANY_INT4_32_128X2,
-            (Code::Int8, 64, 32, 4) => kernels::LINEAR_QUANTISED_MANY_INT8_64_32X4,
-            (Code::Int8, 64, 32, 3) => kernels::LINEAR_QUANTISED_MANY_INT8_64_32X3,
-            (Code::Int8, 64, 32, 2) => kernels::LINEAR_QUANTISED_MANY_INT8_64_32X2,
-            (Code::Int8, 64, 64, 3) => kernels::LINEAR_QUANTISED_MANY_INT8_64_64X3,
-            (Code::Int8, 64, 64, 2) => kernels::LINEAR_QUANTISED_MANY_INT8_64_64X2,
-            (Code::Int8, 64, 96, 2) => kernels::LINEAR_QUANTISED_MANY_INT8_64_96X2,
-            (Code::Int8, 64, 128, 2) => kernels::LINEAR_QUANTISED_MANY_INT8_64_128X2,
-            (Code::Int8, 32, 32, 4) => kernels::LINEAR_QUANTISED_MANY_INT8_32_32X4,
-            (Code::Int8, 32, 64, 3) => kernels::LINEAR_QUANTISED_MANY_INT8_32_64X3,
-            (Code::Int8, 32, 128, 2) => kernels::LINEAR_QUANTISED_MANY_INT8_32_128X2,
-            (Code::Fp8, 64, 32, 4) => kernels::LINEAR_QUANTISED_MANY_FP8_64_32X4,
-            (Code::Fp8, 64, 32, 3) => kernels::LINEAR_QUANTISED_MANY_FP8_64_32X3,
-            (Code::Fp8, 64, 32, 2) => kernels::LINEAR_QUANTISED_MANY_FP8_64_32X2,
-            (Code::Fp8, 64, 64, 3) => kernels::LINEAR_QUANTISED_MANY_FP8_64_64X3,
-            (Code::Fp8, 64, 64, 2) => kernels::LINEAR_QUANTISED_MANY_FP8_64_64X2,
-            (Code::Fp8, 64, 96, 2) => kernels::LINEAR_QUANTISED_MANY_FP8_64_96X2,
-            (Code::Fp8, 64, 128, 2) => kernels::LINEAR_QUANTISED_MANY_FP8_64_128X2,
-            (Code::Fp8, 32, 32, 4) => kernels::LINEAR_QUANTISED_MANY_FP8_32_32X4,
-            (Code::Fp8, 32, 64, 3) => kernels::LINEAR_QUANTISED_MANY_FP8_32_64X3,
-            (Code::Fp8, 32, 128, 2) => kernels::LINEAR_QUANTISED_MANY_FP8_32_128X2,
-            _ => return None,
-        };
-        kernel.of(dtype)
+        quantised_kernels::many(code, piece_inputs, self.tokens, self.groups)?.of(dtype)
     }
 }
 
@@ -325,7 +292,7 @@ mod tests {
     fn every_product_of_many_tokens_has_a_kernel() {
         for shape in [(6144, 4096), (24_576, 4096), (4096, 12_288), (1024, 3072), (8, 64), (40, 72)]
         {
-            for code in [Code::Int4, Code::Int8, Code::Fp8] {
+            for code in Code::ALL {
                 for group_size in [32, 64, 96, 128, 1 << 20] {
                     let layout = layout(shape.0, shape.1, code, group_size);
                     assert_eq!(ManyDivision::choose(MIN_TOKENS - 1, &layout), None);

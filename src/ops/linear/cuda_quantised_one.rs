@@ -10,7 +10,7 @@ use crate::ops::linear::cuda_quantised_blocks::{
     check_product, epilogue_number, is_quantised_weight, launch, units, MULTIPROCESSORS, WARPS,
 };
 use crate::ops::linear::cuda_quantised_few::Chip;
-use crate::ops::linear::Epilogue;
+use crate::ops::linear::{quantised_kernels, Epilogue};
 use crate::ops::quantised::cuda::{scale_number, QuantisedTiles};
 use crate::ops::quantised::tiles::{TileLayout, CHUNK, TILE_ROWS};
 use crate::ops::quantised::Code;
@@ -122,22 +122,13 @@ impl Division {
 }
 
 fn kernel(code: Code, scales: usize, dtype: DType) -> Option<Kernel> {
-    let kernel = match (code, scales) {
-        (Code::Int4, 1) => kernels::LINEAR_QUANTISED_ONE_INT4_1,
-        (Code::Int4, 2) => kernels::LINEAR_QUANTISED_ONE_INT4_2,
-        (Code::Int4, 4) => kernels::LINEAR_QUANTISED_ONE_INT4_4,
-        (Code::Int8, 1) => kernels::LINEAR_QUANTISED_ONE_INT8_1,
-        (Code::Int8, 2) => kernels::LINEAR_QUANTISED_ONE_INT8_2,
-        (Code::Int8, 4) => kernels::LINEAR_QUANTISED_ONE_INT8_4,
-        _ => return None,
-    };
-    kernel.of(dtype)
+    quantised_kernels::one(code, scales)?.of(dtype)
 }
 
 /// Whether the kernel serves products of one token with a weight.
 pub fn has_quantised_one(context: &ComputeContext, layout: &TileLayout) -> Result<bool> {
     let Ok(cuda) = cuda(context) else { return Ok(false) };
-    Ok(layout.format().code != Code::Fp8
+    Ok(!layout.format().code.is_float()
         && is_quantised_weight(layout)
         && Division::choose(layout, Chip::of(cuda)).is_some()
         && cuda.has_kernel(kernels::LINEAR_QUANTISED_ONE_INT4_1.bf16)?)

@@ -26,6 +26,7 @@ pub mod cuda_skinny;
 mod host_matrix;
 mod matrix;
 mod plan;
+mod quantised_kernels;
 mod residual;
 pub mod tensors;
 

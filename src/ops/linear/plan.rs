@@ -59,7 +59,6 @@ use crate::ops::qk_norm_rope_append::QkNormRope;
 use crate::ops::quantised::cuda::QuantisedTiles;
 use crate::ops::quantised::cuda_activations::{quantise_inputs, QuantisedInputs};
 use crate::ops::quantised::tiles::TileLayout;
-use crate::ops::quantised::Code;
 use crate::ops::silu_mul::cuda_rounded::silu_mul;
 
 /// The most rows of a chain.
@@ -200,7 +199,7 @@ impl LinearPlan {
                     // The norm before the output matrix can be a kernel of its own.
                     if !is_output {
                         gemv_rows = 0;
-                        has_integers |= layout.format().code != Code::Fp8;
+                        has_integers |= !layout.format().code.is_float();
                     }
                 }
             }

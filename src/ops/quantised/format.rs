@@ -18,6 +18,9 @@ pub enum Code {
 // Everything that depends on the code alone is here, so that the files that move codes about ask for
 // a property instead of listing the codes again.
 impl Code {
+    /// All codes.
+    pub const ALL: [Code; 3] = [Code::Int4, Code::Int8, Code::Fp8];
+
     /// Returns the bits of a code.
     pub const fn bits(self) -> usize {
         match self {
@@ -81,6 +84,15 @@ impl Code {
         match self {
             Code::Int4 | Code::Int8 => true,
             Code::Fp8 => code & 0x7f != 0x7f,
+        }
+    }
+
+    /// Whether all codes of rows stand for numbers.
+    pub fn are_numbers(self, codes: &[u8]) -> bool {
+        match self {
+            Code::Int4 | Code::Int8 => true,
+            // Without an early exit the loop is compiled to vector instructions.
+            Code::Fp8 => codes.iter().fold(true, |all, &code| all & self.is_number(code)),
         }
     }
 

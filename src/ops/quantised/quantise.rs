@@ -96,7 +96,7 @@ fn quantise_groups(
                 four_bits(row, group_size, &mut numbers, first, codes, scales, zeros);
             }
         }
-        Code::Fp8 => return Err(Error::internal("rows are quantised to integers alone")),
+        _ => return Err(Error::internal("rows are quantised to integers alone")),
     }
     Ok(())
 }

@@ -272,7 +272,7 @@ pub fn quantise(context: &ComputeContext, x: &Tensor, matrix: &QuantisedTensors<
     let dtype = check::float(("x", x))?;
     let [rows, columns] = matrix_sizes(("x", x))?;
     match (matrix.code, matrix.zeros) {
-        (Code::Fp8, _) => {
+        (code, _) if code.is_float() => {
             return Err(Error::unsupported("matrices are quantised to integers, not to floats"))
         }
         (Code::Int4, None) => return wrong("zeros is NULL, but codes of 4 bits need it".into()),

@@ -449,12 +449,12 @@ mod tests {
         for (out_features, in_features) in
             [(8, 64), (24, 200), (16, 1), (10, 96), (40, 321), (0, 64)]
         {
-            for code in [Code::Int4, Code::Int8, Code::Fp8] {
+            for code in Code::ALL {
                 for (group_size, scale) in
                     [(32, DType::F16), (64, DType::F32), (48, DType::BF16), (1000, DType::F32)]
                 {
                     for has_zeros in [false, true] {
-                        let has_zeros = has_zeros && code != Code::Fp8;
+                        let has_zeros = has_zeros && !code.is_float();
                         let format = QuantFormat {
                             code,
                             group_size,
