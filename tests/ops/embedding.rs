@@ -1,7 +1,7 @@
 //! Rows of a table: slices of all types, packed weights, tensors, rows of tokens that a device has
 //! chosen, and tables that are quantised.
 
-use crate::quantised::{random_matrix, upload_tiles};
+use crate::quantised::{self, random_matrix, upload_tiles};
 use crate::support::device::{cuda_context, round, Bench};
 use crate::support::tensors::*;
 use crate::support::typed::{for_storage, normals, values, Typed};
@@ -75,12 +75,12 @@ fn packed_weights() {
 /// Formats of tables, with groups that divide rows and that do not.
 fn table_formats() -> Vec<QuantFormat> {
     let mut formats = Vec::new();
-    for code in [Code::Int4, Code::Int8, Code::Fp8] {
+    for code in Code::ALL {
         for (group_size, scale) in
             [(32, DType::BF16), (128, DType::F16), (20, DType::F32), (usize::MAX, DType::F32)]
         {
             for has_zeros in [false, true] {
-                if !has_zeros || code != Code::Fp8 {
+                if !has_zeros || !code.is_float() {
                     formats.push(QuantFormat {
                         code,
                         group_size,
@@ -103,21 +103,7 @@ fn table_numbers(matrix: &QuantisedMatrix) -> Vec<f64> {
         for (place, number) in numbers.iter_mut().enumerate() {
             let (scale, zero) = matrix.group(row, place / matrix.format.group_size);
             let code = matrix.code(row, place);
-            let value = match matrix.format.code {
-                Code::Int4 | Code::Int8 => f64::from(code) - f64::from(zero),
-                Code::Fp8 => {
-                    let (exponent, mantissa) = (i32::from(code >> 3 & 15), f64::from(code & 7));
-                    let size = match exponent {
-                        0 => mantissa / 8.0 * 2f64.powi(-6),
-                        _ => (1.0 + mantissa / 8.0) * 2f64.powi(exponent - 7),
-                    };
-                    if code & 0x80 != 0 {
-                        -size
-                    } else {
-                        size
-                    }
-                }
-            };
+            let value = quantised::number(matrix.format.code, code, zero);
             *number = f64::from((value * f64::from(scale)) as f32);
         }
     }

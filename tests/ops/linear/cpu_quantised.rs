@@ -10,7 +10,6 @@ use xserv::memory::DType;
 use xserv::ops::linear::cpu::{linear, linear_silu_mul, LinearScratch, Store};
 use xserv::ops::quantised::{Code, QuantFormat, QuantisedMatrix, QuantisedPanels};
 
-const CODES: [Code; 3] = [Code::Int4, Code::Int8, Code::Fp8];
 /// About how large the numbers of a matrix are.
 const SIZE: f64 = 0.05;
 
@@ -26,10 +25,10 @@ pub fn weights(matrix: &QuantisedMatrix) -> Vec<f32> {
 /// All formats with zeros or without, in groups of these sizes.
 pub fn formats(group_sizes: &[usize]) -> Vec<QuantFormat> {
     let mut all = Vec::new();
-    for code in CODES {
+    for code in Code::ALL {
         for &group_size in group_sizes {
             for (has_zeros, scale) in
-                [(false, DType::F16), (false, DType::F32), (code != Code::Fp8, DType::BF16)]
+                [(false, DType::F16), (false, DType::F32), (!code.is_float(), DType::BF16)]
             {
                 all.push(QuantFormat {
                     code,
@@ -65,7 +64,7 @@ fn rounded_rows(x: &[f32], k: usize, format: &QuantFormat) -> Vec<f32> {
         let groups = wide.chunks_exact(k).flat_map(|row| row.chunks(128));
         return groups.flat_map(in_e4m3).map(|x| x as f32).collect();
     }
-    if format.code == Code::Fp8 {
+    if format.code.is_float() {
         return x.to_vec();
     }
     let mut rounded = Vec::new();
@@ -212,7 +211,7 @@ fn gated_products_of_quantised_weights() {
 fn integers_have_the_same_sums_with_and_without_the_product_of_bytes() {
     let mut random = Random::new(25);
     let (k, n, num_tokens) = (777, 130, 71);
-    for format in formats(&[32, 777]).into_iter().filter(|format| format.code != Code::Fp8) {
+    for format in formats(&[32, 777]).into_iter().filter(|format| !format.code.is_float()) {
         let matrix = random_matrix(&mut random, n, k, format, SIZE);
         let x = random.normals(num_tokens * k);
         for (backend, plain) in backends(&[1]).into_iter().zip(backends(&[2])) {

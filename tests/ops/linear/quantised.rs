@@ -200,10 +200,10 @@ pub fn context() -> Option<Arc<ComputeContext>> {
 fn formats() -> Vec<QuantFormat> {
     let scales = [DType::F16, DType::BF16, DType::F32];
     let mut found = Vec::new();
-    for code in [Code::Int4, Code::Int8, Code::Fp8] {
+    for code in Code::ALL {
         for has_zeros in [false, true] {
             for group_size in [32, 64, 128, ROW] {
-                if code != Code::Fp8 || !has_zeros {
+                if !code.is_float() || !has_zeros {
                     let scale = scales[found.len() % scales.len()];
                     found.push(format(code, group_size, has_zeros, scale));
                 }
@@ -241,7 +241,7 @@ fn quantised_products_of_any_size_on_cuda_are_rounded_as_in_transformers() {
             (Code::Fp8, 128),
             (Code::Fp8, ROW),
         ] {
-            let has_zeros = code != Code::Fp8;
+            let has_zeros = !code.is_float();
             let format = format(code, group_size, has_zeros, dtype);
             // k of one chunk and of many, whole and not; rows of less than a tile and of many.
             for size in
@@ -343,7 +343,7 @@ fn codes_are_decoded_exactly_on_cuda() {
             let row_bytes = code.row_bytes(k);
             for (row, codes) in matrix.codes.chunks_exact_mut(row_bytes).enumerate() {
                 // Not those that are no numbers.
-                let is_number = code != Code::Fp8 || row & 0x7f != 0x7f;
+                let is_number = code.bits() == 4 || code.is_number(row as u8);
                 codes.fill(if is_number { row as u8 } else { 0 });
             }
             let layout = TileLayout::new(rows, k, format, false).expect("a layout");

@@ -1,5 +1,6 @@
 //! Quantised matrices: their tiles on a GPU against their numbers on the host.
 
+use super::codes::{random_codes, typical_size};
 use crate::support::device::{cuda_context, encode, upload, Bench};
 use crate::support::Random;
 use xserv::backend::DeviceTensor;
@@ -18,16 +19,10 @@ pub fn random_matrix(
     size: f64,
 ) -> QuantisedMatrix {
     let mut matrix = QuantisedMatrix::empty(out_features, in_features, format).expect("memory");
-    let (mask, typical) = match format.code {
-        Code::Int4 => (15, 4.0),
-        Code::Int8 => (255, 64.0),
-        Code::Fp8 => (255, 30.0),
-    };
-    for code in &mut matrix.codes {
-        *code = random.next() as u8;
-        if format.code == Code::Fp8 && *code & 0x7f == 0x7f {
-            *code = 0x38;
-        }
+    let typical = typical_size(format.code);
+    let mask = if format.code.bits() == 4 { 15 } else { 255 };
+    for byte in &mut matrix.codes {
+        *byte = random_codes(random, format.code);
     }
     for zero in &mut matrix.zeros {
         // About the middle, where those of files are, and sometimes anywhere.
@@ -76,7 +71,7 @@ fn dequantised_rows_on_cuda_have_the_bits_of_the_host() {
         return;
     }
     for (out_features, in_features) in [(24, 200), (100, 333), (2, 7), (512, 1024)] {
-        for code in [Code::Int4, Code::Int8, Code::Fp8] {
+        for code in Code::ALL {
             for (group_size, scale) in [
                 (32, DType::F16),
                 (128, DType::BF16),
@@ -85,7 +80,7 @@ fn dequantised_rows_on_cuda_have_the_bits_of_the_host() {
                 (usize::MAX, DType::F32),
             ] {
                 for has_zeros in [false, true] {
-                    if has_zeros && code == Code::Fp8 {
+                    if has_zeros && code.is_float() {
                         continue;
                     }
                     let format =

@@ -2,6 +2,7 @@
 //! dense rows.
 
 mod activations;
+mod codes;
 mod dequantise;
 mod folders;
 mod quantise;
@@ -9,4 +10,5 @@ mod refusals;
 mod tensors;
 
 pub use activations::in_e4m3;
+pub use codes::number;
 pub use dequantise::*;

@@ -1,21 +1,12 @@
 //! Quantised matrices of a caller's, through the C interface: to codes and back, and the product.
 
+use super::codes::c_number;
 use super::random_matrix;
 use crate::support::tensors::*;
 use crate::support::Random;
 use xserv::ffi::*;
 use xserv::memory::DType;
 use xserv::ops::quantised::{Code, QuantFormat, QuantisedMatrix};
-
-const CODES: [Code; 3] = [Code::Int4, Code::Int8, Code::Fp8];
-
-pub fn number_of(code: Code) -> u32 {
-    (match code {
-        Code::Int4 => xserv_quant_code::XSERV_QUANT_INT4,
-        Code::Int8 => xserv_quant_code::XSERV_QUANT_INT8,
-        Code::Fp8 => xserv_quant_code::XSERV_QUANT_FP8,
-    }) as u32
-}
 
 fn type_of(dtype: DType) -> Type {
     match dtype {
@@ -117,7 +108,7 @@ pub fn or_null(view: &Option<xserv_tensor>) -> *const xserv_tensor {
 
 fn formats() -> Vec<(QuantFormat, usize)> {
     let mut formats = Vec::new();
-    for code in CODES {
+    for code in Code::ALL {
         for (group_size, group_rows, scale) in [
             (32, 1, DType::BF16),
             (128, 128, DType::F32),
@@ -126,7 +117,7 @@ fn formats() -> Vec<(QuantFormat, usize)> {
             (usize::MAX, usize::MAX, DType::BF16),
         ] {
             for has_zeros in [false, true] {
-                if code != Code::Fp8 || !has_zeros {
+                if !code.is_float() || !has_zeros {
                     let quantises_inputs = false;
                     formats.push((
                         QuantFormat { code, group_size, has_zeros, scale, quantises_inputs },
@@ -151,7 +142,7 @@ fn numbers_and_products_of_a_callers_matrix() {
                 let want = numbers(&matrix);
                 let zeros = parts.zeros();
                 let size = if format.group_size >= k { 0 } else { format.group_size as u32 };
-                let (rows, code) = (group_rows as u32, number_of(format.code));
+                let (rows, code) = (group_rows as u32, c_number(format.code));
                 let (codes, scales) = (parts.codes.view(), parts.scales.view());
                 for element in FLOATS {
                     let what =
@@ -255,7 +246,7 @@ fn quantised_numbers_come_back() {
                         .then(|| TestTensor::blank(&context, Type::I32, &shape));
                     let zeros = zeros.as_ref().map(TestTensor::view);
                     let back = TestTensor::blank(&context, Type::F32, &[n as i64, k as i64]);
-                    let number = number_of(code);
+                    let number = c_number(code);
                     let (c, size) = (context.handle, group_size as u32);
                     let (codes, scales) = (codes.view(), scales.view());
                     // SAFETY: live tensors of the context.
