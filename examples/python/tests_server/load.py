@@ -1,10 +1,12 @@
 """Loads a server with streaming clients, some of which leave in the middle:
 
-    python3 load.py MODEL [--clients 200] [--seconds 60] [--disconnects 0.1] [--max-tokens 64] [--no-stream]
+    python3 load.py MODEL [--clients 200] [--seconds 60] [--disconnects 0.1] [--max-tokens 64] [--vary] [--no-stream]
 
 starts a server for the model, or uses the one at --url, and prints a line of JSON: events and tokens a second, what was
 lost, the time to the first token, the server's memory at the beginning and the end, the processor time of its event loop
-for each event, and, with --direct, the rate of the library alone at the same concurrency.
+for each event, and, with --direct, the rate of the library alone at the same concurrency. Requests have the same length, so that
+they all begin and end together, or with --vary a quarter to seven quarters of it. The steady rates are those from
+--warm-up seconds on, until the first client stops, by the library's own count.
 """
 
 import argparse
@@ -25,11 +27,18 @@ class Counts:
         self.first = []
 
 
+def length_of(arguments, number):
+    """The tokens of request `number`."""
+    if not arguments.vary:
+        return arguments.max_tokens
+    return random.Random(number).randrange(arguments.max_tokens // 4, arguments.max_tokens * 7 // 4 + 1)
+
+
 def body_of(arguments, number):
     body = {
         "model": arguments.name,
         "messages": [{"role": "user", "content": f"Tell me a story about the number {number}."}],
-        "max_tokens": arguments.max_tokens,
+        "max_tokens": length_of(arguments, number),
         "ignore_eos": True,
         "stream": not arguments.no_stream,
     }
@@ -105,12 +114,30 @@ def loop_seconds(pid):
     return [int(field) / os.sysconf("SC_CLK_TCK") for field in fields[11:13]]
 
 
+async def tokens_of_server(arguments):
+    """The tokens that the server's library has generated so far."""
+    reader, writer = await asyncio.open_connection(arguments.host, arguments.port)
+    writer.write(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+    text = (await reader.read()).decode()
+    writer.close()
+    return float(text.partition("\nxserv_engine_generated_tokens_total ")[2].partition("\n")[0])
+
+
+async def steady_rate(arguments, count):
+    """Tokens a second between the end of the warm-up and that of the load; `count` tells how many there are."""
+    await asyncio.sleep(arguments.warm_up)
+    began, first = time.perf_counter(), await count()
+    await asyncio.sleep(arguments.seconds - arguments.warm_up)
+    return round((await count() - first) / (time.perf_counter() - began))
+
+
 async def run(arguments, pid):
     warm = Counts()
     await asyncio.gather(*(ask(arguments, warm, number, None) for number in range(8)))
     counts = Counts()
     began, memory, used = time.perf_counter(), memory_of(pid) if pid else 0, loop_seconds(pid) if pid else []
     halfway = asyncio.create_task(asyncio.sleep(arguments.seconds / 2))
+    steady = asyncio.create_task(steady_rate(arguments, lambda: tokens_of_server(arguments)))
     clients = [client(arguments, counts, began + arguments.seconds, seed) for seed in range(arguments.clients)]
     running = asyncio.gather(*clients)
     await halfway
@@ -127,6 +154,7 @@ async def run(arguments, pid):
         "lost": counts.lost,
         "events_per_second": round(counts.events / seconds),
         "tokens_per_second": round(counts.tokens / seconds),
+        "steady_tokens_per_second": await steady,
         "first_token_p50_ms": round(statistics.median(counts.first) * 1000, 1) if counts.first else None,
         "memory_mb": [memory, middle, memory_of(pid) if pid else 0],
         "loop_us_per_event": [
@@ -136,7 +164,7 @@ async def run(arguments, pid):
 
 
 async def direct(arguments):
-    """The library's own rate in this process, with as many requests at once."""
+    """The library's own rates in this process, with as many requests at once."""
     import xserv
 
     with xserv.Model(arguments.model, random_weights=arguments.random_weights) as model:
@@ -146,16 +174,22 @@ async def direct(arguments):
             nonlocal tokens
             chance = random.Random(seed)
             while time.perf_counter() < until:
-                text = f"Tell me a story about the number {chance.randrange(10**6)}."
-                options = {"max_tokens": arguments.max_tokens, "ignore_eos": True}
+                number = chance.randrange(10**6)
+                text = f"Tell me a story about the number {number}."
+                options = {"max_tokens": length_of(arguments, number), "ignore_eos": True}
                 result = await model.generate_async(
                     messages=[{"role": "user", "content": text}], stream=False, **options
                 )
                 tokens += len(result.token_ids)
 
+        async def count():
+            return model.stats().total_generated_tokens
+
         began = time.perf_counter()
+        steady = asyncio.create_task(steady_rate(arguments, count))
         await asyncio.gather(*(one(seed) for seed in range(arguments.clients)))
-        return round(tokens / (time.perf_counter() - began))
+        rate = round(tokens / (time.perf_counter() - began))
+        return {"direct_tokens_per_second": rate, "direct_steady_tokens_per_second": await steady}
 
 
 def main():
@@ -165,6 +199,8 @@ def main():
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--disconnects", type=float, default=0.1)
     parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--vary", action="store_true")
+    parser.add_argument("--warm-up", type=float, default=0)
     parser.add_argument("--no-stream", action="store_true")
     parser.add_argument("--direct", action="store_true")
     parser.add_argument("--random-weights", action="store_true")
@@ -185,7 +221,7 @@ def main():
             arguments.host, arguments.port = "127.0.0.1", server.port
             report = asyncio.run(run(arguments, server.process.pid))
     if arguments.direct:
-        report["direct_tokens_per_second"] = asyncio.run(direct(arguments))
+        report.update(asyncio.run(direct(arguments)))
     print(json.dumps(report))
     return 1 if report["lost"] else 0
 
