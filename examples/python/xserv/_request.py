@@ -36,7 +36,7 @@ MAX_LOGPROBS = 20
 # looked up.
 _NUMBERS = {
     name: kind
-    for name, kind in Request._fields_
+    for name, kind, *_ in Request._fields_
     if name in GenerateOptions.__annotations__
     and name not in ("answer_format", "tool_choice")
     and kind in (c_uint8, c_int32, c_uint32, c_uint64, c_float)
