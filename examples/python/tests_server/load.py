@@ -115,12 +115,13 @@ def loop_seconds(pid):
 
 
 async def tokens_of_server(arguments):
-    """The tokens that the server's library has generated so far."""
+    """The tokens that the server's library has generated so far; None if the server does not tell."""
     reader, writer = await asyncio.open_connection(arguments.host, arguments.port)
     writer.write(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
     text = (await reader.read()).decode()
     writer.close()
-    return float(text.partition("\nxserv_engine_generated_tokens_total ")[2].partition("\n")[0])
+    value = text.partition("\nxserv_engine_generated_tokens_total ")[2].partition("\n")[0]
+    return float(value) if value else None
 
 
 async def steady_rate(arguments, count):
@@ -128,7 +129,8 @@ async def steady_rate(arguments, count):
     await asyncio.sleep(arguments.warm_up)
     began, first = time.perf_counter(), await count()
     await asyncio.sleep(arguments.seconds - arguments.warm_up)
-    return round((await count() - first) / (time.perf_counter() - began))
+    last = await count()
+    return None if last is None else round((last - first) / (time.perf_counter() - began), 1)
 
 
 async def run(arguments, pid):

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use super::quantised_one::check_one;
-use crate::quantised::{random_matrix, upload_tiles};
+use crate::quantised::{are_numbers, random_matrix, upload_tiles};
 use crate::support::device::{assert_rounded, cuda_context, last_place, round, Bench, HALVES};
 use crate::support::rounded;
 use xserv::backend::{ComputeContext, DeviceTensor};
@@ -343,8 +343,8 @@ fn codes_are_decoded_exactly_on_cuda() {
             let row_bytes = code.row_bytes(k);
             for (row, codes) in matrix.codes.chunks_exact_mut(row_bytes).enumerate() {
                 // Not those that are no numbers.
-                let is_number = code.bits() == 4 || code.is_number(row as u8);
-                codes.fill(if is_number { row as u8 } else { 0 });
+                let byte = row as u8;
+                codes.fill(if are_numbers(code, byte) { byte } else { 0 });
             }
             let layout = TileLayout::new(rows, k, format, false).expect("a layout");
             let memory = upload_tiles(&mut bench, &layout, &matrix);

@@ -24,11 +24,16 @@ pub fn number(code: Code, bits: u8, zero: u8) -> f64 {
     }
 }
 
+/// Whether all codes of a byte stand for numbers.
+pub fn are_numbers(code: Code, byte: u8) -> bool {
+    code != Code::Fp8 || byte & 0x7f != 0x7f
+}
+
 /// Returns a byte of random codes that stand for numbers.
 pub fn random_codes(random: &mut Random, code: Code) -> u8 {
-    match (code, random.next() as u8) {
-        (Code::Fp8, 0x7f | 0xff) => 0x38,
-        (_, byte) => byte,
+    match random.next() as u8 {
+        byte if are_numbers(code, byte) => byte,
+        _ => 0x38,
     }
 }
 

@@ -10,5 +10,5 @@ mod refusals;
 mod tensors;
 
 pub use activations::in_e4m3;
-pub use codes::number;
+pub use codes::{are_numbers, number};
 pub use dequantise::*;
