@@ -101,9 +101,17 @@ def test_a_stream_that_has_begun_is_told():
     assert len(engines.calls) == 1
 
 
-def test_another_answer_that_has_begun_is_cut_off():
-    with pytest.raises(ActorDiedError):
-        ask(Engines([Head(200, JSON, b"["), GONE]))
+def test_an_answer_that_is_no_stream_begins_when_all_of_it_is_here():
+    # Also if the replica is lost after the last part, and before it says that this was the last.
+    engines = Engines([Head(200, JSON, b"["), GONE], [Head(200, JSON, b"["), b"1]", GONE], [Head(200, JSON, b"["), b"2]"])
+    assert (ask(engines).text, len(engines.calls)) == ("[2]", 3)
+
+
+def test_what_fails_in_an_answer_that_is_no_stream_is_told():
+    engines = Engines([Head(200, JSON, b"["), RayServeException("a bug")])
+    answer = ask(engines)
+    assert (answer.status_code, len(engines.calls)) == (500, 1)
+    assert answer.json()["error"]["message"] == "the server has failed"
 
 
 @pytest.mark.parametrize(

@@ -34,3 +34,8 @@ class Head:
     status: int
     headers: Headers
     body: bytes
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether the rest comes as a stream of events, which the client is to have as they come."""
+        return any(name == b"content-type" and b"event-stream" in value for name, value in self.headers)

@@ -1,13 +1,15 @@
 """The application that clients reach: it reads a request, and passes on the answer of a replica.
 
-While nothing of an answer has been sent, a request whose replica is lost goes to another one. A stream that has begun
-ends with an error event instead, as what the client has of it cannot be taken back.
+While nothing of an answer has been sent, a request whose replica is lost goes to another one. An answer that is not a
+stream is sent when all of it is here. A stream that has begun ends with an error event instead, as what the client has
+of it cannot be taken back.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
 from typing import Any, AsyncIterator, Dict, List, Sequence, Tuple
 
 from prometheus_client import CollectorRegistry, Metric, generate_latest
@@ -87,33 +89,20 @@ class Gateway:
                 head = await asyncio.wait_for(self._begin(forwarded, answer), self._seconds or None)
             except asyncio.TimeoutError:
                 raise timed_out(self._seconds) from None
-            await self._send(head, answer, send)
+            await _send(head, answer, send)
         except ApiError as error:
             await error.response()(scope, receive, send)
         finally:
             answer.close()
 
-    async def _send(self, head: Head, answer: _Answer, send: Send) -> None:
-        is_stream = any(name == b"content-type" and b"event-stream" in value for name, value in head.headers)
-        await send({"type": "http.response.start", "status": head.status, "headers": head.headers})
-        await send({"type": "http.response.body", "body": head.body, "more_body": True})
-        try:
-            async for data in answer.rest():
-                await send({"type": "http.response.body", "body": data, "more_body": True})
-        except FAILED as error:
-            _log.warning("a replica was lost in the middle of an answer: %r", error)
-            if not is_stream:
-                raise
-            lost = server_error("the replica that answered is gone: the answer is not complete", 503, "replica_lost")
-            await send({"type": "http.response.body", "body": error_event(lost) + DONE, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
     async def _begin(self, forwarded: Forwarded, answer: _Answer) -> Head:
-        """Gets the beginning of an answer from the first replica that can give it. Raises ApiError."""
+        """Gets the beginning of a stream, or all of another answer, from the first replica that gives it. Raises ApiError."""
         for number in range(MAX_TRIES):
             is_last = number + 1 == MAX_TRIES
             try:
                 head = await answer.begin(self._answers.remote(forwarded))
+                if not head.is_stream:
+                    head = replace(head, body=head.body + b"".join([part async for part in answer.rest()]))
             except BackPressureError as error:
                 headers = {"retry-after": "1"}
                 code, kind = "rate_limit_exceeded", "rate_limit_error"
@@ -159,6 +148,9 @@ class _Answer:
         return head
 
     async def rest(self) -> AsyncIterator[bytes]:
+        """What follows a Head; nothing, once all of it has been given."""
+        if self._parts is None:
+            return
         try:
             async for data in self._parts:
                 yield data
@@ -176,6 +168,19 @@ class _Answer:
             parts.cancel()
         except FAILED as error:
             _log.debug("an answer that was left had failed: %r", error)
+
+
+async def _send(head: Head, answer: _Answer, send: Send) -> None:
+    await send({"type": "http.response.start", "status": head.status, "headers": head.headers})
+    await send({"type": "http.response.body", "body": head.body, "more_body": True})
+    try:
+        async for data in answer.rest():
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+    except FAILED as error:
+        _log.warning("a replica was lost in the middle of a stream: %r", error)
+        lost = server_error("the replica that answered is gone: the answer is not complete", 503, "replica_lost")
+        await send({"type": "http.response.body", "body": error_event(lost) + DONE, "more_body": True})
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def _read(request: Request) -> Forwarded:
