@@ -30,8 +30,6 @@ use crate::memory::DType;
 pub const MAX_HEADER_BYTES: u64 = 16 << 20;
 /// The maximum number of tensors in one file.
 pub const MAX_TENSORS: usize = 65_536;
-/// The deepest nesting of lists and objects, as the format's own reader has it.
-const MAX_DEPTH: usize = 127;
 /// The maximum number of dimensions of a tensor; weights have one or two, GPT-2's mask buffers
 /// four.
 const MAX_RANK: usize = 8;
@@ -107,7 +105,6 @@ pub fn read_header(name: &str, file: &File, stamp: FileStamp) -> Result<TensorMa
 pub fn parse_header(header: &[u8], data_len: u64) -> Result<TensorMap> {
     let text =
         std::str::from_utf8(header).map_err(|_| Error::invalid_file("the header is not UTF-8"))?;
-    check_depth(text)?;
     // The parser's copy of a name, which grows by doubling.
     check_room(header.len().saturating_mul(2), "a safetensors header")?;
     let mut deserializer = serde_json::Deserializer::from_str(text);
@@ -123,29 +120,6 @@ pub fn parse_header(header: &[u8], data_len: u64) -> Result<TensorMap> {
             }
         })?;
     place_tensors(raw, header.len() as u64, data_len)
-}
-
-/// Refuses headers that the format's own reader does not take for their depth. The parser here skips what is
-/// in fields that it does not know without counting.
-fn check_depth(text: &str) -> Result<()> {
-    let (mut depth, mut in_string, mut is_escaped) = (0usize, false, false);
-    for byte in text.bytes() {
-        match byte {
-            _ if is_escaped => is_escaped = false,
-            b'\\' => is_escaped = in_string,
-            b'"' => in_string = !in_string,
-            _ if in_string => {}
-            b'[' | b'{' => depth += 1,
-            b']' | b'}' => depth = depth.saturating_sub(1),
-            _ => {}
-        }
-        if depth > MAX_DEPTH {
-            return Err(Error::invalid_file(format!(
-                "bad header: more than {MAX_DEPTH} lists and objects within each other"
-            )));
-        }
-    }
-    Ok(())
 }
 
 /// Checks that the tensors cover the data exactly, and turns offsets into file offsets.
@@ -222,48 +196,182 @@ fn place_tensors(
 }
 
 /// The value of one entry of the header.
-#[derive(Deserialize)]
 struct RawInfo {
-    #[serde(deserialize_with = "dtype")]
     dtype: StoredDType,
-    #[serde(deserialize_with = "shape")]
     shape: Vec<u64>,
     data_offsets: (u64, u64),
 }
 
+impl<'de> Deserialize<'de> for RawInfo {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
+        struct Info;
+        impl<'de> Visitor<'de> for Info {
+            type Value = RawInfo;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("an object that describes a tensor")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(
+                self,
+                mut map: A,
+            ) -> std::result::Result<RawInfo, A::Error> {
+                let (mut dtype, mut shape, mut data_offsets) = (None, None, None);
+                while let Some(field) = map.next_key::<Field>()? {
+                    match field {
+                        Field::Dtype => set(&mut dtype, "dtype", map.next_value_seed(DtypeSeed)?)?,
+                        Field::Shape => set(&mut shape, "shape", map.next_value_seed(ShapeSeed)?)?,
+                        Field::DataOffsets => {
+                            set(&mut data_offsets, "data_offsets", map.next_value()?)?
+                        }
+                        Field::Other => map.next_value::<Skipped>().map(|_| ())?,
+                    }
+                }
+                Ok(RawInfo {
+                    dtype: dtype.ok_or_else(|| A::Error::missing_field("dtype"))?,
+                    shape: shape.ok_or_else(|| A::Error::missing_field("shape"))?,
+                    data_offsets: data_offsets
+                        .ok_or_else(|| A::Error::missing_field("data_offsets"))?,
+                })
+            }
+        }
+
+        fn set<T, E: serde::de::Error>(
+            place: &mut Option<T>,
+            name: &'static str,
+            value: T,
+        ) -> std::result::Result<(), E> {
+            match place.replace(value) {
+                None => Ok(()),
+                Some(_) => Err(E::duplicate_field(name)),
+            }
+        }
+
+        deserializer.deserialize_map(Info)
+    }
+}
+
+/// The name of a field of an entry.
+#[derive(Deserialize)]
+#[serde(field_identifier, rename_all = "snake_case")]
+enum Field {
+    Dtype,
+    Shape,
+    DataOffsets,
+    #[serde(other)]
+    Other,
+}
+
+/// The value of a field that is of no use to us, read as the format's own reader reads it. What serde skips by
+/// itself ([`IgnoredAny`]) may have numbers that are out of range, and any depth.
+struct Skipped;
+
+impl<'de> Deserialize<'de> for Skipped {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
+        struct Anything;
+        impl<'de> Visitor<'de> for Anything {
+            type Value = Skipped;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("anything")
+            }
+
+            fn visit_bool<E>(self, _: bool) -> std::result::Result<Skipped, E> {
+                Ok(Skipped)
+            }
+
+            fn visit_i64<E>(self, _: i64) -> std::result::Result<Skipped, E> {
+                Ok(Skipped)
+            }
+
+            fn visit_u64<E>(self, _: u64) -> std::result::Result<Skipped, E> {
+                Ok(Skipped)
+            }
+
+            fn visit_f64<E>(self, _: f64) -> std::result::Result<Skipped, E> {
+                Ok(Skipped)
+            }
+
+            fn visit_str<E>(self, _: &str) -> std::result::Result<Skipped, E> {
+                Ok(Skipped)
+            }
+
+            fn visit_unit<E>(self) -> std::result::Result<Skipped, E> {
+                Ok(Skipped)
+            }
+
+            fn visit_seq<A: SeqAccess<'de>>(
+                self,
+                mut list: A,
+            ) -> std::result::Result<Skipped, A::Error> {
+                while list.next_element::<Skipped>()?.is_some() {}
+                Ok(Skipped)
+            }
+
+            fn visit_map<A: MapAccess<'de>>(
+                self,
+                mut map: A,
+            ) -> std::result::Result<Skipped, A::Error> {
+                while map.next_key::<IgnoredAny>()?.is_some() {
+                    map.next_value::<Skipped>()?;
+                }
+                Ok(Skipped)
+            }
+        }
+        deserializer.deserialize_any(Anything)
+    }
+}
+
 /// Reads the name of an element type.
-fn dtype<'de, D: Deserializer<'de>>(deserializer: D) -> std::result::Result<StoredDType, D::Error> {
-    let name = String::deserialize(deserializer)?;
-    let known: std::result::Result<_, serde::de::value::Error> =
-        StoredDType::deserialize(name.as_str().into_deserializer());
-    known.map_err(|_| D::Error::custom(format_args!("unknown element type {}", shown_name(&name))))
+struct DtypeSeed;
+
+impl<'de> DeserializeSeed<'de> for DtypeSeed {
+    type Value = StoredDType;
+
+    fn deserialize<D: Deserializer<'de>>(
+        self,
+        deserializer: D,
+    ) -> std::result::Result<StoredDType, D::Error> {
+        let name = String::deserialize(deserializer)?;
+        let known: std::result::Result<_, serde::de::value::Error> =
+            StoredDType::deserialize(name.as_str().into_deserializer());
+        known.map_err(|_| {
+            D::Error::custom(format_args!("unknown element type {}", shown_name(&name)))
+        })
+    }
 }
 
 /// Reads a list of at most [`MAX_RANK`] dimensions.
-fn shape<'de, D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Vec<u64>, D::Error> {
-    struct Shape;
-    impl<'de> Visitor<'de> for Shape {
-        type Value = Vec<u64>;
+struct ShapeSeed;
 
-        fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-            f.write_str("a list of dimensions")
-        }
+impl<'de> DeserializeSeed<'de> for ShapeSeed {
+    type Value = Vec<u64>;
 
-        fn visit_seq<A: SeqAccess<'de>>(
-            self,
-            mut list: A,
-        ) -> std::result::Result<Vec<u64>, A::Error> {
-            let mut dims = Vec::new();
-            while let Some(dim) = list.next_element()? {
-                if dims.len() == MAX_RANK {
-                    return Err(A::Error::custom(format_args!("more than {MAX_RANK} dimensions")));
-                }
-                dims.push(dim);
-            }
-            Ok(dims)
-        }
+    fn deserialize<D: Deserializer<'de>>(
+        self,
+        deserializer: D,
+    ) -> std::result::Result<Vec<u64>, D::Error> {
+        deserializer.deserialize_seq(self)
     }
-    deserializer.deserialize_seq(Shape)
+}
+
+impl<'de> Visitor<'de> for ShapeSeed {
+    type Value = Vec<u64>;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a list of dimensions")
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> std::result::Result<Vec<u64>, A::Error> {
+        let mut dims = Vec::new();
+        while let Some(dim) = list.next_element()? {
+            if dims.len() == MAX_RANK {
+                return Err(A::Error::custom(format_args!("more than {MAX_RANK} dimensions")));
+            }
+            dims.push(dim);
+        }
+        Ok(dims)
+    }
 }
 
 /// Reads the header's object entry by entry, so that limits and duplicates are met at once.

@@ -123,6 +123,42 @@ fn numbers_that_are_no_sizes() {
     }
 }
 
+/// What is in fields that nobody needs must be JSON as the format's own reader takes it. The thread has as little
+/// stack as a caller's may have.
+#[test]
+fn fields_that_are_not_known_are_read_as_the_reference_reads_them() {
+    let digits = "1".repeat(400);
+    let nested = |depth: usize| format!("{}1{}", "[".repeat(depth), "]".repeat(depth));
+    let fields = [
+        ("1e308".to_string(), true),
+        ("1e309".to_string(), false),
+        ("-1e309".to_string(), false),
+        (format!("[{{\"b\":[0,{digits}]}}]"), false),
+        (nested(124), true),
+        (nested(126), false),
+        (nested(100_000), false),
+        ("{\"b\":[null,true,-1,0.5,\"c\",{}]}".to_string(), true),
+        ("\"\\ud800\"".to_string(), false),
+        ("{\"\\ud800\":1}".to_string(), false),
+        ("01".to_string(), false),
+        ("tru".to_string(), false),
+    ];
+    let check = move || {
+        for (field, is_taken) in fields {
+            let header = format!(
+                "{{\"a\":{{\"note\":{field},\"dtype\":\"F16\",\"shape\":[0],\"data_offsets\":[0,0]}}}}"
+            );
+            let file = raw_safetensors(&header, b"");
+            let reference = safetensors::SafeTensors::deserialize(&file);
+            assert_eq!(reference.is_ok(), is_taken, "the reference: {header:.200}");
+            let found = parse_header(header.as_bytes(), 0);
+            assert_eq!(found.is_ok(), is_taken, "{header:.200}: {found:?}");
+        }
+    };
+    let thread = std::thread::Builder::new().stack_size(128 << 10).spawn(check);
+    thread.unwrap().join().unwrap();
+}
+
 #[test]
 fn tensors_that_do_not_cover_the_data() {
     let two = |first, second| json!({"first": first, "second": second}).to_string();
