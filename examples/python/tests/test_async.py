@@ -492,17 +492,49 @@ class Counting(unittest.TestCase):
                 self.assertTrue(wakeups.join(member))
             early = wakeups._running[1] = loop.create_future()
             passed_over = wakeups._queued[2] = loop.create_future()
-            with mock.patch.object(_async, "poll", lambda handle, address: handle):
+            idle = wakeups._queued[3] = loop.create_future()
+            with mock.patch.object(_async, "poll", lambda handle, address: handle < 3):
                 os.write(wakeups.fd, (1).to_bytes(8, sys.byteorder))
                 await early
                 await asyncio.sleep(0)
                 self.assertFalse(passed_over.done())
                 wakeups.leave(members[0])
                 await passed_over
+                self.assertFalse(idle.done())
             wakeups.leave(members[1])
             self.assertEqual(wakeups.fd, -1)
 
         run(count())
+
+    def test_none_is_asked_if_as_many_are_counted_as_wait(self):
+        async def count():
+            loop = asyncio.get_running_loop()
+            wakeups = _async.Wakeups(loop)
+            member = mock.Mock()
+            wakeups.join(member)
+            waiting = wakeups._running[1], wakeups._queued[2] = loop.create_future(), loop.create_future()
+            with mock.patch.object(_async, "poll", mock.Mock(side_effect=AssertionError)):
+                os.write(wakeups.fd, (2).to_bytes(8, sys.byteorder))
+                await asyncio.gather(*waiting)
+            self.assertEqual((wakeups._running, wakeups._queued), ({}, {}))
+            wakeups.leave(member)
+
+        run(count())
+
+    def test_an_event_that_came_while_nobody_waited(self):
+        """The reader of a stream saw that it had no further events, and did something else when one came, so that its
+        wake-up woke nobody."""
+        with xserv.Model(MODEL, num_threads=2) as model:
+
+            async def read():
+                stream = model.generate_async("Once", max_tokens=600, ignore_eos=True)
+                count = 0
+                async for batch in stream.batches():
+                    count += len(batch)
+                    await asyncio.sleep(0.002)  # the loop reads the descriptor meanwhile
+                return count
+
+            self.assertGreater(run(read()), 600)
 
 
 if __name__ == "__main__":

@@ -53,6 +53,36 @@ class Batches(AsyncTest):
         ends = [event for event in events if not isinstance(event, xserv.AnswerEvent)]
         self.assertEqual([end.finish_reason for end in ends], [stream.result.finish_reason])
 
+    def test_the_answer_alone(self):
+        options = dict(messages=self.MESSAGES, max_tokens=20, temperature=0, num_samples=2)
+
+        async def collect(stream):
+            made = self.model.generate_async(stream=stream, **options)
+            batches = [batch async for batch in made.batches(answers=True, tokens=stream == "answers")]
+            return [event for batch in batches for event in batch], made.result
+
+        alone, result = run(collect("answers"))
+        among_others, expected = run(collect(True))
+        self.assertEqual(result.text, expected.text)
+        for sample in range(2):
+            own = [[event for event in events if event.sample == sample] for events in (alone, among_others)]
+            self.assertEqual(*own)
+            self.assertTrue(all(event.finish_reason for event in own[0] if isinstance(event, xserv.TokenEvent)))
+        with self.assertRaisesRegex(ValueError, "stream is 'parts'"):
+            self.model.generate_async("Once", stream="parts")
+
+    def test_the_result_comes_with_the_last_events(self):
+        async def collect():
+            stream = self.model.generate_async("Once", max_tokens=40, ignore_eos=True)
+            states = [(batch[-1].finish_reason, stream.result) async for batch in stream.batches()]
+            return states, stream.result
+
+        states, result = run(collect())
+        self.assertIsNotNone(result)
+        for reason, known in states[:-1]:
+            self.assertEqual((reason, known), (None, None))
+        self.assertEqual(states[-1][0], "max_tokens")
+
     def test_what_is_there_comes_at_once(self):
         async def collect():
             ended = self.model.stats().total_ended

@@ -21,6 +21,7 @@ from itertools import chain
 from typing import (
     Any,
     AsyncIterator,
+    Awaitable,
     Callable,
     Deque,
     Dict,
@@ -38,10 +39,12 @@ from ._errors import NotCopyable
 from ._library import check, library, next_event, poll
 from ._options import Request
 from ._stream import (
+    Events,
     Piece,
     Result,
     StreamEvent,
     TokenEvent,
+    answer_event_from,
     describe,
     event_from,
     stream_event_from,
@@ -115,6 +118,8 @@ class Wakeups:
         self._ready = c_uint8()
         self._has_asked_all = True
         self._look_at_all = False
+        #: How many times submissions may have been counted and not woken, since nobody waited for them.
+        self.num_wakes = 0
         self.fd = _new_eventfd()
         if loop is not None:
             try:
@@ -175,21 +180,20 @@ class Wakeups:
         elif self._loop is not loop:
             raise RuntimeError("the stream belongs to another event loop, and can be awaited only there")
 
-    async def wait(self, submission: "Submission") -> None:
-        """Waits until the submission has been handed over, or may have events, or is closed."""
-        loop = asyncio.get_running_loop()
-        self.bind(loop)
-        waiter = submission.waiter = loop.create_future()
-        handle = submission.handle
-        waiting = self._running if submission.is_running else self._queued
+    def expect(self, submission: "Submission") -> "asyncio.Future[None]":
+        """What is done when the submission has been handed over, or may have events, or is closed. For a stream that
+        is bound; expect_no_more() follows."""
+        assert self._loop is not None
+        waiter = submission.waiter = self._loop.create_future()
+        if submission.handle is not None:
+            (self._running if submission.is_running else self._queued)[submission.handle] = waiter
+        return waiter
+
+    def expect_no_more(self, submission: "Submission", handle: Optional[int]) -> None:
+        """`handle`: the submission's when expect() was called."""
+        submission.waiter = None
         if handle is not None:
-            waiting[handle] = waiter
-        try:
-            await waiter
-        finally:
-            submission.waiter = None
-            if handle is not None:
-                waiting.pop(handle, None)
+            (self._running if submission.is_running else self._queued).pop(handle, None)
 
     def _on_wake(self) -> None:
         try:
@@ -197,10 +201,22 @@ class Wakeups:
             num_ready = int.from_bytes(os.read(self.fd, 8), sys.byteorder) if self.fd >= 0 else 0
         except BlockingIOError:
             num_ready = 0
-        if self._look_at_all:
-            num_ready = len(self._running) + len(self._queued)
-        self._look_at_all = False
-        if num_ready == 0:
+        num_waiting = len(self._running) + len(self._queued)
+        looks_at_all, self._look_at_all = self._look_at_all, False
+        if num_ready == 0 and not looks_at_all:
+            return
+        self.num_wakes += 1
+        if looks_at_all:
+            num_ready = num_waiting + 1  # none is the last
+        elif num_ready >= num_waiting:
+            # As when all have an event at each step. One that has none, because others were counted that nobody waits
+            # for, looks in vain and waits again.
+            woken_now = [*self._running.values(), *self._queued.values()]
+            self._running.clear()
+            self._queued.clear()
+            self._has_asked_all = True
+            for waiter in woken_now:
+                _wake(waiter)
             return
         # Each submission that has events has added one to the number, so that not all need be asked.
         ready, address = self._ready, addressof(self._ready)
@@ -296,9 +312,9 @@ def _join(member: "Submission") -> Wakeups:
 class Submission:
     """A request on its way to the library, and then its handle there."""
 
-    def __init__(self, model: int, request: Request, want_events: bool) -> None:
+    def __init__(self, model: int, request: Request, events: Events) -> None:
         self.model = model
-        self._want_events = want_events
+        self._events: Events = events
         self.handle: Optional[int] = None
         self.error: Optional[BaseException] = None
         self.closed = False
@@ -320,7 +336,7 @@ class Submission:
             self._is_submitting = True  # the descriptor must stay open
         handle = c_void_p()
         try:
-            options = submit_options(request, self._want_events)
+            options = submit_options(request, self._events)
             options.wake_fd = self.wakeups.fd
             check(library.xserv_submit(self.model, byref(request), byref(options), byref(handle)))
         except BaseException as error:
@@ -357,8 +373,8 @@ class Submission:
             _wake(self.waiter)
 
 
-def _piece_from(event: c.Event) -> Optional[Piece]:
-    if event.kind in c.ANSWER_EVENTS:
+def _piece_from(event: c.Event, kind: int) -> Optional[Piece]:
+    if kind in c.ANSWER_EVENTS:
         return None
     return Piece(string_at(event.text, event.text_len).decode(), event.sample) if event.text_len else None
 
@@ -372,16 +388,16 @@ class _Events(AsyncIterator[Any]):
     def __aiter__(self) -> "_Events":
         return self
 
-    def _make(self, event: c.Event) -> Optional[StreamEvent]:
-        if event.kind in c.ANSWER_EVENTS and not self._answers:
+    def _make(self, event: c.Event, kind: int) -> Optional[StreamEvent]:
+        if kind in c.ANSWER_EVENTS and not self._answers:
             return None
         return stream_event_from(event, self._stream._wants_logprobs)
 
     async def __anext__(self) -> StreamEvent:
-        event: Optional[StreamEvent] = await self._stream._take(self._make)
-        if event is None:
-            raise StopAsyncIteration
-        return event
+        found: List[StreamEvent] = await self._stream._take(self._make)
+        for event in found:
+            return event
+        raise StopAsyncIteration
 
 
 class _Batches(AsyncIterator[List[StreamEvent]]):
@@ -393,19 +409,15 @@ class _Batches(AsyncIterator[List[StreamEvent]]):
     def __aiter__(self) -> "_Batches":
         return self
 
-    def _make(self, event: c.Event) -> Optional[StreamEvent]:
-        kind = event.kind
+    def _make(self, event: c.Event, kind: int) -> Optional[StreamEvent]:
         if kind in c.ANSWER_EVENTS:
-            return stream_event_from(event, False) if self._answers else None
+            return answer_event_from(event, kind) if self._answers else None
         if not self._tokens and kind != c.EVENT_END:
             return None
         return event_from(event, self._stream._wants_logprobs)
 
-    async def __anext__(self) -> List[StreamEvent]:
-        batch: List[StreamEvent] = await self._stream._take_batch(self._make)
-        if not batch:
-            raise StopAsyncIteration
-        return batch
+    def __anext__(self) -> Awaitable[List[StreamEvent]]:
+        return self._stream._take(self._make, PIECES_AT_ONCE, ends=True)
 
 
 class AsyncTextStream(AsyncIterator[Piece], NotCopyable):
@@ -427,7 +439,7 @@ class AsyncTextStream(AsyncIterator[Piece], NotCopyable):
     result: Optional[Result]
 
     def __init__(
-        self, model: Any, model_handle: int, request: Request, prompt_bytes: int, want_events: bool = True
+        self, model: Any, model_handle: int, request: Request, prompt_bytes: int, events: Events = "all"
     ) -> None:
         self.result = None
         self._model = model  # a model is closed when it is dropped
@@ -435,10 +447,13 @@ class AsyncTextStream(AsyncIterator[Piece], NotCopyable):
         self._num_pieces = 0
         self._num_at_once = 0
         self._event = c.Event(struct_size=sizeof(c.Event))
+        self._address = addressof(self._event)
+        # Wakeups.num_wakes when there was no further event, or -1.
+        self._empty_at = -1
         self._wants_logprobs = wants_logprobs(request)
-        self._began = None if want_events else time.monotonic()
+        self._began = time.monotonic() if events == "ends" else None
         has_form = request.constraint_kind != c.CONSTRAINT_NONE or request.tool_choice >= c.TOOL_CHOICES["required"]
-        self._submission = Submission(model_handle, request, want_events)
+        self._submission = Submission(model_handle, request, events)
         try:
             self._submission.wakeups.submit(self._submission, prompt_bytes, has_form)
         except BaseException:
@@ -452,10 +467,9 @@ class AsyncTextStream(AsyncIterator[Piece], NotCopyable):
         return self
 
     async def __anext__(self) -> Piece:
-        piece = await self._take(_piece_from)
-        if piece is None:
-            raise StopAsyncIteration
-        return piece
+        for piece in await self._take(_piece_from):
+            return piece
+        raise StopAsyncIteration
 
     @overload
     def events(self, *, answers: Literal[False] = False) -> AsyncIterator[TokenEvent]: ...
@@ -472,76 +486,87 @@ class AsyncTextStream(AsyncIterator[Piece], NotCopyable):
 
     def batches(self, *, answers: bool = False, tokens: bool = True) -> AsyncIterator[List[StreamEvent]]:
         """Iterates over lists of the events that are there at once, at least one and at most 32: for servers, which
-        write them together. An event is given once, here or by events() or as a piece.
+        write them together. An event is given once, here or by events() or as a piece. If the end of the stream is there
+        with the last events, `result` is known when they are given.
 
         answers: also the parts of the answer (AnswerEvent), as in events().
         tokens: False leaves out the TokenEvents of tokens and texts, so that only the ends of samples are left of
-            them: for those who take the text from the parts of the answer.
+            them: for those who take the text from the parts of the answer. (A stream made with stream="answers" has
+            none, and costs less.)
         """
         return _Batches(self, answers, tokens)
 
-    async def _take_batch(self, make: Callable[[c.Event], Optional[_T]]) -> List[_T]:
-        """Waits for the next event of which make() makes something, and takes those that are there after it. Empty
-        after the last one."""
-        first = await self._take(make)
-        if first is None:
-            return []
-        batch, submission, event = [first], self._submission, self._event
-        address = addressof(event)
-        while len(batch) < PIECES_AT_ONCE and submission.handle is not None:
-            # The end, and a failure, are left to _take(): they come again.
-            if next_event(submission.handle, 0, address) or event.kind in (c.EVENT_NONE, c.EVENT_DONE):
-                break
-            made = make(event)
-            if made is not None:
-                batch.append(made)
-        self._num_at_once = len(batch)
-        return batch
-
-    async def _take(self, make: Callable[[c.Event], Optional[_T]]) -> Optional[_T]:
-        """Waits for the next event of which make() makes something, and returns that. None after the last one."""
-        submission = self._submission
+    async def _take(self, make: Callable[[c.Event, int], Optional[_T]], most: int = 1, ends: bool = False) -> List[_T]:
+        """Waits for the next event of which make() makes something, and takes those that are there with it, up to
+        this many. After the last one the list is empty, or with `ends` StopAsyncIteration is raised."""
+        submission, event, address = self._submission, self._event, self._address
+        wakeups = submission.wakeups
         if self._is_awaited:
             raise RuntimeError("another task is reading this stream; give each task a stream of its own")
         if not submission.closed:
-            submission.wakeups.bind(asyncio.get_running_loop())
+            wakeups.bind(asyncio.get_running_loop())
         self._is_awaited = True
+        batch: List[_T] = []
         try:
             while not submission.closed:
                 if self._num_at_once >= PIECES_AT_ONCE:
+                    if batch:
+                        return batch
                     self._num_at_once = 0
                     await asyncio.sleep(0)
                     continue
                 if submission.error is not None:
                     raise submission.error
-                if submission.handle is None:  # another thread is submitting it
-                    await submission.wakeups.wait(submission)
-                    continue
-                event = self._event
-                check(next_event(submission.handle, 0, addressof(event)))
-                if event.kind == c.EVENT_NONE:
+                handle = submission.handle
+                # If it had none, and an event that has come since has not been counted yet, it will be woken.
+                if handle is not None and self._empty_at != wakeups.num_wakes:
+                    code = next_event(handle, 0, address)
+                    if code:
+                        if batch:  # the failure comes again
+                            return batch
+                        check(code)
+                    kind = event.kind
+                    if kind == c.EVENT_DONE:
+                        self._end()
+                        break
+                    if kind != c.EVENT_NONE:
+                        made = make(event, kind)
+                        if made is not None:
+                            self._num_pieces += kind not in c.ANSWER_EVENTS and bool(event.text_len)
+                            self._num_at_once += 1
+                            batch.append(made)
+                            if len(batch) >= most:
+                                return batch
+                        continue
                     self._num_at_once = 0
-                    await submission.wakeups.wait(submission)
+                    self._empty_at = wakeups.num_wakes
+                    if batch:
+                        return batch
+                # It has no events, or another thread is submitting it.
+                try:
+                    await wakeups.expect(submission)
+                finally:
+                    wakeups.expect_no_more(submission, handle)
+                    self._empty_at = -1
+                if handle is not None:
                     submission.is_running = True
                     if self._began is not None:
                         await asyncio.sleep(min((time.monotonic() - self._began) * RESULT_DELAY, LONGEST_DELAY))
-                elif event.kind == c.EVENT_DONE:
-                    handle = c_void_p()
-                    check(library.xserv_submission_take_result(submission.handle, byref(handle)))
-                    self.result = take_result(handle, self._wants_logprobs)
-                    submission.close()
-                else:
-                    made = make(event)
-                    if made is not None:
-                        self._num_pieces += event.kind not in c.ANSWER_EVENTS and bool(event.text_len)
-                        self._num_at_once += 1
-                        return made
         except BaseException:
             submission.close()
             raise
         finally:
             self._is_awaited = False
-        return None
+        if ends and not batch:
+            raise StopAsyncIteration
+        return batch
+
+    def _end(self) -> None:
+        """Takes the result."""
+        handle = c_void_p()
+        check(library.xserv_submission_take_result(self._submission.handle, byref(handle)))
+        self.result = take_result(handle, self._wants_logprobs)
+        self._submission.close()
 
     async def wait(self) -> Result:
         """Reads to the end and returns the Result. ValueError if the stream was closed before its end."""

@@ -7,6 +7,7 @@ from ctypes import (
     CFUNCTYPE,
     POINTER,
     Structure,
+    byref,
     c_bool,
     c_char_p,
     c_double,
@@ -17,7 +18,9 @@ from ctypes import (
     c_uint32,
     c_uint64,
     c_void_p,
+    sizeof,
 )
+from typing import Callable, Type
 
 from ._errors import error_of
 from ._find import load
@@ -426,6 +429,14 @@ poll = _quick.xserv_poll
 poll.restype, poll.argtypes = c_uint32, [c_void_p, c_void_p]
 next_event = _quick.xserv_next
 next_event.restype, next_event.argtypes = c_uint32, [c_void_p, c_uint32, c_void_p]
+
+
+def defaults(kind: Type[Structure], init: Callable[..., None]) -> bytes:
+    """The bytes of a struct as the library's function fills it. A copy of them takes less than a call for each
+    request, which would let other threads have the interpreter's lock."""
+    made = kind()
+    init(byref(made), sizeof(made))
+    return bytes(made)
 
 
 def check(code: int) -> None:

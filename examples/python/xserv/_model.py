@@ -43,7 +43,7 @@ from ._request import (
     token_array,
     without_nul,
 )
-from ._stream import Answer, Result, TextStream, take_answer
+from ._stream import Answer, Events, Result, TextStream, take_answer
 from ._tensor import CPU, copied_capsule
 
 if sys.version_info >= (3, 11):
@@ -1003,10 +1003,16 @@ class Model(NotCopyable):
         return running if stream else running.wait()
 
     def generate_async(
-        self, prompt: Optional[str] = None, *, stream: bool = True, **options: Unpack[GenerateOptions]
+        self,
+        prompt: Optional[str] = None,
+        *,
+        stream: Union[bool, Literal["answers"]] = True,
+        **options: Unpack[GenerateOptions],
     ) -> AsyncTextStream:
         """Generates for asyncio: `async for piece in stream`, or `await stream.wait()` for the Result. With
-        stream=False there is only the Result: no pieces, for which the event loop would be woken.
+        stream=False there is only the Result: no pieces, for which the event loop would be woken. With
+        stream="answers" there are the parts of the answer and the ends of samples, for batches() or events() with
+        answers=True, and no tokens and pieces.
 
         The request begins with this call, which returns at once. A text of up to 4096 bytes is tokenized here;
         a longer one on a thread of the loop's default executor, together with the requests for the same model
@@ -1016,7 +1022,10 @@ class Model(NotCopyable):
         """
         request, text_bytes = build_request(prompt, options)
         refuse_processor(request)
-        return AsyncTextStream(self, self._live_handle(), request, text_bytes, want_events=stream)
+        if stream not in (True, False, "answers"):
+            raise ValueError(f'stream is {stream!r}; it can be True, False or "answers"')
+        events: Events = "answers" if stream == "answers" else "all" if stream else "ends"
+        return AsyncTextStream(self, self._live_handle(), request, text_bytes, events)
 
     def stats(self) -> ModelStats:
         """Returns the state of the model's requests. The call is cheap; any thread may make it at any time."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 import json
 import operator
@@ -10,7 +11,6 @@ from array import array
 from collections.abc import Mapping as MappingType
 from ctypes import (
     Structure,
-    byref,
     c_char,
     c_char_p,
     c_float,
@@ -22,11 +22,11 @@ from ctypes import (
     sizeof,
     string_at,
 )
-from typing import Any, Iterable, Mapping, Optional, Tuple, Union
+from typing import Any, Dict, Iterable, Mapping, Optional, Tuple, Type, Union
 
 from . import _library as c
 from ._errors import invalid_argument
-from ._library import library
+from ._library import defaults, library
 from ._options import GenerateOptions, LogitBias, LogitsCallback, LogitsProcessor, Request
 
 #: The largest `logprobs`.
@@ -42,6 +42,15 @@ _NUMBERS = {
     and kind in (c_uint8, c_int32, c_uint32, c_uint64, c_float)
 }
 
+_DEFAULTS = defaults(Request, library.xserv_request_init)
+
+# Options that are written as JSON, with the fields that take it.
+_TEXTS = (
+    ("messages", "messages_json"),
+    ("tools", "tools_json"),
+    ("variables", "template_variables_json"),
+)
+
 # At most one of these is given.
 _FORMS = ("response_format", "regex", "grammar", "choice")
 
@@ -50,8 +59,7 @@ def build_request(prompt: Optional[str], options: Mapping[str, Any]) -> Tuple[Re
     """Fills an xserv_request, and tells how many bytes of it are text to be tokenized. ctypes keeps alive what its
     pointers point to."""
     _check_names(prompt, options)
-    request = Request()
-    library.xserv_request_init(byref(request), sizeof(request))
+    request: Request = Request.from_buffer_copy(_DEFAULTS)
     text_bytes = 0
     if prompt is not None:
         data = prompt.encode()
@@ -63,31 +71,26 @@ def build_request(prompt: Optional[str], options: Mapping[str, Any]) -> Tuple[Re
         # An empty array would be a NULL pointer: no prompt at all.
         request.prompt_tokens = ids if len(ids) else (c_uint32 * 1)()
         request.num_prompt_tokens = len(ids)
-    for name, field in (
-        ("messages", "messages_json"),
-        ("tools", "tools_json"),
-        ("variables", "template_variables_json"),
-    ):
+    for name, field in _TEXTS:
         if options.get(name) is not None:
             data = json_bytes(options[name], name)
             setattr(request, field, data)
             text_bytes += len(data)
 
-    stop = options.get("stop") or ()
-    stops = [_stop_bytes(text) for text in ([stop] if isinstance(stop, str) else stop)]
-    request.stop_strings = (c_char_p * len(stops))(*stops)
-    request.num_stop_strings = len(stops)
-    stop_ids = token_array(options.get("stop_token_ids") or (), "stop_token_ids")
-    request.stop_token_ids = stop_ids
-    request.num_stop_token_ids = len(stop_ids)
+    stop = options.get("stop")
+    if stop:
+        stops = [_stop_bytes(text) for text in ([stop] if isinstance(stop, str) else stop)]
+        request.stop_strings = (c_char_p * len(stops))(*stops)
+        request.num_stop_strings = len(stops)
+    for name in ("stop_token_ids", "first_tokens"):
+        if options.get(name):
+            ids = token_array(options[name], name)
+            setattr(request, name, ids)
+            setattr(request, "num_" + name, len(ids))
 
-    first = token_array(options.get("first_tokens") or (), "first_tokens")
-    request.first_tokens = first
-    request.num_first_tokens = len(first)
-
-    for name, kind in _NUMBERS.items():
-        value = options.get(name)
-        if value is not None:
+    for name, value in options.items():
+        kind = _NUMBERS.get(name)
+        if kind is not None and value is not None:
             set_number(request, name, bool(value) if kind is c_uint8 else value)
 
     answer_format = options.get("answer_format")
@@ -96,9 +99,10 @@ def build_request(prompt: Optional[str], options: Mapping[str, Any]) -> Tuple[Re
     request.answer_format = choice(c.ANSWER_FORMATS, answer_format, "answer_format")
     _set_constraint(request, options)
     _set_tool_choice(request, options)
-    biases = _bias_array(options.get("logit_bias") or {})
-    request.logit_bias = biases
-    request.num_logit_bias = len(biases)
+    if options.get("logit_bias"):
+        biases = _bias_array(options["logit_bias"])
+        request.logit_bias = biases
+        request.num_logit_bias = len(biases)
     if options.get("logprobs") is not None:
         request.num_log_probs = _num_logprobs(options["logprobs"], "logprobs")
         request.processed_log_probs = bool(options.get("processed_logprobs"))
@@ -298,9 +302,14 @@ def choice(choices: Mapping[str, int], name: str, what: str) -> int:
     return choices[name]
 
 
+@functools.lru_cache(maxsize=None)
+def _kinds_of(struct: Type[Structure]) -> Dict[str, Any]:
+    return {field[0]: field[1] for field in struct._fields_}
+
+
 def set_number(struct: Structure, name: str, value: Union[int, float]) -> None:
     """Sets a field, and refuses values that it cannot hold; ctypes would drop the upper bits of an integer."""
-    kind = {field[0]: field[1] for field in struct._fields_}[name]
+    kind = _kinds_of(type(struct))[name]
     try:
         # Integers of NumPy are no ints, but have an index.
         number = float(value) if kind is c_float else operator.index(value)  # type: ignore[arg-type]

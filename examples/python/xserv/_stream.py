@@ -13,7 +13,7 @@ from typing import Any, Dict, Iterator, List, Literal, NamedTuple, Optional, Set
 
 from . import _library as c
 from ._errors import NotCopyable
-from ._library import check, library
+from ._library import check, defaults, library
 from ._options import Request
 
 
@@ -190,7 +190,7 @@ class AnswerEvent:
 StreamEvent = Union[TokenEvent, AnswerEvent]
 
 
-def _answer_event_from(event: Any, number: int) -> AnswerEvent:
+def answer_event_from(event: Any, number: int) -> AnswerEvent:
     kind: Any = c.ANSWER_EVENTS[number]
     length = event.text_len
     made = AnswerEvent.__new__(AnswerEvent)
@@ -212,7 +212,7 @@ def _answer_event_from(event: Any, number: int) -> AnswerEvent:
 def stream_event_from(event: Any, wants_logprobs: bool) -> StreamEvent:
     """Copies an event of the library's, which is not EVENT_NONE or EVENT_DONE."""
     number = event.kind
-    return _answer_event_from(event, number) if number in c.ANSWER_EVENTS else event_from(event, wants_logprobs)
+    return answer_event_from(event, number) if number in c.ANSWER_EVENTS else event_from(event, wants_logprobs)
 
 
 def event_from(event: Any, wants_logprobs: bool) -> TokenEvent:
@@ -240,19 +240,27 @@ def wants_logprobs(request: Request) -> bool:
     return bool(request.num_log_probs != c.UNSET_INT)
 
 
-def submit_options(request: Request, want_events: bool = True) -> c.SubmitOptions:
-    """The options that ask for the events of a request, or for the ends of its samples only."""
-    options = c.SubmitOptions()
-    library.xserv_submit_options_init(byref(options), sizeof(options))
-    if not want_events:
-        options.events = 1 << c.EVENT_END
-        return options
-    kinds = [c.EVENT_TOKEN, c.EVENT_TEXT, c.EVENT_END]
-    if request.num_prompt_log_probs != c.UNSET_INT:
-        kinds.append(c.EVENT_PROMPT)
-    if request.answer_format:
-        kinds += c.ANSWER_EVENTS
-    options.events = sum(1 << kind for kind in kinds)
+_SUBMIT_DEFAULTS = defaults(c.SubmitOptions, library.xserv_submit_options_init)
+
+#: What a submission is asked to tell: every event, the parts of the answer and the ends of samples, or those ends.
+Events = Literal["all", "answers", "ends"]
+
+_END = 1 << c.EVENT_END
+_TOKENS = 1 << c.EVENT_TOKEN | 1 << c.EVENT_TEXT
+_ANSWERS = sum(1 << kind for kind in c.ANSWER_EVENTS)
+
+
+def submit_options(request: Request, events: Events) -> c.SubmitOptions:
+    """The options that ask for events of a request."""
+    options: c.SubmitOptions = c.SubmitOptions.from_buffer_copy(_SUBMIT_DEFAULTS)
+    kinds = _END
+    if events == "all":
+        kinds |= _TOKENS
+        if request.num_prompt_log_probs != c.UNSET_INT:
+            kinds |= 1 << c.EVENT_PROMPT
+    if events != "ends" and request.answer_format:
+        kinds |= _ANSWERS
+    options.events = kinds
     return options
 
 
@@ -297,7 +305,9 @@ def _result_from(info: Any, wants_logprobs: bool) -> Result:
     answer = _answer_from(info) if info.message_json is not None else None
     num_top = info.num_top_log_probs
     starts = [index * num_top for index in range(info.num_tokens)]
-    return Result(
+    result = Result.__new__(Result)
+    # As for the parts of an answer.
+    result.__dict__.update(
         text=text,
         token_ids=info.token_ids[: info.num_tokens] if info.num_tokens else [],
         num_prompt_tokens=info.num_prompt_tokens,
@@ -308,6 +318,7 @@ def _result_from(info: Any, wants_logprobs: bool) -> Result:
         total_seconds=info.total_seconds,
         prompt_tokens_per_second=info.prompt_tokens_per_second,
         tokens_per_second=info.tokens_per_second,
+        samples=[],
         logprobs=(info.log_probs[: info.num_tokens] if info.num_tokens else []) if wants_logprobs else None,
         top_logprobs=[_top_from(info.top_log_probs, i, num_top) for i in starts] if wants_logprobs else None,
         **_prompt_from(info),
@@ -316,12 +327,20 @@ def _result_from(info: Any, wants_logprobs: bool) -> Result:
         tool_calls=answer.tool_calls if answer else [],
         message=answer.message if answer else None,
     )
+    return result
+
+
+def _first_sample_of(result: Result) -> Result:
+    sample = Result.__new__(Result)
+    sample.__dict__.update(result.__dict__)
+    sample.__dict__["samples"] = []
+    return sample
 
 
 def _prompt_from(info: Any) -> Dict[str, Any]:
     """The fields of a Result that tell of the prompt's tokens."""
     if not info.prompt_log_probs:
-        return {}
+        return {"prompt_token_ids": None, "prompt_logprobs": None, "prompt_top_logprobs": None}
     count, num_top = info.num_prompt_tokens, info.num_prompt_top_log_probs
     logprobs = [None if math.isnan(value) else value for value in info.prompt_log_probs[:count]]
     tops = [
@@ -341,7 +360,11 @@ def take_result(handle: c_void_p, wants_logprobs: bool) -> Result:
         info = c.ResultInfo(struct_size=sizeof(c.ResultInfo))
         check(library.xserv_result_get_info(handle, byref(info)))
         result = _result_from(info, wants_logprobs)
-        for index in range(info.num_samples):
+        # The first sample is what has just been copied.
+        num_samples = info.num_samples
+        if num_samples:
+            result.samples.append(_first_sample_of(result))
+        for index in range(1, num_samples):
             check(library.xserv_result_get_sample(handle, index, byref(info)))
             result.samples.append(_result_from(info, wants_logprobs))
         return result
@@ -413,7 +436,7 @@ class _Job:
     def _follow(self) -> Result:
         """Puts every event into the queue. (The callback of xserv_generate() is told no log-probabilities.)"""
         submission = c_void_p()
-        options = submit_options(self.request)
+        options = submit_options(self.request, "all")
         check(library.xserv_submit(self.model_handle, byref(self.request), byref(options), byref(submission)))
         try:
             event = c.Event(struct_size=sizeof(c.Event))
