@@ -7,12 +7,16 @@ import json
 import shutil
 import sys
 import tempfile
+import threading
+import time
 import unittest
 from pathlib import Path
 from unittest import mock
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
+from starlette.applications import Starlette
+from starlette.routing import Mount
 from support import MODEL, NAME, PACKAGES, Server, story
 
 sys.path.insert(0, str(PACKAGES))
@@ -48,6 +52,25 @@ class Application(unittest.TestCase):
         self.assertEqual(answer.json()["usage"]["completion_tokens"], 3)
         body = {"model": NAME, "messages": story(), "max_tokens": 3, "stream": True}
         self.assertTrue(self.post(self.app(), "/v1/chat/completions", body).text.endswith("data: [DONE]\n\n"))
+
+    def test_another_application_can_have_it_below_a_path(self):
+        outer = Starlette(routes=[Mount("/below", self.app())])
+        body = {"model": NAME, "prompt": "Once", "max_tokens": 3}
+        answer = self.post(outer, "/below/v1/completions", body)
+        self.assertEqual(answer.json()["usage"]["completion_tokens"], 3)
+        self.assertEqual(self.post(outer, "/below/v1/completions", {**body, "n": 0}).json()["error"]["param"], "n")
+
+    def test_other_methods_and_slashes(self):
+        async def ask():
+            transport = httpx.ASGITransport(self.app())
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+                for path in ("/v1/completions", "/v1/chat/completions"):
+                    answer = await client.get(path)
+                    self.assertEqual((answer.status_code, answer.headers["allow"]), (405, "POST"))
+                    answer = await client.post(path + "/", json={})
+                    self.assertEqual((answer.status_code, answer.headers["location"]), (307, "http://localhost" + path))
+
+        run(ask())
 
     def test_a_failure_of_the_server_itself(self):
         async def fails(*_):
@@ -239,6 +262,39 @@ class Parts(unittest.TestCase):
             self.assertEqual((order, admission.num_running), (["small", "other"], 1))
 
         run(check())
+
+    def test_a_log_has_every_line_at_its_end(self):
+        file = io.StringIO()
+        with contextlib.closing(RequestLog(file)) as log:
+            for number in range(500):
+                log.write({"a": number})
+                if number == 250:
+                    time.sleep(0.05)  # the thread has written some
+        self.assertEqual([json.loads(line)["a"] for line in file.getvalue().splitlines()], list(range(500)))
+
+    def test_a_log_whose_reader_stands_still(self):
+        go_on = threading.Event()
+
+        class Slow(io.StringIO):
+            def write(self, text):
+                go_on.wait(60)
+                return super().write(text)
+
+        file = Slow()
+        with contextlib.closing(RequestLog(file)) as log:
+            with mock.patch("xserv_server.logs.MAX_LINES", 10):
+                log.write({"a": 0})
+                while log._lines:
+                    time.sleep(0.01)  # that line is being written
+                for number in range(1, 30):
+                    log.write({"a": number})
+                go_on.set()
+                while log._lines:
+                    time.sleep(0.01)
+                log.write({"a": 30})
+        lines = [json.loads(line) for line in file.getvalue().splitlines()]
+        self.assertEqual([line["a"] for line in lines], [*range(11), 30])
+        self.assertEqual(lines[-1]["dropped_lines"], 19)
 
     def test_a_log_whose_reader_has_gone(self):
         class Gone(io.StringIO):

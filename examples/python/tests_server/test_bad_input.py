@@ -233,6 +233,17 @@ class BadInput(unittest.TestCase):
         connection.close()
         self.server.wait_for("xserv_requests_disconnected_total", before + 1)
 
+    def test_one_who_leaves_after_a_long_body(self):
+        """A body that comes at once pauses the reading, which has to go on for the end of the connection to be seen."""
+        for is_stream in (True, False):
+            before = self.server.metric("xserv_requests_disconnected_total")
+            fields = {"prompt": "Once", "max_tokens": 1900, "stream": is_stream, "ignore_eos": True, "user": "u" * 300000}
+            body = json.dumps({"model": NAME, **fields}).encode()
+            with socket.create_connection(("127.0.0.1", self.server.port), NEVER) as connection:
+                connection.sendall(head_of(content_length=len(body)) + body)
+                self.server.wait_for("xserv_samples_admitted", 1)
+            self.server.wait_for("xserv_requests_disconnected_total", before + 1)
+
     def test_other_hosts(self):
         # A page that has had its own name resolved to this machine.
         self.check(self.http.get("/v1/models", headers={"host": "evil.example"}), 403)

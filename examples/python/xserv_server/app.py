@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import asynccontextmanager
-from typing import Any, AsyncIterator, Dict
+from typing import Any, AsyncIterator, Awaitable, Callable, Dict, Mapping
 
 import xserv
 from fastapi import FastAPI, Request
-from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from .auth import Caller
 from .chat import chat_completions
 from .completions import completions
 from .errors import ApiError
-from .limits import RequestLimits
+from .limits import RequestLimits, header_of
 from .logs import RequestLog
 from .observe import Observed
 from .page import Page
 from .requests import check_model
+from .responses import JsonResponse
 from .settings import Settings
 from .state import State
 from .tokens import detokenize, tokenize
@@ -34,8 +36,36 @@ PATHS = frozenset(
 )  # fmt: skip
 
 
-def _json(content: Any, status: int = 200) -> Response:
-    return Response(to_json(content), status, media_type="application/json")
+_NO_TELEMETRY: Any = {"tracing": False, "metrics": False, "logs": False}
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+def _refusal(scope: Scope, error: ApiError) -> Response:
+    scope.get("xserv.log", {})["error"] = error.code or error.kind
+    return error.response()
+
+
+class Posts:
+    """The innermost layer: calls the endpoints that generate. FastAPI's way to them from here, with its exit stacks and
+    dependencies, takes several times as long as its way to here. They are routes as well, for what this layer does not
+    know: other methods, slashes at the end, an application that is part of another."""
+
+    def __init__(self, app: ASGIApp, handlers: Mapping[str, Handler]) -> None:
+        self._app, self._handlers = app, handlers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        handler = None
+        if scope["type"] == "http" and scope["method"] == "POST" and not scope.get("root_path"):
+            handler = self._handlers.get(scope["path"])
+        if handler is None:
+            await self._app(scope, receive, send)
+            return
+        try:
+            response = await handler(Request(scope, receive))
+        except ApiError as error:
+            response = _refusal(scope, error)
+        await response(scope, receive, send)
 
 
 def create_app(model: xserv.Model, settings: Settings) -> FastAPI:
@@ -72,15 +102,23 @@ def create_app(model: xserv.Model, settings: Settings) -> FastAPI:
                 allow_headers=["authorization", "content-type"],
             ),
         )
+    handlers = _handlers(state)
+    layers.append(Middleware(Posts, handlers=handlers))
     app = FastAPI(
-        title="xserv", openapi_url=None, docs_url=None, redoc_url=None, lifespan=lifespan, middleware=layers
+        title="xserv",
+        openapi_url=None,
+        docs_url=None,
+        redoc_url=None,
+        lifespan=lifespan,
+        middleware=layers,
+        # FastAPI's own, which would look at every request for who has asked for it. Earlier versions take no notice.
+        telemetry=None if "opentelemetry.sdk" in sys.modules else _NO_TELEMETRY,
     )
     app.state.server = state
 
     @app.exception_handler(ApiError)
     async def refused(request: Request, error: ApiError) -> Response:
-        request.scope.get("xserv.log", {})["error"] = error.code or error.kind
-        return error.response()
+        return _refusal(request.scope, error)
 
     @app.exception_handler(HTTPException)
     async def not_found(request: Request, error: HTTPException) -> Response:
@@ -93,6 +131,8 @@ def create_app(model: xserv.Model, settings: Settings) -> FastAPI:
         return ApiError(error.status_code, str(error.detail), headers=headers).response()
 
     _add_routes(app, state)
+    for path, handler in handlers.items():
+        app.post(path)(handler)
     if settings.page is not None and settings.page.is_file():
         page = Page(settings.page)
 
@@ -103,13 +143,26 @@ def create_app(model: xserv.Model, settings: Settings) -> FastAPI:
     return app
 
 
-def _add_routes(app: FastAPI, state: State) -> None:
-    def caller_of(request: Request) -> Caller:
-        caller = state.keys.caller(request.headers.get("authorization"))
-        if caller.name is not None:
-            request.scope.get("xserv.log", {})["key"] = caller.name
-        return caller
+def _caller_of(state: State, request: Request) -> Caller:
+    caller = state.keys.caller(header_of(request.scope, b"authorization"))
+    if caller.name is not None:
+        request.scope.get("xserv.log", {})["key"] = caller.name
+    return caller
 
+
+def _handlers(state: State) -> Dict[str, Handler]:
+    """The endpoints that generate, by their paths."""
+
+    async def chat(request: Request) -> Response:
+        return await chat_completions(state, request, _caller_of(state, request))
+
+    async def complete(request: Request) -> Response:
+        return await completions(state, request, _caller_of(state, request))
+
+    return {"/v1/chat/completions": chat, "/v1/completions": complete}
+
+
+def _add_routes(app: FastAPI, state: State) -> None:
     def describe(name: str) -> Dict[str, Any]:
         context = state.model.info.max_context_tokens
         return {
@@ -123,7 +176,7 @@ def _add_routes(app: FastAPI, state: State) -> None:
     @app.get("/health")
     async def health() -> Response:
         is_leaving = state.admission.is_closed
-        return _json({"status": "shutting down" if is_leaving else "ok"}, 503 if is_leaving else 200)
+        return JsonResponse({"status": "shutting down" if is_leaving else "ok"}, 503 if is_leaving else 200)
 
     @app.get("/metrics")
     def metrics() -> Response:
@@ -131,30 +184,22 @@ def _add_routes(app: FastAPI, state: State) -> None:
 
     @app.get("/v1/models")
     async def models(request: Request) -> Response:
-        caller_of(request)
-        return _json({"object": "list", "data": [describe(name) for name in state.settings.model_names]})
+        _caller_of(state, request)
+        return JsonResponse({"object": "list", "data": [describe(name) for name in state.settings.model_names]})
 
     # A name may have slashes.
     @app.get("/v1/models/{name:path}")
     async def one_model(request: Request, name: str) -> Response:
-        caller_of(request)
+        _caller_of(state, request)
         check_model(name, state.settings.model_names)
-        return _json(describe(name))
-
-    @app.post("/v1/chat/completions")
-    async def chat(request: Request) -> Response:
-        return await chat_completions(state, request, caller_of(request))
-
-    @app.post("/v1/completions")
-    async def complete(request: Request) -> Response:
-        return await completions(state, request, caller_of(request))
+        return JsonResponse(describe(name))
 
     @app.post("/tokenize")
     async def tokens_of(request: Request) -> Response:
-        caller_of(request)
-        return _json(await tokenize(state, request))
+        _caller_of(state, request)
+        return JsonResponse(await tokenize(state, request))
 
     @app.post("/detokenize")
     async def text_of(request: Request) -> Response:
-        caller_of(request)
-        return _json(await detokenize(state, request))
+        _caller_of(state, request)
+        return JsonResponse(await detokenize(state, request))

@@ -29,6 +29,9 @@ class Caller:
         return int.from_bytes(digest[:8], "big") % (2**64 - 2) + 1
 
 
+_ANYBODY = Caller(None, b"")
+
+
 class Keys:
     """The keys of a server, by their digests: to look one up takes as long whatever it is."""
 
@@ -38,7 +41,7 @@ class Keys:
     def caller(self, authorization: Optional[str]) -> Caller:
         """Returns who sends this Authorization header. Raises ApiError for one without a key of the server's."""
         if not self._names:
-            return Caller(None, b"")
+            return _ANYBODY
         scheme, _, key = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
             raise _unauthorized("an API key is needed, in the header Authorization: Bearer KEY")

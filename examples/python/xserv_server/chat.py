@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import secrets
 import time
-import uuid
 from typing import Any, AsyncGenerator, AsyncIterator, Dict, List, Optional, Sequence, Tuple, Union
 
 import xserv
@@ -17,6 +17,7 @@ from .errors import ApiError, invalid
 from .forms import form_of
 from .logprobs import chat_entry
 from .requests import ChatMessage, ChatRequest, NamedTool, Tool, check_model, read_body, work_out
+from .responses import JsonResponse
 from .sampling import sampling_options
 from .sse import DONE, ChunkWriter, last_events, quoted, start
 from .state import Generation, State
@@ -33,12 +34,19 @@ FINISH_REASONS = {
 _NO_VARIABLES = ("messages", "tools", "add_generation_prompt", "documents")
 
 
+#: The fields of most messages.
+_PLAIN = {"role", "content"}
+
+#: Roles that chat templates know by another name.
+_ROLES = {"developer": "system"}
+
+
 async def chat_completions(state: State, request: Request, caller: Caller) -> Response:
     """Answers a conversation."""
-    body = await read_body(request, ChatRequest)
+    body, is_long = await read_body(request, ChatRequest)
     check_model(body.model, state.settings.model_names)
     generation = Generation(state, request, body.n or 1)
-    generation.form, options = await work_out(body, chat_options, state, body, caller)
+    generation.form, options = await work_out(is_long, chat_options, state, body, caller)
     generation.entry.update(model=body.model, stream=bool(body.stream), n=body.n or 1)
     await generation.enter()
     answer = _Answer(state, body, generation)
@@ -47,7 +55,7 @@ async def chat_completions(state: State, request: Request, caller: Caller) -> Re
     try:
         generation.submit(None, options, stream=False)
         (result,) = await generation.results()
-        return Response(to_json(answer.whole(result)), media_type="application/json")
+        return JsonResponse(answer.whole(result))
     finally:
         generation.finish()
 
@@ -90,10 +98,13 @@ def template_messages(messages: Sequence[ChatMessage]) -> List[Dict[str, Any]]:
     """The messages as chat templates take them."""
     found = []
     for index, message in enumerate(messages):
+        content = message.content
+        if isinstance(content, str) and message.model_fields_set == _PLAIN:
+            found.append({"role": _ROLES.get(message.role, message.role), "content": content})
+            continue
         fields = message.model_dump(exclude_none=True)
         fields.setdefault("content", "")
-        if message.role == "developer":
-            fields["role"] = "system"
+        fields["role"] = _ROLES.get(message.role, message.role)
         if message.reasoning is not None:
             fields.setdefault("reasoning_content", message.reasoning)
         for number, call in enumerate(fields.get("tool_calls", ())):
@@ -165,7 +176,7 @@ class _Answer:
 
     def __init__(self, state: State, body: ChatRequest, generation: Generation) -> None:
         self._state, self._body, self._generation = state, body, generation
-        self._id = f"chatcmpl-{uuid.uuid4().hex}"
+        self._id = f"chatcmpl-{secrets.token_hex(16)}"
         self._created = int(time.time())
         generation.entry["id"] = self._id
         self._one_call = body.parallel_tool_calls is False
@@ -215,32 +226,37 @@ class _Answer:
 
     async def chunks(self, options: xserv.GenerateOptions) -> AsyncGenerator[bytes, None]:
         generation, body = self._generation, self._body
-        has_begun = False
+        has_begun, text = False, ""
         try:
-            stream = generation.submit(None, options, stream=True)
+            has_logprobs = bool(body.logprobs)
+            stream = generation.submit(None, options, stream=True if has_logprobs else "answers")
             with_usage = bool(body.stream_options and body.stream_options.include_usage)
             writer = ChunkWriter(self._fields("chat.completion.chunk"), with_usage)
             deltas = _Deltas(self, writer, body.n or 1)
             observe, clock, last = self._state.metrics.between_tokens.observe, time.perf_counter, 0.0
-            batches: AsyncIterator[List[Any]] = stream.batches(answers=True, tokens=bool(body.logprobs))
+            batches: AsyncIterator[List[Any]] = stream.batches(answers=True, tokens=has_logprobs)
             async for batch in batches:
-                data = deltas.write(batch)
+                text = deltas.write(batch)
                 now = clock()
                 if has_begun:
                     observe((now - last) / len(batch))
                 else:
                     generation.saw_token()
-                    data = deltas.roles() + data
+                    text = deltas.roles() + text
                     has_begun = True
                 last = now
-                if data:
-                    yield data.encode()
+                # What comes with the end is sent with it.
+                if text and stream.result is None:
+                    yield text.encode()
+                    text = ""
             result = generation.result_of(stream)
+            data = text.encode()
             if with_usage:
-                yield writer.usage(usage_of(self._state, [result]))
-            yield DONE
+                data += writer.usage(usage_of(self._state, [result]))
+            generation.has_ended = True
+            yield data + DONE
         except (xserv.Error, ApiError) as error:
-            yield last_events(generation, error, has_begun)
+            yield text.encode() + last_events(generation, error, has_begun)
 
 
 class _Deltas:
@@ -261,7 +277,8 @@ class _Deltas:
         found = []
         for event in batch:
             if isinstance(event, xserv.AnswerEvent):
-                delta = self._delta(event)
+                is_content = event.kind == "content"
+                delta = f'{{"content":{quoted(event.text)}}}' if is_content else self._delta(event)
                 if delta is not None:
                     found.append(self._chunk(event.sample, delta))
             elif event.finish_reason is not None:
@@ -282,9 +299,8 @@ class _Deltas:
         return self._writer.choice(sample, f'"delta":{delta},"logprobs":{logprobs},"finish_reason":{reason}')
 
     def _delta(self, event: xserv.AnswerEvent) -> Optional[str]:
+        """The delta of what is no content."""
         kind = event.kind
-        if kind == "content":
-            return f'{{"content":{quoted(event.text)}}}'
         if kind == "reasoning":
             text = quoted(event.text)
             return f'{{"reasoning_content":{text},"reasoning":{text}}}' if self._answer._with_reasoning else None

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
-import uuid
 from dataclasses import dataclass
 from typing import Any, AsyncGenerator, Dict, List, Optional
 
@@ -19,6 +19,7 @@ from .errors import ApiError, from_library, invalid
 from .forms import form_of
 from .logprobs import CompletionLogprobs
 from .requests import CompletionRequest, check_model, read_body, work_out
+from .responses import JsonResponse
 from .sampling import sampling_options
 from .sse import DONE, ChunkWriter, last_events, merged, quoted, start
 from .state import Generation, State
@@ -40,9 +41,9 @@ class _Prompt:
 
 async def completions(state: State, request: Request, caller: Caller) -> Response:
     """Continues prompts."""
-    body = await read_body(request, CompletionRequest)
+    body, is_long = await read_body(request, CompletionRequest)
     check_model(body.model, state.settings.model_names)
-    prompts = await work_out(body, _prompts_of, state, body)
+    prompts = await work_out(is_long, _prompts_of, state, body)
     options = sampling_options(body, caller, state.settings.request_seconds)
     options["max_tokens"] = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     options["add_special_tokens"] = body.add_special_tokens
@@ -65,7 +66,7 @@ async def completions(state: State, request: Request, caller: Caller) -> Respons
     try:
         await answer.submit(options, stream=False)
         results = await generation.results()
-        return Response(to_json(answer.whole(results)), media_type="application/json")
+        return JsonResponse(answer.whole(results))
     finally:
         generation.finish()
 
@@ -114,7 +115,7 @@ class _Answer:
     ) -> None:
         self._state, self._body, self._prompts, self._generation = state, body, prompts, generation
         self._n = body.n or 1
-        self._id = f"cmpl-{uuid.uuid4().hex}"
+        self._id = f"cmpl-{secrets.token_hex(16)}"
         self._created = int(time.time())
         generation.entry["id"] = self._id
 
@@ -168,7 +169,7 @@ class _Answer:
 
     async def chunks(self, options: xserv.GenerateOptions) -> AsyncGenerator[bytes, None]:
         generation, body = self._generation, self._body
-        has_begun = False
+        has_begun, text = False, ""
         try:
             streams = await self.submit(options, stream=True)
             with_usage = bool(body.stream_options and body.stream_options.include_usage)
@@ -177,22 +178,26 @@ class _Answer:
             observe, clock, last = self._state.metrics.between_tokens.observe, time.perf_counter, 0.0
             batches: Any = merged([stream.batches() for stream in streams])  # type: ignore[misc]
             async for number, batch in batches:
-                data = writers[number].write(batch)
+                text += writers[number].write(batch)
                 now = clock()
                 if has_begun:
                     observe((now - last) / len(batch))
                 last = now
-                if data:
-                    if not has_begun:
-                        generation.saw_token()
-                        has_begun = True
-                    yield data.encode()
+                if text and not has_begun:
+                    generation.saw_token()
+                    has_begun = True
+                # What comes with the end is sent with it.
+                if text and any(stream.result is None for stream in streams):
+                    yield text.encode()
+                    text = ""
             results = [generation.result_of(stream) for stream in streams]
+            data = text.encode()
             if with_usage:
-                yield writer.usage(usage_of(self._state, results))
-            yield DONE
+                data += writer.usage(usage_of(self._state, results))
+            generation.has_ended = True
+            yield data + DONE
         except (xserv.Error, ApiError) as error:
-            yield last_events(generation, error, has_begun)
+            yield text.encode() + last_events(generation, error, has_begun)
 
     def _writer_of(self, writer: ChunkWriter, number: int, prompt: _Prompt) -> "_PromptWriter":
         made = None

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from dataclasses import dataclass
-from typing import Any, List, Optional, Type
+from functools import partial
+from typing import Any, Callable, Dict, List, Optional, Type
 
 from pydantic_core import to_json
+from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from .errors import ApiError
+from .state import WHEN_LEFT
 
 #: Bytes of a request line and headers.
 MAX_HEAD_BYTES = 64 << 10
@@ -45,15 +47,12 @@ class Connection(HttpToolsProtocol):
         self._head_bytes = 0
         self._in_head = True
         self._cycles: List[RequestResponseCycle] = []
+        self._watched: Dict[RequestResponseCycle, Callable[[], None]] = {}
 
     # The transport's side.
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        connected = transport.get_extra_info("socket")
-        if connected is not None and connected.family in (socket.AF_INET, socket.AF_INET6):
-            # A peer that has vanished silently is detected.
-            connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         if len(self.connections) > self.limits.max_connections:
             self._refuse(503, "the server has no room for another connection")
         else:
@@ -68,8 +67,15 @@ class Connection(HttpToolsProtocol):
             if not cycle.response_complete:
                 cycle.disconnected = True
                 cycle.message_event.set()
+            # It refers to this object, which refers to the scope.
+            scope: Any = cycle.scope
+            scope.pop(WHEN_LEFT, None)
         self.pipeline.clear()
         super().connection_lost(exc)
+        watched, self._watched = self._watched, {}
+        for cycle, has_left in watched.items():
+            if not cycle.response_complete:
+                has_left()
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
@@ -99,6 +105,8 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._in_head, self._head_bytes = False, 0
         self._limit_reading(self.limits.body_seconds)
+        scope: Any = self.scope
+        scope[WHEN_LEFT] = self.when_left
         super().on_headers_complete()
         self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete]
         self._cycles.append(self.cycle)
@@ -107,6 +115,23 @@ class Connection(HttpToolsProtocol):
         super().on_message_complete()
         self._in_head = True
         self._end_reading()
+
+    # The application's side.
+
+    def when_left(self, scope: Scope, has_left: Callable[[], None]) -> Optional[Callable[[], Any]]:
+        """Calls a function, once and on the loop's thread, if the client leaves before it has all of the answer to a
+        request, whose body has been read. An application would need a task for each request, to wait for it in
+        receive(). Returns the function that ends this; None if the request is none of this connection's."""
+        cycle = next((cycle for cycle in self._cycles if cycle.scope is scope), None)
+        if cycle is None:
+            return None
+        if cycle.disconnected:
+            has_left()
+        else:
+            self._watched[cycle] = has_left
+            # As receive() does: a body that came at once may have paused it, and then nobody would see the end.
+            self.flow.resume_reading()
+        return partial(self._watched.pop, cycle, None)
 
     # Limits.
 

@@ -18,7 +18,8 @@ def too_long(limit: int) -> ApiError:
     return ApiError(413, f"the body is longer than {limit} bytes", code="request_too_large")
 
 
-def _header(scope: Scope, name: bytes) -> str:
+def header_of(scope: Scope, name: bytes) -> str:
+    """The first header of a name; empty if there is none."""
     for key, value in scope["headers"]:
         if key == name:
             return bytes(value).decode("latin-1")
@@ -59,15 +60,17 @@ class RequestLimits:
         await self._app(scope, limited, send)
 
     def _check(self, scope: Scope) -> None:
-        if self._hosts and _host_without_port(_header(scope, b"host")) not in self._hosts:
+        if self._hosts and _host_without_port(header_of(scope, b"host")) not in self._hosts:
             raise ApiError(403, "the server does not go by this Host; --allowed-host adds a name", code="host")
-        length = _header(scope, b"content-length")
+        length = header_of(scope, b"content-length")
         if length.isdigit() and int(length) > self._max_body_bytes:
             raise too_long(self._max_body_bytes)
 
 
 def check_is_json(content_type: str) -> None:
     """Refuses a body that is not declared to be JSON. A web page can send others without asking first."""
+    if content_type == "application/json":
+        return
     kind = content_type.partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
         raise ApiError(415, "the Content-Type must be application/json", code="unsupported_media_type")
@@ -86,12 +89,18 @@ class Admission:
     def num_queued(self) -> int:
         return len(self._queue)
 
-    async def enter(self, weight: int) -> None:
-        """Waits until there is room for a request of this many samples. Raises ApiError where it cannot wait."""
+    def enter_now(self, weight: int) -> bool:
+        """Lets a request of this many samples in, if it need not wait. Raises ApiError where it cannot wait."""
         if self.is_closed:
             raise shutting_down()
-        if not self._queue and self._fits(weight):
+        has_room = not self._queue and self._fits(weight)
+        if has_room:
             self.num_running += weight
+        return has_room
+
+    async def enter(self, weight: int) -> None:
+        """Waits until there is room for a request of this many samples. Raises ApiError where it cannot wait."""
+        if self.enter_now(weight):
             return
         if len(self._queue) >= self.max_queued:
             message = f"{self.num_running} samples are running and {len(self._queue)} requests are waiting; try again"

@@ -49,7 +49,7 @@ class Observed:
                 raise
             await server_error("the server has failed").response()(scope, receive, observed)
         finally:
-            self._metrics.responses.labels(path, str(status or "none")).inc()
+            self._metrics.responses.add(1, (path, str(status or "none")))
             if self._log is not None and path not in QUIET:
                 client = scope.get("client")
                 fields.update(status=status, seconds=round(time.perf_counter() - began, 6))

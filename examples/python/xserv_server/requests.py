@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Callable, Dict, FrozenSet, List, Literal, Mapping, Optional, Type, TypeVar, Union
+from typing import Any, Callable, Dict, FrozenSet, List, Literal, Mapping, Optional, Tuple, Type, TypeVar, Union
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
-from starlette.requests import ClientDisconnect, Request
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.requests import Request
 
 from .errors import ApiError, client_has_left, from_validation, invalid
-from .limits import check_is_json
+from .limits import check_is_json, header_of
 
 _Body = TypeVar("_Body", bound="Body")
 _Result = TypeVar("_Result")
@@ -51,9 +51,6 @@ class Body(BaseModel):
     """A request. What it has beyond the fields is refused by name, unless it would change nothing."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
-
-    #: Whether it takes so long to look at that another thread should.
-    _is_long: bool = PrivateAttr(default=False)
 
     def refuse_unknown(self) -> None:
         for name, value in (self.model_extra or {}).items():
@@ -221,28 +218,34 @@ class DetokenizeRequest(Body):
     tokens: List[int]
 
 
-async def read_body(request: Request, kind: Type[_Body]) -> _Body:
-    """Reads the body of a request and checks its types. Raises ApiError."""
-    check_is_json(request.headers.get("content-type", ""))
+async def _all_of(request: Request) -> bytes:
+    receive, parts = request.receive, []
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise client_has_left()
+        parts.append(message.get("body", b""))
+        if not message.get("more_body", False):
+            return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+async def read_body(request: Request, kind: Type[_Body]) -> Tuple[_Body, bool]:
+    """Reads the body of a request and checks its types, and tells whether it is so long that another thread should
+    look at it. Raises ApiError."""
+    check_is_json(header_of(request.scope, b"content-type"))
+    data = await _all_of(request)
+    is_long = len(data) > LONG_BODY_BYTES
     try:
-        data = await request.body()
-    except ClientDisconnect:
-        raise client_has_left() from None
-    try:
-        if len(data) > LONG_BODY_BYTES:
-            body = await asyncio.to_thread(kind.model_validate_json, data)
-            body._is_long = True
-        else:
-            body = kind.model_validate_json(data)
+        body = await asyncio.to_thread(kind.model_validate_json, data) if is_long else kind.model_validate_json(data)
     except ValidationError as error:
         raise from_validation(error) from None
     body.refuse_unknown()
-    return body
+    return body, is_long
 
 
-async def work_out(body: Body, function: Callable[..., _Result], *arguments: Any) -> _Result:
+async def work_out(is_long: bool, function: Callable[..., _Result], *arguments: Any) -> _Result:
     """Calls a function that reads all of a body: here, or on another thread if that takes a while."""
-    return await asyncio.to_thread(function, *arguments) if body._is_long else function(*arguments)
+    return await asyncio.to_thread(function, *arguments) if is_long else function(*arguments)
 
 
 def check_model(name: Optional[str], names: Any) -> None:

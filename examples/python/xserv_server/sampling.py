@@ -12,11 +12,11 @@ from .requests import Sampling
 
 #: Fields of a request that the library has by the same name. Those below get their values changed on the way, and two
 #: are not of this file: the length, and the form of the answer.
-SAME = [
+SAME = frozenset(
     name
     for name in Sampling.model_fields
     if name in xserv.GenerateOptions.__annotations__ and name not in ("max_tokens", "response_format")
-]
+)
 
 
 def sampling_options(body: Sampling, caller: Caller, request_seconds: float) -> xserv.GenerateOptions:
@@ -26,11 +26,15 @@ def sampling_options(body: Sampling, caller: Caller, request_seconds: float) -> 
         raise invalid("best_of", f"best_of is {body.best_of}, but can only be n, which is {n}")
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "stream_options can be given with stream only")
-    options = cast(xserv.GenerateOptions, {name: getattr(body, name) for name in SAME})
+    # Most requests give few of them.
+    options = cast(xserv.GenerateOptions, {name: getattr(body, name) for name in body.model_fields_set & SAME})
     options["num_samples"] = n
-    options["stop"] = _stop(body)
-    options["stop_token_ids"] = _token_ids(body.stop_token_ids, "stop_token_ids")
-    options["logit_bias"] = _logit_bias(body.logit_bias)
+    if body.stop is not None:
+        options["stop"] = _stop(body)
+    if body.stop_token_ids is not None:
+        options["stop_token_ids"] = _token_ids(body.stop_token_ids, "stop_token_ids")
+    if body.logit_bias is not None:
+        options["logit_bias"] = _logit_bias(body.logit_bias)
     options["cache_key"] = caller.cache_key(body.cache_salt)
     if body.top_k is not None:
         options["top_k"] = max(body.top_k, 0)  # -1 is vLLM's name for all

@@ -29,6 +29,8 @@ class GracefulServer(uvicorn.Server):
         await super().startup(sockets)
         for server in self.servers if self.started else ():
             for listening in server.sockets:
+                # Connections have it from there: a peer that has vanished silently is detected.
+                listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                 host, port = listening.getsockname()[:2]
                 shown = f"[{host}]" if ":" in host else host
                 # Programs that start the server with port 0 read the port here.

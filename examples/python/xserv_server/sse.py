@@ -7,7 +7,7 @@ of making it.
 from __future__ import annotations
 
 from json.encoder import encode_basestring
-from typing import Any, AsyncGenerator, AsyncIterator, Dict, List, Tuple
+from typing import Any, AsyncGenerator, AsyncIterator, Callable, Dict, List, Tuple
 
 import asyncio
 
@@ -17,16 +17,20 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from .errors import ApiError
+from .responses import QuickResponse
 from .state import Generation
 
 DONE = b"data: [DONE]\n\n"
 
-_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+_HEADERS = [
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+]
 
 
-def quoted(text: str) -> str:
-    """A text as JSON."""
-    return encode_basestring(text)
+#: A text as JSON.
+quoted: Callable[[str], str] = encode_basestring
 
 
 def error_event(error: ApiError) -> bytes:
@@ -34,10 +38,11 @@ def error_event(error: ApiError) -> bytes:
 
 
 def last_events(generation: Generation, error: BaseException, has_begun: bool) -> bytes:
-    """The end of a stream that fails. Raises the ApiError instead if nothing of the answer has been sent yet."""
+    """The end of a stream that fails. Raises the ApiError instead if there is nothing of the answer yet."""
     found = generation.failure(error)
     if not has_begun:
         raise found from error
+    generation.has_ended = True
     if generation.stopped == "disconnected":
         return b""
     generation.entry["error"] = found.code or found.kind
@@ -96,16 +101,15 @@ async def merged(
             task.cancel()
 
 
-class EventStream(Response):
+class EventStream(QuickResponse):
     """Sends what a generator yields, and finishes the generation, whether or not it comes to its end."""
 
     def __init__(self, generation: Generation, first: bytes, rest: AsyncGenerator[bytes, None]) -> None:
-        super().__init__(None, 200, _HEADERS, media_type="text/event-stream; charset=utf-8")
-        del self.headers["content-length"]
+        super().__init__(200, _HEADERS)
         self._generation, self._first, self._rest = generation, first, rest
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # A task of its own is woken without the twenty coroutines around this one, of routes and layers.
+        # A task of its own is woken at each step without the coroutines around this one, of FastAPI and its layers.
         sending = asyncio.ensure_future(self._send_all(send))
         try:
             await sending
@@ -114,25 +118,23 @@ class EventStream(Response):
             self._generation.finish()
 
     async def _send_all(self, send: Send) -> None:
+        generation, rest, data = self._generation, self._rest, self._first
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await send({"type": "http.response.body", "body": self._first, "more_body": True})
-            async for data in self._rest:
+            while not generation.has_ended:
                 await send({"type": "http.response.body", "body": data, "more_body": True})
+                data = await rest.__anext__()
             # Before the end is sent: after it, the connection tells that it is over as if the client had left.
-            self._generation.finish()
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            generation.finish()
+            await send({"type": "http.response.body", "body": data, "more_body": False})
         finally:
-            await self._rest.aclose()
+            await rest.aclose()
 
 
 async def start(generation: Generation, chunks: AsyncGenerator[bytes, None]) -> Response:
     """Waits for the first events, so that what is refused until then has a status of its own."""
     try:
         first = await chunks.__anext__()
-    except StopAsyncIteration:
-        generation.finish()
-        raise generation.error() from None
     except BaseException:
         generation.finish()
         raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any, Dict, List, Optional, Set
+from typing import Any, Callable, Dict, List, Literal, Optional, Set, Union
 
 import xserv
 from starlette.requests import Request
@@ -15,6 +15,10 @@ from .limits import Admission
 from .logprobs import TokenTexts
 from .metrics import Metrics
 from .settings import Settings
+
+
+#: In the scope of a request, where the server has it: Connection.when_left().
+WHEN_LEFT = "xserv.when_left"
 
 
 class State:
@@ -67,7 +71,7 @@ class Generation:
         self._weight = min(num_samples, state.settings.max_running)
         self._admitted = False
         self._entering: "Optional[asyncio.Future[None]]" = None
-        self._watching: "Optional[asyncio.Task[None]]" = None
+        self._end_watch: Optional[Callable[[], Any]] = None
         self.streams: List[xserv.AsyncTextStream] = []
         self.entry: Dict[str, Any] = request.scope.get("xserv.log", {})
         #: The field of the request that asks for the form of its answer.
@@ -76,11 +80,25 @@ class Generation:
         self.first_token: Optional[float] = None
         #: Why it was stopped, "disconnected" or "shutting_down"; None if it was not.
         self.stopped: Optional[str] = None
+        #: Whether a stream of it has come to its end, which what it gives next is part of.
+        self.has_ended = False
 
     async def enter(self) -> None:
         """Waits for its turn, as long as the client does."""
+        state = self._state
+        self._watch()
+        try:
+            if not state.admission.enter_now(self._weight):
+                await self._wait_for_its_turn()
+        except BaseException:
+            self._watch_no_more()
+            raise
+        self._admitted = True
+        state.live.add(self)
+        state.metrics.waiting.observe(time.perf_counter() - self.began)
+
+    async def _wait_for_its_turn(self) -> None:
         state, seconds = self._state, self._state.settings.request_seconds
-        self._watching = asyncio.ensure_future(self._watch())
         self._entering = asyncio.ensure_future(state.admission.enter(self._weight))
         try:
             await asyncio.wait((self._entering,), timeout=seconds or None)
@@ -93,13 +111,11 @@ class Generation:
             entering = self._entering
             if not entering.cancel() and not entering.cancelled() and entering.exception() is None:
                 state.admission.leave(self._weight)
-            self._watching.cancel()
             raise
-        self._admitted = True
-        state.live.add(self)
-        state.metrics.waiting.observe(time.perf_counter() - self.began)
 
-    def submit(self, prompt: Optional[str], options: xserv.GenerateOptions, stream: bool) -> xserv.AsyncTextStream:
+    def submit(
+        self, prompt: Optional[str], options: xserv.GenerateOptions, stream: Union[bool, Literal["answers"]]
+    ) -> xserv.AsyncTextStream:
         """Hands a prompt to the library. Raises ApiError for what it refuses at once."""
         try:
             submitted = self._state.model.generate_async(prompt, stream=stream, **options)
@@ -112,10 +128,6 @@ class Generation:
 
     async def results(self) -> List[xserv.Result]:
         """Waits for the results of all that was submitted. Raises ApiError."""
-        # In a task of its own, which is woken without the coroutines of routes and layers around this one.
-        return await asyncio.ensure_future(self._results())
-
-    async def _results(self) -> List[xserv.Result]:
         found = []
         for stream in self.streams:
             try:
@@ -157,9 +169,26 @@ class Generation:
         for stream in self.streams:
             stream.close()
 
-    async def _watch(self) -> None:
+    def _watch(self) -> None:
+        """Stops it if its client leaves."""
+        scope = self._request.scope
+        when_left = scope.get(WHEN_LEFT)
+        if when_left is not None:
+            self._end_watch = when_left(scope, self._client_has_left)
+        if self._end_watch is None:
+            self._end_watch = asyncio.ensure_future(self._receive_the_end()).cancel
+
+    def _watch_no_more(self) -> None:
+        if self._end_watch is not None:
+            self._end_watch()
+            self._end_watch = None
+
+    async def _receive_the_end(self) -> None:
         while (await self._request.receive())["type"] != "http.disconnect":
             pass
+        self._client_has_left()
+
+    def _client_has_left(self) -> None:
         self.stop("disconnected")
 
     def saw_token(self) -> None:
@@ -173,8 +202,7 @@ class Generation:
             return
         self._admitted = False
         state = self._state
-        if self._watching is not None:
-            self._watching.cancel()
+        self._watch_no_more()
         for stream in self.streams:
             stream.close()
         state.live.discard(self)
@@ -188,13 +216,13 @@ class Generation:
         prompt_tokens = sum(result.num_prompt_tokens for result in results)
         cached_tokens = sum(result.num_cached_tokens for result in results)
         num_tokens = sum(len(sample.token_ids) for sample in samples)
-        metrics.prompt_tokens.inc(prompt_tokens)
-        metrics.cached_tokens.inc(cached_tokens)
-        metrics.generated_tokens.inc(num_tokens)
+        metrics.prompt_tokens.add(prompt_tokens)
+        metrics.cached_tokens.add(cached_tokens)
+        metrics.generated_tokens.add(num_tokens)
         metrics.whole.observe(seconds)
         was_streaming = self.first_token is not None
         for sample in samples:
-            metrics.ended.labels(sample.finish_reason).inc()
+            metrics.ended.add(1, (sample.finish_reason,))
             metrics.answer_tokens.observe(len(sample.token_ids))
             if not was_streaming and sample.tokens_per_second > 0:
                 metrics.between_tokens.observe(1 / sample.tokens_per_second)
@@ -204,7 +232,7 @@ class Generation:
             metrics.first_token.observe(self.first_token)
             entry["first_token_seconds"] = round(self.first_token, 6)
         if self.stopped == "disconnected":
-            metrics.disconnected.inc()
+            metrics.disconnected.add(1)
         entry.update(
             prompt_tokens=prompt_tokens,
             cached_tokens=cached_tokens,

@@ -15,7 +15,7 @@ from .state import State
 
 
 async def tokenize(state: State, request: Request) -> Dict[str, Any]:
-    body = await read_body(request, TokenizeRequest)
+    body, _ = await read_body(request, TokenizeRequest)
     check_model(body.model, state.settings.model_names)
     if (body.prompt is None) == (body.messages is None):
         raise invalid("prompt", "exactly one of prompt and messages must be given")
@@ -45,7 +45,7 @@ async def tokenize(state: State, request: Request) -> Dict[str, Any]:
 
 
 async def detokenize(state: State, request: Request) -> Dict[str, Any]:
-    body = await read_body(request, DetokenizeRequest)
+    body, _ = await read_body(request, DetokenizeRequest)
     check_model(body.model, state.settings.model_names)
     for index, token in enumerate(body.tokens):
         check_token(token, f"tokens[{index}]")
