@@ -23,13 +23,14 @@ NEVER = 120
 class Server:
     """A server process. Lines of its standard output are in `log`, those of its standard error in `errors`."""
 
-    def __init__(self, *options, model=MODEL, environment=None):
-        path = os.pathsep.join([str(PACKAGES), os.environ.get("PYTHONPATH", "")])
+    def __init__(self, *options, model=MODEL, environment=None, packages=None):
+        """`packages`: the folder with the server's package, if it is another than that of these tests."""
+        path = os.pathsep.join([str(packages or PACKAGES), os.environ.get("PYTHONPATH", "")])
         own = {**os.environ, "PYTHONPATH": path, **(environment or {})}
         command = [sys.executable, "-m", "xserv_server", str(model), "--port", "0", *options]
-        self.process = subprocess.Popen(
-            command, env=own, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True
-        )
+        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        # Python looks for the package in the folder where it runs before all others.
+        self.process = subprocess.Popen(command, cwd=packages, env=own, **pipes)
         self.log, self.errors = [], []
         self._ready = threading.Event()
         self._threads = [
