@@ -3,8 +3,10 @@
 //! so that requests with it write NaN to all of that memory; others must give the bits that they give in memory that no
 //! such request has touched, afterwards and beside one.
 
+use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use xserv::backend::cpu::Isa;
 use xserv::ffi::xserv_dtype::*;
 use xserv::ffi::xserv_weights::*;
 use xserv::ffi::*;
@@ -19,6 +21,8 @@ const POISON: u32 = 60;
 const CONTEXT: usize = 256;
 /// Eleven blocks: fewer than the prompts of a crowd need.
 const KV_TOKENS: u64 = 352;
+/// The largest step of a prompt: one that cuts none, and one that cuts them where neither blocks nor tiles end.
+const CUTS: [u64; 2] = [0, 37];
 
 fn poisoned(mut model: TestModel) -> TempDir {
     let names = ["model.embed_tokens.weight", "wte.weight", "transformer.wte.weight"];
@@ -55,7 +59,7 @@ fn poison(model: &Model) {
 /// The result for a prompt: tokens, greedy or drawn, and the bits of its logits.
 type Given = (Vec<u32>, Vec<u32>);
 
-fn ask(model: &Model, prompt: &[u32], index: usize) -> Given {
+fn ask(model: &Model, prompt: &[u32], index: usize) -> Outcome<Given> {
     let request = xserv_request {
         temperature: if index.is_multiple_of(2) { 0.0 } else { 0.9 },
         seed: index as u64,
@@ -65,13 +69,20 @@ fn ask(model: &Model, prompt: &[u32], index: usize) -> Given {
         num_logit_bias: 1,
         ..greedy(prompt, 3 + index as u32 * 11 % 50)
     };
-    let ids = model.generate(&request).unwrap().ids;
-    let logits = model.logits(prompt, true).unwrap();
-    (ids, logits.iter().map(|logit| logit.to_bits()).collect())
+    let ids = model.generate(&request)?.ids;
+    let logits = model.logits(prompt, true)?;
+    Ok((ids, logits.iter().map(|logit| logit.to_bits()).collect()))
 }
 
 /// Whether an output is the expected one: to the bit, or with logits that are as near as those of another batch.
-fn agrees(given: &Given, expected: &Given, is_exact: bool) -> bool {
+fn agrees(given: &Outcome<Given>, expected: &Given, is_exact: bool) -> bool {
+    let given = match given {
+        Ok(given) => given,
+        Err(failure) => {
+            println!("{}", failure.message);
+            return false;
+        }
+    };
     let value = |bits: &u32| f32::from_bits(*bits);
     let largest = expected.1.iter().map(value).fold(0.0f32, |a, b| a.max(b.abs()));
     let mut pairs = given.1.iter().map(value).zip(expected.1.iter().map(value));
@@ -80,9 +91,13 @@ fn agrees(given: &Given, expected: &Given, is_exact: bool) -> bool {
 
 static BAN: xserv_logit_bias = xserv_logit_bias { token_id: POISON, bias: f32::NEG_INFINITY };
 
-/// Returns the number of prompts whose output differs from that in clean memory: alone in a poisoned one, and in a
-/// crowd with poison in its midst.
-fn differences(path: &std::path::Path, options: &xserv_load_options, is_exact: bool) -> [usize; 2] {
+/// Returns the number of prompts whose output differs from that in clean memory, for each of [`CUTS`]: alone in
+/// poisoned memory, and in a crowd with poison in its midst.
+fn differences(
+    path: &std::path::Path,
+    options: &xserv_load_options,
+    is_exact: bool,
+) -> [[usize; 2]; 2] {
     let mut random = Random(23);
     let prompts: Vec<Vec<u32>> = [1, 2, 3, 15, 16, 17, 31, 32, 33, 63, 65, 100, 129, 200]
         .iter()
@@ -96,18 +111,33 @@ fn differences(path: &std::path::Path, options: &xserv_load_options, is_exact: b
     };
     let model = Model::load(path, &options).unwrap();
     let expected: Vec<Given> =
-        prompts.iter().enumerate().map(|(i, prompt)| ask(&model, prompt, i)).collect();
+        prompts.iter().enumerate().map(|(i, prompt)| ask(&model, prompt, i).unwrap()).collect();
     drop(model);
+    CUTS.map(|max_prefill_tokens| {
+        let options = xserv_load_options { max_prefill_tokens, ..options };
+        let model = Model::load(path, &options).unwrap();
+        let mut alone = 0;
+        for (i, (prompt, expected)) in prompts.iter().zip(&expected).enumerate() {
+            if prompt.len() as u64 > max_prefill_tokens {
+                poison(&model);
+                alone += usize::from(!agrees(&ask(&model, prompt, i), expected, is_exact));
+            }
+        }
+        let together = differences_in_a_crowd(&model, &prompts, &expected, is_exact);
+        idle(&model);
+        [alone, together]
+    })
+}
 
-    let model = Model::load(path, &options).unwrap();
-    let mut alone = 0;
-    for (i, (prompt, expected)) in prompts.iter().zip(&expected).enumerate() {
-        poison(&model);
-        alone += usize::from(!agrees(&ask(&model, prompt, i), expected, is_exact));
-    }
+fn differences_in_a_crowd(
+    model: &Model,
+    prompts: &[Vec<u32>],
+    expected: &[Given],
+    is_exact: bool,
+) -> usize {
     let is_over = AtomicBool::new(false);
-    let together = std::thread::scope(|scope| {
-        let (model, is_over) = (&model, &is_over);
+    std::thread::scope(|scope| {
+        let is_over = &is_over;
         let poisoner = scope.spawn(move || {
             while !is_over.load(Ordering::SeqCst) {
                 poison(model);
@@ -121,21 +151,21 @@ fn differences(path: &std::path::Path, options: &xserv_load_options, is_exact: b
         let given: Vec<_> = crowd.into_iter().map(|one| one.join()).collect();
         is_over.store(true, Ordering::SeqCst);
         poisoner.join().unwrap();
-        given
-            .into_iter()
-            .zip(&expected)
-            .filter(|(given, expected)| {
-                given.as_ref().map_or(true, |given| !agrees(given, expected, is_exact))
-            })
-            .count()
-    });
-    idle(&model);
-    [alone, together]
+        let pairs = given.iter().zip(expected);
+        let differs = |(given, expected): &(&std::thread::Result<Outcome<Given>>, &Given)| {
+            given.as_ref().map_or(true, |given| !agrees(given, expected, is_exact))
+        };
+        pairs.filter(differs).count()
+    })
 }
 
-/// Models of all families, narrow ones whose rows are no whole vectors and wide ones.
+/// Models of all families, narrow ones whose rows are no whole vectors and wide ones, and one whose rows are no whole
+/// pairs either.
 fn models() -> Vec<(String, TempDir)> {
-    let mut all = vec![("GPT-2".to_string(), poisoned(TestModel::gpt2(3)))];
+    let mut all = vec![
+        ("GPT-2".to_string(), poisoned(TestModel::gpt2(3))),
+        ("odd".to_string(), poisoned(TestModel::qwen3_of(6, 51, 77))),
+    ];
     for family in Family::ALL {
         all.push((format!("{family:?}"), poisoned(TestModel::qwen3(4).of(family))));
         all.push((format!("wide {family:?}"), poisoned(TestModel::wide_qwen3(5).of(family))));
@@ -153,7 +183,7 @@ fn what_unused_memory_holds_changes_nothing_on_the_cpu() {
             (XSERV_DTYPE_BF16, XSERV_WEIGHTS_INT4),
         ] {
             let is_quantised = weights as u32 != XSERV_WEIGHTS_AS_STORED as u32;
-            if is_quantised && !name.starts_with("wide") {
+            if is_quantised && !name.starts_with("wide") && name != "odd" {
                 continue;
             }
             let options = xserv_load_options {
@@ -163,9 +193,26 @@ fn what_unused_memory_holds_changes_nothing_on_the_cpu() {
                 ..load_options()
             };
             let found = differences(dir.path(), &options, true);
-            assert_eq!(found, [0, 0], "{name}, {dtype:?}, {weights:?}");
+            assert_eq!(found, [[0; 2]; 2], "{name}, {dtype:?}, {weights:?}");
         }
     }
+}
+
+/// With AMX bf16 is computed in tiles, by other kernels than without.
+#[test]
+fn what_unused_memory_holds_changes_nothing_without_amx() {
+    if Isa::detect() != Isa::Avx512Amx {
+        println!("skipped: the test before this one has no AMX either");
+        return;
+    }
+    let output = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "padding::what_unused_memory_holds_changes_nothing_on_the_cpu"])
+        .env("XSERV_AMX", "0")
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&output.stdout);
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success() && text.contains("test result: ok. 1"), "{text}{errors}");
 }
 
 #[test]
@@ -176,7 +223,7 @@ fn what_unused_memory_holds_changes_nothing_on_cuda() {
             for deterministic in [1, 0] {
                 let options = xserv_load_options { deterministic, ..on_cuda(dtype) };
                 let found = differences(dir.path(), &options, deterministic == 1);
-                assert_eq!(found, [0, 0], "{name}, {dtype:?}, deterministic {deterministic}");
+                assert_eq!(found, [[0; 2]; 2], "{name}, {dtype:?}, deterministic {deterministic}");
             }
         }
     }
