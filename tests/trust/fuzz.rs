@@ -607,9 +607,11 @@ fn child() {
     let target = TARGETS.iter().find(|target| target.name == name).unwrap();
     let length = Duration::from_secs(number("XSERV_FUZZ_SECONDS"));
     let seed = number("XSERV_FUZZ_SEED");
+    // Under a sanitizer the frames of JSON's parsers, of the tests' own as well, are several times as large.
+    let times = std::env::var("XSERV_FUZZ_STACKS").map_or(1, |times| times.parse().unwrap());
+    let stack_bytes = crate::hostile_child::SMALL_STACK_BYTES * 2 * times;
     std::thread::scope(|scope| {
-        let builder =
-            std::thread::Builder::new().stack_size(crate::hostile_child::SMALL_STACK_BYTES * 2);
+        let builder = std::thread::Builder::new().stack_size(stack_bytes);
         let thread = builder.spawn_scoped(scope, || fuzz(target, &slate, seed, length)).unwrap();
         thread.join().unwrap();
     });
