@@ -8,7 +8,6 @@ from typing import Any, AsyncGenerator, List, Optional, Set, Tuple, Union
 
 import ray
 import xserv
-from prometheus_client import disable_created_metrics
 from ray import serve
 from xserv_server import create_app
 from xserv_server.cli import load_options_of, options_parser, settings_of
@@ -36,7 +35,6 @@ class Engine:
     """The class of the replicas."""
 
     def __init__(self, options: List[str]) -> None:
-        disable_created_metrics()  # type: ignore[no-untyped-call]
         arguments = options_parser().parse_args(options)
         arguments.device_index = device_index(arguments.device_index)
         self._model = xserv.Model(arguments.model, **load_options_of(arguments))
