@@ -358,6 +358,34 @@ class Loops(AsyncTest):
             loop.close()
 
 
+class FailingEnds(AsyncTest):
+    """The result cannot be had, as when memory is short."""
+
+    def test_the_last_events_are_given_before_the_failure(self):
+        real = _async.library
+
+        class Library:
+            def __getattr__(self, name):
+                return getattr(real, name)
+
+            def xserv_submission_take_result(self, submission, result):
+                return real.xserv_submission_take_result(None, result)
+
+        async def read():
+            stream = self.model.generate_async("Once", **SHORT)
+            while self.model.stats().num_running + self.model.stats().num_waiting:
+                await asyncio.sleep(0.01)
+            found = []
+            with self.assertRaises(xserv.Error):
+                async for batch in stream.batches():
+                    found += batch
+            return found
+
+        with mock.patch.object(_async, "library", Library()):
+            found = run(read())
+        self.assertEqual("".join(event.text for event in found), self.expected)
+
+
 class LongPrompts(AsyncTest):
     """They are tokenized on another thread."""
 

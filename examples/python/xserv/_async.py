@@ -35,7 +35,7 @@ from typing import (
 )
 
 from . import _library as c
-from ._errors import NotCopyable
+from ._errors import Error, NotCopyable
 from ._library import check, library, next_event, poll
 from ._options import Request
 from ._stream import (
@@ -527,7 +527,12 @@ class AsyncTextStream(AsyncIterator[Piece], NotCopyable):
                         check(code)
                     kind = event.kind
                     if kind == c.EVENT_DONE:
-                        self._end()
+                        try:
+                            self._end()
+                        except Error:
+                            if batch:  # the end, and its failure, come again
+                                return batch
+                            raise
                         break
                     if kind != c.EVENT_NONE:
                         made = make(event, kind)
